@@ -1,0 +1,1 @@
+//! Datasets, captions, tokenizers and pictures.

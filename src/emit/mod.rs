@@ -1,0 +1,1 @@
+//! StableHLO text with Shardy shardings.

@@ -1,0 +1,23 @@
+//! A compiler frontend for diffusion models.
+//!
+//! A model is traced into one [`graph`]; the graph is quantized ([`quant`]), sharded ([`shard`]),
+//! emitted as StableHLO ([`emit`]) and compiled through PJRT ([`pjrt`]). `docs/design.md` tells
+//! how the parts fit together.
+
+pub mod cli;
+pub mod config;
+pub mod data;
+pub mod emit;
+pub mod graph;
+pub mod metrics;
+pub mod models;
+pub mod nn;
+pub mod pipelines;
+pub mod pjrt;
+pub mod quant;
+pub mod report;
+pub mod schedulers;
+pub mod shard;
+pub mod topology;
+pub mod train;
+pub mod weights;

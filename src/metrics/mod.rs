@@ -1,0 +1,1 @@
+//! Training metrics: JSON lines and TensorBoard.

@@ -1,0 +1,1 @@
+//! Diffusion models and text encoders.

@@ -1,0 +1,1 @@
+//! The PJRT runtime: plugins, clients, buffers, executables, topologies.

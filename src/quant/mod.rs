@@ -1,0 +1,1 @@
+//! Quantization: formats, numerics, rules by path and the pass that lowers annotated contractions.

@@ -1,0 +1,1 @@
+//! What a compiled program does: flops, memory, collectives and predicted time.

@@ -1,0 +1,1 @@
+//! Meshes, partition specs and logical axis rules.

@@ -1,0 +1,1 @@
+//! Accelerator names and the chips behind them.

@@ -1,0 +1,1 @@
+//! Losses, optimizer, the training loop and checkpoints.
