@@ -7,8 +7,10 @@
 pub mod cli;
 pub mod config;
 pub mod data;
+pub mod dtype;
 pub mod emit;
 pub mod graph;
+pub mod host_tensor;
 pub mod metrics;
 pub mod models;
 pub mod nn;
@@ -17,6 +19,7 @@ pub mod pjrt;
 pub mod quant;
 pub mod report;
 pub mod schedulers;
+pub mod shape;
 pub mod shard;
 pub mod topology;
 pub mod train;

@@ -1,0 +1,204 @@
+//! Tensors in host memory.
+
+use half::{bf16, f16};
+
+use crate::dtype::DType;
+use crate::shape::Shape;
+
+/// A dense, row-major tensor in host memory, little-endian.
+///
+/// `data.len()` is always `shape.bytes()`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct HostTensor {
+    pub shape: Shape,
+    pub data: Vec<u8>,
+}
+
+/// Why a [`HostTensor`] could not be made or read.
+#[derive(Debug, thiserror::Error)]
+pub enum HostTensorError {
+    #[error("{shape} takes {expected} bytes, found {found}")]
+    ByteCount {
+        shape: Shape,
+        expected: usize,
+        found: usize,
+    },
+    #[error("cannot convert {from} elements to {to} on the host")]
+    Conversion { from: DType, to: DType },
+}
+
+impl HostTensor {
+    /// Wraps `data`.
+    ///
+    /// # Errors
+    /// When the length of `data` is not what `shape` takes.
+    pub fn new(shape: Shape, data: Vec<u8>) -> Result<Self, HostTensorError> {
+        if data.len() != shape.bytes() {
+            return Err(HostTensorError::ByteCount {
+                expected: shape.bytes(),
+                found: data.len(),
+                shape,
+            });
+        }
+        Ok(HostTensor { shape, data })
+    }
+
+    pub fn zeros(shape: Shape) -> Self {
+        let data = vec![0; shape.bytes()];
+        HostTensor { shape, data }
+    }
+
+    /// # Errors
+    /// When `values` does not have as many elements as `dims` names.
+    pub fn from_f32(dims: impl Into<Vec<usize>>, values: &[f32]) -> Result<Self, HostTensorError> {
+        HostTensor::new(
+            Shape::new(DType::F32, dims),
+            bytemuck::cast_slice(values).to_vec(),
+        )
+    }
+
+    /// # Errors
+    /// When `values` does not have as many elements as `dims` names.
+    pub fn from_i32(dims: impl Into<Vec<usize>>, values: &[i32]) -> Result<Self, HostTensorError> {
+        HostTensor::new(
+            Shape::new(DType::S32, dims),
+            bytemuck::cast_slice(values).to_vec(),
+        )
+    }
+
+    /// A scalar of a float type holding `value` rounded to it.
+    ///
+    /// # Errors
+    /// When `dtype` has no conversion from `f32` here.
+    pub fn scalar_f32(dtype: DType, value: f32) -> Result<Self, HostTensorError> {
+        HostTensor {
+            shape: Shape::scalar(DType::F32),
+            data: value.to_le_bytes().to_vec(),
+        }
+        .convert(dtype)
+    }
+
+    /// The elements as `f32`, rounded to nearest where the type is wider.
+    ///
+    /// # Errors
+    /// For 4-bit and 8-bit float types, which need their own codecs.
+    pub fn to_f32_vec(&self) -> Result<Vec<f32>, HostTensorError> {
+        Ok(self.to_f64_vec()?.into_iter().map(|v| v as f32).collect())
+    }
+
+    /// The elements as `f64`.
+    ///
+    /// # Errors
+    /// For 4-bit and 8-bit float types, which need their own codecs.
+    pub fn to_f64_vec(&self) -> Result<Vec<f64>, HostTensorError> {
+        fn read<const N: usize>(data: &[u8], value: impl Fn([u8; N]) -> f64) -> Vec<f64> {
+            data.chunks_exact(N)
+                .map(|c| {
+                    let mut bytes = [0; N];
+                    bytes.copy_from_slice(c);
+                    value(bytes)
+                })
+                .collect()
+        }
+        let data = &self.data;
+        Ok(match self.shape.dtype {
+            DType::Pred => read::<1>(data, |b| f64::from(b[0] != 0)),
+            DType::S8 => read::<1>(data, |b| f64::from(i8::from_le_bytes(b))),
+            DType::U8 => read::<1>(data, |b| f64::from(b[0])),
+            DType::S16 => read::<2>(data, |b| f64::from(i16::from_le_bytes(b))),
+            DType::U16 => read::<2>(data, |b| f64::from(u16::from_le_bytes(b))),
+            DType::S32 => read::<4>(data, |b| f64::from(i32::from_le_bytes(b))),
+            DType::U32 => read::<4>(data, |b| f64::from(u32::from_le_bytes(b))),
+            DType::S64 => read::<8>(data, |b| i64::from_le_bytes(b) as f64),
+            DType::U64 => read::<8>(data, |b| u64::from_le_bytes(b) as f64),
+            DType::F16 => read::<2>(data, |b| f16::from_le_bytes(b).to_f64()),
+            DType::BF16 => read::<2>(data, |b| bf16::from_le_bytes(b).to_f64()),
+            DType::F32 => read::<4>(data, |b| f64::from(f32::from_le_bytes(b))),
+            DType::F64 => read::<8>(data, f64::from_le_bytes),
+            from @ (DType::S4
+            | DType::U4
+            | DType::F4E2M1Fn
+            | DType::F8E4M3Fn
+            | DType::F8E5M2
+            | DType::F8E8M0Fnu) => {
+                return Err(HostTensorError::Conversion {
+                    from,
+                    to: DType::F64,
+                });
+            }
+        })
+    }
+
+    /// A tensor of `shape` from `f64` values: floats round to nearest even, integers truncate and saturate.
+    ///
+    /// # Errors
+    /// For 4-bit and 8-bit float types, and when the element count differs.
+    pub fn from_f64(shape: Shape, values: &[f64]) -> Result<Self, HostTensorError> {
+        let write = |f: &dyn Fn(f64, &mut Vec<u8>)| {
+            let mut data = Vec::with_capacity(shape.bytes());
+            for &v in values {
+                f(v, &mut data);
+            }
+            data
+        };
+        let data = match shape.dtype {
+            DType::Pred => write(&|v, d| d.push(u8::from(v != 0.0))),
+            DType::S8 => write(&|v, d| d.extend((v as i8).to_le_bytes())),
+            DType::U8 => write(&|v, d| d.push(v as u8)),
+            DType::S16 => write(&|v, d| d.extend((v as i16).to_le_bytes())),
+            DType::U16 => write(&|v, d| d.extend((v as u16).to_le_bytes())),
+            DType::S32 => write(&|v, d| d.extend((v as i32).to_le_bytes())),
+            DType::U32 => write(&|v, d| d.extend((v as u32).to_le_bytes())),
+            DType::S64 => write(&|v, d| d.extend((v as i64).to_le_bytes())),
+            DType::U64 => write(&|v, d| d.extend((v as u64).to_le_bytes())),
+            DType::F16 => write(&|v, d| d.extend(f16::from_f64(v).to_le_bytes())),
+            DType::BF16 => write(&|v, d| d.extend(bf16::from_f64(v).to_le_bytes())),
+            DType::F32 => write(&|v, d| d.extend((v as f32).to_le_bytes())),
+            DType::F64 => write(&|v, d| d.extend(v.to_le_bytes())),
+            to @ (DType::S4
+            | DType::U4
+            | DType::F4E2M1Fn
+            | DType::F8E4M3Fn
+            | DType::F8E5M2
+            | DType::F8E8M0Fnu) => {
+                return Err(HostTensorError::Conversion {
+                    from: DType::F64,
+                    to,
+                });
+            }
+        };
+        HostTensor::new(shape, data)
+    }
+
+    /// The same elements in another type (see [`HostTensor::from_f64`] for the rounding).
+    ///
+    /// # Errors
+    /// For 4-bit and 8-bit float types.
+    pub fn convert(&self, dtype: DType) -> Result<Self, HostTensorError> {
+        if dtype == self.shape.dtype {
+            return Ok(self.clone());
+        }
+        HostTensor::from_f64(self.shape.with_dtype(dtype), &self.to_f64_vec()?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn converts_between_widths_with_round_to_nearest_even() {
+        // 1 + 2^-8 lies halfway between two bf16 values; the even one is 1.0.
+        let t = HostTensor::from_f32([3], &[1.003_906_25, -2.5, 3.75]).unwrap();
+        let bf = t.convert(DType::BF16).unwrap();
+        assert_eq!(bf.to_f32_vec().unwrap(), vec![1.0, -2.5, 3.75]);
+        let ints = t.convert(DType::S8).unwrap();
+        assert_eq!(ints.to_f32_vec().unwrap(), vec![1.0, -2.0, 3.0]);
+    }
+
+    #[test]
+    fn refuses_a_wrong_byte_count() {
+        let error = HostTensor::new(Shape::new(DType::F32, [2]), vec![0; 7]).unwrap_err();
+        assert_eq!(error.to_string(), "f32[2] takes 8 bytes, found 7");
+    }
+}
