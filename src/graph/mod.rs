@@ -1,1 +1,163 @@
 //! The traced program: a closed set of operations, the builder, shape inference and derivatives.
+//!
+//! A [`Graph`] is a flat arena of nodes in topological order. It is made by a [`Builder`], which
+//! checks every shape; what consumes a finished graph (derivative, passes, emission) cannot meet
+//! an ill-typed one.
+
+mod builder;
+mod infer;
+mod init;
+pub mod op;
+
+pub use builder::Builder;
+pub use infer::InferError;
+pub use init::Init;
+pub use op::{
+    Binary, Comparison, ContractionQuant, ConvDims, ConvLayout, DotDims, GatherDims,
+    NumericsConvention, Op, OperandQuant, PadDim, QuantDot, Reduction, Rounding, ScatterDims,
+    ScatterKind, Unary,
+};
+
+use crate::shape::Shape;
+
+/// Why a graph could not be built.
+#[derive(Debug, thiserror::Error)]
+pub enum GraphError {
+    /// `path` is the scope the operation was made in.
+    #[error("{path}: {op}: {source}")]
+    Infer {
+        path: String,
+        op: &'static str,
+        source: InferError,
+    },
+    #[error("{path}: {op}: operand {operand} belongs to another graph; pass it through the carry")]
+    ForeignTensor {
+        path: String,
+        op: &'static str,
+        operand: usize,
+    },
+    #[error("{name}: declared twice, as {first} and as {second}")]
+    Redeclared {
+        name: String,
+        first: Shape,
+        second: Shape,
+    },
+    #[error("{path}: {message}")]
+    Invalid { path: String, message: String },
+    #[error("{path}: {op} has no derivative here; keep it out of what the loss depends on")]
+    NotDifferentiable { path: String, op: &'static str },
+    #[error(transparent)]
+    HostTensor(#[from] crate::host_tensor::HostTensorError),
+}
+
+/// A symbolic tensor: a node of the graph that made it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Tensor {
+    pub(crate) graph: u32,
+    pub(crate) id: u32,
+}
+
+impl Tensor {
+    /// The node's position in [`Graph::nodes`].
+    pub fn index(self) -> usize {
+        self.id as usize
+    }
+}
+
+/// One operation, its operands (indices of earlier nodes) and its result's shape.
+#[derive(Clone, Debug)]
+pub struct Node {
+    pub op: Op,
+    pub operands: Vec<u32>,
+    pub shape: Shape,
+    /// Index into [`Graph::scopes`].
+    pub scope: u32,
+    /// The recomputation region this node belongs to, if any (see [`Builder::checkpoint`]).
+    pub remat: Option<u32>,
+}
+
+/// What a graph input is.
+#[derive(Clone, Debug, PartialEq)]
+pub enum InputKind {
+    /// A model parameter with its initialisation.
+    Weight(Init),
+    /// Optimizer moments and other values that live from step to step.
+    State,
+    /// What changes from run to run: batches, token ids, seeds, schedules.
+    Data,
+}
+
+/// One input of the program, in argument order.
+#[derive(Clone, Debug)]
+pub struct Input {
+    /// For a weight `model/checkpoint.key`; otherwise a plain name.
+    pub name: String,
+    pub kind: InputKind,
+    pub shape: Shape,
+    /// Logical axis of each dimension; empty when nothing is known.
+    pub logical_axes: Vec<Option<&'static str>>,
+}
+
+impl Input {
+    /// A weight's key in its checkpoint: the name without the model's prefix.
+    pub fn key(&self) -> &str {
+        self.name
+            .rsplit_once('/')
+            .map_or(&self.name, |(_, key)| key)
+    }
+}
+
+/// One result of the program, in result order.
+#[derive(Clone, Debug)]
+pub struct Output {
+    pub name: String,
+    pub node: u32,
+    /// The input whose buffer this result takes over (donation).
+    pub alias: Option<usize>,
+    /// Logical axis of each dimension; empty when nothing is known.
+    pub logical_axes: Vec<Option<&'static str>>,
+}
+
+/// A finished program: nodes in topological order, inputs and outputs.
+#[derive(Clone, Debug, Default)]
+pub struct Graph {
+    pub nodes: Vec<Node>,
+    pub inputs: Vec<Input>,
+    pub outputs: Vec<Output>,
+    /// Scope paths; nodes refer to them by index.
+    pub scopes: Vec<String>,
+}
+
+impl Graph {
+    /// The scope path a node was made in.
+    pub fn path(&self, node: &Node) -> &str {
+        &self.scopes[node.scope as usize]
+    }
+
+    /// The number of elements of all weights.
+    pub fn parameter_count(&self) -> usize {
+        self.inputs
+            .iter()
+            .filter(|i| matches!(i.kind, InputKind::Weight(_)))
+            .map(|i| i.shape.count())
+            .sum()
+    }
+
+    /// Weights in declaration order, with their argument positions.
+    pub fn weights(&self) -> impl Iterator<Item = (usize, &Input)> {
+        self.inputs
+            .iter()
+            .enumerate()
+            .filter(|(_, i)| matches!(i.kind, InputKind::Weight(_)))
+    }
+
+    /// The argument position of the input called `name`.
+    pub fn input_index(&self, name: &str) -> Option<usize> {
+        self.inputs.iter().position(|i| i.name == name)
+    }
+
+    /// The result position of the output called `name`.
+    pub fn output_index(&self, name: &str) -> Option<usize> {
+        self.outputs.iter().position(|o| o.name == name)
+    }
+}
