@@ -791,28 +791,15 @@ impl Builder {
         cond: impl FnOnce(&Builder, &[Tensor]) -> Result<Tensor>,
         body: impl FnOnce(&Builder, &[Tensor]) -> Result<Vec<Tensor>>,
     ) -> Result<Vec<Tensor>> {
-        let region = |trace: &mut dyn FnMut(&Builder, &[Tensor]) -> Result<Vec<Tensor>>| {
-            let inner = Builder::with_root(self.path());
-            let carry = init
-                .iter()
-                .enumerate()
-                .map(|(i, t)| inner.input(&format!("carry{i}"), self.shape(*t), &[]))
-                .collect::<Result<Vec<_>>>()?;
-            for (i, t) in trace(&inner, &carry)?.into_iter().enumerate() {
-                inner.output(&format!("carry{i}"), t, None)?;
-            }
-            Ok::<Graph, GraphError>(inner.finish())
-        };
-        let mut cond = Some(cond);
-        let mut body = Some(body);
-        let cond = region(&mut |b, carry| match cond.take() {
-            Some(trace) => Ok(vec![trace(b, carry)?]),
-            None => Ok(vec![]),
-        })?;
-        let body = region(&mut |b, carry| match body.take() {
-            Some(trace) => trace(b, carry),
-            None => Ok(vec![]),
-        })?;
+        let (region, carry) = self.region(init)?;
+        let holds = cond(&region, &carry)?;
+        region.output("holds", holds, None)?;
+        let cond = region.finish();
+        let (region, carry) = self.region(init)?;
+        for (i, t) in body(&region, &carry)?.into_iter().enumerate() {
+            region.output(&format!("carry{i}"), t, None)?;
+        }
+        let body = region.finish();
         let node = self.push(
             Op::While {
                 cond: Box::new(cond),
@@ -820,15 +807,32 @@ impl Builder {
             },
             init,
         )?;
-        Ok(init
-            .iter()
-            .enumerate()
-            .map(|(i, t)| self.add_node(Op::GetTupleElement(i), &[node], self.shape(*t)))
-            .collect())
+        Ok(self.elements(node, init))
     }
 
-    pub fn optimization_barrier(&self, x: Tensor) -> Result<Tensor> {
-        self.push(Op::OptimizationBarrier, &[x])
+    /// A builder of a region whose inputs are shaped like `carry`.
+    fn region(&self, carry: &[Tensor]) -> Result<(Builder, Vec<Tensor>)> {
+        let region = Builder::with_root(self.path());
+        let inputs = carry
+            .iter()
+            .enumerate()
+            .map(|(i, t)| region.input(&format!("carry{i}"), self.shape(*t), &[]))
+            .collect::<Result<Vec<_>>>()?;
+        Ok((region, inputs))
+    }
+
+    /// All of `values`, none of which may be computed after anything that uses a result.
+    pub fn optimization_barrier(&self, values: &[Tensor]) -> Result<Vec<Tensor>> {
+        let node = self.push(Op::OptimizationBarrier, values)?;
+        Ok(self.elements(node, values))
+    }
+
+    /// The results of a multi-result node whose shapes are those of `like`.
+    fn elements(&self, node: Tensor, like: &[Tensor]) -> Vec<Tensor> {
+        like.iter()
+            .enumerate()
+            .map(|(i, t)| self.add_node(Op::GetTupleElement(i), &[node], self.shape(*t)))
+            .collect()
     }
 
     /// Asks for the sharding that the logical axis rules give these axes; the identity on values.

@@ -234,11 +234,11 @@ pub fn infer(op: &Op, operands: &[&Shape]) -> Result<Shape> {
             convolution(operands[0], operands[1], dims, *result)
         }
         Op::While { cond, body } => while_loop(operands, cond, body),
-        // The element's shape is known to the loop's node only; the builder passes it.
-        Op::GetTupleElement(_) | Op::OptimizationBarrier => {
-            arity(1)?;
-            Ok(operands[0].clone())
-        }
+        Op::GetTupleElement(_) => Err(constraint(
+            "get_tuple_element",
+            "the builder gives it the element's shape",
+        )),
+        Op::OptimizationBarrier => Ok(first(operands)?.clone()),
         Op::ShardingConstraint(axes) => {
             arity(1)?;
             attribute_length("logical axes", operands[0].rank(), axes.len())?;

@@ -268,7 +268,8 @@ pub enum Op {
         body: Box<Graph>,
     },
     GetTupleElement(usize),
-    /// The identity, which the compiler may not move computations across. One operand.
+    /// The identity on all its operands; the compiler may not move computations across it.
+    /// The node's own shape is that of the first operand; read results through `GetTupleElement`.
     OptimizationBarrier,
     /// The identity; asks for the sharding that the logical axis rules give these axes.
     ShardingConstraint(Vec<Option<&'static str>>),

@@ -1,0 +1,371 @@
+//! The text of each operation: one exhaustive match.
+
+use std::fmt::Write;
+
+use crate::dtype::DType;
+use crate::graph::op::ConvLayout;
+use crate::graph::{ConvDims, Graph, Node, Op, Reduction, ScatterKind, Unary};
+use crate::shape::Shape;
+
+use super::types::dense;
+use super::{DotPrecision, Emitter};
+
+/// The SSA name of every node's value. Results of loops and barriers are `%w#i`.
+///
+/// A sharding constraint that `constrained` does not hold has no effect: its value is its operand's.
+pub fn value_names(
+    graph: &Graph,
+    arguments: &[String],
+    prefix: &str,
+    constrained: impl Fn(usize) -> bool,
+) -> Vec<String> {
+    let mut names: Vec<String> = Vec::with_capacity(graph.nodes.len());
+    for (index, node) in graph.nodes.iter().enumerate() {
+        names.push(match node.op {
+            Op::Parameter(i) => arguments[i].clone(),
+            Op::GetTupleElement(i) => format!("{}#{i}", names[node.operands[0] as usize]),
+            Op::ShardingConstraint(_) if !constrained(index) => {
+                names[node.operands[0] as usize].clone()
+            }
+            _ => format!("{prefix}{index}"),
+        });
+    }
+    names
+}
+
+fn list<T: std::fmt::Display>(items: impl IntoIterator<Item = T>) -> String {
+    let mut text = String::from("[");
+    for (i, item) in items.into_iter().enumerate() {
+        if i > 0 {
+            text.push_str(", ");
+        }
+        let _ = write!(text, "{item}");
+    }
+    text.push(']');
+    text
+}
+
+impl Emitter<'_> {
+    pub(super) fn node(&mut self, graph: &Graph, index: usize, names: &[String], main: bool) {
+        let node = &graph.nodes[index];
+        let operand = |i: usize| names[node.operands[i] as usize].as_str();
+        let shape_of = |i: usize| &graph.nodes[node.operands[i] as usize].shape;
+        let result = self.types.of(&node.shape).to_string();
+        let all: Vec<&str> = node
+            .operands
+            .iter()
+            .map(|o| names[*o as usize].as_str())
+            .collect();
+        let operand_types: Vec<String> = node
+            .operands
+            .iter()
+            .map(|o| self.types.of(&graph.nodes[*o as usize].shape).to_string())
+            .collect();
+        let signature = format!("({}) -> {result}", operand_types.join(", "));
+        let op = node.op.name();
+        let name = &names[index];
+        let line = match &node.op {
+            Op::Parameter(_) | Op::GetTupleElement(_) => return,
+            Op::Constant(value) => format!("stablehlo.constant dense<{}> : {result}", dense(value)),
+            Op::Iota(dim) => format!("stablehlo.iota dim = {dim} : {result}"),
+            Op::Unary(Unary::Erf) => format!("chlo.erf {} : {result} -> {result}", operand(0)),
+            Op::Unary(Unary::IsFinite) => {
+                format!("stablehlo.is_finite {} : {signature}", operand(0))
+            }
+            Op::Unary(_) => format!("stablehlo.{op} {} : {result}", operand(0)),
+            Op::OptimizationBarrier => {
+                let location = self.location(graph.path(node), op);
+                let _ = writeln!(
+                    self.text,
+                    "    {name}:{} = stablehlo.optimization_barrier {} : {} loc(#loc{location})",
+                    all.len(),
+                    all.join(", "),
+                    operand_types.join(", ")
+                );
+                return;
+            }
+            Op::Binary(_) | Op::Clamp => format!("stablehlo.{op} {} : {result}", all.join(", ")),
+            Op::Compare(direction) => format!(
+                "stablehlo.compare {}, {}, {}, {} : {signature}",
+                direction.name(),
+                operand(0),
+                operand(1),
+                compare_type(shape_of(0).dtype)
+            ),
+            Op::Select => format!(
+                "stablehlo.select {} : {}, {result}",
+                all.join(", "),
+                operand_types[0]
+            ),
+            Op::Convert(_) | Op::BitcastConvert(_) | Op::Reshape(_) => {
+                format!("stablehlo.{op} {} : {signature}", operand(0))
+            }
+            Op::BroadcastInDim { dims, .. } => format!(
+                "stablehlo.broadcast_in_dim {}, dims = {} : {signature}",
+                operand(0),
+                list(dims)
+            ),
+            Op::Transpose(perm) => format!(
+                "stablehlo.transpose {}, dims = {} : {signature}",
+                operand(0),
+                list(perm)
+            ),
+            Op::Slice {
+                start,
+                limit,
+                stride,
+            } => {
+                let ranges = (0..start.len()).map(|i| match stride[i] {
+                    1 => format!("{}:{}", start[i], limit[i]),
+                    s => format!("{}:{}:{s}", start[i], limit[i]),
+                });
+                format!(
+                    "stablehlo.slice {} {} : {signature}",
+                    operand(0),
+                    list(ranges)
+                )
+            }
+            Op::DynamicSlice(sizes) => format!(
+                "stablehlo.dynamic_slice {}, sizes = {} : {signature}",
+                all.join(", "),
+                list(sizes)
+            ),
+            Op::DynamicUpdateSlice => {
+                format!(
+                    "stablehlo.dynamic_update_slice {} : {signature}",
+                    all.join(", ")
+                )
+            }
+            Op::Pad(dims) => format!(
+                "stablehlo.pad {}, low = {}, high = {}, interior = {} : {signature}",
+                all.join(", "),
+                list(dims.iter().map(|d| d.low)),
+                list(dims.iter().map(|d| d.high)),
+                list(dims.iter().map(|d| d.interior))
+            ),
+            Op::Concatenate(dim) => format!(
+                "stablehlo.concatenate {}, dim = {dim} : {signature}",
+                all.join(", ")
+            ),
+            Op::Reverse(dims) => {
+                format!(
+                    "stablehlo.reverse {}, dims = {} : {result}",
+                    operand(0),
+                    list(dims)
+                )
+            }
+            Op::Gather(d) => format!(
+                "\"stablehlo.gather\"({}) <{{dimension_numbers = #stablehlo.gather<offset_dims = {}, collapsed_slice_dims = {}, start_index_map = {}, index_vector_dim = {}>, indices_are_sorted = false, slice_sizes = array<i64: {}>}}> : {signature}",
+                all.join(", "),
+                list(&d.offset_dims),
+                list(&d.collapsed_slice_dims),
+                list(&d.start_index_map),
+                d.index_vector_dim,
+                list(&d.slice_sizes).trim_matches(['[', ']'])
+            ),
+            Op::Scatter(kind, d) => {
+                let element = self.types.of(&Shape::scalar(node.shape.dtype)).to_string();
+                let region = self.region_prefix();
+                let combine = match kind {
+                    ScatterKind::Add => format!(
+                        "{region}c = stablehlo.add {region}a, {region}b : {element}\n      stablehlo.return {region}c : {element}"
+                    ),
+                    ScatterKind::Set => format!("stablehlo.return {region}b : {element}"),
+                };
+                format!(
+                    "\"stablehlo.scatter\"({}) <{{indices_are_sorted = false, scatter_dimension_numbers = #stablehlo.scatter<update_window_dims = {}, inserted_window_dims = {}, scatter_dims_to_operand_dims = {}, index_vector_dim = {}>, unique_indices = false}}> ({{\n    ^bb0({region}a: {element}, {region}b: {element}):\n      {combine}\n    }}) : {signature}",
+                    all.join(", "),
+                    list(&d.update_window_dims),
+                    list(&d.inserted_window_dims),
+                    list(&d.scatter_dims_to_operand_dims),
+                    d.index_vector_dim
+                )
+            }
+            Op::Reduce { kind, dims } => {
+                let element = self.types.of(&Shape::scalar(node.shape.dtype)).to_string();
+                let location = self.location(graph.path(node), op);
+                let _ = writeln!(
+                    self.text,
+                    "    {name}_init = stablehlo.constant dense<{}> : {element} loc(#loc{location})",
+                    identity(*kind, node.shape.dtype)
+                );
+                format!(
+                    "stablehlo.reduce({} init: {name}_init) applies stablehlo.{} across dimensions = {} : ({}, {element}) -> {result}",
+                    operand(0),
+                    kind.name(),
+                    list(dims),
+                    operand_types[0]
+                )
+            }
+            Op::DotGeneral { dims, .. } => {
+                let batching = if dims.lhs_batch.is_empty() {
+                    String::new()
+                } else {
+                    format!(
+                        "batching_dims = {} x {}, ",
+                        list(&dims.lhs_batch),
+                        list(&dims.rhs_batch)
+                    )
+                };
+                let precision = match self.options.precision {
+                    DotPrecision::Default => String::new(),
+                    p => format!(", precision = [{0}, {0}]", p.name()),
+                };
+                format!(
+                    "stablehlo.dot_general {}, {batching}contracting_dims = {} x {}{precision} : {signature}",
+                    all.join(", "),
+                    list(&dims.lhs_contract),
+                    list(&dims.rhs_contract)
+                )
+            }
+            Op::Convolution { dims, .. } => {
+                let precision = match self.options.precision {
+                    DotPrecision::Default => String::new(),
+                    p => format!(
+                        ", precision_config = [#stablehlo<precision {0}>, #stablehlo<precision {0}>]",
+                        p.name()
+                    ),
+                };
+                format!(
+                    "stablehlo.convolution({}) {} {{batch_group_count = {} : i64, feature_group_count = {} : i64{precision}}} : {signature}",
+                    all.join(", "),
+                    conv_numbers(dims),
+                    dims.batch_groups,
+                    dims.feature_groups
+                )
+            }
+            Op::While { cond, body } => {
+                self.while_loop(graph, node, name, &all, &operand_types, cond, body);
+                return;
+            }
+            Op::ShardingConstraint(_) => match self.constraint(index, main) {
+                Some(spec) => {
+                    format!(
+                        "sdy.sharding_constraint {} <@mesh, {spec}> : {result}",
+                        operand(0)
+                    )
+                }
+                None => return,
+            },
+        };
+        let location = self.location(graph.path(node), op);
+        let _ = writeln!(self.text, "    {name} = {line} loc(#loc{location})");
+    }
+
+    fn region_prefix(&mut self) -> String {
+        self.regions += 1;
+        format!("%r{}_", self.regions)
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    fn while_loop(
+        &mut self,
+        graph: &Graph,
+        node: &Node,
+        name: &str,
+        operands: &[&str],
+        operand_types: &[String],
+        cond: &Graph,
+        body: &Graph,
+    ) {
+        let carry = self.region_prefix();
+        let arguments: Vec<String> = (0..operands.len())
+            .map(|i| format!("{carry}{i}_arg"))
+            .collect();
+        let bindings: Vec<String> = arguments
+            .iter()
+            .zip(operands)
+            .map(|(a, o)| format!("{a} = {o}"))
+            .collect();
+        let _ = writeln!(
+            self.text,
+            "    {name}:{} = stablehlo.while({}) : {}",
+            operands.len(),
+            bindings.join(", "),
+            operand_types.join(", ")
+        );
+        self.text.push_str("    cond {\n");
+        let prefix = self.region_prefix();
+        self.body(cond, &arguments, &prefix, false);
+        self.text.push_str("    } do {\n");
+        let prefix = self.region_prefix();
+        self.body(body, &arguments, &prefix, false);
+        let location = self.location(graph.path(node), "while");
+        let _ = writeln!(self.text, "    }} loc(#loc{location})");
+    }
+}
+
+fn compare_type(dtype: DType) -> &'static str {
+    if dtype.is_float() {
+        "FLOAT"
+    } else if dtype.is_signed_int() {
+        "SIGNED"
+    } else {
+        "UNSIGNED"
+    }
+}
+
+/// The identity element of a reduction as a literal.
+fn identity(kind: Reduction, dtype: DType) -> String {
+    match kind {
+        Reduction::Sum if dtype.is_float() => "0.0".to_string(),
+        Reduction::Sum => "0".to_string(),
+        Reduction::And => "true".to_string(),
+        Reduction::Or => "false".to_string(),
+        Reduction::Max | Reduction::Min => extreme(dtype, kind == Reduction::Max),
+    }
+}
+
+/// The lowest value of a type, or the highest.
+fn extreme(dtype: DType, lowest: bool) -> String {
+    let bits = dtype.bits() as u32;
+    match dtype {
+        DType::F16 => if lowest { "0xFC00" } else { "0x7C00" }.to_string(),
+        DType::BF16 => if lowest { "0xFF80" } else { "0x7F80" }.to_string(),
+        DType::F32 => if lowest { "0xFF800000" } else { "0x7F800000" }.to_string(),
+        DType::F64 => if lowest {
+            "0xFFF0000000000000"
+        } else {
+            "0x7FF0000000000000"
+        }
+        .to_string(),
+        // These have no infinity: the largest finite value, by its bits.
+        DType::F8E4M3Fn => if lowest { "0xFE" } else { "0x7E" }.to_string(),
+        DType::F8E5M2 => if lowest { "0xFC" } else { "0x7C" }.to_string(),
+        DType::F4E2M1Fn => if lowest { "0xF" } else { "0x7" }.to_string(),
+        DType::F8E8M0Fnu => if lowest { "0x00" } else { "0xFE" }.to_string(),
+        DType::S4 | DType::S8 | DType::S16 | DType::S32 | DType::S64 => {
+            let highest = i128::pow(2, bits - 1) - 1;
+            if lowest { -highest - 1 } else { highest }.to_string()
+        }
+        DType::Pred | DType::U4 | DType::U8 | DType::U16 | DType::U32 | DType::U64 => {
+            if lowest { 0 } else { u128::pow(2, bits) - 1 }.to_string()
+        }
+    }
+}
+
+fn conv_numbers(dims: &ConvDims) -> String {
+    let layout = |l: &ConvLayout, batch: &str, feature: &str| {
+        let mut names = vec![String::new(); l.rank()];
+        names[l.batch] = batch.to_string();
+        names[l.feature] = feature.to_string();
+        for (i, &d) in l.spatial.iter().enumerate() {
+            names[d] = i.to_string();
+        }
+        list(names)
+    };
+    format!(
+        "dim_numbers = {}x{}->{}, window = {{stride = {}, pad = {}, lhs_dilate = {}, rhs_dilate = {}}}",
+        layout(&dims.lhs, "b", "f"),
+        layout(&dims.rhs, "o", "i"),
+        layout(&dims.out, "b", "f"),
+        list(&dims.strides),
+        list(
+            dims.padding
+                .iter()
+                .map(|(low, high)| format!("[{low}, {high}]"))
+        ),
+        list(&dims.lhs_dilation),
+        list(&dims.rhs_dilation)
+    )
+}
