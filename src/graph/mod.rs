@@ -8,6 +8,9 @@ mod builder;
 mod infer;
 mod init;
 pub mod op;
+mod vjp;
+mod vjp_contract;
+mod vjp_index;
 
 pub use builder::Builder;
 pub use infer::InferError;
@@ -17,6 +20,7 @@ pub use op::{
     NumericsConvention, Op, OperandQuant, PadDim, QuantDot, Reduction, Rounding, ScatterDims,
     ScatterKind, Unary,
 };
+pub use vjp::{grad, vjp};
 
 use crate::shape::Shape;
 

@@ -1,0 +1,621 @@
+//! Reverse-mode derivative: one exhaustive match, written with the builder the models use.
+
+use std::collections::HashMap;
+
+use crate::shape::Shape;
+
+use super::op::{Binary, Comparison, Op, PadDim, Reduction, ScatterKind, Unary};
+use super::vjp_contract::{conv_lhs, conv_rhs, dot_lhs, dot_rhs};
+use super::vjp_index::{gather_operand, scatter_updates};
+use super::{Builder, GraphError, InputKind, Tensor};
+
+type Result<T> = std::result::Result<T, GraphError>;
+
+/// The gradient of the scalar `loss` with respect to each of `wrt`, in their order and shapes.
+///
+/// Operations of the derivative have the scope `backward/<forward path>`; those that make the cotangent of a weight
+/// have `backward/<forward path>/gradient`. Values made inside a [`Builder::checkpoint`] region are computed again.
+/// A tensor that `loss` does not depend on has a gradient of zeros.
+///
+/// # Errors
+/// When `loss` is no float scalar, or depends on `wrt` through an operation without a derivative.
+pub fn grad(b: &Builder, loss: Tensor, wrt: &[Tensor]) -> Result<Vec<Tensor>> {
+    let shape = b.shape(loss);
+    if shape.rank() != 0 || !shape.dtype.is_float() {
+        return Err(b.invalid(format!(
+            "the gradient needs a float scalar to start from, found {shape}"
+        )));
+    }
+    let one = b.scalar(shape.dtype, 1.0)?;
+    vjp(b, &[(loss, one)], wrt)
+}
+
+/// The cotangents of `wrt`, given those of some outputs: `sum over outputs of (d output / d wrt)^T cotangent`.
+///
+/// # Errors
+/// As for [`grad`], and when a cotangent's shape is not its output's.
+pub fn vjp(b: &Builder, outputs: &[(Tensor, Tensor)], wrt: &[Tensor]) -> Result<Vec<Tensor>> {
+    let mut pass = Pass::new(b, outputs, wrt);
+    for &(output, cotangent) in outputs {
+        if b.shape(output) != b.shape(cotangent) {
+            return Err(b.invalid(format!(
+                "cotangent {} for an output {}",
+                b.shape(cotangent),
+                b.shape(output)
+            )));
+        }
+        pass.accumulate(b, output.id, 0, cotangent)?;
+    }
+    for id in (0..pass.active.len() as u32).rev() {
+        if pass.active[id as usize] {
+            pass.node(id)?;
+        }
+    }
+    wrt.iter()
+        .map(|t| match pass.cotangents.get(&(t.id, 0)) {
+            Some(g) => Ok(*g),
+            None => b.full(&b.shape(*t), 0.0),
+        })
+        .collect()
+}
+
+struct Pass<'a> {
+    b: &'a Builder,
+    /// Nodes on a path of float values from `wrt` to the outputs.
+    active: Vec<bool>,
+    /// Nodes that depend on weights and constants only: their cotangents are gradients, not activations.
+    weight_only: Vec<bool>,
+    /// Cotangent of each node's result (by element, for nodes with several).
+    cotangents: HashMap<(u32, usize), Tensor>,
+    /// Recomputed copies of nodes in recomputation regions.
+    recomputed: HashMap<u32, Tensor>,
+    /// Barriers entered: for each region, what stands for the values it reads from outside.
+    regions: HashMap<u32, HashMap<u32, Tensor>>,
+}
+
+/// What a node's rule needs to know, copied out of the graph.
+struct Site {
+    op: Op,
+    operands: Vec<u32>,
+    shape: Shape,
+    remat: Option<u32>,
+    path: String,
+}
+
+impl<'a> Pass<'a> {
+    fn new(b: &'a Builder, outputs: &[(Tensor, Tensor)], wrt: &[Tensor]) -> Self {
+        let (active, weight_only) = b.with_graph(|g| {
+            let end = outputs
+                .iter()
+                .map(|(o, _)| o.index() + 1)
+                .max()
+                .unwrap_or(0);
+            let mut depends = vec![false; end];
+            let mut weight_only = vec![false; end];
+            for t in wrt {
+                if t.index() < end {
+                    depends[t.index()] = true;
+                }
+            }
+            for i in 0..end {
+                let node = &g.nodes[i];
+                let differentiable =
+                    node.shape.dtype.is_float() || !matches!(node.op, Op::Convert(_));
+                depends[i] |= differentiable && node.operands.iter().any(|o| depends[*o as usize]);
+                weight_only[i] = match node.op {
+                    Op::Parameter(p) => matches!(g.inputs[p].kind, InputKind::Weight(_)),
+                    _ => node.operands.iter().all(|o| weight_only[*o as usize]),
+                };
+            }
+            let mut reaches = vec![false; end];
+            for (output, _) in outputs {
+                reaches[output.index()] = true;
+            }
+            for i in (0..end).rev() {
+                if reaches[i] {
+                    for o in &g.nodes[i].operands {
+                        reaches[*o as usize] = true;
+                    }
+                }
+            }
+            let active = (0..end).map(|i| depends[i] && reaches[i]).collect();
+            (active, weight_only)
+        });
+        Pass {
+            b,
+            active,
+            weight_only,
+            cotangents: HashMap::new(),
+            recomputed: HashMap::new(),
+            regions: HashMap::new(),
+        }
+    }
+
+    fn site(&self, id: u32) -> Site {
+        self.b.with_graph(|g| {
+            let node = &g.nodes[id as usize];
+            Site {
+                op: node.op.clone(),
+                operands: node.operands.clone(),
+                shape: node.shape.clone(),
+                remat: node.remat,
+                path: g.path(node).to_string(),
+            }
+        })
+    }
+
+    fn accumulate(&mut self, b: &Builder, id: u32, element: usize, g: Tensor) -> Result<()> {
+        let total = match self.cotangents.get(&(id, element)) {
+            Some(before) => b.add(*before, g)?,
+            None => g,
+        };
+        self.cotangents.insert((id, element), total);
+        Ok(())
+    }
+
+    /// The forward value of node `id` for use in the derivative: itself, or its recomputed copy.
+    fn value(&mut self, id: u32) -> Result<Tensor> {
+        let site = self.site(id);
+        let Some(region) = site.remat else {
+            return Ok(self.b.tensor(id));
+        };
+        if let Some(copy) = self.recomputed.get(&id) {
+            return Ok(*copy);
+        }
+        let mut operands = Vec::with_capacity(site.operands.len());
+        for operand in &site.operands {
+            let outside = self
+                .regions
+                .get(&region)
+                .and_then(|inputs| inputs.get(operand))
+                .copied();
+            operands.push(match outside {
+                Some(t) => t,
+                None => self.value(*operand)?,
+            });
+        }
+        let node = self.b.with_graph(|g| g.nodes[id as usize].clone());
+        let b = self.b.without_remat().at(format!("backward/{}", site.path));
+        let copy = b.copy_node(&node, &operands)?;
+        self.recomputed.insert(id, copy);
+        Ok(copy)
+    }
+
+    /// On the first cotangent that reaches a recomputation region: puts a barrier between it with the region's
+    /// inputs and everything recomputed from them, so that the compiler neither shares the copies with the
+    /// originals nor computes them before the backward pass arrives here.
+    fn enter_region(&mut self, region: u32, id: u32, element: usize) -> Result<()> {
+        if self.regions.contains_key(&region) {
+            return Ok(());
+        }
+        let outside: Vec<u32> = self.b.with_graph(|g| {
+            let mut ids: Vec<u32> = g
+                .nodes
+                .iter()
+                .filter(|n| n.remat == Some(region))
+                .flat_map(|n| n.operands.iter().copied())
+                .filter(|o| g.nodes[*o as usize].remat != Some(region))
+                .collect();
+            ids.sort_unstable();
+            ids.dedup();
+            ids
+        });
+        let mut values = vec![self.cotangents[&(id, element)]];
+        for &o in &outside {
+            values.push(self.value(o)?);
+        }
+        let barred = self.b.without_remat().optimization_barrier(&values)?;
+        self.cotangents.insert((id, element), barred[0]);
+        self.regions.insert(
+            region,
+            outside
+                .into_iter()
+                .zip(barred[1..].iter().copied())
+                .collect(),
+        );
+        Ok(())
+    }
+
+    fn node(&mut self, id: u32) -> Result<()> {
+        let site = self.site(id);
+        // Nodes with several results hand their elements' cotangents on without a rule of their own.
+        if matches!(site.op, Op::OptimizationBarrier) {
+            for (element, &operand) in site.operands.iter().enumerate() {
+                if let Some(g) = self.cotangents.remove(&(id, element)) {
+                    self.accumulate(self.b, operand, 0, g)?;
+                }
+            }
+            return Ok(());
+        }
+        // The cotangents of inputs and other leaves are what the caller reads.
+        if site.operands.is_empty() {
+            return Ok(());
+        }
+        let has_cotangent = self.cotangents.contains_key(&(id, 0));
+        if !has_cotangent {
+            return Ok(());
+        }
+        if let Some(region) = site.remat {
+            self.enter_region(region, id, 0)?;
+        }
+        let g = self.cotangents[&(id, 0)];
+        if let Op::GetTupleElement(element) = site.op {
+            return self.accumulate(self.b, site.operands[0], element, g);
+        }
+        for (position, &operand) in site.operands.iter().enumerate() {
+            if !self.active[operand as usize] {
+                continue;
+            }
+            let suffix = if self.weight_only[operand as usize] {
+                "/gradient"
+            } else {
+                ""
+            };
+            let b = self
+                .b
+                .without_remat()
+                .at(format!("backward/{}{suffix}", site.path));
+            if let Some(cotangent) = self.operand_cotangent(&b, id, &site, position, g)? {
+                self.accumulate(&b, operand, 0, cotangent)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The cotangent of operand `position`, or `None` where the derivative is zero everywhere.
+    fn operand_cotangent(
+        &mut self,
+        b: &Builder,
+        id: u32,
+        site: &Site,
+        position: usize,
+        g: Tensor,
+    ) -> Result<Option<Tensor>> {
+        let operand_shape = b.shape(b.tensor(site.operands[position]));
+        let not_differentiable = || GraphError::NotDifferentiable {
+            path: site.path.clone(),
+            op: site.op.name(),
+        };
+        let cotangent = match &site.op {
+            // Leaves have no operands; multi-result nodes were handled by the caller.
+            Op::Parameter(_)
+            | Op::Constant(_)
+            | Op::Iota(_)
+            | Op::GetTupleElement(_)
+            | Op::OptimizationBarrier
+            | Op::Compare(_) => return Ok(None),
+            Op::While { .. } | Op::BitcastConvert(_) | Op::Scatter(ScatterKind::Set, _) => {
+                return Err(not_differentiable());
+            }
+            Op::Unary(kind) => return self.unary(b, *kind, id, site, g),
+            Op::Binary(kind) => return self.binary(b, *kind, id, site, position, g),
+            Op::Select => {
+                let pred = self.value(site.operands[0])?;
+                let zero = b.full(&site.shape, 0.0)?;
+                match position {
+                    0 => return Ok(None),
+                    1 => b.select(pred, g, zero)?,
+                    _ => b.select(pred, zero, g)?,
+                }
+            }
+            Op::Clamp => {
+                if position != 1 {
+                    return Err(not_differentiable());
+                }
+                let low = self.value(site.operands[0])?;
+                let x = self.value(site.operands[1])?;
+                let high = self.value(site.operands[2])?;
+                let above = b.compare(Comparison::Gt, x, low)?;
+                let below = b.compare(Comparison::Lt, x, high)?;
+                let inside = b.binary(Binary::And, above, below)?;
+                let zero = b.full(&site.shape, 0.0)?;
+                b.select(inside, g, zero)?
+            }
+            Op::Convert(_) => {
+                if !operand_shape.dtype.is_float() || !site.shape.dtype.is_float() {
+                    return Ok(None);
+                }
+                b.convert(g, operand_shape.dtype)?
+            }
+            Op::BroadcastInDim { dims, .. } => sum_to(b, g, dims, &operand_shape)?,
+            Op::Reshape(_) => b.reshape(g, &operand_shape.dims)?,
+            Op::Transpose(perm) => {
+                let mut inverse = vec![0; perm.len()];
+                for (i, &p) in perm.iter().enumerate() {
+                    inverse[p] = i;
+                }
+                b.transpose(g, &inverse)?
+            }
+            Op::Slice {
+                start,
+                limit: _,
+                stride,
+            } => {
+                let pads: Vec<PadDim> = (0..start.len())
+                    .map(|i| {
+                        let size = site.shape.dims[i];
+                        let spanned = size + size.saturating_sub(1) * (stride[i] - 1);
+                        PadDim {
+                            low: start[i] as i64,
+                            high: operand_shape.dims[i] as i64 - (start[i] + spanned) as i64,
+                            interior: stride[i] - 1,
+                        }
+                    })
+                    .collect();
+                b.pad(g, 0.0, &pads)?
+            }
+            Op::DynamicSlice(_) => {
+                if position > 0 {
+                    return Ok(None);
+                }
+                let start = self.values(&site.operands[1..])?;
+                let zeros = b.full(&operand_shape, 0.0)?;
+                b.dynamic_update_slice(zeros, g, &start)?
+            }
+            Op::DynamicUpdateSlice => {
+                let start = self.values(&site.operands[2..])?;
+                let update = b.shape(b.tensor(site.operands[1]));
+                match position {
+                    0 => {
+                        let zeros = b.full(&update, 0.0)?;
+                        b.dynamic_update_slice(g, zeros, &start)?
+                    }
+                    1 => b.dynamic_slice(g, &start, &update.dims)?,
+                    _ => return Ok(None),
+                }
+            }
+            Op::Pad(pads) => {
+                let crop: Vec<PadDim> = pads
+                    .iter()
+                    .map(|p| PadDim {
+                        low: -p.low,
+                        high: -p.high,
+                        interior: 0,
+                    })
+                    .collect();
+                let cropped = b.pad(g, 0.0, &crop)?;
+                let limit = b.dims(cropped);
+                let stride: Vec<usize> = pads.iter().map(|p| p.interior + 1).collect();
+                let inner = b.slice(cropped, &vec![0; limit.len()], &limit, &stride)?;
+                if position == 0 {
+                    inner
+                } else {
+                    let all: Vec<usize> = (0..limit.len()).collect();
+                    b.sub(b.sum(g, &all)?, b.sum(inner, &all)?)?
+                }
+            }
+            Op::Concatenate(dim) => {
+                let before: usize = site.operands[..position]
+                    .iter()
+                    .map(|o| b.dims(b.tensor(*o))[*dim])
+                    .sum();
+                b.slice_dim(g, *dim, before, before + operand_shape.dims[*dim])?
+            }
+            Op::Reverse(dims) => b.reverse(g, dims)?,
+            Op::Gather(dims) => {
+                if position > 0 {
+                    return Ok(None);
+                }
+                let indices = self.value(site.operands[1])?;
+                gather_operand(b, g, indices, dims, &operand_shape)?
+            }
+            Op::Scatter(ScatterKind::Add, dims) => match position {
+                0 => g,
+                1 => return Ok(None),
+                _ => {
+                    let indices = self.value(site.operands[1])?;
+                    scatter_updates(b, g, indices, dims, &operand_shape)?
+                }
+            },
+            Op::Reduce { kind, dims } => {
+                let kept: Vec<usize> = (0..operand_shape.rank())
+                    .filter(|d| !dims.contains(d))
+                    .collect();
+                match kind {
+                    Reduction::Sum => b.broadcast_in_dim(g, &kept, &operand_shape.dims)?,
+                    Reduction::Max | Reduction::Min => {
+                        // Ties share the cotangent equally, as in JAX.
+                        let x = self.value(site.operands[0])?;
+                        let y = self.value(id)?;
+                        let y = b.broadcast_in_dim(y, &kept, &operand_shape.dims)?;
+                        let hit = b.convert(b.compare(Comparison::Eq, x, y)?, site.shape.dtype)?;
+                        let share = b.div(g, b.sum(hit, dims)?)?;
+                        let share = b.broadcast_in_dim(share, &kept, &operand_shape.dims)?;
+                        b.mul(share, hit)?
+                    }
+                    Reduction::And | Reduction::Or => return Ok(None),
+                }
+            }
+            Op::DotGeneral { dims, quant, .. } => {
+                let other = self.value(site.operands[1 - position])?;
+                let quant = quant.as_deref();
+                if position == 0 {
+                    dot_lhs(b, g, other, dims, &operand_shape, quant)?
+                } else {
+                    dot_rhs(b, g, other, dims, &operand_shape, quant)?
+                }
+            }
+            Op::Convolution { dims, .. } => {
+                let other = self.value(site.operands[1 - position])?;
+                if position == 0 {
+                    conv_lhs(b, g, other, dims, &operand_shape)?
+                } else {
+                    conv_rhs(b, g, other, dims, &operand_shape)?
+                }
+            }
+            Op::ShardingConstraint(axes) => b.constrain(g, axes)?,
+        };
+        Ok(Some(cotangent))
+    }
+
+    fn values(&mut self, ids: &[u32]) -> Result<Vec<Tensor>> {
+        ids.iter().map(|id| self.value(*id)).collect()
+    }
+
+    fn unary(
+        &mut self,
+        b: &Builder,
+        kind: Unary,
+        id: u32,
+        site: &Site,
+        g: Tensor,
+    ) -> Result<Option<Tensor>> {
+        let operand = site.operands[0];
+        Ok(Some(match kind {
+            Unary::Ceil
+            | Unary::Floor
+            | Unary::IsFinite
+            | Unary::Not
+            | Unary::RoundNearestEven
+            | Unary::Sign => return Ok(None),
+            Unary::Abs => {
+                let x = self.value(operand)?;
+                b.mul(g, b.unary(Unary::Sign, x)?)?
+            }
+            Unary::Cos => {
+                let x = self.value(operand)?;
+                b.neg(b.mul(g, b.sin(x)?)?)?
+            }
+            Unary::Sin => {
+                let x = self.value(operand)?;
+                b.mul(g, b.cos(x)?)?
+            }
+            Unary::Erf => {
+                // d erf(x)/dx = 2/sqrt(pi) exp(-x^2)
+                let x = self.value(operand)?;
+                let bell = b.exp(b.neg(b.square(x)?)?)?;
+                b.mul(g, b.mul_scalar(bell, std::f64::consts::FRAC_2_SQRT_PI)?)?
+            }
+            Unary::Exp => {
+                let y = self.value(id)?;
+                b.mul(g, y)?
+            }
+            Unary::Log => {
+                let x = self.value(operand)?;
+                b.div(g, x)?
+            }
+            Unary::Logistic => {
+                let y = self.value(id)?;
+                let slope = b.sub(y, b.square(y)?)?;
+                b.mul(g, slope)?
+            }
+            Unary::Neg => b.neg(g)?,
+            Unary::Rsqrt => {
+                // d x^(-1/2)/dx = -1/2 x^(-3/2)
+                let y = self.value(id)?;
+                let cube = b.mul(b.square(y)?, y)?;
+                b.mul(g, b.mul_scalar(cube, -0.5)?)?
+            }
+            Unary::Sqrt => {
+                let y = self.value(id)?;
+                b.div(b.mul_scalar(g, 0.5)?, y)?
+            }
+            Unary::Tanh => {
+                let y = self.value(id)?;
+                b.sub(g, b.mul(g, b.square(y)?)?)?
+            }
+        }))
+    }
+
+    fn binary(
+        &mut self,
+        b: &Builder,
+        kind: Binary,
+        id: u32,
+        site: &Site,
+        position: usize,
+        g: Tensor,
+    ) -> Result<Option<Tensor>> {
+        let other = site.operands[1 - position];
+        Ok(Some(match kind {
+            Binary::And
+            | Binary::Or
+            | Binary::Xor
+            | Binary::ShiftLeft
+            | Binary::ShiftRightLogical => return Ok(None),
+            Binary::Add => g,
+            Binary::Sub => match position {
+                0 => g,
+                _ => b.neg(g)?,
+            },
+            Binary::Mul => {
+                let y = self.value(other)?;
+                b.mul(g, y)?
+            }
+            Binary::Div => {
+                let divisor = self.value(site.operands[1])?;
+                let scaled = b.div(g, divisor)?;
+                match position {
+                    0 => scaled,
+                    _ => {
+                        let quotient = self.value(id)?;
+                        b.neg(b.mul(scaled, quotient)?)?
+                    }
+                }
+            }
+            Binary::Max | Binary::Min => {
+                // Ties share the cotangent equally, as in JAX.
+                let x = self.value(site.operands[position])?;
+                let y = self.value(other)?;
+                let wins = if kind == Binary::Max {
+                    Comparison::Gt
+                } else {
+                    Comparison::Lt
+                };
+                let win = b.compare(wins, x, y)?;
+                let tie = b.compare(Comparison::Eq, x, y)?;
+                let half = b.mul_scalar(g, 0.5)?;
+                let zero = b.full(&site.shape, 0.0)?;
+                b.select(win, g, b.select(tie, half, zero)?)?
+            }
+            Binary::Pow => {
+                let x = self.value(site.operands[0])?;
+                let y = self.value(site.operands[1])?;
+                match position {
+                    0 => {
+                        let lower = b.binary(Binary::Pow, x, b.add_scalar(y, -1.0)?)?;
+                        b.mul(g, b.mul(y, lower)?)?
+                    }
+                    _ => {
+                        // Where x is 0 the slope in y is 0, not 0 * -inf.
+                        let zero = b.full(&site.shape, 0.0)?;
+                        let one = b.full(&site.shape, 1.0)?;
+                        let at_zero = b.compare(Comparison::Eq, x, zero)?;
+                        let log = b.log(b.select(at_zero, one, x)?)?;
+                        let z = self.value(id)?;
+                        b.mul(g, b.mul(z, log)?)?
+                    }
+                }
+            }
+            Binary::Rem => {
+                return Err(GraphError::NotDifferentiable {
+                    path: site.path.clone(),
+                    op: site.op.name(),
+                });
+            }
+        }))
+    }
+}
+
+/// Sums `g` over what `broadcast_in_dim` with `dims` had expanded from `operand`.
+fn sum_to(b: &Builder, g: Tensor, dims: &[usize], operand: &Shape) -> Result<Tensor> {
+    let result = b.dims(g);
+    let expanded: Vec<usize> = (0..result.len())
+        .filter(|d| match dims.iter().position(|x| x == d) {
+            None => true,
+            Some(i) => operand.dims[i] != result[*d],
+        })
+        .collect();
+    let summed = b.sum(g, &expanded)?;
+    // What is left are the unexpanded operand dimensions, in the result's order.
+    let mut kept: Vec<usize> = (0..dims.len())
+        .filter(|i| !expanded.contains(&dims[*i]))
+        .collect();
+    let in_operand_order = kept.clone();
+    kept.sort_by_key(|i| dims[*i]);
+    let perm: Vec<usize> = in_operand_order
+        .iter()
+        .filter_map(|i| kept.iter().position(|k| k == i))
+        .collect();
+    b.reshape(b.transpose(summed, &perm)?, &operand.dims)
+}
