@@ -5,6 +5,9 @@
 //! an ill-typed one.
 
 mod builder;
+mod eval;
+mod eval_contract;
+mod eval_index;
 mod infer;
 mod init;
 pub mod op;
@@ -13,6 +16,7 @@ mod vjp_contract;
 mod vjp_index;
 
 pub use builder::Builder;
+pub use eval::{EvalError, evaluate};
 pub use infer::InferError;
 pub use init::Init;
 pub use op::{
