@@ -159,7 +159,7 @@ impl Emitter<'_> {
 
     /// Emits the live nodes of `graph` and its return. `prefix` starts the names of its values.
     fn body(&mut self, graph: &Graph, arguments: &[String], prefix: &str, main: bool) {
-        let live = live_nodes(graph);
+        let live = graph.live_nodes();
         let names = ops::value_names(graph, arguments, prefix, |index| {
             self.constraint(index, main).is_some()
         });
@@ -220,22 +220,6 @@ impl Emitter<'_> {
         self.locations.insert(key, id);
         id
     }
-}
-
-/// Which nodes an output depends on.
-pub fn live_nodes(graph: &Graph) -> Vec<bool> {
-    let mut live = vec![false; graph.nodes.len()];
-    for output in &graph.outputs {
-        live[output.node as usize] = true;
-    }
-    for index in (0..graph.nodes.len()).rev() {
-        if live[index] {
-            for &operand in &graph.nodes[index].operands {
-                live[operand as usize] = true;
-            }
-        }
-    }
-    live
 }
 
 /// An MLIR string literal.

@@ -353,6 +353,11 @@ impl Builder {
         Ok(())
     }
 
+    /// Adds an output that a pass copies.
+    pub(crate) fn push_output(&self, output: Output) {
+        self.inner.graph.borrow_mut().outputs.push(output);
+    }
+
     // Leaves
 
     pub fn constant(&self, value: HostTensor) -> Result<Tensor> {

@@ -11,6 +11,7 @@ mod eval_index;
 mod infer;
 mod init;
 pub mod op;
+pub mod random;
 mod vjp;
 mod vjp_contract;
 mod vjp_index;
@@ -157,6 +158,101 @@ impl Graph {
             .iter()
             .enumerate()
             .filter(|(_, i)| matches!(i.kind, InputKind::Weight(_)))
+    }
+
+    /// Which nodes depend on weights and constants alone, whatever the run-time inputs are.
+    pub fn weight_only(&self) -> Vec<bool> {
+        let mut result = vec![false; self.nodes.len()];
+        for (i, node) in self.nodes.iter().enumerate() {
+            result[i] = match node.op {
+                Op::Parameter(p) => matches!(self.inputs[p].kind, InputKind::Weight(_)),
+                _ => node.operands.iter().all(|o| result[*o as usize]),
+            };
+        }
+        result
+    }
+
+    /// A copy in which `replace` may put other nodes in an operation's place.
+    ///
+    /// `replace` gets a builder at the node's scope, the node, and its operands in the copy. `None` keeps the node.
+    /// Loop bodies are rewritten by the same function.
+    ///
+    /// # Errors
+    /// Those of `replace`, and when a replacement's shape is not the node's.
+    pub fn rewrite(
+        &self,
+        replace: &mut dyn FnMut(&Builder, &Node, &[Tensor]) -> Result<Option<Tensor>, GraphError>,
+    ) -> Result<Graph, GraphError> {
+        let b = Builder::new();
+        let inputs = self
+            .inputs
+            .iter()
+            .map(|input| b.declare(input.clone()))
+            .collect::<Result<Vec<_>, _>>()?;
+        let mut copies: Vec<Tensor> = Vec::with_capacity(self.nodes.len());
+        let live = self.live_nodes();
+        for (i, node) in self.nodes.iter().enumerate() {
+            if let Op::Parameter(index) = node.op {
+                copies.push(inputs[index]);
+                continue;
+            }
+            let operands: Vec<Tensor> = node.operands.iter().map(|o| copies[*o as usize]).collect();
+            // What no output needs is not worth a copy; its place holds any earlier tensor, never read.
+            if !live[i] {
+                copies.push(Tensor {
+                    graph: u32::MAX,
+                    id: 0,
+                });
+                continue;
+            }
+            let at = b.at(self.path(node).to_string());
+            let mut copy = replace(&at, node, &operands)?;
+            if copy.is_none()
+                && let Op::While { cond, body } = &node.op
+            {
+                let op = Op::While {
+                    cond: Box::new(cond.rewrite(replace)?),
+                    body: Box::new(body.rewrite(replace)?),
+                };
+                copy = Some(at.push(op, &operands)?);
+            }
+            let copy = match copy {
+                Some(t) => t,
+                None => at.copy_node(node, &operands)?,
+            };
+            if at.shape(copy) != node.shape {
+                return Err(at.invalid(format!(
+                    "{}: replaced {} by {}",
+                    node.op.name(),
+                    node.shape,
+                    at.shape(copy)
+                )));
+            }
+            copies.push(copy);
+        }
+        for output in &self.outputs {
+            b.push_output(Output {
+                node: copies[output.node as usize].id,
+                ..output.clone()
+            });
+        }
+        Ok(b.finish())
+    }
+
+    /// Which nodes an output depends on.
+    pub fn live_nodes(&self) -> Vec<bool> {
+        let mut live = vec![false; self.nodes.len()];
+        for output in &self.outputs {
+            live[output.node as usize] = true;
+        }
+        for index in (0..self.nodes.len()).rev() {
+            if live[index] {
+                for &operand in &self.nodes[index].operands {
+                    live[operand as usize] = true;
+                }
+            }
+        }
+        live
     }
 
     /// The argument position of the input called `name`.

@@ -7,7 +7,7 @@ use crate::shape::Shape;
 use super::op::{Binary, Comparison, Op, PadDim, Reduction, ScatterKind, Unary};
 use super::vjp_contract::{conv_lhs, conv_rhs, dot_lhs, dot_rhs};
 use super::vjp_index::{gather_operand, scatter_updates};
-use super::{Builder, GraphError, InputKind, Tensor};
+use super::{Builder, GraphError, Tensor};
 
 type Result<T> = std::result::Result<T, GraphError>;
 
@@ -91,7 +91,6 @@ impl<'a> Pass<'a> {
                 .max()
                 .unwrap_or(0);
             let mut depends = vec![false; end];
-            let mut weight_only = vec![false; end];
             for t in wrt {
                 if t.index() < end {
                     depends[t.index()] = true;
@@ -102,10 +101,6 @@ impl<'a> Pass<'a> {
                 let differentiable =
                     node.shape.dtype.is_float() || !matches!(node.op, Op::Convert(_));
                 depends[i] |= differentiable && node.operands.iter().any(|o| depends[*o as usize]);
-                weight_only[i] = match node.op {
-                    Op::Parameter(p) => matches!(g.inputs[p].kind, InputKind::Weight(_)),
-                    _ => node.operands.iter().all(|o| weight_only[*o as usize]),
-                };
             }
             let mut reaches = vec![false; end];
             for (output, _) in outputs {
@@ -119,7 +114,7 @@ impl<'a> Pass<'a> {
                 }
             }
             let active = (0..end).map(|i| depends[i] && reaches[i]).collect();
-            (active, weight_only)
+            (active, g.weight_only())
         });
         Pass {
             b,

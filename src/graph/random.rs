@@ -1,0 +1,205 @@
+//! Random numbers inside a program, as plain integer arithmetic on counters.
+//!
+//! Counter-based generators give the same bits on every backend and under every sharding, and a partitioned
+//! program computes its part without communication; StableHLO's `rng_bit_generator` promises neither.
+
+use crate::dtype::DType;
+use crate::shape::Shape;
+
+use super::{Binary, Builder, GraphError, Tensor};
+
+type Result<T> = std::result::Result<T, GraphError>;
+
+/// The two words of a Threefry key: scalars of type `u32`.
+#[derive(Clone, Copy, Debug)]
+pub struct Key {
+    pub high: Tensor,
+    pub low: Tensor,
+}
+
+fn word(b: &Builder, x: Tensor, value: u32) -> Result<Tensor> {
+    b.full(&b.shape(x), f64::from(value))
+}
+
+fn rotate_left(b: &Builder, x: Tensor, bits: u32) -> Result<Tensor> {
+    let left = b.binary(Binary::ShiftLeft, x, word(b, x, bits)?)?;
+    let right = b.binary(Binary::ShiftRightLogical, x, word(b, x, 32 - bits)?)?;
+    b.binary(Binary::Or, left, right)
+}
+
+/// Threefry-2x32 with 20 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
+///
+/// All four tensors are `u32`; the key words broadcast to the counters' shape.
+pub fn threefry2x32(b: &Builder, key: Key, counters: [Tensor; 2]) -> Result<[Tensor; 2]> {
+    const ROTATIONS: [[u32; 4]; 2] = [[13, 15, 26, 6], [17, 29, 16, 24]];
+    const PARITY: u32 = 0x1BD1_1BDA;
+    let parity = b.binary(Binary::Xor, key.high, key.low)?;
+    let parity = b.binary(Binary::Xor, parity, word(b, parity, PARITY)?)?;
+    let schedule = [key.high, key.low, parity];
+    let mut x = [
+        b.add(counters[0], schedule[0])?,
+        b.add(counters[1], schedule[1])?,
+    ];
+    for group in 0..5 {
+        for bits in ROTATIONS[group % 2] {
+            x[0] = b.add(x[0], x[1])?;
+            x[1] = b.binary(Binary::Xor, rotate_left(b, x[1], bits)?, x[0])?;
+        }
+        x[0] = b.add(x[0], schedule[(group + 1) % 3])?;
+        let injected = b.add_scalar(schedule[(group + 2) % 3], group as f64 + 1.0)?;
+        x[1] = b.add(x[1], injected)?;
+    }
+    Ok(x)
+}
+
+/// An independent key for each `stream`.
+pub fn fold_in(b: &Builder, key: Key, stream: u32) -> Result<Key> {
+    let zero = b.scalar(DType::U32, 0.0)?;
+    let stream = b.scalar(DType::U32, f64::from(stream))?;
+    let [high, low] = threefry2x32(b, key, [zero, stream])?;
+    Ok(Key { high, low })
+}
+
+/// The row-major position of every element, as `u32`: tensors here have fewer than 2^32 elements.
+fn counter(b: &Builder, dims: &[usize]) -> Result<Tensor> {
+    let shape = Shape::new(DType::U32, dims);
+    let mut total = b.full(&shape, 0.0)?;
+    let strides = crate::shape::row_major_strides(dims);
+    for (d, stride) in strides.into_iter().enumerate() {
+        let index = b.iota(shape.clone(), d)?;
+        total = b.add(total, b.mul_scalar(index, stride as f64)?)?;
+    }
+    Ok(total)
+}
+
+/// Uniform bits, both 32-bit words of a Threefry block for each element.
+fn blocks(b: &Builder, key: Key, dims: &[usize]) -> Result<[Tensor; 2]> {
+    let low = counter(b, dims)?;
+    let high = word(b, low, 0)?;
+    threefry2x32(b, key, [high, low])
+}
+
+/// `u32` bits as `f32` in `[0, 1)`, from their 24 highest.
+fn unit(b: &Builder, bits: Tensor) -> Result<Tensor> {
+    let top = b.binary(Binary::ShiftRightLogical, bits, word(b, bits, 8)?)?;
+    b.mul_scalar(b.convert(top, DType::F32)?, 2f64.powi(-24))
+}
+
+/// Uniform `f32` in `[0, 1)`.
+pub fn uniform(b: &Builder, key: Key, dims: &[usize]) -> Result<Tensor> {
+    let [bits, _] = blocks(b, key, dims)?;
+    unit(b, bits)
+}
+
+/// Standard normal `f32`, by Box and Muller's transform of the two words of each block.
+pub fn normal(b: &Builder, key: Key, dims: &[usize]) -> Result<Tensor> {
+    let [first, second] = blocks(b, key, dims)?;
+    // 1 - u lies in (0, 1]: the logarithm is finite.
+    let open = b.add_scalar(b.neg(unit(b, first)?)?, 1.0)?;
+    let radius = b.sqrt(b.mul_scalar(b.log(open)?, -2.0)?)?;
+    let angle = b.mul_scalar(unit(b, second)?, std::f64::consts::TAU)?;
+    b.mul(radius, b.cos(angle)?)
+}
+
+/// Uniform `f32` noise in `[-0.5, 0.5)` for stochastic rounding.
+///
+/// Rounding needs noise that is cheap and unbiased, not Threefry's 20 rounds: each element's position is mixed with
+/// both key words by a two-multiply integer hash (Wellons, "Prospecting for hash functions", 2018: `lowbias32`).
+pub fn rounding_noise(b: &Builder, key: Key, dims: &[usize]) -> Result<Tensor> {
+    let shift_xor = |x: Tensor, bits: u32| {
+        let shifted = b.binary(Binary::ShiftRightLogical, x, word(b, x, bits)?)?;
+        b.binary(Binary::Xor, x, shifted)
+    };
+    let mut x = counter(b, dims)?;
+    x = b.binary(Binary::Xor, x, key.high)?;
+    x = shift_xor(x, 16)?;
+    x = b.mul(x, word(b, x, 0x7FEB_352D)?)?;
+    x = shift_xor(x, 15)?;
+    x = b.add(x, key.low)?;
+    x = b.mul(x, word(b, x, 0x846C_A68B)?)?;
+    x = shift_xor(x, 16)?;
+    b.add_scalar(unit(b, x)?, -0.5)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::graph::{Graph, evaluate};
+    use crate::host_tensor::HostTensor;
+
+    fn key(b: &Builder, high: u32, low: u32) -> Key {
+        let scalar = |v: u32| b.scalar(DType::U32, f64::from(v)).unwrap();
+        Key {
+            high: scalar(high),
+            low: scalar(low),
+        }
+    }
+
+    fn run(graph: &Graph) -> Vec<Vec<f64>> {
+        evaluate(graph, &[])
+            .unwrap()
+            .iter()
+            .map(|t: &HostTensor| t.to_f64_vec().unwrap())
+            .collect()
+    }
+
+    #[test]
+    fn threefry_gives_the_published_known_answers() {
+        // Random123 distribution, kat_vectors: threefry2x32 20.
+        for (k, c, expected) in [
+            ([0, 0], [0, 0], [0x6b20_0159_u32, 0x99ba_4efe_u32]),
+            ([u32::MAX; 2], [u32::MAX; 2], [0x1cb9_96fc, 0xbb00_2be7]),
+            (
+                [0x1319_8a2e, 0x0370_7344],
+                [0x243f_6a88, 0x85a3_08d3],
+                [0xc492_3a9c, 0x483d_f7a0],
+            ),
+        ] {
+            let b = Builder::new();
+            let counters = key(&b, c[0], c[1]);
+            let out = threefry2x32(&b, key(&b, k[0], k[1]), [counters.high, counters.low]).unwrap();
+            b.output("a", out[0], None).unwrap();
+            b.output("b", out[1], None).unwrap();
+            let found = run(&b.finish());
+            assert_eq!(found, [[f64::from(expected[0])], [f64::from(expected[1])]]);
+        }
+    }
+
+    #[test]
+    fn samples_have_the_moments_of_their_distributions() {
+        let b = Builder::new();
+        let k = fold_in(&b, key(&b, 0, 42), 3).unwrap();
+        let n = 40_000;
+        for (name, t) in [
+            ("uniform", uniform(&b, k, &[n]).unwrap()),
+            ("normal", normal(&b, k, &[200, n / 200]).unwrap()),
+            ("noise", rounding_noise(&b, k, &[n]).unwrap()),
+        ] {
+            b.output(name, t, None).unwrap();
+        }
+        let found = run(&b.finish());
+        // Mean and variance within five standard errors.
+        for (values, mean, var, fourth) in [
+            (&found[0], 0.5, 1.0 / 12.0, 1.0 / 80.0),
+            (&found[1], 0.0, 1.0, 3.0),
+            (&found[2], 0.0, 1.0 / 12.0, 1.0 / 80.0),
+        ] {
+            let count = values.len() as f64;
+            let m = values.iter().sum::<f64>() / count;
+            let v = values.iter().map(|x| (x - mean) * (x - mean)).sum::<f64>() / count;
+            let var: f64 = var;
+            let fourth: f64 = fourth;
+            assert!((m - mean).abs() < 5.0 * (var / count).sqrt(), "mean {m}");
+            let spread = ((fourth - var * var) / count).sqrt();
+            assert!((v - var).abs() < 5.0 * spread, "variance {v}");
+            // Neighbours are uncorrelated.
+            let lag: f64 = values
+                .windows(2)
+                .map(|w| (w[0] - mean) * (w[1] - mean))
+                .sum();
+            assert!((lag / count / var).abs() < 5.0 / count.sqrt(), "lag {lag}");
+        }
+        assert!(found[0].iter().all(|v| (0.0..1.0).contains(v)));
+        assert!(found[2].iter().all(|v| (-0.5..0.5).contains(v)));
+    }
+}

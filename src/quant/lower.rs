@@ -1,0 +1,272 @@
+//! Lowers annotated contractions to int8 operands, an int32 product and scales.
+
+use crate::dtype::DType;
+use crate::graph::random::{Key, fold_in, rounding_noise};
+use crate::graph::{
+    Builder, Comparison, ContractionQuant, ConvDims, DotDims, Graph, GraphError, Node,
+    NumericsConvention, Op, OperandQuant, Reduction, Rounding, Tensor, Unary,
+};
+
+use super::QuantError;
+
+type Result<T> = std::result::Result<T, GraphError>;
+
+/// The input that seeds stochastic rounding: `u32[2]`, another value each step.
+pub const ROUNDING_KEY: &str = "rounding_key";
+
+/// The graph with every annotated contraction expanded to integer primitives.
+///
+/// # Errors
+/// When a contraction rounds stochastically and the graph has no [`ROUNDING_KEY`] input, or its first contracting
+/// dimension does not divide into the local shards.
+pub fn lower(graph: &Graph) -> std::result::Result<Graph, QuantError> {
+    let key_input = graph
+        .inputs
+        .iter()
+        .find(|i| i.name == ROUNDING_KEY)
+        .cloned();
+    let mut stream = 0;
+    let lowered = graph.rewrite(&mut |b, node, operands| {
+        let (Op::DotGeneral { quant, .. } | Op::Convolution { quant, .. }) = &node.op else {
+            return Ok(None);
+        };
+        let Some(quant) = quant else {
+            return Ok(None);
+        };
+        let noise = Noise {
+            key: &key_input,
+            stream: &mut stream,
+        };
+        contraction(b, node, operands, &quant.forward, noise).map(Some)
+    })?;
+    Ok(lowered)
+}
+
+/// Where stochastic rounding takes its noise from.
+struct Noise<'a> {
+    key: &'a Option<crate::graph::Input>,
+    stream: &'a mut u32,
+}
+
+impl Noise<'_> {
+    /// Noise of its own for each use.
+    fn next(&mut self, b: &Builder, dims: &[usize]) -> Result<Tensor> {
+        let Some(input) = self.key else {
+            return Err(b.invalid(format!(
+                "stochastic rounding needs the input {ROUNDING_KEY} (u32[2]) in this program"
+            )));
+        };
+        let words = b.declare(input.clone())?;
+        let word = |i| b.reshape(b.slice_dim(words, 0, i, i + 1)?, &[]);
+        let key = Key {
+            high: word(0)?,
+            low: word(1)?,
+        };
+        *self.stream += 1;
+        rounding_noise(b, fold_in(b, key, *self.stream)?, dims)
+    }
+}
+
+fn contraction(
+    b: &Builder,
+    node: &Node,
+    operands: &[Tensor],
+    quant: &ContractionQuant,
+    noise: Noise<'_>,
+) -> Result<Tensor> {
+    match &node.op {
+        Op::DotGeneral { dims, result, .. } => dot(b, operands, dims, *result, quant, noise),
+        Op::Convolution { dims, result, .. } => {
+            convolution(b, node, operands, dims, *result, quant, noise)
+        }
+        other => Err(b.invalid(format!("{} is no contraction", other.name()))),
+    }
+}
+
+/// An operand as integers, with its scale: one for each index of the kept dimensions, in their order.
+struct Quantized {
+    values: Tensor,
+    scale: Tensor,
+}
+
+/// Quantizes `x` with one scale for each index of `kept`, over all other dimensions.
+///
+/// Scales and quotients are computed in the operand's own element type, as AQT and Qwix do.
+fn quantize(
+    b: &Builder,
+    x: Tensor,
+    kept: &[usize],
+    quant: OperandQuant,
+    noise: &mut Noise<'_>,
+) -> Result<Quantized> {
+    let shape = b.shape(x);
+    let mut kept = kept.to_vec();
+    kept.sort_unstable();
+    let reduced: Vec<usize> = (0..shape.rank()).filter(|d| !kept.contains(d)).collect();
+    let range = b.at(format!("{}/range_finding", b.path()));
+    let absmax = range.reduce(Reduction::Max, range.abs(x)?, &reduced)?;
+    let bound = b.full(&b.shape(absmax), 127.5)?;
+    let one = b.full(&b.shape(absmax), 1.0)?;
+    let zero = b.full(&b.shape(absmax), 0.0)?;
+    let (scale, scaled) = match quant.convention {
+        NumericsConvention::Aqt => {
+            let empty = b.compare(Comparison::Eq, absmax, zero)?;
+            let absmax = b.select(empty, one, absmax)?;
+            let scale = b.div(absmax, bound)?;
+            let inverse = b.div(one, scale)?;
+            let inverse = b.broadcast_in_dim(inverse, &kept, &shape.dims)?;
+            (scale, b.mul(x, inverse)?)
+        }
+        NumericsConvention::Qwix => {
+            let scale = b.div(absmax, bound)?;
+            // Qwix takes 1 where the scale is below the square root of the smallest normal number.
+            let smallest = smallest_normal(shape.dtype).sqrt();
+            let tiny = b.compare(Comparison::Lt, scale, b.full(&b.shape(scale), smallest)?)?;
+            let scale = b.select(tiny, one, scale)?;
+            let wide = b.broadcast_in_dim(scale, &kept, &shape.dims)?;
+            (scale, b.div(x, wide)?)
+        }
+    };
+    let scaled = match quant.rounding {
+        Rounding::NearestEven => scaled,
+        Rounding::Stochastic => {
+            let noise = noise.next(b, &shape.dims)?;
+            b.add(scaled, b.convert(noise, shape.dtype)?)?
+        }
+    };
+    let (low, high) = match quant.convention {
+        NumericsConvention::Aqt => (-127.0, 127.0),
+        NumericsConvention::Qwix => (-128.0, 127.0),
+    };
+    let rounded = match quant.convention {
+        NumericsConvention::Aqt => b.unary(Unary::RoundNearestEven, b.clamp(scaled, low, high)?)?,
+        NumericsConvention::Qwix => {
+            b.clamp(b.unary(Unary::RoundNearestEven, scaled)?, low, high)?
+        }
+    };
+    Ok(Quantized {
+        values: b.convert(rounded, quant.dtype)?,
+        scale,
+    })
+}
+
+fn smallest_normal(dtype: DType) -> f64 {
+    match dtype {
+        DType::F16 => 2f64.powi(-14),
+        DType::F64 => f64::MIN_POSITIVE,
+        _ => f64::from(f32::MIN_POSITIVE),
+    }
+}
+
+fn dot(
+    b: &Builder,
+    operands: &[Tensor],
+    dims: &DotDims,
+    result: DType,
+    quant: &ContractionQuant,
+    mut noise: Noise<'_>,
+) -> Result<Tensor> {
+    let (mut lhs, mut rhs, mut dims) = (operands[0], operands[1], dims.clone());
+    let shards = quant.local_shards;
+    if shards > 1 {
+        lhs = split_contraction(b, lhs, &mut dims.lhs_batch, &mut dims.lhs_contract, shards)?;
+        rhs = split_contraction(b, rhs, &mut dims.rhs_batch, &mut dims.rhs_contract, shards)?;
+    }
+    let free = |x: Tensor, batch: &[usize], contract: &[usize]| -> Vec<usize> {
+        (0..b.dims(x).len())
+            .filter(|d| !batch.contains(d) && !contract.contains(d))
+            .collect()
+    };
+    let lhs_free = free(lhs, &dims.lhs_batch, &dims.lhs_contract);
+    let rhs_free = free(rhs, &dims.rhs_batch, &dims.rhs_contract);
+    let lhs_kept = [dims.lhs_batch.as_slice(), &lhs_free].concat();
+    let rhs_kept = [dims.rhs_batch.as_slice(), &rhs_free].concat();
+    let l = quantize(b, lhs, &lhs_kept, quant.lhs, &mut noise)?;
+    let r = quantize(b, rhs, &rhs_kept, quant.rhs, &mut noise)?;
+    let batch = dims.lhs_batch.len();
+    let product = b.dot_general(l.values, r.values, dims, DType::S32)?;
+    let mut out = b.convert(product, result)?;
+    let lhs_places: Vec<usize> = (0..batch + lhs_free.len()).collect();
+    let rhs_places: Vec<usize> = (0..batch)
+        .chain(batch + lhs_free.len()..b.dims(out).len())
+        .collect();
+    out = apply_scale(b, out, l.scale, &lhs_kept, &lhs_places)?;
+    out = apply_scale(b, out, r.scale, &rhs_kept, &rhs_places)?;
+    if shards > 1 {
+        out = b.sum(out, &[0])?;
+    }
+    Ok(out)
+}
+
+/// Splits the first contracting dimension into `shards` parts and makes the parts the first batch dimension.
+fn split_contraction(
+    b: &Builder,
+    x: Tensor,
+    batch: &mut Vec<usize>,
+    contract: &mut [usize],
+    shards: usize,
+) -> Result<Tensor> {
+    let at = contract[0];
+    let mut dims = b.dims(x);
+    if dims[at] % shards != 0 {
+        return Err(b.invalid(format!(
+            "quantization_local_shard_count={shards} does not divide the batch of {} that this weight gradient sums over",
+            dims[at]
+        )));
+    }
+    dims[at] /= shards;
+    dims.insert(at, shards);
+    for d in batch.iter_mut().chain(contract.iter_mut()) {
+        if *d >= at {
+            *d += 1;
+        }
+    }
+    batch.insert(0, at);
+    b.reshape(x, &dims)
+}
+
+/// Multiplies `out` by `scale`, whose index `i` (of the sorted kept dimensions) belongs to result dimension `places[i]`
+/// after bringing the kept dimensions into the order of `kept`.
+fn apply_scale(
+    b: &Builder,
+    out: Tensor,
+    scale: Tensor,
+    kept: &[usize],
+    places: &[usize],
+) -> Result<Tensor> {
+    let mut sorted = kept.to_vec();
+    sorted.sort_unstable();
+    // Scale dimension i is kept dimension sorted[i]; it goes where that dimension stands in the result.
+    let dims: Vec<usize> = sorted
+        .iter()
+        .filter_map(|d| kept.iter().position(|k| k == d).map(|i| places[i]))
+        .collect();
+    let scale = b.convert(scale, b.dtype(out))?;
+    b.mul(out, b.broadcast_in_dim(scale, &dims, &b.dims(out))?)
+}
+
+fn convolution(
+    b: &Builder,
+    node: &Node,
+    operands: &[Tensor],
+    dims: &ConvDims,
+    result: DType,
+    quant: &ContractionQuant,
+    mut noise: Noise<'_>,
+) -> Result<Tensor> {
+    if dims.batch_groups > 1 {
+        return Err(
+            b.invalid("a convolution with batch groups cannot have one scale a batch element")
+        );
+    }
+    let l = quantize(b, operands[0], &[dims.lhs.batch], quant.lhs, &mut noise)?;
+    let r = quantize(b, operands[1], &[dims.rhs.batch], quant.rhs, &mut noise)?;
+    let product = b.convolution(l.values, r.values, dims.clone(), DType::S32)?;
+    let out = b.convert(product, result)?;
+    let scaled = |out: Tensor, scale: Tensor, place: usize| -> Result<Tensor> {
+        let scale = b.convert(scale, result)?;
+        b.mul(out, b.broadcast_in_dim(scale, &[place], &node.shape.dims)?)
+    };
+    let out = scaled(out, l.scale, dims.out.batch)?;
+    scaled(out, r.scale, dims.out.feature)
+}

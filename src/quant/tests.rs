@@ -1,0 +1,212 @@
+use super::*;
+use crate::graph::{DotDims, Init, Tensor, evaluate, grad};
+use crate::host_tensor::HostTensor;
+use crate::shape::Shape;
+
+fn f32s(dims: &[usize]) -> Shape {
+    Shape::new(DType::F32, dims)
+}
+
+fn linear(b: &Builder, x: Tensor, inputs: usize, outputs: usize) -> Tensor {
+    let w = b
+        .param("weight", f32s(&[outputs, inputs]), Init::Ones, &[])
+        .unwrap();
+    let dims = DotDims {
+        lhs_contract: vec![2],
+        rhs_contract: vec![1],
+        ..DotDims::default()
+    };
+    b.dot_general(x, w, dims, DType::F32).unwrap()
+}
+
+fn wave(count: usize, step: f32) -> Vec<f32> {
+    (0..count).map(|i| (i as f32 * step).sin()).collect()
+}
+
+fn count(graph: &crate::graph::Graph, op: &str, dtype: DType) -> usize {
+    graph
+        .nodes
+        .iter()
+        .filter(|n| n.op.name() == op && n.shape.dtype == dtype)
+        .count()
+}
+
+#[test]
+fn rules_decide_by_path_and_built_in_ones_keep_sensitive_layers_in_float() {
+    let b = Builder::new();
+    let x = b.input("x", f32s(&[2, 3, 4]), &[]).unwrap();
+    let unet = b.root("unet");
+    linear(&unet.scope("time_embedding").scope("linear_1"), x, 4, 4);
+    linear(&unet.scope("down_blocks").scope(0).scope("to_q"), x, 4, 4);
+    linear(&unet.scope("down_blocks").scope(1).scope("to_q"), x, 4, 4);
+    linear(&b.root("text_encoder").scope("q_proj"), x, 4, 4);
+    let user = Rule::new(r"down_blocks\.1\..*", Action::Float, true).unwrap();
+    let policy = Policy::aqt_int8("unet/", 1, vec![user]).unwrap();
+    let decisions = annotate(&b, &policy).unwrap();
+    let quantized: Vec<&str> = decisions
+        .iter()
+        .filter(|d| d.quantized)
+        .map(|d| d.path.as_str())
+        .collect();
+    assert_eq!(quantized, ["down_blocks.0.to_q"]);
+    assert_eq!(decisions.len(), 3, "the text encoder is not the policy's");
+    let stray = Rule::new("up_blocks.*", Action::Float, true).unwrap();
+    let error = annotate(&b, &Policy::aqt_int8("unet/", 1, vec![stray]).unwrap()).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "quantization rule 'up_blocks.*' matches no contraction of unet; paths look like time_embedding.linear_1"
+    );
+}
+
+/// The training graph of one linear layer: outputs y, dx, dw.
+fn layer(
+    local_shards: usize,
+    dims: [usize; 3],
+    outputs: usize,
+) -> Result<crate::graph::Graph, QuantError> {
+    let b = Builder::new();
+    let x = b.input("x", f32s(&dims), &[])?;
+    let u = b.input("u", f32s(&[dims[0], dims[1], outputs]), &[])?;
+    b.input(ROUNDING_KEY, Shape::new(DType::U32, [2]), &[])?;
+    let y = linear(&b.root("unet").scope("to_q"), x, dims[2], outputs);
+    annotate(&b, &Policy::aqt_int8("unet/", local_shards, vec![])?)?;
+    let loss = b.sum(b.mul(y, u)?, &[0, 1, 2])?;
+    let w =
+        b.root("unet")
+            .scope("to_q")
+            .param("weight", f32s(&[outputs, dims[2]]), Init::Ones, &[])?;
+    let grads = grad(&b, loss, &[x, w])?;
+    b.output("y", y, None)?;
+    b.output("dx", grads[0], None)?;
+    b.output("dw", grads[1], None)?;
+    lower(&b.finish())
+}
+
+fn run(
+    graph: &crate::graph::Graph,
+    dims: [usize; 3],
+    outputs: usize,
+    key: [u32; 2],
+) -> Vec<Vec<f64>> {
+    let [batch, tokens, inputs] = dims;
+    let key = HostTensor::from_f64(Shape::new(DType::U32, [2]), &key.map(f64::from)).unwrap();
+    let inputs = [
+        HostTensor::from_f32(dims, &wave(batch * tokens * inputs, 0.7)).unwrap(),
+        HostTensor::from_f32(
+            [batch, tokens, outputs],
+            &wave(batch * tokens * outputs, 1.3),
+        )
+        .unwrap(),
+        key,
+        HostTensor::from_f32([outputs, inputs], &wave(outputs * inputs, 2.1)).unwrap(),
+    ];
+    evaluate(graph, &inputs)
+        .unwrap()
+        .iter()
+        .map(|t| t.to_f64_vec().unwrap())
+        .collect()
+}
+
+#[test]
+fn forward_and_both_backward_dots_multiply_int8_and_stay_near_the_float_result() {
+    let dims = [4, 3, 16];
+    let quantized = layer(2, dims, 8).unwrap();
+    assert_eq!(count(&quantized, "dot_general", DType::S32), 3);
+    assert_eq!(count(&quantized, "dot_general", DType::F32), 0);
+    let float_drhs = layer(0, dims, 8).unwrap();
+    assert_eq!(count(&float_drhs, "dot_general", DType::S32), 2);
+    assert_eq!(count(&float_drhs, "dot_general", DType::F32), 1);
+    let found = run(&quantized, dims, 8, [1, 2]);
+    // The same sums in f64.
+    let (x, u, w) = (
+        wave(4 * 3 * 16, 0.7),
+        wave(4 * 3 * 8, 1.3),
+        wave(8 * 16, 2.1),
+    );
+    let at = |v: &[f32], i: usize| f64::from(v[i]);
+    let mut y = vec![0.0; 12 * 8];
+    let mut dx = vec![0.0; 12 * 16];
+    let mut dw = vec![0.0; 8 * 16];
+    for t in 0..12 {
+        for o in 0..8 {
+            for i in 0..16 {
+                y[t * 8 + o] += at(&x, t * 16 + i) * at(&w, o * 16 + i);
+                dx[t * 16 + i] += at(&u, t * 8 + o) * at(&w, o * 16 + i);
+                dw[o * 16 + i] += at(&u, t * 8 + o) * at(&x, t * 16 + i);
+            }
+        }
+    }
+    // 8 bits leave a relative error near 1/255 an operand; stochastic rounding doubles the gradient's.
+    for (found, expected, tolerance) in [
+        (&found[0], &y, 0.01),
+        (&found[1], &dx, 0.02),
+        (&found[2], &dw, 0.02),
+    ] {
+        let norm = |v: &[f64]| v.iter().map(|a| a * a).sum::<f64>().sqrt();
+        let difference: Vec<f64> = found.iter().zip(expected).map(|(a, b)| a - b).collect();
+        let error = norm(&difference) / norm(expected);
+        assert!(error < tolerance && error > 1e-5, "{error}");
+    }
+}
+
+#[test]
+fn stochastic_rounding_is_unbiased_and_changes_with_the_key() {
+    let dims = [2, 1, 4];
+    let graph = layer(1, dims, 4).unwrap();
+    let runs: Vec<Vec<f64>> = (0..400)
+        .map(|k| run(&graph, dims, 4, [k, 9]).remove(1))
+        .collect();
+    assert_ne!(runs[0], runs[1]);
+    let forward = run(&graph, dims, 4, [0, 9]).remove(0);
+    assert_eq!(
+        forward,
+        run(&graph, dims, 4, [5, 9]).remove(0),
+        "the forward pass rounds to nearest"
+    );
+    // The mean over keys approaches the product with the unrounded gradient; the weight's own rounding stays,
+    // at most half a step of 1/127.5 on each of 4 terms of size at most 1.
+    let u = wave(8, 1.3);
+    let w = wave(16, 2.1);
+    for t in 0..2 {
+        for i in 0..4 {
+            let exact: f64 = (0..4)
+                .map(|o| f64::from(u[t * 4 + o]) * f64::from(w[o * 4 + i]))
+                .sum();
+            let mean = runs.iter().map(|r| r[t * 4 + i]).sum::<f64>() / 400.0;
+            assert!(
+                (mean - exact).abs() < 4.0 * 0.5 / 127.5 + 0.002,
+                "{mean} {exact}"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_batch_that_the_shards_do_not_divide_is_an_error() {
+    let error = layer(3, [4, 3, 16], 8).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "backward/unet/to_q/gradient: quantization_local_shard_count=3 does not divide the batch of 4 that this weight gradient sums over"
+    );
+}
+
+#[test]
+fn a_zero_operand_gives_zero_and_no_nan() {
+    for policy in [
+        Policy::aqt_int8("unet/", 0, vec![]).unwrap(),
+        Policy::qwix_int8("unet/", ".*").unwrap(),
+    ] {
+        let b = Builder::new();
+        let x = b.input("x", f32s(&[1, 2, 4]), &[]).unwrap();
+        let y = linear(&b.root("unet").scope("to_q"), x, 4, 3);
+        annotate(&b, &policy).unwrap();
+        b.output("y", y, None).unwrap();
+        let graph = lower(&b.finish()).unwrap();
+        let inputs = [
+            HostTensor::from_f32([1, 2, 4], &[0.0; 8]).unwrap(),
+            HostTensor::from_f32([3, 4], &wave(12, 0.3)).unwrap(),
+        ];
+        let out = evaluate(&graph, &inputs).unwrap().remove(0);
+        assert_eq!(out.to_f32_vec().unwrap(), vec![0.0; 6]);
+    }
+}
