@@ -19,8 +19,9 @@ fn linear(b: &Builder, x: Tensor, inputs: usize, outputs: usize) -> Tensor {
     b.dot_general(x, w, dims, DType::F32).unwrap()
 }
 
-fn wave(count: usize, step: f32) -> Vec<f32> {
-    (0..count).map(|i| (i as f32 * step).sin()).collect()
+/// Values in [-1, 1] that depend on `seed`.
+fn wave(count: usize, seed: f32) -> Vec<f32> {
+    Init::Uniform { bound: 1.0 }.sample(u64::from(seed.to_bits()), "values", count)
 }
 
 fn count(graph: &crate::graph::Graph, op: &str, dtype: DType) -> usize {
