@@ -354,6 +354,7 @@ impl Execution {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::pjrt::{Client, CompileOptions, Plugin, plugins};
 
     fn module() -> xla::HloModuleProto {
         let metadata = xla::OpMetadata {
@@ -385,6 +386,34 @@ mod tests {
             payloads: vec![b"{}".to_vec(), metadata.encode_to_vec()],
             ..Default::default()
         }
+    }
+
+    /// From the outside a donated buffer is gone, so only here can be seen that the runtime took
+    /// it, and that it leaves one that is listed as borrowed.
+    #[test]
+    fn a_buffer_is_deleted_when_donated_and_only_then() {
+        let path = plugins::plugin_path("cpu", "pjrt_cpu_plugin.so");
+        let client = Client::create(&Plugin::load(path).unwrap(), &[]).unwrap();
+        let text =
+            "func.func @main(%x: tensor<4xf32> {tf.aliasing_output = 0 : i32}) -> tensor<4xf32> {
+            %0 = stablehlo.add %x, %x : tensor<4xf32>
+            return %0 : tensor<4xf32>
+        }";
+        let program = client.compile(text, &CompileOptions::new(1, 1)).unwrap();
+        let device = &client.devices()[0];
+        let state = Buffer::from_host(&client, &[0; 16], ElementType::F32, &[4], device).unwrap();
+        program
+            .launch(&[vec![&state.handle]], &[0])
+            .unwrap()
+            .wait()
+            .unwrap();
+        assert!(!state.is_deleted().unwrap());
+        program
+            .launch(&[vec![&state.handle]], &[])
+            .unwrap()
+            .wait()
+            .unwrap();
+        assert!(state.is_deleted().unwrap());
     }
 
     #[test]

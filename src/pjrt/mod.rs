@@ -12,6 +12,9 @@ mod error;
 mod executable;
 mod ffi;
 mod plugin;
+#[cfg(test)]
+#[path = "../../tests/common/plugins.rs"]
+mod plugins;
 mod topology;
 mod values;
 
