@@ -1,1 +1,28 @@
 //! The PJRT runtime: plugins, clients, buffers, executables, topologies.
+//!
+//! A [`Plugin`] is a shared library that compiles and runs programs for one kind of device. With a
+//! [`Client`] it runs them on the devices of this machine; with a [`Topology`] it compiles them for
+//! devices that are not here. Objects keep what they were made from alive, may be shared between
+//! threads, and are freed when dropped; a plugin is never unloaded.
+
+mod buffer;
+mod client;
+mod compile_options;
+mod error;
+mod executable;
+mod ffi;
+mod plugin;
+#[cfg(test)]
+#[path = "../../tests/common/plugins.rs"]
+mod plugins;
+mod topology;
+mod values;
+
+pub use buffer::{Buffer, HostCopy, Ready};
+pub use client::{Client, Device, DeviceDescription, DeviceMemoryStats};
+pub use compile_options::{CompileOptions, DeviceAssignment, OptimizationLevel, OptionValue};
+pub use error::{ApiVersion, ErrorCode, PjrtError};
+pub use executable::{Arg, CompiledMemoryStats, Executable, Execution, LoadedExecutable};
+pub use plugin::{Plugin, prepare_process};
+pub use topology::Topology;
+pub use values::{ElementType, NamedValue};

@@ -1,0 +1,229 @@
+//! Clients: the devices of this machine, and of the machines it works with.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::AtomicI32;
+
+use super::compile_options::CompileOptions;
+use super::error::PjrtError;
+use super::executable::LoadedExecutable;
+use super::ffi::{ClientHandle, DeviceHandle};
+use super::plugin::Plugin;
+use super::values::NamedValue;
+
+/// A client of a plugin. Clones are the same client; it closes when nothing uses it any more.
+#[derive(Clone)]
+pub struct Client {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    handle: Arc<ClientHandle>,
+    plugin: Plugin,
+    platform_name: String,
+    platform_version: String,
+    devices: Vec<Device>,
+    addressable_devices: Vec<Device>,
+    /// Counts launches of all the client's programs: see [`LoadedExecutable::execute`].
+    launches: Arc<AtomicI32>,
+}
+
+/// A device of a client. Clones are the same device.
+#[derive(Clone)]
+pub struct Device {
+    pub(super) handle: DeviceHandle,
+    description: Arc<DeviceDescription>,
+}
+
+/// What a plugin says of a device, whether it is here or not.
+#[derive(Clone, Debug, PartialEq)]
+pub struct DeviceDescription {
+    /// Unique among the devices of all processes. On several TPU slices device `i` of slice `s`
+    /// has id `100000 * (s + 1) + i`; ids are not in raster order.
+    pub id: i64,
+    /// The process that can address the device.
+    pub process_index: i64,
+    /// The device's model, such as `TPU v5 lite`.
+    pub kind: String,
+    /// All that the plugin tells beside: on TPU `coords`, `core_on_chip`, `num_cores`,
+    /// `slice_index`.
+    pub attributes: BTreeMap<String, NamedValue>,
+}
+
+impl DeviceDescription {
+    /// Position of the chip in its slice, where devices have one.
+    pub fn coords(&self) -> Option<&[i64]> {
+        match self.attributes.get("coords") {
+            Some(NamedValue::Int64List(coords)) => Some(coords),
+            _ => None,
+        }
+    }
+
+    /// The slice the device is in, counted from 0, where there are slices.
+    pub fn slice_index(&self) -> Option<i64> {
+        match self.attributes.get("slice_index") {
+            Some(NamedValue::Int64(index)) => Some(*index),
+            _ => None,
+        }
+    }
+}
+
+/// Memory of a device, in bytes. What a plugin does not count is `None`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeviceMemoryStats {
+    pub bytes_in_use: i64,
+    pub peak_bytes_in_use: Option<i64>,
+    pub largest_alloc_size: Option<i64>,
+    pub bytes_limit: Option<i64>,
+}
+
+impl Client {
+    /// A client of this process alone, with the plugin's options (see the plugin for their names).
+    ///
+    /// # Errors
+    /// An option the plugin does not know, or no device of its kind in this machine.
+    pub fn create(plugin: &Plugin, options: &[(String, NamedValue)]) -> Result<Self, PjrtError> {
+        let handle = Arc::new(ClientHandle::create(plugin.api(), options)?);
+        let describe = |handles: Vec<DeviceHandle>| -> Result<Vec<Device>, PjrtError> {
+            handles.into_iter().map(Device::new).collect()
+        };
+        Ok(Self {
+            inner: Arc::new(Inner {
+                platform_name: handle.platform_name()?,
+                platform_version: handle.platform_version()?,
+                devices: describe(handle.devices()?)?,
+                addressable_devices: describe(handle.addressable_devices()?)?,
+                plugin: plugin.clone(),
+                launches: Arc::default(),
+                handle,
+            }),
+        })
+    }
+
+    /// The plugin the client is of.
+    pub fn plugin(&self) -> &Plugin {
+        &self.inner.plugin
+    }
+
+    /// `cpu`, `tpu`, `cuda`.
+    pub fn platform_name(&self) -> &str {
+        &self.inner.platform_name
+    }
+
+    /// The plugin's build, in its own words.
+    pub fn platform_version(&self) -> &str {
+        &self.inner.platform_version
+    }
+
+    /// The number of this process among those that work together.
+    pub fn process_index(&self) -> Result<i32, PjrtError> {
+        self.inner.handle.process_index()
+    }
+
+    /// All devices, of this process and of others.
+    pub fn devices(&self) -> &[Device] {
+        &self.inner.devices
+    }
+
+    /// The devices of this process.
+    pub fn addressable_devices(&self) -> &[Device] {
+        &self.inner.addressable_devices
+    }
+
+    /// Compiles a StableHLO module for the devices of `options`' device assignment, or the
+    /// client's own choice.
+    ///
+    /// # Errors
+    /// The compiler's, with its text: for a module that does not parse it has line and column.
+    pub fn compile(
+        &self,
+        stablehlo: &str,
+        options: &CompileOptions,
+    ) -> Result<LoadedExecutable, PjrtError> {
+        let loaded = self.inner.handle.compile(stablehlo, &options.to_bytes())?;
+        LoadedExecutable::new(loaded, self.inner.launches.clone())
+    }
+
+    /// Refuses a device of another client.
+    pub(super) fn check_device(&self, device: &Device) -> Result<(), PjrtError> {
+        if Arc::ptr_eq(device.handle.client(), &self.inner.handle) {
+            return Ok(());
+        }
+        Err(PjrtError::ForeignDevice {
+            id: device.id(),
+            platform: self.inner.platform_name.clone(),
+        })
+    }
+
+    /// Loads what [`super::Executable::serialize`] wrote, with this same plugin.
+    ///
+    /// The bytes are machine code: load only what this user's own compilation wrote.
+    ///
+    /// # Errors
+    /// The plugin's, for bytes of another platform or version.
+    pub fn load(&self, serialized: &[u8]) -> Result<LoadedExecutable, PjrtError> {
+        let loaded = self.inner.handle.deserialize_and_load(serialized)?;
+        LoadedExecutable::new(loaded, self.inner.launches.clone())
+    }
+}
+
+impl fmt::Debug for Client {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Client")
+            .field("platform_name", &self.inner.platform_name)
+            .field("devices", &self.inner.devices.len())
+            .finish()
+    }
+}
+
+impl Device {
+    pub(super) fn new(handle: DeviceHandle) -> Result<Self, PjrtError> {
+        let description = Arc::new(handle.description()?);
+        Ok(Self {
+            handle,
+            description,
+        })
+    }
+
+    /// What the plugin says of the device.
+    pub fn description(&self) -> &DeviceDescription {
+        &self.description
+    }
+
+    /// The device's id: [`DeviceDescription::id`].
+    pub fn id(&self) -> i64 {
+        self.description.id
+    }
+
+    /// The number of the device in this machine; of addressable devices only.
+    pub fn local_hardware_id(&self) -> Result<i32, PjrtError> {
+        self.handle.local_hardware_id()
+    }
+
+    /// The device's memory now.
+    ///
+    /// # Errors
+    /// [`super::ErrorCode::Unimplemented`] from plugins that do not count, as the CPU's.
+    pub fn memory_stats(&self) -> Result<DeviceMemoryStats, PjrtError> {
+        self.handle.memory_stats()
+    }
+}
+
+impl PartialEq for Device {
+    fn eq(&self, other: &Self) -> bool {
+        self.handle.is(&other.handle)
+    }
+}
+
+impl Eq for Device {}
+
+impl fmt::Debug for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "Device({} {})",
+            self.description.kind, self.description.id
+        )
+    }
+}

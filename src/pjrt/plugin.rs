@@ -1,0 +1,192 @@
+//! Plugins, and what must be set before one is loaded.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, LazyLock, Mutex, PoisonError};
+
+use super::error::{ApiVersion, PjrtError};
+use super::ffi::{self, Api};
+use super::values::NamedValue;
+
+/// A loaded PJRT plugin. Clones are the same plugin.
+#[derive(Clone)]
+pub struct Plugin {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    api: Api,
+    path: PathBuf,
+    attributes: BTreeMap<String, NamedValue>,
+}
+
+/// Plugins by canonical path: each library is loaded and initialized once in a process.
+static LOADED: LazyLock<Mutex<HashMap<PathBuf, Plugin>>> = LazyLock::new(Mutex::default);
+
+impl Plugin {
+    /// Loads the plugin at `path`, or returns it where this process has loaded it already. It is
+    /// never unloaded.
+    ///
+    /// The library's code runs with the rights of this process: load what the user named.
+    ///
+    /// # Errors
+    /// The file is missing or not a library, is not a plugin, or speaks a version of the interface
+    /// with another function table than this program's.
+    pub fn load(path: impl AsRef<Path>) -> Result<Self, PjrtError> {
+        let path = path.as_ref();
+        let path = path.canonicalize().map_err(|error| PjrtError::Load {
+            path: path.to_path_buf(),
+            reason: error.to_string(),
+        })?;
+        let mut loaded = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(plugin) = loaded.get(&path) {
+            return Ok(plugin.clone());
+        }
+        let api = ffi::load(&path)?;
+        let attributes = api.attributes()?;
+        let plugin = Self {
+            inner: Arc::new(Inner {
+                api,
+                path: path.clone(),
+                attributes,
+            }),
+        };
+        loaded.insert(path, plugin.clone());
+        Ok(plugin)
+    }
+
+    /// Where the plugin was loaded from.
+    pub fn path(&self) -> &Path {
+        &self.inner.path
+    }
+
+    /// The version of the PJRT C API that the plugin speaks.
+    pub fn api_version(&self) -> ApiVersion {
+        self.inner.api.version()
+    }
+
+    /// What the plugin says of itself: `xla_version`, `stablehlo_current_version`,
+    /// `stablehlo_minimum_version` and the like.
+    pub fn attributes(&self) -> &BTreeMap<String, NamedValue> {
+        &self.inner.attributes
+    }
+
+    pub(super) fn api(&self) -> Api {
+        self.inner.api
+    }
+}
+
+impl fmt::Debug for Plugin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Plugin")
+            .field("path", &self.inner.path)
+            .field("api_version", &self.api_version())
+            .finish()
+    }
+}
+
+/// Variables for plugins that are quiet unless something is wrong.
+const QUIET: &[(&str, &str)] = &[("TF_CPP_MIN_LOG_LEVEL", "2"), ("TPU_MIN_LOG_LEVEL", "2")];
+
+/// Variables for libtpu on a machine without a TPU: without them it asks a metadata server that is
+/// not there, again and again.
+const WITHOUT_TPU: &[(&str, &str)] = &[
+    ("TPU_SKIP_MDS_QUERY", "1"),
+    ("TPU_WORKER_HOSTNAMES", "localhost"),
+];
+
+/// Sets the environment variables that plugins read, where the user has not set them.
+///
+/// Call it first in `main`, before any thread is started.
+///
+/// # Errors
+/// [`PjrtError::Environment`] when a variable is to be set and the process has threads already.
+pub fn prepare_process() -> Result<(), PjrtError> {
+    let mut variables = QUIET.to_vec();
+    if !has_tpu(Path::new("/sys/bus/pci/devices")) {
+        variables.extend_from_slice(WITHOUT_TPU);
+    }
+    ffi::set_defaults(&variables)
+}
+
+/// Whether a PCI device of Google's that is neither network nor storage is in this machine: on
+/// Google's cloud those two come with every virtual machine.
+fn has_tpu(devices: &Path) -> bool {
+    let Ok(devices) = std::fs::read_dir(devices) else {
+        return false;
+    };
+    devices.flatten().any(|device| {
+        let read = |name| std::fs::read_to_string(device.path().join(name)).unwrap_or_default();
+        read("vendor").trim() == "0x1ae0"
+            && !matches!(read("class").trim().get(..4), Some("0x01" | "0x02"))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_missing_file_is_named() {
+        let error = Plugin::load("/nowhere/pjrt_plugin.so").unwrap_err();
+        assert!(matches!(error, PjrtError::Load { .. }), "{error}");
+        assert!(
+            error.to_string().contains("/nowhere/pjrt_plugin.so"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn a_file_that_is_no_library_is_refused_with_the_loaders_reason() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("plugin.so");
+        std::fs::write(&path, "not a library").unwrap();
+        let error = Plugin::load(&path).unwrap_err();
+        let PjrtError::Load { reason, .. } = &error else {
+            panic!("{error}")
+        };
+        assert!(reason.contains("plugin.so"), "{reason}");
+    }
+
+    #[test]
+    fn a_library_that_is_no_plugin_is_refused() {
+        // The C library is a library on every machine that runs this.
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+        let libc = maps
+            .lines()
+            .filter_map(|line| line.split_whitespace().last());
+        let libc = libc
+            .into_iter()
+            .find(|path| path.contains("libc.so"))
+            .unwrap();
+        let error = Plugin::load(libc).unwrap_err();
+        assert!(
+            matches!(
+                error,
+                PjrtError::MissingSymbol {
+                    symbol: "GetPjrtApi",
+                    ..
+                }
+            ),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn a_tpu_is_told_from_a_cloud_machines_network_card() {
+        let root = tempfile::tempdir().unwrap();
+        let add = |name: &str, vendor: &str, class: &str| {
+            let device = root.path().join(name);
+            std::fs::create_dir(&device).unwrap();
+            std::fs::write(device.join("vendor"), vendor).unwrap();
+            std::fs::write(device.join("class"), class).unwrap();
+        };
+        add("0000:00:00.0", "0x8086\n", "0x120000\n");
+        add("0000:00:01.0", "0x1ae0\n", "0x020000\n");
+        assert!(!has_tpu(root.path()));
+        add("0000:00:02.0", "0x1ae0\n", "0x120000\n");
+        assert!(has_tpu(root.path()));
+        assert!(!has_tpu(&root.path().join("nowhere")));
+    }
+}
