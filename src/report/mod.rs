@@ -1,1 +1,256 @@
-//! What a compiled program does: flops, memory, collectives and predicted time.
+//! What a compiled program needs and moves: the report of `compile`.
+//!
+//! [`CompileReport::new`] reads an optimized `HloModuleProto`; what only the runtime knows (memory,
+//! compile time) the caller passes in.
+
+mod collectives;
+mod cost;
+mod program;
+mod purpose;
+mod text;
+mod trips;
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+use crate::proto::xla::HloModuleProto;
+
+#[derive(Debug, Error, Clone, PartialEq, Eq)]
+pub enum ReportError {
+    #[error("optimized program \"{module}\" is malformed: {what}")]
+    Malformed { module: String, what: String },
+}
+
+/// Iterations of the loops whose op name contains `op_name`, for loops whose program does not
+/// tell.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TripCountHint {
+    pub op_name: String,
+    pub count: u64,
+}
+
+/// What the program itself does not tell.
+#[derive(Debug, Clone)]
+pub struct ReportInput<'a> {
+    /// Number of model parameters.
+    pub parameters: u64,
+    /// From PJRT's compiled memory stats.
+    pub memory: Memory,
+    /// `slice_index` by partition id ([`crate::shard::Mesh::slice_of_partition`]).
+    pub slice_of_partition: &'a [i64],
+    /// Positions of the program's arguments that are model weights, to know a gather of
+    /// parameters from one of activations.
+    pub weight_arguments: &'a [usize],
+    /// Clock of the chip ([`crate::topology::Chip::clock_hz`]).
+    pub clock_hz: Option<f64>,
+    pub trip_count_hints: &'a [TripCountHint],
+    pub compile_seconds: f64,
+}
+
+/// Bytes on one device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct Memory {
+    pub argument: u64,
+    pub output: u64,
+    pub temp: u64,
+    pub code: u64,
+    /// The most in use at once, where the plugin tells.
+    pub peak: Option<u64>,
+    /// What the device has.
+    pub hbm_limit: Option<u64>,
+}
+
+/// What links devices.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Link {
+    /// Inside a slice.
+    Ici,
+    /// Across slices.
+    Dcn,
+}
+
+/// What a transfer is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Purpose {
+    /// Largest absolute values for quantization scales.
+    RangeFinding,
+    /// Derivatives by weights, on their way to the optimizer.
+    Gradient,
+    /// Weights that are stored split.
+    Parameter,
+    Activation,
+    /// Nothing in the program tells.
+    Other,
+}
+
+impl Purpose {
+    pub const ALL: [Purpose; 5] = [
+        Purpose::RangeFinding,
+        Purpose::Gradient,
+        Purpose::Parameter,
+        Purpose::Activation,
+        Purpose::Other,
+    ];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Purpose::RangeFinding => "range_finding",
+            Purpose::Gradient => "gradient",
+            Purpose::Parameter => "parameter",
+            Purpose::Activation => "activation",
+            Purpose::Other => "other",
+        }
+    }
+}
+
+/// Bytes by purpose.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct ByPurpose {
+    pub range_finding: u64,
+    pub gradient: u64,
+    pub parameter: u64,
+    pub activation: u64,
+    pub other: u64,
+}
+
+impl ByPurpose {
+    pub fn of(&self, purpose: Purpose) -> u64 {
+        match purpose {
+            Purpose::RangeFinding => self.range_finding,
+            Purpose::Gradient => self.gradient,
+            Purpose::Parameter => self.parameter,
+            Purpose::Activation => self.activation,
+            Purpose::Other => self.other,
+        }
+    }
+
+    pub fn total(&self) -> u64 {
+        Purpose::ALL.into_iter().map(|p| self.of(p)).sum()
+    }
+
+    fn of_mut(&mut self, purpose: Purpose) -> &mut u64 {
+        match purpose {
+            Purpose::RangeFinding => &mut self.range_finding,
+            Purpose::Gradient => &mut self.gradient,
+            Purpose::Parameter => &mut self.parameter,
+            Purpose::Activation => &mut self.activation,
+            Purpose::Other => &mut self.other,
+        }
+    }
+}
+
+/// One collective of the program.
+///
+/// Its bytes are those of the operand each device hands to it, without padding, times how often
+/// it runs in one execution of the program. What the wires carry depends on the algorithm: a ring
+/// all-reduce over n devices sends 2 (n - 1) / n of the operand, an all-gather n - 1 times it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Collective {
+    /// `all-reduce`, `all-gather`, ...; across slices what the transfers together make up.
+    pub kind: String,
+    /// Operand bytes of one device in one execution of the program.
+    pub bytes: u64,
+    /// How often it runs in one execution.
+    pub count: u64,
+    pub link: Link,
+    pub purpose: Purpose,
+    /// Scope path of the collective, or where the compiler dropped it, of what makes its operand.
+    pub op_name: String,
+    /// Name in the optimized program.
+    pub instruction: String,
+}
+
+/// Time the compiler predicts for what the device itself computes, in milliseconds; waiting for
+/// collectives is not in it.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Predicted {
+    pub total: f64,
+    /// By kind of kernel: `dot`, `convolution`, `reduce`, `elementwise`, `copy`, ...
+    pub by_kind: BTreeMap<String, f64>,
+}
+
+/// A loop counted once, because nothing tells how often it runs.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct UnknownTripCount {
+    /// Name in the optimized program.
+    pub instruction: String,
+    pub op_name: String,
+}
+
+/// The report of a compiled program, for one device and one execution.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct CompileReport {
+    pub parameters: u64,
+    /// Operations of dots and convolutions on one device by operand type; a multiply and an add
+    /// are two.
+    pub flops: BTreeMap<String, u64>,
+    /// Share of `flops` with int8 operands, 0 to 1.
+    pub int8_flops_share: f64,
+    pub memory: Memory,
+    pub ici_bytes: ByPurpose,
+    pub dcn_bytes: ByPurpose,
+    pub collectives: Vec<Collective>,
+    /// `None` where the compiler predicts nothing or the clock is unknown.
+    pub predicted_ms: Option<Predicted>,
+    pub unknown_trip_counts: Vec<UnknownTripCount>,
+    pub compile_seconds: f64,
+}
+
+impl CompileReport {
+    /// # Errors
+    /// [`ReportError::Malformed`] when the program's references do not resolve.
+    pub fn new(module: &HloModuleProto, input: &ReportInput<'_>) -> Result<Self, ReportError> {
+        let program = program::Program::new(module, input.trip_count_hints)?;
+        let provenance = purpose::Provenance::new(&program, input.weight_arguments);
+        let collectives = collectives::collectives(&program, input.slice_of_partition, &provenance);
+        let flops = cost::flops(&program);
+        let all: u64 = flops.values().sum();
+        let int8: u64 = ["int8", "uint8"]
+            .into_iter()
+            .filter_map(|t| flops.get(t))
+            .sum();
+        let predicted_ms = cost::cycles(&program)
+            .zip(input.clock_hz)
+            .map(|(cycles, clock)| Predicted::new(&cycles, clock));
+        Ok(Self {
+            parameters: input.parameters,
+            int8_flops_share: if all == 0 {
+                0.0
+            } else {
+                int8 as f64 / all as f64
+            },
+            flops,
+            memory: input.memory,
+            ici_bytes: collectives::total(&collectives, Link::Ici),
+            dcn_bytes: collectives::total(&collectives, Link::Dcn),
+            collectives,
+            predicted_ms,
+            unknown_trip_counts: program
+                .unknown_loops
+                .iter()
+                .map(|l| UnknownTripCount {
+                    instruction: l.name.clone(),
+                    op_name: l.op_name.clone(),
+                })
+                .collect(),
+            compile_seconds: input.compile_seconds,
+        })
+    }
+}
+
+impl Predicted {
+    fn new(cycles: &BTreeMap<&'static str, u64>, clock_hz: f64) -> Self {
+        let ms = |cycles: u64| cycles as f64 / clock_hz * 1e3;
+        Self {
+            total: ms(cycles.values().sum()),
+            by_kind: cycles
+                .iter()
+                .map(|(kind, &cycles)| ((*kind).to_owned(), ms(cycles)))
+                .collect(),
+        }
+    }
+}

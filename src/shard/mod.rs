@@ -1,1 +1,177 @@
 //! Meshes, partition specs and logical axis rules.
+//!
+//! A [`Mesh`] lays the devices of all slices out on four named axes; a [`PartitionSpec`] says over
+//! which of them each dimension of a tensor is split; [`LogicalAxisRules`] turn the names a model
+//! gives its dimensions into such specs. All are emitted as Shardy text.
+
+mod layout;
+mod mesh;
+mod rules;
+mod spec;
+
+pub use mesh::{DeviceDescription, Mesh, Parallelism};
+pub use rules::{LogicalAxisRule, LogicalAxisRules, MeshAxes, Unsharded};
+pub use spec::PartitionSpec;
+
+use std::fmt;
+use std::str::FromStr;
+
+use thiserror::Error;
+
+/// Name of the mesh in the emitted program.
+pub const MESH_NAME: &str = "mesh";
+
+/// A mesh axis. The order is MaxDiffusion's `mesh_axes`: the first is outermost.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Axis {
+    Data,
+    Fsdp,
+    Context,
+    Tensor,
+}
+
+impl Axis {
+    /// All axes, outermost first.
+    pub const ALL: [Axis; 4] = [Axis::Data, Axis::Fsdp, Axis::Context, Axis::Tensor];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Axis::Data => "data",
+            Axis::Fsdp => "fsdp",
+            Axis::Context => "context",
+            Axis::Tensor => "tensor",
+        }
+    }
+}
+
+impl fmt::Display for Axis {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for Axis {
+    type Err = ShardError;
+
+    fn from_str(name: &str) -> Result<Self, ShardError> {
+        Axis::ALL
+            .into_iter()
+            .find(|a| a.name() == name)
+            .ok_or_else(|| ShardError::UnknownAxis {
+                name: name.to_owned(),
+            })
+    }
+}
+
+/// The two groups of parallelism keys.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Group {
+    /// Across slices, over the data center network.
+    Dcn,
+    /// Inside a slice, over the chips' own links.
+    Ici,
+}
+
+impl Group {
+    /// The configuration key of an axis in this group, `dcn_data_parallelism`.
+    pub fn key(self, axis: Axis) -> String {
+        let group = match self {
+            Group::Dcn => "dcn",
+            Group::Ici => "ici",
+        };
+        format!("{group}_{axis}_parallelism")
+    }
+
+    /// What the product of the group's values has to equal.
+    fn counts(self) -> &'static str {
+        match self {
+            Group::Dcn => "slices",
+            Group::Ici => "devices per slice",
+        }
+    }
+}
+
+impl fmt::Display for Group {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Group::Dcn => "DCN",
+            Group::Ici => "ICI",
+        })
+    }
+}
+
+/// Why a mesh, spec or rule is refused.
+#[derive(Debug, Error, Clone, PartialEq, Eq)]
+pub enum ShardError {
+    #[error("{key}={found}: a parallelism is a positive number, or -1 to take what is left")]
+    Parallelism { key: String, found: i64 },
+    #[error("at most one {group} parallelism may be -1, found {}: {}", keys.len(), keys.join(", "))]
+    ManyUnspecified { group: Group, keys: Vec<String> },
+    #[error(
+        "{key}=-1 cannot be filled: number of {} {target} is not divisible by {rest}, the product of the other {group} parallelisms ({values})",
+        group.counts()
+    )]
+    Fraction {
+        group: Group,
+        key: String,
+        target: usize,
+        rest: u128,
+        values: String,
+    },
+    #[error(
+        "number of {} {target} does not match the product of the {group} parallelism {product} ({values})",
+        group.counts()
+    )]
+    Product {
+        group: Group,
+        target: usize,
+        product: u128,
+        values: String,
+    },
+    #[error(
+        "{key}={found} has no effect on one slice: set it to 1 or -1, or compile for more with compile_topology_num_slices"
+    )]
+    DcnOnOneSlice { key: String, found: i64 },
+    #[error("a mesh needs at least one device, found none")]
+    NoDevices,
+    #[error("device id {id} is described {count} times")]
+    DuplicateDevice { id: i64, count: usize },
+    #[error(
+        "slices differ in size: slice {first} has {first_devices} devices, slice {other} has {other_devices}"
+    )]
+    UnevenSlices {
+        first: i64,
+        first_devices: usize,
+        other: i64,
+        other_devices: usize,
+    },
+    #[error(
+        "{key}={size} splits a dimension of the {shape} slice: choose sizes that are products of whole dimensions, or set allow_split_physical_axes=True (neighbours on that axis may then be further apart)"
+    )]
+    SplitPhysicalAxis {
+        key: String,
+        size: usize,
+        shape: String,
+    },
+    #[error("unknown mesh axis \"{name}\": expected one of data, fsdp, context, tensor")]
+    UnknownAxis { name: String },
+    #[error("mesh axis \"{axis}\" is used twice in the partition spec {spec}")]
+    AxisUsedTwice { axis: Axis, spec: String },
+    #[error("partition spec {spec} has {found} dimensions, the tensor {path} has {expected}")]
+    Rank {
+        path: String,
+        spec: String,
+        found: usize,
+        expected: usize,
+    },
+    #[error("logical axis \"{name}\" occurs more than once in the axes of {path}")]
+    DuplicateLogicalAxis { path: String, name: String },
+    #[error("dimension {dim} of {path} has size {size}, not divisible by {product} ({axes})")]
+    NotDivisible {
+        path: String,
+        dim: usize,
+        size: usize,
+        product: usize,
+        axes: String,
+    },
+}

@@ -1,0 +1,316 @@
+//! Operations by element type, and the time the TPU compiler predicts.
+
+use std::collections::BTreeMap;
+
+use serde::Deserialize;
+
+use crate::proto::xla::{HloInstructionProto, PrimitiveType, ShapeProto, WindowDimension};
+
+use super::program::{Program, Site, bits, elements, type_name};
+
+/// What the TPU and GPU compilers write on an instruction, as far as reports read it.
+#[derive(Debug, Default, Deserialize)]
+pub(super) struct BackendConfig {
+    #[serde(default)]
+    window_config: WindowConfig,
+    #[serde(default)]
+    known_trip_count: Option<TripCount>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+struct WindowConfig {
+    #[serde(default)]
+    estimated_cycles: Option<Int>,
+}
+
+#[derive(Debug, Deserialize)]
+struct TripCount {
+    n: Int,
+}
+
+/// Protobuf's JSON writes 64-bit integers as strings.
+#[derive(Debug, Deserialize)]
+#[serde(untagged)]
+enum Int {
+    Number(i64),
+    Text(String),
+}
+
+impl Int {
+    fn value(&self) -> Option<u64> {
+        match self {
+            Int::Number(n) => u64::try_from(*n).ok(),
+            Int::Text(text) => text.parse().ok(),
+        }
+    }
+}
+
+impl BackendConfig {
+    /// What can be read of it; targets also store texts that are no JSON.
+    pub fn parse(bytes: &[u8]) -> Self {
+        serde_json::from_slice(bytes).unwrap_or_default()
+    }
+
+    pub fn trip_count(&self) -> Option<u64> {
+        self.known_trip_count.as_ref()?.n.value()
+    }
+
+    pub fn estimated_cycles(&self) -> Option<u64> {
+        self.window_config.estimated_cycles.as_ref()?.value()
+    }
+}
+
+/// Operations of all dots and convolutions by operand type, loops multiplied out.
+///
+/// A multiply and an add are two. The type is the wider operand's: a product of bf16 and int8
+/// runs at bf16's rate.
+pub(super) fn flops(program: &Program<'_>) -> BTreeMap<String, u64> {
+    let mut total = BTreeMap::new();
+    for (site, runs) in program.running() {
+        if let Some((element, flops)) = product_flops(program, site) {
+            *total.entry(type_name(element)).or_default() += flops.saturating_mul(runs.count);
+        }
+    }
+    total
+}
+
+fn product_flops(program: &Program<'_>, site: Site) -> Option<(PrimitiveType, u64)> {
+    let instruction = program.instruction(site);
+    let shape = |number| {
+        let operand = program.operand(site, number)?;
+        program.instruction(operand).shape.as_ref()
+    };
+    let (lhs, rhs) = match instruction.opcode.as_str() {
+        "dot" | "convolution" => (shape(0)?, shape(1)?),
+        _ => return None,
+    };
+    let macs = match instruction.opcode.as_str() {
+        "dot" => dot_macs(instruction, lhs)?,
+        _ => convolution_macs(instruction, lhs, rhs)?,
+    };
+    let wider = if bits(rhs.element_type()) > bits(lhs.element_type()) {
+        rhs
+    } else {
+        lhs
+    };
+    Some((wider.element_type(), macs.saturating_mul(2)))
+}
+
+fn dot_macs(instruction: &HloInstructionProto, lhs: &ShapeProto) -> Option<u64> {
+    let dims = instruction.dot_dimension_numbers.as_ref()?;
+    let contracted = dims
+        .lhs_contracting_dimensions
+        .iter()
+        .map(|&d| dimension(lhs, d))
+        .product::<Option<u64>>()?;
+    Some(elements(instruction.shape.as_ref()?).saturating_mul(contracted))
+}
+
+/// As XLA's `HloCostAnalysis` counts: only products of an input element with a kernel element,
+/// not those with padding or with the holes of a dilated input. The TPU compiler writes batched
+/// dots as convolutions that are mostly holes.
+fn convolution_macs(
+    instruction: &HloInstructionProto,
+    lhs: &ShapeProto,
+    rhs: &ShapeProto,
+) -> Option<u64> {
+    let numbers = instruction.convolution_dimension_numbers.as_ref()?;
+    let output = instruction.shape.as_ref()?;
+    let windows = instruction
+        .window
+        .as_ref()
+        .map_or(&[][..], |w| &w.dimensions);
+    let mut macs = dimension(lhs, numbers.input_batch_dimension)?
+        / u64::try_from(instruction.batch_group_count.max(1)).ok()?;
+    macs = macs.saturating_mul(
+        dimension(lhs, numbers.input_feature_dimension)?
+            / u64::try_from(instruction.feature_group_count.max(1)).ok()?,
+    );
+    macs = macs.saturating_mul(dimension(rhs, numbers.kernel_output_feature_dimension)?);
+    for (i, window) in windows.iter().enumerate() {
+        let input = dimension(lhs, *numbers.input_spatial_dimensions.get(i)?)?;
+        let output = dimension(output, *numbers.output_spatial_dimensions.get(i)?)?;
+        macs = macs.saturating_mul(valid_positions(window, input, output));
+    }
+    Some(macs)
+}
+
+/// Pairs of an output position and a kernel position that meet an element of the input.
+fn valid_positions(window: &WindowDimension, input: u64, output: u64) -> u64 {
+    let (input, output) = (to_i64(input), to_i64(output));
+    let stride = window.stride.max(1);
+    let dilation = window.window_dilation.max(1);
+    let base_dilation = window.base_dilation.max(1);
+    let last = (input - 1) * base_dilation;
+    let mut valid = 0;
+    for k in 0..window.size.max(1) {
+        let offset = k * dilation - window.padding_low;
+        if base_dilation == 1 {
+            // First and last output whose element lies in 0..=last.
+            let first = (-offset).max(0).div_euclid(stride)
+                + i64::from((-offset).max(0).rem_euclid(stride) != 0);
+            let until = (last - offset).div_euclid(stride).min(output - 1);
+            valid += (until - first + 1).max(0);
+        } else {
+            valid += (0..output)
+                .map(|o| o * stride + offset)
+                .filter(|at| (0..=last).contains(at) && at % base_dilation == 0)
+                .count() as i64;
+        }
+    }
+    u64::try_from(valid).unwrap_or(0)
+}
+
+fn to_i64(value: u64) -> i64 {
+    i64::try_from(value).unwrap_or(i64::MAX)
+}
+
+fn dimension(shape: &ShapeProto, dimension: i64) -> Option<u64> {
+    let size = shape.dimensions.get(usize::try_from(dimension).ok()?)?;
+    u64::try_from(*size).ok()
+}
+
+/// Kernels by what takes their time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Kind {
+    Copy,
+    Elementwise,
+    Reduce,
+    Gather,
+    Scatter,
+    Sort,
+    Dot,
+    Convolution,
+}
+
+impl Kind {
+    fn name(self) -> &'static str {
+        match self {
+            Kind::Copy => "copy",
+            Kind::Elementwise => "elementwise",
+            Kind::Reduce => "reduce",
+            Kind::Gather => "gather",
+            Kind::Scatter => "scatter",
+            Kind::Sort => "sort",
+            Kind::Dot => "dot",
+            Kind::Convolution => "convolution",
+        }
+    }
+
+    /// The kind of one instruction; that of a fusion is the greatest in it.
+    fn of(program: &Program<'_>, site: Site) -> Self {
+        let instruction = program.instruction(site);
+        match instruction.opcode.as_str() {
+            "fusion" => program
+                .called(site)
+                .flat_map(|comp| {
+                    (0..program.computations[comp].proto.instructions.len())
+                        .map(move |index| Site { comp, index })
+                })
+                .map(|site| Kind::of(program, site))
+                .max()
+                .unwrap_or(Kind::Copy),
+            "dot" => Kind::Dot,
+            "convolution" => convolution_kind(instruction),
+            "reduce" | "reduce-window" => Kind::Reduce,
+            "gather" => Kind::Gather,
+            "scatter" | "select-and-scatter" => Kind::Scatter,
+            "sort" => Kind::Sort,
+            "parameter"
+            | "constant"
+            | "iota"
+            | "broadcast"
+            | "reshape"
+            | "bitcast"
+            | "bitcast-convert"
+            | "transpose"
+            | "copy"
+            | "slice"
+            | "dynamic-slice"
+            | "dynamic-update-slice"
+            | "concatenate"
+            | "pad"
+            | "reverse"
+            | "tuple"
+            | "get-tuple-element" => Kind::Copy,
+            _ => Kind::Elementwise,
+        }
+    }
+}
+
+/// The TPU compiler writes every dot as a convolution: without a window, with windows of size 1,
+/// or for batch dimensions with one as large as the batch over an input spread out to touch each
+/// position once.
+fn convolution_kind(instruction: &HloInstructionProto) -> Kind {
+    let windows = instruction
+        .window
+        .as_ref()
+        .map_or(&[][..], |w| &w.dimensions);
+    let is_dot =
+        |w: &WindowDimension| w.size <= 1 || (w.base_dilation == w.size && w.stride == w.size - 1);
+    if windows.iter().all(is_dot) {
+        Kind::Dot
+    } else {
+        Kind::Convolution
+    }
+}
+
+/// Cycles the compiler predicts, by kind of kernel, loops multiplied out. `None` when no
+/// instruction carries a prediction (CPU, GPU).
+pub(super) fn cycles(program: &Program<'_>) -> Option<BTreeMap<&'static str, u64>> {
+    let mut total = BTreeMap::new();
+    for (site, runs) in program.running().filter(|(_, runs)| runs.scheduled) {
+        let config = program.backend_config(program.instruction(site));
+        if let Some(cycles) = BackendConfig::parse(config).estimated_cycles() {
+            let kind = Kind::of(program, site).name();
+            *total.entry(kind).or_default() += cycles.saturating_mul(runs.count);
+        }
+    }
+    (!total.is_empty()).then_some(total)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn window(size: i64, stride: i64, padding: i64, base_dilation: i64) -> WindowDimension {
+        WindowDimension {
+            size,
+            stride,
+            padding_low: padding,
+            padding_high: padding,
+            window_dilation: 1,
+            base_dilation,
+            window_reversal: false,
+        }
+    }
+
+    #[test]
+    fn valid_positions_leave_padding_and_holes_out() {
+        // 3 taps over 5 elements padded by 1: the outer taps miss one position each.
+        assert_eq!(valid_positions(&window(3, 1, 1, 1), 5, 5), 13);
+        assert_eq!(valid_positions(&window(3, 2, 1, 1), 5, 3), 7);
+        assert_eq!(valid_positions(&window(1, 1, 0, 1), 5, 5), 5);
+        // The form of a dot with a batch of 8: each output meets one element.
+        assert_eq!(valid_positions(&window(8, 7, 0, 8), 8, 8), 8);
+        // Transposed convolution: 2 of 3 taps of every second output meet a hole.
+        let brute: u64 = (0..9)
+            .flat_map(|o| (0..3).map(move |k| o + k - 1))
+            .filter(|at| (0..=8).contains(at) && at % 2 == 0)
+            .count() as u64;
+        assert_eq!(valid_positions(&window(3, 1, 1, 2), 5, 9), brute);
+    }
+
+    #[test]
+    fn backend_configs_of_any_target_are_read() {
+        let parse = |text: &str| BackendConfig::parse(text.as_bytes());
+        let tpu = parse(r#"{"flag_configs":[],"window_config":{"estimated_cycles":"2930"}}"#);
+        assert_eq!(tpu.estimated_cycles(), Some(2930));
+        let number = parse(r#"{"window_config":{"estimated_cycles":17}}"#);
+        assert_eq!(number.estimated_cycles(), Some(17));
+        let cpu = parse(r#"{"known_trip_count":{"n":"4"},"known_init_step":{"init":"0"}}"#);
+        assert_eq!((cpu.trip_count(), cpu.estimated_cycles()), (Some(4), None));
+        assert_eq!(parse("\u{8}not json").estimated_cycles(), None);
+        assert_eq!(parse("").trip_count(), None);
+    }
+}

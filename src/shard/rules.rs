@@ -1,0 +1,286 @@
+//! Logical axis names to partition specs.
+
+use std::collections::HashSet;
+use std::fmt;
+
+use serde::Deserialize;
+
+use super::spec::describe;
+use super::{Axis, Mesh, PartitionSpec, ShardError};
+
+/// One rule as a configuration writes it: `['activation_batch', ['data', 'fsdp']]`.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+pub struct LogicalAxisRule(pub String, pub Option<MeshAxes>);
+
+/// Mesh axes of a rule: one name or a list.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(untagged)]
+pub enum MeshAxes {
+    One(String),
+    Many(Vec<String>),
+}
+
+/// Ordered rules from logical axis names to mesh axes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LogicalAxisRules {
+    rules: Vec<(String, Vec<Axis>)>,
+}
+
+/// A dimension that stays whole on every device because its size does not divide.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Unsharded {
+    /// Which tensor.
+    pub path: String,
+    pub dim: usize,
+    pub size: usize,
+    /// The mesh axes the rules asked for, with their sizes.
+    pub axes: String,
+    pub product: usize,
+}
+
+impl fmt::Display for Unsharded {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            path,
+            dim,
+            size,
+            axes,
+            product,
+        } = self;
+        write!(
+            f,
+            "{path}: dimension {dim} of size {size} is left unsharded: not divisible by {product} ({axes})"
+        )
+    }
+}
+
+impl Default for LogicalAxisRules {
+    /// MaxDiffusion's rules for SDXL (`base_xl.yml`).
+    fn default() -> Self {
+        use Axis::{Data, Fsdp, Tensor};
+        let rules: [(&str, &[Axis]); 9] = [
+            ("batch", &[Data]),
+            ("activation_batch", &[Data, Fsdp]),
+            ("activation_heads", &[Tensor]),
+            ("activation_kv", &[Tensor]),
+            ("embed", &[Fsdp]),
+            ("heads", &[Tensor]),
+            ("conv_batch", &[Data, Fsdp]),
+            ("out_channels", &[Tensor]),
+            ("conv_out", &[Fsdp]),
+        ];
+        Self {
+            rules: rules
+                .map(|(name, axes)| (name.to_owned(), axes.to_vec()))
+                .into(),
+        }
+    }
+}
+
+impl TryFrom<Vec<LogicalAxisRule>> for LogicalAxisRules {
+    type Error = ShardError;
+
+    /// # Errors
+    /// [`ShardError::UnknownAxis`] for a mesh axis that does not exist.
+    fn try_from(rules: Vec<LogicalAxisRule>) -> Result<Self, ShardError> {
+        let rules = rules
+            .into_iter()
+            .map(|LogicalAxisRule(name, axes)| {
+                let axes = match axes {
+                    None => Vec::new(),
+                    Some(MeshAxes::One(axis)) => vec![axis.parse()?],
+                    Some(MeshAxes::Many(axes)) => axes
+                        .iter()
+                        .map(|axis| axis.parse())
+                        .collect::<Result<_, _>>()?,
+                };
+                Ok((name, axes))
+            })
+            .collect::<Result<_, ShardError>>()?;
+        Ok(Self { rules })
+    }
+}
+
+impl LogicalAxisRules {
+    /// The spec of a tensor whose dimensions carry `logical_axes` (`None`: never split).
+    ///
+    /// Flax's `logical_to_mesh_axes`: rules are tried in order; a rule applies to its dimension
+    /// when none of its mesh axes is used in this spec yet and the dimension has no rule so far.
+    /// A rule without mesh axes pins its dimension whole.
+    ///
+    /// # Errors
+    /// [`ShardError::DuplicateLogicalAxis`] when a name occurs twice in one tensor.
+    pub fn spec(
+        &self,
+        path: &str,
+        logical_axes: &[Option<&str>],
+    ) -> Result<PartitionSpec, ShardError> {
+        let mut names = HashSet::new();
+        for name in logical_axes.iter().flatten() {
+            if !names.insert(*name) {
+                return Err(ShardError::DuplicateLogicalAxis {
+                    path: path.to_owned(),
+                    name: (*name).to_owned(),
+                });
+            }
+        }
+        let mut dims: Vec<Option<&[Axis]>> = vec![None; logical_axes.len()];
+        for (name, axes) in &self.rules {
+            let Some(dim) = logical_axes.iter().position(|l| *l == Some(name.as_str())) else {
+                continue;
+            };
+            let free = |axis| !dims.iter().flatten().any(|used| used.contains(axis));
+            if dims[dim].is_none() && axes.iter().all(free) {
+                dims[dim] = Some(axes);
+            }
+        }
+        PartitionSpec::new(
+            dims.into_iter()
+                .map(|axes| axes.unwrap_or_default().to_vec())
+                .collect(),
+        )
+    }
+
+    /// [`LogicalAxisRules::spec`] for a tensor of a given shape: a dimension whose size the mesh
+    /// does not divide stays whole, and is reported.
+    ///
+    /// # Errors
+    /// As [`LogicalAxisRules::spec`], and when ranks differ.
+    pub fn spec_for_shape(
+        &self,
+        path: &str,
+        logical_axes: &[Option<&str>],
+        shape: &[usize],
+        mesh: &Mesh,
+    ) -> Result<(PartitionSpec, Vec<Unsharded>), ShardError> {
+        let spec = self.spec(path, logical_axes)?;
+        if spec.dims().len() != shape.len() {
+            return Err(ShardError::Rank {
+                path: path.to_owned(),
+                spec: spec.to_string(),
+                found: spec.dims().len(),
+                expected: shape.len(),
+            });
+        }
+        let mut notes = Vec::new();
+        let dims = spec
+            .dims()
+            .iter()
+            .zip(shape)
+            .enumerate()
+            .map(|(dim, (axes, &size))| {
+                let product = mesh.product(axes);
+                if size.is_multiple_of(product) {
+                    return axes.clone();
+                }
+                notes.push(Unsharded {
+                    path: path.to_owned(),
+                    dim,
+                    size,
+                    axes: describe(axes, mesh),
+                    product,
+                });
+                Vec::new()
+            })
+            .collect();
+        Ok((PartitionSpec::new(dims)?, notes))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::shard::{DeviceDescription, Parallelism};
+    use Axis::{Data, Fsdp, Tensor};
+
+    fn rules(json: &str) -> Result<LogicalAxisRules, ShardError> {
+        serde_json::from_str::<Vec<LogicalAxisRule>>(json)
+            .unwrap()
+            .try_into()
+    }
+
+    fn dims(rules: &LogicalAxisRules, axes: &[&str]) -> Vec<Vec<Axis>> {
+        let axes: Vec<Option<&str>> = axes.iter().map(|a| Some(*a)).collect();
+        rules.spec("w", &axes).unwrap().dims().to_vec()
+    }
+
+    #[test]
+    fn sdxl_defaults() {
+        let rules = LogicalAxisRules::default();
+        // A query projection (in, out), an activation, and a convolution kernel.
+        assert_eq!(dims(&rules, &["embed", "heads"]), [[Fsdp], [Tensor]]);
+        assert_eq!(
+            dims(&rules, &["activation_batch", "length", "activation_heads"]),
+            [vec![Data, Fsdp], vec![], vec![Tensor]]
+        );
+        assert_eq!(
+            dims(&rules, &["kh", "kw", "conv_in", "conv_out"]),
+            [vec![], vec![], vec![], vec![Fsdp]]
+        );
+    }
+
+    #[test]
+    fn the_order_of_rules_decides_not_the_order_of_dimensions() {
+        let rules = rules(r#"[["b", "fsdp"], ["a", "fsdp"], ["a", ["tensor"]]]"#).unwrap();
+        // `b` comes first in the rules and takes fsdp; `a` falls to its second rule.
+        assert_eq!(dims(&rules, &["a", "b"]), [[Tensor], [Fsdp]]);
+        assert_eq!(dims(&rules, &["a"]), [[Fsdp]]);
+    }
+
+    #[test]
+    fn a_rule_partly_used_is_skipped_whole_and_null_pins() {
+        let partly = rules(r#"[["a", "data"], ["b", ["data", "fsdp"]]]"#).unwrap();
+        assert_eq!(dims(&partly, &["a", "b"]), [vec![Data], vec![]]);
+        let pinned = rules(r#"[["a", null], ["a", "data"]]"#).unwrap();
+        assert_eq!(dims(&pinned, &["a"]), [vec![]]);
+    }
+
+    #[test]
+    fn bad_rules_are_refused() {
+        assert_eq!(
+            rules(r#"[["a", "model"]]"#).unwrap_err().to_string(),
+            "unknown mesh axis \"model\": expected one of data, fsdp, context, tensor"
+        );
+        let error = LogicalAxisRules::default()
+            .spec("conv_in.weight", &[Some("embed"), Some("embed")])
+            .unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "logical axis \"embed\" occurs more than once in the axes of conv_in.weight"
+        );
+    }
+
+    #[test]
+    fn a_dimension_that_does_not_divide_is_left_whole_and_reported() {
+        let devices: Vec<DeviceDescription> = (0..8)
+            .map(|id| DeviceDescription {
+                id,
+                slice_index: 0,
+                coords: Vec::new(),
+                core_on_chip: 0,
+            })
+            .collect();
+        let parallelism = Parallelism {
+            dcn: [1; 4],
+            ici: [1, 4, 1, 2],
+            allow_split_physical_axes: false,
+        };
+        let mesh = Mesh::new(&parallelism, &devices).unwrap();
+        let (spec, notes) = LogicalAxisRules::default()
+            .spec_for_shape(
+                "conv_out.weight",
+                &[None, None, Some("heads"), Some("conv_out")],
+                &[3, 3, 320, 6],
+                &mesh,
+            )
+            .unwrap();
+        assert_eq!(spec.dims(), [vec![], vec![], vec![Tensor], vec![]]);
+        let notes: Vec<String> = notes.iter().map(ToString::to_string).collect();
+        assert_eq!(
+            notes,
+            [
+                "conv_out.weight: dimension 3 of size 6 is left unsharded: not divisible by 4 (fsdp=4)"
+            ]
+        );
+    }
+}
