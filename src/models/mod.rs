@@ -1,1 +1,50 @@
-//! Diffusion models and text encoders.
+//! Models: configurations as the checkpoints have them, and forward passes whose weights have the checkpoints' keys.
+
+pub mod clip;
+pub mod unet;
+
+use serde_json::{Map, Value};
+
+/// Why a model configuration cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum ModelConfigError {
+    #[error("{model}: the configuration is not valid: {source}")]
+    Parse {
+        model: &'static str,
+        source: serde_json::Error,
+    },
+    #[error("{model}: {field} = {found} is not supported; expected {expected}")]
+    Unsupported {
+        model: &'static str,
+        field: String,
+        found: String,
+        expected: String,
+    },
+    #[error("{model}: {message}")]
+    Inconsistent {
+        model: &'static str,
+        message: String,
+    },
+}
+
+/// Removes `field` from a configuration, if it is there, and refuses every value but the `allowed` ones.
+fn take_fixed(
+    model: &'static str,
+    config: &mut Map<String, Value>,
+    field: &str,
+    allowed: &[Value],
+) -> Result<(), ModelConfigError> {
+    match config.remove(field) {
+        Some(found) if !allowed.contains(&found) => Err(ModelConfigError::Unsupported {
+            model,
+            field: field.to_string(),
+            found: found.to_string(),
+            expected: allowed
+                .iter()
+                .map(Value::to_string)
+                .collect::<Vec<_>>()
+                .join(" or "),
+        }),
+        _ => Ok(()),
+    }
+}

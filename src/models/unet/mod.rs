@@ -1,0 +1,338 @@
+//! diffusers' `UNet2DConditionModel`: the UNet of Stable Diffusion 1.x, 2.x and XL.
+
+mod blocks;
+mod config;
+
+pub use config::{
+    AdditionEmbedType, DownBlockType, PerBlock, SampleSize, TimeScaleShift, UNet2DConditionConfig,
+    UpBlockType,
+};
+
+use crate::dtype::DType;
+use crate::graph::{Builder, GraphError, Tensor};
+use crate::nn::{
+    Conv2d, Precision, Remat, Result, TimestepEmbedding, constrain_image, conv2d, dims, group_norm,
+    sinusoidal_embedding,
+};
+
+use blocks::{Block, Shared, Transformer};
+
+/// The root of the UNet's parameter paths.
+pub const ROOT: &str = "unet";
+
+/// What the UNet is given. `B` is the batch.
+#[derive(Clone, Copy, Debug)]
+pub struct UNetInputs {
+    /// Noisy latents `[B, in_channels, height, width]`.
+    pub sample: Tensor,
+    /// Training timesteps, `[B]` or one scalar for all; integers or floats, which may be fractional.
+    pub timestep: Tensor,
+    /// The text encoder's hidden states `[B, length, cross_attention_dim]`.
+    pub encoder_hidden_states: Tensor,
+    /// SDXL's conditioning; given exactly when the configuration asks for it.
+    pub text_time: Option<TextTime>,
+}
+
+/// The conditioning of `addition_embed_type = text_time`.
+#[derive(Clone, Copy, Debug)]
+pub struct TextTime {
+    /// Pooled text embeddings `[B, features]`.
+    pub text_embeds: Tensor,
+    /// Original height and width, top and left crop, target height and width: `[B, 6]`.
+    pub time_ids: Tensor,
+}
+
+/// The model's prediction for `inputs.sample`: `[B, out_channels, height, width]` in `precision.activations`.
+///
+/// Weights are declared under `unet/` with diffusers' keys. Under [`Remat::Full`] each resnet and each transformer
+/// layer is a recomputation region.
+///
+/// # Errors
+/// When the configuration contradicts itself, or an input's shape does not fit it.
+pub fn unet(
+    b: &Builder,
+    config: &UNet2DConditionConfig,
+    inputs: UNetInputs,
+    precision: Precision,
+    remat: Remat,
+) -> Result<Tensor> {
+    let b = b.root(ROOT);
+    config.check().map_err(|e| b.invalid(e.to_string()))?;
+    let batch = check_inputs(&b, config, &inputs)?;
+    let levels = config.levels();
+    let channels = &config.block_out_channels;
+
+    let time_embedding = time_embedding(&b, config, &inputs, batch, precision)?;
+    let shared = Shared {
+        config,
+        precision,
+        remat,
+        // Every resnet starts with this activation; it is the same value in all of them.
+        time_embedding: config.act_fn.apply(&b, time_embedding)?,
+        encoder_hidden_states: b.convert(inputs.encoder_hidden_states, precision.activations)?,
+    };
+
+    let mut sample = b.convert(inputs.sample, precision.activations)?;
+    if config.center_input_sample {
+        let doubled = b.mul_scalar(sample, 2.0)?;
+        sample = b.add_scalar(doubled, -1.0)?;
+    }
+    let sample = b.transpose(sample, &[0, 2, 3, 1])?;
+    let conv_in = Conv2d::same(channels[0], config.conv_in_kernel);
+    let mut sample = conv2d(&b.scope("conv_in"), sample, conv_in, precision)?;
+    sample = constrain_image(&b, sample)?;
+
+    let mut skips = vec![sample];
+    for level in 0..levels {
+        let block = block(
+            config,
+            level,
+            config.down_block_types[level] == DownBlockType::CrossAttnDownBlock2D,
+            channels[level],
+            config.layers_per_block.get(level).unwrap_or_default(),
+            level + 1 < levels,
+        );
+        sample = block.down(
+            &b.scope("down_blocks").scope(level),
+            &shared,
+            sample,
+            &mut skips,
+        )?;
+    }
+
+    // The middle takes the attributes of the last block; diffusers does not pass it `only_cross_attention`.
+    let last = block(config, levels - 1, true, channels[levels - 1], 1, false);
+    let middle = Block {
+        transformer: last.transformer.map(|t| Transformer {
+            only_cross_attention: false,
+            ..t
+        }),
+        ..last
+    };
+    sample = middle.middle(&b.scope("mid_block"), &shared, sample)?;
+
+    for index in 0..levels {
+        let level = levels - 1 - index;
+        let block = block(
+            config,
+            level,
+            config.up_block_types[index] == UpBlockType::CrossAttnUpBlock2D,
+            channels[level],
+            config.layers_per_block.get(level).unwrap_or_default() + 1,
+            index + 1 < levels,
+        );
+        sample = block.up(
+            &b.scope("up_blocks").scope(index),
+            &shared,
+            sample,
+            &mut skips,
+        )?;
+    }
+
+    let sample = group_norm(
+        &b.scope("conv_norm_out"),
+        sample,
+        config.norm_num_groups,
+        config.norm_eps,
+        precision,
+    )?;
+    let sample = config.act_fn.apply(&b, sample)?;
+    let conv_out = Conv2d::same(config.out_channels, config.conv_out_kernel);
+    let sample = conv2d(&b.scope("conv_out"), sample, conv_out, precision)?;
+    b.transpose(sample, &[0, 3, 1, 2])
+}
+
+/// The block at resolution `level`.
+fn block(
+    config: &UNet2DConditionConfig,
+    level: usize,
+    cross_attention: bool,
+    channels: usize,
+    layers: usize,
+    resample: bool,
+) -> Block {
+    Block {
+        channels,
+        layers,
+        resample,
+        transformer: cross_attention.then(|| Transformer {
+            heads: config.attention_head_dim.get(level).unwrap_or_default(),
+            layers: config
+                .transformer_layers_per_block
+                .get(level)
+                .unwrap_or_default(),
+            only_cross_attention: config.only_cross_attention.get(level).unwrap_or_default(),
+        }),
+    }
+}
+
+/// Checks shapes, and gives the batch size.
+fn check_inputs(b: &Builder, config: &UNet2DConditionConfig, inputs: &UNetInputs) -> Result<usize> {
+    let [batch, channels, height, width] = dims(b, "sample", inputs.sample)?;
+    if channels != config.in_channels {
+        return Err(b.invalid(format!(
+            "sample {} has {channels} channels; in_channels is {}",
+            b.shape(inputs.sample),
+            config.in_channels
+        )));
+    }
+    let multiple = config.spatial_multiple();
+    if height % multiple != 0 || width % multiple != 0 {
+        return Err(b.invalid(format!(
+            "sample height {height} and width {width} must be multiples of {multiple}: {} blocks halve them, \
+             and what they skip must fit on the way up",
+            config.levels() - 1
+        )));
+    }
+    let timestep = b.dims(inputs.timestep);
+    if !timestep.is_empty() && timestep != [batch] {
+        return Err(b.invalid(format!(
+            "timestep {} is neither a scalar nor one for each of {batch} samples",
+            b.shape(inputs.timestep)
+        )));
+    }
+    let [text_batch, _, features] = dims(b, "encoder_hidden_states", inputs.encoder_hidden_states)?;
+    if text_batch != batch {
+        return Err(b.invalid(format!(
+            "encoder_hidden_states {} is for {text_batch} samples, sample for {batch}",
+            b.shape(inputs.encoder_hidden_states)
+        )));
+    }
+    for level in 0..config.levels() {
+        let expected = config.cross_attention_dim.get(level).unwrap_or_default();
+        if features != expected {
+            return Err(b.invalid(format!(
+                "encoder_hidden_states {} has {features} features; cross_attention_dim is {expected}",
+                b.shape(inputs.encoder_hidden_states)
+            )));
+        }
+    }
+    Ok(batch)
+}
+
+/// The conditioning of all resnets: `[B, time_embedding_dim]`.
+fn time_embedding(
+    b: &Builder,
+    config: &UNet2DConditionConfig,
+    inputs: &UNetInputs,
+    batch: usize,
+    precision: Precision,
+) -> Result<Tensor> {
+    let width = config.block_out_channels[0];
+    let embed = TimestepEmbedding {
+        features: config.time_embedding_dim.unwrap_or(4 * width),
+        activation: config.act_fn,
+    };
+    let sinusoidal = |b: &Builder, timesteps: Tensor, features: usize| {
+        let y = sinusoidal_embedding(
+            b,
+            timesteps,
+            features,
+            config.flip_sin_to_cos,
+            config.freq_shift,
+        )?;
+        b.convert(y, precision.activations)
+    };
+
+    let timesteps = b.broadcast_to(inputs.timestep, &[batch])?;
+    let projected = sinusoidal(&b.scope("time_proj"), timesteps, width)?;
+    let embedding = embed.apply(&b.scope("time_embedding"), projected, precision)?;
+
+    let (kind, given) = match (config.addition_embed_type, inputs.text_time) {
+        (None, None) => return Ok(embedding),
+        (Some(kind), Some(given)) => (kind, given),
+        (None, Some(_)) => {
+            return Err(
+                b.invalid("text_embeds and time_ids are given, but addition_embed_type is null")
+            );
+        }
+        (Some(_), None) => {
+            return Err(b.invalid("addition_embed_type = text_time needs text_embeds and time_ids"));
+        }
+    };
+    let added = match kind {
+        AdditionEmbedType::TextTime => {
+            let [text_batch, text_features] = dims(b, "text_embeds", given.text_embeds)?;
+            let [ids_batch, ids] = dims(b, "time_ids", given.time_ids)?;
+            let per_id = config.addition_time_embed_dim.unwrap_or_default();
+            let expected = config
+                .projection_class_embeddings_input_dim
+                .unwrap_or_default();
+            if text_batch != batch || ids_batch != batch || text_features + ids * per_id != expected
+            {
+                return Err(b.invalid(format!(
+                    "text_embeds {} and time_ids {} with {per_id} features for each id do not make \
+                     [{batch}, projection_class_embeddings_input_dim = {expected}]",
+                    b.shape(given.text_embeds),
+                    b.shape(given.time_ids)
+                )));
+            }
+            let flat = b.reshape(given.time_ids, &[batch * ids])?;
+            let time = sinusoidal(&b.scope("add_time_proj"), flat, per_id)?;
+            let time = b.reshape(time, &[batch, ids * per_id])?;
+            let text = b.convert(given.text_embeds, precision.activations)?;
+            b.concatenate(&[text, time], 1)?
+        }
+    };
+    let added = embed.apply(&b.scope("add_embedding"), added, precision)?;
+    b.add(embedding, added)
+}
+
+/// Declares the UNet's run-time inputs for `batch` samples of `height` x `width` latents and `length` text tokens.
+///
+/// Names are `sample`, `timestep`, `encoder_hidden_states`, and for SDXL `text_embeds` and `time_ids`. Samples and
+/// conditioning are in `dtype`; timesteps and time ids are `f32`.
+///
+/// # Errors
+/// When one of the names is taken by an input of another shape.
+pub fn declare_inputs(
+    b: &Builder,
+    config: &UNet2DConditionConfig,
+    [batch, height, width, length]: [usize; 4],
+    dtype: DType,
+) -> std::result::Result<UNetInputs, GraphError> {
+    use crate::shape::Shape;
+    let batch_axis = Some("activation_batch");
+    let matrix = [batch_axis, None];
+    let text_time = match config.addition_embed_type {
+        None => None,
+        Some(AdditionEmbedType::TextTime) => {
+            // SDXL's six time ids: original size, crop and target size, two numbers each.
+            let ids = 6;
+            let total = config
+                .projection_class_embeddings_input_dim
+                .unwrap_or_default();
+            let time = ids * config.addition_time_embed_dim.unwrap_or_default();
+            let text = total.checked_sub(time).ok_or_else(|| {
+                b.invalid(format!(
+                    "projection_class_embeddings_input_dim = {total} is less than the {time} features of time_ids"
+                ))
+            })?;
+            Some(TextTime {
+                text_embeds: b.input("text_embeds", Shape::new(dtype, [batch, text]), &matrix)?,
+                time_ids: b.input("time_ids", Shape::new(DType::F32, [batch, ids]), &matrix)?,
+            })
+        }
+    };
+    Ok(UNetInputs {
+        sample: b.input(
+            "sample",
+            Shape::new(dtype, [batch, config.in_channels, height, width]),
+            &[Some("conv_batch"), None, None, None],
+        )?,
+        timestep: b.input("timestep", Shape::new(DType::F32, [batch]), &[batch_axis])?,
+        encoder_hidden_states: b.input(
+            "encoder_hidden_states",
+            Shape::new(
+                dtype,
+                [
+                    batch,
+                    length,
+                    config.cross_attention_dim.get(0).unwrap_or_default(),
+                ],
+            ),
+            &[batch_axis, None, None],
+        )?,
+        text_time,
+    })
+}

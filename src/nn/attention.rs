@@ -1,0 +1,133 @@
+//! Scaled dot-product attention.
+
+use crate::dtype::DType;
+use crate::graph::{Builder, Comparison, DotDims, Reduction, Tensor};
+use crate::shape::Shape;
+
+use super::{Precision, Result, dims};
+
+/// Attributes of [`attention`].
+#[derive(Clone, Copy, Debug)]
+pub struct Attention {
+    pub heads: usize,
+    /// Whether a query sees only keys up to its own position.
+    pub causal: bool,
+}
+
+/// `softmax(q k^T / sqrt(head_dim)) v` for each head.
+///
+/// `q` is `[batch, queries, heads * head_dim]`, `k` and `v` are `[batch, keys, heads * head_dim]`; the result has
+/// the shape of `q`. Scores and softmax are `f32`. The softmax divides after the product with `v`: one division
+/// for each result instead of one for each score.
+///
+/// # Errors
+/// When the shapes do not fit each other, or `heads` does not divide the last dimension.
+pub fn attention(
+    b: &Builder,
+    [q, k, v]: [Tensor; 3],
+    attributes: Attention,
+    precision: Precision,
+) -> Result<Tensor> {
+    let Attention { heads, causal } = attributes;
+    let [batch, queries, features] = dims(b, "attention query", q)?;
+    let key_dims: [usize; 3] = dims(b, "attention key", k)?;
+    let keys = key_dims[1];
+    if key_dims != [batch, keys, features] || b.dims(v) != key_dims {
+        return Err(b.invalid(format!(
+            "attention: query {}, key {} and value {} do not fit each other",
+            b.shape(q),
+            b.shape(k),
+            b.shape(v)
+        )));
+    }
+    if heads == 0 || features % heads != 0 {
+        return Err(b.invalid(format!(
+            "attention: {heads} heads do not divide {features} features"
+        )));
+    }
+    let head_dim = features / heads;
+    let q = b.reshape(q, &[batch, queries, heads, head_dim])?;
+    let k = b.reshape(k, &[batch, keys, heads, head_dim])?;
+    let v = b.reshape(v, &[batch, keys, heads, head_dim])?;
+
+    let scores = b.scope("qk_product").dot_general(
+        q,
+        k,
+        DotDims {
+            lhs_batch: vec![0, 2],
+            rhs_batch: vec![0, 2],
+            lhs_contract: vec![3],
+            rhs_contract: vec![3],
+        },
+        DType::F32,
+    )?;
+    let mut scores = b.mul_scalar(scores, 1.0 / (head_dim as f64).sqrt())?;
+    if causal {
+        let shape = Shape::new(DType::S32, [queries, keys]);
+        let row = b.iota(shape.clone(), 0)?;
+        let column = b.iota(shape, 1)?;
+        let visible = b.compare(Comparison::Ge, row, column)?;
+        let visible = b.broadcast_to(visible, &[batch, heads, queries, keys])?;
+        let lowest = b.scalar(DType::F32, f64::from(f32::MIN))?;
+        scores = b.select(visible, scores, lowest)?;
+    }
+
+    let highest = b.reduce_keep(Reduction::Max, scores, &[3])?;
+    let shifted = b.sub(scores, highest)?;
+    let weights = b.exp(shifted)?;
+    let total = b.sum(weights, &[3])?;
+    let weights = b.convert(weights, precision.activations)?;
+    let y = b.scope("wv_product").dot_general(
+        weights,
+        v,
+        DotDims {
+            lhs_batch: vec![0, 1],
+            rhs_batch: vec![0, 2],
+            lhs_contract: vec![3],
+            rhs_contract: vec![1],
+        },
+        DType::F32,
+    )?;
+    let total = b.broadcast_in_dim(total, &[0, 1, 2], &[batch, heads, queries, head_dim])?;
+    let y = b.div(y, total)?;
+    let y = b.convert(y, precision.activations)?;
+    let y = b.transpose(y, &[0, 2, 1, 3])?;
+    b.reshape(y, &[batch, queries, features])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::nn::tests::input;
+
+    #[test]
+    fn cross_attention_has_the_queries_shape() {
+        let b = Builder::new();
+        let q = input(&b, "q", &[2, 16, 12]);
+        let kv = input(&b, "kv", &[2, 5, 12]);
+        let spec = Attention {
+            heads: 3,
+            causal: false,
+        };
+        let y = attention(&b, [q, kv, kv], spec, Precision::F32).unwrap();
+        assert_eq!(b.dims(y), [2, 16, 12]);
+    }
+
+    #[test]
+    fn errors_name_shapes_and_heads() {
+        let b = Builder::new();
+        let q = input(&b, "q", &[2, 16, 12]);
+        let kv = input(&b, "kv", &[3, 5, 12]);
+        let spec = |heads| Attention {
+            heads,
+            causal: false,
+        };
+        let error = attention(&b.root("m"), [q, kv, kv], spec(3), Precision::F32).unwrap_err();
+        assert!(error.to_string().contains("f32[3,5,12]"), "{error}");
+        let error = attention(&b.root("m"), [q, q, q], spec(5), Precision::F32).unwrap_err();
+        assert!(
+            error.to_string().contains("5 heads do not divide 12"),
+            "{error}"
+        );
+    }
+}

@@ -1,0 +1,155 @@
+//! Normalizations, with `f32` statistics.
+
+use crate::dtype::DType;
+use crate::graph::{Builder, Init, Tensor};
+use crate::shape::Shape;
+
+use super::{Precision, Result, dims};
+
+/// Normalizes each of `groups` channel groups of an image over its channels and pixels, then applies `weight` and
+/// `bias`, both `[channels]`.
+///
+/// Sums are taken per channel first and per group after, on `[batch, channels]`; the image itself is read by one
+/// pass of reductions and one of `x * scale + shift`, in the derivative too. The variance is `E[x^2] - E[x]^2`.
+///
+/// # Errors
+/// When `x` is not of rank 4, or `groups` does not divide the channels.
+pub fn group_norm(
+    b: &Builder,
+    x: Tensor,
+    groups: usize,
+    epsilon: f64,
+    precision: Precision,
+) -> Result<Tensor> {
+    let image: [usize; 4] = dims(b, "group_norm", x)?;
+    let [n, h, w, c] = image;
+    if groups == 0 || c % groups != 0 {
+        return Err(b.invalid(format!(
+            "group_norm: {groups} groups do not divide {c} channels"
+        )));
+    }
+    let size = c / groups;
+    let (weight, bias) = affine(b, c, precision)?;
+
+    let x = b.convert(x, DType::F32)?;
+    let squares = b.square(x)?;
+    let group_mean = |values: Tensor| -> Result<Tensor> {
+        let per_channel = b.sum(values, &[1, 2])?;
+        let grouped = b.reshape(per_channel, &[n, groups, size])?;
+        let per_group = b.sum(grouped, &[2])?;
+        b.mul_scalar(per_group, 1.0 / (h * w * size) as f64)
+    };
+    let mean = group_mean(x)?;
+    let mean_of_squares = group_mean(squares)?;
+    let inverse = inverse_deviation(b, mean, mean_of_squares, epsilon)?;
+
+    let per_channel = |values: Tensor| -> Result<Tensor> {
+        let spread = b.broadcast_in_dim(values, &[0, 1], &[n, groups, size])?;
+        b.reshape(spread, &[n, c])
+    };
+    let inverse = per_channel(inverse)?;
+    let mean = per_channel(mean)?;
+    let scale = b.mul(inverse, weight)?;
+    let offset = b.mul(mean, scale)?;
+    let shift = b.sub(bias, offset)?;
+
+    let scale = b.broadcast_in_dim(scale, &[0, 3], &image)?;
+    let shift = b.broadcast_in_dim(shift, &[0, 3], &image)?;
+    let y = b.mul(x, scale)?;
+    let y = b.add(y, shift)?;
+    b.convert(y, precision.activations)
+}
+
+/// Normalizes over the last dimension, then applies `weight` and `bias`, both `[features]`.
+///
+/// # Errors
+/// When `x` is a scalar.
+pub fn layer_norm(b: &Builder, x: Tensor, epsilon: f64, precision: Precision) -> Result<Tensor> {
+    let sizes = b.dims(x);
+    let Some((&features, leading)) = sizes.split_last() else {
+        return Err(b.invalid("layer_norm: a scalar has no feature dimension"));
+    };
+    let last = leading.len();
+    let (weight, bias) = affine(b, features, precision)?;
+
+    let x = b.convert(x, DType::F32)?;
+    let squares = b.square(x)?;
+    let mean_over_features = |values: Tensor| -> Result<Tensor> {
+        let sum = b.sum(values, &[last])?;
+        b.mul_scalar(sum, 1.0 / features as f64)
+    };
+    let mean = mean_over_features(x)?;
+    let mean_of_squares = mean_over_features(squares)?;
+    let inverse = inverse_deviation(b, mean, mean_of_squares, epsilon)?;
+
+    let rows: Vec<usize> = (0..last).collect();
+    let mean = b.broadcast_in_dim(mean, &rows, &sizes)?;
+    let inverse = b.broadcast_in_dim(inverse, &rows, &sizes)?;
+    let y = b.sub(x, mean)?;
+    let y = b.mul(y, inverse)?;
+    let y = b.mul(y, weight)?;
+    let y = b.add(y, bias)?;
+    b.convert(y, precision.activations)
+}
+
+/// `weight` (ones) and `bias` (zeros) of this scope, as `f32`.
+fn affine(b: &Builder, features: usize, precision: Precision) -> Result<(Tensor, Tensor)> {
+    let shape = Shape::new(precision.weights, [features]);
+    let weight = b.param("weight", shape.clone(), Init::Ones, &[Some("norm")])?;
+    let bias = b.param("bias", shape, Init::Zeros, &[Some("norm")])?;
+    Ok((b.convert(weight, DType::F32)?, b.convert(bias, DType::F32)?))
+}
+
+/// `1 / sqrt(variance + epsilon)`. Rounding can make `E[x^2] - E[x]^2` negative; it is taken as 0 then.
+fn inverse_deviation(
+    b: &Builder,
+    mean: Tensor,
+    mean_of_squares: Tensor,
+    epsilon: f64,
+) -> Result<Tensor> {
+    let square_of_mean = b.square(mean)?;
+    let variance = b.sub(mean_of_squares, square_of_mean)?;
+    let zero = b.scalar(DType::F32, 0.0)?;
+    let variance = b.max(variance, zero)?;
+    let variance = b.add_scalar(variance, epsilon)?;
+    b.rsqrt(variance)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::nn::tests::{input, weights};
+
+    #[test]
+    fn groups_must_divide_channels() {
+        let b = Builder::new();
+        let x = input(&b, "x", &[1, 2, 2, 48]);
+        let error =
+            group_norm(&b.root("unet").scope("norm1"), x, 32, 1e-5, Precision::F32).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "unet/norm1: group_norm: 32 groups do not divide 48 channels"
+        );
+    }
+
+    #[test]
+    fn norms_keep_the_shape_and_compute_in_f32() {
+        let b = Builder::new();
+        let precision = Precision {
+            weights: DType::BF16,
+            activations: DType::BF16,
+        };
+        let x = b
+            .input("x", Shape::new(DType::BF16, [2, 4, 4, 8]), &[])
+            .unwrap();
+        let y = group_norm(&b.root("m").scope("a"), x, 4, 1e-5, precision).unwrap();
+        let z = layer_norm(&b.root("m").scope("b"), y, 1e-5, precision).unwrap();
+        assert_eq!(b.shape(z), b.shape(x));
+        assert_eq!(weights(&b).len(), 4);
+        b.with_graph(|g| {
+            let reductions: Vec<_> = g.nodes.iter().filter(|n| n.op.name() == "reduce").collect();
+            assert_eq!(reductions.len(), 6);
+            assert!(reductions.iter().all(|n| n.shape.dtype == DType::F32));
+        });
+    }
+}
