@@ -1,1 +1,33 @@
 //! The typed configuration: schema, YAML, overrides.
+//!
+//! [`Config::load`] reads a YAML file, merges `key=value` words of the command line into it and
+//! checks the whole against the schema in `schema.rs`, where every key is declared once with its
+//! type, default, meaning and the verbs it changes. All errors of one load come back together, each
+//! with the key and its place. Nothing here touches a device.
+
+mod check;
+mod error;
+mod explain;
+mod field;
+mod load;
+mod model;
+mod schema;
+mod values;
+mod yaml;
+
+pub use check::{Derived, check_local_shard_count};
+pub use error::{ConfigError, ConfigErrors, Place, Problem};
+pub use explain::{explain, explain_json, list, write_markdown};
+pub use field::Verb;
+pub use load::Loaded;
+pub use model::builtin_unet_config;
+pub use schema::{Config, LoraConfig, MESH, SchedulerConfig, TimestepBias};
+pub use values::{
+    Attention, AxisRule, AxisRules, BetaSchedule, BiasStrategy, DataSharding, DatasetType,
+    FloatType, FreeDict, FreeList, Hardware, LearningRateSchedule, MeshAxes, MeshAxis, ModelConfig,
+    Precision, PredictionType, Prompts, QuantRule, QuantRuleType, QuantRules, Quantization,
+    RematPolicy, Resume, Sampler, TextEncoderConfig, TimestepSpacing, UNetConfig,
+};
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,332 @@
+//! What has to hold between keys, and what follows from them.
+
+use std::path::{Path, PathBuf};
+
+use super::error::{ConfigError, Place, Problem};
+use super::field::Verb;
+use super::model::builtin_prediction;
+use super::schema::{Config, MESH};
+use super::values::{
+    DatasetType, MeshAxis, ModelConfig, PredictionType, Quantization, Sampler, TimestepSpacing,
+};
+
+/// The keys involved and what is wrong.
+pub(super) type Conflict = (Vec<&'static str>, String);
+
+/// Values that are right one by one and wrong together, for the verb (all of them without one).
+pub(super) fn conflicts(config: &Config, verb: Option<Verb>) -> Vec<Conflict> {
+    let mut found = Vec::new();
+    mesh(config, &mut found);
+    if config.use_qwix_quantization && config.quantization == Quantization::Off {
+        found.push((
+            vec!["use_qwix_quantization", "quantization"],
+            "use_qwix_quantization=True needs a quantization; valid: int8".into(),
+        ));
+    }
+    if let (ModelConfig::Inline(dict), Some(groups)) =
+        (&config.unet_config.0, config.norm_num_groups)
+        && let Some(own) = dict.get("norm_num_groups")
+        && own.as_u64() != Some(groups)
+    {
+        found.push((
+            vec!["norm_num_groups", "unet_config"],
+            format!("norm_num_groups is {groups} and unet_config says {own}: say it once"),
+        ));
+    }
+    let scheduler = &config.diffusion_scheduler_config;
+    if scheduler.beta_start > scheduler.beta_end {
+        found.push((
+            vec!["diffusion_scheduler_config"],
+            format!(
+                "beta_start {} is above beta_end {}",
+                scheduler.beta_start, scheduler.beta_end
+            ),
+        ));
+    }
+    if verb.is_none_or(|v| matches!(v, Verb::Generate | Verb::Train))
+        && config.num_inference_steps > scheduler.num_train_timesteps
+    {
+        found.push((
+            vec!["num_inference_steps", "diffusion_scheduler_config"],
+            format!(
+                "{} denoising steps are more than the {} timesteps of the noise schedule",
+                config.num_inference_steps, scheduler.num_train_timesteps
+            ),
+        ));
+    }
+    if verb == Some(Verb::Train) {
+        training(config, &mut found);
+    }
+    if verb == Some(Verb::Generate) && config.prompt.0.iter().all(String::is_empty) {
+        found.push((
+            vec!["prompt"],
+            "there is no prompt: give prompt='...' or a list of prompts".into(),
+        ));
+    }
+    found
+}
+
+fn mesh(config: &Config, found: &mut Vec<Conflict>) {
+    let dcn = [
+        ("dcn_data_parallelism", config.dcn_data_parallelism),
+        ("dcn_fsdp_parallelism", config.dcn_fsdp_parallelism),
+        ("dcn_context_parallelism", config.dcn_context_parallelism),
+        ("dcn_tensor_parallelism", config.dcn_tensor_parallelism),
+    ];
+    let ici = [
+        ("ici_data_parallelism", config.ici_data_parallelism),
+        ("ici_fsdp_parallelism", config.ici_fsdp_parallelism),
+        ("ici_context_parallelism", config.ici_context_parallelism),
+        ("ici_tensor_parallelism", config.ici_tensor_parallelism),
+    ];
+    for (group, what) in [(dcn, "dcn_*"), (ici, "ici_*")] {
+        let auto: Vec<_> = group
+            .iter()
+            .filter(|(_, v)| *v == -1)
+            .map(|(k, _)| *k)
+            .collect();
+        if auto.len() > 1 {
+            found.push((
+                auto,
+                format!("more than one -1 among {what}_parallelism: only one axis can take what the others leave"),
+            ));
+        }
+    }
+    let axes = &config.mesh_axes.0;
+    let mut rest = MESH.iter();
+    // In order, with the missing ones left out: MaxDiffusion's older files have no `context`.
+    let ordered = axes.iter().all(|a| rest.any(|m| m == a));
+    if !ordered {
+        found.push((
+            vec!["mesh_axes"],
+            "the axes are data, fsdp, context, tensor, each at most once and in this order".into(),
+        ));
+    }
+    for (axis, (dcn, dcn_n), (ici, ici_n)) in [
+        (MeshAxis::Data, dcn[0], ici[0]),
+        (MeshAxis::Fsdp, dcn[1], ici[1]),
+        (MeshAxis::Context, dcn[2], ici[2]),
+        (MeshAxis::Tensor, dcn[3], ici[3]),
+    ] {
+        for (key, n) in [(dcn, dcn_n), (ici, ici_n)] {
+            if n != 1 && !axes.contains(&axis) {
+                found.push((
+                    vec![key, "mesh_axes"],
+                    format!("{key} is {n} and mesh_axes has no {axis}"),
+                ));
+            }
+        }
+    }
+    // Files without `context` still name it in no rule, so an axis that is named has to be there.
+    let missing = |a: &MeshAxis| !axes.contains(a);
+    for rule in &config.logical_axis_rules.0 {
+        if let Some(axis) = rule.mesh.iter().find(|a| missing(a)) {
+            found.push((
+                vec!["logical_axis_rules", "mesh_axes"],
+                format!(
+                    "the rule for {} names {axis}, which mesh_axes has not",
+                    rule.logical
+                ),
+            ));
+        }
+        if twice(&rule.mesh) {
+            found.push((
+                vec!["logical_axis_rules"],
+                format!("the rule for {} names a mesh axis twice", rule.logical),
+            ));
+        }
+    }
+    let sharding: Vec<MeshAxis> = config.data_sharding.0.concat();
+    if twice(&sharding) {
+        found.push((
+            vec!["data_sharding"],
+            "a mesh axis is named twice: it can split one dimension only".into(),
+        ));
+    }
+}
+
+fn twice(axes: &[MeshAxis]) -> bool {
+    axes.iter()
+        .enumerate()
+        .any(|(i, a)| axes[..i].contains(a))
+}
+
+fn training(config: &Config, found: &mut Vec<Conflict>) {
+    match config.dataset_type {
+        DatasetType::Shapes => {}
+        DatasetType::Folder if config.train_data_dir.is_empty() => found.push((
+            vec!["train_data_dir", "dataset_type"],
+            "dataset_type=folder needs train_data_dir".into(),
+        )),
+        DatasetType::Folder => {}
+        other @ (DatasetType::Tf
+        | DatasetType::Hf
+        | DatasetType::Tfrecord
+        | DatasetType::Grain
+        | DatasetType::Synthetic) => found.push((
+            vec!["dataset_type"],
+            format!(
+                "{other} is a data set type of MaxDiffusion that is not here yet; working: shapes, folder"
+            ),
+        )),
+    }
+    if config.train_text_encoder
+        && config.unet_config.0 == ModelConfig::Unset
+        && config
+            .pretrained_model_name_or_path
+            .contains("stable-diffusion-xl")
+    {
+        found.push((
+            vec!["train_text_encoder"],
+            "the text encoders of SDXL are not trained, as in MaxDiffusion".into(),
+        ));
+    }
+    if config.unet_config.0 != ModelConfig::Unset && !config.train_new_unet {
+        found.push((
+            vec!["unet_config", "train_new_unet"],
+            "a UNet of one's own starts from random weights: set train_new_unet=True, or leave unet_config out".into(),
+        ));
+    }
+}
+
+/// Where the meaning differs from MaxDiffusion's in a way that a reader of its files must know.
+pub(super) fn remarks(config: &Config, verb: Option<Verb>) -> Vec<String> {
+    let mut remarks = Vec::new();
+    if verb.is_none_or(|v| v == Verb::Train)
+        && config.checkpoint_every > 0
+        && config.unet_config.0 == ModelConfig::Unset
+        && config
+            .pretrained_model_name_or_path
+            .contains("stable-diffusion-xl")
+    {
+        remarks.push(format!(
+            "checkpoint_every: {} counts steps; MaxDiffusion counts examples for SDXL",
+            config.checkpoint_every
+        ));
+    }
+    remarks
+}
+
+/// What follows from a configuration and the devices it meets.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Derived {
+    /// Devices in all slices together.
+    pub num_devices: u64,
+    pub num_slices: u64,
+    /// Examples of one step over all devices: `per_device_batch_size` times devices.
+    pub total_train_batch_size: u64,
+    /// Parts of the batch contraction of the weight gradient; 0 leaves it in float.
+    pub quantization_local_shard_count: u64,
+}
+
+/// Whether a batch can be split for range finding.
+///
+/// # Errors
+/// `count` is not 0 and does not divide `global_batch`.
+pub fn check_local_shard_count(global_batch: u64, count: u64) -> Result<(), ConfigError> {
+    if count == 0 || global_batch.is_multiple_of(count) {
+        return Ok(());
+    }
+    Err(conflict(
+        &["quantization_local_shard_count", "per_device_batch_size"],
+        format!(
+            "{count} parts do not divide the batch of {global_batch}: take a divisor of the batch, or 0 for a weight gradient in float"
+        ),
+    ))
+}
+
+fn conflict(keys: &[&str], message: String) -> ConfigError {
+    ConfigError {
+        key: keys.join(", "),
+        place: Place::Default,
+        problem: Problem::Conflict {
+            keys: keys.iter().map(|k| (*k).to_owned()).collect(),
+            message,
+        },
+    }
+}
+
+impl Config {
+    /// Batch sizes and shard count for `num_devices` devices in `num_slices` slices.
+    ///
+    /// # Errors
+    /// `per_device_batch_size` times devices is not a whole number above 0.
+    pub fn derived(&self, num_devices: u64, num_slices: u64) -> Result<Derived, ConfigError> {
+        let total = self.per_device_batch_size * num_devices as f64;
+        let whole = total.round();
+        // 0.1 * 30 is not exactly 3 in binary.
+        if whole < 1.0 || (total - whole).abs() > 1e-6 || whole > 1e15 {
+            return Err(conflict(
+                &["per_device_batch_size"],
+                format!(
+                    "{} for each of {num_devices} devices makes a batch of {total}: it has to be a whole number above 0",
+                    self.per_device_batch_size
+                ),
+            ));
+        }
+        Ok(Derived {
+            num_devices,
+            num_slices,
+            total_train_batch_size: whole as u64,
+            quantization_local_shard_count: u64::try_from(self.quantization_local_shard_count)
+                .unwrap_or(num_slices),
+        })
+    }
+
+    /// Folder of the run: `output_dir`, and in it `run_name` if there is one.
+    pub fn run_dir(&self) -> PathBuf {
+        Path::new(&self.output_dir).join(&self.run_name)
+    }
+
+    /// Folder of the checkpoints.
+    pub fn checkpoint_folder(&self) -> PathBuf {
+        if self.checkpoint_dir.is_empty() {
+            self.run_dir().join("checkpoints")
+        } else {
+            PathBuf::from(&self.checkpoint_dir)
+        }
+    }
+
+    /// The sampler; DDIM when neither `scheduler` nor `diffusion_scheduler_config` says.
+    pub fn sampler(&self) -> Sampler {
+        self.scheduler.unwrap_or_default()
+    }
+
+    /// What the UNet predicts; as the known model does when nothing is said, else epsilon.
+    pub fn prediction(&self) -> PredictionType {
+        self.prediction_type
+            .or_else(|| match self.unet_config.0 {
+                ModelConfig::Unset => builtin_prediction(&self.pretrained_model_name_or_path),
+                ModelConfig::Path(_) | ModelConfig::Inline(_) => None,
+            })
+            .unwrap_or_default()
+    }
+
+    /// Which timesteps the sampler visits; leading when nothing is said.
+    pub fn timestep_spacing(&self) -> TimestepSpacing {
+        self.diffusion_scheduler_config
+            .timestep_spacing
+            .unwrap_or_default()
+    }
+
+    /// Side of the UNet's input: `resolution` for a model of pixels, an eighth of it for one of
+    /// latents, which is one of four input channels.
+    ///
+    /// # Errors
+    /// A `resolution` that latents cannot have.
+    pub fn sample_size(&self, in_channels: u64) -> Result<u64, ConfigError> {
+        if in_channels != 4 {
+            return Ok(self.resolution);
+        }
+        if !self.resolution.is_multiple_of(8) {
+            return Err(conflict(
+                &["resolution"],
+                format!(
+                    "{} is not a multiple of 8, the side of a latent in pixels",
+                    self.resolution
+                ),
+            ));
+        }
+        Ok(self.resolution / 8)
+    }
+}

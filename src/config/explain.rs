@@ -1,0 +1,197 @@
+//! The schema as text: for `config explain` and for `docs/config.md`.
+
+use std::fmt::Write;
+
+use serde_json::{Value, json};
+
+use super::field::{Key, Schema, Status, Ty, nearest, show};
+use super::schema::Config;
+
+/// A key by its dotted path.
+fn look_up(path: &str) -> Result<&'static Key, String> {
+    let mut keys = Config::KEYS;
+    let mut found: Option<&'static Key> = None;
+    for segment in path.split('.') {
+        if let Some(Key {
+            ty: Ty::Dict(inner),
+            ..
+        }) = found
+        {
+            keys = inner;
+        } else if let Some(outer) = found {
+            return Err(format!("{} has no keys inside it", outer.name));
+        }
+        match keys.iter().find(|k| k.name == segment) {
+            Some(key) => found = Some(key),
+            None => {
+                let hint = nearest(segment, keys.iter().map(|k| k.name))
+                    .map_or_else(String::new, |n| format!("; did you mean {n}?"));
+                return Err(format!("{path}: no such key{hint}"));
+            }
+        }
+    }
+    found.ok_or_else(|| format!("{path}: no such key"))
+}
+
+fn status(key: &Key) -> String {
+    match key.status {
+        Status::Used => "key of MaxDiffusion".into(),
+        Status::Ours => "key of maxdiff-rs, not in MaxDiffusion".into(),
+        Status::IgnoredByMaxDiffusion => "no effect; MaxDiffusion ignores it too".into(),
+        Status::NoEffect(reason) => format!("no effect: {reason}"),
+        Status::NotYet(feature) => {
+            format!("not here yet: {feature}; any value but the default is refused")
+        }
+    }
+}
+
+fn type_and_range(key: &Key) -> String {
+    match key.range {
+        Some(range) => format!("{}, {range}", key.ty),
+        None => key.ty.to_string(),
+    }
+}
+
+fn doc(key: &Key) -> &str {
+    key.doc.trim()
+}
+
+/// What one key is: meaning, type, default, verbs, relation to MaxDiffusion; of a dict, its keys.
+///
+/// # Errors
+/// A sentence with the nearest key, if there is none of this name.
+pub fn explain(path: &str) -> Result<String, String> {
+    let key = look_up(path)?;
+    let mut text = String::new();
+    // Writing to a String does not fail.
+    let _ = writeln!(text, "{path}\n  {}", doc(key));
+    let _ = writeln!(text, "  type     {}", type_and_range(key));
+    match key.ty {
+        Ty::Dict(inner) => {
+            for k in inner {
+                let default = show(&(k.default)());
+                let _ = writeln!(
+                    text,
+                    "    {} ({}; default {default}): {}",
+                    k.name,
+                    type_and_range(k),
+                    doc(k)
+                );
+            }
+        }
+        _ => {
+            let _ = writeln!(text, "  default  {}", full(&(key.default)()));
+        }
+    }
+    let _ = writeln!(text, "  affects  {}", key.affects());
+    if let Some(condition) = key.condition {
+        let _ = writeln!(text, "  needs    {}", condition.text);
+    }
+    let _ = write!(text, "  status   {}", status(key));
+    Ok(text)
+}
+
+/// What [`explain`] says, as JSON.
+///
+/// # Errors
+/// As [`explain`].
+pub fn explain_json(path: &str) -> Result<Value, String> {
+    let key = look_up(path)?;
+    Ok(json!({
+        "key": path,
+        "doc": doc(key),
+        "type": key.ty.to_string(),
+        "range": key.range.map(|r| r.to_string()),
+        "default": (key.default)(),
+        "affects": key.verbs.iter().map(|v| v.name()).collect::<Vec<_>>(),
+        "needs": key.condition.map(|c| c.text),
+        "status": status(key),
+    }))
+}
+
+/// The names of all keys, by group.
+pub fn list() -> String {
+    let mut text = String::new();
+    let mut group = "";
+    for key in Config::KEYS {
+        if key.group != group {
+            group = key.group;
+            let _ = writeln!(text, "{group}");
+        }
+        let _ = writeln!(text, "  {}", key.name);
+    }
+    text
+}
+
+/// A default in full, as a configuration would write it.
+fn full(value: &Value) -> String {
+    match value {
+        Value::Array(_) | Value::Object(_) => value.to_string(),
+        other => show(other),
+    }
+}
+
+/// `docs/config.md`.
+pub fn write_markdown() -> String {
+    let mut text = String::from(
+        "# Configuration\n\
+         \n\
+         <!-- Written by `maxdiff-rs config explain --markdown`; a test compares it with the schema. -->\n\
+         \n\
+         A configuration is a YAML file of the keys below and any number of `key=value` words after it on the\n\
+         command line. Keys that a file leaves out have their default. Names, meanings and defaults are those of\n\
+         MaxDiffusion's `base_xl.yml` unless the last column says otherwise, so its files load.\n\
+         \n\
+         - `key=value` is read by the type of the key: `learning_rate=1e-4`, `write_metrics=False`,\n  \
+           `mesh_axes=\"['data','fsdp']\"`, `prompt=\"a red circle\"`. An integer may be written `1e3`, a float `2`.\n\
+         - A key inside a dict is written with a dot: `diffusion_scheduler_config.prediction_type=v_prediction`. A whole dict, as\n  \
+           JSON, is merged into what is there; a list replaces what is there. `unet_config.x=y` changes the model that is chosen.\n\
+         - A key that does not exist, a value of the wrong type and an option without effect are errors, all shown at once. Each\n  \
+           key changes only the verbs in its column: on another verb's command line it is refused, in a file it is let be, since one\n  \
+           file serves all verbs.\n\
+         - YAML is 1.2, read strictly: `1e-5` is a float (PyYAML makes it a string), `yes` is true, `None` is the string (write\n  \
+           `null`), numbers with leading zeros are refused, a key given twice with two values is refused.\n",
+    );
+    let mut group = "";
+    for key in Config::KEYS {
+        if key.group != group {
+            group = key.group;
+            let _ = write!(text, "\n## {group}\n\n{HEAD}");
+        }
+        row(&mut text, key);
+    }
+    for key in Config::KEYS {
+        if let Ty::Dict(inner) = key.ty {
+            let _ = write!(text, "\n## Keys of `{}`\n\n{HEAD}", key.name);
+            for k in inner {
+                row(&mut text, k);
+            }
+        }
+    }
+    text
+}
+
+const HEAD: &str = "| key | type | default | affects | meaning | status |\n|---|---|---|---|---|---|\n";
+
+fn row(text: &mut String, key: &Key) {
+    let default = match key.ty {
+        Ty::Dict(_) => "see below".to_owned(),
+        _ => format!("`{}`", full(&(key.default)())),
+    };
+    let needs = key
+        .condition
+        .map_or_else(String::new, |c| format!(" Needs `{}`.", c.text));
+    let status = match key.status {
+        Status::Used => String::new(),
+        Status::Ours => "ours".into(),
+        _ => status(key),
+    };
+    let _ = writeln!(
+        text,
+        "| `{}` | {} | {default} | {} | {}{needs} | {status} |",
+        key.name,
+        type_and_range(key),
+        key.affects(),
+        doc(key),
+    );
+}

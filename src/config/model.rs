@@ -1,0 +1,181 @@
+//! Where a model's architecture comes from.
+
+use std::path::Path;
+
+use serde_json::{Map, Value};
+
+use super::error::{ConfigError, Place, Problem};
+use super::schema::Config;
+use super::values::{ModelConfig, PredictionType};
+
+/// A model whose architecture is built in.
+struct KnownModel {
+    /// Names on the hub, the original first.
+    names: &'static [&'static str],
+    /// diffusers' `unet/config.json`.
+    unet: &'static str,
+    prediction: PredictionType,
+}
+
+const KNOWN: &[KnownModel] = &[
+    KnownModel {
+        names: &[
+            "CompVis/stable-diffusion-v1-4",
+            "runwayml/stable-diffusion-v1-5",
+            "stable-diffusion-v1-5/stable-diffusion-v1-5",
+        ],
+        unet: include_str!("../../configs/models/sd15/unet.json"),
+        prediction: PredictionType::Epsilon,
+    },
+    KnownModel {
+        names: &["stabilityai/stable-diffusion-2-1"],
+        unet: include_str!("../../configs/models/sd21/unet.json"),
+        prediction: PredictionType::VPrediction,
+    },
+    KnownModel {
+        names: &["stabilityai/stable-diffusion-xl-base-1.0"],
+        unet: include_str!("../../configs/models/sdxl/unet.json"),
+        prediction: PredictionType::Epsilon,
+    },
+];
+
+fn known(name: &str) -> Option<&'static KnownModel> {
+    KNOWN.iter().find(|m| m.names.contains(&name))
+}
+
+/// diffusers' `unet/config.json` of a known model, by its name on the hub.
+pub fn builtin_unet_config(pretrained_model_name_or_path: &str) -> Option<&'static str> {
+    known(pretrained_model_name_or_path).map(|m| m.unet)
+}
+
+/// What a known model's UNet predicts, by its name on the hub.
+pub(super) fn builtin_prediction(pretrained_model_name_or_path: &str) -> Option<PredictionType> {
+    known(pretrained_model_name_or_path).map(|m| m.prediction)
+}
+
+/// The names of the known models, for messages.
+fn known_names() -> String {
+    let names: Vec<_> = KNOWN.iter().flat_map(|m| m.names).copied().collect();
+    names.join(", ")
+}
+
+/// Reads a JSON object. `key` is the configuration key it serves.
+pub(super) fn read_json(path: &Path, key: &str) -> Result<Map<String, Value>, ConfigError> {
+    let error = |message: String| ConfigError {
+        key: key.to_owned(),
+        place: Place::File {
+            path: path.display().to_string(),
+            line: 0,
+        },
+        problem: Problem::Read(message),
+    };
+    let text = std::fs::read_to_string(path).map_err(|e| error(e.to_string()))?;
+    serde_json::from_str(&text).map_err(|e| error(e.to_string()))
+}
+
+impl Config {
+    /// The UNet's dict by diffusers' names: `unet_config`, else `unet/config.json` in the folder
+    /// `pretrained_model_name_or_path`, else that of the known model of this name; with
+    /// `norm_num_groups` put in where it is set.
+    ///
+    /// # Errors
+    /// A file that cannot be read or is not JSON; a name that is neither a folder nor known.
+    pub fn unet_config_json(&self) -> Result<Map<String, Value>, ConfigError> {
+        let mut dict = match self.unet_config.0.resolve("unet_config")? {
+            Some(dict) => dict,
+            None => self.pretrained_unet_config()?,
+        };
+        if let Some(groups) = self.norm_num_groups {
+            dict.insert("norm_num_groups".into(), groups.into());
+        }
+        Ok(dict)
+    }
+
+    fn pretrained_unet_config(&self) -> Result<Map<String, Value>, ConfigError> {
+        let key = "pretrained_model_name_or_path";
+        let name = &self.pretrained_model_name_or_path;
+        let file = Path::new(name).join("unet").join("config.json");
+        if !name.is_empty() && file.is_file() {
+            return read_json(&file, key);
+        }
+        let error = |message: String| ConfigError {
+            key: key.to_owned(),
+            place: Place::Default,
+            problem: Problem::Read(message),
+        };
+        let text = builtin_unet_config(name).ok_or_else(|| {
+            error(format!(
+                "'{name}' is neither a folder with unet/config.json nor a known model ({}); give unet_config or a folder",
+                known_names()
+            ))
+        })?;
+        serde_json::from_str(text).map_err(|e| error(e.to_string()))
+    }
+
+    /// The text encoder's dict by transformers' names: `text_encoder_config`, else
+    /// `text_encoder/config.json` in the folder `pretrained_model_name_or_path`; `None` if
+    /// neither is there.
+    ///
+    /// # Errors
+    /// A file that cannot be read or is not a JSON object.
+    pub fn text_encoder_config_json(&self) -> Result<Option<Map<String, Value>>, ConfigError> {
+        if self.text_encoder_config.0 != ModelConfig::Unset {
+            return self.text_encoder_config.0.resolve("text_encoder_config");
+        }
+        let name = &self.pretrained_model_name_or_path;
+        let file = Path::new(name).join("text_encoder").join("config.json");
+        if name.is_empty() || !file.is_file() {
+            return Ok(None);
+        }
+        read_json(&file, "pretrained_model_name_or_path").map(Some)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn built_in_dicts_have_the_published_shapes() {
+        let of = |name: &str| -> Value {
+            serde_json::from_str(builtin_unet_config(name).unwrap()).unwrap()
+        };
+        let sd15 = of("runwayml/stable-diffusion-v1-5");
+        assert_eq!(sd15, of("CompVis/stable-diffusion-v1-4"));
+        assert_eq!(sd15["cross_attention_dim"], 768);
+        let sd21 = of("stabilityai/stable-diffusion-2-1");
+        assert_eq!(sd21["attention_head_dim"], serde_json::json!([5, 10, 20, 20]));
+        let xl = of("stabilityai/stable-diffusion-xl-base-1.0");
+        assert_eq!(xl["projection_class_embeddings_input_dim"], 2816);
+        assert_eq!(builtin_unet_config("someone/something"), None);
+    }
+
+    #[test]
+    fn every_name_of_a_built_in_dict_is_accepted_as_unet_config() {
+        for model in KNOWN {
+            let word = format!("unet_config={}", model.unet);
+            let loaded = Config::from_overrides(&[word, "train_new_unet=True".into()], None).unwrap();
+            let want: Value = serde_json::from_str(model.unet).unwrap();
+            assert_eq!(Value::Object(loaded.config.unet_config_json().unwrap()), want);
+        }
+    }
+
+    #[test]
+    fn an_unknown_model_is_named_with_the_known_ones() {
+        let config = Config {
+            pretrained_model_name_or_path: "someone/something".into(),
+            ..Config::default()
+        };
+        let message = config.unet_config_json().unwrap_err().to_string();
+        assert!(message.contains("'someone/something'"), "{message}");
+        assert!(message.contains("stable-diffusion-xl-base-1.0"), "{message}");
+    }
+
+    #[test]
+    fn norm_num_groups_reaches_the_unet() {
+        let mut config = Config::default();
+        assert_eq!(config.unet_config_json().unwrap()["norm_num_groups"], 32);
+        config.norm_num_groups = Some(16);
+        assert_eq!(config.unet_config_json().unwrap()["norm_num_groups"], 16);
+    }
+}

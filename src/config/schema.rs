@@ -1,0 +1,439 @@
+//! The schema: every key of a configuration, declared once.
+//!
+//! Keys marked `Ours` belong to this project; all others are MaxDiffusion's, with its names,
+//! meanings and the defaults of its `base_xl.yml`.
+
+use super::field::Range::{Above, AtLeast, Between, HalfOpen, MinusOneOr};
+use super::field::Status::{IgnoredByMaxDiffusion, NoEffect, NotYet, Ours, Used};
+use super::field::{Verb, schema};
+use super::values::*;
+
+const TRAIN: &[Verb] = &[Verb::Train];
+const GENERATE: &[Verb] = &[Verb::Generate];
+const TRAIN_GENERATE: &[Verb] = &[Verb::Train, Verb::Generate];
+const WRITES: &[Verb] = &[Verb::Train, Verb::Generate, Verb::Compile];
+/// What changes the training step's program.
+const TRAIN_STEP: &[Verb] = &[Verb::Train, Verb::Compile, Verb::Lower];
+/// What changes the denoising program.
+const DENOISE: &[Verb] = &[Verb::Generate, Verb::Compile, Verb::Lower];
+const AHEAD: &[Verb] = &[Verb::Compile, Verb::Lower];
+/// What changes every program made from a model.
+const PROGRAM: &[Verb] = &[Verb::Train, Verb::Generate, Verb::Compile, Verb::Lower];
+const EVERY: &[Verb] = &Verb::ALL;
+
+const OTHER_DATASETS: &str =
+    "only the dataset types of MaxDiffusion that are not here yet (tf, hf, tfrecord, grain) read it";
+const DREAMBOOTH: &str = "only DreamBooth training reads it, which is not here yet";
+const CONTROLNET: &str = "only ControlNet generation reads it, which is not here yet";
+const LOCAL_MODELS: &str = "models are read from local folders in diffusers' safetensors";
+const FLASH: &str = "only flash attention reads it, and attention is computed as dot_product here";
+const PROFILER: &str = "there is no profiler here yet";
+
+schema! {
+    /// A whole configuration, every key with its value. [`Config::load`] makes one.
+    pub struct Config {
+        group "Run and metrics";
+        /// Name of the run: a folder inside `output_dir`. Empty: the environment variable
+        /// `JOBSET_NAME`, or no folder of its own.
+        run_name: String = String::new(), Used, WRITES;
+        /// Folder that everything of a run is written under.
+        output_dir: String = "sdxl-model-finetuned".into(), Used, WRITES;
+        /// Seed of initial weights, data order, noise and stochastic rounding.
+        seed: u64 = 0, Used, TRAIN_GENERATE;
+        /// Steps between two lines of the log that show on a terminal without a progress bar, and
+        /// between two flushes of the metrics.
+        log_period: u64 = 100, Used, TRAIN, in AtLeast(1.0);
+        /// Write loss, learning rate and speed as JSON lines and for TensorBoard.
+        write_metrics: bool = true, Used, TRAIN;
+        /// File of the JSON lines. Empty: `metrics.jsonl` in the run's folder.
+        metrics_file: String = String::new(), Used, TRAIN, when "write_metrics=True" |c| c.write_metrics;
+        /// File of the durations of the phases of a run.
+        timing_metrics_file: String = String::new(), NotYet("a file of phase durations"), TRAIN;
+        /// Write the durations of the phases of a run.
+        write_timing_metrics: bool = true, NoEffect("without timing_metrics_file there is nothing to write, in MaxDiffusion too"), TRAIN;
+        /// Copy metrics to Cloud Storage.
+        gcs_metrics: bool = false, NoEffect("metrics are written to the run's folder only"), TRAIN;
+        /// Copy the configuration to Cloud Storage.
+        save_config_to_gcs: bool = false, NoEffect("the configuration is written to the run's folder only"), TRAIN;
+        /// Bucket for `save_config_to_gcs`; nothing else reads it.
+        base_output_directory: String = String::new(), IgnoredByMaxDiffusion, TRAIN;
+        /// Compile the functions that make the initial state.
+        jit_initializers: bool = true, NoEffect("initial state is made on the host"), TRAIN;
+
+        group "Model";
+        /// Folder of a model in diffusers' layout, or the name of a known model, whose
+        /// architecture is built in: enough for `lower` and `compile`, which need no weights.
+        pretrained_model_name_or_path: String = "stabilityai/stable-diffusion-xl-base-1.0".into(), Used, PROGRAM;
+        /// UNet of one's own, by the names of diffusers' config.json: a dict, or the path of a
+        /// JSON file (from a configuration file: relative to its folder). Empty: the model named
+        /// by `pretrained_model_name_or_path`.
+        unet_config: UNetConfig = UNetConfig::default(), Ours, PROGRAM;
+        /// Text encoder of one's own, by the names of transformers' CLIPTextConfig: a dict or the
+        /// path of a JSON file.
+        text_encoder_config: TextEncoderConfig = TextEncoderConfig::default(), Ours, PROGRAM;
+        /// Folder or file of the tokenizer. Empty: beside the model, or built from the captions
+        /// when the text encoder is trained from scratch.
+        tokenizer_model_name_or_path: String = String::new(), Used, TRAIN_GENERATE;
+        /// Start from random weights instead of those of `pretrained_model_name_or_path`.
+        train_new_unet: bool = false, Used, TRAIN;
+        /// Train the text encoder with the UNet. MaxDiffusion refuses it for SDXL; so here.
+        train_text_encoder: bool = false, Used, TRAIN_STEP;
+        /// Learning rate of the text encoder.
+        text_encoder_learning_rate: f64 = 4.25e-6, NotYet("a learning rate of its own for the text encoder (it trains with learning_rate)"), TRAIN;
+        /// Element type that weights are kept in.
+        weights_dtype: FloatType = FloatType::Float32, Used, EVERY;
+        /// Element type that layers compute in.
+        activations_dtype: FloatType = FloatType::Bfloat16, Used, EVERY;
+        /// `jax.lax.Precision` of dots and convolutions in float.
+        precision: Precision = Precision::Default, Used, EVERY;
+        /// Groups of the UNet's group norms. Empty: as the model has it.
+        norm_num_groups: Option<u64> = None, Used, PROGRAM, in AtLeast(1.0);
+        /// Attention kernel. MaxDiffusion's other kernels compute the same function: a file that
+        /// names one is computed as dot_product, with a warning.
+        attention: Attention = Attention::DotProduct, Used, PROGRAM;
+        /// What the backward pass recomputes.
+        remat_policy: RematPolicy = RematPolicy::None, Used, TRAIN_STEP;
+        /// Checkpoint of the UNet alone.
+        unet_checkpoint: String = String::new(), NotYet("loading a UNet checkpoint of MaxDiffusion"), PROGRAM;
+        /// Revision of the model repository.
+        revision: String = "refs/pr/95".into(), NoEffect(LOCAL_MODELS), TRAIN_GENERATE;
+        /// Convert the weights from PyTorch.
+        from_pt: bool = false, NoEffect(LOCAL_MODELS), TRAIN_GENERATE;
+        /// Keep attention heads as a dimension of their own.
+        split_head_dim: bool = true, NoEffect("the layout of heads is the compiler's choice"), PROGRAM;
+        /// Leave padding out in flash attention.
+        mask_padding_tokens: bool = true, NoEffect(FLASH), PROGRAM;
+        /// Block sizes of flash attention.
+        flash_block_sizes: FreeDict = FreeDict::default(), NoEffect(FLASH), PROGRAM;
+        /// Sequence length below which flash attention falls back to dot_product.
+        flash_min_seq_length: u64 = 4096, NoEffect(FLASH), PROGRAM;
+        /// Shard the sequence alike in self and cross attention.
+        attention_sharding_uniform: bool = true, NotYet("sharding self attention by heads and cross attention by sequence"), PROGRAM;
+
+        group "Noise schedule and loss";
+        /// Noise schedule and sampler; overrides what the model's files say.
+        diffusion_scheduler_config: SchedulerConfig = SchedulerConfig::default(), Used, PROGRAM;
+        /// Short for `diffusion_scheduler_config._class_name`.
+        scheduler: Option<Sampler> = None, Ours, TRAIN_GENERATE;
+        /// Short for `diffusion_scheduler_config.prediction_type`.
+        prediction_type: Option<PredictionType> = None, Ours, PROGRAM;
+        /// Min-SNR weighting of the loss; -1 is off.
+        snr_gamma: f64 = -1.0, NotYet("min-SNR weighting"), TRAIN_STEP;
+        /// Drawing some timesteps more often than others.
+        timestep_bias: TimestepBias = TimestepBias::default(), Used, TRAIN;
+
+        group "Quantization";
+        /// Quantization mode; empty is off.
+        quantization: Quantization = Quantization::Off, Used, EVERY;
+        /// Parts, each with a scale of its own, that the contraction over the batch is split into
+        /// in the weight gradient, so that range finding stays inside a slice. -1: the number of
+        /// slices. 0: the weight gradient stays in float.
+        quantization_local_shard_count: i64 = -1, Used, TRAIN_STEP, in MinusOneOr(0.0),
+            when "quantization=int8" |c| c.quantization == Quantization::Int8;
+        /// Qwix's rules and numerics instead of AQT's.
+        use_qwix_quantization: bool = false, Used, EVERY,
+            when "quantization=int8" |c| c.quantization == Quantization::Int8;
+        /// Rules in front of the mode's own: for the paths a pattern matches, the element type of
+        /// dots and convolutions, or none for float. The first match wins.
+        quant_rules: QuantRules = QuantRules::default(), Ours, EVERY,
+            when "quantization=int8" |c| c.quantization == Quantization::Int8;
+
+        group "Hardware and parallelism";
+        /// What to run on, or to make the program for.
+        hardware: Hardware = Hardware::Auto, Used, EVERY;
+        /// Virtual devices that the processor is split into. -1: one.
+        num_devices: i64 = -1, Ours, &[Verb::Train, Verb::Generate, Verb::Compile, Verb::ModuleRun], in MinusOneOr(1.0),
+            when "hardware=cpu or auto" |c| matches!(c.hardware, Hardware::Cpu | Hardware::Auto);
+        /// Topology to compile for, none of it needed here: `v5e-256`. Empty: the devices of this
+        /// machine.
+        compile_topology: String = String::new(), Ours, AHEAD;
+        /// Slices of `compile_topology`, joined by the data-centre network. -1: one.
+        compile_topology_num_slices: i64 = -1, Used, AHEAD, in MinusOneOr(1.0);
+        /// Axes of the mesh, in this order.
+        mesh_axes: MeshAxes = MeshAxes(MESH.to_vec()), Used, PROGRAM;
+        /// Which mesh axes a logical axis lies on; the first rule whose mesh axes are free wins.
+        logical_axis_rules: AxisRules = default_axis_rules(), Used, PROGRAM;
+        /// Mesh axes that the batch is split over.
+        data_sharding: DataSharding = DataSharding(vec![MESH.to_vec()]), Used, PROGRAM;
+        /// Slices along `data`; -1 takes what the other axes leave.
+        dcn_data_parallelism: i64 = -1, Used, PROGRAM, in MinusOneOr(1.0);
+        /// Slices along `fsdp`.
+        dcn_fsdp_parallelism: i64 = 1, Used, PROGRAM, in MinusOneOr(1.0);
+        /// Slices along `context`.
+        dcn_context_parallelism: i64 = 1, Used, PROGRAM, in MinusOneOr(1.0);
+        /// Slices along `tensor`.
+        dcn_tensor_parallelism: i64 = 1, Used, PROGRAM, in MinusOneOr(1.0);
+        /// Devices of a slice along `data`; -1 takes what the other axes leave.
+        ici_data_parallelism: i64 = -1, Used, PROGRAM, in MinusOneOr(1.0);
+        /// Devices of a slice along `fsdp`.
+        ici_fsdp_parallelism: i64 = 1, Used, PROGRAM, in MinusOneOr(1.0);
+        /// Devices of a slice along `context`.
+        ici_context_parallelism: i64 = 1, Used, PROGRAM, in MinusOneOr(1.0);
+        /// Devices of a slice along `tensor`.
+        ici_tensor_parallelism: i64 = 1, Used, PROGRAM, in MinusOneOr(1.0);
+        /// Let one mesh axis take part of a physical axis.
+        allow_split_physical_axes: bool = false, NotYet("splitting physical axes"), PROGRAM;
+        /// Skip the start of JAX's distributed system.
+        skip_jax_distributed_system: bool = false, NoEffect("there is no JAX here"), EVERY;
+        /// Folder of JAX's cache of compiled programs.
+        jax_cache_dir: String = String::new(), NotYet("a cache of compiled programs"), TRAIN_GENERATE;
+
+        group "Data";
+        /// Where examples come from. Working today: shapes (made by the program) and folder.
+        dataset_type: DatasetType = DatasetType::Tf, Used, TRAIN;
+        /// Folder of images with captions: `NAME.txt` beside each image, or `metadata.jsonl`.
+        train_data_dir: String = String::new(), Used, TRAIN,
+            when "dataset_type=folder" |c| c.dataset_type == DatasetType::Folder;
+        /// Field of `metadata.jsonl` that names the image file.
+        image_column: String = "image".into(), Used, TRAIN,
+            when "dataset_type=folder" |c| c.dataset_type == DatasetType::Folder;
+        /// Field of `metadata.jsonl` that holds the caption.
+        caption_column: String = "text".into(), Used, TRAIN,
+            when "dataset_type=folder" |c| c.dataset_type == DatasetType::Folder;
+        /// Side of the images in pixels. A model of four input channels works on latents of an
+        /// eighth of it, any other on the pixels.
+        resolution: u64 = 1024, Used, PROGRAM, in Between(8.0, 8192.0);
+        /// Share of the examples that is held out of training.
+        validation_fraction: f64 = 0.0, Ours, TRAIN, in HalfOpen(0.0, 1.0);
+        /// Share of captions replaced by the empty one, so that the model learns to do without:
+        /// classifier-free guidance needs it.
+        caption_dropout: f64 = 0.0, Ours, TRAIN, in Between(0.0, 1.0);
+        /// Share of images that may be unreadable; each is named and skipped, more is an error.
+        max_bad_image_fraction: f64 = 0.01, Ours, TRAIN, in Between(0.0, 1.0),
+            when "dataset_type=folder" |c| c.dataset_type == DatasetType::Folder;
+        /// Data set on the hub.
+        dataset_name: String = "diffusers/pokemon-gpt4-captions".into(), NoEffect(OTHER_DATASETS), TRAIN;
+        /// Split of that data set.
+        train_split: String = "train".into(), NoEffect(OTHER_DATASETS), TRAIN;
+        /// Keep latents and text embeddings instead of images and captions.
+        cache_latents_text_encoder_outputs: bool = true, NoEffect(OTHER_DATASETS), TRAIN;
+        /// Where the prepared data set is kept.
+        dataset_save_location: String = "/tmp/pokemon-gpt4-captions_xl".into(), NoEffect(OTHER_DATASETS), TRAIN;
+        /// Data directory of a hub data set.
+        hf_data_dir: String = String::new(), NoEffect(OTHER_DATASETS), TRAIN;
+        /// Files of a hub data set.
+        hf_train_files: String = String::new(), NoEffect(OTHER_DATASETS), TRAIN;
+        /// Token for the hub.
+        hf_access_token: String = String::new(), NoEffect(OTHER_DATASETS), TRAIN;
+        /// Train on one batch over and over.
+        reuse_example_batch: bool = false, NotYet("training on one batch over and over"), TRAIN;
+        /// Configuration of a hub data set.
+        dataset_config_name: String = String::new(), IgnoredByMaxDiffusion, TRAIN;
+        /// Crop from the middle.
+        center_crop: bool = false, IgnoredByMaxDiffusion, TRAIN;
+        /// Mirror images at random.
+        random_flip: bool = false, IgnoredByMaxDiffusion, TRAIN;
+        /// Processes that tokenize.
+        tokenize_captions_num_proc: u64 = 4, IgnoredByMaxDiffusion, TRAIN;
+        /// Processes that prepare images.
+        transform_images_num_proc: u64 = 4, IgnoredByMaxDiffusion, TRAIN;
+        /// Shuffle the examples.
+        enable_data_shuffling: bool = true, IgnoredByMaxDiffusion, TRAIN;
+
+        group "Training";
+        /// Steps to train.
+        max_train_steps: u64 = 200, Used, TRAIN, in AtLeast(1.0);
+        /// Examples for each device and step; a fraction, if the total over all devices is whole.
+        per_device_batch_size: f64 = 2.0, Used, PROGRAM, in Above(0.0);
+        /// Highest learning rate.
+        learning_rate: f64 = 4e-7, Used, TRAIN, in AtLeast(0.0);
+        /// Share of the steps over which the learning rate rises from zero.
+        warmup_steps_fraction: f64 = 0.0, Used, TRAIN, in Between(0.0, 1.0);
+        /// The learning rate after warm-up; MaxDiffusion knows constant only.
+        learning_rate_schedule: LearningRateSchedule = LearningRateSchedule::Constant, Ours, TRAIN;
+        /// Steps that the schedule is made for. -1: `max_train_steps`.
+        learning_rate_schedule_steps: i64 = -1, Used, TRAIN, in MinusOneOr(1.0);
+        /// AdamW: decay of the mean of gradients.
+        adam_b1: f64 = 0.9, Used, TRAIN_STEP, in HalfOpen(0.0, 1.0);
+        /// AdamW: decay of the mean of squared gradients.
+        adam_b2: f64 = 0.999, Used, TRAIN_STEP, in HalfOpen(0.0, 1.0);
+        /// AdamW: added to the denominator.
+        adam_eps: f64 = 1e-8, Used, TRAIN_STEP, in Above(0.0);
+        /// AdamW: weight decay.
+        adam_weight_decay: f64 = 1e-2, Used, TRAIN_STEP, in AtLeast(0.0);
+        /// Clip each element of the gradient to `max_grad_value`.
+        opt_enable_grad_clipping: bool = false, Used, TRAIN_STEP;
+        /// Largest absolute value of an element of the gradient.
+        max_grad_value: f64 = 1.0, Used, TRAIN_STEP, in Above(0.0),
+            when "opt_enable_grad_clipping=True" |c| c.opt_enable_grad_clipping;
+        /// Scale the gradient down to the norm `max_grad_norm`.
+        opt_enable_grad_global_norm_clipping: bool = false, Used, TRAIN_STEP;
+        /// Largest norm of the whole gradient.
+        max_grad_norm: f64 = 1.0, Used, TRAIN_STEP, in Above(0.0),
+            when "opt_enable_grad_global_norm_clipping=True" |c| c.opt_enable_grad_global_norm_clipping;
+        /// Decay of the moving average of the weights, which samples are made with. 0: none kept.
+        ema_decay: f64 = 0.0, Ours, TRAIN_STEP, in HalfOpen(0.0, 1.0);
+        /// Steps in a row whose loss or gradient may be infinite or NaN; each leaves the weights
+        /// as they are, one more ends the run.
+        max_nonfinite_steps: u64 = 10, Ours, TRAIN;
+        /// Steps between two grids of sample images. -1: none.
+        sample_every: i64 = -1, Ours, TRAIN, in MinusOneOr(1.0);
+        /// Prompts of the sample images. Empty: captions of the data set.
+        sample_prompts: Prompts = Prompts::default(), Ours, TRAIN, when "sample_every above 0" |c| c.sample_every > 0;
+        /// Scale the learning rate with the batch.
+        scale_lr: bool = false, IgnoredByMaxDiffusion, TRAIN;
+        /// Examples to train on.
+        max_train_samples: i64 = -1, IgnoredByMaxDiffusion, TRAIN;
+        /// Passes over the data; `max_train_steps` decides.
+        num_train_epochs: u64 = 1, IgnoredByMaxDiffusion, TRAIN;
+
+        group "Checkpoints";
+        /// Steps between two checkpoints, for every model (MaxDiffusion counts examples for SDXL).
+        /// -1: only at the end.
+        checkpoint_every: i64 = -1, Used, TRAIN, in MinusOneOr(1.0);
+        /// Folder of the checkpoints. Empty: `checkpoints` in the run's folder.
+        checkpoint_dir: String = String::new(), Ours, TRAIN_GENERATE;
+        /// What to do about checkpoints that are there already.
+        resume: Resume = Resume::Auto, Ours, TRAIN;
+        /// Read checkpoints on one replica and broadcast.
+        enable_single_replica_ckpt_restoring: bool = false, NotYet("restoring on a single replica"), TRAIN;
+
+        group "Generation";
+        /// What the images show: one prompt or a list.
+        prompt: Prompts = Prompts::default(), Used, GENERATE;
+        /// What the images shall not show.
+        negative_prompt: String = String::new(), Used, GENERATE,
+            when "do_classifier_free_guidance=True" |c| c.do_classifier_free_guidance;
+        /// Images for each prompt.
+        num_images_per_prompt: u64 = 1, Ours, GENERATE, in AtLeast(1.0);
+        /// Denoise with and without the prompt and go beyond the difference.
+        do_classifier_free_guidance: bool = true, Used, DENOISE;
+        /// How far beyond; 1 is the prompt alone.
+        guidance_scale: f64 = 9.0, Used, TRAIN_GENERATE, in AtLeast(0.0),
+            when "do_classifier_free_guidance=True" |c| c.do_classifier_free_guidance;
+        /// Denoising steps.
+        num_inference_steps: u64 = 20, Used, TRAIN_GENERATE, in Between(1.0, 1000.0);
+        /// Rescaling of guided noise (Lin et al. 2023, section 3.4).
+        guidance_rescale: f64 = 0.0, NotYet("guidance rescaling"), GENERATE;
+        /// Repository of a distilled SDXL-Lightning UNet.
+        lightning_repo: String = String::new(), NotYet("SDXL-Lightning"), GENERATE;
+        /// File of a distilled SDXL-Lightning UNet.
+        lightning_ckpt: String = String::new(), NotYet("SDXL-Lightning"), GENERATE;
+        /// Whether that file is PyTorch's.
+        lightning_from_pt: bool = true, NoEffect("SDXL-Lightning is not here yet"), GENERATE;
+        /// LoRA adapters to generate with.
+        lora_config: LoraConfig = LoraConfig::default(), Used, GENERATE;
+        /// ControlNet model.
+        controlnet_model_name_or_path: String = "diffusers/controlnet-canny-sdxl-1.0".into(), NoEffect(CONTROLNET), GENERATE;
+        /// Whether the ControlNet's weights are PyTorch's.
+        controlnet_from_pt: bool = true, NoEffect(CONTROLNET), GENERATE;
+        /// Strength of the ControlNet.
+        controlnet_conditioning_scale: f64 = 0.5, NoEffect(CONTROLNET), GENERATE;
+        /// Image that steers the ControlNet.
+        controlnet_image: String = String::new(), NoEffect(CONTROLNET), GENERATE;
+
+        group "DreamBooth";
+        /// Images of the subject.
+        instance_data_dir: String = String::new(), NoEffect(DREAMBOOTH), TRAIN;
+        /// Images of the class.
+        class_data_dir: String = String::new(), NoEffect(DREAMBOOTH), TRAIN;
+        /// Prompt of the subject.
+        instance_prompt: String = String::new(), NoEffect(DREAMBOOTH), TRAIN;
+        /// Prompt of the class.
+        class_prompt: String = String::new(), NoEffect(DREAMBOOTH), TRAIN;
+        /// Weight of the prior preservation loss.
+        prior_loss_weight: f64 = 1.0, NoEffect(DREAMBOOTH), TRAIN;
+        /// Images of the class to make.
+        num_class_images: u64 = 100, NoEffect(DREAMBOOTH), TRAIN;
+        /// Keep the prepared data set.
+        cache_dreambooth_dataset: bool = false, NoEffect(DREAMBOOTH), TRAIN;
+
+        group "Profiling and diagnostics";
+        /// Profile some steps.
+        enable_profiler: bool = false, NoEffect(PROFILER), TRAIN_GENERATE;
+        /// Steps before profiling starts.
+        skip_first_n_steps_for_profiler: u64 = 5, NoEffect(PROFILER), TRAIN_GENERATE;
+        /// Steps to profile.
+        profiler_steps: u64 = 10, NoEffect(PROFILER), TRAIN_GENERATE;
+        /// Bucket for profiles.
+        profiler_gcs_path: String = String::new(), NoEffect(PROFILER), TRAIN_GENERATE;
+        /// Serve profiles on demand.
+        enable_ondemand_xprof: bool = false, NoEffect(PROFILER), TRAIN_GENERATE;
+        /// Google Cloud ML diagnostics.
+        enable_ml_diagnostics: bool = false, NoEffect("there is no connection to Google Cloud diagnostics here"), TRAIN_GENERATE;
+        /// MLPerf log.
+        enable_mllog: bool = false, IgnoredByMaxDiffusion, TRAIN_GENERATE;
+    }
+}
+
+schema! {
+    /// `diffusion_scheduler_config`: MaxDiffusion's four keys and more of diffusers'.
+    pub struct SchedulerConfig {
+        group "diffusion_scheduler_config";
+        /// Sampler, by diffusers' or MaxDiffusion's class name or the short name. Empty: ddim.
+        _class_name: Option<Sampler> = Some(Sampler::Euler), Used, TRAIN_GENERATE;
+        /// What the UNet predicts. Empty: as the known model does, else epsilon.
+        prediction_type: Option<PredictionType> = Some(PredictionType::Epsilon), Used, PROGRAM;
+        /// Make the last timestep pure noise (Lin et al. 2023, section 3.1).
+        rescale_zero_terminal_snr: bool = false, Used, TRAIN_GENERATE;
+        /// Which timesteps the sampler visits. Empty: leading.
+        timestep_spacing: Option<TimestepSpacing> = Some(TimestepSpacing::Trailing), Used, TRAIN_GENERATE;
+        /// Timesteps of the noise schedule.
+        num_train_timesteps: u64 = 1000, Ours, PROGRAM, in Between(1.0, 1_000_000.0);
+        /// Variance added in the first timestep.
+        beta_start: f64 = 0.00085, Ours, TRAIN_GENERATE, in Between(0.0, 1.0);
+        /// Variance added in the last timestep.
+        beta_end: f64 = 0.012, Ours, TRAIN_GENERATE, in Between(0.0, 1.0);
+        /// How the variance grows between them.
+        beta_schedule: BetaSchedule = BetaSchedule::ScaledLinear, Ours, TRAIN_GENERATE;
+        /// Clip the predicted image to [-1, 1] at each step (for models of pixels).
+        clip_sample: bool = false, Ours, TRAIN_GENERATE;
+    }
+}
+
+schema! {
+    /// `timestep_bias`: MaxDiffusion reads the other keys only with a strategy.
+    pub struct TimestepBias {
+        group "timestep_bias";
+        /// Which timesteps to draw more often.
+        strategy: BiasStrategy = BiasStrategy::None, Used, TRAIN;
+        /// How much more often.
+        multiplier: f64 = 1.0, IgnoredByMaxDiffusion, TRAIN;
+        /// First timestep of strategy range.
+        begin: u64 = 0, IgnoredByMaxDiffusion, TRAIN;
+        /// Last timestep of strategy range.
+        end: u64 = 1000, IgnoredByMaxDiffusion, TRAIN;
+        /// Share of the timesteps that earlier and later bias.
+        portion: f64 = 0.25, IgnoredByMaxDiffusion, TRAIN;
+    }
+}
+
+schema! {
+    /// `lora_config`: lists of equal length, one entry for each adapter.
+    pub struct LoraConfig {
+        group "lora_config";
+        /// Repositories or folders.
+        lora_model_name_or_path: FreeList = FreeList::default(), NotYet("LoRA"), GENERATE;
+        /// Files in them.
+        weight_name: FreeList = FreeList::default(), NotYet("LoRA"), GENERATE;
+        /// Names for the adapters.
+        adapter_name: FreeList = FreeList::default(), NotYet("LoRA"), GENERATE;
+        /// Strengths.
+        scale: FreeList = FreeList::default(), NotYet("LoRA"), GENERATE;
+        /// Whether each is PyTorch's.
+        from_pt: FreeList = FreeList::default(), NotYet("LoRA"), GENERATE;
+    }
+}
+
+/// The mesh axes in the only order there is.
+pub const MESH: [MeshAxis; 4] = [
+    MeshAxis::Data,
+    MeshAxis::Fsdp,
+    MeshAxis::Context,
+    MeshAxis::Tensor,
+];
+
+fn default_axis_rules() -> AxisRules {
+    use MeshAxis::{Data, Fsdp, Tensor};
+    AxisRules(vec![
+        AxisRule::new("batch", &[Data]),
+        AxisRule::new("activation_batch", &[Data, Fsdp]),
+        AxisRule::new("activation_heads", &[Tensor]),
+        AxisRule::new("activation_kv", &[Tensor]),
+        AxisRule::new("embed", &[Fsdp]),
+        AxisRule::new("heads", &[Tensor]),
+        AxisRule::new("conv_batch", &[Data, Fsdp]),
+        AxisRule::new("out_channels", &[Tensor]),
+        AxisRule::new("conv_out", &[Fsdp]),
+    ])
+}
