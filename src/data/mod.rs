@@ -1,1 +1,184 @@
-//! Datasets, captions, tokenizers and pictures.
+//! Datasets, captions, tokenizers and batches.
+//!
+//! A dataset is a list of pictures with captions; [`order`] shuffles it, [`Batcher`] makes the
+//! batch of a step, and [`Prefetcher`] makes batches ahead of the training loop. Everything random
+//! is a function of a seed and the step, so a resumed run sees the batches of the uninterrupted
+//! one, bit for bit.
+
+mod batch;
+mod folder;
+mod order;
+mod rng;
+pub mod shapes;
+mod tokenizer;
+
+use std::path::PathBuf;
+
+pub use batch::{Batch, BatchOptions, Batcher, Prefetcher};
+pub use folder::{Folder, FolderOptions};
+pub use order::{Permutation, order};
+pub use shapes::{Shapes, ShapesOptions, Split};
+pub use tokenizer::{Encoded, Tokenizer, word_level_json};
+
+/// One picture with its caption.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Sample {
+    /// RGB, row-major HWC, `resolution x resolution x 3`.
+    pub pixels: Vec<u8>,
+    pub resolution: usize,
+    pub caption: String,
+}
+
+impl Sample {
+    /// The pixels as an image; black where `pixels` is shorter than the resolution says.
+    pub fn image(&self) -> image::RgbImage {
+        let side = self.resolution as u32;
+        image::RgbImage::from_raw(side, side, self.pixels.clone())
+            .unwrap_or_else(|| image::RgbImage::new(side, side))
+    }
+}
+
+/// A source of samples with random access.
+#[derive(Debug)]
+pub enum Dataset {
+    Shapes(Shapes),
+    Folder(Folder),
+}
+
+impl Dataset {
+    /// Samples in an epoch, at least 1.
+    #[allow(clippy::len_without_is_empty)]
+    pub fn len(&self) -> usize {
+        match self {
+            Self::Shapes(shapes) => shapes.count(),
+            Self::Folder(folder) => folder.count(),
+        }
+    }
+
+    /// Side of the pictures in pixels.
+    pub fn resolution(&self) -> usize {
+        match self {
+            Self::Shapes(shapes) => shapes.options().resolution,
+            Self::Folder(folder) => folder.options().resolution,
+        }
+    }
+
+    /// Sample `index`, below [`Dataset::len`]; the same whenever it is asked for.
+    ///
+    /// # Errors
+    /// [`DataError::Image`] or [`DataError::Io`] for a file that could be read when the folder was
+    /// opened and no longer can; [`DataError::Index`] past the end of a folder.
+    pub fn get(&self, index: usize) -> Result<Sample, DataError> {
+        match self {
+            Self::Shapes(shapes) => Ok(shapes.get(index)),
+            Self::Folder(folder) => folder.get(index),
+        }
+    }
+
+    /// Captions whose words are all the words of the dataset, to build a tokenizer from.
+    pub fn vocabulary_captions(&self) -> Vec<String> {
+        match self {
+            Self::Shapes(_) => Shapes::vocabulary_captions(),
+            Self::Folder(folder) => folder.captions().map(str::to_owned).collect(),
+        }
+    }
+}
+
+/// What can be wrong with a dataset, its options or a tokenizer.
+#[derive(Debug, thiserror::Error)]
+pub enum DataError {
+    #[error("{option}={value} is out of range: expected {expected}")]
+    Option {
+        option: &'static str,
+        value: String,
+        expected: String,
+    },
+    #[error(
+        "caption \"{caption}\" is not one of dataset_type shapes: expected {expected}, found `{found}`"
+    )]
+    ShapesCaption {
+        caption: String,
+        expected: String,
+        found: String,
+    },
+    #[error("cannot {action} {}: {source}", path.display())]
+    Io {
+        action: &'static str,
+        path: PathBuf,
+        source: std::io::Error,
+    },
+    #[error("image {} cannot be decoded: {message}", path.display())]
+    Image { path: PathBuf, message: String },
+    #[error("{} holds no images: expected .png, .jpg, .jpeg or .webp files with captions beside them", root.display())]
+    EmptyFolder { root: PathBuf },
+    #[error(
+        "{count} caption(s) in {} have no image: {}; add the image or remove the caption",
+        root.display(),
+        named(names, *count)
+    )]
+    CaptionWithoutImage {
+        root: PathBuf,
+        names: Vec<String>,
+        count: usize,
+    },
+    #[error(
+        "{count} image(s) in {} have no caption: {}; write the caption into a .txt file of the same name, or list the image in metadata.jsonl",
+        root.display(),
+        named(names, *count)
+    )]
+    ImageWithoutCaption {
+        root: PathBuf,
+        names: Vec<String>,
+        count: usize,
+    },
+    #[error(
+        "{count} image(s) in {} have a .txt caption beside them although metadata.jsonl gives the captions: {}; remove one of the two",
+        root.display(),
+        named(names, *count)
+    )]
+    TwoCaptions {
+        root: PathBuf,
+        names: Vec<String>,
+        count: usize,
+    },
+    #[error("{} line {line}: {message}", path.display())]
+    Metadata {
+        path: PathBuf,
+        line: usize,
+        message: String,
+    },
+    #[error("caption file {}: {message}", path.display())]
+    CaptionFile { path: PathBuf, message: String },
+    #[error("{} leads outside the dataset folder {}; copy the file into the folder", path.display(), root.display())]
+    PathEscape { path: PathBuf, root: PathBuf },
+    #[error(
+        "{count} of {total} images in {} cannot be read, more than max_bad_image_fraction={limit} allows: {}",
+        root.display(),
+        named(names, *count)
+    )]
+    TooManyBadImages {
+        root: PathBuf,
+        count: usize,
+        total: usize,
+        limit: f64,
+        names: Vec<String>,
+    },
+    #[error("sample {index} was asked of a dataset of {len}")]
+    Index { index: usize, len: usize },
+    #[error("tokenizer {origin}: {message}")]
+    Tokenizer { origin: String, message: String },
+    #[error("the data loader stopped: {message}")]
+    Loader { message: String },
+}
+
+/// How many names a message lists.
+const NAMED: usize = 10;
+
+fn named(names: &[String], count: usize) -> String {
+    let shown = &names[..names.len().min(NAMED)];
+    let mut list = shown.join(", ");
+    if count > shown.len() {
+        list.push_str(&format!(" and {} more", count - shown.len()));
+    }
+    list
+}
