@@ -16,6 +16,7 @@ pub mod models;
 pub mod nn;
 pub mod pipelines;
 pub mod pjrt;
+pub mod proto;
 pub mod quant;
 pub mod report;
 pub mod schedulers;
