@@ -276,7 +276,11 @@ mod tests {
     fn a_resumed_run_appends_after_a_cut_off_line() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("metrics.jsonl");
-        fs::write(&path, "{\"step\":0,\"learning/loss\":1.0}\n{\"step\":1,\"learn").unwrap();
+        fs::write(
+            &path,
+            "{\"step\":0,\"learning/loss\":1.0}\n{\"step\":1,\"learn",
+        )
+        .unwrap();
         let mut writer = MetricsWriter::open(&options(&path, None)).unwrap();
         writer.scalars(1, &[(names::LOSS, 0.75)]).unwrap();
         drop(writer);

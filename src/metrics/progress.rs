@@ -139,8 +139,10 @@ impl Progress {
     fn rate(&self, report: &StepReport, done: u64) -> String {
         let left = self.total_steps.saturating_sub(done) as f64 * self.step_seconds;
         let per_second = report.samples as f64 / self.step_seconds;
-        let eta = Duration::try_from_secs_f64(left)
-            .map_or_else(|_| "unknown".to_owned(), |d| format!("{:#}", HumanDuration(d)));
+        let eta = Duration::try_from_secs_f64(left).map_or_else(
+            |_| "unknown".to_owned(),
+            |d| format!("{:#}", HumanDuration(d)),
+        );
         format!("{per_second:.1} samples/s, eta {eta}")
     }
 }

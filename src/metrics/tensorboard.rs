@@ -230,7 +230,13 @@ mod tests {
         let picture = png(6, 4);
         let mut writer = EventWriter::create(dir.path(), 0).unwrap();
         writer
-            .scalars(7, &[("learning/loss", 0.125), ("perf/step_time_seconds", f64::NAN)])
+            .scalars(
+                7,
+                &[
+                    ("learning/loss", 0.125),
+                    ("perf/step_time_seconds", f64::NAN),
+                ],
+            )
             .unwrap();
         writer.image(8, "samples", &picture).unwrap();
         writer.flush().unwrap();
@@ -286,7 +292,10 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let mut writer = EventWriter::create(dir.path(), 0).unwrap();
         let error = writer.image(1, "samples", b"GIF89a").unwrap_err();
-        assert!(error.to_string().starts_with("image samples: not a png"), "{error}");
+        assert!(
+            error.to_string().starts_with("image samples: not a png"),
+            "{error}"
+        );
     }
 
     #[test]

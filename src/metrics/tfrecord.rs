@@ -20,7 +20,9 @@ pub enum RecordError {
         expected: u64,
         found: u64,
     },
-    #[error("record {index}: crc32c of the {part} is {found:#010x}, the file says {expected:#010x}")]
+    #[error(
+        "record {index}: crc32c of the {part} is {found:#010x}, the file says {expected:#010x}"
+    )]
     Checksum {
         index: u64,
         part: &'static str,
@@ -36,7 +38,9 @@ pub enum RecordError {
 /// The checksum of `data` as TFRecord stores it: rotated and offset, so that a checksum of data
 /// that contains checksums stays meaningful.
 pub fn masked_crc32c(data: &[u8]) -> u32 {
-    crc32c::crc32c(data).rotate_right(15).wrapping_add(MASK_DELTA)
+    crc32c::crc32c(data)
+        .rotate_right(15)
+        .wrapping_add(MASK_DELTA)
 }
 
 /// Appends one framed record to `out`.
