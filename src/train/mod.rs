@@ -1,1 +1,3 @@
 //! Losses, optimizer, the training loop and checkpoints.
+
+pub mod checkpoint;

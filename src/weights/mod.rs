@@ -1,1 +1,120 @@
-//! Checkpoint files: safetensors, diffusers directories.
+//! Checkpoint files: safetensors, alone or in a diffusers directory.
+//!
+//! [`Checkpoint::open`] reads and checks headers only; tensors are read when asked for, with
+//! positioned reads in parallel. [`match_parameters`] compares a checkpoint with what a model
+//! declares. [`save`] and [`save_streaming`] replace a file atomically.
+//!
+//! Files are not trusted: every length is checked before memory is asked for, and formats that run
+//! code when they are loaded (pickle) are refused.
+
+mod cast;
+mod header;
+mod matching;
+mod open;
+pub(crate) mod save;
+
+use std::path::PathBuf;
+
+pub use cast::cast;
+pub use matching::{MismatchError, Misshapen, MissingTensor, match_parameters};
+pub use open::Checkpoint;
+pub use save::{FetchError, TensorSpec, TensorView, save, save_streaming};
+
+/// Why a checkpoint could not be opened, read or written.
+#[derive(Debug, thiserror::Error)]
+pub enum WeightsError {
+    #[error("{path}: {source}")]
+    Io {
+        path: PathBuf,
+        source: std::io::Error,
+    },
+    #[error(
+        "{path}: truncated: the header declares {expected} bytes, the file has {found}; copy or download it again"
+    )]
+    Truncated {
+        path: PathBuf,
+        expected: u64,
+        found: u64,
+    },
+    #[error("{path}: the header declares {expected} bytes, the file has {found}")]
+    TrailingBytes {
+        path: PathBuf,
+        expected: u64,
+        found: u64,
+    },
+    #[error("{path}: not a safetensors file: {reason}")]
+    Header { path: PathBuf, reason: String },
+    #[error("{path}: tensor {tensor}: {reason}")]
+    Tensor {
+        path: PathBuf,
+        tensor: String,
+        reason: String,
+    },
+    #[error(
+        "{path}: a PyTorch pickle, which runs code when it is loaded; convert it where you trust it, \
+         with diffusers' save_pretrained(..., safe_serialization=True) or \
+         safetensors.torch.save_file(torch.load(path, weights_only=True), \"model.safetensors\")"
+    )]
+    Pickle { path: PathBuf },
+    #[error("{path}: a git-lfs pointer, not the file itself; run `git lfs pull` in its repository")]
+    LfsPointer { path: PathBuf },
+    #[error(
+        "{path}: no weights found; looked for {}{}", looked_for.join(", "), found_instead(found)
+    )]
+    NoWeights {
+        path: PathBuf,
+        looked_for: Vec<String>,
+        found: Vec<String>,
+    },
+    #[error("{path}: several variants and no default: {}; pass one of the files", found.join(", "))]
+    AmbiguousVariant { path: PathBuf, found: Vec<String> },
+    #[error("{path}: a pipeline folder; pass one of its parts: {}", parts.join(", "))]
+    Pipeline { path: PathBuf, parts: Vec<String> },
+    #[error("{path}: not a safetensors index: {reason}")]
+    Index { path: PathBuf, reason: String },
+    #[error("{index}: shards that are not in the folder: {}", missing.join(", "))]
+    MissingShards {
+        index: PathBuf,
+        missing: Vec<String>,
+    },
+    #[error("{path}: no tensor {name}{}", hint(nearest))]
+    NoSuchTensor {
+        path: PathBuf,
+        name: String,
+        nearest: Option<String>,
+    },
+    #[error("tensor {name}: {source}")]
+    Cast {
+        name: String,
+        source: crate::host_tensor::HostTensorError,
+    },
+    #[error("{path}: no space left on the device: {needed} bytes needed{}", available(*free))]
+    NoSpace {
+        path: PathBuf,
+        needed: u64,
+        free: Option<u64>,
+    },
+    #[error("{path}: tensor {tensor}: {source}")]
+    Fetch {
+        path: PathBuf,
+        tensor: String,
+        source: FetchError,
+    },
+}
+
+fn hint(nearest: &Option<String>) -> String {
+    nearest
+        .as_ref()
+        .map_or_else(String::new, |n| format!("; the nearest name is {n}"))
+}
+
+fn available(free: Option<u64>) -> String {
+    free.map_or_else(String::new, |n| format!(", {n} bytes free"))
+}
+
+fn found_instead(found: &[String]) -> String {
+    if found.is_empty() {
+        return String::new();
+    }
+    format!("; the folder has {}", found.join(", "))
+}

@@ -1,0 +1,179 @@
+//! Conversion between float types while loading.
+
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+use rayon::prelude::*;
+
+use crate::dtype::DType;
+use crate::host_tensor::{HostTensor, HostTensorError};
+
+/// Elements converted at a time: they stay in the nearest cache.
+const CHUNK: usize = 4096;
+
+/// The elements of `tensor` as `dtype`, rounded to nearest, ties to even.
+///
+/// Between `f32`, `bf16` and `f16` it runs in parallel without a copy in a wider type; other
+/// pairs go through [`HostTensor::convert`]. A value past the range of `f16` becomes infinite.
+///
+/// # Errors
+/// For 4-bit and 8-bit float types.
+pub fn cast(tensor: HostTensor, dtype: DType) -> Result<HostTensor, HostTensorError> {
+    let from = tensor.shape.dtype;
+    if from == dtype {
+        return Ok(tensor);
+    }
+    let is_half_or_single = |d| matches!(d, DType::F16 | DType::BF16 | DType::F32);
+    if !is_half_or_single(from) || !is_half_or_single(dtype) {
+        return tensor.convert(dtype);
+    }
+    let shape = tensor.shape.with_dtype(dtype);
+    let mut data = vec![0; shape.bytes()];
+    data.par_chunks_mut(CHUNK * dtype.storage_bytes(1))
+        .zip(tensor.data.par_chunks(CHUNK * from.storage_bytes(1)))
+        .for_each(|(out, input)| {
+            let mut values = [0.0_f32; CHUNK];
+            let values = &mut values[..input.len() / from.storage_bytes(1)];
+            read_chunk(from, input, values);
+            write_chunk(dtype, values, out);
+        });
+    HostTensor::new(shape, data)
+}
+
+fn read_chunk(from: DType, input: &[u8], values: &mut [f32]) {
+    let pairs = || {
+        input
+            .chunks_exact(2)
+            .map(|b| u16::from_le_bytes([b[0], b[1]]))
+    };
+    match from {
+        DType::F16 => {
+            let mut halves = [f16::ZERO; CHUNK];
+            let halves = &mut halves[..values.len()];
+            halves
+                .iter_mut()
+                .zip(pairs())
+                .for_each(|(h, b)| *h = f16::from_bits(b));
+            halves.convert_to_f32_slice(values);
+        }
+        DType::BF16 => {
+            for (v, bits) in values.iter_mut().zip(pairs()) {
+                *v = bf16::from_bits(bits).to_f32();
+            }
+        }
+        _ => {
+            for (v, b) in values.iter_mut().zip(input.chunks_exact(4)) {
+                *v = f32::from_le_bytes([b[0], b[1], b[2], b[3]]);
+            }
+        }
+    }
+}
+
+fn write_chunk(to: DType, values: &[f32], out: &mut [u8]) {
+    match to {
+        DType::F16 => {
+            let mut halves = [f16::ZERO; CHUNK];
+            let halves = &mut halves[..values.len()];
+            halves.convert_from_f32_slice(values);
+            for (b, h) in out.chunks_exact_mut(2).zip(halves.iter()) {
+                b.copy_from_slice(&h.to_le_bytes());
+            }
+        }
+        DType::BF16 => {
+            for (b, &v) in out.chunks_exact_mut(2).zip(values) {
+                b.copy_from_slice(&bf16::from_f32(v).to_le_bytes());
+            }
+        }
+        _ => {
+            for (b, v) in out.chunks_exact_mut(4).zip(values) {
+                b.copy_from_slice(&v.to_le_bytes());
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::shape::Shape;
+
+    /// All 65536 bit patterns of a 16-bit type.
+    fn all_patterns(dtype: DType) -> HostTensor {
+        let data = (0..=u16::MAX).flat_map(u16::to_le_bytes).collect();
+        HostTensor::new(Shape::new(dtype, [65536]), data).unwrap()
+    }
+
+    #[test]
+    fn every_half_survives_the_way_through_f32() {
+        for dtype in [DType::F16, DType::BF16] {
+            let all = all_patterns(dtype);
+            let back = cast(cast(all.clone(), DType::F32).unwrap(), dtype).unwrap();
+            for (a, b) in all.data.chunks(2).zip(back.data.chunks(2)) {
+                let bits = u16::from_le_bytes([a[0], a[1]]);
+                let nan = match dtype {
+                    DType::F16 => f16::from_bits(bits).is_nan(),
+                    _ => bf16::from_bits(bits).is_nan(),
+                };
+                // A signalling NaN may come back quiet.
+                let found = u16::from_le_bytes([b[0], b[1]]);
+                if nan {
+                    let still = match dtype {
+                        DType::F16 => f16::from_bits(found).is_nan(),
+                        _ => bf16::from_bits(found).is_nan(),
+                    };
+                    assert!(still, "{bits:#06x}");
+                } else {
+                    assert_eq!(found, bits);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn agrees_with_the_general_conversion() {
+        // 10,000 values over all magnitudes, with ties, subnormals and overflow, of a length that
+        // is no multiple of the chunk.
+        let values: Vec<f32> = (0..10_000_u32)
+            .map(|i| f32::from_bits(i.wrapping_mul(2_654_435_761)))
+            .filter(|v| !v.is_nan())
+            .chain([
+                1.003_906_25,
+                1.011_718_75,
+                65519.0,
+                65520.0,
+                6e-8,
+                2.98e-8,
+                -0.0,
+            ])
+            .collect();
+        let t = HostTensor::from_f32([values.len()], &values).unwrap();
+        for dtype in [DType::F16, DType::BF16] {
+            assert_eq!(cast(t.clone(), dtype).unwrap(), t.convert(dtype).unwrap());
+        }
+        let f16s = all_patterns(DType::F16);
+        let finite = |t: &HostTensor| -> Vec<Option<f32>> {
+            let values = t.to_f32_vec().unwrap().into_iter();
+            values.map(|v| (!v.is_nan()).then_some(v)).collect()
+        };
+        assert_eq!(
+            finite(&cast(f16s.clone(), DType::BF16).unwrap()),
+            finite(&f16s.convert(DType::BF16).unwrap())
+        );
+    }
+
+    #[test]
+    fn ties_go_to_the_even_neighbour() {
+        let t = HostTensor::from_f32([3], &[1.003_906_25, 1.011_718_75, 65520.0]).unwrap();
+        let bf = cast(t.clone(), DType::BF16).unwrap().to_f32_vec().unwrap();
+        assert_eq!(bf, [1.0, 1.015_625, 65536.0]);
+        let half = cast(t, DType::F16).unwrap().to_f32_vec().unwrap();
+        assert_eq!(half, [1.003_906_25, 1.011_718_75, f32::INFINITY]);
+    }
+
+    #[test]
+    fn other_pairs_convert_or_are_refused() {
+        let t = HostTensor::from_i32([2], &[3, -4]).unwrap();
+        let f = cast(t, DType::F32).unwrap();
+        assert_eq!(f.to_f32_vec().unwrap(), [3.0, -4.0]);
+        assert!(cast(f, DType::F8E5M2).is_err());
+    }
+}

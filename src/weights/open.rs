@@ -1,0 +1,713 @@
+//! Opening checkpoints and reading their tensors.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+use std::path::{Component, Path, PathBuf};
+
+use rayon::prelude::*;
+use serde::Deserialize;
+
+use super::WeightsError;
+use super::header::{self, MAX_HEADER_BYTES, UniqueMap};
+use super::matching::nearest;
+use crate::dtype::DType;
+use crate::host_tensor::HostTensor;
+use crate::shape::Shape;
+
+/// Names that diffusers and transformers give their weights, in the order they are looked for.
+const STEMS: [&str; 2] = ["diffusion_pytorch_model", "model"];
+/// Bytes that one thread reads at a time.
+const READ_CHUNK: usize = 8 << 20;
+const PICKLE_SUFFIXES: [&str; 5] = ["bin", "ckpt", "pt", "pth", "pkl"];
+
+/// An open checkpoint: headers checked, tensors still on disk.
+#[derive(Debug)]
+pub struct Checkpoint {
+    path: PathBuf,
+    files: Vec<(PathBuf, File)>,
+    tensors: BTreeMap<String, Location>,
+    metadata: BTreeMap<String, String>,
+}
+
+#[derive(Debug)]
+struct Location {
+    file: usize,
+    offset: u64,
+    shape: Shape,
+}
+
+impl Checkpoint {
+    /// Opens a `.safetensors` file, a `.safetensors.index.json` with its shards, or a submodule
+    /// directory in diffusers' or transformers' layout.
+    ///
+    /// In a directory an index goes before a single file, as in diffusers, and the default variant
+    /// before others; a variant (`.fp16`) is taken when it is the only one.
+    ///
+    /// # Errors
+    /// When there are no weights, a file is damaged or a pickle, or shards are missing or do not
+    /// hold what the index says.
+    pub fn open(path: &Path) -> Result<Self, WeightsError> {
+        let metadata = fs::metadata(path).map_err(|e| io(path, e))?;
+        let file = if metadata.is_dir() {
+            find_in_directory(path)?
+        } else {
+            path.to_owned()
+        };
+        let mut checkpoint = Checkpoint {
+            path: path.to_owned(),
+            files: Vec::new(),
+            tensors: BTreeMap::new(),
+            metadata: BTreeMap::new(),
+        };
+        if file.extension().is_some_and(|e| e == "json") {
+            checkpoint.add_shards(&file)?;
+        } else {
+            checkpoint.add_file(&file, None)?;
+        }
+        Ok(checkpoint)
+    }
+
+    /// The path that was opened.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The safetensors files behind it.
+    pub fn files(&self) -> impl Iterator<Item = &Path> {
+        self.files.iter().map(|(path, _)| path.as_path())
+    }
+
+    /// The free-form metadata of the header; of several shards the first one's entry holds.
+    pub fn metadata(&self) -> &BTreeMap<String, String> {
+        &self.metadata
+    }
+
+    /// Names and shapes, sorted by name.
+    pub fn iter(&self) -> impl Iterator<Item = (&str, &Shape)> {
+        self.tensors.iter().map(|(n, l)| (n.as_str(), &l.shape))
+    }
+
+    /// The tensors' names, sorted.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.tensors.keys().map(String::as_str)
+    }
+
+    /// The element type and dimensions of a tensor.
+    pub fn info(&self, name: &str) -> Option<&Shape> {
+        self.tensors.get(name).map(|l| &l.shape)
+    }
+
+    /// Reads a tensor; a large one with several threads.
+    ///
+    /// # Errors
+    /// When there is no such tensor or the file cannot be read.
+    pub fn read(&self, name: &str) -> Result<HostTensor, WeightsError> {
+        let location = self.locate(name)?;
+        let mut data = vec![0; location.shape.bytes()];
+        self.read_range(location, 0, &mut data)?;
+        Ok(HostTensor {
+            shape: location.shape.clone(),
+            data,
+        })
+    }
+
+    /// Reads a tensor and casts it (see [`super::cast`]).
+    ///
+    /// # Errors
+    /// As [`Checkpoint::read`], and when there is no conversion to `dtype`.
+    pub fn read_as(&self, name: &str, dtype: DType) -> Result<HostTensor, WeightsError> {
+        super::cast(self.read(name)?, dtype).map_err(|source| WeightsError::Cast {
+            name: name.to_owned(),
+            source,
+        })
+    }
+
+    /// Reads tensors in parallel, in the order of `names`, cast to `dtype` if one is given.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::read_as`], for the first tensor that fails.
+    pub fn read_many(
+        &self,
+        names: &[impl AsRef<str> + Sync],
+        dtype: Option<DType>,
+    ) -> Result<Vec<HostTensor>, WeightsError> {
+        names
+            .par_iter()
+            .map(|name| match dtype {
+                Some(dtype) => self.read_as(name.as_ref(), dtype),
+                None => self.read(name.as_ref()),
+            })
+            .collect()
+    }
+
+    /// Reads bytes of a tensor, from its byte `start` on, as many as `out` holds.
+    ///
+    /// # Errors
+    /// When there is no such tensor, it ends before that, or the file cannot be read.
+    pub fn read_bytes(&self, name: &str, start: usize, out: &mut [u8]) -> Result<(), WeightsError> {
+        let location = self.locate(name)?;
+        let bytes = location.shape.bytes();
+        if start.checked_add(out.len()).is_none_or(|end| end > bytes) {
+            return Err(WeightsError::Tensor {
+                path: self.path.clone(),
+                tensor: name.to_owned(),
+                reason: format!(
+                    "{} bytes from byte {start} on wanted, it has {bytes}",
+                    out.len()
+                ),
+            });
+        }
+        self.read_range(location, start, out)
+    }
+
+    fn locate(&self, name: &str) -> Result<&Location, WeightsError> {
+        self.tensors
+            .get(name)
+            .ok_or_else(|| WeightsError::NoSuchTensor {
+                path: self.path.clone(),
+                name: name.to_owned(),
+                nearest: nearest(name, self.names()),
+            })
+    }
+
+    fn read_range(
+        &self,
+        location: &Location,
+        start: usize,
+        out: &mut [u8],
+    ) -> Result<(), WeightsError> {
+        let (path, file) = &self.files[location.file];
+        let start = location.offset + start as u64;
+        out.par_chunks_mut(READ_CHUNK)
+            .enumerate()
+            .try_for_each(|(i, chunk)| file.read_exact_at(chunk, start + (i * READ_CHUNK) as u64))
+            .map_err(|source| io(path, source))
+    }
+
+    /// Adds the tensors of one file. `listed` are those that the index says it holds.
+    fn add_file(&mut self, path: &Path, listed: Option<&[&str]>) -> Result<(), WeightsError> {
+        let file = File::open(path).map_err(|e| io(path, e))?;
+        let header = read_header(path, &file)?;
+        if let Some(listed) = listed {
+            check_listed(path, listed, &header)?;
+        }
+        let index = self.files.len();
+        self.files.push((path.to_owned(), file));
+        for (key, value) in header.metadata {
+            self.metadata.entry(key).or_insert(value);
+        }
+        for tensor in header.tensors {
+            let location = Location {
+                file: index,
+                offset: tensor.offset,
+                shape: tensor.shape,
+            };
+            self.tensors.insert(tensor.name, location);
+        }
+        Ok(())
+    }
+
+    fn add_shards(&mut self, index: &Path) -> Result<(), WeightsError> {
+        let weight_map = read_index(index)?;
+        let dir = index.parent().unwrap_or(Path::new(""));
+        let mut shards: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+        for (tensor, shard) in &weight_map {
+            shards.entry(shard).or_default().push(tensor);
+        }
+        let missing: Vec<String> = shards
+            .keys()
+            .filter(|shard| !dir.join(shard).is_file())
+            .map(|&shard| shard.to_owned())
+            .collect();
+        if !missing.is_empty() {
+            return Err(WeightsError::MissingShards {
+                index: index.to_owned(),
+                missing,
+            });
+        }
+        for (shard, listed) in shards {
+            self.add_file(&dir.join(shard), Some(&listed))?;
+        }
+        Ok(())
+    }
+}
+
+fn io(path: &Path, source: std::io::Error) -> WeightsError {
+    WeightsError::Io {
+        path: path.to_owned(),
+        source,
+    }
+}
+
+/// A shard must hold exactly the tensors that its index lists, so that none is taken from two
+/// places or left behind.
+fn check_listed(path: &Path, listed: &[&str], header: &header::Header) -> Result<(), WeightsError> {
+    let error = |tensor: &str, reason: &str| WeightsError::Tensor {
+        path: path.to_owned(),
+        tensor: tensor.to_owned(),
+        reason: reason.to_owned(),
+    };
+    let held: std::collections::BTreeSet<&str> =
+        header.tensors.iter().map(|t| t.name.as_str()).collect();
+    if let Some(name) = listed.iter().find(|name| !held.contains(*name)) {
+        return Err(error(
+            name,
+            "the index places it in this shard, which lacks it",
+        ));
+    }
+    // Both are without duplicates, so that a held tensor is unlisted only if there are more.
+    if held.len() > listed.len() {
+        let listed: std::collections::BTreeSet<&str> = listed.iter().copied().collect();
+        if let Some(name) = held.difference(&listed).next() {
+            return Err(error(
+                name,
+                "in this shard, but the index does not place it here",
+            ));
+        }
+    }
+    Ok(())
+}
+
+fn read_header(path: &Path, file: &File) -> Result<header::Header, WeightsError> {
+    let file_bytes = file.metadata().map_err(|e| io(path, e))?.len();
+    let mut head = [0; 8];
+    let present = usize::try_from(file_bytes).map_or(8, |n| n.min(8));
+    file.read_exact_at(&mut head[..present], 0)
+        .map_err(|e| io(path, e))?;
+    refuse_other_formats(path, &head[..present])?;
+    let length = u64::from_le_bytes(head);
+    if present == 8 && length > MAX_HEADER_BYTES {
+        return Err(WeightsError::Header {
+            path: path.to_owned(),
+            reason: format!(
+                "it declares a header of {length} bytes, the most is {MAX_HEADER_BYTES}"
+            ),
+        });
+    }
+    let expected = if present < 8 { 8 } else { 8 + length };
+    if expected > file_bytes {
+        return Err(WeightsError::Truncated {
+            path: path.to_owned(),
+            expected,
+            found: file_bytes,
+        });
+    }
+    let mut json = vec![0; length as usize];
+    file.read_exact_at(&mut json, 8).map_err(|e| io(path, e))?;
+    header::parse(path, &json, expected, file_bytes)
+}
+
+fn refuse_other_formats(path: &Path, head: &[u8]) -> Result<(), WeightsError> {
+    // A zip archive, as torch.save writes it. Read as a header's length it would be over the limit,
+    // unless the four bytes after the mark are zero, which no zip writer leaves so.
+    let by_name = path
+        .extension()
+        .and_then(|e| e.to_str())
+        .is_some_and(|e| PICKLE_SUFFIXES.contains(&e));
+    let by_content = head.starts_with(b"PK\x03\x04") && head.get(4..8) != Some(&[0; 4]);
+    if by_name || by_content {
+        return Err(WeightsError::Pickle {
+            path: path.to_owned(),
+        });
+    }
+    if head == b"version " {
+        return Err(WeightsError::LfsPointer {
+            path: path.to_owned(),
+        });
+    }
+    Ok(())
+}
+
+#[derive(Deserialize)]
+struct Index {
+    weight_map: UniqueMap<String>,
+}
+
+/// The index's map from tensor to shard, with shards that are names of files in the same folder.
+fn read_index(path: &Path) -> Result<BTreeMap<String, String>, WeightsError> {
+    let bad = |reason: String| WeightsError::Index {
+        path: path.to_owned(),
+        reason,
+    };
+    let bytes = fs::metadata(path).map_err(|e| io(path, e))?.len();
+    if bytes > MAX_HEADER_BYTES {
+        return Err(bad(format!(
+            "{bytes} bytes, the most is {MAX_HEADER_BYTES}"
+        )));
+    }
+    let text = fs::read(path).map_err(|e| io(path, e))?;
+    let index: Index = serde_json::from_slice(&text).map_err(|e| bad(e.to_string()))?;
+    let UniqueMap(weight_map) = index.weight_map;
+    for (tensor, shard) in &weight_map {
+        let mut components = Path::new(shard).components();
+        let one_name = matches!(components.next(), Some(Component::Normal(name)) if name == shard.as_str())
+            && components.next().is_none();
+        if !one_name || !shard.ends_with(".safetensors") {
+            return Err(bad(format!(
+                "tensor {tensor} lies in {shard:?}; only .safetensors files of the same folder are read"
+            )));
+        }
+    }
+    Ok(weight_map)
+}
+
+/// The index or file to open in a submodule directory.
+fn find_in_directory(dir: &Path) -> Result<PathBuf, WeightsError> {
+    let mut names = Vec::new();
+    for entry in fs::read_dir(dir).map_err(|e| io(dir, e))? {
+        let name = entry.map_err(|e| io(dir, e))?.file_name();
+        names.extend(name.into_string().ok());
+    }
+    names.sort();
+    let has = |name: &str| names.iter().any(|n| n == name);
+
+    let mut looked_for = Vec::new();
+    for stem in STEMS {
+        for default in [
+            format!("{stem}.safetensors.index.json"),
+            format!("{stem}.safetensors"),
+        ] {
+            if has(&default) {
+                return Ok(dir.join(default));
+            }
+            looked_for.push(default);
+        }
+        let mut variants = variants(stem, &names);
+        if variants.len() > 1 {
+            return Err(WeightsError::AmbiguousVariant {
+                path: dir.to_owned(),
+                found: variants,
+            });
+        }
+        if let Some(variant) = variants.pop() {
+            return Ok(dir.join(variant));
+        }
+    }
+    if has("model_index.json") {
+        let part = |name: &&String| find_in_directory(&dir.join(name)).is_ok();
+        return Err(WeightsError::Pipeline {
+            path: dir.to_owned(),
+            parts: names.iter().filter(part).cloned().collect(),
+        });
+    }
+    let pickle = names.iter().find(|name| {
+        let suffix = name.rsplit_once('.').map_or("", |(_, s)| s);
+        PICKLE_SUFFIXES.contains(&suffix)
+    });
+    match pickle {
+        Some(name) => Err(WeightsError::Pickle {
+            path: dir.join(name),
+        }),
+        None => Err(WeightsError::NoWeights {
+            path: dir.to_owned(),
+            looked_for,
+            found: names,
+        }),
+    }
+}
+
+/// The files of named variants: `stem.fp16.safetensors`, `stem.safetensors.index.fp16.json` and
+/// its older form `stem.fp16.safetensors.index.json`. Where a variant has an index, its shards and
+/// single file are left out.
+fn variants(stem: &str, names: &[String]) -> Vec<String> {
+    let one_word = |v: &str| !v.is_empty() && !v.contains('.') && !v.contains("-of-");
+    let mut found: BTreeMap<&str, &String> = BTreeMap::new();
+    for name in names {
+        let Some(rest) = name.strip_prefix(stem).and_then(|r| r.strip_prefix('.')) else {
+            continue;
+        };
+        let index = rest
+            .strip_suffix(".safetensors.index.json")
+            .or_else(|| {
+                rest.strip_prefix("safetensors.index.")
+                    .and_then(|r| r.strip_suffix(".json"))
+            })
+            .filter(|v| one_word(v));
+        if let Some(variant) = index {
+            found.insert(variant, name);
+        } else if let Some(variant) = rest.strip_suffix(".safetensors").filter(|v| one_word(v)) {
+            found.entry(variant).or_insert(name);
+        }
+    }
+    found.into_values().cloned().collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::weights::{TensorView, save};
+
+    /// A file of `names`, each an `f32[3]` holding its number three times.
+    fn write(path: &Path, names: &[&str]) {
+        let data: Vec<Vec<u8>> = (0..names.len())
+            .map(|i| (i as f32).to_le_bytes().repeat(3))
+            .collect();
+        let views = names.iter().zip(&data).map(|(&name, data)| TensorView {
+            name,
+            dtype: DType::F32,
+            dims: &[3],
+            data,
+        });
+        save(
+            path,
+            views,
+            &BTreeMap::from([("format".into(), "pt".into())]),
+        )
+        .unwrap();
+    }
+
+    fn write_index(path: &Path, map: &[(&str, &str)]) {
+        let map: BTreeMap<_, _> = map.iter().copied().collect();
+        let json = serde_json::json!({"metadata": {"total_size": 1}, "weight_map": map});
+        fs::write(path, json.to_string()).unwrap();
+    }
+
+    fn error(path: &Path) -> String {
+        Checkpoint::open(path).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn reads_what_was_written() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("any name.safetensors");
+        write(&path, &["b", "a", "c"]);
+        let c = Checkpoint::open(&path).unwrap();
+        assert_eq!(c.names().collect::<Vec<_>>(), ["a", "b", "c"]);
+        assert_eq!(c.metadata()["format"], "pt");
+        assert_eq!(c.info("a").unwrap().to_string(), "f32[3]");
+        assert_eq!(c.read("a").unwrap().to_f32_vec().unwrap(), [1.0; 3]);
+        let many = c.read_many(&["c", "b"], Some(DType::BF16)).unwrap();
+        assert_eq!(many[0].shape.to_string(), "bf16[3]");
+        assert_eq!(many[0].to_f32_vec().unwrap(), [2.0; 3]);
+        assert_eq!(many[1].to_f32_vec().unwrap(), [0.0; 3]);
+        let mut part = [0; 4];
+        c.read_bytes("c", 8, &mut part).unwrap();
+        assert_eq!(part, 2.0_f32.to_le_bytes());
+        let past = c.read_bytes("c", 9, &mut part).unwrap_err().to_string();
+        assert!(
+            past.ends_with("tensor c: 4 bytes from byte 9 on wanted, it has 12"),
+            "{past}"
+        );
+    }
+
+    #[test]
+    fn large_tensors_are_read_in_parts() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("model.safetensors");
+        let data: Vec<u8> = (0..2 * READ_CHUNK + 5).map(|i| (i / 251) as u8).collect();
+        let view = TensorView {
+            name: "large",
+            dtype: DType::U8,
+            dims: &[data.len()],
+            data: &data,
+        };
+        save(&path, [view], &BTreeMap::new()).unwrap();
+        let read = Checkpoint::open(&path).unwrap().read("large").unwrap();
+        assert!(read.data == data);
+    }
+
+    #[test]
+    fn an_unknown_name_gets_the_nearest() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("model.safetensors");
+        write(&path, &["conv_in.weight", "conv_in.bias"]);
+        let c = Checkpoint::open(&path).unwrap();
+        let error = c.read("conv_in.weigth").unwrap_err().to_string();
+        assert!(
+            error.ends_with("no tensor conv_in.weigth; the nearest name is conv_in.weight"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn a_directory_gives_its_default_then_its_only_variant() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        let opened = || {
+            let c = Checkpoint::open(dir.path()).unwrap();
+            let name = c.files().next().unwrap().file_name().unwrap().to_owned();
+            name.into_string().unwrap()
+        };
+        write(&at("diffusion_pytorch_model.fp16.safetensors"), &["half"]);
+        assert_eq!(opened(), "diffusion_pytorch_model.fp16.safetensors");
+        write(
+            &at("diffusion_pytorch_model.non_ema.safetensors"),
+            &["full"],
+        );
+        let both = error(dir.path());
+        assert!(
+            both.contains("model.fp16.safetensors, diffusion_pytorch_model.non_ema.safetensors"),
+            "{both}"
+        );
+        write(&at("diffusion_pytorch_model.safetensors"), &["full"]);
+        assert_eq!(opened(), "diffusion_pytorch_model.safetensors");
+    }
+
+    #[test]
+    fn a_sharded_variant_is_found_by_its_index() {
+        for index in [
+            "model.safetensors.index.fp16.json",
+            "model.fp16.safetensors.index.json",
+        ] {
+            let dir = tempfile::tempdir().unwrap();
+            let shard = "model.fp16-00001-of-00001.safetensors";
+            write(&dir.path().join(shard), &["a"]);
+            write_index(&dir.path().join(index), &[("a", shard)]);
+            let c = Checkpoint::open(dir.path()).unwrap();
+            assert_eq!(c.names().collect::<Vec<_>>(), ["a"]);
+        }
+    }
+
+    #[test]
+    fn shards_are_read_as_one() {
+        let dir = tempfile::tempdir().unwrap();
+        write(
+            &dir.path().join("x-00001-of-00002.safetensors"),
+            &["a", "b"],
+        );
+        write(&dir.path().join("x-00002-of-00002.safetensors"), &["c"]);
+        let index = dir
+            .path()
+            .join("diffusion_pytorch_model.safetensors.index.json");
+        let (one, two) = (
+            "x-00001-of-00002.safetensors",
+            "x-00002-of-00002.safetensors",
+        );
+        write_index(&index, &[("a", one), ("b", one), ("c", two)]);
+        let c = Checkpoint::open(dir.path()).unwrap();
+        assert_eq!(c.names().collect::<Vec<_>>(), ["a", "b", "c"]);
+        assert_eq!(c.read("b").unwrap().to_f32_vec().unwrap(), [1.0; 3]);
+        assert_eq!(c.read("c").unwrap().to_f32_vec().unwrap(), [0.0; 3]);
+
+        write_index(&index, &[("a", one), ("b", two), ("c", two)]);
+        let moved = error(&index);
+        assert!(
+            moved.ends_with("tensor b: in this shard, but the index does not place it here"),
+            "{moved}"
+        );
+        write_index(&index, &[("a", one), ("b", one), ("c", two), ("d", two)]);
+        let lacking = error(&index);
+        assert!(
+            lacking.ends_with("tensor d: the index places it in this shard, which lacks it"),
+            "{lacking}"
+        );
+        write_index(
+            &index,
+            &[("a", one), ("b", "y.safetensors"), ("c", "z.safetensors")],
+        );
+        let missing = error(&index);
+        assert!(
+            missing.ends_with("shards that are not in the folder: y.safetensors, z.safetensors"),
+            "{missing}"
+        );
+    }
+
+    #[test]
+    fn an_index_cannot_point_elsewhere() {
+        let dir = tempfile::tempdir().unwrap();
+        let inner = dir.path().join("inner");
+        fs::create_dir(&inner).unwrap();
+        write(&dir.path().join("secret.safetensors"), &["a"]);
+        write(&inner.join("fine.safetensors"), &["a"]);
+        let index = inner.join("model.safetensors.index.json");
+        let absolute = dir.path().join("secret.safetensors");
+        for shard in [
+            "../secret.safetensors",
+            absolute.to_str().unwrap(),
+            "./fine.safetensors",
+            "fine.safetensors/",
+            "sub/fine.safetensors",
+            "..",
+            "",
+            "fine.bin",
+        ] {
+            write_index(&index, &[("a", shard)]);
+            let error = error(&inner);
+            assert!(
+                error.contains("only .safetensors files of the same folder"),
+                "{shard}: {error}"
+            );
+        }
+        fs::write(
+            &index,
+            r#"{"weight_map":{"a":"fine.safetensors","a":"fine.safetensors"}}"#,
+        )
+        .unwrap();
+        assert!(error(&inner).contains("a stands twice"));
+    }
+
+    #[test]
+    fn every_truncation_is_told_with_its_numbers() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("model.safetensors");
+        write(&path, &["a", "b"]);
+        let whole = fs::read(&path).unwrap();
+        for cut in 0..whole.len() {
+            fs::write(&path, &whole[..cut]).unwrap();
+            match Checkpoint::open(&path) {
+                Err(WeightsError::Truncated {
+                    expected, found, ..
+                }) => {
+                    assert_eq!(found, cut as u64);
+                    assert!(expected > found && expected <= whole.len() as u64);
+                }
+                other => panic!("cut at {cut}: {other:?}"),
+            }
+        }
+        fs::write(&path, [whole.as_slice(), b"x"].concat()).unwrap();
+        assert!(matches!(
+            Checkpoint::open(&path),
+            Err(WeightsError::TrailingBytes { .. })
+        ));
+    }
+
+    #[test]
+    fn other_formats_are_refused_with_advice() {
+        let dir = tempfile::tempdir().unwrap();
+        let write = |name: &str, data: &[u8]| {
+            let path = dir.path().join(name);
+            fs::write(&path, data).unwrap();
+            error(&path)
+        };
+        let zip = b"PK\x03\x04\x00\x00\x08\x08archive/data.pkl";
+        for error in [
+            write("x.ckpt", zip),
+            write("renamed.safetensors", zip),
+            write("x.bin", b"\x80\x02}q\x00."),
+            error(dir.path()),
+        ] {
+            assert!(error.contains("safe_serialization=True"), "{error}");
+        }
+        let lfs = write(
+            "p.safetensors",
+            b"version https://git-lfs.github.com/spec/v1\n",
+        );
+        assert!(lfs.contains("git lfs pull"), "{lfs}");
+        let html = write("h.safetensors", b"<!DOCTYPE html><html></html>");
+        assert!(html.contains("declares a header of"), "{html}");
+    }
+
+    #[test]
+    fn an_empty_or_a_pipeline_folder_says_what_to_pass() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("config.json"), "{}").unwrap();
+        let empty = error(dir.path());
+        assert!(
+            empty.ends_with("model.safetensors; the folder has config.json"),
+            "{empty}"
+        );
+        fs::write(dir.path().join("model_index.json"), "{}").unwrap();
+        fs::create_dir(dir.path().join("unet")).unwrap();
+        fs::create_dir(dir.path().join("scheduler")).unwrap();
+        write(
+            &dir.path().join("unet/diffusion_pytorch_model.safetensors"),
+            &["a"],
+        );
+        let pipeline = error(dir.path());
+        assert!(
+            pipeline.ends_with("pass one of its parts: unet"),
+            "{pipeline}"
+        );
+    }
+}

@@ -1,0 +1,437 @@
+//! Writing safetensors files: streamed, atomic, and the same bytes for the same input.
+
+use std::borrow::Cow;
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, BufWriter, ErrorKind, Write};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::{WeightsError, header};
+use crate::dtype::DType;
+use crate::shape::Shape;
+
+/// What a tensor's source may fail with.
+pub type FetchError = Box<dyn std::error::Error + Send + Sync>;
+
+/// A tensor to be written: its bytes come later.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TensorSpec {
+    pub name: String,
+    pub shape: Shape,
+}
+
+/// A tensor to be written, with its bytes: row-major, little-endian.
+#[derive(Clone, Copy, Debug)]
+pub struct TensorView<'a> {
+    pub name: &'a str,
+    pub dtype: DType,
+    pub dims: &'a [usize],
+    pub data: &'a [u8],
+}
+
+/// Writes `tensors` to `path`, replacing it when everything is written and on disk; until then, and
+/// after an error, an existing file stays as it is.
+///
+/// # Errors
+/// When a name stands twice, a tensor's bytes do not fit its shape, an element type has no
+/// counterpart in the format, or the file cannot be written (no space left included).
+pub fn save<'a>(
+    path: &Path,
+    tensors: impl IntoIterator<Item = TensorView<'a>>,
+    metadata: &BTreeMap<String, String>,
+) -> Result<(), WeightsError> {
+    let mut specs = Vec::new();
+    let mut data = BTreeMap::new();
+    for tensor in tensors {
+        specs.push(TensorSpec {
+            name: tensor.name.to_owned(),
+            shape: Shape::new(tensor.dtype, tensor.dims),
+        });
+        data.insert(tensor.name, tensor.data);
+    }
+    save_streaming(path, &specs, metadata, |spec| {
+        Ok(Cow::Borrowed(
+            data.get(spec.name.as_str()).copied().unwrap_or_default(),
+        ))
+    })
+}
+
+/// As [`save`], asking `fetch` for each tensor's bytes when they are to be written, so that a model
+/// on a device needs one tensor at a time in host memory.
+///
+/// # Errors
+/// As [`save`], and what `fetch` fails with.
+pub fn save_streaming<'a>(
+    path: &Path,
+    specs: &[TensorSpec],
+    metadata: &BTreeMap<String, String>,
+    fetch: impl FnMut(&TensorSpec) -> Result<Cow<'a, [u8]>, FetchError>,
+) -> Result<(), WeightsError> {
+    let plan = FilePlan::new(path, specs, metadata)?;
+    check_free_space(path, parent_of(path), plan.bytes)?;
+    let io = |source| write_error(path, plan.bytes, source);
+    let mut file = AtomicFile::create(path).map_err(io)?;
+    plan.write(path, &mut file.out, fetch)?;
+    file.commit().map_err(io)
+}
+
+/// The header and order of a file about to be written.
+pub(crate) struct FilePlan<'a> {
+    head: Vec<u8>,
+    order: Vec<&'a TensorSpec>,
+    /// Length of the whole file.
+    pub bytes: u64,
+}
+
+impl<'a> FilePlan<'a> {
+    /// Wide types come first and names are sorted within a type, as the `safetensors` crate does it:
+    /// every tensor is aligned, and the order of `specs` does not matter.
+    pub fn new(
+        path: &Path,
+        specs: &'a [TensorSpec],
+        metadata: &BTreeMap<String, String>,
+    ) -> Result<Self, WeightsError> {
+        let mut order: Vec<&TensorSpec> = specs.iter().collect();
+        order.sort_by_key(|s| (std::cmp::Reverse(s.shape.dtype.bits()), &s.name));
+        let head = header::encode(path, &order, metadata)?;
+        let data: usize = order.iter().map(|s| s.shape.bytes()).sum();
+        Ok(FilePlan {
+            bytes: head.len() as u64 + data as u64,
+            head,
+            order,
+        })
+    }
+
+    /// Writes the file's bytes to `out`. `path` is for messages.
+    pub fn write<'t>(
+        &self,
+        path: &Path,
+        out: &mut impl Write,
+        mut fetch: impl FnMut(&TensorSpec) -> Result<Cow<'t, [u8]>, FetchError>,
+    ) -> Result<(), WeightsError> {
+        let io = |source| write_error(path, self.bytes, source);
+        out.write_all(&self.head).map_err(io)?;
+        for spec in &self.order {
+            let data = fetch(spec).map_err(|source| WeightsError::Fetch {
+                path: path.to_owned(),
+                tensor: spec.name.clone(),
+                source,
+            })?;
+            if data.len() != spec.shape.bytes() {
+                return Err(WeightsError::Tensor {
+                    path: path.to_owned(),
+                    tensor: spec.name.clone(),
+                    reason: format!(
+                        "{} takes {} bytes, {} given",
+                        spec.shape,
+                        spec.shape.bytes(),
+                        data.len()
+                    ),
+                });
+            }
+            out.write_all(&data).map_err(io)?;
+        }
+        Ok(())
+    }
+}
+
+/// A file that appears under its name when it is complete and on disk. Dropped before that, it
+/// leaves nothing behind.
+pub(crate) struct AtomicFile {
+    target: PathBuf,
+    temp: PathBuf,
+    pub out: BufWriter<File>,
+    committed: bool,
+}
+
+impl AtomicFile {
+    pub fn create(target: &Path) -> io::Result<Self> {
+        static COUNT: AtomicU64 = AtomicU64::new(0);
+        let name = target
+            .file_name()
+            .ok_or_else(|| io::Error::new(ErrorKind::InvalidInput, "the path names no file"))?;
+        let mut temp_name = OsString::from(".");
+        temp_name.push(name);
+        let count = COUNT.fetch_add(1, Ordering::Relaxed);
+        temp_name.push(format!(".tmp-{}-{count}", std::process::id()));
+        let temp = parent_of(target).join(temp_name);
+        let file = OpenOptions::new()
+            .write(true)
+            .create_new(true)
+            .open(&temp)?;
+        Ok(AtomicFile {
+            target: target.to_owned(),
+            temp,
+            out: BufWriter::with_capacity(1 << 20, file),
+            committed: false,
+        })
+    }
+
+    /// Makes the file durable and gives it its name.
+    pub fn commit(mut self) -> io::Result<()> {
+        self.out.flush()?;
+        self.out.get_ref().sync_all()?;
+        fs::rename(&self.temp, &self.target)?;
+        self.committed = true;
+        sync_dir(parent_of(&self.target))
+    }
+}
+
+impl Drop for AtomicFile {
+    fn drop(&mut self) {
+        if !self.committed {
+            // Best effort: the error that led here is the one to report.
+            let _ = fs::remove_file(&self.temp);
+        }
+    }
+}
+
+/// Makes the entries of a directory durable.
+pub(crate) fn sync_dir(dir: &Path) -> io::Result<()> {
+    File::open(dir)?.sync_all()
+}
+
+/// The directory that holds `path`.
+pub(crate) fn parent_of(path: &Path) -> &Path {
+    match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
+    }
+}
+
+/// Refuses to begin what cannot fit. `path` is for the message, `dir` is where it goes.
+pub(crate) fn check_free_space(path: &Path, dir: &Path, needed: u64) -> Result<(), WeightsError> {
+    match free_space(dir) {
+        Some(free) if free < needed => Err(WeightsError::NoSpace {
+            path: path.to_owned(),
+            needed,
+            free: Some(free),
+        }),
+        _ => Ok(()),
+    }
+}
+
+/// Bytes that may be written in `dir`, where the file system tells: some (FUSE) report zero blocks.
+fn free_space(dir: &Path) -> Option<u64> {
+    let stat = rustix::fs::statvfs(dir).ok()?;
+    (stat.f_blocks > 0).then(|| stat.f_bavail.saturating_mul(stat.f_frsize))
+}
+
+/// The error of a write: a full device, an exceeded quota and a file size limit are told as such.
+pub(crate) fn write_error(path: &Path, needed: u64, source: io::Error) -> WeightsError {
+    match source.kind() {
+        ErrorKind::StorageFull | ErrorKind::QuotaExceeded | ErrorKind::FileTooLarge => {
+            WeightsError::NoSpace {
+                path: path.to_owned(),
+                needed,
+                free: free_space(parent_of(path)),
+            }
+        }
+        _ => WeightsError::Io {
+            path: path.to_owned(),
+            source,
+        },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use safetensors::SafeTensors;
+
+    use super::*;
+    use crate::weights::Checkpoint;
+
+    fn specs() -> Vec<TensorSpec> {
+        [
+            ("b", DType::U8, vec![3]),
+            ("a", DType::F16, vec![2, 1]),
+            ("empty", DType::F32, vec![0, 4]),
+            ("scalar", DType::F32, vec![]),
+        ]
+        .map(|(name, dtype, dims)| TensorSpec {
+            name: name.to_owned(),
+            shape: Shape::new(dtype, dims),
+        })
+        .to_vec()
+    }
+
+    fn bytes_of(spec: &TensorSpec) -> Vec<u8> {
+        vec![spec.name.as_bytes()[0]; spec.shape.bytes()]
+    }
+
+    fn save_all(path: &Path, specs: &[TensorSpec]) -> Result<(), WeightsError> {
+        let metadata = BTreeMap::from([("format".into(), "pt".into()), ("a".into(), "1".into())]);
+        save_streaming(path, specs, &metadata, |spec| Ok(bytes_of(spec).into()))
+    }
+
+    fn files(dir: &Path) -> Vec<String> {
+        let mut names: Vec<String> = fs::read_dir(dir)
+            .unwrap()
+            .map(|e| e.unwrap().file_name().into_string().unwrap())
+            .collect();
+        names.sort();
+        names
+    }
+
+    #[test]
+    fn the_reference_implementation_reads_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("model.safetensors");
+        save_all(&path, &specs()).unwrap();
+        let data = fs::read(&path).unwrap();
+        let (header, metadata) = SafeTensors::read_metadata(&data).unwrap();
+        assert_eq!(header % 8, 0);
+        assert_eq!(metadata.metadata().as_ref().unwrap()["format"], "pt");
+        let tensors = SafeTensors::deserialize(&data).unwrap();
+        assert_eq!(tensors.len(), 4);
+        for spec in specs() {
+            let tensor = tensors.tensor(&spec.name).unwrap();
+            assert_eq!(tensor.shape(), spec.shape.dims);
+            assert_eq!(tensor.data(), bytes_of(&spec));
+        }
+        assert_eq!(files(dir.path()), ["model.safetensors"]);
+    }
+
+    #[test]
+    fn the_order_given_does_not_change_the_bytes() {
+        let dir = tempfile::tempdir().unwrap();
+        let (one, two) = (dir.path().join("1"), dir.path().join("2"));
+        let mut reversed = specs();
+        reversed.reverse();
+        save_all(&one, &specs()).unwrap();
+        save_all(&two, &reversed).unwrap();
+        assert_eq!(fs::read(&one).unwrap(), fs::read(&two).unwrap());
+    }
+
+    #[test]
+    fn a_failing_source_leaves_the_old_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("model.safetensors");
+        fs::write(&path, "old").unwrap();
+        let error = save_streaming(&path, &specs(), &BTreeMap::new(), |spec| {
+            match spec.name.as_str() {
+                "b" => Err("the device is gone".into()),
+                _ => Ok(bytes_of(spec).into()),
+            }
+        })
+        .unwrap_err();
+        assert!(
+            error.to_string().ends_with("tensor b: the device is gone"),
+            "{error}"
+        );
+        assert_eq!(fs::read(&path).unwrap(), b"old");
+        assert_eq!(files(dir.path()), ["model.safetensors"]);
+    }
+
+    #[test]
+    fn wrong_input_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("model.safetensors");
+        let view = |name, dtype, dims, data| TensorView {
+            name,
+            dtype,
+            dims,
+            data,
+        };
+        let error = |views: &[TensorView]| {
+            let error = save(&path, views.iter().copied(), &BTreeMap::new()).unwrap_err();
+            error.to_string()
+        };
+        let short = error(&[view("a", DType::F32, &[2], &[0; 7])]);
+        assert!(
+            short.ends_with("tensor a: f32[2] takes 8 bytes, 7 given"),
+            "{short}"
+        );
+        let twice = view("a", DType::U8, &[1], &[0]);
+        let twice = error(&[twice, twice]);
+        assert!(
+            twice.ends_with("tensor a: the name stands twice"),
+            "{twice}"
+        );
+        let packed = error(&[view("a", DType::S4, &[2], &[0])]);
+        assert!(
+            packed.ends_with("safetensors has no element type s4"),
+            "{packed}"
+        );
+        let odd = error(&[view("a", DType::F4E2M1Fn, &[3], &[0; 2])]);
+        assert!(odd.ends_with("does not fill whole bytes"), "{odd}");
+        assert_eq!(files(dir.path()), Vec::<String>::new());
+    }
+
+    /// A writer on a device that is full after `left` bytes.
+    struct Full {
+        left: usize,
+    }
+
+    impl Write for Full {
+        fn write(&mut self, data: &[u8]) -> io::Result<usize> {
+            if self.left == 0 && !data.is_empty() {
+                return Err(ErrorKind::StorageFull.into());
+            }
+            let n = data.len().min(self.left);
+            self.left -= n;
+            Ok(n)
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_device_that_fills_up_at_any_byte_is_told_as_such() {
+        let specs = specs();
+        let path = Path::new("model.safetensors");
+        let plan = FilePlan::new(path, &specs, &BTreeMap::new()).unwrap();
+        for left in 0..plan.bytes as usize {
+            let error = plan
+                .write(path, &mut Full { left }, |s| Ok(bytes_of(s).into()))
+                .unwrap_err();
+            assert!(
+                matches!(error, WeightsError::NoSpace { needed, .. } if needed == plan.bytes),
+                "{left}: {error}"
+            );
+        }
+        let left = plan.bytes as usize;
+        plan.write(path, &mut Full { left }, |s| Ok(bytes_of(s).into()))
+            .unwrap();
+    }
+
+    #[test]
+    fn what_cannot_fit_is_refused_before_it_begins() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("model.safetensors");
+        fs::write(&path, "old").unwrap();
+        let specs = [TensorSpec {
+            name: "huge".to_owned(),
+            shape: Shape::new(DType::U8, [1_usize << 60]),
+        }];
+        let error = save_streaming(&path, &specs, &BTreeMap::new(), |_| {
+            Err("asked for bytes that cannot fit".into())
+        })
+        .unwrap_err();
+        assert!(
+            matches!(error, WeightsError::NoSpace { free: Some(_), .. }),
+            "{error}"
+        );
+        assert_eq!(fs::read(&path).unwrap(), b"old");
+    }
+
+    #[test]
+    fn saving_over_a_file_keeps_readers_of_the_old_one() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("model.safetensors");
+        save_all(&path, &specs()).unwrap();
+        let old = Checkpoint::open(&path).unwrap();
+        let other = [TensorSpec {
+            name: "x".to_owned(),
+            shape: Shape::new(DType::F32, [1]),
+        }];
+        save_all(&path, &other).unwrap();
+        assert_eq!(old.read("b").unwrap().data, b"bbb");
+        let new = Checkpoint::open(&path).unwrap();
+        assert_eq!(new.names().collect::<Vec<_>>(), ["x"]);
+    }
+}
