@@ -19,6 +19,7 @@ pub mod pjrt;
 pub mod proto;
 pub mod quant;
 pub mod report;
+pub mod runtime;
 pub mod schedulers;
 pub mod shape;
 pub mod shard;

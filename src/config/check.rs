@@ -146,9 +146,7 @@ fn mesh(config: &Config, found: &mut Vec<Conflict>) {
 }
 
 fn twice(axes: &[MeshAxis]) -> bool {
-    axes.iter()
-        .enumerate()
-        .any(|(i, a)| axes[..i].contains(a))
+    axes.iter().enumerate().any(|(i, a)| axes[..i].contains(a))
 }
 
 fn training(config: &Config, found: &mut Vec<Conflict>) {

@@ -171,7 +171,8 @@ pub fn write_markdown() -> String {
     text
 }
 
-const HEAD: &str = "| key | type | default | affects | meaning | status |\n|---|---|---|---|---|---|\n";
+const HEAD: &str =
+    "| key | type | default | affects | meaning | status |\n|---|---|---|---|---|---|\n";
 
 fn row(text: &mut String, key: &Key) {
     let default = match key.ty {

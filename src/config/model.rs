@@ -144,7 +144,10 @@ mod tests {
         assert_eq!(sd15, of("CompVis/stable-diffusion-v1-4"));
         assert_eq!(sd15["cross_attention_dim"], 768);
         let sd21 = of("stabilityai/stable-diffusion-2-1");
-        assert_eq!(sd21["attention_head_dim"], serde_json::json!([5, 10, 20, 20]));
+        assert_eq!(
+            sd21["attention_head_dim"],
+            serde_json::json!([5, 10, 20, 20])
+        );
         let xl = of("stabilityai/stable-diffusion-xl-base-1.0");
         assert_eq!(xl["projection_class_embeddings_input_dim"], 2816);
         assert_eq!(builtin_unet_config("someone/something"), None);
@@ -154,9 +157,13 @@ mod tests {
     fn every_name_of_a_built_in_dict_is_accepted_as_unet_config() {
         for model in KNOWN {
             let word = format!("unet_config={}", model.unet);
-            let loaded = Config::from_overrides(&[word, "train_new_unet=True".into()], None).unwrap();
+            let loaded =
+                Config::from_overrides(&[word, "train_new_unet=True".into()], None).unwrap();
             let want: Value = serde_json::from_str(model.unet).unwrap();
-            assert_eq!(Value::Object(loaded.config.unet_config_json().unwrap()), want);
+            assert_eq!(
+                Value::Object(loaded.config.unet_config_json().unwrap()),
+                want
+            );
         }
     }
 
@@ -168,7 +175,10 @@ mod tests {
         };
         let message = config.unet_config_json().unwrap_err().to_string();
         assert!(message.contains("'someone/something'"), "{message}");
-        assert!(message.contains("stable-diffusion-xl-base-1.0"), "{message}");
+        assert!(
+            message.contains("stable-diffusion-xl-base-1.0"),
+            "{message}"
+        );
     }
 
     #[test]

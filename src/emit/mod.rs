@@ -10,6 +10,7 @@ use std::collections::HashMap;
 use std::fmt::Write;
 
 use crate::graph::{Graph, Op};
+use crate::shard::ShardingText;
 
 use types::TypeText;
 
@@ -32,21 +33,6 @@ impl DotPrecision {
             DotPrecision::Highest => "HIGHEST",
         }
     }
-}
-
-/// The shardings of one program as Shardy text, made by [`crate::shard`].
-#[derive(Clone, Debug, Default)]
-pub struct ShardingText {
-    /// The mesh attribute, e.g. `<["data"=2, "fsdp"=4]>`.
-    pub mesh: String,
-    /// The number of devices of the mesh.
-    pub num_partitions: usize,
-    /// For each input `[{"data"}, {}]`, or `None` to leave it to propagation.
-    pub inputs: Vec<Option<String>>,
-    /// For each output likewise.
-    pub outputs: Vec<Option<String>>,
-    /// For each node that is a sharding constraint, by node index of the main graph.
-    pub constraints: HashMap<u32, String>,
 }
 
 /// What emission needs to know beside the graph.
@@ -102,7 +88,7 @@ impl Emitter<'_> {
             symbol(name)
         );
         if let Some(sharding) = &self.options.sharding {
-            let _ = writeln!(self.text, "  sdy.mesh @mesh = {}", sharding.mesh);
+            let _ = writeln!(self.text, "  {}", sharding.mesh);
         }
         self.text.push_str("  func.func public @main(");
         for (index, input) in graph.inputs.iter().enumerate() {
@@ -143,12 +129,12 @@ impl Emitter<'_> {
 
     fn sharding_of(
         &self,
-        list: impl Fn(&ShardingText) -> &Vec<Option<String>>,
+        list: impl Fn(&ShardingText) -> &Vec<String>,
         index: usize,
     ) -> Option<String> {
         let sharding = self.options.sharding.as_ref()?;
-        let spec = list(sharding).get(index)?.as_ref()?;
-        Some(format!("sdy.sharding = #sdy.sharding<@mesh, {spec}>"))
+        let spec = list(sharding).get(index)?;
+        Some(format!("sdy.sharding = {spec}"))
     }
 
     fn attributes(&mut self, attributes: &[String]) {

@@ -240,10 +240,9 @@ impl Emitter<'_> {
             }
             Op::ShardingConstraint(_) => match self.constraint(index, main) {
                 Some(spec) => {
-                    format!(
-                        "sdy.sharding_constraint {} <@mesh, {spec}> : {result}",
-                        operand(0)
-                    )
+                    // The operation takes the attribute's body alone.
+                    let body = spec.trim_start_matches("#sdy.sharding");
+                    format!("sdy.sharding_constraint {} {body} : {result}", operand(0))
                 }
                 None => return,
             },

@@ -59,11 +59,14 @@ fn shardings_reach_the_signature_and_the_constraints() {
     let constraint = graph.outputs[0].node;
     let options = EmitOptions {
         sharding: Some(ShardingText {
-            mesh: r#"<["data"=2]>"#.to_string(),
+            mesh: r#"sdy.mesh @mesh = <["data"=2]>"#.to_string(),
             num_partitions: 2,
-            inputs: vec![Some(r#"[{"data"}, {}]"#.to_string())],
-            outputs: vec![None],
-            constraints: HashMap::from([(constraint, r#"[{"data"}, {}]"#.to_string())]),
+            inputs: vec![r#"#sdy.sharding<@mesh, [{"data"}, {}]>"#.to_string()],
+            outputs: vec![r#"#sdy.sharding<@mesh, [{}, {}]>"#.to_string()],
+            constraints: HashMap::from([(
+                constraint,
+                r#"#sdy.sharding<@mesh, [{"data"}, {}]>"#.to_string(),
+            )]),
         }),
         ..EmitOptions::default()
     };

@@ -6,10 +6,12 @@
 
 mod layout;
 mod mesh;
+mod plan;
 mod rules;
 mod spec;
 
 pub use mesh::{DeviceDescription, Mesh, Parallelism};
+pub use plan::{ShardPlan, ShardingText};
 pub use rules::{LogicalAxisRule, LogicalAxisRules, MeshAxes, Unsharded};
 pub use spec::PartitionSpec;
 

@@ -1,0 +1,158 @@
+//! Programs on the devices of this machine: one path for CPU, GPU and TPU.
+//!
+//! A [`Session`] holds a client and the mesh of its devices. It compiles graphs to [`Program`]s, which take and
+//! give [`Array`]s: tensors that lie whole or in parts on the mesh's devices.
+
+mod array;
+mod program;
+
+pub use array::Array;
+pub use program::{Program, ProgramOptions, Timings, Value};
+
+use crate::dtype::DType;
+use crate::host_tensor::{HostTensor, HostTensorError};
+use crate::pjrt::{Client, Device, ElementType, NamedValue, PjrtError, Plugin};
+use crate::shape::Shape;
+use crate::shard::{
+    DeviceDescription, LogicalAxisRules, Mesh, Parallelism, PartitionSpec, ShardError,
+};
+
+/// Why a program could not be made or run.
+#[derive(Debug, thiserror::Error)]
+pub enum RuntimeError {
+    #[error(transparent)]
+    Pjrt(#[from] PjrtError),
+    #[error(transparent)]
+    Shard(#[from] ShardError),
+    #[error(transparent)]
+    HostTensor(#[from] HostTensorError),
+    #[error("{program}: takes {expected} arguments, found {found}")]
+    ArgumentCount {
+        program: String,
+        expected: usize,
+        found: usize,
+    },
+    #[error("{program}: argument {name}: expected {expected}, found {found}")]
+    Argument {
+        program: String,
+        name: String,
+        expected: Shape,
+        found: Shape,
+    },
+    #[error("device {id} of the mesh is not addressable from this process")]
+    DeviceMissing { id: i64 },
+    #[error("{0} has no counterpart in this runtime")]
+    ElementType(DType),
+}
+
+/// The devices of one client laid out on a mesh.
+#[derive(Clone)]
+pub struct Session {
+    client: Client,
+    mesh: Mesh,
+    /// In mesh order.
+    devices: Vec<Device>,
+    rules: LogicalAxisRules,
+}
+
+/// What the plugins call a description, as the mesh wants it.
+pub fn describe(device: &crate::pjrt::DeviceDescription) -> DeviceDescription {
+    let core = match device.attributes.get("core_on_chip") {
+        Some(NamedValue::Int64(core)) => *core,
+        _ => 0,
+    };
+    DeviceDescription {
+        id: device.id,
+        slice_index: device.slice_index().unwrap_or(0),
+        coords: device.coords().map(<[i64]>::to_vec).unwrap_or_default(),
+        core_on_chip: core,
+    }
+}
+
+impl Session {
+    /// Opens a client of `plugin` with the plugin's own `options` and lays its devices out.
+    ///
+    /// # Errors
+    /// The plugin's, and when the parallelism does not fit the devices.
+    pub fn open(
+        plugin: &Plugin,
+        options: &[(String, NamedValue)],
+        parallelism: &Parallelism,
+        rules: LogicalAxisRules,
+    ) -> Result<Session, RuntimeError> {
+        let client = Client::create(plugin, options)?;
+        let descriptions: Vec<DeviceDescription> = client
+            .devices()
+            .iter()
+            .map(|d| describe(d.description()))
+            .collect();
+        let mesh = Mesh::new(parallelism, &descriptions)?;
+        let devices = mesh
+            .device_assignment()
+            .iter()
+            .map(|id| {
+                client
+                    .addressable_devices()
+                    .iter()
+                    .find(|d| d.id() == *id)
+                    .cloned()
+                    .ok_or(RuntimeError::DeviceMissing { id: *id })
+            })
+            .collect::<Result<Vec<_>, _>>()?;
+        Ok(Session {
+            client,
+            mesh,
+            devices,
+            rules,
+        })
+    }
+
+    pub fn client(&self) -> &Client {
+        &self.client
+    }
+
+    pub fn mesh(&self) -> &Mesh {
+        &self.mesh
+    }
+
+    pub fn rules(&self) -> &LogicalAxisRules {
+        &self.rules
+    }
+
+    /// The devices in mesh order.
+    pub fn devices(&self) -> &[Device] {
+        &self.devices
+    }
+
+    /// Copies a host tensor to the devices, split by `spec`.
+    ///
+    /// # Errors
+    /// When a dimension does not divide, or a transfer fails.
+    pub fn put(&self, tensor: &HostTensor, spec: &PartitionSpec) -> Result<Array, RuntimeError> {
+        Array::from_host(self, tensor, spec)
+    }
+}
+
+fn element_type(dtype: DType) -> Result<ElementType, RuntimeError> {
+    Ok(match dtype {
+        DType::Pred => ElementType::Pred,
+        DType::S4 => ElementType::S4,
+        DType::S8 => ElementType::S8,
+        DType::S16 => ElementType::S16,
+        DType::S32 => ElementType::S32,
+        DType::S64 => ElementType::S64,
+        DType::U4 => ElementType::U4,
+        DType::U8 => ElementType::U8,
+        DType::U16 => ElementType::U16,
+        DType::U32 => ElementType::U32,
+        DType::U64 => ElementType::U64,
+        DType::F4E2M1Fn => ElementType::F4E2M1Fn,
+        DType::F8E4M3Fn => ElementType::F8E4M3Fn,
+        DType::F8E5M2 => ElementType::F8E5M2,
+        DType::F8E8M0Fnu => ElementType::F8E8M0Fnu,
+        DType::F16 => ElementType::F16,
+        DType::BF16 => ElementType::Bf16,
+        DType::F32 => ElementType::F32,
+        DType::F64 => ElementType::F64,
+    })
+}

@@ -1,0 +1,187 @@
+//! Compiled programs and how they run.
+
+use std::time::Instant;
+
+use crate::emit::{DotPrecision, EmitOptions, stablehlo};
+use crate::graph::Graph;
+use crate::pjrt::{Arg, CompileOptions, DeviceAssignment, Executable, LoadedExecutable};
+use crate::shape::Shape;
+use crate::shard::{Mesh, PartitionSpec, ShardPlan};
+
+use super::{Array, RuntimeError, Session};
+
+/// What decides how a graph is compiled, beside the session.
+#[derive(Clone, Debug, Default)]
+pub struct ProgramOptions {
+    pub precision: DotPrecision,
+}
+
+/// Seconds spent on making a program.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Timings {
+    pub emit: f64,
+    pub compile: f64,
+}
+
+/// One argument or result of a program.
+#[derive(Clone, Debug)]
+pub struct Slot {
+    pub name: String,
+    pub shape: Shape,
+    pub spec: PartitionSpec,
+}
+
+/// An argument: borrowed, or given up so that its memory may hold a result.
+pub enum Value<'a> {
+    Borrow(&'a Array),
+    Donate(Array),
+}
+
+/// A compiled program on a session's devices.
+pub struct Program {
+    name: String,
+    executable: LoadedExecutable,
+    inputs: Vec<Slot>,
+    outputs: Vec<Slot>,
+    timings: Timings,
+}
+
+/// Compile options of a program partitioned over `mesh`.
+pub fn compile_options(mesh: &Mesh) -> CompileOptions {
+    let options = CompileOptions::new(1, mesh.num_devices() as u32);
+    options.device_assignment(&DeviceAssignment::partitions(
+        mesh.device_assignment().to_vec(),
+    ))
+}
+
+impl Program {
+    /// Emits and compiles `graph`.
+    ///
+    /// # Errors
+    /// The compiler's, and those of the sharding rules.
+    pub fn compile(
+        session: &Session,
+        graph: &Graph,
+        name: &str,
+        options: &ProgramOptions,
+    ) -> Result<Program, RuntimeError> {
+        let plan = ShardPlan::new(graph, &session.mesh, &session.rules)?;
+        for note in &plan.unsharded {
+            tracing::debug!("{name}: {note}");
+        }
+        let start = Instant::now();
+        let text = stablehlo(
+            graph,
+            name,
+            &EmitOptions {
+                precision: options.precision,
+                sharding: plan.text(&session.mesh),
+            },
+        );
+        let emit = start.elapsed().as_secs_f64();
+        let start = Instant::now();
+        let executable = session
+            .client
+            .compile(&text, &compile_options(&session.mesh))?;
+        let compile = start.elapsed().as_secs_f64();
+        let inputs = graph
+            .inputs
+            .iter()
+            .zip(plan.inputs)
+            .map(|(input, spec)| Slot {
+                name: input.name.clone(),
+                shape: input.shape.clone(),
+                spec,
+            })
+            .collect();
+        let outputs = graph
+            .outputs
+            .iter()
+            .zip(plan.outputs)
+            .map(|(output, spec)| Slot {
+                name: output.name.clone(),
+                shape: graph.nodes[output.node as usize].shape.clone(),
+                spec,
+            })
+            .collect();
+        Ok(Program {
+            name: name.to_string(),
+            executable,
+            inputs,
+            outputs,
+            timings: Timings { emit, compile },
+        })
+    }
+
+    pub fn inputs(&self) -> &[Slot] {
+        &self.inputs
+    }
+
+    pub fn outputs(&self) -> &[Slot] {
+        &self.outputs
+    }
+
+    pub fn timings(&self) -> Timings {
+        self.timings
+    }
+
+    /// What the plugin tells of the compiled program.
+    pub fn executable(&self) -> &Executable {
+        self.executable.executable()
+    }
+
+    /// Starts the program. Results may be used at once; reading one waits for it.
+    ///
+    /// # Errors
+    /// When arguments do not fit the program, or the plugin refuses them.
+    pub fn run(&self, arguments: Vec<Value<'_>>) -> Result<Vec<Array>, RuntimeError> {
+        if arguments.len() != self.inputs.len() {
+            return Err(RuntimeError::ArgumentCount {
+                program: self.name.clone(),
+                expected: self.inputs.len(),
+                found: arguments.len(),
+            });
+        }
+        let devices = self.executable.devices().len();
+        let mut lists: Vec<Vec<Arg<'_>>> = (0..devices)
+            .map(|_| Vec::with_capacity(arguments.len()))
+            .collect();
+        for (argument, slot) in arguments.into_iter().zip(&self.inputs) {
+            let shape = match &argument {
+                Value::Borrow(array) => &array.shape,
+                Value::Donate(array) => &array.shape,
+            };
+            if *shape != slot.shape {
+                return Err(RuntimeError::Argument {
+                    program: self.name.clone(),
+                    name: slot.name.clone(),
+                    expected: slot.shape.clone(),
+                    found: shape.clone(),
+                });
+            }
+            match argument {
+                Value::Borrow(array) => {
+                    for (list, part) in lists.iter_mut().zip(&array.parts) {
+                        list.push(Arg::Borrow(part));
+                    }
+                }
+                Value::Donate(array) => {
+                    for (list, part) in lists.iter_mut().zip(array.parts) {
+                        list.push(Arg::Donate(part));
+                    }
+                }
+            }
+        }
+        let execution = self.executable.execute(lists)?;
+        let mut by_device: Vec<_> = execution.wait()?.into_iter().map(Vec::into_iter).collect();
+        Ok(self
+            .outputs
+            .iter()
+            .map(|slot| Array {
+                shape: slot.shape.clone(),
+                spec: slot.spec.clone(),
+                parts: by_device.iter_mut().filter_map(Iterator::next).collect(),
+            })
+            .collect())
+    }
+}
