@@ -1,9 +1,15 @@
 //! The models against what diffusers and transformers say of them.
 
+mod common;
+
+use common::{Golden, assert_close, rel_l2};
 use maxdiff::dtype::DType;
-use maxdiff::graph::{Builder, Graph};
+use maxdiff::graph::{Builder, Graph, InputKind, Op, Tensor, evaluate, vjp};
+use maxdiff::host_tensor::HostTensor;
+use maxdiff::models::clip::{ClipTextConfig, clip_text};
 use maxdiff::models::unet::{ROOT, UNet2DConditionConfig, declare_inputs, unet};
 use maxdiff::nn::{Precision, Remat};
+use maxdiff::shape::Shape;
 
 const SD15: &str = r#"{"_class_name": "UNet2DConditionModel", "_diffusers_version": "0.6.0",
     "act_fn": "silu", "attention_head_dim": 8, "block_out_channels": [320, 640, 1280, 1280],
@@ -81,7 +87,7 @@ fn every_weight_is_used_and_every_axis_is_named_with_its_weight() {
         }
     }
     for (id, node) in graph.nodes.iter().enumerate() {
-        if let maxdiff::graph::Op::Parameter(index) = node.op {
+        if let Op::Parameter(index) = node.op {
             assert!(used[id], "{} is not used", graph.inputs[index].name);
         }
     }
@@ -144,7 +150,7 @@ fn inputs_that_do_not_fit_are_named() {
         let b = Builder::new();
         let mut inputs = declare_inputs(&b, &config, [1, size, size, 77], DType::F32).unwrap();
         if let Some(features) = length_features {
-            let shape = maxdiff::shape::Shape::new(DType::F32, [1, 77, features]);
+            let shape = Shape::new(DType::F32, [1, 77, features]);
             inputs.encoder_hidden_states = b.input("other", shape, &[]).unwrap();
         }
         if !text_time {
@@ -170,6 +176,188 @@ fn remat_marks_each_resnet_and_transformer_layer() {
         graph.nodes.iter().filter_map(|n| n.remat).collect();
     // 22 resnets (8 down, 2 in the middle, 12 up) and 16 transformers of one layer.
     assert_eq!(regions.len(), 38);
+}
+
+/// Weights of the traced model as tensors of `b`, in argument order.
+fn weights(b: &Builder) -> Vec<(String, Tensor)> {
+    let declared = b.with_graph(|g| g.weights().map(|(_, w)| w.clone()).collect::<Vec<_>>());
+    declared
+        .into_iter()
+        .map(|w| (w.key().to_string(), b.declare(w).unwrap()))
+        .collect()
+}
+
+/// The checkpoint must have exactly the model's weights, in name and shape.
+fn assert_same_weights(b: &Builder, checkpoint: &Golden) {
+    let mut ours: Vec<(String, Vec<usize>)> = weights(b)
+        .into_iter()
+        .map(|(key, w)| (key, b.dims(w)))
+        .collect();
+    ours.sort();
+    assert_eq!(ours, checkpoint.shapes());
+}
+
+/// The graph's outputs on the checkpoint's weights and the recorded inputs.
+fn run(graph: &Graph, checkpoint: &Golden, io: &Golden) -> Vec<HostTensor> {
+    let arguments: Vec<HostTensor> = graph
+        .inputs
+        .iter()
+        .map(|input| match input.kind {
+            InputKind::Weight(_) => checkpoint.tensor(input.key(), &input.shape),
+            _ => io.tensor(&format!("in/{}", input.name), &input.shape),
+        })
+        .collect();
+    evaluate(graph, &arguments).unwrap()
+}
+
+/// diffusers in float64 on the float32 weights, against this graph in float32: the forward pass within 1e-5, gradients
+/// of weights and inputs within 1e-4. PyTorch's own float32 run is up to 7e-7 and 1.3e-5 away.
+fn unet_matches_diffusers(name: &str, remat: Remat) {
+    let io = Golden::read(&format!("{name}/io.safetensors"));
+    let checkpoint = Golden::read_folder(name, "diffusion_pytorch_model");
+    let config =
+        UNet2DConditionConfig::from_json(&Golden::text(&format!("{name}/config.json"))).unwrap();
+
+    let b = Builder::new();
+    let [batch, _, height, width] = io.dims("in/sample").try_into().unwrap();
+    let length = io.dims("in/encoder_hidden_states")[1];
+    let inputs = declare_inputs(&b, &config, [batch, height, width, length], DType::F32).unwrap();
+    let y = unet(&b, &config, inputs, Precision::F32, remat).unwrap();
+    assert_same_weights(&b, &checkpoint);
+    b.output("out/sample", y, None).unwrap();
+
+    let shape = b.shape(y);
+    let cotangent = b.input("cotangent", shape.clone(), &[]).unwrap();
+    let cotangent = b.mul_scalar(cotangent, 1.0 / shape.count() as f64).unwrap();
+    let mut wrt: Vec<(String, Tensor)> = weights(&b)
+        .into_iter()
+        .map(|(key, w)| (format!("grad/param/{key}"), w))
+        .collect();
+    wrt.push(("grad/in/sample".to_string(), inputs.sample));
+    wrt.push((
+        "grad/in/encoder_hidden_states".to_string(),
+        inputs.encoder_hidden_states,
+    ));
+    if let Some(text_time) = inputs.text_time {
+        wrt.push(("grad/in/text_embeds".to_string(), text_time.text_embeds));
+    }
+    let tensors: Vec<Tensor> = wrt.iter().map(|(_, t)| *t).collect();
+    for ((name, _), g) in wrt
+        .iter()
+        .zip(vjp(&b, &[(y, cotangent)], &tensors).unwrap())
+    {
+        b.output(name, g, None).unwrap();
+    }
+
+    let graph = b.finish();
+    let results = run(&graph, &checkpoint, &io);
+    let mut worst = 0.0f64;
+    for (output, found) in graph.outputs.iter().zip(&results) {
+        let tolerance = if output.name == "out/sample" {
+            1e-5
+        } else {
+            1e-4
+        };
+        assert_close(&output.name, found, &io, tolerance);
+        if output.name == "out/sample" {
+            eprintln!("{name}: forward {:.1e}", rel_l2(found, &io, &output.name));
+        } else {
+            worst = worst.max(rel_l2(found, &io, &output.name));
+        }
+    }
+    eprintln!("{name}: worst gradient {worst:.1e}");
+}
+
+#[test]
+fn sd15_matches_diffusers() {
+    unet_matches_diffusers("unet_sd15", Remat::None);
+}
+
+#[test]
+fn sd21_matches_diffusers() {
+    unet_matches_diffusers("unet_sd21", Remat::None);
+}
+
+#[test]
+fn sdxl_matches_diffusers() {
+    unet_matches_diffusers("unet_sdxl", Remat::None);
+}
+
+#[test]
+fn recomputing_blocks_changes_no_gradient() {
+    unet_matches_diffusers("unet_sd15", Remat::Full);
+}
+
+/// transformers in float64, against this graph in float32; PyTorch's own float32 run is up to 1.1e-6 away.
+fn clip_matches_transformers(name: &str) {
+    let io = Golden::read(&format!("{name}/io.safetensors"));
+    let checkpoint = Golden::read_folder(name, "model");
+    let config = ClipTextConfig::from_json(&Golden::text(&format!("{name}/config.json"))).unwrap();
+
+    let b = Builder::new();
+    let shape = Shape::new(DType::S32, io.dims("in/input_ids"));
+    let ids = b.input("input_ids", shape, &[]).unwrap();
+    let y = clip_text(
+        &b,
+        "text_encoder",
+        &config,
+        ids,
+        Precision::F32,
+        Remat::None,
+    )
+    .unwrap();
+    assert_same_weights(&b, &checkpoint);
+    let (pooled_name, pooled) = match y.text_embeds {
+        Some(embeds) => ("out/text_embeds", embeds),
+        None => ("out/pooler_output", y.pooler_output),
+    };
+    b.output("out/last_hidden_state", y.last_hidden_state, None)
+        .unwrap();
+    b.output(pooled_name, pooled, None).unwrap();
+    for (i, hidden) in y.hidden_states.iter().enumerate() {
+        b.output(&format!("out/hidden_states.{i}"), *hidden, None)
+            .unwrap();
+    }
+
+    let penultimate = y.hidden_states[y.hidden_states.len() - 2];
+    let outputs = [
+        ("cotangent_last_hidden_state", y.last_hidden_state),
+        ("cotangent_penultimate", penultimate),
+        ("cotangent_pooled", pooled),
+    ]
+    .map(|(name, output)| {
+        let shape = b.shape(output);
+        let cotangent = b.input(name, shape.clone(), &[]).unwrap();
+        (
+            output,
+            b.mul_scalar(cotangent, 1.0 / shape.count() as f64).unwrap(),
+        )
+    });
+    let wrt = weights(&b);
+    let tensors: Vec<Tensor> = wrt.iter().map(|(_, t)| *t).collect();
+    for ((key, _), g) in wrt.iter().zip(vjp(&b, &outputs, &tensors).unwrap()) {
+        b.output(&format!("grad/param/{key}"), g, None).unwrap();
+    }
+
+    let graph = b.finish();
+    for (output, found) in graph.outputs.iter().zip(&run(&graph, &checkpoint, &io)) {
+        let tolerance = if output.name.starts_with("out/") {
+            1e-5
+        } else {
+            1e-4
+        };
+        assert_close(&output.name, found, &io, tolerance);
+    }
+}
+
+#[test]
+fn clip_with_legacy_pooling_matches_transformers() {
+    clip_matches_transformers("clip_quick_gelu");
+}
+
+#[test]
+fn clip_with_projection_matches_transformers() {
+    clip_matches_transformers("clip_gelu");
 }
 
 /// Prints what `maxdiff-rs lower` spends on tracing; the bound is for an optimized build only.

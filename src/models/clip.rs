@@ -100,7 +100,9 @@ impl ClipTextConfig {
     /// # Errors
     /// The first contradiction, with the numbers.
     pub fn check(&self) -> std::result::Result<(), ModelConfigError> {
-        if self.num_attention_heads == 0 || self.hidden_size % self.num_attention_heads != 0 {
+        if self.num_attention_heads == 0
+            || !self.hidden_size.is_multiple_of(self.num_attention_heads)
+        {
             return Err(ModelConfigError::Inconsistent {
                 model: MODEL,
                 message: format!(

@@ -1,7 +1,7 @@
 //! Scaled dot-product attention.
 
 use crate::dtype::DType;
-use crate::graph::{Builder, Comparison, DotDims, Reduction, Tensor};
+use crate::graph::{Builder, Comparison, DotDims, Reduction, Tensor, Unary};
 use crate::shape::Shape;
 
 use super::{Precision, Result, dims};
@@ -40,7 +40,7 @@ pub fn attention(
             b.shape(v)
         )));
     }
-    if heads == 0 || features % heads != 0 {
+    if heads == 0 || !features.is_multiple_of(heads) {
         return Err(b.invalid(format!(
             "attention: {heads} heads do not divide {features} features"
         )));
@@ -73,7 +73,10 @@ pub fn attention(
     }
 
     let highest = b.reduce_keep(Reduction::Max, scores, &[3])?;
-    let shifted = b.sub(scores, highest)?;
+    // Softmax is the same after any shift. Rounding the shift to an integer costs nothing in range, and since
+    // rounding has no derivative, none goes through the maximum, where all its parts would cancel.
+    let shift = b.unary(Unary::RoundNearestEven, highest)?;
+    let shifted = b.sub(scores, shift)?;
     let weights = b.exp(shifted)?;
     let total = b.sum(weights, &[3])?;
     let weights = b.convert(weights, precision.activations)?;

@@ -57,7 +57,7 @@ pub fn sinusoidal_embedding(
     let [n] = dims(b, "timesteps", timesteps)?;
     let half = features / 2;
     let range = half as f64 - freq_shift;
-    if features == 0 || features % 2 != 0 || range <= 0.0 {
+    if features == 0 || !features.is_multiple_of(2) || range <= 0.0 {
         return Err(b.invalid(format!(
             "sinusoidal embedding: {features} features with freq_shift {freq_shift} leave no frequencies; \
              expected an even number above twice the shift"

@@ -23,7 +23,7 @@ pub fn group_norm(
 ) -> Result<Tensor> {
     let image: [usize; 4] = dims(b, "group_norm", x)?;
     let [n, h, w, c] = image;
-    if groups == 0 || c % groups != 0 {
+    if groups == 0 || !c.is_multiple_of(groups) {
         return Err(b.invalid(format!(
             "group_norm: {groups} groups do not divide {c} channels"
         )));

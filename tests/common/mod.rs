@@ -1,6 +1,10 @@
-//! What the suites share.
+//! What the suites share; each uses a part of it.
+#![allow(dead_code, unused_imports)]
 
+mod golden;
 mod plugins;
+
+pub use golden::*;
 
 use maxdiff::pjrt::{Client, NamedValue, Plugin};
 

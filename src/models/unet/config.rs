@@ -287,14 +287,14 @@ impl UNet2DConditionConfig {
             }
         }
         for (level, &channels) in self.block_out_channels.iter().enumerate() {
-            if self.norm_num_groups == 0 || channels % self.norm_num_groups != 0 {
+            if self.norm_num_groups == 0 || !channels.is_multiple_of(self.norm_num_groups) {
                 return inconsistent(format!(
                     "norm_num_groups = {} does not divide block_out_channels[{level}] = {channels}",
                     self.norm_num_groups
                 ));
             }
             let heads = self.attention_head_dim.get(level).unwrap_or(0);
-            if heads == 0 || channels % heads != 0 {
+            if heads == 0 || !channels.is_multiple_of(heads) {
                 return inconsistent(format!(
                     "attention_head_dim (the number of heads) = {heads} does not divide \
                      block_out_channels[{level}] = {channels}"
@@ -308,7 +308,7 @@ impl UNet2DConditionConfig {
             ("conv_in_kernel", self.conv_in_kernel),
             ("conv_out_kernel", self.conv_out_kernel),
         ] {
-            if kernel % 2 == 0 {
+            if kernel.is_multiple_of(2) {
                 return inconsistent(format!(
                     "{field} = {kernel} is even and cannot keep the size"
                 ));

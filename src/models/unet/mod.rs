@@ -83,12 +83,12 @@ pub fn unet(
     sample = constrain_image(&b, sample)?;
 
     let mut skips = vec![sample];
-    for level in 0..levels {
+    for (level, (&width, kind)) in channels.iter().zip(&config.down_block_types).enumerate() {
         let block = block(
             config,
             level,
-            config.down_block_types[level] == DownBlockType::CrossAttnDownBlock2D,
-            channels[level],
+            *kind == DownBlockType::CrossAttnDownBlock2D,
+            width,
             config.layers_per_block.get(level).unwrap_or_default(),
             level + 1 < levels,
         );
@@ -111,12 +111,12 @@ pub fn unet(
     };
     sample = middle.middle(&b.scope("mid_block"), &shared, sample)?;
 
-    for index in 0..levels {
+    for (index, kind) in config.up_block_types.iter().enumerate() {
         let level = levels - 1 - index;
         let block = block(
             config,
             level,
-            config.up_block_types[index] == UpBlockType::CrossAttnUpBlock2D,
+            *kind == UpBlockType::CrossAttnUpBlock2D,
             channels[level],
             config.layers_per_block.get(level).unwrap_or_default() + 1,
             index + 1 < levels,
@@ -177,7 +177,7 @@ fn check_inputs(b: &Builder, config: &UNet2DConditionConfig, inputs: &UNetInputs
         )));
     }
     let multiple = config.spatial_multiple();
-    if height % multiple != 0 || width % multiple != 0 {
+    if !height.is_multiple_of(multiple) || !width.is_multiple_of(multiple) {
         return Err(b.invalid(format!(
             "sample height {height} and width {width} must be multiples of {multiple}: {} blocks halve them, \
              and what they skip must fit on the way up",

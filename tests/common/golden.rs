@@ -1,0 +1,137 @@
+//! Recorded vectors under `tests/golden`.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use maxdiff::dtype::DType;
+use maxdiff::host_tensor::HostTensor;
+use maxdiff::shape::Shape;
+use safetensors::{Dtype, SafeTensors};
+
+/// The tensors of one or several safetensors files.
+pub struct Golden {
+    tensors: BTreeMap<String, (Vec<usize>, Vec<f64>)>,
+    /// The JSON object of the file's metadata; null where there is none.
+    pub meta: serde_json::Value,
+}
+
+fn path(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("tests/golden")
+        .join(name)
+}
+
+impl Golden {
+    /// Reads `tests/golden/name`.
+    pub fn read(name: &str) -> Self {
+        let bytes =
+            std::fs::read(path(name)).unwrap_or_else(|e| panic!("tests/golden/{name}: {e}"));
+        let (_, header) = SafeTensors::read_metadata(&bytes).unwrap();
+        let meta = header
+            .metadata()
+            .as_ref()
+            .and_then(|m| m.get("golden"))
+            .map_or(serde_json::Value::Null, |text| {
+                serde_json::from_str(text).unwrap()
+            });
+        let tensors = SafeTensors::deserialize(&bytes)
+            .unwrap()
+            .iter()
+            .map(|(name, view)| {
+                let data = view.data();
+                let values = match view.dtype() {
+                    Dtype::F32 => data
+                        .chunks_exact(4)
+                        .map(|c| f64::from(f32::from_le_bytes(c.try_into().unwrap())))
+                        .collect(),
+                    Dtype::I64 => data
+                        .chunks_exact(8)
+                        .map(|c| i64::from_le_bytes(c.try_into().unwrap()) as f64)
+                        .collect(),
+                    other => panic!("{name}: {other:?} is not expected here"),
+                };
+                (name.to_string(), (view.shape().to_vec(), values))
+            })
+            .collect();
+        Golden { tensors, meta }
+    }
+
+    /// Reads every safetensors file of a folder whose name starts with `prefix`.
+    pub fn read_folder(folder: &str, prefix: &str) -> Self {
+        let mut all = Golden {
+            tensors: BTreeMap::new(),
+            meta: serde_json::Value::Null,
+        };
+        for entry in std::fs::read_dir(path(folder)).unwrap() {
+            let name = entry.unwrap().file_name().into_string().unwrap();
+            if name.starts_with(prefix) && name.ends_with(".safetensors") {
+                all.tensors
+                    .extend(Golden::read(&format!("{folder}/{name}")).tensors);
+            }
+        }
+        assert!(
+            !all.tensors.is_empty(),
+            "no {prefix}*.safetensors in {folder}"
+        );
+        all
+    }
+
+    /// The text of `tests/golden/name`.
+    pub fn text(name: &str) -> String {
+        std::fs::read_to_string(path(name)).unwrap_or_else(|e| panic!("tests/golden/{name}: {e}"))
+    }
+
+    pub fn dims(&self, name: &str) -> Vec<usize> {
+        self.get(name).0.clone()
+    }
+
+    pub fn values(&self, name: &str) -> &[f64] {
+        &self.get(name).1
+    }
+
+    /// Names and sizes, sorted by name.
+    pub fn shapes(&self) -> Vec<(String, Vec<usize>)> {
+        self.tensors
+            .iter()
+            .map(|(name, (dims, _))| (name.clone(), dims.clone()))
+            .collect()
+    }
+
+    /// A tensor converted to `shape`'s type; its sizes must be `shape`'s.
+    pub fn tensor(&self, name: &str, shape: &Shape) -> HostTensor {
+        let (dims, values) = self.get(name);
+        assert_eq!(dims, &shape.dims, "{name}");
+        HostTensor::from_f64(shape.clone(), values).unwrap()
+    }
+
+    fn get(&self, name: &str) -> &(Vec<usize>, Vec<f64>) {
+        self.tensors
+            .get(name)
+            .unwrap_or_else(|| panic!("no {name} among the recorded tensors"))
+    }
+}
+
+/// `|found - recorded| / |recorded|`, or `|found|` where the recorded tensor is zero.
+pub fn rel_l2(found: &HostTensor, golden: &Golden, name: &str) -> f64 {
+    assert_eq!(found.shape.dims, golden.dims(name), "{name}");
+    assert_eq!(found.shape.dtype, DType::F32, "{name}");
+    distance(&found.to_f64_vec().unwrap(), golden.values(name))
+}
+
+/// `|found - expected| / |expected|`, or `|found|` where `expected` is zero.
+pub fn distance(found: &[f64], expected: &[f64]) -> f64 {
+    assert_eq!(found.len(), expected.len());
+    let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|v| v * v).sum::<f64>().sqrt();
+    let error = norm(&mut found.iter().zip(expected).map(|(f, e)| f - e));
+    let size = norm(&mut expected.iter().copied());
+    if size == 0.0 { error } else { error / size }
+}
+
+/// Asserts that [`rel_l2`] is at most `tolerance`.
+pub fn assert_close(name: &str, found: &HostTensor, golden: &Golden, tolerance: f64) {
+    let error = rel_l2(found, golden, name);
+    assert!(
+        error <= tolerance,
+        "{name}: relative L2 error {error:e} above {tolerance:e}"
+    );
+}
