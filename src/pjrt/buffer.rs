@@ -40,7 +40,7 @@ impl Buffer {
         dims: &[i64],
         device: &Device,
     ) -> Result<Self, PjrtError> {
-        client.check_device(device)?;
+        device.check_client(client.handle())?;
         device
             .handle
             .copy_from_host(bytes, element_type, dims)
@@ -62,7 +62,7 @@ impl Buffer {
     where
         S: AsRef<[u8]> + Send + Sync + 'static,
     {
-        client.check_device(device)?;
+        device.check_client(client.handle())?;
         device
             .handle
             .transfer_from_host(source, element_type, dims)
@@ -127,7 +127,11 @@ impl Buffer {
     }
 
     /// A copy on another device of the same client.
+    ///
+    /// # Errors
+    /// [`PjrtError::ForeignDevice`] for a device of another client; the plugin's.
     pub fn copy_to_device(&self, device: &Device) -> Result<Self, PjrtError> {
+        device.check_client(self.handle.client())?;
         self.handle
             .copy_to_device(&device.handle)
             .map(|handle| Self { handle })

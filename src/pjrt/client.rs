@@ -101,6 +101,10 @@ impl Client {
         })
     }
 
+    pub(super) fn handle(&self) -> &Arc<ClientHandle> {
+        &self.inner.handle
+    }
+
     /// The plugin the client is of.
     pub fn plugin(&self) -> &Plugin {
         &self.inner.plugin
@@ -145,17 +149,6 @@ impl Client {
         LoadedExecutable::new(loaded, self.inner.launches.clone())
     }
 
-    /// Refuses a device of another client.
-    pub(super) fn check_device(&self, device: &Device) -> Result<(), PjrtError> {
-        if Arc::ptr_eq(device.handle.client(), &self.inner.handle) {
-            return Ok(());
-        }
-        Err(PjrtError::ForeignDevice {
-            id: device.id(),
-            platform: self.inner.platform_name.clone(),
-        })
-    }
-
     /// Loads what [`super::Executable::serialize`] wrote, with this same plugin.
     ///
     /// The bytes are machine code: load only what this user's own compilation wrote.
@@ -184,6 +177,14 @@ impl Device {
             handle,
             description,
         })
+    }
+
+    /// Refuses a device that is not of this client.
+    pub(super) fn check_client(&self, client: &Arc<ClientHandle>) -> Result<(), PjrtError> {
+        if Arc::ptr_eq(self.handle.client(), client) {
+            return Ok(());
+        }
+        Err(PjrtError::ForeignDevice { id: self.id() })
     }
 
     /// What the plugin says of the device.

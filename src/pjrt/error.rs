@@ -166,9 +166,9 @@ pub enum PjrtError {
     #[error("cannot transfer {element_type} between host and device")]
     NotTransferable { element_type: &'static str },
 
-    /// A device was given where one of this client is meant.
-    #[error("device {id} is not a device of this {platform} client")]
-    ForeignDevice { id: i64, platform: String },
+    /// A device was given where one of the same client is meant.
+    #[error("device {id} is of another client than what it is used with")]
+    ForeignDevice { id: i64 },
 
     /// Arguments that do not fit the executable's devices or each other.
     #[error("cannot execute {executable}: {what}")]

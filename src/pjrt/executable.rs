@@ -50,10 +50,12 @@ impl Executable {
         self.handle.name()
     }
 
+    /// Copies of the program.
     pub fn num_replicas(&self) -> Result<usize, PjrtError> {
         self.handle.num_replicas()
     }
 
+    /// Devices that one replica is partitioned over; of several TPU slices, those of one.
     pub fn num_partitions(&self) -> Result<usize, PjrtError> {
         self.handle.num_partitions()
     }
@@ -114,8 +116,9 @@ impl Executable {
         self.handle.serialize()
     }
 
-    /// A fingerprint of the program, the compiler and its options, where the plugin makes one.
-    pub fn fingerprint(&self) -> Result<String, PjrtError> {
+    /// A fingerprint of the program, the compiler and its options, where the plugin makes one:
+    /// bytes of the plugin's choice, not text.
+    pub fn fingerprint(&self) -> Result<Vec<u8>, PjrtError> {
         self.handle.fingerprint()
     }
 }

@@ -5,11 +5,14 @@
 //! devices that are not here. Objects keep what they were made from alive, may be shared between
 //! threads, and are freed when dropped; a plugin is never unloaded.
 
+#![deny(unsafe_code)]
+
 mod buffer;
 mod client;
 mod compile_options;
 mod error;
 mod executable;
+#[allow(unsafe_code)]
 mod ffi;
 mod plugin;
 #[cfg(test)]
@@ -26,3 +29,24 @@ pub use executable::{Arg, CompiledMemoryStats, Executable, Execution, LoadedExec
 pub use plugin::{Plugin, prepare_process};
 pub use topology::Topology;
 pub use values::{ElementType, NamedValue};
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn everything_is_shared_between_threads() {
+        fn shared<T: Send + Sync>() {}
+        shared::<Plugin>();
+        shared::<Client>();
+        shared::<Device>();
+        shared::<Buffer>();
+        shared::<Ready>();
+        shared::<HostCopy>();
+        shared::<Topology>();
+        shared::<Executable>();
+        shared::<LoadedExecutable>();
+        shared::<Execution>();
+        shared::<PjrtError>();
+    }
+}

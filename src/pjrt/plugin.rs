@@ -28,6 +28,8 @@ impl Plugin {
     /// Loads the plugin at `path`, or returns it where this process has loaded it already. It is
     /// never unloaded.
     ///
+    /// Call [`prepare_process`] before the first load: libtpu reads the environment as it loads.
+    ///
     /// The library's code runs with the rights of this process: load what the user named.
     ///
     /// # Errors
@@ -86,14 +88,16 @@ impl fmt::Debug for Plugin {
     }
 }
 
-/// Variables for plugins that are quiet unless something is wrong.
-const QUIET: &[(&str, &str)] = &[("TF_CPP_MIN_LOG_LEVEL", "2"), ("TPU_MIN_LOG_LEVEL", "2")];
+/// libtpu logs its start at lower levels.
+const QUIET: &[(&str, &str)] = &[("TPU_MIN_LOG_LEVEL", "2")];
 
 /// Variables for libtpu on a machine without a TPU: without them it asks a metadata server that is
-/// not there, again and again.
+/// not there what machine this is, and complains. The accelerator type stands for this machine
+/// alone; topologies do not depend on it.
 const WITHOUT_TPU: &[(&str, &str)] = &[
     ("TPU_SKIP_MDS_QUERY", "1"),
     ("TPU_WORKER_HOSTNAMES", "localhost"),
+    ("TPU_ACCELERATOR_TYPE", "v5litepod-1"),
 ];
 
 /// Sets the environment variables that plugins read, where the user has not set them.

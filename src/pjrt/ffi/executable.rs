@@ -154,7 +154,7 @@ impl ExecutableHandle {
         })
     }
 
-    pub fn fingerprint(&self) -> Result<String, PjrtError> {
+    pub fn fingerprint(&self) -> Result<Vec<u8>, PjrtError> {
         let args = PJRT_Executable_Fingerprint_Args {
             executable: self.raw(),
             ..PJRT_Executable_Fingerprint_Args::new()
@@ -162,8 +162,8 @@ impl ExecutableHandle {
         // SAFETY: *owned*, *lent*.
         unsafe {
             let args = self.call(args)?;
-            Ok(text(
-                args.executable_fingerprint,
+            Ok(copied(
+                args.executable_fingerprint.cast::<u8>(),
                 args.executable_fingerprint_size,
             ))
         }
