@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde_json::{Map, Value};
 
-use super::error::{ConfigError, Place, Problem};
+use super::error::{ConfigError, ConfigErrors, Place, Problem};
 use super::schema::Config;
 use super::values::{ModelConfig, PredictionType};
 
@@ -60,14 +60,16 @@ fn known_names() -> String {
 }
 
 /// Reads a JSON object. `key` is the configuration key it serves.
-pub(super) fn read_json(path: &Path, key: &str) -> Result<Map<String, Value>, ConfigError> {
-    let error = |message: String| ConfigError {
-        key: key.to_owned(),
-        place: Place::File {
-            path: path.display().to_string(),
-            line: 0,
-        },
-        problem: Problem::Read(message),
+pub(super) fn read_json(path: &Path, key: &str) -> Result<Map<String, Value>, ConfigErrors> {
+    let error = |message: String| {
+        ConfigErrors::from(ConfigError {
+            key: key.to_owned(),
+            place: Place::File {
+                path: path.display().to_string(),
+                line: 0,
+            },
+            problem: Problem::Read(message),
+        })
     };
     let text = std::fs::read_to_string(path).map_err(|e| error(e.to_string()))?;
     serde_json::from_str(&text).map_err(|e| error(e.to_string()))
@@ -80,7 +82,7 @@ impl Config {
     ///
     /// # Errors
     /// A file that cannot be read or is not JSON; a name that is neither a folder nor known.
-    pub fn unet_config_json(&self) -> Result<Map<String, Value>, ConfigError> {
+    pub fn unet_config_json(&self) -> Result<Map<String, Value>, ConfigErrors> {
         let mut dict = match self.unet_config.0.resolve("unet_config")? {
             Some(dict) => dict,
             None => self.pretrained_unet_config()?,
@@ -91,17 +93,19 @@ impl Config {
         Ok(dict)
     }
 
-    fn pretrained_unet_config(&self) -> Result<Map<String, Value>, ConfigError> {
+    fn pretrained_unet_config(&self) -> Result<Map<String, Value>, ConfigErrors> {
         let key = "pretrained_model_name_or_path";
         let name = &self.pretrained_model_name_or_path;
         let file = Path::new(name).join("unet").join("config.json");
         if !name.is_empty() && file.is_file() {
             return read_json(&file, key);
         }
-        let error = |message: String| ConfigError {
-            key: key.to_owned(),
-            place: Place::Default,
-            problem: Problem::Read(message),
+        let error = |message: String| {
+            ConfigErrors::from(ConfigError {
+                key: key.to_owned(),
+                place: Place::Default,
+                problem: Problem::Read(message),
+            })
         };
         let text = builtin_unet_config(name).ok_or_else(|| {
             error(format!(
@@ -118,7 +122,7 @@ impl Config {
     ///
     /// # Errors
     /// A file that cannot be read or is not a JSON object.
-    pub fn text_encoder_config_json(&self) -> Result<Option<Map<String, Value>>, ConfigError> {
+    pub fn text_encoder_config_json(&self) -> Result<Option<Map<String, Value>>, ConfigErrors> {
         if self.text_encoder_config.0 != ModelConfig::Unset {
             return self.text_encoder_config.0.resolve("text_encoder_config");
         }
@@ -144,7 +148,10 @@ mod tests {
         assert_eq!(sd15, of("CompVis/stable-diffusion-v1-4"));
         assert_eq!(sd15["cross_attention_dim"], 768);
         let sd21 = of("stabilityai/stable-diffusion-2-1");
-        assert_eq!(sd21["attention_head_dim"], serde_json::json!([5, 10, 20, 20]));
+        assert_eq!(
+            sd21["attention_head_dim"],
+            serde_json::json!([5, 10, 20, 20])
+        );
         let xl = of("stabilityai/stable-diffusion-xl-base-1.0");
         assert_eq!(xl["projection_class_embeddings_input_dim"], 2816);
         assert_eq!(builtin_unet_config("someone/something"), None);
@@ -154,9 +161,13 @@ mod tests {
     fn every_name_of_a_built_in_dict_is_accepted_as_unet_config() {
         for model in KNOWN {
             let word = format!("unet_config={}", model.unet);
-            let loaded = Config::from_overrides(&[word, "train_new_unet=True".into()], None).unwrap();
+            let loaded =
+                Config::from_overrides(&[word, "train_new_unet=True".into()], None).unwrap();
             let want: Value = serde_json::from_str(model.unet).unwrap();
-            assert_eq!(Value::Object(loaded.config.unet_config_json().unwrap()), want);
+            assert_eq!(
+                Value::Object(loaded.config.unet_config_json().unwrap()),
+                want
+            );
         }
     }
 
@@ -168,7 +179,10 @@ mod tests {
         };
         let message = config.unet_config_json().unwrap_err().to_string();
         assert!(message.contains("'someone/something'"), "{message}");
-        assert!(message.contains("stable-diffusion-xl-base-1.0"), "{message}");
+        assert!(
+            message.contains("stable-diffusion-xl-base-1.0"),
+            "{message}"
+        );
     }
 
     #[test]

@@ -21,8 +21,7 @@ const AHEAD: &[Verb] = &[Verb::Compile, Verb::Lower];
 const PROGRAM: &[Verb] = &[Verb::Train, Verb::Generate, Verb::Compile, Verb::Lower];
 const EVERY: &[Verb] = &Verb::ALL;
 
-const OTHER_DATASETS: &str =
-    "only the dataset types of MaxDiffusion that are not here yet (tf, hf, tfrecord, grain) read it";
+const OTHER_DATASETS: &str = "only the dataset types of MaxDiffusion that are not here yet (tf, hf, tfrecord, grain) read it";
 const DREAMBOOTH: &str = "only DreamBooth training reads it, which is not here yet";
 const CONTROLNET: &str = "only ControlNet generation reads it, which is not here yet";
 const LOCAL_MODELS: &str = "models are read from local folders in diffusers' safetensors";

@@ -2,8 +2,8 @@
 
 use serde_json::{Map, Value};
 
-use super::field::{Field, Problems, Ty, choices, describe, nearest, wrong_type};
 use super::error::Problem;
+use super::field::{Field, Problems, Ty, choices, describe, nearest, wrong_type};
 use super::yaml::join;
 
 choices! {
@@ -389,13 +389,20 @@ impl Field for QuantRules {
                 ));
                 continue;
             };
-            for name in map.keys().filter(|n| !["path", "dtype"].contains(&n.as_str())) {
+            for name in map
+                .keys()
+                .filter(|n| !["path", "dtype"].contains(&n.as_str()))
+            {
                 let nearest = nearest(name, ["path", "dtype"]);
                 problems.push((join(path, name), Problem::UnknownKey { nearest }));
             }
             let missing = Value::Null;
             let mut pattern = String::new();
-            pattern.read(map.get("path").unwrap_or(&missing), &join(path, "path"), problems);
+            pattern.read(
+                map.get("path").unwrap_or(&missing),
+                &join(path, "path"),
+                problems,
+            );
             let mut dtype = QuantRuleType::None;
             match map.get("dtype") {
                 Some(Value::Null) => {}
