@@ -2,9 +2,9 @@
 
 mod common;
 
-use common::{Golden, assert_close, rel_l2};
+use common::{Golden, assert_close, cpu_session, rel_l2, run_on};
 use maxdiff::dtype::DType;
-use maxdiff::graph::{Builder, Graph, InputKind, Op, Tensor, evaluate, vjp};
+use maxdiff::graph::{Builder, Graph, InputKind, Op, Tensor, vjp};
 use maxdiff::host_tensor::HostTensor;
 use maxdiff::models::clip::{ClipTextConfig, clip_text};
 use maxdiff::models::unet::{ROOT, UNet2DConditionConfig, declare_inputs, unet};
@@ -207,7 +207,7 @@ fn run(graph: &Graph, checkpoint: &Golden, io: &Golden) -> Vec<HostTensor> {
             _ => io.tensor(&format!("in/{}", input.name), &input.shape),
         })
         .collect();
-    evaluate(graph, &arguments).unwrap()
+    run_on(&cpu_session(1), graph, &arguments)
 }
 
 /// diffusers in float64 on the float32 weights, against this graph in float32: the forward pass within 1e-5, gradients

@@ -1,1 +1,130 @@
 //! The verbs of the command line.
+//!
+//! Exit codes: 0 done, 1 failed, 2 usage or configuration, 143 stopped by a signal after saving.
+
+mod config;
+
+use std::io::Write;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{Args, Parser, Subcommand};
+
+use crate::config::{Config, ConfigErrors, Loaded, Verb};
+
+#[derive(Parser)]
+#[command(name = "maxdiff-rs", version, about, max_term_width = 120)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Explain keys of the configuration, or check a configuration file
+    Config(config::ConfigArgs),
+}
+
+/// `CONFIG.yml key=value ...`: what every verb that works on a model takes.
+#[derive(Debug, Args)]
+pub struct RecipeArgs {
+    /// Configuration file
+    #[arg(value_name = "CONFIG.yml")]
+    pub config: PathBuf,
+    /// Keys to change; `maxdiff-rs config explain` lists them
+    #[arg(value_name = "KEY=VALUE")]
+    pub overrides: Vec<String>,
+}
+
+impl RecipeArgs {
+    /// Loads the configuration for `verb` and writes its warnings to the standard error output.
+    ///
+    /// # Errors
+    /// [`CliError::Config`] with all that is wrong.
+    pub fn load(&self, verb: Verb) -> Result<Config, CliError> {
+        let Loaded { config, warnings } = Config::load(&self.config, &self.overrides, Some(verb))?;
+        for warning in warnings {
+            eprintln!("warning: {warning}");
+        }
+        Ok(config)
+    }
+}
+
+/// Why a verb ended without its result.
+#[derive(Debug, thiserror::Error)]
+pub enum CliError {
+    /// The command line asks for something that does not exist.
+    #[error("{0}")]
+    Usage(String),
+    /// The configuration is wrong.
+    #[error(transparent)]
+    Config(#[from] ConfigErrors),
+    /// The verb failed; causes are shown one below the other.
+    #[error(transparent)]
+    Failed(Box<dyn std::error::Error + Send + Sync>),
+}
+
+impl CliError {
+    /// Wraps the error of a part of the library.
+    pub fn failed(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Self {
+        CliError::Failed(error.into())
+    }
+
+    fn code(&self) -> u8 {
+        match self {
+            CliError::Usage(_) | CliError::Config(_) => 2,
+            CliError::Failed(_) => 1,
+        }
+    }
+}
+
+/// Writes a result to the standard output. A reader that has gone away (`| head`) is no failure.
+///
+/// # Errors
+/// The output cannot be written for another reason.
+pub fn print(text: &str) -> Result<(), CliError> {
+    let mut out = std::io::stdout().lock();
+    let written = out
+        .write_all(text.as_bytes())
+        .and_then(|()| {
+            if text.ends_with('\n') {
+                Ok(())
+            } else {
+                out.write_all(b"\n")
+            }
+        })
+        .and_then(|()| out.flush());
+    match written {
+        Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => Err(CliError::failed(e)),
+        _ => Ok(()),
+    }
+}
+
+/// Parses the command line and runs the verb.
+pub fn main() -> ExitCode {
+    // clap itself ends the process with code 2 on a wrong command line.
+    let cli = Cli::parse();
+    let result = match cli.command {
+        Command::Config(args) => config::run(args),
+    };
+    result.unwrap_or_else(|error| {
+        eprintln!("error: {error}");
+        let mut cause = std::error::Error::source(&error);
+        while let Some(inner) = cause {
+            eprintln!("  because: {inner}");
+            cause = inner.source();
+        }
+        ExitCode::from(error.code())
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_well_formed() {
+        use clap::CommandFactory;
+        Cli::command().debug_assert();
+    }
+}

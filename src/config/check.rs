@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use super::error::{ConfigError, Place, Problem};
+use super::error::{ConfigError, ConfigErrors, Place, Problem};
 use super::field::Verb;
 use super::model::builtin_prediction;
 use super::schema::{Config, MESH};
@@ -221,7 +221,7 @@ pub struct Derived {
 ///
 /// # Errors
 /// `count` is not 0 and does not divide `global_batch`.
-pub fn check_local_shard_count(global_batch: u64, count: u64) -> Result<(), ConfigError> {
+pub fn check_local_shard_count(global_batch: u64, count: u64) -> Result<(), ConfigErrors> {
     if count == 0 || global_batch.is_multiple_of(count) {
         return Ok(());
     }
@@ -233,15 +233,15 @@ pub fn check_local_shard_count(global_batch: u64, count: u64) -> Result<(), Conf
     ))
 }
 
-fn conflict(keys: &[&str], message: String) -> ConfigError {
-    ConfigError {
+fn conflict(keys: &[&str], message: String) -> ConfigErrors {
+    ConfigErrors::from(ConfigError {
         key: keys.join(", "),
         place: Place::Default,
         problem: Problem::Conflict {
             keys: keys.iter().map(|k| (*k).to_owned()).collect(),
             message,
         },
-    }
+    })
 }
 
 impl Config {
@@ -249,7 +249,7 @@ impl Config {
     ///
     /// # Errors
     /// `per_device_batch_size` times devices is not a whole number above 0.
-    pub fn derived(&self, num_devices: u64, num_slices: u64) -> Result<Derived, ConfigError> {
+    pub fn derived(&self, num_devices: u64, num_slices: u64) -> Result<Derived, ConfigErrors> {
         let total = self.per_device_batch_size * num_devices as f64;
         let whole = total.round();
         // 0.1 * 30 is not exactly 3 in binary.
@@ -312,7 +312,7 @@ impl Config {
     ///
     /// # Errors
     /// A `resolution` that latents cannot have.
-    pub fn sample_size(&self, in_channels: u64) -> Result<u64, ConfigError> {
+    pub fn sample_size(&self, in_channels: u64) -> Result<u64, ConfigErrors> {
         if in_channels != 4 {
             return Ok(self.resolution);
         }

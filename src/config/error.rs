@@ -114,6 +114,7 @@ impl fmt::Display for ConfigError {
         match problem {
             // MaxDiffusion's sentence names the key and the place itself.
             Problem::UnknownOverride { .. } => write!(f, "{problem}"),
+            _ if *place == Place::Default => write!(f, "{key}: {problem}"),
             _ if key.is_empty() => write!(f, "{place}: {problem}"),
             _ => write!(f, "{place}: {key}: {problem}"),
         }

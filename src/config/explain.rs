@@ -109,7 +109,12 @@ pub fn explain_json(path: &str) -> Result<Value, String> {
     }))
 }
 
-/// The names of all keys, by group.
+/// The names of all keys, in the schema's order.
+pub fn names() -> Vec<&'static str> {
+    Config::KEYS.iter().map(|k| k.name).collect()
+}
+
+/// The names of all keys under their headings, one a line.
 pub fn list() -> String {
     let mut text = String::new();
     let mut group = "";

@@ -570,7 +570,7 @@ impl ModelConfig {
     ///
     /// # Errors
     /// The file cannot be read or is not a JSON object.
-    pub fn resolve(&self, key: &str) -> Result<Option<Map<String, Value>>, ConfigError> {
+    pub fn resolve(&self, key: &str) -> Result<Option<Map<String, Value>>, ConfigErrors> {
         match self {
             ModelConfig::Unset => Ok(None),
             ModelConfig::Inline(map) => Ok(Some(map.clone())),

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde_json::{Map, Value};
 
-use super::error::{ConfigError, Place, Problem};
+use super::error::{ConfigError, ConfigErrors, Place, Problem};
 use super::schema::Config;
 use super::values::{ModelConfig, PredictionType};
 
@@ -60,14 +60,16 @@ fn known_names() -> String {
 }
 
 /// Reads a JSON object. `key` is the configuration key it serves.
-pub(super) fn read_json(path: &Path, key: &str) -> Result<Map<String, Value>, ConfigError> {
-    let error = |message: String| ConfigError {
-        key: key.to_owned(),
-        place: Place::File {
-            path: path.display().to_string(),
-            line: 0,
-        },
-        problem: Problem::Read(message),
+pub(super) fn read_json(path: &Path, key: &str) -> Result<Map<String, Value>, ConfigErrors> {
+    let error = |message: String| {
+        ConfigErrors::from(ConfigError {
+            key: key.to_owned(),
+            place: Place::File {
+                path: path.display().to_string(),
+                line: 0,
+            },
+            problem: Problem::Read(message),
+        })
     };
     let text = std::fs::read_to_string(path).map_err(|e| error(e.to_string()))?;
     serde_json::from_str(&text).map_err(|e| error(e.to_string()))
@@ -80,7 +82,7 @@ impl Config {
     ///
     /// # Errors
     /// A file that cannot be read or is not JSON; a name that is neither a folder nor known.
-    pub fn unet_config_json(&self) -> Result<Map<String, Value>, ConfigError> {
+    pub fn unet_config_json(&self) -> Result<Map<String, Value>, ConfigErrors> {
         let mut dict = match self.unet_config.0.resolve("unet_config")? {
             Some(dict) => dict,
             None => self.pretrained_unet_config()?,
@@ -91,17 +93,19 @@ impl Config {
         Ok(dict)
     }
 
-    fn pretrained_unet_config(&self) -> Result<Map<String, Value>, ConfigError> {
+    fn pretrained_unet_config(&self) -> Result<Map<String, Value>, ConfigErrors> {
         let key = "pretrained_model_name_or_path";
         let name = &self.pretrained_model_name_or_path;
         let file = Path::new(name).join("unet").join("config.json");
         if !name.is_empty() && file.is_file() {
             return read_json(&file, key);
         }
-        let error = |message: String| ConfigError {
-            key: key.to_owned(),
-            place: Place::Default,
-            problem: Problem::Read(message),
+        let error = |message: String| {
+            ConfigErrors::from(ConfigError {
+                key: key.to_owned(),
+                place: Place::Default,
+                problem: Problem::Read(message),
+            })
         };
         let text = builtin_unet_config(name).ok_or_else(|| {
             error(format!(
@@ -118,7 +122,7 @@ impl Config {
     ///
     /// # Errors
     /// A file that cannot be read or is not a JSON object.
-    pub fn text_encoder_config_json(&self) -> Result<Option<Map<String, Value>>, ConfigError> {
+    pub fn text_encoder_config_json(&self) -> Result<Option<Map<String, Value>>, ConfigErrors> {
         if self.text_encoder_config.0 != ModelConfig::Unset {
             return self.text_encoder_config.0.resolve("text_encoder_config");
         }

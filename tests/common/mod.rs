@@ -6,7 +6,11 @@ mod plugins;
 
 pub use golden::*;
 
+use maxdiff::graph::Graph;
+use maxdiff::host_tensor::HostTensor;
 use maxdiff::pjrt::{Client, NamedValue, Plugin};
+use maxdiff::runtime::{Array, Program, ProgramOptions, Session, Value};
+use maxdiff::shard::{LogicalAxisRules, Parallelism};
 
 /// The CPU plugin. Fails when it is not installed.
 pub fn cpu_plugin() -> Plugin {
@@ -25,4 +29,34 @@ pub fn tpu_plugin() -> Plugin {
 pub fn cpu_client(devices: i64) -> Client {
     let options = [("cpu_device_count".to_string(), NamedValue::Int64(devices))];
     Client::create(&cpu_plugin(), &options).unwrap_or_else(|error| panic!("{error}"))
+}
+
+/// A session on virtual CPU devices, all on the mesh's data axis.
+pub fn cpu_session(devices: i64) -> Session {
+    let options = [("cpu_device_count".to_string(), NamedValue::Int64(devices))];
+    Session::open(
+        &cpu_plugin(),
+        &options,
+        &Parallelism::default(),
+        LogicalAxisRules::default(),
+    )
+    .unwrap_or_else(|error| panic!("{error}"))
+}
+
+/// The graph's outputs, compiled and run on a session's devices.
+pub fn run_on(session: &Session, graph: &Graph, inputs: &[HostTensor]) -> Vec<HostTensor> {
+    let program = Program::compile(session, graph, "test", &ProgramOptions::default())
+        .unwrap_or_else(|error| panic!("{error}"));
+    let arrays: Vec<Array> = inputs
+        .iter()
+        .zip(program.inputs())
+        .map(|(tensor, slot)| session.put(tensor, &slot.spec).unwrap())
+        .collect();
+    let arguments = arrays.iter().map(Value::Borrow).collect();
+    program
+        .run(arguments)
+        .unwrap_or_else(|error| panic!("{error}"))
+        .iter()
+        .map(|array| array.to_host(session.mesh()).unwrap())
+        .collect()
 }

@@ -1,0 +1,148 @@
+//! `config explain` and `config check`.
+
+use std::process::ExitCode;
+
+use clap::{Args, Subcommand, ValueEnum};
+use serde_json::json;
+
+use super::{CliError, RecipeArgs, print};
+use crate::config::{self, Config, Loaded, Verb};
+
+/// `config ...`
+#[derive(Debug, Args)]
+pub struct ConfigArgs {
+    #[command(subcommand)]
+    command: ConfigCommand,
+}
+
+#[derive(Debug, Subcommand)]
+enum ConfigCommand {
+    /// Say what keys mean: type, default, which verbs they change, how MaxDiffusion has them
+    Explain {
+        /// Keys, dotted inside dicts (without any: the names of all)
+        #[arg(value_name = "KEY")]
+        keys: Vec<String>,
+        /// Print JSON
+        #[arg(long)]
+        json: bool,
+        /// Print docs/config.md
+        #[arg(long, conflicts_with_all = ["keys", "json"])]
+        markdown: bool,
+    },
+    /// Check a configuration and show the value of every key
+    Check {
+        #[command(flatten)]
+        recipe: RecipeArgs,
+        /// Check as this verb would (without: every key that any verb reads)
+        #[arg(long, value_enum)]
+        verb: Option<VerbArg>,
+        /// Print JSON: errors, warnings and the value of every key
+        #[arg(long)]
+        json: bool,
+    },
+}
+
+#[derive(Debug, Clone, Copy, ValueEnum)]
+enum VerbArg {
+    Train,
+    Generate,
+    Compile,
+    Lower,
+    ModuleRun,
+}
+
+impl From<VerbArg> for Verb {
+    fn from(verb: VerbArg) -> Self {
+        match verb {
+            VerbArg::Train => Verb::Train,
+            VerbArg::Generate => Verb::Generate,
+            VerbArg::Compile => Verb::Compile,
+            VerbArg::Lower => Verb::Lower,
+            VerbArg::ModuleRun => Verb::ModuleRun,
+        }
+    }
+}
+
+/// Runs `config`.
+///
+/// # Errors
+/// A key that does not exist; a configuration that is wrong.
+pub fn run(args: ConfigArgs) -> Result<ExitCode, CliError> {
+    match args.command {
+        ConfigCommand::Explain {
+            keys,
+            json,
+            markdown,
+        } => explain(&keys, json, markdown),
+        ConfigCommand::Check { recipe, verb, json } => {
+            let loaded = Config::load(&recipe.config, &recipe.overrides, verb.map(Verb::from));
+            if json {
+                check_json(loaded)
+            } else {
+                check(&recipe, loaded?)
+            }
+        }
+    }
+}
+
+fn explain(keys: &[String], as_json: bool, markdown: bool) -> Result<ExitCode, CliError> {
+    let text = if markdown {
+        config::write_markdown()
+    } else if as_json {
+        let keys = if keys.is_empty() {
+            config::names().into_iter().map(str::to_owned).collect()
+        } else {
+            keys.to_vec()
+        };
+        let all: Result<Vec<_>, _> = keys.iter().map(|k| config::explain_json(k)).collect();
+        json!(all.map_err(CliError::Usage)?).to_string()
+    } else if keys.is_empty() {
+        config::list()
+    } else {
+        let all: Result<Vec<_>, _> = keys.iter().map(|k| config::explain(k)).collect();
+        all.map_err(CliError::Usage)?.join("\n\n")
+    };
+    print(&text)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn check(recipe: &RecipeArgs, loaded: Loaded) -> Result<ExitCode, CliError> {
+    for warning in &loaded.warnings {
+        eprintln!("warning: {warning}");
+    }
+    let mut text = String::new();
+    if let serde_json::Value::Object(keys) = loaded.config.to_json() {
+        for (key, value) in keys {
+            text.push_str(&format!("{key}: {value}\n"));
+        }
+    }
+    print(&text)?;
+    eprintln!("{} is right", recipe.config.display());
+    Ok(ExitCode::SUCCESS)
+}
+
+fn check_json(loaded: Result<Loaded, config::ConfigErrors>) -> Result<ExitCode, CliError> {
+    let (report, code) = match loaded {
+        Ok(loaded) => (
+            json!({
+                "ok": true,
+                "errors": [],
+                "warnings": loaded.warnings,
+                "config": loaded.config.to_json(),
+            }),
+            ExitCode::SUCCESS,
+        ),
+        Err(errors) => {
+            let errors: Vec<_> = errors
+                .0
+                .iter()
+                .map(|e| {
+                    json!({"key": e.key, "place": e.place.to_string(), "message": e.to_string()})
+                })
+                .collect();
+            (json!({"ok": false, "errors": errors}), ExitCode::from(2))
+        }
+    };
+    print(&report.to_string())?;
+    Ok(code)
+}

@@ -1,0 +1,215 @@
+//! The configuration as its user meets it: the files that are shipped, a file of MaxDiffusion, the document, the program.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use maxdiff::config::{Config, DatasetType, Hardware, Loaded, Sampler, Verb, write_markdown};
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+fn shipped() -> Vec<PathBuf> {
+    let mut files: Vec<_> = std::fs::read_dir(root().join("configs"))
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .filter(|path| path.extension().is_some_and(|e| e == "yml"))
+        .collect();
+    files.sort();
+    files
+}
+
+fn load(path: &Path, overrides: &[&str], verb: Option<Verb>) -> Loaded {
+    let overrides: Vec<String> = overrides.iter().map(|w| (*w).to_owned()).collect();
+    Config::load(path, &overrides, verb).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
+}
+
+#[test]
+fn every_shipped_file_loads_without_a_warning() {
+    let files = shipped();
+    let names: Vec<_> = files
+        .iter()
+        .map(|p| p.file_name().unwrap().to_str().unwrap())
+        .collect();
+    for name in [
+        "base14",
+        "base15",
+        "base21",
+        "base_xl",
+        "emoji",
+        "quickstart",
+        "shapes",
+    ] {
+        assert!(
+            names.contains(&format!("{name}.yml").as_str()),
+            "{name} is missing"
+        );
+    }
+    for file in &files {
+        for verb in [
+            None,
+            Some(Verb::Generate),
+            Some(Verb::Compile),
+            Some(Verb::Lower),
+        ] {
+            let loaded = load(file, &["quantization=int8"], verb);
+            assert_eq!(loaded.warnings, [""; 0], "{}", file.display());
+            loaded.config.unet_config_json().unwrap();
+        }
+    }
+}
+
+#[test]
+fn the_small_models_train() {
+    for name in ["quickstart", "shapes", "emoji"] {
+        let path = root().join(format!("configs/{name}.yml"));
+        let config = load(&path, &["quantization=int8"], Some(Verb::Train)).config;
+        assert!(matches!(
+            config.dataset_type,
+            DatasetType::Shapes | DatasetType::Folder
+        ));
+        let unet = config.unet_config_json().unwrap();
+        assert_eq!(unet["sample_size"], config.resolution);
+        let text = config.text_encoder_config_json().unwrap().unwrap();
+        assert_eq!(text["hidden_size"], unet["cross_attention_dim"]);
+    }
+}
+
+#[test]
+fn the_large_models_have_their_unets() {
+    for (name, side, width) in [
+        ("base14", 64, 768),
+        ("base15", 64, 768),
+        ("base21", 96, 1024),
+        ("base_xl", 128, 2048),
+    ] {
+        let path = root().join(format!("configs/{name}.yml"));
+        let config = load(&path, &[], Some(Verb::Lower)).config;
+        let unet = config.unet_config_json().unwrap();
+        assert_eq!(unet["cross_attention_dim"], width);
+        assert_eq!(
+            config
+                .sample_size(unet["in_channels"].as_u64().unwrap())
+                .unwrap(),
+            side
+        );
+        assert_eq!(unet["sample_size"], side);
+    }
+}
+
+#[test]
+fn a_whole_file_of_maxdiffusion_loads() {
+    let path = root().join("tests/data/base_xl_full.yml");
+    let text = std::fs::read_to_string(&path).unwrap();
+    let mut keys: Vec<&str> = text
+        .lines()
+        .filter_map(|l| l.split_once(':').map(|(k, _)| k))
+        .filter(|k| {
+            k.chars()
+                .all(|c| c.is_ascii_lowercase() || c == '_' || c.is_ascii_digit())
+        })
+        .collect();
+    keys.sort_unstable();
+    keys.dedup();
+    assert_eq!(keys.len(), 108);
+    let known = maxdiff::config::names();
+    assert!(keys.iter().all(|k| known.contains(k)));
+
+    let Loaded { config, warnings } = load(&path, &[], None);
+    assert_eq!(warnings.len(), 2, "{warnings:?}");
+    assert!(warnings[0].ends_with("enable_mllog: given twice with the same value"));
+    assert!(warnings[1].contains("controlnet_image: has no effect"));
+    assert_eq!(config.hardware, Hardware::Tpu);
+    assert_eq!(config.sampler(), Sampler::Euler);
+    assert_eq!(config.learning_rate, 4e-7);
+    assert_eq!(config.adam_eps, 1e-8);
+
+    // Apart from what the file says for itself, its values are the defaults of the schema.
+    let mut same = load(
+        &path,
+        &["hardware=auto", "prompt=", "negative_prompt="],
+        None,
+    )
+    .config;
+    same.controlnet_image.clear();
+    same.norm_num_groups = None;
+    assert_eq!(same, Config::from_text("", "", &[], None).unwrap().config);
+}
+
+#[test]
+fn the_document_is_current() {
+    let written = std::fs::read_to_string(root().join("docs/config.md")).unwrap();
+    assert!(
+        written == write_markdown(),
+        "docs/config.md is out of date; run: cargo run -- config explain --markdown > docs/config.md"
+    );
+}
+
+fn program(args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_maxdiff-rs"))
+        .args(args)
+        .current_dir(root())
+        .output()
+        .unwrap()
+}
+
+fn text(bytes: &[u8]) -> &str {
+    std::str::from_utf8(bytes).unwrap()
+}
+
+#[test]
+fn the_program_checks_and_explains() {
+    let good = program(&[
+        "config",
+        "check",
+        "configs/base_xl.yml",
+        "quantization=int8",
+        "--json",
+    ]);
+    assert_eq!(good.status.code(), Some(0));
+    let report: serde_json::Value = serde_json::from_slice(&good.stdout).unwrap();
+    assert_eq!(report["ok"], true);
+    assert_eq!(report["config"]["quantization"], "int8");
+
+    let bad = program(&[
+        "config",
+        "check",
+        "configs/base_xl.yml",
+        "quantisation=int8",
+        "seed=x",
+    ]);
+    assert_eq!(bad.status.code(), Some(2));
+    assert_eq!(
+        text(&bad.stderr),
+        "error: 2 errors in the configuration:\n  \
+         Key quantisation was passed at the command line but isn't in config. Did you mean quantization?\n  \
+         command line: seed: expected integer, found string 'x'\n"
+    );
+    let bad = program(&["config", "check", "configs/base_xl.yml", "seed=x", "--json"]);
+    assert_eq!(bad.status.code(), Some(2));
+    let report: serde_json::Value = serde_json::from_slice(&bad.stdout).unwrap();
+    assert_eq!(report["errors"][0]["key"], "seed");
+    assert_eq!(report["errors"][0]["place"], "command line");
+
+    let verb = program(&[
+        "config",
+        "check",
+        "configs/base_xl.yml",
+        "seed=1",
+        "--verb",
+        "lower",
+    ]);
+    assert_eq!(verb.status.code(), Some(2));
+    assert!(text(&verb.stderr).contains("has no effect on `lower`"));
+
+    let explained = program(&["config", "explain", "quantization"]);
+    assert_eq!(explained.status.code(), Some(0));
+    assert!(text(&explained.stdout).starts_with("quantization\n  Quantization mode"));
+    assert_eq!(
+        program(&["config", "explain", "quantisation"])
+            .status
+            .code(),
+        Some(2)
+    );
+    assert_eq!(program(&["config", "explode"]).status.code(), Some(2));
+}
