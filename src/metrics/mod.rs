@@ -139,7 +139,8 @@ impl MetricsWriter {
         Ok(())
     }
 
-    /// Writes a picture (the bytes of a PNG file) to the event file.
+    /// Writes a picture (the bytes of a PNG file) to the event file. JSON lines hold no pictures, so
+    /// without a TensorBoard folder it goes nowhere: pictures are kept as files besides.
     ///
     /// # Errors
     /// When `png` is no PNG file, or the file cannot be written.

@@ -136,8 +136,8 @@ mod tests {
             .map(|i| f32::from_bits(i.wrapping_mul(2_654_435_761)))
             .filter(|v| !v.is_nan())
             .chain([
-                1.003_906_25,
-                1.011_718_75,
+                257.0 / 256.0,
+                259.0 / 256.0,
                 65519.0,
                 65520.0,
                 6e-8,
@@ -162,11 +162,11 @@ mod tests {
 
     #[test]
     fn ties_go_to_the_even_neighbour() {
-        let t = HostTensor::from_f32([3], &[1.003_906_25, 1.011_718_75, 65520.0]).unwrap();
+        let t = HostTensor::from_f32([3], &[257.0 / 256.0, 259.0 / 256.0, 65520.0]).unwrap();
         let bf = cast(t.clone(), DType::BF16).unwrap().to_f32_vec().unwrap();
         assert_eq!(bf, [1.0, 1.015_625, 65536.0]);
         let half = cast(t, DType::F16).unwrap().to_f32_vec().unwrap();
-        assert_eq!(half, [1.003_906_25, 1.011_718_75, f32::INFINITY]);
+        assert_eq!(half, [257.0 / 256.0, 259.0 / 256.0, f32::INFINITY]);
     }
 
     #[test]
