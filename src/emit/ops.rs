@@ -184,13 +184,14 @@ impl Emitter<'_> {
             Op::Reduce { kind, dims } => {
                 let element = self.types.of(&Shape::scalar(node.shape.dtype)).to_string();
                 let location = self.location(graph.path(node), op);
+                let init = format!("{}init", self.region_prefix());
                 let _ = writeln!(
                     self.text,
-                    "    {name}_init = stablehlo.constant dense<{}> : {element} loc(#loc{location})",
+                    "    {init} = stablehlo.constant dense<{}> : {element} loc(#loc{location})",
                     identity(*kind, node.shape.dtype)
                 );
                 format!(
-                    "stablehlo.reduce({} init: {name}_init) applies stablehlo.{} across dimensions = {} : ({}, {element}) -> {result}",
+                    "stablehlo.reduce({} init: {init}) applies stablehlo.{} across dimensions = {} : ({}, {element}) -> {result}",
                     operand(0),
                     kind.name(),
                     list(dims),

@@ -37,8 +37,8 @@ fn a_small_program_has_exactly_this_text() {
 module @toy attributes {mhlo.num_partitions = 1 : i32, mhlo.num_replicas = 1 : i32} {
   func.func public @main(%arg0: tensor<2x3xf32> loc("x"), %arg1: tensor<4x3xf32> {tf.aliasing_output = 1 : i32} loc("unet/proj.weight")) -> (tensor<2xf32> {jax.result_info = "y"}, tensor<4x3xf32> {jax.result_info = "w"}) {
     %2 = stablehlo.dot_general %arg0, %arg1, contracting_dims = [1] x [1] : (tensor<2x3xf32>, tensor<4x3xf32>) -> tensor<2x4xf32> loc(#loc0)
-    %3_init = stablehlo.constant dense<0xFF800000> : tensor<f32> loc(#loc1)
-    %3 = stablehlo.reduce(%2 init: %3_init) applies stablehlo.maximum across dimensions = [1] : (tensor<2x4xf32>, tensor<f32>) -> tensor<2xf32> loc(#loc1)
+    %r1_init = stablehlo.constant dense<0xFF800000> : tensor<f32> loc(#loc1)
+    %3 = stablehlo.reduce(%2 init: %r1_init) applies stablehlo.maximum across dimensions = [1] : (tensor<2x4xf32>, tensor<f32>) -> tensor<2xf32> loc(#loc1)
     return %3, %arg1 : tensor<2xf32>, tensor<4x3xf32>
   }
 }

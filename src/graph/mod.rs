@@ -8,6 +8,7 @@ mod builder;
 mod eval;
 mod eval_contract;
 mod eval_index;
+mod flops;
 mod infer;
 mod init;
 pub mod op;
@@ -18,6 +19,7 @@ mod vjp_index;
 
 pub use builder::Builder;
 pub use eval::{EvalError, evaluate};
+pub use flops::flops;
 pub use infer::InferError;
 pub use init::Init;
 pub use op::{

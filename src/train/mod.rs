@@ -1,3 +1,6 @@
 //! Losses, optimizer, the training loop and checkpoints.
 
 pub mod checkpoint;
+pub mod optimizer;
+pub mod schedule;
+pub mod step;

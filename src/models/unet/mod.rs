@@ -15,6 +15,8 @@ use crate::nn::{
     sinusoidal_embedding,
 };
 
+use crate::shape::Shape;
+
 use blocks::{Block, Shared, Transformer};
 
 /// The root of the UNet's parameter paths.
@@ -280,8 +282,8 @@ fn time_embedding(
 
 /// Declares the UNet's run-time inputs for `batch` samples of `height` x `width` latents and `length` text tokens.
 ///
-/// Names are `sample`, `timestep`, `encoder_hidden_states`, and for SDXL `text_embeds` and `time_ids`. Samples and
-/// conditioning are in `dtype`; timesteps and time ids are `f32`.
+/// Names are `sample` and `timestep`, and those of [`declare_conditioning`]. Samples and conditioning are in `dtype`;
+/// timesteps are `f32`.
 ///
 /// # Errors
 /// When one of the names is taken by an input of another shape.
@@ -291,9 +293,44 @@ pub fn declare_inputs(
     [batch, height, width, length]: [usize; 4],
     dtype: DType,
 ) -> std::result::Result<UNetInputs, GraphError> {
-    use crate::shape::Shape;
+    let sample = b.input(
+        "sample",
+        Shape::new(dtype, [batch, config.in_channels, height, width]),
+        &[Some("conv_batch"), None, None, None],
+    )?;
+    let timestep = b.input(
+        "timestep",
+        Shape::new(DType::F32, [batch]),
+        &[Some("activation_batch")],
+    )?;
+    let (encoder_hidden_states, text_time) = declare_conditioning(b, config, batch, length, dtype)?;
+    Ok(UNetInputs {
+        sample,
+        timestep,
+        encoder_hidden_states,
+        text_time,
+    })
+}
+
+/// Declares what conditions the UNet: `encoder_hidden_states`, and for SDXL `text_embeds` and `time_ids` (`f32`).
+///
+/// # Errors
+/// When one of the names is taken by an input of another shape.
+pub fn declare_conditioning(
+    b: &Builder,
+    config: &UNet2DConditionConfig,
+    batch: usize,
+    length: usize,
+    dtype: DType,
+) -> std::result::Result<(Tensor, Option<TextTime>), GraphError> {
     let batch_axis = Some("activation_batch");
     let matrix = [batch_axis, None];
+    let features = config.cross_attention_dim.get(0).unwrap_or_default();
+    let encoder_hidden_states = b.input(
+        "encoder_hidden_states",
+        Shape::new(dtype, [batch, length, features]),
+        &[batch_axis, None, None],
+    )?;
     let text_time = match config.addition_embed_type {
         None => None,
         Some(AdditionEmbedType::TextTime) => {
@@ -314,25 +351,5 @@ pub fn declare_inputs(
             })
         }
     };
-    Ok(UNetInputs {
-        sample: b.input(
-            "sample",
-            Shape::new(dtype, [batch, config.in_channels, height, width]),
-            &[Some("conv_batch"), None, None, None],
-        )?,
-        timestep: b.input("timestep", Shape::new(DType::F32, [batch]), &[batch_axis])?,
-        encoder_hidden_states: b.input(
-            "encoder_hidden_states",
-            Shape::new(
-                dtype,
-                [
-                    batch,
-                    length,
-                    config.cross_attention_dim.get(0).unwrap_or_default(),
-                ],
-            ),
-            &[batch_axis, None, None],
-        )?,
-        text_time,
-    })
+    Ok((encoder_hidden_states, text_time))
 }

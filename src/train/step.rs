@@ -1,0 +1,263 @@
+//! The training step as one program: noise, forward pass, loss, gradient and update.
+
+use crate::dtype::DType;
+use crate::graph::random::{self, Key};
+use crate::graph::{Binary, Builder, Graph, GraphError, InputKind, Tensor, grad};
+use crate::host_tensor::HostTensor;
+use crate::models::unet::{TextTime, UNetInputs};
+use crate::pipelines::model::DiffusionModel;
+use crate::quant::{self, Decision, Policy, QuantError, ROUNDING_KEY};
+use crate::schedulers::{NoiseSchedule, SchedulerError};
+use crate::shape::Shape;
+
+use super::optimizer::{OptimizerOptions, Trained, adamw};
+
+/// Which timesteps training draws.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Timesteps {
+    /// All alike.
+    Uniform,
+    /// Timestep `t` with probability `weights[t] / sum(weights)`.
+    Weighted(Vec<f64>),
+}
+
+/// What the step is made of, beside the model.
+#[derive(Clone, Debug)]
+pub struct StepOptions {
+    /// Samples of one step over all devices.
+    pub batch: usize,
+    pub optimizer: OptimizerOptions,
+    pub timesteps: Timesteps,
+    /// Whether the text encoder is traced and trained, or its outputs are inputs.
+    pub train_text_encoder: bool,
+    pub quantization: Option<Policy>,
+}
+
+/// Names of the step's run-time inputs and of the results that are read on the host.
+pub mod names {
+    /// Noise-free samples in [-1, 1] or latents: `f32[batch, channels, rows, columns]`.
+    pub const SAMPLE: &str = "clean_sample";
+    /// The step's key for noise and timesteps: `u32[2]`.
+    pub const KEY: &str = "key";
+    pub const LEARNING_RATE: &str = "learning_rate";
+    pub const LOSS: &str = "loss";
+    pub const GRAD_NORM: &str = "grad_norm";
+    /// Whether loss and gradient were finite, as `f32` 1 or 0.
+    pub const FINITE: &str = "finite";
+}
+
+/// Why a training step could not be traced.
+#[derive(Debug, thiserror::Error)]
+pub enum StepError {
+    #[error(transparent)]
+    Graph(#[from] GraphError),
+    #[error(transparent)]
+    Quant(#[from] QuantError),
+    #[error(transparent)]
+    Scheduler(#[from] SchedulerError),
+}
+
+/// The traced step, quantized and lowered, and what quantization decided for each contraction.
+pub struct TracedStep {
+    pub graph: Graph,
+    pub decisions: Vec<Decision>,
+}
+
+/// Traces the whole training step.
+///
+/// The loss is the mean squared error of the model's prediction against the schedule's target (noise, velocity or
+/// sample) at timesteps drawn for each sample; Ho et al. 2020, equation 14, and Salimans and Ho 2022, appendix D.
+///
+/// # Errors
+/// When the model's parts do not fit together, or quantization is refused.
+pub fn trace(model: &DiffusionModel, options: &StepOptions) -> Result<TracedStep, StepError> {
+    let b = Builder::new();
+    let batch = options.batch;
+    let mut sample_axes = vec![None; 4];
+    sample_axes[0] = Some("activation_batch");
+    let key = b.input(names::KEY, Shape::new(DType::U32, [2]), &[])?;
+    if options.quantization.is_some() {
+        b.input(ROUNDING_KEY, Shape::new(DType::U32, [2]), &[])?;
+    }
+    let learning_rate = b.input(names::LEARNING_RATE, Shape::scalar(DType::F32), &[])?;
+    let clean = b.input(
+        names::SAMPLE,
+        Shape::new(DType::F32, model.sample_dims(batch)),
+        &sample_axes,
+    )?;
+    let (encoder_hidden_states, text_time) = conditioning(&b, model, options, batch)?;
+    let noised = add_noise(&b.root("noise"), model, options, key, clean)?;
+    let prediction = model.predict(
+        &b,
+        UNetInputs {
+            sample: noised.sample,
+            timestep: noised.timestep,
+            encoder_hidden_states,
+            text_time,
+        },
+    )?;
+    let loss = mean_squared_error(&b.root("loss"), prediction, noised.target)?;
+
+    let decisions = match &options.quantization {
+        None => Vec::new(),
+        Some(policy) => quant::annotate(&b, policy)?,
+    };
+
+    let weights: Vec<(String, Tensor, Vec<Option<&'static str>>)> = b.with_graph(|g| {
+        g.nodes
+            .iter()
+            .enumerate()
+            .filter_map(|(id, node)| match node.op {
+                crate::graph::Op::Parameter(i)
+                    if matches!(g.inputs[i].kind, InputKind::Weight(_)) =>
+                {
+                    let input = &g.inputs[i];
+                    Some((
+                        input.name.clone(),
+                        b.tensor(id as u32),
+                        input.logical_axes.clone(),
+                    ))
+                }
+                _ => None,
+            })
+            .collect()
+    });
+    let wrt: Vec<Tensor> = weights.iter().map(|(_, t, _)| *t).collect();
+    let gradients = grad(&b, loss, &wrt)?;
+    let trained: Vec<Trained> = weights
+        .into_iter()
+        .zip(gradients)
+        .map(|((name, weight, logical_axes), gradient)| Trained {
+            name,
+            weight,
+            gradient,
+            logical_axes,
+        })
+        .collect();
+    let update = adamw(&b, &trained, loss, learning_rate, &options.optimizer)?;
+    b.output(names::LOSS, loss, None)?;
+    b.output(names::GRAD_NORM, update.grad_norm, None)?;
+    b.output(names::FINITE, b.convert(update.finite, DType::F32)?, None)?;
+    let graph = b.finish();
+    let graph = match options.quantization {
+        None => graph,
+        Some(_) => quant::lower(&graph)?,
+    };
+    Ok(TracedStep { graph, decisions })
+}
+
+/// What conditions the UNet: the text encoder's output, or inputs in its place.
+fn conditioning(
+    b: &Builder,
+    model: &DiffusionModel,
+    options: &StepOptions,
+    batch: usize,
+) -> Result<(Tensor, Option<TextTime>), GraphError> {
+    if !options.train_text_encoder {
+        return model.declare_conditioning(b, batch);
+    }
+    if model.unet.addition_embed_type.is_some() {
+        return Err(b.invalid(
+            "training the text encoder of a model with added text conditioning (SDXL) is not supported",
+        ));
+    }
+    let ids = model.declare_input_ids(b, batch)?;
+    Ok((model.encode(b, ids)?, None))
+}
+
+struct Noised {
+    sample: Tensor,
+    timestep: Tensor,
+    target: Tensor,
+}
+
+fn add_noise(
+    b: &Builder,
+    model: &DiffusionModel,
+    options: &StepOptions,
+    key: Tensor,
+    clean: Tensor,
+) -> Result<Noised, StepError> {
+    let schedule = NoiseSchedule::new(&model.scheduler)?;
+    let batch = options.batch;
+    let word = |i| b.reshape(b.slice_dim(key, 0, i, i + 1)?, &[]);
+    let key = Key {
+        high: word(0)?,
+        low: word(1)?,
+    };
+    let uniform = random::uniform(b, random::fold_in(b, key, 0)?, &[batch])?;
+    let noise = random::normal(b, random::fold_in(b, key, 1)?, &model.sample_dims(batch))?;
+    let steps = schedule.alphas_cumprod.len();
+    let timestep = draw_timesteps(b, uniform, steps, &options.timesteps)?;
+
+    let mut columns: [Vec<f32>; 4] = Default::default();
+    for t in 0..steps {
+        let (sample, noise) = schedule.noise_coefficients(t)?;
+        let (target_sample, target_noise) = schedule.target_coefficients(t)?;
+        for (column, value) in columns
+            .iter_mut()
+            .zip([sample, noise, target_sample, target_noise])
+        {
+            column.push(value);
+        }
+    }
+    let pick = |column: &[f32]| -> Result<Tensor, GraphError> {
+        let table = b.constant(HostTensor::from_f32([steps], column)?)?;
+        b.reshape(b.take(table, timestep)?, &[batch, 1, 1, 1])
+    };
+    let mix = |first: &[f32], second: &[f32]| {
+        b.add(b.mul(pick(first)?, clean)?, b.mul(pick(second)?, noise)?)
+    };
+    Ok(Noised {
+        sample: mix(&columns[0], &columns[1])?,
+        timestep: b.convert(timestep, DType::F32)?,
+        target: mix(&columns[2], &columns[3])?,
+    })
+}
+
+/// Integer timesteps `s32[batch]` from uniform numbers in [0, 1).
+fn draw_timesteps(
+    b: &Builder,
+    uniform: Tensor,
+    steps: usize,
+    timesteps: &Timesteps,
+) -> Result<Tensor, GraphError> {
+    let drawn = match timesteps {
+        Timesteps::Uniform => {
+            let scaled = b.mul_scalar(uniform, steps as f64)?;
+            b.convert(scaled, DType::S32)?
+        }
+        Timesteps::Weighted(weights) => {
+            // The number of cumulative probabilities at or below the uniform number.
+            let total: f64 = weights.iter().sum();
+            let mut sum = 0.0;
+            let cumulative: Vec<f32> = weights
+                .iter()
+                .map(|w| {
+                    sum += w;
+                    (sum / total) as f32
+                })
+                .collect();
+            let table = b.constant(HostTensor::from_f32([1, steps], &cumulative)?)?;
+            let batch = b.dims(uniform)[0];
+            let column = b.reshape(uniform, &[batch, 1])?;
+            let passed = b.compare(crate::graph::Comparison::Ge, column, table)?;
+            b.sum(b.convert(passed, DType::S32)?, &[1])?
+        }
+    };
+    // f32 rounding may reach the upper end.
+    let last = b.full(&b.shape(drawn), steps as f64 - 1.0)?;
+    b.binary(Binary::Min, drawn, last)
+}
+
+fn mean_squared_error(
+    b: &Builder,
+    prediction: Tensor,
+    target: Tensor,
+) -> Result<Tensor, GraphError> {
+    let difference = b.sub(prediction, target)?;
+    let dims = b.dims(difference);
+    let all: Vec<usize> = (0..dims.len()).collect();
+    let sum = b.sum(b.square(difference)?, &all)?;
+    b.mul_scalar(sum, 1.0 / dims.iter().product::<usize>() as f64)
+}
