@@ -182,6 +182,7 @@ enum Kind {
     Gather,
     Scatter,
     Sort,
+    CustomCall,
     Dot,
     Convolution,
 }
@@ -195,6 +196,7 @@ impl Kind {
             Kind::Gather => "gather",
             Kind::Scatter => "scatter",
             Kind::Sort => "sort",
+            Kind::CustomCall => "custom-call",
             Kind::Dot => "dot",
             Kind::Convolution => "convolution",
         }
@@ -231,6 +233,11 @@ impl Kind {
             | "reverse"
             | "tuple"
             | "get-tuple-element" => Kind::Copy,
+            // A hand-written kernel; the compiler's own calls allocate or mark, not compute.
+            "custom-call" if instruction.custom_call_target == "tpu_custom_call" => {
+                Kind::CustomCall
+            }
+            "custom-call" => Kind::Copy,
             // Waiting for a collective is not computing.
             opcode if is_collective(opcode) => Kind::Copy,
             _ => Kind::Elementwise,
@@ -299,11 +306,10 @@ pub(super) fn cycles(program: &Program<'_>) -> Option<Cycles> {
 }
 
 fn is_kernel(instruction: &HloInstructionProto) -> bool {
-    match instruction.opcode.as_str() {
-        "fusion" | "dot" | "convolution" => true,
-        "custom-call" => instruction.custom_call_target == "tpu_custom_call",
-        _ => false,
-    }
+    matches!(
+        instruction.opcode.as_str(),
+        "fusion" | "dot" | "convolution" | "custom-call"
+    )
 }
 
 #[cfg(test)]
