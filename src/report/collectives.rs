@@ -1,6 +1,6 @@
 //! Which collectives a program runs, over which links, and how many bytes they move.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 
 use crate::proto::xla::hlo_instruction_proto::ReplicaGroupList;
 use crate::proto::xla::{
@@ -16,6 +16,8 @@ const MEGASCALE: &str = "xla_megascale_runtime";
 const HANDLER: &str = "_xla_host_transfer_handler_name";
 const TRANSFER_TYPE: &str = "_xla_megascale_transfer_type";
 const REDUCE_OPERATION: &str = "_xla_megascale_reduce_operation";
+/// Marks the kernels over which the TPU compiler spreads one collective, to overlap it with others.
+const CHAIN: &str = "chain_id";
 const SEND_RECV_PAIRS: &str = "_xla_send_recv_source_target_pairs";
 
 /// All collectives that run, in program order; a combined one gives an entry for each purpose of
@@ -26,6 +28,7 @@ pub(super) fn collectives(
     provenance: &Provenance<'_>,
 ) -> Vec<Collective> {
     let links = Links::new(program, slice_of_partition);
+    let mut chains = HashSet::new();
     let mut list = Vec::new();
     for (site, runs) in program.running() {
         let instruction = program.instruction(site);
@@ -35,6 +38,14 @@ pub(super) fn collectives(
         let Some(link) = links.of(instruction) else {
             continue;
         };
+        if let Some(chain) = attribute(instruction, CHAIN) {
+            // A copy of a loop body has chains of its own.
+            let callers = &program.computations[site.comp].callers;
+            let within = callers.first().map(|caller| caller.comp);
+            if !chains.insert((within, chain, instruction.channel_id)) {
+                continue;
+            }
+        }
         let is_extremum = is_extremum(program, site);
         let mut by_purpose: BTreeMap<Purpose, (u64, String)> = BTreeMap::new();
         let operands: Vec<Site> = match instruction.opcode.as_str() {
@@ -105,6 +116,20 @@ fn kind(program: &Program<'_>, site: Site) -> Option<String> {
         "send" if !instruction.is_host_transfer => Some("collective-permute".to_owned()),
         _ => None,
     }
+}
+
+/// Collectives without the suffix of their halves.
+pub(super) fn is_collective(opcode: &str) -> bool {
+    matches!(
+        opcode,
+        "all-reduce"
+            | "all-gather"
+            | "reduce-scatter"
+            | "all-to-all"
+            | "ragged-all-to-all"
+            | "collective-permute"
+            | "collective-broadcast"
+    )
 }
 
 pub(super) fn is_megascale(instruction: &HloInstructionProto) -> bool {

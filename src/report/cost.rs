@@ -6,6 +6,7 @@ use serde::Deserialize;
 
 use crate::proto::xla::{HloInstructionProto, PrimitiveType, ShapeProto, WindowDimension};
 
+use super::collectives::is_collective;
 use super::program::{Program, Site, bits, elements, type_name};
 
 /// What the TPU and GPU compilers write on an instruction, as far as reports read it.
@@ -55,8 +56,10 @@ impl BackendConfig {
         self.known_trip_count.as_ref()?.n.value()
     }
 
+    /// libtpu writes the greatest 64-bit integer where its model gives no answer.
     pub fn estimated_cycles(&self) -> Option<u64> {
-        self.window_config.estimated_cycles.as_ref()?.value()
+        let cycles = self.window_config.estimated_cycles.as_ref()?.value()?;
+        (cycles < i64::MAX as u64).then_some(cycles)
     }
 }
 
@@ -179,6 +182,7 @@ enum Kind {
     Gather,
     Scatter,
     Sort,
+    CustomCall,
     Dot,
     Convolution,
 }
@@ -192,6 +196,7 @@ impl Kind {
             Kind::Gather => "gather",
             Kind::Scatter => "scatter",
             Kind::Sort => "sort",
+            Kind::CustomCall => "custom-call",
             Kind::Dot => "dot",
             Kind::Convolution => "convolution",
         }
@@ -201,12 +206,7 @@ impl Kind {
     fn of(program: &Program<'_>, site: Site) -> Self {
         let instruction = program.instruction(site);
         match instruction.opcode.as_str() {
-            "fusion" => program
-                .called(site)
-                .flat_map(|comp| {
-                    (0..program.computations[comp].proto.instructions.len())
-                        .map(move |index| Site { comp, index })
-                })
+            "fusion" => inside(program, site)
                 .map(|site| Kind::of(program, site))
                 .max()
                 .unwrap_or(Kind::Copy),
@@ -233,9 +233,29 @@ impl Kind {
             | "reverse"
             | "tuple"
             | "get-tuple-element" => Kind::Copy,
+            // A hand-written kernel; the compiler's own calls allocate or mark, not compute.
+            "custom-call" if instruction.custom_call_target == "tpu_custom_call" => {
+                Kind::CustomCall
+            }
+            "custom-call" => Kind::Copy,
+            // Waiting for a collective is not computing.
+            opcode if is_collective(opcode) => Kind::Copy,
             _ => Kind::Elementwise,
         }
     }
+}
+
+/// All instructions of the kernel at `site`, those of nested ones too.
+fn inside<'a>(program: &'a Program<'_>, site: Site) -> Box<dyn Iterator<Item = Site> + 'a> {
+    let called: Vec<_> = match program.instruction(site).opcode.as_str() {
+        "fusion" => program.called(site).collect(),
+        _ => Vec::new(),
+    };
+    Box::new(called.into_iter().flat_map(move |comp| {
+        (0..program.computations[comp].proto.instructions.len())
+            .map(move |index| Site { comp, index })
+            .flat_map(move |site| inside(program, site).chain([site]))
+    }))
 }
 
 /// The TPU compiler writes every dot as a convolution: without a window, with windows of size 1,
@@ -255,18 +275,41 @@ fn convolution_kind(instruction: &HloInstructionProto) -> Kind {
     }
 }
 
-/// Cycles the compiler predicts, by kind of kernel, loops multiplied out. `None` when no
-/// instruction carries a prediction (CPU, GPU).
-pub(super) fn cycles(program: &Program<'_>) -> Option<BTreeMap<&'static str, u64>> {
-    let mut total = BTreeMap::new();
+/// What the compiler predicts of the program's kernels.
+#[derive(Debug, Default)]
+pub(super) struct Cycles {
+    /// Cycles by kind of kernel, loops multiplied out.
+    pub by_kind: BTreeMap<&'static str, u64>,
+    /// Kernels that compute but carry no prediction, how often they run, and their operations.
+    pub unpredicted: Vec<(Site, u64, u64)>,
+}
+
+/// `None` when no instruction carries a prediction (CPU, GPU).
+pub(super) fn cycles(program: &Program<'_>) -> Option<Cycles> {
+    let mut total = Cycles::default();
     for (site, runs) in program.running().filter(|(_, runs)| runs.scheduled) {
-        let config = program.backend_config(program.instruction(site));
-        if let Some(cycles) = BackendConfig::parse(config).estimated_cycles() {
+        let instruction = program.instruction(site);
+        let config = BackendConfig::parse(program.backend_config(instruction));
+        if let Some(cycles) = config.estimated_cycles() {
             let kind = Kind::of(program, site).name();
-            *total.entry(kind).or_default() += cycles.saturating_mul(runs.count);
+            *total.by_kind.entry(kind).or_default() += cycles.saturating_mul(runs.count);
+        } else if is_kernel(instruction) && Kind::of(program, site) != Kind::Copy {
+            let flops = inside(program, site)
+                .chain([site])
+                .filter_map(|site| product_flops(program, site))
+                .map(|(_, flops)| flops.saturating_mul(runs.count))
+                .sum();
+            total.unpredicted.push((site, runs.count, flops));
         }
     }
-    (!total.is_empty()).then_some(total)
+    (!total.by_kind.is_empty()).then_some(total)
+}
+
+fn is_kernel(instruction: &HloInstructionProto) -> bool {
+    matches!(
+        instruction.opcode.as_str(),
+        "fusion" | "dot" | "convolution" | "custom-call"
+    )
 }
 
 #[cfg(test)]
@@ -310,6 +353,8 @@ mod tests {
         assert_eq!(number.estimated_cycles(), Some(17));
         let cpu = parse(r#"{"known_trip_count":{"n":"4"},"known_init_step":{"init":"0"}}"#);
         assert_eq!((cpu.trip_count(), cpu.estimated_cycles()), (Some(4), None));
+        let none = parse(r#"{"window_config":{"estimated_cycles":"9223372036854775807"}}"#);
+        assert_eq!(none.estimated_cycles(), None);
         assert_eq!(parse("\u{8}not json").estimated_cycles(), None);
         assert_eq!(parse("").trip_count(), None);
     }

@@ -2,6 +2,25 @@
 //!
 //! [`CompileReport::new`] reads an optimized `HloModuleProto`; what only the runtime knows (memory,
 //! compile time) the caller passes in.
+//!
+//! # What libtpu 0.0.51 leaves in a program
+//! - A program over several slices is compiled once for one slice: its device assignment and all
+//!   replica groups number that slice's devices from 0, so every ordinary collective stays inside.
+//! - Traffic between slices is `send`/`recv` (and their `-done`) with the frontend attributes
+//!   `_xla_host_transfer_handler_name="xla_megascale_runtime"`, `_xla_host_transfer_rendezvous`
+//!   (equal on both halves), `_xla_megascale_transfer_type` (`ALL_REDUCE`, `ALL_GATHER`,
+//!   `ONE_TO_ONE`, ...), `_xla_megascale_reduce_operation` (`SUM`, `MAX`) and
+//!   `_xla_megascale_target` (`{1,2}x{0:15}`: slices by devices, or pairs of global device ids).
+//! - A large all-reduce over both kinds of links is hierarchical: a reduce-scatter in the slice
+//!   (also in the form of an all-reduce and a slice, in a computation `all-reduce-scatter`), a
+//!   transfer of the shard, an all-gather in the slice. Small ones are an all-reduce and a
+//!   transfer.
+//! - No collective and no transfer carries an op name, though nearly all other instructions do.
+//! - Loops carry no trip count, and iterations may be peeled off, with transfers of one iteration
+//!   completed in the next.
+//! - One collective may be spread over several fusions that share a `chain_id`.
+//! - Fusions and products carry `estimated_cycles` in the JSON of their `backend_config`, some
+//!   with the greatest 64-bit integer for no answer.
 
 mod collectives;
 mod cost;
@@ -171,6 +190,21 @@ pub struct Predicted {
     pub total: f64,
     /// By kind of kernel: `dot`, `convolution`, `reduce`, `elementwise`, `copy`, ...
     pub by_kind: BTreeMap<String, f64>,
+    /// Kernels the compiler predicts nothing for (hand-written ones, some that overlap with a
+    /// collective): `total` is too small by their time.
+    pub unpredicted: Vec<Unpredicted>,
+}
+
+/// A kernel without a prediction.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Unpredicted {
+    /// Name in the optimized program.
+    pub instruction: String,
+    pub op_name: String,
+    /// How often it runs in one execution.
+    pub count: u64,
+    /// Operations of its dots and convolutions in one execution of the program.
+    pub flops: u64,
 }
 
 /// A loop counted once, because nothing tells how often it runs.
@@ -215,7 +249,7 @@ impl CompileReport {
             .sum();
         let predicted_ms = cost::cycles(&program)
             .zip(input.clock_hz)
-            .map(|(cycles, clock)| Predicted::new(&cycles, clock));
+            .map(|(cycles, clock)| Predicted::new(&program, &cycles, clock));
         Ok(Self {
             parameters: input.parameters,
             int8_flops_share: if all == 0 {
@@ -243,14 +277,31 @@ impl CompileReport {
 }
 
 impl Predicted {
-    fn new(cycles: &BTreeMap<&'static str, u64>, clock_hz: f64) -> Self {
+    fn new(program: &program::Program<'_>, cycles: &cost::Cycles, clock_hz: f64) -> Self {
         let ms = |cycles: u64| cycles as f64 / clock_hz * 1e3;
         Self {
-            total: ms(cycles.values().sum()),
+            total: ms(cycles.by_kind.values().sum()),
             by_kind: cycles
+                .by_kind
                 .iter()
                 .map(|(kind, &cycles)| ((*kind).to_owned(), ms(cycles)))
+                .collect(),
+            unpredicted: cycles
+                .unpredicted
+                .iter()
+                .map(|&(site, count, flops)| {
+                    let instruction = program.instruction(site);
+                    Unpredicted {
+                        instruction: instruction.name.clone(),
+                        op_name: program::op_name(instruction).to_owned(),
+                        count,
+                        flops,
+                    }
+                })
                 .collect(),
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -92,7 +92,13 @@ impl<'a> Provenance<'a> {
             return (Purpose::RangeFinding, ranges[0].to_owned());
         }
         let with = |scope: &str| rest.iter().find(|n| has_scope(n, scope)).copied();
-        let first = rest.first().copied().unwrap_or_default().to_owned();
+        // A path says more than a name the compiler made up.
+        let path = rest.iter().find(|n| n.contains('/'));
+        let first = path
+            .or(rest.first())
+            .copied()
+            .unwrap_or_default()
+            .to_owned();
         let part = i64::try_from(number).ok();
         let purpose = if is_gather
             && (with("optimizer").is_some()
@@ -206,6 +212,20 @@ impl<'a> Provenance<'a> {
             }
             ("fusion" | "call" | "conditional", _) => roots(part),
             ("async-start", _) => roots(None),
+            // Positions and predicates choose values, they are not in them.
+            ("dynamic-slice" | "gather", _) => operand(0, None).into_iter().collect(),
+            ("dynamic-update-slice", _) => operand(0, None)
+                .into_iter()
+                .chain(operand(1, None))
+                .collect(),
+            ("scatter", _) => operand(0, None)
+                .into_iter()
+                .chain(operand(2, None))
+                .collect(),
+            ("select", _) => operand(1, None)
+                .into_iter()
+                .chain(operand(2, None))
+                .collect(),
             ("recv", _) => {
                 let rendezvous = attribute(instruction, RENDEZVOUS).unwrap_or_default();
                 let sends = self.sends.get(rendezvous).into_iter().flatten();
@@ -376,6 +396,8 @@ fn is_structural(opcode: &str) -> bool {
             | "opt-barrier"
             | "after-all"
             | "constant"
+            | "broadcast"
+            | "iota"
     )
 }
 

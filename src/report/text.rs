@@ -65,6 +65,15 @@ impl CompileReport {
             item(f, kind, &format!("{ms:.3} ms"), &share)?;
         }
         item(f, "total", &format!("{:.3} ms", predicted.total), "")?;
+        if !predicted.unpredicted.is_empty() {
+            let flops = predicted.unpredicted.iter().map(|u| u.flops).sum();
+            writeln!(
+                f,
+                "  not predicted: {} kernels with {}",
+                predicted.unpredicted.len(),
+                operations(flops)
+            )?;
+        }
         for unknown in &self.unknown_trip_counts {
             let name = match unknown.op_name.as_str() {
                 "" => &unknown.instruction,
