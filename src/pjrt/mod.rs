@@ -1,1 +1,3 @@
 //! The PJRT runtime: plugins, clients, buffers, executables, topologies.
+
+pub mod install;
