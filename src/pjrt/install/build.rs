@@ -2,7 +2,7 @@
 
 use std::fs::{self, File};
 use std::io::{self, BufReader};
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 use std::process::{Command, Output};
 
 use sha2::{Digest, Sha256};
@@ -262,7 +262,7 @@ fn unpack(
                 file: name.clone(),
                 source,
             })?;
-        let Some(path) = entry.enclosed_name().filter(|_| !entry.is_symlink()) else {
+        let Some(path) = safe_path(entry.name_raw()).filter(|_| !entry.is_symlink()) else {
             return Err(InstallError::UnsafePath {
                 file: name,
                 entry: String::from_utf8_lossy(entry.name_raw()).into_owned(),
@@ -301,6 +301,17 @@ fn unpack(
             member: wheel.members[missing].from.to_owned(),
         }),
     }
+}
+
+/// The entry's path when it is plainly relative: no root, no `..`, no oddities that a later reader
+/// could take for them.
+fn safe_path(name: &[u8]) -> Option<PathBuf> {
+    let name = std::str::from_utf8(name).ok()?;
+    let plain = !name.contains(['\\', '\0'])
+        && Path::new(name)
+            .components()
+            .all(|component| matches!(component, Component::Normal(_)));
+    plain.then(|| PathBuf::from(name))
 }
 
 fn is_needed_header(path: &str) -> bool {
