@@ -15,10 +15,10 @@
 namespace maxdiff {
 
 // XLA reports its choices at load and compile time on stderr; who wants them sets
-// MAXDIFF_PLUGIN_LOG. Runs when the library is loaded, before any client exists.
+// MAXDIFF_PLUGIN_LOG. The link option `-z initfirst` makes this run before TensorFlow's own
+// initializers, which log already.
 __attribute__((constructor)) void SilenceLogs() {
   if (std::getenv("MAXDIFF_PLUGIN_LOG") != nullptr) return;
-  setenv("TF_CPP_MIN_LOG_LEVEL", "3", /*overwrite=*/0);
   absl::SetMinLogLevel(absl::LogSeverityAtLeast::kFatal);
   absl::SetStderrThreshold(absl::LogSeverityAtLeast::kFatal);
 }

@@ -9,6 +9,7 @@
 #include "xla/hlo/builder/xla_computation.h"
 #include "xla/hlo/ir/hlo_module.h"
 #include "xla/layout.h"
+#include "xla/shape_util.h"
 #include "xla/pjrt/proto/compile_options.pb.h"
 
 namespace xla {
@@ -91,8 +92,10 @@ inline absl::StatusOr<PJRT_LoadedExecutable*> NewLoadedExecutable(
   }
   MAXDIFF_ASSIGN_OR_RETURN(std::shared_ptr<xla::HloModule> module,
                            OnlyModule(*loaded->executable));
-  loaded->num_parameters = module->entry_computation()->num_parameters();
-  loaded->num_outputs = CountOutputs(module->result_shape());
+  for (const xla::HloInstruction* parameter :
+       module->entry_computation()->parameter_instructions()) {
+    loaded->parameter_shapes.push_back(parameter->shape());
+  }
   return loaded.release();
 }
 
@@ -439,14 +442,27 @@ inline absl::StatusOr<xla::ExecuteOptions> ToExecuteOptions(const PJRT_ExecuteOp
   return options;
 }
 
+// XLA:CPU compares sizes in bytes only, so that an int32 array would pass for a float32 one.
+inline absl::Status CheckArgument(const PJRT_Buffer* buffer, const xla::Shape& expected) {
+  MAXDIFF_RETURN_IF_ERROR(CheckLive(buffer));
+  const xla::Shape& shape = buffer->buffer->on_device_shape();
+  if (expected.IsArray() && expected.is_static() &&
+      !xla::ShapeUtil::Compatible(shape, expected)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("expected ", xla::ShapeUtil::HumanString(expected), ", got ",
+                     xla::ShapeUtil::HumanString(shape)));
+  }
+  return absl::OkStatus();
+}
+
 MAXDIFF_PJRT_FUNCTION(PJRT_LoadedExecutable_Execute) {
   MAXDIFF_ASSIGN_OR_RETURN(auto executable, Live(args->executable));
   MAXDIFF_CHECK_ARG(output_lists);
   PJRT_LoadedExecutable* loaded = args->executable;
-  if (args->num_args != loaded->num_parameters) {
+  if (args->num_args != loaded->parameter_shapes.size()) {
     return absl::InvalidArgumentError(absl::StrCat(executable->name(), " takes ",
-                                                   loaded->num_parameters, " arguments, got ",
-                                                   args->num_args));
+                                                   loaded->parameter_shapes.size(),
+                                                   " arguments, got ", args->num_args));
   }
   const size_t expected_devices =
       args->execute_device != nullptr ? 1 : loaded->addressable_devices.size();
@@ -465,7 +481,8 @@ MAXDIFF_PJRT_FUNCTION(PJRT_LoadedExecutable_Execute) {
     for (size_t i = 0; i < args->num_args; ++i) {
       MAXDIFF_CHECK_ARG(argument_lists[device]);
       PJRT_Buffer* buffer = args->argument_lists[device][i];
-      if (absl::Status status = CheckLive(buffer); !status.ok()) {
+      if (absl::Status status = CheckArgument(buffer, loaded->parameter_shapes[i]);
+          !status.ok()) {
         return absl::Status(status.code(), absl::StrCat(executable->name(), ": argument ", i,
                                                         " on device ", device, ": ",
                                                         status.message()));

@@ -20,6 +20,7 @@
 #include "xla/pjrt/pjrt_compiler.h"
 #include "xla/pjrt/pjrt_device_description.h"
 #include "xla/pjrt/pjrt_executable.h"
+#include "xla/shape.h"
 
 struct PJRT_Event {
   xla::Future<> future;
@@ -141,8 +142,8 @@ struct PJRT_LoadedExecutable {
   // Null once deleted.
   std::shared_ptr<xla::PjRtLoadedExecutable> executable;
   std::vector<PJRT_Device*> addressable_devices;
-  size_t num_parameters;
-  size_t num_outputs;
+  // Of one device, in order.
+  std::vector<xla::Shape> parameter_shapes;
   std::optional<std::string> fingerprint;
 };
 

@@ -14,6 +14,7 @@ mod error;
 mod executable;
 #[allow(unsafe_code)]
 mod ffi;
+pub mod install;
 mod plugin;
 #[cfg(test)]
 #[path = "../../tests/common/plugins.rs"]
