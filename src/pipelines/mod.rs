@@ -1,4 +1,5 @@
 //! Prompt to image.
 
+pub mod image_file;
 pub mod model;
 pub mod text_to_image;

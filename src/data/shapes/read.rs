@@ -433,15 +433,6 @@ fn neighbours(at: usize) -> impl Iterator<Item = usize> {
     .flatten()
 }
 
-/// The up to eight pixels around `at`.
-fn around(at: usize) -> impl Iterator<Item = usize> {
-    let (row, column) = (at / SIDE, at % SIDE);
-    let near = |center: usize| center.saturating_sub(1)..(center + 2).min(SIDE);
-    near(row)
-        .flat_map(move |r| near(column).map(move |c| r * SIDE + c))
-        .filter(move |&n| n != at)
-}
-
 /// Four-connected components of the set pixels.
 fn connected(mask: &[bool]) -> Vec<Vec<usize>> {
     let mut seen = [false; PIXELS];

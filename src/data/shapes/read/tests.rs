@@ -93,7 +93,7 @@ fn noise_and_blur_are_borne() {
     });
     assert!(noisy.fraction(noisy.both_right) >= 0.97, "{noisy:?}");
     for sigma in [0.7, 1.0] {
-        let blurred = score(2000, 32, 0, |image, index| {
+        let blurred = score(1000, 32, 0, |image, index| {
             let mut image = imageops::blur(&image, sigma);
             add_noise(&mut image, 0.05, index as u64);
             image

@@ -1,0 +1,572 @@
+//! Pictures on disk: PNG files that carry their settings, and labelled grids of them.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{BufReader, Write};
+use std::path::{Path, PathBuf};
+
+use font8x8::UnicodeFonts;
+use image::imageops::{self, FilterType};
+use image::{Rgb, RgbImage};
+use serde::{Deserialize, Serialize};
+
+/// Keyword of the text that web interfaces for Stable Diffusion read.
+const PARAMETERS: &str = "parameters";
+/// Keyword of the settings as JSON.
+const SETTINGS: &str = "maxdiff";
+/// Most memory that reading metadata may take.
+const MAX_METADATA_BYTES: usize = 64 << 20;
+
+/// What can go wrong with a picture on disk.
+#[derive(Debug, thiserror::Error)]
+pub enum ImageFileError {
+    #[error(
+        "output folder {} cannot be written: {source}; set output_dir to a folder that can",
+        path.display()
+    )]
+    OutputDir {
+        path: PathBuf,
+        source: std::io::Error,
+    },
+    #[error("cannot write {}: {source}", path.display())]
+    Write {
+        path: PathBuf,
+        source: std::io::Error,
+    },
+    #[error("cannot encode {} as png: {message}", path.display())]
+    Encode { path: PathBuf, message: String },
+    #[error("cannot read {}: {message}", path.display())]
+    Read { path: PathBuf, message: String },
+    #[error("file name stem `{stem}` must be a plain name without path separators")]
+    Stem { stem: String },
+    #[error("a grid needs one label a picture: {images} pictures, {labels} labels")]
+    GridLabels { images: usize, labels: usize },
+    #[error(
+        "a grid of {images} pictures in {columns} columns at scale {scale} cannot be laid out: {message}"
+    )]
+    Grid {
+        images: usize,
+        columns: u32,
+        scale: u32,
+        message: &'static str,
+    },
+}
+
+/// What a picture was made from.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct GenerationSettings {
+    pub prompt: String,
+    #[serde(default)]
+    pub negative_prompt: String,
+    pub seed: u64,
+    pub steps: u32,
+    pub guidance_scale: f64,
+    pub scheduler: String,
+    /// Name of the configuration, such as `quickstart`.
+    pub config: String,
+    /// Hash of the weights, hexadecimal.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub model_hash: Option<String>,
+}
+
+impl GenerationSettings {
+    /// The text under the keyword `parameters`: prompt, negative prompt and one line of settings,
+    /// in the layout that AUTOMATIC1111's web interface introduced and others read.
+    pub fn parameters(&self, width: u32, height: u32) -> String {
+        let mut text = self.prompt.clone();
+        if !self.negative_prompt.is_empty() {
+            text.push_str("\nNegative prompt: ");
+            text.push_str(&self.negative_prompt);
+        }
+        text.push_str(&format!(
+            "\nSteps: {}, Sampler: {}, CFG scale: {}, Seed: {}, Size: {width}x{height}",
+            self.steps, self.scheduler, self.guidance_scale, self.seed
+        ));
+        if let Some(hash) = &self.model_hash {
+            text.push_str(&format!(", Model hash: {hash}"));
+        }
+        let version = env!("CARGO_PKG_VERSION");
+        text.push_str(&format!(
+            ", Model: {}, Version: maxdiff-rs {version}",
+            self.config
+        ));
+        text
+    }
+}
+
+/// The texts of a PNG file that this module knows.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Metadata {
+    /// The text under `parameters`.
+    pub parameters: Option<String>,
+    /// The settings under `maxdiff`.
+    pub settings: Option<GenerationSettings>,
+}
+
+/// Makes the folder if need be and checks that a file can be written into it; called before work
+/// starts, so that nothing is computed that cannot be kept.
+///
+/// # Errors
+/// [`ImageFileError::OutputDir`].
+pub fn prepare_output_dir(path: &Path) -> Result<(), ImageFileError> {
+    let error = |source| ImageFileError::OutputDir {
+        path: path.to_owned(),
+        source,
+    };
+    fs::create_dir_all(path).map_err(error)?;
+    let mut attempt = 0u32;
+    loop {
+        let probe = path.join(format!(".write-test-{}-{attempt}", std::process::id()));
+        match OpenOptions::new().write(true).create_new(true).open(&probe) {
+            Ok(mut file) => {
+                let written = file.write_all(b"x").and_then(|()| file.sync_all());
+                drop(file);
+                let removed = fs::remove_file(&probe);
+                return written.and(removed).map_err(error);
+            }
+            Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists && attempt < 100 => {
+                attempt += 1;
+            }
+            Err(e) => return Err(error(e)),
+        }
+    }
+}
+
+/// Writes a picture as `{stem}-00001.png`, or under the next number that is free; the number
+/// follows the largest in the folder, so that files stay in the order they were made. Returns the
+/// path. No file is ever overwritten, also not when two processes write into one folder.
+///
+/// # Errors
+/// [`ImageFileError::Stem`] for a stem with path separators; [`ImageFileError::Encode`],
+/// [`ImageFileError::Write`]; after a failed write the partial file is removed.
+pub fn write_numbered(
+    dir: &Path,
+    stem: &str,
+    image: &RgbImage,
+    settings: Option<&GenerationSettings>,
+) -> Result<PathBuf, ImageFileError> {
+    if stem.is_empty() || stem.starts_with('.') || stem.contains(['/', '\\', '\0']) {
+        return Err(ImageFileError::Stem {
+            stem: stem.to_owned(),
+        });
+    }
+    let write_error = |path: &Path, source| ImageFileError::Write {
+        path: path.to_owned(),
+        source,
+    };
+    let bytes = encode(image, settings).map_err(|e| ImageFileError::Encode {
+        path: dir.join(format!("{stem}.png")),
+        message: e.to_string(),
+    })?;
+    let mut number = 1 + largest_number(dir, stem).map_err(|e| write_error(dir, e))?;
+    loop {
+        let path = dir.join(format!("{stem}-{number:05}.png"));
+        match OpenOptions::new().write(true).create_new(true).open(&path) {
+            Ok(mut file) => {
+                let written = file.write_all(&bytes).and_then(|()| file.sync_all());
+                drop(file);
+                if let Err(source) = written {
+                    // The file is ours and incomplete; the write error is the one to report.
+                    let _ = fs::remove_file(&path);
+                    return Err(write_error(&path, source));
+                }
+                return Ok(path);
+            }
+            Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists => number += 1,
+            Err(e) => return Err(write_error(&path, e)),
+        }
+    }
+}
+
+fn largest_number(dir: &Path, stem: &str) -> std::io::Result<u64> {
+    let mut largest = 0;
+    for entry in fs::read_dir(dir)? {
+        let name = entry?.file_name();
+        let number = name
+            .to_str()
+            .and_then(|name| {
+                name.strip_prefix(stem)?
+                    .strip_prefix('-')?
+                    .strip_suffix(".png")
+            })
+            // Longer ones are not numbers of ours, and could not be counted on from.
+            .filter(|digits| digits.len() <= 12 && digits.bytes().all(|b| b.is_ascii_digit()))
+            .and_then(|digits| digits.parse::<u64>().ok());
+        largest = largest.max(number.unwrap_or(0));
+    }
+    Ok(largest)
+}
+
+fn encode(
+    image: &RgbImage,
+    settings: Option<&GenerationSettings>,
+) -> Result<Vec<u8>, png::EncodingError> {
+    let mut bytes = Vec::new();
+    let mut encoder = png::Encoder::new(&mut bytes, image.width(), image.height());
+    encoder.set_color(png::ColorType::Rgb);
+    encoder.set_depth(png::BitDepth::Eight);
+    if let Some(settings) = settings {
+        let json = serde_json::to_string(settings).map_err(std::io::Error::from)?;
+        let parameters = settings.parameters(image.width(), image.height());
+        for (keyword, text) in [(PARAMETERS, parameters), (SETTINGS, json)] {
+            // tEXt is read by more programs, but holds Latin-1 only.
+            if text.chars().all(|c| u32::from(c) < 256 && c != '\0') {
+                encoder.add_text_chunk(keyword.to_owned(), text)?;
+            } else {
+                encoder.add_itxt_chunk(keyword.to_owned(), text.replace('\0', " "))?;
+            }
+        }
+    }
+    let mut writer = encoder.write_header()?;
+    writer.write_image_data(image.as_raw())?;
+    writer.finish()?;
+    Ok(bytes)
+}
+
+/// The metadata of a PNG file; empty for a file without.
+///
+/// # Errors
+/// [`ImageFileError::Read`] for a file that is no PNG, or whose settings are not what
+/// [`write_numbered`] writes.
+pub fn read_metadata(path: &Path) -> Result<Metadata, ImageFileError> {
+    let error = |message: String| ImageFileError::Read {
+        path: path.to_owned(),
+        message,
+    };
+    let file = File::open(path).map_err(|e| error(e.to_string()))?;
+    let limits = png::Limits {
+        bytes: MAX_METADATA_BYTES,
+    };
+    let mut reader = png::Decoder::new_with_limits(BufReader::new(file), limits)
+        .read_info()
+        .map_err(|e| error(e.to_string()))?;
+    // Texts may also stand after the picture.
+    reader.finish().map_err(|e| error(e.to_string()))?;
+    let info = reader.info();
+    let mut texts: Vec<(&str, String)> = Vec::new();
+    for chunk in &info.uncompressed_latin1_text {
+        texts.push((&chunk.keyword, chunk.text.clone()));
+    }
+    for chunk in &info.utf8_text {
+        let mut chunk_text = chunk.clone();
+        chunk_text
+            .decompress_text_with_limit(MAX_METADATA_BYTES)
+            .and_then(|()| chunk_text.get_text())
+            .map(|text| texts.push((&chunk.keyword, text)))
+            .map_err(|e| error(format!("text `{}`: {e}", chunk.keyword)))?;
+    }
+    let find = |keyword| {
+        texts
+            .iter()
+            .find(|(k, _)| *k == keyword)
+            .map(|(_, text)| text.as_str())
+    };
+    let settings = find(SETTINGS)
+        .map(serde_json::from_str)
+        .transpose()
+        .map_err(|e| error(format!("text `{SETTINGS}`: {e}")))?;
+    Ok(Metadata {
+        parameters: find(PARAMETERS).map(str::to_owned),
+        settings,
+    })
+}
+
+/// Side of a character of the font, and the distance between lines, in pixels.
+const GLYPH: u32 = 8;
+const LINE: u32 = 10;
+/// White space around and between the cells of a grid.
+const PADDING: u32 = 8;
+/// Least width of a cell: shorter lines than 16 characters tear labels apart.
+const MIN_CELL: u32 = 16 * GLYPH;
+/// Longest side of a grid: what PNG readers and the `image` crate surely take.
+const MAX_GRID_SIDE: u64 = 32_768;
+
+/// The whole factor that enlarges a picture of this width to at least 160 pixels; 1 for larger
+/// ones.
+pub fn visible_scale(width: u32) -> u32 {
+    160u32.div_ceil(width.max(1)).max(1)
+}
+
+/// Lays pictures out row by row on white, each enlarged by the whole factor `scale` (nearest
+/// neighbour) with its label below, wrapped between words. Pictures may differ in size; a cell has
+/// the size of the largest.
+///
+/// # Errors
+/// [`ImageFileError::GridLabels`] unless there is a label for each picture;
+/// [`ImageFileError::Grid`] for no pictures, no columns, scale 0 or a grid of more than 32768
+/// pixels a side.
+pub fn labelled_grid(
+    images: &[RgbImage],
+    labels: &[String],
+    columns: u32,
+    scale: u32,
+) -> Result<RgbImage, ImageFileError> {
+    if images.len() != labels.len() {
+        let (images, labels) = (images.len(), labels.len());
+        return Err(ImageFileError::GridLabels { images, labels });
+    }
+    let error = |message| ImageFileError::Grid {
+        images: images.len(),
+        columns,
+        scale,
+        message,
+    };
+    if images.is_empty() || columns == 0 || scale == 0 {
+        return Err(error("there must be at least one of each"));
+    }
+    let largest = |side: fn(&RgbImage) -> u32| {
+        u64::from(images.iter().map(side).max().unwrap_or(0)) * u64::from(scale)
+    };
+    let columns = (columns as usize).min(images.len());
+    let (width, height) = (largest(RgbImage::width), largest(RgbImage::height));
+    let too_large = || error("it would be larger than 32768 pixels a side");
+    let cell = width.max(u64::from(MIN_CELL));
+    let gap = u64::from(PADDING);
+    let total_width = gap + columns as u64 * (cell + gap);
+    if total_width > MAX_GRID_SIDE || height > MAX_GRID_SIDE {
+        return Err(too_large());
+    }
+    let (cell, width, height) = (cell as u32, width as u32, height as u32);
+    let lines: Vec<Vec<String>> = labels
+        .iter()
+        .map(|label| wrap(label, (cell / GLYPH) as usize))
+        .collect();
+    let row_heights: Vec<u64> = lines
+        .chunks(columns)
+        .map(|row| {
+            let text = row.iter().map(Vec::len).max().unwrap_or(0) as u64;
+            u64::from(height) + 4 + text * u64::from(LINE) + gap
+        })
+        .collect();
+    let total_height = gap + row_heights.iter().sum::<u64>();
+    if total_height > MAX_GRID_SIDE {
+        return Err(too_large());
+    }
+    let mut grid = RgbImage::from_pixel(total_width as u32, total_height as u32, Rgb([255; 3]));
+    for (k, (image, lines)) in images.iter().zip(&lines).enumerate() {
+        let (row, column) = (k / columns, k % columns);
+        let left = PADDING + column as u32 * (cell + PADDING);
+        let top = PADDING + row_heights[..row].iter().sum::<u64>() as u32;
+        let (w, h) = (image.width() * scale, image.height() * scale);
+        let shown = imageops::resize(image, w, h, FilterType::Nearest);
+        let inset = (cell - width) / 2 + (width - w) / 2;
+        imageops::replace(&mut grid, &shown, i64::from(left + inset), i64::from(top));
+        for (number, line) in lines.iter().enumerate() {
+            let y = top + height + 4 + number as u32 * LINE;
+            write_line(&mut grid, left, y, line);
+        }
+    }
+    Ok(grid)
+}
+
+/// Breaks a label into lines of at most `limit` characters, between words where that is possible.
+fn wrap(label: &str, limit: usize) -> Vec<String> {
+    let mut lines: Vec<String> = Vec::new();
+    let mut line = String::new();
+    let mut length = 0;
+    for word in label.split_whitespace() {
+        let letters: Vec<char> = word.chars().collect();
+        for (k, piece) in letters.chunks(limit.max(1)).enumerate() {
+            let space = usize::from(length > 0 && k == 0);
+            if length + space + piece.len() > limit && length > 0 {
+                lines.push(std::mem::take(&mut line));
+                length = 0;
+            }
+            if length > 0 && k == 0 {
+                line.push(' ');
+                length += 1;
+            }
+            line.extend(piece);
+            length += piece.len();
+        }
+    }
+    if !line.is_empty() {
+        lines.push(line);
+    }
+    lines
+}
+
+/// Black text; characters that the font lacks are shown as a question mark.
+fn write_line(image: &mut RgbImage, left: u32, top: u32, line: &str) {
+    for (k, letter) in line.chars().enumerate() {
+        let glyph = font8x8::BASIC_FONTS
+            .get(letter)
+            .or_else(|| font8x8::LATIN_FONTS.get(letter))
+            .or_else(|| font8x8::BASIC_FONTS.get('?'))
+            .unwrap_or_default();
+        for (row, bits) in glyph.iter().enumerate() {
+            for column in 0..GLYPH {
+                let (x, y) = (left + k as u32 * GLYPH + column, top + row as u32);
+                if bits >> column & 1 == 1 && x < image.width() && y < image.height() {
+                    image.put_pixel(x, y, Rgb([0; 3]));
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tempfile::TempDir;
+
+    use super::*;
+
+    fn settings(prompt: &str) -> GenerationSettings {
+        GenerationSettings {
+            prompt: prompt.into(),
+            negative_prompt: "blurry".into(),
+            seed: u64::MAX,
+            steps: 20,
+            guidance_scale: 7.5,
+            scheduler: "DDIM".into(),
+            config: "quickstart".into(),
+            model_hash: Some("abc123".into()),
+        }
+    }
+
+    fn picture() -> RgbImage {
+        RgbImage::from_fn(5, 3, |x, y| Rgb([x as u8 * 40, y as u8 * 80, 7]))
+    }
+
+    #[test]
+    fn metadata_and_pixels_survive() {
+        let dir = TempDir::new().unwrap();
+        for prompt in ["a small red circle", "piñata", "été 🎈\nin two lines"] {
+            let settings = settings(prompt);
+            let path = write_numbered(dir.path(), "x", &picture(), Some(&settings)).unwrap();
+            let metadata = read_metadata(&path).unwrap();
+            assert_eq!(metadata.settings.as_ref(), Some(&settings));
+            assert_eq!(metadata.parameters, Some(settings.parameters(5, 3)));
+            assert_eq!(image::open(&path).unwrap().into_rgb8(), picture());
+        }
+        let bare = write_numbered(dir.path(), "bare", &picture(), None).unwrap();
+        assert_eq!(read_metadata(&bare).unwrap(), Metadata::default());
+    }
+
+    #[test]
+    fn parameters_have_the_usual_layout() {
+        let lines = "a cat\nNegative prompt: blurry\nSteps: 20, Sampler: DDIM, CFG scale: 7.5, \
+                     Seed: 18446744073709551615, Size: 32x32, Model hash: abc123, \
+                     Model: quickstart, Version: maxdiff-rs ";
+        let text = settings("a cat").parameters(32, 32);
+        assert!(text.starts_with(lines), "{text}");
+        let plain = GenerationSettings {
+            prompt: "a".into(),
+            ..Default::default()
+        };
+        assert!(plain.parameters(1, 1).starts_with("a\nSteps: 0, "));
+    }
+
+    #[test]
+    fn numbers_follow_the_largest_and_nothing_is_overwritten() {
+        let dir = TempDir::new().unwrap();
+        let write = |stem| write_numbered(dir.path(), stem, &picture(), None).unwrap();
+        assert!(write("a").ends_with("a-00001.png"));
+        assert!(write("a").ends_with("a-00002.png"));
+        fs::write(dir.path().join("a-00041.png"), "kept").unwrap();
+        fs::write(dir.path().join("a-99999999999999.png"), "foreign").unwrap();
+        fs::write(dir.path().join("a-b-00100.png"), "other stem").unwrap();
+        assert!(write("a").ends_with("a-00042.png"));
+        assert!(write("a-b").ends_with("a-b-00101.png"));
+        assert_eq!(fs::read(dir.path().join("a-00041.png")).unwrap(), b"kept");
+        for stem in ["", "../a", "a/b", ".a"] {
+            let result = write_numbered(dir.path(), stem, &picture(), None);
+            assert!(matches!(result, Err(ImageFileError::Stem { .. })), "{stem}");
+        }
+    }
+
+    #[test]
+    fn parallel_writers_get_different_files() {
+        let dir = TempDir::new().unwrap();
+        let paths: std::collections::HashSet<PathBuf> = std::thread::scope(|scope| {
+            let writers: Vec<_> = (0..8)
+                .map(|_| scope.spawn(|| write_numbered(dir.path(), "p", &picture(), None).unwrap()))
+                .collect();
+            writers.into_iter().map(|w| w.join().unwrap()).collect()
+        });
+        assert_eq!(paths.len(), 8);
+    }
+
+    #[test]
+    fn a_folder_that_cannot_be_written_is_found_first() {
+        let dir = TempDir::new().unwrap();
+        let nested = dir.path().join("a/b");
+        prepare_output_dir(&nested).unwrap();
+        assert_eq!(fs::read_dir(&nested).unwrap().count(), 0);
+        let file = dir.path().join("file");
+        fs::write(&file, "").unwrap();
+        for path in [file.clone(), file.join("below")] {
+            let error = prepare_output_dir(&path).unwrap_err();
+            assert!(error.to_string().contains("output_dir"), "{error}");
+        }
+    }
+
+    #[test]
+    fn broken_files_are_named() {
+        let dir = TempDir::new().unwrap();
+        let path = write_numbered(dir.path(), "x", &picture(), Some(&settings("a"))).unwrap();
+        let bytes = fs::read(&path).unwrap();
+        for length in [0, 4, 20, bytes.len() / 2] {
+            fs::write(&path, &bytes[..length]).unwrap();
+            let error = read_metadata(&path).unwrap_err().to_string();
+            assert!(error.contains("x-00001.png"), "{error}");
+        }
+        assert!(read_metadata(&dir.path().join("absent.png")).is_err());
+    }
+
+    #[test]
+    fn labels_wrap_between_words() {
+        assert_eq!(wrap("a small red circle", 9), ["a small", "red", "circle"]);
+        assert_eq!(wrap("abcdefghij kl", 4), ["abcd", "efgh", "ij", "kl"]);
+        assert_eq!(wrap("x abcdefgh", 4), ["x", "abcd", "efgh"]);
+        assert!(wrap("  ", 4).is_empty());
+        for line in wrap("the quick brown fox jumps over the lazy dog", 7) {
+            assert!(line.len() <= 7, "{line}");
+        }
+    }
+
+    #[test]
+    fn grids_show_pictures_and_labels() {
+        let images = vec![RgbImage::from_pixel(32, 32, Rgb([255, 0, 0])); 3];
+        let labels: Vec<String> = ["one", "two words that need more than one line", ""]
+            .map(String::from)
+            .into();
+        let grid = labelled_grid(&images, &labels, 2, visible_scale(32)).unwrap();
+        assert_eq!(grid.width(), 8 + 2 * (160 + 8));
+        // Two lines below the first row, none below the second.
+        assert_eq!(grid.height(), 8 + (160 + 4 + 20 + 8) + (160 + 4 + 8));
+        let count = |colour| grid.pixels().filter(|p| p.0 == colour).count();
+        assert_eq!(count([255, 0, 0]), 3 * 160 * 160);
+        assert!(count([0, 0, 0]) > 100, "no text");
+        assert_eq!(
+            count([255, 0, 0]) + count([0, 0, 0]) + count([255; 3]),
+            grid.pixels().len()
+        );
+        // Text stays below its picture.
+        assert!((8..168).all(|y| grid.get_pixel(20, y).0 == [255, 0, 0]));
+        assert_eq!(
+            (visible_scale(1), visible_scale(160), visible_scale(1024)),
+            (160, 1, 1)
+        );
+    }
+
+    #[test]
+    fn impossible_grids_are_refused() {
+        let image = || vec![RgbImage::new(32, 32)];
+        let label = || vec![String::new()];
+        assert!(matches!(
+            labelled_grid(&image(), &[], 1, 1),
+            Err(ImageFileError::GridLabels {
+                images: 1,
+                labels: 0
+            })
+        ));
+        for (columns, scale) in [(0, 1), (1, 0), (1, u32::MAX)] {
+            let result = labelled_grid(&image(), &label(), columns, scale);
+            assert!(
+                matches!(result, Err(ImageFileError::Grid { .. })),
+                "{columns} {scale}"
+            );
+        }
+        assert!(labelled_grid(&[], &[], 1, 1).is_err());
+    }
+}
