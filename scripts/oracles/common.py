@@ -8,14 +8,11 @@ library does not keep an order among several and the files must be the same byte
 import json
 import pathlib
 
-import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "golden"
-
-BF16 = ml_dtypes.bfloat16
 
 
 def rng(*key) -> np.random.Generator:

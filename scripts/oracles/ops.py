@@ -12,7 +12,6 @@ is tested is seen. Cases of `convert` and of rounding are exact.
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from jax import lax
 

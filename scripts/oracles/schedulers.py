@@ -35,6 +35,9 @@ SAMPLING = {
     "ddim_linear_clipped": (DDIMScheduler, dict(LINEAR, clip_sample=True, set_alpha_to_one=True), 5, {}),
     "ddim_sample": (DDIMScheduler, dict(LINEAR, clip_sample=False, prediction_type="sample"), 5, {}),
     "ddim_eta": (DDIMScheduler, dict(DDIM_SD, timestep_spacing="leading"), 5, dict(eta=0.7)),
+    "ddim_cosine_zero_snr": (DDIMScheduler, dict(num_train_timesteps=1000, beta_schedule="squaredcos_cap_v2",
+                                                 timestep_spacing="trailing", prediction_type="v_prediction",
+                                                 rescale_betas_zero_snr=True, clip_sample=True), 6, {}),
     "ddim_one_step": (DDIMScheduler, dict(DDIM_SD, timestep_spacing="trailing"), 1, {}),
 } | {
     f"euler_{spacing}_{kind}": (EulerDiscreteScheduler,
@@ -50,6 +53,8 @@ TRAINING = {
     "ddpm_linear": dict(LINEAR),
     "ddpm_zero_snr": dict(SD, rescale_betas_zero_snr=True),
     "ddpm_cosine": dict(num_train_timesteps=1000, beta_schedule="squaredcos_cap_v2"),
+    "ddpm_cosine_zero_snr": dict(num_train_timesteps=1000, beta_schedule="squaredcos_cap_v2",
+                                 rescale_betas_zero_snr=True),
 }
 
 
