@@ -3,6 +3,9 @@
 //! Exit codes: 0 done, 1 failed, 2 usage or configuration, 143 stopped by a signal after saving.
 
 mod config;
+mod data;
+mod lower;
+pub mod recipe;
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -23,6 +26,8 @@ struct Cli {
 enum Command {
     /// Explain keys of the configuration, or check a configuration file
     Config(config::ConfigArgs),
+    /// Write a program as StableHLO text, from shapes alone
+    Lower(lower::LowerArgs),
 }
 
 /// `CONFIG.yml key=value ...`: what every verb that works on a model takes.
@@ -106,6 +111,7 @@ pub fn main() -> ExitCode {
     let cli = Cli::parse();
     let result = match cli.command {
         Command::Config(args) => config::run(args),
+        Command::Lower(args) => lower::run(&args),
     };
     result.unwrap_or_else(|error| {
         eprintln!("error: {error}");

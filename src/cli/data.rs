@@ -1,0 +1,84 @@
+//! Dataset and tokenizer of a configuration.
+
+use std::path::Path;
+
+use crate::config::{Config, DatasetType};
+use crate::data::{
+    Dataset, Folder, FolderOptions, Shapes, ShapesOptions, Split, Tokenizer, word_level_json,
+};
+
+use super::CliError;
+
+/// Opens the training split of the configured dataset.
+///
+/// # Errors
+/// When the dataset type is not here, or the data cannot be read.
+pub fn dataset(config: &Config, split: Split) -> Result<Dataset, CliError> {
+    match config.dataset_type {
+        DatasetType::Shapes => {
+            let options = ShapesOptions {
+                seed: config.seed,
+                resolution: config.resolution as usize,
+                validation_fraction: config.validation_fraction,
+                split,
+                ..ShapesOptions::default()
+            };
+            Ok(Dataset::Shapes(
+                Shapes::new(options).map_err(CliError::failed)?,
+            ))
+        }
+        DatasetType::Folder => {
+            let mut options =
+                FolderOptions::new(&config.train_data_dir, config.resolution as usize);
+            options.max_bad_image_fraction = config.max_bad_image_fraction;
+            Ok(Dataset::Folder(
+                Folder::open(options).map_err(CliError::failed)?,
+            ))
+        }
+        other => Err(CliError::Usage(format!(
+            "dataset_type={}: not here yet; working today: shapes, folder",
+            other.name()
+        ))),
+    }
+}
+
+/// The tokenizer as the text of a `tokenizer.json`: that of the configuration, or one built from the captions.
+///
+/// # Errors
+/// When the file cannot be read, or there are no captions.
+pub fn tokenizer_json(config: &Config, dataset: &Dataset) -> Result<String, CliError> {
+    if config.tokenizer_model_name_or_path.is_empty() {
+        let captions = dataset.vocabulary_captions();
+        return word_level_json(captions.iter().map(String::as_str)).map_err(CliError::failed);
+    }
+    let given = Path::new(&config.tokenizer_model_name_or_path);
+    let path = if given.is_dir() {
+        given.join("tokenizer.json")
+    } else {
+        given.to_path_buf()
+    };
+    std::fs::read_to_string(&path).map_err(|e| {
+        CliError::Usage(format!(
+            "tokenizer_model_name_or_path: {}: {e}",
+            path.display()
+        ))
+    })
+}
+
+/// The tokenizer's size where the text encoder's configuration leaves `vocab_size` to it.
+///
+/// # Errors
+/// When the tokenizer is needed and cannot be made.
+pub fn vocabulary(config: &Config) -> Result<Option<usize>, CliError> {
+    let needed = config.train_text_encoder
+        && config
+            .text_encoder_config_json()?
+            .is_some_and(|fields| !fields.contains_key("vocab_size"));
+    if !needed {
+        return Ok(None);
+    }
+    let dataset = dataset(config, Split::Train)?;
+    let json = tokenizer_json(config, &dataset)?;
+    let tokenizer = Tokenizer::from_json(&json, usize::MAX).map_err(CliError::failed)?;
+    Ok(Some(tokenizer.vocabulary_size()))
+}

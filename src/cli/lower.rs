@@ -1,0 +1,173 @@
+//! `lower`: a program as StableHLO text, without weights, devices or plugins.
+
+use std::fs::OpenOptions;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::Instant;
+
+use clap::{Args, ValueEnum};
+use serde_json::json;
+
+use crate::config::{Config, Verb, check_local_shard_count};
+use crate::emit::{EmitOptions, stablehlo};
+use crate::graph::{Graph, flops};
+use crate::pipelines::text_to_image::{DenoiseOptions, trace_denoise};
+use crate::quant::Decision;
+use crate::train::step;
+
+use super::recipe;
+use super::{CliError, RecipeArgs, print};
+
+/// Which program of a recipe.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Step {
+    /// Loss, gradient and optimizer
+    Train,
+    /// One denoising step
+    Denoise,
+}
+
+impl Step {
+    pub fn name(self) -> &'static str {
+        match self {
+            Step::Train => "train",
+            Step::Denoise => "denoise",
+        }
+    }
+}
+
+/// `lower ...`
+#[derive(Debug, Args)]
+pub struct LowerArgs {
+    #[command(flatten)]
+    recipe: RecipeArgs,
+    /// The program
+    #[arg(long, value_enum, default_value = "denoise")]
+    step: Step,
+    /// Write the program's StableHLO text here; an existing file is not replaced
+    #[arg(long, value_name = "FILE")]
+    output: Option<PathBuf>,
+    /// Print JSON: parameters, ops, flops, bytes, and seconds by phase
+    #[arg(long)]
+    json: bool,
+}
+
+/// A traced program of a recipe.
+pub struct Traced {
+    pub graph: Graph,
+    pub decisions: Vec<Decision>,
+}
+
+/// Traces a program for `devices` devices in `slices` slices.
+///
+/// # Errors
+/// When the configuration does not fit together.
+pub fn trace(config: &Config, step: Step, devices: u64, slices: u64) -> Result<Traced, CliError> {
+    // A text encoder without its own vocabulary gets the tokenizer's; here there is none, and any size will do
+    // only where the text encoder is not part of the program.
+    let derived = config.derived(devices, slices)?;
+    let batch = derived.total_train_batch_size as usize;
+    let shards = derived.quantization_local_shard_count;
+    match step {
+        Step::Train => {
+            check_local_shard_count(derived.total_train_batch_size, shards)?;
+            let vocabulary = super::data::vocabulary(config)?;
+            let model = recipe::model(config, vocabulary)?;
+            let options = recipe::step_options(config, batch, shards as usize)?;
+            let traced = step::trace(&model, &options).map_err(CliError::failed)?;
+            Ok(Traced {
+                graph: traced.graph,
+                decisions: traced.decisions,
+            })
+        }
+        Step::Denoise => {
+            let mut model = recipe::model(config, Some(1))?;
+            if config.text_encoder_config_json()?.is_none() {
+                model.text_encoder = None;
+            }
+            let options = DenoiseOptions {
+                batch,
+                guidance: config.do_classifier_free_guidance,
+                quantization: recipe::policy(config, 0)?,
+            };
+            let (graph, decisions) = trace_denoise(&model, &options).map_err(CliError::failed)?;
+            Ok(Traced { graph, decisions })
+        }
+    }
+}
+
+/// Runs `lower`.
+///
+/// # Errors
+/// When the configuration is wrong, or the file exists or cannot be written.
+pub fn run(args: &LowerArgs) -> Result<ExitCode, CliError> {
+    let start = Instant::now();
+    let config = args.recipe.load(Verb::Lower)?;
+    let loaded = start.elapsed().as_secs_f64();
+    let start = Instant::now();
+    let traced = trace(&config, args.step, 1, 1)?;
+    let trace_seconds = start.elapsed().as_secs_f64();
+    let start = Instant::now();
+    let options = EmitOptions {
+        precision: recipe::dot_precision(&config),
+        sharding: None,
+    };
+    let text = stablehlo(&traced.graph, args.step.name(), &options);
+    let emit_seconds = start.elapsed().as_secs_f64();
+    let start = Instant::now();
+    if let Some(path) = &args.output {
+        write_new(path, text.as_bytes())?;
+    }
+    let write_seconds = start.elapsed().as_secs_f64();
+    let ops = traced.graph.live_nodes().iter().filter(|l| **l).count();
+    let report = json!({
+        "step": args.step.name(),
+        "parameters": traced.graph.parameter_count(),
+        "ops": ops,
+        "flops": flops(&traced.graph),
+        "bytes": text.len(),
+        "quantized": traced.decisions.iter().filter(|d| d.quantized).count(),
+        "seconds": {
+            "config": loaded,
+            "trace": trace_seconds,
+            "emit": emit_seconds,
+            "write": write_seconds,
+        },
+        "output": args.output,
+    });
+    if args.json {
+        print(&report.to_string())?;
+    } else if args.output.is_none() {
+        print(&text)?;
+    } else {
+        print(&format!(
+            "{} parameters, {ops} operations, {} bytes of StableHLO",
+            traced.graph.parameter_count(),
+            text.len()
+        ))?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Writes a file that must not exist yet.
+///
+/// # Errors
+/// When it exists, or cannot be written.
+pub fn write_new(path: &Path, bytes: &[u8]) -> Result<(), CliError> {
+    let mut file = OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .open(path)
+        .map_err(|e| match e.kind() {
+            std::io::ErrorKind::AlreadyExists => CliError::Usage(format!(
+                "{}: exists already; choose another name or remove it",
+                path.display()
+            )),
+            _ => CliError::failed(std::io::Error::new(
+                e.kind(),
+                format!("{}: {e}", path.display()),
+            )),
+        })?;
+    file.write_all(bytes).map_err(CliError::failed)
+}

@@ -1,0 +1,309 @@
+//! From a configuration to what the library takes: model, session, policies.
+
+use std::path::Path;
+
+use crate::config::{self, Config};
+use crate::dtype::DType;
+use crate::emit::DotPrecision;
+use crate::graph::NumericsConvention;
+use crate::models::clip::ClipTextConfig;
+use crate::models::unet::{ROOT, UNet2DConditionConfig};
+use crate::nn::{Precision, Remat};
+use crate::pipelines::model::DiffusionModel;
+use crate::pjrt::install::{self, Installed, PluginKind};
+use crate::pjrt::{NamedValue, Plugin};
+use crate::quant::{Action, Decision, Policy, Rule};
+use crate::runtime::Session;
+use crate::schedulers::{self, SamplingPlan, SchedulerConfig};
+use crate::shard::{LogicalAxisRule, LogicalAxisRules, MeshAxes, Parallelism};
+use crate::train::optimizer::OptimizerOptions;
+use crate::train::step::{StepOptions, Timesteps};
+
+use super::CliError;
+
+/// Tokens of a prompt where no text encoder says otherwise: CLIP's.
+const CLIP_TOKENS: usize = 77;
+
+fn float(ty: config::FloatType) -> DType {
+    match ty {
+        config::FloatType::Float32 => DType::F32,
+        config::FloatType::Bfloat16 => DType::BF16,
+    }
+}
+
+/// Element types of weights and activations.
+pub fn precision(config: &Config) -> Precision {
+    Precision {
+        weights: float(config.weights_dtype),
+        activations: float(config.activations_dtype),
+    }
+}
+
+/// What float contractions ask of the compiler.
+pub fn dot_precision(config: &Config) -> DotPrecision {
+    match config.precision {
+        config::Precision::Default => DotPrecision::Default,
+        config::Precision::High => DotPrecision::High,
+        config::Precision::Highest => DotPrecision::Highest,
+    }
+}
+
+/// The noise schedule by diffusers' names, from MaxDiffusion's.
+pub fn scheduler(config: &Config) -> Result<SchedulerConfig, CliError> {
+    let from = &config.diffusion_scheduler_config;
+    let fields = serde_json::json!({
+        "num_train_timesteps": from.num_train_timesteps,
+        "beta_start": from.beta_start,
+        "beta_end": from.beta_end,
+        "beta_schedule": from.beta_schedule.name(),
+        "prediction_type": config.prediction().name(),
+        "timestep_spacing": config.timestep_spacing().name(),
+        "rescale_betas_zero_snr": from.rescale_zero_terminal_snr,
+        "clip_sample": from.clip_sample,
+    });
+    let serde_json::Value::Object(fields) = fields else {
+        return Err(CliError::Usage("no scheduler fields".to_string()));
+    };
+    SchedulerConfig::from_map(fields).map_err(|e| CliError::Usage(e.to_string()))
+}
+
+/// The coefficients of every step of the configured sampler.
+pub fn sampling_plan(
+    config: &Config,
+    scheduler: &SchedulerConfig,
+) -> Result<SamplingPlan, CliError> {
+    let steps = config.num_inference_steps as usize;
+    match config.sampler() {
+        config::Sampler::Ddim => schedulers::ddim(scheduler, steps, 0.0),
+        config::Sampler::Euler => schedulers::euler_discrete(scheduler, steps),
+    }
+    .map_err(|e| CliError::Usage(e.to_string()))
+}
+
+/// The UNet as configured.
+pub fn unet(config: &Config) -> Result<UNet2DConditionConfig, CliError> {
+    UNet2DConditionConfig::from_map(config.unet_config_json()?)
+        .map_err(|e| CliError::Usage(e.to_string()))
+}
+
+/// The whole model. `vocabulary` is the tokenizer's size, for a text encoder that does not state its own.
+pub fn model(config: &Config, vocabulary: Option<usize>) -> Result<DiffusionModel, CliError> {
+    let unet = unet(config)?;
+    let text_encoder = match config.text_encoder_config_json()? {
+        None => None,
+        Some(mut fields) => {
+            if let Some(size) = vocabulary {
+                fields
+                    .entry("vocab_size")
+                    .or_insert_with(|| serde_json::json!(size));
+            }
+            let text =
+                ClipTextConfig::from_map(fields).map_err(|e| CliError::Usage(e.to_string()))?;
+            Some(text)
+        }
+    };
+    let side = config.sample_size(unet.in_channels as u64)? as usize;
+    Ok(DiffusionModel {
+        tokens: text_encoder
+            .as_ref()
+            .map_or(CLIP_TOKENS, |t| t.max_position_embeddings),
+        unet,
+        text_encoder,
+        precision: precision(config),
+        remat: match config.remat_policy {
+            config::RematPolicy::None => Remat::None,
+            config::RematPolicy::Full => Remat::Full,
+        },
+        scheduler: scheduler(config)?,
+        sample_size: [side, side],
+    })
+}
+
+/// The quantization policy for the UNet, or `None` when quantization is off.
+///
+/// `local_shards` is the number of parts of range finding in weight gradients.
+pub fn policy(config: &Config, local_shards: usize) -> Result<Option<Policy>, CliError> {
+    if config.quantization == config::Quantization::Off {
+        return Ok(None);
+    }
+    let root = format!("{ROOT}/");
+    let usage = |e: crate::quant::QuantError| CliError::Usage(e.to_string());
+    let mut rules = Vec::new();
+    for rule in &config.quant_rules.0 {
+        let action = match rule.dtype {
+            config::QuantRuleType::None => Action::Float,
+            config::QuantRuleType::Int8 => Action::Int8,
+        };
+        rules.push(Rule::new(&rule.path, action, true).map_err(usage)?);
+    }
+    let policy = if config.use_qwix_quantization {
+        let mut policy = Policy::qwix_int8(&root, ".*").map_err(usage)?;
+        rules.append(&mut policy.rules);
+        policy.rules = rules;
+        policy
+    } else {
+        Policy::aqt_int8(&root, local_shards, rules).map_err(usage)?
+    };
+    Ok(Some(policy))
+}
+
+/// One line that says what quantization does.
+pub fn quantization_summary(policy: &Policy, decisions: &[Decision]) -> String {
+    let quantized = decisions.iter().filter(|d| d.quantized).count();
+    let convention = match policy.convention {
+        NumericsConvention::Aqt => "AQT",
+        NumericsConvention::Qwix => "Qwix",
+    };
+    format!(
+        "int8 ({convention} numerics): {quantized} of {} dots and convolutions of {}",
+        decisions.len(),
+        policy.model.trim_end_matches('/')
+    )
+}
+
+/// The `dcn_*` and `ici_*` keys.
+pub fn parallelism(config: &Config) -> Parallelism {
+    Parallelism {
+        dcn: [
+            config.dcn_data_parallelism,
+            config.dcn_fsdp_parallelism,
+            config.dcn_context_parallelism,
+            config.dcn_tensor_parallelism,
+        ],
+        ici: [
+            config.ici_data_parallelism,
+            config.ici_fsdp_parallelism,
+            config.ici_context_parallelism,
+            config.ici_tensor_parallelism,
+        ],
+        allow_split_physical_axes: config.allow_split_physical_axes,
+    }
+}
+
+/// The logical axis rules.
+pub fn axis_rules(config: &Config) -> Result<LogicalAxisRules, CliError> {
+    let rules: Vec<LogicalAxisRule> = config
+        .logical_axis_rules
+        .0
+        .iter()
+        .map(|rule| {
+            let mesh = rule.mesh.iter().map(|a| a.name().to_string()).collect();
+            LogicalAxisRule(rule.logical.clone(), Some(MeshAxes::Many(mesh)))
+        })
+        .collect();
+    LogicalAxisRules::try_from(rules).map_err(CliError::failed)
+}
+
+/// A session and what to tell the user of it.
+pub struct Opened {
+    pub session: Session,
+    /// Which hardware was taken, and why.
+    pub chosen: String,
+}
+
+/// Opens the devices that `hardware` asks for. `auto` takes a TPU if its plugin opens one, then a GPU, then the CPU,
+/// and says which and why; a named kind is taken or is an error.
+///
+/// # Errors
+/// When the plugin is not installed, finds no device, or the parallelism does not fit the devices.
+pub fn open_session(config: &Config) -> Result<Opened, CliError> {
+    let (kinds, auto): (&[PluginKind], bool) = match config.hardware {
+        config::Hardware::Cpu => (&[PluginKind::Cpu], false),
+        config::Hardware::Tpu => (&[PluginKind::Tpu], false),
+        config::Hardware::Gpu => (&[PluginKind::Cuda], false),
+        config::Hardware::Auto => (&[PluginKind::Tpu, PluginKind::Cuda, PluginKind::Cpu], true),
+    };
+    let mut passed = Vec::new();
+    for (index, &kind) in kinds.iter().enumerate() {
+        let last = index + 1 == kinds.len();
+        if auto && !last && !has_hardware(kind) {
+            passed.push(format!("no {}", kind.name()));
+            continue;
+        }
+        let installed = install::locate(kind).map_err(CliError::failed)?;
+        let session = open(config, kind, &installed)?;
+        let why = if auto {
+            format!("hardware=auto{}", reasons(&passed))
+        } else {
+            format!("hardware={}", config.hardware.name())
+        };
+        let devices = session.devices().len();
+        return Ok(Opened {
+            chosen: format!(
+                "{} {} device{}, plugin {} ({why})",
+                devices,
+                session.client().platform_name(),
+                if devices == 1 { "" } else { "s" },
+                installed.version
+            ),
+            session,
+        });
+    }
+    Err(CliError::Usage("no hardware to choose from".to_string()))
+}
+
+fn reasons(passed: &[String]) -> String {
+    if passed.is_empty() {
+        String::new()
+    } else {
+        format!(": {} in this machine", passed.join(", "))
+    }
+}
+
+/// Whether this machine has hardware of the plugin's kind, by its device files.
+fn has_hardware(kind: PluginKind) -> bool {
+    match kind {
+        PluginKind::Cpu => true,
+        PluginKind::Cuda => Path::new("/dev/nvidiactl").exists(),
+        PluginKind::Tpu => Path::new("/dev/accel0").exists() || Path::new("/dev/vfio/0").exists(),
+    }
+}
+
+fn open(config: &Config, kind: PluginKind, installed: &Installed) -> Result<Session, CliError> {
+    let plugin = Plugin::load(&installed.library).map_err(CliError::failed)?;
+    let mut options = Vec::new();
+    if kind == PluginKind::Cpu {
+        let devices = config.num_devices.max(1);
+        options.push(("cpu_device_count".to_string(), NamedValue::Int64(devices)));
+    } else if config.num_devices > 0 {
+        return Err(CliError::Usage(format!(
+            "num_devices={} splits a processor into virtual devices; on {} all devices are used: leave it at -1",
+            config.num_devices,
+            kind.name()
+        )));
+    }
+    Session::open(&plugin, &options, &parallelism(config), axis_rules(config)?)
+        .map_err(CliError::failed)
+}
+
+/// The settings of the update.
+pub fn optimizer(config: &Config) -> OptimizerOptions {
+    OptimizerOptions {
+        adam_b1: config.adam_b1,
+        adam_b2: config.adam_b2,
+        adam_eps: config.adam_eps,
+        adam_weight_decay: config.adam_weight_decay,
+        max_grad_value: config
+            .opt_enable_grad_clipping
+            .then_some(config.max_grad_value),
+        max_grad_norm: config
+            .opt_enable_grad_global_norm_clipping
+            .then_some(config.max_grad_norm),
+        ema_decay: (config.ema_decay > 0.0).then_some(config.ema_decay),
+    }
+}
+
+/// The training step for `batch` samples over all devices.
+pub fn step_options(
+    config: &Config,
+    batch: usize,
+    local_shards: usize,
+) -> Result<StepOptions, CliError> {
+    Ok(StepOptions {
+        batch,
+        optimizer: optimizer(config),
+        timesteps: Timesteps::Uniform,
+        train_text_encoder: config.train_text_encoder,
+        quantization: policy(config, local_shards)?,
+    })
+}
