@@ -4,8 +4,11 @@
 
 mod config;
 mod data;
+mod generate;
+mod images;
 mod lower;
 pub mod recipe;
+mod train;
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -28,6 +31,10 @@ enum Command {
     Config(config::ConfigArgs),
     /// Write a program as StableHLO text, from shapes alone
     Lower(lower::LowerArgs),
+    /// Make pictures of prompts
+    Generate(generate::GenerateArgs),
+    /// Train a model
+    Train(train::TrainArgs),
 }
 
 /// `CONFIG.yml key=value ...`: what every verb that works on a model takes.
@@ -112,6 +119,8 @@ pub fn main() -> ExitCode {
     let result = match cli.command {
         Command::Config(args) => config::run(args),
         Command::Lower(args) => lower::run(&args),
+        Command::Generate(args) => generate::run(&args),
+        Command::Train(args) => train::run(&args),
     };
     result.unwrap_or_else(|error| {
         eprintln!("error: {error}");

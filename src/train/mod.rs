@@ -2,5 +2,6 @@
 
 pub mod checkpoint;
 pub mod optimizer;
+pub mod run;
 pub mod schedule;
 pub mod step;

@@ -1,0 +1,285 @@
+//! `generate`.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::Instant;
+
+use clap::Args;
+use image::RgbImage;
+use indicatif::{ProgressBar, ProgressStyle};
+use serde_json::json;
+
+use crate::config::{Config, Verb};
+use crate::data::Tokenizer;
+use crate::models::unet::ROOT as UNET;
+use crate::pipelines::image_file::{
+    GenerationSettings, labelled_grid, prepare_output_dir, visible_scale, write_numbered,
+};
+use crate::pipelines::model::{DiffusionModel, TEXT_ENCODER};
+use crate::pipelines::text_to_image::{
+    DenoiseOptions, TextToImage, trace_denoise, trace_encode, weight_names,
+};
+use crate::runtime::{Array, Session};
+use crate::shard::PartitionSpec;
+use crate::train::checkpoint::{Check, latest};
+use crate::train::run::EMA_SUFFIX;
+use crate::weights::{Checkpoint, match_parameters};
+
+use super::images::{Prompted, make_images};
+use super::train::{TEXT_ENCODER_FILE, UNET_FILE};
+use super::{CliError, RecipeArgs, print, recipe};
+
+/// `generate ...`
+#[derive(Debug, Args)]
+pub struct GenerateArgs {
+    #[command(flatten)]
+    recipe: RecipeArgs,
+    /// Print paths, seeds and timings as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// Most pictures made at once.
+const MAX_BATCH: usize = 8;
+
+/// Runs `generate`.
+///
+/// # Errors
+/// When the configuration is wrong, there are no weights, or a program fails.
+pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
+    let config = args.recipe.load(Verb::Generate)?;
+    if config.prompt.0.is_empty() {
+        return Err(CliError::Usage(
+            "no prompt: give one with prompt=\"...\" or in the configuration".to_string(),
+        ));
+    }
+    let out = config.run_dir().join("images");
+    prepare_output_dir(&out).map_err(CliError::failed)?;
+    let source = Source::find(&config)?;
+    let tokenizer_file = match config.tokenizer_model_name_or_path.as_str() {
+        "" => source.dir.join("tokenizer.json"),
+        given if Path::new(given).is_dir() => Path::new(given).join("tokenizer.json"),
+        given => PathBuf::from(given),
+    };
+    // The text encoder's length bounds the tokens, and the tokenizer's size its vocabulary.
+    let probe = Tokenizer::from_file(&tokenizer_file, usize::MAX >> 1).map_err(CliError::failed)?;
+    let model = recipe::model(&config, Some(probe.vocabulary_size()))?;
+    if model.text_encoder.is_none() {
+        return Err(CliError::Usage(
+            "this recipe has no text encoder of its own: give text_encoder_config (loading the encoders of Stable \
+             Diffusion checkpoints is not here yet)"
+                .to_string(),
+        ));
+    }
+    let tokenizer =
+        Tokenizer::from_file(&tokenizer_file, model.tokens).map_err(CliError::failed)?;
+
+    let start = Instant::now();
+    let opened = recipe::open_session(&config)?;
+    eprintln!("devices: {}", opened.chosen);
+    let session = opened.session;
+    let prompts = prompted(&config);
+    let devices = session.devices().len();
+    let batch = prompts.len().min(MAX_BATCH).next_multiple_of(devices);
+    let options = DenoiseOptions {
+        batch,
+        guidance: config.do_classifier_free_guidance,
+        quantization: recipe::policy(&config, 0)?,
+    };
+    let weights = load_weights(&session, &model, &options, &source)?;
+    let loaded = start.elapsed().as_secs_f64();
+    let start = Instant::now();
+    let pipeline = TextToImage::compile(&session, &model, &options, recipe::dot_precision(&config))
+        .map_err(CliError::failed)?;
+    if let Some(policy) = &options.quantization {
+        eprintln!(
+            "{}",
+            recipe::quantization_summary(policy, &pipeline.decisions)
+        );
+    }
+    let compiled = start.elapsed().as_secs_f64();
+
+    let start = Instant::now();
+    let steps = config.num_inference_steps as usize;
+    let bar = ProgressBar::new((prompts.len().div_ceil(batch) * steps) as u64);
+    if let Ok(style) = ProgressStyle::with_template("{bar:30} step {pos}/{len}, {eta} left") {
+        bar.set_style(style);
+    }
+    let images = make_images(
+        &session,
+        &pipeline,
+        &|name| weights.get(name),
+        &tokenizer,
+        &prompts,
+        &config.negative_prompt,
+        &config,
+        &mut |done, step| bar.set_position((done / batch * steps + step) as u64),
+    )
+    .map_err(CliError::Failed)?;
+    bar.finish_and_clear();
+    let made = start.elapsed().as_secs_f64();
+    let written = write(&config, &out, &prompts, &images)?;
+    if args.json {
+        let report = json!({
+            "images": written.images.iter().zip(&prompts).map(|(path, p)| json!({
+                "path": path, "prompt": p.prompt, "seed": p.seed,
+            })).collect::<Vec<_>>(),
+            "grid": written.grid,
+            "weights": source.dir,
+            "seconds": {"load": loaded, "compile": compiled, "denoise": made},
+        });
+        print(&report.to_string())?;
+    } else {
+        for path in &written.images {
+            print(&path.display().to_string())?;
+        }
+        if let Some(grid) = &written.grid {
+            print(&format!("grid: {}", grid.display()))?;
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Every picture to make: each prompt `num_images_per_prompt` times, with seeds that count up.
+fn prompted(config: &Config) -> Vec<Prompted> {
+    let each = config.num_images_per_prompt;
+    config
+        .prompt
+        .0
+        .iter()
+        .flat_map(|prompt| (0..each).map(move |_| prompt.clone()))
+        .enumerate()
+        .map(|(i, prompt)| Prompted {
+            prompt,
+            seed: config.seed.wrapping_add(i as u64),
+        })
+        .collect()
+}
+
+/// Where weights come from: a checkpoint of the run, or a folder in diffusers' layout.
+struct Source {
+    dir: PathBuf,
+    /// Added to a model's folder name: the moving average, where the checkpoint has one.
+    suffix: &'static str,
+}
+
+impl Source {
+    fn find(config: &Config) -> Result<Source, CliError> {
+        let folder = config.checkpoint_folder();
+        let found = latest(&folder, Check::Hashes).map_err(CliError::failed)?;
+        for skipped in &found.skipped {
+            eprintln!("passed over {}: {}", skipped.path.display(), skipped.reason);
+        }
+        if let Some(saved) = found.checkpoint {
+            let averaged = saved.dir().join(format!("{UNET}{EMA_SUFFIX}")).is_dir();
+            return Ok(Source {
+                dir: saved.dir().to_owned(),
+                suffix: if averaged { EMA_SUFFIX } else { "" },
+            });
+        }
+        let named = Path::new(&config.pretrained_model_name_or_path);
+        if !config.pretrained_model_name_or_path.is_empty() && named.join(UNET).is_dir() {
+            return Ok(Source {
+                dir: named.to_owned(),
+                suffix: "",
+            });
+        }
+        Err(CliError::Usage(format!(
+            "no weights: {} holds no checkpoint, and pretrained_model_name_or_path='{}' is no folder with {UNET}/ in it; \
+             train first, or name a folder in diffusers' layout",
+            folder.display(),
+            config.pretrained_model_name_or_path
+        )))
+    }
+
+    fn open(&self, root: &str) -> Result<Checkpoint, CliError> {
+        let file = if root == UNET {
+            UNET_FILE
+        } else {
+            TEXT_ENCODER_FILE
+        };
+        let folder = self.dir.join(format!("{root}{}", self.suffix));
+        let path = if folder.join(file).is_file() {
+            folder.join(file)
+        } else {
+            folder
+        };
+        Checkpoint::open(&path).map_err(CliError::failed)
+    }
+}
+
+/// Reads every weight of both programs and puts it on the devices.
+fn load_weights(
+    session: &Session,
+    model: &DiffusionModel,
+    options: &DenoiseOptions,
+    source: &Source,
+) -> Result<HashMap<String, Array>, CliError> {
+    let encode = trace_encode(model, options.batch).map_err(CliError::failed)?;
+    let (denoise, _) = trace_denoise(model, options).map_err(CliError::failed)?;
+    let mut arrays = HashMap::new();
+    for (root, graph) in [(TEXT_ENCODER, encode), (UNET, denoise)] {
+        let checkpoint = source.open(root)?;
+        let plan = crate::shard::ShardPlan::new(&graph, session.mesh(), session.rules())
+            .map_err(CliError::failed)?;
+        let expected: Vec<(String, Vec<usize>)> = graph
+            .weights()
+            .map(|(_, w)| (w.key().to_string(), w.shape.dims.clone()))
+            .collect();
+        match_parameters(&expected, &checkpoint).map_err(CliError::failed)?;
+        debug_assert_eq!(weight_names(&graph).len(), expected.len());
+        for (index, input) in graph.weights() {
+            let tensor = checkpoint
+                .read_as(input.key(), input.shape.dtype)
+                .map_err(CliError::failed)?;
+            let spec: &PartitionSpec = &plan.inputs[index];
+            let array = session.put(&tensor, spec).map_err(CliError::failed)?;
+            arrays.insert(input.name.clone(), array);
+        }
+    }
+    Ok(arrays)
+}
+
+struct Written {
+    images: Vec<PathBuf>,
+    grid: Option<PathBuf>,
+}
+
+fn write(
+    config: &Config,
+    out: &Path,
+    prompts: &[Prompted],
+    images: &[RgbImage],
+) -> Result<Written, CliError> {
+    let settings = |p: &Prompted| GenerationSettings {
+        prompt: p.prompt.clone(),
+        negative_prompt: config.negative_prompt.clone(),
+        seed: p.seed,
+        steps: config.num_inference_steps as u32,
+        guidance_scale: config.guidance_scale,
+        scheduler: config.sampler().name().to_string(),
+        config: config.run_name.clone(),
+        model_hash: None,
+    };
+    let paths = prompts
+        .iter()
+        .zip(images)
+        .map(|(prompt, image)| write_numbered(out, "image", image, Some(&settings(prompt))))
+        .collect::<Result<Vec<_>, _>>()
+        .map_err(CliError::failed)?;
+    let grid = if images.len() > 1 {
+        let labels: Vec<String> = prompts.iter().map(|p| p.prompt.clone()).collect();
+        let columns = (images.len() as f64).sqrt().ceil() as u32;
+        let scale = visible_scale(images[0].width());
+        let grid = labelled_grid(images, &labels, columns, scale).map_err(CliError::failed)?;
+        let path = write_numbered(out, "grid", &grid, None).map_err(CliError::failed)?;
+        Some(path)
+    } else {
+        None
+    };
+    Ok(Written {
+        images: paths,
+        grid,
+    })
+}

@@ -1,0 +1,409 @@
+//! `train`.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Instant;
+
+use clap::Args;
+use image::RgbImage;
+use serde_json::json;
+
+use crate::config::{
+    Config, LearningRateSchedule, Quantization, Resume, Verb, check_local_shard_count,
+};
+use crate::data::{BatchOptions, Batcher, Split, Tokenizer};
+use crate::metrics::{MetricsOptions, MetricsWriter};
+use crate::models::unet::ROOT as UNET;
+use crate::pipelines::image_file::{
+    labelled_grid, prepare_output_dir, visible_scale, write_numbered,
+};
+use crate::pipelines::model::{DiffusionModel, TEXT_ENCODER};
+use crate::pipelines::text_to_image::{DenoiseOptions, TextToImage};
+use crate::runtime::{Program, ProgramOptions, Session};
+use crate::train::checkpoint::{Check, CheckpointWriter, latest};
+use crate::train::run::{self, EMA_SUFFIX, Outcome, RunOptions, TrainingState};
+use crate::train::schedule::{Decay, LearningRate};
+use crate::train::step;
+
+use super::images::{Prompted, make_images};
+use super::{CliError, RecipeArgs, print, recipe};
+
+/// `train ...`
+#[derive(Debug, Args)]
+pub struct TrainArgs {
+    #[command(flatten)]
+    recipe: RecipeArgs,
+    /// Print the outcome as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// The file of the UNet's weights in its folder, and that of the text encoder's.
+pub const UNET_FILE: &str = "diffusion_pytorch_model.safetensors";
+pub const TEXT_ENCODER_FILE: &str = "model.safetensors";
+
+/// Configuration values that decide what a step computes: a run continues with the same ones only.
+const DECIDING: [&str; 27] = [
+    "seed",
+    "unet_config",
+    "text_encoder_config",
+    "pretrained_model_name_or_path",
+    "norm_num_groups",
+    "train_text_encoder",
+    "weights_dtype",
+    "activations_dtype",
+    "precision",
+    "diffusion_scheduler_config",
+    "quantization",
+    "use_qwix_quantization",
+    "quantization_local_shard_count",
+    "quant_rules",
+    "dataset_type",
+    "train_data_dir",
+    "resolution",
+    "validation_fraction",
+    "caption_dropout",
+    "per_device_batch_size",
+    "learning_rate",
+    "warmup_steps_fraction",
+    "learning_rate_schedule",
+    "adam_b1",
+    "adam_b2",
+    "adam_weight_decay",
+    "ema_decay",
+];
+
+/// Runs `train`.
+///
+/// # Errors
+/// When the configuration is wrong, or training fails; the error says where the last state is saved.
+pub fn run(args: &TrainArgs) -> Result<ExitCode, CliError> {
+    let config = args.recipe.load(Verb::Train)?;
+    let started = Instant::now();
+    if !config.train_new_unet {
+        return Err(CliError::Usage(
+            "train_new_unet=False: starting from the weights of pretrained_model_name_or_path is not here yet; set \
+             train_new_unet=True to train from scratch"
+                .to_string(),
+        ));
+    }
+    // All that can be wrong with folders is found before anything is computed.
+    let run_dir = config.run_dir();
+    let samples_dir = run_dir.join("samples");
+    prepare_output_dir(&run_dir).map_err(CliError::failed)?;
+    if config.sample_every > 0 {
+        prepare_output_dir(&samples_dir).map_err(CliError::failed)?;
+    }
+    let mut writer =
+        CheckpointWriter::open(&config.checkpoint_folder()).map_err(CliError::failed)?;
+    if let Some(owner) = writer.stale_owner() {
+        eprintln!("warning: {owner} ended without releasing the checkpoint folder; continuing");
+    }
+    let dataset = super::data::dataset(&config, Split::Train)?;
+    let tokenizer_json = super::data::tokenizer_json(&config, &dataset)?;
+    let probe = Tokenizer::from_json(&tokenizer_json, usize::MAX >> 1).map_err(CliError::failed)?;
+    let model = recipe::model(&config, Some(probe.vocabulary_size()))?;
+    if model.text_encoder.is_none() || !config.train_text_encoder {
+        return Err(CliError::Usage(
+            "training works on prompts: give text_encoder_config and train_text_encoder=True (training on cached \
+             text embeddings is not here yet)"
+                .to_string(),
+        ));
+    }
+    let tokenizer =
+        Tokenizer::from_json(&tokenizer_json, model.tokens).map_err(CliError::failed)?;
+
+    let opened = recipe::open_session(&config)?;
+    eprintln!("devices: {}", opened.chosen);
+    let session = opened.session;
+    let mesh = session.mesh();
+    let derived = config.derived(mesh.num_devices() as u64, mesh.num_slices() as u64)?;
+    let shards = derived.quantization_local_shard_count;
+    check_local_shard_count(derived.total_train_batch_size, shards)?;
+    let batch = derived.total_train_batch_size as usize;
+    let options = recipe::step_options(&config, batch, shards as usize)?;
+    let traced = step::trace(&model, &options).map_err(CliError::failed)?;
+    if let Some(policy) = &options.quantization {
+        eprintln!(
+            "{}",
+            recipe::quantization_summary(policy, &traced.decisions)
+        );
+    }
+    eprintln!(
+        "{} parameters, {} samples a step; compiling",
+        traced.graph.parameter_count(),
+        batch
+    );
+    let program_options = ProgramOptions {
+        precision: recipe::dot_precision(&config),
+    };
+    let program = Program::compile(&session, &traced.graph, "train_step", &program_options)
+        .map_err(CliError::failed)?;
+    eprintln!("compiled in {:.1} s", program.timings().compile);
+
+    let batcher = Arc::new(
+        Batcher::new(
+            dataset,
+            tokenizer,
+            BatchOptions {
+                batch_size: batch,
+                seed: config.seed,
+                caption_dropout: config.caption_dropout,
+                random_flip: false,
+            },
+        )
+        .map_err(CliError::failed)?,
+    );
+    let run_options = run_options(&config, &model, &tokenizer_json)?;
+    let state = start_state(&config, &session, &traced.graph, &program, &run_options)?;
+    if state.step() >= config.max_train_steps {
+        print(&format!(
+            "nothing to do: the newest checkpoint has {} of {} steps; raise max_train_steps to go on",
+            state.step(),
+            config.max_train_steps
+        ))?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let jsonl = if config.metrics_file.is_empty() {
+        run_dir.join("metrics.jsonl")
+    } else {
+        config.metrics_file.clone().into()
+    };
+    let tensorboard = run_dir.join("tensorboard");
+    let mut metrics = MetricsWriter::open(&MetricsOptions {
+        run_name: &config.run_name,
+        jsonl: config.write_metrics.then_some(jsonl.as_path()),
+        tensorboard_dir: config.write_metrics.then_some(tensorboard.as_path()),
+        first_step: state.step(),
+        flush_every: config.log_period,
+    })
+    .map_err(CliError::failed)?;
+
+    let stop = Arc::new(AtomicBool::new(false));
+    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
+        // A second signal ends the process at once.
+        signal_hook::flag::register_conditional_shutdown(signal, 130, Arc::clone(&stop))
+            .map_err(CliError::failed)?;
+        signal_hook::flag::register(signal, Arc::clone(&stop)).map_err(CliError::failed)?;
+    }
+    let mut samples = Samples {
+        config: &config,
+        session: &session,
+        model: &model,
+        tokenizer: batcher.tokenizer(),
+        prompts: sample_prompts(&config, &batcher)?,
+        dir: &samples_dir,
+        compiled: None,
+    };
+    let outcome = run::run(
+        &session,
+        &traced.graph,
+        &program,
+        state,
+        Arc::clone(&batcher),
+        &run_options,
+        &mut writer,
+        &mut metrics,
+        &mut |step, weights| samples.make(step, weights),
+        &stop,
+    )
+    .map_err(CliError::failed)?;
+    let (checkpoint, code, what) = match &outcome {
+        Outcome::Done { checkpoint } => (checkpoint, 0, "done"),
+        Outcome::Stopped { checkpoint, .. } => (checkpoint, 143, "stopped"),
+    };
+    if args.json {
+        let report = json!({
+            "outcome": what,
+            "checkpoint": checkpoint,
+            "seconds": started.elapsed().as_secs_f64(),
+        });
+        print(&report.to_string())?;
+    } else {
+        print(&format!(
+            "{what} after {:.0} s; saved in {}",
+            started.elapsed().as_secs_f64(),
+            checkpoint.display()
+        ))?;
+    }
+    Ok(ExitCode::from(code))
+}
+
+fn run_options(
+    config: &Config,
+    model: &DiffusionModel,
+    tokenizer_json: &str,
+) -> Result<RunOptions, CliError> {
+    let all = config.to_json();
+    let deciding: BTreeMap<String, serde_json::Value> = DECIDING
+        .iter()
+        .filter_map(|key| Some(((*key).to_string(), all.get(*key)?.clone())))
+        .collect();
+    let json = |value: &serde_json::Value| -> Result<Vec<u8>, CliError> {
+        serde_json::to_vec_pretty(value).map_err(CliError::failed)
+    };
+    let mut unet = serde_json::to_value(&model.unet).map_err(CliError::failed)?;
+    unet["_class_name"] = json!("UNet2DConditionModel");
+    let mut files = vec![
+        ("config.json".to_string(), json(&all)?),
+        (
+            "tokenizer.json".to_string(),
+            tokenizer_json.as_bytes().to_vec(),
+        ),
+        (format!("{UNET}/config.json"), json(&unet)?),
+    ];
+    if config.ema_decay > 0.0 {
+        files.push((format!("{UNET}{EMA_SUFFIX}/config.json"), json(&unet)?));
+    }
+    if let Some(text_encoder) = &model.text_encoder {
+        let value = serde_json::to_value(text_encoder).map_err(CliError::failed)?;
+        files.push((format!("{TEXT_ENCODER}/config.json"), json(&value)?));
+        if config.ema_decay > 0.0 {
+            files.push((
+                format!("{TEXT_ENCODER}{EMA_SUFFIX}/config.json"),
+                json(&value)?,
+            ));
+        }
+    }
+    let total =
+        u64::try_from(config.learning_rate_schedule_steps).unwrap_or(config.max_train_steps);
+    let every = |steps: i64| u64::try_from(steps).ok().filter(|n| *n > 0);
+    Ok(RunOptions {
+        max_train_steps: config.max_train_steps,
+        learning_rate: LearningRate {
+            peak: config.learning_rate,
+            warmup_steps: (total as f64 * config.warmup_steps_fraction) as u64,
+            total_steps: total,
+            decay: match config.learning_rate_schedule {
+                LearningRateSchedule::Constant => Decay::Constant,
+                LearningRateSchedule::Cosine => Decay::Cosine,
+                LearningRateSchedule::Linear => Decay::Linear,
+            },
+        },
+        seed: config.seed,
+        log_period: config.log_period,
+        checkpoint_every: every(config.checkpoint_every),
+        sample_every: every(config.sample_every),
+        max_nonfinite_steps: config.max_nonfinite_steps,
+        config: deciding,
+        quantization: json!({
+            "quantization": if config.quantization == Quantization::Off { "" } else { "int8" },
+            "use_qwix_quantization": config.use_qwix_quantization,
+            "quantization_local_shard_count": config.quantization_local_shard_count,
+        }),
+        files,
+        weight_files: vec![
+            (UNET.to_string(), UNET_FILE.to_string()),
+            (TEXT_ENCODER.to_string(), TEXT_ENCODER_FILE.to_string()),
+        ],
+    })
+}
+
+fn start_state(
+    config: &Config,
+    session: &Session,
+    graph: &crate::graph::Graph,
+    program: &Program,
+    options: &RunOptions,
+) -> Result<TrainingState, CliError> {
+    let folder = config.checkpoint_folder();
+    let found = latest(&folder, Check::Sizes).map_err(CliError::failed)?;
+    for skipped in &found.skipped {
+        eprintln!("passed over {}: {}", skipped.path.display(), skipped.reason);
+    }
+    match (config.resume, found.checkpoint) {
+        (Resume::Never, Some(saved)) => Err(CliError::Usage(format!(
+            "resume=never: {} holds checkpoints (newest: step {}); choose another run_name or output_dir",
+            folder.display(),
+            saved.state().step
+        ))),
+        (Resume::Must, None) => Err(CliError::Usage(format!(
+            "resume=must: there is no checkpoint in {}",
+            folder.display()
+        ))),
+        (Resume::Auto | Resume::Must, Some(saved)) => {
+            saved
+                .state()
+                .check_resume(&options.config)
+                .map_err(CliError::failed)?;
+            eprintln!("continuing from {}", saved.dir().display());
+            TrainingState::resume(session, graph, program, &saved, options)
+                .map_err(CliError::failed)
+        }
+        (Resume::Auto | Resume::Never, None) => {
+            TrainingState::new(session, graph, program, config.seed, &mut |_| None)
+                .map_err(CliError::failed)
+        }
+    }
+}
+
+/// The prompts of the sample images: the configured ones, or the first captions of the dataset.
+fn sample_prompts(config: &Config, batcher: &Batcher) -> Result<Vec<String>, CliError> {
+    if !config.sample_prompts.0.is_empty() {
+        return Ok(config.sample_prompts.0.clone());
+    }
+    (0..8.min(batcher.dataset().len()))
+        .map(|i| Ok(batcher.dataset().get(i).map_err(CliError::failed)?.caption))
+        .collect()
+}
+
+/// Makes grids of sample images during training.
+struct Samples<'a> {
+    config: &'a Config,
+    session: &'a Session,
+    model: &'a DiffusionModel,
+    tokenizer: &'a Tokenizer,
+    prompts: Vec<String>,
+    dir: &'a Path,
+    compiled: Option<TextToImage>,
+}
+
+impl Samples<'_> {
+    fn make(
+        &mut self,
+        step: u64,
+        weights: run::Weights<'_>,
+    ) -> Result<Vec<u8>, Box<dyn std::error::Error + Send + Sync>> {
+        let pipeline = match self.compiled.take() {
+            Some(pipeline) => pipeline,
+            None => TextToImage::compile(
+                self.session,
+                self.model,
+                &DenoiseOptions {
+                    batch: self.prompts.len(),
+                    guidance: self.config.do_classifier_free_guidance,
+                    quantization: recipe::policy(self.config, 0)?,
+                },
+                recipe::dot_precision(self.config),
+            )?,
+        };
+        let prompted: Vec<Prompted> = self
+            .prompts
+            .iter()
+            .enumerate()
+            .map(|(i, prompt)| Prompted {
+                prompt: prompt.clone(),
+                seed: self.config.seed + i as u64,
+            })
+            .collect();
+        let images: Vec<RgbImage> = make_images(
+            self.session,
+            &pipeline,
+            weights,
+            self.tokenizer,
+            &prompted,
+            "",
+            self.config,
+            &mut |_, _| {},
+        )?;
+        self.compiled = Some(pipeline);
+        let columns = 4.min(images.len()) as u32;
+        let scale = images.first().map_or(1, |i| visible_scale(i.width()));
+        let grid = labelled_grid(&images, &self.prompts, columns, scale)?;
+        let path = write_numbered(self.dir, &format!("step-{step:08}"), &grid, None)?;
+        Ok(std::fs::read(path)?)
+    }
+}

@@ -1,0 +1,526 @@
+//! The training loop: batches in, metrics and checkpoints out.
+
+use std::borrow::Cow;
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+use rand::{RngCore, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use serde_json::Value as Json;
+
+use crate::data::{Batch, Batcher, DataError, Prefetcher};
+use crate::dtype::DType;
+use crate::graph::{Graph, Input, InputKind, flops};
+use crate::host_tensor::{HostTensor, HostTensorError};
+use crate::metrics::{self, MetricsError, MetricsWriter, Progress, StepReport};
+use crate::quant::ROUNDING_KEY;
+use crate::runtime::{Array, Program, RuntimeError, Session, Value};
+use crate::shape::Shape;
+use crate::weights::TensorSpec;
+
+use super::checkpoint::{
+    CheckpointError, CheckpointFile, CheckpointWriter, Content, SavedCheckpoint, TrainState,
+};
+use super::optimizer::{EMA, FIRST_MOMENT, SECOND_MOMENT, UPDATES};
+use super::schedule::LearningRate;
+use super::step::names;
+
+/// Why training ended without its result.
+#[derive(Debug, thiserror::Error)]
+pub enum TrainError {
+    #[error(transparent)]
+    Runtime(#[from] RuntimeError),
+    #[error(transparent)]
+    Data(#[from] DataError),
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    #[error(transparent)]
+    Metrics(#[from] MetricsError),
+    #[error(transparent)]
+    HostTensor(#[from] HostTensorError),
+    #[error("the checkpoint {path}: {name}: expected {expected}, found {found}")]
+    Resume {
+        path: PathBuf,
+        name: String,
+        expected: Shape,
+        found: String,
+    },
+    #[error(
+        "loss or gradient was not finite in {count} steps in a row, the last being {step}; the weights are as before \
+         them{}; lower learning_rate, or clip gradients with opt_enable_grad_global_norm_clipping=True",
+        saved(checkpoint)
+    )]
+    NotFinite {
+        step: u64,
+        count: u64,
+        checkpoint: Option<PathBuf>,
+    },
+    #[error("the training program has no value for its input {0}")]
+    UnknownInput(String),
+    #[error("sample images: {0}")]
+    Samples(Box<dyn std::error::Error + Send + Sync>),
+}
+
+fn saved(checkpoint: &Option<PathBuf>) -> String {
+    match checkpoint {
+        Some(path) => format!(" and saved in {}", path.display()),
+        None => String::new(),
+    }
+}
+
+/// What the loop is told, beside programs and data.
+pub struct RunOptions {
+    pub max_train_steps: u64,
+    pub learning_rate: LearningRate,
+    pub seed: u64,
+    pub log_period: u64,
+    /// Steps between checkpoints; `None` saves at the end only.
+    pub checkpoint_every: Option<u64>,
+    /// Steps between sample images.
+    pub sample_every: Option<u64>,
+    pub max_nonfinite_steps: u64,
+    /// The configuration values that decide what is computed; a run continues only with the same ones.
+    pub config: BTreeMap<String, Json>,
+    pub quantization: Json,
+    /// Files that go into every checkpoint as they are, by path.
+    pub files: Vec<(String, Vec<u8>)>,
+    /// For each model root (`unet`), the path of its weights file in a checkpoint, without and with the prefix of the
+    /// moving average, e.g. `unet/diffusion_pytorch_model.safetensors`.
+    pub weight_files: Vec<(String, String)>,
+}
+
+/// How a run ended, errors apart.
+#[derive(Debug)]
+pub enum Outcome {
+    Done {
+        checkpoint: PathBuf,
+    },
+    /// A signal asked to stop; the state is saved.
+    Stopped {
+        checkpoint: PathBuf,
+        step: u64,
+    },
+}
+
+/// Gives the array of a weight, or of its moving average if there is one.
+pub type Weights<'a> = &'a dyn Fn(&str) -> Option<&'a Array>;
+
+/// Makes sample images of the weights at a step and returns them as one PNG file's bytes.
+pub type Sampler<'a> =
+    dyn FnMut(u64, Weights<'_>) -> Result<Vec<u8>, Box<dyn std::error::Error + Send + Sync>> + 'a;
+
+/// The model's folder in a checkpoint that holds the moving average.
+pub const EMA_SUFFIX: &str = "_ema";
+
+/// The state of training on the devices.
+pub struct TrainingState {
+    /// In the order of the program's inputs; `None` where an input is data.
+    arrays: Vec<Option<Array>>,
+    inputs: Vec<Input>,
+    step: u64,
+    skipped: u64,
+}
+
+impl TrainingState {
+    /// New weights from `seed`, or from `initial` where that has a weight's name, and an empty optimizer.
+    ///
+    /// # Errors
+    /// When a transfer fails.
+    pub fn new(
+        session: &Session,
+        graph: &Graph,
+        program: &Program,
+        seed: u64,
+        initial: &mut dyn FnMut(&str) -> Option<HostTensor>,
+    ) -> Result<TrainingState, TrainError> {
+        let mut weights: BTreeMap<String, HostTensor> = BTreeMap::new();
+        for input in &graph.inputs {
+            if let InputKind::Weight(init) = input.kind {
+                let value = match initial(&input.name) {
+                    Some(tensor) => tensor.convert(input.shape.dtype)?,
+                    None => {
+                        let values = init.sample(seed, &input.name, input.shape.count());
+                        HostTensor::from_f32(input.shape.dims.clone(), &values)?
+                            .convert(input.shape.dtype)?
+                    }
+                };
+                weights.insert(input.name.clone(), value);
+            }
+        }
+        let mut arrays = Vec::with_capacity(graph.inputs.len());
+        for (input, slot) in graph.inputs.iter().zip(program.inputs()) {
+            let value = match input.kind {
+                InputKind::Data => None,
+                InputKind::Weight(_) => weights.get(&input.name).cloned(),
+                InputKind::State => Some(match input.name.strip_prefix(EMA) {
+                    Some(weight) => weights
+                        .get(weight)
+                        .ok_or_else(|| TrainError::UnknownInput(input.name.clone()))?
+                        .convert(input.shape.dtype)?,
+                    None => HostTensor::zeros(input.shape.clone()),
+                }),
+            };
+            arrays.push(match value {
+                None => None,
+                Some(tensor) => Some(session.put(&tensor, &slot.spec)?),
+            });
+        }
+        Ok(TrainingState {
+            arrays,
+            inputs: graph.inputs.clone(),
+            step: 0,
+            skipped: 0,
+        })
+    }
+
+    /// The state of a saved checkpoint.
+    ///
+    /// # Errors
+    /// When the checkpoint lacks a tensor of the program or has it in another shape.
+    pub fn resume(
+        session: &Session,
+        graph: &Graph,
+        program: &Program,
+        saved: &SavedCheckpoint,
+        options: &RunOptions,
+    ) -> Result<TrainingState, TrainError> {
+        saved.verify()?;
+        let mut open = BTreeMap::new();
+        let mut arrays = Vec::with_capacity(graph.inputs.len());
+        for (input, slot) in graph.inputs.iter().zip(program.inputs()) {
+            if input.kind == InputKind::Data {
+                arrays.push(None);
+                continue;
+            }
+            let (file, name) = place(options, &input.name);
+            if !open.contains_key(&file) {
+                open.insert(file.clone(), saved.tensors(&file)?);
+            }
+            let tensor = open[&file].read(&name).map_err(CheckpointError::from)?;
+            if tensor.shape != input.shape {
+                return Err(TrainError::Resume {
+                    path: saved.dir().to_owned(),
+                    name: input.name.clone(),
+                    expected: input.shape.clone(),
+                    found: tensor.shape.to_string(),
+                });
+            }
+            arrays.push(Some(session.put(&tensor, &slot.spec)?));
+        }
+        Ok(TrainingState {
+            arrays,
+            inputs: graph.inputs.clone(),
+            step: saved.state().step,
+            skipped: saved.state().counters.get("skipped").copied().unwrap_or(0),
+        })
+    }
+
+    /// Completed steps.
+    pub fn step(&self) -> u64 {
+        self.step
+    }
+
+    fn weight(&self, name: &str) -> Option<&Array> {
+        let averaged = format!("{EMA}{name}");
+        let find = |wanted: &str| {
+            let index = self.inputs.iter().position(|i| i.name == wanted)?;
+            self.arrays[index].as_ref()
+        };
+        find(&averaged).or_else(|| find(name))
+    }
+}
+
+/// The checkpoint file of an input, and its name there.
+fn place(options: &RunOptions, input: &str) -> (String, String) {
+    if input == UPDATES || input.starts_with(FIRST_MOMENT) || input.starts_with(SECOND_MOMENT) {
+        return ("optimizer.safetensors".to_string(), input.to_string());
+    }
+    let (suffix, weight) = match input.strip_prefix(EMA) {
+        Some(weight) => (EMA_SUFFIX, weight),
+        None => ("", input),
+    };
+    let (root, key) = weight.split_once('/').unwrap_or(("model", weight));
+    let file = options
+        .weight_files
+        .iter()
+        .find(|(r, _)| r == root)
+        .map_or("model.safetensors", |(_, file)| file);
+    (format!("{root}{suffix}/{file}"), key.to_string())
+}
+
+/// Trains from the state's step to the last, or until `stop` is set.
+///
+/// The state of step `n` depends on the configuration and `n` alone: batches, noise and rounding are made from the
+/// seed and the step, so a run that was stopped and continued computes what one without the pause would have.
+///
+/// # Errors
+/// When data cannot be read, a program fails, a file cannot be written, or steps keep failing to be finite.
+#[allow(clippy::too_many_arguments)]
+pub fn run(
+    session: &Session,
+    graph: &Graph,
+    program: &Program,
+    mut state: TrainingState,
+    batcher: Arc<Batcher>,
+    options: &RunOptions,
+    writer: &mut CheckpointWriter,
+    metrics: &mut MetricsWriter,
+    sampler: &mut Sampler<'_>,
+    stop: &AtomicBool,
+) -> Result<Outcome, TrainError> {
+    let devices = session.devices().len() as f64;
+    let tflops = flops(graph) as f64 / devices / 1e12;
+    let samples = batcher.options().batch_size as u64;
+    let mut progress = Progress::new(options.max_train_steps, state.step, options.log_period);
+    let mut prefetcher = Prefetcher::spawn(batcher, state.step, 2)?;
+    let mut failed_in_a_row = 0;
+    let mut last_saved = None;
+    while state.step < options.max_train_steps {
+        if stop.load(Ordering::Relaxed) {
+            let checkpoint = save(session, &state, options, writer)?;
+            metrics.flush()?;
+            progress.finish();
+            return Ok(Outcome::Stopped {
+                checkpoint,
+                step: state.step,
+            });
+        }
+        let step = state.step;
+        let batch = prefetcher.next_batch()?;
+        let start = Instant::now();
+        let rate = options.learning_rate.at(step);
+        let report = take_step(session, program, &mut state, &batch, rate, options)?;
+        let seconds = start.elapsed().as_secs_f64();
+        if report.finite {
+            failed_in_a_row = 0;
+        } else {
+            failed_in_a_row += 1;
+            state.skipped += 1;
+            progress.message(&format!(
+                "step {step}: loss {} or gradient norm {} is not finite; the update was skipped ({} so far)",
+                report.loss, report.grad_norm, state.skipped
+            ));
+        }
+        metrics.scalars(
+            step,
+            &[
+                (metrics::names::STEP_TIME_SECONDS, seconds),
+                (metrics::names::PER_DEVICE_TFLOPS, tflops),
+                (metrics::names::PER_DEVICE_TFLOPS_PER_SEC, tflops / seconds),
+                (metrics::names::SAMPLES_PER_SEC, samples as f64 / seconds),
+                (metrics::names::CURRENT_LEARNING_RATE, rate),
+                (metrics::names::LOSS, report.loss),
+                (metrics::names::GRAD_NORM, report.grad_norm),
+                (metrics::names::SKIPPED_STEPS, state.skipped as f64),
+            ],
+        )?;
+        progress.step(&StepReport {
+            step,
+            seconds,
+            tflops_per_device: tflops / seconds,
+            loss: report.loss,
+            samples,
+        });
+        if failed_in_a_row > options.max_nonfinite_steps {
+            // Skipped updates left the state as it was before the first of them.
+            let checkpoint = save(session, &state, options, writer)?;
+            metrics.flush()?;
+            return Err(TrainError::NotFinite {
+                step,
+                count: failed_in_a_row,
+                checkpoint: Some(checkpoint),
+            });
+        }
+        let done = state.step;
+        let due = |every: Option<u64>| every.is_some_and(|n| done.is_multiple_of(n));
+        if due(options.sample_every)
+            || (options.sample_every.is_some() && done == options.max_train_steps)
+        {
+            let png = sampler(done, &|name| state.weight(name)).map_err(TrainError::Samples)?;
+            metrics.image(done, "samples", &png)?;
+        }
+        if due(options.checkpoint_every) && done < options.max_train_steps {
+            let path = save(session, &state, options, writer)?;
+            progress.message(&format!("saved {}", path.display()));
+            last_saved = Some(path);
+        }
+    }
+    metrics.flush()?;
+    progress.finish();
+    let checkpoint = save(session, &state, options, writer)?;
+    tracing::debug!("last checkpoint before the final one: {last_saved:?}");
+    Ok(Outcome::Done { checkpoint })
+}
+
+struct StepResult {
+    loss: f64,
+    grad_norm: f64,
+    finite: bool,
+}
+
+/// The step's two keys: words of a ChaCha stream that depends on seed and step alone.
+fn keys(seed: u64, step: u64) -> [[u32; 2]; 2] {
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    rng.set_stream(step);
+    let mut word = || rng.next_u32();
+    [[word(), word()], [word(), word()]]
+}
+
+fn take_step(
+    session: &Session,
+    program: &Program,
+    state: &mut TrainingState,
+    batch: &Batch,
+    rate: f64,
+    options: &RunOptions,
+) -> Result<StepResult, TrainError> {
+    let [key, rounding] = keys(options.seed, state.step);
+    let words = |w: [u32; 2]| HostTensor::from_f64(Shape::new(DType::U32, [2]), &w.map(f64::from));
+    let mut arguments = Vec::with_capacity(state.inputs.len());
+    let mut data: Vec<Option<Array>> = Vec::with_capacity(state.inputs.len());
+    for (input, slot) in state.inputs.iter().zip(program.inputs()) {
+        let host = match (&input.kind, input.name.as_str()) {
+            (InputKind::Data, names::KEY) => words(key)?,
+            (InputKind::Data, ROUNDING_KEY) => words(rounding)?,
+            (InputKind::Data, names::LEARNING_RATE) => HostTensor::from_f32([], &[rate as f32])?,
+            (InputKind::Data, names::SAMPLE) => {
+                let nchw = channels_first(&batch.pixels, &input.shape.dims);
+                HostTensor::from_f32(input.shape.dims.clone(), &nchw)?
+            }
+            (InputKind::Data, "input_ids") => {
+                HostTensor::from_i32(input.shape.dims.clone(), &batch.token_ids)?
+            }
+            (InputKind::Data, other) => return Err(TrainError::UnknownInput(other.to_string())),
+            (InputKind::Weight(_) | InputKind::State, _) => {
+                data.push(None);
+                continue;
+            }
+        };
+        data.push(Some(session.put(&host, &slot.spec)?));
+    }
+    for (index, data) in data.into_iter().enumerate() {
+        let array = match data {
+            Some(array) => array,
+            None => state.arrays[index]
+                .take()
+                .ok_or_else(|| TrainError::UnknownInput(state.inputs[index].name.clone()))?,
+        };
+        arguments.push(Value::Donate(array));
+    }
+    let mut result = StepResult {
+        loss: f64::NAN,
+        grad_norm: f64::NAN,
+        finite: false,
+    };
+    for (array, slot) in program.run(arguments)?.into_iter().zip(program.outputs()) {
+        let read = |array: &Array| -> Result<f64, TrainError> {
+            Ok(array.to_host(session.mesh())?.to_f64_vec()?[0])
+        };
+        match slot.name.as_str() {
+            names::LOSS => result.loss = read(&array)?,
+            names::GRAD_NORM => result.grad_norm = read(&array)?,
+            names::FINITE => result.finite = read(&array)? != 0.0,
+            name => {
+                let index = state
+                    .inputs
+                    .iter()
+                    .position(|i| i.name == name)
+                    .ok_or_else(|| TrainError::UnknownInput(name.to_string()))?;
+                state.arrays[index] = Some(array);
+            }
+        }
+    }
+    state.step += 1;
+    Ok(result)
+}
+
+/// NHWC to NCHW.
+fn channels_first(pixels: &[f32], dims: &[usize]) -> Vec<f32> {
+    let [batch, channels, rows, columns] = [dims[0], dims[1], dims[2], dims[3]];
+    let plane = rows * columns;
+    let mut out = vec![0.0; pixels.len()];
+    for n in 0..batch {
+        for p in 0..plane {
+            for c in 0..channels {
+                out[(n * channels + c) * plane + p] = pixels[(n * plane + p) * channels + c];
+            }
+        }
+    }
+    out
+}
+
+fn save(
+    session: &Session,
+    state: &TrainingState,
+    options: &RunOptions,
+    writer: &mut CheckpointWriter,
+) -> Result<PathBuf, TrainError> {
+    let mut files: Vec<CheckpointFile<'_>> = options
+        .files
+        .iter()
+        .map(|(path, bytes)| CheckpointFile {
+            path: path.clone(),
+            content: Content::Bytes(Cow::Borrowed(bytes)),
+        })
+        .collect();
+    let mut groups: BTreeMap<String, Vec<(TensorSpec, usize)>> = BTreeMap::new();
+    for (index, input) in state.inputs.iter().enumerate() {
+        if input.kind != InputKind::Data {
+            let (file, name) = place(options, &input.name);
+            let spec = TensorSpec {
+                name,
+                shape: input.shape.clone(),
+            };
+            groups.entry(file).or_default().push((spec, index));
+        }
+    }
+    for (path, tensors) in groups {
+        let index: BTreeMap<String, usize> = tensors
+            .iter()
+            .map(|(spec, index)| (spec.name.clone(), *index))
+            .collect();
+        let specs = tensors.into_iter().map(|(spec, _)| spec).collect();
+        files.push(CheckpointFile {
+            path,
+            content: Content::Tensors {
+                specs,
+                metadata: BTreeMap::from([("format".to_string(), "pt".to_string())]),
+                fetch: Box::new(move |spec| {
+                    let array = state.arrays[index[&spec.name]]
+                        .as_ref()
+                        .ok_or("the array was given away")?;
+                    Ok(Cow::Owned(array.to_host(session.mesh())?.data))
+                }),
+            },
+        });
+    }
+    let mut record = TrainState::new(state.step, options.config.clone());
+    record.seeds.insert("seed".to_string(), options.seed);
+    record.data = serde_json::json!({ "step": state.step });
+    record.quantization = options.quantization.clone();
+    record.counters.insert("skipped".to_string(), state.skipped);
+    Ok(writer.save(&record, files)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_differ_by_step_and_seed_and_repeat() {
+        assert_eq!(keys(1, 5), keys(1, 5));
+        assert_ne!(keys(1, 5), keys(1, 6));
+        assert_ne!(keys(1, 5), keys(2, 5));
+        assert_ne!(keys(1, 5)[0], keys(1, 5)[1]);
+    }
+
+    #[test]
+    fn pixels_change_from_channels_last_to_channels_first() {
+        // One picture of 1x2 pixels with 3 channels.
+        let nchw = channels_first(&[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], &[1, 3, 1, 2]);
+        assert_eq!(nchw, [1.0, 4.0, 2.0, 5.0, 3.0, 6.0]);
+    }
+}
