@@ -2,6 +2,7 @@
 #ifndef MAXDIFF_PLUGIN_CLIENT_H_
 #define MAXDIFF_PLUGIN_CLIENT_H_
 
+#include "memory.h"
 #include "objects.h"
 #include "xla/pjrt/plugin/xla_cpu/xla_cpu_pjrt_client.h"
 
@@ -31,9 +32,13 @@ MAXDIFF_PJRT_FUNCTION(PJRT_Client_Create) {
           "unknown client option '", name, "'; the CPU plugin knows cpu_device_count"));
     }
   }
+  auto memory = std::make_shared<MemoryPool>();
+  options.allocator = [memory](size_t size, size_t alignment) {
+    return memory->Allocate(size, alignment);
+  };
   MAXDIFF_ASSIGN_OR_RETURN(std::unique_ptr<xla::PjRtClient> client,
                            xla::GetXlaPjrtCpuClient(std::move(options)));
-  args->client = new PJRT_Client(std::move(client));
+  args->client = new PJRT_Client(std::move(client), std::move(memory));
   return absl::OkStatus();
 }
 
@@ -263,9 +268,16 @@ MAXDIFF_PJRT_FUNCTION(PJRT_Device_DefaultMemory) {
   return absl::OkStatus();
 }
 
+// All virtual devices draw on the one memory of the host, so its figures are a device's own only
+// when there is one device.
 MAXDIFF_PJRT_FUNCTION(PJRT_Device_MemoryStats) {
   MAXDIFF_CHECK_ARG(device);
-  MAXDIFF_ASSIGN_OR_RETURN(tsl::AllocatorStats stats, args->device->device->GetAllocatorStats());
+  const PJRT_Client* client = args->device->client;
+  if (client->devices.size() != 1) {
+    return absl::UnimplementedError(absl::StrCat("memory is not counted by device when ",
+                                                 client->devices.size(), " devices share the host"));
+  }
+  const MemoryPool::Stats stats = client->memory->stats();
   args->bytes_in_use = stats.bytes_in_use;
   args->peak_bytes_in_use = stats.peak_bytes_in_use;
   args->peak_bytes_in_use_is_set = true;
@@ -273,20 +285,14 @@ MAXDIFF_PJRT_FUNCTION(PJRT_Device_MemoryStats) {
   args->num_allocs_is_set = true;
   args->largest_alloc_size = stats.largest_alloc_size;
   args->largest_alloc_size_is_set = true;
-  args->bytes_limit_is_set = stats.bytes_limit.has_value();
-  args->bytes_limit = stats.bytes_limit.value_or(0);
-  args->bytes_reserved = stats.bytes_reserved;
-  args->bytes_reserved_is_set = true;
-  args->peak_bytes_reserved = stats.peak_bytes_reserved;
-  args->peak_bytes_reserved_is_set = true;
-  args->bytes_reservable_limit_is_set = stats.bytes_reservable_limit.has_value();
-  args->bytes_reservable_limit = stats.bytes_reservable_limit.value_or(0);
-  args->largest_free_block_bytes = stats.largest_free_block_bytes;
-  args->largest_free_block_bytes_is_set = true;
-  args->pool_bytes_is_set = stats.pool_bytes.has_value();
-  args->pool_bytes = stats.pool_bytes.value_or(0);
-  args->peak_pool_bytes_is_set = stats.peak_pool_bytes.has_value();
-  args->peak_pool_bytes = stats.peak_pool_bytes.value_or(0);
+  args->bytes_limit_is_set = false;
+  args->bytes_reserved_is_set = false;
+  args->peak_bytes_reserved_is_set = false;
+  args->bytes_reservable_limit_is_set = false;
+  args->largest_free_block_bytes_is_set = false;
+  args->pool_bytes = stats.bytes_in_use + stats.cached_bytes;
+  args->pool_bytes_is_set = true;
+  args->peak_pool_bytes_is_set = false;
   return absl::OkStatus();
 }
 

@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "memory.h"
 #include "status.h"
 #include "values.h"
 #include "xla/future.h"
@@ -76,7 +77,8 @@ struct PJRT_TopologyDescription {
 };
 
 struct PJRT_Client {
-  explicit PJRT_Client(std::unique_ptr<xla::PjRtClient> source) : client(std::move(source)) {
+  PJRT_Client(std::unique_ptr<xla::PjRtClient> source, std::shared_ptr<maxdiff::MemoryPool> pool)
+      : memory(std::move(pool)), client(std::move(source)) {
     for (xla::PjRtDevice* device : client->devices()) {
       owned_devices.push_back(std::make_unique<PJRT_Device>(this, device));
       PJRT_Device* wrapper = owned_devices.back().get();
@@ -100,7 +102,8 @@ struct PJRT_Client {
     }
   }
 
-  // Last to go: everything below refers to it.
+  std::shared_ptr<maxdiff::MemoryPool> memory;
+  // Outlives all that follows, which refers to it.
   std::unique_ptr<xla::PjRtClient> client;
   std::vector<std::unique_ptr<PJRT_Device>> owned_devices;
   std::vector<std::unique_ptr<PJRT_Memory>> owned_memories;

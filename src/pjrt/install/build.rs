@@ -16,7 +16,7 @@ use super::recipe::{CPU_LIBRARY, Recipe, Wheel, source_of};
 use super::{InstallError, Manifest, Result, check_is_plugin, write_manifest};
 
 /// The CPU plugin's sources, embedded so that an installed program can build it.
-const SOURCES: &[(&str, &str)] = &[
+pub(super) const SOURCES: &[(&str, &str)] = &[
     (
         "cpu_plugin.cc",
         include_str!("../../../plugin/cpu_plugin.cc"),
@@ -25,6 +25,7 @@ const SOURCES: &[(&str, &str)] = &[
     ("client.h", include_str!("../../../plugin/client.h")),
     ("event.h", include_str!("../../../plugin/event.h")),
     ("executable.h", include_str!("../../../plugin/executable.h")),
+    ("memory.h", include_str!("../../../plugin/memory.h")),
     ("objects.h", include_str!("../../../plugin/objects.h")),
     ("status.h", include_str!("../../../plugin/status.h")),
     ("values.h", include_str!("../../../plugin/values.h")),

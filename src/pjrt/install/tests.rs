@@ -5,6 +5,7 @@ use tempfile::TempDir;
 use zip::ZipWriter;
 use zip::write::SimpleFileOptions;
 
+use super::build::SOURCES;
 use super::recipe::{Member, Wheel};
 use super::*;
 
@@ -325,4 +326,26 @@ fn the_table_is_well_formed() {
         );
     }
     assert!(recipe_for(RECIPES, PluginKind::Tpu, "macos", "aarch64").is_err());
+}
+
+#[test]
+fn every_source_of_the_plugin_is_embedded() {
+    fn walk(dir: &Path, root: &Path, names: &mut Vec<String>) {
+        for entry in fs::read_dir(dir).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                walk(&path, root, names);
+            } else {
+                let name = path.strip_prefix(root).unwrap();
+                names.push(name.to_str().unwrap().to_owned());
+            }
+        }
+    }
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("plugin");
+    let mut names = Vec::new();
+    walk(&root, &root, &mut names);
+    names.sort();
+    let mut embedded: Vec<&str> = SOURCES.iter().map(|(name, _)| *name).collect();
+    embedded.sort_unstable();
+    assert_eq!(names, embedded);
 }

@@ -1,0 +1,205 @@
+// The memory behind buffers and temporaries of one client.
+//
+// XLA:CPU allocates a program's temporaries and results anew at every execution. Through malloc,
+// large blocks go back to the kernel each time, and the page faults of touching them again cost
+// more than many an operation that fills them. Here large blocks are kept for the next execution
+// and ask for huge pages.
+#ifndef MAXDIFF_PLUGIN_MEMORY_H_
+#define MAXDIFF_PLUGIN_MEMORY_H_
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <utility>
+
+#include "status.h"
+#include "xla/pjrt/plugin/xla_cpu/cpu_memory.h"
+
+namespace maxdiff {
+
+class MemoryPool : public std::enable_shared_from_this<MemoryPool> {
+ public:
+  struct Stats {
+    int64_t bytes_in_use = 0;
+    int64_t peak_bytes_in_use = 0;
+    int64_t num_allocs = 0;
+    int64_t largest_alloc_size = 0;
+    // Blocks kept for reuse, on top of those in use.
+    int64_t cached_bytes = 0;
+  };
+
+  ~MemoryPool() {
+    for (const auto& [size, base] : free_) munmap(base, size);
+  }
+
+  absl::StatusOr<std::unique_ptr<xla::CpuMemory>> Allocate(size_t size, size_t alignment) {
+    if (size < kSmallest || alignment > kPage) return AllocateSmall(size, alignment);
+    if (size > SIZE_MAX - kHugePage) return OutOfMemory(size);
+    const size_t unit = size < kHugePage ? kSmallest : kHugePage;
+    const size_t wanted = (size + unit - 1) / unit * unit;
+    Block block = TakeCached(wanted);
+    if (block.base == nullptr) block = Map(wanted);
+    if (block.base == nullptr) return OutOfMemory(size);
+    Count(size, block.size);
+    return std::make_unique<PooledMemory>(shared_from_this(), block, size);
+  }
+
+  Stats stats() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return stats_;
+  }
+
+ private:
+  static constexpr size_t kPage = 4096;
+  // Smaller blocks are malloc's business.
+  static constexpr size_t kSmallest = size_t{64} << 10;
+  static constexpr size_t kHugePage = size_t{2} << 20;
+
+  struct Block {
+    void* base = nullptr;
+    size_t size = 0;
+  };
+
+  class PooledMemory final : public xla::CpuMemory {
+   public:
+    PooledMemory(std::shared_ptr<MemoryPool> pool, Block block, size_t size)
+        : pool_(std::move(pool)), block_(block), size_(size) {}
+    ~PooledMemory() override { pool_->Release(block_); }
+    void* base() const override { return block_.base; }
+    size_t size_bytes() const override { return size_; }
+
+   private:
+    std::shared_ptr<MemoryPool> pool_;
+    Block block_;
+    size_t size_;
+  };
+
+  class SmallMemory final : public xla::CpuMemory {
+   public:
+    SmallMemory(std::shared_ptr<MemoryPool> pool, void* base, size_t size)
+        : pool_(std::move(pool)), base_(base), size_(size) {}
+    ~SmallMemory() override {
+      std::free(base_);
+      pool_->Uncount(size_);
+    }
+    void* base() const override { return base_; }
+    size_t size_bytes() const override { return size_; }
+
+   private:
+    std::shared_ptr<MemoryPool> pool_;
+    void* base_;
+    size_t size_;
+  };
+
+  static absl::Status OutOfMemory(size_t size) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("out of host memory: ", size, " bytes could not be allocated"));
+  }
+
+  absl::StatusOr<std::unique_ptr<xla::CpuMemory>> AllocateSmall(size_t size, size_t alignment) {
+    void* base = nullptr;
+    if (posix_memalign(&base, std::max(alignment, sizeof(void*)), std::max<size_t>(size, 1)) != 0) {
+      return OutOfMemory(size);
+    }
+    Count(size, size);
+    return std::make_unique<SmallMemory>(shared_from_this(), base, size);
+  }
+
+  // The smallest cached block that fits without wasting more than an eighth of it.
+  Block TakeCached(size_t wanted) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto found = free_.lower_bound(wanted);
+    if (found == free_.end() || found->first - wanted > found->first / 8) return {};
+    Block block{found->second, found->first};
+    free_.erase(found);
+    stats_.cached_bytes -= block.size;
+    return block;
+  }
+
+  // Maps `size` bytes, large ones at a huge page's boundary. When the kernel refuses, the cache is
+  // given back first.
+  Block Map(size_t size) {
+    const size_t slack = size < kHugePage ? 0 : kHugePage;
+    void* mapped = MapPages(size + slack);
+    if (mapped == MAP_FAILED) {
+      Trim(0);
+      mapped = MapPages(size + slack);
+    }
+    if (mapped == MAP_FAILED) return {};
+    if (slack == 0) return {mapped, size};
+    const uintptr_t start = reinterpret_cast<uintptr_t>(mapped);
+    const uintptr_t aligned = (start + kHugePage - 1) / kHugePage * kHugePage;
+    if (aligned > start) munmap(mapped, aligned - start);
+    const uintptr_t tail = start + slack - aligned;
+    if (tail > 0) munmap(reinterpret_cast<void*>(aligned + size), tail);
+    void* base = reinterpret_cast<void*>(aligned);
+    // Advice: without huge pages the block works as well, only slower.
+    (void)madvise(base, size, MADV_HUGEPAGE);
+    return {base, size};
+  }
+
+  static void* MapPages(size_t size) {
+    return mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  }
+
+  void Count(size_t requested, size_t held) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    stats_.num_allocs += 1;
+    stats_.bytes_in_use += held;
+    stats_.peak_bytes_in_use = std::max(stats_.peak_bytes_in_use, stats_.bytes_in_use);
+    stats_.largest_alloc_size =
+        std::max(stats_.largest_alloc_size, static_cast<int64_t>(requested));
+    TrimLocked(CacheLimit());
+  }
+
+  void Uncount(size_t held) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    stats_.bytes_in_use -= held;
+  }
+
+  void Release(Block block) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    stats_.bytes_in_use -= block.size;
+    stats_.cached_bytes += block.size;
+    free_.emplace(block.size, block.base);
+    TrimLocked(CacheLimit());
+  }
+
+  // The cache never makes the process larger than its own use once made it, nor does it hold more
+  // than an eighth of the machine's memory.
+  int64_t CacheLimit() const {
+    return std::min(stats_.peak_bytes_in_use - stats_.bytes_in_use, kPhysicalBytes / 8);
+  }
+
+  void Trim(int64_t limit) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    TrimLocked(limit);
+  }
+
+  // Largest blocks go first: few calls, and small ones are the likelier to be wanted again.
+  void TrimLocked(int64_t limit) {
+    while (stats_.cached_bytes > limit && !free_.empty()) {
+      auto largest = std::prev(free_.end());
+      munmap(largest->second, largest->first);
+      stats_.cached_bytes -= largest->first;
+      free_.erase(largest);
+    }
+  }
+
+  inline static const int64_t kPhysicalBytes =
+      static_cast<int64_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE);
+
+  mutable std::mutex mutex_;
+  std::multimap<size_t, void*> free_;
+  Stats stats_;
+};
+
+}  // namespace maxdiff
+
+#endif  // MAXDIFF_PLUGIN_MEMORY_H_
