@@ -105,13 +105,17 @@ pub fn normal(b: &Builder, key: Key, dims: &[usize]) -> Result<Tensor> {
 ///
 /// Rounding needs noise that is cheap and unbiased, not Threefry's 20 rounds: each element's position is mixed with
 /// both key words by a two-multiply integer hash (Wellons, "Prospecting for hash functions", 2018: `lowbias32`).
-pub fn rounding_noise(b: &Builder, key: Key, dims: &[usize]) -> Result<Tensor> {
+/// Each `stream` has noise of its own.
+pub fn rounding_noise(b: &Builder, key: Key, stream: u32, dims: &[usize]) -> Result<Tensor> {
     let shift_xor = |x: Tensor, bits: u32| {
         let shifted = b.binary(Binary::ShiftRightLogical, x, word(b, x, bits)?)?;
         b.binary(Binary::Xor, x, shifted)
     };
+    // Streams start far apart: multiples of 2^32 over the golden ratio.
+    let salt = f64::from(stream.wrapping_mul(0x9E37_79B9));
+    let high = b.add_scalar(key.high, salt)?;
     let mut x = counter(b, dims)?;
-    x = b.binary(Binary::Xor, x, key.high)?;
+    x = b.binary(Binary::Xor, x, high)?;
     x = shift_xor(x, 16)?;
     x = b.mul(x, word(b, x, 0x7FEB_352D)?)?;
     x = shift_xor(x, 15)?;
@@ -173,7 +177,7 @@ mod tests {
         for (name, t) in [
             ("uniform", uniform(&b, k, &[n]).unwrap()),
             ("normal", normal(&b, k, &[200, n / 200]).unwrap()),
-            ("noise", rounding_noise(&b, k, &[n]).unwrap()),
+            ("noise", rounding_noise(&b, k, 5, &[n]).unwrap()),
         ] {
             b.output(name, t, None).unwrap();
         }

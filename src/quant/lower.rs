@@ -1,7 +1,7 @@
 //! Lowers annotated contractions to int8 operands, an int32 product and scales.
 
 use crate::dtype::DType;
-use crate::graph::random::{Key, fold_in, rounding_noise};
+use crate::graph::random::{Key, rounding_noise};
 use crate::graph::{
     Builder, Comparison, ContractionQuant, ConvDims, DotDims, Graph, GraphError, Node,
     NumericsConvention, Op, OperandQuant, Reduction, Rounding, Tensor, Unary,
@@ -63,7 +63,7 @@ impl Noise<'_> {
             low: word(1)?,
         };
         *self.stream += 1;
-        rounding_noise(b, fold_in(b, key, *self.stream)?, dims)
+        rounding_noise(b, key, *self.stream, dims)
     }
 }
 
