@@ -128,7 +128,7 @@ schema! {
         /// in the weight gradient, so that range finding stays inside a slice. -1: the number of
         /// slices. 0: the weight gradient stays in float.
         quantization_local_shard_count: i64 = -1, Used, TRAIN_STEP, in MinusOneOr(0.0),
-            when "quantization=int8" |c| c.quantization == Quantization::Int8;
+            when "quantization=int8 use_qwix_quantization=False" |c| c.quantization == Quantization::Int8 && !c.use_qwix_quantization;
         /// Qwix's rules and numerics instead of AQT's.
         use_qwix_quantization: bool = false, Used, EVERY,
             when "quantization=int8" |c| c.quantization == Quantization::Int8;
@@ -149,11 +149,11 @@ schema! {
         /// Slices of `compile_topology`, joined by the data-centre network. -1: one.
         compile_topology_num_slices: i64 = -1, Used, AHEAD, in MinusOneOr(1.0);
         /// Axes of the mesh, in this order.
-        mesh_axes: MeshAxes = MeshAxes(MESH.to_vec()), Used, PROGRAM;
+        mesh_axes: MeshAxes = MeshAxes(MESH.to_vec()), NoEffect("the mesh always has the axes data, fsdp, context and tensor, in this order"), PROGRAM;
         /// Which mesh axes a logical axis lies on; the first rule whose mesh axes are free wins.
         logical_axis_rules: AxisRules = default_axis_rules(), Used, PROGRAM;
         /// Mesh axes that the batch is split over.
-        data_sharding: DataSharding = DataSharding(vec![MESH.to_vec()]), Used, PROGRAM;
+        data_sharding: DataSharding = DataSharding(vec![MESH.to_vec()]), NoEffect("the batch is split as logical_axis_rules say of activation_batch"), PROGRAM;
         /// Slices along `data`; -1 takes what the other axes leave.
         dcn_data_parallelism: i64 = -1, Used, PROGRAM, in MinusOneOr(1.0);
         /// Slices along `fsdp`.
@@ -193,7 +193,8 @@ schema! {
         /// eighth of it, any other on the pixels.
         resolution: u64 = 1024, Used, PROGRAM, in Between(8.0, 8192.0);
         /// Share of the examples that is held out of training.
-        validation_fraction: f64 = 0.0, Ours, TRAIN, in HalfOpen(0.0, 1.0);
+        validation_fraction: f64 = 0.0, Ours, TRAIN, in HalfOpen(0.0, 1.0),
+            when "dataset_type=shapes" |c| c.dataset_type == DatasetType::Shapes;
         /// Share of captions replaced by the empty one, so that the model learns to do without:
         /// classifier-free guidance needs it.
         caption_dropout: f64 = 0.0, Ours, TRAIN, in Between(0.0, 1.0);

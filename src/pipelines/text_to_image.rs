@@ -30,6 +30,11 @@ pub mod names {
     /// Coefficient of the model's output in the next sample.
     pub const MODEL_SCALE: &str = "model_scale";
     pub const GUIDANCE_SCALE: &str = "guidance_scale";
+    /// Coefficients of sample and model output in the predicted clean sample, and of that in the next sample: inputs
+    /// of a program that clips.
+    pub const CLEAN_SAMPLE_SCALE: &str = "clean_sample_scale";
+    pub const CLEAN_MODEL_SCALE: &str = "clean_model_scale";
+    pub const CLEAN_SCALE: &str = "clean_scale";
 }
 
 /// Why images could not be made.
@@ -62,7 +67,8 @@ pub struct DenoiseOptions {
 /// Traces one denoising step: `sample' = sample_scale * sample + model_scale * model(in_scale * sample, timestep)`.
 ///
 /// With guidance, conditioning is `[without prompt, with prompt]` along the batch, and the model's output is
-/// `without + guidance_scale * (with - without)` (Ho and Salimans 2022, equation 6, in diffusers' scale).
+/// `without + guidance_scale * (with - without)` (Ho and Salimans 2022, equation 6, in diffusers' scale). Where the
+/// scheduler has `clip_sample`, the predicted clean sample is clipped to [-1, 1] on the way.
 ///
 /// # Errors
 /// When the model's parts do not fit together, or quantization is refused.
@@ -106,7 +112,14 @@ pub fn trace_denoise(
         output = b.add(halves[0], b.mul(difference, guidance)?)?;
     }
     let s = b.root("sampler");
-    let next = s.add(s.mul(sample, sample_scale)?, s.mul(output, model_scale)?)?;
+    let mut next = s.add(s.mul(sample, sample_scale)?, s.mul(output, model_scale)?)?;
+    if model.scheduler.clip_sample {
+        let sample_part = s.mul(sample, scalar(names::CLEAN_SAMPLE_SCALE)?)?;
+        let model_part = s.mul(output, scalar(names::CLEAN_MODEL_SCALE)?)?;
+        let clean = s.add(sample_part, model_part)?;
+        let change = s.sub(s.clamp(clean, -1.0, 1.0)?, clean)?;
+        next = s.add(next, s.mul(change, scalar(names::CLEAN_SCALE)?)?)?;
+    }
     let decisions = match &options.quantization {
         None => Vec::new(),
         Some(policy) => quant::annotate(&b, policy)?,
@@ -256,6 +269,9 @@ impl TextToImage {
                 (names::IN_SCALE, step.in_scale),
                 (names::SAMPLE_SCALE, step.x),
                 (names::MODEL_SCALE, step.model),
+                (names::CLEAN_SAMPLE_SCALE, step.clean_x),
+                (names::CLEAN_MODEL_SCALE, step.clean_model),
+                (names::CLEAN_SCALE, step.clean),
             ] {
                 let array = put(session, &self.denoise, name, &scalar(value)?)?;
                 inputs.insert(name.to_string(), array);

@@ -68,12 +68,20 @@ pub fn ddim(
                 direction * signal - target * noise,
             ),
         };
+        let (clean_x, clean_model) = match config.prediction_type {
+            PredictionType::Epsilon => (1.0 / signal, -noise / signal),
+            PredictionType::Sample => (0.0, 1.0),
+            PredictionType::VPrediction => (signal, -noise),
+        };
         rows.push(StepCoefficients {
             timestep: timestep as f32,
             in_scale: 1.0,
             x: x as f32,
             model: model as f32,
             noise: deviation as f32,
+            clean_x: clean_x as f32,
+            clean_model: clean_model as f32,
+            clean: target as f32,
         });
     }
     Ok(SamplingPlan {

@@ -25,6 +25,13 @@ pub fn euler_discrete(
     config: &SchedulerConfig,
     steps: usize,
 ) -> Result<SamplingPlan, SchedulerError> {
+    if config.clip_sample {
+        return Err(SchedulerError::Unsupported {
+            field: "clip_sample".to_string(),
+            found: "true".to_string(),
+            expected: "false: diffusers' Euler sampler clips nothing; use ddim".to_string(),
+        });
+    }
     let mut alphas = NoiseSchedule::new(config)?.alphas_cumprod;
     if let (true, Some(last)) = (config.rescale_betas_zero_snr, alphas.last_mut()) {
         // diffusers' stand-in for 0, half precision's smallest number, so that sigma is finite.
@@ -66,6 +73,9 @@ pub fn euler_discrete(
                 x: x as f32,
                 model: model as f32,
                 noise: 0.0,
+                clean_x: 0.0,
+                clean_model: 0.0,
+                clean: 0.0,
             }
         })
         .collect();

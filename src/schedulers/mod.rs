@@ -8,6 +8,13 @@
 //! x_next    = x * x_coefficient + model_out * model_coefficient + noise * noise_coefficient
 //! ```
 //!
+//! and, where the predicted clean sample is clipped (`clip_sample`),
+//!
+//! ```text
+//! clean  = x * clean_x + model_out * clean_model
+//! x_next = x_next + clean_coefficient * (clip(clean, -1, 1) - clean)
+//! ```
+//!
 //! so that a row of [`StepCoefficients`] is a run-time input, and none of these choices compiles anything again.
 
 mod ddim;
@@ -103,6 +110,8 @@ pub struct SchedulerConfig {
     pub set_alpha_to_one: bool,
     /// Euler: where the last step goes.
     pub final_sigmas_type: FinalSigmas,
+    /// DDIM: whether each step clips the predicted clean sample to [-1, 1], for models of pixels.
+    pub clip_sample: bool,
 }
 
 impl Default for SchedulerConfig {
@@ -118,6 +127,7 @@ impl Default for SchedulerConfig {
             rescale_betas_zero_snr: false,
             set_alpha_to_one: false,
             final_sigmas_type: FinalSigmas::Zero,
+            clip_sample: false,
         }
     }
 }
@@ -138,7 +148,7 @@ impl SchedulerConfig {
     pub fn from_map(mut fields: Map<String, Value>) -> Result<Self, SchedulerError> {
         fields.retain(|_, value| !value.is_null());
         let fixed = [
-            ("clip_sample", json!(false)),
+            ("clip_sample_range", json!(1.0)),
             ("thresholding", json!(false)),
             ("use_karras_sigmas", json!(false)),
             ("use_exponential_sigmas", json!(false)),
@@ -243,6 +253,11 @@ pub struct StepCoefficients {
     pub model: f32,
     /// Coefficient of fresh unit normal noise; 0 for deterministic samplers.
     pub noise: f32,
+    /// Coefficients of the sample and of the model's output in the predicted clean sample.
+    pub clean_x: f32,
+    pub clean_model: f32,
+    /// Coefficient of the predicted clean sample in the next one: what clipping it changes.
+    pub clean: f32,
 }
 
 /// All steps of one sampler, from noisy to clean.
