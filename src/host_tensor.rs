@@ -189,7 +189,7 @@ mod tests {
     #[test]
     fn converts_between_widths_with_round_to_nearest_even() {
         // 1 + 2^-8 lies halfway between two bf16 values; the even one is 1.0.
-        let t = HostTensor::from_f32([3], &[1.003_906_25, -2.5, 3.75]).unwrap();
+        let t = HostTensor::from_f32([3], &[1.0 + 2f32.powi(-8), -2.5, 3.75]).unwrap();
         let bf = t.convert(DType::BF16).unwrap();
         assert_eq!(bf.to_f32_vec().unwrap(), vec![1.0, -2.5, 3.75]);
         let ints = t.convert(DType::S8).unwrap();

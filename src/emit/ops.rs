@@ -236,7 +236,7 @@ impl Emitter<'_> {
                 )
             }
             Op::While { cond, body } => {
-                self.while_loop(graph, node, name, &all, &operand_types, cond, body);
+                self.while_loop(graph, node, names, name, [cond, body]);
                 return;
             }
             Op::ShardingConstraint(_) => match self.constraint(index, main) {
@@ -257,32 +257,34 @@ impl Emitter<'_> {
         format!("%r{}_", self.regions)
     }
 
-    #[allow(clippy::too_many_arguments)]
     fn while_loop(
         &mut self,
         graph: &Graph,
         node: &Node,
+        names: &[String],
         name: &str,
-        operands: &[&str],
-        operand_types: &[String],
-        cond: &Graph,
-        body: &Graph,
+        [cond, body]: [&Graph; 2],
     ) {
         let carry = self.region_prefix();
-        let arguments: Vec<String> = (0..operands.len())
+        let arguments: Vec<String> = (0..node.operands.len())
             .map(|i| format!("{carry}{i}_arg"))
             .collect();
         let bindings: Vec<String> = arguments
             .iter()
-            .zip(operands)
-            .map(|(a, o)| format!("{a} = {o}"))
+            .zip(&node.operands)
+            .map(|(a, o)| format!("{a} = {}", names[*o as usize]))
+            .collect();
+        let types: Vec<String> = node
+            .operands
+            .iter()
+            .map(|o| self.types.of(&graph.nodes[*o as usize].shape).to_string())
             .collect();
         let _ = writeln!(
             self.text,
             "    {name}:{} = stablehlo.while({}) : {}",
-            operands.len(),
+            types.len(),
             bindings.join(", "),
-            operand_types.join(", ")
+            types.join(", ")
         );
         self.text.push_str("    cond {\n");
         let prefix = self.region_prefix();

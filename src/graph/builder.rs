@@ -192,7 +192,7 @@ impl Builder {
         .map_err(|source| GraphError::Infer {
             path: self.path(),
             op: op.name(),
-            source,
+            source: Box::new(source),
         })?;
         Ok(self.add_node(op, operands, shape))
     }
@@ -380,7 +380,7 @@ impl Builder {
         infer(&Op::Iota(dim), &[&shape]).map_err(|source| GraphError::Infer {
             path: self.path(),
             op: "iota",
-            source,
+            source: Box::new(source),
         })?;
         Ok(self.add_node(Op::Iota(dim), &[], shape))
     }

@@ -702,7 +702,10 @@ fn convolution(lhs: &Shape, rhs: &Shape, dims: &ConvDims, result: DType) -> Resu
             ),
         ));
     }
-    if out_features % fg != 0 || out_features % bg != 0 || batch % bg != 0 {
+    if !out_features.is_multiple_of(fg)
+        || !out_features.is_multiple_of(bg)
+        || !batch.is_multiple_of(bg)
+    {
         return Err(constraint(
             "groups",
             format!(

@@ -39,7 +39,7 @@ pub enum GraphError {
     Infer {
         path: String,
         op: &'static str,
-        source: InferError,
+        source: Box<InferError>,
     },
     #[error("{path}: {op}: operand {operand} belongs to another graph; pass it through the carry")]
     ForeignTensor {
@@ -139,6 +139,10 @@ pub struct Graph {
     pub scopes: Vec<String>,
 }
 
+/// What [`Graph::rewrite`] asks of each node: a builder at its scope, the node and its operands in the copy.
+pub type Replace<'a> =
+    dyn FnMut(&Builder, &Node, &[Tensor]) -> Result<Option<Tensor>, GraphError> + 'a;
+
 impl Graph {
     /// The scope path a node was made in.
     pub fn path(&self, node: &Node) -> &str {
@@ -181,10 +185,7 @@ impl Graph {
     ///
     /// # Errors
     /// Those of `replace`, and when a replacement's shape is not the node's.
-    pub fn rewrite(
-        &self,
-        replace: &mut dyn FnMut(&Builder, &Node, &[Tensor]) -> Result<Option<Tensor>, GraphError>,
-    ) -> Result<Graph, GraphError> {
+    pub fn rewrite(&self, replace: &mut Replace<'_>) -> Result<Graph, GraphError> {
         let b = Builder::new();
         let inputs = self
             .inputs

@@ -3,6 +3,7 @@
 //! The incoming gradient is converted to the residual's element type first, so that a bf16 model multiplies
 //! bf16 by bf16 in its backward pass too; results accumulate in the forward result's type.
 
+use crate::dtype::DType;
 use crate::shape::Shape;
 
 use super::op::{ConvDims, ConvLayout, DotDims, QuantDot};
@@ -22,11 +23,12 @@ fn sorted(dims: &[usize]) -> Vec<usize> {
     dims
 }
 
-/// One side of a dot: its dimensions and its shape.
+/// One side of a dot: its dimension numbers, rank and element type.
 struct Side<'a> {
     batch: &'a [usize],
     contract: &'a [usize],
     rank: usize,
+    dtype: DType,
 }
 
 /// `dot(g, other)` contracted over the dimensions that came from `other`, in the order of the wanted operand.
@@ -39,7 +41,6 @@ fn dot_operand(
     wanted: &Side<'_>,
     other_side: &Side<'_>,
     g_free: Vec<usize>,
-    wanted_shape: &Shape,
     quant: Option<QuantDot>,
 ) -> Result<Tensor> {
     let batch = wanted.batch.len();
@@ -72,7 +73,7 @@ fn dot_operand(
         let place = order.iter().filter(|c| **c < partner).count();
         perm[d] = batch + free.len() + place;
     }
-    b.convert(b.transpose(product, &perm)?, wanted_shape.dtype)
+    b.convert(b.transpose(product, &perm)?, wanted.dtype)
 }
 
 /// The cotangent of a dot's lhs.
@@ -89,7 +90,7 @@ pub fn dot_lhs(
     let g_rank = b.dims(g).len();
     let g_free = (wanted.batch.len() + lhs_free..g_rank).collect();
     let quant = quant.and_then(|q| q.dlhs).map(forward_only);
-    dot_operand(b, g, rhs, &wanted, &other, g_free, lhs_shape, quant)
+    dot_operand(b, g, rhs, &wanted, &other, g_free, quant)
 }
 
 /// The cotangent of a dot's rhs.
@@ -111,7 +112,7 @@ pub fn dot_rhs(
     let lhs_free = other.rank - other.batch.len() - other.contract.len();
     let g_free = (wanted.batch.len()..wanted.batch.len() + lhs_free).collect();
     let quant = quant.and_then(|q| q.drhs).map(forward_only);
-    dot_operand(b, g, lhs, &wanted, &other, g_free, rhs_shape, quant)
+    dot_operand(b, g, lhs, &wanted, &other, g_free, quant)
 }
 
 fn sides<'a>(
@@ -125,11 +126,13 @@ fn sides<'a>(
             batch: &dims.lhs_batch,
             contract: &dims.lhs_contract,
             rank: wanted_shape.rank(),
+            dtype: wanted_shape.dtype,
         },
         Side {
             batch: &dims.rhs_batch,
             contract: &dims.rhs_contract,
             rank: b.dims(other).len(),
+            dtype: b.dtype(other),
         },
     )
 }
@@ -169,8 +172,8 @@ fn move_groups(b: &Builder, x: Tensor, from: usize, into: usize, groups: usize) 
     let moved = |d: usize| if d >= from { d + 1 } else { d };
     let mut perm = Vec::with_capacity(split.len());
     let mut merged = Vec::with_capacity(dims.len());
-    for d in 0..dims.len() {
-        let size = if d == from { dims[d] / groups } else { dims[d] };
+    for (d, &whole) in dims.iter().enumerate() {
+        let size = if d == from { whole / groups } else { whole };
         if d == into {
             perm.push(from);
             merged.push(size * groups);

@@ -208,7 +208,7 @@ fn split_contraction(
 ) -> Result<Tensor> {
     let at = contract[0];
     let mut dims = b.dims(x);
-    if dims[at] % shards != 0 {
+    if !dims[at].is_multiple_of(shards) {
         return Err(b.invalid(format!(
             "quantization_local_shard_count={shards} does not divide the batch of {} that this weight gradient sums over",
             dims[at]
