@@ -2,9 +2,10 @@
 //!
 //! Exit codes: 0 done, 1 failed, 2 usage or configuration, 143 stopped by a signal after saving.
 
+pub mod compile;
 mod config;
 mod data;
-mod lower;
+pub mod lower;
 pub mod recipe;
 
 use std::io::Write;
@@ -24,6 +25,8 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
+    /// Compile a program ahead of time, for a topology or the devices here, and report what it needs and moves
+    Compile(compile::CompileArgs),
     /// Explain keys of the configuration, or check a configuration file
     Config(config::ConfigArgs),
     /// Write a program as StableHLO text, from shapes alone
@@ -110,6 +113,7 @@ pub fn main() -> ExitCode {
     // clap itself ends the process with code 2 on a wrong command line.
     let cli = Cli::parse();
     let result = match cli.command {
+        Command::Compile(args) => compile::run(&args),
         Command::Config(args) => config::run(args),
         Command::Lower(args) => lower::run(&args),
     };
