@@ -2,11 +2,12 @@
 //!
 //! Exit codes: 0 done, 1 failed, 2 usage or configuration, 143 stopped by a signal after saving.
 
+pub mod compile;
 mod config;
 mod data;
 mod generate;
 mod images;
-mod lower;
+pub mod lower;
 pub mod recipe;
 mod train;
 
@@ -27,6 +28,8 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
+    /// Compile a program ahead of time, for a topology or the devices here, and report what it needs and moves
+    Compile(compile::CompileArgs),
     /// Explain keys of the configuration, or check a configuration file
     Config(config::ConfigArgs),
     /// Write a program as StableHLO text, from shapes alone
@@ -117,6 +120,7 @@ pub fn main() -> ExitCode {
     // clap itself ends the process with code 2 on a wrong command line.
     let cli = Cli::parse();
     let result = match cli.command {
+        Command::Compile(args) => compile::run(&args),
         Command::Config(args) => config::run(args),
         Command::Lower(args) => lower::run(&args),
         Command::Generate(args) => generate::run(&args),

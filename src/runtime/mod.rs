@@ -7,7 +7,7 @@ mod array;
 mod program;
 
 pub use array::Array;
-pub use program::{Program, ProgramOptions, Timings, Value};
+pub use program::{Program, ProgramOptions, Timings, Value, compile_options};
 
 use crate::dtype::DType;
 use crate::host_tensor::{HostTensor, HostTensorError};

@@ -1,0 +1,240 @@
+//! Programs compiled ahead of time, on disk.
+//!
+//! A bundle is one file: what the program is and what it was compiled for (the [`Header`]), the compiled program as
+//! its plugin serialized it (the payload), and a SHA-256 of both. It holds no code of this project and nothing that
+//! is executed by reading it. See [`frame`] for the bytes.
+
+mod files;
+pub mod frame;
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::report::Memory;
+
+pub use files::check_writable;
+pub use frame::FrameError;
+
+/// Why a bundle could not be written, read or used.
+#[derive(Debug, thiserror::Error)]
+pub enum BundleError {
+    #[error("{} exists already; choose another name or remove it", path.display())]
+    Exists { path: PathBuf },
+    #[error("cannot {action} {}: {source}", path.display())]
+    Io {
+        action: &'static str,
+        path: PathBuf,
+        #[source]
+        source: std::io::Error,
+    },
+    #[error("{}: {source}", path.display())]
+    Damaged {
+        path: PathBuf,
+        #[source]
+        source: FrameError,
+    },
+    #[error("{} cannot be used here: {}", path.display(), list(differences))]
+    Differs {
+        path: PathBuf,
+        differences: Vec<Difference>,
+    },
+}
+
+fn list(differences: &[Difference]) -> String {
+    let texts: Vec<String> = differences.iter().map(ToString::to_string).collect();
+    texts.join("; ")
+}
+
+/// A field in which a bundle is not what is expected.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[error("{field} is {found}, expected {expected}")]
+pub struct Difference {
+    /// Its path in the header, `target.num_slices`.
+    pub field: String,
+    pub expected: Value,
+    pub found: Value,
+}
+
+/// Which plugin compiled a program. Serialized programs are read by the same build only.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PluginId {
+    /// `tpu`, `cuda`, `cpu`: PJRT's platform name.
+    pub platform: String,
+    /// The version it was installed as.
+    pub version: String,
+    /// The plugin's build, in its own words.
+    pub build: String,
+    /// Of the library, in hexadecimal.
+    pub sha256: String,
+}
+
+/// The devices a program is compiled for.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Target {
+    /// The accelerator as the user names it (`v5e-16`), or the kind of the devices that were there.
+    pub name: String,
+    pub num_slices: usize,
+    /// Positions along the mesh axes, outermost first.
+    pub mesh: BTreeMap<String, usize>,
+    /// Device ids by partition.
+    pub device_assignment: Vec<i64>,
+}
+
+/// What was compiled.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ProgramId {
+    /// `train` or `denoise`.
+    pub step: String,
+    /// Of the StableHLO text, in hexadecimal.
+    pub stablehlo_sha256: String,
+    /// Of the serialized `CompileOptionsProto`, in hexadecimal.
+    pub compile_options_sha256: String,
+    /// The compiler's own options that were set.
+    pub flags: BTreeMap<String, String>,
+    pub weights_dtype: String,
+    pub activations_dtype: String,
+    /// Precision of float contractions.
+    pub precision: String,
+    /// The quantization mode; empty is off.
+    pub quantization: String,
+}
+
+/// One argument or result.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Slot {
+    pub name: String,
+    /// Element type by its StableHLO name, `bf16`.
+    pub dtype: String,
+    /// Of the whole tensor.
+    pub dims: Vec<usize>,
+    /// Mesh axes each dimension is split over.
+    pub sharding: Vec<Vec<String>>,
+    /// Of an argument: the result that takes over its memory. Of a result: the argument it takes it from.
+    pub alias: Option<usize>,
+}
+
+/// What the payload is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum PayloadKind {
+    /// The plugin's serialized executable.
+    Executable,
+    /// StableHLO text, to be compiled again: this plugin does not serialize the program.
+    Stablehlo,
+}
+
+/// All that is known of a bundle's payload.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Header {
+    pub payload: PayloadKind,
+    pub plugin: PluginId,
+    pub target: Target,
+    pub program: ProgramId,
+    pub inputs: Vec<Slot>,
+    pub outputs: Vec<Slot>,
+    pub memory: Memory,
+}
+
+/// A compiled program and what is known of it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Bundle {
+    pub header: Header,
+    pub payload: Vec<u8>,
+}
+
+impl Bundle {
+    /// Writes a file that does not exist yet. It appears whole or not at all.
+    ///
+    /// # Errors
+    /// [`BundleError::Exists`], and what the file system refuses.
+    pub fn write(&self, path: &Path) -> Result<(), BundleError> {
+        files::write(path, &frame::encode(&self.header, &self.payload))
+    }
+
+    /// Reads a file and verifies its lengths and its SHA-256.
+    ///
+    /// # Errors
+    /// [`BundleError::Damaged`] says what is wrong with the file.
+    pub fn read(path: &Path) -> Result<Self, BundleError> {
+        let bytes = files::read(path)?;
+        frame::decode(&bytes).map_err(|source| BundleError::Damaged {
+            path: path.to_owned(),
+            source,
+        })
+    }
+
+    /// Whether the bundle read from `path` is the program `expected` describes; the memory it takes is not compared.
+    ///
+    /// # Errors
+    /// [`BundleError::Differs`] with every field that differs.
+    pub fn check(&self, path: &Path, expected: &Header) -> Result<(), BundleError> {
+        let differences = self.header.differences(expected);
+        if differences.is_empty() {
+            return Ok(());
+        }
+        Err(BundleError::Differs {
+            path: path.to_owned(),
+            differences,
+        })
+    }
+}
+
+impl Header {
+    /// Every field in which `self` is not `expected`, except the memory.
+    pub fn differences(&self, expected: &Header) -> Vec<Difference> {
+        let mut differences = Vec::new();
+        compare(
+            "",
+            &frame::value(expected),
+            &frame::value(self),
+            &mut differences,
+        );
+        differences.retain(|d| d.field.split('.').next() != Some("memory"));
+        differences
+    }
+}
+
+fn compare(field: &str, expected: &Value, found: &Value, out: &mut Vec<Difference>) {
+    let at = |key: &str| {
+        if field.is_empty() {
+            key.to_owned()
+        } else {
+            format!("{field}.{key}")
+        }
+    };
+    match (expected, found) {
+        (Value::Object(a), Value::Object(b)) => {
+            for (key, expected) in a {
+                compare(&at(key), expected, b.get(key).unwrap_or(&Value::Null), out);
+            }
+            for (key, found) in b.iter().filter(|(key, _)| !a.contains_key(*key)) {
+                compare(&at(key), &Value::Null, found, out);
+            }
+        }
+        // Lists of numbers are one value: a mesh of 1024 devices is not 1024 differences.
+        (Value::Array(a), Value::Array(b))
+            if a.len() == b.len() && a.iter().all(|v| v.is_object()) =>
+        {
+            for (i, (expected, found)) in a.iter().zip(b).enumerate() {
+                compare(&at(&i.to_string()), expected, found, out);
+            }
+        }
+        _ if expected == found => {}
+        _ => out.push(Difference {
+            field: field.to_owned(),
+            expected: expected.clone(),
+            found: found.clone(),
+        }),
+    }
+}
+
+#[cfg(test)]
+mod tests;

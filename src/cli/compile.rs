@@ -1,0 +1,713 @@
+//! `compile`: a program compiled ahead of time for devices that need not be here, with a report of what it needs and
+//! moves, as a bundle on disk.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::LazyLock;
+use std::time::Instant;
+
+use clap::Args;
+use regex::Regex;
+use serde_json::{Value, json};
+
+use crate::bundle::{
+    self, Bundle, Header, PayloadKind, PluginId, ProgramId, Slot, Target, frame::sha256,
+};
+use crate::config::{Config, Hardware, Quantization, RematPolicy, Verb};
+use crate::emit::{EmitOptions, stablehlo};
+use crate::graph::{Graph, InputKind};
+use crate::pjrt::install::{self, PluginKind};
+use crate::pjrt::{
+    Client, CompileOptions, ErrorCode, Executable, NamedValue, PjrtError, Plugin, Topology,
+    prepare_process,
+};
+use crate::quant::Decision;
+use crate::report::{CompileReport, Memory, ReportInput};
+use crate::runtime::{compile_options, describe};
+use crate::shape::Shape;
+use crate::shard::{Axis, LogicalAxisRules, Mesh, PartitionSpec, ShardPlan};
+use crate::topology::{Accelerator, Chip, Format, OptionValue, Platform};
+
+use super::lower::{Step, trace};
+use super::{CliError, RecipeArgs, print, recipe};
+
+/// `compile ...`
+#[derive(Debug, Args)]
+pub struct CompileArgs {
+    #[command(flatten)]
+    recipe: RecipeArgs,
+    /// The program
+    #[arg(long, value_enum, default_value = "denoise")]
+    step: Step,
+    /// Write the bundle here; an existing file is not replaced. Default: a new name in the run's folder
+    #[arg(long, value_name = "FILE")]
+    output: Option<PathBuf>,
+    /// Print the report as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// What compiles, and for which devices.
+enum Compiler {
+    Topology(Topology),
+    Here(Client),
+}
+
+/// A target of compilation, ready.
+struct Machine {
+    compiler: Compiler,
+    /// What the user calls the devices: the accelerator's name, or the kind of those here.
+    name: String,
+    plugin: PluginId,
+    chip: Option<Chip>,
+    mesh: Mesh,
+    rules: LogicalAxisRules,
+    hbm_limit: Option<u64>,
+}
+
+/// A compiled program with its report.
+pub struct Compiled {
+    pub executable: Executable,
+    pub report: CompileReport,
+    /// What quantization decided for each contraction.
+    pub decisions: Vec<Decision>,
+    pub graph: Graph,
+    pub header: Header,
+    stablehlo: String,
+    seconds: Seconds,
+}
+
+/// Seconds by phase.
+#[derive(Debug, Clone, Copy)]
+struct Seconds {
+    setup: f64,
+    trace: f64,
+    emit: f64,
+    compile: f64,
+    report: f64,
+}
+
+/// A program that needs more memory than a device has.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct OutOfMemory {
+    step: &'static str,
+    target: String,
+    /// In the compiler's words, `20.31G`.
+    needed: Option<String>,
+    limit: Option<u64>,
+    /// Bytes of weights and of optimizer state on one device.
+    weights: u64,
+    state: u64,
+    advice: Vec<String>,
+    /// The compiler's message.
+    message: String,
+}
+
+impl fmt::Display for OutOfMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "the {} program does not fit {}", self.step, self.target)?;
+        if let Some(needed) = &self.needed {
+            write!(f, ": it needs {needed} bytes of memory on each device")?;
+        }
+        if let Some(limit) = self.limit {
+            write!(f, ", which has {}", gib(limit))?;
+        }
+        write!(f, "; weights take {}", gib(self.weights))?;
+        if self.state > 0 {
+            write!(f, " and optimizer state {}", gib(self.state))?;
+        }
+        write!(f, " of it. Try {}", self.advice.join(", or "))
+    }
+}
+
+impl std::error::Error for OutOfMemory {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        None
+    }
+}
+
+impl OutOfMemory {
+    /// The compiler's own words.
+    pub fn message(&self) -> &str {
+        &self.message
+    }
+}
+
+fn gib(bytes: u64) -> String {
+    format!("{:.2} GiB", bytes as f64 / f64::from(1 << 30))
+}
+
+/// Compiles the program `step` of a configuration: for `compile_topology`, or for the devices here.
+///
+/// # Errors
+/// When the configuration does not fit the devices, the plugin is missing, or the compiler refuses the program;
+/// [`OutOfMemory`] when it does not fit a device's memory.
+pub fn compile(config: &Config, step: Step) -> Result<Compiled, CliError> {
+    let start = Instant::now();
+    let machine = Machine::new(config)?;
+    let setup = start.elapsed().as_secs_f64();
+    let start = Instant::now();
+    let mesh = &machine.mesh;
+    let devices = mesh.num_devices() as u64;
+    let traced = trace(config, step, devices, mesh.num_slices() as u64)?;
+    let trace = start.elapsed().as_secs_f64();
+
+    let start = Instant::now();
+    let plan = ShardPlan::new(&traced.graph, mesh, &machine.rules).map_err(CliError::failed)?;
+    for note in &plan.unsharded {
+        tracing::debug!("{note}");
+    }
+    check_batch(&traced.graph, &plan, mesh)?;
+    let precision = recipe::dot_precision(config);
+    let text = stablehlo(
+        &traced.graph,
+        step.name(),
+        &EmitOptions {
+            precision,
+            sharding: plan.text(mesh),
+        },
+    );
+    let emit = start.elapsed().as_secs_f64();
+
+    let options = compile_options(mesh);
+    let start = Instant::now();
+    let executable =
+        machine
+            .compile(&text, &options)
+            .map_err(|error| match out_of_memory_message(&error) {
+                Some(message) => CliError::failed(machine.out_of_memory(
+                    config,
+                    step,
+                    &traced.graph,
+                    &plan,
+                    message,
+                )),
+                None => CliError::failed(error),
+            })?;
+    let compile = start.elapsed().as_secs_f64();
+
+    let start = Instant::now();
+    let memory = machine.memory(&executable)?;
+    let weights: Vec<usize> = traced.graph.weights().map(|(index, _)| index).collect();
+    let report = CompileReport::new(
+        &executable.optimized_hlo().map_err(CliError::failed)?,
+        &ReportInput {
+            parameters: traced.graph.parameter_count() as u64,
+            memory,
+            slice_of_partition: mesh.slice_of_partition(),
+            weight_arguments: &weights,
+            clock_hz: machine.chip.and_then(Chip::clock_hz),
+            // No loop is emitted whose trip count the program does not tell.
+            trip_count_hints: &[],
+            compile_seconds: compile,
+        },
+    )
+    .map_err(CliError::failed)?;
+    let header = Header {
+        payload: PayloadKind::Executable,
+        plugin: machine.plugin.clone(),
+        target: Target {
+            name: machine.name.clone(),
+            num_slices: mesh.num_slices(),
+            mesh: Axis::ALL
+                .map(|axis| (axis.name().to_owned(), mesh.size(axis)))
+                .into(),
+            device_assignment: mesh.device_assignment().to_vec(),
+        },
+        program: ProgramId {
+            step: step.name().to_owned(),
+            stablehlo_sha256: sha256(text.as_bytes()),
+            compile_options_sha256: sha256(&options.to_bytes()),
+            flags: options
+                .overrides()
+                .into_iter()
+                .map(|(name, value)| (name.to_owned(), value))
+                .collect(),
+            weights_dtype: config.weights_dtype.name().to_owned(),
+            activations_dtype: config.activations_dtype.name().to_owned(),
+            precision: config.precision.name().to_owned(),
+            quantization: config.quantization.name().to_owned(),
+        },
+        inputs: inputs(&traced.graph, &plan),
+        outputs: outputs(&traced.graph, &plan),
+        memory,
+    };
+    let report_seconds = start.elapsed().as_secs_f64();
+    Ok(Compiled {
+        executable,
+        report,
+        decisions: traced.decisions,
+        graph: traced.graph,
+        header,
+        stablehlo: text,
+        seconds: Seconds {
+            setup,
+            trace,
+            emit,
+            compile,
+            report: report_seconds,
+        },
+    })
+}
+
+impl Machine {
+    fn new(config: &Config) -> Result<Self, CliError> {
+        if config.compile_topology.is_empty() {
+            Self::here(config)
+        } else {
+            Self::topology(config)
+        }
+    }
+
+    fn topology(config: &Config) -> Result<Self, CliError> {
+        let name = &config.compile_topology;
+        let usage = |e: crate::topology::TopologyError| CliError::Usage(e.to_string());
+        let accelerator = Accelerator::lookup(name).map_err(usage)?;
+        let fits = match accelerator.platform {
+            Platform::Tpu => matches!(config.hardware, Hardware::Auto | Hardware::Tpu),
+            Platform::Gpu => matches!(config.hardware, Hardware::Auto | Hardware::Gpu),
+        };
+        if !fits {
+            return Err(CliError::Usage(format!(
+                "hardware={} contradicts compile_topology={name}: leave hardware=auto, or leave compile_topology out to compile for the devices here",
+                config.hardware.name()
+            )));
+        }
+        if accelerator.platform == Platform::Gpu {
+            return Err(CliError::Usage(format!(
+                "compile_topology={name}: compiling ahead of time for GPUs is not here yet; TPU topologies work: {}",
+                "v4-*, v5e-*, v5p-*, v6e-*, tpu7x-*"
+            )));
+        }
+        if config.num_devices > 0 {
+            return Err(CliError::Usage(format!(
+                "num_devices={} has no effect with compile_topology={name}: the topology says how many devices there are",
+                config.num_devices
+            )));
+        }
+        check_formats(config, accelerator.chip)?;
+        let slices = match config.compile_topology_num_slices {
+            -1 => 1,
+            given => given,
+        };
+        let options: Vec<(String, NamedValue)> = accelerator
+            .create_options(slices)
+            .map_err(usage)?
+            .into_iter()
+            .map(|(key, value)| (key, named_value(value)))
+            .collect();
+        // A mistake in the configuration is told before the plugin is asked for: the message is the shorter way.
+        let installed = install::locate(PluginKind::Tpu).map_err(CliError::failed)?;
+        prepare_process().map_err(CliError::failed)?;
+        let plugin = Plugin::load(&installed.library).map_err(CliError::failed)?;
+        let topology = Topology::create(&plugin, accelerator.pjrt_topology_name(), &options)
+            .map_err(CliError::failed)?;
+        let devices: Vec<_> = topology.devices().iter().map(describe).collect();
+        let mesh = Mesh::new(&recipe::parallelism(config), &devices)
+            .map_err(|e| CliError::Usage(e.to_string()))?;
+        let hbm_limit = topology
+            .device_memory_limit()
+            .and_then(|bytes| u64::try_from(bytes).ok())
+            .or_else(|| accelerator.chip.device_memory_bytes());
+        Ok(Machine {
+            plugin: PluginId {
+                platform: topology.platform_name().to_owned(),
+                version: installed.version,
+                build: topology.platform_version().to_owned(),
+                sha256: installed.sha256,
+            },
+            compiler: Compiler::Topology(topology),
+            name: accelerator.name,
+            chip: Some(accelerator.chip),
+            mesh,
+            rules: recipe::axis_rules(config)?,
+            hbm_limit,
+        })
+    }
+
+    fn here(config: &Config) -> Result<Self, CliError> {
+        if config.compile_topology_num_slices != -1 {
+            return Err(CliError::Usage(format!(
+                "compile_topology_num_slices={} has no effect without compile_topology",
+                config.compile_topology_num_slices
+            )));
+        }
+        prepare_process().map_err(CliError::failed)?;
+        let session = recipe::open_session(config)?.session;
+        let client = session.client().clone();
+        let library = client.plugin().path();
+        let installed = install::list()
+            .map_err(CliError::failed)?
+            .into_iter()
+            .find(|i| i.library.canonicalize().is_ok_and(|path| path == library));
+        let device = client.devices().first();
+        let name = device.map_or_else(String::new, |d| d.description().kind.clone());
+        let chip = Chip::from_device_kind(&name);
+        if let Some(chip) = chip {
+            check_formats(config, chip)?;
+        }
+        let limit = device
+            .and_then(|d| d.memory_stats().ok())
+            .and_then(|stats| stats.bytes_limit)
+            .and_then(|bytes| u64::try_from(bytes).ok());
+        let (version, sha256) = installed.map_or_else(Default::default, |i| (i.version, i.sha256));
+        Ok(Machine {
+            plugin: PluginId {
+                platform: client.platform_name().to_owned(),
+                version,
+                build: client.platform_version().to_owned(),
+                sha256,
+            },
+            mesh: session.mesh().clone(),
+            rules: session.rules().clone(),
+            compiler: Compiler::Here(client),
+            name,
+            chip,
+            hbm_limit: limit,
+        })
+    }
+
+    fn compile(&self, text: &str, options: &CompileOptions) -> Result<Executable, PjrtError> {
+        match &self.compiler {
+            Compiler::Topology(topology) => topology.compile(text, options),
+            Compiler::Here(client) => client
+                .compile(text, options)
+                .map(|loaded| loaded.executable().clone()),
+        }
+    }
+
+    fn memory(&self, executable: &Executable) -> Result<Memory, CliError> {
+        let stats = executable.memory_stats().map_err(CliError::failed)?;
+        let bytes = |n: i64| u64::try_from(n).unwrap_or(0);
+        Ok(Memory {
+            argument: bytes(stats.argument),
+            output: bytes(stats.output),
+            temp: bytes(stats.temp),
+            code: bytes(stats.generated_code),
+            peak: stats.peak.map(bytes),
+            hbm_limit: self.hbm_limit,
+        })
+    }
+
+    fn describe(&self) -> String {
+        match self.mesh.num_slices() {
+            1 => self.name.clone(),
+            slices => format!("{slices} slices of {}", self.name),
+        }
+    }
+
+    fn out_of_memory(
+        &self,
+        config: &Config,
+        step: Step,
+        graph: &Graph,
+        plan: &ShardPlan,
+        message: String,
+    ) -> OutOfMemory {
+        let mesh = &self.mesh;
+        let bytes_of = |wanted: fn(&InputKind) -> bool| -> u64 {
+            graph
+                .inputs
+                .iter()
+                .zip(&plan.inputs)
+                .filter(|(input, _)| wanted(&input.kind))
+                .map(|(input, spec)| local_bytes(&input.shape, spec, mesh))
+                .sum()
+        };
+        let mut advice = Vec::new();
+        if mesh.num_devices() > 1 && mesh.size(Axis::Fsdp) == 1 {
+            advice.push(
+                "splitting weights over the devices of a slice with ici_fsdp_parallelism=-1 ici_data_parallelism=1"
+                    .to_owned(),
+            );
+        }
+        if step == Step::Train && config.remat_policy == RematPolicy::None {
+            advice.push("recomputing activations with remat_policy=FULL".to_owned());
+        }
+        if config.weights_dtype.name() == "float32" {
+            advice.push("weights_dtype=bfloat16".to_owned());
+        }
+        if config.per_device_batch_size > 1.0 {
+            advice.push(format!(
+                "a per_device_batch_size below {}",
+                config.per_device_batch_size
+            ));
+        }
+        advice.push("a larger topology, or a chip with more memory".to_owned());
+        OutOfMemory {
+            step: step.name(),
+            target: self.describe(),
+            needed: needed_memory(&message),
+            limit: self.hbm_limit,
+            weights: bytes_of(|kind| matches!(kind, InputKind::Weight(_))),
+            state: bytes_of(|kind| matches!(kind, InputKind::State)),
+            advice,
+            message,
+        }
+    }
+}
+
+/// Refuses a quantization the chip has no units for.
+fn check_formats(config: &Config, chip: Chip) -> Result<(), CliError> {
+    match config.quantization {
+        Quantization::Off => Ok(()),
+        Quantization::Int8 => {
+            let native = chip
+                .native(Format::Int8)
+                .map_err(|e| CliError::Usage(format!("quantization=int8: {e}")))?;
+            if native.speedup <= 1.0 {
+                eprintln!(
+                    "warning: quantization=int8 saves memory but no time on {chip}: int8 runs at the rate of bf16 there"
+                );
+            }
+            Ok(())
+        }
+    }
+}
+
+/// A batch that does not divide would be computed whole on every device: an error, not a slow program.
+fn check_batch(graph: &Graph, plan: &ShardPlan, mesh: &Mesh) -> Result<(), CliError> {
+    let data = |name: &str| {
+        graph
+            .inputs
+            .iter()
+            .any(|input| input.name == name && matches!(input.kind, InputKind::Data))
+    };
+    let devices = mesh.num_devices();
+    match plan
+        .unsharded
+        .iter()
+        .find(|note| note.dim == 0 && data(&note.path))
+    {
+        None => Ok(()),
+        Some(note) => Err(CliError::Usage(format!(
+            "per_device_batch_size: the batch of {} does not divide by {} ({}) on {devices} devices",
+            note.size, note.product, note.axes
+        ))),
+    }
+}
+
+fn named_value(value: OptionValue) -> NamedValue {
+    match value {
+        OptionValue::Str(text) => NamedValue::String(text),
+        OptionValue::Int(number) => NamedValue::Int64(number),
+        OptionValue::IntList(numbers) => NamedValue::Int64List(numbers),
+    }
+}
+
+fn local_bytes(shape: &Shape, spec: &PartitionSpec, mesh: &Mesh) -> u64 {
+    let parts: usize = spec.dims().iter().map(|axes| mesh.product(axes)).product();
+    (shape.bytes() / parts.max(1)) as u64
+}
+
+/// The compiler's text, where its complaint is memory.
+fn out_of_memory_message(error: &PjrtError) -> Option<String> {
+    match error {
+        PjrtError::Plugin { code, message, .. }
+            if *code == ErrorCode::ResourceExhausted || message.contains("Ran out of memory") =>
+        {
+            Some(message.clone())
+        }
+        _ => None,
+    }
+}
+
+/// `Used 20.31G of 15.75G hbm`.
+fn needed_memory(message: &str) -> Option<String> {
+    static USED: LazyLock<Option<Regex>> =
+        LazyLock::new(|| Regex::new(r"Used ([0-9.]+[KMGT]) of [0-9.]+[KMGT] hbm").ok());
+    Some(USED.as_ref()?.captures(message)?[1].to_owned())
+}
+
+fn slot(name: &str, shape: &Shape, spec: &PartitionSpec, alias: Option<usize>) -> Slot {
+    Slot {
+        name: name.to_owned(),
+        dtype: shape.dtype.to_string(),
+        dims: shape.dims.clone(),
+        sharding: spec
+            .dims()
+            .iter()
+            .map(|axes| axes.iter().map(|a| a.name().to_owned()).collect())
+            .collect(),
+        alias,
+    }
+}
+
+fn inputs(graph: &Graph, plan: &ShardPlan) -> Vec<Slot> {
+    let inputs = graph.inputs.iter().zip(&plan.inputs).enumerate();
+    inputs
+        .map(|(index, (input, spec))| {
+            let alias = graph.outputs.iter().position(|o| o.alias == Some(index));
+            slot(&input.name, &input.shape, spec, alias)
+        })
+        .collect()
+}
+
+fn outputs(graph: &Graph, plan: &ShardPlan) -> Vec<Slot> {
+    let outputs = graph.outputs.iter().zip(&plan.outputs);
+    outputs
+        .map(|(output, spec)| {
+            let shape = &graph.nodes[output.node as usize].shape;
+            slot(&output.name, shape, spec, output.alias)
+        })
+        .collect()
+}
+
+impl Compiled {
+    /// The bundle, and why its payload is not the executable where it is not.
+    fn bundle(&self) -> Result<(Bundle, Option<String>), CliError> {
+        let mut header = self.header.clone();
+        match self.executable.serialize() {
+            Ok(payload) => Ok((Bundle { header, payload }, None)),
+            Err(error) if error.code() == Some(ErrorCode::Unimplemented) => {
+                header.payload = PayloadKind::Stablehlo;
+                let payload = self.stablehlo.clone().into_bytes();
+                Ok((Bundle { header, payload }, Some(error.to_string())))
+            }
+            Err(error) => Err(CliError::failed(error)),
+        }
+    }
+
+    /// The report with what surrounds it, as JSON.
+    fn json(&self) -> Value {
+        let mut value = json!(self.report);
+        let memory = &self.report.memory;
+        let target = &self.header.target;
+        let more = json!({
+            "step": self.header.program.step,
+            "quantization": self.header.program.quantization,
+            "quantized": self.decisions.iter().filter(|d| d.quantized).count(),
+            "topology": {
+                "name": target.name,
+                "num_slices": target.num_slices,
+                "num_devices": target.device_assignment.len(),
+                "mesh": target.mesh,
+            },
+            // The compiler refuses what does not fit, where it knows the limit.
+            "fits": memory.hbm_limit.map(|limit| memory.peak.is_none_or(|peak| peak <= limit)),
+            "seconds": {
+                "setup": self.seconds.setup,
+                "trace": self.seconds.trace,
+                "emit": self.seconds.emit,
+                "compile": self.seconds.compile,
+                "report": self.seconds.report,
+            },
+        });
+        if let (Value::Object(value), Value::Object(more)) = (&mut value, more) {
+            value.extend(more);
+        }
+        value
+    }
+}
+
+/// Where the bundle goes: `--output`, or the first free name in the run's folder.
+fn output_path(args: &CompileArgs, config: &Config) -> PathBuf {
+    if let Some(path) = &args.output {
+        return path.clone();
+    }
+    let target = match (
+        config.compile_topology.as_str(),
+        config.compile_topology_num_slices,
+    ) {
+        ("", _) => config.hardware.name().to_owned(),
+        (name, -1 | 1) => name.to_owned(),
+        (name, slices) => format!("{name}-x{slices}"),
+    };
+    let stem = format!("{}-{target}", args.step.name());
+    let folder = config.run_dir();
+    let mut path = folder.join(format!("{stem}.bundle"));
+    for number in 1.. {
+        if path.symlink_metadata().is_err() {
+            break;
+        }
+        path = folder.join(format!("{stem}-{number}.bundle"));
+    }
+    path
+}
+
+/// Runs `compile`.
+///
+/// # Errors
+/// As [`compile`], and when the bundle cannot be written.
+pub fn run(args: &CompileArgs) -> Result<ExitCode, CliError> {
+    let config = args.recipe.load(Verb::Compile)?;
+    let path = output_path(args, &config);
+    bundle::check_writable(&path).map_err(|e| match e {
+        bundle::BundleError::Exists { .. } => CliError::Usage(e.to_string()),
+        _ => CliError::failed(e),
+    })?;
+    let compiled = compile(&config, args.step)?;
+    let (bundle, not_serialized) = compiled.bundle()?;
+    bundle.write(&path).map_err(CliError::failed)?;
+    // What lies on the disk is what was compiled, or this is the time to say so.
+    Bundle::read(&path)
+        .and_then(|read| read.check(&path, &bundle.header))
+        .map_err(CliError::failed)?;
+    if let Some(reason) = &not_serialized {
+        eprintln!(
+            "warning: the plugin does not serialize this program ({reason}); the bundle holds its StableHLO, to be compiled again where it runs"
+        );
+    }
+    let bytes = bundle.payload.len();
+    if args.json {
+        let mut value = compiled.json();
+        value["bundle"] = json!({
+            "path": path,
+            "payload": bundle.header.payload,
+            "payload_bytes": bytes,
+        });
+        print(&value.to_string())?;
+    } else {
+        let target = &compiled.header.target;
+        print(&format!(
+            "{} program for {} devices: {}{}\n{}bundle            {} ({} of {:.1} MiB)",
+            args.step.name(),
+            target.device_assignment.len(),
+            target.name,
+            match target.num_slices {
+                1 => String::new(),
+                slices => format!(", {slices} slices"),
+            },
+            compiled.report,
+            path.display(),
+            match bundle.header.payload {
+                PayloadKind::Executable => "executable",
+                PayloadKind::Stablehlo => "StableHLO",
+            },
+            bytes as f64 / f64::from(1 << 20)
+        ))?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_compilers_figure_is_found_in_its_complaint() {
+        let message = "Ran out of memory in memory space hbm. Used 30.22G of 15.75G hbm. Exceeded hbm capacity by 14.47G.";
+        assert_eq!(needed_memory(message).as_deref(), Some("30.22G"));
+        assert_eq!(needed_memory("no figures"), None);
+    }
+
+    #[test]
+    fn a_program_too_large_says_what_to_try() {
+        let error = OutOfMemory {
+            step: "train",
+            target: "v5e-16".to_owned(),
+            needed: Some("30.22G".to_owned()),
+            limit: Some(16_909_328_384),
+            weights: 10 << 30,
+            state: 20 << 30,
+            advice: vec!["one".to_owned(), "two".to_owned()],
+            message: String::new(),
+        };
+        assert_eq!(
+            error.to_string(),
+            "the train program does not fit v5e-16: it needs 30.22G bytes of memory on each device, which has 15.75 GiB; \
+             weights take 10.00 GiB and optimizer state 20.00 GiB of it. Try one, or two"
+        );
+    }
+}
