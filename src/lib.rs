@@ -24,6 +24,7 @@ pub mod runtime;
 pub mod schedulers;
 pub mod shape;
 pub mod shard;
+pub mod target;
 pub mod topology;
 pub mod train;
 pub mod weights;
