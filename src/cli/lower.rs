@@ -9,11 +9,12 @@ use std::time::Instant;
 use clap::{Args, ValueEnum};
 use serde_json::json;
 
-use crate::config::{Config, Verb, check_local_shard_count};
+use crate::config::{Config, Hardware, Verb, check_local_shard_count};
 use crate::emit::{EmitOptions, stablehlo};
 use crate::graph::{Graph, flops};
 use crate::pipelines::text_to_image::{DenoiseOptions, trace_denoise};
 use crate::quant::Decision;
+use crate::target::for_cpu;
 use crate::train::step;
 
 use super::recipe;
@@ -107,25 +108,29 @@ pub fn run(args: &LowerArgs) -> Result<ExitCode, CliError> {
     let loaded = start.elapsed().as_secs_f64();
     let start = Instant::now();
     let traced = trace(&config, args.step, 1, 1)?;
+    let mut graph = traced.graph;
+    if config.hardware == Hardware::Cpu {
+        graph = for_cpu(&graph).map_err(CliError::failed)?;
+    }
     let trace_seconds = start.elapsed().as_secs_f64();
     let start = Instant::now();
     let options = EmitOptions {
         precision: recipe::dot_precision(&config),
         sharding: None,
     };
-    let text = stablehlo(&traced.graph, args.step.name(), &options);
+    let text = stablehlo(&graph, args.step.name(), &options);
     let emit_seconds = start.elapsed().as_secs_f64();
     let start = Instant::now();
     if let Some(path) = &args.output {
         write_new(path, text.as_bytes())?;
     }
     let write_seconds = start.elapsed().as_secs_f64();
-    let ops = traced.graph.live_nodes().iter().filter(|l| **l).count();
+    let ops = graph.live_nodes().iter().filter(|l| **l).count();
     let report = json!({
         "step": args.step.name(),
-        "parameters": traced.graph.parameter_count(),
+        "parameters": graph.parameter_count(),
         "ops": ops,
-        "flops": flops(&traced.graph),
+        "flops": flops(&graph),
         "bytes": text.len(),
         "quantized": traced.decisions.iter().filter(|d| d.quantized).count(),
         "seconds": {
@@ -143,7 +148,7 @@ pub fn run(args: &LowerArgs) -> Result<ExitCode, CliError> {
     } else {
         print(&format!(
             "{} parameters, {ops} operations, {} bytes of StableHLO",
-            traced.graph.parameter_count(),
+            graph.parameter_count(),
             text.len()
         ))?;
     }

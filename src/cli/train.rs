@@ -24,7 +24,7 @@ use crate::pipelines::model::{DiffusionModel, TEXT_ENCODER};
 use crate::pipelines::text_to_image::{DenoiseOptions, TextToImage};
 use crate::runtime::{Program, ProgramOptions, Session};
 use crate::train::checkpoint::{Check, CheckpointWriter, latest};
-use crate::train::run::{self, EMA_SUFFIX, Outcome, RunOptions, TrainingState};
+use crate::train::run::{self, EMA_SUFFIX, Outcome, RunOptions, Sinks, Trainer, TrainingState};
 use crate::train::schedule::{Decay, LearningRate};
 use crate::train::step;
 
@@ -198,19 +198,22 @@ pub fn run(args: &TrainArgs) -> Result<ExitCode, CliError> {
         dir: &samples_dir,
         compiled: None,
     };
-    let outcome = run::run(
-        &session,
-        &traced.graph,
-        &program,
-        state,
-        Arc::clone(&batcher),
-        &run_options,
-        &mut writer,
-        &mut metrics,
-        &mut |step, weights| samples.make(step, weights),
-        &stop,
-    )
-    .map_err(CliError::failed)?;
+    let trainer = Trainer {
+        session: &session,
+        graph: &traced.graph,
+        program: &program,
+        batcher: Arc::clone(&batcher),
+        options: &run_options,
+    };
+    let mut sampler = |step, weights: run::Weights<'_>| samples.make(step, weights);
+    let mut sinks = Sinks {
+        checkpoints: &mut writer,
+        metrics: &mut metrics,
+        sampler: &mut sampler,
+    };
+    let outcome = trainer
+        .run(state, &mut sinks, &stop)
+        .map_err(CliError::failed)?;
     let (checkpoint, code, what) = match &outcome {
         Outcome::Done { checkpoint } => (checkpoint, 0, "done"),
         Outcome::Stopped { checkpoint, .. } => (checkpoint, 143, "stopped"),

@@ -10,6 +10,7 @@ pub use array::Array;
 pub use program::{Program, ProgramOptions, Timings, Value, compile_options};
 
 use crate::dtype::DType;
+use crate::graph::GraphError;
 use crate::host_tensor::{HostTensor, HostTensorError};
 use crate::pjrt::{Client, Device, ElementType, NamedValue, PjrtError, Plugin};
 use crate::shape::Shape;
@@ -24,6 +25,8 @@ pub enum RuntimeError {
     Pjrt(#[from] PjrtError),
     #[error(transparent)]
     Shard(#[from] ShardError),
+    #[error(transparent)]
+    Graph(#[from] GraphError),
     #[error(transparent)]
     HostTensor(#[from] HostTensorError),
     #[error("{program}: takes {expected} arguments, found {found}")]

@@ -7,6 +7,7 @@ use crate::graph::Graph;
 use crate::pjrt::{Arg, CompileOptions, DeviceAssignment, Executable, LoadedExecutable};
 use crate::shape::Shape;
 use crate::shard::{Mesh, PartitionSpec, ShardPlan};
+use crate::target::for_cpu;
 
 use super::{Array, RuntimeError, Session};
 
@@ -55,7 +56,7 @@ pub fn compile_options(mesh: &Mesh) -> CompileOptions {
 }
 
 impl Program {
-    /// Emits and compiles `graph`.
+    /// Rewrites `graph` for the session's kind of hardware, emits and compiles it.
     ///
     /// # Errors
     /// The compiler's, and those of the sharding rules.
@@ -65,6 +66,13 @@ impl Program {
         name: &str,
         options: &ProgramOptions,
     ) -> Result<Program, RuntimeError> {
+        let rewritten;
+        let graph = if session.client.platform_name() == "cpu" {
+            rewritten = for_cpu(graph)?;
+            &rewritten
+        } else {
+            graph
+        };
         let plan = ShardPlan::new(graph, &session.mesh, &session.rules)?;
         for note in &plan.unsharded {
             tracing::debug!("{name}: {note}");

@@ -50,25 +50,18 @@ pub enum TrainError {
     },
     #[error(
         "loss or gradient was not finite in {count} steps in a row, the last being {step}; the weights are as before \
-         them{}; lower learning_rate, or clip gradients with opt_enable_grad_global_norm_clipping=True",
-        saved(checkpoint)
+         them and saved in {}; lower learning_rate, or clip gradients with opt_enable_grad_global_norm_clipping=True",
+        checkpoint.display()
     )]
     NotFinite {
         step: u64,
         count: u64,
-        checkpoint: Option<PathBuf>,
+        checkpoint: PathBuf,
     },
     #[error("the training program has no value for its input {0}")]
     UnknownInput(String),
     #[error("sample images: {0}")]
     Samples(Box<dyn std::error::Error + Send + Sync>),
-}
-
-fn saved(checkpoint: &Option<PathBuf>) -> String {
-    match checkpoint {
-        Some(path) => format!(" and saved in {}", path.display()),
-        None => String::new(),
-    }
 }
 
 /// What the loop is told, beside programs and data.
@@ -251,111 +244,140 @@ fn place(options: &RunOptions, input: &str) -> (String, String) {
     (format!("{root}{suffix}/{file}"), key.to_string())
 }
 
-/// Trains from the state's step to the last, or until `stop` is set.
-///
-/// The state of step `n` depends on the configuration and `n` alone: batches, noise and rounding are made from the
-/// seed and the step, so a run that was stopped and continued computes what one without the pause would have.
-///
-/// # Errors
-/// When data cannot be read, a program fails, a file cannot be written, or steps keep failing to be finite.
-#[allow(clippy::too_many_arguments)]
-pub fn run(
-    session: &Session,
-    graph: &Graph,
-    program: &Program,
-    mut state: TrainingState,
-    batcher: Arc<Batcher>,
-    options: &RunOptions,
-    writer: &mut CheckpointWriter,
-    metrics: &mut MetricsWriter,
-    sampler: &mut Sampler<'_>,
-    stop: &AtomicBool,
-) -> Result<Outcome, TrainError> {
-    let devices = session.devices().len() as f64;
-    let tflops = flops(graph) as f64 / devices / 1e12;
-    let samples = batcher.options().batch_size as u64;
-    let mut progress = Progress::new(options.max_train_steps, state.step, options.log_period);
-    let mut prefetcher = Prefetcher::spawn(batcher, state.step, 2)?;
-    let mut failed_in_a_row = 0;
-    let mut last_saved = None;
-    while state.step < options.max_train_steps {
-        if stop.load(Ordering::Relaxed) {
-            let checkpoint = save(session, &state, options, writer)?;
-            metrics.flush()?;
-            progress.finish();
-            return Ok(Outcome::Stopped {
-                checkpoint,
-                step: state.step,
-            });
+/// Where a run writes.
+pub struct Sinks<'a> {
+    pub checkpoints: &'a mut CheckpointWriter,
+    pub metrics: &'a mut MetricsWriter,
+    pub sampler: &'a mut Sampler<'a>,
+}
+
+/// A compiled training step with its data and settings.
+pub struct Trainer<'a> {
+    pub session: &'a Session,
+    pub graph: &'a Graph,
+    pub program: &'a Program,
+    pub batcher: Arc<Batcher>,
+    pub options: &'a RunOptions,
+}
+
+impl Trainer<'_> {
+    /// Trains from the state's step to the last, or until `stop` is set.
+    ///
+    /// The state of step `n` depends on the configuration and `n` alone: batches, noise and rounding are made from
+    /// the seed and the step, so a run that was stopped and continued computes what one without the pause would have.
+    ///
+    /// # Errors
+    /// When data cannot be read, a program fails, a file cannot be written, or steps keep failing to be finite.
+    pub fn run(
+        &self,
+        mut state: TrainingState,
+        sinks: &mut Sinks<'_>,
+        stop: &AtomicBool,
+    ) -> Result<Outcome, TrainError> {
+        let options = self.options;
+        let mut progress = Progress::new(options.max_train_steps, state.step, options.log_period);
+        let tflops = flops(self.graph) as f64 / self.session.devices().len() as f64 / 1e12;
+        let mut prefetcher = Prefetcher::spawn(Arc::clone(&self.batcher), state.step, 2)?;
+        let mut failed_in_a_row = 0;
+        while state.step < options.max_train_steps {
+            if stop.load(Ordering::Relaxed) {
+                progress.finish();
+                let checkpoint = self.save(&state, sinks)?;
+                return Ok(Outcome::Stopped {
+                    checkpoint,
+                    step: state.step,
+                });
+            }
+            let step = state.step;
+            let batch = prefetcher.next_batch()?;
+            let result = take_step(self.session, self.program, &mut state, &batch, options)?;
+            if result.finite {
+                failed_in_a_row = 0;
+            } else {
+                failed_in_a_row += 1;
+                state.skipped += 1;
+                progress.message(&format!(
+                    "step {step}: loss {} or gradient norm {} is not finite; the update was skipped ({} so far)",
+                    result.loss, result.grad_norm, state.skipped
+                ));
+            }
+            self.report(tflops, &result, state.skipped, sinks, &mut progress)?;
+            if failed_in_a_row > options.max_nonfinite_steps {
+                // Skipped updates left the state as it was before the first of them.
+                let checkpoint = self.save(&state, sinks)?;
+                return Err(TrainError::NotFinite {
+                    step,
+                    count: failed_in_a_row,
+                    checkpoint,
+                });
+            }
+            let last = state.step == options.max_train_steps;
+            let due = |every: Option<u64>| every.is_some_and(|n| state.step.is_multiple_of(n));
+            if due(options.sample_every) || (options.sample_every.is_some() && last) {
+                let png = (sinks.sampler)(state.step, &|name| state.weight(name))
+                    .map_err(TrainError::Samples)?;
+                sinks.metrics.image(state.step, "samples", &png)?;
+            }
+            if due(options.checkpoint_every) && !last {
+                let path = self.save(&state, sinks)?;
+                progress.message(&format!("saved {}", path.display()));
+            }
         }
-        let step = state.step;
-        let batch = prefetcher.next_batch()?;
-        let start = Instant::now();
-        let rate = options.learning_rate.at(step);
-        let report = take_step(session, program, &mut state, &batch, rate, options)?;
-        let seconds = start.elapsed().as_secs_f64();
-        if report.finite {
-            failed_in_a_row = 0;
-        } else {
-            failed_in_a_row += 1;
-            state.skipped += 1;
-            progress.message(&format!(
-                "step {step}: loss {} or gradient norm {} is not finite; the update was skipped ({} so far)",
-                report.loss, report.grad_norm, state.skipped
-            ));
-        }
-        metrics.scalars(
-            step,
+        progress.finish();
+        let checkpoint = self.save(&state, sinks)?;
+        Ok(Outcome::Done { checkpoint })
+    }
+
+    /// Tells metrics and terminal of a step that costs `tflops` on each device.
+    fn report(
+        &self,
+        tflops: f64,
+        result: &StepResult,
+        skipped: u64,
+        sinks: &mut Sinks<'_>,
+        progress: &mut Progress,
+    ) -> Result<(), TrainError> {
+        let samples = self.batcher.options().batch_size as u64;
+        let rate = tflops / result.seconds;
+        sinks.metrics.scalars(
+            result.step,
             &[
-                (metrics::names::STEP_TIME_SECONDS, seconds),
+                (metrics::names::STEP_TIME_SECONDS, result.seconds),
                 (metrics::names::PER_DEVICE_TFLOPS, tflops),
-                (metrics::names::PER_DEVICE_TFLOPS_PER_SEC, tflops / seconds),
-                (metrics::names::SAMPLES_PER_SEC, samples as f64 / seconds),
-                (metrics::names::CURRENT_LEARNING_RATE, rate),
-                (metrics::names::LOSS, report.loss),
-                (metrics::names::GRAD_NORM, report.grad_norm),
-                (metrics::names::SKIPPED_STEPS, state.skipped as f64),
+                (metrics::names::PER_DEVICE_TFLOPS_PER_SEC, rate),
+                (
+                    metrics::names::SAMPLES_PER_SEC,
+                    samples as f64 / result.seconds,
+                ),
+                (metrics::names::CURRENT_LEARNING_RATE, result.learning_rate),
+                (metrics::names::LOSS, result.loss),
+                (metrics::names::GRAD_NORM, result.grad_norm),
+                (metrics::names::SKIPPED_STEPS, skipped as f64),
             ],
         )?;
         progress.step(&StepReport {
-            step,
-            seconds,
-            tflops_per_device: tflops / seconds,
-            loss: report.loss,
+            step: result.step,
+            seconds: result.seconds,
+            tflops_per_device: rate,
+            loss: result.loss,
             samples,
         });
-        if failed_in_a_row > options.max_nonfinite_steps {
-            // Skipped updates left the state as it was before the first of them.
-            let checkpoint = save(session, &state, options, writer)?;
-            metrics.flush()?;
-            return Err(TrainError::NotFinite {
-                step,
-                count: failed_in_a_row,
-                checkpoint: Some(checkpoint),
-            });
-        }
-        let done = state.step;
-        let due = |every: Option<u64>| every.is_some_and(|n| done.is_multiple_of(n));
-        if due(options.sample_every)
-            || (options.sample_every.is_some() && done == options.max_train_steps)
-        {
-            let png = sampler(done, &|name| state.weight(name)).map_err(TrainError::Samples)?;
-            metrics.image(done, "samples", &png)?;
-        }
-        if due(options.checkpoint_every) && done < options.max_train_steps {
-            let path = save(session, &state, options, writer)?;
-            progress.message(&format!("saved {}", path.display()));
-            last_saved = Some(path);
-        }
+        Ok(())
     }
-    metrics.flush()?;
-    progress.finish();
-    let checkpoint = save(session, &state, options, writer)?;
-    tracing::debug!("last checkpoint before the final one: {last_saved:?}");
-    Ok(Outcome::Done { checkpoint })
+
+    /// Saves a checkpoint, and flushes the metrics so that both tell of the same steps.
+    fn save(&self, state: &TrainingState, sinks: &mut Sinks<'_>) -> Result<PathBuf, TrainError> {
+        sinks.metrics.flush()?;
+        save(self.session, state, self.options, sinks.checkpoints)
+    }
 }
 
+/// What one step told.
 struct StepResult {
+    step: u64,
+    /// From the batch on the host to the loss on the host.
+    seconds: f64,
+    learning_rate: f64,
     loss: f64,
     grad_norm: f64,
     finite: bool,
@@ -374,9 +396,10 @@ fn take_step(
     program: &Program,
     state: &mut TrainingState,
     batch: &Batch,
-    rate: f64,
     options: &RunOptions,
 ) -> Result<StepResult, TrainError> {
+    let start = Instant::now();
+    let learning_rate = options.learning_rate.at(state.step);
     let [key, rounding] = keys(options.seed, state.step);
     let words = |w: [u32; 2]| HostTensor::from_f64(Shape::new(DType::U32, [2]), &w.map(f64::from));
     let mut arguments = Vec::with_capacity(state.inputs.len());
@@ -385,7 +408,9 @@ fn take_step(
         let host = match (&input.kind, input.name.as_str()) {
             (InputKind::Data, names::KEY) => words(key)?,
             (InputKind::Data, ROUNDING_KEY) => words(rounding)?,
-            (InputKind::Data, names::LEARNING_RATE) => HostTensor::from_f32([], &[rate as f32])?,
+            (InputKind::Data, names::LEARNING_RATE) => {
+                HostTensor::from_f32([], &[learning_rate as f32])?
+            }
             (InputKind::Data, names::SAMPLE) => {
                 let nchw = channels_first(&batch.pixels, &input.shape.dims);
                 HostTensor::from_f32(input.shape.dims.clone(), &nchw)?
@@ -411,6 +436,9 @@ fn take_step(
         arguments.push(Value::Donate(array));
     }
     let mut result = StepResult {
+        step: state.step,
+        seconds: 0.0,
+        learning_rate,
         loss: f64::NAN,
         grad_norm: f64::NAN,
         finite: false,
@@ -434,6 +462,7 @@ fn take_step(
         }
     }
     state.step += 1;
+    result.seconds = start.elapsed().as_secs_f64();
     Ok(result)
 }
 
