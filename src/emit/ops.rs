@@ -1,5 +1,6 @@
 //! The text of each operation: one exhaustive match.
 
+use std::borrow::Cow;
 use std::fmt::Write;
 
 use crate::dtype::DType;
@@ -220,6 +221,8 @@ impl Emitter<'_> {
                 )
             }
             Op::Convolution { dims, .. } => {
+                let (lhs, lhs_type, dims) = self.cropped(graph, node, dims, operand(0));
+                let signature = format!("({lhs_type}, {}) -> {result}", operand_types[1]);
                 let precision = match self.options.precision {
                     DotPrecision::Default => String::new(),
                     p => format!(
@@ -228,9 +231,9 @@ impl Emitter<'_> {
                     ),
                 };
                 format!(
-                    "stablehlo.convolution({}) {} {{batch_group_count = {} : i64, feature_group_count = {} : i64{precision}}} : {signature}",
-                    all.join(", "),
-                    conv_numbers(dims),
+                    "stablehlo.convolution({lhs}, {}) {} {{batch_group_count = {} : i64, feature_group_count = {} : i64{precision}}} : {signature}",
+                    operand(1),
+                    conv_numbers(&dims),
                     dims.batch_groups,
                     dims.feature_groups
                 )
@@ -250,6 +253,67 @@ impl Emitter<'_> {
         };
         let location = self.location(graph.path(node), op);
         let _ = writeln!(self.text, "    {name} = {line} loc(#loc{location})");
+    }
+
+    /// A convolution's lhs, its type, and the convolution's attributes, after negative padding was made a crop.
+    ///
+    /// For an f32 convolution with padding [-1, 1] x [0, -2] the CPU plugin of TensorFlow 2.21 returns values near
+    /// 1e30; a `pad` operation with the same negative amounts is right everywhere. Padding comes after dilation, so
+    /// the operation dilates too.
+    fn cropped<'d>(
+        &mut self,
+        graph: &Graph,
+        node: &Node,
+        dims: &'d ConvDims,
+        lhs: &str,
+    ) -> (String, String, Cow<'d, ConvDims>) {
+        let shape = &graph.nodes[node.operands[0] as usize].shape;
+        let lhs_type = self.types.of(shape).to_string();
+        if dims
+            .padding
+            .iter()
+            .all(|(low, high)| *low >= 0 && *high >= 0)
+        {
+            return (lhs.to_string(), lhs_type, Cow::Borrowed(dims));
+        }
+        let mut rest = dims.clone();
+        let mut sizes = shape.dims.clone();
+        let (mut low, mut high, mut interior) = (
+            vec![0; sizes.len()],
+            vec![0; sizes.len()],
+            vec![0; sizes.len()],
+        );
+        for (s, &d) in dims.lhs.spatial.iter().enumerate() {
+            let (before, after) = dims.padding[s];
+            if before >= 0 && after >= 0 {
+                continue;
+            }
+            (low[d], high[d]) = (before.min(0), after.min(0));
+            interior[d] = dims.lhs_dilation[s] - 1;
+            let dilated = sizes[d] + sizes[d].saturating_sub(1) * interior[d];
+            // Shape inference has checked that padding leaves a size of at least 0 in all; a crop beyond the array
+            // that the other side's padding makes good again stays with the convolution.
+            let Some(size) = dilated.checked_add_signed((low[d] + high[d]) as isize) else {
+                (low[d], high[d], interior[d]) = (0, 0, 0);
+                continue;
+            };
+            sizes[d] = size;
+            rest.padding[s] = (before.max(0), after.max(0));
+            rest.lhs_dilation[s] = 1;
+        }
+        let location = self.location(graph.path(node), "convolution");
+        let element = self.types.of(&Shape::scalar(shape.dtype)).to_string();
+        let cropped_type = self.types.of(&shape.with_dims(sizes)).to_string();
+        let prefix = self.region_prefix();
+        let zero = identity(Reduction::Sum, shape.dtype);
+        let _ = writeln!(
+            self.text,
+            "    {prefix}zero = stablehlo.constant dense<{zero}> : {element} loc(#loc{location})\n    {prefix}crop = stablehlo.pad {lhs}, {prefix}zero, low = {}, high = {}, interior = {} : ({lhs_type}, {element}) -> {cropped_type} loc(#loc{location})",
+            list(low),
+            list(high),
+            list(interior),
+        );
+        (format!("{prefix}crop"), cropped_type, Cow::Owned(rest))
     }
 
     fn region_prefix(&mut self) -> String {

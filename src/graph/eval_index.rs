@@ -1,4 +1,4 @@
-//! Host evaluation of gather and scatter, straight from StableHLO's definitions.
+//! Host evaluation of gather and scatter, from StableHLO's definitions.
 
 use crate::shape::Shape;
 
@@ -53,6 +53,11 @@ pub(super) fn scatter(
     dims: &ScatterDims,
 ) -> Value {
     let rank = x.shape.rank();
+    let mut window_sizes = vec![1; rank];
+    let window_dims = (0..rank).filter(|d| !dims.inserted_window_dims.contains(d));
+    for (d, &u) in window_dims.zip(&dims.update_window_dims) {
+        window_sizes[d] = updates.shape.dims[u];
+    }
     let mut out = x.clone();
     let mut source = 0;
     for_each_index(&updates.shape.dims, |index| {
@@ -65,14 +70,15 @@ pub(super) fn scatter(
         for (i, &d) in dims.scatter_dims_to_operand_dims.iter().enumerate() {
             at[d] = start[i];
         }
+        // StableHLO drops the elements that are out of bounds, XLA the whole window; devices run XLA.
+        let inside = (0..rank).all(|d| {
+            let last = x.shape.dims[d] as i64 - window_sizes[d] as i64;
+            (0..=last).contains(&at[d])
+        });
         let window = (0..rank).filter(|d| !dims.inserted_window_dims.contains(d));
         for (d, &u) in window.zip(&dims.update_window_dims) {
             at[d] += index[u] as i64;
         }
-        let inside = at
-            .iter()
-            .zip(&x.shape.dims)
-            .all(|(i, size)| *i >= 0 && *i < *size as i64);
         if inside {
             let at: Vec<usize> = at.iter().map(|i| *i as usize).collect();
             let place = position(&x.shape.dims, &at);

@@ -3,7 +3,7 @@
 use crate::host_tensor::HostTensor;
 use crate::shape::Shape;
 
-use super::op::{Binary, GatherDims, ScatterDims, ScatterKind};
+use super::op::{Binary, Comparison, GatherDims, Reduction, ScatterDims, ScatterKind};
 use super::{Builder, GraphError, Tensor};
 
 type Result<T> = std::result::Result<T, GraphError>;
@@ -34,29 +34,37 @@ pub fn gather_operand(
 
 /// Gather clamps an index that is out of bounds where scatter drops it; the derivative reads what gather read.
 fn clamped(b: &Builder, indices: Tensor, dims: &GatherDims, operand: &Shape) -> Result<Tensor> {
-    let shape = b.shape(indices);
-    let limits: Vec<f64> = dims
+    let limits = dims
         .start_index_map
         .iter()
-        .map(|&d| (operand.dims[d] - dims.slice_sizes[d]) as f64)
-        .collect();
-    let limits = HostTensor::from_f64(Shape::new(shape.dtype, [limits.len()]), &limits)?;
-    let limits = b.constant(limits)?;
-    let limits = if dims.index_vector_dim < shape.rank() {
-        b.broadcast_in_dim(limits, &[dims.index_vector_dim], &shape.dims)?
-    } else {
-        let scalar = b.reshape(limits, &[])?;
-        b.broadcast_in_dim(scalar, &[], &shape.dims)?
-    };
-    let zeros = b.full(&shape, 0.0)?;
+        .map(|&d| operand.dims[d] - dims.slice_sizes[d]);
+    let limits = last_starts(b, indices, dims.index_vector_dim, limits)?;
+    let zeros = b.full(&b.shape(indices), 0.0)?;
     let above = b.binary(Binary::Max, indices, zeros)?;
     b.binary(Binary::Min, above, limits)
 }
 
-/// The cotangent of a scatter-add's updates: `g` read at the places that were written.
-///
-/// An update that was dropped because it lay out of bounds would read a clamped place here, so its
-/// cotangent is not zero as it should be: callers keep indices in bounds.
+/// The last start index within bounds for each element of `indices`, given those of one index vector.
+fn last_starts(
+    b: &Builder,
+    indices: Tensor,
+    vector_dim: usize,
+    limits: impl Iterator<Item = usize>,
+) -> Result<Tensor> {
+    let shape = b.shape(indices);
+    let limits: Vec<f64> = limits.map(|limit| limit as f64).collect();
+    let limits = HostTensor::from_f64(Shape::new(shape.dtype, [limits.len()]), &limits)?;
+    let limits = b.constant(limits)?;
+    if vector_dim < shape.rank() {
+        b.broadcast_in_dim(limits, &[vector_dim], &shape.dims)
+    } else {
+        let scalar = b.reshape(limits, &[])?;
+        b.broadcast_in_dim(scalar, &[], &shape.dims)
+    }
+}
+
+/// The cotangent of a scatter-add's updates: `g` read at the places that were written, zero for an update that was
+/// dropped because its window lay out of bounds.
 pub fn scatter_updates(
     b: &Builder,
     g: Tensor,
@@ -64,13 +72,30 @@ pub fn scatter_updates(
     dims: &ScatterDims,
     updates: &Shape,
 ) -> Result<Tensor> {
-    let rank = b.dims(g).len();
+    let operand = b.dims(g);
+    let rank = operand.len();
     let mut slice_sizes = vec![1; rank];
     let window_dims = (0..rank).filter(|d| !dims.inserted_window_dims.contains(d));
     for (d, &u) in window_dims.zip(&dims.update_window_dims) {
         slice_sizes[d] = updates.dims[u];
     }
-    b.gather(
+    let limits = dims
+        .scatter_dims_to_operand_dims
+        .iter()
+        .map(|&d| operand[d] - slice_sizes[d]);
+    let limits = last_starts(b, indices, dims.index_vector_dim, limits)?;
+    let zeros = b.full(&b.shape(indices), 0.0)?;
+    let above = b.compare(Comparison::Ge, indices, zeros)?;
+    let below = b.compare(Comparison::Le, indices, limits)?;
+    let mut inside = b.binary(Binary::And, above, below)?;
+    if dims.index_vector_dim < b.dims(indices).len() {
+        inside = b.reduce(Reduction::And, inside, &[dims.index_vector_dim])?;
+    }
+    let batch: Vec<usize> = (0..updates.rank())
+        .filter(|d| !dims.update_window_dims.contains(d))
+        .collect();
+    let inside = b.broadcast_in_dim(inside, &batch, &updates.dims)?;
+    let read = b.gather(
         g,
         indices,
         GatherDims {
@@ -80,5 +105,6 @@ pub fn scatter_updates(
             index_vector_dim: dims.index_vector_dim,
             slice_sizes,
         },
-    )
+    )?;
+    b.select(inside, read, b.full(updates, 0.0)?)
 }

@@ -14,7 +14,14 @@ type Result<T> = std::result::Result<T, GraphError>;
 /// The input that seeds stochastic rounding: `u32[2]`, another value each step.
 pub const ROUNDING_KEY: &str = "rounding_key";
 
-/// The graph with every annotated contraction expanded to integer primitives.
+/// Where stochastic rounding takes its noise from.
+///
+/// It gets a builder at the contraction's scope and the sizes of what is rounded, and gives `f32` of those sizes,
+/// uniform in [-0.5, 0.5).
+pub type NoiseSource<'a> = dyn FnMut(&Builder, &[usize]) -> Result<Tensor> + 'a;
+
+/// The graph with every annotated contraction expanded to integer primitives; stochastic rounding draws from the
+/// graph's input [`ROUNDING_KEY`], a stream of its own for each use.
 ///
 /// # Errors
 /// When a contraction rounds stochastically and the graph has no [`ROUNDING_KEY`] input, or its first contracting
@@ -26,32 +33,8 @@ pub fn lower(graph: &Graph) -> std::result::Result<Graph, QuantError> {
         .find(|i| i.name == ROUNDING_KEY)
         .cloned();
     let mut stream = 0;
-    let lowered = graph.rewrite(&mut |b, node, operands| {
-        let (Op::DotGeneral { quant, .. } | Op::Convolution { quant, .. }) = &node.op else {
-            return Ok(None);
-        };
-        let Some(quant) = quant else {
-            return Ok(None);
-        };
-        let noise = Noise {
-            key: &key_input,
-            stream: &mut stream,
-        };
-        contraction(b, node, operands, &quant.forward, noise).map(Some)
-    })?;
-    Ok(lowered)
-}
-
-/// Where stochastic rounding takes its noise from.
-struct Noise<'a> {
-    key: &'a Option<crate::graph::Input>,
-    stream: &'a mut u32,
-}
-
-impl Noise<'_> {
-    /// Noise of its own for each use.
-    fn next(&mut self, b: &Builder, dims: &[usize]) -> Result<Tensor> {
-        let Some(input) = self.key else {
+    lower_with_noise(graph, &mut |b, dims| {
+        let Some(input) = &key_input else {
             return Err(b.invalid(format!(
                 "stochastic rounding needs the input {ROUNDING_KEY} (u32[2]) in this program"
             )));
@@ -62,9 +45,29 @@ impl Noise<'_> {
             high: word(0)?,
             low: word(1)?,
         };
-        *self.stream += 1;
-        rounding_noise(b, key, *self.stream, dims)
-    }
+        stream += 1;
+        rounding_noise(b, key, stream, dims)
+    })
+}
+
+/// [`lower`] with another source of rounding noise, such as inputs of the program.
+///
+/// # Errors
+/// Those of `noise`, and when a first contracting dimension does not divide into the local shards.
+pub fn lower_with_noise(
+    graph: &Graph,
+    noise: &mut NoiseSource<'_>,
+) -> std::result::Result<Graph, QuantError> {
+    let lowered = graph.rewrite(&mut |b, node, operands| {
+        let (Op::DotGeneral { quant, .. } | Op::Convolution { quant, .. }) = &node.op else {
+            return Ok(None);
+        };
+        let Some(quant) = quant else {
+            return Ok(None);
+        };
+        contraction(b, node, operands, &quant.forward, noise).map(Some)
+    })?;
+    Ok(lowered)
 }
 
 fn contraction(
@@ -72,7 +75,7 @@ fn contraction(
     node: &Node,
     operands: &[Tensor],
     quant: &ContractionQuant,
-    noise: Noise<'_>,
+    noise: &mut NoiseSource<'_>,
 ) -> Result<Tensor> {
     match &node.op {
         Op::DotGeneral { dims, result, .. } => dot(b, operands, dims, *result, quant, noise),
@@ -83,7 +86,8 @@ fn contraction(
     }
 }
 
-/// An operand as integers, with its scale: one for each index of the kept dimensions, in their order.
+/// An operand as integers, with its scale: one for each index of the kept dimensions, in ascending order, of the
+/// operand's element type.
 struct Quantized {
     values: Tensor,
     scale: Tensor,
@@ -91,57 +95,63 @@ struct Quantized {
 
 /// Quantizes `x` with one scale for each index of `kept`, over all other dimensions.
 ///
-/// Scales and quotients are computed in the operand's own element type, as AQT and Qwix do.
+/// Every line of `docs/quantization.md` is one operation here and rounds to `x`'s element type where it says so. Where
+/// XLA would turn a division into a product with a reciprocal, the product is written: the graph then means the same
+/// on the host and on every device.
 fn quantize(
     b: &Builder,
     x: Tensor,
     kept: &[usize],
     quant: OperandQuant,
-    noise: &mut Noise<'_>,
+    noise: &mut NoiseSource<'_>,
 ) -> Result<Quantized> {
     let shape = b.shape(x);
+    let dtype = shape.dtype;
     let mut kept = kept.to_vec();
     kept.sort_unstable();
     let reduced: Vec<usize> = (0..shape.rank()).filter(|d| !kept.contains(d)).collect();
     let range = b.at(format!("{}/range_finding", b.path()));
-    let absmax = range.reduce(Reduction::Max, range.abs(x)?, &reduced)?;
-    let bound = b.full(&b.shape(absmax), 127.5)?;
+    let mut absmax = range.reduce(Reduction::Max, range.abs(x)?, &reduced)?;
     let one = b.full(&b.shape(absmax), 1.0)?;
-    let zero = b.full(&b.shape(absmax), 0.0)?;
-    let (scale, scaled) = match quant.convention {
+    if quant.convention == NumericsConvention::Aqt {
+        let zero = b.full(&b.shape(absmax), 0.0)?;
+        let empty = b.compare(Comparison::Eq, absmax, zero)?;
+        absmax = b.select(empty, one, absmax)?;
+    }
+    let scale = b.mul_scalar(b.convert(absmax, DType::F32)?, 1.0 / 127.5)?;
+    let mut scale = b.convert(scale, dtype)?;
+    let scaled = match quant.convention {
         NumericsConvention::Aqt => {
-            let empty = b.compare(Comparison::Eq, absmax, zero)?;
-            let absmax = b.select(empty, one, absmax)?;
-            let scale = b.div(absmax, bound)?;
             let inverse = b.div(one, scale)?;
-            let inverse = b.broadcast_in_dim(inverse, &kept, &shape.dims)?;
-            (scale, b.mul(x, inverse)?)
+            let infinity = b.full(&b.shape(inverse), f64::INFINITY)?;
+            let overflown = b.compare(Comparison::Eq, inverse, infinity)?;
+            let inverse = b.select(overflown, one, inverse)?;
+            b.mul(x, b.broadcast_in_dim(inverse, &kept, &shape.dims)?)?
         }
         NumericsConvention::Qwix => {
-            let scale = b.div(absmax, bound)?;
             // Qwix takes 1 where the scale is below the square root of the smallest normal number.
-            let smallest = smallest_normal(shape.dtype).sqrt();
+            let smallest = smallest_normal(dtype).sqrt();
             let tiny = b.compare(Comparison::Lt, scale, b.full(&b.shape(scale), smallest)?)?;
-            let scale = b.select(tiny, one, scale)?;
-            let wide = b.broadcast_in_dim(scale, &kept, &shape.dims)?;
-            (scale, b.div(x, wide)?)
+            scale = b.select(tiny, one, scale)?;
+            let wide = b.convert(scale, DType::F32)?;
+            let inverse = b.div(b.full(&b.shape(wide), 1.0)?, wide)?;
+            let inverse = b.broadcast_in_dim(inverse, &kept, &shape.dims)?;
+            b.convert(b.mul(b.convert(x, DType::F32)?, inverse)?, dtype)?
         }
     };
     let scaled = match quant.rounding {
         Rounding::NearestEven => scaled,
         Rounding::Stochastic => {
-            let noise = noise.next(b, &shape.dims)?;
-            b.add(scaled, b.convert(noise, shape.dtype)?)?
+            let noise = noise(b, &shape.dims)?;
+            b.convert(b.add(b.convert(scaled, DType::F32)?, noise)?, dtype)?
         }
     };
-    let (low, high) = match quant.convention {
-        NumericsConvention::Aqt => (-127.0, 127.0),
-        NumericsConvention::Qwix => (-128.0, 127.0),
-    };
     let rounded = match quant.convention {
-        NumericsConvention::Aqt => b.unary(Unary::RoundNearestEven, b.clamp(scaled, low, high)?)?,
+        NumericsConvention::Aqt => {
+            b.unary(Unary::RoundNearestEven, b.clamp(scaled, -127.0, 127.0)?)?
+        }
         NumericsConvention::Qwix => {
-            b.clamp(b.unary(Unary::RoundNearestEven, scaled)?, low, high)?
+            b.clamp(b.unary(Unary::RoundNearestEven, scaled)?, -128.0, 127.0)?
         }
     };
     Ok(Quantized {
@@ -153,7 +163,6 @@ fn quantize(
 fn smallest_normal(dtype: DType) -> f64 {
     match dtype {
         DType::F16 => 2f64.powi(-14),
-        DType::F64 => f64::MIN_POSITIVE,
         _ => f64::from(f32::MIN_POSITIVE),
     }
 }
@@ -164,7 +173,7 @@ fn dot(
     dims: &DotDims,
     result: DType,
     quant: &ContractionQuant,
-    mut noise: Noise<'_>,
+    noise: &mut NoiseSource<'_>,
 ) -> Result<Tensor> {
     let (mut lhs, mut rhs, mut dims) = (operands[0], operands[1], dims.clone());
     let shards = quant.local_shards;
@@ -181,8 +190,8 @@ fn dot(
     let rhs_free = free(rhs, &dims.rhs_batch, &dims.rhs_contract);
     let lhs_kept = [dims.lhs_batch.as_slice(), &lhs_free].concat();
     let rhs_kept = [dims.rhs_batch.as_slice(), &rhs_free].concat();
-    let l = quantize(b, lhs, &lhs_kept, quant.lhs, &mut noise)?;
-    let r = quantize(b, rhs, &rhs_kept, quant.rhs, &mut noise)?;
+    let l = quantize(b, lhs, &lhs_kept, quant.lhs, noise)?;
+    let r = quantize(b, rhs, &rhs_kept, quant.rhs, noise)?;
     let batch = dims.lhs_batch.len();
     let product = b.dot_general(l.values, r.values, dims, DType::S32)?;
     let mut out = b.convert(product, result)?;
@@ -252,15 +261,15 @@ fn convolution(
     dims: &ConvDims,
     result: DType,
     quant: &ContractionQuant,
-    mut noise: Noise<'_>,
+    noise: &mut NoiseSource<'_>,
 ) -> Result<Tensor> {
     if dims.batch_groups > 1 {
         return Err(
             b.invalid("a convolution with batch groups cannot have one scale a batch element")
         );
     }
-    let l = quantize(b, operands[0], &[dims.lhs.batch], quant.lhs, &mut noise)?;
-    let r = quantize(b, operands[1], &[dims.rhs.batch], quant.rhs, &mut noise)?;
+    let l = quantize(b, operands[0], &[dims.lhs.batch], quant.lhs, noise)?;
+    let r = quantize(b, operands[1], &[dims.rhs.batch], quant.rhs, noise)?;
     let product = b.convolution(l.values, r.values, dims.clone(), DType::S32)?;
     let out = b.convert(product, result)?;
     let scaled = |out: Tensor, scale: Tensor, place: usize| -> Result<Tensor> {

@@ -6,7 +6,7 @@
 
 mod lower;
 
-pub use lower::{ROUNDING_KEY, lower};
+pub use lower::{NoiseSource, ROUNDING_KEY, lower, lower_with_noise};
 
 use regex::Regex;
 

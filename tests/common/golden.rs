@@ -10,7 +10,7 @@ use safetensors::{Dtype, SafeTensors};
 
 /// The tensors of one or several safetensors files.
 pub struct Golden {
-    tensors: BTreeMap<String, (Vec<usize>, Vec<f64>)>,
+    tensors: BTreeMap<String, (Shape, Vec<f64>)>,
     /// The JSON object of the file's metadata; null where there is none.
     pub meta: serde_json::Value,
 }
@@ -38,19 +38,22 @@ impl Golden {
             .unwrap()
             .iter()
             .map(|(name, view)| {
-                let data = view.data();
-                let values = match view.dtype() {
-                    Dtype::F32 => data
-                        .chunks_exact(4)
-                        .map(|c| f64::from(f32::from_le_bytes(c.try_into().unwrap())))
-                        .collect(),
-                    Dtype::I64 => data
-                        .chunks_exact(8)
-                        .map(|c| i64::from_le_bytes(c.try_into().unwrap()) as f64)
-                        .collect(),
+                let dtype = match view.dtype() {
+                    Dtype::BOOL => DType::Pred,
+                    Dtype::I8 => DType::S8,
+                    Dtype::I32 => DType::S32,
+                    Dtype::I64 => DType::S64,
+                    Dtype::F16 => DType::F16,
+                    Dtype::BF16 => DType::BF16,
+                    Dtype::F32 => DType::F32,
                     other => panic!("{name}: {other:?} is not expected here"),
                 };
-                (name.to_string(), (view.shape().to_vec(), values))
+                let shape = Shape::new(dtype, view.shape());
+                let values = HostTensor::new(shape.clone(), view.data().to_vec())
+                    .unwrap()
+                    .to_f64_vec()
+                    .unwrap();
+                (name.to_string(), (shape, values))
             })
             .collect();
         Golden { tensors, meta }
@@ -82,29 +85,37 @@ impl Golden {
     }
 
     pub fn dims(&self, name: &str) -> Vec<usize> {
-        self.get(name).0.clone()
+        self.get(name).0.dims.clone()
+    }
+
+    pub fn dtype(&self, name: &str) -> DType {
+        self.get(name).0.dtype
     }
 
     pub fn values(&self, name: &str) -> &[f64] {
         &self.get(name).1
     }
 
+    pub fn has(&self, name: &str) -> bool {
+        self.tensors.contains_key(name)
+    }
+
     /// Names and sizes, sorted by name.
     pub fn shapes(&self) -> Vec<(String, Vec<usize>)> {
         self.tensors
             .iter()
-            .map(|(name, (dims, _))| (name.clone(), dims.clone()))
+            .map(|(name, (shape, _))| (name.clone(), shape.dims.clone()))
             .collect()
     }
 
     /// A tensor converted to `shape`'s type; its sizes must be `shape`'s.
     pub fn tensor(&self, name: &str, shape: &Shape) -> HostTensor {
-        let (dims, values) = self.get(name);
-        assert_eq!(dims, &shape.dims, "{name}");
+        let (recorded, values) = self.get(name);
+        assert_eq!(recorded.dims, shape.dims, "{name}");
         HostTensor::from_f64(shape.clone(), values).unwrap()
     }
 
-    fn get(&self, name: &str) -> &(Vec<usize>, Vec<f64>) {
+    fn get(&self, name: &str) -> &(Shape, Vec<f64>) {
         self.tensors
             .get(name)
             .unwrap_or_else(|| panic!("no {name} among the recorded tensors"))
