@@ -35,7 +35,12 @@ fn text(bytes: &[u8]) -> &str {
 }
 
 fn json(output: &Output) -> Value {
-    assert!(output.status.success(), "{}", text(&output.stderr));
+    assert!(
+        output.status.success(),
+        "{}\n{}",
+        text(&output.stdout),
+        text(&output.stderr)
+    );
     serde_json::from_slice(&output.stdout).unwrap()
 }
 

@@ -256,15 +256,22 @@ impl PluginState {
         }
     }
 
-    fn install_command(&self) -> String {
-        format!("run `maxdiff-rs plugin install {}`", self.kind)
+    fn remedy(&self) -> String {
+        match &self.loaded {
+            // libtpu serves one process at a time where there is a TPU.
+            Some(Err(error)) if error.contains("libtpu_lockfile") => {
+                "end the other program that uses the TPU; if there is none, remove /tmp/libtpu_lockfile"
+                    .to_string()
+            }
+            _ => format!("run `maxdiff-rs plugin install {}`", self.kind),
+        }
     }
 
     fn judge(&self, problems: &mut Vec<Problem>) {
         let mut add = |what: String, needed: bool| {
             problems.push(Problem {
                 what,
-                remedy: self.install_command(),
+                remedy: self.remedy(),
                 needed,
             });
         };
