@@ -400,7 +400,10 @@ fn doctor_finds_the_installed_plugins() {
     assert_eq!(report["plugins"][0]["error"], Value::Null);
     let version = report["plugins"][0]["api_version"].as_str().unwrap();
     assert!(version.starts_with("0."), "{version}");
-    assert_eq!(report["devices"], serde_json::json!(["cpu 0"]));
+    assert_eq!(
+        report["plugins"][0]["devices"],
+        serde_json::json!(["cpu 0"])
+    );
 }
 
 #[test]
@@ -418,6 +421,43 @@ fn without_a_plugin_doctor_fails_and_names_the_command() {
         ),
         "{report}"
     );
+}
+
+/// Libraries that are plugins by their looks: doctor says what came of loading one, and goes on.
+#[test]
+fn doctor_outlives_a_plugin_that_does_not_load() {
+    let own = maxdiff::pjrt::install::locate(maxdiff::pjrt::install::PluginKind::Cpu).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let broken = folder.path().join("broken.so");
+    let mut bytes = b"\x7fELF".to_vec();
+    bytes.extend_from_slice(b" GetPjrtApi\0");
+    std::fs::write(&broken, bytes).unwrap();
+    let plugin = |kind: &str, library: &Path| {
+        let output = program(["plugin", "install", kind, "--json", "--path"])
+            .arg(library)
+            .env("MAXDIFF_PLUGIN_DIR", folder.path())
+            .output()
+            .unwrap();
+        json(&output);
+    };
+    plugin("cpu", &own.library);
+    plugin("tpu", &broken);
+    let output = program(["doctor", "--json"])
+        .env("MAXDIFF_PLUGIN_DIR", folder.path())
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(report["plugins"][0]["error"], Value::Null);
+    let error = report["plugins"][1]["error"].as_str().unwrap();
+    assert!(error.contains("broken.so"), "{error}");
+    let problem = &report["problems"][0];
+    assert_eq!(problem["remedy"], "run `maxdiff-rs plugin install tpu`");
+}
+
+#[test]
+fn running_without_a_plugin_names_the_command() {
+    let folder = tempfile::tempdir().unwrap();
     let inputs = Inputs::sd15().write(folder.path());
     let output = program(["module", "run", "hardware=cpu"])
         .env("MAXDIFF_PLUGIN_DIR", folder.path())
@@ -428,7 +468,12 @@ fn without_a_plugin_doctor_fails_and_names_the_command() {
         .arg(folder.path().join("out.safetensors"))
         .output()
         .unwrap();
-    assert_ne!(output.status.code(), Some(0));
+    assert_eq!(output.status.code(), Some(1));
+    let error = text(&output.stderr);
+    assert!(
+        error.contains("run `maxdiff-rs plugin install cpu`"),
+        "{error}"
+    );
 }
 
 /// A plugin of one's own is used where it lies, and the pinned one comes back.

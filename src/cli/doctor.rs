@@ -1,15 +1,17 @@
 //! `doctor`: what is installed, what is wrong and the remedy.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode};
+use std::process::{Command, ExitCode, Stdio};
 
 use clap::Args;
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use super::{CliError, plugin, print, recipe};
 use crate::pjrt::install::{self, Installed, PluginKind};
-use crate::pjrt::{Client, NamedValue, Plugin};
+use crate::pjrt::{Client, Plugin};
 
 /// Free bytes below which an installation of the CPU plugin fails: the wheel, what is unpacked and the build.
 const SPACE_TO_INSTALL: u64 = 1_600_000_000;
@@ -34,6 +36,9 @@ pub struct DoctorArgs {
     /// Print JSON
     #[arg(long)]
     json: bool,
+    /// Load one plugin and print what it says: `doctor` runs itself so, for a plugin may end its process
+    #[arg(long, hide = true, value_name = "KIND")]
+    probe: Option<PluginKind>,
 }
 
 /// Something that is wrong.
@@ -49,6 +54,12 @@ struct Problem {
 /// # Errors
 /// The report cannot be written.
 pub fn run(args: &DoctorArgs) -> Result<ExitCode, CliError> {
+    if let Some(kind) = args.probe {
+        let probe = Probe::here(kind)?;
+        let text = serde_json::to_string(&probe).map_err(CliError::failed)?;
+        print(&text)?;
+        return Ok(ExitCode::SUCCESS);
+    }
     let mut problems = Vec::new();
     let folder = Folder::look();
     let plugins: Vec<PluginState> = PluginKind::ALL.map(PluginState::look).into();
@@ -59,7 +70,6 @@ pub fn run(args: &DoctorArgs) -> Result<ExitCode, CliError> {
     let installed = |kind| plugins.iter().any(|p| p.kind == kind && p.found.is_some());
     folder.judge(!installed(PluginKind::Cpu), &mut problems);
     judge_tools(&tools, !installed(PluginKind::Cpu), &mut problems);
-    let devices = cpu_devices(&plugins, &mut problems);
     let hardware = device_files();
     let cpu = Processor::look();
     let ok = !problems.iter().any(|p| p.needed);
@@ -73,7 +83,6 @@ pub fn run(args: &DoctorArgs) -> Result<ExitCode, CliError> {
             })).collect::<Vec<_>>(),
             "plugin_folder": folder.to_json(),
             "plugins": plugins.iter().map(PluginState::to_json).collect::<Vec<_>>(),
-            "devices": devices,
             "device_files": hardware,
             "processor": {
                 "model": cpu.model,
@@ -89,7 +98,7 @@ pub fn run(args: &DoctorArgs) -> Result<ExitCode, CliError> {
         print(&report.to_string())?;
     } else {
         print(&describe(
-            &folder, &plugins, &devices, &hardware, &cpu, &tools, &problems,
+            &folder, &plugins, &hardware, &cpu, &tools, &problems,
         ))?;
     }
     Ok(if ok {
@@ -102,27 +111,20 @@ pub fn run(args: &DoctorArgs) -> Result<ExitCode, CliError> {
 fn describe(
     folder: &Folder,
     plugins: &[PluginState],
-    devices: &[String],
     hardware: &[String],
     cpu: &Processor,
     tools: &[Tool],
     problems: &[Problem],
 ) -> String {
-    let list = |items: &[String], none: &str| {
-        if items.is_empty() {
-            none.to_string()
-        } else {
-            items.join(", ")
-        }
-    };
     let mut lines = vec![format!("maxdiff-rs {}", env!("CARGO_PKG_VERSION"))];
     lines.push(format!("plugins in {}", folder.describe()));
     lines.extend(plugins.iter().map(PluginState::describe));
-    lines.push(format!("cpu devices: {}", list(devices, "none")));
-    lines.push(format!(
-        "accelerator device files: {}",
-        list(hardware, "none")
-    ));
+    let files = if hardware.is_empty() {
+        "none".to_string()
+    } else {
+        hardware.join(", ")
+    };
+    lines.push(format!("accelerator device files: {files}"));
     let has = |wanted: bool| {
         let names = cpu.features.iter().filter(|(_, here)| *here == wanted);
         names.map(|(name, _)| *name).collect::<Vec<_>>().join(" ")
@@ -230,8 +232,63 @@ impl Folder {
 struct PluginState {
     kind: PluginKind,
     found: Option<Installed>,
-    /// Loaded, or why not; `None` when it is not installed.
-    loaded: Option<Result<Plugin, String>>,
+    /// What it says when loaded, or why it cannot be; `None` when it is not installed.
+    loaded: Option<Result<Probe, String>>,
+}
+
+/// What a loaded plugin says.
+#[derive(Serialize, Deserialize)]
+struct Probe {
+    api_version: String,
+    attributes: BTreeMap<String, String>,
+    /// The client's devices, where this machine has hardware for it.
+    devices: Vec<String>,
+}
+
+impl Probe {
+    /// Loads the plugin in this process.
+    fn here(kind: PluginKind) -> Result<Probe, CliError> {
+        let library = install::locate(kind).map_err(CliError::failed)?.library;
+        let plugin = Plugin::load(library).map_err(CliError::failed)?;
+        let mut devices = Vec::new();
+        if recipe::has_hardware(kind) {
+            let client = Client::create(&plugin, &[]).map_err(CliError::failed)?;
+            let found = client.devices().iter();
+            devices.extend(found.map(|d| format!("{} {}", d.description().kind, d.id())));
+        }
+        let attributes = plugin.attributes().iter();
+        Ok(Probe {
+            api_version: plugin.api_version().to_string(),
+            attributes: attributes
+                .map(|(name, value)| (name.clone(), value.to_string()))
+                .collect(),
+            devices,
+        })
+    }
+
+    /// Loads the plugin in a process of its own: on a processor or driver that it is not made for, a plugin ends
+    /// the process instead of returning an error.
+    fn apart(kind: PluginKind) -> Result<Probe, String> {
+        let program = std::env::current_exe().map_err(|e| e.to_string())?;
+        let output = Command::new(program)
+            .args(["doctor", "--quiet", "--probe", kind.name()])
+            .stdin(Stdio::null())
+            .output()
+            .map_err(|e| e.to_string())?;
+        if output.status.success() {
+            return serde_json::from_slice(&output.stdout).map_err(|e| e.to_string());
+        }
+        let said = String::from_utf8_lossy(&output.stderr);
+        let error = said.lines().find_map(|l| l.strip_prefix("error: "));
+        Err(match error {
+            Some(error) => error.to_string(),
+            None => format!(
+                "it ended its process ({}), saying last: {}",
+                output.status,
+                said.lines().next_back().unwrap_or("nothing")
+            ),
+        })
+    }
 }
 
 impl PluginState {
@@ -242,10 +299,7 @@ impl PluginState {
             plugins.into_iter().find(|p| p.kind == kind)
         };
         let (found, loaded) = match located {
-            Ok(found) => {
-                let loaded = Plugin::load(&found.library).map_err(|e| e.to_string());
-                (Some(found), Some(loaded))
-            }
+            Ok(found) => (Some(found), Some(Probe::apart(kind))),
             Err(install::InstallError::NotInstalled { .. }) => (None, None),
             Err(error) => (listed(), Some(Err(error.to_string()))),
         };
@@ -304,12 +358,17 @@ impl PluginState {
 
     fn describe(&self) -> String {
         let state = match (&self.found, &self.loaded) {
-            (Some(found), Some(Ok(plugin))) => format!(
-                "{}, PJRT API {}{}, {}",
+            (Some(found), Some(Ok(probe))) => format!(
+                "{}, PJRT API {}{}, {}, devices: {}",
                 found.version,
-                plugin.api_version(),
+                probe.api_version,
                 if found.stale { ", stale" } else { "" },
-                found.library.display()
+                found.library.display(),
+                if probe.devices.is_empty() {
+                    "none".to_string()
+                } else {
+                    probe.devices.join(", ")
+                }
             ),
             (_, Some(Err(_))) => "cannot be used, see below".to_string(),
             (_, Some(Ok(_)) | None) => "not installed".to_string(),
@@ -318,14 +377,8 @@ impl PluginState {
     }
 
     fn to_json(&self) -> Value {
-        let attributes = |plugin: &Plugin| -> Map<String, Value> {
-            let attributes = plugin.attributes().iter();
-            attributes
-                .map(|(name, value)| (name.clone(), json!(value.to_string())))
-                .collect()
-        };
-        let (plugin, error) = match &self.loaded {
-            Some(Ok(plugin)) => (Some(plugin), None),
+        let (probe, error) = match &self.loaded {
+            Some(Ok(probe)) => (Some(probe), None),
             Some(Err(error)) => (None, Some(error)),
             None => (None, None),
         };
@@ -333,34 +386,11 @@ impl PluginState {
             "kind": self.kind,
             "installed": self.found.as_ref().map(plugin::describe),
             "pinned_version": self.kind.pinned_version(),
-            "api_version": plugin.map(|p| p.api_version().to_string()),
-            "attributes": plugin.map(attributes),
+            "api_version": probe.map(|p| &p.api_version),
+            "attributes": probe.map(|p| &p.attributes),
+            "devices": probe.map(|p| &p.devices),
             "error": error,
         })
-    }
-}
-
-/// The devices of a client of the CPU plugin.
-fn cpu_devices(plugins: &[PluginState], problems: &mut Vec<Problem>) -> Vec<String> {
-    let cpu = plugins.iter().find(|p| p.kind == PluginKind::Cpu);
-    let Some(Some(Ok(plugin))) = cpu.map(|p| &p.loaded) else {
-        return Vec::new();
-    };
-    let options = [("cpu_device_count".to_string(), NamedValue::Int64(1))];
-    match Client::create(plugin, &options) {
-        Ok(client) => client
-            .devices()
-            .iter()
-            .map(|d| format!("{} {}", d.description().kind, d.id()))
-            .collect(),
-        Err(error) => {
-            problems.push(Problem {
-                what: format!("the cpu plugin opens no client: {error}"),
-                remedy: "run `maxdiff-rs plugin install cpu`".to_string(),
-                needed: true,
-            });
-            Vec::new()
-        }
     }
 }
 
@@ -430,7 +460,11 @@ fn first_line(command: &[&str]) -> Result<String, String> {
     let line = |bytes: &[u8], last: bool| {
         let text = String::from_utf8_lossy(bytes);
         let mut lines = text.lines().filter(|l| !l.trim().is_empty());
-        let line = if last { lines.last() } else { lines.next() };
+        let line = if last {
+            lines.next_back()
+        } else {
+            lines.next()
+        };
         line.unwrap_or_default().to_string()
     };
     if output.status.success() {
