@@ -459,9 +459,10 @@ fn doctor_outlives_a_plugin_that_does_not_load() {
 fn running_without_a_plugin_names_the_command() {
     let folder = tempfile::tempdir().unwrap();
     let inputs = Inputs::sd15().write(folder.path());
-    let output = program(["module", "run", "hardware=cpu"])
+    let output = program(["module", "run"])
         .env("MAXDIFF_PLUGIN_DIR", folder.path())
         .arg(golden("unet_sd15"))
+        .arg("hardware=cpu")
         .arg("--inputs")
         .arg(&inputs)
         .arg("--outputs")
