@@ -5,23 +5,30 @@
 pub mod compile;
 mod config;
 mod data;
+mod doctor;
 mod generate;
 mod images;
 pub mod lower;
+mod module;
+mod plugin;
 pub mod recipe;
 mod train;
 
-use std::io::Write;
+use std::io::{IsTerminal, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Args, Parser, Subcommand};
+use tracing_subscriber::EnvFilter;
 
 use crate::config::{Config, ConfigErrors, Loaded, Verb};
 
 #[derive(Parser)]
 #[command(name = "maxdiff-rs", version, about, max_term_width = 120)]
 struct Cli {
+    /// Write no progress, only warnings and errors
+    #[arg(long, short, global = true)]
+    quiet: bool,
     #[command(subcommand)]
     command: Command,
 }
@@ -38,6 +45,12 @@ enum Command {
     Generate(generate::GenerateArgs),
     /// Train a model
     Train(train::TrainArgs),
+    /// Run one part of a model on saved tensors
+    Module(module::ModuleArgs),
+    /// Install PJRT plugins, or list those that are installed
+    Plugin(plugin::PluginArgs),
+    /// Say what is installed, what is wrong and how to mend it
+    Doctor(doctor::DoctorArgs),
 }
 
 /// `CONFIG.yml key=value ...`: what every verb that works on a model takes.
@@ -59,7 +72,7 @@ impl RecipeArgs {
     pub fn load(&self, verb: Verb) -> Result<Config, CliError> {
         let Loaded { config, warnings } = Config::load(&self.config, &self.overrides, Some(verb))?;
         for warning in warnings {
-            eprintln!("warning: {warning}");
+            tell(&format!("warning: {warning}"));
         }
         Ok(config)
     }
@@ -115,22 +128,57 @@ pub fn print(text: &str) -> Result<(), CliError> {
     }
 }
 
+/// Writes a line to the standard error output. That it has no reader any more ends nothing: Rust programs
+/// ignore SIGPIPE, and a training run outlives the pager its log went to.
+pub fn tell(text: &str) {
+    let _ = writeln!(std::io::stderr().lock(), "{text}");
+}
+
+/// Tells of progress, except under `--quiet`.
+pub fn progress(text: &str) {
+    if tracing::enabled!(tracing::Level::INFO) {
+        tell(text);
+    }
+}
+
+/// Sends log messages to the standard error output: those that `RUST_LOG` asks for, by default this
+/// program's of level `info` and others' warnings.
+fn start_log(quiet: bool) {
+    let filter = if quiet {
+        EnvFilter::new("warn")
+    } else {
+        EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn,maxdiff=info"))
+    };
+    let log = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal())
+        .with_target(false)
+        .without_time();
+    // Fails only where a log is set up already, which then is the one to use.
+    let _ = log.try_init();
+}
+
 /// Parses the command line and runs the verb.
 pub fn main() -> ExitCode {
     // clap itself ends the process with code 2 on a wrong command line.
     let cli = Cli::parse();
+    start_log(cli.quiet);
     let result = match cli.command {
         Command::Compile(args) => compile::run(&args),
         Command::Config(args) => config::run(args),
         Command::Lower(args) => lower::run(&args),
         Command::Generate(args) => generate::run(&args),
         Command::Train(args) => train::run(&args),
+        Command::Module(args) => module::run(args),
+        Command::Plugin(args) => plugin::run(args),
+        Command::Doctor(args) => doctor::run(&args),
     };
     result.unwrap_or_else(|error| {
-        eprintln!("error: {error}");
+        tell(&format!("error: {error}"));
         let mut cause = std::error::Error::source(&error);
         while let Some(inner) = cause {
-            eprintln!("  because: {inner}");
+            tell(&format!("  because: {inner}"));
             cause = inner.source();
         }
         ExitCode::from(error.code())

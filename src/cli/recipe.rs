@@ -251,7 +251,7 @@ fn reasons(passed: &[String]) -> String {
 }
 
 /// Whether this machine has hardware of the plugin's kind, by its device files.
-fn has_hardware(kind: PluginKind) -> bool {
+pub fn has_hardware(kind: PluginKind) -> bool {
     match kind {
         PluginKind::Cpu => true,
         PluginKind::Cuda => Path::new("/dev/nvidiactl").exists(),

@@ -357,6 +357,7 @@ impl Execution {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::pjrt::install::PluginKind;
     use crate::pjrt::{Client, CompileOptions, Plugin, plugins};
 
     fn module() -> xla::HloModuleProto {
@@ -395,7 +396,7 @@ mod tests {
     /// it, and that it leaves one that is listed as borrowed.
     #[test]
     fn a_buffer_is_deleted_when_donated_and_only_then() {
-        let path = plugins::plugin_path("cpu", "pjrt_cpu_plugin.so");
+        let path = plugins::plugin_path(PluginKind::Cpu);
         let client = Client::create(&Plugin::load(path).unwrap(), &[]).unwrap();
         let text =
             "func.func @main(%x: tensor<4xf32> {tf.aliasing_output = 0 : i32}) -> tensor<4xf32> {

@@ -84,6 +84,10 @@ impl Golden {
         std::fs::read_to_string(path(name)).unwrap_or_else(|e| panic!("tests/golden/{name}: {e}"))
     }
 
+    pub fn has(&self, name: &str) -> bool {
+        self.tensors.contains_key(name)
+    }
+
     pub fn dims(&self, name: &str) -> Vec<usize> {
         self.get(name).0.dims.clone()
     }

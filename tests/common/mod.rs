@@ -8,20 +8,21 @@ pub use golden::*;
 
 use maxdiff::graph::Graph;
 use maxdiff::host_tensor::HostTensor;
+use maxdiff::pjrt::install::{self, PluginKind};
 use maxdiff::pjrt::{Client, NamedValue, Plugin};
 use maxdiff::runtime::{Array, Program, ProgramOptions, Session, Value};
 use maxdiff::shard::{LogicalAxisRules, Parallelism};
 
 /// The CPU plugin. Fails when it is not installed.
 pub fn cpu_plugin() -> Plugin {
-    let path = plugins::plugin_path("cpu", "pjrt_cpu_plugin.so");
+    let path = plugins::plugin_path(PluginKind::Cpu);
     Plugin::load(&path).unwrap_or_else(|error| panic!("{error}"))
 }
 
 /// The TPU plugin, for compiling ahead of time. Fails when it is not installed.
 pub fn tpu_plugin() -> Plugin {
     maxdiff::pjrt::prepare_process().unwrap_or_else(|error| panic!("{error}"));
-    let path = plugins::plugin_path("tpu", "libtpu.so");
+    let path = plugins::plugin_path(PluginKind::Tpu);
     Plugin::load(&path).unwrap_or_else(|error| panic!("{error}"))
 }
 
