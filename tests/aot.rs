@@ -6,6 +6,7 @@ mod common;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
+use std::sync::LazyLock;
 
 use maxdiff::bundle::{Bundle, PayloadKind};
 use maxdiff::cli::compile::{Compiled, compile};
@@ -14,17 +15,17 @@ use maxdiff::config::{Config, Verb};
 use maxdiff::proto::xla::PrimitiveType;
 use maxdiff::report::Link;
 
-/// A UNet with every kind of layer that quantization meets, small enough to compile in seconds.
+/// A UNet of one level, with the transformer in its middle: every kind of layer that quantization meets, and few
+/// enough to compile in seconds.
 const TINY: &str = "
 unet_config:
   sample_size: 8
   in_channels: 3
   out_channels: 3
-  block_out_channels: [16, 32]
+  block_out_channels: [32]
   layers_per_block: 1
-  down_block_types: [DownBlock2D, CrossAttnDownBlock2D]
-  up_block_types: [CrossAttnUpBlock2D, UpBlock2D]
-  mid_block_type: null
+  down_block_types: [DownBlock2D]
+  up_block_types: [UpBlock2D]
   cross_attention_dim: 32
   attention_head_dim: 2
   norm_num_groups: 8
@@ -59,6 +60,9 @@ fn int8(more: &[&str]) -> Compiled {
     compiled(&overrides)
 }
 
+/// The int8 step with all defaults, compiled once for the tests that look at it.
+static DEFAULT: LazyLock<Compiled> = LazyLock::new(|| int8(&[]));
+
 /// Dots of one kind (forward, `dlhs`, `drhs`) by their module's path, with the element types of their operands and
 /// result in the optimized program.
 fn contractions(compiled: &Compiled) -> Vec<(String, [PrimitiveType; 3])> {
@@ -87,8 +91,7 @@ fn contractions(compiled: &Compiled) -> Vec<(String, [PrimitiveType; 3])> {
 
 #[test]
 fn range_finding_stays_inside_a_slice_by_default() {
-    let local = int8(&[]);
-    let report = &local.report;
+    let report = &DEFAULT.report;
     println!("{report}");
     assert_eq!(report.dcn_bytes.range_finding, 0, "{report}");
     assert!(
@@ -120,9 +123,9 @@ fn range_finding_stays_inside_a_slice_by_default() {
 
 #[test]
 fn every_eligible_dot_of_the_training_step_is_int8() {
-    let compiled = int8(&[]);
+    let compiled = &*DEFAULT;
     let report = &compiled.report;
-    let contractions = contractions(&compiled);
+    let contractions = contractions(compiled);
     for (name, types) in &contractions {
         println!("{name} {types:?}");
     }
@@ -157,7 +160,7 @@ fn every_eligible_dot_of_the_training_step_is_int8() {
         .iter()
         .filter(|d| d.quantized && d.op == "dot_general")
         .count();
-    assert!(dots > 20, "{dots}");
+    assert!(dots >= 10, "{dots}");
     assert!(forward >= dots, "{forward} of {dots}");
     assert_eq!(drhs, dots);
     // Two projections of each cross attention read the prompt, which has no gradient.
