@@ -92,9 +92,9 @@ impl fmt::Debug for Plugin {
 const QUIET: &[(&str, &str)] = &[("TPU_MIN_LOG_LEVEL", "2")];
 
 /// Variables for libtpu on a machine without a TPU: without them it asks a metadata server that is
-/// not there what machine this is, and complains. The accelerator type stands for this machine
-/// alone; topologies do not depend on it. And with no TPU to guard, several processes may compile at
-/// once: else the second fails at libtpu's lock file.
+/// not there what machine this is, and complains; and it keeps a lock that only one process at a
+/// time may hold, which guards a device that is not there. The accelerator type stands for this
+/// machine alone; topologies do not depend on it.
 const WITHOUT_TPU: &[(&str, &str)] = &[
     ("TPU_SKIP_MDS_QUERY", "1"),
     ("TPU_WORKER_HOSTNAMES", "localhost"),

@@ -1,0 +1,317 @@
+//! Training steps compiled ahead of time by libtpu for several slices, and asked what they move and in what they
+//! compute. Without the TPU plugin these tests fail; none is skipped.
+
+mod common;
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::sync::LazyLock;
+
+use maxdiff::bundle::{Bundle, PayloadKind};
+use maxdiff::cli::compile::{Compiled, compile};
+use maxdiff::cli::lower::Step;
+use maxdiff::config::{Config, Verb};
+use maxdiff::proto::xla::PrimitiveType;
+use maxdiff::report::Link;
+
+/// A UNet of one level, with the transformer in its middle: every kind of layer that quantization meets, and few
+/// enough to compile in seconds.
+const TINY: &str = "
+unet_config:
+  sample_size: 8
+  in_channels: 3
+  out_channels: 3
+  block_out_channels: [32]
+  layers_per_block: 1
+  down_block_types: [DownBlock2D]
+  up_block_types: [UpBlock2D]
+  cross_attention_dim: 32
+  attention_head_dim: 2
+  norm_num_groups: 8
+pretrained_model_name_or_path: ''
+resolution: 8
+activations_dtype: bfloat16
+per_device_batch_size: 1
+";
+
+const TWO_SLICES: [&str; 2] = ["compile_topology=v5e-16", "compile_topology_num_slices=2"];
+
+fn config_file() -> (tempfile::TempDir, PathBuf) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("tiny.yml");
+    std::fs::write(&path, TINY).unwrap();
+    (folder, path)
+}
+
+fn compiled(overrides: &[&str]) -> Compiled {
+    // Loads the plugin that MAXDIFF_PLUGIN_DIR names, or fails.
+    common::tpu_plugin();
+    let (_folder, path) = config_file();
+    let overrides: Vec<String> = overrides.iter().map(|o| (*o).to_owned()).collect();
+    let loaded = Config::load(&path, &overrides, Some(Verb::Compile)).unwrap();
+    compile(&loaded.config, Step::Train).unwrap_or_else(|error| panic!("{error}"))
+}
+
+fn int8(more: &[&str]) -> Compiled {
+    let mut overrides = vec!["quantization=int8"];
+    overrides.extend(TWO_SLICES);
+    overrides.extend(more);
+    compiled(&overrides)
+}
+
+/// The int8 step with all defaults, compiled once for the tests that look at it.
+static DEFAULT: LazyLock<Compiled> = LazyLock::new(|| int8(&[]));
+
+/// Dots of one kind (forward, `dlhs`, `drhs`) by their module's path, with the element types of their operands and
+/// result in the optimized program.
+fn contractions(compiled: &Compiled) -> Vec<(String, [PrimitiveType; 3])> {
+    let module = compiled.executable.optimized_hlo().unwrap();
+    let mut found = Vec::new();
+    for computation in &module.computations {
+        let types: BTreeMap<i64, PrimitiveType> = computation
+            .instructions
+            .iter()
+            .filter_map(|i| Some((i.id, i.shape.as_ref()?.element_type())))
+            .collect();
+        for instruction in &computation.instructions {
+            if !matches!(instruction.opcode.as_str(), "dot" | "convolution") {
+                continue;
+            }
+            let name = instruction
+                .metadata
+                .as_ref()
+                .map_or_else(String::new, |m| m.op_name.clone());
+            let operand = |n: usize| types[&instruction.operand_ids[n]];
+            found.push((name, [operand(0), operand(1), types[&instruction.id]]));
+        }
+    }
+    found
+}
+
+#[test]
+fn range_finding_stays_inside_a_slice_by_default() {
+    let report = &DEFAULT.report;
+    println!("{report}");
+    assert_eq!(report.dcn_bytes.range_finding, 0, "{report}");
+    assert!(
+        report.ici_bytes.range_finding > 0,
+        "each slice finds the range of its part of the batch: {report}"
+    );
+
+    // Each gradient crosses once. The slices exchange shards of the large ones, so a device sends between a
+    // sixteenth of them and all of them; the loss and the norm of the gradient are all else there is.
+    let gradients = 4 * report.parameters;
+    let crossing = report.dcn_bytes.gradient;
+    assert!(
+        (gradients / 16..=gradients + gradients / 10).contains(&crossing),
+        "{crossing} bytes cross for gradients of {gradients}: {report}"
+    );
+    let rest = report.dcn_bytes.total() - crossing;
+    assert!(rest < gradients / 10, "{rest} other bytes cross: {report}");
+
+    // Asked to find one range for the whole batch, the slices have to exchange their largest values.
+    let global = int8(&["quantization_local_shard_count=1"]);
+    let report = &global.report;
+    assert!(report.dcn_bytes.range_finding > 0, "{report}");
+    let maxima = report
+        .collectives
+        .iter()
+        .filter(|c| c.link == Link::Dcn && c.op_name.contains("range_finding"));
+    assert!(maxima.count() > 0, "{report}");
+}
+
+#[test]
+fn every_eligible_dot_of_the_training_step_is_int8() {
+    let compiled = &*DEFAULT;
+    let report = &compiled.report;
+    let contractions = contractions(compiled);
+    for (name, types) in &contractions {
+        println!("{name} {types:?}");
+    }
+    println!("int8 {} flops {:?}", report.int8_flops_share, report.flops);
+    let (mut forward, mut dlhs, mut drhs) = (0, 0, 0);
+    let quantized: Vec<_> = compiled.decisions.iter().filter(|d| d.quantized).collect();
+    assert!(quantized.iter().any(|d| d.op == "convolution"));
+    for decision in quantized {
+        let path = format!("unet/{}/", decision.path);
+        for (name, types) in contractions.iter().filter(|(name, _)| name.contains(&path)) {
+            let is_dlhs = name.contains("/dlhs");
+            let is_drhs = name.contains("/drhs");
+            if decision.op == "convolution" && (is_dlhs || is_drhs) {
+                // The backward pass of convolutions is in float.
+                continue;
+            }
+            assert_eq!(
+                *types,
+                [PrimitiveType::S8, PrimitiveType::S8, PrimitiveType::S32],
+                "{name}"
+            );
+            match (is_dlhs, is_drhs) {
+                (true, _) => dlhs += 1,
+                (_, true) => drhs += 1,
+                _ => forward += 1,
+            }
+        }
+    }
+    println!("forward {forward}, dlhs {dlhs}, drhs {drhs}");
+    let dots = compiled
+        .decisions
+        .iter()
+        .filter(|d| d.quantized && d.op == "dot_general")
+        .count();
+    assert!(dots >= 10, "{dots}");
+    assert!(forward >= dots, "{forward} of {dots}");
+    assert_eq!(drhs, dots);
+    // Two projections of each cross attention read the prompt, which has no gradient.
+    assert!(dlhs > dots / 2 && dlhs < dots, "{dlhs} of {dots}");
+    let share = report.int8_flops_share;
+    assert!((0.2..1.0).contains(&share), "{share}");
+}
+
+fn program(arguments: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_maxdiff-rs"))
+        .arg("compile")
+        .args(arguments)
+        .output()
+        .unwrap()
+}
+
+fn refused(arguments: &[&str], code: i32) -> String {
+    let output = program(arguments);
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(code), "{error}");
+    assert!(output.stdout.is_empty());
+    error
+}
+
+#[test]
+fn the_report_and_the_bundle_are_written() {
+    let (folder, config) = config_file();
+    let bundle = folder.path().join("step.bundle");
+    let arguments = [
+        config.to_str().unwrap(),
+        "compile_topology=v5e-4",
+        "compile_topology_num_slices=2",
+        "--step=train",
+        "--json",
+        "--output",
+        bundle.to_str().unwrap(),
+    ];
+    let output = program(&arguments);
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{error}");
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    for pointer in [
+        "/parameters",
+        "/flops",
+        "/memory/argument",
+        "/memory/output",
+        "/memory/temp",
+        "/memory/code",
+        "/memory/peak",
+        "/memory/hbm_limit",
+        "/ici_bytes/range_finding",
+        "/dcn_bytes/gradient",
+        "/dcn_bytes/parameter",
+        "/dcn_bytes/activation",
+        "/dcn_bytes/other",
+        "/collectives/0/kind",
+        "/collectives/0/bytes",
+        "/collectives/0/link",
+        "/collectives/0/purpose",
+        "/collectives/0/op_name",
+        "/predicted_ms/total",
+        "/predicted_ms/by_kind",
+        "/compile_seconds",
+    ] {
+        let value = report.pointer(pointer);
+        assert!(value.is_some_and(|v| !v.is_null()), "{pointer}: {report}");
+    }
+    assert_eq!(report["fits"], true);
+    assert_eq!(report["topology"]["num_devices"], 8);
+
+    let read = Bundle::read(&bundle).unwrap();
+    assert_eq!(read.header.payload, PayloadKind::Executable);
+    assert_eq!(read.header.target.num_slices, 2);
+    assert_eq!(read.header.target.device_assignment.len(), 8);
+    assert!(read.payload.len() > 1000);
+    let weights = read.header.inputs.iter();
+    assert!(
+        weights
+            .clone()
+            .any(|i| i.name == "unet/conv_in.weight" && i.alias.is_some())
+    );
+    assert!(
+        weights
+            .clone()
+            .any(|i| i.sharding[..] == [vec!["data", "fsdp"], vec![], vec![], vec![]])
+    );
+
+    // A second run replaces nothing, and says so before it compiles.
+    let before = std::fs::read(&bundle).unwrap();
+    let error = refused(&arguments, 2);
+    assert!(error.contains("exists already"), "{error}");
+    assert_eq!(std::fs::read(&bundle).unwrap(), before);
+}
+
+#[test]
+fn what_cannot_be_compiled_for_is_refused_with_advice() {
+    let (folder, config) = config_file();
+    let config = config.to_str().unwrap();
+    let output = folder.path().join("step.bundle");
+    let refuse = |more: &[&str], code| {
+        let mut arguments = vec![config, "--output", output.to_str().unwrap()];
+        arguments.extend(more);
+        let error = refused(&arguments, code);
+        assert!(!Path::exists(&output), "{more:?}");
+        error
+    };
+    let error = refuse(&["compile_topology=v5e-17"], 2);
+    assert!(
+        error.contains("v5e-16") && error.contains("v5e-17"),
+        "{error}"
+    );
+    let error = refuse(&["compile_topology=tpu7x-8", "quantization=int8"], 2);
+    assert!(error.contains("int8") && error.contains("fp8"), "{error}");
+    let error = refuse(&["compile_topology=v5e-16", "ici_tensor_parallelism=3"], 2);
+    assert!(error.contains("16") && error.contains('3'), "{error}");
+    let error = refuse(
+        &[
+            "compile_topology=v5e-16",
+            "quantization=int8",
+            "quantization_local_shard_count=3",
+            "--step=train",
+        ],
+        2,
+    );
+    assert!(error.contains("quantization_local_shard_count"), "{error}");
+    let error = refuse(&["compile_topology=v5e-16", "hardware=cpu"], 2);
+    assert!(error.contains("hardware=cpu"), "{error}");
+    let error = refuse(&["compile_topology=v5e-16", "num_devices=4"], 2);
+    assert!(error.contains("num_devices=4"), "{error}");
+    let error = refuse(&["compile_topology_num_slices=2"], 2);
+    assert!(error.contains("compile_topology"), "{error}");
+}
+
+#[test]
+fn a_program_too_large_for_its_device_says_so() {
+    let (folder, config) = config_file();
+    let output = folder.path().join("step.bundle");
+    let error = refused(
+        &[
+            config.to_str().unwrap(),
+            "compile_topology=v5e-1",
+            "--step=train",
+            // 16 million samples of 8 x 8 x 16 activations.
+            "per_device_batch_size=16777216",
+            "--output",
+            output.to_str().unwrap(),
+        ],
+        1,
+    );
+    assert!(error.contains("does not fit v5e-1"), "{error}");
+    assert!(error.contains("which has 15.75 GiB"), "{error}");
+    assert!(error.contains("per_device_batch_size below"), "{error}");
+    assert!(!output.exists());
+}
