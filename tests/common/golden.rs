@@ -100,10 +100,6 @@ impl Golden {
         &self.get(name).1
     }
 
-    pub fn has(&self, name: &str) -> bool {
-        self.tensors.contains_key(name)
-    }
-
     /// Names and sizes, sorted by name.
     pub fn shapes(&self) -> Vec<(String, Vec<usize>)> {
         self.tensors
