@@ -47,7 +47,7 @@ pub enum Dataset {
 
 impl Dataset {
     /// Samples in an epoch, at least 1.
-    #[allow(clippy::len_without_is_empty)]
+    #[allow(clippy::len_without_is_empty, reason = "a dataset is never empty")]
     pub fn len(&self) -> usize {
         match self {
             Self::Shapes(shapes) => shapes.count(),
