@@ -46,7 +46,7 @@ pub const UNET_FILE: &str = "diffusion_pytorch_model.safetensors";
 pub const TEXT_ENCODER_FILE: &str = "model.safetensors";
 
 /// Configuration values that decide what a step computes: a run continues with the same ones only.
-const DECIDING: [&str; 27] = [
+const DECIDING: [&str; 35] = [
     "seed",
     "unet_config",
     "text_encoder_config",
@@ -72,7 +72,15 @@ const DECIDING: [&str; 27] = [
     "learning_rate_schedule",
     "adam_b1",
     "adam_b2",
+    "adam_eps",
     "adam_weight_decay",
+    "opt_enable_grad_clipping",
+    "max_grad_value",
+    "opt_enable_grad_global_norm_clipping",
+    "max_grad_norm",
+    "learning_rate_schedule_steps",
+    "tokenizer_model_name_or_path",
+    "max_bad_image_fraction",
     "ema_decay",
 ];
 

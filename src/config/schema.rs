@@ -25,6 +25,7 @@ const OTHER_DATASETS: &str = "only the dataset types of MaxDiffusion that are no
 const DREAMBOOTH: &str = "only DreamBooth training reads it, which is not here yet";
 const CONTROLNET: &str = "only ControlNet generation reads it, which is not here yet";
 const LOCAL_MODELS: &str = "models are read from local folders in diffusers' safetensors";
+const IMAGE_FOLDER: &str = "metadata.jsonl has the fields file_name and text, as in an image folder of the datasets library";
 const FLASH: &str = "only flash attention reads it, and attention is computed as dot_product here";
 const PROFILER: &str = "there is no profiler here yet";
 
@@ -184,11 +185,9 @@ schema! {
         train_data_dir: String = String::new(), Used, TRAIN,
             when "dataset_type=folder" |c| c.dataset_type == DatasetType::Folder;
         /// Field of `metadata.jsonl` that names the image file.
-        image_column: String = "image".into(), Used, TRAIN,
-            when "dataset_type=folder" |c| c.dataset_type == DatasetType::Folder;
+        image_column: String = "image".into(), NoEffect(IMAGE_FOLDER), TRAIN;
         /// Field of `metadata.jsonl` that holds the caption.
-        caption_column: String = "text".into(), Used, TRAIN,
-            when "dataset_type=folder" |c| c.dataset_type == DatasetType::Folder;
+        caption_column: String = "text".into(), NoEffect(IMAGE_FOLDER), TRAIN;
         /// Side of the images in pixels. A model of four input channels works on latents of an
         /// eighth of it, any other on the pixels.
         resolution: u64 = 1024, Used, PROGRAM, in Between(8.0, 8192.0);

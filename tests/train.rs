@@ -1,0 +1,234 @@
+//! Training and generation as a user runs them, on the CPU plugin.
+
+mod common;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use maxdiff::metrics::read_json_lines;
+use maxdiff::pipelines::image_file::read_metadata;
+use maxdiff::weights::Checkpoint;
+
+fn maxdiff(verb: &str, out: &Path, overrides: &[&str]) -> Command {
+    let recipe = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tiny.yml");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_maxdiff-rs"));
+    command
+        .arg(verb)
+        .arg(recipe)
+        .arg(format!("output_dir={}", out.display()))
+        .args(overrides)
+        .stdin(Stdio::null());
+    command
+}
+
+fn succeed(command: &mut Command) -> Output {
+    let output = command.output().unwrap();
+    assert!(
+        output.status.success(),
+        "{command:?}: {}\n{}",
+        output.status,
+        String::from_utf8_lossy(&output.stderr)
+    );
+    output
+}
+
+fn checkpoint(out: &Path, step: u64) -> PathBuf {
+    out.join(format!("tiny/checkpoints/step-{step:08}"))
+}
+
+/// Every tensor file of a checkpoint, by its path inside it.
+fn tensor_files(dir: &Path) -> Vec<(String, Vec<u8>)> {
+    let files = [
+        "unet/diffusion_pytorch_model.safetensors",
+        "unet_ema/diffusion_pytorch_model.safetensors",
+        "text_encoder/model.safetensors",
+        "text_encoder_ema/model.safetensors",
+        "optimizer.safetensors",
+    ];
+    files
+        .iter()
+        .map(|file| ((*file).to_string(), fs::read(dir.join(file)).unwrap()))
+        .collect()
+}
+
+fn losses(out: &Path) -> Vec<f64> {
+    read_json_lines(&out.join("tiny/metrics.jsonl"))
+        .unwrap()
+        .lines
+        .iter()
+        .map(|line| line["learning/loss"].as_f64().unwrap())
+        .collect()
+}
+
+/// A run that stops and continues must be the run without the pause, bit for bit, in int8 with its stochastic rounding;
+/// and pictures of the same seed must be the same, under new names.
+#[test]
+fn a_continued_run_is_bit_for_bit_the_uninterrupted_one() {
+    let dir = tempfile::tempdir().unwrap();
+    let (whole, parts) = (dir.path().join("whole"), dir.path().join("parts"));
+    let int8 = "quantization=int8";
+    succeed(&mut maxdiff("train", &whole, &[int8, "max_train_steps=4"]));
+    // The schedule is part of what is computed: both runs are made for four steps.
+    let schedule = "learning_rate_schedule_steps=4";
+    succeed(&mut maxdiff(
+        "train",
+        &parts,
+        &[int8, schedule, "max_train_steps=2"],
+    ));
+    let output = succeed(&mut maxdiff(
+        "train",
+        &parts,
+        &[int8, schedule, "max_train_steps=4"],
+    ));
+    let log = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(log.contains("continuing from"), "{log}");
+    assert!(log.contains("int8 (AQT numerics)"), "{log}");
+    assert_eq!(losses(&whole), losses(&parts));
+    for ((name, a), (_, b)) in tensor_files(&checkpoint(&whole, 4))
+        .iter()
+        .zip(tensor_files(&checkpoint(&parts, 4)).iter())
+    {
+        assert!(a == b, "{name} differs between the runs");
+    }
+    // The configuration decides what is computed: another one does not continue.
+    let output = maxdiff(
+        "train",
+        &parts,
+        &[int8, schedule, "max_train_steps=6", "learning_rate=1e-2"],
+    )
+    .output()
+    .unwrap();
+    let log = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(1), "{log}");
+    assert!(log.contains("learning_rate"), "{log}");
+
+    let prompt = "prompt=a large red circle on a white background";
+    let generate = |seed: &str| {
+        let output = succeed(&mut maxdiff("generate", &whole, &[int8, prompt, seed]));
+        PathBuf::from(String::from_utf8_lossy(&output.stdout).trim())
+    };
+    let (first, again, other) = (generate("seed=3"), generate("seed=3"), generate("seed=4"));
+    assert_ne!(first, again);
+    let pixels = |path: &Path| image::open(path).unwrap().to_rgb8();
+    assert_eq!(pixels(&first), pixels(&again));
+    assert_ne!(pixels(&first), pixels(&other));
+    let settings = read_metadata(&first).unwrap().settings.unwrap();
+    assert_eq!(settings.seed, 3);
+    assert_eq!(settings.prompt, "a large red circle on a white background");
+}
+
+#[test]
+fn two_devices_compute_what_one_computes() {
+    let dir = tempfile::tempdir().unwrap();
+    let (one, two) = (dir.path().join("one"), dir.path().join("two"));
+    succeed(&mut maxdiff("train", &one, &["max_train_steps=3"]));
+    succeed(&mut maxdiff(
+        "train",
+        &two,
+        &[
+            "max_train_steps=3",
+            "num_devices=2",
+            "per_device_batch_size=2",
+        ],
+    ));
+    for (a, b) in losses(&one).iter().zip(losses(&two)) {
+        // The same sums in another order, in f32, three updates deep.
+        assert!((a - b).abs() < 1e-4 * a, "{a} {b}");
+    }
+}
+
+#[test]
+fn a_signal_saves_and_ends_with_143() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().to_path_buf();
+    let mut child = maxdiff("train", &out, &["max_train_steps=1000000"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let started = Instant::now();
+    let metrics = out.join("tiny/metrics.jsonl");
+    while fs::metadata(&metrics).map_or(0, |m| m.len()) == 0 {
+        assert!(
+            child.try_wait().unwrap().is_none(),
+            "training ended by itself"
+        );
+        assert!(
+            started.elapsed() < Duration::from_secs(300),
+            "no step in 300 s"
+        );
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    let killed = Command::new("kill")
+        .arg(child.id().to_string())
+        .status()
+        .unwrap();
+    assert!(killed.success());
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(143));
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(said.contains("saved in"), "{said}");
+    let saved = fs::read_dir(out.join("tiny/checkpoints"))
+        .unwrap()
+        .filter(|e| {
+            e.as_ref()
+                .unwrap()
+                .file_name()
+                .to_string_lossy()
+                .starts_with("step-")
+        })
+        .count();
+    assert_eq!(saved, 1);
+}
+
+#[test]
+fn a_loss_that_is_not_finite_changes_nothing_and_ends_the_run() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().to_path_buf();
+    let output = maxdiff(
+        "train",
+        &out,
+        &[
+            "max_train_steps=50",
+            "learning_rate=1e30",
+            "max_nonfinite_steps=2",
+            "adam_weight_decay=0",
+        ],
+    )
+    .output()
+    .unwrap();
+    let log = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(1), "{log}");
+    assert!(log.contains("the update was skipped"), "{log}");
+    assert!(log.contains("3 steps in a row"), "{log}");
+    let saved: Vec<PathBuf> = fs::read_dir(out.join("tiny/checkpoints"))
+        .unwrap()
+        .map(|e| e.unwrap().path())
+        .filter(|p| p.is_dir())
+        .collect();
+    assert_eq!(saved.len(), 1, "{saved:?}");
+    let weights =
+        Checkpoint::open(&saved[0].join("unet/diffusion_pytorch_model.safetensors")).unwrap();
+    for name in weights.names() {
+        let tensor = weights.read(name).unwrap().to_f32_vec().unwrap();
+        assert!(tensor.iter().all(|v| v.is_finite()), "{name}");
+    }
+}
+
+#[test]
+fn what_cannot_be_written_is_found_before_training() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("taken");
+    fs::write(&file, "a file").unwrap();
+    let started = Instant::now();
+    let output = maxdiff("train", &file, &["max_train_steps=1"])
+        .output()
+        .unwrap();
+    let log = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(1), "{log}");
+    assert!(log.contains("taken"), "{log}");
+    assert!(!log.contains("compiled"), "{log}");
+    assert!(started.elapsed() < Duration::from_secs(30));
+}
