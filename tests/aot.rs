@@ -289,22 +289,28 @@ fn what_cannot_be_compiled_for_is_refused_with_advice() {
 
 #[test]
 fn a_program_too_large_for_its_device_says_so() {
-    let (folder, config) = config_file();
+    let folder = tempfile::tempdir().unwrap();
+    let config = folder.path().join("big.yml");
+    // The cross attention's two projections take 16 GiB each; the device has 15.75.
+    let text = TINY.replace("cross_attention_dim: 32", "cross_attention_dim: 134217728");
+    std::fs::write(&config, text).unwrap();
     let output = folder.path().join("step.bundle");
     let error = refused(
         &[
             config.to_str().unwrap(),
             "compile_topology=v5e-1",
-            "--step=train",
-            // 16 million samples of 8 x 8 x 16 activations.
-            "per_device_batch_size=16777216",
+            "--step=denoise",
             "--output",
             output.to_str().unwrap(),
         ],
         1,
     );
-    assert!(error.contains("does not fit v5e-1"), "{error}");
+    assert!(
+        error.contains("the denoise program does not fit v5e-1"),
+        "{error}"
+    );
     assert!(error.contains("which has 15.75 GiB"), "{error}");
-    assert!(error.contains("per_device_batch_size below"), "{error}");
+    assert!(error.contains("weights take 32.00 GiB"), "{error}");
+    assert!(error.contains("weights_dtype=bfloat16"), "{error}");
     assert!(!output.exists());
 }
