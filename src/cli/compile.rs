@@ -117,22 +117,15 @@ impl fmt::Display for OutOfMemory {
         if self.state > 0 {
             write!(f, " and optimizer state {}", gib(self.state))?;
         }
-        write!(f, " of it. Try {}", self.advice.join(", or "))
+        write!(f, " of it. Try {}", self.advice.join(", or "))?;
+        match self.message.lines().next() {
+            Some(line) if !line.is_empty() => write!(f, ". The compiler says: {line}"),
+            _ => Ok(()),
+        }
     }
 }
 
-impl std::error::Error for OutOfMemory {
-    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        None
-    }
-}
-
-impl OutOfMemory {
-    /// The compiler's own words.
-    pub fn message(&self) -> &str {
-        &self.message
-    }
-}
+impl std::error::Error for OutOfMemory {}
 
 fn gib(bytes: u64) -> String {
     format!("{:.2} GiB", bytes as f64 / f64::from(1 << 30))
