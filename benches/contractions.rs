@@ -1,6 +1,6 @@
 //! Times the ways to write one contraction against each other on the CPU plugin, in turns.
 //!
-//! `cargo bench --bench contractions -- [--rounds N] [--set xla_option=value]... [name part]...`
+//! `cargo bench --bench contractions -- [--rounds N] [name part]...`
 //!
 //! Each line gives the least and the median milliseconds of a run, and the ratio of the first way's least to this one's.
 //! The rules of `maxdiff::target` were chosen by this tool; `docs/performance.md` tells what it measured.
@@ -9,13 +9,12 @@ use std::error::Error;
 use std::time::Instant;
 
 use maxdiff::dtype::DType;
+use maxdiff::emit::{EmitOptions, stablehlo};
 use maxdiff::graph::{Builder, ConvDims, ConvLayout, DotDims, Graph, GraphError, PadDim, Tensor};
 use maxdiff::host_tensor::HostTensor;
 use maxdiff::pjrt::install::{PluginKind, locate};
-use maxdiff::pjrt::{NamedValue, Plugin};
-use maxdiff::runtime::{Array, Program, ProgramOptions, Session, Value};
+use maxdiff::pjrt::{Arg, Buffer, Client, CompileOptions, ElementType, NamedValue, Plugin};
 use maxdiff::shape::Shape;
-use maxdiff::shard::{LogicalAxisRules, Parallelism, PartitionSpec};
 
 type Made = Result<Tensor, GraphError>;
 
@@ -452,29 +451,50 @@ fn values(shape: &Shape, seed: u64) -> Result<HostTensor, Box<dyn Error>> {
     Ok(HostTensor::from_f64(shape.clone(), &values)?)
 }
 
-fn time(session: &Session, case: &Case, rounds: usize) -> Result<(), Box<dyn Error>> {
+fn element_type(dtype: DType) -> Result<ElementType, String> {
+    match dtype {
+        DType::F32 => Ok(ElementType::F32),
+        DType::BF16 => Ok(ElementType::Bf16),
+        DType::S8 => Ok(ElementType::S8),
+        other => Err(format!("{other} inputs are not timed here")),
+    }
+}
+
+fn time(client: &Client, case: &Case, rounds: usize) -> Result<(), Box<dyn Error>> {
+    // Straight to the compiler: a `Program` would be rewritten by the very rules that are measured here.
+    let options = CompileOptions::new(1, 1);
+    let device = &client.addressable_devices()[0];
     let mut programs = Vec::new();
     for way in &case.ways {
-        let program = Program::compile(session, &way.graph, "case", &ProgramOptions::default())?;
-        let arrays = program
-            .inputs()
+        let text = stablehlo(&way.graph, "case", &EmitOptions::default());
+        let executable = client.compile(&text, &options)?;
+        let buffers = way
+            .graph
+            .inputs
             .iter()
-            .enumerate()
-            .map(|(i, slot)| {
-                Ok(session.put(
-                    &values(&slot.shape, i as u64 + 1)?,
-                    &PartitionSpec::replicated(slot.shape.rank()),
+            .zip(1..)
+            .map(|(input, seed)| {
+                let tensor = values(&input.shape, seed)?;
+                let dims: Vec<i64> = input.shape.dims.iter().map(|d| *d as i64).collect();
+                let kind = element_type(input.shape.dtype)?;
+                Ok(Buffer::from_host(
+                    client,
+                    &tensor.data,
+                    kind,
+                    &dims,
+                    device,
                 )?)
             })
-            .collect::<Result<Vec<Array>, Box<dyn Error>>>()?;
-        programs.push((way.label, program, arrays, Vec::new()));
+            .collect::<Result<Vec<Buffer>, Box<dyn Error>>>()?;
+        programs.push((way.label, executable, buffers, Vec::new()));
     }
     for round in 0..rounds + 2 {
-        for (_, program, arrays, seconds) in &mut programs {
+        for (_, executable, buffers, seconds) in &mut programs {
             let start = Instant::now();
-            let out = program.run(arrays.iter().map(Value::Borrow).collect())?;
+            let arguments = buffers.iter().map(Arg::Borrow).collect();
+            let results = executable.execute(vec![arguments])?.wait()?;
             let elapsed = start.elapsed().as_secs_f64();
-            drop(out);
+            drop(results);
             if round >= 2 {
                 seconds.push(elapsed);
             }
@@ -547,15 +567,10 @@ fn main() -> Result<(), Box<dyn Error>> {
     }
     let plugin = Plugin::load(&locate(PluginKind::Cpu)?.library)?;
     let options = [("cpu_device_count".to_string(), NamedValue::Int64(1))];
-    let session = Session::open(
-        &plugin,
-        &options,
-        &Parallelism::default(),
-        LogicalAxisRules::default(),
-    )?;
+    let client = Client::create(&plugin, &options)?;
     for case in cases()? {
         if parts.is_empty() || parts.iter().any(|p| case.name.contains(p.as_str())) {
-            time(&session, &case, rounds)?;
+            time(&client, &case, rounds)?;
         }
     }
     Ok(())

@@ -1,5 +1,4 @@
-//! Times the whole training step of configurations on the CPU plugin, in turns, as traced and as `maxdiff::target`
-//! rewrites it.
+//! Times the whole training step of variants of a configuration on the CPU plugin, in turns.
 //!
 //! `cargo bench --bench steps -- CONFIG.yml [--rounds N] [--variant "key=value key=value"]... [key=value]...`
 
@@ -15,7 +14,6 @@ use maxdiff::pjrt::install::{PluginKind, locate};
 use maxdiff::pjrt::{NamedValue, Plugin};
 use maxdiff::runtime::{Array, Program, ProgramOptions, Session, Value};
 use maxdiff::shard::{LogicalAxisRules, Parallelism};
-use maxdiff::target;
 use maxdiff::train::step;
 
 /// Words of the tokenizer, where the text encoder's configuration does not say.
@@ -102,13 +100,11 @@ fn main() -> Result<(), Box<dyn Error>> {
     let mut rounds = 10;
     let mut shared = Vec::new();
     let mut variants: Vec<Vec<String>> = Vec::new();
-    let mut before = true;
     let mut args = std::env::args().skip(1);
     while let Some(arg) = args.next() {
         match arg.as_str() {
             "--bench" => {}
             "--rounds" => rounds = args.next().ok_or("--rounds needs a number")?.parse()?,
-            "--only-after" => before = false,
             "--variant" => variants.push(
                 args.next()
                     .ok_or("--variant needs overrides")?
@@ -147,11 +143,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         let model = recipe::model(&loaded.config, Some(VOCABULARY))?;
         let graph = step::trace(&model, &options)?.graph;
         let name = variant.join(" ");
-        if before {
-            programs.push(Running::new(&session, format!("{name} before"), &graph)?);
-        }
-        let graph = target::for_cpu(&graph)?;
-        programs.push(Running::new(&session, format!("{name} after"), &graph)?);
+        programs.push(Running::new(&session, name, &graph)?);
     }
     for _ in 0..rounds + 2 {
         for program in &mut programs {
