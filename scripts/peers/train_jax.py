@@ -79,7 +79,9 @@ def build(config, dtype, vocab_size):
     unet_config = config["unet_config"]
     text_config = dict(config["text_encoder_config"], vocab_size=vocab_size)
     length = int(text_config["max_position_embeddings"])
-    batch, size = int(config["per_device_batch_size"]), int(config["resolution"])
+    batch = int(config["per_device_batch_size"])
+    # A model of blocks of pixels (pixel_unshuffle) sees fewer rows and columns than the picture has.
+    size = int(config["resolution"]) // int(config.get("pixel_unshuffle", 1))
     schedule = config.get("diffusion_scheduler_config", {})
     acp, prediction = alphas_cumprod(schedule), schedule.get("prediction_type", "epsilon")
 

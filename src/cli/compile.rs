@@ -450,9 +450,9 @@ fn check_formats(config: &Config, chip: Chip) -> Result<(), CliError> {
                 .native(Format::Int8)
                 .map_err(|e| CliError::Usage(format!("quantization=int8: {e}")))?;
             if native.speedup <= 1.0 {
-                eprintln!(
+                super::tell(&format!(
                     "warning: quantization=int8 saves memory but no time on {chip}: int8 runs at the rate of bf16 there"
-                );
+                ));
             }
             Ok(())
         }
@@ -638,9 +638,9 @@ pub fn run(args: &CompileArgs) -> Result<ExitCode, CliError> {
         .and_then(|read| read.check(&path, &bundle.header))
         .map_err(CliError::failed)?;
     if let Some(reason) = &not_serialized {
-        eprintln!(
+        super::tell(&format!(
             "warning: the plugin does not serialize this program ({reason}); the bundle holds its StableHLO, to be compiled again where it runs"
-        );
+        ));
     }
     let bytes = bundle.payload.len();
     if args.json {

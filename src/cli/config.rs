@@ -108,7 +108,7 @@ fn explain(keys: &[String], as_json: bool, markdown: bool) -> Result<ExitCode, C
 
 fn check(recipe: &RecipeArgs, loaded: Loaded) -> Result<ExitCode, CliError> {
     for warning in &loaded.warnings {
-        eprintln!("warning: {warning}");
+        super::tell(&format!("warning: {warning}"));
     }
     let mut text = String::new();
     if let serde_json::Value::Object(keys) = loaded.config.to_json() {
@@ -117,7 +117,7 @@ fn check(recipe: &RecipeArgs, loaded: Loaded) -> Result<ExitCode, CliError> {
         }
     }
     print(&text)?;
-    eprintln!("{} is right", recipe.config.display());
+    super::progress(&format!("{} is right", recipe.config.display()));
     Ok(ExitCode::SUCCESS)
 }
 

@@ -77,7 +77,7 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
 
     let start = Instant::now();
     let opened = recipe::open_session(&config)?;
-    eprintln!("devices: {}", opened.chosen);
+    super::progress(&format!("devices: {}", opened.chosen));
     let session = opened.session;
     let prompts = prompted(&config);
     let devices = session.devices().len();
@@ -93,10 +93,10 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
     let pipeline = TextToImage::compile(&session, &model, &options, recipe::dot_precision(&config))
         .map_err(CliError::failed)?;
     if let Some(policy) = &options.quantization {
-        eprintln!(
+        super::progress(&format!(
             "{}",
             recipe::quantization_summary(policy, &pipeline.decisions)
-        );
+        ));
     }
     let compiled = start.elapsed().as_secs_f64();
 
@@ -169,7 +169,11 @@ impl Source {
         let folder = config.checkpoint_folder();
         let found = latest(&folder, Check::Hashes).map_err(CliError::failed)?;
         for skipped in &found.skipped {
-            eprintln!("passed over {}: {}", skipped.path.display(), skipped.reason);
+            super::tell(&format!(
+                "passed over {}: {}",
+                skipped.path.display(),
+                skipped.reason
+            ));
         }
         if let Some(saved) = found.checkpoint {
             let averaged = saved.dir().join(format!("{UNET}{EMA_SUFFIX}")).is_dir();

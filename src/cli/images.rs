@@ -1,10 +1,11 @@
 //! Prompts to pictures, for `generate` and for the sample images of `train`.
 
-use image::{Rgb, RgbImage};
+use image::RgbImage;
 
 use crate::config::Config;
 use crate::data::Tokenizer;
 use crate::host_tensor::HostTensor;
+use crate::pipelines::pixels::{RGB, to_pixels};
 use crate::pipelines::text_to_image::{Request, TextToImage, WeightLookup};
 use crate::runtime::Session;
 
@@ -41,7 +42,7 @@ pub fn make_images(
     let encode = |text: &str| -> Result<Vec<i32>, Failure> {
         let encoded = tokenizer.encode(text)?;
         for warning in encoded.warnings() {
-            eprintln!("warning: '{text}': {warning}");
+            super::tell(&format!("warning: '{text}': {warning}"));
         }
         Ok(encoded.ids)
     };
@@ -71,17 +72,22 @@ pub fn make_images(
             },
             &mut |step| progress(done, step),
         )?;
-        images.extend(to_images(&sample)?.into_iter().take(chunk.len()));
+        images.extend(
+            to_images(&sample, config.pixel_unshuffle as usize)?
+                .into_iter()
+                .take(chunk.len()),
+        );
     }
     Ok(images)
 }
 
-/// Pictures from `[batch, 3, rows, columns]` in [-1, 1].
-fn to_images(sample: &HostTensor) -> Result<Vec<RgbImage>, Failure> {
+/// Pictures from samples in [-1, 1] of a model of pixels, `k x k` of them in each place.
+fn to_images(sample: &HostTensor, k: usize) -> Result<Vec<RgbImage>, Failure> {
     let dims = &sample.shape.dims;
-    if dims.len() != 4 || dims[1] != 3 {
+    if dims.len() != 4 || dims[1] != RGB * k * k || dims[2] != dims[3] {
         return Err(format!(
-            "the model makes samples {}, not RGB pictures; decoding latents needs a VAE, which is not here yet",
+            "the model makes samples {}, not square RGB pictures (pixel_unshuffle={k}); decoding latents needs a VAE, \
+             which is not here yet",
             sample.shape
         )
         .into());
@@ -90,17 +96,15 @@ fn to_images(sample: &HostTensor) -> Result<Vec<RgbImage>, Failure> {
     if values.iter().any(|v| !v.is_finite()) {
         return Err("the model's sample is not finite".into());
     }
-    let (rows, columns) = (dims[2], dims[3]);
-    let plane = rows * columns;
-    Ok((0..dims[0])
+    let side = dims[2] * k;
+    (0..dims[0])
         .map(|n| {
-            RgbImage::from_fn(columns as u32, rows as u32, |x, y| {
-                let at = y as usize * columns + x as usize;
-                Rgb([0, 1, 2].map(|c| {
-                    let v = values[(n * 3 + c) * plane + at];
-                    ((v + 1.0) * 127.5).round().clamp(0.0, 255.0) as u8
-                }))
-            })
+            let bytes = to_pixels(&values, n, side, k)
+                .into_iter()
+                .map(|v| ((v + 1.0) * 127.5).round().clamp(0.0, 255.0) as u8)
+                .collect();
+            RgbImage::from_raw(side as u32, side as u32, bytes)
+                .ok_or_else(|| Failure::from("a picture has not as many bytes as pixels"))
         })
-        .collect())
+        .collect()
 }

@@ -74,7 +74,7 @@ pub fn sampling_plan(
 ) -> Result<SamplingPlan, CliError> {
     let steps = config.num_inference_steps as usize;
     match config.sampler() {
-        config::Sampler::Ddim => schedulers::ddim(scheduler, steps, 0.0),
+        config::Sampler::Ddim => schedulers::ddim(scheduler, steps, 0.0, true),
         config::Sampler::Euler => schedulers::euler_discrete(scheduler, steps),
     }
     .map_err(|e| CliError::Usage(e.to_string()))

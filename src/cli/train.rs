@@ -46,7 +46,7 @@ pub const UNET_FILE: &str = "diffusion_pytorch_model.safetensors";
 pub const TEXT_ENCODER_FILE: &str = "model.safetensors";
 
 /// Configuration values that decide what a step computes: a run continues with the same ones only.
-const DECIDING: [&str; 35] = [
+const DECIDING: [&str; 36] = [
     "seed",
     "unet_config",
     "text_encoder_config",
@@ -64,6 +64,7 @@ const DECIDING: [&str; 35] = [
     "dataset_type",
     "train_data_dir",
     "resolution",
+    "pixel_unshuffle",
     "validation_fraction",
     "caption_dropout",
     "per_device_batch_size",
@@ -108,7 +109,9 @@ pub fn run(args: &TrainArgs) -> Result<ExitCode, CliError> {
     let mut writer =
         CheckpointWriter::open(&config.checkpoint_folder()).map_err(CliError::failed)?;
     if let Some(owner) = writer.stale_owner() {
-        eprintln!("warning: {owner} ended without releasing the checkpoint folder; continuing");
+        super::tell(&format!(
+            "warning: {owner} ended without releasing the checkpoint folder; continuing"
+        ));
     }
     let dataset = super::data::dataset(&config, Split::Train)?;
     let tokenizer_json = super::data::tokenizer_json(&config, &dataset)?;
@@ -125,7 +128,7 @@ pub fn run(args: &TrainArgs) -> Result<ExitCode, CliError> {
         Tokenizer::from_json(&tokenizer_json, model.tokens).map_err(CliError::failed)?;
 
     let opened = recipe::open_session(&config)?;
-    eprintln!("devices: {}", opened.chosen);
+    super::progress(&format!("devices: {}", opened.chosen));
     let session = opened.session;
     let mesh = session.mesh();
     let derived = config.derived(mesh.num_devices() as u64, mesh.num_slices() as u64)?;
@@ -135,22 +138,22 @@ pub fn run(args: &TrainArgs) -> Result<ExitCode, CliError> {
     let options = recipe::step_options(&config, batch, shards as usize)?;
     let traced = step::trace(&model, &options).map_err(CliError::failed)?;
     if let Some(policy) = &options.quantization {
-        eprintln!(
+        super::progress(&format!(
             "{}",
             recipe::quantization_summary(policy, &traced.decisions)
-        );
+        ));
     }
-    eprintln!(
+    super::progress(&format!(
         "{} parameters, {} samples a step; compiling",
         traced.graph.parameter_count(),
         batch
-    );
+    ));
     let program_options = ProgramOptions {
         precision: recipe::dot_precision(&config),
     };
     let program = Program::compile(&session, &traced.graph, "train_step", &program_options)
         .map_err(CliError::failed)?;
-    eprintln!("compiled in {:.1} s", program.timings().compile);
+    super::progress(&format!("compiled in {:.1} s", program.timings().compile));
 
     let batcher = Arc::new(
         Batcher::new(
@@ -295,6 +298,7 @@ fn run_options(
             },
         },
         seed: config.seed,
+        pixel_unshuffle: config.pixel_unshuffle as usize,
         log_period: config.log_period,
         checkpoint_every: every(config.checkpoint_every),
         sample_every: every(config.sample_every),
@@ -323,7 +327,11 @@ fn start_state(
     let folder = config.checkpoint_folder();
     let found = latest(&folder, Check::Sizes).map_err(CliError::failed)?;
     for skipped in &found.skipped {
-        eprintln!("passed over {}: {}", skipped.path.display(), skipped.reason);
+        super::tell(&format!(
+            "passed over {}: {}",
+            skipped.path.display(),
+            skipped.reason
+        ));
     }
     match (config.resume, found.checkpoint) {
         (Resume::Never, Some(saved)) => Err(CliError::Usage(format!(
@@ -340,7 +348,7 @@ fn start_state(
                 .state()
                 .check_resume(&options.config)
                 .map_err(CliError::failed)?;
-            eprintln!("continuing from {}", saved.dir().display());
+            super::progress(&format!("continuing from {}", saved.dir().display()));
             TrainingState::resume(session, graph, program, &saved, options)
                 .map_err(CliError::failed)
         }

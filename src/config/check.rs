@@ -307,12 +307,27 @@ impl Config {
             .unwrap_or_default()
     }
 
-    /// Side of the UNet's input: `resolution` for a model of pixels, an eighth of it for one of
-    /// latents, which is one of four input channels.
+    /// Side of the UNet's input: `resolution` over `pixel_unshuffle` for a model of pixels, an eighth
+    /// of it for one of latents, which is one of four input channels.
     ///
     /// # Errors
-    /// A `resolution` that latents cannot have.
+    /// A `resolution` that latents or blocks of pixels cannot have, or channels that are not a block's.
     pub fn sample_size(&self, in_channels: u64) -> Result<u64, ConfigErrors> {
+        let block = self.pixel_unshuffle;
+        if block > 1 {
+            let expected = 3 * block * block;
+            if in_channels != expected || !self.resolution.is_multiple_of(block) {
+                return Err(conflict(
+                    &["pixel_unshuffle", "unet_config.in_channels", "resolution"],
+                    format!(
+                        "blocks of {block}x{block} pixels need in_channels={expected} and a resolution that {block} \
+                         divides; found in_channels={in_channels}, resolution={}",
+                        self.resolution
+                    ),
+                ));
+            }
+            return Ok(self.resolution / block);
+        }
         if in_channels != 4 {
             return Ok(self.resolution);
         }

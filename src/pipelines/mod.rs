@@ -2,4 +2,5 @@
 
 pub mod image_file;
 pub mod model;
+pub mod pixels;
 pub mod text_to_image;

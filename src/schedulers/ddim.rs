@@ -16,7 +16,10 @@ use super::{
 /// | sample       | `m`                           | `(x - sqrt(a) m) / sqrt(1-a)` |
 /// | v_prediction | `sqrt(a) x - sqrt(1-a) m`     | `sqrt(1-a) x + sqrt(a) m`     |
 ///
-/// which gives the coefficients of `x` and `m`.
+/// which gives the coefficients of `x` and `m`. `use_clipped_model_output` is diffusers' argument of that name: where
+/// `x0` is clipped, `eps` is what remains of `x` beside the clipped `x0`, `(x - sqrt(a) x0) / sqrt(1-a)`. Without it a
+/// clipped `x0` and an `eps` of the unclipped one do not add up to `x`, which strong guidance turns into inverted
+/// pictures.
 ///
 /// # Errors
 /// When `steps` does not fit the schedule, `eta` is outside [0, 1], or noise is to be predicted where nothing else
@@ -25,6 +28,7 @@ pub fn ddim(
     config: &SchedulerConfig,
     steps: usize,
     eta: f64,
+    use_clipped_model_output: bool,
 ) -> Result<SamplingPlan, SchedulerError> {
     if !(0.0..=1.0).contains(&eta) {
         return Err(SchedulerError::Invalid(format!(
@@ -73,6 +77,11 @@ pub fn ddim(
             PredictionType::Sample => (0.0, 1.0),
             PredictionType::VPrediction => (signal, -noise),
         };
+        let clean = if use_clipped_model_output {
+            target - direction * signal / noise
+        } else {
+            target
+        };
         rows.push(StepCoefficients {
             timestep: timestep as f32,
             in_scale: 1.0,
@@ -81,7 +90,7 @@ pub fn ddim(
             noise: deviation as f32,
             clean_x: clean_x as f32,
             clean_model: clean_model as f32,
-            clean: target as f32,
+            clean: clean as f32,
         });
     }
     Ok(SamplingPlan {
@@ -109,7 +118,7 @@ mod tests {
                 ..SchedulerConfig::default()
             };
             let schedule = NoiseSchedule::new(&config).unwrap();
-            let plan = ddim(&config, 10, 0.0).unwrap();
+            let plan = ddim(&config, 10, 0.0, false).unwrap();
             let (sample, noise) = (0.7f64, -1.3f64);
             for (i, step) in plan.steps.iter().enumerate() {
                 let t = step.timestep as usize;
@@ -138,7 +147,7 @@ mod tests {
     fn eta_1_has_the_next_timesteps_variance() {
         let config = SchedulerConfig::default();
         let schedule = NoiseSchedule::new(&config).unwrap();
-        let plan = ddim(&config, 20, 1.0).unwrap();
+        let plan = ddim(&config, 20, 1.0, false).unwrap();
         for (i, step) in plan.steps.iter().enumerate() {
             let (signal, noise) = schedule.noise_coefficients(step.timestep as usize).unwrap();
             let next = plan
@@ -154,7 +163,7 @@ mod tests {
                 "{variance} {next_noise}"
             );
         }
-        assert!(ddim(&config, 20, 1.5).is_err());
+        assert!(ddim(&config, 20, 1.5, false).is_err());
     }
 
     #[test]
@@ -164,12 +173,12 @@ mod tests {
             timestep_spacing: TimestepSpacing::Trailing,
             ..SchedulerConfig::default()
         };
-        assert!(ddim(&config, 10, 0.0).is_err());
+        assert!(ddim(&config, 10, 0.0, false).is_err());
         let config = SchedulerConfig {
             prediction_type: PredictionType::VPrediction,
             ..config
         };
-        let plan = ddim(&config, 10, 0.0).unwrap();
+        let plan = ddim(&config, 10, 0.0, false).unwrap();
         assert!(
             plan.steps
                 .iter()

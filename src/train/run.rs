@@ -16,6 +16,7 @@ use crate::dtype::DType;
 use crate::graph::{Graph, Input, InputKind, flops};
 use crate::host_tensor::{HostTensor, HostTensorError};
 use crate::metrics::{self, MetricsError, MetricsWriter, Progress, StepReport};
+use crate::pipelines::pixels::to_samples;
 use crate::quant::ROUNDING_KEY;
 use crate::runtime::{Array, Program, RuntimeError, Session, Value};
 use crate::shape::Shape;
@@ -69,6 +70,8 @@ pub struct RunOptions {
     pub max_train_steps: u64,
     pub learning_rate: LearningRate,
     pub seed: u64,
+    /// Side of the blocks of pixels that are one place of the model's sample.
+    pub pixel_unshuffle: usize,
     pub log_period: u64,
     /// Steps between checkpoints; `None` saves at the end only.
     pub checkpoint_every: Option<u64>,
@@ -412,8 +415,14 @@ fn take_step(
                 HostTensor::from_f32([], &[learning_rate as f32])?
             }
             (InputKind::Data, names::SAMPLE) => {
-                let nchw = channels_first(&batch.pixels, &input.shape.dims);
-                HostTensor::from_f32(input.shape.dims.clone(), &nchw)?
+                let side = input.shape.dims[2] * options.pixel_unshuffle;
+                let samples = to_samples(
+                    &batch.pixels,
+                    input.shape.dims[0],
+                    side,
+                    options.pixel_unshuffle,
+                );
+                HostTensor::from_f32(input.shape.dims.clone(), &samples)?
             }
             (InputKind::Data, "input_ids") => {
                 HostTensor::from_i32(input.shape.dims.clone(), &batch.token_ids)?
@@ -464,21 +473,6 @@ fn take_step(
     state.step += 1;
     result.seconds = start.elapsed().as_secs_f64();
     Ok(result)
-}
-
-/// NHWC to NCHW.
-fn channels_first(pixels: &[f32], dims: &[usize]) -> Vec<f32> {
-    let [batch, channels, rows, columns] = [dims[0], dims[1], dims[2], dims[3]];
-    let plane = rows * columns;
-    let mut out = vec![0.0; pixels.len()];
-    for n in 0..batch {
-        for p in 0..plane {
-            for c in 0..channels {
-                out[(n * channels + c) * plane + p] = pixels[(n * plane + p) * channels + c];
-            }
-        }
-    }
-    out
 }
 
 fn save(
@@ -544,12 +538,5 @@ mod tests {
         assert_ne!(keys(1, 5), keys(1, 6));
         assert_ne!(keys(1, 5), keys(2, 5));
         assert_ne!(keys(1, 5)[0], keys(1, 5)[1]);
-    }
-
-    #[test]
-    fn pixels_change_from_channels_last_to_channels_first() {
-        // One picture of 1x2 pixels with 3 channels.
-        let nchw = channels_first(&[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], &[1, 3, 1, 2]);
-        assert_eq!(nchw, [1.0, 4.0, 2.0, 5.0, 3.0, 6.0]);
     }
 }
