@@ -93,10 +93,7 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
     let pipeline = TextToImage::compile(&session, &model, &options, recipe::dot_precision(&config))
         .map_err(CliError::failed)?;
     if let Some(policy) = &options.quantization {
-        super::progress(&format!(
-            "{}",
-            recipe::quantization_summary(policy, &pipeline.decisions)
-        ));
+        super::progress(&recipe::quantization_summary(policy, &pipeline.decisions));
     }
     let compiled = start.elapsed().as_secs_f64();
 

@@ -138,10 +138,7 @@ pub fn run(args: &TrainArgs) -> Result<ExitCode, CliError> {
     let options = recipe::step_options(&config, batch, shards as usize)?;
     let traced = step::trace(&model, &options).map_err(CliError::failed)?;
     if let Some(policy) = &options.quantization {
-        super::progress(&format!(
-            "{}",
-            recipe::quantization_summary(policy, &traced.decisions)
-        ));
+        super::progress(&recipe::quantization_summary(policy, &traced.decisions));
     }
     super::progress(&format!(
         "{} parameters, {} samples a step; compiling",
