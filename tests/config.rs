@@ -69,7 +69,8 @@ fn the_small_models_train() {
             DatasetType::Shapes | DatasetType::Folder
         ));
         let unet = config.unet_config_json().unwrap();
-        assert_eq!(unet["sample_size"], config.resolution);
+        let channels = unet["in_channels"].as_u64().unwrap();
+        assert_eq!(unet["sample_size"], config.sample_size(channels).unwrap());
         let text = config.text_encoder_config_json().unwrap().unwrap();
         assert_eq!(text["hidden_size"], unet["cross_attention_dim"]);
     }
