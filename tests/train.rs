@@ -140,6 +140,19 @@ fn two_devices_compute_what_one_computes() {
 }
 
 #[test]
+fn bf16_activations_train_on_the_cpu() {
+    let dir = tempfile::tempdir().unwrap();
+    let (float, bf16) = (dir.path().join("float"), dir.path().join("bf16"));
+    succeed(&mut maxdiff("train", &float, &["max_train_steps=2"]));
+    let overrides = ["max_train_steps=2", "activations_dtype=bfloat16"];
+    succeed(&mut maxdiff("train", &bf16, &overrides));
+    for (a, b) in losses(&float).iter().zip(losses(&bf16)) {
+        // bf16 keeps 8 bits of each activation.
+        assert!(a != &b && (a - b).abs() < 0.02 * a, "{a} {b}");
+    }
+}
+
+#[test]
 fn a_signal_saves_and_ends_with_143() {
     let dir = tempfile::tempdir().unwrap();
     let out = dir.path().to_path_buf();
