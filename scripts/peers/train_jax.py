@@ -38,7 +38,8 @@ def read_config(path, overrides):
         for parent in parents:
             target = target[parent]
         target[last] = yaml.safe_load(value)
-    if config["pretrained_model_name_or_path"] or config["unet_config"].get("in_channels", 4) != 3:
+    channels = 3 * int(config.get("pixel_unshuffle", 1)) ** 2
+    if config["pretrained_model_name_or_path"] or config["unet_config"].get("in_channels", 4) != channels:
         raise SystemExit(f"{path}: only pixel models trained from scratch are timed here")
     return config
 
@@ -81,7 +82,8 @@ def build(config, dtype, vocab_size):
     length = int(text_config["max_position_embeddings"])
     batch = int(config["per_device_batch_size"])
     # A model of blocks of pixels (pixel_unshuffle) sees fewer rows and columns than the picture has.
-    size = int(config["resolution"]) // int(config.get("pixel_unshuffle", 1))
+    block = int(config.get("pixel_unshuffle", 1))
+    size, channels = int(config["resolution"]) // block, 3 * block * block
     schedule = config.get("diffusion_scheduler_config", {})
     acp, prediction = alphas_cumprod(schedule), schedule.get("prediction_type", "epsilon")
 
@@ -94,7 +96,7 @@ def build(config, dtype, vocab_size):
 
     def init(key):
         weights = {"text_encoder": {}, "unet": {}}
-        predict(weights, jnp.zeros((batch, size, size, 3)), jnp.zeros((batch,), jnp.int32),
+        predict(weights, jnp.zeros((batch, size, size, channels)), jnp.zeros((batch,), jnp.int32),
                 jnp.zeros((batch, length), jnp.int32), key)
         return weights
 
@@ -145,7 +147,7 @@ def main():
     config = read_config(args.config, args.overrides)
     state, step, (batch, size, length) = build(config, jnp.dtype(args.dtype), args.vocab_size)
     gen = np.random.default_rng(0)
-    images = lambda: gen.integers(0, 256, (batch, size, size, 3), np.uint8)
+    images = lambda: gen.integers(0, 256, (batch, size, size, config["unet_config"]["in_channels"]), np.uint8)
     ids = lambda: gen.integers(0, args.vocab_size, (batch, length), np.int32)
     began = time.perf_counter()
     compiled = step.lower(state, images(), ids()).compile()
