@@ -65,8 +65,6 @@ pub struct Traced {
 /// # Errors
 /// When the configuration does not fit together.
 pub fn trace(config: &Config, step: Step, devices: u64, slices: u64) -> Result<Traced, CliError> {
-    // A text encoder without its own vocabulary gets the tokenizer's; here there is none, and any size will do
-    // only where the text encoder is not part of the program.
     let derived = config.derived(devices, slices)?;
     let batch = derived.total_train_batch_size as usize;
     let shards = derived.quantization_local_shard_count;
@@ -83,10 +81,8 @@ pub fn trace(config: &Config, step: Step, devices: u64, slices: u64) -> Result<T
             })
         }
         Step::Denoise => {
-            let mut model = recipe::model(config, Some(1))?;
-            if config.text_encoder_config_json()?.is_none() {
-                model.text_encoder = None;
-            }
+            // The text encoder is not part of this program: any vocabulary will do.
+            let model = recipe::model(config, Some(1))?;
             let options = DenoiseOptions {
                 batch,
                 guidance: config.do_classifier_free_guidance,

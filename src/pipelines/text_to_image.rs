@@ -7,7 +7,7 @@ use std::collections::HashMap;
 
 use crate::dtype::DType;
 use crate::emit::DotPrecision;
-use crate::graph::{Builder, Graph, GraphError, Init, InputKind, Tensor};
+use crate::graph::{Builder, Graph, GraphError, Init, Tensor};
 use crate::host_tensor::{HostTensor, HostTensorError};
 use crate::models::unet::UNetInputs;
 use crate::quant::{self, Decision, Policy, QuantError};
@@ -337,14 +337,4 @@ fn call(
     }
     let mut results = program.run(arguments)?;
     Ok(results.swap_remove(0))
-}
-
-/// The names of a graph's weights, in argument order.
-pub fn weight_names(graph: &Graph) -> Vec<String> {
-    graph
-        .inputs
-        .iter()
-        .filter(|i| matches!(i.kind, InputKind::Weight(_)))
-        .map(|i| i.name.clone())
-        .collect()
 }
