@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use criterion::Criterion;
 
-use maxdiff::cli::recipe;
+use maxdiff::cli::{data, recipe};
 use maxdiff::config::{Config, Verb};
 use maxdiff::dtype::DType;
 use maxdiff::emit::{EmitOptions, stablehlo};
@@ -30,9 +30,6 @@ const TWO_LEVELS: [&str; 4] = [
     "unet_config.up_block_types=[CrossAttnUpBlock2D, UpBlock2D]",
     "per_device_batch_size=8",
 ];
-/// Words of the tokenizer, where the text encoder's configuration does not say.
-const VOCABULARY: usize = 64;
-
 type Outcome<T> = Result<T, Box<dyn Error>>;
 
 /// A failed iteration must not count as a fast one.
@@ -52,12 +49,12 @@ fn train_graph(config: &Config) -> Outcome<Graph> {
         derived.total_train_batch_size as usize,
         derived.quantization_local_shard_count as usize,
     )?;
-    let model = recipe::model(config, Some(VOCABULARY))?;
+    let model = recipe::model(config, data::vocabulary(config)?.as_ref())?;
     Ok(step::trace(&model, &options)?.graph)
 }
 
 fn denoise_graph(config: &Config) -> Outcome<Graph> {
-    let model = recipe::model(config, Some(VOCABULARY))?;
+    let model = recipe::model(config, None)?;
     let options = DenoiseOptions {
         batch: config.derived(1, 1)?.total_train_batch_size as usize,
         guidance: true,

@@ -5,7 +5,7 @@
 use std::error::Error;
 use std::time::Instant;
 
-use maxdiff::cli::recipe;
+use maxdiff::cli::{data, recipe};
 use maxdiff::config::{Config, Verb};
 use maxdiff::dtype::DType;
 use maxdiff::graph::{Graph, InputKind};
@@ -15,9 +15,6 @@ use maxdiff::pjrt::{NamedValue, Plugin};
 use maxdiff::runtime::{Array, Program, ProgramOptions, Session, Value};
 use maxdiff::shard::{LogicalAxisRules, Parallelism};
 use maxdiff::train::step;
-
-/// Words of the tokenizer, where the text encoder's configuration does not say.
-const VOCABULARY: usize = 64;
 
 /// A compiled step and the arguments of its next run.
 struct Running {
@@ -140,7 +137,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             derived.total_train_batch_size as usize,
             derived.quantization_local_shard_count as usize,
         )?;
-        let model = recipe::model(&loaded.config, Some(VOCABULARY))?;
+        let model = recipe::model(&loaded.config, data::vocabulary(&loaded.config)?.as_ref())?;
         let graph = step::trace(&model, &options)?.graph;
         let name = variant.join(" ");
         programs.push(Running::new(&session, name, &graph)?);

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use maxdiff::data::shapes::Caption;
 use maxdiff::metrics::read_json_lines;
 use maxdiff::pipelines::image_file::read_metadata;
 use maxdiff::weights::Checkpoint;
@@ -228,6 +229,41 @@ fn a_loss_that_is_not_finite_changes_nothing_and_ends_the_run() {
         let tensor = weights.read(name).unwrap().to_f32_vec().unwrap();
         assert!(tensor.iter().all(|v| v.is_finite()), "{name}");
     }
+}
+
+/// The pooled text reaches the UNet: its projection has a gradient. And held-out captions are drawn and scored.
+#[test]
+fn pooled_text_is_trained_and_held_out_captions_are_scored() {
+    let dir = tempfile::tempdir().unwrap();
+    succeed(&mut maxdiff("train", dir.path(), &["max_train_steps=2"]));
+    let saved = checkpoint(dir.path(), 2);
+    let optimizer = Checkpoint::open(&saved.join("optimizer.safetensors")).unwrap();
+    let moments: Vec<&str> = optimizer
+        .names()
+        .filter(|name| name.contains("text_encoder/text_projection.weight"))
+        .collect();
+    assert_eq!(moments.len(), 2, "{moments:?}");
+    for name in moments {
+        let moment = optimizer.read(name).unwrap().to_f32_vec().unwrap();
+        assert!(moment.iter().all(|v| *v != 0.0), "{name}");
+    }
+
+    let mut command = maxdiff("generate", dir.path(), &["held_out_prompts=3", "--json"]);
+    let output = succeed(&mut command);
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(report["score"]["prompts"], 3);
+    for image in report["images"].as_array().unwrap() {
+        let caption = Caption::parse(image["prompt"].as_str().unwrap()).unwrap();
+        assert!(caption.held_out(0.1), "{caption}");
+    }
+    let output = maxdiff(
+        "generate",
+        dir.path(),
+        &["held_out_prompts=3", "dataset_type=folder"],
+    )
+    .output()
+    .unwrap();
+    assert_eq!(output.status.code(), Some(2));
 }
 
 #[test]

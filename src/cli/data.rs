@@ -15,18 +15,7 @@ use super::CliError;
 /// When the dataset type is not here, or the data cannot be read.
 pub fn dataset(config: &Config, split: Split) -> Result<Dataset, CliError> {
     match config.dataset_type {
-        DatasetType::Shapes => {
-            let options = ShapesOptions {
-                seed: config.seed,
-                resolution: config.resolution as usize,
-                validation_fraction: config.validation_fraction,
-                split,
-                ..ShapesOptions::default()
-            };
-            Ok(Dataset::Shapes(
-                Shapes::new(options).map_err(CliError::failed)?,
-            ))
-        }
+        DatasetType::Shapes => Ok(Dataset::Shapes(shapes(config, split)?)),
         DatasetType::Folder => {
             let mut options =
                 FolderOptions::new(&config.train_data_dir, config.resolution as usize);
@@ -40,6 +29,36 @@ pub fn dataset(config: &Config, split: Split) -> Result<Dataset, CliError> {
             other.name()
         ))),
     }
+}
+
+fn shapes(config: &Config, split: Split) -> Result<Shapes, CliError> {
+    Shapes::new(ShapesOptions {
+        seed: config.seed,
+        resolution: config.resolution as usize,
+        max_objects: config.max_objects as usize,
+        validation_fraction: config.validation_fraction,
+        split,
+        ..ShapesOptions::default()
+    })
+    .map_err(CliError::failed)
+}
+
+/// The captions that `held_out_prompts` asks for.
+///
+/// # Errors
+/// When nothing is held out.
+pub fn held_out_prompts(config: &Config) -> Result<Vec<String>, CliError> {
+    let wanted = config.held_out_prompts as usize;
+    let prompts = shapes(config, Split::Validation)?.held_out_prompts(wanted);
+    if prompts.len() < wanted {
+        super::tell(&format!(
+            "warning: held_out_prompts={wanted}: validation_fraction={} of captions of up to {} shapes holds {}",
+            config.validation_fraction,
+            config.max_objects,
+            prompts.len()
+        ));
+    }
+    Ok(prompts)
 }
 
 /// The tokenizer as the text of a `tokenizer.json`: that of the configuration, or one built from the captions.
@@ -65,11 +84,11 @@ pub fn tokenizer_json(config: &Config, dataset: &Dataset) -> Result<String, CliE
     })
 }
 
-/// The tokenizer's size where the text encoder's configuration leaves `vocab_size` to it.
+/// The tokenizer where the text encoder's configuration leaves `vocab_size` to it.
 ///
 /// # Errors
 /// When the tokenizer is needed and cannot be made.
-pub fn vocabulary(config: &Config) -> Result<Option<usize>, CliError> {
+pub fn vocabulary(config: &Config) -> Result<Option<Tokenizer>, CliError> {
     let needed = config.train_text_encoder
         && config
             .text_encoder_config_json()?
@@ -80,5 +99,5 @@ pub fn vocabulary(config: &Config) -> Result<Option<usize>, CliError> {
     let dataset = dataset(config, Split::Train)?;
     let json = tokenizer_json(config, &dataset)?;
     let tokenizer = Tokenizer::from_json(&json, usize::MAX).map_err(CliError::failed)?;
-    Ok(Some(tokenizer.vocabulary_size()))
+    Ok(Some(tokenizer))
 }

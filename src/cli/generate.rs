@@ -12,6 +12,7 @@ use serde_json::json;
 
 use crate::config::{Config, Verb};
 use crate::data::Tokenizer;
+use crate::data::shapes::ReadScore;
 use crate::models::unet::ROOT as UNET;
 use crate::pipelines::image_file::{
     GenerationSettings, labelled_grid, prepare_output_dir, visible_scale, write_numbered,
@@ -47,11 +48,6 @@ const MAX_BATCH: usize = 8;
 /// When the configuration is wrong, there are no weights, or a program fails.
 pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
     let config = args.recipe.load(Verb::Generate)?;
-    if config.prompt.0.is_empty() {
-        return Err(CliError::Usage(
-            "no prompt: give one with prompt=\"...\" or in the configuration".to_string(),
-        ));
-    }
     let out = config.run_dir().join("images");
     prepare_output_dir(&out).map_err(CliError::failed)?;
     let source = Source::find(&config)?;
@@ -62,7 +58,7 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
     };
     // The text encoder's length bounds the tokens, and the tokenizer's size its vocabulary.
     let probe = Tokenizer::from_file(&tokenizer_file, usize::MAX >> 1).map_err(CliError::failed)?;
-    let model = recipe::model(&config, Some(probe.vocabulary_size()))?;
+    let model = recipe::model(&config, Some(&probe))?;
     if model.text_encoder.is_none() {
         return Err(CliError::Usage(
             "this recipe has no text encoder of its own: give text_encoder_config (loading the encoders of Stable \
@@ -77,7 +73,7 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
     let opened = recipe::open_session(&config)?;
     super::progress(&format!("devices: {}", opened.chosen));
     let session = opened.session;
-    let prompts = prompted(&config);
+    let prompts = prompted(&config)?;
     let devices = session.devices().len();
     let batch = prompts.len().min(MAX_BATCH).next_multiple_of(devices);
     let options = DenoiseOptions {
@@ -114,6 +110,13 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
     .map_err(CliError::Failed)?;
     bar.finish_and_clear();
     let made = start.elapsed().as_secs_f64();
+    let score = match config.held_out_prompts {
+        0 => None,
+        _ => {
+            let pairs = images.iter().zip(prompts.iter().map(|p| p.prompt.as_str()));
+            Some(ReadScore::of(pairs).map_err(CliError::failed)?)
+        }
+    };
     let written = write(&config, &out, &prompts, &images)?;
     if args.json {
         let report = json!({
@@ -122,6 +125,7 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
             })).collect::<Vec<_>>(),
             "grid": written.grid,
             "weights": source.dir,
+            "score": score,
             "seconds": {"load": loaded, "compile": compiled, "denoise": made},
         });
         print(&report.to_string())?;
@@ -132,16 +136,38 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
         if let Some(grid) = &written.grid {
             print(&format!("grid: {}", grid.display()))?;
         }
+        if let Some(score) = &score {
+            print(&score_line(score))?;
+        }
     }
     Ok(ExitCode::SUCCESS)
 }
 
+/// What the pictures' reader found, in one line.
+fn score_line(score: &ReadScore) -> String {
+    let share = |right: usize| format!("{:.1} %", 100.0 * score.fraction(right));
+    format!(
+        "read back from {} pictures: colours and shapes right in {}; background {}, colours {}, shapes {}, sizes too {}, \
+         places too {}, everything {}",
+        score.prompts,
+        share(score.both_right),
+        share(score.background_right),
+        share(score.colours_right),
+        share(score.shapes_right),
+        share(score.sizes_right),
+        share(score.relation_right),
+        share(score.all_right),
+    )
+}
+
 /// Every picture to make: each prompt `num_images_per_prompt` times, with seeds that count up.
-fn prompted(config: &Config) -> Vec<Prompted> {
+fn prompted(config: &Config) -> Result<Vec<Prompted>, CliError> {
     let each = config.num_images_per_prompt;
-    config
-        .prompt
-        .0
+    let prompts = match config.held_out_prompts {
+        0 => config.prompt.0.clone(),
+        _ => super::data::held_out_prompts(config)?,
+    };
+    Ok(prompts
         .iter()
         .flat_map(|prompt| (0..each).map(move |_| prompt.clone()))
         .enumerate()
@@ -149,7 +175,7 @@ fn prompted(config: &Config) -> Vec<Prompted> {
             prompt,
             seed: config.seed.wrapping_add(i as u64),
         })
-        .collect()
+        .collect())
 }
 
 /// Where weights come from: a checkpoint of the run, or a folder in diffusers' layout.

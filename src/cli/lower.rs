@@ -71,8 +71,8 @@ pub fn trace(config: &Config, step: Step, devices: u64, slices: u64) -> Result<T
     match step {
         Step::Train => {
             check_local_shard_count(derived.total_train_batch_size, shards)?;
-            let vocabulary = super::data::vocabulary(config)?;
-            let model = recipe::model(config, vocabulary)?;
+            let tokenizer = super::data::vocabulary(config)?;
+            let model = recipe::model(config, tokenizer.as_ref())?;
             let options = recipe::step_options(config, batch, shards as usize)?;
             let traced = step::trace(&model, &options).map_err(CliError::failed)?;
             Ok(Traced {
@@ -81,8 +81,8 @@ pub fn trace(config: &Config, step: Step, devices: u64, slices: u64) -> Result<T
             })
         }
         Step::Denoise => {
-            // The text encoder is not part of this program: any vocabulary will do.
-            let model = recipe::model(config, Some(1))?;
+            // The text encoder, and with it the vocabulary, is not part of this program.
+            let model = recipe::model(config, None)?;
             let options = DenoiseOptions {
                 batch,
                 guidance: config.do_classifier_free_guidance,

@@ -4,7 +4,7 @@
 
 pub mod compile;
 mod config;
-mod data;
+pub mod data;
 mod doctor;
 mod generate;
 mod images;

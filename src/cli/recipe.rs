@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use crate::config::{self, Config};
+use crate::data::Tokenizer;
 use crate::dtype::DType;
 use crate::emit::DotPrecision;
 use crate::graph::NumericsConvention;
@@ -86,16 +87,18 @@ pub fn unet(config: &Config) -> Result<UNet2DConditionConfig, CliError> {
         .map_err(|e| CliError::Usage(e.to_string()))
 }
 
-/// The whole model. `vocabulary` is the tokenizer's size, for a text encoder that does not state its own.
-pub fn model(config: &Config, vocabulary: Option<usize>) -> Result<DiffusionModel, CliError> {
+/// The whole model. A text encoder that does not state `vocab_size` or `eos_token_id` takes the tokenizer's.
+pub fn model(config: &Config, tokenizer: Option<&Tokenizer>) -> Result<DiffusionModel, CliError> {
     let unet = unet(config)?;
     let text_encoder = match config.text_encoder_config_json()? {
         None => None,
         Some(mut fields) => {
-            if let Some(size) = vocabulary {
-                fields
-                    .entry("vocab_size")
-                    .or_insert_with(|| serde_json::json!(size));
+            if let Some(tokenizer) = tokenizer {
+                let mut or_insert = |field: &str, value: serde_json::Value| {
+                    fields.entry(field).or_insert(value);
+                };
+                or_insert("vocab_size", tokenizer.vocabulary_size().into());
+                or_insert("eos_token_id", tokenizer.end_id().into());
             }
             let text =
                 ClipTextConfig::from_map(fields).map_err(|e| CliError::Usage(e.to_string()))?;
@@ -116,6 +119,7 @@ pub fn model(config: &Config, vocabulary: Option<usize>) -> Result<DiffusionMode
         },
         scheduler: scheduler(config)?,
         sample_size: [side, side],
+        image_size: [config.resolution as usize; 2],
     })
 }
 

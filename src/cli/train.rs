@@ -46,7 +46,7 @@ pub const UNET_FILE: &str = "diffusion_pytorch_model.safetensors";
 pub const TEXT_ENCODER_FILE: &str = "model.safetensors";
 
 /// Configuration values that decide what a step computes: a run continues with the same ones only.
-const DECIDING: [&str; 36] = [
+const DECIDING: [&str; 37] = [
     "seed",
     "unet_config",
     "text_encoder_config",
@@ -66,6 +66,7 @@ const DECIDING: [&str; 36] = [
     "resolution",
     "pixel_unshuffle",
     "validation_fraction",
+    "max_objects",
     "caption_dropout",
     "per_device_batch_size",
     "learning_rate",
@@ -116,7 +117,7 @@ pub fn run(args: &TrainArgs) -> Result<ExitCode, CliError> {
     let dataset = super::data::dataset(&config, Split::Train)?;
     let tokenizer_json = super::data::tokenizer_json(&config, &dataset)?;
     let probe = Tokenizer::from_json(&tokenizer_json, usize::MAX >> 1).map_err(CliError::failed)?;
-    let model = recipe::model(&config, Some(probe.vocabulary_size()))?;
+    let model = recipe::model(&config, Some(&probe))?;
     if model.text_encoder.is_none() || !config.train_text_encoder {
         return Err(CliError::Usage(
             "training works on prompts: give text_encoder_config and train_text_encoder=True (training on cached \

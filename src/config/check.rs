@@ -57,7 +57,10 @@ pub(super) fn conflicts(config: &Config, verb: Option<Verb>) -> Vec<Conflict> {
     if verb == Some(Verb::Train) {
         training(config, &mut found);
     }
-    if verb == Some(Verb::Generate) && config.prompt.0.iter().all(String::is_empty) {
+    if verb == Some(Verb::Generate)
+        && config.held_out_prompts == 0
+        && config.prompt.0.iter().all(String::is_empty)
+    {
         found.push((
             vec!["prompt"],
             "there is no prompt: give prompt='...' or a list of prompts".into(),

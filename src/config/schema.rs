@@ -197,6 +197,9 @@ schema! {
         /// Share of the examples that is held out of training.
         validation_fraction: f64 = 0.0, Ours, TRAIN, in HalfOpen(0.0, 1.0),
             when "dataset_type=shapes" |c| c.dataset_type == DatasetType::Shapes;
+        /// Most shapes in a picture, 1 or 2; with 2, half of the pictures show one.
+        max_objects: u64 = 2, Ours, TRAIN, in Between(1.0, 2.0),
+            when "dataset_type=shapes" |c| c.dataset_type == DatasetType::Shapes;
         /// Share of captions replaced by the empty one, so that the model learns to do without:
         /// classifier-free guidance needs it.
         caption_dropout: f64 = 0.0, Ours, TRAIN, in Between(0.0, 1.0);
@@ -293,6 +296,10 @@ schema! {
         group "Generation";
         /// What the images show: one prompt or a list.
         prompt: Prompts = Prompts::default(), Used, GENERATE;
+        /// Instead of `prompt`: this many captions that training held out (all there are, if fewer). The
+        /// pictures are read back and scored.
+        held_out_prompts: u64 = 0, Ours, GENERATE, in Between(0.0, 10_000.0),
+            when "dataset_type=shapes" |c| c.dataset_type == DatasetType::Shapes;
         /// What the images shall not show.
         negative_prompt: String = String::new(), Used, GENERATE,
             when "do_classifier_free_guidance=True" |c| c.do_classifier_free_guidance;

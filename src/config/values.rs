@@ -110,8 +110,9 @@ choices! {
         #[default]
         Epsilon = "epsilon",
         VPrediction = "v_prediction",
+        /// The clean image itself.
+        Sample = "sample",
     }
-    not_yet ["sample"]
 }
 
 choices! {

@@ -3,7 +3,7 @@
 use crate::dtype::DType;
 use crate::graph::{Builder, GraphError, Tensor};
 use crate::models::clip::{ClipTextConfig, clip_text};
-use crate::models::unet::{self, TextTime, UNet2DConditionConfig, UNetInputs};
+use crate::models::unet::{self, AdditionEmbedType, TextTime, UNet2DConditionConfig, UNetInputs};
 use crate::nn::{Precision, Remat};
 use crate::schedulers::SchedulerConfig;
 use crate::shape::Shape;
@@ -24,8 +24,19 @@ pub struct DiffusionModel {
     pub scheduler: SchedulerConfig,
     /// Rows and columns of the UNet's sample.
     pub sample_size: [usize; 2],
+    /// Height and width of the pictures in pixels, which SDXL's micro-conditioning is told.
+    pub image_size: [usize; 2],
     /// Tokens of a prompt.
     pub tokens: usize,
+}
+
+/// What the text encoder gives the UNet.
+#[derive(Clone, Copy, Debug)]
+pub struct TextConditioning {
+    /// The last hidden state `[batch, tokens, features]`.
+    pub encoder_hidden_states: Tensor,
+    /// The projected pooled output `[batch, projection_dim]`, for a UNet that conditions on it.
+    pub text_embeds: Option<Tensor>,
 }
 
 impl DiffusionModel {
@@ -35,11 +46,11 @@ impl DiffusionModel {
         [batch, self.unet.in_channels, rows, columns]
     }
 
-    /// The text encoder's last hidden state `[batch, tokens, features]` for token ids of type `s32`.
+    /// Runs the text encoder on token ids of type `s32[batch, tokens]`.
     ///
     /// # Errors
-    /// When there is no text encoder, or its output does not fit the UNet.
-    pub fn encode(&self, b: &Builder, input_ids: Tensor) -> Result<Tensor> {
+    /// When there is no text encoder, or the UNet wants a projection that it does not have.
+    pub fn encode(&self, b: &Builder, input_ids: Tensor) -> Result<TextConditioning> {
         let Some(config) = &self.text_encoder else {
             return Err(b.invalid("this model has no text encoder of its own"));
         };
@@ -51,7 +62,26 @@ impl DiffusionModel {
             self.precision,
             self.remat,
         )?;
-        Ok(output.last_hidden_state)
+        let text_embeds = match (self.unet.addition_embed_type, output.text_embeds) {
+            (None, _) => None,
+            (Some(AdditionEmbedType::TextTime), Some(embeds)) => Some(embeds),
+            (Some(AdditionEmbedType::TextTime), None) => {
+                return Err(b.invalid(
+                    "the UNet's addition_embed_type = text_time takes text_embeds, which this text encoder does not \
+                     make: give it architectures: [CLIPTextModelWithProjection] and projection_dim",
+                ));
+            }
+        };
+        Ok(TextConditioning {
+            encoder_hidden_states: output.last_hidden_state,
+            text_embeds,
+        })
+    }
+
+    /// SDXL's time ids of a picture that was neither resized nor cropped: original size, top left corner, target size.
+    pub fn time_ids(&self) -> [f32; 6] {
+        let [height, width] = self.image_size.map(|side| side as f32);
+        [height, width, 0.0, 0.0, height, width]
     }
 
     /// Declares `input_ids`: `s32[batch, tokens]`.

@@ -7,7 +7,7 @@ use std::collections::HashMap;
 
 use crate::dtype::DType;
 use crate::emit::DotPrecision;
-use crate::graph::{Builder, Graph, GraphError, Init, Tensor};
+use crate::graph::{Builder, Graph, GraphError, Init};
 use crate::host_tensor::{HostTensor, HostTensorError};
 use crate::models::unet::UNetInputs;
 use crate::quant::{self, Decision, Policy, QuantError};
@@ -35,6 +35,10 @@ pub mod names {
     pub const CLEAN_SAMPLE_SCALE: &str = "clean_sample_scale";
     pub const CLEAN_MODEL_SCALE: &str = "clean_model_scale";
     pub const CLEAN_SCALE: &str = "clean_scale";
+    /// The text encoder's results, which are the denoising step's conditioning.
+    pub const ENCODER_HIDDEN_STATES: &str = "encoder_hidden_states";
+    pub const TEXT_EMBEDS: &str = "text_embeds";
+    pub const TIME_IDS: &str = "time_ids";
 }
 
 /// Why images could not be made.
@@ -140,12 +144,12 @@ pub fn trace_denoise(
 pub fn trace_encode(model: &DiffusionModel, batch: usize) -> Result<Graph, GraphError> {
     let b = Builder::new();
     let ids = model.declare_input_ids(&b, batch)?;
-    let hidden: Tensor = model.encode(&b, ids)?;
-    b.output(
-        "encoder_hidden_states",
-        b.convert(hidden, DType::F32)?,
-        None,
-    )?;
+    let encoded = model.encode(&b, ids)?;
+    let hidden = b.convert(encoded.encoder_hidden_states, DType::F32)?;
+    b.output(names::ENCODER_HIDDEN_STATES, hidden, None)?;
+    if let Some(embeds) = encoded.text_embeds {
+        b.output(names::TEXT_EMBEDS, b.convert(embeds, DType::F32)?, None)?;
+    }
     Ok(b.finish())
 }
 
@@ -171,6 +175,7 @@ pub struct TextToImage {
     denoise: Program,
     sample_dims: [usize; 4],
     tokens: usize,
+    time_ids: [f32; 6],
     guidance: bool,
     /// What quantization decided for each contraction of the denoising step.
     pub decisions: Vec<Decision>,
@@ -201,6 +206,7 @@ impl TextToImage {
             denoise,
             sample_dims: model.sample_dims(options.batch),
             tokens: model.tokens,
+            time_ids: model.time_ids(),
             guidance: options.guidance,
             decisions,
         })
@@ -244,8 +250,7 @@ impl TextToImage {
             "input_ids".to_string(),
             put(session, &self.encode, "input_ids", &ids)?,
         );
-        let hidden =
-            call("encode", &self.encode, weights, &inputs, None)?.to_host(session.mesh())?;
+        let encoded = call("encode", &self.encode, weights, &inputs, None)?;
 
         let mut inputs = HashMap::new();
         let mut set = |name: &str, value: &HostTensor| -> Result<(), PipelineError> {
@@ -253,7 +258,16 @@ impl TextToImage {
             inputs.insert(name.to_string(), array);
             Ok(())
         };
-        set("encoder_hidden_states", &hidden)?;
+        for (array, name) in encoded
+            .iter()
+            .zip([names::ENCODER_HIDDEN_STATES, names::TEXT_EMBEDS])
+        {
+            set(name, &array.to_host(session.mesh())?)?;
+        }
+        if encoded.len() > 1 {
+            let ids = self.time_ids.repeat(rows);
+            set(names::TIME_IDS, &HostTensor::from_f32([rows, 6], &ids)?)?;
+        }
         if self.guidance {
             set(names::GUIDANCE_SCALE, &scalar(request.guidance_scale)?)?;
         }
@@ -276,7 +290,7 @@ impl TextToImage {
                 let array = put(session, &self.denoise, name, &scalar(value)?)?;
                 inputs.insert(name.to_string(), array);
             }
-            sample = call("denoise", &self.denoise, weights, &inputs, Some(sample))?;
+            sample = call("denoise", &self.denoise, weights, &inputs, Some(sample))?.swap_remove(0);
             after_step(done + 1);
         }
         Ok(sample.to_host(session.mesh())?)
@@ -313,14 +327,14 @@ fn put(
     Ok(session.put(value, &spec)?)
 }
 
-/// Runs a program of one result. `sample`, when given, is the donated sample.
+/// Runs a program. `sample`, when given, is the donated sample.
 fn call(
     name: &'static str,
     program: &Program,
     weights: WeightLookup<'_>,
     inputs: &HashMap<String, Array>,
     mut sample: Option<Array>,
-) -> Result<Array, PipelineError> {
+) -> Result<Vec<Array>, PipelineError> {
     let mut arguments = Vec::with_capacity(program.inputs().len());
     for slot in program.inputs() {
         let value = if slot.name == names::SAMPLE && sample.is_some() {
@@ -335,6 +349,5 @@ fn call(
             name: slot.name.clone(),
         })?);
     }
-    let mut results = program.run(arguments)?;
-    Ok(results.swap_remove(0))
+    Ok(program.run(arguments)?)
 }

@@ -156,13 +156,19 @@ fn conditioning(
     if !options.train_text_encoder {
         return model.declare_conditioning(b, batch);
     }
-    if model.unet.addition_embed_type.is_some() {
-        return Err(b.invalid(
-            "training the text encoder of a model with added text conditioning (SDXL) is not supported",
-        ));
-    }
     let ids = model.declare_input_ids(b, batch)?;
-    Ok((model.encode(b, ids)?, None))
+    let encoded = model.encode(b, ids)?;
+    let text_time = match encoded.text_embeds {
+        None => None,
+        Some(text_embeds) => {
+            let ids = b.constant(HostTensor::from_f32([1, 6], &model.time_ids())?)?;
+            Some(TextTime {
+                text_embeds,
+                time_ids: b.broadcast_to(ids, &[batch, 6])?,
+            })
+        }
+    };
+    Ok((encoded.encoder_hidden_states, text_time))
 }
 
 struct Noised {
