@@ -113,6 +113,11 @@ fn range_finding_stays_inside_a_slice_by_default() {
     let global = int8(&["quantization_local_shard_count=1"]);
     let report = &global.report;
     assert!(report.dcn_bytes.range_finding > 0, "{report}");
+    // Parts that stay in their slices cost the gradients nothing: each device sends its share of the sum.
+    assert!(
+        crossing <= report.dcn_bytes.gradient,
+        "{crossing} bytes of gradients cross by default: {report}"
+    );
     let maxima = report
         .collectives
         .iter()

@@ -148,6 +148,9 @@ pub fn compile(config: &Config, step: Step) -> Result<Compiled, CliError> {
 
     let start = Instant::now();
     let plan = ShardPlan::new(&traced.graph, mesh, &machine.rules).map_err(CliError::failed)?;
+    if let Some(why) = &plan.misaligned {
+        super::tell(&format!("warning: {why}"));
+    }
     for note in &plan.unsharded {
         tracing::debug!("{note}");
     }

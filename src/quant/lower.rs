@@ -6,6 +6,7 @@ use crate::graph::{
     Builder, Comparison, ContractionQuant, ConvDims, DotDims, Graph, GraphError, Node,
     NumericsConvention, Op, OperandQuant, Reduction, Rounding, Tensor, Unary,
 };
+use crate::shard::LOCAL_SHARDS;
 
 use super::QuantError;
 
@@ -202,7 +203,9 @@ fn dot(
     out = apply_scale(b, out, l.scale, &lhs_kept, &lhs_places)?;
     out = apply_scale(b, out, r.scale, &rhs_kept, &rhs_places)?;
     if shards > 1 {
-        out = b.sum(out, &[0])?;
+        let mut axes = vec![None; b.dims(out).len()];
+        axes[0] = Some(LOCAL_SHARDS);
+        out = b.sum(b.constrain(out, &axes)?, &[0])?;
     }
     Ok(out)
 }

@@ -74,6 +74,9 @@ impl Program {
             graph
         };
         let plan = ShardPlan::new(graph, &session.mesh, &session.rules)?;
+        if let Some(why) = &plan.misaligned {
+            tracing::warn!("{why}");
+        }
         for note in &plan.unsharded {
             tracing::debug!("{name}: {note}");
         }

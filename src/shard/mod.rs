@@ -5,6 +5,7 @@
 //! gives its dimensions into such specs. All are emitted as Shardy text.
 
 mod layout;
+mod local;
 mod mesh;
 mod plan;
 mod rules;
@@ -19,6 +20,10 @@ use std::fmt;
 use std::str::FromStr;
 
 use thiserror::Error;
+
+/// The logical axis of partial sums, one for each part of the batch that a weight gradient finds its ranges in. A
+/// constraint with it in front keeps part `i` in slice `i` and splits the rest over that slice's devices.
+pub const LOCAL_SHARDS: &str = "local_shards";
 
 /// Name of the mesh in the emitted program.
 pub const MESH_NAME: &str = "mesh";

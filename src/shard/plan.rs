@@ -4,7 +4,8 @@ use std::collections::HashMap;
 
 use crate::graph::{Graph, Op};
 
-use super::{LogicalAxisRules, Mesh, PartitionSpec, ShardError, Unsharded};
+use super::local::{local_shards, misaligned};
+use super::{LOCAL_SHARDS, LogicalAxisRules, Mesh, PartitionSpec, ShardError, Unsharded};
 
 /// The shardings of one program as Shardy text: what emission writes.
 ///
@@ -26,9 +27,12 @@ pub struct ShardingText {
 pub struct ShardPlan {
     pub inputs: Vec<PartitionSpec>,
     pub outputs: Vec<PartitionSpec>,
-    constraints: HashMap<u32, PartitionSpec>,
+    /// Shardy text by node index.
+    constraints: HashMap<u32, String>,
     /// Dimensions the rules would split but whose size does not divide: for the log.
     pub unsharded: Vec<Unsharded>,
+    /// Why the parts of range finding are not those of slices, where they are not: for the log.
+    pub misaligned: Option<String>,
 }
 
 impl ShardPlan {
@@ -65,18 +69,28 @@ impl ShardPlan {
                 ),
             })
             .collect::<Result<Vec<_>, _>>()?;
+        let batch_axes = rules.spec("the batch", &[Some("activation_batch")])?.dims()[0].clone();
+        let mut note = None;
         let mut constraints = HashMap::new();
         for (id, node) in graph.nodes.iter().enumerate() {
-            if let Op::ShardingConstraint(axes) = &node.op {
-                let spec = spec(graph.path(node), axes, &node.shape.dims)?;
-                constraints.insert(id as u32, spec);
-            }
+            let Op::ShardingConstraint(axes) = &node.op else {
+                continue;
+            };
+            let dims = &node.shape.dims;
+            let text = if axes.first() == Some(&Some(LOCAL_SHARDS)) {
+                note = note.or_else(|| misaligned(mesh, &batch_axes, dims[0]));
+                local_shards(mesh, &batch_axes, dims)
+            } else {
+                spec(graph.path(node), axes, dims)?.to_sdy()
+            };
+            constraints.insert(id as u32, text);
         }
         Ok(Self {
             inputs,
             outputs,
             constraints,
             unsharded,
+            misaligned: note,
         })
     }
 
@@ -91,11 +105,7 @@ impl ShardPlan {
             num_partitions: mesh.num_devices(),
             inputs: texts(&self.inputs),
             outputs: texts(&self.outputs),
-            constraints: self
-                .constraints
-                .iter()
-                .map(|(id, spec)| (*id, spec.to_sdy()))
-                .collect(),
+            constraints: self.constraints.clone(),
         })
     }
 }
