@@ -24,7 +24,7 @@ UNET_DEFAULTS = dict(
 )
 CLIP_DEFAULTS = dict(
     vocab_size=49408, hidden_size=512, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=8,
-    max_position_embeddings=77, hidden_act="quick_gelu", layer_norm_eps=1e-5, eos_token_id=49407,
+    max_position_embeddings=77, hidden_act="quick_gelu", layer_norm_eps=1e-5, eos_token_id=49407, architectures=None,
 )
 ACTIVATIONS = {
     "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
@@ -191,7 +191,8 @@ def unet(p, config, sample, timestep, context, text_embeds=None, time_ids=None):
 
 
 def clip_text(p, config, ids, dtype=jnp.float32):
-    """`last_hidden_state` [batch, tokens, width]."""
+    """`last_hidden_state` [batch, tokens, width], and `text_embeds` [batch, projection_dim] where there is a projection:
+    that of the state at the first `eos_token_id`."""
     c = CLIP_DEFAULTS | {k: v for k, v in config.items() if v is not None}
     width, length, eps = c["hidden_size"], ids.shape[1], c["layer_norm_eps"]
     act = ACTIVATIONS[c["hidden_act"]]
@@ -206,7 +207,11 @@ def clip_text(p, config, ids, dtype=jnp.float32):
         x = x + p.linear(f"{layer}.self_attn.out_proj", attention(q, k, v, c["num_attention_heads"], causal), width)
         n = p.layer_norm(f"{layer}.layer_norm2", x, eps)
         x = x + p.linear(f"{layer}.mlp.fc2", act(p.linear(f"{layer}.mlp.fc1", n, c["intermediate_size"])), width)
-    return p.layer_norm("text_model.final_layer_norm", x, eps)
+    x = p.layer_norm("text_model.final_layer_norm", x, eps)
+    if "CLIPTextModelWithProjection" not in (c["architectures"] or ()):
+        return x, None
+    pooled = jnp.take_along_axis(x, jnp.argmax(ids == c["eos_token_id"], axis=1)[:, None, None], axis=1)[:, 0]
+    return x, p.linear("text_projection", pooled, c["projection_dim"], bias=False)
 
 
 # --- checkpoints -----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The training step of a configuration in JAX, timed: UNet and text encoder, v-prediction or epsilon loss, global-norm
+"""The training step of a configuration in JAX, timed: UNet and text encoder, mean squared error, global-norm
 clipping, AdamW, EMA, one jitted program with donated state.
 
 Usage: python train_jax.py configs/quickstart.yml [--dtype float32|bfloat16] [--steps N] [--warmup N] [key=value ...]
@@ -78,7 +78,7 @@ def learning_rate(config):
 def build(config, dtype, vocab_size):
     """The initial state and the step function `(state, batch) -> (state, loss)`."""
     unet_config = config["unet_config"]
-    text_config = dict(config["text_encoder_config"], vocab_size=vocab_size)
+    text_config = dict(config["text_encoder_config"], vocab_size=vocab_size, eos_token_id=1)
     length = int(text_config["max_position_embeddings"])
     batch = int(config["per_device_batch_size"])
     # A model of blocks of pixels (pixel_unshuffle) sees fewer rows and columns than the picture has.
@@ -89,10 +89,12 @@ def build(config, dtype, vocab_size):
 
     def predict(weights, noisy, t, ids, key=None):
         text, unet = (model.Params(weights[k], key) for k in ("text_encoder", "unet"))
-        context = model.clip_text(text, text_config, ids, dtype)
+        context, pooled = model.clip_text(text, text_config, ids, dtype)
         if not config["train_text_encoder"]:
-            context = jax.lax.stop_gradient(context)
-        return model.unet(unet, unet_config, noisy.astype(dtype), t, context).astype(jnp.float32)
+            context, pooled = jax.lax.stop_gradient((context, pooled))
+        side = float(config["resolution"])
+        time_ids = jnp.tile(jnp.array([side, side, 0, 0, side, side]), (batch, 1))
+        return model.unet(unet, unet_config, noisy.astype(dtype), t, context, pooled, time_ids).astype(jnp.float32)
 
     def init(key):
         weights = {"text_encoder": {}, "unet": {}}

@@ -18,7 +18,7 @@ use crate::runtime::Session;
 use crate::schedulers::{self, SamplingPlan, SchedulerConfig};
 use crate::shard::{LogicalAxisRule, LogicalAxisRules, MeshAxes, Parallelism};
 use crate::train::optimizer::OptimizerOptions;
-use crate::train::step::{StepOptions, Timesteps};
+use crate::train::step::{LossWeighting, StepOptions, Timesteps};
 
 use super::CliError;
 
@@ -297,6 +297,16 @@ pub fn optimizer(config: &Config) -> OptimizerOptions {
     }
 }
 
+/// How the loss weighs timesteps: `snr_gamma` alone is min-SNR, as in MaxDiffusion.
+pub fn loss_weighting(config: &Config) -> LossWeighting {
+    let gamma = config.snr_gamma;
+    match config.loss_weighting {
+        config::LossWeighting::SnrPlusOne => LossWeighting::SnrPlusOne { gamma },
+        config::LossWeighting::None if gamma > 0.0 => LossWeighting::MinSnr { gamma },
+        config::LossWeighting::None => LossWeighting::None,
+    }
+}
+
 /// The training step for `batch` samples over all devices.
 pub fn step_options(
     config: &Config,
@@ -307,6 +317,7 @@ pub fn step_options(
         batch,
         optimizer: optimizer(config),
         timesteps: Timesteps::Uniform,
+        loss_weighting: loss_weighting(config),
         train_text_encoder: config.train_text_encoder,
         quantization: policy(config, local_shards)?,
     })

@@ -7,7 +7,7 @@ use super::field::Verb;
 use super::model::builtin_prediction;
 use super::schema::{Config, MESH};
 use super::values::{
-    DatasetType, MeshAxis, ModelConfig, PredictionType, Quantization, Sampler, TimestepSpacing,
+    DatasetType, LossWeighting, MeshAxis, ModelConfig, PredictionType, Quantization, Sampler, TimestepSpacing,
 };
 
 /// The keys involved and what is wrong.
@@ -42,6 +42,17 @@ pub(super) fn conflicts(config: &Config, verb: Option<Verb>) -> Vec<Conflict> {
                 scheduler.beta_start, scheduler.beta_end
             ),
         ));
+    }
+    let weighted = config.loss_weighting != LossWeighting::None;
+    if config.snr_gamma <= 0.0 && (config.snr_gamma != -1.0 || weighted) {
+        let weighting = config.loss_weighting;
+        let message = match weighted {
+            true => format!(
+                "loss_weighting={weighting} caps the signal-to-noise ratio at snr_gamma: give one above 0, such as 5"
+            ),
+            false => format!("{} is neither -1 (off) nor above 0", config.snr_gamma),
+        };
+        found.push((vec!["snr_gamma", "loss_weighting"], message));
     }
     if verb.is_none_or(|v| matches!(v, Verb::Generate | Verb::Train))
         && config.num_inference_steps > scheduler.num_train_timesteps

@@ -117,8 +117,12 @@ schema! {
         scheduler: Option<Sampler> = None, Ours, TRAIN_GENERATE;
         /// Short for `diffusion_scheduler_config.prediction_type`.
         prediction_type: Option<PredictionType> = None, Ours, PROGRAM;
-        /// Min-SNR weighting of the loss; -1 is off.
-        snr_gamma: f64 = -1.0, NotYet("min-SNR weighting"), TRAIN_STEP;
+        /// Largest signal-to-noise ratio that the loss's weights know: min-SNR weighting (Hang et al.
+        /// 2023), or the cap of `loss_weighting`. -1 is off.
+        snr_gamma: f64 = -1.0, Used, TRAIN_STEP;
+        /// Weight of the loss at each timestep: `snr_plus_one` measures the error of the velocity,
+        /// whatever the model predicts, with the ratio capped at `snr_gamma`.
+        loss_weighting: LossWeighting = LossWeighting::None, Ours, TRAIN_STEP;
         /// Drawing some timesteps more often than others.
         timestep_bias: TimestepBias = TimestepBias::default(), Used, TRAIN;
 

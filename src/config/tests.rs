@@ -407,16 +407,26 @@ fn what_maxdiffusion_ignores_warns_and_what_is_not_here_is_refused() {
     );
     assert_eq!(
         errors(
-            "snr_gamma: 5\nlightning_repo: x\n",
+            "guidance_rescale: 5\nlightning_repo: x\n",
             &["timestep_bias.strategy=later"],
             None
         ),
         [
-            "run.yml:1: snr_gamma: min-SNR weighting is not here yet: remove the key or set it to -1.0",
+            "run.yml:1: guidance_rescale: guidance rescaling is not here yet: remove the key or set it to 0.0",
             "run.yml:2: lightning_repo: SDXL-Lightning is not here yet: remove the key or set it to ''",
             "command line: timestep_bias.strategy: 'later' is a MaxDiffusion value that is not here yet; valid: none",
         ]
     );
+    for (text, expected) in [
+        ("snr_gamma: 0\n", "0 is neither -1 (off) nor above 0"),
+        (
+            "loss_weighting: snr_plus_one\n",
+            "loss_weighting=snr_plus_one caps the signal-to-noise ratio at snr_gamma",
+        ),
+    ] {
+        let found = errors(text, &[], None).join("\n");
+        assert!(found.contains(expected), "{found}");
+    }
     assert_eq!(
         load("from_pt: True\n", &[], None).warnings,
         [

@@ -136,6 +136,17 @@ choices! {
 }
 
 choices! {
+    /// How much the error of a sample counts at its timestep.
+    pub enum LossWeighting {
+        /// As it is, or by min-SNR where `snr_gamma` is given.
+        #[default]
+        None = "none",
+        /// `min(SNR, snr_gamma) + 1` times the error of the clean sample (Salimans and Ho 2022).
+        SnrPlusOne = "snr_plus_one",
+    }
+}
+
+choices! {
     /// Which timesteps training draws more often.
     pub enum BiasStrategy {
         #[default]

@@ -7,7 +7,7 @@ use crate::host_tensor::HostTensor;
 use crate::models::unet::{TextTime, UNetInputs};
 use crate::pipelines::model::DiffusionModel;
 use crate::quant::{self, Decision, Policy, QuantError, ROUNDING_KEY};
-use crate::schedulers::{NoiseSchedule, SchedulerError};
+use crate::schedulers::{NoiseSchedule, PredictionType, SchedulerError};
 use crate::shape::Shape;
 
 use super::optimizer::{OptimizerOptions, Trained, adamw};
@@ -21,6 +21,40 @@ pub enum Timesteps {
     Weighted(Vec<f64>),
 }
 
+/// How much the error of a sample counts at its timestep.
+///
+/// Weights are of the squared error of the clean sample; that of another prediction is the clean sample's times `SNR`
+/// (noise) or `SNR + 1` (velocity), with `SNR = alphas_cumprod / (1 - alphas_cumprod)`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum LossWeighting {
+    /// The squared error of what the model predicts, as it is.
+    None,
+    /// `min(SNR, gamma)`: Hang et al. 2023, section 3.4.
+    MinSnr { gamma: f64 },
+    /// `min(SNR, gamma) + 1`: the error of the velocity (Salimans and Ho 2022, section 4, "SNR+1"), capped alike. At
+    /// high noise it does not vanish, as min-SNR's does.
+    SnrPlusOne { gamma: f64 },
+}
+
+impl LossWeighting {
+    /// The factor of the prediction's squared error where the schedule has `alpha_cumprod`; `None` for no weighting.
+    fn factor(self, prediction: PredictionType, alpha_cumprod: f64) -> Option<f64> {
+        let snr = alpha_cumprod / (1.0 - alpha_cumprod);
+        let clean = match self {
+            LossWeighting::None => return None,
+            LossWeighting::MinSnr { gamma } => snr.min(gamma),
+            LossWeighting::SnrPlusOne { gamma } => snr.min(gamma) + 1.0,
+        };
+        Some(match prediction {
+            PredictionType::Sample => clean,
+            // min(SNR, gamma) / SNR is 1 where SNR is 0; SnrPlusOne has no limit there.
+            PredictionType::Epsilon if snr == 0.0 && clean == 0.0 => 1.0,
+            PredictionType::Epsilon => clean / snr,
+            PredictionType::VPrediction => clean / (snr + 1.0),
+        })
+    }
+}
+
 /// What the step is made of, beside the model.
 #[derive(Clone, Debug)]
 pub struct StepOptions {
@@ -28,6 +62,7 @@ pub struct StepOptions {
     pub batch: usize,
     pub optimizer: OptimizerOptions,
     pub timesteps: Timesteps,
+    pub loss_weighting: LossWeighting,
     /// Whether the text encoder is traced and trained, or its outputs are inputs.
     pub train_text_encoder: bool,
     pub quantization: Option<Policy>,
@@ -55,6 +90,11 @@ pub enum StepError {
     Quant(#[from] QuantError),
     #[error(transparent)]
     Scheduler(#[from] SchedulerError),
+    #[error(
+        "loss_weighting=snr_plus_one has no finite weight for a prediction of the noise at timestep {timestep}, which \
+         is pure noise: predict the velocity or the sample, or leave rescale_zero_terminal_snr off"
+    )]
+    LossWeight { timestep: usize },
 }
 
 /// The traced step, quantized and lowered, and what quantization decided for each contraction.
@@ -96,7 +136,7 @@ pub fn trace(model: &DiffusionModel, options: &StepOptions) -> Result<TracedStep
             text_time,
         },
     )?;
-    let loss = mean_squared_error(&b.root("loss"), prediction, noised.target)?;
+    let loss = mean_squared_error(&b.root("loss"), prediction, noised.target, noised.weight)?;
 
     let decisions = match &options.quantization {
         None => Vec::new(),
@@ -175,6 +215,8 @@ struct Noised {
     sample: Tensor,
     timestep: Tensor,
     target: Tensor,
+    /// Of each sample's error: `f32[batch]`.
+    weight: Option<Tensor>,
 }
 
 fn add_noise(
@@ -197,7 +239,16 @@ fn add_noise(
     let timestep = draw_timesteps(b, uniform, steps, &options.timesteps)?;
 
     let mut columns: [Vec<f32>; 4] = Default::default();
+    let mut weights = Vec::new();
     for t in 0..steps {
+        let prediction = model.scheduler.prediction_type;
+        let alpha_cumprod = f64::from(schedule.alphas_cumprod[t]);
+        if let Some(weight) = options.loss_weighting.factor(prediction, alpha_cumprod) {
+            if !weight.is_finite() {
+                return Err(StepError::LossWeight { timestep: t });
+            }
+            weights.push(weight as f32);
+        }
         let (sample, noise) = schedule.noise_coefficients(t)?;
         let (target_sample, target_noise) = schedule.target_coefficients(t)?;
         for (column, value) in columns
@@ -211,6 +262,10 @@ fn add_noise(
         let table = b.constant(HostTensor::from_f32([steps], column)?)?;
         b.reshape(b.take(table, timestep)?, &[batch, 1, 1, 1])
     };
+    let weight = match weights.is_empty() {
+        true => None,
+        false => Some(b.reshape(pick(&weights)?, &[batch])?),
+    };
     let mix = |first: &[f32], second: &[f32]| {
         b.add(b.mul(pick(first)?, clean)?, b.mul(pick(second)?, noise)?)
     };
@@ -218,6 +273,7 @@ fn add_noise(
         sample: mix(&columns[0], &columns[1])?,
         timestep: b.convert(timestep, DType::F32)?,
         target: mix(&columns[2], &columns[3])?,
+        weight,
     })
 }
 
@@ -260,10 +316,48 @@ fn mean_squared_error(
     b: &Builder,
     prediction: Tensor,
     target: Tensor,
+    weight: Option<Tensor>,
 ) -> Result<Tensor, GraphError> {
     let difference = b.sub(prediction, target)?;
     let dims = b.dims(difference);
-    let all: Vec<usize> = (0..dims.len()).collect();
-    let sum = b.sum(b.square(difference)?, &all)?;
+    let features: Vec<usize> = (1..dims.len()).collect();
+    let mut errors = b.sum(b.square(difference)?, &features)?;
+    if let Some(weight) = weight {
+        errors = b.mul(errors, weight)?;
+    }
+    let sum = b.sum(errors, &[0])?;
     b.mul_scalar(sum, 1.0 / dims.iter().product::<usize>() as f64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::LossWeighting::{MinSnr, None as Unweighted, SnrPlusOne};
+    use super::PredictionType::{Epsilon, Sample, VPrediction};
+
+    /// The factors turn the error of any prediction into the same weighted error of the clean sample: with
+    /// `x_t = a x + s n`, an error `e` of the sample is one of `e a / s` of the noise and of `e / s` of the velocity.
+    #[test]
+    fn weights_mean_the_same_for_every_prediction() {
+        for alpha_cumprod in [0.01, 0.3, 0.5, 0.9, 0.999] {
+            let snr: f64 = alpha_cumprod / (1.0 - alpha_cumprod);
+            for weighting in [MinSnr { gamma: 5.0 }, SnrPlusOne { gamma: 5.0 }] {
+                let of = |prediction| weighting.factor(prediction, alpha_cumprod).unwrap();
+                let clean = of(Sample);
+                assert!((of(Epsilon) * snr - clean).abs() < 1e-12);
+                assert!((of(VPrediction) * (snr + 1.0) - clean).abs() < 1e-12);
+            }
+            let of = |weighting: super::LossWeighting| weighting.factor(Sample, alpha_cumprod);
+            assert_eq!(of(Unweighted), None);
+            assert_eq!(of(MinSnr { gamma: 5.0 }), Some(snr.min(5.0)));
+            assert_eq!(of(SnrPlusOne { gamma: 5.0 }), Some(snr.min(5.0) + 1.0));
+        }
+        // Uncapped, SNR + 1 is the plain error of the velocity.
+        let uncapped = SnrPlusOne {
+            gamma: f64::INFINITY,
+        };
+        assert!((uncapped.factor(VPrediction, 0.9).unwrap() - 1.0).abs() < 1e-12);
+        // Pure noise: min-SNR has a limit for a prediction of the noise, SNR + 1 has none.
+        assert_eq!(MinSnr { gamma: 5.0 }.factor(Epsilon, 0.0), Some(1.0));
+        assert!(!uncapped.factor(Epsilon, 0.0).unwrap().is_finite());
+    }
 }
