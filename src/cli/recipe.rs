@@ -297,6 +297,24 @@ pub fn optimizer(config: &Config) -> OptimizerOptions {
     }
 }
 
+/// The timesteps that training draws: diffusers' `generate_timestep_weights`.
+fn timesteps(config: &Config) -> Timesteps {
+    let bias = &config.timestep_bias;
+    let steps = config.diffusion_scheduler_config.num_train_timesteps as usize;
+    let portion = (bias.portion * steps as f64) as usize;
+    let biased = match bias.strategy {
+        config::BiasStrategy::None => return Timesteps::Uniform,
+        config::BiasStrategy::Earlier => 0..portion,
+        config::BiasStrategy::Later => steps - portion..steps,
+        config::BiasStrategy::Range => bias.begin as usize..bias.end as usize,
+    };
+    let weight = |t| match biased.contains(&t) {
+        true => bias.multiplier,
+        false => 1.0,
+    };
+    Timesteps::Weighted((0..steps).map(weight).collect())
+}
+
 /// How the loss weighs timesteps: `snr_gamma` alone is min-SNR, as in MaxDiffusion.
 pub fn loss_weighting(config: &Config) -> LossWeighting {
     let gamma = config.snr_gamma;
@@ -316,9 +334,35 @@ pub fn step_options(
     Ok(StepOptions {
         batch,
         optimizer: optimizer(config),
-        timesteps: Timesteps::Uniform,
+        timesteps: timesteps(config),
         loss_weighting: loss_weighting(config),
         train_text_encoder: config.train_text_encoder,
         quantization: policy(config, local_shards)?,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::BiasStrategy;
+
+    #[test]
+    fn timesteps_are_biased_as_asked() {
+        let mut config = Config::default();
+        assert_eq!(timesteps(&config), Timesteps::Uniform);
+        config.diffusion_scheduler_config.num_train_timesteps = 8;
+        config.timestep_bias.multiplier = 3.0;
+        config.timestep_bias.begin = 2;
+        config.timestep_bias.end = 4;
+        for (strategy, biased) in [
+            (BiasStrategy::Earlier, 0..2),
+            (BiasStrategy::Later, 6..8),
+            (BiasStrategy::Range, 2..4),
+        ] {
+            config.timestep_bias.strategy = strategy;
+            let mut expected = vec![1.0; 8];
+            expected[biased].fill(3.0);
+            assert_eq!(timesteps(&config), Timesteps::Weighted(expected));
+        }
+    }
 }

@@ -46,7 +46,7 @@ pub const UNET_FILE: &str = "diffusion_pytorch_model.safetensors";
 pub const TEXT_ENCODER_FILE: &str = "model.safetensors";
 
 /// Configuration values that decide what a step computes: a run continues with the same ones only.
-const DECIDING: [&str; 39] = [
+const DECIDING: [&str; 40] = [
     "seed",
     "unet_config",
     "text_encoder_config",
@@ -57,6 +57,7 @@ const DECIDING: [&str; 39] = [
     "activations_dtype",
     "precision",
     "diffusion_scheduler_config",
+    "timestep_bias",
     "snr_gamma",
     "loss_weighting",
     "quantization",

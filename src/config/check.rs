@@ -7,7 +7,8 @@ use super::field::Verb;
 use super::model::builtin_prediction;
 use super::schema::{Config, MESH};
 use super::values::{
-    DatasetType, LossWeighting, MeshAxis, ModelConfig, PredictionType, Quantization, Sampler, TimestepSpacing,
+    BiasStrategy, DatasetType, LossWeighting, MeshAxis, ModelConfig, PredictionType, Quantization,
+    Sampler, TimestepSpacing,
 };
 
 /// The keys involved and what is wrong.
@@ -40,6 +41,18 @@ pub(super) fn conflicts(config: &Config, verb: Option<Verb>) -> Vec<Conflict> {
             format!(
                 "beta_start {} is above beta_end {}",
                 scheduler.beta_start, scheduler.beta_end
+            ),
+        ));
+    }
+    let bias = &config.timestep_bias;
+    if bias.strategy == BiasStrategy::Range
+        && (bias.begin >= bias.end || bias.end > scheduler.num_train_timesteps)
+    {
+        found.push((
+            vec!["timestep_bias", "diffusion_scheduler_config"],
+            format!(
+                "strategy range from {} up to {} is not a range of the {} timesteps",
+                bias.begin, bias.end, scheduler.num_train_timesteps
             ),
         ));
     }

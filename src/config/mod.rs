@@ -24,9 +24,10 @@ pub use model::builtin_unet_config;
 pub use schema::{Config, LoraConfig, MESH, SchedulerConfig, TimestepBias};
 pub use values::{
     Attention, AxisRule, AxisRules, BetaSchedule, BiasStrategy, DataSharding, DatasetType,
-    FloatType, FreeDict, FreeList, Hardware, LearningRateSchedule, LossWeighting, MeshAxes, MeshAxis, ModelConfig,
-    Precision, PredictionType, Prompts, QuantRule, QuantRuleType, QuantRules, Quantization,
-    RematPolicy, Resume, Sampler, TextEncoderConfig, TimestepSpacing, UNetConfig,
+    FloatType, FreeDict, FreeList, Hardware, LearningRateSchedule, LossWeighting, MeshAxes,
+    MeshAxis, ModelConfig, Precision, PredictionType, Prompts, QuantRule, QuantRuleType,
+    QuantRules, Quantization, RematPolicy, Resume, Sampler, TextEncoderConfig, TimestepSpacing,
+    UNetConfig,
 };
 
 #[cfg(test)]

@@ -124,7 +124,7 @@ schema! {
         /// whatever the model predicts, with the ratio capped at `snr_gamma`.
         loss_weighting: LossWeighting = LossWeighting::None, Ours, TRAIN_STEP;
         /// Drawing some timesteps more often than others.
-        timestep_bias: TimestepBias = TimestepBias::default(), Used, TRAIN;
+        timestep_bias: TimestepBias = TimestepBias::default(), Used, TRAIN_STEP;
 
         group "Quantization";
         /// Quantization mode; empty is off.
@@ -399,15 +399,19 @@ schema! {
     pub struct TimestepBias {
         group "timestep_bias";
         /// Which timesteps to draw more often.
-        strategy: BiasStrategy = BiasStrategy::None, Used, TRAIN;
+        strategy: BiasStrategy = BiasStrategy::None, Used, TRAIN_STEP;
         /// How much more often.
-        multiplier: f64 = 1.0, IgnoredByMaxDiffusion, TRAIN;
+        multiplier: f64 = 1.0, Used, TRAIN_STEP, in Above(0.0),
+            when "timestep_bias.strategy other than none" |c| c.timestep_bias.strategy != BiasStrategy::None;
         /// First timestep of strategy range.
-        begin: u64 = 0, IgnoredByMaxDiffusion, TRAIN;
-        /// Last timestep of strategy range.
-        end: u64 = 1000, IgnoredByMaxDiffusion, TRAIN;
+        begin: u64 = 0, Used, TRAIN_STEP,
+            when "timestep_bias.strategy=range" |c| c.timestep_bias.strategy == BiasStrategy::Range;
+        /// End of strategy range, which is not part of it.
+        end: u64 = 1000, Used, TRAIN_STEP,
+            when "timestep_bias.strategy=range" |c| c.timestep_bias.strategy == BiasStrategy::Range;
         /// Share of the timesteps that earlier and later bias.
-        portion: f64 = 0.25, IgnoredByMaxDiffusion, TRAIN;
+        portion: f64 = 0.25, Used, TRAIN_STEP, in Between(0.0, 1.0),
+            when "timestep_bias.strategy=earlier or later" |c| matches!(c.timestep_bias.strategy, BiasStrategy::Earlier | BiasStrategy::Later);
     }
 }
 

@@ -408,16 +408,20 @@ fn what_maxdiffusion_ignores_warns_and_what_is_not_here_is_refused() {
     assert_eq!(
         errors(
             "guidance_rescale: 5\nlightning_repo: x\n",
-            &["timestep_bias.strategy=later"],
+            &["quantization=fp8"],
             None
         ),
         [
             "run.yml:1: guidance_rescale: guidance rescaling is not here yet: remove the key or set it to 0.0",
             "run.yml:2: lightning_repo: SDXL-Lightning is not here yet: remove the key or set it to ''",
-            "command line: timestep_bias.strategy: 'later' is a MaxDiffusion value that is not here yet; valid: none",
+            "command line: quantization: 'fp8' is a MaxDiffusion value that is not here yet; valid: '', int8",
         ]
     );
     for (text, expected) in [
+        (
+            "timestep_bias: {strategy: range, begin: 900, end: 1200}\n",
+            "strategy range from 900 up to 1200 is not a range of the 1000 timesteps",
+        ),
         ("snr_gamma: 0\n", "0 is neither -1 (off) nor above 0"),
         (
             "loss_weighting: snr_plus_one\n",
@@ -647,7 +651,7 @@ fn explain_says_what_a_key_is() {
     assert!(
         explain("timestep_bias")
             .unwrap()
-            .contains("    strategy (one of none; default 'none')")
+            .contains("    strategy (one of none, earlier, later, range; default 'none')")
     );
     assert!(
         explain("diffusion_scheduler_config.beta_start")

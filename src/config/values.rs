@@ -151,8 +151,13 @@ choices! {
     pub enum BiasStrategy {
         #[default]
         None = "none",
+        /// The first `portion`: little noise.
+        Earlier = "earlier",
+        /// The last `portion`: much noise.
+        Later = "later",
+        /// From `begin` up to `end`, without `end`.
+        Range = "range",
     }
-    not_yet ["earlier", "later", "range"]
 }
 
 choices! {

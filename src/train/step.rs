@@ -333,6 +333,33 @@ fn mean_squared_error(
 mod tests {
     use super::LossWeighting::{MinSnr, None as Unweighted, SnrPlusOne};
     use super::PredictionType::{Epsilon, Sample, VPrediction};
+    use super::*;
+    use crate::graph::evaluate;
+
+    /// Of 1,000 evenly spread uniform numbers, each timestep gets its share.
+    #[test]
+    fn timesteps_are_drawn_by_their_weights() {
+        let drawn = |timesteps: &Timesteps| -> Vec<usize> {
+            let b = Builder::new();
+            let uniform = b
+                .input("uniform", Shape::new(DType::F32, [1000]), &[])
+                .unwrap();
+            let t = draw_timesteps(&b, uniform, 5, timesteps).unwrap();
+            b.output("t", b.convert(t, DType::F32).unwrap(), None)
+                .unwrap();
+            let grid: Vec<f32> = (0..1000).map(|i| (i as f32 + 0.5) / 1000.0).collect();
+            let grid = HostTensor::from_f32([1000], &grid).unwrap();
+            let values = evaluate(&b.finish(), &[grid]).unwrap()[0]
+                .to_f32_vec()
+                .unwrap();
+            (0..5)
+                .map(|t| values.iter().filter(|v| **v == t as f32).count())
+                .collect()
+        };
+        assert_eq!(drawn(&Timesteps::Uniform), [200; 5]);
+        let weights = Timesteps::Weighted(vec![1.0, 4.0, 4.0, 1.0, 0.0]);
+        assert_eq!(drawn(&weights), [100, 400, 400, 100, 0]);
+    }
 
     /// The factors turn the error of any prediction into the same weighted error of the clean sample: with
     /// `x_t = a x + s n`, an error `e` of the sample is one of `e a / s` of the noise and of `e / s` of the velocity.
