@@ -284,6 +284,11 @@ fn sdxl_matches_diffusers() {
 }
 
 #[test]
+fn scale_and_shift_by_the_time_embedding_match_diffusers() {
+    unet_matches_diffusers("unet_scale_shift", Remat::None);
+}
+
+#[test]
 fn recomputing_blocks_changes_no_gradient() {
     unet_matches_diffusers("unet_sd15", Remat::Full);
 }

@@ -1,8 +1,9 @@
-"""Tiny `UNet2DConditionModel`s of the Stable Diffusion 1.5, 2.1 and XL kinds: weights, inputs, outputs, gradients.
+"""Tiny `UNet2DConditionModel`s of the Stable Diffusion 1.5, 2.1 and XL kinds, and one with scale and shift by the time
+embedding: weights, inputs, outputs, gradients.
 
-Usage: python unet.py
+Usage: python unet.py [sd15|sd21|sdxl|scale_shift]...
 
-Writes tests/golden/unet_{sd15,sd21,sdxl}/ in diffusers' layout (XL sharded) and beside it `io.safetensors`:
+Writes tests/golden/unet_{sd15,sd21,sdxl,scale_shift}/ in diffusers' layout (XL sharded) and beside it `io.safetensors`:
   in/sample, in/timestep, in/encoder_hidden_states, and for XL in/text_embeds and in/time_ids;
   in/cotangent: the loss is mean(out/sample * in/cotangent);
   out/sample, and out/<module path> of the time embedding, `conv_in` and each block (NCHW);
@@ -14,6 +15,7 @@ float32 run is from them.
 import json
 import math
 import shutil
+import sys
 
 import numpy as np
 import torch
@@ -38,6 +40,10 @@ CONFIGS = {
                  projection_class_embeddings_input_dim=6 * 8 + 10,
                  down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
                  up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D")),
+    "scale_shift": dict(SHARED, layers_per_block=1, block_out_channels=(8, 16), cross_attention_dim=12,
+                        attention_head_dim=2, resnet_time_scale_shift="scale_shift",
+                        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+                        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D")),
 }
 # Not square: a swap of height and width shows. Batch of two with different timesteps.
 BATCH, HEIGHT, WIDTH, TOKENS = 2, 8, 12, 5
@@ -103,7 +109,8 @@ def rel_l2(a, b):
 def main():
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    for name, config in CONFIGS.items():
+    for name in sys.argv[1:] or CONFIGS:
+        config = CONFIGS[name]
         folder = GOLDEN / f"unet_{name}"
         shutil.rmtree(folder, ignore_errors=True)
         model = UNet2DConditionModel(**config)

@@ -20,7 +20,7 @@ UNET_DEFAULTS = dict(
     up_block_types=["UpBlock2D"] + ["CrossAttnUpBlock2D"] * 3,
     block_out_channels=[320, 640, 1280, 1280], layers_per_block=2, norm_num_groups=32, norm_eps=1e-5,
     cross_attention_dim=1280, transformer_layers_per_block=1, attention_head_dim=8, use_linear_projection=False,
-    addition_embed_type=None, addition_time_embed_dim=None,
+    addition_embed_type=None, addition_time_embed_dim=None, resnet_time_scale_shift="default",
 )
 CLIP_DEFAULTS = dict(
     vocab_size=49408, hidden_size=512, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=8,
@@ -114,8 +114,14 @@ def embedding_mlp(p, name, x, features):
 
 def resnet(p, name, x, temb, features, c):
     h = p.conv(f"{name}.conv1", jax.nn.silu(p.group_norm(f"{name}.norm1", x, c["norm_num_groups"], c["norm_eps"])), features)
-    h = h + p.linear(f"{name}.time_emb_proj", temb, features)[:, None, None, :]
-    h = p.conv(f"{name}.conv2", jax.nn.silu(p.group_norm(f"{name}.norm2", h, c["norm_num_groups"], c["norm_eps"])), features)
+    norm2 = lambda y: p.group_norm(f"{name}.norm2", y, c["norm_num_groups"], c["norm_eps"])
+    time = lambda width: p.linear(f"{name}.time_emb_proj", temb, width)[:, None, None, :]
+    if c["resnet_time_scale_shift"] == "scale_shift":
+        scale, shift = jnp.split(time(2 * features), 2, -1)
+        h = norm2(h) * (1 + scale) + shift
+    else:
+        h = norm2(h + time(features))
+    h = p.conv(f"{name}.conv2", jax.nn.silu(h), features)
     return h + (x if x.shape[-1] == features else p.conv(f"{name}.conv_shortcut", x, features, kernel=1))
 
 

@@ -41,7 +41,7 @@ def check(name, folder, forward, cotangents):
 
 
 def main():
-    for name in ("sd15", "sd21", "sdxl"):
+    for name in ("sd15", "sd21", "sdxl", "scale_shift"):
         folder = GOLDEN / f"unet_{name}"
         config, _ = model.load(folder)
 

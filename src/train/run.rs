@@ -61,6 +61,8 @@ pub enum TrainError {
     },
     #[error("the training program has no value for its input {0}")]
     UnknownInput(String),
+    #[error("the training program has a result {0} that the loop does not know")]
+    UnknownOutput(String),
     #[error("sample images: {0}")]
     Samples(Box<dyn std::error::Error + Send + Sync>),
 }
@@ -293,7 +295,7 @@ impl Trainer<'_> {
             }
             let step = state.step;
             let batch = prefetcher.next_batch()?;
-            let result = take_step(self.session, self.program, &mut state, &batch, options)?;
+            let result = self.take_step(&mut state, &batch)?;
             if result.finite {
                 failed_in_a_row = 0;
             } else {
@@ -373,6 +375,84 @@ impl Trainer<'_> {
         sinks.metrics.flush()?;
         save(self.session, state, self.options, sinks.checkpoints)
     }
+
+    /// Runs one step; `state` has its results, and its counter is one further.
+    fn take_step(
+        &self,
+        state: &mut TrainingState,
+        batch: &Batch,
+    ) -> Result<StepResult, TrainError> {
+        let (session, program, options) = (self.session, self.program, self.options);
+        let start = Instant::now();
+        let learning_rate = options.learning_rate.at(state.step);
+        let [key, rounding] = keys(options.seed, state.step);
+        let words =
+            |w: [u32; 2]| HostTensor::from_f64(Shape::new(DType::U32, [2]), &w.map(f64::from));
+        let mut arguments = Vec::with_capacity(state.inputs.len());
+        let mut data: Vec<Option<Array>> = Vec::with_capacity(state.inputs.len());
+        for (input, slot) in state.inputs.iter().zip(program.inputs()) {
+            let host = match (&input.kind, input.name.as_str()) {
+                (InputKind::Data, names::KEY) => words(key)?,
+                (InputKind::Data, ROUNDING_KEY) => words(rounding)?,
+                (InputKind::Data, names::LEARNING_RATE) => {
+                    HostTensor::from_f32([], &[learning_rate as f32])?
+                }
+                (InputKind::Data, names::SAMPLE) => {
+                    let side = input.shape.dims[2] * options.pixel_unshuffle;
+                    let samples = to_samples(
+                        &batch.pixels,
+                        input.shape.dims[0],
+                        side,
+                        options.pixel_unshuffle,
+                    );
+                    HostTensor::from_f32(input.shape.dims.clone(), &samples)?
+                }
+                (InputKind::Data, "input_ids") => {
+                    HostTensor::from_i32(input.shape.dims.clone(), &batch.token_ids)?
+                }
+                (InputKind::Data, other) => {
+                    return Err(TrainError::UnknownInput(other.to_string()));
+                }
+                (InputKind::Weight(_) | InputKind::State, _) => {
+                    data.push(None);
+                    continue;
+                }
+            };
+            data.push(Some(session.put(&host, &slot.spec)?));
+        }
+        for (index, data) in data.into_iter().enumerate() {
+            let array = match data {
+                Some(array) => array,
+                None => state.arrays[index]
+                    .take()
+                    .ok_or_else(|| TrainError::UnknownInput(state.inputs[index].name.clone()))?,
+            };
+            arguments.push(Value::Donate(array));
+        }
+        let mut result = StepResult {
+            step: state.step,
+            seconds: 0.0,
+            learning_rate,
+            loss: f64::NAN,
+            grad_norm: f64::NAN,
+            finite: false,
+        };
+        for (array, output) in program.run(arguments)?.into_iter().zip(&self.graph.outputs) {
+            let read = |array: &Array| -> Result<f64, TrainError> {
+                Ok(array.to_host(session.mesh())?.to_f64_vec()?[0])
+            };
+            match (output.alias, output.name.as_str()) {
+                (Some(input), _) => state.arrays[input] = Some(array),
+                (None, names::LOSS) => result.loss = read(&array)?,
+                (None, names::GRAD_NORM) => result.grad_norm = read(&array)?,
+                (None, names::FINITE) => result.finite = read(&array)? != 0.0,
+                (None, other) => return Err(TrainError::UnknownOutput(other.to_string())),
+            }
+        }
+        state.step += 1;
+        result.seconds = start.elapsed().as_secs_f64();
+        Ok(result)
+    }
 }
 
 /// What one step told.
@@ -392,87 +472,6 @@ fn keys(seed: u64, step: u64) -> [[u32; 2]; 2] {
     rng.set_stream(step);
     let mut word = || rng.next_u32();
     [[word(), word()], [word(), word()]]
-}
-
-fn take_step(
-    session: &Session,
-    program: &Program,
-    state: &mut TrainingState,
-    batch: &Batch,
-    options: &RunOptions,
-) -> Result<StepResult, TrainError> {
-    let start = Instant::now();
-    let learning_rate = options.learning_rate.at(state.step);
-    let [key, rounding] = keys(options.seed, state.step);
-    let words = |w: [u32; 2]| HostTensor::from_f64(Shape::new(DType::U32, [2]), &w.map(f64::from));
-    let mut arguments = Vec::with_capacity(state.inputs.len());
-    let mut data: Vec<Option<Array>> = Vec::with_capacity(state.inputs.len());
-    for (input, slot) in state.inputs.iter().zip(program.inputs()) {
-        let host = match (&input.kind, input.name.as_str()) {
-            (InputKind::Data, names::KEY) => words(key)?,
-            (InputKind::Data, ROUNDING_KEY) => words(rounding)?,
-            (InputKind::Data, names::LEARNING_RATE) => {
-                HostTensor::from_f32([], &[learning_rate as f32])?
-            }
-            (InputKind::Data, names::SAMPLE) => {
-                let side = input.shape.dims[2] * options.pixel_unshuffle;
-                let samples = to_samples(
-                    &batch.pixels,
-                    input.shape.dims[0],
-                    side,
-                    options.pixel_unshuffle,
-                );
-                HostTensor::from_f32(input.shape.dims.clone(), &samples)?
-            }
-            (InputKind::Data, "input_ids") => {
-                HostTensor::from_i32(input.shape.dims.clone(), &batch.token_ids)?
-            }
-            (InputKind::Data, other) => return Err(TrainError::UnknownInput(other.to_string())),
-            (InputKind::Weight(_) | InputKind::State, _) => {
-                data.push(None);
-                continue;
-            }
-        };
-        data.push(Some(session.put(&host, &slot.spec)?));
-    }
-    for (index, data) in data.into_iter().enumerate() {
-        let array = match data {
-            Some(array) => array,
-            None => state.arrays[index]
-                .take()
-                .ok_or_else(|| TrainError::UnknownInput(state.inputs[index].name.clone()))?,
-        };
-        arguments.push(Value::Donate(array));
-    }
-    let mut result = StepResult {
-        step: state.step,
-        seconds: 0.0,
-        learning_rate,
-        loss: f64::NAN,
-        grad_norm: f64::NAN,
-        finite: false,
-    };
-    for (array, slot) in program.run(arguments)?.into_iter().zip(program.outputs()) {
-        let read = |array: &Array| -> Result<f64, TrainError> {
-            Ok(array.to_host(session.mesh())?.to_f64_vec()?[0])
-        };
-        match slot.name.as_str() {
-            names::LOSS => result.loss = read(&array)?,
-            names::GRAD_NORM => result.grad_norm = read(&array)?,
-            names::FINITE => result.finite = read(&array)? != 0.0,
-            name => {
-                let index = state
-                    .inputs
-                    .iter()
-                    .position(|i| i.name == name)
-                    .ok_or_else(|| TrainError::UnknownInput(name.to_string()))?;
-                state.arrays[index] = Some(array);
-            }
-        }
-    }
-    state.step += 1;
-    result.seconds = start.elapsed().as_secs_f64();
-    Ok(result)
 }
 
 fn save(
