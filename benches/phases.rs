@@ -49,7 +49,7 @@ fn train_graph(config: &Config) -> Outcome<Graph> {
         derived.total_train_batch_size as usize,
         derived.quantization_local_shard_count as usize,
     )?;
-    let model = recipe::model(config, data::vocabulary(config)?.as_ref())?;
+    let model = recipe::model(config, data::tokenizer_for_vocab_size(config)?.as_ref())?;
     Ok(step::trace(&model, &options)?.graph)
 }
 

@@ -137,7 +137,10 @@ fn main() -> Result<(), Box<dyn Error>> {
             derived.total_train_batch_size as usize,
             derived.quantization_local_shard_count as usize,
         )?;
-        let model = recipe::model(&loaded.config, data::vocabulary(&loaded.config)?.as_ref())?;
+        let model = recipe::model(
+            &loaded.config,
+            data::tokenizer_for_vocab_size(&loaded.config)?.as_ref(),
+        )?;
         let graph = step::trace(&model, &options)?.graph;
         let name = variant.join(" ");
         programs.push(Running::new(&session, name, &graph)?);

@@ -104,16 +104,6 @@ impl DType {
             DType::F64 => "f64",
         }
     }
-
-    /// Reads a configuration's name for a float type (`float32`, `bfloat16`, `float16`, and the short forms).
-    pub fn from_config_name(name: &str) -> Option<DType> {
-        match name {
-            "float32" | "f32" | "fp32" => Some(DType::F32),
-            "bfloat16" | "bf16" => Some(DType::BF16),
-            "float16" | "f16" | "fp16" => Some(DType::F16),
-            _ => None,
-        }
-    }
 }
 
 /// HLO's short names (`s8`, `pred`, `f8e4m3fn`), as reports and users of XLA know them.

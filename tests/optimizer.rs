@@ -205,9 +205,13 @@ fn five_steps_follow_optax() {
                 let Some(decay) = options.ema_decay else {
                     continue;
                 };
-                // diffusers' EMAModel: the decay at update t is min(decay, (1 + t) / (10 + t)).
-                let t = step as f64 + 1.0;
-                let keep = decay.min((1.0 + t) / (10.0 + t));
+                // diffusers' EMAModel counts updates from 0, where it copies: min(decay, (1 + t) / (10 + t)) after.
+                let t = step as f64;
+                let keep = if step == 0 {
+                    0.0
+                } else {
+                    decay.min((1.0 + t) / (10.0 + t))
+                };
                 let average = average.get_mut(key).unwrap();
                 for (a, w) in average.iter_mut().zip(recorded(key)) {
                     *a = keep * *a + (1.0 - keep) * w;
@@ -273,6 +277,22 @@ fn max_grad_value_clips_each_element() {
     let gradient = &golden.values("in/grad_weight")[24..36];
     assert!(gradient.iter().any(|g| g.abs() > 0.5) && gradient.iter().any(|g| g.abs() < 0.5));
     let expected: Vec<f64> = gradient.iter().map(|g| 0.1 * g.clamp(-0.5, 0.5)).collect();
+    let m = &found[&format!("{FIRST_MOMENT}m/weight")];
+    assert_near("m", m, &expected, 1e-8, 1e-6);
+
+    // The norm is clipped after the elements: optax.chain(clip(0.5), clip_by_global_norm(0.25)).
+    let limit = 0.25;
+    let options = OptimizerOptions {
+        max_grad_norm: Some(limit),
+        ..options
+    };
+    let mut run = Run::new(&session, &golden, &options);
+    let found = run.step(&golden, 2, 1e-2, 0.5);
+    let bias = &golden.values("in/grad_bias")[8..12];
+    let clipped = gradient.iter().chain(bias).map(|g| g.clamp(-0.5, 0.5));
+    let norm = clipped.map(|g| g * g).sum::<f64>().sqrt();
+    assert!(norm > limit);
+    let expected: Vec<f64> = expected.iter().map(|m| m * limit / norm).collect();
     let m = &found[&format!("{FIRST_MOMENT}m/weight")];
     assert_near("m", m, &expected, 1e-8, 1e-6);
 }

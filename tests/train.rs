@@ -70,7 +70,18 @@ fn a_continued_run_is_bit_for_bit_the_uninterrupted_one() {
     let dir = tempfile::tempdir().unwrap();
     let (whole, parts) = (dir.path().join("whole"), dir.path().join("parts"));
     let int8 = "quantization=int8";
-    succeed(&mut maxdiff("train", &whole, &[int8, "max_train_steps=4"]));
+    succeed(&mut maxdiff(
+        "train",
+        &whole,
+        &[
+            int8,
+            "max_train_steps=4",
+            "checkpoint_every=1",
+            "checkpoints_total_limit=2",
+        ],
+    ));
+    let kept = [1, 2, 3, 4].map(|step| checkpoint(&whole, step).is_dir());
+    assert_eq!(kept, [false, false, true, true]);
     // The schedule is part of what is computed: both runs are made for four steps.
     let schedule = "learning_rate_schedule_steps=4";
     succeed(&mut maxdiff(

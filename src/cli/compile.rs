@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use crate::bundle::{
     self, Bundle, Header, PayloadKind, PluginId, ProgramId, Slot, Target, frame::sha256,
 };
-use crate::config::{Config, Hardware, Quantization, RematPolicy, Verb};
+use crate::config::{Config, Quantization, RematPolicy, Verb};
 use crate::emit::{EmitOptions, stablehlo};
 use crate::graph::{Graph, InputKind};
 use crate::pjrt::install::{self, PluginKind};
@@ -27,6 +27,7 @@ use crate::report::{CompileReport, Memory, ReportInput};
 use crate::runtime::{compile_options, describe};
 use crate::shape::Shape;
 use crate::shard::{Axis, LogicalAxisRules, Mesh, PartitionSpec, ShardPlan};
+use crate::target::for_cpu;
 use crate::topology::{Accelerator, Chip, Format, OptionValue, Platform};
 
 use super::lower::{Step, trace};
@@ -143,18 +144,17 @@ pub fn compile(config: &Config, step: Step) -> Result<Compiled, CliError> {
     let start = Instant::now();
     let mesh = &machine.mesh;
     let devices = mesh.num_devices() as u64;
-    let traced = trace(config, step, devices, mesh.num_slices() as u64)?;
+    let mut traced = trace(config, step, devices, mesh.num_slices() as u64)?;
+    if machine.plugin.platform == "cpu" {
+        // As the runtime does: what is reported is what would run.
+        traced.graph = for_cpu(&traced.graph).map_err(CliError::failed)?;
+    }
     let trace = start.elapsed().as_secs_f64();
 
     let start = Instant::now();
     let plan = ShardPlan::new(&traced.graph, mesh, &machine.rules).map_err(CliError::failed)?;
-    if let Some(why) = &plan.misaligned {
-        super::tell(&format!("warning: {why}"));
-    }
-    for note in &plan.unsharded {
-        tracing::debug!("{note}");
-    }
-    check_batch(&traced.graph, &plan, mesh)?;
+    plan.log(step.name());
+    recipe::check_batch(&traced.graph, &plan, mesh)?;
     let precision = recipe::dot_precision(config);
     let text = stablehlo(
         &traced.graph,
@@ -249,44 +249,21 @@ pub fn compile(config: &Config, step: Step) -> Result<Compiled, CliError> {
 
 impl Machine {
     fn new(config: &Config) -> Result<Self, CliError> {
-        if config.compile_topology.is_empty() {
-            Self::here(config)
-        } else {
-            Self::topology(config)
+        match recipe::compile_topology(config)? {
+            None => Self::here(config),
+            Some((accelerator, slices)) => Self::topology(config, accelerator, slices),
         }
     }
 
-    fn topology(config: &Config) -> Result<Self, CliError> {
-        let name = &config.compile_topology;
+    fn topology(config: &Config, accelerator: Accelerator, slices: i64) -> Result<Self, CliError> {
         let usage = |e: crate::topology::TopologyError| CliError::Usage(e.to_string());
-        let accelerator = Accelerator::lookup(name).map_err(usage)?;
-        let fits = match accelerator.platform {
-            Platform::Tpu => matches!(config.hardware, Hardware::Auto | Hardware::Tpu),
-            Platform::Gpu => matches!(config.hardware, Hardware::Auto | Hardware::Gpu),
-        };
-        if !fits {
-            return Err(CliError::Usage(format!(
-                "hardware={} contradicts compile_topology={name}: leave hardware=auto, or leave compile_topology out to compile for the devices here",
-                config.hardware.name()
-            )));
-        }
         if accelerator.platform == Platform::Gpu {
             return Err(CliError::Usage(format!(
-                "compile_topology={name}: compiling ahead of time for GPUs is not here yet; TPU topologies work: {}",
-                "v4-*, v5e-*, v5p-*, v6e-*, tpu7x-*"
-            )));
-        }
-        if config.num_devices > 0 {
-            return Err(CliError::Usage(format!(
-                "num_devices={} has no effect with compile_topology={name}: the topology says how many devices there are",
-                config.num_devices
+                "compile_topology={}: compiling ahead of time for GPUs is not here yet; TPU topologies work: {}",
+                config.compile_topology, "v4-*, v5e-*, v5p-*, v6e-*, tpu7x-*"
             )));
         }
         check_formats(config, accelerator.chip)?;
-        let slices = match config.compile_topology_num_slices {
-            -1 => 1,
-            given => given,
-        };
         let options: Vec<(String, NamedValue)> = accelerator
             .create_options(slices)
             .map_err(usage)?
@@ -323,12 +300,6 @@ impl Machine {
     }
 
     fn here(config: &Config) -> Result<Self, CliError> {
-        if config.compile_topology_num_slices != -1 {
-            return Err(CliError::Usage(format!(
-                "compile_topology_num_slices={} has no effect without compile_topology",
-                config.compile_topology_num_slices
-            )));
-        }
         prepare_process().map_err(CliError::failed)?;
         let session = recipe::open_session(config)?.session;
         let client = session.client().clone();
@@ -459,28 +430,6 @@ fn check_formats(config: &Config, chip: Chip) -> Result<(), CliError> {
             }
             Ok(())
         }
-    }
-}
-
-/// A batch that does not divide would be computed whole on every device: an error, not a slow program.
-fn check_batch(graph: &Graph, plan: &ShardPlan, mesh: &Mesh) -> Result<(), CliError> {
-    let data = |name: &str| {
-        graph
-            .inputs
-            .iter()
-            .any(|input| input.name == name && matches!(input.kind, InputKind::Data))
-    };
-    let devices = mesh.num_devices();
-    match plan
-        .unsharded
-        .iter()
-        .find(|note| note.dim == 0 && data(&note.path))
-    {
-        None => Ok(()),
-        Some(note) => Err(CliError::Usage(format!(
-            "per_device_batch_size: the batch of {} does not divide by {} ({}) on {devices} devices",
-            note.size, note.product, note.axes
-        ))),
     }
 }
 
@@ -627,7 +576,7 @@ fn output_path(args: &CompileArgs, config: &Config) -> PathBuf {
 /// # Errors
 /// As [`compile`], and when the bundle cannot be written.
 pub fn run(args: &CompileArgs) -> Result<ExitCode, CliError> {
-    let config = args.recipe.load(Verb::Compile)?;
+    let config = args.recipe.load_step(Verb::Compile, args.step)?;
     let path = output_path(args, &config);
     bundle::check_writable(&path).map_err(|e| match e {
         bundle::BundleError::Exists { .. } => CliError::Usage(e.to_string()),

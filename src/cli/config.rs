@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use clap::{Args, Subcommand, ValueEnum};
 use serde_json::json;
 
-use super::{CliError, RecipeArgs, print};
+use super::{CliError, RecipeArgs, print, recipe};
 use crate::config::{self, Config, Loaded, Verb};
 
 /// `config ...`
@@ -75,11 +75,12 @@ pub fn run(args: ConfigArgs) -> Result<ExitCode, CliError> {
             markdown,
         } => explain(&keys, json, markdown),
         ConfigCommand::Check { recipe, verb, json } => {
-            let loaded = Config::load(&recipe.config, &recipe.overrides, verb.map(Verb::from));
+            let verb = verb.map(Verb::from);
+            let loaded = Config::load(&recipe.config, &recipe.overrides, verb);
             if json {
-                check_json(loaded)
+                check_json(loaded, verb)
             } else {
-                check(&recipe, loaded?)
+                check(&recipe, loaded?, verb)
             }
         }
     }
@@ -106,10 +107,11 @@ fn explain(keys: &[String], as_json: bool, markdown: bool) -> Result<ExitCode, C
     Ok(ExitCode::SUCCESS)
 }
 
-fn check(recipe: &RecipeArgs, loaded: Loaded) -> Result<ExitCode, CliError> {
+fn check(args: &RecipeArgs, loaded: Loaded, verb: Option<Verb>) -> Result<ExitCode, CliError> {
     for warning in &loaded.warnings {
         super::tell(&format!("warning: {warning}"));
     }
+    recipe::check(&loaded.config, verb)?;
     let mut text = String::new();
     if let serde_json::Value::Object(keys) = loaded.config.to_json() {
         for (key, value) in keys {
@@ -117,31 +119,39 @@ fn check(recipe: &RecipeArgs, loaded: Loaded) -> Result<ExitCode, CliError> {
         }
     }
     print(&text)?;
-    super::progress(&format!("{} is right", recipe.config.display()));
+    super::progress(&format!("{} is right", args.config.display()));
     Ok(ExitCode::SUCCESS)
 }
 
-fn check_json(loaded: Result<Loaded, config::ConfigErrors>) -> Result<ExitCode, CliError> {
+fn check_json(
+    loaded: Result<Loaded, config::ConfigErrors>,
+    verb: Option<Verb>,
+) -> Result<ExitCode, CliError> {
+    let wrong = |errors: Vec<serde_json::Value>| {
+        (json!({"ok": false, "errors": errors}), ExitCode::from(2))
+    };
     let (report, code) = match loaded {
-        Ok(loaded) => (
-            json!({
-                "ok": true,
-                "errors": [],
-                "warnings": loaded.warnings,
-                "config": loaded.config.to_json(),
-            }),
-            ExitCode::SUCCESS,
-        ),
-        Err(errors) => {
-            let errors: Vec<_> = errors
+        Ok(loaded) => match recipe::check(&loaded.config, verb) {
+            Ok(()) => (
+                json!({
+                    "ok": true,
+                    "errors": [],
+                    "warnings": loaded.warnings,
+                    "config": loaded.config.to_json(),
+                }),
+                ExitCode::SUCCESS,
+            ),
+            Err(e) => wrong(vec![json!({"key": "", "place": "", "message": e.to_string()})]),
+        },
+        Err(errors) => wrong(
+            errors
                 .0
                 .iter()
                 .map(|e| {
                     json!({"key": e.key, "place": e.place.to_string(), "message": e.to_string()})
                 })
-                .collect();
-            (json!({"ok": false, "errors": errors}), ExitCode::from(2))
-        }
+                .collect(),
+        ),
     };
     print(&report.to_string())?;
     Ok(code)

@@ -36,11 +36,12 @@ fn shapes(config: &Config, split: Split) -> Result<Shapes, CliError> {
         seed: config.seed,
         resolution: config.resolution as usize,
         max_objects: config.max_objects as usize,
+        position_spread: config.position_spread,
         validation_fraction: config.validation_fraction,
         split,
         ..ShapesOptions::default()
     })
-    .map_err(CliError::failed)
+    .map_err(|e| CliError::Usage(e.to_string()))
 }
 
 /// The captions that `held_out_prompts` asks for.
@@ -84,11 +85,11 @@ pub fn tokenizer_json(config: &Config, dataset: &Dataset) -> Result<String, CliE
     })
 }
 
-/// The tokenizer where the text encoder's configuration leaves `vocab_size` to it.
+/// The tokenizer, where the text encoder's configuration leaves `vocab_size` to it.
 ///
 /// # Errors
 /// When the tokenizer is needed and cannot be made.
-pub fn vocabulary(config: &Config) -> Result<Option<Tokenizer>, CliError> {
+pub fn tokenizer_for_vocab_size(config: &Config) -> Result<Option<Tokenizer>, CliError> {
     let needed = config.train_text_encoder
         && config
             .text_encoder_config_json()?

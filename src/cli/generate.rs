@@ -8,7 +8,7 @@ use std::time::Instant;
 use clap::Args;
 use image::RgbImage;
 use indicatif::{ProgressBar, ProgressStyle};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::config::{Config, Verb};
 use crate::data::Tokenizer;
@@ -21,13 +21,16 @@ use crate::pipelines::model::{DiffusionModel, TEXT_ENCODER};
 use crate::pipelines::text_to_image::{DenoiseOptions, TextToImage, trace_denoise, trace_encode};
 use crate::runtime::{Array, Session};
 use crate::shard::PartitionSpec;
-use crate::train::checkpoint::{Check, latest};
+use crate::train::checkpoint::{Check, SavedCheckpoint, latest};
 use crate::train::run::EMA_SUFFIX;
 use crate::weights::{Checkpoint, match_parameters};
 
 use super::images::{Prompted, make_images};
 use super::train::{TEXT_ENCODER_FILE, UNET_FILE};
 use super::{CliError, RecipeArgs, print, recipe};
+
+/// The key of the noise schedule.
+const SCHEDULER: &str = "diffusion_scheduler_config";
 
 /// `generate ...`
 #[derive(Debug, Args)]
@@ -51,7 +54,21 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
     let out = config.run_dir().join("images");
     prepare_output_dir(&out).map_err(CliError::failed)?;
     let source = Source::find(&config)?;
+    if config.held_out_prompts > 0
+        && args
+            .recipe
+            .overrides
+            .iter()
+            .any(|o| o.starts_with("prompt="))
+    {
+        return Err(CliError::Usage(
+            "prompt has no effect with held_out_prompts, which draws captions of the dataset: give one of the two"
+                .to_string(),
+        ));
+    }
     let tokenizer_file = match config.tokenizer_model_name_or_path.as_str() {
+        // Checkpoints made here have it beside the models, folders in diffusers' layout in one of its own.
+        "" if source.dir.join("tokenizer").is_dir() => source.dir.join("tokenizer/tokenizer.json"),
         "" => source.dir.join("tokenizer.json"),
         given if Path::new(given).is_dir() => Path::new(given).join("tokenizer.json"),
         given => PathBuf::from(given),
@@ -66,6 +83,8 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
                 .to_string(),
         ));
     }
+    recipe::check_pixels(&config, &model)?;
+    recipe::sampling_plan(&config, &model.scheduler)?;
     let tokenizer =
         Tokenizer::from_file(&tokenizer_file, model.tokens).map_err(CliError::failed)?;
 
@@ -93,7 +112,10 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
 
     let start = Instant::now();
     let steps = config.num_inference_steps as usize;
-    let bar = ProgressBar::new((prompts.len().div_ceil(batch) * steps) as u64);
+    let bar = match tracing::enabled!(tracing::Level::INFO) {
+        true => ProgressBar::new((prompts.len().div_ceil(batch) * steps) as u64),
+        false => ProgressBar::hidden(),
+    };
     if let Ok(style) = ProgressStyle::with_template("{bar:30} step {pos}/{len}, {eta} left") {
         bar.set_style(style);
     }
@@ -197,6 +219,7 @@ impl Source {
             ));
         }
         if let Some(saved) = found.checkpoint {
+            check_trained(config, &saved)?;
             let averaged = saved.dir().join(format!("{UNET}{EMA_SUFFIX}")).is_dir();
             return Ok(Source {
                 dir: saved.dir().to_owned(),
@@ -231,6 +254,48 @@ impl Source {
             folder
         };
         Checkpoint::open(&path).map_err(CliError::failed)
+    }
+}
+
+/// Refuses what contradicts how the checkpoint was trained: the noise schedule and what the model predicts, and for
+/// held-out captions which those are.
+fn check_trained(config: &Config, saved: &SavedCheckpoint) -> Result<(), CliError> {
+    let trained = &saved.state().config;
+    let all = config.to_json();
+    let differ = |name: &str, then: &Value, now: &Value| {
+        Err(CliError::Usage(format!(
+            "{name}={now}, but {} was trained with {then}",
+            saved.dir().display()
+        )))
+    };
+    if let Some(then) = trained.get(SCHEDULER) {
+        for name in [
+            "prediction_type",
+            "num_train_timesteps",
+            "beta_schedule",
+            "beta_start",
+            "beta_end",
+            "rescale_zero_terminal_snr",
+        ] {
+            if then[name] != all[SCHEDULER][name] {
+                return differ(
+                    &format!("{SCHEDULER}.{name}"),
+                    &then[name],
+                    &all[SCHEDULER][name],
+                );
+            }
+        }
+    }
+    if config.held_out_prompts == 0 {
+        return Ok(());
+    }
+    // A smaller fraction holds out some of the same captions, a larger one others that were trained on.
+    let name = "validation_fraction";
+    match trained.get(name) {
+        Some(then) if then.as_f64().is_none_or(|f| f < config.validation_fraction) => {
+            differ(name, then, &all[name])
+        }
+        Some(_) | None => Ok(()),
     }
 }
 
@@ -292,15 +357,18 @@ fn write(
         .map(|(prompt, image)| write_numbered(out, "image", image, Some(&settings(prompt))))
         .collect::<Result<Vec<_>, _>>()
         .map_err(CliError::failed)?;
-    let grid = if images.len() > 1 {
-        let labels: Vec<String> = prompts.iter().map(|p| p.prompt.clone()).collect();
-        let columns = (images.len() as f64).sqrt().ceil() as u32;
-        let scale = visible_scale(images[0].width());
-        let grid = labelled_grid(images, &labels, columns, scale).map_err(CliError::failed)?;
-        let path = write_numbered(out, "grid", &grid, None).map_err(CliError::failed)?;
-        Some(path)
-    } else {
-        None
+    let grid = match images {
+        [] | [_] => None,
+        [first, ..] => {
+            let labels: Vec<String> = prompts.iter().map(|p| p.prompt.clone()).collect();
+            let columns = (images.len() as f64).sqrt().ceil() as u32;
+            let scale = visible_scale(first.width());
+            let made = labelled_grid(images, &labels, columns, scale)
+                .and_then(|grid| write_numbered(out, "grid", &grid, None));
+            // The pictures are there; one sheet of all may be more than an image file can be.
+            made.map_err(|e| super::tell(&format!("warning: no grid of all pictures: {e}")))
+                .ok()
+        }
     };
     Ok(Written {
         images: paths,

@@ -1,4 +1,6 @@
 //! `lower`: a program as StableHLO text, without weights, devices or plugins.
+//!
+//! With `compile_topology` it is the program of that topology's mesh, with its shardings.
 
 use std::fs::OpenOptions;
 use std::io::Write;
@@ -14,6 +16,7 @@ use crate::emit::{EmitOptions, stablehlo};
 use crate::graph::{Graph, flops};
 use crate::pipelines::text_to_image::{DenoiseOptions, trace_denoise};
 use crate::quant::Decision;
+use crate::shard::{DeviceDescription, Mesh, ShardPlan};
 use crate::target::for_cpu;
 use crate::train::step;
 
@@ -71,7 +74,7 @@ pub fn trace(config: &Config, step: Step, devices: u64, slices: u64) -> Result<T
     match step {
         Step::Train => {
             check_local_shard_count(derived.total_train_batch_size, shards)?;
-            let tokenizer = super::data::vocabulary(config)?;
+            let tokenizer = super::data::tokenizer_for_vocab_size(config)?;
             let model = recipe::model(config, tokenizer.as_ref())?;
             let options = recipe::step_options(config, batch, shards as usize)?;
             let traced = step::trace(&model, &options).map_err(CliError::failed)?;
@@ -100,19 +103,25 @@ pub fn trace(config: &Config, step: Step, devices: u64, slices: u64) -> Result<T
 /// When the configuration is wrong, or the file exists or cannot be written.
 pub fn run(args: &LowerArgs) -> Result<ExitCode, CliError> {
     let start = Instant::now();
-    let config = args.recipe.load(Verb::Lower)?;
+    let config = args.recipe.load_step(Verb::Lower, args.step)?;
     let loaded = start.elapsed().as_secs_f64();
     let start = Instant::now();
-    let traced = trace(&config, args.step, 1, 1)?;
+    let mesh = mesh(&config)?;
+    let (devices, slices) = (mesh.num_devices() as u64, mesh.num_slices() as u64);
+    let traced = trace(&config, args.step, devices, slices)?;
     let mut graph = traced.graph;
     if config.hardware == Hardware::Cpu {
         graph = for_cpu(&graph).map_err(CliError::failed)?;
     }
     let trace_seconds = start.elapsed().as_secs_f64();
     let start = Instant::now();
+    let plan =
+        ShardPlan::new(&graph, &mesh, &recipe::axis_rules(&config)?).map_err(CliError::failed)?;
+    plan.log(args.step.name());
+    recipe::check_batch(&graph, &plan, &mesh)?;
     let options = EmitOptions {
         precision: recipe::dot_precision(&config),
-        sharding: None,
+        sharding: plan.text(&mesh),
     };
     let text = stablehlo(&graph, args.step.name(), &options);
     let emit_seconds = start.elapsed().as_secs_f64();
@@ -142,6 +151,9 @@ pub fn run(args: &LowerArgs) -> Result<ExitCode, CliError> {
     } else if args.output.is_none() {
         print(&text)?;
     } else {
+        if let Some(policy) = recipe::policy(&config, 0)? {
+            super::progress(&recipe::quantization_summary(&policy, &traced.decisions));
+        }
         print(&format!(
             "{} parameters, {ops} operations, {} bytes of StableHLO",
             graph.parameter_count(),
@@ -149,6 +161,24 @@ pub fn run(args: &LowerArgs) -> Result<ExitCode, CliError> {
         ))?;
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// The mesh of `compile_topology`, or that of a single device.
+fn mesh(config: &Config) -> Result<Mesh, CliError> {
+    let (devices_per_slice, slices) = match recipe::compile_topology(config)? {
+        None => (1, 1),
+        Some((accelerator, slices)) => (accelerator.devices_per_slice as i64, slices),
+    };
+    // The text names mesh axes, not devices: where a device lies in its slice is for the compiler to know.
+    let devices: Vec<DeviceDescription> = (0..devices_per_slice * slices)
+        .map(|id| DeviceDescription {
+            id,
+            slice_index: id / devices_per_slice,
+            coords: Vec::new(),
+            core_on_chip: 0,
+        })
+        .collect();
+    Mesh::new(&recipe::parallelism(config), &devices).map_err(|e| CliError::Usage(e.to_string()))
 }
 
 /// Writes a file that must not exist yet.

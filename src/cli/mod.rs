@@ -76,6 +76,16 @@ impl RecipeArgs {
         }
         Ok(config)
     }
+
+    /// As [`RecipeArgs::load`], for one of the programs that the verb can make.
+    ///
+    /// # Errors
+    /// [`CliError::Config`] with all that is wrong.
+    pub fn load_step(&self, verb: Verb, step: lower::Step) -> Result<Config, CliError> {
+        let config = self.load(verb)?;
+        Config::check_step(&self.overrides, verb, step == lower::Step::Train)?;
+        Ok(config)
+    }
 }
 
 /// Why a verb ended without its result.
@@ -175,10 +185,16 @@ pub fn main() -> ExitCode {
         Command::Doctor(args) => doctor::run(&args),
     };
     result.unwrap_or_else(|error| {
-        tell(&format!("error: {error}"));
+        let mut told = error.to_string();
+        tell(&format!("error: {told}"));
         let mut cause = std::error::Error::source(&error);
         while let Some(inner) = cause {
-            tell(&format!("  because: {inner}"));
+            let text = inner.to_string();
+            // Many messages hold their cause already.
+            if !told.contains(&text) {
+                tell(&format!("  because: {text}"));
+                told = text;
+            }
             cause = inner.source();
         }
         ExitCode::from(error.code())

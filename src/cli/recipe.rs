@@ -2,21 +2,23 @@
 
 use std::path::Path;
 
-use crate::config::{self, Config};
+use crate::config::{self, Config, Hardware};
 use crate::data::Tokenizer;
 use crate::dtype::DType;
 use crate::emit::DotPrecision;
-use crate::graph::NumericsConvention;
+use crate::graph::{Graph, InputKind, NumericsConvention};
 use crate::models::clip::ClipTextConfig;
 use crate::models::unet::{ROOT, UNet2DConditionConfig};
 use crate::nn::{Precision, Remat};
 use crate::pipelines::model::DiffusionModel;
+use crate::pipelines::pixels::RGB;
 use crate::pjrt::install::{self, Installed, PluginKind};
 use crate::pjrt::{NamedValue, Plugin};
 use crate::quant::{Action, Decision, Policy, Rule};
 use crate::runtime::Session;
 use crate::schedulers::{self, SamplingPlan, SchedulerConfig};
-use crate::shard::{LogicalAxisRule, LogicalAxisRules, MeshAxes, Parallelism};
+use crate::shard::{LogicalAxisRule, LogicalAxisRules, Mesh, MeshAxes, Parallelism, ShardPlan};
+use crate::topology::{Accelerator, Platform};
 use crate::train::optimizer::OptimizerOptions;
 use crate::train::step::{LossWeighting, StepOptions, Timesteps};
 
@@ -105,6 +107,9 @@ pub fn model(config: &Config, tokenizer: Option<&Tokenizer>) -> Result<Diffusion
             Some(text)
         }
     };
+    if let (Some(text), Some(tokenizer)) = (&text_encoder, tokenizer) {
+        check_tokenizer(text, tokenizer)?;
+    }
     let side = config.sample_size(unet.in_channels as u64)? as usize;
     Ok(DiffusionModel {
         tokens: text_encoder
@@ -121,6 +126,90 @@ pub fn model(config: &Config, tokenizer: Option<&Tokenizer>) -> Result<Diffusion
         sample_size: [side, side],
         image_size: [config.resolution as usize; 2],
     })
+}
+
+/// Everything that is wrong with a configuration for the verb and can be told without data, devices or plugins.
+///
+/// # Errors
+/// The first of it: what the keys make together is looked at one after the other.
+pub fn check(config: &Config, verb: Option<config::Verb>) -> Result<(), CliError> {
+    use config::Verb::{Compile, Generate, Lower, Train};
+    let model = model(config, None)?;
+    policy(config, 0)?;
+    axis_rules(config)?;
+    if verb.is_none_or(|v| [Compile, Lower].contains(&v)) {
+        compile_topology(config)?;
+    }
+    if verb.is_some_and(|v| [Train, Generate].contains(&v)) {
+        check_pixels(config, &model)?;
+        sampling_plan(config, &model.scheduler)?;
+    }
+    if verb == Some(Train) {
+        check_training(config, &model)?;
+    }
+    Ok(())
+}
+
+/// Refuses to train what cannot be trained yet.
+///
+/// # Errors
+/// Says what is missing.
+pub fn check_training(config: &Config, model: &DiffusionModel) -> Result<(), CliError> {
+    if !config.train_new_unet {
+        return Err(CliError::Usage(
+            "train_new_unet=False: starting from the weights of pretrained_model_name_or_path is not here yet; set \
+             train_new_unet=True to train from scratch"
+                .to_string(),
+        ));
+    }
+    if model.text_encoder.is_none() || !config.train_text_encoder {
+        return Err(CliError::Usage(
+            "training works on prompts: give text_encoder_config and train_text_encoder=True (training on cached \
+             text embeddings is not here yet)"
+                .to_string(),
+        ));
+    }
+    check_pixels(config, model)
+}
+
+/// Token ids beyond the embedding's rows would be read as its last row, and a wrong end token pools a wrong place: both
+/// train, and mean nothing.
+fn check_tokenizer(text: &ClipTextConfig, tokenizer: &Tokenizer) -> Result<(), CliError> {
+    let tokens = tokenizer.vocabulary_size();
+    if text.vocab_size < tokens {
+        return Err(CliError::Usage(format!(
+            "text_encoder_config.vocab_size={}, but the tokenizer has {tokens} tokens: leave vocab_size out, or give at \
+             least that many",
+            text.vocab_size
+        )));
+    }
+    // Checkpoints of CLIP state 2 and mean the highest id (`clip_text` says how).
+    if ![tokenizer.end_id(), 2].contains(&text.eos_token_id) {
+        return Err(CliError::Usage(format!(
+            "text_encoder_config.eos_token_id={}, but the tokenizer ends a text with {}: leave eos_token_id out",
+            text.eos_token_id,
+            tokenizer.end_id()
+        )));
+    }
+    Ok(())
+}
+
+/// Refuses a UNet that does not work on the pixels of RGB pictures, which is what there is to train on and to draw.
+///
+/// # Errors
+/// Names the channels.
+pub fn check_pixels(config: &Config, model: &DiffusionModel) -> Result<(), CliError> {
+    let k = config.pixel_unshuffle as usize;
+    let unet = &model.unet;
+    let expected = RGB * k * k;
+    if (unet.in_channels, unet.out_channels) == (expected, expected) {
+        return Ok(());
+    }
+    Err(CliError::Usage(format!(
+        "unet_config: in_channels={} and out_channels={}, but RGB pictures with pixel_unshuffle={k} have {expected}; models \
+         of latents need a VAE, which is not here yet",
+        unet.in_channels, unet.out_channels
+    )))
 }
 
 /// The quantization policy for the UNet, or `None` when quantization is off.
@@ -165,6 +254,41 @@ pub fn quantization_summary(policy: &Policy, decisions: &[Decision]) -> String {
     )
 }
 
+/// The accelerator that `compile_topology` names, and the number of its slices; `None` for the devices here.
+///
+/// # Errors
+/// When there is no such topology, or another key contradicts it.
+pub fn compile_topology(config: &Config) -> Result<Option<(Accelerator, i64)>, CliError> {
+    let name = &config.compile_topology;
+    let slices = config.compile_topology_num_slices;
+    if name.is_empty() {
+        return match slices {
+            -1 => Ok(None),
+            given => Err(CliError::Usage(format!(
+                "compile_topology_num_slices={given} has no effect without compile_topology"
+            ))),
+        };
+    }
+    let accelerator = Accelerator::lookup(name).map_err(|e| CliError::Usage(e.to_string()))?;
+    let fits = match accelerator.platform {
+        Platform::Tpu => matches!(config.hardware, Hardware::Auto | Hardware::Tpu),
+        Platform::Gpu => matches!(config.hardware, Hardware::Auto | Hardware::Gpu),
+    };
+    if !fits {
+        return Err(CliError::Usage(format!(
+            "hardware={} contradicts compile_topology={name}: leave hardware=auto, or leave compile_topology out",
+            config.hardware.name()
+        )));
+    }
+    if config.num_devices > 0 {
+        return Err(CliError::Usage(format!(
+            "num_devices={} has no effect with compile_topology={name}: the topology says how many devices there are",
+            config.num_devices
+        )));
+    }
+    Ok(Some((accelerator, if slices == -1 { 1 } else { slices })))
+}
+
 /// The `dcn_*` and `ici_*` keys.
 pub fn parallelism(config: &Config) -> Parallelism {
     Parallelism {
@@ -181,6 +305,31 @@ pub fn parallelism(config: &Config) -> Parallelism {
             config.ici_tensor_parallelism,
         ],
         allow_split_physical_axes: config.allow_split_physical_axes,
+    }
+}
+
+/// Refuses a batch that does not divide: it would be computed whole on every device, an error and not a slow program.
+///
+/// # Errors
+/// Names the batch and the devices that share it.
+pub fn check_batch(graph: &Graph, plan: &ShardPlan, mesh: &Mesh) -> Result<(), CliError> {
+    let data = |name: &str| {
+        graph
+            .inputs
+            .iter()
+            .any(|input| input.name == name && matches!(input.kind, InputKind::Data))
+    };
+    let devices = mesh.num_devices();
+    match plan
+        .unsharded
+        .iter()
+        .find(|note| note.dim == 0 && data(&note.path))
+    {
+        None => Ok(()),
+        Some(note) => Err(CliError::Usage(format!(
+            "per_device_batch_size: the batch of {} does not divide by {} ({}) on {devices} devices",
+            note.size, note.product, note.axes
+        ))),
     }
 }
 

@@ -12,9 +12,10 @@ use image::RgbImage;
 use serde_json::json;
 
 use crate::config::{
-    Config, LearningRateSchedule, Quantization, Resume, Verb, check_local_shard_count,
+    Config, Derived, LearningRateSchedule, Quantization, Resume, Verb, check_local_shard_count,
 };
-use crate::data::{BatchOptions, Batcher, Split, Tokenizer};
+use crate::data::{BatchOptions, Batcher, Dataset, Split, Tokenizer};
+use crate::dtype::DType;
 use crate::metrics::{MetricsOptions, MetricsWriter};
 use crate::models::unet::ROOT as UNET;
 use crate::pipelines::image_file::{
@@ -23,7 +24,8 @@ use crate::pipelines::image_file::{
 use crate::pipelines::model::{DiffusionModel, TEXT_ENCODER};
 use crate::pipelines::text_to_image::{DenoiseOptions, TextToImage};
 use crate::runtime::{Program, ProgramOptions, Session};
-use crate::train::checkpoint::{Check, CheckpointWriter, latest};
+use crate::shard::ShardPlan;
+use crate::train::checkpoint::{Check, CheckpointWriter, SavedCheckpoint, latest};
 use crate::train::run::{self, EMA_SUFFIX, Outcome, RunOptions, Sinks, Trainer, TrainingState};
 use crate::train::schedule::{Decay, LearningRate};
 use crate::train::step;
@@ -46,7 +48,7 @@ pub const UNET_FILE: &str = "diffusion_pytorch_model.safetensors";
 pub const TEXT_ENCODER_FILE: &str = "model.safetensors";
 
 /// Configuration values that decide what a step computes: a run continues with the same ones only.
-const DECIDING: [&str; 40] = [
+const DECIDING: [&str; 39] = [
     "seed",
     "unet_config",
     "text_encoder_config",
@@ -62,7 +64,6 @@ const DECIDING: [&str; 40] = [
     "loss_weighting",
     "quantization",
     "use_qwix_quantization",
-    "quantization_local_shard_count",
     "quant_rules",
     "dataset_type",
     "train_data_dir",
@@ -70,8 +71,8 @@ const DECIDING: [&str; 40] = [
     "pixel_unshuffle",
     "validation_fraction",
     "max_objects",
+    "position_spread",
     "caption_dropout",
-    "per_device_batch_size",
     "learning_rate",
     "warmup_steps_fraction",
     "learning_rate_schedule",
@@ -96,13 +97,6 @@ const DECIDING: [&str; 40] = [
 pub fn run(args: &TrainArgs) -> Result<ExitCode, CliError> {
     let config = args.recipe.load(Verb::Train)?;
     let started = Instant::now();
-    if !config.train_new_unet {
-        return Err(CliError::Usage(
-            "train_new_unet=False: starting from the weights of pretrained_model_name_or_path is not here yet; set \
-             train_new_unet=True to train from scratch"
-                .to_string(),
-        ));
-    }
     // All that can be wrong with folders is found before anything is computed.
     let run_dir = config.run_dir();
     let samples_dir = run_dir.join("samples");
@@ -117,16 +111,15 @@ pub fn run(args: &TrainArgs) -> Result<ExitCode, CliError> {
             "warning: {owner} ended without releasing the checkpoint folder; continuing"
         ));
     }
+    let saved = saved_checkpoint(&config)?;
     let dataset = super::data::dataset(&config, Split::Train)?;
-    let tokenizer_json = super::data::tokenizer_json(&config, &dataset)?;
+    let tokenizer_json = tokenizer_json(&config, &dataset, saved.as_ref())?;
     let probe = Tokenizer::from_json(&tokenizer_json, usize::MAX >> 1).map_err(CliError::failed)?;
     let model = recipe::model(&config, Some(&probe))?;
-    if model.text_encoder.is_none() || !config.train_text_encoder {
-        return Err(CliError::Usage(
-            "training works on prompts: give text_encoder_config and train_text_encoder=True (training on cached \
-             text embeddings is not here yet)"
-                .to_string(),
-        ));
+    recipe::check_training(&config, &model)?;
+    if config.sample_every > 0 {
+        // What the first grid of samples would find wrong is found before an hour of training.
+        recipe::sampling_plan(&config, &model.scheduler)?;
     }
     let tokenizer =
         Tokenizer::from_json(&tokenizer_json, model.tokens).map_err(CliError::failed)?;
@@ -141,6 +134,15 @@ pub fn run(args: &TrainArgs) -> Result<ExitCode, CliError> {
     let batch = derived.total_train_batch_size as usize;
     let options = recipe::step_options(&config, batch, shards as usize)?;
     let traced = step::trace(&model, &options).map_err(CliError::failed)?;
+    let plan = ShardPlan::new(&traced.graph, mesh, session.rules()).map_err(CliError::failed)?;
+    recipe::check_batch(&traced.graph, &plan, mesh)?;
+    let run_options = run_options(&config, &derived, &model, &tokenizer_json)?;
+    if let Some(saved) = &saved {
+        check_saved(saved, &config, &run_options)?;
+        if saved.state().step >= config.max_train_steps {
+            return nothing_to_do(args, saved, &config);
+        }
+    }
     if let Some(policy) = &options.quantization {
         super::progress(&recipe::quantization_summary(policy, &traced.decisions));
     }
@@ -169,16 +171,16 @@ pub fn run(args: &TrainArgs) -> Result<ExitCode, CliError> {
         )
         .map_err(CliError::failed)?,
     );
-    let run_options = run_options(&config, &model, &tokenizer_json)?;
-    let state = start_state(&config, &session, &traced.graph, &program, &run_options)?;
-    if state.step() >= config.max_train_steps {
-        print(&format!(
-            "nothing to do: the newest checkpoint has {} of {} steps; raise max_train_steps to go on",
-            state.step(),
-            config.max_train_steps
-        ))?;
-        return Ok(ExitCode::SUCCESS);
+    let state = match &saved {
+        Some(saved) => {
+            super::progress(&format!("continuing from {}", saved.dir().display()));
+            TrainingState::resume(&session, &traced.graph, &program, saved, &run_options)
+        }
+        None => TrainingState::new(&session, &traced.graph, &program, config.seed, &mut |_| {
+            None
+        }),
     }
+    .map_err(CliError::failed)?;
     let jsonl = if config.metrics_file.is_empty() {
         run_dir.join("metrics.jsonl")
     } else {
@@ -201,10 +203,15 @@ pub fn run(args: &TrainArgs) -> Result<ExitCode, CliError> {
             .map_err(CliError::failed)?;
         signal_hook::flag::register(signal, Arc::clone(&stop)).map_err(CliError::failed)?;
     }
+    // Samples are made with the moving averages, which are kept in float32.
+    let mut sampled = model.clone();
+    if config.ema_decay > 0.0 {
+        sampled.precision.weights = DType::F32;
+    }
     let mut samples = Samples {
         config: &config,
         session: &session,
-        model: &model,
+        model: &sampled,
         tokenizer: batcher.tokenizer(),
         prompts: sample_prompts(&config, &batcher)?,
         dir: &samples_dir,
@@ -249,14 +256,23 @@ pub fn run(args: &TrainArgs) -> Result<ExitCode, CliError> {
 
 fn run_options(
     config: &Config,
+    derived: &Derived,
     model: &DiffusionModel,
     tokenizer_json: &str,
 ) -> Result<RunOptions, CliError> {
     let all = config.to_json();
-    let deciding: BTreeMap<String, serde_json::Value> = DECIDING
-        .iter()
-        .filter_map(|key| Some(((*key).to_string(), all.get(*key)?.clone())))
-        .collect();
+    let mut deciding = deciding(&all);
+    // The same batch over another number of devices is the same training; a larger one is not.
+    deciding.insert(
+        "total_train_batch_size".to_string(),
+        derived.total_train_batch_size.into(),
+    );
+    if config.quantization != Quantization::Off {
+        deciding.insert(
+            "quantization_local_shard_count".to_string(),
+            derived.quantization_local_shard_count.into(),
+        );
+    }
     let json = |value: &serde_json::Value| -> Result<Vec<u8>, CliError> {
         serde_json::to_vec_pretty(value).map_err(CliError::failed)
     };
@@ -302,8 +318,10 @@ fn run_options(
         pixel_unshuffle: config.pixel_unshuffle as usize,
         log_period: config.log_period,
         checkpoint_every: every(config.checkpoint_every),
+        checkpoints_total_limit: usize::try_from(config.checkpoints_total_limit).ok(),
         sample_every: every(config.sample_every),
         max_nonfinite_steps: config.max_nonfinite_steps,
+        quiet: !tracing::enabled!(tracing::Level::INFO),
         config: deciding,
         quantization: json!({
             "quantization": if config.quantization == Quantization::Off { "" } else { "int8" },
@@ -318,15 +336,18 @@ fn run_options(
     })
 }
 
-fn start_state(
-    config: &Config,
-    session: &Session,
-    graph: &crate::graph::Graph,
-    program: &Program,
-    options: &RunOptions,
-) -> Result<TrainingState, CliError> {
+/// The configuration values that decide what a step computes.
+fn deciding(all: &serde_json::Value) -> BTreeMap<String, serde_json::Value> {
+    DECIDING
+        .iter()
+        .filter_map(|key| Some(((*key).to_string(), all.get(*key)?.clone())))
+        .collect()
+}
+
+/// The checkpoint that this run continues.
+fn saved_checkpoint(config: &Config) -> Result<Option<SavedCheckpoint>, CliError> {
     let folder = config.checkpoint_folder();
-    let found = latest(&folder, Check::Sizes).map_err(CliError::failed)?;
+    let found = latest(&folder, Check::Hashes).map_err(CliError::failed)?;
     for skipped in &found.skipped {
         super::tell(&format!(
             "passed over {}: {}",
@@ -334,7 +355,7 @@ fn start_state(
             skipped.reason
         ));
     }
-    match (config.resume, found.checkpoint) {
+    match (config.resume, &found.checkpoint) {
         (Resume::Never, Some(saved)) => Err(CliError::Usage(format!(
             "resume=never: {} holds checkpoints (newest: step {}); choose another run_name or output_dir",
             folder.display(),
@@ -344,20 +365,75 @@ fn start_state(
             "resume=must: there is no checkpoint in {}",
             folder.display()
         ))),
-        (Resume::Auto | Resume::Must, Some(saved)) => {
-            saved
-                .state()
-                .check_resume(&options.config)
-                .map_err(CliError::failed)?;
-            super::progress(&format!("continuing from {}", saved.dir().display()));
-            TrainingState::resume(session, graph, program, &saved, options)
-                .map_err(CliError::failed)
-        }
-        (Resume::Auto | Resume::Never, None) => {
-            TrainingState::new(session, graph, program, config.seed, &mut |_| None)
-                .map_err(CliError::failed)
-        }
+        (Resume::Auto | Resume::Must | Resume::Never, _) => Ok(found.checkpoint),
     }
+}
+
+/// The tokenizer that the weights were trained with, or a new run's: one made anew from captions that have changed would
+/// give the words other ids.
+fn tokenizer_json(
+    config: &Config,
+    dataset: &Dataset,
+    saved: Option<&SavedCheckpoint>,
+) -> Result<String, CliError> {
+    let given = !config.tokenizer_model_name_or_path.is_empty();
+    let Some(saved) = saved else {
+        return super::data::tokenizer_json(config, dataset);
+    };
+    let bytes = saved.bytes("tokenizer.json").map_err(CliError::failed)?;
+    let kept = String::from_utf8(bytes).map_err(CliError::failed)?;
+    if given && super::data::tokenizer_json(config, dataset)? != kept {
+        return Err(CliError::Usage(format!(
+            "tokenizer_model_name_or_path={}: the tokenizer is not the one that {} was trained with",
+            config.tokenizer_model_name_or_path,
+            saved.dir().display()
+        )));
+    }
+    Ok(kept)
+}
+
+/// Whether the run may continue the checkpoint.
+fn check_saved(
+    saved: &SavedCheckpoint,
+    config: &Config,
+    options: &RunOptions,
+) -> Result<(), CliError> {
+    // A key that the checkpoint's version did not know has its default there.
+    let defaults = deciding(&Config::default().to_json());
+    saved
+        .state()
+        .check_resume(&options.config, &defaults)
+        .map_err(CliError::failed)?;
+    let total = options.learning_rate.total_steps;
+    match saved.state().counters.get(run::SCHEDULE_STEPS) {
+        Some(&before) if before != total => super::tell(&format!(
+            "warning: the learning rate's schedule was made for {before} steps and is now for {total}: from step {} on \
+             it goes on at {:.3e}; learning_rate_schedule_steps={before} keeps the old one (max_train_steps={})",
+            saved.state().step,
+            options.learning_rate.at(saved.state().step),
+            config.max_train_steps
+        )),
+        Some(_) | None => {}
+    }
+    Ok(())
+}
+
+fn nothing_to_do(
+    args: &TrainArgs,
+    saved: &SavedCheckpoint,
+    config: &Config,
+) -> Result<ExitCode, CliError> {
+    let text = match args.json {
+        true => json!({"outcome": "nothing to do", "checkpoint": saved.dir(), "seconds": 0.0})
+            .to_string(),
+        false => format!(
+            "nothing to do: the newest checkpoint has {} of {} steps; raise max_train_steps to go on",
+            saved.state().step,
+            config.max_train_steps
+        ),
+    };
+    print(&text)?;
+    Ok(ExitCode::SUCCESS)
 }
 
 /// The prompts of the sample images: the configured ones, or the first captions of the dataset.

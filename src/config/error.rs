@@ -76,6 +76,13 @@ pub enum Problem {
     /// The option is for other verbs.
     #[error("has no effect on `{verb}`; it affects {affects}")]
     NotThisVerb { verb: Verb, affects: String },
+    /// The option is for the verb's other program.
+    #[error("has no effect on `{verb} --step {step}`; it affects --step {other}")]
+    NotThisStep {
+        verb: Verb,
+        step: &'static str,
+        other: &'static str,
+    },
     /// Values that are right one by one and wrong together. `keys` are those involved.
     #[error("{message}")]
     Conflict { keys: Vec<String>, message: String },

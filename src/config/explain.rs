@@ -148,13 +148,13 @@ pub fn write_markdown() -> String {
          MaxDiffusion's `base_xl.yml` unless the last column says otherwise, so its files load.\n\
          \n\
          - `key=value` is read by the type of the key: `learning_rate=1e-4`, `write_metrics=False`,\n  \
-           `mesh_axes=\"['data','fsdp']\"`, `prompt=\"a red circle\"`. An integer may be written `1e3`, a float `2`.\n\
+           `sample_prompts=\"['a','b']\"`, `prompt=\"a red circle\"`. An integer may be written `1e3`, a float `2`.\n\
          - A key inside a dict is written with a dot: `diffusion_scheduler_config.prediction_type=v_prediction`. A whole dict, as\n  \
            JSON, is merged into what is there; a list replaces what is there. `unet_config.x=y` changes the model that is chosen.\n\
-         - A key that does not exist, a value of the wrong type and an option without effect are errors, all shown at once. Each\n  \
-           key changes only the verbs in its column: on another verb's command line it is refused, in a file it is let be, since one\n  \
-           file serves all verbs.\n\
-         - YAML is 1.2, read strictly: `1e-5` is a float (PyYAML makes it a string), `yes` is true, `None` is the string (write\n  \
+         - A key that does not exist and a value of the wrong type are errors, all shown at once. An option without effect is an\n  \
+           error on the command line and a warning in a file. Each key changes only the verbs in its column: on another verb's\n  \
+           command line it is refused, in a file it is let be, since one file serves all verbs.\n\
+         - YAML is 1.2, read strictly: `1e-5` is a float (PyYAML makes it a string), `yes` in a file is true, `None` is the string (write\n  \
            `null`), numbers with leading zeros are refused, a key given twice with two values is refused.\n",
     );
     let mut group = "";

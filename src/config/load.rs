@@ -93,9 +93,47 @@ impl Config {
         }
     }
 
-    /// Every key with its value; as a YAML file it loads to the same configuration.
+    /// Refuses overrides that only change the other of the two programs that `verb` can make: with `training` the one of
+    /// `generate`, without it that of `train`.
+    ///
+    /// # Errors
+    /// All such overrides.
+    pub fn check_step(
+        overrides: &[String],
+        verb: Verb,
+        training: bool,
+    ) -> Result<(), ConfigErrors> {
+        let (mine, step, other, others) = match training {
+            true => (Verb::Train, "train", "denoise", Verb::Generate),
+            false => (Verb::Generate, "denoise", "train", Verb::Train),
+        };
+        let mut errors = Vec::new();
+        for word in overrides {
+            let path = word.split_once('=').map_or(word.as_str(), |(path, _)| path);
+            let Some(key) = find_key(Config::KEYS, path.split('.').next().unwrap_or(path)) else {
+                continue;
+            };
+            if key.verbs.contains(&others) && !key.verbs.contains(&mine) {
+                errors.push(ConfigError {
+                    key: path.to_owned(),
+                    place: Place::CommandLine,
+                    problem: Problem::NotThisStep { verb, step, other },
+                });
+            }
+        }
+        match errors.is_empty() {
+            true => Ok(()),
+            false => Err(ConfigErrors(errors)),
+        }
+    }
+
+    /// Every key with its value, a secret apart; as a YAML file it loads to the same configuration.
     pub fn to_json(&self) -> Value {
-        self.show()
+        let mut all = self.show();
+        if !self.hf_access_token.is_empty() {
+            all["hf_access_token"] = "(not shown)".into();
+        }
+        all
     }
 }
 
@@ -491,11 +529,16 @@ impl Loader {
                 }
                 Status::Used | Status::Ours => {
                     if let Some(condition) = key.condition
-                        && on_command_line
+                        && (changed || on_command_line)
                         && !(condition.holds)(config)
                     {
                         let reason = format!("it needs {}", condition.text);
-                        self.error(at, place, Problem::NoEffect(reason));
+                        match on_command_line {
+                            true => self.error(at, place, Problem::NoEffect(reason)),
+                            false => self
+                                .warnings
+                                .push(format!("{place}: {at}: has no effect: {reason}")),
+                        }
                     }
                 }
                 Status::IgnoredByMaxDiffusion | Status::NoEffect(_) | Status::NotYet(_) => {}

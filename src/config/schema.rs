@@ -14,8 +14,6 @@ const TRAIN_GENERATE: &[Verb] = &[Verb::Train, Verb::Generate];
 const WRITES: &[Verb] = &[Verb::Train, Verb::Generate, Verb::Compile];
 /// What changes the training step's program.
 const TRAIN_STEP: &[Verb] = &[Verb::Train, Verb::Compile, Verb::Lower];
-/// What changes the denoising program.
-const DENOISE: &[Verb] = &[Verb::Generate, Verb::Compile, Verb::Lower];
 const AHEAD: &[Verb] = &[Verb::Compile, Verb::Lower];
 /// What changes every program made from a model.
 const PROGRAM: &[Verb] = &[Verb::Train, Verb::Generate, Verb::Compile, Verb::Lower];
@@ -73,7 +71,7 @@ schema! {
         text_encoder_config: TextEncoderConfig = TextEncoderConfig::default(), Ours, PROGRAM;
         /// Folder or file of the tokenizer. Empty: beside the model, or built from the captions
         /// when the text encoder is trained from scratch.
-        tokenizer_model_name_or_path: String = String::new(), Used, TRAIN_GENERATE;
+        tokenizer_model_name_or_path: String = String::new(), Used, PROGRAM;
         /// Start from random weights instead of those of `pretrained_model_name_or_path`.
         train_new_unet: bool = false, Used, TRAIN;
         /// Train the text encoder with the UNet. MaxDiffusion refuses it for SDXL; so here.
@@ -184,9 +182,9 @@ schema! {
 
         group "Data";
         /// Where examples come from. Working today: shapes (made by the program) and folder.
-        dataset_type: DatasetType = DatasetType::Tf, Used, TRAIN;
+        dataset_type: DatasetType = DatasetType::Tf, Used, PROGRAM;
         /// Folder of images with captions: `NAME.txt` beside each image, or `metadata.jsonl`.
-        train_data_dir: String = String::new(), Used, TRAIN,
+        train_data_dir: String = String::new(), Used, TRAIN_STEP,
             when "dataset_type=folder" |c| c.dataset_type == DatasetType::Folder;
         /// Field of `metadata.jsonl` that names the image file.
         image_column: String = "image".into(), NoEffect(IMAGE_FOLDER), TRAIN;
@@ -198,11 +196,15 @@ schema! {
         /// Side of the blocks of pixels that a model of pixels sees as one place of 3 k k channels (PyTorch's
         /// PixelUnshuffle): k = 2 cuts its cost to about a quarter.
         pixel_unshuffle: u64 = 1, Ours, PROGRAM, in Between(1.0, 16.0);
-        /// Share of the examples that is held out of training.
-        validation_fraction: f64 = 0.0, Ours, TRAIN, in HalfOpen(0.0, 1.0),
+        /// Share of the captions that is held out of training: 0, or 0.01 to 0.9.
+        validation_fraction: f64 = 0.0, Ours, TRAIN_GENERATE, in HalfOpen(0.0, 1.0),
             when "dataset_type=shapes" |c| c.dataset_type == DatasetType::Shapes;
         /// Most shapes in a picture, 1 or 2; with 2, half of the pictures show one.
-        max_objects: u64 = 2, Ours, TRAIN, in Between(1.0, 2.0),
+        max_objects: u64 = 2, Ours, TRAIN_GENERATE, in Between(1.0, 2.0),
+            when "dataset_type=shapes" |c| c.dataset_type == DatasetType::Shapes;
+        /// How far from the middle shapes may lie; 1 is anywhere in the picture. The less there is to learn about
+        /// places, the sooner a model draws outlines.
+        position_spread: f64 = 1.0, Ours, TRAIN, in Between(0.0, 1.0),
             when "dataset_type=shapes" |c| c.dataset_type == DatasetType::Shapes;
         /// Share of captions replaced by the empty one, so that the model learns to do without:
         /// classifier-free guidance needs it.
@@ -290,6 +292,8 @@ schema! {
         /// Steps between two checkpoints, for every model (MaxDiffusion counts examples for SDXL).
         /// -1: only at the end.
         checkpoint_every: i64 = -1, Used, TRAIN, in MinusOneOr(1.0);
+        /// Newest checkpoints that a run keeps of its own; those of earlier runs stay. -1: all. (diffusers' name.)
+        checkpoints_total_limit: i64 = -1, Ours, TRAIN, in MinusOneOr(1.0);
         /// Folder of the checkpoints. Empty: `checkpoints` in the run's folder.
         checkpoint_dir: String = String::new(), Ours, TRAIN_GENERATE;
         /// What to do about checkpoints that are there already.
@@ -310,7 +314,7 @@ schema! {
         /// Images for each prompt.
         num_images_per_prompt: u64 = 1, Ours, GENERATE, in AtLeast(1.0);
         /// Denoise with and without the prompt and go beyond the difference.
-        do_classifier_free_guidance: bool = true, Used, DENOISE;
+        do_classifier_free_guidance: bool = true, Used, PROGRAM;
         /// How far beyond; 1 is the prompt alone.
         guidance_scale: f64 = 9.0, Used, TRAIN_GENERATE, in AtLeast(0.0),
             when "do_classifier_free_guidance=True" |c| c.do_classifier_free_guidance;
@@ -378,19 +382,19 @@ schema! {
         /// What the UNet predicts. Empty: as the known model does, else epsilon.
         prediction_type: Option<PredictionType> = Some(PredictionType::Epsilon), Used, PROGRAM;
         /// Make the last timestep pure noise (Lin et al. 2023, section 3.1).
-        rescale_zero_terminal_snr: bool = false, Used, TRAIN_GENERATE;
+        rescale_zero_terminal_snr: bool = false, Used, PROGRAM;
         /// Which timesteps the sampler visits. Empty: leading.
         timestep_spacing: Option<TimestepSpacing> = Some(TimestepSpacing::Trailing), Used, TRAIN_GENERATE;
         /// Timesteps of the noise schedule.
         num_train_timesteps: u64 = 1000, Ours, PROGRAM, in Between(1.0, 1_000_000.0);
         /// Variance added in the first timestep.
-        beta_start: f64 = 0.00085, Ours, TRAIN_GENERATE, in Between(0.0, 1.0);
+        beta_start: f64 = 0.00085, Ours, PROGRAM, in Between(0.0, 1.0);
         /// Variance added in the last timestep.
-        beta_end: f64 = 0.012, Ours, TRAIN_GENERATE, in Between(0.0, 1.0);
+        beta_end: f64 = 0.012, Ours, PROGRAM, in Between(0.0, 1.0);
         /// How the variance grows between them.
-        beta_schedule: BetaSchedule = BetaSchedule::ScaledLinear, Ours, TRAIN_GENERATE;
+        beta_schedule: BetaSchedule = BetaSchedule::ScaledLinear, Ours, PROGRAM;
         /// Clip the predicted image to [-1, 1] at each step (for models of pixels).
-        clip_sample: bool = false, Ours, TRAIN_GENERATE;
+        clip_sample: bool = false, Ours, PROGRAM;
     }
 }
 

@@ -26,7 +26,6 @@ pub mod names {
     pub const CURRENT_LEARNING_RATE: &str = "learning/current_learning_rate";
     pub const GRAD_NORM: &str = "learning/grad_norm";
     pub const SKIPPED_STEPS: &str = "learning/skipped_steps";
-    pub const EVAL_LOSS: &str = "learning/eval_loss";
 }
 
 /// Why metrics could not be written or read.

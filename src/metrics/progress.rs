@@ -38,6 +38,7 @@ const SMOOTHING: f64 = 0.1;
 pub struct Progress {
     bar: ProgressBar,
     lines: Option<Box<dyn Write + Send>>,
+    quiet: bool,
     total_steps: u64,
     first_step: u64,
     log_period: u64,
@@ -46,14 +47,21 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// For steps `first_step..total_steps`. A `log_period` of 0 shows the last step's line only.
-    pub fn new(total_steps: u64, first_step: u64, log_period: u64) -> Self {
-        let bar = ProgressBar::with_draw_target(Some(total_steps), ProgressDrawTarget::stderr());
+    /// For steps `first_step..total_steps`. A `log_period` of 0 shows the last step's line only; with `quiet`, warnings
+    /// alone are shown.
+    pub fn new(total_steps: u64, first_step: u64, log_period: u64, quiet: bool) -> Self {
+        let target = match quiet {
+            true => ProgressDrawTarget::hidden(),
+            false => ProgressDrawTarget::stderr(),
+        };
+        let bar = ProgressBar::with_draw_target(Some(total_steps), target);
         // On a stream that is no terminal, indicatif hides the bar.
         let lines: Option<Box<dyn Write + Send>> = bar
             .is_hidden()
             .then(|| Box::new(std::io::stderr()) as Box<dyn Write + Send>);
-        Progress::with_parts(bar, lines, first_step, log_period)
+        let mut progress = Progress::with_parts(bar, lines, first_step, log_period);
+        progress.quiet = quiet;
+        progress
     }
 
     /// Writes lines to `out`, whatever standard error is.
@@ -81,6 +89,7 @@ impl Progress {
             total_steps: bar.length().unwrap_or(0),
             bar,
             lines,
+            quiet: false,
             first_step,
             log_period,
             reports: 0,
@@ -109,7 +118,9 @@ impl Progress {
         let line = last || (self.log_period > 0 && report.step.is_multiple_of(self.log_period));
         let tenth = |n: u64| n * 10 / self.total_steps.max(1);
         let rate = (!last && tenth(done) > tenth(done - 1)).then(|| self.rate(report, done));
-        if let Some(out) = &mut self.lines {
+        if let Some(out) = &mut self.lines
+            && !self.quiet
+        {
             // A closed standard error must not stop a run.
             if line {
                 let _ = writeln!(out, "{}", step_line(report));
@@ -121,8 +132,15 @@ impl Progress {
         }
     }
 
-    /// Shows a line above the bar, or as a line.
+    /// Shows a line above the bar, or as a line, unless quiet.
     pub fn message(&mut self, text: &str) {
+        if !self.quiet {
+            self.warn(text);
+        }
+    }
+
+    /// As [`Progress::message`], quiet or not.
+    pub fn warn(&mut self, text: &str) {
         match &mut self.lines {
             Some(out) => {
                 let _ = writeln!(out, "{text}");

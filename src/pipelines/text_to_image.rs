@@ -70,9 +70,11 @@ pub struct DenoiseOptions {
 
 /// Traces one denoising step: `sample' = sample_scale * sample + model_scale * model(in_scale * sample, timestep)`.
 ///
-/// With guidance, conditioning is `[without prompt, with prompt]` along the batch, and the model's output is
-/// `without + guidance_scale * (with - without)` (Ho and Salimans 2022, equation 6, in diffusers' scale). Where the
-/// scheduler has `clip_sample`, the predicted clean sample is clipped to [-1, 1] on the way.
+/// With guidance, the model's batch holds two rows for each image, without and with its prompt, one after the other:
+/// wherever a device's images are, so are both rows. (diffusers puts all rows without prompts first; over a sharded
+/// batch that sends every sample to another device.) The model's output is `without + guidance_scale *
+/// (with - without)` (Ho and Salimans 2022, equation 6, in diffusers' scale). Where the scheduler has `clip_sample`, the
+/// predicted clean sample is clipped to [-1, 1] on the way.
 ///
 /// # Errors
 /// When the model's parts do not fit together, or quantization is refused.
@@ -95,8 +97,11 @@ pub fn trace_denoise(
     let rows = if options.guidance { 2 * batch } else { batch };
     let (encoder_hidden_states, text_time) = model.declare_conditioning(&b, rows)?;
     let scaled = b.mul(sample, in_scale)?;
+    let [channels, height, width] = [1, 2, 3].map(|dim| model.sample_dims(batch)[dim]);
     let model_sample = if options.guidance {
-        b.concatenate(&[scaled, scaled], 0)?
+        let pairs =
+            b.broadcast_in_dim(scaled, &[0, 2, 3, 4], &[batch, 2, channels, height, width])?;
+        b.reshape(pairs, &[rows, channels, height, width])?
     } else {
         scaled
     };
@@ -111,9 +116,13 @@ pub fn trace_denoise(
     )?;
     if options.guidance {
         let guidance = scalar(names::GUIDANCE_SCALE)?;
-        let halves = b.split(output, 0, 2)?;
-        let difference = b.sub(halves[1], halves[0])?;
-        output = b.add(halves[0], b.mul(difference, guidance)?)?;
+        let pairs = b.reshape(output, &[batch, 2, channels, height, width])?;
+        let row = |which: usize| {
+            let row = b.slice_dim(pairs, 1, which, which + 1)?;
+            b.reshape(row, &[batch, channels, height, width])
+        };
+        let (without, with) = (row(0)?, row(1)?);
+        output = b.add(without, b.mul(b.sub(with, without)?, guidance)?)?;
     }
     let s = b.root("sampler");
     let mut next = s.add(s.mul(sample, sample_scale)?, s.mul(output, model_scale)?)?;
@@ -238,11 +247,17 @@ impl TextToImage {
         if request.plan.steps.iter().any(|s| s.noise != 0.0) {
             return Err(PipelineError::NoisySampler);
         }
-        let mut ids = Vec::new();
-        if self.guidance {
-            ids.extend_from_slice(request.negative_ids);
-        }
-        ids.extend_from_slice(request.prompt_ids);
+        let ids = match self.guidance {
+            false => request.prompt_ids.to_vec(),
+            true => {
+                let negatives = request.negative_ids.chunks(self.tokens);
+                let prompts = request.prompt_ids.chunks(self.tokens);
+                negatives
+                    .zip(prompts)
+                    .flat_map(|(without, with)| [without, with].concat())
+                    .collect()
+            }
+        };
         let rows = ids.len() / self.tokens;
         let ids = HostTensor::from_i32([rows, self.tokens], &ids)?;
         let mut inputs = HashMap::new();

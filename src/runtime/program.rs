@@ -74,12 +74,7 @@ impl Program {
             graph
         };
         let plan = ShardPlan::new(graph, &session.mesh, &session.rules)?;
-        if let Some(why) = &plan.misaligned {
-            tracing::warn!("{why}");
-        }
-        for note in &plan.unsharded {
-            tracing::debug!("{name}: {note}");
-        }
+        plan.log(name);
         let start = Instant::now();
         let text = stablehlo(
             graph,

@@ -29,9 +29,9 @@ pub struct ShardPlan {
     pub outputs: Vec<PartitionSpec>,
     /// Shardy text by node index.
     constraints: HashMap<u32, String>,
-    /// Dimensions the rules would split but whose size does not divide: for the log.
+    /// Dimensions the rules would split but whose size does not divide.
     pub unsharded: Vec<Unsharded>,
-    /// Why the parts of range finding are not those of slices, where they are not: for the log.
+    /// Why the parts of range finding are not those of slices, where they are not.
     pub misaligned: Option<String>,
 }
 
@@ -92,6 +92,16 @@ impl ShardPlan {
             unsharded,
             misaligned: note,
         })
+    }
+
+    /// Logs what the rules could not do for `program`.
+    pub fn log(&self, program: &str) {
+        if let Some(why) = &self.misaligned {
+            tracing::warn!("{program}: {why}");
+        }
+        for note in &self.unsharded {
+            tracing::debug!("{program}: {note}");
+        }
     }
 
     /// What emission writes, or `None` for a mesh of one device.

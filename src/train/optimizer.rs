@@ -49,8 +49,11 @@ pub struct Update {
 ///
 /// With `t` the number of updates including this one: `m = b1 m + (1 - b1) g`, `v = b2 v + (1 - b2) g^2`,
 /// `w = w - lr (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + decay w)`, which is what `optax.adamw` and
-/// `torch.optim.AdamW` compute. The moving average is diffusers' `EMAModel`: its decay at update `t` is
-/// `min(ema_decay, (1 + t) / (10 + t))`.
+/// `torch.optim.AdamW` compute. The moving average is diffusers' `EMAModel`: it is a copy of the weights at the first
+/// update, and its decay at update `t` is `min(ema_decay, t / (9 + t))` after it.
+///
+/// With both kinds of clipping, elements are clipped first and the norm is that of what they leave, as in
+/// `optax.chain(clip, clip_by_global_norm)`.
 ///
 /// Where loss or gradient is not finite, nothing changes.
 ///
@@ -74,14 +77,28 @@ pub fn adamw(
     let finite_norm = b.unary(Unary::IsFinite, grad_norm)?;
     let finite = b.binary(crate::graph::Binary::And, finite_loss, finite_norm)?;
 
+    let (gradients, clipped_norm) = match options.max_grad_value {
+        None => (gradients, grad_norm),
+        Some(limit) => {
+            let clipped = gradients
+                .into_iter()
+                .map(|g| b.clamp(g, -limit, limit))
+                .collect::<Result<Vec<_>>>()?;
+            let norm = match options.max_grad_norm {
+                None => grad_norm,
+                Some(_) => global_norm(b, &clipped)?,
+            };
+            (clipped, norm)
+        }
+    };
     let clip = match options.max_grad_norm {
         None => None,
         Some(limit) => {
             // optax.clip_by_global_norm: unchanged below the limit, g / norm * limit above it.
             let limit = b.scalar(DType::F32, limit)?;
             let one = b.scalar(DType::F32, 1.0)?;
-            let above = b.compare(Comparison::Gt, grad_norm, limit)?;
-            Some(b.select(above, b.div(limit, grad_norm)?, one)?)
+            let above = b.compare(Comparison::Gt, clipped_norm, limit)?;
+            Some(b.select(above, b.div(limit, clipped_norm)?, one)?)
         }
     };
 
@@ -98,8 +115,13 @@ pub fn adamw(
     let ema_keep = match options.ema_decay {
         None => None,
         Some(decay) => {
-            let warm = b.div(b.add_scalar(t, 1.0)?, b.add_scalar(t, 10.0)?)?;
-            Some(b.min(warm, b.scalar(DType::F32, decay)?)?)
+            // diffusers counts from 0, where its decay is 0.
+            let before = b.add_scalar(t, -1.0)?;
+            let zero = b.scalar(DType::F32, 0.0)?;
+            let warm = b.div(t, b.add_scalar(t, 9.0)?)?;
+            let kept = b.min(warm, b.scalar(DType::F32, decay)?)?;
+            let later = b.compare(Comparison::Gt, before, zero)?;
+            Some(b.select(later, kept, zero)?)
         }
     };
 
@@ -112,9 +134,6 @@ pub fn adamw(
         let m = declare(b, &format!("{FIRST_MOMENT}{name}"), state.clone(), axes)?;
         let v = declare(b, &format!("{SECOND_MOMENT}{name}"), state.clone(), axes)?;
         let mut g = gradient;
-        if let Some(limit) = options.max_grad_value {
-            g = b.clamp(g, -limit, limit)?;
-        }
         if let Some(scale) = clip {
             g = b.mul(g, scale)?;
         }

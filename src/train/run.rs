@@ -65,6 +65,12 @@ pub enum TrainError {
     UnknownOutput(String),
     #[error("sample images: {0}")]
     Samples(Box<dyn std::error::Error + Send + Sync>),
+    #[error("{cause}; what was trained so far is saved in {}", checkpoint.display())]
+    Ended {
+        #[source]
+        cause: Box<TrainError>,
+        checkpoint: PathBuf,
+    },
 }
 
 /// What the loop is told, beside programs and data.
@@ -77,9 +83,13 @@ pub struct RunOptions {
     pub log_period: u64,
     /// Steps between checkpoints; `None` saves at the end only.
     pub checkpoint_every: Option<u64>,
+    /// Newest checkpoints of this run that are kept; `None` keeps all.
+    pub checkpoints_total_limit: Option<usize>,
     /// Steps between sample images.
     pub sample_every: Option<u64>,
     pub max_nonfinite_steps: u64,
+    /// Whether steps are told to the metrics only.
+    pub quiet: bool,
     /// The configuration values that decide what is computed; a run continues only with the same ones.
     pub config: BTreeMap<String, Json>,
     pub quantization: Json,
@@ -110,6 +120,9 @@ pub type Weights<'a> = &'a dyn Fn(&str) -> Option<&'a Array>;
 pub type Sampler<'a> =
     dyn FnMut(u64, Weights<'_>) -> Result<Vec<u8>, Box<dyn std::error::Error + Send + Sync>> + 'a;
 
+/// The counter of a checkpoint that holds the length of the learning-rate schedule.
+pub const SCHEDULE_STEPS: &str = "learning_rate_schedule_steps";
+
 /// The model's folder in a checkpoint that holds the moving average.
 pub const EMA_SUFFIX: &str = "_ema";
 
@@ -120,6 +133,8 @@ pub struct TrainingState {
     inputs: Vec<Input>,
     step: u64,
     skipped: u64,
+    /// The newest checkpoint of this state's run, and its step.
+    saved: Option<(u64, PathBuf)>,
 }
 
 impl TrainingState {
@@ -171,10 +186,11 @@ impl TrainingState {
             inputs: graph.inputs.clone(),
             step: 0,
             skipped: 0,
+            saved: None,
         })
     }
 
-    /// The state of a saved checkpoint.
+    /// The state of a saved checkpoint, whose files were checked when it was opened.
     ///
     /// # Errors
     /// When the checkpoint lacks a tensor of the program or has it in another shape.
@@ -185,7 +201,6 @@ impl TrainingState {
         saved: &SavedCheckpoint,
         options: &RunOptions,
     ) -> Result<TrainingState, TrainError> {
-        saved.verify()?;
         let mut open = BTreeMap::new();
         let mut arrays = Vec::with_capacity(graph.inputs.len());
         for (input, slot) in graph.inputs.iter().zip(program.inputs()) {
@@ -213,12 +228,19 @@ impl TrainingState {
             inputs: graph.inputs.clone(),
             step: saved.state().step,
             skipped: saved.state().counters.get("skipped").copied().unwrap_or(0),
+            saved: Some((saved.state().step, saved.dir().to_owned())),
         })
     }
 
     /// Completed steps.
     pub fn step(&self) -> u64 {
         self.step
+    }
+
+    /// Whether no array was given to a step that failed.
+    fn is_whole(&self) -> bool {
+        let mut parts = self.inputs.iter().zip(&self.arrays);
+        parts.all(|(input, array)| input.kind == InputKind::Data || array.is_some())
     }
 
     fn weight(&self, name: &str) -> Option<&Array> {
@@ -273,21 +295,56 @@ impl Trainer<'_> {
     ///
     /// # Errors
     /// When data cannot be read, a program fails, a file cannot be written, or steps keep failing to be finite.
+    /// [`TrainError::Ended`] says where the steps before the error are saved.
     pub fn run(
         &self,
         mut state: TrainingState,
         sinks: &mut Sinks<'_>,
         stop: &AtomicBool,
     ) -> Result<Outcome, TrainError> {
+        let first = state.step;
+        self.steps(&mut state, sinks, stop).map_err(|cause| {
+            if state.step == first || !state.is_whole() {
+                return cause;
+            }
+            // Of the two errors the first is the one to mend; a failed save leaves older checkpoints intact.
+            let checkpoint = match cause {
+                TrainError::NotFinite { .. } | TrainError::Checkpoint(_) => return cause,
+                _ => self.save_state(&mut state, sinks.checkpoints),
+            };
+            match checkpoint {
+                Ok(checkpoint) => TrainError::Ended {
+                    cause: Box::new(cause),
+                    checkpoint,
+                },
+                Err(error) => {
+                    tracing::warn!("the steps since the last checkpoint are lost: {error}");
+                    cause
+                }
+            }
+        })
+    }
+
+    fn steps(
+        &self,
+        state: &mut TrainingState,
+        sinks: &mut Sinks<'_>,
+        stop: &AtomicBool,
+    ) -> Result<Outcome, TrainError> {
         let options = self.options;
-        let mut progress = Progress::new(options.max_train_steps, state.step, options.log_period);
+        let mut progress = Progress::new(
+            options.max_train_steps,
+            state.step,
+            options.log_period,
+            options.quiet,
+        );
         let tflops = flops(self.graph) as f64 / self.session.devices().len() as f64 / 1e12;
         let mut prefetcher = Prefetcher::spawn(Arc::clone(&self.batcher), state.step, 2)?;
         let mut failed_in_a_row = 0;
         while state.step < options.max_train_steps {
             if stop.load(Ordering::Relaxed) {
                 progress.finish();
-                let checkpoint = self.save(&state, sinks)?;
+                let checkpoint = self.save(state, sinks)?;
                 return Ok(Outcome::Stopped {
                     checkpoint,
                     step: state.step,
@@ -295,13 +352,13 @@ impl Trainer<'_> {
             }
             let step = state.step;
             let batch = prefetcher.next_batch()?;
-            let result = self.take_step(&mut state, &batch)?;
+            let result = self.take_step(state, &batch)?;
             if result.finite {
                 failed_in_a_row = 0;
             } else {
                 failed_in_a_row += 1;
                 state.skipped += 1;
-                progress.message(&format!(
+                progress.warn(&format!(
                     "step {step}: loss {} or gradient norm {} is not finite; the update was skipped ({} so far)",
                     result.loss, result.grad_norm, state.skipped
                 ));
@@ -309,7 +366,7 @@ impl Trainer<'_> {
             self.report(tflops, &result, state.skipped, sinks, &mut progress)?;
             if failed_in_a_row > options.max_nonfinite_steps {
                 // Skipped updates left the state as it was before the first of them.
-                let checkpoint = self.save(&state, sinks)?;
+                let checkpoint = self.save(state, sinks)?;
                 return Err(TrainError::NotFinite {
                     step,
                     count: failed_in_a_row,
@@ -318,18 +375,19 @@ impl Trainer<'_> {
             }
             let last = state.step == options.max_train_steps;
             let due = |every: Option<u64>| every.is_some_and(|n| state.step.is_multiple_of(n));
-            if due(options.sample_every) || (options.sample_every.is_some() && last) {
+            let (save, sample) = (due(options.checkpoint_every), due(options.sample_every));
+            if save && !last {
+                let path = self.save(state, sinks)?;
+                progress.message(&format!("saved {}", path.display()));
+            }
+            if sample || (options.sample_every.is_some() && last) {
                 let png = (sinks.sampler)(state.step, &|name| state.weight(name))
                     .map_err(TrainError::Samples)?;
                 sinks.metrics.image(state.step, "samples", &png)?;
             }
-            if due(options.checkpoint_every) && !last {
-                let path = self.save(&state, sinks)?;
-                progress.message(&format!("saved {}", path.display()));
-            }
         }
         progress.finish();
-        let checkpoint = self.save(&state, sinks)?;
+        let checkpoint = self.save(state, sinks)?;
         Ok(Outcome::Done { checkpoint })
     }
 
@@ -371,9 +429,33 @@ impl Trainer<'_> {
     }
 
     /// Saves a checkpoint, and flushes the metrics so that both tell of the same steps.
-    fn save(&self, state: &TrainingState, sinks: &mut Sinks<'_>) -> Result<PathBuf, TrainError> {
+    fn save(
+        &self,
+        state: &mut TrainingState,
+        sinks: &mut Sinks<'_>,
+    ) -> Result<PathBuf, TrainError> {
         sinks.metrics.flush()?;
-        save(self.session, state, self.options, sinks.checkpoints)
+        self.save_state(state, sinks.checkpoints)
+    }
+
+    fn save_state(
+        &self,
+        state: &mut TrainingState,
+        writer: &mut CheckpointWriter,
+    ) -> Result<PathBuf, TrainError> {
+        if let Some((step, path)) = &state.saved
+            && *step == state.step
+        {
+            return Ok(path.clone());
+        }
+        let path = save(self.session, state, self.options, writer)?;
+        if let Some(limit) = self.options.checkpoints_total_limit
+            && let Err(error) = writer.keep_last(limit)
+        {
+            tracing::warn!("an old checkpoint stays: {error}");
+        }
+        state.saved = Some((state.step, path.clone()));
+        Ok(path)
     }
 
     /// Runs one step; `state` has its results, and its counter is one further.
@@ -524,6 +606,10 @@ fn save(
     record.data = serde_json::json!({ "step": state.step });
     record.quantization = options.quantization.clone();
     record.counters.insert("skipped".to_string(), state.skipped);
+    record.counters.insert(
+        SCHEDULE_STEPS.to_string(),
+        options.learning_rate.total_steps,
+    );
     Ok(writer.save(&record, files)?)
 }
 

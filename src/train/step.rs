@@ -318,8 +318,16 @@ fn mean_squared_error(
     target: Tensor,
     weight: Option<Tensor>,
 ) -> Result<Tensor, GraphError> {
+    let dims = b.dims(target);
+    // A difference would broadcast.
+    if b.dims(prediction) != dims {
+        return Err(b.invalid(format!(
+            "the model predicts {} for a target {}: the UNet's out_channels must be its in_channels",
+            b.shape(prediction),
+            b.shape(target)
+        )));
+    }
     let difference = b.sub(prediction, target)?;
-    let dims = b.dims(difference);
     let features: Vec<usize> = (1..dims.len()).collect();
     let mut errors = b.sum(b.square(difference)?, &features)?;
     if let Some(weight) = weight {

@@ -111,12 +111,12 @@ impl Kind {
         }
     }
 
-    /// Width and height of the bounding box in units of the diameter. A square is a little smaller
-    /// than its circle so that the two cover about the same area.
+    /// Width and height of the bounding box in units of the diameter. A square is as wide as its
+    /// circle: its corners, a fifth of its area, tell the two apart.
     pub(crate) fn extent(self) -> (f64, f64) {
         match self {
             Self::Circle => (1.0, 1.0),
-            Self::Square => (0.88, 0.88),
+            Self::Square => (1.0, 1.0),
             Self::Triangle => (1.06, 0.98),
         }
     }
@@ -143,7 +143,7 @@ impl Size {
     /// Diameters, as a fraction of the picture's side. Two large ones and a gap fit side by side.
     pub(super) fn diameters(self) -> (f64, f64) {
         match self {
-            Self::Small => (7.0 / 32.0, 8.5 / 32.0),
+            Self::Small => (8.0 / 32.0, 9.0 / 32.0),
             Self::Large => (12.0 / 32.0, 13.2 / 32.0),
         }
     }

@@ -46,7 +46,7 @@ const MARGIN: f64 = 0.5 / 32.0;
 const GAP: f64 = 3.0 / 32.0;
 
 impl Scene {
-    fn draw(caption: &Caption, rng: &mut KeyedRng) -> Self {
+    fn draw(caption: &Caption, spread: f64, rng: &mut KeyedRng) -> Self {
         let mut shapes: Vec<Shape> = caption
             .shapes()
             .iter()
@@ -67,7 +67,8 @@ impl Scene {
             (width * shape.diameter, height * shape.diameter)
         };
         let anywhere = |rng: &mut KeyedRng, length: f64| {
-            rng.between(MARGIN + length / 2.0, 1.0 - MARGIN - length / 2.0)
+            let reach = spread * (0.5 - MARGIN - length / 2.0);
+            rng.between(0.5 - reach, 0.5 + reach)
         };
         match (&mut shapes[..], caption.second) {
             ([first, second], Some((relation, _))) => {
@@ -93,16 +94,17 @@ impl Scene {
                     }
                 };
                 let free = 1.0 - 2.0 * MARGIN - along(low) - along(high) - GAP;
-                // Three uniform parts: before, between and after the two.
+                // Three uniform parts, before, between and after the two; three alike without spread.
                 let (a, b) = (rng.unit(), rng.unit());
-                let before = free * a.min(b);
-                let between = GAP + free * (a - b).abs();
+                let part = |share: f64| free * (1.0 / 3.0 + spread * (share - 1.0 / 3.0));
+                let before = part(a.min(b));
+                let between = GAP + part((a - b).abs());
                 let low_center = MARGIN + before + along(low) / 2.0;
                 let high_center = low_center + along(low) / 2.0 + between + along(high) / 2.0;
                 let low_across = anywhere(rng, across(low));
                 // The offset across stays below half the distance along, so that the relation that
                 // the caption names is the only one that holds.
-                let reach = (high_center - low_center) / 2.0;
+                let reach = spread * (high_center - low_center) / 2.0;
                 let half = across(high) / 2.0;
                 let high_across = rng.between(
                     (low_across - reach).max(MARGIN + half),
@@ -154,7 +156,10 @@ pub struct ShapesOptions {
     pub count: usize,
     /// Most shapes in a picture, 1 or 2; with 2, half of the pictures show one.
     pub max_objects: usize,
-    /// Share of captions that training never sees.
+    /// How far from the middle shapes may lie, 0 to 1: with 1 anywhere in the picture. Between two
+    /// shapes it scales how uneven the space before, between and after them is.
+    pub position_spread: f64,
+    /// Share of captions that training never sees; 0 for a training split of all captions.
     pub validation_fraction: f64,
     pub split: Split,
 }
@@ -166,6 +171,7 @@ impl Default for ShapesOptions {
             resolution: 32,
             count: 50_000,
             max_objects: 2,
+            position_spread: 1.0,
             validation_fraction: 0.1,
             split: Split::Train,
         }
@@ -206,12 +212,24 @@ impl Shapes {
                 "1 or 2".into(),
             );
         }
+        if !(0.0..=1.0).contains(&options.position_spread) {
+            return refuse(
+                "position_spread",
+                options.position_spread.to_string(),
+                "0 to 1".into(),
+            );
+        }
         // Both splits must hold captions: with 144 captions of one shape, 1 % still leaves one.
-        if !(0.01..=0.9).contains(&options.validation_fraction) {
+        let nothing = options.validation_fraction == 0.0 && options.split == Split::Train;
+        if !nothing && !(0.01..=0.9).contains(&options.validation_fraction) {
+            let why = match options.split {
+                Split::Train => "0 (nothing is held out), or 0.01 to 0.9",
+                Split::Validation => "0.01 to 0.9: with 0, no caption is held out of training",
+            };
             return refuse(
                 "validation_fraction",
                 options.validation_fraction.to_string(),
-                "0.01 to 0.9".into(),
+                why.into(),
             );
         }
         let shapes = Self { options };
@@ -257,7 +275,7 @@ impl Shapes {
                 break caption;
             }
         };
-        let scene = Scene::draw(&caption, &mut rng);
+        let scene = Scene::draw(&caption, self.options.position_spread, &mut rng);
         (caption, scene)
     }
 
@@ -396,7 +414,7 @@ mod tests {
 
     const RECORDED: (&str, &str) = (
         "a small red circle right of a small orange square on a gray background",
-        "68f19d24",
+        "8ecf8ebb",
     );
 
     #[test]
@@ -486,7 +504,12 @@ mod tests {
                 ..base.clone()
             },
             ShapesOptions {
+                position_spread: 1.5,
+                ..base.clone()
+            },
+            ShapesOptions {
                 validation_fraction: 0.0,
+                split: Split::Validation,
                 ..base.clone()
             },
             ShapesOptions {

@@ -31,17 +31,17 @@ use crate::data::DataError;
 const SIDE: usize = 32;
 const PIXELS: usize = SIDE * SIDE;
 /// Least sum of alphas of a shape, in pixels at 32 x 32; the smallest shape of the dataset, a
-/// small triangle, has 25.
+/// small triangle, has 33.
 const MIN_AREA: f32 = 12.0;
 /// Least intersection over union with the ideal shape.
 const MIN_OVERLAP: f32 = 0.75;
-/// Between the largest small diameter (8.5) and the smallest large one (12).
-const SIZE_BOUNDARY: f32 = 10.25;
-/// Diameters outside are of no size that the vocabulary knows; the dataset's are 7 to 13.2.
+/// Between the largest small diameter (9) and the smallest large one (12).
+const SIZE_BOUNDARY: f32 = 10.5;
+/// Diameters outside are of no size that the vocabulary knows; the dataset's are 8 to 13.2.
 const DIAMETERS: std::ops::RangeInclusive<f32> = 5.5..=16.0;
 /// Pixels beyond the foreground into which the soft edge of a shape may reach.
 const REACH: usize = 3;
-/// Least share of pixels that show the background; two large squares leave 0.7.
+/// Least share of pixels that show the background; two large squares leave 0.66.
 const MIN_BACKGROUND: f32 = 0.35;
 /// Foreground pixels differ from the background at least so much (CIELAB distance), whatever their
 /// alpha: a tint of the background is not a shape.

@@ -45,28 +45,38 @@ impl TrainState {
         }
     }
 
-    /// Compares the configuration of a run that wants to continue with the saved one.
+    /// Compares the configuration of a run that wants to continue with the saved one, in which a missing field has its
+    /// value in `defaults`.
     ///
     /// # Errors
     /// Lists every field that differs.
-    pub fn check_resume(&self, config: &BTreeMap<String, Value>) -> Result<(), ResumeMismatch> {
+    pub fn check_resume(
+        &self,
+        config: &BTreeMap<String, Value>,
+        defaults: &BTreeMap<String, Value>,
+    ) -> Result<(), ResumeMismatch> {
         if config_sha256(config) == self.config_sha256 {
             return Ok(());
         }
+        let mut saved = defaults.clone();
+        saved.extend(self.config.clone());
         let keys: std::collections::BTreeSet<&String> =
             self.config.keys().chain(config.keys()).collect();
         let text = |map: &BTreeMap<String, Value>, key: &str| {
             map.get(key).map(|v| canonical(v).to_string())
         };
-        let fields = keys
+        let fields: Vec<FieldMismatch> = keys
             .into_iter()
             .map(|key| FieldMismatch {
                 key: key.clone(),
-                saved: text(&self.config, key),
+                saved: text(&saved, key),
                 current: text(config, key),
             })
             .filter(|field| field.saved != field.current)
             .collect();
+        if fields.is_empty() {
+            return Ok(());
+        }
         Err(ResumeMismatch {
             step: self.step,
             saved_by: self.maxdiff_version.clone(),
@@ -263,14 +273,21 @@ mod tests {
         let text = serde_json::to_string(&saved).unwrap();
         let saved: TrainState = serde_json::from_str(&text).unwrap();
         assert_eq!(
-            saved.check_resume(&config(0.100_000_000_000_000_05)),
+            saved.check_resume(&config(0.100_000_000_000_000_05), &BTreeMap::new()),
             Ok(())
         );
+        // A key that came later has its default in the checkpoint.
+        let mut later = config(0.100_000_000_000_000_05);
+        later.insert("position_spread".to_owned(), json!(1.0));
+        let defaults = BTreeMap::from([("position_spread".to_owned(), json!(1.0))]);
+        assert_eq!(saved.check_resume(&later, &defaults), Ok(()));
+        later.insert("position_spread".to_owned(), json!(0.5));
+        assert!(saved.check_resume(&later, &defaults).is_err());
 
         let mut other = config(0.5);
         other.remove("unet");
         other.insert("seed".to_owned(), json!(3));
-        let error = saved.check_resume(&other).unwrap_err();
+        let error = saved.check_resume(&other, &BTreeMap::new()).unwrap_err();
         let lines: Vec<String> = error.to_string().lines().map(str::to_owned).collect();
         assert!(lines[0].contains("checkpoint of step 7"), "{}", lines[0]);
         assert_eq!(
