@@ -532,3 +532,48 @@ fn a_reader_that_leaves_is_no_failure() {
         .unwrap();
     assert_eq!(status.code(), Some(2));
 }
+
+/// Without plugins: the mesh of a topology is known from its name.
+#[test]
+fn lower_obeys_the_topology_and_refuses_what_it_does_not_read() {
+    let recipe = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tiny.yml");
+    let lower = |more: &[&str]| {
+        let mut command = program(["lower"]);
+        command.arg(&recipe).args(more);
+        command.output().unwrap()
+    };
+    let output = lower(&[
+        "compile_topology=v5e-16",
+        "compile_topology_num_slices=2",
+        "ici_fsdp_parallelism=4",
+        "hardware=tpu",
+    ]);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let program = text(&output.stdout);
+    assert!(
+        program.contains(r#"sdy.mesh @mesh = <["data"=8, "fsdp"=4, "context"=1, "tensor"=1]>"#),
+        "{}",
+        &program[..500]
+    );
+    // 32 devices with 4 images each, in rows with and without the prompt.
+    assert!(program.contains("tensor<256x3x16x16xf32>"));
+    assert!(!text(&lower(&["hardware=tpu"]).stdout).contains("sdy."));
+    for (overrides, word) in [
+        (&["compile_topology=v5e-17", "hardware=tpu"][..], "v5e-16"),
+        (
+            &["compile_topology_num_slices=2"][..],
+            "without compile_topology",
+        ),
+        (&["ici_fsdp_parallelism=4"][..], "ici_fsdp_parallelism=4"),
+        (&["adam_b1=0.5"][..], "--step train"),
+        (&["num_inference_steps=3"][..], "num_inference_steps"),
+    ] {
+        let output = lower(overrides);
+        assert_eq!(output.status.code(), Some(2), "{overrides:?}");
+        assert!(
+            text(&output.stderr).contains(word),
+            "{overrides:?}: {}",
+            text(&output.stderr)
+        );
+    }
+}

@@ -267,14 +267,102 @@ fn pooled_text_is_trained_and_held_out_captions_are_scored() {
         let caption = Caption::parse(image["prompt"].as_str().unwrap()).unwrap();
         assert!(caption.held_out(0.1), "{caption}");
     }
-    let output = maxdiff(
-        "generate",
-        dir.path(),
-        &["held_out_prompts=3", "dataset_type=folder"],
-    )
-    .output()
-    .unwrap();
-    assert_eq!(output.status.code(), Some(2));
+    // What contradicts the training of the checkpoint is refused before anything compiles.
+    for (overrides, word) in [
+        (
+            ["held_out_prompts=3", "dataset_type=folder"],
+            "dataset_type=shapes",
+        ),
+        (
+            ["held_out_prompts=3", "validation_fraction=0.2"],
+            "trained with 0.1",
+        ),
+        (
+            ["held_out_prompts=3", "prompt=a red circle"],
+            "held_out_prompts",
+        ),
+        (
+            ["prompt=a red circle", "prediction_type=epsilon"],
+            "trained with \"v_prediction\"",
+        ),
+    ] {
+        let output = maxdiff("generate", dir.path(), &overrides)
+            .output()
+            .unwrap();
+        let log = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(2), "{overrides:?}: {log}");
+        assert!(log.contains(word), "{overrides:?}: {log}");
+    }
+}
+
+/// A grid of so many pictures is larger than an image file can be: an error that comes up while training runs.
+#[test]
+fn after_an_error_the_steps_before_it_are_saved() {
+    let dir = tempfile::tempdir().unwrap();
+    let prompts = vec!["'a red circle'"; 1200].join(",");
+    let overrides = [
+        "max_train_steps=2".to_string(),
+        "sample_every=1".to_string(),
+        "num_inference_steps=1".to_string(),
+        format!("sample_prompts=[{prompts}]"),
+    ];
+    let overrides: Vec<&str> = overrides.iter().map(String::as_str).collect();
+    let output = maxdiff("train", dir.path(), &overrides).output().unwrap();
+    let log = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(1), "{log}");
+    let saved = checkpoint(dir.path(), 1);
+    assert!(
+        log.contains(&format!("is saved in {}", saved.display())),
+        "{log}"
+    );
+    assert!(saved.is_dir());
+}
+
+#[test]
+fn samples_are_made_with_bfloat16_weights_and_an_average() {
+    let dir = tempfile::tempdir().unwrap();
+    let overrides = [
+        "max_train_steps=1",
+        "sample_every=1",
+        "weights_dtype=bfloat16",
+    ];
+    succeed(&mut maxdiff("train", dir.path(), &overrides));
+    let samples = fs::read_dir(dir.path().join("tiny/samples"))
+        .unwrap()
+        .count();
+    assert_eq!(samples, 1);
+}
+
+/// Ids go by how often a word is used: captions that change must not give a trained embedding another word.
+#[test]
+fn a_continued_run_keeps_its_tokenizer() {
+    let dir = tempfile::tempdir().unwrap();
+    let data = dir.path().join("data");
+    fs::create_dir(&data).unwrap();
+    let example = |name: &str, caption: &str| {
+        image::RgbImage::new(16, 16)
+            .save(data.join(format!("{name}.png")))
+            .unwrap();
+        fs::write(data.join(format!("{name}.txt")), caption).unwrap();
+    };
+    example("a", "red red blue");
+    example("b", "red blue");
+    let folder = format!("train_data_dir={}", data.display());
+    let train = |steps: &str| {
+        let overrides = [
+            "dataset_type=folder",
+            folder.as_str(),
+            "per_device_batch_size=2",
+            steps,
+        ];
+        succeed(&mut maxdiff("train", dir.path(), &overrides));
+    };
+    train("max_train_steps=1");
+    example("c", "blue blue blue");
+    train("max_train_steps=2");
+    let tokenizer =
+        |step| fs::read_to_string(checkpoint(dir.path(), step).join("tokenizer.json")).unwrap();
+    assert_eq!(tokenizer(1), tokenizer(2));
 }
 
 #[test]
