@@ -13,10 +13,17 @@ use super::CliError;
 ///
 /// # Errors
 /// When the dataset type is not here, or the data cannot be read.
-pub fn dataset(config: &Config, split: Split) -> Result<Dataset, CliError> {
+pub fn dataset(config: &Config) -> Result<Dataset, CliError> {
     match config.dataset_type {
-        DatasetType::Shapes => Ok(Dataset::Shapes(shapes(config, split)?)),
+        DatasetType::Shapes => Ok(Dataset::Shapes(shapes(config, Split::Train)?)),
         DatasetType::Folder => {
+            if !Path::new(&config.train_data_dir).is_dir() {
+                return Err(CliError::Usage(format!(
+                    "train_data_dir={}: no such folder; it holds pictures with .txt captions or a metadata.jsonl \
+                     (scripts/emoji_dataset makes one)",
+                    config.train_data_dir
+                )));
+            }
             let mut options =
                 FolderOptions::new(&config.train_data_dir, config.resolution as usize);
             options.max_bad_image_fraction = config.max_bad_image_fraction;
@@ -97,7 +104,7 @@ pub fn tokenizer_for_vocab_size(config: &Config) -> Result<Option<Tokenizer>, Cl
     if !needed {
         return Ok(None);
     }
-    let dataset = dataset(config, Split::Train)?;
+    let dataset = dataset(config)?;
     let json = tokenizer_json(config, &dataset)?;
     let tokenizer = Tokenizer::from_json(&json, usize::MAX).map_err(CliError::failed)?;
     Ok(Some(tokenizer))

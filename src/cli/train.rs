@@ -14,7 +14,7 @@ use serde_json::json;
 use crate::config::{
     Config, Derived, LearningRateSchedule, Quantization, Resume, Verb, check_local_shard_count,
 };
-use crate::data::{BatchOptions, Batcher, Dataset, Split, Tokenizer};
+use crate::data::{BatchOptions, Batcher, Dataset, Tokenizer};
 use crate::dtype::DType;
 use crate::metrics::{MetricsOptions, MetricsWriter};
 use crate::models::unet::ROOT as UNET;
@@ -112,7 +112,7 @@ pub fn run(args: &TrainArgs) -> Result<ExitCode, CliError> {
         ));
     }
     let saved = saved_checkpoint(&config)?;
-    let dataset = super::data::dataset(&config, Split::Train)?;
+    let dataset = super::data::dataset(&config)?;
     let tokenizer_json = tokenizer_json(&config, &dataset, saved.as_ref())?;
     let probe = Tokenizer::from_json(&tokenizer_json, usize::MAX >> 1).map_err(CliError::failed)?;
     let model = recipe::model(&config, Some(&probe))?;
@@ -143,6 +143,20 @@ pub fn run(args: &TrainArgs) -> Result<ExitCode, CliError> {
             return nothing_to_do(args, saved, &config);
         }
     }
+    let jsonl = if config.metrics_file.is_empty() {
+        run_dir.join("metrics.jsonl")
+    } else {
+        config.metrics_file.clone().into()
+    };
+    let tensorboard = run_dir.join("tensorboard");
+    let mut metrics = MetricsWriter::open(&MetricsOptions {
+        run_name: &config.run_name,
+        jsonl: config.write_metrics.then_some(jsonl.as_path()),
+        tensorboard_dir: config.write_metrics.then_some(tensorboard.as_path()),
+        first_step: saved.as_ref().map_or(0, |s| s.state().step),
+        flush_every: config.log_period,
+    })
+    .map_err(CliError::failed)?;
     if let Some(policy) = &options.quantization {
         super::progress(&recipe::quantization_summary(policy, &traced.decisions));
     }
@@ -181,21 +195,6 @@ pub fn run(args: &TrainArgs) -> Result<ExitCode, CliError> {
         }),
     }
     .map_err(CliError::failed)?;
-    let jsonl = if config.metrics_file.is_empty() {
-        run_dir.join("metrics.jsonl")
-    } else {
-        config.metrics_file.clone().into()
-    };
-    let tensorboard = run_dir.join("tensorboard");
-    let mut metrics = MetricsWriter::open(&MetricsOptions {
-        run_name: &config.run_name,
-        jsonl: config.write_metrics.then_some(jsonl.as_path()),
-        tensorboard_dir: config.write_metrics.then_some(tensorboard.as_path()),
-        first_step: state.step(),
-        flush_every: config.log_period,
-    })
-    .map_err(CliError::failed)?;
-
     let stop = Arc::new(AtomicBool::new(false));
     for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
         // A second signal ends the process at once.
