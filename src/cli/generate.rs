@@ -21,7 +21,7 @@ use crate::pipelines::model::{DiffusionModel, TEXT_ENCODER};
 use crate::pipelines::text_to_image::{DenoiseOptions, TextToImage, trace_denoise, trace_encode};
 use crate::runtime::{Array, Session};
 use crate::shard::PartitionSpec;
-use crate::train::checkpoint::{Check, SavedCheckpoint, latest};
+use crate::train::checkpoint::SavedCheckpoint;
 use crate::train::run::EMA_SUFFIX;
 use crate::weights::{Checkpoint, match_parameters};
 
@@ -209,16 +209,7 @@ struct Source {
 
 impl Source {
     fn find(config: &Config) -> Result<Source, CliError> {
-        let folder = config.checkpoint_folder();
-        let found = latest(&folder, Check::Hashes).map_err(CliError::failed)?;
-        for skipped in &found.skipped {
-            super::tell(&format!(
-                "passed over {}: {}",
-                skipped.path.display(),
-                skipped.reason
-            ));
-        }
-        if let Some(saved) = found.checkpoint {
+        if let Some(saved) = recipe::newest_checkpoint(config)? {
             check_trained(config, &saved)?;
             let averaged = saved.dir().join(format!("{UNET}{EMA_SUFFIX}")).is_dir();
             return Ok(Source {
@@ -236,7 +227,7 @@ impl Source {
         Err(CliError::Usage(format!(
             "no weights: {} holds no checkpoint, and pretrained_model_name_or_path='{}' is no folder with {UNET}/ in it; \
              train first, or name a folder in diffusers' layout",
-            folder.display(),
+            config.checkpoint_folder().display(),
             config.pretrained_model_name_or_path
         )))
     }

@@ -19,6 +19,7 @@ use crate::runtime::Session;
 use crate::schedulers::{self, SamplingPlan, SchedulerConfig};
 use crate::shard::{LogicalAxisRule, LogicalAxisRules, Mesh, MeshAxes, Parallelism, ShardPlan};
 use crate::topology::{Accelerator, Platform};
+use crate::train::checkpoint::{Check, SavedCheckpoint, latest};
 use crate::train::optimizer::OptimizerOptions;
 use crate::train::step::{LossWeighting, StepOptions, Timesteps};
 
@@ -345,6 +346,22 @@ pub fn axis_rules(config: &Config) -> Result<LogicalAxisRules, CliError> {
         })
         .collect();
     LogicalAxisRules::try_from(rules).map_err(CliError::failed)
+}
+
+/// The newest whole checkpoint of the run. Damaged ones are passed over, and told of.
+///
+/// # Errors
+/// When the folder cannot be read.
+pub fn newest_checkpoint(config: &Config) -> Result<Option<SavedCheckpoint>, CliError> {
+    let found = latest(&config.checkpoint_folder(), Check::Hashes).map_err(CliError::failed)?;
+    for skipped in &found.skipped {
+        super::tell(&format!(
+            "passed over {}: {}",
+            skipped.path.display(),
+            skipped.reason
+        ));
+    }
+    Ok(found.checkpoint)
 }
 
 /// A session and what to tell the user of it.

@@ -25,7 +25,7 @@ use crate::pipelines::model::{DiffusionModel, TEXT_ENCODER};
 use crate::pipelines::text_to_image::{DenoiseOptions, TextToImage};
 use crate::runtime::{Program, ProgramOptions, Session};
 use crate::shard::ShardPlan;
-use crate::train::checkpoint::{Check, CheckpointWriter, SavedCheckpoint, latest};
+use crate::train::checkpoint::{CheckpointWriter, SavedCheckpoint};
 use crate::train::run::{self, EMA_SUFFIX, Outcome, RunOptions, Sinks, Trainer, TrainingState};
 use crate::train::schedule::{Decay, LearningRate};
 use crate::train::step;
@@ -346,15 +346,8 @@ fn deciding(all: &serde_json::Value) -> BTreeMap<String, serde_json::Value> {
 /// The checkpoint that this run continues.
 fn saved_checkpoint(config: &Config) -> Result<Option<SavedCheckpoint>, CliError> {
     let folder = config.checkpoint_folder();
-    let found = latest(&folder, Check::Hashes).map_err(CliError::failed)?;
-    for skipped in &found.skipped {
-        super::tell(&format!(
-            "passed over {}: {}",
-            skipped.path.display(),
-            skipped.reason
-        ));
-    }
-    match (config.resume, &found.checkpoint) {
+    let found = recipe::newest_checkpoint(config)?;
+    match (config.resume, &found) {
         (Resume::Never, Some(saved)) => Err(CliError::Usage(format!(
             "resume=never: {} holds checkpoints (newest: step {}); choose another run_name or output_dir",
             folder.display(),
@@ -364,7 +357,7 @@ fn saved_checkpoint(config: &Config) -> Result<Option<SavedCheckpoint>, CliError
             "resume=must: there is no checkpoint in {}",
             folder.display()
         ))),
-        (Resume::Auto | Resume::Must | Resume::Never, _) => Ok(found.checkpoint),
+        (Resume::Auto | Resume::Must | Resume::Never, _) => Ok(found),
     }
 }
 

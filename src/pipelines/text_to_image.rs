@@ -97,7 +97,7 @@ pub fn trace_denoise(
     let rows = if options.guidance { 2 * batch } else { batch };
     let (encoder_hidden_states, text_time) = model.declare_conditioning(&b, rows)?;
     let scaled = b.mul(sample, in_scale)?;
-    let [channels, height, width] = [1, 2, 3].map(|dim| model.sample_dims(batch)[dim]);
+    let [_, channels, height, width] = model.sample_dims(batch);
     let model_sample = if options.guidance {
         let pairs =
             b.broadcast_in_dim(scaled, &[0, 2, 3, 4], &[batch, 2, channels, height, width])?;

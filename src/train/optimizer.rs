@@ -116,11 +116,10 @@ pub fn adamw(
         None => None,
         Some(decay) => {
             // diffusers counts from 0, where its decay is 0.
-            let before = b.add_scalar(t, -1.0)?;
             let zero = b.scalar(DType::F32, 0.0)?;
             let warm = b.div(t, b.add_scalar(t, 9.0)?)?;
             let kept = b.min(warm, b.scalar(DType::F32, decay)?)?;
-            let later = b.compare(Comparison::Gt, before, zero)?;
+            let later = b.compare(Comparison::Gt, t, b.scalar(DType::F32, 1.0)?)?;
             Some(b.select(later, kept, zero)?)
         }
     };
