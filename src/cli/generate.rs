@@ -340,7 +340,6 @@ fn write(
         guidance_scale: config.guidance_scale,
         scheduler: config.sampler().name().to_string(),
         config: config.run_name.clone(),
-        model_hash: None,
     };
     let paths = prompts
         .iter()

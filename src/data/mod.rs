@@ -1,6 +1,6 @@
 //! Datasets, captions, tokenizers and batches.
 //!
-//! A dataset is a list of pictures with captions; [`order`] shuffles it, [`Batcher`] makes the
+//! A dataset is a list of pictures with captions; [`Permutation`] shuffles it, [`Batcher`] makes the
 //! batch of a step, and [`Prefetcher`] makes batches ahead of the training loop. Everything random
 //! is a function of a seed and the step, so a resumed run sees the batches of the uninterrupted
 //! one, bit for bit.
@@ -16,7 +16,7 @@ use std::path::PathBuf;
 
 pub use batch::{Batch, BatchOptions, Batcher, Prefetcher};
 pub use folder::{Folder, FolderOptions};
-pub use order::{Permutation, order};
+pub use order::Permutation;
 pub use shapes::{Shapes, ShapesOptions, Split};
 pub use tokenizer::{Encoded, Tokenizer, word_level_json};
 

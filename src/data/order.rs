@@ -57,13 +57,6 @@ impl Permutation {
     }
 }
 
-/// The sample that a run reads as its `position`-th of epoch `epoch`.
-///
-/// Depends on its arguments alone, so a resumed run needs to know only its step.
-pub fn order(seed: u64, epoch: u64, position: usize, len: usize) -> usize {
-    Permutation::new(seed, epoch, len).index(position)
-}
-
 /// The finalizer of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number
 /// generators", 2014).
 fn mix(mut value: u64) -> u64 {
@@ -94,7 +87,8 @@ mod tests {
     #[test]
     fn order_differs_by_epoch_and_seed_and_is_shuffled() {
         let list = |seed, epoch| -> Vec<usize> {
-            (0..1000).map(|p| order(seed, epoch, p, 1000)).collect()
+            let permutation = Permutation::new(seed, epoch, 1000);
+            (0..1000).map(|p| permutation.index(p)).collect()
         };
         let base = list(1, 0);
         assert_eq!(base, list(1, 0));

@@ -59,6 +59,9 @@ impl Default for ClipTextConfig {
     }
 }
 
+/// Most layers.
+const LARGEST_DEPTH: usize = 1000;
+
 impl ClipTextConfig {
     /// Reads and checks a `config.json`.
     ///
@@ -100,16 +103,26 @@ impl ClipTextConfig {
     /// # Errors
     /// The first contradiction, with the numbers.
     pub fn check(&self) -> std::result::Result<(), ModelConfigError> {
+        let inconsistent = |message| {
+            Err(ModelConfigError::Inconsistent {
+                model: MODEL,
+                message,
+            })
+        };
         if self.num_attention_heads == 0
             || !self.hidden_size.is_multiple_of(self.num_attention_heads)
         {
-            return Err(ModelConfigError::Inconsistent {
-                model: MODEL,
-                message: format!(
-                    "num_attention_heads = {} does not divide hidden_size = {}",
-                    self.num_attention_heads, self.hidden_size
-                ),
-            });
+            return inconsistent(format!(
+                "num_attention_heads = {} does not divide hidden_size = {}",
+                self.num_attention_heads, self.hidden_size
+            ));
+        }
+        // Each layer becomes operations of the program, so a slip of the keyboard would be traced for hours.
+        if self.num_hidden_layers > LARGEST_DEPTH {
+            return inconsistent(format!(
+                "num_hidden_layers = {}; expected at most {LARGEST_DEPTH}",
+                self.num_hidden_layers
+            ));
         }
         Ok(())
     }

@@ -63,9 +63,6 @@ pub struct GenerationSettings {
     pub scheduler: String,
     /// Name of the configuration, such as `quickstart`.
     pub config: String,
-    /// Hash of the weights, hexadecimal.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub model_hash: Option<String>,
 }
 
 impl GenerationSettings {
@@ -81,9 +78,6 @@ impl GenerationSettings {
             "\nSteps: {}, Sampler: {}, CFG scale: {}, Seed: {}, Size: {width}x{height}",
             self.steps, self.scheduler, self.guidance_scale, self.seed
         ));
-        if let Some(hash) = &self.model_hash {
-            text.push_str(&format!(", Model hash: {hash}"));
-        }
         let version = env!("CARGO_PKG_VERSION");
         text.push_str(&format!(
             ", Model: {}, Version: maxdiff-rs {version}",
@@ -419,7 +413,6 @@ mod tests {
             guidance_scale: 7.5,
             scheduler: "DDIM".into(),
             config: "quickstart".into(),
-            model_hash: Some("abc123".into()),
         }
     }
 
@@ -445,7 +438,7 @@ mod tests {
     #[test]
     fn parameters_have_the_usual_layout() {
         let lines = "a cat\nNegative prompt: blurry\nSteps: 20, Sampler: DDIM, CFG scale: 7.5, \
-                     Seed: 18446744073709551615, Size: 32x32, Model hash: abc123, \
+                     Seed: 18446744073709551615, Size: 32x32, \
                      Model: quickstart, Version: maxdiff-rs ";
         let text = settings("a cat").parameters(32, 32);
         assert!(text.starts_with(lines), "{text}");

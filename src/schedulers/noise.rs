@@ -50,15 +50,6 @@ impl NoiseSchedule {
         })
     }
 
-    /// The signal-to-noise ratio `alpha / (1 - alpha)` at `timestep`.
-    ///
-    /// # Errors
-    /// When there is no such timestep.
-    pub fn snr(&self, timestep: usize) -> Result<f32, SchedulerError> {
-        let alpha = self.alpha(timestep)?;
-        Ok(alpha / (1.0 - alpha))
-    }
-
     fn alpha(&self, timestep: usize) -> Result<f32, SchedulerError> {
         self.alphas_cumprod.get(timestep).copied().ok_or_else(|| {
             SchedulerError::Invalid(format!(
@@ -186,7 +177,6 @@ mod tests {
         };
         let schedule = NoiseSchedule::new(&config).unwrap();
         assert_eq!(schedule.alphas_cumprod[999], 0.0);
-        assert_eq!(schedule.snr(999).unwrap(), 0.0);
         assert!((schedule.alphas_cumprod[0] - 0.99915).abs() < 1e-6);
     }
 

@@ -519,19 +519,24 @@ impl Trainer<'_> {
             grad_norm: f64::NAN,
             finite: false,
         };
+        let mut told = Vec::new();
         for (array, output) in program.run(arguments)?.into_iter().zip(&self.graph.outputs) {
-            let read = |array: &Array| -> Result<f64, TrainError> {
-                Ok(array.to_host(session.mesh())?.to_f64_vec()?[0])
-            };
-            match (output.alias, output.name.as_str()) {
-                (Some(input), _) => state.arrays[input] = Some(array),
-                (None, names::LOSS) => result.loss = read(&array)?,
-                (None, names::GRAD_NORM) => result.grad_norm = read(&array)?,
-                (None, names::FINITE) => result.finite = read(&array)? != 0.0,
-                (None, other) => return Err(TrainError::UnknownOutput(other.to_string())),
+            match output.alias {
+                Some(input) => state.arrays[input] = Some(array),
+                None => told.push((output.name.as_str(), array)),
             }
         }
+        // The arrays are the next step's from here on, also if its results cannot be read.
         state.step += 1;
+        for (name, array) in told {
+            let value = array.to_host(session.mesh())?.to_f64_vec()?[0];
+            match name {
+                names::LOSS => result.loss = value,
+                names::GRAD_NORM => result.grad_norm = value,
+                names::FINITE => result.finite = value != 0.0,
+                other => return Err(TrainError::UnknownOutput(other.to_string())),
+            }
+        }
         result.seconds = start.elapsed().as_secs_f64();
         Ok(result)
     }

@@ -123,44 +123,6 @@ impl Checkpoint {
         })
     }
 
-    /// Reads tensors in parallel, in the order of `names`, cast to `dtype` if one is given.
-    ///
-    /// # Errors
-    /// As [`Checkpoint::read_as`], for the first tensor that fails.
-    pub fn read_many(
-        &self,
-        names: &[impl AsRef<str> + Sync],
-        dtype: Option<DType>,
-    ) -> Result<Vec<HostTensor>, WeightsError> {
-        names
-            .par_iter()
-            .map(|name| match dtype {
-                Some(dtype) => self.read_as(name.as_ref(), dtype),
-                None => self.read(name.as_ref()),
-            })
-            .collect()
-    }
-
-    /// Reads bytes of a tensor, from its byte `start` on, as many as `out` holds.
-    ///
-    /// # Errors
-    /// When there is no such tensor, it ends before that, or the file cannot be read.
-    pub fn read_bytes(&self, name: &str, start: usize, out: &mut [u8]) -> Result<(), WeightsError> {
-        let location = self.locate(name)?;
-        let bytes = location.shape.bytes();
-        if start.checked_add(out.len()).is_none_or(|end| end > bytes) {
-            return Err(WeightsError::Tensor {
-                path: self.path.clone(),
-                tensor: name.to_owned(),
-                reason: format!(
-                    "{} bytes from byte {start} on wanted, it has {bytes}",
-                    out.len()
-                ),
-            });
-        }
-        self.read_range(location, start, out)
-    }
-
     fn locate(&self, name: &str) -> Result<&Location, WeightsError> {
         self.tensors
             .get(name)
@@ -477,18 +439,9 @@ mod tests {
         assert_eq!(c.metadata()["format"], "pt");
         assert_eq!(c.info("a").unwrap().to_string(), "f32[3]");
         assert_eq!(c.read("a").unwrap().to_f32_vec().unwrap(), [1.0; 3]);
-        let many = c.read_many(&["c", "b"], Some(DType::BF16)).unwrap();
-        assert_eq!(many[0].shape.to_string(), "bf16[3]");
-        assert_eq!(many[0].to_f32_vec().unwrap(), [2.0; 3]);
-        assert_eq!(many[1].to_f32_vec().unwrap(), [0.0; 3]);
-        let mut part = [0; 4];
-        c.read_bytes("c", 8, &mut part).unwrap();
-        assert_eq!(part, 2.0_f32.to_le_bytes());
-        let past = c.read_bytes("c", 9, &mut part).unwrap_err().to_string();
-        assert!(
-            past.ends_with("tensor c: 4 bytes from byte 9 on wanted, it has 12"),
-            "{past}"
-        );
+        let cast = c.read_as("c", DType::BF16).unwrap();
+        assert_eq!(cast.shape.to_string(), "bf16[3]");
+        assert_eq!(cast.to_f32_vec().unwrap(), [2.0; 3]);
     }
 
     #[test]

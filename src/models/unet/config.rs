@@ -198,6 +198,9 @@ fn fixed_fields() -> [(&'static str, Value); 20] {
     ]
 }
 
+/// Most layers on the way down, those of transformers included.
+const LARGEST_DEPTH: usize = 1000;
+
 impl UNet2DConditionConfig {
     /// Reads and checks a `config.json`.
     ///
@@ -303,6 +306,19 @@ impl UNet2DConditionConfig {
             if self.layers_per_block.get(level) == Some(0) {
                 return inconsistent(format!("layers_per_block is 0 in block {level}"));
             }
+        }
+        // Each layer becomes operations of the program, so a slip of the keyboard would be traced for hours.
+        let layers = (0..levels).map(|level| {
+            let blocks = self.layers_per_block.get(level).unwrap_or(0);
+            let each = self.transformer_layers_per_block.get(level).unwrap_or(0);
+            blocks.saturating_mul(each.max(1))
+        });
+        let depth = layers.fold(0, usize::saturating_add);
+        if depth > LARGEST_DEPTH {
+            return inconsistent(format!(
+                "layers_per_block and transformer_layers_per_block make {depth} layers on the way down; expected at most \
+                 {LARGEST_DEPTH} (SDXL has 26)"
+            ));
         }
         for (field, kernel) in [
             ("conv_in_kernel", self.conv_in_kernel),
@@ -416,5 +432,6 @@ mod tests {
             error(r#"{"addition_embed_type": "text_time"}"#).contains("addition_time_embed_dim")
         );
         assert!(error(r#"{"block_out_channels": "wide"}"#).contains("not valid"));
+        assert!(error(r#"{"layers_per_block": 100000}"#).contains("make 400000 layers"));
     }
 }
