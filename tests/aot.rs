@@ -274,6 +274,11 @@ fn what_cannot_be_compiled_for_is_refused_with_advice() {
     assert!(error.contains("int8") && error.contains("fp8"), "{error}");
     let error = refuse(&["compile_topology=v5e-16", "ici_tensor_parallelism=3"], 2);
     assert!(error.contains("16") && error.contains('3'), "{error}");
+    let error = refuse(&["compile_topology=v5e-16", "ici_context_parallelism=4"], 2);
+    assert!(
+        error.contains("mesh axis context (4) would all do the same work"),
+        "{error}"
+    );
     let error = refuse(
         &[
             "compile_topology=v5e-16",
@@ -290,6 +295,44 @@ fn what_cannot_be_compiled_for_is_refused_with_advice() {
     assert!(error.contains("num_devices=4"), "{error}");
     let error = refuse(&["compile_topology_num_slices=2"], 2);
     assert!(error.contains("compile_topology"), "{error}");
+}
+
+#[test]
+fn recomputation_takes_less_memory() {
+    // Layers of attention, whose scores are what there is to keep.
+    let layers = [
+        "compile_topology=v5e-1",
+        "resolution=32",
+        "per_device_batch_size=8",
+        "unet_config.transformer_layers_per_block=4",
+    ];
+    let temp = |policy: &str| {
+        let compiled = compiled(&[&layers[..], &[policy]].concat());
+        compiled.report.memory.temp
+    };
+    let (kept, recomputed) = (temp("remat_policy=NONE"), temp("remat_policy=FULL"));
+    assert!(
+        2 * recomputed < kept,
+        "{recomputed} bytes with recomputation, {kept} without"
+    );
+}
+
+#[test]
+fn a_mesh_axis_takes_part_of_a_physical_one_if_allowed() {
+    let axes = ["compile_topology=v5e-256", "ici_fsdp_parallelism=4"];
+    let (folder, config) = config_file();
+    let output = folder.path().join("step.bundle");
+    let mut arguments = vec![
+        config.to_str().unwrap(),
+        "--output",
+        output.to_str().unwrap(),
+    ];
+    arguments.extend(axes);
+    let error = refused(&arguments, 2);
+    assert!(error.contains("allow_split_physical_axes=True"), "{error}");
+    let allowed = compiled(&[&axes[..], &["allow_split_physical_axes=True"]].concat());
+    assert_eq!(allowed.header.target.mesh["fsdp"], 4);
+    assert_eq!(allowed.header.target.device_assignment.len(), 256);
 }
 
 #[test]

@@ -513,6 +513,164 @@ fn plugins_are_listed_and_taken_by_path() {
     assert_eq!(text(&quiet.stderr), "");
 }
 
+/// What runs before every build of other things must not download, nor write where it may not.
+#[test]
+fn a_plugin_that_is_in_use_is_installed_only_if_needed() {
+    common::cpu_plugin();
+    let own = maxdiff::pjrt::install::locate(maxdiff::pjrt::install::PluginKind::Cpu).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let library = folder.path().join("own.so");
+    std::fs::copy(&own.library, &library).unwrap();
+    let plugins = folder.path().join("plugins");
+    let run = |args: &[&str]| {
+        let mut command = program(args);
+        // No python3 is found, so nothing is downloaded.
+        command.env("MAXDIFF_PLUGIN_DIR", &plugins).env("PATH", "");
+        command.output().unwrap()
+    };
+    let if_needed = ["plugin", "install", "cpu", "--if-needed"];
+    let path = library.to_str().unwrap();
+    let absent = run(&if_needed);
+    assert_eq!(absent.status.code(), Some(1));
+    let error = text(&absent.stderr);
+    assert!(error.contains("python3 with pip is needed"), "{error}");
+
+    let given = run(&["plugin", "install", "cpu", "--path", path]);
+    assert!(given.status.success(), "{}", text(&given.stderr));
+    std::fs::remove_file(plugins.join(".cpu.lock")).unwrap();
+    let again = run(&if_needed);
+    assert!(again.status.success(), "{}", text(&again.stderr));
+    assert_eq!(text(&again.stdout).trim_end(), path);
+    let said = format!("the cpu plugin local is in use: {path}");
+    assert_eq!(text(&again.stderr).trim_end(), said);
+    assert!(!plugins.join(".cpu.lock").exists(), "a lock was taken");
+    let both = run(&["plugin", "install", "cpu", "--if-needed", "--path", path]);
+    assert_eq!(both.status.code(), Some(2));
+
+    // One that has changed is not whole. The remedy keeps it.
+    let mut bytes = std::fs::read(&library).unwrap();
+    bytes.push(0);
+    std::fs::write(&library, bytes).unwrap();
+    assert_eq!(run(&if_needed).status.code(), Some(1));
+    let report = run(&["doctor", "--json"]);
+    assert_eq!(report.status.code(), Some(1));
+    let report: Value = serde_json::from_slice(&report.stdout).unwrap();
+    let problem = &report["problems"][0];
+    assert_eq!(
+        problem["remedy"],
+        format!("run `maxdiff-rs plugin install cpu --path {path}`"),
+        "{problem}"
+    );
+}
+
+/// A program that was updated runs on the plugin of before, and says so; `--if-needed` builds the new one.
+#[test]
+fn a_stale_plugin_is_used_with_a_warning() {
+    common::cpu_plugin();
+    let own = maxdiff::pjrt::install::locate(maxdiff::pjrt::install::PluginKind::Cpu).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let plugin = folder
+        .path()
+        .join(format!("cpu-{}", own.kind.pinned_version()));
+    std::fs::create_dir(&plugin).unwrap();
+    let manifest = serde_json::json!({
+        "kind": "cpu",
+        "version": own.kind.pinned_version(),
+        "library": own.library,
+        "sha256": own.sha256,
+        "size": std::fs::metadata(&own.library).unwrap().len(),
+        "source": own.source,
+        "sources_sha256": "00",
+    });
+    std::fs::write(plugin.join("manifest.json"), manifest.to_string()).unwrap();
+    let inputs = Inputs::sd15().write(folder.path());
+    let output = program(["module", "run", "--quiet"])
+        .env("MAXDIFF_PLUGIN_DIR", folder.path())
+        .arg(golden("unet_sd15"))
+        .arg("hardware=cpu")
+        .arg("--inputs")
+        .arg(&inputs)
+        .arg("--outputs")
+        .arg(folder.path().join("out.safetensors"))
+        .output()
+        .unwrap();
+    let told = text(&output.stderr);
+    assert!(output.status.success(), "{told}");
+    assert_eq!(
+        told,
+        "warning: the cpu plugin was built from other sources than this program's; run `maxdiff-rs plugin install cpu`\n"
+    );
+    let output = program(["plugin", "install", "cpu", "--if-needed"])
+        .env("MAXDIFF_PLUGIN_DIR", folder.path())
+        .env("PATH", "")
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    let error = text(&output.stderr);
+    assert!(error.contains("python3 with pip is needed"), "{error}");
+}
+
+#[test]
+fn paths_that_are_no_unicode_are_shown_all_the_same() {
+    use std::os::unix::ffi::OsStrExt;
+    let folder = tempfile::tempdir().unwrap();
+    let strange = folder.path().join(std::ffi::OsStr::from_bytes(b"f\xff"));
+    for (args, pointer, code) in [
+        (&["plugin", "list", "--json"][..], "/folder", 0),
+        (&["doctor", "--json"][..], "/plugin_folder/path", 1),
+    ] {
+        let mut command = program(args);
+        let output = command.env("MAXDIFF_PLUGIN_DIR", &strange).output();
+        let output = output.unwrap();
+        let error = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(code), "{args:?}: {error}");
+        let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+        let shown = report.pointer(pointer).and_then(Value::as_str).unwrap();
+        assert!(shown.ends_with("f\u{fffd}"), "{shown}");
+    }
+}
+
+#[test]
+fn a_wrong_log_filter_is_told_of() {
+    let mut command = program(["config", "explain", "seed"]);
+    let output = command.env("RUST_LOG", "maxdiff=loud").output().unwrap();
+    assert!(output.status.success());
+    let told = text(&output.stderr);
+    assert!(
+        told.starts_with("warning: RUST_LOG='maxdiff=loud' is passed over: "),
+        "{told}"
+    );
+}
+
+/// The disk that a bundle does not fit on is a limit on the size of files, under which the empty file can be made that
+/// `compile` tries its folder with.
+#[test]
+fn a_report_outlives_its_bundle() {
+    common::cpu_plugin();
+    let folder = tempfile::tempdir().unwrap();
+    let bundle = folder.path().join("step.bundle");
+    let limited = "trap '' XFSZ; ulimit -f 1; exec \"$@\"";
+    let output = Command::new("sh")
+        .args(["-c", limited, "sh", env!("CARGO_BIN_EXE_maxdiff-rs")])
+        .arg("compile")
+        .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tiny.yml"))
+        .args(["hardware=cpu", "--json", "--output"])
+        .arg(&bundle)
+        .output()
+        .unwrap();
+    let error = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{error}");
+    assert!(error.contains("devices: 1 cpu device"), "{error}");
+    let last = error.lines().next_back().unwrap();
+    assert!(last.starts_with("error: cannot write "), "{error}");
+    assert!(last.contains("/.step.bundle."), "{error}");
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(report["bundle"], Value::Null);
+    assert_eq!(report["step"], "denoise");
+    assert!(report["parameters"].as_u64().unwrap() > 0);
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+}
+
 /// `maxdiff-rs config explain | head -1`: the reader leaves, and that is no failure.
 #[test]
 fn a_reader_that_leaves_is_no_failure() {

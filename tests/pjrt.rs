@@ -559,13 +559,55 @@ fn objects_are_shared_between_threads_and_outlive_their_client() {
     assert_eq!(floats(&x.to_host().unwrap()), [1.0; 256]);
 }
 
+/// Each client counts for itself, so what other tests hold does not matter.
 #[test]
 fn device_memory_is_told_or_said_not_to_be() {
+    const SIZE: i64 = 8 << 20;
     let client = cpu_client(1);
-    match client.devices()[0].memory_stats() {
-        Ok(stats) => assert!(stats.bytes_in_use >= 0),
-        Err(error) => assert_eq!(error.code(), Some(ErrorCode::Unimplemented), "{error}"),
+    let in_use = || client.devices()[0].memory_stats().unwrap().bytes_in_use;
+    let before = in_use();
+    let buffer = array(&client, &vec![1.0; SIZE as usize / 4], &[SIZE / 4], 0);
+    buffer.wait().unwrap();
+    let held = in_use();
+    assert!(
+        (SIZE..2 * SIZE).contains(&(held - before)),
+        "{before} {held}"
+    );
+    drop(buffer);
+    // The last reference may be one that a thread of the runtime is about to let go of.
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while in_use() > before {
+        assert!(Instant::now() < deadline, "{} of {held} remain", in_use());
+        std::thread::sleep(Duration::from_millis(1));
     }
+    let peak = client.devices()[0]
+        .memory_stats()
+        .unwrap()
+        .peak_bytes_in_use;
+    assert!(peak.is_some_and(|peak| peak >= held), "{peak:?}");
+
+    // Virtual devices share the host's memory.
+    for device in cpu_client(2).devices() {
+        let error = device.memory_stats().unwrap_err();
+        assert_eq!(error.code(), Some(ErrorCode::Unimplemented), "{error}");
+    }
+}
+
+/// What a GPU's compiler needs reaches every program of a session; others are compiled as ever.
+#[test]
+fn sessions_pass_the_folder_of_cudas_tools_on() {
+    let session = common::cpu_session(2);
+    let plain = session.compile_options();
+    assert_eq!(plain, maxdiff::runtime::compile_options(session.mesh()));
+    assert!(plain.overrides().is_empty());
+    let options = session
+        .with_cuda_data_dir(Some("/opt/plugins/cuda".into()))
+        .compile_options();
+    let overrides: Vec<_> = options.overrides().into_iter().collect();
+    assert_eq!(
+        overrides,
+        [("xla_gpu_cuda_data_dir", "/opt/plugins/cuda".to_string())]
+    );
 }
 
 #[test]

@@ -6,7 +6,8 @@ Writes tests/golden/schedulers.safetensors. For each sampling case of the metada
   out/<case>/timesteps, out/<case>/sigmas (Euler), out/<case>/alphas_cumprod (where the schedule is a new one)
   out/<case>/samples: x before the first step and after each; out/<case>/pred_original_sample: of each step.
 The model is model(x) = 0.5 * scale_model_input(x) + in/model_offset, and x starts as in/noise * init_noise_sigma.
-DDIM with eta > 0 adds in/variance_noise[step]. For the training cases, at in/timesteps:
+DDIM with eta > 0 adds in/variance_noise[step]. With use_clipped_model_output the noise is derived from the clipped
+sample. For the training cases, at in/timesteps:
   out/<case>/add_noise and out/<case>/velocity of in/clean and in/training_noise.
 All in float32, as diffusers computes them.
 """
@@ -21,6 +22,7 @@ from common import GOLDEN, normal, rng, write
 SHAPE = (2, 3, 4)
 SD = dict(num_train_timesteps=1000, beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear")
 LINEAR = dict(num_train_timesteps=1000, beta_start=0.0001, beta_end=0.02, beta_schedule="linear")
+CLIPPED = dict(use_clipped_model_output=True)
 DDIM_SD = dict(SD, clip_sample=False, set_alpha_to_one=False, steps_offset=1)
 
 # name -> (scheduler, configuration, number of inference steps, arguments of step)
@@ -38,6 +40,11 @@ SAMPLING = {
     "ddim_cosine_zero_snr": (DDIMScheduler, dict(num_train_timesteps=1000, beta_schedule="squaredcos_cap_v2",
                                                  timestep_spacing="trailing", prediction_type="v_prediction",
                                                  rescale_betas_zero_snr=True, clip_sample=True), 6, {}),
+    "ddim_clipped_epsilon": (DDIMScheduler, dict(LINEAR, timestep_spacing="trailing", clip_sample=True), 6, CLIPPED),
+    **{f"ddim_clipped_{kind}": (DDIMScheduler, dict(num_train_timesteps=1000, beta_schedule="squaredcos_cap_v2",
+                                                    timestep_spacing="trailing", prediction_type=kind,
+                                                    rescale_betas_zero_snr=True, clip_sample=True), 6, CLIPPED)
+       for kind in ("v_prediction", "sample")},
     "ddim_one_step": (DDIMScheduler, dict(DDIM_SD, timestep_spacing="trailing"), 1, {}),
 } | {
     f"euler_{spacing}_{kind}": (EulerDiscreteScheduler,

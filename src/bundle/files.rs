@@ -24,10 +24,15 @@ fn exists(path: &Path) -> BundleError {
     }
 }
 
-/// Where the file is written before it gets its name: beside it, so that a rename suffices.
-fn staging(path: &Path) -> PathBuf {
+/// Where the file is written before it gets its name: beside it, so that a rename suffices. In containers process ids
+/// repeat, so the file of a process that was killed may have the name: `number` makes another.
+fn staging(path: &Path, number: u32) -> PathBuf {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
-    path.with_file_name(format!(".{name}.{}.partial", std::process::id()))
+    let id = std::process::id();
+    path.with_file_name(match number {
+        0 => format!(".{name}.{id}.partial"),
+        number => format!(".{name}.{id}-{number}.partial"),
+    })
 }
 
 /// Removes the unfinished file unless it was published.
@@ -54,20 +59,26 @@ fn create(path: &Path) -> Result<(Staging, File), BundleError> {
     if let Some(folder) = path.parent().filter(|p| !p.as_os_str().is_empty()) {
         fs::create_dir_all(folder).map_err(failed("create the folder", folder))?;
     }
-    let staging = staging(path);
-    let file = OpenOptions::new()
-        .write(true)
-        .create_new(true)
-        .open(&staging)
-        .map_err(failed("create", path))?;
-    Ok((Staging(staging), file))
+    let mut number = 0;
+    loop {
+        let staging = staging(path, number);
+        match OpenOptions::new()
+            .write(true)
+            .create_new(true)
+            .open(&staging)
+        {
+            Ok(file) => return Ok((Staging(staging), file)),
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => number += 1,
+            Err(error) => return Err(failed("create", &staging)(error)),
+        }
+    }
 }
 
 pub(super) fn write(path: &Path, bytes: &[u8]) -> Result<(), BundleError> {
     let (staging, mut file) = create(path)?;
     file.write_all(bytes)
         .and_then(|()| file.sync_all())
-        .map_err(failed("write", path))?;
+        .map_err(failed("write", &staging.0))?;
     drop(file);
     publish(&staging.0, path)?;
     let folder = path.parent().filter(|p| !p.as_os_str().is_empty());

@@ -12,9 +12,10 @@ use regex::Regex;
 use serde_json::{Value, json};
 
 use crate::bundle::{
-    self, Bundle, Header, PayloadKind, PluginId, ProgramId, Slot, Target, frame::sha256,
+    self, Bundle, BundleError, Header, PayloadKind, PluginId, ProgramId, Slot, Target,
+    frame::sha256,
 };
-use crate::config::{Config, Quantization, RematPolicy, Verb};
+use crate::config::{Config, RematPolicy, Verb};
 use crate::emit::{EmitOptions, stablehlo};
 use crate::graph::{Graph, InputKind};
 use crate::pjrt::install::{self, PluginKind};
@@ -28,7 +29,7 @@ use crate::runtime::{compile_options, describe};
 use crate::shape::Shape;
 use crate::shard::{Axis, LogicalAxisRules, Mesh, PartitionSpec, ShardPlan};
 use crate::target::for_cpu;
-use crate::topology::{Accelerator, Chip, Format, OptionValue, Platform};
+use crate::topology::{Accelerator, Chip, OptionValue, Platform};
 
 use super::lower::{Step, trace};
 use super::{CliError, RecipeArgs, print, recipe};
@@ -64,6 +65,7 @@ struct Machine {
     chip: Option<Chip>,
     mesh: Mesh,
     rules: LogicalAxisRules,
+    options: CompileOptions,
     hbm_limit: Option<u64>,
 }
 
@@ -147,12 +149,12 @@ pub fn compile(config: &Config, step: Step) -> Result<Compiled, CliError> {
     let mut traced = trace(config, step, devices, mesh.num_slices() as u64)?;
     if machine.plugin.platform == "cpu" {
         // As the runtime does: what is reported is what would run.
-        traced.graph = for_cpu(&traced.graph).map_err(CliError::failed)?;
+        traced.graph = for_cpu(&traced.graph).map_err(CliError::usage)?;
     }
     let trace = start.elapsed().as_secs_f64();
 
     let start = Instant::now();
-    let plan = ShardPlan::new(&traced.graph, mesh, &machine.rules).map_err(CliError::failed)?;
+    let plan = ShardPlan::new(&traced.graph, mesh, &machine.rules).map_err(CliError::usage)?;
     plan.log(step.name());
     recipe::check_batch(&traced.graph, &plan, mesh)?;
     let precision = recipe::dot_precision(config);
@@ -166,11 +168,11 @@ pub fn compile(config: &Config, step: Step) -> Result<Compiled, CliError> {
     );
     let emit = start.elapsed().as_secs_f64();
 
-    let options = compile_options(mesh);
+    let options = &machine.options;
     let start = Instant::now();
     let executable =
         machine
-            .compile(&text, &options)
+            .compile(&text)
             .map_err(|error| match out_of_memory_message(&error) {
                 Some(message) => CliError::failed(machine.out_of_memory(
                     config,
@@ -256,17 +258,15 @@ impl Machine {
     }
 
     fn topology(config: &Config, accelerator: Accelerator, slices: i64) -> Result<Self, CliError> {
-        let usage = |e: crate::topology::TopologyError| CliError::Usage(e.to_string());
         if accelerator.platform == Platform::Gpu {
             return Err(CliError::Usage(format!(
                 "compile_topology={}: compiling ahead of time for GPUs is not here yet; TPU topologies work: {}",
                 config.compile_topology, "v4-*, v5e-*, v5p-*, v6e-*, tpu7x-*"
             )));
         }
-        check_formats(config, accelerator.chip)?;
         let options: Vec<(String, NamedValue)> = accelerator
             .create_options(slices)
-            .map_err(usage)?
+            .map_err(CliError::usage)?
             .into_iter()
             .map(|(key, value)| (key, named_value(value)))
             .collect();
@@ -277,8 +277,7 @@ impl Machine {
         let topology = Topology::create(&plugin, accelerator.pjrt_topology_name(), &options)
             .map_err(CliError::failed)?;
         let devices: Vec<_> = topology.devices().iter().map(describe).collect();
-        let mesh = Mesh::new(&recipe::parallelism(config), &devices)
-            .map_err(|e| CliError::Usage(e.to_string()))?;
+        let mesh = Mesh::new(&recipe::parallelism(config), &devices).map_err(CliError::usage)?;
         let hbm_limit = topology
             .device_memory_limit()
             .and_then(|bytes| u64::try_from(bytes).ok())
@@ -293,6 +292,7 @@ impl Machine {
             compiler: Compiler::Topology(topology),
             name: accelerator.name,
             chip: Some(accelerator.chip),
+            options: compile_options(&mesh),
             mesh,
             rules: recipe::axis_rules(config)?,
             hbm_limit,
@@ -301,7 +301,9 @@ impl Machine {
 
     fn here(config: &Config) -> Result<Self, CliError> {
         prepare_process().map_err(CliError::failed)?;
-        let session = recipe::open_session(config)?.session;
+        let opened = recipe::open_session(config)?;
+        super::progress(&format!("devices: {}", opened.chosen));
+        let session = opened.session;
         let client = session.client().clone();
         let library = client.plugin().path();
         let installed = install::list()
@@ -312,7 +314,7 @@ impl Machine {
         let name = device.map_or_else(String::new, |d| d.description().kind.clone());
         let chip = Chip::from_device_kind(&name);
         if let Some(chip) = chip {
-            check_formats(config, chip)?;
+            recipe::check_formats(config, chip)?;
         }
         let limit = device
             .and_then(|d| d.memory_stats().ok())
@@ -328,6 +330,7 @@ impl Machine {
             },
             mesh: session.mesh().clone(),
             rules: session.rules().clone(),
+            options: session.compile_options(),
             compiler: Compiler::Here(client),
             name,
             chip,
@@ -335,11 +338,11 @@ impl Machine {
         })
     }
 
-    fn compile(&self, text: &str, options: &CompileOptions) -> Result<Executable, PjrtError> {
+    fn compile(&self, text: &str) -> Result<Executable, PjrtError> {
         match &self.compiler {
-            Compiler::Topology(topology) => topology.compile(text, options),
+            Compiler::Topology(topology) => topology.compile(text, &self.options),
             Compiler::Here(client) => client
-                .compile(text, options)
+                .compile(text, &self.options)
                 .map(|loaded| loaded.executable().clone()),
         }
     }
@@ -415,24 +418,6 @@ impl Machine {
     }
 }
 
-/// Refuses a quantization the chip has no units for.
-fn check_formats(config: &Config, chip: Chip) -> Result<(), CliError> {
-    match config.quantization {
-        Quantization::Off => Ok(()),
-        Quantization::Int8 => {
-            let native = chip
-                .native(Format::Int8)
-                .map_err(|e| CliError::Usage(format!("quantization=int8: {e}")))?;
-            if native.speedup <= 1.0 {
-                super::tell(&format!(
-                    "warning: quantization=int8 saves memory but no time on {chip}: int8 runs at the rate of bf16 there"
-                ));
-            }
-            Ok(())
-        }
-    }
-}
-
 fn named_value(value: OptionValue) -> NamedValue {
     match value {
         OptionValue::Str(text) => NamedValue::String(text),
@@ -446,16 +431,29 @@ fn local_bytes(shape: &Shape, spec: &PartitionSpec, mesh: &Mesh) -> u64 {
     (shape.bytes() / parts.max(1)) as u64
 }
 
-/// The compiler's text, where its complaint is memory.
+/// The compiler's text, where its complaint is the device's main memory. Where it is a memory inside the chip (vmem,
+/// smem), one operation asks too much of it, and none of the advice on whole programs helps.
 fn out_of_memory_message(error: &PjrtError) -> Option<String> {
-    match error {
-        PjrtError::Plugin { code, message, .. }
-            if *code == ErrorCode::ResourceExhausted || message.contains("Ran out of memory") =>
-        {
-            Some(message.clone())
-        }
-        _ => None,
-    }
+    let PjrtError::Plugin { code, message, .. } = error else {
+        return None;
+    };
+    let memory = *code == ErrorCode::ResourceExhausted || message.contains("Ran out of memory");
+    let elsewhere = memory_space(message).is_some_and(|space| space != "hbm");
+    (memory && !elsewhere).then(|| message.clone())
+}
+
+/// `Ran out of memory in memory space vmem`.
+fn memory_space(message: &str) -> Option<&str> {
+    static SPACE: LazyLock<Option<Regex>> =
+        LazyLock::new(|| Regex::new(r"out of memory in memory space ([a-z_]+)").ok());
+    let space = SPACE.as_ref()?.captures(message)?.get(1)?;
+    Some(space.as_str())
+}
+
+/// Whether the program fits a device, where both its peak and the limit are known. The compiler refuses what does not
+/// fit, where it knows the limit.
+fn fits(memory: &Memory) -> Option<bool> {
+    Some(memory.peak? <= memory.hbm_limit?)
 }
 
 /// `Used 20.31G of 15.75G hbm`.
@@ -517,7 +515,6 @@ impl Compiled {
     /// The report with what surrounds it, as JSON.
     fn json(&self) -> Value {
         let mut value = json!(self.report);
-        let memory = &self.report.memory;
         let target = &self.header.target;
         let more = json!({
             "step": self.header.program.step,
@@ -529,8 +526,7 @@ impl Compiled {
                 "num_devices": target.device_assignment.len(),
                 "mesh": target.mesh,
             },
-            // The compiler refuses what does not fit, where it knows the limit.
-            "fits": memory.hbm_limit.map(|limit| memory.peak.is_none_or(|peak| peak <= limit)),
+            "fits": fits(&self.report.memory),
             "seconds": {
                 "setup": self.seconds.setup,
                 "trace": self.seconds.trace,
@@ -579,12 +575,81 @@ pub fn run(args: &CompileArgs) -> Result<ExitCode, CliError> {
     let config = args.recipe.load_step(Verb::Compile, args.step)?;
     let path = output_path(args, &config);
     bundle::check_writable(&path).map_err(|e| match e {
-        bundle::BundleError::Exists { .. } => CliError::Usage(e.to_string()),
+        BundleError::Exists { .. } => CliError::Usage(e.to_string()),
         _ => CliError::failed(e),
     })?;
     let compiled = compile(&config, args.step)?;
+    let written = write(args, &config, path, &compiled);
+    // The report is told even where the bundle is lost: compiling may have taken an hour.
+    let bundle = written.as_ref().ok();
+    if args.json {
+        let mut value = compiled.json();
+        value["bundle"] = bundle.map_or(Value::Null, Written::json);
+        print(&value.to_string())?;
+    } else {
+        let target = &compiled.header.target;
+        print(&format!(
+            "{} program for {} devices: {}{}\n{}{}",
+            args.step.name(),
+            target.device_assignment.len(),
+            target.name,
+            match target.num_slices {
+                1 => String::new(),
+                slices => format!(", {slices} slices"),
+            },
+            compiled.report,
+            bundle.map_or_else(String::new, Written::describe)
+        ))?;
+    }
+    written.map(|_| ExitCode::SUCCESS)
+}
+
+/// A bundle on disk.
+struct Written {
+    path: PathBuf,
+    payload: PayloadKind,
+    bytes: usize,
+}
+
+impl Written {
+    fn json(&self) -> Value {
+        json!({
+            "path": self.path.display().to_string(),
+            "payload": self.payload,
+            "payload_bytes": self.bytes,
+        })
+    }
+
+    fn describe(&self) -> String {
+        format!(
+            "bundle            {} ({} of {:.1} MiB)",
+            self.path.display(),
+            match self.payload {
+                PayloadKind::Executable => "executable",
+                PayloadKind::Stablehlo => "StableHLO",
+            },
+            self.bytes as f64 / f64::from(1 << 20)
+        )
+    }
+}
+
+/// Writes the bundle to `path`, or where another program has taken the default name meanwhile, to the next one.
+fn write(
+    args: &CompileArgs,
+    config: &Config,
+    mut path: PathBuf,
+    compiled: &Compiled,
+) -> Result<Written, CliError> {
     let (bundle, not_serialized) = compiled.bundle()?;
-    bundle.write(&path).map_err(CliError::failed)?;
+    loop {
+        match bundle.write(&path) {
+            Ok(()) => break,
+            Err(BundleError::Exists { .. }) if args.output.is_none() => {
+                path = output_path(args, config);
+            }
+            Err(error) => return Err(CliError::failed(error)),
+        }
+    }
     // What lies on the disk is what was compiled, or this is the time to say so.
     Bundle::read(&path)
         .and_then(|read| read.check(&path, &bundle.header))
@@ -594,36 +659,11 @@ pub fn run(args: &CompileArgs) -> Result<ExitCode, CliError> {
             "warning: the plugin does not serialize this program ({reason}); the bundle holds its StableHLO, to be compiled again where it runs"
         ));
     }
-    let bytes = bundle.payload.len();
-    if args.json {
-        let mut value = compiled.json();
-        value["bundle"] = json!({
-            "path": path,
-            "payload": bundle.header.payload,
-            "payload_bytes": bytes,
-        });
-        print(&value.to_string())?;
-    } else {
-        let target = &compiled.header.target;
-        print(&format!(
-            "{} program for {} devices: {}{}\n{}bundle            {} ({} of {:.1} MiB)",
-            args.step.name(),
-            target.device_assignment.len(),
-            target.name,
-            match target.num_slices {
-                1 => String::new(),
-                slices => format!(", {slices} slices"),
-            },
-            compiled.report,
-            path.display(),
-            match bundle.header.payload {
-                PayloadKind::Executable => "executable",
-                PayloadKind::Stablehlo => "StableHLO",
-            },
-            bytes as f64 / f64::from(1 << 20)
-        ))?;
-    }
-    Ok(ExitCode::SUCCESS)
+    Ok(Written {
+        path,
+        payload: bundle.header.payload,
+        bytes: bundle.payload.len(),
+    })
 }
 
 #[cfg(test)]
@@ -635,6 +675,45 @@ mod tests {
         let message = "Ran out of memory in memory space hbm. Used 30.22G of 15.75G hbm. Exceeded hbm capacity by 14.47G.";
         assert_eq!(needed_memory(message).as_deref(), Some("30.22G"));
         assert_eq!(needed_memory("no figures"), None);
+    }
+
+    #[test]
+    fn only_the_main_memory_is_what_a_program_does_not_fit() {
+        let told = |code, message: &str| {
+            out_of_memory_message(&PjrtError::Plugin {
+                function: "PJRT_Compile",
+                code,
+                message: message.to_owned(),
+            })
+            .is_some()
+        };
+        let (exhausted, internal) = (ErrorCode::ResourceExhausted, ErrorCode::Internal);
+        assert!(told(
+            internal,
+            "Ran out of memory in memory space hbm. Used 30.22G of 15.75G hbm."
+        ));
+        assert!(told(exhausted, "out of host memory"));
+        for space in ["vmem", "smem"] {
+            let message = format!("Ran out of memory in memory space {space} while allocating");
+            assert!(!told(exhausted, &message), "{space}");
+            assert!(!told(internal, &message), "{space}");
+        }
+        assert!(!told(internal, "another error"));
+    }
+
+    #[test]
+    fn whether_a_program_fits_is_unknown_without_its_peak() {
+        let fits = |peak, hbm_limit| {
+            fits(&Memory {
+                peak,
+                hbm_limit,
+                ..Memory::default()
+            })
+        };
+        assert_eq!(fits(Some(1), Some(2)), Some(true));
+        assert_eq!(fits(Some(3), Some(2)), Some(false));
+        assert_eq!(fits(None, Some(2)), None);
+        assert_eq!(fits(Some(1), None), None);
     }
 
     #[test]

@@ -48,7 +48,7 @@ fn shapes(config: &Config, split: Split) -> Result<Shapes, CliError> {
         split,
         ..ShapesOptions::default()
     })
-    .map_err(|e| CliError::Usage(e.to_string()))
+    .map_err(CliError::usage)
 }
 
 /// The captions that `held_out_prompts` asks for.

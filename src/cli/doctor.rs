@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use super::{CliError, plugin, print, recipe};
-use crate::pjrt::install::{self, Installed, PluginKind};
+use crate::pjrt::install::{self, InstallError, Installed, PluginKind};
 use crate::pjrt::{Client, Plugin};
 
 /// Free bytes below which an installation of the CPU plugin fails: the wheel, what is unpacked and the build.
@@ -200,7 +200,7 @@ impl Folder {
 
     fn to_json(&self) -> Value {
         json!({
-            "path": self.path.as_ref().ok(),
+            "path": self.path.as_ref().ok().map(|path| path.display().to_string()),
             "writable": self.writable,
             "free_bytes": self.free,
         })
@@ -232,6 +232,8 @@ impl Folder {
 struct PluginState {
     kind: PluginKind,
     found: Option<Installed>,
+    /// Whether its files are not those that were installed.
+    changed: bool,
     /// What it says when loaded, or why it cannot be; `None` when it is not installed.
     loaded: Option<Result<Probe, String>>,
 }
@@ -298,14 +300,16 @@ impl PluginState {
             let plugins = install::list().ok()?;
             plugins.into_iter().find(|p| p.kind == kind)
         };
+        let changed = matches!(located, Err(InstallError::LibraryChanged { .. }));
         let (found, loaded) = match located {
             Ok(found) => (Some(found), Some(Probe::apart(kind))),
-            Err(install::InstallError::NotInstalled { .. }) => (None, None),
+            Err(InstallError::NotInstalled { .. }) => (None, None),
             Err(error) => (listed(), Some(Err(error.to_string()))),
         };
         PluginState {
             kind,
             found,
+            changed,
             loaded,
         }
     }
@@ -317,7 +321,11 @@ impl PluginState {
                 "end the other program that uses the TPU; if there is none, remove /tmp/libtpu_lockfile"
                     .to_string()
             }
-            _ => format!("run `maxdiff-rs plugin install {}`", self.kind),
+            // A plugin that is the one installed and cannot be loaded is not mended by installing it anew.
+            _ => match &self.found {
+                Some(found) if self.changed => format!("run `{}`", found.install_command()),
+                _ => format!("run `maxdiff-rs plugin install {}`", self.kind),
+            },
         }
     }
 
@@ -330,16 +338,17 @@ impl PluginState {
             });
         };
         match &self.loaded {
-            // `hardware=auto` takes an accelerator that is here, and fails without its plugin.
-            None if recipe::has_hardware(self.kind) => {
-                let what = match self.kind {
-                    PluginKind::Cpu => "the cpu plugin is not installed".to_string(),
-                    kind => format!(
-                        "this machine has hardware for the {kind} plugin, which is not installed"
-                    ),
-                };
-                add(what, true);
+            None if self.kind == PluginKind::Cpu => {
+                add("the cpu plugin is not installed".to_string(), true);
             }
+            // `hardware=auto` passes over an accelerator without its plugin, and takes the processor.
+            None if recipe::has_hardware(self.kind) => add(
+                format!(
+                    "this machine has hardware for the {} plugin, which is not installed",
+                    self.kind
+                ),
+                false,
+            ),
             None => {}
             Some(Err(error)) => add(
                 format!("the {} plugin cannot be used: {error}", self.kind),
@@ -486,7 +495,10 @@ fn judge_tools(tools: &[Tool], to_install: bool, problems: &mut Vec<Problem>) {
     let packages: Vec<&str> = missing.iter().map(|t| t.package).collect();
     problems.push(Problem {
         what: format!("missing: {}", names.join(", ")),
-        remedy: format!("run `sudo apt-get install {}`", packages.join(" ")),
+        remedy: format!(
+            "run `sudo apt-get update && sudo apt-get install --yes {}`",
+            packages.join(" ")
+        ),
         needed: to_install,
     });
 }
@@ -568,7 +580,7 @@ mod tests {
         assert_eq!(problems[0].what, "missing: pip (to work), g++ (to work)");
         assert_eq!(
             problems[0].remedy,
-            "run `sudo apt-get install python3-pip g++`"
+            "run `sudo apt-get update && sudo apt-get install --yes python3-pip g++`"
         );
         assert!(problems[0].needed);
         problems.clear();

@@ -297,13 +297,13 @@ fn load_weights(
     options: &DenoiseOptions,
     source: &Source,
 ) -> Result<HashMap<String, Array>, CliError> {
-    let encode = trace_encode(model, options.batch).map_err(CliError::failed)?;
-    let (denoise, _) = trace_denoise(model, options).map_err(CliError::failed)?;
+    let encode = trace_encode(model, options.batch).map_err(CliError::usage)?;
+    let (denoise, _) = trace_denoise(model, options).map_err(CliError::usage)?;
     let mut arrays = HashMap::new();
     for (root, graph) in [(TEXT_ENCODER, encode), (UNET, denoise)] {
         let checkpoint = source.open(root)?;
         let plan = crate::shard::ShardPlan::new(&graph, session.mesh(), session.rules())
-            .map_err(CliError::failed)?;
+            .map_err(CliError::usage)?;
         let expected: Vec<(String, Vec<usize>)> = graph
             .weights()
             .map(|(_, w)| (w.key().to_string(), w.shape.dims.clone()))

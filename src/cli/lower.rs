@@ -77,7 +77,7 @@ pub fn trace(config: &Config, step: Step, devices: u64, slices: u64) -> Result<T
             let tokenizer = super::data::tokenizer_for_vocab_size(config)?;
             let model = recipe::model(config, tokenizer.as_ref())?;
             let options = recipe::step_options(config, batch, shards as usize)?;
-            let traced = step::trace(&model, &options).map_err(CliError::failed)?;
+            let traced = step::trace(&model, &options).map_err(CliError::usage)?;
             Ok(Traced {
                 graph: traced.graph,
                 decisions: traced.decisions,
@@ -91,7 +91,7 @@ pub fn trace(config: &Config, step: Step, devices: u64, slices: u64) -> Result<T
                 guidance: config.do_classifier_free_guidance,
                 quantization: recipe::policy(config, 0)?,
             };
-            let (graph, decisions) = trace_denoise(&model, &options).map_err(CliError::failed)?;
+            let (graph, decisions) = trace_denoise(&model, &options).map_err(CliError::usage)?;
             Ok(Traced { graph, decisions })
         }
     }
@@ -111,12 +111,12 @@ pub fn run(args: &LowerArgs) -> Result<ExitCode, CliError> {
     let traced = trace(&config, args.step, devices, slices)?;
     let mut graph = traced.graph;
     if config.hardware == Hardware::Cpu {
-        graph = for_cpu(&graph).map_err(CliError::failed)?;
+        graph = for_cpu(&graph).map_err(CliError::usage)?;
     }
     let trace_seconds = start.elapsed().as_secs_f64();
     let start = Instant::now();
     let plan =
-        ShardPlan::new(&graph, &mesh, &recipe::axis_rules(&config)?).map_err(CliError::failed)?;
+        ShardPlan::new(&graph, &mesh, &recipe::axis_rules(&config)?).map_err(CliError::usage)?;
     plan.log(args.step.name());
     recipe::check_batch(&graph, &plan, &mesh)?;
     let options = EmitOptions {
@@ -144,7 +144,7 @@ pub fn run(args: &LowerArgs) -> Result<ExitCode, CliError> {
             "emit": emit_seconds,
             "write": write_seconds,
         },
-        "output": args.output,
+        "output": args.output.as_ref().map(|path| path.display().to_string()),
     });
     if args.json {
         print(&report.to_string())?;
@@ -170,15 +170,8 @@ fn mesh(config: &Config) -> Result<Mesh, CliError> {
         Some((accelerator, slices)) => (accelerator.devices_per_slice as i64, slices),
     };
     // The text names mesh axes, not devices: where a device lies in its slice is for the compiler to know.
-    let devices: Vec<DeviceDescription> = (0..devices_per_slice * slices)
-        .map(|id| DeviceDescription {
-            id,
-            slice_index: id / devices_per_slice,
-            coords: Vec::new(),
-            core_on_chip: 0,
-        })
-        .collect();
-    Mesh::new(&recipe::parallelism(config), &devices).map_err(|e| CliError::Usage(e.to_string()))
+    let devices = DeviceDescription::numbered(devices_per_slice, slices);
+    Mesh::new(&recipe::parallelism(config), &devices).map_err(CliError::usage)
 }
 
 /// Writes a file that must not exist yet.

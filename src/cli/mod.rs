@@ -108,6 +108,11 @@ impl CliError {
         CliError::Failed(error.into())
     }
 
+    /// Wraps an error that the configuration or the arguments are to blame for.
+    pub fn usage(error: impl std::fmt::Display) -> Self {
+        CliError::Usage(error.to_string())
+    }
+
     fn code(&self) -> u8 {
         match self {
             CliError::Usage(_) | CliError::Config(_) => 2,
@@ -157,7 +162,7 @@ fn start_log(quiet: bool) {
     let filter = if quiet {
         EnvFilter::new("warn")
     } else {
-        EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn,maxdiff=info"))
+        asked_filter().unwrap_or_else(|| EnvFilter::new("warn,maxdiff=info"))
     };
     let log = tracing_subscriber::fmt()
         .with_env_filter(filter)
@@ -167,6 +172,20 @@ fn start_log(quiet: bool) {
         .without_time();
     // Fails only where a log is set up already, which then is the one to use.
     let _ = log.try_init();
+}
+
+/// What `RUST_LOG` asks for; a value that cannot be read is told of and passed over.
+fn asked_filter() -> Option<EnvFilter> {
+    let asked = std::env::var_os(EnvFilter::DEFAULT_ENV)?;
+    let asked = asked.to_string_lossy();
+    EnvFilter::try_new(&asked)
+        .inspect_err(|error| {
+            tell(&format!(
+                "warning: {}='{asked}' is passed over: {error}; write it as maxdiff=debug or warn,maxdiff=trace",
+                EnvFilter::DEFAULT_ENV
+            ));
+        })
+        .ok()
 }
 
 /// Parses the command line and runs the verb.

@@ -567,7 +567,7 @@ fn trace(
     let outputs = declare(&b, module, sizes, precision).map_err(CliError::failed)?;
     let decisions = match policy {
         None => Vec::new(),
-        Some(policy) => quant::annotate(&b, policy).map_err(|e| CliError::Usage(e.to_string()))?,
+        Some(policy) => quant::annotate(&b, policy).map_err(CliError::usage)?,
     };
     for (name, tensor) in outputs {
         b.output(name, tensor, None).map_err(CliError::failed)?;

@@ -30,6 +30,9 @@ enum PluginCommand {
         /// Use this PJRT plugin (a shared library) instead of the pinned one
         #[arg(long, value_name = "FILE")]
         path: Option<PathBuf>,
+        /// Do nothing where a plugin of this kind is in use, whole and of this program's sources
+        #[arg(long, conflicts_with = "path")]
+        if_needed: bool,
         /// Print JSON
         #[arg(long)]
         json: bool,
@@ -48,9 +51,30 @@ enum PluginCommand {
 /// When a plugin cannot be installed, or the plugin folder cannot be read.
 pub fn run(args: PluginArgs) -> Result<ExitCode, CliError> {
     match args.command {
-        PluginCommand::Install { kind, path, json } => {
-            let plugin = install::install(kind, path.as_deref(), &mut |line| progress(line))
-                .map_err(CliError::failed)?;
+        PluginCommand::Install {
+            kind,
+            path,
+            if_needed,
+            json,
+        } => {
+            // Before anything is written: the folder may be one that only its owner may change.
+            let in_use = if if_needed {
+                install::locate(kind).ok().filter(|plugin| !plugin.stale)
+            } else {
+                None
+            };
+            let plugin = match in_use {
+                Some(plugin) => {
+                    progress(&format!(
+                        "the {kind} plugin {} is in use: {}",
+                        plugin.version,
+                        plugin.library.display()
+                    ));
+                    plugin
+                }
+                None => install::install(kind, path.as_deref(), &mut |line| progress(line))
+                    .map_err(CliError::failed)?,
+            };
             if json {
                 print(&describe(&plugin).to_string())?;
             } else {
@@ -67,6 +91,7 @@ fn list(as_json: bool) -> Result<(), CliError> {
     let plugins = install::list().map_err(CliError::failed)?;
     if as_json {
         let plugins: Vec<Value> = plugins.iter().map(describe).collect();
+        let folder = folder.display().to_string();
         return print(&json!({"folder": folder, "plugins": plugins}).to_string());
     }
     let mut text = format!("plugins in {}\n", folder.display());
@@ -88,10 +113,10 @@ pub fn describe(plugin: &Installed) -> Value {
     json!({
         "kind": plugin.kind,
         "version": plugin.version,
-        "library": plugin.library,
+        "library": plugin.library.display().to_string(),
         "source": plugin.source,
         "sha256": plugin.sha256,
-        "cuda_data_dir": plugin.cuda_data_dir,
+        "cuda_data_dir": plugin.cuda_data_dir.as_ref().map(|dir| dir.display().to_string()),
         "stale": plugin.stale,
         "problem": problem(plugin),
     })
@@ -102,10 +127,15 @@ pub fn problem(plugin: &Installed) -> Option<String> {
     if let Err(error) = install::locate(plugin.kind) {
         return Some(error.to_string());
     }
+    stale(plugin)
+}
+
+/// That a plugin is stale, with the remedy; `None` where it is not.
+pub fn stale(plugin: &Installed) -> Option<String> {
     plugin.stale.then(|| {
         format!(
-            "built from other sources than this program's; run `maxdiff-rs plugin install {}`",
-            plugin.kind
+            "built from other sources than this program's; run `{}`",
+            plugin.install_command()
         )
     })
 }

@@ -12,13 +12,13 @@ use crate::models::unet::{ROOT, UNet2DConditionConfig};
 use crate::nn::{Precision, Remat};
 use crate::pipelines::model::DiffusionModel;
 use crate::pipelines::pixels::RGB;
-use crate::pjrt::install::{self, Installed, PluginKind};
-use crate::pjrt::{NamedValue, Plugin};
+use crate::pjrt::install::{self, InstallError, Installed, PluginKind};
+use crate::pjrt::{NamedValue, Plugin, has_tpu};
 use crate::quant::{Action, Decision, Policy, Rule};
 use crate::runtime::Session;
 use crate::schedulers::{self, SamplingPlan, SchedulerConfig};
 use crate::shard::{LogicalAxisRule, LogicalAxisRules, Mesh, MeshAxes, Parallelism, ShardPlan};
-use crate::topology::{Accelerator, Platform};
+use crate::topology::{Accelerator, Chip, Format, Platform};
 use crate::train::checkpoint::{Check, SavedCheckpoint, latest};
 use crate::train::optimizer::OptimizerOptions;
 use crate::train::step::{LossWeighting, StepOptions, Timesteps};
@@ -62,13 +62,14 @@ pub fn scheduler(config: &Config) -> Result<SchedulerConfig, CliError> {
         "beta_schedule": from.beta_schedule.name(),
         "prediction_type": config.prediction().name(),
         "timestep_spacing": config.timestep_spacing().name(),
+        "steps_offset": from.steps_offset,
         "rescale_betas_zero_snr": from.rescale_zero_terminal_snr,
         "clip_sample": from.clip_sample,
     });
     let serde_json::Value::Object(fields) = fields else {
         return Err(CliError::Usage("no scheduler fields".to_string()));
     };
-    SchedulerConfig::from_map(fields).map_err(|e| CliError::Usage(e.to_string()))
+    SchedulerConfig::from_map(fields).map_err(CliError::usage)
 }
 
 /// The coefficients of every step of the configured sampler.
@@ -81,13 +82,12 @@ pub fn sampling_plan(
         config::Sampler::Ddim => schedulers::ddim(scheduler, steps, 0.0, true),
         config::Sampler::Euler => schedulers::euler_discrete(scheduler, steps),
     }
-    .map_err(|e| CliError::Usage(e.to_string()))
+    .map_err(CliError::usage)
 }
 
 /// The UNet as configured.
 pub fn unet(config: &Config) -> Result<UNet2DConditionConfig, CliError> {
-    UNet2DConditionConfig::from_map(config.unet_config_json()?)
-        .map_err(|e| CliError::Usage(e.to_string()))
+    UNet2DConditionConfig::from_map(config.unet_config_json()?).map_err(CliError::usage)
 }
 
 /// The whole model. A text encoder that does not state `vocab_size` or `eos_token_id` takes the tokenizer's.
@@ -103,8 +103,7 @@ pub fn model(config: &Config, tokenizer: Option<&Tokenizer>) -> Result<Diffusion
                 or_insert("vocab_size", tokenizer.vocabulary_size().into());
                 or_insert("eos_token_id", tokenizer.end_id().into());
             }
-            let text =
-                ClipTextConfig::from_map(fields).map_err(|e| CliError::Usage(e.to_string()))?;
+            let text = ClipTextConfig::from_map(fields).map_err(CliError::usage)?;
             Some(text)
         }
     };
@@ -221,22 +220,21 @@ pub fn policy(config: &Config, local_shards: usize) -> Result<Option<Policy>, Cl
         return Ok(None);
     }
     let root = format!("{ROOT}/");
-    let usage = |e: crate::quant::QuantError| CliError::Usage(e.to_string());
     let mut rules = Vec::new();
     for rule in &config.quant_rules.0 {
         let action = match rule.dtype {
             config::QuantRuleType::None => Action::Float,
             config::QuantRuleType::Int8 => Action::Int8,
         };
-        rules.push(Rule::new(&rule.path, action, true).map_err(usage)?);
+        rules.push(Rule::new(&rule.path, action, true).map_err(CliError::usage)?);
     }
     let policy = if config.use_qwix_quantization {
-        let mut policy = Policy::qwix_int8(&root, ".*").map_err(usage)?;
+        let mut policy = Policy::qwix_int8(&root, ".*").map_err(CliError::usage)?;
         rules.append(&mut policy.rules);
         policy.rules = rules;
         policy
     } else {
-        Policy::aqt_int8(&root, local_shards, rules).map_err(usage)?
+        Policy::aqt_int8(&root, local_shards, rules).map_err(CliError::usage)?
     };
     Ok(Some(policy))
 }
@@ -270,7 +268,7 @@ pub fn compile_topology(config: &Config) -> Result<Option<(Accelerator, i64)>, C
             ))),
         };
     }
-    let accelerator = Accelerator::lookup(name).map_err(|e| CliError::Usage(e.to_string()))?;
+    let accelerator = Accelerator::lookup(name).map_err(CliError::usage)?;
     let fits = match accelerator.platform {
         Platform::Tpu => matches!(config.hardware, Hardware::Auto | Hardware::Tpu),
         Platform::Gpu => matches!(config.hardware, Hardware::Auto | Hardware::Gpu),
@@ -287,7 +285,31 @@ pub fn compile_topology(config: &Config) -> Result<Option<(Accelerator, i64)>, C
             config.num_devices
         )));
     }
-    Ok(Some((accelerator, if slices == -1 { 1 } else { slices })))
+    let slices = if slices == -1 { 1 } else { slices };
+    accelerator.check_slices(slices).map_err(CliError::usage)?;
+    check_formats(config, accelerator.chip)?;
+    Ok(Some((accelerator, slices)))
+}
+
+/// Refuses a quantization the chip has no units for, and tells of one that gains no time there.
+///
+/// # Errors
+/// Names the format and the chip.
+pub fn check_formats(config: &Config, chip: Chip) -> Result<(), CliError> {
+    match config.quantization {
+        config::Quantization::Off => Ok(()),
+        config::Quantization::Int8 => {
+            let speedup = chip
+                .speedup(Format::Int8)
+                .map_err(|e| CliError::Usage(format!("quantization=int8: {e}")))?;
+            if speedup <= 1.0 {
+                super::tell(&format!(
+                    "warning: quantization=int8 saves memory but no time on {chip}: int8 runs at the rate of bf16 there"
+                ));
+            }
+            Ok(())
+        }
+    }
 }
 
 /// The `dcn_*` and `ici_*` keys.
@@ -345,7 +367,7 @@ pub fn axis_rules(config: &Config) -> Result<LogicalAxisRules, CliError> {
             LogicalAxisRule(rule.logical.clone(), Some(MeshAxes::Many(mesh)))
         })
         .collect();
-    LogicalAxisRules::try_from(rules).map_err(CliError::failed)
+    LogicalAxisRules::try_from(rules).map_err(CliError::usage)
 }
 
 /// The newest whole checkpoint of the run. Damaged ones are passed over, and told of.
@@ -371,53 +393,105 @@ pub struct Opened {
     pub chosen: String,
 }
 
-/// Opens the devices that `hardware` asks for. `auto` takes a TPU if its plugin opens one, then a GPU, then the CPU,
-/// and says which and why; a named kind is taken or is an error.
+/// Opens the devices that `hardware` asks for. `auto` takes a TPU if there is one, then a GPU, then the CPU, and says
+/// which and why; hardware without its plugin is passed over with a warning. A named kind is taken or is an error.
 ///
 /// # Errors
 /// When the plugin is not installed, finds no device, or the parallelism does not fit the devices.
 pub fn open_session(config: &Config) -> Result<Opened, CliError> {
-    let (kinds, auto): (&[PluginKind], bool) = match config.hardware {
-        config::Hardware::Cpu => (&[PluginKind::Cpu], false),
-        config::Hardware::Tpu => (&[PluginKind::Tpu], false),
-        config::Hardware::Gpu => (&[PluginKind::Cuda], false),
-        config::Hardware::Auto => (&[PluginKind::Tpu, PluginKind::Cuda, PluginKind::Cpu], true),
+    let named = match config.hardware {
+        Hardware::Auto => None,
+        Hardware::Cpu => Some(PluginKind::Cpu),
+        Hardware::Tpu => Some(PluginKind::Tpu),
+        Hardware::Gpu => Some(PluginKind::Cuda),
     };
-    let mut passed = Vec::new();
-    for (index, &kind) in kinds.iter().enumerate() {
-        let last = index + 1 == kinds.len();
-        if auto && !last && !has_hardware(kind) {
-            passed.push(format!("no {}", kind.name()));
-            continue;
-        }
-        let installed = install::locate(kind).map_err(CliError::failed)?;
-        let session = open(config, kind, &installed)?;
-        let why = if auto {
-            format!("hardware=auto{}", reasons(&passed))
-        } else {
-            format!("hardware={}", config.hardware.name())
-        };
-        let devices = session.devices().len();
-        return Ok(Opened {
-            chosen: format!(
-                "{} {} device{}, plugin {} ({why})",
-                devices,
-                session.client().platform_name(),
-                if devices == 1 { "" } else { "s" },
-                installed.version
-            ),
-            session,
-        });
+    let (installed, passed) = match named {
+        Some(kind) => (install::locate(kind).map_err(CliError::failed)?, Vec::new()),
+        None => choose(has_hardware, install::locate)?,
+    };
+    for kind in passed.iter().filter_map(Passed::not_installed) {
+        super::tell(&format!(
+            "warning: this machine has hardware for the {kind} plugin, which is not installed; run \
+             `maxdiff-rs plugin install {kind}` to use it"
+        ));
     }
-    Err(CliError::Usage("no hardware to choose from".to_string()))
+    if let Some(stale) = super::plugin::stale(&installed) {
+        super::tell(&format!(
+            "warning: the {} plugin was {stale}",
+            installed.kind
+        ));
+    }
+    let session = open(config, &installed)?;
+    let devices = session.devices().len();
+    Ok(Opened {
+        chosen: format!(
+            "{} {} device{}, plugin {} (hardware={}{})",
+            devices,
+            session.client().platform_name(),
+            if devices == 1 { "" } else { "s" },
+            installed.version,
+            config.hardware.name(),
+            reasons(&passed)
+        ),
+        session,
+    })
 }
 
-fn reasons(passed: &[String]) -> String {
-    if passed.is_empty() {
-        String::new()
-    } else {
-        format!(": {} in this machine", passed.join(", "))
+/// Why `hardware=auto` did not take a kind.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Passed {
+    NoHardware(PluginKind),
+    NotInstalled(PluginKind),
+}
+
+impl Passed {
+    fn not_installed(&self) -> Option<PluginKind> {
+        match self {
+            Passed::NoHardware(_) => None,
+            Passed::NotInstalled(kind) => Some(*kind),
+        }
     }
+}
+
+/// What `hardware=auto` takes, and what it passes over on the way.
+fn choose(
+    has_hardware: impl Fn(PluginKind) -> bool,
+    locate: impl Fn(PluginKind) -> Result<Installed, InstallError>,
+) -> Result<(Installed, Vec<Passed>), CliError> {
+    let mut passed = Vec::new();
+    for kind in [PluginKind::Tpu, PluginKind::Cuda] {
+        if !has_hardware(kind) {
+            passed.push(Passed::NoHardware(kind));
+            continue;
+        }
+        match locate(kind) {
+            Ok(installed) => return Ok((installed, passed)),
+            Err(InstallError::NotInstalled { .. }) => passed.push(Passed::NotInstalled(kind)),
+            Err(error) => return Err(CliError::failed(error)),
+        }
+    }
+    let installed = locate(PluginKind::Cpu).map_err(CliError::failed)?;
+    Ok((installed, passed))
+}
+
+fn reasons(passed: &[Passed]) -> String {
+    let mut absent = Vec::new();
+    let mut reasons = Vec::new();
+    for passed in passed {
+        match passed {
+            Passed::NoHardware(kind) => absent.push(format!("no {kind}")),
+            Passed::NotInstalled(kind) => {
+                reasons.push(format!("the {kind} plugin is not installed"));
+            }
+        }
+    }
+    if !absent.is_empty() {
+        reasons.insert(0, format!("{} in this machine", absent.join(", ")));
+    }
+    if reasons.is_empty() {
+        return String::new();
+    }
+    format!(": {}", reasons.join("; "))
 }
 
 /// Whether this machine has hardware of the plugin's kind, by its device files.
@@ -425,25 +499,25 @@ pub fn has_hardware(kind: PluginKind) -> bool {
     match kind {
         PluginKind::Cpu => true,
         PluginKind::Cuda => Path::new("/dev/nvidiactl").exists(),
-        PluginKind::Tpu => Path::new("/dev/accel0").exists() || Path::new("/dev/vfio/0").exists(),
+        PluginKind::Tpu => has_tpu(),
     }
 }
 
-fn open(config: &Config, kind: PluginKind, installed: &Installed) -> Result<Session, CliError> {
+fn open(config: &Config, installed: &Installed) -> Result<Session, CliError> {
     let plugin = Plugin::load(&installed.library).map_err(CliError::failed)?;
     let mut options = Vec::new();
-    if kind == PluginKind::Cpu {
+    if installed.kind == PluginKind::Cpu {
         let devices = config.num_devices.max(1);
         options.push(("cpu_device_count".to_string(), NamedValue::Int64(devices)));
     } else if config.num_devices > 0 {
         return Err(CliError::Usage(format!(
             "num_devices={} splits a processor into virtual devices; on {} all devices are used: leave it at -1",
-            config.num_devices,
-            kind.name()
+            config.num_devices, installed.kind
         )));
     }
-    Session::open(&plugin, &options, &parallelism(config), axis_rules(config)?)
-        .map_err(CliError::failed)
+    let session = Session::open(&plugin, &options, &parallelism(config), axis_rules(config)?)
+        .map_err(CliError::failed)?;
+    Ok(session.with_cuda_data_dir(installed.cuda_data_dir.clone()))
 }
 
 /// The settings of the update.
@@ -530,5 +604,46 @@ mod tests {
             expected[biased].fill(3.0);
             assert_eq!(timesteps(&config), Timesteps::Weighted(expected));
         }
+    }
+    #[test]
+    fn auto_takes_the_first_hardware_whose_plugin_is_here() {
+        use PluginKind::{Cpu, Cuda, Tpu};
+        let choose = |hardware: &[PluginKind], plugins: &[PluginKind]| {
+            let locate = |kind: PluginKind| {
+                let missing = InstallError::NotInstalled {
+                    kind,
+                    dir: "plugins".into(),
+                };
+                let installed = Installed {
+                    kind,
+                    version: "1".to_owned(),
+                    library: "p.so".into(),
+                    source: String::new(),
+                    sha256: String::new(),
+                    cuda_data_dir: None,
+                    stale: false,
+                };
+                plugins.contains(&kind).then_some(installed).ok_or(missing)
+            };
+            let (taken, passed) = choose(|kind| hardware.contains(&kind), locate)?;
+            Ok::<_, CliError>((taken.kind, reasons(&passed)))
+        };
+        let taken = |hardware, plugins| choose(hardware, plugins).unwrap();
+        let none = ": no tpu, no cuda13 in this machine";
+        assert_eq!(taken(&[], &[Cpu]), (Cpu, none.to_owned()));
+        assert_eq!(taken(&[Tpu, Cuda], &[Cpu, Tpu]), (Tpu, String::new()));
+        assert_eq!(
+            taken(&[Cuda], &[Cpu, Tpu]),
+            (
+                Cpu,
+                ": no tpu in this machine; the cuda13 plugin is not installed".to_owned()
+            )
+        );
+        assert_eq!(
+            taken(&[Tpu, Cuda], &[Cpu, Cuda]),
+            (Cuda, ": the tpu plugin is not installed".to_owned())
+        );
+        let error = choose(&[Cuda], &[]).unwrap_err().to_string();
+        assert!(error.contains("plugin install cpu"), "{error}");
     }
 }

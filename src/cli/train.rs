@@ -133,8 +133,8 @@ pub fn run(args: &TrainArgs) -> Result<ExitCode, CliError> {
     check_local_shard_count(derived.total_train_batch_size, shards)?;
     let batch = derived.total_train_batch_size as usize;
     let options = recipe::step_options(&config, batch, shards as usize)?;
-    let traced = step::trace(&model, &options).map_err(CliError::failed)?;
-    let plan = ShardPlan::new(&traced.graph, mesh, session.rules()).map_err(CliError::failed)?;
+    let traced = step::trace(&model, &options).map_err(CliError::usage)?;
+    let plan = ShardPlan::new(&traced.graph, mesh, session.rules()).map_err(CliError::usage)?;
     recipe::check_batch(&traced.graph, &plan, mesh)?;
     let run_options = run_options(&config, &derived, &model, &tokenizer_json)?;
     if let Some(saved) = &saved {

@@ -174,7 +174,7 @@ schema! {
         /// Devices of a slice along `tensor`.
         ici_tensor_parallelism: i64 = 1, Used, PROGRAM, in MinusOneOr(1.0);
         /// Let one mesh axis take part of a physical axis.
-        allow_split_physical_axes: bool = false, NotYet("splitting physical axes"), PROGRAM;
+        allow_split_physical_axes: bool = false, Used, PROGRAM;
         /// Skip the start of JAX's distributed system.
         skip_jax_distributed_system: bool = false, NoEffect("there is no JAX here"), EVERY;
         /// Folder of JAX's cache of compiled programs.
@@ -385,12 +385,19 @@ schema! {
         rescale_zero_terminal_snr: bool = false, Used, PROGRAM;
         /// Which timesteps the sampler visits. Empty: leading.
         timestep_spacing: Option<TimestepSpacing> = Some(TimestepSpacing::Trailing), Used, TRAIN_GENERATE;
+        /// Added to the timesteps of leading spacing.
+        steps_offset: u64 = 1, Ours, TRAIN_GENERATE, in Between(0.0, 1_000_000.0),
+            when "diffusion_scheduler_config.timestep_spacing=leading" |c| c.timestep_spacing() == TimestepSpacing::Leading;
         /// Timesteps of the noise schedule.
         num_train_timesteps: u64 = 1000, Ours, PROGRAM, in Between(1.0, 1_000_000.0);
         /// Variance added in the first timestep.
-        beta_start: f64 = 0.00085, Ours, PROGRAM, in Between(0.0, 1.0);
+        beta_start: f64 = 0.00085, Ours, PROGRAM, in Between(0.0, 1.0),
+            when "diffusion_scheduler_config.beta_schedule=linear or scaled_linear"
+            |c| c.diffusion_scheduler_config.beta_schedule != BetaSchedule::SquaredcosCapV2;
         /// Variance added in the last timestep.
-        beta_end: f64 = 0.012, Ours, PROGRAM, in Between(0.0, 1.0);
+        beta_end: f64 = 0.012, Ours, PROGRAM, in Between(0.0, 1.0),
+            when "diffusion_scheduler_config.beta_schedule=linear or scaled_linear"
+            |c| c.diffusion_scheduler_config.beta_schedule != BetaSchedule::SquaredcosCapV2;
         /// How the variance grows between them.
         beta_schedule: BetaSchedule = BetaSchedule::ScaledLinear, Ours, PROGRAM;
         /// Clip the predicted image to [-1, 1] at each step (for models of pixels).

@@ -46,6 +46,9 @@ impl Default for Builder {
     }
 }
 
+/// Most elements of a tensor. Its bytes, and the work of a dot of two such operands, count in 64 and 128 bits.
+const LARGEST_COUNT: u128 = 1 << 56;
+
 impl Builder {
     /// A builder of a new, empty graph.
     pub fn new() -> Self {
@@ -193,7 +196,20 @@ impl Builder {
             op: op.name(),
             source: Box::new(source),
         })?;
+        self.check_size(&shape)?;
         Ok(self.add_node(op, operands, shape))
+    }
+
+    /// Refuses a tensor whose size is a slip of the keyboard, before a count of its elements overflows.
+    fn check_size(&self, shape: &Shape) -> Result<()> {
+        let count = shape.dims.iter().map(|&d| d as u128);
+        match count.reduce(u128::saturating_mul) {
+            Some(count) if count > LARGEST_COUNT => Err(self.invalid(format!(
+                "{shape} has {count} elements, more than any device or pod holds (2^56); check batch, resolution and \
+                 the model's sizes"
+            ))),
+            _ => Ok(()),
+        }
     }
 
     fn check_graph(&self, op: &Op, operands: &[Tensor]) -> Result<()> {
@@ -292,6 +308,7 @@ impl Builder {
             }
             return Ok(tensor);
         }
+        self.check_size(&input.shape)?;
         let index = self.with_graph(|g| g.inputs.len());
         let tensor = self
             .without_remat()

@@ -3,29 +3,32 @@
 use super::{Graph, Op};
 
 /// Floating-point or integer operations of all dots and convolutions that outputs depend on; a multiply and an
-/// add are two. A loop counts once, whatever its trip count.
+/// add are two. A loop counts once, whatever its trip count. Counts past 64 bits stay at the largest.
 pub fn flops(graph: &Graph) -> u64 {
     let live = graph.live_nodes();
-    let mut total = 0;
+    let mut total = 0u64;
     for (node, live) in graph.nodes.iter().zip(live) {
         if !live {
             continue;
         }
         let operand = |i: usize| &graph.nodes[node.operands[i] as usize].shape.dims;
-        total += match &node.op {
+        let multiplied = |terms: usize| {
+            let each = (terms as u64).saturating_mul(2);
+            each.saturating_mul(node.shape.count() as u64)
+        };
+        total = total.saturating_add(match &node.op {
             Op::DotGeneral { dims, .. } => {
                 let contracted: usize = dims.lhs_contract.iter().map(|d| operand(0)[*d]).product();
-                2 * node.shape.count() as u64 * contracted as u64
+                multiplied(contracted)
             }
             Op::Convolution { dims, .. } => {
                 let kernel = operand(1);
                 let taps: usize = dims.rhs.spatial.iter().map(|d| kernel[*d]).product();
-                let terms = taps * kernel[dims.rhs.feature];
-                2 * node.shape.count() as u64 * terms as u64
+                multiplied(taps * kernel[dims.rhs.feature])
             }
-            Op::While { cond, body } => flops(cond) + flops(body),
+            Op::While { cond, body } => flops(cond).saturating_add(flops(body)),
             _ => 0,
-        };
+        });
     }
     total
 }

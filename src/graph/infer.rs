@@ -154,7 +154,9 @@ pub fn infer(op: &Op, operands: &[&Shape]) -> Result<Shape> {
         }
         Op::Reshape(dims) => {
             arity(1)?;
-            let to_count = dims.iter().product();
+            // A product too large to count is no operand's.
+            let product = |n: usize, &d: &usize| n.checked_mul(d);
+            let to_count = dims.iter().try_fold(1, product).unwrap_or(usize::MAX);
             if operands[0].count() != to_count {
                 return Err(InferError::Reshape {
                     from: operands[0].clone(),

@@ -60,22 +60,45 @@ pub fn fold_in(b: &Builder, key: Key, stream: u32) -> Result<Key> {
     Ok(Key { high, low })
 }
 
-/// The row-major position of every element, as `u32`: tensors here have fewer than 2^32 elements.
-fn counter(b: &Builder, dims: &[usize]) -> Result<Tensor> {
-    let shape = Shape::new(DType::U32, dims);
-    let mut total = b.full(&shape, 0.0)?;
-    let strides = crate::shape::row_major_strides(dims);
-    for (d, stride) in strides.into_iter().enumerate() {
-        let index = b.iota(shape.clone(), d)?;
-        total = b.add(total, b.mul_scalar(index, stride as f64)?)?;
-    }
-    Ok(total)
+/// The row-major position of every element in two `u32` words: that in the trailing dimensions that hold at most
+/// `most` elements, and that in the dimensions before them where there are any.
+struct Position {
+    high: Option<Tensor>,
+    low: Tensor,
 }
+
+impl Position {
+    fn new(b: &Builder, dims: &[usize], most: u64) -> Result<Self> {
+        let mut count = 1;
+        let fits = |size: &&usize| {
+            count *= **size as u128;
+            count <= u128::from(most)
+        };
+        let leading = dims.len() - dims.iter().rev().take_while(fits).count();
+        let shape = Shape::new(DType::U32, dims);
+        let position = |among: std::ops::Range<usize>| {
+            let strides = crate::shape::row_major_strides(&dims[among.clone()]);
+            let mut total = b.full(&shape, 0.0)?;
+            for (d, stride) in among.zip(strides) {
+                let index = b.iota(shape.clone(), d)?;
+                total = b.add(total, b.mul_scalar(index, stride as f64)?)?;
+            }
+            Ok::<_, GraphError>(total)
+        };
+        Ok(Position {
+            high: (leading > 0).then(|| position(0..leading)).transpose()?,
+            low: position(leading..dims.len())?,
+        })
+    }
+}
+
+/// Positions that one word tells apart.
+const WORD: u64 = 1 << 32;
 
 /// Uniform bits, both 32-bit words of a Threefry block for each element.
 fn blocks(b: &Builder, key: Key, dims: &[usize]) -> Result<[Tensor; 2]> {
-    let low = counter(b, dims)?;
-    let high = word(b, low, 0)?;
+    let Position { high, low } = Position::new(b, dims, WORD)?;
+    let high = high.map_or_else(|| word(b, low, 0), Ok)?;
     threefry2x32(b, key, [high, low])
 }
 
@@ -114,12 +137,16 @@ pub fn rounding_noise(b: &Builder, key: Key, stream: u32, dims: &[usize]) -> Res
     // Streams start far apart: multiples of 2^32 over the golden ratio.
     let salt = f64::from(stream.wrapping_mul(0x9E37_79B9));
     let high = b.add_scalar(key.high, salt)?;
-    let mut x = counter(b, dims)?;
-    x = b.binary(Binary::Xor, x, high)?;
+    let position = Position::new(b, dims, WORD)?;
+    let mut low = key.low;
+    if let Some(leading) = position.high {
+        low = b.add(b.mul(leading, word(b, leading, 0x85EB_CA6B)?)?, low)?;
+    }
+    let mut x = b.binary(Binary::Xor, position.low, high)?;
     x = shift_xor(x, 16)?;
     x = b.mul(x, word(b, x, 0x7FEB_352D)?)?;
     x = shift_xor(x, 15)?;
-    x = b.add(x, key.low)?;
+    x = b.add(x, low)?;
     x = b.mul(x, word(b, x, 0x846C_A68B)?)?;
     x = shift_xor(x, 16)?;
     b.add_scalar(unit(b, x)?, -0.5)
@@ -167,6 +194,26 @@ mod tests {
             let found = run(&b.finish());
             assert_eq!(found, [[f64::from(expected[0])], [f64::from(expected[1])]]);
         }
+    }
+
+    #[test]
+    fn positions_past_a_word_have_a_second_one() {
+        let b = Builder::new();
+        let whole = Position::new(&b, &[2, 3, 2], 12).unwrap();
+        assert!(whole.high.is_none());
+        let split = Position::new(&b, &[2, 3, 2], 11).unwrap();
+        b.output("whole", whole.low, None).unwrap();
+        b.output("high", split.high.unwrap(), None).unwrap();
+        b.output("low", split.low, None).unwrap();
+        let found = run(&b.finish());
+        let count = |each: usize| (0..12).map(move |i| (i % each) as f64);
+        assert_eq!(found[0], count(12).collect::<Vec<_>>());
+        assert_eq!(found[1], [[0.0; 6], [1.0; 6]].concat());
+        assert_eq!(found[2], count(6).collect::<Vec<_>>());
+        // The dimensions of a gradient's four parts, as large as those of SDXL's: the parts are told apart.
+        let b = Builder::new();
+        let large = Position::new(&b, &[4, 256, 4096, 5120], WORD).unwrap();
+        assert!(large.high.is_some());
     }
 
     #[test]

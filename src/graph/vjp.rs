@@ -71,6 +71,8 @@ struct Pass<'a> {
     recomputed: HashMap<u32, Tensor>,
     /// Barriers entered: for each region, what stands for the values it reads from outside.
     regions: HashMap<u32, HashMap<u32, Tensor>>,
+    /// The region of the node whose rule is at work.
+    region: Option<u32>,
 }
 
 /// What a node's rule needs to know, copied out of the graph.
@@ -123,6 +125,7 @@ impl<'a> Pass<'a> {
             cotangents: HashMap::new(),
             recomputed: HashMap::new(),
             regions: HashMap::new(),
+            region: None,
         }
     }
 
@@ -148,10 +151,12 @@ impl<'a> Pass<'a> {
         Ok(())
     }
 
-    /// The forward value of node `id` for use in the derivative: itself, or its recomputed copy.
+    /// The forward value of node `id` for use in the derivative: itself, or its recomputed copy where the node at work
+    /// is of the same region. What leaves a region is kept, as its inputs are: else each region would be computed
+    /// again for the next one's inputs, before its own barrier, and the compiler would keep all of it.
     fn value(&mut self, id: u32) -> Result<Tensor> {
         let site = self.site(id);
-        let Some(region) = site.remat else {
+        let Some(region) = site.remat.filter(|_| site.remat == self.region) else {
             return Ok(self.b.tensor(id));
         };
         if let Some(copy) = self.recomputed.get(&id) {
@@ -196,9 +201,7 @@ impl<'a> Pass<'a> {
             ids
         });
         let mut values = vec![self.cotangents[&(id, element)]];
-        for &o in &outside {
-            values.push(self.value(o)?);
-        }
+        values.extend(outside.iter().map(|&o| self.b.tensor(o)));
         let barred = self.b.without_remat().optimization_barrier(&values)?;
         self.cotangents.insert((id, element), barred[0]);
         self.regions.insert(
@@ -230,6 +233,7 @@ impl<'a> Pass<'a> {
         if !has_cotangent {
             return Ok(());
         }
+        self.region = site.remat;
         if let Some(region) = site.remat {
             self.enter_region(region, id, 0)?;
         }
@@ -568,7 +572,12 @@ impl<'a> Pass<'a> {
                 let y = self.value(site.operands[1])?;
                 match position {
                     0 => {
-                        let lower = b.binary(Binary::Pow, x, b.add_scalar(y, -1.0)?)?;
+                        // Where y is 0 the power is 1 and its slope in x is 0, not 0 * inf at x = 0.
+                        let zero = b.full(&site.shape, 0.0)?;
+                        let one = b.full(&site.shape, 1.0)?;
+                        let flat = b.compare(Comparison::Eq, y, zero)?;
+                        let below = b.select(flat, one, b.add_scalar(y, -1.0)?)?;
+                        let lower = b.binary(Binary::Pow, x, below)?;
                         b.mul(g, b.mul(y, lower)?)?
                     }
                     _ => {

@@ -205,7 +205,7 @@ impl Device {
     /// The device's memory now.
     ///
     /// # Errors
-    /// [`super::ErrorCode::Unimplemented`] from plugins that do not count, as the CPU's.
+    /// [`super::ErrorCode::Unimplemented`] from plugins that do not count, as the CPU's with several devices.
     pub fn memory_stats(&self) -> Result<DeviceMemoryStats, PjrtError> {
         self.handle.memory_stats()
     }

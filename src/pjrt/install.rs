@@ -8,6 +8,7 @@
 //! `cuda13-0.10.2`, or `KIND-local` for a plugin the user already has), each with a
 //! `manifest.json`. A folder appears by one rename, so it is either absent or complete.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::fs::{self, File};
 use std::io::{self, BufReader, Read, Seek, SeekFrom, Write};
@@ -108,6 +109,17 @@ pub struct Installed {
     pub stale: bool,
 }
 
+impl Installed {
+    /// The command that installs it anew: from its path where it was given by one.
+    pub fn install_command(&self) -> String {
+        let pinned = format!("maxdiff-rs plugin install {}", self.kind);
+        match self.version.as_str() {
+            LOCAL_VERSION => format!("{pinned} --path {}", self.source),
+            _ => pinned,
+        }
+    }
+}
+
 /// What can go wrong while installing or finding a plugin.
 #[derive(Debug, thiserror::Error)]
 pub enum InstallError {
@@ -127,11 +139,13 @@ pub enum InstallError {
     },
     #[error("the {kind} plugin is not installed in {}; run `maxdiff-rs plugin install {kind}`", dir.display())]
     NotInstalled { kind: PluginKind, dir: PathBuf },
-    #[error("the library {} of the {kind} plugin is missing or has changed ({reason}); run `maxdiff-rs plugin install {kind}`", path.display())]
+    #[error("the file {} of the {kind} plugin is missing or has changed ({reason}); run `{remedy}`", path.display())]
     LibraryChanged {
         kind: PluginKind,
+        /// The library, or another file that was unpacked beside it.
         path: PathBuf,
         reason: String,
+        remedy: String,
     },
     #[error(
         "{tool} is needed {purpose} and cannot be run ({reason}); install it, for example with `{remedy}`"
@@ -198,6 +212,32 @@ struct Manifest {
     /// Of what the library was compiled from.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     sources_sha256: Option<String>,
+    /// Sizes in bytes of all files that came out of the wheels, relative to the manifest. Manifests of earlier
+    /// versions have none.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    members: BTreeMap<PathBuf, u64>,
+}
+
+impl Manifest {
+    /// The first file of the plugin in `folder` that is gone or has another size than it was installed with, and
+    /// what is wrong with it. Sizes are cheap to compare, and find what a full disk or a power cut left behind.
+    fn changed_file(&self, folder: &Path) -> Option<(PathBuf, String)> {
+        let members = self.members.iter().map(|(path, size)| (path, *size));
+        std::iter::once((&self.library, self.size))
+            .chain(members)
+            .find_map(|(path, size)| {
+                // `join` keeps an absolute path as it is.
+                let path = folder.join(path);
+                let reason = match fs::metadata(&path) {
+                    Err(error) => error.to_string(),
+                    Ok(found) if found.len() != size => {
+                        format!("{} bytes, installed with {size}", found.len())
+                    }
+                    Ok(_) => return None,
+                };
+                Some((path, reason))
+            })
+    }
 }
 
 /// The directory that holds the plugins: `MAXDIFF_PLUGIN_DIR`, or `maxdiff-rs/plugins` in the
@@ -253,7 +293,7 @@ pub fn list() -> Result<Vec<Installed>> {
 ///
 /// # Errors
 /// [`InstallError::NotInstalled`] names the command that installs it;
-/// [`InstallError::LibraryChanged`] when the library is gone or is not the one installed.
+/// [`InstallError::LibraryChanged`] when one of its files is gone or is not the one installed.
 pub fn locate(kind: PluginKind) -> Result<Installed> {
     locate_in(&plugin_dir()?, kind)
 }
@@ -276,19 +316,14 @@ fn locate_in(root: &Path, kind: PluginKind) -> Result<Installed> {
         });
     };
     let plugin = installed(&folder, &manifest);
-    let changed = |reason: String| InstallError::LibraryChanged {
-        kind,
-        path: plugin.library.clone(),
-        reason,
-    };
-    match fs::metadata(&plugin.library) {
-        Err(error) => Err(changed(error.to_string())),
-        Ok(metadata) if metadata.len() != manifest.size => Err(changed(format!(
-            "{} bytes, installed with {}",
-            metadata.len(),
-            manifest.size
-        ))),
-        Ok(_) => Ok(plugin),
+    match manifest.changed_file(&folder) {
+        None => Ok(plugin),
+        Some((path, reason)) => Err(InstallError::LibraryChanged {
+            kind,
+            path,
+            reason,
+            remedy: plugin.install_command(),
+        }),
     }
 }
 
@@ -338,7 +373,6 @@ fn installed(folder: &Path, manifest: &Manifest) -> Installed {
     Installed {
         kind: manifest.kind,
         version: manifest.version.clone(),
-        // `join` keeps an absolute path as it is.
         library: folder.join(&manifest.library),
         source: manifest.source.clone(),
         sha256: manifest.sha256.clone(),
@@ -374,6 +408,7 @@ fn install_local(
         library,
         cuda_data_dir: None,
         sources_sha256: None,
+        members: BTreeMap::new(),
     };
     if let Ok(Some(old)) = read_manifest(&folder, kind)
         && old.library == manifest.library
@@ -449,6 +484,7 @@ fn intact(folder: &Path, recipe: &Recipe) -> Result<Option<Manifest>> {
             .into_iter()
             .all(|member| folder.join(member.to).is_file())
         && library.is_file()
+        && manifest.changed_file(folder).is_none()
         && sha256_of_file(&library)? == manifest.sha256;
     Ok(same.then_some(manifest))
 }

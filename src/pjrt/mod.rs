@@ -27,7 +27,7 @@ pub use client::{Client, Device, DeviceDescription, DeviceMemoryStats};
 pub use compile_options::{CompileOptions, DeviceAssignment, OptimizationLevel, OptionValue};
 pub use error::{ApiVersion, ErrorCode, PjrtError};
 pub use executable::{Arg, CompiledMemoryStats, Executable, Execution, LoadedExecutable};
-pub use plugin::{Plugin, prepare_process};
+pub use plugin::{Plugin, has_tpu, prepare_process};
 pub use topology::Topology;
 pub use values::{ElementType, NamedValue};
 

@@ -110,15 +110,21 @@ const WITHOUT_TPU: &[(&str, &str)] = &[
 /// [`PjrtError::Environment`] when a variable is to be set and the process has threads already.
 pub fn prepare_process() -> Result<(), PjrtError> {
     let mut variables = QUIET.to_vec();
-    if !has_tpu(Path::new("/sys/bus/pci/devices")) {
+    if !has_tpu() {
         variables.extend_from_slice(WITHOUT_TPU);
     }
     ffi::set_defaults(&variables)
 }
 
-/// Whether a PCI device of Google's that is neither network nor storage is in this machine: on
+/// Whether this machine has a TPU: by its PCI device, or by the file of Google's own driver, which containers may
+/// see without the PCI bus. A VFIO group tells nothing: any device that is passed through has one.
+pub fn has_tpu() -> bool {
+    has_tpu_device(Path::new("/sys/bus/pci/devices")) || Path::new("/dev/accel0").exists()
+}
+
+/// Whether a PCI device of Google's that is neither network nor storage is among these: on
 /// Google's cloud those two come with every virtual machine.
-fn has_tpu(devices: &Path) -> bool {
+fn has_tpu_device(devices: &Path) -> bool {
     let Ok(devices) = std::fs::read_dir(devices) else {
         return false;
     };
@@ -190,9 +196,9 @@ mod tests {
         };
         add("0000:00:00.0", "0x8086\n", "0x120000\n");
         add("0000:00:01.0", "0x1ae0\n", "0x020000\n");
-        assert!(!has_tpu(root.path()));
+        assert!(!has_tpu_device(root.path()));
         add("0000:00:02.0", "0x1ae0\n", "0x120000\n");
-        assert!(has_tpu(root.path()));
-        assert!(!has_tpu(&root.path().join("nowhere")));
+        assert!(has_tpu_device(root.path()));
+        assert!(!has_tpu_device(&root.path().join("nowhere")));
     }
 }

@@ -32,6 +32,15 @@ pub enum QuantError {
         example: String,
     },
     #[error(
+        "the quantization rule '{pattern}' matches only products of two activations of {model}, such as '{example}', which \
+         AQT's numerics leave in float; use_qwix_quantization=True quantizes them"
+    )]
+    ActivationsOnly {
+        pattern: String,
+        model: String,
+        example: String,
+    },
+    #[error(
         "quantization applies to nothing in {model}: no contraction with a weight is left to the rules"
     )]
     Nothing { model: String },
@@ -224,10 +233,22 @@ pub fn annotate(b: &Builder, policy: &Policy) -> Result<Vec<Decision>, QuantErro
         }
     });
     for (rule, used) in policy.rules.iter().zip(used) {
+        let model = policy.model.trim_end_matches('/').to_string();
         if rule.must_match && !used {
+            // What the rule matches among the contractions that no rule is asked about.
+            if let Some(left) = decisions
+                .iter()
+                .find(|d| d.rule.is_none() && rule.pattern.is_match(&d.path))
+            {
+                return Err(QuantError::ActivationsOnly {
+                    pattern: rule.text.clone(),
+                    model,
+                    example: left.path.clone(),
+                });
+            }
             return Err(QuantError::Unmatched {
                 pattern: rule.text.clone(),
-                model: policy.model.trim_end_matches('/').to_string(),
+                model,
                 example: decisions
                     .first()
                     .map_or_else(|| "(none)".to_string(), |d| d.path.clone()),

@@ -171,36 +171,27 @@ impl<'a> Links<'a> {
         }
     }
 
-    /// `None` when the collective moves nothing: all its groups are of one device.
+    /// `None` when the collective moves nothing: it has no group of more than one device.
     fn of(&self, instruction: &HloInstructionProto) -> Option<Link> {
         if is_megascale(instruction) {
             return Some(Link::Dcn);
         }
-        let groups = groups(instruction, self.slices.len());
-        if !groups.is_empty() && groups.iter().all(|g| g.len() <= 1) {
-            return None;
-        }
         let slice = |id: i64| usize::try_from(id).ok().and_then(|id| self.slices.get(id));
         let spans = |group: &[i64]| group.windows(2).any(|w| slice(w[0]) != slice(w[1]));
-        // No groups means one of all devices.
-        let crosses = if groups.is_empty() {
-            self.slices.windows(2).any(|w| w[0] != w[1])
-        } else {
-            groups.iter().any(|g| spans(g))
+        let crosses = match groups(instruction, self.slices.len()) {
+            None => self.slices.windows(2).any(|w| w[0] != w[1]),
+            Some(groups) if groups.iter().all(|g| g.len() <= 1) => return None,
+            Some(groups) => groups.iter().any(|g| spans(g)),
         };
         Some(if crosses { Link::Dcn } else { Link::Ici })
     }
 }
 
-/// Groups of device positions; empty for all devices in one.
-fn groups(instruction: &HloInstructionProto, num_devices: usize) -> Vec<Vec<i64>> {
+/// Groups of device positions: `None` for one of all devices, an empty list where no device hands on anything.
+fn groups(instruction: &HloInstructionProto, num_devices: usize) -> Option<Vec<Vec<i64>>> {
     if !instruction.source_target_pairs.is_empty() {
-        return instruction
-            .source_target_pairs
-            .iter()
-            .filter(|pair| pair.source != pair.target)
-            .map(|pair| vec![pair.source, pair.target])
-            .collect();
+        let pairs = instruction.source_target_pairs.iter();
+        return Some(moving(pairs.map(|pair| [pair.source, pair.target])));
     }
     if let Some(pairs) = attribute(instruction, SEND_RECV_PAIRS) {
         return parse_pairs(pairs);
@@ -226,22 +217,33 @@ fn groups(instruction: &HloInstructionProto, num_devices: usize) -> Vec<Vec<i64>
             "all-reduce" | "all-gather" | "reduce-scatter"
         );
     if by_replica && groups.iter().all(|g| g.len() <= 1) && num_devices != 1 {
-        return Vec::new();
+        return None;
     }
-    groups
+    (!groups.is_empty()).then_some(groups)
 }
 
-/// `{{0,1},{1,0}}`.
-fn parse_pairs(text: &str) -> Vec<Vec<i64>> {
-    text.split('}')
+/// The pairs of a permute without those of a device with itself, which stay where they are.
+fn moving(pairs: impl Iterator<Item = [i64; 2]>) -> Vec<Vec<i64>> {
+    pairs
+        .filter(|[source, target]| source != target)
+        .map(Vec::from)
+        .collect()
+}
+
+/// `{{0,1},{1,0}}`, as [`groups`] has it. A text without any pair is not understood: it stands for all devices, for
+/// the report would rather count too much than nothing.
+fn parse_pairs(text: &str) -> Option<Vec<Vec<i64>>> {
+    let pairs: Vec<[i64; 2]> = text
+        .split('}')
         .filter_map(|pair| {
             let ids: Vec<i64> = pair
                 .split(|c: char| !c.is_ascii_digit())
                 .filter_map(|id| id.parse().ok())
                 .collect();
-            (ids.len() == 2).then_some(ids)
+            ids.try_into().ok()
         })
-        .collect()
+        .collect();
+    (!pairs.is_empty()).then(|| moving(pairs.into_iter()))
 }
 
 /// The positions 0, 1, ... reshaped, transposed and cut into rows.
@@ -380,7 +382,12 @@ mod tests {
 
     #[test]
     fn pairs_of_split_permutes() {
-        assert_eq!(parse_pairs("{{0,1},{1,0}}"), [[0, 1], [1, 0]]);
-        assert!(parse_pairs("").is_empty());
+        assert_eq!(
+            parse_pairs("{{0,1},{1,0}}"),
+            Some(vec![vec![0, 1], vec![1, 0]])
+        );
+        assert_eq!(parse_pairs("{{0,0},{1,2}}"), Some(vec![vec![1, 2]]));
+        assert_eq!(parse_pairs("{{0,0},{1,1}}"), Some(vec![]), "all stays");
+        assert_eq!(parse_pairs(""), None);
     }
 }

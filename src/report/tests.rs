@@ -4,7 +4,7 @@ use super::*;
 use crate::proto::xla::{
     CollectiveDeviceListProto, DeviceAssignmentProto, DotDimensionNumbers, FrontendAttributes,
     HloComputationProto, HloInstructionProto, LiteralProto, OpMetadata, PrimitiveType,
-    ReplicaGroup, ShapeProto, hlo_instruction_proto::ReplicaGroupList,
+    ReplicaGroup, ShapeProto, SourceTarget, hlo_instruction_proto::ReplicaGroupList,
 };
 
 use PrimitiveType::{Bf16, F32, Pred, S8, S32, Token, Tuple};
@@ -551,6 +551,17 @@ fn a_loop_nothing_tells_of_needs_a_hint_or_is_reported() {
             .contains("counted once, iterations unknown: unet/mid_block/while"),
         "{unknown}"
     );
+    // Bytes and operations are too few whether or not times are predicted.
+    let unclocked = CompileReport {
+        predicted_ms: None,
+        ..unknown
+    };
+    assert!(
+        unclocked
+            .to_string()
+            .contains("counted once, iterations unknown: unet/mid_block/while"),
+        "{unclocked}"
+    );
     let hint = TripCountHint {
         op_name: "mid_block".to_owned(),
         count: 10,
@@ -592,6 +603,26 @@ fn groups_over_all_devices_tell_the_link() {
     assert_eq!(link(&[&[0, 4], &[1, 5], &[2, 6], &[3, 7]]), Some(Link::Dcn));
     assert_eq!(link(&[]), Some(Link::Dcn), "no groups: all devices");
     assert_eq!(link(&[&[0], &[1]]), None, "a group of one moves nothing");
+}
+
+#[test]
+fn a_permute_moves_what_its_pairs_do() {
+    let link = |pairs: &[(i64, i64)]| {
+        let mut m = Module::new(8);
+        let mut body = Vec::new();
+        let x = m.add(&mut body, parameter(0, array(F32, &[4])));
+        let mut permute = op("collective-permute", array(F32, &[4]), &[x]);
+        permute.source_target_pairs = pairs
+            .iter()
+            .map(|&(source, target)| SourceTarget { source, target })
+            .collect();
+        m.add(&mut body, permute);
+        let report = report(&m.entry(body));
+        report.collectives.first().map(|c| c.link)
+    };
+    assert_eq!(link(&[(0, 1), (1, 0)]), Some(Link::Ici));
+    assert_eq!(link(&[(0, 0), (1, 5)]), Some(Link::Dcn));
+    assert_eq!(link(&[(0, 0), (5, 5)]), None, "every device keeps its own");
 }
 
 #[test]

@@ -14,6 +14,7 @@ impl Display for CompileReport {
         self.fmt_memory(f)?;
         self.fmt_flops(f)?;
         self.fmt_predicted(f)?;
+        self.fmt_unknown_loops(f)?;
         self.fmt_traffic(f)?;
         self.fmt_collectives(f)
     }
@@ -74,12 +75,17 @@ impl CompileReport {
                 operations(flops)
             )?;
         }
+        Ok(())
+    }
+
+    /// Operations and bytes of these loops are too few as well, so they are told of with or without a prediction.
+    fn fmt_unknown_loops(&self, f: &mut Formatter<'_>) -> fmt::Result {
         for unknown in &self.unknown_trip_counts {
             let name = match unknown.op_name.as_str() {
                 "" => &unknown.instruction,
                 op_name => op_name,
             };
-            writeln!(f, "  counted once, iterations unknown: {name}")?;
+            writeln!(f, "counted once, iterations unknown: {name}")?;
         }
         Ok(())
     }

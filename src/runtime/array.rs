@@ -149,14 +149,7 @@ mod tests {
 
     #[test]
     fn parts_cover_the_tensor_in_mesh_order() {
-        let devices: Vec<DeviceDescription> = (0..4)
-            .map(|id| DeviceDescription {
-                id,
-                slice_index: 0,
-                coords: Vec::new(),
-                core_on_chip: 0,
-            })
-            .collect();
+        let devices = DeviceDescription::numbered(4, 1);
         let parallelism = Parallelism {
             dcn: [1; 4],
             ici: [2, 1, 1, 2],

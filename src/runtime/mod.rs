@@ -9,10 +9,14 @@ mod program;
 pub use array::Array;
 pub use program::{Program, ProgramOptions, Timings, Value, compile_options};
 
+use std::path::PathBuf;
+
 use crate::dtype::DType;
 use crate::graph::GraphError;
 use crate::host_tensor::{HostTensor, HostTensorError};
-use crate::pjrt::{Client, Device, ElementType, NamedValue, PjrtError, Plugin};
+use crate::pjrt::{
+    Client, CompileOptions, Device, ElementType, NamedValue, OptionValue, PjrtError, Plugin,
+};
 use crate::shape::Shape;
 use crate::shard::{
     DeviceDescription, LogicalAxisRules, Mesh, Parallelism, PartitionSpec, ShardError,
@@ -56,6 +60,7 @@ pub struct Session {
     /// In mesh order.
     devices: Vec<Device>,
     rules: LogicalAxisRules,
+    cuda_data_dir: Option<PathBuf>,
 }
 
 /// What the plugins call a description, as the mesh wants it.
@@ -107,7 +112,27 @@ impl Session {
             mesh,
             devices,
             rules,
+            cuda_data_dir: None,
         })
+    }
+
+    /// The same, with the folder in which the compiler for GPUs finds `bin/ptxas` and `nvvm/libdevice`
+    /// ([`crate::pjrt::install::Installed::cuda_data_dir`]); without it the compiler searches the system's CUDA.
+    pub fn with_cuda_data_dir(mut self, dir: Option<PathBuf>) -> Session {
+        self.cuda_data_dir = dir;
+        self
+    }
+
+    /// The options with which programs for this session are compiled.
+    pub fn compile_options(&self) -> CompileOptions {
+        let options = compile_options(&self.mesh);
+        match &self.cuda_data_dir {
+            Some(dir) => options.set(
+                "xla_gpu_cuda_data_dir",
+                OptionValue::String(dir.display().to_string()),
+            ),
+            None => options,
+        }
     }
 
     pub fn client(&self) -> &Client {

@@ -47,7 +47,8 @@ pub struct Program {
     timings: Timings,
 }
 
-/// Compile options of a program partitioned over `mesh`.
+/// Compile options of a program partitioned over `mesh`; [`Session::compile_options`] adds what the session's own
+/// compiler needs.
 pub fn compile_options(mesh: &Mesh) -> CompileOptions {
     let options = CompileOptions::new(1, mesh.num_devices() as u32);
     options.device_assignment(&DeviceAssignment::partitions(
@@ -86,9 +87,7 @@ impl Program {
         );
         let emit = start.elapsed().as_secs_f64();
         let start = Instant::now();
-        let executable = session
-            .client
-            .compile(&text, &compile_options(&session.mesh))?;
+        let executable = session.client.compile(&text, &session.compile_options())?;
         let compile = start.elapsed().as_secs_f64();
         let inputs = graph
             .inputs

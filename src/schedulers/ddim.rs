@@ -93,16 +93,29 @@ pub fn ddim(
             clean: clean as f32,
         });
     }
-    Ok(SamplingPlan {
+    SamplingPlan {
         steps: rows,
         init_noise_sigma: 1.0,
-    })
+    }
+    .finite()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::schedulers::TimestepSpacing;
+
+    #[test]
+    fn a_timestep_without_noise_is_refused() {
+        let config = SchedulerConfig {
+            beta_start: 0.0,
+            prediction_type: PredictionType::Sample,
+            timestep_spacing: TimestepSpacing::Linspace,
+            ..SchedulerConfig::default()
+        };
+        let error = ddim(&config, 10, 0.0, true).unwrap_err().to_string();
+        assert!(error.contains("no noise at timestep 0"), "{error}");
+    }
 
     /// With the right prediction every step stays on the straight line of one sample and one noise.
     #[test]

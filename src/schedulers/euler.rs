@@ -80,13 +80,14 @@ pub fn euler_discrete(
         })
         .collect();
     let largest = sigmas.iter().copied().fold(0.0, f32::max);
-    Ok(SamplingPlan {
+    SamplingPlan {
         steps: rows,
         init_noise_sigma: match config.timestep_spacing {
             TimestepSpacing::Linspace | TimestepSpacing::Trailing => largest,
             TimestepSpacing::Leading => (largest * largest + 1.0).sqrt(),
         },
-    })
+    }
+    .finite()
 }
 
 /// `values` at the fractional index `at`.

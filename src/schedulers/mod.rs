@@ -268,6 +268,33 @@ pub struct SamplingPlan {
     pub init_noise_sigma: f32,
 }
 
+impl SamplingPlan {
+    /// The plan, if all its numbers are finite: a schedule that adds no noise at a timestep divides by it there, and
+    /// every picture would be NaN.
+    fn finite(self) -> Result<Self, SchedulerError> {
+        let bad = self.steps.iter().find(|step| {
+            let numbers = [
+                step.in_scale,
+                step.x,
+                step.model,
+                step.noise,
+                step.clean_x,
+                step.clean_model,
+                step.clean,
+            ];
+            !numbers.iter().all(|n| n.is_finite())
+        });
+        match bad {
+            None => Ok(self),
+            Some(step) => Err(SchedulerError::Invalid(format!(
+                "the schedule has no noise at timestep {}, which the sampler's formula divides by; make beta_start \
+                 larger than 0, or choose another timestep_spacing",
+                step.timestep
+            ))),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

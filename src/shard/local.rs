@@ -30,8 +30,16 @@ pub(super) fn local_shards(mesh: &Mesh, batch_axes: &[Axis], dims: &[usize]) -> 
 /// Why `parts` equal parts of the batch are not those of slices, or `None` where they are, or lie inside them.
 pub(super) fn misaligned(mesh: &Mesh, batch_axes: &[Axis], parts: usize) -> Option<String> {
     let slices = slices_of_batch(mesh, batch_axes);
-    if slices == 1 || leads(mesh, batch_axes) {
+    if slices == 1 {
         return None;
+    }
+    if leads(mesh, batch_axes) {
+        return (!parts.is_multiple_of(slices)).then(|| {
+            format!(
+                "range finding crosses slices: each of its {parts} equal parts of the batch lies in several of the {slices} \
+                 slices; make quantization_local_shard_count a multiple of {slices}"
+            )
+        });
     }
     let axes: Vec<String> = batch_axes
         .iter()
@@ -99,14 +107,7 @@ mod tests {
 
     fn mesh(dcn: [i64; 4], ici: [i64; 4]) -> Mesh {
         let inside: i64 = ici.iter().product();
-        let devices: Vec<DeviceDescription> = (0..dcn.iter().product::<i64>() * inside)
-            .map(|id| DeviceDescription {
-                id,
-                slice_index: id / inside,
-                coords: Vec::new(),
-                core_on_chip: 0,
-            })
-            .collect();
+        let devices = DeviceDescription::numbered(inside, dcn.iter().product());
         let parallelism = Parallelism {
             dcn,
             ici,
@@ -156,6 +157,19 @@ mod tests {
         assert_eq!(
             misaligned(&mesh([1, 2, 1, 1], [1, 8, 1, 1]), &[Data, Fsdp], 2),
             None
+        );
+    }
+
+    #[test]
+    fn parts_that_span_slices_are_told_of() {
+        let four = mesh([4, 1, 1, 1], [2, 1, 1, 1]);
+        for parts in [4, 8] {
+            assert_eq!(misaligned(&four, &[Data, Fsdp], parts), None);
+        }
+        let note = misaligned(&four, &[Data, Fsdp], 2).unwrap();
+        assert!(
+            note.contains("its 2 equal parts of the batch lies in several of the 4 slices"),
+            "{note}"
         );
     }
 }

@@ -19,6 +19,21 @@ pub struct DeviceDescription {
     pub core_on_chip: i64,
 }
 
+impl DeviceDescription {
+    /// Devices of which nothing is known but how many there are, numbered slice by slice: enough for a mesh's sizes,
+    /// and for programs, which name axes and not devices.
+    pub fn numbered(per_slice: i64, slices: i64) -> Vec<DeviceDescription> {
+        (0..per_slice * slices)
+            .map(|id| DeviceDescription {
+                id,
+                slice_index: id / per_slice,
+                coords: Vec::new(),
+                core_on_chip: 0,
+            })
+            .collect()
+    }
+}
+
 /// The `dcn_*_parallelism` and `ici_*_parallelism` of a configuration, in the order of
 /// [`Axis::ALL`]; -1 takes what is left, at most once in each group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

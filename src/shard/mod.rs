@@ -160,6 +160,11 @@ pub enum ShardError {
         size: usize,
         shape: String,
     },
+    #[error(
+        "the devices along mesh axis {axis} ({size}) would all do the same work: no rule of logical_axis_rules splits \
+         anything of this program over {axis}; leave dcn_{axis}_parallelism and ici_{axis}_parallelism at 1, or add a rule"
+    )]
+    IdleAxis { axis: Axis, size: usize },
     #[error("unknown mesh axis \"{name}\": expected one of data, fsdp, context, tensor")]
     UnknownAxis { name: String },
     #[error("mesh axis \"{axis}\" is used twice in the partition spec {spec}")]

@@ -1,11 +1,11 @@
 //! The partition specs of a whole program.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use crate::graph::{Graph, Op};
 
 use super::local::{local_shards, misaligned};
-use super::{LOCAL_SHARDS, LogicalAxisRules, Mesh, PartitionSpec, ShardError, Unsharded};
+use super::{Axis, LOCAL_SHARDS, LogicalAxisRules, Mesh, PartitionSpec, ShardError, Unsharded};
 
 /// The shardings of one program as Shardy text: what emission writes.
 ///
@@ -41,13 +41,15 @@ impl ShardPlan {
     /// An input without logical axes, and an output that takes over no input, is whole on every device.
     ///
     /// # Errors
-    /// When a tensor names a logical axis twice.
+    /// When a tensor names a logical axis twice, or no rule splits anything over an axis of the mesh.
     pub fn new(graph: &Graph, mesh: &Mesh, rules: &LogicalAxisRules) -> Result<Self, ShardError> {
         let mut unsharded = Vec::new();
+        let mut asked = HashSet::new();
         let mut spec = |path: &str, axes: &[Option<&'static str>], dims: &[usize]| {
             if axes.is_empty() {
                 return Ok(PartitionSpec::replicated(dims.len()));
             }
+            asked.extend(rules.spec(path, axes)?.dims().iter().flatten().copied());
             let (spec, mut notes) = rules.spec_for_shape(path, axes, dims, mesh)?;
             unsharded.append(&mut notes);
             Ok::<_, ShardError>(spec)
@@ -85,6 +87,18 @@ impl ShardPlan {
             };
             constraints.insert(id as u32, text);
         }
+        // A program without logical axes runs whole on every device, which no rule could change.
+        let idle = |axis: &Axis| mesh.size(*axis) > 1 && !asked.contains(axis);
+        if let Some(axis) = Axis::ALL
+            .into_iter()
+            .find(idle)
+            .filter(|_| !asked.is_empty())
+        {
+            return Err(ShardError::IdleAxis {
+                axis,
+                size: mesh.size(axis),
+            });
+        }
         Ok(Self {
             inputs,
             outputs,
@@ -98,6 +112,13 @@ impl ShardPlan {
     pub fn log(&self, program: &str) {
         if let Some(why) = &self.misaligned {
             tracing::warn!("{program}: {why}");
+        }
+        if let [first, others @ ..] = self.unsharded.as_slice() {
+            let others = match others.len() {
+                0 => String::new(),
+                n => format!(", and {n} others (RUST_LOG=maxdiff=debug lists them)"),
+            };
+            tracing::warn!("{program}: {first}{others}");
         }
         for note in &self.unsharded {
             tracing::debug!("{program}: {note}");

@@ -252,14 +252,7 @@ mod tests {
 
     #[test]
     fn a_dimension_that_does_not_divide_is_left_whole_and_reported() {
-        let devices: Vec<DeviceDescription> = (0..8)
-            .map(|id| DeviceDescription {
-                id,
-                slice_index: 0,
-                coords: Vec::new(),
-                core_on_chip: 0,
-            })
-            .collect();
+        let devices = DeviceDescription::numbered(8, 1);
         let parallelism = Parallelism {
             dcn: [1; 4],
             ici: [1, 4, 1, 2],

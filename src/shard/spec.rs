@@ -128,14 +128,7 @@ mod tests {
     use crate::shard::{DeviceDescription, Parallelism};
 
     fn mesh(sizes: [i64; 4]) -> Mesh {
-        let devices: Vec<DeviceDescription> = (0..sizes.iter().product())
-            .map(|id| DeviceDescription {
-                id,
-                slice_index: 0,
-                coords: Vec::new(),
-                core_on_chip: 0,
-            })
-            .collect();
+        let devices = DeviceDescription::numbered(sizes.iter().product(), 1);
         let parallelism = Parallelism {
             dcn: [1; 4],
             ici: sizes,

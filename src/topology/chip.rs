@@ -24,16 +24,6 @@ pub enum Format {
     Fp8,
 }
 
-/// How a chip runs a format.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Native {
-    /// Peak operations per second of one chip (a multiply and an add are two).
-    pub ops_per_second: f64,
-    /// That rate over the chip's bf16 rate. 1 means the format saves memory but no time, and
-    /// whoever asked for it should be told.
-    pub speedup: f64,
-}
-
 /// Peak rates of one chip in 10^12 operations per second; `None`: its matrix units lack the
 /// format and the compiler does not stand in for it.
 struct Rates {
@@ -109,28 +99,20 @@ impl Chip {
         tera.map(|t| t * 1e12)
     }
 
-    /// [`Chip::peak`] of one device: half a chip's where two devices share it.
-    pub fn device_peak(self, format: Format) -> Option<f64> {
-        self.peak(format)
-            .map(|p| p / self.devices_per_chip() as f64)
-    }
-
-    /// How the chip runs products of `format` operands.
+    /// The rate of products of `format` operands over that of bf16's. 1 means that the format saves memory but no time,
+    /// and whoever asked for it should be told.
     ///
     /// # Errors
-    /// [`TopologyError::NotNative`] names a format the chip does run fast.
-    pub fn native(self, format: Format) -> Result<Native, TopologyError> {
-        let Some(ops_per_second) = self.peak(format) else {
-            return Err(TopologyError::NotNative {
+    /// [`TopologyError::NotNative`] where the chip has no units for it.
+    pub fn speedup(self, format: Format) -> Result<f64, TopologyError> {
+        match self.peak(format) {
+            Some(peak) => Ok(peak / (self.rates().bf16 * 1e12)),
+            None => Err(TopologyError::NotNative {
                 chip: self,
                 format,
                 advice: self.advice(),
-            });
-        };
-        Ok(Native {
-            ops_per_second,
-            speedup: ops_per_second / (self.rates().bf16 * 1e12),
-        })
+            }),
+        }
     }
 
     fn advice(self) -> String {
@@ -139,10 +121,13 @@ impl Chip {
             .filter_map(|f| Some((f, self.peak(f)?)))
             .filter(|(_, peak)| *peak > self.rates().bf16 * 1e12)
             .map(|(f, peak)| {
-                format!(
-                    "use {f} (quantization={f}), {:.0} TFLOP/s a chip",
-                    peak / 1e12
-                )
+                let rate = format!("{:.0} TFLOP/s a chip", peak / 1e12);
+                match f {
+                    Format::Int8 => format!("use quantization=int8, {rate}"),
+                    _ => format!(
+                        "{f} runs there ({rate}), but is not here yet: leave quantization=''"
+                    ),
+                }
             })
             .collect();
         if fast.is_empty() {
@@ -162,19 +147,6 @@ impl Chip {
             Chip::V5p => 95 * GIB,
             Chip::Tpu7x => 192 * GIB,
             Chip::H100 => 80 * GIB,
-        }
-    }
-
-    /// HBM bandwidth of one chip, bytes per second. Sources: the Cloud TPU page of each version;
-    /// NVIDIA's H100 SXM data sheet.
-    pub fn hbm_bandwidth(self) -> f64 {
-        match self {
-            Chip::V4 => 1228e9,
-            Chip::V5e => 819e9,
-            Chip::V5p => 2765e9,
-            Chip::V6e => 1638e9,
-            Chip::Tpu7x => 7380e9,
-            Chip::H100 => 3350e9,
         }
     }
 
@@ -235,21 +207,22 @@ mod tests {
 
     #[test]
     fn int8_on_v7x_is_an_error_that_names_fp8() {
-        let error = Chip::Tpu7x.native(Format::Int8).unwrap_err().to_string();
+        let error = Chip::Tpu7x.speedup(Format::Int8).unwrap_err().to_string();
         assert_eq!(
             error,
-            "TPU v7x does not run int8 matrix products; use fp8 (quantization=fp8), 4614 TFLOP/s a chip"
+            "TPU v7x does not run int8 matrix products; fp8 runs there (4614 TFLOP/s a chip), but is not here yet: \
+             leave quantization=''"
         );
     }
 
     #[test]
     fn speedups_tell_where_a_format_gains_nothing() {
-        let speedup = |chip: Chip, format| chip.native(format).unwrap().speedup;
+        let speedup = |chip: Chip, format| chip.speedup(format).unwrap();
         assert_eq!(speedup(Chip::V5e, Format::Int8), 2.0);
         assert_eq!(speedup(Chip::V6e, Format::Fp8), 1.0);
         assert_eq!(speedup(Chip::Tpu7x, Format::Fp8), 2.0);
         assert_eq!(speedup(Chip::V4, Format::Int8), 1.0);
-        let v4 = Chip::V4.native(Format::Fp8).unwrap_err().to_string();
+        let v4 = Chip::V4.speedup(Format::Fp8).unwrap_err().to_string();
         assert!(v4.contains("no low-precision format is faster"), "{v4}");
     }
 

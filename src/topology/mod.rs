@@ -7,7 +7,7 @@
 mod chip;
 mod names;
 
-pub use chip::{Chip, Format, Native};
+pub use chip::{Chip, Format};
 
 use thiserror::Error;
 
@@ -25,9 +25,9 @@ pub enum TopologyError {
         families: String,
     },
     #[error(
-        "compile_topology_num_slices={found} with compile_topology={name}: the number of slices must be at least 1"
+        "compile_topology_num_slices={found} with compile_topology={name}: the number of slices must be 1 to {most}"
     )]
-    NumSlices { name: String, found: i64 },
+    NumSlices { name: String, found: i64, most: i64 },
     #[error("{chip} does not run {format} matrix products; {advice}")]
     NotNative {
         chip: Chip,
@@ -95,23 +95,37 @@ impl Accelerator {
         self.topology_name.as_deref().unwrap_or("")
     }
 
+    /// Refuses a number of slices that no program can be made for.
+    ///
+    /// # Errors
+    /// [`TopologyError::NumSlices`] below 1, and where the devices would be more than a million.
+    pub fn check_slices(&self, num_slices: i64) -> Result<(), TopologyError> {
+        let most = (1 << 20)
+            / i64::try_from(self.devices_per_slice)
+                .unwrap_or(i64::MAX)
+                .max(1);
+        match (1..=most).contains(&num_slices) {
+            true => Ok(()),
+            false => Err(TopologyError::NumSlices {
+                name: self.name.clone(),
+                found: num_slices,
+                most,
+            }),
+        }
+    }
+
     /// Options for `PJRT_TopologyDescription_Create`, for `num_slices` such slices.
     ///
     /// For GPUs the slice is one host and the plugin takes its shape as
     /// `slices x hosts per slice x devices per host`; the caller adds `target_config`.
     ///
     /// # Errors
-    /// [`TopologyError::NumSlices`] when `num_slices` is below 1.
+    /// As [`Accelerator::check_slices`].
     pub fn create_options(
         &self,
         num_slices: i64,
     ) -> Result<Vec<(String, OptionValue)>, TopologyError> {
-        if num_slices < 1 {
-            return Err(TopologyError::NumSlices {
-                name: self.name.clone(),
-                found: num_slices,
-            });
-        }
+        self.check_slices(num_slices)?;
         let mut options = Vec::new();
         let mut add = |key: &str, value| options.push((key.to_owned(), value));
         match self.platform {
@@ -232,6 +246,22 @@ mod tests {
             ]
             .map(|(k, v)| (k.to_owned(), v))
         );
+    }
+
+    #[test]
+    fn slices_are_between_one_and_what_makes_a_million_devices() {
+        let slice = row("v5e-256");
+        for fits in [1, 4096] {
+            slice.check_slices(fits).unwrap();
+        }
+        for refused in [i64::MIN, 0, 4097, 100_000_000_000_000_000] {
+            assert_eq!(
+                slice.check_slices(refused).unwrap_err().to_string(),
+                format!(
+                    "compile_topology_num_slices={refused} with compile_topology=v5e-256: the number of slices must be 1 to 4096"
+                )
+            );
+        }
     }
 
     #[test]

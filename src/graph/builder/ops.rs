@@ -139,10 +139,6 @@ impl Builder {
         self.push(Op::Convert(dtype), &[x])
     }
 
-    pub fn bitcast_convert(&self, x: Tensor, dtype: DType) -> Result<Tensor> {
-        self.push(Op::BitcastConvert(dtype), &[x])
-    }
-
     // Shapes
 
     /// Puts dimension `i` of `x` at `dims[i]` of a result with sizes `result`.
@@ -358,14 +354,6 @@ impl Builder {
             kept[d] = 1;
         }
         self.reshape(reduced, &kept)
-    }
-
-    /// The mean over `dims`, keeping them with size 1.
-    pub fn mean_keep(&self, x: Tensor, dims: &[usize]) -> Result<Tensor> {
-        let sizes = self.dims(x);
-        let sum = self.reduce_keep(Reduction::Sum, x, dims)?;
-        let count: usize = dims.iter().map(|&d| sizes[d]).product();
-        self.mul_scalar(sum, 1.0 / count as f64)
     }
 
     /// A contraction whose result has element type `result`.

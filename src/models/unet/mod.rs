@@ -11,8 +11,8 @@ pub use config::{
 use crate::dtype::DType;
 use crate::graph::{Builder, GraphError, Tensor};
 use crate::nn::{
-    Conv2d, Precision, Remat, Result, TimestepEmbedding, constrain_image, conv2d, dims, group_norm,
-    sinusoidal_embedding,
+    Activation, Conv2d, Precision, Remat, Result, TimestepEmbedding, constrain_image, conv2d, dims,
+    group_norm, sinusoidal_embedding,
 };
 
 use crate::shape::Shape;
@@ -275,6 +275,11 @@ fn time_embedding(
             let text = b.convert(given.text_embeds, precision.activations)?;
             b.concatenate(&[text, time], 1)?
         }
+    };
+    // diffusers hands act_fn to time_embedding alone.
+    let embed = TimestepEmbedding {
+        activation: Activation::Silu,
+        ..embed
     };
     let added = embed.apply(&b.scope("add_embedding"), added, precision)?;
     b.add(embedding, added)

@@ -1,5 +1,6 @@
 //! Downloads and unpacks wheels, and compiles the CPU plugin.
 
+use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{self, BufReader};
 use std::path::{Component, Path, PathBuf};
@@ -12,7 +13,7 @@ use super::files::{
     Staging, create_dir_all, file_name, file_size, hex, remove_file, replace, sha256_of_file, tail,
     write_error,
 };
-use super::recipe::{CPU_LIBRARY, Recipe, Wheel, source_of};
+use super::recipe::{CPU_LIBRARY, Member, Recipe, Wheel, source_of};
 use super::{InstallError, Manifest, Result, check_is_plugin, write_manifest};
 
 /// The CPU plugin's sources, embedded so that an installed program can build it.
@@ -99,6 +100,7 @@ pub(super) fn make(
     for dir in [&content, &build] {
         create_dir_all(dir, recipe.disk)?;
     }
+    let mut members = BTreeMap::new();
     for wheel in recipe.wheels {
         progress(&format!(
             "downloading {} {} ({} MB)",
@@ -109,7 +111,7 @@ pub(super) fn make(
         let file = download(wheel, &staging.path.join("download"), tools)?;
         progress(&format!("unpacking {} {}", wheel.name, wheel.version));
         let headers = recipe.compiled.then_some(build.as_path());
-        unpack(wheel, &file, &content, headers, recipe.disk)?;
+        members.extend(unpack(wheel, &file, &content, headers, recipe.disk)?);
         remove_file(&file)?;
     }
     if recipe.compiled {
@@ -118,6 +120,10 @@ pub(super) fn make(
     }
     let library = content.join(recipe.library);
     check_is_plugin(&library)?;
+    // The manifest is on the disk before the folder gets its name, so what it describes has to be there too.
+    File::open(&library)
+        .and_then(|file| file.sync_all())
+        .map_err(|source| write_error(&library, recipe.disk, source))?;
     let manifest = Manifest {
         kind: recipe.kind,
         version: recipe.version.to_owned(),
@@ -127,6 +133,7 @@ pub(super) fn make(
         source: source_of(recipe),
         cuda_data_dir: recipe.cuda_data_dir.map(PathBuf::from),
         sources_sha256: recipe.compiled.then(sources_sha256),
+        members,
     };
     write_manifest(&content, &manifest)?;
     replace(&content, folder, &staging.path.join("old"))?;
@@ -142,7 +149,7 @@ fn check_tools(recipe: &Recipe, tools: &Tools) -> Result<()> {
         pip,
         "python3 with pip",
         "to download the plugin",
-        "sudo apt-get install python3-pip",
+        "sudo apt-get update && sudo apt-get install --yes python3-pip",
     )?;
     if recipe.compiled {
         let compiler = Command::new(&tools.compiler).arg("--version").output();
@@ -150,7 +157,7 @@ fn check_tools(recipe: &Recipe, tools: &Tools) -> Result<()> {
             compiler,
             "g++",
             "to build the CPU plugin",
-            "sudo apt-get install g++",
+            "sudo apt-get update && sudo apt-get install --yes g++",
         )?;
     }
     Ok(())
@@ -236,14 +243,14 @@ fn download(wheel: &Wheel, dir: &Path, tools: &Tools) -> Result<PathBuf> {
 }
 
 /// Unpacks the members of `wheel` into `content`, and the headers the plugin's sources need into
-/// `headers`.
+/// `headers`. Gives the members' sizes by their paths in `content`.
 fn unpack(
     wheel: &Wheel,
     file: &Path,
     content: &Path,
     headers: Option<&Path>,
     disk: u64,
-) -> Result<()> {
+) -> Result<BTreeMap<PathBuf, u64>> {
     let name = file_name(file);
     let reader = File::open(file).map_err(|source| InstallError::Io {
         action: "read",
@@ -255,7 +262,7 @@ fn unpack(
             file: name.clone(),
             source,
         })?;
-    let mut found = vec![false; wheel.members.len()];
+    let mut sizes = BTreeMap::new();
     for index in 0..archive.len() {
         let mut entry = archive
             .by_index(index)
@@ -272,15 +279,9 @@ fn unpack(
         if entry.is_dir() {
             continue;
         }
-        let target = match wheel
-            .members
-            .iter()
-            .position(|member| Path::new(member.from) == path)
-        {
-            Some(position) => {
-                found[position] = true;
-                content.join(wheel.members[position].to)
-            }
+        let member = wheel.members.iter().find(|m| Path::new(m.from) == path);
+        let target = match member {
+            Some(member) => content.join(member.to),
             None => match (headers, path.to_str()) {
                 (Some(build), Some(text)) if is_needed_header(text) => build.join(&path),
                 _ => continue,
@@ -290,16 +291,25 @@ fn unpack(
             create_dir_all(parent, disk)?;
         }
         let written = File::create(&target).and_then(|mut out| {
-            io::copy(&mut entry, &mut out)?;
-            set_mode(&out, entry.unix_mode())
+            let size = io::copy(&mut entry, &mut out)?;
+            set_mode(&out, entry.unix_mode())?;
+            // Headers are only read by the compiler that runs next, and go with the build folder.
+            if member.is_some() {
+                out.sync_all()?;
+            }
+            Ok(size)
         });
-        written.map_err(|source| write_error(&target, disk, source))?;
+        let size = written.map_err(|source| write_error(&target, disk, source))?;
+        if let Some(member) = member {
+            sizes.insert(PathBuf::from(member.to), size);
+        }
     }
-    match found.iter().position(|found| !found) {
-        None => Ok(()),
-        Some(missing) => Err(InstallError::MissingMember {
+    let missing = |member: &&Member| !sizes.contains_key(Path::new(member.to));
+    match wheel.members.iter().find(missing) {
+        None => Ok(sizes),
+        Some(member) => Err(InstallError::MissingMember {
             file: name,
-            member: wheel.members[missing].from.to_owned(),
+            member: member.from.to_owned(),
         }),
     }
 }

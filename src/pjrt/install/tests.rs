@@ -46,18 +46,25 @@ fn set_executable(path: &Path) {
     fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
 }
 
-/// A recipe for one wheel with `lib/p.so`; tests leak it, as the real table is static.
+const LIBRARY_MEMBER: Member = Member {
+    from: "lib/p.so",
+    to: "p.so",
+};
+
+/// A recipe for one wheel with `lib/p.so`.
 fn recipe(sha256: String) -> &'static Recipe {
+    recipe_of(sha256, &[LIBRARY_MEMBER])
+}
+
+/// A recipe for one wheel with these members; tests leak it, as the real table is static.
+fn recipe_of(sha256: String, members: &'static [Member]) -> &'static Recipe {
     let wheels = Box::leak(Box::new([Wheel {
         name: "some-plugin",
         version: "0.0.51",
         platform: "any",
         sha256: Box::leak(sha256.into_boxed_str()),
         size: 1,
-        members: &[Member {
-            from: "lib/p.so",
-            to: "p.so",
-        }],
+        members,
     }]));
     Box::leak(Box::new(Recipe {
         kind: PluginKind::Tpu,
@@ -152,15 +159,46 @@ fn installs_once_and_says_so_the_second_time() {
 
 #[test]
 fn replaces_a_damaged_installation() {
+    const NEEDED: Member = Member {
+        from: "lib/needed.so",
+        to: "inside/needed.so",
+    };
+    let needed: &[u8] = b"what p.so is linked with";
+    let mut fixture = Fixture::new(&[(LIBRARY_MEMBER.from, LIBRARY), (NEEDED.from, needed)]);
+    let sum = fixture.recipe.wheels[0].sha256.to_owned();
+    fixture.recipe = recipe_of(sum, &[LIBRARY_MEMBER, NEEDED]);
+    let plugin = fixture.install().0.unwrap();
+    let folder = plugin.library.parent().unwrap();
+    for (file, bytes, downloads) in [(LIBRARY_MEMBER.to, LIBRARY, 2), (NEEDED.to, needed, 3)] {
+        let file = folder.join(file);
+        fs::write(&file, b"cut short").unwrap();
+        let error = locate_in(&fixture.root(), PluginKind::Tpu).unwrap_err();
+        let text = error.to_string();
+        assert!(text.contains(file.to_str().unwrap()), "{text}");
+        assert!(
+            text.contains("run `maxdiff-rs plugin install tpu`"),
+            "{text}"
+        );
+        assert_eq!(fixture.install().0.unwrap(), plugin);
+        assert_eq!(fs::read(&file).unwrap(), bytes);
+        assert_eq!(fixture.downloads(), downloads);
+    }
+    assert_eq!(fixture.left(), ["tpu-0.0.51"]);
+}
+
+#[test]
+fn an_installation_that_noted_no_sizes_is_still_good() {
     let fixture = Fixture::new(&[("lib/p.so", LIBRARY)]);
     let plugin = fixture.install().0.unwrap();
-    fs::write(&plugin.library, b"cut short").unwrap();
-    let error = locate_in(&fixture.root(), PluginKind::Tpu).unwrap_err();
-    assert!(error.to_string().contains("plugin install tpu"), "{error}");
-    let again = fixture.install().0.unwrap();
-    assert_eq!(fs::read(&again.library).unwrap(), LIBRARY);
-    assert_eq!(fixture.downloads(), 2);
-    assert_eq!(fixture.left(), ["tpu-0.0.51"]);
+    let path = plugin.library.with_file_name(MANIFEST);
+    let mut manifest: serde_json::Value =
+        serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    let sizes = manifest.as_object_mut().unwrap().remove("members");
+    assert_eq!(sizes, Some(serde_json::json!({"p.so": LIBRARY.len()})));
+    fs::write(&path, manifest.to_string()).unwrap();
+    assert_eq!(locate_in(&fixture.root(), PluginKind::Tpu).unwrap(), plugin);
+    assert_eq!(fixture.install().0.unwrap(), plugin);
+    assert_eq!(fixture.downloads(), 1);
 }
 
 #[test]
@@ -210,7 +248,10 @@ fn missing_pip_is_named_with_the_command_that_installs_it() {
     let mut fixture = Fixture::new(&[("lib/p.so", LIBRARY)]);
     fixture.tools.python = "/no/such/python3".into();
     let text = fixture.install().0.unwrap_err().to_string();
-    assert!(text.contains("apt-get install python3-pip"), "{text}");
+    assert!(
+        text.contains("`sudo apt-get update && sudo apt-get install --yes python3-pip`"),
+        "{text}"
+    );
 }
 
 #[test]
@@ -253,6 +294,15 @@ fn an_own_plugin_goes_first_until_the_pinned_one_is_asked_for() {
     assert_eq!(local.version, "local");
     assert_eq!(local.library, fs::canonicalize(&own).unwrap());
     assert_eq!(locate_in(&fixture.root(), PluginKind::Tpu).unwrap(), local);
+
+    // One that was built again is taken again from where it is.
+    fs::write(&own, [LIBRARY, b"another build"].concat()).unwrap();
+    let error = locate_in(&fixture.root(), PluginKind::Tpu).unwrap_err();
+    let remedy = format!(
+        "run `maxdiff-rs plugin install tpu --path {}`",
+        local.library.display()
+    );
+    assert!(error.to_string().contains(&remedy), "{error}");
 
     let (pinned, _) = fixture.install();
     assert_eq!(
