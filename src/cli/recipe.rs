@@ -15,7 +15,7 @@ use crate::pipelines::pixels::RGB;
 use crate::pjrt::install::{self, InstallError, Installed, PluginKind};
 use crate::pjrt::{NamedValue, Plugin, has_tpu};
 use crate::quant::{Action, Decision, Policy, Rule};
-use crate::runtime::Session;
+use crate::runtime::{RuntimeError, Session};
 use crate::schedulers::{self, SamplingPlan, SchedulerConfig};
 use crate::shard::{LogicalAxisRule, LogicalAxisRules, Mesh, MeshAxes, Parallelism, ShardPlan};
 use crate::topology::{Accelerator, Chip, Format, Platform};
@@ -516,7 +516,11 @@ fn open(config: &Config, installed: &Installed) -> Result<Session, CliError> {
         )));
     }
     let session = Session::open(&plugin, &options, &parallelism(config), axis_rules(config)?)
-        .map_err(CliError::failed)?;
+        .map_err(|error| match error {
+            // The mesh is the configuration's.
+            RuntimeError::Shard(error) => CliError::usage(error),
+            error => CliError::failed(error),
+        })?;
     Ok(session.with_cuda_data_dir(installed.cuda_data_dir.clone()))
 }
 

@@ -163,8 +163,12 @@ impl Builder {
 
     /// An error at this builder's scope.
     pub fn invalid(&self, message: impl Into<String>) -> GraphError {
+        let path = self.path();
         GraphError::Invalid {
-            path: self.path(),
+            path: match path.is_empty() {
+                true => "the program".to_string(),
+                false => path,
+            },
             message: message.into(),
         }
     }

@@ -80,3 +80,22 @@ fn an_output_takes_over_only_one_input_of_its_shape() {
     b.output("first", x, Some(x)).unwrap();
     assert!(b.output("second", x, Some(x)).is_err());
 }
+
+#[test]
+fn a_tensor_too_large_to_count_is_refused() {
+    let b = Builder::new();
+    let error = b.input("x", f32(&[1 << 40, 1 << 20]), &[]).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "the program: f32[1099511627776,1048576] has 1152921504606846976 elements, more than any device or pod holds \
+         (2^56); check batch, resolution and the model's sizes"
+    );
+    let x = b.input("x", f32(&[1 << 30]), &[]).unwrap();
+    let wide = b
+        .scope("attn")
+        .broadcast_in_dim(x, &[0], &[1 << 30, usize::MAX]);
+    let error = wide.unwrap_err().to_string();
+    assert!(error.starts_with("attn: f32[1073741824,"), "{error}");
+    // A reshape whose product overflows is one of another count.
+    assert!(b.reshape(x, &[usize::MAX, usize::MAX]).is_err());
+}
