@@ -49,7 +49,9 @@ impl ShardPlan {
             if axes.is_empty() {
                 return Ok(PartitionSpec::replicated(dims.len()));
             }
-            asked.extend(rules.spec(path, axes)?.dims().iter().flatten().copied());
+            if mesh.num_devices() > 1 {
+                asked.extend(rules.spec(path, axes)?.dims().iter().flatten().copied());
+            }
             let (spec, mut notes) = rules.spec_for_shape(path, axes, dims, mesh)?;
             unsharded.append(&mut notes);
             Ok::<_, ShardError>(spec)
