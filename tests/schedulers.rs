@@ -3,7 +3,9 @@
 mod common;
 
 use common::{Golden, distance};
-use maxdiff::schedulers::{NoiseSchedule, SamplingPlan, SchedulerConfig, ddim, euler_discrete};
+use maxdiff::schedulers::{
+    NOISE, NoiseSchedule, OUTPUT, SamplingPlan, SchedulerConfig, ddim, euler_discrete,
+};
 use serde_json::Value;
 
 /// diffusers computes in float32, with a few roundings for each number and step.
@@ -81,15 +83,15 @@ fn every_step_of_every_sampler_is_diffusers() {
             let next: Vec<f64> = (0..size)
                 .map(|j| {
                     let model = 0.5 * f64::from(step.in_scale) * x[j] + offset[j];
-                    let mut next = f64::from(step.x) * x[j] + f64::from(step.model) * model;
+                    let row = step.update[0].map(f64::from);
+                    let mut next = row[0] * x[j] + row[OUTPUT] * model;
                     if config.clip_sample {
-                        let clean =
-                            f64::from(step.clean_x) * x[j] + f64::from(step.clean_model) * model;
-                        next += f64::from(step.clean) * (clean.clamp(-1.0, 1.0) - clean);
+                        let [of_x, of_model] = step.clean.map(f64::from);
+                        let clean = of_x * x[j] + of_model * model;
+                        next += f64::from(step.clip[0]) * (clean.clamp(-1.0, 1.0) - clean);
                     }
-                    if step.noise != 0.0 {
-                        next += f64::from(step.noise)
-                            * golden.values("in/variance_noise")[i * size + j];
+                    if step.is_noisy() {
+                        next += row[NOISE] * golden.values("in/variance_noise")[i * size + j];
                     }
                     next
                 })

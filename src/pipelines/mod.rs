@@ -3,4 +3,5 @@
 pub mod image_file;
 pub mod model;
 pub mod pixels;
+pub mod sampler;
 pub mod text_to_image;

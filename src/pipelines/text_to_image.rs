@@ -12,29 +12,16 @@ use crate::host_tensor::{HostTensor, HostTensorError};
 use crate::models::unet::UNetInputs;
 use crate::quant::{self, Decision, Policy, QuantError};
 use crate::runtime::{Array, Program, ProgramOptions, RuntimeError, Session, Value};
-use crate::schedulers::SamplingPlan;
+use crate::schedulers::{HISTORY, SamplingPlan};
 use crate::shape::Shape;
 use crate::shard::PartitionSpec;
 
 use super::model::DiffusionModel;
+use super::sampler::{Sampler, names as sampler_names, step_inputs};
 
-/// Names of the denoising step's run-time inputs, beside those of [`UNetInputs`].
+/// Names of the denoising step's run-time inputs, beside the sampler's ([`super::sampler::names`]).
 pub mod names {
-    /// `f32[batch, channels, rows, columns]`; the step's result takes its buffer over.
-    pub const SAMPLE: &str = "sample";
-    pub const TIMESTEP: &str = "timestep";
-    /// Scales the sample before it enters the model.
-    pub const IN_SCALE: &str = "in_scale";
-    /// Coefficient of the sample in the next one.
-    pub const SAMPLE_SCALE: &str = "sample_scale";
-    /// Coefficient of the model's output in the next sample.
-    pub const MODEL_SCALE: &str = "model_scale";
     pub const GUIDANCE_SCALE: &str = "guidance_scale";
-    /// Coefficients of sample and model output in the predicted clean sample, and of that in the next sample: inputs
-    /// of a program that clips.
-    pub const CLEAN_SAMPLE_SCALE: &str = "clean_sample_scale";
-    pub const CLEAN_MODEL_SCALE: &str = "clean_model_scale";
-    pub const CLEAN_SCALE: &str = "clean_scale";
     /// The text encoder's results, which are the denoising step's conditioning.
     pub const ENCODER_HIDDEN_STATES: &str = "encoder_hidden_states";
     pub const TEXT_EMBEDS: &str = "text_embeds";
@@ -54,8 +41,6 @@ pub enum PipelineError {
     HostTensor(#[from] HostTensorError),
     #[error("{program}: no value for its input {name}")]
     MissingInput { program: &'static str, name: String },
-    #[error("the sampler adds fresh noise in its steps, which this pipeline does not do")]
-    NoisySampler,
 }
 
 /// What the denoising program is traced for.
@@ -68,13 +53,12 @@ pub struct DenoiseOptions {
     pub quantization: Option<Policy>,
 }
 
-/// Traces one denoising step: `sample' = sample_scale * sample + model_scale * model(in_scale * sample, timestep)`.
+/// Traces one denoising step: the model on the scaled sample, then what the sampler makes of its output.
 ///
 /// With guidance, the model's batch holds two rows for each image, without and with its prompt, one after the other:
 /// wherever a device's images are, so are both rows. (diffusers puts all rows without prompts first; over a sharded
 /// batch that sends every sample to another device.) The model's output is `without + guidance_scale *
-/// (with - without)` (Ho and Salimans 2022, equation 6, in diffusers' scale). Where the scheduler has `clip_sample`, the
-/// predicted clean sample is clipped to [-1, 1] on the way.
+/// (with - without)` (Ho and Salimans 2022, equation 6, in diffusers' scale).
 ///
 /// # Errors
 /// When the model's parts do not fit together, or quantization is refused.
@@ -85,18 +69,12 @@ pub fn trace_denoise(
     let b = Builder::new();
     let batch = options.batch;
     let scalar = |name: &str| b.input(name, Shape::scalar(DType::F32), &[]);
-    let sample = b.input(
-        names::SAMPLE,
-        Shape::new(DType::F32, model.sample_dims(batch)),
-        &[Some("activation_batch"), None, None, None],
-    )?;
-    let timestep = scalar(names::TIMESTEP)?;
-    let in_scale = scalar(names::IN_SCALE)?;
-    let sample_scale = scalar(names::SAMPLE_SCALE)?;
-    let model_scale = scalar(names::MODEL_SCALE)?;
+    let sampler = Sampler::declare(&b, model.sample_dims(batch), model.scheduler.clip_sample)?;
+    let timestep = scalar(sampler_names::TIMESTEP)?;
+    let in_scale = scalar(sampler_names::IN_SCALE)?;
     let rows = if options.guidance { 2 * batch } else { batch };
     let (encoder_hidden_states, text_time) = model.declare_conditioning(&b, rows)?;
-    let scaled = b.mul(sample, in_scale)?;
+    let scaled = b.mul(sampler.sample(), in_scale)?;
     let [_, channels, height, width] = model.sample_dims(batch);
     let model_sample = if options.guidance {
         let pairs =
@@ -124,20 +102,11 @@ pub fn trace_denoise(
         let (without, with) = (row(0)?, row(1)?);
         output = b.add(without, b.mul(b.sub(with, without)?, guidance)?)?;
     }
-    let s = b.root("sampler");
-    let mut next = s.add(s.mul(sample, sample_scale)?, s.mul(output, model_scale)?)?;
-    if model.scheduler.clip_sample {
-        let sample_part = s.mul(sample, scalar(names::CLEAN_SAMPLE_SCALE)?)?;
-        let model_part = s.mul(output, scalar(names::CLEAN_MODEL_SCALE)?)?;
-        let clean = s.add(sample_part, model_part)?;
-        let change = s.sub(s.clamp(clean, -1.0, 1.0)?, clean)?;
-        next = s.add(next, s.mul(change, scalar(names::CLEAN_SCALE)?)?)?;
-    }
+    sampler.advance(&b, output)?;
     let decisions = match &options.quantization {
         None => Vec::new(),
         Some(policy) => quant::annotate(&b, policy)?,
     };
-    b.output(names::SAMPLE, next, Some(sample))?;
     let graph = b.finish();
     let graph = match options.quantization {
         None => graph,
@@ -244,9 +213,6 @@ impl TextToImage {
         request: &Request<'_>,
         after_step: &mut dyn FnMut(usize),
     ) -> Result<HostTensor, PipelineError> {
-        if request.plan.steps.iter().any(|s| s.noise != 0.0) {
-            return Err(PipelineError::NoisySampler);
-        }
         let ids = match self.guidance {
             false => request.prompt_ids.to_vec(),
             true => {
@@ -265,7 +231,7 @@ impl TextToImage {
             "input_ids".to_string(),
             put(session, &self.encode, "input_ids", &ids)?,
         );
-        let encoded = call("encode", &self.encode, weights, &inputs, None)?;
+        let encoded = call("encode", &self.encode, weights, &inputs, Vec::new())?;
 
         let mut inputs = HashMap::new();
         let mut set = |name: &str, value: &HostTensor| -> Result<(), PipelineError> {
@@ -286,36 +252,63 @@ impl TextToImage {
         if self.guidance {
             set(names::GUIDANCE_SCALE, &scalar(request.guidance_scale)?)?;
         }
-        let mut sample = put(
-            session,
-            &self.denoise,
-            names::SAMPLE,
-            &self.noise(request.seeds, request.plan.init_noise_sigma)?,
+        let mut history_dims = vec![HISTORY];
+        history_dims.extend(self.sample_dims);
+        let shape = |dims: Vec<usize>| Shape::new(DType::F32, dims);
+        let mut sample = self.noise(
+            request.seeds,
+            "initial noise",
+            request.plan.init_noise_sigma,
         )?;
+        let mut state = vec![
+            put(session, &self.denoise, sampler_names::SAMPLE, &sample)?,
+            put(
+                session,
+                &self.denoise,
+                sampler_names::HISTORY,
+                &HostTensor::zeros(shape(history_dims)),
+            )?,
+        ];
+        let silence = HostTensor::zeros(shape(self.sample_dims.to_vec()));
+        let mut silent = false;
         for (done, step) in request.plan.steps.iter().enumerate() {
-            for (name, value) in [
-                (names::TIMESTEP, step.timestep),
-                (names::IN_SCALE, step.in_scale),
-                (names::SAMPLE_SCALE, step.x),
-                (names::MODEL_SCALE, step.model),
-                (names::CLEAN_SAMPLE_SCALE, step.clean_x),
-                (names::CLEAN_MODEL_SCALE, step.clean_model),
-                (names::CLEAN_SCALE, step.clean),
-            ] {
-                let array = put(session, &self.denoise, name, &scalar(value)?)?;
+            let mut set = |name: &str, value: &HostTensor| -> Result<(), PipelineError> {
+                let array = put(session, &self.denoise, name, value)?;
                 inputs.insert(name.to_string(), array);
+                Ok(())
+            };
+            for (name, value) in step_inputs(step)? {
+                set(name, &value)?;
             }
-            sample = call("denoise", &self.denoise, weights, &inputs, Some(sample))?.swap_remove(0);
+            if step.is_noisy() {
+                let stream = format!("noise of step {done}");
+                set(
+                    sampler_names::NOISE,
+                    &self.noise(request.seeds, &stream, 1.0)?,
+                )?;
+            } else if !silent {
+                set(sampler_names::NOISE, &silence)?;
+            }
+            silent = !step.is_noisy();
+            state = call("denoise", &self.denoise, weights, &inputs, state)?;
+            state.truncate(2);
             after_step(done + 1);
         }
-        Ok(sample.to_host(session.mesh())?)
+        sample = state[0].to_host(session.mesh())?;
+        Ok(sample)
     }
 
-    fn noise(&self, seeds: &[u64], sigma: f32) -> Result<HostTensor, HostTensorError> {
+    /// Normal noise of deviation `sigma`; each image's depends on its seed and the `stream` alone.
+    fn noise(
+        &self,
+        seeds: &[u64],
+        stream: &str,
+        sigma: f32,
+    ) -> Result<HostTensor, HostTensorError> {
         let each: usize = self.sample_dims[1..].iter().product();
         let values: Vec<f32> = seeds
             .iter()
-            .flat_map(|seed| Init::Normal { std: sigma }.sample(*seed, "initial noise", each))
+            .flat_map(|seed| Init::Normal { std: sigma }.sample(*seed, stream, each))
             .collect();
         HostTensor::from_f32(self.sample_dims, &values)
     }
@@ -342,22 +335,27 @@ fn put(
     Ok(session.put(value, &spec)?)
 }
 
-/// Runs a program. `sample`, when given, is the donated sample.
+/// Runs a program. It takes `state` over: the inputs that its first results replace, in their order.
 fn call(
     name: &'static str,
     program: &Program,
     weights: WeightLookup<'_>,
     inputs: &HashMap<String, Array>,
-    mut sample: Option<Array>,
+    state: Vec<Array>,
 ) -> Result<Vec<Array>, PipelineError> {
+    let mut state: HashMap<&str, Array> = program
+        .outputs()
+        .iter()
+        .map(|slot| slot.name.as_str())
+        .zip(state)
+        .collect();
     let mut arguments = Vec::with_capacity(program.inputs().len());
     for slot in program.inputs() {
-        let value = if slot.name == names::SAMPLE && sample.is_some() {
-            sample.take().map(Value::Donate)
-        } else {
-            weights(&slot.name)
+        let value = match state.remove(slot.name.as_str()) {
+            Some(array) => Some(Value::Donate(array)),
+            None => weights(&slot.name)
                 .or_else(|| inputs.get(&slot.name))
-                .map(Value::Borrow)
+                .map(Value::Borrow),
         };
         arguments.push(value.ok_or_else(|| PipelineError::MissingInput {
             program: name,

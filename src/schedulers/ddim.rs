@@ -1,8 +1,6 @@
 //! DDIM (Song et al., 2020, arXiv:2010.02502).
 
-use super::{
-    NoiseSchedule, PredictionType, SamplingPlan, SchedulerConfig, SchedulerError, StepCoefficients,
-};
+use super::{NoiseSchedule, PredictionType, SamplingPlan, SchedulerConfig, SchedulerError, Step};
 
 /// The plan of a DDIM sampler. `eta` 0 is deterministic, 1 adds DDPM's noise.
 ///
@@ -82,16 +80,10 @@ pub fn ddim(
         } else {
             target
         };
-        rows.push(StepCoefficients {
-            timestep: timestep as f32,
-            in_scale: 1.0,
-            x: x as f32,
-            model: model as f32,
-            noise: deviation as f32,
-            clean_x: clean_x as f32,
-            clean_model: clean_model as f32,
-            clean: clean as f32,
-        });
+        let mut step = Step::memoryless(timestep as f32, 1.0, [x, model, deviation]);
+        step.clean = [clean_x as f32, clean_model as f32];
+        step.clip[0] = clean as f32;
+        rows.push(step);
     }
     SamplingPlan {
         steps: rows,
@@ -103,7 +95,7 @@ pub fn ddim(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::schedulers::TimestepSpacing;
+    use crate::schedulers::{NOISE, OUTPUT, TimestepSpacing};
 
     #[test]
     fn a_timestep_without_noise_is_refused() {
@@ -139,7 +131,8 @@ mod tests {
                 let x = f64::from(s) * sample + f64::from(n) * noise;
                 let (s, n) = schedule.target_coefficients(t).unwrap();
                 let model = f64::from(s) * sample + f64::from(n) * noise;
-                let found = f64::from(step.x) * x + f64::from(step.model) * model;
+                let found =
+                    f64::from(step.update[0][0]) * x + f64::from(step.update[0][OUTPUT]) * model;
                 let next = plan
                     .steps
                     .get(i + 1)
@@ -168,9 +161,14 @@ mod tests {
                 .get(i + 1)
                 .map_or(0, |next| next.timestep as usize);
             let (next_signal, next_noise) = schedule.noise_coefficients(next).unwrap();
-            assert!(step.noise > 0.0);
-            assert!((step.x * signal - next_signal).abs() < 1e-6);
-            let variance = (step.x * noise + step.model).powi(2) + step.noise.powi(2);
+            let (kept, model, added) = (
+                step.update[0][0],
+                step.update[0][OUTPUT],
+                step.update[0][NOISE],
+            );
+            assert!(added > 0.0);
+            assert!((kept * signal - next_signal).abs() < 1e-6);
+            let variance = (kept * noise + model).powi(2) + added.powi(2);
             assert!(
                 (variance - next_noise.powi(2)).abs() < 1e-6,
                 "{variance} {next_noise}"
@@ -192,10 +190,6 @@ mod tests {
             ..config
         };
         let plan = ddim(&config, 10, 0.0, false).unwrap();
-        assert!(
-            plan.steps
-                .iter()
-                .all(|s| s.x.is_finite() && s.model.is_finite())
-        );
+        assert!(plan.steps.iter().all(|s| s.update[0][0].is_finite()));
     }
 }

@@ -2,7 +2,7 @@
 
 use super::{
     FinalSigmas, NoiseSchedule, PredictionType, SamplingPlan, SchedulerConfig, SchedulerError,
-    StepCoefficients, TimestepSpacing,
+    Step, TimestepSpacing,
 };
 
 /// The plan of diffusers' `EulerDiscreteScheduler`.
@@ -67,16 +67,14 @@ pub fn euler_discrete(
                 PredictionType::Sample => (next / sigma, -step / sigma),
                 PredictionType::VPrediction => (1.0 + step * sigma / (norm * norm), step / norm),
             };
-            StepCoefficients {
-                timestep,
-                in_scale: (1.0 / norm) as f32,
-                x: x as f32,
-                model: model as f32,
-                noise: 0.0,
-                clean_x: 0.0,
-                clean_model: 0.0,
-                clean: 0.0,
+            let mut row = Step::memoryless(timestep, (1.0 / norm) as f32, [x, model, 0.0]);
+            row.clean = match config.prediction_type {
+                PredictionType::Epsilon => [1.0, -sigma],
+                PredictionType::Sample => [0.0, 1.0],
+                PredictionType::VPrediction => [1.0 / (norm * norm), -sigma / norm],
             }
+            .map(|v| v as f32);
+            row
         })
         .collect();
     let largest = sigmas.iter().copied().fold(0.0, f32::max);
@@ -101,6 +99,7 @@ fn interpolate(values: &[f64], at: f64) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::schedulers::OUTPUT;
 
     /// With the right prediction every step moves along `sample + sigma * noise`.
     #[test]
@@ -123,7 +122,7 @@ mod tests {
                 let plan = euler_discrete(&config, 10).unwrap();
                 let (sample, noise) = (0.7f64, -1.3f64);
                 for (i, step) in plan.steps.iter().enumerate() {
-                    let sigma = |step: &StepCoefficients| {
+                    let sigma = |step: &Step| {
                         (1.0 / f64::from(step.in_scale).powi(2) - 1.0)
                             .max(0.0)
                             .sqrt()
@@ -137,7 +136,8 @@ mod tests {
                         PredictionType::VPrediction => (noise - now * sample) / norm,
                     };
                     let x = sample + now * noise;
-                    let found = f64::from(step.x) * x + f64::from(step.model) * model;
+                    let found = f64::from(step.update[0][0]) * x
+                        + f64::from(step.update[0][OUTPUT]) * model;
                     let expected = sample + next * noise;
                     // Sigma is recovered here from an f32 in_scale: 1e-7 / (2 sigma) of error, sigma above 0.03.
                     assert!(

@@ -1,21 +1,23 @@
 //! Noise schedules and samplers.
 //!
-//! Everything here runs on the host and makes tables of numbers. The program on the device does one step,
-//! whatever the sampler, the number of steps and the schedule:
+//! Everything here runs on the host and makes tables of numbers. The program on the device does one step, whatever the
+//! sampler, the number of steps and the schedule. With the states `s` (the sample first, then what multistep samplers
+//! remember of earlier steps) it computes
 //!
 //! ```text
-//! model_out = model(in_scale * x, timestep)
-//! x_next    = x * x_coefficient + model_out * model_coefficient + noise * noise_coefficient
+//! output = model(in_scale * s[0], timestep)
+//! next   = update @ [s[0], .., s[STATES - 1], output, noise]
 //! ```
 //!
 //! and, where the predicted clean sample is clipped (`clip_sample`),
 //!
 //! ```text
-//! clean  = x * clean_x + model_out * clean_model
-//! x_next = x_next + clean_coefficient * (clip(clean, -1, 1) - clean)
+//! clean = clean[0] * s[0] + clean[1] * output
+//! next += clip * (clamp(clean, -1, 1) - clean)
 //! ```
 //!
-//! so that a row of [`StepCoefficients`] is a run-time input, and none of these choices compiles anything again.
+//! All samplers here are linear in these values, so that a [`Step`] is a run-time input, and none of these choices
+//! compiles anything again.
 
 mod ddim;
 mod euler;
@@ -240,30 +242,63 @@ impl Serialize for SchedulerConfig {
     }
 }
 
-/// One sampling step: see the module's description for how the program uses it.
+/// Values of the sample's size that live from step to step: the sample, and [`HISTORY`] more.
+pub const STATES: usize = 1 + HISTORY;
+
+/// What multistep samplers remember: earlier outputs of the model, or the sample before the last step.
+pub const HISTORY: usize = 4;
+
+/// The coefficients of one new state: of each old state, then of the model's output, then of fresh unit normal noise.
+pub type Row = [f32; STATES + 2];
+
+/// The column of the model's output in a [`Row`].
+pub const OUTPUT: usize = STATES;
+
+/// The column of the noise in a [`Row`].
+pub const NOISE: usize = STATES + 1;
+
+/// One run of the model and what is made of it: see the module's description.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct StepCoefficients {
+pub struct Step {
     /// What the model is told, in training timesteps.
     pub timestep: f32,
     /// Scales the sample before it goes into the model.
     pub in_scale: f32,
-    /// Coefficient of the sample.
-    pub x: f32,
-    /// Coefficient of the model's output.
-    pub model: f32,
-    /// Coefficient of fresh unit normal noise; 0 for deterministic samplers.
-    pub noise: f32,
     /// Coefficients of the sample and of the model's output in the predicted clean sample.
-    pub clean_x: f32,
-    pub clean_model: f32,
-    /// Coefficient of the predicted clean sample in the next one: what clipping it changes.
-    pub clean: f32,
+    pub clean: [f32; 2],
+    /// What each new state gains by a unit that clipping adds to the predicted clean sample.
+    pub clip: [f32; STATES],
+    /// How each new state is made.
+    pub update: [Row; STATES],
+}
+
+impl Step {
+    /// A step of a sampler without memory: the next sample is `x` times the sample, `model` times the model's output
+    /// and `noise` times fresh noise.
+    pub(crate) fn memoryless(timestep: f32, in_scale: f32, [x, model, noise]: [f64; 3]) -> Step {
+        let mut update = [[0.0; STATES + 2]; STATES];
+        update[0][0] = x as f32;
+        update[0][OUTPUT] = model as f32;
+        update[0][NOISE] = noise as f32;
+        Step {
+            timestep,
+            in_scale,
+            clean: [0.0; 2],
+            clip: [0.0; STATES],
+            update,
+        }
+    }
+
+    /// Whether the step adds fresh noise.
+    pub fn is_noisy(&self) -> bool {
+        self.update.iter().any(|row| row[NOISE] != 0.0)
+    }
 }
 
 /// All steps of one sampler, from noisy to clean.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SamplingPlan {
-    pub steps: Vec<StepCoefficients>,
+    pub steps: Vec<Step>,
     /// Scales unit normal noise to the first sample.
     pub init_noise_sigma: f32,
 }
@@ -273,16 +308,12 @@ impl SamplingPlan {
     /// every picture would be NaN.
     fn finite(self) -> Result<Self, SchedulerError> {
         let bad = self.steps.iter().find(|step| {
-            let numbers = [
-                step.in_scale,
-                step.x,
-                step.model,
-                step.noise,
-                step.clean_x,
-                step.clean_model,
-                step.clean,
-            ];
-            !numbers.iter().all(|n| n.is_finite())
+            let mut numbers = [step.in_scale]
+                .into_iter()
+                .chain(step.clean)
+                .chain(step.clip)
+                .chain(step.update.into_iter().flatten());
+            !numbers.all(f32::is_finite)
         });
         match bad {
             None => Ok(self),
