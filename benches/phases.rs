@@ -56,6 +56,7 @@ fn train_graph(config: &Config) -> Outcome<Graph> {
 fn denoise_graph(config: &Config) -> Outcome<Graph> {
     let model = recipe::model(config, None)?;
     let options = DenoiseOptions {
+        tokens: model.tokens,
         batch: config.derived(1, 1)?.total_train_batch_size as usize,
         guidance: true,
         quantization: recipe::policy(config, 0)?,

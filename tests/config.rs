@@ -116,7 +116,9 @@ fn a_whole_file_of_maxdiffusion_loads() {
     let known = maxdiff::config::names();
     assert!(keys.iter().all(|k| known.contains(k)));
 
-    let Loaded { config, warnings } = load(&path, &[], None);
+    let Loaded {
+        config, warnings, ..
+    } = load(&path, &[], None);
     assert_eq!(warnings.len(), 2, "{warnings:?}");
     assert!(warnings[0].ends_with("enable_mllog: given twice with the same value"));
     assert!(warnings[1].contains("controlnet_image: has no effect"));

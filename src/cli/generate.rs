@@ -17,15 +17,13 @@ use crate::models::unet::ROOT as UNET;
 use crate::pipelines::image_file::{
     GenerationSettings, labelled_grid, prepare_output_dir, visible_scale, write_numbered,
 };
-use crate::pipelines::model::{DiffusionModel, TEXT_ENCODER};
-use crate::pipelines::text_to_image::{DenoiseOptions, TextToImage, trace_denoise, trace_encode};
-use crate::runtime::{Array, Session};
-use crate::shard::PartitionSpec;
+use crate::pipelines::text_to_image::DenoiseOptions;
+use crate::runtime::{Array, Session, Slot};
 use crate::train::checkpoint::SavedCheckpoint;
 use crate::train::run::EMA_SUFFIX;
 use crate::weights::{Checkpoint, match_parameters};
 
-use super::images::{Prompted, make_images};
+use super::images::{DrawOptions, Failure, Made, Pipeline, Prompted, Traced, WeightSource};
 use super::train::{TEXT_ENCODER_FILE, UNET_FILE};
 use super::{CliError, RecipeArgs, print, recipe};
 
@@ -76,7 +74,7 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
     // The text encoder's length bounds the tokens, and the tokenizer's size its vocabulary.
     let probe = Tokenizer::from_file(&tokenizer_file, usize::MAX >> 1).map_err(CliError::failed)?;
     let model = recipe::model(&config, Some(&probe))?;
-    if model.text_encoder.is_none() {
+    if model.text_encoders.is_empty() {
         return Err(CliError::Usage(
             "this recipe has no text encoder of its own: give text_encoder_config (loading the encoders of Stable \
              Diffusion checkpoints is not here yet)"
@@ -97,21 +95,31 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
     let batch = prompts.len().min(MAX_BATCH).next_multiple_of(devices);
     let options = DenoiseOptions {
         batch,
+        tokens: model.tokens,
         guidance: config.do_classifier_free_guidance,
         quantization: recipe::policy(&config, 0)?,
     };
-    let weights = load_weights(&session, &model, &options, &source)?;
-    let loaded = start.elapsed().as_secs_f64();
-    let start = Instant::now();
-    let pipeline = TextToImage::compile(&session, &model, &options, recipe::dot_precision(&config))
-        .map_err(CliError::failed)?;
-    if let Some(policy) = &options.quantization {
-        super::progress(&recipe::quantization_summary(policy, &pipeline.decisions));
+    let policy = options.quantization.clone();
+    let traced = Traced::new(&model, options).map_err(CliError::usage)?;
+    // A checkpoint that does not fit is found before anything is compiled.
+    let files = source.open_all(&traced)?;
+    if let Some(policy) = &policy {
+        super::progress(&recipe::quantization_summary(policy, &traced.decisions));
     }
+    let opened = start.elapsed().as_secs_f64();
+    let start = Instant::now();
+    let pipeline = Pipeline::compile(
+        &session,
+        &model,
+        &traced,
+        recipe::dot_precision(&config),
+        config.pixel_unshuffle as usize,
+    )
+    .map_err(CliError::failed)?;
     let compiled = start.elapsed().as_secs_f64();
 
-    let start = Instant::now();
-    let steps = config.num_inference_steps as usize;
+    let plan = recipe::sampling_plan(&config, &model.scheduler)?;
+    let steps = plan.steps.len();
     let bar = match tracing::enabled!(tracing::Level::INFO) {
         true => ProgressBar::new((prompts.len().div_ceil(batch) * steps) as u64),
         false => ProgressBar::hidden(),
@@ -119,19 +127,17 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
     if let Ok(style) = ProgressStyle::with_template("{bar:30} step {pos}/{len}, {eta} left") {
         bar.set_style(style);
     }
-    let images = make_images(
-        &session,
-        &pipeline,
-        &|name| weights.get(name),
-        &tokenizer,
-        &prompts,
-        &config.negative_prompt,
-        &config,
-        &mut |done, step| bar.set_position((done / batch * steps + step) as u64),
-    )
-    .map_err(CliError::Failed)?;
+    let Made { images, phases } = pipeline
+        .run(
+            &session,
+            &WeightSource::Files(&|slot| read_weight(&session, &files, slot)),
+            std::slice::from_ref(&tokenizer),
+            &prompts,
+            &DrawOptions::new(&config, &plan),
+            &mut |done, step| bar.set_position((done / batch * steps + step) as u64),
+        )
+        .map_err(CliError::Failed)?;
     bar.finish_and_clear();
-    let made = start.elapsed().as_secs_f64();
     let score = match config.held_out_prompts {
         0 => None,
         _ => {
@@ -148,7 +154,15 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
             "grid": written.grid,
             "weights": source.dir,
             "score": score,
-            "seconds": {"load": loaded, "compile": compiled, "denoise": made},
+            "seconds": {
+                "open": opened,
+                "compile": compiled,
+                "load": phases.load,
+                "encode": phases.encode,
+                "denoise": phases.denoise,
+                "decode": phases.decode,
+            },
+            "programs": pipeline.timings().programs,
         });
         print(&report.to_string())?;
     } else {
@@ -195,6 +209,7 @@ fn prompted(config: &Config) -> Result<Vec<Prompted>, CliError> {
         .enumerate()
         .map(|(i, prompt)| Prompted {
             prompt,
+            negative_prompt: config.negative_prompt.clone(),
             seed: config.seed.wrapping_add(i as u64),
         })
         .collect())
@@ -246,6 +261,26 @@ impl Source {
         };
         Checkpoint::open(&path).map_err(CliError::failed)
     }
+
+    /// Opens the files of every program's weights, by the root of their paths, and holds them against what the programs
+    /// declare.
+    fn open_all(&self, traced: &Traced) -> Result<HashMap<String, Checkpoint>, CliError> {
+        let mut files = HashMap::new();
+        for graph in traced.graphs() {
+            let expected: Vec<(String, Vec<usize>)> = graph
+                .weights()
+                .map(|(_, w)| (w.key().to_string(), w.shape.dims.clone()))
+                .collect();
+            let Some((_, first)) = graph.weights().next() else {
+                continue;
+            };
+            let (root, _) = first.name.split_once('/').unwrap_or(("", &first.name));
+            let checkpoint = self.open(root)?;
+            match_parameters(&expected, &checkpoint).map_err(CliError::failed)?;
+            files.insert(root.to_string(), checkpoint);
+        }
+        Ok(files)
+    }
 }
 
 /// Refuses what contradicts how the checkpoint was trained: the noise schedule and what the model predicts, and for
@@ -290,35 +325,18 @@ fn check_trained(config: &Config, saved: &SavedCheckpoint) -> Result<(), CliErro
     }
 }
 
-/// Reads every weight of both programs and puts it on the devices.
-fn load_weights(
+/// Reads one weight and puts it on the devices.
+fn read_weight(
     session: &Session,
-    model: &DiffusionModel,
-    options: &DenoiseOptions,
-    source: &Source,
-) -> Result<HashMap<String, Array>, CliError> {
-    let encode = trace_encode(model, options.batch).map_err(CliError::usage)?;
-    let (denoise, _) = trace_denoise(model, options).map_err(CliError::usage)?;
-    let mut arrays = HashMap::new();
-    for (root, graph) in [(TEXT_ENCODER, encode), (UNET, denoise)] {
-        let checkpoint = source.open(root)?;
-        let plan = crate::shard::ShardPlan::new(&graph, session.mesh(), session.rules())
-            .map_err(CliError::usage)?;
-        let expected: Vec<(String, Vec<usize>)> = graph
-            .weights()
-            .map(|(_, w)| (w.key().to_string(), w.shape.dims.clone()))
-            .collect();
-        match_parameters(&expected, &checkpoint).map_err(CliError::failed)?;
-        for (index, input) in graph.weights() {
-            let tensor = checkpoint
-                .read_as(input.key(), input.shape.dtype)
-                .map_err(CliError::failed)?;
-            let spec: &PartitionSpec = &plan.inputs[index];
-            let array = session.put(&tensor, spec).map_err(CliError::failed)?;
-            arrays.insert(input.name.clone(), array);
-        }
-    }
-    Ok(arrays)
+    files: &HashMap<String, Checkpoint>,
+    slot: &Slot,
+) -> Result<Array, Failure> {
+    let (root, key) = slot.name.split_once('/').unwrap_or(("", &slot.name));
+    let checkpoint = files
+        .get(root)
+        .ok_or_else(|| format!("no file has the weights of {root}"))?;
+    let tensor = checkpoint.read_as(key, slot.shape.dtype)?;
+    Ok(session.put(&tensor, &slot.spec)?)
 }
 
 struct Written {

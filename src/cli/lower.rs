@@ -88,6 +88,7 @@ pub fn trace(config: &Config, step: Step, devices: u64, slices: u64) -> Result<T
             let model = recipe::model(config, None)?;
             let options = DenoiseOptions {
                 batch,
+                tokens: model.tokens,
                 guidance: config.do_classifier_free_guidance,
                 quantization: recipe::policy(config, 0)?,
             };

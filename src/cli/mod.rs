@@ -70,11 +70,19 @@ impl RecipeArgs {
     /// # Errors
     /// [`CliError::Config`] with all that is wrong.
     pub fn load(&self, verb: Verb) -> Result<Config, CliError> {
-        let Loaded { config, warnings } = Config::load(&self.config, &self.overrides, Some(verb))?;
-        for warning in warnings {
+        Ok(self.load_given(verb)?.config)
+    }
+
+    /// As [`RecipeArgs::load`], with what was given and not only the result.
+    ///
+    /// # Errors
+    /// [`CliError::Config`] with all that is wrong.
+    pub fn load_given(&self, verb: Verb) -> Result<Loaded, CliError> {
+        let loaded = Config::load(&self.config, &self.overrides, Some(verb))?;
+        for warning in &loaded.warnings {
             tell(&format!("warning: {warning}"));
         }
-        Ok(config)
+        Ok(loaded)
     }
 
     /// As [`RecipeArgs::load`], for one of the programs that the verb can make.

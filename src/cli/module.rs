@@ -93,8 +93,9 @@ enum ModuleError {
 /// cannot be written.
 pub fn run(args: ModuleArgs) -> Result<ExitCode, CliError> {
     let ModuleCommand::Run(args) = args.command;
-    let Loaded { config, warnings } =
-        Config::from_overrides(&args.overrides, Some(Verb::ModuleRun))?;
+    let Loaded {
+        config, warnings, ..
+    } = Config::from_overrides(&args.overrides, Some(Verb::ModuleRun))?;
     for warning in warnings {
         tell(&format!("warning: {warning}"));
     }

@@ -10,7 +10,7 @@ use crate::graph::{Graph, InputKind, NumericsConvention};
 use crate::models::clip::ClipTextConfig;
 use crate::models::unet::{ROOT, UNet2DConditionConfig};
 use crate::nn::{Precision, Remat};
-use crate::pipelines::model::DiffusionModel;
+use crate::pipelines::model::{DiffusionModel, HiddenState, TEXT_ENCODER, TextEncoder};
 use crate::pipelines::pixels::RGB;
 use crate::pjrt::install::{self, InstallError, Installed, PluginKind};
 use crate::pjrt::{NamedValue, Plugin, has_tpu};
@@ -116,8 +116,17 @@ pub fn model(config: &Config, tokenizer: Option<&Tokenizer>) -> Result<Diffusion
             .as_ref()
             .map_or(CLIP_TOKENS, |t| t.max_position_embeddings),
         unet,
-        text_encoder,
+        text_encoders: text_encoder
+            .map(|config| TextEncoder {
+                root: TEXT_ENCODER,
+                config,
+                hidden: HiddenState::Normed { skip: 0 },
+            })
+            .into_iter()
+            .collect(),
+        vae: None,
         precision: precision(config),
+        vae_precision: precision(config),
         remat: match config.remat_policy {
             config::RematPolicy::None => Remat::None,
             config::RematPolicy::Full => Remat::Full,
@@ -162,7 +171,7 @@ pub fn check_training(config: &Config, model: &DiffusionModel) -> Result<(), Cli
                 .to_string(),
         ));
     }
-    if model.text_encoder.is_none() || !config.train_text_encoder {
+    if model.text_encoders.is_empty() || !config.train_text_encoder {
         return Err(CliError::Usage(
             "training works on prompts: give text_encoder_config and train_text_encoder=True (training on cached \
              text embeddings is not here yet)"

@@ -8,7 +8,6 @@ use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
 use clap::Args;
-use image::RgbImage;
 use serde_json::json;
 
 use crate::config::{
@@ -22,7 +21,7 @@ use crate::pipelines::image_file::{
     labelled_grid, prepare_output_dir, visible_scale, write_numbered,
 };
 use crate::pipelines::model::{DiffusionModel, TEXT_ENCODER};
-use crate::pipelines::text_to_image::{DenoiseOptions, TextToImage};
+use crate::pipelines::text_to_image::DenoiseOptions;
 use crate::runtime::{Program, ProgramOptions, Session};
 use crate::shard::ShardPlan;
 use crate::train::checkpoint::{CheckpointWriter, SavedCheckpoint};
@@ -30,7 +29,7 @@ use crate::train::run::{self, EMA_SUFFIX, Outcome, RunOptions, Sinks, Trainer, T
 use crate::train::schedule::{Decay, LearningRate};
 use crate::train::step;
 
-use super::images::{Prompted, make_images};
+use super::images::{DrawOptions, Pipeline, Prompted, Traced, WeightSource};
 use super::{CliError, RecipeArgs, print, recipe};
 
 /// `train ...`
@@ -288,8 +287,8 @@ fn run_options(
     if config.ema_decay > 0.0 {
         files.push((format!("{UNET}{EMA_SUFFIX}/config.json"), json(&unet)?));
     }
-    if let Some(text_encoder) = &model.text_encoder {
-        let value = serde_json::to_value(text_encoder).map_err(CliError::failed)?;
+    if let Some(text_encoder) = model.text_encoders.first() {
+        let value = serde_json::to_value(&text_encoder.config).map_err(CliError::failed)?;
         files.push((format!("{TEXT_ENCODER}/config.json"), json(&value)?));
         if config.ema_decay > 0.0 {
             files.push((
@@ -446,7 +445,7 @@ struct Samples<'a> {
     tokenizer: &'a Tokenizer,
     prompts: Vec<String>,
     dir: &'a Path,
-    compiled: Option<TextToImage>,
+    compiled: Option<Pipeline>,
 }
 
 impl Samples<'_> {
@@ -457,15 +456,20 @@ impl Samples<'_> {
     ) -> Result<Vec<u8>, Box<dyn std::error::Error + Send + Sync>> {
         let pipeline = match self.compiled.take() {
             Some(pipeline) => pipeline,
-            None => TextToImage::compile(
+            None => Pipeline::compile(
                 self.session,
                 self.model,
-                &DenoiseOptions {
-                    batch: self.prompts.len(),
-                    guidance: self.config.do_classifier_free_guidance,
-                    quantization: recipe::policy(self.config, 0)?,
-                },
+                &Traced::new(
+                    self.model,
+                    DenoiseOptions {
+                        batch: self.prompts.len(),
+                        tokens: self.model.tokens,
+                        guidance: self.config.do_classifier_free_guidance,
+                        quantization: recipe::policy(self.config, 0)?,
+                    },
+                )?,
                 recipe::dot_precision(self.config),
+                self.config.pixel_unshuffle as usize,
             )?,
         };
         let prompted: Vec<Prompted> = self
@@ -474,19 +478,21 @@ impl Samples<'_> {
             .enumerate()
             .map(|(i, prompt)| Prompted {
                 prompt: prompt.clone(),
+                negative_prompt: String::new(),
                 seed: self.config.seed + i as u64,
             })
             .collect();
-        let images: Vec<RgbImage> = make_images(
-            self.session,
-            &pipeline,
-            weights,
-            self.tokenizer,
-            &prompted,
-            "",
-            self.config,
-            &mut |_, _| {},
-        )?;
+        let plan = recipe::sampling_plan(self.config, &self.model.scheduler)?;
+        let images = pipeline
+            .run(
+                self.session,
+                &WeightSource::Devices(weights),
+                std::slice::from_ref(self.tokenizer),
+                &prompted,
+                &DrawOptions::new(self.config, &plan),
+                &mut |_, _| {},
+            )?
+            .images;
         self.compiled = Some(pipeline);
         let columns = 4.min(images.len()) as u32;
         let scale = images.first().map_or(1, |i| visible_scale(i.width()));

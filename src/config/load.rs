@@ -25,6 +25,8 @@ pub struct Loaded {
     pub config: Config,
     /// Full sentences with the place, for the terminal.
     pub warnings: Vec<String>,
+    /// What the file and the command line gave, without defaults.
+    pub given: Map<String, Value>,
 }
 
 impl Config {
@@ -422,6 +424,7 @@ impl Loader {
             return Ok(Loaded {
                 config,
                 warnings: self.warnings,
+                given: values,
             });
         }
         self.errors.sort_by_key(|e| match e.place {

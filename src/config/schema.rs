@@ -18,6 +18,8 @@ const AHEAD: &[Verb] = &[Verb::Compile, Verb::Lower];
 /// What changes every program made from a model.
 const PROGRAM: &[Verb] = &[Verb::Train, Verb::Generate, Verb::Compile, Verb::Lower];
 const EVERY: &[Verb] = &Verb::ALL;
+/// What changes the denoising step's program alone.
+const DENOISE: &[Verb] = &[Verb::Generate, Verb::Compile, Verb::Lower];
 
 const OTHER_DATASETS: &str = "only the dataset types of MaxDiffusion that are not here yet (tf, hf, tfrecord, grain) read it";
 const DREAMBOOTH: &str = "only DreamBooth training reads it, which is not here yet";
@@ -320,8 +322,19 @@ schema! {
             when "do_classifier_free_guidance=True" |c| c.do_classifier_free_guidance;
         /// Denoising steps.
         num_inference_steps: u64 = 20, Used, TRAIN_GENERATE, in Between(1.0, 1000.0);
-        /// Rescaling of guided noise (Lin et al. 2023, section 3.4).
-        guidance_rescale: f64 = 0.0, NotYet("guidance rescaling"), GENERATE;
+        /// How much of a guided output's deviation is brought back to that of the prompt alone (Lin et al. 2023,
+        /// section 3.4).
+        guidance_rescale: f64 = 0.0, Used, GENERATE, in Between(0.0, 1.0),
+            when "do_classifier_free_guidance=True" |c| c.do_classifier_free_guidance;
+        /// Height of the images of a model of latents in pixels. 0: `resolution`.
+        height: u64 = 0, Ours, DENOISE, in Between(0.0, 65536.0);
+        /// Width of the images of a model of latents in pixels. 0: `resolution`.
+        width: u64 = 0, Ours, DENOISE, in Between(0.0, 65536.0);
+        /// Last layers of the text encoders that are left out.
+        clip_skip: u64 = 0, Ours, GENERATE, in Between(0.0, 1000.0);
+        /// File with the noise to start from, instead of that of the seeds: safetensors with a tensor `latents`
+        /// of unit normal values, one image's after the other's.
+        latents: String = String::new(), Ours, GENERATE;
         /// Repository of a distilled SDXL-Lightning UNet.
         lightning_repo: String = String::new(), NotYet("SDXL-Lightning"), GENERATE;
         /// File of a distilled SDXL-Lightning UNet.

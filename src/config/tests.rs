@@ -407,12 +407,12 @@ fn what_maxdiffusion_ignores_warns_and_what_is_not_here_is_refused() {
     );
     assert_eq!(
         errors(
-            "guidance_rescale: 5\nlightning_repo: x\n",
+            "unet_checkpoint: x\nlightning_repo: x\n",
             &["quantization=fp8"],
             None
         ),
         [
-            "run.yml:1: guidance_rescale: guidance rescaling is not here yet: remove the key or set it to 0.0",
+            "run.yml:1: unet_checkpoint: loading a UNet checkpoint of MaxDiffusion is not here yet: remove the key or set it to ''",
             "run.yml:2: lightning_repo: SDXL-Lightning is not here yet: remove the key or set it to ''",
             "command line: quantization: 'fp8' is a MaxDiffusion value that is not here yet; valid: '', int8",
         ]

@@ -13,6 +13,7 @@ mod infer;
 mod init;
 pub mod op;
 pub mod random;
+mod stage;
 mod vjp;
 mod vjp_contract;
 mod vjp_index;
@@ -27,6 +28,7 @@ pub use op::{
     NumericsConvention, Op, OperandQuant, PadDim, QuantDot, Reduction, Rounding, ScatterDims,
     ScatterKind, Unary,
 };
+pub use stage::{Staged, stage};
 pub use vjp::{grad, vjp};
 
 use crate::shape::Shape;
@@ -240,6 +242,19 @@ impl Graph {
             });
         }
         Ok(b.finish())
+    }
+
+    /// The same program without the names of anything: equal for programs that differ in names alone.
+    pub fn anonymous(&self) -> Graph {
+        let mut graph = self.clone();
+        graph.scopes.iter_mut().for_each(String::clear);
+        for (i, input) in graph.inputs.iter_mut().enumerate() {
+            input.name = i.to_string();
+        }
+        for (i, output) in graph.outputs.iter_mut().enumerate() {
+            output.name = i.to_string();
+        }
+        graph
     }
 
     /// Which nodes an output depends on.

@@ -2,6 +2,8 @@
 
 pub mod image_file;
 pub mod model;
+pub mod noise;
 pub mod pixels;
 pub mod sampler;
 pub mod text_to_image;
+pub mod tiling;

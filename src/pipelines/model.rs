@@ -2,80 +2,134 @@
 
 use crate::dtype::DType;
 use crate::graph::{Builder, GraphError, Tensor};
-use crate::models::clip::{ClipTextConfig, clip_text};
+use crate::models::clip::{ClipTextConfig, clip_text, final_layer_norm};
 use crate::models::unet::{self, AdditionEmbedType, TextTime, UNet2DConditionConfig, UNetInputs};
+use crate::models::vae::AutoencoderKlConfig;
 use crate::nn::{Precision, Remat};
 use crate::schedulers::SchedulerConfig;
 use crate::shape::Shape;
 
 type Result<T> = std::result::Result<T, GraphError>;
 
-/// The root of the text encoder's parameter paths.
+/// The root of the first text encoder's parameter paths.
 pub const TEXT_ENCODER: &str = "text_encoder";
+
+/// The root of the second text encoder's parameter paths, SDXL's.
+pub const TEXT_ENCODER_2: &str = "text_encoder_2";
 
 /// The parts of a text-to-image model and how they compute.
 #[derive(Clone, Debug)]
 pub struct DiffusionModel {
     pub unet: UNet2DConditionConfig,
-    /// `None` where programs take finished text embeddings.
-    pub text_encoder: Option<ClipTextConfig>,
+    /// Empty where programs take finished text embeddings. The results of several stand side by side.
+    pub text_encoders: Vec<TextEncoder>,
+    /// What makes pictures of the UNet's samples; `None` where samples are pixels.
+    pub vae: Option<AutoencoderKlConfig>,
+    /// How the UNet and the text encoders compute.
     pub precision: Precision,
+    /// How the VAE computes.
+    pub vae_precision: Precision,
     pub remat: Remat,
     pub scheduler: SchedulerConfig,
     /// Rows and columns of the UNet's sample.
     pub sample_size: [usize; 2],
     /// Height and width of the pictures in pixels, which SDXL's micro-conditioning is told.
     pub image_size: [usize; 2],
-    /// Tokens of a prompt.
+    /// Tokens that a text encoder takes at once.
     pub tokens: usize,
 }
 
-/// What the text encoder gives the UNet.
+/// One of a model's text encoders.
+#[derive(Clone, Debug)]
+pub struct TextEncoder {
+    /// [`TEXT_ENCODER`] or [`TEXT_ENCODER_2`].
+    pub root: &'static str,
+    pub config: ClipTextConfig,
+    pub hidden: HiddenState,
+}
+
+/// Which of a text encoder's hidden states condition the UNet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HiddenState {
+    /// The one `skip` layers before the last, after the final layer norm: Stable Diffusion 1.x and 2.x.
+    Normed { skip: usize },
+    /// The one `skip` layers before the last, as it is: SDXL, which skips one.
+    Raw { skip: usize },
+}
+
+/// What a text encoder gives the UNet.
 #[derive(Clone, Copy, Debug)]
 pub struct TextConditioning {
-    /// The last hidden state `[batch, tokens, features]`.
+    /// The chosen hidden state `[batch, tokens, features]`.
     pub encoder_hidden_states: Tensor,
-    /// The projected pooled output `[batch, projection_dim]`, for a UNet that conditions on it.
+    /// The projected pooled output `[batch, projection_dim]`, where the encoder has a projection.
     pub text_embeds: Option<Tensor>,
 }
 
 impl DiffusionModel {
-    /// The sample's dimensions for a batch: `[batch, in_channels, rows, columns]`.
+    /// The sample's dimensions for a batch: `[batch, channels, rows, columns]`.
     pub fn sample_dims(&self, batch: usize) -> [usize; 4] {
         let [rows, columns] = self.sample_size;
-        [batch, self.unet.in_channels, rows, columns]
+        [batch, self.unet.out_channels, rows, columns]
     }
 
-    /// Runs the text encoder on token ids of type `s32[batch, tokens]`.
+    /// Runs text encoder `which` on token ids of type `s32[batch, tokens]`.
     ///
     /// # Errors
-    /// When there is no text encoder, or the UNet wants a projection that it does not have.
-    pub fn encode(&self, b: &Builder, input_ids: Tensor) -> Result<TextConditioning> {
-        let Some(config) = &self.text_encoder else {
+    /// When there is no such text encoder, or it has fewer layers than are to be skipped.
+    pub fn encode(&self, b: &Builder, which: usize, input_ids: Tensor) -> Result<TextConditioning> {
+        let Some(encoder) = self.text_encoders.get(which) else {
             return Err(b.invalid("this model has no text encoder of its own"));
         };
         let output = clip_text(
             b,
-            TEXT_ENCODER,
-            config,
+            encoder.root,
+            &encoder.config,
             input_ids,
             self.precision,
             self.remat,
         )?;
-        let text_embeds = match (self.unet.addition_embed_type, output.text_embeds) {
-            (None, _) => None,
-            (Some(AdditionEmbedType::TextTime), Some(embeds)) => Some(embeds),
-            (Some(AdditionEmbedType::TextTime), None) => {
-                return Err(b.invalid(
-                    "the UNet's addition_embed_type = text_time takes text_embeds, which this text encoder does not \
-                     make: give it architectures: [CLIPTextModelWithProjection] and projection_dim",
-                ));
+        let (HiddenState::Normed { skip } | HiddenState::Raw { skip }) = encoder.hidden;
+        let states = &output.hidden_states;
+        let Some(state) = states.len().checked_sub(1 + skip).map(|at| states[at]) else {
+            return Err(b.root(encoder.root).invalid(format!(
+                "clip_skip leaves none of the {} layers",
+                encoder.config.num_hidden_layers
+            )));
+        };
+        let encoder_hidden_states = match encoder.hidden {
+            HiddenState::Normed { skip: 0 } => output.last_hidden_state,
+            HiddenState::Normed { .. } => {
+                let root = b.root(encoder.root);
+                final_layer_norm(&root, &encoder.config, state, self.precision)?
             }
+            HiddenState::Raw { .. } => state,
         };
         Ok(TextConditioning {
-            encoder_hidden_states: output.last_hidden_state,
-            text_embeds,
+            encoder_hidden_states,
+            text_embeds: output.text_embeds,
         })
+    }
+
+    /// The text encoder whose pooled output the UNet takes, if it takes one.
+    ///
+    /// # Errors
+    /// When the UNet wants one, and no encoder has a projection.
+    pub fn pooled_encoder(&self) -> Result<Option<usize>> {
+        let projecting = self
+            .text_encoders
+            .iter()
+            .rposition(|e| e.config.has_projection());
+        match (self.unet.addition_embed_type, projecting) {
+            (None, _) => Ok(None),
+            (Some(AdditionEmbedType::TextTime), Some(which)) => Ok(Some(which)),
+            (Some(AdditionEmbedType::TextTime), None) => {
+                Err(Builder::new().root(unet::ROOT).invalid(
+                    "addition_embed_type = text_time takes text_embeds, which no text encoder here makes: give it \
+                     architectures: [CLIPTextModelWithProjection] and projection_dim",
+                ))
+            }
+        }
     }
 
     /// SDXL's time ids of a picture that was neither resized nor cropped: original size, top left corner, target size.
@@ -96,7 +150,8 @@ impl DiffusionModel {
         )
     }
 
-    /// Declares finished text conditioning as inputs: hidden states, and for SDXL pooled embeddings and time ids.
+    /// Declares finished text conditioning of `tokens` tokens as inputs: hidden states, and for SDXL pooled embeddings
+    /// and time ids.
     ///
     /// # Errors
     /// When one of the names is taken by an input of another shape.
@@ -104,8 +159,9 @@ impl DiffusionModel {
         &self,
         b: &Builder,
         batch: usize,
+        tokens: usize,
     ) -> Result<(Tensor, Option<TextTime>)> {
-        unet::declare_conditioning(b, &self.unet, batch, self.tokens, DType::F32)
+        unet::declare_conditioning(b, &self.unet, batch, tokens, DType::F32)
     }
 
     /// The UNet's prediction for `inputs`, in `f32`.

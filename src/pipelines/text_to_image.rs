@@ -1,4 +1,4 @@
-//! Text to image: a program that encodes prompts, and one that takes a single denoising step.
+//! Text to image: programs that encode prompts, one that takes a single denoising step, and one that decodes latents.
 //!
 //! Everything that changes between two runs is an input of the programs: token ids, noise, guidance, and the
 //! coefficients of each step. A new prompt, seed, scale or step count compiles nothing.
@@ -7,26 +7,41 @@ use std::collections::HashMap;
 
 use crate::dtype::DType;
 use crate::emit::DotPrecision;
-use crate::graph::{Builder, Graph, GraphError, Init};
+use crate::graph::{Builder, Comparison, Graph, GraphError, Reduction, Tensor};
 use crate::host_tensor::{HostTensor, HostTensorError};
 use crate::models::unet::UNetInputs;
+use crate::models::vae;
 use crate::quant::{self, Decision, Policy, QuantError};
-use crate::runtime::{Array, Program, ProgramOptions, RuntimeError, Session, Value};
+use crate::runtime::{Array, Prepared, ProgramOptions, RuntimeError, Session, StagedProgram};
 use crate::schedulers::{HISTORY, SamplingPlan};
 use crate::shape::Shape;
 use crate::shard::PartitionSpec;
 
 use super::model::DiffusionModel;
+use super::noise::NoiseGenerator;
 use super::sampler::{Sampler, names as sampler_names, step_inputs};
 
-/// Names of the denoising step's run-time inputs, beside the sampler's ([`super::sampler::names`]).
+/// Names of the programs' run-time inputs and results, beside the sampler's ([`super::sampler::names`]).
 pub mod names {
+    pub const INPUT_IDS: &str = "input_ids";
     pub const GUIDANCE_SCALE: &str = "guidance_scale";
-    /// The text encoder's results, which are the denoising step's conditioning.
+    /// How much of the guided output's deviation is brought back to that of the prompt's alone.
+    pub const GUIDANCE_RESCALE: &str = "guidance_rescale";
+    /// The text encoders' results, which are the denoising step's conditioning.
     pub const ENCODER_HIDDEN_STATES: &str = "encoder_hidden_states";
     pub const TEXT_EMBEDS: &str = "text_embeds";
     pub const TIME_IDS: &str = "time_ids";
+    /// What is decoded, and the pictures made of it.
+    pub const LATENTS: &str = "latents";
+    pub const IMAGES: &str = "images";
 }
+
+/// The inputs of the denoising step that are known before its first run.
+const REQUEST: [&str; 3] = [
+    names::ENCODER_HIDDEN_STATES,
+    names::TEXT_EMBEDS,
+    names::TIME_IDS,
+];
 
 /// Why images could not be made.
 #[derive(Debug, thiserror::Error)]
@@ -39,8 +54,12 @@ pub enum PipelineError {
     Runtime(#[from] RuntimeError),
     #[error(transparent)]
     HostTensor(#[from] HostTensorError),
-    #[error("{program}: no value for its input {name}")]
-    MissingInput { program: &'static str, name: String },
+    #[error("{what}: expected {expected}, found {found}")]
+    Shape {
+        what: &'static str,
+        expected: Shape,
+        found: Shape,
+    },
 }
 
 /// What the denoising program is traced for.
@@ -48,9 +67,22 @@ pub enum PipelineError {
 pub struct DenoiseOptions {
     /// Images made at once, over all devices.
     pub batch: usize,
+    /// Tokens of a prompt: a multiple of what a text encoder takes at once.
+    pub tokens: usize,
     /// Whether each step runs the model with and without the prompt, as one doubled batch.
     pub guidance: bool,
     pub quantization: Option<Policy>,
+}
+
+impl DenoiseOptions {
+    /// Rows of the model's batch: with guidance two for each image, without and with its prompt.
+    pub fn rows(&self) -> usize {
+        if self.guidance {
+            2 * self.batch
+        } else {
+            self.batch
+        }
+    }
 }
 
 /// Traces one denoising step: the model on the scaled sample, then what the sampler makes of its output.
@@ -58,7 +90,8 @@ pub struct DenoiseOptions {
 /// With guidance, the model's batch holds two rows for each image, without and with its prompt, one after the other:
 /// wherever a device's images are, so are both rows. (diffusers puts all rows without prompts first; over a sharded
 /// batch that sends every sample to another device.) The model's output is `without + guidance_scale *
-/// (with - without)` (Ho and Salimans 2022, equation 6, in diffusers' scale).
+/// (with - without)` (Ho and Salimans 2022, equation 6, in diffusers' scale), then rescaled by
+/// [`names::GUIDANCE_RESCALE`] (Lin et al. 2023, section 3.4; 0 leaves it as it is).
 ///
 /// # Errors
 /// When the model's parts do not fit together, or quantization is refused.
@@ -72,8 +105,9 @@ pub fn trace_denoise(
     let sampler = Sampler::declare(&b, model.sample_dims(batch), model.scheduler.clip_sample)?;
     let timestep = scalar(sampler_names::TIMESTEP)?;
     let in_scale = scalar(sampler_names::IN_SCALE)?;
-    let rows = if options.guidance { 2 * batch } else { batch };
-    let (encoder_hidden_states, text_time) = model.declare_conditioning(&b, rows)?;
+    let rows = options.rows();
+    let (encoder_hidden_states, text_time) =
+        model.declare_conditioning(&b, rows, options.tokens)?;
     let scaled = b.mul(sampler.sample(), in_scale)?;
     let [_, channels, height, width] = model.sample_dims(batch);
     let model_sample = if options.guidance {
@@ -93,14 +127,14 @@ pub fn trace_denoise(
         },
     )?;
     if options.guidance {
-        let guidance = scalar(names::GUIDANCE_SCALE)?;
+        let scale = scalar(names::GUIDANCE_SCALE)?;
+        let rescale = scalar(names::GUIDANCE_RESCALE)?;
         let pairs = b.reshape(output, &[batch, 2, channels, height, width])?;
         let row = |which: usize| {
             let row = b.slice_dim(pairs, 1, which, which + 1)?;
             b.reshape(row, &[batch, channels, height, width])
         };
-        let (without, with) = (row(0)?, row(1)?);
-        output = b.add(without, b.mul(b.sub(with, without)?, guidance)?)?;
+        output = guide(&b.root("guidance"), [row(0)?, row(1)?], scale, rescale)?;
     }
     sampler.advance(&b, output)?;
     let decisions = match &options.quantization {
@@ -115,79 +149,271 @@ pub fn trace_denoise(
     Ok((graph, decisions))
 }
 
-/// Traces the text encoder for `batch` prompts.
+/// Classifier-free guidance of the model's outputs without and with the prompt.
+fn guide(
+    b: &Builder,
+    [without, with]: [Tensor; 2],
+    scale: Tensor,
+    rescale: Tensor,
+) -> Result<Tensor, GraphError> {
+    let guided = b.add(without, b.mul(b.sub(with, without)?, scale)?)?;
+    // The deviation over each image, by PyTorch's unbiased estimate; its factor cancels in the quotient.
+    let deviation = |x: Tensor| {
+        let count = b.dims(x)[1..].iter().product::<usize>() as f64;
+        let mean = b.mul_scalar(b.reduce_keep(Reduction::Sum, x, &[1, 2, 3])?, 1.0 / count)?;
+        let squares = b.square(b.sub(x, mean)?)?;
+        b.sqrt(b.reduce_keep(Reduction::Sum, squares, &[1, 2, 3])?)
+    };
+    let of_guided = deviation(guided)?;
+    let zero = b.scalar(DType::F32, 0.0)?;
+    let one = b.scalar(DType::F32, 1.0)?;
+    let flat = b.compare(Comparison::Eq, of_guided, zero)?;
+    let divisor = b.select(flat, one, of_guided)?;
+    let factor = b.div(deviation(with)?, divisor)?;
+    // rescale * factor + (1 - rescale), which is exactly 1 for rescale 0.
+    let change = b.mul(rescale, b.sub(factor, one)?)?;
+    b.mul(guided, b.add(change, one)?)
+}
+
+/// Traces text encoder `which` for `rows` prompts.
 ///
 /// # Errors
-/// When the model has no text encoder, or its configuration contradicts itself.
-pub fn trace_encode(model: &DiffusionModel, batch: usize) -> Result<Graph, GraphError> {
+/// When the model has no such text encoder, or its configuration contradicts itself.
+pub fn trace_encode(
+    model: &DiffusionModel,
+    which: usize,
+    rows: usize,
+) -> Result<Graph, GraphError> {
     let b = Builder::new();
-    let ids = model.declare_input_ids(&b, batch)?;
-    let encoded = model.encode(&b, ids)?;
+    let ids = model.declare_input_ids(&b, rows)?;
+    let encoded = model.encode(&b, which, ids)?;
     let hidden = b.convert(encoded.encoder_hidden_states, DType::F32)?;
     b.output(names::ENCODER_HIDDEN_STATES, hidden, None)?;
-    if let Some(embeds) = encoded.text_embeds {
+    if model.pooled_encoder()? == Some(which)
+        && let Some(embeds) = encoded.text_embeds
+    {
         b.output(names::TEXT_EMBEDS, b.convert(embeds, DType::F32)?, None)?;
     }
+    Ok(b.finish())
+}
+
+/// Traces the decoder for one picture: `latents` `f32[1, channels, rows, columns]` as denoising leaves them, to
+/// `images` `f32[1, 3, height, width]` in [-1, 1] or a little beyond.
+///
+/// # Errors
+/// When the model has no VAE, or the latents do not fit it.
+pub fn trace_decode(
+    model: &DiffusionModel,
+    [rows, columns]: [usize; 2],
+) -> Result<Graph, GraphError> {
+    let b = Builder::new();
+    let Some(config) = &model.vae else {
+        return Err(b.invalid("this model has no VAE: its samples are pictures"));
+    };
+    let dims = [1, model.unet.out_channels, rows, columns];
+    let latents = b.input(names::LATENTS, Shape::new(DType::F32, dims), &[])?;
+    let unscaled = vae::unscale_latents(&b, config, latents)?;
+    let images = vae::decode(&b, vae::ROOT, config, unscaled, model.vae_precision)?;
+    b.output(names::IMAGES, b.convert(images, DType::F32)?, None)?;
     Ok(b.finish())
 }
 
 /// Gives the array of a weight by its full name, e.g. `unet/conv_in.weight`.
 pub type WeightLookup<'a> = &'a dyn Fn(&str) -> Option<&'a Array>;
 
-/// The images of one call: as many as the pipeline's batch.
+/// The prompts of one call as the UNet takes them, on the host.
+#[derive(Clone, Debug)]
+pub struct Conditioning {
+    /// `f32[rows, tokens, features]`
+    pub hidden: HostTensor,
+    /// `f32[rows, projection_dim]`, for a UNet that takes pooled embeddings.
+    pub pooled: Option<HostTensor>,
+}
+
+/// One text encoder for a fixed number of prompts.
+pub struct Encoder {
+    program: StagedProgram,
+    rows: usize,
+    tokens: usize,
+}
+
+impl Encoder {
+    /// Compiles the program that [`trace_encode`] made for `rows` prompts of `tokens` tokens.
+    ///
+    /// # Errors
+    /// When it does not compile.
+    pub fn compile(
+        session: &Session,
+        graph: &Graph,
+        [rows, tokens]: [usize; 2],
+        precision: DotPrecision,
+    ) -> Result<Encoder, PipelineError> {
+        let options = ProgramOptions { precision };
+        Ok(Encoder {
+            program: StagedProgram::compile(session, graph, "encode", &[], &options)?,
+            rows,
+            tokens,
+        })
+    }
+
+    /// The compiled program.
+    pub fn program(&self) -> &StagedProgram {
+        &self.program
+    }
+
+    /// Encodes token ids: for each prompt as many sequences as every other, one after the other. The hidden states of
+    /// a prompt's sequences stand one after the other; its pooled output is that of the first.
+    ///
+    /// # Errors
+    /// When the ids do not divide into the prompts, a weight is missing, or the program fails.
+    pub fn run(
+        &self,
+        session: &Session,
+        weights: &Prepared<'_>,
+        ids: &[i32],
+    ) -> Result<Conditioning, PipelineError> {
+        let sequences = ids.len() / (self.rows * self.tokens);
+        if ids.len() != sequences * self.rows * self.tokens || sequences == 0 {
+            return Err(PipelineError::Shape {
+                what: names::INPUT_IDS,
+                expected: Shape::new(DType::S32, [self.rows, sequences.max(1) * self.tokens]),
+                found: Shape::new(DType::S32, [ids.len()]),
+            });
+        }
+        let row_ids = sequences * self.tokens;
+        let mut hidden: Vec<Vec<f32>> = vec![Vec::new(); self.rows];
+        let mut features = 0;
+        let mut pooled = None;
+        for sequence in 0..sequences {
+            let ids: Vec<i32> = (0..self.rows)
+                .flat_map(|row| &ids[row * row_ids + sequence * self.tokens..][..self.tokens])
+                .copied()
+                .collect();
+            let ids = HostTensor::from_i32([self.rows, self.tokens], &ids)?;
+            let ids = put(session, &self.program, names::INPUT_IDS, &ids)?;
+            let results = self.program.step().call(
+                &|name| match name {
+                    names::INPUT_IDS => Some(&ids),
+                    _ => weights.get(name),
+                },
+                Vec::new(),
+            )?;
+            let mut results = results.iter();
+            if let Some(states) = results.next() {
+                let states = states.to_host(session.mesh())?;
+                features = states.shape.dims[2];
+                let values = states.to_f32_vec()?;
+                for (row, values) in hidden.iter_mut().zip(values.chunks(self.tokens * features)) {
+                    row.extend(values);
+                }
+            }
+            if let (0, Some(embeds)) = (sequence, results.next()) {
+                pooled = Some(embeds.to_host(session.mesh())?);
+            }
+        }
+        Ok(Conditioning {
+            hidden: HostTensor::from_f32([self.rows, row_ids, features], &hidden.concat())?,
+            pooled,
+        })
+    }
+}
+
+impl Conditioning {
+    /// The features of several encoders side by side, with the pooled embeddings of the last that has any.
+    ///
+    /// # Errors
+    /// When they are not for as many prompts and tokens.
+    pub fn join(parts: Vec<Conditioning>) -> Result<Option<Conditioning>, PipelineError> {
+        let mut parts = parts.into_iter();
+        let Some(mut joined) = parts.next() else {
+            return Ok(None);
+        };
+        for part in parts {
+            let (left, right) = (&joined.hidden.shape.dims, &part.hidden.shape.dims);
+            if left[..2] != right[..2] {
+                return Err(PipelineError::Shape {
+                    what: names::ENCODER_HIDDEN_STATES,
+                    expected: joined.hidden.shape,
+                    found: part.hidden.shape,
+                });
+            }
+            let dims = [left[0], left[1], left[2] + right[2]];
+            let (a, b) = (joined.hidden.to_f32_vec()?, part.hidden.to_f32_vec()?);
+            let values: Vec<f32> = a
+                .chunks(left[2])
+                .zip(b.chunks(right[2]))
+                .flat_map(|(a, b)| a.iter().chain(b).copied())
+                .collect();
+            joined = Conditioning {
+                hidden: HostTensor::from_f32(dims, &values)?,
+                pooled: part.pooled.or(joined.pooled),
+            };
+        }
+        Ok(Some(joined))
+    }
+
+    /// Sets everything of the rows in `rows` to zero: what SDXL was trained to take for no prompt at all.
+    ///
+    /// # Errors
+    /// None for `f32`.
+    pub fn zero(&mut self, rows: impl Iterator<Item = usize>) -> Result<(), HostTensorError> {
+        let rows: Vec<usize> = rows.collect();
+        for tensor in [Some(&mut self.hidden), self.pooled.as_mut()]
+            .into_iter()
+            .flatten()
+        {
+            let bytes = tensor.data.len() / tensor.shape.dims[0].max(1);
+            for row in &rows {
+                tensor.data[row * bytes..(row + 1) * bytes].fill(0);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The images of one call: as many as the denoiser's batch.
 #[derive(Clone, Debug)]
 pub struct Request<'a> {
-    /// Token ids of each image's prompt, `batch * tokens` in all.
-    pub prompt_ids: &'a [i32],
-    /// Token ids of each image's negative prompt; not read without guidance.
-    pub negative_ids: &'a [i32],
+    /// With guidance, each image's row without its prompt goes before that with it.
+    pub conditioning: &'a Conditioning,
+    /// SDXL's time ids of each row.
+    pub time_ids: &'a [f32],
     /// Each image's noise depends on its seed alone.
     pub seeds: &'a [u64],
+    /// Unit normal noise to start from, in place of the seeds'.
+    pub latents: Option<&'a HostTensor>,
     pub guidance_scale: f32,
+    pub guidance_rescale: f32,
     pub plan: &'a SamplingPlan,
 }
 
-/// Compiled programs of one model, batch and guidance setting.
-pub struct TextToImage {
-    encode: Program,
-    denoise: Program,
+/// The compiled denoising step of one model, batch and guidance setting.
+pub struct Denoiser {
+    program: StagedProgram,
     sample_dims: [usize; 4],
-    tokens: usize,
-    time_ids: [f32; 6],
-    guidance: bool,
-    /// What quantization decided for each contraction of the denoising step.
-    pub decisions: Vec<Decision>,
 }
 
-impl TextToImage {
-    /// Traces and compiles both programs.
+impl Denoiser {
+    /// Compiles the step that [`trace_denoise`] made for samples `sample_dims`.
     ///
     /// # Errors
-    /// When the model's parts do not fit together, or a program does not compile.
+    /// When it does not compile.
     pub fn compile(
         session: &Session,
-        model: &DiffusionModel,
-        options: &DenoiseOptions,
+        graph: &Graph,
+        sample_dims: [usize; 4],
         precision: DotPrecision,
-    ) -> Result<TextToImage, PipelineError> {
-        let program = ProgramOptions { precision };
-        let rows = if options.guidance {
-            2 * options.batch
-        } else {
-            options.batch
-        };
-        let encode = Program::compile(session, &trace_encode(model, rows)?, "encode", &program)?;
-        let (graph, decisions) = trace_denoise(model, options)?;
-        let denoise = Program::compile(session, &graph, "denoise", &program)?;
-        Ok(TextToImage {
-            encode,
-            denoise,
-            sample_dims: model.sample_dims(options.batch),
-            tokens: model.tokens,
-            time_ids: model.time_ids(),
-            guidance: options.guidance,
-            decisions,
+    ) -> Result<Denoiser, PipelineError> {
+        let options = ProgramOptions { precision };
+        Ok(Denoiser {
+            program: StagedProgram::compile(session, graph, "denoise", &REQUEST, &options)?,
+            sample_dims,
         })
+    }
+
+    /// The compiled program.
+    pub fn program(&self) -> &StagedProgram {
+        &self.program
     }
 
     /// Images made at once.
@@ -195,85 +421,86 @@ impl TextToImage {
         self.sample_dims[0]
     }
 
-    /// The denoising program.
-    pub fn denoise(&self) -> &Program {
-        &self.denoise
-    }
-
-    /// Makes the images of `request`: `f32[batch, channels, rows, columns]` in the model's own range.
+    /// Makes the samples of `request`: `f32[batch, channels, rows, columns]` in the model's own range.
     ///
-    /// `after_step` is told the number of steps done.
+    /// `after_step` is told the number of runs of the model that are done.
     ///
     /// # Errors
-    /// When a weight is missing, or a program fails.
+    /// When a weight is missing, something has another shape, or a program fails.
     pub fn run(
         &self,
         session: &Session,
-        weights: WeightLookup<'_>,
+        weights: &Prepared<'_>,
         request: &Request<'_>,
         after_step: &mut dyn FnMut(usize),
     ) -> Result<HostTensor, PipelineError> {
-        let ids = match self.guidance {
-            false => request.prompt_ids.to_vec(),
-            true => {
-                let negatives = request.negative_ids.chunks(self.tokens);
-                let prompts = request.prompt_ids.chunks(self.tokens);
-                negatives
-                    .zip(prompts)
-                    .flat_map(|(without, with)| [without, with].concat())
-                    .collect()
-            }
-        };
-        let rows = ids.len() / self.tokens;
-        let ids = HostTensor::from_i32([rows, self.tokens], &ids)?;
-        let mut inputs = HashMap::new();
-        inputs.insert(
-            "input_ids".to_string(),
-            put(session, &self.encode, "input_ids", &ids)?,
-        );
-        let encoded = call("encode", &self.encode, weights, &inputs, Vec::new())?;
-
-        let mut inputs = HashMap::new();
+        let mut inputs: HashMap<String, Array> = HashMap::new();
         let mut set = |name: &str, value: &HostTensor| -> Result<(), PipelineError> {
-            let array = put(session, &self.denoise, name, value)?;
+            let array = put(session, &self.program, name, value)?;
             inputs.insert(name.to_string(), array);
             Ok(())
         };
-        for (array, name) in encoded
+        let conditioning = request.conditioning;
+        let rows = conditioning.hidden.shape.dims[0];
+        set(names::ENCODER_HIDDEN_STATES, &conditioning.hidden)?;
+        if let Some(pooled) = &conditioning.pooled {
+            set(names::TEXT_EMBEDS, pooled)?;
+            let ids = request.time_ids.len() / rows.max(1);
+            set(
+                names::TIME_IDS,
+                &HostTensor::from_f32([rows, ids], request.time_ids)?,
+            )?;
+        }
+        for (name, value) in [
+            (names::GUIDANCE_SCALE, request.guidance_scale),
+            (names::GUIDANCE_RESCALE, request.guidance_rescale),
+        ] {
+            set(name, &HostTensor::from_f32([], &[value])?)?;
+        }
+        let early = self
+            .program
+            .request(&|name| inputs.get(name).or_else(|| weights.get(name)))?;
+        inputs.extend(early);
+
+        let mut generators: Vec<NoiseGenerator> = request
+            .seeds
             .iter()
-            .zip([names::ENCODER_HIDDEN_STATES, names::TEXT_EMBEDS])
-        {
-            set(name, &array.to_host(session.mesh())?)?;
-        }
-        if encoded.len() > 1 {
-            let ids = self.time_ids.repeat(rows);
-            set(names::TIME_IDS, &HostTensor::from_f32([rows, 6], &ids)?)?;
-        }
-        if self.guidance {
-            set(names::GUIDANCE_SCALE, &scalar(request.guidance_scale)?)?;
-        }
-        let mut history_dims = vec![HISTORY];
-        history_dims.extend(self.sample_dims);
-        let shape = |dims: Vec<usize>| Shape::new(DType::F32, dims);
-        let mut sample = self.noise(
-            request.seeds,
-            "initial noise",
-            request.plan.init_noise_sigma,
-        )?;
+            .map(|seed| NoiseGenerator::new(*seed))
+            .collect();
+        let each: usize = self.sample_dims[1..].iter().product();
+        let mut fresh = || -> Vec<f32> {
+            generators
+                .iter_mut()
+                .flat_map(|generator| generator.normal(each))
+                .collect()
+        };
+        let noise = match request.latents {
+            Some(latents) => latents.to_f32_vec()?,
+            None => fresh(),
+        };
+        let sigma = request.plan.init_noise_sigma;
+        let noise: Vec<f32> = noise.into_iter().map(|v| v * sigma).collect();
+        let zeros = |dims: &[usize]| HostTensor::zeros(Shape::new(DType::F32, dims));
+        let history = [[HISTORY].as_slice(), &self.sample_dims].concat();
         let mut state = vec![
-            put(session, &self.denoise, sampler_names::SAMPLE, &sample)?,
             put(
                 session,
-                &self.denoise,
+                &self.program,
+                sampler_names::SAMPLE,
+                &HostTensor::from_f32(self.sample_dims, &noise)?,
+            )?,
+            put(
+                session,
+                &self.program,
                 sampler_names::HISTORY,
-                &HostTensor::zeros(shape(history_dims)),
+                &zeros(&history),
             )?,
         ];
-        let silence = HostTensor::zeros(shape(self.sample_dims.to_vec()));
+        let silence = zeros(&self.sample_dims);
         let mut silent = false;
         for (done, step) in request.plan.steps.iter().enumerate() {
             let mut set = |name: &str, value: &HostTensor| -> Result<(), PipelineError> {
-                let array = put(session, &self.denoise, name, value)?;
+                let array = put(session, &self.program, name, value)?;
                 inputs.insert(name.to_string(), array);
                 Ok(())
             };
@@ -281,86 +508,105 @@ impl TextToImage {
                 set(name, &value)?;
             }
             if step.is_noisy() {
-                let stream = format!("noise of step {done}");
-                set(
-                    sampler_names::NOISE,
-                    &self.noise(request.seeds, &stream, 1.0)?,
-                )?;
+                let noise = HostTensor::from_f32(self.sample_dims, &fresh())?;
+                set(sampler_names::NOISE, &noise)?;
             } else if !silent {
                 set(sampler_names::NOISE, &silence)?;
             }
             silent = !step.is_noisy();
-            state = call("denoise", &self.denoise, weights, &inputs, state)?;
+            state = self.program.step().call(
+                &|name| inputs.get(name).or_else(|| weights.get(name)),
+                state,
+            )?;
+            // The predicted clean sample is the last result, and nothing follows on it.
             state.truncate(2);
             after_step(done + 1);
         }
-        sample = state[0].to_host(session.mesh())?;
-        Ok(sample)
-    }
-
-    /// Normal noise of deviation `sigma`; each image's depends on its seed and the `stream` alone.
-    fn noise(
-        &self,
-        seeds: &[u64],
-        stream: &str,
-        sigma: f32,
-    ) -> Result<HostTensor, HostTensorError> {
-        let each: usize = self.sample_dims[1..].iter().product();
-        let values: Vec<f32> = seeds
-            .iter()
-            .flat_map(|seed| Init::Normal { std: sigma }.sample(*seed, stream, each))
-            .collect();
-        HostTensor::from_f32(self.sample_dims, &values)
+        Ok(state[0].to_host(session.mesh())?)
     }
 }
 
-fn scalar(value: f32) -> Result<HostTensor, HostTensorError> {
-    HostTensor::from_f32([], &[value])
+/// The compiled decoder for one picture.
+pub struct Decoder {
+    program: StagedProgram,
+    latent_dims: [usize; 4],
+}
+
+impl Decoder {
+    /// Compiles the decoder that [`trace_decode`] made for latents `latent_dims`, those of one picture.
+    ///
+    /// # Errors
+    /// When it does not compile.
+    pub fn compile(
+        session: &Session,
+        graph: &Graph,
+        latent_dims: [usize; 4],
+        precision: DotPrecision,
+    ) -> Result<Decoder, PipelineError> {
+        let options = ProgramOptions { precision };
+        Ok(Decoder {
+            program: StagedProgram::compile(session, graph, "decode", &[], &options)?,
+            latent_dims,
+        })
+    }
+
+    /// The compiled program.
+    pub fn program(&self) -> &StagedProgram {
+        &self.program
+    }
+
+    /// The pictures of `latents` `f32[batch, channels, rows, columns]`, one after the other:
+    /// `f32[batch, 3, height, width]`.
+    ///
+    /// # Errors
+    /// When the latents have another shape, a weight is missing, or the program fails.
+    pub fn run(
+        &self,
+        session: &Session,
+        weights: &Prepared<'_>,
+        latents: &HostTensor,
+    ) -> Result<HostTensor, PipelineError> {
+        let dims = &latents.shape.dims;
+        if dims[1..] != self.latent_dims[1..] {
+            return Err(PipelineError::Shape {
+                what: names::LATENTS,
+                expected: Shape::new(DType::F32, self.latent_dims),
+                found: latents.shape.clone(),
+            });
+        }
+        let each: usize = self.latent_dims.iter().product();
+        let mut pictures = Vec::new();
+        let mut sizes = vec![0; 4];
+        for values in latents.to_f32_vec()?.chunks(each) {
+            let one = HostTensor::from_f32(self.latent_dims, values)?;
+            let one = put(session, &self.program, names::LATENTS, &one)?;
+            let results = self.program.step().call(
+                &|name| match name {
+                    names::LATENTS => Some(&one),
+                    _ => weights.get(name),
+                },
+                Vec::new(),
+            )?;
+            for picture in &results {
+                let picture = picture.to_host(session.mesh())?;
+                sizes.clone_from(&picture.shape.dims);
+                pictures.extend(picture.data);
+            }
+        }
+        sizes[0] = dims[0];
+        Ok(HostTensor::new(Shape::new(DType::F32, sizes), pictures)?)
+    }
 }
 
 fn put(
     session: &Session,
-    program: &Program,
+    program: &StagedProgram,
     name: &str,
     value: &HostTensor,
 ) -> Result<Array, PipelineError> {
-    let spec = program
-        .inputs()
-        .iter()
-        .find(|slot| slot.name == name)
-        .map_or_else(
-            || PartitionSpec::replicated(value.shape.rank()),
-            |slot| slot.spec.clone(),
-        );
+    let spec = program.input(name).map_or_else(
+        || PartitionSpec::replicated(value.shape.rank()),
+        |slot| slot.spec.clone(),
+    );
     Ok(session.put(value, &spec)?)
-}
-
-/// Runs a program. It takes `state` over: the inputs that its first results replace, in their order.
-fn call(
-    name: &'static str,
-    program: &Program,
-    weights: WeightLookup<'_>,
-    inputs: &HashMap<String, Array>,
-    state: Vec<Array>,
-) -> Result<Vec<Array>, PipelineError> {
-    let mut state: HashMap<&str, Array> = program
-        .outputs()
-        .iter()
-        .map(|slot| slot.name.as_str())
-        .zip(state)
-        .collect();
-    let mut arguments = Vec::with_capacity(program.inputs().len());
-    for slot in program.inputs() {
-        let value = match state.remove(slot.name.as_str()) {
-            Some(array) => Some(Value::Donate(array)),
-            None => weights(&slot.name)
-                .or_else(|| inputs.get(&slot.name))
-                .map(Value::Borrow),
-        };
-        arguments.push(value.ok_or_else(|| PipelineError::MissingInput {
-            program: name,
-            name: slot.name.clone(),
-        })?);
-    }
-    Ok(program.run(arguments)?)
 }

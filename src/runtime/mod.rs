@@ -5,14 +5,16 @@
 
 mod array;
 mod program;
+mod staged;
 
 pub use array::Array;
-pub use program::{Program, ProgramOptions, Timings, Value, compile_options};
+pub use program::{Program, ProgramOptions, Slot, Timings, Value, compile_options};
+pub use staged::{Prepared, StagedProgram, StagedTimings};
 
 use std::path::PathBuf;
 
 use crate::dtype::DType;
-use crate::graph::GraphError;
+use crate::graph::{Graph, GraphError};
 use crate::host_tensor::{HostTensor, HostTensorError};
 use crate::pjrt::{
     Client, CompileOptions, Device, ElementType, NamedValue, OptionValue, PjrtError, Plugin,
@@ -21,6 +23,7 @@ use crate::shape::Shape;
 use crate::shard::{
     DeviceDescription, LogicalAxisRules, Mesh, Parallelism, PartitionSpec, ShardError,
 };
+use crate::target::for_cpu;
 
 /// Why a program could not be made or run.
 #[derive(Debug, thiserror::Error)]
@@ -46,6 +49,8 @@ pub enum RuntimeError {
         expected: Shape,
         found: Shape,
     },
+    #[error("{program}: no value for its input {name}")]
+    MissingInput { program: String, name: String },
     #[error("device {id} of the mesh is not addressable from this process")]
     DeviceMissing { id: i64 },
     #[error("{0} has no counterpart in this runtime")]
@@ -132,6 +137,17 @@ impl Session {
                 OptionValue::String(dir.display().to_string()),
             ),
             None => options,
+        }
+    }
+
+    /// `graph` as this session's kind of hardware runs it fastest. Doing it twice changes nothing more.
+    ///
+    /// # Errors
+    /// When the graph is ill-typed.
+    pub fn for_target(&self, graph: &Graph) -> Result<Graph, GraphError> {
+        match self.client.platform_name() {
+            "cpu" => for_cpu(graph),
+            _ => Ok(graph.clone()),
         }
     }
 

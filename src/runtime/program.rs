@@ -1,13 +1,13 @@
 //! Compiled programs and how they run.
 
+use std::collections::HashMap;
 use std::time::Instant;
 
 use crate::emit::{DotPrecision, EmitOptions, stablehlo};
-use crate::graph::Graph;
+use crate::graph::{Graph, InputKind};
 use crate::pjrt::{Arg, CompileOptions, DeviceAssignment, Executable, LoadedExecutable};
 use crate::shape::Shape;
 use crate::shard::{Mesh, PartitionSpec, ShardPlan};
-use crate::target::for_cpu;
 
 use super::{Array, RuntimeError, Session};
 
@@ -30,6 +30,8 @@ pub struct Slot {
     pub name: String,
     pub shape: Shape,
     pub spec: PartitionSpec,
+    /// Whether it is a weight, or made of weights alone.
+    pub weight: bool,
 }
 
 /// An argument: borrowed, or given up so that its memory may hold a result.
@@ -56,6 +58,29 @@ pub fn compile_options(mesh: &Mesh) -> CompileOptions {
     ))
 }
 
+/// A graph on its way to the compiler.
+struct Emitted {
+    graph: Graph,
+    plan: ShardPlan,
+    text: String,
+}
+
+fn emitted(
+    session: &Session,
+    graph: &Graph,
+    name: &str,
+    options: &ProgramOptions,
+) -> Result<Emitted, RuntimeError> {
+    let graph = session.for_target(graph)?;
+    let plan = ShardPlan::new(&graph, &session.mesh, &session.rules)?;
+    let options = EmitOptions {
+        precision: options.precision,
+        sharding: plan.text(&session.mesh),
+    };
+    let text = stablehlo(&graph, name, &options);
+    Ok(Emitted { graph, plan, text })
+}
+
 impl Program {
     /// Rewrites `graph` for the session's kind of hardware, emits and compiles it.
     ///
@@ -67,24 +92,9 @@ impl Program {
         name: &str,
         options: &ProgramOptions,
     ) -> Result<Program, RuntimeError> {
-        let rewritten;
-        let graph = if session.client.platform_name() == "cpu" {
-            rewritten = for_cpu(graph)?;
-            &rewritten
-        } else {
-            graph
-        };
-        let plan = ShardPlan::new(graph, &session.mesh, &session.rules)?;
-        plan.log(name);
         let start = Instant::now();
-        let text = stablehlo(
-            graph,
-            name,
-            &EmitOptions {
-                precision: options.precision,
-                sharding: plan.text(&session.mesh),
-            },
-        );
+        let Emitted { graph, plan, text } = emitted(session, graph, name, options)?;
+        plan.log(name);
         let emit = start.elapsed().as_secs_f64();
         let start = Instant::now();
         let executable = session.client.compile(&text, &session.compile_options())?;
@@ -97,6 +107,7 @@ impl Program {
                 name: input.name.clone(),
                 shape: input.shape.clone(),
                 spec,
+                weight: matches!(input.kind, InputKind::Weight(_)),
             })
             .collect();
         let outputs = graph
@@ -107,6 +118,7 @@ impl Program {
                 name: output.name.clone(),
                 shape: graph.nodes[output.node as usize].shape.clone(),
                 spec,
+                weight: false,
             })
             .collect();
         Ok(Program {
@@ -116,6 +128,19 @@ impl Program {
             outputs,
             timings: Timings { emit, compile },
         })
+    }
+
+    /// The text that [`Program::compile`] would compile.
+    ///
+    /// # Errors
+    /// Those of the sharding rules.
+    pub fn text(
+        session: &Session,
+        graph: &Graph,
+        name: &str,
+        options: &ProgramOptions,
+    ) -> Result<String, RuntimeError> {
+        Ok(emitted(session, graph, name, options)?.text)
     }
 
     pub fn inputs(&self) -> &[Slot] {
@@ -188,5 +213,32 @@ impl Program {
                 parts: by_device.iter_mut().filter_map(Iterator::next).collect(),
             })
             .collect())
+    }
+
+    /// Runs the program on arguments by name. It takes `state` over: what its first results replace, in their order.
+    ///
+    /// # Errors
+    /// When neither `state` nor `lookup` has an input, and as [`Program::run`].
+    pub fn call<'a>(
+        &self,
+        lookup: &dyn Fn(&str) -> Option<&'a Array>,
+        state: Vec<Array>,
+    ) -> Result<Vec<Array>, RuntimeError> {
+        let outputs = self.outputs.iter().map(|slot| slot.name.as_str());
+        let mut state: HashMap<&str, Array> = outputs.zip(state).collect();
+        let arguments = self
+            .inputs
+            .iter()
+            .map(|slot| match state.remove(slot.name.as_str()) {
+                Some(array) => Ok(Value::Donate(array)),
+                None => lookup(&slot.name).map(Value::Borrow).ok_or_else(|| {
+                    RuntimeError::MissingInput {
+                        program: self.name.clone(),
+                        name: slot.name.clone(),
+                    }
+                }),
+            })
+            .collect::<Result<Vec<_>, _>>()?;
+        self.run(arguments)
     }
 }

@@ -194,11 +194,12 @@ fn conditioning(
     batch: usize,
 ) -> Result<(Tensor, Option<TextTime>), GraphError> {
     if !options.train_text_encoder {
-        return model.declare_conditioning(b, batch);
+        return model.declare_conditioning(b, batch, model.tokens);
     }
     let ids = model.declare_input_ids(b, batch)?;
-    let encoded = model.encode(b, ids)?;
-    let text_time = match encoded.text_embeds {
+    let encoded = model.encode(b, 0, ids)?;
+    let pooled = model.pooled_encoder()?.and(encoded.text_embeds);
+    let text_time = match pooled {
         None => None,
         Some(text_embeds) => {
             let ids = b.constant(HostTensor::from_f32([1, 6], &model.time_ids())?)?;

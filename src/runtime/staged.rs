@@ -1,0 +1,217 @@
+//! Programs whose early values are computed once: what weights decide when they are loaded, what a prompt decides once
+//! for all steps (see [`crate::graph::stage`]).
+
+use std::collections::{HashMap, HashSet};
+use std::rc::Rc;
+
+use crate::graph::{Graph, stage};
+
+use super::{Array, Program, ProgramOptions, RuntimeError, Session, Slot, Value};
+
+/// A program in stages, compiled for one session.
+pub struct StagedProgram {
+    groups: Vec<Group>,
+    request: Option<Program>,
+    step: Program,
+    weights: Vec<Slot>,
+    timings: StagedTimings,
+}
+
+/// Seconds spent on making all stages, and how many programs that took.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct StagedTimings {
+    pub emit: f64,
+    pub compile: f64,
+    /// Programs that were compiled.
+    pub programs: usize,
+}
+
+/// Weights of which something is made ahead. Groups that differ only in names share a program.
+struct Group {
+    program: Rc<Program>,
+    weights: Vec<String>,
+    results: Vec<String>,
+}
+
+/// The weights of one program, as it uses them.
+#[derive(Default)]
+pub struct Prepared<'a> {
+    arrays: HashMap<String, Value<'a>>,
+}
+
+impl Prepared<'_> {
+    /// The array of a weight, or of what was made of weights, by its name in the program.
+    pub fn get(&self, name: &str) -> Option<&Array> {
+        Some(match self.arrays.get(name)? {
+            Value::Borrow(array) => array,
+            Value::Donate(array) => array,
+        })
+    }
+}
+
+impl StagedProgram {
+    /// Splits `graph` into stages and compiles them. `request` names the run-time inputs that are known before the
+    /// others.
+    ///
+    /// # Errors
+    /// The compiler's, and those of the sharding rules.
+    pub fn compile(
+        session: &Session,
+        graph: &Graph,
+        name: &str,
+        request: &[&str],
+        options: &ProgramOptions,
+    ) -> Result<StagedProgram, RuntimeError> {
+        let staged = stage(&session.for_target(graph)?, request)?;
+        let mut timings = StagedTimings::default();
+        let mut compile = |graph: &Graph, name: &str| -> Result<Program, RuntimeError> {
+            let program = Program::compile(session, graph, name, options)?;
+            timings.emit += program.timings().emit;
+            timings.compile += program.timings().compile;
+            timings.programs += 1;
+            Ok(program)
+        };
+        let step = compile(&staged.step, name)?;
+        let request = match &staged.request {
+            Some(graph) => Some(compile(graph, &format!("{name}_request"))?),
+            None => None,
+        };
+        let mut known: HashMap<String, Rc<Program>> = HashMap::new();
+        let mut groups = Vec::with_capacity(staged.load.len());
+        for graph in &staged.load {
+            let same = Program::text(session, &graph.anonymous(), "prepare", options)?;
+            let program = match known.get(&same) {
+                Some(program) => program.clone(),
+                None => {
+                    let program = Rc::new(compile(graph, "prepare")?);
+                    known.insert(same, program.clone());
+                    program
+                }
+            };
+            groups.push(Group {
+                program,
+                weights: graph.inputs.iter().map(|i| i.name.clone()).collect(),
+                results: graph.outputs.iter().map(|o| o.name.clone()).collect(),
+            });
+        }
+        let weights = weights(&groups, [Some(&step), request.as_ref()]);
+        Ok(StagedProgram {
+            groups,
+            request,
+            step,
+            weights,
+            timings,
+        })
+    }
+
+    /// The weights that [`StagedProgram::prepare`] asks for, in the order in which it asks.
+    pub fn weights(&self) -> &[Slot] {
+        &self.weights
+    }
+
+    /// The program of every step.
+    pub fn step(&self) -> &Program {
+        &self.step
+    }
+
+    pub fn timings(&self) -> StagedTimings {
+        self.timings
+    }
+
+    /// Makes of the weights what the other stages use. `fetch` gives each of [`StagedProgram::weights`], in order; one
+    /// that is given away is dropped as soon as nothing needs it any more.
+    ///
+    /// # Errors
+    /// Those of `fetch`, and when a program fails.
+    pub fn prepare<'a, E: From<RuntimeError>>(
+        &self,
+        fetch: &mut dyn FnMut(&Slot) -> Result<Value<'a>, E>,
+    ) -> Result<Prepared<'a>, E> {
+        let mut prepared = Prepared::default();
+        let used_as_is: HashSet<&str> = self
+            .programs()
+            .flat_map(Program::inputs)
+            .map(|slot| slot.name.as_str())
+            .collect();
+        let mut slots = self.weights.iter();
+        for group in &self.groups {
+            let given = slots
+                .by_ref()
+                .take(group.weights.len())
+                .map(|slot| Ok((slot.name.as_str(), fetch(slot)?)))
+                .collect::<Result<Vec<_>, E>>()?;
+            let arguments = given
+                .iter()
+                .map(|(_, value)| match value {
+                    Value::Borrow(array) => Value::Borrow(array),
+                    Value::Donate(array) => Value::Borrow(array),
+                })
+                .collect();
+            let results = group.program.run(arguments)?;
+            let results = results.into_iter().map(Value::Donate);
+            prepared
+                .arrays
+                .extend(group.results.iter().cloned().zip(results));
+            for (name, value) in given {
+                if used_as_is.contains(name) {
+                    prepared.arrays.insert(name.to_string(), value);
+                }
+            }
+        }
+        for slot in slots {
+            prepared.arrays.insert(slot.name.clone(), fetch(slot)?);
+        }
+        Ok(prepared)
+    }
+
+    /// Computes what the inputs of a request decide: arrays by name, for [`StagedProgram::step`].
+    ///
+    /// # Errors
+    /// When `lookup` lacks an input, or the program fails.
+    pub fn request<'a>(
+        &self,
+        lookup: &dyn Fn(&str) -> Option<&'a Array>,
+    ) -> Result<HashMap<String, Array>, RuntimeError> {
+        let Some(program) = &self.request else {
+            return Ok(HashMap::new());
+        };
+        let results = program.call(lookup, Vec::new())?;
+        let names = program.outputs().iter().map(|slot| slot.name.clone());
+        Ok(names.zip(results).collect())
+    }
+
+    fn programs(&self) -> impl Iterator<Item = &Program> {
+        [Some(&self.step), self.request.as_ref()]
+            .into_iter()
+            .flatten()
+    }
+
+    /// The input called `name` of any stage.
+    pub fn input(&self, name: &str) -> Option<&Slot> {
+        self.programs()
+            .flat_map(Program::inputs)
+            .find(|slot| slot.name == name)
+    }
+}
+
+/// The weights of all groups, then those that are used as they are and are not among them.
+fn weights(groups: &[Group], programs: [Option<&Program>; 2]) -> Vec<Slot> {
+    let mut weights = Vec::new();
+    let mut seen: HashSet<&str> = HashSet::new();
+    for group in groups {
+        for (name, slot) in group.weights.iter().zip(group.program.inputs()) {
+            seen.insert(name);
+            weights.push(Slot {
+                name: name.clone(),
+                ..slot.clone()
+            });
+        }
+        seen.extend(group.results.iter().map(String::as_str));
+    }
+    for slot in programs.into_iter().flatten().flat_map(Program::inputs) {
+        if slot.weight && seen.insert(&slot.name) {
+            weights.push(slot.clone());
+        }
+    }
+    weights
+}
