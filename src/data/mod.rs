@@ -18,7 +18,7 @@ pub use batch::{Batch, BatchOptions, Batcher, Prefetcher};
 pub use folder::{Folder, FolderOptions};
 pub use order::Permutation;
 pub use shapes::{Shapes, ShapesOptions, Split};
-pub use tokenizer::{Encoded, Tokenizer, word_level_json};
+pub use tokenizer::{Encoded, Piece, Tokenizer, word_level_json};
 
 /// One picture with its caption.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -167,6 +167,19 @@ pub enum DataError {
     Index { index: usize, len: usize },
     #[error("tokenizer {origin}: {message}")]
     Tokenizer { origin: String, message: String },
+    #[error("tokenizer file {} line {line}: {message}", path.display())]
+    TokenizerLine {
+        path: PathBuf,
+        line: usize,
+        message: String,
+    },
+    #[error(
+        "no tokenizer in {}: expected tokenizer.json, or vocab.json and merges.txt; {found}; copy the folder \
+         tokenizer/ of the model's repository on the Hugging Face hub there, or for an encoder of CLIP the files of \
+         openai/clip-vit-large-patch14",
+        dir.display()
+    )]
+    TokenizerMissing { dir: PathBuf, found: String },
     #[error("the data loader stopped: {message}")]
     Loader { message: String },
 }

@@ -1,8 +1,9 @@
 //! Captions to token ids, through the `tokenizers` crate.
 
+mod clip;
+mod files;
+
 use std::collections::BTreeMap;
-use std::fs::File;
-use std::io::Read;
 use std::path::Path;
 
 use serde_json::json;
@@ -12,11 +13,11 @@ use super::DataError;
 const START: &str = "<|startoftext|>";
 const END: &str = "<|endoftext|>";
 const UNKNOWN: &str = "<|unk|>";
-/// Largest tokenizer.json that is read; CLIP's has 2 MiB, T5's 3 MiB.
-const MAX_FILE_BYTES: u64 = 64 << 20;
+/// Characters of a text that an error shows.
+const SHOWN: usize = 80;
 
 /// A tokenizer of fixed sequence length in CLIP's layout: start token, words, end token, then
-/// padding (the padding token of the file, or the end token where it names none).
+/// padding (the padding token of the files, or the end token where they name none).
 #[derive(Debug)]
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
@@ -26,6 +27,17 @@ pub struct Tokenizer {
     end: u32,
     padding: u32,
     unknown: Option<u32>,
+    max_length: Option<usize>,
+}
+
+/// One token of a text, without those that mark start and end.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Piece {
+    pub id: i32,
+    /// Bytes of the text that it stands for; of a character of several tokens, each has the whole.
+    pub bytes: std::ops::Range<usize>,
+    /// Counts the words of the text; the pieces of a word have the same number.
+    pub word: usize,
 }
 
 /// One caption as token ids, and what of it did not survive.
@@ -76,20 +88,7 @@ impl Tokenizer {
     /// [`DataError::Io`] for a file that cannot be read, [`DataError::Tokenizer`] for one that is
     /// not such a tokenizer, [`DataError::Option`] for a length below 3.
     pub fn from_file(path: &Path, length: usize) -> Result<Self, DataError> {
-        let mut bytes = Vec::new();
-        File::open(path)
-            .and_then(|file| file.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes))
-            .map_err(|source| DataError::Io {
-                action: "read the tokenizer",
-                path: path.to_owned(),
-                source,
-            })?;
-        let origin = path.display().to_string();
-        if bytes.len() as u64 > MAX_FILE_BYTES {
-            let message = format!("larger than {} MiB", MAX_FILE_BYTES >> 20);
-            return Err(DataError::Tokenizer { origin, message });
-        }
-        Self::new(&bytes, origin, length)
+        Self::new(&files::read(path)?, path.display().to_string(), length)
     }
 
     /// As [`Tokenizer::from_file`], from the file's content.
@@ -100,7 +99,40 @@ impl Tokenizer {
         Self::new(json.as_bytes(), "from memory".into(), length)
     }
 
+    /// Reads the tokenizer of a folder such as `tokenizer/` and `tokenizer_2/` of Stable Diffusion
+    /// checkpoints: `tokenizer.json` where there is one, else `vocab.json` and `merges.txt`, with
+    /// the special tokens of `tokenizer_config.json`, `special_tokens_map.json` and
+    /// `added_tokens.json`. `length` is the sequence length with start and end token. Ids are those
+    /// of `CLIPTokenizer` in transformers.
+    ///
+    /// # Errors
+    /// [`DataError::TokenizerMissing`] for a folder without tokenizer; [`DataError::Io`];
+    /// [`DataError::TokenizerLine`] for a malformed line; [`DataError::Tokenizer`] for files of
+    /// more than 16 MiB, special tokens that the vocabulary lacks, and padding or truncation at the
+    /// left; [`DataError::Option`] for a length below 3.
+    pub fn from_dir(dir: &Path, length: usize) -> Result<Self, DataError> {
+        let loaded = clip::load(dir)?;
+        let origin = dir.display().to_string();
+        let mut tokenizer = Self::of(loaded.inner, origin, &loaded.start, &loaded.end, length)?;
+        if let Some(padding) = &loaded.padding {
+            tokenizer.padding = tokenizer.id_of(padding)?;
+        }
+        tokenizer.max_length = loaded.max_length;
+        Ok(tokenizer)
+    }
+
     fn new(bytes: &[u8], origin: String, length: usize) -> Result<Self, DataError> {
+        let inner = from_bytes(bytes, &origin)?;
+        Self::of(inner, origin, START, END, length)
+    }
+
+    fn of(
+        mut inner: tokenizers::Tokenizer,
+        origin: String,
+        start: &str,
+        end: &str,
+        length: usize,
+    ) -> Result<Self, DataError> {
         if length < 3 {
             return Err(DataError::Option {
                 option: "max_sequence_length",
@@ -108,45 +140,52 @@ impl Tokenizer {
                 expected: "at least 3: start, one word, end".into(),
             });
         }
-        let error = |message: String| DataError::Tokenizer {
-            origin: origin.clone(),
-            message,
-        };
-        let mut inner = tokenizers::Tokenizer::from_bytes(bytes)
-            .map_err(|e| error(format!("not a tokenizer.json: {e}")))?;
-        let special = |token: &str| {
-            inner
-                .token_to_id(token)
-                .ok_or_else(|| error(format!("it has no token {token}")))
-        };
-        let (start, end) = (special(START)?, special(END)?);
-        let padding = inner.get_padding().map_or(end, |padding| padding.pad_id);
-        let unknown = inner.token_to_id(UNKNOWN);
-        let largest = inner
-            .get_vocab(true)
-            .into_values()
-            .max()
-            .unwrap_or(0)
-            .max(padding);
-        if i32::try_from(largest).is_err() {
-            return Err(error(format!(
-                "token id {largest} does not fit 32 bits with sign"
-            )));
-        }
+        let padding = inner.get_padding().map(|padding| padding.pad_id);
         // Truncation and padding happen here, where dropped words can be named.
         inner.with_padding(None);
         inner
             .with_truncation(None)
-            .map_err(|e| error(e.to_string()))?;
-        Ok(Self {
+            .map_err(|e| DataError::Tokenizer {
+                origin: origin.clone(),
+                message: e.to_string(),
+            })?;
+        let mut tokenizer = Self {
+            unknown: inner.token_to_id(UNKNOWN),
             inner,
             origin,
             length,
-            start,
-            end,
-            padding,
-            unknown,
-        })
+            start: 0,
+            end: 0,
+            padding: 0,
+            max_length: None,
+        };
+        tokenizer.start = tokenizer.id_of(start)?;
+        tokenizer.end = tokenizer.id_of(end)?;
+        tokenizer.padding = padding.unwrap_or(tokenizer.end);
+        let largest = tokenizer.largest_id();
+        if i32::try_from(largest).is_err() {
+            return Err(
+                tokenizer.error(format!("token id {largest} does not fit 32 bits with sign"))
+            );
+        }
+        Ok(tokenizer)
+    }
+
+    fn error(&self, message: String) -> DataError {
+        DataError::Tokenizer {
+            origin: self.origin.clone(),
+            message,
+        }
+    }
+
+    fn id_of(&self, token: &str) -> Result<u32, DataError> {
+        let id = self.inner.token_to_id(token);
+        id.ok_or_else(|| self.error(format!("it has no token {token}")))
+    }
+
+    fn largest_id(&self) -> u32 {
+        let largest = self.inner.get_vocab(true).into_values().max();
+        largest.unwrap_or(0).max(self.padding)
     }
 
     /// Sequence length, start and end tokens included.
@@ -154,10 +193,14 @@ impl Tokenizer {
         self.length
     }
 
+    /// Longest sequence that the files allow (77 for CLIP), where they say so.
+    pub fn max_length(&self) -> Option<usize> {
+        self.max_length
+    }
+
     /// One more than the largest token id: rows that an embedding table needs.
     pub fn vocabulary_size(&self) -> usize {
-        let largest = self.inner.get_vocab(true).into_values().max().unwrap_or(0);
-        largest.max(self.padding) as usize + 1
+        self.largest_id() as usize + 1
     }
 
     /// Id of the end token, at whose first place CLIP pools.
@@ -165,39 +208,84 @@ impl Tokenizer {
         self.end as i32
     }
 
-    /// Token ids of a caption; the empty caption is start, end and padding.
+    /// The tokens of a text, all of them, without start and end token.
     ///
     /// # Errors
     /// [`DataError::Tokenizer`] if the tokenizer's model refuses the text.
-    pub fn encode(&self, caption: &str) -> Result<Encoded, DataError> {
-        let encoding = self
-            .inner
-            .encode(caption, false)
-            .map_err(|e| DataError::Tokenizer {
-                origin: self.origin.clone(),
-                message: format!("cannot encode \"{caption}\": {e}"),
-            })?;
-        let word = |&(from, to): &(usize, usize)| caption.get(from..to).unwrap_or("").to_owned();
-        let (ids, offsets) = (encoding.get_ids(), encoding.get_offsets());
-        let unknown = ids
+    pub fn pieces(&self, text: &str) -> Result<Vec<Piece>, DataError> {
+        let encoding = self.inner.encode(text, false).map_err(|e| {
+            let shown: String = text.chars().take(SHOWN).collect();
+            self.error(format!("cannot encode \"{shown}\": {e}"))
+        })?;
+        let pieces = encoding
+            .get_ids()
             .iter()
-            .zip(offsets)
-            .filter(|(id, _)| Some(**id) == self.unknown)
-            .map(|(_, offset)| word(offset))
-            .collect();
-        let room = self.length - 2;
-        let dropped = offsets.iter().skip(room).map(word).collect();
+            .zip(encoding.get_offsets())
+            .zip(encoding.get_word_ids());
+        Ok(pieces
+            .map(|((&id, &(from, to)), word)| Piece {
+                id: id as i32,
+                bytes: from..to,
+                word: word.unwrap_or(0) as usize,
+            })
+            .collect())
+    }
+
+    /// `length` ids: the start token, the first `length - 2` of `ids`, the end token, padding.
+    pub fn lay_out(&self, ids: impl IntoIterator<Item = i32>) -> Vec<i32> {
         let mut all = Vec::with_capacity(self.length);
         all.push(self.start as i32);
-        all.extend(ids.iter().take(room).map(|&id| id as i32));
+        all.extend(ids.into_iter().take(self.length - 2));
         all.push(self.end as i32);
         all.resize(self.length, self.padding as i32);
+        all
+    }
+
+    /// Token ids of a caption; the empty caption is start, end and padding.
+    ///
+    /// # Errors
+    /// Those of [`Tokenizer::pieces`].
+    pub fn encode(&self, caption: &str) -> Result<Encoded, DataError> {
+        let pieces = self.pieces(caption)?;
+        let dropped = words(caption, pieces.iter().skip(self.length - 2));
         Ok(Encoded {
-            ids: all,
-            unknown,
+            ids: self.lay_out(pieces.iter().map(|piece| piece.id)),
+            unknown: self.unknown_words(caption, &pieces),
             dropped,
         })
     }
+
+    /// The words of a text that the vocabulary lacks, in order.
+    pub fn unknown_words(&self, text: &str, pieces: &[Piece]) -> Vec<String> {
+        let unknown = |piece: &&Piece| Some(piece.id as u32) == self.unknown;
+        words(text, pieces.iter().filter(unknown))
+    }
+}
+
+/// The text of pieces, those of one word put together.
+fn words<'a>(text: &str, pieces: impl IntoIterator<Item = &'a Piece>) -> Vec<String> {
+    let mut ranges: Vec<(usize, std::ops::Range<usize>)> = Vec::new();
+    for piece in pieces {
+        match ranges.last_mut() {
+            Some((word, range)) if *word == piece.word => range.end = piece.bytes.end,
+            _ => ranges.push((piece.word, piece.bytes.clone())),
+        }
+    }
+    ranges
+        .into_iter()
+        .map(|(_, range)| text.get(range).unwrap_or_default().to_owned())
+        .collect()
+}
+
+/// Checks a `tokenizer.json` and hands it to the `tokenizers` crate.
+fn from_bytes(bytes: &[u8], origin: &str) -> Result<tokenizers::Tokenizer, DataError> {
+    let error = |message| DataError::Tokenizer {
+        origin: origin.to_owned(),
+        message,
+    };
+    files::Document::parse(bytes).map_err(error)?;
+    tokenizers::Tokenizer::from_bytes(bytes)
+        .map_err(|e| error(format!("not a tokenizer.json: {e}")))
 }
 
 /// A word-level `tokenizer.json` that knows every word of the captions: lower case, split at white
