@@ -46,11 +46,11 @@ const SMALL: usize = 1 << 16;
 /// When the graph is ill-typed.
 pub fn stage(graph: &Graph, request: &[&str]) -> Result<Staged, GraphError> {
     let stages = stages(graph, request);
-    let names = names(graph);
     let splitter = Splitter {
         graph,
         stages: &stages,
-        names: &names,
+        names: names(graph),
+        axes: axes(graph),
     };
     let (step, mut cuts) = splitter.program(Stage::Step, None)?;
     let asked: Vec<u32> = cuts
@@ -121,10 +121,54 @@ fn names(graph: &Graph) -> Vec<String> {
         .collect()
 }
 
+/// The logical axes of each value: those of the first operand that has any, as far as the operation keeps dimensions.
+fn axes(graph: &Graph) -> Vec<Vec<Option<&'static str>>> {
+    let mut axes: Vec<Vec<Option<&'static str>>> = Vec::with_capacity(graph.nodes.len());
+    for node in &graph.nodes {
+        let rank = node.shape.rank();
+        let of_operand = |at: usize| axes[node.operands[at] as usize].as_slice();
+        let dims_of = |at: usize| &graph.nodes[node.operands[at] as usize].shape.dims;
+        let own = match &node.op {
+            Op::Parameter(index) => graph.inputs[*index].logical_axes.clone(),
+            Op::ShardingConstraint(axes) => axes.clone(),
+            Op::Convert(_) | Op::Unary(_) | Op::Binary(_) | Op::Compare(_) | Op::Select => (0
+                ..node.operands.len())
+                .filter(|at| dims_of(*at).len() == rank)
+                .map(of_operand)
+                .find(|axes| !axes.is_empty())
+                .unwrap_or_default()
+                .to_vec(),
+            Op::Clamp => of_operand(1).to_vec(),
+            Op::Transpose(perm) => match of_operand(0) {
+                [] => Vec::new(),
+                axes => perm.iter().map(|d| axes[*d]).collect(),
+            },
+            Op::Reduce { dims, .. } => of_operand(0)
+                .iter()
+                .enumerate()
+                .filter(|(d, _)| !dims.contains(d))
+                .map(|(_, axis)| *axis)
+                .collect(),
+            Op::BroadcastInDim { dims, result } if !of_operand(0).is_empty() => {
+                let mut all = vec![None; result.len()];
+                for ((axis, place), size) in of_operand(0).iter().zip(dims).zip(dims_of(0)) {
+                    all[*place] = axis.filter(|_| *size == result[*place]);
+                }
+                all
+            }
+            _ => Vec::new(),
+        };
+        axes.push(own);
+    }
+    axes
+}
+
 struct Splitter<'a> {
     graph: &'a Graph,
     stages: &'a [Stage],
-    names: &'a [String],
+    names: Vec<String>,
+    /// The logical axes of each node.
+    axes: Vec<Vec<Option<&'static str>>>,
 }
 
 impl Splitter<'_> {
@@ -208,7 +252,7 @@ impl Splitter<'_> {
                         name: self.names[*id as usize].clone(),
                         node: copies[id].index() as u32,
                         alias: None,
-                        logical_axes: self.axes(*id),
+                        logical_axes: self.axes[*id as usize].clone(),
                     });
                 }
             }
@@ -234,49 +278,7 @@ impl Splitter<'_> {
                 Stage::Request | Stage::Step => InputKind::Data,
             },
             shape: self.node(id).shape.clone(),
-            logical_axes: self.axes(id),
-        }
-    }
-
-    /// The logical axes of a value: those of the first operand that has any, as far as the operation keeps dimensions.
-    fn axes(&self, id: u32) -> Vec<Option<&'static str>> {
-        let node = self.node(id);
-        let rank = node.shape.rank();
-        let of_operand = |o: &u32| self.axes(*o);
-        match &node.op {
-            Op::Parameter(index) => self.graph.inputs[*index].logical_axes.clone(),
-            Op::ShardingConstraint(axes) => axes.clone(),
-            Op::Convert(_) | Op::Unary(_) | Op::Binary(_) | Op::Compare(_) | Op::Select => node
-                .operands
-                .iter()
-                .filter(|o| self.node(**o).shape.rank() == rank)
-                .map(of_operand)
-                .find(|axes| !axes.is_empty())
-                .unwrap_or_default(),
-            Op::Clamp => of_operand(&node.operands[1]),
-            Op::Transpose(perm) => {
-                let axes = of_operand(&node.operands[0]);
-                match axes.is_empty() {
-                    true => axes,
-                    false => perm.iter().map(|d| axes[*d]).collect(),
-                }
-            }
-            Op::Reduce { dims, .. } => {
-                let axes = of_operand(&node.operands[0]).into_iter().enumerate();
-                axes.filter(|(d, _)| !dims.contains(d))
-                    .map(|(_, axis)| axis)
-                    .collect()
-            }
-            Op::BroadcastInDim { dims, result } => {
-                let axes = of_operand(&node.operands[0]);
-                let from = &self.node(node.operands[0]).shape.dims;
-                let mut all = vec![None; result.len()];
-                for ((axis, place), size) in axes.iter().zip(dims).zip(from) {
-                    all[*place] = axis.filter(|_| *size == result[*place]);
-                }
-                all
-            }
-            _ => Vec::new(),
+            logical_axes: self.axes[id as usize].clone(),
         }
     }
 

@@ -1,0 +1,130 @@
+"""Whole tiny text-to-image pipelines: folders in diffusers' layout, and what diffusers makes with them.
+
+Usage: python pipeline.py (after tokenizer.py, whose vocabulary it uses)
+
+Writes tests/golden/pipeline_<case>/: the folder of a pipeline (float16 weights, tokenizers left out: they are those of
+tests/golden/tokenizer) and io.safetensors with in/latents (unit normal), in/prompt_ids.<encoder> and
+in/negative_ids.<encoder> (one row for each picture), out/latents after the last step and out/images (decoded, in
+[0, 1]). The metadata has the prompts, the steps and the guidance. All in float32 on the CPU, as diffusers computes it,
+from the weights rounded to float16.
+"""
+
+import json
+import shutil
+
+import diffusers
+import numpy as np
+import torch
+import transformers
+from diffusers import (
+    AutoencoderKL, DDIMScheduler, EulerDiscreteScheduler, PNDMScheduler, StableDiffusionPipeline,
+    StableDiffusionXLPipeline, UNet2DConditionModel,
+)
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+
+from common import GOLDEN, normal, report, rng, write
+
+STEPS = 20
+GUIDANCE = 7.5
+PROMPTS = ["a red circle above a blue square", "ein grünes Dreieck, 绿色"]
+NEGATIVE = "blurry"
+SD = dict(num_train_timesteps=1000, beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", steps_offset=1)
+UNET = dict(sample_size=8, in_channels=4, out_channels=4, block_out_channels=(8, 16), layers_per_block=1,
+            norm_num_groups=4, down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+            up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"), attention_head_dim=2)
+VAE = dict(block_out_channels=(8, 16), down_block_types=("DownEncoderBlock2D",) * 2,
+           up_block_types=("UpDecoderBlock2D",) * 2, layers_per_block=1, latent_channels=4, norm_num_groups=4,
+           sample_size=16)
+
+
+def text_config(tokenizer, hidden, act, projection=None):
+    end = tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    return CLIPTextConfig(vocab_size=len(tokenizer), hidden_size=hidden, intermediate_size=2 * hidden,
+                          num_hidden_layers=3, num_attention_heads=2, max_position_embeddings=77, hidden_act=act,
+                          projection_dim=projection or hidden, bos_token_id=end - 1, eos_token_id=2, pad_token_id=1)
+
+
+def randomize(model, name):
+    """Random weights of a trained model's size, rounded to float16."""
+    for key, param in model.named_parameters():
+        gen = rng("pipeline", name, key)
+        if param.ndim == 1:
+            base = 1.0 if key.endswith("weight") else 0.0
+            value = base + normal(gen, param.shape, scale=0.1)
+        elif "embedding" in key:
+            value = normal(gen, param.shape, scale=0.5)
+        else:
+            value = normal(gen, param.shape, scale=0.7 / np.sqrt(np.prod(param.shape[1:])))
+        param.data = torch.from_numpy(np.asarray(value, np.float16).astype(np.float32))
+    return model.eval()
+
+
+def cases(tokenizer):
+    tokenizer_2 = CLIPTokenizer(vocab=str(GOLDEN / "tokenizer/vocab.json"), merges=str(GOLDEN / "tokenizer/merges.txt"),
+                                pad_token="!", model_max_length=77)
+    eps = dict(SD, prediction_type="epsilon", clip_sample=False, set_alpha_to_one=False)
+    one = randomize(CLIPTextModel(text_config(tokenizer, 16, "quick_gelu")), "text_16")
+    unet = randomize(UNet2DConditionModel(**UNET, cross_attention_dim=16), "unet_sd")
+    vae = randomize(AutoencoderKL(**VAE, scaling_factor=0.18215), "vae")
+    plain = dict(vae=vae, text_encoder=one, tokenizer=tokenizer, unet=unet, safety_checker=None,
+                 feature_extractor=None, requires_safety_checker=False)
+    yield "sd15", StableDiffusionPipeline(**plain, scheduler=PNDMScheduler(
+        **dict(SD, prediction_type="epsilon", skip_prk_steps=True, set_alpha_to_one=False)))
+    yield "sd21", StableDiffusionPipeline(**dict(plain, text_encoder=randomize(
+        CLIPTextModel(text_config(tokenizer, 16, "gelu")), "text_16b")), scheduler=DDIMScheduler(
+        **dict(eps, prediction_type="v_prediction")))
+    two = randomize(CLIPTextModelWithProjection(text_config(tokenizer, 24, "gelu", 12)), "text_24")
+    xl = randomize(UNet2DConditionModel(**dict(UNET, transformer_layers_per_block=(2, 1)), cross_attention_dim=40,
+                                        use_linear_projection=True, addition_embed_type="text_time",
+                                        addition_time_embed_dim=8, projection_class_embeddings_input_dim=60), "unet_xl")
+    vae_xl = randomize(AutoencoderKL(**VAE, scaling_factor=0.13025), "vae")
+    yield "sdxl", StableDiffusionXLPipeline(vae=vae_xl, text_encoder=one, text_encoder_2=two, tokenizer=tokenizer,
+                                            tokenizer_2=tokenizer_2, unet=xl,
+                                            scheduler=EulerDiscreteScheduler(**dict(SD, timestep_spacing="leading")))
+
+
+def main():
+    torch.set_num_threads(1)
+    tokenizer = CLIPTokenizer(vocab=str(GOLDEN / "tokenizer/vocab.json"), merges=str(GOLDEN / "tokenizer/merges.txt"),
+                              model_max_length=77)
+    for case, pipe in cases(tokenizer):
+        folder = GOLDEN / f"pipeline_{case}"
+        shutil.rmtree(folder, ignore_errors=True)
+        pipe.set_progress_bar_config(disable=True)
+        negative = "" if case == "sdxl" else NEGATIVE
+        latents = normal(rng("pipeline", case, "latents"), (len(PROMPTS), 4, 8, 8))
+        with torch.no_grad():
+            out = pipe(prompt=PROMPTS, negative_prompt=[negative] * len(PROMPTS) if negative else None, height=16,
+                       width=16, num_inference_steps=STEPS, guidance_scale=GUIDANCE,
+                       latents=torch.from_numpy(latents), output_type="latent").images
+            images = pipe.vae.decode(out / pipe.vae.config.scaling_factor).sample
+            images = (images / 2 + 0.5).clamp(0, 1)
+        tensors = {"in/latents": latents, "out/latents": out.numpy(), "out/images": images.numpy()}
+        for name in ("tokenizer", "tokenizer_2"):
+            part = getattr(pipe, name, None)
+            if part is None:
+                continue
+            encoder = name.replace("tokenizer", "text_encoder")
+            for kind, texts in (("prompt", PROMPTS), ("negative", [negative] * len(PROMPTS))):
+                ids = part(texts, padding="max_length", truncation=True, max_length=77, return_tensors="np").input_ids
+                tensors[f"in/{kind}_ids.{encoder}"] = ids.astype(np.int32)
+        for name in ("unet", "vae", "text_encoder", "text_encoder_2"):
+            part = getattr(pipe, name, None)
+            if part is not None:
+                part.half().save_pretrained(folder / name)
+                part.float()
+        pipe.scheduler.save_pretrained(folder / "scheduler")
+        index = {k: v for k, v in pipe.config.items() if not k.startswith("_")}
+        index = {"_class_name": type(pipe).__name__} | {
+            k: list(v) if isinstance(v, tuple) else v for k, v in index.items()}
+        (folder / "model_index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        write(folder / "io.safetensors", tensors, {
+            "prompts": PROMPTS, "negative": negative, "steps": STEPS, "guidance_scale": GUIDANCE,
+            "versions": {"diffusers": diffusers.__version__, "torch": torch.__version__.split("+")[0],
+                         "transformers": transformers.__version__}})
+        for file in sorted(folder.rglob("*.safetensors")):
+            report(file)
+
+
+if __name__ == "__main__":
+    main()
