@@ -2,6 +2,7 @@
 
 pub mod clip;
 pub mod unet;
+pub mod vae;
 
 use serde_json::{Map, Value};
 

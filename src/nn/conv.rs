@@ -5,7 +5,7 @@ use crate::graph::{Builder, ConvDims, ConvLayout, Tensor};
 use crate::shape::Shape;
 
 use super::linear::{add_bias, uniform_fan_in};
-use super::{Precision, Result, dims};
+use super::{Precision, Result, constrain_image, dims};
 
 /// Attributes of [`conv2d`].
 #[derive(Clone, Copy, Debug)]
@@ -80,14 +80,36 @@ pub fn conv2d(b: &Builder, x: Tensor, layer: Conv2d, precision: Precision) -> Re
     b.convert(y, precision.activations)
 }
 
-/// Doubles height and width by repeating every pixel.
+/// Halves height and width by the 3x3 convolution `conv`: diffusers' `Downsample2D`.
+///
+/// `padding` is above and on the left; below and on the right it is 1, which keeps the halving of even sizes exact.
 ///
 /// # Errors
-/// When `x` is not of rank 4.
-pub fn upsample_nearest_2x(b: &Builder, x: Tensor) -> Result<Tensor> {
+/// As for [`conv2d`].
+pub fn downsample_2x(b: &Builder, x: Tensor, padding: i64, precision: Precision) -> Result<Tensor> {
+    let [_, _, _, channels] = dims(b, "downsample", x)?;
+    let conv = Conv2d {
+        stride: 2,
+        padding: (padding, 1),
+        ..Conv2d::same(channels, 3)
+    };
+    let b = b.scope("conv");
+    let y = conv2d(&b, x, conv, precision)?;
+    constrain_image(&b, y)
+}
+
+/// Doubles height and width by repeating every pixel, then applies the 3x3 convolution `conv`: diffusers'
+/// `Upsample2D`.
+///
+/// # Errors
+/// As for [`conv2d`].
+pub fn upsample_2x(b: &Builder, x: Tensor, precision: Precision) -> Result<Tensor> {
     let [n, h, w, c] = dims(b, "upsample", x)?;
     let repeated = b.broadcast_in_dim(x, &[0, 1, 3, 5], &[n, h, 2, w, 2, c])?;
-    b.reshape(repeated, &[n, 2 * h, 2 * w, c])
+    let doubled = b.reshape(repeated, &[n, 2 * h, 2 * w, c])?;
+    let b = b.scope("conv");
+    let y = conv2d(&b, doubled, Conv2d::same(c, 3), precision)?;
+    constrain_image(&b, y)
 }
 
 #[cfg(test)]
@@ -96,7 +118,7 @@ mod tests {
     use crate::nn::tests::{input, weights};
 
     #[test]
-    fn same_padding_keeps_the_size_and_stride_2_halves_it() {
+    fn same_padding_keeps_the_size_and_resampling_halves_and_doubles_it() {
         let b = Builder::new();
         let x = input(&b, "x", &[2, 8, 6, 3]);
         let y = conv2d(
@@ -107,18 +129,16 @@ mod tests {
         )
         .unwrap();
         assert_eq!(b.dims(y), [2, 8, 6, 4]);
-        let down = Conv2d {
-            stride: 2,
-            ..Conv2d::same(5, 3)
-        };
-        let y = conv2d(&b.root("m").scope("down"), y, down, Precision::F32).unwrap();
-        assert_eq!(b.dims(y), [2, 4, 3, 5]);
-        assert_eq!(
-            weights(&b)[0],
-            ("m/same.weight".to_string(), vec![4, 3, 3, 3])
-        );
-        let y = upsample_nearest_2x(&b, y).unwrap();
-        assert_eq!(b.dims(y), [2, 8, 6, 5]);
+        for padding in [0, 1] {
+            let y = downsample_2x(&b.root("m").scope(0), y, padding, Precision::F32).unwrap();
+            assert_eq!(b.dims(y), [2, 4, 3, 4]);
+        }
+        let y = upsample_2x(&b.root("m").scope(1), y, Precision::F32).unwrap();
+        assert_eq!(b.dims(y), [2, 16, 12, 4]);
+        let weights: Vec<String> = weights(&b).into_iter().map(|(name, _)| name).collect();
+        assert_eq!(weights[0], "m/same.weight");
+        assert_eq!(weights[2], "m/0.conv.weight");
+        assert_eq!(weights[4], "m/1.conv.weight");
     }
 
     #[test]

@@ -13,7 +13,7 @@ mod norm;
 
 pub use activation::{Activation, gelu, quick_gelu, silu};
 pub use attention::{Attention, attention};
-pub use conv::{Conv2d, conv2d, upsample_nearest_2x};
+pub use conv::{Conv2d, conv2d, downsample_2x, upsample_2x};
 pub use embedding::{TimestepEmbedding, embedding, sinusoidal_embedding};
 pub use linear::{Linear, linear};
 pub use norm::{group_norm, layer_norm};

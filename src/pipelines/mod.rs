@@ -4,3 +4,4 @@ pub mod image_file;
 pub mod model;
 pub mod pixels;
 pub mod text_to_image;
+pub mod tiling;

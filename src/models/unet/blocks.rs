@@ -3,7 +3,8 @@
 use crate::graph::{Builder, Tensor};
 use crate::nn::{
     Attention, Conv2d, Linear, Precision, Remat, Result, attention, constrain_image,
-    constrain_tokens, conv2d, dims, gelu, group_norm, layer_norm, linear, upsample_nearest_2x,
+    constrain_tokens, conv2d, dims, downsample_2x, gelu, group_norm, layer_norm, linear,
+    upsample_2x,
 };
 
 use super::config::{TimeScaleShift, UNet2DConditionConfig};
@@ -52,16 +53,8 @@ impl Block {
             skips.push(x);
         }
         if self.resample {
-            // Without padding diffusers adds one row below and one column on the right, which keeps the halving exact.
-            let low = shared.config.downsample_padding;
-            let conv = Conv2d {
-                stride: 2,
-                padding: (low, 1),
-                ..Conv2d::same(self.channels, 3)
-            };
-            let b = b.scope("downsamplers").scope(0).scope("conv");
-            x = conv2d(&b, x, conv, shared.precision)?;
-            x = constrain_image(&b, x)?;
+            let b = b.scope("downsamplers").scope(0);
+            x = downsample_2x(&b, x, shared.config.downsample_padding, shared.precision)?;
             skips.push(x);
         }
         Ok(x)
@@ -97,11 +90,7 @@ impl Block {
             x = self.layer(b, shared, x, layer)?;
         }
         if self.resample {
-            let b = b.scope("upsamplers").scope(0);
-            x = upsample_nearest_2x(&b, x)?;
-            let b = b.scope("conv");
-            x = conv2d(&b, x, Conv2d::same(self.channels, 3), shared.precision)?;
-            x = constrain_image(&b, x)?;
+            x = upsample_2x(&b.scope("upsamplers").scope(0), x, shared.precision)?;
         }
         Ok(x)
     }

@@ -1,0 +1,348 @@
+//! diffusers' `AutoencoderKL`: between pictures and latents, for Stable Diffusion 1.x, 2.x, XL and 3, and for Flux.
+
+mod config;
+
+pub use config::{AutoencoderKlConfig, DownBlockType, UpBlockType};
+
+use crate::graph::{Builder, Tensor};
+use crate::host_tensor::{HostTensor, HostTensorError};
+use crate::nn::{
+    Attention, Conv2d, Linear, Precision, Result, attention, constrain_image, constrain_tokens,
+    conv2d, dims, downsample_2x, group_norm, linear, silu, upsample_2x,
+};
+
+/// The root of the VAE's parameter paths in a text-to-image model.
+pub const ROOT: &str = "vae";
+
+/// Of every normalization; diffusers has no field for it.
+const EPSILON: f64 = 1e-6;
+
+/// Bounds of the log-variance of encoded latents.
+const LOGVAR: [f64; 2] = [-30.0, 20.0];
+
+/// The normal distribution of latents that a picture is encoded to; each element is independent of the others.
+#[derive(Clone, Copy, Debug)]
+pub struct LatentDistribution {
+    /// `[B, latent_channels, height, width]`; also its mode.
+    pub mean: Tensor,
+    /// The logarithm of the variance, shaped like `mean` and within [-30, 20].
+    pub logvar: Tensor,
+}
+
+impl LatentDistribution {
+    /// `mean + exp(logvar / 2) * noise`, for standard normal noise shaped like `mean`.
+    ///
+    /// # Errors
+    /// When `noise` has another shape or type.
+    pub fn sample(self, b: &Builder, noise: Tensor) -> Result<Tensor> {
+        let half = b.mul_scalar(self.logvar, 0.5)?;
+        let deviation = b.exp(half)?;
+        let spread = b.mul(deviation, noise)?;
+        b.add(self.mean, spread)
+    }
+}
+
+/// What the diffusion model works on, of latents as the encoder makes them:
+/// `(latents - shift_factor) * scaling_factor`.
+///
+/// # Errors
+/// When `latents` are not of a float type.
+pub fn scale_latents(b: &Builder, config: &AutoencoderKlConfig, latents: Tensor) -> Result<Tensor> {
+    let shifted = match config.shift_factor {
+        None => latents,
+        Some(shift) => b.add_scalar(latents, -shift)?,
+    };
+    b.mul_scalar(shifted, config.scaling_factor)
+}
+
+/// What the decoder takes, of latents as the diffusion model makes them: `latents / scaling_factor + shift_factor`.
+///
+/// # Errors
+/// When `latents` are not of a float type.
+pub fn unscale_latents(
+    b: &Builder,
+    config: &AutoencoderKlConfig,
+    latents: Tensor,
+) -> Result<Tensor> {
+    let factor = b.scalar(b.dtype(latents), config.scaling_factor)?;
+    let divided = b.div(latents, factor)?;
+    match config.shift_factor {
+        None => Ok(divided),
+        Some(shift) => b.add_scalar(divided, shift),
+    }
+}
+
+/// The pictures `[B, out_channels, m * height, m * width]` of unscaled latents `[B, latent_channels, height, width]`,
+/// with `m` the configuration's spatial multiple, in `precision.activations`. Values in [-1, 1] are the range from
+/// black to white; they may lie outside.
+///
+/// Weights are declared under `root/` with diffusers' keys.
+///
+/// # Errors
+/// When the configuration contradicts itself, or `latents` have other channels.
+pub fn decode(
+    b: &Builder,
+    root: &str,
+    config: &AutoencoderKlConfig,
+    latents: Tensor,
+    precision: Precision,
+) -> Result<Tensor> {
+    let b = b.root(root);
+    config.check().map_err(|e| b.invalid(e.to_string()))?;
+    let [_, channels, _, _] = dims(&b, "latents", latents)?;
+    if channels != config.latent_channels {
+        return Err(b.invalid(format!(
+            "latents {} have {channels} channels; latent_channels is {}",
+            b.shape(latents),
+            config.latent_channels
+        )));
+    }
+    let layers = Layers { config, precision };
+    let mut x = b.convert(latents, precision.activations)?;
+    x = b.transpose(x, &[0, 2, 3, 1])?;
+    if config.use_post_quant_conv {
+        x = layers.conv(&b.scope("post_quant_conv"), x, config.latent_channels, 1)?;
+    }
+
+    let b = b.scope("decoder");
+    let widths = &config.block_out_channels;
+    x = layers.conv(&b.scope("conv_in"), x, widths[widths.len() - 1], 3)?;
+    x = constrain_image(&b, x)?;
+    x = layers.middle(&b.scope("mid_block"), x)?;
+    for (index, &channels) in widths.iter().rev().enumerate() {
+        let b = b.scope("up_blocks").scope(index);
+        x = layers.resnets(&b, x, channels, config.layers_per_block + 1)?;
+        if index + 1 < widths.len() {
+            x = upsample_2x(&b.scope("upsamplers").scope(0), x, precision)?;
+        }
+    }
+    let x = layers.last(&b, x, config.out_channels)?;
+    b.transpose(x, &[0, 3, 1, 2])
+}
+
+/// The distribution of unscaled latents of pictures `[B, in_channels, height, width]` with values in [-1, 1], in
+/// `precision.activations`.
+///
+/// Weights are declared under `root/` with diffusers' keys.
+///
+/// # Errors
+/// When the configuration contradicts itself, or the pictures have other channels or sides that are not multiples of
+/// the configuration's spatial multiple.
+pub fn encode(
+    b: &Builder,
+    root: &str,
+    config: &AutoencoderKlConfig,
+    images: Tensor,
+    precision: Precision,
+) -> Result<LatentDistribution> {
+    let b = b.root(root);
+    config.check().map_err(|e| b.invalid(e.to_string()))?;
+    let [_, channels, height, width] = dims(&b, "images", images)?;
+    if channels != config.in_channels {
+        return Err(b.invalid(format!(
+            "images {} have {channels} channels; in_channels is {}",
+            b.shape(images),
+            config.in_channels
+        )));
+    }
+    let multiple = config.spatial_multiple();
+    if !height.is_multiple_of(multiple) || !width.is_multiple_of(multiple) {
+        return Err(b.invalid(format!(
+            "image height {height} and width {width} must be multiples of {multiple}: {} blocks halve them",
+            config.levels() - 1
+        )));
+    }
+    let layers = Layers { config, precision };
+    let x = b.convert(images, precision.activations)?;
+    let x = b.transpose(x, &[0, 2, 3, 1])?;
+    let moments = 2 * config.latent_channels;
+    let mut x = {
+        let b = b.scope("encoder");
+        let widths = &config.block_out_channels;
+        let mut x = layers.conv(&b.scope("conv_in"), x, widths[0], 3)?;
+        x = constrain_image(&b, x)?;
+        for (index, &channels) in widths.iter().enumerate() {
+            let b = b.scope("down_blocks").scope(index);
+            x = layers.resnets(&b, x, channels, config.layers_per_block)?;
+            if index + 1 < widths.len() {
+                x = downsample_2x(&b.scope("downsamplers").scope(0), x, 0, precision)?;
+            }
+        }
+        x = layers.middle(&b.scope("mid_block"), x)?;
+        layers.last(&b, x, moments)?
+    };
+    if config.use_quant_conv {
+        x = layers.conv(&b.scope("quant_conv"), x, moments, 1)?;
+    }
+    let x = b.transpose(x, &[0, 3, 1, 2])?;
+    let parts = b.split(x, 1, 2)?;
+    let [lowest, highest] = LOGVAR;
+    let lowest = b.scalar(precision.activations, lowest)?;
+    let highest = b.scalar(precision.activations, highest)?;
+    let logvar = b.max(parts[1], lowest)?;
+    Ok(LatentDistribution {
+        mean: parts[0],
+        logvar: b.min(logvar, highest)?,
+    })
+}
+
+/// What the layers of one pass use.
+struct Layers<'a> {
+    config: &'a AutoencoderKlConfig,
+    precision: Precision,
+}
+
+impl Layers<'_> {
+    fn conv(&self, b: &Builder, x: Tensor, channels: usize, kernel: usize) -> Result<Tensor> {
+        conv2d(b, x, Conv2d::same(channels, kernel), self.precision)
+    }
+
+    fn norm(&self, b: &Builder, x: Tensor) -> Result<Tensor> {
+        group_norm(b, x, self.config.norm_num_groups, EPSILON, self.precision)
+    }
+
+    /// The resnets of a block.
+    fn resnets(&self, b: &Builder, mut x: Tensor, channels: usize, count: usize) -> Result<Tensor> {
+        for layer in 0..count {
+            x = self.resnet(&b.scope("resnets").scope(layer), x, channels)?;
+        }
+        Ok(x)
+    }
+
+    /// `ResnetBlock2D` without a time embedding.
+    fn resnet(&self, b: &Builder, input: Tensor, channels: usize) -> Result<Tensor> {
+        let [_, _, _, in_channels] = dims(b, "resnet", input)?;
+        let mut x = input;
+        for (norm, conv) in [("norm1", "conv1"), ("norm2", "conv2")] {
+            x = self.norm(&b.scope(norm), x)?;
+            x = self.config.act_fn.apply(b, x)?;
+            x = self.conv(&b.scope(conv), x, channels, 3)?;
+            x = constrain_image(b, x)?;
+        }
+        let shortcut = if in_channels == channels {
+            input
+        } else {
+            self.conv(&b.scope("conv_shortcut"), input, channels, 1)?
+        };
+        b.add(shortcut, x)
+    }
+
+    /// `UNetMidBlock2D`: two resnets, and between them attention.
+    fn middle(&self, b: &Builder, x: Tensor) -> Result<Tensor> {
+        let [_, _, _, channels] = dims(b, "mid_block", x)?;
+        let mut x = self.resnet(&b.scope("resnets").scope(0), x, channels)?;
+        if self.config.mid_block_add_attention {
+            x = self.attend(&b.scope("attentions").scope(0), x)?;
+        }
+        self.resnet(&b.scope("resnets").scope(1), x, channels)
+    }
+
+    /// Attention of all pixels to all, with one head, added to the input.
+    fn attend(&self, b: &Builder, input: Tensor) -> Result<Tensor> {
+        let image: [usize; 4] = dims(b, "attention", input)?;
+        let [batch, height, width, channels] = image;
+        let x = self.norm(&b.scope("group_norm"), input)?;
+        let x = b.reshape(x, &[batch, height * width, channels])?;
+        let project = |name: &str| {
+            let layer = Linear::new(channels, "embed", "heads");
+            let y = linear(&b.scope(name), x, layer, self.precision)?;
+            constrain_tokens(b, y)
+        };
+        let qkv = [project("to_q")?, project("to_k")?, project("to_v")?];
+        let attributes = Attention {
+            heads: 1,
+            causal: false,
+        };
+        let y = attention(b, qkv, attributes, self.precision)?;
+        let y = constrain_tokens(b, y)?;
+        let layer = Linear::new(channels, "heads", "embed");
+        let y = linear(&b.scope("to_out").scope(0), y, layer, self.precision)?;
+        let y = b.reshape(y, &image)?;
+        let y = b.add(y, input)?;
+        constrain_image(b, y)
+    }
+
+    /// The layers that both ways end with.
+    fn last(&self, b: &Builder, x: Tensor, channels: usize) -> Result<Tensor> {
+        let x = self.norm(&b.scope("conv_norm_out"), x)?;
+        let x = silu(b, x)?;
+        self.conv(&b.scope("conv_out"), x, channels, 3)
+    }
+}
+
+/// Why decoded pictures cannot be shown.
+#[derive(Debug, thiserror::Error)]
+pub enum DecodedError {
+    #[error(
+        "{found} of {count} decoded values are infinite or not a number; decode in float32, or if these values are from \
+         float32, look for the first step whose latents are not finite"
+    )]
+    NotFinite { found: usize, count: usize },
+    #[error(transparent)]
+    Unreadable(#[from] HostTensorError),
+}
+
+/// Refuses decoded pictures that hold infinities or NaN, which a conversion to bytes would turn black.
+///
+/// In `f16` SDXL's first VAE makes them of good latents: its activations exceed 65504.
+///
+/// # Errors
+/// When there are any, with their number; or when the type has no conversion on the host.
+pub fn check_finite(images: &HostTensor) -> std::result::Result<(), DecodedError> {
+    let values = images.to_f32_vec()?;
+    match values.iter().filter(|v| !v.is_finite()).count() {
+        0 => Ok(()),
+        found => Err(DecodedError::NotFinite {
+            found,
+            count: values.len(),
+        }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::dtype::DType;
+    use crate::nn::tests::input;
+
+    #[test]
+    fn inputs_that_do_not_fit_are_named() {
+        let config = AutoencoderKlConfig {
+            down_block_types: vec![DownBlockType::DownEncoderBlock2D; 2],
+            up_block_types: vec![UpBlockType::UpDecoderBlock2D; 2],
+            block_out_channels: vec![32, 64],
+            ..AutoencoderKlConfig::default()
+        };
+        let b = Builder::new();
+        let latents = input(&b, "latents", &[1, 16, 8, 8]);
+        let error = decode(&b, ROOT, &config, latents, Precision::F32).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "vae/: latents f32[1,16,8,8] have 16 channels; latent_channels is 4"
+        );
+        let images = input(&b, "images", &[1, 3, 8, 9]);
+        let error = encode(&b, ROOT, &config, images, Precision::F32).unwrap_err();
+        assert!(
+            error.to_string().contains("must be multiples of 2"),
+            "{error}"
+        );
+        let images = input(&b, "grey", &[1, 1, 8, 8]);
+        let error = encode(&b, ROOT, &config, images, Precision::F32).unwrap_err();
+        assert!(error.to_string().contains("in_channels is 3"), "{error}");
+    }
+
+    #[test]
+    fn pictures_that_are_not_finite_are_refused() {
+        let mut values = vec![0.5; 12];
+        let picture = |values: &[f32]| HostTensor::from_f32([1, 3, 2, 2], values).unwrap();
+        assert!(check_finite(&picture(&values)).is_ok());
+        values[3] = f32::NAN;
+        values[7] = f32::NEG_INFINITY;
+        let error = check_finite(&picture(&values)).unwrap_err().to_string();
+        assert!(error.starts_with("2 of 12 decoded values"), "{error}");
+        // 7e4 is finite in f32 and not in f16.
+        let large = HostTensor::from_f32([1], &[7e4]).unwrap();
+        assert!(check_finite(&large).is_ok());
+        assert!(check_finite(&large.convert(DType::F16).unwrap()).is_err());
+    }
+}
