@@ -1,6 +1,5 @@
 //! `generate`.
 
-use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Instant;
@@ -8,27 +7,24 @@ use std::time::Instant;
 use clap::Args;
 use image::RgbImage;
 use indicatif::{ProgressBar, ProgressStyle};
-use serde_json::{Value, json};
+use serde_json::json;
 
-use crate::config::{Config, Verb};
-use crate::data::Tokenizer;
+use crate::config::{Config, Loaded, Verb};
 use crate::data::shapes::ReadScore;
-use crate::models::unet::ROOT as UNET;
+use crate::dtype::DType;
+use crate::host_tensor::HostTensor;
 use crate::pipelines::image_file::{
     GenerationSettings, labelled_grid, prepare_output_dir, visible_scale, write_numbered,
 };
+use crate::pipelines::images::{DrawOptions, Failure, Made, Pipeline, Traced, WeightSource};
+use crate::pipelines::model::DiffusionModel;
 use crate::pipelines::text_to_image::DenoiseOptions;
 use crate::runtime::{Array, Session, Slot};
-use crate::train::checkpoint::SavedCheckpoint;
-use crate::train::run::EMA_SUFFIX;
-use crate::weights::{Checkpoint, match_parameters};
+use crate::weights::Checkpoint;
 
-use super::images::{DrawOptions, Failure, Made, Pipeline, Prompted, Traced, WeightSource};
-use super::train::{TEXT_ENCODER_FILE, UNET_FILE};
+use super::model::{Drawn, Files, Source};
+use super::prompts::{self, Prompted};
 use super::{CliError, RecipeArgs, print, recipe};
-
-/// The key of the noise schedule.
-const SCHEDULER: &str = "diffusion_scheduler_config";
 
 /// `generate ...`
 #[derive(Debug, Args)]
@@ -48,10 +44,10 @@ const MAX_BATCH: usize = 8;
 /// # Errors
 /// When the configuration is wrong, there are no weights, or a program fails.
 pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
-    let config = args.recipe.load(Verb::Generate)?;
+    let Loaded { config, given, .. } = args.recipe.load_given(Verb::Generate)?;
     let out = config.run_dir().join("images");
     prepare_output_dir(&out).map_err(CliError::failed)?;
-    let source = Source::find(&config)?;
+    let source = Source::find(&config, &args.recipe.config)?;
     if config.held_out_prompts > 0
         && args
             .recipe
@@ -64,38 +60,26 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
                 .to_string(),
         ));
     }
-    let tokenizer_file = match config.tokenizer_model_name_or_path.as_str() {
-        // Checkpoints made here have it beside the models, folders in diffusers' layout in one of its own.
-        "" if source.dir.join("tokenizer").is_dir() => source.dir.join("tokenizer/tokenizer.json"),
-        "" => source.dir.join("tokenizer.json"),
-        given if Path::new(given).is_dir() => Path::new(given).join("tokenizer.json"),
-        given => PathBuf::from(given),
-    };
-    // The text encoder's length bounds the tokens, and the tokenizer's size its vocabulary.
-    let probe = Tokenizer::from_file(&tokenizer_file, usize::MAX >> 1).map_err(CliError::failed)?;
-    let model = recipe::model(&config, Some(&probe))?;
-    if model.text_encoders.is_empty() {
-        return Err(CliError::Usage(
-            "this recipe has no text encoder of its own: give text_encoder_config (loading the encoders of Stable \
-             Diffusion checkpoints is not here yet)"
-                .to_string(),
-        ));
-    }
-    recipe::check_pixels(&config, &model)?;
-    recipe::sampling_plan(&config, &model.scheduler)?;
-    let tokenizer =
-        Tokenizer::from_file(&tokenizer_file, model.tokens).map_err(CliError::failed)?;
+    let Drawn {
+        model,
+        tokenizers,
+        zero_empty_prompts,
+    } = source.drawn(&config, &given)?;
+    let plan = recipe::sampling_plan(&config, &model.scheduler)?;
+    let prompts = prompted(&config)?;
+    let pictures = prompts::pictures(&tokenizers, &prompts, prompts::syntax(&config))
+        .map_err(CliError::usage)?;
+    let latents = latents(&config, &model)?;
 
     let start = Instant::now();
     let opened = recipe::open_session(&config)?;
     super::progress(&format!("devices: {}", opened.chosen));
     let session = opened.session;
-    let prompts = prompted(&config)?;
     let devices = session.devices().len();
     let batch = prompts.len().min(MAX_BATCH).next_multiple_of(devices);
     let options = DenoiseOptions {
         batch,
-        tokens: model.tokens,
+        tokens: model.tokens * prompts::chunks(&pictures),
         guidance: config.do_classifier_free_guidance,
         quantization: recipe::policy(&config, 0)?,
     };
@@ -118,7 +102,6 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
     .map_err(CliError::failed)?;
     let compiled = start.elapsed().as_secs_f64();
 
-    let plan = recipe::sampling_plan(&config, &model.scheduler)?;
     let steps = plan.steps.len();
     let bar = match tracing::enabled!(tracing::Level::INFO) {
         true => ProgressBar::new((prompts.len().div_ceil(batch) * steps) as u64),
@@ -127,17 +110,32 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
     if let Ok(style) = ProgressStyle::with_template("{bar:30} step {pos}/{len}, {eta} left") {
         bar.set_style(style);
     }
-    let Made { images, phases } = pipeline
+    let draw = DrawOptions {
+        plan: &plan,
+        guidance_scale: config.guidance_scale as f32,
+        guidance_rescale: config.guidance_rescale as f32,
+        zero_empty_prompts,
+        latents: latents.as_ref(),
+    };
+    let Made { images, phases, .. } = pipeline
         .run(
             &session,
             &WeightSource::Files(&|slot| read_weight(&session, &files, slot)),
-            std::slice::from_ref(&tokenizer),
-            &prompts,
-            &DrawOptions::new(&config, &plan),
+            &pictures,
+            &draw,
             &mut |done, step| bar.set_position((done / batch * steps + step) as u64),
         )
         .map_err(CliError::Failed)?;
     bar.finish_and_clear();
+    super::progress(&format!(
+        "seconds: {opened:.1} to open, {compiled:.1} to compile, {:.1} to load weights, {:.1} to encode, {:.1} to denoise \
+         ({:.2} a step), {:.1} to decode",
+        phases.load,
+        phases.encode,
+        phases.denoise,
+        phases.denoise / (steps * prompts.len().div_ceil(batch)).max(1) as f64,
+        phases.decode,
+    ));
     let score = match config.held_out_prompts {
         0 => None,
         _ => {
@@ -152,7 +150,7 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
                 "path": path, "prompt": p.prompt, "seed": p.seed,
             })).collect::<Vec<_>>(),
             "grid": written.grid,
-            "weights": source.dir,
+            "weights": source.path(),
             "score": score,
             "seconds": {
                 "open": opened,
@@ -162,7 +160,9 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
                 "denoise": phases.denoise,
                 "decode": phases.decode,
             },
+            "steps": steps,
             "programs": pipeline.timings().programs,
+            "peak_host_bytes": peak_host_bytes(),
         });
         print(&report.to_string())?;
     } else {
@@ -215,122 +215,35 @@ fn prompted(config: &Config) -> Result<Vec<Prompted>, CliError> {
         .collect())
 }
 
-/// Where weights come from: a checkpoint of the run, or a folder in diffusers' layout.
-struct Source {
-    dir: PathBuf,
-    /// Added to a model's folder name: the moving average, where the checkpoint has one.
-    suffix: &'static str,
+/// The noise that the configuration gives to start from.
+fn latents(config: &Config, model: &DiffusionModel) -> Result<Option<HostTensor>, CliError> {
+    if config.latents.is_empty() {
+        return Ok(None);
+    }
+    let file = Checkpoint::open(Path::new(&config.latents)).map_err(CliError::failed)?;
+    let latents = file
+        .read_as("latents", DType::F32)
+        .map_err(CliError::failed)?;
+    let expected = &model.sample_dims(1)[1..];
+    if latents.shape.rank() != 4 || latents.shape.dims[1..] != *expected {
+        return Err(CliError::Usage(format!(
+            "latents={}: its tensor latents is {}; expected [pictures, {}, {}, {}]",
+            config.latents, latents.shape, expected[0], expected[1], expected[2]
+        )));
+    }
+    Ok(Some(latents))
 }
 
-impl Source {
-    fn find(config: &Config) -> Result<Source, CliError> {
-        if let Some(saved) = recipe::newest_checkpoint(config)? {
-            check_trained(config, &saved)?;
-            let averaged = saved.dir().join(format!("{UNET}{EMA_SUFFIX}")).is_dir();
-            return Ok(Source {
-                dir: saved.dir().to_owned(),
-                suffix: if averaged { EMA_SUFFIX } else { "" },
-            });
-        }
-        let named = Path::new(&config.pretrained_model_name_or_path);
-        if !config.pretrained_model_name_or_path.is_empty() && named.join(UNET).is_dir() {
-            return Ok(Source {
-                dir: named.to_owned(),
-                suffix: "",
-            });
-        }
-        Err(CliError::Usage(format!(
-            "no weights: {} holds no checkpoint, and pretrained_model_name_or_path='{}' is no folder with {UNET}/ in it; \
-             train first, or name a folder in diffusers' layout",
-            config.checkpoint_folder().display(),
-            config.pretrained_model_name_or_path
-        )))
-    }
-
-    fn open(&self, root: &str) -> Result<Checkpoint, CliError> {
-        let file = if root == UNET {
-            UNET_FILE
-        } else {
-            TEXT_ENCODER_FILE
-        };
-        let folder = self.dir.join(format!("{root}{}", self.suffix));
-        let path = if folder.join(file).is_file() {
-            folder.join(file)
-        } else {
-            folder
-        };
-        Checkpoint::open(&path).map_err(CliError::failed)
-    }
-
-    /// Opens the files of every program's weights, by the root of their paths, and holds them against what the programs
-    /// declare.
-    fn open_all(&self, traced: &Traced) -> Result<HashMap<String, Checkpoint>, CliError> {
-        let mut files = HashMap::new();
-        for graph in traced.graphs() {
-            let expected: Vec<(String, Vec<usize>)> = graph
-                .weights()
-                .map(|(_, w)| (w.key().to_string(), w.shape.dims.clone()))
-                .collect();
-            let Some((_, first)) = graph.weights().next() else {
-                continue;
-            };
-            let (root, _) = first.name.split_once('/').unwrap_or(("", &first.name));
-            let checkpoint = self.open(root)?;
-            match_parameters(&expected, &checkpoint).map_err(CliError::failed)?;
-            files.insert(root.to_string(), checkpoint);
-        }
-        Ok(files)
-    }
-}
-
-/// Refuses what contradicts how the checkpoint was trained: the noise schedule and what the model predicts, and for
-/// held-out captions which those are.
-fn check_trained(config: &Config, saved: &SavedCheckpoint) -> Result<(), CliError> {
-    let trained = &saved.state().config;
-    let all = config.to_json();
-    let differ = |name: &str, then: &Value, now: &Value| {
-        Err(CliError::Usage(format!(
-            "{name}={now}, but {} was trained with {then}",
-            saved.dir().display()
-        )))
-    };
-    if let Some(then) = trained.get(SCHEDULER) {
-        for name in [
-            "prediction_type",
-            "num_train_timesteps",
-            "beta_schedule",
-            "beta_start",
-            "beta_end",
-            "rescale_zero_terminal_snr",
-        ] {
-            if then[name] != all[SCHEDULER][name] {
-                return differ(
-                    &format!("{SCHEDULER}.{name}"),
-                    &then[name],
-                    &all[SCHEDULER][name],
-                );
-            }
-        }
-    }
-    if config.held_out_prompts == 0 {
-        return Ok(());
-    }
-    // A smaller fraction holds out some of the same captions, a larger one others that were trained on.
-    let name = "validation_fraction";
-    match trained.get(name) {
-        Some(then) if then.as_f64().is_none_or(|f| f < config.validation_fraction) => {
-            differ(name, then, &all[name])
-        }
-        Some(_) | None => Ok(()),
-    }
+/// The most memory this process has had, in bytes, where the system tells.
+fn peak_host_bytes() -> Option<u64> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    let line = status.lines().find_map(|l| l.strip_prefix("VmHWM:"))?;
+    let kibibytes: u64 = line.trim().trim_end_matches(" kB").parse().ok()?;
+    Some(kibibytes * 1024)
 }
 
 /// Reads one weight and puts it on the devices.
-fn read_weight(
-    session: &Session,
-    files: &HashMap<String, Checkpoint>,
-    slot: &Slot,
-) -> Result<Array, Failure> {
+fn read_weight(session: &Session, files: &Files<'_>, slot: &Slot) -> Result<Array, Failure> {
     let (root, key) = slot.name.split_once('/').unwrap_or(("", &slot.name));
     let checkpoint = files
         .get(root)

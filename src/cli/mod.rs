@@ -7,11 +7,12 @@ mod config;
 pub mod data;
 mod doctor;
 mod generate;
-mod images;
 pub mod lower;
+mod model;
 mod module;
 mod plugin;
-pub mod recipe;
+pub mod prompts;
+mod recipe;
 mod train;
 
 use std::io::{IsTerminal, Write};

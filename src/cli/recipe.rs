@@ -2,6 +2,8 @@
 
 use std::path::Path;
 
+use serde_json::{Map, Value};
+
 use crate::config::{self, Config, Hardware};
 use crate::data::Tokenizer;
 use crate::dtype::DType;
@@ -25,8 +27,11 @@ use crate::train::step::{LossWeighting, StepOptions, Timesteps};
 
 use super::CliError;
 
+/// The key of the noise schedule.
+pub const SCHEDULER: &str = "diffusion_scheduler_config";
+
 /// Tokens of a prompt where no text encoder says otherwise: CLIP's.
-const CLIP_TOKENS: usize = 77;
+pub const CLIP_TOKENS: usize = 77;
 
 fn float(ty: config::FloatType) -> DType {
     match ty {
@@ -54,8 +59,49 @@ pub fn dot_precision(config: &Config) -> DotPrecision {
 
 /// The noise schedule by diffusers' names, from MaxDiffusion's.
 pub fn scheduler(config: &Config) -> Result<SchedulerConfig, CliError> {
+    SchedulerConfig::from_map(scheduler_fields(config)).map_err(CliError::usage)
+}
+
+/// The noise schedule of a model's own `scheduler_config.json`, changed by what `given`, the configuration's own words,
+/// says of it.
+pub fn scheduler_of(
+    config: &Config,
+    given: &Map<String, Value>,
+    own: Option<&Map<String, Value>>,
+) -> Result<SchedulerConfig, CliError> {
+    let Some(own) = own else {
+        return scheduler(config);
+    };
+    let mut fields = own.clone();
+    let long = given.get(SCHEDULER).and_then(Value::as_object);
+    let is_given = |short: &str, long_name: &str| {
+        let values = [
+            given.get(short),
+            long.and_then(|fields| fields.get(long_name)),
+        ];
+        values
+            .into_iter()
+            .flatten()
+            .any(|v| !v.is_null() && v != "")
+    };
+    for (name, value) in scheduler_fields(config) {
+        let (short, long_name) = match name.as_str() {
+            "_class_name" => ("scheduler", "_class_name"),
+            "rescale_betas_zero_snr" => ("", "rescale_zero_terminal_snr"),
+            "prediction_type" => ("prediction_type", "prediction_type"),
+            other => ("", other),
+        };
+        if is_given(short, long_name) {
+            fields.insert(name, value);
+        }
+    }
+    SchedulerConfig::from_map(fields).map_err(CliError::usage)
+}
+
+fn scheduler_fields(config: &Config) -> Map<String, Value> {
     let from = &config.diffusion_scheduler_config;
     let fields = serde_json::json!({
+        "_class_name": config.sampler().name(),
         "num_train_timesteps": from.num_train_timesteps,
         "beta_start": from.beta_start,
         "beta_end": from.beta_end,
@@ -66,10 +112,10 @@ pub fn scheduler(config: &Config) -> Result<SchedulerConfig, CliError> {
         "rescale_betas_zero_snr": from.rescale_zero_terminal_snr,
         "clip_sample": from.clip_sample,
     });
-    let serde_json::Value::Object(fields) = fields else {
-        return Err(CliError::Usage("no scheduler fields".to_string()));
-    };
-    SchedulerConfig::from_map(fields).map_err(CliError::usage)
+    match fields {
+        Value::Object(fields) => fields,
+        _ => Map::new(),
+    }
 }
 
 /// The coefficients of every step of the configured sampler.
@@ -134,6 +180,7 @@ pub fn model(config: &Config, tokenizer: Option<&Tokenizer>) -> Result<Diffusion
         scheduler: scheduler(config)?,
         sample_size: [side, side],
         image_size: [config.resolution as usize; 2],
+        decode_tile: None,
     })
 }
 
@@ -183,7 +230,7 @@ pub fn check_training(config: &Config, model: &DiffusionModel) -> Result<(), Cli
 
 /// Token ids beyond the embedding's rows would be read as its last row, and a wrong end token pools a wrong place: both
 /// train, and mean nothing.
-fn check_tokenizer(text: &ClipTextConfig, tokenizer: &Tokenizer) -> Result<(), CliError> {
+pub fn check_tokenizer(text: &ClipTextConfig, tokenizer: &Tokenizer) -> Result<(), CliError> {
     let tokens = tokenizer.vocabulary_size();
     if text.vocab_size < tokens {
         return Err(CliError::Usage(format!(

@@ -20,7 +20,9 @@ use crate::models::unet::ROOT as UNET;
 use crate::pipelines::image_file::{
     labelled_grid, prepare_output_dir, visible_scale, write_numbered,
 };
+use crate::pipelines::images::{DrawOptions, Pipeline, Traced, WeightSource};
 use crate::pipelines::model::{DiffusionModel, TEXT_ENCODER};
+use crate::pipelines::prompt::PromptSyntax;
 use crate::pipelines::text_to_image::DenoiseOptions;
 use crate::runtime::{Program, ProgramOptions, Session};
 use crate::shard::ShardPlan;
@@ -29,7 +31,7 @@ use crate::train::run::{self, EMA_SUFFIX, Outcome, RunOptions, Sinks, Trainer, T
 use crate::train::schedule::{Decay, LearningRate};
 use crate::train::step;
 
-use super::images::{DrawOptions, Pipeline, Prompted, Traced, WeightSource};
+use super::prompts::{self, Prompted};
 use super::{CliError, RecipeArgs, print, recipe};
 
 /// `train ...`
@@ -483,13 +485,21 @@ impl Samples<'_> {
             })
             .collect();
         let plan = recipe::sampling_plan(self.config, &self.model.scheduler)?;
+        // Captions are what the model was trained on: brackets are text.
+        let tokenizer = std::slice::from_ref(self.tokenizer);
+        let pictures = prompts::pictures(tokenizer, &prompted, PromptSyntax::Plain)?;
         let images = pipeline
             .run(
                 self.session,
                 &WeightSource::Devices(weights),
-                std::slice::from_ref(self.tokenizer),
-                &prompted,
-                &DrawOptions::new(self.config, &plan),
+                &pictures,
+                &DrawOptions {
+                    plan: &plan,
+                    guidance_scale: self.config.guidance_scale as f32,
+                    guidance_rescale: 0.0,
+                    zero_empty_prompts: false,
+                    latents: None,
+                },
                 &mut |_, _| {},
             )?
             .images;

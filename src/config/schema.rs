@@ -64,6 +64,8 @@ schema! {
         /// Folder of a model in diffusers' layout, or the name of a known model, whose
         /// architecture is built in: enough for `lower` and `compile`, which need no weights.
         pretrained_model_name_or_path: String = "stabilityai/stable-diffusion-xl-base-1.0".into(), Used, PROGRAM;
+        /// Family that the model of `pretrained_model_name_or_path` has to be of. Empty: any.
+        model_family: ModelFamily = ModelFamily::Any, Ours, GENERATE;
         /// UNet of one's own, by the names of diffusers' config.json: a dict, or the path of a
         /// JSON file (from a configuration file: relative to its folder). Empty: the model named
         /// by `pretrained_model_name_or_path`.
@@ -330,6 +332,11 @@ schema! {
         height: u64 = 0, Ours, DENOISE, in Between(0.0, 65536.0);
         /// Width of the images of a model of latents in pixels. 0: `resolution`.
         width: u64 = 0, Ours, DENOISE, in Between(0.0, 65536.0);
+        /// How prompts are read: weighted as in web interfaces, with brackets and in as many chunks as they need, or
+        /// plain as diffusers reads them.
+        prompt_syntax: PromptSyntax = PromptSyntax::Weighted, Ours, GENERATE;
+        /// Decode large images in overlapping tiles, which takes less memory.
+        vae_tiling: bool = false, Ours, GENERATE;
         /// Last layers of the text encoders that are left out.
         clip_skip: u64 = 0, Ours, GENERATE, in Between(0.0, 1000.0);
         /// File with the noise to start from, instead of that of the seeds: safetensors with a tensor `latents`

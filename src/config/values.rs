@@ -63,6 +63,28 @@ choices! {
 }
 
 choices! {
+    /// A family of published models.
+    pub enum ModelFamily {
+        #[default]
+        Any = "",
+        Sd1 = "sd1",
+        Sd2 = "sd2",
+        Sdxl = "sdxl",
+    }
+}
+
+choices! {
+    /// How prompts are read.
+    pub enum PromptSyntax {
+        /// `(word:1.2)`, `[word]`, `BREAK`, and as many chunks of 75 tokens as the prompt needs.
+        #[default]
+        Weighted = "weighted",
+        /// Brackets are text, and what does not fit into one chunk is dropped.
+        Plain = "plain",
+    }
+}
+
+choices! {
     /// An axis of the device mesh.
     pub enum MeshAxis {
         #[default]

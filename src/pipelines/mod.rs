@@ -1,9 +1,12 @@
 //! Prompt to image.
 
 pub mod image_file;
+pub mod images;
 pub mod model;
 pub mod noise;
 pub mod pixels;
+pub mod prompt;
+pub mod prompt_file;
 pub mod sampler;
 pub mod text_to_image;
 pub mod tiling;

@@ -9,6 +9,8 @@ use crate::nn::{Precision, Remat};
 use crate::schedulers::SchedulerConfig;
 use crate::shape::Shape;
 
+use super::tiling::{TilePlan, TilingError};
+
 type Result<T> = std::result::Result<T, GraphError>;
 
 /// The root of the first text encoder's parameter paths.
@@ -37,6 +39,8 @@ pub struct DiffusionModel {
     pub image_size: [usize; 2],
     /// Tokens that a text encoder takes at once.
     pub tokens: usize,
+    /// Side of the tiles, in latents, that the VAE decodes one at a time; `None` decodes a picture in one piece.
+    pub decode_tile: Option<usize>,
 }
 
 /// One of a model's text encoders.
@@ -133,9 +137,20 @@ impl DiffusionModel {
     }
 
     /// SDXL's time ids of a picture that was neither resized nor cropped: original size, top left corner, target size.
-    pub fn time_ids(&self) -> [f32; 6] {
+    pub fn time_ids(&self) -> Vec<f32> {
         let [height, width] = self.image_size.map(|side| side as f32);
-        [height, width, 0.0, 0.0, height, width]
+        vec![height, width, 0.0, 0.0, height, width]
+    }
+
+    /// The tiles of latents that the decoder is made for: one for the whole picture, if it decodes that in one piece.
+    ///
+    /// # Errors
+    /// When the picture has no pixels, or too many.
+    pub fn decoded_at_once(&self) -> std::result::Result<TilePlan, TilingError> {
+        let scale = self.vae.as_ref().map_or(1, |vae| vae.spatial_multiple());
+        let [rows, columns] = self.sample_size;
+        let tile = self.decode_tile.unwrap_or(rows.max(columns));
+        TilePlan::new(self.sample_size, tile, scale)
     }
 
     /// Declares `input_ids`: `s32[batch, tokens]`.

@@ -20,6 +20,7 @@ use crate::shard::PartitionSpec;
 use super::model::DiffusionModel;
 use super::noise::NoiseGenerator;
 use super::sampler::{Sampler, names as sampler_names, step_inputs};
+use super::tiling::{TilePlan, TilingError};
 
 /// Names of the programs' run-time inputs and results, beside the sampler's ([`super::sampler::names`]).
 pub mod names {
@@ -54,6 +55,8 @@ pub enum PipelineError {
     Runtime(#[from] RuntimeError),
     #[error(transparent)]
     HostTensor(#[from] HostTensorError),
+    #[error(transparent)]
+    Tiling(#[from] TilingError),
     #[error("{what}: expected {expected}, found {found}")]
     Shape {
         what: &'static str,
@@ -261,6 +264,11 @@ impl Encoder {
         &self.program
     }
 
+    /// Tokens of a sequence.
+    pub fn tokens(&self) -> usize {
+        self.tokens
+    }
+
     /// Encodes token ids: for each prompt as many sequences as every other, one after the other. The hidden states of
     /// a prompt's sequences stand one after the other; its pooled output is that of the first.
     ///
@@ -421,6 +429,11 @@ impl Denoiser {
         self.sample_dims[0]
     }
 
+    /// `[batch, channels, rows, columns]`
+    pub fn sample_dims(&self) -> [usize; 4] {
+        self.sample_dims
+    }
+
     /// Makes the samples of `request`: `f32[batch, channels, rows, columns]` in the model's own range.
     ///
     /// `after_step` is told the number of runs of the model that are done.
@@ -526,27 +539,27 @@ impl Denoiser {
     }
 }
 
-/// The compiled decoder for one picture.
+/// The compiled decoder.
 pub struct Decoder {
     program: StagedProgram,
-    latent_dims: [usize; 4],
+    tiles: TilePlan,
 }
 
 impl Decoder {
-    /// Compiles the decoder that [`trace_decode`] made for latents `latent_dims`, those of one picture.
+    /// Compiles the decoder that [`trace_decode`] made for one of `tiles`.
     ///
     /// # Errors
     /// When it does not compile.
     pub fn compile(
         session: &Session,
         graph: &Graph,
-        latent_dims: [usize; 4],
+        tiles: TilePlan,
         precision: DotPrecision,
     ) -> Result<Decoder, PipelineError> {
         let options = ProgramOptions { precision };
         Ok(Decoder {
             program: StagedProgram::compile(session, graph, "decode", &[], &options)?,
-            latent_dims,
+            tiles,
         })
     }
 
@@ -567,33 +580,30 @@ impl Decoder {
         latents: &HostTensor,
     ) -> Result<HostTensor, PipelineError> {
         let dims = &latents.shape.dims;
-        if dims[1..] != self.latent_dims[1..] {
-            return Err(PipelineError::Shape {
-                what: names::LATENTS,
-                expected: Shape::new(DType::F32, self.latent_dims),
-                found: latents.shape.clone(),
-            });
-        }
-        let each: usize = self.latent_dims.iter().product();
+        let each: usize = dims[1..].iter().product();
         let mut pictures = Vec::new();
-        let mut sizes = vec![0; 4];
-        for values in latents.to_f32_vec()?.chunks(each) {
-            let one = HostTensor::from_f32(self.latent_dims, values)?;
-            let one = put(session, &self.program, names::LATENTS, &one)?;
-            let results = self.program.step().call(
-                &|name| match name {
-                    names::LATENTS => Some(&one),
-                    _ => weights.get(name),
-                },
-                Vec::new(),
-            )?;
-            for picture in &results {
-                let picture = picture.to_host(session.mesh())?;
-                sizes.clone_from(&picture.shape.dims);
-                pictures.extend(picture.data);
+        let mut sizes = dims.clone();
+        for values in latents.to_f32_vec()?.chunks(each.max(1)) {
+            let one = [[1].as_slice(), &dims[1..]].concat();
+            let one = HostTensor::from_f32(one, values)?;
+            let mut decoded = Vec::new();
+            for tile in self.tiles.cut(&one)? {
+                let tile = put(session, &self.program, names::LATENTS, &tile)?;
+                let results = self.program.step().call(
+                    &|name| match name {
+                        names::LATENTS => Some(&tile),
+                        _ => weights.get(name),
+                    },
+                    Vec::new(),
+                )?;
+                for picture in &results {
+                    decoded.push(picture.to_host(session.mesh())?);
+                }
             }
+            let picture = self.tiles.blend(&decoded)?;
+            sizes[1..].copy_from_slice(&picture.shape.dims[1..]);
+            pictures.extend(picture.data);
         }
-        sizes[0] = dims[0];
         Ok(HostTensor::new(Shape::new(DType::F32, sizes), pictures)?)
     }
 }

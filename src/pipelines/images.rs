@@ -1,39 +1,57 @@
-//! Prompts to pictures, for `generate` and for the sample images of `train`.
+//! Prompts to pictures: the programs of one model, run one after the other.
 
 use std::time::Instant;
 
 use image::RgbImage;
 
-use crate::config::Config;
-use crate::data::Tokenizer;
 use crate::emit::DotPrecision;
 use crate::graph::Graph;
 use crate::host_tensor::HostTensor;
 use crate::models::vae;
-use crate::pipelines::model::DiffusionModel;
-use crate::pipelines::pixels::{RGB, to_pixels};
-use crate::pipelines::text_to_image::{
-    Conditioning, Decoder, DenoiseOptions, Denoiser, Encoder, PipelineError, Request, WeightLookup,
-    trace_decode, trace_denoise, trace_encode,
-};
 use crate::quant::Decision;
 use crate::runtime::{Array, Prepared, Session, Slot, StagedProgram, StagedTimings, Value};
 use crate::schedulers::SamplingPlan;
 
+use super::model::DiffusionModel;
+use super::pixels::{RGB, to_pixels};
+use super::prompt::{PromptTokens, apply_weights};
+use super::text_to_image::{
+    Conditioning, Decoder, DenoiseOptions, Denoiser, Encoder, PipelineError, Request, trace_decode,
+    trace_denoise, trace_encode,
+};
+
+/// Why pictures could not be made; the sources of weights have errors of their own.
+pub type Failure = Box<dyn std::error::Error + Send + Sync>;
+
 /// One picture to make.
 #[derive(Clone, Debug)]
-pub struct Prompted {
-    pub prompt: String,
-    pub negative_prompt: String,
+pub struct Picture {
+    /// The prompt as each text encoder takes it. All pictures' prompts and negative prompts have as many chunks.
+    pub prompt: Vec<PromptTokens>,
+    /// The negative prompt likewise; not read without guidance.
+    pub negative: Vec<PromptTokens>,
+    /// Whether the negative prompt is no text at all.
+    pub negative_is_empty: bool,
     pub seed: u64,
 }
 
-pub type Failure = Box<dyn std::error::Error + Send + Sync>;
+/// How pictures are made; nothing of it compiles anything.
+#[derive(Clone, Debug)]
+pub struct DrawOptions<'a> {
+    pub plan: &'a SamplingPlan,
+    pub guidance_scale: f32,
+    pub guidance_rescale: f32,
+    /// Whether an empty negative prompt is zeros instead of the encoding of an empty text
+    /// (`force_zeros_for_empty_prompt` of SDXL's `model_index.json`).
+    pub zero_empty_prompts: bool,
+    /// Unit normal noise to start from, `f32[pictures, channels, rows, columns]`, in place of the seeds'.
+    pub latents: Option<&'a HostTensor>,
+}
 
 /// Where weights are when a program needs them.
 pub enum WeightSource<'a> {
     /// On the devices already.
-    Devices(WeightLookup<'a>),
+    Devices(&'a dyn Fn(&str) -> Option<&'a Array>),
     /// In files: each is read when its program is prepared, and put on the devices.
     Files(&'a dyn Fn(&Slot) -> Result<Array, Failure>),
 }
@@ -56,6 +74,7 @@ impl<'a> WeightSource<'a> {
 /// Seconds of each phase of making pictures.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Phases {
+    /// Reading weights and preparing them.
     pub load: f64,
     pub encode: f64,
     pub denoise: f64,
@@ -82,13 +101,17 @@ impl Traced {
             .map(|which| trace_encode(model, which, options.rows()))
             .collect::<Result<Vec<_>, _>>()?;
         let (denoise, decisions) = trace_denoise(model, &options)?;
+        let decode = match &model.vae {
+            Some(_) => {
+                let [rows, columns] = model.decoded_at_once()?.tile();
+                Some(trace_decode(model, [rows, columns])?)
+            }
+            None => None,
+        };
         Ok(Traced {
             encoders,
             denoise,
-            decode: match model.vae {
-                Some(_) => Some(trace_decode(model, model.sample_size)?),
-                None => None,
-            },
+            decode,
             decisions,
             options,
         })
@@ -109,18 +132,22 @@ pub struct Pipeline {
     denoiser: Denoiser,
     decoder: Option<Decoder>,
     guidance: bool,
-    time_ids: [f32; 6],
+    time_ids: Vec<f32>,
     pixel_unshuffle: usize,
 }
 
-/// Pictures and the seconds they took.
+/// What a call made, and the seconds it took.
 pub struct Made {
+    /// The UNet's last samples, `f32[batch, channels, rows, columns]` for each batch; those that fill the last batch up
+    /// are among them.
+    pub samples: Vec<HostTensor>,
     pub images: Vec<RgbImage>,
     pub phases: Phases,
 }
 
 impl Pipeline {
-    /// Compiles every program that was traced of `model`.
+    /// Compiles every program that was traced of `model`. Samples of a model without a VAE are pictures of
+    /// `pixel_unshuffle x pixel_unshuffle` pixels in each place.
     ///
     /// # Errors
     /// When a program does not compile.
@@ -144,8 +171,8 @@ impl Pipeline {
             denoiser: Denoiser::compile(session, &traced.denoise, dims, precision)?,
             decoder: match &traced.decode {
                 Some(graph) => {
-                    let dims = model.sample_dims(1);
-                    Some(Decoder::compile(session, graph, dims, precision)?)
+                    let tiles = model.decoded_at_once()?;
+                    Some(Decoder::compile(session, graph, tiles, precision)?)
                 }
                 None => None,
             },
@@ -168,51 +195,45 @@ impl Pipeline {
         all
     }
 
-    /// Makes a picture for each of `prompts`, in batches of the pipeline's size. The weights of each program are let go
-    /// before those of the next are read. `progress` is told the picture and the model's run that are done.
+    /// Makes `pictures`, in batches of the pipeline's size. The weights of each program are let go before those of the
+    /// next are read. `progress` is told the pictures and the runs of the model that are done.
     ///
     /// # Errors
-    /// When a prompt cannot be encoded, weights cannot be read, or a program fails.
+    /// When weights cannot be read, a program fails, or what it makes is not finite.
     pub fn run(
         &self,
         session: &Session,
         source: &WeightSource<'_>,
-        tokenizers: &[Tokenizer],
-        prompts: &[Prompted],
+        pictures: &[Picture],
         options: &DrawOptions<'_>,
         progress: &mut dyn FnMut(usize, usize),
     ) -> Result<Made, Failure> {
         let mut phases = Phases::default();
-        let mut timed = |phase: fn(&mut Phases) -> &mut f64, start: Instant| {
-            *phase(&mut phases) += start.elapsed().as_secs_f64();
-        };
-        let batch = self.denoiser.batch();
-        // A last, smaller batch is filled up with its first prompt; those pictures are dropped.
-        let batches: Vec<Vec<&Prompted>> = prompts
-            .chunks(batch)
+        let size = self.denoiser.batch();
+        // A last, smaller batch is filled up with its first picture; those pictures are dropped.
+        let batches: Vec<Vec<&Picture>> = pictures
+            .chunks(size)
             .map(|chunk| {
-                (0..batch)
-                    .map(|row| chunk.get(row).unwrap_or(&chunk[0]))
-                    .collect()
+                let filled = |row| chunk.get(row).unwrap_or(&chunk[0]);
+                (0..size).map(filled).collect()
             })
             .collect();
 
         let mut parts: Vec<Vec<Conditioning>> = vec![Vec::new(); batches.len()];
-        for (encoder, tokenizer) in self.encoders.iter().zip(tokenizers) {
+        for (which, encoder) in self.encoders.iter().enumerate() {
             let start = Instant::now();
             let prepared = source.prepare(encoder.program())?;
-            timed(|p| &mut p.load, start);
+            phases.load += start.elapsed().as_secs_f64();
             let start = Instant::now();
             for (batch, parts) in batches.iter().zip(&mut parts) {
-                let ids = self.token_ids(tokenizer, batch)?;
-                parts.push(encoder.run(session, &prepared, &ids)?);
+                parts.push(self.encode(session, encoder, &prepared, which, batch)?);
             }
-            timed(|p| &mut p.encode, start);
+            phases.encode += start.elapsed().as_secs_f64();
         }
 
         let start = Instant::now();
         let prepared = source.prepare(self.denoiser.program())?;
-        timed(|p| &mut p.load, start);
+        phases.load += start.elapsed().as_secs_f64();
         let start = Instant::now();
         let mut samples = Vec::with_capacity(batches.len());
         for (index, (batch, parts)) in batches.iter().zip(parts).enumerate() {
@@ -220,35 +241,36 @@ impl Pipeline {
                 return Err("the model has no text encoder".into());
             };
             if self.guidance && options.zero_empty_prompts {
-                let empty = batch
-                    .iter()
-                    .enumerate()
-                    .filter(|(_, p)| p.negative_prompt.is_empty());
+                let rows = batch.iter().enumerate();
+                let empty = rows.filter(|(_, p)| p.negative_is_empty);
                 conditioning.zero(empty.map(|(row, _)| 2 * row))?;
             }
+            let done = index * size;
+            let latents = match options.latents {
+                Some(all) => Some(self.rows_of(all, done, batch.len())?),
+                None => None,
+            };
             let seeds: Vec<u64> = batch.iter().map(|p| p.seed).collect();
             let rows = conditioning.hidden.shape.dims[0];
             let request = Request {
                 conditioning: &conditioning,
                 time_ids: &self.time_ids.repeat(rows),
                 seeds: &seeds,
-                latents: None,
+                latents: latents.as_ref(),
                 guidance_scale: options.guidance_scale,
                 guidance_rescale: options.guidance_rescale,
                 plan: options.plan,
             };
-            let done = index * self.denoiser.batch();
-            samples.push(
-                self.denoiser
-                    .run(session, &prepared, &request, &mut |step| {
-                        progress(done, step)
-                    })?,
-            );
+            let mut after_step = |step| progress(done, step);
+            let sample = self
+                .denoiser
+                .run(session, &prepared, &request, &mut after_step)?;
+            samples.push(sample);
         }
-        timed(|p| &mut p.denoise, start);
+        phases.denoise += start.elapsed().as_secs_f64();
         drop(prepared);
 
-        let mut images = Vec::with_capacity(prompts.len());
+        let mut images = Vec::with_capacity(pictures.len());
         match &self.decoder {
             None => {
                 for sample in &samples {
@@ -258,61 +280,70 @@ impl Pipeline {
             Some(decoder) => {
                 let start = Instant::now();
                 let prepared = source.prepare(decoder.program())?;
-                timed(|p| &mut p.load, start);
+                phases.load += start.elapsed().as_secs_f64();
                 let start = Instant::now();
                 for sample in &samples {
+                    check_samples(sample)?;
                     let decoded = decoder.run(session, &prepared, sample)?;
                     vae::check_finite(&decoded)?;
                     images.extend(decoded_to_images(&decoded)?);
                 }
-                timed(|p| &mut p.decode, start);
+                phases.decode += start.elapsed().as_secs_f64();
             }
         }
-        images.truncate(prompts.len());
-        Ok(Made { images, phases })
+        images.truncate(pictures.len());
+        Ok(Made {
+            samples,
+            images,
+            phases,
+        })
     }
 
-    /// The token ids of a batch: with guidance, the negative prompt's before each prompt's.
-    fn token_ids(&self, tokenizer: &Tokenizer, batch: &[&Prompted]) -> Result<Vec<i32>, Failure> {
-        let mut ids = Vec::new();
-        let mut encode = |text: &str| -> Result<(), Failure> {
-            let encoded = tokenizer.encode(text)?;
-            for warning in encoded.warnings() {
-                super::tell(&format!("warning: '{text}': {warning}"));
+    /// Encodes the prompts of a batch by text encoder `which`; with guidance, the negative prompt before each prompt.
+    fn encode(
+        &self,
+        session: &Session,
+        encoder: &Encoder,
+        prepared: &Prepared<'_>,
+        which: usize,
+        batch: &[&Picture],
+    ) -> Result<Conditioning, Failure> {
+        let (mut ids, mut weights) = (Vec::new(), Vec::new());
+        for picture in batch {
+            let negative = self.guidance.then(|| picture.negative.get(which)).flatten();
+            for tokens in negative.into_iter().chain(picture.prompt.get(which)) {
+                ids.extend(tokens.ids());
+                weights.extend(tokens.weights());
             }
-            ids.extend(encoded.ids);
-            Ok(())
-        };
-        for prompted in batch {
-            if self.guidance {
-                encode(&prompted.negative_prompt)?;
-            }
-            encode(&prompted.prompt)?;
         }
-        Ok(ids)
+        let mut encoded = encoder.run(session, prepared, &ids)?;
+        if weights.iter().any(|weight| *weight != 1.0) {
+            let mut hidden = encoded.hidden.to_f32_vec()?;
+            apply_weights(&mut hidden, &weights, encoder.tokens())?;
+            encoded.hidden = HostTensor::from_f32(encoded.hidden.shape.dims, &hidden)?;
+        }
+        Ok(encoded)
     }
-}
 
-/// How a call makes its pictures; nothing of it compiles anything.
-#[derive(Clone, Debug)]
-pub struct DrawOptions<'a> {
-    pub plan: &'a SamplingPlan,
-    pub guidance_scale: f32,
-    pub guidance_rescale: f32,
-    /// Whether an empty negative prompt is zeros instead of the encoding of an empty text
-    /// (`force_zeros_for_empty_prompt` of SDXL's `model_index.json`).
-    pub zero_empty_prompts: bool,
-}
-
-impl<'a> DrawOptions<'a> {
-    /// What the configuration says.
-    pub fn new(config: &Config, plan: &'a SamplingPlan) -> DrawOptions<'a> {
-        DrawOptions {
-            plan,
-            guidance_scale: config.guidance_scale as f32,
-            guidance_rescale: config.guidance_rescale as f32,
-            zero_empty_prompts: false,
+    /// Rows `start..start + count` of given noise; rows that fill a batch up repeat its first.
+    fn rows_of(&self, all: &HostTensor, start: usize, count: usize) -> Result<HostTensor, Failure> {
+        let dims = self.denoiser.sample_dims();
+        let each: usize = dims[1..].iter().product();
+        let values = all.to_f32_vec()?;
+        let given = values.len() / each.max(1);
+        if all.shape.dims.get(1..) != Some(&dims[1..]) || start >= given {
+            return Err(format!(
+                "latents {}; expected one of {:?} for each picture",
+                all.shape,
+                &dims[1..]
+            )
+            .into());
         }
+        let rows: Vec<f32> = (start..start + count)
+            .map(|row| if row < given { row } else { start })
+            .flat_map(|row| values[row * each..(row + 1) * each].iter().copied())
+            .collect();
+        Ok(HostTensor::from_f32(dims, &rows)?)
     }
 }
 
@@ -344,6 +375,14 @@ fn decoded_to_images(decoded: &HostTensor) -> Result<Vec<RgbImage>, Failure> {
         .collect()
 }
 
+/// Refuses a sample that would make a picture of nothing.
+fn check_samples(sample: &HostTensor) -> Result<(), Failure> {
+    if sample.to_f32_vec()?.iter().any(|v| !v.is_finite()) {
+        return Err("the model's sample is not finite: no picture is made of it".into());
+    }
+    Ok(())
+}
+
 /// Pictures of samples in [-1, 1] of a model of pixels, `k x k` of them in each place.
 fn pixels_to_images(sample: &HostTensor, k: usize) -> Result<Vec<RgbImage>, Failure> {
     let dims = &sample.shape.dims;
@@ -354,10 +393,8 @@ fn pixels_to_images(sample: &HostTensor, k: usize) -> Result<Vec<RgbImage>, Fail
         )
         .into());
     }
+    check_samples(sample)?;
     let values = sample.to_f32_vec()?;
-    if values.iter().any(|v| !v.is_finite()) {
-        return Err("the model's sample is not finite".into());
-    }
     let side = dims[2] * k;
     (0..dims[0])
         .map(|n| {

@@ -1,0 +1,405 @@
+//! The model that `generate` draws with: a checkpoint of the run's own, or a model somebody published.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+use serde_json::{Map, Value};
+
+use crate::config::{self, Config};
+use crate::data::Tokenizer;
+use crate::models::clip::ClipTextConfig;
+use crate::models::unet::{ROOT as UNET, UNet2DConditionConfig};
+use crate::models::vae::{AutoencoderKlConfig, ROOT as VAE};
+use crate::nn::{Precision, Remat};
+use crate::pipelines::images::Traced;
+use crate::pipelines::model::{
+    DiffusionModel, HiddenState, TEXT_ENCODER, TEXT_ENCODER_2, TextEncoder,
+};
+use crate::train::checkpoint::SavedCheckpoint;
+use crate::train::run::EMA_SUFFIX;
+use crate::weights::source::{Family, ModelSource, Part};
+use crate::weights::{Checkpoint, match_parameters};
+
+use super::recipe::SCHEDULER;
+use super::train::{TEXT_ENCODER_FILE, UNET_FILE};
+use super::{CliError, recipe};
+
+/// Keys of the decoder's checkpoint that only encoding uses.
+const ENCODING: [&str; 2] = ["encoder.", "quant_conv."];
+
+/// Where weights come from.
+pub enum Source {
+    /// A checkpoint of the run.
+    Run {
+        dir: PathBuf,
+        /// Added to a model's folder name: the moving average, where the checkpoint has one.
+        suffix: &'static str,
+    },
+    Model(Box<ModelSource>),
+}
+
+/// A model to draw with.
+pub struct Drawn {
+    pub model: DiffusionModel,
+    /// One for each text encoder.
+    pub tokenizers: Vec<Tokenizer>,
+    /// Whether an empty negative prompt is zeros instead of the encoding of an empty text.
+    pub zero_empty_prompts: bool,
+}
+
+impl Source {
+    /// The newest checkpoint of the run, else the model that `pretrained_model_name_or_path` names.
+    ///
+    /// # Errors
+    /// When there is neither, or it cannot be opened or is of another family than the recipe.
+    pub fn find(config: &Config, recipe_file: &Path) -> Result<Source, CliError> {
+        if let Some(saved) = recipe::newest_checkpoint(config)? {
+            check_trained(config, &saved)?;
+            let averaged = saved.dir().join(format!("{UNET}{EMA_SUFFIX}")).is_dir();
+            return Ok(Source::Run {
+                dir: saved.dir().to_owned(),
+                suffix: if averaged { EMA_SUFFIX } else { "" },
+            });
+        }
+        let name = &config.pretrained_model_name_or_path;
+        let folder = Path::new(name);
+        // A model of pixels, as training here leaves it: nothing else has neither an index nor a VAE.
+        let of_pixels = folder.join(UNET).is_dir()
+            && !folder.join("model_index.json").exists()
+            && !folder.join(VAE).exists();
+        if !name.is_empty() && of_pixels {
+            return Ok(Source::Run {
+                dir: folder.to_owned(),
+                suffix: "",
+            });
+        }
+        if name.is_empty() || !Path::new(name).exists() {
+            return Err(CliError::Usage(format!(
+                "no weights: {} holds no checkpoint, and pretrained_model_name_or_path='{name}' is no file or folder \
+                 here; train first, or name a folder in diffusers' layout or a .safetensors file",
+                config.checkpoint_folder().display(),
+            )));
+        }
+        let source = ModelSource::open(Path::new(name)).map_err(CliError::failed)?;
+        if let Some(expected) = family(config.model_family) {
+            let file = recipe_file.file_name().unwrap_or(recipe_file.as_os_str());
+            source
+                .expect_family(expected, &file.to_string_lossy())
+                .map_err(CliError::usage)?;
+        }
+        for note in &source.notes {
+            super::tell(&format!("warning: {note}"));
+        }
+        for ignored in &source.ignored {
+            tracing::info!("not used: {ignored}");
+        }
+        Ok(Source::Model(Box::new(source)))
+    }
+
+    /// The path to tell people.
+    pub fn path(&self) -> &Path {
+        match self {
+            Source::Run { dir, .. } => dir,
+            Source::Model(source) => &source.path,
+        }
+    }
+
+    /// The model and its tokenizers. `given` is what the configuration says in so many words.
+    ///
+    /// # Errors
+    /// When a part is missing or not supported, or the configuration contradicts it.
+    pub fn drawn(&self, config: &Config, given: &Map<String, Value>) -> Result<Drawn, CliError> {
+        match self {
+            Source::Run { dir, .. } => {
+                let file = match config.tokenizer_model_name_or_path.as_str() {
+                    // Checkpoints made here have it beside the models, folders in diffusers' layout in one of its own.
+                    "" if dir.join("tokenizer").is_dir() => dir.join("tokenizer/tokenizer.json"),
+                    "" => dir.join("tokenizer.json"),
+                    given if Path::new(given).is_dir() => Path::new(given).join("tokenizer.json"),
+                    given => PathBuf::from(given),
+                };
+                // The text encoder's length bounds the tokens, and the tokenizer's size its vocabulary.
+                let probe =
+                    Tokenizer::from_file(&file, usize::MAX >> 1).map_err(CliError::failed)?;
+                let model = recipe::model(config, Some(&probe))?;
+                if model.text_encoders.is_empty() {
+                    return Err(CliError::Usage(
+                        "this recipe has no text encoder of its own: give text_encoder_config"
+                            .to_string(),
+                    ));
+                }
+                recipe::check_pixels(config, &model)?;
+                let tokenizer =
+                    Tokenizer::from_file(&file, model.tokens).map_err(CliError::failed)?;
+                Ok(Drawn {
+                    model,
+                    tokenizers: vec![tokenizer],
+                    zero_empty_prompts: false,
+                })
+            }
+            Source::Model(source) => published(config, given, source),
+        }
+    }
+
+    /// Opens the files of every program's weights, by the root of their paths, and holds them against what the programs
+    /// declare.
+    ///
+    /// # Errors
+    /// When a part is missing, or its tensors are not those of the program.
+    pub fn open_all(&self, traced: &Traced) -> Result<Files<'_>, CliError> {
+        let mut files = HashMap::new();
+        for graph in traced.graphs() {
+            let expected: Vec<(String, Vec<usize>)> = graph
+                .weights()
+                .map(|(_, w)| (w.key().to_string(), w.shape.dims.clone()))
+                .collect();
+            let Some((_, first)) = graph.weights().next() else {
+                continue;
+            };
+            let (root, _) = first.name.split_once('/').unwrap_or(("", &first.name));
+            let file = self.open(root)?;
+            if let Err(mut error) = match_parameters(&expected, file.checkpoint()) {
+                if root == VAE {
+                    error
+                        .extra
+                        .retain(|(name, _)| !ENCODING.iter().any(|part| name.starts_with(part)));
+                }
+                let same = error.missing.is_empty() && error.misshapen.is_empty();
+                if !same || !error.extra.is_empty() {
+                    return Err(CliError::failed(error));
+                }
+            }
+            files.insert(root.to_string(), file);
+        }
+        Ok(Files { files })
+    }
+
+    fn open(&self, root: &str) -> Result<File<'_>, CliError> {
+        match self {
+            Source::Run { dir, suffix } => {
+                let file = if root == UNET {
+                    UNET_FILE
+                } else {
+                    TEXT_ENCODER_FILE
+                };
+                let folder = dir.join(format!("{root}{suffix}"));
+                let path = match folder.join(file) {
+                    path if path.is_file() => path,
+                    _ => folder,
+                };
+                let checkpoint = Checkpoint::open(&path).map_err(CliError::failed)?;
+                Ok(File::Own(checkpoint))
+            }
+            Source::Model(source) => {
+                let part = Part::ALL.into_iter().find(|part| part.name() == root);
+                let part = part.ok_or_else(|| {
+                    CliError::Usage(format!("no part of a model is called {root}"))
+                })?;
+                let component = source.component(part).map_err(CliError::failed)?;
+                Ok(File::Of(&component.checkpoint))
+            }
+        }
+    }
+}
+
+/// The open files of a model's weights, by the root of their paths.
+pub struct Files<'a> {
+    files: HashMap<String, File<'a>>,
+}
+
+enum File<'a> {
+    Own(Checkpoint),
+    Of(&'a Checkpoint),
+}
+
+impl File<'_> {
+    fn checkpoint(&self) -> &Checkpoint {
+        match self {
+            File::Own(checkpoint) => checkpoint,
+            File::Of(checkpoint) => checkpoint,
+        }
+    }
+}
+
+impl Files<'_> {
+    /// The checkpoint with the weights under `root`.
+    pub fn get(&self, root: &str) -> Option<&Checkpoint> {
+        self.files.get(root).map(File::checkpoint)
+    }
+}
+
+fn family(family: config::ModelFamily) -> Option<Family> {
+    match family {
+        config::ModelFamily::Any => None,
+        config::ModelFamily::Sd1 => Some(Family::Sd1),
+        config::ModelFamily::Sd2 => Some(Family::Sd2),
+        config::ModelFamily::Sdxl => Some(Family::Sdxl),
+    }
+}
+
+/// A model that somebody published, as configured.
+fn published(
+    config: &Config,
+    given: &Map<String, Value>,
+    source: &ModelSource,
+) -> Result<Drawn, CliError> {
+    if source.inpaint || source.family == Family::SdxlRefiner {
+        return Err(CliError::Usage(format!(
+            "{}: drawing with inpainting models and the SDXL refiner is not here yet; name a base model",
+            source.path.display()
+        )));
+    }
+    let part = |part: Part| source.component(part).map_err(CliError::failed);
+    let mut unet = part(Part::Unet)?.config.clone();
+    if let Some(groups) = config.norm_num_groups {
+        unet.insert("norm_num_groups".to_string(), groups.into());
+    }
+    let unet = UNet2DConditionConfig::from_map(unet).map_err(CliError::usage)?;
+    let vae = part(Part::Vae)?.config.clone();
+    let vae = AutoencoderKlConfig::from_map(vae).map_err(CliError::usage)?;
+    let skip = config.clip_skip as usize;
+    let parts: &[(Part, &'static str)] = match source.family {
+        Family::Sdxl => &[
+            (Part::TextEncoder, TEXT_ENCODER),
+            (Part::TextEncoder2, TEXT_ENCODER_2),
+        ],
+        _ => &[(Part::TextEncoder, TEXT_ENCODER)],
+    };
+    let text_encoders = parts
+        .iter()
+        .map(|(which, root)| {
+            let fields = part(*which)?.config.clone();
+            Ok(TextEncoder {
+                root,
+                config: ClipTextConfig::from_map(fields).map_err(CliError::usage)?,
+                hidden: match source.family {
+                    Family::Sdxl => HiddenState::Raw { skip: 1 + skip },
+                    _ => HiddenState::Normed { skip },
+                },
+            })
+        })
+        .collect::<Result<Vec<_>, CliError>>()?;
+    let tokens = text_encoders
+        .iter()
+        .map(|encoder| encoder.config.max_position_embeddings)
+        .min()
+        .unwrap_or(recipe::CLIP_TOKENS);
+    let tokenizers = (0..text_encoders.len())
+        .map(|which| tokenizer(config, source, which, tokens))
+        .collect::<Result<Vec<_>, _>>()?;
+    for (encoder, tokenizer) in text_encoders.iter().zip(&tokenizers) {
+        recipe::check_tokenizer(&encoder.config, tokenizer)?;
+    }
+    let image_size = image_size(config, vae.spatial_multiple())?;
+    let scale = vae.spatial_multiple();
+    let precision = recipe::precision(config);
+    let model = DiffusionModel {
+        sample_size: image_size.map(|side| side / scale),
+        image_size,
+        decode_tile: config.vae_tiling.then(|| vae.latent_tile()),
+        // A VAE that overflows in half precision is kept in float32, where nothing is lost.
+        vae_precision: match vae.force_upcast {
+            true => Precision::F32,
+            false => precision,
+        },
+        unet,
+        text_encoders,
+        vae: Some(vae),
+        precision,
+        remat: Remat::None,
+        scheduler: recipe::scheduler_of(config, given, source.scheduler.as_ref())?,
+        tokens,
+    };
+    Ok(Drawn {
+        model,
+        tokenizers,
+        zero_empty_prompts: source.family == Family::Sdxl,
+    })
+}
+
+fn tokenizer(
+    config: &Config,
+    source: &ModelSource,
+    which: usize,
+    tokens: usize,
+) -> Result<Tokenizer, CliError> {
+    let named = Path::new(&config.tokenizer_model_name_or_path);
+    if !named.as_os_str().is_empty() && named.is_file() {
+        return Tokenizer::from_file(named, tokens).map_err(CliError::failed);
+    }
+    let dir = match named.as_os_str().is_empty() {
+        false => named.to_owned(),
+        true => match source.tokenizers.get(which).cloned().flatten() {
+            Some(dir) => dir,
+            // The error of a folder that is not there says where to get one.
+            None => source.path.join(["tokenizer", "tokenizer_2"][which.min(1)]),
+        },
+    };
+    Tokenizer::from_dir(&dir, tokens).map_err(CliError::failed)
+}
+
+/// Height and width of the pictures, which latents of `scale x scale` pixels can have.
+fn image_size(config: &Config, scale: usize) -> Result<[usize; 2], CliError> {
+    let side = |key: &str, given: u64| {
+        let (key, side) = match given {
+            0 => ("resolution", config.resolution as usize),
+            given => (key, given as usize),
+        };
+        if side > 0 && side.is_multiple_of(scale) {
+            return Ok(side);
+        }
+        let below = side / scale * scale;
+        let near: Vec<String> = [below, below + scale]
+            .into_iter()
+            .filter(|side| *side > 0)
+            .map(|side| side.to_string())
+            .collect();
+        Err(CliError::Usage(format!(
+            "{key}={side} is not a multiple of {scale}, the side of a latent in pixels; nearest: {}",
+            near.join(" and ")
+        )))
+    };
+    Ok([side("height", config.height)?, side("width", config.width)?])
+}
+
+/// Refuses what contradicts how the checkpoint was trained: the noise schedule and what the model predicts, and for
+/// held-out captions which those are.
+fn check_trained(config: &Config, saved: &SavedCheckpoint) -> Result<(), CliError> {
+    let trained = &saved.state().config;
+    let all = config.to_json();
+    let differ = |name: &str, then: &Value, now: &Value| {
+        Err(CliError::Usage(format!(
+            "{name}={now}, but {} was trained with {then}",
+            saved.dir().display()
+        )))
+    };
+    if let Some(then) = trained.get(SCHEDULER) {
+        for name in [
+            "prediction_type",
+            "num_train_timesteps",
+            "beta_schedule",
+            "beta_start",
+            "beta_end",
+            "rescale_zero_terminal_snr",
+        ] {
+            if then[name] != all[SCHEDULER][name] {
+                return differ(
+                    &format!("{SCHEDULER}.{name}"),
+                    &then[name],
+                    &all[SCHEDULER][name],
+                );
+            }
+        }
+    }
+    if config.held_out_prompts == 0 {
+        return Ok(());
+    }
+    // A smaller fraction holds out some of the same captions, a larger one others that were trained on.
+    let name = "validation_fraction";
+    match trained.get(name) {
+        Some(then) if then.as_f64().is_none_or(|f| f < config.validation_fraction) => {
+            differ(name, then, &all[name])
+        }
+        Some(_) | None => Ok(()),
+    }
+}
