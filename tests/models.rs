@@ -222,7 +222,7 @@ fn unet_matches_diffusers(name: &str, remat: Remat) {
     let [batch, _, height, width] = io.dims("in/sample").try_into().unwrap();
     let length = io.dims("in/encoder_hidden_states")[1];
     let inputs = declare_inputs(&b, &config, [batch, height, width, length], DType::F32).unwrap();
-    let y = unet(&b, &config, inputs, Precision::F32, remat).unwrap();
+    let y = unet(&b, &config, inputs.clone(), Precision::F32, remat).unwrap();
     assert_same_weights(&b, &checkpoint);
     b.output("out/sample", y, None).unwrap();
 

@@ -1,6 +1,7 @@
 //! Models: configurations as the checkpoints have them, and forward passes whose weights have the checkpoints' keys.
 
 pub mod clip;
+pub mod controlnet;
 pub mod unet;
 pub mod vae;
 
@@ -26,6 +27,17 @@ pub enum ModelConfigError {
         model: &'static str,
         message: String,
     },
+}
+
+impl ModelConfigError {
+    /// The same of `name`, whose configuration is read as a part of another model's.
+    fn of(mut self, name: &'static str) -> Self {
+        let (ModelConfigError::Parse { model, .. }
+        | ModelConfigError::Unsupported { model, .. }
+        | ModelConfigError::Inconsistent { model, .. }) = &mut self;
+        *model = name;
+        self
+    }
 }
 
 /// Removes `field` from a configuration, if it is there, and refuses every value but the `allowed` ones.

@@ -1,7 +1,7 @@
 //! Convolution and resampling of images `[batch, height, width, channels]`.
 
 use crate::dtype::DType;
-use crate::graph::{Builder, ConvDims, ConvLayout, Tensor};
+use crate::graph::{Builder, ConvDims, ConvLayout, Init, Tensor};
 use crate::shape::Shape;
 
 use super::linear::{add_bias, uniform_fan_in};
@@ -16,6 +16,8 @@ pub struct Conv2d {
     pub stride: usize,
     /// Low and high padding of height and of width.
     pub padding: (i64, i64),
+    /// The initial distribution of weight and bias; `None` is PyTorch's: both uniform with bound 1/sqrt(fan_in).
+    pub init: Option<Init>,
 }
 
 impl Conv2d {
@@ -27,6 +29,14 @@ impl Conv2d {
             kernel,
             stride: 1,
             padding: (padding, padding),
+            init: None,
+        }
+    }
+
+    pub fn with_init(self, init: Init) -> Self {
+        Conv2d {
+            init: Some(init),
+            ..self
         }
     }
 }
@@ -42,8 +52,9 @@ pub fn conv2d(b: &Builder, x: Tensor, layer: Conv2d, precision: Precision) -> Re
         kernel,
         stride,
         padding,
+        init,
     } = layer;
-    let init = uniform_fan_in(in_channels * kernel * kernel);
+    let init = init.unwrap_or(uniform_fan_in(in_channels * kernel * kernel));
     let weight = b.param(
         "weight",
         Shape::new(

@@ -1,5 +1,6 @@
 //! Prompt to image.
 
+pub mod canny;
 pub mod image_file;
 pub mod images;
 pub mod model;

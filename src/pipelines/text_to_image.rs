@@ -127,6 +127,7 @@ pub fn trace_denoise(
             timestep: b.broadcast_to(timestep, &[rows])?,
             encoder_hidden_states,
             text_time,
+            additional_residuals: None,
         },
     )?;
     if options.guidance {

@@ -134,6 +134,7 @@ pub fn trace(model: &DiffusionModel, options: &StepOptions) -> Result<TracedStep
             timestep: noised.timestep,
             encoder_hidden_states,
             text_time,
+            additional_residuals: None,
         },
     )?;
     let loss = mean_squared_error(&b.root("loss"), prediction, noised.target, noised.weight)?;

@@ -41,6 +41,7 @@ impl Golden {
                 let dtype = match view.dtype() {
                     Dtype::BOOL => DType::Pred,
                     Dtype::I8 => DType::S8,
+                    Dtype::U8 => DType::U8,
                     Dtype::I32 => DType::S32,
                     Dtype::I64 => DType::S64,
                     Dtype::F16 => DType::F16,

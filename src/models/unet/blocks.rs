@@ -10,7 +10,7 @@ use crate::nn::{
 use super::config::{TimeScaleShift, UNet2DConditionConfig};
 
 /// What all blocks of one forward pass use.
-pub(super) struct Shared<'a> {
+pub(in crate::models) struct Shared<'a> {
     pub config: &'a UNet2DConditionConfig,
     pub precision: Precision,
     pub remat: Remat,

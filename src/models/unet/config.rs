@@ -198,6 +198,9 @@ fn fixed_fields() -> [(&'static str, Value); 20] {
     ]
 }
 
+/// Most blocks of a way: each halves height and width.
+const LARGEST_LEVELS: usize = 16;
+
 /// Most layers on the way down, those of transformers included.
 const LARGEST_DEPTH: usize = 1000;
 
@@ -267,8 +270,10 @@ impl UNet2DConditionConfig {
                 message,
             })
         };
-        if levels == 0 {
-            return inconsistent("block_out_channels is empty".to_string());
+        if levels == 0 || levels > LARGEST_LEVELS {
+            return inconsistent(format!(
+                "block_out_channels has {levels} entries; expected 1 to {LARGEST_LEVELS}"
+            ));
         }
         for (field, length) in [
             ("down_block_types", Some(self.down_block_types.len())),
@@ -433,5 +438,10 @@ mod tests {
         );
         assert!(error(r#"{"block_out_channels": "wide"}"#).contains("not valid"));
         assert!(error(r#"{"layers_per_block": 100000}"#).contains("make 400000 layers"));
+        // 2^98 rows of latents to one of the innermost block would overflow.
+        let deep = vec![320; 99];
+        assert!(
+            error(&format!(r#"{{"block_out_channels": {deep:?}}}"#)).contains("has 99 entries")
+        );
     }
 }

@@ -23,7 +23,7 @@ use blocks::{Block, Shared, Transformer};
 pub const ROOT: &str = "unet";
 
 /// What the UNet is given. `B` is the batch.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct UNetInputs {
     /// Noisy latents `[B, in_channels, height, width]`.
     pub sample: Tensor,
@@ -33,6 +33,53 @@ pub struct UNetInputs {
     pub encoder_hidden_states: Tensor,
     /// SDXL's conditioning; given exactly when the configuration asks for it.
     pub text_time: Option<TextTime>,
+    /// What ControlNets add to the results of the way down and of the middle on their way to the way up.
+    pub additional_residuals: Option<ResSamples>,
+}
+
+/// Results of the way down and of the middle, those of a UNet or those that a ControlNet adds to them.
+///
+/// Images are `[B, height, width, channels]`, so that no transposition lies between a ControlNet and its UNet.
+#[derive(Clone, Debug)]
+pub struct ResSamples {
+    /// Of the first convolution, and of each layer and each downsampler on the way down, in their order.
+    pub down_blocks: Vec<Tensor>,
+    /// Of the middle block.
+    pub mid_block: Tensor,
+}
+
+impl ResSamples {
+    /// The sum of both: of what two ControlNets add, or of a UNet's own and what is added.
+    ///
+    /// # Errors
+    /// When they are of different shapes.
+    pub fn add(&self, b: &Builder, other: &ResSamples) -> Result<ResSamples> {
+        let add = |name: &dyn std::fmt::Display, x: Tensor, y: Tensor| {
+            if b.shape(x) != b.shape(y) {
+                return Err(b.invalid(format!(
+                    "residuals do not fit: {name} is {} and {}; is the ControlNet for another kind of UNet?",
+                    b.shape(x),
+                    b.shape(y)
+                )));
+            }
+            b.add(x, y)
+        };
+        let (mine, others) = (&self.down_blocks, &other.down_blocks);
+        if mine.len() != others.len() {
+            return Err(b.invalid(format!(
+                "residuals do not fit: there are {} and {} down_blocks; is the ControlNet for another kind of UNet?",
+                mine.len(),
+                others.len()
+            )));
+        }
+        let pairs = mine.iter().zip(others).enumerate();
+        Ok(ResSamples {
+            down_blocks: pairs
+                .map(|(i, (&x, &y))| add(&format_args!("down_blocks[{i}]"), x, y))
+                .collect::<Result<_>>()?,
+            mid_block: add(&"mid_block", self.mid_block, other.mid_block)?,
+        })
+    }
 }
 
 /// The conditioning of `addition_embed_type = text_time`.
@@ -60,58 +107,17 @@ pub fn unet(
 ) -> Result<Tensor> {
     let b = b.root(ROOT);
     config.check().map_err(|e| b.invalid(e.to_string()))?;
-    let batch = check_inputs(&b, config, &inputs)?;
+    let shared = shared(&b, config, &inputs, precision, remat)?;
+    let sample = conv_in(&b, &shared, inputs.sample)?;
+    let mut encoded = encode(&b, &shared, sample)?;
+    if let Some(residuals) = &inputs.additional_residuals {
+        encoded = encoded.add(&b, residuals)?;
+    }
+    let ResSamples {
+        down_blocks: mut skips,
+        mid_block: mut sample,
+    } = encoded;
     let levels = config.levels();
-    let channels = &config.block_out_channels;
-
-    let time_embedding = time_embedding(&b, config, &inputs, batch, precision)?;
-    let shared = Shared {
-        config,
-        precision,
-        remat,
-        // Every resnet starts with this activation; it is the same value in all of them.
-        time_embedding: config.act_fn.apply(&b, time_embedding)?,
-        encoder_hidden_states: b.convert(inputs.encoder_hidden_states, precision.activations)?,
-    };
-
-    let mut sample = b.convert(inputs.sample, precision.activations)?;
-    if config.center_input_sample {
-        let doubled = b.mul_scalar(sample, 2.0)?;
-        sample = b.add_scalar(doubled, -1.0)?;
-    }
-    let sample = b.transpose(sample, &[0, 2, 3, 1])?;
-    let conv_in = Conv2d::same(channels[0], config.conv_in_kernel);
-    let mut sample = conv2d(&b.scope("conv_in"), sample, conv_in, precision)?;
-    sample = constrain_image(&b, sample)?;
-
-    let mut skips = vec![sample];
-    for (level, (&width, kind)) in channels.iter().zip(&config.down_block_types).enumerate() {
-        let block = block(
-            config,
-            level,
-            *kind == DownBlockType::CrossAttnDownBlock2D,
-            width,
-            config.layers_per_block.get(level).unwrap_or_default(),
-            level + 1 < levels,
-        );
-        sample = block.down(
-            &b.scope("down_blocks").scope(level),
-            &shared,
-            sample,
-            &mut skips,
-        )?;
-    }
-
-    // The middle takes the attributes of the last block; diffusers does not pass it `only_cross_attention`.
-    let last = block(config, levels - 1, true, channels[levels - 1], 1, false);
-    let middle = Block {
-        transformer: last.transformer.map(|t| Transformer {
-            only_cross_attention: false,
-            ..t
-        }),
-        ..last
-    };
-    sample = middle.middle(&b.scope("mid_block"), &shared, sample)?;
 
     for (index, kind) in config.up_block_types.iter().enumerate() {
         let level = levels - 1 - index;
@@ -119,7 +125,7 @@ pub fn unet(
             config,
             level,
             *kind == UpBlockType::CrossAttnUpBlock2D,
-            channels[level],
+            config.block_out_channels[level],
             config.layers_per_block.get(level).unwrap_or_default() + 1,
             index + 1 < levels,
         );
@@ -142,6 +148,76 @@ pub fn unet(
     let conv_out = Conv2d::same(config.out_channels, config.conv_out_kernel);
     let sample = conv2d(&b.scope("conv_out"), sample, conv_out, precision)?;
     b.transpose(sample, &[0, 3, 1, 2])
+}
+
+/// What all blocks use, of inputs whose shapes are checked here. The configuration must have passed its own check.
+pub(super) fn shared<'a>(
+    b: &Builder,
+    config: &'a UNet2DConditionConfig,
+    inputs: &UNetInputs,
+    precision: Precision,
+    remat: Remat,
+) -> Result<Shared<'a>> {
+    let batch = check_inputs(b, config, inputs)?;
+    let time_embedding = time_embedding(b, config, inputs, batch, precision)?;
+    Ok(Shared {
+        config,
+        precision,
+        remat,
+        // Every resnet starts with this activation; it is the same value in all of them.
+        time_embedding: config.act_fn.apply(b, time_embedding)?,
+        encoder_hidden_states: b.convert(inputs.encoder_hidden_states, precision.activations)?,
+    })
+}
+
+/// The first convolution of latents `[B, in_channels, height, width]`: an image `[B, height, width, channels]`.
+pub(super) fn conv_in(b: &Builder, shared: &Shared, sample: Tensor) -> Result<Tensor> {
+    let Shared {
+        config, precision, ..
+    } = *shared;
+    let mut sample = b.convert(sample, precision.activations)?;
+    if config.center_input_sample {
+        let doubled = b.mul_scalar(sample, 2.0)?;
+        sample = b.add_scalar(doubled, -1.0)?;
+    }
+    let sample = b.transpose(sample, &[0, 2, 3, 1])?;
+    let layer = Conv2d::same(config.block_out_channels[0], config.conv_in_kernel);
+    let sample = conv2d(&b.scope("conv_in"), sample, layer, precision)?;
+    constrain_image(b, sample)
+}
+
+/// The way down and the middle, which a ControlNet copies.
+pub(super) fn encode(b: &Builder, shared: &Shared, mut sample: Tensor) -> Result<ResSamples> {
+    let config = shared.config;
+    let levels = config.levels();
+    let channels = &config.block_out_channels;
+    let mut skips = vec![sample];
+    for (level, (&width, kind)) in channels.iter().zip(&config.down_block_types).enumerate() {
+        let block = block(
+            config,
+            level,
+            *kind == DownBlockType::CrossAttnDownBlock2D,
+            width,
+            config.layers_per_block.get(level).unwrap_or_default(),
+            level + 1 < levels,
+        );
+        let b = b.scope("down_blocks").scope(level);
+        sample = block.down(&b, shared, sample, &mut skips)?;
+    }
+
+    // The middle takes the attributes of the last block; diffusers does not pass it `only_cross_attention`.
+    let last = block(config, levels - 1, true, channels[levels - 1], 1, false);
+    let middle = Block {
+        transformer: last.transformer.map(|t| Transformer {
+            only_cross_attention: false,
+            ..t
+        }),
+        ..last
+    };
+    Ok(ResSamples {
+        down_blocks: skips,
+        mid_block: middle.middle(&b.scope("mid_block"), shared, sample)?,
+    })
 }
 
 /// The block at resolution `level`.
@@ -314,6 +390,7 @@ pub fn declare_inputs(
         timestep,
         encoder_hidden_states,
         text_time,
+        additional_residuals: None,
     })
 }
 
