@@ -289,3 +289,38 @@ fn files_of_absurd_size_are_refused() {
     let error = Tokenizer::from_dir(dir.path(), 77).unwrap_err().to_string();
     assert!(error.contains("larger than 16 MiB"), "{error}");
 }
+
+#[test]
+fn damaged_files_are_read_or_refused() {
+    let cases = golden_json("cases.json");
+    let dir = checkpoint(&cases["variants"][1]);
+    let whole = whole_file(true, &json!([]));
+    let mut refused = 0;
+    let mut damage = |name: &str, content: &[u8]| {
+        let path = dir.path().join(name);
+        for k in 0..40 {
+            let mut bytes = content.to_vec();
+            // Steps through the file; the first bytes are damaged as well.
+            let at = k * 7919 * 13 % bytes.len() * usize::from(k > 4) + k % 5;
+            match k % 4 {
+                0 => bytes.truncate(at),
+                1 => bytes[at] = b'"',
+                2 => bytes[at] ^= 0x81,
+                _ => bytes.insert(at, b' '),
+            }
+            fs::write(&path, bytes).unwrap();
+            match Tokenizer::from_dir(dir.path(), 77) {
+                Ok(tokenizer) => assert_eq!(tokenizer.encode("a cat, 猫!").unwrap().ids.len(), 77),
+                Err(_) => refused += 1,
+            }
+        }
+        fs::write(&path, content).unwrap();
+    };
+    for name in ["vocab.json", "merges.txt"] {
+        damage(name, &fs::read(golden(name)).unwrap());
+    }
+    let config = &cases["variants"][1]["files"]["tokenizer_config.json"];
+    damage("tokenizer_config.json", config.to_string().as_bytes());
+    damage("tokenizer.json", whole.to_string().as_bytes());
+    assert!((60..160).contains(&refused), "{refused}");
+}

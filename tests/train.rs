@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use maxdiff::data::shapes::Caption;
 use maxdiff::metrics::read_json_lines;
-use maxdiff::pipelines::image_file::read_metadata;
+use maxdiff::pipelines::image_file::read_settings;
 use maxdiff::weights::Checkpoint;
 
 fn maxdiff(verb: &str, out: &Path, overrides: &[&str]) -> Command {
@@ -126,7 +126,7 @@ fn a_continued_run_is_bit_for_bit_the_uninterrupted_one() {
     let pixels = |path: &Path| image::open(path).unwrap().to_rgb8();
     assert_eq!(pixels(&first), pixels(&again));
     assert_ne!(pixels(&first), pixels(&other));
-    let settings = read_metadata(&first).unwrap().settings.unwrap();
+    let settings = read_settings(&first).unwrap();
     assert_eq!(settings.seed, 3);
     assert_eq!(settings.prompt, "a large red circle on a white background");
 }

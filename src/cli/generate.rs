@@ -263,7 +263,7 @@ fn write(
     prompts: &[Prompted],
     images: &[RgbImage],
 ) -> Result<Written, CliError> {
-    let settings = |p: &Prompted| GenerationSettings {
+    let settings = |p: &Prompted, image: &RgbImage| GenerationSettings {
         prompt: p.prompt.clone(),
         negative_prompt: config.negative_prompt.clone(),
         seed: p.seed,
@@ -271,11 +271,14 @@ fn write(
         guidance_scale: config.guidance_scale,
         scheduler: config.sampler().name().to_string(),
         config: config.run_name.clone(),
+        width: image.width(),
+        height: image.height(),
+        ..GenerationSettings::default()
     };
     let paths = prompts
         .iter()
         .zip(images)
-        .map(|(prompt, image)| write_numbered(out, "image", image, Some(&settings(prompt))))
+        .map(|(prompt, image)| write_numbered(out, "image", image, Some(&settings(prompt, image))))
         .collect::<Result<Vec<_>, _>>()
         .map_err(CliError::failed)?;
     let grid = match images {

@@ -1,20 +1,16 @@
 //! Pictures on disk: PNG files that carry their settings, and labelled grids of them.
 
-use std::fs::{self, File, OpenOptions};
-use std::io::{BufReader, Write};
+mod settings;
+
+use std::fs::{self, OpenOptions};
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use font8x8::UnicodeFonts;
 use image::imageops::{self, FilterType};
 use image::{Rgb, RgbImage};
-use serde::{Deserialize, Serialize};
 
-/// Keyword of the text that web interfaces for Stable Diffusion read.
-const PARAMETERS: &str = "parameters";
-/// Keyword of the settings as JSON.
-const SETTINGS: &str = "maxdiff";
-/// Most memory that reading metadata may take.
-const MAX_METADATA_BYTES: usize = 64 << 20;
+pub use settings::{GenerationSettings, read_settings};
 
 /// What can go wrong with a picture on disk.
 #[derive(Debug, thiserror::Error)]
@@ -36,6 +32,13 @@ pub enum ImageFileError {
     Encode { path: PathBuf, message: String },
     #[error("cannot read {}: {message}", path.display())]
     Read { path: PathBuf, message: String },
+    #[error(
+        "{} was not made by maxdiff-rs, or its settings were removed: it should have a text `maxdiff`; {found}",
+        path.display()
+    )]
+    NoSettings { path: PathBuf, found: String },
+    #[error("the settings in {} are malformed: {message}", path.display())]
+    Settings { path: PathBuf, message: String },
     #[error("file name stem `{stem}` must be a plain name without path separators")]
     Stem { stem: String },
     #[error("a grid needs one label a picture: {images} pictures, {labels} labels")]
@@ -49,51 +52,6 @@ pub enum ImageFileError {
         scale: u32,
         message: &'static str,
     },
-}
-
-/// What a picture was made from.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct GenerationSettings {
-    pub prompt: String,
-    #[serde(default)]
-    pub negative_prompt: String,
-    pub seed: u64,
-    pub steps: u32,
-    pub guidance_scale: f64,
-    pub scheduler: String,
-    /// Name of the configuration, such as `quickstart`.
-    pub config: String,
-}
-
-impl GenerationSettings {
-    /// The text under the keyword `parameters`: prompt, negative prompt and one line of settings,
-    /// in the layout that AUTOMATIC1111's web interface introduced and others read.
-    pub fn parameters(&self, width: u32, height: u32) -> String {
-        let mut text = self.prompt.clone();
-        if !self.negative_prompt.is_empty() {
-            text.push_str("\nNegative prompt: ");
-            text.push_str(&self.negative_prompt);
-        }
-        text.push_str(&format!(
-            "\nSteps: {}, Sampler: {}, CFG scale: {}, Seed: {}, Size: {width}x{height}",
-            self.steps, self.scheduler, self.guidance_scale, self.seed
-        ));
-        let version = env!("CARGO_PKG_VERSION");
-        text.push_str(&format!(
-            ", Model: {}, Version: maxdiff-rs {version}",
-            self.config
-        ));
-        text
-    }
-}
-
-/// The texts of a PNG file that this module knows.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Metadata {
-    /// The text under `parameters`.
-    pub parameters: Option<String>,
-    /// The settings under `maxdiff`.
-    pub settings: Option<GenerationSettings>,
 }
 
 /// Makes the folder if need be and checks that a file can be written into it; called before work
@@ -199,69 +157,12 @@ fn encode(
     encoder.set_color(png::ColorType::Rgb);
     encoder.set_depth(png::BitDepth::Eight);
     if let Some(settings) = settings {
-        let json = serde_json::to_string(settings).map_err(std::io::Error::from)?;
-        let parameters = settings.parameters(image.width(), image.height());
-        for (keyword, text) in [(PARAMETERS, parameters), (SETTINGS, json)] {
-            // tEXt is read by more programs, but holds Latin-1 only.
-            if text.chars().all(|c| u32::from(c) < 256 && c != '\0') {
-                encoder.add_text_chunk(keyword.to_owned(), text)?;
-            } else {
-                encoder.add_itxt_chunk(keyword.to_owned(), text.replace('\0', " "))?;
-            }
-        }
+        settings.add_to(&mut encoder)?;
     }
     let mut writer = encoder.write_header()?;
     writer.write_image_data(image.as_raw())?;
     writer.finish()?;
     Ok(bytes)
-}
-
-/// The metadata of a PNG file; empty for a file without.
-///
-/// # Errors
-/// [`ImageFileError::Read`] for a file that is no PNG, or whose settings are not what
-/// [`write_numbered`] writes.
-pub fn read_metadata(path: &Path) -> Result<Metadata, ImageFileError> {
-    let error = |message: String| ImageFileError::Read {
-        path: path.to_owned(),
-        message,
-    };
-    let file = File::open(path).map_err(|e| error(e.to_string()))?;
-    let limits = png::Limits {
-        bytes: MAX_METADATA_BYTES,
-    };
-    let mut reader = png::Decoder::new_with_limits(BufReader::new(file), limits)
-        .read_info()
-        .map_err(|e| error(e.to_string()))?;
-    // Texts may also stand after the picture.
-    reader.finish().map_err(|e| error(e.to_string()))?;
-    let info = reader.info();
-    let mut texts: Vec<(&str, String)> = Vec::new();
-    for chunk in &info.uncompressed_latin1_text {
-        texts.push((&chunk.keyword, chunk.text.clone()));
-    }
-    for chunk in &info.utf8_text {
-        let mut chunk_text = chunk.clone();
-        chunk_text
-            .decompress_text_with_limit(MAX_METADATA_BYTES)
-            .and_then(|()| chunk_text.get_text())
-            .map(|text| texts.push((&chunk.keyword, text)))
-            .map_err(|e| error(format!("text `{}`: {e}", chunk.keyword)))?;
-    }
-    let find = |keyword| {
-        texts
-            .iter()
-            .find(|(k, _)| *k == keyword)
-            .map(|(_, text)| text.as_str())
-    };
-    let settings = find(SETTINGS)
-        .map(serde_json::from_str)
-        .transpose()
-        .map_err(|e| error(format!("text `{SETTINGS}`: {e}")))?;
-    Ok(Metadata {
-        parameters: find(PARAMETERS).map(str::to_owned),
-        settings,
-    })
 }
 
 /// Side of a character of the font, and the distance between lines, in pixels.
@@ -404,49 +305,17 @@ mod tests {
 
     use super::*;
 
-    fn settings(prompt: &str) -> GenerationSettings {
-        GenerationSettings {
-            prompt: prompt.into(),
-            negative_prompt: "blurry".into(),
-            seed: u64::MAX,
-            steps: 20,
-            guidance_scale: 7.5,
-            scheduler: "DDIM".into(),
-            config: "quickstart".into(),
-        }
-    }
-
     fn picture() -> RgbImage {
         RgbImage::from_fn(5, 3, |x, y| Rgb([x as u8 * 40, y as u8 * 80, 7]))
     }
 
     #[test]
-    fn metadata_and_pixels_survive() {
+    fn pixels_survive() {
         let dir = TempDir::new().unwrap();
-        for prompt in ["a small red circle", "piñata", "été 🎈\nin two lines"] {
-            let settings = settings(prompt);
-            let path = write_numbered(dir.path(), "x", &picture(), Some(&settings)).unwrap();
-            let metadata = read_metadata(&path).unwrap();
-            assert_eq!(metadata.settings.as_ref(), Some(&settings));
-            assert_eq!(metadata.parameters, Some(settings.parameters(5, 3)));
+        for settings in [None, Some(&GenerationSettings::default())] {
+            let path = write_numbered(dir.path(), "x", &picture(), settings).unwrap();
             assert_eq!(image::open(&path).unwrap().into_rgb8(), picture());
         }
-        let bare = write_numbered(dir.path(), "bare", &picture(), None).unwrap();
-        assert_eq!(read_metadata(&bare).unwrap(), Metadata::default());
-    }
-
-    #[test]
-    fn parameters_have_the_usual_layout() {
-        let lines = "a cat\nNegative prompt: blurry\nSteps: 20, Sampler: DDIM, CFG scale: 7.5, \
-                     Seed: 18446744073709551615, Size: 32x32, \
-                     Model: quickstart, Version: maxdiff-rs ";
-        let text = settings("a cat").parameters(32, 32);
-        assert!(text.starts_with(lines), "{text}");
-        let plain = GenerationSettings {
-            prompt: "a".into(),
-            ..Default::default()
-        };
-        assert!(plain.parameters(1, 1).starts_with("a\nSteps: 0, "));
     }
 
     #[test]
@@ -491,19 +360,6 @@ mod tests {
             let error = prepare_output_dir(&path).unwrap_err();
             assert!(error.to_string().contains("output_dir"), "{error}");
         }
-    }
-
-    #[test]
-    fn broken_files_are_named() {
-        let dir = TempDir::new().unwrap();
-        let path = write_numbered(dir.path(), "x", &picture(), Some(&settings("a"))).unwrap();
-        let bytes = fs::read(&path).unwrap();
-        for length in [0, 4, 20, bytes.len() / 2] {
-            fs::write(&path, &bytes[..length]).unwrap();
-            let error = read_metadata(&path).unwrap_err().to_string();
-            assert!(error.contains("x-00001.png"), "{error}");
-        }
-        assert!(read_metadata(&dir.path().join("absent.png")).is_err());
     }
 
     #[test]

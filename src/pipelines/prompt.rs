@@ -99,10 +99,9 @@ pub fn parse_weighted(prompt: &str) -> Result<Vec<Part>, PromptError> {
         let mut taken = first.len_utf8();
         match first {
             '\\' => {
-                if let Some(escaped) = rest[1..].chars().next().filter(|c| "()[]\\".contains(*c)) {
-                    parts.push(Part::text(&rest[1..2]));
-                    taken += escaped.len_utf8();
-                }
+                let escaped = rest[1..].starts_with(['(', ')', '[', ']', '\\']);
+                taken += usize::from(escaped);
+                parts.push(Part::text(&rest[1..taken]));
             }
             '(' => round.push(parts.len()),
             '[' => square.push(parts.len()),
@@ -184,31 +183,34 @@ fn split_at_breaks(text: &str, parts: &mut Vec<Part>) {
     parts.push(Part::text(&text[from..]));
 }
 
-/// Joins neighbours of equal weight and leaves out empty ones.
+/// Joins neighbours of equal weight, then leaves out empty ones; in this order, because an empty one
+/// of another weight keeps its neighbours apart.
 fn joined(parts: Vec<Part>) -> Result<Vec<Part>, PromptError> {
     let mut all: Vec<Part> = Vec::new();
     for part in parts {
         match (all.last_mut(), part) {
-            (_, Part::Text { text, .. }) if text.is_empty() => {}
-            (_, Part::Text { text, weight }) if !(weight as f32).is_finite() => {
-                return Err(PromptError::Infinite { text });
-            }
             (
                 Some(Part::Text { text, weight }),
                 Part::Text {
                     text: more,
                     weight: same,
                 },
-            ) if *weight == same => {
-                text.push_str(&more);
-            }
+            ) if *weight == same => text.push_str(&more),
             (_, part) => all.push(part),
         }
     }
+    all.retain(|part| !matches!(part, Part::Text { text, .. } if text.is_empty()));
     if all.is_empty() {
         all.push(Part::text(""));
     }
-    Ok(all)
+    let infinite = |part: &Part| match part {
+        Part::Text { text, weight } if !(*weight as f32).is_finite() => Some(text.clone()),
+        _ => None,
+    };
+    match all.iter().find_map(infinite) {
+        None => Ok(all),
+        Some(text) => Err(PromptError::Infinite { text }),
+    }
 }
 
 /// One sequence of an encoder.

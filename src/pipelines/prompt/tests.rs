@@ -43,30 +43,25 @@ fn brackets_weigh() {
     assert_parts("[a (b:2)]", &[("a ", 1.0 / 1.1), ("b", 2.0 / 1.1)]);
     assert_parts("((a:1.5)b)", &[("a", 1.5 * 1.1), ("b", 1.1)]);
     assert_parts("猫(🦊:1.2)", &[("猫", 1.0), ("🦊", 1.2)]);
+    assert_parts(
+        "ink (((fox:1.2)) [in] snow (moon:0.4)) (((night)))!",
+        &[
+            ("ink ", 1.0),
+            ("fox", 1.2 * 1.1 * 1.1),
+            (" ", 1.1),
+            ("in", 1.0),
+            (" snow ", 1.1),
+            ("moon", 0.44),
+            (" ", 1.0),
+            ("night", 1.331),
+            ("!", 1.0),
+        ],
+    );
     // Neighbours of equal weight are one part.
     assert_parts("(a)(b) c", &[("ab", 1.1), (" c", 1.0)]);
     assert_parts("([a])b", &[("ab", 1.0)]);
-}
-
-#[test]
-fn what_web_interfaces_document_reads_the_same() {
-    assert_parts("(unbalanced", &[("unbalanced", 1.1)]);
-    assert_parts("\\(literal\\]", &[("(literal]", 1.0)]);
-    assert_parts("(unnecessary)(parens)", &[("unnecessaryparens", 1.1)]);
-    assert_parts(
-        "a (((house:1.3)) [on] a (hill:0.5), sun, (((sky))).",
-        &[
-            ("a ", 1.0),
-            ("house", 1.573),
-            (" ", 1.1),
-            ("on", 1.0),
-            (" a ", 1.1),
-            ("hill", 0.55),
-            (", sun, ", 1.1),
-            ("sky", 1.4641),
-            (".", 1.1),
-        ],
-    );
+    // Nothing at all, but of another weight, stands between these.
+    assert_parts("a(\\:2)b", &[("a", 1.0), ("b", 1.0)]);
 }
 
 #[test]

@@ -1,0 +1,445 @@
+//! What a picture was made from, as texts of its PNG file: one that web interfaces read, and one
+//! that is read back here.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{BufReader, Write};
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use super::ImageFileError;
+
+/// Keyword of the text that web interfaces for Stable Diffusion read.
+const PARAMETERS: &str = "parameters";
+/// Keyword of the settings as JSON.
+const SETTINGS: &str = "maxdiff";
+/// Most memory that the texts of a file may take, and most that ours may have when unpacked.
+const MAX_TEXT_BYTES: usize = 16 << 20;
+/// Keywords that an error lists.
+const LISTED: usize = 8;
+
+/// What a picture was made from.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct GenerationSettings {
+    pub prompt: String,
+    #[serde(default)]
+    pub negative_prompt: String,
+    pub seed: u64,
+    pub steps: u32,
+    pub guidance_scale: f64,
+    /// Name of the sampler.
+    pub scheduler: String,
+    /// Name of the configuration, such as `quickstart`.
+    pub config: String,
+    /// Size in pixels. Files of older versions do not have it: that of the picture is read instead.
+    #[serde(default)]
+    pub width: u32,
+    #[serde(default)]
+    pub height: u32,
+    /// Name of the model; empty: that of the configuration.
+    #[serde(default)]
+    pub model: String,
+    /// The first ten hexadecimal digits of the SHA-256 of the model's file, as web interfaces show
+    /// it.
+    #[serde(default)]
+    pub model_hash: Option<String>,
+    /// Whatever else the picture needs, by its name in the configuration.
+    #[serde(default)]
+    pub options: BTreeMap<String, String>,
+}
+
+impl GenerationSettings {
+    /// The text under the keyword `parameters`: prompt, negative prompt and one line of settings, in
+    /// the layout of AUTOMATIC1111's web interface.
+    pub fn parameters(&self) -> String {
+        let mut text = self.prompt.clone();
+        if !self.negative_prompt.is_empty() {
+            text.push_str("\nNegative prompt: ");
+            text.push_str(&self.negative_prompt);
+        }
+        let model = match self.model.as_str() {
+            "" => &self.config,
+            model => model,
+        };
+        let fields = [
+            ("Steps", Some(self.steps.to_string())),
+            ("Sampler", Some(self.scheduler.clone())),
+            ("CFG scale", Some(self.guidance_scale.to_string())),
+            ("Seed", Some(self.seed.to_string())),
+            ("Size", Some(format!("{}x{}", self.width, self.height))),
+            ("Model hash", self.model_hash.clone()),
+            ("Model", Some(model.to_owned())),
+            (
+                "Version",
+                Some(format!("maxdiff-rs {}", env!("CARGO_PKG_VERSION"))),
+            ),
+        ];
+        let fields: Vec<String> = fields
+            .into_iter()
+            .filter_map(|(name, value)| Some(format!("{name}: {}", quoted(&value?))))
+            .collect();
+        text.push('\n');
+        text.push_str(&fields.join(", "));
+        text.trim().to_owned()
+    }
+
+    /// Adds the texts to a file that is being written.
+    pub(super) fn add_to<W: Write>(
+        &self,
+        encoder: &mut png::Encoder<'_, W>,
+    ) -> Result<(), png::EncodingError> {
+        let json = serde_json::to_string(self).map_err(std::io::Error::from)?;
+        for (keyword, text) in [(PARAMETERS, self.parameters()), (SETTINGS, json)] {
+            // tEXt is read by more programs, but holds Latin-1 only.
+            if text.chars().all(|c| u32::from(c) < 256 && c != '\0') {
+                encoder.add_text_chunk(keyword.to_owned(), text)?;
+            } else {
+                encoder.add_itxt_chunk(keyword.to_owned(), text.replace('\0', " "))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A value of the line of settings: as JSON where it would be torn apart otherwise.
+fn quoted(value: &str) -> String {
+    match value.contains([',', ':', '\n']) {
+        true => serde_json::Value::from(value).to_string(),
+        false => value.to_owned(),
+    }
+}
+
+/// The settings that [`super::write_numbered`] wrote into a PNG file.
+///
+/// # Errors
+/// [`ImageFileError::Read`] for a file that is no PNG or holds more than 16 MiB of texts;
+/// [`ImageFileError::NoSettings`] for one without settings, which says what texts it has;
+/// [`ImageFileError::Settings`] for settings that are not what they should be.
+pub fn read_settings(path: &Path) -> Result<GenerationSettings, ImageFileError> {
+    let texts = Texts::read(path)?;
+    let json = texts.settings.as_ref();
+    let json = json.ok_or_else(|| ImageFileError::NoSettings {
+        path: path.to_owned(),
+        found: texts.found(),
+    })?;
+    let mut settings: GenerationSettings =
+        serde_json::from_str(json).map_err(|e| ImageFileError::Settings {
+            path: path.to_owned(),
+            message: e.to_string(),
+        })?;
+    if (settings.width, settings.height) == (0, 0) {
+        (settings.width, settings.height) = texts.size;
+    }
+    Ok(settings)
+}
+
+/// The texts of a PNG file.
+#[derive(Default)]
+struct Texts {
+    /// Width and height of the picture.
+    size: (u32, u32),
+    /// The first text of each of our keywords: any number of others may each unpack to a large one.
+    parameters: Option<String>,
+    settings: Option<String>,
+    keywords: Vec<String>,
+}
+
+impl Texts {
+    fn read(path: &Path) -> Result<Self, ImageFileError> {
+        let error = |message: String| ImageFileError::Read {
+            path: path.to_owned(),
+            message,
+        };
+        let file = File::open(path).map_err(|e| error(e.to_string()))?;
+        let limits = png::Limits {
+            bytes: MAX_TEXT_BYTES,
+        };
+        let mut reader = png::Decoder::new_with_limits(BufReader::new(file), limits)
+            .read_info()
+            .map_err(|e| error(e.to_string()))?;
+        // Texts may also stand after the picture.
+        reader.finish().map_err(|e| error(e.to_string()))?;
+        let info = reader.info();
+        let mut texts = Self {
+            size: (info.width, info.height),
+            ..Self::default()
+        };
+        for chunk in &info.uncompressed_latin1_text {
+            if let Some(place) = texts.place(&chunk.keyword) {
+                *place = Some(chunk.text.clone());
+            }
+            texts.keywords.push(chunk.keyword.clone());
+        }
+        for chunk in &info.utf8_text {
+            if let Some(place) = texts.place(&chunk.keyword) {
+                let mut chunk = chunk.clone();
+                let text = chunk
+                    .decompress_text_with_limit(MAX_TEXT_BYTES)
+                    .and_then(|()| chunk.get_text());
+                *place = Some(text.map_err(|e| error(format!("text `{}`: {e}", chunk.keyword)))?);
+            }
+            texts.keywords.push(chunk.keyword.clone());
+        }
+        let packed = info.compressed_latin1_text.iter();
+        texts
+            .keywords
+            .extend(packed.map(|chunk| chunk.keyword.clone()));
+        Ok(texts)
+    }
+
+    /// Where the text of a keyword goes, if it is wanted and not there yet.
+    fn place(&mut self, keyword: &str) -> Option<&mut Option<String>> {
+        let place = match keyword {
+            PARAMETERS => &mut self.parameters,
+            SETTINGS => &mut self.settings,
+            _ => return None,
+        };
+        place.is_none().then_some(place)
+    }
+
+    /// What is there instead of settings, in words.
+    fn found(&self) -> String {
+        if self.keywords.is_empty() {
+            return "it has no texts at all".to_owned();
+        }
+        let shown = self.keywords.iter().take(LISTED);
+        let shown: Vec<String> = shown.map(|keyword| format!("`{keyword}`")).collect();
+        let mut found = format!("it has the texts {}", shown.join(", "));
+        if self.keywords.len() > LISTED {
+            found.push_str(&format!(" and {} more", self.keywords.len() - LISTED));
+        }
+        if self.parameters.is_some() {
+            found.push_str(
+                "; `parameters` is what web interfaces write: give its values as options",
+            );
+        }
+        found
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::path::PathBuf;
+
+    use image::RgbImage;
+    use tempfile::TempDir;
+
+    use super::super::write_numbered;
+    use super::*;
+
+    fn settings(prompt: &str) -> GenerationSettings {
+        GenerationSettings {
+            prompt: prompt.into(),
+            negative_prompt: "blurry, \"bad\"\nNegative prompt: x".into(),
+            seed: u64::MAX,
+            steps: 20,
+            guidance_scale: 7.1,
+            scheduler: "Euler a".into(),
+            config: "base_xl".into(),
+            width: 512,
+            height: 768,
+            model: "dreams, v2: \"pruned\"".into(),
+            model_hash: Some("6ce0161689".into()),
+            options: [("prediction_type".into(), "v_prediction é猫\n".into())].into(),
+        }
+    }
+
+    fn write(dir: &TempDir, settings: Option<&GenerationSettings>) -> PathBuf {
+        write_numbered(dir.path(), "x", &RgbImage::new(5, 3), settings).unwrap()
+    }
+
+    /// A picture with these texts, whatever they are.
+    fn with_texts(dir: &TempDir, add: impl Fn(&mut png::Encoder<'_, &mut Vec<u8>>)) -> PathBuf {
+        let mut bytes = Vec::new();
+        let mut encoder = png::Encoder::new(&mut bytes, 5, 3);
+        add(&mut encoder);
+        let mut writer = encoder.write_header().unwrap();
+        writer.write_image_data(&[0; 15]).unwrap();
+        writer.finish().unwrap();
+        let path = dir.path().join("texts.png");
+        fs::write(&path, bytes).unwrap();
+        path
+    }
+
+    #[test]
+    fn every_setting_survives() {
+        let dir = TempDir::new().unwrap();
+        for prompt in [
+            "a small red circle",
+            "piñata",
+            "été 🎈\nin two lines\r\n and \\ \"quotes\" 'x'",
+            "猫が屋根に座っている",
+            "قطة على سطح",
+            "",
+            "nul \0 and \u{1f}",
+            "Negative prompt: none\nSteps: 3, Seed: 4",
+        ] {
+            let settings = settings(prompt);
+            let path = write(&dir, Some(&settings));
+            assert_eq!(read_settings(&path).unwrap(), settings);
+            let expected = settings.parameters().replace('\0', " ");
+            assert_eq!(Texts::read(&path).unwrap().parameters, Some(expected));
+        }
+    }
+
+    #[test]
+    fn texts_that_fit_latin_1_are_plain_ones() {
+        let dir = TempDir::new().unwrap();
+        let kinds = |prompt: &str| {
+            let plain = GenerationSettings {
+                prompt: prompt.into(),
+                ..GenerationSettings::default()
+            };
+            let bytes = fs::read(write(&dir, Some(&plain))).unwrap();
+            let count = |kind: &[u8]| bytes.windows(4).filter(|w| *w == kind).count();
+            (count(b"tEXt"), count(b"iTXt"))
+        };
+        assert_eq!(kinds("piñata"), (2, 0));
+        assert_eq!(kinds("🎈"), (0, 2));
+    }
+
+    #[test]
+    fn parameters_have_the_layout_of_web_interfaces() {
+        let version = env!("CARGO_PKG_VERSION");
+        let plain = GenerationSettings {
+            prompt: "a cat".into(),
+            negative_prompt: "blurry".into(),
+            seed: 1,
+            steps: 20,
+            guidance_scale: 7.0,
+            scheduler: "Euler a".into(),
+            config: "sd15".into(),
+            width: 512,
+            height: 512,
+            ..GenerationSettings::default()
+        };
+        let line = "Steps: 20, Sampler: Euler a, CFG scale: 7, Seed: 1, Size: 512x512";
+        assert_eq!(
+            plain.parameters(),
+            format!(
+                "a cat\nNegative prompt: blurry\n{line}, Model: sd15, Version: maxdiff-rs {version}"
+            )
+        );
+        let named = GenerationSettings {
+            prompt: String::new(),
+            negative_prompt: String::new(),
+            model: "dreams, v2: \"é\"".into(),
+            model_hash: Some("6ce0161689".into()),
+            ..plain
+        };
+        assert_eq!(
+            named.parameters(),
+            format!(
+                "{line}, Model hash: 6ce0161689, Model: \"dreams, v2: \\\"é\\\"\", Version: maxdiff-rs {version}"
+            )
+        );
+    }
+
+    #[test]
+    fn settings_of_older_versions_take_the_size_of_the_picture() {
+        let dir = TempDir::new().unwrap();
+        let json = r#"{"prompt":"a","negative_prompt":"","seed":3,"steps":8,"guidance_scale":1.5,
+            "scheduler":"ddim","config":"quickstart"}"#;
+        let path = with_texts(&dir, |encoder| {
+            encoder
+                .add_text_chunk(SETTINGS.into(), json.into())
+                .unwrap();
+        });
+        let settings = read_settings(&path).unwrap();
+        assert_eq!((settings.width, settings.height), (5, 3));
+        assert_eq!((settings.seed, settings.steps), (3, 8));
+    }
+
+    #[test]
+    fn pictures_without_settings_say_what_they_have() {
+        let dir = TempDir::new().unwrap();
+        let error = |path: &Path| match read_settings(path).unwrap_err() {
+            ImageFileError::NoSettings { found, .. } => found,
+            error => panic!("{error}"),
+        };
+        assert_eq!(error(&write(&dir, None)), "it has no texts at all");
+        let path = with_texts(&dir, |encoder| {
+            let text = "a\nSteps: 3".to_owned();
+            encoder.add_text_chunk(PARAMETERS.into(), text).unwrap();
+            encoder
+                .add_itxt_chunk("workflow".into(), "{}".into())
+                .unwrap();
+            encoder
+                .add_ztxt_chunk("Comment".into(), "x".into())
+                .unwrap();
+        });
+        let found = error(&path);
+        assert!(
+            found.contains("`parameters`, `workflow`, `Comment`"),
+            "{found}"
+        );
+        assert!(found.contains("web interfaces write"), "{found}");
+        let many = with_texts(&dir, |encoder| {
+            for k in 0..20 {
+                encoder.add_text_chunk(format!("k{k}"), "x".into()).unwrap();
+            }
+        });
+        assert!(
+            error(&many).ends_with("`k7` and 12 more"),
+            "{}",
+            error(&many)
+        );
+    }
+
+    #[test]
+    fn malformed_settings_are_named() {
+        let dir = TempDir::new().unwrap();
+        let error = |json: &str| {
+            let path = with_texts(&dir, |encoder| {
+                encoder
+                    .add_itxt_chunk(SETTINGS.into(), json.into())
+                    .unwrap();
+            });
+            let error = read_settings(&path).unwrap_err();
+            assert!(matches!(error, ImageFileError::Settings { .. }), "{error}");
+            error.to_string()
+        };
+        assert!(error("").contains("texts.png"));
+        assert!(error("[]").contains("invalid"));
+        assert!(error("{\"prompt\":\"a\"}").contains("missing field"));
+        let json = serde_json::to_string(&settings("a")).unwrap();
+        assert!(error(&json.replace("\"seed\":", "\"seed\":-")).contains("invalid"));
+        assert!(error(&json.replace("\"steps\"", "\"later\":1,\"steps\"")).contains("`later`"));
+        error(&"[".repeat(100_000));
+    }
+
+    #[test]
+    fn broken_and_swollen_files_are_named() {
+        let dir = TempDir::new().unwrap();
+        let path = write(&dir, Some(&settings("a")));
+        let bytes = fs::read(&path).unwrap();
+        let error = || {
+            let error = read_settings(&path).unwrap_err();
+            assert!(matches!(error, ImageFileError::Read { .. }), "{error}");
+            error.to_string()
+        };
+        for length in [0, 4, 20, bytes.len() / 2] {
+            fs::write(&path, &bytes[..length]).unwrap();
+            assert!(error().contains("x-00001.png"));
+        }
+        fs::write(&path, b"GIF89a").unwrap();
+        error();
+        fs::remove_file(&path).unwrap();
+        error();
+        // A text that unpacks to more than may be read, in a small file.
+        let text = "a".repeat(MAX_TEXT_BYTES + 1);
+        let mut chunk = png::text_metadata::ITXtChunk::new(SETTINGS, text);
+        chunk.compressed = true;
+        let mut bytes = Vec::new();
+        let mut writer = png::Encoder::new(&mut bytes, 5, 3).write_header().unwrap();
+        writer.write_text_chunk(&chunk).unwrap();
+        writer.write_image_data(&[0; 15]).unwrap();
+        writer.finish().unwrap();
+        assert!(bytes.len() < 1 << 20);
+        fs::write(&path, bytes).unwrap();
+        assert!(error().contains("text `maxdiff`"));
+    }
+}
