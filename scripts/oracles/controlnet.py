@@ -1,4 +1,5 @@
-"""Tiny `ControlNetModel`s of the Stable Diffusion 1.5 and XL kinds and the UNets they control: weights, inputs, outputs.
+"""Tiny `ControlNetModel`s of the Stable Diffusion 1.5 and XL kinds and the UNets they control: weights, inputs and
+outputs.
 
 Usage: python controlnet.py
 

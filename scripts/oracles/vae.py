@@ -2,8 +2,8 @@
 
 Usage: python vae.py
 
-Writes tests/golden/vae_sd/ (four levels and both 1x1 convolutions, as Stable Diffusion's) and tests/golden/vae_shift/ (a
-shift factor and no 1x1 convolutions, as Flux's and SD3's, and no attention) in diffusers' layout, and beside each
+Writes tests/golden/vae_sd/ (four levels and both 1x1 convolutions, as Stable Diffusion's) and tests/golden/vae_shift/
+(a shift factor and no 1x1 convolutions, as Flux's and SD3's, and no attention) in diffusers' layout, and beside each
 `io.safetensors`:
   in/images, in/noise, in/latents (as the diffusion model makes them);
   out/mean, out/logvar: of `encode(images).latent_dist`; in `vae_sd` the log-variance reaches both of its bounds;

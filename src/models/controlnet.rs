@@ -1,5 +1,5 @@
-//! diffusers' `ControlNetModel`, of Stable Diffusion 1.x, 2.x and XL: a copy of the UNet's way down and middle that also
-//! sees a picture, and whose results are added to the UNet's (Zhang et al. 2023, "Adding Conditional Control to
+//! diffusers' `ControlNetModel`, of Stable Diffusion 1.x, 2.x and XL: a copy of the UNet's way down and middle that
+//! also sees a picture, and whose results are added to the UNet's (Zhang et al. 2023, "Adding Conditional Control to
 //! Text-to-Image Diffusion Models").
 
 use serde::{Deserialize, Serialize};
@@ -173,8 +173,8 @@ fn parse_error(source: serde_json::Error) -> ModelConfigError {
 /// What a ControlNet is given beside the UNet's inputs.
 #[derive(Clone, Copy, Debug)]
 pub struct Control {
-    /// A picture for each sample, `[B, conditioning_channels, m * height, m * width]` with `m` the configuration's spatial
-    /// multiple; values in [0, 1], RGB.
+    /// A picture for each sample, `[B, conditioning_channels, m * height, m * width]` with `m` the configuration's
+    /// spatial multiple; values in [0, 1], RGB.
     pub image: Tensor,
     /// What the result is multiplied by: a scalar of a float type.
     pub scale: Tensor,
@@ -263,8 +263,8 @@ fn check_control(
     Ok(())
 }
 
-/// `ControlNetConditioningEmbedding`: the picture `[B, channels, m * height, m * width]` as an image of the latents' size
-/// with the channels of the UNet's first block.
+/// `ControlNetConditioningEmbedding`: the picture `[B, channels, m * height, m * width]` as an image of the latents'
+/// size with the channels of the UNet's first block.
 fn embed(
     b: &Builder,
     config: &ControlNetConfig,

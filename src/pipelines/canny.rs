@@ -222,8 +222,8 @@ mod tests {
 
     #[test]
     fn diagonals_follow_the_gradient() {
-        // Both sides of a diagonal step of 100 have the gradient (300, 300). Neighbours along it are two diagonals away,
-        // where there is none.
+        // Both sides of a diagonal step of 100 have the gradient (300, 300). Neighbours along it are two diagonals
+        // away, where it is smaller.
         let step = |y: usize, x: usize| if x + y >= 6 { 100u8 } else { 0 };
         let rows: Vec<Vec<u8>> = (0..7)
             .map(|y| (0..7).map(|x| step(y, x)).collect())

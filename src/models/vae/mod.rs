@@ -274,8 +274,8 @@ impl Layers<'_> {
 #[derive(Debug, thiserror::Error)]
 pub enum DecodedError {
     #[error(
-        "{found} of {count} decoded values are infinite or not a number; decode in float32, or if these values are from \
-         float32, look for the first step whose latents are not finite"
+        "{found} of {count} decoded values are infinite or not a number; decode in float32, or if these values are \
+         from float32, look for the first step whose latents are not finite"
     )]
     NotFinite { found: usize, count: usize },
     #[error(transparent)]
