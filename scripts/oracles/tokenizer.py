@@ -33,8 +33,8 @@ LENGTH = 77
 START, END = "<|startoftext|>", "<|endoftext|>"
 
 WORDS = {
-    "adjectives": "small large red green blue golden ancient tiny misty glowing rusty quiet painted wooden frozen bright "
-                  "dark soft cinematic detailed hyperrealistic watercolor vintage translucent ornate weathered",
+    "adjectives": "small large red green blue golden ancient tiny misty glowing rusty quiet painted wooden frozen "
+                  "bright dark soft cinematic detailed hyperrealistic watercolor vintage translucent ornate weathered",
     "nouns": "cat dog castle forest mountain river lighthouse robot astronaut dragon teapot violin library garden "
              "harbour city portrait landscape butterfly train bridge market desert island mushroom clock owl whale",
     "places": "beach hill roof lake cliff street valley meadow station planet table snow rain sunset moonlight",
@@ -54,32 +54,36 @@ WORDS = {
 EMOJI = ["🎈", "🦊", "👩‍🚀", "👨‍👩‍👧‍👦", "🏳️‍🌈", "👍🏽", "❤️", "🇧🇷", "🧑🏿‍🎨", "☃", "1️⃣", "🫠"]
 LISTS = {name: text.split(", ") if name == "styles" else text.split() for name, text in WORDS.items()}
 FOREIGN = [name for name in LISTS if name not in ("adjectives", "nouns", "places", "styles")]
-PUNCTUATION = [",", ".", "!", "?", ";", ":", "...", "!!!", "?!", " - ", "--", "/", "&", "'s", "(", ")", "[", "]", "#", "@",
-               "\"", "'", "*", "_", "~", "%", "^", "=", "+", "|", "<", ">", "$", "`", "\\"]
+PUNCTUATION = [",", ".", "!", "?", ";", ":", "...", "!!!", "?!", " - ", "--", "/", "&", "'s", "(", ")", "[", "]", "#",
+               "@", "\"", "'", "*", "_", "~", "%", "^", "=", "+", "|", "<", ">", "$", "`", "\\"]
 HARD = [
-    "", " ", "   ", "\n", "\t\t", "a", "A", "!", "!!", "!!!", "a!", "!a", "a ! b", "¡hola!", "don't", "DON'T", "don’t",
-    "it's we're I'll you've I'm he'd can't", "'s", "''s", "'S 'T 'RE", "s's's", "'sa", "rock'n'roll", "o'clock's",
-    "a photo of a cat", "A Photo Of A Cat", "a  photo   of\ta\ncat", "  leading and trailing  ", "a,b,c", "a , b , c",
-    "2024", "1234567890", "3.14159", "1,000,000", "16k 8K 4k", "50mm f/1.8", "v2.1-beta", "٣٤٥", "१२३", "½ ¾ Ⅷ ² ³", "①②③",
-    "(masterpiece:1.3), [blurry], ((best quality))", "\\(escaped\\)", "a:b", "::::", "....", "-----", "!?!?!?", "({[<>]})",
-    "<|startoftext|>", "<|endoftext|>", "<|startoftext|>a cat<|endoftext|>", "a<|endoftext|>b", "a <|endoftext|> b !",
-    "<|ENDOFTEXT|>", "<|StartOfText|>", "<|endoftext|>!!", "!<|endoftext|>!", "!!<|startoftext|>x", "<|endoftext|",
-    "<|endoftext |>", "<|unk|>", "<|endoftext|><|endoftext|>", "<|endoftext|>'s", "don<|startoftext|>'t", "</w>", "a</w>",
-    "</w></w>", "cat</w> dog", "</W>", "<pad>", "<unk>", "Ġa", "Ċ", "ā Ă ą", "Ġ</w>", "#version: 0.2",
-    "é", "e\u0301", "e\u0301\u0301\u0301", "\u0301", "\u0301a", "ﬁ ﬂ", "Å Å Å", "ñ n\u0303", "Z\u0351\u036bA\u0343L\u0337G\u0335O\u0334",
-    "İstanbul", "ıİiI", "ΣΊΣΥΦΟΣ", "ὈΔΥΣΣΕΎΣ", "ß ẞ SS", "ǅ ǆ Ǆ", "ＦＵＬＬＷＩＤＴＨ １２３ ！", "ᏣᎳᎩ ꭳꮹꭸ", "𝕱𝖆𝖓𝖈𝖞 𝟙𝟚𝟛", "ʻokina",
-    "가", "\u1100\u1161", "ㄱㅏ", "がぎぐ", "か\u3099", "々〆ヶ", "。、「」", "你好，世界！", "ไทย ๑๒๓", "हिन्दी क्षेत्र", "தமிழ்", "မြန်မာ",
-    "ﷺ", "لا إله", "שלום\u05b0", "ქართული Ქ", "Հայերեն", "አማርኛ", "🎈", "🎈🎈🎈", "a🎈b", "🎈 a", "👩‍🚀", "👨‍👩‍👧‍👦 family", "🏳️‍🌈!", "👍🏽👍🏿", "❤️ ❤", "🇧🇷🇯🇵",
-    "1️⃣2️⃣", "☃️☃", "a\u200db", "a\u200bb", "a\u00adb", "\ufeffa", "a\ufeff", "\u200e\u200fa", "a\u2060b", "a\u00a0b", "a\u3000b",
-    "a\u2028b\u2029c", "a\u0085b", "a\u1680b", "a\u180eb", "a\u202fb", "a\u205fb", "\u2003a\u2009b", "a\x00b", "\x00", "a\x01\x02b",
-    "a\x1cb\x1fc", "a\x7fb", "a\x80\x9fb", "a\x0bb\x0cc", "a\r\nb\rc", "\ufffd", "\ufffe", "\U0010ffff", "\ue000", "\U000e0041",
-    "a_b", "snake_case_name", "__init__", "e-mail: a@b.co", "https://example.com/a?b=c&d=e#f", "C:\\dir\\file.png", "#hashtag",
-    "100%", "$5.99", "€5 £6 ¥7", "a+b=c", "x^2", "~/.config", "`code`", "“quoted” ‘text’", "«guillemets»", "— – ‐ ―", "…", "† ‡ • ·",
-    "°C", "™ ® ©", "→ ⇒ ↦", "∀x∈ℝ", "♠♥♦♣", "█▓▒░", "\u20ac\u0301", "ab12cd34", "12ab34cd", "a1b2", "1a", "été2024!", "café's", "猫's",
-    "🎈's", "x" * 30, "x" * 400, "!" * 100, "1" * 90, "猫" * 80, "🎈" * 60, "a " * 74, "a " * 75, "a " * 76, "a " * 200,
-    ("a " * 74) + "<|endoftext|>", ("a " * 75) + "<|endoftext|>", ("a " * 74) + "butterfly lighthouse", ("! " * 75) + "end",
-    "supercalifragilisticexpialidocious antidisestablishmentarianism", "\u0e33\u0e4d\u0e32", "ꓘ Ꙁ ꙁ", "\U00010400\U00010428",
-    "\U0001e900\U0001e922", "ℵ ℓ ℮", "ª º", "ˢᵘᵖ ₛᵤᵦ", "ⅰⅠ ↀ", "〇一二三", "㊀㋿", "Ω Ω K K", "a\u034fb", "\u0f73\u0f75", "\u0344", "\u2126\u212a\u212b",
+    "", " ", "   ", "\n", "\t\t", "a", "A", "!", "!!", "!!!", "a!", "!a", "a ! b", "¡hola!", "don't", "DON'T",
+    "don’t", "it's we're I'll you've I'm he'd can't", "'s", "''s", "'S 'T 'RE", "s's's", "'sa", "rock'n'roll",
+    "o'clock's", "a photo of a cat", "A Photo Of A Cat", "a  photo   of\ta\ncat", "  leading and trailing  ", "a,b,c",
+    "a , b , c", "2024", "1234567890", "3.14159", "1,000,000", "16k 8K 4k", "50mm f/1.8", "v2.1-beta", "٣٤٥", "१२३",
+    "½ ¾ Ⅷ ² ³", "①②③", "(masterpiece:1.3), [blurry], ((best quality))", "\\(escaped\\)", "a:b", "::::", "....",
+    "-----", "!?!?!?", "({[<>]})", "<|startoftext|>", "<|endoftext|>", "<|startoftext|>a cat<|endoftext|>",
+    "a<|endoftext|>b", "a <|endoftext|> b !", "<|ENDOFTEXT|>", "<|StartOfText|>", "<|endoftext|>!!",
+    "!<|endoftext|>!", "!!<|startoftext|>x", "<|endoftext|", "<|endoftext |>", "<|unk|>",
+    "<|endoftext|><|endoftext|>", "<|endoftext|>'s", "don<|startoftext|>'t", "</w>", "a</w>", "</w></w>",
+    "cat</w> dog", "</W>", "<pad>", "<unk>", "Ġa", "Ċ", "ā Ă ą", "Ġ</w>", "#version: 0.2", "é", "e\u0301",
+    "e\u0301\u0301\u0301", "\u0301", "\u0301a", "ﬁ ﬂ", "Å Å Å", "ñ n\u0303",
+    "Z\u0351\u036bA\u0343L\u0337G\u0335O\u0334", "İstanbul", "ıİiI", "ΣΊΣΥΦΟΣ", "ὈΔΥΣΣΕΎΣ", "ß ẞ SS", "ǅ ǆ Ǆ",
+    "ＦＵＬＬＷＩＤＴＨ １２３ ！", "ᏣᎳᎩ ꭳꮹꭸ", "𝕱𝖆𝖓𝖈𝖞 𝟙𝟚𝟛", "ʻokina", "가", "\u1100\u1161", "ㄱㅏ", "がぎぐ", "か\u3099", "々〆ヶ", "。、「」",
+    "你好，世界！", "ไทย ๑๒๓", "हिन्दी क्षेत्र", "தமிழ்", "မြန်မာ", "ﷺ", "لا إله", "שלום\u05b0", "ქართული Ქ", "Հայերեն",
+    "አማርኛ", "🎈", "🎈🎈🎈", "a🎈b", "🎈 a", "👩‍🚀", "👨‍👩‍👧‍👦 family", "🏳️‍🌈!", "👍🏽👍🏿", "❤️ ❤", "🇧🇷🇯🇵", "1️⃣2️⃣", "☃️☃",
+    "a\u200db", "a\u200bb", "a\u00adb", "\ufeffa", "a\ufeff", "\u200e\u200fa", "a\u2060b", "a\u00a0b", "a\u3000b",
+    "a\u2028b\u2029c", "a\u0085b", "a\u1680b", "a\u180eb", "a\u202fb", "a\u205fb", "\u2003a\u2009b", "a\x00b", "\x00",
+    "a\x01\x02b", "a\x1cb\x1fc", "a\x7fb", "a\x80\x9fb", "a\x0bb\x0cc", "a\r\nb\rc", "\ufffd", "\ufffe", "\U0010ffff",
+    "\ue000", "\U000e0041", "a_b", "snake_case_name", "__init__", "e-mail: a@b.co", "https://example.com/a?b=c&d=e#f",
+    "C:\\dir\\file.png", "#hashtag", "100%", "$5.99", "€5 £6 ¥7", "a+b=c", "x^2", "~/.config", "`code`",
+    "“quoted” ‘text’", "«guillemets»", "— – ‐ ―", "…", "† ‡ • ·", "°C", "™ ® ©", "→ ⇒ ↦", "∀x∈ℝ", "♠♥♦♣", "█▓▒░",
+    "\u20ac\u0301", "ab12cd34", "12ab34cd", "a1b2", "1a", "été2024!", "café's", "猫's", "🎈's", "x" * 30, "x" * 400,
+    "!" * 100, "1" * 90, "猫" * 80, "🎈" * 60, "a " * 74, "a " * 75, "a " * 76, "a " * 200,
+    ("a " * 74) + "<|endoftext|>", ("a " * 75) + "<|endoftext|>", ("a " * 74) + "butterfly lighthouse",
+    ("! " * 75) + "end", "supercalifragilisticexpialidocious antidisestablishmentarianism", "\u0e33\u0e4d\u0e32",
+    "ꓘ Ꙁ ꙁ", "\U00010400\U00010428", "\U0001e900\U0001e922", "ℵ ℓ ℮", "ª º", "ˢᵘᵖ ₛᵤᵦ", "ⅰⅠ ↀ", "〇一二三", "㊀㋿",
+    "Ω Ω K K", "a\u034fb", "\u0f73\u0f75", "\u0344", "\u2126\u212a\u212b",
 ]
 
 
