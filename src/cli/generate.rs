@@ -1,5 +1,6 @@
 //! `generate`.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Instant;
@@ -7,14 +8,15 @@ use std::time::Instant;
 use clap::Args;
 use image::RgbImage;
 use indicatif::{ProgressBar, ProgressStyle};
-use serde_json::json;
+use serde_json::{Map, Value, json};
 
 use crate::config::{Config, Loaded, Verb};
 use crate::data::shapes::ReadScore;
 use crate::dtype::DType;
 use crate::host_tensor::HostTensor;
 use crate::pipelines::image_file::{
-    GenerationSettings, labelled_grid, prepare_output_dir, visible_scale, write_numbered,
+    GenerationSettings, labelled_grid, prepare_output_dir, read_settings, visible_scale,
+    write_numbered,
 };
 use crate::pipelines::images::{DrawOptions, Failure, Made, Pipeline, Traced, WeightSource};
 use crate::pipelines::model::DiffusionModel;
@@ -31,9 +33,98 @@ use super::{CliError, RecipeArgs, print, recipe};
 pub struct GenerateArgs {
     #[command(flatten)]
     recipe: RecipeArgs,
-    /// Print paths, seeds and timings as JSON
+    /// Print paths, seeds, seconds of each phase and memory as JSON
     #[arg(long)]
     json: bool,
+    /// Repeat the picture in this PNG file with the settings written into it; words on the command line go before them
+    #[arg(long, value_name = "PNG")]
+    from_image: Option<PathBuf>,
+}
+
+/// What [`GenerationSettings`] has fields of its own for, and what says nothing of the picture.
+const NOT_OPTIONS: [&str; 17] = [
+    "prompt",
+    "prompts_file",
+    "held_out_prompts",
+    "num_images_per_prompt",
+    "negative_prompt",
+    "seed",
+    "num_inference_steps",
+    "guidance_scale",
+    "scheduler",
+    "width",
+    "height",
+    "run_name",
+    "output_dir",
+    "hardware",
+    "num_devices",
+    "hf_access_token",
+    "pretrained_model_name_or_path",
+];
+
+impl GenerateArgs {
+    /// The configuration; with `--from-image`, changed by what the picture says as far as the command line does not say
+    /// otherwise.
+    fn load(&self) -> Result<(Config, Map<String, Value>), CliError> {
+        let Some(path) = &self.from_image else {
+            let Loaded { config, given, .. } = self.recipe.load_given(Verb::Generate)?;
+            return Ok((config, given));
+        };
+        let settings = read_settings(path).map_err(CliError::usage)?;
+        let mut recipe = self.recipe.clone();
+        let said: Vec<String> = recipe
+            .overrides
+            .iter()
+            .filter_map(|word| word.split_once('=').map(|(key, _)| key.to_string()))
+            .collect();
+        let is_free = |key: &str| !said.iter().any(|said| said == key);
+        let numbers = [
+            ("seed", settings.seed.to_string()),
+            ("num_inference_steps", settings.steps.to_string()),
+            ("guidance_scale", settings.guidance_scale.to_string()),
+            ("scheduler", settings.scheduler.clone()),
+        ];
+        let options = settings
+            .options
+            .iter()
+            .map(|(k, v)| (k.as_str(), v.clone()));
+        let mut words: Vec<String> = options
+            .chain(numbers)
+            .filter(|(key, value)| is_free(key) && !value.is_empty())
+            .map(|(key, value)| format!("{key}={value}"))
+            .collect();
+        words.append(&mut recipe.overrides);
+        recipe.overrides = words;
+        let Loaded {
+            mut config,
+            mut given,
+            ..
+        } = recipe.load_given(Verb::Generate)?;
+        if is_free("prompt") && is_free("prompts_file") {
+            config.prompt.0 = vec![settings.prompt.clone()];
+            given.insert("prompt".to_string(), settings.prompt.into());
+        }
+        if is_free("negative_prompt") {
+            config.negative_prompt = settings.negative_prompt;
+        }
+        // The size of a model of pixels is its own.
+        if config.pixel_unshuffle == 1 && is_free("height") && is_free("width") {
+            config.height = u64::from(settings.height);
+            config.width = u64::from(settings.width);
+        }
+        Ok((config, given))
+    }
+
+    /// What of the command line is needed to make the pictures again, beside their own settings.
+    fn options(&self) -> BTreeMap<String, String> {
+        self.recipe
+            .overrides
+            .iter()
+            .filter_map(|word| word.split_once('='))
+            .filter(|(key, _)| !NOT_OPTIONS.contains(key))
+            .map(|(key, value)| (key.to_string(), value.to_string()))
+            .collect()
+    }
 }
 
 /// Most pictures made at once.
@@ -44,7 +135,7 @@ const MAX_BATCH: usize = 8;
 /// # Errors
 /// When the configuration is wrong, there are no weights, or a program fails.
 pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
-    let Loaded { config, given, .. } = args.recipe.load_given(Verb::Generate)?;
+    let (config, given) = args.load()?;
     let out = config.run_dir().join("images");
     prepare_output_dir(&out).map_err(CliError::failed)?;
     let source = Source::find(&config, &args.recipe.config)?;
@@ -65,9 +156,13 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
         tokenizers,
         zero_empty_prompts,
     } = source.drawn(&config, &given)?;
-    let plan = recipe::sampling_plan(&config, &model.scheduler)?;
-    let prompts = prompted(&config)?;
-    let pictures = prompts::pictures(&tokenizers, &prompts, prompts::syntax(&config))
+    let prompts = prompts::prompted(&config)?;
+    let steps = prompts::step_counts(&prompts);
+    let plans = steps
+        .iter()
+        .map(|steps| recipe::sampling_plan(&config, &model.scheduler, *steps))
+        .collect::<Result<Vec<_>, _>>()?;
+    let pictures = prompts::pictures(&tokenizers, &prompts, &steps, prompts::syntax(&config))
         .map_err(CliError::usage)?;
     let latents = latents(&config, &model)?;
 
@@ -102,17 +197,16 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
     .map_err(CliError::failed)?;
     let compiled = start.elapsed().as_secs_f64();
 
-    let steps = plan.steps.len();
+    let runs = pipeline.runs(&pictures, &plans);
     let bar = match tracing::enabled!(tracing::Level::INFO) {
-        true => ProgressBar::new((prompts.len().div_ceil(batch) * steps) as u64),
+        true => ProgressBar::new(runs as u64),
         false => ProgressBar::hidden(),
     };
     if let Ok(style) = ProgressStyle::with_template("{bar:30} step {pos}/{len}, {eta} left") {
         bar.set_style(style);
     }
     let draw = DrawOptions {
-        plan: &plan,
-        guidance_scale: config.guidance_scale as f32,
+        plans: &plans,
         guidance_rescale: config.guidance_rescale as f32,
         zero_empty_prompts,
         latents: latents.as_ref(),
@@ -123,7 +217,7 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
             &WeightSource::Files(&|slot| read_weight(&session, &files, slot)),
             &pictures,
             &draw,
-            &mut |done, step| bar.set_position((done / batch * steps + step) as u64),
+            &mut || bar.inc(1),
         )
         .map_err(CliError::Failed)?;
     bar.finish_and_clear();
@@ -133,7 +227,7 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
         phases.load,
         phases.encode,
         phases.denoise,
-        phases.denoise / (steps * prompts.len().div_ceil(batch)).max(1) as f64,
+        phases.denoise / runs.max(1) as f64,
         phases.decode,
     ));
     let score = match config.held_out_prompts {
@@ -143,7 +237,15 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
             Some(ReadScore::of(pairs).map_err(CliError::failed)?)
         }
     };
-    let written = write(&config, &out, &prompts, &images)?;
+    let written = write(
+        &config,
+        &source,
+        config.sampler().name(),
+        &args.options(),
+        &out,
+        &prompts,
+        &images,
+    )?;
     if args.json {
         let report = json!({
             "images": written.images.iter().zip(&prompts).map(|(path, p)| json!({
@@ -160,7 +262,7 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
                 "denoise": phases.denoise,
                 "decode": phases.decode,
             },
-            "steps": steps,
+            "unet_runs": runs,
             "programs": pipeline.timings().programs,
             "peak_host_bytes": peak_host_bytes(),
         });
@@ -194,25 +296,6 @@ fn score_line(score: &ReadScore) -> String {
         share(score.relation_right),
         share(score.all_right),
     )
-}
-
-/// Every picture to make: each prompt `num_images_per_prompt` times, with seeds that count up.
-fn prompted(config: &Config) -> Result<Vec<Prompted>, CliError> {
-    let each = config.num_images_per_prompt;
-    let prompts = match config.held_out_prompts {
-        0 => config.prompt.0.clone(),
-        _ => super::data::held_out_prompts(config)?,
-    };
-    Ok(prompts
-        .iter()
-        .flat_map(|prompt| (0..each).map(move |_| prompt.clone()))
-        .enumerate()
-        .map(|(i, prompt)| Prompted {
-            prompt,
-            negative_prompt: config.negative_prompt.clone(),
-            seed: config.seed.wrapping_add(i as u64),
-        })
-        .collect())
 }
 
 /// The noise that the configuration gives to start from.
@@ -259,21 +342,27 @@ struct Written {
 
 fn write(
     config: &Config,
+    source: &Source,
+    sampler: &str,
+    options: &BTreeMap<String, String>,
     out: &Path,
     prompts: &[Prompted],
     images: &[RgbImage],
 ) -> Result<Written, CliError> {
+    let model = source.path().file_stem().unwrap_or_default();
     let settings = |p: &Prompted, image: &RgbImage| GenerationSettings {
         prompt: p.prompt.clone(),
-        negative_prompt: config.negative_prompt.clone(),
+        negative_prompt: p.negative_prompt.clone(),
         seed: p.seed,
-        steps: config.num_inference_steps as u32,
-        guidance_scale: config.guidance_scale,
-        scheduler: config.sampler().name().to_string(),
+        steps: p.steps as u32,
+        guidance_scale: p.guidance_scale,
+        scheduler: sampler.to_string(),
         config: config.run_name.clone(),
         width: image.width(),
         height: image.height(),
-        ..GenerationSettings::default()
+        model: model.to_string_lossy().into_owned(),
+        model_hash: None,
+        options: options.clone(),
     };
     let paths = prompts
         .iter()

@@ -55,7 +55,7 @@ enum Command {
 }
 
 /// `CONFIG.yml key=value ...`: what every verb that works on a model takes.
-#[derive(Debug, Args)]
+#[derive(Clone, Debug, Args)]
 pub struct RecipeArgs {
     /// Configuration file
     #[arg(value_name = "CONFIG.yml")]

@@ -118,12 +118,12 @@ fn scheduler_fields(config: &Config) -> Map<String, Value> {
     }
 }
 
-/// The coefficients of every step of the configured sampler.
+/// The coefficients of `steps` steps of the configured sampler.
 pub fn sampling_plan(
     config: &Config,
     scheduler: &SchedulerConfig,
+    steps: usize,
 ) -> Result<SamplingPlan, CliError> {
-    let steps = config.num_inference_steps as usize;
     match config.sampler() {
         config::Sampler::Ddim => schedulers::ddim(scheduler, steps, 0.0, true),
         config::Sampler::Euler => schedulers::euler_discrete(scheduler, steps),
@@ -198,7 +198,11 @@ pub fn check(config: &Config, verb: Option<config::Verb>) -> Result<(), CliError
     }
     if verb.is_some_and(|v| [Train, Generate].contains(&v)) {
         check_pixels(config, &model)?;
-        sampling_plan(config, &model.scheduler)?;
+        sampling_plan(
+            config,
+            &model.scheduler,
+            config.num_inference_steps as usize,
+        )?;
     }
     if verb == Some(Train) {
         check_training(config, &model)?;

@@ -120,7 +120,8 @@ pub fn run(args: &TrainArgs) -> Result<ExitCode, CliError> {
     recipe::check_training(&config, &model)?;
     if config.sample_every > 0 {
         // What the first grid of samples would find wrong is found before an hour of training.
-        recipe::sampling_plan(&config, &model.scheduler)?;
+        let steps = config.num_inference_steps as usize;
+        recipe::sampling_plan(&config, &model.scheduler, steps)?;
     }
     let tokenizer =
         Tokenizer::from_json(&tokenizer_json, model.tokens).map_err(CliError::failed)?;
@@ -481,26 +482,28 @@ impl Samples<'_> {
             .map(|(i, prompt)| Prompted {
                 prompt: prompt.clone(),
                 negative_prompt: String::new(),
+                guidance_scale: self.config.guidance_scale,
+                steps: self.config.num_inference_steps as usize,
                 seed: self.config.seed + i as u64,
             })
             .collect();
-        let plan = recipe::sampling_plan(self.config, &self.model.scheduler)?;
+        let steps = self.config.num_inference_steps as usize;
+        let plan = recipe::sampling_plan(self.config, &self.model.scheduler, steps)?;
         // Captions are what the model was trained on: brackets are text.
         let tokenizer = std::slice::from_ref(self.tokenizer);
-        let pictures = prompts::pictures(tokenizer, &prompted, PromptSyntax::Plain)?;
+        let pictures = prompts::pictures(tokenizer, &prompted, &[], PromptSyntax::Plain)?;
         let images = pipeline
             .run(
                 self.session,
                 &WeightSource::Devices(weights),
                 &pictures,
                 &DrawOptions {
-                    plan: &plan,
-                    guidance_scale: self.config.guidance_scale as f32,
+                    plans: std::slice::from_ref(&plan),
                     guidance_rescale: 0.0,
                     zero_empty_prompts: false,
                     latents: None,
                 },
-                &mut |_, _| {},
+                &mut || {},
             )?
             .images;
         self.compiled = Some(pipeline);

@@ -308,6 +308,9 @@ schema! {
         group "Generation";
         /// What the images show: one prompt or a list.
         prompt: Prompts = Prompts::default(), Used, GENERATE;
+        /// Instead of `prompt`: a file with a prompt in each line, after which may stand `--n negative prompt`,
+        /// `--d seed`, `--l guidance scale`, `--s steps`, and `--w width` and `--h height`, which all lines share.
+        prompts_file: String = String::new(), Ours, GENERATE;
         /// Instead of `prompt`: this many captions that training held out (all there are, if fewer). The
         /// pictures are read back and scored.
         held_out_prompts: u64 = 0, Ours, GENERATE, in Between(0.0, 10_000.0),

@@ -26,6 +26,9 @@ pub type Failure = Box<dyn std::error::Error + Send + Sync>;
 /// One picture to make.
 #[derive(Clone, Debug)]
 pub struct Picture {
+    /// Which of [`DrawOptions::plans`] it is made by.
+    pub plan: usize,
+    pub guidance_scale: f32,
     /// The prompt as each text encoder takes it. All pictures' prompts and negative prompts have as many chunks.
     pub prompt: Vec<PromptTokens>,
     /// The negative prompt likewise; not read without guidance.
@@ -38,8 +41,8 @@ pub struct Picture {
 /// How pictures are made; nothing of it compiles anything.
 #[derive(Clone, Debug)]
 pub struct DrawOptions<'a> {
-    pub plan: &'a SamplingPlan,
-    pub guidance_scale: f32,
+    /// The samplers of all pictures.
+    pub plans: &'a [SamplingPlan],
     pub guidance_rescale: f32,
     /// Whether an empty negative prompt is zeros instead of the encoding of an empty text
     /// (`force_zeros_for_empty_prompt` of SDXL's `model_index.json`).
@@ -195,8 +198,17 @@ impl Pipeline {
         all
     }
 
+    /// How often the UNet runs for `pictures`.
+    pub fn runs(&self, pictures: &[Picture], plans: &[SamplingPlan]) -> usize {
+        batches(pictures, self.denoiser.batch())
+            .iter()
+            .filter_map(|batch| plans.get(pictures[batch.start].plan))
+            .map(|plan| plan.steps.len())
+            .sum()
+    }
+
     /// Makes `pictures`, in batches of the pipeline's size. The weights of each program are let go before those of the
-    /// next are read. `progress` is told the pictures and the runs of the model that are done.
+    /// next are read. `progress` is called after each run of the UNet: [`Pipeline::runs`] of them.
     ///
     /// # Errors
     /// When weights cannot be read, a program fails, or what it makes is not finite.
@@ -206,18 +218,18 @@ impl Pipeline {
         source: &WeightSource<'_>,
         pictures: &[Picture],
         options: &DrawOptions<'_>,
-        progress: &mut dyn FnMut(usize, usize),
+        progress: &mut dyn FnMut(),
     ) -> Result<Made, Failure> {
         let mut phases = Phases::default();
         let size = self.denoiser.batch();
-        // A last, smaller batch is filled up with its first picture; those pictures are dropped.
-        let batches: Vec<Vec<&Picture>> = pictures
-            .chunks(size)
-            .map(|chunk| {
-                let filled = |row| chunk.get(row).unwrap_or(&chunk[0]);
-                (0..size).map(filled).collect()
-            })
-            .collect();
+        let batches = batches(pictures, size);
+        let rows = |batch: &Batch| -> Vec<&Picture> {
+            // A batch that is not full is filled up with its first picture; what that makes is dropped.
+            let filled = |row| if row < batch.count { row } else { 0 };
+            (0..size)
+                .map(|row| &pictures[batch.start + filled(row)])
+                .collect()
+        };
 
         let mut parts: Vec<Vec<Conditioning>> = vec![Vec::new(); batches.len()];
         for (which, encoder) in self.encoders.iter().enumerate() {
@@ -226,7 +238,8 @@ impl Pipeline {
             phases.load += start.elapsed().as_secs_f64();
             let start = Instant::now();
             for (batch, parts) in batches.iter().zip(&mut parts) {
-                parts.push(self.encode(session, encoder, &prepared, which, batch)?);
+                let batch = rows(batch);
+                parts.push(self.encode(session, encoder, &prepared, which, &batch)?);
             }
             phases.encode += start.elapsed().as_secs_f64();
         }
@@ -236,7 +249,13 @@ impl Pipeline {
         phases.load += start.elapsed().as_secs_f64();
         let start = Instant::now();
         let mut samples = Vec::with_capacity(batches.len());
-        for (index, (batch, parts)) in batches.iter().zip(parts).enumerate() {
+        for (at, parts) in batches.iter().zip(parts) {
+            let batch = rows(at);
+            let first = &pictures[at.start];
+            let plan = options
+                .plans
+                .get(first.plan)
+                .ok_or("a picture names a sampler that is not there")?;
             let Some(mut conditioning) = Conditioning::join(parts)? else {
                 return Err("the model has no text encoder".into());
             };
@@ -245,9 +264,8 @@ impl Pipeline {
                 let empty = rows.filter(|(_, p)| p.negative_is_empty);
                 conditioning.zero(empty.map(|(row, _)| 2 * row))?;
             }
-            let done = index * size;
             let latents = match options.latents {
-                Some(all) => Some(self.rows_of(all, done, batch.len())?),
+                Some(all) => Some(self.rows_of(all, at.start, batch.len())?),
                 None => None,
             };
             let seeds: Vec<u64> = batch.iter().map(|p| p.seed).collect();
@@ -257,11 +275,11 @@ impl Pipeline {
                 time_ids: &self.time_ids.repeat(rows),
                 seeds: &seeds,
                 latents: latents.as_ref(),
-                guidance_scale: options.guidance_scale,
+                guidance_scale: first.guidance_scale,
                 guidance_rescale: options.guidance_rescale,
-                plan: options.plan,
+                plan,
             };
-            let mut after_step = |step| progress(done, step);
+            let mut after_step = |_| progress();
             let sample = self
                 .denoiser
                 .run(session, &prepared, &request, &mut after_step)?;
@@ -273,8 +291,9 @@ impl Pipeline {
         let mut images = Vec::with_capacity(pictures.len());
         match &self.decoder {
             None => {
-                for sample in &samples {
-                    images.extend(pixels_to_images(sample, self.pixel_unshuffle)?);
+                for (batch, sample) in batches.iter().zip(&samples) {
+                    let made = pixels_to_images(sample, self.pixel_unshuffle)?;
+                    images.extend(made.into_iter().take(batch.count));
                 }
             }
             Some(decoder) => {
@@ -282,16 +301,15 @@ impl Pipeline {
                 let prepared = source.prepare(decoder.program())?;
                 phases.load += start.elapsed().as_secs_f64();
                 let start = Instant::now();
-                for sample in &samples {
+                for (batch, sample) in batches.iter().zip(&samples) {
                     check_samples(sample)?;
                     let decoded = decoder.run(session, &prepared, sample)?;
                     vae::check_finite(&decoded)?;
-                    images.extend(decoded_to_images(&decoded)?);
+                    images.extend(decoded_to_images(&decoded)?.into_iter().take(batch.count));
                 }
                 phases.decode += start.elapsed().as_secs_f64();
             }
         }
-        images.truncate(pictures.len());
         Ok(Made {
             samples,
             images,
@@ -345,6 +363,32 @@ impl Pipeline {
             .collect();
         Ok(HostTensor::from_f32(dims, &rows)?)
     }
+}
+
+/// Pictures that are made together: neighbours that differ in prompt and seed alone.
+struct Batch {
+    start: usize,
+    count: usize,
+}
+
+fn batches(pictures: &[Picture], size: usize) -> Vec<Batch> {
+    let mut batches: Vec<Batch> = Vec::new();
+    for (index, picture) in pictures.iter().enumerate() {
+        match batches.last_mut() {
+            Some(batch)
+                if batch.count < size
+                    && pictures[batch.start].plan == picture.plan
+                    && pictures[batch.start].guidance_scale == picture.guidance_scale =>
+            {
+                batch.count += 1;
+            }
+            _ => batches.push(Batch {
+                start: index,
+                count: 1,
+            }),
+        }
+    }
+    batches
 }
 
 /// A value in [-1, 1] as a byte.
