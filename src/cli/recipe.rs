@@ -16,7 +16,7 @@ use crate::pjrt::install::{self, InstallError, Installed, PluginKind};
 use crate::pjrt::{NamedValue, Plugin, has_tpu};
 use crate::quant::{Action, Decision, Policy, Rule};
 use crate::runtime::{RuntimeError, Session};
-use crate::schedulers::{self, SamplingPlan, SchedulerConfig};
+use crate::schedulers::{PlanOptions, SamplingPlan, SchedulerConfig, SchedulerKind};
 use crate::shard::{LogicalAxisRule, LogicalAxisRules, Mesh, MeshAxes, Parallelism, ShardPlan};
 use crate::topology::{Accelerator, Chip, Format, Platform};
 use crate::train::checkpoint::{Check, SavedCheckpoint, latest};
@@ -55,7 +55,13 @@ pub fn dot_precision(config: &Config) -> DotPrecision {
 /// The noise schedule by diffusers' names, from MaxDiffusion's.
 pub fn scheduler(config: &Config) -> Result<SchedulerConfig, CliError> {
     let from = &config.diffusion_scheduler_config;
+    let class = match config.sampler() {
+        config::Sampler::Ddim => SchedulerKind::Ddim,
+        config::Sampler::Euler => SchedulerKind::Euler,
+    };
     let fields = serde_json::json!({
+        "_class_name": class.name(),
+        "set_alpha_to_one": false,
         "num_train_timesteps": from.num_train_timesteps,
         "beta_start": from.beta_start,
         "beta_end": from.beta_end,
@@ -69,7 +75,7 @@ pub fn scheduler(config: &Config) -> Result<SchedulerConfig, CliError> {
     let serde_json::Value::Object(fields) = fields else {
         return Err(CliError::Usage("no scheduler fields".to_string()));
     };
-    SchedulerConfig::from_map(fields).map_err(CliError::usage)
+    SchedulerConfig::from_map(&fields).map_err(CliError::usage)
 }
 
 /// The coefficients of every step of the configured sampler.
@@ -77,12 +83,11 @@ pub fn sampling_plan(
     config: &Config,
     scheduler: &SchedulerConfig,
 ) -> Result<SamplingPlan, CliError> {
-    let steps = config.num_inference_steps as usize;
-    match config.sampler() {
-        config::Sampler::Ddim => schedulers::ddim(scheduler, steps, 0.0, true),
-        config::Sampler::Euler => schedulers::euler_discrete(scheduler, steps),
-    }
-    .map_err(CliError::usage)
+    let options = PlanOptions {
+        use_clipped_model_output: true,
+        ..PlanOptions::new(config.num_inference_steps as usize)
+    };
+    scheduler.plan(&options).map_err(CliError::usage)
 }
 
 /// The UNet as configured.
