@@ -2,32 +2,138 @@
 
 mod common;
 
+use std::collections::BTreeMap;
+
 use common::{Golden, distance};
 use maxdiff::schedulers::{
-    NOISE, NoiseSchedule, OUTPUT, SamplingPlan, SchedulerConfig, ddim, euler_discrete,
+    NOISE, NoiseSchedule, OUTPUT, PlanOptions, PredictionType, STATES, SamplingPlan,
+    SchedulerConfig, SchedulerKind, Start, Step,
 };
-use serde_json::Value;
+use serde_json::{Map, Value};
 
-/// diffusers computes in float32, with a few roundings for each number and step.
+/// diffusers' tables are float32, and so are a step's coefficients; both computed otherwise in double precision.
 const TOLERANCE: f64 = 1e-6;
 
-fn cases(golden: &Golden) -> Vec<(String, Value)> {
-    golden.meta["cases"]
-        .as_object()
+/// One recorded sequence.
+struct Case<'a> {
+    /// The class and what else tells it from others.
+    name: String,
+    config: SchedulerConfig,
+    plan: SamplingPlan,
+    init_noise_sigma: f64,
+    timesteps: &'a [f64],
+    /// The sample before the first run and after each.
+    samples: Vec<&'a [f64]>,
+    /// The predicted clean sample of each run, or none.
+    clean: Vec<&'a [f64]>,
+    noised: Vec<&'a [f64]>,
+}
+
+/// Takes `rows` rows of `size` values off the front.
+fn take<'a>(values: &mut &'a [f64], rows: usize, size: usize) -> Vec<&'a [f64]> {
+    let (taken, rest) = values.split_at(rows * size);
+    *values = rest;
+    taken.chunks(size).collect()
+}
+
+fn object(value: &Value) -> Map<String, Value> {
+    value.as_object().unwrap().clone()
+}
+
+fn cases(golden: &Golden) -> Vec<Case<'_>> {
+    let size = golden.values("in/noise").len();
+    let mut timesteps = golden.values("out/timesteps");
+    let mut samples = golden.values("out/samples");
+    let mut clean = golden.values("out/clean");
+    let mut noised = golden.values("out/noised");
+    let cases: Vec<Case> = golden.meta["cases"]
+        .as_array()
         .unwrap()
         .iter()
-        .map(|(name, case)| (name.clone(), case.clone()))
-        .collect()
+        .map(|case| {
+            let class = case["class"].as_str().unwrap();
+            let schedule = case["schedule"].as_str().unwrap();
+            let mut fields = object(&golden.meta["schedules"][schedule]);
+            fields.extend(object(&case["config"]));
+            fields.insert("_class_name".to_string(), class.into());
+            let config = SchedulerConfig::from_map(&fields).unwrap();
+            let number = |key: &str| case[key].as_f64();
+            let options = PlanOptions {
+                start: match (number("strength"), number("after")) {
+                    (Some(strength), _) => Start::Strength(strength),
+                    (_, Some(after)) => Start::After(after),
+                    _ => Start::Strength(1.0),
+                },
+                end: number("end"),
+                eta: number("eta").unwrap_or(0.0),
+                use_clipped_model_output: case["use_clipped_model_output"] == true,
+                ..PlanOptions::new(case["steps"].as_u64().unwrap() as usize)
+            };
+            let runs = case["runs"].as_u64().unwrap() as usize;
+            Case {
+                name: format!("{class} {schedule} {} {options:?}", case["config"]),
+                plan: config
+                    .plan(&options)
+                    .unwrap_or_else(|error| panic!("{case}: {error}")),
+                config,
+                init_noise_sigma: number("init_noise_sigma").unwrap(),
+                timesteps: take(&mut timesteps, 1, runs)[0],
+                samples: take(&mut samples, runs + 1, size),
+                clean: take(
+                    &mut clean,
+                    if case["clean"] == true { runs } else { 0 },
+                    size,
+                ),
+                noised: take(&mut noised, runs + 1, 2),
+            }
+        })
+        .collect();
+    for rest in [timesteps, samples, clean, noised] {
+        assert!(rest.is_empty(), "{} values of no case", rest.len());
+    }
+    cases
 }
 
-/// The case's configuration.
-fn config(case: &Value) -> SchedulerConfig {
-    SchedulerConfig::from_map(case["config"].as_object().unwrap().clone()).unwrap()
+/// The program of the device for one element: the next states and the predicted clean value, in double precision or,
+/// as the device has it, rounded to `f32` after each operation.
+fn advance(
+    step: &Step,
+    clip: bool,
+    states: [f64; STATES],
+    (offset, noise): (f64, f64),
+    round: fn(f64) -> f64,
+) -> ([f64; STATES], f64) {
+    let product = |a: f32, b: f64| round(f64::from(a) * b);
+    let output = round(round(0.5 * product(step.in_scale, states[0])) + offset);
+    let mut clean = round(product(step.clean[0], states[0]) + product(step.clean[1], output));
+    let clipped = clean.clamp(-1.0, 1.0);
+    let next = std::array::from_fn(|state| {
+        let row = &step.update[state];
+        let mut next = (0..STATES).fold(0.0, |sum, column| {
+            round(sum + product(row[column], states[column]))
+        });
+        next = round(next + product(row[OUTPUT], output));
+        next = round(next + product(row[NOISE], noise));
+        match clip {
+            true => round(next + product(step.clip[state], round(clipped - clean))),
+            false => next,
+        }
+    });
+    if clip {
+        clean = clipped;
+    }
+    (next, clean)
 }
 
-/// The error that is allowed: PyTorch's rescaling to zero terminal SNR rounds an alpha near 1 up to three units in
-/// the last place from ours, and `sqrt(1 - alpha)` is steepest at the first.
-fn tolerance(config: &SchedulerConfig) -> f64 {
+/// The error that is allowed in what follows from a schedule's tables.
+///
+/// - diffusers' rescaling to zero terminal SNR rounds an alpha near 1 up to three units in the last place from ours,
+///   and `sqrt(1 - alpha)` is steepest at the first; an error of it is one of the noise that it is multiplied with.
+/// - `KDPM2AncestralDiscreteScheduler` finds how far down a step goes as a difference of squares in float32.
+fn table_tolerance(config: &SchedulerConfig) -> f64 {
+    if config.kind == SchedulerKind::Kdpm2Ancestral {
+        return 1e-5;
+    }
     if !config.rescale_betas_zero_snr {
         return TOLERANCE;
     }
@@ -36,90 +142,143 @@ fn tolerance(config: &SchedulerConfig) -> f64 {
     TOLERANCE.max(3.0 * unit / (2.0 * (1.0 - alpha).sqrt()))
 }
 
-fn plan(case: &Value, config: &SchedulerConfig) -> SamplingPlan {
-    let steps = case["num_inference_steps"].as_u64().unwrap() as usize;
-    match case["scheduler"].as_str().unwrap() {
-        "DDIMScheduler" => {
-            let eta = case["step"]["eta"].as_f64().unwrap_or(0.0);
-            let clipped = case["step"]["use_clipped_model_output"]
-                .as_bool()
-                .unwrap_or(false);
-            ddim(config, steps, eta, clipped).unwrap()
-        }
-        "EulerDiscreteScheduler" => euler_discrete(config, steps).unwrap(),
-        other => panic!("{other} has no sampling case"),
-    }
+/// The norm of what is added up to the next samples of all elements: a coefficient's rounding to `f32` is an error of
+/// half a unit in the last place of its term, which may be larger than the sum.
+fn size_of_terms(step: &Step, states: &[[f64; STATES]], offset: &[f64]) -> f64 {
+    let terms = states.iter().zip(offset).map(|(states, offset)| {
+        let output = 0.5 * f64::from(step.in_scale) * states[0] + offset;
+        let row = step.update[0].map(f64::from);
+        let of_states: f64 = (0..STATES).map(|i| (row[i] * states[i]).abs()).sum();
+        let [x, y] = step.clean.map(f64::from);
+        let clipped = f64::from(step.clip[0]).abs() * ((x * states[0]).abs() + (y * output).abs());
+        of_states + (row[OUTPUT] * output).abs() + clipped
+    });
+    terms.map(|term| term * term).sum::<f64>().sqrt()
+}
+
+fn norm(values: &[f64]) -> f64 {
+    distance(values, &vec![0.0; values.len()])
 }
 
 #[test]
 fn every_step_of_every_sampler_is_diffusers() {
     let golden = Golden::read("schedulers.safetensors");
-    let noise = golden.values("in/noise");
     let offset = golden.values("in/model_offset");
-    let size = noise.len();
-    let mut compared = 0;
-    let mut clipped = 0;
-    for (name, case) in cases(&golden) {
-        if case["training"] == Value::Bool(true) {
-            continue;
-        }
-        let config = config(&case);
-        let plan = plan(&case, &config);
-        let timesteps: Vec<f64> = plan.steps.iter().map(|s| f64::from(s.timestep)).collect();
-        assert!(
-            distance(&timesteps, golden.values(&format!("out/{name}/timesteps"))) < 1e-7,
-            "{name}: {timesteps:?}"
-        );
-        let sigma = case["init_noise_sigma"].as_f64().unwrap();
-        assert!(
-            (f64::from(plan.init_noise_sigma) / sigma - 1.0).abs() < TOLERANCE,
-            "{name}"
-        );
-        clipped += usize::from(case["step"]["use_clipped_model_output"] == Value::Bool(true));
-        let samples = golden.values(&format!("out/{name}/samples"));
-        for (i, step) in plan.steps.iter().enumerate() {
-            // Each step starts from the recorded sample, so that errors show where they are made.
-            let x = &samples[i * size..(i + 1) * size];
-            let next: Vec<f64> = (0..size)
-                .map(|j| {
-                    let model = 0.5 * f64::from(step.in_scale) * x[j] + offset[j];
-                    let row = step.update[0].map(f64::from);
-                    let mut next = row[0] * x[j] + row[OUTPUT] * model;
-                    if config.clip_sample {
-                        let [of_x, of_model] = step.clean.map(f64::from);
-                        let clean = of_x * x[j] + of_model * model;
-                        next += f64::from(step.clip[0]) * (clean.clamp(-1.0, 1.0) - clean);
-                    }
-                    if step.is_noisy() {
-                        next += row[NOISE] * golden.values("in/variance_noise")[i * size + j];
-                    }
-                    next
-                })
-                .collect();
-            let expected = &samples[(i + 1) * size..(i + 2) * size];
-            let error = distance(&next, expected);
-            // diffusers adds the step to the sample in float32: where it takes most of the sample away (from sigma
-            // 4096 under zero terminal SNR), what is left has the rounding errors of the sample.
-            let zeros = vec![0.0; size];
-            let taken = distance(x, &zeros) / distance(expected, &zeros);
-            let cancelled = f64::from(f32::EPSILON) * taken;
-            // An error of sqrt(1 - alpha) is one of the noise that it is multiplied with: at most what the sample and
-            // a clipped prediction make of it.
-            let noise = (size as f64).sqrt().max(distance(x, &zeros)) / distance(expected, &zeros);
-            let allowed = match config.rescale_betas_zero_snr {
-                true => tolerance(&config) * noise.max(1.0),
+    let noise = golden.values("in/variance_noise");
+    let mut compared = BTreeMap::new();
+    for case in cases(&golden) {
+        let name = &case.name;
+        assert_eq!(case.plan.steps.len(), case.timesteps.len(), "{name}");
+        let sigma = f64::from(case.plan.init_noise_sigma) / case.init_noise_sigma;
+        assert!((sigma - 1.0).abs() < TOLERANCE, "{name}: init_noise_sigma");
+        let allowed = table_tolerance(&case.config);
+        let check = |what: &str, found: &[f64], expected: &[f64], allowed: f64| {
+            let error = distance(found, expected);
+            assert!(
+                error < allowed,
+                "{name}: {what}: error {error:e} above {allowed:e}"
+            );
+        };
+        let noised = case.plan.noised.map(f64::from);
+        check("noised", &noised, case.noised[0], allowed);
+
+        let mut states = vec![[0.0; STATES]; offset.len()];
+        for (i, step) in case.plan.steps.iter().enumerate() {
+            let what = |value: &str| format!("{value} of run {i}");
+            // KDPM2Ancestral's timesteps in the middle come from logarithms of its tables in float32.
+            let near = match case.config.kind {
+                SchedulerKind::Kdpm2Ancestral => 2e-4,
+                _ => 0.0,
+            };
+            let timestep = (f64::from(step.timestep) - case.timesteps[i]).abs();
+            let near = near + TOLERANCE * case.timesteps[i].abs();
+            assert!(
+                timestep <= near,
+                "{name}: {} is {timestep:e} away",
+                what("timestep")
+            );
+
+            // Each step starts from the recorded sample, so that errors show where they are made, and from what our
+            // own steps remembered of the recorded samples before.
+            for (states, &sample) in states.iter_mut().zip(case.samples[i]) {
+                states[0] = sample;
+            }
+            let terms = size_of_terms(step, &states, offset);
+            let mut clean = Vec::new();
+            for (j, states) in states.iter_mut().enumerate() {
+                let values = (offset[j], noise[i * offset.len() + j]);
+                let (next, predicted) =
+                    advance(step, case.config.clip_sample, *states, values, |x| x);
+                *states = next;
+                clean.push(predicted);
+            }
+            let next: Vec<f64> = states.iter().map(|states| states[0]).collect();
+            let expected = case.samples[i + 1];
+            let size = norm(expected);
+            let rounding = f64::from(f32::EPSILON) / 2.0 * terms / size;
+            let noise = (offset.len() as f64).sqrt().max(norm(case.samples[i])) / size;
+            let allowed_here = match allowed > TOLERANCE {
+                true => allowed * noise.max(1.0),
                 false => TOLERANCE,
             };
-            assert!(
-                error < allowed.max(cancelled),
-                "{name}: step {i}: relative L2 error {error:e}"
-            );
-            compared += 1;
+            check(&what("sample"), &next, expected, allowed_here.max(rounding));
+            if let Some(expected) = case.clean.get(i) {
+                check(&what("clean"), &clean, expected, allowed);
+            }
+            // diffusers puts the known part of a picture at the end of KDPM2's step while the sample is in its middle.
+            if case.config.kind != SchedulerKind::Kdpm2 || i % 2 == 1 {
+                let noised = step.noised.map(f64::from);
+                check(&what("noised"), &noised, case.noised[i + 1], allowed);
+            }
+            *compared.entry(case.config.kind.name()).or_insert(0) += 1;
         }
     }
-    assert!(compared > 80, "{compared} steps compared");
-    // As the pictures are made: one case for each kind of prediction.
-    assert_eq!(clipped, 3);
+    assert_eq!(compared.len(), SchedulerKind::ALL.len(), "{compared:?}");
+    assert!(compared.values().all(|&steps| steps > 80), "{compared:?}");
+}
+
+/// The sequences as a device runs them: from the first sample to the last in `f32`.
+#[test]
+fn whole_sequences_in_single_precision_stay_with_diffusers() {
+    let golden = Golden::read("schedulers.safetensors");
+    let offset = golden.values("in/model_offset");
+    let noise = golden.values("in/variance_noise");
+    for case in cases(&golden) {
+        let allowed = match table_tolerance(&case.config) > TOLERANCE {
+            true => 2e-5,
+            false => 1e-5,
+        };
+        let mut states = vec![[0.0; STATES]; offset.len()];
+        for (states, &sample) in states.iter_mut().zip(case.samples[0]) {
+            states[0] = sample;
+        }
+        for (i, step) in case.plan.steps.iter().enumerate() {
+            for (j, states) in states.iter_mut().enumerate() {
+                let values = (offset[j], noise[i * offset.len() + j]);
+                let round = |x: f64| f64::from(x as f32);
+                (*states, _) = advance(step, case.config.clip_sample, *states, values, round);
+            }
+            let sample: Vec<f64> = states.iter().map(|states| states[0]).collect();
+            let error = distance(&sample, case.samples[i + 1]);
+            assert!(
+                error < allowed,
+                "{}: after run {i}: relative L2 error {error:e}",
+                case.name
+            );
+        }
+    }
+}
+
+/// The schedules of training: the name of each and its configuration.
+fn training(golden: &Golden) -> Vec<(String, SchedulerConfig)> {
+    object(&golden.meta["training"])
+        .into_iter()
+        .map(|(name, fields)| {
+            let mut fields = object(&fields);
+            fields.insert("_class_name".to_string(), "DDPMScheduler".into());
+            (name, SchedulerConfig::from_map(&fields).unwrap())
+        })
+        .collect()
 }
 
 #[test]
@@ -130,14 +289,10 @@ fn noise_and_velocity_are_diffusers() {
     let noise = golden.values("in/training_noise");
     let size = clean.len() / timesteps.len();
     let mut compared = 0;
-    for (name, case) in cases(&golden) {
-        if case["training"] != Value::Bool(true) {
-            continue;
-        }
-        let config = config(&case);
+    for (name, config) in training(&golden) {
         let schedule = NoiseSchedule::new(&config).unwrap();
         let velocity = NoiseSchedule {
-            prediction_type: maxdiff::schedulers::PredictionType::VPrediction,
+            prediction_type: PredictionType::VPrediction,
             ..schedule.clone()
         };
         let mix = |(a, b): (f32, f32), at: usize| {
@@ -160,7 +315,7 @@ fn noise_and_velocity_are_diffusers() {
                 let expected = &golden.values(&format!("out/{name}/{what}"))[at..at + size];
                 let error = distance(&found, expected);
                 assert!(
-                    error < tolerance(&config),
+                    error < table_tolerance(&config),
                     "{name}: {what} at {t}: relative L2 error {error:e}"
                 );
                 compared += 1;
@@ -174,19 +329,12 @@ fn noise_and_velocity_are_diffusers() {
 #[test]
 fn cumulative_alphas_are_diffusers() {
     let golden = Golden::read("schedulers.safetensors");
-    let mut compared = 0;
-    for (name, case) in cases(&golden) {
-        let key = format!("out/{name}/alphas_cumprod");
-        if !golden.shapes().iter().any(|(n, _)| *n == key) {
-            continue;
-        }
-        let schedule = NoiseSchedule::new(&config(&case)).unwrap();
-        let expected = golden.values(&key);
+    let training = training(&golden);
+    assert_eq!(training.len(), 5);
+    for (name, config) in training {
+        let schedule = NoiseSchedule::new(&config).unwrap();
+        let expected = golden.values(&format!("out/{name}/alphas_cumprod"));
         for (t, (&found, &expected)) in schedule.alphas_cumprod.iter().zip(expected).enumerate() {
-            // Euler replaces the last 0 of a zero-SNR schedule in its own plan.
-            if name == "euler_zero_snr" && t == 999 {
-                continue;
-            }
             // The rescaled schedule's last values are differences of numbers near 0.07: absolute error there.
             let error = (f64::from(found) - expected).abs();
             assert!(
@@ -194,7 +342,5 @@ fn cumulative_alphas_are_diffusers() {
                 "{name}: {t}: {found} {expected}"
             );
         }
-        compared += 1;
     }
-    assert!(compared >= 4, "{compared} schedules compared");
 }

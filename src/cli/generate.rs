@@ -240,7 +240,7 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
     let written = write(
         &config,
         &source,
-        config.sampler().name(),
+        model.scheduler.kind.name(),
         &args.options(),
         &out,
         &prompts,

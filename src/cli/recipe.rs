@@ -18,7 +18,7 @@ use crate::pjrt::install::{self, InstallError, Installed, PluginKind};
 use crate::pjrt::{NamedValue, Plugin, has_tpu};
 use crate::quant::{Action, Decision, Policy, Rule};
 use crate::runtime::{RuntimeError, Session};
-use crate::schedulers::{self, SamplingPlan, SchedulerConfig};
+use crate::schedulers::{PlanOptions, SamplingPlan, SchedulerConfig, SchedulerKind};
 use crate::shard::{LogicalAxisRule, LogicalAxisRules, Mesh, MeshAxes, Parallelism, ShardPlan};
 use crate::topology::{Accelerator, Chip, Format, Platform};
 use crate::train::checkpoint::{Check, SavedCheckpoint, latest};
@@ -59,7 +59,7 @@ pub fn dot_precision(config: &Config) -> DotPrecision {
 
 /// The noise schedule by diffusers' names, from MaxDiffusion's.
 pub fn scheduler(config: &Config) -> Result<SchedulerConfig, CliError> {
-    SchedulerConfig::from_map(scheduler_fields(config)).map_err(CliError::usage)
+    SchedulerConfig::from_map(&scheduler_fields(config)).map_err(CliError::usage)
 }
 
 /// The noise schedule of a model's own `scheduler_config.json`, changed by what `given`, the configuration's own words,
@@ -73,6 +73,7 @@ pub fn scheduler_of(
         return scheduler(config);
     };
     let mut fields = own.clone();
+    let mut changed = Vec::new();
     let long = given.get(SCHEDULER).and_then(Value::as_object);
     let is_given = |short: &str, long_name: &str| {
         let values = [
@@ -92,16 +93,51 @@ pub fn scheduler_of(
             other => ("", other),
         };
         if is_given(short, long_name) {
+            changed.push(name.clone());
             fields.insert(name, value);
         }
     }
-    SchedulerConfig::from_map(fields).map_err(CliError::usage)
+    let scheduler = SchedulerConfig::from_map(&fields).map_err(CliError::usage)?;
+    for name in changed {
+        if !scheduler.kind.reads(&name) {
+            super::tell(&format!(
+                "warning: {SCHEDULER}.{name} has no effect: {} does not read it",
+                scheduler.kind.name()
+            ));
+        }
+    }
+    Ok(scheduler)
+}
+
+fn kind(sampler: config::Sampler) -> SchedulerKind {
+    match sampler {
+        config::Sampler::Ddim => SchedulerKind::Ddim,
+        config::Sampler::Ddpm => SchedulerKind::Ddpm,
+        config::Sampler::Pndm => SchedulerKind::Pndm,
+        config::Sampler::Euler => SchedulerKind::Euler,
+        config::Sampler::EulerAncestral => SchedulerKind::EulerAncestral,
+        config::Sampler::Heun => SchedulerKind::Heun,
+        config::Sampler::DpmMultistep => SchedulerKind::DpmMultistep,
+        config::Sampler::DpmSinglestep => SchedulerKind::DpmSinglestep,
+        config::Sampler::Kdpm2 => SchedulerKind::Kdpm2,
+        config::Sampler::Kdpm2Ancestral => SchedulerKind::Kdpm2Ancestral,
+        config::Sampler::UniPc => SchedulerKind::UniPc,
+        config::Sampler::Lms => SchedulerKind::Lms,
+        config::Sampler::Lcm => SchedulerKind::Lcm,
+        config::Sampler::Tcd => SchedulerKind::Tcd,
+    }
 }
 
 fn scheduler_fields(config: &Config) -> Map<String, Value> {
     let from = &config.diffusion_scheduler_config;
     let fields = serde_json::json!({
-        "_class_name": config.sampler().name(),
+        "_class_name": kind(config.sampler()).name(),
+        "set_alpha_to_one": from.set_alpha_to_one,
+        "use_karras_sigmas": from.use_karras_sigmas,
+        "use_exponential_sigmas": from.use_exponential_sigmas,
+        "algorithm_type": from.algorithm_type.name(),
+        "solver_order": from.solver_order,
+        "final_sigmas_type": from.final_sigmas_type.name(),
         "num_train_timesteps": from.num_train_timesteps,
         "beta_start": from.beta_start,
         "beta_end": from.beta_end,
@@ -124,11 +160,12 @@ pub fn sampling_plan(
     scheduler: &SchedulerConfig,
     steps: usize,
 ) -> Result<SamplingPlan, CliError> {
-    match config.sampler() {
-        config::Sampler::Ddim => schedulers::ddim(scheduler, steps, 0.0, true),
-        config::Sampler::Euler => schedulers::euler_discrete(scheduler, steps),
-    }
-    .map_err(CliError::usage)
+    let options = PlanOptions {
+        eta: config.eta,
+        use_clipped_model_output: true,
+        ..PlanOptions::new(steps)
+    };
+    scheduler.plan(&options).map_err(CliError::usage)
 }
 
 /// The UNet as configured.

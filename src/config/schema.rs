@@ -327,6 +327,8 @@ schema! {
             when "do_classifier_free_guidance=True" |c| c.do_classifier_free_guidance;
         /// Denoising steps.
         num_inference_steps: u64 = 20, Used, TRAIN_GENERATE, in Between(1.0, 1000.0);
+        /// Fresh noise that DDIM and TCD add in each step, as a share of what keeps the noise level.
+        eta: f64 = 0.0, Ours, GENERATE, in Between(0.0, 1.0);
         /// How much of a guided output's deviation is brought back to that of the prompt alone (Lin et al. 2023,
         /// section 3.4).
         guidance_rescale: f64 = 0.0, Used, GENERATE, in Between(0.0, 1.0),
@@ -423,6 +425,18 @@ schema! {
             |c| c.diffusion_scheduler_config.beta_schedule != BetaSchedule::SquaredcosCapV2;
         /// How the variance grows between them.
         beta_schedule: BetaSchedule = BetaSchedule::ScaledLinear, Ours, PROGRAM;
+        /// Space the noise levels as Karras et al. 2022 do.
+        use_karras_sigmas: bool = false, Ours, TRAIN_GENERATE;
+        /// Space the logarithms of the noise levels evenly.
+        use_exponential_sigmas: bool = false, Ours, TRAIN_GENERATE;
+        /// DPM-Solver++, or the same with fresh noise.
+        algorithm_type: AlgorithmType = AlgorithmType::DpmSolverPlusPlus, Ours, TRAIN_GENERATE;
+        /// Order of DPM-Solver and UniPC.
+        solver_order: u64 = 2, Ours, TRAIN_GENERATE, in Between(1.0, 3.0);
+        /// Where the last step goes.
+        final_sigmas_type: FinalSigmas = FinalSigmas::Zero, Ours, TRAIN_GENERATE;
+        /// DDIM and PNDM: whether the last step goes to the clean image instead of the first training timestep.
+        set_alpha_to_one: bool = false, Ours, TRAIN_GENERATE;
         /// Clip the predicted image to [-1, 1] at each step (for models of pixels).
         clip_sample: bool = false, Ours, PROGRAM;
     }

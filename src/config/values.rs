@@ -117,13 +117,40 @@ choices! {
     pub enum Sampler {
         #[default]
         Ddim = "ddim" | "DDIMScheduler" | "FlaxDDIMScheduler",
+        Ddpm = "ddpm" | "DDPMScheduler" | "FlaxDDPMScheduler",
+        Pndm = "pndm" | "PNDMScheduler" | "FlaxPNDMScheduler",
         Euler = "euler" | "EulerDiscreteScheduler" | "FlaxEulerDiscreteScheduler",
+        EulerAncestral = "euler_ancestral" | "EulerAncestralDiscreteScheduler",
+        Heun = "heun" | "HeunDiscreteScheduler",
+        DpmMultistep = "dpm_multistep" | "DPMSolverMultistepScheduler" | "FlaxDPMSolverMultistepScheduler",
+        DpmSinglestep = "dpm_singlestep" | "DPMSolverSinglestepScheduler",
+        Kdpm2 = "kdpm2" | "KDPM2DiscreteScheduler",
+        Kdpm2Ancestral = "kdpm2_ancestral" | "KDPM2AncestralDiscreteScheduler",
+        UniPc = "unipc" | "UniPCMultistepScheduler",
+        Lms = "lms" | "LMSDiscreteScheduler" | "FlaxLMSDiscreteScheduler",
+        Lcm = "lcm" | "LCMScheduler",
+        Tcd = "tcd" | "TCDScheduler",
     }
-    not_yet [
-        "DDPMScheduler", "FlaxDDPMScheduler", "PNDMScheduler", "FlaxPNDMScheduler",
-        "DPMSolverMultistepScheduler", "FlaxDPMSolverMultistepScheduler",
-        "LMSDiscreteScheduler", "FlaxLMSDiscreteScheduler",
-    ]
+}
+
+choices! {
+    /// DPM-Solver's equation, by diffusers' names.
+    pub enum AlgorithmType {
+        #[default]
+        DpmSolverPlusPlus = "dpmsolver++",
+        /// With fresh noise in each step.
+        SdeDpmSolverPlusPlus = "sde-dpmsolver++",
+    }
+}
+
+choices! {
+    /// The noise level that the last step goes to, by diffusers' names.
+    pub enum FinalSigmas {
+        #[default]
+        Zero = "zero",
+        /// That of the first training timestep.
+        SigmaMin = "sigma_min",
+    }
 }
 
 choices! {

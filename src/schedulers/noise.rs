@@ -17,7 +17,7 @@ impl NoiseSchedule {
     /// The schedule of `config`.
     ///
     /// # Errors
-    /// When there are no timesteps, or a beta is outside [0, 1].
+    /// When there are no timesteps or absurdly many, or a beta is outside [0, 1].
     pub fn new(config: &SchedulerConfig) -> Result<Self, SchedulerError> {
         let alphas: Vec<f32> = betas(config)?.iter().map(|beta| 1.0 - beta).collect();
         Ok(NoiseSchedule {
@@ -60,16 +60,73 @@ impl NoiseSchedule {
     }
 }
 
+/// The share of the sample's variance at the timesteps of samplers that keep the variance of training's noisy samples.
+pub(super) struct Alphas {
+    training: Vec<f32>,
+    /// Before the first timestep of training.
+    last: f64,
+}
+
+impl Alphas {
+    /// Those of `config` for a sampler that visits whole `timesteps`. After the last of them comes the clean sample, or
+    /// without `to_one` the first training timestep.
+    ///
+    /// # Errors
+    /// As for [`NoiseSchedule::new`], and when noise is to be predicted where there is nothing else.
+    pub fn new(
+        config: &SchedulerConfig,
+        timesteps: &[f64],
+        to_one: bool,
+    ) -> Result<Alphas, SchedulerError> {
+        let training = NoiseSchedule::new(config)?.alphas_cumprod;
+        let last = match to_one {
+            true => 1.0,
+            false => f64::from(training[0]),
+        };
+        let alphas = Alphas { training, last };
+        let silent = timesteps.iter().find(|&&t| alphas.at(t) == 0.0);
+        if let (PredictionType::Epsilon, Some(timestep)) = (config.prediction_type, silent) {
+            return Err(SchedulerError::Invalid(format!(
+                "timestep {timestep} has no signal (rescale_betas_zero_snr), so epsilon says nothing about the \
+                 sample; use v_prediction"
+            )));
+        }
+        Ok(alphas)
+    }
+
+    /// At a whole timestep, which may be negative.
+    pub fn at(&self, timestep: f64) -> f64 {
+        match timestep < 0.0 {
+            true => self.last,
+            false => self
+                .training
+                .get(timestep as usize)
+                .map_or(0.0, |&a| f64::from(a)),
+        }
+    }
+
+    /// At the timestep after the one of this index, where the last is followed by what follows training's.
+    pub fn after(&self, timesteps: &[f64], index: usize) -> f64 {
+        timesteps.get(index + 1).map_or(self.last, |&t| self.at(t))
+    }
+
+    /// Coefficients of a clean sample and of noise in a noisy one at a timestep.
+    pub fn noised(&self, timestep: f64) -> [f64; 2] {
+        let alpha = self.at(timestep);
+        [alpha.sqrt(), (1.0 - alpha).sqrt()]
+    }
+}
+
 /// The variance added at each training timestep.
 ///
 /// # Errors
-/// When there are no timesteps, or a beta is outside [0, 1].
+/// When there are no timesteps or absurdly many, or a beta is outside [0, 1].
 pub fn betas(config: &SchedulerConfig) -> Result<Vec<f32>, SchedulerError> {
     let count = config.num_train_timesteps;
-    if count == 0 {
-        return Err(SchedulerError::Invalid(
-            "num_train_timesteps is 0".to_string(),
-        ));
+    if !(1..=1_000_000).contains(&count) {
+        return Err(SchedulerError::Invalid(format!(
+            "num_train_timesteps = {count}; expected 1 to 1000000"
+        )));
     }
     let (start, end) = (config.beta_start, config.beta_end);
     if config.beta_schedule != BetaSchedule::SquaredcosCapV2
@@ -157,10 +214,15 @@ fn rescale_zero_terminal_snr(betas: &mut [f32]) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::schedulers::SchedulerKind;
+
+    fn sd() -> SchedulerConfig {
+        SchedulerConfig::stable_diffusion(SchedulerKind::Ddim)
+    }
 
     #[test]
     fn stable_diffusions_ends_are_the_published_ones() {
-        let schedule = NoiseSchedule::new(&SchedulerConfig::default()).unwrap();
+        let schedule = NoiseSchedule::new(&sd()).unwrap();
         let a = &schedule.alphas_cumprod;
         assert_eq!(a.len(), 1000);
         assert!((a[0] - 0.99915).abs() < 1e-7, "{}", a[0]);
@@ -173,7 +235,7 @@ mod tests {
     fn zero_terminal_snr_ends_in_pure_noise() {
         let config = SchedulerConfig {
             rescale_betas_zero_snr: true,
-            ..SchedulerConfig::default()
+            ..sd()
         };
         let schedule = NoiseSchedule::new(&config).unwrap();
         assert_eq!(schedule.alphas_cumprod[999], 0.0);
@@ -185,7 +247,7 @@ mod tests {
         let target = |prediction_type| {
             let config = SchedulerConfig {
                 prediction_type,
-                ..SchedulerConfig::default()
+                ..sd()
             };
             NoiseSchedule::new(&config)
                 .unwrap()
@@ -204,10 +266,10 @@ mod tests {
         let config = SchedulerConfig {
             beta_start: 0.5,
             beta_end: 0.1,
-            ..SchedulerConfig::default()
+            ..sd()
         };
         assert!(NoiseSchedule::new(&config).is_err());
-        let schedule = NoiseSchedule::new(&SchedulerConfig::default()).unwrap();
+        let schedule = NoiseSchedule::new(&sd()).unwrap();
         let error = schedule.noise_coefficients(1000).unwrap_err();
         assert!(error.to_string().contains("timestep 1000"), "{error}");
     }

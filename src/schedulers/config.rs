@@ -1,0 +1,510 @@
+//! What a `scheduler_config.json` says.
+
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use serde_json::{Map, Value};
+
+use super::SchedulerError;
+
+/// The samplers, by the names of diffusers' classes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SchedulerKind {
+    Ddim,
+    Ddpm,
+    Pndm,
+    Euler,
+    EulerAncestral,
+    Heun,
+    Kdpm2,
+    Kdpm2Ancestral,
+    Lms,
+    DpmMultistep,
+    DpmSinglestep,
+    UniPc,
+    Lcm,
+    Tcd,
+}
+
+impl SchedulerKind {
+    /// All of them.
+    pub const ALL: [SchedulerKind; 14] = [
+        SchedulerKind::Ddim,
+        SchedulerKind::Ddpm,
+        SchedulerKind::Pndm,
+        SchedulerKind::Euler,
+        SchedulerKind::EulerAncestral,
+        SchedulerKind::Heun,
+        SchedulerKind::Kdpm2,
+        SchedulerKind::Kdpm2Ancestral,
+        SchedulerKind::Lms,
+        SchedulerKind::DpmMultistep,
+        SchedulerKind::DpmSinglestep,
+        SchedulerKind::UniPc,
+        SchedulerKind::Lcm,
+        SchedulerKind::Tcd,
+    ];
+
+    /// The name of diffusers' class.
+    pub fn name(self) -> &'static str {
+        match self {
+            SchedulerKind::Ddim => "DDIMScheduler",
+            SchedulerKind::Ddpm => "DDPMScheduler",
+            SchedulerKind::Pndm => "PNDMScheduler",
+            SchedulerKind::Euler => "EulerDiscreteScheduler",
+            SchedulerKind::EulerAncestral => "EulerAncestralDiscreteScheduler",
+            SchedulerKind::Heun => "HeunDiscreteScheduler",
+            SchedulerKind::Kdpm2 => "KDPM2DiscreteScheduler",
+            SchedulerKind::Kdpm2Ancestral => "KDPM2AncestralDiscreteScheduler",
+            SchedulerKind::Lms => "LMSDiscreteScheduler",
+            SchedulerKind::DpmMultistep => "DPMSolverMultistepScheduler",
+            SchedulerKind::DpmSinglestep => "DPMSolverSinglestepScheduler",
+            SchedulerKind::UniPc => "UniPCMultistepScheduler",
+            SchedulerKind::Lcm => "LCMScheduler",
+            SchedulerKind::Tcd => "TCDScheduler",
+        }
+    }
+
+    /// The sampler of a class name of diffusers; those of the Flax variants, which start with `Flax`, mean the same.
+    ///
+    /// # Errors
+    /// For any other class: the error lists the known ones.
+    pub fn from_name(name: &str) -> Result<Self, SchedulerError> {
+        let plain = name.strip_prefix("Flax").unwrap_or(name);
+        Self::ALL
+            .into_iter()
+            .find(|kind| kind.name() == plain)
+            .ok_or_else(|| SchedulerError::Unsupported {
+                field: "_class_name".to_string(),
+                found: name.to_string(),
+                expected: format!("one of {}", Self::ALL.map(Self::name).join(", ")),
+            })
+    }
+
+    /// Whether diffusers' class has this field and reads it; it drops the others, which are those of another scheduler.
+    pub fn reads(self, field: &str) -> bool {
+        use SchedulerKind::*;
+        match field {
+            "_class_name" => true,
+            "num_train_timesteps"
+            | "beta_start"
+            | "beta_end"
+            | "beta_schedule"
+            | "trained_betas"
+            | "prediction_type" => true,
+            "timestep_spacing" | "steps_offset" => !matches!(self, DpmSinglestep | Lcm | Tcd),
+            "rescale_betas_zero_snr" => !matches!(
+                self,
+                Pndm | Heun | Kdpm2 | Kdpm2Ancestral | Lms | DpmSinglestep
+            ),
+            "set_alpha_to_one" => matches!(self, Ddim | Pndm),
+            "clip_sample" => matches!(self, Ddim | Ddpm | Heun | Lcm),
+            "thresholding" => {
+                matches!(
+                    self,
+                    Ddim | Ddpm | DpmMultistep | DpmSinglestep | UniPc | Lcm
+                )
+            }
+            "variance_type" => matches!(self, Ddpm | DpmMultistep | DpmSinglestep),
+            "use_karras_sigmas" | "use_exponential_sigmas" | "use_beta_sigmas" => matches!(
+                self,
+                Euler | Heun | Kdpm2 | Kdpm2Ancestral | Lms | DpmMultistep | DpmSinglestep | UniPc
+            ),
+            "final_sigmas_type" => matches!(self, Euler | DpmMultistep | DpmSinglestep | UniPc),
+            "sigma_min" | "sigma_max" => matches!(self, Euler | UniPc),
+            "timestep_type" | "interpolation_type" => self == Euler,
+            "solver_order" | "solver_type" | "lower_order_final" | "use_flow_sigmas" => {
+                matches!(self, DpmMultistep | DpmSinglestep | UniPc)
+            }
+            "algorithm_type" | "lambda_min_clipped" => matches!(self, DpmMultistep | DpmSinglestep),
+            "euler_at_final" | "use_lu_lambdas" => self == DpmMultistep,
+            "predict_x0" | "disable_corrector" | "solver_p" => self == UniPc,
+            "original_inference_steps" => matches!(self, Lcm | Tcd),
+            "timestep_scaling" => self == Lcm,
+            _ => false,
+        }
+    }
+}
+
+/// How betas grow over the training timesteps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum BetaSchedule {
+    /// Linear from `beta_start` to `beta_end`.
+    Linear,
+    /// The square of a linear ramp between the roots: Stable Diffusion's.
+    ScaledLinear,
+    /// From a squared cosine of the cumulative product (Nichol and Dhariwal, 2021), each beta at most 0.999.
+    SquaredcosCapV2,
+}
+
+/// What the model predicts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum PredictionType {
+    /// The noise.
+    Epsilon,
+    /// `sqrt(alpha) * noise - sqrt(1 - alpha) * sample` (Salimans and Ho, 2022).
+    VPrediction,
+    /// The clean sample.
+    Sample,
+}
+
+/// Which training timesteps a sampler visits (Lin et al., 2023, table 2).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum TimestepSpacing {
+    /// From the first to the last.
+    Linspace,
+    /// Multiples of an integer step, plus `steps_offset`.
+    Leading,
+    /// Back from the last by a fractional step.
+    Trailing,
+}
+
+/// The last noise level of a sampler that steps from level to level.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum FinalSigmas {
+    Zero,
+    /// That of the first training timestep.
+    SigmaMin,
+}
+
+/// What Euler's model is told.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum TimestepType {
+    /// The training timestep.
+    Discrete,
+    /// A quarter of the logarithm of sigma, for a model that predicts the velocity.
+    Continuous,
+}
+
+/// The noise that DDPM adds in a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum VarianceType {
+    /// The posterior variance: the least that is right.
+    FixedSmall,
+    /// The same, by its logarithm.
+    FixedSmallLog,
+    /// The forward process's: the most.
+    FixedLarge,
+}
+
+/// Which equation DPM-Solver++ solves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+pub enum AlgorithmType {
+    /// The ODE; also diffusers' reading of another scheduler's `deis`.
+    #[serde(rename = "dpmsolver++", alias = "deis")]
+    DpmSolverPlusPlus,
+    /// The SDE, with fresh noise in each step.
+    #[serde(rename = "sde-dpmsolver++")]
+    SdeDpmSolverPlusPlus,
+}
+
+/// How a multistep solver weighs earlier outputs. A name that is another scheduler's means the sampler's own default,
+/// [`SolverType::Midpoint`] for DPM-Solver++ and [`SolverType::Bh2`] for UniPC.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum SolverType {
+    Midpoint,
+    Heun,
+    Logrho,
+    Bh1,
+    Bh2,
+}
+
+/// Attributes of a schedule, with the names of diffusers' `scheduler_config.json`.
+///
+/// A sampler reads those that its class has in diffusers.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SchedulerConfig {
+    /// `_class_name`.
+    pub kind: SchedulerKind,
+    pub num_train_timesteps: usize,
+    pub beta_start: f64,
+    pub beta_end: f64,
+    pub beta_schedule: BetaSchedule,
+    pub prediction_type: PredictionType,
+    pub timestep_spacing: TimestepSpacing,
+    /// Added to the timesteps of [`TimestepSpacing::Leading`].
+    pub steps_offset: usize,
+    /// Whether betas are rescaled so that the last timestep is pure noise (Lin et al., 2023, algorithm 1).
+    pub rescale_betas_zero_snr: bool,
+    /// Whether the last step goes to the clean sample, or to the first training timestep.
+    pub set_alpha_to_one: bool,
+    /// Whether each step clips the predicted clean sample to [-1, 1], for models of pixels.
+    pub clip_sample: bool,
+    /// Where the last step goes.
+    pub final_sigmas_type: FinalSigmas,
+    /// Noise levels as Karras et al. (2022) space them, equation (5) with rho = 7.
+    pub use_karras_sigmas: bool,
+    /// Noise levels in equal steps of their logarithm.
+    pub use_exponential_sigmas: bool,
+    /// Noise levels by the quantiles of a beta distribution (Lee et al., 2024, arXiv:2407.12173).
+    pub use_beta_sigmas: bool,
+    /// The last of the noise levels that are spaced by themselves; the schedule's where `None`.
+    pub sigma_min: Option<f64>,
+    /// The first of them.
+    pub sigma_max: Option<f64>,
+    pub timestep_type: TimestepType,
+    pub variance_type: VarianceType,
+    /// 1 to 3.
+    pub solver_order: usize,
+    pub solver_type: SolverType,
+    pub algorithm_type: AlgorithmType,
+    /// Whether a solver's last steps have lower orders: for DPM-Solver++ with less than 15 steps.
+    pub lower_order_final: bool,
+    /// Whether DPM-Solver++'s last step has order 1.
+    pub euler_at_final: bool,
+    /// Whether UniPC works with predicted clean samples, or with the noise.
+    pub predict_x0: bool,
+    /// Steps after which UniPC does not correct.
+    pub disable_corrector: Vec<usize>,
+    /// The steps that a consistency model was distilled with, of which its samplers take some.
+    pub original_inference_steps: usize,
+    /// Multiplies timesteps in the boundary condition of latent consistency models.
+    pub timestep_scaling: f64,
+}
+
+impl SchedulerConfig {
+    /// The defaults of diffusers' class, which differ from class to class.
+    pub fn new(kind: SchedulerKind) -> Self {
+        use SchedulerKind::*;
+        let (beta_start, beta_end) = match kind {
+            Heun | Kdpm2 | Kdpm2Ancestral | Lcm | Tcd => (0.00085, 0.012),
+            _ => (0.0001, 0.02),
+        };
+        SchedulerConfig {
+            kind,
+            num_train_timesteps: 1000,
+            beta_start,
+            beta_end,
+            beta_schedule: match kind {
+                Lcm | Tcd => BetaSchedule::ScaledLinear,
+                _ => BetaSchedule::Linear,
+            },
+            prediction_type: PredictionType::Epsilon,
+            timestep_spacing: match kind {
+                Ddim | Ddpm | Pndm | Lcm | Tcd => TimestepSpacing::Leading,
+                _ => TimestepSpacing::Linspace,
+            },
+            steps_offset: 0,
+            rescale_betas_zero_snr: false,
+            set_alpha_to_one: kind != Pndm,
+            clip_sample: matches!(kind, Ddim | Ddpm),
+            final_sigmas_type: FinalSigmas::Zero,
+            use_karras_sigmas: false,
+            use_exponential_sigmas: false,
+            use_beta_sigmas: false,
+            sigma_min: None,
+            sigma_max: None,
+            timestep_type: TimestepType::Discrete,
+            variance_type: VarianceType::FixedSmall,
+            solver_order: 2,
+            solver_type: match kind {
+                UniPc => SolverType::Bh2,
+                _ => SolverType::Midpoint,
+            },
+            algorithm_type: AlgorithmType::DpmSolverPlusPlus,
+            lower_order_final: kind != DpmSinglestep,
+            euler_at_final: false,
+            predict_x0: true,
+            disable_corrector: Vec::new(),
+            original_inference_steps: 50,
+            timestep_scaling: 10.0,
+        }
+    }
+
+    /// Stable Diffusion's schedule, as its files give it to any sampler.
+    pub fn stable_diffusion(kind: SchedulerKind) -> Self {
+        SchedulerConfig {
+            beta_start: 0.00085,
+            beta_end: 0.012,
+            beta_schedule: BetaSchedule::ScaledLinear,
+            timestep_spacing: TimestepSpacing::Leading,
+            steps_offset: 1,
+            set_alpha_to_one: false,
+            clip_sample: false,
+            ..Self::new(kind)
+        }
+    }
+
+    /// The sampler of a configuration's fields, as diffusers' `from_config` makes it: fields that are absent or null
+    /// take the defaults of the class, fields of other classes and those that start with `_` are dropped. The class is
+    /// `_class_name`, so that another sampler is had by replacing that field.
+    ///
+    /// # Errors
+    /// When there is no `_class_name` or an unknown one, when a field has a value of another type or one that asks for
+    /// something that is not built here. The error names the field.
+    pub fn from_map(fields: &Map<String, Value>) -> Result<Self, SchedulerError> {
+        let class = fields.get("_class_name").unwrap_or(&Value::Null);
+        let kind = match class.as_str() {
+            Some(name) => SchedulerKind::from_name(name)?,
+            None => SchedulerKind::from_name(&class.to_string())?,
+        };
+        let mut config = Self::new(kind);
+        for (field, value) in fields {
+            if !value.is_null() && kind.reads(field) {
+                config.set(field, value)?;
+            }
+        }
+        if let (true, Some(range)) = (config.clip_sample, fields.get("clip_sample_range")) {
+            let built = range.is_null() || range.as_f64() == Some(1.0);
+            require(
+                built,
+                "clip_sample_range",
+                range,
+                "1 where clip_sample is true",
+            )?;
+        }
+        if kind == SchedulerKind::Pndm {
+            let skip = fields.get("skip_prk_steps").unwrap_or(&Value::Null);
+            let advice = "true: only the linear multistep part is built, which Stable Diffusion's files ask for";
+            require(skip == true, "skip_prk_steps", skip, advice)?;
+        }
+        let alone = [
+            config.use_karras_sigmas,
+            config.use_exponential_sigmas,
+            config.use_beta_sigmas,
+        ];
+        if alone.into_iter().filter(|&used| used).count() > 1 {
+            return Err(SchedulerError::Invalid(
+                "more than one of use_karras_sigmas, use_exponential_sigmas and use_beta_sigmas is true; choose one"
+                    .to_string(),
+            ));
+        }
+        Ok(config)
+    }
+
+    /// Takes the value of a field of this class.
+    fn set(&mut self, field: &str, value: &Value) -> Result<(), SchedulerError> {
+        match field {
+            "num_train_timesteps" => self.num_train_timesteps = read(field, value)?,
+            "beta_start" => self.beta_start = read(field, value)?,
+            "beta_end" => self.beta_end = read(field, value)?,
+            "beta_schedule" => self.beta_schedule = read(field, value)?,
+            "prediction_type" => self.prediction_type = read(field, value)?,
+            "timestep_spacing" => self.timestep_spacing = read(field, value)?,
+            "steps_offset" => self.steps_offset = read(field, value)?,
+            "rescale_betas_zero_snr" => self.rescale_betas_zero_snr = read(field, value)?,
+            "set_alpha_to_one" => self.set_alpha_to_one = read(field, value)?,
+            "clip_sample" => self.clip_sample = read(field, value)?,
+            "final_sigmas_type" => self.final_sigmas_type = read(field, value)?,
+            "use_karras_sigmas" => self.use_karras_sigmas = read(field, value)?,
+            "use_exponential_sigmas" => self.use_exponential_sigmas = read(field, value)?,
+            "use_beta_sigmas" => self.use_beta_sigmas = read(field, value)?,
+            "sigma_min" => self.sigma_min = Some(read(field, value)?),
+            "sigma_max" => self.sigma_max = Some(read(field, value)?),
+            "timestep_type" => self.timestep_type = read(field, value)?,
+            "variance_type" if self.kind == SchedulerKind::Ddpm => {
+                self.variance_type = read(field, value)?
+            }
+            "variance_type" => {
+                // DPM-Solver drops the half of the model's output that is a learned variance.
+                let learned = value.as_str().is_some_and(|v| v.starts_with("learned"));
+                require(!learned, field, value, "a variance that is not learned")?
+            }
+            "solver_order" => self.solver_order = read(field, value)?,
+            "solver_type" => self.solver_type = read(field, value)?,
+            "algorithm_type" => self.algorithm_type = read(field, value)?,
+            "lower_order_final" => self.lower_order_final = read(field, value)?,
+            "euler_at_final" => self.euler_at_final = read(field, value)?,
+            "predict_x0" => self.predict_x0 = read(field, value)?,
+            "disable_corrector" => self.disable_corrector = read(field, value)?,
+            "original_inference_steps" => self.original_inference_steps = read(field, value)?,
+            "timestep_scaling" => self.timestep_scaling = read(field, value)?,
+            "use_flow_sigmas" | "use_lu_lambdas" => require(value == false, field, value, "false")?,
+            "lambda_min_clipped" | "solver_p" => require(false, field, value, "null")?,
+            "trained_betas" => require(false, field, value, "null")?,
+            "thresholding" => require(value == false, field, value, "false")?,
+            "interpolation_type" => require(value == "linear", field, value, "linear")?,
+            _ => {}
+        }
+        Ok(())
+    }
+}
+
+impl SchedulerConfig {
+    /// [`SchedulerConfig::solver_order`], checked.
+    pub(super) fn solver_order(&self) -> Result<usize, SchedulerError> {
+        match self.solver_order {
+            order @ 1..=3 => Ok(order),
+            other => Err(SchedulerError::Unsupported {
+                field: "solver_order".to_string(),
+                found: other.to_string(),
+                expected: "1, 2 or 3".to_string(),
+            }),
+        }
+    }
+
+    /// Refuses a prediction type that diffusers' class does not have.
+    pub(super) fn predicts_noise_or_velocity(&self) -> Result<(), SchedulerError> {
+        match self.prediction_type {
+            PredictionType::Epsilon | PredictionType::VPrediction => Ok(()),
+            PredictionType::Sample => Err(SchedulerError::Unsupported {
+                field: "prediction_type".to_string(),
+                found: "sample".to_string(),
+                expected: format!("epsilon or v_prediction for {}", self.kind.name()),
+            }),
+        }
+    }
+}
+
+/// A field's value.
+fn read<T: DeserializeOwned>(field: &str, value: &Value) -> Result<T, SchedulerError> {
+    T::deserialize(value).map_err(|error| SchedulerError::Unsupported {
+        field: field.to_string(),
+        found: value.to_string(),
+        expected: error.to_string(),
+    })
+}
+
+/// Refuses a value of a field that is not built.
+fn require(built: bool, field: &str, value: &Value, expected: &str) -> Result<(), SchedulerError> {
+    match built {
+        true => Ok(()),
+        false => Err(SchedulerError::Unsupported {
+            field: field.to_string(),
+            found: value.to_string(),
+            expected: expected.to_string(),
+        }),
+    }
+}
+
+/// The fields of a `scheduler_config.json`, for [`SchedulerConfig::from_map`] after the caller's changes.
+///
+/// Python writes infinities, as in `"lambda_min_clipped": -Infinity`, which JSON does not have. They are read as null:
+/// the default of the field.
+///
+/// # Errors
+/// When it is not a JSON object.
+pub fn scheduler_fields(text: &str) -> Result<Map<String, Value>, SchedulerError> {
+    // Every second piece between quotes is outside of strings, once an escaped quote is kept with its string.
+    let mut outside = true;
+    let mut escaped = false;
+    let mut json = String::with_capacity(text.len());
+    let mut piece = String::new();
+    let plain = |piece: &str| {
+        ["-Infinity", "Infinity", "NaN"]
+            .iter()
+            .fold(piece.to_string(), |text, name| text.replace(name, "null"))
+    };
+    for c in text.chars() {
+        piece.push(c);
+        let quote = c == '"' && !escaped;
+        escaped = c == '\\' && !escaped && !outside;
+        if quote {
+            json += &if outside {
+                plain(&piece)
+            } else {
+                piece.clone()
+            };
+            piece.clear();
+            outside = !outside;
+        }
+    }
+    json += &plain(&piece);
+    Ok(serde_json::from_str(&json)?)
+}

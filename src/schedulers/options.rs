@@ -1,0 +1,164 @@
+//! What a plan is asked for: how many steps, and which part of them is run.
+
+use std::ops::Range;
+
+use super::SchedulerError;
+
+/// Where in its schedule a sampler starts.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Start {
+    /// So that this share of the steps is run, rounded down: image-to-image's `strength`. 1 runs all of them.
+    Strength(f64),
+    /// After this share of the training timesteps: diffusers' `denoising_start`, for a model that goes on where another
+    /// stopped.
+    After(f64),
+}
+
+/// What a plan is made for, beside the schedule.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct PlanOptions {
+    /// Steps of the whole schedule, from pure noise to the clean sample: diffusers' `num_inference_steps`. Samplers of
+    /// second order run the model twice in all of them but the last.
+    pub steps: usize,
+    pub start: Start,
+    /// Stop after this share of the training timesteps: diffusers' `denoising_end`.
+    pub end: Option<f64>,
+    /// How much noise DDIM and TCD add, 0 to 1. 0 is deterministic; the other samplers do not read it.
+    pub eta: f64,
+    /// DDIM: where the predicted clean sample is clipped, whether the noise is derived from the clipped one.
+    pub use_clipped_model_output: bool,
+}
+
+impl PlanOptions {
+    /// All of a schedule of `steps` steps, with the defaults of diffusers' pipelines.
+    pub fn new(steps: usize) -> Self {
+        PlanOptions {
+            steps,
+            start: Start::Strength(1.0),
+            end: None,
+            eta: 0.0,
+            use_clipped_model_output: false,
+        }
+    }
+
+    /// [`PlanOptions::eta`], checked.
+    pub(super) fn eta(&self) -> Result<f64, SchedulerError> {
+        share("eta", self.eta)
+    }
+
+    /// Which of the runs of the model are made, of those at `timesteps`. A step is `order` runs, but the last, which is
+    /// one; `train` is the number of training timesteps.
+    ///
+    /// As in diffusers, a run is before a share of the training timesteps when its own timestep is.
+    pub(super) fn runs(
+        &self,
+        timesteps: &[f64],
+        order: usize,
+        train: usize,
+    ) -> Result<Range<usize>, SchedulerError> {
+        let train = train as f64;
+        let cutoff = |share: f64| (train - share * train).round_ties_even();
+        let start = match self.start {
+            Start::Strength(strength) => {
+                let kept = (self.steps as f64 * share("strength", strength)?) as usize;
+                (self.steps - kept.min(self.steps)) * order
+            }
+            Start::After(after) => {
+                let cutoff = cutoff(share("the start", after)?);
+                let mut kept = timesteps.iter().filter(|&&t| t < cutoff).count();
+                if order == 2 && kept % 2 == 0 {
+                    // A start between the two runs of a step goes back to the first of them.
+                    kept += 1;
+                }
+                timesteps.len().saturating_sub(kept)
+            }
+        };
+        let rest = timesteps.get(start..).unwrap_or_default();
+        let kept = match self.end {
+            None => rest.len(),
+            Some(end) => {
+                let cutoff = cutoff(share("the end", end)?);
+                rest.iter().filter(|&&t| t >= cutoff).count()
+            }
+        };
+        if kept == 0 {
+            let end = self
+                .end
+                .map_or(String::new(), |end| format!(" and its end {end}"));
+            return Err(SchedulerError::Invalid(format!(
+                "{:?}{end} leave none of {} steps to run; take more steps or a larger part of them",
+                self.start, self.steps
+            )));
+        }
+        Ok(start..start + kept)
+    }
+}
+
+/// A number from 0 to 1.
+fn share(what: &str, value: f64) -> Result<f64, SchedulerError> {
+    match (0.0..=1.0).contains(&value) {
+        true => Ok(value),
+        false => Err(SchedulerError::Invalid(format!(
+            "{what} = {value}; expected 0 to 1"
+        ))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Five steps, with their timesteps.
+    const TIMESTEPS: [f64; 5] = [801.0, 601.0, 401.0, 201.0, 1.0];
+
+    fn runs(start: Start, end: Option<f64>) -> Result<Range<usize>, SchedulerError> {
+        let options = PlanOptions {
+            start,
+            end,
+            ..PlanOptions::new(5)
+        };
+        options.runs(&TIMESTEPS, 1, 1000)
+    }
+
+    #[test]
+    fn strength_keeps_the_last_steps_and_shares_cut_at_timesteps() {
+        assert_eq!(runs(Start::Strength(1.0), None).unwrap(), 0..5);
+        assert_eq!(runs(Start::Strength(0.5), None).unwrap(), 3..5);
+        assert_eq!(runs(Start::After(0.0), None).unwrap(), 0..5);
+        // Timestep 601 is not before 600: one model stops after it and the other goes on at 401.
+        assert_eq!(runs(Start::Strength(1.0), Some(0.4)).unwrap(), 0..2);
+        assert_eq!(runs(Start::After(0.4), None).unwrap(), 2..5);
+        assert_eq!(runs(Start::After(0.4), Some(0.8)).unwrap(), 2..4);
+    }
+
+    #[test]
+    fn steps_of_two_runs_are_not_cut() {
+        // Three steps, as Heun runs them.
+        let timesteps = [999.0, 500.0, 500.0, 0.0, 0.0];
+        let runs = |start| {
+            let options = PlanOptions {
+                start,
+                ..PlanOptions::new(3)
+            };
+            options.runs(&timesteps, 2, 1000).unwrap()
+        };
+        assert_eq!(runs(Start::Strength(0.7)), 2..5);
+        assert_eq!(runs(Start::After(0.6)), 2..5);
+        assert_eq!(runs(Start::After(0.2)), 0..5);
+    }
+
+    #[test]
+    fn nothing_to_run_is_an_error() {
+        for (start, end) in [
+            (Start::Strength(0.1), None),
+            (Start::After(1.0), None),
+            (Start::After(0.8), Some(0.4)),
+            (Start::Strength(1.0), Some(0.1)),
+        ] {
+            let error = runs(start, end).unwrap_err().to_string();
+            assert!(error.contains("none of 5 steps"), "{error}");
+        }
+        let error = runs(Start::Strength(1.5), None).unwrap_err().to_string();
+        assert!(error.contains("strength = 1.5"), "{error}");
+    }
+}
