@@ -22,7 +22,6 @@ pub fn cast(tensor: HostTensor, dtype: DType) -> Result<HostTensor, HostTensorEr
     if from == dtype {
         return Ok(tensor);
     }
-    let is_half_or_single = |d| matches!(d, DType::F16 | DType::BF16 | DType::F32);
     if !is_half_or_single(from) || !is_half_or_single(dtype) {
         return tensor.convert(dtype);
     }
@@ -37,6 +36,26 @@ pub fn cast(tensor: HostTensor, dtype: DType) -> Result<HostTensor, HostTensorEr
             write_chunk(dtype, values, out);
         });
     HostTensor::new(shape, data)
+}
+
+/// Whether [`with_f32`] takes the type.
+pub(super) fn is_half_or_single(dtype: DType) -> bool {
+    matches!(dtype, DType::F16 | DType::BF16 | DType::F32)
+}
+
+/// Lets `change` work on the elements of `data`, of type `dtype`, as `f32`, and rounds them back.
+///
+/// The type must be one of those of [`is_half_or_single`], and `data` whole elements.
+pub(super) fn with_f32(dtype: DType, data: &mut [u8], change: impl FnOnce(&mut [f32])) {
+    let mut values = vec![0.0; data.len() / dtype.storage_bytes(1)];
+    let bytes = CHUNK * dtype.storage_bytes(1);
+    for (values, data) in values.chunks_mut(CHUNK).zip(data.chunks(bytes)) {
+        read_chunk(dtype, data, values);
+    }
+    change(&mut values);
+    for (values, data) in values.chunks(CHUNK).zip(data.chunks_mut(bytes)) {
+        write_chunk(dtype, values, data);
+    }
 }
 
 fn read_chunk(from: DType, input: &[u8], values: &mut [f32]) {

@@ -2,13 +2,14 @@
 //!
 //! [`Checkpoint::open`] reads and checks headers only; tensors are read when asked for, with
 //! positioned reads in parallel. [`match_parameters`] compares a checkpoint with what a model
-//! declares. [`save`] and [`save_streaming`] replace a file atomically.
+//! declares. [`lora`] adds low-rank updates. [`save`] and [`save_streaming`] replace a file atomically.
 //!
 //! Files are not trusted: every length is checked before memory is asked for, and formats that run
 //! code when they are loaded (pickle) are refused.
 
 mod cast;
 mod header;
+pub mod lora;
 mod matching;
 mod open;
 pub(crate) mod save;
