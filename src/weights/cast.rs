@@ -35,7 +35,6 @@ pub fn cast(tensor: HostTensor, dtype: DType) -> Result<HostTensor, HostTensorEr
 
 /// Whether [`cast_bytes`] converts between the two.
 pub(super) fn is_direct(from: DType, to: DType) -> bool {
-    let is_half_or_single = |d| matches!(d, DType::F16 | DType::BF16 | DType::F32);
     is_half_or_single(from) && is_half_or_single(to)
 }
 
@@ -48,6 +47,26 @@ pub(super) fn cast_bytes(from: DType, input: &[u8], to: DType, out: &mut [u8]) {
         let values = &mut values[..input.len() / from.storage_bytes(1)];
         read_chunk(from, input, values);
         write_chunk(to, values, out);
+    }
+}
+
+/// Whether [`with_f32`] takes the type.
+pub(super) fn is_half_or_single(dtype: DType) -> bool {
+    matches!(dtype, DType::F16 | DType::BF16 | DType::F32)
+}
+
+/// Lets `change` work on the elements of `data`, of type `dtype`, as `f32`, and rounds them back.
+///
+/// The type must be one of those of [`is_half_or_single`], and `data` whole elements.
+pub(super) fn with_f32(dtype: DType, data: &mut [u8], change: impl FnOnce(&mut [f32])) {
+    let mut values = vec![0.0; data.len() / dtype.storage_bytes(1)];
+    let bytes = CHUNK * dtype.storage_bytes(1);
+    for (values, data) in values.chunks_mut(CHUNK).zip(data.chunks(bytes)) {
+        read_chunk(dtype, data, values);
+    }
+    change(&mut values);
+    for (values, data) in values.chunks(CHUNK).zip(data.chunks_mut(bytes)) {
+        write_chunk(dtype, values, data);
     }
 }
 

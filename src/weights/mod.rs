@@ -4,13 +4,14 @@
 //! positioned reads in parallel. [`Checkpoint::view`] shows them under other names.
 //! [`match_parameters`] compares a checkpoint with what a model declares. [`save`] and
 //! [`save_streaming`] replace a file atomically. [`source`] finds the parts of a Stable Diffusion
-//! model, whichever layout it comes in.
+//! model, whichever layout it comes in; [`lora`] adds low-rank updates to its weights.
 //!
 //! Files are not trusted: every length is checked before memory is asked for, and formats that run
 //! code when they are loaded (pickle) are refused.
 
 mod cast;
 mod header;
+pub mod lora;
 mod matching;
 mod open;
 mod read;

@@ -1,0 +1,154 @@
+//! What of a LoRA does not fit the model, and which family of models it seems to be for.
+
+use std::fmt;
+use std::path::PathBuf;
+
+/// How many modules of each kind an error shows.
+const SHOWN: usize = 20;
+
+/// Models that a LoRA may be for, as far as its names and shapes tell them apart.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Family {
+    StableDiffusion1,
+    StableDiffusion2,
+    StableDiffusionXl,
+    StableDiffusionXlRefiner,
+    /// A model without a UNet: Flux, SD 3, PixArt and others.
+    Transformer,
+}
+
+impl fmt::Display for Family {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str(match self {
+            Family::StableDiffusion1 => "Stable Diffusion 1.x",
+            Family::StableDiffusion2 => "Stable Diffusion 2.x",
+            Family::StableDiffusionXl => "Stable Diffusion XL",
+            Family::StableDiffusionXlRefiner => "the Stable Diffusion XL refiner",
+            Family::Transformer => "a transformer such as Flux or SD 3",
+        })
+    }
+}
+
+impl Family {
+    /// The family whose text features, which its cross-attention reads, are that wide.
+    pub(super) fn of_cross_attention(features: usize) -> Option<Family> {
+        match features {
+            768 => Some(Family::StableDiffusion1),
+            1024 => Some(Family::StableDiffusion2),
+            2048 => Some(Family::StableDiffusionXl),
+            1280 => Some(Family::StableDiffusionXlRefiner),
+            _ => None,
+        }
+    }
+
+    /// The family that a module's name in a file tells: kohya numbers text encoders only where there are two, and uses
+    /// the original code's block names only for SDXL.
+    pub(super) fn of_name(module: &str) -> Option<Family> {
+        const XL: [&str; 6] = [
+            "lora_te1_",
+            "lora_te2_",
+            "text_encoder_2.",
+            "lora_unet_input_blocks_",
+            "lora_unet_middle_block_",
+            "lora_unet_output_blocks_",
+        ];
+        const TRANSFORMER: [&str; 5] = [
+            "double_blocks",
+            "single_blocks",
+            "single_transformer_blocks",
+            "joint_blocks",
+            "lora_transformer_",
+        ];
+        if TRANSFORMER.iter().any(|part| module.contains(part))
+            || module.starts_with("transformer.")
+        {
+            return Some(Family::Transformer);
+        }
+        XL.iter()
+            .any(|prefix| module.starts_with(prefix))
+            .then_some(Family::StableDiffusionXl)
+    }
+}
+
+/// A module of the file that is no weight of the model.
+#[derive(Clone, Debug, PartialEq)]
+pub struct UnmatchedModule {
+    /// Its name in the file.
+    pub module: String,
+    /// Dimensions of its down and up factors.
+    pub down: Vec<usize>,
+    pub up: Vec<usize>,
+}
+
+/// A module whose factors make no update of its weight.
+#[derive(Clone, Debug, PartialEq)]
+pub struct MisshapenModule {
+    /// Its name in the file.
+    pub module: String,
+    pub down: Vec<usize>,
+    pub up: Vec<usize>,
+    /// The weight's full name and dimensions.
+    pub weight: String,
+    pub expected: Vec<usize>,
+}
+
+/// Every module of a LoRA that does not fit the model, each list sorted by name.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LoraMismatch {
+    pub path: PathBuf,
+    /// Modules in the file that were looked at.
+    pub modules: usize,
+    pub unmatched: Vec<UnmatchedModule>,
+    pub misshapen: Vec<MisshapenModule>,
+    /// What the file seems to be for, and what the model is.
+    pub lora_family: Option<Family>,
+    pub model_family: Option<Family>,
+}
+
+impl std::error::Error for LoraMismatch {}
+
+impl fmt::Display for LoraMismatch {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        write!(
+            f,
+            "{}: does not fit the model: of {} modules {} match no weight, {} are of another shape",
+            self.path.display(),
+            self.modules,
+            self.unmatched.len(),
+            self.misshapen.len()
+        )?;
+        match (self.lora_family, self.model_family) {
+            (Some(lora), Some(model)) if lora != model => {
+                write!(f, "; it is a LoRA for {lora}, the model is {model}")?;
+            }
+            (Some(lora), None) => write!(f, "; it seems to be a LoRA for {lora}")?,
+            (Some(_), Some(_)) | (None, _) => {}
+        }
+        for module in self.unmatched.iter().take(SHOWN) {
+            let UnmatchedModule { module, down, up } = module;
+            write!(f, "\n  no such weight: {module} (down {down:?}, up {up:?})")?;
+        }
+        more(f, self.unmatched.len(), "that match no weight")?;
+        for module in self.misshapen.iter().take(SHOWN) {
+            let MisshapenModule {
+                module,
+                down,
+                up,
+                weight,
+                expected,
+            } = module;
+            write!(
+                f,
+                "\n  shape: {module} (down {down:?}, up {up:?}) for {weight} {expected:?}"
+            )?;
+        }
+        more(f, self.misshapen.len(), "of another shape")
+    }
+}
+
+fn more(f: &mut fmt::Formatter, count: usize, kind: &str) -> fmt::Result {
+    match count.checked_sub(SHOWN) {
+        None | Some(0) => Ok(()),
+        Some(rest) => write!(f, "\n  ... and {rest} more {kind}"),
+    }
+}
