@@ -22,21 +22,33 @@ pub fn cast(tensor: HostTensor, dtype: DType) -> Result<HostTensor, HostTensorEr
     if from == dtype {
         return Ok(tensor);
     }
-    let is_half_or_single = |d| matches!(d, DType::F16 | DType::BF16 | DType::F32);
-    if !is_half_or_single(from) || !is_half_or_single(dtype) {
+    if !is_direct(from, dtype) {
         return tensor.convert(dtype);
     }
     let shape = tensor.shape.with_dtype(dtype);
     let mut data = vec![0; shape.bytes()];
     data.par_chunks_mut(CHUNK * dtype.storage_bytes(1))
         .zip(tensor.data.par_chunks(CHUNK * from.storage_bytes(1)))
-        .for_each(|(out, input)| {
-            let mut values = [0.0_f32; CHUNK];
-            let values = &mut values[..input.len() / from.storage_bytes(1)];
-            read_chunk(from, input, values);
-            write_chunk(dtype, values, out);
-        });
+        .for_each(|(out, input)| cast_bytes(from, input, dtype, out));
     HostTensor::new(shape, data)
+}
+
+/// Whether [`cast_bytes`] converts between the two.
+pub(super) fn is_direct(from: DType, to: DType) -> bool {
+    let is_half_or_single = |d| matches!(d, DType::F16 | DType::BF16 | DType::F32);
+    is_half_or_single(from) && is_half_or_single(to)
+}
+
+/// Converts the elements of `input` into `out`, on this thread. Both types are `f32`, `bf16` or `f16`, and
+/// `out` has room for as many elements as `input` has.
+pub(super) fn cast_bytes(from: DType, input: &[u8], to: DType, out: &mut [u8]) {
+    let mut values = [0.0_f32; CHUNK];
+    let chunks = input.chunks(CHUNK * from.storage_bytes(1));
+    for (input, out) in chunks.zip(out.chunks_mut(CHUNK * to.storage_bytes(1))) {
+        let values = &mut values[..input.len() / from.storage_bytes(1)];
+        read_chunk(from, input, values);
+        write_chunk(to, values, out);
+    }
 }
 
 fn read_chunk(from: DType, input: &[u8], values: &mut [f32]) {

@@ -1,8 +1,9 @@
 //! Checkpoint files: safetensors, alone or in a diffusers directory.
 //!
 //! [`Checkpoint::open`] reads and checks headers only; tensors are read when asked for, with
-//! positioned reads in parallel. [`match_parameters`] compares a checkpoint with what a model
-//! declares. [`save`] and [`save_streaming`] replace a file atomically.
+//! positioned reads in parallel. [`Checkpoint::view`] shows them under other names.
+//! [`match_parameters`] compares a checkpoint with what a model declares. [`save`] and
+//! [`save_streaming`] replace a file atomically.
 //!
 //! Files are not trusted: every length is checked before memory is asked for, and formats that run
 //! code when they are loaded (pickle) are refused.
@@ -11,7 +12,9 @@ mod cast;
 mod header;
 mod matching;
 mod open;
+mod read;
 pub(crate) mod save;
+mod view;
 
 use std::path::PathBuf;
 
@@ -19,6 +22,7 @@ pub use cast::cast;
 pub use matching::{MismatchError, Misshapen, MissingTensor, match_parameters};
 pub use open::Checkpoint;
 pub use save::{FetchError, TensorSpec, TensorView, save, save_streaming};
+pub use view::Transform;
 
 /// Why a checkpoint could not be opened, read or written.
 #[derive(Debug, thiserror::Error)]
@@ -53,7 +57,8 @@ pub enum WeightsError {
     #[error(
         "{path}: a PyTorch pickle, which runs code when it is loaded; convert it where you trust it, \
          with diffusers' save_pretrained(..., safe_serialization=True) or \
-         safetensors.torch.save_file(torch.load(path, weights_only=True), \"model.safetensors\")"
+         safetensors.torch.save_file(torch.load(path, weights_only=True), \"model.safetensors\") \
+         (the tensors of a .ckpt are under its key state_dict)"
     )]
     Pickle { path: PathBuf },
     #[error("{path}: a git-lfs pointer, not the file itself; run `git lfs pull` in its repository")]

@@ -1,40 +1,49 @@
-//! Opening checkpoints and reading their tensors.
+//! Opening checkpoints.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::{Component, Path, PathBuf};
+use std::sync::Arc;
 
-use rayon::prelude::*;
 use serde::Deserialize;
 
 use super::WeightsError;
 use super::header::{self, MAX_HEADER_BYTES, UniqueMap};
 use super::matching::nearest;
-use crate::dtype::DType;
-use crate::host_tensor::HostTensor;
 use crate::shape::Shape;
 
 /// Names that diffusers and transformers give their weights, in the order they are looked for.
 const STEMS: [&str; 2] = ["diffusion_pytorch_model", "model"];
-/// Bytes that one thread reads at a time.
-const READ_CHUNK: usize = 8 << 20;
 const PICKLE_SUFFIXES: [&str; 5] = ["bin", "ckpt", "pt", "pth", "pkl"];
 
 /// An open checkpoint: headers checked, tensors still on disk.
+///
+/// Its tensors are those of the files, or a choice of them under other names ([`Checkpoint::view`]).
 #[derive(Debug)]
 pub struct Checkpoint {
+    pub(super) opened: Arc<Opened>,
+    pub(super) tensors: BTreeMap<String, Location>,
+}
+
+/// The files behind a checkpoint and its views.
+#[derive(Debug)]
+pub(super) struct Opened {
     path: PathBuf,
-    files: Vec<(PathBuf, File)>,
-    tensors: BTreeMap<String, Location>,
+    pub files: Vec<(PathBuf, File)>,
     metadata: BTreeMap<String, String>,
 }
 
-#[derive(Debug)]
-struct Location {
-    file: usize,
-    offset: u64,
-    shape: Shape,
+/// Where a tensor's bytes are.
+#[derive(Clone, Debug)]
+pub(super) struct Location {
+    pub file: usize,
+    /// From the start of the file.
+    pub offset: u64,
+    /// As it is read.
+    pub shape: Shape,
+    /// Whether the bytes are those of the transposed matrix.
+    pub transposed: bool,
 }
 
 impl Checkpoint {
@@ -54,33 +63,36 @@ impl Checkpoint {
         } else {
             path.to_owned()
         };
-        let mut checkpoint = Checkpoint {
+        let mut opened = Opened {
             path: path.to_owned(),
             files: Vec::new(),
-            tensors: BTreeMap::new(),
             metadata: BTreeMap::new(),
         };
+        let mut tensors = BTreeMap::new();
         if file.extension().is_some_and(|e| e == "json") {
-            checkpoint.add_shards(&file)?;
+            opened.add_shards(&mut tensors, &file)?;
         } else {
-            checkpoint.add_file(&file, None)?;
+            opened.add_file(&mut tensors, &file, None)?;
         }
-        Ok(checkpoint)
+        Ok(Checkpoint {
+            opened: Arc::new(opened),
+            tensors,
+        })
     }
 
     /// The path that was opened.
     pub fn path(&self) -> &Path {
-        &self.path
+        &self.opened.path
     }
 
     /// The safetensors files behind it.
     pub fn files(&self) -> impl Iterator<Item = &Path> {
-        self.files.iter().map(|(path, _)| path.as_path())
+        self.opened.files.iter().map(|(path, _)| path.as_path())
     }
 
     /// The free-form metadata of the header; of several shards the first one's entry holds.
     pub fn metadata(&self) -> &BTreeMap<String, String> {
-        &self.metadata
+        &self.opened.metadata
     }
 
     /// Names and shapes, sorted by name.
@@ -98,57 +110,25 @@ impl Checkpoint {
         self.tensors.get(name).map(|l| &l.shape)
     }
 
-    /// Reads a tensor; a large one with several threads.
-    ///
-    /// # Errors
-    /// When there is no such tensor or the file cannot be read.
-    pub fn read(&self, name: &str) -> Result<HostTensor, WeightsError> {
-        let location = self.locate(name)?;
-        let mut data = vec![0; location.shape.bytes()];
-        self.read_range(location, 0, &mut data)?;
-        Ok(HostTensor {
-            shape: location.shape.clone(),
-            data,
-        })
-    }
-
-    /// Reads a tensor and casts it (see [`super::cast`]).
-    ///
-    /// # Errors
-    /// As [`Checkpoint::read`], and when there is no conversion to `dtype`.
-    pub fn read_as(&self, name: &str, dtype: DType) -> Result<HostTensor, WeightsError> {
-        super::cast(self.read(name)?, dtype).map_err(|source| WeightsError::Cast {
-            name: name.to_owned(),
-            source,
-        })
-    }
-
-    fn locate(&self, name: &str) -> Result<&Location, WeightsError> {
+    pub(super) fn locate(&self, name: &str) -> Result<&Location, WeightsError> {
         self.tensors
             .get(name)
             .ok_or_else(|| WeightsError::NoSuchTensor {
-                path: self.path.clone(),
+                path: self.path().to_owned(),
                 name: name.to_owned(),
                 nearest: nearest(name, self.names()),
             })
     }
+}
 
-    fn read_range(
-        &self,
-        location: &Location,
-        start: usize,
-        out: &mut [u8],
-    ) -> Result<(), WeightsError> {
-        let (path, file) = &self.files[location.file];
-        let start = location.offset + start as u64;
-        out.par_chunks_mut(READ_CHUNK)
-            .enumerate()
-            .try_for_each(|(i, chunk)| file.read_exact_at(chunk, start + (i * READ_CHUNK) as u64))
-            .map_err(|source| io(path, source))
-    }
-
+impl Opened {
     /// Adds the tensors of one file. `listed` are those that the index says it holds.
-    fn add_file(&mut self, path: &Path, listed: Option<&[&str]>) -> Result<(), WeightsError> {
+    fn add_file(
+        &mut self,
+        tensors: &mut BTreeMap<String, Location>,
+        path: &Path,
+        listed: Option<&[&str]>,
+    ) -> Result<(), WeightsError> {
         let file = File::open(path).map_err(|e| io(path, e))?;
         let header = read_header(path, &file)?;
         if let Some(listed) = listed {
@@ -164,13 +144,18 @@ impl Checkpoint {
                 file: index,
                 offset: tensor.offset,
                 shape: tensor.shape,
+                transposed: false,
             };
-            self.tensors.insert(tensor.name, location);
+            tensors.insert(tensor.name, location);
         }
         Ok(())
     }
 
-    fn add_shards(&mut self, index: &Path) -> Result<(), WeightsError> {
+    fn add_shards(
+        &mut self,
+        tensors: &mut BTreeMap<String, Location>,
+        index: &Path,
+    ) -> Result<(), WeightsError> {
         let weight_map = read_index(index)?;
         let dir = index.parent().unwrap_or(Path::new(""));
         let mut shards: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
@@ -189,13 +174,13 @@ impl Checkpoint {
             });
         }
         for (shard, listed) in shards {
-            self.add_file(&dir.join(shard), Some(&listed))?;
+            self.add_file(tensors, &dir.join(shard), Some(&listed))?;
         }
         Ok(())
     }
 }
 
-fn io(path: &Path, source: std::io::Error) -> WeightsError {
+pub(super) fn io(path: &Path, source: std::io::Error) -> WeightsError {
     WeightsError::Io {
         path: path.to_owned(),
         source,
@@ -398,6 +383,7 @@ fn variants(stem: &str, names: &[String]) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::dtype::DType;
     use crate::weights::{TensorView, save};
 
     /// A file of `names`, each an `f32[3]` holding its number three times.
@@ -442,22 +428,6 @@ mod tests {
         let cast = c.read_as("c", DType::BF16).unwrap();
         assert_eq!(cast.shape.to_string(), "bf16[3]");
         assert_eq!(cast.to_f32_vec().unwrap(), [2.0; 3]);
-    }
-
-    #[test]
-    fn large_tensors_are_read_in_parts() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("model.safetensors");
-        let data: Vec<u8> = (0..2 * READ_CHUNK + 5).map(|i| (i / 251) as u8).collect();
-        let view = TensorView {
-            name: "large",
-            dtype: DType::U8,
-            dims: &[data.len()],
-            data: &data,
-        };
-        save(&path, [view], &BTreeMap::new()).unwrap();
-        let read = Checkpoint::open(&path).unwrap().read("large").unwrap();
-        assert!(read.data == data);
     }
 
     #[test]

@@ -1,0 +1,373 @@
+//! Reading tensors, in parallel within one and across many.
+
+use std::collections::VecDeque;
+use std::os::unix::fs::FileExt;
+use std::sync::mpsc::{Receiver, sync_channel};
+
+use rayon::prelude::*;
+
+use super::open::{Checkpoint, Location, io};
+use super::{WeightsError, cast};
+use crate::dtype::DType;
+use crate::host_tensor::HostTensor;
+
+/// Bytes that one thread reads at a time.
+const READ_CHUNK: usize = 8 << 20;
+/// Elements that one thread reads and casts at a time: they stay in the second cache.
+const CAST_CHUNK: usize = 128 << 10;
+/// Bytes of tensors that are read before [`Checkpoint::read_all_with`]'s consumer has asked for them.
+const AHEAD: usize = 256 << 20;
+
+impl Checkpoint {
+    /// Reads a tensor; a large one with several threads.
+    ///
+    /// # Errors
+    /// When there is no such tensor or the file cannot be read.
+    pub fn read(&self, name: &str) -> Result<HostTensor, WeightsError> {
+        let location = self.locate(name)?;
+        let mut data = vec![0; location.shape.bytes()];
+        if data.len() <= READ_CHUNK {
+            self.read_range(location, 0, &mut data)?;
+        } else {
+            data.par_chunks_mut(READ_CHUNK)
+                .enumerate()
+                .try_for_each(|(i, chunk)| self.read_range(location, i * READ_CHUNK, chunk))?;
+        }
+        if location.transposed {
+            data = transpose(&data, location);
+        }
+        Ok(HostTensor {
+            shape: location.shape.clone(),
+            data,
+        })
+    }
+
+    /// Reads a tensor and casts it (see [`super::cast`]). Between the usual float types nothing but the
+    /// result is held in memory.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::read`], and when there is no conversion to `dtype`.
+    pub fn read_as(&self, name: &str, dtype: DType) -> Result<HostTensor, WeightsError> {
+        let location = self.locate(name)?;
+        let from = location.shape.dtype;
+        if from == dtype || location.transposed || !cast::is_direct(from, dtype) {
+            return cast::cast(self.read(name)?, dtype).map_err(|source| WeightsError::Cast {
+                name: name.to_owned(),
+                source,
+            });
+        }
+        let shape = location.shape.with_dtype(dtype);
+        let mut data = vec![0; shape.bytes()];
+        let read = |stored: &mut Vec<u8>, i: usize, out: &mut [u8]| {
+            stored.resize(from.storage_bytes(out.len() / dtype.storage_bytes(1)), 0);
+            self.read_range(location, i * from.storage_bytes(CAST_CHUNK), stored)?;
+            cast::cast_bytes(from, stored, dtype, out);
+            Ok(())
+        };
+        let chunk = dtype.storage_bytes(CAST_CHUNK);
+        if data.len() <= chunk {
+            read(&mut Vec::new(), 0, &mut data)?;
+        } else {
+            data.par_chunks_mut(chunk)
+                .enumerate()
+                .try_for_each_init(Vec::new, |stored, (i, out)| read(stored, i, out))?;
+        }
+        Ok(HostTensor { shape, data })
+    }
+
+    /// Reads and casts many tensors in parallel and hands them to `consume` on the calling thread, in
+    /// the order of `wanted`.
+    ///
+    /// While `consume` works, the next tensors are read: as many as 256 MiB hold, and at least one. A
+    /// consumer that does not keep its tensors gets the fastest reads, because their memory is used again.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::read_as`], and what `consume` fails with; both end the reading.
+    pub fn read_all_with<E: From<WeightsError>>(
+        &self,
+        wanted: &[(impl AsRef<str> + Sync, DType)],
+        mut consume: impl FnMut(&str, HostTensor) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let mut sizes = Vec::with_capacity(wanted.len());
+        for (name, dtype) in wanted {
+            let shape = &self.locate(name.as_ref())?.shape;
+            sizes.push(shape.with_dtype(*dtype).bytes());
+        }
+        if rayon::current_thread_index().is_some() {
+            // Waiting here for others of the same pool could wait forever.
+            for (name, dtype) in wanted {
+                consume(name.as_ref(), self.read_as(name.as_ref(), *dtype)?)?;
+            }
+            return Ok(());
+        }
+        let mut upcoming = wanted.iter().zip(&sizes).peekable();
+        let mut ahead: VecDeque<Receiver<Result<HostTensor, WeightsError>>> = VecDeque::new();
+        let mut bytes = 0;
+        rayon::in_place_scope_fifo(|scope| {
+            for ((name, _), size) in wanted.iter().zip(&sizes) {
+                while let Some(((name, dtype), size)) =
+                    upcoming.next_if(|(_, size)| ahead.is_empty() || bytes + **size <= AHEAD)
+                {
+                    let (sender, receiver) = sync_channel(1);
+                    scope.spawn_fifo(move |_| {
+                        // Nobody waits for it any more after an error.
+                        let _ = sender.send(self.read_as(name.as_ref(), *dtype));
+                    });
+                    ahead.push_back(receiver);
+                    bytes += size;
+                }
+                let Some(Ok(tensor)) = ahead.pop_front().map(|next| next.recv()) else {
+                    // The reader panicked, and the scope passes that on.
+                    return Ok(());
+                };
+                bytes -= size;
+                consume(name.as_ref(), tensor?)?;
+            }
+            Ok(())
+        })
+    }
+
+    /// Reads bytes of a tensor from `start`, counted from its first.
+    fn read_range(
+        &self,
+        location: &Location,
+        start: usize,
+        out: &mut [u8],
+    ) -> Result<(), WeightsError> {
+        let (path, file) = &self.opened.files[location.file];
+        file.read_exact_at(out, location.offset + start as u64)
+            .map_err(|source| io(path, source))
+    }
+}
+
+/// The bytes of the matrix `location.shape`, of which `data` is the transpose.
+fn transpose(data: &[u8], location: &Location) -> Vec<u8> {
+    let size = location.shape.dtype.storage_bytes(1);
+    let mut out = vec![0; data.len()];
+    if let [rows, columns] = location.shape.dims[..]
+        && !data.is_empty()
+    {
+        out.par_chunks_mut(columns * size)
+            .enumerate()
+            .for_each(|(row, out)| {
+                for (column, element) in out.chunks_exact_mut(size).enumerate() {
+                    let at = (column * rows + row) * size;
+                    element.copy_from_slice(&data[at..at + size]);
+                }
+            });
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+    use std::path::Path;
+    use std::time::Instant;
+
+    use super::*;
+    use crate::weights::{TensorSpec, TensorView, save, save_streaming};
+
+    fn write(path: &Path, name: &str, dtype: DType, data: &[u8]) -> Checkpoint {
+        let view = TensorView {
+            name,
+            dtype,
+            dims: &[data.len() / dtype.storage_bytes(1)],
+            data,
+        };
+        save(path, [view], &BTreeMap::new()).unwrap();
+        Checkpoint::open(path).unwrap()
+    }
+
+    #[test]
+    fn large_tensors_are_read_in_parts() {
+        let dir = tempfile::tempdir().unwrap();
+        let data: Vec<u8> = (0..2 * READ_CHUNK + 5).map(|i| (i / 251) as u8).collect();
+        let file = write(&dir.path().join("a"), "large", DType::U8, &data);
+        assert!(file.read("large").unwrap().data == data);
+    }
+
+    #[test]
+    fn casting_while_reading_is_casting() {
+        let dir = tempfile::tempdir().unwrap();
+        for elements in [0, 1, CAST_CHUNK, CAST_CHUNK + 1, 3 * CAST_CHUNK + 4097] {
+            let values: Vec<u8> = (0..elements as u32)
+                .flat_map(|i| f32::from_bits(i.wrapping_mul(40_503) % 0x7f80_0000).to_le_bytes())
+                .collect();
+            let file = write(&dir.path().join("f32"), "x", DType::F32, &values);
+            for dtype in [DType::F16, DType::BF16, DType::F64] {
+                let whole = cast::cast(file.read("x").unwrap(), dtype).unwrap();
+                assert!(
+                    file.read_as("x", dtype).unwrap() == whole,
+                    "{elements} {dtype}"
+                );
+            }
+            let halves = cast::cast(file.read("x").unwrap(), DType::F16).unwrap();
+            let file = write(&dir.path().join("f16"), "x", DType::F16, &halves.data);
+            for dtype in [DType::F32, DType::BF16] {
+                let whole = cast::cast(halves.clone(), dtype).unwrap();
+                let read = file.read_as("x", dtype).unwrap();
+                // NaNs do not equal themselves.
+                assert!(read.shape == whole.shape && read.data == whole.data);
+            }
+        }
+    }
+
+    /// `count` tensors of f32, the i-th of i elements i.
+    fn many(dir: &Path, count: usize) -> Checkpoint {
+        let path = dir.join("many.safetensors");
+        let specs: Vec<TensorSpec> = (0..count)
+            .map(|i| TensorSpec {
+                name: format!("t{i}"),
+                shape: crate::shape::Shape::new(DType::F32, [i]),
+            })
+            .collect();
+        save_streaming(&path, &specs, &BTreeMap::new(), |spec| {
+            let value = spec.shape.dims[0] as f32;
+            Ok(value.to_le_bytes().repeat(spec.shape.dims[0]).into())
+        })
+        .unwrap();
+        Checkpoint::open(&path).unwrap()
+    }
+
+    #[test]
+    fn many_tensors_come_in_the_order_asked_for() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = many(dir.path(), 300);
+        let wanted: Vec<(String, DType)> = (0..300)
+            .map(|i| {
+                (
+                    format!("t{}", i * 7 % 300),
+                    [DType::F32, DType::BF16][i % 2],
+                )
+            })
+            .collect();
+        let collect = || {
+            let mut found = Vec::new();
+            file.read_all_with(&wanted, |name, tensor| {
+                assert_eq!(tensor, file.read_as(name, tensor.shape.dtype)?);
+                found.push((name.to_owned(), tensor.shape.dtype));
+                Ok::<(), WeightsError>(())
+            })
+            .unwrap();
+            found
+        };
+        assert_eq!(collect(), wanted);
+        // From inside a pool of one thread, which must not wait for itself.
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build();
+        assert_eq!(pool.unwrap().install(collect), wanted);
+    }
+
+    #[test]
+    fn an_error_of_either_side_ends_the_reading() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = many(dir.path(), 40);
+        let wanted: Vec<(String, DType)> = (0..40).map(|i| (format!("t{i}"), DType::F32)).collect();
+        let mut seen = 0;
+        let error = file
+            .read_all_with(&wanted, |name, _| {
+                seen += 1;
+                match seen {
+                    5 => file.read(&format!("{name}x")).map(|_| ()),
+                    _ => Ok(()),
+                }
+            })
+            .unwrap_err();
+        assert_eq!(seen, 5);
+        assert!(error.to_string().contains("no tensor t4x"), "{error}");
+
+        let mut unknown = wanted.clone();
+        unknown.push(("nowhere".into(), DType::F32));
+        let mut seen = 0;
+        let error = file
+            .read_all_with(&unknown, |_, _| {
+                seen += 1;
+                Ok::<(), WeightsError>(())
+            })
+            .unwrap_err();
+        assert_eq!(seen, 0, "an unknown name is told before any work");
+        assert!(error.to_string().contains("no tensor nowhere"), "{error}");
+
+        // Cut after it was opened: what is left is read, what is gone is an error.
+        let path = file.files().next().unwrap().to_owned();
+        let whole = std::fs::metadata(&path).unwrap().len();
+        std::fs::File::options()
+            .write(true)
+            .open(&path)
+            .and_then(|f| f.set_len(whole - 1))
+            .unwrap();
+        let mut seen = 0;
+        let error = file
+            .read_all_with(&wanted, |_, _| {
+                seen += 1;
+                Ok::<(), WeightsError>(())
+            })
+            .unwrap_err();
+        assert!(matches!(error, WeightsError::Io { .. }), "{error}");
+        assert!(seen > 0 && seen < 40, "{seen}");
+    }
+
+    /// `cargo test --release --lib reading_speed -- --ignored --nocapture`: bytes of the file a second, from the
+    /// page cache, beside one thread that reads the same bytes into one buffer as `dd` does.
+    #[test]
+    #[ignore = "measures the machine, 1 GiB of disk"]
+    fn reading_speed() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("model.safetensors");
+        // As SDXL's UNet: most bytes in matrices of 3 to 26 MB, most tensors small.
+        let sizes = [13_107_200, 6_553_600, 1_638_400, 1_280, 1_280, 2_560];
+        let specs: Vec<TensorSpec> = (0..150)
+            .map(|i| TensorSpec {
+                name: format!("t{i:03}"),
+                shape: crate::shape::Shape::new(DType::F16, [sizes[i % sizes.len()]]),
+            })
+            .collect();
+        save_streaming(&path, &specs, &BTreeMap::new(), |spec| {
+            Ok(vec![0x3c; spec.shape.bytes()].into())
+        })
+        .unwrap();
+        let file = Checkpoint::open(&path).unwrap();
+        let bytes = std::fs::metadata(&path).unwrap().len();
+        let rate = |what: &str, work: &mut dyn FnMut()| {
+            let best = (0..5)
+                .map(|_| {
+                    let start = Instant::now();
+                    work();
+                    start.elapsed().as_secs_f64()
+                })
+                .fold(f64::INFINITY, f64::min);
+            let rate = bytes as f64 / best / 1e9;
+            println!("{what}: {rate:.2} GB/s");
+            rate
+        };
+        let mut buffer = vec![0; READ_CHUNK];
+        let raw = std::fs::File::open(&path).unwrap();
+        let copy = rate("one thread, one buffer", &mut || {
+            let mut at = 0;
+            while at < bytes {
+                let n = buffer.len().min((bytes - at) as usize);
+                raw.read_exact_at(&mut buffer[..n], at).unwrap();
+                at += n as u64;
+            }
+        });
+        let mut ratios = Vec::new();
+        for dtype in [DType::F16, DType::BF16, DType::F32] {
+            let wanted: Vec<(&str, DType)> = file.names().map(|n| (n, dtype)).collect();
+            let streamed = rate(&format!("read_all_with as {dtype}"), &mut || {
+                file.read_all_with(&wanted, |_, tensor| {
+                    std::hint::black_box(&tensor.data);
+                    Ok::<(), WeightsError>(())
+                })
+                .unwrap();
+            });
+            ratios.push(streamed / copy);
+        }
+        rate("read, one after the other", &mut || {
+            for name in file.names() {
+                std::hint::black_box(file.read(name).unwrap());
+            }
+        });
+        println!("against one thread: {ratios:.2?}");
+        assert!(ratios[0] > 0.8, "{ratios:?}");
+    }
+}

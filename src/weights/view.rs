@@ -1,0 +1,270 @@
+//! Checkpoints whose tensors have other names and are parts of the files' tensors.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::WeightsError;
+use super::open::{Checkpoint, Location};
+
+/// What a view shows of a tensor.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Transform {
+    /// All of it.
+    Identity,
+    /// These indices of the first dimension.
+    Rows(Range<usize>),
+    /// The transpose of a matrix.
+    Transpose,
+    /// Other dimensions of the same number of elements.
+    Reshape(Vec<usize>),
+}
+
+impl Checkpoint {
+    /// The tensors of `map`, each with its new name, the name it has here, and what is shown of it.
+    ///
+    /// A view reads from the files when it is asked to, and only the bytes that it shows.
+    ///
+    /// # Errors
+    /// When a tensor is not here, two get the same name, or one cannot be shown so.
+    pub fn view(
+        &self,
+        map: impl IntoIterator<Item = (String, (String, Transform))>,
+    ) -> Result<Checkpoint, WeightsError> {
+        let error = |tensor: &str, reason: String| WeightsError::Tensor {
+            path: self.path().to_owned(),
+            tensor: tensor.to_owned(),
+            reason,
+        };
+        let mut tensors = BTreeMap::new();
+        for (name, (source, transform)) in map {
+            let location = self
+                .locate(&source)?
+                .transformed(&transform)
+                .map_err(|reason| error(&source, format!("cannot be read as {name}: {reason}")))?;
+            if tensors.insert(name.clone(), location).is_some() {
+                return Err(error(&source, format!("{name} stands for two tensors")));
+            }
+        }
+        Ok(Checkpoint {
+            opened: Arc::clone(&self.opened),
+            tensors,
+        })
+    }
+}
+
+impl Location {
+    fn transformed(&self, transform: &Transform) -> Result<Location, String> {
+        let mut result = self.clone();
+        let Location { shape, .. } = self;
+        let bits = shape.dtype.bits();
+        match transform {
+            Transform::Identity => {}
+            Transform::Transpose => {
+                let [rows, columns] = shape.dims[..] else {
+                    return Err(format!("{shape} is no matrix"));
+                };
+                if !bits.is_multiple_of(8) {
+                    return Err(format!("elements of {shape} share bytes"));
+                }
+                result.shape.dims = vec![columns, rows];
+                result.transposed = !self.transposed;
+            }
+            // Only one tensor of the known layouts is transposed, and it is not cut: reading whole
+            // rows of the transpose would mean reading all of it.
+            Transform::Rows(_) | Transform::Reshape(_) if self.transposed => {
+                return Err(format!("{shape} is transposed already"));
+            }
+            Transform::Rows(rows) => {
+                let Some((&count, row)) = shape.dims.split_first() else {
+                    return Err(format!("{shape} has no rows"));
+                };
+                if rows.start > rows.end || rows.end > count {
+                    return Err(format!("{shape} has no rows {}..{}", rows.start, rows.end));
+                }
+                let row_bits = bits * row.iter().product::<usize>();
+                if !row_bits.is_multiple_of(8) {
+                    return Err(format!("rows of {shape} share bytes"));
+                }
+                result.offset += (rows.start * (row_bits / 8)) as u64;
+                result.shape.dims[0] = rows.len();
+            }
+            Transform::Reshape(dims) => {
+                let count = dims.iter().try_fold(1_usize, |n, &d| n.checked_mul(d));
+                if count != Some(shape.count()) {
+                    return Err(format!("{shape} does not have the elements of {dims:?}"));
+                }
+                result.shape.dims.clone_from(dims);
+            }
+        }
+        Ok(result)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+    use crate::dtype::DType;
+    use crate::weights::{TensorView, save};
+
+    /// `a`: f32[4, 3] of 0, 1, ...; `b`: u8[2, 2, 2] of 0, 1, ...; `p`: f4[2, 3].
+    fn checkpoint(dir: &Path) -> Checkpoint {
+        let a: Vec<u8> = (0..12).flat_map(|i| (i as f32).to_le_bytes()).collect();
+        let b: Vec<u8> = (0..8).collect();
+        let view = |name, dtype, dims, data| TensorView {
+            name,
+            dtype,
+            dims,
+            data,
+        };
+        let views = [
+            view("a", DType::F32, &[4, 3], &a),
+            view("b", DType::U8, &[2, 2, 2], &b),
+            view("p", DType::F4E2M1Fn, &[2, 3], &[0x21, 0x43, 0x65]),
+        ];
+        let path = dir.join("model.safetensors");
+        save(
+            &path,
+            views,
+            &BTreeMap::from([("format".into(), "pt".into())]),
+        )
+        .unwrap();
+        Checkpoint::open(&path).unwrap()
+    }
+
+    fn map(entries: &[(&str, &str, Transform)]) -> Vec<(String, (String, Transform))> {
+        entries
+            .iter()
+            .map(|(new, old, t)| ((*new).into(), ((*old).into(), t.clone())))
+            .collect()
+    }
+
+    #[test]
+    fn shows_parts_under_other_names() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = checkpoint(dir.path());
+        let view = file
+            .view(map(&[
+                ("all", "a", Transform::Identity),
+                ("middle", "a", Transform::Rows(1..3)),
+                ("none", "a", Transform::Rows(4..4)),
+                ("turned", "a", Transform::Transpose),
+                ("flat", "a", Transform::Reshape(vec![2, 6])),
+                ("last", "b", Transform::Rows(1..2)),
+                ("column", "b", Transform::Reshape(vec![8, 1, 1])),
+            ]))
+            .unwrap();
+        assert_eq!(
+            view.iter()
+                .map(|(n, s)| format!("{n} {s}"))
+                .collect::<Vec<_>>(),
+            [
+                "all f32[4,3]",
+                "column u8[8,1,1]",
+                "flat f32[2,6]",
+                "last u8[1,2,2]",
+                "middle f32[2,3]",
+                "none f32[0,3]",
+                "turned f32[3,4]",
+            ]
+        );
+        assert_eq!(view.info("middle").unwrap().dims, [2, 3]);
+        assert_eq!(view.metadata(), file.metadata());
+        assert_eq!(view.path(), file.path());
+        let values = |name: &str| {
+            let tensor = view.read(name).unwrap();
+            assert_eq!(&tensor.shape, view.info(name).unwrap());
+            tensor.to_f32_vec().unwrap()
+        };
+        assert_eq!(values("all"), (0..12).map(|i| i as f32).collect::<Vec<_>>());
+        assert_eq!(values("flat"), values("all"));
+        assert_eq!(values("middle"), [3.0, 4.0, 5.0, 6.0, 7.0, 8.0]);
+        assert_eq!(values("none"), [0.0; 0]);
+        let turned = [0.0, 3.0, 6.0, 9.0, 1.0, 4.0, 7.0, 10.0, 2.0, 5.0, 8.0, 11.0];
+        assert_eq!(values("turned"), turned);
+        assert_eq!(view.read("last").unwrap().data, [4, 5, 6, 7]);
+        let cast = view.read_as("turned", DType::BF16).unwrap();
+        assert_eq!(cast.shape.to_string(), "bf16[3,4]");
+        assert_eq!(cast.to_f32_vec().unwrap(), turned);
+        let cast = view.read_as("middle", DType::F16).unwrap();
+        assert_eq!(cast.to_f32_vec().unwrap(), values("middle"));
+        let error = view.read("a").unwrap_err().to_string();
+        assert!(error.contains("no tensor a"), "{error}");
+    }
+
+    #[test]
+    fn views_of_views_add_up() {
+        let dir = tempfile::tempdir().unwrap();
+        let view = checkpoint(dir.path())
+            .view(map(&[
+                ("tail", "a", Transform::Rows(1..4)),
+                ("turned", "a", Transform::Transpose),
+            ]))
+            .unwrap();
+        let again = view
+            .view(map(&[
+                ("one", "tail", Transform::Rows(1..2)),
+                ("back", "turned", Transform::Transpose),
+                ("tail", "tail", Transform::Transpose),
+            ]))
+            .unwrap();
+        assert_eq!(
+            again.read("one").unwrap().to_f32_vec().unwrap(),
+            [6.0, 7.0, 8.0]
+        );
+        assert_eq!(again.info("back").unwrap().dims, [4, 3]);
+        assert_eq!(again.read("back").unwrap(), view_all(dir.path()));
+        let tail = again.read("tail").unwrap().to_f32_vec().unwrap();
+        assert_eq!(tail, [3.0, 6.0, 9.0, 4.0, 7.0, 10.0, 5.0, 8.0, 11.0]);
+    }
+
+    fn view_all(dir: &Path) -> crate::host_tensor::HostTensor {
+        checkpoint(dir).read("a").unwrap()
+    }
+
+    #[test]
+    fn what_cannot_be_shown_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = checkpoint(dir.path());
+        let error =
+            |entries: &[(&str, &str, Transform)]| file.view(map(entries)).unwrap_err().to_string();
+        for (source, transform, expected) in [
+            ("a", Transform::Rows(0..5), "f32[4,3] has no rows 0..5"),
+            ("b", Transform::Transpose, "u8[2,2,2] is no matrix"),
+            (
+                "a",
+                Transform::Reshape(vec![5]),
+                "f32[4,3] does not have the elements of [5]",
+            ),
+            (
+                "a",
+                Transform::Reshape(vec![usize::MAX, 2]),
+                "does not have the elements",
+            ),
+            ("p", Transform::Rows(0..1), "share bytes"),
+            ("p", Transform::Transpose, "share bytes"),
+            ("aa", Transform::Identity, "no tensor aa"),
+        ] {
+            let found = error(&[("new", source, transform)]);
+            assert!(found.contains(expected), "{found}");
+        }
+        let reversed = Range { start: 3, end: 2 };
+        assert!(error(&[("new", "a", Transform::Rows(reversed))]).contains("no rows 3..2"));
+        let twice = error(&[
+            ("x", "a", Transform::Identity),
+            ("x", "b", Transform::Identity),
+        ]);
+        assert!(
+            twice.ends_with("tensor b: x stands for two tensors"),
+            "{twice}"
+        );
+        let view = file.view(map(&[("t", "a", Transform::Transpose)])).unwrap();
+        let cut = view
+            .view(map(&[("x", "t", Transform::Rows(0..1))]))
+            .unwrap_err()
+            .to_string();
+        assert!(cut.contains("transposed already"), "{cut}");
+    }
+}
