@@ -1,7 +1,7 @@
 //! Conversion between float types while loading.
 
+use half::f16;
 use half::slice::HalfFloatSliceExt;
-use half::{bf16, f16};
 use rayon::prelude::*;
 
 use crate::dtype::DType;
@@ -71,29 +71,24 @@ pub(super) fn with_f32(dtype: DType, data: &mut [u8], change: impl FnOnce(&mut [
 }
 
 fn read_chunk(from: DType, input: &[u8], values: &mut [f32]) {
-    let pairs = || {
-        input
-            .chunks_exact(2)
-            .map(|b| u16::from_le_bytes([b[0], b[1]]))
-    };
+    let pairs = input.as_chunks().0.iter().map(|b| u16::from_le_bytes(*b));
     match from {
         DType::F16 => {
             let mut halves = [f16::ZERO; CHUNK];
             let halves = &mut halves[..values.len()];
-            halves
-                .iter_mut()
-                .zip(pairs())
-                .for_each(|(h, b)| *h = f16::from_bits(b));
+            for (h, bits) in halves.iter_mut().zip(pairs) {
+                *h = f16::from_bits(bits);
+            }
             halves.convert_to_f32_slice(values);
         }
         DType::BF16 => {
-            for (v, bits) in values.iter_mut().zip(pairs()) {
-                *v = bf16::from_bits(bits).to_f32();
+            for (v, bits) in values.iter_mut().zip(pairs) {
+                *v = f32::from_bits(u32::from(bits) << 16);
             }
         }
         _ => {
-            for (v, b) in values.iter_mut().zip(input.chunks_exact(4)) {
-                *v = f32::from_le_bytes([b[0], b[1], b[2], b[3]]);
+            for (v, b) in values.iter_mut().zip(input.as_chunks().0) {
+                *v = f32::from_le_bytes(*b);
             }
         }
     }
@@ -105,25 +100,36 @@ fn write_chunk(to: DType, values: &[f32], out: &mut [u8]) {
             let mut halves = [f16::ZERO; CHUNK];
             let halves = &mut halves[..values.len()];
             halves.convert_from_f32_slice(values);
-            for (b, h) in out.chunks_exact_mut(2).zip(halves.iter()) {
-                b.copy_from_slice(&h.to_le_bytes());
+            for (b, h) in out.as_chunks_mut().0.iter_mut().zip(halves.iter()) {
+                *b = h.to_le_bytes();
             }
         }
         DType::BF16 => {
-            for (b, &v) in out.chunks_exact_mut(2).zip(values) {
-                b.copy_from_slice(&bf16::from_f32(v).to_le_bytes());
+            for (b, &v) in out.as_chunks_mut().0.iter_mut().zip(values) {
+                *b = to_bf16(v).to_le_bytes();
             }
         }
         _ => {
-            for (b, v) in out.chunks_exact_mut(4).zip(values) {
-                b.copy_from_slice(&v.to_le_bytes());
+            for (b, &v) in out.as_chunks_mut().0.iter_mut().zip(values) {
+                *b = v.to_le_bytes();
             }
         }
     }
 }
 
+/// The bits of `bf16::from_f32(v)`, without the branches that keep that from being vectorized.
+fn to_bf16(v: f32) -> u16 {
+    let bits = v.to_bits();
+    // Half of the last kept place, less one where the kept bits are even, carries into them.
+    let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1));
+    let quiet = bits | 0x40_0000;
+    ((if v.is_nan() { quiet } else { rounded }) >> 16) as u16
+}
+
 #[cfg(test)]
 mod tests {
+    use half::bf16;
+
     use super::*;
     use crate::shape::Shape;
 
@@ -189,6 +195,23 @@ mod tests {
             finite(&cast(f16s.clone(), DType::BF16).unwrap()),
             finite(&f16s.convert(DType::BF16).unwrap())
         );
+    }
+
+    #[test]
+    fn what_is_no_number_stays_none() {
+        // The first would become an infinity if its low bits were just cut off, the last a zero by the carry.
+        for bits in [
+            0x7f80_0001,
+            0xff80_0001,
+            0x7fc0_0000,
+            0x7fff_ffff,
+            0xffff_ffff,
+        ] {
+            assert!(
+                bf16::from_bits(to_bf16(f32::from_bits(bits))).is_nan(),
+                "{bits:#x}"
+            );
+        }
     }
 
     #[test]

@@ -15,8 +15,10 @@ use crate::host_tensor::HostTensor;
 const READ_CHUNK: usize = 8 << 20;
 /// Elements that one thread reads and casts at a time: they stay in the second cache.
 const CAST_CHUNK: usize = 128 << 10;
-/// Bytes of tensors that are read before [`Checkpoint::read_all_with`]'s consumer has asked for them.
-const AHEAD: usize = 256 << 20;
+/// Bytes of tensors for each thread that are read before [`Checkpoint::read_all_with`]'s consumer has asked for them.
+const AHEAD: usize = 32 << 20;
+/// Memory below this size is not worth keeping.
+const SMALLEST_KEPT: usize = 256 << 10;
 
 impl Checkpoint {
     /// Reads a tensor; a large one with several threads.
@@ -25,7 +27,81 @@ impl Checkpoint {
     /// When there is no such tensor or the file cannot be read.
     pub fn read(&self, name: &str) -> Result<HostTensor, WeightsError> {
         let location = self.locate(name)?;
-        let mut data = vec![0; location.shape.bytes()];
+        self.read_into(location, Vec::new())
+    }
+
+    /// Reads a tensor and casts it (see [`super::cast`]). Between the usual float types nothing but the
+    /// result is held in memory.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::read`], and when there is no conversion to `dtype`.
+    pub fn read_as(&self, name: &str, dtype: DType) -> Result<HostTensor, WeightsError> {
+        self.read_as_into(name, dtype, Vec::new())
+    }
+
+    /// Reads and casts many tensors in parallel and shows them to `consume` on the calling thread, in
+    /// the order of `wanted`.
+    ///
+    /// While `consume` works, the next tensors are read: 32 MiB of them for each thread of rayon's pool, and at
+    /// least one. Their memory is used again, as fresh memory costs more than the reading.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::read_as`], and what `consume` fails with; both end the reading.
+    pub fn read_all_with<E: From<WeightsError>>(
+        &self,
+        wanted: &[(impl AsRef<str> + Sync, DType)],
+        mut consume: impl FnMut(&str, &HostTensor) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let mut sizes = Vec::with_capacity(wanted.len());
+        for (name, dtype) in wanted {
+            let shape = &self.locate(name.as_ref())?.shape;
+            sizes.push(shape.with_dtype(*dtype).bytes());
+        }
+        if rayon::current_thread_index().is_some() {
+            // Waiting here for others of the same pool could wait forever.
+            for (name, dtype) in wanted {
+                consume(name.as_ref(), &self.read_as(name.as_ref(), *dtype)?)?;
+            }
+            return Ok(());
+        }
+        let limit = AHEAD * rayon::current_num_threads();
+        let mut upcoming = wanted.iter().zip(&sizes).peekable();
+        let mut ahead: VecDeque<Receiver<Result<HostTensor, WeightsError>>> = VecDeque::new();
+        let mut bytes = 0;
+        let mut memory = Memory {
+            limit,
+            ..Memory::default()
+        };
+        rayon::in_place_scope_fifo(|scope| {
+            for ((name, _), size) in wanted.iter().zip(&sizes) {
+                while let Some(((name, dtype), size)) =
+                    upcoming.next_if(|(_, size)| ahead.is_empty() || bytes + **size <= limit)
+                {
+                    let (sender, receiver) = sync_channel(1);
+                    let buffer = memory.take(*size);
+                    scope.spawn_fifo(move |_| {
+                        // Nobody waits for it any more after an error.
+                        let _ = sender.send(self.read_as_into(name.as_ref(), *dtype, buffer));
+                    });
+                    ahead.push_back(receiver);
+                    bytes += size;
+                }
+                let Some(Ok(tensor)) = ahead.pop_front().map(|next| next.recv()) else {
+                    // The reader panicked, and the scope passes that on.
+                    return Ok(());
+                };
+                bytes -= size;
+                let tensor = tensor?;
+                consume(name.as_ref(), &tensor)?;
+                memory.give(tensor.data);
+            }
+            Ok(())
+        })
+    }
+
+    /// Reads a tensor as it is into `buffer`, or into new memory where it does not fit.
+    fn read_into(&self, location: &Location, buffer: Vec<u8>) -> Result<HostTensor, WeightsError> {
+        let mut data = sized(buffer, location.shape.bytes());
         if data.len() <= READ_CHUNK {
             self.read_range(location, 0, &mut data)?;
         } else {
@@ -42,22 +118,23 @@ impl Checkpoint {
         })
     }
 
-    /// Reads a tensor and casts it (see [`super::cast`]). Between the usual float types nothing but the
-    /// result is held in memory.
-    ///
-    /// # Errors
-    /// As [`Checkpoint::read`], and when there is no conversion to `dtype`.
-    pub fn read_as(&self, name: &str, dtype: DType) -> Result<HostTensor, WeightsError> {
+    fn read_as_into(
+        &self,
+        name: &str,
+        dtype: DType,
+        buffer: Vec<u8>,
+    ) -> Result<HostTensor, WeightsError> {
         let location = self.locate(name)?;
         let from = location.shape.dtype;
         if from == dtype || location.transposed || !cast::is_direct(from, dtype) {
-            return cast::cast(self.read(name)?, dtype).map_err(|source| WeightsError::Cast {
+            let tensor = self.read_into(location, buffer)?;
+            return cast::cast(tensor, dtype).map_err(|source| WeightsError::Cast {
                 name: name.to_owned(),
                 source,
             });
         }
         let shape = location.shape.with_dtype(dtype);
-        let mut data = vec![0; shape.bytes()];
+        let mut data = sized(buffer, shape.bytes());
         let read = |stored: &mut Vec<u8>, i: usize, out: &mut [u8]| {
             stored.resize(from.storage_bytes(out.len() / dtype.storage_bytes(1)), 0);
             self.read_range(location, i * from.storage_bytes(CAST_CHUNK), stored)?;
@@ -75,58 +152,6 @@ impl Checkpoint {
         Ok(HostTensor { shape, data })
     }
 
-    /// Reads and casts many tensors in parallel and hands them to `consume` on the calling thread, in
-    /// the order of `wanted`.
-    ///
-    /// While `consume` works, the next tensors are read: as many as 256 MiB hold, and at least one. A
-    /// consumer that does not keep its tensors gets the fastest reads, because their memory is used again.
-    ///
-    /// # Errors
-    /// As [`Checkpoint::read_as`], and what `consume` fails with; both end the reading.
-    pub fn read_all_with<E: From<WeightsError>>(
-        &self,
-        wanted: &[(impl AsRef<str> + Sync, DType)],
-        mut consume: impl FnMut(&str, HostTensor) -> Result<(), E>,
-    ) -> Result<(), E> {
-        let mut sizes = Vec::with_capacity(wanted.len());
-        for (name, dtype) in wanted {
-            let shape = &self.locate(name.as_ref())?.shape;
-            sizes.push(shape.with_dtype(*dtype).bytes());
-        }
-        if rayon::current_thread_index().is_some() {
-            // Waiting here for others of the same pool could wait forever.
-            for (name, dtype) in wanted {
-                consume(name.as_ref(), self.read_as(name.as_ref(), *dtype)?)?;
-            }
-            return Ok(());
-        }
-        let mut upcoming = wanted.iter().zip(&sizes).peekable();
-        let mut ahead: VecDeque<Receiver<Result<HostTensor, WeightsError>>> = VecDeque::new();
-        let mut bytes = 0;
-        rayon::in_place_scope_fifo(|scope| {
-            for ((name, _), size) in wanted.iter().zip(&sizes) {
-                while let Some(((name, dtype), size)) =
-                    upcoming.next_if(|(_, size)| ahead.is_empty() || bytes + **size <= AHEAD)
-                {
-                    let (sender, receiver) = sync_channel(1);
-                    scope.spawn_fifo(move |_| {
-                        // Nobody waits for it any more after an error.
-                        let _ = sender.send(self.read_as(name.as_ref(), *dtype));
-                    });
-                    ahead.push_back(receiver);
-                    bytes += size;
-                }
-                let Some(Ok(tensor)) = ahead.pop_front().map(|next| next.recv()) else {
-                    // The reader panicked, and the scope passes that on.
-                    return Ok(());
-                };
-                bytes -= size;
-                consume(name.as_ref(), tensor?)?;
-            }
-            Ok(())
-        })
-    }
-
     /// Reads bytes of a tensor from `start`, counted from its first.
     fn read_range(
         &self,
@@ -137,6 +162,52 @@ impl Checkpoint {
         let (path, file) = &self.opened.files[location.file];
         file.read_exact_at(out, location.offset + start as u64)
             .map_err(|source| io(path, source))
+    }
+}
+
+/// `bytes` bytes of any value: `buffer`, or where it is too small new memory, which the system gives zeroed.
+fn sized(mut buffer: Vec<u8>, bytes: usize) -> Vec<u8> {
+    if buffer.capacity() < bytes {
+        return vec![0; bytes];
+    }
+    buffer.resize(bytes, 0);
+    buffer
+}
+
+/// Memory of tensors that are done with.
+#[derive(Default)]
+struct Memory {
+    /// Oldest first.
+    kept: VecDeque<Vec<u8>>,
+    /// Their capacity.
+    bytes: usize,
+    /// The most that is kept.
+    limit: usize,
+}
+
+impl Memory {
+    /// Memory for `bytes` bytes, at most twice as much; empty where none is kept. The same length is best: other memory
+    /// is filled up with zeros.
+    fn take(&mut self, bytes: usize) -> Vec<u8> {
+        let fits = |kept: &Vec<u8>| kept.capacity() >= bytes && kept.capacity() / 2 <= bytes;
+        let best = (0..self.kept.len())
+            .filter(|&i| fits(&self.kept[i]))
+            .min_by_key(|&i| (self.kept[i].len() != bytes, self.kept[i].capacity()));
+        let taken = best.and_then(|i| self.kept.remove(i)).unwrap_or_default();
+        self.bytes -= taken.capacity();
+        taken
+    }
+
+    fn give(&mut self, buffer: Vec<u8>) {
+        if buffer.capacity() < SMALLEST_KEPT || buffer.capacity() > self.limit {
+            return;
+        }
+        self.bytes += buffer.capacity();
+        self.kept.push_back(buffer);
+        while self.bytes > self.limit {
+            let dropped = self.kept.pop_front().unwrap_or_default();
+            self.bytes -= dropped.capacity();
+        }
     }
 }
 
@@ -245,7 +316,7 @@ mod tests {
         let collect = || {
             let mut found = Vec::new();
             file.read_all_with(&wanted, |name, tensor| {
-                assert_eq!(tensor, file.read_as(name, tensor.shape.dtype)?);
+                assert_eq!(*tensor, file.read_as(name, tensor.shape.dtype)?);
                 found.push((name.to_owned(), tensor.shape.dtype));
                 Ok::<(), WeightsError>(())
             })
@@ -256,6 +327,35 @@ mod tests {
         // From inside a pool of one thread, which must not wait for itself.
         let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build();
         assert_eq!(pool.unwrap().install(collect), wanted);
+    }
+
+    #[test]
+    fn memory_is_used_again_and_bounded() {
+        let mut memory = Memory {
+            limit: 4 << 20,
+            ..Memory::default()
+        };
+        assert_eq!(memory.take(1 << 20).capacity(), 0);
+        for mib in [1, 3] {
+            memory.give(vec![1; mib << 20]);
+        }
+        memory.give(vec![1; 5]);
+        assert_eq!((memory.kept.len(), memory.bytes), (2, 4 << 20));
+        assert!(
+            memory.take(1 << 10).is_empty(),
+            "too large a buffer is not taken"
+        );
+        assert!(memory.take((3 << 20) + 1).is_empty());
+        let two = sized(memory.take(2 << 20), 2 << 20);
+        assert_eq!((two.len(), two.capacity(), two[0]), (2 << 20, 3 << 20, 1));
+        memory.give(two);
+        // The oldest goes first.
+        memory.give(vec![2; 1 << 20]);
+        assert_eq!((memory.kept.len(), memory.bytes), (2, 4 << 20));
+        assert_eq!(memory.take(1 << 20)[0], 2);
+        memory.give(vec![3; 5 << 20]);
+        assert_eq!((memory.kept.len(), memory.bytes), (1, 3 << 20));
+        assert_eq!(sized(Vec::new(), 3), [0; 3]);
     }
 
     #[test]
@@ -327,47 +427,52 @@ mod tests {
         })
         .unwrap();
         let file = Checkpoint::open(&path).unwrap();
-        let bytes = std::fs::metadata(&path).unwrap().len();
-        let rate = |what: &str, work: &mut dyn FnMut()| {
-            let best = (0..5)
-                .map(|_| {
-                    let start = Instant::now();
-                    work();
-                    start.elapsed().as_secs_f64()
-                })
-                .fold(f64::INFINITY, f64::min);
-            let rate = bytes as f64 / best / 1e9;
-            println!("{what}: {rate:.2} GB/s");
-            rate
+        let gigabytes = std::fs::metadata(&path).unwrap().len() as f64 / 1e9;
+        // Ticks of 10 ms that all threads of this process worked.
+        let ticks = || -> u64 {
+            let stat = std::fs::read_to_string("/proc/self/stat").unwrap();
+            let fields = stat.rsplit_once(')').unwrap().1.split_whitespace();
+            let times = fields.skip(11).take(2);
+            times.map(|n| n.parse::<u64>().unwrap()).sum()
+        };
+        let work_of = |what: &str, work: &mut dyn FnMut()| -> f64 {
+            work();
+            let before = ticks();
+            let seconds = (0..8).map(|_| {
+                let start = Instant::now();
+                work();
+                start.elapsed().as_secs_f64()
+            });
+            let rate = gigabytes / seconds.fold(f64::INFINITY, f64::min);
+            let each = (ticks() - before) as f64 * 10.0 / 8.0 / gigabytes;
+            println!("{what}: {rate:.2} GB/s at best, {each:.0} ms of work a GB");
+            each
         };
         let mut buffer = vec![0; READ_CHUNK];
         let raw = std::fs::File::open(&path).unwrap();
-        let copy = rate("one thread, one buffer", &mut || {
+        let copy = work_of("one thread, one buffer", &mut || {
             let mut at = 0;
-            while at < bytes {
-                let n = buffer.len().min((bytes - at) as usize);
-                raw.read_exact_at(&mut buffer[..n], at).unwrap();
-                at += n as u64;
+            loop {
+                match raw.read_at(&mut buffer, at).unwrap() {
+                    0 => break,
+                    n => at += n as u64,
+                }
             }
         });
-        let mut ratios = Vec::new();
+        let mut read = Vec::new();
         for dtype in [DType::F16, DType::BF16, DType::F32] {
             let wanted: Vec<(&str, DType)> = file.names().map(|n| (n, dtype)).collect();
-            let streamed = rate(&format!("read_all_with as {dtype}"), &mut || {
+            read.push(work_of(&format!("read_all_with as {dtype}"), &mut || {
                 file.read_all_with(&wanted, |_, tensor| {
                     std::hint::black_box(&tensor.data);
                     Ok::<(), WeightsError>(())
                 })
                 .unwrap();
-            });
-            ratios.push(streamed / copy);
+            }));
         }
-        rate("read, one after the other", &mut || {
-            for name in file.names() {
-                std::hint::black_box(file.read(name).unwrap());
-            }
-        });
-        println!("against one thread: {ratios:.2?}");
-        assert!(ratios[0] > 0.8, "{ratios:?}");
+        // Work rather than time, which other programs take their share of.
+        let share = rayon::current_num_threads() as f64 * copy / read[0];
+        println!("on idle cores at most {share:.2} of one thread's rate");
+        assert!(share > 0.8);
     }
 }
