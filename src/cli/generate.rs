@@ -23,10 +23,11 @@ use crate::pipelines::model::DiffusionModel;
 use crate::pipelines::text_to_image::DenoiseOptions;
 use crate::runtime::{Array, Session, Slot};
 use crate::weights::Checkpoint;
+use crate::weights::lora::Adapter;
 
 use super::model::{Drawn, Files, Source};
 use super::prompts::{self, Prompted};
-use super::{CliError, RecipeArgs, print, recipe};
+use super::{CliError, RecipeArgs, lora, print, recipe};
 
 /// `generate ...`
 #[derive(Debug, Args)]
@@ -182,6 +183,7 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
     let traced = Traced::new(&model, options).map_err(CliError::usage)?;
     // A checkpoint that does not fit is found before anything is compiled.
     let files = source.open_all(&traced)?;
+    let adapter = lora::adapter(&config, &traced)?;
     if let Some(policy) = &policy {
         super::progress(&recipe::quantization_summary(policy, &traced.decisions));
     }
@@ -214,7 +216,7 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
     let Made { images, phases, .. } = pipeline
         .run(
             &session,
-            &WeightSource::Files(&|slot| read_weight(&session, &files, slot)),
+            &WeightSource::Files(&|slot| read_weight(&session, &files, adapter.as_ref(), slot)),
             &pictures,
             &draw,
             &mut || bar.inc(1),
@@ -326,12 +328,20 @@ fn peak_host_bytes() -> Option<u64> {
 }
 
 /// Reads one weight and puts it on the devices.
-fn read_weight(session: &Session, files: &Files<'_>, slot: &Slot) -> Result<Array, Failure> {
+fn read_weight(
+    session: &Session,
+    files: &Files<'_>,
+    adapter: Option<&Adapter>,
+    slot: &Slot,
+) -> Result<Array, Failure> {
     let (root, key) = slot.name.split_once('/').unwrap_or(("", &slot.name));
     let checkpoint = files
         .get(root)
         .ok_or_else(|| format!("no file has the weights of {root}"))?;
-    let tensor = checkpoint.read_as(key, slot.shape.dtype)?;
+    let mut tensor = checkpoint.read_as(key, slot.shape.dtype)?;
+    if let Some(adapter) = adapter {
+        tensor = adapter.apply(root, key, tensor)?;
+    }
     Ok(session.put(&tensor, &slot.spec)?)
 }
 

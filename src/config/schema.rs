@@ -467,16 +467,16 @@ schema! {
     /// `lora_config`: lists of equal length, one entry for each adapter.
     pub struct LoraConfig {
         group "lora_config";
-        /// Repositories or folders.
-        lora_model_name_or_path: FreeList = FreeList::default(), NotYet("LoRA"), GENERATE;
-        /// Files in them.
-        weight_name: FreeList = FreeList::default(), NotYet("LoRA"), GENERATE;
-        /// Names for the adapters.
-        adapter_name: FreeList = FreeList::default(), NotYet("LoRA"), GENERATE;
-        /// Strengths.
-        scale: FreeList = FreeList::default(), NotYet("LoRA"), GENERATE;
+        /// Files, or folders as diffusers and PEFT save them.
+        lora_model_name_or_path: FreeList = FreeList::default(), Used, GENERATE;
+        /// Files in those folders. Empty: each has one.
+        weight_name: FreeList = FreeList::default(), Used, GENERATE;
+        /// Names for the adapters, for messages.
+        adapter_name: FreeList = FreeList::default(), Used, GENERATE;
+        /// Strengths. Empty: 1.
+        scale: FreeList = FreeList::default(), Used, GENERATE;
         /// Whether each is PyTorch's.
-        from_pt: FreeList = FreeList::default(), NotYet("LoRA"), GENERATE;
+        from_pt: FreeList = FreeList::default(), NoEffect("safetensors are read alike, whoever wrote them"), GENERATE;
     }
 }
 

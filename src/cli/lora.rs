@@ -1,0 +1,117 @@
+//! The LoRA adapters of `lora_config`.
+
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+
+use crate::config::Config;
+use crate::models::vae::ROOT as VAE;
+use crate::pipelines::images::Traced;
+use crate::weights::lora::{Adapter, LoraFile, LoraScale, LoraTarget};
+
+use super::CliError;
+
+/// One entry of the lists.
+struct Entry {
+    path: PathBuf,
+    name: String,
+    scale: f32,
+}
+
+/// All adapters together, for the weights of `traced`; `None` if the configuration names none.
+///
+/// # Errors
+/// When the lists do not fit each other, a file cannot be read, or a module of it is not one of the model's.
+pub fn adapter(config: &Config, traced: &Traced) -> Result<Option<Adapter>, CliError> {
+    let entries = entries(config)?;
+    if entries.is_empty() {
+        return Ok(None);
+    }
+    let mut targets = Vec::new();
+    for graph in traced.graphs() {
+        for (_, input) in graph.weights() {
+            let (root, key) = input.name.split_once('/').unwrap_or(("", &input.name));
+            if root != VAE {
+                targets.push(LoraTarget {
+                    root,
+                    key,
+                    dims: &input.shape.dims,
+                });
+            }
+        }
+    }
+    let mut adapters = Vec::with_capacity(entries.len());
+    for entry in entries {
+        let file = LoraFile::open(&entry.path).map_err(CliError::failed)?;
+        let adapter = file
+            .resolve(&targets, LoraScale::from(entry.scale))
+            .map_err(CliError::failed)?;
+        super::progress(&format!(
+            "LoRA {}: {} weights, scale {}",
+            entry.name,
+            adapter.ranks().len(),
+            entry.scale
+        ));
+        adapters.push(adapter);
+    }
+    Adapter::stack(adapters).map(Some).map_err(CliError::failed)
+}
+
+fn entries(config: &Config) -> Result<Vec<Entry>, CliError> {
+    let lists = &config.lora_config;
+    let paths = texts("lora_model_name_or_path", &lists.lora_model_name_or_path.0)?;
+    let files = texts("weight_name", &lists.weight_name.0)?;
+    let names = texts("adapter_name", &lists.adapter_name.0)?;
+    let scales = &lists.scale.0;
+    for (key, count) in [
+        ("weight_name", files.len()),
+        ("adapter_name", names.len()),
+        ("scale", scales.len()),
+    ] {
+        if count > 0 && count != paths.len() {
+            return Err(CliError::Usage(format!(
+                "lora_config.{key} has {count} entries for the {} of lora_model_name_or_path; give one for each, or leave \
+                 it out",
+                paths.len()
+            )));
+        }
+    }
+    paths
+        .iter()
+        .enumerate()
+        .map(|(i, path)| {
+            let scale = match scales.get(i) {
+                None => 1.0,
+                Some(value) => value
+                    .as_f64()
+                    .map(|scale| scale as f32)
+                    .filter(|scale| scale.is_finite())
+                    .ok_or_else(|| {
+                        CliError::Usage(format!(
+                            "lora_config.scale: expected numbers, found {value}"
+                        ))
+                    })?,
+            };
+            let path = match files.get(i).filter(|file| !file.is_empty()) {
+                Some(file) => Path::new(path).join(file),
+                None => PathBuf::from(path),
+            };
+            let name = match names.get(i).filter(|name| !name.is_empty()) {
+                Some(name) => (*name).to_string(),
+                None => path.display().to_string(),
+            };
+            Ok(Entry { path, name, scale })
+        })
+        .collect()
+}
+
+fn texts<'a>(key: &str, values: &'a [Value]) -> Result<Vec<&'a str>, CliError> {
+    values
+        .iter()
+        .map(|value| {
+            value.as_str().ok_or_else(|| {
+                CliError::Usage(format!("lora_config.{key}: expected texts, found {value}"))
+            })
+        })
+        .collect()
+}
