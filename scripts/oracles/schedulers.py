@@ -2,8 +2,8 @@
 
 Usage: python schedulers.py
 
-Writes tests/golden/schedulers.safetensors. The sampling cases of the metadata lie one after the other, each with as many
-runs of the model as it says; its configuration is its `config` over the metadata's schedule of that name:
+Writes tests/golden/schedulers.safetensors. The sampling cases of the metadata lie one after the other, each with as
+many runs of the model as it says; its configuration is its `config` over the metadata's schedule of that name:
   out/timesteps [runs]; out/samples [runs + 1, elements]: x before the first run and after each;
   out/clean [runs, elements]: the predicted clean sample of each run, for the classes that give it (where the case has
   `clean`);

@@ -18,8 +18,9 @@ pub(super) fn lambda(sigma: f64) -> f64 {
 /// Coefficients of DPM-Solver++'s step from one noise level to another: what it makes of the sample, of fresh noise and
 /// of the clean sample and its first and second derivative by `lambda / h`, where the step is one of length `h`.
 ///
-/// With `z = h` for the ODE and `2h` for the SDE, and `e = exp(-z) - 1`, the integrals are `-alpha e`, `alpha (e/z + 1)`
-/// and `-alpha ((e + z) / z^2 - 1/2)`. For the SDE diffusers has `+ 1/2` in the last of them, and so have we.
+/// With `z = h` for the ODE and `2h` for the SDE, and `e = exp(-z) - 1`, the integrals are `-alpha e`,
+/// `alpha (e/z + 1)` and `-alpha ((e + z) / z^2 - 1/2)`. For the SDE diffusers has `+ 1/2` in the last of them, and so
+/// have we.
 pub(super) struct Integrals {
     pub h: f64,
     pub sample: f64,

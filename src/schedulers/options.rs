@@ -82,12 +82,16 @@ impl PlanOptions {
             }
         };
         if kept == 0 {
+            let start = match self.start {
+                Start::Strength(strength) => format!("a strength of {strength}"),
+                Start::After(after) => format!("a start at {after}"),
+            };
             let end = self
                 .end
-                .map_or(String::new(), |end| format!(" and its end {end}"));
+                .map_or(String::new(), |end| format!(" with an end at {end}"));
             return Err(SchedulerError::Invalid(format!(
-                "{:?}{end} leave none of {} steps to run; take more steps or a larger part of them",
-                self.start, self.steps
+                "{start}{end} leaves none of {} steps to run; take more steps or a larger part of them",
+                self.steps
             )));
         }
         Ok(start..start + kept)

@@ -77,8 +77,8 @@ pub(super) fn unipc(
 /// of which it takes as many as its order.
 ///
 /// With `r_k = (lambda_k - lambda) / h` of the earlier outputs and 1 for `reached`, the weights of their differences
-/// from the newest output solve `sum_k w_k r_k^(n-1) = b_n` for n from 1 to their number (the paper's formula 9 with its
-/// `R_p` and `a_p`, and appendix E.1 for its special cases: the weight is 1/2 where there is one). `reached` weighs
+/// from the newest output solve `sum_k w_k r_k^(n-1) = b_n` for n from 1 to their number (the paper's formula 9 with
+/// its `R_p` and `a_p`, and appendix E.1 for its special cases: the weight is 1/2 where there is one). `reached` weighs
 /// `w_k` and an earlier output `w_k / r_k`.
 fn update(
     config: &SchedulerConfig,
