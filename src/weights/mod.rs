@@ -3,7 +3,8 @@
 //! [`Checkpoint::open`] reads and checks headers only; tensors are read when asked for, with
 //! positioned reads in parallel. [`Checkpoint::view`] shows them under other names.
 //! [`match_parameters`] compares a checkpoint with what a model declares. [`save`] and
-//! [`save_streaming`] replace a file atomically.
+//! [`save_streaming`] replace a file atomically. [`source`] finds the parts of a Stable Diffusion
+//! model, whichever layout it comes in.
 //!
 //! Files are not trusted: every length is checked before memory is asked for, and formats that run
 //! code when they are loaded (pickle) are refused.
@@ -14,6 +15,7 @@ mod matching;
 mod open;
 mod read;
 pub(crate) mod save;
+pub mod source;
 mod view;
 
 use std::path::PathBuf;

@@ -1,0 +1,191 @@
+//! diffusers pipeline folders.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use serde_json::{Map, Value};
+
+use super::keys::{self, Converted};
+use super::single_file::is_inpainting;
+use super::write::TOKENIZERS;
+use super::{
+    Component, Family, Ignored, Layout, ModelSource, Part, SourceError, io_error, read_json,
+};
+use crate::weights::{Checkpoint, Transform, WeightsError};
+
+const INDEX: &str = "model_index.json";
+const PICKLES: [&str; 3] = ["ckpt", "pt", "bin"];
+
+/// Whether a folder has the parts of a model in subfolders.
+pub(super) fn is_pipeline(dir: &Path) -> bool {
+    dir.join(INDEX).is_file() || dir.join("unet/config.json").is_file()
+}
+
+/// Opens the parts that are there.
+pub(super) fn open(dir: &Path) -> Result<ModelSource, SourceError> {
+    let index = match dir.join(INDEX) {
+        path if path.is_file() => read_json(&path)?,
+        _ => Map::new(),
+    };
+    let class = index.get("_class_name").and_then(Value::as_str);
+    for (family, of) in [(Family::Sd3, "StableDiffusion3"), (Family::Flux, "Flux")] {
+        if class.is_some_and(|class| class.starts_with(of)) {
+            return Err(SourceError::UnsupportedFamily {
+                path: dir.to_owned(),
+                family,
+            });
+        }
+    }
+    let mut components = BTreeMap::new();
+    for part in Part::ALL {
+        let folder = dir.join(part.name());
+        if folder.is_dir() && !is_null(&index, part.name()) {
+            components.insert(part, component(&folder, part)?);
+        }
+    }
+    let Some(unet) = components.get(&Part::Unet) else {
+        let path = dir.to_owned();
+        return Err(match class {
+            Some(class) if !class.starts_with("StableDiffusion") => SourceError::UnknownPipeline {
+                path,
+                class: class.to_owned(),
+            },
+            _ => SourceError::NotAModel {
+                path,
+                found: entries(dir)?,
+            },
+        });
+    };
+    let family = family(&unet.config, &components);
+    let scheduler = dir.join("scheduler/scheduler_config.json");
+    Ok(ModelSource {
+        path: dir.to_owned(),
+        layout: Layout::Pipeline,
+        family,
+        inpaint: is_inpainting(&unet.config),
+        scheduler: match scheduler.is_file() {
+            true => Some(read_json(&scheduler)?),
+            false => None,
+        },
+        tokenizers: TOKENIZERS
+            .map(|name| (!is_null(&index, name)).then(|| dir.join(name)))
+            .map(|folder| folder.filter(|f| f.is_dir())),
+        ignored: others(&index),
+        notes: Vec::new(),
+        components,
+    })
+}
+
+/// Whether the index says that the model goes without this part.
+fn is_null(index: &Map<String, Value>, name: &str) -> bool {
+    let entry = index.get(name).and_then(Value::as_array);
+    entry.is_some_and(|pair| pair.iter().all(Value::is_null))
+}
+
+/// Parts that the index lists and that are not used.
+fn others(index: &Map<String, Value>) -> Vec<Ignored> {
+    let used = |name: &str| {
+        Part::ALL.iter().any(|p| p.name() == name)
+            || TOKENIZERS.contains(&name)
+            || name == "scheduler"
+    };
+    let names: Vec<String> = index
+        .iter()
+        .filter(|(name, value)| value.is_array() && !is_null(index, name) && !used(name))
+        .map(|(name, _)| name.clone())
+        .collect();
+    let reason = "not used for making pictures here";
+    if names.is_empty() {
+        return Vec::new();
+    }
+    vec![Ignored { names, reason }]
+}
+
+/// Tells the family by the UNet's configuration; the refiner is SDXL without the smaller text encoder.
+fn family(unet: &Map<String, Value>, components: &BTreeMap<Part, Component>) -> Family {
+    let has = |part| components.contains_key(&part);
+    if unet.get("addition_embed_type").and_then(Value::as_str) == Some("text_time") {
+        return match has(Part::TextEncoder2) && !has(Part::TextEncoder) {
+            true => Family::SdxlRefiner,
+            false => Family::Sdxl,
+        };
+    }
+    let text = unet.get("cross_attention_dim").and_then(Value::as_u64);
+    let linear = unet.get("use_linear_projection") == Some(&Value::Bool(true));
+    match text == Some(1024) || linear {
+        true => Family::Sd2,
+        false => Family::Sd1,
+    }
+}
+
+/// Opens one part, its tensors by the names that diffusers and transformers give them today.
+pub(super) fn component(folder: &Path, part: Part) -> Result<Component, SourceError> {
+    let config = read_json(&folder.join("config.json"))?;
+    let file = Checkpoint::open(folder)?;
+    let projected = config.get("architectures").is_some_and(|classes| {
+        let classes = classes.as_array().map_or(&[][..], Vec::as_slice);
+        classes.contains(&Value::from("CLIPTextModelWithProjection"))
+    });
+    let mut map = Vec::new();
+    for (name, shape) in file.iter() {
+        let converted = match part {
+            Part::Unet => Converted::Unknown,
+            Part::Vae => keys::diffusers_vae(name, shape),
+            Part::TextEncoder | Part::TextEncoder2 => keys::clip(name, projected),
+        };
+        match converted {
+            Converted::To(new) => {
+                map.extend(new.into_iter().map(|(n, t)| (n, (name.to_owned(), t))));
+            }
+            Converted::Ignored(_) => {}
+            Converted::Unknown => {
+                map.push((name.to_owned(), (name.to_owned(), Transform::Identity)));
+            }
+        }
+    }
+    Ok(Component {
+        config,
+        checkpoint: file.view(map)?,
+    })
+}
+
+/// The one safetensors file of a folder without parts.
+pub(super) fn only_file(dir: &Path) -> Result<PathBuf, SourceError> {
+    let found = entries(dir)?;
+    let with = |suffixes: &[&str]| -> Vec<String> {
+        let matches = |name: &&String| {
+            let suffix = Path::new(name).extension().and_then(|e| e.to_str());
+            suffix.is_some_and(|s| suffixes.contains(&s))
+        };
+        found.iter().filter(matches).cloned().collect()
+    };
+    let files = with(&["safetensors"]);
+    match files.as_slice() {
+        [one] => Ok(dir.join(one)),
+        [] => match with(&PICKLES).first() {
+            Some(pickle) => Err(SourceError::Weights(WeightsError::Pickle {
+                path: dir.join(pickle),
+            })),
+            None => Err(SourceError::NotAModel {
+                path: dir.to_owned(),
+                found,
+            }),
+        },
+        _ => Err(SourceError::SeveralFiles {
+            path: dir.to_owned(),
+            found: files,
+        }),
+    }
+}
+
+/// The names in a folder, sorted.
+fn entries(dir: &Path) -> Result<Vec<String>, SourceError> {
+    let mut names = Vec::new();
+    for entry in fs::read_dir(dir).map_err(|e| io_error(dir, e))? {
+        let name = entry.map_err(|e| io_error(dir, e))?.file_name();
+        names.extend(name.into_string().ok());
+    }
+    names.sort();
+    Ok(names)
+}

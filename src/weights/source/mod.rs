@@ -1,0 +1,331 @@
+//! The parts of a Stable Diffusion model, whichever layout it comes in.
+//!
+//! [`ModelSource::open`] takes a diffusers pipeline folder or a single file in the original layout (LDM's for
+//! Stable Diffusion 1 and 2, SGM's for SDXL) and gives each part a configuration and a [`Checkpoint`] by the names of
+//! diffusers and transformers. Nothing is copied: the tensors of a single file are renamed and cut by
+//! [`Checkpoint::view`].
+//!
+//! What a single file is, is told by its tensors alone (facts: diffusers' `loaders/single_file_utils.py`).
+
+mod detect;
+mod folder;
+mod keys;
+mod single_file;
+mod structure;
+mod write;
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
+
+use serde_json::{Map, Value};
+
+use super::{Checkpoint, WeightsError};
+
+pub use single_file::open_vae;
+pub use write::WrittenPart;
+
+/// More than any configuration of a published model.
+const LARGEST_CONFIG: u64 = 1 << 20;
+/// How many names an error shows.
+const SHOWN: usize = 12;
+
+/// The architectures that are told apart.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Family {
+    /// Stable Diffusion 1.x.
+    Sd1,
+    /// Stable Diffusion 2.x.
+    Sd2,
+    /// SDXL base.
+    Sdxl,
+    SdxlRefiner,
+    /// Stable Diffusion 3.x; known, but not built.
+    Sd3,
+    /// FLUX.1; known, but not built.
+    Flux,
+}
+
+impl Family {
+    /// The name to tell people.
+    pub fn name(self) -> &'static str {
+        match self {
+            Family::Sd1 => "Stable Diffusion 1.x",
+            Family::Sd2 => "Stable Diffusion 2.x",
+            Family::Sdxl => "SDXL",
+            Family::SdxlRefiner => "the SDXL refiner",
+            Family::Sd3 => "Stable Diffusion 3.x",
+            Family::Flux => "FLUX.1",
+        }
+    }
+
+    /// The configuration file in `configs/` for this family, if there is one.
+    pub fn recipe(self) -> Option<&'static str> {
+        match self {
+            Family::Sd1 => Some("base15.yml"),
+            Family::Sd2 => Some("base21.yml"),
+            Family::Sdxl => Some("base_xl.yml"),
+            Family::SdxlRefiner | Family::Sd3 | Family::Flux => None,
+        }
+    }
+}
+
+/// The parts of a model that have weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Part {
+    Unet,
+    Vae,
+    TextEncoder,
+    TextEncoder2,
+}
+
+impl Part {
+    pub const ALL: [Part; 4] = [Part::Unet, Part::Vae, Part::TextEncoder, Part::TextEncoder2];
+
+    /// Its name in `model_index.json`, which is that of its folder.
+    pub fn name(self) -> &'static str {
+        match self {
+            Part::Unet => "unet",
+            Part::Vae => "vae",
+            Part::TextEncoder => "text_encoder",
+            Part::TextEncoder2 => "text_encoder_2",
+        }
+    }
+}
+
+impl fmt::Display for Part {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// How the files of a model are laid out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Layout {
+    /// diffusers' folder: a subfolder with `config.json` and safetensors for each part.
+    Pipeline,
+    /// All parts in one safetensors file, with the names of the original code.
+    SingleFile,
+}
+
+/// One part of a model.
+#[derive(Debug)]
+pub struct Component {
+    /// The content of a `config.json`, diffusers' or transformers'.
+    pub config: Map<String, Value>,
+    /// The weights by diffusers' or transformers' names. Those of a text encoder start with `text_model.`
+    pub checkpoint: Checkpoint,
+}
+
+/// Tensors or parts that are in the source and not used.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Ignored {
+    /// Their names in the source; never empty.
+    pub names: Vec<String>,
+    pub reason: &'static str,
+}
+
+impl fmt::Display for Ignored {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        match self.names.as_slice() {
+            [] => Ok(()),
+            [one] => write!(f, "{one}: {}", self.reason),
+            [first, rest @ ..] => write!(f, "{first} and {} more: {}", rest.len(), self.reason),
+        }
+    }
+}
+
+/// An open model: headers and configurations read, tensors still on disk.
+#[derive(Debug)]
+pub struct ModelSource {
+    /// The folder or the single file.
+    pub path: PathBuf,
+    pub layout: Layout,
+    pub family: Family,
+    /// Whether the UNet takes a mask and a masked picture beside the sample: nine channels.
+    pub inpaint: bool,
+    /// The parts that the source has. Use [`ModelSource::component`] for one that is needed.
+    pub components: BTreeMap<Part, Component>,
+    /// The content of `scheduler_config.json`; for a single file the family's, with what the file says of it.
+    pub scheduler: Option<Map<String, Value>>,
+    /// The folders of the two text encoders' tokenizers.
+    pub tokenizers: [Option<PathBuf>; 2],
+    /// What the source has besides.
+    pub ignored: Vec<Ignored>,
+    /// What was taken for granted because the source does not say it, in whole sentences.
+    pub notes: Vec<String>,
+}
+
+/// Why a model could not be opened.
+#[derive(Debug, thiserror::Error)]
+pub enum SourceError {
+    #[error(
+        "{path}: no such file or folder; models are read from this machine only: fetch one from the hub first \
+         (`hf download NAME --local-dir DIR`) and name that folder"
+    )]
+    NotFound { path: PathBuf },
+    #[error("{path}: {source}")]
+    Io { path: PathBuf, source: io::Error },
+    #[error(transparent)]
+    Weights(#[from] WeightsError),
+    #[error("{path}: {reason}")]
+    Json { path: PathBuf, reason: String },
+    #[error(
+        "{path}: no model in this folder: looked for model_index.json, unet/config.json or one .safetensors file of a \
+         whole model; it has {}",
+        list(found)
+    )]
+    NotAModel { path: PathBuf, found: Vec<String> },
+    #[error(
+        "{path}: its model_index.json is of a {class}, which is not supported; supported are {}",
+        known()
+    )]
+    UnknownPipeline { path: PathBuf, class: String },
+    #[error("{path}: several checkpoints; name one of them: {}", list(found))]
+    SeveralFiles { path: PathBuf, found: Vec<String> },
+    #[error(
+        "{path}: its tensors are those of no model that is known here ({}); among the {} are {}",
+        known(), names.len(), list(names)
+    )]
+    UnknownFamily { path: PathBuf, names: Vec<String> },
+    #[error("{path}: this is {}, which is not supported; supported are {}", family.name(), known())]
+    UnsupportedFamily { path: PathBuf, family: Family },
+    #[error("{path}: this is {what}, not a whole model that is supported; {advice}")]
+    OtherKind {
+        path: PathBuf,
+        what: &'static str,
+        advice: &'static str,
+    },
+    #[error("{path}: this is {}; {config} expects {}; {}", found.name(), expected.name(), remedy(*found))]
+    WrongFamily {
+        path: PathBuf,
+        found: Family,
+        expected: Family,
+        config: String,
+    },
+    #[error("{path}: it has no {part}; it has {}", list(has))]
+    MissingPart {
+        path: PathBuf,
+        part: Part,
+        has: Vec<String>,
+    },
+    #[error("{path}: exists already; choose another name or remove it")]
+    Exists { path: PathBuf },
+    #[error("{path}: {part}: {reason}")]
+    Structure {
+        path: PathBuf,
+        part: Part,
+        reason: String,
+    },
+}
+
+fn list(names: &[String]) -> String {
+    if names.is_empty() {
+        return "nothing".to_owned();
+    }
+    let mut text = names[..names.len().min(SHOWN)].join(", ");
+    if let Some(more) = names.len().checked_sub(SHOWN).filter(|&n| n > 0) {
+        text.push_str(&format!(" and {more} more"));
+    }
+    text
+}
+
+fn known() -> String {
+    [Family::Sd1, Family::Sd2, Family::Sdxl, Family::SdxlRefiner]
+        .map(Family::name)
+        .join(", ")
+}
+
+fn remedy(found: Family) -> String {
+    match found.recipe() {
+        Some(recipe) => format!("use {recipe}"),
+        None => "no configuration here is for it".to_owned(),
+    }
+}
+
+impl ModelSource {
+    /// Opens a diffusers pipeline folder, a single `.safetensors` file in the original layout, or a folder that holds
+    /// exactly one such file.
+    ///
+    /// Single files may be Stable Diffusion 1.x or 2.x, SDXL base or refiner, each also for inpainting, whole or the
+    /// UNet alone. Of a folder the parts that are there are opened.
+    ///
+    /// # Errors
+    /// When there is no model, it is of a kind that is not supported, or a file of it cannot be opened; pickles are
+    /// refused.
+    pub fn open(path: &Path) -> Result<Self, SourceError> {
+        let metadata = std::fs::metadata(path).map_err(|source| match source.kind() {
+            io::ErrorKind::NotFound => SourceError::NotFound {
+                path: path.to_owned(),
+            },
+            _ => io_error(path, source),
+        })?;
+        if !metadata.is_dir() {
+            return single_file::open(path);
+        }
+        if folder::is_pipeline(path) {
+            return folder::open(path);
+        }
+        single_file::open(&folder::only_file(path)?)
+    }
+
+    /// A part that is needed.
+    ///
+    /// # Errors
+    /// When the source does not have it.
+    pub fn component(&self, part: Part) -> Result<&Component, SourceError> {
+        self.components
+            .get(&part)
+            .ok_or_else(|| SourceError::MissingPart {
+                path: self.path.clone(),
+                part,
+                has: self.components.keys().map(Part::to_string).collect(),
+            })
+    }
+
+    /// Checks that the model is of the family that `config`, the name of a configuration file, is for.
+    ///
+    /// # Errors
+    /// When it is of another, with the configuration file that is for it.
+    pub fn expect_family(&self, expected: Family, config: &str) -> Result<(), SourceError> {
+        if self.family == expected {
+            return Ok(());
+        }
+        Err(SourceError::WrongFamily {
+            path: self.path.clone(),
+            found: self.family,
+            expected,
+            config: config.to_owned(),
+        })
+    }
+}
+
+fn io_error(path: &Path, source: io::Error) -> SourceError {
+    SourceError::Io {
+        path: path.to_owned(),
+        source,
+    }
+}
+
+/// Reads a file that holds a JSON object.
+fn read_json(path: &Path) -> Result<Map<String, Value>, SourceError> {
+    let mut bytes = Vec::new();
+    File::open(path)
+        .and_then(|file| file.take(LARGEST_CONFIG + 1).read_to_end(&mut bytes))
+        .map_err(|source| io_error(path, source))?;
+    let error = |reason: String| SourceError::Json {
+        path: path.to_owned(),
+        reason,
+    };
+    if bytes.len() as u64 > LARGEST_CONFIG {
+        return Err(error(format!(
+            "larger than {LARGEST_CONFIG} bytes, which no configuration of a model is"
+        )));
+    }
+    serde_json::from_slice(&bytes).map_err(|e| error(format!("not a JSON object: {e}")))
+}
+
+#[cfg(test)]
+mod tests;
