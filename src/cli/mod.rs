@@ -4,6 +4,7 @@
 
 pub mod compile;
 mod config;
+mod convert;
 pub mod data;
 mod doctor;
 mod generate;
@@ -49,6 +50,8 @@ enum Command {
     Train(train::TrainArgs),
     /// Run one part of a model on saved tensors
     Module(module::ModuleArgs),
+    /// Write a model as a diffusers folder, whichever layout it comes in
+    Convert(convert::ConvertArgs),
     /// Install PJRT plugins, or list those that are installed
     Plugin(plugin::PluginArgs),
     /// Say what is installed, what is wrong and how to mend it
@@ -210,6 +213,7 @@ pub fn main() -> ExitCode {
         Command::Generate(args) => generate::run(&args),
         Command::Train(args) => train::run(&args),
         Command::Module(args) => module::run(args),
+        Command::Convert(args) => convert::run(&args),
         Command::Plugin(args) => plugin::run(args),
         Command::Doctor(args) => doctor::run(&args),
     };

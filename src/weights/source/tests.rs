@@ -3,6 +3,8 @@
 use std::fs;
 use std::path::Path;
 
+use proptest::prelude::*;
+
 use super::*;
 use crate::dtype::DType;
 use crate::weights::{TensorView, save};
@@ -269,4 +271,93 @@ fn folders_without_a_model_say_what_was_looked_for() {
 
     let missing = error(&at("nowhere"));
     assert!(missing.contains("no such file or folder"), "{missing}");
+}
+
+/// Names that look like those of a model, and tensors of any small shape.
+fn tensors() -> impl Strategy<Value = BTreeMap<String, Vec<usize>>> {
+    const ROOTS: [&str; 8] = [
+        "model.diffusion_model.",
+        "first_stage_model.",
+        "cond_stage_model.transformer.",
+        "cond_stage_model.model.",
+        "conditioner.embedders.0.transformer.",
+        "conditioner.embedders.1.model.",
+        "conditioner.embedders.0.model.",
+        "",
+    ];
+    const NAMES: [&str; 24] = [
+        "input_blocks.0.0.weight",
+        "input_blocks.1.0.out_layers.3.weight",
+        "input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight",
+        "input_blocks.2.0.op.weight",
+        "input_blocks.2.0.out_layers.3.weight",
+        "middle_block.1.proj_in.weight",
+        "output_blocks.0.1.conv.weight",
+        "label_emb.0.0.weight",
+        "out.2.weight",
+        "encoder.conv_in.weight",
+        "encoder.mid.attn_1.q.weight",
+        "encoder.down.0.downsample.conv.weight",
+        "decoder.conv_in.weight",
+        "decoder.conv_out.weight",
+        "decoder.up.0.block.0.conv1.weight",
+        "decoder.up.0.block.1.conv1.weight",
+        "token_embedding.weight",
+        "positional_embedding",
+        "text_projection",
+        "transformer.resblocks.0.mlp.c_fc.weight",
+        "transformer.resblocks.0.attn.in_proj_weight",
+        "text_model.embeddings.token_embedding.weight",
+        "text_model.embeddings.position_embedding.weight",
+        "text_model.encoder.layers.0.mlp.fc1.weight",
+    ];
+    let dims = prop::collection::vec(prop_oneof![0..5_usize, Just(768), Just(1280)], 0..4);
+    let entry = (
+        prop::sample::select(&ROOTS[..]),
+        prop::sample::select(&NAMES[..]),
+        dims,
+    );
+    // Mostly there, so that most files get past what is looked at first.
+    let usual = (
+        prop::bool::weighted(0.9),
+        prop::sample::select(&[768, 1024, 1280, 2048][..]),
+    );
+    (prop::collection::vec(entry, 0..60), usual).prop_map(|(entries, (usual, text))| {
+        let mut tensors: BTreeMap<String, Vec<usize>> = entries
+            .into_iter()
+            .map(|(root, name, dims)| (format!("{root}{name}"), dims))
+            .filter(|(_, dims)| dims.iter().product::<usize>() <= 1 << 18)
+            .collect();
+        if usual {
+            for (name, dims) in [
+                (NAMES[0], vec![8, 4, 3, 3]),
+                (NAMES[1], vec![8, 8, 3, 3]),
+                (NAMES[2], vec![8, text]),
+                (NAMES[8], vec![4, 8, 3, 3]),
+            ] {
+                tensors.insert(format!("{}{name}", ROOTS[0]), dims);
+            }
+        }
+        tensors
+    })
+}
+
+proptest! {
+    #[test]
+    fn no_file_makes_it_panic(tensors in tensors()) {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("x.safetensors");
+        let tensors: Vec<(&str, &[usize])> = tensors.iter().map(|(n, d)| (n.as_str(), d.as_slice())).collect();
+        write(&path, &tensors);
+        let mut components = Vec::new();
+        if let Ok(source) = ModelSource::open(&path) {
+            components.extend(source.components.into_values());
+        }
+        components.extend(open_vae(&path, Family::Sdxl).ok());
+        for component in components {
+            for (name, shape) in component.checkpoint.iter() {
+                prop_assert_eq!(&component.checkpoint.read(name).unwrap().shape, shape);
+            }
+        }
+    }
 }

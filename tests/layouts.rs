@@ -1,0 +1,703 @@
+//! Layouts of Stable Diffusion checkpoints against what diffusers makes of them (`scripts/oracles/layouts.py`).
+
+mod common;
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+use common::Golden;
+use maxdiff::dtype::DType;
+use maxdiff::graph::{Builder, Graph};
+use maxdiff::host_tensor::HostTensor;
+use maxdiff::models::clip::{ClipTextConfig, clip_text};
+use maxdiff::models::unet::{UNet2DConditionConfig, declare_inputs, unet};
+use maxdiff::nn::{Precision, Remat};
+use maxdiff::shape::Shape;
+use maxdiff::weights::source::{Family, Layout, ModelSource, Part, open_vae};
+use maxdiff::weights::{Checkpoint, TensorSpec, TensorView, cast, match_parameters, save};
+use serde_json::{Map, Value, json};
+use sha2::{Digest, Sha256};
+
+const MODELS: [(&str, Family); 4] = [
+    ("sd1", Family::Sd1),
+    ("sd2", Family::Sd2),
+    ("sdxl", Family::Sdxl),
+    ("sdxl_refiner", Family::SdxlRefiner),
+];
+
+/// A recorded model.
+struct Recorded {
+    /// The tensors of the single file.
+    file: Vec<TensorSpec>,
+    parts: BTreeMap<Part, RecordedPart>,
+}
+
+struct RecordedPart {
+    config: Map<String, Value>,
+    /// Name, sizes, and the start of the hash.
+    tensors: Vec<(String, Vec<usize>, String)>,
+}
+
+fn dims(value: &Value) -> Vec<usize> {
+    serde_json::from_value(value.clone()).unwrap()
+}
+
+fn string(value: &Value) -> String {
+    value.as_str().unwrap().to_owned()
+}
+
+fn part(name: &str) -> Part {
+    Part::ALL.into_iter().find(|p| p.name() == name).unwrap()
+}
+
+impl Recorded {
+    fn read(name: &str) -> Self {
+        let text = Golden::text(&format!("layouts/{name}.json"));
+        let golden: Value = serde_json::from_str(&text).unwrap();
+        let file = golden["file"].as_array().unwrap().iter().map(|entry| {
+            let dtype = match entry[1].as_str().unwrap() {
+                "F16" => DType::F16,
+                "F32" => DType::F32,
+                "I32" => DType::S32,
+                "I64" => DType::S64,
+                other => panic!("{other}"),
+            };
+            TensorSpec {
+                name: string(&entry[0]),
+                shape: Shape::new(dtype, dims(&entry[2])),
+            }
+        });
+        let parts = golden["parts"]
+            .as_object()
+            .unwrap()
+            .iter()
+            .map(|(name, p)| {
+                let tensors = p["tensors"].as_array().unwrap().iter();
+                let recorded = RecordedPart {
+                    config: p["config"].as_object().unwrap().clone(),
+                    tensors: tensors
+                        .map(|t| (string(&t[0]), dims(&t[1]), string(&t[2])))
+                        .collect(),
+                };
+                (part(name), recorded)
+            });
+        Recorded {
+            file: file.collect(),
+            parts: parts.collect(),
+        }
+    }
+
+    /// The tensors with the values that the recorded hashes are of.
+    fn filled(&self) -> Vec<(String, HostTensor)> {
+        let fill = |(index, spec): (usize, &TensorSpec)| {
+            let words = (0..spec.shape.bytes() as u64 / 2).map(|i| pattern(index as u64, i));
+            let data = words.flat_map(u16::to_le_bytes).collect();
+            let tensor = HostTensor::new(spec.shape.clone(), data).unwrap();
+            (spec.name.clone(), tensor)
+        };
+        self.file.iter().enumerate().map(fill).collect()
+    }
+
+    /// Writes the single file, its tensors changed by `change`.
+    fn write(
+        &self,
+        path: &Path,
+        metadata: &[(&str, &str)],
+        change: impl FnOnce(&mut Vec<(String, HostTensor)>),
+    ) {
+        let mut tensors = self.filled();
+        change(&mut tensors);
+        write(path, metadata, &tensors);
+    }
+
+    fn assert_holds(&self, source: &ModelSource) {
+        let parts: Vec<Part> = source.components.keys().copied().collect();
+        assert_eq!(parts, self.parts.keys().copied().collect::<Vec<_>>());
+        for part in parts {
+            self.assert_part(part, &source.components[&part].checkpoint);
+        }
+    }
+
+    fn assert_part(&self, part: Part, found: &Checkpoint) {
+        let found: Vec<(String, Vec<usize>, String)> = found
+            .iter()
+            .map(|(name, shape)| {
+                let tensor = found.read(name).unwrap();
+                assert_eq!(&tensor.shape, shape);
+                (name.to_owned(), shape.dims.clone(), hash(&tensor.data))
+            })
+            .collect();
+        let expected = &self.parts[&part].tensors;
+        let names = |t: &[(String, Vec<usize>, String)]| -> Vec<String> {
+            t.iter().map(|(name, _, _)| name.clone()).collect()
+        };
+        assert_eq!(names(&found), names(expected), "{part}");
+        for (found, expected) in found.iter().zip(expected) {
+            assert_eq!(found, expected, "{part}");
+        }
+    }
+}
+
+/// Number `i` of the recorded pattern of tensor `index`.
+fn pattern(index: u64, i: u64) -> u16 {
+    let n = (i + index * 65_537).wrapping_mul(2_654_435_761) & 0xffff_ffff;
+    (n >> 16) as u16 & 0xbfff
+}
+
+fn hash(data: &[u8]) -> String {
+    let digest = Sha256::digest(data);
+    digest.iter().take(6).map(|b| format!("{b:02x}")).collect()
+}
+
+fn write(path: &Path, metadata: &[(&str, &str)], tensors: &[(String, HostTensor)]) {
+    let views = tensors.iter().map(|(name, tensor)| TensorView {
+        name,
+        dtype: tensor.shape.dtype,
+        dims: &tensor.shape.dims,
+        data: &tensor.data,
+    });
+    let metadata = metadata
+        .iter()
+        .map(|&(k, v)| (k.to_owned(), v.to_owned()))
+        .collect();
+    save(path, views, &metadata).unwrap();
+}
+
+/// The parameters that the graph of a part declares.
+fn declared(part: Part, config: &Map<String, Value>) -> Vec<(String, Vec<usize>)> {
+    let b = Builder::new();
+    let mut config = config.clone();
+    match part {
+        Part::Unet => {
+            // No tensor tells the number of groups; the tiny model's is less than the family's.
+            config.insert("norm_num_groups".to_owned(), json!(4));
+            let config = UNet2DConditionConfig::from_map(config).unwrap();
+            let inputs = declare_inputs(&b, &config, [1, 8, 8, 5], DType::F32).unwrap();
+            unet(&b, &config, inputs, Precision::F32, Remat::None).unwrap();
+        }
+        Part::TextEncoder | Part::TextEncoder2 => {
+            let config = ClipTextConfig::from_map(config).unwrap();
+            let ids = b
+                .input("input_ids", Shape::new(DType::S32, [1, 5]), &[])
+                .unwrap();
+            clip_text(&b, part.name(), &config, ids, Precision::F32, Remat::None).unwrap();
+        }
+        Part::Vae => unreachable!("compared with the recorded names"),
+    }
+    let graph: Graph = b.finish();
+    graph
+        .weights()
+        .map(|(_, w)| (w.key().to_owned(), w.shape.dims.clone()))
+        .collect()
+}
+
+#[test]
+fn single_files_hold_what_diffusers_makes_of_them() {
+    let dir = tempfile::tempdir().unwrap();
+    for (name, family) in MODELS {
+        let recorded = Recorded::read(name);
+        let path = dir.path().join(format!("{name}.safetensors"));
+        recorded.write(&path, &[], |_| {});
+        let source = ModelSource::open(&path).unwrap();
+        assert_eq!(source.family, family);
+        assert_eq!(source.layout, Layout::SingleFile);
+        assert!(!source.inpaint);
+        assert_eq!(source.tokenizers, [None, None]);
+        recorded.assert_holds(&source);
+        for (part, component) in &source.components {
+            if *part != Part::Vae {
+                let expected = declared(*part, &component.config);
+                match_parameters(&expected, &component.checkpoint).unwrap();
+            }
+        }
+    }
+}
+
+#[test]
+fn tensors_tell_the_configuration() {
+    let dir = tempfile::tempdir().unwrap();
+    for (name, _) in MODELS {
+        let recorded = Recorded::read(name);
+        let path = dir.path().join(format!("{name}.safetensors"));
+        recorded.write(&path, &[], |_| {});
+        let source = ModelSource::open(&path).unwrap();
+        for (part, recorded) in &recorded.parts {
+            let found = &source.components[part].config;
+            for (key, expected) in &recorded.config {
+                // Numbers of groups are not told. A level without transformers has no number of their layers.
+                if key == "norm_num_groups"
+                    || (name, key.as_str()) == ("sdxl_refiner", "transformer_layers_per_block")
+                {
+                    continue;
+                }
+                assert_eq!(&found[key], expected, "{name} {part} {key}");
+            }
+        }
+        let scale = if name.starts_with("sdxl") {
+            0.13025
+        } else {
+            0.18215
+        };
+        assert_eq!(
+            source.components[&Part::Vae].config["scaling_factor"],
+            json!(scale)
+        );
+    }
+    let refiner = ModelSource::open(&dir.path().join("sdxl_refiner.safetensors")).unwrap();
+    let depths = &refiner.components[&Part::Unet].config["transformer_layers_per_block"];
+    assert_eq!(depths, &json!([1, 2, 2]));
+}
+
+#[test]
+fn what_a_file_holds_besides_is_listed() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("sd2.safetensors");
+    Recorded::read("sd2").write(&path, &[], |tensors| {
+        let other = HostTensor::from_f32([1], &[0.0]).unwrap();
+        tensors.push(("embedding_manager.x".to_owned(), other));
+    });
+    let source = ModelSource::open(&path).unwrap();
+    let ignored: Vec<(&str, usize, &str)> = source
+        .ignored
+        .iter()
+        .map(|i| (i.reason, i.names.len(), i.names[0].as_str()))
+        .collect();
+    assert_eq!(
+        ignored,
+        [
+            (
+                "averaged weights; the others are taken",
+                3,
+                "model_ema.decay"
+            ),
+            ("of no part that is known here", 1, "embedding_manager.x"),
+            (
+                "the last layer, whose result this model does not use",
+                12,
+                "cond_stage_model.model.transformer.resblocks.23.attn.in_proj_bias"
+            ),
+            (
+                "the noise schedule, which is the family's",
+                3,
+                "alphas_cumprod"
+            ),
+            (
+                "the projection, which this text encoder's model does not use",
+                1,
+                "cond_stage_model.model.text_projection"
+            ),
+            (
+                "used in training only",
+                1,
+                "cond_stage_model.model.logit_scale"
+            ),
+        ]
+    );
+    assert_eq!(
+        source.ignored[0].to_string(),
+        "model_ema.decay and 2 more: averaged weights; the others are taken"
+    );
+}
+
+#[test]
+fn a_name_of_no_dialect_stays_for_the_comparison_to_tell() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("sd1.safetensors");
+    let strange = "model.diffusion_model.input_blocks.1.0.in_layers.5.weight";
+    Recorded::read("sd1").write(&path, &[], |tensors| {
+        let other = HostTensor::from_f32([1], &[0.0]).unwrap();
+        tensors.push((strange.to_owned(), other));
+    });
+    let source = ModelSource::open(&path).unwrap();
+    let unet = source.component(Part::Unet).unwrap();
+    let error =
+        match_parameters(&declared(Part::Unet, &unet.config), &unet.checkpoint).unwrap_err();
+    assert_eq!(
+        error.extra,
+        [("input_blocks.1.0.in_layers.5.weight".to_owned(), vec![1])]
+    );
+    assert!(error.missing.is_empty() && error.misshapen.is_empty());
+}
+
+/// Puts nine channels into the UNet's first convolution.
+fn for_inpainting(tensors: &mut [(String, HostTensor)]) {
+    let conv = "model.diffusion_model.input_blocks.0.0.weight";
+    let (_, tensor) = tensors.iter_mut().find(|(name, _)| name == conv).unwrap();
+    *tensor = HostTensor::zeros(Shape::new(DType::F16, [8, 9, 3, 3]));
+}
+
+#[test]
+fn text_encoders_of_other_versions_load_to_the_same() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("model.safetensors");
+    let recorded = Recorded::read("sd1");
+    recorded.write(&path, &[], |tensors| {
+        for (name, _) in tensors {
+            *name = name.replace("transformer.text_model.", "transformer.");
+        }
+    });
+    recorded.assert_holds(&ModelSource::open(&path).unwrap());
+
+    // A projection that is a linear layer's weight already.
+    let recorded = Recorded::read("sdxl");
+    recorded.write(&path, &[], |tensors| {
+        let projection = "conditioner.embedders.1.model.text_projection";
+        let (name, tensor) = tensors.iter_mut().find(|(n, _)| n == projection).unwrap();
+        name.push_str(".weight");
+        let [rows, columns] = tensor.shape.dims[..] else {
+            panic!("{}", tensor.shape)
+        };
+        let element = |i: usize| 2 * (i % rows * columns + i / rows);
+        tensor.data = (0..rows * columns)
+            .flat_map(|i| [tensor.data[element(i)], tensor.data[element(i) + 1]])
+            .collect();
+        tensor.shape.dims = vec![columns, rows];
+    });
+    recorded.assert_holds(&ModelSource::open(&path).unwrap());
+}
+
+#[test]
+fn nine_channels_are_for_inpainting() {
+    let dir = tempfile::tempdir().unwrap();
+    for (name, family) in MODELS {
+        let path = dir.path().join(format!("{name}.safetensors"));
+        Recorded::read(name).write(&path, &[], |tensors| for_inpainting(tensors));
+        let source = ModelSource::open(&path).unwrap();
+        assert!(source.inpaint && source.family == family);
+        let unet = source.component(Part::Unet).unwrap();
+        assert_eq!(unet.config["in_channels"], json!(9));
+        match_parameters(&declared(Part::Unet, &unet.config), &unet.checkpoint).unwrap();
+        assert_eq!(
+            source.scheduler.unwrap()["prediction_type"],
+            json!("epsilon")
+        );
+    }
+}
+
+#[test]
+fn prediction_and_schedule_are_the_familys_or_what_the_file_says() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("model.safetensors");
+    let open = |name: &str, metadata: &[(&str, &str)], marks: &[&str]| {
+        Recorded::read(name).write(&path, metadata, |tensors| {
+            for mark in marks {
+                let empty = HostTensor::zeros(Shape::new(DType::F32, [0]));
+                tensors.push(((*mark).to_owned(), empty));
+            }
+        });
+        let source = ModelSource::open(&path).unwrap();
+        assert!(
+            source
+                .ignored
+                .iter()
+                .all(|i| !i.names.iter().any(|n| marks.contains(&n.as_str())))
+        );
+        (source.scheduler.unwrap(), source.notes)
+    };
+    let (sd1, notes) = open("sd1", &[], &[]);
+    assert_eq!(sd1["prediction_type"], json!("epsilon"));
+    assert!(notes.is_empty());
+    let (sd2, notes) = open("sd2", &[], &[]);
+    assert_eq!(sd2["prediction_type"], json!("v_prediction"));
+    assert!(notes[0].contains("prediction_type=epsilon"), "{notes:?}");
+    let (sd2, notes) = open("sd2", &[("modelspec.prediction_type", "epsilon")], &[]);
+    assert_eq!(sd2["prediction_type"], json!("epsilon"));
+    assert!(notes.is_empty());
+    let (xl, _) = open("sdxl", &[("modelspec.prediction_type", "v")], &[]);
+    assert_eq!(xl["prediction_type"], json!("v_prediction"));
+    assert_eq!(xl["timestep_spacing"], json!("leading"));
+    let (xl, _) = open("sdxl", &[], &["v_pred", "ztsnr"]);
+    assert_eq!(xl["prediction_type"], json!("v_prediction"));
+    assert_eq!(xl["rescale_betas_zero_snr"], json!(true));
+    assert_eq!(xl["timestep_spacing"], json!("trailing"));
+    let (xl, notes) = open("sdxl", &[("modelspec.prediction_type", "flow")], &[]);
+    assert_eq!(xl["prediction_type"], json!("epsilon"));
+    assert!(notes[0].contains("\"flow\""), "{notes:?}");
+}
+
+#[test]
+fn a_unet_alone_and_a_vae_alone_are_found() {
+    let dir = tempfile::tempdir().unwrap();
+    for (name, family) in MODELS {
+        let recorded = Recorded::read(name);
+        for prefix in ["", "model.diffusion_model."] {
+            let path = dir.path().join("unet.safetensors");
+            recorded.write(&path, &[], |tensors| {
+                keep(tensors, "model.diffusion_model.", prefix)
+            });
+            let source = ModelSource::open(&path).unwrap();
+            assert_eq!(source.family, family);
+            assert!(source.ignored.is_empty());
+            assert_eq!(source.components.len(), 1);
+            recorded.assert_part(
+                Part::Unet,
+                &source.component(Part::Unet).unwrap().checkpoint,
+            );
+            let error = source.component(Part::Vae).unwrap_err().to_string();
+            assert!(error.ends_with("it has no vae; it has unet"), "{error}");
+        }
+        for prefix in ["", "first_stage_model.", "vae."] {
+            let path = dir.path().join("vae.safetensors");
+            recorded.write(&path, &[], |tensors| {
+                keep(tensors, "first_stage_model.", prefix)
+            });
+            let vae = open_vae(&path, family).unwrap();
+            recorded.assert_part(Part::Vae, &vae.checkpoint);
+            let error = ModelSource::open(&path).unwrap_err().to_string();
+            assert!(error.contains("this is a VAE alone"), "{error}");
+        }
+        // Out of a whole model.
+        let path = dir.path().join("whole.safetensors");
+        recorded.write(&path, &[], |_| {});
+        let vae = open_vae(&path, family).unwrap();
+        recorded.assert_part(Part::Vae, &vae.checkpoint);
+    }
+}
+
+/// Keeps the tensors under `prefix` and puts them under another.
+fn keep(tensors: &mut Vec<(String, HostTensor)>, prefix: &str, new: &str) {
+    tensors.retain(|(name, _)| name.starts_with(prefix));
+    for (name, _) in tensors {
+        *name = format!("{new}{}", &name[prefix.len()..]);
+    }
+}
+
+/// Rewrites one part of a diffusers folder with other names; what `rename` gives nothing for is left out.
+fn rename_part(folder: &Path, from: &str, to: &str, rename: impl Fn(&str) -> Option<String>) {
+    let file = Checkpoint::open(&folder.join(from)).unwrap();
+    let tensors: Vec<(String, HostTensor)> = file
+        .names()
+        .filter_map(|name| Some((rename(name)?, file.read(name).unwrap())))
+        .collect();
+    fs::remove_file(folder.join(from)).unwrap();
+    write(&folder.join(to), &[], &tensors);
+}
+
+fn program(args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_maxdiff-rs"));
+    command.args(args).stdin(Stdio::null());
+    command
+}
+
+fn convert(input: &Path, output: &Path, options: &[&str]) -> Output {
+    program(&["convert"])
+        .arg(input)
+        .arg(output)
+        .args(options)
+        .output()
+        .unwrap()
+}
+
+fn stderr(output: &Output) -> &str {
+    std::str::from_utf8(&output.stderr).unwrap()
+}
+
+fn names(dir: &Path) -> Vec<String> {
+    let mut names: Vec<String> = fs::read_dir(dir)
+        .unwrap()
+        .map(|e| e.unwrap().file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    names
+}
+
+/// Writes the single file and converts it; the folder, and the verb's report.
+fn converted(dir: &Path, name: &str) -> (PathBuf, Value) {
+    let file = dir.join(format!("{name}.safetensors"));
+    Recorded::read(name).write(&file, &[], |_| {});
+    let folder = dir.join(name);
+    let output = convert(&file, &folder, &["--json"]);
+    assert!(output.status.success(), "{}", stderr(&output));
+    (folder, serde_json::from_slice(&output.stdout).unwrap())
+}
+
+#[test]
+fn convert_writes_diffusers_folders() {
+    let dir = tempfile::tempdir().unwrap();
+    for (name, family) in MODELS {
+        let recorded = Recorded::read(name);
+        let (folder, report) = converted(dir.path(), name);
+        assert_eq!(report["family"], json!(family.name()));
+        assert_eq!(report["recipe"], json!(family.recipe()));
+        let unet = recorded.parts[&Part::Unet].tensors.len();
+        assert_eq!(report["parts"]["unet"]["tensors"], json!(unet));
+
+        let source = ModelSource::open(&folder).unwrap();
+        assert_eq!(source.layout, Layout::Pipeline);
+        assert_eq!(source.family, family);
+        recorded.assert_holds(&source);
+        let single = ModelSource::open(&dir.path().join(format!("{name}.safetensors"))).unwrap();
+        assert_eq!(source.scheduler, single.scheduler);
+        for (part, component) in &source.components {
+            assert_eq!(component.config, single.components[part].config);
+        }
+        let index: Value =
+            serde_json::from_str(&fs::read_to_string(folder.join("model_index.json")).unwrap())
+                .unwrap();
+        assert_eq!(index["unet"], json!(["diffusers", "UNet2DConditionModel"]));
+        assert_eq!(index["tokenizer"], json!([null, null]));
+    }
+    let expected = [
+        "model_index.json",
+        "scheduler",
+        "text_encoder",
+        "unet",
+        "vae",
+    ];
+    assert_eq!(names(&dir.path().join("sd1")), expected);
+    let vae = ["config.json", "diffusion_pytorch_model.safetensors"];
+    assert_eq!(names(&dir.path().join("sd1/vae")), vae);
+    // Nothing is left of the writing.
+    assert_eq!(names(dir.path()).len(), 2 * MODELS.len());
+}
+
+#[test]
+fn convert_casts_floats_and_copies_tokenizers() {
+    let dir = tempfile::tempdir().unwrap();
+    let (folder, _) = converted(dir.path(), "sdxl");
+    for name in ["tokenizer", "tokenizer_2"] {
+        fs::create_dir(folder.join(name)).unwrap();
+        fs::write(folder.join(name).join("vocab.json"), name).unwrap();
+    }
+    // It says that there are none.
+    fs::remove_file(folder.join("model_index.json")).unwrap();
+    let single = ModelSource::open(&folder).unwrap();
+    for (option, dtype) in [
+        ("bf16", DType::BF16),
+        ("fp32", DType::F32),
+        ("fp16", DType::F16),
+    ] {
+        let out = dir.path().join(option);
+        let output = convert(&folder, &out, &[&format!("dtype={option}")]);
+        assert!(output.status.success(), "{}", stderr(&output));
+        let source = ModelSource::open(&out).unwrap();
+        for (part, component) in &source.components {
+            let whole = &single.components[part].checkpoint;
+            assert!(component.checkpoint.names().eq(whole.names()));
+            for name in whole.names() {
+                let expected = cast(whole.read(name).unwrap(), dtype).unwrap();
+                assert_eq!(component.checkpoint.read(name).unwrap(), expected, "{name}");
+            }
+        }
+        let copied = fs::read_to_string(out.join("tokenizer_2/vocab.json")).unwrap();
+        assert_eq!(copied, "tokenizer_2");
+        assert_eq!(source.tokenizers[0], Some(out.join("tokenizer")));
+    }
+}
+
+#[test]
+fn convert_refuses_before_it_writes() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("sd1.safetensors");
+    Recorded::read("sd1").write(&file, &[], |_| {});
+    let taken = dir.path().join("taken");
+    fs::create_dir(&taken).unwrap();
+    let code = |output: &Output| output.status.code().unwrap();
+    let exists = convert(&file, &taken, &[]);
+    assert_eq!(code(&exists), 2);
+    assert!(
+        stderr(&exists).contains("exists already"),
+        "{}",
+        stderr(&exists)
+    );
+    let option = convert(&file, &dir.path().join("x"), &["dtype=int8"]);
+    assert_eq!(code(&option), 2);
+    assert!(
+        stderr(&option).contains("dtype=fp16"),
+        "{}",
+        stderr(&option)
+    );
+    let nothing = convert(&dir.path().join("no/such"), &dir.path().join("x"), &[]);
+    assert_eq!(code(&nothing), 1);
+    assert!(
+        stderr(&nothing).contains("hf download"),
+        "{}",
+        stderr(&nothing)
+    );
+    // A part that cannot be written: no folder is left.
+    let strange = convert(&file, &dir.path().join("no/parent/x"), &[]);
+    assert_eq!(code(&strange), 1);
+    assert_eq!(names(dir.path()), ["sd1.safetensors", "taken"]);
+    assert!(names(&taken).is_empty());
+}
+
+#[test]
+fn folders_of_other_versions_load_to_the_same() {
+    let dir = tempfile::tempdir().unwrap();
+    let (folder, _) = converted(dir.path(), "sd1");
+    let recorded = Recorded::read("sd1");
+    let vae = "diffusion_pytorch_model.safetensors";
+    rename_part(&folder.join("vae"), vae, vae, |name| {
+        let old = [
+            (".to_q.", ".query."),
+            (".to_k.", ".key."),
+            (".to_v.", ".value."),
+        ];
+        let name = name.replace(".to_out.0.", ".proj_attn.");
+        Some(old.iter().fold(name, |n, (new, old)| n.replace(new, old)))
+    });
+    let text = "model.safetensors";
+    rename_part(
+        &folder.join("text_encoder"),
+        text,
+        "model.fp16.safetensors",
+        |name| Some(name.strip_prefix("text_model.").unwrap().to_owned()),
+    );
+    let source = ModelSource::open(&folder).unwrap();
+    recorded.assert_holds(&source);
+    let vae = open_vae(&folder.join("vae"), Family::Sd1).unwrap();
+    recorded.assert_part(Part::Vae, &vae.checkpoint);
+
+    // Without the index, and without all parts.
+    fs::remove_file(folder.join("model_index.json")).unwrap();
+    fs::remove_dir_all(folder.join("vae")).unwrap();
+    let source = ModelSource::open(&folder).unwrap();
+    assert_eq!(source.family, Family::Sd1);
+    let parts: Vec<Part> = source.components.keys().copied().collect();
+    assert_eq!(parts, [Part::Unet, Part::TextEncoder]);
+    // A part that the index rules out.
+    let index = json!({"_class_name": "StableDiffusionPipeline", "text_encoder": [null, null],
+        "safety_checker": ["stable_diffusion", "StableDiffusionSafetyChecker"]});
+    fs::write(folder.join("model_index.json"), index.to_string()).unwrap();
+    let source = ModelSource::open(&folder).unwrap();
+    assert_eq!(source.components.len(), 1);
+    assert_eq!(source.ignored[0].names, ["safety_checker"]);
+}
+
+#[test]
+fn a_folder_with_one_file_is_that_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let recorded = Recorded::read("sdxl");
+    recorded.write(&dir.path().join("sd_xl.safetensors"), &[], |_| {});
+    fs::write(dir.path().join("README.md"), "").unwrap();
+    let source = ModelSource::open(dir.path()).unwrap();
+    assert_eq!(source.path, dir.path().join("sd_xl.safetensors"));
+    recorded.assert_holds(&source);
+    fs::copy(&source.path, dir.path().join("other.safetensors")).unwrap();
+    let error = ModelSource::open(dir.path()).unwrap_err().to_string();
+    assert!(
+        error.ends_with(
+            "several checkpoints; name one of them: other.safetensors, sd_xl.safetensors"
+        ),
+        "{error}"
+    );
+}
+
+#[test]
+fn the_wrong_family_is_told_with_its_configuration() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("v2-1.safetensors");
+    Recorded::read("sd2").write(&path, &[], |_| {});
+    let source = ModelSource::open(&path).unwrap();
+    source.expect_family(Family::Sd2, "base21.yml").unwrap();
+    let error = source
+        .expect_family(Family::Sdxl, "base_xl.yml")
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.ends_with("this is Stable Diffusion 2.x; base_xl.yml expects SDXL; use base21.yml"),
+        "{error}"
+    );
+}
