@@ -69,8 +69,10 @@ def main():
     for part, model in parts(arguments.family):
         folder = arguments.folder / part
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(json.loads(model.to_json_string()) if hasattr(
-            model, "to_json_string") else model.config.to_diff_dict(), indent=2) + "\n")
+        config = json.loads(model.to_json_string()) if hasattr(model, "to_json_string") else model.config.to_dict()
+        if part.startswith("text_encoder"):
+            config["architectures"] = [type(model).__name__]
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         tensors, at = {}, 0
         for key, param in model.named_parameters():
             if param.ndim == 1:

@@ -1,0 +1,263 @@
+//! Whole text-to-image pipelines against diffusers, from the same noise.
+
+mod common;
+
+use std::path::{Path, PathBuf};
+
+use common::{Golden, cpu_session, distance};
+use maxdiff::data::Tokenizer;
+use maxdiff::dtype::DType;
+use maxdiff::emit::DotPrecision;
+use maxdiff::host_tensor::HostTensor;
+use maxdiff::models::clip::ClipTextConfig;
+use maxdiff::models::unet::UNet2DConditionConfig;
+use maxdiff::models::vae::AutoencoderKlConfig;
+use maxdiff::nn::{Precision, Remat};
+use maxdiff::pipelines::images::{
+    DrawOptions, Failure, Made, Picture, Pipeline, Traced, WeightSource,
+};
+use maxdiff::pipelines::model::{DiffusionModel, HiddenState, TextEncoder};
+use maxdiff::pipelines::prompt::{PromptSyntax, encode_prompt};
+use maxdiff::pipelines::text_to_image::DenoiseOptions;
+use maxdiff::runtime::Session;
+use maxdiff::schedulers::{PlanOptions, SamplingPlan, SchedulerConfig};
+use maxdiff::weights::source::{ModelSource, Part};
+
+fn golden_dir(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("tests/golden")
+        .join(name)
+}
+
+/// The recorded vocabulary as a tokenizer that pads with `pad`.
+fn tokenizer(pad: &str) -> Tokenizer {
+    let dir = tempfile::tempdir().unwrap();
+    for file in ["vocab.json", "merges.txt"] {
+        std::fs::copy(golden_dir("tokenizer").join(file), dir.path().join(file)).unwrap();
+    }
+    let config = serde_json::json!({
+        "tokenizer_class": "CLIPTokenizer", "model_max_length": 77, "pad_token": pad,
+    });
+    std::fs::write(dir.path().join("tokenizer_config.json"), config.to_string()).unwrap();
+    Tokenizer::from_dir(dir.path(), 77).unwrap()
+}
+
+struct Case {
+    source: ModelSource,
+    golden: Golden,
+    model: DiffusionModel,
+    tokenizers: Vec<Tokenizer>,
+    is_xl: bool,
+}
+
+impl Case {
+    fn read(name: &str, precision: Precision) -> Case {
+        let folder = format!("pipeline_{name}");
+        let source = ModelSource::open(&golden_dir(&folder)).unwrap();
+        let config = |part: Part| source.component(part).unwrap().config.clone();
+        let is_xl = name == "sdxl";
+        let mut text_encoders = vec![TextEncoder {
+            root: "text_encoder",
+            config: ClipTextConfig::from_map(config(Part::TextEncoder)).unwrap(),
+            hidden: HiddenState::Normed { skip: 0 },
+        }];
+        let mut tokenizers = vec![tokenizer("<|endoftext|>")];
+        if is_xl {
+            text_encoders[0].hidden = HiddenState::Raw { skip: 1 };
+            text_encoders.push(TextEncoder {
+                root: "text_encoder_2",
+                config: ClipTextConfig::from_map(config(Part::TextEncoder2)).unwrap(),
+                hidden: HiddenState::Raw { skip: 1 },
+            });
+            tokenizers.push(tokenizer("!"));
+        }
+        let model = DiffusionModel {
+            unet: UNet2DConditionConfig::from_map(config(Part::Unet)).unwrap(),
+            text_encoders,
+            vae: Some(AutoencoderKlConfig::from_map(config(Part::Vae)).unwrap()),
+            precision,
+            vae_precision: precision,
+            remat: Remat::None,
+            scheduler: SchedulerConfig::from_map(source.scheduler.as_ref().unwrap()).unwrap(),
+            sample_size: [8, 8],
+            image_size: [16, 16],
+            tokens: 77,
+            decode_tile: None,
+        };
+        Case {
+            golden: Golden::read(&format!("{folder}/io.safetensors")),
+            source,
+            model,
+            tokenizers,
+            is_xl,
+        }
+    }
+
+    fn text(&self, key: &str) -> String {
+        self.golden.meta[key].as_str().unwrap().to_string()
+    }
+
+    fn pictures(&self) -> Vec<Picture> {
+        let negative = self.text("negative");
+        let encode = |text: &str| {
+            self.tokenizers
+                .iter()
+                .map(|t| encode_prompt(t, text, PromptSyntax::Weighted).unwrap())
+                .collect::<Vec<_>>()
+        };
+        let prompts = self.golden.meta["prompts"].as_array().unwrap();
+        prompts
+            .iter()
+            .enumerate()
+            .map(|(i, prompt)| Picture {
+                plan: 0,
+                guidance_scale: self.golden.meta["guidance_scale"].as_f64().unwrap() as f32,
+                prompt: encode(prompt.as_str().unwrap()),
+                negative: encode(&negative),
+                negative_is_empty: negative.is_empty(),
+                seed: i as u64,
+            })
+            .collect()
+    }
+
+    fn compile(&self, session: &Session, batch: usize) -> Pipeline {
+        let options = DenoiseOptions {
+            batch,
+            tokens: 77,
+            guidance: true,
+            quantization: None,
+        };
+        let traced = Traced::new(&self.model, options).unwrap();
+        Pipeline::compile(session, &self.model, &traced, DotPrecision::Default, 1).unwrap()
+    }
+
+    fn plan(&self) -> SamplingPlan {
+        let steps = self.golden.meta["steps"].as_u64().unwrap() as usize;
+        self.model.scheduler.plan(&PlanOptions::new(steps)).unwrap()
+    }
+
+    fn draw(&self, session: &Session, pipeline: &Pipeline) -> Made {
+        let dims = self.golden.dims("in/latents");
+        let values: Vec<f32> = self
+            .golden
+            .values("in/latents")
+            .iter()
+            .map(|v| *v as f32)
+            .collect();
+        let latents = HostTensor::from_f32(dims, &values).unwrap();
+        let read = |slot: &maxdiff::runtime::Slot| -> Result<maxdiff::runtime::Array, Failure> {
+            let (root, key) = slot.name.split_once('/').unwrap();
+            let part = Part::ALL.into_iter().find(|p| p.name() == root).unwrap();
+            let checkpoint = &self.source.component(part)?.checkpoint;
+            let tensor = checkpoint.read_as(key, slot.shape.dtype)?;
+            Ok(session.put(&tensor, &slot.spec)?)
+        };
+        let options = DrawOptions {
+            plans: &[self.plan()],
+            guidance_rescale: 0.0,
+            zero_empty_prompts: self.is_xl,
+            latents: Some(&latents),
+        };
+        pipeline
+            .run(
+                session,
+                &WeightSource::Files(&read),
+                &self.pictures(),
+                &options,
+                &mut || {},
+            )
+            .unwrap()
+    }
+}
+
+/// The samples of all batches, without those that fill the last one up.
+fn samples(made: &Made, count: usize) -> Vec<f64> {
+    let values: Vec<f64> = made
+        .samples
+        .iter()
+        .flat_map(|s| s.to_f64_vec().unwrap())
+        .collect();
+    values[..count].to_vec()
+}
+
+#[test]
+fn the_tokens_are_transformers() {
+    for name in ["sd15", "sdxl"] {
+        let case = Case::read(name, Precision::F32);
+        for (which, encoder) in case.model.text_encoders.iter().enumerate() {
+            for (i, picture) in case.pictures().iter().enumerate() {
+                for (kind, tokens) in [("prompt", &picture.prompt), ("negative", &picture.negative)]
+                {
+                    let ids = case
+                        .golden
+                        .values(&format!("in/{kind}_ids.{}", encoder.root));
+                    let found: Vec<f64> = tokens[which]
+                        .ids()
+                        .iter()
+                        .map(|id| f64::from(*id))
+                        .collect();
+                    assert_eq!(found, ids[i * 77..(i + 1) * 77], "{name} {kind} {i}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn latents_and_pictures_are_diffusers_after_twenty_steps() {
+    let session = cpu_session(1);
+    for name in ["sd15", "sd21", "sdxl"] {
+        let case = Case::read(name, Precision::F32);
+        let expected = case.golden.values("out/latents");
+        let pipeline = case.compile(&session, 2);
+        let made = case.draw(&session, &pipeline);
+        let error = distance(&samples(&made, expected.len()), expected);
+        assert!(error < 1e-4, "{name}: relative L2 error {error:e}");
+        let images = case.golden.values("out/images");
+        for (n, image) in made.images.iter().enumerate() {
+            for (x, y, pixel) in image.enumerate_pixels() {
+                for (c, byte) in pixel.0.iter().enumerate() {
+                    let at = ((n * 3 + c) * 16 + y as usize) * 16 + x as usize;
+                    let value = images[at] * 255.0;
+                    assert!(
+                        (f64::from(*byte) - value).abs() < 0.6,
+                        "{name}: picture {n} at {x}, {y}: {byte} for {value}"
+                    );
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn bfloat16_stays_near() {
+    let session = cpu_session(1);
+    let precision = Precision {
+        weights: DType::F32,
+        activations: DType::BF16,
+    };
+    let case = Case::read("sd21", precision);
+    let expected = case.golden.values("out/latents");
+    let made = case.draw(&session, &case.compile(&session, 2));
+    let error = distance(&samples(&made, expected.len()), expected);
+    assert!(error < 2e-2, "relative L2 error {error:e}");
+    assert!(error > 1e-5, "{error:e}: nothing was rounded");
+}
+
+/// Two pictures in batches of three and of one: what fills a batch up changes nothing, and neither do neighbours.
+#[test]
+fn pictures_do_not_depend_on_their_batch() {
+    let session = cpu_session(1);
+    let case = Case::read("sd21", Precision::F32);
+    let expected = case.golden.values("out/latents");
+    let one = case.draw(&session, &case.compile(&session, 1));
+    assert_eq!(one.samples.len(), 2);
+    assert_eq!(one.images.len(), 2);
+    let three = case.draw(&session, &case.compile(&session, 3));
+    assert_eq!(three.samples.len(), 1);
+    assert_eq!(three.images.len(), 2);
+    for made in [&one, &three] {
+        let error = distance(&samples(made, expected.len()), expected);
+        assert!(error < 1e-4, "relative L2 error {error:e}");
+    }
+}
