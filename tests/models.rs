@@ -145,7 +145,10 @@ fn bf16_activations_stay_bf16_and_contractions_accumulate_in_f32() {
 
 #[test]
 fn inputs_that_do_not_fit_are_named() {
-    let config = UNet2DConditionConfig::from_json(SDXL).unwrap();
+    let config = UNet2DConditionConfig {
+        downsample_padding: 0,
+        ..UNet2DConditionConfig::from_json(SDXL).unwrap()
+    };
     let error = |size: usize, length_features: Option<usize>, text_time: bool| {
         let b = Builder::new();
         let mut inputs = declare_inputs(&b, &config, [1, size, size, 77], DType::F32).unwrap();
@@ -271,6 +274,23 @@ fn unet_matches_diffusers(name: &str, remat: Remat) {
 #[test]
 fn sd15_matches_diffusers() {
     unet_matches_diffusers("unet_sd15", Remat::None);
+}
+
+/// Sides that no halving keeps whole: 9 -> 5 -> 3 and 7 -> 4 -> 2.
+#[test]
+fn odd_sizes_match_diffusers() {
+    let io = Golden::read("unet_sd15/odd.safetensors");
+    let checkpoint = Golden::read_folder("unet_sd15", "diffusion_pytorch_model");
+    let config = UNet2DConditionConfig::from_json(&Golden::text("unet_sd15/config.json")).unwrap();
+    let b = Builder::new();
+    let [batch, _, height, width] = io.dims("in/sample").try_into().unwrap();
+    let length = io.dims("in/encoder_hidden_states")[1];
+    let inputs = declare_inputs(&b, &config, [batch, height, width, length], DType::F32).unwrap();
+    let y = unet(&b, &config, inputs, Precision::F32, Remat::None).unwrap();
+    b.output("out/sample", y, None).unwrap();
+    let graph = b.finish();
+    let found = run(&graph, &checkpoint, &io);
+    assert_close("out/sample", &found[0], &io, 1e-5);
 }
 
 #[test]

@@ -20,7 +20,7 @@ use maxdiff::pipelines::model::{DiffusionModel, HiddenState, TextEncoder};
 use maxdiff::pipelines::prompt::{PromptSyntax, encode_prompt};
 use maxdiff::pipelines::text_to_image::DenoiseOptions;
 use maxdiff::runtime::Session;
-use maxdiff::schedulers::{PlanOptions, SamplingPlan, SchedulerConfig};
+use maxdiff::schedulers::{PlanOptions, SamplingPlan, SchedulerConfig, Start};
 use maxdiff::weights::source::{ModelSource, Part};
 
 fn golden_dir(name: &str) -> PathBuf {
@@ -120,14 +120,14 @@ impl Case {
             .collect()
     }
 
-    fn compile(&self, session: &Session, batch: usize) -> Pipeline {
+    fn compile(&self, session: &Session, batch: usize, from_image: bool) -> Pipeline {
         let options = DenoiseOptions {
             batch,
             tokens: 77,
             guidance: true,
             quantization: None,
         };
-        let traced = Traced::new(&self.model, options).unwrap();
+        let traced = Traced::new(&self.model, options, from_image).unwrap();
         Pipeline::compile(session, &self.model, &traced, DotPrecision::Default, 1).unwrap()
     }
 
@@ -136,6 +136,7 @@ impl Case {
         self.model.scheduler.plan(&PlanOptions::new(steps)).unwrap()
     }
 
+    /// Pictures from the recorded noise.
     fn draw(&self, session: &Session, pipeline: &Pipeline) -> Made {
         let dims = self.golden.dims("in/latents");
         let values: Vec<f32> = self
@@ -145,6 +146,18 @@ impl Case {
             .map(|v| *v as f32)
             .collect();
         let latents = HostTensor::from_f32(dims, &values).unwrap();
+        let options = DrawOptions {
+            plans: &[self.plan()],
+            guidance_rescale: 0.0,
+            zero_empty_prompts: self.is_xl,
+            image: None,
+            mask: None,
+            latents: Some(&latents),
+        };
+        self.run(session, pipeline, &options)
+    }
+
+    fn run(&self, session: &Session, pipeline: &Pipeline, options: &DrawOptions<'_>) -> Made {
         let read = |slot: &maxdiff::runtime::Slot| -> Result<maxdiff::runtime::Array, Failure> {
             let (root, key) = slot.name.split_once('/').unwrap();
             let part = Part::ALL.into_iter().find(|p| p.name() == root).unwrap();
@@ -152,18 +165,12 @@ impl Case {
             let tensor = checkpoint.read_as(key, slot.shape.dtype)?;
             Ok(session.put(&tensor, &slot.spec)?)
         };
-        let options = DrawOptions {
-            plans: &[self.plan()],
-            guidance_rescale: 0.0,
-            zero_empty_prompts: self.is_xl,
-            latents: Some(&latents),
-        };
         pipeline
             .run(
                 session,
                 &WeightSource::Files(&read),
                 &self.pictures(),
-                &options,
+                options,
                 &mut || {},
             )
             .unwrap()
@@ -209,7 +216,7 @@ fn latents_and_pictures_are_diffusers_after_twenty_steps() {
     for name in ["sd15", "sd21", "sdxl"] {
         let case = Case::read(name, Precision::F32);
         let expected = case.golden.values("out/latents");
-        let pipeline = case.compile(&session, 2);
+        let pipeline = case.compile(&session, 2, false);
         let made = case.draw(&session, &pipeline);
         let error = distance(&samples(&made, expected.len()), expected);
         assert!(error < 1e-4, "{name}: relative L2 error {error:e}");
@@ -238,7 +245,7 @@ fn bfloat16_stays_near() {
     };
     let case = Case::read("sd21", precision);
     let expected = case.golden.values("out/latents");
-    let made = case.draw(&session, &case.compile(&session, 2));
+    let made = case.draw(&session, &case.compile(&session, 2, false));
     let error = distance(&samples(&made, expected.len()), expected);
     assert!(error < 2e-2, "relative L2 error {error:e}");
     assert!(error > 1e-5, "{error:e}: nothing was rounded");
@@ -250,14 +257,56 @@ fn pictures_do_not_depend_on_their_batch() {
     let session = cpu_session(1);
     let case = Case::read("sd21", Precision::F32);
     let expected = case.golden.values("out/latents");
-    let one = case.draw(&session, &case.compile(&session, 1));
+    let one = case.draw(&session, &case.compile(&session, 1, false));
     assert_eq!(one.samples.len(), 2);
     assert_eq!(one.images.len(), 2);
-    let three = case.draw(&session, &case.compile(&session, 3));
+    let three = case.draw(&session, &case.compile(&session, 3, false));
     assert_eq!(three.samples.len(), 1);
     assert_eq!(three.images.len(), 2);
     for made in [&one, &three] {
         let error = distance(&samples(made, expected.len()), expected);
         assert!(error < 1e-4, "relative L2 error {error:e}");
+    }
+}
+
+/// From a picture, and with a mask that keeps a part of it; the noise is that of each picture's seed.
+#[test]
+fn pictures_from_pictures_are_diffusers() {
+    let session = cpu_session(1);
+    let case = Case::read("sd21", Precision::F32);
+    let golden = Golden::read("pipeline_sd21/from_image.safetensors");
+    let pipeline = case.compile(&session, 2, true);
+    let bytes = golden.values("in/image");
+    let values: Vec<f32> = (0..3 * 256)
+        .map(|i| (bytes[i % 256 * 3 + i / 256] / 127.5 - 1.0) as f32)
+        .collect();
+    let image = HostTensor::from_f32([1, 3, 16, 16], &values).unwrap();
+    let bytes = golden.values("in/mask");
+    let values: Vec<f32> = (0..64)
+        .map(|i| f32::from(u8::from(bytes[i / 8 * 2 * 16 + i % 8 * 2] >= 128.0)))
+        .collect();
+    let mask = HostTensor::from_f32([1, 1, 8, 8], &values).unwrap();
+    for (kind, strength, mask) in [
+        ("image_0.6", 0.6, None),
+        ("image_1", 1.0, None),
+        ("mask_0.6", 0.6, Some(&mask)),
+        ("mask_1", 1.0, Some(&mask)),
+    ] {
+        let plan = PlanOptions {
+            start: Start::Strength(strength),
+            ..PlanOptions::new(10)
+        };
+        let options = DrawOptions {
+            plans: &[case.model.scheduler.plan(&plan).unwrap()],
+            guidance_rescale: 0.0,
+            zero_empty_prompts: false,
+            image: Some(&image),
+            mask,
+            latents: None,
+        };
+        let made = case.run(&session, &pipeline, &options);
+        let expected = golden.values(&format!("out/{kind}"));
+        let error = distance(&samples(&made, expected.len()), expected);
+        assert!(error < 1e-4, "{kind}: relative L2 error {error:e}");
     }
 }

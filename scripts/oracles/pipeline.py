@@ -6,7 +6,8 @@ Writes tests/golden/pipeline_<case>/: the folder of a pipeline (float16 weights,
 tests/golden/tokenizer) and io.safetensors with in/latents (unit normal), in/prompt_ids.<encoder> and
 in/negative_ids.<encoder> (one row for each picture), out/latents after the last step and out/images (decoded, in
 [0, 1]). The metadata has the prompts, the steps and the guidance. All in float32 on the CPU, as diffusers computes it,
-from the weights rounded to float16.
+from the weights rounded to float16. pipeline_sd21/from_image.safetensors has in/image and in/mask (bytes, rows first) and the
+last latents of ten steps from them at two strengths: out/image_<strength>, out/mask_<strength>.
 """
 
 import json
@@ -14,11 +15,12 @@ import shutil
 
 import diffusers
 import numpy as np
+import PIL.Image
 import torch
 import transformers
 from diffusers import (
-    AutoencoderKL, DDIMScheduler, EulerDiscreteScheduler, PNDMScheduler, StableDiffusionPipeline,
-    StableDiffusionXLPipeline, UNet2DConditionModel,
+    AutoencoderKL, DDIMScheduler, EulerDiscreteScheduler, PNDMScheduler, StableDiffusionImg2ImgPipeline,
+    StableDiffusionInpaintPipeline, StableDiffusionPipeline, StableDiffusionXLPipeline, UNet2DConditionModel,
 )
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
@@ -83,6 +85,29 @@ def cases(tokenizer):
                                             scheduler=EulerDiscreteScheduler(**dict(SD, timestep_spacing="leading")))
 
 
+def from_image(case, pipe, folder):
+    """Drawing from an image, and inpainting with a mask, each picture by a generator of its own."""
+    image = rng("pipeline", case, "image").integers(0, 256, (16, 16, 3), dtype=np.uint8)
+    mask = np.zeros((16, 16), np.uint8)
+    mask[4:14, 2:10] = 255
+    parts = {k: v for k, v in pipe.components.items() if k != "image_encoder"}
+    shared = dict(prompt=PROMPTS, negative_prompt=[NEGATIVE] * len(PROMPTS), num_inference_steps=10,
+                  guidance_scale=GUIDANCE, output_type="latent")
+    generators = lambda: [torch.Generator("cpu").manual_seed(i) for i in range(len(PROMPTS))]
+    tensors = {"in/image": image, "in/mask": mask}
+    drawn = StableDiffusionImg2ImgPipeline(**parts, requires_safety_checker=False)
+    painted = StableDiffusionInpaintPipeline(**parts, requires_safety_checker=False)
+    pictures = [PIL.Image.fromarray(image)] * len(PROMPTS)
+    with torch.no_grad():
+        for kind, strength in (("image_0.6", 0.6), ("image_1", 1.0)):
+            tensors[f"out/{kind}"] = drawn(**shared, image=pictures, strength=strength, generator=generators()).images
+        for kind, strength in (("mask_0.6", 0.6), ("mask_1", 1.0)):
+            tensors[f"out/{kind}"] = painted(
+                **shared, image=pictures, mask_image=[PIL.Image.fromarray(mask)] * len(PROMPTS), strength=strength,
+                generator=generators(), height=16, width=16).images
+    write(folder / "from_image.safetensors", {k: np.asarray(v) for k, v in tensors.items()}, {"steps": 10})
+
+
 def main():
     torch.set_num_threads(1)
     tokenizer = CLIPTokenizer(vocab=str(GOLDEN / "tokenizer/vocab.json"), merges=str(GOLDEN / "tokenizer/merges.txt"),
@@ -118,6 +143,8 @@ def main():
         index = {"_class_name": type(pipe).__name__} | {
             k: list(v) if isinstance(v, tuple) else v for k, v in index.items()}
         (folder / "model_index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        if case == "sd21":
+            from_image(case, pipe, folder)
         write(folder / "io.safetensors", tensors, {
             "prompts": PROMPTS, "negative": negative, "steps": STEPS, "guidance_scale": GUIDANCE,
             "versions": {"diffusers": diffusers.__version__, "torch": torch.__version__.split("+")[0],

@@ -27,7 +27,7 @@ use crate::weights::lora::Adapter;
 
 use super::model::{Drawn, Files, Source};
 use super::prompts::{self, Prompted};
-use super::{CliError, RecipeArgs, lora, print, recipe};
+use super::{CliError, RecipeArgs, init_image, lora, print, recipe};
 
 /// `generate ...`
 #[derive(Debug, Args)]
@@ -166,6 +166,7 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
     let pictures = prompts::pictures(&tokenizers, &prompts, &steps, prompts::syntax(&config))
         .map_err(CliError::usage)?;
     let latents = latents(&config, &model)?;
+    let start_image = init_image::read(&config, &model)?;
 
     let start = Instant::now();
     let opened = recipe::open_session(&config)?;
@@ -180,7 +181,7 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
         quantization: recipe::policy(&config, 0)?,
     };
     let policy = options.quantization.clone();
-    let traced = Traced::new(&model, options).map_err(CliError::usage)?;
+    let traced = Traced::new(&model, options, start_image.is_some()).map_err(CliError::usage)?;
     // A checkpoint that does not fit is found before anything is compiled.
     let files = source.open_all(&traced)?;
     let adapter = lora::adapter(&config, &traced)?;
@@ -211,6 +212,8 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
         plans: &plans,
         guidance_rescale: config.guidance_rescale as f32,
         zero_empty_prompts,
+        image: start_image.as_ref().map(|start| &start.image),
+        mask: start_image.as_ref().and_then(|start| start.mask.as_ref()),
         latents: latents.as_ref(),
     };
     let Made { images, phases, .. } = pipeline

@@ -8,13 +8,14 @@ mod convert;
 pub mod data;
 mod doctor;
 mod generate;
-pub mod lora;
-mod lower;
+mod init_image;
+mod lora;
+pub mod lower;
 mod model;
 mod module;
 mod plugin;
-pub mod prompts;
-mod recipe;
+mod prompts;
+pub mod recipe;
 mod train;
 
 use std::io::{IsTerminal, Write};

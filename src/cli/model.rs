@@ -24,8 +24,8 @@ use super::recipe::SCHEDULER;
 use super::train::{TEXT_ENCODER_FILE, UNET_FILE};
 use super::{CliError, recipe};
 
-/// Keys of the decoder's checkpoint that only encoding uses.
-const ENCODING: [&str; 2] = ["encoder.", "quant_conv."];
+/// The parts of a VAE: what encodes, and what decodes.
+const VAE_PARTS: [&str; 4] = ["encoder.", "quant_conv.", "decoder.", "post_quant_conv."];
 
 /// Where weights come from.
 pub enum Source {
@@ -159,10 +159,14 @@ impl Source {
             let (root, _) = first.name.split_once('/').unwrap_or(("", &first.name));
             let file = self.open(root)?;
             if let Err(mut error) = match_parameters(&expected, file.checkpoint()) {
+                // Drawing uses a half of the VAE, or both.
+                let has = |part: &str| expected.iter().any(|(key, _)| key.starts_with(part));
                 if root == VAE {
+                    let halves = VAE_PARTS.iter().filter(|part| !has(part));
+                    let unused: Vec<&&str> = halves.collect();
                     error
                         .extra
-                        .retain(|(name, _)| !ENCODING.iter().any(|part| name.starts_with(part)));
+                        .retain(|(name, _)| !unused.iter().any(|part| name.starts_with(**part)));
                 }
                 let same = error.missing.is_empty() && error.misshapen.is_empty();
                 if !same || !error.extra.is_empty() {

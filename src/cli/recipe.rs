@@ -18,7 +18,7 @@ use crate::pjrt::install::{self, InstallError, Installed, PluginKind};
 use crate::pjrt::{NamedValue, Plugin, has_tpu};
 use crate::quant::{Action, Decision, Policy, Rule};
 use crate::runtime::{RuntimeError, Session};
-use crate::schedulers::{PlanOptions, SamplingPlan, SchedulerConfig, SchedulerKind};
+use crate::schedulers::{PlanOptions, SamplingPlan, SchedulerConfig, SchedulerKind, Start};
 use crate::shard::{LogicalAxisRule, LogicalAxisRules, Mesh, MeshAxes, Parallelism, ShardPlan};
 use crate::topology::{Accelerator, Chip, Format, Platform};
 use crate::train::checkpoint::{Check, SavedCheckpoint, latest};
@@ -160,7 +160,12 @@ pub fn sampling_plan(
     scheduler: &SchedulerConfig,
     steps: usize,
 ) -> Result<SamplingPlan, CliError> {
+    let strength = match config.image.is_empty() {
+        true => 1.0,
+        false => config.strength,
+    };
     let options = PlanOptions {
+        start: Start::Strength(strength),
         eta: config.eta,
         use_clipped_model_output: true,
         ..PlanOptions::new(steps)

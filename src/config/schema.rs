@@ -337,6 +337,12 @@ schema! {
         height: u64 = 0, Ours, DENOISE, in Between(0.0, 65536.0);
         /// Width of the images of a model of latents in pixels. 0: `resolution`.
         width: u64 = 0, Ours, DENOISE, in Between(0.0, 65536.0);
+        /// Picture to start from, for a model of latents: PNG, JPEG or WebP, scaled to the size of the images.
+        image: String = String::new(), Ours, GENERATE;
+        /// How far the images may go from `image`: the share of the steps that are run. 1 runs all.
+        strength: f64 = 0.8, Ours, GENERATE, in Between(0.0, 1.0), when "image" |c| !c.image.is_empty();
+        /// Mask of `image`: what is white is drawn anew, what is black is kept.
+        mask_image: String = String::new(), Ours, GENERATE, when "image" |c| !c.image.is_empty();
         /// How prompts are read: weighted as in web interfaces, with brackets and in as many chunks as they need, or
         /// plain as diffusers reads them.
         prompt_syntax: PromptSyntax = PromptSyntax::Weighted, Ours, GENERATE;

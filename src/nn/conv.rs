@@ -112,12 +112,23 @@ pub fn downsample_2x(b: &Builder, x: Tensor, padding: i64, precision: Precision)
 /// Doubles height and width by repeating every pixel, then applies the 3x3 convolution `conv`: diffusers'
 /// `Upsample2D`.
 ///
+/// `size` is the height and width to have after doubling, one less than double where an odd size was halved: the last
+/// row or column is then left out, which is what nearest interpolation to that size gives.
+///
 /// # Errors
-/// As for [`conv2d`].
-pub fn upsample_2x(b: &Builder, x: Tensor, precision: Precision) -> Result<Tensor> {
+/// When `size` is larger than double, and as for [`conv2d`].
+pub fn upsample_2x(
+    b: &Builder,
+    x: Tensor,
+    size: [usize; 2],
+    precision: Precision,
+) -> Result<Tensor> {
     let [n, h, w, c] = dims(b, "upsample", x)?;
     let repeated = b.broadcast_in_dim(x, &[0, 1, 3, 5], &[n, h, 2, w, 2, c])?;
-    let doubled = b.reshape(repeated, &[n, 2 * h, 2 * w, c])?;
+    let mut doubled = b.reshape(repeated, &[n, 2 * h, 2 * w, c])?;
+    for (dim, size) in [(1, size[0]), (2, size[1])] {
+        doubled = b.slice_dim(doubled, dim, 0, size)?;
+    }
     let b = b.scope("conv");
     let y = conv2d(&b, doubled, Conv2d::same(c, 3), precision)?;
     constrain_image(&b, y)
@@ -144,8 +155,11 @@ mod tests {
             let y = downsample_2x(&b.root("m").scope(0), y, padding, Precision::F32).unwrap();
             assert_eq!(b.dims(y), [2, 4, 3, 4]);
         }
-        let y = upsample_2x(&b.root("m").scope(1), y, Precision::F32).unwrap();
-        assert_eq!(b.dims(y), [2, 16, 12, 4]);
+        let doubled = upsample_2x(&b.root("m").scope(1), y, [16, 12], Precision::F32).unwrap();
+        assert_eq!(b.dims(doubled), [2, 16, 12, 4]);
+        let odd = upsample_2x(&b.root("m").scope(1), y, [15, 11], Precision::F32).unwrap();
+        assert_eq!(b.dims(odd), [2, 15, 11, 4]);
+        assert!(upsample_2x(&b.root("m").scope(1), y, [17, 12], Precision::F32).is_err());
         let weights: Vec<String> = weights(&b).into_iter().map(|(name, _)| name).collect();
         assert_eq!(weights[0], "m/same.weight");
         assert_eq!(weights[2], "m/0.conv.weight");

@@ -13,11 +13,12 @@ use crate::runtime::{Array, Prepared, Session, Slot, StagedProgram, StagedTiming
 use crate::schedulers::SamplingPlan;
 
 use super::model::DiffusionModel;
+use super::noise::NoiseGenerator;
 use super::pixels::{RGB, to_pixels};
 use super::prompt::{PromptTokens, apply_weights};
 use super::text_to_image::{
-    Conditioning, Decoder, DenoiseOptions, Denoiser, Encoder, PipelineError, Request, trace_decode,
-    trace_denoise, trace_encode,
+    Conditioning, Decoder, DenoiseOptions, Denoiser, Encoder, ImageEncoder, PipelineError, Request,
+    StartImage, trace_decode, trace_denoise, trace_encode, trace_encode_image,
 };
 
 /// Why pictures could not be made; the sources of weights have errors of their own.
@@ -47,6 +48,10 @@ pub struct DrawOptions<'a> {
     /// Whether an empty negative prompt is zeros instead of the encoding of an empty text
     /// (`force_zeros_for_empty_prompt` of SDXL's `model_index.json`).
     pub zero_empty_prompts: bool,
+    /// The picture to start from, `f32[1, 3, height, width]` in [-1, 1]; the pipeline must be traced for one.
+    pub image: Option<&'a HostTensor>,
+    /// `f32[1, 1, rows, columns]` of latents: 1 where the picture is drawn anew.
+    pub mask: Option<&'a HostTensor>,
     /// Unit normal noise to start from, `f32[pictures, channels, rows, columns]`, in place of the seeds'.
     pub latents: Option<&'a HostTensor>,
 }
@@ -89,17 +94,22 @@ pub struct Traced {
     encoders: Vec<Graph>,
     denoise: Graph,
     decode: Option<Graph>,
+    encode_image: Option<Graph>,
     /// What quantization decided for each contraction of the denoising step.
     pub decisions: Vec<Decision>,
     options: DenoiseOptions,
 }
 
 impl Traced {
-    /// Traces every program of `model`.
+    /// Traces every program of `model`; `from_image` asks for the one that encodes a picture to start from.
     ///
     /// # Errors
     /// When the model's parts do not fit together, or quantization is refused.
-    pub fn new(model: &DiffusionModel, options: DenoiseOptions) -> Result<Traced, PipelineError> {
+    pub fn new(
+        model: &DiffusionModel,
+        options: DenoiseOptions,
+        from_image: bool,
+    ) -> Result<Traced, PipelineError> {
         let encoders = (0..model.text_encoders.len())
             .map(|which| trace_encode(model, which, options.rows()))
             .collect::<Result<Vec<_>, _>>()?;
@@ -115,6 +125,10 @@ impl Traced {
             encoders,
             denoise,
             decode,
+            encode_image: match from_image {
+                true => Some(trace_encode_image(model)?),
+                false => None,
+            },
             decisions,
             options,
         })
@@ -126,6 +140,7 @@ impl Traced {
             .iter()
             .chain([&self.denoise])
             .chain(&self.decode)
+            .chain(&self.encode_image)
     }
 }
 
@@ -134,6 +149,7 @@ pub struct Pipeline {
     encoders: Vec<Encoder>,
     denoiser: Denoiser,
     decoder: Option<Decoder>,
+    image_encoder: Option<ImageEncoder>,
     guidance: bool,
     time_ids: Vec<f32>,
     pixel_unshuffle: usize,
@@ -179,6 +195,13 @@ impl Pipeline {
                 }
                 None => None,
             },
+            image_encoder: match &traced.encode_image {
+                Some(graph) => {
+                    let dims = model.sample_dims(1);
+                    Some(ImageEncoder::compile(session, graph, dims, precision)?)
+                }
+                None => None,
+            },
             guidance: options.guidance,
             time_ids: model.time_ids(),
             pixel_unshuffle,
@@ -189,8 +212,13 @@ impl Pipeline {
     pub fn timings(&self) -> StagedTimings {
         let encoders = self.encoders.iter().map(Encoder::program);
         let decoder = self.decoder.as_ref().map(Decoder::program);
+        let image = self.image_encoder.as_ref().map(ImageEncoder::program);
         let mut all = self.denoiser.program().timings();
-        for timings in encoders.chain(decoder).map(StagedProgram::timings) {
+        for timings in encoders
+            .chain(decoder)
+            .chain(image)
+            .map(StagedProgram::timings)
+        {
             all.emit += timings.emit;
             all.compile += timings.compile;
             all.programs += timings.programs;
@@ -244,12 +272,36 @@ impl Pipeline {
             phases.encode += start.elapsed().as_secs_f64();
         }
 
+        let mut generators: Vec<Vec<NoiseGenerator>> = batches
+            .iter()
+            .map(|batch| {
+                let seeds = rows(batch).into_iter().map(|p| p.seed);
+                seeds.map(NoiseGenerator::new).collect()
+            })
+            .collect();
+        let mut starts = Vec::with_capacity(batches.len());
+        if let (Some(image), Some(encoder)) = (options.image, &self.image_encoder) {
+            let start = Instant::now();
+            let prepared = source.prepare(encoder.program())?;
+            phases.load += start.elapsed().as_secs_f64();
+            let start = Instant::now();
+            for generators in &mut generators {
+                let mask = match options.mask {
+                    Some(mask) => Some(repeat(mask, generators.len())?),
+                    None => None,
+                };
+                let latents = encoder.run(session, &prepared, image, generators)?;
+                starts.push(StartImage { latents, mask });
+            }
+            phases.encode += start.elapsed().as_secs_f64();
+        }
+
         let start = Instant::now();
         let prepared = source.prepare(self.denoiser.program())?;
         phases.load += start.elapsed().as_secs_f64();
         let start = Instant::now();
         let mut samples = Vec::with_capacity(batches.len());
-        for (at, parts) in batches.iter().zip(parts) {
+        for (index, (at, parts)) in batches.iter().zip(parts).enumerate() {
             let batch = rows(at);
             let first = &pictures[at.start];
             let plan = options
@@ -268,12 +320,12 @@ impl Pipeline {
                 Some(all) => Some(self.rows_of(all, at.start, batch.len())?),
                 None => None,
             };
-            let seeds: Vec<u64> = batch.iter().map(|p| p.seed).collect();
             let rows = conditioning.hidden.shape.dims[0];
             let request = Request {
                 conditioning: &conditioning,
                 time_ids: &self.time_ids.repeat(rows),
-                seeds: &seeds,
+                generators: &mut generators[index],
+                image: starts.get(index),
                 latents: latents.as_ref(),
                 guidance_scale: first.guidance_scale,
                 guidance_rescale: options.guidance_rescale,
@@ -282,7 +334,7 @@ impl Pipeline {
             let mut after_step = |_| progress();
             let sample = self
                 .denoiser
-                .run(session, &prepared, &request, &mut after_step)?;
+                .run(session, &prepared, request, &mut after_step)?;
             samples.push(sample);
         }
         phases.denoise += start.elapsed().as_secs_f64();
@@ -363,6 +415,16 @@ impl Pipeline {
             .collect();
         Ok(HostTensor::from_f32(dims, &rows)?)
     }
+}
+
+/// `count` copies of a tensor of one row.
+fn repeat(row: &HostTensor, count: usize) -> Result<HostTensor, Failure> {
+    let mut dims = row.shape.dims.clone();
+    dims[0] = count;
+    Ok(HostTensor::new(
+        row.shape.with_dims(dims),
+        row.data.repeat(count),
+    )?)
 }
 
 /// Pictures that are made together: neighbours that differ in prompt and seed alone.

@@ -32,7 +32,7 @@ pub mod names {
     pub const ENCODER_HIDDEN_STATES: &str = "encoder_hidden_states";
     pub const TEXT_EMBEDS: &str = "text_embeds";
     pub const TIME_IDS: &str = "time_ids";
-    /// What is decoded, and the pictures made of it.
+    /// What is decoded, and the pictures made of it; and the other way round.
     pub const LATENTS: &str = "latents";
     pub const IMAGES: &str = "images";
 }
@@ -222,6 +222,28 @@ pub fn trace_decode(
     Ok(b.finish())
 }
 
+/// Traces the encoder of pictures: `images` `f32[1, 3, height, width]` in [-1, 1] and unit normal `noise` of the latents'
+/// shape, to `latents` as denoising takes them, drawn from the distribution that the VAE gives.
+///
+/// # Errors
+/// When the model has no VAE, or the pictures do not fit it.
+pub fn trace_encode_image(model: &DiffusionModel) -> Result<Graph, GraphError> {
+    let b = Builder::new();
+    let Some(config) = &model.vae else {
+        return Err(b.invalid("this model has no VAE: its samples are pictures"));
+    };
+    let [height, width] = model.image_size;
+    let images = Shape::new(DType::F32, [1, config.in_channels, height, width]);
+    let images = b.input(names::IMAGES, images, &[])?;
+    let encoded = vae::encode(&b, vae::ROOT, config, images, model.vae_precision)?;
+    let latents = Shape::new(DType::F32, model.sample_dims(1));
+    let noise = b.input(sampler_names::NOISE, latents, &[])?;
+    let noise = b.convert(noise, model.vae_precision.activations)?;
+    let latents = vae::scale_latents(&b, config, encoded.sample(&b, noise)?)?;
+    b.output(names::LATENTS, b.convert(latents, DType::F32)?, None)?;
+    Ok(b.finish())
+}
+
 /// Gives the array of a weight by its full name, e.g. `unet/conv_in.weight`.
 pub type WeightLookup<'a> = &'a dyn Fn(&str) -> Option<&'a Array>;
 
@@ -380,15 +402,25 @@ impl Conditioning {
     }
 }
 
-/// The images of one call: as many as the denoiser's batch.
+/// What drawing starts from in place of nothing but noise.
 #[derive(Clone, Debug)]
+pub struct StartImage {
+    /// `f32[batch, channels, rows, columns]`
+    pub latents: HostTensor,
+    /// `f32[batch, 1, rows, columns]`: 1 where the picture is drawn anew, 0 where it is kept.
+    pub mask: Option<HostTensor>,
+}
+
+/// The images of one call: as many as the denoiser's batch.
+#[derive(Debug)]
 pub struct Request<'a> {
     /// With guidance, each image's row without its prompt goes before that with it.
     pub conditioning: &'a Conditioning,
     /// SDXL's time ids of each row.
     pub time_ids: &'a [f32],
-    /// Each image's noise depends on its seed alone.
-    pub seeds: &'a [u64],
+    /// One for each image: its noise depends on its seed alone.
+    pub generators: &'a mut [NoiseGenerator],
+    pub image: Option<&'a StartImage>,
     /// Unit normal noise to start from, in place of the seeds'.
     pub latents: Option<&'a HostTensor>,
     pub guidance_scale: f32,
@@ -445,7 +477,7 @@ impl Denoiser {
         &self,
         session: &Session,
         weights: &Prepared<'_>,
-        request: &Request<'_>,
+        request: Request<'_>,
         after_step: &mut dyn FnMut(usize),
     ) -> Result<HostTensor, PipelineError> {
         let mut inputs: HashMap<String, Array> = HashMap::new();
@@ -476,14 +508,10 @@ impl Denoiser {
             .request(&|name| inputs.get(name).or_else(|| weights.get(name)))?;
         inputs.extend(early);
 
-        let mut generators: Vec<NoiseGenerator> = request
-            .seeds
-            .iter()
-            .map(|seed| NoiseGenerator::new(*seed))
-            .collect();
         let each: usize = self.sample_dims[1..].iter().product();
         let mut fresh = || -> Vec<f32> {
-            generators
+            request
+                .generators
                 .iter_mut()
                 .flat_map(|generator| generator.normal(each))
                 .collect()
@@ -493,7 +521,13 @@ impl Denoiser {
             None => fresh(),
         };
         let sigma = request.plan.init_noise_sigma;
-        let noise: Vec<f32> = noise.into_iter().map(|v| v * sigma).collect();
+        let first = match request.image {
+            // All steps of an inpainting start from noise alone, as in diffusers.
+            Some(image) if image.mask.is_none() || !request.plan.is_whole => {
+                mix(&image.latents, &noise, request.plan.noised)?
+            }
+            Some(_) | None => noise.iter().map(|v| v * sigma).collect(),
+        };
         let zeros = |dims: &[usize]| HostTensor::zeros(Shape::new(DType::F32, dims));
         let history = [[HISTORY].as_slice(), &self.sample_dims].concat();
         let mut state = vec![
@@ -501,7 +535,7 @@ impl Denoiser {
                 session,
                 &self.program,
                 sampler_names::SAMPLE,
-                &HostTensor::from_f32(self.sample_dims, &noise)?,
+                &HostTensor::from_f32(self.sample_dims, &first)?,
             )?,
             put(
                 session,
@@ -534,9 +568,114 @@ impl Denoiser {
             )?;
             // The predicted clean sample is the last result, and nothing follows on it.
             state.truncate(2);
+            if let Some(StartImage {
+                latents,
+                mask: Some(mask),
+            }) = request.image
+            {
+                let kept = mix(latents, &noise, step.noised)?;
+                let sample = state[0].to_host(session.mesh())?.to_f32_vec()?;
+                let sample = masked(&sample, &kept, &mask.to_f32_vec()?, self.sample_dims);
+                let sample = HostTensor::from_f32(self.sample_dims, &sample)?;
+                state[0] = put(session, &self.program, sampler_names::SAMPLE, &sample)?;
+            }
             after_step(done + 1);
         }
         Ok(state[0].to_host(session.mesh())?)
+    }
+}
+
+/// `clean * coefficients[0] + noise * coefficients[1]`
+fn mix(
+    clean: &HostTensor,
+    noise: &[f32],
+    [of_clean, of_noise]: [f32; 2],
+) -> Result<Vec<f32>, PipelineError> {
+    let clean = clean.to_f32_vec()?;
+    Ok(clean
+        .iter()
+        .zip(noise)
+        .map(|(clean, noise)| clean * of_clean + noise * of_noise)
+        .collect())
+}
+
+/// `sample` where the mask is 1, `kept` where it is 0; the mask has one channel.
+fn masked(sample: &[f32], kept: &[f32], mask: &[f32], dims: [usize; 4]) -> Vec<f32> {
+    let [_, channels, rows, columns] = dims;
+    let plane = rows * columns;
+    sample
+        .iter()
+        .zip(kept)
+        .enumerate()
+        .map(|(i, (sample, kept))| {
+            let mask = mask[i / (channels * plane) * plane + i % plane];
+            (1.0 - mask) * kept + mask * sample
+        })
+        .collect()
+}
+
+/// The compiled encoder of pictures.
+pub struct ImageEncoder {
+    program: StagedProgram,
+    latent_dims: [usize; 4],
+}
+
+impl ImageEncoder {
+    /// Compiles the program that [`trace_encode_image`] made for latents `latent_dims`, those of one picture.
+    ///
+    /// # Errors
+    /// When it does not compile.
+    pub fn compile(
+        session: &Session,
+        graph: &Graph,
+        latent_dims: [usize; 4],
+        precision: DotPrecision,
+    ) -> Result<ImageEncoder, PipelineError> {
+        let options = ProgramOptions { precision };
+        Ok(ImageEncoder {
+            program: StagedProgram::compile(session, graph, "encode_image", &[], &options)?,
+            latent_dims,
+        })
+    }
+
+    /// The compiled program.
+    pub fn program(&self) -> &StagedProgram {
+        &self.program
+    }
+
+    /// Latents of `image` `f32[1, 3, height, width]`, one for each generator, which gives the noise of the draw:
+    /// `f32[generators, channels, rows, columns]`.
+    ///
+    /// # Errors
+    /// When a weight is missing, the picture has another size, or the program fails.
+    pub fn run(
+        &self,
+        session: &Session,
+        weights: &Prepared<'_>,
+        image: &HostTensor,
+        generators: &mut [NoiseGenerator],
+    ) -> Result<HostTensor, PipelineError> {
+        let image = put(session, &self.program, names::IMAGES, image)?;
+        let each: usize = self.latent_dims.iter().product();
+        let mut latents = Vec::with_capacity(each * generators.len());
+        for generator in generators.iter_mut() {
+            let noise = HostTensor::from_f32(self.latent_dims, &generator.normal(each))?;
+            let noise = put(session, &self.program, sampler_names::NOISE, &noise)?;
+            let results = self.program.step().call(
+                &|name| match name {
+                    names::IMAGES => Some(&image),
+                    sampler_names::NOISE => Some(&noise),
+                    _ => weights.get(name),
+                },
+                Vec::new(),
+            )?;
+            for result in &results {
+                latents.extend(result.to_host(session.mesh())?.to_f32_vec()?);
+            }
+        }
+        let [_, channels, rows, columns] = self.latent_dims;
+        let dims = [generators.len(), channels, rows, columns];
+        Ok(HostTensor::from_f32(dims, &latents)?)
     }
 }
 

@@ -117,6 +117,8 @@ pub struct SamplingPlan {
     /// image: diffusers' `add_noise` at the first timestep. `[sqrt(alpha), sqrt(1 - alpha)]` for samplers that keep the
     /// variance of training's noisy samples, `[1, sigma]` for those that scale them.
     pub noised: [f32; 2],
+    /// Whether it starts where the schedule does, from nothing but noise.
+    pub is_whole: bool,
 }
 
 impl SchedulerConfig {
@@ -181,6 +183,7 @@ impl SamplingPlan {
                 steps,
                 init_noise_sigma: init_noise_sigma as f32,
                 noised: noised(runs.start),
+                is_whole: runs.start == 0,
             }),
             Some(step) => Err(SchedulerError::Invalid(format!(
                 "the step at timestep {} divides by 0: there is no noise to remove (beta_start = 0), or the next step \

@@ -90,7 +90,13 @@ impl Block {
             x = self.layer(b, shared, x, layer)?;
         }
         if self.resample {
-            x = upsample_2x(&b.scope("upsamplers").scope(0), x, shared.precision)?;
+            // As large as what the next block puts beside it.
+            let next = skips
+                .last()
+                .ok_or_else(|| b.invalid("no skip connection is left"))?;
+            let [_, height, width, _] = dims(b, "skip connection", *next)?;
+            let b = b.scope("upsamplers").scope(0);
+            x = upsample_2x(&b, x, [height, width], shared.precision)?;
         }
         Ok(x)
     }

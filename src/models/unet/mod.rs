@@ -254,7 +254,11 @@ fn check_inputs(b: &Builder, config: &UNet2DConditionConfig, inputs: &UNetInputs
             config.in_channels
         )));
     }
-    let multiple = config.spatial_multiple();
+    // With padding above and on the left an odd size is halved upwards, and its double can be cut.
+    let multiple = match config.downsample_padding {
+        0 => config.spatial_multiple(),
+        _ => 1,
+    };
     if !height.is_multiple_of(multiple) || !width.is_multiple_of(multiple) {
         return Err(b.invalid(format!(
             "sample height {height} and width {width} must be multiples of {multiple}: {} blocks halve them, \

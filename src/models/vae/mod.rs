@@ -113,7 +113,9 @@ pub fn decode(
         let b = b.scope("up_blocks").scope(index);
         x = layers.resnets(&b, x, channels, config.layers_per_block + 1)?;
         if index + 1 < widths.len() {
-            x = upsample_2x(&b.scope("upsamplers").scope(0), x, precision)?;
+            let [_, height, width, _] = dims(&b, "upsample", x)?;
+            let size = [2 * height, 2 * width];
+            x = upsample_2x(&b.scope("upsamplers").scope(0), x, size, precision)?;
         }
     }
     let x = layers.last(&b, x, config.out_channels)?;

@@ -1,0 +1,92 @@
+//! The picture that `generate` starts from, and its mask.
+
+use std::path::Path;
+
+use image::imageops::FilterType;
+use image::{DynamicImage, ImageReader, Limits};
+
+use crate::config::Config;
+use crate::host_tensor::HostTensor;
+use crate::pipelines::model::DiffusionModel;
+
+use super::CliError;
+
+/// Longest side of a picture that is read, in pixels.
+const LONGEST_SIDE: u32 = 16384;
+/// Most memory that decoding one may take, in bytes.
+const MOST_MEMORY: u64 = 1 << 30;
+
+/// What drawing starts from.
+pub struct InitImage {
+    /// `f32[1, 3, height, width]` in [-1, 1].
+    pub image: HostTensor,
+    /// `f32[1, 1, rows, columns]` of latents: 1 where the picture is drawn anew, 0 where it is kept.
+    pub mask: Option<HostTensor>,
+}
+
+/// Reads `image` and `mask_image`, scaled to the size of the model's pictures and latents; `None` without them.
+///
+/// # Errors
+/// When the model has no VAE, or a file is no picture that can be read.
+pub fn read(config: &Config, model: &DiffusionModel) -> Result<Option<InitImage>, CliError> {
+    if config.image.is_empty() {
+        return Ok(None);
+    }
+    if model.vae.is_none() {
+        return Err(CliError::Usage(format!(
+            "image={}: a model of pixels starts from noise alone; name a model of latents",
+            config.image
+        )));
+    }
+    let [height, width] = model.image_size;
+    // As diffusers' VaeImageProcessor does it.
+    let picture = open("image", &config.image)?
+        .resize_exact(width as u32, height as u32, FilterType::Lanczos3)
+        .to_rgb8();
+    let plane = height * width;
+    let mut values = vec![0.0; 3 * plane];
+    for (at, pixel) in picture.pixels().enumerate() {
+        for (channel, byte) in pixel.0.iter().enumerate() {
+            values[channel * plane + at] = f32::from(*byte) / 127.5 - 1.0;
+        }
+    }
+    let mask = match config.mask_image.as_str() {
+        "" => None,
+        path => {
+            let mask = open("mask_image", path)?
+                .resize_exact(width as u32, height as u32, FilterType::Lanczos3)
+                .to_luma8();
+            let [rows, columns] = model.sample_size;
+            let (scale_y, scale_x) = (height / rows.max(1), width / columns.max(1));
+            let values: Vec<f32> = (0..rows * columns)
+                .map(|at| {
+                    let (x, y) = (at % columns * scale_x, at / columns * scale_y);
+                    let value = mask.get_pixel(x as u32, y as u32).0[0];
+                    if value < 128 { 0.0 } else { 1.0 }
+                })
+                .collect();
+            Some(HostTensor::from_f32([1, 1, rows, columns], &values).map_err(CliError::failed)?)
+        }
+    };
+    Ok(Some(InitImage {
+        image: HostTensor::from_f32([1, 3, height, width], &values).map_err(CliError::failed)?,
+        mask,
+    }))
+}
+
+fn open(key: &str, path: &str) -> Result<DynamicImage, CliError> {
+    let failed = |reason: String| CliError::Usage(format!("{key}={path}: {reason}"));
+    let mut reader = ImageReader::open(Path::new(path))
+        .and_then(ImageReader::with_guessed_format)
+        .map_err(|e| failed(e.to_string()))?;
+    let mut limits = Limits::default();
+    limits.max_image_width = Some(LONGEST_SIDE);
+    limits.max_image_height = Some(LONGEST_SIDE);
+    limits.max_alloc = Some(MOST_MEMORY);
+    reader.limits(limits);
+    reader.decode().map_err(|e| {
+        failed(format!(
+            "not a picture that can be read (PNG, JPEG or WebP): {e}"
+        ))
+    })
+}
