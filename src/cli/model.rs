@@ -317,7 +317,7 @@ fn published(
     Ok(Drawn {
         model,
         tokenizers,
-        zero_empty_prompts: source.family == Family::Sdxl,
+        zero_empty_prompts: source.zero_empty_prompts,
     })
 }
 

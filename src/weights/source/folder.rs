@@ -11,6 +11,7 @@ use super::single_file::is_inpainting;
 use super::write::TOKENIZERS;
 use super::{
     Component, Family, Ignored, Layout, ModelSource, Part, SourceError, io_error, read_json,
+    read_scheduler,
 };
 use crate::weights::{Checkpoint, Transform, WeightsError};
 
@@ -65,9 +66,13 @@ pub(super) fn open(dir: &Path) -> Result<ModelSource, SourceError> {
         family,
         inpaint: is_inpainting(&unet.config),
         scheduler: match scheduler.is_file() {
-            true => Some(read_json(&scheduler)?),
+            true => Some(read_scheduler(&scheduler)?),
             false => None,
         },
+        zero_empty_prompts: index
+            .get("force_zeros_for_empty_prompt")
+            .and_then(Value::as_bool)
+            .unwrap_or(family == Family::Sdxl),
         tokenizers: TOKENIZERS
             .map(|name| (!is_null(&index, name)).then(|| dir.join(name)))
             .map(|folder| folder.filter(|f| f.is_dir())),

@@ -23,6 +23,7 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value};
 
 use super::{Checkpoint, WeightsError};
+use crate::schedulers::scheduler_fields;
 
 pub use single_file::open_vae;
 pub use write::WrittenPart;
@@ -150,6 +151,9 @@ pub struct ModelSource {
     pub components: BTreeMap<Part, Component>,
     /// The content of `scheduler_config.json`; for a single file the family's, with what the file says of it.
     pub scheduler: Option<Map<String, Value>>,
+    /// Whether an empty negative prompt is zeros instead of the encoding of an empty text:
+    /// `force_zeros_for_empty_prompt` of `model_index.json`.
+    pub zero_empty_prompts: bool,
     /// The folders of the two text encoders' tokenizers.
     pub tokenizers: [Option<PathBuf>; 2],
     /// What the source has besides.
@@ -311,6 +315,22 @@ fn io_error(path: &Path, source: io::Error) -> SourceError {
 
 /// Reads a file that holds a JSON object.
 fn read_json(path: &Path) -> Result<Map<String, Value>, SourceError> {
+    read_with(path, |text| {
+        serde_json::from_str(text).map_err(|e| format!("not a JSON object: {e}"))
+    })
+}
+
+/// Reads a `scheduler_config.json`, in which Python may have written infinities that JSON does not have.
+fn read_scheduler(path: &Path) -> Result<Map<String, Value>, SourceError> {
+    read_with(path, |text| {
+        scheduler_fields(text).map_err(|e| e.to_string())
+    })
+}
+
+fn read_with(
+    path: &Path,
+    parse: impl Fn(&str) -> Result<Map<String, Value>, String>,
+) -> Result<Map<String, Value>, SourceError> {
     let mut bytes = Vec::new();
     File::open(path)
         .and_then(|file| file.take(LARGEST_CONFIG + 1).read_to_end(&mut bytes))
@@ -324,7 +344,8 @@ fn read_json(path: &Path) -> Result<Map<String, Value>, SourceError> {
             "larger than {LARGEST_CONFIG} bytes, which no configuration of a model is"
         )));
     }
-    serde_json::from_slice(&bytes).map_err(|e| error(format!("not a JSON object: {e}")))
+    let text = std::str::from_utf8(&bytes).map_err(|e| error(format!("not UTF-8: {e}")))?;
+    parse(text).map_err(error)
 }
 
 #[cfg(test)]

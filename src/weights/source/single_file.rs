@@ -45,6 +45,7 @@ pub(super) fn open(path: &Path) -> Result<ModelSource, SourceError> {
         inpaint,
         components,
         scheduler: Some(scheduler),
+        zero_empty_prompts: family == Family::Sdxl,
         tokenizers: [None, None],
         ignored: ignored.into_list(),
         notes,
