@@ -10,6 +10,7 @@ use maxdiff::dtype::DType;
 use maxdiff::emit::DotPrecision;
 use maxdiff::host_tensor::HostTensor;
 use maxdiff::models::clip::ClipTextConfig;
+use maxdiff::models::controlnet::{self, ControlNetConfig};
 use maxdiff::models::unet::UNet2DConditionConfig;
 use maxdiff::models::vae::AutoencoderKlConfig;
 use maxdiff::nn::{Precision, Remat};
@@ -18,9 +19,10 @@ use maxdiff::pipelines::images::{
 };
 use maxdiff::pipelines::model::{DiffusionModel, HiddenState, TextEncoder};
 use maxdiff::pipelines::prompt::{PromptSyntax, encode_prompt};
-use maxdiff::pipelines::text_to_image::DenoiseOptions;
+use maxdiff::pipelines::text_to_image::{ControlImage, DenoiseOptions};
 use maxdiff::runtime::Session;
 use maxdiff::schedulers::{PlanOptions, SamplingPlan, SchedulerConfig, Start};
+use maxdiff::weights::Checkpoint;
 use maxdiff::weights::source::{ModelSource, Part};
 
 fn golden_dir(name: &str) -> PathBuf {
@@ -74,6 +76,7 @@ impl Case {
         let model = DiffusionModel {
             unet: UNet2DConditionConfig::from_map(config(Part::Unet)).unwrap(),
             text_encoders,
+            controlnet: None,
             vae: Some(AutoencoderKlConfig::from_map(config(Part::Vae)).unwrap()),
             precision,
             vae_precision: precision,
@@ -152,6 +155,7 @@ impl Case {
             zero_empty_prompts: self.is_xl,
             image: None,
             mask: None,
+            control: None,
             latents: Some(&latents),
         };
         self.run(session, pipeline, &options)
@@ -160,6 +164,11 @@ impl Case {
     fn run(&self, session: &Session, pipeline: &Pipeline, options: &DrawOptions<'_>) -> Made {
         let read = |slot: &maxdiff::runtime::Slot| -> Result<maxdiff::runtime::Array, Failure> {
             let (root, key) = slot.name.split_once('/').unwrap();
+            if root == controlnet::ROOT {
+                let file = Checkpoint::open(&self.source.path.join("controlnet"))?;
+                let tensor = file.read_as(key, slot.shape.dtype)?;
+                return Ok(session.put(&tensor, &slot.spec)?);
+            }
             let part = Part::ALL.into_iter().find(|p| p.name() == root).unwrap();
             let checkpoint = &self.source.component(part)?.checkpoint;
             let tensor = checkpoint.read_as(key, slot.shape.dtype)?;
@@ -302,6 +311,7 @@ fn pictures_from_pictures_are_diffusers() {
             zero_empty_prompts: false,
             image: Some(&image),
             mask,
+            control: None,
             latents: None,
         };
         let made = case.run(&session, &pipeline, &options);
@@ -309,4 +319,39 @@ fn pictures_from_pictures_are_diffusers() {
         let error = distance(&samples(&made, expected.len()), expected);
         assert!(error < 1e-4, "{kind}: relative L2 error {error:e}");
     }
+}
+
+#[test]
+fn a_controlnet_steers_as_in_diffusers() {
+    let session = cpu_session(1);
+    let mut case = Case::read("sd15", Precision::F32);
+    let config = Golden::text("pipeline_sd15/controlnet/config.json");
+    case.model.controlnet = Some(ControlNetConfig::from_json(&config).unwrap());
+    let golden = Golden::read("pipeline_sd15/controlled.safetensors");
+    let f32s = |name: &str| -> Vec<f32> { golden.values(name).iter().map(|v| *v as f32).collect() };
+    let latents = HostTensor::from_f32(golden.dims("in/latents"), &f32s("in/latents")).unwrap();
+    let bytes = golden.values("in/image");
+    let values: Vec<f32> = (0..3 * 256)
+        .map(|i| (bytes[i % 256 * 3 + i / 256] / 255.0) as f32)
+        .collect();
+    let control = ControlImage {
+        image: HostTensor::from_f32([1, 3, 16, 16], &values).unwrap(),
+        scale: golden.meta["scale"].as_f64().unwrap() as f32,
+        range: [0.0, golden.meta["end"].as_f64().unwrap()],
+    };
+    let steps = golden.meta["steps"].as_u64().unwrap() as usize;
+    let options = DrawOptions {
+        plans: &[case.model.scheduler.plan(&PlanOptions::new(steps)).unwrap()],
+        guidance_rescale: 0.0,
+        zero_empty_prompts: false,
+        image: None,
+        mask: None,
+        control: Some(&control),
+        latents: Some(&latents),
+    };
+    let pipeline = case.compile(&session, 2, false);
+    let made = case.run(&session, &pipeline, &options);
+    let expected = golden.values("out/latents");
+    let error = distance(&samples(&made, expected.len()), expected);
+    assert!(error < 1e-4, "relative L2 error {error:e}");
 }

@@ -7,7 +7,8 @@ tests/golden/tokenizer) and io.safetensors with in/latents (unit normal), in/pro
 in/negative_ids.<encoder> (one row for each picture), out/latents after the last step and out/images (decoded, in
 [0, 1]). The metadata has the prompts, the steps and the guidance. All in float32 on the CPU, as diffusers computes it,
 from the weights rounded to float16. pipeline_sd21/from_image.safetensors has in/image and in/mask (bytes, rows first) and the
-last latents of ten steps from them at two strengths: out/image_<strength>, out/mask_<strength>.
+last latents of ten steps from them at two strengths: out/image_<strength>, out/mask_<strength>. pipeline_sd15/ has a
+ControlNet too, and controlled.safetensors what it steers.
 """
 
 import json
@@ -19,8 +20,9 @@ import PIL.Image
 import torch
 import transformers
 from diffusers import (
-    AutoencoderKL, DDIMScheduler, EulerDiscreteScheduler, PNDMScheduler, StableDiffusionImg2ImgPipeline,
-    StableDiffusionInpaintPipeline, StableDiffusionPipeline, StableDiffusionXLPipeline, UNet2DConditionModel,
+    AutoencoderKL, ControlNetModel, DDIMScheduler, EulerDiscreteScheduler, PNDMScheduler, StableDiffusionControlNetPipeline,
+    StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipeline, StableDiffusionPipeline,
+    StableDiffusionXLPipeline, UNet2DConditionModel,
 )
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
@@ -108,6 +110,27 @@ def from_image(case, pipe, folder):
     write(folder / "from_image.safetensors", {k: np.asarray(v) for k, v in tensors.items()}, {"steps": 10})
 
 
+def controlled(case, pipe, folder):
+    """A ControlNet that steers the first six tenths of the steps."""
+    unet = {k: v for k, v in UNET.items() if k not in ("sample_size", "out_channels", "up_block_types")}
+    net = randomize(ControlNetModel(**unet, cross_attention_dim=16, conditioning_embedding_out_channels=(4, 8)),
+                    f"control_{case}")
+    image = rng("pipeline", case, "control").integers(0, 256, (16, 16, 3), dtype=np.uint8)
+    latents = normal(rng("pipeline", case, "latents"), (len(PROMPTS), 4, 8, 8))
+    parts = {k: v for k, v in pipe.components.items() if k != "image_encoder"}
+    steered = StableDiffusionControlNetPipeline(**parts, controlnet=net, requires_safety_checker=False)
+    steered.set_progress_bar_config(disable=True)
+    with torch.no_grad():
+        out = steered(prompt=PROMPTS, negative_prompt=[NEGATIVE] * len(PROMPTS), num_inference_steps=10,
+                      guidance_scale=GUIDANCE, image=[PIL.Image.fromarray(image)] * len(PROMPTS), height=16, width=16,
+                      latents=torch.from_numpy(latents), controlnet_conditioning_scale=0.7, control_guidance_end=0.6,
+                      output_type="latent").images
+    write(folder / "controlled.safetensors", {"in/image": image, "in/latents": latents, "out/latents": out.numpy()},
+          {"steps": 10, "scale": 0.7, "end": 0.6})
+    net.half().save_pretrained(folder / "controlnet")
+    net.float()
+
+
 def main():
     torch.set_num_threads(1)
     tokenizer = CLIPTokenizer(vocab=str(GOLDEN / "tokenizer/vocab.json"), merges=str(GOLDEN / "tokenizer/merges.txt"),
@@ -143,6 +166,8 @@ def main():
         index = {"_class_name": type(pipe).__name__} | {
             k: list(v) if isinstance(v, tuple) else v for k, v in index.items()}
         (folder / "model_index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        if case == "sd15":
+            controlled(case, pipe, folder)
         if case == "sd21":
             from_image(case, pipe, folder)
         write(folder / "io.safetensors", tensors, {

@@ -167,6 +167,7 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
         .map_err(CliError::usage)?;
     let latents = latents(&config, &model)?;
     let start_image = init_image::read(&config, &model)?;
+    let control = init_image::read_control(&config, &model)?;
 
     let start = Instant::now();
     let opened = recipe::open_session(&config)?;
@@ -183,7 +184,7 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
     let policy = options.quantization.clone();
     let traced = Traced::new(&model, options, start_image.is_some()).map_err(CliError::usage)?;
     // A checkpoint that does not fit is found before anything is compiled.
-    let files = source.open_all(&traced)?;
+    let files = source.open_all(&config, &traced)?;
     let adapter = lora::adapter(&config, &traced)?;
     if let Some(policy) = &policy {
         super::progress(&recipe::quantization_summary(policy, &traced.decisions));
@@ -214,6 +215,7 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
         zero_empty_prompts,
         image: start_image.as_ref().map(|start| &start.image),
         mask: start_image.as_ref().and_then(|start| start.mask.as_ref()),
+        control: control.as_ref(),
         latents: latents.as_ref(),
     };
     let Made { images, phases, .. } = pipeline

@@ -1,4 +1,4 @@
-//! The picture that `generate` starts from, and its mask.
+//! Pictures that `generate` is given: the one to start from, its mask, and what steers a ControlNet.
 
 use std::path::Path;
 
@@ -7,7 +7,9 @@ use image::{DynamicImage, ImageReader, Limits};
 
 use crate::config::Config;
 use crate::host_tensor::HostTensor;
+use crate::pipelines::canny::{THRESHOLDS, canny};
 use crate::pipelines::model::DiffusionModel;
+use crate::pipelines::text_to_image::ControlImage;
 
 use super::CliError;
 
@@ -71,6 +73,53 @@ pub fn read(config: &Config, model: &DiffusionModel) -> Result<Option<InitImage>
     Ok(Some(InitImage {
         image: HostTensor::from_f32([1, 3, height, width], &values).map_err(CliError::failed)?,
         mask,
+    }))
+}
+
+/// Reads `controlnet_image`, scaled to the size of the pictures; `None` without it.
+///
+/// # Errors
+/// When the model has no ControlNet, the file is no picture that can be read, or the range is empty.
+pub fn read_control(
+    config: &Config,
+    model: &DiffusionModel,
+) -> Result<Option<ControlImage>, CliError> {
+    if config.controlnet_image.is_empty() {
+        return Ok(None);
+    }
+    if model.controlnet.is_none() {
+        return Err(CliError::Usage(format!(
+            "controlnet_image={}: only models of latents that are read from files take a ControlNet",
+            config.controlnet_image
+        )));
+    }
+    let range = [config.control_guidance_start, config.control_guidance_end];
+    if range[0] >= range[1] {
+        return Err(CliError::Usage(format!(
+            "control_guidance_start={} is not below control_guidance_end={}: the ControlNet would never steer",
+            range[0], range[1]
+        )));
+    }
+    let [height, width] = model.image_size;
+    let picture = open("controlnet_image", &config.controlnet_image)?
+        .resize_exact(width as u32, height as u32, FilterType::Lanczos3)
+        .to_rgb8()
+        .into_raw();
+    let picture = match config.controlnet_canny {
+        true => canny(&picture, [height, width], THRESHOLDS).map_err(CliError::failed)?,
+        false => picture,
+    };
+    let plane = height * width;
+    let mut values = vec![0.0; 3 * plane];
+    for (at, pixel) in picture.chunks_exact(3).enumerate() {
+        for (channel, byte) in pixel.iter().enumerate() {
+            values[channel * plane + at] = f32::from(*byte) / 255.0;
+        }
+    }
+    Ok(Some(ControlImage {
+        image: HostTensor::from_f32([1, 3, height, width], &values).map_err(CliError::failed)?,
+        scale: config.controlnet_conditioning_scale as f32,
+        range,
     }))
 }
 

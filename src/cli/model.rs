@@ -8,6 +8,7 @@ use serde_json::{Map, Value};
 use crate::config::{self, Config};
 use crate::data::Tokenizer;
 use crate::models::clip::ClipTextConfig;
+use crate::models::controlnet::{ControlNetConfig, ROOT as CONTROLNET};
 use crate::models::unet::{ROOT as UNET, UNet2DConditionConfig};
 use crate::models::vae::{AutoencoderKlConfig, ROOT as VAE};
 use crate::nn::{Precision, Remat};
@@ -26,6 +27,9 @@ use super::{CliError, recipe};
 
 /// The parts of a VAE: what encodes, and what decodes.
 const VAE_PARTS: [&str; 4] = ["encoder.", "quant_conv.", "decoder.", "post_quant_conv."];
+
+/// Keys and dimensions of the weights that a program has of one part of a model.
+type Expected<'a> = Vec<(&'a str, &'a [usize])>;
 
 /// Where weights come from.
 pub enum Source {
@@ -146,18 +150,25 @@ impl Source {
     ///
     /// # Errors
     /// When a part is missing, or its tensors are not those of the program.
-    pub fn open_all(&self, traced: &Traced) -> Result<Files<'_>, CliError> {
+    pub fn open_all(&self, config: &Config, traced: &Traced) -> Result<Files<'_>, CliError> {
         let mut files = HashMap::new();
+        let mut parts: Vec<(&str, Expected<'_>)> = Vec::new();
         for graph in traced.graphs() {
-            let expected: Vec<(String, Vec<usize>)> = graph
-                .weights()
-                .map(|(_, w)| (w.key().to_string(), w.shape.dims.clone()))
-                .collect();
-            let Some((_, first)) = graph.weights().next() else {
-                continue;
+            let first = parts.len();
+            for (_, weight) in graph.weights() {
+                let (root, key) = weight.name.split_once('/').unwrap_or(("", &weight.name));
+                let entry = (key, weight.shape.dims.as_slice());
+                match parts[first..].iter_mut().find(|(known, _)| *known == root) {
+                    Some((_, expected)) => expected.push(entry),
+                    None => parts.push((root, vec![entry])),
+                }
+            }
+        }
+        for (root, expected) in parts {
+            let file = match root {
+                CONTROLNET => File::Own(open_controlnet(config)?),
+                _ => self.open(root)?,
             };
-            let (root, _) = first.name.split_once('/').unwrap_or(("", &first.name));
-            let file = self.open(root)?;
             if let Err(mut error) = match_parameters(&expected, file.checkpoint()) {
                 // Drawing uses a half of the VAE, or both.
                 let has = |part: &str| expected.iter().any(|(key, _)| key.starts_with(part));
@@ -230,6 +241,28 @@ impl Files<'_> {
     pub fn get(&self, root: &str) -> Option<&Checkpoint> {
         self.files.get(root).map(File::checkpoint)
     }
+}
+
+fn open_controlnet(config: &Config) -> Result<Checkpoint, CliError> {
+    Checkpoint::open(Path::new(&config.controlnet_model_name_or_path)).map_err(CliError::failed)
+}
+
+/// The ControlNet that `controlnet_image` steers.
+fn controlnet(config: &Config) -> Result<Option<ControlNetConfig>, CliError> {
+    if config.controlnet_image.is_empty() {
+        return Ok(None);
+    }
+    let name = &config.controlnet_model_name_or_path;
+    let path = Path::new(name).join("config.json");
+    let text = std::fs::read_to_string(&path).map_err(|e| {
+        CliError::Usage(format!(
+            "controlnet_model_name_or_path={name}: {}: {e}; name the folder of a ControlNet in diffusers' layout",
+            path.display()
+        ))
+    })?;
+    ControlNetConfig::from_json(&text)
+        .map(Some)
+        .map_err(CliError::usage)
 }
 
 fn family(family: config::ModelFamily) -> Option<Family> {
@@ -309,6 +342,7 @@ fn published(
         unet,
         text_encoders,
         vae: Some(vae),
+        controlnet: controlnet(config)?,
         precision,
         remat: Remat::None,
         scheduler: recipe::scheduler_of(config, given, source.scheduler.as_ref())?,

@@ -503,6 +503,7 @@ impl Samples<'_> {
                     guidance_rescale: 0.0,
                     zero_empty_prompts: false,
                     image: None,
+                    control: None,
                     mask: None,
                     latents: None,
                 },

@@ -23,7 +23,6 @@ const DENOISE: &[Verb] = &[Verb::Generate, Verb::Compile, Verb::Lower];
 
 const OTHER_DATASETS: &str = "only the dataset types of MaxDiffusion that are not here yet (tf, hf, tfrecord, grain) read it";
 const DREAMBOOTH: &str = "only DreamBooth training reads it, which is not here yet";
-const CONTROLNET: &str = "only ControlNet generation reads it, which is not here yet";
 const LOCAL_MODELS: &str = "models are read from local folders in diffusers' safetensors";
 const IMAGE_FOLDER: &str = "metadata.jsonl has the fields file_name and text, as in an image folder of the datasets library";
 const FLASH: &str = "only flash attention reads it, and attention is computed as dot_product here";
@@ -361,14 +360,24 @@ schema! {
         lightning_from_pt: bool = true, NoEffect("SDXL-Lightning is not here yet"), GENERATE;
         /// LoRA adapters to generate with.
         lora_config: LoraConfig = LoraConfig::default(), Used, GENERATE;
-        /// ControlNet model.
-        controlnet_model_name_or_path: String = "diffusers/controlnet-canny-sdxl-1.0".into(), NoEffect(CONTROLNET), GENERATE;
+        /// Picture that steers the ControlNet, scaled to the size of the images. Empty: no ControlNet.
+        controlnet_image: String = String::new(), Used, GENERATE;
+        /// Folder of the ControlNet in diffusers' layout.
+        controlnet_model_name_or_path: String = "diffusers/controlnet-canny-sdxl-1.0".into(), Used, GENERATE,
+            when "controlnet_image" |c| !c.controlnet_image.is_empty();
         /// Whether the ControlNet's weights are PyTorch's.
-        controlnet_from_pt: bool = true, NoEffect(CONTROLNET), GENERATE;
+        controlnet_from_pt: bool = true, NoEffect("safetensors are read alike, whoever wrote them"), GENERATE;
         /// Strength of the ControlNet.
-        controlnet_conditioning_scale: f64 = 0.5, NoEffect(CONTROLNET), GENERATE;
-        /// Image that steers the ControlNet.
-        controlnet_image: String = String::new(), NoEffect(CONTROLNET), GENERATE;
+        controlnet_conditioning_scale: f64 = 0.5, Used, GENERATE, in Between(0.0, 10.0),
+            when "controlnet_image" |c| !c.controlnet_image.is_empty();
+        /// Find the edges of `controlnet_image` first, as Canny does: what ControlNets of edges are steered by.
+        controlnet_canny: bool = false, Ours, GENERATE, when "controlnet_image" |c| !c.controlnet_image.is_empty();
+        /// Share of the steps before which the ControlNet does not steer.
+        control_guidance_start: f64 = 0.0, Ours, GENERATE, in Between(0.0, 1.0),
+            when "controlnet_image" |c| !c.controlnet_image.is_empty();
+        /// Share of the steps after which the ControlNet does not steer.
+        control_guidance_end: f64 = 1.0, Ours, GENERATE, in Between(0.0, 1.0),
+            when "controlnet_image" |c| !c.controlnet_image.is_empty();
 
         group "DreamBooth";
         /// Images of the subject.

@@ -17,8 +17,9 @@ use super::noise::NoiseGenerator;
 use super::pixels::{RGB, to_pixels};
 use super::prompt::{PromptTokens, apply_weights};
 use super::text_to_image::{
-    Conditioning, Decoder, DenoiseOptions, Denoiser, Encoder, ImageEncoder, PipelineError, Request,
-    StartImage, trace_decode, trace_denoise, trace_encode, trace_encode_image,
+    Conditioning, ControlImage, Decoder, DenoiseOptions, Denoiser, Encoder, ImageEncoder,
+    PipelineError, Request, StartImage, trace_decode, trace_denoise, trace_encode,
+    trace_encode_image,
 };
 
 /// Why pictures could not be made; the sources of weights have errors of their own.
@@ -52,6 +53,8 @@ pub struct DrawOptions<'a> {
     pub image: Option<&'a HostTensor>,
     /// `f32[1, 1, rows, columns]` of latents: 1 where the picture is drawn anew.
     pub mask: Option<&'a HostTensor>,
+    /// What steers the model's ControlNet.
+    pub control: Option<&'a ControlImage>,
     /// Unit normal noise to start from, `f32[pictures, channels, rows, columns]`, in place of the seeds'.
     pub latents: Option<&'a HostTensor>,
 }
@@ -326,6 +329,7 @@ impl Pipeline {
                 time_ids: &self.time_ids.repeat(rows),
                 generators: &mut generators[index],
                 image: starts.get(index),
+                control: options.control,
                 latents: latents.as_ref(),
                 guidance_scale: first.guidance_scale,
                 guidance_rescale: options.guidance_rescale,

@@ -3,7 +3,10 @@
 use crate::dtype::DType;
 use crate::graph::{Builder, GraphError, Tensor};
 use crate::models::clip::{ClipTextConfig, clip_text, final_layer_norm};
-use crate::models::unet::{self, AdditionEmbedType, TextTime, UNet2DConditionConfig, UNetInputs};
+use crate::models::controlnet::{self, Control, ControlNetConfig};
+use crate::models::unet::{
+    self, AdditionEmbedType, ResSamples, TextTime, UNet2DConditionConfig, UNetInputs,
+};
 use crate::models::vae::AutoencoderKlConfig;
 use crate::nn::{Precision, Remat};
 use crate::schedulers::SchedulerConfig;
@@ -23,6 +26,8 @@ pub const TEXT_ENCODER_2: &str = "text_encoder_2";
 #[derive(Clone, Debug)]
 pub struct DiffusionModel {
     pub unet: UNet2DConditionConfig,
+    /// What adds to the UNet's residuals by a picture that steers it.
+    pub controlnet: Option<ControlNetConfig>,
     /// Empty where programs take finished text embeddings. The results of several stand side by side.
     pub text_encoders: Vec<TextEncoder>,
     /// What makes pictures of the UNet's samples; `None` where samples are pixels.
@@ -177,6 +182,25 @@ impl DiffusionModel {
         tokens: usize,
     ) -> Result<(Tensor, Option<TextTime>)> {
         unet::declare_conditioning(b, &self.unet, batch, tokens, DType::F32)
+    }
+
+    /// What the ControlNet adds to the UNet for `inputs`; `None` without one.
+    ///
+    /// # Errors
+    /// When an input's shape does not fit, or the ControlNet is one of another UNet.
+    pub fn control(
+        &self,
+        b: &Builder,
+        inputs: &UNetInputs,
+        declare: impl FnOnce(&ControlNetConfig) -> Result<Control>,
+    ) -> Result<Option<ResSamples>> {
+        let Some(config) = &self.controlnet else {
+            return Ok(None);
+        };
+        let control = declare(config)?;
+        let root = controlnet::ROOT;
+        controlnet::controlnet(b, root, config, inputs, control, self.precision, self.remat)
+            .map(Some)
     }
 
     /// The UNet's prediction for `inputs`, in `f32`.

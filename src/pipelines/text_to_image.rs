@@ -9,6 +9,7 @@ use crate::dtype::DType;
 use crate::emit::DotPrecision;
 use crate::graph::{Builder, Comparison, Graph, GraphError, Reduction, Tensor};
 use crate::host_tensor::{HostTensor, HostTensorError};
+use crate::models::controlnet::Control;
 use crate::models::unet::UNetInputs;
 use crate::models::vae;
 use crate::quant::{self, Decision, Policy, QuantError};
@@ -32,13 +33,17 @@ pub mod names {
     pub const ENCODER_HIDDEN_STATES: &str = "encoder_hidden_states";
     pub const TEXT_EMBEDS: &str = "text_embeds";
     pub const TIME_IDS: &str = "time_ids";
+    /// The picture that steers a ControlNet, `f32[rows, 3, height, width]` in [0, 1], and how strongly.
+    pub const CONTROL_IMAGE: &str = "control_image";
+    pub const CONTROL_SCALE: &str = "control_scale";
     /// What is decoded, and the pictures made of it; and the other way round.
     pub const LATENTS: &str = "latents";
     pub const IMAGES: &str = "images";
 }
 
 /// The inputs of the denoising step that are known before its first run.
-const REQUEST: [&str; 3] = [
+const REQUEST: [&str; 4] = [
+    names::CONTROL_IMAGE,
     names::ENCODER_HIDDEN_STATES,
     names::TEXT_EMBEDS,
     names::TIME_IDS,
@@ -120,16 +125,24 @@ pub fn trace_denoise(
     } else {
         scaled
     };
-    let mut output = model.predict(
-        &b,
-        UNetInputs {
-            sample: model_sample,
-            timestep: b.broadcast_to(timestep, &[rows])?,
-            encoder_hidden_states,
-            text_time,
-            additional_residuals: None,
-        },
-    )?;
+    let mut inputs = UNetInputs {
+        sample: model_sample,
+        timestep: b.broadcast_to(timestep, &[rows])?,
+        encoder_hidden_states,
+        text_time,
+        additional_residuals: None,
+    };
+    inputs.additional_residuals = model.control(&b, &inputs, |config| {
+        let [image_height, image_width] = model.image_size;
+        let channels = config.condition.conditioning_channels;
+        let image = Shape::new(DType::F32, [rows, channels, image_height, image_width]);
+        let axes = [Some("activation_batch"), None, None, None];
+        Ok(Control {
+            image: b.input(names::CONTROL_IMAGE, image, &axes)?,
+            scale: scalar(names::CONTROL_SCALE)?,
+        })
+    })?;
+    let mut output = model.predict(&b, inputs)?;
     if options.guidance {
         let scale = scalar(names::GUIDANCE_SCALE)?;
         let rescale = scalar(names::GUIDANCE_RESCALE)?;
@@ -411,6 +424,28 @@ pub struct StartImage {
     pub mask: Option<HostTensor>,
 }
 
+/// A picture that steers a ControlNet.
+#[derive(Clone, Debug)]
+pub struct ControlImage {
+    /// `f32[1, 3, height, width]` in [0, 1].
+    pub image: HostTensor,
+    pub scale: f32,
+    /// The share of the steps before which, and after which, it does not steer.
+    pub range: [f64; 2],
+}
+
+impl ControlImage {
+    /// The scale in step `step` of `steps`: diffusers' `control_guidance_start` and `control_guidance_end`.
+    fn scale_at(&self, step: usize, steps: usize) -> f32 {
+        let [start, end] = self.range;
+        let share = |step: usize| step as f64 / steps as f64;
+        match share(step) < start || share(step + 1) > end {
+            true => 0.0,
+            false => self.scale,
+        }
+    }
+}
+
 /// The images of one call: as many as the denoiser's batch.
 #[derive(Debug)]
 pub struct Request<'a> {
@@ -421,6 +456,8 @@ pub struct Request<'a> {
     /// One for each image: its noise depends on its seed alone.
     pub generators: &'a mut [NoiseGenerator],
     pub image: Option<&'a StartImage>,
+    /// For a model with a ControlNet.
+    pub control: Option<&'a ControlImage>,
     /// Unit normal noise to start from, in place of the seeds'.
     pub latents: Option<&'a HostTensor>,
     pub guidance_scale: f32,
@@ -497,6 +534,13 @@ impl Denoiser {
                 &HostTensor::from_f32([rows, ids], request.time_ids)?,
             )?;
         }
+        if let Some(control) = request.control {
+            let mut dims = control.image.shape.dims.clone();
+            dims[0] = rows;
+            let shape = control.image.shape.with_dims(dims);
+            let data = control.image.data.repeat(rows);
+            set(names::CONTROL_IMAGE, &HostTensor::new(shape, data)?)?;
+        }
         for (name, value) in [
             (names::GUIDANCE_SCALE, request.guidance_scale),
             (names::GUIDANCE_RESCALE, request.guidance_rescale),
@@ -554,6 +598,10 @@ impl Denoiser {
             };
             for (name, value) in step_inputs(step)? {
                 set(name, &value)?;
+            }
+            if let Some(control) = request.control {
+                let scale = control.scale_at(done, request.plan.steps.len());
+                set(names::CONTROL_SCALE, &HostTensor::from_f32([], &[scale])?)?;
             }
             if step.is_noisy() {
                 let noise = HostTensor::from_f32(self.sample_dims, &fresh())?;
