@@ -116,6 +116,14 @@ impl GenerateArgs {
         Ok((config, given))
     }
 
+    /// Whether the command line gives `key`.
+    fn says(&self, key: &str) -> bool {
+        let words = self.recipe.overrides.iter();
+        words
+            .filter_map(|word| word.split_once('='))
+            .any(|(said, _)| said == key)
+    }
+
     /// What of the command line is needed to make the pictures again, beside their own settings.
     fn options(&self) -> BTreeMap<String, String> {
         self.recipe
@@ -140,17 +148,24 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
     let out = config.run_dir().join("images");
     prepare_output_dir(&out).map_err(CliError::failed)?;
     let source = Source::find(&config, &args.recipe.config)?;
-    if config.held_out_prompts > 0
-        && args
-            .recipe
-            .overrides
-            .iter()
-            .any(|o| o.starts_with("prompt="))
-    {
+    if config.held_out_prompts > 0 && args.says("prompt") {
         return Err(CliError::Usage(
             "prompt has no effect with held_out_prompts, which draws captions of the dataset: give one of the two"
                 .to_string(),
         ));
+    }
+    if !config.prompts_file.is_empty() {
+        for (key, is_given) in [
+            ("prompt", args.says("prompt")),
+            ("held_out_prompts", config.held_out_prompts > 0),
+        ] {
+            if is_given {
+                return Err(CliError::Usage(format!(
+                    "{key} has no effect with prompts_file={}, whose lines are the prompts: give one of the two",
+                    config.prompts_file
+                )));
+            }
+        }
     }
     let Drawn {
         model,

@@ -12,14 +12,14 @@ use crate::quant::Decision;
 use crate::runtime::{Array, Prepared, Session, Slot, StagedProgram, StagedTimings, Value};
 use crate::schedulers::SamplingPlan;
 
+use super::latents::{Decoder, ImageEncoder, trace_decode, trace_encode_image};
 use super::model::DiffusionModel;
 use super::noise::NoiseGenerator;
 use super::pixels::{RGB, to_pixels};
 use super::prompt::{PromptTokens, apply_weights};
 use super::text_to_image::{
-    Conditioning, ControlImage, Decoder, DenoiseOptions, Denoiser, Encoder, ImageEncoder,
-    PipelineError, Request, StartImage, trace_decode, trace_denoise, trace_encode,
-    trace_encode_image,
+    Conditioning, ControlImage, DenoiseOptions, Denoiser, Encoder, PipelineError, Request,
+    StartImage, trace_denoise, trace_encode,
 };
 
 /// Why pictures could not be made; the sources of weights have errors of their own.

@@ -3,6 +3,7 @@
 pub mod canny;
 pub mod image_file;
 pub mod images;
+pub mod latents;
 pub mod model;
 pub mod noise;
 pub mod pixels;
