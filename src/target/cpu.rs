@@ -1,7 +1,7 @@
 //! XLA's CPU back end.
 
 use crate::dtype::DType;
-use crate::graph::{Builder, ConvDims, ConvLayout, DotDims, Graph, GraphError, Op, Tensor};
+use crate::graph::{Builder, ConvDims, ConvLayout, DotDims, Graph, GraphError, Op, PadDim, Tensor};
 
 type Result<T> = std::result::Result<T, GraphError>;
 
@@ -9,6 +9,9 @@ type Result<T> = std::result::Result<T, GraphError>;
 ///
 /// Integer convolutions get channels-last images and a kernel `[spatial.., input, output]`: those run on vector
 /// instructions, any other layout on a scalar loop 20 to 40 times slower.
+///
+/// bf16 convolutions of many channels become a sum of dots of shifted images: the back end has a bf16 kernel for dots, and
+/// none for convolutions.
 ///
 /// bf16 dots with an f32 result stay as they are where they are plain matrix products; any other gets f32 operands,
 /// which changes no value: the back end's fallback for them has no such kernel and fails when it runs.
@@ -25,6 +28,13 @@ pub fn for_cpu(graph: &Graph) -> Result<Graph> {
             let (lhs, rhs, inner) = channels_last(b, operands[0], operands[1], dims)?;
             let y = b.convolution(lhs, rhs, inner, *result)?;
             from_channels_last(b, y, &dims.out).map(Some)
+        }
+        Op::Convolution {
+            dims,
+            quant: None,
+            result: DType::F32,
+        } if b.dtype(operands[0]) == DType::BF16 && is_sum_of_dots(b, operands, dims) => {
+            shifted_dots(b, operands, dims, &node.shape.dims).map(Some)
         }
         Op::DotGeneral {
             dims,
@@ -49,6 +59,85 @@ fn is_matrix_product(b: &Builder, operands: &[Tensor], dims: &DotDims) -> bool {
         && rhs.len() == 2
         && rows > 1
         && rhs.iter().all(|size| *size > 1)
+}
+
+/// Input channels from which dots of shifted images are faster than a convolution in bf16 (docs/performance.md).
+const WIDE: usize = 128;
+
+/// Whether a convolution moves over every pixel of channels-last images of many channels.
+fn is_sum_of_dots(b: &Builder, operands: &[Tensor], dims: &ConvDims) -> bool {
+    let is_one = |n: &usize| *n == 1;
+    let image = ConvLayout::channels_last(2);
+    let lhs = b.dims(operands[0]);
+    dims.lhs == image
+        && dims.out == image
+        && dims.strides.iter().all(is_one)
+        && dims.lhs_dilation.iter().all(is_one)
+        && dims.rhs_dilation.iter().all(is_one)
+        && is_one(&dims.feature_groups)
+        && is_one(&dims.batch_groups)
+        && dims
+            .padding
+            .iter()
+            .all(|(low, high)| *low >= 0 && *high >= 0)
+        && lhs[3] >= WIDE
+        && lhs[..3].iter().product::<usize>() > 1
+}
+
+/// The sum over the places of the kernel of the image, moved there, times the kernel's matrix of that place.
+fn shifted_dots(
+    b: &Builder,
+    operands: &[Tensor],
+    dims: &ConvDims,
+    result: &[usize],
+) -> Result<Tensor> {
+    let &[batch, rows, columns, features] = result else {
+        return Err(b.invalid("a convolution of images has four dimensions"));
+    };
+    let to_last = [
+        dims.rhs.spatial[0],
+        dims.rhs.spatial[1],
+        dims.rhs.feature,
+        dims.rhs.batch,
+    ];
+    let kernel = b.transpose(operands[1], &to_last)?;
+    let [height, width, channels] = [0, 1, 2].map(|d| b.dims(kernel)[d]);
+    let side = |(low, high): (i64, i64)| PadDim {
+        low,
+        high,
+        interior: 0,
+    };
+    let none = PadDim::default();
+    let padding = [none, side(dims.padding[0]), side(dims.padding[1]), none];
+    let image = match padding.iter().all(|p| *p == none) {
+        true => operands[0],
+        false => b.pad(operands[0], 0.0, &padding)?,
+    };
+    let mut sum = None;
+    for y in 0..height {
+        for x in 0..width {
+            let moved = b.slice_dim(image, 1, y, y + rows)?;
+            let moved = b.slice_dim(moved, 2, x, x + columns)?;
+            let moved = b.reshape(moved, &[batch * rows * columns, channels])?;
+            let matrix = b.slice_dim(kernel, 0, y, y + 1)?;
+            let matrix = b.slice_dim(matrix, 1, x, x + 1)?;
+            let matrix = b.reshape(matrix, &[channels, features])?;
+            let product = DotDims {
+                lhs_contract: vec![1],
+                rhs_contract: vec![0],
+                ..DotDims::default()
+            };
+            let part = b.dot_general(moved, matrix, product, DType::F32)?;
+            sum = Some(match sum {
+                None => part,
+                Some(sum) => b.add(sum, part)?,
+            });
+        }
+    }
+    match sum {
+        Some(sum) => b.reshape(sum, result),
+        None => Err(b.invalid("a convolution whose kernel has no place")),
+    }
 }
 
 /// `[spatial.., input, output]`
@@ -203,5 +292,46 @@ mod tests {
         let graph = convolution(DType::F32, DType::F32, first, last);
         let rewritten = for_cpu(&graph).unwrap();
         assert_eq!(rewritten.nodes.len(), graph.nodes.len());
+    }
+
+    /// 3x3 and 1x1 kernels over 128 channels; the sums of a dot and of a convolution differ in their order alone.
+    #[test]
+    fn wide_bf16_convolutions_become_dots_and_keep_their_values() {
+        for (side, padding) in [(3, 1), (1, 0)] {
+            let b = Builder::new();
+            let shape = |dims: [usize; 4]| Shape::new(DType::BF16, dims);
+            let x = b.input("x", shape([2, 4, 3, WIDE]), &[]).unwrap();
+            let w = b.input("w", shape([5, WIDE, side, side]), &[]).unwrap();
+            let dims = ConvDims {
+                lhs: ConvLayout::channels_last(2),
+                rhs: ConvLayout::channels_first(2),
+                out: ConvLayout::channels_last(2),
+                strides: vec![1; 2],
+                padding: vec![(padding, padding); 2],
+                lhs_dilation: vec![1; 2],
+                rhs_dilation: vec![1; 2],
+                feature_groups: 1,
+                batch_groups: 1,
+            };
+            let y = b.convolution(x, w, dims, DType::F32).unwrap();
+            b.output("y", y, None).unwrap();
+            let graph = b.finish();
+            let rewritten = for_cpu(&graph).unwrap();
+            let named = |name: &str| {
+                rewritten
+                    .nodes
+                    .iter()
+                    .filter(|n| n.op.name() == name)
+                    .count()
+            };
+            assert_eq!(named("convolution"), 0);
+            assert_eq!(named("dot_general"), side * side);
+            let inputs: Vec<HostTensor> = graph.inputs.iter().map(|i| counting(&i.shape)).collect();
+            // Integers below 2^24 are exact in float32, whatever the order of the sum.
+            assert_eq!(
+                evaluate(&rewritten, &inputs).unwrap(),
+                evaluate(&graph, &inputs).unwrap()
+            );
+        }
     }
 }
