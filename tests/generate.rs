@@ -121,11 +121,20 @@ fn bad_input_is_named() {
     assert!(found.contains("strength: has no effect"), "{found}");
     let found = with(&["(word:heavy)", "prompt=(word:1.2.3)"]);
     assert!(found.contains("key=value"), "{found}");
+    let found = with(&["controlnet_image=x.png"]);
+    assert!(found.contains("controlnet_image: has no effect"), "{found}");
+    let found = with(&["use_controlnet=True", "controlnet_image=x.png"]);
+    assert!(found.contains("name the folder of a ControlNet"), "{found}");
     let prompts = format!("prompts_file={}", file("prompts.txt", b"a cat --w 99\n"));
-    let found = with(&[&prompts]);
+    let found = error(2, &[&prompts, "height=16", "width=16"]);
     assert!(found.contains("--w 99"), "{found}");
-    let short = ["prompts_file=/nowhere.txt"];
-    assert!(with(&short).contains("/nowhere.txt"));
+    let lines = error(2, &["prompts_file=/nowhere.txt", "height=16", "width=16"]);
+    assert!(lines.contains("/nowhere.txt"), "{lines}");
+    let found = with(&[&prompts]);
+    assert!(
+        found.contains("prompt has no effect with prompts_file"),
+        "{found}"
+    );
 
     let folder = format!("pretrained_model_name_or_path={}", dir.path().display());
     let found = error(1, &["prompt=x", &folder]);

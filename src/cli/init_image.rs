@@ -76,7 +76,7 @@ pub fn read(config: &Config, model: &DiffusionModel) -> Result<Option<InitImage>
     }))
 }
 
-/// Reads `controlnet_image`, scaled to the size of the pictures; `None` without it.
+/// Reads `controlnet_image`, scaled to the size of the pictures; `None` without `use_controlnet`.
 ///
 /// # Errors
 /// When the model has no ControlNet, the file is no picture that can be read, or the range is empty.
@@ -84,7 +84,7 @@ pub fn read_control(
     config: &Config,
     model: &DiffusionModel,
 ) -> Result<Option<ControlImage>, CliError> {
-    if config.controlnet_image.is_empty() {
+    if !config.use_controlnet {
         return Ok(None);
     }
     if model.controlnet.is_none() {

@@ -247,9 +247,9 @@ fn open_controlnet(config: &Config) -> Result<Checkpoint, CliError> {
     Checkpoint::open(Path::new(&config.controlnet_model_name_or_path)).map_err(CliError::failed)
 }
 
-/// The ControlNet that `controlnet_image` steers.
+/// The ControlNet, if the configuration uses one.
 fn controlnet(config: &Config) -> Result<Option<ControlNetConfig>, CliError> {
-    if config.controlnet_image.is_empty() {
+    if !config.use_controlnet {
         return Ok(None);
     }
     let name = &config.controlnet_model_name_or_path;

@@ -360,24 +360,26 @@ schema! {
         lightning_from_pt: bool = true, NoEffect("SDXL-Lightning is not here yet"), GENERATE;
         /// LoRA adapters to generate with.
         lora_config: LoraConfig = LoraConfig::default(), Used, GENERATE;
-        /// Picture that steers the ControlNet, scaled to the size of the images. Empty: no ControlNet.
-        controlnet_image: String = String::new(), Used, GENERATE;
+        /// Steer by a picture through a ControlNet.
+        use_controlnet: bool = false, Ours, GENERATE;
+        /// Picture that steers the ControlNet, scaled to the size of the images.
+        controlnet_image: String = String::new(), Used, GENERATE, when "use_controlnet=True" |c| c.use_controlnet;
         /// Folder of the ControlNet in diffusers' layout.
         controlnet_model_name_or_path: String = "diffusers/controlnet-canny-sdxl-1.0".into(), Used, GENERATE,
-            when "controlnet_image" |c| !c.controlnet_image.is_empty();
+            when "use_controlnet=True" |c| c.use_controlnet;
         /// Whether the ControlNet's weights are PyTorch's.
         controlnet_from_pt: bool = true, NoEffect("safetensors are read alike, whoever wrote them"), GENERATE;
         /// Strength of the ControlNet.
         controlnet_conditioning_scale: f64 = 0.5, Used, GENERATE, in Between(0.0, 10.0),
-            when "controlnet_image" |c| !c.controlnet_image.is_empty();
+            when "use_controlnet=True" |c| c.use_controlnet;
         /// Find the edges of `controlnet_image` first, as Canny does: what ControlNets of edges are steered by.
-        controlnet_canny: bool = false, Ours, GENERATE, when "controlnet_image" |c| !c.controlnet_image.is_empty();
+        controlnet_canny: bool = false, Ours, GENERATE, when "use_controlnet=True" |c| c.use_controlnet;
         /// Share of the steps before which the ControlNet does not steer.
         control_guidance_start: f64 = 0.0, Ours, GENERATE, in Between(0.0, 1.0),
-            when "controlnet_image" |c| !c.controlnet_image.is_empty();
+            when "use_controlnet=True" |c| c.use_controlnet;
         /// Share of the steps after which the ControlNet does not steer.
         control_guidance_end: f64 = 1.0, Ours, GENERATE, in Between(0.0, 1.0),
-            when "controlnet_image" |c| !c.controlnet_image.is_empty();
+            when "use_controlnet=True" |c| c.use_controlnet;
 
         group "DreamBooth";
         /// Images of the subject.
