@@ -152,7 +152,8 @@ impl HostTensor {
             DType::S64 => write(&|v, d| d.extend((v as i64).to_le_bytes())),
             DType::U64 => write(&|v, d| d.extend((v as u64).to_le_bytes())),
             DType::F16 => write(&|v, d| d.extend(f16::from_f64(v).to_le_bytes())),
-            DType::BF16 => write(&|v, d| d.extend(bf16::from_f64(v).to_le_bytes())),
+            // By way of f32: from_f64 looks at the upper half of the number only, and misses what breaks a tie.
+            DType::BF16 => write(&|v, d| d.extend(bf16::from_f32(v as f32).to_le_bytes())),
             DType::F32 => write(&|v, d| d.extend((v as f32).to_le_bytes())),
             DType::F64 => write(&|v, d| d.extend(v.to_le_bytes())),
             to @ (DType::S4
@@ -192,6 +193,11 @@ mod tests {
         let t = HostTensor::from_f32([3], &[1.0 + 2f32.powi(-8), -2.5, 3.75]).unwrap();
         let bf = t.convert(DType::BF16).unwrap();
         assert_eq!(bf.to_f32_vec().unwrap(), vec![1.0, -2.5, 3.75]);
+        // Just past such a half: it rounds away from the even one.
+        let past = f32::from_bits(0xBEBC_8001);
+        let rounded = HostTensor::from_f32([1], &[past]).unwrap();
+        let rounded = rounded.convert(DType::BF16).unwrap();
+        assert_eq!(rounded.data, 0xBEBDu16.to_le_bytes());
         let ints = t.convert(DType::S8).unwrap();
         assert_eq!(ints.to_f32_vec().unwrap(), vec![1.0, -2.0, 3.0]);
     }
