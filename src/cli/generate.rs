@@ -73,12 +73,7 @@ impl GenerateArgs {
         };
         let settings = read_settings(path).map_err(CliError::usage)?;
         let mut recipe = self.recipe.clone();
-        let said: Vec<String> = recipe
-            .overrides
-            .iter()
-            .filter_map(|word| word.split_once('=').map(|(key, _)| key.to_string()))
-            .collect();
-        let is_free = |key: &str| !said.iter().any(|said| said == key);
+        let is_free = |key: &str| !self.says(key);
         let numbers = [
             ("seed", settings.seed.to_string()),
             ("num_inference_steps", settings.steps.to_string()),

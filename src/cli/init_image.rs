@@ -41,23 +41,12 @@ pub fn read(config: &Config, model: &DiffusionModel) -> Result<Option<InitImage>
         )));
     }
     let [height, width] = model.image_size;
-    // As diffusers' VaeImageProcessor does it.
-    let picture = open("image", &config.image)?
-        .resize_exact(width as u32, height as u32, FilterType::Lanczos3)
-        .to_rgb8();
-    let plane = height * width;
-    let mut values = vec![0.0; 3 * plane];
-    for (at, pixel) in picture.pixels().enumerate() {
-        for (channel, byte) in pixel.0.iter().enumerate() {
-            values[channel * plane + at] = f32::from(*byte) / 127.5 - 1.0;
-        }
-    }
+    let picture = open("image", &config.image, model)?.to_rgb8();
+    let image = planes(&picture, model.image_size, |byte| byte / 127.5 - 1.0)?;
     let mask = match config.mask_image.as_str() {
         "" => None,
         path => {
-            let mask = open("mask_image", path)?
-                .resize_exact(width as u32, height as u32, FilterType::Lanczos3)
-                .to_luma8();
+            let mask = open("mask_image", path, model)?.to_luma8();
             let [rows, columns] = model.sample_size;
             let (scale_y, scale_x) = (height / rows.max(1), width / columns.max(1));
             let values: Vec<f32> = (0..rows * columns)
@@ -70,10 +59,7 @@ pub fn read(config: &Config, model: &DiffusionModel) -> Result<Option<InitImage>
             Some(HostTensor::from_f32([1, 1, rows, columns], &values).map_err(CliError::failed)?)
         }
     };
-    Ok(Some(InitImage {
-        image: HostTensor::from_f32([1, 3, height, width], &values).map_err(CliError::failed)?,
-        mask,
-    }))
+    Ok(Some(InitImage { image, mask }))
 }
 
 /// Reads `controlnet_image`, scaled to the size of the pictures; `None` without `use_controlnet`.
@@ -100,30 +86,38 @@ pub fn read_control(
             range[0], range[1]
         )));
     }
-    let [height, width] = model.image_size;
-    let picture = open("controlnet_image", &config.controlnet_image)?
-        .resize_exact(width as u32, height as u32, FilterType::Lanczos3)
+    let picture = open("controlnet_image", &config.controlnet_image, model)?
         .to_rgb8()
         .into_raw();
     let picture = match config.controlnet_canny {
-        true => canny(&picture, [height, width], THRESHOLDS).map_err(CliError::failed)?,
+        true => canny(&picture, model.image_size, THRESHOLDS).map_err(CliError::failed)?,
         false => picture,
     };
-    let plane = height * width;
-    let mut values = vec![0.0; 3 * plane];
-    for (at, pixel) in picture.chunks_exact(3).enumerate() {
-        for (channel, byte) in pixel.iter().enumerate() {
-            values[channel * plane + at] = f32::from(*byte) / 255.0;
-        }
-    }
     Ok(Some(ControlImage {
-        image: HostTensor::from_f32([1, 3, height, width], &values).map_err(CliError::failed)?,
+        image: planes(&picture, model.image_size, |byte| byte / 255.0)?,
         scale: config.controlnet_conditioning_scale as f32,
         range,
     }))
 }
 
-fn open(key: &str, path: &str) -> Result<DynamicImage, CliError> {
+/// `f32[1, 3, height, width]` of RGB bytes, each through `value`.
+fn planes(
+    rgb: &[u8],
+    [height, width]: [usize; 2],
+    value: impl Fn(f32) -> f32,
+) -> Result<HostTensor, CliError> {
+    let plane = height * width;
+    let mut values = vec![0.0; 3 * plane];
+    for (at, pixel) in rgb.chunks_exact(3).enumerate() {
+        for (channel, byte) in pixel.iter().enumerate() {
+            values[channel * plane + at] = value(f32::from(*byte));
+        }
+    }
+    HostTensor::from_f32([1, 3, height, width], &values).map_err(CliError::failed)
+}
+
+/// The picture at `path`, scaled to the size of the model's pictures as diffusers' `VaeImageProcessor` does it.
+fn open(key: &str, path: &str, model: &DiffusionModel) -> Result<DynamicImage, CliError> {
     let failed = |reason: String| CliError::Usage(format!("{key}={path}: {reason}"));
     let mut reader = ImageReader::open(Path::new(path))
         .and_then(ImageReader::with_guessed_format)
@@ -133,9 +127,11 @@ fn open(key: &str, path: &str) -> Result<DynamicImage, CliError> {
     limits.max_image_height = Some(LONGEST_SIDE);
     limits.max_alloc = Some(MOST_MEMORY);
     reader.limits(limits);
-    reader.decode().map_err(|e| {
+    let picture = reader.decode().map_err(|e| {
         failed(format!(
             "not a picture that can be read (PNG, JPEG or WebP): {e}"
         ))
-    })
+    })?;
+    let [height, width] = model.image_size;
+    Ok(picture.resize_exact(width as u32, height as u32, FilterType::Lanczos3))
 }

@@ -327,8 +327,8 @@ fn published(
     for (encoder, tokenizer) in text_encoders.iter().zip(&tokenizers) {
         recipe::check_tokenizer(&encoder.config, tokenizer)?;
     }
-    let image_size = image_size(config, vae.spatial_multiple())?;
     let scale = vae.spatial_multiple();
+    let image_size = image_size(config, scale)?;
     let precision = recipe::precision(config);
     let model = DiffusionModel {
         sample_size: image_size.map(|side| side / scale),

@@ -317,7 +317,7 @@ impl Pipeline {
             if self.guidance && options.zero_empty_prompts {
                 let rows = batch.iter().enumerate();
                 let empty = rows.filter(|(_, p)| p.negative_is_empty);
-                conditioning.zero(empty.map(|(row, _)| 2 * row))?;
+                conditioning.zero(empty.map(|(row, _)| 2 * row));
             }
             let latents = match options.latents {
                 Some(all) => Some(self.rows_of(all, at.start, batch.len())?),

@@ -353,10 +353,7 @@ impl Conditioning {
     }
 
     /// Sets everything of the rows in `rows` to zero: what SDXL was trained to take for no prompt at all.
-    ///
-    /// # Errors
-    /// None for `f32`.
-    pub fn zero(&mut self, rows: impl Iterator<Item = usize>) -> Result<(), HostTensorError> {
+    pub fn zero(&mut self, rows: impl Iterator<Item = usize>) {
         let rows: Vec<usize> = rows.collect();
         for tensor in [Some(&mut self.hidden), self.pooled.as_mut()]
             .into_iter()
@@ -367,7 +364,6 @@ impl Conditioning {
                 tensor.data[row * bytes..(row + 1) * bytes].fill(0);
             }
         }
-        Ok(())
     }
 }
 
