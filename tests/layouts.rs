@@ -697,7 +697,7 @@ fn convert_takes_a_name_on_the_hub_from_the_cache() {
     let output = convert("some/model", &[&format!("revision={COMMIT}")]);
     assert!(output.status.success(), "{}", stderr(&output));
     let source = ModelSource::open(&out).unwrap();
-    assert_eq!(source.family, Family::Sd2);
+    assert_eq!(source.layout, Layout::Pipeline);
     assert_eq!(source.components.len(), 3);
 }
 

@@ -40,7 +40,7 @@ pub fn find(
             true => CliError::usage(error),
             false => CliError::failed(error),
         })?;
-    tracing::info!("{repo} is commit {}", fetched.commit);
+    tracing::debug!("{repo} is commit {}", fetched.commit);
     Ok(Some(Found {
         repo,
         path: fetched.path,

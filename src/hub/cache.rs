@@ -196,7 +196,7 @@ fn beside(path: &Path) -> PathBuf {
 }
 
 /// The files below a folder, with slashes; links count as what they lead to.
-fn files_below(dir: &Path) -> io::Result<BTreeSet<String>> {
+pub(super) fn files_below(dir: &Path) -> io::Result<BTreeSet<String>> {
     fn walk(
         dir: &Path,
         prefix: &str,

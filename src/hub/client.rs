@@ -316,6 +316,9 @@ impl<'a> Client<'a> {
                 ureq::Error::BadUri(reason) => Failure::Final(bad(reason)),
                 // Wrong certificates do not become right.
                 ureq::Error::Rustls(error) => Failure::Final(bad(error.to_string())),
+                ureq::Error::Io(error) if error.kind() == io::ErrorKind::InvalidData => {
+                    Failure::Final(bad(error.to_string()))
+                }
                 other => Failure::Transient {
                     reason: other.to_string(),
                     wait: None,

@@ -70,14 +70,16 @@ impl<'a> Download<'a> {
         for name in names {
             if !snapshot.join(name).is_file() {
                 let info = self.info(name, progress)?;
-                missing.push((name, info));
+                let to_come = self.to_come(&info);
+                missing.push((name, info, to_come));
             }
         }
         if missing.is_empty() {
             return Ok(());
         }
-        let lengths = missing.iter().map(|(_, info)| self.to_come(info));
-        let bytes = lengths.sum();
+        let lengths = missing.iter().map(|(_, _, to_come)| *to_come);
+        // Sizes are what a server says.
+        let bytes = lengths.fold(0, u64::saturating_add);
         self.check_space(bytes)?;
         progress(Progress::Start {
             commit: self.commit,
@@ -85,8 +87,7 @@ impl<'a> Download<'a> {
             bytes,
         });
         let mut done = 0;
-        for (name, info) in missing {
-            let to_come = self.to_come(&info);
+        for (name, info, to_come) in missing {
             progress(Progress::File {
                 name,
                 bytes: info.size,

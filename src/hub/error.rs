@@ -107,7 +107,9 @@ pub enum HubError {
         reason: String,
         attempts: u32,
     },
-    #[error("{url} does not answer as the hub does: {reason}; check HF_ENDPOINT")]
+    #[error(
+        "{url} does not answer as the hub does: {reason}; check HF_ENDPOINT, and SSL_CERT_FILE where a proxy reads along"
+    )]
     Answer { url: String, reason: String },
     #[error("{url} redirects to {location}, which is not followed: {reason}")]
     Redirect {

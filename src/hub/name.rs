@@ -23,10 +23,7 @@ const FILE_ENDINGS: [&str; 11] = [
 
 /// The name of a repository on the hub, `organization/name`.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct RepoId {
-    organization: String,
-    name: String,
-}
+pub struct RepoId(String);
 
 impl RepoId {
     /// Takes `organization/name` apart. `None` for what is none: paths that are absolute or start with a dot, have
@@ -47,26 +44,23 @@ impl RepoId {
                 // It stands for the slash in names of folders of the cache.
                 && !part.contains("--")
         };
-        (fine(organization) && fine(name)).then(|| RepoId {
-            organization: organization.to_owned(),
-            name: name.to_owned(),
-        })
+        (fine(organization) && fine(name)).then(|| RepoId(text.to_owned()))
     }
 
     /// The second half.
     pub fn name(&self) -> &str {
-        &self.name
+        self.0.split_once('/').map_or(&self.0, |(_, name)| name)
     }
 
     /// Its folder in a cache.
     pub(super) fn folder(&self) -> String {
-        format!("models--{}--{}", self.organization, self.name)
+        format!("models--{}", self.0.replace('/', "--"))
     }
 }
 
 impl fmt::Display for RepoId {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        write!(f, "{}/{}", self.organization, self.name)
+        f.write_str(&self.0)
     }
 }
 
