@@ -120,10 +120,19 @@ pub fn fetch(
     // Last, so that a name never means a snapshot that is not whole.
     cache.write_ref(revision, &commit)?;
     Ok(Fetched {
-        path: cache.snapshot(&commit).join(&plan.open),
+        path: opened(cache.snapshot(&commit), &plan),
         downloaded: download.received(),
         commit,
     })
+}
+
+/// What to open of a snapshot.
+fn opened(snapshot: PathBuf, plan: &Plan) -> PathBuf {
+    match plan.open.is_empty() {
+        // Joined, it would leave a slash at the end.
+        true => snapshot,
+        false => snapshot.join(&plan.open),
+    }
 }
 
 enum Cached {
@@ -162,8 +171,8 @@ fn cached(
     let snapshot = cache.snapshot(&commit);
     let read = &mut |name: &str| cache::read(&snapshot.join(name));
     match select::plan(wanted, &listing, read) {
-        Ok(Plan { open, .. }) => Ok(Cached::Whole(Fetched {
-            path: snapshot.join(open),
+        Ok(plan) => Ok(Cached::Whole(Fetched {
+            path: opened(snapshot, &plan),
             commit,
             downloaded: 0,
         })),
