@@ -290,7 +290,8 @@ fn controlnet(config: &Config) -> Result<Option<ControlNetConfig>, CliError> {
     let path = Path::new(name).join("config.json");
     let text = std::fs::read_to_string(&path).map_err(|e| {
         CliError::Usage(format!(
-            "controlnet_model_name_or_path={name}: {}: {e}; name the folder of a ControlNet in diffusers' layout",
+            "controlnet_model_name_or_path={name}: {}: {e}; name the folder of a ControlNet in diffusers' layout \
+             or a repository on the hub",
             path.display()
         ))
     })?;
