@@ -30,6 +30,13 @@ use super::CliError;
 /// The key of the noise schedule.
 pub const SCHEDULER: &str = "diffusion_scheduler_config";
 
+/// The keys that space noise levels, of which a sampler reads all or none.
+const SIGMA_SPACINGS: [&str; 3] = [
+    "use_karras_sigmas",
+    "use_exponential_sigmas",
+    "use_beta_sigmas",
+];
+
 /// Tokens of a prompt where no text encoder says otherwise: CLIP's.
 pub const CLIP_TOKENS: usize = 77;
 
@@ -99,7 +106,11 @@ pub fn scheduler_of(
     }
     let scheduler = SchedulerConfig::from_map(&fields).map_err(CliError::usage)?;
     for name in changed {
-        if !scheduler.kind.reads(&name) {
+        // Loading the configuration has told of those that its own sampler does not read, and `check_sampler_keys` refuses
+        // spacings.
+        let is_new = config.scheduler.is_none_or(|sampler| sampler.reads(&name));
+        let is_refused = SIGMA_SPACINGS.contains(&name.as_str());
+        if is_new && !is_refused && !scheduler.kind.reads(&name) {
             super::tell(&format!(
                 "warning: {SCHEDULER}.{name} has no effect: {} does not read it",
                 scheduler.kind.name()
@@ -135,6 +146,7 @@ fn scheduler_fields(config: &Config) -> Map<String, Value> {
         "set_alpha_to_one": from.set_alpha_to_one,
         "use_karras_sigmas": from.use_karras_sigmas,
         "use_exponential_sigmas": from.use_exponential_sigmas,
+        "use_beta_sigmas": from.use_beta_sigmas,
         "algorithm_type": from.algorithm_type.name(),
         "solver_order": from.solver_order,
         "final_sigmas_type": from.final_sigmas_type.name(),
@@ -152,6 +164,37 @@ fn scheduler_fields(config: &Config) -> Map<String, Value> {
         Value::Object(fields) => fields,
         _ => Map::new(),
     }
+}
+
+/// Refuses what the sampler does not read, where only the model's files say which sampler it is: where the
+/// configuration says it, loading it has refused this already.
+///
+/// # Errors
+/// Names the key and the samplers that read it.
+pub fn check_sampler_keys(config: &Config, scheduler: &SchedulerConfig) -> Result<(), CliError> {
+    let from = &config.diffusion_scheduler_config;
+    let own = config::Sampler::ALL
+        .iter()
+        .find(|sampler| kind(**sampler) == scheduler.kind);
+    let [karras, exponential, beta] = SIGMA_SPACINGS;
+    for (name, is_asked) in [
+        (karras, from.use_karras_sigmas),
+        (exponential, from.use_exponential_sigmas),
+        (beta, from.use_beta_sigmas),
+        ("eta", config.eta != 0.0),
+    ] {
+        if is_asked && config.scheduler.is_none() && own.is_some_and(|s| !s.reads(name)) {
+            let read_by = config::Sampler::ALL.iter().filter(|s| s.reads(name));
+            let read_by: Vec<&str> = read_by.map(|s| s.name()).collect();
+            return Err(CliError::Usage(format!(
+                "{name} has no effect: the model's own sampler, {}, does not read it; leave it out, or give scheduler= one \
+                 of {}",
+                scheduler.kind.name(),
+                read_by.join(", ")
+            )));
+        }
+    }
+    Ok(())
 }
 
 /// The coefficients of `steps` steps of the configured sampler.
@@ -712,6 +755,21 @@ mod tests {
             assert_eq!(timesteps(&config), Timesteps::Weighted(expected));
         }
     }
+    #[test]
+    fn keys_need_the_samplers_that_read_them() {
+        for sampler in config::Sampler::ALL {
+            let kind = kind(*sampler);
+            // `steps_offset` needs `timestep_spacing=leading`, which says as much.
+            for name in scheduler_fields(&Config::default()).keys() {
+                // Training reads these with any sampler.
+                let of_all = ["clip_sample", "rescale_betas_zero_snr"].contains(&name.as_str());
+                if !of_all && name != "steps_offset" {
+                    assert_eq!(sampler.reads(name), kind.reads(name), "{sampler}: {name}");
+                }
+            }
+        }
+    }
+
     #[test]
     fn auto_takes_the_first_hardware_whose_plugin_is_here() {
         use PluginKind::{Cpu, Cuda, Tpu};

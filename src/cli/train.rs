@@ -121,6 +121,7 @@ pub fn run(args: &TrainArgs) -> Result<ExitCode, CliError> {
     if config.sample_every > 0 {
         // What the first grid of samples would find wrong is found before an hour of training.
         let steps = config.num_inference_steps as usize;
+        recipe::check_sampler_keys(&config, &model.scheduler)?;
         recipe::sampling_plan(&config, &model.scheduler, steps)?;
     }
     let tokenizer =

@@ -317,6 +317,12 @@ impl Config {
         self.scheduler.unwrap_or_default()
     }
 
+    /// Whether the sampler reads this key ([`Sampler::reads`]), as far as the configuration says which it is:
+    /// where it does not, the model's own files may.
+    pub(super) fn sampler_reads(&self, key: &str) -> bool {
+        self.scheduler.is_none_or(|sampler| sampler.reads(key))
+    }
+
     /// What the UNet predicts; as the known model does when nothing is said, else epsilon.
     pub fn prediction(&self) -> PredictionType {
         self.prediction_type

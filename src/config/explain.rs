@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use serde_json::{Value, json};
 
-use super::field::{Key, Schema, Status, Ty, nearest, show};
+use super::field::{Key, Schema, Status, Ty, Verb, nearest, show};
 use super::schema::Config;
 
 /// A key by its dotted path.
@@ -112,6 +112,55 @@ pub fn explain_json(path: &str) -> Result<Value, String> {
 /// The names of all keys, in the schema's order.
 pub fn names() -> Vec<&'static str> {
     Config::KEYS.iter().map(|k| k.name).collect()
+}
+
+/// What `word`, a part of `KEY=VALUE`, may be the beginning of: `KEY=` of the keys that have an effect (on the verb, if one
+/// is given), and behind the `=` the values of a key where they are known; each with the first sentence of what the key
+/// means.
+pub fn complete(word: &str, verb: Option<Verb>) -> Vec<(String, String)> {
+    let has_effect = |key: &Key| {
+        matches!(key.status, Status::Used | Status::Ours)
+            && verb.is_none_or(|verb| key.verbs.contains(&verb))
+    };
+    let first_sentence = |key: &Key| {
+        let text = doc(key);
+        let end = text.find(". ").map_or(text.len(), |at| at + 1);
+        text[..end].to_owned()
+    };
+    if let Some((path, start)) = word.split_once('=') {
+        let Ok(key) = look_up(path) else {
+            return Vec::new();
+        };
+        let values = values(key.ty).into_iter();
+        return values
+            .filter(|value| value.starts_with(start))
+            .map(|value| (format!("{path}={value}"), first_sentence(key)))
+            .collect();
+    }
+    let mut found = Vec::new();
+    for key in Config::KEYS.iter().filter(|key| has_effect(key)) {
+        match key.ty {
+            Ty::Dict(inner) => {
+                let inner = inner.iter().filter(|key| has_effect(key));
+                found.extend(
+                    inner.map(|k| (format!("{}.{}=", key.name, k.name), first_sentence(k))),
+                );
+            }
+            _ => found.push((format!("{}=", key.name), first_sentence(key))),
+        }
+    }
+    found.retain(|(key, _)| key.starts_with(word));
+    found
+}
+
+/// The values of a type of which there are few.
+fn values(ty: Ty) -> Vec<&'static str> {
+    match ty {
+        Ty::Bool => vec!["True", "False"],
+        Ty::Choice(names) => names.iter().copied().filter(|n| !n.is_empty()).collect(),
+        Ty::Optional(inner) => values(*inner),
+        _ => Vec::new(),
+    }
 }
 
 /// The names of all keys under their headings, one a line.

@@ -475,6 +475,9 @@ macro_rules! choices {
             /// The valid names, one for each variant.
             pub const NAMES: &'static [&'static str] = &[$($text),+];
 
+            /// All of them, in the order of their names.
+            pub const ALL: &'static [$name] = &[$($name::$variant),+];
+
             /// The name as a configuration writes it.
             pub fn name(self) -> &'static str {
                 match self {

@@ -17,7 +17,7 @@ mod yaml;
 
 pub use check::{Derived, check_local_shard_count};
 pub use error::{ConfigError, ConfigErrors, Place, Problem};
-pub use explain::{explain, explain_json, list, names, write_markdown};
+pub use explain::{complete, explain, explain_json, list, names, write_markdown};
 pub use field::Verb;
 pub use load::Loaded;
 pub use model::builtin_unet_config;

@@ -330,7 +330,8 @@ schema! {
         /// Denoising steps.
         num_inference_steps: u64 = 20, Used, TRAIN_GENERATE, in Between(1.0, 1000.0);
         /// Fresh noise that DDIM and TCD add in each step, as a share of what keeps the noise level.
-        eta: f64 = 0.0, Ours, GENERATE, in Between(0.0, 1.0);
+        eta: f64 = 0.0, Ours, GENERATE, in Between(0.0, 1.0),
+            when "scheduler=ddim or tcd" |c| c.sampler_reads("eta");
         /// How much of a guided output's deviation is brought back to that of the prompt alone (Lin et al. 2023,
         /// section 3.4).
         guidance_rescale: f64 = 0.0, Used, GENERATE, in Between(0.0, 1.0),
@@ -429,7 +430,8 @@ schema! {
         /// Make the last timestep pure noise (Lin et al. 2023, section 3.1).
         rescale_zero_terminal_snr: bool = false, Used, PROGRAM;
         /// Which timesteps the sampler visits. Empty: leading.
-        timestep_spacing: Option<TimestepSpacing> = Some(TimestepSpacing::Trailing), Used, TRAIN_GENERATE;
+        timestep_spacing: Option<TimestepSpacing> = Some(TimestepSpacing::Trailing), Used, TRAIN_GENERATE,
+            when "another scheduler than dpm_singlestep, lcm or tcd" |c| c.sampler_reads("timestep_spacing");
         /// Added to the timesteps of leading spacing.
         steps_offset: u64 = 1, Ours, TRAIN_GENERATE, in Between(0.0, 1_000_000.0),
             when "diffusion_scheduler_config.timestep_spacing=leading" |c| c.timestep_spacing() == TimestepSpacing::Leading;
@@ -446,17 +448,29 @@ schema! {
         /// How the variance grows between them.
         beta_schedule: BetaSchedule = BetaSchedule::ScaledLinear, Ours, PROGRAM;
         /// Space the noise levels as Karras et al. 2022 do.
-        use_karras_sigmas: bool = false, Ours, TRAIN_GENERATE;
+        use_karras_sigmas: bool = false, Ours, TRAIN_GENERATE,
+            when "scheduler=euler, heun, kdpm2, kdpm2_ancestral, lms, dpm_multistep, dpm_singlestep or unipc"
+            |c| c.sampler_reads("use_karras_sigmas");
         /// Space the logarithms of the noise levels evenly.
-        use_exponential_sigmas: bool = false, Ours, TRAIN_GENERATE;
+        use_exponential_sigmas: bool = false, Ours, TRAIN_GENERATE,
+            when "scheduler=euler, heun, kdpm2, kdpm2_ancestral, lms, dpm_multistep, dpm_singlestep or unipc"
+            |c| c.sampler_reads("use_exponential_sigmas");
+        /// Space the noise levels by the quantiles of a beta distribution (Lee et al. 2024).
+        use_beta_sigmas: bool = false, Ours, TRAIN_GENERATE,
+            when "scheduler=euler, heun, kdpm2, kdpm2_ancestral, lms, dpm_multistep, dpm_singlestep or unipc"
+            |c| c.sampler_reads("use_beta_sigmas");
         /// DPM-Solver++, or the same with fresh noise.
-        algorithm_type: AlgorithmType = AlgorithmType::DpmSolverPlusPlus, Ours, TRAIN_GENERATE;
+        algorithm_type: AlgorithmType = AlgorithmType::DpmSolverPlusPlus, Ours, TRAIN_GENERATE,
+            when "scheduler=dpm_multistep or dpm_singlestep" |c| c.sampler_reads("algorithm_type");
         /// Order of DPM-Solver and UniPC.
-        solver_order: u64 = 2, Ours, TRAIN_GENERATE, in Between(1.0, 3.0);
+        solver_order: u64 = 2, Ours, TRAIN_GENERATE, in Between(1.0, 3.0),
+            when "scheduler=dpm_multistep, dpm_singlestep or unipc" |c| c.sampler_reads("solver_order");
         /// Where the last step goes.
-        final_sigmas_type: FinalSigmas = FinalSigmas::Zero, Ours, TRAIN_GENERATE;
-        /// DDIM and PNDM: whether the last step goes to the clean image instead of the first training timestep.
-        set_alpha_to_one: bool = false, Ours, TRAIN_GENERATE;
+        final_sigmas_type: FinalSigmas = FinalSigmas::Zero, Ours, TRAIN_GENERATE,
+            when "scheduler=euler, dpm_multistep, dpm_singlestep or unipc" |c| c.sampler_reads("final_sigmas_type");
+        /// Whether the last step goes to the clean image instead of the first training timestep.
+        set_alpha_to_one: bool = false, Ours, TRAIN_GENERATE,
+            when "scheduler=ddim or pndm" |c| c.sampler_reads("set_alpha_to_one");
         /// Clip the predicted image to [-1, 1] at each step (for models of pixels).
         clip_sample: bool = false, Ours, PROGRAM;
     }

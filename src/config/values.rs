@@ -133,6 +133,27 @@ choices! {
     }
 }
 
+impl Sampler {
+    /// Whether the sampler reads this key, which is `eta` or one of `diffusion_scheduler_config`. Keys that make the noise
+    /// schedule are read by all; for the others this is what diffusers' classes have (`crate::schedulers::SchedulerKind::reads`).
+    pub fn reads(self, key: &str) -> bool {
+        use Sampler::*;
+        match key {
+            "use_karras_sigmas" | "use_exponential_sigmas" | "use_beta_sigmas" => matches!(
+                self,
+                Euler | Heun | Kdpm2 | Kdpm2Ancestral | Lms | DpmMultistep | DpmSinglestep | UniPc
+            ),
+            "algorithm_type" => matches!(self, DpmMultistep | DpmSinglestep),
+            "solver_order" => matches!(self, DpmMultistep | DpmSinglestep | UniPc),
+            "final_sigmas_type" => matches!(self, Euler | DpmMultistep | DpmSinglestep | UniPc),
+            "set_alpha_to_one" => matches!(self, Ddim | Pndm),
+            "timestep_spacing" => !matches!(self, DpmSinglestep | Lcm | Tcd),
+            "eta" => matches!(self, Ddim | Tcd),
+            _ => true,
+        }
+    }
+}
+
 choices! {
     /// DPM-Solver's equation, by diffusers' names.
     pub enum AlgorithmType {
