@@ -735,3 +735,69 @@ fn lower_obeys_the_topology_and_refuses_what_it_does_not_read() {
         );
     }
 }
+
+/// Values beyond half precision's are an error that names them, and no folder is left.
+#[test]
+fn convert_does_not_make_infinities() {
+    let dir = tempfile::tempdir().unwrap();
+    let source = dir.path().join("source");
+    copy(&golden("pipeline_sd21"), &source);
+    let weights = source.join("unet/diffusion_pytorch_model.safetensors");
+    let file = Checkpoint::open(&weights).unwrap();
+    let mut tensors: Vec<(String, HostTensor)> = file
+        .names()
+        .map(|name| (name.to_owned(), file.read(name).unwrap()))
+        .collect();
+    let (name, tensor) = tensors
+        .iter_mut()
+        .find(|(name, _)| name == "conv_in.weight")
+        .unwrap();
+    let mut values = tensor.to_f32_vec().unwrap();
+    (values[0], values[3], values[5]) = (65504.0, 65536.0, -1e30);
+    // The source's own infinity is not of the conversion's making.
+    values[7] = f32::INFINITY;
+    let dims: [usize; 4] = tensor.shape.dims.clone().try_into().unwrap();
+    let name = name.clone();
+    *tensor = HostTensor::from_f32(dims, &values).unwrap();
+    let views = tensors.iter().map(|(name, tensor)| TensorView {
+        name,
+        dtype: tensor.shape.dtype,
+        dims: &tensor.shape.dims,
+        data: &tensor.data,
+    });
+    save(&weights, views, &BTreeMap::new()).unwrap();
+
+    let convert = |dtype: &str| {
+        let output = dir.path().join("out");
+        let mut command = program(["convert"]);
+        command
+            .arg(&source)
+            .arg(output)
+            .arg(dtype)
+            .output()
+            .unwrap()
+    };
+    let refused = convert("dtype=fp16");
+    let found = text(&refused.stderr);
+    assert_eq!(refused.status.code(), Some(1), "{found}");
+    let expected = format!(
+        "2 values of 1 tensors are too large for f16 and would become infinite: unet/{name} (2)"
+    );
+    assert!(found.contains(&expected), "{found}");
+    assert!(found.contains("convert with dtype=bf16"), "{found}");
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1);
+    let done = convert("dtype=bf16");
+    assert!(done.status.success(), "{}", text(&done.stderr));
+}
+
+fn copy(from: &Path, to: &Path) {
+    std::fs::create_dir(to).unwrap();
+    for entry in std::fs::read_dir(from).unwrap() {
+        let entry = entry.unwrap();
+        let to = to.join(entry.file_name());
+        match entry.file_type().unwrap().is_dir() {
+            true => copy(&entry.path(), &to),
+            false => drop(std::fs::copy(entry.path(), to).unwrap()),
+        }
+    }
+}

@@ -23,6 +23,7 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value};
 
 use super::{Checkpoint, WeightsError};
+use crate::dtype::DType;
 use crate::schedulers::scheduler_fields;
 
 pub(crate) use folder::{check_class, family, is_null, no_unet};
@@ -215,6 +216,19 @@ pub enum SourceError {
         path: PathBuf,
         part: Part,
         has: Vec<String>,
+    },
+    #[error(
+        "{path}: {} values of {} tensors are too large for {dtype} and would become infinite: {}; nothing was written; \
+         convert with dtype=bf16 or dtype=fp32, or leave dtype out",
+        tensors.iter().map(|(_, count)| count).sum::<usize>(),
+        tensors.len(),
+        list(&tensors.iter().map(|(name, count)| format!("{name} ({count})")).collect::<Vec<_>>())
+    )]
+    Overflow {
+        path: PathBuf,
+        dtype: DType,
+        /// Names with their part, and how many of their values.
+        tensors: Vec<(String, usize)>,
     },
     #[error("{path}: exists already; choose another name or remove it")]
     Exists { path: PathBuf },

@@ -5,12 +5,14 @@ use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
+use half::{bf16, f16};
 use rustix::fs::{CWD, RenameFlags, renameat_with};
 use rustix::io::Errno;
 use serde_json::{Map, Value, json};
 
 use super::{Component, Family, ModelSource, Part, SourceError, io_error};
 use crate::dtype::DType;
+use crate::host_tensor::HostTensor;
 use crate::weights::save::{check_free_space, parent_of, sync_dir, write_error};
 use crate::weights::{TensorSpec, save_streaming};
 
@@ -31,7 +33,8 @@ impl ModelSource {
     /// The folder appears under its name when all of it is on disk; after an error there is none.
     ///
     /// # Errors
-    /// When something of that name exists, or a file cannot be read or written.
+    /// When something of that name exists, a file cannot be read or written, or finite values would become infinite in
+    /// `dtype`: [`SourceError::Overflow`] names all such tensors.
     pub fn write_pipeline(
         &self,
         dir: &Path,
@@ -59,10 +62,19 @@ impl ModelSource {
         check_free_space(dir, parent, written.iter().map(|w| w.bytes).sum())?;
 
         let temp = TempDir::create(dir)?;
+        let mut overflown = Vec::new();
         for (part, specs) in &specs {
             if let Some(component) = self.components.get(part) {
-                write_part(&temp.path.join(part.name()), *part, component, specs)?;
+                let folder = temp.path.join(part.name());
+                overflown.extend(write_part(&folder, *part, component, specs)?);
             }
+        }
+        if let (Some(dtype), false) = (dtype, overflown.is_empty()) {
+            return Err(SourceError::Overflow {
+                path: self.path.clone(),
+                dtype,
+                tensors: overflown,
+            });
         }
         if let Some(config) = &self.scheduler {
             let folder = temp.path.join("scheduler");
@@ -170,12 +182,13 @@ fn specs(component: &Component, dtype: Option<DType>) -> Vec<TensorSpec> {
         .collect()
 }
 
+/// Writes a part; the tensors whose values became infinite, and how many did.
 fn write_part(
     folder: &Path,
     part: Part,
     component: &Component,
     specs: &[TensorSpec],
-) -> Result<(), SourceError> {
+) -> Result<Vec<(String, usize)>, SourceError> {
     make_dir(folder)?;
     write_json(&folder.join("config.json"), &component.config)?;
     let file = match part {
@@ -184,11 +197,43 @@ fn write_part(
     };
     // What PyTorch's readers of the format look for.
     let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
+    let mut overflown = Vec::new();
     save_streaming(&folder.join(file), specs, &metadata, |spec| {
         let tensor = component.checkpoint.read_as(&spec.name, spec.shape.dtype)?;
+        if has_infinity(&tensor) {
+            // Those that were infinite before are the source's own.
+            let whole = component.checkpoint.read(&spec.name)?.to_f64_vec()?;
+            let cast = tensor.to_f32_vec()?;
+            let pairs = cast.iter().zip(&whole);
+            let count = pairs
+                .filter(|(cast, whole)| cast.is_infinite() && whole.is_finite())
+                .count();
+            if count > 0 {
+                overflown.push((format!("{part}/{}", spec.name), count));
+            }
+        }
         Ok(tensor.data.into())
     })?;
-    Ok(())
+    Ok(overflown)
+}
+
+/// Whether a value is infinite; of the types that weights are converted to.
+fn has_infinity(tensor: &HostTensor) -> bool {
+    let halves = |infinity: u16| {
+        let values = tensor.data.as_chunks().0.iter();
+        values
+            .map(|bytes| u16::from_le_bytes(*bytes) & 0x7fff)
+            .any(|bits| bits == infinity)
+    };
+    match tensor.shape.dtype {
+        DType::F16 => halves(f16::INFINITY.to_bits()),
+        DType::BF16 => halves(bf16::INFINITY.to_bits()),
+        DType::F32 => {
+            let mut values = tensor.data.as_chunks().0.iter();
+            values.any(|bytes| f32::from_le_bytes(*bytes).is_infinite())
+        }
+        _ => false,
+    }
 }
 
 fn make_dir(path: &Path) -> Result<(), SourceError> {
