@@ -15,6 +15,10 @@ fn golden(name: &str) -> PathBuf {
 
 /// `generate` with the recorded SD 2.x pipeline, and `words` after its own.
 fn generate(out: &Path, words: &[&str]) -> Output {
+    command(out, words).output().unwrap()
+}
+
+fn command(out: &Path, words: &[&str]) -> Command {
     // Finds the plugin, or says how to install it.
     common::cpu_plugin();
     let recipe = Path::new(env!("CARGO_MANIFEST_DIR")).join("configs/base21.yml");
@@ -43,7 +47,7 @@ fn generate(out: &Path, words: &[&str]) -> Output {
             command.arg(format!("{key}{value}"));
         }
     }
-    command.output().unwrap()
+    command
 }
 
 fn json(output: &Output) -> Value {
@@ -122,6 +126,21 @@ fn bad_input_is_named() {
     assert!(found.contains("not a picture that can be read"), "{found}");
     let found = with(&["strength=0.5"]);
     assert!(found.contains("strength: has no effect"), "{found}");
+    let picture = dir.path().join("cut.png");
+    image::RgbImage::new(16, 16).save(&picture).unwrap();
+    let bytes = std::fs::read(&picture).unwrap();
+    let cut = format!("image={}", file("cut.png", &bytes[..bytes.len() - 20]));
+    let found = with(&[&cut]);
+    assert!(found.contains("or a damaged one"), "{found}");
+    let found = error(2, &["--from-image", cut.trim_start_matches("image=")]);
+    assert!(found.contains("damaged or cut off?"), "{found}");
+    let found = error(2, &["--from-image", "/nowhere.png"]);
+    assert!(
+        found.contains("cannot open /nowhere.png: No such"),
+        "{found}"
+    );
+    let found = with(&["scheduler=eulr"]);
+    assert!(found.contains("did you mean euler?"), "{found}");
     let found = with(&["(word:heavy)", "prompt=(word:1.2.3)"]);
     assert!(found.contains("key=value"), "{found}");
     let found = with(&["controlnet_image=x.png"]);
@@ -146,6 +165,7 @@ fn bad_input_is_named() {
 
     let folder = format!("pretrained_model_name_or_path={}", dir.path().display());
     let found = error(1, &["prompt=x", &folder]);
+    assert!(!found.contains("warning"), "{found}");
     assert!(found.contains("no model in this folder"), "{found}");
     assert!(found.contains("broken.png"), "{found}");
     let other = golden("pipeline_sdxl");
@@ -153,4 +173,174 @@ fn bad_input_is_named() {
     let found = error(2, &["prompt=x", &other, "model_family=sd2"]);
     let expected = "this is SDXL; base21.yml expects Stable Diffusion 2.x; use base_xl.yml";
     assert!(found.contains(expected), "{found}");
+}
+
+/// What a sampler does not read is refused, whether the configuration names the sampler or the model does.
+#[test]
+fn samplers_refuse_what_they_do_not_read() {
+    let with = |words: &[&str]| error(2, &[&["prompt=x", "height=16", "width=16"], words].concat());
+    for key in [
+        "diffusion_scheduler_config.use_karras_sigmas=True",
+        "diffusion_scheduler_config.use_exponential_sigmas=True",
+        "diffusion_scheduler_config.use_beta_sigmas=True",
+    ] {
+        let name = key.rsplit_once('.').unwrap().1.trim_end_matches("=True");
+        let found = with(&["scheduler=ddim", key]);
+        let expected = format!("{name}: has no effect: it needs scheduler=euler, heun,");
+        assert!(found.contains(&expected), "{found}");
+        // The recorded model's own sampler is DDIM.
+        let found = with(&[key]);
+        let expected = format!("{name} has no effect: the model's own sampler, DDIMScheduler,");
+        assert!(found.contains(&expected), "{found}");
+        assert!(found.contains("one of euler, heun,"), "{found}");
+        assert!(!found.contains("warning"), "{found}");
+    }
+    let found = with(&["scheduler=euler", "eta=0.5"]);
+    assert!(
+        found.contains("eta: has no effect: it needs scheduler=ddim or tcd"),
+        "{found}"
+    );
+    let found = with(&[
+        "scheduler=euler",
+        "diffusion_scheduler_config.solver_order=3",
+    ]);
+    assert!(found.contains("solver_order: has no effect"), "{found}");
+}
+
+/// The text of a picture under a keyword.
+fn text_of(path: &Value, keyword: &str) -> String {
+    let file = std::io::BufReader::new(std::fs::File::open(path.as_str().unwrap()).unwrap());
+    let reader = png::Decoder::new(file).read_info().unwrap();
+    let texts = &reader.info().uncompressed_latin1_text;
+    let text = texts.iter().find(|text| text.keyword == keyword);
+    text.unwrap().text.clone()
+}
+
+fn parameters(path: &Value) -> String {
+    text_of(path, "parameters")
+}
+
+/// A picture with the text that web interfaces write.
+fn foreign(path: &Path, text: &str) {
+    let file = std::fs::File::create(path).unwrap();
+    let mut encoder = png::Encoder::new(file, 16, 16);
+    encoder
+        .add_text_chunk("parameters".to_owned(), text.to_owned())
+        .unwrap();
+    let mut writer = encoder.write_header().unwrap();
+    writer.write_image_data(&[0; 256]).unwrap();
+    writer.finish().unwrap();
+}
+
+#[test]
+fn samplers_have_the_names_of_web_interfaces_and_are_repeated() {
+    let dir = tempfile::tempdir().unwrap();
+    let karras = "diffusion_scheduler_config.use_karras_sigmas=True";
+    let size = ["prompt=a cat", "height=16", "width=16"];
+    let words = [
+        "scheduler=dpm_multistep",
+        karras,
+        "num_inference_steps=3",
+        "--json",
+    ];
+    let first = json(&generate(dir.path(), &[&size[..], &words].concat()));
+    let first = &first["images"][0]["path"];
+    let text = parameters(first);
+    let expected = "\nSteps: 3, Sampler: DPM++ 2M, Schedule type: Karras, CFG scale: 7.5, ";
+    assert!(text.contains(expected), "{text}");
+
+    // A copy has the settings of the picture, so that a copy of it would be the same too.
+    let again = |path: &Value, words: &[&str]| {
+        let words = [&["--from-image", path.as_str().unwrap(), "--json"], words].concat();
+        json(&generate(dir.path(), &words))["images"][0]["path"].clone()
+    };
+    let second = again(first, &[]);
+    assert_eq!(pixels(&second), pixels(first));
+    for keyword in ["parameters", "maxdiff"] {
+        assert_eq!(text_of(&second, keyword), text_of(first, keyword));
+    }
+    // What only the picture's sampler reads goes with it.
+    let other = again(&second, &["scheduler=ddim"]);
+    assert!(parameters(&other).contains("Sampler: DDIM, Schedule type: Automatic,"));
+
+    let picture = dir.path().join("web.png");
+    let line = "CFG scale: 5, Seed: 7, Size: 16x24, Denoising strength: 0.4, Version: v1.10.1";
+    foreign(
+        &picture,
+        &format!("a (cat:1.2)\nSteps: 2, Sampler: DPM++ 2M Karras, {line}"),
+    );
+    let read = ["--from-image", picture.to_str().unwrap(), "--json"];
+    let output = generate(dir.path(), &read);
+    let told = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(told.contains("drawn by another program"), "{told}");
+    assert!(
+        told.contains("not taken over: Denoising strength: 0.4"),
+        "{told}"
+    );
+    let linspace = "diffusion_scheduler_config.timestep_spacing=linspace";
+    let same = [
+        "prompt=a (cat:1.2)",
+        "negative_prompt=",
+        "height=24",
+        "width=16",
+        "scheduler=dpm_multistep",
+        karras,
+        linspace,
+        "num_inference_steps=2",
+        "guidance_scale=5",
+        "seed=7",
+        "--json",
+    ];
+    let same = json(&generate(dir.path(), &same));
+    let found = json(&output);
+    assert_eq!(
+        pixels(&found["images"][0]["path"]),
+        pixels(&same["images"][0]["path"])
+    );
+
+    foreign(
+        &picture,
+        &format!("a cat\nSteps: 2, Sampler: DPM adaptive, {line}"),
+    );
+    let found = error(2, &read);
+    assert!(
+        found.contains("its sampler, DPM adaptive, is not here; give scheduler="),
+        "{found}"
+    );
+}
+
+/// A file that may not grow stands for a disk that is full.
+#[test]
+#[cfg(unix)]
+fn a_full_disk_is_an_error_that_leaves_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut command = command(
+        dir.path(),
+        &["prompt=x", "height=64", "width=64", "num_inference_steps=1"],
+    );
+    let mut limited = Command::new("sh");
+    limited
+        .args(["-c", "trap '' XFSZ; ulimit -f 1; exec \"$0\" \"$@\""])
+        .arg(command.get_program())
+        .args(command.get_args())
+        .envs(
+            command
+                .get_envs()
+                .filter_map(|(key, value)| Some((key, value?))),
+        )
+        .stdin(Stdio::null());
+    let output = limited.output().unwrap();
+    let found = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{found}");
+    assert!(found.contains("image-00001.png: File too large"), "{found}");
+    assert!(
+        found.contains("set output_dir to a folder on another disk"),
+        "{found}"
+    );
+    let left = std::fs::read_dir(dir.path().join("images"))
+        .unwrap()
+        .count();
+    assert_eq!(left, 0);
+    // Without the limit it is drawn.
+    assert!(command.output().unwrap().status.success());
 }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use maxdiff::data::shapes::Caption;
 use maxdiff::metrics::read_json_lines;
-use maxdiff::pipelines::image_file::read_settings;
+use maxdiff::pipelines::image_file::{Recorded, read_recorded};
 use maxdiff::weights::Checkpoint;
 
 fn maxdiff(verb: &str, out: &Path, overrides: &[&str]) -> Command {
@@ -126,7 +126,9 @@ fn a_continued_run_is_bit_for_bit_the_uninterrupted_one() {
     let pixels = |path: &Path| image::open(path).unwrap().to_rgb8();
     assert_eq!(pixels(&first), pixels(&again));
     assert_ne!(pixels(&first), pixels(&other));
-    let settings = read_settings(&first).unwrap();
+    let Recorded::Own(settings) = read_recorded(&first).unwrap() else {
+        panic!("settings of this program");
+    };
     assert_eq!(settings.seed, 3);
     assert_eq!(settings.prompt, "a large red circle on a white background");
 }

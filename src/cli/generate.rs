@@ -10,18 +10,19 @@ use image::RgbImage;
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::{Map, Value, json};
 
-use crate::config::{Config, Loaded, Verb};
+use crate::config::{Config, Loaded, Sampler, Verb};
 use crate::data::shapes::ReadScore;
 use crate::dtype::DType;
 use crate::host_tensor::HostTensor;
 use crate::pipelines::image_file::{
-    GenerationSettings, labelled_grid, prepare_output_dir, read_settings, visible_scale,
-    write_numbered,
+    GenerationSettings, Recorded, WebSampler, WebSettings, labelled_grid, prepare_output_dir,
+    read_recorded, visible_scale, write_numbered,
 };
 use crate::pipelines::images::{DrawOptions, Failure, Made, Pipeline, Traced, WeightSource};
 use crate::pipelines::model::DiffusionModel;
 use crate::pipelines::text_to_image::DenoiseOptions;
 use crate::runtime::{Array, Session, Slot};
+use crate::schedulers::SchedulerConfig;
 use crate::weights::Checkpoint;
 use crate::weights::lora::Adapter;
 
@@ -37,13 +38,17 @@ pub struct GenerateArgs {
     /// Print paths, seeds, seconds of each phase and memory as JSON
     #[arg(long)]
     json: bool,
-    /// Repeat the picture in this PNG file with the settings written into it; words on the command line go before them
+    /// Repeat the picture in this PNG file with the settings written into it, by this program or by a web interface; words on
+    /// the command line go before them
     #[arg(long, value_name = "PNG")]
     from_image: Option<PathBuf>,
 }
 
+/// What the names of keys that samplers read begin with.
+const SAMPLER_KEYS: &str = "diffusion_scheduler_config.";
+
 /// What [`GenerationSettings`] has fields of its own for, and what says nothing of the picture.
-const NOT_OPTIONS: [&str; 18] = [
+const NOT_OPTIONS: [&str; 19] = [
     "prompt",
     "prompts_file",
     "held_out_prompts",
@@ -59,6 +64,7 @@ const NOT_OPTIONS: [&str; 18] = [
     "output_dir",
     "hardware",
     "num_devices",
+    "diffusion_scheduler_config._class_name",
     "hf_access_token",
     "pretrained_model_name_or_path",
     "revision",
@@ -67,19 +73,40 @@ const NOT_OPTIONS: [&str; 18] = [
 impl GenerateArgs {
     /// The configuration; with `--from-image`, changed by what the picture says as far as the command line does not say
     /// otherwise.
-    fn load(&self) -> Result<(Config, Map<String, Value>), CliError> {
+    fn load(&self) -> Result<Settled, CliError> {
         let Some(path) = &self.from_image else {
             let Loaded { config, given, .. } = self.recipe.load_given(Verb::Generate)?;
-            return Ok((config, given));
+            let options = recorded_options(&self.recipe.overrides);
+            return Ok(Settled {
+                config,
+                given,
+                options,
+            });
         };
-        let settings = read_settings(path).map_err(CliError::usage)?;
+        let settings = match read_recorded(path).map_err(CliError::usage)? {
+            Recorded::Own(settings) => settings,
+            Recorded::Web(read) => self.of_web_interface(path, read)?,
+        };
         let mut recipe = self.recipe.clone();
-        let is_free = |key: &str| !self.says(key);
+        let sampler = self.said_sampler();
+        // What only the picture's own sampler reads goes with it.
+        let is_read = |key: &str| match (key.strip_prefix(SAMPLER_KEYS), sampler) {
+            (Some(key), Some(sampler)) => sampler.reads(key),
+            (None, Some(sampler)) => sampler.reads(key),
+            _ => true,
+        };
+        let is_free = |key: &str| !self.says(key) && is_read(key);
         let numbers = [
             ("seed", settings.seed.to_string()),
             ("num_inference_steps", settings.steps.to_string()),
             ("guidance_scale", settings.guidance_scale.to_string()),
-            ("scheduler", settings.scheduler.clone()),
+            (
+                "scheduler",
+                match sampler {
+                    Some(_) => String::new(),
+                    None => settings.scheduler.clone(),
+                },
+            ),
         ];
         let options = settings
             .options
@@ -109,7 +136,44 @@ impl GenerateArgs {
             config.height = u64::from(settings.height);
             config.width = u64::from(settings.width);
         }
-        Ok((config, given))
+        Ok(Settled {
+            config,
+            given,
+            options: recorded_options(&recipe.overrides),
+        })
+    }
+
+    /// The settings of a picture that a web interface drew; tells of what is not taken over.
+    fn of_web_interface(
+        &self,
+        path: &Path,
+        read: WebSettings,
+    ) -> Result<GenerationSettings, CliError> {
+        if let (Some(name), None) = (read.unknown_sampler, self.said_sampler()) {
+            return Err(CliError::Usage(format!(
+                "{}: its sampler, {name}, is not here; give scheduler=, or take a picture with one of {}",
+                path.display(),
+                WebSettings::samplers()
+            )));
+        }
+        super::tell(&format!(
+            "note: {} was drawn by another program: its settings are taken over, but noise and steps differ, and so will the \
+             picture",
+            path.display()
+        ));
+        for unused in read.unused {
+            super::tell(&format!("warning: not taken over: {unused}"));
+        }
+        Ok(read.settings)
+    }
+
+    /// The sampler that the command line gives.
+    fn said_sampler(&self) -> Option<Sampler> {
+        let words = self.recipe.overrides.iter().rev();
+        words
+            .filter_map(|word| word.split_once('='))
+            .find(|(key, _)| ["scheduler", "diffusion_scheduler_config._class_name"].contains(key))
+            .and_then(|(_, name)| Sampler::from_name(name))
     }
 
     /// Whether the command line gives `key`.
@@ -119,17 +183,25 @@ impl GenerateArgs {
             .filter_map(|word| word.split_once('='))
             .any(|(said, _)| said == key)
     }
+}
 
-    /// What of the command line is needed to make the pictures again, beside their own settings.
-    fn options(&self) -> BTreeMap<String, String> {
-        self.recipe
-            .overrides
-            .iter()
-            .filter_map(|word| word.split_once('='))
-            .filter(|(key, _)| !NOT_OPTIONS.contains(key))
-            .map(|(key, value)| (key.to_string(), value.to_string()))
-            .collect()
-    }
+/// What `generate` is asked for.
+struct Settled {
+    config: Config,
+    /// What the configuration says in so many words.
+    given: Map<String, Value>,
+    /// What is written into pictures, beside their own settings.
+    options: BTreeMap<String, String>,
+}
+
+/// What of the words is needed to make the pictures again, beside their own settings.
+fn recorded_options(words: &[String]) -> BTreeMap<String, String> {
+    words
+        .iter()
+        .filter_map(|word| word.split_once('='))
+        .filter(|(key, _)| !NOT_OPTIONS.contains(key))
+        .map(|(key, value)| (key.to_string(), value.to_string()))
+        .collect()
 }
 
 /// Most pictures made at once.
@@ -140,7 +212,11 @@ const MAX_BATCH: usize = 8;
 /// # Errors
 /// When the configuration is wrong, there are no weights, or a program fails.
 pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
-    let (config, given) = args.load()?;
+    let Settled {
+        config,
+        given,
+        options: recorded,
+    } = args.load()?;
     let out = config.run_dir().join("images");
     prepare_output_dir(&out).map_err(CliError::failed)?;
     if config.held_out_prompts > 0 && args.says("prompt") {
@@ -170,6 +246,7 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
         tokenizers,
         zero_empty_prompts,
     } = source.drawn(&config, &given)?;
+    recipe::check_sampler_keys(&config, &model.scheduler)?;
     let prompts = prompts::prompted(&config)?;
     let steps = prompts::step_counts(&prompts);
     let plans = steps
@@ -260,8 +337,8 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
     let written = write(
         &config,
         &source,
-        model.scheduler.kind.name(),
-        &args.options(),
+        &model.scheduler,
+        &recorded,
         &out,
         &prompts,
         &images,
@@ -371,7 +448,7 @@ struct Written {
 fn write(
     config: &Config,
     source: &Source,
-    sampler: &str,
+    scheduler: &SchedulerConfig,
     options: &BTreeMap<String, String>,
     out: &Path,
     prompts: &[Prompted],
@@ -384,7 +461,8 @@ fn write(
         seed: p.seed,
         steps: p.steps as u32,
         guidance_scale: p.guidance_scale,
-        scheduler: sampler.to_string(),
+        scheduler: scheduler.kind.name().to_string(),
+        web_sampler: Some(WebSampler::of(scheduler)),
         config: config.run_name.clone(),
         width: image.width(),
         height: image.height(),

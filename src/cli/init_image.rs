@@ -129,7 +129,7 @@ fn open(key: &str, path: &str, model: &DiffusionModel) -> Result<DynamicImage, C
     reader.limits(limits);
     let picture = reader.decode().map_err(|e| {
         failed(format!(
-            "not a picture that can be read (PNG, JPEG or WebP): {e}"
+            "not a picture that can be read (PNG, JPEG or WebP), or a damaged one: {e}"
         ))
     })?;
     let [height, width] = model.image_size;

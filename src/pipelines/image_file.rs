@@ -1,6 +1,7 @@
 //! Pictures on disk: PNG files that carry their settings, and labelled grids of them.
 
 mod settings;
+mod web_ui;
 
 use std::fs::{self, OpenOptions};
 use std::io::Write;
@@ -10,7 +11,8 @@ use font8x8::UnicodeFonts;
 use image::imageops::{self, FilterType};
 use image::{Rgb, RgbImage};
 
-pub use settings::{GenerationSettings, read_settings};
+pub use settings::{GenerationSettings, Recorded, read_recorded};
+pub use web_ui::{WebSampler, WebSettings};
 
 /// What can go wrong with a picture on disk.
 #[derive(Debug, thiserror::Error)]
@@ -23,17 +25,23 @@ pub enum ImageFileError {
         path: PathBuf,
         source: std::io::Error,
     },
-    #[error("cannot write {}: {source}", path.display())]
+    #[error("cannot write {}: {source}{}", path.display(), advice(source))]
     Write {
         path: PathBuf,
         source: std::io::Error,
     },
     #[error("cannot encode {} as png: {message}", path.display())]
     Encode { path: PathBuf, message: String },
-    #[error("cannot read {}: {message}", path.display())]
+    #[error("cannot open {}: {source}", path.display())]
+    Open {
+        path: PathBuf,
+        source: std::io::Error,
+    },
+    #[error("{} cannot be read as a PNG file; is it damaged or cut off? {message}", path.display())]
     Read { path: PathBuf, message: String },
     #[error(
-        "{} was not made by maxdiff-rs, or its settings were removed: it should have a text `maxdiff`; {found}",
+        "{} has no settings: it should have a text `maxdiff`, which this program writes, or `parameters`, which web \
+         interfaces write; {found}",
         path.display()
     )]
     NoSettings { path: PathBuf, found: String },
@@ -52,6 +60,17 @@ pub enum ImageFileError {
         scale: u32,
         message: &'static str,
     },
+}
+
+/// What to do about a disk that takes no more.
+fn advice(error: &std::io::Error) -> &'static str {
+    use std::io::ErrorKind::{FileTooLarge, QuotaExceeded, StorageFull};
+    match error.kind() {
+        StorageFull | QuotaExceeded | FileTooLarge => {
+            "; free some space, or set output_dir to a folder on another disk"
+        }
+        _ => "",
+    }
 }
 
 /// Makes the folder if need be and checks that a file can be written into it; called before work

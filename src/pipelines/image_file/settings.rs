@@ -9,6 +9,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use super::ImageFileError;
+use super::web_ui::{WebSampler, WebSettings};
 
 /// Keyword of the text that web interfaces for Stable Diffusion read.
 const PARAMETERS: &str = "parameters";
@@ -29,8 +30,11 @@ pub struct GenerationSettings {
     pub seed: u64,
     pub steps: u32,
     pub guidance_scale: f64,
-    /// Name of the sampler.
+    /// Name of the sampler: diffusers' class.
     pub scheduler: String,
+    /// The sampler as web interfaces name it; not part of what is read back.
+    #[serde(skip)]
+    pub web_sampler: Option<WebSampler>,
     /// Name of the configuration, such as `quickstart`.
     pub config: String,
     /// Size in pixels. Files of older versions do not have it: that of the picture is read instead.
@@ -52,7 +56,7 @@ pub struct GenerationSettings {
 
 impl GenerationSettings {
     /// The text under the keyword `parameters`: prompt, negative prompt and one line of settings, in
-    /// the layout of AUTOMATIC1111's web interface.
+    /// the layout of AUTOMATIC1111's web interface, with its names of samplers and schedules.
     pub fn parameters(&self) -> String {
         let mut text = self.prompt.clone();
         if !self.negative_prompt.is_empty() {
@@ -63,9 +67,14 @@ impl GenerationSettings {
             "" => &self.config,
             model => model,
         };
+        let sampler = self.web_sampler.as_ref();
         let fields = [
             ("Steps", Some(self.steps.to_string())),
-            ("Sampler", Some(self.scheduler.clone())),
+            (
+                "Sampler",
+                Some(sampler.map_or(&self.scheduler, |s| &s.name).clone()),
+            ),
+            ("Schedule type", sampler.map(|s| s.schedule.to_owned())),
             ("CFG scale", Some(self.guidance_scale.to_string())),
             ("Seed", Some(self.seed.to_string())),
             ("Size", Some(format!("{}x{}", self.width, self.height))),
@@ -111,28 +120,44 @@ fn quoted(value: &str) -> String {
     }
 }
 
-/// The settings that [`super::write_numbered`] wrote into a PNG file.
+/// What a picture says that it was made from.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Recorded {
+    /// Every setting, written by this program.
+    Own(GenerationSettings),
+    /// The text that web interfaces write.
+    Web(WebSettings),
+}
+
+/// The settings that [`super::write_numbered`] wrote into a PNG file, or else those that a web interface wrote.
 ///
 /// # Errors
-/// [`ImageFileError::Read`] for a file that is no PNG or holds more than 16 MiB of texts;
+/// [`ImageFileError::Open`]; [`ImageFileError::Read`] for a file that is no PNG or holds more than 16 MiB of texts;
 /// [`ImageFileError::NoSettings`] for one without settings, which says what texts it has;
 /// [`ImageFileError::Settings`] for settings that are not what they should be.
-pub fn read_settings(path: &Path) -> Result<GenerationSettings, ImageFileError> {
+pub fn read_recorded(path: &Path) -> Result<Recorded, ImageFileError> {
     let texts = Texts::read(path)?;
-    let json = texts.settings.as_ref();
-    let json = json.ok_or_else(|| ImageFileError::NoSettings {
+    let error = |message| ImageFileError::Settings {
         path: path.to_owned(),
-        found: texts.found(),
-    })?;
-    let mut settings: GenerationSettings =
-        serde_json::from_str(json).map_err(|e| ImageFileError::Settings {
-            path: path.to_owned(),
-            message: e.to_string(),
-        })?;
-    if (settings.width, settings.height) == (0, 0) {
-        (settings.width, settings.height) = texts.size;
+        message,
+    };
+    if let Some(json) = &texts.settings {
+        let mut settings: GenerationSettings =
+            serde_json::from_str(json).map_err(|e| error(e.to_string()))?;
+        if (settings.width, settings.height) == (0, 0) {
+            (settings.width, settings.height) = texts.size;
+        }
+        return Ok(Recorded::Own(settings));
     }
-    Ok(settings)
+    match &texts.parameters {
+        Some(text) => WebSettings::read(text, texts.size)
+            .map(Recorded::Web)
+            .map_err(|message| error(format!("text `{PARAMETERS}`: {message}"))),
+        None => Err(ImageFileError::NoSettings {
+            path: path.to_owned(),
+            found: texts.found(),
+        }),
+    }
 }
 
 /// The texts of a PNG file.
@@ -152,7 +177,10 @@ impl Texts {
             path: path.to_owned(),
             message,
         };
-        let file = File::open(path).map_err(|e| error(e.to_string()))?;
+        let file = File::open(path).map_err(|source| ImageFileError::Open {
+            path: path.to_owned(),
+            source,
+        })?;
         let limits = png::Limits {
             bytes: MAX_TEXT_BYTES,
         };
@@ -210,11 +238,6 @@ impl Texts {
         if self.keywords.len() > LISTED {
             found.push_str(&format!(" and {} more", self.keywords.len() - LISTED));
         }
-        if self.parameters.is_some() {
-            found.push_str(
-                "; `parameters` is what web interfaces write: give its values as options",
-            );
-        }
         found
     }
 }
@@ -237,7 +260,8 @@ mod tests {
             seed: u64::MAX,
             steps: 20,
             guidance_scale: 7.1,
-            scheduler: "Euler a".into(),
+            scheduler: "EulerAncestralDiscreteScheduler".into(),
+            web_sampler: None,
             config: "base_xl".into(),
             width: 512,
             height: 768,
@@ -249,6 +273,13 @@ mod tests {
 
     fn write(dir: &TempDir, settings: Option<&GenerationSettings>) -> PathBuf {
         write_numbered(dir.path(), "x", &RgbImage::new(5, 3), settings).unwrap()
+    }
+
+    fn own(path: &Path) -> GenerationSettings {
+        match read_recorded(path).unwrap() {
+            Recorded::Own(settings) => settings,
+            Recorded::Web(read) => panic!("{read:?}"),
+        }
     }
 
     /// A picture with these texts, whatever they are.
@@ -279,7 +310,7 @@ mod tests {
         ] {
             let settings = settings(prompt);
             let path = write(&dir, Some(&settings));
-            assert_eq!(read_settings(&path).unwrap(), settings);
+            assert_eq!(own(&path), settings);
             let expected = settings.parameters().replace('\0', " ");
             assert_eq!(Texts::read(&path).unwrap().parameters, Some(expected));
         }
@@ -310,13 +341,17 @@ mod tests {
             seed: 1,
             steps: 20,
             guidance_scale: 7.0,
-            scheduler: "Euler a".into(),
+            scheduler: "EulerAncestralDiscreteScheduler".into(),
+            web_sampler: Some(WebSampler {
+                name: "Euler a".into(),
+                schedule: "Uniform",
+            }),
             config: "sd15".into(),
             width: 512,
             height: 512,
             ..GenerationSettings::default()
         };
-        let line = "Steps: 20, Sampler: Euler a, CFG scale: 7, Seed: 1, Size: 512x512";
+        let line = "Steps: 20, Sampler: Euler a, Schedule type: Uniform, CFG scale: 7, Seed: 1, Size: 512x512";
         assert_eq!(
             plain.parameters(),
             format!(
@@ -348,7 +383,7 @@ mod tests {
                 .add_text_chunk(SETTINGS.into(), json.into())
                 .unwrap();
         });
-        let settings = read_settings(&path).unwrap();
+        let settings = own(&path);
         assert_eq!((settings.width, settings.height), (5, 3));
         assert_eq!((settings.seed, settings.steps), (3, 8));
     }
@@ -356,14 +391,14 @@ mod tests {
     #[test]
     fn pictures_without_settings_say_what_they_have() {
         let dir = TempDir::new().unwrap();
-        let error = |path: &Path| match read_settings(path).unwrap_err() {
+        let error = |path: &Path| match read_recorded(path).unwrap_err() {
             ImageFileError::NoSettings { found, .. } => found,
             error => panic!("{error}"),
         };
         assert_eq!(error(&write(&dir, None)), "it has no texts at all");
         let path = with_texts(&dir, |encoder| {
             let text = "a\nSteps: 3".to_owned();
-            encoder.add_text_chunk(PARAMETERS.into(), text).unwrap();
+            encoder.add_text_chunk("prompt".into(), text).unwrap();
             encoder
                 .add_itxt_chunk("workflow".into(), "{}".into())
                 .unwrap();
@@ -372,11 +407,7 @@ mod tests {
                 .unwrap();
         });
         let found = error(&path);
-        assert!(
-            found.contains("`parameters`, `workflow`, `Comment`"),
-            "{found}"
-        );
-        assert!(found.contains("web interfaces write"), "{found}");
+        assert!(found.contains("`prompt`, `workflow`, `Comment`"), "{found}");
         let many = with_texts(&dir, |encoder| {
             for k in 0..20 {
                 encoder.add_text_chunk(format!("k{k}"), "x".into()).unwrap();
@@ -390,6 +421,37 @@ mod tests {
     }
 
     #[test]
+    fn pictures_of_web_interfaces_are_read() {
+        let dir = TempDir::new().unwrap();
+        let web = |text: &str| {
+            let path = with_texts(&dir, |encoder| {
+                encoder
+                    .add_text_chunk(PARAMETERS.into(), text.into())
+                    .unwrap();
+            });
+            read_recorded(&path)
+        };
+        let read = match web("a cat\nSteps: 3, Sampler: Euler a, CFG scale: 7, Seed: 5").unwrap() {
+            Recorded::Web(read) => read,
+            Recorded::Own(settings) => panic!("{settings:?}"),
+        };
+        assert_eq!(read.settings.prompt, "a cat");
+        assert_eq!(
+            (
+                read.settings.seed,
+                read.settings.width,
+                read.settings.height
+            ),
+            (5, 5, 3)
+        );
+        let error = web("a\nSteps: 3").unwrap_err().to_string();
+        assert!(
+            error.contains("text `parameters`: `Sampler` is missing"),
+            "{error}"
+        );
+    }
+
+    #[test]
     fn malformed_settings_are_named() {
         let dir = TempDir::new().unwrap();
         let error = |json: &str| {
@@ -398,7 +460,7 @@ mod tests {
                     .add_itxt_chunk(SETTINGS.into(), json.into())
                     .unwrap();
             });
-            let error = read_settings(&path).unwrap_err();
+            let error = read_recorded(&path).unwrap_err();
             assert!(matches!(error, ImageFileError::Settings { .. }), "{error}");
             error.to_string()
         };
@@ -417,7 +479,7 @@ mod tests {
         let path = write(&dir, Some(&settings("a")));
         let bytes = fs::read(&path).unwrap();
         let error = || {
-            let error = read_settings(&path).unwrap_err();
+            let error = read_recorded(&path).unwrap_err();
             assert!(matches!(error, ImageFileError::Read { .. }), "{error}");
             error.to_string()
         };
@@ -428,7 +490,8 @@ mod tests {
         fs::write(&path, b"GIF89a").unwrap();
         error();
         fs::remove_file(&path).unwrap();
-        error();
+        let missing = read_recorded(&path).unwrap_err();
+        assert!(matches!(missing, ImageFileError::Open { .. }), "{missing}");
         // A text that unpacks to more than may be read, in a small file.
         let text = "a".repeat(MAX_TEXT_BYTES + 1);
         let mut chunk = png::text_metadata::ITXtChunk::new(SETTINGS, text);
