@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use clap::{Args, Subcommand, ValueEnum};
 use serde_json::json;
 
-use super::{CliError, RecipeArgs, print, recipe};
+use super::{CliError, RecipeArgs, completions, help, print, recipe};
 use crate::config::{self, Config, Loaded, Verb};
 
 /// `config ...`
@@ -18,9 +18,10 @@ pub struct ConfigArgs {
 #[derive(Debug, Subcommand)]
 enum ConfigCommand {
     /// Say what keys mean: type, default, which verbs they change, how MaxDiffusion has them
+    #[command(after_long_help = help::CONFIG_EXPLAIN)]
     Explain {
         /// Keys, dotted inside dicts (without any: the names of all)
-        #[arg(value_name = "KEY")]
+        #[arg(value_name = "KEY", add = completions::keys())]
         keys: Vec<String>,
         /// Print JSON
         #[arg(long)]
@@ -30,6 +31,7 @@ enum ConfigCommand {
         markdown: bool,
     },
     /// Check a configuration and show the value of every key
+    #[command(after_long_help = help::CONFIG_CHECK)]
     Check {
         #[command(flatten)]
         recipe: RecipeArgs,

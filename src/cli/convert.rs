@@ -7,7 +7,7 @@ use std::time::Instant;
 use clap::Args;
 use serde_json::{Value as Json, json};
 
-use super::{CliError, hub, print, progress, tell};
+use super::{CliError, completions, hub, print, progress, tell};
 use crate::dtype::DType;
 use crate::hub::Wanted;
 use crate::weights::source::{Layout, ModelSource, SourceError, WrittenPart};
@@ -23,7 +23,7 @@ pub struct ConvertArgs {
     #[arg(value_name = "OUT_DIR")]
     output: PathBuf,
     /// dtype=fp16, bf16 or fp32: the type of the floats (default: as in the source); revision=NAME: of the repository
-    #[arg(value_name = "KEY=VALUE")]
+    #[arg(value_name = "KEY=VALUE", add = completions::convert_options())]
     options: Vec<String>,
     /// Print JSON: family, parts, what was not taken over, seconds
     #[arg(long)]

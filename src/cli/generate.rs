@@ -28,7 +28,7 @@ use crate::weights::lora::Adapter;
 
 use super::model::{Drawn, Files, Source};
 use super::prompts::{self, Prompted};
-use super::{CliError, RecipeArgs, hub, init_image, lora, print, recipe};
+use super::{CliError, RecipeArgs, hub, init_image, lora, print, recipe, sampler};
 
 /// `generate ...`
 #[derive(Debug, Args)]
@@ -246,12 +246,12 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
         tokenizers,
         zero_empty_prompts,
     } = source.drawn(&config, &given)?;
-    recipe::check_sampler_keys(&config, &model.scheduler)?;
+    sampler::check_sampler_keys(&config, &model.scheduler)?;
     let prompts = prompts::prompted(&config)?;
     let steps = prompts::step_counts(&prompts);
     let plans = steps
         .iter()
-        .map(|steps| recipe::sampling_plan(&config, &model.scheduler, *steps))
+        .map(|steps| sampler::sampling_plan(&config, &model.scheduler, *steps))
         .collect::<Result<Vec<_>, _>>()?;
     let pictures = prompts::pictures(&tokenizers, &prompts, &steps, prompts::syntax(&config))
         .map_err(CliError::usage)?;

@@ -3,33 +3,37 @@
 //! Exit codes: 0 done, 1 failed, 2 usage or configuration, 143 stopped by a signal after saving.
 
 pub mod compile;
+mod completions;
 mod config;
 mod convert;
 pub mod data;
 mod doctor;
 mod generate;
+mod help;
 mod hub;
 mod init_image;
 mod lora;
 pub mod lower;
+mod man;
 mod model;
 mod module;
 mod plugin;
 mod prompts;
 pub mod recipe;
+mod sampler;
 mod train;
 
 use std::io::{IsTerminal, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, CommandFactory, Parser, Subcommand};
 use tracing_subscriber::EnvFilter;
 
 use crate::config::{Config, ConfigErrors, Loaded, Verb};
 
 #[derive(Parser)]
-#[command(name = "maxdiff-rs", version, about, max_term_width = 120)]
+#[command(name = "maxdiff-rs", version, about, max_term_width = 120, after_long_help = help::PROGRAM)]
 struct Cli {
     /// Write no progress, only warnings and errors
     #[arg(long, short, global = true)]
@@ -41,23 +45,62 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     /// Compile a program ahead of time, for a topology or the devices here, and report what it needs and moves
+    ///
+    /// Reads a configuration; no weights, and for a topology no such device. Writes a bundle of the compiled program, and a
+    /// report of its memory, flops, traffic between devices and slices, and predicted step time.
+    #[command(after_long_help = help::COMPILE)]
     Compile(compile::CompileArgs),
     /// Explain keys of the configuration, or check a configuration file
     Config(config::ConfigArgs),
     /// Write a program as StableHLO text, from shapes alone
+    ///
+    /// Reads a configuration; no weights, devices or plugins. Writes the text of the denoising or of the training step, for
+    /// one device or, with compile_topology, for a topology.
+    #[command(after_long_help = help::LOWER)]
     Lower(lower::LowerArgs),
     /// Make pictures of prompts
+    ///
+    /// Reads a configuration, and the weights of its run's newest checkpoint or else of the model that
+    /// pretrained_model_name_or_path names: a folder, a .safetensors file, or a repository on the Hugging Face hub, which is
+    /// downloaded once. Writes PNG files with their settings inside, and a labelled grid where there are several, under new
+    /// numbers in output_dir/run_name/images.
+    #[command(after_long_help = help::GENERATE)]
     Generate(generate::GenerateArgs),
     /// Train a model
+    ///
+    /// Reads a configuration and its dataset. Writes checkpoints, metrics and grids of samples to output_dir/run_name, and
+    /// continues from the last checkpoint there when it is started again.
+    #[command(after_long_help = help::TRAIN)]
     Train(train::TrainArgs),
     /// Run one part of a model on saved tensors
     Module(module::ModuleArgs),
     /// Write a model as a diffusers folder, whichever layout it comes in
+    ///
+    /// Reads a single .safetensors file by the names of the original code, a folder with one, a diffusers folder or a
+    /// repository on the hub: Stable Diffusion 1.x and 2.x, SDXL and its refiner. Writes each part with its config.json, the
+    /// scheduler's configuration and the tokenizers. The folder appears when all of it is on disk; after an error there is
+    /// none.
+    #[command(after_long_help = help::CONVERT)]
     Convert(convert::ConvertArgs),
     /// Install PJRT plugins, or list those that are installed
     Plugin(plugin::PluginArgs),
     /// Say what is installed, what is wrong and how to mend it
+    ///
+    /// Loads every installed plugin in a process of its own, and looks at the devices, the processor, the tools that
+    /// installing plugins needs, and the plugin folder.
+    #[command(after_long_help = help::DOCTOR)]
     Doctor(doctor::DoctorArgs),
+    /// Write what lets a shell complete this program's words
+    ///
+    /// Writes a script for the shell to the standard output. Verbs, options, files, keys of the configuration and their
+    /// values are completed.
+    #[command(after_long_help = help::COMPLETIONS)]
+    Completions(completions::CompletionsArgs),
+    /// Write man pages
+    ///
+    /// Writes a page for the program and one for each verb.
+    #[command(after_long_help = help::MAN)]
+    Man(man::ManArgs),
 }
 
 /// `CONFIG.yml key=value ...`: what every verb that works on a model takes.
@@ -67,7 +110,7 @@ pub struct RecipeArgs {
     #[arg(value_name = "CONFIG.yml")]
     pub config: PathBuf,
     /// Keys to change; `maxdiff-rs config explain` lists them
-    #[arg(value_name = "KEY=VALUE")]
+    #[arg(value_name = "KEY=VALUE", add = completions::overrides())]
     pub overrides: Vec<String>,
 }
 
@@ -205,6 +248,8 @@ fn asked_filter() -> Option<EnvFilter> {
 
 /// Parses the command line and runs the verb.
 pub fn main() -> ExitCode {
+    // A shell that asks for completions gets them and nothing else.
+    completions::answer(Cli::command);
     // clap itself ends the process with code 2 on a wrong command line.
     let cli = Cli::parse();
     start_log(cli.quiet);
@@ -218,6 +263,8 @@ pub fn main() -> ExitCode {
         Command::Convert(args) => convert::run(&args),
         Command::Plugin(args) => plugin::run(args),
         Command::Doctor(args) => doctor::run(&args),
+        Command::Completions(args) => completions::run(&args),
+        Command::Man(args) => man::run(&args, Cli::command()),
     };
     result.unwrap_or_else(|error| {
         let mut told = error.to_string();
@@ -242,7 +289,6 @@ mod tests {
 
     #[test]
     fn the_command_line_is_well_formed() {
-        use clap::CommandFactory;
         Cli::command().debug_assert();
     }
 }

@@ -22,9 +22,9 @@ use crate::train::run::EMA_SUFFIX;
 use crate::weights::source::{Family, ModelSource, Part};
 use crate::weights::{Checkpoint, match_parameters};
 
-use super::recipe::SCHEDULER;
+use super::sampler::SCHEDULER;
 use super::train::{TEXT_ENCODER_FILE, UNET_FILE};
-use super::{CliError, hub, recipe};
+use super::{CliError, hub, recipe, sampler};
 
 /// The parts of a VAE: what encodes, and what decodes.
 const VAE_PARTS: [&str; 4] = ["encoder.", "quant_conv.", "decoder.", "post_quant_conv."];
@@ -380,7 +380,7 @@ fn published(
         controlnet: controlnet(config)?,
         precision,
         remat: Remat::None,
-        scheduler: recipe::scheduler_of(config, given, source.scheduler.as_ref())?,
+        scheduler: sampler::scheduler_of(config, given, source.scheduler.as_ref())?,
         tokens,
     };
     Ok(Drawn {

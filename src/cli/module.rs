@@ -14,7 +14,7 @@ use std::time::Instant;
 use clap::{Args, Subcommand};
 use serde_json::{Map, Value as Json, json};
 
-use super::{CliError, print, progress, recipe, tell};
+use super::{CliError, completions, help, print, progress, recipe, tell};
 use crate::config::{Config, Loaded, Verb};
 use crate::dtype::DType;
 use crate::graph::{Builder, Graph, GraphError, InputKind};
@@ -47,6 +47,7 @@ enum ModuleCommand {
     /// UNet2DConditionModel takes `sample`, `timestep` and `encoder_hidden_states`, for SDXL also `text_embeds` and
     /// `time_ids`, and gives `sample`. CLIPTextModel takes `input_ids` and gives `last_hidden_state` and
     /// `pooler_output`, with a projection also `text_embeds`. Results are float32.
+    #[command(after_long_help = help::MODULE_RUN)]
     Run(RunArgs),
 }
 
@@ -62,7 +63,7 @@ struct RunArgs {
     #[arg(long, value_name = "FILE")]
     outputs: PathBuf,
     /// Keys such as hardware=cpu weights_dtype=bfloat16 quantization=int8
-    #[arg(value_name = "KEY=VALUE")]
+    #[arg(value_name = "KEY=VALUE", add = completions::overrides())]
     overrides: Vec<String>,
     /// Print JSON: parameters, devices, outputs, seconds by phase
     #[arg(long)]

@@ -7,7 +7,7 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, Subcommand};
 use serde_json::{Value, json};
 
-use super::{CliError, print, progress};
+use super::{CliError, help, print, progress};
 use crate::pjrt::install::{self, Installed, PluginKind};
 
 /// `plugin ...`
@@ -20,6 +20,7 @@ pub struct PluginArgs {
 #[derive(Debug, Subcommand)]
 enum PluginCommand {
     /// Fetch a pinned plugin with pip and build it, or take one that is here already
+    #[command(after_long_help = help::PLUGIN_INSTALL)]
     Install {
         #[arg(
             value_name = "KIND",

@@ -2,8 +2,6 @@
 
 use std::path::Path;
 
-use serde_json::{Map, Value};
-
 use crate::config::{self, Config, Hardware};
 use crate::data::Tokenizer;
 use crate::dtype::DType;
@@ -18,7 +16,6 @@ use crate::pjrt::install::{self, InstallError, Installed, PluginKind};
 use crate::pjrt::{NamedValue, Plugin, has_tpu};
 use crate::quant::{Action, Decision, Policy, Rule};
 use crate::runtime::{RuntimeError, Session};
-use crate::schedulers::{PlanOptions, SamplingPlan, SchedulerConfig, SchedulerKind, Start};
 use crate::shard::{LogicalAxisRule, LogicalAxisRules, Mesh, MeshAxes, Parallelism, ShardPlan};
 use crate::topology::{Accelerator, Chip, Format, Platform};
 use crate::train::checkpoint::{Check, SavedCheckpoint, latest};
@@ -26,16 +23,7 @@ use crate::train::optimizer::OptimizerOptions;
 use crate::train::step::{LossWeighting, StepOptions, Timesteps};
 
 use super::CliError;
-
-/// The key of the noise schedule.
-pub const SCHEDULER: &str = "diffusion_scheduler_config";
-
-/// The keys that space noise levels, of which a sampler reads all or none.
-const SIGMA_SPACINGS: [&str; 3] = [
-    "use_karras_sigmas",
-    "use_exponential_sigmas",
-    "use_beta_sigmas",
-];
+use super::sampler::{sampling_plan, scheduler};
 
 /// Tokens of a prompt where no text encoder says otherwise: CLIP's.
 pub const CLIP_TOKENS: usize = 77;
@@ -62,158 +50,6 @@ pub fn dot_precision(config: &Config) -> DotPrecision {
         config::Precision::High => DotPrecision::High,
         config::Precision::Highest => DotPrecision::Highest,
     }
-}
-
-/// The noise schedule by diffusers' names, from MaxDiffusion's.
-pub fn scheduler(config: &Config) -> Result<SchedulerConfig, CliError> {
-    SchedulerConfig::from_map(&scheduler_fields(config)).map_err(CliError::usage)
-}
-
-/// The noise schedule of a model's own `scheduler_config.json`, changed by what `given`, the configuration's own words,
-/// says of it.
-pub fn scheduler_of(
-    config: &Config,
-    given: &Map<String, Value>,
-    own: Option<&Map<String, Value>>,
-) -> Result<SchedulerConfig, CliError> {
-    let Some(own) = own else {
-        return scheduler(config);
-    };
-    let mut fields = own.clone();
-    let mut changed = Vec::new();
-    let long = given.get(SCHEDULER).and_then(Value::as_object);
-    let is_given = |short: &str, long_name: &str| {
-        let values = [
-            given.get(short),
-            long.and_then(|fields| fields.get(long_name)),
-        ];
-        values
-            .into_iter()
-            .flatten()
-            .any(|v| !v.is_null() && v != "")
-    };
-    for (name, value) in scheduler_fields(config) {
-        let (short, long_name) = match name.as_str() {
-            "_class_name" => ("scheduler", "_class_name"),
-            "rescale_betas_zero_snr" => ("", "rescale_zero_terminal_snr"),
-            "prediction_type" => ("prediction_type", "prediction_type"),
-            other => ("", other),
-        };
-        if is_given(short, long_name) {
-            changed.push(name.clone());
-            fields.insert(name, value);
-        }
-    }
-    let scheduler = SchedulerConfig::from_map(&fields).map_err(CliError::usage)?;
-    for name in changed {
-        // Loading the configuration has told of those that its own sampler does not read, and `check_sampler_keys` refuses
-        // spacings.
-        let is_new = config.scheduler.is_none_or(|sampler| sampler.reads(&name));
-        let is_refused = SIGMA_SPACINGS.contains(&name.as_str());
-        if is_new && !is_refused && !scheduler.kind.reads(&name) {
-            super::tell(&format!(
-                "warning: {SCHEDULER}.{name} has no effect: {} does not read it",
-                scheduler.kind.name()
-            ));
-        }
-    }
-    Ok(scheduler)
-}
-
-fn kind(sampler: config::Sampler) -> SchedulerKind {
-    match sampler {
-        config::Sampler::Ddim => SchedulerKind::Ddim,
-        config::Sampler::Ddpm => SchedulerKind::Ddpm,
-        config::Sampler::Pndm => SchedulerKind::Pndm,
-        config::Sampler::Euler => SchedulerKind::Euler,
-        config::Sampler::EulerAncestral => SchedulerKind::EulerAncestral,
-        config::Sampler::Heun => SchedulerKind::Heun,
-        config::Sampler::DpmMultistep => SchedulerKind::DpmMultistep,
-        config::Sampler::DpmSinglestep => SchedulerKind::DpmSinglestep,
-        config::Sampler::Kdpm2 => SchedulerKind::Kdpm2,
-        config::Sampler::Kdpm2Ancestral => SchedulerKind::Kdpm2Ancestral,
-        config::Sampler::UniPc => SchedulerKind::UniPc,
-        config::Sampler::Lms => SchedulerKind::Lms,
-        config::Sampler::Lcm => SchedulerKind::Lcm,
-        config::Sampler::Tcd => SchedulerKind::Tcd,
-    }
-}
-
-fn scheduler_fields(config: &Config) -> Map<String, Value> {
-    let from = &config.diffusion_scheduler_config;
-    let fields = serde_json::json!({
-        "_class_name": kind(config.sampler()).name(),
-        "set_alpha_to_one": from.set_alpha_to_one,
-        "use_karras_sigmas": from.use_karras_sigmas,
-        "use_exponential_sigmas": from.use_exponential_sigmas,
-        "use_beta_sigmas": from.use_beta_sigmas,
-        "algorithm_type": from.algorithm_type.name(),
-        "solver_order": from.solver_order,
-        "final_sigmas_type": from.final_sigmas_type.name(),
-        "num_train_timesteps": from.num_train_timesteps,
-        "beta_start": from.beta_start,
-        "beta_end": from.beta_end,
-        "beta_schedule": from.beta_schedule.name(),
-        "prediction_type": config.prediction().name(),
-        "timestep_spacing": config.timestep_spacing().name(),
-        "steps_offset": from.steps_offset,
-        "rescale_betas_zero_snr": from.rescale_zero_terminal_snr,
-        "clip_sample": from.clip_sample,
-    });
-    match fields {
-        Value::Object(fields) => fields,
-        _ => Map::new(),
-    }
-}
-
-/// Refuses what the sampler does not read, where only the model's files say which sampler it is: where the
-/// configuration says it, loading it has refused this already.
-///
-/// # Errors
-/// Names the key and the samplers that read it.
-pub fn check_sampler_keys(config: &Config, scheduler: &SchedulerConfig) -> Result<(), CliError> {
-    let from = &config.diffusion_scheduler_config;
-    let own = config::Sampler::ALL
-        .iter()
-        .find(|sampler| kind(**sampler) == scheduler.kind);
-    let [karras, exponential, beta] = SIGMA_SPACINGS;
-    for (name, is_asked) in [
-        (karras, from.use_karras_sigmas),
-        (exponential, from.use_exponential_sigmas),
-        (beta, from.use_beta_sigmas),
-        ("eta", config.eta != 0.0),
-    ] {
-        if is_asked && config.scheduler.is_none() && own.is_some_and(|s| !s.reads(name)) {
-            let read_by = config::Sampler::ALL.iter().filter(|s| s.reads(name));
-            let read_by: Vec<&str> = read_by.map(|s| s.name()).collect();
-            return Err(CliError::Usage(format!(
-                "{name} has no effect: the model's own sampler, {}, does not read it; leave it out, or give scheduler= one \
-                 of {}",
-                scheduler.kind.name(),
-                read_by.join(", ")
-            )));
-        }
-    }
-    Ok(())
-}
-
-/// The coefficients of `steps` steps of the configured sampler.
-pub fn sampling_plan(
-    config: &Config,
-    scheduler: &SchedulerConfig,
-    steps: usize,
-) -> Result<SamplingPlan, CliError> {
-    let strength = match config.image.is_empty() {
-        true => 1.0,
-        false => config.strength,
-    };
-    let options = PlanOptions {
-        start: Start::Strength(strength),
-        eta: config.eta,
-        use_clipped_model_output: true,
-        ..PlanOptions::new(steps)
-    };
-    scheduler.plan(&options).map_err(CliError::usage)
 }
 
 /// The UNet as configured.
@@ -755,21 +591,6 @@ mod tests {
             assert_eq!(timesteps(&config), Timesteps::Weighted(expected));
         }
     }
-    #[test]
-    fn keys_need_the_samplers_that_read_them() {
-        for sampler in config::Sampler::ALL {
-            let kind = kind(*sampler);
-            // `steps_offset` needs `timestep_spacing=leading`, which says as much.
-            for name in scheduler_fields(&Config::default()).keys() {
-                // Training reads these with any sampler.
-                let of_all = ["clip_sample", "rescale_betas_zero_snr"].contains(&name.as_str());
-                if !of_all && name != "steps_offset" {
-                    assert_eq!(sampler.reads(name), kind.reads(name), "{sampler}: {name}");
-                }
-            }
-        }
-    }
-
     #[test]
     fn auto_takes_the_first_hardware_whose_plugin_is_here() {
         use PluginKind::{Cpu, Cuda, Tpu};

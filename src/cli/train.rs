@@ -32,7 +32,7 @@ use crate::train::schedule::{Decay, LearningRate};
 use crate::train::step;
 
 use super::prompts::{self, Prompted};
-use super::{CliError, RecipeArgs, print, recipe};
+use super::{CliError, RecipeArgs, print, recipe, sampler};
 
 /// `train ...`
 #[derive(Debug, Args)]
@@ -121,8 +121,8 @@ pub fn run(args: &TrainArgs) -> Result<ExitCode, CliError> {
     if config.sample_every > 0 {
         // What the first grid of samples would find wrong is found before an hour of training.
         let steps = config.num_inference_steps as usize;
-        recipe::check_sampler_keys(&config, &model.scheduler)?;
-        recipe::sampling_plan(&config, &model.scheduler, steps)?;
+        sampler::check_sampler_keys(&config, &model.scheduler)?;
+        sampler::sampling_plan(&config, &model.scheduler, steps)?;
     }
     let tokenizer =
         Tokenizer::from_json(&tokenizer_json, model.tokens).map_err(CliError::failed)?;
@@ -490,7 +490,7 @@ impl Samples<'_> {
             })
             .collect();
         let steps = self.config.num_inference_steps as usize;
-        let plan = recipe::sampling_plan(self.config, &self.model.scheduler, steps)?;
+        let plan = sampler::sampling_plan(self.config, &self.model.scheduler, steps)?;
         // Captions are what the model was trained on: brackets are text.
         let tokenizer = std::slice::from_ref(self.tokenizer);
         let pictures = prompts::pictures(tokenizer, &prompted, &[], PromptSyntax::Plain)?;

@@ -539,17 +539,18 @@ fn what_a_verb_needs_is_asked_for() {
 fn what_the_sampler_does_not_read_has_no_effect() {
     let karras = "diffusion_scheduler_config.use_karras_sigmas=True";
     let verb = Some(Verb::Generate);
-    let found = errors("scheduler: ddim\n", &[karras], verb);
+    let found = errors("prompt: x\nscheduler: ddim\n", &[karras], verb);
     assert_eq!(found.len(), 1, "{found:?}");
     let expected = "use_karras_sigmas: has no effect: it needs scheduler=euler, heun,";
     assert!(found[0].contains(expected), "{found:?}");
     // A file may be for several samplers.
-    let file = "scheduler: euler\ndiffusion_scheduler_config: {use_karras_sigmas: true}\n";
+    let file =
+        "prompt: x\nscheduler: euler\ndiffusion_scheduler_config: {use_karras_sigmas: true}\n";
     assert_eq!(load(file, &[], verb).warnings, [""; 0]);
     let found = load(file, &["scheduler=ddim"], verb).warnings;
     assert!(found.len() == 1 && found[0].contains(expected), "{found:?}");
     // Where nothing names the sampler, the model's own files do.
-    let unsaid = "diffusion_scheduler_config: {_class_name: ''}\n";
+    let unsaid = "prompt: x\ndiffusion_scheduler_config: {_class_name: ''}\n";
     assert_eq!(load(unsaid, &[karras], verb).warnings, [""; 0]);
 }
 

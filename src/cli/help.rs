@@ -1,0 +1,201 @@
+//! What follows the options in the long help, and stands in the man pages: examples, exit codes, environment.
+//! A line that is not indented and ends with a colon is a heading.
+
+/// Exit codes of most verbs.
+macro_rules! codes {
+    () => {
+        "
+Exit codes:
+  0  done
+  1  failed: a file, a device or a compiler said no
+  2  wrong command line or configuration, found before any work"
+    };
+}
+
+/// Variables of verbs that run or compile programs.
+macro_rules! plugins {
+    () => {
+        "
+
+Environment:
+  MAXDIFF_PLUGIN_DIR  folder of the plugins (default: maxdiff-rs/plugins in the user's cache folder)
+  MAXDIFF_PLUGIN_LOG  set to anything: the CPU plugin shows XLA's own messages
+  RUST_LOG            which log messages are shown (default: warn,maxdiff=info)"
+    };
+}
+
+/// Variables of the hub.
+macro_rules! hub {
+    () => {
+        "
+  HF_HUB_CACHE        the hub's cache (default: hub in HF_HOME, by default ~/.cache/huggingface)
+  HF_TOKEN            token for private and gated repositories (default: the file token in HF_HOME)
+  HF_HUB_OFFLINE      1: no network; what the cache lacks is an error
+  HF_ENDPOINT         a mirror of the hub
+  HTTPS_PROXY, NO_PROXY, SSL_CERT_FILE, REQUESTS_CA_BUNDLE
+                      a proxy, and the certificates to trust"
+    };
+}
+
+/// The variable of verbs that write to a run's folder.
+macro_rules! run_name {
+    () => {
+        "
+  JOBSET_NAME         the run's name where run_name is empty"
+    };
+}
+
+pub const PROGRAM: &str = concat!(
+    "Examples:
+  maxdiff-rs plugin install cpu
+  maxdiff-rs train configs/quickstart.yml quantization=int8
+  maxdiff-rs generate configs/quickstart.yml quantization=int8 prompt=\"a large red circle\"
+  maxdiff-rs config explain quantization guidance_scale
+
+Files:
+  Configurations are YAML files; KEY=VALUE words change them, with a dot inside dicts
+  (diffusion_scheduler_config.beta_end=0.02). Results go to the standard output, all else to the
+  standard error output. Nothing that exists is overwritten.
+",
+    codes!(),
+    "
+  130  `train` stopped by a second signal, without saving
+  143  `train` stopped by Ctrl-C or SIGTERM after saving a checkpoint",
+    plugins!(),
+    hub!(),
+    run_name!(),
+);
+
+pub const TRAIN: &str = concat!(
+    "Examples:
+  maxdiff-rs train configs/quickstart.yml quantization=int8
+  maxdiff-rs train configs/shapes.yml max_train_steps=1000 output_dir=runs learning_rate=1e-4
+",
+    codes!(),
+    "
+  130  stopped by a second signal, without saving
+  143  stopped by Ctrl-C or SIGTERM after saving a checkpoint",
+    plugins!(),
+    run_name!(),
+);
+
+pub const GENERATE: &str = concat!(
+    "Examples:
+  maxdiff-rs generate configs/quickstart.yml prompt=\"a small blue square\" seed=7
+  maxdiff-rs generate configs/base_xl.yml prompt=\"a lighthouse at sunrise\" num_images_per_prompt=4
+  maxdiff-rs generate configs/base15.yml pretrained_model_name_or_path=model.safetensors \\
+      tokenizer_model_name_or_path=DIR prompt=\"a lighthouse\" scheduler=dpm_multistep \\
+      diffusion_scheduler_config.use_karras_sigmas=True
+  maxdiff-rs generate configs/base15.yml image=photo.png strength=0.6 prompt=\"a watercolour\"
+  maxdiff-rs generate configs/base15.yml --from-image picture.png seed=8
+",
+    codes!(),
+    plugins!(),
+    hub!(),
+    run_name!(),
+);
+
+pub const COMPILE: &str = concat!(
+    "Examples:
+  maxdiff-rs compile configs/base_xl.yml compile_topology=v5e-16 compile_topology_num_slices=2
+  maxdiff-rs compile configs/quickstart.yml hardware=cpu --step train --output step.bundle --json
+",
+    codes!(),
+    "
+     1 also where the program does not fit the memory of the devices",
+    plugins!(),
+    run_name!(),
+);
+
+pub const LOWER: &str = concat!(
+    "Examples:
+  maxdiff-rs lower configs/base_xl.yml --output unet.mlir --json
+  maxdiff-rs lower configs/quickstart.yml --step train quantization=int8
+",
+    codes!(),
+);
+
+pub const MODULE_RUN: &str = concat!(
+    "Examples:
+  maxdiff-rs module run sdxl/unet --inputs in.safetensors --outputs out.safetensors \\
+      hardware=cpu weights_dtype=float32 activations_dtype=float32
+",
+    codes!(),
+    plugins!(),
+);
+
+pub const CONVERT: &str = concat!(
+    "Examples:
+  maxdiff-rs convert sd_xl_base_1.0.safetensors sdxl
+  maxdiff-rs convert v1-5-pruned.safetensors sd15 dtype=fp16
+  maxdiff-rs convert stabilityai/stable-diffusion-2-1 sd21 revision=main
+",
+    codes!(),
+    "
+     1 also where values are too large for dtype
+
+Environment:",
+    hub!(),
+);
+
+pub const PLUGIN_INSTALL: &str = concat!(
+    "Examples:
+  maxdiff-rs plugin install cpu
+  maxdiff-rs plugin install tpu --if-needed
+  maxdiff-rs plugin install cpu --path /opt/my_pjrt_plugin.so
+
+Exit codes:
+  0  done, or nothing to do
+  1  a tool, the download or the folder failed
+  2  unknown kind",
+    "
+
+Environment:
+  MAXDIFF_PLUGIN_DIR  folder of the plugins (default: maxdiff-rs/plugins in the user's cache folder)",
+);
+
+pub const DOCTOR: &str = concat!(
+    "Exit codes:
+  0  programs run on this machine
+  1  something that is needed is wrong",
+    plugins!(),
+);
+
+pub const CONFIG_EXPLAIN: &str = "Examples:
+  maxdiff-rs config explain
+  maxdiff-rs config explain quantization diffusion_scheduler_config.beta_end
+
+Exit codes:
+  0  done
+  2  there is no such key";
+
+pub const CONFIG_CHECK: &str = "Examples:
+  maxdiff-rs config check configs/quickstart.yml quantization=int8 --verb train
+
+Exit codes:
+  0  nothing is wrong
+  2  something is; all of it that single keys show is listed
+
+Environment:
+  JOBSET_NAME  the run's name where run_name is empty";
+
+pub const COMPLETIONS: &str = "Examples:
+  source <(maxdiff-rs completions bash)                      # in ~/.bashrc
+  source <(maxdiff-rs completions zsh)                       # in ~/.zshrc, after compinit
+  maxdiff-rs completions fish | source                       # in ~/.config/fish/config.fish
+
+Exit codes:
+  0  done
+  2  unknown shell
+
+Environment:
+  MAXDIFF_COMPLETE  set by the shell, to its name, when it asks for completions";
+
+pub const MAN: &str = "Examples:
+  maxdiff-rs man ~/.local/share/man/man1 && man maxdiff-rs-generate
+  maxdiff-rs man | man -l -
+
+Exit codes:
+  0  done
+  1  a page cannot be written
+  2  a page exists already";
