@@ -100,6 +100,49 @@ impl Source {
         Ok(Source::Model(Box::new(source)))
     }
 
+    /// The model that takes the last steps, if the configuration names one.
+    ///
+    /// # Errors
+    /// When it cannot be opened, or it or this model is not of the family whose models go on with each other.
+    pub fn refiner(&self, config: &Config) -> Result<Option<Source>, CliError> {
+        let name = &config.refiner_model_name_or_path;
+        if name.is_empty() {
+            return Ok(None);
+        }
+        let key = "refiner_model_name_or_path";
+        let usage = |reason: String| CliError::Usage(format!("{key}={name}: {reason}"));
+        match self {
+            Source::Model(source) if source.family == Family::Sdxl => {}
+            Source::Model(source) => {
+                return Err(usage(format!(
+                    "a refiner goes on with what SDXL began; {} is {}",
+                    source.path.display(),
+                    source.family.name()
+                )));
+            }
+            Source::Run { dir, .. } => {
+                return Err(usage(format!(
+                    "a refiner goes on with what SDXL began; {} is a model of pixels",
+                    dir.display()
+                )));
+            }
+        }
+        let source = ModelSource::open(Path::new(name)).map_err(|e| usage(e.to_string()))?;
+        if ![Family::Sdxl, Family::SdxlRefiner].contains(&source.family) || source.inpaint {
+            let kind = if source.inpaint {
+                " for inpainting"
+            } else {
+                ""
+            };
+            return Err(usage(format!(
+                "expected {}, or a model like SDXL; found {}{kind}",
+                Family::SdxlRefiner.name(),
+                source.family.name()
+            )));
+        }
+        Ok(Some(Source::Model(Box::new(source))))
+    }
+
     /// The path to tell people.
     pub fn path(&self) -> &Path {
         match self {
@@ -271,6 +314,7 @@ fn family(family: config::ModelFamily) -> Option<Family> {
         config::ModelFamily::Sd1 => Some(Family::Sd1),
         config::ModelFamily::Sd2 => Some(Family::Sd2),
         config::ModelFamily::Sdxl => Some(Family::Sdxl),
+        config::ModelFamily::SdxlRefiner => Some(Family::SdxlRefiner),
     }
 }
 
@@ -280,12 +324,6 @@ fn published(
     given: &Map<String, Value>,
     source: &ModelSource,
 ) -> Result<Drawn, CliError> {
-    if source.inpaint || source.family == Family::SdxlRefiner {
-        return Err(CliError::Usage(format!(
-            "{}: drawing with inpainting models and the SDXL refiner is not here yet; name a base model",
-            source.path.display()
-        )));
-    }
     let part = |part: Part| source.component(part).map_err(CliError::failed);
     let mut unet = part(Part::Unet)?.config.clone();
     if let Some(groups) = config.norm_num_groups {
@@ -295,12 +333,12 @@ fn published(
     let vae = part(Part::Vae)?.config.clone();
     let vae = AutoencoderKlConfig::from_map(vae).map_err(CliError::usage)?;
     let skip = config.clip_skip as usize;
+    let first = (Part::TextEncoder, TEXT_ENCODER);
+    let second = (Part::TextEncoder2, TEXT_ENCODER_2);
     let parts: &[(Part, &'static str)] = match source.family {
-        Family::Sdxl => &[
-            (Part::TextEncoder, TEXT_ENCODER),
-            (Part::TextEncoder2, TEXT_ENCODER_2),
-        ],
-        _ => &[(Part::TextEncoder, TEXT_ENCODER)],
+        Family::Sdxl => &[first, second],
+        Family::SdxlRefiner => &[second],
+        Family::Sd1 | Family::Sd2 | Family::Sd3 | Family::Flux => &[first],
     };
     let text_encoders = parts
         .iter()
@@ -310,8 +348,10 @@ fn published(
                 root,
                 config: ClipTextConfig::from_map(fields).map_err(CliError::usage)?,
                 hidden: match source.family {
-                    Family::Sdxl => HiddenState::Raw { skip: 1 + skip },
-                    _ => HiddenState::Normed { skip },
+                    Family::Sdxl | Family::SdxlRefiner => HiddenState::Raw { skip: 1 + skip },
+                    Family::Sd1 | Family::Sd2 | Family::Sd3 | Family::Flux => {
+                        HiddenState::Normed { skip }
+                    }
                 },
             })
         })
@@ -321,8 +361,12 @@ fn published(
         .map(|encoder| encoder.config.max_position_embeddings)
         .min()
         .unwrap_or(recipe::CLIP_TOKENS);
-    let tokenizers = (0..text_encoders.len())
-        .map(|which| tokenizer(config, source, which, tokens))
+    let tokenizers = text_encoders
+        .iter()
+        .map(|encoder| {
+            let which = usize::from(encoder.root == TEXT_ENCODER_2);
+            tokenizer(config, source, which, tokens)
+        })
         .collect::<Result<Vec<_>, _>>()?;
     for (encoder, tokenizer) in text_encoders.iter().zip(&tokenizers) {
         recipe::check_tokenizer(&encoder.config, tokenizer)?;
@@ -342,12 +386,20 @@ fn published(
         unet,
         text_encoders,
         vae: Some(vae),
-        controlnet: controlnet(config)?,
+        // A refiner is of another size than the UNets that ControlNets are made for.
+        controlnet: match source.family {
+            Family::SdxlRefiner => None,
+            Family::Sd1 | Family::Sd2 | Family::Sdxl | Family::Sd3 | Family::Flux => {
+                controlnet(config)?
+            }
+        },
+        micro_conditioning: recipe::micro_conditioning(config, source.requires_aesthetics_score),
         precision,
         remat: Remat::None,
         scheduler: recipe::scheduler_of(config, given, source.scheduler.as_ref())?,
         tokens,
     };
+    model.check_time_ids().map_err(CliError::usage)?;
     Ok(Drawn {
         model,
         tokenizers,

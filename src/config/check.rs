@@ -7,8 +7,8 @@ use super::field::Verb;
 use super::model::builtin_prediction;
 use super::schema::{Config, MESH};
 use super::values::{
-    BiasStrategy, DatasetType, LossWeighting, MeshAxis, ModelConfig, PredictionType, Quantization,
-    Sampler, TimestepSpacing,
+    BiasStrategy, DatasetType, LossWeighting, MeshAxis, ModelConfig, ModelFamily, PredictionType,
+    Quantization, Sampler, TimestepSpacing,
 };
 
 /// The keys involved and what is wrong.
@@ -80,6 +80,14 @@ pub(super) fn conflicts(config: &Config, verb: Option<Verb>) -> Vec<Conflict> {
     }
     if verb == Some(Verb::Train) {
         training(config, &mut found);
+    }
+    if !config.refiner_model_name_or_path.is_empty() && !config.mask_image.is_empty() {
+        found.push((
+            vec!["mask_image", "refiner_model_name_or_path"],
+            "a refiner does not know of the mask and would change what is kept: inpaint first, then refine the picture with \
+             refiner_xl.yml and image=FILE"
+                .into(),
+        ));
     }
     if verb == Some(Verb::Generate)
         && config.held_out_prompts == 0
@@ -312,6 +320,15 @@ impl Config {
         }
     }
 
+    /// Whether a model may be SDXL's refiner, as far as the configuration tells.
+    pub fn may_refine(&self) -> bool {
+        !self.refiner_model_name_or_path.is_empty()
+            || matches!(
+                self.model_family,
+                ModelFamily::Any | ModelFamily::SdxlRefiner
+            )
+    }
+
     /// The sampler; DDIM when neither `scheduler` nor `diffusion_scheduler_config` says.
     pub fn sampler(&self) -> Sampler {
         self.scheduler.unwrap_or_default()
@@ -335,7 +352,7 @@ impl Config {
     }
 
     /// Side of the UNet's input: `resolution` over `pixel_unshuffle` for a model of pixels, an eighth
-    /// of it for one of latents, which is one of four input channels.
+    /// of it for one of latents, which is one of four input channels, or of nine for inpainting.
     ///
     /// # Errors
     /// A `resolution` that latents or blocks of pixels cannot have, or channels that are not a block's.
@@ -355,7 +372,7 @@ impl Config {
             }
             return Ok(self.resolution / block);
         }
-        if in_channels != 4 {
+        if ![4, 9].contains(&in_channels) {
             return Ok(self.resolution);
         }
         if !self.resolution.is_multiple_of(8) {

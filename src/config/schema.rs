@@ -64,7 +64,7 @@ schema! {
         /// architecture is built in: enough for `lower` and `compile`, which need no weights.
         pretrained_model_name_or_path: String = "stabilityai/stable-diffusion-xl-base-1.0".into(), Used, PROGRAM;
         /// Family that the model of `pretrained_model_name_or_path` has to be of. Empty: any.
-        model_family: ModelFamily = ModelFamily::Any, Ours, GENERATE;
+        model_family: ModelFamily = ModelFamily::Any, Ours, DENOISE;
         /// UNet of one's own, by the names of diffusers' config.json: a dict, or the path of a
         /// JSON file (from a configuration file: relative to its folder). Empty: the model named
         /// by `pretrained_model_name_or_path`.
@@ -342,6 +342,20 @@ schema! {
         strength: f64 = 0.8, Ours, GENERATE, in Between(0.0, 1.0), when "image" |c| !c.image.is_empty();
         /// Mask of `image`: what is white is drawn anew, what is black is kept.
         mask_image: String = String::new(), Ours, GENERATE, when "image" |c| !c.image.is_empty();
+        /// A second model, in any layout, that takes the last steps of SDXL: its refiner. The first model's weights are let
+        /// go before the second's are read. Empty: none.
+        refiner_model_name_or_path: String = String::new(), Ours, GENERATE;
+        /// Share of the noise schedule after which the first model stops.
+        denoising_end: f64 = 0.8, Ours, GENERATE, in Between(0.0, 1.0),
+            when "refiner_model_name_or_path" |c| !c.refiner_model_name_or_path.is_empty();
+        /// Share of the noise schedule after which the refiner goes on. Empty: where the first model stops.
+        denoising_start: Option<f64> = None, Ours, GENERATE, in Between(0.0, 1.0),
+            when "refiner_model_name_or_path" |c| !c.refiner_model_name_or_path.is_empty();
+        /// What SDXL's refiner is told that the picture would be scored by LAION's predictor of taste, 1 to 10.
+        aesthetic_score: f64 = 6.0, Ours, GENERATE, in Between(0.0, 10.0), when "an SDXL refiner" |c| c.may_refine();
+        /// The same of the picture that guidance leads away from.
+        negative_aesthetic_score: f64 = 2.5, Ours, GENERATE, in Between(0.0, 10.0),
+            when "an SDXL refiner and do_classifier_free_guidance=True" |c| c.may_refine() && c.do_classifier_free_guidance;
         /// How prompts are read: weighted as in web interfaces, with brackets and in as many chunks as they need, or
         /// plain as diffusers reads them.
         prompt_syntax: PromptSyntax = PromptSyntax::Weighted, Ours, GENERATE;

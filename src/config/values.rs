@@ -70,6 +70,7 @@ choices! {
         Sd1 = "sd1",
         Sd2 = "sd2",
         Sdxl = "sdxl",
+        SdxlRefiner = "sdxl_refiner",
     }
 }
 
