@@ -136,7 +136,7 @@ fn a_whole_file_of_maxdiffusion_loads() {
         None,
     )
     .config;
-    same.controlnet_image.clear();
+    same.controlnet_image = Default::default();
     same.norm_num_groups = None;
     assert_eq!(same, Config::from_text("", "", &[], None).unwrap().config);
 }

@@ -168,9 +168,8 @@ fn assemble(dir: &Path, name: &str, parts: &[(&str, &str)]) -> String {
 
 /// A picture with a gradient, and a mask of its right half in green and white, which are brighter than half. Blue is not.
 fn picture_and_mask(dir: &Path) -> [String; 2] {
-    let picture = image::RgbImage::from_fn(16, 16, |x, y| {
-        image::Rgb([16 * x as u8, 16 * y as u8, 128])
-    });
+    let picture =
+        image::RgbImage::from_fn(16, 16, |x, y| image::Rgb([16 * x as u8, 16 * y as u8, 128]));
     let mask = image::RgbImage::from_fn(16, 16, |x, y| match (x < 8, y < 8) {
         (true, _) => image::Rgb([0, 0, 255]),
         (false, true) => image::Rgb([0, 255, 0]),
@@ -181,6 +180,10 @@ fn picture_and_mask(dir: &Path) -> [String; 2] {
         picture.save(&path).unwrap();
         format!("{key}={}", path.display())
     })
+}
+
+fn joined<'a>(words: &[&'a str], more: &[&'a str]) -> Vec<&'a str> {
+    [words, more].concat()
 }
 
 const SMALL: [&str; 4] = ["prompt=x", "height=16", "width=16", "num_inference_steps=5"];
@@ -208,7 +211,11 @@ fn a_model_for_inpainting_wants_a_picture_and_a_mask() {
     let found = error(2, &[&words[..], &[&picture]].concat());
     assert!(found.contains("mask_image=''"), "{found}");
 
-    let words = [&words[..], &[&picture, &mask, "strength=1", "--json"]].concat();
+    let words = [
+        &words[..],
+        &[&picture, &mask, "strength=1", "scheduler=ddim", "--json"],
+    ]
+    .concat();
     let drawn = json(&generate(dir.path(), &words));
     assert_eq!(drawn["unet_runs"], 5);
     let drawn = &drawn["images"][0]["path"];
@@ -236,15 +243,14 @@ fn a_refiner_takes_the_last_steps() {
     let base = golden("pipeline_sdxl").display().to_string();
     let pretrained = format!("pretrained_model_name_or_path={base}");
     let second = format!("refiner_model_name_or_path={refiner}");
-    let words = [&SMALL[..], &[&pretrained]].concat();
-    let with = |more: &[&str]| [&words[..], more].concat();
+    let own_words = [&SMALL[..], &[&pretrained]].concat();
     let draw = |words: &[&str]| json(&generate(dir.path(), &[words, &["--json"]].concat()));
     let picture = |drawn: &Value| pixels(&drawn["images"][0]["path"]);
 
-    let alone = draw(&words);
+    let alone = draw(&own_words);
     assert_eq!(alone["refiner"], Value::Null);
     let settings = [&second, "denoising_end=0.6", "aesthetic_score=7"];
-    let refined = draw(&with(&settings));
+    let refined = draw(&joined(&own_words, &settings));
     assert_eq!(refined["unet_runs"], 5);
     assert_eq!(refined["refiner"], refiner.as_str());
     assert_ne!(picture(&refined), picture(&alone));
@@ -255,7 +261,10 @@ fn a_refiner_takes_the_last_steps() {
     let liked = draw(&[&pretrained, "--from-image", path, "aesthetic_score=2"]);
     assert_ne!(picture(&liked), picture(&refined));
     // Steps that both take, and steps that neither does.
-    let twice = draw(&with(&[&second, "denoising_end=0.6", "denoising_start=0.2"]));
+    let twice = draw(&joined(
+        &own_words,
+        &[&second, "denoising_end=0.6", "denoising_start=0.2"],
+    ));
     assert_eq!(twice["unet_runs"], 7);
 
     // Alone, from a picture.
@@ -268,12 +277,30 @@ fn a_refiner_takes_the_last_steps() {
     assert_eq!(drawn["unet_runs"], 2);
 
     for (words, expected) in [
-        (with(&["denoising_end=0.5"]), "denoising_end: has no effect"),
-        (with(&["aesthetic_score=5"]), "aesthetic_score has no effect"),
-        (with(&[&second, &image, &mask]), "a refiner does not know of the mask"),
-        (with(&[&second, "denoising_end=0"]), "leaves none of 5 steps"),
-        (with(&[&second, "denoising_start=1"]), "leaves none of 5 steps"),
-        (with(&["refiner_model_name_or_path=/nowhere"]), "no such file or folder"),
+        (
+            joined(&own_words, &["denoising_end=0.5"]),
+            "denoising_end: has no effect",
+        ),
+        (
+            joined(&own_words, &["aesthetic_score=5"]),
+            "aesthetic_score has no effect",
+        ),
+        (
+            joined(&own_words, &[&second, &image, &mask]),
+            "a refiner does not know of the mask",
+        ),
+        (
+            joined(&own_words, &[&second, "denoising_end=0"]),
+            "leaves none of 5 steps",
+        ),
+        (
+            joined(&own_words, &[&second, "denoising_start=1"]),
+            "leaves none of 5 steps",
+        ),
+        (
+            joined(&own_words, &["refiner_model_name_or_path=/nowhere"]),
+            "no such file or folder",
+        ),
     ] {
         let found = error(2, &words);
         assert!(found.contains(expected), "{words:?}: {found}");
@@ -282,8 +309,69 @@ fn a_refiner_takes_the_last_steps() {
         "refiner_model_name_or_path={}",
         golden("pipeline_sd15").display()
     );
-    let found = error(2, &with(&[&other]));
+    let found = error(2, &joined(&own_words, &[&other]));
     assert!(found.contains("expected the SDXL refiner"), "{found}");
     let found = error(2, &[&SMALL[..], &[&second]].concat());
-    assert!(found.contains("a refiner goes on with what SDXL began"), "{found}");
+    assert!(
+        found.contains("a refiner goes on with what SDXL began"),
+        "{found}"
+    );
+}
+
+#[test]
+fn several_controlnets_have_settings_of_their_own() {
+    let dir = tempfile::tempdir().unwrap();
+    let pretrained = format!(
+        "pretrained_model_name_or_path={}",
+        golden("pipeline_sd15").display()
+    );
+    let [image, _] = picture_and_mask(dir.path());
+    let image = image.replace("image=", "controlnet_image=");
+    let nets = ["controlnet", "controlnet_1"]
+        .map(|name| golden("pipeline_sd15").join(name).display().to_string());
+    let nets = format!(
+        "controlnet_model_name_or_path=['{}', '{}']",
+        nets[0], nets[1]
+    );
+    let own_words = [
+        &SMALL[..],
+        &[&pretrained, "use_controlnet=True", &nets, &image],
+    ]
+    .concat();
+    let draw = |words: &[&str]| json(&generate(dir.path(), &[words, &["--json"]].concat()));
+
+    let both = draw(&joined(
+        &own_words,
+        &[
+            "controlnet_conditioning_scale=[1, 0.5]",
+            "controlnet_canny=[False, True]",
+        ],
+    ));
+    let path = both["images"][0]["path"].as_str().unwrap();
+    let again = draw(&[&pretrained, "--from-image", path]);
+    let [picture, repeated] = [&both, &again].map(|drawn| pixels(&drawn["images"][0]["path"]));
+    assert_eq!(repeated, picture);
+    let other = draw(&[
+        &pretrained,
+        "--from-image",
+        path,
+        "controlnet_conditioning_scale=[1, 4]",
+    ]);
+    assert_ne!(pixels(&other["images"][0]["path"]), picture);
+
+    for (word, expected) in [
+        (
+            "controlnet_conditioning_scale=[1, 0.5, 2]",
+            "controlnet_conditioning_scale has 3 entries for 2 ControlNets",
+        ),
+        (
+            "controlnet_conditioning_scale=[1, 20]",
+            "20.0 is out of range",
+        ),
+        ("control_guidance_end=[0.5, 0]", "never steer"),
+        ("controlnet_image=[]", "string or list of such"),
+    ] {
+        let found = error(2, &joined(&own_words, &[word]));
+        assert!(found.contains(expected), "{word}: {found}");
+    }
 }

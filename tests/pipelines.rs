@@ -78,7 +78,7 @@ impl Case {
         let model = DiffusionModel {
             unet: UNet2DConditionConfig::from_map(config(Part::Unet)).unwrap(),
             text_encoders,
-            controlnet: None,
+            controlnets: Vec::new(),
             vae: Some(AutoencoderKlConfig::from_map(config(Part::Vae)).unwrap()),
             precision,
             vae_precision: precision,
@@ -198,7 +198,7 @@ impl Case {
             zero_empty_prompts: self.is_xl,
             image: None,
             mask: None,
-            control: None,
+            controls: &[],
             latents: Some(&latents),
             continues: None,
         };
@@ -209,7 +209,7 @@ impl Case {
         let read = |slot: &maxdiff::runtime::Slot| -> Result<maxdiff::runtime::Array, Failure> {
             let (root, key) = slot.name.split_once('/').unwrap();
             let folder = match root {
-                controlnet::ROOT => root,
+                _ if root.starts_with(controlnet::ROOT) => root,
                 "unet" => self.unet,
                 _ => "",
             };
@@ -373,7 +373,7 @@ fn pictures_from_pictures_are_diffusers() {
             zero_empty_prompts: false,
             image: Some(&image),
             mask,
-            control: None,
+            controls: &[],
             latents: None,
             continues: None,
         };
@@ -384,40 +384,56 @@ fn pictures_from_pictures_are_diffusers() {
     }
 }
 
+/// One ControlNet, and two whose effects add up, each with a scale and a part of the steps of its own.
 #[test]
-fn a_controlnet_steers_as_in_diffusers() {
+fn controlnets_steer_as_in_diffusers() {
     let session = cpu_session(1);
-    let mut case = Case::read("sd15", Precision::F32);
-    let config = Golden::text("pipeline_sd15/controlnet/config.json");
-    case.model.controlnet = Some(ControlNetConfig::from_json(&config).unwrap());
     let golden = Golden::read("pipeline_sd15/controlled.safetensors");
     let f32s = |name: &str| -> Vec<f32> { golden.values(name).iter().map(|v| *v as f32).collect() };
+    let number = |key: &str| golden.meta[key].as_f64().unwrap();
     let latents = HostTensor::from_f32(golden.dims("in/latents"), &f32s("in/latents")).unwrap();
-    let bytes = golden.values("in/image");
-    let values: Vec<f32> = (0..3 * 256)
-        .map(|i| (bytes[i % 256 * 3 + i / 256] / 255.0) as f32)
-        .collect();
-    let control = ControlImage {
-        image: HostTensor::from_f32([1, 3, 16, 16], &values).unwrap(),
-        scale: golden.meta["scale"].as_f64().unwrap() as f32,
-        range: [0.0, golden.meta["end"].as_f64().unwrap()],
+    let control = |name: &str, scale: &str, range: [f64; 2]| {
+        let bytes = golden.values(name);
+        let values: Vec<f32> = (0..3 * 256)
+            .map(|i| (bytes[i % 256 * 3 + i / 256] / 255.0) as f32)
+            .collect();
+        ControlImage {
+            image: HostTensor::from_f32([1, 3, 16, 16], &values).unwrap(),
+            scale: number(scale) as f32,
+            range,
+        }
     };
-    let steps = golden.meta["steps"].as_u64().unwrap() as usize;
-    let options = DrawOptions {
-        plans: &[case.model.scheduler.plan(&PlanOptions::new(steps)).unwrap()],
-        guidance_rescale: 0.0,
-        zero_empty_prompts: false,
-        image: None,
-        mask: None,
-        control: Some(&control),
-        latents: Some(&latents),
-        continues: None,
-    };
-    let pipeline = case.compile(&session, 2, false);
-    let made = case.run(&session, &pipeline, &options);
-    let expected = golden.values("out/latents");
-    let error = distance(&samples(&made, expected.len()), expected);
-    assert!(error < 1e-4, "relative L2 error {error:e}");
+    let controls = [
+        control("in/image", "scale", [0.0, number("end")]),
+        control("in/image_1", "scale_1", [number("start_1"), 1.0]),
+    ];
+    for (count, kind) in [(1, "latents"), (2, "both")] {
+        let mut case = Case::read("sd15", Precision::F32);
+        case.model.controlnets = (0..count)
+            .map(|which| {
+                let folder = controlnet::root(which);
+                let config = Golden::text(&format!("pipeline_sd15/{folder}/config.json"));
+                ControlNetConfig::from_json(&config).unwrap()
+            })
+            .collect();
+        let plan = PlanOptions::new(number("steps") as usize);
+        let options = DrawOptions {
+            plans: &[case.model.scheduler.plan(&plan).unwrap()],
+            guidance_rescale: 0.0,
+            zero_empty_prompts: false,
+            image: None,
+            mask: None,
+            controls: &controls[..count],
+            latents: Some(&latents),
+            continues: None,
+        };
+        let pipeline = case.compile(&session, 2, false);
+        let made = case.run(&session, &pipeline, &options);
+        let expected = golden.values(&format!("out/{kind}"));
+        let error = distance(&samples(&made, expected.len()), expected);
+        println!("{kind}: {error:e}");
+        assert!(error < 1e-4, "{kind}: relative L2 error {error:e}");
+    }
 }
 
 /// UNets of nine channels: the noise of each picture's seed is drawn in diffusers' order, fresh noise after it.
@@ -451,7 +467,7 @@ fn models_for_inpainting_paint_as_in_diffusers() {
                 zero_empty_prompts: case.is_xl,
                 image: Some(&image),
                 mask: Some(&mask),
-                control: None,
+                controls: &[],
                 latents: None,
                 continues: None,
             };
@@ -513,7 +529,7 @@ fn a_refiner_goes_on_as_in_diffusers() {
             zero_empty_prompts: true,
             image: None,
             mask: None,
-            control: None,
+            controls: &[],
             latents: Some(&latents),
             continues: None,
         };
@@ -551,7 +567,7 @@ fn a_refiner_goes_on_as_in_diffusers() {
         zero_empty_prompts: false,
         image: Some(&image),
         mask: None,
-        control: None,
+        controls: &[],
         latents: None,
         continues: None,
     };

@@ -8,7 +8,8 @@ in/negative_ids.<encoder> (one row for each picture), out/latents after the last
 [0, 1]). The metadata has the prompts, the steps and the guidance. All in float32 on the CPU, as diffusers computes it,
 from the weights rounded to float16. pipeline_sd21/from_image.safetensors has in/image and in/mask (bytes, rows first) and the
 last latents of ten steps from them at two strengths: out/image_<strength>, out/mask_<strength>; and with fresh noise in each
-step: out/mask_ancestral. pipeline_sd15/ has a ControlNet too, and controlled.safetensors what it steers. pipeline_sd15/ and
+step: out/mask_ancestral. pipeline_sd15/ has two ControlNets too, and controlled.safetensors what the first steers (out/latents)
+and what both steer (out/both). pipeline_sd15/ and
 pipeline_sdxl/ have a UNet of nine channels in unet_inpainting/, which goes with the other parts, and inpainted.safetensors
 what it paints. pipeline_refiner/ has the UNet of a refiner, which goes with text_encoder_2/ and vae/ of pipeline_sdxl/, and
 refined.safetensors what it makes of that model's samples (out/<sampler>, from in/latents) and of a picture (out/alone).
@@ -111,7 +112,7 @@ def from_image(case, pipe, folder):
             tensors[f"out/{kind}"] = painted(
                 **shared, image=pictures, mask_image=[PIL.Image.fromarray(mask)] * len(PROMPTS), strength=strength,
                 generator=generators(), height=16, width=16).images
-        painted.scheduler = EulerAncestralDiscreteScheduler.from_config(pipe.scheduler.config)
+        painted.scheduler = EulerAncestralDiscreteScheduler.from_config(pipe.scheduler.config, timestep_spacing="leading")
         tensors["out/mask_ancestral"] = painted(
             **shared, image=pictures, mask_image=[PIL.Image.fromarray(mask)] * len(PROMPTS), strength=0.6,
             generator=generators(), height=16, width=16).images
@@ -131,7 +132,7 @@ def inpainted(case, pipe, folder):
         painted = StableDiffusionInpaintPipeline(**dict(parts, unet=nine), requires_safety_checker=False)
     painted.set_progress_bar_config(disable=True)
     tensors = {"in/image": image, "in/mask": mask}
-    euler = EulerAncestralDiscreteScheduler.from_config(pipe.scheduler.config)
+    euler = EulerAncestralDiscreteScheduler.from_config(pipe.scheduler.config, timestep_spacing="leading")
     for kind, strength, scheduler in (("0.6", 0.6, pipe.scheduler), ("1", 1.0, pipe.scheduler), ("ancestral", 0.6, euler),
                                       ("ancestral_1", 1.0, euler)):
         painted.scheduler = scheduler
@@ -190,24 +191,35 @@ def write_index(pipe, folder):
 
 
 def controlled(case, pipe, folder):
-    """A ControlNet that steers the first six tenths of the steps."""
+    """A ControlNet that steers the first six tenths of the steps, and with it one that steers the last seven."""
     unet = {k: v for k, v in UNET.items() if k not in ("sample_size", "out_channels", "up_block_types")}
     net = randomize(ControlNetModel(**unet, cross_attention_dim=16, conditioning_embedding_out_channels=(4, 8)),
                     f"control_{case}")
+    other = randomize(ControlNetModel(**unet, cross_attention_dim=16, conditioning_embedding_out_channels=(4, 8)),
+                      f"control_other_{case}")
     image = rng("pipeline", case, "control").integers(0, 256, (16, 16, 3), dtype=np.uint8)
+    image_1 = rng("pipeline", case, "other control").integers(0, 256, (16, 16, 3), dtype=np.uint8)
     latents = normal(rng("pipeline", case, "latents"), (len(PROMPTS), 4, 8, 8))
     parts = {k: v for k, v in pipe.components.items() if k != "image_encoder"}
-    steered = StableDiffusionControlNetPipeline(**parts, controlnet=net, requires_safety_checker=False)
-    steered.set_progress_bar_config(disable=True)
-    with torch.no_grad():
-        out = steered(prompt=PROMPTS, negative_prompt=[NEGATIVE] * len(PROMPTS), num_inference_steps=10,
-                      guidance_scale=GUIDANCE, image=[PIL.Image.fromarray(image)] * len(PROMPTS), height=16, width=16,
-                      latents=torch.from_numpy(latents), controlnet_conditioning_scale=0.7, control_guidance_end=0.6,
-                      output_type="latent").images
-    write(folder / "controlled.safetensors", {"in/image": image, "in/latents": latents, "out/latents": out.numpy()},
-          {"steps": 10, "scale": 0.7, "end": 0.6})
-    net.half().save_pretrained(folder / "controlnet")
-    net.float()
+    shared = dict(prompt=PROMPTS, negative_prompt=[NEGATIVE] * len(PROMPTS), num_inference_steps=10, guidance_scale=GUIDANCE,
+                  height=16, width=16, output_type="latent")
+    pictures, pictures_1 = ([PIL.Image.fromarray(i)] * len(PROMPTS) for i in (image, image_1))
+    outs = []
+    for nets, settings in (
+            (net, dict(image=pictures, controlnet_conditioning_scale=0.7, control_guidance_end=0.6)),
+            ([net, other], dict(image=[list(pair) for pair in zip(pictures, pictures_1)],
+                                controlnet_conditioning_scale=[0.7, 0.4], control_guidance_start=[0.0, 0.3],
+                                control_guidance_end=[0.6, 1.0]))):
+        steered = StableDiffusionControlNetPipeline(**parts, controlnet=nets, requires_safety_checker=False)
+        steered.set_progress_bar_config(disable=True)
+        with torch.no_grad():
+            outs.append(steered(**shared, **settings, latents=torch.from_numpy(latents)).images.numpy())
+    write(folder / "controlled.safetensors",
+          {"in/image": image, "in/image_1": image_1, "in/latents": latents, "out/latents": outs[0], "out/both": outs[1]},
+          {"steps": 10, "scale": 0.7, "end": 0.6, "scale_1": 0.4, "start_1": 0.3})
+    for name, each in (("controlnet", net), ("controlnet_1", other)):
+        each.half().save_pretrained(folder / name)
+        each.float()
 
 
 def main():

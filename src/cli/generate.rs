@@ -253,7 +253,7 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
     let to_refine = prompts::split_off(&mut pictures, own);
     let name = source.path().display().to_string();
     let start_image = init_image::read(&config, &drawn.model, &name)?;
-    let control = init_image::read_control(&config, &drawn.model)?;
+    let controls = init_image::read_controls(&config, &drawn.model)?;
     let latents = latents(&config, &drawn.model)?;
     let sampler = drawn.model.scheduler.kind.name();
 
@@ -335,7 +335,7 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
         zero_empty_prompts: first.drawn.zero_empty_prompts,
         image: start_image.as_ref().map(|start| &start.image),
         mask: start_image.as_ref().and_then(|start| start.mask.as_ref()),
-        control: control.as_ref(),
+        controls: &controls,
         latents: latents.as_ref(),
         continues: None,
     };
@@ -352,7 +352,7 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
             plans: &second.plans,
             zero_empty_prompts: second.drawn.zero_empty_prompts,
             image: None,
-            control: None,
+            controls: &[],
             latents: None,
             continues: Some(&made),
             ..draw

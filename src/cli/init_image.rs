@@ -5,7 +5,7 @@ use std::path::Path;
 use image::imageops::FilterType;
 use image::{DynamicImage, ImageReader, Limits};
 
-use crate::config::Config;
+use crate::config::{Config, OneOrMore};
 use crate::host_tensor::HostTensor;
 use crate::pipelines::canny::{THRESHOLDS, canny};
 use crate::pipelines::model::{DiffusionModel, MicroConditioning};
@@ -86,43 +86,57 @@ fn is_white([red, green, blue]: [u8; 3]) -> bool {
     (weighted + 0x8000) >> 16 >= 128
 }
 
-/// Reads `controlnet_image`, scaled to the size of the pictures; `None` without `use_controlnet`.
+/// Reads what steers each ControlNet, scaled to the size of the pictures; nothing without `use_controlnet`.
 ///
 /// # Errors
-/// When the model has no ControlNet, the file is no picture that can be read, or the range is empty.
-pub fn read_control(
+/// When the model has no ControlNets, a file is no picture that can be read, or a range is empty.
+pub fn read_controls(
     config: &Config,
     model: &DiffusionModel,
-) -> Result<Option<ControlImage>, CliError> {
+) -> Result<Vec<ControlImage>, CliError> {
     if !config.use_controlnet {
-        return Ok(None);
+        return Ok(Vec::new());
     }
-    if model.controlnet.is_none() {
-        return Err(CliError::Usage(format!(
-            "controlnet_image={}: only models of latents that are read from files take a ControlNet, and not SDXL's \
-             refiner",
-            config.controlnet_image
-        )));
+    if model.controlnets.is_empty() {
+        return Err(CliError::Usage(
+            "use_controlnet=True: only models of latents that are read from files take a ControlNet, and not SDXL's refiner"
+                .to_string(),
+        ));
     }
-    let range = [config.control_guidance_start, config.control_guidance_end];
+    (0..model.controlnets.len())
+        .map(|which| read_control(config, model, which))
+        .collect()
+}
+
+/// What steers ControlNet `which`.
+fn read_control(
+    config: &Config,
+    model: &DiffusionModel,
+    which: usize,
+) -> Result<ControlImage, CliError> {
+    let missing = || CliError::Usage(format!("there are no settings for ControlNet {which}"));
+    let number = |values: &OneOrMore<f64>| values.get(which).copied().ok_or_else(missing);
+    let range = [
+        number(&config.control_guidance_start)?,
+        number(&config.control_guidance_end)?,
+    ];
     if range[0] >= range[1] {
         return Err(CliError::Usage(format!(
             "control_guidance_start={} is not below control_guidance_end={}: the ControlNet would never steer",
             range[0], range[1]
         )));
     }
-    let picture = open("controlnet_image", &config.controlnet_image, model)?
-        .to_rgb8()
-        .into_raw();
-    let picture = match config.controlnet_canny {
-        true => canny(&picture, model.image_size, THRESHOLDS).map_err(CliError::failed)?,
-        false => picture,
+    let path = config.controlnet_image.get(which).ok_or_else(missing)?;
+    let picture = open("controlnet_image", path, model)?.to_rgb8().into_raw();
+    let picture = match config.controlnet_canny.get(which) {
+        Some(true) => canny(&picture, model.image_size, THRESHOLDS).map_err(CliError::failed)?,
+        Some(false) | None => picture,
     };
-    Ok(Some(ControlImage {
+    Ok(ControlImage {
         image: planes(&picture, model.image_size, |byte| byte / 255.0)?,
-        scale: config.controlnet_conditioning_scale as f32,
+        scale: number(&config.controlnet_conditioning_scale)? as f32,
         range,
-    }))
+    })
 }
 
 /// `f32[1, 3, height, width]` of RGB bytes, each through `value`.

@@ -8,7 +8,7 @@ use serde_json::{Map, Value};
 use crate::config::{self, Config};
 use crate::data::Tokenizer;
 use crate::models::clip::ClipTextConfig;
-use crate::models::controlnet::{ControlNetConfig, ROOT as CONTROLNET};
+use crate::models::controlnet::{self, ControlNetConfig};
 use crate::models::unet::{ROOT as UNET, UNet2DConditionConfig};
 use crate::models::vae::{AutoencoderKlConfig, ROOT as VAE};
 use crate::nn::{Precision, Remat};
@@ -208,9 +208,15 @@ impl Source {
             }
         }
         for (root, expected) in parts {
-            let file = match root {
-                CONTROLNET => File::Own(open_controlnet(config)?),
-                _ => self.open(root)?,
+            let controlnets = config.controlnet_model_name_or_path.0.iter();
+            let controlnet = controlnets
+                .enumerate()
+                .find(|(which, _)| controlnet::root(*which) == root);
+            let file = match controlnet {
+                Some((_, path)) => {
+                    File::Own(Checkpoint::open(Path::new(path)).map_err(CliError::failed)?)
+                }
+                None => self.open(root)?,
             };
             if let Err(mut error) = match_parameters(&expected, file.checkpoint()) {
                 // Drawing uses a half of the VAE, or both.
@@ -286,26 +292,23 @@ impl Files<'_> {
     }
 }
 
-fn open_controlnet(config: &Config) -> Result<Checkpoint, CliError> {
-    Checkpoint::open(Path::new(&config.controlnet_model_name_or_path)).map_err(CliError::failed)
-}
-
-/// The ControlNet, if the configuration uses one.
-fn controlnet(config: &Config) -> Result<Option<ControlNetConfig>, CliError> {
+/// The ControlNets that the configuration uses.
+fn controlnets(config: &Config) -> Result<Vec<ControlNetConfig>, CliError> {
     if !config.use_controlnet {
-        return Ok(None);
+        return Ok(Vec::new());
     }
-    let name = &config.controlnet_model_name_or_path;
-    let path = Path::new(name).join("config.json");
-    let text = std::fs::read_to_string(&path).map_err(|e| {
-        CliError::Usage(format!(
-            "controlnet_model_name_or_path={name}: {}: {e}; name the folder of a ControlNet in diffusers' layout",
-            path.display()
-        ))
-    })?;
-    ControlNetConfig::from_json(&text)
-        .map(Some)
-        .map_err(CliError::usage)
+    let read = |name: &String| {
+        let path = Path::new(name).join("config.json");
+        let text = std::fs::read_to_string(&path).map_err(|e| {
+            CliError::Usage(format!(
+                "controlnet_model_name_or_path={name}: {}: {e}; name the folder of a ControlNet in diffusers' layout",
+                path.display()
+            ))
+        })?;
+        ControlNetConfig::from_json(&text).map_err(CliError::usage)
+    };
+    let names = &config.controlnet_model_name_or_path.0;
+    names.iter().map(read).collect()
 }
 
 fn family(family: config::ModelFamily) -> Option<Family> {
@@ -387,10 +390,10 @@ fn published(
         text_encoders,
         vae: Some(vae),
         // A refiner is of another size than the UNets that ControlNets are made for.
-        controlnet: match source.family {
-            Family::SdxlRefiner => None,
+        controlnets: match source.family {
+            Family::SdxlRefiner => Vec::new(),
             Family::Sd1 | Family::Sd2 | Family::Sdxl | Family::Sd3 | Family::Flux => {
-                controlnet(config)?
+                controlnets(config)?
             }
         },
         micro_conditioning: recipe::micro_conditioning(config, source.requires_aesthetics_score),

@@ -248,7 +248,7 @@ pub fn model(config: &Config, tokenizer: Option<&Tokenizer>) -> Result<Diffusion
             .into_iter()
             .collect(),
         vae: None,
-        controlnet: None,
+        controlnets: Vec::new(),
         precision: precision(config),
         vae_precision: precision(config),
         remat: match config.remat_policy {

@@ -502,7 +502,7 @@ impl Samples<'_> {
                     guidance_rescale: 0.0,
                     zero_empty_prompts: false,
                     image: None,
-                    control: None,
+                    controls: &[],
                     mask: None,
                     latents: None,
                     continues: None,

@@ -81,6 +81,27 @@ pub(super) fn conflicts(config: &Config, verb: Option<Verb>) -> Vec<Conflict> {
     if verb == Some(Verb::Train) {
         training(config, &mut found);
     }
+    let nets = config.controlnet_model_name_or_path.0.len();
+    for (key, count) in [
+        ("controlnet_image", config.controlnet_image.0.len()),
+        (
+            "controlnet_conditioning_scale",
+            config.controlnet_conditioning_scale.0.len(),
+        ),
+        ("controlnet_canny", config.controlnet_canny.0.len()),
+        (
+            "control_guidance_start",
+            config.control_guidance_start.0.len(),
+        ),
+        ("control_guidance_end", config.control_guidance_end.0.len()),
+    ] {
+        if config.use_controlnet && ![1, nets].contains(&count) {
+            found.push((
+                vec![key, "controlnet_model_name_or_path"],
+                format!("{key} has {count} entries for {nets} ControlNets: give one for all, or one for each"),
+            ));
+        }
+    }
     if !config.refiner_model_name_or_path.is_empty() && !config.mask_image.is_empty() {
         found.push((
             vec!["mask_image", "refiner_model_name_or_path"],

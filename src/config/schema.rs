@@ -374,25 +374,27 @@ schema! {
         lightning_from_pt: bool = true, NoEffect("SDXL-Lightning is not here yet"), GENERATE;
         /// LoRA adapters to generate with.
         lora_config: LoraConfig = LoraConfig::default(), Used, GENERATE;
-        /// Steer by a picture through a ControlNet.
+        /// Steer by a picture through a ControlNet, or by several through as many, whose effects add up.
         use_controlnet: bool = false, Ours, GENERATE;
-        /// Picture that steers the ControlNet, scaled to the size of the images.
-        controlnet_image: String = String::new(), Used, GENERATE, when "use_controlnet=True" |c| c.use_controlnet;
-        /// Folder of the ControlNet in diffusers' layout.
-        controlnet_model_name_or_path: String = "diffusers/controlnet-canny-sdxl-1.0".into(), Used, GENERATE,
+        /// Picture that steers the ControlNet, scaled to the size of the images. Of several ControlNets a list, as are the
+        /// other keys; one value is for all.
+        controlnet_image: OneOrMore<String> = OneOrMore::default(), Used, GENERATE,
+            when "use_controlnet=True" |c| c.use_controlnet;
+        /// Folder of the ControlNet in diffusers' layout, or a list of several.
+        controlnet_model_name_or_path: OneOrMore<String> = OneOrMore::from("diffusers/controlnet-canny-sdxl-1.0".to_owned()), Used, GENERATE,
             when "use_controlnet=True" |c| c.use_controlnet;
         /// Whether the ControlNet's weights are PyTorch's.
         controlnet_from_pt: bool = true, NoEffect("safetensors are read alike, whoever wrote them"), GENERATE;
         /// Strength of the ControlNet.
-        controlnet_conditioning_scale: f64 = 0.5, Used, GENERATE, in Between(0.0, 10.0),
+        controlnet_conditioning_scale: OneOrMore<f64> = OneOrMore::from(0.5), Used, GENERATE, in Between(0.0, 10.0),
             when "use_controlnet=True" |c| c.use_controlnet;
         /// Find the edges of `controlnet_image` first, as Canny does: what ControlNets of edges are steered by.
-        controlnet_canny: bool = false, Ours, GENERATE, when "use_controlnet=True" |c| c.use_controlnet;
+        controlnet_canny: OneOrMore<bool> = OneOrMore::default(), Ours, GENERATE, when "use_controlnet=True" |c| c.use_controlnet;
         /// Share of the steps before which the ControlNet does not steer.
-        control_guidance_start: f64 = 0.0, Ours, GENERATE, in Between(0.0, 1.0),
+        control_guidance_start: OneOrMore<f64> = OneOrMore::from(0.0), Ours, GENERATE, in Between(0.0, 1.0),
             when "use_controlnet=True" |c| c.use_controlnet;
         /// Share of the steps after which the ControlNet does not steer.
-        control_guidance_end: f64 = 1.0, Ours, GENERATE, in Between(0.0, 1.0),
+        control_guidance_end: OneOrMore<f64> = OneOrMore::from(1.0), Ours, GENERATE, in Between(0.0, 1.0),
             when "use_controlnet=True" |c| c.use_controlnet;
 
         group "DreamBooth";

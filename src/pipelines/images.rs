@@ -55,8 +55,8 @@ pub struct DrawOptions<'a> {
     pub image: Option<&'a HostTensor>,
     /// `f32[1, 1, height, width]` of that picture: 1 where it is drawn anew, 0 where it is kept.
     pub mask: Option<&'a HostTensor>,
-    /// What steers the model's ControlNet.
-    pub control: Option<&'a ControlImage>,
+    /// What steers the model's ControlNets, one for each.
+    pub controls: &'a [ControlImage],
     /// Unit normal noise to start from, `f32[pictures, channels, rows, columns]`, in place of the seeds'.
     pub latents: Option<&'a HostTensor>,
     /// What another model made of as many pictures in batches of the same size, and did not finish: the steps go on with
@@ -397,7 +397,7 @@ impl Pipeline {
                 generators,
                 sample: &begin.sample,
                 inpainting: begin.inpainting.as_ref(),
-                control: options.control,
+                controls: options.controls,
                 guidance_scale: first.guidance_scale,
                 guidance_rescale: options.guidance_rescale,
                 plan: plan(at)?,

@@ -26,8 +26,8 @@ pub const TEXT_ENCODER_2: &str = "text_encoder_2";
 #[derive(Clone, Debug)]
 pub struct DiffusionModel {
     pub unet: UNet2DConditionConfig,
-    /// What adds to the UNet's residuals by a picture that steers it.
-    pub controlnet: Option<ControlNetConfig>,
+    /// What adds to the UNet's residuals, each by a picture that steers it.
+    pub controlnets: Vec<ControlNetConfig>,
     /// Empty where programs take finished text embeddings. The results of several stand side by side.
     pub text_encoders: Vec<TextEncoder>,
     /// What makes pictures of the UNet's samples; `None` where samples are pixels.
@@ -249,23 +249,29 @@ impl DiffusionModel {
         unet::declare_conditioning(b, &self.unet, [batch, tokens], ids, DType::F32)
     }
 
-    /// What the ControlNet adds to the UNet for `inputs`; `None` without one.
+    /// What all ControlNets together add to the UNet for `inputs`; `None` without one. `declare` gives each its picture.
     ///
     /// # Errors
-    /// When an input's shape does not fit, or the ControlNet is one of another UNet.
+    /// When an input's shape does not fit, or a ControlNet is one of another UNet.
     pub fn control(
         &self,
         b: &Builder,
         inputs: &UNetInputs,
-        declare: impl FnOnce(&ControlNetConfig) -> Result<Control>,
+        declare: impl Fn(usize, &ControlNetConfig) -> Result<Control>,
     ) -> Result<Option<ResSamples>> {
-        let Some(config) = &self.controlnet else {
-            return Ok(None);
-        };
-        let control = declare(config)?;
-        let root = controlnet::ROOT;
-        controlnet::controlnet(b, root, config, inputs, control, self.precision, self.remat)
-            .map(Some)
+        let mut sum: Option<ResSamples> = None;
+        for (which, config) in self.controlnets.iter().enumerate() {
+            let control = declare(which, config)?;
+            let root = controlnet::root(which);
+            let (precision, remat) = (self.precision, self.remat);
+            let added =
+                controlnet::controlnet(b, &root, config, inputs, control, precision, remat)?;
+            sum = Some(match sum {
+                None => added,
+                Some(sum) => sum.add(&b.root(&root), &added)?,
+            });
+        }
+        Ok(sum)
     }
 
     /// The UNet's prediction for `inputs`, in `f32`.

@@ -36,17 +36,26 @@ pub mod names {
     /// picture without that part, of the sample's shape.
     pub const MASK: &str = "mask";
     pub const MASKED_IMAGE_LATENTS: &str = "masked_image_latents";
-    /// The picture that steers a ControlNet, `f32[rows, 3, height, width]` in [0, 1], and how strongly.
+    /// The picture that steers the first ControlNet, `f32[rows, 3, height, width]` in [0, 1], and how strongly. Those of
+    /// further ones end in their number ([`numbered`]).
     pub const CONTROL_IMAGE: &str = "control_image";
     pub const CONTROL_SCALE: &str = "control_scale";
+
+    /// The name of ControlNet `which`'s input.
+    pub fn numbered(name: &str, which: usize) -> String {
+        match which {
+            0 => name.to_string(),
+            _ => format!("{name}_{which}"),
+        }
+    }
+
     /// What is decoded, and the pictures made of it; and the other way round.
     pub const LATENTS: &str = "latents";
     pub const IMAGES: &str = "images";
 }
 
-/// The inputs of the denoising step that are known before its first run.
-const REQUEST: [&str; 6] = [
-    names::CONTROL_IMAGE,
+/// The inputs of the denoising step that are known before its first run, beside the pictures for ControlNets.
+const REQUEST: [&str; 5] = [
     names::ENCODER_HIDDEN_STATES,
     names::MASK,
     names::MASKED_IMAGE_LATENTS,
@@ -138,14 +147,14 @@ pub fn trace_denoise(
         text_time,
         additional_residuals: None,
     };
-    inputs.additional_residuals = model.control(&b, &inputs, |config| {
+    inputs.additional_residuals = model.control(&b, &inputs, |which, config| {
         let [image_height, image_width] = model.image_size;
         let channels = config.condition.conditioning_channels;
         let image = Shape::new(DType::F32, [rows, channels, image_height, image_width]);
         let axes = [Some("activation_batch"), None, None, None];
         Ok(Control {
-            image: b.input(names::CONTROL_IMAGE, image, &axes)?,
-            scale: scalar(names::CONTROL_SCALE)?,
+            image: b.input(&names::numbered(names::CONTROL_IMAGE, which), image, &axes)?,
+            scale: scalar(&names::numbered(names::CONTROL_SCALE, which))?,
         })
     })?;
     // After the ControlNet, which sees the sample alone.
@@ -441,8 +450,8 @@ pub struct Request<'a> {
     pub sample: &'a HostTensor,
     /// A model for inpainting needs [`Inpainting::Seen`].
     pub inpainting: Option<&'a Inpainting>,
-    /// For a model with a ControlNet.
-    pub control: Option<&'a ControlImage>,
+    /// One for each of the model's ControlNets.
+    pub controls: &'a [ControlImage],
     pub guidance_scale: f32,
     pub guidance_rescale: f32,
     pub plan: &'a SamplingPlan,
@@ -466,8 +475,11 @@ impl Denoiser {
         precision: DotPrecision,
     ) -> Result<Denoiser, PipelineError> {
         let options = ProgramOptions { precision };
+        let names = graph.inputs.iter().map(|input| input.name.as_str());
+        let pictures = names.filter(|name| name.starts_with(names::CONTROL_IMAGE));
+        let request: Vec<&str> = REQUEST.into_iter().chain(pictures).collect();
         Ok(Denoiser {
-            program: StagedProgram::compile(session, graph, "denoise", &REQUEST, &options)?,
+            program: StagedProgram::compile(session, graph, "denoise", &request, &options)?,
             sample_dims,
         })
     }
@@ -517,12 +529,13 @@ impl Denoiser {
                 &HostTensor::from_f32([rows, ids], request.time_ids)?,
             )?;
         }
-        if let Some(control) = request.control {
+        for (which, control) in request.controls.iter().enumerate() {
             let mut dims = control.image.shape.dims.clone();
             dims[0] = rows;
             let shape = control.image.shape.with_dims(dims);
             let data = control.image.data.repeat(rows);
-            set(names::CONTROL_IMAGE, &HostTensor::new(shape, data)?)?;
+            let name = names::numbered(names::CONTROL_IMAGE, which);
+            set(&name, &HostTensor::new(shape, data)?)?;
         }
         if let Some(Inpainting::Seen {
             mask,
@@ -571,9 +584,10 @@ impl Denoiser {
             for (name, value) in step_inputs(step)? {
                 set(name, &value)?;
             }
-            if let Some(control) = request.control {
+            for (which, control) in request.controls.iter().enumerate() {
                 let scale = control.scale_at(done, request.plan.steps.len());
-                set(names::CONTROL_SCALE, &HostTensor::from_f32([], &[scale])?)?;
+                let name = names::numbered(names::CONTROL_SCALE, which);
+                set(&name, &HostTensor::from_f32([], &[scale])?)?;
             }
             if step.is_noisy() {
                 let fresh = request.generators.iter_mut();
