@@ -11,6 +11,7 @@
 #include "client.h"
 #include "event.h"
 #include "executable.h"
+#include "kernel_calls.h"
 
 namespace maxdiff {
 
@@ -23,12 +24,21 @@ __attribute__((constructor)) void SilenceLogs() {
   absl::SetStderrThreshold(absl::LogSeverityAtLeast::kFatal);
 }
 
-MAXDIFF_PJRT_FUNCTION(PJRT_Plugin_Initialize) { return absl::OkStatus(); }
+MAXDIFF_PJRT_FUNCTION(PJRT_Plugin_Initialize) {
+  static const bool registered = [] {
+    RegisterKernels();
+    return true;
+  }();
+  (void)registered;
+  return absl::OkStatus();
+}
 
 MAXDIFF_PJRT_FUNCTION(PJRT_Plugin_Attributes) {
   static const NamedValues* attributes = [] {
     auto* values = new NamedValues();
     values->Add("xla_version", int64_t{2});
+    // Whether programs may call the kernels of kernel_calls.h.
+    if (kernels::Supported()) values->Add("maxdiff_kernels", int64_t{1});
 #ifdef MAXDIFF_STABLEHLO_CURRENT
     values->Add("stablehlo_current_version", std::vector<int64_t>{MAXDIFF_STABLEHLO_CURRENT});
     values->Add("stablehlo_minimum_version", std::vector<int64_t>{MAXDIFF_STABLEHLO_MINIMUM});

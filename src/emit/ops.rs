@@ -238,6 +238,25 @@ impl Emitter<'_> {
                     dims.feature_groups
                 )
             }
+            Op::Kernel(kernel) => {
+                let shapes: Vec<&Shape> = (0..node.operands.len()).map(shape_of).collect();
+                let row_major = |rank: usize| {
+                    let order = list((0..rank).rev());
+                    match rank {
+                        0 => "dense<> : tensor<0xindex>".to_string(),
+                        _ => format!("dense<{order}> : tensor<{rank}xindex>"),
+                    }
+                };
+                // API version 3 gets the configuration as it is, and may fail with a message.
+                format!(
+                    "stablehlo.custom_call @{op}({}) {{api_version = 3 : i32, backend_config = \"{}\", \
+                     operand_layouts = {}, result_layouts = {}}} : {signature}",
+                    all.join(", "),
+                    kernel.config(&shapes, &node.shape),
+                    list(shapes.iter().map(|s| row_major(s.rank()))),
+                    list([row_major(node.shape.rank())]),
+                )
+            }
             Op::While { cond, body } => {
                 self.while_loop(graph, node, names, name, [cond, body]);
                 return;

@@ -396,6 +396,7 @@ fn single(op: &Op, operands: &[&Value], shape: &Shape) -> Result<Value, EvalErro
         Op::Reduce { kind, dims } => reduce(*kind, operands[0], dims, shape),
         Op::DotGeneral { dims, .. } => dot_general(operands[0], operands[1], dims, shape),
         Op::Convolution { dims, .. } => convolution(operands[0], operands[1], dims, shape),
+        Op::Kernel(kernel) => kernel.evaluate(operands, shape),
     })
 }
 

@@ -26,6 +26,11 @@ pub fn flops(graph: &Graph) -> u64 {
                 let taps: usize = dims.rhs.spatial.iter().map(|d| kernel[*d]).product();
                 multiplied(taps * kernel[dims.rhs.feature])
             }
+            Op::Kernel(kernel) => {
+                let shape = |id: &u32| &graph.nodes[*id as usize].shape;
+                let operands: Vec<_> = node.operands.iter().map(shape).collect();
+                kernel.flops(&operands, &node.shape)
+            }
             Op::While { cond, body } => flops(cond).saturating_add(flops(body)),
             _ => 0,
         });

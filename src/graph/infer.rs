@@ -55,7 +55,7 @@ pub enum InferError {
 
 type Result<T> = std::result::Result<T, InferError>;
 
-fn constraint(what: &'static str, detail: impl Into<String>) -> InferError {
+pub(super) fn constraint(what: &'static str, detail: impl Into<String>) -> InferError {
     InferError::Constraint {
         what,
         detail: detail.into(),
@@ -240,6 +240,7 @@ pub fn infer(op: &Op, operands: &[&Shape]) -> Result<Shape> {
             "get_tuple_element",
             "the builder gives it the element's shape",
         )),
+        Op::Kernel(kernel) => kernel.infer(operands),
         Op::OptimizationBarrier => Ok(first(operands)?.clone()),
         Op::ShardingConstraint(axes) => {
             arity(1)?;

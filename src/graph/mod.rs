@@ -11,6 +11,7 @@ mod eval_index;
 mod flops;
 mod infer;
 mod init;
+pub mod kernel;
 pub mod op;
 pub mod random;
 mod stage;
@@ -23,6 +24,7 @@ pub use eval::{EvalError, evaluate};
 pub use flops::flops;
 pub use infer::InferError;
 pub use init::Init;
+pub use kernel::Kernel;
 pub use op::{
     Binary, Comparison, ContractionQuant, ConvDims, ConvLayout, DotDims, GatherDims,
     NumericsConvention, Op, OperandQuant, PadDim, QuantDot, Reduction, Rounding, ScatterDims,
@@ -145,6 +147,11 @@ pub struct Graph {
 pub type Replace<'a> =
     dyn FnMut(&Builder, &Node, &[Tensor]) -> Result<Option<Tensor>, GraphError> + 'a;
 
+/// What [`Graph::substitute`] asks of each node: a builder at its scope, the node's index, and the copies of all nodes
+/// before it that outputs depend on.
+pub type Substitute<'a> =
+    dyn FnMut(&Builder, usize, &[Tensor]) -> Result<Option<Tensor>, GraphError> + 'a;
+
 impl Graph {
     /// The scope path a node was made in.
     pub fn path(&self, node: &Node) -> &str {
@@ -188,6 +195,28 @@ impl Graph {
     /// # Errors
     /// Those of `replace`, and when a replacement's shape is not the node's.
     pub fn rewrite(&self, replace: &mut Replace<'_>) -> Result<Graph, GraphError> {
+        self.substitute(&mut |b, i, copies| {
+            let node = &self.nodes[i];
+            let operands: Vec<Tensor> = node.operands.iter().map(|o| copies[*o as usize]).collect();
+            match (replace(b, node, &operands)?, &node.op) {
+                (None, Op::While { cond, body }) => {
+                    let op = Op::While {
+                        cond: Box::new(cond.rewrite(replace)?),
+                        body: Box::new(body.rewrite(replace)?),
+                    };
+                    b.push(op, &operands).map(Some)
+                }
+                (other, _) => Ok(other),
+            }
+        })
+    }
+
+    /// [`Graph::rewrite`] for replacements that reach further back than a node's operands; loop bodies stay as they
+    /// are.
+    ///
+    /// # Errors
+    /// Those of `replace`, and when a replacement's shape is not the node's.
+    pub fn substitute(&self, replace: &mut Substitute<'_>) -> Result<Graph, GraphError> {
         let b = Builder::new();
         let inputs = self
             .inputs
@@ -201,7 +230,6 @@ impl Graph {
                 copies.push(inputs[index]);
                 continue;
             }
-            let operands: Vec<Tensor> = node.operands.iter().map(|o| copies[*o as usize]).collect();
             // What no output needs is not worth a copy; its place holds any earlier tensor, never read.
             if !live[i] {
                 copies.push(Tensor {
@@ -211,19 +239,13 @@ impl Graph {
                 continue;
             }
             let at = b.at(self.path(node).to_string());
-            let mut copy = replace(&at, node, &operands)?;
-            if copy.is_none()
-                && let Op::While { cond, body } = &node.op
-            {
-                let op = Op::While {
-                    cond: Box::new(cond.rewrite(replace)?),
-                    body: Box::new(body.rewrite(replace)?),
-                };
-                copy = Some(at.push(op, &operands)?);
-            }
-            let copy = match copy {
+            let copy = match replace(&at, i, &copies)? {
                 Some(t) => t,
-                None => at.copy_node(node, &operands)?,
+                None => {
+                    let operands: Vec<Tensor> =
+                        node.operands.iter().map(|o| copies[*o as usize]).collect();
+                    at.copy_node(node, &operands)?
+                }
             };
             if at.shape(copy) != node.shape {
                 return Err(at.invalid(format!(

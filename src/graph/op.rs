@@ -3,7 +3,7 @@
 use crate::dtype::DType;
 use crate::host_tensor::HostTensor;
 
-use super::Graph;
+use super::{Graph, Kernel};
 
 /// Elementwise operations of one operand. Names and meaning are StableHLO's (`Erf` is CHLO's).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -271,6 +271,8 @@ pub enum Op {
     /// The identity on all its operands; the compiler may not move computations across it.
     /// The node's own shape is that of the first operand; read results through `GetTupleElement`.
     OptimizationBarrier,
+    /// An operation of the CPU plugin.
+    Kernel(Box<Kernel>),
     /// The identity; asks for the sharding that the logical axis rules give these axes.
     ShardingConstraint(Vec<Option<&'static str>>),
 }
@@ -377,6 +379,7 @@ impl Op {
             Op::While { .. } => "while",
             Op::GetTupleElement(_) => "get_tuple_element",
             Op::OptimizationBarrier => "optimization_barrier",
+            Op::Kernel(kernel) => kernel.name(),
             Op::ShardingConstraint(_) => "sharding_constraint",
         }
     }

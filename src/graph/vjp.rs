@@ -283,7 +283,10 @@ impl<'a> Pass<'a> {
             | Op::GetTupleElement(_)
             | Op::OptimizationBarrier
             | Op::Compare(_) => return Ok(None),
-            Op::While { .. } | Op::BitcastConvert(_) | Op::Scatter(ScatterKind::Set, _) => {
+            Op::While { .. }
+            | Op::BitcastConvert(_)
+            | Op::Kernel(_)
+            | Op::Scatter(ScatterKind::Set, _) => {
                 return Err(not_differentiable());
             }
             Op::Unary(kind) => return self.unary(b, *kind, id, site, g),

@@ -23,7 +23,7 @@ use crate::shape::Shape;
 use crate::shard::{
     DeviceDescription, LogicalAxisRules, Mesh, Parallelism, PartitionSpec, ShardError,
 };
-use crate::target::for_cpu;
+use crate::target::{for_cpu, with_kernels};
 
 /// Why a program could not be made or run.
 #[derive(Debug, thiserror::Error)]
@@ -148,6 +148,19 @@ impl Session {
         match self.client.platform_name() {
             "cpu" => for_cpu(graph),
             _ => Ok(graph.clone()),
+        }
+    }
+
+    /// `graph` with the plugin's own kernels, where it has some for this processor and the program is not partitioned:
+    /// the partitioner knows nothing of them.
+    ///
+    /// # Errors
+    /// When the graph is ill-typed.
+    pub fn with_kernels(&self, graph: &Graph) -> Result<Graph, GraphError> {
+        let attributes = self.client.plugin().attributes();
+        match attributes.contains_key("maxdiff_kernels") && self.mesh.num_devices() == 1 {
+            true => with_kernels(graph),
+            false => Ok(graph.clone()),
         }
     }
 

@@ -62,7 +62,9 @@ impl StagedProgram {
         request: &[&str],
         options: &ProgramOptions,
     ) -> Result<StagedProgram, RuntimeError> {
-        let staged = stage(&session.for_target(graph)?, request)?;
+        // Kernels take their weights packed, which pays where weights are packed once.
+        let graph = session.for_target(&session.with_kernels(graph)?)?;
+        let staged = stage(&graph, request)?;
         let mut timings = StagedTimings::default();
         let mut compile = |graph: &Graph, name: &str| -> Result<Program, RuntimeError> {
             let program = Program::compile(session, graph, name, options)?;

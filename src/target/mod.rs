@@ -5,5 +5,7 @@
 //! contractions. `docs/performance.md` gives the measurement behind each rule.
 
 mod cpu;
+mod kernels;
 
 pub use cpu::for_cpu;
+pub use kernels::with_kernels;

@@ -26,6 +26,12 @@ pub(super) const SOURCES: &[(&str, &str)] = &[
     ("client.h", include_str!("../../../plugin/client.h")),
     ("event.h", include_str!("../../../plugin/event.h")),
     ("executable.h", include_str!("../../../plugin/executable.h")),
+    (
+        "kernel_calls.h",
+        include_str!("../../../plugin/kernel_calls.h"),
+    ),
+    ("kernels.cc", include_str!("../../../plugin/kernels.cc")),
+    ("kernels.h", include_str!("../../../plugin/kernels.h")),
     ("memory.h", include_str!("../../../plugin/memory.h")),
     ("objects.h", include_str!("../../../plugin/objects.h")),
     ("status.h", include_str!("../../../plugin/status.h")),
@@ -115,7 +121,7 @@ pub(super) fn make(
         remove_file(&file)?;
     }
     if recipe.compiled {
-        progress("compiling the CPU plugin with g++ (about a minute)");
+        progress("compiling the CPU plugin with g++ (about two minutes)");
         compile(&build, &content, tools)?;
     }
     let library = content.join(recipe.library);
@@ -373,6 +379,7 @@ fn compile(build: &Path, content: &Path, tools: &Tools) -> Result<()> {
     }
     let output = command
         .arg(sources.join("cpu_plugin.cc"))
+        .arg(sources.join("kernels.cc"))
         .arg("-o")
         .arg(content.join(CPU_LIBRARY))
         .arg("-L")
@@ -394,7 +401,7 @@ fn compile(build: &Path, content: &Path, tools: &Tools) -> Result<()> {
     let text = String::from_utf8_lossy(&output.stderr);
     let from = text
         .lines()
-        .position(|line| line.contains("error"))
+        .position(|line| line.contains("error") || line.contains("undefined reference"))
         .unwrap_or(0);
     Err(InstallError::Compile {
         output: text

@@ -1,0 +1,118 @@
+// The kernels as custom calls that compiled programs make.
+
+#ifndef MAXDIFF_PLUGIN_KERNEL_CALLS_H_
+#define MAXDIFF_PLUGIN_KERNEL_CALLS_H_
+
+#include <cstdint>
+#include <cstring>
+#include <string>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/string_view.h"
+#include "kernels.h"
+#include "xla/service/custom_call_status_internal.h"
+#include "xla/service/custom_call_target_registry.h"
+
+namespace maxdiff {
+
+// The configuration of a call: `name=integer` pairs between spaces.
+class CallConfig {
+ public:
+  CallConfig(const char* text, size_t length) {
+    for (absl::string_view pair : absl::StrSplit(absl::string_view(text, length), ' ', absl::SkipEmpty())) {
+      const std::pair<absl::string_view, absl::string_view> parts = absl::StrSplit(pair, absl::MaxSplits('=', 1));
+      int64_t value;
+      if (!absl::SimpleAtoi(parts.second, &value) || !values_.emplace(parts.first, value).second) Fail(pair);
+    }
+  }
+
+  int64_t Get(absl::string_view name) {
+    const auto found = values_.find(name);
+    if (found != values_.end()) return found->second;
+    Fail(name);
+    return 0;
+  }
+
+  bool Has(absl::string_view name) const { return values_.contains(name); }
+
+  // What is missing or wrong; empty if nothing is.
+  const std::string& error() const { return error_; }
+
+ private:
+  void Fail(absl::string_view what) {
+    if (error_.empty()) error_ = absl::StrCat("the call's configuration lacks or misspells '", what, "'");
+  }
+
+  absl::flat_hash_map<absl::string_view, int64_t> values_;
+  std::string error_;
+};
+
+// Writes the field itself: TensorFlow's library does not export the function that does.
+inline void ReportFailure(const std::string& message, XlaCustomCallStatus* status) { status->message = message; }
+
+// Operands and attributes: Kernel::Contract in src/graph/kernel.rs.
+inline void ContractCall(void* out, const void** in, const char* text, size_t length, XlaCustomCallStatus* status) {
+  CallConfig config(text, length);
+  kernels::Contraction c = {};
+  c.element = config.Get("int8") != 0 ? kernels::Element::kInt8 : kernels::Element::kBf16;
+  c.columns = config.Get("columns");
+  c.out = out;
+  c.out_is_bf16 = config.Get("bf16") != 0;
+  c.lhs.data = in[0];
+  c.lhs.rows = config.Get("rows");
+  c.lhs.channels = config.Get("channels");
+  c.lhs.is_image = config.Has("height");
+  if (c.lhs.is_image) {
+    c.lhs.height = config.Get("height");
+    c.lhs.width = config.Get("width");
+    c.lhs.out_height = config.Get("out_height");
+    c.lhs.out_width = config.Get("out_width");
+    c.lhs.kernel_height = config.Get("kernel_height");
+    c.lhs.kernel_width = config.Get("kernel_width");
+    c.lhs.stride_y = config.Get("stride_y");
+    c.lhs.stride_x = config.Get("stride_x");
+    c.lhs.low_y = config.Get("low_y");
+    c.lhs.low_x = config.Get("low_x");
+  }
+  c.packed = in[1];
+  int next = 2;
+  if (c.element == kernels::Element::kInt8) c.start = static_cast<const int32_t*>(in[next++]);
+  if (config.Get("row_scale") != 0) c.row_scale = static_cast<const float*>(in[next++]);
+  if (config.Get("column_scale") != 0) c.column_scale = static_cast<const float*>(in[next++]);
+  if (config.Get("bias") != 0) c.bias = static_cast<const float*>(in[next++]);
+  if (!config.error().empty()) return ReportFailure(config.error(), status);
+  kernels::Contract(c);
+}
+
+// Operands and attributes: Kernel::Attention in src/graph/kernel.rs.
+inline void AttentionCall(void* out, const void** in, const char* text, size_t length, XlaCustomCallStatus* status) {
+  CallConfig config(text, length);
+  kernels::Attention a = {};
+  a.batch = config.Get("batch");
+  a.heads = config.Get("heads");
+  a.queries = config.Get("queries");
+  a.keys = config.Get("keys");
+  a.size = config.Get("size");
+  const uint32_t bits = static_cast<uint32_t>(config.Get("scale_bits"));
+  std::memcpy(&a.scale, &bits, sizeof(bits));
+  a.q = static_cast<const uint16_t*>(in[0]);
+  a.k = static_cast<const uint16_t*>(in[1]);
+  a.v = static_cast<const uint16_t*>(in[2]);
+  a.out = static_cast<uint16_t*>(out);
+  if (!config.error().empty()) return ReportFailure(config.error(), status);
+  kernels::Attend(a);
+}
+
+inline void RegisterKernels() {
+  if (!kernels::Supported()) return;
+  auto* registry = xla::CustomCallTargetRegistry::Global();
+  registry->Register("maxdiff.contract", reinterpret_cast<void*>(&ContractCall), "Host");
+  registry->Register("maxdiff.attention", reinterpret_cast<void*>(&AttentionCall), "Host");
+}
+
+}  // namespace maxdiff
+
+#endif  // MAXDIFF_PLUGIN_KERNEL_CALLS_H_

@@ -1,0 +1,66 @@
+// Contractions that XLA's CPU back end computes slowly, as functions over plain memory.
+//
+// They need AVX-512 with its bf16 and int8 dot products (`Supported`), whose peak is 2 and 4 times that of f32.
+// Weights come packed, so that one load gives what 16 columns multiply: packed[column / 16][k / group][column % 16]
+// [k % group], with the columns padded by zeros to a multiple of 16 and a group of 2 (bf16) or 4 (int8) values.
+
+#ifndef MAXDIFF_PLUGIN_KERNELS_H_
+#define MAXDIFF_PLUGIN_KERNELS_H_
+
+#include <cstdint>
+
+namespace maxdiff::kernels {
+
+// Whether this processor has the instructions.
+bool Supported();
+
+enum class Element { kBf16, kInt8 };
+
+// Rows of the lhs, or patches of an image: of kernel places `taps`, each `channels` long. A matrix [rows, k] is one
+// tap of k channels. An image is [batch, height, width, channels]; its rows are the output's pixels.
+struct Patches {
+  const void* data;
+  int64_t rows;
+  int64_t channels;
+  bool is_image;
+  int64_t height, width;
+  int64_t out_height, out_width;
+  int64_t kernel_height, kernel_width;
+  int64_t stride_y, stride_x;
+  int64_t low_y, low_x;  // Padding above and on the left.
+};
+
+// out[r, n] = (start[n] + sum_k lhs[r, k] rhs[k, n]) * row_scale[r] * column_scale[n] + bias[n], each step rounded to
+// f32, and the end to the result's type. What is null is left out. An int8 lhs is unsigned: the value plus 128, with
+// padding of 128; `start` takes the 128 out again.
+struct Contraction {
+  Element element;
+  Patches lhs;
+  int64_t columns;
+  const void* packed;
+  const int32_t* start;
+  const float* row_scale;
+  const float* column_scale;
+  const float* bias;
+  void* out;
+  bool out_is_bf16;
+};
+
+void Contract(const Contraction& contraction);
+
+// out = softmax(q k^T * scale) v for each head, all bf16: q and out [batch, queries, heads * size], k and v
+// [batch, keys, heads * size]; `size` is even. Softmax runs over blocks of keys, so no matrix of scores is stored.
+struct Attention {
+  int64_t batch, heads, queries, keys, size;
+  float scale;
+  const uint16_t* q;
+  const uint16_t* k;
+  const uint16_t* v;
+  uint16_t* out;
+};
+
+void Attend(const Attention& attention);
+
+}  // namespace maxdiff::kernels
+
+#endif  // MAXDIFF_PLUGIN_KERNELS_H_

@@ -1,0 +1,354 @@
+//! Operations that the CPU plugin computes by functions of its own (`plugin/kernels.h`): what its compiler does slowly.
+//!
+//! They stand for what a graph says with primitives; [`crate::target`] puts them in place of it.
+
+use crate::dtype::DType;
+use crate::shape::Shape;
+
+use super::eval::{Data, Value};
+use super::infer::{InferError, constraint};
+
+/// Columns that one vector of packed weights holds.
+pub const LANES: usize = 16;
+
+/// An operation of the CPU plugin.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Kernel {
+    /// `(lhs rhs + start) * row_scale * column_scale + bias`, in that order, each step in `f32`.
+    ///
+    /// Operands: the lhs, `[.., k]` or an image `[batch, height, width, k]`, of bf16 or `u8` (an int8 plus 128); the
+    /// packed rhs, bf16 or int8 ([`packed_shape`]); for `u8` then `start`, `s32[columns]` up to the next multiple of
+    /// [`LANES`]: -128 times the sum of each column; then what the attributes ask for: `row_scale` of the result's
+    /// leading dimensions, `column_scale` and `bias` `[columns]`, all `f32`.
+    Contract(Contract),
+    /// `softmax(q k^T * scale) v` for each head; operands and result are bf16 `[batch, length, heads, size]`.
+    Attention { scale: f32 },
+}
+
+/// Attributes of [`Kernel::Contract`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Contract {
+    pub columns: usize,
+    /// Of a convolution; `None` for a matrix product.
+    pub window: Option<Window>,
+    pub row_scale: bool,
+    pub column_scale: bool,
+    pub bias: bool,
+    /// `F32` or `BF16`.
+    pub result: DType,
+}
+
+/// How a convolution's kernel moves, for height and width.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Window {
+    pub size: [usize; 2],
+    pub strides: [usize; 2],
+    /// Low and high.
+    pub padding: [(usize, usize); 2],
+}
+
+impl Window {
+    /// Kernel places.
+    pub fn taps(&self) -> usize {
+        self.size[0] * self.size[1]
+    }
+}
+
+/// Values along `k` that one 32-bit lane holds: 2 of bf16, 4 of 8 bits; `None` for types that no kernel takes.
+pub fn group(dtype: DType) -> Option<usize> {
+    match dtype {
+        DType::BF16 => Some(2),
+        DType::S8 | DType::U8 => Some(4),
+        _ => None,
+    }
+}
+
+/// The shape of a packed rhs of `k` rows (kernel places times channels) and `columns` columns:
+/// `[columns / 16, k / group, 16, group]`, the columns padded by zeros.
+pub fn packed_shape(dtype: DType, k: usize, columns: usize) -> Option<Shape> {
+    let group = group(dtype)?;
+    let dims = [columns.div_ceil(LANES), k / group, LANES, group];
+    k.is_multiple_of(group).then(|| Shape::new(dtype, dims))
+}
+
+impl Kernel {
+    /// The custom call's target.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Kernel::Contract(_) => "maxdiff.contract",
+            Kernel::Attention { .. } => "maxdiff.attention",
+        }
+    }
+
+    /// What the plugin reads of the call: its shapes, and which operands there are.
+    pub fn config(&self, operands: &[&Shape], result: &Shape) -> String {
+        match self {
+            Kernel::Contract(c) => {
+                let lhs = operands[0];
+                let channels = lhs.dims.last().copied().unwrap_or(1);
+                let rows = result.count() / c.columns.max(1);
+                let mut text = format!(
+                    "int8={} rows={rows} channels={channels} columns={} row_scale={} column_scale={} bias={} bf16={}",
+                    u8::from(lhs.dtype != DType::BF16),
+                    c.columns,
+                    u8::from(c.row_scale),
+                    u8::from(c.column_scale),
+                    u8::from(c.bias),
+                    u8::from(c.result == DType::BF16),
+                );
+                if let Some(w) = &c.window {
+                    text.push_str(&format!(
+                        " height={} width={} out_height={} out_width={} kernel_height={} kernel_width={} stride_y={} \
+                         stride_x={} low_y={} low_x={}",
+                        lhs.dims[1],
+                        lhs.dims[2],
+                        result.dims[1],
+                        result.dims[2],
+                        w.size[0],
+                        w.size[1],
+                        w.strides[0],
+                        w.strides[1],
+                        w.padding[0].0,
+                        w.padding[1].0,
+                    ));
+                }
+                text
+            }
+            Kernel::Attention { scale } => {
+                let (q, k) = (&operands[0].dims, &operands[1].dims);
+                format!(
+                    "batch={} queries={} heads={} size={} keys={} scale_bits={}",
+                    q[0],
+                    q[1],
+                    q[2],
+                    q[3],
+                    k[1],
+                    scale.to_bits()
+                )
+            }
+        }
+    }
+
+    pub(super) fn infer(&self, operands: &[&Shape]) -> Result<Shape, InferError> {
+        match self {
+            Kernel::Contract(c) => c.infer(operands),
+            Kernel::Attention { .. } => {
+                let [q, k, v] = operands else {
+                    return Err(InferError::OperandCount {
+                        expected: 3,
+                        found: operands.len(),
+                    });
+                };
+                let fits = q.rank() == 4
+                    && k.rank() == 4
+                    && (q.dims[0], &q.dims[2..]) == (k.dims[0], &k.dims[2..])
+                    && k == v
+                    && q.dims[3].is_multiple_of(2)
+                    && q.dtype == DType::BF16
+                    && k.dtype == DType::BF16;
+                match fits {
+                    true => Ok((*q).clone()),
+                    false => Err(constraint(
+                        "attention kernel",
+                        format!(
+                            "query {q}, key {k} and value {v} are not bf16 [batch, length, heads, even size]"
+                        ),
+                    )),
+                }
+            }
+        }
+    }
+
+    /// Multiply-adds times two.
+    pub(super) fn flops(&self, operands: &[&Shape], result: &Shape) -> u64 {
+        let terms = match self {
+            Kernel::Contract(_) => operands[1].dims[1] * operands[1].dims[3],
+            Kernel::Attention { .. } => 2 * operands[1].dims[1],
+        };
+        (result.count() as u64)
+            .saturating_mul(terms as u64)
+            .saturating_mul(2)
+    }
+
+    pub(super) fn evaluate(&self, operands: &[&Value], shape: Shape) -> Value {
+        match self {
+            Kernel::Contract(c) => c.evaluate(operands, shape),
+            Kernel::Attention { scale } => attention(operands, f64::from(*scale), shape),
+        }
+    }
+}
+
+impl Contract {
+    fn infer(&self, operands: &[&Shape]) -> Result<Shape, InferError> {
+        let is_int8 = operands.first().is_some_and(|lhs| lhs.dtype == DType::U8);
+        let flags = [is_int8, self.row_scale, self.column_scale, self.bias];
+        let expected = 2 + flags.iter().filter(|f| **f).count();
+        if operands.len() != expected {
+            return Err(InferError::OperandCount {
+                expected,
+                found: operands.len(),
+            });
+        }
+        let (lhs, packed) = (operands[0], operands[1]);
+        let wrong = |detail: String| constraint("contract kernel", detail);
+        let Some((&channels, leading)) = lhs.dims.split_last() else {
+            return Err(wrong("the lhs is a scalar".to_string()));
+        };
+        let rhs = match lhs.dtype {
+            DType::U8 => DType::S8,
+            other => other,
+        };
+        let taps = self.window.as_ref().map_or(1, Window::taps);
+        if packed_shape(rhs, taps * channels, self.columns).as_ref() != Some(packed)
+            || !group(lhs.dtype).is_some_and(|group| channels.is_multiple_of(group))
+        {
+            return Err(wrong(format!(
+                "lhs {lhs} and packed rhs {packed} do not fit {taps} places and {} columns",
+                self.columns
+            )));
+        }
+        let mut dims = leading.to_vec();
+        if let Some(window) = &self.window {
+            let [_, height, width] = leading else {
+                return Err(wrong(format!("{lhs} is no image")));
+            };
+            for (i, size) in [height, width].into_iter().enumerate() {
+                let (low, high) = window.padding[i];
+                let padded = size + low + high;
+                if padded < window.size[i] || window.strides[i] == 0 {
+                    return Err(wrong(format!("{lhs} is smaller than the kernel")));
+                }
+                dims[1 + i] = (padded - window.size[i]) / window.strides[i] + 1;
+            }
+        }
+        let rows = dims.clone();
+        dims.push(self.columns);
+        let start = [packed.dims[0] * LANES];
+        let columns = [self.columns];
+        let shapes = [
+            Shape::new(DType::S32, start),
+            Shape::new(DType::F32, rows),
+            Shape::new(DType::F32, columns),
+            Shape::new(DType::F32, columns),
+        ];
+        let given = flags.iter().zip(&shapes).filter(|(flag, _)| **flag);
+        for ((_, expected), found) in given.zip(&operands[2..]) {
+            if expected != *found {
+                return Err(wrong(format!("takes {expected}, found {found}")));
+            }
+        }
+        Ok(Shape::new(self.result, dims))
+    }
+
+    fn evaluate(&self, operands: &[&Value], shape: Shape) -> Value {
+        let (lhs, packed) = (operands[0], operands[1]);
+        let is_int8 = lhs.shape.dtype == DType::U8;
+        let mut rest = operands[2..].iter();
+        let mut next = |flag: bool| flag.then(|| rest.next()).flatten();
+        let start = next(is_int8);
+        let row_scale = next(self.row_scale);
+        let column_scale = next(self.column_scale);
+        let bias = next(self.bias);
+        let channels = lhs.shape.dims.last().copied().unwrap_or(1);
+        let [_, groups, lanes, group] = packed.shape.dims[..] else {
+            return Value::zeros(shape);
+        };
+        let weight = |k: usize, n: usize| {
+            packed.float(((n / lanes * groups + k / group) * lanes + n % lanes) * group + k % group)
+        };
+        let round = |x: f64| f64::from(x as f32);
+        let mut out = Vec::with_capacity(shape.count());
+        for row in 0..shape.count() / self.columns.max(1) {
+            let pixels = self.pixels(row, lhs, &shape);
+            for n in 0..self.columns {
+                let mut sum = start.map_or(0.0, |s| s.float(n));
+                for (tap, pixel) in pixels.iter().enumerate() {
+                    for c in 0..channels {
+                        // Padding is zero: 128 where values are shifted by it.
+                        let outside = if is_int8 { 128.0 } else { 0.0 };
+                        let x = pixel.map_or(outside, |p| lhs.float(p * channels + c));
+                        sum += x * weight(tap * channels + c, n);
+                    }
+                }
+                let mut y = round(sum);
+                if let Some(scale) = row_scale {
+                    y = round(y * scale.float(row));
+                }
+                if let Some(scale) = column_scale {
+                    y = round(y * scale.float(n));
+                }
+                if let Some(bias) = bias {
+                    y = round(y + bias.float(n));
+                }
+                out.push(y);
+            }
+        }
+        Value {
+            shape,
+            data: Data::F(out),
+        }
+    }
+
+    /// The pixel (or row) of the lhs under each kernel place of a result's row; `None` in the padding.
+    fn pixels(&self, row: usize, lhs: &Value, result: &Shape) -> Vec<Option<usize>> {
+        let Some(window) = &self.window else {
+            return vec![Some(row)];
+        };
+        let [height, width] = [lhs.shape.dims[1], lhs.shape.dims[2]];
+        let [out_height, out_width] = [result.dims[1], result.dims[2]];
+        let image = row / (out_height * out_width);
+        let [top, left] = [row / out_width % out_height, row % out_width];
+        let mut pixels = Vec::with_capacity(window.taps());
+        for y in 0..window.size[0] {
+            for x in 0..window.size[1] {
+                let y = (top * window.strides[0] + y).checked_sub(window.padding[0].0);
+                let x = (left * window.strides[1] + x).checked_sub(window.padding[1].0);
+                pixels.push(match (y, x) {
+                    (Some(y), Some(x)) if y < height && x < width => {
+                        Some((image * height + y) * width + x)
+                    }
+                    _ => None,
+                });
+            }
+        }
+        pixels
+    }
+}
+
+fn attention(operands: &[&Value], scale: f64, shape: Shape) -> Value {
+    let (q, k, v) = (operands[0], operands[1], operands[2]);
+    let [batch, queries, heads, size] = shape.dims[..] else {
+        return Value::zeros(shape);
+    };
+    let keys = k.shape.dims[1];
+    let mut out = vec![0.0; shape.count()];
+    for image in 0..batch {
+        for head in 0..heads {
+            let key_at = |j: usize| ((image * keys + j) * heads + head) * size;
+            for i in 0..queries {
+                let at = ((image * queries + i) * heads + head) * size;
+                let scores: Vec<f64> = (0..keys)
+                    .map(|j| {
+                        let products = (0..size).map(|d| q.float(at + d) * k.float(key_at(j) + d));
+                        products.sum::<f64>() * scale
+                    })
+                    .collect();
+                let highest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+                let weights: Vec<f64> = scores.iter().map(|s| (s - highest).exp()).collect();
+                let total: f64 = weights.iter().sum();
+                for d in 0..size {
+                    let sum: f64 = weights
+                        .iter()
+                        .enumerate()
+                        .map(|(j, w)| w * v.float(key_at(j) + d))
+                        .sum();
+                    out[at + d] = sum / total;
+                }
+            }
+        }
+    }
+    Value {
+        shape,
+        data: Data::F(out),
+    }
+}
