@@ -235,7 +235,12 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
     let drawn = source.drawn(&config, &given)?;
     let refiner = source.refiner(&config)?;
     let refining = match &refiner {
-        Some(refiner) => Some(refiner.drawn(&config, &given)?),
+        Some(refiner) => {
+            let mut drawn = refiner.drawn(&config, &given)?;
+            // What steers is for the first model's part of the steps.
+            drawn.model.controlnets.clear();
+            Some(drawn)
+        }
         None => None,
     };
     check_refining(&config, &given, &source, &drawn, refining.as_ref())?;
