@@ -431,7 +431,6 @@ fn controlnets_steer_as_in_diffusers() {
         let made = case.run(&session, &pipeline, &options);
         let expected = golden.values(&format!("out/{kind}"));
         let error = distance(&samples(&made, expected.len()), expected);
-        println!("{kind}: {error:e}");
         assert!(error < 1e-4, "{kind}: relative L2 error {error:e}");
     }
 }
@@ -474,7 +473,6 @@ fn models_for_inpainting_paint_as_in_diffusers() {
             let made = case.run(&session, &pipeline, &options);
             let expected = golden.values(&format!("out/{kind}"));
             let error = distance(&samples(&made, expected.len()), expected);
-            println!("{name} {kind}: {error:e}");
             assert!(error < 1e-4, "{name} {kind}: relative L2 error {error:e}");
         }
     }
@@ -551,7 +549,6 @@ fn a_refiner_goes_on_as_in_diffusers() {
         assert_eq!(made.images.len(), 2);
         let expected = golden.values(&format!("out/{kind}"));
         let error = distance(&samples(&made, expected.len()), expected);
-        println!("{kind}: {error:e}");
         assert!(error < 1e-4, "{kind}: relative L2 error {error:e}");
     }
 
@@ -574,6 +571,5 @@ fn a_refiner_goes_on_as_in_diffusers() {
     let made = refiner.run(&session, &second, &options);
     let expected = golden.values("out/alone");
     let error = distance(&samples(&made, expected.len()), expected);
-    println!("alone: {error:e}");
     assert!(error < 1e-4, "alone: relative L2 error {error:e}");
 }
