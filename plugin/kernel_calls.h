@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 #include <string>
+#include <utility>
 
 #include "absl/container/flat_hash_map.h"
 #include "absl/strings/numbers.h"
@@ -53,6 +54,14 @@ class CallConfig {
 // Writes the field itself: TensorFlow's library does not export the function that does.
 inline void ReportFailure(const std::string& message, XlaCustomCallStatus* status) { status->message = message; }
 
+// A float from its bits: configurations hold integers alone.
+inline float FromBits(int64_t bits) {
+  const uint32_t narrow = static_cast<uint32_t>(bits);
+  float value;
+  std::memcpy(&value, &narrow, sizeof(value));
+  return value;
+}
+
 // Operands and attributes: Kernel::Contract in src/graph/kernel.rs.
 inline void ContractCall(void* out, const void** in, const char* text, size_t length, XlaCustomCallStatus* status) {
   CallConfig config(text, length);
@@ -96,8 +105,7 @@ inline void AttentionCall(void* out, const void** in, const char* text, size_t l
   a.queries = config.Get("queries");
   a.keys = config.Get("keys");
   a.size = config.Get("size");
-  const uint32_t bits = static_cast<uint32_t>(config.Get("scale_bits"));
-  std::memcpy(&a.scale, &bits, sizeof(bits));
+  a.scale = FromBits(config.Get("scale_bits"));
   a.q = static_cast<const uint16_t*>(in[0]);
   a.k = static_cast<const uint16_t*>(in[1]);
   a.v = static_cast<const uint16_t*>(in[2]);
@@ -106,11 +114,71 @@ inline void AttentionCall(void* out, const void** in, const char* text, size_t l
   kernels::Attend(a);
 }
 
+// The others take rows of `size` values; operands and attributes: Kernel in src/graph/kernel.rs.
+inline void AbsMaxCall(void* out, const void** in, const char* text, size_t length, XlaCustomCallStatus* status) {
+  CallConfig config(text, length);
+  const int64_t rows = config.Get("rows");
+  const int64_t size = config.Get("size");
+  if (!config.error().empty()) return ReportFailure(config.error(), status);
+  kernels::AbsMax(static_cast<const uint16_t*>(in[0]), rows, size, static_cast<uint16_t*>(out));
+}
+
+inline void QuantizeCall(void* out, const void** in, const char* text, size_t length, XlaCustomCallStatus* status) {
+  CallConfig config(text, length);
+  const int64_t rows = config.Get("rows");
+  const int64_t size = config.Get("size");
+  if (!config.error().empty()) return ReportFailure(config.error(), status);
+  kernels::Quantize(static_cast<const uint16_t*>(in[0]), static_cast<const uint16_t*>(in[1]), rows, size,
+                    static_cast<uint8_t*>(out));
+}
+
+inline void LayerNormCall(void* out, const void** in, const char* text, size_t length, XlaCustomCallStatus* status) {
+  CallConfig config(text, length);
+  const int64_t rows = config.Get("rows");
+  const int64_t size = config.Get("size");
+  const float epsilon = FromBits(config.Get("epsilon_bits"));
+  if (!config.error().empty()) return ReportFailure(config.error(), status);
+  kernels::LayerNorm(static_cast<const uint16_t*>(in[0]), static_cast<const float*>(in[1]),
+                     static_cast<const float*>(in[2]), rows, size, epsilon, static_cast<uint16_t*>(out));
+}
+
+inline void GroupNormCall(void* out, const void** in, const char* text, size_t length, XlaCustomCallStatus* status) {
+  CallConfig config(text, length);
+  kernels::GroupNormalization norm = {};
+  norm.x = static_cast<const uint16_t*>(in[0]);
+  norm.weight = static_cast<const float*>(in[1]);
+  norm.bias = static_cast<const float*>(in[2]);
+  norm.batch = config.Get("batch");
+  norm.pixels = config.Get("pixels");
+  norm.channels = config.Get("channels");
+  norm.groups = config.Get("groups");
+  norm.epsilon = FromBits(config.Get("epsilon_bits"));
+  norm.silu = config.Get("silu") != 0;
+  norm.out = static_cast<uint16_t*>(out);
+  if (!config.error().empty()) return ReportFailure(config.error(), status);
+  kernels::GroupNorm(norm);
+}
+
+inline void GegluCall(void* out, const void** in, const char* text, size_t length, XlaCustomCallStatus* status) {
+  CallConfig config(text, length);
+  const int64_t rows = config.Get("rows");
+  const int64_t size = config.Get("size");
+  if (!config.error().empty()) return ReportFailure(config.error(), status);
+  kernels::Geglu(static_cast<const uint16_t*>(in[0]), rows, size, static_cast<uint16_t*>(out));
+}
+
 inline void RegisterKernels() {
   if (!kernels::Supported()) return;
-  auto* registry = xla::CustomCallTargetRegistry::Global();
-  registry->Register("maxdiff.contract", reinterpret_cast<void*>(&ContractCall), "Host");
-  registry->Register("maxdiff.attention", reinterpret_cast<void*>(&AttentionCall), "Host");
+  using Call = void (*)(void*, const void**, const char*, size_t, XlaCustomCallStatus*);
+  constexpr std::pair<const char*, Call> kCalls[] = {
+      {"maxdiff.contract", ContractCall},    {"maxdiff.attention", AttentionCall},
+      {"maxdiff.abs_max", AbsMaxCall},       {"maxdiff.quantize", QuantizeCall},
+      {"maxdiff.layer_norm", LayerNormCall}, {"maxdiff.group_norm", GroupNormCall},
+      {"maxdiff.geglu", GegluCall},
+  };
+  for (const auto& [name, call] : kCalls) {
+    xla::CustomCallTargetRegistry::Global()->Register(name, reinterpret_cast<void*>(call), "Host");
+  }
 }
 
 }  // namespace maxdiff

@@ -1,34 +1,20 @@
 #include "kernels.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cfloat>
 #include <cmath>
-#include <condition_variable>
 #include <cstdlib>
 #include <cstring>
-#include <deque>
-#include <functional>
-#include <memory>
-#include <mutex>
-#include <thread>
 #include <vector>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-
-// Everything below is compiled for these instructions, and reached only where `Supported` says that they exist. The
-// standard library is included before, so that no inline function of it is.
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vnni,fma,prfchw")
-#endif
+#include "pool.h"
+#include "vectors.h"  // Last: what follows is compiled for its instructions.
 
 namespace maxdiff::kernels {
 namespace {
 
 #if defined(__x86_64__)
 
-constexpr int kLanes = 16;
 // Rows and vectors of columns whose sums stay in registers: 24 of 32, which leaves 4 for columns and some for rows.
 constexpr int kRows = 6;
 constexpr int kVectors = 4;
@@ -39,122 +25,6 @@ constexpr int64_t kPanelBytes = 360 << 10;
 constexpr int64_t kTaskRows = 30 * kRows;
 // Multiply-adds below which waking another thread costs more than it gains.
 constexpr int64_t kSmall = 1 << 20;
-
-// Runs jobs of equal tasks on all processors. The calling thread works too, so a job ends even if no other is free.
-class Pool {
- public:
-  static Pool& Get() {
-    static Pool* pool = new Pool();
-    return *pool;
-  }
-
-  int threads() const { return workers_ + 1; }
-
-  void Run(int64_t tasks, const std::function<void(int64_t)>& work) {
-    if (tasks <= 1 || workers_ == 0) {
-      for (int64_t task = 0; task < tasks; ++task) work(task);
-      return;
-    }
-    auto job = std::make_shared<Job>(tasks, &work);
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      jobs_.push_back(job);
-    }
-    const int64_t helpers = std::min<int64_t>(workers_, tasks - 1);
-    for (int64_t i = 0; i < helpers; ++i) wake_.notify_one();
-    job->Work();
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      auto place = std::find(jobs_.begin(), jobs_.end(), job);
-      if (place != jobs_.end()) jobs_.erase(place);
-    }
-    job->Wait();
-  }
-
- private:
-  struct Job {
-    Job(int64_t tasks, const std::function<void(int64_t)>* work) : tasks(tasks), work(work) {}
-
-    // `work` lives as long as tasks are left, since its owner waits for all of them.
-    void Work() {
-      for (;;) {
-        const int64_t task = next.fetch_add(1, std::memory_order_relaxed);
-        if (task >= tasks) return;
-        (*work)(task);
-        if (done.fetch_add(1, std::memory_order_acq_rel) + 1 == tasks) {
-          std::lock_guard<std::mutex> lock(mutex);
-          finished.notify_all();
-        }
-      }
-    }
-
-    void Wait() {
-      // What is left runs on other threads and is soon done.
-      for (int spin = 0; spin < 2000; ++spin) {
-        if (done.load(std::memory_order_acquire) == tasks) return;
-        _mm_pause();
-      }
-      std::unique_lock<std::mutex> lock(mutex);
-      finished.wait(lock, [this] { return done.load(std::memory_order_acquire) == tasks; });
-    }
-
-    const int64_t tasks;
-    const std::function<void(int64_t)>* work;
-    std::atomic<int64_t> next{0};
-    std::atomic<int64_t> done{0};
-    std::mutex mutex;
-    std::condition_variable finished;
-  };
-
-  Pool() : workers_(std::max(1u, std::thread::hardware_concurrency()) - 1) {
-    for (int i = 0; i < workers_; ++i) {
-      std::thread([this] { Serve(); }).detach();
-    }
-  }
-
-  void Serve() {
-    for (;;) {
-      std::shared_ptr<Job> job;
-      {
-        std::unique_lock<std::mutex> lock(mutex_);
-        wake_.wait(lock, [this] { return !jobs_.empty(); });
-        job = jobs_.front();
-        if (job->next.load(std::memory_order_relaxed) >= job->tasks) {
-          jobs_.pop_front();
-          continue;
-        }
-      }
-      job->Work();
-    }
-  }
-
-  const int workers_;
-  std::mutex mutex_;
-  std::condition_variable wake_;
-  std::deque<std::shared_ptr<Job>> jobs_;
-};
-
-// Memory of one thread that calls reuse, aligned to cache lines.
-class Scratch {
- public:
-  ~Scratch() { std::free(data_); }
-
-  template <typename T>
-  T* Get(int64_t count) {
-    const size_t bytes = (count * sizeof(T) + 63) / 64 * 64;
-    if (bytes > size_) {
-      std::free(data_);
-      data_ = std::aligned_alloc(64, bytes);
-      size_ = data_ == nullptr ? 0 : bytes;
-      if (data_ == nullptr) std::abort();
-    }
-    return static_cast<T*>(data_);
-  }
-
- private:
-  void* data_ = nullptr;
-  size_t size_ = 0;
-};
 
 // The sums of a tile: f32 for bf16 products, s32 for int8 products.
 template <Element element>
@@ -297,8 +167,6 @@ constexpr TileFunction<element> kTiles[kRows][kVectors] = {
     {Tile<element, 6, 1>, Tile<element, 6, 2>, Tile<element, 6, 3>, Tile<element, 6, 4>},
 };
 
-int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // Where rows of patches lie in memory.
 class RowSource {
  public:
@@ -419,25 +287,6 @@ void ContractAs(const Contraction& c) {
   } else {
     pool.Run(tasks, work);
   }
-}
-
-// e^x to about 2 units in the last place for x <= 0; 0 below the smallest normal number.
-__m512 Exp(__m512 x) {
-  x = _mm512_max_ps(x, _mm512_set1_ps(-126.0f * 0.69314718f));
-  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
-  // ln 2 in two parts, the first with few enough bits that its product with n is exact.
-  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693145752f), x);
-  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(1.42860677e-6f), r);
-  // The Taylor series: its first left-out term is below 2^-26 for |r| <= ln 2 / 2.
-  __m512 y = _mm512_set1_ps(1.0f / 5040);
-  y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f / 720));
-  y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f / 120));
-  y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f / 24));
-  y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f / 6));
-  y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(0.5f));
-  y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f));
-  y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f));
-  return _mm512_scalef_ps(y, n);
 }
 
 // Rows of queries that share a block of keys, and the keys of a block: scores and weights of both stay in the

@@ -61,6 +61,33 @@ struct Attention {
 
 void Attend(const Attention& attention);
 
+// out[r] = max_k |x[r, k]|, all bf16; NaN where there is one.
+void AbsMax(const uint16_t* x, int64_t rows, int64_t k, uint16_t* out);
+
+// out[r, k] = round(clamp(bf16(x[r, k] * inverse[r]), -127, 127)) + 128, to even at ties; x and inverse are bf16.
+void Quantize(const uint16_t* x, const uint16_t* inverse, int64_t rows, int64_t k, uint8_t* out);
+
+// out[r, k] = (x[r, k] - mean) / sqrt(variance + epsilon) * weight[k] + bias[k] over each row; x and out are bf16.
+void LayerNorm(const uint16_t* x, const float* weight, const float* bias, int64_t rows, int64_t k, float epsilon,
+               uint16_t* out);
+
+// The same over the pixels and channels of each of `groups` groups of channels of images [batch, pixels, channels],
+// then y * logistic(y) if asked for.
+struct GroupNormalization {
+  const uint16_t* x;
+  const float* weight;
+  const float* bias;
+  int64_t batch, pixels, channels, groups;
+  float epsilon;
+  bool silu;
+  uint16_t* out;
+};
+
+void GroupNorm(const GroupNormalization& norm);
+
+// out[r, k] = x[r, k] * gelu(x[r, size + k]) for rows of twice `size` values, bf16.
+void Geglu(const uint16_t* x, int64_t rows, int64_t size, uint16_t* out);
+
 }  // namespace maxdiff::kernels
 
 #endif  // MAXDIFF_PLUGIN_KERNELS_H_

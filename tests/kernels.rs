@@ -6,7 +6,10 @@ use common::{cpu_session, run_on};
 use maxdiff::dtype::DType;
 use maxdiff::graph::{Builder, Graph, Init, Kernel, Op, Tensor, evaluate};
 use maxdiff::host_tensor::HostTensor;
-use maxdiff::nn::{Activation, Attention, Conv2d, Linear, Precision, attention, conv2d, linear};
+use maxdiff::nn::{
+    Activation, Attention, Conv2d, Linear, Precision, attention, conv2d, gelu, group_norm,
+    layer_norm, linear,
+};
 use maxdiff::quant::{Policy, annotate, lower};
 use maxdiff::runtime::Session;
 use maxdiff::shape::Shape;
@@ -104,12 +107,17 @@ fn contractions_and_what_follows_them_become_one_kernel_each() {
     for int8 in [false, true] {
         let graph = graph_of(contractions, int8);
         let with = with_kernels(&graph).unwrap();
-        let found = kernels(&with);
-        assert_eq!(found.len(), 7, "int8: {int8}");
-        for (i, kernel) in found.iter().enumerate() {
-            let Kernel::Contract(contract) = kernel else {
-                panic!("{kernel:?}")
-            };
+        let contracts = kernels(&with)
+            .into_iter()
+            .filter_map(|kernel| match kernel {
+                Kernel::Contract(contract) => Some(contract),
+                _ => None,
+            });
+        let contracts: Vec<_> = contracts.collect();
+        assert_eq!(contracts.len(), 7, "int8: {int8}");
+        // Range finding and rounding of every activation.
+        assert_eq!(kernels(&with).len(), if int8 { 3 * 7 } else { 7 });
+        for (i, contract) in contracts.into_iter().enumerate() {
             assert_eq!(contract.bias, i != 1, "{contract:?}");
             assert_eq!(contract.row_scale, int8, "{contract:?}");
             assert_eq!(contract.column_scale, int8, "{contract:?}");
@@ -127,6 +135,49 @@ fn contractions_and_what_follows_them_become_one_kernel_each() {
             // scales of int8 are found in bf16 by either.
             assert!(error <= 1e-3, "y{i}, int8: {int8}: {error}");
         }
+    }
+}
+
+#[test]
+fn norms_and_gates_become_kernels() {
+    let graph = graph_of(
+        |b| {
+            let m = b.root("m");
+            let x = |name: &str, dims: &[usize]| {
+                b.input(name, Shape::new(DType::BF16, dims), &[]).unwrap()
+            };
+            let image = x("image", &[2, 5, 7, 72]);
+            let rows = x("rows", &[3, 11, 90]);
+            let norm = |name: &str| group_norm(&m.scope(name), image, 8, 1e-5, BF16).unwrap();
+            let halves = b.split(rows, 2, 2).unwrap();
+            vec![
+                norm("plain"),
+                silu(b, norm("activated")),
+                layer_norm(&m.scope("rows"), rows, 1e-5, BF16).unwrap(),
+                b.mul(halves[0], gelu(b, halves[1]).unwrap()).unwrap(),
+            ]
+        },
+        false,
+    );
+    let with = with_kernels(&graph).unwrap();
+    let found: Vec<String> = kernels(&with).iter().map(|k| format!("{k:?}")).collect();
+    let expected = [
+        "GroupNorm { groups: 8, epsilon: 1e-5, silu: false }",
+        "GroupNorm { groups: 8, epsilon: 1e-5, silu: true }",
+        "LayerNorm { epsilon: 1e-5 }",
+        "Geglu",
+    ];
+    assert_eq!(found, expected);
+    let inputs = inputs(&graph);
+    let expected = evaluate(&graph, &inputs).unwrap();
+    let host = evaluate(&with, &inputs).unwrap();
+    let session = cpu_session(1);
+    let device = run_on(&session, &on_device(&session, &graph), &inputs);
+    for (i, expected) in expected.iter().enumerate() {
+        // The graphs of SiLU and GELU round to bf16 at every operation.
+        let limit = if i % 2 == 0 { 1e-3 } else { 5e-3 };
+        let errors = [&host[i], &device[i]].map(|found| relative(found, expected));
+        assert!(errors.iter().all(|e| *e <= limit), "y{i}: {errors:?}");
     }
 }
 

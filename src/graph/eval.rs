@@ -451,7 +451,7 @@ fn unary(kind: Unary, x: &Value, shape: Shape) -> Value {
 }
 
 /// The error function by its Taylor series near zero and its continued fraction further out, to about 1e-15.
-fn erf(x: f64) -> f64 {
+pub(super) fn erf(x: f64) -> f64 {
     let a = x.abs();
     let value = if a < 3.0 {
         // erf x = 2/sqrt(pi) sum (-1)^n x^(2n+1) / (n! (2n+1)), Abramowitz and Stegun 7.1.5

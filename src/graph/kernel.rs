@@ -23,6 +23,22 @@ pub enum Kernel {
     Contract(Contract),
     /// `softmax(q k^T * scale) v` for each head; operands and result are bf16 `[batch, length, heads, size]`.
     Attention { scale: f32 },
+    /// The largest magnitude over all but the first `kept` dimensions of a bf16 tensor.
+    AbsMax { kept: usize },
+    /// `round(clamp(x * inverse, -127, 127)) + 128` as `u8`, the product rounded to bf16; operands are bf16: x, and
+    /// `inverse` of x's leading dimensions.
+    Quantize,
+    /// [`crate::nn::layer_norm`] of a bf16 tensor, to bf16. Operands: x, then weight and bias, `f32[features]`.
+    LayerNorm { epsilon: f32 },
+    /// [`crate::nn::group_norm`] of a bf16 image, to bf16, and [`crate::nn::silu`] of it. Operands: x, then weight and
+    /// bias, `f32[channels]`.
+    GroupNorm {
+        groups: usize,
+        epsilon: f32,
+        silu: bool,
+    },
+    /// The first half of the last dimension times [`crate::nn::gelu`] of the second, all bf16.
+    Geglu,
 }
 
 /// Attributes of [`Kernel::Contract`].
@@ -77,6 +93,11 @@ impl Kernel {
         match self {
             Kernel::Contract(_) => "maxdiff.contract",
             Kernel::Attention { .. } => "maxdiff.attention",
+            Kernel::AbsMax { .. } => "maxdiff.abs_max",
+            Kernel::Quantize => "maxdiff.quantize",
+            Kernel::LayerNorm { .. } => "maxdiff.layer_norm",
+            Kernel::GroupNorm { .. } => "maxdiff.group_norm",
+            Kernel::Geglu => "maxdiff.geglu",
         }
     }
 
@@ -126,6 +147,38 @@ impl Kernel {
                     scale.to_bits()
                 )
             }
+            Kernel::AbsMax { .. } => {
+                let rows = result.count();
+                format!("rows={rows} size={}", operands[0].count() / rows.max(1))
+            }
+            Kernel::Quantize => {
+                let rows = operands[1].count();
+                format!("rows={rows} size={}", result.count() / rows.max(1))
+            }
+            Kernel::LayerNorm { epsilon } => {
+                let size = operands[1].count();
+                let rows = result.count() / size.max(1);
+                format!("rows={rows} size={size} epsilon_bits={}", epsilon.to_bits())
+            }
+            Kernel::GroupNorm {
+                groups,
+                epsilon,
+                silu,
+            } => {
+                let d = &result.dims;
+                format!(
+                    "batch={} pixels={} channels={} groups={groups} epsilon_bits={} silu={}",
+                    d[0],
+                    d[1] * d[2],
+                    d[3],
+                    epsilon.to_bits(),
+                    u8::from(*silu)
+                )
+            }
+            Kernel::Geglu => {
+                let size = result.dims.last().copied().unwrap_or(1);
+                format!("rows={} size={size}", result.count() / size.max(1))
+            }
         }
     }
 
@@ -156,14 +209,58 @@ impl Kernel {
                     )),
                 }
             }
+            Kernel::AbsMax { kept } => {
+                let x = only_bf16(operands, 1)?;
+                if *kept > x.rank() {
+                    return Err(constraint(
+                        "abs_max kernel",
+                        format!("{x} has fewer than {kept} dimensions"),
+                    ));
+                }
+                Ok(Shape::new(DType::BF16, &x.dims[..*kept]))
+            }
+            Kernel::Quantize => {
+                let x = only_bf16(operands, 2)?;
+                let inverse = operands[1];
+                if inverse.dtype != DType::BF16 || !x.dims.starts_with(&inverse.dims) {
+                    let detail = format!("{inverse} is not of the leading dimensions of {x}");
+                    return Err(constraint("quantize kernel", detail));
+                }
+                Ok(x.with_dtype(DType::U8))
+            }
+            Kernel::LayerNorm { .. } => affine_of_last("layer_norm kernel", operands),
+            Kernel::GroupNorm { groups, .. } => {
+                let x = affine_of_last("group_norm kernel", operands)?;
+                match x.rank() == 4 && *groups > 0 && x.dims[3].is_multiple_of(*groups) {
+                    true => Ok(x),
+                    false => Err(constraint(
+                        "group_norm kernel",
+                        format!("{x} is no image whose channels divide into {groups} groups"),
+                    )),
+                }
+            }
+            Kernel::Geglu => {
+                let x = only_bf16(operands, 1)?;
+                match x.dims.split_last() {
+                    Some((last, leading)) if last.is_multiple_of(2) => {
+                        Ok(Shape::new(DType::BF16, [leading, &[last / 2]].concat()))
+                    }
+                    _ => Err(constraint("geglu kernel", format!("{x} has no halves"))),
+                }
+            }
         }
     }
 
-    /// Multiply-adds times two.
+    /// Operations of products: multiply-adds times two.
     pub(super) fn flops(&self, operands: &[&Shape], result: &Shape) -> u64 {
         let terms = match self {
             Kernel::Contract(_) => operands[1].dims[1] * operands[1].dims[3],
             Kernel::Attention { .. } => 2 * operands[1].dims[1],
+            Kernel::AbsMax { .. }
+            | Kernel::Quantize
+            | Kernel::LayerNorm { .. }
+            | Kernel::GroupNorm { .. }
+            | Kernel::Geglu => 0,
         };
         (result.count() as u64)
             .saturating_mul(terms as u64)
@@ -174,6 +271,79 @@ impl Kernel {
         match self {
             Kernel::Contract(c) => c.evaluate(operands, shape),
             Kernel::Attention { scale } => attention(operands, f64::from(*scale), shape),
+            Kernel::AbsMax { .. } => {
+                let size = operands[0].shape.count() / shape.count().max(1);
+                from_rows(shape, 1, |row, _| {
+                    (0..size).fold(0.0, |most: f64, i| {
+                        let x = operands[0].float(row * size + i).abs();
+                        if x.is_nan() || most.is_nan() {
+                            f64::NAN
+                        } else {
+                            most.max(x)
+                        }
+                    })
+                })
+            }
+            Kernel::Quantize => {
+                let size = shape.count() / operands[1].shape.count().max(1);
+                let values = from_rows(shape.clone(), size, |row, i| {
+                    let product = operands[0].float(row * size + i) * operands[1].float(row);
+                    let product = f64::from(half::bf16::from_f32(product as f32));
+                    product.clamp(-127.0, 127.0).round_ties_even() + 128.0
+                });
+                let integers = (0..shape.count()).map(|i| values.float(i) as i64).collect();
+                Value {
+                    shape,
+                    data: Data::I(integers),
+                }
+            }
+            Kernel::LayerNorm { epsilon } => {
+                let size = operands[1].shape.count();
+                let rows = shape.count() / size.max(1);
+                let moments: Vec<[f64; 2]> = (0..rows)
+                    .map(|row| {
+                        let places = (0..size).map(|i| row * size + i);
+                        moments(operands[0], places, f64::from(*epsilon))
+                    })
+                    .collect();
+                from_rows(shape, size, |row, i| {
+                    let [mean, inverse] = moments[row];
+                    let x = operands[0].float(row * size + i);
+                    (x - mean) * inverse * operands[1].float(i) + operands[2].float(i)
+                })
+            }
+            Kernel::GroupNorm {
+                groups,
+                epsilon,
+                silu,
+            } => {
+                let [batch, channels] = [shape.dims[0], shape.dims[3]];
+                let (pixels, size) = (shape.dims[1] * shape.dims[2], channels / groups);
+                let moments: Vec<[f64; 2]> = (0..batch * groups)
+                    .map(|at| {
+                        let (image, group) = (at / groups, at % groups);
+                        let places = (0..pixels * size).map(|i| {
+                            (image * pixels + i / size) * channels + group * size + i % size
+                        });
+                        moments(operands[0], places, f64::from(*epsilon))
+                    })
+                    .collect();
+                from_rows(shape, channels, |pixel, c| {
+                    let [mean, inverse] = moments[pixel / pixels * groups + c / size];
+                    let x = operands[0].float(pixel * channels + c);
+                    let y = (x - mean) * inverse * operands[1].float(c) + operands[2].float(c);
+                    if *silu { y / (1.0 + (-y).exp()) } else { y }
+                })
+            }
+            Kernel::Geglu => {
+                let size = shape.dims.last().copied().unwrap_or(1);
+                from_rows(shape, size, |row, i| {
+                    let at = row * 2 * size + i;
+                    let gate = operands[0].float(at + size);
+                    let erf = super::eval::erf(gate * std::f64::consts::FRAC_1_SQRT_2);
+                    operands[0].float(at) * gate * (erf + 1.0) / 2.0
+                })
+            }
         }
     }
 }
@@ -351,4 +521,59 @@ fn attention(operands: &[&Value], scale: f64, shape: Shape) -> Value {
         shape,
         data: Data::F(out),
     }
+}
+
+/// A tensor whose row `r` has at `i` what `value` gives for them.
+fn from_rows(shape: Shape, size: usize, value: impl Fn(usize, usize) -> f64) -> Value {
+    let size = size.max(1);
+    let values = (0..shape.count()).map(|i| value(i / size, i % size));
+    Value {
+        data: Data::F(values.collect()),
+        shape,
+    }
+}
+
+/// The mean of the values at `places`, and one over their standard deviation.
+fn moments(x: &Value, places: impl Iterator<Item = usize>, epsilon: f64) -> [f64; 2] {
+    let (mut sum, mut squares, mut count) = (0.0, 0.0, 0.0);
+    for place in places {
+        let value = x.float(place);
+        sum += value;
+        squares += value * value;
+        count += 1.0;
+    }
+    let mean = sum / count;
+    let variance: f64 = squares / count - mean * mean;
+    [mean, 1.0 / (variance.max(0.0) + epsilon).sqrt()]
+}
+
+/// The first of `count` operands, a bf16 tensor.
+fn only_bf16<'a>(operands: &[&'a Shape], count: usize) -> Result<&'a Shape, InferError> {
+    match operands {
+        [x, ..] if operands.len() == count => match x.dtype {
+            DType::BF16 => Ok(x),
+            found => Err(InferError::ElementType {
+                what: "the operand of a kernel",
+                expected: "bf16",
+                found,
+            }),
+        },
+        _ => Err(InferError::OperandCount {
+            expected: count,
+            found: operands.len(),
+        }),
+    }
+}
+
+/// The shape of a bf16 tensor, after checking that a weight and a bias for its last dimension follow.
+fn affine_of_last(what: &'static str, operands: &[&Shape]) -> Result<Shape, InferError> {
+    let x = only_bf16(operands, 3)?;
+    let last = x.dims.last().copied().unwrap_or(1);
+    for operand in &operands[1..] {
+        if **operand != Shape::new(DType::F32, [last]) {
+            let detail = format!("takes f32[{last}] for {x}, found {operand}");
+            return Err(constraint(what, detail));
+        }
+    }
+    Ok(x.clone())
 }

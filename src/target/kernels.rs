@@ -5,9 +5,10 @@ use std::collections::HashMap;
 use crate::dtype::DType;
 use crate::graph::kernel::{Contract, LANES, Window, group};
 use crate::graph::{
-    Binary, Builder, ConvDims, ConvLayout, DotDims, Graph, GraphError, Kernel, Node, Op, PadDim,
-    Reduction, Tensor, Unary,
+    Binary, Builder, ConvDims, ConvLayout, Graph, GraphError, Kernel, Node, Op, PadDim, Tensor,
 };
+
+use super::pattern::{Heads, Norm, View};
 
 type Result<T> = std::result::Result<T, GraphError>;
 
@@ -18,7 +19,7 @@ const MOST_INT8_TERMS: usize = 65_000;
 ///
 /// - products of bf16 or int8 activations with weights that are known when they are loaded, and convolutions of images
 ///   whose channels come last, together with the scales, the bias and the rounding that follow them,
-/// - attention in bf16 without a mask.
+/// - in bf16: attention without a mask, norms (with SiLU after them), GEGLU, the range finding and rounding of int8.
 ///
 /// Weights are packed for the kernels by operations on weights alone, which [`crate::graph::stage`] moves to where
 /// weights are loaded. Apply it to a lowered graph of one partition.
@@ -26,17 +27,37 @@ const MOST_INT8_TERMS: usize = 65_000;
 /// # Errors
 /// When the graph is ill-typed.
 pub fn with_kernels(graph: &Graph) -> Result<Graph> {
-    let found = Finder::new(graph).find();
-    graph.substitute(&mut |b, i, copies| match found.get(&i) {
-        None => Ok(None),
-        Some(Found::Contraction(c)) => contraction(b, graph, c, copies).map(Some),
-        Some(Found::Attention { scale, operands }) => {
-            let operands = operands.map(|id| copies[id as usize]);
-            let y = b.push(
-                Op::Kernel(Box::new(Kernel::Attention { scale: *scale })),
-                &operands,
-            )?;
-            Ok(Some(y))
+    let finder = Finder::new(graph);
+    let found = finder.find();
+    graph.substitute(&mut |b, i, copies| {
+        let copy = |id: u32| copies[id as usize];
+        let call = |kernel: Kernel, operands: &[Tensor]| {
+            b.push(Op::Kernel(Box::new(kernel)), operands).map(Some)
+        };
+        match found.get(&i) {
+            None => Ok(None),
+            Some(Found::Contraction(c)) => contraction(b, &finder.view, c, copies).map(Some),
+            Some(Found::Attention(Heads { scale, operands })) => {
+                call(Kernel::Attention { scale: *scale }, &operands.map(copy))
+            }
+            Some(Found::AbsMax(x)) => {
+                let kept = graph.nodes[i].shape.rank();
+                call(Kernel::AbsMax { kept }, &[copy(*x)])
+            }
+            Some(Found::Norm(norm, silu)) => {
+                let kernel = match norm.groups {
+                    0 => Kernel::LayerNorm {
+                        epsilon: norm.epsilon,
+                    },
+                    groups => Kernel::GroupNorm {
+                        groups,
+                        epsilon: norm.epsilon,
+                        silu: *silu,
+                    },
+                };
+                call(kernel, &[norm.x, norm.weight, norm.bias].map(copy))
+            }
+            Some(Found::Geglu(x)) => call(Kernel::Geglu, &[copy(*x)]),
         }
     })
 }
@@ -44,7 +65,11 @@ pub fn with_kernels(graph: &Graph) -> Result<Graph> {
 /// What a kernel computes up to some node of the graph; numbers are nodes.
 enum Found {
     Contraction(Contraction),
-    Attention { scale: f32, operands: [u32; 3] },
+    Attention(Heads),
+    AbsMax(u32),
+    /// With whether SiLU follows.
+    Norm(Norm, bool),
+    Geglu(u32),
 }
 
 /// A product with what follows it.
@@ -60,38 +85,28 @@ struct Contraction {
 struct Finder<'a> {
     graph: &'a Graph,
     of_weights: Vec<bool>,
-    /// The live nodes that read each node; an output of the program counts as one more, `None`.
-    users: Vec<Vec<Option<usize>>>,
+    view: View<'a>,
 }
 
 impl<'a> Finder<'a> {
     fn new(graph: &'a Graph) -> Self {
-        let live = graph.live_nodes();
-        let mut users = vec![Vec::new(); graph.nodes.len()];
-        for (i, node) in graph.nodes.iter().enumerate().filter(|(i, _)| live[*i]) {
-            for operand in &node.operands {
-                users[*operand as usize].push(Some(i));
-            }
-        }
-        for output in &graph.outputs {
-            users[output.node as usize].push(None);
-        }
         Finder {
             graph,
             of_weights: graph.weight_only(),
-            users,
+            view: View::new(graph),
         }
     }
 
     fn node(&self, id: u32) -> &'a Node {
-        &self.graph.nodes[id as usize]
+        self.view.node(id)
     }
 
     /// What kernels compute, by the node whose value they give.
     fn find(&self) -> HashMap<usize, Found> {
         let mut found = HashMap::new();
         for (i, node) in self.graph.nodes.iter().enumerate() {
-            if self.users[i].is_empty() {
+            let id = i as u32;
+            if self.view.users[i].is_empty() || self.of_weights[i] {
                 continue;
             }
             if self.is_product(node) {
@@ -99,11 +114,32 @@ impl<'a> Finder<'a> {
                 if contraction.result != DType::S32 {
                     found.insert(root, Found::Contraction(contraction));
                 }
-            } else if let Some(attention) = self.attention(node) {
-                found.insert(i, attention);
+            } else if let Some(other) = self.other(id) {
+                if let Found::Norm(_, true) = other {
+                    // SiLU's operand, the norm alone, is no value of its own any more.
+                    found.remove(&(node.operands[0] as usize));
+                }
+                found.insert(i, other);
             }
         }
         found
+    }
+
+    fn other(&self, id: u32) -> Option<Found> {
+        let view = &self.view;
+        match &self.node(id).op {
+            Op::Transpose(_) => view.attention(id).map(Found::Attention),
+            Op::Reduce { .. } => view.abs_max(id).map(Found::AbsMax),
+            Op::Convert(DType::BF16) => {
+                let norm = view.group_norm(id).or_else(|| view.layer_norm(id));
+                norm.map(|norm| Found::Norm(norm, false))
+            }
+            Op::Binary(Binary::Mul) => match view.silu(id).and_then(|y| view.group_norm(y)) {
+                Some(norm) => Some(Found::Norm(norm, true)),
+                None => view.geglu(id).map(Found::Geglu),
+            },
+            _ => None,
+        }
     }
 
     /// Whether a node multiplies rows with weights as the kernel can.
@@ -174,7 +210,7 @@ impl<'a> Finder<'a> {
         };
         let mut root = i;
         while found.result != DType::BF16 {
-            let [Some(user)] = self.users[root][..] else {
+            let [Some(user)] = self.view.users[root][..] else {
                 break;
             };
             if !self.follows(root as u32, &self.graph.nodes[user], &mut found) {
@@ -239,97 +275,10 @@ impl<'a> Finder<'a> {
             _ => false,
         }
     }
-
-    /// The attention that `node` ends: the transposition of heads behind positions in [`crate::nn::attention`].
-    fn attention(&self, node: &Node) -> Option<Found> {
-        let operand = |node: &Node, at: usize| self.node(node.operands[at]);
-        let is = |node: &Node, kind: Binary| matches!(node.op, Op::Binary(k) if k == kind);
-        let dot = |node: &'a Node, dims: &DotDims| -> Option<&'a Node> {
-            match &node.op {
-                Op::DotGeneral {
-                    dims: own,
-                    quant: None,
-                    ..
-                } if own == dims => Some(node),
-                _ => None,
-            }
-        };
-        // Each step of the pattern, from its end; `?` leaves at the first that differs.
-        matches!(&node.op, Op::Transpose(perm) if perm[..] == [0, 2, 1, 3]).then_some(())?;
-        let rounded = operand(node, 0);
-        matches!(rounded.op, Op::Convert(DType::BF16)).then_some(())?;
-        let divided = operand(rounded, 0);
-        is(divided, Binary::Div).then_some(())?;
-        let product = dot(
-            operand(divided, 0),
-            &DotDims {
-                lhs_batch: vec![0, 1],
-                rhs_batch: vec![0, 2],
-                lhs_contract: vec![3],
-                rhs_contract: vec![1],
-            },
-        )?;
-        let spread = |node: &'a Node| -> Option<&'a Node> {
-            matches!(node.op, Op::BroadcastInDim { .. }).then(|| operand(node, 0))
-        };
-        let total = spread(operand(divided, 1))?;
-        let is_sum =
-            |op: &Op| matches!(op, Op::Reduce { kind: Reduction::Sum, dims } if dims[..] == [3]);
-        is_sum(&total.op).then_some(())?;
-        let weights = operand(product, 0);
-        matches!(weights.op, Op::Convert(DType::BF16)).then_some(())?;
-        (weights.operands[0] == total.operands[0]).then_some(())?;
-        let exponential = operand(weights, 0);
-        matches!(exponential.op, Op::Unary(Unary::Exp)).then_some(())?;
-        let shifted = operand(exponential, 0);
-        is(shifted, Binary::Sub).then_some(())?;
-        // The softmax has one value whatever it is shifted by, so the shift need not be known but as the scores' own.
-        let scaled_id = shifted.operands[0];
-        let shift = spread(operand(shifted, 1))?;
-        self.is_shift(shift, scaled_id).then_some(())?;
-        let scaled = self.node(scaled_id);
-        is(scaled, Binary::Mul).then_some(())?;
-        let scores = dot(
-            operand(scaled, 0),
-            &DotDims {
-                lhs_batch: vec![0, 2],
-                rhs_batch: vec![0, 2],
-                lhs_contract: vec![3],
-                rhs_contract: vec![3],
-            },
-        )?;
-        let Op::Constant(scale) = &spread(operand(scaled, 1))?.op else {
-            return None;
-        };
-        let scale = scale.to_f64_vec().ok()?.first().copied()? as f32;
-        let operands = [scores.operands[0], scores.operands[1], product.operands[1]];
-        let [q, k, v] = operands.map(|id| &self.node(id).shape);
-        let all_bf16 = [q, k, v].iter().all(|s| s.dtype == DType::BF16);
-        let is_even = q.dims[3].is_multiple_of(2);
-        (all_bf16 && is_even && k == v && q.count() > 0 && k.count() > 0)
-            .then_some(Found::Attention { scale, operands })
-    }
-
-    /// Whether `shift` is the rounded maximum of `scores` and nothing else.
-    fn is_shift(&self, shift: &Node, scores: u32) -> bool {
-        let mut node = shift;
-        loop {
-            match &node.op {
-                Op::Reshape(_) | Op::Unary(Unary::RoundNearestEven) => {
-                    node = self.node(node.operands[0]);
-                }
-                Op::Reduce {
-                    kind: Reduction::Max,
-                    dims,
-                } => return dims[..] == [3] && node.operands[0] == scores,
-                _ => return false,
-            }
-        }
-    }
 }
 
-fn contraction(b: &Builder, graph: &Graph, c: &Contraction, copies: &[Tensor]) -> Result<Tensor> {
-    let node = &graph.nodes[c.product];
+fn contraction(b: &Builder, view: &View<'_>, c: &Contraction, copies: &[Tensor]) -> Result<Tensor> {
+    let node = &view.graph.nodes[c.product];
     let [lhs, rhs] = [0, 1].map(|i| copies[node.operands[i] as usize]);
     let (matrix, window) = match &node.op {
         Op::Convolution { dims, .. } => columns_of_kernel(b, rhs, dims)?,
@@ -343,9 +292,17 @@ fn contraction(b: &Builder, graph: &Graph, c: &Contraction, copies: &[Tensor]) -
     let mut operands = vec![lhs, packed(b, matrix)?];
     if b.dtype(lhs) == DType::S8 {
         // The processor's int8 product takes one unsigned factor: values plus 128, which is their top bit flipped.
-        let bits = b.push(Op::BitcastConvert(DType::U8), &[lhs])?;
-        let top = b.full(&b.shape(bits), 128.0)?;
-        operands[0] = b.binary(Binary::Xor, bits, top)?;
+        operands[0] = match view.quantized(node.operands[0]) {
+            Some(operands) => {
+                let operands = operands.map(|id| copies[id as usize]);
+                b.push(Op::Kernel(Box::new(Kernel::Quantize)), &operands)?
+            }
+            None => {
+                let bits = b.push(Op::BitcastConvert(DType::U8), &[lhs])?;
+                let top = b.full(&b.shape(bits), 128.0)?;
+                b.binary(Binary::Xor, bits, top)?
+            }
+        };
         operands.push(start(b, matrix)?);
     }
     let leading = &node.shape.dims[..node.shape.rank() - 1];

@@ -6,6 +6,7 @@
 
 mod cpu;
 mod kernels;
+mod pattern;
 
 pub use cpu::for_cpu;
 pub use kernels::with_kernels;

@@ -34,8 +34,11 @@ pub(super) const SOURCES: &[(&str, &str)] = &[
     ("kernels.h", include_str!("../../../plugin/kernels.h")),
     ("memory.h", include_str!("../../../plugin/memory.h")),
     ("objects.h", include_str!("../../../plugin/objects.h")),
+    ("pool.h", include_str!("../../../plugin/pool.h")),
+    ("rows.cc", include_str!("../../../plugin/rows.cc")),
     ("status.h", include_str!("../../../plugin/status.h")),
     ("values.h", include_str!("../../../plugin/values.h")),
+    ("vectors.h", include_str!("../../../plugin/vectors.h")),
     (
         "stubs/mlir/IR/BuiltinOps.h",
         include_str!("../../../plugin/stubs/mlir/IR/BuiltinOps.h"),
@@ -380,6 +383,7 @@ fn compile(build: &Path, content: &Path, tools: &Tools) -> Result<()> {
     let output = command
         .arg(sources.join("cpu_plugin.cc"))
         .arg(sources.join("kernels.cc"))
+        .arg(sources.join("rows.cc"))
         .arg("-o")
         .arg(content.join(CPU_LIBRARY))
         .arg("-L")

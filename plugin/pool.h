@@ -1,0 +1,139 @@
+// Threads and memory that the kernels share.
+
+#ifndef MAXDIFF_PLUGIN_POOL_H_
+#define MAXDIFF_PLUGIN_POOL_H_
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <cstdlib>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+namespace maxdiff::kernels {
+
+// Runs jobs of equal tasks on all processors. The calling thread works too, so a job ends even if no other is free.
+class Pool {
+ public:
+  static Pool& Get() {
+    static Pool* pool = new Pool();
+    return *pool;
+  }
+
+  int threads() const { return workers_ + 1; }
+
+  void Run(int64_t tasks, const std::function<void(int64_t)>& work) {
+    if (tasks <= 1 || workers_ == 0) {
+      for (int64_t task = 0; task < tasks; ++task) work(task);
+      return;
+    }
+    auto job = std::make_shared<Job>(tasks, &work);
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      jobs_.push_back(job);
+    }
+    const int64_t helpers = std::min<int64_t>(workers_, tasks - 1);
+    for (int64_t i = 0; i < helpers; ++i) wake_.notify_one();
+    job->Work();
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      auto place = std::find(jobs_.begin(), jobs_.end(), job);
+      if (place != jobs_.end()) jobs_.erase(place);
+    }
+    job->Wait();
+  }
+
+ private:
+  struct Job {
+    Job(int64_t tasks, const std::function<void(int64_t)>* work) : tasks(tasks), work(work) {}
+
+    // `work` lives as long as tasks are left, since its owner waits for all of them.
+    void Work() {
+      for (;;) {
+        const int64_t task = next.fetch_add(1, std::memory_order_relaxed);
+        if (task >= tasks) return;
+        (*work)(task);
+        if (done.fetch_add(1, std::memory_order_acq_rel) + 1 == tasks) {
+          std::lock_guard<std::mutex> lock(mutex);
+          finished.notify_all();
+        }
+      }
+    }
+
+    void Wait() {
+      // What is left runs on other threads and is soon done.
+      for (int spin = 0; spin < 200; ++spin) {
+        if (done.load(std::memory_order_acquire) == tasks) return;
+        std::this_thread::yield();
+      }
+      std::unique_lock<std::mutex> lock(mutex);
+      finished.wait(lock, [this] { return done.load(std::memory_order_acquire) == tasks; });
+    }
+
+    const int64_t tasks;
+    const std::function<void(int64_t)>* work;
+    std::atomic<int64_t> next{0};
+    std::atomic<int64_t> done{0};
+    std::mutex mutex;
+    std::condition_variable finished;
+  };
+
+  Pool() : workers_(std::max(1u, std::thread::hardware_concurrency()) - 1) {
+    for (int i = 0; i < workers_; ++i) {
+      std::thread([this] { Serve(); }).detach();
+    }
+  }
+
+  void Serve() {
+    for (;;) {
+      std::shared_ptr<Job> job;
+      {
+        std::unique_lock<std::mutex> lock(mutex_);
+        wake_.wait(lock, [this] { return !jobs_.empty(); });
+        job = jobs_.front();
+        if (job->next.load(std::memory_order_relaxed) >= job->tasks) {
+          jobs_.pop_front();
+          continue;
+        }
+      }
+      job->Work();
+    }
+  }
+
+  const int workers_;
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::deque<std::shared_ptr<Job>> jobs_;
+};
+
+// Memory of one thread that calls reuse, aligned to cache lines.
+class Scratch {
+ public:
+  ~Scratch() { std::free(data_); }
+
+  template <typename T>
+  T* Get(int64_t count) {
+    const size_t bytes = (count * sizeof(T) + 63) / 64 * 64;
+    if (bytes > size_) {
+      std::free(data_);
+      data_ = std::aligned_alloc(64, bytes);
+      size_ = data_ == nullptr ? 0 : bytes;
+      if (data_ == nullptr) std::abort();
+    }
+    return static_cast<T*>(data_);
+  }
+
+ private:
+  void* data_ = nullptr;
+  size_t size_ = 0;
+};
+
+inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+}  // namespace maxdiff::kernels
+
+#endif  // MAXDIFF_PLUGIN_POOL_H_
