@@ -12,6 +12,7 @@ pub mod dtype;
 pub mod emit;
 pub mod graph;
 pub mod host_tensor;
+pub mod hub;
 pub mod metrics;
 pub mod models;
 pub mod nn;

@@ -132,7 +132,12 @@ fn a_whole_file_of_maxdiffusion_loads() {
     // Apart from what the file says for itself, its values are the defaults of the schema.
     let mut same = load(
         &path,
-        &["hardware=auto", "prompt=", "negative_prompt="],
+        &[
+            "hardware=auto",
+            "prompt=",
+            "negative_prompt=",
+            "revision=main",
+        ],
         None,
     )
     .config;

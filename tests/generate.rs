@@ -29,6 +29,9 @@ fn generate(out: &Path, words: &[&str]) -> Output {
             "tokenizer_model_name_or_path={}",
             golden("tokenizer").display()
         ))
+        // No test asks the hub.
+        .env("HF_HUB_OFFLINE", "1")
+        .env("HF_HUB_CACHE", out.join("hub"))
         .stdin(Stdio::null());
     let pipeline = golden("pipeline_sd21").display().to_string();
     // The recorded model is too small to be told from SD 1.x.
@@ -123,8 +126,13 @@ fn bad_input_is_named() {
     assert!(found.contains("key=value"), "{found}");
     let found = with(&["controlnet_image=x.png"]);
     assert!(found.contains("controlnet_image: has no effect"), "{found}");
-    let found = with(&["use_controlnet=True", "controlnet_image=x.png"]);
+    let control = ["use_controlnet=True", "controlnet_image=x.png"];
+    let nowhere = "controlnet_model_name_or_path=./nowhere";
+    let found = with(&[&control[..], &[nowhere]].concat());
     assert!(found.contains("name the folder of a ControlNet"), "{found}");
+    let found = error(1, &[&size[..], &control].concat());
+    let missing = "diffusers/controlnet-canny-sdxl-1.0 at main is not whole in the cache";
+    assert!(found.contains(missing), "{found}");
     let prompts = format!("prompts_file={}", file("prompts.txt", b"a cat --w 99\n"));
     let found = error(2, &[&prompts, "height=16", "width=16"]);
     assert!(found.contains("--w 99"), "{found}");

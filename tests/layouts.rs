@@ -612,7 +612,7 @@ fn convert_refuses_before_it_writes() {
     let nothing = convert(&dir.path().join("no/such"), &dir.path().join("x"), &[]);
     assert_eq!(code(&nothing), 1);
     assert!(
-        stderr(&nothing).contains("hf download"),
+        stderr(&nothing).contains("no name of a repository"),
         "{}",
         stderr(&nothing)
     );
@@ -621,6 +621,84 @@ fn convert_refuses_before_it_writes() {
     assert_eq!(code(&strange), 1);
     assert_eq!(names(dir.path()), ["sd1.safetensors", "taken"]);
     assert!(names(&taken).is_empty());
+}
+
+/// The cache as `huggingface_hub` leaves it where links are not to be had.
+#[test]
+fn convert_takes_a_name_on_the_hub_from_the_cache() {
+    const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
+    let home = tempfile::tempdir().unwrap();
+    let cache = home.path().join("hub/models--some--model");
+    let snapshot = cache.join("snapshots").join(COMMIT);
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/pipeline_sd21");
+    for name in [
+        "model_index.json",
+        "scheduler/scheduler_config.json",
+        "text_encoder/config.json",
+        "text_encoder/model.safetensors",
+        "unet/config.json",
+        "unet/diffusion_pytorch_model.safetensors",
+        "vae/config.json",
+        "vae/diffusion_pytorch_model.safetensors",
+    ] {
+        fs::create_dir_all(snapshot.join(name).parent().unwrap()).unwrap();
+        fs::copy(golden.join(name), snapshot.join(name)).unwrap();
+    }
+    fs::create_dir(snapshot.join("tokenizer")).unwrap();
+    fs::write(snapshot.join("tokenizer/tokenizer.json"), "{}").unwrap();
+    fs::create_dir(cache.join("refs")).unwrap();
+    fs::write(cache.join("refs/main"), COMMIT).unwrap();
+
+    let out = home.path().join("out");
+    let convert = |name: &str, words: &[&str]| {
+        program(&["convert", name])
+            .arg(&out)
+            .args(words)
+            .current_dir(home.path())
+            .env_remove("HF_HUB_CACHE")
+            .env_remove("HUGGINGFACE_HUB_CACHE")
+            .env("HF_HOME", home.path())
+            .env("HF_HUB_OFFLINE", "1")
+            .output()
+            .unwrap()
+    };
+    let refused = |code, name: &str, words: &[&str], expected: &str| {
+        let output = convert(name, words);
+        let error = stderr(&output);
+        assert_eq!(output.status.code(), Some(code), "{error}");
+        assert!(error.contains(expected), "{error}");
+    };
+    let missing = "some/other at main is not whole in the cache";
+    refused(1, "some/other", &[], missing);
+    refused(
+        1,
+        "some/model",
+        &["revision=v2"],
+        "the revision v2 is not there",
+    );
+    refused(
+        2,
+        "some/model",
+        &["revision=../x"],
+        "cannot be the name of a branch",
+    );
+    // Paths are no names of repositories, and a folder goes before one.
+    refused(1, "./some/model", &[], "no such file or folder");
+    refused(
+        2,
+        "./some/model",
+        &["revision=v2"],
+        "revision has no effect",
+    );
+    fs::create_dir_all(home.path().join("some/model")).unwrap();
+    refused(1, "some/model", &[], "no model in this folder");
+    fs::remove_dir_all(home.path().join("some")).unwrap();
+
+    let output = convert("some/model", &[&format!("revision={COMMIT}")]);
+    assert!(output.status.success(), "{}", stderr(&output));
+    let source = ModelSource::open(&out).unwrap();
+    assert_eq!(source.layout, Layout::Pipeline);
+    assert_eq!(source.components.len(), 3);
 }
 
 #[test]

@@ -7,20 +7,22 @@ use std::time::Instant;
 use clap::Args;
 use serde_json::{Value as Json, json};
 
-use super::{CliError, print, progress, tell};
+use super::{CliError, hub, print, progress, tell};
 use crate::dtype::DType;
+use crate::hub::Wanted;
 use crate::weights::source::{Layout, ModelSource, SourceError, WrittenPart};
 
 /// `convert ...`
 #[derive(Debug, Args)]
 pub struct ConvertArgs {
-    /// Single .safetensors file in the original layout, a folder with one, or a diffusers folder
+    /// Single .safetensors file in the original layout, a folder with one, a diffusers folder, or the name of a
+    /// repository on the hub
     #[arg(value_name = "IN")]
     source: PathBuf,
     /// Folder for the result; an existing one is not touched
     #[arg(value_name = "OUT_DIR")]
     output: PathBuf,
-    /// dtype=fp16, bf16 or fp32: the type of the floats (default: as in the source)
+    /// dtype=fp16, bf16 or fp32: the type of the floats (default: as in the source); revision=NAME: of the repository
     #[arg(value_name = "KEY=VALUE")]
     options: Vec<String>,
     /// Print JSON: family, parts, what was not taken over, seconds
@@ -33,9 +35,24 @@ pub struct ConvertArgs {
 /// # Errors
 /// When the source is no model that is supported, the folder exists or cannot be written, or an option is unknown.
 pub fn run(args: &ConvertArgs) -> Result<ExitCode, CliError> {
-    let dtype = dtype(&args.options)?;
+    let Options { dtype, revision } = options(&args.options)?;
+    if args.output.exists() {
+        // Before a download.
+        let path = args.output.clone();
+        return Err(CliError::usage(SourceError::Exists { path }));
+    }
+    let name = args.source.to_str().unwrap_or_default();
+    let wanted = Wanted::Model { expected: None };
+    let found = hub::find(name, revision.unwrap_or_default(), "", &wanted)?;
+    if found.is_none() && revision.is_some() {
+        return Err(CliError::Usage(format!(
+            "revision has no effect: {} is no name of a repository",
+            args.source.display()
+        )));
+    }
     let start = Instant::now();
-    let source = ModelSource::open(&args.source).map_err(CliError::failed)?;
+    let path = found.map_or_else(|| args.source.clone(), |found| found.path);
+    let source = ModelSource::open(&path).map_err(CliError::failed)?;
     for note in &source.notes {
         tell(&format!("note: {note}"));
     }
@@ -64,25 +81,32 @@ pub fn run(args: &ConvertArgs) -> Result<ExitCode, CliError> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The `dtype` among the options.
-fn dtype(options: &[String]) -> Result<Option<DType>, CliError> {
-    let mut dtype = None;
-    for option in options {
-        let known = match option.as_str() {
-            "dtype=fp16" => DType::F16,
-            "dtype=bf16" => DType::BF16,
-            "dtype=fp32" => DType::F32,
+#[derive(Default)]
+struct Options<'a> {
+    dtype: Option<DType>,
+    revision: Option<&'a str>,
+}
+
+fn options(words: &[String]) -> Result<Options<'_>, CliError> {
+    let mut options = Options::default();
+    for word in words {
+        let (key, value) = word.split_once('=').unwrap_or((word, ""));
+        let before = match (key, value) {
+            ("dtype", "fp16") => options.dtype.replace(DType::F16).is_some(),
+            ("dtype", "bf16") => options.dtype.replace(DType::BF16).is_some(),
+            ("dtype", "fp32") => options.dtype.replace(DType::F32).is_some(),
+            ("revision", name) if !name.is_empty() => options.revision.replace(name).is_some(),
             _ => {
                 return Err(CliError::Usage(format!(
-                    "'{option}' is no option of convert; it takes dtype=fp16, dtype=bf16 or dtype=fp32"
+                    "'{word}' is no option of convert; it takes dtype=fp16, dtype=bf16 or dtype=fp32, and revision=NAME"
                 )));
             }
         };
-        if dtype.replace(known).is_some() {
-            return Err(CliError::Usage("dtype is given twice".to_owned()));
+        if before {
+            return Err(CliError::Usage(format!("{key} is given twice")));
         }
     }
-    Ok(dtype)
+    Ok(options)
 }
 
 fn summary(

@@ -31,7 +31,7 @@ use crate::weights::lora::Adapter;
 
 use super::model::{Drawn, Files, Source};
 use super::prompts::{self, Prompted};
-use super::{CliError, RecipeArgs, init_image, lora, print, recipe};
+use super::{CliError, RecipeArgs, hub, init_image, lora, print, recipe};
 
 /// `generate ...`
 #[derive(Debug, Args)]
@@ -47,7 +47,7 @@ pub struct GenerateArgs {
 }
 
 /// What [`GenerationSettings`] has fields of its own for, and what says nothing of the picture.
-const NOT_OPTIONS: [&str; 17] = [
+const NOT_OPTIONS: [&str; 18] = [
     "prompt",
     "prompts_file",
     "held_out_prompts",
@@ -65,6 +65,7 @@ const NOT_OPTIONS: [&str; 17] = [
     "num_devices",
     "hf_access_token",
     "pretrained_model_name_or_path",
+    "revision",
 ];
 
 impl GenerateArgs {
@@ -212,7 +213,6 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
     let (config, given) = args.load()?;
     let out = config.run_dir().join("images");
     prepare_output_dir(&out).map_err(CliError::failed)?;
-    let source = Source::find(&config, &args.recipe.config)?;
     if config.held_out_prompts > 0 && args.says("prompt") {
         return Err(CliError::Usage(
             "prompt has no effect with held_out_prompts, which draws captions of the dataset: give one of the two"
@@ -232,6 +232,9 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
             }
         }
     }
+    // After all that can be wrong with the words alone: this may download.
+    let source = Source::find(&config, &args.recipe.config)?;
+    let config = hub::with_paths(config)?;
     let drawn = source.drawn(&config, &given)?;
     let refiner = source.refiner(&config)?;
     let refining = match &refiner {
@@ -514,7 +517,7 @@ fn write(
     prompts: &[Prompted],
     images: &[RgbImage],
 ) -> Result<Written, CliError> {
-    let model = source.path().file_stem().unwrap_or_default();
+    let model = source.name();
     let settings = |p: &Prompted, image: &RgbImage| GenerationSettings {
         prompt: p.prompt.clone(),
         negative_prompt: p.negative_prompt.clone(),
@@ -525,7 +528,7 @@ fn write(
         config: config.run_name.clone(),
         width: image.width(),
         height: image.height(),
-        model: model.to_string_lossy().into_owned(),
+        model: model.clone(),
         model_hash: None,
         options: options.clone(),
     };

@@ -8,6 +8,7 @@ mod convert;
 pub mod data;
 mod doctor;
 mod generate;
+mod hub;
 mod init_image;
 mod lora;
 pub mod lower;

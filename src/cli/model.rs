@@ -5,8 +5,9 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
 
-use crate::config::{self, Config};
+use crate::config::{self, Config, ModelConfig};
 use crate::data::Tokenizer;
+use crate::hub::{RepoId, Wanted};
 use crate::models::clip::ClipTextConfig;
 use crate::models::controlnet::{self, ControlNetConfig};
 use crate::models::unet::{ROOT as UNET, UNet2DConditionConfig};
@@ -23,7 +24,7 @@ use crate::weights::{Checkpoint, match_parameters};
 
 use super::recipe::SCHEDULER;
 use super::train::{TEXT_ENCODER_FILE, UNET_FILE};
-use super::{CliError, recipe};
+use super::{CliError, hub, recipe};
 
 /// The parts of a VAE: what encodes, and what decodes.
 const VAE_PARTS: [&str; 4] = ["encoder.", "quant_conv.", "decoder.", "post_quant_conv."];
@@ -39,7 +40,11 @@ pub enum Source {
         /// Added to a model's folder name: the moving average, where the checkpoint has one.
         suffix: &'static str,
     },
-    Model(Box<ModelSource>),
+    Model {
+        source: Box<ModelSource>,
+        /// The repository that it is of.
+        repo: Option<RepoId>,
+    },
 }
 
 /// A model to draw with.
@@ -52,7 +57,8 @@ pub struct Drawn {
 }
 
 impl Source {
-    /// The newest checkpoint of the run, else the model that `pretrained_model_name_or_path` names.
+    /// The newest checkpoint of the run, else the model that `pretrained_model_name_or_path` names, which is downloaded
+    /// where it is a repository's name.
     ///
     /// # Errors
     /// When there is neither, or it cannot be opened or is of another family than the recipe.
@@ -77,18 +83,30 @@ impl Source {
                 suffix: "",
             });
         }
-        if name.is_empty() || !Path::new(name).exists() {
+        let file = recipe_file.file_name().unwrap_or(recipe_file.as_os_str());
+        let file = file.to_string_lossy();
+        let expected = family(config.model_family).map(|family| (family, file.as_ref()));
+        let wanted = Wanted::Model { expected };
+        // A recipe with a UNet of its own does not mean the model that is the schema's default.
+        let found = match config.unet_config.0 {
+            ModelConfig::Unset => {
+                hub::find(name, &config.revision, &config.hf_access_token, &wanted)?
+            }
+            ModelConfig::Path(_) | ModelConfig::Inline(_) => None,
+        };
+        if found.is_none() && (name.is_empty() || !folder.exists()) {
             return Err(CliError::Usage(format!(
                 "no weights: {} holds no checkpoint, and pretrained_model_name_or_path='{name}' is no file or folder \
-                 here; train first, or name a folder in diffusers' layout or a .safetensors file",
+                 here and no repository's name (organization/name); train first, or name a folder in diffusers' layout, \
+                 a .safetensors file or a repository on the hub",
                 config.checkpoint_folder().display(),
             )));
         }
-        let source = ModelSource::open(Path::new(name)).map_err(CliError::failed)?;
-        if let Some(expected) = family(config.model_family) {
-            let file = recipe_file.file_name().unwrap_or(recipe_file.as_os_str());
+        let path = found.as_ref().map_or(folder, |found| &found.path);
+        let source = ModelSource::open(path).map_err(CliError::failed)?;
+        if let Some((expected, file)) = expected {
             source
-                .expect_family(expected, &file.to_string_lossy())
+                .expect_family(expected, file)
                 .map_err(CliError::usage)?;
         }
         for note in &source.notes {
@@ -97,7 +115,23 @@ impl Source {
         for ignored in &source.ignored {
             tracing::info!("not used: {ignored}");
         }
-        Ok(Source::Model(Box::new(source)))
+        Ok(Source::Model {
+            source: Box::new(source),
+            repo: found.map(|found| found.repo),
+        })
+    }
+
+    /// The name to tell people: that of the repository, folder or file.
+    pub fn name(&self) -> String {
+        match self {
+            Source::Model {
+                repo: Some(repo), ..
+            } => repo.name().to_owned(),
+            _ => {
+                let stem = self.path().file_stem().unwrap_or_default();
+                stem.to_string_lossy().into_owned()
+            }
+        }
     }
 
     /// The model that takes the last steps, if the configuration names one.
@@ -112,8 +146,8 @@ impl Source {
         let key = "refiner_model_name_or_path";
         let usage = |reason: String| CliError::Usage(format!("{key}={name}: {reason}"));
         match self {
-            Source::Model(source) if source.family == Family::Sdxl => {}
-            Source::Model(source) => {
+            Source::Model { source, .. } if source.family == Family::Sdxl => {}
+            Source::Model { source, .. } => {
                 return Err(usage(format!(
                     "a refiner goes on with what SDXL began; {} is {}",
                     source.path.display(),
@@ -140,14 +174,17 @@ impl Source {
                 source.family.name()
             )));
         }
-        Ok(Some(Source::Model(Box::new(source))))
+        Ok(Some(Source::Model {
+            source: Box::new(source),
+            repo: None,
+        }))
     }
 
     /// The path to tell people.
     pub fn path(&self) -> &Path {
         match self {
             Source::Run { dir, .. } => dir,
-            Source::Model(source) => &source.path,
+            Source::Model { source, .. } => &source.path,
         }
     }
 
@@ -184,7 +221,7 @@ impl Source {
                     zero_empty_prompts: false,
                 })
             }
-            Source::Model(source) => published(config, given, source),
+            Source::Model { source, .. } => published(config, given, source),
         }
     }
 
@@ -254,7 +291,7 @@ impl Source {
                 let checkpoint = Checkpoint::open(&path).map_err(CliError::failed)?;
                 Ok(File::Own(checkpoint))
             }
-            Source::Model(source) => {
+            Source::Model { source, .. } => {
                 let part = Part::ALL.into_iter().find(|part| part.name() == root);
                 let part = part.ok_or_else(|| {
                     CliError::Usage(format!("no part of a model is called {root}"))
@@ -301,7 +338,8 @@ fn controlnets(config: &Config) -> Result<Vec<ControlNetConfig>, CliError> {
         let path = Path::new(name).join("config.json");
         let text = std::fs::read_to_string(&path).map_err(|e| {
             CliError::Usage(format!(
-                "controlnet_model_name_or_path={name}: {}: {e}; name the folder of a ControlNet in diffusers' layout",
+                "controlnet_model_name_or_path={name}: {}: {e}; name the folder of a ControlNet in diffusers' layout \
+                 or a repository on the hub",
                 path.display()
             ))
         })?;

@@ -23,7 +23,8 @@ const DENOISE: &[Verb] = &[Verb::Generate, Verb::Compile, Verb::Lower];
 
 const OTHER_DATASETS: &str = "only the dataset types of MaxDiffusion that are not here yet (tf, hf, tfrecord, grain) read it";
 const DREAMBOOTH: &str = "only DreamBooth training reads it, which is not here yet";
-const LOCAL_MODELS: &str = "models are read from local folders in diffusers' safetensors";
+const SAFETENSORS: &str =
+    "models are read from safetensors, which are the same for PyTorch and Flax";
 const IMAGE_FOLDER: &str = "metadata.jsonl has the fields file_name and text, as in an image folder of the datasets library";
 const FLASH: &str = "only flash attention reads it, and attention is computed as dot_product here";
 const PROFILER: &str = "there is no profiler here yet";
@@ -60,8 +61,9 @@ schema! {
         jit_initializers: bool = true, NoEffect("initial state is made on the host"), TRAIN;
 
         group "Model";
-        /// Folder of a model in diffusers' layout, or the name of a known model, whose
-        /// architecture is built in: enough for `lower` and `compile`, which need no weights.
+        /// Folder of a model in diffusers' layout, or its name on the hub, which `generate`
+        /// downloads. The architectures of the known models are built in: enough for `lower` and
+        /// `compile`, which need no weights.
         pretrained_model_name_or_path: String = "stabilityai/stable-diffusion-xl-base-1.0".into(), Used, PROGRAM;
         /// Family that the model of `pretrained_model_name_or_path` has to be of. Empty: any.
         model_family: ModelFamily = ModelFamily::Any, Ours, DENOISE;
@@ -72,7 +74,7 @@ schema! {
         /// Text encoder of one's own, by the names of transformers' CLIPTextConfig: a dict or the
         /// path of a JSON file.
         text_encoder_config: TextEncoderConfig = TextEncoderConfig::default(), Ours, PROGRAM;
-        /// Folder or file of the tokenizer. Empty: beside the model, or built from the captions
+        /// Folder or file of the tokenizer, or (for `generate`) its name on the hub. Empty: beside the model, or built from the captions
         /// when the text encoder is trained from scratch.
         tokenizer_model_name_or_path: String = String::new(), Used, PROGRAM;
         /// Start from random weights instead of those of `pretrained_model_name_or_path`.
@@ -96,10 +98,13 @@ schema! {
         remat_policy: RematPolicy = RematPolicy::None, Used, TRAIN_STEP;
         /// Checkpoint of the UNet alone.
         unet_checkpoint: String = String::new(), NotYet("loading a UNet checkpoint of MaxDiffusion"), PROGRAM;
-        /// Revision of the model repository.
-        revision: String = "refs/pr/95".into(), NoEffect(LOCAL_MODELS), TRAIN_GENERATE;
+        /// Branch, tag or commit of the repository that `pretrained_model_name_or_path` names.
+        /// MaxDiffusion's default is the one with Flax weights of SDXL, `refs/pr/95`.
+        revision: String = "main".into(), Used, GENERATE;
+        /// Token for the hub. Empty: that of `HF_TOKEN`, or of the file where `hf auth login` left it.
+        hf_access_token: String = String::new(), Used, GENERATE;
         /// Convert the weights from PyTorch.
-        from_pt: bool = false, NoEffect(LOCAL_MODELS), TRAIN_GENERATE;
+        from_pt: bool = false, NoEffect(SAFETENSORS), TRAIN_GENERATE;
         /// Keep attention heads as a dimension of their own.
         split_head_dim: bool = true, NoEffect("the layout of heads is the compiler's choice"), PROGRAM;
         /// Leave padding out in flash attention.
@@ -227,8 +232,6 @@ schema! {
         hf_data_dir: String = String::new(), NoEffect(OTHER_DATASETS), TRAIN;
         /// Files of a hub data set.
         hf_train_files: String = String::new(), NoEffect(OTHER_DATASETS), TRAIN;
-        /// Token for the hub.
-        hf_access_token: String = String::new(), NoEffect(OTHER_DATASETS), TRAIN;
         /// Train on one batch over and over.
         reuse_example_batch: bool = false, NotYet("training on one batch over and over"), TRAIN;
         /// Configuration of a hub data set.
@@ -342,7 +345,7 @@ schema! {
         strength: f64 = 0.8, Ours, GENERATE, in Between(0.0, 1.0), when "image" |c| !c.image.is_empty();
         /// Mask of `image`: what is white is drawn anew, what is black is kept.
         mask_image: String = String::new(), Ours, GENERATE, when "image" |c| !c.image.is_empty();
-        /// A second model, in any layout, that takes the last steps of SDXL: its refiner. The first model's weights are let
+        /// A second model, in any layout or by its name on the hub, that takes the last steps of SDXL: its refiner. The first model's weights are let
         /// go before the second's are read. Empty: none.
         refiner_model_name_or_path: String = String::new(), Ours, GENERATE;
         /// Share of the noise schedule after which the first model stops.
@@ -380,7 +383,7 @@ schema! {
         /// other keys; one value is for all.
         controlnet_image: OneOrMore<String> = OneOrMore::default(), Used, GENERATE,
             when "use_controlnet=True" |c| c.use_controlnet;
-        /// Folder of the ControlNet in diffusers' layout, or a list of several.
+        /// Folder of the ControlNet in diffusers' layout, or its name on the hub, or a list of several.
         controlnet_model_name_or_path: OneOrMore<String> = OneOrMore::from("diffusers/controlnet-canny-sdxl-1.0".to_owned()), Used, GENERATE,
             when "use_controlnet=True" |c| c.use_controlnet;
         /// Whether the ControlNet's weights are PyTorch's.
@@ -500,7 +503,7 @@ schema! {
     /// `lora_config`: lists of equal length, one entry for each adapter.
     pub struct LoraConfig {
         group "lora_config";
-        /// Files, or folders as diffusers and PEFT save them.
+        /// Files, or folders as diffusers and PEFT save them, or their names on the hub.
         lora_model_name_or_path: FreeList = FreeList::default(), Used, GENERATE;
         /// Files in those folders. Empty: each has one.
         weight_name: FreeList = FreeList::default(), Used, GENERATE;

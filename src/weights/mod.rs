@@ -24,6 +24,7 @@ use std::path::PathBuf;
 pub use cast::cast;
 pub use matching::{MismatchError, Misshapen, MissingTensor, match_parameters};
 pub use open::Checkpoint;
+pub(crate) use open::{Choice, choose, is_pickle, parse_index};
 pub use save::{FetchError, TensorSpec, TensorView, save, save_streaming};
 pub use view::Transform;
 

@@ -248,10 +248,7 @@ fn read_header(path: &Path, file: &File) -> Result<header::Header, WeightsError>
 fn refuse_other_formats(path: &Path, head: &[u8]) -> Result<(), WeightsError> {
     // A zip archive, as torch.save writes it. Read as a header's length it would be over the limit,
     // unless the four bytes after the mark are zero, which no zip writer leaves so.
-    let by_name = path
-        .extension()
-        .and_then(|e| e.to_str())
-        .is_some_and(|e| PICKLE_SUFFIXES.contains(&e));
+    let by_name = path.to_str().is_some_and(is_pickle);
     let by_content = head.starts_with(b"PK\x03\x04") && head.get(4..8) != Some(&[0; 4]);
     if by_name || by_content {
         return Err(WeightsError::Pickle {
@@ -284,7 +281,19 @@ fn read_index(path: &Path) -> Result<BTreeMap<String, String>, WeightsError> {
         )));
     }
     let text = fs::read(path).map_err(|e| io(path, e))?;
-    let index: Index = serde_json::from_slice(&text).map_err(|e| bad(e.to_string()))?;
+    parse_index(path, &text)
+}
+
+/// As [`read_index`], of the content of the file `path`.
+pub(crate) fn parse_index(
+    path: &Path,
+    text: &[u8],
+) -> Result<BTreeMap<String, String>, WeightsError> {
+    let bad = |reason: String| WeightsError::Index {
+        path: path.to_owned(),
+        reason,
+    };
+    let index: Index = serde_json::from_slice(text).map_err(|e| bad(e.to_string()))?;
     let UniqueMap(weight_map) = index.weight_map;
     for (tensor, shard) in &weight_map {
         let mut components = Path::new(shard).components();
@@ -307,51 +316,80 @@ fn find_in_directory(dir: &Path) -> Result<PathBuf, WeightsError> {
         names.extend(name.into_string().ok());
     }
     names.sort();
-    let has = |name: &str| names.iter().any(|n| n == name);
-
-    let mut looked_for = Vec::new();
-    for stem in STEMS {
-        for default in [
-            format!("{stem}.safetensors.index.json"),
-            format!("{stem}.safetensors"),
-        ] {
-            if has(&default) {
-                return Ok(dir.join(default));
-            }
-            looked_for.push(default);
-        }
-        let mut variants = variants(stem, &names);
-        if variants.len() > 1 {
+    let choice = choose(&names);
+    match choice {
+        Choice::File(name) => return Ok(dir.join(name)),
+        Choice::Variants(found) => {
             return Err(WeightsError::AmbiguousVariant {
                 path: dir.to_owned(),
-                found: variants,
+                found,
             });
         }
-        if let Some(variant) = variants.pop() {
-            return Ok(dir.join(variant));
-        }
+        Choice::Pickle(_) | Choice::Nothing => {}
     }
-    if has("model_index.json") {
+    if names.iter().any(|name| name == "model_index.json") {
         let part = |name: &&String| find_in_directory(&dir.join(name)).is_ok();
         return Err(WeightsError::Pipeline {
             path: dir.to_owned(),
             parts: names.iter().filter(part).cloned().collect(),
         });
     }
-    let pickle = names.iter().find(|name| {
-        let suffix = name.rsplit_once('.').map_or("", |(_, s)| s);
-        PICKLE_SUFFIXES.contains(&suffix)
-    });
-    match pickle {
-        Some(name) => Err(WeightsError::Pickle {
+    Err(match choice {
+        Choice::Pickle(name) => WeightsError::Pickle {
             path: dir.join(name),
-        }),
-        None => Err(WeightsError::NoWeights {
+        },
+        _ => WeightsError::NoWeights {
             path: dir.to_owned(),
-            looked_for,
+            looked_for: defaults().collect(),
             found: names,
-        }),
+        },
+    })
+}
+
+/// Which file of a submodule directory its weights are read from.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Choice {
+    /// A safetensors file or the index of several.
+    File(String),
+    /// Several variants and no default.
+    Variants(Vec<String>),
+    /// Nothing but a pickle.
+    Pickle(String),
+    Nothing,
+}
+
+/// The names that are looked for before variants of them.
+fn defaults() -> impl Iterator<Item = String> {
+    STEMS.iter().flat_map(|stem| {
+        [".safetensors.index.json", ".safetensors"].map(|end| format!("{stem}{end}"))
+    })
+}
+
+/// Chooses among the sorted `names` of a directory's files, as [`Checkpoint::open`] does.
+pub(crate) fn choose(names: &[String]) -> Choice {
+    for stem in STEMS {
+        let mut defaults = defaults().filter(|name| name.starts_with(&format!("{stem}.")));
+        if let Some(default) = defaults.find(|name| names.contains(name)) {
+            return Choice::File(default);
+        }
+        let mut variants = variants(stem, names);
+        if variants.len() > 1 {
+            return Choice::Variants(variants);
+        }
+        if let Some(variant) = variants.pop() {
+            return Choice::File(variant);
+        }
     }
+    match names.iter().find(|name| is_pickle(name)) {
+        Some(name) => Choice::Pickle(name.clone()),
+        None => Choice::Nothing,
+    }
+}
+
+/// Whether a file's name is that of a PyTorch pickle.
+pub(crate) fn is_pickle(name: &str) -> bool {
+    name.rsplit_once('.')
+        .is_some_and(|(_, suffix)| PICKLE_SUFFIXES.contains(&suffix))
 }
 
 /// The files of named variants: `stem.fp16.safetensors`, `stem.safetensors.index.fp16.json` and

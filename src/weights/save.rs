@@ -214,7 +214,7 @@ pub(crate) fn check_free_space(path: &Path, dir: &Path, needed: u64) -> Result<(
 }
 
 /// Bytes that may be written in `dir`, where the file system tells: some (FUSE) report zero blocks.
-fn free_space(dir: &Path) -> Option<u64> {
+pub(crate) fn free_space(dir: &Path) -> Option<u64> {
     let stat = rustix::fs::statvfs(dir).ok()?;
     (stat.f_blocks > 0).then(|| stat.f_bavail.saturating_mul(stat.f_frsize))
 }

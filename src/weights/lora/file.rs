@@ -14,12 +14,12 @@ use crate::dtype::DType;
 use crate::weights::{Checkpoint, WeightsError};
 
 /// The names of a folder's weights: diffusers' and PEFT's.
-const FILES: [&str; 2] = [
+pub(crate) const FILES: [&str; 2] = [
     "pytorch_lora_weights.safetensors",
     "adapter_model.safetensors",
 ];
 /// PEFT's configuration beside its weights.
-const CONFIG_FILE: &str = "adapter_config.json";
+pub(crate) const CONFIG_FILE: &str = "adapter_config.json";
 /// The metadata that diffusers keeps PEFT's configuration in.
 const METADATA_KEY: &str = "lora_adapter_metadata";
 /// A configuration is a page of text; more is something else.

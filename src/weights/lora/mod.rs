@@ -20,6 +20,7 @@ use std::path::PathBuf;
 
 pub use beside::beside;
 pub use file::LoraFile;
+pub(crate) use file::{CONFIG_FILE, FILES};
 pub use merge::{Adapter, Factors};
 pub use mismatch::{Family, LoraMismatch, MisshapenModule, UnmatchedModule};
 

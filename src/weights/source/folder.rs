@@ -29,15 +29,7 @@ pub(super) fn open(dir: &Path) -> Result<ModelSource, SourceError> {
         path if path.is_file() => read_json(&path)?,
         _ => Map::new(),
     };
-    let class = index.get("_class_name").and_then(Value::as_str);
-    for (family, of) in [(Family::Sd3, "StableDiffusion3"), (Family::Flux, "Flux")] {
-        if class.is_some_and(|class| class.starts_with(of)) {
-            return Err(SourceError::UnsupportedFamily {
-                path: dir.to_owned(),
-                family,
-            });
-        }
-    }
+    check_class(dir, &index)?;
     let mut components = BTreeMap::new();
     for part in Part::ALL {
         let folder = dir.join(part.name());
@@ -46,19 +38,9 @@ pub(super) fn open(dir: &Path) -> Result<ModelSource, SourceError> {
         }
     }
     let Some(unet) = components.get(&Part::Unet) else {
-        let path = dir.to_owned();
-        return Err(match class {
-            Some(class) if !class.starts_with("StableDiffusion") => SourceError::UnknownPipeline {
-                path,
-                class: class.to_owned(),
-            },
-            _ => SourceError::NotAModel {
-                path,
-                found: entries(dir)?,
-            },
-        });
+        return Err(no_unet(dir, &index, entries(dir)?));
     };
-    let family = family(&unet.config, &components);
+    let family = family(&unet.config, |part| components.contains_key(&part));
     let scheduler = dir.join("scheduler/scheduler_config.json");
     Ok(ModelSource {
         path: dir.to_owned(),
@@ -86,8 +68,34 @@ pub(super) fn open(dir: &Path) -> Result<ModelSource, SourceError> {
     })
 }
 
+/// Refuses a `model_index.json` of a family that is known and not built; `path` is for the message.
+pub(crate) fn check_class(path: &Path, index: &Map<String, Value>) -> Result<(), SourceError> {
+    let class = index.get("_class_name").and_then(Value::as_str);
+    for (family, of) in [(Family::Sd3, "StableDiffusion3"), (Family::Flux, "Flux")] {
+        if class.is_some_and(|class| class.starts_with(of)) {
+            return Err(SourceError::UnsupportedFamily {
+                path: path.to_owned(),
+                family,
+            });
+        }
+    }
+    Ok(())
+}
+
+/// The error for a pipeline without UNet that has `found` beside its index.
+pub(crate) fn no_unet(path: &Path, index: &Map<String, Value>, found: Vec<String>) -> SourceError {
+    let path = path.to_owned();
+    match index.get("_class_name").and_then(Value::as_str) {
+        Some(class) if !class.starts_with("StableDiffusion") => SourceError::UnknownPipeline {
+            path,
+            class: class.to_owned(),
+        },
+        _ => SourceError::NotAModel { path, found },
+    }
+}
+
 /// Whether the index says that the model goes without this part.
-fn is_null(index: &Map<String, Value>, name: &str) -> bool {
+pub(crate) fn is_null(index: &Map<String, Value>, name: &str) -> bool {
     let entry = index.get(name).and_then(Value::as_array);
     entry.is_some_and(|pair| pair.iter().all(Value::is_null))
 }
@@ -112,8 +120,7 @@ fn others(index: &Map<String, Value>) -> Vec<Ignored> {
 }
 
 /// Tells the family by the UNet's configuration; the refiner is SDXL without the smaller text encoder.
-fn family(unet: &Map<String, Value>, components: &BTreeMap<Part, Component>) -> Family {
-    let has = |part| components.contains_key(&part);
+pub(crate) fn family(unet: &Map<String, Value>, has: impl Fn(Part) -> bool) -> Family {
     if unet.get("addition_embed_type").and_then(Value::as_str) == Some("text_time") {
         return match has(Part::TextEncoder2) && !has(Part::TextEncoder) {
             true => Family::SdxlRefiner,

@@ -25,7 +25,9 @@ use serde_json::{Map, Value};
 use super::{Checkpoint, WeightsError};
 use crate::schedulers::scheduler_fields;
 
+pub(crate) use folder::{check_class, family, is_null, no_unet};
 pub use single_file::open_vae;
+pub(crate) use write::TOKENIZERS;
 pub use write::WrittenPart;
 
 /// More than any configuration of a published model.
@@ -170,8 +172,7 @@ pub struct ModelSource {
 #[derive(Debug, thiserror::Error)]
 pub enum SourceError {
     #[error(
-        "{path}: no such file or folder; models are read from this machine only: fetch one from the hub first \
-         (`hf download NAME --local-dir DIR`) and name that folder"
+        "{path}: no such file or folder, and no name of a repository on the hub, which has the form organization/name"
     )]
     NotFound { path: PathBuf },
     #[error("{path}: {source}")]

@@ -154,7 +154,7 @@ impl ModelSource {
 }
 
 /// The folders of the tokenizers.
-pub(super) const TOKENIZERS: [&str; 2] = ["tokenizer", "tokenizer_2"];
+pub(crate) const TOKENIZERS: [&str; 2] = ["tokenizer", "tokenizer_2"];
 
 fn specs(component: &Component, dtype: Option<DType>) -> Vec<TensorSpec> {
     component

@@ -1,0 +1,152 @@
+//! Names on the hub where the configuration takes paths.
+
+use std::path::{Path, PathBuf};
+
+use indicatif::{HumanBytes, ProgressBar, ProgressStyle};
+use serde_json::Value;
+
+use super::CliError;
+use crate::config::Config;
+use crate::hub::{self, Fetched, HubError, HubOptions, Progress, RepoId, Revision, Wanted};
+
+/// Files above this many bytes are told of where there is no progress bar.
+const LARGE: u64 = 100_000_000;
+
+/// A repository that a name was found to be, with its files on this machine.
+pub struct Found {
+    pub repo: RepoId,
+    pub path: PathBuf,
+}
+
+/// The repository that `name` means, downloaded if need be; `None` if it is the path of something here, or no name of a
+/// repository. `token` goes before those of the environment where it is not empty.
+///
+/// # Errors
+/// What [`hub::fetch`] fails with.
+pub fn find(
+    name: &str,
+    revision: &str,
+    token: &str,
+    wanted: &Wanted<'_>,
+) -> Result<Option<Found>, CliError> {
+    if Path::new(name).exists() {
+        return Ok(None);
+    }
+    let Some(repo) = RepoId::parse(name) else {
+        return Ok(None);
+    };
+    let fetched =
+        fetch(&repo, revision, token, wanted).map_err(|error| match error.is_usage() {
+            true => CliError::usage(error),
+            false => CliError::failed(error),
+        })?;
+    tracing::debug!("{repo} is commit {}", fetched.commit);
+    Ok(Some(Found {
+        repo,
+        path: fetched.path,
+    }))
+}
+
+fn fetch(
+    repo: &RepoId,
+    revision: &str,
+    token: &str,
+    wanted: &Wanted<'_>,
+) -> Result<Fetched, HubError> {
+    let revision = Revision::parse(revision)?;
+    let mut options = HubOptions::from_env()?;
+    if let Some(token) = hub::Token::parse(token, "hf_access_token")? {
+        options.token = Some(token);
+    }
+    let shown = tracing::enabled!(tracing::Level::INFO);
+    let mut bar = ProgressBar::hidden();
+    hub::fetch(
+        repo,
+        &revision,
+        wanted,
+        &options,
+        &mut |event| match event {
+            Progress::Start {
+                commit,
+                files,
+                bytes,
+            } => {
+                super::progress(&format!(
+                    "downloading {repo} at {commit}: {files} files, {}, to {}",
+                    HumanBytes(bytes),
+                    options.cache.display()
+                ));
+                if shown {
+                    // On a stream that is no terminal, indicatif hides the bar.
+                    bar = ProgressBar::new(bytes);
+                }
+                let template = "{bar:30} {bytes}/{total_bytes}, {bytes_per_sec}, {eta} left: {msg}";
+                if let Ok(style) = ProgressStyle::with_template(template) {
+                    bar.set_style(style);
+                }
+            }
+            Progress::File { name, bytes } => {
+                bar.set_message(name.to_owned());
+                if bar.is_hidden() && bytes >= LARGE {
+                    super::progress(&format!("  {name}, {}", HumanBytes(bytes)));
+                }
+            }
+            Progress::Bytes { done } => bar.set_position(done),
+            Progress::Retry { reason, wait } => {
+                bar.suspend(|| {
+                    super::tell(&format!(
+                        "warning: {reason}; trying again in {:.0} s",
+                        wait.as_secs_f64()
+                    ));
+                });
+            }
+            Progress::Done => bar.finish_and_clear(),
+        },
+    )
+}
+
+/// The configuration with paths where it names repositories: of ControlNets, the refiner, the tokenizer and LoRAs. The model itself
+/// is found by [`super::model::Source::find`], since a run's own checkpoint goes before it.
+///
+/// # Errors
+/// What [`find`] fails with.
+pub fn with_paths(mut config: Config) -> Result<Config, CliError> {
+    let token = config.hf_access_token.clone();
+    let find = |name: &str, wanted: Wanted<'_>| {
+        let found = find(name, "", &token, &wanted)?;
+        found.map(|found| path_text(&found.path)).transpose()
+    };
+    if config.use_controlnet {
+        for name in &mut config.controlnet_model_name_or_path.0 {
+            if let Some(path) = find(name, Wanted::Part)? {
+                *name = path;
+            }
+        }
+    }
+    let wanted = Wanted::Model { expected: None };
+    if let Some(path) = find(&config.refiner_model_name_or_path, wanted)? {
+        config.refiner_model_name_or_path = path;
+    }
+    if let Some(path) = find(&config.tokenizer_model_name_or_path, Wanted::Tokenizer)? {
+        config.tokenizer_model_name_or_path = path;
+    }
+    let loras = config.lora_config.lora_model_name_or_path.0.clone();
+    for (which, name) in loras.iter().enumerate() {
+        let file = config.lora_config.weight_name.0.get(which);
+        let file = file.and_then(Value::as_str).filter(|file| !file.is_empty());
+        let Some(name) = name.as_str() else { continue };
+        if let Some(path) = find(name, Wanted::Lora { file })? {
+            config.lora_config.lora_model_name_or_path.0[which] = path.into();
+        }
+    }
+    Ok(config)
+}
+
+fn path_text(path: &Path) -> Result<String, CliError> {
+    path.to_str().map(str::to_owned).ok_or_else(|| {
+        CliError::Usage(format!(
+            "the cache {} is not named in UTF-8; set HF_HUB_CACHE to another folder",
+            path.display()
+        ))
+    })
+}

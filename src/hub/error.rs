@@ -1,0 +1,196 @@
+//! What can go wrong with the hub, each with what to do about it.
+
+use std::io;
+use std::path::PathBuf;
+
+use super::{RepoId, Revision, SelectError};
+
+/// Why the files of a repository could not be had.
+#[derive(Debug, thiserror::Error)]
+pub enum HubError {
+    #[error(
+        "revision='{revision}' cannot be the name of a branch, tag or commit; expected for example main, refs/pr/1 or 40 \
+         hexadecimal digits"
+    )]
+    Revision { revision: String },
+    #[error("{name}={value}: expected {expected}")]
+    Variable {
+        /// The environment variable or the file with the token.
+        name: String,
+        value: String,
+        expected: &'static str,
+    },
+    #[error(
+        "there is no home directory to find the hub's cache in; set HF_HOME or HF_HUB_CACHE to a folder"
+    )]
+    NoHome,
+    #[error(
+        "{repo} at {revision} is not whole in the cache {} ({lacking}), and {variable} forbids the network; unset it, or \
+         fetch the model where there is a network and copy that folder",
+        dir.display()
+    )]
+    Offline {
+        repo: RepoId,
+        revision: Revision,
+        variable: &'static str,
+        dir: PathBuf,
+        lacking: String,
+    },
+    #[error("{repo} at {revision}: {source}")]
+    Select {
+        repo: RepoId,
+        revision: Revision,
+        #[source]
+        source: Box<SelectError>,
+    },
+    #[error(
+        "{repo}: neither a file or folder here nor a repository that {endpoint} shows {}; check the name{}",
+        if *token { "to the owner of the token" } else { "to the public" },
+        if *token { "" } else { "; for a private one set HF_TOKEN" }
+    )]
+    NoRepo {
+        repo: RepoId,
+        endpoint: String,
+        /// Whether a token was sent.
+        token: bool,
+    },
+    #[error(
+        "{repo} has no revision '{revision}'; set revision to one of its branches, tags or commits (usually main)"
+    )]
+    NoRevision { repo: RepoId, revision: Revision },
+    #[error("{repo} at {commit} has no file {file}, which its listing names; try again")]
+    NoFile {
+        repo: RepoId,
+        commit: String,
+        file: String,
+    },
+    #[error(
+        "{repo} is gated: accept its terms at {endpoint}/{repo}, {}{}",
+        if *token { "with the account that the token is of" } else { "then set HF_TOKEN to a token of that account" },
+        said(message)
+    )]
+    Gated {
+        repo: RepoId,
+        endpoint: String,
+        token: bool,
+        message: String,
+    },
+    #[error(
+        "{endpoint} does not take the token (HF_TOKEN, or the file that HF_TOKEN_PATH or $HF_HOME/token is){}; make a new \
+         one at {endpoint}/settings/tokens, or unset it for what is public",
+        said(message)
+    )]
+    BadToken { endpoint: String, message: String },
+    #[error(
+        "{endpoint} forbids {}to read {repo}{}; it needs a token that may read this repository (HF_TOKEN)",
+        if *token { "the owner of the token " } else { "" },
+        said(message)
+    )]
+    Forbidden {
+        repo: RepoId,
+        endpoint: String,
+        token: bool,
+        message: String,
+    },
+    #[error("{url} answered with status {status}{}", said(message))]
+    Status {
+        url: String,
+        status: u16,
+        message: String,
+    },
+    #[error(
+        "{url}: {reason} ({attempts} attempts); try again, which goes on where this stopped, or set HF_ENDPOINT to a mirror \
+         or HTTPS_PROXY to a proxy"
+    )]
+    Network {
+        url: String,
+        reason: String,
+        attempts: u32,
+    },
+    #[error(
+        "{url} does not answer as the hub does: {reason}; check HF_ENDPOINT, and SSL_CERT_FILE where a proxy reads along"
+    )]
+    Answer { url: String, reason: String },
+    #[error("{url} redirects to {location}, which is not followed: {reason}")]
+    Redirect {
+        url: String,
+        location: String,
+        reason: &'static str,
+    },
+    #[error(
+        "{repo} at {commit} lists the file name {name:?}, which would lead out of the cache; nothing was downloaded"
+    )]
+    UnsafePath {
+        repo: RepoId,
+        commit: String,
+        name: String,
+    },
+    #[error(
+        "{repo}: {file} has SHA-256 {found}, expected {expected}; it was deleted: try again, and if that does not help, \
+         the server or a proxy changes files"
+    )]
+    Hash {
+        repo: RepoId,
+        file: String,
+        expected: String,
+        found: String,
+    },
+    #[error("{repo}: {file} has {found} bytes, expected {expected}; it was deleted: try again")]
+    Size {
+        repo: RepoId,
+        file: String,
+        expected: u64,
+        found: u64,
+    },
+    #[error(
+        "no space for {repo} in {}: {needed} more bytes are needed{}; free some or set HF_HUB_CACHE to a folder on another \
+         disk (what is downloaded is kept)",
+        path.display(), free.map_or_else(String::new, |free| format!(", {free} are free"))
+    )]
+    DiskFull {
+        repo: RepoId,
+        path: PathBuf,
+        needed: u64,
+        /// What the file system tells; `None` when a write failed.
+        free: Option<u64>,
+    },
+    #[error("cannot {action} {}: {source}", path.display())]
+    Io {
+        action: &'static str,
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
+}
+
+impl HubError {
+    /// Whether another word on the command line or in the environment would mend it, and no other file or server.
+    pub fn is_usage(&self) -> bool {
+        matches!(
+            self,
+            HubError::Revision { .. }
+                | HubError::Variable { .. }
+                | HubError::NoHome
+                | HubError::NoRepo { .. }
+                | HubError::NoRevision { .. }
+                | HubError::Select { .. }
+        )
+    }
+}
+
+/// Why no files were chosen: what is in the repository, or that this could not be found out.
+#[derive(Debug, thiserror::Error)]
+pub enum Fault {
+    #[error(transparent)]
+    Select(#[from] SelectError),
+    #[error(transparent)]
+    Hub(#[from] HubError),
+}
+
+/// A server's words, after a colon.
+fn said(message: &str) -> String {
+    match message.is_empty() {
+        true => String::new(),
+        false => format!(" (it says: {message})"),
+    }
+}

@@ -1,0 +1,191 @@
+//! Models by their name on the Hugging Face hub: from the cache on disk, else downloaded into it.
+//!
+//! The cache is the one of Python's `huggingface_hub`, file for file, so that both read what either fetched. Written
+//! here and not taken from the crate `hf-hub` (1.0), which neither resumes a file nor checks its hash, and brings an
+//! asynchronous runtime with some three hundred packages.
+//!
+//! Nothing that a server says is trusted: names of files and of cache entries are checked before they become paths,
+//! weights are compared with the SHA-256 that the hub names for them, and only safetensors are fetched, never pickles.
+
+mod cache;
+mod client;
+mod download;
+mod error;
+mod name;
+mod options;
+mod select;
+
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+use std::time::Duration;
+
+pub use error::{Fault, HubError};
+pub use name::{RepoId, Revision};
+pub use options::{HubOptions, Token};
+pub use select::{SelectError, Wanted};
+
+use cache::RepoCache;
+use client::Client;
+use download::Download;
+use select::{Listing, Plan};
+
+type Result<T, E = HubError> = std::result::Result<T, E>;
+
+/// Where the files of a repository are on this machine.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Fetched {
+    /// The folder or file to open, inside `snapshots/<commit>` of the cache.
+    pub path: PathBuf,
+    /// The commit, 40 hexadecimal digits.
+    pub commit: String,
+    /// Bytes that came over the network; 0 when the cache had everything.
+    pub downloaded: u64,
+}
+
+/// What happens while files are downloaded.
+#[derive(Clone, Copy, Debug)]
+pub enum Progress<'a> {
+    /// The first of all, once it is known what is to come; `bytes` of `files` are missing.
+    Start {
+        commit: &'a str,
+        files: usize,
+        bytes: u64,
+    },
+    /// A file is next, of that many bytes.
+    File { name: &'a str, bytes: u64 },
+    /// So many of the missing bytes are here; goes back where a file has to be started again.
+    Bytes { done: u64 },
+    /// Something failed that may work the next time, which is after `wait`.
+    Retry { reason: &'a str, wait: Duration },
+    /// The last of all.
+    Done,
+}
+
+/// Finds the files of `wanted` in `repo`, in the cache if it has them all and else by downloading those that it lacks.
+///
+/// A branch or tag that the cache knows means the commit that it was when it was fetched; the network is asked for
+/// nothing then. What was downloaded before an error stays in the cache and is not downloaded again, of a file of
+/// weights also the part that came.
+///
+/// # Errors
+/// [`HubError`], with what to do about it.
+pub fn fetch(
+    repo: &RepoId,
+    revision: &Revision,
+    wanted: &Wanted<'_>,
+    options: &HubOptions,
+    progress: &mut dyn FnMut(Progress<'_>),
+) -> Result<Fetched> {
+    let cache = RepoCache::new(&options.cache, repo);
+    let lacking = match cached(repo, revision, wanted, options, &cache)? {
+        Cached::Whole(fetched) => return Ok(fetched),
+        Cached::Lacks(what) => what,
+    };
+    if let Some(variable) = options.offline {
+        return Err(HubError::Offline {
+            repo: repo.clone(),
+            revision: revision.clone(),
+            variable,
+            dir: cache.dir().to_owned(),
+            lacking,
+        });
+    }
+    tracing::debug!("{repo} at {revision}: not all in the cache: {lacking}");
+
+    let client = Client::new(options)?;
+    let found = client.listing(repo, revision, progress)?;
+    let commit = found.commit;
+    let mut download = Download::new(&client, repo, &commit, &cache);
+    let absent = |name: &str| !found.names.contains(name);
+    let listing = Listing {
+        repo,
+        names: &found.names,
+        absent: &absent,
+        guess: false,
+    };
+    let plan = select::plan(wanted, &listing, &mut |name| download.read(name, progress)).map_err(
+        |error| match error {
+            Fault::Select(source) => HubError::Select {
+                repo: repo.clone(),
+                revision: revision.clone(),
+                source: Box::new(source),
+            },
+            Fault::Hub(error) => error,
+        },
+    )?;
+    download.all(&plan.files, progress)?;
+    for name in &plan.absent {
+        cache.note_absent(&commit, name)?;
+    }
+    // Last, so that a name never means a snapshot that is not whole.
+    cache.write_ref(revision, &commit)?;
+    Ok(Fetched {
+        path: opened(cache.snapshot(&commit), &plan),
+        downloaded: download.received(),
+        commit,
+    })
+}
+
+/// What to open of a snapshot.
+fn opened(snapshot: PathBuf, plan: &Plan) -> PathBuf {
+    match plan.open.is_empty() {
+        // Joined, it would leave a slash at the end.
+        true => snapshot,
+        false => snapshot.join(&plan.open),
+    }
+}
+
+enum Cached {
+    Whole(Fetched),
+    /// What the cache lacks, in words.
+    Lacks(String),
+}
+
+/// What the cache has of `wanted`, without the network.
+fn cached(
+    repo: &RepoId,
+    revision: &Revision,
+    wanted: &Wanted<'_>,
+    options: &HubOptions,
+    cache: &RepoCache,
+) -> Result<Cached> {
+    let Some(commit) = cache.commit(revision)? else {
+        let known = cache.revisions();
+        return Ok(Cached::Lacks(match known.is_empty() {
+            true => "nothing of it is there".to_owned(),
+            false => format!(
+                "the revision {revision} is not there; it has {}",
+                known.join(", ")
+            ),
+        }));
+    };
+    let names: BTreeSet<String> = cache.files(&commit)?;
+    // That a file is not in the cache does not tell that it is not on the hub, unless that was noted.
+    let absent = |name: &str| !names.contains(name) && cache.is_noted_absent(&commit, name);
+    let listing = Listing {
+        repo,
+        names: &names,
+        absent: &absent,
+        guess: options.offline.is_some(),
+    };
+    let snapshot = cache.snapshot(&commit);
+    let read = &mut |name: &str| cache::read(&snapshot.join(name));
+    match select::plan(wanted, &listing, read) {
+        Ok(plan) => Ok(Cached::Whole(Fetched {
+            path: opened(snapshot, &plan),
+            commit,
+            downloaded: 0,
+        })),
+        Err(Fault::Hub(error)) => Err(error),
+        // No file that is still missing would make it another model.
+        Err(Fault::Select(source @ SelectError::Model(_))) => Err(HubError::Select {
+            repo: repo.clone(),
+            revision: revision.clone(),
+            source: Box::new(source),
+        }),
+        Err(Fault::Select(lacking)) => Ok(Cached::Lacks(lacking.to_string())),
+    }
+}
+
+#[cfg(test)]
+mod tests;

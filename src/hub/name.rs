@@ -1,0 +1,130 @@
+//! Names of repositories, revisions and files, checked before they become parts of paths and addresses.
+
+use std::fmt;
+
+use super::HubError;
+
+/// The longest name of an organization or a repository on the hub.
+const LONGEST: usize = 96;
+/// Endings that say that a name is one of a file here.
+const FILE_ENDINGS: [&str; 11] = [
+    ".safetensors",
+    ".ckpt",
+    ".pt",
+    ".pth",
+    ".bin",
+    ".pkl",
+    ".json",
+    ".yml",
+    ".yaml",
+    ".txt",
+    ".git",
+];
+
+/// The name of a repository on the hub, `organization/name`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RepoId(String);
+
+impl RepoId {
+    /// Takes `organization/name` apart. `None` for what is none: paths that are absolute or start with a dot, have
+    /// another number of parts or the ending of a file, and what the hub does not allow in a name.
+    pub fn parse(text: &str) -> Option<RepoId> {
+        let (organization, name) = text.split_once('/')?;
+        let lower = name.to_ascii_lowercase();
+        if FILE_ENDINGS.iter().any(|ending| lower.ends_with(ending)) {
+            return None;
+        }
+        let fine = |part: &str| {
+            let letters = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
+            (1..=LONGEST).contains(&part.len())
+                && part.chars().all(letters)
+                && !part.starts_with(['.', '-'])
+                && !part.ends_with(['.', '-'])
+                && !part.contains("..")
+                // It stands for the slash in names of folders of the cache.
+                && !part.contains("--")
+        };
+        (fine(organization) && fine(name)).then(|| RepoId(text.to_owned()))
+    }
+
+    /// The second half.
+    pub fn name(&self) -> &str {
+        self.0.split_once('/').map_or(&self.0, |(_, name)| name)
+    }
+
+    /// Its folder in a cache.
+    pub(super) fn folder(&self) -> String {
+        format!("models--{}", self.0.replace('/', "--"))
+    }
+}
+
+impl fmt::Display for RepoId {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// A branch, tag, pull request (`refs/pr/1`) or commit of a repository.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Revision(String);
+
+impl Revision {
+    /// Checks a name; the empty one is `main`.
+    ///
+    /// # Errors
+    /// [`HubError::Revision`] for what git does not allow, above all what would lead out of the cache.
+    pub fn parse(text: &str) -> Result<Revision, HubError> {
+        let text = if text.is_empty() { "main" } else { text };
+        let letters = |c: char| !c.is_control() && !" \\:?*[~^".contains(c);
+        if text.len() <= 255 && text.chars().all(letters) && is_safe_path(text) {
+            return Ok(Revision(text.to_owned()));
+        }
+        Err(HubError::Revision {
+            revision: text.to_owned(),
+        })
+    }
+
+    pub(super) fn as_str(&self) -> &str {
+        &self.0
+    }
+
+    /// Whether it can only be a commit.
+    pub(super) fn is_commit(&self) -> bool {
+        is_commit(&self.0)
+    }
+}
+
+impl fmt::Display for Revision {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// Whether a text is the hash of a commit: 40 hexadecimal digits.
+pub(super) fn is_commit(text: &str) -> bool {
+    text.len() == 40 && is_hex(text)
+}
+
+pub(super) fn is_hex(text: &str) -> bool {
+    let digit = |b: u8| b.is_ascii_digit() || (b'a'..=b'f').contains(&b);
+    text.bytes().all(digit)
+}
+
+/// Whether a name that somebody else gave, joined to a folder, stays in that folder.
+pub(super) fn is_safe_path(name: &str) -> bool {
+    let fine = |part: &str| !part.is_empty() && part != "." && part != "..";
+    !name.contains(['\0', '\\']) && name.split('/').all(fine)
+}
+
+/// A text as part of the path of an address; with `slashes`, those stay as they are.
+pub(super) fn percent_encoded(text: &str, slashes: bool) -> String {
+    let mut encoded = String::with_capacity(text.len());
+    for byte in text.bytes() {
+        let plain = byte.is_ascii_alphanumeric() || b"-._~".contains(&byte);
+        match plain || (slashes && byte == b'/') {
+            true => encoded.push(byte as char),
+            false => encoded.push_str(&format!("%{byte:02X}")),
+        }
+    }
+    encoded
+}
