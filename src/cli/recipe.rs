@@ -12,7 +12,9 @@ use crate::graph::{Graph, InputKind, NumericsConvention};
 use crate::models::clip::ClipTextConfig;
 use crate::models::unet::{ROOT, UNet2DConditionConfig};
 use crate::nn::{Precision, Remat};
-use crate::pipelines::model::{DiffusionModel, HiddenState, TEXT_ENCODER, TextEncoder};
+use crate::pipelines::model::{
+    DiffusionModel, HiddenState, MicroConditioning, TEXT_ENCODER, TextEncoder,
+};
 use crate::pipelines::pixels::RGB;
 use crate::pjrt::install::{self, InstallError, Installed, PluginKind};
 use crate::pjrt::{NamedValue, Plugin, has_tpu};
@@ -154,7 +156,10 @@ fn scheduler_fields(config: &Config) -> Map<String, Value> {
     }
 }
 
-/// The coefficients of `steps` steps of the configured sampler.
+/// The coefficients of `steps` steps of the configured sampler, up to where a refiner goes on.
+///
+/// # Errors
+/// When they do not fit the schedule, or none is left to run.
 pub fn sampling_plan(
     config: &Config,
     scheduler: &SchedulerConfig,
@@ -166,11 +171,41 @@ pub fn sampling_plan(
     };
     let options = PlanOptions {
         start: Start::Strength(strength),
+        end: (!config.refiner_model_name_or_path.is_empty()).then_some(config.denoising_end),
         eta: config.eta,
         use_clipped_model_output: true,
         ..PlanOptions::new(steps)
     };
     scheduler.plan(&options).map_err(CliError::usage)
+}
+
+/// Those of `steps` steps that the refiner takes.
+///
+/// # Errors
+/// As for [`sampling_plan`].
+pub fn refining_plan(
+    config: &Config,
+    scheduler: &SchedulerConfig,
+    steps: usize,
+) -> Result<SamplingPlan, CliError> {
+    let options = PlanOptions {
+        start: Start::After(config.denoising_start.unwrap_or(config.denoising_end)),
+        eta: config.eta,
+        use_clipped_model_output: true,
+        ..PlanOptions::new(steps)
+    };
+    scheduler.plan(&options).map_err(CliError::usage)
+}
+
+/// What SDXL's time ids say after size and crop.
+pub fn micro_conditioning(config: &Config, requires_aesthetics_score: bool) -> MicroConditioning {
+    match requires_aesthetics_score {
+        true => MicroConditioning::AestheticScore {
+            score: config.aesthetic_score as f32,
+            negative: config.negative_aesthetic_score as f32,
+        },
+        false => MicroConditioning::TargetSize,
+    }
 }
 
 /// The UNet as configured.
@@ -213,7 +248,7 @@ pub fn model(config: &Config, tokenizer: Option<&Tokenizer>) -> Result<Diffusion
             .into_iter()
             .collect(),
         vae: None,
-        controlnet: None,
+        controlnets: Vec::new(),
         precision: precision(config),
         vae_precision: precision(config),
         remat: match config.remat_policy {
@@ -223,6 +258,10 @@ pub fn model(config: &Config, tokenizer: Option<&Tokenizer>) -> Result<Diffusion
         scheduler: scheduler(config)?,
         sample_size: [side, side],
         image_size: [config.resolution as usize; 2],
+        micro_conditioning: micro_conditioning(
+            config,
+            config.model_family == config::ModelFamily::SdxlRefiner,
+        ),
         decode_tile: None,
     })
 }
