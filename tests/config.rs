@@ -38,6 +38,7 @@ fn every_shipped_file_loads_without_a_warning() {
         "base_xl",
         "emoji",
         "quickstart",
+        "refiner_xl",
         "shapes",
     ] {
         assert!(
@@ -83,6 +84,7 @@ fn the_large_models_have_their_unets() {
         ("base15", 64, 768),
         ("base21", 96, 1024),
         ("base_xl", 128, 2048),
+        ("refiner_xl", 128, 1280),
     ] {
         let path = root().join(format!("configs/{name}.yml"));
         let config = load(&path, &[], Some(Verb::Lower)).config;
@@ -139,7 +141,7 @@ fn a_whole_file_of_maxdiffusion_loads() {
         None,
     )
     .config;
-    same.controlnet_image.clear();
+    same.controlnet_image = Default::default();
     same.norm_num_groups = None;
     assert_eq!(same, Config::from_text("", "", &[], None).unwrap().config);
 }

@@ -344,3 +344,229 @@ fn a_full_disk_is_an_error_that_leaves_nothing() {
     // Without the limit it is drawn.
     assert!(command.output().unwrap().status.success());
 }
+
+/// The folder `name` in `dir`, with recorded folders and files under other names.
+fn assemble(dir: &Path, name: &str, parts: &[(&str, &str)]) -> String {
+    let model = dir.join(name);
+    std::fs::create_dir(&model).unwrap();
+    for (from, to) in parts {
+        let (from, to) = (golden(from), model.join(to));
+        if from.is_file() {
+            std::fs::copy(from, to).unwrap();
+            continue;
+        }
+        std::fs::create_dir(&to).unwrap();
+        for file in std::fs::read_dir(from).unwrap() {
+            let file = file.unwrap();
+            std::fs::copy(file.path(), to.join(file.file_name())).unwrap();
+        }
+    }
+    model.display().to_string()
+}
+
+/// A picture with a gradient, and a mask of its right half in green and white, which are brighter than half. Blue is not.
+fn picture_and_mask(dir: &Path) -> [String; 2] {
+    let picture =
+        image::RgbImage::from_fn(16, 16, |x, y| image::Rgb([16 * x as u8, 16 * y as u8, 128]));
+    let mask = image::RgbImage::from_fn(16, 16, |x, y| match (x < 8, y < 8) {
+        (true, _) => image::Rgb([0, 0, 255]),
+        (false, true) => image::Rgb([0, 255, 0]),
+        (false, false) => image::Rgb([255; 3]),
+    });
+    [("image", picture), ("mask_image", mask)].map(|(key, picture)| {
+        let path = dir.join(format!("{key}.png"));
+        picture.save(&path).unwrap();
+        format!("{key}={}", path.display())
+    })
+}
+
+fn joined<'a>(words: &[&'a str], more: &[&'a str]) -> Vec<&'a str> {
+    [words, more].concat()
+}
+
+const SMALL: [&str; 4] = ["prompt=x", "height=16", "width=16", "num_inference_steps=5"];
+
+#[test]
+fn a_model_for_inpainting_wants_a_picture_and_a_mask() {
+    let dir = tempfile::tempdir().unwrap();
+    let model = assemble(
+        dir.path(),
+        "inpainting",
+        &[
+            ("pipeline_sd15/model_index.json", "model_index.json"),
+            ("pipeline_sd15/scheduler", "scheduler"),
+            ("pipeline_sd15/text_encoder", "text_encoder"),
+            ("pipeline_sd15/unet_inpainting", "unet"),
+            ("pipeline_sd15/vae", "vae"),
+        ],
+    );
+    let pretrained = format!("pretrained_model_name_or_path={model}");
+    let [picture, mask] = picture_and_mask(dir.path());
+    let words = [&SMALL[..], &[&pretrained]].concat();
+    let found = error(2, &words);
+    assert!(found.contains("a model for inpainting"), "{found}");
+    assert!(found.contains("nine channels"), "{found}");
+    let found = error(2, &[&words[..], &[&picture]].concat());
+    assert!(found.contains("mask_image=''"), "{found}");
+
+    let words = [
+        &words[..],
+        &[&picture, &mask, "strength=1", "scheduler=ddim", "--json"],
+    ]
+    .concat();
+    let drawn = json(&generate(dir.path(), &words));
+    assert_eq!(drawn["unet_runs"], 5);
+    let drawn = &drawn["images"][0]["path"];
+    let path = drawn.as_str().unwrap();
+    let again = [&pretrained, "--from-image", path, "--json"];
+    let again = json(&generate(dir.path(), &again));
+    assert_eq!(again["unet_runs"], 5);
+    assert_eq!(pixels(&again["images"][0]["path"]), pixels(drawn));
+}
+
+#[test]
+fn a_refiner_takes_the_last_steps() {
+    let dir = tempfile::tempdir().unwrap();
+    let refiner = assemble(
+        dir.path(),
+        "refiner",
+        &[
+            ("pipeline_refiner/model_index.json", "model_index.json"),
+            ("pipeline_refiner/scheduler", "scheduler"),
+            ("pipeline_refiner/unet", "unet"),
+            ("pipeline_sdxl/text_encoder_2", "text_encoder_2"),
+            ("pipeline_sdxl/vae", "vae"),
+        ],
+    );
+    let base = golden("pipeline_sdxl").display().to_string();
+    let pretrained = format!("pretrained_model_name_or_path={base}");
+    let second = format!("refiner_model_name_or_path={refiner}");
+    let own_words = [&SMALL[..], &[&pretrained]].concat();
+    let draw = |words: &[&str]| json(&generate(dir.path(), &[words, &["--json"]].concat()));
+    let picture = |drawn: &Value| pixels(&drawn["images"][0]["path"]);
+
+    let settings = [&second, "denoising_end=0.6", "aesthetic_score=7"];
+    let refined = draw(&joined(&own_words, &settings));
+    assert_eq!(refined["unet_runs"], 5);
+    assert_eq!(refined["refiner"], refiner.as_str());
+    let path = refined["images"][0]["path"].as_str().unwrap();
+    let again = draw(&[&pretrained, "--from-image", path]);
+    assert_eq!(again["refiner"], refiner.as_str());
+    assert_eq!(picture(&again), picture(&refined));
+    let liked = draw(&[&pretrained, "--from-image", path, "aesthetic_score=2"]);
+    assert_ne!(picture(&liked), picture(&refined));
+    // Steps that both take, and steps that neither does.
+    let twice = draw(&joined(
+        &own_words,
+        &[&second, "denoising_end=0.6", "denoising_start=0.2"],
+    ));
+    assert_eq!(twice["unet_runs"], 7);
+
+    // Alone, from a picture.
+    let [image, mask] = picture_and_mask(dir.path());
+    let own = format!("pretrained_model_name_or_path={refiner}");
+    let words = [&SMALL[..], &[&own]].concat();
+    let found = error(2, &words);
+    assert!(found.contains("goes on from a picture"), "{found}");
+    let drawn = draw(&[&words[..], &[&image, "strength=0.4"]].concat());
+    assert_eq!(drawn["unet_runs"], 2);
+
+    for (words, expected) in [
+        (
+            joined(&own_words, &["denoising_end=0.5"]),
+            "denoising_end: has no effect",
+        ),
+        (
+            joined(&own_words, &["aesthetic_score=5"]),
+            "aesthetic_score has no effect",
+        ),
+        (
+            joined(&own_words, &[&second, &image, &mask]),
+            "a refiner does not know of the mask",
+        ),
+        (
+            joined(&own_words, &[&second, "denoising_end=0"]),
+            "leaves none of 5 steps",
+        ),
+        (
+            joined(&own_words, &[&second, "denoising_start=1"]),
+            "leaves none of 5 steps",
+        ),
+        (
+            joined(&own_words, &["refiner_model_name_or_path=/nowhere"]),
+            "no such file or folder",
+        ),
+    ] {
+        let found = error(2, &words);
+        assert!(found.contains(expected), "{words:?}: {found}");
+    }
+    let other = format!(
+        "refiner_model_name_or_path={}",
+        golden("pipeline_sd15").display()
+    );
+    let found = error(2, &joined(&own_words, &[&other]));
+    assert!(found.contains("expected the SDXL refiner"), "{found}");
+    let found = error(2, &[&SMALL[..], &[&second]].concat());
+    assert!(
+        found.contains("a refiner goes on with what SDXL began"),
+        "{found}"
+    );
+}
+
+#[test]
+fn several_controlnets_have_settings_of_their_own() {
+    let dir = tempfile::tempdir().unwrap();
+    let pretrained = format!(
+        "pretrained_model_name_or_path={}",
+        golden("pipeline_sd15").display()
+    );
+    let [image, _] = picture_and_mask(dir.path());
+    let image = image.replace("image=", "controlnet_image=");
+    let nets = ["controlnet", "controlnet_1"]
+        .map(|name| golden("pipeline_sd15").join(name).display().to_string());
+    let nets = format!(
+        "controlnet_model_name_or_path=['{}', '{}']",
+        nets[0], nets[1]
+    );
+    let own_words = [
+        &SMALL[..],
+        &[&pretrained, "use_controlnet=True", &nets, &image],
+    ]
+    .concat();
+    let draw = |words: &[&str]| json(&generate(dir.path(), &[words, &["--json"]].concat()));
+
+    let both = draw(&joined(
+        &own_words,
+        &[
+            "controlnet_conditioning_scale=[1, 0.5]",
+            "controlnet_canny=[False, True]",
+        ],
+    ));
+    let path = both["images"][0]["path"].as_str().unwrap();
+    let again = draw(&[&pretrained, "--from-image", path]);
+    let [picture, repeated] = [&both, &again].map(|drawn| pixels(&drawn["images"][0]["path"]));
+    assert_eq!(repeated, picture);
+    let other = draw(&[
+        &pretrained,
+        "--from-image",
+        path,
+        "controlnet_conditioning_scale=[1, 4]",
+    ]);
+    assert_ne!(pixels(&other["images"][0]["path"]), picture);
+
+    for (word, expected) in [
+        (
+            "controlnet_conditioning_scale=[1, 0.5, 2]",
+            "controlnet_conditioning_scale has 3 entries for 2 ControlNets",
+        ),
+        (
+            "controlnet_conditioning_scale=[1, 20]",
+            "20.0 is out of range",
+        ),
+        ("control_guidance_end=[0.5, 0]", "never steer"),
+        ("controlnet_image=[]", "string or list of such"),
+    ] {
+        let found = error(2, &joined(&own_words, &[word]));
+        assert!(found.contains(expected), "{word}: {found}");
+    }
+}

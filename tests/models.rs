@@ -3,6 +3,7 @@
 mod common;
 
 use common::{Golden, assert_close, cpu_session, rel_l2, run_on};
+use maxdiff::config::builtin_unet_config;
 use maxdiff::dtype::DType;
 use maxdiff::graph::{Builder, Graph, InputKind, Op, Tensor, vjp};
 use maxdiff::host_tensor::HostTensor;
@@ -60,10 +61,12 @@ fn trace(config: &UNet2DConditionConfig, size: usize, precision: Precision) -> G
 /// Counts of the checkpoints that are published for these configurations.
 #[test]
 fn unets_have_exactly_the_parameters_of_their_checkpoints() {
+    let refiner = builtin_unet_config("stabilityai/stable-diffusion-xl-refiner-1.0").unwrap();
     for (text, size, expected) in [
         (SD15, 64, 859_520_964),
         (SD21, 96, 865_910_724),
         (SDXL, 128, 2_567_463_684),
+        (refiner, 128, 2_259_526_660),
     ] {
         let config = UNet2DConditionConfig::from_json(text).unwrap();
         let graph = trace(&config, size, Precision::F32);

@@ -17,11 +17,11 @@ use maxdiff::nn::{Precision, Remat};
 use maxdiff::pipelines::images::{
     DrawOptions, Failure, Made, Picture, Pipeline, Traced, WeightSource,
 };
-use maxdiff::pipelines::model::{DiffusionModel, HiddenState, TextEncoder};
+use maxdiff::pipelines::model::{DiffusionModel, HiddenState, MicroConditioning, TextEncoder};
 use maxdiff::pipelines::prompt::{PromptSyntax, encode_prompt};
 use maxdiff::pipelines::text_to_image::{ControlImage, DenoiseOptions};
 use maxdiff::runtime::Session;
-use maxdiff::schedulers::{PlanOptions, SamplingPlan, SchedulerConfig, Start};
+use maxdiff::schedulers::{PlanOptions, SamplingPlan, SchedulerConfig, SchedulerKind, Start};
 use maxdiff::weights::Checkpoint;
 use maxdiff::weights::source::{ModelSource, Part};
 
@@ -50,6 +50,8 @@ struct Case {
     model: DiffusionModel,
     tokenizers: Vec<Tokenizer>,
     is_xl: bool,
+    /// The folder of the UNet in that of the pipeline.
+    unet: &'static str,
 }
 
 impl Case {
@@ -76,7 +78,7 @@ impl Case {
         let model = DiffusionModel {
             unet: UNet2DConditionConfig::from_map(config(Part::Unet)).unwrap(),
             text_encoders,
-            controlnet: None,
+            controlnets: Vec::new(),
             vae: Some(AutoencoderKlConfig::from_map(config(Part::Vae)).unwrap()),
             precision,
             vae_precision: precision,
@@ -85,15 +87,56 @@ impl Case {
             sample_size: [8, 8],
             image_size: [16, 16],
             tokens: 77,
+            micro_conditioning: MicroConditioning::TargetSize,
             decode_tile: None,
         };
         Case {
+            unet: "unet",
             golden: Golden::read(&format!("{folder}/io.safetensors")),
             source,
             model,
             tokenizers,
             is_xl,
         }
+    }
+
+    /// The same parts with a UNet for inpainting.
+    fn inpainting(name: &str) -> Case {
+        let mut case = Case::read(name, Precision::F32);
+        case.unet = "unet_inpainting";
+        let config = Golden::text(&format!("pipeline_{name}/{}/config.json", case.unet));
+        case.model.unet = UNet2DConditionConfig::from_json(&config).unwrap();
+        case
+    }
+
+    /// SDXL's refiner, with the second text encoder and the VAE of the base model.
+    fn refiner() -> Case {
+        let mut case = Case::read("sdxl", Precision::F32);
+        let source = ModelSource::open(&golden_dir("pipeline_refiner")).unwrap();
+        assert!(source.requires_aesthetics_score && !source.zero_empty_prompts);
+        let unet = source.component(Part::Unet).unwrap().config.clone();
+        case.golden = Golden::read("pipeline_refiner/refined.safetensors");
+        let score = |key: &str| case.golden.meta[key].as_f64().unwrap() as f32;
+        let micro_conditioning = MicroConditioning::AestheticScore {
+            score: score("aesthetic_score"),
+            negative: score("negative_aesthetic_score"),
+        };
+        for key in ["prompts", "negative", "guidance_scale"] {
+            let io = Golden::read("pipeline_sdxl/io.safetensors");
+            case.golden.meta[key] = io.meta[key].clone();
+        }
+        case.model = DiffusionModel {
+            unet: UNet2DConditionConfig::from_map(unet).unwrap(),
+            text_encoders: case.model.text_encoders.split_off(1),
+            scheduler: SchedulerConfig::from_map(source.scheduler.as_ref().unwrap()).unwrap(),
+            micro_conditioning,
+            ..case.model
+        };
+        case.model.check_time_ids().unwrap();
+        case.tokenizers.remove(0);
+        case.is_xl = false;
+        case.unet = "../pipeline_refiner/unet";
+        case
     }
 
     fn text(&self, key: &str) -> String {
@@ -155,8 +198,9 @@ impl Case {
             zero_empty_prompts: self.is_xl,
             image: None,
             mask: None,
-            control: None,
+            controls: &[],
             latents: Some(&latents),
+            continues: None,
         };
         self.run(session, pipeline, &options)
     }
@@ -164,8 +208,13 @@ impl Case {
     fn run(&self, session: &Session, pipeline: &Pipeline, options: &DrawOptions<'_>) -> Made {
         let read = |slot: &maxdiff::runtime::Slot| -> Result<maxdiff::runtime::Array, Failure> {
             let (root, key) = slot.name.split_once('/').unwrap();
-            if root == controlnet::ROOT {
-                let file = Checkpoint::open(&self.source.path.join("controlnet"))?;
+            let folder = match root {
+                _ if root.starts_with(controlnet::ROOT) => root,
+                "unet" => self.unet,
+                _ => "",
+            };
+            if !folder.is_empty() {
+                let file = Checkpoint::open(&self.source.path.join(folder))?;
                 let tensor = file.read_as(key, slot.shape.dtype)?;
                 return Ok(session.put(&tensor, &slot.spec)?);
             }
@@ -278,6 +327,22 @@ fn pictures_do_not_depend_on_their_batch() {
     }
 }
 
+/// The recorded picture, in [-1, 1].
+fn image(golden: &Golden) -> HostTensor {
+    let bytes = golden.values("in/image");
+    let values: Vec<f32> = (0..3 * 256)
+        .map(|i| (bytes[i % 256 * 3 + i / 256] / 127.5 - 1.0) as f32)
+        .collect();
+    HostTensor::from_f32([1, 3, 16, 16], &values).unwrap()
+}
+
+/// The recorded mask.
+fn mask(golden: &Golden) -> HostTensor {
+    let bytes = golden.values("in/mask").iter();
+    let values: Vec<f32> = bytes.map(|b| f32::from(u8::from(*b >= 128.0))).collect();
+    HostTensor::from_f32([1, 1, 16, 16], &values).unwrap()
+}
+
 /// From a picture, and with a mask that keeps a part of it; the noise is that of each picture's seed.
 #[test]
 fn pictures_from_pictures_are_diffusers() {
@@ -285,34 +350,32 @@ fn pictures_from_pictures_are_diffusers() {
     let case = Case::read("sd21", Precision::F32);
     let golden = Golden::read("pipeline_sd21/from_image.safetensors");
     let pipeline = case.compile(&session, 2, true);
-    let bytes = golden.values("in/image");
-    let values: Vec<f32> = (0..3 * 256)
-        .map(|i| (bytes[i % 256 * 3 + i / 256] / 127.5 - 1.0) as f32)
-        .collect();
-    let image = HostTensor::from_f32([1, 3, 16, 16], &values).unwrap();
-    let bytes = golden.values("in/mask");
-    let values: Vec<f32> = (0..64)
-        .map(|i| f32::from(u8::from(bytes[i / 8 * 2 * 16 + i % 8 * 2] >= 128.0)))
-        .collect();
-    let mask = HostTensor::from_f32([1, 1, 8, 8], &values).unwrap();
+    let image = image(&golden);
+    let mask = mask(&golden);
     for (kind, strength, mask) in [
         ("image_0.6", 0.6, None),
         ("image_1", 1.0, None),
         ("mask_0.6", 0.6, Some(&mask)),
         ("mask_1", 1.0, Some(&mask)),
+        ("mask_ancestral", 0.6, Some(&mask)),
     ] {
         let plan = PlanOptions {
             start: Start::Strength(strength),
             ..PlanOptions::new(10)
         };
+        let mut scheduler = case.model.scheduler.clone();
+        if kind == "mask_ancestral" {
+            scheduler.kind = SchedulerKind::EulerAncestral;
+        }
         let options = DrawOptions {
-            plans: &[case.model.scheduler.plan(&plan).unwrap()],
+            plans: &[scheduler.plan(&plan).unwrap()],
             guidance_rescale: 0.0,
             zero_empty_prompts: false,
             image: Some(&image),
             mask,
-            control: None,
+            controls: &[],
             latents: None,
+            continues: None,
         };
         let made = case.run(&session, &pipeline, &options);
         let expected = golden.values(&format!("out/{kind}"));
@@ -321,37 +384,192 @@ fn pictures_from_pictures_are_diffusers() {
     }
 }
 
+/// One ControlNet, and two whose effects add up, each with a scale and a part of the steps of its own.
 #[test]
-fn a_controlnet_steers_as_in_diffusers() {
+fn controlnets_steer_as_in_diffusers() {
     let session = cpu_session(1);
-    let mut case = Case::read("sd15", Precision::F32);
-    let config = Golden::text("pipeline_sd15/controlnet/config.json");
-    case.model.controlnet = Some(ControlNetConfig::from_json(&config).unwrap());
     let golden = Golden::read("pipeline_sd15/controlled.safetensors");
     let f32s = |name: &str| -> Vec<f32> { golden.values(name).iter().map(|v| *v as f32).collect() };
+    let number = |key: &str| golden.meta[key].as_f64().unwrap();
     let latents = HostTensor::from_f32(golden.dims("in/latents"), &f32s("in/latents")).unwrap();
-    let bytes = golden.values("in/image");
-    let values: Vec<f32> = (0..3 * 256)
-        .map(|i| (bytes[i % 256 * 3 + i / 256] / 255.0) as f32)
-        .collect();
-    let control = ControlImage {
-        image: HostTensor::from_f32([1, 3, 16, 16], &values).unwrap(),
-        scale: golden.meta["scale"].as_f64().unwrap() as f32,
-        range: [0.0, golden.meta["end"].as_f64().unwrap()],
+    let control = |name: &str, scale: &str, range: [f64; 2]| {
+        let bytes = golden.values(name);
+        let values: Vec<f32> = (0..3 * 256)
+            .map(|i| (bytes[i % 256 * 3 + i / 256] / 255.0) as f32)
+            .collect();
+        ControlImage {
+            image: HostTensor::from_f32([1, 3, 16, 16], &values).unwrap(),
+            scale: number(scale) as f32,
+            range,
+        }
     };
-    let steps = golden.meta["steps"].as_u64().unwrap() as usize;
+    let controls = [
+        control("in/image", "scale", [0.0, number("end")]),
+        control("in/image_1", "scale_1", [number("start_1"), 1.0]),
+    ];
+    for (count, kind) in [(1, "latents"), (2, "both")] {
+        let mut case = Case::read("sd15", Precision::F32);
+        case.model.controlnets = (0..count)
+            .map(|which| {
+                let folder = controlnet::root(which);
+                let config = Golden::text(&format!("pipeline_sd15/{folder}/config.json"));
+                ControlNetConfig::from_json(&config).unwrap()
+            })
+            .collect();
+        let plan = PlanOptions::new(number("steps") as usize);
+        let options = DrawOptions {
+            plans: &[case.model.scheduler.plan(&plan).unwrap()],
+            guidance_rescale: 0.0,
+            zero_empty_prompts: false,
+            image: None,
+            mask: None,
+            controls: &controls[..count],
+            latents: Some(&latents),
+            continues: None,
+        };
+        let pipeline = case.compile(&session, 2, false);
+        let made = case.run(&session, &pipeline, &options);
+        let expected = golden.values(&format!("out/{kind}"));
+        let error = distance(&samples(&made, expected.len()), expected);
+        assert!(error < 1e-4, "{kind}: relative L2 error {error:e}");
+    }
+}
+
+/// UNets of nine channels: the noise of each picture's seed is drawn in diffusers' order, fresh noise after it.
+#[test]
+fn models_for_inpainting_paint_as_in_diffusers() {
+    let session = cpu_session(1);
+    for name in ["sd15", "sdxl"] {
+        let case = Case::inpainting(name);
+        assert!(case.model.is_inpainting());
+        let golden = Golden::read(&format!("pipeline_{name}/inpainted.safetensors"));
+        let (image, mask) = (image(&golden), mask(&golden));
+        let pipeline = case.compile(&session, 2, true);
+        let steps = golden.meta["steps"].as_u64().unwrap() as usize;
+        for (kind, strength) in [
+            ("0.6", 0.6),
+            ("1", 1.0),
+            ("ancestral", 0.6),
+            ("ancestral_1", 1.0),
+        ] {
+            let plan = PlanOptions {
+                start: Start::Strength(strength),
+                ..PlanOptions::new(steps)
+            };
+            let mut scheduler = case.model.scheduler.clone();
+            if kind.starts_with("ancestral") {
+                scheduler.kind = SchedulerKind::EulerAncestral;
+            }
+            let options = DrawOptions {
+                plans: &[scheduler.plan(&plan).unwrap()],
+                guidance_rescale: 0.0,
+                zero_empty_prompts: case.is_xl,
+                image: Some(&image),
+                mask: Some(&mask),
+                controls: &[],
+                latents: None,
+                continues: None,
+            };
+            let made = case.run(&session, &pipeline, &options);
+            let expected = golden.values(&format!("out/{kind}"));
+            let error = distance(&samples(&made, expected.len()), expected);
+            assert!(error < 1e-4, "{name} {kind}: relative L2 error {error:e}");
+        }
+    }
+}
+
+#[test]
+fn a_refiner_goes_on_as_in_diffusers() {
+    let session = cpu_session(1);
+    let base = Case::read("sdxl", Precision::F32);
+    let refiner = Case::refiner();
+    let golden = &refiner.golden;
+    let number = |key: &str| golden.meta[key].as_f64().unwrap();
+    let (steps, share) = (number("steps") as usize, number("share"));
+    let options = |batch| DenoiseOptions {
+        batch,
+        tokens: 77,
+        guidance: true,
+        quantization: None,
+    };
+    let compile = |case: &Case, traced: &Traced| {
+        Pipeline::compile(&session, &case.model, traced, DotPrecision::Default, 1).unwrap()
+    };
+    let traced = Traced::new(&base.model, options(2), false).unwrap();
+    let first = compile(&base, &traced.handed_on());
+    let traced = Traced::new(&refiner.model, options(2), true).unwrap();
+    let second = compile(&refiner, &traced);
+
+    let values: Vec<f32> = golden
+        .values("in/latents")
+        .iter()
+        .map(|v| *v as f32)
+        .collect();
+    let latents = HostTensor::from_f32(golden.dims("in/latents"), &values).unwrap();
+    for (kind, sampler) in [
+        ("euler", SchedulerKind::Euler),
+        ("multistep", SchedulerKind::DpmMultistep),
+    ] {
+        let plan = |case: &Case, plan: PlanOptions| {
+            let mut scheduler = case.model.scheduler.clone();
+            scheduler.kind = sampler;
+            [scheduler.plan(&plan).unwrap()]
+        };
+        let whole = PlanOptions::new(steps);
+        let until = PlanOptions {
+            end: Some(share),
+            ..whole
+        };
+        let plans = plan(&base, until);
+        let options = DrawOptions {
+            plans: &plans,
+            guidance_rescale: 0.0,
+            zero_empty_prompts: true,
+            image: None,
+            mask: None,
+            controls: &[],
+            latents: Some(&latents),
+            continues: None,
+        };
+        let half = base.run(&session, &first, &options);
+        assert!(half.images.is_empty());
+        let from = PlanOptions {
+            start: Start::After(share),
+            ..whole
+        };
+        let plans = plan(&refiner, from);
+        let options = DrawOptions {
+            plans: &plans,
+            zero_empty_prompts: false,
+            latents: None,
+            continues: Some(&half),
+            ..options
+        };
+        let made = refiner.run(&session, &second, &options);
+        assert_eq!(made.images.len(), 2);
+        let expected = golden.values(&format!("out/{kind}"));
+        let error = distance(&samples(&made, expected.len()), expected);
+        assert!(error < 1e-4, "{kind}: relative L2 error {error:e}");
+    }
+
+    // Alone, from a picture.
+    let image = image(golden);
+    let plan = PlanOptions {
+        start: Start::Strength(number("strength")),
+        ..PlanOptions::new(steps)
+    };
     let options = DrawOptions {
-        plans: &[case.model.scheduler.plan(&PlanOptions::new(steps)).unwrap()],
+        plans: &[refiner.model.scheduler.plan(&plan).unwrap()],
         guidance_rescale: 0.0,
         zero_empty_prompts: false,
-        image: None,
+        image: Some(&image),
         mask: None,
-        control: Some(&control),
-        latents: Some(&latents),
+        controls: &[],
+        latents: None,
+        continues: None,
     };
-    let pipeline = case.compile(&session, 2, false);
-    let made = case.run(&session, &pipeline, &options);
-    let expected = golden.values("out/latents");
+    let made = refiner.run(&session, &second, &options);
+    let expected = golden.values("out/alone");
     let error = distance(&samples(&made, expected.len()), expected);
-    assert!(error < 1e-4, "relative L2 error {error:e}");
+    assert!(error < 1e-4, "alone: relative L2 error {error:e}");
 }

@@ -7,8 +7,12 @@ tests/golden/tokenizer) and io.safetensors with in/latents (unit normal), in/pro
 in/negative_ids.<encoder> (one row for each picture), out/latents after the last step and out/images (decoded, in
 [0, 1]). The metadata has the prompts, the steps and the guidance. All in float32 on the CPU, as diffusers computes it,
 from the weights rounded to float16. pipeline_sd21/from_image.safetensors has in/image and in/mask (bytes, rows first) and the
-last latents of ten steps from them at two strengths: out/image_<strength>, out/mask_<strength>. pipeline_sd15/ has a
-ControlNet too, and controlled.safetensors what it steers.
+last latents of ten steps from them at two strengths: out/image_<strength>, out/mask_<strength>; and with fresh noise in each
+step: out/mask_ancestral. pipeline_sd15/ has two ControlNets too, and controlled.safetensors what the first steers (out/latents)
+and what both steer (out/both). pipeline_sd15/ and
+pipeline_sdxl/ have a UNet of nine channels in unet_inpainting/, which goes with the other parts, and inpainted.safetensors
+what it paints. pipeline_refiner/ has the UNet of a refiner, which goes with text_encoder_2/ and vae/ of pipeline_sdxl/, and
+refined.safetensors what it makes of that model's samples (out/<sampler>, from in/latents) and of a picture (out/alone).
 """
 
 import json
@@ -20,9 +24,10 @@ import PIL.Image
 import torch
 import transformers
 from diffusers import (
-    AutoencoderKL, ControlNetModel, DDIMScheduler, EulerDiscreteScheduler, PNDMScheduler, StableDiffusionControlNetPipeline,
-    StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipeline, StableDiffusionPipeline,
-    StableDiffusionXLPipeline, UNet2DConditionModel,
+    AutoencoderKL, ControlNetModel, DDIMScheduler, DPMSolverMultistepScheduler, EulerAncestralDiscreteScheduler,
+    EulerDiscreteScheduler, PNDMScheduler, StableDiffusionControlNetPipeline, StableDiffusionImg2ImgPipeline,
+    StableDiffusionInpaintPipeline, StableDiffusionPipeline, StableDiffusionXLImg2ImgPipeline,
+    StableDiffusionXLInpaintPipeline, StableDiffusionXLPipeline, UNet2DConditionModel,
 )
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
@@ -107,28 +112,114 @@ def from_image(case, pipe, folder):
             tensors[f"out/{kind}"] = painted(
                 **shared, image=pictures, mask_image=[PIL.Image.fromarray(mask)] * len(PROMPTS), strength=strength,
                 generator=generators(), height=16, width=16).images
+        painted.scheduler = EulerAncestralDiscreteScheduler.from_config(pipe.scheduler.config, timestep_spacing="leading")
+        tensors["out/mask_ancestral"] = painted(
+            **shared, image=pictures, mask_image=[PIL.Image.fromarray(mask)] * len(PROMPTS), strength=0.6,
+            generator=generators(), height=16, width=16).images
     write(folder / "from_image.safetensors", {k: np.asarray(v) for k, v in tensors.items()}, {"steps": 10})
 
 
+def inpainted(case, pipe, folder):
+    """A UNet that sees a mask and a masked picture, at two strengths and with fresh noise in each step."""
+    nine = randomize(UNet2DConditionModel.from_config(dict(pipe.unet.config, in_channels=9)), f"unet_nine_{case}")
+    image = rng("pipeline", case, "inpainted image").integers(0, 256, (16, 16, 3), dtype=np.uint8)
+    # Greys on both sides of the middle, which are rounded.
+    mask = rng("pipeline", case, "inpainted mask").integers(118, 138, (16, 16), dtype=np.uint8)
+    parts = {k: v for k, v in pipe.components.items() if k != "image_encoder"}
+    if case == "sdxl":
+        painted = StableDiffusionXLInpaintPipeline(**dict(parts, unet=nine))
+    else:
+        painted = StableDiffusionInpaintPipeline(**dict(parts, unet=nine), requires_safety_checker=False)
+    painted.set_progress_bar_config(disable=True)
+    tensors = {"in/image": image, "in/mask": mask}
+    euler = EulerAncestralDiscreteScheduler.from_config(pipe.scheduler.config, timestep_spacing="leading")
+    for kind, strength, scheduler in (("0.6", 0.6, pipe.scheduler), ("1", 1.0, pipe.scheduler), ("ancestral", 0.6, euler),
+                                      ("ancestral_1", 1.0, euler)):
+        painted.scheduler = scheduler
+        with torch.no_grad():
+            tensors[f"out/{kind}"] = painted(
+                prompt=PROMPTS, negative_prompt=None if case == "sdxl" else [NEGATIVE] * len(PROMPTS),
+                num_inference_steps=12, guidance_scale=GUIDANCE, image=[PIL.Image.fromarray(image)] * len(PROMPTS),
+                mask_image=[PIL.Image.fromarray(mask)] * len(PROMPTS), strength=strength, height=16, width=16,
+                generator=[torch.Generator("cpu").manual_seed(i) for i in range(len(PROMPTS))],
+                output_type="latent").images.numpy()
+    write(folder / "inpainted.safetensors", tensors, {"steps": 12})
+    nine.half().save_pretrained(folder / "unet_inpainting")
+    nine.float()
+
+
+def refined(pipe):
+    """A refiner that goes on with the samples of `pipe`, and alone from a picture."""
+    folder = GOLDEN / "pipeline_refiner"
+    shutil.rmtree(folder, ignore_errors=True)
+    config = dict(pipe.unet.config, cross_attention_dim=24, projection_class_embeddings_input_dim=12 + 5 * 8,
+                  transformer_layers_per_block=1)
+    unet = randomize(UNet2DConditionModel.from_config(config), "unet_refiner")
+    refiner = StableDiffusionXLImg2ImgPipeline(
+        vae=pipe.vae, text_encoder=None, text_encoder_2=pipe.text_encoder_2, tokenizer=None, tokenizer_2=pipe.tokenizer_2,
+        unet=unet, scheduler=EulerDiscreteScheduler(**dict(SD, timestep_spacing="leading")),
+        requires_aesthetics_score=True, force_zeros_for_empty_prompt=False)
+    refiner.set_progress_bar_config(disable=True)
+    latents = normal(rng("pipeline", "refiner", "latents"), (len(PROMPTS), 4, 8, 8))
+    image = rng("pipeline", "refiner", "image").integers(0, 256, (16, 16, 3), dtype=np.uint8)
+    scores = dict(aesthetic_score=7.0, negative_aesthetic_score=3.0)
+    shared = dict(prompt=PROMPTS, num_inference_steps=15, guidance_scale=GUIDANCE, output_type="latent")
+    tensors = {"in/latents": latents, "in/image": image}
+    own = pipe.scheduler, refiner.scheduler
+    with torch.no_grad():
+        for kind in ("euler", "multistep"):
+            if kind == "multistep":
+                pipe.scheduler, refiner.scheduler = (DPMSolverMultistepScheduler.from_config(s.config) for s in own)
+            half = pipe(**shared, denoising_end=0.7, latents=torch.from_numpy(latents), height=16, width=16).images
+            tensors[f"out/{kind}"] = refiner(**shared, **scores, image=half, denoising_start=0.7).images.numpy()
+        pipe.scheduler, refiner.scheduler = own
+        tensors["out/alone"] = refiner(
+            **shared, **scores, image=[PIL.Image.fromarray(image)] * len(PROMPTS), strength=0.7,
+            generator=[torch.Generator("cpu").manual_seed(i) for i in range(len(PROMPTS))]).images.numpy()
+    write(folder / "refined.safetensors", tensors, {"steps": 15, "share": 0.7, "strength": 0.7, **scores})
+    unet.half().save_pretrained(folder / "unet")
+    refiner.scheduler.save_pretrained(folder / "scheduler")
+    write_index(refiner, folder)
+    for file in sorted(folder.rglob("*.safetensors")):
+        report(file)
+
+
+def write_index(pipe, folder):
+    index = {k: v for k, v in pipe.config.items() if not k.startswith("_")}
+    index = {"_class_name": type(pipe).__name__} | {k: list(v) if isinstance(v, tuple) else v for k, v in index.items()}
+    (folder / "model_index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
 def controlled(case, pipe, folder):
-    """A ControlNet that steers the first six tenths of the steps."""
+    """A ControlNet that steers the first six tenths of the steps, and with it one that steers the last seven."""
     unet = {k: v for k, v in UNET.items() if k not in ("sample_size", "out_channels", "up_block_types")}
     net = randomize(ControlNetModel(**unet, cross_attention_dim=16, conditioning_embedding_out_channels=(4, 8)),
                     f"control_{case}")
+    other = randomize(ControlNetModel(**unet, cross_attention_dim=16, conditioning_embedding_out_channels=(4, 8)),
+                      f"control_other_{case}")
     image = rng("pipeline", case, "control").integers(0, 256, (16, 16, 3), dtype=np.uint8)
+    image_1 = rng("pipeline", case, "other control").integers(0, 256, (16, 16, 3), dtype=np.uint8)
     latents = normal(rng("pipeline", case, "latents"), (len(PROMPTS), 4, 8, 8))
     parts = {k: v for k, v in pipe.components.items() if k != "image_encoder"}
-    steered = StableDiffusionControlNetPipeline(**parts, controlnet=net, requires_safety_checker=False)
-    steered.set_progress_bar_config(disable=True)
-    with torch.no_grad():
-        out = steered(prompt=PROMPTS, negative_prompt=[NEGATIVE] * len(PROMPTS), num_inference_steps=10,
-                      guidance_scale=GUIDANCE, image=[PIL.Image.fromarray(image)] * len(PROMPTS), height=16, width=16,
-                      latents=torch.from_numpy(latents), controlnet_conditioning_scale=0.7, control_guidance_end=0.6,
-                      output_type="latent").images
-    write(folder / "controlled.safetensors", {"in/image": image, "in/latents": latents, "out/latents": out.numpy()},
-          {"steps": 10, "scale": 0.7, "end": 0.6})
-    net.half().save_pretrained(folder / "controlnet")
-    net.float()
+    shared = dict(prompt=PROMPTS, negative_prompt=[NEGATIVE] * len(PROMPTS), num_inference_steps=10, guidance_scale=GUIDANCE,
+                  height=16, width=16, output_type="latent")
+    pictures, pictures_1 = ([PIL.Image.fromarray(i)] * len(PROMPTS) for i in (image, image_1))
+    outs = []
+    for nets, settings in (
+            (net, dict(image=pictures, controlnet_conditioning_scale=0.7, control_guidance_end=0.6)),
+            ([net, other], dict(image=[list(pair) for pair in zip(pictures, pictures_1)],
+                                controlnet_conditioning_scale=[0.7, 0.4], control_guidance_start=[0.0, 0.3],
+                                control_guidance_end=[0.6, 1.0]))):
+        steered = StableDiffusionControlNetPipeline(**parts, controlnet=nets, requires_safety_checker=False)
+        steered.set_progress_bar_config(disable=True)
+        with torch.no_grad():
+            outs.append(steered(**shared, **settings, latents=torch.from_numpy(latents)).images.numpy())
+    write(folder / "controlled.safetensors",
+          {"in/image": image, "in/image_1": image_1, "in/latents": latents, "out/latents": outs[0], "out/both": outs[1]},
+          {"steps": 10, "scale": 0.7, "end": 0.6, "scale_1": 0.4, "start_1": 0.3})
+    for name, each in (("controlnet", net), ("controlnet_1", other)):
+        each.half().save_pretrained(folder / name)
+        each.float()
 
 
 def main():
@@ -162,12 +253,13 @@ def main():
                 part.half().save_pretrained(folder / name)
                 part.float()
         pipe.scheduler.save_pretrained(folder / "scheduler")
-        index = {k: v for k, v in pipe.config.items() if not k.startswith("_")}
-        index = {"_class_name": type(pipe).__name__} | {
-            k: list(v) if isinstance(v, tuple) else v for k, v in index.items()}
-        (folder / "model_index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        write_index(pipe, folder)
         if case == "sd15":
             controlled(case, pipe, folder)
+        if case in ("sd15", "sdxl"):
+            inpainted(case, pipe, folder)
+        if case == "sdxl":
+            refined(pipe)
         if case == "sd21":
             from_image(case, pipe, folder)
         write(folder / "io.safetensors", tensors, {

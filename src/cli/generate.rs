@@ -11,6 +11,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::{Map, Value, json};
 
 use crate::config::{Config, Loaded, Sampler, Verb};
+use crate::data::Tokenizer;
 use crate::data::shapes::ReadScore;
 use crate::dtype::DType;
 use crate::host_tensor::HostTensor;
@@ -18,11 +19,13 @@ use crate::pipelines::image_file::{
     GenerationSettings, Recorded, WebSampler, WebSettings, labelled_grid, prepare_output_dir,
     read_recorded, visible_scale, write_numbered,
 };
-use crate::pipelines::images::{DrawOptions, Failure, Made, Pipeline, Traced, WeightSource};
-use crate::pipelines::model::DiffusionModel;
+use crate::pipelines::images::{
+    DrawOptions, Failure, Made, Picture, Pipeline, Traced, WeightSource,
+};
+use crate::pipelines::model::{DiffusionModel, MicroConditioning};
 use crate::pipelines::text_to_image::DenoiseOptions;
 use crate::runtime::{Array, Session, Slot};
-use crate::schedulers::SchedulerConfig;
+use crate::schedulers::{SamplingPlan, SchedulerConfig};
 use crate::weights::Checkpoint;
 use crate::weights::lora::Adapter;
 
@@ -204,6 +207,72 @@ fn recorded_options(words: &[String]) -> BTreeMap<String, String> {
         .collect()
 }
 
+/// One of the models that draw a picture, one after the other, with what it needs to.
+struct Expert {
+    drawn: Drawn,
+    /// The pictures with their prompts as its text encoders take them.
+    pictures: Vec<Picture>,
+    /// Its part of the steps, for each number of steps that pictures have.
+    plans: Vec<SamplingPlan>,
+}
+
+impl Expert {
+    fn new(
+        drawn: Drawn,
+        pictures: Vec<Picture>,
+        steps: &[usize],
+        plan: impl Fn(&SchedulerConfig, usize) -> Result<SamplingPlan, CliError>,
+    ) -> Result<Expert, CliError> {
+        let plans = steps
+            .iter()
+            .map(|steps| plan(&drawn.model.scheduler, *steps));
+        Ok(Expert {
+            plans: plans.collect::<Result<_, _>>()?,
+            drawn,
+            pictures,
+        })
+    }
+}
+
+/// Refuses models that cannot go on with each other, and settings that no model here reads.
+fn check_refining(
+    config: &Config,
+    given: &Map<String, Value>,
+    source: &Source,
+    drawn: &Drawn,
+    refining: Option<&Drawn>,
+) -> Result<(), CliError> {
+    let models = [Some(drawn), refining].into_iter().flatten();
+    let scored = models.map(|drawn| drawn.model.micro_conditioning);
+    if !scored
+        .into_iter()
+        .any(|told| matches!(told, MicroConditioning::AestheticScore { .. }))
+    {
+        for key in ["aesthetic_score", "negative_aesthetic_score"] {
+            if given.contains_key(key) {
+                return Err(CliError::Usage(format!(
+                    "{key} has no effect: {} is told sizes only; SDXL's refiner is told a score",
+                    source.path().display()
+                )));
+            }
+        }
+    }
+    let Some(refining) = refining else {
+        return Ok(());
+    };
+    let dims = [drawn, refining].map(|drawn| drawn.model.sample_dims(1));
+    if dims[0] != dims[1] {
+        return Err(CliError::Usage(format!(
+            "refiner_model_name_or_path={}: its latents are {:?}, and those of {} are {:?}",
+            config.refiner_model_name_or_path,
+            &dims[1][1..],
+            source.path().display(),
+            &dims[0][1..]
+        )));
+    }
+    Ok(())
+}
+
 /// Most pictures made at once.
 const MAX_BATCH: usize = 8;
 
@@ -241,23 +310,51 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
     // After all that can be wrong with the words alone: this may download.
     let source = Source::find(&config, &args.recipe.config)?;
     let config = hub::with_paths(config)?;
-    let Drawn {
-        model,
-        tokenizers,
-        zero_empty_prompts,
-    } = source.drawn(&config, &given)?;
-    sampler::check_sampler_keys(&config, &model.scheduler)?;
+    let drawn = source.drawn(&config, &given)?;
+    let refiner = source.refiner(&config)?;
+    let refining = match &refiner {
+        Some(refiner) => {
+            let mut drawn = refiner.drawn(&config, &given)?;
+            // What steers is for the first model's part of the steps.
+            drawn.model.controlnets.clear();
+            Some(drawn)
+        }
+        None => None,
+    };
+    for drawn in [Some(&drawn), refining.as_ref()].into_iter().flatten() {
+        sampler::check_sampler_keys(&config, &drawn.model.scheduler)?;
+    }
+    check_refining(&config, &given, &source, &drawn, refining.as_ref())?;
     let prompts = prompts::prompted(&config)?;
     let steps = prompts::step_counts(&prompts);
-    let plans = steps
+    // All tokenizers at once, so that the prompts of all models have as many chunks.
+    let own = drawn.tokenizers.len();
+    let all = drawn
+        .tokenizers
         .iter()
-        .map(|steps| sampler::sampling_plan(&config, &model.scheduler, *steps))
-        .collect::<Result<Vec<_>, _>>()?;
-    let pictures = prompts::pictures(&tokenizers, &prompts, &steps, prompts::syntax(&config))
+        .chain(refining.iter().flat_map(|r| &r.tokenizers));
+    let all: Vec<&Tokenizer> = all.collect();
+    let mut pictures = prompts::pictures(&all, &prompts, &steps, prompts::syntax(&config))
         .map_err(CliError::usage)?;
-    let latents = latents(&config, &model)?;
-    let start_image = init_image::read(&config, &model)?;
-    let control = init_image::read_control(&config, &model)?;
+    let to_refine = prompts::split_off(&mut pictures, own);
+    let name = source.path().display().to_string();
+    let start_image = init_image::read(&config, &drawn.model, &name)?;
+    let controls = init_image::read_controls(&config, &drawn.model)?;
+    let latents = latents(&config, &drawn.model)?;
+    let scheduler = drawn.model.scheduler.clone();
+
+    let first = Expert::new(drawn, pictures, &steps, |scheduler, steps| {
+        sampler::sampling_plan(&config, scheduler, steps)
+    })?;
+    let second = match refining {
+        Some(drawn) => Some(Expert::new(
+            drawn,
+            to_refine,
+            &steps,
+            |scheduler, steps| sampler::refining_plan(&config, scheduler, steps),
+        )?),
+        None => None,
+    };
 
     let start = Instant::now();
     let opened = recipe::open_session(&config)?;
@@ -265,33 +362,52 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
     let session = opened.session;
     let devices = session.devices().len();
     let batch = prompts.len().min(MAX_BATCH).next_multiple_of(devices);
-    let options = DenoiseOptions {
-        batch,
-        tokens: model.tokens * prompts::chunks(&pictures),
-        guidance: config.do_classifier_free_guidance,
-        quantization: recipe::policy(&config, 0)?,
+    let policy = recipe::policy(&config, 0)?;
+    let trace = |expert: &Expert, from_image: bool| {
+        let options = DenoiseOptions {
+            batch,
+            tokens: expert.drawn.model.tokens * prompts::chunks(&expert.pictures),
+            guidance: config.do_classifier_free_guidance,
+            quantization: policy.clone(),
+        };
+        Traced::new(&expert.drawn.model, options, from_image).map_err(CliError::usage)
     };
-    let policy = options.quantization.clone();
-    let traced = Traced::new(&model, options, start_image.is_some()).map_err(CliError::usage)?;
+    let traced = trace(&first, start_image.is_some())?;
+    let (traced, to_refine) = match &second {
+        None => (traced, None),
+        Some(second) => (traced.handed_on(), Some(trace(second, false)?)),
+    };
     // A checkpoint that does not fit is found before anything is compiled.
     let files = source.open_all(&config, &traced)?;
+    let refiner_files = match (&refiner, &to_refine) {
+        (Some(refiner), Some(traced)) => Some(refiner.open_all(&config, traced)?),
+        _ => None,
+    };
     let adapter = lora::adapter(&config, &traced)?;
     if let Some(policy) = &policy {
-        super::progress(&recipe::quantization_summary(policy, &traced.decisions));
+        for traced in [Some(&traced), to_refine.as_ref()].into_iter().flatten() {
+            super::progress(&recipe::quantization_summary(policy, &traced.decisions));
+        }
     }
     let opened = start.elapsed().as_secs_f64();
     let start = Instant::now();
-    let pipeline = Pipeline::compile(
-        &session,
-        &model,
-        &traced,
-        recipe::dot_precision(&config),
-        config.pixel_unshuffle as usize,
-    )
-    .map_err(CliError::failed)?;
+    let compile = |expert: &Expert, traced: &Traced| {
+        let precision = recipe::dot_precision(&config);
+        let unshuffle = config.pixel_unshuffle as usize;
+        Pipeline::compile(&session, &expert.drawn.model, traced, precision, unshuffle)
+            .map_err(CliError::failed)
+    };
+    let pipeline = compile(&first, &traced)?;
+    let refine = match (&second, &to_refine) {
+        (Some(second), Some(traced)) => Some((second, compile(second, traced)?)),
+        _ => None,
+    };
     let compiled = start.elapsed().as_secs_f64();
 
-    let runs = pipeline.runs(&pictures, &plans);
+    let mut runs = pipeline.runs(&first.pictures, &first.plans);
+    if let Some((second, pipeline)) = &refine {
+        runs += pipeline.runs(&second.pictures, &second.plans);
+    }
     let bar = match tracing::enabled!(tracing::Level::INFO) {
         true => ProgressBar::new(runs as u64),
         false => ProgressBar::hidden(),
@@ -300,23 +416,47 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
         bar.set_style(style);
     }
     let draw = DrawOptions {
-        plans: &plans,
+        plans: &first.plans,
         guidance_rescale: config.guidance_rescale as f32,
-        zero_empty_prompts,
+        zero_empty_prompts: first.drawn.zero_empty_prompts,
         image: start_image.as_ref().map(|start| &start.image),
         mask: start_image.as_ref().and_then(|start| start.mask.as_ref()),
-        control: control.as_ref(),
+        controls: &controls,
         latents: latents.as_ref(),
+        continues: None,
     };
-    let Made { images, phases, .. } = pipeline
-        .run(
-            &session,
-            &WeightSource::Files(&|slot| read_weight(&session, &files, adapter.as_ref(), slot)),
-            &pictures,
-            &draw,
-            &mut || bar.inc(1),
-        )
+    let read = |slot: &Slot| read_weight(&session, &files, adapter.as_ref(), slot);
+    let weights = WeightSource::Files(&read);
+    let mut made = pipeline
+        .run(&session, &weights, &first.pictures, &draw, &mut || {
+            bar.inc(1)
+        })
         .map_err(CliError::Failed)?;
+    let mut programs = pipeline.timings().programs;
+    if let (Some((second, pipeline)), Some(files)) = (&refine, &refiner_files) {
+        let draw = DrawOptions {
+            plans: &second.plans,
+            zero_empty_prompts: second.drawn.zero_empty_prompts,
+            image: None,
+            controls: &[],
+            latents: None,
+            continues: Some(&made),
+            ..draw
+        };
+        // LoRAs are for the first model.
+        let read = |slot: &Slot| read_weight(&session, files, None, slot);
+        let weights = WeightSource::Files(&read);
+        let refined = pipeline
+            .run(&session, &weights, &second.pictures, &draw, &mut || {
+                bar.inc(1)
+            })
+            .map_err(CliError::Failed)?;
+        let before = made.phases;
+        made = refined;
+        made.phases += before;
+        programs += pipeline.timings().programs;
+    }
+    let Made { images, phases, .. } = made;
     bar.finish_and_clear();
     super::progress(&format!(
         "seconds: {opened:.1} to open, {compiled:.1} to compile, {:.1} to load weights, {:.1} to encode, {:.1} to denoise \
@@ -335,13 +475,7 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
         }
     };
     let written = write(
-        &config,
-        &source,
-        &model.scheduler,
-        &recorded,
-        &out,
-        &prompts,
-        &images,
+        &config, &source, &scheduler, &recorded, &out, &prompts, &images,
     )?;
     if args.json {
         let report = json!({
@@ -350,6 +484,7 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
             })).collect::<Vec<_>>(),
             "grid": written.grid,
             "weights": source.path(),
+            "refiner": refiner.as_ref().map(Source::path),
             "score": score,
             "seconds": {
                 "open": opened,
@@ -360,7 +495,7 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
                 "decode": phases.decode,
             },
             "unet_runs": runs,
-            "programs": pipeline.timings().programs,
+            "programs": programs,
             "peak_host_bytes": peak_host_bytes(),
         });
         print(&report.to_string())?;

@@ -105,7 +105,7 @@ fn fetch(
     )
 }
 
-/// The configuration with paths where it names repositories: of the ControlNet, the tokenizer and LoRAs. The model itself
+/// The configuration with paths where it names repositories: of ControlNets, the refiner, the tokenizer and LoRAs. The model itself
 /// is found by [`super::model::Source::find`], since a run's own checkpoint goes before it.
 ///
 /// # Errors
@@ -116,10 +116,16 @@ pub fn with_paths(mut config: Config) -> Result<Config, CliError> {
         let found = find(name, "", &token, &wanted)?;
         found.map(|found| path_text(&found.path)).transpose()
     };
-    if config.use_controlnet
-        && let Some(path) = find(&config.controlnet_model_name_or_path, Wanted::Part)?
-    {
-        config.controlnet_model_name_or_path = path;
+    if config.use_controlnet {
+        for name in &mut config.controlnet_model_name_or_path.0 {
+            if let Some(path) = find(name, Wanted::Part)? {
+                *name = path;
+            }
+        }
+    }
+    let wanted = Wanted::Model { expected: None };
+    if let Some(path) = find(&config.refiner_model_name_or_path, wanted)? {
+        config.refiner_model_name_or_path = path;
     }
     if let Some(path) = find(&config.tokenizer_model_name_or_path, Wanted::Tokenizer)? {
         config.tokenizer_model_name_or_path = path;

@@ -5,10 +5,10 @@ use std::path::Path;
 use image::imageops::FilterType;
 use image::{DynamicImage, ImageReader, Limits};
 
-use crate::config::Config;
+use crate::config::{Config, OneOrMore};
 use crate::host_tensor::HostTensor;
 use crate::pipelines::canny::{THRESHOLDS, canny};
-use crate::pipelines::model::DiffusionModel;
+use crate::pipelines::model::{DiffusionModel, MicroConditioning};
 use crate::pipelines::text_to_image::ControlImage;
 
 use super::CliError;
@@ -22,15 +22,37 @@ const MOST_MEMORY: u64 = 1 << 30;
 pub struct InitImage {
     /// `f32[1, 3, height, width]` in [-1, 1].
     pub image: HostTensor,
-    /// `f32[1, 1, rows, columns]` of latents: 1 where the picture is drawn anew, 0 where it is kept.
+    /// `f32[1, 1, height, width]`: 1 where the picture is drawn anew, 0 where it is kept.
     pub mask: Option<HostTensor>,
 }
 
-/// Reads `image` and `mask_image`, scaled to the size of the model's pictures and latents; `None` without them.
+/// Reads `image` and `mask_image`, scaled to the size of the model's pictures; `None` without them. `name` is what the
+/// model is called in errors.
 ///
 /// # Errors
-/// When the model has no VAE, or a file is no picture that can be read.
-pub fn read(config: &Config, model: &DiffusionModel) -> Result<Option<InitImage>, CliError> {
+/// When the model has no VAE, or needs a picture or a mask that is not given, or a file is no picture that can be read.
+pub fn read(
+    config: &Config,
+    model: &DiffusionModel,
+    name: &str,
+) -> Result<Option<InitImage>, CliError> {
+    if model.is_inpainting() && (config.image.is_empty() || config.mask_image.is_empty()) {
+        return Err(CliError::Usage(format!(
+            "{name}: a model for inpainting (its UNet takes nine channels: sample, mask and masked picture) draws in a \
+             picture: give image=FILE and mask_image=FILE, white where it shall draw; found image='{}', mask_image='{}'",
+            config.image, config.mask_image
+        )));
+    }
+    let scored = matches!(
+        model.micro_conditioning,
+        MicroConditioning::AestheticScore { .. }
+    );
+    if scored && config.image.is_empty() {
+        return Err(CliError::Usage(format!(
+            "{name}: SDXL's refiner goes on from a picture: give image=FILE and a strength such as 0.3, or name a base model \
+             and this one as refiner_model_name_or_path"
+        )));
+    }
     if config.image.is_empty() {
         return Ok(None);
     }
@@ -40,64 +62,81 @@ pub fn read(config: &Config, model: &DiffusionModel) -> Result<Option<InitImage>
             config.image
         )));
     }
-    let [height, width] = model.image_size;
     let picture = open("image", &config.image, model)?.to_rgb8();
     let image = planes(&picture, model.image_size, |byte| byte / 127.5 - 1.0)?;
     let mask = match config.mask_image.as_str() {
         "" => None,
         path => {
-            let mask = open("mask_image", path, model)?.to_luma8();
-            let [rows, columns] = model.sample_size;
-            let (scale_y, scale_x) = (height / rows.max(1), width / columns.max(1));
-            let values: Vec<f32> = (0..rows * columns)
-                .map(|at| {
-                    let (x, y) = (at % columns * scale_x, at / columns * scale_y);
-                    let value = mask.get_pixel(x as u32, y as u32).0[0];
-                    if value < 128 { 0.0 } else { 1.0 }
-                })
+            let [height, width] = model.image_size;
+            let values: Vec<f32> = open("mask_image", path, model)?
+                .to_rgb8()
+                .pixels()
+                .map(|pixel| if is_white(pixel.0) { 1.0 } else { 0.0 })
                 .collect();
-            Some(HostTensor::from_f32([1, 1, rows, columns], &values).map_err(CliError::failed)?)
+            Some(HostTensor::from_f32([1, 1, height, width], &values).map_err(CliError::failed)?)
         }
     };
     Ok(Some(InitImage { image, mask }))
 }
 
-/// Reads `controlnet_image`, scaled to the size of the pictures; `None` without `use_controlnet`.
+/// Whether a pixel of a mask is nearer to white: its grey by ITU-R 601, in the whole numbers of Pillow's `convert("L")`,
+/// is at least half, as diffusers rounds masks.
+fn is_white([red, green, blue]: [u8; 3]) -> bool {
+    let weighted = 19595 * u32::from(red) + 38470 * u32::from(green) + 7471 * u32::from(blue);
+    (weighted + 0x8000) >> 16 >= 128
+}
+
+/// Reads what steers each ControlNet, scaled to the size of the pictures; nothing without `use_controlnet`.
 ///
 /// # Errors
-/// When the model has no ControlNet, the file is no picture that can be read, or the range is empty.
-pub fn read_control(
+/// When the model has no ControlNets, a file is no picture that can be read, or a range is empty.
+pub fn read_controls(
     config: &Config,
     model: &DiffusionModel,
-) -> Result<Option<ControlImage>, CliError> {
+) -> Result<Vec<ControlImage>, CliError> {
     if !config.use_controlnet {
-        return Ok(None);
+        return Ok(Vec::new());
     }
-    if model.controlnet.is_none() {
-        return Err(CliError::Usage(format!(
-            "controlnet_image={}: only models of latents that are read from files take a ControlNet",
-            config.controlnet_image
-        )));
+    if model.controlnets.is_empty() {
+        return Err(CliError::Usage(
+            "use_controlnet=True: only models of latents that are read from files take a ControlNet, and not SDXL's refiner"
+                .to_string(),
+        ));
     }
-    let range = [config.control_guidance_start, config.control_guidance_end];
+    (0..model.controlnets.len())
+        .map(|which| read_control(config, model, which))
+        .collect()
+}
+
+/// What steers ControlNet `which`.
+fn read_control(
+    config: &Config,
+    model: &DiffusionModel,
+    which: usize,
+) -> Result<ControlImage, CliError> {
+    let missing = || CliError::Usage(format!("there are no settings for ControlNet {which}"));
+    let number = |values: &OneOrMore<f64>| values.get(which).copied().ok_or_else(missing);
+    let range = [
+        number(&config.control_guidance_start)?,
+        number(&config.control_guidance_end)?,
+    ];
     if range[0] >= range[1] {
         return Err(CliError::Usage(format!(
             "control_guidance_start={} is not below control_guidance_end={}: the ControlNet would never steer",
             range[0], range[1]
         )));
     }
-    let picture = open("controlnet_image", &config.controlnet_image, model)?
-        .to_rgb8()
-        .into_raw();
-    let picture = match config.controlnet_canny {
-        true => canny(&picture, model.image_size, THRESHOLDS).map_err(CliError::failed)?,
-        false => picture,
+    let path = config.controlnet_image.get(which).ok_or_else(missing)?;
+    let picture = open("controlnet_image", path, model)?.to_rgb8().into_raw();
+    let picture = match config.controlnet_canny.get(which) {
+        Some(true) => canny(&picture, model.image_size, THRESHOLDS).map_err(CliError::failed)?,
+        Some(false) | None => picture,
     };
-    Ok(Some(ControlImage {
+    Ok(ControlImage {
         image: planes(&picture, model.image_size, |byte| byte / 255.0)?,
-        scale: config.controlnet_conditioning_scale as f32,
+        scale: number(&config.controlnet_conditioning_scale)? as f32,
         range,
-    }))
+    })
 }
 
 /// `f32[1, 3, height, width]` of RGB bytes, each through `value`.
@@ -134,4 +173,26 @@ fn open(key: &str, path: &str, model: &DiffusionModel) -> Result<DynamicImage, C
     })?;
     let [height, width] = model.image_size;
     Ok(picture.resize_exact(width as u32, height as u32, FilterType::Lanczos3))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::is_white;
+
+    /// Greys by Pillow 12: (127, 127, 127) is 127, (0, 218, 0) is 128, (0, 217, 0) is 127, (255, 87, 0) is 127,
+    /// (255, 88, 0) is 128, (128, 128, 128) is 128.
+    #[test]
+    fn colours_of_masks_are_rounded_as_pillow_does() {
+        for (pixel, white) in [
+            ([127, 127, 127], false),
+            ([128, 128, 128], true),
+            ([0, 217, 0], false),
+            ([0, 218, 0], true),
+            ([255, 87, 0], false),
+            ([255, 88, 0], true),
+            ([0, 0, 255], false),
+        ] {
+            assert_eq!(is_white(pixel), white, "{pixel:?}");
+        }
+    }
 }

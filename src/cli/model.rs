@@ -9,7 +9,7 @@ use crate::config::{self, Config, ModelConfig};
 use crate::data::Tokenizer;
 use crate::hub::{RepoId, Wanted};
 use crate::models::clip::ClipTextConfig;
-use crate::models::controlnet::{ControlNetConfig, ROOT as CONTROLNET};
+use crate::models::controlnet::{self, ControlNetConfig};
 use crate::models::unet::{ROOT as UNET, UNet2DConditionConfig};
 use crate::models::vae::{AutoencoderKlConfig, ROOT as VAE};
 use crate::nn::{Precision, Remat};
@@ -134,6 +134,52 @@ impl Source {
         }
     }
 
+    /// The model that takes the last steps, if the configuration names one.
+    ///
+    /// # Errors
+    /// When it cannot be opened, or it or this model is not of the family whose models go on with each other.
+    pub fn refiner(&self, config: &Config) -> Result<Option<Source>, CliError> {
+        let name = &config.refiner_model_name_or_path;
+        if name.is_empty() {
+            return Ok(None);
+        }
+        let key = "refiner_model_name_or_path";
+        let usage = |reason: String| CliError::Usage(format!("{key}={name}: {reason}"));
+        match self {
+            Source::Model { source, .. } if source.family == Family::Sdxl => {}
+            Source::Model { source, .. } => {
+                return Err(usage(format!(
+                    "a refiner goes on with what SDXL began; {} is {}",
+                    source.path.display(),
+                    source.family.name()
+                )));
+            }
+            Source::Run { dir, .. } => {
+                return Err(usage(format!(
+                    "a refiner goes on with what SDXL began; {} is a model of pixels",
+                    dir.display()
+                )));
+            }
+        }
+        let source = ModelSource::open(Path::new(name)).map_err(|e| usage(e.to_string()))?;
+        if ![Family::Sdxl, Family::SdxlRefiner].contains(&source.family) || source.inpaint {
+            let kind = if source.inpaint {
+                " for inpainting"
+            } else {
+                ""
+            };
+            return Err(usage(format!(
+                "expected {}, or a model like SDXL; found {}{kind}",
+                Family::SdxlRefiner.name(),
+                source.family.name()
+            )));
+        }
+        Ok(Some(Source::Model {
+            source: Box::new(source),
+            repo: None,
+        }))
+    }
+
     /// The path to tell people.
     pub fn path(&self) -> &Path {
         match self {
@@ -199,9 +245,15 @@ impl Source {
             }
         }
         for (root, expected) in parts {
-            let file = match root {
-                CONTROLNET => File::Own(open_controlnet(config)?),
-                _ => self.open(root)?,
+            let controlnets = config.controlnet_model_name_or_path.0.iter();
+            let controlnet = controlnets
+                .enumerate()
+                .find(|(which, _)| controlnet::root(*which) == root);
+            let file = match controlnet {
+                Some((_, path)) => {
+                    File::Own(Checkpoint::open(Path::new(path)).map_err(CliError::failed)?)
+                }
+                None => self.open(root)?,
             };
             if let Err(mut error) = match_parameters(&expected, file.checkpoint()) {
                 // Drawing uses a half of the VAE, or both.
@@ -277,27 +329,24 @@ impl Files<'_> {
     }
 }
 
-fn open_controlnet(config: &Config) -> Result<Checkpoint, CliError> {
-    Checkpoint::open(Path::new(&config.controlnet_model_name_or_path)).map_err(CliError::failed)
-}
-
-/// The ControlNet, if the configuration uses one.
-fn controlnet(config: &Config) -> Result<Option<ControlNetConfig>, CliError> {
+/// The ControlNets that the configuration uses.
+fn controlnets(config: &Config) -> Result<Vec<ControlNetConfig>, CliError> {
     if !config.use_controlnet {
-        return Ok(None);
+        return Ok(Vec::new());
     }
-    let name = &config.controlnet_model_name_or_path;
-    let path = Path::new(name).join("config.json");
-    let text = std::fs::read_to_string(&path).map_err(|e| {
-        CliError::Usage(format!(
-            "controlnet_model_name_or_path={name}: {}: {e}; name the folder of a ControlNet in diffusers' layout \
-             or a repository on the hub",
-            path.display()
-        ))
-    })?;
-    ControlNetConfig::from_json(&text)
-        .map(Some)
-        .map_err(CliError::usage)
+    let read = |name: &String| {
+        let path = Path::new(name).join("config.json");
+        let text = std::fs::read_to_string(&path).map_err(|e| {
+            CliError::Usage(format!(
+                "controlnet_model_name_or_path={name}: {}: {e}; name the folder of a ControlNet in diffusers' layout \
+                 or a repository on the hub",
+                path.display()
+            ))
+        })?;
+        ControlNetConfig::from_json(&text).map_err(CliError::usage)
+    };
+    let names = &config.controlnet_model_name_or_path.0;
+    names.iter().map(read).collect()
 }
 
 fn family(family: config::ModelFamily) -> Option<Family> {
@@ -306,6 +355,7 @@ fn family(family: config::ModelFamily) -> Option<Family> {
         config::ModelFamily::Sd1 => Some(Family::Sd1),
         config::ModelFamily::Sd2 => Some(Family::Sd2),
         config::ModelFamily::Sdxl => Some(Family::Sdxl),
+        config::ModelFamily::SdxlRefiner => Some(Family::SdxlRefiner),
     }
 }
 
@@ -315,12 +365,6 @@ fn published(
     given: &Map<String, Value>,
     source: &ModelSource,
 ) -> Result<Drawn, CliError> {
-    if source.inpaint || source.family == Family::SdxlRefiner {
-        return Err(CliError::Usage(format!(
-            "{}: drawing with inpainting models and the SDXL refiner is not here yet; name a base model",
-            source.path.display()
-        )));
-    }
     let part = |part: Part| source.component(part).map_err(CliError::failed);
     let mut unet = part(Part::Unet)?.config.clone();
     if let Some(groups) = config.norm_num_groups {
@@ -330,12 +374,12 @@ fn published(
     let vae = part(Part::Vae)?.config.clone();
     let vae = AutoencoderKlConfig::from_map(vae).map_err(CliError::usage)?;
     let skip = config.clip_skip as usize;
+    let first = (Part::TextEncoder, TEXT_ENCODER);
+    let second = (Part::TextEncoder2, TEXT_ENCODER_2);
     let parts: &[(Part, &'static str)] = match source.family {
-        Family::Sdxl => &[
-            (Part::TextEncoder, TEXT_ENCODER),
-            (Part::TextEncoder2, TEXT_ENCODER_2),
-        ],
-        _ => &[(Part::TextEncoder, TEXT_ENCODER)],
+        Family::Sdxl => &[first, second],
+        Family::SdxlRefiner => &[second],
+        Family::Sd1 | Family::Sd2 | Family::Sd3 | Family::Flux => &[first],
     };
     let text_encoders = parts
         .iter()
@@ -345,8 +389,10 @@ fn published(
                 root,
                 config: ClipTextConfig::from_map(fields).map_err(CliError::usage)?,
                 hidden: match source.family {
-                    Family::Sdxl => HiddenState::Raw { skip: 1 + skip },
-                    _ => HiddenState::Normed { skip },
+                    Family::Sdxl | Family::SdxlRefiner => HiddenState::Raw { skip: 1 + skip },
+                    Family::Sd1 | Family::Sd2 | Family::Sd3 | Family::Flux => {
+                        HiddenState::Normed { skip }
+                    }
                 },
             })
         })
@@ -356,8 +402,12 @@ fn published(
         .map(|encoder| encoder.config.max_position_embeddings)
         .min()
         .unwrap_or(recipe::CLIP_TOKENS);
-    let tokenizers = (0..text_encoders.len())
-        .map(|which| tokenizer(config, source, which, tokens))
+    let tokenizers = text_encoders
+        .iter()
+        .map(|encoder| {
+            let which = usize::from(encoder.root == TEXT_ENCODER_2);
+            tokenizer(config, source, which, tokens)
+        })
         .collect::<Result<Vec<_>, _>>()?;
     for (encoder, tokenizer) in text_encoders.iter().zip(&tokenizers) {
         recipe::check_tokenizer(&encoder.config, tokenizer)?;
@@ -377,12 +427,20 @@ fn published(
         unet,
         text_encoders,
         vae: Some(vae),
-        controlnet: controlnet(config)?,
+        // A refiner is of another size than the UNets that ControlNets are made for.
+        controlnets: match source.family {
+            Family::SdxlRefiner => Vec::new(),
+            Family::Sd1 | Family::Sd2 | Family::Sdxl | Family::Sd3 | Family::Flux => {
+                controlnets(config)?
+            }
+        },
+        micro_conditioning: recipe::micro_conditioning(config, source.requires_aesthetics_score),
         precision,
         remat: Remat::None,
         scheduler: sampler::scheduler_of(config, given, source.scheduler.as_ref())?,
         tokens,
     };
+    model.check_time_ids().map_err(CliError::usage)?;
     Ok(Drawn {
         model,
         tokenizers,

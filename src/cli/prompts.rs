@@ -110,7 +110,7 @@ pub fn step_counts(prompts: &[Prompted]) -> Vec<usize> {
 /// # Errors
 /// When a prompt cannot be read or encoded.
 pub fn pictures(
-    tokenizers: &[Tokenizer],
+    tokenizers: &[&Tokenizer],
     prompts: &[Prompted],
     steps: &[usize],
     syntax: PromptSyntax,
@@ -149,6 +149,16 @@ pub fn pictures(
         .collect();
     align_chunks(&mut all);
     Ok(pictures)
+}
+
+/// The same pictures for a second model: takes the prompts after the first `own` text encoders off.
+pub fn split_off(pictures: &mut [Picture], own: usize) -> Vec<Picture> {
+    let split = |picture: &mut Picture| Picture {
+        prompt: picture.prompt.split_off(own.min(picture.prompt.len())),
+        negative: picture.negative.split_off(own.min(picture.negative.len())),
+        ..*picture
+    };
+    pictures.iter_mut().map(split).collect()
 }
 
 /// Chunks of every prompt of `pictures`.

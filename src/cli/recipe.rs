@@ -10,7 +10,9 @@ use crate::graph::{Graph, InputKind, NumericsConvention};
 use crate::models::clip::ClipTextConfig;
 use crate::models::unet::{ROOT, UNet2DConditionConfig};
 use crate::nn::{Precision, Remat};
-use crate::pipelines::model::{DiffusionModel, HiddenState, TEXT_ENCODER, TextEncoder};
+use crate::pipelines::model::{
+    DiffusionModel, HiddenState, MicroConditioning, TEXT_ENCODER, TextEncoder,
+};
 use crate::pipelines::pixels::RGB;
 use crate::pjrt::install::{self, InstallError, Installed, PluginKind};
 use crate::pjrt::{NamedValue, Plugin, has_tpu};
@@ -49,6 +51,17 @@ pub fn dot_precision(config: &Config) -> DotPrecision {
         config::Precision::Default => DotPrecision::Default,
         config::Precision::High => DotPrecision::High,
         config::Precision::Highest => DotPrecision::Highest,
+    }
+}
+
+/// What SDXL's time ids say after size and crop.
+pub fn micro_conditioning(config: &Config, requires_aesthetics_score: bool) -> MicroConditioning {
+    match requires_aesthetics_score {
+        true => MicroConditioning::AestheticScore {
+            score: config.aesthetic_score as f32,
+            negative: config.negative_aesthetic_score as f32,
+        },
+        false => MicroConditioning::TargetSize,
     }
 }
 
@@ -92,7 +105,7 @@ pub fn model(config: &Config, tokenizer: Option<&Tokenizer>) -> Result<Diffusion
             .into_iter()
             .collect(),
         vae: None,
-        controlnet: None,
+        controlnets: Vec::new(),
         precision: precision(config),
         vae_precision: precision(config),
         remat: match config.remat_policy {
@@ -102,6 +115,10 @@ pub fn model(config: &Config, tokenizer: Option<&Tokenizer>) -> Result<Diffusion
         scheduler: scheduler(config)?,
         sample_size: [side, side],
         image_size: [config.resolution as usize; 2],
+        micro_conditioning: micro_conditioning(
+            config,
+            config.model_family == config::ModelFamily::SdxlRefiner,
+        ),
         decode_tile: None,
     })
 }

@@ -150,7 +150,10 @@ pub fn check_sampler_keys(config: &Config, scheduler: &SchedulerConfig) -> Resul
     Ok(())
 }
 
-/// The coefficients of `steps` steps of the configured sampler.
+/// The coefficients of `steps` steps of the configured sampler, up to where a refiner goes on.
+///
+/// # Errors
+/// When they do not fit the schedule, or none is left to run.
 pub fn sampling_plan(
     config: &Config,
     scheduler: &SchedulerConfig,
@@ -162,6 +165,25 @@ pub fn sampling_plan(
     };
     let options = PlanOptions {
         start: Start::Strength(strength),
+        end: (!config.refiner_model_name_or_path.is_empty()).then_some(config.denoising_end),
+        eta: config.eta,
+        use_clipped_model_output: true,
+        ..PlanOptions::new(steps)
+    };
+    scheduler.plan(&options).map_err(CliError::usage)
+}
+
+/// Those of `steps` steps that the refiner takes.
+///
+/// # Errors
+/// As for [`sampling_plan`].
+pub fn refining_plan(
+    config: &Config,
+    scheduler: &SchedulerConfig,
+    steps: usize,
+) -> Result<SamplingPlan, CliError> {
+    let options = PlanOptions {
+        start: Start::After(config.denoising_start.unwrap_or(config.denoising_end)),
         eta: config.eta,
         use_clipped_model_output: true,
         ..PlanOptions::new(steps)

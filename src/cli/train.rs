@@ -492,8 +492,7 @@ impl Samples<'_> {
         let steps = self.config.num_inference_steps as usize;
         let plan = sampler::sampling_plan(self.config, &self.model.scheduler, steps)?;
         // Captions are what the model was trained on: brackets are text.
-        let tokenizer = std::slice::from_ref(self.tokenizer);
-        let pictures = prompts::pictures(tokenizer, &prompted, &[], PromptSyntax::Plain)?;
+        let pictures = prompts::pictures(&[self.tokenizer], &prompted, &[], PromptSyntax::Plain)?;
         let images = pipeline
             .run(
                 self.session,
@@ -504,9 +503,10 @@ impl Samples<'_> {
                     guidance_rescale: 0.0,
                     zero_empty_prompts: false,
                     image: None,
-                    control: None,
+                    controls: &[],
                     mask: None,
                     latents: None,
+                    continues: None,
                 },
                 &mut || {},
             )?

@@ -7,8 +7,8 @@ use super::field::Verb;
 use super::model::builtin_prediction;
 use super::schema::{Config, MESH};
 use super::values::{
-    BiasStrategy, DatasetType, LossWeighting, MeshAxis, ModelConfig, PredictionType, Quantization,
-    Sampler, TimestepSpacing,
+    BiasStrategy, DatasetType, LossWeighting, MeshAxis, ModelConfig, ModelFamily, PredictionType,
+    Quantization, Sampler, TimestepSpacing,
 };
 
 /// The keys involved and what is wrong.
@@ -80,6 +80,35 @@ pub(super) fn conflicts(config: &Config, verb: Option<Verb>) -> Vec<Conflict> {
     }
     if verb == Some(Verb::Train) {
         training(config, &mut found);
+    }
+    let nets = config.controlnet_model_name_or_path.0.len();
+    for (key, count) in [
+        ("controlnet_image", config.controlnet_image.0.len()),
+        (
+            "controlnet_conditioning_scale",
+            config.controlnet_conditioning_scale.0.len(),
+        ),
+        ("controlnet_canny", config.controlnet_canny.0.len()),
+        (
+            "control_guidance_start",
+            config.control_guidance_start.0.len(),
+        ),
+        ("control_guidance_end", config.control_guidance_end.0.len()),
+    ] {
+        if config.use_controlnet && ![1, nets].contains(&count) {
+            found.push((
+                vec![key, "controlnet_model_name_or_path"],
+                format!("{key} has {count} entries for {nets} ControlNets: give one for all, or one for each"),
+            ));
+        }
+    }
+    if !config.refiner_model_name_or_path.is_empty() && !config.mask_image.is_empty() {
+        found.push((
+            vec!["mask_image", "refiner_model_name_or_path"],
+            "a refiner does not know of the mask and would change what is kept: inpaint first, then refine the picture with \
+             refiner_xl.yml and image=FILE"
+                .into(),
+        ));
     }
     if verb == Some(Verb::Generate)
         && config.held_out_prompts == 0
@@ -312,6 +341,15 @@ impl Config {
         }
     }
 
+    /// Whether a model may be SDXL's refiner, as far as the configuration tells.
+    pub fn may_refine(&self) -> bool {
+        !self.refiner_model_name_or_path.is_empty()
+            || matches!(
+                self.model_family,
+                ModelFamily::Any | ModelFamily::SdxlRefiner
+            )
+    }
+
     /// The sampler; DDIM when neither `scheduler` nor `diffusion_scheduler_config` says.
     pub fn sampler(&self) -> Sampler {
         self.scheduler.unwrap_or_default()
@@ -341,7 +379,7 @@ impl Config {
     }
 
     /// Side of the UNet's input: `resolution` over `pixel_unshuffle` for a model of pixels, an eighth
-    /// of it for one of latents, which is one of four input channels.
+    /// of it for one of latents, which is one of four input channels, or of nine for inpainting.
     ///
     /// # Errors
     /// A `resolution` that latents or blocks of pixels cannot have, or channels that are not a block's.
@@ -361,7 +399,7 @@ impl Config {
             }
             return Ok(self.resolution / block);
         }
-        if in_channels != 4 {
+        if ![4, 9].contains(&in_channels) {
             return Ok(self.resolution);
         }
         if !self.resolution.is_multiple_of(8) {

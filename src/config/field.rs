@@ -118,6 +118,8 @@ pub enum Ty {
     Choice(&'static [&'static str]),
     /// Empty or null means "not set".
     Optional(&'static Ty),
+    /// One value, or a list of such.
+    OneOrMore(&'static Ty),
     /// A list, with a description of the whole.
     List(&'static str),
     /// A text or a list of texts.
@@ -139,6 +141,7 @@ impl fmt::Display for Ty {
             Ty::Text => f.write_str("string"),
             Ty::Choice(names) => write!(f, "one of {}", list_names(names)),
             Ty::Optional(inner) => write!(f, "{inner}, or '' for unset"),
+            Ty::OneOrMore(inner) => write!(f, "{inner} or list of such"),
             Ty::List(what) | Ty::Model(what) => f.write_str(what),
             Ty::Texts => f.write_str("string or list of strings"),
             Ty::Dict(_) | Ty::Free => f.write_str("dict"),
@@ -171,16 +174,22 @@ impl Key {
 
     pub(super) fn check_range(&self, value: &Value, path: &str, problems: &mut Problems) {
         let Some(range) = self.range else { return };
-        if let Some(number) = value.as_f64()
-            && !range.contains(number)
-        {
-            problems.push((
-                path.to_owned(),
-                Problem::OutOfRange {
-                    found: show(value),
-                    range: range.to_string(),
-                },
-            ));
+        let values = match value {
+            Value::Array(items) => items.as_slice(),
+            one => std::slice::from_ref(one),
+        };
+        for value in values {
+            if let Some(number) = value.as_f64()
+                && !range.contains(number)
+            {
+                problems.push((
+                    path.to_owned(),
+                    Problem::OutOfRange {
+                        found: show(value),
+                        range: range.to_string(),
+                    },
+                ));
+            }
         }
     }
 }
@@ -341,6 +350,8 @@ pub(super) fn parse_text(ty: Ty, text: &str) -> Result<Value, String> {
             }
             _ => as_is(),
         },
+        Ty::OneOrMore(_) if text.trim_start().starts_with('[') => parse_flow(text)?,
+        Ty::OneOrMore(inner) => parse_text(*inner, text)?,
         Ty::Model(_) if text.trim_start().starts_with('{') => parse_flow(text)?,
         Ty::Model(_) => as_is(),
         Ty::List(_) | Ty::Dict(_) | Ty::Free => parse_flow(text)?,

@@ -37,6 +37,11 @@ const KNOWN: &[KnownModel] = &[
         unet: include_str!("../../configs/models/sdxl/unet.json"),
         prediction: PredictionType::Epsilon,
     },
+    KnownModel {
+        names: &["stabilityai/stable-diffusion-xl-refiner-1.0"],
+        unet: include_str!("../../configs/models/sdxl_refiner/unet.json"),
+        prediction: PredictionType::Epsilon,
+    },
 ];
 
 fn known(name: &str) -> Option<&'static KnownModel> {

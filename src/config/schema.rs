@@ -66,7 +66,7 @@ schema! {
         /// `compile`, which need no weights.
         pretrained_model_name_or_path: String = "stabilityai/stable-diffusion-xl-base-1.0".into(), Used, PROGRAM;
         /// Family that the model of `pretrained_model_name_or_path` has to be of. Empty: any.
-        model_family: ModelFamily = ModelFamily::Any, Ours, GENERATE;
+        model_family: ModelFamily = ModelFamily::Any, Ours, DENOISE;
         /// UNet of one's own, by the names of diffusers' config.json: a dict, or the path of a
         /// JSON file (from a configuration file: relative to its folder). Empty: the model named
         /// by `pretrained_model_name_or_path`.
@@ -346,6 +346,20 @@ schema! {
         strength: f64 = 0.8, Ours, GENERATE, in Between(0.0, 1.0), when "image" |c| !c.image.is_empty();
         /// Mask of `image`: what is white is drawn anew, what is black is kept.
         mask_image: String = String::new(), Ours, GENERATE, when "image" |c| !c.image.is_empty();
+        /// A second model, in any layout or by its name on the hub, that takes the last steps of SDXL: its refiner. The first model's weights are let
+        /// go before the second's are read. Empty: none.
+        refiner_model_name_or_path: String = String::new(), Ours, GENERATE;
+        /// Share of the noise schedule after which the first model stops.
+        denoising_end: f64 = 0.8, Ours, GENERATE, in Between(0.0, 1.0),
+            when "refiner_model_name_or_path" |c| !c.refiner_model_name_or_path.is_empty();
+        /// Share of the noise schedule after which the refiner goes on. Empty: where the first model stops.
+        denoising_start: Option<f64> = None, Ours, GENERATE, in Between(0.0, 1.0),
+            when "refiner_model_name_or_path" |c| !c.refiner_model_name_or_path.is_empty();
+        /// What SDXL's refiner is told that the picture would be scored by LAION's predictor of taste, 1 to 10.
+        aesthetic_score: f64 = 6.0, Ours, GENERATE, in Between(0.0, 10.0), when "an SDXL refiner" |c| c.may_refine();
+        /// The same of the picture that guidance leads away from.
+        negative_aesthetic_score: f64 = 2.5, Ours, GENERATE, in Between(0.0, 10.0),
+            when "an SDXL refiner and do_classifier_free_guidance=True" |c| c.may_refine() && c.do_classifier_free_guidance;
         /// How prompts are read: weighted as in web interfaces, with brackets and in as many chunks as they need, or
         /// plain as diffusers reads them.
         prompt_syntax: PromptSyntax = PromptSyntax::Weighted, Ours, GENERATE;
@@ -364,25 +378,27 @@ schema! {
         lightning_from_pt: bool = true, NoEffect("SDXL-Lightning is not here yet"), GENERATE;
         /// LoRA adapters to generate with.
         lora_config: LoraConfig = LoraConfig::default(), Used, GENERATE;
-        /// Steer by a picture through a ControlNet.
+        /// Steer by a picture through a ControlNet, or by several through as many, whose effects add up.
         use_controlnet: bool = false, Ours, GENERATE;
-        /// Picture that steers the ControlNet, scaled to the size of the images.
-        controlnet_image: String = String::new(), Used, GENERATE, when "use_controlnet=True" |c| c.use_controlnet;
-        /// Folder of the ControlNet in diffusers' layout, or its name on the hub.
-        controlnet_model_name_or_path: String = "diffusers/controlnet-canny-sdxl-1.0".into(), Used, GENERATE,
+        /// Picture that steers the ControlNet, scaled to the size of the images. Of several ControlNets a list, as are the
+        /// other keys; one value is for all.
+        controlnet_image: OneOrMore<String> = OneOrMore::default(), Used, GENERATE,
+            when "use_controlnet=True" |c| c.use_controlnet;
+        /// Folder of the ControlNet in diffusers' layout, or its name on the hub, or a list of several.
+        controlnet_model_name_or_path: OneOrMore<String> = OneOrMore::from("diffusers/controlnet-canny-sdxl-1.0".to_owned()), Used, GENERATE,
             when "use_controlnet=True" |c| c.use_controlnet;
         /// Whether the ControlNet's weights are PyTorch's.
         controlnet_from_pt: bool = true, NoEffect("safetensors are read alike, whoever wrote them"), GENERATE;
         /// Strength of the ControlNet.
-        controlnet_conditioning_scale: f64 = 0.5, Used, GENERATE, in Between(0.0, 10.0),
+        controlnet_conditioning_scale: OneOrMore<f64> = OneOrMore::from(0.5), Used, GENERATE, in Between(0.0, 10.0),
             when "use_controlnet=True" |c| c.use_controlnet;
         /// Find the edges of `controlnet_image` first, as Canny does: what ControlNets of edges are steered by.
-        controlnet_canny: bool = false, Ours, GENERATE, when "use_controlnet=True" |c| c.use_controlnet;
+        controlnet_canny: OneOrMore<bool> = OneOrMore::default(), Ours, GENERATE, when "use_controlnet=True" |c| c.use_controlnet;
         /// Share of the steps before which the ControlNet does not steer.
-        control_guidance_start: f64 = 0.0, Ours, GENERATE, in Between(0.0, 1.0),
+        control_guidance_start: OneOrMore<f64> = OneOrMore::from(0.0), Ours, GENERATE, in Between(0.0, 1.0),
             when "use_controlnet=True" |c| c.use_controlnet;
         /// Share of the steps after which the ControlNet does not steer.
-        control_guidance_end: f64 = 1.0, Ours, GENERATE, in Between(0.0, 1.0),
+        control_guidance_end: OneOrMore<f64> = OneOrMore::from(1.0), Ours, GENERATE, in Between(0.0, 1.0),
             when "use_controlnet=True" |c| c.use_controlnet;
 
         group "DreamBooth";

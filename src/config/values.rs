@@ -70,6 +70,7 @@ choices! {
         Sd1 = "sd1",
         Sd2 = "sd2",
         Sdxl = "sdxl",
+        SdxlRefiner = "sdxl_refiner",
     }
 }
 
@@ -308,6 +309,63 @@ impl Field for Prompts {
             [] => Value::String(String::new()),
             [one] => Value::String(one.clone()),
             many => Value::from(many),
+        }
+    }
+}
+
+/// One value for all of several things, or a list with one for each. Never empty.
+#[derive(Debug, Clone, PartialEq)]
+pub struct OneOrMore<T>(pub Vec<T>);
+
+impl<T> From<T> for OneOrMore<T> {
+    fn from(value: T) -> Self {
+        OneOrMore(vec![value])
+    }
+}
+
+impl<T: Default> Default for OneOrMore<T> {
+    fn default() -> Self {
+        T::default().into()
+    }
+}
+
+impl<T> OneOrMore<T> {
+    /// The value of thing `index`, if there are as many: a single value is that of all.
+    pub fn get(&self, index: usize) -> Option<&T> {
+        match self.0.as_slice() {
+            [one] => Some(one),
+            many => many.get(index),
+        }
+    }
+}
+
+impl<T: Field + Default> Field for OneOrMore<T> {
+    const TY: Ty = Ty::OneOrMore(&T::TY);
+
+    fn read(&mut self, value: &Value, path: &str, problems: &mut Problems) {
+        let items = match value {
+            Value::Array(items) if items.is_empty() => {
+                problems.push((path.to_owned(), wrong_type(Self::TY, value)));
+                return;
+            }
+            Value::Array(items) => items.as_slice(),
+            one => std::slice::from_ref(one),
+        };
+        let before = problems.len();
+        let read = items.iter().map(|item| {
+            let mut read = T::default();
+            read.read(item, path, problems);
+            read
+        });
+        let read = read.collect();
+        if problems.len() == before {
+            self.0 = read;
+        }
+    }
+    fn show(&self) -> Value {
+        match self.0.as_slice() {
+            [one] => one.show(),
+            many => many.iter().map(Field::show).collect(),
         }
     }
 }

@@ -14,8 +14,17 @@ use super::{ModelConfigError, take_fixed};
 
 const MODEL: &str = "ControlNetModel";
 
-/// The root of a ControlNet's parameter paths in a text-to-image model that has one.
+/// The root of the parameter paths of a text-to-image model's first ControlNet.
 pub const ROOT: &str = "controlnet";
+
+/// The root of ControlNet `which`'s parameter paths: `controlnet`, `controlnet_1`, the folders that diffusers'
+/// `MultiControlNetModel` saves them in.
+pub fn root(which: usize) -> String {
+    match which {
+        0 => ROOT.to_string(),
+        _ => format!("{ROOT}_{which}"),
+    }
+}
 
 /// The order of the channels that a ControlNet was trained with. Pictures are RGB always.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

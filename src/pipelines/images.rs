@@ -1,5 +1,6 @@
 //! Prompts to pictures: the programs of one model, run one after the other.
 
+use std::ops::AddAssign;
 use std::time::Instant;
 
 use image::RgbImage;
@@ -17,9 +18,10 @@ use super::model::DiffusionModel;
 use super::noise::NoiseGenerator;
 use super::pixels::{RGB, to_pixels};
 use super::prompt::{PromptTokens, apply_weights};
+use super::start::{Begin, Pictured, Starts};
 use super::text_to_image::{
     Conditioning, ControlImage, DenoiseOptions, Denoiser, Encoder, PipelineError, Request,
-    StartImage, trace_denoise, trace_encode,
+    trace_denoise, trace_encode,
 };
 
 /// Why pictures could not be made; the sources of weights have errors of their own.
@@ -51,12 +53,15 @@ pub struct DrawOptions<'a> {
     pub zero_empty_prompts: bool,
     /// The picture to start from, `f32[1, 3, height, width]` in [-1, 1]; the pipeline must be traced for one.
     pub image: Option<&'a HostTensor>,
-    /// `f32[1, 1, rows, columns]` of latents: 1 where the picture is drawn anew.
+    /// `f32[1, 1, height, width]` of that picture: 1 where it is drawn anew, 0 where it is kept.
     pub mask: Option<&'a HostTensor>,
-    /// What steers the model's ControlNet.
-    pub control: Option<&'a ControlImage>,
+    /// What steers the model's ControlNets, one for each.
+    pub controls: &'a [ControlImage],
     /// Unit normal noise to start from, `f32[pictures, channels, rows, columns]`, in place of the seeds'.
     pub latents: Option<&'a HostTensor>,
+    /// What another model made of as many pictures in batches of the same size, and did not finish: the steps go on with
+    /// its samples as they are. Neither `image` nor `latents` is read then.
+    pub continues: Option<&'a Made>,
 }
 
 /// Where weights are when a program needs them.
@@ -92,11 +97,39 @@ pub struct Phases {
     pub decode: f64,
 }
 
+/// What becomes of the last samples, with the program for it.
+enum Ending<T> {
+    /// They are pictures.
+    Pixels,
+    /// Pictures are decoded of them.
+    Decoded(T),
+    /// Another model goes on with them.
+    Handed,
+}
+
+impl<T> Ending<T> {
+    fn program(&self) -> Option<&T> {
+        match self {
+            Ending::Decoded(program) => Some(program),
+            Ending::Pixels | Ending::Handed => None,
+        }
+    }
+}
+
+impl AddAssign for Phases {
+    fn add_assign(&mut self, other: Phases) {
+        self.load += other.load;
+        self.encode += other.encode;
+        self.denoise += other.denoise;
+        self.decode += other.decode;
+    }
+}
+
 /// The programs of one model, before they are compiled.
 pub struct Traced {
     encoders: Vec<Graph>,
     denoise: Graph,
-    decode: Option<Graph>,
+    ending: Ending<Graph>,
     encode_image: Option<Graph>,
     /// What quantization decided for each contraction of the denoising step.
     pub decisions: Vec<Decision>,
@@ -117,17 +150,17 @@ impl Traced {
             .map(|which| trace_encode(model, which, options.rows()))
             .collect::<Result<Vec<_>, _>>()?;
         let (denoise, decisions) = trace_denoise(model, &options)?;
-        let decode = match &model.vae {
+        let ending = match &model.vae {
             Some(_) => {
                 let [rows, columns] = model.decoded_at_once()?.tile();
-                Some(trace_decode(model, [rows, columns])?)
+                Ending::Decoded(trace_decode(model, [rows, columns])?)
             }
-            None => None,
+            None => Ending::Pixels,
         };
         Ok(Traced {
             encoders,
             denoise,
-            decode,
+            ending,
             encode_image: match from_image {
                 true => Some(trace_encode_image(model)?),
                 false => None,
@@ -137,12 +170,18 @@ impl Traced {
         })
     }
 
+    /// The same without the decoder: its samples are for another model to go on with, and it makes no pictures.
+    pub fn handed_on(mut self) -> Traced {
+        self.ending = Ending::Handed;
+        self
+    }
+
     /// All programs, each with the weights of one part of the model.
     pub fn graphs(&self) -> impl Iterator<Item = &Graph> {
         self.encoders
             .iter()
             .chain([&self.denoise])
-            .chain(&self.decode)
+            .chain(self.ending.program())
             .chain(&self.encode_image)
     }
 }
@@ -151,20 +190,26 @@ impl Traced {
 pub struct Pipeline {
     encoders: Vec<Encoder>,
     denoiser: Denoiser,
-    decoder: Option<Decoder>,
+    ending: Ending<Decoder>,
     image_encoder: Option<ImageEncoder>,
     guidance: bool,
+    is_inpainting: bool,
+    /// SDXL's time ids of an image's rows, one after the other.
     time_ids: Vec<f32>,
     pixel_unshuffle: usize,
 }
 
 /// What a call made, and the seconds it took.
+#[derive(Debug)]
 pub struct Made {
     /// The UNet's last samples, `f32[batch, channels, rows, columns]` for each batch; those that fill the last batch up
     /// are among them.
     pub samples: Vec<HostTensor>,
+    /// None where another model goes on.
     pub images: Vec<RgbImage>,
     pub phases: Phases,
+    /// Where the noise of each image of each batch goes on.
+    generators: Vec<Vec<NoiseGenerator>>,
 }
 
 impl Pipeline {
@@ -188,15 +233,17 @@ impl Pipeline {
             .map(|graph| Encoder::compile(session, graph, sizes, precision))
             .collect::<Result<Vec<_>, _>>()?;
         let dims = model.sample_dims(options.batch);
+        let [without, with] = model.time_ids();
         Ok(Pipeline {
             encoders,
             denoiser: Denoiser::compile(session, &traced.denoise, dims, precision)?,
-            decoder: match &traced.decode {
-                Some(graph) => {
+            ending: match &traced.ending {
+                Ending::Decoded(graph) => {
                     let tiles = model.decoded_at_once()?;
-                    Some(Decoder::compile(session, graph, tiles, precision)?)
+                    Ending::Decoded(Decoder::compile(session, graph, tiles, precision)?)
                 }
-                None => None,
+                Ending::Pixels => Ending::Pixels,
+                Ending::Handed => Ending::Handed,
             },
             image_encoder: match &traced.encode_image {
                 Some(graph) => {
@@ -206,7 +253,11 @@ impl Pipeline {
                 None => None,
             },
             guidance: options.guidance,
-            time_ids: model.time_ids(),
+            is_inpainting: model.is_inpainting(),
+            time_ids: match options.guidance {
+                true => [without, with].concat(),
+                false => with,
+            },
             pixel_unshuffle,
         })
     }
@@ -214,7 +265,7 @@ impl Pipeline {
     /// What compiling all programs took.
     pub fn timings(&self) -> StagedTimings {
         let encoders = self.encoders.iter().map(Encoder::program);
-        let decoder = self.decoder.as_ref().map(Decoder::program);
+        let decoder = self.ending.program().map(Decoder::program);
         let image = self.image_encoder.as_ref().map(ImageEncoder::program);
         let mut all = self.denoiser.program().timings();
         for timings in encoders
@@ -275,42 +326,63 @@ impl Pipeline {
             phases.encode += start.elapsed().as_secs_f64();
         }
 
-        let mut generators: Vec<Vec<NoiseGenerator>> = batches
-            .iter()
-            .map(|batch| {
-                let seeds = rows(batch).into_iter().map(|p| p.seed);
-                seeds.map(NoiseGenerator::new).collect()
-            })
-            .collect();
-        let mut starts = Vec::with_capacity(batches.len());
-        if let (Some(image), Some(encoder)) = (options.image, &self.image_encoder) {
-            let start = Instant::now();
-            let prepared = source.prepare(encoder.program())?;
-            phases.load += start.elapsed().as_secs_f64();
-            let start = Instant::now();
-            for generators in &mut generators {
-                let mask = match options.mask {
-                    Some(mask) => Some(repeat(mask, generators.len())?),
-                    None => None,
+        let plan = |batch: &Batch| {
+            let plan = options.plans.get(pictures[batch.start].plan);
+            plan.ok_or("a picture names a sampler that is not there")
+        };
+        let (begins, mut generators) = match options.continues {
+            Some(made) => (self.go_on(made, batches.len())?, made.generators.clone()),
+            None => {
+                let mut generators: Vec<Vec<NoiseGenerator>> = batches
+                    .iter()
+                    .map(|batch| {
+                        let seeds = rows(batch).into_iter().map(|p| p.seed);
+                        seeds.map(NoiseGenerator::new).collect()
+                    })
+                    .collect();
+                let start = Instant::now();
+                let starts = Starts {
+                    pictured: match (options.image, &self.image_encoder) {
+                        (Some(image), Some(encoder)) => Some(Pictured {
+                            session,
+                            encoder,
+                            prepared: source.prepare(encoder.program())?,
+                            image,
+                        }),
+                        _ => None,
+                    },
+                    mask: options.mask,
+                    is_inpainting: self.is_inpainting,
+                    sample_dims: self.denoiser.sample_dims(),
                 };
-                let latents = encoder.run(session, &prepared, image, generators)?;
-                starts.push(StartImage { latents, mask });
+                phases.load += start.elapsed().as_secs_f64();
+                let start = Instant::now();
+                let begins = batches
+                    .iter()
+                    .zip(&mut generators)
+                    .map(|(batch, generators)| {
+                        let noise = match options.latents {
+                            Some(all) => Some(self.rows_of(all, batch.start, size)?),
+                            None => None,
+                        };
+                        starts.begin(noise, plan(batch)?, generators)
+                    })
+                    .collect::<Result<Vec<_>, Failure>>()?;
+                phases.encode += start.elapsed().as_secs_f64();
+                (begins, generators)
             }
-            phases.encode += start.elapsed().as_secs_f64();
-        }
+        };
 
         let start = Instant::now();
         let prepared = source.prepare(self.denoiser.program())?;
         phases.load += start.elapsed().as_secs_f64();
         let start = Instant::now();
         let mut samples = Vec::with_capacity(batches.len());
-        for (index, (at, parts)) in batches.iter().zip(parts).enumerate() {
+        for (((at, parts), begin), generators) in
+            batches.iter().zip(parts).zip(begins).zip(&mut generators)
+        {
             let batch = rows(at);
             let first = &pictures[at.start];
-            let plan = options
-                .plans
-                .get(first.plan)
-                .ok_or("a picture names a sampler that is not there")?;
             let Some(mut conditioning) = Conditioning::join(parts)? else {
                 return Err("the model has no text encoder".into());
             };
@@ -319,21 +391,16 @@ impl Pipeline {
                 let empty = rows.filter(|(_, p)| p.negative_is_empty);
                 conditioning.zero(empty.map(|(row, _)| 2 * row));
             }
-            let latents = match options.latents {
-                Some(all) => Some(self.rows_of(all, at.start, batch.len())?),
-                None => None,
-            };
-            let rows = conditioning.hidden.shape.dims[0];
             let request = Request {
                 conditioning: &conditioning,
-                time_ids: &self.time_ids.repeat(rows),
-                generators: &mut generators[index],
-                image: starts.get(index),
-                control: options.control,
-                latents: latents.as_ref(),
+                time_ids: &self.time_ids.repeat(size),
+                generators,
+                sample: &begin.sample,
+                inpainting: begin.inpainting.as_ref(),
+                controls: options.controls,
                 guidance_scale: first.guidance_scale,
                 guidance_rescale: options.guidance_rescale,
-                plan,
+                plan: plan(at)?,
             };
             let mut after_step = |_| progress();
             let sample = self
@@ -345,14 +412,15 @@ impl Pipeline {
         drop(prepared);
 
         let mut images = Vec::with_capacity(pictures.len());
-        match &self.decoder {
-            None => {
+        match &self.ending {
+            Ending::Handed => {}
+            Ending::Pixels => {
                 for (batch, sample) in batches.iter().zip(&samples) {
                     let made = pixels_to_images(sample, self.pixel_unshuffle)?;
                     images.extend(made.into_iter().take(batch.count));
                 }
             }
-            Some(decoder) => {
+            Ending::Decoded(decoder) => {
                 let start = Instant::now();
                 let prepared = source.prepare(decoder.program())?;
                 phases.load += start.elapsed().as_secs_f64();
@@ -370,7 +438,30 @@ impl Pipeline {
             samples,
             images,
             phases,
+            generators,
         })
+    }
+
+    /// The samples of `made`, to go on with.
+    fn go_on(&self, made: &Made, batches: usize) -> Result<Vec<Begin>, Failure> {
+        let dims = self.denoiser.sample_dims();
+        if made.samples.len() != batches {
+            let found = made.samples.len();
+            return Err(format!("{found} batches of samples to go on with, for {batches}").into());
+        }
+        if let Some(other) = made.samples.iter().find(|s| s.shape.dims != dims) {
+            return Err(format!(
+                "samples {} to go on with; this model takes {dims:?}",
+                other.shape
+            )
+            .into());
+        }
+        let samples = made.samples.iter().cloned();
+        let begin = |sample| Begin {
+            sample,
+            inpainting: None,
+        };
+        Ok(samples.map(begin).collect())
     }
 
     /// Encodes the prompts of a batch by text encoder `which`; with guidance, the negative prompt before each prompt.
@@ -419,16 +510,6 @@ impl Pipeline {
             .collect();
         Ok(HostTensor::from_f32(dims, &rows)?)
     }
-}
-
-/// `count` copies of a tensor of one row.
-fn repeat(row: &HostTensor, count: usize) -> Result<HostTensor, Failure> {
-    let mut dims = row.shape.dims.clone();
-    dims[0] = count;
-    Ok(HostTensor::new(
-        row.shape.with_dims(dims),
-        row.data.repeat(count),
-    )?)
 }
 
 /// Pictures that are made together: neighbours that differ in prompt and seed alone.

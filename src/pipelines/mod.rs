@@ -10,5 +10,6 @@ pub mod pixels;
 pub mod prompt;
 pub mod prompt_file;
 pub mod sampler;
+mod start;
 pub mod text_to_image;
 pub mod tiling;

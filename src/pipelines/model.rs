@@ -5,7 +5,7 @@ use crate::graph::{Builder, GraphError, Tensor};
 use crate::models::clip::{ClipTextConfig, clip_text, final_layer_norm};
 use crate::models::controlnet::{self, Control, ControlNetConfig};
 use crate::models::unet::{
-    self, AdditionEmbedType, ResSamples, TextTime, UNet2DConditionConfig, UNetInputs,
+    self, AdditionEmbedType, ResSamples, SIZE_TIME_IDS, TextTime, UNet2DConditionConfig, UNetInputs,
 };
 use crate::models::vae::AutoencoderKlConfig;
 use crate::nn::{Precision, Remat};
@@ -26,8 +26,8 @@ pub const TEXT_ENCODER_2: &str = "text_encoder_2";
 #[derive(Clone, Debug)]
 pub struct DiffusionModel {
     pub unet: UNet2DConditionConfig,
-    /// What adds to the UNet's residuals by a picture that steers it.
-    pub controlnet: Option<ControlNetConfig>,
+    /// What adds to the UNet's residuals, each by a picture that steers it.
+    pub controlnets: Vec<ControlNetConfig>,
     /// Empty where programs take finished text embeddings. The results of several stand side by side.
     pub text_encoders: Vec<TextEncoder>,
     /// What makes pictures of the UNet's samples; `None` where samples are pixels.
@@ -42,10 +42,36 @@ pub struct DiffusionModel {
     pub sample_size: [usize; 2],
     /// Height and width of the pictures in pixels, which SDXL's micro-conditioning is told.
     pub image_size: [usize; 2],
+    pub micro_conditioning: MicroConditioning,
     /// Tokens that a text encoder takes at once.
     pub tokens: usize,
     /// Side of the tiles, in latents, that the VAE decodes one at a time; `None` decodes a picture in one piece.
     pub decode_tile: Option<usize>,
+}
+
+/// What SDXL's time ids say of a picture after its size and its crop; other models take none.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub enum MicroConditioning {
+    /// The size it is to have: SDXL base.
+    #[default]
+    TargetSize,
+    /// How well it is to please, from 1 to 10, as LAION's predictor scores pictures: SDXL's refiner, diffusers'
+    /// `requires_aesthetics_score`.
+    AestheticScore {
+        score: f32,
+        /// Of the picture that guidance leads away from.
+        negative: f32,
+    },
+}
+
+impl MicroConditioning {
+    /// How many time ids there are.
+    pub fn ids(self) -> usize {
+        match self {
+            MicroConditioning::TargetSize => SIZE_TIME_IDS,
+            MicroConditioning::AestheticScore { .. } => SIZE_TIME_IDS - 1,
+        }
+    }
 }
 
 /// One of a model's text encoders.
@@ -141,10 +167,48 @@ impl DiffusionModel {
         }
     }
 
-    /// SDXL's time ids of a picture that was neither resized nor cropped: original size, top left corner, target size.
-    pub fn time_ids(&self) -> Vec<f32> {
+    /// SDXL's time ids of a picture that was neither resized nor cropped: original size, top left corner, then what
+    /// [`MicroConditioning`] says. Those without the prompt, then those with it.
+    pub fn time_ids(&self) -> [Vec<f32>; 2] {
         let [height, width] = self.image_size.map(|side| side as f32);
-        vec![height, width, 0.0, 0.0, height, width]
+        let [without, with] = match self.micro_conditioning {
+            MicroConditioning::TargetSize => [vec![height, width], vec![height, width]],
+            MicroConditioning::AestheticScore { score, negative } => [vec![negative], vec![score]],
+        };
+        [without, with].map(|last| [vec![height, width, 0.0, 0.0], last].concat())
+    }
+
+    /// Whether the UNet also sees a mask and what the mask leaves of a picture: the nine channels of models for
+    /// inpainting, which are a sample's, one of the mask, and a sample's again.
+    pub fn is_inpainting(&self) -> bool {
+        self.unet.in_channels == 2 * self.unet.out_channels + 1
+    }
+
+    /// Checks that the pooled embeddings and the time ids have as many features as the UNet takes.
+    ///
+    /// # Errors
+    /// Says both, where they differ.
+    pub fn check_time_ids(&self) -> Result<()> {
+        let unet = &self.unet;
+        let Some(text) = self
+            .pooled_encoder()?
+            .map(|which| self.text_encoders[which].config.projection_dim)
+        else {
+            return Ok(());
+        };
+        let each = unet.addition_time_embed_dim.unwrap_or_default();
+        let ids = self.micro_conditioning.ids();
+        let expected = unet
+            .projection_class_embeddings_input_dim
+            .unwrap_or_default();
+        if text + ids * each == expected {
+            return Ok(());
+        }
+        Err(Builder::new().root(unet::ROOT).invalid(format!(
+            "projection_class_embeddings_input_dim = {expected}, but {text} features of text_embeds and {ids} time_ids of \
+             {each} make {}; a refiner takes 5 time ids (requires_aesthetics_score in its model_index.json), a base model 6",
+            text + ids * each
+        )))
     }
 
     /// The tiles of latents that the decoder is made for: one for the whole picture, if it decodes that in one piece.
@@ -181,26 +245,33 @@ impl DiffusionModel {
         batch: usize,
         tokens: usize,
     ) -> Result<(Tensor, Option<TextTime>)> {
-        unet::declare_conditioning(b, &self.unet, batch, tokens, DType::F32)
+        let ids = self.micro_conditioning.ids();
+        unet::declare_conditioning(b, &self.unet, [batch, tokens], ids, DType::F32)
     }
 
-    /// What the ControlNet adds to the UNet for `inputs`; `None` without one.
+    /// What all ControlNets together add to the UNet for `inputs`; `None` without one. `declare` gives each its picture.
     ///
     /// # Errors
-    /// When an input's shape does not fit, or the ControlNet is one of another UNet.
+    /// When an input's shape does not fit, or a ControlNet is one of another UNet.
     pub fn control(
         &self,
         b: &Builder,
         inputs: &UNetInputs,
-        declare: impl FnOnce(&ControlNetConfig) -> Result<Control>,
+        declare: impl Fn(usize, &ControlNetConfig) -> Result<Control>,
     ) -> Result<Option<ResSamples>> {
-        let Some(config) = &self.controlnet else {
-            return Ok(None);
-        };
-        let control = declare(config)?;
-        let root = controlnet::ROOT;
-        controlnet::controlnet(b, root, config, inputs, control, self.precision, self.remat)
-            .map(Some)
+        let mut sum: Option<ResSamples> = None;
+        for (which, config) in self.controlnets.iter().enumerate() {
+            let control = declare(which, config)?;
+            let root = controlnet::root(which);
+            let (precision, remat) = (self.precision, self.remat);
+            let added =
+                controlnet::controlnet(b, &root, config, inputs, control, precision, remat)?;
+            sum = Some(match sum {
+                None => added,
+                Some(sum) => sum.add(&b.root(&root), &added)?,
+            });
+        }
+        Ok(sum)
     }
 
     /// The UNet's prediction for `inputs`, in `f32`.

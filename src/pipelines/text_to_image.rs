@@ -32,18 +32,33 @@ pub mod names {
     pub const ENCODER_HIDDEN_STATES: &str = "encoder_hidden_states";
     pub const TEXT_EMBEDS: &str = "text_embeds";
     pub const TIME_IDS: &str = "time_ids";
-    /// The picture that steers a ControlNet, `f32[rows, 3, height, width]` in [0, 1], and how strongly.
+    /// What a model for inpainting also sees: `f32[batch, 1, rows, columns]`, 1 where it draws, and the latents of the
+    /// picture without that part, of the sample's shape.
+    pub const MASK: &str = "mask";
+    pub const MASKED_IMAGE_LATENTS: &str = "masked_image_latents";
+    /// The picture that steers the first ControlNet, `f32[rows, 3, height, width]` in [0, 1], and how strongly. Those of
+    /// further ones end in their number ([`numbered`]).
     pub const CONTROL_IMAGE: &str = "control_image";
     pub const CONTROL_SCALE: &str = "control_scale";
+
+    /// The name of ControlNet `which`'s input.
+    pub fn numbered(name: &str, which: usize) -> String {
+        match which {
+            0 => name.to_string(),
+            _ => format!("{name}_{which}"),
+        }
+    }
+
     /// What is decoded, and the pictures made of it; and the other way round.
     pub const LATENTS: &str = "latents";
     pub const IMAGES: &str = "images";
 }
 
-/// The inputs of the denoising step that are known before its first run.
-const REQUEST: [&str; 4] = [
-    names::CONTROL_IMAGE,
+/// The inputs of the denoising step that are known before its first run, beside the pictures for ControlNets.
+const REQUEST: [&str; 5] = [
     names::ENCODER_HIDDEN_STATES,
+    names::MASK,
+    names::MASKED_IMAGE_LATENTS,
     names::TEXT_EMBEDS,
     names::TIME_IDS,
 ];
@@ -117,30 +132,45 @@ pub fn trace_denoise(
         model.declare_conditioning(&b, rows, options.tokens)?;
     let scaled = b.mul(sampler.sample(), in_scale)?;
     let [_, channels, height, width] = model.sample_dims(batch);
-    let model_sample = if options.guidance {
-        let pairs =
-            b.broadcast_in_dim(scaled, &[0, 2, 3, 4], &[batch, 2, channels, height, width])?;
-        b.reshape(pairs, &[rows, channels, height, width])?
-    } else {
-        scaled
+    let paired = |x: Tensor| {
+        if !options.guidance {
+            return Ok(x);
+        }
+        let channels = b.dims(x)[1];
+        let pairs = b.broadcast_in_dim(x, &[0, 2, 3, 4], &[batch, 2, channels, height, width])?;
+        b.reshape(pairs, &[rows, channels, height, width])
     };
     let mut inputs = UNetInputs {
-        sample: model_sample,
+        sample: paired(scaled)?,
         timestep: b.broadcast_to(timestep, &[rows])?,
         encoder_hidden_states,
         text_time,
         additional_residuals: None,
     };
-    inputs.additional_residuals = model.control(&b, &inputs, |config| {
+    inputs.additional_residuals = model.control(&b, &inputs, |which, config| {
         let [image_height, image_width] = model.image_size;
         let channels = config.condition.conditioning_channels;
         let image = Shape::new(DType::F32, [rows, channels, image_height, image_width]);
         let axes = [Some("activation_batch"), None, None, None];
         Ok(Control {
-            image: b.input(names::CONTROL_IMAGE, image, &axes)?,
-            scale: scalar(names::CONTROL_SCALE)?,
+            image: b.input(&names::numbered(names::CONTROL_IMAGE, which), image, &axes)?,
+            scale: scalar(&names::numbered(names::CONTROL_SCALE, which))?,
         })
     })?;
+    // After the ControlNet, which sees the sample alone.
+    if model.is_inpainting() {
+        let input = |name: &str, channels: usize| {
+            let dims = [batch, channels, height, width];
+            let axes = [Some("activation_batch"), None, None, None];
+            b.input(name, Shape::new(DType::F32, dims), &axes)
+        };
+        let seen = [
+            input(names::MASK, 1)?,
+            input(names::MASKED_IMAGE_LATENTS, channels)?,
+        ];
+        let seen = paired(b.concatenate(&seen, 1)?)?;
+        inputs.sample = b.concatenate(&[inputs.sample, seen], 1)?;
+    }
     let mut output = model.predict(&b, inputs)?;
     if options.guidance {
         let scale = scalar(names::GUIDANCE_SCALE)?;
@@ -367,13 +397,22 @@ impl Conditioning {
     }
 }
 
-/// What drawing starts from in place of nothing but noise.
+/// How a part of a picture is kept. Masks are `f32[batch, 1, rows, columns]`: 1 where it is drawn anew, 0 where it is
+/// kept; all else is `f32[batch, channels, rows, columns]`.
 #[derive(Clone, Debug)]
-pub struct StartImage {
-    /// `f32[batch, channels, rows, columns]`
-    pub latents: HostTensor,
-    /// `f32[batch, 1, rows, columns]`: 1 where the picture is drawn anew, 0 where it is kept.
-    pub mask: Option<HostTensor>,
+pub enum Inpainting {
+    /// For a model that knows nothing of masks: after each step what is kept is put back, with the noise of the next.
+    PutBack {
+        latents: HostTensor,
+        /// Unit normal.
+        noise: HostTensor,
+        mask: HostTensor,
+    },
+    /// For a model made for it, which sees both in each step.
+    Seen {
+        mask: HostTensor,
+        masked_image_latents: HostTensor,
+    },
 }
 
 /// A picture that steers a ControlNet.
@@ -405,13 +444,14 @@ pub struct Request<'a> {
     pub conditioning: &'a Conditioning,
     /// SDXL's time ids of each row.
     pub time_ids: &'a [f32],
-    /// One for each image: its noise depends on its seed alone.
+    /// One for each image, for samplers that add noise: it depends on its seed alone.
     pub generators: &'a mut [NoiseGenerator],
-    pub image: Option<&'a StartImage>,
-    /// For a model with a ControlNet.
-    pub control: Option<&'a ControlImage>,
-    /// Unit normal noise to start from, in place of the seeds'.
-    pub latents: Option<&'a HostTensor>,
+    /// The sample before the first step, `f32[batch, channels, rows, columns]`.
+    pub sample: &'a HostTensor,
+    /// A model for inpainting needs [`Inpainting::Seen`].
+    pub inpainting: Option<&'a Inpainting>,
+    /// One for each of the model's ControlNets.
+    pub controls: &'a [ControlImage],
     pub guidance_scale: f32,
     pub guidance_rescale: f32,
     pub plan: &'a SamplingPlan,
@@ -435,8 +475,11 @@ impl Denoiser {
         precision: DotPrecision,
     ) -> Result<Denoiser, PipelineError> {
         let options = ProgramOptions { precision };
+        let names = graph.inputs.iter().map(|input| input.name.as_str());
+        let pictures = names.filter(|name| name.starts_with(names::CONTROL_IMAGE));
+        let request: Vec<&str> = REQUEST.into_iter().chain(pictures).collect();
         Ok(Denoiser {
-            program: StagedProgram::compile(session, graph, "denoise", &REQUEST, &options)?,
+            program: StagedProgram::compile(session, graph, "denoise", &request, &options)?,
             sample_dims,
         })
     }
@@ -486,12 +529,21 @@ impl Denoiser {
                 &HostTensor::from_f32([rows, ids], request.time_ids)?,
             )?;
         }
-        if let Some(control) = request.control {
+        for (which, control) in request.controls.iter().enumerate() {
             let mut dims = control.image.shape.dims.clone();
             dims[0] = rows;
             let shape = control.image.shape.with_dims(dims);
             let data = control.image.data.repeat(rows);
-            set(names::CONTROL_IMAGE, &HostTensor::new(shape, data)?)?;
+            let name = names::numbered(names::CONTROL_IMAGE, which);
+            set(&name, &HostTensor::new(shape, data)?)?;
+        }
+        if let Some(Inpainting::Seen {
+            mask,
+            masked_image_latents,
+        }) = request.inpainting
+        {
+            set(names::MASK, mask)?;
+            set(names::MASKED_IMAGE_LATENTS, masked_image_latents)?;
         }
         for (name, value) in [
             (names::GUIDANCE_SCALE, request.guidance_scale),
@@ -505,25 +557,6 @@ impl Denoiser {
         inputs.extend(early);
 
         let each: usize = self.sample_dims[1..].iter().product();
-        let mut fresh = || -> Vec<f32> {
-            request
-                .generators
-                .iter_mut()
-                .flat_map(|generator| generator.normal(each))
-                .collect()
-        };
-        let noise = match request.latents {
-            Some(latents) => latents.to_f32_vec()?,
-            None => fresh(),
-        };
-        let sigma = request.plan.init_noise_sigma;
-        let first = match request.image {
-            // All steps of an inpainting start from noise alone, as in diffusers.
-            Some(image) if image.mask.is_none() || !request.plan.is_whole => {
-                mix(&image.latents, &noise, request.plan.noised)?
-            }
-            Some(_) | None => noise.iter().map(|v| v * sigma).collect(),
-        };
         let zeros = |dims: &[usize]| HostTensor::zeros(Shape::new(DType::F32, dims));
         let history = [[HISTORY].as_slice(), &self.sample_dims].concat();
         let mut state = vec![
@@ -531,7 +564,7 @@ impl Denoiser {
                 session,
                 &self.program,
                 sampler_names::SAMPLE,
-                &HostTensor::from_f32(self.sample_dims, &first)?,
+                request.sample,
             )?,
             put(
                 session,
@@ -551,13 +584,16 @@ impl Denoiser {
             for (name, value) in step_inputs(step)? {
                 set(name, &value)?;
             }
-            if let Some(control) = request.control {
+            for (which, control) in request.controls.iter().enumerate() {
                 let scale = control.scale_at(done, request.plan.steps.len());
-                set(names::CONTROL_SCALE, &HostTensor::from_f32([], &[scale])?)?;
+                let name = names::numbered(names::CONTROL_SCALE, which);
+                set(&name, &HostTensor::from_f32([], &[scale])?)?;
             }
             if step.is_noisy() {
-                let noise = HostTensor::from_f32(self.sample_dims, &fresh())?;
-                set(sampler_names::NOISE, &noise)?;
+                let fresh = request.generators.iter_mut();
+                let fresh: Vec<f32> = fresh.flat_map(|g| g.normal(each)).collect();
+                let fresh = HostTensor::from_f32(self.sample_dims, &fresh)?;
+                set(sampler_names::NOISE, &fresh)?;
             } else if !silent {
                 set(sampler_names::NOISE, &silence)?;
             }
@@ -568,12 +604,13 @@ impl Denoiser {
             )?;
             // The predicted clean sample is the last result, and nothing follows on it.
             state.truncate(2);
-            if let Some(StartImage {
+            if let Some(Inpainting::PutBack {
                 latents,
-                mask: Some(mask),
-            }) = request.image
+                noise,
+                mask,
+            }) = request.inpainting
             {
-                let kept = mix(latents, &noise, step.noised)?;
+                let kept = mix(latents, noise, step.noised)?.to_f32_vec()?;
                 let sample = state[0].to_host(session.mesh())?.to_f32_vec()?;
                 let sample = masked(&sample, &kept, &mask.to_f32_vec()?, self.sample_dims);
                 let sample = HostTensor::from_f32(self.sample_dims, &sample)?;
@@ -585,18 +622,19 @@ impl Denoiser {
     }
 }
 
-/// `clean * coefficients[0] + noise * coefficients[1]`
-fn mix(
+/// `clean * coefficients[0] + noise * coefficients[1]`, for tensors of one shape.
+pub(super) fn mix(
     clean: &HostTensor,
-    noise: &[f32],
+    noise: &HostTensor,
     [of_clean, of_noise]: [f32; 2],
-) -> Result<Vec<f32>, PipelineError> {
-    let clean = clean.to_f32_vec()?;
-    Ok(clean
+) -> Result<HostTensor, HostTensorError> {
+    let (clean_values, noise_values) = (clean.to_f32_vec()?, noise.to_f32_vec()?);
+    let values: Vec<f32> = clean_values
         .iter()
-        .zip(noise)
+        .zip(&noise_values)
         .map(|(clean, noise)| clean * of_clean + noise * of_noise)
-        .collect())
+        .collect();
+    HostTensor::from_f32(clean.shape.dims.clone(), &values)
 }
 
 /// `sample` where the mask is 1, `kept` where it is 0; the mask has one channel.

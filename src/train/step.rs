@@ -203,10 +203,12 @@ fn conditioning(
     let text_time = match pooled {
         None => None,
         Some(text_embeds) => {
-            let ids = b.constant(HostTensor::from_f32([1, 6], &model.time_ids())?)?;
+            let [_, ids] = model.time_ids();
+            let count = ids.len();
+            let ids = b.constant(HostTensor::from_f32([1, count], &ids)?)?;
             Some(TextTime {
                 text_embeds,
-                time_ids: b.broadcast_to(ids, &[batch, 6])?,
+                time_ids: b.broadcast_to(ids, &[batch, count])?,
             })
         }
     };

@@ -22,6 +22,9 @@ use blocks::{Block, Shared, Transformer};
 /// The root of the UNet's parameter paths.
 pub const ROOT: &str = "unet";
 
+/// Time ids of SDXL base: original size, top left corner of the crop, target size.
+pub const SIZE_TIME_IDS: usize = 6;
+
 /// What the UNet is given. `B` is the batch.
 #[derive(Clone, Debug)]
 pub struct UNetInputs {
@@ -87,7 +90,8 @@ impl ResSamples {
 pub struct TextTime {
     /// Pooled text embeddings `[B, features]`.
     pub text_embeds: Tensor,
-    /// Original height and width, top and left crop, target height and width: `[B, 6]`.
+    /// What is said of the picture in numbers: `[B, ids]`. SDXL base takes [`SIZE_TIME_IDS`]: original height and width,
+    /// top and left crop, target height and width; its refiner an aesthetic score in place of the last two.
     pub time_ids: Tensor,
 }
 
@@ -388,7 +392,8 @@ pub fn declare_inputs(
         Shape::new(DType::F32, [batch]),
         &[Some("activation_batch")],
     )?;
-    let (encoder_hidden_states, text_time) = declare_conditioning(b, config, batch, length, dtype)?;
+    let (encoder_hidden_states, text_time) =
+        declare_conditioning(b, config, [batch, length], SIZE_TIME_IDS, dtype)?;
     Ok(UNetInputs {
         sample,
         timestep,
@@ -398,15 +403,16 @@ pub fn declare_inputs(
     })
 }
 
-/// Declares what conditions the UNet: `encoder_hidden_states`, and for SDXL `text_embeds` and `time_ids` (`f32`).
+/// Declares what conditions the UNet on `length` text tokens: `encoder_hidden_states`, and for SDXL `text_embeds` and
+/// `ids` `time_ids` (`f32`) to a sample. The numbers of features in its configuration leave open how many ids there are.
 ///
 /// # Errors
-/// When one of the names is taken by an input of another shape.
+/// When one of the names is taken by an input of another shape, or the ids have more features than there are.
 pub fn declare_conditioning(
     b: &Builder,
     config: &UNet2DConditionConfig,
-    batch: usize,
-    length: usize,
+    [batch, length]: [usize; 2],
+    ids: usize,
     dtype: DType,
 ) -> std::result::Result<(Tensor, Option<TextTime>), GraphError> {
     let batch_axis = Some("activation_batch");
@@ -420,8 +426,6 @@ pub fn declare_conditioning(
     let text_time = match config.addition_embed_type {
         None => None,
         Some(AdditionEmbedType::TextTime) => {
-            // SDXL's six time ids: original size, crop and target size, two numbers each.
-            let ids = 6;
             let total = config
                 .projection_class_embeddings_input_dim
                 .unwrap_or_default();

@@ -55,6 +55,10 @@ pub(super) fn open(dir: &Path) -> Result<ModelSource, SourceError> {
             .get("force_zeros_for_empty_prompt")
             .and_then(Value::as_bool)
             .unwrap_or(family == Family::Sdxl),
+        requires_aesthetics_score: index
+            .get("requires_aesthetics_score")
+            .and_then(Value::as_bool)
+            .unwrap_or(family == Family::SdxlRefiner),
         tokenizers: TOKENIZERS
             .map(|name| (!is_null(&index, name)).then(|| dir.join(name)))
             .map(|folder| folder.filter(|f| f.is_dir())),

@@ -71,7 +71,8 @@ impl Family {
             Family::Sd1 => Some("base15.yml"),
             Family::Sd2 => Some("base21.yml"),
             Family::Sdxl => Some("base_xl.yml"),
-            Family::SdxlRefiner | Family::Sd3 | Family::Flux => None,
+            Family::SdxlRefiner => Some("refiner_xl.yml"),
+            Family::Sd3 | Family::Flux => None,
         }
     }
 }
@@ -157,6 +158,9 @@ pub struct ModelSource {
     /// Whether an empty negative prompt is zeros instead of the encoding of an empty text:
     /// `force_zeros_for_empty_prompt` of `model_index.json`.
     pub zero_empty_prompts: bool,
+    /// Whether the UNet is told an aesthetic score in place of the target size: `requires_aesthetics_score` of
+    /// `model_index.json`.
+    pub requires_aesthetics_score: bool,
     /// The folders of the two text encoders' tokenizers.
     pub tokenizers: [Option<PathBuf>; 2],
     /// What the source has besides.

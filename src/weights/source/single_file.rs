@@ -46,6 +46,7 @@ pub(super) fn open(path: &Path) -> Result<ModelSource, SourceError> {
         components,
         scheduler: Some(scheduler),
         zero_empty_prompts: family == Family::Sdxl,
+        requires_aesthetics_score: family == Family::SdxlRefiner,
         tokenizers: [None, None],
         ignored: ignored.into_list(),
         notes,

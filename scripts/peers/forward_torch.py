@@ -1,11 +1,11 @@
-"""Seconds of a forward pass of diffusers' UNet in PyTorch, bfloat16, on this machine's processors.
+"""Seconds of a forward pass of diffusers' UNet or VAE decoder in PyTorch, bfloat16, on this machine's processors.
 
-Usage: python unet_torch.py FOLDER [--latents 32] [--rows 2] [--runs 5]
+Usage: python forward_torch.py FOLDER [--part unet|vae] [--latents 32] [--rows 2] [--runs 5]
 
 FOLDER is a model in diffusers' layout (random_model.py makes one). Settings: inference mode, channels last, scaled dot
 product attention, as many threads as processors; not torch.compile, which takes tens of minutes for this model on two
 cores. Prints a line of JSON: the least and the median of the runs after one that is not counted, and the most memory the
-process had. Compare with the step of `maxdiff-rs generate ... --json`, which has two rows and guidance around them.
+process had. `speed.py` holds it against this program.
 """
 
 import argparse
@@ -16,16 +16,10 @@ import statistics
 import time
 
 import torch
-from diffusers import UNet2DConditionModel
+from diffusers import AutoencoderKL, UNet2DConditionModel
 
 
-def main():
-    arguments = argparse.ArgumentParser()
-    arguments.add_argument("folder", type=pathlib.Path)
-    arguments.add_argument("--latents", type=int, default=32)
-    arguments.add_argument("--rows", type=int, default=2)
-    arguments.add_argument("--runs", type=int, default=5)
-    arguments = arguments.parse_args()
+def unet(arguments):
     model = UNet2DConditionModel.from_pretrained(arguments.folder / "unet", torch_dtype=torch.bfloat16)
     model = model.eval().to(memory_format=torch.channels_last)
     rows, side = arguments.rows, arguments.latents
@@ -36,11 +30,31 @@ def main():
         features = model.config.projection_class_embeddings_input_dim - 6 * model.config.addition_time_embed_dim
         added = {"text_embeds": torch.randn(rows, features, dtype=torch.bfloat16),
                  "time_ids": torch.full((rows, 6), 8.0 * side, dtype=torch.bfloat16)}
+    return lambda: model(sample, torch.tensor(500), text, added_cond_kwargs=added)
+
+
+def vae(arguments):
+    model = AutoencoderKL.from_pretrained(arguments.folder / "vae", torch_dtype=torch.bfloat16)
+    model = model.eval().to(memory_format=torch.channels_last)
+    rows, side = arguments.rows, arguments.latents
+    latents = torch.randn(rows, 4, side, side, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
+    return lambda: model.decode(latents)
+
+
+def main():
+    arguments = argparse.ArgumentParser()
+    arguments.add_argument("folder", type=pathlib.Path)
+    arguments.add_argument("--part", choices=("unet", "vae"), default="unet")
+    arguments.add_argument("--latents", type=int, default=32)
+    arguments.add_argument("--rows", type=int, default=2)
+    arguments.add_argument("--runs", type=int, default=5)
+    arguments = arguments.parse_args()
+    forward = {"unet": unet, "vae": vae}[arguments.part](arguments)
     seconds = []
     with torch.inference_mode():
         for _ in range(arguments.runs + 1):
             start = time.perf_counter()
-            model(sample, torch.tensor(500), text, added_cond_kwargs=added)
+            forward()
             seconds.append(time.perf_counter() - start)
     print(json.dumps({
         "least": min(seconds[1:]), "median": statistics.median(seconds[1:]), "runs": arguments.runs,

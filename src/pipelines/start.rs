@@ -1,0 +1,153 @@
+//! What denoising starts from: noise, a picture, or a picture of which a mask keeps a part.
+
+use crate::host_tensor::HostTensor;
+use crate::runtime::{Prepared, Session};
+use crate::schedulers::SamplingPlan;
+
+use super::images::Failure;
+use super::latents::ImageEncoder;
+use super::noise::NoiseGenerator;
+use super::text_to_image::{Inpainting, PipelineError, mix};
+
+/// What the steps of a batch start from.
+pub(super) struct Begin {
+    /// `f32[batch, channels, rows, columns]`
+    pub sample: HostTensor,
+    pub inpainting: Option<Inpainting>,
+}
+
+/// A picture and the ready program that encodes it.
+pub(super) struct Pictured<'a> {
+    pub session: &'a Session,
+    pub encoder: &'a ImageEncoder,
+    pub prepared: Prepared<'a>,
+    /// `f32[1, 3, height, width]` in [-1, 1].
+    pub image: &'a HostTensor,
+}
+
+impl Pictured<'_> {
+    /// Latents of `image`, one for each generator.
+    fn latents(
+        &self,
+        image: &HostTensor,
+        generators: &mut [NoiseGenerator],
+    ) -> Result<HostTensor, PipelineError> {
+        let (session, prepared) = (self.session, &self.prepared);
+        self.encoder.run(session, prepared, image, generators)
+    }
+}
+
+/// What all batches of a call start from.
+pub(super) struct Starts<'a> {
+    pub pictured: Option<Pictured<'a>>,
+    /// `f32[1, 1, height, width]` of the picture: 1 where it is drawn anew.
+    pub mask: Option<&'a HostTensor>,
+    /// Whether the model sees mask and picture itself.
+    pub is_inpainting: bool,
+    pub sample_dims: [usize; 4],
+}
+
+impl Starts<'_> {
+    /// What the steps of a batch start from. Noise is drawn in the order of diffusers' pipelines: for the latents of the
+    /// picture, for the first sample (unless `noise` is given), for the latents of the masked picture.
+    ///
+    /// # Errors
+    /// When a model for inpainting has no picture or mask, these do not fit, or the encoder fails.
+    pub fn begin(
+        &self,
+        noise: Option<HostTensor>,
+        plan: &SamplingPlan,
+        generators: &mut [NoiseGenerator],
+    ) -> Result<Begin, Failure> {
+        let [_, channels, rows, columns] = self.sample_dims;
+        let each = channels * rows * columns;
+        // With a mask, all steps start from noise alone: the model sees the picture, or what is kept is put back.
+        let from_noise = self.mask.is_some() && plan.is_whole;
+        let latents = match &self.pictured {
+            Some(pictured) if !(self.is_inpainting && from_noise) => {
+                Some(pictured.latents(pictured.image, generators)?)
+            }
+            Some(_) | None => None,
+        };
+        let noise = match noise {
+            Some(noise) => noise,
+            None => {
+                let drawn = generators.iter_mut().flat_map(|g| g.normal(each));
+                HostTensor::from_f32(self.sample_dims, &drawn.collect::<Vec<_>>())?
+            }
+        };
+        let sample = match &latents {
+            Some(latents) if !from_noise => mix(latents, &noise, plan.noised)?,
+            Some(_) | None => {
+                let values = noise.to_f32_vec()?.into_iter();
+                let scaled: Vec<f32> = values.map(|v| v * plan.init_noise_sigma).collect();
+                HostTensor::from_f32(self.sample_dims, &scaled)?
+            }
+        };
+        let inpainting = match (&self.pictured, self.mask, latents) {
+            (Some(pictured), Some(mask), _) if self.is_inpainting => Some(Inpainting::Seen {
+                mask: repeat(&nearest(mask, [rows, columns])?, generators.len())?,
+                masked_image_latents: pictured
+                    .latents(&without(pictured.image, mask)?, generators)?,
+            }),
+            _ if self.is_inpainting => {
+                return Err("a model for inpainting takes a picture and a mask".into());
+            }
+            (_, Some(mask), Some(latents)) => {
+                let mask = repeat(&nearest(mask, [rows, columns])?, generators.len())?;
+                // diffusers encodes the masked picture here too, and uses nothing but up what it draws for it.
+                for generator in generators {
+                    generator.normal(each);
+                }
+                Some(Inpainting::PutBack {
+                    latents,
+                    noise,
+                    mask,
+                })
+            }
+            _ => None,
+        };
+        Ok(Begin { sample, inpainting })
+    }
+}
+
+/// `mask` `[1, 1, height, width]` at another size: of each place the pixel at its upper left, PyTorch's `nearest`.
+fn nearest(mask: &HostTensor, [rows, columns]: [usize; 2]) -> Result<HostTensor, Failure> {
+    let &[1, 1, height, width] = mask.shape.dims.as_slice() else {
+        return Err(format!("mask {}; expected [1, 1, height, width]", mask.shape).into());
+    };
+    let values = mask.to_f32_vec()?;
+    let small: Vec<f32> = (0..rows * columns)
+        .map(|at| {
+            let (y, x) = (at / columns * height / rows, at % columns * width / columns);
+            values[y * width + x]
+        })
+        .collect();
+    Ok(HostTensor::from_f32([1, 1, rows, columns], &small)?)
+}
+
+/// `image` `[1, channels, height, width]` with 0, which is grey, where `mask` `[1, 1, height, width]` is 1.
+fn without(image: &HostTensor, mask: &HostTensor) -> Result<HostTensor, Failure> {
+    let (of_image, of_mask) = (&image.shape.dims, &mask.shape.dims);
+    if of_image.len() != 4 || of_mask.len() != 4 || of_image[2..] != of_mask[2..] {
+        return Err(format!("mask {} of picture {}", mask.shape, image.shape).into());
+    }
+    let mask = mask.to_f32_vec()?;
+    let values = image.to_f32_vec()?;
+    let left: Vec<f32> = values
+        .iter()
+        .zip(mask.iter().cycle())
+        .map(|(value, mask)| if *mask < 0.5 { *value } else { 0.0 })
+        .collect();
+    Ok(HostTensor::from_f32(of_image.clone(), &left)?)
+}
+
+/// `count` copies of a tensor of one row.
+fn repeat(row: &HostTensor, count: usize) -> Result<HostTensor, Failure> {
+    let mut dims = row.shape.dims.clone();
+    dims[0] = count;
+    Ok(HostTensor::new(
+        row.shape.with_dims(dims),
+        row.data.repeat(count),
+    )?)
+}
