@@ -81,7 +81,6 @@ impl Case {
             controlnets: Vec::new(),
             vae: Some(AutoencoderKlConfig::from_map(config(Part::Vae)).unwrap()),
             precision,
-            vae_precision: precision,
             remat: Remat::None,
             scheduler: SchedulerConfig::from_map(source.scheduler.as_ref().unwrap()).unwrap(),
             sample_size: [8, 8],

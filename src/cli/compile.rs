@@ -258,12 +258,6 @@ impl Machine {
     }
 
     fn topology(config: &Config, accelerator: Accelerator, slices: i64) -> Result<Self, CliError> {
-        if accelerator.platform == Platform::Gpu {
-            return Err(CliError::Usage(format!(
-                "compile_topology={}: compiling ahead of time for GPUs is not here yet; TPU topologies work: {}",
-                config.compile_topology, "v4-*, v5e-*, v5p-*, v6e-*, tpu7x-*"
-            )));
-        }
         let options: Vec<(String, NamedValue)> = accelerator
             .create_options(slices)
             .map_err(CliError::usage)?
@@ -271,7 +265,11 @@ impl Machine {
             .map(|(key, value)| (key, named_value(value)))
             .collect();
         // A mistake in the configuration is told before the plugin is asked for: the message is the shorter way.
-        let installed = install::locate(PluginKind::Tpu).map_err(CliError::failed)?;
+        let kind = match accelerator.platform {
+            Platform::Tpu => PluginKind::Tpu,
+            Platform::Gpu => PluginKind::Cuda,
+        };
+        let installed = install::locate(kind).map_err(CliError::failed)?;
         prepare_process().map_err(CliError::failed)?;
         let plugin = Plugin::load(&installed.library).map_err(CliError::failed)?;
         let topology = Topology::create(&plugin, accelerator.pjrt_topology_name(), &options)
@@ -292,7 +290,7 @@ impl Machine {
             compiler: Compiler::Topology(topology),
             name: accelerator.name,
             chip: Some(accelerator.chip),
-            options: compile_options(&mesh),
+            options: compile_options(&mesh).with_cuda_data_dir(installed.cuda_data_dir.as_deref()),
             mesh,
             rules: recipe::axis_rules(config)?,
             hbm_limit,

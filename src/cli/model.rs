@@ -12,7 +12,7 @@ use crate::models::clip::ClipTextConfig;
 use crate::models::controlnet::{self, ControlNetConfig};
 use crate::models::unet::{ROOT as UNET, UNet2DConditionConfig};
 use crate::models::vae::{AutoencoderKlConfig, ROOT as VAE};
-use crate::nn::{Precision, Remat};
+use crate::nn::Remat;
 use crate::pipelines::images::Traced;
 use crate::pipelines::model::{
     DiffusionModel, HiddenState, TEXT_ENCODER, TEXT_ENCODER_2, TextEncoder,
@@ -419,11 +419,6 @@ fn published(
         sample_size: image_size.map(|side| side / scale),
         image_size,
         decode_tile: config.vae_tiling.then(|| vae.latent_tile()),
-        // A VAE that overflows in half precision is kept in float32, where nothing is lost.
-        vae_precision: match vae.force_upcast {
-            true => Precision::F32,
-            false => precision,
-        },
         unet,
         text_encoders,
         vae: Some(vae),

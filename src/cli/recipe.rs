@@ -107,7 +107,6 @@ pub fn model(config: &Config, tokenizer: Option<&Tokenizer>) -> Result<Diffusion
         vae: None,
         controlnets: Vec::new(),
         precision: precision(config),
-        vae_precision: precision(config),
         remat: match config.remat_policy {
             config::RematPolicy::None => Remat::None,
             config::RematPolicy::Full => Remat::Full,

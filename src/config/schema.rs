@@ -154,7 +154,7 @@ schema! {
         /// Virtual devices that the processor is split into. -1: one.
         num_devices: i64 = -1, Ours, &[Verb::Train, Verb::Generate, Verb::Compile, Verb::ModuleRun], in MinusOneOr(1.0),
             when "hardware=cpu or auto" |c| matches!(c.hardware, Hardware::Cpu | Hardware::Auto);
-        /// Topology to compile for, none of it needed here: `v5e-256`. Empty: the devices of this
+        /// Topology to compile for, none of it needed here: `v5e-256`, `h200`. Empty: the devices of this
         /// machine.
         compile_topology: String = String::new(), Ours, AHEAD;
         /// Slices of `compile_topology`, joined by the data-centre network. -1: one.

@@ -30,7 +30,7 @@ pub fn trace_decode(
     let dims = [1, model.unet.out_channels, rows, columns];
     let latents = b.input(names::LATENTS, Shape::new(DType::F32, dims), &[])?;
     let unscaled = vae::unscale_latents(&b, config, latents)?;
-    let images = vae::decode(&b, vae::ROOT, config, unscaled, model.vae_precision)?;
+    let images = vae::decode(&b, vae::ROOT, config, unscaled, model.precision)?;
     b.output(names::IMAGES, b.convert(images, DType::F32)?, None)?;
     Ok(b.finish())
 }
@@ -48,10 +48,10 @@ pub fn trace_encode_image(model: &DiffusionModel) -> Result<Graph, GraphError> {
     let [height, width] = model.image_size;
     let images = Shape::new(DType::F32, [1, config.in_channels, height, width]);
     let images = b.input(names::IMAGES, images, &[])?;
-    let encoded = vae::encode(&b, vae::ROOT, config, images, model.vae_precision)?;
+    let encoded = vae::encode(&b, vae::ROOT, config, images, model.precision)?;
     let latents = Shape::new(DType::F32, model.sample_dims(1));
     let noise = b.input(sampler_names::NOISE, latents, &[])?;
-    let noise = b.convert(noise, model.vae_precision.activations)?;
+    let noise = b.convert(noise, model.precision.activations)?;
     let latents = vae::scale_latents(&b, config, encoded.sample(&b, noise)?)?;
     b.output(names::LATENTS, b.convert(latents, DType::F32)?, None)?;
     Ok(b.finish())

@@ -32,10 +32,9 @@ pub struct DiffusionModel {
     pub text_encoders: Vec<TextEncoder>,
     /// What makes pictures of the UNet's samples; `None` where samples are pixels.
     pub vae: Option<AutoencoderKlConfig>,
-    /// How the UNet and the text encoders compute.
+    /// How all models compute. As in diffusers, that holds for a VAE that asks for `force_upcast` too: it is about f16,
+    /// whose range SDXL's activations leave; bf16 has the range of f32.
     pub precision: Precision,
-    /// How the VAE computes.
-    pub vae_precision: Precision,
     pub remat: Remat,
     pub scheduler: SchedulerConfig,
     /// Rows and columns of the UNet's sample.

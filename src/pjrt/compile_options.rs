@@ -1,6 +1,7 @@
 //! What a compiler is told beside the program.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 
 use prost::Message;
 
@@ -144,6 +145,18 @@ impl CompileOptions {
     pub fn allow_sharding_propagation_to_parameters(mut self, allow: Vec<bool>) -> Self {
         self.build().allow_spmd_sharding_propagation_to_parameters = allow;
         self
+    }
+
+    /// With the folder in which XLA's compiler for GPUs finds `bin/ptxas` and `nvvm/libdevice`; other compilers do not
+    /// read it.
+    pub fn with_cuda_data_dir(self, dir: Option<&Path>) -> Self {
+        match dir {
+            Some(dir) => {
+                let dir = OptionValue::String(dir.display().to_string());
+                self.set("xla_gpu_cuda_data_dir", dir)
+            }
+            None => self,
+        }
     }
 
     /// Sets one of the compiler's own options (`xla_...`). The compiler refuses names it does not

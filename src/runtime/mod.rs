@@ -16,9 +16,7 @@ use std::path::PathBuf;
 use crate::dtype::DType;
 use crate::graph::{Graph, GraphError};
 use crate::host_tensor::{HostTensor, HostTensorError};
-use crate::pjrt::{
-    Client, CompileOptions, Device, ElementType, NamedValue, OptionValue, PjrtError, Plugin,
-};
+use crate::pjrt::{Client, CompileOptions, Device, ElementType, NamedValue, PjrtError, Plugin};
 use crate::shape::Shape;
 use crate::shard::{
     DeviceDescription, LogicalAxisRules, Mesh, Parallelism, PartitionSpec, ShardError,
@@ -130,14 +128,7 @@ impl Session {
 
     /// The options with which programs for this session are compiled.
     pub fn compile_options(&self) -> CompileOptions {
-        let options = compile_options(&self.mesh);
-        match &self.cuda_data_dir {
-            Some(dir) => options.set(
-                "xla_gpu_cuda_data_dir",
-                OptionValue::String(dir.display().to_string()),
-            ),
-            None => options,
-        }
+        compile_options(&self.mesh).with_cuda_data_dir(self.cuda_data_dir.as_deref())
     }
 
     /// `graph` as this session's kind of hardware runs it fastest. Doing it twice changes nothing more.

@@ -13,6 +13,7 @@ pub enum Chip {
     V6e,
     Tpu7x,
     H100,
+    H200,
 }
 
 /// Operand format of a matrix product.
@@ -34,13 +35,14 @@ struct Rates {
 }
 
 impl Chip {
-    pub const ALL: [Chip; 6] = [
+    pub const ALL: [Chip; 7] = [
         Chip::V4,
         Chip::V5e,
         Chip::V5p,
         Chip::V6e,
         Chip::Tpu7x,
         Chip::H100,
+        Chip::H200,
     ];
 
     /// The chip of a device, from the kind its PJRT description gives (`TPU v5 lite`).
@@ -52,6 +54,7 @@ impl Chip {
             "TPU v6 lite" | "TPU v6e" => Some(Chip::V6e),
             "TPU7x" => Some(Chip::Tpu7x),
             _ if kind.contains("H100") => Some(Chip::H100),
+            _ if kind.contains("H200") => Some(Chip::H200),
             _ => None,
         }
     }
@@ -61,14 +64,14 @@ impl Chip {
     pub fn devices_per_chip(self) -> usize {
         match self {
             Chip::Tpu7x => 2,
-            Chip::V4 | Chip::V5e | Chip::V5p | Chip::V6e | Chip::H100 => 1,
+            Chip::V4 | Chip::V5e | Chip::V5p | Chip::V6e | Chip::H100 | Chip::H200 => 1,
         }
     }
 
     /// Sources: the Cloud TPU pages of each version (v4: 275 in bf16 or int8; v5e 197/394;
     /// v5p 459/918; v6e 918/1836; TPU7x 2307, 4614 in fp8, fp8 of v5p and v6e as fast as their
-    /// bf16), the int4 rates of JAX's Pallas TPU hardware table, and NVIDIA's H100 SXM data
-    /// sheet, dense.
+    /// bf16), the int4 rates of JAX's Pallas TPU hardware table, and NVIDIA's data sheets of
+    /// the H100 SXM and the H200, dense: the same processor.
     fn rates(self) -> Rates {
         let rates = |bf16, int8, int4, fp8| Rates {
             bf16,
@@ -83,7 +86,7 @@ impl Chip {
             Chip::V5p => rates(459.0, Some(918.0), Some(1836.0), Some(459.0)),
             Chip::V6e => rates(918.0, Some(1836.0), Some(3672.0), Some(918.0)),
             Chip::Tpu7x => rates(2307.0, None, None, Some(4614.0)),
-            Chip::H100 => rates(989.4, Some(1978.9), None, Some(1978.9)),
+            Chip::H100 | Chip::H200 => rates(989.4, Some(1978.9), None, Some(1978.9)),
         }
     }
 
@@ -147,6 +150,7 @@ impl Chip {
             Chip::V5p => 95 * GIB,
             Chip::Tpu7x => 192 * GIB,
             Chip::H100 => 80 * GIB,
+            Chip::H200 => 141_000_000_000,
         }
     }
 
@@ -160,8 +164,34 @@ impl Chip {
             Chip::V4 => Some(1.05e9),
             Chip::V5e => Some(1.5e9),
             Chip::V5p | Chip::V6e => Some(1.75e9),
-            Chip::Tpu7x | Chip::H100 => None,
+            Chip::Tpu7x | Chip::H100 | Chip::H200 => None,
         }
+    }
+
+    /// A GPU as XLA's compiler asks for it (`GpuTargetConfigProto`, as text), when none is here; `None` for TPUs.
+    ///
+    /// Limits are those of compute capability 9.0 in NVIDIA's programming guide; multiprocessors, clock, bandwidth and
+    /// memory are of the SXM parts' data sheets. Versions are the oldest that the plugin's wheel runs with.
+    pub fn gpu_target_config(self) -> Option<String> {
+        let (name, bandwidth, memory) = match self {
+            Chip::H100 => (
+                "NVIDIA H100 80GB HBM3",
+                3_352_320_000_000u64,
+                84_929_347_584u64,
+            ),
+            Chip::H200 => ("NVIDIA H200", 4_800_000_000_000, 141_000_000_000),
+            Chip::V4 | Chip::V5e | Chip::V5p | Chip::V6e | Chip::Tpu7x => return None,
+        };
+        Some(format!(
+            "gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 \
+             shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 \
+             block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535 \
+             memory_bandwidth: {bandwidth} l2_cache_size: 52428800 clock_rate_ghz: 1.98 \
+             device_memory_size: {memory} shared_memory_per_block_optin: 232448 \
+             cuda_compute_capability {{ major: 9 }} registers_per_core_limit: 65536 \
+             registers_per_block_limit: 65536 }} platform_name: \"CUDA\" dnn_version_info {{ major: 9 minor: 8 }} \
+             runtime_version {{ major: 13 }} device_description_str: \"{name}\""
+        ))
     }
 
     /// HBM a program may use on one device, as libtpu 0.0.51 states it in a topology's
@@ -172,7 +202,7 @@ impl Chip {
             Chip::V5p => Some(102_786_658_304),
             Chip::V6e => Some(33_545_912_320),
             Chip::Tpu7x => Some(101_724_450_816),
-            Chip::V4 | Chip::H100 => None,
+            Chip::V4 | Chip::H100 | Chip::H200 => None,
         }
     }
 }
@@ -186,6 +216,7 @@ impl fmt::Display for Chip {
             Chip::V6e => "TPU v6e",
             Chip::Tpu7x => "TPU v7x",
             Chip::H100 => "H100",
+            Chip::H200 => "H200",
         })
     }
 }

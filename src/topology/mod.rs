@@ -1,4 +1,4 @@
-//! Accelerator names (`v5e-256`, `v5p-128`, `tpu7x-64`, `a3`) and what stands behind them.
+//! Accelerator names (`v5e-256`, `v5p-128`, `tpu7x-64`, `a3`, `h200`) and what stands behind them.
 //!
 //! [`Accelerator::lookup`] turns the name a user writes in `compile_topology` into the description
 //! a PJRT plugin builds its topology from. The names and their shapes are those of MaxText's
@@ -117,7 +117,7 @@ impl Accelerator {
     /// Options for `PJRT_TopologyDescription_Create`, for `num_slices` such slices.
     ///
     /// For GPUs the slice is one host and the plugin takes its shape as
-    /// `slices x hosts per slice x devices per host`; the caller adds `target_config`.
+    /// `slices x hosts per slice x devices per host`.
     ///
     /// # Errors
     /// As [`Accelerator::check_slices`].
@@ -145,10 +145,13 @@ impl Accelerator {
                     add("wrap", OptionValue::IntList(wrap));
                 }
             }
-            Platform::Gpu => add(
-                "topology",
-                OptionValue::Str(format!("{num_slices}x1x{}", self.devices_per_slice)),
-            ),
+            Platform::Gpu => {
+                let shape = format!("{num_slices}x1x{}", self.devices_per_slice);
+                add("topology", OptionValue::Str(shape));
+                if let Some(config) = self.chip.gpu_target_config() {
+                    add("target_config", OptionValue::Str(config));
+                }
+            }
         }
         Ok(options)
     }
@@ -163,10 +166,11 @@ mod tests {
     }
 
     #[test]
-    fn the_table_has_maxtexts_224_rows() {
+    fn the_table_has_maxtexts_224_rows_and_two_more() {
         let names = Accelerator::names();
         let count = |family: &str| names.iter().filter(|n| n.starts_with(family)).count();
-        assert_eq!(names.len(), 224);
+        // MaxText's, and one H100 and one H200.
+        assert_eq!(names.len(), 224 + 2);
         assert_eq!(
             ["v5e-", "v6e-", "v4-", "v5p-", "tpu7x-", "a3"].map(count),
             [8, 8, 12, 96, 99, 1]
@@ -191,7 +195,7 @@ mod tests {
                 Chip::V4 | Chip::V5p => (suffix / 2, 1),
                 Chip::V5e | Chip::V6e => (suffix, 1),
                 Chip::Tpu7x => (suffix, 2),
-                Chip::H100 => unreachable!("a3 has no suffix"),
+                Chip::H100 | Chip::H200 => unreachable!("GPUs have no suffix"),
             };
             assert_eq!(a.devices_per_slice, devices, "{name}");
             assert_eq!(chips as usize * devices_per_chip, devices, "{name}");
@@ -265,14 +269,25 @@ mod tests {
     }
 
     #[test]
-    fn create_options_of_gpu_hosts_give_the_shape() {
-        let a = row("a3");
-        assert_eq!((a.platform, a.devices_per_slice), (Platform::Gpu, 8));
-        assert_eq!(a.pjrt_topology_name(), "");
-        assert_eq!(
-            a.create_options(4).unwrap(),
-            [("topology".to_owned(), OptionValue::Str("4x1x8".into()))]
-        );
+    fn create_options_of_gpu_hosts_give_the_shape_and_the_processor() {
+        let cases = [
+            ("a3", 8, "4x1x8", "NVIDIA H100"),
+            ("h100", 1, "4x1x1", "NVIDIA H100"),
+            ("h200", 1, "4x1x1", "NVIDIA H200"),
+        ];
+        for (name, gpus, shape, processor) in cases {
+            let a = row(name);
+            assert_eq!((a.platform, a.devices_per_slice), (Platform::Gpu, gpus));
+            assert_eq!(a.pjrt_topology_name(), "");
+            let options = a.create_options(4).unwrap();
+            let shape = OptionValue::Str(shape.into());
+            assert_eq!(options[0], ("topology".to_owned(), shape));
+            let (key, OptionValue::Str(config)) = &options[1] else {
+                panic!("{options:?}")
+            };
+            assert_eq!(key, "target_config");
+            assert!(config.contains(processor), "{config}");
+        }
     }
 
     #[test]
@@ -290,7 +305,13 @@ mod tests {
             ),
             "{error}"
         );
-        for family in ["v4-{8..4096}", "v5p-{8..17920}", "tpu7x-{2..18432}", "a3"] {
+        for family in [
+            "v4-{8..4096}",
+            "v5p-{8..17920}",
+            "tpu7x-{2..18432}",
+            "a3",
+            "h200",
+        ] {
             assert!(error.contains(family), "{family} not in {error}");
         }
         let nearest = |name: &str| match Accelerator::lookup(name).unwrap_err() {

@@ -61,8 +61,12 @@ const FAMILIES: [Family; 5] = [
     },
 ];
 
-/// One NVIDIA host of 8 H100 GPUs; several hosts are several slices.
-const GPU_HOST: (&str, usize) = ("a3", 8);
+/// NVIDIA hosts by name, with their GPUs; several hosts are several slices. MaxText names `a3` alone.
+const GPU_HOSTS: [(&str, Chip, usize); 3] = [
+    ("a3", Chip::H100, 8),
+    ("h100", Chip::H100, 1),
+    ("h200", Chip::H200, 1),
+];
 
 #[rustfmt::skip]
 const SQUARE: [(u32, [u32; 2]); 8] = [
@@ -150,16 +154,16 @@ impl Family {
 }
 
 pub(super) fn find(name: &str) -> Option<Accelerator> {
-    if name == GPU_HOST.0 {
+    if let Some((_, chip, gpus)) = GPU_HOSTS.iter().find(|(host, ..)| *host == name) {
         return Some(Accelerator {
             name: name.to_owned(),
-            chip: Chip::H100,
+            chip: *chip,
             platform: Platform::Gpu,
             dims: Vec::new(),
             topology_name: None,
             chip_config_name: None,
             chips_per_host_bounds: None,
-            devices_per_slice: GPU_HOST.1,
+            devices_per_slice: *gpus,
             wrap: None,
         });
     }
@@ -181,7 +185,7 @@ pub(super) fn all() -> impl Iterator<Item = String> {
                 .into_iter()
                 .map(|(suffix, _)| format!("{}-{suffix}", f.prefix))
         })
-        .chain([GPU_HOST.0.to_owned()])
+        .chain(GPU_HOSTS.iter().map(|(name, ..)| (*name).to_owned()))
 }
 
 /// The valid names a mistyped one may have meant: the sizes around it when the family is right,
@@ -223,9 +227,11 @@ pub(super) fn families() -> String {
             format!("{}-{{{sizes}}}", f.prefix)
         })
         .collect();
-    parts.push(format!(
-        "{} (one host of {} GPUs a slice)",
-        GPU_HOST.0, GPU_HOST.1
-    ));
+    for (name, chip, gpus) in GPU_HOSTS {
+        parts.push(match gpus {
+            1 => format!("{name} (one {chip} a slice)"),
+            _ => format!("{name} (one host of {gpus} {chip} GPUs a slice)"),
+        });
+    }
     parts.join(", ")
 }
