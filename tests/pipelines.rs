@@ -205,6 +205,16 @@ impl Case {
     }
 
     fn run(&self, session: &Session, pipeline: &Pipeline, options: &DrawOptions<'_>) -> Made {
+        self.run_pictures(session, pipeline, &self.pictures(), options)
+    }
+
+    fn run_pictures(
+        &self,
+        session: &Session,
+        pipeline: &Pipeline,
+        pictures: &[Picture],
+        options: &DrawOptions<'_>,
+    ) -> Made {
         let read = |slot: &maxdiff::runtime::Slot| -> Result<maxdiff::runtime::Array, Failure> {
             let (root, key) = slot.name.split_once('/').unwrap();
             let folder = match root {
@@ -226,7 +236,7 @@ impl Case {
             .run(
                 session,
                 &WeightSource::Files(&read),
-                &self.pictures(),
+                pictures,
                 options,
                 &mut || {},
             )
@@ -291,6 +301,58 @@ fn latents_and_pictures_are_diffusers_after_twenty_steps() {
             }
         }
     }
+}
+
+/// Prompts, negative prompts, seeds, guidance and step counts are inputs of the programs.
+#[test]
+fn other_settings_compile_nothing() {
+    let session = cpu_session(1);
+    let case = Case::read("sdxl", Precision::F32);
+    let pipeline = case.compile(&session, 1, false);
+    let compiled = session.compilations();
+    assert_eq!(compiled, pipeline.timings().programs);
+    let plans = [3, 5].map(|steps| {
+        let options = PlanOptions::new(steps);
+        case.model.scheduler.plan(&options).unwrap()
+    });
+    let encode = |text: &str| -> Vec<_> {
+        let tokenizers = case.tokenizers.iter();
+        tokenizers
+            .map(|t| encode_prompt(t, text, PromptSyntax::Weighted).unwrap())
+            .collect()
+    };
+    let picture = |plan, guidance_scale, prompt, negative, seed| Picture {
+        plan,
+        guidance_scale,
+        prompt: encode(prompt),
+        negative: encode(negative),
+        negative_is_empty: false,
+        seed,
+    };
+    let pictures = [
+        picture(0, 5.0, "a red circle", "blurred", 0),
+        picture(1, 7.5, "two (blue:1.3) squares", "dark", 1),
+    ];
+    let options = DrawOptions {
+        plans: &plans,
+        guidance_rescale: 0.0,
+        zero_empty_prompts: true,
+        image: None,
+        mask: None,
+        controls: &[],
+        latents: None,
+        continues: None,
+    };
+    let rescaled = DrawOptions {
+        guidance_rescale: 0.7,
+        ..options.clone()
+    };
+    let first = case.run_pictures(&session, &pipeline, &pictures, &options);
+    let second = case.run_pictures(&session, &pipeline, &pictures, &rescaled);
+    assert_eq!((first.images.len(), second.images.len()), (2, 2));
+    assert_ne!(first.images[0], first.images[1]);
+    assert_ne!(first.images[1], second.images[1]);
+    assert_eq!(session.compilations(), compiled);
 }
 
 #[test]

@@ -11,6 +11,7 @@ pub use array::Array;
 pub use program::{Program, ProgramOptions, Slot, Timings, Value, compile_options};
 pub use staged::{Prepared, StagedProgram, StagedTimings};
 
+use std::cell::Cell;
 use std::path::PathBuf;
 
 use crate::dtype::DType;
@@ -64,6 +65,7 @@ pub struct Session {
     devices: Vec<Device>,
     rules: LogicalAxisRules,
     cuda_data_dir: Option<PathBuf>,
+    compilations: Cell<usize>,
 }
 
 /// What the plugins call a description, as the mesh wants it.
@@ -116,6 +118,7 @@ impl Session {
             devices,
             rules,
             cuda_data_dir: None,
+            compilations: Cell::new(0),
         })
     }
 
@@ -153,6 +156,11 @@ impl Session {
             true => with_kernels(graph),
             false => Ok(graph.clone()),
         }
+    }
+
+    /// How many programs were compiled for this session so far.
+    pub fn compilations(&self) -> usize {
+        self.compilations.get()
     }
 
     pub fn client(&self) -> &Client {

@@ -97,6 +97,7 @@ impl Program {
         plan.log(name);
         let emit = start.elapsed().as_secs_f64();
         let start = Instant::now();
+        session.compilations.set(session.compilations.get() + 1);
         let executable = session.client.compile(&text, &session.compile_options())?;
         let compile = start.elapsed().as_secs_f64();
         let inputs = graph
