@@ -6,6 +6,7 @@ use std::fs::{self, File};
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::name::{is_commit, is_safe_path};
 use super::{HubError, RepoId, Result, Revision};
@@ -189,10 +190,12 @@ pub(super) fn create_parent(path: &Path) -> Result<()> {
     fs::create_dir_all(parent).map_err(|source| io_error("create", parent, source))
 }
 
-/// A name for what is to replace `path` when it is whole; two processes have two.
+/// A name for what is to replace `path` when it is whole, another for every call in every process.
 fn beside(path: &Path) -> PathBuf {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
-    path.with_file_name(format!(".{name}.{}", std::process::id()))
+    static COUNT: AtomicUsize = AtomicUsize::new(0);
+    let count = COUNT.fetch_add(1, Ordering::Relaxed);
+    path.with_file_name(format!(".{name}.{}.{count}", std::process::id()))
 }
 
 /// The files below a folder, with slashes; links count as what they lead to.
