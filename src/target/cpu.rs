@@ -64,14 +64,12 @@ fn is_matrix_product(b: &Builder, operands: &[Tensor], dims: &DotDims) -> bool {
 /// Input channels from which dots of shifted images are faster than a convolution in bf16 (docs/performance.md).
 const WIDE: usize = 128;
 
-/// Whether a convolution moves over every pixel of channels-last images of many channels.
-fn is_sum_of_dots(b: &Builder, operands: &[Tensor], dims: &ConvDims) -> bool {
+/// Whether a convolution is of channels-last images, with no dilation, group or negative padding.
+pub(super) fn is_plain_convolution(dims: &ConvDims) -> bool {
     let is_one = |n: &usize| *n == 1;
     let image = ConvLayout::channels_last(2);
-    let lhs = b.dims(operands[0]);
     dims.lhs == image
         && dims.out == image
-        && dims.strides.iter().all(is_one)
         && dims.lhs_dilation.iter().all(is_one)
         && dims.rhs_dilation.iter().all(is_one)
         && is_one(&dims.feature_groups)
@@ -80,6 +78,13 @@ fn is_sum_of_dots(b: &Builder, operands: &[Tensor], dims: &ConvDims) -> bool {
             .padding
             .iter()
             .all(|(low, high)| *low >= 0 && *high >= 0)
+}
+
+/// Whether a convolution moves over every pixel of channels-last images of many channels.
+fn is_sum_of_dots(b: &Builder, operands: &[Tensor], dims: &ConvDims) -> bool {
+    let lhs = b.dims(operands[0]);
+    is_plain_convolution(dims)
+        && dims.strides.iter().all(|stride| *stride == 1)
         && lhs[3] >= WIDE
         && lhs[..3].iter().product::<usize>() > 1
 }

@@ -5,9 +5,10 @@ use std::collections::HashMap;
 use crate::dtype::DType;
 use crate::graph::kernel::{Contract, LANES, Window, group};
 use crate::graph::{
-    Binary, Builder, ConvDims, ConvLayout, Graph, GraphError, Kernel, Node, Op, PadDim, Tensor,
+    Binary, Builder, ConvDims, Graph, GraphError, Kernel, Node, Op, PadDim, Tensor,
 };
 
+use super::cpu::is_plain_convolution;
 use super::pattern::{Heads, Norm, View};
 
 type Result<T> = std::result::Result<T, GraphError>;
@@ -175,19 +176,7 @@ impl<'a> Finder<'a> {
                 (terms, terms)
             }
             Op::Convolution { dims, .. } => {
-                let is_one = |n: &usize| *n == 1;
-                let image = ConvLayout::channels_last(2);
-                let fits = dims.lhs == image
-                    && dims.out == image
-                    && dims.lhs_dilation.iter().all(is_one)
-                    && dims.rhs_dilation.iter().all(is_one)
-                    && is_one(&dims.feature_groups)
-                    && is_one(&dims.batch_groups)
-                    && dims
-                        .padding
-                        .iter()
-                        .all(|(low, high)| *low >= 0 && *high >= 0);
-                if !fits {
+                if !is_plain_convolution(dims) {
                     return false;
                 }
                 let taps: usize = dims.rhs.spatial.iter().map(|d| rhs.dims[*d]).product();
