@@ -191,15 +191,11 @@ impl Case {
             .map(|v| *v as f32)
             .collect();
         let latents = HostTensor::from_f32(dims, &values).unwrap();
+        let plans = [self.plan()];
         let options = DrawOptions {
-            plans: &[self.plan()],
-            guidance_rescale: 0.0,
             zero_empty_prompts: self.is_xl,
-            image: None,
-            mask: None,
-            controls: &[],
             latents: Some(&latents),
-            continues: None,
+            ..draw_by(&plans)
         };
         self.run(session, pipeline, &options)
     }
@@ -241,6 +237,20 @@ impl Case {
                 &mut || {},
             )
             .unwrap()
+    }
+}
+
+/// From noise of the pictures' seeds, by these samplers.
+fn draw_by(plans: &[SamplingPlan]) -> DrawOptions<'_> {
+    DrawOptions {
+        plans,
+        guidance_rescale: 0.0,
+        zero_empty_prompts: false,
+        image: None,
+        mask: None,
+        controls: &[],
+        latents: None,
+        continues: None,
     }
 }
 
@@ -334,14 +344,8 @@ fn other_settings_compile_nothing() {
         picture(1, 7.5, "two (blue:1.3) squares", "dark", 1),
     ];
     let options = DrawOptions {
-        plans: &plans,
-        guidance_rescale: 0.0,
         zero_empty_prompts: true,
-        image: None,
-        mask: None,
-        controls: &[],
-        latents: None,
-        continues: None,
+        ..draw_by(&plans)
     };
     let rescaled = DrawOptions {
         guidance_rescale: 0.7,
@@ -428,15 +432,11 @@ fn pictures_from_pictures_are_diffusers() {
         if kind == "mask_ancestral" {
             scheduler.kind = SchedulerKind::EulerAncestral;
         }
+        let plans = [scheduler.plan(&plan).unwrap()];
         let options = DrawOptions {
-            plans: &[scheduler.plan(&plan).unwrap()],
-            guidance_rescale: 0.0,
-            zero_empty_prompts: false,
             image: Some(&image),
             mask,
-            controls: &[],
-            latents: None,
-            continues: None,
+            ..draw_by(&plans)
         };
         let made = case.run(&session, &pipeline, &options);
         let expected = golden.values(&format!("out/{kind}"));
@@ -521,15 +521,12 @@ fn models_for_inpainting_paint_as_in_diffusers() {
             if kind.starts_with("ancestral") {
                 scheduler.kind = SchedulerKind::EulerAncestral;
             }
+            let plans = [scheduler.plan(&plan).unwrap()];
             let options = DrawOptions {
-                plans: &[scheduler.plan(&plan).unwrap()],
-                guidance_rescale: 0.0,
                 zero_empty_prompts: case.is_xl,
                 image: Some(&image),
                 mask: Some(&mask),
-                controls: &[],
-                latents: None,
-                continues: None,
+                ..draw_by(&plans)
             };
             let made = case.run(&session, &pipeline, &options);
             let expected = golden.values(&format!("out/{kind}"));
@@ -583,14 +580,9 @@ fn a_refiner_goes_on_as_in_diffusers() {
         };
         let plans = plan(&base, until);
         let options = DrawOptions {
-            plans: &plans,
-            guidance_rescale: 0.0,
             zero_empty_prompts: true,
-            image: None,
-            mask: None,
-            controls: &[],
             latents: Some(&latents),
-            continues: None,
+            ..draw_by(&plans)
         };
         let half = base.run(&session, &first, &options);
         assert!(half.images.is_empty());
@@ -619,15 +611,10 @@ fn a_refiner_goes_on_as_in_diffusers() {
         start: Start::Strength(number("strength")),
         ..PlanOptions::new(steps)
     };
+    let plans = [refiner.model.scheduler.plan(&plan).unwrap()];
     let options = DrawOptions {
-        plans: &[refiner.model.scheduler.plan(&plan).unwrap()],
-        guidance_rescale: 0.0,
-        zero_empty_prompts: false,
         image: Some(&image),
-        mask: None,
-        controls: &[],
-        latents: None,
-        continues: None,
+        ..draw_by(&plans)
     };
     let made = refiner.run(&session, &second, &options);
     let expected = golden.values("out/alone");
