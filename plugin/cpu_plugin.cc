@@ -12,6 +12,7 @@
 #include "event.h"
 #include "executable.h"
 #include "kernel_calls.h"
+#include "kernels.h"
 
 namespace maxdiff {
 
@@ -25,20 +26,17 @@ __attribute__((constructor)) void SilenceLogs() {
 }
 
 MAXDIFF_PJRT_FUNCTION(PJRT_Plugin_Initialize) {
-  static const bool registered = [] {
-    RegisterKernels();
-    return true;
-  }();
-  (void)registered;
-  return absl::OkStatus();
+  static const absl::Status* const registered =
+      new absl::Status(kernels::Supported() ? RegisterKernels() : absl::OkStatus());
+  return *registered;
 }
 
 MAXDIFF_PJRT_FUNCTION(PJRT_Plugin_Attributes) {
   static const NamedValues* attributes = [] {
     auto* values = new NamedValues();
     values->Add("xla_version", int64_t{2});
-    // Whether programs may call the kernels of kernel_calls.h.
-    if (kernels::Supported()) values->Add("maxdiff_kernels", int64_t{1});
+    // The version of the kernels' calls (kernel_calls.cc), where programs may make them.
+    if (kernels::Supported()) values->Add("maxdiff_kernels", int64_t{2});
 #ifdef MAXDIFF_STABLEHLO_CURRENT
     values->Add("stablehlo_current_version", std::vector<int64_t>{MAXDIFF_STABLEHLO_CURRENT});
     values->Add("stablehlo_minimum_version", std::vector<int64_t>{MAXDIFF_STABLEHLO_MINIMUM});

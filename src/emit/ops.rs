@@ -4,6 +4,7 @@ use std::borrow::Cow;
 use std::fmt::Write;
 
 use crate::dtype::DType;
+use crate::graph::kernel::Attribute;
 use crate::graph::op::ConvLayout;
 use crate::graph::{ConvDims, Graph, Node, Op, Reduction, ScatterKind, Unary};
 use crate::shape::Shape;
@@ -247,12 +248,20 @@ impl Emitter<'_> {
                         _ => format!("dense<{order}> : tensor<{rank}xindex>"),
                     }
                 };
-                // API version 3 gets the configuration as it is, and may fail with a message.
+                let attributes = kernel
+                    .attributes()
+                    .into_iter()
+                    .map(|(name, value)| match value {
+                        Attribute::I64(value) => format!("{name} = {value} : i64"),
+                        Attribute::F32(value) => {
+                            format!("{name} = {:#010x} : f32", value.to_bits())
+                        }
+                    });
                 format!(
-                    "stablehlo.custom_call @{op}({}) {{api_version = 3 : i32, backend_config = \"{}\", \
+                    "stablehlo.custom_call @{op}({}) {{api_version = 4 : i32, backend_config = {{{}}}, \
                      operand_layouts = {}, result_layouts = {}}} : {signature}",
                     all.join(", "),
-                    kernel.config(&shapes, &node.shape),
+                    attributes.collect::<Vec<_>>().join(", "),
                     list(shapes.iter().map(|s| row_major(s.rank()))),
                     list([row_major(node.shape.rank())]),
                 )

@@ -41,6 +41,13 @@ pub enum Kernel {
     Geglu,
 }
 
+/// An attribute of a kernel's call.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Attribute {
+    I64(i64),
+    F32(f32),
+}
+
 /// Attributes of [`Kernel::Contract`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Contract {
@@ -101,84 +108,42 @@ impl Kernel {
         }
     }
 
-    /// What the plugin reads of the call: its shapes, and which operands there are.
-    pub fn config(&self, operands: &[&Shape], result: &Shape) -> String {
+    /// What the plugin is told beside the operands and the result, by name.
+    pub fn attributes(&self) -> Vec<(&'static str, Attribute)> {
+        use Attribute::{F32, I64};
+        let flag = |on: bool| I64(i64::from(on));
+        let size = |n: usize| I64(n as i64);
         match self {
             Kernel::Contract(c) => {
-                let lhs = operands[0];
-                let channels = lhs.dims.last().copied().unwrap_or(1);
-                let rows = result.count() / c.columns.max(1);
-                let mut text = format!(
-                    "int8={} rows={rows} channels={channels} columns={} row_scale={} column_scale={} bias={} bf16={}",
-                    u8::from(lhs.dtype != DType::BF16),
-                    c.columns,
-                    u8::from(c.row_scale),
-                    u8::from(c.column_scale),
-                    u8::from(c.bias),
-                    u8::from(c.result == DType::BF16),
-                );
+                let mut attributes = vec![
+                    ("row_scale", flag(c.row_scale)),
+                    ("column_scale", flag(c.column_scale)),
+                    ("bias", flag(c.bias)),
+                ];
                 if let Some(w) = &c.window {
-                    text.push_str(&format!(
-                        " height={} width={} out_height={} out_width={} kernel_height={} kernel_width={} stride_y={} \
-                         stride_x={} low_y={} low_x={}",
-                        lhs.dims[1],
-                        lhs.dims[2],
-                        result.dims[1],
-                        result.dims[2],
-                        w.size[0],
-                        w.size[1],
-                        w.strides[0],
-                        w.strides[1],
-                        w.padding[0].0,
-                        w.padding[1].0,
-                    ));
+                    attributes.extend([
+                        ("kernel_height", size(w.size[0])),
+                        ("kernel_width", size(w.size[1])),
+                        ("stride_y", size(w.strides[0])),
+                        ("stride_x", size(w.strides[1])),
+                        ("low_y", size(w.padding[0].0)),
+                        ("low_x", size(w.padding[1].0)),
+                    ]);
                 }
-                text
+                attributes
             }
-            Kernel::Attention { scale } => {
-                let (q, k) = (&operands[0].dims, &operands[1].dims);
-                format!(
-                    "batch={} queries={} heads={} size={} keys={} scale_bits={}",
-                    q[0],
-                    q[1],
-                    q[2],
-                    q[3],
-                    k[1],
-                    scale.to_bits()
-                )
-            }
-            Kernel::AbsMax { .. } => {
-                let rows = result.count();
-                format!("rows={rows} size={}", operands[0].count() / rows.max(1))
-            }
-            Kernel::Quantize => {
-                let rows = operands[1].count();
-                format!("rows={rows} size={}", result.count() / rows.max(1))
-            }
-            Kernel::LayerNorm { epsilon } => {
-                let size = operands[1].count();
-                let rows = result.count() / size.max(1);
-                format!("rows={rows} size={size} epsilon_bits={}", epsilon.to_bits())
-            }
+            Kernel::Attention { scale } => vec![("scale", F32(*scale))],
+            Kernel::LayerNorm { epsilon } => vec![("epsilon", F32(*epsilon))],
             Kernel::GroupNorm {
                 groups,
                 epsilon,
                 silu,
-            } => {
-                let d = &result.dims;
-                format!(
-                    "batch={} pixels={} channels={} groups={groups} epsilon_bits={} silu={}",
-                    d[0],
-                    d[1] * d[2],
-                    d[3],
-                    epsilon.to_bits(),
-                    u8::from(*silu)
-                )
-            }
-            Kernel::Geglu => {
-                let size = result.dims.last().copied().unwrap_or(1);
-                format!("rows={} size={size}", result.count() / size.max(1))
-            }
+            } => vec![
+                ("groups", size(*groups)),
+                ("epsilon", F32(*epsilon)),
+                ("silu", flag(*silu)),
+            ],
+            Kernel::AbsMax { .. } | Kernel::Quantize | Kernel::Geglu => Vec::new(),
         }
     }
 

@@ -9,7 +9,7 @@ mod staged;
 
 pub use array::Array;
 pub use program::{Program, ProgramOptions, Slot, Timings, Value, compile_options};
-pub use staged::{Prepared, StagedProgram, StagedTimings};
+pub use staged::{Preparation, Prepared, StagedProgram, StagedTimings};
 
 use std::cell::Cell;
 use std::path::PathBuf;
@@ -50,11 +50,18 @@ pub enum RuntimeError {
     },
     #[error("{program}: no value for its input {name}")]
     MissingInput { program: String, name: String },
+    #[error("no value for the weight {0}")]
+    MissingWeight(String),
+    #[error("more values than the program has weights")]
+    TooManyWeights,
     #[error("device {id} of the mesh is not addressable from this process")]
     DeviceMissing { id: i64 },
     #[error("{0} has no counterpart in this runtime")]
     ElementType(DType),
 }
+
+/// The version of the calls that this program makes of a plugin's kernels: `maxdiff_kernels` in `plugin/cpu_plugin.cc`.
+const KERNEL_CALLS: i64 = 2;
 
 /// The devices of one client laid out on a mesh.
 #[derive(Clone)]
@@ -151,8 +158,9 @@ impl Session {
     /// # Errors
     /// When the graph is ill-typed.
     pub fn with_kernels(&self, graph: &Graph) -> Result<Graph, GraphError> {
-        let attributes = self.client.plugin().attributes();
-        match attributes.contains_key("maxdiff_kernels") && self.mesh.num_devices() == 1 {
+        let kernels = self.client.plugin().attributes().get("maxdiff_kernels");
+        let has_kernels = matches!(kernels, Some(NamedValue::Int64(KERNEL_CALLS)));
+        match has_kernels && self.mesh.num_devices() == 1 {
             true => with_kernels(graph),
             false => Ok(graph.clone()),
         }

@@ -27,6 +27,10 @@ pub(super) const SOURCES: &[(&str, &str)] = &[
     ("event.h", include_str!("../../../plugin/event.h")),
     ("executable.h", include_str!("../../../plugin/executable.h")),
     (
+        "kernel_calls.cc",
+        include_str!("../../../plugin/kernel_calls.cc"),
+    ),
+    (
         "kernel_calls.h",
         include_str!("../../../plugin/kernel_calls.h"),
     ),
@@ -382,6 +386,7 @@ fn compile(build: &Path, content: &Path, tools: &Tools) -> Result<()> {
     }
     let output = command
         .arg(sources.join("cpu_plugin.cc"))
+        .arg(sources.join("kernel_calls.cc"))
         .arg(sources.join("kernels.cc"))
         .arg(sources.join("rows.cc"))
         .arg("-o")
