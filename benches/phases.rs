@@ -16,7 +16,7 @@ use maxdiff::dtype::DType;
 use maxdiff::emit::{EmitOptions, stablehlo};
 use maxdiff::graph::{Graph, InputKind};
 use maxdiff::host_tensor::HostTensor;
-use maxdiff::pipelines::text_to_image::{DenoiseOptions, trace_denoise};
+use maxdiff::pipelines::text_to_image::{DenoiseOptions, Guidance, trace_denoise};
 use maxdiff::pjrt::install::{PluginKind, locate};
 use maxdiff::pjrt::{NamedValue, Plugin};
 use maxdiff::runtime::{Array, Program, ProgramOptions, Session, Value};
@@ -58,10 +58,10 @@ fn denoise_graph(config: &Config) -> Outcome<Graph> {
     let options = DenoiseOptions {
         tokens: model.tokens,
         batch: config.derived(1, 1)?.total_train_batch_size as usize,
-        guidance: true,
+        guidance: Guidance::OneBatch,
         quantization: recipe::policy(config, 0)?,
     };
-    Ok(trace_denoise(&model, &options)?.0)
+    Ok(trace_denoise(&model, &options)?.model)
 }
 
 /// One argument for each input: small weights, zero state, ones for the rest.

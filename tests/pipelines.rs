@@ -14,13 +14,15 @@ use maxdiff::models::controlnet::{self, ControlNetConfig};
 use maxdiff::models::unet::UNet2DConditionConfig;
 use maxdiff::models::vae::AutoencoderKlConfig;
 use maxdiff::nn::{Precision, Remat};
+use maxdiff::pipelines::Failure;
+use maxdiff::pipelines::denoiser::ControlImage;
 use maxdiff::pipelines::images::{
-    DrawOptions, Failure, Made, Picture, Pipeline, Traced, WeightSource,
+    DrawOptions, Made, Picture, Pipeline, Previews, Traced, Watcher, WeightSource,
 };
 use maxdiff::pipelines::model::{DiffusionModel, HiddenState, MicroConditioning, TextEncoder};
 use maxdiff::pipelines::prompt::{PromptSyntax, encode_prompt};
-use maxdiff::pipelines::text_to_image::{ControlImage, DenoiseOptions};
-use maxdiff::runtime::Session;
+use maxdiff::pipelines::text_to_image::{DenoiseOptions, Guidance};
+use maxdiff::runtime::{Array, Session, Slot};
 use maxdiff::schedulers::{PlanOptions, SamplingPlan, SchedulerConfig, SchedulerKind, Start};
 use maxdiff::weights::Checkpoint;
 use maxdiff::weights::source::{ModelSource, Part};
@@ -166,10 +168,20 @@ impl Case {
     }
 
     fn compile(&self, session: &Session, batch: usize, from_image: bool) -> Pipeline {
+        self.compile_guided(session, batch, from_image, Guidance::OneBatch)
+    }
+
+    fn compile_guided(
+        &self,
+        session: &Session,
+        batch: usize,
+        from_image: bool,
+        guidance: Guidance,
+    ) -> Pipeline {
         let options = DenoiseOptions {
             batch,
             tokens: 77,
-            guidance: true,
+            guidance,
             quantization: None,
         };
         let traced = Traced::new(&self.model, options, from_image).unwrap();
@@ -211,7 +223,22 @@ impl Case {
         pictures: &[Picture],
         options: &DrawOptions<'_>,
     ) -> Made {
-        let read = |slot: &maxdiff::runtime::Slot| -> Result<maxdiff::runtime::Array, Failure> {
+        let watcher = Watcher {
+            step: &mut || {},
+            previews: None,
+        };
+        self.run_watched(session, pipeline, pictures, options, watcher)
+    }
+
+    fn run_watched(
+        &self,
+        session: &Session,
+        pipeline: &Pipeline,
+        pictures: &[Picture],
+        options: &DrawOptions<'_>,
+        watcher: Watcher<'_>,
+    ) -> Made {
+        let tensor = |slot: &Slot| -> Result<HostTensor, Failure> {
             let (root, key) = slot.name.split_once('/').unwrap();
             let folder = match root {
                 _ if root.starts_with(controlnet::ROOT) => root,
@@ -220,13 +247,16 @@ impl Case {
             };
             if !folder.is_empty() {
                 let file = Checkpoint::open(&self.source.path.join(folder))?;
-                let tensor = file.read_as(key, slot.shape.dtype)?;
-                return Ok(session.put(&tensor, &slot.spec)?);
+                return Ok(file.read_as(key, slot.shape.dtype)?);
             }
             let part = Part::ALL.into_iter().find(|p| p.name() == root).unwrap();
             let checkpoint = &self.source.component(part)?.checkpoint;
-            let tensor = checkpoint.read_as(key, slot.shape.dtype)?;
-            Ok(session.put(&tensor, &slot.spec)?)
+            Ok(checkpoint.read_as(key, slot.shape.dtype)?)
+        };
+        let read = |slots: &[Slot], show: &mut dyn FnMut(Array) -> Result<(), Failure>| {
+            slots
+                .iter()
+                .try_for_each(|slot| show(session.put(&tensor(slot)?, &slot.spec)?))
         };
         pipeline
             .run(
@@ -234,7 +264,7 @@ impl Case {
                 &WeightSource::Files(&read),
                 pictures,
                 options,
-                &mut || {},
+                watcher,
             )
             .unwrap()
     }
@@ -311,6 +341,53 @@ fn latents_and_pictures_are_diffusers_after_twenty_steps() {
             }
         }
     }
+}
+
+#[test]
+fn two_passes_make_the_latents_of_one_batch() {
+    let session = cpu_session(1);
+    for name in ["sd15", "sdxl"] {
+        let case = Case::read(name, Precision::F32);
+        let expected = case.golden.values("out/latents");
+        let pipeline = case.compile_guided(&session, 2, false, Guidance::TwoPasses);
+        let made = case.draw(&session, &pipeline);
+        let error = distance(&samples(&made, expected.len()), expected);
+        assert!(error < 1e-4, "{name}: relative L2 error {error:e}");
+    }
+}
+
+#[test]
+fn previews_show_every_picture_after_the_steps_asked_for() {
+    let session = cpu_session(1);
+    let case = Case::read("sd15", Precision::F32);
+    let pictures = case.pictures();
+    let pipeline = case.compile(&session, 2, false);
+    let plans = [case.plan()];
+    let options = draw_by(&plans);
+    let mut steps = 0;
+    let mut shown = Vec::new();
+    let watcher = Watcher {
+        step: &mut || steps += 1,
+        previews: Some(Previews {
+            every: 7,
+            show: &mut |picture, steps, image| {
+                shown.push((picture, steps, image.clone()));
+                Ok(())
+            },
+        }),
+    };
+    let made = case.run_watched(&session, &pipeline, &pictures, &options, watcher);
+    assert_eq!((pictures.len(), steps), (2, plans[0].steps.len()));
+    // None after the last step, the 21st of PNDM: that is the picture.
+    let at: Vec<(usize, usize)> = shown.iter().map(|(p, steps, _)| (*p, *steps)).collect();
+    assert_eq!(at, [(0, 7), (1, 7), (0, 14), (1, 14)]);
+    for (picture, _, image) in &shown {
+        let finished = &made.images[*picture];
+        assert_eq!(image.dimensions(), finished.dimensions());
+        assert!(image != finished);
+    }
+    let quiet = case.run(&session, &pipeline, &options);
+    assert!(quiet.images == made.images);
 }
 
 /// Prompts, negative prompts, seeds, guidance and step counts are inputs of the programs.
@@ -547,7 +624,7 @@ fn a_refiner_goes_on_as_in_diffusers() {
     let options = |batch| DenoiseOptions {
         batch,
         tokens: 77,
-        guidance: true,
+        guidance: Guidance::OneBatch,
         quantization: None,
     };
     let compile = |case: &Case, traced: &Traced| {

@@ -15,12 +15,13 @@ use crate::data::Tokenizer;
 use crate::data::shapes::ReadScore;
 use crate::dtype::DType;
 use crate::host_tensor::HostTensor;
+use crate::pipelines::Failure;
 use crate::pipelines::image_file::{
     GenerationSettings, Recorded, WebSampler, WebSettings, labelled_grid, prepare_output_dir,
     read_recorded, visible_scale, write_numbered,
 };
 use crate::pipelines::images::{
-    DrawOptions, Failure, Made, Picture, Pipeline, Traced, WeightSource,
+    DrawOptions, Made, Picture, Pipeline, Previews, ShowPreview, Traced, Watcher, WeightSource,
 };
 use crate::pipelines::model::{DiffusionModel, MicroConditioning};
 use crate::pipelines::text_to_image::DenoiseOptions;
@@ -51,7 +52,7 @@ pub struct GenerateArgs {
 const SAMPLER_KEYS: &str = "diffusion_scheduler_config.";
 
 /// What [`GenerationSettings`] has fields of its own for, and what says nothing of the picture.
-const NOT_OPTIONS: [&str; 19] = [
+const NOT_OPTIONS: [&str; 21] = [
     "prompt",
     "prompts_file",
     "held_out_prompts",
@@ -59,7 +60,9 @@ const NOT_OPTIONS: [&str; 19] = [
     "negative_prompt",
     "seed",
     "num_inference_steps",
+    "preview_steps",
     "guidance_scale",
+    "guidance_in_two_passes",
     "scheduler",
     "width",
     "height",
@@ -273,6 +276,9 @@ fn check_refining(
     Ok(())
 }
 
+/// Takes the weights that [`read_weights`] reads.
+type Show<'a> = dyn FnMut(Array) -> Result<(), Failure> + 'a;
+
 /// Most pictures made at once.
 const MAX_BATCH: usize = 8;
 
@@ -367,7 +373,7 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
         let options = DenoiseOptions {
             batch,
             tokens: expert.drawn.model.tokens * prompts::chunks(&expert.pictures),
-            guidance: config.do_classifier_free_guidance,
+            guidance: recipe::guidance(&config),
             quantization: policy.clone(),
         };
         Traced::new(&expert.drawn.model, options, from_image).map_err(CliError::usage)
@@ -386,7 +392,7 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
     let adapter = lora::adapter(&config, &traced)?;
     if let Some(policy) = &policy {
         for traced in [Some(&traced), to_refine.as_ref()].into_iter().flatten() {
-            super::progress(&recipe::quantization_summary(policy, &traced.decisions));
+            super::progress(&recipe::quantization_summary(policy, traced.decisions()));
         }
     }
     let opened = start.elapsed().as_secs_f64();
@@ -425,12 +431,33 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
         latents: latents.as_ref(),
         continues: None,
     };
-    let read = |slot: &Slot| read_weight(&session, &files, adapter.as_ref(), slot);
+    let read = |slots: &[Slot], show: &mut Show<'_>| {
+        read_weights(&session, &files, adapter.as_ref(), slots, show)
+    };
     let weights = WeightSource::Files(&read);
+    let mut preview = |picture: usize, steps: usize, image: &RgbImage| {
+        let path = write_numbered(&out, "preview", image, None)?;
+        bar.suspend(|| {
+            super::progress(&format!(
+                "picture {} after {steps} steps: {}",
+                picture + 1,
+                path.display()
+            ));
+        });
+        Ok(())
+    };
+    let mut step = || bar.inc(1);
     let mut made = pipeline
-        .run(&session, &weights, &first.pictures, &draw, &mut || {
-            bar.inc(1)
-        })
+        .run(
+            &session,
+            &weights,
+            &first.pictures,
+            &draw,
+            Watcher {
+                step: &mut step,
+                previews: previews(&config, &mut preview),
+            },
+        )
         .map_err(CliError::Failed)?;
     let mut programs = pipeline.timings().programs;
     if let (Some((second, pipeline)), Some(files)) = (&refine, &refiner_files) {
@@ -444,12 +471,20 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
             ..draw
         };
         // LoRAs are for the first model.
-        let read = |slot: &Slot| read_weight(&session, files, None, slot);
+        let read =
+            |slots: &[Slot], show: &mut Show<'_>| read_weights(&session, files, None, slots, show);
         let weights = WeightSource::Files(&read);
         let refined = pipeline
-            .run(&session, &weights, &second.pictures, &draw, &mut || {
-                bar.inc(1)
-            })
+            .run(
+                &session,
+                &weights,
+                &second.pictures,
+                &draw,
+                Watcher {
+                    step: &mut step,
+                    previews: previews(&config, &mut preview),
+                },
+            )
             .map_err(CliError::Failed)?;
         let before = made.phases;
         made = refined;
@@ -513,6 +548,12 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
     Ok(ExitCode::SUCCESS)
 }
 
+/// The previews that the configuration asks for, which `show` takes.
+fn previews<'a>(config: &Config, show: &'a mut ShowPreview<'a>) -> Option<Previews<'a>> {
+    let every = config.preview_steps as usize;
+    (every > 0).then_some(Previews { every, show })
+}
+
 /// What the pictures' reader found, in one line.
 fn score_line(score: &ReadScore) -> String {
     let share = |right: usize| format!("{:.1} %", 100.0 * score.fraction(right));
@@ -557,22 +598,38 @@ fn peak_host_bytes() -> Option<u64> {
     Some(kibibytes * 1024)
 }
 
-/// Reads one weight and puts it on the devices.
-fn read_weight(
+/// Reads the weights `slots` while those before them are put on the devices, with the LoRAs' updates, and shows them.
+fn read_weights(
     session: &Session,
     files: &Files<'_>,
     adapter: Option<&Adapter>,
-    slot: &Slot,
-) -> Result<Array, Failure> {
-    let (root, key) = slot.name.split_once('/').unwrap_or(("", &slot.name));
-    let checkpoint = files
-        .get(root)
-        .ok_or_else(|| format!("no file has the weights of {root}"))?;
-    let mut tensor = checkpoint.read_as(key, slot.shape.dtype)?;
-    if let Some(adapter) = adapter {
-        tensor = adapter.apply(root, key, tensor)?;
+    slots: &[Slot],
+    show: &mut Show<'_>,
+) -> Result<(), Failure> {
+    fn split(slot: &Slot) -> (&str, &str) {
+        slot.name.split_once('/').unwrap_or(("", &slot.name))
     }
-    Ok(session.put(&tensor, &slot.spec)?)
+    for slots in slots.chunk_by(|a, b| split(a).0 == split(b).0) {
+        let root = split(&slots[0]).0;
+        let checkpoint = files
+            .get(root)
+            .ok_or_else(|| format!("no file has the weights of {root}"))?;
+        let wanted: Vec<(&str, DType)> = slots
+            .iter()
+            .map(|slot| (split(slot).1, slot.shape.dtype))
+            .collect();
+        let mut specs = slots.iter().map(|slot| &slot.spec);
+        checkpoint.read_all_with(&wanted, |key, tensor| {
+            if let Some(adapter) = adapter {
+                let data = std::mem::take(&mut tensor.data);
+                let given = HostTensor::new(tensor.shape.clone(), data)?;
+                *tensor = adapter.apply(root, key, given)?;
+            }
+            let spec = specs.next().ok_or("more tensors than were asked for")?;
+            show(session.put(tensor, spec)?)
+        })?;
+    }
+    Ok(())
 }
 
 struct Written {

@@ -8,8 +8,8 @@ use image::{DynamicImage, ImageReader, Limits};
 use crate::config::{Config, OneOrMore};
 use crate::host_tensor::HostTensor;
 use crate::pipelines::canny::{THRESHOLDS, canny};
+use crate::pipelines::denoiser::ControlImage;
 use crate::pipelines::model::{DiffusionModel, MicroConditioning};
-use crate::pipelines::text_to_image::ControlImage;
 
 use super::CliError;
 

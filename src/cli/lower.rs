@@ -89,11 +89,14 @@ pub fn trace(config: &Config, step: Step, devices: u64, slices: u64) -> Result<T
             let options = DenoiseOptions {
                 batch,
                 tokens: model.tokens,
-                guidance: config.do_classifier_free_guidance,
+                guidance: recipe::guidance(config),
                 quantization: recipe::policy(config, 0)?,
             };
-            let (graph, decisions) = trace_denoise(&model, &options).map_err(CliError::usage)?;
-            Ok(Traced { graph, decisions })
+            let traced = trace_denoise(&model, &options).map_err(CliError::usage)?;
+            Ok(Traced {
+                graph: traced.model,
+                decisions: traced.decisions,
+            })
         }
     }
 }

@@ -14,6 +14,7 @@ use crate::pipelines::model::{
     DiffusionModel, HiddenState, MicroConditioning, TEXT_ENCODER, TextEncoder,
 };
 use crate::pipelines::pixels::RGB;
+use crate::pipelines::text_to_image::Guidance;
 use crate::pjrt::install::{self, InstallError, Installed, PluginKind};
 use crate::pjrt::{NamedValue, Plugin, has_tpu};
 use crate::quant::{Action, Decision, Policy, Rule};
@@ -520,6 +521,18 @@ fn open(config: &Config, installed: &Installed) -> Result<Session, CliError> {
             error => CliError::failed(error),
         })?;
     Ok(session.with_cuda_data_dir(installed.cuda_data_dir.clone()))
+}
+
+/// How a denoising step is guided.
+pub fn guidance(config: &Config) -> Guidance {
+    match (
+        config.do_classifier_free_guidance,
+        config.guidance_in_two_passes,
+    ) {
+        (false, _) => Guidance::Off,
+        (true, false) => Guidance::OneBatch,
+        (true, true) => Guidance::TwoPasses,
+    }
 }
 
 /// The settings of the update.

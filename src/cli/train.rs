@@ -20,7 +20,7 @@ use crate::models::unet::ROOT as UNET;
 use crate::pipelines::image_file::{
     labelled_grid, prepare_output_dir, visible_scale, write_numbered,
 };
-use crate::pipelines::images::{DrawOptions, Pipeline, Traced, WeightSource};
+use crate::pipelines::images::{DrawOptions, Pipeline, Traced, Watcher, WeightSource};
 use crate::pipelines::model::{DiffusionModel, TEXT_ENCODER};
 use crate::pipelines::prompt::PromptSyntax;
 use crate::pipelines::text_to_image::DenoiseOptions;
@@ -468,7 +468,7 @@ impl Samples<'_> {
                     DenoiseOptions {
                         batch: self.prompts.len(),
                         tokens: self.model.tokens,
-                        guidance: self.config.do_classifier_free_guidance,
+                        guidance: recipe::guidance(self.config),
                         quantization: recipe::policy(self.config, 0)?,
                     },
                     false,
@@ -508,7 +508,10 @@ impl Samples<'_> {
                     latents: None,
                     continues: None,
                 },
-                &mut || {},
+                Watcher {
+                    step: &mut || {},
+                    previews: None,
+                },
             )?
             .images;
         self.compiled = Some(pipeline);

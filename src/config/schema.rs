@@ -327,6 +327,10 @@ schema! {
         /// How far beyond; 1 is the prompt alone.
         guidance_scale: f64 = 9.0, Used, TRAIN_GENERATE, in AtLeast(0.0),
             when "do_classifier_free_guidance=True" |c| c.do_classifier_free_guidance;
+        /// Run the model without and with the prompt one after the other instead of as one batch: for when memory is short,
+        /// as activations take half of it.
+        guidance_in_two_passes: bool = false, Ours, DENOISE,
+            when "do_classifier_free_guidance=True" |c| c.do_classifier_free_guidance;
         /// Denoising steps.
         num_inference_steps: u64 = 20, Used, TRAIN_GENERATE, in Between(1.0, 1000.0);
         /// Fresh noise that DDIM and TCD add in each step, as a share of what keeps the noise level.
@@ -336,6 +340,8 @@ schema! {
         /// section 3.4).
         guidance_rescale: f64 = 0.0, Used, GENERATE, in Between(0.0, 1.0),
             when "do_classifier_free_guidance=True" |c| c.do_classifier_free_guidance;
+        /// Write a preview of each picture after every so many steps: what the model takes it for by then. 0: none.
+        preview_steps: u64 = 0, Ours, GENERATE, in Between(0.0, 1000.0);
         /// Height of the images of a model of latents in pixels. 0: `resolution`.
         height: u64 = 0, Ours, DENOISE, in Between(0.0, 65536.0);
         /// Width of the images of a model of latents in pixels. 0: `resolution`.

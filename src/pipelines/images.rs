@@ -10,9 +10,14 @@ use crate::graph::Graph;
 use crate::host_tensor::HostTensor;
 use crate::models::vae;
 use crate::quant::Decision;
-use crate::runtime::{Array, Prepared, Session, Slot, StagedProgram, StagedTimings, Value};
+use crate::runtime::{
+    Array, Prepared, RuntimeError, Session, Slot, StagedProgram, StagedTimings, Value,
+};
 use crate::schedulers::SamplingPlan;
 
+use super::Failure;
+use super::conditioning::{Conditioning, Encoder};
+use super::denoiser::{ControlImage, Denoiser, Request};
 use super::latents::{Decoder, ImageEncoder, trace_decode, trace_encode_image};
 use super::model::DiffusionModel;
 use super::noise::NoiseGenerator;
@@ -20,12 +25,8 @@ use super::pixels::{RGB, to_pixels};
 use super::prompt::{PromptTokens, apply_weights};
 use super::start::{Begin, Pictured, Starts};
 use super::text_to_image::{
-    Conditioning, ControlImage, DenoiseOptions, Denoiser, Encoder, PipelineError, Request,
-    trace_denoise, trace_encode,
+    DenoiseOptions, DenoiseStep, Guidance, PipelineError, trace_denoise, trace_encode,
 };
-
-/// Why pictures could not be made; the sources of weights have errors of their own.
-pub type Failure = Box<dyn std::error::Error + Send + Sync>;
 
 /// One picture to make.
 #[derive(Clone, Debug)]
@@ -64,28 +65,54 @@ pub struct DrawOptions<'a> {
     pub continues: Option<&'a Made>,
 }
 
+/// Shows the arrays of weights, in their order.
+pub type ReadWeights<'a> =
+    dyn Fn(&[Slot], &mut dyn FnMut(Array) -> Result<(), Failure>) -> Result<(), Failure> + 'a;
+
 /// Where weights are when a program needs them.
 pub enum WeightSource<'a> {
     /// On the devices already.
     Devices(&'a dyn Fn(&str) -> Option<&'a Array>),
-    /// In files: each is read when its program is prepared, and put on the devices.
-    Files(&'a dyn Fn(&Slot) -> Result<Array, Failure>),
+    /// In files: this reads the weights of a program, puts them on the devices and shows them in the order asked for.
+    Files(&'a ReadWeights<'a>),
 }
 
 impl<'a> WeightSource<'a> {
     fn prepare(&self, program: &StagedProgram) -> Result<Prepared<'a>, Failure> {
+        let mut preparation = program.preparation();
         match self {
-            WeightSource::Devices(lookup) => program.prepare(&mut |slot| {
-                let array = lookup(&slot.name);
-                let missing = || Failure::from(format!("no value for the weight {}", slot.name));
-                Ok(Value::Borrow(array.ok_or_else(missing)?))
-            }),
-            WeightSource::Files(read) => {
-                program.prepare(&mut |slot| Ok::<_, Failure>(Value::Donate(read(slot)?)))
+            WeightSource::Devices(lookup) => {
+                for slot in program.weights() {
+                    let Some(array) = lookup(&slot.name) else {
+                        return Err(RuntimeError::MissingWeight(slot.name.clone()).into());
+                    };
+                    preparation.take(Value::Borrow(array))?;
+                }
             }
+            WeightSource::Files(read) => read(program.weights(), &mut |array| {
+                Ok(preparation.take(Value::Donate(array))?)
+            })?,
         }
+        Ok(preparation.finish()?)
     }
 }
+
+/// Who is told while pictures are made.
+pub struct Watcher<'a> {
+    /// Called after each step: [`Pipeline::runs`] times.
+    pub step: &'a mut dyn FnMut(),
+    pub previews: Option<Previews<'a>>,
+}
+
+/// Pictures before they are finished: what the model takes each for by then.
+pub struct Previews<'a> {
+    /// Steps from one preview to the next.
+    pub every: usize,
+    pub show: &'a mut ShowPreview<'a>,
+}
+
+/// Takes the index of a picture, the number of steps it has had, and the picture.
+pub type ShowPreview<'a> = dyn FnMut(usize, usize, &RgbImage) -> Result<(), Failure> + 'a;
 
 /// Seconds of each phase of making pictures.
 #[derive(Clone, Copy, Debug, Default)]
@@ -94,6 +121,7 @@ pub struct Phases {
     pub load: f64,
     pub encode: f64,
     pub denoise: f64,
+    /// With the decoding of previews.
     pub decode: f64,
 }
 
@@ -128,11 +156,9 @@ impl AddAssign for Phases {
 /// The programs of one model, before they are compiled.
 pub struct Traced {
     encoders: Vec<Graph>,
-    denoise: Graph,
+    denoise: DenoiseStep,
     ending: Ending<Graph>,
     encode_image: Option<Graph>,
-    /// What quantization decided for each contraction of the denoising step.
-    pub decisions: Vec<Decision>,
     options: DenoiseOptions,
 }
 
@@ -147,9 +173,9 @@ impl Traced {
         from_image: bool,
     ) -> Result<Traced, PipelineError> {
         let encoders = (0..model.text_encoders.len())
-            .map(|which| trace_encode(model, which, options.rows()))
+            .map(|which| trace_encode(model, which, options.prompts()))
             .collect::<Result<Vec<_>, _>>()?;
-        let (denoise, decisions) = trace_denoise(model, &options)?;
+        let denoise = trace_denoise(model, &options)?;
         let ending = match &model.vae {
             Some(_) => {
                 let [rows, columns] = model.decoded_at_once()?.tile();
@@ -165,7 +191,6 @@ impl Traced {
                 true => Some(trace_encode_image(model)?),
                 false => None,
             },
-            decisions,
             options,
         })
     }
@@ -176,11 +201,16 @@ impl Traced {
         self
     }
 
-    /// All programs, each with the weights of one part of the model.
+    /// What quantization decided for each contraction of the denoising step.
+    pub fn decisions(&self) -> &[Decision] {
+        &self.denoise.decisions
+    }
+
+    /// The programs that have weights: each those of one part of the model.
     pub fn graphs(&self) -> impl Iterator<Item = &Graph> {
         self.encoders
             .iter()
-            .chain([&self.denoise])
+            .chain([&self.denoise.model])
             .chain(self.ending.program())
             .chain(&self.encode_image)
     }
@@ -226,7 +256,8 @@ impl Pipeline {
         pixel_unshuffle: usize,
     ) -> Result<Pipeline, PipelineError> {
         let Traced { options, .. } = traced;
-        let sizes = [options.rows(), model.tokens];
+        let sizes = [options.prompts(), model.tokens];
+        let guidance = options.guidance != Guidance::Off;
         let encoders = traced
             .encoders
             .iter()
@@ -252,9 +283,9 @@ impl Pipeline {
                 }
                 None => None,
             },
-            guidance: options.guidance,
+            guidance,
             is_inpainting: model.is_inpainting(),
-            time_ids: match options.guidance {
+            time_ids: match guidance {
                 true => [without, with].concat(),
                 false => with,
             },
@@ -267,8 +298,9 @@ impl Pipeline {
         let encoders = self.encoders.iter().map(Encoder::program);
         let decoder = self.ending.program().map(Decoder::program);
         let image = self.image_encoder.as_ref().map(ImageEncoder::program);
-        let mut all = self.denoiser.program().timings();
+        let mut all = StagedTimings::default();
         for timings in encoders
+            .chain(self.denoiser.programs())
             .chain(decoder)
             .chain(image)
             .map(StagedProgram::timings)
@@ -280,7 +312,7 @@ impl Pipeline {
         all
     }
 
-    /// How often the UNet runs for `pictures`.
+    /// How many steps `pictures` take, batch by batch.
     pub fn runs(&self, pictures: &[Picture], plans: &[SamplingPlan]) -> usize {
         batches(pictures, self.denoiser.batch())
             .iter()
@@ -290,17 +322,18 @@ impl Pipeline {
     }
 
     /// Makes `pictures`, in batches of the pipeline's size. The weights of each program are let go before those of the
-    /// next are read. `progress` is called after each run of the UNet: [`Pipeline::runs`] of them.
+    /// next are read; with previews those of the decoder are there while the UNet runs. A pipeline that hands its samples on
+    /// has no decoder and shows no previews.
     ///
     /// # Errors
-    /// When weights cannot be read, a program fails, or what it makes is not finite.
+    /// When weights cannot be read, a program fails, or what it makes is not finite; what `watcher` fails with.
     pub fn run(
         &self,
         session: &Session,
         source: &WeightSource<'_>,
         pictures: &[Picture],
         options: &DrawOptions<'_>,
-        progress: &mut dyn FnMut(),
+        mut watcher: Watcher<'_>,
     ) -> Result<Made, Failure> {
         let mut phases = Phases::default();
         let size = self.denoiser.batch();
@@ -375,8 +408,13 @@ impl Pipeline {
 
         let start = Instant::now();
         let prepared = source.prepare(self.denoiser.program())?;
+        let mut decoding = match (&watcher.previews, &self.ending) {
+            (Some(_), Ending::Decoded(decoder)) => Some(source.prepare(decoder.program())?),
+            _ => None,
+        };
         phases.load += start.elapsed().as_secs_f64();
         let start = Instant::now();
+        let mut previewing = 0.0;
         let mut samples = Vec::with_capacity(batches.len());
         for (((at, parts), begin), generators) in
             batches.iter().zip(parts).zip(begins).zip(&mut generators)
@@ -391,6 +429,7 @@ impl Pipeline {
                 let empty = rows.filter(|(_, p)| p.negative_is_empty);
                 conditioning.zero(empty.map(|(row, _)| 2 * row));
             }
+            let plan = plan(at)?;
             let request = Request {
                 conditioning: &conditioning,
                 time_ids: &self.time_ids.repeat(size),
@@ -400,46 +439,72 @@ impl Pipeline {
                 controls: options.controls,
                 guidance_scale: first.guidance_scale,
                 guidance_rescale: options.guidance_rescale,
-                plan: plan(at)?,
+                plan,
             };
-            let mut after_step = |_| progress();
+            let mut after_step = |done: usize, predicted: &Array| {
+                (watcher.step)();
+                let Some(previews) = &mut watcher.previews else {
+                    return Ok(());
+                };
+                // After the last step there is the picture itself.
+                if !done.is_multiple_of(previews.every) || done == plan.steps.len() {
+                    return Ok(());
+                }
+                let start = Instant::now();
+                let predicted = predicted.to_host(session.mesh())?;
+                let images = self.images(session, decoding.as_ref(), &predicted)?;
+                for (row, image) in images.iter().take(at.count).enumerate() {
+                    (previews.show)(at.start + row, done, image)?;
+                }
+                previewing += start.elapsed().as_secs_f64();
+                Ok(())
+            };
             let sample = self
                 .denoiser
                 .run(session, &prepared, request, &mut after_step)?;
             samples.push(sample);
         }
-        phases.denoise += start.elapsed().as_secs_f64();
+        phases.denoise += start.elapsed().as_secs_f64() - previewing;
+        phases.decode += previewing;
         drop(prepared);
 
-        let mut images = Vec::with_capacity(pictures.len());
-        match &self.ending {
-            Ending::Handed => {}
-            Ending::Pixels => {
-                for (batch, sample) in batches.iter().zip(&samples) {
-                    let made = pixels_to_images(sample, self.pixel_unshuffle)?;
-                    images.extend(made.into_iter().take(batch.count));
-                }
-            }
-            Ending::Decoded(decoder) => {
-                let start = Instant::now();
-                let prepared = source.prepare(decoder.program())?;
-                phases.load += start.elapsed().as_secs_f64();
-                let start = Instant::now();
-                for (batch, sample) in batches.iter().zip(&samples) {
-                    check_samples(sample)?;
-                    let decoded = decoder.run(session, &prepared, sample)?;
-                    vae::check_finite(&decoded)?;
-                    images.extend(decoded_to_images(&decoded)?.into_iter().take(batch.count));
-                }
-                phases.decode += start.elapsed().as_secs_f64();
-            }
+        if let (None, Ending::Decoded(decoder)) = (&decoding, &self.ending) {
+            let start = Instant::now();
+            decoding = Some(source.prepare(decoder.program())?);
+            phases.load += start.elapsed().as_secs_f64();
         }
+        let start = Instant::now();
+        let mut images = Vec::with_capacity(pictures.len());
+        for (batch, sample) in batches.iter().zip(&samples) {
+            let made = self.images(session, decoding.as_ref(), sample)?;
+            images.extend(made.into_iter().take(batch.count));
+        }
+        phases.decode += start.elapsed().as_secs_f64();
         Ok(Made {
             samples,
             images,
             phases,
             generators,
         })
+    }
+
+    /// The pictures of `sample`; none where another model goes on with it.
+    fn images(
+        &self,
+        session: &Session,
+        decoding: Option<&Prepared<'_>>,
+        sample: &HostTensor,
+    ) -> Result<Vec<RgbImage>, Failure> {
+        match (&self.ending, decoding) {
+            (Ending::Pixels, _) => pixels_to_images(sample, self.pixel_unshuffle),
+            (Ending::Decoded(decoder), Some(prepared)) => {
+                check_samples(sample)?;
+                let decoded = decoder.run(session, prepared, sample)?;
+                vae::check_finite(&decoded)?;
+                decoded_to_images(&decoded)
+            }
+            (Ending::Decoded(_), None) | (Ending::Handed, _) => Ok(Vec::new()),
+        }
     }
 
     /// The samples of `made`, to go on with.

@@ -1,6 +1,8 @@
 //! Prompt to image.
 
 pub mod canny;
+pub mod conditioning;
+pub mod denoiser;
 pub mod image_file;
 pub mod images;
 pub mod latents;
@@ -13,3 +15,6 @@ pub mod sampler;
 mod start;
 pub mod text_to_image;
 pub mod tiling;
+
+/// Why pictures could not be made; the sources of weights have errors of their own.
+pub type Failure = Box<dyn std::error::Error + Send + Sync>;

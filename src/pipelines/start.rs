@@ -4,10 +4,11 @@ use crate::host_tensor::HostTensor;
 use crate::runtime::{Prepared, Session};
 use crate::schedulers::SamplingPlan;
 
-use super::images::Failure;
+use super::Failure;
+use super::denoiser::{Inpainting, mix};
 use super::latents::ImageEncoder;
 use super::noise::NoiseGenerator;
-use super::text_to_image::{Inpainting, PipelineError, mix};
+use super::text_to_image::PipelineError;
 
 /// What the steps of a batch start from.
 pub(super) struct Begin {

@@ -40,6 +40,15 @@ pub enum Value<'a> {
     Donate(Array),
 }
 
+impl Value<'_> {
+    pub(super) fn array(&self) -> &Array {
+        match self {
+            Value::Borrow(array) => array,
+            Value::Donate(array) => array,
+        }
+    }
+}
+
 /// A compiled program on a session's devices.
 pub struct Program {
     name: String,

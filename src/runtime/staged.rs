@@ -39,13 +39,67 @@ pub struct Prepared<'a> {
     arrays: HashMap<String, Value<'a>>,
 }
 
+/// Weights on their way to what a program uses: [`Preparation::take`] is given each of [`StagedProgram::weights`], in
+/// order, and drops those given away as soon as nothing needs them any more.
+pub struct Preparation<'p, 'a> {
+    slots: std::slice::Iter<'p, Slot>,
+    groups: std::slice::Iter<'p, Group>,
+    /// Of the first of `groups`, as far as they are there.
+    given: Vec<(&'p str, Value<'a>)>,
+    used_as_is: HashSet<&'p str>,
+    prepared: Prepared<'a>,
+}
+
+impl<'a> Preparation<'_, 'a> {
+    /// Takes the next weight.
+    ///
+    /// # Errors
+    /// When there is no next one, or the program that makes something of it fails.
+    pub fn take(&mut self, value: Value<'a>) -> Result<(), RuntimeError> {
+        let slot = self.slots.next().ok_or(RuntimeError::TooManyWeights)?;
+        let Some(group) = self.groups.as_slice().first() else {
+            self.prepared.arrays.insert(slot.name.clone(), value);
+            return Ok(());
+        };
+        self.given.push((&slot.name, value));
+        if self.given.len() < group.weights.len() {
+            return Ok(());
+        }
+        self.groups.next();
+        let arguments = self
+            .given
+            .iter()
+            .map(|(_, value)| Value::Borrow(value.array()))
+            .collect();
+        let results = group.program.run(arguments)?;
+        let results = results.into_iter().map(Value::Donate);
+        self.prepared
+            .arrays
+            .extend(group.results.iter().cloned().zip(results));
+        for (name, value) in self.given.drain(..) {
+            if self.used_as_is.contains(name) {
+                self.prepared.arrays.insert(name.to_string(), value);
+            }
+        }
+        Ok(())
+    }
+
+    /// What was made of the weights.
+    ///
+    /// # Errors
+    /// When one is missing.
+    pub fn finish(mut self) -> Result<Prepared<'a>, RuntimeError> {
+        match self.slots.next() {
+            Some(slot) => Err(RuntimeError::MissingWeight(slot.name.clone())),
+            None => Ok(self.prepared),
+        }
+    }
+}
+
 impl Prepared<'_> {
     /// The array of a weight, or of what was made of weights, by its name in the program.
     pub fn get(&self, name: &str) -> Option<&Array> {
-        Some(match self.arrays.get(name)? {
-            Value::Borrow(array) => array,
-            Value::Donate(array) => array,
-        })
+        self.arrays.get(name).map(Value::array)
     }
 }
 
@@ -106,7 +160,7 @@ impl StagedProgram {
         })
     }
 
-    /// The weights that [`StagedProgram::prepare`] asks for, in the order in which it asks.
+    /// The weights that [`Preparation::take`] takes, in its order.
     pub fn weights(&self) -> &[Slot] {
         &self.weights
     }
@@ -120,50 +174,16 @@ impl StagedProgram {
         self.timings
     }
 
-    /// Makes of the weights what the other stages use. `fetch` gives each of [`StagedProgram::weights`], in order; one
-    /// that is given away is dropped as soon as nothing needs it any more.
-    ///
-    /// # Errors
-    /// Those of `fetch`, and when a program fails.
-    pub fn prepare<'a, E: From<RuntimeError>>(
-        &self,
-        fetch: &mut dyn FnMut(&Slot) -> Result<Value<'a>, E>,
-    ) -> Result<Prepared<'a>, E> {
-        let mut prepared = Prepared::default();
-        let used_as_is: HashSet<&str> = self
-            .programs()
-            .flat_map(Program::inputs)
-            .map(|slot| slot.name.as_str())
-            .collect();
-        let mut slots = self.weights.iter();
-        for group in &self.groups {
-            let given = slots
-                .by_ref()
-                .take(group.weights.len())
-                .map(|slot| Ok((slot.name.as_str(), fetch(slot)?)))
-                .collect::<Result<Vec<_>, E>>()?;
-            let arguments = given
-                .iter()
-                .map(|(_, value)| match value {
-                    Value::Borrow(array) => Value::Borrow(array),
-                    Value::Donate(array) => Value::Borrow(array),
-                })
-                .collect();
-            let results = group.program.run(arguments)?;
-            let results = results.into_iter().map(Value::Donate);
-            prepared
-                .arrays
-                .extend(group.results.iter().cloned().zip(results));
-            for (name, value) in given {
-                if used_as_is.contains(name) {
-                    prepared.arrays.insert(name.to_string(), value);
-                }
-            }
+    /// Starts to make of the weights what the other stages use.
+    pub fn preparation<'a>(&self) -> Preparation<'_, 'a> {
+        let used_as_is = self.programs().flat_map(Program::inputs);
+        Preparation {
+            slots: self.weights.iter(),
+            groups: self.groups.iter(),
+            given: Vec::new(),
+            used_as_is: used_as_is.map(|slot| slot.name.as_str()).collect(),
+            prepared: Prepared::default(),
         }
-        for slot in slots {
-            prepared.arrays.insert(slot.name.clone(), fetch(slot)?);
-        }
-        Ok(prepared)
     }
 
     /// Computes what the inputs of a request decide: arrays by name, for [`StagedProgram::step`].

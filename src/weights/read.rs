@@ -40,7 +40,7 @@ impl Checkpoint {
     }
 
     /// Reads and casts many tensors in parallel and shows them to `consume` on the calling thread, in
-    /// the order of `wanted`.
+    /// the order of `wanted`; it may change them.
     ///
     /// While `consume` works, the next tensors are read: 32 MiB of them for each thread of rayon's pool, and at
     /// least one. Their memory is used again, as fresh memory costs more than the reading.
@@ -50,7 +50,7 @@ impl Checkpoint {
     pub fn read_all_with<E: From<WeightsError>>(
         &self,
         wanted: &[(impl AsRef<str> + Sync, DType)],
-        mut consume: impl FnMut(&str, &HostTensor) -> Result<(), E>,
+        mut consume: impl FnMut(&str, &mut HostTensor) -> Result<(), E>,
     ) -> Result<(), E> {
         let mut sizes = Vec::with_capacity(wanted.len());
         for (name, dtype) in wanted {
@@ -60,7 +60,7 @@ impl Checkpoint {
         if rayon::current_thread_index().is_some() {
             // Waiting here for others of the same pool could wait forever.
             for (name, dtype) in wanted {
-                consume(name.as_ref(), &self.read_as(name.as_ref(), *dtype)?)?;
+                consume(name.as_ref(), &mut self.read_as(name.as_ref(), *dtype)?)?;
             }
             return Ok(());
         }
@@ -91,8 +91,8 @@ impl Checkpoint {
                     return Ok(());
                 };
                 bytes -= size;
-                let tensor = tensor?;
-                consume(name.as_ref(), &tensor)?;
+                let mut tensor = tensor?;
+                consume(name.as_ref(), &mut tensor)?;
                 memory.give(tensor.data);
             }
             Ok(())

@@ -1,0 +1,161 @@
+//! Prompts as the UNet takes them, and the programs that make them.
+
+use crate::dtype::DType;
+use crate::emit::DotPrecision;
+use crate::graph::Graph;
+use crate::host_tensor::HostTensor;
+use crate::runtime::{Prepared, ProgramOptions, Session, StagedProgram};
+use crate::shape::Shape;
+
+use super::text_to_image::{PipelineError, names, put};
+
+/// The prompts of one call as the UNet takes them, on the host.
+#[derive(Clone, Debug)]
+pub struct Conditioning {
+    /// `f32[rows, tokens, features]`
+    pub hidden: HostTensor,
+    /// `f32[rows, projection_dim]`, for a UNet that takes pooled embeddings.
+    pub pooled: Option<HostTensor>,
+}
+
+impl Conditioning {
+    /// The features of several encoders side by side, with the pooled embeddings of the last that has any.
+    ///
+    /// # Errors
+    /// When they are not for as many prompts and tokens.
+    pub fn join(parts: Vec<Conditioning>) -> Result<Option<Conditioning>, PipelineError> {
+        let mut parts = parts.into_iter();
+        let Some(mut joined) = parts.next() else {
+            return Ok(None);
+        };
+        for part in parts {
+            let (left, right) = (&joined.hidden.shape.dims, &part.hidden.shape.dims);
+            if left[..2] != right[..2] {
+                return Err(PipelineError::Shape {
+                    what: names::ENCODER_HIDDEN_STATES,
+                    expected: joined.hidden.shape,
+                    found: part.hidden.shape,
+                });
+            }
+            let dims = [left[0], left[1], left[2] + right[2]];
+            let (a, b) = (joined.hidden.to_f32_vec()?, part.hidden.to_f32_vec()?);
+            let values: Vec<f32> = a
+                .chunks(left[2])
+                .zip(b.chunks(right[2]))
+                .flat_map(|(a, b)| a.iter().chain(b).copied())
+                .collect();
+            joined = Conditioning {
+                hidden: HostTensor::from_f32(dims, &values)?,
+                pooled: part.pooled.or(joined.pooled),
+            };
+        }
+        Ok(Some(joined))
+    }
+
+    /// Sets everything of the rows in `rows` to zero: what SDXL was trained to take for no prompt at all.
+    pub fn zero(&mut self, rows: impl Iterator<Item = usize>) {
+        let rows: Vec<usize> = rows.collect();
+        for tensor in [Some(&mut self.hidden), self.pooled.as_mut()]
+            .into_iter()
+            .flatten()
+        {
+            let bytes = tensor.data.len() / tensor.shape.dims[0].max(1);
+            for row in &rows {
+                tensor.data[row * bytes..(row + 1) * bytes].fill(0);
+            }
+        }
+    }
+}
+
+/// One text encoder for a fixed number of prompts.
+pub struct Encoder {
+    program: StagedProgram,
+    rows: usize,
+    tokens: usize,
+}
+
+impl Encoder {
+    /// Compiles the program that [`trace_encode`] made for `rows` prompts of `tokens` tokens.
+    ///
+    /// # Errors
+    /// When it does not compile.
+    pub fn compile(
+        session: &Session,
+        graph: &Graph,
+        [rows, tokens]: [usize; 2],
+        precision: DotPrecision,
+    ) -> Result<Encoder, PipelineError> {
+        let options = ProgramOptions { precision };
+        Ok(Encoder {
+            program: StagedProgram::compile(session, graph, "encode", &[], &options)?,
+            rows,
+            tokens,
+        })
+    }
+
+    /// The compiled program.
+    pub fn program(&self) -> &StagedProgram {
+        &self.program
+    }
+
+    /// Tokens of a sequence.
+    pub fn tokens(&self) -> usize {
+        self.tokens
+    }
+
+    /// Encodes token ids: for each prompt as many sequences as every other, one after the other. The hidden states of
+    /// a prompt's sequences stand one after the other; its pooled output is that of the first.
+    ///
+    /// # Errors
+    /// When the ids do not divide into the prompts, a weight is missing, or the program fails.
+    pub fn run(
+        &self,
+        session: &Session,
+        weights: &Prepared<'_>,
+        ids: &[i32],
+    ) -> Result<Conditioning, PipelineError> {
+        let sequences = ids.len() / (self.rows * self.tokens);
+        if ids.len() != sequences * self.rows * self.tokens || sequences == 0 {
+            return Err(PipelineError::Shape {
+                what: names::INPUT_IDS,
+                expected: Shape::new(DType::S32, [self.rows, sequences.max(1) * self.tokens]),
+                found: Shape::new(DType::S32, [ids.len()]),
+            });
+        }
+        let row_ids = sequences * self.tokens;
+        let mut hidden: Vec<Vec<f32>> = vec![Vec::new(); self.rows];
+        let mut features = 0;
+        let mut pooled = None;
+        for sequence in 0..sequences {
+            let ids: Vec<i32> = (0..self.rows)
+                .flat_map(|row| &ids[row * row_ids + sequence * self.tokens..][..self.tokens])
+                .copied()
+                .collect();
+            let ids = HostTensor::from_i32([self.rows, self.tokens], &ids)?;
+            let ids = put(session, &self.program, names::INPUT_IDS, &ids)?;
+            let results = self.program.step().call(
+                &|name| match name {
+                    names::INPUT_IDS => Some(&ids),
+                    _ => weights.get(name),
+                },
+                Vec::new(),
+            )?;
+            let mut results = results.iter();
+            if let Some(states) = results.next() {
+                let states = states.to_host(session.mesh())?;
+                features = states.shape.dims[2];
+                let values = states.to_f32_vec()?;
+                for (row, values) in hidden.iter_mut().zip(values.chunks(self.tokens * features)) {
+                    row.extend(values);
+                }
+            }
+            if let (0, Some(embeds)) = (sequence, results.next()) {
+                pooled = Some(embeds.to_host(session.mesh())?);
+            }
+        }
+        Ok(Conditioning {
+            hidden: HostTensor::from_f32([self.rows, row_ids, features], &hidden.concat())?,
+            pooled,
+        })
+    }
+}

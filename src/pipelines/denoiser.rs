@@ -1,0 +1,356 @@
+//! The denoising steps of a batch of pictures.
+
+use std::collections::HashMap;
+
+use crate::dtype::DType;
+use crate::emit::DotPrecision;
+use crate::host_tensor::{HostTensor, HostTensorError};
+use crate::runtime::{Array, Prepared, ProgramOptions, RuntimeError, Session, StagedProgram};
+use crate::schedulers::{HISTORY, SamplingPlan};
+use crate::shape::Shape;
+use crate::shard::PartitionSpec;
+
+use super::Failure;
+use super::conditioning::Conditioning;
+use super::noise::NoiseGenerator;
+use super::sampler::{names as sampler_names, step_inputs};
+use super::text_to_image::{DenoiseStep, PipelineError, names};
+
+/// The inputs of the denoising step that are known before its first run, beside the pictures for ControlNets.
+const REQUEST: [&str; 5] = [
+    names::ENCODER_HIDDEN_STATES,
+    names::MASK,
+    names::MASKED_IMAGE_LATENTS,
+    names::TEXT_EMBEDS,
+    names::TIME_IDS,
+];
+
+/// How a part of a picture is kept. Masks are `f32[batch, 1, rows, columns]`: 1 where it is drawn anew, 0 where it is
+/// kept; all else is `f32[batch, channels, rows, columns]`.
+#[derive(Clone, Debug)]
+pub enum Inpainting {
+    /// For a model that knows nothing of masks: after each step what is kept is put back, with the noise of the next.
+    PutBack {
+        latents: HostTensor,
+        /// Unit normal.
+        noise: HostTensor,
+        mask: HostTensor,
+    },
+    /// For a model made for it, which sees both in each step.
+    Seen {
+        mask: HostTensor,
+        masked_image_latents: HostTensor,
+    },
+}
+
+/// A picture that steers a ControlNet.
+#[derive(Clone, Debug)]
+pub struct ControlImage {
+    /// `f32[1, 3, height, width]` in [0, 1].
+    pub image: HostTensor,
+    pub scale: f32,
+    /// The share of the steps before which, and after which, it does not steer.
+    pub range: [f64; 2],
+}
+
+impl ControlImage {
+    /// The scale in step `step` of `steps`: diffusers' `control_guidance_start` and `control_guidance_end`.
+    fn scale_at(&self, step: usize, steps: usize) -> f32 {
+        let [start, end] = self.range;
+        let share = |step: usize| step as f64 / steps as f64;
+        match share(step) < start || share(step + 1) > end {
+            true => 0.0,
+            false => self.scale,
+        }
+    }
+}
+
+/// The images of one call: as many as the denoiser's batch.
+#[derive(Debug)]
+pub struct Request<'a> {
+    /// With guidance, each image's row without its prompt goes before that with it.
+    pub conditioning: &'a Conditioning,
+    /// SDXL's time ids of each row.
+    pub time_ids: &'a [f32],
+    /// One for each image, for samplers that add noise: it depends on its seed alone.
+    pub generators: &'a mut [NoiseGenerator],
+    /// The sample before the first step, `f32[batch, channels, rows, columns]`.
+    pub sample: &'a HostTensor,
+    /// A model for inpainting needs [`Inpainting::Seen`].
+    pub inpainting: Option<&'a Inpainting>,
+    /// One for each of the model's ControlNets.
+    pub controls: &'a [ControlImage],
+    pub guidance_scale: f32,
+    pub guidance_rescale: f32,
+    pub plan: &'a SamplingPlan,
+}
+
+/// The compiled denoising step of one model, batch and guidance setting.
+pub struct Denoiser {
+    program: StagedProgram,
+    /// What is made of two passes of `program`; without it one pass is the whole step.
+    advance: Option<StagedProgram>,
+    sample_dims: [usize; 4],
+}
+
+impl Denoiser {
+    /// Compiles `step` for samples `sample_dims`.
+    ///
+    /// # Errors
+    /// When it does not compile.
+    pub fn compile(
+        session: &Session,
+        step: &DenoiseStep,
+        sample_dims: [usize; 4],
+        precision: DotPrecision,
+    ) -> Result<Denoiser, PipelineError> {
+        let options = ProgramOptions { precision };
+        let names = step.model.inputs.iter().map(|input| input.name.as_str());
+        let pictures = names.filter(|name| name.starts_with(names::CONTROL_IMAGE));
+        let request: Vec<&str> = REQUEST.into_iter().chain(pictures).collect();
+        Ok(Denoiser {
+            program: StagedProgram::compile(session, &step.model, "denoise", &request, &options)?,
+            advance: match &step.advance {
+                Some(graph) => Some(StagedProgram::compile(
+                    session,
+                    graph,
+                    "advance",
+                    &[],
+                    &options,
+                )?),
+                None => None,
+            },
+            sample_dims,
+        })
+    }
+
+    /// The compiled program of the model.
+    pub fn program(&self) -> &StagedProgram {
+        &self.program
+    }
+
+    /// All programs of a step.
+    pub fn programs(&self) -> impl Iterator<Item = &StagedProgram> {
+        [Some(&self.program), self.advance.as_ref()]
+            .into_iter()
+            .flatten()
+    }
+
+    /// Images made at once.
+    pub fn batch(&self) -> usize {
+        self.sample_dims[0]
+    }
+
+    /// `[batch, channels, rows, columns]`
+    pub fn sample_dims(&self) -> [usize; 4] {
+        self.sample_dims
+    }
+
+    /// Puts an input of the step on the devices, as its program wants it.
+    fn put(
+        &self,
+        session: &Session,
+        name: &str,
+        value: &HostTensor,
+    ) -> Result<Array, PipelineError> {
+        let slot = self.programs().find_map(|program| program.input(name));
+        let spec = slot.map_or_else(
+            || PartitionSpec::replicated(value.shape.rank()),
+            |slot| slot.spec.clone(),
+        );
+        Ok(session.put(value, &spec)?)
+    }
+
+    /// Makes the samples of `request`: `f32[batch, channels, rows, columns]` in the model's own range.
+    ///
+    /// `after_step` is told the number of steps that are done, and what the model then takes the finished samples for.
+    ///
+    /// # Errors
+    /// When a weight is missing, something has another shape, or a program fails; what `after_step` fails with.
+    pub fn run(
+        &self,
+        session: &Session,
+        weights: &Prepared<'_>,
+        request: Request<'_>,
+        after_step: &mut dyn FnMut(usize, &Array) -> Result<(), Failure>,
+    ) -> Result<HostTensor, Failure> {
+        let mut inputs: HashMap<String, Array> = HashMap::new();
+        let mut set = |name: &str, value: &HostTensor| -> Result<(), PipelineError> {
+            inputs.insert(name.to_string(), self.put(session, name, value)?);
+            Ok(())
+        };
+        let count = 1 + usize::from(self.advance.is_some());
+        let conditioning = request.conditioning;
+        let prompts = conditioning.hidden.shape.dims[0];
+        for (which, control) in request.controls.iter().enumerate() {
+            let rows = prompts / count;
+            let mut dims = control.image.shape.dims.clone();
+            dims[0] = rows;
+            let shape = control.image.shape.with_dims(dims);
+            let data = control.image.data.repeat(rows);
+            let name = names::numbered(names::CONTROL_IMAGE, which);
+            set(&name, &HostTensor::new(shape, data)?)?;
+        }
+        if let Some(Inpainting::Seen {
+            mask,
+            masked_image_latents,
+        }) = request.inpainting
+        {
+            set(names::MASK, mask)?;
+            set(names::MASKED_IMAGE_LATENTS, masked_image_latents)?;
+        }
+        for (name, value) in [
+            (names::GUIDANCE_SCALE, request.guidance_scale),
+            (names::GUIDANCE_RESCALE, request.guidance_rescale),
+        ] {
+            set(name, &HostTensor::from_f32([], &[value])?)?;
+        }
+        let ids = request.time_ids.len() / prompts.max(1);
+        let time_ids = HostTensor::from_f32([prompts, ids], request.time_ids)?;
+        // The inputs of each pass alone: its rows of the prompts, and what is made of them once for all steps.
+        let mut passes: Vec<HashMap<String, Array>> = Vec::with_capacity(count);
+        for pass in 0..count {
+            let mut own = HashMap::new();
+            let mut set = |name: &str, value: &HostTensor| -> Result<(), PipelineError> {
+                let value = every(value, count, pass)?;
+                own.insert(name.to_string(), self.put(session, name, &value)?);
+                Ok(())
+            };
+            set(names::ENCODER_HIDDEN_STATES, &conditioning.hidden)?;
+            if let Some(pooled) = &conditioning.pooled {
+                set(names::TEXT_EMBEDS, pooled)?;
+                set(names::TIME_IDS, &time_ids)?;
+            }
+            let early = self.program.request(&|name| {
+                let given = own.get(name).or_else(|| inputs.get(name));
+                given.or_else(|| weights.get(name))
+            })?;
+            own.extend(early);
+            passes.push(own);
+        }
+
+        let each: usize = self.sample_dims[1..].iter().product();
+        let zeros = |dims: &[usize]| HostTensor::zeros(Shape::new(DType::F32, dims));
+        let history = zeros(&[[HISTORY].as_slice(), &self.sample_dims].concat());
+        let mut state = vec![
+            self.put(session, sampler_names::SAMPLE, request.sample)?,
+            self.put(session, sampler_names::HISTORY, &history)?,
+        ];
+        let silence = zeros(&self.sample_dims);
+        let mut silent = false;
+        for (done, step) in request.plan.steps.iter().enumerate() {
+            let mut set = |name: &str, value: &HostTensor| -> Result<(), PipelineError> {
+                inputs.insert(name.to_string(), self.put(session, name, value)?);
+                Ok(())
+            };
+            for (name, value) in step_inputs(step)? {
+                set(name, &value)?;
+            }
+            for (which, control) in request.controls.iter().enumerate() {
+                let scale = control.scale_at(done, request.plan.steps.len());
+                let name = names::numbered(names::CONTROL_SCALE, which);
+                set(&name, &HostTensor::from_f32([], &[scale])?)?;
+            }
+            if step.is_noisy() {
+                let fresh = request.generators.iter_mut();
+                let fresh: Vec<f32> = fresh.flat_map(|g| g.normal(each)).collect();
+                let fresh = HostTensor::from_f32(self.sample_dims, &fresh)?;
+                set(sampler_names::NOISE, &fresh)?;
+            } else if !silent {
+                set(sampler_names::NOISE, &silence)?;
+            }
+            silent = !step.is_noisy();
+            state = self.step(weights, &inputs, &passes, state)?;
+            // Nothing follows on the predicted clean sample, which is the last result.
+            let predicted = state.split_off(2);
+            if let Some(Inpainting::PutBack {
+                latents,
+                noise,
+                mask,
+            }) = request.inpainting
+            {
+                let kept = mix(latents, noise, step.noised)?.to_f32_vec()?;
+                let sample = state[0].to_host(session.mesh())?.to_f32_vec()?;
+                let sample = masked(&sample, &kept, &mask.to_f32_vec()?, self.sample_dims);
+                let sample = HostTensor::from_f32(self.sample_dims, &sample)?;
+                state[0] = self.put(session, sampler_names::SAMPLE, &sample)?;
+            }
+            after_step(done + 1, &predicted[0])?;
+        }
+        Ok(state[0].to_host(session.mesh())?)
+    }
+
+    /// One step on `state`: the sample and the history. Gives the next ones, then the predicted clean sample.
+    fn step(
+        &self,
+        weights: &Prepared<'_>,
+        inputs: &HashMap<String, Array>,
+        passes: &[HashMap<String, Array>],
+        state: Vec<Array>,
+    ) -> Result<Vec<Array>, RuntimeError> {
+        let shared = |name: &str| inputs.get(name).or_else(|| weights.get(name));
+        let Some(advance) = &self.advance else {
+            let find = |name: &str| passes[0].get(name).or_else(|| shared(name));
+            return self.program.step().call(&find, state);
+        };
+        let mut predictions = Vec::with_capacity(passes.len());
+        for pass in passes {
+            let find = |name: &str| match name {
+                sampler_names::SAMPLE => state.first(),
+                _ => pass.get(name).or_else(|| shared(name)),
+            };
+            predictions.extend(self.program.step().call(&find, Vec::new())?);
+        }
+        advance.step().call(
+            &|name| match name {
+                names::WITHOUT_PROMPT => predictions.first(),
+                names::WITH_PROMPT => predictions.get(1),
+                _ => inputs.get(name),
+            },
+            state,
+        )
+    }
+}
+
+/// Every `step`-th row of `tensor`, from row `first` on.
+fn every(tensor: &HostTensor, step: usize, first: usize) -> Result<HostTensor, HostTensorError> {
+    let rows = tensor.shape.dims.first().copied().unwrap_or(1).max(1);
+    let bytes = (tensor.data.len() / rows).max(1);
+    let taken = tensor.data.chunks(bytes).skip(first).step_by(step);
+    let mut dims = tensor.shape.dims.clone();
+    dims[0] = rows / step;
+    HostTensor::new(
+        tensor.shape.with_dims(dims),
+        taken.flatten().copied().collect(),
+    )
+}
+
+/// `clean * coefficients[0] + noise * coefficients[1]`, for tensors of one shape.
+pub(super) fn mix(
+    clean: &HostTensor,
+    noise: &HostTensor,
+    [of_clean, of_noise]: [f32; 2],
+) -> Result<HostTensor, HostTensorError> {
+    let (clean_values, noise_values) = (clean.to_f32_vec()?, noise.to_f32_vec()?);
+    let values: Vec<f32> = clean_values
+        .iter()
+        .zip(&noise_values)
+        .map(|(clean, noise)| clean * of_clean + noise * of_noise)
+        .collect();
+    HostTensor::from_f32(clean.shape.dims.clone(), &values)
+}
+
+/// `sample` where the mask is 1, `kept` where it is 0; the mask has one channel.
+fn masked(sample: &[f32], kept: &[f32], mask: &[f32], dims: [usize; 4]) -> Vec<f32> {
+    let [_, channels, rows, columns] = dims;
+    let plane = rows * columns;
+    sample
+        .iter()
+        .zip(kept)
+        .enumerate()
+        .map(|(i, (sample, kept))| {
+            let mask = mask[i / (channels * plane) * plane + i % plane];
+            (1.0 - mask) * kept + mask * sample
+        })
+        .collect()
+}
