@@ -43,7 +43,7 @@ pub struct GenerateArgs {
 }
 
 /// What [`GenerationSettings`] has fields of its own for, and what says nothing of the picture.
-const NOT_OPTIONS: [&str; 18] = [
+const NOT_OPTIONS: [&str; 19] = [
     "prompt",
     "prompts_file",
     "held_out_prompts",
@@ -59,6 +59,7 @@ const NOT_OPTIONS: [&str; 18] = [
     "output_dir",
     "hardware",
     "num_devices",
+    "jax_cache_dir",
     "hf_access_token",
     "pretrained_model_name_or_path",
     "revision",
@@ -241,9 +242,13 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
         )
         .map_err(CliError::Failed)?;
     bar.finish_and_clear();
+    let timings = pipeline.timings();
+    let counts = session.program_counts();
     super::progress(&format!(
-        "seconds: {opened:.1} to open, {compiled:.1} to compile, {:.1} to load weights, {:.1} to encode, {:.1} to denoise \
-         ({:.2} a step), {:.1} to decode",
+        "seconds: {opened:.1} to open, {compiled:.1} to compile ({} programs, {} from the cache), {:.1} to load weights, \
+         {:.1} to encode, {:.1} to denoise ({:.2} a step), {:.1} to decode",
+        timings.programs,
+        timings.from_cache,
         phases.load,
         phases.encode,
         phases.denoise,
@@ -283,7 +288,10 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
                 "decode": phases.decode,
             },
             "unet_runs": runs,
-            "programs": pipeline.timings().programs,
+            "programs": timings.programs,
+            // Of the whole process: a program that were compiled while pictures are made would be among them.
+            "programs_compiled": counts.compiled,
+            "programs_from_cache": counts.from_cache,
             "peak_host_bytes": peak_host_bytes(),
         });
         print(&report.to_string())?;

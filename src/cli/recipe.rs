@@ -17,7 +17,7 @@ use crate::pipelines::pixels::RGB;
 use crate::pjrt::install::{self, InstallError, Installed, PluginKind};
 use crate::pjrt::{NamedValue, Plugin, has_tpu};
 use crate::quant::{Action, Decision, Policy, Rule};
-use crate::runtime::{RuntimeError, Session};
+use crate::runtime::{ExecutableCache, RuntimeError, Session};
 use crate::schedulers::{PlanOptions, SamplingPlan, SchedulerConfig, SchedulerKind, Start};
 use crate::shard::{LogicalAxisRule, LogicalAxisRules, Mesh, MeshAxes, Parallelism, ShardPlan};
 use crate::topology::{Accelerator, Chip, Format, Platform};
@@ -624,7 +624,28 @@ fn open(config: &Config, installed: &Installed) -> Result<Session, CliError> {
             RuntimeError::Shard(error) => CliError::usage(error),
             error => CliError::failed(error),
         })?;
-    Ok(session.with_cuda_data_dir(installed.cuda_data_dir.clone()))
+    let session = session.with_cuda_data_dir(installed.cuda_data_dir.clone());
+    let Some(cache) = program_cache(&config.jax_cache_dir) else {
+        return Ok(session);
+    };
+    Ok(session.clone().with_cache(cache).unwrap_or_else(|error| {
+        super::tell(&format!("warning: {error}; compiled programs are not kept"));
+        session
+    }))
+}
+
+/// The cache of compiled programs that `jax_cache_dir` names; `None` where there is to be none.
+pub fn program_cache(jax_cache_dir: &str) -> Option<ExecutableCache> {
+    let dir = match jax_cache_dir {
+        "" => return None,
+        "auto" => ExecutableCache::default_dir()?,
+        // As MaxDiffusion reads paths.
+        path => match (path.strip_prefix("~/"), dirs::home_dir()) {
+            (Some(rest), Some(home)) => home.join(rest),
+            _ => path.into(),
+        },
+    };
+    Some(ExecutableCache::new(dir, ExecutableCache::MAX_BYTES))
 }
 
 /// The settings of the update.

@@ -4,26 +4,33 @@
 //! give [`Array`]s: tensors that lie whole or in parts on the mesh's devices.
 
 mod array;
+mod cache;
 mod program;
 mod staged;
 
 pub use array::Array;
+pub use cache::{CacheError, ExecutableCache, Key, ProgramCounts, Usage};
 pub use program::{Program, ProgramOptions, Slot, Timings, Value, compile_options};
 pub use staged::{Prepared, StagedProgram, StagedTimings};
 
 use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::dtype::DType;
 use crate::graph::{Graph, GraphError};
 use crate::host_tensor::{HostTensor, HostTensorError};
 use crate::pjrt::{
-    Client, CompileOptions, Device, ElementType, NamedValue, OptionValue, PjrtError, Plugin,
+    Client, CompileOptions, Device, ElementType, LoadedExecutable, NamedValue, OptionValue,
+    PjrtError, Plugin,
 };
 use crate::shape::Shape;
 use crate::shard::{
     DeviceDescription, LogicalAxisRules, Mesh, Parallelism, PartitionSpec, ShardError,
 };
 use crate::target::{for_cpu, with_kernels};
+
+use cache::Store;
 
 /// Why a program could not be made or run.
 #[derive(Debug, thiserror::Error)]
@@ -57,7 +64,7 @@ pub enum RuntimeError {
     ElementType(DType),
 }
 
-/// The devices of one client laid out on a mesh.
+/// The devices of one client laid out on a mesh. Clones are the same session.
 #[derive(Clone)]
 pub struct Session {
     client: Client,
@@ -66,6 +73,15 @@ pub struct Session {
     devices: Vec<Device>,
     rules: LogicalAxisRules,
     cuda_data_dir: Option<PathBuf>,
+    cache: Option<Arc<Store>>,
+    counts: Arc<Counts>,
+}
+
+/// The programs that a session has made.
+#[derive(Default)]
+struct Counts {
+    compiled: AtomicUsize,
+    from_cache: AtomicUsize,
 }
 
 /// What the plugins call a description, as the mesh wants it.
@@ -118,7 +134,41 @@ impl Session {
             devices,
             rules,
             cuda_data_dir: None,
+            cache: None,
+            counts: Arc::default(),
         })
+    }
+
+    /// The same, with programs loaded from `cache` that are in it, and kept there when they are compiled.
+    ///
+    /// # Errors
+    /// When it cannot be found out what the compiler's results depend on: the plugin's build, or the processor.
+    pub fn with_cache(mut self, cache: ExecutableCache) -> Result<Session, CacheError> {
+        self.cache = Some(Arc::new(Store::new(cache, &self.client)?));
+        Ok(self)
+    }
+
+    /// How many programs this session has compiled, and how many it took from its cache.
+    pub fn program_counts(&self) -> ProgramCounts {
+        ProgramCounts {
+            compiled: self.counts.compiled.load(Ordering::Relaxed),
+            from_cache: self.counts.from_cache.load(Ordering::Relaxed),
+        }
+    }
+
+    /// The program of a StableHLO text, and whether it came from the cache.
+    fn executable(&self, text: &str) -> Result<(LoadedExecutable, bool), PjrtError> {
+        let options = self.compile_options();
+        let (executable, from_cache) = match &self.cache {
+            Some(store) => store.compile(&self.client, text, &options)?,
+            None => (self.client.compile(text, &options)?, false),
+        };
+        let count = match from_cache {
+            true => &self.counts.from_cache,
+            false => &self.counts.compiled,
+        };
+        count.fetch_add(1, Ordering::Relaxed);
+        Ok((executable, from_cache))
     }
 
     /// The same, with the folder in which the compiler for GPUs finds `bin/ptxas` and `nvvm/libdevice`
