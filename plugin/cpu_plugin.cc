@@ -37,8 +37,8 @@ MAXDIFF_PJRT_FUNCTION(PJRT_Plugin_Attributes) {
   static const NamedValues* attributes = [] {
     auto* values = new NamedValues();
     values->Add("xla_version", int64_t{2});
-    // Whether programs may call the kernels of kernel_calls.h.
-    if (kernels::Supported()) values->Add("maxdiff_kernels", int64_t{1});
+    // Whether programs may call the kernels of kernel_calls.h: from 2 on, loaded programs too.
+    if (kernels::Supported()) values->Add("maxdiff_kernels", int64_t{2});
 #ifdef MAXDIFF_STABLEHLO_CURRENT
     values->Add("stablehlo_current_version", std::vector<int64_t>{MAXDIFF_STABLEHLO_CURRENT});
     values->Add("stablehlo_minimum_version", std::vector<int64_t>{MAXDIFF_STABLEHLO_MINIMUM});

@@ -167,14 +167,29 @@ inline void GegluCall(void* out, const void** in, const char* text, size_t lengt
   kernels::Geglu(static_cast<const uint16_t*>(in[0]), rows, size, static_cast<uint16_t*>(out));
 }
 
+using KernelCall = void (*)(void*, const void**, const char*, size_t, XlaCustomCallStatus*);
+
+// A call whose result is one array. XLA does not serialize whether a result is a tuple (xla/backends/cpu/runtime/
+// thunk_proto_serdes.cc) and leaves the flag of a call that it loads uninitialized: a loaded program may hand over, in
+// place of the array, a list of one pointer to it. That list is a local variable of the caller, an absl::InlinedVector
+// with room for four: it lies just above this frame, where no array is. Inlining would move the frame.
+template <KernelCall kCall>
+__attribute__((noinline)) void OneResult(void* out, const void** in, const char* text, size_t length,
+                                         XlaCustomCallStatus* status) {
+  constexpr uintptr_t kCallersFrame = 4096;
+  const uintptr_t frame = reinterpret_cast<uintptr_t>(__builtin_frame_address(0));
+  const uintptr_t address = reinterpret_cast<uintptr_t>(out);
+  if (address > frame && address - frame < kCallersFrame) out = *static_cast<void**>(out);
+  kCall(out, in, text, length, status);
+}
+
 inline void RegisterKernels() {
   if (!kernels::Supported()) return;
-  using Call = void (*)(void*, const void**, const char*, size_t, XlaCustomCallStatus*);
-  constexpr std::pair<const char*, Call> kCalls[] = {
-      {"maxdiff.contract", ContractCall},    {"maxdiff.attention", AttentionCall},
-      {"maxdiff.abs_max", AbsMaxCall},       {"maxdiff.quantize", QuantizeCall},
-      {"maxdiff.layer_norm", LayerNormCall}, {"maxdiff.group_norm", GroupNormCall},
-      {"maxdiff.geglu", GegluCall},
+  constexpr std::pair<const char*, KernelCall> kCalls[] = {
+      {"maxdiff.contract", OneResult<ContractCall>},    {"maxdiff.attention", OneResult<AttentionCall>},
+      {"maxdiff.abs_max", OneResult<AbsMaxCall>},       {"maxdiff.quantize", OneResult<QuantizeCall>},
+      {"maxdiff.layer_norm", OneResult<LayerNormCall>}, {"maxdiff.group_norm", OneResult<GroupNormCall>},
+      {"maxdiff.geglu", OneResult<GegluCall>},
   };
   for (const auto& [name, call] : kCalls) {
     xla::CustomCallTargetRegistry::Global()->Register(name, reinterpret_cast<void*>(call), "Host");

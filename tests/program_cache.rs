@@ -83,6 +83,7 @@ fn a_new_client_loads_the_same_program() {
         let run =
             |session: &Session| run_on(session, &session.with_kernels(&graph).unwrap(), &inputs);
         let plain = run(&cpu_session(devices));
+
         let first = session(devices, dir.path());
         assert_eq!(run(&first), plain);
         assert_eq!(first.program_counts(), counts(1, 0), "{int8} {devices}");

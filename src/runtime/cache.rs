@@ -13,7 +13,7 @@ use std::time::{Duration, SystemTime};
 
 use sha2::{Digest, Sha256};
 
-use crate::pjrt::{Client, CompileOptions, ErrorCode, LoadedExecutable, PjrtError};
+use crate::pjrt::{Client, CompileOptions, ErrorCode, LoadedExecutable, NamedValue, PjrtError};
 
 /// Starts every file. Together with [`VERSION`] it keeps other files and other layouts from being taken for programs.
 const MAGIC: &[u8; 8] = b"mxdfprog";
@@ -293,14 +293,19 @@ pub(super) struct Store {
     cache: ExecutableCache,
     /// What of the key is the same for all programs.
     environment: Key,
+    /// Whether programs that call the plugin's kernels run after they were loaded.
+    loads_kernels: bool,
     /// Set when a program could not be kept: the next ones could not either.
     gave_up: AtomicBool,
 }
 
 impl Store {
     pub(super) fn new(cache: ExecutableCache, client: &Client) -> Result<Store, CacheError> {
+        // The number is raised where what such a plugin loads differs: see `plugin/cpu_plugin.cc`.
+        let kernels = client.plugin().attributes().get("maxdiff_kernels");
         Ok(Store {
             cache,
+            loads_kernels: matches!(kernels, Some(NamedValue::Int64(number)) if *number >= 2),
             environment: environment(client)?,
             gave_up: AtomicBool::new(false),
         })
@@ -313,6 +318,12 @@ impl Store {
         text: &str,
         options: &CompileOptions,
     ) -> Result<(LoadedExecutable, bool), PjrtError> {
+        if !self.loads_kernels && text.contains("stablehlo.custom_call") {
+            tracing::debug!(
+                "a program with kernels is not kept: this plugin does not load it whole"
+            );
+            return Ok((client.compile(text, options)?, false));
+        }
         let key = Key::of(&[&self.environment.0, &options.to_bytes(), text.as_bytes()]);
         match self.load(client, &key) {
             Ok(Some(executable)) => return Ok((executable, true)),
