@@ -10,7 +10,7 @@ use common::{cpu_session, run_on};
 use maxdiff::dtype::DType;
 use maxdiff::graph::{Builder, Graph, Init};
 use maxdiff::host_tensor::HostTensor;
-use maxdiff::nn::{Conv2d, Linear, Precision, conv2d, group_norm, linear};
+use maxdiff::nn::{Linear, Precision, group_norm, linear};
 use maxdiff::quant::{Policy, annotate, lower};
 use maxdiff::runtime::{ExecutableCache, ProgramCounts, Session};
 use maxdiff::shape::Shape;
@@ -39,7 +39,13 @@ fn graph(int8: bool) -> Graph {
     let batch = [Some("activation_batch"), None, None, None];
     let image = Shape::new(DType::BF16, [2, 8, 8, 16]);
     let x = b.input("image", image, &batch).unwrap();
-    let x = conv2d(&m.scope("conv"), x, Conv2d::same(32, 3), precision).unwrap();
+    let x = linear(
+        &m.scope("first"),
+        x,
+        Linear::new(32, "embed", "heads"),
+        precision,
+    )
+    .unwrap();
     let x = group_norm(&m.scope("norm"), x, 8, 1e-5, precision).unwrap();
     let y = linear(
         &m.scope("linear"),
