@@ -2,6 +2,7 @@
 #ifndef MAXDIFF_PLUGIN_EXECUTABLE_H_
 #define MAXDIFF_PLUGIN_EXECUTABLE_H_
 
+#include <algorithm>
 #include <limits>
 
 #include "buffer.h"
@@ -38,7 +39,14 @@ inline absl::StatusOr<xla::CompileOptions> ParseCompileOptions(const char* bytes
         "compile_options: num_replicas is ", build.num_replicas(), " and num_partitions ",
         build.num_partitions(), ", both must be at least 1"));
   }
-  return xla::CompileOptions::FromProto(proto);
+  MAXDIFF_ASSIGN_OR_RETURN(xla::CompileOptions options, xla::CompileOptions::FromProto(proto));
+  // XLA:CPU of TensorFlow 2.21 ends the process when it loads a serialized program with a convolution that it had given
+  // to YNNPACK: YnnFusionThunkFromProto takes every one that is no dot for a fusion. Its own convolutions are as fast.
+  auto* types = options.executable_build_options.mutable_debug_options()->mutable_xla_cpu_experimental_ynn_fusion_type();
+  types->erase(std::remove(types->begin(), types->end(),
+                           xla::DebugOptions::LIBRARY_FUSION_TYPE_INDIVIDUAL_CONVOLUTION),
+               types->end());
+  return options;
 }
 
 inline absl::StatusOr<xla::XlaComputation> ParseProgram(const PJRT_Program* program) {

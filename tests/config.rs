@@ -137,6 +137,7 @@ fn a_whole_file_of_maxdiffusion_loads() {
             "prompt=",
             "negative_prompt=",
             "revision=main",
+            "jax_cache_dir=auto",
         ],
         None,
     )

@@ -12,6 +12,7 @@ use serde_json::{Map, Value, json};
 use super::{CliError, plugin, print, recipe};
 use crate::pjrt::install::{self, InstallError, Installed, PluginKind};
 use crate::pjrt::{Client, Plugin};
+use crate::runtime::{ExecutableCache, Usage};
 
 /// Free bytes below which an installation of the CPU plugin fails: the wheel, what is unpacked and the build.
 const SPACE_TO_INSTALL: u64 = 1_600_000_000;
@@ -72,6 +73,7 @@ pub fn run(args: &DoctorArgs) -> Result<ExitCode, CliError> {
     judge_tools(&tools, !installed(PluginKind::Cpu), &mut problems);
     let hardware = device_files();
     let cpu = Processor::look();
+    let programs = Programs::look();
     let ok = !problems.iter().any(|p| p.needed);
 
     if args.json {
@@ -82,6 +84,7 @@ pub fn run(args: &DoctorArgs) -> Result<ExitCode, CliError> {
                 "what": p.what, "remedy": p.remedy, "needed": p.needed,
             })).collect::<Vec<_>>(),
             "plugin_folder": folder.to_json(),
+            "program_cache": programs.to_json(),
             "plugins": plugins.iter().map(PluginState::to_json).collect::<Vec<_>>(),
             "device_files": hardware,
             "processor": {
@@ -98,7 +101,7 @@ pub fn run(args: &DoctorArgs) -> Result<ExitCode, CliError> {
         print(&report.to_string())?;
     } else {
         print(&describe(
-            &folder, &plugins, &hardware, &cpu, &tools, &problems,
+            &folder, &plugins, &programs, &hardware, &cpu, &tools, &problems,
         ))?;
     }
     Ok(if ok {
@@ -111,6 +114,7 @@ pub fn run(args: &DoctorArgs) -> Result<ExitCode, CliError> {
 fn describe(
     folder: &Folder,
     plugins: &[PluginState],
+    programs: &Programs,
     hardware: &[String],
     cpu: &Processor,
     tools: &[Tool],
@@ -119,6 +123,7 @@ fn describe(
     let mut lines = vec![format!("maxdiff-rs {}", env!("CARGO_PKG_VERSION"))];
     lines.push(format!("plugins in {}", folder.describe()));
     lines.extend(plugins.iter().map(PluginState::describe));
+    lines.push(format!("compiled programs in {}", programs.describe()));
     let files = if hardware.is_empty() {
         "none".to_string()
     } else {
@@ -225,6 +230,43 @@ impl Folder {
             remedy,
             needed: to_install,
         });
+    }
+}
+
+/// The folder that compiled programs are kept in where the configuration names no other, and what is in it.
+struct Programs(Result<(PathBuf, Usage), String>);
+
+impl Programs {
+    fn look() -> Programs {
+        let cache = recipe::program_cache("auto")
+            .ok_or_else(|| "no folder: no cache directory is known for this user".to_string());
+        Programs(cache.and_then(|cache| match cache.usage() {
+            Ok(usage) => Ok((cache.dir().to_path_buf(), usage)),
+            Err(error) => Err(error.to_string()),
+        }))
+    }
+
+    fn describe(&self) -> String {
+        match &self.0 {
+            Err(error) => error.clone(),
+            Ok((path, usage)) => format!(
+                "{}: {}, {:.2} of at most {:.0} GB",
+                path.display(),
+                usage.programs,
+                usage.bytes as f64 / 1e9,
+                ExecutableCache::MAX_BYTES as f64 / 1e9,
+            ),
+        }
+    }
+
+    fn to_json(&self) -> Value {
+        let found = self.0.as_ref().ok();
+        json!({
+            "path": found.map(|(path, _)| path.display().to_string()),
+            "programs": found.map(|(_, usage)| usage.programs),
+            "bytes": found.map(|(_, usage)| usage.bytes),
+            "max_bytes": ExecutableCache::MAX_BYTES,
+        })
     }
 }
 

@@ -52,7 +52,7 @@ pub struct GenerateArgs {
 const SAMPLER_KEYS: &str = "diffusion_scheduler_config.";
 
 /// What [`GenerationSettings`] has fields of its own for, and what says nothing of the picture.
-const NOT_OPTIONS: [&str; 21] = [
+const NOT_OPTIONS: [&str; 22] = [
     "prompt",
     "prompts_file",
     "held_out_prompts",
@@ -71,6 +71,7 @@ const NOT_OPTIONS: [&str; 21] = [
     "hardware",
     "num_devices",
     "diffusion_scheduler_config._class_name",
+    "jax_cache_dir",
     "hf_access_token",
     "pretrained_model_name_or_path",
     "revision",
@@ -459,7 +460,6 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
             },
         )
         .map_err(CliError::Failed)?;
-    let mut programs = pipeline.timings().programs;
     if let (Some((second, pipeline)), Some(files)) = (&refine, &refiner_files) {
         let draw = DrawOptions {
             plans: &second.plans,
@@ -489,13 +489,15 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
         let before = made.phases;
         made = refined;
         made.phases += before;
-        programs += pipeline.timings().programs;
     }
     let Made { images, phases, .. } = made;
     bar.finish_and_clear();
+    let counts = session.program_counts();
     super::progress(&format!(
-        "seconds: {opened:.1} to open, {compiled:.1} to compile, {:.1} to load weights, {:.1} to encode, {:.1} to denoise \
-         ({:.2} a step), {:.1} to decode",
+        "seconds: {opened:.1} to open, {compiled:.1} to compile ({} programs, {} from the cache), {:.1} to load weights, \
+         {:.1} to encode, {:.1} to denoise ({:.2} a step), {:.1} to decode",
+        counts.compiled + counts.from_cache,
+        counts.from_cache,
         phases.load,
         phases.encode,
         phases.denoise,
@@ -530,7 +532,8 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
                 "decode": phases.decode,
             },
             "unet_runs": runs,
-            "programs": programs,
+            "programs_compiled": counts.compiled,
+            "programs_from_cache": counts.from_cache,
             "peak_host_bytes": peak_host_bytes(),
         });
         print(&report.to_string())?;

@@ -18,7 +18,7 @@ use crate::pipelines::text_to_image::Guidance;
 use crate::pjrt::install::{self, InstallError, Installed, PluginKind};
 use crate::pjrt::{NamedValue, Plugin, has_tpu};
 use crate::quant::{Action, Decision, Policy, Rule};
-use crate::runtime::{RuntimeError, Session};
+use crate::runtime::{ExecutableCache, RuntimeError, Session};
 use crate::shard::{LogicalAxisRule, LogicalAxisRules, Mesh, MeshAxes, Parallelism, ShardPlan};
 use crate::topology::{Accelerator, Chip, Format, Platform};
 use crate::train::checkpoint::{Check, SavedCheckpoint, latest};
@@ -520,7 +520,27 @@ fn open(config: &Config, installed: &Installed) -> Result<Session, CliError> {
             RuntimeError::Shard(error) => CliError::usage(error),
             error => CliError::failed(error),
         })?;
-    Ok(session.with_cuda_data_dir(installed.cuda_data_dir.clone()))
+    let mut session = session.with_cuda_data_dir(installed.cuda_data_dir.clone());
+    if let Some(cache) = program_cache(&config.jax_cache_dir)
+        && let Err(error) = session.keep_programs(cache)
+    {
+        super::tell(&format!("warning: {error}; compiled programs are not kept"));
+    }
+    Ok(session)
+}
+
+/// The cache of compiled programs that `jax_cache_dir` names; `None` where there is to be none.
+pub fn program_cache(jax_cache_dir: &str) -> Option<ExecutableCache> {
+    let dir = match jax_cache_dir {
+        "" => return None,
+        "auto" => ExecutableCache::default_dir()?,
+        // As MaxDiffusion reads paths.
+        path => match (path.strip_prefix("~/"), dirs::home_dir()) {
+            (Some(rest), Some(home)) => home.join(rest),
+            _ => path.into(),
+        },
+    };
+    Some(ExecutableCache::new(dir, ExecutableCache::MAX_BYTES))
 }
 
 /// How a denoising step is guided.

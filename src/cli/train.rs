@@ -173,7 +173,12 @@ pub fn run(args: &TrainArgs) -> Result<ExitCode, CliError> {
     };
     let program = Program::compile(&session, &traced.graph, "train_step", &program_options)
         .map_err(CliError::failed)?;
-    super::progress(&format!("compiled in {:.1} s", program.timings().compile));
+    let timings = program.timings();
+    let how = match timings.from_cache {
+        true => "loaded from the cache",
+        false => "compiled",
+    };
+    super::progress(&format!("{how} in {:.1} s", timings.compile));
 
     let batcher = Arc::new(
         Batcher::new(

@@ -18,6 +18,8 @@ const AHEAD: &[Verb] = &[Verb::Compile, Verb::Lower];
 /// What changes every program made from a model.
 const PROGRAM: &[Verb] = &[Verb::Train, Verb::Generate, Verb::Compile, Verb::Lower];
 const EVERY: &[Verb] = &Verb::ALL;
+/// What runs programs on this machine.
+const RUNS: &[Verb] = &[Verb::Train, Verb::Generate, Verb::ModuleRun];
 /// What changes the denoising step's program alone.
 const DENOISE: &[Verb] = &[Verb::Generate, Verb::Compile, Verb::Lower];
 
@@ -185,8 +187,9 @@ schema! {
         allow_split_physical_axes: bool = false, Used, PROGRAM;
         /// Skip the start of JAX's distributed system.
         skip_jax_distributed_system: bool = false, NoEffect("there is no JAX here"), EVERY;
-        /// Folder of JAX's cache of compiled programs.
-        jax_cache_dir: String = String::new(), NotYet("a cache of compiled programs"), TRAIN_GENERATE;
+        /// Folder in which compiled programs are kept, to be loaded at the next start. auto: `maxdiff-rs/programs`
+        /// in the user's cache directory. Empty: none are kept, which is MaxDiffusion's default.
+        jax_cache_dir: String = "auto".into(), Used, RUNS;
 
         group "Data";
         /// Where examples come from. Working today: shapes (made by the program) and folder.

@@ -308,6 +308,7 @@ impl Pipeline {
             all.emit += timings.emit;
             all.compile += timings.compile;
             all.programs += timings.programs;
+            all.from_cache += timings.from_cache;
         }
         all
     }

@@ -4,10 +4,12 @@
 //! give [`Array`]s: tensors that lie whole or in parts on the mesh's devices.
 
 mod array;
+mod cache;
 mod program;
 mod staged;
 
 pub use array::Array;
+pub use cache::{CacheError, ExecutableCache, Key, ProgramCounts, Usage};
 pub use program::{Program, ProgramOptions, Slot, Timings, Value, compile_options};
 pub use staged::{Preparation, Prepared, StagedProgram, StagedTimings};
 
@@ -17,12 +19,16 @@ use std::path::PathBuf;
 use crate::dtype::DType;
 use crate::graph::{Graph, GraphError};
 use crate::host_tensor::{HostTensor, HostTensorError};
-use crate::pjrt::{Client, CompileOptions, Device, ElementType, NamedValue, PjrtError, Plugin};
+use crate::pjrt::{
+    Client, CompileOptions, Device, ElementType, LoadedExecutable, NamedValue, PjrtError, Plugin,
+};
 use crate::shape::Shape;
 use crate::shard::{
     DeviceDescription, LogicalAxisRules, Mesh, Parallelism, PartitionSpec, ShardError,
 };
 use crate::target::{for_cpu, with_kernels};
+
+use cache::Store;
 
 /// Why a program could not be made or run.
 #[derive(Debug, thiserror::Error)]
@@ -64,7 +70,6 @@ pub enum RuntimeError {
 const KERNEL_CALLS: i64 = 2;
 
 /// The devices of one client laid out on a mesh.
-#[derive(Clone)]
 pub struct Session {
     client: Client,
     mesh: Mesh,
@@ -72,7 +77,8 @@ pub struct Session {
     devices: Vec<Device>,
     rules: LogicalAxisRules,
     cuda_data_dir: Option<PathBuf>,
-    compilations: Cell<usize>,
+    cache: Option<Store>,
+    counts: Cell<ProgramCounts>,
 }
 
 /// What the plugins call a description, as the mesh wants it.
@@ -125,8 +131,39 @@ impl Session {
             devices,
             rules,
             cuda_data_dir: None,
-            compilations: Cell::new(0),
+            cache: None,
+            counts: Cell::default(),
         })
+    }
+
+    /// From here on programs that are in `cache` are loaded from it, and others kept there when they are compiled.
+    ///
+    /// # Errors
+    /// When it cannot be found out what the compiler's results depend on: the plugin's build, or the processor.
+    pub fn keep_programs(&mut self, cache: ExecutableCache) -> Result<(), CacheError> {
+        self.cache = Some(Store::new(cache, &self.client)?);
+        Ok(())
+    }
+
+    /// How many programs this session has compiled, and how many it took from its cache.
+    pub fn program_counts(&self) -> ProgramCounts {
+        self.counts.get()
+    }
+
+    /// The program of a StableHLO text, and whether it came from the cache.
+    fn executable(&self, text: &str) -> Result<(LoadedExecutable, bool), PjrtError> {
+        let options = self.compile_options();
+        let (executable, from_cache) = match &self.cache {
+            Some(store) => store.compile(&self.client, text, &options)?,
+            None => (self.client.compile(text, &options)?, false),
+        };
+        let mut counts = self.counts.get();
+        match from_cache {
+            true => counts.from_cache += 1,
+            false => counts.compiled += 1,
+        }
+        self.counts.set(counts);
+        Ok((executable, from_cache))
     }
 
     /// The same, with the folder in which the compiler for GPUs finds `bin/ptxas` and `nvvm/libdevice`
@@ -164,11 +201,6 @@ impl Session {
             true => with_kernels(graph),
             false => Ok(graph.clone()),
         }
-    }
-
-    /// How many programs were compiled for this session so far.
-    pub fn compilations(&self) -> usize {
-        self.compilations.get()
     }
 
     pub fn client(&self) -> &Client {

@@ -21,7 +21,9 @@ pub struct ProgramOptions {
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Timings {
     pub emit: f64,
+    /// Compiling it, or loading it from the cache.
     pub compile: f64,
+    pub from_cache: bool,
 }
 
 /// One argument or result of a program.
@@ -68,47 +70,64 @@ pub fn compile_options(mesh: &Mesh) -> CompileOptions {
 }
 
 /// A graph on its way to the compiler.
-struct Emitted {
+pub(super) struct Emitted {
     graph: Graph,
     plan: ShardPlan,
     text: String,
+    seconds: f64,
 }
 
-fn emitted(
-    session: &Session,
-    graph: &Graph,
-    name: &str,
-    options: &ProgramOptions,
-) -> Result<Emitted, RuntimeError> {
-    let graph = session.for_target(graph)?;
-    let plan = ShardPlan::new(&graph, &session.mesh, &session.rules)?;
-    let options = EmitOptions {
-        precision: options.precision,
-        sharding: plan.text(&session.mesh),
-    };
-    let text = stablehlo(&graph, name, &options);
-    Ok(Emitted { graph, plan, text })
-}
-
-impl Program {
-    /// Rewrites `graph` for the session's kind of hardware, emits and compiles it.
-    ///
-    /// # Errors
-    /// The compiler's, and those of the sharding rules.
-    pub fn compile(
+impl Emitted {
+    /// Rewrites `graph` for the session's kind of hardware and emits it.
+    pub(super) fn new(
         session: &Session,
         graph: &Graph,
         name: &str,
         options: &ProgramOptions,
-    ) -> Result<Program, RuntimeError> {
+    ) -> Result<Emitted, RuntimeError> {
         let start = Instant::now();
-        let Emitted { graph, plan, text } = emitted(session, graph, name, options)?;
+        let graph = session.for_target(graph)?;
+        let plan = ShardPlan::new(&graph, &session.mesh, &session.rules)?;
+        let options = EmitOptions {
+            precision: options.precision,
+            sharding: plan.text(&session.mesh),
+        };
+        let text = stablehlo(&graph, name, &options);
+        Ok(Emitted {
+            graph,
+            plan,
+            text,
+            seconds: start.elapsed().as_secs_f64(),
+        })
+    }
+
+    /// What the compiler is given.
+    pub(super) fn text(&self) -> &str {
+        &self.text
+    }
+
+    /// Seconds that making the text took.
+    pub(super) fn seconds(&self) -> f64 {
+        self.seconds
+    }
+
+    /// Compiles it, or loads what an earlier compilation of the same text left in the session's cache.
+    pub(super) fn compile(self, session: &Session, name: &str) -> Result<Program, RuntimeError> {
+        let Emitted {
+            graph,
+            plan,
+            text,
+            seconds,
+        } = self;
         plan.log(name);
-        let emit = start.elapsed().as_secs_f64();
         let start = Instant::now();
-        session.compilations.set(session.compilations.get() + 1);
-        let executable = session.client.compile(&text, &session.compile_options())?;
+        let (executable, from_cache) = session.executable(&text)?;
         let compile = start.elapsed().as_secs_f64();
+        tracing::debug!(
+            "{name}: {} bytes of StableHLO in {seconds:.3} s, {} in {compile:.3} s",
+            text.len(),
+            if from_cache { "loaded" } else { "compiled" },
+        );
         let inputs = graph
             .inputs
             .iter()
@@ -136,21 +155,28 @@ impl Program {
             executable,
             inputs,
             outputs,
-            timings: Timings { emit, compile },
+            timings: Timings {
+                emit: seconds,
+                compile,
+                from_cache,
+            },
         })
     }
+}
 
-    /// The text that [`Program::compile`] would compile.
+impl Program {
+    /// Rewrites `graph` for the session's kind of hardware, emits and compiles it, or loads what an earlier compilation
+    /// of the same text left in the session's cache.
     ///
     /// # Errors
-    /// Those of the sharding rules.
-    pub fn text(
+    /// The compiler's, and those of the sharding rules.
+    pub fn compile(
         session: &Session,
         graph: &Graph,
         name: &str,
         options: &ProgramOptions,
-    ) -> Result<String, RuntimeError> {
-        Ok(emitted(session, graph, name, options)?.text)
+    ) -> Result<Program, RuntimeError> {
+        Emitted::new(session, graph, name, options)?.compile(session, name)
     }
 
     pub fn inputs(&self) -> &[Slot] {

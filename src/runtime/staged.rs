@@ -6,6 +6,7 @@ use std::rc::Rc;
 
 use crate::graph::{Graph, stage};
 
+use super::program::Emitted;
 use super::{Array, Program, ProgramOptions, RuntimeError, Session, Slot, Value};
 
 /// A program in stages, compiled for one session.
@@ -22,8 +23,9 @@ pub struct StagedProgram {
 pub struct StagedTimings {
     pub emit: f64,
     pub compile: f64,
-    /// Programs that were compiled.
+    /// Programs that were made, and how many of them came from the session's cache.
     pub programs: usize,
+    pub from_cache: usize,
 }
 
 /// Weights of which something is made ahead. Groups that differ only in names share a program.
@@ -120,27 +122,37 @@ impl StagedProgram {
         let graph = session.for_target(&session.with_kernels(graph)?)?;
         let staged = stage(&graph, request)?;
         let mut timings = StagedTimings::default();
-        let mut compile = |graph: &Graph, name: &str| -> Result<Program, RuntimeError> {
-            let program = Program::compile(session, graph, name, options)?;
-            timings.emit += program.timings().emit;
+        let mut compile = |emitted: Emitted, name: &str| -> Result<Program, RuntimeError> {
+            let program = emitted.compile(session, name)?;
             timings.compile += program.timings().compile;
             timings.programs += 1;
+            timings.from_cache += usize::from(program.timings().from_cache);
             Ok(program)
         };
-        let step = compile(&staged.step, name)?;
+        let mut emit = 0.0;
+        let mut emitted = |graph: &Graph, name: &str| -> Result<Emitted, RuntimeError> {
+            let emitted = Emitted::new(session, graph, name, options)?;
+            emit += emitted.seconds();
+            Ok(emitted)
+        };
+        let step = compile(emitted(&staged.step, name)?, name)?;
         let request = match &staged.request {
-            Some(graph) => Some(compile(graph, &format!("{name}_request"))?),
+            Some(graph) => {
+                let name = format!("{name}_request");
+                Some(compile(emitted(graph, &name)?, &name)?)
+            }
             None => None,
         };
         let mut known: HashMap<String, Rc<Program>> = HashMap::new();
         let mut groups = Vec::with_capacity(staged.load.len());
         for graph in &staged.load {
-            let same = Program::text(session, &graph.anonymous(), "prepare", options)?;
-            let program = match known.get(&same) {
+            let text = emitted(&graph.anonymous(), "prepare")?;
+            let program = match known.get(text.text()) {
                 Some(program) => program.clone(),
                 None => {
-                    let program = Rc::new(compile(graph, "prepare")?);
-                    known.insert(same, program.clone());
+                    let key = text.text().to_string();
+                    let program = Rc::new(compile(text, "prepare")?);
+                    known.insert(key, program.clone());
                     program
                 }
             };
@@ -150,6 +162,7 @@ impl StagedProgram {
                 results: graph.outputs.iter().map(|o| o.name.clone()).collect(),
             });
         }
+        timings.emit = emit;
         let weights = weights(&groups, [Some(&step), request.as_ref()]);
         Ok(StagedProgram {
             groups,

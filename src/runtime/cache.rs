@@ -1,0 +1,446 @@
+//! Compiled programs kept on disk, so that a program is compiled once on a machine and loaded from then on.
+//!
+//! A file is named by the SHA-256 of everything that decides what the compiler makes ([`Key`]), so no file is ever out of
+//! date, only unused. What cannot be read is compiled and written anew; what cannot be written is not kept: the cache
+//! makes a start faster or has no effect, and it never makes one fail.
+
+use std::cell::Cell;
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, SystemTime};
+
+use sha2::{Digest, Sha256};
+
+use crate::pjrt::{Client, CompileOptions, ErrorCode, LoadedExecutable, PjrtError};
+
+/// Starts every file. Together with [`VERSION`] it keeps other files and other layouts from being taken for programs.
+const MAGIC: &[u8; 8] = b"mxdfprog";
+/// Of the layout of files and of what the key is made of: a change of either counts it up.
+const VERSION: u32 = 1;
+/// Magic, version, key, length of the program, SHA-256 of the program.
+const HEADER: usize = 8 + 4 + 32 + 8 + 32;
+const EXTENSION: &str = "program";
+const UNFINISHED: &str = "unfinished";
+/// An unfinished file this old was left by a process that ended; writing one takes seconds.
+const ABANDONED: Duration = Duration::from_secs(24 * 3600);
+
+/// Environment variables that compilers read.
+const COMPILER_VARIABLES: [&str; 3] = ["XLA_FLAGS", "LIBTPU_INIT_ARGS", "TF_XLA_FLAGS"];
+
+/// What went wrong with a kept program.
+#[derive(Debug, thiserror::Error)]
+pub enum CacheError {
+    #[error("cannot {action} {}: {source}", path.display())]
+    Io {
+        action: &'static str,
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
+    #[error("{} is no whole program of this cache: {reason}", path.display())]
+    Damaged { path: PathBuf, reason: String },
+    #[error("{} cannot be loaded: {source}", path.display())]
+    Load {
+        path: PathBuf,
+        #[source]
+        source: PjrtError,
+    },
+    #[error("{} does not tell the processor's features", path.display())]
+    Processor { path: PathBuf },
+}
+
+fn io_error<'a>(action: &'static str, path: &'a Path) -> impl Fn(io::Error) -> CacheError + 'a {
+    move |source| CacheError::Io {
+        action,
+        path: path.to_path_buf(),
+        source,
+    }
+}
+
+/// Names one compilation: equal keys are equal programs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Key([u8; 32]);
+
+impl Key {
+    /// The key of what `parts` say together; where one ends and the next starts counts too.
+    pub fn of(parts: &[&[u8]]) -> Key {
+        let mut hash = Sha256::new();
+        for part in parts {
+            hash.update((part.len() as u64).to_le_bytes());
+            hash.update(part);
+        }
+        Key(hash.finalize().into())
+    }
+
+    fn hex(&self) -> String {
+        self.0.iter().map(|byte| format!("{byte:02x}")).collect()
+    }
+}
+
+/// How much a cache holds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Usage {
+    pub programs: usize,
+    pub bytes: u64,
+}
+
+/// A folder of compiled programs. Several processes may use it at once.
+///
+/// The files are machine code: whoever may write into the folder decides what its users run.
+#[derive(Clone, Debug)]
+pub struct ExecutableCache {
+    dir: PathBuf,
+    max_bytes: u64,
+}
+
+impl ExecutableCache {
+    /// The most bytes that the files of one folder take, unless said otherwise.
+    pub const MAX_BYTES: u64 = 10_000_000_000;
+
+    /// The cache in `dir`, which is made when the first program is kept. Beyond `max_bytes` the programs that were not
+    /// used for the longest time go.
+    pub fn new(dir: impl Into<PathBuf>, max_bytes: u64) -> ExecutableCache {
+        ExecutableCache {
+            dir: dir.into(),
+            max_bytes,
+        }
+    }
+
+    /// `maxdiff-rs/programs` in the user's cache directory, where there is one.
+    pub fn default_dir() -> Option<PathBuf> {
+        dirs::cache_dir().map(|dir| dir.join("maxdiff-rs").join("programs"))
+    }
+
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    fn path(&self, key: &Key) -> PathBuf {
+        self.dir.join(key.hex()).with_extension(EXTENSION)
+    }
+
+    /// The program kept under `key`, and notes that it was used; `None` if there is none.
+    ///
+    /// # Errors
+    /// When its file cannot be read, or is not what was written.
+    pub fn read(&self, key: &Key) -> Result<Option<Vec<u8>>, CacheError> {
+        let path = self.path(key);
+        let mut file = match File::open(&path) {
+            Ok(file) => file,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(io_error("read", &path)(error)),
+        };
+        let mut bytes = Vec::new();
+        file.read_to_end(&mut bytes)
+            .map_err(io_error("read", &path))?;
+        if let Err(reason) = check(&bytes, key) {
+            return Err(CacheError::Damaged { path, reason });
+        }
+        // The time of change is that of the last use. In a folder that may only be read nothing is evicted either.
+        let _ = file.set_modified(SystemTime::now());
+        bytes.drain(..HEADER);
+        Ok(Some(bytes))
+    }
+
+    /// Keeps a program under `key`, then lets go of others as far as the limit asks.
+    ///
+    /// # Errors
+    /// When the folder cannot be made or the file not be written; nothing of it is left then.
+    pub fn write(&self, key: &Key, program: &[u8]) -> Result<(), CacheError> {
+        if (program.len() + HEADER) as u64 > self.max_bytes {
+            return Ok(());
+        }
+        // For this user alone, because its files are run.
+        DirBuilder::new()
+            .recursive(true)
+            .mode(0o700)
+            .create(&self.dir)
+            .map_err(io_error("make the folder", &self.dir))?;
+        static COUNT: AtomicU64 = AtomicU64::new(0);
+        let unfinished = self.dir.join(format!(
+            "{}-{}-{}.{UNFINISHED}",
+            key.hex(),
+            std::process::id(),
+            COUNT.fetch_add(1, Ordering::Relaxed)
+        ));
+        let path = self.path(key);
+        let written = OpenOptions::new()
+            .write(true)
+            .create_new(true)
+            .mode(0o600)
+            .open(&unfinished)
+            .and_then(|mut file| {
+                file.write_all(&header(key, program))?;
+                file.write_all(program)
+            })
+            .and_then(|()| fs::rename(&unfinished, &path));
+        if let Err(error) = written {
+            let _ = fs::remove_file(&unfinished);
+            return Err(io_error("write", &path)(error));
+        }
+        self.evict(&path);
+        Ok(())
+    }
+
+    /// Forgets what is kept under `key`.
+    fn remove(&self, key: &Key) {
+        // If it cannot be removed, the program that is compiled instead replaces it.
+        let _ = fs::remove_file(self.path(key));
+    }
+
+    /// What the folder holds.
+    ///
+    /// # Errors
+    /// When the folder is there and cannot be read.
+    pub fn usage(&self) -> Result<Usage, CacheError> {
+        let entries = match fs::read_dir(&self.dir) {
+            Ok(entries) => entries,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Usage::default()),
+            Err(error) => return Err(io_error("read", &self.dir)(error)),
+        };
+        let sizes = entries
+            .flatten()
+            .filter(|entry| has_extension(&entry.path(), EXTENSION))
+            .filter_map(|entry| entry.metadata().ok())
+            .map(|metadata| metadata.len());
+        Ok(sizes.fold(Usage::default(), |usage, size| Usage {
+            programs: usage.programs + 1,
+            bytes: usage.bytes + size,
+        }))
+    }
+
+    /// Removes the programs that were not used for the longest time until the rest is within the limit, but not `newest`,
+    /// and what ended processes left unfinished. Another process may do the same: what is gone already is no error, and
+    /// a file that is being read stays readable.
+    fn evict(&self, newest: &Path) {
+        let now = SystemTime::now();
+        let mut programs = Vec::new();
+        let mut total = 0;
+        for entry in fs::read_dir(&self.dir).into_iter().flatten().flatten() {
+            let path = entry.path();
+            let Ok(metadata) = entry.metadata() else {
+                continue;
+            };
+            let used = metadata.modified().unwrap_or(SystemTime::UNIX_EPOCH);
+            if has_extension(&path, EXTENSION) {
+                total += metadata.len();
+                programs.push((used, metadata.len(), path));
+            } else if has_extension(&path, UNFINISHED)
+                && now.duration_since(used).is_ok_and(|age| age > ABANDONED)
+            {
+                let _ = fs::remove_file(path);
+            }
+        }
+        programs.sort();
+        for (_, size, path) in programs {
+            if total <= self.max_bytes {
+                break;
+            }
+            if path != newest && fs::remove_file(&path).is_ok() {
+                total -= size;
+            }
+        }
+    }
+}
+
+fn has_extension(path: &Path, extension: &str) -> bool {
+    path.extension().is_some_and(|found| found == extension)
+}
+
+fn header(key: &Key, program: &[u8]) -> Vec<u8> {
+    let mut header = Vec::with_capacity(HEADER);
+    header.extend(MAGIC);
+    header.extend(VERSION.to_le_bytes());
+    header.extend(key.0);
+    header.extend((program.len() as u64).to_le_bytes());
+    header.extend(Sha256::digest(program));
+    header
+}
+
+/// Whether `bytes` are a whole file of the program `key`.
+fn check(bytes: &[u8], key: &Key) -> Result<(), String> {
+    let Some((found, program)) = bytes.split_at_checked(HEADER) else {
+        return Err(format!("{} bytes, expected at least {HEADER}", bytes.len()));
+    };
+    let expected = header(key, program);
+    let parts = [
+        ("magic", 0..8),
+        ("version", 8..12),
+        ("key", 12..44),
+        ("length", 44..52),
+        ("SHA-256", 52..HEADER),
+    ];
+    match parts
+        .into_iter()
+        .find(|(_, at)| found[at.clone()] != expected[at.clone()])
+    {
+        Some((part, _)) => Err(format!("its {part} is another")),
+        None => Ok(()),
+    }
+}
+
+/// How many programs a session has made, and how.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ProgramCounts {
+    pub compiled: usize,
+    pub from_cache: usize,
+}
+
+/// A cache in use by a session.
+pub(super) struct Store {
+    cache: ExecutableCache,
+    /// What of the key is the same for all programs.
+    environment: Key,
+    /// Set when a program could not be kept: the next ones could not either.
+    gave_up: Cell<bool>,
+}
+
+impl Store {
+    pub(super) fn new(cache: ExecutableCache, client: &Client) -> Result<Store, CacheError> {
+        Ok(Store {
+            cache,
+            environment: environment(client)?,
+            gave_up: Cell::new(false),
+        })
+    }
+
+    /// The program of a StableHLO text, and whether it was loaded from the cache.
+    pub(super) fn compile(
+        &self,
+        client: &Client,
+        text: &str,
+        options: &CompileOptions,
+    ) -> Result<(LoadedExecutable, bool), PjrtError> {
+        let key = Key::of(&[&self.environment.0, &options.to_bytes(), text.as_bytes()]);
+        match self.load(client, &key) {
+            Ok(Some(executable)) => return Ok((executable, true)),
+            Ok(None) => {}
+            Err(error) => {
+                tracing::warn!("{error}; the program is compiled again");
+                self.cache.remove(&key);
+            }
+        }
+        let executable = client.compile(text, options)?;
+        self.keep(&key, &executable);
+        Ok((executable, false))
+    }
+
+    fn load(&self, client: &Client, key: &Key) -> Result<Option<LoadedExecutable>, CacheError> {
+        let Some(bytes) = self.cache.read(key)? else {
+            return Ok(None);
+        };
+        client
+            .load(&bytes)
+            .map(Some)
+            .map_err(|source| CacheError::Load {
+                path: self.cache.path(key),
+                source,
+            })
+    }
+
+    fn keep(&self, key: &Key, executable: &LoadedExecutable) {
+        if self.gave_up.get() {
+            return;
+        }
+        let give_up = || self.gave_up.set(true);
+        match executable.executable().serialize() {
+            Ok(bytes) => {
+                if let Err(error) = self.cache.write(key, &bytes) {
+                    tracing::warn!("{error}; compiled programs are not kept");
+                    give_up();
+                }
+            }
+            Err(error) if error.code() == Some(ErrorCode::Unimplemented) => {
+                tracing::debug!("this plugin does not give its programs away to be kept: {error}");
+                give_up();
+            }
+            Err(error) => tracing::debug!("a program is not kept: {error}"),
+        }
+    }
+}
+
+/// All but program and options that decides what the compiler of `client` makes: this cache's layout, the plugin's
+/// build, its devices, what it reads of the environment and, where it compiles for the processor it runs on, that
+/// processor.
+fn environment(client: &Client) -> Result<Key, CacheError> {
+    let library = client.plugin().path();
+    let metadata = fs::metadata(library).map_err(io_error("look at", library))?;
+    let changed = metadata
+        .modified()
+        .map_err(io_error("look at", library))?
+        .duration_since(SystemTime::UNIX_EPOCH)
+        .unwrap_or_default();
+    // The platform's own version does not tell two builds of one plugin apart, and reading all of a library of hundreds
+    // of megabytes takes longer than loading what it compiled.
+    let build = format!(
+        "{VERSION} {} {} {} {} {changed:?}",
+        client.platform_name(),
+        client.platform_version(),
+        library.display(),
+        metadata.len(),
+    );
+    let devices: Vec<String> = client
+        .devices()
+        .iter()
+        .map(|d| format!("{:?}", d.description()))
+        .collect();
+    let variables = COMPILER_VARIABLES.map(|name| format!("{name}={:?}", std::env::var_os(name)));
+    let processor = match client.platform_name() {
+        "cpu" => processor()?,
+        _ => String::new(),
+    };
+    Ok(Key::of(&[
+        build.as_bytes(),
+        format!("{:?}", client.process_index().ok()).as_bytes(),
+        devices.join("\n").as_bytes(),
+        variables.join("\n").as_bytes(),
+        processor.as_bytes(),
+    ]))
+}
+
+/// The processor's model and features, and how many threads the compiler may plan for.
+fn processor() -> Result<String, CacheError> {
+    const FILE: &str = "/proc/cpuinfo";
+    let path = Path::new(FILE);
+    let text = fs::read_to_string(path).map_err(io_error("read", path))?;
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    describe_processor(&text, threads).ok_or_else(|| CacheError::Processor {
+        path: path.to_path_buf(),
+    })
+}
+
+/// `None` where `/proc/cpuinfo` tells no features. All processors of a machine are taken for alike.
+fn describe_processor(cpuinfo: &str, threads: usize) -> Option<String> {
+    let first = cpuinfo.split("\n\n").next()?;
+    // x86's names, then arm64's.
+    const MODEL: [&str; 7] = [
+        "vendor_id",
+        "cpu family",
+        "model",
+        "model name",
+        "CPU implementer",
+        "CPU part",
+        "CPU variant",
+    ];
+    let mut known = vec![threads.to_string()];
+    let mut features = None;
+    for (name, value) in first.lines().filter_map(|line| line.split_once(':')) {
+        match name.trim() {
+            "flags" | "Features" => {
+                let mut sorted: Vec<&str> = value.split_whitespace().collect();
+                sorted.sort_unstable();
+                features = Some(sorted.join(" "));
+            }
+            name if MODEL.contains(&name) => known.push(format!("{name}: {}", value.trim())),
+            _ => {}
+        }
+    }
+    known.push(features?);
+    Some(known.join("\n"))
+}
+
+#[cfg(test)]
+mod tests;
