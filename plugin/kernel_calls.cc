@@ -5,10 +5,12 @@
 #include "kernel_calls.h"
 
 #include <cstdint>
+#include <cstring>
 #include <functional>
 #include <numeric>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
@@ -114,6 +116,24 @@ constexpr ffi::DataType kF32 = ffi::DataType::F32;
 const uint16_t* Bf16(const Array& array) { return static_cast<const uint16_t*>(array.data); }
 const float* F32(const Array& array) { return static_cast<const float*>(array.data); }
 
+// An array of bf16 or f32 values as f32.
+class Widened {
+ public:
+  const float* Of(const Array& array) {
+    if (array.type != kBf16) return F32(array);
+    values_.resize(array.Count());
+    const uint16_t* from = Bf16(array);
+    for (size_t i = 0; i < values_.size(); ++i) {
+      const uint32_t bits = uint32_t{from[i]} << 16;
+      std::memcpy(&values_[i], &bits, sizeof(bits));
+    }
+    return values_.data();
+  }
+
+ private:
+  std::vector<float> values_;
+};
+
 // Operands and attributes of what follows: Kernel in src/graph/kernel.rs. Each reads its call whole, and computes if
 // nothing was wrong with it.
 
@@ -145,9 +165,10 @@ void Contract(Call& call) {
   c.packed = call.In(1, is_int8 ? ffi::DataType::S8 : kBf16).data;
   size_t next = 2;
   if (is_int8) c.start = static_cast<const int32_t*>(call.In(next++, ffi::DataType::S32).data);
-  if (call.Int("row_scale") != 0) c.row_scale = F32(call.In(next++, kF32));
-  if (call.Int("column_scale") != 0) c.column_scale = F32(call.In(next++, kF32));
-  if (call.Int("bias") != 0) c.bias = F32(call.In(next++, kF32));
+  Widened row_scale, column_scale, bias;
+  if (call.Int("row_scale") != 0) c.row_scale = row_scale.Of(call.In(next++));
+  if (call.Int("column_scale") != 0) c.column_scale = column_scale.Of(call.In(next++));
+  if (call.Int("bias") != 0) c.bias = bias.Of(call.In(next++));
   if (call.error().empty()) kernels::Contract(c);
 }
 
@@ -171,18 +192,19 @@ void Attention(Call& call) {
 void AbsMax(Call& call) {
   const Array x = call.In(0, kBf16);
   const Array out = call.Out(kBf16);
+  const bool scale = call.Int("scale") != 0;
   const int64_t rows = out.Count();
   if (!call.error().empty() || rows == 0) return;
-  kernels::AbsMax(Bf16(x), rows, x.Count() / rows, static_cast<uint16_t*>(out.data));
+  kernels::AbsMax(Bf16(x), rows, x.Count() / rows, scale, static_cast<uint16_t*>(out.data));
 }
 
 void Quantize(Call& call) {
   const Array x = call.In(0, kBf16);
-  const Array inverse = call.In(1, kBf16);
+  const Array scale = call.In(1, kBf16);
   const Array out = call.Out(ffi::DataType::U8);
-  const int64_t rows = inverse.Count();
+  const int64_t rows = scale.Count();
   if (!call.error().empty() || rows == 0) return;
-  kernels::Quantize(Bf16(x), Bf16(inverse), rows, x.Count() / rows, static_cast<uint8_t*>(out.data));
+  kernels::Quantize(Bf16(x), Bf16(scale), rows, x.Count() / rows, static_cast<uint8_t*>(out.data));
 }
 
 void LayerNorm(Call& call) {

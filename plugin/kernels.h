@@ -61,11 +61,13 @@ struct Attention {
 
 void Attend(const Attention& attention);
 
-// out[r] = max_k |x[r, k]|, all bf16; NaN where there is one.
-void AbsMax(const uint16_t* x, int64_t rows, int64_t k, uint16_t* out);
+// out[r] = max_k |x[r, k]|, all bf16; NaN where there is one. With `scale` what int8's steps are worth then, by AQT: that
+// times 1 / 127.5, with 1 in place of 0.
+void AbsMax(const uint16_t* x, int64_t rows, int64_t k, bool scale, uint16_t* out);
 
-// out[r, k] = round(clamp(bf16(x[r, k] * inverse[r]), -127, 127)) + 128, to even at ties; x and inverse are bf16.
-void Quantize(const uint16_t* x, const uint16_t* inverse, int64_t rows, int64_t k, uint8_t* out);
+// out[r, k] = round(clamp(bf16(x[r, k] * bf16(1 / scale[r])), -127, 127)) + 128, to even at ties, with 1 in place of an
+// infinite inverse; x and scale are bf16.
+void Quantize(const uint16_t* x, const uint16_t* scale, int64_t rows, int64_t k, uint8_t* out);
 
 // out[r, k] = (x[r, k] - mean) / sqrt(variance + epsilon) * weight[k] + bias[k] over each row; x and out are bf16.
 void LayerNorm(const uint16_t* x, const float* weight, const float* bias, int64_t rows, int64_t k, float epsilon,

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
+#include <limits>
 #include <vector>
 
 #include "kernels.h"
@@ -69,7 +70,7 @@ void ChannelSums(const uint16_t* x, int64_t pixels, int64_t channels, float* sum
 
 }  // namespace
 
-void AbsMax(const uint16_t* x, int64_t rows, int64_t k, uint16_t* out) {
+void AbsMax(const uint16_t* x, int64_t rows, int64_t k, bool scale, uint16_t* out) {
   InParts(rows, k, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       // Without its sign, bf16 orders as an integer, with NaN above everything.
@@ -83,11 +84,14 @@ void AbsMax(const uint16_t* x, int64_t rows, int64_t k, uint16_t* out) {
       uint16_t lanes[32];
       _mm512_storeu_si512(lanes, most);
       out[row] = *std::max_element(lanes, lanes + 32);
+      if (!scale) continue;
+      const float range = out[row] == 0 ? 1.0f : ScalarFromBf16(out[row]);
+      out[row] = ScalarToBf16(range * static_cast<float>(1.0 / 127.5));
     }
   });
 }
 
-void Quantize(const uint16_t* x, const uint16_t* inverse, int64_t rows, int64_t k, uint8_t* out) {
+void Quantize(const uint16_t* x, const uint16_t* scale, int64_t rows, int64_t k, uint8_t* out) {
   // Long rows are cut, so that a single image occupies all threads.
   const int64_t pieces = k >= kSmall ? CeilDiv(k, kSmall) : 1;
   InParts(rows * pieces, k / pieces, [&](int64_t begin, int64_t end) {
@@ -97,7 +101,8 @@ void Quantize(const uint16_t* x, const uint16_t* inverse, int64_t rows, int64_t 
       const int64_t row = at / pieces;
       const int64_t first = k * (at % pieces) / pieces;
       const int64_t last = k * (at % pieces + 1) / pieces;
-      const __m512 factor = FromBf16(_mm256_set1_epi16(static_cast<short>(inverse[row])));
+      const float inverse = ScalarFromBf16(ScalarToBf16(1.0f / ScalarFromBf16(scale[row])));
+      const __m512 factor = _mm512_set1_ps(inverse == std::numeric_limits<float>::infinity() ? 1.0f : inverse);
       for (int64_t i = first; i < last; i += kLanes) {
         const __mmask16 mask = Lanes(last - i);
         __m512 y = _mm512_mul_ps(LoadBf16(x + row * k + i, mask), factor);
@@ -208,7 +213,7 @@ void Geglu(const uint16_t* x, int64_t rows, int64_t size, uint16_t* out) {
 
 #else
 
-void AbsMax(const uint16_t*, int64_t, int64_t, uint16_t*) { std::abort(); }
+void AbsMax(const uint16_t*, int64_t, int64_t, bool, uint16_t*) { std::abort(); }
 void Quantize(const uint16_t*, const uint16_t*, int64_t, int64_t, uint8_t*) { std::abort(); }
 void LayerNorm(const uint16_t*, const float*, const float*, int64_t, int64_t, float, uint16_t*) { std::abort(); }
 void GroupNorm(const GroupNormalization&) { std::abort(); }

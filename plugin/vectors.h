@@ -34,6 +34,15 @@ inline __m512 LoadBf16(const uint16_t* from, __mmask16 mask) {
 
 inline __m256i ToBf16(__m512 x) { return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)); }
 
+inline float ScalarFromBf16(uint16_t bits) {
+  const uint32_t wide = uint32_t{bits} << 16;
+  float value;
+  std::memcpy(&value, &wide, sizeof(value));
+  return value;
+}
+
+inline uint16_t ScalarToBf16(float x) { return _mm256_extract_epi16(ToBf16(_mm512_set1_ps(x)), 0); }
+
 inline void StoreBf16(uint16_t* to, __mmask16 mask, __m512 x) { _mm256_mask_storeu_epi16(to, mask, ToBf16(x)); }
 
 // e^x to about 2 units in the last place for |x| up to 87; beyond that the value there.

@@ -19,14 +19,15 @@ pub enum Kernel {
     /// Operands: the lhs, `[.., k]` or an image `[batch, height, width, k]`, of bf16 or `u8` (an int8 plus 128); the
     /// packed rhs, bf16 or int8 ([`packed_shape`]); for `u8` then `start`, `s32[columns]` up to the next multiple of
     /// [`LANES`]: -128 times the sum of each column; then what the attributes ask for: `row_scale` of the result's
-    /// leading dimensions, `column_scale` and `bias` `[columns]`, all `f32`.
+    /// leading dimensions, `column_scale` and `bias` `[columns]`, each `f32` or bf16.
     Contract(Contract),
     /// `softmax(q k^T * scale) v` for each head; operands and result are bf16 `[batch, length, heads, size]`.
     Attention { scale: f32 },
-    /// The largest magnitude over all but the first `kept` dimensions of a bf16 tensor.
-    AbsMax { kept: usize },
-    /// `round(clamp(x * inverse, -127, 127)) + 128` as `u8`, the product rounded to bf16; operands are bf16: x, and
-    /// `inverse` of x's leading dimensions.
+    /// The largest magnitude over all but the first `kept` dimensions of a bf16 tensor; with `scale` what int8's steps
+    /// are worth then, by AQT: `magnitude * (1 / 127.5)` in `f32`, rounded to bf16, with 1 for a magnitude of 0.
+    AbsMax { kept: usize, scale: bool },
+    /// `round(clamp(x * inverse, -127, 127)) + 128` as `u8`, the product rounded to bf16. Operands are bf16: x, and the
+    /// scale of x's leading dimensions, whose `inverse` is rounded to bf16 and 1 where it is infinite.
     Quantize,
     /// [`crate::nn::layer_norm`] of a bf16 tensor, to bf16. Operands: x, then weight and bias, `f32[features]`.
     LayerNorm { epsilon: f32 },
@@ -143,7 +144,8 @@ impl Kernel {
                 ("epsilon", F32(*epsilon)),
                 ("silu", flag(*silu)),
             ],
-            Kernel::AbsMax { .. } | Kernel::Quantize | Kernel::Geglu => Vec::new(),
+            Kernel::AbsMax { scale, .. } => vec![("scale", flag(*scale))],
+            Kernel::Quantize | Kernel::Geglu => Vec::new(),
         }
     }
 
@@ -174,7 +176,7 @@ impl Kernel {
                     )),
                 }
             }
-            Kernel::AbsMax { kept } => {
+            Kernel::AbsMax { kept, .. } => {
                 let x = only_bf16(operands, 1)?;
                 if *kept > x.rank() {
                     return Err(constraint(
@@ -186,9 +188,9 @@ impl Kernel {
             }
             Kernel::Quantize => {
                 let x = only_bf16(operands, 2)?;
-                let inverse = operands[1];
-                if inverse.dtype != DType::BF16 || !x.dims.starts_with(&inverse.dims) {
-                    let detail = format!("{inverse} is not of the leading dimensions of {x}");
+                let scale = operands[1];
+                if scale.dtype != DType::BF16 || !x.dims.starts_with(&scale.dims) {
+                    let detail = format!("{scale} is not of the leading dimensions of {x}");
                     return Err(constraint("quantize kernel", detail));
                 }
                 Ok(x.with_dtype(DType::U8))
@@ -236,24 +238,35 @@ impl Kernel {
         match self {
             Kernel::Contract(c) => c.evaluate(operands, shape),
             Kernel::Attention { scale } => attention(operands, f64::from(*scale), shape),
-            Kernel::AbsMax { .. } => {
+            Kernel::AbsMax { scale, .. } => {
                 let size = operands[0].shape.count() / shape.count().max(1);
                 from_rows(shape, 1, |row, _| {
-                    (0..size).fold(0.0, |most: f64, i| {
+                    let most = (0..size).fold(0.0, |most: f64, i| {
                         let x = operands[0].float(row * size + i).abs();
                         if x.is_nan() || most.is_nan() {
                             f64::NAN
                         } else {
                             most.max(x)
                         }
-                    })
+                    });
+                    match (scale, most == 0.0) {
+                        (false, _) => most,
+                        (true, true) => f64::from((1.0 / 127.5) as f32),
+                        (true, false) => f64::from(most as f32 * (1.0 / 127.5) as f32),
+                    }
                 })
             }
             Kernel::Quantize => {
                 let size = shape.count() / operands[1].shape.count().max(1);
                 let values = from_rows(shape.clone(), size, |row, i| {
-                    let product = operands[0].float(row * size + i) * operands[1].float(row);
-                    let product = f64::from(half::bf16::from_f32(product as f32));
+                    let round = |x: f64| f64::from(half::bf16::from_f32(x as f32));
+                    let inverse = round(1.0 / operands[1].float(row));
+                    let inverse = if inverse == f64::INFINITY {
+                        1.0
+                    } else {
+                        inverse
+                    };
+                    let product = round(operands[0].float(row * size + i) * inverse);
                     product.clamp(-127.0, 127.0).round_ties_even() + 128.0
                 });
                 let integers = (0..shape.count()).map(|i| values.float(i) as i64).collect();
@@ -358,17 +371,19 @@ impl Contract {
         }
         let rows = dims.clone();
         dims.push(self.columns);
-        let start = [packed.dims[0] * LANES];
-        let columns = [self.columns];
-        let shapes = [
-            Shape::new(DType::S32, start),
-            Shape::new(DType::F32, rows),
-            Shape::new(DType::F32, columns),
-            Shape::new(DType::F32, columns),
+        let start = vec![packed.dims[0] * LANES];
+        let columns = vec![self.columns];
+        const FLOATS: &[DType] = &[DType::F32, DType::BF16];
+        let expected = [
+            (&[DType::S32][..], start),
+            (FLOATS, rows),
+            (FLOATS, columns.clone()),
+            (FLOATS, columns),
         ];
-        let given = flags.iter().zip(&shapes).filter(|(flag, _)| **flag);
-        for ((_, expected), found) in given.zip(&operands[2..]) {
-            if expected != *found {
+        let given = flags.iter().zip(&expected).filter(|(flag, _)| **flag);
+        for ((_, (dtypes, dims)), found) in given.zip(&operands[2..]) {
+            if !dtypes.contains(&found.dtype) || *dims != found.dims {
+                let expected = Shape::new(dtypes[0], dims.clone());
                 return Err(wrong(format!("takes {expected}, found {found}")));
             }
         }

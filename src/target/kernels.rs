@@ -41,9 +41,10 @@ pub fn with_kernels(graph: &Graph) -> Result<Graph> {
             Some(Found::Attention(Heads { scale, operands })) => {
                 call(Kernel::Attention { scale: *scale }, &operands.map(copy))
             }
-            Some(Found::AbsMax(x)) => {
+            Some(Found::AbsMax(x, scale)) => {
                 let kept = graph.nodes[i].shape.rank();
-                call(Kernel::AbsMax { kept }, &[copy(*x)])
+                let scale = *scale;
+                call(Kernel::AbsMax { kept, scale }, &[copy(*x)])
             }
             Some(Found::Norm(norm, silu)) => {
                 let kernel = match norm.groups {
@@ -67,7 +68,8 @@ pub fn with_kernels(graph: &Graph) -> Result<Graph> {
 enum Found {
     Contraction(Contraction),
     Attention(Heads),
-    AbsMax(u32),
+    /// With whether AQT's scale is made of it.
+    AbsMax(u32, bool),
     /// With whether SiLU follows.
     Norm(Norm, bool),
     Geglu(u32),
@@ -116,10 +118,15 @@ impl<'a> Finder<'a> {
                     found.insert(root, Found::Contraction(contraction));
                 }
             } else if let Some(other) = self.other(id) {
-                if let Found::Norm(_, true) = other {
-                    // SiLU's operand, the norm alone, is no value of its own any more.
-                    found.remove(&(node.operands[0] as usize));
-                }
+                // What is taken into this kernel is no value of its own any more.
+                match other {
+                    Found::Norm(_, true) => found.remove(&(node.operands[0] as usize)),
+                    Found::AbsMax(_, true) => {
+                        let most = self.view.aqt_scale(id);
+                        most.and_then(|most| found.remove(&(most as usize)))
+                    }
+                    _ => None,
+                };
                 found.insert(i, other);
             }
         }
@@ -130,8 +137,11 @@ impl<'a> Finder<'a> {
         let view = &self.view;
         match &self.node(id).op {
             Op::Transpose(_) => view.attention(id).map(Found::Attention),
-            Op::Reduce { .. } => view.abs_max(id).map(Found::AbsMax),
+            Op::Reduce { .. } => view.abs_max(id).map(|x| Found::AbsMax(x, false)),
             Op::Convert(DType::BF16) => {
+                if let Some(x) = view.aqt_scale(id).and_then(|most| view.abs_max(most)) {
+                    return Some(Found::AbsMax(x, true));
+                }
                 let norm = view.group_norm(id).or_else(|| view.layer_norm(id));
                 norm.map(|norm| Found::Norm(norm, false))
             }
@@ -231,7 +241,8 @@ impl<'a> Finder<'a> {
                 let Op::BroadcastInDim { dims, .. } = &spread.op else {
                     return false;
                 };
-                let source = spread.operands[0];
+                // The kernel widens bf16 by itself.
+                let source = self.view.widened(spread.operands[0]);
                 let sizes = &self.node(source).shape.dims;
                 let last = user.shape.rank() - 1;
                 let whole = dims

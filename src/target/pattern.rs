@@ -4,7 +4,7 @@
 //! recognized, and stays as it is.
 
 use crate::dtype::DType;
-use crate::graph::{Binary, DotDims, Graph, Node, Op, Reduction, Unary};
+use crate::graph::{Binary, Comparison, DotDims, Graph, Node, Op, Reduction, Unary};
 
 /// A graph to look for layers in. Numbers are nodes; `None` is "not this".
 pub struct View<'a> {
@@ -73,6 +73,12 @@ impl<'a> View<'a> {
     fn convert(&self, id: u32, to: DType) -> Option<u32> {
         let node = self.node(id);
         matches!(node.op, Op::Convert(found) if found == to).then(|| node.operands[0])
+    }
+
+    /// The bf16 tensor that `id` is in `f32`, or `id` itself.
+    pub fn widened(&self, id: u32) -> u32 {
+        let source = self.convert(id, DType::F32);
+        source.and_then(|x| self.is(x, DType::BF16)).unwrap_or(id)
     }
 
     fn reshape(&self, id: u32) -> Option<u32> {
@@ -153,7 +159,39 @@ impl<'a> View<'a> {
             .then_some(x)
     }
 
-    /// `id` as integers from -127 to 127: x and what it is multiplied with, for each index of its first dimensions.
+    /// AQT's scale of the maximum `magnitude` of [`View::abs_max`]: the maximum.
+    pub fn aqt_scale(&self, id: u32) -> Option<u32> {
+        let wide = self.scaled(self.convert(id, DType::BF16)?, 1.0 / 127.5)?;
+        let nonzero = self.node(self.convert(wide, DType::F32)?);
+        matches!(nonzero.op, Op::Select).then_some(())?;
+        let &[is_zero, one, most] = &nonzero.operands[..] else {
+            return None;
+        };
+        (self.is_value(is_zero, most, 0.0) && self.scalar(one)? == 1.0).then_some(most)
+    }
+
+    /// Whether `id` compares `x` with a value for equality.
+    fn is_value(&self, id: u32, x: u32, value: f64) -> bool {
+        let node = self.node(id);
+        matches!(node.op, Op::Compare(Comparison::Eq))
+            && node.operands[0] == x
+            && self.scalar(node.operands[1]) == Some(value)
+    }
+
+    /// `1 / scale`, and 1 where that is infinite: the scale.
+    fn inverse(&self, id: u32) -> Option<u32> {
+        let node = self.node(id);
+        matches!(node.op, Op::Select).then_some(())?;
+        let &[is_infinite, one, inverse] = &node.operands[..] else {
+            return None;
+        };
+        let [again, scale] = self.binary(inverse, Binary::Div)?;
+        let ones = [one, again].map(|id| self.scalar(id));
+        let fits = ones == [Some(1.0); 2] && self.is_value(is_infinite, inverse, f64::INFINITY);
+        fits.then_some(scale)
+    }
+
+    /// `id` as integers from -127 to 127: x and its scale, for each index of its first dimensions.
     pub fn quantized(&self, id: u32) -> Option<[u32; 2]> {
         let rounded = self.convert(id, DType::S8)?;
         let clamped = self.node(self.unary(rounded, Unary::RoundNearestEven)?);
@@ -165,8 +203,8 @@ impl<'a> View<'a> {
             Op::BroadcastInDim { dims, .. } => (0..dims.len()).collect(),
             _ => return None,
         };
-        let factor = self.spread(factor, &kept)?;
-        Some([self.is(x, DType::BF16)?, self.is(factor, DType::BF16)?])
+        let scale = self.inverse(self.spread(factor, &kept)?)?;
+        Some([self.is(x, DType::BF16)?, self.is(scale, DType::BF16)?])
     }
 
     /// `1 / sqrt(max(squares - mean^2, 0) + epsilon)`: the mean, the mean of squares, and epsilon.
@@ -274,7 +312,7 @@ impl<'a> View<'a> {
     pub fn geglu(&self, id: u32) -> Option<u32> {
         let [value, activated] = self.binary(id, Binary::Mul)?;
         let [gate, phi] = self.binary(activated, Binary::Mul)?;
-        let sum = self.halved(phi)?;
+        let sum = self.scaled(phi, 0.5)?;
         let [erf, one] = self.binary(sum, Binary::Add)?;
         (self.scalar(one)? == 1.0).then_some(())?;
         let [again, by] = self.binary(self.unary(erf, Unary::Erf)?, Binary::Mul)?;
@@ -287,11 +325,6 @@ impl<'a> View<'a> {
         let fits = close && again == gate && x == same && middle == size;
         let is_whole = self.dims(x).last() == Some(&(2 * size));
         self.is(x, DType::BF16).filter(|_| fits && is_whole)
-    }
-
-    fn halved(&self, id: u32) -> Option<u32> {
-        let [x, half] = self.binary(id, Binary::Mul)?;
-        (self.scalar(half)? == 0.5).then_some(x)
     }
 
     fn dot(&self, id: u32, dims: &DotDims) -> Option<[u32; 2]> {
