@@ -4,6 +4,7 @@ use std::ops::AddAssign;
 use std::time::Instant;
 
 use image::RgbImage;
+use rayon::prelude::*;
 
 use crate::emit::DotPrecision;
 use crate::graph::Graph;
@@ -258,31 +259,41 @@ impl Pipeline {
         let Traced { options, .. } = traced;
         let sizes = [options.prompts(), model.tokens];
         let guidance = options.guidance != Guidance::Off;
-        let encoders = traced
-            .encoders
-            .iter()
-            .map(|graph| Encoder::compile(session, graph, sizes, precision))
-            .collect::<Result<Vec<_>, _>>()?;
         let dims = model.sample_dims(options.batch);
         let [without, with] = model.time_ids();
-        Ok(Pipeline {
-            encoders,
-            denoiser: Denoiser::compile(session, &traced.denoise, dims, precision)?,
-            ending: match &traced.ending {
+        let encoders = || -> Result<Vec<Encoder>, PipelineError> {
+            let graphs = traced.encoders.par_iter();
+            graphs
+                .map(|graph| Encoder::compile(session, graph, sizes, precision))
+                .collect()
+        };
+        let ending = || -> Result<Ending<Decoder>, PipelineError> {
+            Ok(match &traced.ending {
                 Ending::Decoded(graph) => {
                     let tiles = model.decoded_at_once()?;
                     Ending::Decoded(Decoder::compile(session, graph, tiles, precision)?)
                 }
                 Ending::Pixels => Ending::Pixels,
                 Ending::Handed => Ending::Handed,
-            },
-            image_encoder: match &traced.encode_image {
-                Some(graph) => {
-                    let dims = model.sample_dims(1);
-                    Some(ImageEncoder::compile(session, graph, dims, precision)?)
-                }
-                None => None,
-            },
+            })
+        };
+        let image_encoder = || -> Result<Option<ImageEncoder>, PipelineError> {
+            let graph = traced.encode_image.as_ref();
+            let dims = model.sample_dims(1);
+            graph
+                .map(|graph| ImageEncoder::compile(session, graph, dims, precision))
+                .transpose()
+        };
+        // The denoiser takes as long as all others together.
+        let (denoiser, (encoders, (ending, image_encoder))) = rayon::join(
+            || Denoiser::compile(session, &traced.denoise, dims, precision),
+            || rayon::join(encoders, || rayon::join(ending, image_encoder)),
+        );
+        Ok(Pipeline {
+            encoders: encoders?,
+            denoiser: denoiser?,
+            ending: ending?,
+            image_encoder: image_encoder?,
             guidance,
             is_inpainting: model.is_inpainting(),
             time_ids: match guidance {

@@ -4,12 +4,11 @@
 //! date, only unused. What cannot be read is compiled and written anew; what cannot be written is not kept: the cache
 //! makes a start faster or has no effect, and it never makes one fail.
 
-use std::cell::Cell;
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
 use sha2::{Digest, Sha256};
@@ -295,7 +294,7 @@ pub(super) struct Store {
     /// What of the key is the same for all programs.
     environment: Key,
     /// Set when a program could not be kept: the next ones could not either.
-    gave_up: Cell<bool>,
+    gave_up: AtomicBool,
 }
 
 impl Store {
@@ -303,7 +302,7 @@ impl Store {
         Ok(Store {
             cache,
             environment: environment(client)?,
-            gave_up: Cell::new(false),
+            gave_up: AtomicBool::new(false),
         })
     }
 
@@ -342,10 +341,10 @@ impl Store {
     }
 
     fn keep(&self, key: &Key, executable: &LoadedExecutable) {
-        if self.gave_up.get() {
+        if self.gave_up.load(Ordering::Relaxed) {
             return;
         }
-        let give_up = || self.gave_up.set(true);
+        let give_up = || self.gave_up.store(true, Ordering::Relaxed);
         match executable.executable().serialize() {
             Ok(bytes) => {
                 if let Err(error) = self.cache.write(key, &bytes) {

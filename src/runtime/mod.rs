@@ -13,8 +13,8 @@ pub use cache::{CacheError, ExecutableCache, Key, ProgramCounts, Usage};
 pub use program::{Program, ProgramOptions, Slot, Timings, Value, compile_options};
 pub use staged::{Preparation, Prepared, StagedProgram, StagedTimings};
 
-use std::cell::Cell;
 use std::path::PathBuf;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::dtype::DType;
 use crate::graph::{Graph, GraphError};
@@ -78,7 +78,7 @@ pub struct Session {
     rules: LogicalAxisRules,
     cuda_data_dir: Option<PathBuf>,
     cache: Option<Store>,
-    counts: Cell<ProgramCounts>,
+    counts: Mutex<ProgramCounts>,
 }
 
 /// What the plugins call a description, as the mesh wants it.
@@ -132,7 +132,7 @@ impl Session {
             rules,
             cuda_data_dir: None,
             cache: None,
-            counts: Cell::default(),
+            counts: Mutex::default(),
         })
     }
 
@@ -147,7 +147,12 @@ impl Session {
 
     /// How many programs this session has compiled, and how many it took from its cache.
     pub fn program_counts(&self) -> ProgramCounts {
-        self.counts.get()
+        *self.counts()
+    }
+
+    fn counts(&self) -> MutexGuard<'_, ProgramCounts> {
+        // Two numbers are whole whatever happened to a thread that held them.
+        self.counts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The program of a StableHLO text, and whether it came from the cache.
@@ -157,12 +162,10 @@ impl Session {
             Some(store) => store.compile(&self.client, text, &options)?,
             None => (self.client.compile(text, &options)?, false),
         };
-        let mut counts = self.counts.get();
         match from_cache {
-            true => counts.from_cache += 1,
-            false => counts.compiled += 1,
+            true => self.counts().from_cache += 1,
+            false => self.counts().compiled += 1,
         }
-        self.counts.set(counts);
         Ok((executable, from_cache))
     }
 

@@ -71,6 +71,7 @@ pub fn compile_options(mesh: &Mesh) -> CompileOptions {
 
 /// A graph on its way to the compiler.
 pub(super) struct Emitted {
+    name: String,
     graph: Graph,
     plan: ShardPlan,
     text: String,
@@ -94,6 +95,7 @@ impl Emitted {
         };
         let text = stablehlo(&graph, name, &options);
         Ok(Emitted {
+            name: name.to_string(),
             graph,
             plan,
             text,
@@ -106,20 +108,16 @@ impl Emitted {
         &self.text
     }
 
-    /// Seconds that making the text took.
-    pub(super) fn seconds(&self) -> f64 {
-        self.seconds
-    }
-
     /// Compiles it, or loads what an earlier compilation of the same text left in the session's cache.
-    pub(super) fn compile(self, session: &Session, name: &str) -> Result<Program, RuntimeError> {
+    pub(super) fn compile(self, session: &Session) -> Result<Program, RuntimeError> {
         let Emitted {
+            name,
             graph,
             plan,
             text,
             seconds,
         } = self;
-        plan.log(name);
+        plan.log(&name);
         let start = Instant::now();
         let (executable, from_cache) = session.executable(&text)?;
         let compile = start.elapsed().as_secs_f64();
@@ -151,7 +149,7 @@ impl Emitted {
             })
             .collect();
         Ok(Program {
-            name: name.to_string(),
+            name,
             executable,
             inputs,
             outputs,
@@ -176,7 +174,7 @@ impl Program {
         name: &str,
         options: &ProgramOptions,
     ) -> Result<Program, RuntimeError> {
-        Emitted::new(session, graph, name, options)?.compile(session, name)
+        Emitted::new(session, graph, name, options)?.compile(session)
     }
 
     pub fn inputs(&self) -> &[Slot] {

@@ -2,7 +2,9 @@
 //! for all steps (see [`crate::graph::stage`]).
 
 use std::collections::{HashMap, HashSet};
-use std::rc::Rc;
+use std::sync::Arc;
+
+use rayon::prelude::*;
 
 use crate::graph::{Graph, stage};
 
@@ -12,8 +14,8 @@ use super::{Array, Program, ProgramOptions, RuntimeError, Session, Slot, Value};
 /// A program in stages, compiled for one session.
 pub struct StagedProgram {
     groups: Vec<Group>,
-    request: Option<Program>,
-    step: Program,
+    request: Option<Arc<Program>>,
+    step: Arc<Program>,
     weights: Vec<Slot>,
     timings: StagedTimings,
 }
@@ -30,7 +32,7 @@ pub struct StagedTimings {
 
 /// Weights of which something is made ahead. Groups that differ only in names share a program.
 struct Group {
-    program: Rc<Program>,
+    program: Arc<Program>,
     weights: Vec<String>,
     results: Vec<String>,
 }
@@ -121,49 +123,53 @@ impl StagedProgram {
         // Kernels take their weights packed, which pays where weights are packed once.
         let graph = session.for_target(&session.with_kernels(graph)?)?;
         let staged = stage(&graph, request)?;
-        let mut timings = StagedTimings::default();
-        let mut compile = |emitted: Emitted, name: &str| -> Result<Program, RuntimeError> {
-            let program = emitted.compile(session, name)?;
-            timings.compile += program.timings().compile;
-            timings.programs += 1;
-            timings.from_cache += usize::from(program.timings().from_cache);
-            Ok(program)
-        };
-        let mut emit = 0.0;
-        let mut emitted = |graph: &Graph, name: &str| -> Result<Emitted, RuntimeError> {
-            let emitted = Emitted::new(session, graph, name, options)?;
-            emit += emitted.seconds();
-            Ok(emitted)
-        };
-        let step = compile(emitted(&staged.step, name)?, name)?;
-        let request = match &staged.request {
-            Some(graph) => {
-                let name = format!("{name}_request");
-                Some(compile(emitted(graph, &name)?, &name)?)
-            }
-            None => None,
-        };
-        let mut known: HashMap<String, Rc<Program>> = HashMap::new();
-        let mut groups = Vec::with_capacity(staged.load.len());
+        let emitted = |graph: &Graph, name: &str| Emitted::new(session, graph, name, options);
+        let mut texts = vec![emitted(&staged.step, name)?];
+        if let Some(graph) = &staged.request {
+            texts.push(emitted(graph, &format!("{name}_request"))?);
+        }
+        let first_load = texts.len();
+        // Which of `texts` prepares each group.
+        let mut programs = Vec::with_capacity(staged.load.len());
         for graph in &staged.load {
             let text = emitted(&graph.anonymous(), "prepare")?;
-            let program = match known.get(text.text()) {
-                Some(program) => program.clone(),
+            let known = texts[first_load..].iter();
+            let same = known
+                .enumerate()
+                .find(|(_, known)| known.text() == text.text());
+            match same {
+                Some((at, _)) => programs.push(first_load + at),
                 None => {
-                    let key = text.text().to_string();
-                    let program = Rc::new(compile(text, "prepare")?);
-                    known.insert(key, program.clone());
-                    program
+                    programs.push(texts.len());
+                    texts.push(text);
                 }
-            };
-            groups.push(Group {
-                program,
+            }
+        }
+        let compiled = texts
+            .into_par_iter()
+            .map(|text| text.compile(session))
+            .collect::<Result<Vec<_>, _>>()?;
+        let mut timings = StagedTimings::default();
+        for of_one in compiled.iter().map(Program::timings) {
+            timings.emit += of_one.emit;
+            timings.compile += of_one.compile;
+            timings.programs += 1;
+            timings.from_cache += usize::from(of_one.from_cache);
+        }
+        let compiled: Vec<Arc<Program>> = compiled.into_iter().map(Arc::new).collect();
+        let step = compiled[0].clone();
+        let request = staged.request.is_some().then(|| compiled[1].clone());
+        let groups: Vec<Group> = staged
+            .load
+            .iter()
+            .zip(programs)
+            .map(|(graph, program)| Group {
+                program: compiled[program].clone(),
                 weights: graph.inputs.iter().map(|i| i.name.clone()).collect(),
                 results: graph.outputs.iter().map(|o| o.name.clone()).collect(),
-            });
-        }
-        timings.emit = emit;
-        let weights = weights(&groups, [Some(&step), request.as_ref()]);
+            })
+            .collect();
+        let weights = weights(&groups, [Some(&*step), request.as_deref()]);
         Ok(StagedProgram {
             groups,
             request,
@@ -216,7 +222,7 @@ impl StagedProgram {
     }
 
     fn programs(&self) -> impl Iterator<Item = &Program> {
-        [Some(&self.step), self.request.as_ref()]
+        [Some(&*self.step), self.request.as_deref()]
             .into_iter()
             .flatten()
     }
