@@ -182,6 +182,7 @@ void Attention(Call& call) {
   a.size = q.Dim(3);
   a.keys = k.Dim(1);
   a.scale = call.Float("scale");
+  a.causal = call.Int("causal") != 0;
   a.q = Bf16(q);
   a.k = Bf16(k);
   a.v = Bf16(call.In(2, kBf16));

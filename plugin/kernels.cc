@@ -353,8 +353,8 @@ void Multiply(const char* const* rows, int count, int64_t groups, const char* pa
   }
 }
 
-// The queries [first, first + count) of one head.
-void AttendRows(const Head& head, const uint16_t* q, uint16_t* out, int count, Scratch& memory) {
+// The queries [first, first + count) of one head, at q.
+void AttendRows(const Head& head, int64_t first, const uint16_t* q, uint16_t* out, int count, Scratch& memory) {
   const Attention& a = head.a;
   const int64_t size = head.padded_size;
   float* scores = memory.Get<float>(kQueryRows * (kKeyBlock + kKeyBlock / 2 + 2 * size + 2));
@@ -367,9 +367,9 @@ void AttendRows(const Head& head, const uint16_t* q, uint16_t* out, int count, S
   std::fill(highest, highest + count, -FLT_MAX);
   std::fill(totals, totals + count, 0.0f);
   const __m512 scale = _mm512_set1_ps(a.scale);
-  for (int64_t block = 0; block < head.padded_keys; block += kKeyBlock) {
+  const int64_t seen = a.causal ? std::min(a.keys, first + count) : a.keys;
+  for (int64_t block = 0; block < seen; block += kKeyBlock) {
     const int64_t keys = std::min(kKeyBlock, head.padded_keys - block);
-    const int64_t real = std::min(keys, a.keys - block);
     const char* rows[kRows];
     for (int begin = 0; begin < count; begin += kRows) {
       const int these = std::min(kRows, count - begin);
@@ -381,6 +381,8 @@ void AttendRows(const Head& head, const uint16_t* q, uint16_t* out, int count, S
     }
     for (int r = 0; r < count; ++r) {
       float* row = scores + r * kKeyBlock;
+      const int64_t visible = a.causal ? std::min(a.keys, first + r + 1) : a.keys;
+      const int64_t real = std::clamp<int64_t>(visible - block, 0, keys);
       __m512 most = _mm512_set1_ps(highest[r]);
       for (int64_t key = 0; key < real; key += kLanes) {
         const __mmask16 mask = real - key >= kLanes ? 0xffff : static_cast<__mmask16>((1u << (real - key)) - 1);
@@ -474,7 +476,7 @@ void Attend(const Attention& a) {
     for (int64_t row = begin; row < end; row += kQueryRows) {
       const int64_t place = (image * a.queries + row) * stride + head_index * a.size;
       const int count = static_cast<int>(std::min<int64_t>(kQueryRows, end - row));
-      AttendRows(head, a.q + place, a.out + place, count, memory);
+      AttendRows(head, row, a.q + place, a.out + place, count, memory);
     }
   });
 }

@@ -49,10 +49,12 @@ struct Contraction {
 void Contract(const Contraction& contraction);
 
 // out = softmax(q k^T * scale) v for each head, all bf16: q and out [batch, queries, heads * size], k and v
-// [batch, keys, heads * size]; `size` is even. Softmax runs over blocks of keys, so no matrix of scores is stored.
+// [batch, keys, heads * size]; `size` is even. If causal, a query sees the keys up to its own place. Softmax runs over
+// blocks of keys, so no matrix of scores is stored.
 struct Attention {
   int64_t batch, heads, queries, keys, size;
   float scale;
+  bool causal;
   const uint16_t* q;
   const uint16_t* k;
   const uint16_t* v;

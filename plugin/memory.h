@@ -60,6 +60,7 @@ class MemoryPool : public std::enable_shared_from_this<MemoryPool> {
   // Smaller blocks are malloc's business.
   static constexpr size_t kSmallest = size_t{64} << 10;
   static constexpr size_t kHugePage = size_t{2} << 20;
+  static constexpr int64_t kAlwaysKept = int64_t{128} << 20;
 
   struct Block {
     void* base = nullptr;
@@ -171,10 +172,12 @@ class MemoryPool : public std::enable_shared_from_this<MemoryPool> {
     TrimLocked(CacheLimit());
   }
 
-  // The cache never makes the process larger than its own use once made it, nor does it hold more
-  // than an eighth of the machine's memory.
+  // But for a little, the cache never makes the process larger than its own use once made it, nor
+  // does it hold more than an eighth of the machine's memory. The little is for weights on their
+  // way: each is released when it was packed, while what is in use only grows.
   int64_t CacheLimit() const {
-    return std::min(stats_.peak_bytes_in_use - stats_.bytes_in_use, kPhysicalBytes / 8);
+    const int64_t unused = stats_.peak_bytes_in_use - stats_.bytes_in_use;
+    return std::min(std::max(unused, kAlwaysKept), kPhysicalBytes / 8);
   }
 
   void Trim(int64_t limit) {

@@ -184,8 +184,15 @@ fn norms_and_gates_become_kernels() {
 #[test]
 fn attention_becomes_a_kernel_in_blocks_of_keys() {
     // Keys in more than one block, keys and sizes that fill no vector, one query.
-    let cases = [(2, 3, 50, 77, 40), (1, 2, 19, 600, 64), (1, 1, 1, 5, 8)];
-    for (batch, heads, queries, keys, size) in cases {
+    let cases = [
+        (2, 3, 50, 77, 40, false),
+        (1, 2, 19, 600, 64, false),
+        (1, 1, 1, 5, 8, false),
+        (2, 2, 77, 77, 64, true),
+        (1, 1, 600, 600, 16, true),
+        (1, 2, 20, 5, 8, true),
+    ];
+    for (batch, heads, queries, keys, size, causal) in cases {
         let graph = graph_of(
             |b| {
                 let x = |name: &str, length| {
@@ -193,16 +200,14 @@ fn attention_becomes_a_kernel_in_blocks_of_keys() {
                     b.input(name, shape, &[]).unwrap()
                 };
                 let qkv = [x("q", queries), x("k", keys), x("v", keys)];
-                let spec = Attention {
-                    heads,
-                    causal: false,
-                };
+                let spec = Attention { heads, causal };
                 vec![attention(&b.root("m"), qkv, spec, BF16).unwrap()]
             },
             false,
         );
         let with = with_kernels(&graph).unwrap();
-        assert!(matches!(kernels(&with)[..], [Kernel::Attention { .. }]));
+        let found = kernels(&with);
+        assert!(matches!(found[..], [Kernel::Attention { causal: c, .. }] if *c == causal));
         let inputs = inputs(&graph);
         let expected = evaluate(&graph, &inputs).unwrap();
         // The graph rounds weights to bf16 before it sums them.
@@ -223,18 +228,10 @@ fn what_no_kernel_computes_stays_as_it_is() {
             .input("x", Shape::new(DType::BF16, [2, 4, 4, 3]), &[])
             .unwrap();
         let f = b.input("f", Shape::new(DType::F32, [4, 8]), &[]).unwrap();
-        let q = b
-            .input("q", Shape::new(DType::BF16, [1, 4, 8]), &[])
-            .unwrap();
-        let masked = Attention {
-            heads: 2,
-            causal: true,
-        };
         vec![
-            // Channels in no whole group, f32, a causal mask.
+            // Channels in no whole group, f32.
             conv2d(&m.scope("odd"), x, Conv2d::same(4, 3), BF16).unwrap(),
             linear(&m.scope("f32"), f, Linear::new(4, "a", "b"), Precision::F32).unwrap(),
-            attention(&m.scope("masked"), [q, q, q], masked, BF16).unwrap(),
         ]
     };
     let graph = graph_of(odd, false);

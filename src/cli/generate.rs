@@ -391,6 +391,11 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
         _ => None,
     };
     let adapter = lora::adapter(&config, &traced)?;
+    let traced = as_stored(traced, &files, adapter.as_ref())?;
+    let to_refine = match (to_refine, &refiner_files) {
+        (Some(traced), Some(files)) => Some(as_stored(traced, files, None)?),
+        _ => None,
+    };
     if let Some(policy) = &policy {
         for traced in [Some(&traced), to_refine.as_ref()].into_iter().flatten() {
             super::progress(&recipe::quantization_summary(policy, traced.decisions()));
@@ -601,6 +606,28 @@ fn peak_host_bytes() -> Option<u64> {
     Some(kibibytes * 1024)
 }
 
+/// A weight's part of the model and its key there.
+fn root_and_key(name: &str) -> (&str, &str) {
+    name.split_once('/').unwrap_or(("", name))
+}
+
+/// The programs for weights as they are in `files`, but for those that LoRAs are merged into.
+fn as_stored(
+    traced: Traced,
+    files: &Files<'_>,
+    adapter: Option<&Adapter>,
+) -> Result<Traced, CliError> {
+    let stored = |name: &str| {
+        let (root, key) = root_and_key(name);
+        let is_changed = adapter.is_some_and(|adapter| adapter.changes(root, key));
+        let shape = files.get(root)?.info(key).filter(|_| !is_changed);
+        shape.map(|shape| shape.dtype)
+    };
+    traced
+        .with_stored_weights(&stored)
+        .map_err(CliError::failed)
+}
+
 /// Reads the weights `slots` while those before them are put on the devices, with the LoRAs' updates, and shows them.
 fn read_weights(
     session: &Session,
@@ -609,17 +636,15 @@ fn read_weights(
     slots: &[Slot],
     show: &mut Show<'_>,
 ) -> Result<(), Failure> {
-    fn split(slot: &Slot) -> (&str, &str) {
-        slot.name.split_once('/').unwrap_or(("", &slot.name))
-    }
-    for slots in slots.chunk_by(|a, b| split(a).0 == split(b).0) {
-        let root = split(&slots[0]).0;
+    let root = |slot: &Slot| root_and_key(&slot.name).0.to_string();
+    for slots in slots.chunk_by(|a, b| root(a) == root(b)) {
+        let root = &root(&slots[0]);
         let checkpoint = files
             .get(root)
             .ok_or_else(|| format!("no file has the weights of {root}"))?;
         let wanted: Vec<(&str, DType)> = slots
             .iter()
-            .map(|slot| (split(slot).1, slot.shape.dtype))
+            .map(|slot| (root_and_key(&slot.name).1, slot.shape.dtype))
             .collect();
         let mut specs = slots.iter().map(|slot| &slot.spec);
         checkpoint.read_all_with(&wanted, |key, tensor| {

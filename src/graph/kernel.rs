@@ -21,8 +21,9 @@ pub enum Kernel {
     /// [`LANES`]: -128 times the sum of each column; then what the attributes ask for: `row_scale` of the result's
     /// leading dimensions, `column_scale` and `bias` `[columns]`, each `f32` or bf16.
     Contract(Contract),
-    /// `softmax(q k^T * scale) v` for each head; operands and result are bf16 `[batch, length, heads, size]`.
-    Attention { scale: f32 },
+    /// `softmax(q k^T * scale) v` for each head; operands and result are bf16 `[batch, length, heads, size]`. If `causal`,
+    /// a query sees the keys up to its own place.
+    Attention { scale: f32, causal: bool },
     /// The largest magnitude over all but the first `kept` dimensions of a bf16 tensor; with `scale` what int8's steps
     /// are worth then, by AQT: `magnitude * (1 / 127.5)` in `f32`, rounded to bf16, with 1 for a magnitude of 0.
     AbsMax { kept: usize, scale: bool },
@@ -133,7 +134,9 @@ impl Kernel {
                 }
                 attributes
             }
-            Kernel::Attention { scale } => vec![("scale", F32(*scale))],
+            Kernel::Attention { scale, causal } => {
+                vec![("scale", F32(*scale)), ("causal", flag(*causal))]
+            }
             Kernel::LayerNorm { epsilon } => vec![("epsilon", F32(*epsilon))],
             Kernel::GroupNorm {
                 groups,
@@ -237,7 +240,9 @@ impl Kernel {
     pub(super) fn evaluate(&self, operands: &[&Value], shape: Shape) -> Value {
         match self {
             Kernel::Contract(c) => c.evaluate(operands, shape),
-            Kernel::Attention { scale } => attention(operands, f64::from(*scale), shape),
+            Kernel::Attention { scale, causal } => {
+                attention(operands, f64::from(*scale), *causal, shape)
+            }
             Kernel::AbsMax { scale, .. } => {
                 let size = operands[0].shape.count() / shape.count().max(1);
                 from_rows(shape, 1, |row, _| {
@@ -465,7 +470,7 @@ impl Contract {
     }
 }
 
-fn attention(operands: &[&Value], scale: f64, shape: Shape) -> Value {
+fn attention(operands: &[&Value], scale: f64, causal: bool, shape: Shape) -> Value {
     let (q, k, v) = (operands[0], operands[1], operands[2]);
     let [batch, queries, heads, size] = shape.dims[..] else {
         return Value::zeros(shape);
@@ -477,7 +482,8 @@ fn attention(operands: &[&Value], scale: f64, shape: Shape) -> Value {
             let key_at = |j: usize| ((image * keys + j) * heads + head) * size;
             for i in 0..queries {
                 let at = ((image * queries + i) * heads + head) * size;
-                let scores: Vec<f64> = (0..keys)
+                let seen = if causal { keys.min(i + 1) } else { keys };
+                let scores: Vec<f64> = (0..seen)
                     .map(|j| {
                         let products = (0..size).map(|d| q.float(at + d) * k.float(key_at(j) + d));
                         products.sum::<f64>() * scale

@@ -33,6 +33,7 @@ pub use op::{
 pub use stage::{Staged, stage};
 pub use vjp::{grad, vjp};
 
+use crate::dtype::DType;
 use crate::shape::Shape;
 
 /// Why a graph could not be built.
@@ -185,6 +186,50 @@ impl Graph {
             };
         }
         result
+    }
+
+    /// The same program for weights as `stored` says they are: `f32` weights that are stored as `bf16` or `f16` are
+    /// inputs of that type where all that the program does with them is to convert them.
+    ///
+    /// # Errors
+    /// None for a well-typed graph.
+    pub fn with_stored_weights(
+        &self,
+        stored: &dyn Fn(&str) -> Option<DType>,
+    ) -> Result<Graph, GraphError> {
+        let live = self.live_nodes();
+        let mut only_converted = vec![true; self.nodes.len()];
+        for (node, _) in self.nodes.iter().zip(&live).filter(|(_, live)| **live) {
+            for operand in &node.operands {
+                only_converted[*operand as usize] &= matches!(node.op, Op::Convert(_));
+            }
+        }
+        for output in &self.outputs {
+            only_converted[output.node as usize] = false;
+        }
+        let mut graph = self.clone();
+        for (i, node) in self.nodes.iter().enumerate() {
+            let Op::Parameter(index) = node.op else {
+                continue;
+            };
+            let input = &mut graph.inputs[index];
+            let is_weight = matches!(input.kind, InputKind::Weight(_));
+            if !is_weight || input.shape.dtype != DType::F32 || !only_converted[i] {
+                continue;
+            }
+            if let Some(dtype @ (DType::BF16 | DType::F16)) = stored(&input.name) {
+                input.shape = input.shape.with_dtype(dtype);
+                graph.nodes[i].shape = input.shape.clone();
+            }
+        }
+        graph.substitute(&mut |_, i, copies| {
+            let node = &graph.nodes[i];
+            let Op::Convert(dtype) = node.op else {
+                return Ok(None);
+            };
+            let operand = node.operands[0] as usize;
+            Ok((graph.nodes[operand].shape.dtype == dtype).then(|| copies[operand]))
+        })
     }
 
     /// A copy in which `replace` may put other nodes in an operation's place.

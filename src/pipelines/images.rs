@@ -6,8 +6,9 @@ use std::time::Instant;
 use image::RgbImage;
 use rayon::prelude::*;
 
+use crate::dtype::DType;
 use crate::emit::DotPrecision;
-use crate::graph::Graph;
+use crate::graph::{Graph, GraphError};
 use crate::host_tensor::HostTensor;
 use crate::models::vae;
 use crate::quant::Decision;
@@ -200,6 +201,30 @@ impl Traced {
     pub fn handed_on(mut self) -> Traced {
         self.ending = Ending::Handed;
         self
+    }
+
+    /// The same for weights that are stored otherwise than the model holds them ([`Graph::with_stored_weights`]): less is
+    /// copied on the way to the devices.
+    ///
+    /// # Errors
+    /// None for programs that were traced.
+    pub fn with_stored_weights(
+        mut self,
+        stored: &dyn Fn(&str) -> Option<DType>,
+    ) -> Result<Traced, GraphError> {
+        let encoders = self.encoders.iter_mut();
+        let ending = match &mut self.ending {
+            Ending::Decoded(graph) => Some(graph),
+            Ending::Pixels | Ending::Handed => None,
+        };
+        let all = encoders
+            .chain([&mut self.denoise.model])
+            .chain(ending)
+            .chain(&mut self.encode_image);
+        for graph in all {
+            *graph = graph.with_stored_weights(stored)?;
+        }
+        Ok(self)
     }
 
     /// What quantization decided for each contraction of the denoising step.

@@ -20,7 +20,7 @@ const MOST_INT8_TERMS: usize = 65_000;
 ///
 /// - products of bf16 or int8 activations with weights that are known when they are loaded, and convolutions of images
 ///   whose channels come last, together with the scales, the bias and the rounding that follow them,
-/// - in bf16: attention without a mask, norms (with SiLU after them), GEGLU, the range finding and rounding of int8.
+/// - in bf16: attention, norms (with SiLU after them), GEGLU, the range finding and rounding of int8.
 ///
 /// Weights are packed for the kernels by operations on weights alone, which [`crate::graph::stage`] moves to where
 /// weights are loaded. Apply it to a lowered graph of one partition.
@@ -38,8 +38,10 @@ pub fn with_kernels(graph: &Graph) -> Result<Graph> {
         match found.get(&i) {
             None => Ok(None),
             Some(Found::Contraction(c)) => contraction(b, &finder.view, c, copies).map(Some),
-            Some(Found::Attention(Heads { scale, operands })) => {
-                call(Kernel::Attention { scale: *scale }, &operands.map(copy))
+            Some(Found::Attention(heads)) => {
+                let &Heads { scale, causal, .. } = heads;
+                let kernel = Kernel::Attention { scale, causal };
+                call(kernel, &heads.operands.map(copy))
             }
             Some(Found::AbsMax(x, scale)) => {
                 let kept = graph.nodes[i].shape.rank();

@@ -23,9 +23,10 @@ pub struct Norm {
     pub groups: usize,
 }
 
-/// Attention without a mask.
+/// Attention.
 pub struct Heads {
     pub scale: f32,
+    pub causal: bool,
     /// q, k and v `[batch, length, heads, size]`.
     pub operands: [u32; 3],
 }
@@ -339,7 +340,27 @@ impl<'a> View<'a> {
         }
     }
 
-    /// [`crate::nn::attention`] in bf16 without a mask, up to the transposition of heads behind positions.
+    /// Scores of which a query keeps those up to its own place: the scores.
+    fn causal(&self, id: u32) -> Option<u32> {
+        let node = self.node(id);
+        matches!(node.op, Op::Select).then_some(())?;
+        let &[visible, scores, lowest] = &node.operands[..] else {
+            return None;
+        };
+        let order = self.node(self.spread(visible, &[2, 3])?);
+        let places: Option<Vec<usize>> = order
+            .operands
+            .iter()
+            .map(|id| match self.node(*id).op {
+                Op::Iota(dim) => Some(dim),
+                _ => None,
+            })
+            .collect();
+        let fits = matches!(order.op, Op::Compare(Comparison::Ge)) && places? == [0, 1];
+        (fits && self.scalar(lowest)? == f64::from(f32::MIN)).then_some(scores)
+    }
+
+    /// [`crate::nn::attention`] in bf16, up to the transposition of heads behind positions.
     pub fn attention(&self, id: u32) -> Option<Heads> {
         let node = self.node(id);
         matches!(&node.op, Op::Transpose(perm) if perm[..] == [0, 2, 1, 3]).then_some(())?;
@@ -360,6 +381,8 @@ impl<'a> View<'a> {
         let shift = self.unary(self.spread_last(shift)?, Unary::RoundNearestEven)?;
         let highest = self.reduce(self.reshape(shift)?, Reduction::Max, &[3])?;
         (highest == scaled).then_some(())?;
+        let masked = self.causal(scaled);
+        let scaled = masked.unwrap_or(scaled);
         let [scores, scale] = self.binary(scaled, Binary::Mul)?;
         let queries_times_keys = DotDims {
             lhs_batch: vec![0, 2],
@@ -377,6 +400,7 @@ impl<'a> View<'a> {
             && shapes[1] == shapes[2];
         Some(Heads {
             scale: self.scalar(scale).filter(|_| fits)? as f32,
+            causal: masked.is_some(),
             operands,
         })
     }

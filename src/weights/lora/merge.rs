@@ -92,6 +92,11 @@ impl Adapter {
             .collect()
     }
 
+    /// Whether a file changes the weight `key` of `root`.
+    pub fn changes(&self, root: &str, key: &str) -> bool {
+        self.patched.contains_key(&weight_name(root, key))
+    }
+
     /// The weight `key` of `root` with its updates added, in `f32` and rounded once to the element type of `tensor`.
     /// A weight that no file changes is given back as it is.
     ///
