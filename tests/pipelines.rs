@@ -17,11 +17,12 @@ use maxdiff::nn::{Precision, Remat};
 use maxdiff::pipelines::Failure;
 use maxdiff::pipelines::denoiser::ControlImage;
 use maxdiff::pipelines::images::{
-    DrawOptions, Made, Picture, Pipeline, Previews, Traced, Watcher, WeightSource,
+    DrawOptions, Made, Picture, Pipeline, Previews, Watcher, WeightSource,
 };
 use maxdiff::pipelines::model::{DiffusionModel, HiddenState, MicroConditioning, TextEncoder};
 use maxdiff::pipelines::prompt::{PromptSyntax, encode_prompt};
 use maxdiff::pipelines::text_to_image::{DenoiseOptions, Guidance};
+use maxdiff::pipelines::traced::Traced;
 use maxdiff::runtime::{Array, Session, Slot};
 use maxdiff::schedulers::{PlanOptions, SamplingPlan, SchedulerConfig, SchedulerKind, Start};
 use maxdiff::weights::Checkpoint;

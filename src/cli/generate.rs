@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::thread;
 use std::time::Instant;
 
 use clap::Args;
@@ -16,15 +17,17 @@ use crate::data::shapes::ReadScore;
 use crate::dtype::DType;
 use crate::host_tensor::HostTensor;
 use crate::pipelines::Failure;
+use crate::pipelines::conditioning::PromptEncoders;
 use crate::pipelines::image_file::{
     GenerationSettings, Recorded, WebSampler, WebSettings, labelled_grid, prepare_output_dir,
     read_recorded, visible_scale, write_numbered,
 };
 use crate::pipelines::images::{
-    DrawOptions, Made, Picture, Pipeline, Previews, ShowPreview, Traced, Watcher, WeightSource,
+    DrawOptions, Drawer, Made, Picture, Pipeline, Previews, ShowPreview, Watcher, WeightSource,
 };
 use crate::pipelines::model::{DiffusionModel, MicroConditioning};
-use crate::pipelines::text_to_image::DenoiseOptions;
+use crate::pipelines::text_to_image::{DenoiseOptions, PipelineError};
+use crate::pipelines::traced::Traced;
 use crate::runtime::{Array, Session, Slot};
 use crate::schedulers::{SamplingPlan, SchedulerConfig};
 use crate::weights::Checkpoint;
@@ -403,22 +406,48 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
     }
     let opened = start.elapsed().as_secs_f64();
     let start = Instant::now();
-    let compile = |expert: &Expert, traced: &Traced| {
-        let precision = recipe::dot_precision(&config);
-        let unshuffle = config.pixel_unshuffle as usize;
-        Pipeline::compile(&session, &expert.drawn.model, traced, precision, unshuffle)
-            .map_err(CliError::failed)
+    let precision = recipe::dot_precision(&config);
+    let unshuffle = config.pixel_unshuffle as usize;
+    let read = |slots: &[Slot], show: &mut Show<'_>| {
+        read_weights(&session, &files, adapter.as_ref(), slots, show)
     };
-    let pipeline = compile(&first, &traced)?;
-    let refine = match (&second, &to_refine) {
-        (Some(second), Some(traced)) => Some((second, compile(second, traced)?)),
-        _ => None,
-    };
-    let compiled = start.elapsed().as_secs_f64();
+    let weights = WeightSource::Files(&read);
+    let encoders = PromptEncoders::compile(&session, &first.drawn.model, &traced, precision)
+        .map_err(CliError::failed)?;
+    let mut waited = start.elapsed().as_secs_f64();
+    // Prompts are encoded meanwhile, which waits for weights most of the time. The threads are other ones than those
+    // that read, which would wait for the compiler.
+    let compiling = rayon::ThreadPoolBuilder::new()
+        .build()
+        .map_err(CliError::failed)?;
+    let (encoded, encoded_at, compiled) = thread::scope(|scope| {
+        let compiled = scope.spawn(|| {
+            compiling.install(|| {
+                let model = &first.drawn.model;
+                let drawer = Drawer::compile(&session, model, &traced, precision, unshuffle)?;
+                let refine = match (&second, &to_refine) {
+                    (Some(second), Some(traced)) => {
+                        let model = &second.drawn.model;
+                        let pipeline =
+                            Pipeline::compile(&session, model, traced, precision, unshuffle)?;
+                        Some((second, pipeline))
+                    }
+                    _ => None,
+                };
+                Ok::<_, PipelineError>((drawer, refine, start.elapsed().as_secs_f64()))
+            })
+        });
+        let encoded = encoders.run(&session, &weights, &first.pictures);
+        (encoded, start.elapsed().as_secs_f64(), compiled.join())
+    });
+    let compiled = compiled.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+    let (drawer, refine, compiled) = compiled.map_err(CliError::failed)?;
+    let encoded = encoded.map_err(CliError::Failed)?;
+    waited += (compiled - encoded_at).max(0.0);
 
-    let mut runs = pipeline.runs(&first.pictures, &first.plans);
+    let mut runs = drawer.runs(&first.pictures, &first.plans);
     if let Some((second, pipeline)) = &refine {
-        runs += pipeline.runs(&second.pictures, &second.plans);
+        runs += pipeline.drawer().runs(&second.pictures, &second.plans);
     }
     let bar = match tracing::enabled!(tracing::Level::INFO) {
         true => ProgressBar::new(runs as u64),
@@ -437,10 +466,6 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
         latents: latents.as_ref(),
         continues: None,
     };
-    let read = |slots: &[Slot], show: &mut Show<'_>| {
-        read_weights(&session, &files, adapter.as_ref(), slots, show)
-    };
-    let weights = WeightSource::Files(&read);
     let mut preview = |picture: usize, steps: usize, image: &RgbImage| {
         let path = write_numbered(&out, "preview", image, None)?;
         bar.suspend(|| {
@@ -453,11 +478,12 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
         Ok(())
     };
     let mut step = || bar.inc(1);
-    let mut made = pipeline
+    let mut made = drawer
         .run(
             &session,
             &weights,
             &first.pictures,
+            encoded,
             &draw,
             Watcher {
                 step: &mut step,
@@ -499,7 +525,8 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
     bar.finish_and_clear();
     let counts = session.program_counts();
     super::progress(&format!(
-        "seconds: {opened:.1} to open, {compiled:.1} to compile ({} programs, {} from the cache), {:.1} to load weights, \
+        "seconds: {opened:.1} to open, {compiled:.1} to compile ({} programs, {} from the cache; \
+         {waited:.1} of them with nothing else to do), {:.1} to load weights, \
          {:.1} to encode, {:.1} to denoise ({:.2} a step), {:.1} to decode",
         counts.compiled + counts.from_cache,
         counts.from_cache,
@@ -531,6 +558,7 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
             "seconds": {
                 "open": opened,
                 "compile": compiled,
+                "compile_waited": waited,
                 "load": phases.load,
                 "encode": phases.encode,
                 "denoise": phases.denoise,

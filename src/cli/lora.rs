@@ -6,7 +6,7 @@ use serde_json::Value;
 
 use crate::config::Config;
 use crate::models::vae::ROOT as VAE;
-use crate::pipelines::images::Traced;
+use crate::pipelines::traced::Traced;
 use crate::weights::lora::{Adapter, LoraFile, LoraScale, LoraTarget};
 
 use super::CliError;

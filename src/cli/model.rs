@@ -13,10 +13,10 @@ use crate::models::controlnet::{self, ControlNetConfig};
 use crate::models::unet::{ROOT as UNET, UNet2DConditionConfig};
 use crate::models::vae::{AutoencoderKlConfig, ROOT as VAE};
 use crate::nn::Remat;
-use crate::pipelines::images::Traced;
 use crate::pipelines::model::{
     DiffusionModel, HiddenState, TEXT_ENCODER, TEXT_ENCODER_2, TextEncoder,
 };
+use crate::pipelines::traced::Traced;
 use crate::train::checkpoint::SavedCheckpoint;
 use crate::train::run::EMA_SUFFIX;
 use crate::weights::source::{Family, ModelSource, Part};

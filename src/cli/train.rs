@@ -20,10 +20,11 @@ use crate::models::unet::ROOT as UNET;
 use crate::pipelines::image_file::{
     labelled_grid, prepare_output_dir, visible_scale, write_numbered,
 };
-use crate::pipelines::images::{DrawOptions, Pipeline, Traced, Watcher, WeightSource};
+use crate::pipelines::images::{DrawOptions, Pipeline, Watcher, WeightSource};
 use crate::pipelines::model::{DiffusionModel, TEXT_ENCODER};
 use crate::pipelines::prompt::PromptSyntax;
 use crate::pipelines::text_to_image::DenoiseOptions;
+use crate::pipelines::traced::Traced;
 use crate::runtime::{Program, ProgramOptions, Session};
 use crate::shard::ShardPlan;
 use crate::train::checkpoint::{CheckpointWriter, SavedCheckpoint};

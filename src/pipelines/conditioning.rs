@@ -1,5 +1,9 @@
 //! Prompts as the UNet takes them, and the programs that make them.
 
+use std::time::Instant;
+
+use rayon::prelude::*;
+
 use crate::dtype::DType;
 use crate::emit::DotPrecision;
 use crate::graph::Graph;
@@ -7,7 +11,12 @@ use crate::host_tensor::HostTensor;
 use crate::runtime::{Prepared, ProgramOptions, Session, StagedProgram};
 use crate::shape::Shape;
 
-use super::text_to_image::{PipelineError, names, put};
+use super::Failure;
+use super::images::{Phases, Picture, WeightSource, batches};
+use super::model::DiffusionModel;
+use super::prompt::apply_weights;
+use super::text_to_image::{Guidance, PipelineError, names, put};
+use super::traced::Traced;
 
 /// The prompts of one call as the UNet takes them, on the host.
 #[derive(Clone, Debug)]
@@ -157,5 +166,109 @@ impl Encoder {
             hidden: HostTensor::from_f32([self.rows, row_ids, features], &hidden.concat())?,
             pooled,
         })
+    }
+}
+
+/// The text encoders of one model.
+pub struct PromptEncoders {
+    encoders: Vec<Encoder>,
+    batch: usize,
+    guidance: bool,
+}
+
+/// The prompts of some pictures as the UNet takes them, and the seconds that it took.
+#[derive(Debug)]
+pub struct Encoded {
+    /// Of each batch, with guidance the negative prompt of each picture before its prompt.
+    pub(super) conditioning: Vec<Conditioning>,
+    pub(super) phases: Phases,
+}
+
+impl PromptEncoders {
+    /// Compiles the text encoders that were traced of `model`.
+    ///
+    /// # Errors
+    /// When one does not compile.
+    pub fn compile(
+        session: &Session,
+        model: &DiffusionModel,
+        traced: &Traced,
+        precision: DotPrecision,
+    ) -> Result<PromptEncoders, PipelineError> {
+        let options = &traced.options;
+        let sizes = [options.prompts(), model.tokens];
+        let graphs = traced.encoders.par_iter();
+        Ok(PromptEncoders {
+            encoders: graphs
+                .map(|graph| Encoder::compile(session, graph, sizes, precision))
+                .collect::<Result<_, _>>()?,
+            batch: options.batch,
+            guidance: options.guidance != Guidance::Off,
+        })
+    }
+
+    /// The compiled programs.
+    pub fn programs(&self) -> impl Iterator<Item = &StagedProgram> {
+        self.encoders.iter().map(Encoder::program)
+    }
+
+    /// Encodes the prompts of `pictures`. The weights of each encoder are let go before those of the next are read.
+    ///
+    /// # Errors
+    /// When weights cannot be read, or a program fails.
+    pub fn run(
+        &self,
+        session: &Session,
+        source: &WeightSource<'_>,
+        pictures: &[Picture],
+    ) -> Result<Encoded, Failure> {
+        let mut phases = Phases::default();
+        let batches = batches(pictures, self.batch);
+        let mut parts: Vec<Vec<Conditioning>> = vec![Vec::new(); batches.len()];
+        for (which, encoder) in self.encoders.iter().enumerate() {
+            let start = Instant::now();
+            let prepared = source.prepare(encoder.program())?;
+            phases.load += start.elapsed().as_secs_f64();
+            let start = Instant::now();
+            for (batch, parts) in batches.iter().zip(&mut parts) {
+                let batch = batch.filled(pictures, self.batch);
+                parts.push(self.encode(session, encoder, &prepared, which, &batch)?);
+            }
+            phases.encode += start.elapsed().as_secs_f64();
+        }
+        let joined = parts.into_iter().map(|parts| {
+            let joined = Conditioning::join(parts)?;
+            joined.ok_or_else(|| Failure::from("the model has no text encoder"))
+        });
+        Ok(Encoded {
+            conditioning: joined.collect::<Result<_, _>>()?,
+            phases,
+        })
+    }
+
+    /// Encodes the prompts of a batch by text encoder `which`; with guidance, the negative prompt before each prompt.
+    fn encode(
+        &self,
+        session: &Session,
+        encoder: &Encoder,
+        prepared: &Prepared<'_>,
+        which: usize,
+        batch: &[&Picture],
+    ) -> Result<Conditioning, Failure> {
+        let (mut ids, mut weights) = (Vec::new(), Vec::new());
+        for picture in batch {
+            let negative = self.guidance.then(|| picture.negative.get(which)).flatten();
+            for tokens in negative.into_iter().chain(picture.prompt.get(which)) {
+                ids.extend(tokens.ids());
+                weights.extend(tokens.weights());
+            }
+        }
+        let mut encoded = encoder.run(session, prepared, &ids)?;
+        if weights.iter().any(|weight| *weight != 1.0) {
+            let mut hidden = encoded.hidden.to_f32_vec()?;
+            apply_weights(&mut hidden, &weights, encoder.tokens())?;
+            encoded.hidden = HostTensor::from_f32(encoded.hidden.shape.dims, &hidden)?;
+        }
+        Ok(encoded)
     }
 }

@@ -4,31 +4,26 @@ use std::ops::AddAssign;
 use std::time::Instant;
 
 use image::RgbImage;
-use rayon::prelude::*;
 
-use crate::dtype::DType;
 use crate::emit::DotPrecision;
-use crate::graph::{Graph, GraphError};
 use crate::host_tensor::HostTensor;
 use crate::models::vae;
-use crate::quant::Decision;
 use crate::runtime::{
     Array, Prepared, RuntimeError, Session, Slot, StagedProgram, StagedTimings, Value,
 };
 use crate::schedulers::SamplingPlan;
 
 use super::Failure;
-use super::conditioning::{Conditioning, Encoder};
+use super::conditioning::{Encoded, PromptEncoders};
 use super::denoiser::{ControlImage, Denoiser, Request};
-use super::latents::{Decoder, ImageEncoder, trace_decode, trace_encode_image};
+use super::latents::{Decoder, ImageEncoder};
 use super::model::DiffusionModel;
 use super::noise::NoiseGenerator;
 use super::pixels::{RGB, to_pixels};
-use super::prompt::{PromptTokens, apply_weights};
+use super::prompt::PromptTokens;
 use super::start::{Begin, Pictured, Starts};
-use super::text_to_image::{
-    DenoiseOptions, DenoiseStep, Guidance, PipelineError, trace_denoise, trace_encode,
-};
+use super::text_to_image::{Guidance, PipelineError};
+use super::traced::{Ending, Traced};
 
 /// One picture to make.
 #[derive(Clone, Debug)]
@@ -80,7 +75,7 @@ pub enum WeightSource<'a> {
 }
 
 impl<'a> WeightSource<'a> {
-    fn prepare(&self, program: &StagedProgram) -> Result<Prepared<'a>, Failure> {
+    pub(super) fn prepare(&self, program: &StagedProgram) -> Result<Prepared<'a>, Failure> {
         let mut preparation = program.preparation();
         match self {
             WeightSource::Devices(lookup) => {
@@ -127,25 +122,6 @@ pub struct Phases {
     pub decode: f64,
 }
 
-/// What becomes of the last samples, with the program for it.
-enum Ending<T> {
-    /// They are pictures.
-    Pixels,
-    /// Pictures are decoded of them.
-    Decoded(T),
-    /// Another model goes on with them.
-    Handed,
-}
-
-impl<T> Ending<T> {
-    fn program(&self) -> Option<&T> {
-        match self {
-            Ending::Decoded(program) => Some(program),
-            Ending::Pixels | Ending::Handed => None,
-        }
-    }
-}
-
 impl AddAssign for Phases {
     fn add_assign(&mut self, other: Phases) {
         self.load += other.load;
@@ -155,96 +131,72 @@ impl AddAssign for Phases {
     }
 }
 
-/// The programs of one model, before they are compiled.
-pub struct Traced {
-    encoders: Vec<Graph>,
-    denoise: DenoiseStep,
-    ending: Ending<Graph>,
-    encode_image: Option<Graph>,
-    options: DenoiseOptions,
+/// The compiled programs of one model.
+pub struct Pipeline {
+    encoders: PromptEncoders,
+    drawer: Drawer,
 }
 
-impl Traced {
-    /// Traces every program of `model`; `from_image` asks for the one that encodes a picture to start from.
+impl Pipeline {
+    /// Compiles every program that was traced of `model`, as [`Drawer::compile`].
     ///
     /// # Errors
-    /// When the model's parts do not fit together, or quantization is refused.
-    pub fn new(
+    /// When a program does not compile.
+    pub fn compile(
+        session: &Session,
         model: &DiffusionModel,
-        options: DenoiseOptions,
-        from_image: bool,
-    ) -> Result<Traced, PipelineError> {
-        let encoders = (0..model.text_encoders.len())
-            .map(|which| trace_encode(model, which, options.prompts()))
-            .collect::<Result<Vec<_>, _>>()?;
-        let denoise = trace_denoise(model, &options)?;
-        let ending = match &model.vae {
-            Some(_) => {
-                let [rows, columns] = model.decoded_at_once()?.tile();
-                Ending::Decoded(trace_decode(model, [rows, columns])?)
-            }
-            None => Ending::Pixels,
-        };
-        Ok(Traced {
-            encoders,
-            denoise,
-            ending,
-            encode_image: match from_image {
-                true => Some(trace_encode_image(model)?),
-                false => None,
-            },
-            options,
+        traced: &Traced,
+        precision: DotPrecision,
+        pixel_unshuffle: usize,
+    ) -> Result<Pipeline, PipelineError> {
+        let (drawer, encoders) = rayon::join(
+            || Drawer::compile(session, model, traced, precision, pixel_unshuffle),
+            || PromptEncoders::compile(session, model, traced, precision),
+        );
+        Ok(Pipeline {
+            encoders: encoders?,
+            drawer: drawer?,
         })
     }
 
-    /// The same without the decoder: its samples are for another model to go on with, and it makes no pictures.
-    pub fn handed_on(mut self) -> Traced {
-        self.ending = Ending::Handed;
-        self
+    /// The part that draws.
+    pub fn drawer(&self) -> &Drawer {
+        &self.drawer
     }
 
-    /// The same for weights that are stored otherwise than the model holds them ([`Graph::with_stored_weights`]): less is
-    /// copied on the way to the devices.
+    /// What compiling all programs took.
+    pub fn timings(&self) -> StagedTimings {
+        let programs = self.encoders.programs().chain(self.drawer.programs());
+        let mut all = StagedTimings::default();
+        for timings in programs.map(StagedProgram::timings) {
+            all.emit += timings.emit;
+            all.compile += timings.compile;
+            all.programs += timings.programs;
+            all.from_cache += timings.from_cache;
+        }
+        all
+    }
+
+    /// Makes `pictures`: [`PromptEncoders::run`], then [`Drawer::run`].
     ///
     /// # Errors
-    /// None for programs that were traced.
-    pub fn with_stored_weights(
-        mut self,
-        stored: &dyn Fn(&str) -> Option<DType>,
-    ) -> Result<Traced, GraphError> {
-        let encoders = self.encoders.iter_mut();
-        let ending = match &mut self.ending {
-            Ending::Decoded(graph) => Some(graph),
-            Ending::Pixels | Ending::Handed => None,
-        };
-        let all = encoders
-            .chain([&mut self.denoise.model])
-            .chain(ending)
-            .chain(&mut self.encode_image);
-        for graph in all {
-            *graph = graph.with_stored_weights(stored)?;
-        }
-        Ok(self)
-    }
-
-    /// What quantization decided for each contraction of the denoising step.
-    pub fn decisions(&self) -> &[Decision] {
-        &self.denoise.decisions
-    }
-
-    /// The programs that have weights: each those of one part of the model.
-    pub fn graphs(&self) -> impl Iterator<Item = &Graph> {
-        self.encoders
-            .iter()
-            .chain([&self.denoise.model])
-            .chain(self.ending.program())
-            .chain(&self.encode_image)
+    /// Theirs.
+    pub fn run(
+        &self,
+        session: &Session,
+        source: &WeightSource<'_>,
+        pictures: &[Picture],
+        options: &DrawOptions<'_>,
+        watcher: Watcher<'_>,
+    ) -> Result<Made, Failure> {
+        let encoded = self.encoders.run(session, source, pictures)?;
+        self.drawer
+            .run(session, source, pictures, encoded, options, watcher)
     }
 }
 
-/// The compiled programs of one model.
-pub struct Pipeline {
-    encoders: Vec<Encoder>,
+/// The programs that make pictures of encoded prompts.
+pub struct Drawer {
     denoiser: Denoiser,
     ending: Ending<Decoder>,
     image_encoder: Option<ImageEncoder>,
@@ -268,8 +220,8 @@ pub struct Made {
     generators: Vec<Vec<NoiseGenerator>>,
 }
 
-impl Pipeline {
-    /// Compiles every program that was traced of `model`. Samples of a model without a VAE are pictures of
+impl Drawer {
+    /// Compiles the programs. Samples of a model without a VAE are pictures of
     /// `pixel_unshuffle x pixel_unshuffle` pixels in each place.
     ///
     /// # Errors
@@ -280,18 +232,11 @@ impl Pipeline {
         traced: &Traced,
         precision: DotPrecision,
         pixel_unshuffle: usize,
-    ) -> Result<Pipeline, PipelineError> {
+    ) -> Result<Drawer, PipelineError> {
         let Traced { options, .. } = traced;
-        let sizes = [options.prompts(), model.tokens];
         let guidance = options.guidance != Guidance::Off;
         let dims = model.sample_dims(options.batch);
         let [without, with] = model.time_ids();
-        let encoders = || -> Result<Vec<Encoder>, PipelineError> {
-            let graphs = traced.encoders.par_iter();
-            graphs
-                .map(|graph| Encoder::compile(session, graph, sizes, precision))
-                .collect()
-        };
         let ending = || -> Result<Ending<Decoder>, PipelineError> {
             Ok(match &traced.ending {
                 Ending::Decoded(graph) => {
@@ -309,13 +254,11 @@ impl Pipeline {
                 .map(|graph| ImageEncoder::compile(session, graph, dims, precision))
                 .transpose()
         };
-        // The denoiser takes as long as all others together.
-        let (denoiser, (encoders, (ending, image_encoder))) = rayon::join(
+        let (denoiser, (ending, image_encoder)) = rayon::join(
             || Denoiser::compile(session, &traced.denoise, dims, precision),
-            || rayon::join(encoders, || rayon::join(ending, image_encoder)),
+            || rayon::join(ending, image_encoder),
         );
-        Ok(Pipeline {
-            encoders: encoders?,
+        Ok(Drawer {
             denoiser: denoiser?,
             ending: ending?,
             image_encoder: image_encoder?,
@@ -329,24 +272,10 @@ impl Pipeline {
         })
     }
 
-    /// What compiling all programs took.
-    pub fn timings(&self) -> StagedTimings {
-        let encoders = self.encoders.iter().map(Encoder::program);
+    fn programs(&self) -> impl Iterator<Item = &StagedProgram> {
         let decoder = self.ending.program().map(Decoder::program);
         let image = self.image_encoder.as_ref().map(ImageEncoder::program);
-        let mut all = StagedTimings::default();
-        for timings in encoders
-            .chain(self.denoiser.programs())
-            .chain(decoder)
-            .chain(image)
-            .map(StagedProgram::timings)
-        {
-            all.emit += timings.emit;
-            all.compile += timings.compile;
-            all.programs += timings.programs;
-            all.from_cache += timings.from_cache;
-        }
-        all
+        self.denoiser.programs().chain(decoder).chain(image)
     }
 
     /// How many steps `pictures` take, batch by batch.
@@ -358,9 +287,9 @@ impl Pipeline {
             .sum()
     }
 
-    /// Makes `pictures`, in batches of the pipeline's size. The weights of each program are let go before those of the
-    /// next are read; with previews those of the decoder are there while the UNet runs. A pipeline that hands its samples on
-    /// has no decoder and shows no previews.
+    /// Makes `pictures`, whose prompts are `encoded`, in batches of the programs' size. The weights of each program are let
+    /// go before those of the next are read; with previews those of the decoder are there while the UNet runs. Samples
+    /// that are handed on are not decoded, and there are no previews of them.
     ///
     /// # Errors
     /// When weights cannot be read, a program fails, or what it makes is not finite; what `watcher` fails with.
@@ -369,32 +298,17 @@ impl Pipeline {
         session: &Session,
         source: &WeightSource<'_>,
         pictures: &[Picture],
+        encoded: Encoded,
         options: &DrawOptions<'_>,
         mut watcher: Watcher<'_>,
     ) -> Result<Made, Failure> {
-        let mut phases = Phases::default();
+        let Encoded {
+            conditioning,
+            mut phases,
+        } = encoded;
         let size = self.denoiser.batch();
         let batches = batches(pictures, size);
-        let rows = |batch: &Batch| -> Vec<&Picture> {
-            // A batch that is not full is filled up with its first picture; what that makes is dropped.
-            let filled = |row| if row < batch.count { row } else { 0 };
-            (0..size)
-                .map(|row| &pictures[batch.start + filled(row)])
-                .collect()
-        };
-
-        let mut parts: Vec<Vec<Conditioning>> = vec![Vec::new(); batches.len()];
-        for (which, encoder) in self.encoders.iter().enumerate() {
-            let start = Instant::now();
-            let prepared = source.prepare(encoder.program())?;
-            phases.load += start.elapsed().as_secs_f64();
-            let start = Instant::now();
-            for (batch, parts) in batches.iter().zip(&mut parts) {
-                let batch = rows(batch);
-                parts.push(self.encode(session, encoder, &prepared, which, &batch)?);
-            }
-            phases.encode += start.elapsed().as_secs_f64();
-        }
+        let rows = |batch: &Batch| batch.filled(pictures, size);
 
         let plan = |batch: &Batch| {
             let plan = options.plans.get(pictures[batch.start].plan);
@@ -453,14 +367,14 @@ impl Pipeline {
         let start = Instant::now();
         let mut previewing = 0.0;
         let mut samples = Vec::with_capacity(batches.len());
-        for (((at, parts), begin), generators) in
-            batches.iter().zip(parts).zip(begins).zip(&mut generators)
+        for (((at, mut conditioning), begin), generators) in batches
+            .iter()
+            .zip(conditioning)
+            .zip(begins)
+            .zip(&mut generators)
         {
             let batch = rows(at);
             let first = &pictures[at.start];
-            let Some(mut conditioning) = Conditioning::join(parts)? else {
-                return Err("the model has no text encoder".into());
-            };
             if self.guidance && options.zero_empty_prompts {
                 let rows = batch.iter().enumerate();
                 let empty = rows.filter(|(_, p)| p.negative_is_empty);
@@ -566,32 +480,6 @@ impl Pipeline {
         Ok(samples.map(begin).collect())
     }
 
-    /// Encodes the prompts of a batch by text encoder `which`; with guidance, the negative prompt before each prompt.
-    fn encode(
-        &self,
-        session: &Session,
-        encoder: &Encoder,
-        prepared: &Prepared<'_>,
-        which: usize,
-        batch: &[&Picture],
-    ) -> Result<Conditioning, Failure> {
-        let (mut ids, mut weights) = (Vec::new(), Vec::new());
-        for picture in batch {
-            let negative = self.guidance.then(|| picture.negative.get(which)).flatten();
-            for tokens in negative.into_iter().chain(picture.prompt.get(which)) {
-                ids.extend(tokens.ids());
-                weights.extend(tokens.weights());
-            }
-        }
-        let mut encoded = encoder.run(session, prepared, &ids)?;
-        if weights.iter().any(|weight| *weight != 1.0) {
-            let mut hidden = encoded.hidden.to_f32_vec()?;
-            apply_weights(&mut hidden, &weights, encoder.tokens())?;
-            encoded.hidden = HostTensor::from_f32(encoded.hidden.shape.dims, &hidden)?;
-        }
-        Ok(encoded)
-    }
-
     /// Rows `start..start + count` of given noise; rows that fill a batch up repeat its first.
     fn rows_of(&self, all: &HostTensor, start: usize, count: usize) -> Result<HostTensor, Failure> {
         let dims = self.denoiser.sample_dims();
@@ -615,12 +503,22 @@ impl Pipeline {
 }
 
 /// Pictures that are made together: neighbours that differ in prompt and seed alone.
-struct Batch {
-    start: usize,
-    count: usize,
+pub(super) struct Batch {
+    pub start: usize,
+    pub count: usize,
 }
 
-fn batches(pictures: &[Picture], size: usize) -> Vec<Batch> {
+impl Batch {
+    /// Its pictures; one that is not full is filled up with its first picture, and what that makes is dropped.
+    pub fn filled<'a>(&self, pictures: &'a [Picture], size: usize) -> Vec<&'a Picture> {
+        let filled = |row| if row < self.count { row } else { 0 };
+        (0..size)
+            .map(|row| &pictures[self.start + filled(row)])
+            .collect()
+    }
+}
+
+pub(super) fn batches(pictures: &[Picture], size: usize) -> Vec<Batch> {
     let mut batches: Vec<Batch> = Vec::new();
     for (index, picture) in pictures.iter().enumerate() {
         match batches.last_mut() {

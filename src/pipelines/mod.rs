@@ -15,6 +15,7 @@ pub mod sampler;
 mod start;
 pub mod text_to_image;
 pub mod tiling;
+pub mod traced;
 
 /// Why pictures could not be made; the sources of weights have errors of their own.
 pub type Failure = Box<dyn std::error::Error + Send + Sync>;

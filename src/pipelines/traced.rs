@@ -1,0 +1,117 @@
+//! The programs of a model before they are compiled.
+
+use crate::dtype::DType;
+use crate::graph::{Graph, GraphError};
+use crate::quant::Decision;
+
+use super::latents::{trace_decode, trace_encode_image};
+use super::model::DiffusionModel;
+use super::text_to_image::{
+    DenoiseOptions, DenoiseStep, PipelineError, trace_denoise, trace_encode,
+};
+
+/// What becomes of the last samples, with the program for it.
+pub(super) enum Ending<T> {
+    /// They are pictures.
+    Pixels,
+    /// Pictures are decoded of them.
+    Decoded(T),
+    /// Another model goes on with them.
+    Handed,
+}
+
+impl<T> Ending<T> {
+    pub(super) fn program(&self) -> Option<&T> {
+        match self {
+            Ending::Decoded(program) => Some(program),
+            Ending::Pixels | Ending::Handed => None,
+        }
+    }
+}
+
+/// The programs of one model, before they are compiled.
+pub struct Traced {
+    pub(super) encoders: Vec<Graph>,
+    pub(super) denoise: DenoiseStep,
+    pub(super) ending: Ending<Graph>,
+    pub(super) encode_image: Option<Graph>,
+    pub(super) options: DenoiseOptions,
+}
+
+impl Traced {
+    /// Traces every program of `model`; `from_image` asks for the one that encodes a picture to start from.
+    ///
+    /// # Errors
+    /// When the model's parts do not fit together, or quantization is refused.
+    pub fn new(
+        model: &DiffusionModel,
+        options: DenoiseOptions,
+        from_image: bool,
+    ) -> Result<Traced, PipelineError> {
+        let encoders = (0..model.text_encoders.len())
+            .map(|which| trace_encode(model, which, options.prompts()))
+            .collect::<Result<Vec<_>, _>>()?;
+        let denoise = trace_denoise(model, &options)?;
+        let ending = match &model.vae {
+            Some(_) => {
+                let [rows, columns] = model.decoded_at_once()?.tile();
+                Ending::Decoded(trace_decode(model, [rows, columns])?)
+            }
+            None => Ending::Pixels,
+        };
+        Ok(Traced {
+            encoders,
+            denoise,
+            ending,
+            encode_image: match from_image {
+                true => Some(trace_encode_image(model)?),
+                false => None,
+            },
+            options,
+        })
+    }
+
+    /// The same without the decoder: its samples are for another model to go on with, and it makes no pictures.
+    pub fn handed_on(mut self) -> Traced {
+        self.ending = Ending::Handed;
+        self
+    }
+
+    /// The same for weights that are stored otherwise than the model holds them ([`Graph::with_stored_weights`]): less is
+    /// copied on the way to the devices.
+    ///
+    /// # Errors
+    /// None for programs that were traced.
+    pub fn with_stored_weights(
+        mut self,
+        stored: &dyn Fn(&str) -> Option<DType>,
+    ) -> Result<Traced, GraphError> {
+        let encoders = self.encoders.iter_mut();
+        let ending = match &mut self.ending {
+            Ending::Decoded(graph) => Some(graph),
+            Ending::Pixels | Ending::Handed => None,
+        };
+        let all = encoders
+            .chain([&mut self.denoise.model])
+            .chain(ending)
+            .chain(&mut self.encode_image);
+        for graph in all {
+            *graph = graph.with_stored_weights(stored)?;
+        }
+        Ok(self)
+    }
+
+    /// What quantization decided for each contraction of the denoising step.
+    pub fn decisions(&self) -> &[Decision] {
+        &self.denoise.decisions
+    }
+
+    /// The programs that have weights: each those of one part of the model.
+    pub fn graphs(&self) -> impl Iterator<Item = &Graph> {
+        self.encoders
+            .iter()
+            .chain([&self.denoise.model])
+            .chain(self.ending.program())
+            .chain(&self.encode_image)
+    }
+}
