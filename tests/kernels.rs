@@ -116,7 +116,7 @@ fn contractions_and_what_follows_them_become_one_kernel_each() {
         let contracts: Vec<_> = contracts.collect();
         assert_eq!(contracts.len(), 7, "int8: {int8}");
         // Range finding and rounding of every activation.
-        assert_eq!(kernels(&with).len(), if int8 { 3 * 7 } else { 7 });
+        assert_eq!(kernels(&with).len(), if int8 { 4 * 7 } else { 7 });
         for (i, contract) in contracts.into_iter().enumerate() {
             assert_eq!(contract.bias, i != 1, "{contract:?}");
             assert_eq!(contract.row_scale, int8, "{contract:?}");

@@ -111,7 +111,15 @@ impl<'a> Finder<'a> {
         let mut found = HashMap::new();
         for (i, node) in self.graph.nodes.iter().enumerate() {
             let id = i as u32;
-            if self.view.users[i].is_empty() || self.of_weights[i] {
+            if self.view.users[i].is_empty() {
+                continue;
+            }
+            if self.of_weights[i] {
+                // Weights are computed with once; but XLA widens all of one to find its range.
+                let most = self.view.aqt_scale(id);
+                if let Some(x) = most.and_then(|most| self.view.abs_max(most)) {
+                    found.insert(i, Found::AbsMax(x, true));
+                }
                 continue;
             }
             if self.is_product(node) {
