@@ -103,6 +103,40 @@ fn a_picture_is_repeated_from_its_file() {
 }
 
 #[test]
+fn previews_lie_beside_the_picture() {
+    let dir = tempfile::tempdir().unwrap();
+    let words = [
+        "prompt=a cat",
+        "height=16",
+        "width=16",
+        "num_inference_steps=5",
+        "scheduler=ddim",
+        "--json",
+    ];
+    let plain = json(&generate(dir.path(), &words));
+    let more = ["preview_steps=2", "guidance_in_two_passes=True"];
+    let shown = json(&generate(dir.path(), &[&words[..], &more].concat()));
+    let path = |report: &Value| PathBuf::from(report["images"][0]["path"].as_str().unwrap());
+    let folder = path(&shown).parent().unwrap().to_path_buf();
+    let names = std::fs::read_dir(folder).unwrap();
+    let mut names: Vec<String> = names
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    // After 2 and 4 of 5 steps; the picture itself is under the next number of its own.
+    let expected = [
+        "image-00001.png",
+        "image-00002.png",
+        "preview-00001.png",
+        "preview-00002.png",
+    ];
+    assert_eq!(names, expected);
+    let [plain, shown] = [plain, shown].map(|report| pixels(&report["images"][0]["path"]));
+    let differences = plain.as_raw().iter().zip(shown.as_raw());
+    assert!(differences.into_iter().all(|(a, b)| a.abs_diff(*b) <= 1));
+}
+
+#[test]
 fn bad_input_is_named() {
     let dir = tempfile::tempdir().unwrap();
     let file = |name: &str, bytes: &[u8]| {

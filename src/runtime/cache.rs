@@ -6,7 +6,7 @@
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Read, Write};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
@@ -41,6 +41,15 @@ pub enum CacheError {
     },
     #[error("{} is no whole program of this cache: {reason}", path.display())]
     Damaged { path: PathBuf, reason: String },
+    #[error(
+        "{} is machine code that others than this user may have written (owner {owner}, mode {mode:o})",
+        path.display()
+    )]
+    NotOwn {
+        path: PathBuf,
+        owner: u32,
+        mode: u32,
+    },
     #[error("{} cannot be loaded: {source}", path.display())]
     Load {
         path: PathBuf,
@@ -124,7 +133,8 @@ impl ExecutableCache {
     /// The program kept under `key`, and notes that it was used; `None` if there is none.
     ///
     /// # Errors
-    /// When its file cannot be read, or is not what was written.
+    /// When its file cannot be read, is not what was written, or could be written by others: whoever writes it decides
+    /// what is run.
     pub fn read(&self, key: &Key) -> Result<Option<Vec<u8>>, CacheError> {
         let path = self.path(key);
         let mut file = match File::open(&path) {
@@ -132,6 +142,12 @@ impl ExecutableCache {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(error) => return Err(io_error("read", &path)(error)),
         };
+        let metadata = file.metadata().map_err(io_error("read", &path))?;
+        let (owner, mode) = (metadata.uid(), metadata.mode() & 0o7777);
+        let is_own = owner == 0 || user().is_none_or(|user| user == owner);
+        if mode & 0o022 != 0 || !is_own {
+            return Err(CacheError::NotOwn { path, owner, mode });
+        }
         let mut bytes = Vec::new();
         file.read_to_end(&mut bytes)
             .map_err(io_error("read", &path))?;
@@ -243,6 +259,11 @@ impl ExecutableCache {
             }
         }
     }
+}
+
+/// The user that this process runs as, where the system tells: the owner of its entry among the processes.
+fn user() -> Option<u32> {
+    fs::metadata("/proc/self").ok().map(|own| own.uid())
 }
 
 fn has_extension(path: &Path, extension: &str) -> bool {

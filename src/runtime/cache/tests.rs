@@ -1,3 +1,5 @@
+use std::os::unix::fs::PermissionsExt;
+
 use super::*;
 
 fn cache(max_bytes: u64) -> (tempfile::TempDir, ExecutableCache) {
@@ -71,6 +73,23 @@ fn every_changed_byte_and_every_cut_is_found() {
     cache.write(&other, b"program").unwrap();
     let foreign = fs::read(cache.path(&other)).unwrap();
     assert_eq!(refused(&foreign), "its key is another");
+}
+
+#[test]
+fn what_others_may_write_is_not_run() {
+    let (_folder, cache) = cache(ExecutableCache::MAX_BYTES);
+    let key = key("a");
+    cache.write(&key, b"program").unwrap();
+    for mode in [0o620, 0o602] {
+        fs::set_permissions(cache.path(&key), fs::Permissions::from_mode(mode)).unwrap();
+        match cache.read(&key) {
+            Err(CacheError::NotOwn { mode: found, .. }) => assert_eq!(found, mode),
+            other => panic!("{other:?}"),
+        }
+    }
+    // Written anew it is this user's alone.
+    cache.write(&key, b"program").unwrap();
+    assert_eq!(cache.read(&key).unwrap().unwrap(), b"program");
 }
 
 #[test]
