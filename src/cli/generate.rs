@@ -664,9 +664,11 @@ fn read_weights(
     slots: &[Slot],
     show: &mut Show<'_>,
 ) -> Result<(), Failure> {
-    let root = |slot: &Slot| root_and_key(&slot.name).0.to_string();
+    fn root(slot: &Slot) -> &str {
+        root_and_key(&slot.name).0
+    }
     for slots in slots.chunk_by(|a, b| root(a) == root(b)) {
-        let root = &root(&slots[0]);
+        let root = root(&slots[0]);
         let checkpoint = files
             .get(root)
             .ok_or_else(|| format!("no file has the weights of {root}"))?;

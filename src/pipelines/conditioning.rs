@@ -141,7 +141,7 @@ impl Encoder {
                 .copied()
                 .collect();
             let ids = HostTensor::from_i32([self.rows, self.tokens], &ids)?;
-            let ids = put(session, &self.program, names::INPUT_IDS, &ids)?;
+            let ids = put(session, [&self.program], names::INPUT_IDS, &ids)?;
             let results = self.program.step().call(
                 &|name| match name {
                     names::INPUT_IDS => Some(&ids),

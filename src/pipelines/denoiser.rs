@@ -8,13 +8,12 @@ use crate::host_tensor::{HostTensor, HostTensorError};
 use crate::runtime::{Array, Prepared, ProgramOptions, RuntimeError, Session, StagedProgram};
 use crate::schedulers::{HISTORY, SamplingPlan};
 use crate::shape::Shape;
-use crate::shard::PartitionSpec;
 
 use super::Failure;
 use super::conditioning::Conditioning;
 use super::noise::NoiseGenerator;
 use super::sampler::{names as sampler_names, step_inputs};
-use super::text_to_image::{DenoiseStep, PipelineError, names};
+use super::text_to_image::{DenoiseStep, PipelineError, names, put};
 
 /// The inputs of the denoising step that are known before its first run, beside the pictures for ControlNets.
 const REQUEST: [&str; 5] = [
@@ -146,21 +145,6 @@ impl Denoiser {
         self.sample_dims
     }
 
-    /// Puts an input of the step on the devices, as its program wants it.
-    fn put(
-        &self,
-        session: &Session,
-        name: &str,
-        value: &HostTensor,
-    ) -> Result<Array, PipelineError> {
-        let slot = self.programs().find_map(|program| program.input(name));
-        let spec = slot.map_or_else(
-            || PartitionSpec::replicated(value.shape.rank()),
-            |slot| slot.spec.clone(),
-        );
-        Ok(session.put(value, &spec)?)
-    }
-
     /// Makes the samples of `request`: `f32[batch, channels, rows, columns]` in the model's own range.
     ///
     /// `after_step` is told the number of steps that are done, and what the model then takes the finished samples for.
@@ -176,7 +160,10 @@ impl Denoiser {
     ) -> Result<HostTensor, Failure> {
         let mut inputs: HashMap<String, Array> = HashMap::new();
         let mut set = |name: &str, value: &HostTensor| -> Result<(), PipelineError> {
-            inputs.insert(name.to_string(), self.put(session, name, value)?);
+            inputs.insert(
+                name.to_string(),
+                put(session, self.programs(), name, value)?,
+            );
             Ok(())
         };
         let count = 1 + usize::from(self.advance.is_some());
@@ -213,7 +200,10 @@ impl Denoiser {
             let mut own = HashMap::new();
             let mut set = |name: &str, value: &HostTensor| -> Result<(), PipelineError> {
                 let value = every(value, count, pass)?;
-                own.insert(name.to_string(), self.put(session, name, &value)?);
+                own.insert(
+                    name.to_string(),
+                    put(session, self.programs(), name, &value)?,
+                );
                 Ok(())
             };
             set(names::ENCODER_HIDDEN_STATES, &conditioning.hidden)?;
@@ -233,14 +223,22 @@ impl Denoiser {
         let zeros = |dims: &[usize]| HostTensor::zeros(Shape::new(DType::F32, dims));
         let history = zeros(&[[HISTORY].as_slice(), &self.sample_dims].concat());
         let mut state = vec![
-            self.put(session, sampler_names::SAMPLE, request.sample)?,
-            self.put(session, sampler_names::HISTORY, &history)?,
+            put(
+                session,
+                self.programs(),
+                sampler_names::SAMPLE,
+                request.sample,
+            )?,
+            put(session, self.programs(), sampler_names::HISTORY, &history)?,
         ];
         let silence = zeros(&self.sample_dims);
         let mut silent = false;
         for (done, step) in request.plan.steps.iter().enumerate() {
             let mut set = |name: &str, value: &HostTensor| -> Result<(), PipelineError> {
-                inputs.insert(name.to_string(), self.put(session, name, value)?);
+                inputs.insert(
+                    name.to_string(),
+                    put(session, self.programs(), name, value)?,
+                );
                 Ok(())
             };
             for (name, value) in step_inputs(step)? {
@@ -273,7 +271,7 @@ impl Denoiser {
                 let sample = state[0].to_host(session.mesh())?.to_f32_vec()?;
                 let sample = masked(&sample, &kept, &mask.to_f32_vec()?, self.sample_dims);
                 let sample = HostTensor::from_f32(self.sample_dims, &sample)?;
-                state[0] = self.put(session, sampler_names::SAMPLE, &sample)?;
+                state[0] = put(session, self.programs(), sampler_names::SAMPLE, &sample)?;
             }
             after_step(done + 1, &predicted[0])?;
         }

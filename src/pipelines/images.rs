@@ -172,7 +172,6 @@ impl Pipeline {
             all.emit += timings.emit;
             all.compile += timings.compile;
             all.programs += timings.programs;
-            all.from_cache += timings.from_cache;
         }
         all
     }

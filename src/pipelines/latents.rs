@@ -98,12 +98,12 @@ impl ImageEncoder {
         image: &HostTensor,
         generators: &mut [NoiseGenerator],
     ) -> Result<HostTensor, PipelineError> {
-        let image = put(session, &self.program, names::IMAGES, image)?;
+        let image = put(session, [&self.program], names::IMAGES, image)?;
         let each: usize = self.latent_dims.iter().product();
         let mut latents = Vec::with_capacity(each * generators.len());
         for generator in generators.iter_mut() {
             let noise = HostTensor::from_f32(self.latent_dims, &generator.normal(each))?;
-            let noise = put(session, &self.program, sampler_names::NOISE, &noise)?;
+            let noise = put(session, [&self.program], sampler_names::NOISE, &noise)?;
             let results = self.program.step().call(
                 &|name| match name {
                     names::IMAGES => Some(&image),
@@ -171,7 +171,7 @@ impl Decoder {
             let one = HostTensor::from_f32(one, values)?;
             let mut decoded = Vec::new();
             for tile in self.tiles.cut(&one)? {
-                let tile = put(session, &self.program, names::LATENTS, &tile)?;
+                let tile = put(session, [&self.program], names::LATENTS, &tile)?;
                 let results = self.program.step().call(
                     &|name| match name {
                         names::LATENTS => Some(&tile),

@@ -295,13 +295,15 @@ pub fn trace_encode(
     Ok(b.finish())
 }
 
-pub(super) fn put(
+/// Puts an input on the devices, as the one of `programs` that has it wants it.
+pub(super) fn put<'p>(
     session: &Session,
-    program: &StagedProgram,
+    programs: impl IntoIterator<Item = &'p StagedProgram>,
     name: &str,
     value: &HostTensor,
 ) -> Result<Array, PipelineError> {
-    let spec = program.input(name).map_or_else(
+    let slot = programs.into_iter().find_map(|program| program.input(name));
+    let spec = slot.map_or_else(
         || PartitionSpec::replicated(value.shape.rank()),
         |slot| slot.spec.clone(),
     );

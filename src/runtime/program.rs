@@ -211,10 +211,7 @@ impl Program {
             .map(|_| Vec::with_capacity(arguments.len()))
             .collect();
         for (argument, slot) in arguments.into_iter().zip(&self.inputs) {
-            let shape = match &argument {
-                Value::Borrow(array) => &array.shape,
-                Value::Donate(array) => &array.shape,
-            };
+            let shape = &argument.array().shape;
             if *shape != slot.shape {
                 return Err(RuntimeError::Argument {
                     program: self.name.clone(),

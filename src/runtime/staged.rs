@@ -25,9 +25,8 @@ pub struct StagedProgram {
 pub struct StagedTimings {
     pub emit: f64,
     pub compile: f64,
-    /// Programs that were made, and how many of them came from the session's cache.
+    /// Programs that were made.
     pub programs: usize,
-    pub from_cache: usize,
 }
 
 /// Weights of which something is made ahead. Groups that differ only in names share a program.
@@ -154,7 +153,6 @@ impl StagedProgram {
             timings.emit += of_one.emit;
             timings.compile += of_one.compile;
             timings.programs += 1;
-            timings.from_cache += usize::from(of_one.from_cache);
         }
         let compiled: Vec<Arc<Program>> = compiled.into_iter().map(Arc::new).collect();
         let step = compiled[0].clone();

@@ -43,9 +43,9 @@ pub fn with_kernels(graph: &Graph) -> Result<Graph> {
                 let kernel = Kernel::Attention { scale, causal };
                 call(kernel, &heads.operands.map(copy))
             }
-            Some(Found::AbsMax(x, scale)) => {
+            Some(Found::AbsMax { x, scale_of }) => {
                 let kept = graph.nodes[i].shape.rank();
-                let scale = *scale;
+                let scale = scale_of.is_some();
                 call(Kernel::AbsMax { kept, scale }, &[copy(*x)])
             }
             Some(Found::Norm(norm, silu)) => {
@@ -70,8 +70,11 @@ pub fn with_kernels(graph: &Graph) -> Result<Graph> {
 enum Found {
     Contraction(Contraction),
     Attention(Heads),
-    /// With whether AQT's scale is made of it.
-    AbsMax(u32, bool),
+    AbsMax {
+        x: u32,
+        /// The maximum, where this is AQT's scale of it.
+        scale_of: Option<u32>,
+    },
     /// With whether SiLU follows.
     Norm(Norm, bool),
     Geglu(u32),
@@ -116,10 +119,7 @@ impl<'a> Finder<'a> {
             }
             if self.of_weights[i] {
                 // Weights are computed with once; but XLA widens all of one to find its range.
-                let most = self.view.aqt_scale(id);
-                if let Some(x) = most.and_then(|most| self.view.abs_max(most)) {
-                    found.insert(i, Found::AbsMax(x, true));
-                }
+                found.extend(self.aqt_range(id).map(|range| (i, range)));
                 continue;
             }
             if self.is_product(node) {
@@ -131,10 +131,10 @@ impl<'a> Finder<'a> {
                 // What is taken into this kernel is no value of its own any more.
                 match other {
                     Found::Norm(_, true) => found.remove(&(node.operands[0] as usize)),
-                    Found::AbsMax(_, true) => {
-                        let most = self.view.aqt_scale(id);
-                        most.and_then(|most| found.remove(&(most as usize)))
-                    }
+                    Found::AbsMax {
+                        scale_of: Some(most),
+                        ..
+                    } => found.remove(&(most as usize)),
                     _ => None,
                 };
                 found.insert(i, other);
@@ -143,17 +143,26 @@ impl<'a> Finder<'a> {
         found
     }
 
+    /// AQT's scale of a tensor.
+    fn aqt_range(&self, id: u32) -> Option<Found> {
+        let most = self.view.aqt_scale(id)?;
+        Some(Found::AbsMax {
+            x: self.view.abs_max(most)?,
+            scale_of: Some(most),
+        })
+    }
+
     fn other(&self, id: u32) -> Option<Found> {
         let view = &self.view;
         match &self.node(id).op {
             Op::Transpose(_) => view.attention(id).map(Found::Attention),
-            Op::Reduce { .. } => view.abs_max(id).map(|x| Found::AbsMax(x, false)),
+            Op::Reduce { .. } => view
+                .abs_max(id)
+                .map(|x| Found::AbsMax { x, scale_of: None }),
             Op::Convert(DType::BF16) => {
-                if let Some(x) = view.aqt_scale(id).and_then(|most| view.abs_max(most)) {
-                    return Some(Found::AbsMax(x, true));
-                }
                 let norm = view.group_norm(id).or_else(|| view.layer_norm(id));
-                norm.map(|norm| Found::Norm(norm, false))
+                let norm = norm.map(|norm| Found::Norm(norm, false));
+                norm.or_else(|| self.aqt_range(id))
             }
             Op::Binary(Binary::Mul) => match view.silu(id).and_then(|y| view.group_norm(y)) {
                 Some(norm) => Some(Found::Norm(norm, true)),
