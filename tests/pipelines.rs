@@ -13,13 +13,13 @@ use maxdiff::models::clip::ClipTextConfig;
 use maxdiff::models::controlnet::{self, ControlNetConfig};
 use maxdiff::models::unet::UNet2DConditionConfig;
 use maxdiff::models::vae::AutoencoderKlConfig;
+use maxdiff::models::{DiffusionModel, HiddenState, MicroConditioning, TextEncoder};
 use maxdiff::nn::{Precision, Remat};
 use maxdiff::pipelines::Failure;
 use maxdiff::pipelines::denoiser::ControlImage;
 use maxdiff::pipelines::images::{
     DrawOptions, Made, Picture, Pipeline, Previews, Watcher, WeightSource,
 };
-use maxdiff::pipelines::model::{DiffusionModel, HiddenState, MicroConditioning, TextEncoder};
 use maxdiff::pipelines::prompt::{PromptSyntax, encode_prompt};
 use maxdiff::pipelines::text_to_image::{DenoiseOptions, Guidance};
 use maxdiff::pipelines::traced::Traced;

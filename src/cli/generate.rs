@@ -16,6 +16,7 @@ use crate::data::Tokenizer;
 use crate::data::shapes::ReadScore;
 use crate::dtype::DType;
 use crate::host_tensor::HostTensor;
+use crate::models::{DiffusionModel, MicroConditioning};
 use crate::pipelines::Failure;
 use crate::pipelines::conditioning::PromptEncoders;
 use crate::pipelines::image_file::{
@@ -25,7 +26,6 @@ use crate::pipelines::image_file::{
 use crate::pipelines::images::{
     DrawOptions, Drawer, Made, Picture, Pipeline, Previews, ShowPreview, Watcher, WeightSource,
 };
-use crate::pipelines::model::{DiffusionModel, MicroConditioning};
 use crate::pipelines::text_to_image::{DenoiseOptions, PipelineError};
 use crate::pipelines::traced::Traced;
 use crate::runtime::{Array, Session, Slot};

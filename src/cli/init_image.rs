@@ -7,9 +7,9 @@ use image::{DynamicImage, ImageReader, Limits};
 
 use crate::config::{Config, OneOrMore};
 use crate::host_tensor::HostTensor;
+use crate::models::{DiffusionModel, MicroConditioning};
 use crate::pipelines::canny::{THRESHOLDS, canny};
 use crate::pipelines::denoiser::ControlImage;
-use crate::pipelines::model::{DiffusionModel, MicroConditioning};
 
 use super::CliError;
 

@@ -12,10 +12,8 @@ use crate::models::clip::ClipTextConfig;
 use crate::models::controlnet::{self, ControlNetConfig};
 use crate::models::unet::{ROOT as UNET, UNet2DConditionConfig};
 use crate::models::vae::{AutoencoderKlConfig, ROOT as VAE};
+use crate::models::{DiffusionModel, HiddenState, TEXT_ENCODER, TEXT_ENCODER_2, TextEncoder};
 use crate::nn::Remat;
-use crate::pipelines::model::{
-    DiffusionModel, HiddenState, TEXT_ENCODER, TEXT_ENCODER_2, TextEncoder,
-};
 use crate::pipelines::traced::Traced;
 use crate::train::checkpoint::SavedCheckpoint;
 use crate::train::run::EMA_SUFFIX;

@@ -9,10 +9,8 @@ use crate::emit::DotPrecision;
 use crate::graph::{Graph, InputKind, NumericsConvention};
 use crate::models::clip::ClipTextConfig;
 use crate::models::unet::{ROOT, UNet2DConditionConfig};
+use crate::models::{DiffusionModel, HiddenState, MicroConditioning, TEXT_ENCODER, TextEncoder};
 use crate::nn::{Precision, Remat};
-use crate::pipelines::model::{
-    DiffusionModel, HiddenState, MicroConditioning, TEXT_ENCODER, TextEncoder,
-};
 use crate::pipelines::pixels::RGB;
 use crate::pipelines::text_to_image::Guidance;
 use crate::pjrt::install::{self, InstallError, Installed, PluginKind};

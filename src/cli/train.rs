@@ -17,11 +17,11 @@ use crate::data::{BatchOptions, Batcher, Dataset, Tokenizer};
 use crate::dtype::DType;
 use crate::metrics::{MetricsOptions, MetricsWriter};
 use crate::models::unet::ROOT as UNET;
+use crate::models::{DiffusionModel, TEXT_ENCODER};
 use crate::pipelines::image_file::{
     labelled_grid, prepare_output_dir, visible_scale, write_numbered,
 };
 use crate::pipelines::images::{DrawOptions, Pipeline, Watcher, WeightSource};
-use crate::pipelines::model::{DiffusionModel, TEXT_ENCODER};
 use crate::pipelines::prompt::PromptSyntax;
 use crate::pipelines::text_to_image::DenoiseOptions;
 use crate::pipelines::traced::Traced;

@@ -2,8 +2,14 @@
 
 pub mod clip;
 pub mod controlnet;
+mod diffusion;
 pub mod unet;
 pub mod vae;
+
+pub use diffusion::{
+    DiffusionModel, HiddenState, MicroConditioning, TEXT_ENCODER, TEXT_ENCODER_2, TextConditioning,
+    TextEncoder,
+};
 
 use serde_json::{Map, Value};
 

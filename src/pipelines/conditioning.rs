@@ -8,12 +8,12 @@ use crate::dtype::DType;
 use crate::emit::DotPrecision;
 use crate::graph::Graph;
 use crate::host_tensor::HostTensor;
+use crate::models::DiffusionModel;
 use crate::runtime::{Prepared, ProgramOptions, Session, StagedProgram};
 use crate::shape::Shape;
 
 use super::Failure;
 use super::images::{Phases, Picture, WeightSource, batches};
-use super::model::DiffusionModel;
 use super::prompt::apply_weights;
 use super::text_to_image::{Guidance, PipelineError, names, put};
 use super::traced::Traced;

@@ -7,7 +7,7 @@ use image::RgbImage;
 
 use crate::emit::DotPrecision;
 use crate::host_tensor::HostTensor;
-use crate::models::vae;
+use crate::models::{DiffusionModel, vae};
 use crate::runtime::{
     Array, Prepared, RuntimeError, Session, Slot, StagedProgram, StagedTimings, Value,
 };
@@ -17,12 +17,12 @@ use super::Failure;
 use super::conditioning::{Encoded, PromptEncoders};
 use super::denoiser::{ControlImage, Denoiser, Request};
 use super::latents::{Decoder, ImageEncoder};
-use super::model::DiffusionModel;
 use super::noise::NoiseGenerator;
 use super::pixels::{RGB, to_pixels};
 use super::prompt::PromptTokens;
 use super::start::{Begin, Pictured, Starts};
 use super::text_to_image::{Guidance, PipelineError};
+use super::tiling::TilePlan;
 use super::traced::{Ending, Traced};
 
 /// One picture to make.
@@ -239,7 +239,7 @@ impl Drawer {
         let ending = || -> Result<Ending<Decoder>, PipelineError> {
             Ok(match &traced.ending {
                 Ending::Decoded(graph) => {
-                    let tiles = model.decoded_at_once()?;
+                    let tiles = TilePlan::of(model)?;
                     Ending::Decoded(Decoder::compile(session, graph, tiles, precision)?)
                 }
                 Ending::Pixels => Ending::Pixels,

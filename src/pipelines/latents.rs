@@ -4,11 +4,10 @@ use crate::dtype::DType;
 use crate::emit::DotPrecision;
 use crate::graph::{Builder, Graph, GraphError};
 use crate::host_tensor::HostTensor;
-use crate::models::vae;
+use crate::models::{DiffusionModel, vae};
 use crate::runtime::{Prepared, ProgramOptions, Session, StagedProgram};
 use crate::shape::Shape;
 
-use super::model::DiffusionModel;
 use super::noise::NoiseGenerator;
 use super::sampler::names as sampler_names;
 use super::text_to_image::{PipelineError, names, put};

@@ -6,7 +6,6 @@ pub mod denoiser;
 pub mod image_file;
 pub mod images;
 pub mod latents;
-pub mod model;
 pub mod noise;
 pub mod pixels;
 pub mod prompt;

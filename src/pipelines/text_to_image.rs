@@ -6,6 +6,7 @@
 use crate::dtype::DType;
 use crate::graph::{Builder, Comparison, Graph, GraphError, Reduction, Tensor};
 use crate::host_tensor::{HostTensor, HostTensorError};
+use crate::models::DiffusionModel;
 use crate::models::controlnet::Control;
 use crate::models::unet::UNetInputs;
 use crate::quant::{self, Decision, Policy, QuantError};
@@ -13,7 +14,6 @@ use crate::runtime::{Array, RuntimeError, Session, StagedProgram};
 use crate::shape::Shape;
 use crate::shard::PartitionSpec;
 
-use super::model::DiffusionModel;
 use super::sampler::{Sampler, names as sampler_names};
 use super::tiling::TilingError;
 

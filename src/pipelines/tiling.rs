@@ -9,6 +9,7 @@
 use std::ops::Range;
 
 use crate::host_tensor::{HostTensor, HostTensorError};
+use crate::models::DiffusionModel;
 
 /// Neighbouring tiles share one part in this many (`tile_overlap_factor = 0.25`).
 const OVERLAP: usize = 4;
@@ -109,6 +110,17 @@ impl TilePlan {
             rows: Axis::new(height, tile, scale),
             columns: Axis::new(width, tile, scale),
         })
+    }
+
+    /// The tiles that `model`'s decoder is made for: one for the whole picture, if it decodes that in one piece.
+    ///
+    /// # Errors
+    /// When the picture has no pixels, or too many.
+    pub fn of(model: &DiffusionModel) -> Result<Self, TilingError> {
+        let scale = model.vae.as_ref().map_or(1, |vae| vae.spatial_multiple());
+        let [rows, columns] = model.sample_size;
+        let tile = model.decode_tile.unwrap_or(rows.max(columns));
+        TilePlan::new(model.sample_size, tile, scale)
     }
 
     /// Rows and columns of latents of every tile: what the decoder is compiled for.

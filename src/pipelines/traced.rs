@@ -2,13 +2,14 @@
 
 use crate::dtype::DType;
 use crate::graph::{Graph, GraphError};
+use crate::models::DiffusionModel;
 use crate::quant::Decision;
 
 use super::latents::{trace_decode, trace_encode_image};
-use super::model::DiffusionModel;
 use super::text_to_image::{
     DenoiseOptions, DenoiseStep, PipelineError, trace_denoise, trace_encode,
 };
+use super::tiling::TilePlan;
 
 /// What becomes of the last samples, with the program for it.
 pub(super) enum Ending<T> {
@@ -54,7 +55,7 @@ impl Traced {
         let denoise = trace_denoise(model, &options)?;
         let ending = match &model.vae {
             Some(_) => {
-                let [rows, columns] = model.decoded_at_once()?.tile();
+                let [rows, columns] = TilePlan::of(model)?.tile();
                 Ending::Decoded(trace_decode(model, [rows, columns])?)
             }
             None => Ending::Pixels,

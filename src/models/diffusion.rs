@@ -12,8 +12,6 @@ use crate::nn::{Precision, Remat};
 use crate::schedulers::SchedulerConfig;
 use crate::shape::Shape;
 
-use super::tiling::{TilePlan, TilingError};
-
 type Result<T> = std::result::Result<T, GraphError>;
 
 /// The root of the first text encoder's parameter paths.
@@ -208,17 +206,6 @@ impl DiffusionModel {
              {each} make {}; a refiner takes 5 time ids (requires_aesthetics_score in its model_index.json), a base model 6",
             text + ids * each
         )))
-    }
-
-    /// The tiles of latents that the decoder is made for: one for the whole picture, if it decodes that in one piece.
-    ///
-    /// # Errors
-    /// When the picture has no pixels, or too many.
-    pub fn decoded_at_once(&self) -> std::result::Result<TilePlan, TilingError> {
-        let scale = self.vae.as_ref().map_or(1, |vae| vae.spatial_multiple());
-        let [rows, columns] = self.sample_size;
-        let tile = self.decode_tile.unwrap_or(rows.max(columns));
-        TilePlan::new(self.sample_size, tile, scale)
     }
 
     /// Declares `input_ids`: `s32[batch, tokens]`.
