@@ -1,13 +1,12 @@
 //! Training steps compiled ahead of time by libtpu for several slices, and asked what they move and in what they
 //! compute. Without the TPU plugin these tests fail; none is skipped.
 
-mod common;
-
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::LazyLock;
 
+use crate::common::tpu_plugin;
 use maxdiff::bundle::{Bundle, PayloadKind};
 use maxdiff::cli::compile::{Compiled, compile};
 use maxdiff::cli::lower::Step;
@@ -46,7 +45,7 @@ fn config_file() -> (tempfile::TempDir, PathBuf) {
 
 fn compiled(overrides: &[&str]) -> Compiled {
     // Loads the plugin that MAXDIFF_PLUGIN_DIR names, or fails.
-    common::tpu_plugin();
+    tpu_plugin();
     let (_folder, path) = config_file();
     let overrides: Vec<String> = overrides.iter().map(|o| (*o).to_owned()).collect();
     let loaded = Config::load(&path, &overrides, Some(Verb::Compile)).unwrap();

@@ -144,7 +144,9 @@ fn a_process_killed_at_any_moment_loses_no_committed_checkpoint() {
     while kills < 40 || began.elapsed() < Duration::from_secs(3) {
         random = lcg(random);
         let delay = Duration::from_micros((random >> 33) % 40_000);
-        let child = child("saves_until_killed", dir).spawn().unwrap();
+        let child = child("checkpoint_faults::saves_until_killed", dir)
+            .spawn()
+            .unwrap();
         let last = kill_after(child, delay);
         acknowledged = acknowledged.max(last.unwrap_or(0));
         let newest = newest_step(dir, KILL_ELEMENTS).unwrap_or(0);
@@ -201,7 +203,7 @@ fn assert_refused_and_intact(output: &str, dir: &Path) {
 #[test]
 fn a_file_size_limit_leaves_older_checkpoints_intact() {
     let root = tempfile::tempdir().unwrap();
-    let saver = child("saves_small_then_large", root.path());
+    let saver = child("checkpoint_faults::saves_small_then_large", root.path());
     // The shell sets the limit, and has a write past it return an error instead of a signal.
     let mut shell = Command::new("sh");
     shell
@@ -236,7 +238,7 @@ impl Drop for Tmpfs<'_> {
 fn a_full_device_leaves_older_checkpoints_intact() {
     let root = tempfile::tempdir().unwrap();
     let _mounted = Tmpfs::mount(root.path(), "size=256k");
-    let output = child("saves_small_then_large", root.path())
+    let output = child("checkpoint_faults::saves_small_then_large", root.path())
         .output()
         .unwrap();
     assert_refused_and_intact(&String::from_utf8_lossy(&output.stdout), root.path());

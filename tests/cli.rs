@@ -1,12 +1,10 @@
 //! The program from the outside: `module run`, `plugin`, `doctor`, exit codes.
 
-mod common;
-
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
-use common::{Golden, distance};
+use crate::common::{Golden, cpu_plugin, distance};
 use maxdiff::dtype::DType;
 use maxdiff::host_tensor::HostTensor;
 use maxdiff::weights::{Checkpoint, TensorView, cast, save};
@@ -392,7 +390,7 @@ fn settings_that_do_not_fit_are_refused() {
 
 #[test]
 fn doctor_finds_the_installed_plugins() {
-    common::cpu_plugin();
+    cpu_plugin();
     let output = program(["doctor", "--json"]).output().unwrap();
     let report = json(&output);
     assert_eq!(report["ok"], true);
@@ -481,7 +479,7 @@ fn running_without_a_plugin_names_the_command() {
 /// A plugin of one's own is used where it lies, and the pinned one comes back.
 #[test]
 fn plugins_are_listed_and_taken_by_path() {
-    common::cpu_plugin();
+    cpu_plugin();
     let own = maxdiff::pjrt::install::locate(maxdiff::pjrt::install::PluginKind::Cpu).unwrap();
     let folder = tempfile::tempdir().unwrap();
     let plugin = |args: &[&str]| {
@@ -517,7 +515,7 @@ fn plugins_are_listed_and_taken_by_path() {
 /// What runs before every build of other things must not download, nor write where it may not.
 #[test]
 fn a_plugin_that_is_in_use_is_installed_only_if_needed() {
-    common::cpu_plugin();
+    cpu_plugin();
     let own = maxdiff::pjrt::install::locate(maxdiff::pjrt::install::PluginKind::Cpu).unwrap();
     let folder = tempfile::tempdir().unwrap();
     let library = folder.path().join("own.so");
@@ -567,7 +565,7 @@ fn a_plugin_that_is_in_use_is_installed_only_if_needed() {
 /// A program that was updated runs on the plugin of before, and says so; `--if-needed` builds the new one.
 #[test]
 fn a_stale_plugin_is_used_with_a_warning() {
-    common::cpu_plugin();
+    cpu_plugin();
     let own = maxdiff::pjrt::install::locate(maxdiff::pjrt::install::PluginKind::Cpu).unwrap();
     let folder = tempfile::tempdir().unwrap();
     let plugin = folder
@@ -647,7 +645,7 @@ fn a_wrong_log_filter_is_told_of() {
 /// `compile` tries its folder with.
 #[test]
 fn a_report_outlives_its_bundle() {
-    common::cpu_plugin();
+    cpu_plugin();
     let folder = tempfile::tempdir().unwrap();
     let bundle = folder.path().join("step.bundle");
     let limited = "trap '' XFSZ; ulimit -f 1; exec \"$@\"";

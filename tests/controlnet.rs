@@ -1,8 +1,6 @@
 //! ControlNets against what diffusers says of them, and the edges they are given against OpenCV's.
 
-mod common;
-
-use common::{Golden, assert_close, cpu_session, rel_l2, run_on};
+use crate::common::{Golden, assert_close, cpu_session, rel_l2, run_on};
 use maxdiff::dtype::DType;
 use maxdiff::graph::{Builder, Graph, Init, InputKind, Tensor};
 use maxdiff::host_tensor::HostTensor;

@@ -1,10 +1,9 @@
 //! `generate` with a model that somebody published, from the outside.
 
-mod common;
-
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
+use crate::common::cpu_plugin;
 use serde_json::Value;
 
 fn golden(name: &str) -> PathBuf {
@@ -20,7 +19,7 @@ fn generate(out: &Path, words: &[&str]) -> Output {
 
 fn command(out: &Path, words: &[&str]) -> Command {
     // Finds the plugin, or says how to install it.
-    common::cpu_plugin();
+    cpu_plugin();
     let recipe = Path::new(env!("CARGO_MANIFEST_DIR")).join("configs/base21.yml");
     let mut command = Command::new(env!("CARGO_BIN_EXE_maxdiff-rs"));
     command

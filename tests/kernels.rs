@@ -1,8 +1,6 @@
 //! The CPU plugin's kernels against the graphs that they stand for, on the host evaluator and on the device.
 
-mod common;
-
-use common::{cpu_session, run_on};
+use crate::common::{cpu_session, run_on};
 use maxdiff::dtype::DType;
 use maxdiff::graph::{Builder, Graph, Init, Kernel, Op, Tensor, evaluate};
 use maxdiff::host_tensor::HostTensor;

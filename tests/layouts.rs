@@ -1,13 +1,11 @@
 //! Layouts of Stable Diffusion checkpoints against what diffusers makes of them (`scripts/oracles/layouts.py`).
 
-mod common;
-
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
-use common::Golden;
+use crate::common::Golden;
 use maxdiff::dtype::DType;
 use maxdiff::graph::{Builder, Graph};
 use maxdiff::host_tensor::HostTensor;

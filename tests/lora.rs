@@ -1,11 +1,9 @@
 //! LoRA files in every dialect against what diffusers and PEFT compute with them.
 
-mod common;
-
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use common::{Golden, assert_close, cpu_session, distance, rel_l2, run_on};
+use crate::common::{Golden, assert_close, cpu_session, distance, rel_l2, run_on};
 use maxdiff::dtype::DType;
 use maxdiff::graph::{Builder, Graph, InputKind};
 use maxdiff::host_tensor::HostTensor;

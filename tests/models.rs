@@ -1,8 +1,6 @@
 //! The models against what diffusers and transformers say of them.
 
-mod common;
-
-use common::{Golden, assert_close, cpu_session, rel_l2, run_on};
+use crate::common::{Golden, assert_close, cpu_session, rel_l2, run_on};
 use maxdiff::config::builtin_unet_config;
 use maxdiff::dtype::DType;
 use maxdiff::graph::{Builder, Graph, InputKind, Op, Tensor, vjp};

@@ -3,11 +3,9 @@
 //! `scripts/oracles/ops.py` recorded them under StableHLO's names. One program holds every case: compiling is most of
 //! what a device run costs.
 
-mod common;
-
 use std::collections::BTreeSet;
 
-use common::{Golden, cpu_session, run_on};
+use crate::common::{Golden, cpu_session, run_on};
 use maxdiff::dtype::DType;
 use maxdiff::graph::op::ConvLayout;
 use maxdiff::graph::{

@@ -1,10 +1,8 @@
 //! The AdamW update against optax over five steps, on the CPU device.
 
-mod common;
-
 use std::collections::BTreeMap;
 
-use common::{Golden, cpu_session};
+use crate::common::{Golden, cpu_session};
 use maxdiff::dtype::DType;
 use maxdiff::graph::{Builder, Graph, Init};
 use maxdiff::host_tensor::HostTensor;

@@ -1,10 +1,8 @@
 //! Whole text-to-image pipelines against diffusers, from the same noise.
 
-mod common;
-
 use std::path::{Path, PathBuf};
 
-use common::{Golden, cpu_session, distance};
+use crate::common::{Golden, cpu_session, distance};
 use maxdiff::data::Tokenizer;
 use maxdiff::dtype::DType;
 use maxdiff::emit::DotPrecision;

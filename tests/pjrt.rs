@@ -1,12 +1,10 @@
 //! The PJRT runtime against real plugins: the CPU's runs programs, the TPU's compiles them.
 
-mod common;
-
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use common::{cpu_client, cpu_plugin, tpu_plugin};
+use crate::common::{cpu_client, cpu_plugin, cpu_session, tpu_plugin};
 use maxdiff::pjrt::{
     Arg, Buffer, Client, CompileOptions, DeviceAssignment, ElementType, ErrorCode,
     LoadedExecutable, NamedValue, OptimizationLevel, PjrtError, Topology,
@@ -596,7 +594,7 @@ fn device_memory_is_told_or_said_not_to_be() {
 /// What a GPU's compiler needs reaches every program of a session; others are compiled as ever.
 #[test]
 fn sessions_pass_the_folder_of_cudas_tools_on() {
-    let session = common::cpu_session(2);
+    let session = cpu_session(2);
     let plain = session.compile_options();
     assert_eq!(plain, maxdiff::runtime::compile_options(session.mesh()));
     assert!(plain.overrides().is_empty());

@@ -1,12 +1,10 @@
 //! Programs kept on disk: the same results bit for bit, in a new client and in a new process, and no start fails of them.
 
-mod common;
-
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use common::{cpu_session, run_on};
+use crate::common::{cpu_plugin, cpu_session, run_on};
 use maxdiff::dtype::DType;
 use maxdiff::graph::{Builder, Graph, Init};
 use maxdiff::host_tensor::HostTensor;
@@ -201,7 +199,7 @@ fn made(report: &Value) -> ProgramCounts {
 
 #[test]
 fn a_second_process_compiles_nothing() {
-    common::cpu_plugin();
+    cpu_plugin();
     let dir = tempfile::tempdir().unwrap();
     let float32 = ["weights_dtype=float32", "activations_dtype=float32"];
     for kind in [&float32[..], &["quantization=int8"]] {

@@ -3,11 +3,9 @@
 //! `scripts/oracles/README.md` says what is recorded. Every int8 operand and every scale of the lowered graph is
 //! compared, beside the results; the operands are read from the graph itself, as the operands of its int32 products.
 
-mod common;
-
 use std::collections::BTreeSet;
 
-use common::{Golden, cpu_session, run_on};
+use crate::common::{Golden, cpu_session, distance, run_on};
 use maxdiff::dtype::DType;
 use maxdiff::graph::op::ConvLayout;
 use maxdiff::graph::{
@@ -390,7 +388,7 @@ fn aqt_on_the_device_is_the_recorded_program() {
 /// The relative L2 distance of the cotangents of Qwix's convolutions, which multiply the dequantized operands, to
 /// ours, which multiply the operands themselves. `docs/quantization.md` gives the numbers.
 fn check_conv_cotangent(what: &str, found: &HostTensor, expected: &[f64]) {
-    let error = common::distance(&found.to_f64_vec().unwrap(), expected);
+    let error = distance(&found.to_f64_vec().unwrap(), expected);
     let range = if what.ends_with("dlhs") {
         5e-3..8e-3
     } else {

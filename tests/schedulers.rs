@@ -1,10 +1,8 @@
 //! Schedules and samplers against diffusers, step by step.
 
-mod common;
-
 use std::collections::BTreeMap;
 
-use common::{Golden, distance};
+use crate::common::{Golden, distance};
 use maxdiff::schedulers::{
     NOISE, NoiseSchedule, OUTPUT, PlanOptions, PredictionType, STATES, SamplingPlan,
     SchedulerConfig, SchedulerKind, Start, Step,

@@ -1,7 +1,5 @@
 //! Training and generation as a user runs them, on the CPU plugin.
 
-mod common;
-
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};

@@ -1,8 +1,6 @@
 //! The VAE against what diffusers says of it.
 
-mod common;
-
-use common::{Golden, assert_close, cpu_session, rel_l2, run_on};
+use crate::common::{Golden, assert_close, cpu_session, rel_l2, run_on};
 use maxdiff::dtype::DType;
 use maxdiff::graph::{Builder, Graph, InputKind, Tensor};
 use maxdiff::host_tensor::HostTensor;

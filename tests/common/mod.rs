@@ -1,5 +1,4 @@
-//! What the suites share; each uses a part of it.
-#![allow(dead_code, unused_imports)]
+//! What the suites share.
 
 mod golden;
 mod plugins;

@@ -1,0 +1,39 @@
+//! The tests of the library and the program from the outside, a module for each subject.
+
+mod aot;
+mod checkpoint_faults;
+mod cli;
+mod common;
+mod config;
+mod controlnet;
+mod derivatives;
+mod generate;
+mod kernels;
+mod layouts;
+mod lora;
+mod models;
+mod ops_golden;
+mod optimizer;
+mod pipelines;
+mod pjrt;
+mod program_cache;
+mod quant_golden;
+mod schedulers;
+mod shell;
+mod tokenizer;
+mod train;
+mod vae;
+
+#[test]
+fn every_file_is_a_module_of_this_one() {
+    let modules = include_str!("main.rs");
+    let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests");
+    for entry in std::fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        let stem = path.file_stem().unwrap().to_str().unwrap();
+        if path.extension().is_some_and(|e| e == "rs") && stem != "main" {
+            let line = format!("\nmod {stem};\n");
+            assert!(modules.contains(&line), "tests/main.rs lacks `mod {stem};`");
+        }
+    }
+}
