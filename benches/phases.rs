@@ -10,7 +10,6 @@ use std::time::Duration;
 
 use criterion::Criterion;
 
-use maxdiff::cli::{data, recipe};
 use maxdiff::config::{Config, Verb};
 use maxdiff::dtype::DType;
 use maxdiff::emit::{EmitOptions, stablehlo};
@@ -19,6 +18,7 @@ use maxdiff::host_tensor::HostTensor;
 use maxdiff::pipelines::text_to_image::{DenoiseOptions, Guidance, trace_denoise};
 use maxdiff::pjrt::install::{PluginKind, locate};
 use maxdiff::pjrt::{NamedValue, Plugin};
+use maxdiff::recipe;
 use maxdiff::runtime::{Array, Program, ProgramOptions, Session, Value};
 use maxdiff::shard::{LogicalAxisRules, Parallelism};
 use maxdiff::train::step;
@@ -49,7 +49,10 @@ fn train_graph(config: &Config) -> Outcome<Graph> {
         derived.total_train_batch_size as usize,
         derived.quantization_local_shard_count as usize,
     )?;
-    let model = recipe::model(config, data::tokenizer_for_vocab_size(config)?.as_ref())?;
+    let model = recipe::model(
+        config,
+        recipe::data::tokenizer_for_vocab_size(config)?.as_ref(),
+    )?;
     Ok(step::trace(&model, &options)?.graph)
 }
 

@@ -5,13 +5,13 @@
 use std::error::Error;
 use std::time::Instant;
 
-use maxdiff::cli::{data, recipe};
 use maxdiff::config::{Config, Verb};
 use maxdiff::dtype::DType;
 use maxdiff::graph::{Graph, InputKind};
 use maxdiff::host_tensor::HostTensor;
 use maxdiff::pjrt::install::{PluginKind, locate};
 use maxdiff::pjrt::{NamedValue, Plugin};
+use maxdiff::recipe;
 use maxdiff::runtime::{Array, Program, ProgramOptions, Session, Value};
 use maxdiff::shard::{LogicalAxisRules, Parallelism};
 use maxdiff::train::step;
@@ -139,7 +139,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         )?;
         let model = recipe::model(
             &loaded.config,
-            data::tokenizer_for_vocab_size(&loaded.config)?.as_ref(),
+            recipe::data::tokenizer_for_vocab_size(&loaded.config)?.as_ref(),
         )?;
         let graph = step::trace(&model, &options)?.graph;
         let name = variant.join(" ");

@@ -20,6 +20,7 @@ pub mod pipelines;
 pub mod pjrt;
 pub mod proto;
 pub mod quant;
+pub mod recipe;
 pub mod report;
 pub mod runtime;
 pub mod schedulers;

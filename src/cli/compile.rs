@@ -24,6 +24,7 @@ use crate::pjrt::{
     prepare_process,
 };
 use crate::quant::Decision;
+use crate::recipe;
 use crate::report::{CompileReport, Memory, ReportInput};
 use crate::runtime::{compile_options, describe};
 use crate::shape::Shape;
@@ -32,7 +33,7 @@ use crate::target::for_cpu;
 use crate::topology::{Accelerator, Chip, OptionValue, Platform};
 
 use super::lower::{Step, trace};
-use super::{CliError, RecipeArgs, print, recipe};
+use super::{CliError, RecipeArgs, notices, print};
 
 /// `compile ...`
 #[derive(Debug, Args)]
@@ -251,7 +252,7 @@ pub fn compile(config: &Config, step: Step) -> Result<Compiled, CliError> {
 
 impl Machine {
     fn new(config: &Config) -> Result<Self, CliError> {
-        match recipe::compile_topology(config)? {
+        match recipe::compile_topology(config, &mut notices())? {
             None => Self::here(config),
             Some((accelerator, slices)) => Self::topology(config, accelerator, slices),
         }
@@ -299,7 +300,7 @@ impl Machine {
 
     fn here(config: &Config) -> Result<Self, CliError> {
         prepare_process().map_err(CliError::failed)?;
-        let opened = recipe::open_session(config)?;
+        let opened = recipe::open_session(config, &mut notices())?;
         super::progress(&format!("devices: {}", opened.chosen));
         let session = opened.session;
         let client = session.client().clone();
@@ -312,7 +313,7 @@ impl Machine {
         let name = device.map_or_else(String::new, |d| d.description().kind.clone());
         let chip = Chip::from_device_kind(&name);
         if let Some(chip) = chip {
-            recipe::check_formats(config, chip)?;
+            recipe::check_formats(config, chip, &mut notices())?;
         }
         let limit = device
             .and_then(|d| d.memory_stats().ok())

@@ -5,8 +5,9 @@ use std::process::ExitCode;
 use clap::{Args, Subcommand, ValueEnum};
 use serde_json::json;
 
-use super::{CliError, RecipeArgs, completions, help, print, recipe};
+use super::{CliError, RecipeArgs, completions, help, notices, print};
 use crate::config::{self, Config, Loaded, Verb};
+use crate::recipe;
 
 /// `config ...`
 #[derive(Debug, Args)]
@@ -113,7 +114,7 @@ fn check(args: &RecipeArgs, loaded: Loaded, verb: Option<Verb>) -> Result<ExitCo
     for warning in &loaded.warnings {
         super::tell(&format!("warning: {warning}"));
     }
-    recipe::check(&loaded.config, verb)?;
+    recipe::check(&loaded.config, verb, &mut notices())?;
     let mut text = String::new();
     if let serde_json::Value::Object(keys) = loaded.config.to_json() {
         for (key, value) in keys {
@@ -133,7 +134,7 @@ fn check_json(
         (json!({"ok": false, "errors": errors}), ExitCode::from(2))
     };
     let (report, code) = match loaded {
-        Ok(loaded) => match recipe::check(&loaded.config, verb) {
+        Ok(loaded) => match recipe::check(&loaded.config, verb, &mut notices()) {
             Ok(()) => (
                 json!({
                     "ok": true,

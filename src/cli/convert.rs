@@ -7,9 +7,10 @@ use std::time::Instant;
 use clap::Args;
 use serde_json::{Value as Json, json};
 
-use super::{CliError, completions, hub, print, progress, tell};
+use super::{CliError, completions, notices, print, progress, tell};
 use crate::dtype::DType;
 use crate::hub::Wanted;
+use crate::recipe::hub;
 use crate::weights::source::{Layout, ModelSource, SourceError, WrittenPart};
 
 /// `convert ...`
@@ -43,7 +44,13 @@ pub fn run(args: &ConvertArgs) -> Result<ExitCode, CliError> {
     }
     let name = args.source.to_str().unwrap_or_default();
     let wanted = Wanted::Model { expected: None };
-    let found = hub::find(name, revision.unwrap_or_default(), "", &wanted)?;
+    let found = hub::find(
+        name,
+        revision.unwrap_or_default(),
+        "",
+        &wanted,
+        &mut notices(),
+    )?;
     if found.is_none() && revision.is_some() {
         return Err(CliError::Usage(format!(
             "revision has no effect: {} is no name of a repository",

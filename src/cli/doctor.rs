@@ -9,9 +9,10 @@ use clap::Args;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
-use super::{CliError, plugin, print, recipe};
+use super::{CliError, plugin, print};
 use crate::pjrt::install::{self, InstallError, Installed, PluginKind};
 use crate::pjrt::{Client, Plugin};
+use crate::recipe;
 use crate::runtime::{ExecutableCache, Usage};
 
 /// Free bytes below which an installation of the CPU plugin fails: the wheel, what is unpacked and the build.

@@ -28,14 +28,15 @@ use crate::pipelines::images::{
 };
 use crate::pipelines::text_to_image::{DenoiseOptions, PipelineError};
 use crate::pipelines::traced::Traced;
+use crate::recipe::prompts::{self, Prompted};
+use crate::recipe::source::{Drawn, Files, Source};
+use crate::recipe::{self, RecipeError, hub, images as init_image, lora, scheduler as sampler};
 use crate::runtime::{Array, Session, Slot};
 use crate::schedulers::{SamplingPlan, SchedulerConfig};
 use crate::weights::Checkpoint;
 use crate::weights::lora::Adapter;
 
-use super::model::{Drawn, Files, Source};
-use super::prompts::{self, Prompted};
-use super::{CliError, RecipeArgs, hub, init_image, lora, print, recipe, sampler};
+use super::{CliError, RecipeArgs, notices, print};
 
 /// `generate ...`
 #[derive(Debug, Args)]
@@ -228,7 +229,7 @@ impl Expert {
         drawn: Drawn,
         pictures: Vec<Picture>,
         steps: &[usize],
-        plan: impl Fn(&SchedulerConfig, usize) -> Result<SamplingPlan, CliError>,
+        plan: impl Fn(&SchedulerConfig, usize) -> Result<SamplingPlan, RecipeError>,
     ) -> Result<Expert, CliError> {
         let plans = steps
             .iter()
@@ -318,13 +319,13 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
         }
     }
     // After all that can be wrong with the words alone: this may download.
-    let source = Source::find(&config, &args.recipe.config)?;
-    let config = hub::with_paths(config)?;
-    let drawn = source.drawn(&config, &given)?;
+    let source = Source::find(&config, &args.recipe.config, &mut notices())?;
+    let config = hub::with_paths(config, &mut notices())?;
+    let drawn = source.drawn(&config, &given, &mut notices())?;
     let refiner = source.refiner(&config)?;
     let refining = match &refiner {
         Some(refiner) => {
-            let mut drawn = refiner.drawn(&config, &given)?;
+            let mut drawn = refiner.drawn(&config, &given, &mut notices())?;
             // What steers is for the first model's part of the steps.
             drawn.model.controlnets.clear();
             Some(drawn)
@@ -335,7 +336,7 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
         sampler::check_sampler_keys(&config, &drawn.model.scheduler)?;
     }
     check_refining(&config, &given, &source, &drawn, refining.as_ref())?;
-    let prompts = prompts::prompted(&config)?;
+    let prompts = prompts::prompted(&config, &mut notices())?;
     let steps = prompts::step_counts(&prompts);
     // All tokenizers at once, so that the prompts of all models have as many chunks.
     let own = drawn.tokenizers.len();
@@ -344,8 +345,14 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
         .iter()
         .chain(refining.iter().flat_map(|r| &r.tokenizers));
     let all: Vec<&Tokenizer> = all.collect();
-    let mut pictures = prompts::pictures(&all, &prompts, &steps, prompts::syntax(&config))
-        .map_err(CliError::usage)?;
+    let mut pictures = prompts::pictures(
+        &all,
+        &prompts,
+        &steps,
+        prompts::syntax(&config),
+        &mut notices(),
+    )
+    .map_err(CliError::usage)?;
     let to_refine = prompts::split_off(&mut pictures, own);
     let name = source.path().display().to_string();
     let start_image = init_image::read(&config, &drawn.model, &name)?;
@@ -367,7 +374,7 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
     };
 
     let start = Instant::now();
-    let opened = recipe::open_session(&config)?;
+    let opened = recipe::open_session(&config, &mut notices())?;
     super::progress(&format!("devices: {}", opened.chosen));
     let session = opened.session;
     let devices = session.devices().len();
@@ -393,7 +400,7 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
         (Some(refiner), Some(traced)) => Some(refiner.open_all(&config, traced)?),
         _ => None,
     };
-    let adapter = lora::adapter(&config, &traced)?;
+    let adapter = lora::adapter(&config, &traced, &mut notices())?;
     let traced = as_stored(traced, &files, adapter.as_ref())?;
     let to_refine = match (to_refine, &refiner_files) {
         (Some(traced), Some(files)) => Some(as_stored(traced, files, None)?),

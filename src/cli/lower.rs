@@ -16,12 +16,12 @@ use crate::emit::{EmitOptions, stablehlo};
 use crate::graph::{Graph, flops};
 use crate::pipelines::text_to_image::{DenoiseOptions, trace_denoise};
 use crate::quant::Decision;
+use crate::recipe;
 use crate::shard::{DeviceDescription, Mesh, ShardPlan};
 use crate::target::for_cpu;
 use crate::train::step;
 
-use super::recipe;
-use super::{CliError, RecipeArgs, print};
+use super::{CliError, RecipeArgs, notices, print};
 
 /// Which program of a recipe.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -74,7 +74,7 @@ pub fn trace(config: &Config, step: Step, devices: u64, slices: u64) -> Result<T
     match step {
         Step::Train => {
             check_local_shard_count(derived.total_train_batch_size, shards)?;
-            let tokenizer = super::data::tokenizer_for_vocab_size(config)?;
+            let tokenizer = recipe::data::tokenizer_for_vocab_size(config)?;
             let model = recipe::model(config, tokenizer.as_ref())?;
             let options = recipe::step_options(config, batch, shards as usize)?;
             let traced = step::trace(&model, &options).map_err(CliError::usage)?;
@@ -169,7 +169,7 @@ pub fn run(args: &LowerArgs) -> Result<ExitCode, CliError> {
 
 /// The mesh of `compile_topology`, or that of a single device.
 fn mesh(config: &Config) -> Result<Mesh, CliError> {
-    let (devices_per_slice, slices) = match recipe::compile_topology(config)? {
+    let (devices_per_slice, slices) = match recipe::compile_topology(config, &mut notices())? {
         None => (1, 1),
         Some((accelerator, slices)) => (accelerator.devices_per_slice as i64, slices),
     };

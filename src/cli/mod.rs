@@ -6,21 +6,14 @@ pub mod compile;
 mod completions;
 mod config;
 mod convert;
-pub mod data;
 mod doctor;
 mod generate;
 mod help;
-mod hub;
-mod init_image;
-mod lora;
 pub mod lower;
 mod man;
-mod model;
 mod module;
+mod notice;
 mod plugin;
-mod prompts;
-pub mod recipe;
-mod sampler;
 mod train;
 
 use std::io::{IsTerminal, Write};
@@ -31,6 +24,9 @@ use clap::{Args, CommandFactory, Parser, Subcommand};
 use tracing_subscriber::EnvFilter;
 
 use crate::config::{Config, ConfigErrors, Loaded, Verb};
+use crate::recipe::RecipeError;
+
+use notice::notices;
 
 #[derive(Parser)]
 #[command(name = "maxdiff-rs", version, about, max_term_width = 120, after_long_help = help::PROGRAM)]
@@ -175,6 +171,16 @@ impl CliError {
         match self {
             CliError::Usage(_) | CliError::Config(_) => 2,
             CliError::Failed(_) => 1,
+        }
+    }
+}
+
+impl From<RecipeError> for CliError {
+    fn from(error: RecipeError) -> Self {
+        match error {
+            RecipeError::Usage(message) => CliError::Usage(message),
+            RecipeError::Config(errors) => CliError::Config(errors),
+            RecipeError::Failed(error) => CliError::Failed(error),
         }
     }
 }

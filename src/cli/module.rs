@@ -14,7 +14,7 @@ use std::time::Instant;
 use clap::{Args, Subcommand};
 use serde_json::{Map, Value as Json, json};
 
-use super::{CliError, completions, help, print, progress, recipe, tell};
+use super::{CliError, completions, help, notices, print, progress, tell};
 use crate::config::{Config, Loaded, Verb};
 use crate::dtype::DType;
 use crate::graph::{Builder, Graph, GraphError, InputKind};
@@ -25,6 +25,7 @@ use crate::models::clip::{ClipTextConfig, clip_text};
 use crate::models::unet::{self, AdditionEmbedType, UNet2DConditionConfig};
 use crate::nn::{Precision, Remat};
 use crate::quant::{self, Decision, Policy};
+use crate::recipe;
 use crate::runtime::{Array, Program, ProgramOptions, Value};
 use crate::shape::Shape;
 use crate::weights::save::FilePlan;
@@ -121,7 +122,7 @@ pub fn run(args: ModuleArgs) -> Result<ExitCode, CliError> {
     match_parameters(&expected, &checkpoint).map_err(CliError::failed)?;
     let trace_seconds = start.elapsed().as_secs_f64();
 
-    let opened = recipe::open_session(&config)?;
+    let opened = recipe::open_session(&config, &mut notices())?;
     let session = &opened.session;
     progress(&format!("{}: {}", module.class(), opened.chosen));
     if let Some(policy) = &policy {

@@ -128,15 +128,5 @@ pub fn problem(plugin: &Installed) -> Option<String> {
     if let Err(error) = install::locate(plugin.kind) {
         return Some(error.to_string());
     }
-    stale(plugin)
-}
-
-/// That a plugin is stale, with the remedy; `None` where it is not.
-pub fn stale(plugin: &Installed) -> Option<String> {
-    plugin.stale.then(|| {
-        format!(
-            "built from other sources than this program's; run `{}`",
-            plugin.install_command()
-        )
-    })
+    plugin.stale_note()
 }

@@ -25,15 +25,19 @@ use crate::pipelines::images::{DrawOptions, Pipeline, Watcher, WeightSource};
 use crate::pipelines::prompt::PromptSyntax;
 use crate::pipelines::text_to_image::DenoiseOptions;
 use crate::pipelines::traced::Traced;
+use crate::recipe::prompts::{self, Prompted};
+use crate::recipe::{self, scheduler as sampler};
 use crate::runtime::{Program, ProgramOptions, Session};
 use crate::shard::ShardPlan;
 use crate::train::checkpoint::{CheckpointWriter, SavedCheckpoint};
-use crate::train::run::{self, EMA_SUFFIX, Outcome, RunOptions, Sinks, Trainer, TrainingState};
+use crate::train::run::{
+    self, EMA_SUFFIX, Outcome, RunOptions, Sinks, TEXT_ENCODER_FILE, Trainer, TrainingState,
+    UNET_FILE,
+};
 use crate::train::schedule::{Decay, LearningRate};
 use crate::train::step;
 
-use super::prompts::{self, Prompted};
-use super::{CliError, RecipeArgs, print, recipe, sampler};
+use super::{CliError, RecipeArgs, notices, print};
 
 /// `train ...`
 #[derive(Debug, Args)]
@@ -44,10 +48,6 @@ pub struct TrainArgs {
     #[arg(long)]
     json: bool,
 }
-
-/// The file of the UNet's weights in its folder, and that of the text encoder's.
-pub const UNET_FILE: &str = "diffusion_pytorch_model.safetensors";
-pub const TEXT_ENCODER_FILE: &str = "model.safetensors";
 
 /// Configuration values that decide what a step computes: a run continues with the same ones only.
 const DECIDING: [&str; 39] = [
@@ -114,7 +114,7 @@ pub fn run(args: &TrainArgs) -> Result<ExitCode, CliError> {
         ));
     }
     let saved = saved_checkpoint(&config)?;
-    let dataset = super::data::dataset(&config)?;
+    let dataset = recipe::data::dataset(&config)?;
     let tokenizer_json = tokenizer_json(&config, &dataset, saved.as_ref())?;
     let probe = Tokenizer::from_json(&tokenizer_json, usize::MAX >> 1).map_err(CliError::failed)?;
     let model = recipe::model(&config, Some(&probe))?;
@@ -128,7 +128,7 @@ pub fn run(args: &TrainArgs) -> Result<ExitCode, CliError> {
     let tokenizer =
         Tokenizer::from_json(&tokenizer_json, model.tokens).map_err(CliError::failed)?;
 
-    let opened = recipe::open_session(&config)?;
+    let opened = recipe::open_session(&config, &mut notices())?;
     super::progress(&format!("devices: {}", opened.chosen));
     let session = opened.session;
     let mesh = session.mesh();
@@ -355,7 +355,7 @@ fn deciding(all: &serde_json::Value) -> BTreeMap<String, serde_json::Value> {
 /// The checkpoint that this run continues.
 fn saved_checkpoint(config: &Config) -> Result<Option<SavedCheckpoint>, CliError> {
     let folder = config.checkpoint_folder();
-    let found = recipe::newest_checkpoint(config)?;
+    let found = recipe::newest_checkpoint(config, &mut notices())?;
     match (config.resume, &found) {
         (Resume::Never, Some(saved)) => Err(CliError::Usage(format!(
             "resume=never: {} holds checkpoints (newest: step {}); choose another run_name or output_dir",
@@ -379,11 +379,11 @@ fn tokenizer_json(
 ) -> Result<String, CliError> {
     let given = !config.tokenizer_model_name_or_path.is_empty();
     let Some(saved) = saved else {
-        return super::data::tokenizer_json(config, dataset);
+        return Ok(recipe::data::tokenizer_json(config, dataset)?);
     };
     let bytes = saved.bytes("tokenizer.json").map_err(CliError::failed)?;
     let kept = String::from_utf8(bytes).map_err(CliError::failed)?;
-    if given && super::data::tokenizer_json(config, dataset)? != kept {
+    if given && recipe::data::tokenizer_json(config, dataset)? != kept {
         return Err(CliError::Usage(format!(
             "tokenizer_model_name_or_path={}: the tokenizer is not the one that {} was trained with",
             config.tokenizer_model_name_or_path,
@@ -498,7 +498,13 @@ impl Samples<'_> {
         let steps = self.config.num_inference_steps as usize;
         let plan = sampler::sampling_plan(self.config, &self.model.scheduler, steps)?;
         // Captions are what the model was trained on: brackets are text.
-        let pictures = prompts::pictures(&[self.tokenizer], &prompted, &[], PromptSyntax::Plain)?;
+        let pictures = prompts::pictures(
+            &[self.tokenizer],
+            &prompted,
+            &[],
+            PromptSyntax::Plain,
+            &mut notices(),
+        )?;
         let images = pipeline
             .run(
                 self.session,

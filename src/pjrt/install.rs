@@ -118,6 +118,16 @@ impl Installed {
             _ => pinned,
         }
     }
+
+    /// That the plugin is stale, with the remedy; `None` where it is not.
+    pub fn stale_note(&self) -> Option<String> {
+        self.stale.then(|| {
+            format!(
+                "built from other sources than this program's; run `{}`",
+                self.install_command()
+            )
+        })
+    }
 }
 
 /// What can go wrong while installing or finding a plugin.

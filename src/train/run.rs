@@ -123,6 +123,10 @@ pub type Sampler<'a> =
 /// The counter of a checkpoint that holds the length of the learning-rate schedule.
 pub const SCHEDULE_STEPS: &str = "learning_rate_schedule_steps";
 
+/// The file of the UNet's weights in its folder, and that of the text encoder's.
+pub const UNET_FILE: &str = "diffusion_pytorch_model.safetensors";
+pub const TEXT_ENCODER_FILE: &str = "model.safetensors";
+
 /// The model's folder in a checkpoint that holds the moving average.
 pub const EMA_SUFFIX: &str = "_ema";
 

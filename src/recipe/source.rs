@@ -16,13 +16,16 @@ use crate::models::{DiffusionModel, HiddenState, TEXT_ENCODER, TEXT_ENCODER_2, T
 use crate::nn::Remat;
 use crate::pipelines::traced::Traced;
 use crate::train::checkpoint::SavedCheckpoint;
-use crate::train::run::EMA_SUFFIX;
+use crate::train::run::{EMA_SUFFIX, TEXT_ENCODER_FILE, UNET_FILE};
 use crate::weights::source::{Family, ModelSource, Part};
 use crate::weights::{Checkpoint, match_parameters};
 
-use super::sampler::SCHEDULER;
-use super::train::{TEXT_ENCODER_FILE, UNET_FILE};
-use super::{CliError, hub, recipe, sampler};
+use super::scheduler::SCHEDULER;
+use super::scheduler::scheduler_of;
+use super::{
+    Notice, Notify, RecipeError, check_pixels, check_tokenizer, hub, micro_conditioning,
+    newest_checkpoint, precision,
+};
 
 /// The parts of a VAE: what encodes, and what decodes.
 const VAE_PARTS: [&str; 4] = ["encoder.", "quant_conv.", "decoder.", "post_quant_conv."];
@@ -60,8 +63,12 @@ impl Source {
     ///
     /// # Errors
     /// When there is neither, or it cannot be opened or is of another family than the recipe.
-    pub fn find(config: &Config, recipe_file: &Path) -> Result<Source, CliError> {
-        if let Some(saved) = recipe::newest_checkpoint(config)? {
+    pub fn find(
+        config: &Config,
+        recipe_file: &Path,
+        notify: &mut Notify<'_>,
+    ) -> Result<Source, RecipeError> {
+        if let Some(saved) = newest_checkpoint(config, notify)? {
             check_trained(config, &saved)?;
             let averaged = saved.dir().join(format!("{UNET}{EMA_SUFFIX}")).is_dir();
             return Ok(Source::Run {
@@ -87,13 +94,17 @@ impl Source {
         let wanted = Wanted::Model { expected };
         // A recipe with a UNet of its own does not mean the model that is the schema's default.
         let found = match config.unet_config.0 {
-            ModelConfig::Unset => {
-                hub::find(name, &config.revision, &config.hf_access_token, &wanted)?
-            }
+            ModelConfig::Unset => hub::find(
+                name,
+                &config.revision,
+                &config.hf_access_token,
+                &wanted,
+                notify,
+            )?,
             ModelConfig::Path(_) | ModelConfig::Inline(_) => None,
         };
         if found.is_none() && (name.is_empty() || !folder.exists()) {
-            return Err(CliError::Usage(format!(
+            return Err(RecipeError::Usage(format!(
                 "no weights: {} holds no checkpoint, and pretrained_model_name_or_path='{name}' is no file or folder \
                  here and no repository's name (organization/name); train first, or name a folder in diffusers' layout, \
                  a .safetensors file or a repository on the hub",
@@ -101,14 +112,14 @@ impl Source {
             )));
         }
         let path = found.as_ref().map_or(folder, |found| &found.path);
-        let source = ModelSource::open(path).map_err(CliError::failed)?;
+        let source = ModelSource::open(path).map_err(RecipeError::failed)?;
         if let Some((expected, file)) = expected {
             source
                 .expect_family(expected, file)
-                .map_err(CliError::usage)?;
+                .map_err(RecipeError::usage)?;
         }
         for note in &source.notes {
-            super::tell(&format!("warning: {note}"));
+            notify(Notice::Warning(note));
         }
         for ignored in &source.ignored {
             tracing::info!("not used: {ignored}");
@@ -136,13 +147,13 @@ impl Source {
     ///
     /// # Errors
     /// When it cannot be opened, or it or this model is not of the family whose models go on with each other.
-    pub fn refiner(&self, config: &Config) -> Result<Option<Source>, CliError> {
+    pub fn refiner(&self, config: &Config) -> Result<Option<Source>, RecipeError> {
         let name = &config.refiner_model_name_or_path;
         if name.is_empty() {
             return Ok(None);
         }
         let key = "refiner_model_name_or_path";
-        let usage = |reason: String| CliError::Usage(format!("{key}={name}: {reason}"));
+        let usage = |reason: String| RecipeError::Usage(format!("{key}={name}: {reason}"));
         match self {
             Source::Model { source, .. } if source.family == Family::Sdxl => {}
             Source::Model { source, .. } => {
@@ -190,7 +201,12 @@ impl Source {
     ///
     /// # Errors
     /// When a part is missing or not supported, or the configuration contradicts it.
-    pub fn drawn(&self, config: &Config, given: &Map<String, Value>) -> Result<Drawn, CliError> {
+    pub fn drawn(
+        &self,
+        config: &Config,
+        given: &Map<String, Value>,
+        notify: &mut Notify<'_>,
+    ) -> Result<Drawn, RecipeError> {
         match self {
             Source::Run { dir, .. } => {
                 let file = match config.tokenizer_model_name_or_path.as_str() {
@@ -202,24 +218,24 @@ impl Source {
                 };
                 // The text encoder's length bounds the tokens, and the tokenizer's size its vocabulary.
                 let probe =
-                    Tokenizer::from_file(&file, usize::MAX >> 1).map_err(CliError::failed)?;
-                let model = recipe::model(config, Some(&probe))?;
+                    Tokenizer::from_file(&file, usize::MAX >> 1).map_err(RecipeError::failed)?;
+                let model = super::model(config, Some(&probe))?;
                 if model.text_encoders.is_empty() {
-                    return Err(CliError::Usage(
+                    return Err(RecipeError::Usage(
                         "this recipe has no text encoder of its own: give text_encoder_config"
                             .to_string(),
                     ));
                 }
-                recipe::check_pixels(config, &model)?;
+                check_pixels(config, &model)?;
                 let tokenizer =
-                    Tokenizer::from_file(&file, model.tokens).map_err(CliError::failed)?;
+                    Tokenizer::from_file(&file, model.tokens).map_err(RecipeError::failed)?;
                 Ok(Drawn {
                     model,
                     tokenizers: vec![tokenizer],
                     zero_empty_prompts: false,
                 })
             }
-            Source::Model { source, .. } => published(config, given, source),
+            Source::Model { source, .. } => published(config, given, source, notify),
         }
     }
 
@@ -228,7 +244,7 @@ impl Source {
     ///
     /// # Errors
     /// When a part is missing, or its tensors are not those of the program.
-    pub fn open_all(&self, config: &Config, traced: &Traced) -> Result<Files<'_>, CliError> {
+    pub fn open_all(&self, config: &Config, traced: &Traced) -> Result<Files<'_>, RecipeError> {
         let mut files = HashMap::new();
         let mut parts: Vec<(&str, Expected<'_>)> = Vec::new();
         for graph in traced.graphs() {
@@ -249,7 +265,7 @@ impl Source {
                 .find(|(which, _)| controlnet::root(*which) == root);
             let file = match controlnet {
                 Some((_, path)) => {
-                    File::Own(Checkpoint::open(Path::new(path)).map_err(CliError::failed)?)
+                    File::Own(Checkpoint::open(Path::new(path)).map_err(RecipeError::failed)?)
                 }
                 None => self.open(root)?,
             };
@@ -265,7 +281,7 @@ impl Source {
                 }
                 let same = error.missing.is_empty() && error.misshapen.is_empty();
                 if !same || !error.extra.is_empty() {
-                    return Err(CliError::failed(error));
+                    return Err(RecipeError::failed(error));
                 }
             }
             files.insert(root.to_string(), file);
@@ -273,7 +289,7 @@ impl Source {
         Ok(Files { files })
     }
 
-    fn open(&self, root: &str) -> Result<File<'_>, CliError> {
+    fn open(&self, root: &str) -> Result<File<'_>, RecipeError> {
         match self {
             Source::Run { dir, suffix } => {
                 let file = if root == UNET {
@@ -286,15 +302,15 @@ impl Source {
                     path if path.is_file() => path,
                     _ => folder,
                 };
-                let checkpoint = Checkpoint::open(&path).map_err(CliError::failed)?;
+                let checkpoint = Checkpoint::open(&path).map_err(RecipeError::failed)?;
                 Ok(File::Own(checkpoint))
             }
             Source::Model { source, .. } => {
                 let part = Part::ALL.into_iter().find(|part| part.name() == root);
                 let part = part.ok_or_else(|| {
-                    CliError::Usage(format!("no part of a model is called {root}"))
+                    RecipeError::Usage(format!("no part of a model is called {root}"))
                 })?;
-                let component = source.component(part).map_err(CliError::failed)?;
+                let component = source.component(part).map_err(RecipeError::failed)?;
                 Ok(File::Of(&component.checkpoint))
             }
         }
@@ -328,20 +344,20 @@ impl Files<'_> {
 }
 
 /// The ControlNets that the configuration uses.
-fn controlnets(config: &Config) -> Result<Vec<ControlNetConfig>, CliError> {
+fn controlnets(config: &Config) -> Result<Vec<ControlNetConfig>, RecipeError> {
     if !config.use_controlnet {
         return Ok(Vec::new());
     }
     let read = |name: &String| {
         let path = Path::new(name).join("config.json");
         let text = std::fs::read_to_string(&path).map_err(|e| {
-            CliError::Usage(format!(
+            RecipeError::Usage(format!(
                 "controlnet_model_name_or_path={name}: {}: {e}; name the folder of a ControlNet in diffusers' layout \
                  or a repository on the hub",
                 path.display()
             ))
         })?;
-        ControlNetConfig::from_json(&text).map_err(CliError::usage)
+        ControlNetConfig::from_json(&text).map_err(RecipeError::usage)
     };
     let names = &config.controlnet_model_name_or_path.0;
     names.iter().map(read).collect()
@@ -362,15 +378,16 @@ fn published(
     config: &Config,
     given: &Map<String, Value>,
     source: &ModelSource,
-) -> Result<Drawn, CliError> {
-    let part = |part: Part| source.component(part).map_err(CliError::failed);
+    notify: &mut Notify<'_>,
+) -> Result<Drawn, RecipeError> {
+    let part = |part: Part| source.component(part).map_err(RecipeError::failed);
     let mut unet = part(Part::Unet)?.config.clone();
     if let Some(groups) = config.norm_num_groups {
         unet.insert("norm_num_groups".to_string(), groups.into());
     }
-    let unet = UNet2DConditionConfig::from_map(unet).map_err(CliError::usage)?;
+    let unet = UNet2DConditionConfig::from_map(unet).map_err(RecipeError::usage)?;
     let vae = part(Part::Vae)?.config.clone();
-    let vae = AutoencoderKlConfig::from_map(vae).map_err(CliError::usage)?;
+    let vae = AutoencoderKlConfig::from_map(vae).map_err(RecipeError::usage)?;
     let skip = config.clip_skip as usize;
     let first = (Part::TextEncoder, TEXT_ENCODER);
     let second = (Part::TextEncoder2, TEXT_ENCODER_2);
@@ -385,7 +402,7 @@ fn published(
             let fields = part(*which)?.config.clone();
             Ok(TextEncoder {
                 root,
-                config: ClipTextConfig::from_map(fields).map_err(CliError::usage)?,
+                config: ClipTextConfig::from_map(fields).map_err(RecipeError::usage)?,
                 hidden: match source.family {
                     Family::Sdxl | Family::SdxlRefiner => HiddenState::Raw { skip: 1 + skip },
                     Family::Sd1 | Family::Sd2 | Family::Sd3 | Family::Flux => {
@@ -394,12 +411,12 @@ fn published(
                 },
             })
         })
-        .collect::<Result<Vec<_>, CliError>>()?;
+        .collect::<Result<Vec<_>, RecipeError>>()?;
     let tokens = text_encoders
         .iter()
         .map(|encoder| encoder.config.max_position_embeddings)
         .min()
-        .unwrap_or(recipe::CLIP_TOKENS);
+        .unwrap_or(super::CLIP_TOKENS);
     let tokenizers = text_encoders
         .iter()
         .map(|encoder| {
@@ -408,11 +425,11 @@ fn published(
         })
         .collect::<Result<Vec<_>, _>>()?;
     for (encoder, tokenizer) in text_encoders.iter().zip(&tokenizers) {
-        recipe::check_tokenizer(&encoder.config, tokenizer)?;
+        check_tokenizer(&encoder.config, tokenizer)?;
     }
     let scale = vae.spatial_multiple();
     let image_size = image_size(config, scale)?;
-    let precision = recipe::precision(config);
+    let precision = precision(config);
     let model = DiffusionModel {
         sample_size: image_size.map(|side| side / scale),
         image_size,
@@ -427,13 +444,13 @@ fn published(
                 controlnets(config)?
             }
         },
-        micro_conditioning: recipe::micro_conditioning(config, source.requires_aesthetics_score),
+        micro_conditioning: micro_conditioning(config, source.requires_aesthetics_score),
         precision,
         remat: Remat::None,
-        scheduler: sampler::scheduler_of(config, given, source.scheduler.as_ref())?,
+        scheduler: scheduler_of(config, given, source.scheduler.as_ref(), notify)?,
         tokens,
     };
-    model.check_time_ids().map_err(CliError::usage)?;
+    model.check_time_ids().map_err(RecipeError::usage)?;
     Ok(Drawn {
         model,
         tokenizers,
@@ -446,10 +463,10 @@ fn tokenizer(
     source: &ModelSource,
     which: usize,
     tokens: usize,
-) -> Result<Tokenizer, CliError> {
+) -> Result<Tokenizer, RecipeError> {
     let named = Path::new(&config.tokenizer_model_name_or_path);
     if !named.as_os_str().is_empty() && named.is_file() {
-        return Tokenizer::from_file(named, tokens).map_err(CliError::failed);
+        return Tokenizer::from_file(named, tokens).map_err(RecipeError::failed);
     }
     let dir = match named.as_os_str().is_empty() {
         false => named.to_owned(),
@@ -459,11 +476,11 @@ fn tokenizer(
             None => source.path.join(["tokenizer", "tokenizer_2"][which.min(1)]),
         },
     };
-    Tokenizer::from_dir(&dir, tokens).map_err(CliError::failed)
+    Tokenizer::from_dir(&dir, tokens).map_err(RecipeError::failed)
 }
 
 /// Height and width of the pictures, which latents of `scale x scale` pixels can have.
-fn image_size(config: &Config, scale: usize) -> Result<[usize; 2], CliError> {
+fn image_size(config: &Config, scale: usize) -> Result<[usize; 2], RecipeError> {
     let side = |key: &str, given: u64| {
         let (key, side) = match given {
             0 => ("resolution", config.resolution as usize),
@@ -478,7 +495,7 @@ fn image_size(config: &Config, scale: usize) -> Result<[usize; 2], CliError> {
             .filter(|side| *side > 0)
             .map(|side| side.to_string())
             .collect();
-        Err(CliError::Usage(format!(
+        Err(RecipeError::Usage(format!(
             "{key}={side} is not a multiple of {scale}, the side of a latent in pixels; nearest: {}",
             near.join(" and ")
         )))
@@ -488,11 +505,11 @@ fn image_size(config: &Config, scale: usize) -> Result<[usize; 2], CliError> {
 
 /// Refuses what contradicts how the checkpoint was trained: the noise schedule and what the model predicts, and for
 /// held-out captions which those are.
-fn check_trained(config: &Config, saved: &SavedCheckpoint) -> Result<(), CliError> {
+fn check_trained(config: &Config, saved: &SavedCheckpoint) -> Result<(), RecipeError> {
     let trained = &saved.state().config;
     let all = config.to_json();
     let differ = |name: &str, then: &Value, now: &Value| {
-        Err(CliError::Usage(format!(
+        Err(RecipeError::Usage(format!(
             "{name}={now}, but {} was trained with {then}",
             saved.dir().display()
         )))

@@ -2,15 +2,11 @@
 
 use std::path::{Path, PathBuf};
 
-use indicatif::{HumanBytes, ProgressBar, ProgressStyle};
 use serde_json::Value;
 
-use super::CliError;
+use super::{Notice, Notify, RecipeError};
 use crate::config::Config;
-use crate::hub::{self, Fetched, HubError, HubOptions, Progress, RepoId, Revision, Wanted};
-
-/// Files above this many bytes are told of where there is no progress bar.
-const LARGE: u64 = 100_000_000;
+use crate::hub::{self, Fetched, HubError, HubOptions, RepoId, Revision, Wanted};
 
 /// A repository that a name was found to be, with its files on this machine.
 pub struct Found {
@@ -28,7 +24,8 @@ pub fn find(
     revision: &str,
     token: &str,
     wanted: &Wanted<'_>,
-) -> Result<Option<Found>, CliError> {
+    notify: &mut Notify<'_>,
+) -> Result<Option<Found>, RecipeError> {
     if Path::new(name).exists() {
         return Ok(None);
     }
@@ -36,9 +33,9 @@ pub fn find(
         return Ok(None);
     };
     let fetched =
-        fetch(&repo, revision, token, wanted).map_err(|error| match error.is_usage() {
-            true => CliError::usage(error),
-            false => CliError::failed(error),
+        fetch(&repo, revision, token, wanted, notify).map_err(|error| match error.is_usage() {
+            true => RecipeError::usage(error),
+            false => RecipeError::failed(error),
         })?;
     tracing::debug!("{repo} is commit {}", fetched.commit);
     Ok(Some(Found {
@@ -52,68 +49,31 @@ fn fetch(
     revision: &str,
     token: &str,
     wanted: &Wanted<'_>,
+    notify: &mut Notify<'_>,
 ) -> Result<Fetched, HubError> {
     let revision = Revision::parse(revision)?;
     let mut options = HubOptions::from_env()?;
     if let Some(token) = hub::Token::parse(token, "hf_access_token")? {
         options.token = Some(token);
     }
-    let shown = tracing::enabled!(tracing::Level::INFO);
-    let mut bar = ProgressBar::hidden();
-    hub::fetch(
-        repo,
-        &revision,
-        wanted,
-        &options,
-        &mut |event| match event {
-            Progress::Start {
-                commit,
-                files,
-                bytes,
-            } => {
-                super::progress(&format!(
-                    "downloading {repo} at {commit}: {files} files, {}, to {}",
-                    HumanBytes(bytes),
-                    options.cache.display()
-                ));
-                if shown {
-                    // On a stream that is no terminal, indicatif hides the bar.
-                    bar = ProgressBar::new(bytes);
-                }
-                let template = "{bar:30} {bytes}/{total_bytes}, {bytes_per_sec}, {eta} left: {msg}";
-                if let Ok(style) = ProgressStyle::with_template(template) {
-                    bar.set_style(style);
-                }
-            }
-            Progress::File { name, bytes } => {
-                bar.set_message(name.to_owned());
-                if bar.is_hidden() && bytes >= LARGE {
-                    super::progress(&format!("  {name}, {}", HumanBytes(bytes)));
-                }
-            }
-            Progress::Bytes { done } => bar.set_position(done),
-            Progress::Retry { reason, wait } => {
-                bar.suspend(|| {
-                    super::tell(&format!(
-                        "warning: {reason}; trying again in {:.0} s",
-                        wait.as_secs_f64()
-                    ));
-                });
-            }
-            Progress::Done => bar.finish_and_clear(),
-        },
-    )
+    hub::fetch(repo, &revision, wanted, &options, &mut |progress| {
+        notify(Notice::Download {
+            repo,
+            cache: &options.cache,
+            progress,
+        });
+    })
 }
 
 /// The configuration with paths where it names repositories: of ControlNets, the refiner, the tokenizer and LoRAs. The model itself
-/// is found by [`super::model::Source::find`], since a run's own checkpoint goes before it.
+/// is found by [`super::source::Source::find`], since a run's own checkpoint goes before it.
 ///
 /// # Errors
 /// What [`find`] fails with.
-pub fn with_paths(mut config: Config) -> Result<Config, CliError> {
+pub fn with_paths(mut config: Config, notify: &mut Notify<'_>) -> Result<Config, RecipeError> {
     let token = config.hf_access_token.clone();
-    let find = |name: &str, wanted: Wanted<'_>| {
-        let found = find(name, "", &token, &wanted)?;
+    let mut find = |name: &str, wanted: Wanted<'_>| {
+        let found = find(name, "", &token, &wanted, notify)?;
         found.map(|found| path_text(&found.path)).transpose()
     };
     if config.use_controlnet {
@@ -142,9 +102,9 @@ pub fn with_paths(mut config: Config) -> Result<Config, CliError> {
     Ok(config)
 }
 
-fn path_text(path: &Path) -> Result<String, CliError> {
+fn path_text(path: &Path) -> Result<String, RecipeError> {
     path.to_str().map(str::to_owned).ok_or_else(|| {
-        CliError::Usage(format!(
+        RecipeError::Usage(format!(
             "the cache {} is not named in UTF-8; set HF_HUB_CACHE to another folder",
             path.display()
         ))

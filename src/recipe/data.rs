@@ -7,18 +7,18 @@ use crate::data::{
     Dataset, Folder, FolderOptions, Shapes, ShapesOptions, Split, Tokenizer, word_level_json,
 };
 
-use super::CliError;
+use super::{Notice, Notify, RecipeError};
 
 /// Opens the training split of the configured dataset.
 ///
 /// # Errors
 /// When the dataset type is not here, or the data cannot be read.
-pub fn dataset(config: &Config) -> Result<Dataset, CliError> {
+pub fn dataset(config: &Config) -> Result<Dataset, RecipeError> {
     match config.dataset_type {
         DatasetType::Shapes => Ok(Dataset::Shapes(shapes(config, Split::Train)?)),
         DatasetType::Folder => {
             if !Path::new(&config.train_data_dir).is_dir() {
-                return Err(CliError::Usage(format!(
+                return Err(RecipeError::Usage(format!(
                     "train_data_dir={}: no such folder; it holds pictures with .txt captions or a metadata.jsonl \
                      (scripts/emoji_dataset makes one)",
                     config.train_data_dir
@@ -28,17 +28,17 @@ pub fn dataset(config: &Config) -> Result<Dataset, CliError> {
                 FolderOptions::new(&config.train_data_dir, config.resolution as usize);
             options.max_bad_image_fraction = config.max_bad_image_fraction;
             Ok(Dataset::Folder(
-                Folder::open(options).map_err(CliError::failed)?,
+                Folder::open(options).map_err(RecipeError::failed)?,
             ))
         }
-        other => Err(CliError::Usage(format!(
+        other => Err(RecipeError::Usage(format!(
             "dataset_type={}: not here yet; working today: shapes, folder",
             other.name()
         ))),
     }
 }
 
-fn shapes(config: &Config, split: Split) -> Result<Shapes, CliError> {
+fn shapes(config: &Config, split: Split) -> Result<Shapes, RecipeError> {
     Shapes::new(ShapesOptions {
         seed: config.seed,
         resolution: config.resolution as usize,
@@ -48,23 +48,26 @@ fn shapes(config: &Config, split: Split) -> Result<Shapes, CliError> {
         split,
         ..ShapesOptions::default()
     })
-    .map_err(CliError::usage)
+    .map_err(RecipeError::usage)
 }
 
 /// The captions that `held_out_prompts` asks for.
 ///
 /// # Errors
 /// When nothing is held out.
-pub fn held_out_prompts(config: &Config) -> Result<Vec<String>, CliError> {
+pub fn held_out_prompts(
+    config: &Config,
+    notify: &mut Notify<'_>,
+) -> Result<Vec<String>, RecipeError> {
     let wanted = config.held_out_prompts as usize;
     let prompts = shapes(config, Split::Validation)?.held_out_prompts(wanted);
     if prompts.len() < wanted {
-        super::tell(&format!(
-            "warning: held_out_prompts={wanted}: validation_fraction={} of captions of up to {} shapes holds {}",
+        notify(Notice::Warning(&format!(
+            "held_out_prompts={wanted}: validation_fraction={} of captions of up to {} shapes holds {}",
             config.validation_fraction,
             config.max_objects,
             prompts.len()
-        ));
+        )));
     }
     Ok(prompts)
 }
@@ -73,10 +76,10 @@ pub fn held_out_prompts(config: &Config) -> Result<Vec<String>, CliError> {
 ///
 /// # Errors
 /// When the file cannot be read, or there are no captions.
-pub fn tokenizer_json(config: &Config, dataset: &Dataset) -> Result<String, CliError> {
+pub fn tokenizer_json(config: &Config, dataset: &Dataset) -> Result<String, RecipeError> {
     if config.tokenizer_model_name_or_path.is_empty() {
         let captions = dataset.vocabulary_captions();
-        return word_level_json(captions.iter().map(String::as_str)).map_err(CliError::failed);
+        return word_level_json(captions.iter().map(String::as_str)).map_err(RecipeError::failed);
     }
     let given = Path::new(&config.tokenizer_model_name_or_path);
     let path = if given.is_dir() {
@@ -85,7 +88,7 @@ pub fn tokenizer_json(config: &Config, dataset: &Dataset) -> Result<String, CliE
         given.to_path_buf()
     };
     std::fs::read_to_string(&path).map_err(|e| {
-        CliError::Usage(format!(
+        RecipeError::Usage(format!(
             "tokenizer_model_name_or_path: {}: {e}",
             path.display()
         ))
@@ -96,7 +99,7 @@ pub fn tokenizer_json(config: &Config, dataset: &Dataset) -> Result<String, CliE
 ///
 /// # Errors
 /// When the tokenizer is needed and cannot be made.
-pub fn tokenizer_for_vocab_size(config: &Config) -> Result<Option<Tokenizer>, CliError> {
+pub fn tokenizer_for_vocab_size(config: &Config) -> Result<Option<Tokenizer>, RecipeError> {
     let needed = config.train_text_encoder
         && config
             .text_encoder_config_json()?
@@ -106,6 +109,6 @@ pub fn tokenizer_for_vocab_size(config: &Config) -> Result<Option<Tokenizer>, Cl
     }
     let dataset = dataset(config)?;
     let json = tokenizer_json(config, &dataset)?;
-    let tokenizer = Tokenizer::from_json(&json, usize::MAX).map_err(CliError::failed)?;
+    let tokenizer = Tokenizer::from_json(&json, usize::MAX).map_err(RecipeError::failed)?;
     Ok(Some(tokenizer))
 }

@@ -5,7 +5,7 @@ use serde_json::{Map, Value};
 use crate::config::{self, Config};
 use crate::schedulers::{PlanOptions, SamplingPlan, SchedulerConfig, SchedulerKind, Start};
 
-use super::CliError;
+use super::{Notice, Notify, RecipeError};
 
 /// The key of the noise schedule.
 pub const SCHEDULER: &str = "diffusion_scheduler_config";
@@ -18,8 +18,8 @@ const SIGMA_SPACINGS: [&str; 3] = [
 ];
 
 /// The noise schedule by diffusers' names, from MaxDiffusion's.
-pub fn scheduler(config: &Config) -> Result<SchedulerConfig, CliError> {
-    SchedulerConfig::from_map(&scheduler_fields(config)).map_err(CliError::usage)
+pub fn scheduler(config: &Config) -> Result<SchedulerConfig, RecipeError> {
+    SchedulerConfig::from_map(&scheduler_fields(config)).map_err(RecipeError::usage)
 }
 
 /// The noise schedule of a model's own `scheduler_config.json`, changed by what `given`, the configuration's own words,
@@ -28,7 +28,8 @@ pub fn scheduler_of(
     config: &Config,
     given: &Map<String, Value>,
     own: Option<&Map<String, Value>>,
-) -> Result<SchedulerConfig, CliError> {
+    notify: &mut Notify<'_>,
+) -> Result<SchedulerConfig, RecipeError> {
     let Some(own) = own else {
         return scheduler(config);
     };
@@ -57,17 +58,17 @@ pub fn scheduler_of(
             fields.insert(name, value);
         }
     }
-    let scheduler = SchedulerConfig::from_map(&fields).map_err(CliError::usage)?;
+    let scheduler = SchedulerConfig::from_map(&fields).map_err(RecipeError::usage)?;
     for name in changed {
         // Loading the configuration has told of those that its own sampler does not read, and `check_sampler_keys` refuses
         // spacings.
         let is_new = config.scheduler.is_none_or(|sampler| sampler.reads(&name));
         let is_refused = SIGMA_SPACINGS.contains(&name.as_str());
         if is_new && !is_refused && !scheduler.kind.reads(&name) {
-            super::tell(&format!(
-                "warning: {SCHEDULER}.{name} has no effect: {} does not read it",
+            notify(Notice::Warning(&format!(
+                "{SCHEDULER}.{name} has no effect: {} does not read it",
                 scheduler.kind.name()
-            ));
+            )));
         }
     }
     Ok(scheduler)
@@ -124,7 +125,7 @@ fn scheduler_fields(config: &Config) -> Map<String, Value> {
 ///
 /// # Errors
 /// Names the key and the samplers that read it.
-pub fn check_sampler_keys(config: &Config, scheduler: &SchedulerConfig) -> Result<(), CliError> {
+pub fn check_sampler_keys(config: &Config, scheduler: &SchedulerConfig) -> Result<(), RecipeError> {
     let from = &config.diffusion_scheduler_config;
     let own = config::Sampler::ALL
         .iter()
@@ -139,7 +140,7 @@ pub fn check_sampler_keys(config: &Config, scheduler: &SchedulerConfig) -> Resul
         if is_asked && config.scheduler.is_none() && own.is_some_and(|s| !s.reads(name)) {
             let read_by = config::Sampler::ALL.iter().filter(|s| s.reads(name));
             let read_by: Vec<&str> = read_by.map(|s| s.name()).collect();
-            return Err(CliError::Usage(format!(
+            return Err(RecipeError::Usage(format!(
                 "{name} has no effect: the model's own sampler, {}, does not read it; leave it out, or give scheduler= one \
                  of {}",
                 scheduler.kind.name(),
@@ -158,7 +159,7 @@ pub fn sampling_plan(
     config: &Config,
     scheduler: &SchedulerConfig,
     steps: usize,
-) -> Result<SamplingPlan, CliError> {
+) -> Result<SamplingPlan, RecipeError> {
     let strength = match config.image.is_empty() {
         true => 1.0,
         false => config.strength,
@@ -170,7 +171,7 @@ pub fn sampling_plan(
         use_clipped_model_output: true,
         ..PlanOptions::new(steps)
     };
-    scheduler.plan(&options).map_err(CliError::usage)
+    scheduler.plan(&options).map_err(RecipeError::usage)
 }
 
 /// Those of `steps` steps that the refiner takes.
@@ -181,14 +182,14 @@ pub fn refining_plan(
     config: &Config,
     scheduler: &SchedulerConfig,
     steps: usize,
-) -> Result<SamplingPlan, CliError> {
+) -> Result<SamplingPlan, RecipeError> {
     let options = PlanOptions {
         start: Start::After(config.denoising_start.unwrap_or(config.denoising_end)),
         eta: config.eta,
         use_clipped_model_output: true,
         ..PlanOptions::new(steps)
     };
-    scheduler.plan(&options).map_err(CliError::usage)
+    scheduler.plan(&options).map_err(RecipeError::usage)
 }
 
 #[cfg(test)]

@@ -9,7 +9,7 @@ use crate::models::vae::ROOT as VAE;
 use crate::pipelines::traced::Traced;
 use crate::weights::lora::{Adapter, LoraFile, LoraScale, LoraTarget};
 
-use super::CliError;
+use super::{Notice, Notify, RecipeError};
 
 /// One entry of the lists.
 struct Entry {
@@ -22,7 +22,11 @@ struct Entry {
 ///
 /// # Errors
 /// When the lists do not fit each other, a file cannot be read, or a module of it is not one of the model's.
-pub fn adapter(config: &Config, traced: &Traced) -> Result<Option<Adapter>, CliError> {
+pub fn adapter(
+    config: &Config,
+    traced: &Traced,
+    notify: &mut Notify<'_>,
+) -> Result<Option<Adapter>, RecipeError> {
     let entries = entries(config)?;
     if entries.is_empty() {
         return Ok(None);
@@ -42,22 +46,24 @@ pub fn adapter(config: &Config, traced: &Traced) -> Result<Option<Adapter>, CliE
     }
     let mut adapters = Vec::with_capacity(entries.len());
     for entry in entries {
-        let file = LoraFile::open(&entry.path).map_err(CliError::failed)?;
+        let file = LoraFile::open(&entry.path).map_err(RecipeError::failed)?;
         let adapter = file
             .resolve(&targets, LoraScale::from(entry.scale))
-            .map_err(CliError::failed)?;
-        super::progress(&format!(
+            .map_err(RecipeError::failed)?;
+        notify(Notice::Progress(&format!(
             "LoRA {}: {} weights, scale {}",
             entry.name,
             adapter.ranks().len(),
             entry.scale
-        ));
+        )));
         adapters.push(adapter);
     }
-    Adapter::stack(adapters).map(Some).map_err(CliError::failed)
+    Adapter::stack(adapters)
+        .map(Some)
+        .map_err(RecipeError::failed)
 }
 
-fn entries(config: &Config) -> Result<Vec<Entry>, CliError> {
+fn entries(config: &Config) -> Result<Vec<Entry>, RecipeError> {
     let lists = &config.lora_config;
     let paths = texts("lora_model_name_or_path", &lists.lora_model_name_or_path.0)?;
     let files = texts("weight_name", &lists.weight_name.0)?;
@@ -69,7 +75,7 @@ fn entries(config: &Config) -> Result<Vec<Entry>, CliError> {
         ("scale", scales.len()),
     ] {
         if count > 0 && count != paths.len() {
-            return Err(CliError::Usage(format!(
+            return Err(RecipeError::Usage(format!(
                 "lora_config.{key} has {count} entries for the {} of lora_model_name_or_path; give one for each, or leave \
                  it out",
                 paths.len()
@@ -87,7 +93,7 @@ fn entries(config: &Config) -> Result<Vec<Entry>, CliError> {
                     .map(|scale| scale as f32)
                     .filter(|scale| scale.is_finite())
                     .ok_or_else(|| {
-                        CliError::Usage(format!(
+                        RecipeError::Usage(format!(
                             "lora_config.scale: expected numbers, found {value}"
                         ))
                     })?,
@@ -105,12 +111,12 @@ fn entries(config: &Config) -> Result<Vec<Entry>, CliError> {
         .collect()
 }
 
-fn texts<'a>(key: &str, values: &'a [Value]) -> Result<Vec<&'a str>, CliError> {
+fn texts<'a>(key: &str, values: &'a [Value]) -> Result<Vec<&'a str>, RecipeError> {
     values
         .iter()
         .map(|value| {
             value.as_str().ok_or_else(|| {
-                CliError::Usage(format!("lora_config.{key}: expected texts, found {value}"))
+                RecipeError::Usage(format!("lora_config.{key}: expected texts, found {value}"))
             })
         })
         .collect()

@@ -11,7 +11,7 @@ use crate::models::{DiffusionModel, MicroConditioning};
 use crate::pipelines::canny::{THRESHOLDS, canny};
 use crate::pipelines::denoiser::ControlImage;
 
-use super::CliError;
+use super::RecipeError;
 
 /// Longest side of a picture that is read, in pixels.
 const LONGEST_SIDE: u32 = 16384;
@@ -35,9 +35,9 @@ pub fn read(
     config: &Config,
     model: &DiffusionModel,
     name: &str,
-) -> Result<Option<InitImage>, CliError> {
+) -> Result<Option<InitImage>, RecipeError> {
     if model.is_inpainting() && (config.image.is_empty() || config.mask_image.is_empty()) {
-        return Err(CliError::Usage(format!(
+        return Err(RecipeError::Usage(format!(
             "{name}: a model for inpainting (its UNet takes nine channels: sample, mask and masked picture) draws in a \
              picture: give image=FILE and mask_image=FILE, white where it shall draw; found image='{}', mask_image='{}'",
             config.image, config.mask_image
@@ -48,7 +48,7 @@ pub fn read(
         MicroConditioning::AestheticScore { .. }
     );
     if scored && config.image.is_empty() {
-        return Err(CliError::Usage(format!(
+        return Err(RecipeError::Usage(format!(
             "{name}: SDXL's refiner goes on from a picture: give image=FILE and a strength such as 0.3, or name a base model \
              and this one as refiner_model_name_or_path"
         )));
@@ -57,7 +57,7 @@ pub fn read(
         return Ok(None);
     }
     if model.vae.is_none() {
-        return Err(CliError::Usage(format!(
+        return Err(RecipeError::Usage(format!(
             "image={}: a model of pixels starts from noise alone; name a model of latents",
             config.image
         )));
@@ -73,7 +73,10 @@ pub fn read(
                 .pixels()
                 .map(|pixel| if is_white(pixel.0) { 1.0 } else { 0.0 })
                 .collect();
-            Some(HostTensor::from_f32([1, 1, height, width], &values).map_err(CliError::failed)?)
+            Some(
+                HostTensor::from_f32([1, 1, height, width], &values)
+                    .map_err(RecipeError::failed)?,
+            )
         }
     };
     Ok(Some(InitImage { image, mask }))
@@ -93,12 +96,12 @@ fn is_white([red, green, blue]: [u8; 3]) -> bool {
 pub fn read_controls(
     config: &Config,
     model: &DiffusionModel,
-) -> Result<Vec<ControlImage>, CliError> {
+) -> Result<Vec<ControlImage>, RecipeError> {
     if !config.use_controlnet {
         return Ok(Vec::new());
     }
     if model.controlnets.is_empty() {
-        return Err(CliError::Usage(
+        return Err(RecipeError::Usage(
             "use_controlnet=True: only models of latents that are read from files take a ControlNet, and not SDXL's refiner"
                 .to_string(),
         ));
@@ -113,15 +116,15 @@ fn read_control(
     config: &Config,
     model: &DiffusionModel,
     which: usize,
-) -> Result<ControlImage, CliError> {
-    let missing = || CliError::Usage(format!("there are no settings for ControlNet {which}"));
+) -> Result<ControlImage, RecipeError> {
+    let missing = || RecipeError::Usage(format!("there are no settings for ControlNet {which}"));
     let number = |values: &OneOrMore<f64>| values.get(which).copied().ok_or_else(missing);
     let range = [
         number(&config.control_guidance_start)?,
         number(&config.control_guidance_end)?,
     ];
     if range[0] >= range[1] {
-        return Err(CliError::Usage(format!(
+        return Err(RecipeError::Usage(format!(
             "control_guidance_start={} is not below control_guidance_end={}: the ControlNet would never steer",
             range[0], range[1]
         )));
@@ -129,7 +132,7 @@ fn read_control(
     let path = config.controlnet_image.get(which).ok_or_else(missing)?;
     let picture = open("controlnet_image", path, model)?.to_rgb8().into_raw();
     let picture = match config.controlnet_canny.get(which) {
-        Some(true) => canny(&picture, model.image_size, THRESHOLDS).map_err(CliError::failed)?,
+        Some(true) => canny(&picture, model.image_size, THRESHOLDS).map_err(RecipeError::failed)?,
         Some(false) | None => picture,
     };
     Ok(ControlImage {
@@ -144,7 +147,7 @@ fn planes(
     rgb: &[u8],
     [height, width]: [usize; 2],
     value: impl Fn(f32) -> f32,
-) -> Result<HostTensor, CliError> {
+) -> Result<HostTensor, RecipeError> {
     let plane = height * width;
     let mut values = vec![0.0; 3 * plane];
     for (at, pixel) in rgb.chunks_exact(3).enumerate() {
@@ -152,12 +155,12 @@ fn planes(
             values[channel * plane + at] = value(f32::from(*byte));
         }
     }
-    HostTensor::from_f32([1, 3, height, width], &values).map_err(CliError::failed)
+    HostTensor::from_f32([1, 3, height, width], &values).map_err(RecipeError::failed)
 }
 
 /// The picture at `path`, scaled to the size of the model's pictures as diffusers' `VaeImageProcessor` does it.
-fn open(key: &str, path: &str, model: &DiffusionModel) -> Result<DynamicImage, CliError> {
-    let failed = |reason: String| CliError::Usage(format!("{key}={path}: {reason}"));
+fn open(key: &str, path: &str, model: &DiffusionModel) -> Result<DynamicImage, RecipeError> {
+    let failed = |reason: String| RecipeError::Usage(format!("{key}={path}: {reason}"));
     let mut reader = ImageReader::open(Path::new(path))
         .and_then(ImageReader::with_guessed_format)
         .map_err(|e| failed(e.to_string()))?;

@@ -11,7 +11,7 @@ use crate::pipelines::prompt::{
 
 use crate::pipelines::prompt_file::{PromptLine, read_prompts};
 
-use super::{CliError, tell};
+use super::{Notice, Notify, RecipeError};
 
 /// One picture to make.
 #[derive(Clone, Debug)]
@@ -28,13 +28,13 @@ pub struct Prompted {
 ///
 /// # Errors
 /// When the file of prompts cannot be read, or asks for another size.
-pub fn prompted(config: &Config) -> Result<Vec<Prompted>, CliError> {
+pub fn prompted(config: &Config, notify: &mut Notify<'_>) -> Result<Vec<Prompted>, RecipeError> {
     let lines = if config.held_out_prompts > 0 {
-        plain(super::data::held_out_prompts(config)?)
+        plain(super::data::held_out_prompts(config, notify)?)
     } else if config.prompts_file.is_empty() {
         plain(config.prompt.0.clone())
     } else {
-        read_prompts(Path::new(&config.prompts_file)).map_err(CliError::usage)?
+        read_prompts(Path::new(&config.prompts_file)).map_err(RecipeError::usage)?
     };
     let mut prompted = Vec::new();
     for line in lines {
@@ -67,7 +67,7 @@ fn plain(prompts: Vec<String>) -> Vec<PromptLine> {
 }
 
 /// One program makes all pictures of a call, so they are of one size.
-fn check_size(config: &Config, line: &PromptLine) -> Result<(), CliError> {
+fn check_size(config: &Config, line: &PromptLine) -> Result<(), RecipeError> {
     let side = |given: u64| match given {
         0 => config.resolution,
         given => given,
@@ -78,7 +78,7 @@ fn check_size(config: &Config, line: &PromptLine) -> Result<(), CliError> {
     ];
     for (option, asked, made) in sizes {
         if let Some(asked) = asked.filter(|asked| u64::from(*asked) != made) {
-            return Err(CliError::Usage(format!(
+            return Err(RecipeError::Usage(format!(
                 "prompts_file={}: '{}' has {option} {asked}, but this call makes pictures of {made}: all of one call are \
                  of one size",
                 config.prompts_file, line.prompt
@@ -114,6 +114,7 @@ pub fn pictures(
     prompts: &[Prompted],
     steps: &[usize],
     syntax: PromptSyntax,
+    notify: &mut Notify<'_>,
 ) -> Result<Vec<Picture>, PromptError> {
     let mut told = Vec::new();
     let mut encode = |text: &str| -> Result<Vec<PromptTokens>, PromptError> {
@@ -122,9 +123,9 @@ pub fn pictures(
             .map(|tokenizer| encode_prompt(tokenizer, text, syntax))
             .collect::<Result<Vec<_>, _>>()?;
         for warning in tokens.iter().flat_map(|t| &t.warnings) {
-            let warning = format!("warning: '{text}': {warning}");
+            let warning = format!("'{text}': {warning}");
             if !told.contains(&warning) {
-                tell(&warning);
+                notify(Notice::Warning(&warning));
                 told.push(warning);
             }
         }

@@ -1,0 +1,25 @@
+//! Checkpoints of the run.
+
+use crate::config::Config;
+use crate::train::checkpoint::{Check, SavedCheckpoint, latest};
+
+use super::{Notice, Notify, RecipeError};
+
+/// The newest whole checkpoint of the run. Damaged ones are passed over, and told of.
+///
+/// # Errors
+/// When the folder cannot be read.
+pub fn newest_checkpoint(
+    config: &Config,
+    notify: &mut Notify<'_>,
+) -> Result<Option<SavedCheckpoint>, RecipeError> {
+    let found = latest(&config.checkpoint_folder(), Check::Hashes).map_err(RecipeError::failed)?;
+    for skipped in &found.skipped {
+        notify(Notice::Warning(&format!(
+            "passed over {}: {}",
+            skipped.path.display(),
+            skipped.reason
+        )));
+    }
+    Ok(found.checkpoint)
+}

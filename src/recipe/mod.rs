@@ -1,0 +1,64 @@
+//! From a configuration to what the library takes: models, sessions, requests, training runs.
+//!
+//! Nothing here prints: what a person should be told goes to a [`Notify`].
+
+mod checkpoints;
+pub mod data;
+mod error;
+mod formats;
+mod generate;
+pub mod hub;
+pub mod images;
+pub mod lora;
+mod mesh;
+mod model;
+mod notice;
+pub mod prompts;
+pub mod scheduler;
+mod session;
+pub mod source;
+mod training;
+
+pub use checkpoints::newest_checkpoint;
+pub use error::RecipeError;
+pub use formats::{check_formats, dot_precision, policy, precision, quantization_summary};
+pub use generate::guidance;
+pub use mesh::{axis_rules, check_batch, compile_topology, parallelism};
+pub use model::{CLIP_TOKENS, check_pixels, check_tokenizer, micro_conditioning, model, unet};
+pub use notice::{Notice, Notify};
+pub use session::{Opened, has_hardware, open_session, program_cache};
+pub use training::{check_training, loss_weighting, optimizer, step_options};
+
+use crate::config::{self, Config};
+
+use scheduler::sampling_plan;
+
+/// Everything that is wrong with a configuration for the verb and can be told without data, devices or plugins.
+///
+/// # Errors
+/// The first of it: what the keys make together is looked at one after the other.
+pub fn check(
+    config: &Config,
+    verb: Option<config::Verb>,
+    notify: &mut Notify<'_>,
+) -> Result<(), RecipeError> {
+    use config::Verb::{Compile, Generate, Lower, Train};
+    let model = model(config, None)?;
+    policy(config, 0)?;
+    axis_rules(config)?;
+    if verb.is_none_or(|v| [Compile, Lower].contains(&v)) {
+        compile_topology(config, notify)?;
+    }
+    if verb.is_some_and(|v| [Train, Generate].contains(&v)) {
+        check_pixels(config, &model)?;
+        sampling_plan(
+            config,
+            &model.scheduler,
+            config.num_inference_steps as usize,
+        )?;
+    }
+    if verb == Some(Train) {
+        check_training(config, &model)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,23 @@
+//! What a person should be told, but is no error.
+
+use std::path::Path;
+
+use crate::hub;
+
+/// What a person should be told, but is no error.
+#[derive(Clone, Copy, Debug)]
+pub enum Notice<'a> {
+    /// Something has no effect, or another one than was asked for.
+    Warning(&'a str),
+    /// How far the work is.
+    Progress(&'a str),
+    /// Files of a repository are on their way to the cache.
+    Download {
+        repo: &'a hub::RepoId,
+        cache: &'a Path,
+        progress: hub::Progress<'a>,
+    },
+}
+
+/// Takes notices as they come; `&mut |_| {}` drops them.
+pub type Notify<'a> = dyn FnMut(Notice<'_>) + 'a;
