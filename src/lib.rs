@@ -29,4 +29,5 @@ pub mod shard;
 pub mod target;
 pub mod topology;
 pub mod train;
+pub mod util;
 pub mod weights;

@@ -3,13 +3,13 @@
 use std::path::{Path, PathBuf};
 
 use super::error::{ConfigError, ConfigErrors, Place, Problem};
-use super::field::Verb;
 use super::model::builtin_prediction;
 use super::schema::{Config, MESH};
 use super::values::{
     BiasStrategy, DatasetType, LossWeighting, MeshAxis, ModelConfig, ModelFamily, PredictionType,
     Quantization, Sampler, TimestepSpacing,
 };
+use super::verb::Verb;
 
 /// The keys involved and what is wrong.
 pub(super) type Conflict = (Vec<&'static str>, String);
@@ -352,7 +352,7 @@ impl Config {
 
     /// The sampler; DDIM when neither `scheduler` nor `diffusion_scheduler_config` says.
     pub fn sampler(&self) -> Sampler {
-        self.scheduler.unwrap_or_default()
+        self.scheduler.unwrap_or(Sampler::Ddim)
     }
 
     /// Whether the sampler reads this key ([`Sampler::reads`]), as far as the configuration says which it is:
@@ -368,14 +368,14 @@ impl Config {
                 ModelConfig::Unset => builtin_prediction(&self.pretrained_model_name_or_path),
                 ModelConfig::Path(_) | ModelConfig::Inline(_) => None,
             })
-            .unwrap_or_default()
+            .unwrap_or(PredictionType::Epsilon)
     }
 
     /// Which timesteps the sampler visits; leading when nothing is said.
     pub fn timestep_spacing(&self) -> TimestepSpacing {
         self.diffusion_scheduler_config
             .timestep_spacing
-            .unwrap_or_default()
+            .unwrap_or(TimestepSpacing::Leading)
     }
 
     /// Side of the UNet's input: `resolution` over `pixel_unshuffle` for a model of pixels, an eighth

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::field::Verb;
+use super::verb::Verb;
 
 /// Where a value was written.
 #[derive(Debug, Clone, PartialEq, Eq)]

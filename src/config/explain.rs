@@ -4,8 +4,9 @@ use std::fmt::Write;
 
 use serde_json::{Value, json};
 
-use super::field::{Key, Schema, Status, Ty, Verb, nearest, show};
+use super::field::{Key, Schema, Status, Ty, nearest, show};
 use super::schema::Config;
+use super::verb::Verb;
 
 /// A key by its dotted path.
 fn look_up(path: &str) -> Result<&'static Key, String> {

@@ -5,46 +5,12 @@ use std::fmt;
 
 use serde_json::{Map, Value};
 
+use crate::util::Named;
+
 use super::error::Problem;
 use super::schema::Config;
+use super::verb::Verb;
 use super::yaml::{join, parse_flow};
-
-/// A verb of the command line that takes a configuration.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Verb {
-    Train,
-    Generate,
-    Compile,
-    Lower,
-    ModuleRun,
-}
-
-impl Verb {
-    pub const ALL: [Verb; 5] = [
-        Verb::Train,
-        Verb::Generate,
-        Verb::Compile,
-        Verb::Lower,
-        Verb::ModuleRun,
-    ];
-
-    /// As typed on the command line.
-    pub fn name(self) -> &'static str {
-        match self {
-            Verb::Train => "train",
-            Verb::Generate => "generate",
-            Verb::Compile => "compile",
-            Verb::Lower => "lower",
-            Verb::ModuleRun => "module run",
-        }
-    }
-}
-
-impl fmt::Display for Verb {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
 
 /// What setting a key does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -201,10 +167,17 @@ pub(super) type Problems = Vec<(String, Problem)>;
 pub(super) trait Field: Sized {
     const TY: Ty;
 
-    /// Replaces `self` by `value`. On a problem, records it and leaves `self` as it was.
-    fn read(&mut self, value: &Value, path: &str, problems: &mut Problems);
+    /// The value that a file or the command line gives; `None`, and the problem recorded, if it is none of the type.
+    fn parse(value: &Value, path: &str, problems: &mut Problems) -> Option<Self>;
 
-    /// The value as JSON; `read` takes it back.
+    /// Replaces `self`, or changes the part of it that `value` gives. On a problem `self` stays as it was.
+    fn read(&mut self, value: &Value, path: &str, problems: &mut Problems) {
+        if let Some(read) = Self::parse(value, path, problems) {
+            *self = read;
+        }
+    }
+
+    /// The value as JSON; `parse` takes it back.
     fn show(&self) -> Value;
 }
 
@@ -358,14 +331,17 @@ pub(super) fn parse_text(ty: Ty, text: &str) -> Result<Value, String> {
     })
 }
 
+/// Records that `value` is of another type.
+pub(super) fn refuse<T: Field>(value: &Value, path: &str, problems: &mut Problems) -> Option<T> {
+    problems.push((path.to_owned(), wrong_type(T::TY, value)));
+    None
+}
+
 impl Field for bool {
     const TY: Ty = Ty::Bool;
 
-    fn read(&mut self, value: &Value, path: &str, problems: &mut Problems) {
-        match value {
-            Value::Bool(v) => *self = *v,
-            other => problems.push((path.to_owned(), wrong_type(Self::TY, other))),
-        }
+    fn parse(value: &Value, path: &str, problems: &mut Problems) -> Option<Self> {
+        value.as_bool().or_else(|| refuse(value, path, problems))
     }
     fn show(&self) -> Value {
         Value::Bool(*self)
@@ -385,11 +361,8 @@ fn integer(value: &Value) -> Option<i64> {
 impl Field for i64 {
     const TY: Ty = Ty::Int;
 
-    fn read(&mut self, value: &Value, path: &str, problems: &mut Problems) {
-        match integer(value) {
-            Some(v) => *self = v,
-            None => problems.push((path.to_owned(), wrong_type(Self::TY, value))),
-        }
+    fn parse(value: &Value, path: &str, problems: &mut Problems) -> Option<Self> {
+        integer(value).or_else(|| refuse(value, path, problems))
     }
     fn show(&self) -> Value {
         Value::from(*self)
@@ -399,18 +372,16 @@ impl Field for i64 {
 impl Field for u64 {
     const TY: Ty = Ty::Int;
 
-    fn read(&mut self, value: &Value, path: &str, problems: &mut Problems) {
-        match integer(value).map(u64::try_from) {
-            Some(Ok(v)) => *self = v,
-            Some(Err(_)) => problems.push((
-                path.to_owned(),
-                Problem::OutOfRange {
-                    found: show(value),
-                    range: Range::AtLeast(0.0).to_string(),
-                },
-            )),
-            None => problems.push((path.to_owned(), wrong_type(Self::TY, value))),
-        }
+    fn parse(value: &Value, path: &str, problems: &mut Problems) -> Option<Self> {
+        let Ok(read) = u64::try_from(i64::parse(value, path, problems)?) else {
+            let problem = Problem::OutOfRange {
+                found: show(value),
+                range: Range::AtLeast(0.0).to_string(),
+            };
+            problems.push((path.to_owned(), problem));
+            return None;
+        };
+        Some(read)
     }
     fn show(&self) -> Value {
         Value::from(*self)
@@ -420,11 +391,8 @@ impl Field for u64 {
 impl Field for f64 {
     const TY: Ty = Ty::Float;
 
-    fn read(&mut self, value: &Value, path: &str, problems: &mut Problems) {
-        match value.as_f64() {
-            Some(v) => *self = v,
-            None => problems.push((path.to_owned(), wrong_type(Self::TY, value))),
-        }
+    fn parse(value: &Value, path: &str, problems: &mut Problems) -> Option<Self> {
+        value.as_f64().or_else(|| refuse(value, path, problems))
     }
     fn show(&self) -> Value {
         Value::from(*self)
@@ -434,31 +402,23 @@ impl Field for f64 {
 impl Field for String {
     const TY: Ty = Ty::Text;
 
-    fn read(&mut self, value: &Value, path: &str, problems: &mut Problems) {
-        match value {
-            Value::String(v) => v.clone_into(self),
-            other => problems.push((path.to_owned(), wrong_type(Self::TY, other))),
-        }
+    fn parse(value: &Value, path: &str, problems: &mut Problems) -> Option<Self> {
+        let text = value.as_str().map(str::to_owned);
+        text.or_else(|| refuse(value, path, problems))
     }
     fn show(&self) -> Value {
         Value::String(self.clone())
     }
 }
 
-impl<T: Field + Default> Field for Option<T> {
+impl<T: Field> Field for Option<T> {
     const TY: Ty = Ty::Optional(&T::TY);
 
-    fn read(&mut self, value: &Value, path: &str, problems: &mut Problems) {
+    fn parse(value: &Value, path: &str, problems: &mut Problems) -> Option<Self> {
         if value.is_null() || value.as_str() == Some("") {
-            *self = None;
-            return;
+            return Some(None);
         }
-        let before = problems.len();
-        let mut inner = T::default();
-        inner.read(value, path, problems);
-        if problems.len() == before {
-            *self = Some(inner);
-        }
+        T::parse(value, path, problems).map(Some)
     }
     fn show(&self) -> Value {
         self.as_ref()
@@ -466,90 +426,34 @@ impl<T: Field + Default> Field for Option<T> {
     }
 }
 
-/// Declares an enum of names: `Variant = "name" | "other name"`, and the names that MaxDiffusion
-/// has and this program has not (`not_yet`).
-macro_rules! choices {
-    (
-        $(#[$meta:meta])*
-        pub enum $name:ident {
-            $($(#[$vmeta:meta])* $variant:ident = $text:literal $(| $alias:literal)*,)+
+impl<T: Named> Field for T {
+    const TY: Ty = Ty::Choice(T::NAMES);
+
+    fn parse(value: &Value, path: &str, problems: &mut Problems) -> Option<Self> {
+        let read = value.as_str().and_then(T::from_name);
+        if read.is_none() {
+            problems.push((path.to_owned(), not_a_choice::<T>(value)));
         }
-        $(not_yet [$($not_yet:literal),+ $(,)?])?
-    ) => {
-        $(#[$meta])*
-        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-        pub enum $name {
-            $($(#[$vmeta])* $variant,)+
-        }
-
-        impl $name {
-            /// The valid names, one for each variant.
-            pub const NAMES: &'static [&'static str] = &[$($text),+];
-
-            /// All of them, in the order of their names.
-            pub const ALL: &'static [$name] = &[$($name::$variant),+];
-
-            /// The name as a configuration writes it.
-            pub fn name(self) -> &'static str {
-                match self {
-                    $(Self::$variant => $text,)+
-                }
-            }
-
-            /// The variant of a name.
-            pub fn from_name(name: &str) -> Option<Self> {
-                match name {
-                    $($text $(| $alias)* => Some(Self::$variant),)+
-                    _ => None,
-                }
-            }
-        }
-
-        impl std::fmt::Display for $name {
-            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                f.write_str(self.name())
-            }
-        }
-
-        impl $crate::config::field::Field for $name {
-            const TY: $crate::config::field::Ty = $crate::config::field::Ty::Choice(Self::NAMES);
-
-            fn read(
-                &mut self,
-                value: &serde_json::Value,
-                path: &str,
-                problems: &mut $crate::config::field::Problems,
-            ) {
-                const NOT_YET: &[&str] = &[$($($not_yet),+)?];
-                match value.as_str().and_then(Self::from_name) {
-                    Some(v) => *self = v,
-                    None => problems.push((
-                        path.to_owned(),
-                        $crate::config::field::not_a_choice(value, Self::NAMES, NOT_YET),
-                    )),
-                }
-            }
-            fn show(&self) -> serde_json::Value {
-                serde_json::Value::String(self.name().to_owned())
-            }
-        }
-    };
+        read
+    }
+    fn show(&self) -> Value {
+        Value::from(self.name())
+    }
 }
-pub(super) use choices;
 
-pub(super) fn not_a_choice(value: &Value, names: &[&str], not_yet: &[&str]) -> Problem {
+fn not_a_choice<T: Named>(value: &Value) -> Problem {
     let Some(text) = value.as_str() else {
         return wrong_type(Ty::Text, value);
     };
-    let valid = list_names(names);
+    let valid = list_names(T::NAMES);
     let found = show(value);
-    if not_yet.contains(&text) {
+    if T::NOT_YET.contains(&text) {
         return Problem::ValueNotYet { found, valid };
     }
     Problem::NotAllowed {
         found,
         valid,
-        nearest: nearest(text, names.iter().copied()),
+        nearest: nearest(text, T::NAMES.iter().copied()),
     }
 }
 
@@ -630,6 +534,18 @@ macro_rules! schema {
             const TY: $crate::config::field::Ty =
                 $crate::config::field::Ty::Dict(<$name as $crate::config::field::Schema>::KEYS);
 
+            fn parse(
+                value: &serde_json::Value,
+                path: &str,
+                problems: &mut $crate::config::field::Problems,
+            ) -> Option<Self> {
+                let before = problems.len();
+                let mut dict = Self::default();
+                dict.read(value, path, problems);
+                (problems.len() == before).then_some(dict)
+            }
+
+            // Keys that the dict leaves out stay as they are.
             fn read(
                 &mut self,
                 value: &serde_json::Value,

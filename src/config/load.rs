@@ -8,12 +8,11 @@ use serde_json::{Map, Value};
 
 use super::check;
 use super::error::{ConfigError, ConfigErrors, Place, Problem};
-use super::field::{
-    Field, Key, Problems, Schema, Status, Ty, Verb, find_key, nearest, parse_text, show,
-};
+use super::field::{Field, Key, Problems, Schema, Status, Ty, find_key, nearest, parse_text, show};
 use super::model::builtin_unet_config;
 use super::schema::Config;
 use super::values::ModelConfig;
+use super::verb::Verb;
 use super::yaml::{Document, join, parse_document, parse_flow};
 
 /// Largest configuration file, in bytes. MaxDiffusion's largest has about 20 thousand.

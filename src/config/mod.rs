@@ -13,12 +13,12 @@ mod load;
 mod model;
 mod schema;
 mod values;
+mod verb;
 mod yaml;
 
 pub use check::{Derived, check_local_shard_count};
 pub use error::{ConfigError, ConfigErrors, Place, Problem};
 pub use explain::{complete, explain, explain_json, list, names, write_markdown};
-pub use field::Verb;
 pub use load::Loaded;
 pub use model::builtin_unet_config;
 pub use schema::{Config, LoraConfig, MESH, SchedulerConfig, TimestepBias};
@@ -29,6 +29,7 @@ pub use values::{
     Prompts, QuantRule, QuantRuleType, QuantRules, Quantization, RematPolicy, Resume, Sampler,
     TextEncoderConfig, TimestepSpacing, UNetConfig,
 };
+pub use verb::Verb;
 
 #[cfg(test)]
 mod tests;

@@ -5,8 +5,9 @@
 
 use super::field::Range::{Above, AtLeast, Between, HalfOpen, MinusOneOr};
 use super::field::Status::{IgnoredByMaxDiffusion, NoEffect, NotYet, Ours, Used};
-use super::field::{Verb, schema};
+use super::field::schema;
 use super::values::*;
+use super::verb::Verb;
 
 const TRAIN: &[Verb] = &[Verb::Train];
 const GENERATE: &[Verb] = &[Verb::Generate];

@@ -2,15 +2,16 @@
 
 use serde_json::{Map, Value};
 
+use crate::util::named;
+
 use super::error::Problem;
-use super::field::{Field, Problems, Ty, choices, describe, nearest, wrong_type};
+use super::field::{Field, Problems, Ty, describe, nearest, refuse, wrong_type};
 use super::yaml::join;
 
-choices! {
+named! {
     /// A quantization mode.
     pub enum Quantization {
         /// Float throughout.
-        #[default]
         Off = "",
         /// 8-bit integers on dots and convolutions.
         Int8 = "int8",
@@ -18,29 +19,26 @@ choices! {
     not_yet ["fp8", "fp8_full"]
 }
 
-choices! {
+named! {
     /// An element type of weights or activations.
     pub enum FloatType {
-        #[default]
         Float32 = "float32",
         Bfloat16 = "bfloat16",
     }
 }
 
-choices! {
+named! {
     /// `jax.lax.Precision` of dots and convolutions.
     pub enum Precision {
-        #[default]
         Default = "DEFAULT",
         High = "HIGH",
         Highest = "HIGHEST",
     }
 }
 
-choices! {
+named! {
     /// How attention is computed. The other kernels of MaxDiffusion compute the same function.
     pub enum Attention {
-        #[default]
         DotProduct = "dot_product",
     }
     not_yet [
@@ -50,11 +48,10 @@ choices! {
     ]
 }
 
-choices! {
+named! {
     /// What the program runs on, or is made for.
     pub enum Hardware {
         /// The best plugin that is installed and finds a device; said at the start.
-        #[default]
         Auto = "auto",
         Cpu = "cpu",
         Tpu = "tpu",
@@ -62,10 +59,9 @@ choices! {
     }
 }
 
-choices! {
+named! {
     /// A family of published models.
     pub enum ModelFamily {
-        #[default]
         Any = "",
         Sd1 = "sd1",
         Sd2 = "sd2",
@@ -74,21 +70,19 @@ choices! {
     }
 }
 
-choices! {
+named! {
     /// How prompts are read.
     pub enum PromptSyntax {
         /// `(word:1.2)`, `[word]`, `BREAK`, and as many chunks of 75 tokens as the prompt needs.
-        #[default]
         Weighted = "weighted",
         /// Brackets are text, and what does not fit into one chunk is dropped.
         Plain = "plain",
     }
 }
 
-choices! {
+named! {
     /// An axis of the device mesh.
     pub enum MeshAxis {
-        #[default]
         Data = "data",
         Fsdp = "fsdp",
         Context = "context",
@@ -96,14 +90,13 @@ choices! {
     }
 }
 
-choices! {
+named! {
     /// Where the training examples come from. `Shapes` and `Folder` exist here.
     pub enum DatasetType {
         /// Pictures of coloured shapes, made by the program.
         Shapes = "shapes",
         /// A folder of images with captions.
         Folder = "folder",
-        #[default]
         Tf = "tf",
         Hf = "hf",
         Tfrecord = "tfrecord",
@@ -112,11 +105,10 @@ choices! {
     }
 }
 
-choices! {
+named! {
     /// The sampler that turns noise to images. diffusers' and MaxDiffusion's class names are
     /// accepted too.
     pub enum Sampler {
-        #[default]
         Ddim = "ddim" | "DDIMScheduler" | "FlaxDDIMScheduler",
         Ddpm = "ddpm" | "DDPMScheduler" | "FlaxDDPMScheduler",
         Pndm = "pndm" | "PNDMScheduler" | "FlaxPNDMScheduler",
@@ -155,30 +147,27 @@ impl Sampler {
     }
 }
 
-choices! {
+named! {
     /// DPM-Solver's equation, by diffusers' names.
     pub enum AlgorithmType {
-        #[default]
         DpmSolverPlusPlus = "dpmsolver++",
         /// With fresh noise in each step.
         SdeDpmSolverPlusPlus = "sde-dpmsolver++",
     }
 }
 
-choices! {
+named! {
     /// The noise level that the last step goes to, by diffusers' names.
     pub enum FinalSigmas {
-        #[default]
         Zero = "zero",
         /// That of the first training timestep.
         SigmaMin = "sigma_min",
     }
 }
 
-choices! {
+named! {
     /// What the UNet predicts.
     pub enum PredictionType {
-        #[default]
         Epsilon = "epsilon",
         VPrediction = "v_prediction",
         /// The clean image itself.
@@ -186,41 +175,37 @@ choices! {
     }
 }
 
-choices! {
+named! {
     /// Which training timesteps the sampler visits (Lin et al. 2023, table 2).
     pub enum TimestepSpacing {
-        #[default]
         Leading = "leading",
         Trailing = "trailing",
         Linspace = "linspace",
     }
 }
 
-choices! {
+named! {
     /// How the variance grows with the timestep, by diffusers' names.
     pub enum BetaSchedule {
         Linear = "linear",
-        #[default]
         ScaledLinear = "scaled_linear",
         SquaredcosCapV2 = "squaredcos_cap_v2",
     }
 }
 
-choices! {
+named! {
     /// How much the error of a sample counts at its timestep.
     pub enum LossWeighting {
         /// As it is, or by min-SNR where `snr_gamma` is given.
-        #[default]
         None = "none",
         /// `min(SNR, snr_gamma) + 1` times the error of the clean sample (Salimans and Ho 2022).
         SnrPlusOne = "snr_plus_one",
     }
 }
 
-choices! {
+named! {
     /// Which timesteps training draws more often.
     pub enum BiasStrategy {
-        #[default]
         None = "none",
         /// The first `portion`: little noise.
         Earlier = "earlier",
@@ -231,10 +216,9 @@ choices! {
     }
 }
 
-choices! {
+named! {
     /// The learning rate after warm-up.
     pub enum LearningRateSchedule {
-        #[default]
         Constant = "constant",
         /// Half a cosine down to zero.
         Cosine = "cosine",
@@ -243,11 +227,10 @@ choices! {
     }
 }
 
-choices! {
+named! {
     /// What the backward pass recomputes instead of keeping.
     pub enum RematPolicy {
         /// Everything is kept.
-        #[default]
         None = "NONE",
         /// Every block is recomputed from its inputs.
         Full = "FULL",
@@ -258,11 +241,10 @@ choices! {
     ]
 }
 
-choices! {
+named! {
     /// What training does about checkpoints it finds.
     pub enum Resume {
         /// Continues from the newest, starts anew if there is none.
-        #[default]
         Auto = "auto",
         /// Starts anew; refuses a checkpoint folder that holds any.
         Never = "never",
@@ -271,11 +253,10 @@ choices! {
     }
 }
 
-choices! {
+named! {
     /// The element type that a quantization rule gives the contractions it matches.
     pub enum QuantRuleType {
         /// Stays in float.
-        #[default]
         None = "none",
         Int8 = "int8",
     }
@@ -289,8 +270,8 @@ pub struct Prompts(pub Vec<String>);
 impl Field for Prompts {
     const TY: Ty = Ty::Texts;
 
-    fn read(&mut self, value: &Value, path: &str, problems: &mut Problems) {
-        let texts: Option<Vec<String>> = match value {
+    fn parse(value: &Value, path: &str, problems: &mut Problems) -> Option<Self> {
+        let texts = match value {
             Value::String(s) if s.is_empty() => Some(Vec::new()),
             Value::String(s) => Some(vec![s.clone()]),
             Value::Array(items) => items
@@ -299,10 +280,8 @@ impl Field for Prompts {
                 .collect(),
             _ => None,
         };
-        match texts {
-            Some(texts) => self.0 = texts,
-            None => problems.push((path.to_owned(), wrong_type(Self::TY, value))),
-        }
+        let prompts = texts.map(Prompts);
+        prompts.or_else(|| refuse(value, path, problems))
     }
     fn show(&self) -> Value {
         match self.0.as_slice() {
@@ -339,28 +318,16 @@ impl<T> OneOrMore<T> {
     }
 }
 
-impl<T: Field + Default> Field for OneOrMore<T> {
+impl<T: Field> Field for OneOrMore<T> {
     const TY: Ty = Ty::OneOrMore(&T::TY);
 
-    fn read(&mut self, value: &Value, path: &str, problems: &mut Problems) {
+    fn parse(value: &Value, path: &str, problems: &mut Problems) -> Option<Self> {
         let items = match value {
-            Value::Array(items) if items.is_empty() => {
-                problems.push((path.to_owned(), wrong_type(Self::TY, value)));
-                return;
-            }
+            Value::Array(items) if items.is_empty() => return refuse(value, path, problems),
             Value::Array(items) => items.as_slice(),
             one => std::slice::from_ref(one),
         };
-        let before = problems.len();
-        let read = items.iter().map(|item| {
-            let mut read = T::default();
-            read.read(item, path, problems);
-            read
-        });
-        let read = read.collect();
-        if problems.len() == before {
-            self.0 = read;
-        }
+        parse_all(items, path, problems).map(OneOrMore)
     }
     fn show(&self) -> Value {
         match self.0.as_slice() {
@@ -370,17 +337,12 @@ impl<T: Field + Default> Field for OneOrMore<T> {
     }
 }
 
-/// A mesh axis by name, with the problem if there is none of that name.
-fn axis(value: &Value, path: &str, problems: &mut Problems) -> Option<MeshAxis> {
-    let before = problems.len();
-    let mut axis = MeshAxis::default();
-    axis.read(value, path, problems);
-    (problems.len() == before).then_some(axis)
-}
-
-/// Several mesh axes; records every wrong name.
-fn axes(values: &[Value], path: &str, problems: &mut Problems) -> Option<Vec<MeshAxis>> {
-    let read: Vec<_> = values.iter().map(|v| axis(v, path, problems)).collect();
+/// Every item of a list; records the problems of all of them.
+fn parse_all<T: Field>(items: &[Value], path: &str, problems: &mut Problems) -> Option<Vec<T>> {
+    let read: Vec<_> = items
+        .iter()
+        .map(|item| T::parse(item, path, problems))
+        .collect();
     read.into_iter().collect()
 }
 
@@ -391,13 +353,10 @@ pub struct MeshAxes(pub Vec<MeshAxis>);
 impl Field for MeshAxes {
     const TY: Ty = Ty::List("list of mesh axes");
 
-    fn read(&mut self, value: &Value, path: &str, problems: &mut Problems) {
-        let Some(items) = value.as_array() else {
-            problems.push((path.to_owned(), wrong_type(Self::TY, value)));
-            return;
-        };
-        if let Some(read) = axes(items, path, problems) {
-            self.0 = read;
+    fn parse(value: &Value, path: &str, problems: &mut Problems) -> Option<Self> {
+        match value.as_array() {
+            Some(items) => parse_all(items, path, problems).map(MeshAxes),
+            None => refuse(value, path, problems),
         }
     }
     fn show(&self) -> Value {
@@ -412,18 +371,15 @@ pub struct DataSharding(pub Vec<Vec<MeshAxis>>);
 impl Field for DataSharding {
     const TY: Ty = Ty::List("list of lists of mesh axes");
 
-    fn read(&mut self, value: &Value, path: &str, problems: &mut Problems) {
+    fn parse(value: &Value, path: &str, problems: &mut Problems) -> Option<Self> {
         let lists: Option<Vec<&Vec<Value>>> = value
             .as_array()
             .and_then(|items| items.iter().map(Value::as_array).collect());
         let Some(lists) = lists else {
-            problems.push((path.to_owned(), wrong_type(Self::TY, value)));
-            return;
+            return refuse(value, path, problems);
         };
-        let read: Vec<_> = lists.iter().map(|l| axes(l, path, problems)).collect();
-        if let Some(read) = read.into_iter().collect() {
-            self.0 = read;
-        }
+        let read: Vec<_> = lists.iter().map(|l| parse_all(l, path, problems)).collect();
+        read.into_iter().collect::<Option<_>>().map(DataSharding)
     }
     fn show(&self) -> Value {
         self.0
@@ -448,6 +404,25 @@ impl AxisRule {
             mesh: mesh.to_vec(),
         }
     }
+
+    fn parse(item: &Value, path: &str, problems: &mut Problems) -> Option<Self> {
+        let Some([Value::String(logical), on]) = item.as_array().map(Vec::as_slice) else {
+            let problem = wrong_type("a pair [logical axis, mesh axes]", item);
+            problems.push((path.to_owned(), problem));
+            return None;
+        };
+        let mesh = match on {
+            Value::Null => Vec::new(),
+            // Python's None, which is a plain string to YAML.
+            Value::String(s) if s == "None" => Vec::new(),
+            Value::Array(names) => parse_all(names, path, problems)?,
+            one => vec![MeshAxis::parse(one, path, problems)?],
+        };
+        Some(AxisRule {
+            logical: logical.clone(),
+            mesh,
+        })
+    }
 }
 
 /// The rules in order of precedence.
@@ -457,38 +432,15 @@ pub struct AxisRules(pub Vec<AxisRule>);
 impl Field for AxisRules {
     const TY: Ty = Ty::List("list of [logical axis, mesh axis or list of mesh axes or null]");
 
-    fn read(&mut self, value: &Value, path: &str, problems: &mut Problems) {
+    fn parse(value: &Value, path: &str, problems: &mut Problems) -> Option<Self> {
         let Some(items) = value.as_array() else {
-            problems.push((path.to_owned(), wrong_type(Self::TY, value)));
-            return;
+            return refuse(value, path, problems);
         };
-        let before = problems.len();
-        let mut rules = Vec::with_capacity(items.len());
-        for item in items {
-            let Some([Value::String(logical), on]) = item.as_array().map(Vec::as_slice) else {
-                problems.push((
-                    path.to_owned(),
-                    wrong_type("a pair [logical axis, mesh axes]", item),
-                ));
-                continue;
-            };
-            let mesh = match on {
-                Value::Null => Some(Vec::new()),
-                // Python's None, which is a plain string to YAML.
-                Value::String(s) if s == "None" => Some(Vec::new()),
-                Value::Array(names) => axes(names, path, problems),
-                one => axis(one, path, problems).map(|a| vec![a]),
-            };
-            if let Some(mesh) = mesh {
-                rules.push(AxisRule {
-                    logical: logical.clone(),
-                    mesh,
-                });
-            }
-        }
-        if problems.len() == before {
-            self.0 = rules;
-        }
+        let read: Vec<_> = items
+            .iter()
+            .map(|item| AxisRule::parse(item, path, problems))
+            .collect();
+        read.into_iter().collect::<Option<_>>().map(AxisRules)
     }
     fn show(&self) -> Value {
         self.0
@@ -516,51 +468,47 @@ pub struct QuantRule {
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct QuantRules(pub Vec<QuantRule>);
 
+impl QuantRule {
+    fn parse(item: &Value, path: &str, problems: &mut Problems) -> Option<Self> {
+        let Some(map) = item.as_object() else {
+            let problem = wrong_type("a dict {path: pattern, dtype: int8 or none}", item);
+            problems.push((path.to_owned(), problem));
+            return None;
+        };
+        let before = problems.len();
+        for name in map
+            .keys()
+            .filter(|n| !["path", "dtype"].contains(&n.as_str()))
+        {
+            let nearest = nearest(name, ["path", "dtype"]);
+            problems.push((join(path, name), Problem::UnknownKey { nearest }));
+        }
+        let given = |name: &str| map.get(name).unwrap_or(&Value::Null);
+        let pattern = String::parse(given("path"), &join(path, "path"), problems);
+        let dtype = match map.get("dtype") {
+            Some(Value::Null) => Some(QuantRuleType::None),
+            _ => QuantRuleType::parse(given("dtype"), &join(path, "dtype"), problems),
+        };
+        let rule = QuantRule {
+            path: pattern?,
+            dtype: dtype?,
+        };
+        (problems.len() == before).then_some(rule)
+    }
+}
+
 impl Field for QuantRules {
     const TY: Ty = Ty::List("list of {path: pattern, dtype: int8 or none}");
 
-    fn read(&mut self, value: &Value, path: &str, problems: &mut Problems) {
+    fn parse(value: &Value, path: &str, problems: &mut Problems) -> Option<Self> {
         let Some(items) = value.as_array() else {
-            problems.push((path.to_owned(), wrong_type(Self::TY, value)));
-            return;
+            return refuse(value, path, problems);
         };
-        let before = problems.len();
-        let mut rules = Vec::with_capacity(items.len());
-        for item in items {
-            let Some(map) = item.as_object() else {
-                problems.push((
-                    path.to_owned(),
-                    wrong_type("a dict {path: pattern, dtype: int8 or none}", item),
-                ));
-                continue;
-            };
-            for name in map
-                .keys()
-                .filter(|n| !["path", "dtype"].contains(&n.as_str()))
-            {
-                let nearest = nearest(name, ["path", "dtype"]);
-                problems.push((join(path, name), Problem::UnknownKey { nearest }));
-            }
-            let missing = Value::Null;
-            let mut pattern = String::new();
-            pattern.read(
-                map.get("path").unwrap_or(&missing),
-                &join(path, "path"),
-                problems,
-            );
-            let mut dtype = QuantRuleType::None;
-            match map.get("dtype") {
-                Some(Value::Null) => {}
-                found => dtype.read(found.unwrap_or(&missing), &join(path, "dtype"), problems),
-            }
-            rules.push(QuantRule {
-                path: pattern,
-                dtype,
-            });
-        }
-        if problems.len() == before {
-            self.0 = rules;
-        }
+        let read: Vec<_> = items
+            .iter()
+            .map(|item| QuantRule::parse(item, path, problems))
+            .collect();
+        read.into_iter().collect::<Option<_>>().map(QuantRules)
     }
     fn show(&self) -> Value {
         self.0
@@ -577,11 +525,9 @@ pub struct FreeDict(pub Map<String, Value>);
 impl Field for FreeDict {
     const TY: Ty = Ty::Free;
 
-    fn read(&mut self, value: &Value, path: &str, problems: &mut Problems) {
-        match value {
-            Value::Object(map) => map.clone_into(&mut self.0),
-            other => problems.push((path.to_owned(), wrong_type(Self::TY, other))),
-        }
+    fn parse(value: &Value, path: &str, problems: &mut Problems) -> Option<Self> {
+        let dict = value.as_object().cloned().map(FreeDict);
+        dict.or_else(|| refuse(value, path, problems))
     }
     fn show(&self) -> Value {
         Value::Object(self.0.clone())
@@ -595,11 +541,9 @@ pub struct FreeList(pub Vec<Value>);
 impl Field for FreeList {
     const TY: Ty = Ty::List("list");
 
-    fn read(&mut self, value: &Value, path: &str, problems: &mut Problems) {
-        match value {
-            Value::Array(items) => items.clone_into(&mut self.0),
-            other => problems.push((path.to_owned(), wrong_type(Self::TY, other))),
-        }
+    fn parse(value: &Value, path: &str, problems: &mut Problems) -> Option<Self> {
+        let list = value.as_array().cloned().map(FreeList);
+        list.or_else(|| refuse(value, path, problems))
     }
     fn show(&self) -> Value {
         Value::Array(self.0.clone())
@@ -619,32 +563,32 @@ pub enum ModelConfig {
 }
 
 impl ModelConfig {
-    fn read_known(
-        &mut self,
+    fn parse_known(
         what: &'static str,
         known: &[&str],
         value: &Value,
         path: &str,
         problems: &mut Problems,
-    ) {
+    ) -> Option<Self> {
         match value {
-            Value::Null => *self = ModelConfig::Unset,
-            Value::String(s) if s.is_empty() => *self = ModelConfig::Unset,
-            Value::String(s) => *self = ModelConfig::Path(s.clone()),
+            Value::Null => Some(ModelConfig::Unset),
+            Value::String(s) if s.is_empty() => Some(ModelConfig::Unset),
+            Value::String(s) => Some(ModelConfig::Path(s.clone())),
             Value::Object(map) => {
                 for name in map.keys().filter(|n| !known.contains(&n.as_str())) {
                     let nearest = nearest(name, known.iter().copied());
                     problems.push((join(path, name), Problem::UnknownKey { nearest }));
                 }
-                *self = ModelConfig::Inline(map.clone());
+                Some(ModelConfig::Inline(map.clone()))
             }
-            other => problems.push((
-                path.to_owned(),
-                Problem::WrongType {
+            other => {
+                let problem = Problem::WrongType {
                     expected: what.to_owned(),
                     found: describe(other),
-                },
-            )),
+                };
+                problems.push((path.to_owned(), problem));
+                None
+            }
         }
     }
 
@@ -667,8 +611,8 @@ macro_rules! model_config {
         impl Field for $name {
             const TY: Ty = Ty::Model($what);
 
-            fn read(&mut self, value: &Value, path: &str, problems: &mut Problems) {
-                self.0.read_known($what, $known, value, path, problems);
+            fn parse(value: &Value, path: &str, problems: &mut Problems) -> Option<Self> {
+                ModelConfig::parse_known($what, $known, value, path, problems).map($name)
             }
             fn show(&self) -> Value {
                 self.0.shown()

@@ -199,7 +199,7 @@ mod tests {
     #[test]
     fn keys_need_the_samplers_that_read_them() {
         for sampler in config::Sampler::ALL {
-            let kind = kind(*sampler);
+            let kind = kind(sampler);
             // `steps_offset` needs `timestep_spacing=leading`, which says as much.
             for name in scheduler_fields(&Config::default()).keys() {
                 // Training reads these with any sampler.

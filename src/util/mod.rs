@@ -1,0 +1,6 @@
+//! What every module may use.
+
+mod named;
+
+pub use named::Named;
+pub(crate) use named::named;
