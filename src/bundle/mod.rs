@@ -4,18 +4,19 @@
 //! its plugin serialized it (the payload), and a SHA-256 of both. It holds no code of this project and nothing that
 //! is executed by reading it. See [`frame`] for the bytes.
 
-mod files;
 pub mod frame;
 
 use std::collections::BTreeMap;
+use std::fs;
+use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::report::Memory;
+use crate::util::files::{self, Existing, parent_of};
 
-pub use files::check_writable;
 pub use frame::FrameError;
 
 /// Why a bundle could not be written, read or used.
@@ -28,7 +29,7 @@ pub enum BundleError {
         action: &'static str,
         path: PathBuf,
         #[source]
-        source: std::io::Error,
+        source: io::Error,
     },
     #[error("{}: {source}", path.display())]
     Damaged {
@@ -156,7 +157,12 @@ impl Bundle {
     /// # Errors
     /// [`BundleError::Exists`], and what the file system refuses.
     pub fn write(&self, path: &Path) -> Result<(), BundleError> {
-        files::write(path, &frame::encode(&self.header, &self.payload))
+        create_parent(path)?;
+        let bytes = frame::encode(&self.header, &self.payload);
+        files::write(path, &bytes, Existing::Refuse).map_err(|error| match error.kind() {
+            ErrorKind::AlreadyExists => exists(path),
+            _ => failed("write", path)(error),
+        })
     }
 
     /// Reads a file and verifies its lengths and its SHA-256.
@@ -164,7 +170,7 @@ impl Bundle {
     /// # Errors
     /// [`BundleError::Damaged`] says what is wrong with the file.
     pub fn read(path: &Path) -> Result<Self, BundleError> {
-        let bytes = files::read(path)?;
+        let bytes = fs::read(path).map_err(failed("read", path))?;
         frame::decode(&bytes).map_err(|source| BundleError::Damaged {
             path: path.to_owned(),
             source,
@@ -199,6 +205,38 @@ impl Header {
         );
         differences.retain(|d| d.field.split('.').next() != Some("memory"));
         differences
+    }
+}
+
+/// Fails now where [`Bundle::write`] would fail later: when the file exists, or its folder cannot be made or written.
+///
+/// # Errors
+/// As [`Bundle::write`].
+pub fn check_writable(path: &Path) -> Result<(), BundleError> {
+    if path.symlink_metadata().is_ok() {
+        return Err(exists(path));
+    }
+    create_parent(path)?;
+    files::check_writable(parent_of(path)).map_err(failed("write", path))
+}
+
+fn create_parent(path: &Path) -> Result<(), BundleError> {
+    let folder = parent_of(path);
+    fs::create_dir_all(folder).map_err(failed("create the folder", folder))
+}
+
+fn exists(path: &Path) -> BundleError {
+    BundleError::Exists {
+        path: path.to_owned(),
+    }
+}
+
+fn failed(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> BundleError {
+    let path = path.to_owned();
+    move |source| BundleError::Io {
+        action,
+        path,
+        source,
     }
 }
 

@@ -2,8 +2,6 @@
 //!
 //! With `compile_topology` it is the program of that topology's mesh, with its shardings.
 
-use std::fs::OpenOptions;
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Instant;
@@ -20,6 +18,7 @@ use crate::recipe;
 use crate::shard::{DeviceDescription, Mesh, ShardPlan};
 use crate::target::for_cpu;
 use crate::train::step;
+use crate::util::files::{self, Existing};
 
 use super::{CliError, RecipeArgs, notices, print};
 
@@ -183,19 +182,14 @@ fn mesh(config: &Config) -> Result<Mesh, CliError> {
 /// # Errors
 /// When it exists, or cannot be written.
 pub fn write_new(path: &Path, bytes: &[u8]) -> Result<(), CliError> {
-    let mut file = OpenOptions::new()
-        .write(true)
-        .create_new(true)
-        .open(path)
-        .map_err(|e| match e.kind() {
-            std::io::ErrorKind::AlreadyExists => CliError::Usage(format!(
-                "{}: exists already; choose another name or remove it",
-                path.display()
-            )),
-            _ => CliError::failed(std::io::Error::new(
-                e.kind(),
-                format!("{}: {e}", path.display()),
-            )),
-        })?;
-    file.write_all(bytes).map_err(CliError::failed)
+    files::write(path, bytes, Existing::Refuse).map_err(|e| match e.kind() {
+        std::io::ErrorKind::AlreadyExists => CliError::Usage(format!(
+            "{}: exists already; choose another name or remove it",
+            path.display()
+        )),
+        _ => CliError::failed(std::io::Error::new(
+            e.kind(),
+            format!("{}: {e}", path.display()),
+        )),
+    })
 }

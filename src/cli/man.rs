@@ -1,7 +1,7 @@
 //! `man`: the program's help as pages for `man`.
 
-use std::fs::{self, OpenOptions};
-use std::io::{self, Write};
+use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -10,6 +10,7 @@ use clap_mangen::Man;
 use clap_mangen::roff::{Roff, roman};
 
 use super::{CliError, print};
+use crate::util::files::{self, Existing};
 
 /// `man ...`
 #[derive(Debug, Args)]
@@ -56,24 +57,16 @@ pub fn run(args: &ManArgs, command: Command) -> Result<ExitCode, CliError> {
         CliError::failed(io::Error::new(e.kind(), format!("{}: {e}", path.display())))
     };
     fs::create_dir_all(dir).map_err(|e| failed(dir, e))?;
+    let existing = match args.replace {
+        true => Existing::Replace,
+        false => Existing::Refuse,
+    };
     for page in &pages {
         let path = dir.join(&page.name);
-        write(&path, &page.text, args.replace).map_err(|e| failed(&path, e))?;
+        files::write(&path, &page.text, existing).map_err(|e| failed(&path, e))?;
         print(&path.display().to_string())?;
     }
     Ok(ExitCode::SUCCESS)
-}
-
-fn write(path: &Path, text: &[u8], replace: bool) -> io::Result<()> {
-    let mut file = match replace {
-        true => OpenOptions::new()
-            .write(true)
-            .create(true)
-            .truncate(true)
-            .open(path)?,
-        false => OpenOptions::new().write(true).create_new(true).open(path)?,
-    };
-    file.write_all(text)
 }
 
 /// The page of a command, then those of its subcommands.

@@ -5,8 +5,6 @@
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
-use std::fs::OpenOptions;
-use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Instant;
@@ -28,6 +26,7 @@ use crate::quant::{self, Decision, Policy};
 use crate::recipe;
 use crate::runtime::{Array, Program, ProgramOptions, Value};
 use crate::shape::Shape;
+use crate::util::files::{Access, AtomicFile, Durability, Existing, check_writable, parent_of};
 use crate::weights::save::FilePlan;
 use crate::weights::{Checkpoint, TensorSpec, WeightsError, cast, match_parameters};
 
@@ -633,16 +632,12 @@ fn check_output(path: &Path) -> Result<(), CliError> {
     if path.symlink_metadata().is_ok() {
         return Err(exists(path));
     }
-    let folder = match path.parent() {
-        Some(parent) if !parent.as_os_str().is_empty() => parent,
-        _ => Path::new("."),
-    };
-    rustix::fs::access(folder, rustix::fs::Access::WRITE_OK).map_err(|e| {
+    let folder = parent_of(path);
+    check_writable(folder).map_err(|e| {
         CliError::Usage(format!(
-            "{}: cannot be written: {}: {}",
+            "{}: cannot be written: {}: {e}",
             path.display(),
             folder.display(),
-            std::io::Error::from(e)
         ))
     })
 }
@@ -661,25 +656,15 @@ fn write_outputs(
             source,
         })
     };
-    let file = OpenOptions::new()
-        .write(true)
-        .create_new(true)
-        .open(path)
+    let mut file = AtomicFile::create(path, Access::Umask).map_err(io)?;
+    plan.write(path, &mut file, |spec| {
+        let found = outputs.iter().find(|(s, _)| s.name == spec.name);
+        Ok(Cow::Borrowed(found.map_or(&[][..], |(_, t)| &t.data)))
+    })
+    .map_err(CliError::failed)?;
+    file.commit(path, Existing::Refuse, Durability::Synced)
         .map_err(|e| match e.kind() {
             std::io::ErrorKind::AlreadyExists => exists(path),
             _ => io(e),
-        })?;
-    let mut out = BufWriter::new(file);
-    let written = plan
-        .write(path, &mut out, |spec| {
-            let found = outputs.iter().find(|(s, _)| s.name == spec.name);
-            Ok(Cow::Borrowed(found.map_or(&[][..], |(_, t)| &t.data)))
         })
-        .map_err(CliError::failed)
-        .and_then(|()| out.flush().map_err(io));
-    if written.is_err() {
-        // The error is what to report; the file was made here.
-        let _ = std::fs::remove_file(path);
-    }
-    written
 }

@@ -3,13 +3,12 @@
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
-use std::io::{self, ErrorKind, Read, Write};
-use std::os::unix::fs::symlink;
+use std::io::{self, ErrorKind, Read};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::name::{is_commit, is_safe_path};
 use super::{HubError, RepoId, Result, Revision};
+use crate::util::files::{self, Existing, open_lock, replace_link};
 
 /// More than any of the files that are read to find out which others are needed.
 const LARGEST_READ: u64 = 64 << 20;
@@ -111,14 +110,8 @@ impl RepoCache {
         }
         let path = self.dir.join("refs").join(revision.as_str());
         create_parent(&path)?;
-        let staged = beside(&path);
-        File::create(&staged)
-            .and_then(|mut file| file.write_all(commit.as_bytes()))
-            .and_then(|()| fs::rename(&staged, &path))
-            .map_err(|source| {
-                let _ = fs::remove_file(&staged);
-                io_error("write", &path, source)
-            })
+        files::write(&path, commit.as_bytes(), Existing::Replace)
+            .map_err(|source| io_error("write", &path, source))
     }
 
     /// Shows a blob under its name in a snapshot.
@@ -128,11 +121,7 @@ impl RepoCache {
         create_parent(&path)?;
         // Relative, so that the cache may be moved: out of the folders of the name, the commit and `snapshots`.
         let up = "../".repeat(name.split('/').count() + 1);
-        let staged = beside(&path);
-        let linked = match symlink(format!("{up}blobs/{etag}"), &staged) {
-            Ok(()) => fs::rename(&staged, &path).inspect_err(|_| {
-                let _ = fs::remove_file(&staged);
-            }),
+        let linked = match replace_link(&path, Path::new(&format!("{up}blobs/{etag}"))) {
             // A file system without links: the file itself, as huggingface_hub does there.
             Err(error)
                 if matches!(
@@ -142,7 +131,7 @@ impl RepoCache {
             {
                 fs::rename(self.blob(etag), &path)
             }
-            Err(error) => Err(error),
+            linked => linked,
         };
         linked.map_err(|source| io_error("write", &path, source))
     }
@@ -152,11 +141,7 @@ impl RepoCache {
     pub fn lock(&self, etag: &str) -> Result<File> {
         let path = self.locks.join(format!("{etag}.lock"));
         create_parent(&path)?;
-        File::options()
-            .create(true)
-            .truncate(false)
-            .write(true)
-            .open(&path)
+        open_lock(&path)
             .and_then(|file| file.lock().map(|()| file))
             .map_err(|source| io_error("lock", &path, source))
     }
@@ -188,14 +173,6 @@ pub(super) fn io_error(action: &'static str, path: &Path, source: io::Error) -> 
 pub(super) fn create_parent(path: &Path) -> Result<()> {
     let parent = path.parent().unwrap_or(path);
     fs::create_dir_all(parent).map_err(|source| io_error("create", parent, source))
-}
-
-/// A name for what is to replace `path` when it is whole, another for every call in every process.
-fn beside(path: &Path) -> PathBuf {
-    let name = path.file_name().unwrap_or_default().to_string_lossy();
-    static COUNT: AtomicUsize = AtomicUsize::new(0);
-    let count = COUNT.fetch_add(1, Ordering::Relaxed);
-    path.with_file_name(format!(".{name}.{}.{count}", std::process::id()))
 }
 
 /// The files below a folder, with slashes; links count as what they lead to.

@@ -10,7 +10,7 @@ use sha2::{Digest, Sha256};
 use super::cache::{self, RepoCache, create_parent, io_error};
 use super::client::{Client, Failure, FileInfo, transient};
 use super::{HubError, Progress, RepoId, Result};
-use crate::weights::save::free_space;
+use crate::util::files::{free_space, is_full};
 
 /// Bytes read at once.
 const BLOCK: usize = 1 << 18;
@@ -262,15 +262,11 @@ impl<'a> Download<'a> {
                     Err(error) if error.kind() == ErrorKind::Interrupted => continue,
                     Err(error) => return Err(transient(&error)),
                 };
-                part.write(&block[..read]).map_err(|source| {
-                    use ErrorKind::{FileTooLarge, QuotaExceeded, StorageFull};
-                    match source.kind() {
-                        StorageFull | QuotaExceeded | FileTooLarge => {
-                            self.disk_full(info.size.saturating_sub(part.length), None)
-                        }
-                        _ => io_error("write", &path, source),
-                    }
-                })?;
+                part.write(&block[..read])
+                    .map_err(|source| match is_full(&source) {
+                        true => self.disk_full(info.size.saturating_sub(part.length), None),
+                        false => io_error("write", &path, source),
+                    })?;
                 self.received += read as u64;
                 at(part.length);
                 if part.length > info.size {

@@ -3,13 +3,15 @@
 mod settings;
 mod web_ui;
 
-use std::fs::{self, OpenOptions};
+use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use font8x8::UnicodeFonts;
 use image::imageops::{self, FilterType};
 use image::{Rgb, RgbImage};
+
+use crate::util::files::{Access, AtomicFile, Durability, Existing, check_writable, is_full};
 
 pub use settings::{GenerationSettings, Recorded, read_recorded};
 pub use web_ui::{WebSampler, WebSettings};
@@ -64,12 +66,9 @@ pub enum ImageFileError {
 
 /// What to do about a disk that takes no more.
 fn advice(error: &std::io::Error) -> &'static str {
-    use std::io::ErrorKind::{FileTooLarge, QuotaExceeded, StorageFull};
-    match error.kind() {
-        StorageFull | QuotaExceeded | FileTooLarge => {
-            "; free some space, or set output_dir to a folder on another disk"
-        }
-        _ => "",
+    match is_full(error) {
+        true => "; free some space, or set output_dir to a folder on another disk",
+        false => "",
     }
 }
 
@@ -83,23 +82,9 @@ pub fn prepare_output_dir(path: &Path) -> Result<(), ImageFileError> {
         path: path.to_owned(),
         source,
     };
-    fs::create_dir_all(path).map_err(error)?;
-    let mut attempt = 0u32;
-    loop {
-        let probe = path.join(format!(".write-test-{}-{attempt}", std::process::id()));
-        match OpenOptions::new().write(true).create_new(true).open(&probe) {
-            Ok(mut file) => {
-                let written = file.write_all(b"x").and_then(|()| file.sync_all());
-                drop(file);
-                let removed = fs::remove_file(&probe);
-                return written.and(removed).map_err(error);
-            }
-            Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists && attempt < 100 => {
-                attempt += 1;
-            }
-            Err(e) => return Err(error(e)),
-        }
-    }
+    fs::create_dir_all(path)
+        .and_then(|()| check_writable(path))
+        .map_err(error)
 }
 
 /// Writes a picture as `{stem}-00001.png`, or under the next number that is free; the number
@@ -129,19 +114,14 @@ pub fn write_numbered(
         message: e.to_string(),
     })?;
     let mut number = 1 + largest_number(dir, stem).map_err(|e| write_error(dir, e))?;
+    let name = |number: u64| dir.join(format!("{stem}-{number:05}.png"));
+    let first = name(number);
+    let mut file = AtomicFile::create(&first, Access::Umask).map_err(|e| write_error(&first, e))?;
+    file.write_all(&bytes).map_err(|e| write_error(&first, e))?;
     loop {
-        let path = dir.join(format!("{stem}-{number:05}.png"));
-        match OpenOptions::new().write(true).create_new(true).open(&path) {
-            Ok(mut file) => {
-                let written = file.write_all(&bytes).and_then(|()| file.sync_all());
-                drop(file);
-                if let Err(source) = written {
-                    // The file is ours and incomplete; the write error is the one to report.
-                    let _ = fs::remove_file(&path);
-                    return Err(write_error(&path, source));
-                }
-                return Ok(path);
-            }
+        let path = name(number);
+        match file.commit(&path, Existing::Refuse, Durability::Synced) {
+            Ok(()) => return Ok(path),
             Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists => number += 1,
             Err(e) => return Err(write_error(&path, e)),
         }

@@ -24,6 +24,8 @@ use files::{
 };
 use recipe::{RECIPES, Recipe, recipe_for, source_of};
 
+use crate::util::files::write_synced;
+
 mod build;
 mod files;
 mod recipe;
@@ -554,11 +556,8 @@ fn write_manifest(folder: &Path, manifest: &Manifest) -> Result<()> {
         path: path.clone(),
         reason: error.to_string(),
     })?;
-    let written = File::create(&path).and_then(|mut file| {
-        file.write_all(text.as_bytes())?;
-        file.sync_all()
-    });
-    written.map_err(|source| write_error(&path, 0, source))
+    write_synced(&path, |out| out.write_all(text.as_bytes()))
+        .map_err(|source| write_error(&path, 0, source))
 }
 
 #[cfg(test)]

@@ -4,16 +4,17 @@
 //! date, only unused. What cannot be read is compiled and written anew; what cannot be written is not kept: the cache
 //! makes a start faster or has no effect, and it never makes one fail.
 
-use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::fs::{self, DirBuilder, File};
 use std::io::{self, Read, Write};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, SystemTime};
 
 use sha2::{Digest, Sha256};
 
 use crate::pjrt::{Client, CompileOptions, ErrorCode, LoadedExecutable, PjrtError};
+use crate::util::files::{Access, AtomicFile, Durability, Existing, is_partial};
 
 /// Starts every file. Together with [`VERSION`] it keeps other files and other layouts from being taken for programs.
 const MAGIC: &[u8; 8] = b"mxdfprog";
@@ -22,7 +23,6 @@ const VERSION: u32 = 1;
 /// Magic, version, key, length of the program, SHA-256 of the program.
 const HEADER: usize = 8 + 4 + 32 + 8 + 32;
 const EXTENSION: &str = "program";
-const UNFINISHED: &str = "unfinished";
 /// An unfinished file this old was left by a process that ended; writing one takes seconds.
 const ABANDONED: Duration = Duration::from_secs(24 * 3600);
 
@@ -174,28 +174,15 @@ impl ExecutableCache {
             .mode(0o700)
             .create(&self.dir)
             .map_err(io_error("make the folder", &self.dir))?;
-        static COUNT: AtomicU64 = AtomicU64::new(0);
-        let unfinished = self.dir.join(format!(
-            "{}-{}-{}.{UNFINISHED}",
-            key.hex(),
-            std::process::id(),
-            COUNT.fetch_add(1, Ordering::Relaxed)
-        ));
         let path = self.path(key);
-        let written = OpenOptions::new()
-            .write(true)
-            .create_new(true)
-            .mode(0o600)
-            .open(&unfinished)
+        AtomicFile::create(&path, Access::Owner)
             .and_then(|mut file| {
                 file.write_all(&header(key, program))?;
-                file.write_all(program)
+                file.write_all(program)?;
+                // A file that a crash of the machine cut short is found by its SHA-256 and made again.
+                file.commit(&path, Existing::Replace, Durability::Unsynced)
             })
-            .and_then(|()| fs::rename(&unfinished, &path));
-        if let Err(error) = written {
-            let _ = fs::remove_file(&unfinished);
-            return Err(io_error("write", &path)(error));
-        }
+            .map_err(io_error("write", &path))?;
         self.evict(&path);
         Ok(())
     }
@@ -243,8 +230,7 @@ impl ExecutableCache {
             if has_extension(&path, EXTENSION) {
                 total += metadata.len();
                 programs.push((used, metadata.len(), path));
-            } else if has_extension(&path, UNFINISHED)
-                && now.duration_since(used).is_ok_and(|age| age > ABANDONED)
+            } else if is_partial(&path) && now.duration_since(used).is_ok_and(|age| age > ABANDONED)
             {
                 let _ = fs::remove_file(path);
             }

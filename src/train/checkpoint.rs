@@ -9,7 +9,7 @@
 //!     optimizer.safetensors     whatever else the run names
 //!     state.json                step, seeds, data position, configuration
 //!     manifest.json             size and sha256 of every other file
-//!   step-00002000.tmp-4711/     left by a process that was killed while saving
+//!   step-00002000.tmp-4711-x7Qa2K/   left by process 4711, killed while saving
 //! ```
 //!
 //! A checkpoint is written into a folder with a temporary name, made durable file by file, the
@@ -22,14 +22,16 @@ mod state;
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
-use std::fs::{self, File, OpenOptions};
+use std::ffi::OsStr;
+use std::fs::{self, File};
 use std::io::{self, BufWriter, Read, Write};
 use std::path::{Path, PathBuf};
 
 use rayon::prelude::*;
 use sha2::{Digest, Sha256};
 
-use crate::weights::save::{FilePlan, check_free_space, sync_dir, write_error};
+use crate::util::files::{AtomicDir, check_writable, sync_dir, write_synced};
+use crate::weights::save::{FilePlan, check_free_space, write_error};
 use crate::weights::{Checkpoint, FetchError, TensorSpec, WeightsError};
 use lock::Lock;
 pub use state::{FieldMismatch, ResumeMismatch, TrainState, config_sha256};
@@ -95,14 +97,7 @@ impl CheckpointWriter {
     pub fn open(root: &Path) -> Result<Self, CheckpointError> {
         fs::create_dir_all(root).map_err(|e| io_error(root, e))?;
         let lock = Lock::take(root)?;
-        let probe = root.join(format!(".probe.tmp-{}", std::process::id()));
-        match fs::create_dir(&probe) {
-            // Left by a killed process that had the same id.
-            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Ok(()),
-            made => made,
-        }
-        .and_then(|()| fs::remove_dir(&probe))
-        .map_err(|e| io_error(root, e))?;
+        check_writable(root).map_err(|e| io_error(root, e))?;
         Ok(CheckpointWriter {
             root: root.to_owned(),
             lock,
@@ -134,13 +129,16 @@ impl CheckpointWriter {
     ) -> Result<PathBuf, CheckpointError> {
         let reserved = [STATE_FILE, Manifest::FILE];
         check_paths(files.iter().map(|f| f.path.as_str()), &reserved)?;
-        let temp = TempDir::create(&self.root, state.step)?;
-        let manifest = write_files(&temp.path, state, files)?;
-        durable_file(&temp.path.join(Manifest::FILE), 0, |out| {
+        let name = folder_name(state.step, 0);
+        let prefix = format!("{name}.tmp-{}-", std::process::id());
+        let temp = AtomicDir::create_as(&self.root.join(name), OsStr::new(&prefix), "")
+            .map_err(|e| io_error(&self.root, e))?;
+        let manifest = write_files(temp.path(), state, files)?;
+        durable_file(&temp.path().join(Manifest::FILE), 0, |out| {
             Ok(out.write_all(manifest.to_text().as_bytes())?)
         })?;
-        sync_tree(&temp.path).map_err(|e| io_error(&temp.path, e))?;
-        let dir = temp.commit(&self.root, state.step)?;
+        sync_tree(temp.path()).map_err(|e| io_error(temp.path(), e))?;
+        let dir = commit(temp, &self.root, state.step)?;
         self.committed.push(dir.clone());
         Ok(dir)
     }
@@ -171,63 +169,23 @@ impl CheckpointWriter {
     }
 }
 
-/// A folder that goes away unless it is committed.
-struct TempDir {
-    path: PathBuf,
-    committed: bool,
-}
-
-impl TempDir {
-    fn create(root: &Path, step: u64) -> Result<Self, CheckpointError> {
-        let pid = std::process::id();
-        let mut number = 0;
-        loop {
-            let name = match number {
-                0 => format!("{PREFIX}{step:08}.tmp-{pid}"),
-                n => format!("{PREFIX}{step:08}.tmp-{pid}-{n}"),
-            };
-            let path = root.join(name);
-            match fs::create_dir(&path) {
-                Ok(()) => {
-                    return Ok(TempDir {
-                        path,
-                        committed: false,
-                    });
-                }
-                // Left by a killed process that had the same id.
-                Err(e) if e.kind() == io::ErrorKind::AlreadyExists => number += 1,
-                Err(e) => return Err(io_error(&path, e)),
-            }
-        }
-    }
-
-    fn commit(mut self, root: &Path, step: u64) -> Result<PathBuf, CheckpointError> {
-        let mut number = 0;
-        loop {
-            let name = match number {
-                0 => format!("{PREFIX}{step:08}"),
-                n => format!("{PREFIX}{step:08}-{n}"),
-            };
-            let dir = root.join(name);
-            // The lock keeps others from making that name between the look and the rename; a rename
-            // onto a folder with content fails besides.
-            if dir.symlink_metadata().is_ok() {
-                number += 1;
-                continue;
-            }
-            fs::rename(&self.path, &dir).map_err(|e| io_error(&dir, e))?;
-            self.committed = true;
-            sync_dir(root).map_err(|e| io_error(root, e))?;
-            return Ok(dir);
-        }
+/// The name of a step's checkpoint; those after the first of a step are numbered.
+fn folder_name(step: u64, number: u64) -> String {
+    match number {
+        0 => format!("{PREFIX}{step:08}"),
+        n => format!("{PREFIX}{step:08}-{n}"),
     }
 }
 
-impl Drop for TempDir {
-    fn drop(&mut self) {
-        if !self.committed {
-            // Best effort: the error that led here is the one to report.
-            let _ = fs::remove_dir_all(&self.path);
+/// Gives a complete checkpoint the first name of its step that is free.
+fn commit(mut temp: AtomicDir, root: &Path, step: u64) -> Result<PathBuf, CheckpointError> {
+    let mut number = 0;
+    loop {
+        let dir = root.join(folder_name(step, number));
+        match temp.commit(&dir) {
+            Ok(()) => return Ok(dir),
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => number += 1,
+            Err(e) => return Err(io_error(&dir, e)),
         }
     }
 }
@@ -276,21 +234,18 @@ impl From<io::Error> for WriteFailure {
 fn durable_file(
     path: &Path,
     needed: u64,
-    write: impl FnOnce(&mut Hashing<BufWriter<File>>) -> Result<(), WriteFailure>,
+    write: impl FnOnce(&mut Hashing<&mut BufWriter<File>>) -> Result<(), WriteFailure>,
 ) -> Result<(u64, String), CheckpointError> {
-    let written = || -> Result<(u64, String), WriteFailure> {
-        let file = OpenOptions::new().write(true).create_new(true).open(path)?;
+    let written = write_synced(path, |inner| {
         let mut out = Hashing {
-            inner: BufWriter::with_capacity(1 << 20, file),
+            inner,
             sha256: Sha256::new(),
             bytes: 0,
         };
         write(&mut out)?;
-        out.flush()?;
-        out.inner.get_ref().sync_all()?;
         Ok((out.bytes, hex(&out.sha256.finalize())))
-    };
-    written().map_err(|failure| match failure {
+    });
+    written.map_err(|failure| match failure {
         WriteFailure::Io(source) => write_error(path, needed, source).into(),
         WriteFailure::Weights(error) => error.into(),
     })
@@ -604,7 +559,8 @@ fn parse_name(name: &str) -> Name {
         return Name::Other;
     };
     if let Some((_, suffix)) = rest.split_once('.') {
-        return if let Some(pid) = suffix.strip_prefix("tmp-") {
+        return if let Some(owner) = suffix.strip_prefix("tmp-") {
+            let pid = owner.split_once('-').map_or(owner, |(pid, _)| pid);
             Name::Unfinished {
                 reason: format!(
                     "not committed: process {pid} was stopped while saving it, or still is; safe to delete when it has ended"

@@ -1,5 +1,6 @@
-//! What every module may use.
+//! What every other module may use, and what uses none of them.
 
+pub mod files;
 mod named;
 
 pub use named::Named;

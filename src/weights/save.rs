@@ -2,15 +2,15 @@
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
-use std::ffi::OsString;
-use std::fs::{self, File, OpenOptions};
-use std::io::{self, BufWriter, ErrorKind, Write};
-use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::io::{self, Write};
+use std::path::Path;
 
 use super::{WeightsError, header};
 use crate::dtype::DType;
 use crate::shape::Shape;
+use crate::util::files::{
+    Access, AtomicFile, Durability, Existing, free_space, is_full, parent_of,
+};
 
 /// What a tensor's source may fail with.
 pub type FetchError = Box<dyn std::error::Error + Send + Sync>;
@@ -72,9 +72,10 @@ pub fn save_streaming<'a>(
     let plan = FilePlan::new(path, specs, metadata)?;
     check_free_space(path, parent_of(path), plan.bytes)?;
     let io = |source| write_error(path, plan.bytes, source);
-    let mut file = AtomicFile::create(path).map_err(io)?;
-    plan.write(path, &mut file.out, fetch)?;
-    file.commit().map_err(io)
+    let mut file = AtomicFile::create(path, Access::Umask).map_err(io)?;
+    plan.write(path, &mut file, fetch)?;
+    file.commit(path, Existing::Replace, Durability::Synced)
+        .map_err(io)
 }
 
 /// The header and order of a file about to be written.
@@ -137,70 +138,6 @@ impl<'a> FilePlan<'a> {
     }
 }
 
-/// A file that appears under its name when it is complete and on disk. Dropped before that, it
-/// leaves nothing behind.
-pub(crate) struct AtomicFile {
-    target: PathBuf,
-    temp: PathBuf,
-    pub out: BufWriter<File>,
-    committed: bool,
-}
-
-impl AtomicFile {
-    pub fn create(target: &Path) -> io::Result<Self> {
-        static COUNT: AtomicU64 = AtomicU64::new(0);
-        let name = target
-            .file_name()
-            .ok_or_else(|| io::Error::new(ErrorKind::InvalidInput, "the path names no file"))?;
-        let mut temp_name = OsString::from(".");
-        temp_name.push(name);
-        let count = COUNT.fetch_add(1, Ordering::Relaxed);
-        temp_name.push(format!(".tmp-{}-{count}", std::process::id()));
-        let temp = parent_of(target).join(temp_name);
-        let file = OpenOptions::new()
-            .write(true)
-            .create_new(true)
-            .open(&temp)?;
-        Ok(AtomicFile {
-            target: target.to_owned(),
-            temp,
-            out: BufWriter::with_capacity(1 << 20, file),
-            committed: false,
-        })
-    }
-
-    /// Makes the file durable and gives it its name.
-    pub fn commit(mut self) -> io::Result<()> {
-        self.out.flush()?;
-        self.out.get_ref().sync_all()?;
-        fs::rename(&self.temp, &self.target)?;
-        self.committed = true;
-        sync_dir(parent_of(&self.target))
-    }
-}
-
-impl Drop for AtomicFile {
-    fn drop(&mut self) {
-        if !self.committed {
-            // Best effort: the error that led here is the one to report.
-            let _ = fs::remove_file(&self.temp);
-        }
-    }
-}
-
-/// Makes the entries of a directory durable.
-pub(crate) fn sync_dir(dir: &Path) -> io::Result<()> {
-    File::open(dir)?.sync_all()
-}
-
-/// The directory that holds `path`.
-pub(crate) fn parent_of(path: &Path) -> &Path {
-    match path.parent() {
-        Some(parent) if !parent.as_os_str().is_empty() => parent,
-        _ => Path::new("."),
-    }
-}
-
 /// Refuses to begin what cannot fit. `path` is for the message, `dir` is where it goes.
 pub(crate) fn check_free_space(path: &Path, dir: &Path, needed: u64) -> Result<(), WeightsError> {
     match free_space(dir) {
@@ -213,23 +150,15 @@ pub(crate) fn check_free_space(path: &Path, dir: &Path, needed: u64) -> Result<(
     }
 }
 
-/// Bytes that may be written in `dir`, where the file system tells: some (FUSE) report zero blocks.
-pub(crate) fn free_space(dir: &Path) -> Option<u64> {
-    let stat = rustix::fs::statvfs(dir).ok()?;
-    (stat.f_blocks > 0).then(|| stat.f_bavail.saturating_mul(stat.f_frsize))
-}
-
 /// The error of a write: a full device, an exceeded quota and a file size limit are told as such.
 pub(crate) fn write_error(path: &Path, needed: u64, source: io::Error) -> WeightsError {
-    match source.kind() {
-        ErrorKind::StorageFull | ErrorKind::QuotaExceeded | ErrorKind::FileTooLarge => {
-            WeightsError::NoSpace {
-                path: path.to_owned(),
-                needed,
-                free: free_space(parent_of(path)),
-            }
-        }
-        _ => WeightsError::Io {
+    match is_full(&source) {
+        true => WeightsError::NoSpace {
+            path: path.to_owned(),
+            needed,
+            free: free_space(parent_of(path)),
+        },
+        false => WeightsError::Io {
             path: path.to_owned(),
             source,
         },
@@ -238,6 +167,9 @@ pub(crate) fn write_error(path: &Path, needed: u64, source: io::Error) -> Weight
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+    use std::io::ErrorKind;
+
     use safetensors::SafeTensors;
 
     use super::*;

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use sha2::{Digest, Sha256};
 
 use super::{InstallError, PluginKind, Result};
+use crate::util::files::{is_full, open_lock};
 
 /// Takes the lock of `kind` in `root`, waiting for another installation to end. Held until the
 /// file is dropped.
@@ -17,12 +18,7 @@ pub(super) fn lock(root: &Path, kind: PluginKind, progress: &mut dyn FnMut(&str)
         path: path.clone(),
         source,
     };
-    let file = File::options()
-        .create(true)
-        .truncate(false)
-        .write(true)
-        .open(&path)
-        .map_err(failed)?;
+    let file = open_lock(&path).map_err(failed)?;
     match file.try_lock() {
         Ok(()) => {}
         Err(TryLockError::WouldBlock) => {
@@ -149,7 +145,7 @@ pub(super) fn remove_file(path: &Path) -> Result<()> {
 }
 
 pub(super) fn write_error(path: &Path, disk: u64, source: io::Error) -> InstallError {
-    if source.kind() == io::ErrorKind::StorageFull {
+    if is_full(&source) {
         InstallError::DiskFull {
             path: path.to_owned(),
             needed: disk,

@@ -103,7 +103,7 @@ fn the_longest_unused_go_first() {
     }
     // Reading is using.
     cache.read(&key("a")).unwrap().unwrap();
-    let unfinished = cache.dir().join(format!("x.{UNFINISHED}"));
+    let unfinished = cache.dir().join(".x.a1b2c3.partial");
     fs::write(&unfinished, "").unwrap();
     let stranger = cache.dir().join("notes.txt");
     fs::write(&stranger, "").unwrap();

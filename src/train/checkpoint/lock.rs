@@ -1,10 +1,11 @@
 //! One writer to a checkpoint folder at a time.
 
-use std::fs::{File, OpenOptions, TryLockError};
+use std::fs::{File, TryLockError};
 use std::io::{Read, Seek, Write};
 use std::path::Path;
 
 use super::CheckpointError;
+use crate::util::files::open_lock;
 
 const LOCK_FILE: &str = ".lock";
 
@@ -24,13 +25,7 @@ impl Lock {
             path: path.clone(),
             source,
         };
-        let mut file = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .open(&path)
-            .map_err(io)?;
+        let mut file = open_lock(&path).map_err(io)?;
         let locked = file.try_lock();
         // A process id and a host name: whatever is longer was not written here.
         let mut owner = String::new();

@@ -2,18 +2,17 @@
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
-use std::io::{self, Write};
+use std::io::{self, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
 use half::{bf16, f16};
-use rustix::fs::{CWD, RenameFlags, renameat_with};
-use rustix::io::Errno;
 use serde_json::{Map, Value, json};
 
 use super::{Component, Family, ModelSource, Part, SourceError, io_error};
 use crate::dtype::DType;
 use crate::host_tensor::HostTensor;
-use crate::weights::save::{check_free_space, parent_of, sync_dir, write_error};
+use crate::util::files::{AtomicDir, parent_of, sync_dir, write_synced};
+use crate::weights::save::{check_free_space, write_error};
 use crate::weights::{TensorSpec, save_streaming};
 
 /// What was written of one part.
@@ -58,14 +57,13 @@ impl ModelSource {
                 bytes: specs.iter().map(|s| s.shape.bytes() as u64).sum(),
             })
             .collect();
-        let parent = parent_of(dir);
-        check_free_space(dir, parent, written.iter().map(|w| w.bytes).sum())?;
+        check_free_space(dir, parent_of(dir), written.iter().map(|w| w.bytes).sum())?;
 
-        let temp = TempDir::create(dir)?;
+        let mut temp = AtomicDir::create(dir).map_err(|e| io_error(dir, e))?;
         let mut overflown = Vec::new();
         for (part, specs) in &specs {
             if let Some(component) = self.components.get(part) {
-                let folder = temp.path.join(part.name());
+                let folder = temp.path().join(part.name());
                 overflown.extend(write_part(&folder, *part, component, specs)?);
             }
         }
@@ -77,20 +75,24 @@ impl ModelSource {
             });
         }
         if let Some(config) = &self.scheduler {
-            let folder = temp.path.join("scheduler");
+            let folder = temp.path().join("scheduler");
             make_dir(&folder)?;
             write_json(&folder.join("scheduler_config.json"), config)?;
             sync(&folder)?;
         }
         for (name, folder) in TOKENIZERS.iter().zip(&self.tokenizers) {
             if let Some(folder) = folder {
-                copy_files(folder, &temp.path.join(name))?;
+                copy_files(folder, &temp.path().join(name))?;
             }
         }
-        write_json(&temp.path.join("model_index.json"), &self.index())?;
-        sync(&temp.path)?;
-        temp.commit(dir)?;
-        sync(parent)?;
+        write_json(&temp.path().join("model_index.json"), &self.index())?;
+        sync(temp.path())?;
+        temp.commit(dir).map_err(|e| match e.kind() {
+            ErrorKind::AlreadyExists => SourceError::Exists {
+                path: dir.to_owned(),
+            },
+            _ => io_error(dir, e),
+        })?;
         Ok(written)
     }
 
@@ -246,12 +248,8 @@ fn sync(dir: &Path) -> Result<(), SourceError> {
 
 fn write_json(path: &Path, object: &Map<String, Value>) -> Result<(), SourceError> {
     let text = format!("{:#}\n", json!(object));
-    File::create(path)
-        .and_then(|mut file| {
-            file.write_all(text.as_bytes())?;
-            file.sync_all()
-        })
-        .map_err(|e| write_error(path, text.len() as u64, e).into())
+    write_synced(path, |out| out.write_all(text.as_bytes()))
+        .map_err(|e: io::Error| write_error(path, text.len() as u64, e).into())
 }
 
 /// Copies the files of a folder, not its subfolders.
@@ -269,68 +267,4 @@ fn copy_files(from: &Path, to: &Path) -> Result<(), SourceError> {
         copied.map_err(|e| io_error(&source, e))?;
     }
     sync(to)
-}
-
-/// A folder beside its final place that goes away unless it is committed.
-struct TempDir {
-    path: PathBuf,
-    committed: bool,
-}
-
-impl TempDir {
-    fn create(target: &Path) -> Result<Self, SourceError> {
-        let error = |source| io_error(target, source);
-        let name = target.file_name().ok_or_else(|| {
-            error(io::Error::new(
-                io::ErrorKind::InvalidInput,
-                "the path names no folder",
-            ))
-        })?;
-        let name = name.to_string_lossy();
-        let mut number = 0;
-        loop {
-            let temp = format!(".{name}.tmp-{}-{number}", std::process::id());
-            let path = parent_of(target).join(temp);
-            match fs::create_dir(&path) {
-                Ok(()) => {
-                    return Ok(TempDir {
-                        path,
-                        committed: false,
-                    });
-                }
-                // Left by a killed process that had the same id.
-                Err(e) if e.kind() == io::ErrorKind::AlreadyExists => number += 1,
-                Err(e) => return Err(io_error(&path, e)),
-            }
-        }
-    }
-
-    /// Gives the folder its name, unless something has it.
-    fn commit(mut self, target: &Path) -> Result<(), SourceError> {
-        let renamed = match renameat_with(CWD, &self.path, CWD, target, RenameFlags::NOREPLACE) {
-            // A file system that cannot rename without replacing: at most an empty folder that was made since the
-            // start is replaced.
-            Err(Errno::INVAL | Errno::NOSYS | Errno::NOTSUP) => fs::rename(&self.path, target),
-            other => other.map_err(io::Error::from),
-        };
-        match renamed {
-            Ok(()) => {
-                self.committed = true;
-                Ok(())
-            }
-            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Err(SourceError::Exists {
-                path: target.to_owned(),
-            }),
-            Err(e) => Err(io_error(target, e)),
-        }
-    }
-}
-
-impl Drop for TempDir {
-    fn drop(&mut self) {
-        if !self.committed {
-            // Best effort: the error that led here is the one to report.
-            let _ = fs::remove_dir_all(&self.path);
-        }
-    }
 }
