@@ -11,9 +11,9 @@
 //! | 32 | SHA-256 of everything before |
 
 use serde_json::Value;
-use sha2::{Digest, Sha256};
 
 use super::{Bundle, Header};
+use crate::util::hash::{Sha256, hex};
 
 /// The first bytes of every bundle.
 pub const MAGIC: [u8; 8] = *b"MAXDIFFB";
@@ -57,8 +57,8 @@ pub fn encode(header: &Header, payload: &[u8]) -> Vec<u8> {
     bytes.extend((payload.len() as u64).to_le_bytes());
     bytes.extend(header.as_bytes());
     bytes.extend(payload);
-    let digest = Sha256::digest(&bytes);
-    bytes.extend(digest.as_slice());
+    let digest = Sha256::of(&bytes);
+    bytes.extend(digest.bytes());
     bytes
 }
 
@@ -103,24 +103,15 @@ pub fn decode(bytes: &[u8]) -> Result<Bundle, FrameError> {
     // The sum of both lengths is that of a slice in memory: each fits a usize.
     let (header, rest) = rest.split_at(header_length as usize);
     let (payload, written) = rest.split_at(payload_length as usize);
-    let digest = Sha256::digest(&bytes[..bytes.len() - DIGEST]);
-    if digest.as_slice() != written {
+    let digest = Sha256::of(&bytes[..bytes.len() - DIGEST]);
+    if digest.bytes() != written {
         return Err(FrameError::Digest {
             expected: hex(written),
-            found: hex(digest.as_slice()),
+            found: digest.to_string(),
         });
     }
     Ok(Bundle {
         header: serde_json::from_slice(header)?,
         payload: payload.to_vec(),
     })
-}
-
-/// SHA-256 in hexadecimal.
-pub fn sha256(bytes: &[u8]) -> String {
-    hex(Sha256::digest(bytes).as_slice())
-}
-
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|b| format!("{b:02x}")).collect()
 }

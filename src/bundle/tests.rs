@@ -160,13 +160,13 @@ fn a_whole_bundle_of_another_version_or_header_is_refused() {
         "bundle of version 2; this program reads version 1"
     );
     // A valid digest over a header that is none.
-    use sha2::{Digest, Sha256};
+    use crate::util::hash::Sha256;
     let mut strange = bytes[..12].to_vec();
     strange.extend(2u64.to_le_bytes());
     strange.extend(0u64.to_le_bytes());
     strange.extend(b"{}");
-    let digest = Sha256::digest(&strange);
-    strange.extend(digest.as_slice());
+    let digest = Sha256::of(&strange);
+    strange.extend(digest.bytes());
     let error = decode(&strange).unwrap_err();
     assert!(matches!(error, FrameError::Header(_)), "{error}");
     assert!(error.to_string().contains("payload"), "{error}");

@@ -13,7 +13,6 @@ use serde_json::{Value, json};
 
 use crate::bundle::{
     self, Bundle, BundleError, Header, PayloadKind, PluginId, ProgramId, Slot, Target,
-    frame::sha256,
 };
 use crate::config::{Config, RematPolicy, Verb};
 use crate::emit::{EmitOptions, stablehlo};
@@ -31,6 +30,8 @@ use crate::shape::Shape;
 use crate::shard::{Axis, LogicalAxisRules, Mesh, PartitionSpec, ShardPlan};
 use crate::target::for_cpu;
 use crate::topology::{Accelerator, Chip, OptionValue, Platform};
+use crate::util::hash::Sha256;
+use crate::util::text::binary_size;
 
 use super::lower::{Step, trace};
 use super::{CliError, RecipeArgs, notices, print};
@@ -115,11 +116,11 @@ impl fmt::Display for OutOfMemory {
             write!(f, ": it needs {needed} bytes of memory on each device")?;
         }
         if let Some(limit) = self.limit {
-            write!(f, ", which has {}", gib(limit))?;
+            write!(f, ", which has {}", binary_size(limit))?;
         }
-        write!(f, "; weights take {}", gib(self.weights))?;
+        write!(f, "; weights take {}", binary_size(self.weights))?;
         if self.state > 0 {
-            write!(f, " and optimizer state {}", gib(self.state))?;
+            write!(f, " and optimizer state {}", binary_size(self.state))?;
         }
         write!(f, " of it. Try {}", self.advice.join(", or "))?;
         match self.message.lines().next() {
@@ -130,10 +131,6 @@ impl fmt::Display for OutOfMemory {
 }
 
 impl std::error::Error for OutOfMemory {}
-
-fn gib(bytes: u64) -> String {
-    format!("{:.2} GiB", bytes as f64 / f64::from(1 << 30))
-}
 
 /// Compiles the program `step` of a configuration: for `compile_topology`, or for the devices here.
 ///
@@ -216,8 +213,8 @@ pub fn compile(config: &Config, step: Step) -> Result<Compiled, CliError> {
         },
         program: ProgramId {
             step: step.name().to_owned(),
-            stablehlo_sha256: sha256(text.as_bytes()),
-            compile_options_sha256: sha256(&options.to_bytes()),
+            stablehlo_sha256: Sha256::of(&text).to_string(),
+            compile_options_sha256: Sha256::of(options.to_bytes()).to_string(),
             flags: options
                 .overrides()
                 .into_iter()

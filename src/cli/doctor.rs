@@ -14,6 +14,7 @@ use crate::pjrt::install::{self, InstallError, Installed, PluginKind};
 use crate::pjrt::{Client, Plugin};
 use crate::recipe;
 use crate::runtime::{ExecutableCache, Usage};
+use crate::util::files::free_space;
 
 /// Free bytes below which an installation of the CPU plugin fails: the wheel, what is unpacked and the build.
 const SPACE_TO_INSTALL: u64 = 1_600_000_000;
@@ -180,10 +181,7 @@ impl Folder {
             use rustix::fs::Access;
             p.is_dir() && rustix::fs::access(p, Access::WRITE_OK | Access::EXEC_OK).is_ok()
         });
-        let free = there
-            .and_then(|p| rustix::fs::statvfs(p).ok())
-            .filter(|s| s.f_blocks > 0)
-            .map(|s| s.f_bavail.saturating_mul(s.f_frsize));
+        let free = there.and_then(free_space);
         Folder {
             path: Ok(path),
             writable,

@@ -4,7 +4,9 @@ use std::fmt::Write;
 
 use serde_json::{Value, json};
 
-use super::field::{Key, Schema, Status, Ty, nearest, show};
+use crate::util::names::nearest;
+
+use super::field::{Key, Schema, Status, Ty, show};
 use super::schema::Config;
 use super::verb::Verb;
 

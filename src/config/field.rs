@@ -6,6 +6,8 @@ use std::fmt;
 use serde_json::{Map, Value};
 
 use crate::util::Named;
+use crate::util::names::nearest;
+use crate::util::text::shortened;
 
 use super::error::Problem;
 use super::schema::Config;
@@ -220,24 +222,8 @@ pub(super) fn find_key(keys: &'static [Key], name: &str) -> Option<&'static Key>
     keys.iter().find(|k| k.name == name)
 }
 
-/// The candidate most like `name`, if any is like it at all.
-pub(super) fn nearest<'a>(
-    name: &str,
-    candidates: impl IntoIterator<Item = &'a str>,
-) -> Option<String> {
-    // 0.6 takes in two slips in a short name and refuses unrelated ones.
-    const LIKE: f64 = 0.6;
-    // The distance costs len x len: nobody mistypes a thousand letters.
-    if name.len() > 100 {
-        return None;
-    }
-    candidates
-        .into_iter()
-        .map(|c| (strsim::normalized_damerau_levenshtein(name, c), c))
-        .filter(|(likeness, _)| *likeness >= LIKE)
-        .max_by(|a, b| a.0.total_cmp(&b.0))
-        .map(|(_, c)| c.to_owned())
-}
+/// Characters of a value that messages show.
+const SHOWN: usize = 80;
 
 /// A value as a configuration would write it, shortened.
 pub(super) fn show(value: &Value) -> String {
@@ -245,8 +231,8 @@ pub(super) fn show(value: &Value) -> String {
         Value::Null => "null".into(),
         Value::Bool(true) => "True".into(),
         Value::Bool(false) => "False".into(),
-        Value::String(s) => format!("'{}'", shorten(s)),
-        other => shorten(&other.to_string()),
+        Value::String(s) => format!("'{}'", shortened(s, SHOWN)),
+        other => shortened(&other.to_string(), SHOWN),
     }
 }
 
@@ -261,15 +247,6 @@ pub(super) fn describe(value: &Value) -> String {
         Value::Array(_) => format!("list {}", show(value)),
         Value::Object(_) => format!("dict {}", show(value)),
     }
-}
-
-fn shorten(text: &str) -> String {
-    const LONGEST: usize = 80;
-    if text.chars().count() <= LONGEST {
-        return text.to_owned();
-    }
-    let head: String = text.chars().take(LONGEST).collect();
-    format!("{head}...")
 }
 
 fn list_names(names: &[&str]) -> String {

@@ -6,9 +6,11 @@ use std::path::Path;
 
 use serde_json::{Map, Value};
 
+use crate::util::names::nearest;
+
 use super::check;
 use super::error::{ConfigError, ConfigErrors, Place, Problem};
-use super::field::{Field, Key, Problems, Schema, Status, Ty, find_key, nearest, parse_text, show};
+use super::field::{Field, Key, Problems, Schema, Status, Ty, find_key, parse_text, show};
 use super::model::builtin_unet_config;
 use super::schema::Config;
 use super::values::ModelConfig;

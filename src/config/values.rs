@@ -3,9 +3,10 @@
 use serde_json::{Map, Value};
 
 use crate::util::named;
+use crate::util::names::nearest;
 
 use super::error::Problem;
-use super::field::{Field, Problems, Ty, describe, nearest, refuse, wrong_type};
+use super::field::{Field, Problems, Ty, describe, refuse, wrong_type};
 use super::yaml::join;
 
 named! {

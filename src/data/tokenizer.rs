@@ -9,6 +9,7 @@ use std::path::Path;
 use serde_json::json;
 
 use super::DataError;
+use crate::util::text::shortened;
 
 const START: &str = "<|startoftext|>";
 const END: &str = "<|endoftext|>";
@@ -214,7 +215,7 @@ impl Tokenizer {
     /// [`DataError::Tokenizer`] if the tokenizer's model refuses the text.
     pub fn pieces(&self, text: &str) -> Result<Vec<Piece>, DataError> {
         let encoding = self.inner.encode(text, false).map_err(|e| {
-            let shown: String = text.chars().take(SHOWN).collect();
+            let shown = shortened(text, SHOWN);
             self.error(format!("cannot encode \"{shown}\": {e}"))
         })?;
         let pieces = encoding

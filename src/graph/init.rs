@@ -2,7 +2,8 @@
 
 use rand::{RngCore, SeedableRng};
 use rand_chacha::ChaCha8Rng;
-use sha2::{Digest, Sha256};
+
+use crate::util::hash::Hasher;
 
 /// The distribution a weight starts from.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -50,13 +51,10 @@ impl Init {
 }
 
 fn stream(seed: u64, name: &str) -> ChaCha8Rng {
-    let mut hash = Sha256::new();
+    let mut hash = Hasher::default();
     hash.update(seed.to_le_bytes());
     hash.update(name.as_bytes());
-    let digest = hash.finalize();
-    let mut key = [0; 32];
-    key.copy_from_slice(&digest);
-    ChaCha8Rng::from_seed(key)
+    ChaCha8Rng::from_seed(*hash.finish().bytes())
 }
 
 /// Uniform in [0, 1) with 53 random bits.

@@ -5,12 +5,11 @@ use std::fs::{self, File};
 use std::io::{self, ErrorKind, Read, Seek, Write};
 use std::path::Path;
 
-use sha2::{Digest, Sha256};
-
 use super::cache::{self, RepoCache, create_parent, io_error};
 use super::client::{Client, Failure, FileInfo, transient};
 use super::{HubError, Progress, RepoId, Result};
 use crate::util::files::{free_space, is_full};
+use crate::util::hash::Hasher;
 
 /// Bytes read at once.
 const BLOCK: usize = 1 << 18;
@@ -185,7 +184,7 @@ impl<'a> Download<'a> {
         let kept = self.kept(info).unwrap_or(0);
         let mut part = Part {
             file,
-            hash: Sha256::new(),
+            hash: Hasher::default(),
             length: 0,
             spliced: false,
         };
@@ -296,7 +295,7 @@ impl<'a> Download<'a> {
 /// A file that is being written, with the hash of what it holds.
 struct Part {
     file: File,
-    hash: Sha256,
+    hash: Hasher,
     /// In bytes.
     length: u64,
     /// Whether it is of more than one answer.
@@ -313,7 +312,7 @@ impl Part {
             return Ok(());
         }
         self.file.rewind()?;
-        self.hash = Sha256::new();
+        self.hash = Hasher::default();
         self.length = 0;
         let mut block = vec![0; BLOCK];
         while self.length < kept {
@@ -337,8 +336,7 @@ impl Part {
 
     /// The SHA-256 of the content.
     fn sum(&self) -> String {
-        let sum = self.hash.clone().finalize();
-        sum.iter().map(|byte| format!("{byte:02x}")).collect()
+        self.hash.clone().finish().to_string()
     }
 }
 

@@ -6,6 +6,7 @@ use std::path::Path;
 use serde_json::{Map, Value};
 
 use super::{Fault, HubError, RepoId};
+use crate::util::text::listed;
 use crate::weights::source::{
     Family, Part, SourceError, TOKENIZERS, check_class, family, is_null, no_unet,
 };
@@ -63,29 +64,29 @@ pub(super) struct Plan {
 /// Why there is nothing to take.
 #[derive(Debug, thiserror::Error)]
 pub enum SelectError {
-    #[error("missing: {}", list(names))]
+    #[error("missing: {}", listed(names, SHOWN))]
     Missing { names: Vec<String> },
     #[error(
         "it has its weights as PyTorch pickles only ({}), which run code when they are read; convert it where you trust it, \
          in Python: diffusers.DiffusionPipeline.from_pretrained(\"{repo}\").save_pretrained(\"DIR\", \
          safe_serialization=True), and name DIR",
-        list(names)
+        listed(names, SHOWN)
     )]
     Pickles { repo: RepoId, names: Vec<String> },
     #[error(
         "several variants of one part and no default: {}; fetch one with `hf download` and name its folder",
-        list(names)
+        listed(names, SHOWN)
     )]
     Variants { names: Vec<String> },
     #[error(
         "it has several files and none is the default: {}; {advice}",
-        list(names)
+        listed(names, SHOWN)
     )]
     Several {
         names: Vec<String>,
         advice: &'static str,
     },
-    #[error("it has {}, and not {expected}", list(names))]
+    #[error("it has {}, and not {expected}", listed(names, SHOWN))]
     Other {
         names: Vec<String>,
         expected: &'static str,
@@ -97,18 +98,6 @@ pub enum SelectError {
     /// It is of a kind or family that is not wanted.
     #[error(transparent)]
     Model(#[from] SourceError),
-}
-
-fn list(names: &[String]) -> String {
-    match names {
-        [] => "nothing".to_owned(),
-        _ if names.len() <= SHOWN => names.join(", "),
-        _ => format!(
-            "{} and {} more",
-            names[..SHOWN].join(", "),
-            names.len() - SHOWN
-        ),
-    }
 }
 
 type Read<'a> = &'a mut dyn FnMut(&str) -> Result<Vec<u8>, HubError>;

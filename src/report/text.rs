@@ -3,6 +3,7 @@
 use std::fmt::{self, Display, Formatter};
 
 use super::{ByPurpose, CompileReport, Link, Purpose};
+use crate::util::text::binary_size;
 
 /// Collectives listed in full; the rest is counted.
 const LISTED: usize = 20;
@@ -38,7 +39,7 @@ impl CompileReport {
         ];
         for (name, bytes) in rows {
             if let Some(bytes) = bytes {
-                item(f, name, &size(bytes), &share(bytes))?;
+                item(f, name, &binary_size(bytes), &share(bytes))?;
             }
         }
         Ok(())
@@ -98,7 +99,7 @@ impl CompileReport {
             "", "inside a slice", "across slices"
         )?;
         for purpose in Purpose::ALL {
-            let get = |bytes: &ByPurpose| size(bytes.of(purpose));
+            let get = |bytes: &ByPurpose| binary_size(bytes.of(purpose));
             writeln!(
                 f,
                 "  {:<16}{:>14}{:>14}",
@@ -111,8 +112,8 @@ impl CompileReport {
             f,
             "  {:<16}{:>14}{:>14}",
             "total",
-            size(self.ici_bytes.total()),
-            size(self.dcn_bytes.total())
+            binary_size(self.ici_bytes.total()),
+            binary_size(self.dcn_bytes.total())
         )
     }
 
@@ -138,7 +139,7 @@ impl CompileReport {
                 f,
                 "  {link} {:<19}{:>12} in {:>4}  {:<14}{name}",
                 c.kind,
-                size(c.bytes),
+                binary_size(c.bytes),
                 c.count,
                 c.purpose.name().replace('_', " "),
             )?;
@@ -168,21 +169,6 @@ fn percent(part: u64, whole: u64) -> f64 {
     } else {
         part as f64 / whole as f64 * 100.0
     }
-}
-
-/// Bytes in the binary unit that leaves 1 to 1023 before the point.
-fn size(bytes: u64) -> String {
-    const UNITS: [&str; 4] = ["KiB", "MiB", "GiB", "TiB"];
-    if bytes < 1024 {
-        return format!("{bytes} B");
-    }
-    let mut value = bytes as f64 / 1024.0;
-    let mut unit = 0;
-    while value >= 1024.0 && unit + 1 < UNITS.len() {
-        value /= 1024.0;
-        unit += 1;
-    }
-    format!("{value:.2} {}", UNITS[unit])
 }
 
 fn operations(flops: u64) -> String {
@@ -215,9 +201,6 @@ mod tests {
     fn units() {
         assert_eq!(thousands(2_567_463_684), "2,567,463,684");
         assert_eq!(thousands(12), "12");
-        assert_eq!(size(1023), "1023 B");
-        assert_eq!(size(16_909_328_384), "15.75 GiB");
-        assert_eq!(size(3 << 20), "3.00 MiB");
         assert_eq!(operations(6_990_000_000_000), "6.990 TFLOP");
         assert_eq!(operations(42), "42 FLOP");
     }

@@ -11,10 +11,9 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, SystemTime};
 
-use sha2::{Digest, Sha256};
-
 use crate::pjrt::{Client, CompileOptions, ErrorCode, LoadedExecutable, PjrtError};
 use crate::util::files::{Access, AtomicFile, Durability, Existing, is_partial};
+use crate::util::hash::{Hasher, Sha256};
 
 /// Starts every file. Together with [`VERSION`] it keeps other files and other layouts from being taken for programs.
 const MAGIC: &[u8; 8] = b"mxdfprog";
@@ -70,21 +69,17 @@ fn io_error<'a>(action: &'static str, path: &'a Path) -> impl Fn(io::Error) -> C
 
 /// Names one compilation: equal keys are equal programs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Key([u8; 32]);
+pub struct Key(Sha256);
 
 impl Key {
     /// The key of what `parts` say together; where one ends and the next starts counts too.
     pub fn of(parts: &[&[u8]]) -> Key {
-        let mut hash = Sha256::new();
+        let mut hash = Hasher::default();
         for part in parts {
             hash.update((part.len() as u64).to_le_bytes());
             hash.update(part);
         }
-        Key(hash.finalize().into())
-    }
-
-    fn hex(&self) -> String {
-        self.0.iter().map(|byte| format!("{byte:02x}")).collect()
+        Key(hash.finish())
     }
 }
 
@@ -127,7 +122,7 @@ impl ExecutableCache {
     }
 
     fn path(&self, key: &Key) -> PathBuf {
-        self.dir.join(key.hex()).with_extension(EXTENSION)
+        self.dir.join(key.0.to_string()).with_extension(EXTENSION)
     }
 
     /// The program kept under `key`, and notes that it was used; `None` if there is none.
@@ -260,9 +255,9 @@ fn header(key: &Key, program: &[u8]) -> Vec<u8> {
     let mut header = Vec::with_capacity(HEADER);
     header.extend(MAGIC);
     header.extend(VERSION.to_le_bytes());
-    header.extend(key.0);
+    header.extend(key.0.bytes());
     header.extend((program.len() as u64).to_le_bytes());
-    header.extend(Sha256::digest(program));
+    header.extend(Sha256::of(program).bytes());
     header
 }
 
@@ -320,7 +315,11 @@ impl Store {
         text: &str,
         options: &CompileOptions,
     ) -> Result<(LoadedExecutable, bool), PjrtError> {
-        let key = Key::of(&[&self.environment.0, &options.to_bytes(), text.as_bytes()]);
+        let key = Key::of(&[
+            self.environment.0.bytes(),
+            &options.to_bytes(),
+            text.as_bytes(),
+        ]);
         match self.load(client, &key) {
             Ok(Some(executable)) => return Ok((executable, true)),
             Ok(None) => {}

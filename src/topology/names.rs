@@ -1,6 +1,7 @@
 //! The table of accelerator names, stored as families with shared shapes.
 
 use super::{Accelerator, Chip, Platform};
+use crate::util::names::most_like;
 
 /// A line of names `{prefix}-{suffix}` with one rule for all its rows.
 struct Family {
@@ -207,11 +208,7 @@ pub(super) fn nearest(name: &str) -> Vec<String> {
             .map(|s| format!("{}-{s}", family.prefix))
             .collect();
     }
-    let mut scored: Vec<(f64, String)> = all()
-        .map(|n| (strsim::normalized_damerau_levenshtein(&lower, &n), n))
-        .collect();
-    scored.sort_by(|a, b| b.0.total_cmp(&a.0));
-    scored.into_iter().take(3).map(|(_, n)| n).collect()
+    most_like(&lower, all(), 3)
 }
 
 /// All families in one line: short ones in full, long ones by their ends.

@@ -28,14 +28,14 @@ use std::io::{self, BufWriter, Read, Write};
 use std::path::{Path, PathBuf};
 
 use rayon::prelude::*;
-use sha2::{Digest, Sha256};
 
 use crate::util::files::{AtomicDir, check_writable, sync_dir, write_synced};
+use crate::util::hash::{Hasher, Sha256};
 use crate::weights::save::{FilePlan, check_free_space, write_error};
 use crate::weights::{Checkpoint, FetchError, TensorSpec, WeightsError};
 use lock::Lock;
 pub use state::{FieldMismatch, ResumeMismatch, TrainState, config_sha256};
-use state::{Manifest, ManifestFile, check_paths, hex};
+use state::{Manifest, ManifestFile, check_paths};
 
 const STATE_FILE: &str = "state.json";
 const PREFIX: &str = "step-";
@@ -200,14 +200,14 @@ fn io_error(path: &Path, source: io::Error) -> CheckpointError {
 /// Hashes and counts what passes through.
 struct Hashing<W> {
     inner: W,
-    sha256: Sha256,
+    hasher: Hasher,
     bytes: u64,
 }
 
 impl<W: Write> Write for Hashing<W> {
     fn write(&mut self, data: &[u8]) -> io::Result<usize> {
         let n = self.inner.write(data)?;
-        self.sha256.update(&data[..n]);
+        self.hasher.update(&data[..n]);
         self.bytes += n as u64;
         Ok(n)
     }
@@ -239,11 +239,11 @@ fn durable_file(
     let written = write_synced(path, |inner| {
         let mut out = Hashing {
             inner,
-            sha256: Sha256::new(),
+            hasher: Hasher::default(),
             bytes: 0,
         };
         write(&mut out)?;
-        Ok((out.bytes, hex(&out.sha256.finalize())))
+        Ok((out.bytes, out.hasher.finish().to_string()))
     });
     written.map_err(|failure| match failure {
         WriteFailure::Io(source) => write_error(path, needed, source).into(),
@@ -445,18 +445,9 @@ impl SavedCheckpoint {
 
 fn check_hash(dir: &Path, file: &ManifestFile) -> Result<(), CheckpointError> {
     let path = dir.join(&file.path);
-    let hashed = || -> io::Result<String> {
-        let mut input = File::open(&path)?;
-        let mut sha256 = Sha256::new();
-        let mut buffer = vec![0; 1 << 20];
-        loop {
-            match input.read(&mut buffer)? {
-                0 => return Ok(hex(&sha256.finalize())),
-                n => sha256.update(&buffer[..n]),
-            }
-        }
-    };
-    let found = hashed().map_err(|e| io_error(&path, e))?;
+    let found = Sha256::of_file(&path)
+        .map_err(|e| io_error(&path, e))?
+        .to_string();
     if found == file.sha256 {
         return Ok(());
     }

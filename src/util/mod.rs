@@ -1,7 +1,10 @@
 //! What every other module may use, and what uses none of them.
 
 pub mod files;
+pub mod hash;
 mod named;
+pub mod names;
+pub mod text;
 
 pub use named::Named;
 pub(crate) use named::named;

@@ -5,6 +5,7 @@ use std::fmt;
 use std::path::PathBuf;
 
 use super::open::Checkpoint;
+use crate::util::names::nearest;
 
 /// How many tensors of each kind an error shows.
 const SHOWN: usize = 20;
@@ -134,15 +135,6 @@ pub fn match_parameters(
         extra,
         misshapen,
     })
-}
-
-/// The name most like `name`, if one is close enough to be meant.
-pub(super) fn nearest<'a>(name: &str, candidates: impl Iterator<Item = &'a str>) -> Option<String> {
-    candidates
-        .map(|c| (strsim::normalized_levenshtein(name, c), c))
-        .filter(|(similarity, _)| *similarity >= 0.6)
-        .max_by(|a, b| a.0.total_cmp(&b.0))
-        .map(|(_, c)| c.to_owned())
 }
 
 #[cfg(test)]

@@ -10,8 +10,8 @@ use serde::Deserialize;
 
 use super::WeightsError;
 use super::header::{self, MAX_HEADER_BYTES, UniqueMap};
-use super::matching::nearest;
 use crate::shape::Shape;
+use crate::util::names::nearest;
 
 /// Names that diffusers and transformers give their weights, in the order they are looked for.
 const STEMS: [&str; 2] = ["diffusion_pytorch_model", "model"];

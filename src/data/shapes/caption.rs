@@ -2,10 +2,9 @@
 
 use std::fmt;
 
-use sha2::{Digest, Sha256};
-
 use super::DataError;
 use super::KeyedRng;
+use crate::util::hash::Sha256;
 
 /// Colour of a shape.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -263,10 +262,10 @@ impl Caption {
     /// Whether the caption belongs to the validation split of `validation_fraction`: the first 8
     /// bytes of the SHA-256 of its canonical sentence, as a fraction of 2^64, are below it.
     pub fn held_out(&self, validation_fraction: f64) -> bool {
-        let digest = Sha256::digest(self.canonical().to_string().as_bytes());
-        let mut head = [0u8; 8];
-        head.copy_from_slice(&digest[..8]);
-        (u64::from_be_bytes(head) as f64) < validation_fraction * 2f64.powi(64)
+        let sum = Sha256::of(self.canonical().to_string());
+        let [a, b, c, d, e, f, g, h, ..] = *sum.bytes();
+        let head = u64::from_be_bytes([a, b, c, d, e, f, g, h]);
+        (head as f64) < validation_fraction * 2f64.powi(64)
     }
 
     pub(super) fn draw(rng: &mut KeyedRng, max_objects: usize) -> Self {

@@ -6,8 +6,8 @@ use std::net::{TcpListener, TcpStream};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
+use crate::util::hash::Sha256;
 use serde_json::json;
-use sha2::{Digest, Sha256};
 
 pub const REPO: &str = "some/model";
 pub const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
@@ -60,10 +60,7 @@ pub struct Server {
 }
 
 pub fn sha256(bytes: &[u8]) -> String {
-    Sha256::digest(bytes)
-        .iter()
-        .map(|byte| format!("{byte:02x}"))
-        .collect()
+    Sha256::of(bytes).to_string()
 }
 
 /// What the hub has as etag: of large files the hash, of others that of a git object, as long as this.

@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use super::ImageFileError;
 use super::web_ui::{WebSampler, WebSettings};
+use crate::util::text::listed;
 
 /// Keyword of the text that web interfaces for Stable Diffusion read.
 const PARAMETERS: &str = "parameters";
@@ -232,13 +233,9 @@ impl Texts {
         if self.keywords.is_empty() {
             return "it has no texts at all".to_owned();
         }
-        let shown = self.keywords.iter().take(LISTED);
-        let shown: Vec<String> = shown.map(|keyword| format!("`{keyword}`")).collect();
-        let mut found = format!("it has the texts {}", shown.join(", "));
-        if self.keywords.len() > LISTED {
-            found.push_str(&format!(" and {} more", self.keywords.len() - LISTED));
-        }
-        found
+        let keywords = self.keywords.iter();
+        let quoted: Vec<String> = keywords.map(|keyword| format!("`{keyword}`")).collect();
+        format!("it has the texts {}", listed(&quoted, LISTED))
     }
 }
 

@@ -6,15 +6,15 @@ use std::io::{self, BufReader};
 use std::path::{Component, Path, PathBuf};
 use std::process::{Command, Output};
 
-use sha2::{Digest, Sha256};
 use zip::ZipArchive;
 
 use super::files::{
-    Staging, create_dir_all, file_name, file_size, hex, remove_file, replace, sha256_of_file, tail,
+    Staging, create_dir_all, file_name, file_size, remove_file, replace, sha256_of_file, tail,
     write_error,
 };
 use super::recipe::{CPU_LIBRARY, Member, Recipe, Wheel, source_of};
 use super::{InstallError, Manifest, Result, check_is_plugin, write_manifest};
+use crate::util::hash::Hasher;
 
 /// The CPU plugin's sources, embedded so that an installed program can build it.
 pub(super) const SOURCES: &[(&str, &str)] = &[
@@ -443,7 +443,7 @@ fn stablehlo_versions(header: &Path) -> Result<Option<(String, String)>> {
 
 /// Of the embedded sources and the options they are compiled with.
 pub(super) fn sources_sha256() -> String {
-    let mut hasher = Sha256::new();
+    let mut hasher = Hasher::default();
     for option in COMPILE_OPTIONS {
         hasher.update(option);
         hasher.update([0]);
@@ -454,5 +454,5 @@ pub(super) fn sources_sha256() -> String {
         hasher.update(text);
         hasher.update([0]);
     }
-    hex(&hasher.finalize())
+    hasher.finish().to_string()
 }

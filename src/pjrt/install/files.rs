@@ -1,13 +1,12 @@
 //! Locks, staging folders, sums: what keeps the plugin directory whole.
 
 use std::fs::{self, File, TryLockError};
-use std::io::{self, Read};
+use std::io;
 use std::path::{Path, PathBuf};
-
-use sha2::{Digest, Sha256};
 
 use super::{InstallError, PluginKind, Result};
 use crate::util::files::{is_full, open_lock};
+use crate::util::hash::Sha256;
 
 /// Takes the lock of `kind` in `root`, waiting for another installation to end. Held until the
 /// file is dropped.
@@ -84,28 +83,12 @@ pub(super) fn replace(new: &Path, folder: &Path, old: &Path) -> Result<()> {
 }
 
 pub(super) fn sha256_of_file(path: &Path) -> Result<String> {
-    let mut hasher = Sha256::new();
-    let mut block = vec![0; 1 << 20];
-    let mut hash = || -> io::Result<()> {
-        let mut file = File::open(path)?;
-        loop {
-            let read = file.read(&mut block)?;
-            if read == 0 {
-                return Ok(());
-            }
-            hasher.update(&block[..read]);
-        }
-    };
-    hash().map_err(|source| InstallError::Io {
+    let sum = Sha256::of_file(path).map_err(|source| InstallError::Io {
         action: "read",
         path: path.to_owned(),
         source,
     })?;
-    Ok(hex(&hasher.finalize()))
-}
-
-pub(super) fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+    Ok(sum.to_string())
 }
 
 pub(super) fn file_size(path: &Path) -> Result<u64> {

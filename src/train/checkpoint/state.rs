@@ -5,9 +5,9 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use sha2::{Digest, Sha256};
 
 use super::CheckpointError;
+use crate::util::hash::Sha256;
 
 /// What a run must know to continue: `state.json`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -130,7 +130,7 @@ impl fmt::Display for ResumeMismatch {
 pub fn config_sha256(config: &BTreeMap<String, Value>) -> String {
     let canonical: BTreeMap<&String, Value> =
         config.iter().map(|(k, v)| (k, canonical(v))).collect();
-    hex(&Sha256::digest(serde_json::json!(canonical).to_string()))
+    Sha256::of(serde_json::json!(canonical).to_string()).to_string()
 }
 
 /// The value with the keys of every object sorted.
@@ -144,10 +144,6 @@ fn canonical(value: &Value) -> Value {
         Value::Array(values) => Value::Array(values.iter().map(canonical).collect()),
         Value::Null | Value::Bool(_) | Value::Number(_) | Value::String(_) => value.clone(),
     }
-}
-
-pub(super) fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|b| format!("{b:02x}")).collect()
 }
 
 /// `manifest.json`: written last, it names every file of the checkpoint.
@@ -183,7 +179,7 @@ impl Manifest {
     pub const MAX_BYTES: u64 = 16 << 20;
 
     fn seal(&self) -> String {
-        hex(&Sha256::digest(serde_json::json!(self).to_string()))
+        Sha256::of(serde_json::json!(self).to_string()).to_string()
     }
 
     pub fn to_text(&self) -> String {
@@ -320,7 +316,7 @@ mod tests {
             files: vec![ManifestFile {
                 path: "unet/config.json".to_owned(),
                 bytes: 30,
-                sha256: hex(&[0xab; 32]),
+                sha256: "ab".repeat(32),
             }],
         };
         let text = manifest.to_text();

@@ -28,6 +28,7 @@ use merge::{Layer, Patched};
 
 use super::WeightsError;
 use crate::host_tensor::HostTensorError;
+use crate::util::text::listed;
 use dialects::Part;
 
 /// Why a LoRA could not be read or applied.
@@ -124,11 +125,6 @@ pub enum LoraError {
 
 fn unknown_tensors(path: &std::path::Path, modules: usize, unknown: &[String]) -> String {
     const SHOWN: usize = 10;
-    let shown: Vec<&str> = unknown.iter().take(SHOWN).map(String::as_str).collect();
-    let more = match unknown.len().checked_sub(SHOWN) {
-        None | Some(0) => String::new(),
-        Some(rest) => format!(" and {rest} more"),
-    };
     let what = match modules {
         0 => "not a LoRA file".to_owned(),
         n => format!(
@@ -136,9 +132,9 @@ fn unknown_tensors(path: &std::path::Path, modules: usize, unknown: &[String]) -
             unknown.len()
         ),
     };
-    match shown.is_empty() {
+    match unknown.is_empty() {
         true => format!("{}: {what}: it has no tensors", path.display()),
-        false => format!("{}: {what}: {}{more}", path.display(), shown.join(", ")),
+        false => format!("{}: {what}: {}", path.display(), listed(unknown, SHOWN)),
     }
 }
 

@@ -25,6 +25,7 @@ use serde_json::{Map, Value};
 use super::{Checkpoint, WeightsError};
 use crate::dtype::DType;
 use crate::schedulers::scheduler_fields;
+use crate::util::text::listed;
 
 pub(crate) use folder::{check_class, family, is_null, no_unet};
 pub use single_file::open_vae;
@@ -185,7 +186,7 @@ pub enum SourceError {
     #[error(
         "{path}: no model in this folder: looked for model_index.json, unet/config.json or one .safetensors file of a \
          whole model; it has {}",
-        list(found)
+        listed(found, SHOWN)
     )]
     NotAModel { path: PathBuf, found: Vec<String> },
     #[error(
@@ -193,11 +194,14 @@ pub enum SourceError {
         known()
     )]
     UnknownPipeline { path: PathBuf, class: String },
-    #[error("{path}: several checkpoints; name one of them: {}", list(found))]
+    #[error(
+        "{path}: several checkpoints; name one of them: {}",
+        listed(found, SHOWN)
+    )]
     SeveralFiles { path: PathBuf, found: Vec<String> },
     #[error(
         "{path}: its tensors are those of no model that is known here ({}); among the {} are {}",
-        known(), names.len(), list(names)
+        known(), names.len(), listed(names, SHOWN)
     )]
     UnknownFamily { path: PathBuf, names: Vec<String> },
     #[error("{path}: this is {}, which is not supported; supported are {}", family.name(), known())]
@@ -215,7 +219,7 @@ pub enum SourceError {
         expected: Family,
         config: String,
     },
-    #[error("{path}: it has no {part}; it has {}", list(has))]
+    #[error("{path}: it has no {part}; it has {}", listed(has, SHOWN))]
     MissingPart {
         path: PathBuf,
         part: Part,
@@ -226,7 +230,7 @@ pub enum SourceError {
          convert with dtype=bf16 or dtype=fp32, or leave dtype out",
         tensors.iter().map(|(_, count)| count).sum::<usize>(),
         tensors.len(),
-        list(&tensors.iter().map(|(name, count)| format!("{name} ({count})")).collect::<Vec<_>>())
+        listed(&tensors.iter().map(|(name, count)| format!("{name} ({count})")).collect::<Vec<_>>(), SHOWN)
     )]
     Overflow {
         path: PathBuf,
@@ -242,17 +246,6 @@ pub enum SourceError {
         part: Part,
         reason: String,
     },
-}
-
-fn list(names: &[String]) -> String {
-    if names.is_empty() {
-        return "nothing".to_owned();
-    }
-    let mut text = names[..names.len().min(SHOWN)].join(", ");
-    if let Some(more) = names.len().checked_sub(SHOWN).filter(|&n| n > 0) {
-        text.push_str(&format!(" and {more} more"));
-    }
-    text
 }
 
 fn known() -> String {

@@ -1,0 +1,93 @@
+//! SHA-256, and how it is written.
+
+use std::fmt;
+use std::fs::File;
+use std::io::{self, BufReader, Write};
+use std::path::Path;
+
+use sha2::Digest;
+
+/// A SHA-256; displayed as 64 hexadecimal digits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Sha256([u8; 32]);
+
+impl Sha256 {
+    /// Of bytes in memory.
+    pub fn of(bytes: impl AsRef<[u8]>) -> Self {
+        Sha256(sha2::Sha256::digest(bytes).into())
+    }
+
+    /// Of a file's content.
+    ///
+    /// # Errors
+    /// When it cannot be read.
+    pub fn of_file(path: &Path) -> io::Result<Self> {
+        let mut input = BufReader::with_capacity(1 << 20, File::open(path)?);
+        let mut hasher = Hasher::default();
+        io::copy(&mut input, &mut hasher)?;
+        Ok(hasher.finish())
+    }
+
+    pub fn bytes(&self) -> &[u8; 32] {
+        &self.0
+    }
+}
+
+impl fmt::Display for Sha256 {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str(&hex(&self.0))
+    }
+}
+
+/// The SHA-256 of bytes that come one after the other.
+#[derive(Clone, Debug, Default)]
+pub struct Hasher(sha2::Sha256);
+
+impl Hasher {
+    pub fn update(&mut self, bytes: impl AsRef<[u8]>) {
+        self.0.update(bytes);
+    }
+
+    /// Of all that came.
+    pub fn finish(self) -> Sha256 {
+        Sha256(self.0.finalize().into())
+    }
+}
+
+impl Write for Hasher {
+    fn write(&mut self, data: &[u8]) -> io::Result<usize> {
+        self.update(data);
+        Ok(data.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Two lower-case hexadecimal digits a byte.
+pub fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// FIPS 180-2, appendix B.1.
+    const ABC: &str = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad";
+
+    #[test]
+    fn bytes_pieces_and_files_have_the_published_hash() {
+        assert_eq!(Sha256::of("abc").to_string(), ABC);
+        let mut hasher = Hasher::default();
+        hasher.update("a");
+        hasher.update("bc");
+        assert_eq!(hasher.finish().to_string(), ABC);
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("file");
+        std::fs::write(&path, "abc").unwrap();
+        assert_eq!(Sha256::of_file(&path).unwrap(), Sha256::of("abc"));
+        assert!(Sha256::of_file(dir.path()).is_err());
+    }
+}
