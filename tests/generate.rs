@@ -543,7 +543,7 @@ fn a_refiner_takes_the_last_steps() {
     assert!(found.contains("expected the SDXL refiner"), "{found}");
     let found = error(2, &[&SMALL[..], &[&second]].concat());
     assert!(
-        found.contains("a refiner goes on with what SDXL began"),
+        found.contains("is a model of pixels, which has no refiner"),
         "{found}"
     );
 }

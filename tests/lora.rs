@@ -388,12 +388,12 @@ fn a_lora_of_one_released_model_is_refused_by_another() {
         (
             &sd15,
             &sdxl,
-            "it is a LoRA for Stable Diffusion 1.x, the model is Stable Diffusion XL",
+            "it is a LoRA for Stable Diffusion 1.x, the model is SDXL",
         ),
         (
             &sdxl,
             &sd15,
-            "it is a LoRA for Stable Diffusion XL, the model is Stable Diffusion 1.x",
+            "it is a LoRA for SDXL, the model is Stable Diffusion 1.x",
         ),
     ] {
         let dir = tempfile::tempdir().unwrap();

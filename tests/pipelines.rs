@@ -11,7 +11,7 @@ use maxdiff::models::clip::ClipTextConfig;
 use maxdiff::models::controlnet::{self, ControlNetConfig};
 use maxdiff::models::unet::UNet2DConditionConfig;
 use maxdiff::models::vae::AutoencoderKlConfig;
-use maxdiff::models::{DiffusionModel, HiddenState, MicroConditioning, TextEncoder};
+use maxdiff::models::{DiffusionModel, HiddenState, MicroConditioning, Part, TextEncoder};
 use maxdiff::nn::{Precision, Remat};
 use maxdiff::pipelines::Failure;
 use maxdiff::pipelines::denoiser::ControlImage;
@@ -24,7 +24,7 @@ use maxdiff::pipelines::traced::Traced;
 use maxdiff::runtime::{Array, Session, Slot};
 use maxdiff::schedulers::{PlanOptions, SamplingPlan, SchedulerConfig, SchedulerKind, Start};
 use maxdiff::weights::Checkpoint;
-use maxdiff::weights::source::{ModelSource, Part};
+use maxdiff::weights::source::ModelSource;
 
 fn golden_dir(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -62,7 +62,7 @@ impl Case {
         let config = |part: Part| source.component(part).unwrap().config.clone();
         let is_xl = name == "sdxl";
         let mut text_encoders = vec![TextEncoder {
-            root: "text_encoder",
+            part: Part::TextEncoder,
             config: ClipTextConfig::from_map(config(Part::TextEncoder)).unwrap(),
             hidden: HiddenState::Normed { skip: 0 },
         }];
@@ -70,7 +70,7 @@ impl Case {
         if is_xl {
             text_encoders[0].hidden = HiddenState::Raw { skip: 1 };
             text_encoders.push(TextEncoder {
-                root: "text_encoder_2",
+                part: Part::TextEncoder2,
                 config: ClipTextConfig::from_map(config(Part::TextEncoder2)).unwrap(),
                 hidden: HiddenState::Raw { skip: 1 },
             });
@@ -248,7 +248,7 @@ impl Case {
                 let file = Checkpoint::open(&self.source.path.join(folder))?;
                 return Ok(file.read_as(key, slot.shape.dtype)?);
             }
-            let part = Part::ALL.into_iter().find(|p| p.name() == root).unwrap();
+            let part = Part::from_name(root).unwrap();
             let checkpoint = &self.source.component(part)?.checkpoint;
             Ok(checkpoint.read_as(key, slot.shape.dtype)?)
         };
@@ -303,7 +303,7 @@ fn the_tokens_are_transformers() {
                 {
                     let ids = case
                         .golden
-                        .values(&format!("in/{kind}_ids.{}", encoder.root));
+                        .values(&format!("in/{kind}_ids.{}", encoder.part));
                     let found: Vec<f64> = tokens[which]
                         .ids()
                         .iter()

@@ -1,6 +1,6 @@
 """A full-size Stable Diffusion with random weights, in diffusers' layout.
 
-Usage: python random_model.py {sd15,sdxl} FOLDER [--dtype bfloat16]
+Usage: python random_model.py {sd1,sdxl} FOLDER [--dtype bfloat16]
 
 What the program needs where no weights can be downloaded: to measure speed and memory, and to go through the whole of
 `generate`. Weights are normal with the deviation 1 / sqrt(fan_in), norms are 1; they are cut out of one block of random
@@ -33,11 +33,11 @@ VAE = dict(block_out_channels=(128, 256, 512, 512), down_block_types=("DownEncod
 
 
 def parts(family):
-    config = json.loads((ROOT / f"configs/models/{family}/unet.json").read_text())
+    config = json.loads((ROOT / f"src/models/{family}/unet.json").read_text())
     makers = {
         "unet": lambda: UNet2DConditionModel(**{k: v for k, v in config.items() if not k.startswith("_")}),
-        "vae": lambda: AutoencoderKL(**VAE, sample_size=512 if family == "sd15" else 1024,
-                                     scaling_factor=0.18215 if family == "sd15" else 0.13025,
+        "vae": lambda: AutoencoderKL(**VAE, sample_size=512 if family == "sd1" else 1024,
+                                     scaling_factor=0.18215 if family == "sd1" else 0.13025,
                                      force_upcast=family == "sdxl"),
         "text_encoder": lambda: CLIPTextModel(CLIPTextConfig(**CLIP_L)),
     }
@@ -59,7 +59,7 @@ def checkpoint_key(part, key):
 
 def main():
     arguments = argparse.ArgumentParser()
-    arguments.add_argument("family", choices=["sd15", "sdxl"])
+    arguments.add_argument("family", choices=["sd1", "sdxl"])
     arguments.add_argument("folder", type=pathlib.Path)
     arguments.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     arguments = arguments.parse_args()

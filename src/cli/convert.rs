@@ -63,7 +63,7 @@ pub fn run(args: &ConvertArgs) -> Result<ExitCode, CliError> {
     for note in &source.notes {
         tell(&format!("note: {note}"));
     }
-    if source.tokenizers == [None, None] {
+    if source.tokenizers.is_empty() {
         tell(
             "note: there is no tokenizer to copy; programs that need one must be given it, as diffusers is by \
              from_pretrained(DIR, tokenizer=...)",
@@ -126,7 +126,7 @@ fn summary(
     let mut text = format!(
         "{}: {}{inpaint}, in {seconds:.1} s\n",
         args.output.display(),
-        source.family.name()
+        source.family.title()
     );
     for written in parts {
         text.push_str(&format!(
@@ -154,8 +154,8 @@ fn report(args: &ConvertArgs, source: &ModelSource, parts: &[WrittenPart], secon
         .collect();
     json!({
         "output": args.output,
-        "family": source.family.name(),
-        "recipe": source.family.recipe(),
+        "family": source.family.title(),
+        "recipe": source.family.spec().recipe,
         "layout": match source.layout {
             Layout::Pipeline => "pipeline",
             Layout::SingleFile => "single_file",

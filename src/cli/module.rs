@@ -18,7 +18,7 @@ use crate::dtype::DType;
 use crate::graph::{Builder, Graph, GraphError, InputKind};
 use crate::host_tensor::HostTensor;
 use crate::models::ModelConfigError;
-use crate::models::TEXT_ENCODER;
+use crate::models::Part;
 use crate::models::clip::{ClipTextConfig, clip_text};
 use crate::models::unet::{self, AdditionEmbedType, UNet2DConditionConfig};
 use crate::nn::{Precision, Remat};
@@ -315,7 +315,7 @@ impl Module {
     fn root(&self) -> &'static str {
         match self {
             Module::UNet(_) => unet::ROOT,
-            Module::ClipText(_) => TEXT_ENCODER,
+            Module::ClipText(_) => Part::TextEncoder.name(),
         }
     }
 
@@ -605,7 +605,14 @@ fn declare(
                 Shape::new(DType::S32, ["batch", "length"].map(size)),
                 &[Some("activation_batch"), None],
             )?;
-            let y = clip_text(b, TEXT_ENCODER, config, ids, precision, Remat::None)?;
+            let y = clip_text(
+                b,
+                Part::TextEncoder.name(),
+                config,
+                ids,
+                precision,
+                Remat::None,
+            )?;
             let mut outputs = vec![
                 ("last_hidden_state", y.last_hidden_state),
                 ("pooler_output", y.pooler_output),

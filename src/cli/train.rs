@@ -17,7 +17,7 @@ use crate::data::{BatchOptions, Batcher, Dataset, Tokenizer};
 use crate::dtype::DType;
 use crate::metrics::{MetricsOptions, MetricsWriter};
 use crate::models::unet::ROOT as UNET;
-use crate::models::{DiffusionModel, TEXT_ENCODER};
+use crate::models::{DiffusionModel, Part};
 use crate::pipelines::image_file::{
     labelled_grid, prepare_output_dir, visible_scale, write_numbered,
 };
@@ -299,10 +299,10 @@ fn run_options(
     }
     if let Some(text_encoder) = model.text_encoders.first() {
         let value = serde_json::to_value(&text_encoder.config).map_err(CliError::failed)?;
-        files.push((format!("{TEXT_ENCODER}/config.json"), json(&value)?));
+        files.push((format!("{}/config.json", Part::TextEncoder), json(&value)?));
         if config.ema_decay > 0.0 {
             files.push((
-                format!("{TEXT_ENCODER}{EMA_SUFFIX}/config.json"),
+                format!("{}{EMA_SUFFIX}/config.json", Part::TextEncoder),
                 json(&value)?,
             ));
         }
@@ -339,7 +339,7 @@ fn run_options(
         files,
         weight_files: vec![
             (UNET.to_string(), UNET_FILE.to_string()),
-            (TEXT_ENCODER.to_string(), TEXT_ENCODER_FILE.to_string()),
+            (Part::TextEncoder.to_string(), TEXT_ENCODER_FILE.to_string()),
         ],
     })
 }

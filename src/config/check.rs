@@ -6,8 +6,8 @@ use super::error::{ConfigError, ConfigErrors, Place, Problem};
 use super::model::builtin_prediction;
 use super::schema::{Config, MESH};
 use super::values::{
-    BiasStrategy, DatasetType, LossWeighting, MeshAxis, ModelConfig, ModelFamily, PredictionType,
-    Quantization, Sampler, TimestepSpacing,
+    BiasStrategy, DatasetType, LossWeighting, MeshAxis, ModelConfig, PredictionType, Quantization,
+    Sampler, TimestepSpacing,
 };
 use super::verb::Verb;
 
@@ -344,10 +344,9 @@ impl Config {
     /// Whether a model may be SDXL's refiner, as far as the configuration tells.
     pub fn may_refine(&self) -> bool {
         !self.refiner_model_name_or_path.is_empty()
-            || matches!(
-                self.model_family,
-                ModelFamily::Any | ModelFamily::SdxlRefiner
-            )
+            || self
+                .model_family
+                .is_none_or(|family| family.spec().aesthetic_score)
     }
 
     /// The sampler; DDIM when neither `scheduler` nor `diffusion_scheduler_config` says.

@@ -25,9 +25,9 @@ pub use schema::{Config, LoraConfig, MESH, SchedulerConfig, TimestepBias};
 pub use values::{
     Attention, AxisRule, AxisRules, BetaSchedule, BiasStrategy, DataSharding, DatasetType,
     FloatType, FreeDict, FreeList, Hardware, LearningRateSchedule, LossWeighting, MeshAxes,
-    MeshAxis, ModelConfig, ModelFamily, OneOrMore, Precision, PredictionType, PromptSyntax,
-    Prompts, QuantRule, QuantRuleType, QuantRules, Quantization, RematPolicy, Resume, Sampler,
-    TextEncoderConfig, TimestepSpacing, UNetConfig,
+    MeshAxis, ModelConfig, OneOrMore, Precision, PredictionType, PromptSyntax, Prompts, QuantRule,
+    QuantRuleType, QuantRules, Quantization, RematPolicy, Resume, Sampler, TextEncoderConfig,
+    TimestepSpacing, UNetConfig,
 };
 pub use verb::Verb;
 

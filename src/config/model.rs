@@ -7,60 +7,26 @@ use serde_json::{Map, Value};
 use super::error::{ConfigError, ConfigErrors, Place, Problem};
 use super::schema::Config;
 use super::values::{ModelConfig, PredictionType};
-
-/// A model whose architecture is built in.
-struct KnownModel {
-    /// Names on the hub, the original first.
-    names: &'static [&'static str],
-    /// diffusers' `unet/config.json`.
-    unet: &'static str,
-    prediction: PredictionType,
-}
-
-const KNOWN: &[KnownModel] = &[
-    KnownModel {
-        names: &[
-            "CompVis/stable-diffusion-v1-4",
-            "runwayml/stable-diffusion-v1-5",
-            "stable-diffusion-v1-5/stable-diffusion-v1-5",
-        ],
-        unet: include_str!("../../configs/models/sd15/unet.json"),
-        prediction: PredictionType::Epsilon,
-    },
-    KnownModel {
-        names: &["stabilityai/stable-diffusion-2-1"],
-        unet: include_str!("../../configs/models/sd21/unet.json"),
-        prediction: PredictionType::VPrediction,
-    },
-    KnownModel {
-        names: &["stabilityai/stable-diffusion-xl-base-1.0"],
-        unet: include_str!("../../configs/models/sdxl/unet.json"),
-        prediction: PredictionType::Epsilon,
-    },
-    KnownModel {
-        names: &["stabilityai/stable-diffusion-xl-refiner-1.0"],
-        unet: include_str!("../../configs/models/sdxl_refiner/unet.json"),
-        prediction: PredictionType::Epsilon,
-    },
-];
-
-fn known(name: &str) -> Option<&'static KnownModel> {
-    KNOWN.iter().find(|m| m.names.contains(&name))
-}
+use crate::models::Family;
 
 /// diffusers' `unet/config.json` of a known model, by its name on the hub.
 pub fn builtin_unet_config(pretrained_model_name_or_path: &str) -> Option<&'static str> {
-    known(pretrained_model_name_or_path).map(|m| m.unet)
+    Family::of_repository(pretrained_model_name_or_path).map(|(_, published)| published.unet)
 }
 
 /// What a known model's UNet predicts, by its name on the hub.
 pub(super) fn builtin_prediction(pretrained_model_name_or_path: &str) -> Option<PredictionType> {
-    known(pretrained_model_name_or_path).map(|m| m.prediction)
+    let (_, published) = Family::of_repository(pretrained_model_name_or_path)?;
+    let scheduler: Map<String, Value> = serde_json::from_str(published.scheduler).ok()?;
+    PredictionType::from_name(scheduler.get("prediction_type")?.as_str()?)
 }
 
 /// The names of the known models, for messages.
 fn known_names() -> String {
-    let names: Vec<_> = KNOWN.iter().flat_map(|m| m.names).copied().collect();
+    let names: Vec<_> = Family::published()
+        .flat_map(|(_, published)| published.repositories)
+        .copied()
+        .collect();
     names.join(", ")
 }
 
@@ -164,7 +130,7 @@ mod tests {
 
     #[test]
     fn every_name_of_a_built_in_dict_is_accepted_as_unet_config() {
-        for model in KNOWN {
+        for (_, model) in Family::published() {
             let word = format!("unet_config={}", model.unet);
             let loaded =
                 Config::from_overrides(&[word, "train_new_unet=True".into()], None).unwrap();

@@ -8,6 +8,7 @@ use super::field::Status::{IgnoredByMaxDiffusion, NoEffect, NotYet, Ours, Used};
 use super::field::schema;
 use super::values::*;
 use super::verb::Verb;
+use crate::models::Family;
 
 const TRAIN: &[Verb] = &[Verb::Train];
 const GENERATE: &[Verb] = &[Verb::Generate];
@@ -69,7 +70,7 @@ schema! {
         /// `compile`, which need no weights.
         pretrained_model_name_or_path: String = "stabilityai/stable-diffusion-xl-base-1.0".into(), Used, PROGRAM;
         /// Family that the model of `pretrained_model_name_or_path` has to be of. Empty: any.
-        model_family: ModelFamily = ModelFamily::Any, Ours, DENOISE;
+        model_family: Option<Family> = None, Ours, DENOISE;
         /// UNet of one's own, by the names of diffusers' config.json: a dict, or the path of a
         /// JSON file (from a configuration file: relative to its folder). Empty: the model named
         /// by `pretrained_model_name_or_path`.

@@ -61,17 +61,6 @@ named! {
 }
 
 named! {
-    /// A family of published models.
-    pub enum ModelFamily {
-        Any = "",
-        Sd1 = "sd1",
-        Sd2 = "sd2",
-        Sdxl = "sdxl",
-        SdxlRefiner = "sdxl_refiner",
-    }
-}
-
-named! {
     /// How prompts are read.
     pub enum PromptSyntax {
         /// `(word:1.2)`, `[word]`, `BREAK`, and as many chunks of 75 tokens as the prompt needs.

@@ -6,10 +6,10 @@ use std::path::Path;
 use serde_json::{Map, Value};
 
 use super::{Fault, HubError, RepoId};
+use crate::models::family::Signs;
+use crate::models::{Family, Part};
 use crate::util::text::listed;
-use crate::weights::source::{
-    Family, Part, SourceError, TOKENIZERS, check_class, family, is_null, no_unet,
-};
+use crate::weights::source::{SourceError, check_class, is_null, no_unet};
 use crate::weights::{Choice, WeightsError, choose, is_pickle, lora, parse_index};
 
 const INDEX: &str = "model_index.json";
@@ -226,10 +226,11 @@ impl Chosen<'_> {
             .into_iter()
             .filter(|part| listed(part.name(), "config.json"))
             .collect();
-        let tokenizers = TOKENIZERS.map(|name| {
-            let here = TOKENIZER.iter().any(|file| listed(name, file));
-            here.then_some(name)
-        });
+        let tokenizers: Vec<&str> = Part::ALL
+            .into_iter()
+            .filter_map(Part::tokenizer)
+            .filter(|name| TOKENIZER.iter().any(|file| listed(name, file)))
+            .collect();
         let scheduler = listed("scheduler", "scheduler_config.json");
         if !parts.contains(&Part::Unet) {
             let found = self.listing.names.iter().cloned().collect();
@@ -239,7 +240,10 @@ impl Chosen<'_> {
             && self.has(UNET_CONFIG)
         {
             let unet = object(UNET_CONFIG, &read(UNET_CONFIG)?)?;
-            let found = family(&unet, |part| parts.contains(&part));
+            let found = Family::of_folder(&Signs {
+                unet: &unet,
+                has: &|part| parts.contains(&part),
+            });
             if found != expected {
                 return Err(SelectError::Model(SourceError::WrongFamily {
                     path: at,
@@ -253,7 +257,7 @@ impl Chosen<'_> {
         for part in parts {
             self.part(part.name(), read)?;
         }
-        for name in tokenizers.into_iter().flatten() {
+        for name in tokenizers {
             self.tokenizer(name, false);
         }
         if scheduler && !self.is_absent(SCHEDULER) {

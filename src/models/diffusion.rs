@@ -2,6 +2,7 @@
 
 use crate::dtype::DType;
 use crate::graph::{Builder, GraphError, Tensor};
+use crate::models::Part;
 use crate::models::clip::{ClipTextConfig, clip_text, final_layer_norm};
 use crate::models::controlnet::{self, Control, ControlNetConfig};
 use crate::models::unet::{
@@ -13,12 +14,6 @@ use crate::schedulers::SchedulerConfig;
 use crate::shape::Shape;
 
 type Result<T> = std::result::Result<T, GraphError>;
-
-/// The root of the first text encoder's parameter paths.
-pub const TEXT_ENCODER: &str = "text_encoder";
-
-/// The root of the second text encoder's parameter paths, SDXL's.
-pub const TEXT_ENCODER_2: &str = "text_encoder_2";
 
 /// The parts of a text-to-image model and how they compute.
 #[derive(Clone, Debug)]
@@ -74,8 +69,8 @@ impl MicroConditioning {
 /// One of a model's text encoders.
 #[derive(Clone, Debug)]
 pub struct TextEncoder {
-    /// [`TEXT_ENCODER`] or [`TEXT_ENCODER_2`].
-    pub root: &'static str,
+    /// Its name is the root of the parameter paths.
+    pub part: Part,
     pub config: ClipTextConfig,
     pub hidden: HiddenState,
 }
@@ -87,6 +82,16 @@ pub enum HiddenState {
     Normed { skip: usize },
     /// The one `skip` layers before the last, as it is: SDXL, which skips one.
     Raw { skip: usize },
+}
+
+impl HiddenState {
+    /// The same, `more` layers earlier.
+    pub fn earlier(self, more: usize) -> HiddenState {
+        match self {
+            HiddenState::Normed { skip } => HiddenState::Normed { skip: skip + more },
+            HiddenState::Raw { skip } => HiddenState::Raw { skip: skip + more },
+        }
+    }
 }
 
 /// What a text encoder gives the UNet.
@@ -115,7 +120,7 @@ impl DiffusionModel {
         };
         let output = clip_text(
             b,
-            encoder.root,
+            encoder.part.name(),
             &encoder.config,
             input_ids,
             self.precision,
@@ -124,7 +129,7 @@ impl DiffusionModel {
         let (HiddenState::Normed { skip } | HiddenState::Raw { skip }) = encoder.hidden;
         let states = &output.hidden_states;
         let Some(state) = states.len().checked_sub(1 + skip).map(|at| states[at]) else {
-            return Err(b.root(encoder.root).invalid(format!(
+            return Err(b.root(encoder.part.name()).invalid(format!(
                 "clip_skip leaves none of the {} layers",
                 encoder.config.num_hidden_layers
             )));
@@ -132,7 +137,7 @@ impl DiffusionModel {
         let encoder_hidden_states = match encoder.hidden {
             HiddenState::Normed { skip: 0 } => output.last_hidden_state,
             HiddenState::Normed { .. } => {
-                let root = b.root(encoder.root);
+                let root = b.root(encoder.part.name());
                 final_layer_norm(&root, &encoder.config, state, self.precision)?
             }
             HiddenState::Raw { .. } => state,

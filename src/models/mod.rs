@@ -3,13 +3,19 @@
 pub mod clip;
 pub mod controlnet;
 mod diffusion;
+pub mod family;
+mod pixels;
+mod sd1;
+mod sd2;
+mod sdxl;
+mod sdxl_refiner;
 pub mod unet;
 pub mod vae;
 
 pub use diffusion::{
-    DiffusionModel, HiddenState, MicroConditioning, TEXT_ENCODER, TEXT_ENCODER_2, TextConditioning,
-    TextEncoder,
+    DiffusionModel, HiddenState, MicroConditioning, TextConditioning, TextEncoder,
 };
+pub use family::{Family, FamilySpec, Part, Published};
 
 use serde_json::{Map, Value};
 

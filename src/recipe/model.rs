@@ -4,7 +4,7 @@ use crate::config::{self, Config};
 use crate::data::Tokenizer;
 use crate::models::clip::ClipTextConfig;
 use crate::models::unet::UNet2DConditionConfig;
-use crate::models::{DiffusionModel, HiddenState, MicroConditioning, TEXT_ENCODER, TextEncoder};
+use crate::models::{DiffusionModel, HiddenState, MicroConditioning, Part, TextEncoder};
 use crate::nn::Remat;
 use crate::pipelines::pixels::RGB;
 
@@ -62,7 +62,7 @@ pub fn model(
         unet,
         text_encoders: text_encoder
             .map(|config| TextEncoder {
-                root: TEXT_ENCODER,
+                part: Part::TextEncoder,
                 config,
                 hidden: HiddenState::Normed { skip: 0 },
             })
@@ -80,7 +80,9 @@ pub fn model(
         image_size: [config.resolution as usize; 2],
         micro_conditioning: micro_conditioning(
             config,
-            config.model_family == config::ModelFamily::SdxlRefiner,
+            config
+                .model_family
+                .is_some_and(|family| family.spec().aesthetic_score),
         ),
         decode_tile: None,
     })

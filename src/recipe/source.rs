@@ -5,19 +5,19 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
 
-use crate::config::{self, Config, ModelConfig};
+use crate::config::{Config, ModelConfig};
 use crate::data::Tokenizer;
 use crate::hub::{RepoId, Wanted};
 use crate::models::clip::ClipTextConfig;
 use crate::models::controlnet::{self, ControlNetConfig};
 use crate::models::unet::{ROOT as UNET, UNet2DConditionConfig};
 use crate::models::vae::{AutoencoderKlConfig, ROOT as VAE};
-use crate::models::{DiffusionModel, HiddenState, TEXT_ENCODER, TEXT_ENCODER_2, TextEncoder};
+use crate::models::{DiffusionModel, Family, Part, TextEncoder};
 use crate::nn::Remat;
 use crate::pipelines::traced::Traced;
 use crate::train::checkpoint::SavedCheckpoint;
 use crate::train::run::{EMA_SUFFIX, TEXT_ENCODER_FILE, UNET_FILE};
-use crate::weights::source::{Family, ModelSource, Part};
+use crate::weights::source::ModelSource;
 use crate::weights::{Checkpoint, match_parameters};
 
 use super::scheduler::SCHEDULER;
@@ -90,7 +90,7 @@ impl Source {
         }
         let file = recipe_file.file_name().unwrap_or(recipe_file.as_os_str());
         let file = file.to_string_lossy();
-        let expected = family(config.model_family).map(|family| (family, file.as_ref()));
+        let expected = config.model_family.map(|family| (family, file.as_ref()));
         let wanted = Wanted::Model { expected };
         // A recipe with a UNet of its own does not mean the model that is the schema's default.
         let found = match config.unet_config.0 {
@@ -154,33 +154,30 @@ impl Source {
         }
         let key = "refiner_model_name_or_path";
         let usage = |reason: String| RecipeError::Usage(format!("{key}={name}: {reason}"));
-        match self {
-            Source::Model { source, .. } if source.family == Family::Sdxl => {}
-            Source::Model { source, .. } => {
-                return Err(usage(format!(
-                    "a refiner goes on with what SDXL began; {} is {}",
-                    source.path.display(),
-                    source.family.name()
-                )));
-            }
-            Source::Run { dir, .. } => {
-                return Err(usage(format!(
-                    "a refiner goes on with what SDXL began; {} is a model of pixels",
-                    dir.display()
-                )));
-            }
+        let (family, path) = match self {
+            Source::Model { source, .. } => (source.family, &source.path),
+            Source::Run { dir, .. } => (Family::Pixels, dir),
+        };
+        let refiners = family.spec().refiners;
+        if refiners.is_empty() {
+            return Err(usage(format!(
+                "{} is {}, which has no refiner",
+                path.display(),
+                family.title()
+            )));
         }
         let source = ModelSource::open(Path::new(name)).map_err(|e| usage(e.to_string()))?;
-        if ![Family::Sdxl, Family::SdxlRefiner].contains(&source.family) || source.inpaint {
+        if !refiners.contains(&source.family) || source.inpaint {
             let kind = if source.inpaint {
                 " for inpainting"
             } else {
                 ""
             };
+            let names: Vec<&str> = refiners.iter().map(|family| family.title()).collect();
             return Err(usage(format!(
-                "expected {}, or a model like SDXL; found {}{kind}",
-                Family::SdxlRefiner.name(),
-                source.family.name()
+                "expected {}; found {}{kind}",
+                names.join(" or "),
+                source.family.title()
             )));
         }
         Ok(Some(Source::Model {
@@ -306,8 +303,7 @@ impl Source {
                 Ok(File::Own(checkpoint))
             }
             Source::Model { source, .. } => {
-                let part = Part::ALL.into_iter().find(|part| part.name() == root);
-                let part = part.ok_or_else(|| {
+                let part = Part::from_name(root).ok_or_else(|| {
                     RecipeError::Usage(format!("no part of a model is called {root}"))
                 })?;
                 let component = source.component(part).map_err(RecipeError::failed)?;
@@ -363,16 +359,6 @@ fn controlnets(config: &Config) -> Result<Vec<ControlNetConfig>, RecipeError> {
     names.iter().map(read).collect()
 }
 
-fn family(family: config::ModelFamily) -> Option<Family> {
-    match family {
-        config::ModelFamily::Any => None,
-        config::ModelFamily::Sd1 => Some(Family::Sd1),
-        config::ModelFamily::Sd2 => Some(Family::Sd2),
-        config::ModelFamily::Sdxl => Some(Family::Sdxl),
-        config::ModelFamily::SdxlRefiner => Some(Family::SdxlRefiner),
-    }
-}
-
 /// A model that somebody published, as configured.
 fn published(
     config: &Config,
@@ -388,27 +374,16 @@ fn published(
     let unet = UNet2DConditionConfig::from_map(unet).map_err(RecipeError::usage)?;
     let vae = part(Part::Vae)?.config.clone();
     let vae = AutoencoderKlConfig::from_map(vae).map_err(RecipeError::usage)?;
-    let skip = config.clip_skip as usize;
-    let first = (Part::TextEncoder, TEXT_ENCODER);
-    let second = (Part::TextEncoder2, TEXT_ENCODER_2);
-    let parts: &[(Part, &'static str)] = match source.family {
-        Family::Sdxl => &[first, second],
-        Family::SdxlRefiner => &[second],
-        Family::Sd1 | Family::Sd2 | Family::Sd3 | Family::Flux => &[first],
-    };
-    let text_encoders = parts
+    let spec = source.family.spec();
+    let text_encoders = spec
+        .text_encoders
         .iter()
-        .map(|(which, root)| {
-            let fields = part(*which)?.config.clone();
+        .map(|encoder| {
+            let fields = part(encoder.part)?.config.clone();
             Ok(TextEncoder {
-                root,
+                part: encoder.part,
                 config: ClipTextConfig::from_map(fields).map_err(RecipeError::usage)?,
-                hidden: match source.family {
-                    Family::Sdxl | Family::SdxlRefiner => HiddenState::Raw { skip: 1 + skip },
-                    Family::Sd1 | Family::Sd2 | Family::Sd3 | Family::Flux => {
-                        HiddenState::Normed { skip }
-                    }
-                },
+                hidden: encoder.hidden.earlier(config.clip_skip as usize),
             })
         })
         .collect::<Result<Vec<_>, RecipeError>>()?;
@@ -419,10 +394,7 @@ fn published(
         .unwrap_or(super::CLIP_TOKENS);
     let tokenizers = text_encoders
         .iter()
-        .map(|encoder| {
-            let which = usize::from(encoder.root == TEXT_ENCODER_2);
-            tokenizer(config, source, which, tokens)
-        })
+        .map(|encoder| tokenizer(config, source, encoder.part, tokens))
         .collect::<Result<Vec<_>, _>>()?;
     for (encoder, tokenizer) in text_encoders.iter().zip(&tokenizers) {
         check_tokenizer(&encoder.config, tokenizer)?;
@@ -437,12 +409,9 @@ fn published(
         unet,
         text_encoders,
         vae: Some(vae),
-        // A refiner is of another size than the UNets that ControlNets are made for.
-        controlnets: match source.family {
-            Family::SdxlRefiner => Vec::new(),
-            Family::Sd1 | Family::Sd2 | Family::Sdxl | Family::Sd3 | Family::Flux => {
-                controlnets(config)?
-            }
+        controlnets: match spec.controlnets {
+            true => controlnets(config)?,
+            false => Vec::new(),
         },
         micro_conditioning: micro_conditioning(config, source.requires_aesthetics_score),
         precision,
@@ -461,7 +430,7 @@ fn published(
 fn tokenizer(
     config: &Config,
     source: &ModelSource,
-    which: usize,
+    part: Part,
     tokens: usize,
 ) -> Result<Tokenizer, RecipeError> {
     let named = Path::new(&config.tokenizer_model_name_or_path);
@@ -470,10 +439,10 @@ fn tokenizer(
     }
     let dir = match named.as_os_str().is_empty() {
         false => named.to_owned(),
-        true => match source.tokenizers.get(which).cloned().flatten() {
-            Some(dir) => dir,
+        true => match source.tokenizers.get(&part) {
+            Some(dir) => dir.clone(),
             // The error of a folder that is not there says where to get one.
-            None => source.path.join(["tokenizer", "tokenizer_2"][which.min(1)]),
+            None => source.path.join(part.tokenizer().unwrap_or_default()),
         },
     };
     Tokenizer::from_dir(&dir, tokens).map_err(RecipeError::failed)

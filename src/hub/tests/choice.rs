@@ -1,7 +1,7 @@
 //! Which files of a repository are taken.
 
 use super::*;
-use crate::weights::source::Family;
+use crate::models::Family;
 
 #[test]
 fn shards_are_those_of_the_index() {

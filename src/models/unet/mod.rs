@@ -10,6 +10,7 @@ pub use config::{
 
 use crate::dtype::DType;
 use crate::graph::{Builder, GraphError, Tensor};
+use crate::models::Part;
 use crate::nn::{
     Activation, Conv2d, Precision, Remat, Result, TimestepEmbedding, constrain_image, conv2d, dims,
     group_norm, sinusoidal_embedding,
@@ -20,7 +21,17 @@ use crate::shape::Shape;
 use blocks::{Block, Shared, Transformer};
 
 /// The root of the UNet's parameter paths.
-pub const ROOT: &str = "unet";
+pub const ROOT: &str = Part::Unet.name();
+
+/// Layers that stay in float under `quantization=int8`, as regular expressions of their paths below the root: they are
+/// small, and sensitive to rounding.
+pub const INT8_FLOAT_LAYERS: [&str; 5] = [
+    r"(.*\.)?time_embedding\..*",
+    r"(.*\.)?add_embedding\..*",
+    r"(.*\.)?time_emb_proj",
+    r"conv_in",
+    r"conv_out",
+];
 
 /// Time ids of SDXL base: original size, top left corner of the crop, target size.
 pub const SIZE_TIME_IDS: usize = 6;

@@ -6,13 +6,14 @@ pub use config::{AutoencoderKlConfig, DownBlockType, UpBlockType};
 
 use crate::graph::{Builder, Tensor};
 use crate::host_tensor::{HostTensor, HostTensorError};
+use crate::models::Part;
 use crate::nn::{
     Attention, Conv2d, Linear, Precision, Result, attention, constrain_image, constrain_tokens,
     conv2d, dims, downsample_2x, group_norm, linear, silu, upsample_2x,
 };
 
 /// The root of the VAE's parameter paths in a text-to-image model.
-pub const ROOT: &str = "vae";
+pub const ROOT: &str = Part::Vae.name();
 
 /// Of every normalization; diffusers has no field for it.
 const EPSILON: f64 = 1e-6;

@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 
 use serde_json::{Map, Value};
 
-use super::dialects::{DORA, Part};
+use super::dialects::{DORA, part_of_root};
+use crate::models::Part;
 
 /// How the factors are scaled, where no `alpha` tensor says it.
 #[derive(Debug)]
@@ -79,7 +80,7 @@ impl Config {
         for (name, value) in fields {
             let prefixed = name
                 .split_once('.')
-                .and_then(|(root, field)| Some((Part::of_root(root)?, field)));
+                .and_then(|(root, field)| Some((part_of_root(root)?, field)));
             let (part, field) = match prefixed {
                 Some((part, field)) => (Some(part), field.to_owned()),
                 None => (None, name),

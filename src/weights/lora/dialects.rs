@@ -8,29 +8,11 @@
 
 use std::collections::BTreeMap;
 
-/// A part of a text-to-image model that a LoRA changes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Part {
-    Unet,
-    TextEncoder,
-    TextEncoder2,
-}
+use crate::models::Part;
 
-impl Part {
-    pub const ALL: [Part; 3] = [Part::Unet, Part::TextEncoder, Part::TextEncoder2];
-
-    /// The root of the part's parameter paths.
-    pub fn root(self) -> &'static str {
-        match self {
-            Part::Unet => "unet",
-            Part::TextEncoder => "text_encoder",
-            Part::TextEncoder2 => "text_encoder_2",
-        }
-    }
-
-    pub fn of_root(root: &str) -> Option<Part> {
-        Part::ALL.into_iter().find(|part| part.root() == root)
-    }
+/// The part with parameter paths under `root`, if LoRAs change it: none is for the autoencoder.
+pub(super) fn part_of_root(root: &str) -> Option<Part> {
+    Part::from_name(root).filter(|part| *part != Part::Vae)
 }
 
 /// What a tensor is for its module.
@@ -144,6 +126,8 @@ pub(super) fn aliases(part: Part, path: &str, blocks: &Blocks) -> Vec<String> {
                     .map(|m| format!("{m}.to_out")),
             );
         }
+        // No file is for it.
+        Part::Vae => {}
         Part::TextEncoder | Part::TextEncoder2 => {
             // transformers 5 has no `text_model` around an encoder without projection.
             names.extend(path.strip_prefix("text_model.").map(str::to_owned));

@@ -7,10 +7,11 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value};
 
 use super::config::Config;
-use super::dialects::{self, Blocks, Part, Role};
-use super::mismatch::{Family, LoraMismatch, MisshapenModule, UnmatchedModule};
+use super::dialects::{self, Blocks, Role};
+use super::mismatch::{LoraFamily, LoraMismatch, MisshapenModule, UnmatchedModule};
 use super::{Adapter, Layer, LoraError, LoraScale, LoraTarget, Patched, weight_name};
 use crate::dtype::DType;
+use crate::models::Part;
 use crate::weights::{Checkpoint, WeightsError};
 
 /// The names of a folder's weights: diffusers' and PEFT's.
@@ -142,7 +143,7 @@ impl LoraFile {
                             second: module.name.clone(),
                         });
                     }
-                    let part = Part::of_root(target.root);
+                    let part = dialects::part_of_root(target.root);
                     let mut layer = module.factors.clone();
                     layer.scale *= part.map_or(1.0, |part| f64::from(scale.of(part)));
                     adapter.patched.insert(
@@ -173,13 +174,17 @@ impl LoraFile {
     }
 
     /// What the file seems to be for.
-    fn family(&self) -> Option<Family> {
+    fn family(&self) -> Option<LoraFamily> {
         let of_shape = self
             .modules
             .iter()
             .filter(|m| reads_text(&m.comparable) && m.part.is_none_or(|p| p == Part::Unet))
-            .find_map(|m| Family::of_cross_attention(*m.down_dims.get(1)?));
-        of_shape.or_else(|| self.modules.iter().find_map(|m| Family::of_name(&m.name)))
+            .find_map(|m| LoraFamily::of_text_features(*m.down_dims.get(1)?));
+        of_shape.or_else(|| {
+            self.modules
+                .iter()
+                .find_map(|m| LoraFamily::of_name(&m.name))
+        })
     }
 }
 
@@ -261,12 +266,12 @@ struct Names {
 
 impl Names {
     fn of(targets: &[LoraTarget<'_>]) -> Names {
-        let unet = targets.iter().filter(|t| t.root == Part::Unet.root());
+        let unet = targets.iter().filter(|t| t.root == Part::Unet.name());
         let blocks = Blocks::of(unet.map(|t| t.key));
         let mut parts: BTreeMap<Part, HashMap<String, Vec<usize>>> = BTreeMap::new();
         for (index, target) in targets.iter().enumerate() {
             let (Some(part), Some(path)) = (
-                Part::of_root(target.root),
+                dialects::part_of_root(target.root),
                 target.key.strip_suffix(".weight"),
             ) else {
                 continue;
@@ -300,11 +305,11 @@ fn reads_text(comparable: &str) -> bool {
     comparable.ends_with("attn2_to_k") || comparable.ends_with("attn2_to_v")
 }
 
-fn model_family(targets: &[LoraTarget<'_>]) -> Option<Family> {
+fn model_family(targets: &[LoraTarget<'_>]) -> Option<LoraFamily> {
     targets
         .iter()
-        .find(|t| t.root == Part::Unet.root() && t.key.ends_with(".attn2.to_k.weight"))
-        .and_then(|t| Family::of_cross_attention(*t.dims.get(1)?))
+        .find(|t| t.root == Part::Unet.name() && t.key.ends_with(".attn2.to_k.weight"))
+        .and_then(|t| LoraFamily::of_text_features(*t.dims.get(1)?))
 }
 
 /// The file itself, or that of a folder.

@@ -3,55 +3,37 @@
 use std::fmt;
 use std::path::PathBuf;
 
+use crate::models::Family;
+
 /// How many modules of each kind an error shows.
 const SHOWN: usize = 20;
 
 /// Models that a LoRA may be for, as far as its names and shapes tell them apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Family {
-    StableDiffusion1,
-    StableDiffusion2,
-    StableDiffusionXl,
-    StableDiffusionXlRefiner,
+pub enum LoraFamily {
+    Known(Family),
     /// A model without a UNet: Flux, SD 3, PixArt and others.
     Transformer,
 }
 
-impl fmt::Display for Family {
+impl fmt::Display for LoraFamily {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        f.write_str(match self {
-            Family::StableDiffusion1 => "Stable Diffusion 1.x",
-            Family::StableDiffusion2 => "Stable Diffusion 2.x",
-            Family::StableDiffusionXl => "Stable Diffusion XL",
-            Family::StableDiffusionXlRefiner => "the Stable Diffusion XL refiner",
-            Family::Transformer => "a transformer such as Flux or SD 3",
-        })
+        match self {
+            LoraFamily::Known(family) => f.write_str(family.title()),
+            LoraFamily::Transformer => f.write_str("a transformer such as Flux or SD 3"),
+        }
     }
 }
 
-impl Family {
+impl LoraFamily {
     /// The family whose text features, which its cross-attention reads, are that wide.
-    pub(super) fn of_cross_attention(features: usize) -> Option<Family> {
-        match features {
-            768 => Some(Family::StableDiffusion1),
-            1024 => Some(Family::StableDiffusion2),
-            2048 => Some(Family::StableDiffusionXl),
-            1280 => Some(Family::StableDiffusionXlRefiner),
-            _ => None,
-        }
+    pub(super) fn of_text_features(features: usize) -> Option<LoraFamily> {
+        let (family, _) = Family::of_text_features(features)?;
+        Some(LoraFamily::Known(family))
     }
 
-    /// The family that a module's name in a file tells: kohya numbers text encoders only where there are two, and uses
-    /// the original code's block names only for SDXL.
-    pub(super) fn of_name(module: &str) -> Option<Family> {
-        const XL: [&str; 6] = [
-            "lora_te1_",
-            "lora_te2_",
-            "text_encoder_2.",
-            "lora_unet_input_blocks_",
-            "lora_unet_middle_block_",
-            "lora_unet_output_blocks_",
-        ];
+    /// The family that a module's name in a file tells.
+    pub(super) fn of_name(module: &str) -> Option<LoraFamily> {
         const TRANSFORMER: [&str; 5] = [
             "double_blocks",
             "single_blocks",
@@ -62,11 +44,11 @@ impl Family {
         if TRANSFORMER.iter().any(|part| module.contains(part))
             || module.starts_with("transformer.")
         {
-            return Some(Family::Transformer);
+            return Some(LoraFamily::Transformer);
         }
-        XL.iter()
-            .any(|prefix| module.starts_with(prefix))
-            .then_some(Family::StableDiffusionXl)
+        let names = |family: &Family| family.spec().lora_names.iter();
+        let of = |family: &Family| names(family).any(|start| module.starts_with(start));
+        Family::ALL.into_iter().find(of).map(LoraFamily::Known)
     }
 }
 
@@ -101,8 +83,8 @@ pub struct LoraMismatch {
     pub unmatched: Vec<UnmatchedModule>,
     pub misshapen: Vec<MisshapenModule>,
     /// What the file seems to be for, and what the model is.
-    pub lora_family: Option<Family>,
-    pub model_family: Option<Family>,
+    pub lora_family: Option<LoraFamily>,
+    pub model_family: Option<LoraFamily>,
 }
 
 impl std::error::Error for LoraMismatch {}

@@ -22,14 +22,14 @@ pub use beside::beside;
 pub use file::LoraFile;
 pub(crate) use file::{CONFIG_FILE, FILES};
 pub use merge::{Adapter, Factors};
-pub use mismatch::{Family, LoraMismatch, MisshapenModule, UnmatchedModule};
+pub use mismatch::{LoraFamily, LoraMismatch, MisshapenModule, UnmatchedModule};
 
 use merge::{Layer, Patched};
 
 use super::WeightsError;
 use crate::host_tensor::HostTensorError;
+use crate::models::Part;
 use crate::util::text::listed;
-use dialects::Part;
 
 /// Why a LoRA could not be read or applied.
 #[derive(Debug, thiserror::Error)]
@@ -161,6 +161,8 @@ impl LoraScale {
         match part {
             Part::Unet => self.unet,
             Part::TextEncoder | Part::TextEncoder2 => self.text_encoder,
+            // No LoRA is for it.
+            Part::Vae => 0.0,
         }
     }
 }

@@ -9,10 +9,11 @@ use tempfile::TempDir;
 
 mod arithmetic;
 
-use super::dialects::{Blocks, Part, Role, aliases, split_part, split_role};
+use super::dialects::{Blocks, Role, aliases, split_part, split_role};
 use super::*;
 use crate::dtype::DType;
 use crate::host_tensor::HostTensor;
+use crate::models::{Family, Part};
 use crate::weights::{TensorView, save};
 
 /// Values of order one that differ from place to place.
@@ -484,7 +485,7 @@ fn modules_without_a_weight_are_all_listed() {
     );
     assert_eq!(
         (mismatch.lora_family, mismatch.model_family),
-        (None, Some(Family::StableDiffusion1))
+        (None, Some(LoraFamily::Known(Family::Sd1)))
     );
     let text = error.to_string();
     assert!(
@@ -534,15 +535,12 @@ fn a_lora_for_another_family_is_told_as_such() {
     let other =
         |family: &str| format!("it is a LoRA for {family}, the model is Stable Diffusion 1.x");
     let to_k = "lora_unet_down_blocks_1_attentions_0_transformer_blocks_0_attn2_to_k";
-    assert_eq!(families(to_k, 2048), other("Stable Diffusion XL"));
+    assert_eq!(families(to_k, 2048), other("SDXL"));
     assert_eq!(families(to_k, 1024), other("Stable Diffusion 2.x"));
-    assert_eq!(
-        families(to_k, 1280),
-        other("the Stable Diffusion XL refiner")
-    );
+    assert_eq!(families(to_k, 1280), other("the SDXL refiner"));
     assert_eq!(families(to_k, 768), "");
     // By names alone.
-    let xl = other("Stable Diffusion XL");
+    let xl = other("SDXL");
     assert_eq!(
         families("lora_te2_text_model_encoder_layers_0_mlp_fc1", 1280),
         xl

@@ -1,119 +1,98 @@
 //! What a single file is, by its tensors.
 
-use super::{Family, Part, SourceError};
+use super::SourceError;
+use crate::models::family::{Lookalike, OriginalNames, Root, UNSUPPORTED};
+use crate::models::{Family, Part, Published};
 use crate::weights::Checkpoint;
 
-/// Whose names the tensors of one part have.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Dialect {
-    /// `openaimodel.UNetModel` of LDM and SGM.
-    LdmUnet,
-    /// `AutoencoderKL` of LDM and SGM.
-    LdmVae,
-    /// transformers' CLIP.
-    Clip,
-    /// OpenCLIP's text tower.
-    OpenClip,
-}
+const UNET: Root = Root {
+    prefix: "model.diffusion_model.",
+    part: Part::Unet,
+    names: OriginalNames::LdmUnet,
+};
+const UNET_ALONE: Root = Root { prefix: "", ..UNET };
 
-/// Where the tensors of one part stand in a single file.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Root {
-    pub prefix: &'static str,
-    pub part: Part,
-    pub dialect: Dialect,
-}
-
-const fn root(prefix: &'static str, part: Part, dialect: Dialect) -> Root {
-    Root {
-        prefix,
-        part,
-        dialect,
-    }
-}
-
-const UNET: Root = root("model.diffusion_model.", Part::Unet, Dialect::LdmUnet);
-const UNET_ALONE: Root = root("", Part::Unet, Dialect::LdmUnet);
-
-/// Where a VAE may stand, alone or in a whole model.
-pub(super) const VAES: [Root; 3] = [
-    root("first_stage_model.", Part::Vae, Dialect::LdmVae),
-    root("vae.", Part::Vae, Dialect::LdmVae),
-    root("", Part::Vae, Dialect::LdmVae),
-];
-
-/// All roots of a whole model; of a part that stands twice the first is taken.
-const ROOTS: [Root; 8] = [
-    UNET,
-    VAES[0],
-    VAES[1],
-    root(
-        "cond_stage_model.transformer.",
-        Part::TextEncoder,
-        Dialect::Clip,
-    ),
-    root(
-        "cond_stage_model.model.",
-        Part::TextEncoder,
-        Dialect::OpenClip,
-    ),
-    root(
-        "conditioner.embedders.0.transformer.",
-        Part::TextEncoder,
-        Dialect::Clip,
-    ),
-    root(
-        "conditioner.embedders.1.model.",
-        Part::TextEncoder2,
-        Dialect::OpenClip,
-    ),
-    // The refiner has the larger of SDXL's text encoders only.
-    root(
-        "conditioner.embedders.0.model.",
-        Part::TextEncoder2,
-        Dialect::OpenClip,
-    ),
-];
+/// Where an autoencoder may stand, alone or in a whole model.
+const VAES: [&str; 3] = ["first_stage_model.", "vae.", ""];
 
 /// What a single file holds.
 pub(super) struct Detected {
     pub family: Family,
+    pub published: &'static Published,
     /// One for each part.
     pub roots: Vec<Root>,
 }
 
 /// Tells the family of `file` and where its parts stand.
-///
-/// The width of the text that the UNet attends to tells SD 1 (768), SD 2 (1024), SDXL (2048) and its refiner (1280)
-/// apart; nothing else of a UNet's size is looked at.
 pub(super) fn detect(file: &Checkpoint) -> Result<Detected, SourceError> {
+    refuse_other_kinds(file)?;
+    let has = |name: &str| file.info(name).is_some();
+    let Some(unet) = [UNET, UNET_ALONE]
+        .into_iter()
+        .find(|root| has(&format!("{}input_blocks.0.0.weight", root.prefix)))
+    else {
+        return Err(without_unet(file));
+    };
+    let (family, published) = family(file, unet)?;
+    let whole = [UNET]
+        .into_iter()
+        .chain(
+            VAES.into_iter()
+                .filter(|prefix| !prefix.is_empty())
+                .map(vae),
+        )
+        .chain(published.single_file.text_encoders.iter().copied());
+    let mut roots: Vec<Root> = Vec::new();
+    if unet.prefix.is_empty() {
+        roots.push(unet);
+    } else {
+        for root in whole {
+            // Of a part that stands twice the first is taken.
+            let taken = roots.iter().any(|r| r.part == root.part);
+            if !taken && file.names().any(|n| n.starts_with(root.prefix)) {
+                roots.push(root);
+            }
+        }
+    }
+    Ok(Detected {
+        family,
+        published,
+        roots,
+    })
+}
+
+fn vae(prefix: &'static str) -> Root {
+    Root {
+        prefix,
+        part: Part::Vae,
+        names: OriginalNames::LdmVae,
+    }
+}
+
+/// Refuses by its name what is known and no model of a family here.
+fn refuse_other_kinds(file: &Checkpoint) -> Result<(), SourceError> {
     let has = |name: &str| file.info(name).is_some();
     let path = || file.path().to_owned();
-    let other = |what, advice| SourceError::OtherKind {
-        path: path(),
-        what,
-        advice,
-    };
-    let unsupported = |family| SourceError::UnsupportedFamily {
-        path: path(),
-        family,
+    let other = |what, advice| {
+        Err(SourceError::OtherKind {
+            path: path(),
+            what,
+            advice,
+        })
     };
     if file.names().any(is_lora) {
-        return Err(other(
-            "a LoRA",
-            "it is added to a model: name the model itself",
-        ));
+        return other("a LoRA", "it is added to a model: name the model itself");
     }
     for prefix in ["", UNET.prefix] {
         let has = |name: &str| has(&format!("{prefix}{name}"));
-        if has("joint_blocks.0.context_block.adaLN_modulation.1.bias") {
-            return Err(unsupported(Family::Sd3));
-        }
-        if has("double_blocks.0.img_attn.norm.key_norm.scale") {
-            return Err(unsupported(Family::Flux));
+        if let Some(unsupported) = UNSUPPORTED.iter().find(|family| has(family.tensor)) {
+            return Err(SourceError::UnsupportedFamily {
+                path: path(),
+                family: unsupported.name,
+            });
         }
         if has("label_emb.weight") {
-            return Err(other("the x4 upscaler", "use a text-to-image model"));
+            return other("the x4 upscaler", "use a text-to-image model");
         }
     }
     if file
@@ -121,42 +100,15 @@ pub(super) fn detect(file: &Checkpoint) -> Result<Detected, SourceError> {
         .any(|n| n.starts_with("control_model.") || n.starts_with("input_hint_block."))
         || has("controlnet_cond_embedding.conv_in.weight")
     {
-        return Err(other("a ControlNet", "use a text-to-image model"));
+        return other("a ControlNet", "use a text-to-image model");
     }
     if has("edm_mean") || has("edm_vpred.sigma_max") {
-        return Err(other(
+        return other(
             "SDXL with EDM's preconditioning (Playground 2.5, CosXL)",
             "its noise levels are not built here",
-        ));
+        );
     }
-    let Some(unet) = [UNET, UNET_ALONE]
-        .into_iter()
-        .find(|root| has(&format!("{}input_blocks.0.0.weight", root.prefix)))
-    else {
-        return Err(without_unet(file));
-    };
-    let family = family(file, unet).ok_or_else(|| SourceError::UnknownFamily {
-        path: path(),
-        names: file.names().map(str::to_owned).collect(),
-    })?;
-    if family == Family::Sd2 && has(&format!("{}label_emb.0.0.weight", unet.prefix)) {
-        return Err(other(
-            "Stable Diffusion 2.1 unCLIP",
-            "its conditioning on pictures is not built here",
-        ));
-    }
-    let mut roots: Vec<Root> = Vec::new();
-    if unet.prefix.is_empty() {
-        roots.push(unet);
-    } else {
-        for root in ROOTS {
-            let taken = roots.iter().any(|r| r.part == root.part);
-            if !taken && file.names().any(|n| n.starts_with(root.prefix)) {
-                roots.push(root);
-            }
-        }
-    }
-    Ok(Detected { family, roots })
+    Ok(())
 }
 
 fn is_lora(name: &str) -> bool {
@@ -173,20 +125,30 @@ fn is_lora(name: &str) -> bool {
     .any(|part| name.contains(part))
 }
 
-fn family(file: &Checkpoint, unet: Root) -> Option<Family> {
-    let (_, to_k) = file
+/// The family whose UNet stands at `unet`: by the features of the text that it attends to.
+fn family(file: &Checkpoint, unet: Root) -> Result<(Family, &'static Published), SourceError> {
+    let unknown = || SourceError::UnknownFamily {
+        path: file.path().to_owned(),
+        names: file.names().map(str::to_owned).collect(),
+    };
+    let (family, published) = file
         .iter()
-        .find(|(name, _)| name.starts_with(unet.prefix) && name.ends_with(".attn2.to_k.weight"))?;
-    let has_labels = file
-        .info(&format!("{}label_emb.0.0.weight", unet.prefix))
-        .is_some();
-    match (to_k.dims.get(1)?, has_labels) {
-        (768, false) => Some(Family::Sd1),
-        (1024, _) => Some(Family::Sd2),
-        (2048, true) => Some(Family::Sdxl),
-        (1280, true) => Some(Family::SdxlRefiner),
-        _ => None,
+        .find(|(name, _)| name.starts_with(unet.prefix) && name.ends_with(".attn2.to_k.weight"))
+        .and_then(|(_, to_k)| Family::of_text_features(*to_k.dims.get(1)?))
+        .ok_or_else(unknown)?;
+    let labels = format!("{}label_emb.0.0.weight", unet.prefix);
+    let single_file = &published.single_file;
+    if file.info(&labels).is_some() == single_file.label_embedding {
+        return Ok((family, published));
     }
+    Err(match single_file.lookalike {
+        Some(Lookalike { name, advice }) => SourceError::OtherKind {
+            path: file.path().to_owned(),
+            what: name,
+            advice,
+        },
+        None => unknown(),
+    })
 }
 
 /// A file without a UNet in the original layout: often one part of something.
@@ -200,7 +162,7 @@ fn without_unet(file: &Checkpoint) -> SourceError {
         ("the VAE of a diffusers folder", diffusers)
     } else if VAES
         .iter()
-        .any(|root| has(&format!("{}decoder.up.0.block.0.conv1.weight", root.prefix)))
+        .any(|prefix| has(&format!("{prefix}decoder.up.0.block.0.conv1.weight")))
     {
         (
             "a VAE alone",

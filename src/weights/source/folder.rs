@@ -8,11 +8,11 @@ use serde_json::{Map, Value};
 
 use super::keys::{self, Converted};
 use super::single_file::is_inpainting;
-use super::write::TOKENIZERS;
 use super::{
-    Component, Family, Ignored, Layout, ModelSource, Part, SourceError, io_error, read_json,
-    read_scheduler,
+    Component, Ignored, Layout, ModelSource, SourceError, io_error, read_json, read_scheduler,
 };
+use crate::models::family::{Signs, UNSUPPORTED};
+use crate::models::{Family, Part};
 use crate::weights::{Checkpoint, Transform, WeightsError};
 
 const INDEX: &str = "model_index.json";
@@ -40,7 +40,10 @@ pub(super) fn open(dir: &Path) -> Result<ModelSource, SourceError> {
     let Some(unet) = components.get(&Part::Unet) else {
         return Err(no_unet(dir, &index, entries(dir)?));
     };
-    let family = family(&unet.config, |part| components.contains_key(&part));
+    let family = Family::of_folder(&Signs {
+        unet: &unet.config,
+        has: &|part| components.contains_key(&part),
+    });
     let scheduler = dir.join("scheduler/scheduler_config.json");
     Ok(ModelSource {
         path: dir.to_owned(),
@@ -54,14 +57,18 @@ pub(super) fn open(dir: &Path) -> Result<ModelSource, SourceError> {
         zero_empty_prompts: index
             .get("force_zeros_for_empty_prompt")
             .and_then(Value::as_bool)
-            .unwrap_or(family == Family::Sdxl),
+            .unwrap_or(family.spec().zero_empty_prompts),
         requires_aesthetics_score: index
             .get("requires_aesthetics_score")
             .and_then(Value::as_bool)
-            .unwrap_or(family == Family::SdxlRefiner),
-        tokenizers: TOKENIZERS
-            .map(|name| (!is_null(&index, name)).then(|| dir.join(name)))
-            .map(|folder| folder.filter(|f| f.is_dir())),
+            .unwrap_or(family.spec().aesthetic_score),
+        tokenizers: Part::ALL
+            .into_iter()
+            .filter_map(|part| Some((part, part.tokenizer()?)))
+            .filter(|(_, name)| !is_null(&index, name))
+            .map(|(part, name)| (part, dir.join(name)))
+            .filter(|(_, folder)| folder.is_dir())
+            .collect(),
         ignored: others(&index),
         notes: Vec::new(),
         components,
@@ -71,15 +78,14 @@ pub(super) fn open(dir: &Path) -> Result<ModelSource, SourceError> {
 /// Refuses a `model_index.json` of a family that is known and not built; `path` is for the message.
 pub(crate) fn check_class(path: &Path, index: &Map<String, Value>) -> Result<(), SourceError> {
     let class = index.get("_class_name").and_then(Value::as_str);
-    for (family, of) in [(Family::Sd3, "StableDiffusion3"), (Family::Flux, "Flux")] {
-        if class.is_some_and(|class| class.starts_with(of)) {
-            return Err(SourceError::UnsupportedFamily {
-                path: path.to_owned(),
-                family,
-            });
-        }
+    let is_of = |start| class.is_some_and(|class| class.starts_with(start));
+    match UNSUPPORTED.iter().find(|family| is_of(family.pipeline)) {
+        Some(family) => Err(SourceError::UnsupportedFamily {
+            path: path.to_owned(),
+            family: family.name,
+        }),
+        None => Ok(()),
     }
-    Ok(())
 }
 
 /// The error for a pipeline without UNet that has `found` beside its index.
@@ -103,9 +109,8 @@ pub(crate) fn is_null(index: &Map<String, Value>, name: &str) -> bool {
 /// Parts that the index lists and that are not used.
 fn others(index: &Map<String, Value>) -> Vec<Ignored> {
     let used = |name: &str| {
-        Part::ALL.iter().any(|p| p.name() == name)
-            || TOKENIZERS.contains(&name)
-            || name == "scheduler"
+        let of = |part: Part| part.name() == name || part.tokenizer() == Some(name);
+        Part::ALL.into_iter().any(of) || name == "scheduler"
     };
     let names: Vec<String> = index
         .iter()
@@ -117,22 +122,6 @@ fn others(index: &Map<String, Value>) -> Vec<Ignored> {
         return Vec::new();
     }
     vec![Ignored { names, reason }]
-}
-
-/// Tells the family by the UNet's configuration; the refiner is SDXL without the smaller text encoder.
-pub(crate) fn family(unet: &Map<String, Value>, has: impl Fn(Part) -> bool) -> Family {
-    if unet.get("addition_embed_type").and_then(Value::as_str) == Some("text_time") {
-        return match has(Part::TextEncoder2) && !has(Part::TextEncoder) {
-            true => Family::SdxlRefiner,
-            false => Family::Sdxl,
-        };
-    }
-    let text = unet.get("cross_attention_dim").and_then(Value::as_u64);
-    let linear = unet.get("use_linear_projection") == Some(&Value::Bool(true));
-    match text == Some(1024) || linear {
-        true => Family::Sd2,
-        false => Family::Sd1,
-    }
 }
 
 /// Opens one part, its tensors by the names that diffusers and transformers give them today.

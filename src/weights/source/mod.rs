@@ -24,88 +24,17 @@ use serde_json::{Map, Value};
 
 use super::{Checkpoint, WeightsError};
 use crate::dtype::DType;
+use crate::models::{Family, Part};
 use crate::schedulers::scheduler_fields;
 use crate::util::text::listed;
 
-pub(crate) use folder::{check_class, family, is_null, no_unet};
-pub use single_file::open_vae;
-pub(crate) use write::TOKENIZERS;
+pub(crate) use folder::{check_class, is_null, no_unet};
 pub use write::WrittenPart;
 
 /// More than any configuration of a published model.
 const LARGEST_CONFIG: u64 = 1 << 20;
 /// How many names an error shows.
 const SHOWN: usize = 12;
-
-/// The architectures that are told apart.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Family {
-    /// Stable Diffusion 1.x.
-    Sd1,
-    /// Stable Diffusion 2.x.
-    Sd2,
-    /// SDXL base.
-    Sdxl,
-    SdxlRefiner,
-    /// Stable Diffusion 3.x; known, but not built.
-    Sd3,
-    /// FLUX.1; known, but not built.
-    Flux,
-}
-
-impl Family {
-    /// The name to tell people.
-    pub fn name(self) -> &'static str {
-        match self {
-            Family::Sd1 => "Stable Diffusion 1.x",
-            Family::Sd2 => "Stable Diffusion 2.x",
-            Family::Sdxl => "SDXL",
-            Family::SdxlRefiner => "the SDXL refiner",
-            Family::Sd3 => "Stable Diffusion 3.x",
-            Family::Flux => "FLUX.1",
-        }
-    }
-
-    /// The configuration file in `configs/` for this family, if there is one.
-    pub fn recipe(self) -> Option<&'static str> {
-        match self {
-            Family::Sd1 => Some("base15.yml"),
-            Family::Sd2 => Some("base21.yml"),
-            Family::Sdxl => Some("base_xl.yml"),
-            Family::SdxlRefiner => Some("refiner_xl.yml"),
-            Family::Sd3 | Family::Flux => None,
-        }
-    }
-}
-
-/// The parts of a model that have weights.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Part {
-    Unet,
-    Vae,
-    TextEncoder,
-    TextEncoder2,
-}
-
-impl Part {
-    pub const ALL: [Part; 4] = [Part::Unet, Part::Vae, Part::TextEncoder, Part::TextEncoder2];
-
-    /// Its name in `model_index.json`, which is that of its folder.
-    pub fn name(self) -> &'static str {
-        match self {
-            Part::Unet => "unet",
-            Part::Vae => "vae",
-            Part::TextEncoder => "text_encoder",
-            Part::TextEncoder2 => "text_encoder_2",
-        }
-    }
-}
-
-impl fmt::Display for Part {
-    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
 
 /// How the files of a model are laid out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -162,8 +91,8 @@ pub struct ModelSource {
     /// Whether the UNet is told an aesthetic score in place of the target size: `requires_aesthetics_score` of
     /// `model_index.json`.
     pub requires_aesthetics_score: bool,
-    /// The folders of the two text encoders' tokenizers.
-    pub tokenizers: [Option<PathBuf>; 2],
+    /// The folders of the text encoders' tokenizers.
+    pub tokenizers: BTreeMap<Part, PathBuf>,
     /// What the source has besides.
     pub ignored: Vec<Ignored>,
     /// What was taken for granted because the source does not say it, in whole sentences.
@@ -204,15 +133,18 @@ pub enum SourceError {
         known(), names.len(), listed(names, SHOWN)
     )]
     UnknownFamily { path: PathBuf, names: Vec<String> },
-    #[error("{path}: this is {}, which is not supported; supported are {}", family.name(), known())]
-    UnsupportedFamily { path: PathBuf, family: Family },
+    #[error(
+        "{path}: this is {family}, which is not supported; supported are {}",
+        known()
+    )]
+    UnsupportedFamily { path: PathBuf, family: &'static str },
     #[error("{path}: this is {what}, not a whole model that is supported; {advice}")]
     OtherKind {
         path: PathBuf,
         what: &'static str,
         advice: &'static str,
     },
-    #[error("{path}: this is {}; {config} expects {}; {}", found.name(), expected.name(), remedy(*found))]
+    #[error("{path}: this is {}; {config} expects {}; use {}", found.title(), expected.title(), found.spec().recipe)]
     WrongFamily {
         path: PathBuf,
         found: Family,
@@ -249,16 +181,10 @@ pub enum SourceError {
 }
 
 fn known() -> String {
-    [Family::Sd1, Family::Sd2, Family::Sdxl, Family::SdxlRefiner]
-        .map(Family::name)
-        .join(", ")
-}
-
-fn remedy(found: Family) -> String {
-    match found.recipe() {
-        Some(recipe) => format!("use {recipe}"),
-        None => "no configuration here is for it".to_owned(),
-    }
+    let names: Vec<&str> = Family::published()
+        .map(|(family, _)| family.title())
+        .collect();
+    names.join(", ")
 }
 
 impl ModelSource {

@@ -5,10 +5,12 @@ use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
-use super::detect::{Detected, Dialect, Root, VAES, detect};
+use super::detect::{Detected, detect};
 use super::keys::{self, Converted};
 use super::structure::{self, Tensors};
-use super::{Component, Family, Ignored, Layout, ModelSource, Part, SourceError, folder};
+use super::{Component, Ignored, Layout, ModelSource, SourceError};
+use crate::models::family::{OriginalNames, Root};
+use crate::models::{Part, Published};
 use crate::weights::{Checkpoint, Transform};
 
 /// Tensors that are marks: the model predicts the velocity; its noise schedule ends in pure noise. ComfyUI's and
@@ -19,7 +21,11 @@ const ZERO_TERMINAL_SNR: &str = "ztsnr";
 /// Opens a whole model or a UNet alone.
 pub(super) fn open(path: &Path) -> Result<ModelSource, SourceError> {
     let file = Checkpoint::open(path)?;
-    let Detected { family, roots } = detect(&file)?;
+    let Detected {
+        family,
+        published,
+        roots,
+    } = detect(&file)?;
     let mut ignored = Unused::default();
     for name in file.names() {
         if !roots.iter().any(|root| name.starts_with(root.prefix))
@@ -30,14 +36,14 @@ pub(super) fn open(path: &Path) -> Result<ModelSource, SourceError> {
     }
     let mut components = BTreeMap::new();
     for root in roots {
-        let component = convert(&file, root, family, &mut ignored)?;
+        let component = convert(&file, root, published, &mut ignored)?;
         components.insert(root.part, component);
     }
     let inpaint = components
         .get(&Part::Unet)
         .is_some_and(|unet| is_inpainting(&unet.config));
     let mut notes = Vec::new();
-    let scheduler = scheduler(&file, family, inpaint, &mut notes);
+    let scheduler = scheduler(&file, published, inpaint, &mut notes)?;
     Ok(ModelSource {
         path: path.to_owned(),
         layout: Layout::SingleFile,
@@ -45,53 +51,26 @@ pub(super) fn open(path: &Path) -> Result<ModelSource, SourceError> {
         inpaint,
         components,
         scheduler: Some(scheduler),
-        zero_empty_prompts: family == Family::Sdxl,
-        requires_aesthetics_score: family == Family::SdxlRefiner,
-        tokenizers: [None, None],
+        zero_empty_prompts: family.spec().zero_empty_prompts,
+        requires_aesthetics_score: family.spec().aesthetic_score,
+        tokenizers: BTreeMap::new(),
         ignored: ignored.into_list(),
         notes,
     })
 }
 
-/// Opens a VAE alone: a folder of diffusers, or a file in the original layout, whole models included. `family` decides
-/// the scaling of the latents, which no tensor tells.
-///
-/// # Errors
-/// When there is no VAE, or a file cannot be opened.
-pub fn open_vae(path: &Path, family: Family) -> Result<Component, SourceError> {
-    if path.is_dir() {
-        return folder::component(path, Part::Vae);
-    }
-    if path.symlink_metadata().is_err() {
-        return Err(SourceError::NotFound {
-            path: path.to_owned(),
-        });
-    }
-    let file = Checkpoint::open(path)?;
-    let root = VAES.into_iter().find(|root| {
-        file.info(&format!("{}decoder.up.0.block.0.conv1.weight", root.prefix))
-            .is_some()
-    });
-    match root {
-        Some(root) => convert(&file, root, family, &mut Unused::default()),
-        None => Err(SourceError::OtherKind {
-            path: path.to_owned(),
-            what: "a file without decoder.up.0.block.0.conv1.weight",
-            advice: "a VAE is a file in the original layout, or a folder of diffusers with config.json",
-        }),
-    }
-}
-
 /// Whether a UNet with this configuration takes a mask and a masked picture beside the sample.
 pub(super) fn is_inpainting(unet: &Map<String, Value>) -> bool {
-    unet.get("in_channels").and_then(Value::as_u64) == Some(9)
+    // Both are 4 where a configuration does not say.
+    let channels = |field: &str| unet.get(field).and_then(Value::as_u64).unwrap_or(4);
+    channels("in_channels") == 2 * channels("out_channels") + 1
 }
 
 /// One part by the names of diffusers or transformers.
 fn convert(
     file: &Checkpoint,
     root: Root,
-    family: Family,
+    published: &Published,
     ignored: &mut Unused,
 ) -> Result<Component, SourceError> {
     let tensors = Tensors {
@@ -101,22 +80,22 @@ fn convert(
     };
     let projected = root.part == Part::TextEncoder2;
     // What is counted is what its names need: layers of a block, resolutions, layers.
-    let (config, count) = match root.dialect {
-        Dialect::LdmUnet => structure::unet(tensors, family)?,
-        Dialect::LdmVae => structure::vae(tensors, family)?,
-        Dialect::Clip => structure::clip(tensors)?,
-        Dialect::OpenClip => structure::open_clip(tensors)?,
+    let (config, count) = match root.names {
+        OriginalNames::LdmUnet => structure::unet(tensors, published)?,
+        OriginalNames::LdmVae => structure::vae(tensors, published)?,
+        OriginalNames::Clip => structure::clip(tensors)?,
+        OriginalNames::OpenClip { layers } => structure::open_clip(tensors, layers)?,
     };
     let mut map = Vec::new();
     for (name, shape) in file.iter() {
         let Some(key) = name.strip_prefix(root.prefix) else {
             continue;
         };
-        let converted = match root.dialect {
-            Dialect::LdmUnet => keys::unet(key, count),
-            Dialect::LdmVae => keys::vae(key, shape, count),
-            Dialect::Clip => keys::clip(key, projected),
-            Dialect::OpenClip => keys::open_clip(key, shape, projected, count),
+        let converted = match root.names {
+            OriginalNames::LdmUnet => keys::unet(key, count),
+            OriginalNames::LdmVae => keys::vae(key, shape, count),
+            OriginalNames::Clip => keys::clip(key, projected),
+            OriginalNames::OpenClip { .. } => keys::open_clip(key, shape, projected, count),
         };
         match converted {
             Converted::To(new) => {
@@ -175,11 +154,11 @@ fn outside(name: &str) -> &'static str {
 /// The family's noise schedule, with what the file says of it.
 fn scheduler(
     file: &Checkpoint,
-    family: Family,
+    published: &Published,
     inpaint: bool,
     notes: &mut Vec<String>,
-) -> Map<String, Value> {
-    let mut config = structure::scheduler(family);
+) -> Result<Map<String, Value>, SourceError> {
+    let mut config = structure::built_in(file.path(), published.scheduler)?;
     let mut set = |key: &str, value: Value| {
         config.insert(key.to_owned(), value);
     };
@@ -196,20 +175,20 @@ fn scheduler(
         }
         (false, None) => None,
     };
-    match (prediction, family) {
+    match (prediction, published.single_file.prediction_unknown) {
         (Some(prediction), _) => set("prediction_type", json!(prediction)),
-        (None, Family::Sd2) if inpaint => set("prediction_type", json!("epsilon")),
-        (None, Family::Sd2) => notes.push(
+        (None, true) if inpaint => set("prediction_type", json!("epsilon")),
+        (None, true) => notes.push(
             "the file does not say what its UNet predicts: v_prediction is taken, as in Stable Diffusion 2.1 at 768 \
              pixels; for a model of 512 pixels set prediction_type=epsilon"
                 .to_owned(),
         ),
-        (None, _) => {}
+        (None, false) => {}
     }
     if file.info(ZERO_TERMINAL_SNR).is_some() {
         // Sampling must then begin at the last timestep (Lin et al., 2023, section 3.3).
         set("rescale_betas_zero_snr", json!(true));
         set("timestep_spacing", json!("trailing"));
     }
-    config
+    Ok(config)
 }

@@ -1,11 +1,14 @@
 //! Configurations of the parts of a single file: what the tensors say, and the family's for the rest.
 
+use std::path::Path;
+
 use serde_json::{Map, Value, json};
 
-use super::{Family, Part, SourceError};
+use super::SourceError;
+use crate::models::{Part, Published};
 use crate::weights::Checkpoint;
 
-/// Channels of one attention head in the UNets of SD 2 and SDXL, and in all of CLIP's text encoders.
+/// Channels of one attention head in all of CLIP's text encoders.
 const HEAD_CHANNELS: usize = 64;
 
 /// The tensors of one part of a file.
@@ -54,15 +57,12 @@ impl<'a> Tensors<'a> {
     }
 }
 
-/// A published `unet/config.json` with the family's attributes that no tensor tells.
-fn unet_base(family: Family) -> &'static str {
-    match family {
-        Family::Sd1 => include_str!("../../../configs/models/sd15/unet.json"),
-        Family::Sd2 => include_str!("../../../configs/models/sd21/unet.json"),
-        Family::Sdxl | Family::SdxlRefiner | Family::Sd3 | Family::Flux => {
-            include_str!("../../../configs/models/sdxl/unet.json")
-        }
-    }
+/// A configuration of a family, for a model at `path`.
+pub(super) fn built_in(path: &Path, text: &str) -> Result<Map<String, Value>, SourceError> {
+    serde_json::from_str(text).map_err(|e| SourceError::Json {
+        path: path.to_owned(),
+        reason: format!("the built-in configuration of its family: {e}"),
+    })
 }
 
 /// One value where all are the same, as the published configurations have it.
@@ -76,7 +76,7 @@ fn per_block(values: &[usize]) -> Value {
 /// The configuration of a UNet in LDM's names, and its `layers_per_block`.
 pub(super) fn unet(
     tensors: Tensors,
-    family: Family,
+    published: &Published,
 ) -> Result<(Map<String, Value>, usize), SourceError> {
     // The numbers of the input blocks that are resnets, level by level; a downsampler ends a level.
     let mut levels: Vec<Vec<usize>> = Vec::new();
@@ -134,9 +134,7 @@ pub(super) fn unet(
         .find_map(|place| tensors.get(&format!("{place}.proj_in.weight")))
         .is_some_and(|dims| dims.len() == 2);
 
-    let base = unet_base(family);
-    let mut config: Map<String, Value> = serde_json::from_str(base)
-        .map_err(|e| tensors.error(format!("the built-in configuration: {e}")))?;
+    let mut config = built_in(tensors.file.path(), published.unet)?;
     let told = [
         (
             "in_channels",
@@ -159,11 +157,8 @@ pub(super) fn unet(
             json!(features),
         );
     }
-    if family != Family::Sd1 {
-        let heads: Vec<usize> = channels
-            .iter()
-            .map(|c| (c / HEAD_CHANNELS).max(1))
-            .collect();
+    if let Some(each) = published.single_file.head_channels {
+        let heads: Vec<usize> = channels.iter().map(|c| (c / each).max(1)).collect();
         config.insert("attention_head_dim".to_owned(), per_block(&heads));
     }
     Ok((config, layers))
@@ -172,7 +167,7 @@ pub(super) fn unet(
 /// The configuration of a VAE in LDM's names, and its number of levels.
 pub(super) fn vae(
     tensors: Tensors,
-    family: Family,
+    published: &Published,
 ) -> Result<(Map<String, Value>, usize), SourceError> {
     let first = |level: usize| format!("decoder.up.{level}.block.0.conv1.weight");
     let levels = tensors.count(first);
@@ -189,17 +184,14 @@ pub(super) fn vae(
             tensors.prefix
         )));
     }
-    let xl = matches!(family, Family::Sdxl | Family::SdxlRefiner);
-    let config = [
-        ("_class_name", json!("AutoencoderKL")),
-        ("act_fn", json!("silu")),
+    // The deviation of latents before they are scaled is the family's: no tensor tells it.
+    let mut config = built_in(tensors.file.path(), published.vae)?;
+    let told = [
         ("block_out_channels", json!(channels)),
         (
             "down_block_types",
             json!(vec!["DownEncoderBlock2D"; levels]),
         ),
-        // SDXL's overflows in half precision.
-        ("force_upcast", json!(xl)),
         (
             "in_channels",
             json!(tensors.dim("encoder.conv_in.weight", 1)?),
@@ -209,21 +201,10 @@ pub(super) fn vae(
             json!(tensors.dim("decoder.conv_in.weight", 1)?),
         ),
         ("layers_per_block", json!(layers)),
-        ("norm_num_groups", json!(32)),
         (
             "out_channels",
             json!(tensors.dim("decoder.conv_out.weight", 0)?),
         ),
-        (
-            "sample_size",
-            json!(match family {
-                Family::Sd1 => 512,
-                Family::Sd2 => 768,
-                Family::Sdxl | Family::SdxlRefiner | Family::Sd3 | Family::Flux => 1024,
-            }),
-        ),
-        // The deviation of latents before they are scaled: the two kinds have the same tensors.
-        ("scaling_factor", json!(if xl { 0.13025 } else { 0.18215 })),
         ("up_block_types", json!(vec!["UpDecoderBlock2D"; levels])),
         (
             "use_post_quant_conv",
@@ -231,7 +212,8 @@ pub(super) fn vae(
         ),
         ("use_quant_conv", json!(tensors.has("quant_conv.weight"))),
     ];
-    Ok((to_map(config), levels))
+    config.extend(told.map(|(k, v)| (k.to_owned(), v)));
+    Ok((config, levels))
 }
 
 /// The configuration of a text encoder in transformers' names, and its number of layers.
@@ -261,18 +243,22 @@ pub(super) fn clip(tensors: Tensors) -> Result<(Map<String, Value>, usize), Sour
     Ok((config, layers))
 }
 
-/// The configuration of OpenCLIP's text tower, and how many of its layers are used. The first text encoder is SD 2's,
-/// the second SDXL's.
-pub(super) fn open_clip(tensors: Tensors) -> Result<(Map<String, Value>, usize), SourceError> {
+/// The configuration of OpenCLIP's text tower, and how many of its layers are used: at most `used`. The first text
+/// encoder of a model goes without the projection.
+pub(super) fn open_clip(
+    tensors: Tensors,
+    used: Option<usize>,
+) -> Result<(Map<String, Value>, usize), SourceError> {
     let layer = |i: usize| format!("transformer.resblocks.{i}.mlp.c_fc.weight");
     let all = tensors.count(layer);
-    let (layers, projection) = match tensors.part {
+    let layers = used.map_or(all, |used| all.min(used));
+    let projection = match tensors.part {
         Part::TextEncoder2 if tensors.has("text_projection.weight") => {
-            (all, tensors.dim("text_projection.weight", 0)?)
+            tensors.dim("text_projection.weight", 0)?
         }
-        Part::TextEncoder2 => (all, tensors.dim("text_projection", 1)?),
-        // SD 2 goes without the projection; 512 is what its published configuration says.
-        Part::TextEncoder | Part::Unet | Part::Vae => (all.min(SD2_TEXT_LAYERS), 512),
+        Part::TextEncoder2 => tensors.dim("text_projection", 1)?,
+        // What SD 2's published configuration says.
+        Part::TextEncoder | Part::Unet | Part::Vae => 512,
     };
     let config = text_encoder(
         tensors.part,
@@ -288,9 +274,6 @@ pub(super) fn open_clip(tensors: Tensors) -> Result<(Map<String, Value>, usize),
     );
     Ok((config, layers))
 }
-
-/// SD 2 conditions on what the last layer but one of OpenCLIP ViT-H gives, which has 24.
-const SD2_TEXT_LAYERS: usize = 23;
 
 struct TextEncoder {
     activation: &'static str,
@@ -330,31 +313,6 @@ fn text_encoder(part: Part, sizes: TextEncoder) -> Map<String, Value> {
         ("pad_token_id", json!(1)),
         ("projection_dim", json!(sizes.projection)),
         ("vocab_size", json!(sizes.vocabulary)),
-    ])
-}
-
-/// `scheduler_config.json` as published with each family.
-pub(super) fn scheduler(family: Family) -> Map<String, Value> {
-    let (class, prediction) = match family {
-        Family::Sd1 => ("PNDMScheduler", "epsilon"),
-        Family::Sd2 => ("DDIMScheduler", "v_prediction"),
-        Family::Sdxl | Family::SdxlRefiner | Family::Sd3 | Family::Flux => {
-            ("EulerDiscreteScheduler", "epsilon")
-        }
-    };
-    to_map([
-        ("_class_name", json!(class)),
-        ("beta_end", json!(0.012)),
-        ("beta_schedule", json!("scaled_linear")),
-        ("beta_start", json!(0.00085)),
-        ("clip_sample", json!(false)),
-        ("num_train_timesteps", json!(1000)),
-        ("prediction_type", json!(prediction)),
-        ("set_alpha_to_one", json!(false)),
-        ("skip_prk_steps", json!(true)),
-        ("steps_offset", json!(1)),
-        ("timestep_spacing", json!("leading")),
-        ("trained_betas", Value::Null),
     ])
 }
 

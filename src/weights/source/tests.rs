@@ -21,6 +21,26 @@ fn write(path: &Path, tensors: &[(&str, &[usize])]) {
     save(path, views, &BTreeMap::new()).unwrap();
 }
 
+/// A whole model of zeros in one file: a UNet and an autoencoder.
+fn write_whole(path: &Path, unet: &[(&str, &[usize])], vae: &[(&str, &[usize])]) {
+    let under = |root: &str, tensors: &[(&str, &[usize])]| -> Vec<(String, Vec<usize>)> {
+        let tensors = tensors.iter();
+        tensors
+            .map(|(name, dims)| (format!("{root}{name}"), dims.to_vec()))
+            .collect()
+    };
+    let all = [
+        under("model.diffusion_model.", unet),
+        under("first_stage_model.", vae),
+    ]
+    .concat();
+    let all: Vec<(&str, &[usize])> = all
+        .iter()
+        .map(|(n, d)| (n.as_str(), d.as_slice()))
+        .collect();
+    write(path, &all);
+}
+
 fn error(path: &Path) -> String {
     ModelSource::open(path).unwrap_err().to_string()
 }
@@ -147,18 +167,22 @@ fn damaged_structures_are_told_by_what_is_missing() {
         "{found}"
     );
 
+    let unet: [(&str, &[usize]); 4] = [
+        ("input_blocks.0.0.weight", &[8, 4, 3, 3]),
+        (resnet, &[8, 8, 3, 3]),
+        (
+            "input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight",
+            &[8, 768],
+        ),
+        ("out.2.weight", &[4, 8, 3, 3]),
+    ];
     let vae = "decoder.up.0.block.0.conv1.weight";
-    write(&path, &[(vae, &[8, 8, 3, 3])]);
-    let found = open_vae(&path, Family::Sd1).unwrap_err().to_string();
+    write_whole(&path, &unet, &[(vae, &[8, 8, 3, 3])]);
+    let found = error(&path);
     assert!(
-        found.ends_with("vae: decoder.up.0 has less than two resnets"),
+        found.ends_with("vae: first_stage_model.decoder.up.0 has less than two resnets"),
         "{found}"
     );
-    write(&path, &[("a", &[1])]);
-    let found = open_vae(&path, Family::Sd1).unwrap_err().to_string();
-    assert!(found.contains("a file without decoder.up.0"), "{found}");
-    let none = open_vae(&dir.path().join("none"), Family::Sd1).unwrap_err();
-    assert!(matches!(none, SourceError::NotFound { .. }), "{none}");
 }
 
 #[test]
@@ -215,8 +239,9 @@ fn numbers_in_names_do_not_overflow() {
     ]
     .into();
     let vae: Vec<(&str, &[usize])> = vae.iter().map(|(n, d)| (n.as_str(), *d)).collect();
-    write(&path, &vae);
-    let found = open_vae(&path, Family::Sdxl).unwrap();
+    write_whole(&path, &tensors[..4], &vae);
+    let source = ModelSource::open(&path).unwrap();
+    let found = source.component(Part::Vae).unwrap();
     assert_eq!(found.checkpoint.iter().count(), vae.len());
     assert!(
         found
@@ -353,7 +378,6 @@ proptest! {
         if let Ok(source) = ModelSource::open(&path) {
             components.extend(source.components.into_values());
         }
-        components.extend(open_vae(&path, Family::Sdxl).ok());
         for component in components {
             for (name, shape) in component.checkpoint.iter() {
                 prop_assert_eq!(&component.checkpoint.read(name).unwrap().shape, shape);

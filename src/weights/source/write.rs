@@ -3,14 +3,16 @@
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{self, ErrorKind, Write};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use half::{bf16, f16};
 use serde_json::{Map, Value, json};
 
-use super::{Component, Family, ModelSource, Part, SourceError, io_error};
+use super::structure::built_in;
+use super::{Component, ModelSource, SourceError, io_error};
 use crate::dtype::DType;
 use crate::host_tensor::HostTensor;
+use crate::models::{Part, Published};
 use crate::util::files::{AtomicDir, parent_of, sync_dir, write_synced};
 use crate::weights::save::{check_free_space, write_error};
 use crate::weights::{TensorSpec, save_streaming};
@@ -44,6 +46,14 @@ impl ModelSource {
                 path: dir.to_owned(),
             });
         }
+        let Some(published) = &self.family.spec().published else {
+            return Err(SourceError::OtherKind {
+                path: self.path.clone(),
+                what: self.family.title(),
+                advice: "diffusers has no pipeline for it; name the folder as it is",
+            });
+        };
+        let index = self.index(published)?;
         let specs: BTreeMap<Part, Vec<TensorSpec>> = self
             .components
             .iter()
@@ -80,12 +90,12 @@ impl ModelSource {
             write_json(&folder.join("scheduler_config.json"), config)?;
             sync(&folder)?;
         }
-        for (name, folder) in TOKENIZERS.iter().zip(&self.tokenizers) {
-            if let Some(folder) = folder {
+        for (part, folder) in &self.tokenizers {
+            if let Some(name) = part.tokenizer() {
                 copy_files(folder, &temp.path().join(name))?;
             }
         }
-        write_json(&temp.path().join("model_index.json"), &self.index())?;
+        write_json(&temp.path().join("model_index.json"), &index)?;
         sync(temp.path())?;
         temp.commit(dir).map_err(|e| match e.kind() {
             ErrorKind::AlreadyExists => SourceError::Exists {
@@ -97,78 +107,37 @@ impl ModelSource {
     }
 
     /// The content of `model_index.json`.
-    fn index(&self) -> Map<String, Value> {
-        let (class, own) = match (self.family, self.inpaint) {
-            (Family::SdxlRefiner, _) => (
-                "StableDiffusionXLImg2ImgPipeline",
-                vec![
-                    ("force_zeros_for_empty_prompt", json!(false)),
-                    ("requires_aesthetics_score", json!(true)),
-                ],
-            ),
-            (Family::Sdxl, inpaint) => (
-                match inpaint {
-                    true => "StableDiffusionXLInpaintPipeline",
-                    false => "StableDiffusionXLPipeline",
-                },
-                vec![("force_zeros_for_empty_prompt", json!(true))],
-            ),
-            (Family::Sd1 | Family::Sd2 | Family::Sd3 | Family::Flux, inpaint) => (
-                match inpaint {
-                    true => "StableDiffusionInpaintPipeline",
-                    false => "StableDiffusionPipeline",
-                },
-                vec![
-                    ("requires_safety_checker", json!(false)),
-                    ("safety_checker", json!([null, null])),
-                ],
-            ),
+    fn index(&self, published: &Published) -> Result<Map<String, Value>, SourceError> {
+        let class = match self.inpaint {
+            true => published.inpaint_pipeline,
+            false => published.pipeline,
         };
-        let entry = |class: Option<(&str, &str)>| match class {
-            Some((library, class)) => json!([library, class]),
-            None => json!([null, null]),
-        };
-        let part = |part: Part| {
-            let class = match part {
-                Part::Unet => ("diffusers", "UNet2DConditionModel"),
-                Part::Vae => ("diffusers", "AutoencoderKL"),
-                Part::TextEncoder => ("transformers", "CLIPTextModel"),
-                Part::TextEncoder2 => ("transformers", "CLIPTextModelWithProjection"),
-            };
-            entry(self.components.contains_key(&part).then_some(class))
-        };
-        let tokenizer = |folder: &Option<PathBuf>| {
-            entry(folder.as_ref().map(|_| ("transformers", "CLIPTokenizer")))
-        };
+        let entry = |class: Option<[&str; 2]>| json!(class.map_or([None; 2], |c| c.map(Some)));
         let scheduler = self.scheduler.as_ref().map(|config| {
             let class = config.get("_class_name").and_then(Value::as_str);
-            ("diffusers", class.unwrap_or("EulerDiscreteScheduler"))
+            ["diffusers", class.unwrap_or("EulerDiscreteScheduler")]
         });
-        let mut entries = vec![
-            ("_class_name", json!(class)),
-            ("feature_extractor", json!([null, null])),
-            ("image_encoder", json!([null, null])),
-            ("scheduler", entry(scheduler)),
-            ("text_encoder", part(Part::TextEncoder)),
-            ("tokenizer", tokenizer(&self.tokenizers[0])),
-            ("unet", part(Part::Unet)),
-            ("vae", part(Part::Vae)),
-        ];
-        if matches!(self.family, Family::Sdxl | Family::SdxlRefiner) {
-            entries.push(("text_encoder_2", part(Part::TextEncoder2)));
-            entries.push(("tokenizer_2", tokenizer(&self.tokenizers[1])));
+        let mut entries: BTreeMap<String, Value> = BTreeMap::from([
+            ("_class_name".to_owned(), json!(class)),
+            ("feature_extractor".to_owned(), entry(None)),
+            ("image_encoder".to_owned(), entry(None)),
+            ("scheduler".to_owned(), entry(scheduler)),
+        ]);
+        // A pipeline also lists the text encoder that it does not have before one that it has.
+        let last = self.family.spec().text_encoders.last().map(|e| e.part);
+        for part in Part::ALL.into_iter().filter(|part| Some(*part) <= last) {
+            let has = self.components.contains_key(&part);
+            entries.insert(part.name().to_owned(), entry(has.then(|| part.class())));
+            if let Some(tokenizer) = part.tokenizer() {
+                let has = self.tokenizers.contains_key(&part);
+                let class = has.then_some(["transformers", "CLIPTokenizer"]);
+                entries.insert(tokenizer.to_owned(), entry(class));
+            }
         }
-        entries.extend(own);
-        entries.sort_by_key(|(key, _)| *key);
-        entries
-            .into_iter()
-            .map(|(key, value)| (key.to_owned(), value))
-            .collect()
+        entries.extend(built_in(&self.path, published.index)?);
+        Ok(entries.into_iter().collect())
     }
 }
-
-/// The folders of the tokenizers.
-pub(crate) const TOKENIZERS: [&str; 2] = ["tokenizer", "tokenizer_2"];
 
 fn specs(component: &Component, dtype: Option<DType>) -> Vec<TensorSpec> {
     component

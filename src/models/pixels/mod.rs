@@ -1,0 +1,30 @@
+//! Small images without an autoencoder: a UNet on their pixels, or on blocks of them, with a CLIP text encoder that is
+//! trained beside it. The quickstart's family.
+
+use super::family::{FamilySpec, Part, TextEncoderSpec};
+use super::{HiddenState, unet};
+
+pub const SPEC: FamilySpec = FamilySpec {
+    title: "a model of pixels",
+    recipe: "quickstart.yml",
+    published: None,
+    text_encoders: &[TextEncoderSpec {
+        part: Part::TextEncoder,
+        hidden: HiddenState::Normed { skip: 0 },
+    }],
+    aesthetic_score: false,
+    zero_empty_prompts: false,
+    controlnets: false,
+    refiners: &[],
+    lora_names: &[],
+    int8_float_layers: &unet::INT8_FLOAT_LAYERS,
+    claims: |signs| {
+        // The red, green and blue of a block of k x k pixels.
+        let of_blocks = |channels: u64| {
+            let block = (channels / 3).isqrt();
+            channels > 0 && 3 * block * block == channels
+        };
+        let channels = signs.number("in_channels");
+        !(signs.has)(Part::Vae) && channels.is_some_and(of_blocks)
+    },
+};

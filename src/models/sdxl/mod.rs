@@ -1,0 +1,65 @@
+//! SDXL base: a UNet on latents, conditioned by CLIP-L and OpenCLIP-bigG side by side, bigG's pooled output and the
+//! image's sizes.
+
+use super::family::{
+    Family, FamilySpec, OriginalNames, Part, Published, Root, SingleFile, TextEncoderSpec,
+};
+use super::{HiddenState, unet};
+
+pub const SPEC: FamilySpec = FamilySpec {
+    title: "SDXL",
+    recipe: "base_xl.yml",
+    published: Some(Published {
+        repositories: &["stabilityai/stable-diffusion-xl-base-1.0"],
+        unet: include_str!("unet.json"),
+        vae: include_str!("vae.json"),
+        scheduler: include_str!("scheduler.json"),
+        pipeline: "StableDiffusionXLPipeline",
+        inpaint_pipeline: "StableDiffusionXLInpaintPipeline",
+        index: r#"{"force_zeros_for_empty_prompt": true}"#,
+        single_file: SingleFile {
+            text_features: 2048,
+            label_embedding: true,
+            lookalike: None,
+            text_encoders: &[
+                Root {
+                    prefix: "conditioner.embedders.0.transformer.",
+                    part: Part::TextEncoder,
+                    names: OriginalNames::Clip,
+                },
+                Root {
+                    prefix: "conditioner.embedders.1.model.",
+                    part: Part::TextEncoder2,
+                    names: OriginalNames::OpenClip { layers: None },
+                },
+            ],
+            head_channels: Some(64),
+            prediction_unknown: false,
+        },
+    }),
+    text_encoders: &[
+        TextEncoderSpec {
+            part: Part::TextEncoder,
+            hidden: HiddenState::Raw { skip: 1 },
+        },
+        TextEncoderSpec {
+            part: Part::TextEncoder2,
+            hidden: HiddenState::Raw { skip: 1 },
+        },
+    ],
+    aesthetic_score: false,
+    zero_empty_prompts: true,
+    controlnets: true,
+    refiners: &[Family::SdxlRefiner, Family::Sdxl],
+    // kohya's trainers number text encoders only where there are two, and use the original block names for SDXL alone.
+    lora_names: &[
+        "lora_te1_",
+        "lora_te2_",
+        "text_encoder_2.",
+        "lora_unet_input_blocks_",
+        "lora_unet_middle_block_",
+        "lora_unet_output_blocks_",
+    ],
+    int8_float_layers: &unet::INT8_FLOAT_LAYERS,
+    claims: |signs| signs.takes_text_time(),
+};
