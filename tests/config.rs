@@ -3,7 +3,8 @@
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-use maxdiff::config::{Config, DatasetType, Hardware, Loaded, Sampler, Verb, write_markdown};
+use maxdiff::config::{Config, DatasetType, Hardware, Loaded, Verb, write_markdown};
+use maxdiff::schedulers::SchedulerKind;
 
 fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -125,7 +126,7 @@ fn a_whole_file_of_maxdiffusion_loads() {
     assert!(warnings[0].ends_with("enable_mllog: given twice with the same value"));
     assert!(warnings[1].contains("controlnet_image: has no effect"));
     assert_eq!(config.hardware, Hardware::Tpu);
-    assert_eq!(config.sampler(), Sampler::Euler);
+    assert_eq!(config.sampler(), SchedulerKind::Euler);
     assert_eq!(config.learning_rate, 4e-7);
     assert_eq!(config.adam_eps, 1e-8);
 

@@ -14,9 +14,10 @@ use serde_json::{Value, json};
 use crate::bundle::{
     self, Bundle, BundleError, Header, PayloadKind, PluginId, ProgramId, Slot, Target,
 };
-use crate::config::{Config, RematPolicy, Verb};
+use crate::config::{Config, Verb};
 use crate::emit::{EmitOptions, stablehlo};
 use crate::graph::{Graph, InputKind};
+use crate::nn::Remat;
 use crate::pjrt::install::{self, PluginKind};
 use crate::pjrt::{
     Client, CompileOptions, ErrorCode, Executable, NamedValue, PjrtError, Plugin, Topology,
@@ -155,7 +156,7 @@ pub fn compile(config: &Config, step: Step) -> Result<Compiled, CliError> {
     let plan = ShardPlan::new(&traced.graph, mesh, &machine.rules).map_err(CliError::usage)?;
     plan.log(step.name());
     recipe::check_batch(&traced.graph, &plan, mesh)?;
-    let precision = recipe::dot_precision(config);
+    let precision = config.precision;
     let text = stablehlo(
         &traced.graph,
         step.name(),
@@ -290,7 +291,7 @@ impl Machine {
             chip: Some(accelerator.chip),
             options: compile_options(&mesh).with_cuda_data_dir(installed.cuda_data_dir.as_deref()),
             mesh,
-            rules: recipe::axis_rules(config)?,
+            rules: config.logical_axis_rules.clone(),
             hbm_limit,
         })
     }
@@ -388,7 +389,7 @@ impl Machine {
                     .to_owned(),
             );
         }
-        if step == Step::Train && config.remat_policy == RematPolicy::None {
+        if step == Step::Train && config.remat_policy == Remat::None {
             advice.push("recomputing activations with remat_policy=FULL".to_owned());
         }
         if config.weights_dtype.name() == "float32" {

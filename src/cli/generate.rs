@@ -11,7 +11,7 @@ use image::RgbImage;
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::{Map, Value, json};
 
-use crate::config::{Config, Loaded, Sampler, Verb};
+use crate::config::{Config, Loaded, Verb, is_image_option, is_read_with};
 use crate::data::Tokenizer;
 use crate::data::shapes::ReadScore;
 use crate::dtype::DType;
@@ -32,7 +32,7 @@ use crate::recipe::prompts::{self, Prompted};
 use crate::recipe::source::{Drawn, Files, Source};
 use crate::recipe::{self, RecipeError, hub, images as init_image, lora, scheduler as sampler};
 use crate::runtime::{Array, Session, Slot};
-use crate::schedulers::{SamplingPlan, SchedulerConfig};
+use crate::schedulers::{SamplingPlan, SchedulerConfig, SchedulerKind};
 use crate::weights::Checkpoint;
 use crate::weights::lora::Adapter;
 
@@ -51,35 +51,6 @@ pub struct GenerateArgs {
     #[arg(long, value_name = "PNG")]
     from_image: Option<PathBuf>,
 }
-
-/// What the names of keys that samplers read begin with.
-const SAMPLER_KEYS: &str = "diffusion_scheduler_config.";
-
-/// What [`GenerationSettings`] has fields of its own for, and what says nothing of the picture.
-const NOT_OPTIONS: [&str; 22] = [
-    "prompt",
-    "prompts_file",
-    "held_out_prompts",
-    "num_images_per_prompt",
-    "negative_prompt",
-    "seed",
-    "num_inference_steps",
-    "preview_steps",
-    "guidance_scale",
-    "guidance_in_two_passes",
-    "scheduler",
-    "width",
-    "height",
-    "run_name",
-    "output_dir",
-    "hardware",
-    "num_devices",
-    "diffusion_scheduler_config._class_name",
-    "jax_cache_dir",
-    "hf_access_token",
-    "pretrained_model_name_or_path",
-    "revision",
-];
 
 impl GenerateArgs {
     /// The configuration; with `--from-image`, changed by what the picture says as far as the command line does not say
@@ -101,11 +72,7 @@ impl GenerateArgs {
         let mut recipe = self.recipe.clone();
         let sampler = self.said_sampler();
         // What only the picture's own sampler reads goes with it.
-        let is_read = |key: &str| match (key.strip_prefix(SAMPLER_KEYS), sampler) {
-            (Some(key), Some(sampler)) => sampler.reads(key),
-            (None, Some(sampler)) => sampler.reads(key),
-            _ => true,
-        };
+        let is_read = |key: &str| sampler.is_none_or(|sampler| is_read_with(key, sampler));
         let is_free = |key: &str| !self.says(key) && is_read(key);
         let numbers = [
             ("seed", settings.seed.to_string()),
@@ -179,12 +146,12 @@ impl GenerateArgs {
     }
 
     /// The sampler that the command line gives.
-    fn said_sampler(&self) -> Option<Sampler> {
+    fn said_sampler(&self) -> Option<SchedulerKind> {
         let words = self.recipe.overrides.iter().rev();
         words
             .filter_map(|word| word.split_once('='))
             .find(|(key, _)| ["scheduler", "diffusion_scheduler_config._class_name"].contains(key))
-            .and_then(|(_, name)| Sampler::from_name(name))
+            .and_then(|(_, name)| SchedulerKind::from_name(name))
     }
 
     /// Whether the command line gives `key`.
@@ -205,12 +172,12 @@ struct Settled {
     options: BTreeMap<String, String>,
 }
 
-/// What of the words is needed to make the pictures again, beside their own settings.
+/// The overrides that are needed to make the images again, beside the settings that images have fields for.
 fn recorded_options(words: &[String]) -> BTreeMap<String, String> {
     words
         .iter()
         .filter_map(|word| word.split_once('='))
-        .filter(|(key, _)| !NOT_OPTIONS.contains(key))
+        .filter(|(key, _)| is_image_option(key))
         .map(|(key, value)| (key.to_string(), value.to_string()))
         .collect()
 }
@@ -345,14 +312,9 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
         .iter()
         .chain(refining.iter().flat_map(|r| &r.tokenizers));
     let all: Vec<&Tokenizer> = all.collect();
-    let mut pictures = prompts::pictures(
-        &all,
-        &prompts,
-        &steps,
-        prompts::syntax(&config),
-        &mut notices(),
-    )
-    .map_err(CliError::usage)?;
+    let mut pictures =
+        prompts::pictures(&all, &prompts, &steps, config.prompt_syntax, &mut notices())
+            .map_err(CliError::usage)?;
     let to_refine = prompts::split_off(&mut pictures, own);
     let name = source.path().display().to_string();
     let start_image = init_image::read(&config, &drawn.model, &name)?;
@@ -413,7 +375,7 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
     }
     let opened = start.elapsed().as_secs_f64();
     let start = Instant::now();
-    let precision = recipe::dot_precision(&config);
+    let precision = config.precision;
     let unshuffle = config.pixel_unshuffle as usize;
     let read = |slots: &[Slot], show: &mut Show<'_>| {
         read_weights(&session, &files, adapter.as_ref(), slots, show)
@@ -718,7 +680,7 @@ fn write(
         seed: p.seed,
         steps: p.steps as u32,
         guidance_scale: p.guidance_scale,
-        scheduler: scheduler.kind.name().to_string(),
+        scheduler: scheduler.kind.class_name().to_string(),
         web_sampler: Some(WebSampler::of(scheduler)),
         config: config.run_name.clone(),
         width: image.width(),

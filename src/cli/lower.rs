@@ -119,11 +119,11 @@ pub fn run(args: &LowerArgs) -> Result<ExitCode, CliError> {
     let trace_seconds = start.elapsed().as_secs_f64();
     let start = Instant::now();
     let plan =
-        ShardPlan::new(&graph, &mesh, &recipe::axis_rules(&config)?).map_err(CliError::usage)?;
+        ShardPlan::new(&graph, &mesh, &config.logical_axis_rules).map_err(CliError::usage)?;
     plan.log(args.step.name());
     recipe::check_batch(&graph, &plan, &mesh)?;
     let options = EmitOptions {
-        precision: recipe::dot_precision(&config),
+        precision: config.precision,
         sharding: plan.text(&mesh),
     };
     let text = stablehlo(&graph, args.step.name(), &options);

@@ -128,7 +128,7 @@ pub fn run(args: ModuleArgs) -> Result<ExitCode, CliError> {
         progress(&recipe::quantization_summary(policy, &decisions));
     }
     let options = ProgramOptions {
-        precision: recipe::dot_precision(&config),
+        precision: config.precision,
     };
     let program =
         Program::compile(session, &graph, module.root(), &options).map_err(CliError::failed)?;

@@ -1,6 +1,5 @@
 //! `train`.
 
-use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -10,9 +9,7 @@ use std::time::Instant;
 use clap::Args;
 use serde_json::json;
 
-use crate::config::{
-    Config, Derived, LearningRateSchedule, Quantization, Resume, Verb, check_local_shard_count,
-};
+use crate::config::{Config, Derived, Quantization, Resume, Verb, check_local_shard_count};
 use crate::data::{BatchOptions, Batcher, Dataset, Tokenizer};
 use crate::dtype::DType;
 use crate::metrics::{MetricsOptions, MetricsWriter};
@@ -34,7 +31,7 @@ use crate::train::run::{
     self, EMA_SUFFIX, Outcome, RunOptions, Sinks, TEXT_ENCODER_FILE, Trainer, TrainingState,
     UNET_FILE,
 };
-use crate::train::schedule::{Decay, LearningRate};
+use crate::train::schedule::LearningRate;
 use crate::train::step;
 
 use super::{CliError, RecipeArgs, notices, print};
@@ -48,49 +45,6 @@ pub struct TrainArgs {
     #[arg(long)]
     json: bool,
 }
-
-/// Configuration values that decide what a step computes: a run continues with the same ones only.
-const DECIDING: [&str; 39] = [
-    "seed",
-    "unet_config",
-    "text_encoder_config",
-    "pretrained_model_name_or_path",
-    "norm_num_groups",
-    "train_text_encoder",
-    "weights_dtype",
-    "activations_dtype",
-    "precision",
-    "diffusion_scheduler_config",
-    "timestep_bias",
-    "snr_gamma",
-    "loss_weighting",
-    "quantization",
-    "use_qwix_quantization",
-    "quant_rules",
-    "dataset_type",
-    "train_data_dir",
-    "resolution",
-    "pixel_unshuffle",
-    "validation_fraction",
-    "max_objects",
-    "position_spread",
-    "caption_dropout",
-    "learning_rate",
-    "warmup_steps_fraction",
-    "learning_rate_schedule",
-    "adam_b1",
-    "adam_b2",
-    "adam_eps",
-    "adam_weight_decay",
-    "opt_enable_grad_clipping",
-    "max_grad_value",
-    "opt_enable_grad_global_norm_clipping",
-    "max_grad_norm",
-    "learning_rate_schedule_steps",
-    "tokenizer_model_name_or_path",
-    "max_bad_image_fraction",
-    "ema_decay",
-];
 
 /// Runs `train`.
 ///
@@ -170,7 +124,7 @@ pub fn run(args: &TrainArgs) -> Result<ExitCode, CliError> {
         batch
     ));
     let program_options = ProgramOptions {
-        precision: recipe::dot_precision(&config),
+        precision: config.precision,
     };
     let program = Program::compile(&session, &traced.graph, "train_step", &program_options)
         .map_err(CliError::failed)?;
@@ -269,7 +223,7 @@ fn run_options(
     tokenizer_json: &str,
 ) -> Result<RunOptions, CliError> {
     let all = config.to_json();
-    let mut deciding = deciding(&all);
+    let mut deciding = config.fixed_on_resume();
     // The same batch over another number of devices is the same training; a larger one is not.
     deciding.insert(
         "total_train_batch_size".to_string(),
@@ -316,11 +270,7 @@ fn run_options(
             peak: config.learning_rate,
             warmup_steps: (total as f64 * config.warmup_steps_fraction) as u64,
             total_steps: total,
-            decay: match config.learning_rate_schedule {
-                LearningRateSchedule::Constant => Decay::Constant,
-                LearningRateSchedule::Cosine => Decay::Cosine,
-                LearningRateSchedule::Linear => Decay::Linear,
-            },
+            decay: config.learning_rate_schedule,
         },
         seed: config.seed,
         pixel_unshuffle: config.pixel_unshuffle as usize,
@@ -342,14 +292,6 @@ fn run_options(
             (Part::TextEncoder.to_string(), TEXT_ENCODER_FILE.to_string()),
         ],
     })
-}
-
-/// The configuration values that decide what a step computes.
-fn deciding(all: &serde_json::Value) -> BTreeMap<String, serde_json::Value> {
-    DECIDING
-        .iter()
-        .filter_map(|key| Some(((*key).to_string(), all.get(*key)?.clone())))
-        .collect()
 }
 
 /// The checkpoint that this run continues.
@@ -400,7 +342,7 @@ fn check_saved(
     options: &RunOptions,
 ) -> Result<(), CliError> {
     // A key that the checkpoint's version did not know has its default there.
-    let defaults = deciding(&Config::default().to_json());
+    let defaults = Config::default().fixed_on_resume();
     saved
         .state()
         .check_resume(&options.config, &defaults)
@@ -479,7 +421,7 @@ impl Samples<'_> {
                     },
                     false,
                 )?,
-                recipe::dot_precision(self.config),
+                self.config.precision,
                 self.config.pixel_unshuffle as usize,
             )?,
         };

@@ -2,13 +2,13 @@
 
 use std::path::{Path, PathBuf};
 
+use crate::schedulers::{PredictionType, SchedulerKind, TimestepSpacing};
+use crate::shard::Axis;
+
 use super::error::{ConfigError, ConfigErrors, Place, Problem};
 use super::model::builtin_prediction;
-use super::schema::{Config, MESH};
-use super::values::{
-    BiasStrategy, DatasetType, LossWeighting, MeshAxis, ModelConfig, PredictionType, Quantization,
-    Sampler, TimestepSpacing,
-};
+use super::schema::Config;
+use super::values::{BiasStrategy, DatasetType, LossWeighting, ModelConfig, Quantization};
 use super::verb::Verb;
 
 /// The keys involved and what is wrong.
@@ -149,7 +149,7 @@ fn mesh(config: &Config, found: &mut Vec<Conflict>) {
         }
     }
     let axes = &config.mesh_axes.0;
-    let mut rest = MESH.iter();
+    let mut rest = Axis::ALL.iter();
     // In order, with the missing ones left out: MaxDiffusion's older files have no `context`.
     let ordered = axes.iter().all(|a| rest.any(|m| m == a));
     if !ordered {
@@ -159,10 +159,10 @@ fn mesh(config: &Config, found: &mut Vec<Conflict>) {
         ));
     }
     for (axis, (dcn, dcn_n), (ici, ici_n)) in [
-        (MeshAxis::Data, dcn[0], ici[0]),
-        (MeshAxis::Fsdp, dcn[1], ici[1]),
-        (MeshAxis::Context, dcn[2], ici[2]),
-        (MeshAxis::Tensor, dcn[3], ici[3]),
+        (Axis::Data, dcn[0], ici[0]),
+        (Axis::Fsdp, dcn[1], ici[1]),
+        (Axis::Context, dcn[2], ici[2]),
+        (Axis::Tensor, dcn[3], ici[3]),
     ] {
         for (key, n) in [(dcn, dcn_n), (ici, ici_n)] {
             if n != 1 && !axes.contains(&axis) {
@@ -174,7 +174,7 @@ fn mesh(config: &Config, found: &mut Vec<Conflict>) {
         }
     }
     // Files without `context` still name it in no rule, so an axis that is named has to be there.
-    let missing = |a: &MeshAxis| !axes.contains(a);
+    let missing = |a: &Axis| !axes.contains(a);
     for rule in &config.logical_axis_rules.0 {
         if let Some(axis) = rule.mesh.iter().find(|a| missing(a)) {
             found.push((
@@ -192,7 +192,7 @@ fn mesh(config: &Config, found: &mut Vec<Conflict>) {
             ));
         }
     }
-    let sharding: Vec<MeshAxis> = config.data_sharding.0.concat();
+    let sharding: Vec<Axis> = config.data_sharding.0.concat();
     if twice(&sharding) {
         found.push((
             vec!["data_sharding"],
@@ -201,7 +201,7 @@ fn mesh(config: &Config, found: &mut Vec<Conflict>) {
     }
 }
 
-fn twice(axes: &[MeshAxis]) -> bool {
+fn twice(axes: &[Axis]) -> bool {
     axes.iter().enumerate().any(|(i, a)| axes[..i].contains(a))
 }
 
@@ -341,23 +341,9 @@ impl Config {
         }
     }
 
-    /// Whether a model may be SDXL's refiner, as far as the configuration tells.
-    pub fn may_refine(&self) -> bool {
-        !self.refiner_model_name_or_path.is_empty()
-            || self
-                .model_family
-                .is_none_or(|family| family.spec().aesthetic_score)
-    }
-
     /// The sampler; DDIM when neither `scheduler` nor `diffusion_scheduler_config` says.
-    pub fn sampler(&self) -> Sampler {
-        self.scheduler.unwrap_or(Sampler::Ddim)
-    }
-
-    /// Whether the sampler reads this key ([`Sampler::reads`]), as far as the configuration says which it is:
-    /// where it does not, the model's own files may.
-    pub(super) fn sampler_reads(&self, key: &str) -> bool {
-        self.scheduler.is_none_or(|sampler| sampler.reads(key))
+    pub fn sampler(&self) -> SchedulerKind {
+        self.scheduler.unwrap_or(SchedulerKind::Ddim)
     }
 
     /// What the UNet predicts; as the known model does when nothing is said, else epsilon.

@@ -88,6 +88,9 @@ pub enum Problem {
     Conflict { keys: Vec<String>, message: String },
 }
 
+/// What is wrong inside one configuration, by dotted path.
+pub(super) type Problems = Vec<(String, Problem)>;
+
 fn hint(nearest: &Option<String>) -> String {
     nearest
         .as_ref()

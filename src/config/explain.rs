@@ -4,10 +4,13 @@ use std::fmt::Write;
 
 use serde_json::{Value, json};
 
+use crate::schedulers::SchedulerKind;
 use crate::util::names::nearest;
 
-use super::field::{Key, Schema, Status, Ty, show};
+use super::field::Schema;
+use super::key::{Key, Mark, Status, Ty};
 use super::schema::Config;
+use super::text::show;
 use super::verb::Verb;
 
 /// A key by its dotted path.
@@ -88,7 +91,17 @@ pub fn explain(path: &str) -> Result<String, String> {
     }
     let _ = writeln!(text, "  affects  {}", key.affects());
     if let Some(condition) = key.condition {
-        let _ = writeln!(text, "  needs    {}", condition.text);
+        let _ = writeln!(text, "  needs    {condition}");
+    }
+    if key.is(Mark::FixedOnResume) {
+        let _ = writeln!(text, "  resume   a run continues only with the same value");
+    }
+    if key.verbs.contains(&Verb::Generate) {
+        let recorded = match key.is(Mark::NotAnOption) {
+            true => "not among the options that are written into images",
+            false => "if given on the command line, written into images as an option",
+        };
+        let _ = writeln!(text, "  images   {recorded}");
     }
     let _ = write!(text, "  status   {}", status(key));
     Ok(text)
@@ -107,9 +120,23 @@ pub fn explain_json(path: &str) -> Result<Value, String> {
         "range": key.range.map(|r| r.to_string()),
         "default": (key.default)(),
         "affects": key.verbs.iter().map(|v| v.name()).collect::<Vec<_>>(),
-        "needs": key.condition.map(|c| c.text),
+        "needs": key.condition.map(|c| c.to_string()),
+        "fixed_on_resume": key.is(Mark::FixedOnResume),
+        "image_option": key.verbs.contains(&Verb::Generate) && !key.is(Mark::NotAnOption),
         "status": status(key),
     }))
+}
+
+/// Whether setting this key can have an effect with the sampler.
+pub fn is_read_with(path: &str, sampler: SchedulerKind) -> bool {
+    let condition = look_up(path).ok().and_then(|key| key.condition);
+    condition.is_none_or(|condition| condition.allows(sampler))
+}
+
+/// Whether an override of the command line belongs among the options that `generate` writes into an image, so that
+/// the image can be made again.
+pub fn is_image_option(path: &str) -> bool {
+    look_up(path).map_or(true, |key| !key.is(Mark::NotAnOption))
 }
 
 /// The names of all keys, in the schema's order.
@@ -236,9 +263,13 @@ fn row(text: &mut String, key: &Key) {
         Ty::Dict(_) => "see below".to_owned(),
         _ => format!("`{}`", full(&(key.default)())),
     };
+    let fixed = match key.is(Mark::FixedOnResume) {
+        true => " Fixed on resume.",
+        false => "",
+    };
     let needs = key
         .condition
-        .map_or_else(String::new, |c| format!(" Needs `{}`.", c.text));
+        .map_or_else(String::new, |c| format!(" Needs `{c}`."));
     let status = match key.status {
         Status::Used => String::new(),
         Status::Ours => "ours".into(),
@@ -246,7 +277,7 @@ fn row(text: &mut String, key: &Key) {
     };
     let _ = writeln!(
         text,
-        "| `{}` | {} | {default} | {} | {}{needs} | {status} |",
+        "| `{}` | {} | {default} | {} | {}{needs}{fixed} | {status} |",
         key.name,
         type_and_range(key),
         key.affects(),

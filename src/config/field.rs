@@ -1,5 +1,4 @@
-//! What a key of the schema is: its type, its checks, how its value is read and shown, and the
-//! macros that declare a whole section once.
+//! How a key's value is read and shown, and the macro that declares a section of keys once.
 
 use std::fmt;
 
@@ -7,163 +6,11 @@ use serde_json::{Map, Value};
 
 use crate::util::Named;
 use crate::util::names::nearest;
-use crate::util::text::shortened;
 
-use super::error::Problem;
-use super::schema::Config;
-use super::verb::Verb;
+use super::error::{Problem, Problems};
+use super::key::{Key, Range, Ty, find_key};
+use super::text::{describe, list_names, show};
 use super::yaml::{join, parse_flow};
-
-/// What setting a key does.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Status {
-    /// A MaxDiffusion key with MaxDiffusion's meaning.
-    Used,
-    /// A key of this project.
-    Ours,
-    /// MaxDiffusion accepts the key and never reads it; so here, with a warning.
-    IgnoredByMaxDiffusion,
-    /// The key means nothing here, for the reason given. Another value than the default warns in
-    /// a file, so that MaxDiffusion's files load, and is refused on the command line.
-    NoEffect(&'static str),
-    /// The feature named does not exist here yet: any value but the default is refused.
-    NotYet(&'static str),
-}
-
-/// The numbers a key takes.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Range {
-    AtLeast(f64),
-    Above(f64),
-    /// Both ends included.
-    Between(f64, f64),
-    /// The upper end excluded.
-    HalfOpen(f64, f64),
-    /// -1, which stands for "choose for me" or "never", or at least the number.
-    MinusOneOr(f64),
-}
-
-impl Range {
-    fn contains(self, v: f64) -> bool {
-        match self {
-            Range::AtLeast(low) => v >= low,
-            Range::Above(low) => v > low,
-            Range::Between(low, high) => (low..=high).contains(&v),
-            Range::HalfOpen(low, high) => (low..high).contains(&v),
-            Range::MinusOneOr(low) => v == -1.0 || v >= low,
-        }
-    }
-}
-
-impl fmt::Display for Range {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Range::AtLeast(low) => write!(f, "at least {low}"),
-            Range::Above(low) => write!(f, "more than {low}"),
-            Range::Between(low, high) => write!(f, "{low} to {high}"),
-            Range::HalfOpen(low, high) => write!(f, "at least {low} and less than {high}"),
-            Range::MinusOneOr(low) => write!(f, "-1 or at least {low}"),
-        }
-    }
-}
-
-/// A condition on the rest of the configuration without which a key changes nothing.
-#[derive(Debug, Clone, Copy)]
-pub struct Condition {
-    /// As a person reads it: `opt_enable_grad_clipping=True`.
-    pub text: &'static str,
-    pub holds: fn(&Config) -> bool,
-}
-
-/// The type of a key's value.
-#[derive(Debug, Clone, Copy)]
-pub enum Ty {
-    Bool,
-    Int,
-    Float,
-    Text,
-    /// One of a closed set of names.
-    Choice(&'static [&'static str]),
-    /// Empty or null means "not set".
-    Optional(&'static Ty),
-    /// One value, or a list of such.
-    OneOrMore(&'static Ty),
-    /// A list, with a description of the whole.
-    List(&'static str),
-    /// A text or a list of texts.
-    Texts,
-    /// A dict with a schema of its own.
-    Dict(&'static [Key]),
-    /// A free dict, or the path of a JSON file that holds it, with a description.
-    Model(&'static str),
-    /// A free dict.
-    Free,
-}
-
-impl fmt::Display for Ty {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Ty::Bool => f.write_str("boolean"),
-            Ty::Int => f.write_str("integer"),
-            Ty::Float => f.write_str("float"),
-            Ty::Text => f.write_str("string"),
-            Ty::Choice(names) => write!(f, "one of {}", list_names(names)),
-            Ty::Optional(inner) => write!(f, "{inner}, or '' for unset"),
-            Ty::OneOrMore(inner) => write!(f, "{inner} or list of such"),
-            Ty::List(what) | Ty::Model(what) => f.write_str(what),
-            Ty::Texts => f.write_str("string or list of strings"),
-            Ty::Dict(_) | Ty::Free => f.write_str("dict"),
-        }
-    }
-}
-
-/// One key of the schema.
-#[derive(Debug, Clone, Copy)]
-pub struct Key {
-    pub name: &'static str,
-    /// Heading under which the documentation lists it.
-    pub group: &'static str,
-    pub doc: &'static str,
-    pub ty: Ty,
-    pub default: fn() -> Value,
-    pub status: Status,
-    /// The verbs whose outcome it changes.
-    pub verbs: &'static [Verb],
-    pub range: Option<Range>,
-    pub condition: Option<Condition>,
-}
-
-impl Key {
-    /// The verbs by name, for messages.
-    pub fn affects(&self) -> String {
-        let names: Vec<_> = self.verbs.iter().map(|v| v.name()).collect();
-        names.join(", ")
-    }
-
-    pub(super) fn check_range(&self, value: &Value, path: &str, problems: &mut Problems) {
-        let Some(range) = self.range else { return };
-        let values = match value {
-            Value::Array(items) => items.as_slice(),
-            one => std::slice::from_ref(one),
-        };
-        for value in values {
-            if let Some(number) = value.as_f64()
-                && !range.contains(number)
-            {
-                problems.push((
-                    path.to_owned(),
-                    Problem::OutOfRange {
-                        found: show(value),
-                        range: range.to_string(),
-                    },
-                ));
-            }
-        }
-    }
-}
-
-/// What is wrong inside one configuration, by dotted path.
-pub(super) type Problems = Vec<(String, Problem)>;
 
 /// A value that a key can have.
 pub(super) trait Field: Sized {
@@ -216,45 +63,6 @@ pub(super) trait Schema {
             .map(|k| (k.name.to_owned(), self.show_key(k.name)))
             .collect()
     }
-}
-
-pub(super) fn find_key(keys: &'static [Key], name: &str) -> Option<&'static Key> {
-    keys.iter().find(|k| k.name == name)
-}
-
-/// Characters of a value that messages show.
-const SHOWN: usize = 80;
-
-/// A value as a configuration would write it, shortened.
-pub(super) fn show(value: &Value) -> String {
-    match value {
-        Value::Null => "null".into(),
-        Value::Bool(true) => "True".into(),
-        Value::Bool(false) => "False".into(),
-        Value::String(s) => format!("'{}'", shortened(s, SHOWN)),
-        other => shortened(&other.to_string(), SHOWN),
-    }
-}
-
-/// A value with the name of its type, for messages.
-pub(super) fn describe(value: &Value) -> String {
-    match value {
-        Value::Null => "nothing (null)".into(),
-        Value::Bool(_) => format!("boolean {}", show(value)),
-        Value::Number(n) if n.is_f64() => format!("float {n}"),
-        Value::Number(n) => format!("integer {n}"),
-        Value::String(_) => format!("string {}", show(value)),
-        Value::Array(_) => format!("list {}", show(value)),
-        Value::Object(_) => format!("dict {}", show(value)),
-    }
-}
-
-fn list_names(names: &[&str]) -> String {
-    names
-        .iter()
-        .map(|n| if n.is_empty() { "''" } else { n })
-        .collect::<Vec<_>>()
-        .join(", ")
 }
 
 pub(super) fn wrong_type(expected: impl fmt::Display, found: &Value) -> Problem {
@@ -446,7 +254,8 @@ macro_rules! schema {
                     $(#[doc = $doc:literal])+
                     $key:ident: $ty:ty = $default:expr, $status:expr, $verbs:expr
                         $(, in $range:expr)?
-                        $(, when $cond:literal $when:expr)?;
+                        $(, when $when:expr)?
+                        $(, is $marks:expr)?;
                 )+
             )+
         }
@@ -464,9 +273,9 @@ macro_rules! schema {
         }
 
         impl $crate::config::field::Schema for $name {
-            const KEYS: &'static [$crate::config::field::Key] = &[
+            const KEYS: &'static [$crate::config::key::Key] = &[
                 $($(
-                    $crate::config::field::Key {
+                    $crate::config::key::Key {
                         name: stringify!($key),
                         group: $group,
                         doc: concat!($($doc),+),
@@ -477,8 +286,9 @@ macro_rules! schema {
                         },
                         status: $status,
                         verbs: $verbs,
-                        range: schema!(@range $($range)?),
-                        condition: schema!(@condition $($cond $when)?),
+                        range: schema!(@option $($range)?),
+                        condition: schema!(@option $($when)?),
+                        marks: schema!(@list $($marks)?),
                     },
                 )+)+
             ];
@@ -488,7 +298,7 @@ macro_rules! schema {
                 name: &str,
                 value: &serde_json::Value,
                 path: &str,
-                problems: &mut $crate::config::field::Problems,
+                problems: &mut $crate::config::error::Problems,
             ) {
                 match name {
                     $($(stringify!($key) => {
@@ -508,13 +318,13 @@ macro_rules! schema {
         }
 
         impl $crate::config::field::Field for $name {
-            const TY: $crate::config::field::Ty =
-                $crate::config::field::Ty::Dict(<$name as $crate::config::field::Schema>::KEYS);
+            const TY: $crate::config::key::Ty =
+                $crate::config::key::Ty::Dict(<$name as $crate::config::field::Schema>::KEYS);
 
             fn parse(
                 value: &serde_json::Value,
                 path: &str,
-                problems: &mut $crate::config::field::Problems,
+                problems: &mut $crate::config::error::Problems,
             ) -> Option<Self> {
                 let before = problems.len();
                 let mut dict = Self::default();
@@ -527,7 +337,7 @@ macro_rules! schema {
                 &mut self,
                 value: &serde_json::Value,
                 path: &str,
-                problems: &mut $crate::config::field::Problems,
+                problems: &mut $crate::config::error::Problems,
             ) {
                 match value.as_object() {
                     Some(map) => {
@@ -544,11 +354,9 @@ macro_rules! schema {
             }
         }
     };
-    (@range) => { None };
-    (@range $range:expr) => { Some($range) };
-    (@condition) => { None };
-    (@condition $cond:literal $when:expr) => {
-        Some($crate::config::field::Condition { text: $cond, holds: $when })
-    };
+    (@list) => { &[] };
+    (@list $values:expr) => { &$values };
+    (@option) => { None };
+    (@option $value:expr) => { Some($value) };
 }
 pub(super) use schema;

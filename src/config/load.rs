@@ -1,6 +1,6 @@
 //! From a file and `key=value` words to a checked [`Config`].
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::io::Read;
 use std::path::Path;
 
@@ -9,10 +9,12 @@ use serde_json::{Map, Value};
 use crate::util::names::nearest;
 
 use super::check;
-use super::error::{ConfigError, ConfigErrors, Place, Problem};
-use super::field::{Field, Key, Problems, Schema, Status, Ty, find_key, parse_text, show};
+use super::error::{ConfigError, ConfigErrors, Place, Problem, Problems};
+use super::field::{Field, Schema, parse_text};
+use super::key::{Key, Mark, Status, Ty, find_key};
 use super::model::builtin_unet_config;
 use super::schema::Config;
+use super::text::show;
 use super::values::ModelConfig;
 use super::verb::Verb;
 use super::yaml::{Document, join, parse_document, parse_flow};
@@ -128,6 +130,15 @@ impl Config {
             true => Ok(()),
             false => Err(ConfigErrors(errors)),
         }
+    }
+
+    /// The keys that a run keeps when it continues a checkpoint, with their values.
+    pub fn fixed_on_resume(&self) -> BTreeMap<String, Value> {
+        Config::KEYS
+            .iter()
+            .filter(|key| key.is(Mark::FixedOnResume))
+            .map(|key| (key.name.to_owned(), self.show_key(key.name)))
+            .collect()
     }
 
     /// Every key with its value, a secret apart; as a YAML file it loads to the same configuration.
@@ -396,7 +407,7 @@ impl Loader {
         self.unify(&mut config);
         let shown = config.show();
         let values = std::mem::take(&mut self.values);
-        self.check_status(Config::KEYS, &values, &shown, "", &config, verb);
+        self.check_status(Config::KEYS, &values, &shown, "", &shown, verb);
         if !self.broken {
             let wrong: HashSet<String> = self.errors.iter().map(|e| e.key.clone()).collect();
             for (keys, message) in check::conflicts(&config, verb) {
@@ -486,7 +497,7 @@ impl Loader {
         values: &Map<String, Value>,
         shown: &Value,
         path: &str,
-        config: &Config,
+        config: &Value,
         verb: Option<Verb>,
     ) {
         for (name, value) in values {
@@ -534,9 +545,9 @@ impl Loader {
                 Status::Used | Status::Ours => {
                     if let Some(condition) = key.condition
                         && (changed || on_command_line)
-                        && !(condition.holds)(config)
+                        && !condition.holds(config)
                     {
-                        let reason = format!("it needs {}", condition.text);
+                        let reason = format!("it needs {condition}");
                         match on_command_line {
                             true => self.error(at, place, Problem::NoEffect(reason)),
                             false => self

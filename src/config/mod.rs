@@ -6,28 +6,31 @@
 //! with the key and its place. Nothing here touches a device.
 
 mod check;
+mod condition;
 mod error;
 mod explain;
 mod field;
+mod key;
 mod load;
 mod model;
 mod schema;
+mod text;
 mod values;
 mod verb;
 mod yaml;
 
 pub use check::{Derived, check_local_shard_count};
 pub use error::{ConfigError, ConfigErrors, Place, Problem};
-pub use explain::{complete, explain, explain_json, list, names, write_markdown};
+pub use explain::{
+    complete, explain, explain_json, is_image_option, is_read_with, list, names, write_markdown,
+};
 pub use load::Loaded;
 pub use model::builtin_unet_config;
-pub use schema::{Config, LoraConfig, MESH, SchedulerConfig, TimestepBias};
+pub use schema::{Config, LoraConfig, SchedulerConfig, TimestepBias};
 pub use values::{
-    Attention, AxisRule, AxisRules, BetaSchedule, BiasStrategy, DataSharding, DatasetType,
-    FloatType, FreeDict, FreeList, Hardware, LearningRateSchedule, LossWeighting, MeshAxes,
-    MeshAxis, ModelConfig, OneOrMore, Precision, PredictionType, PromptSyntax, Prompts, QuantRule,
-    QuantRuleType, QuantRules, Quantization, RematPolicy, Resume, Sampler, TextEncoderConfig,
-    TimestepSpacing, UNetConfig,
+    Attention, BiasStrategy, DataSharding, DatasetType, FloatType, FreeDict, FreeList, Hardware,
+    LossWeighting, MeshAxes, ModelConfig, OneOrMore, Prompts, QuantRule, QuantRuleType, QuantRules,
+    Quantization, Resume, TextEncoderConfig, UNetConfig,
 };
 pub use verb::Verb;
 

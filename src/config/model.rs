@@ -4,10 +4,12 @@ use std::path::Path;
 
 use serde_json::{Map, Value};
 
+use crate::models::Family;
+use crate::schedulers::PredictionType;
+
 use super::error::{ConfigError, ConfigErrors, Place, Problem};
 use super::schema::Config;
-use super::values::{ModelConfig, PredictionType};
-use crate::models::Family;
+use super::values::ModelConfig;
 
 /// diffusers' `unet/config.json` of a known model, by its name on the hub.
 pub fn builtin_unet_config(pretrained_model_name_or_path: &str) -> Option<&'static str> {

@@ -3,9 +3,22 @@
 //! Keys marked `Ours` belong to this project; all others are MaxDiffusion's, with its names,
 //! meanings and the defaults of its `base_xl.yml`.
 
-use super::field::Range::{Above, AtLeast, Between, HalfOpen, MinusOneOr};
-use super::field::Status::{IgnoredByMaxDiffusion, NoEffect, NotYet, Ours, Used};
+use crate::emit::DotPrecision;
+use crate::nn::Remat;
+use crate::pipelines::prompt::PromptSyntax;
+use crate::schedulers::{
+    AlgorithmType, BetaSchedule, FinalSigmas, PredictionType, SchedulerKind, TimestepSpacing,
+};
+use crate::shard::{Axis, LogicalAxisRules};
+use crate::train::schedule::Decay;
+
+use super::condition::Condition::{
+    self, Both, Either, FamilyTakesAestheticScore, Given, Is, IsNot, Positive, SamplerReads,
+};
 use super::field::schema;
+use super::key::Mark::{FixedOnResume, NotAnOption};
+use super::key::Range::{Above, AtLeast, Between, HalfOpen, MinusOneOr};
+use super::key::Status::{IgnoredByMaxDiffusion, NoEffect, NotYet, Ours, Used};
 use super::values::*;
 use super::verb::Verb;
 use crate::models::Family;
@@ -33,24 +46,33 @@ const IMAGE_FOLDER: &str = "metadata.jsonl has the fields file_name and text, as
 const FLASH: &str = "only flash attention reads it, and attention is computed as dot_product here";
 const PROFILER: &str = "there is no profiler here yet";
 
+const INT8: Condition = Is("quantization", &["int8"]);
+const GUIDED: Condition = Is("do_classifier_free_guidance", &["True"]);
+const CONTROLNET: Condition = Is("use_controlnet", &["True"]);
+/// The configuration leaves open, or says, that one of the models is SDXL's refiner.
+const MAY_REFINE: Condition = Either(
+    &Given("refiner_model_name_or_path"),
+    &FamilyTakesAestheticScore,
+);
+
 schema! {
     /// A whole configuration, every key with its value. [`Config::load`] makes one.
     pub struct Config {
         group "Run and metrics";
         /// Name of the run: a folder inside `output_dir`. Empty: the environment variable
         /// `JOBSET_NAME`, or no folder of its own.
-        run_name: String = String::new(), Used, WRITES;
+        run_name: String = String::new(), Used, WRITES, is [NotAnOption];
         /// Folder that everything of a run is written under.
-        output_dir: String = "sdxl-model-finetuned".into(), Used, WRITES;
+        output_dir: String = "sdxl-model-finetuned".into(), Used, WRITES, is [NotAnOption];
         /// Seed of initial weights, data order, noise and stochastic rounding.
-        seed: u64 = 0, Used, TRAIN_GENERATE;
+        seed: u64 = 0, Used, TRAIN_GENERATE, is [FixedOnResume, NotAnOption];
         /// Steps between two lines of the log that show on a terminal without a progress bar, and
         /// between two flushes of the metrics.
         log_period: u64 = 100, Used, TRAIN, in AtLeast(1.0);
         /// Write loss, learning rate and speed as JSON lines and for TensorBoard.
         write_metrics: bool = true, Used, TRAIN;
         /// File of the JSON lines. Empty: `metrics.jsonl` in the run's folder.
-        metrics_file: String = String::new(), Used, TRAIN, when "write_metrics=True" |c| c.write_metrics;
+        metrics_file: String = String::new(), Used, TRAIN, when Is("write_metrics", &["True"]);
         /// File of the durations of the phases of a run.
         timing_metrics_file: String = String::new(), NotYet("a file of phase durations"), TRAIN;
         /// Write the durations of the phases of a run.
@@ -68,45 +90,45 @@ schema! {
         /// Folder of a model in diffusers' layout, or its name on the hub, which `generate`
         /// downloads. The architectures of the known models are built in: enough for `lower` and
         /// `compile`, which need no weights.
-        pretrained_model_name_or_path: String = "stabilityai/stable-diffusion-xl-base-1.0".into(), Used, PROGRAM;
+        pretrained_model_name_or_path: String = "stabilityai/stable-diffusion-xl-base-1.0".into(), Used, PROGRAM, is [FixedOnResume, NotAnOption];
         /// Family that the model of `pretrained_model_name_or_path` has to be of. Empty: any.
         model_family: Option<Family> = None, Ours, DENOISE;
         /// UNet of one's own, by the names of diffusers' config.json: a dict, or the path of a
         /// JSON file (from a configuration file: relative to its folder). Empty: the model named
         /// by `pretrained_model_name_or_path`.
-        unet_config: UNetConfig = UNetConfig::default(), Ours, PROGRAM;
+        unet_config: UNetConfig = UNetConfig::default(), Ours, PROGRAM, is [FixedOnResume];
         /// Text encoder of one's own, by the names of transformers' CLIPTextConfig: a dict or the
         /// path of a JSON file.
-        text_encoder_config: TextEncoderConfig = TextEncoderConfig::default(), Ours, PROGRAM;
+        text_encoder_config: TextEncoderConfig = TextEncoderConfig::default(), Ours, PROGRAM, is [FixedOnResume];
         /// Folder or file of the tokenizer, or (for `generate`) its name on the hub. Empty: beside the model, or built from the captions
         /// when the text encoder is trained from scratch.
-        tokenizer_model_name_or_path: String = String::new(), Used, PROGRAM;
+        tokenizer_model_name_or_path: String = String::new(), Used, PROGRAM, is [FixedOnResume];
         /// Start from random weights instead of those of `pretrained_model_name_or_path`.
         train_new_unet: bool = false, Used, TRAIN;
         /// Train the text encoder with the UNet. MaxDiffusion refuses it for SDXL; so here.
-        train_text_encoder: bool = false, Used, TRAIN_STEP;
+        train_text_encoder: bool = false, Used, TRAIN_STEP, is [FixedOnResume];
         /// Learning rate of the text encoder.
         text_encoder_learning_rate: f64 = 4.25e-6, NotYet("a learning rate of its own for the text encoder (it trains with learning_rate)"), TRAIN;
         /// Element type that weights are kept in.
-        weights_dtype: FloatType = FloatType::Float32, Used, EVERY;
+        weights_dtype: FloatType = FloatType::Float32, Used, EVERY, is [FixedOnResume];
         /// Element type that layers compute in.
-        activations_dtype: FloatType = FloatType::Bfloat16, Used, EVERY;
+        activations_dtype: FloatType = FloatType::Bfloat16, Used, EVERY, is [FixedOnResume];
         /// `jax.lax.Precision` of dots and convolutions in float.
-        precision: Precision = Precision::Default, Used, EVERY;
+        precision: DotPrecision = DotPrecision::Default, Used, EVERY, is [FixedOnResume];
         /// Groups of the UNet's group norms. Empty: as the model has it.
-        norm_num_groups: Option<u64> = None, Used, PROGRAM, in AtLeast(1.0);
+        norm_num_groups: Option<u64> = None, Used, PROGRAM, in AtLeast(1.0), is [FixedOnResume];
         /// Attention kernel. MaxDiffusion's other kernels compute the same function: a file that
         /// names one is computed as dot_product, with a warning.
         attention: Attention = Attention::DotProduct, Used, PROGRAM;
         /// What the backward pass recomputes.
-        remat_policy: RematPolicy = RematPolicy::None, Used, TRAIN_STEP;
+        remat_policy: Remat = Remat::None, Used, TRAIN_STEP;
         /// Checkpoint of the UNet alone.
         unet_checkpoint: String = String::new(), NotYet("loading a UNet checkpoint of MaxDiffusion"), PROGRAM;
         /// Branch, tag or commit of the repository that `pretrained_model_name_or_path` names.
         /// MaxDiffusion's default is the one with Flax weights of SDXL, `refs/pr/95`.
-        revision: String = "main".into(), Used, GENERATE;
+        revision: String = "main".into(), Used, GENERATE, is [NotAnOption];
         /// Token for the hub. Empty: that of `HF_TOKEN`, or of the file where `hf auth login` left it.
-        hf_access_token: String = String::new(), Used, GENERATE;
+        hf_access_token: String = String::new(), Used, GENERATE, is [NotAnOption];
         /// Convert the weights from PyTorch.
         from_pt: bool = false, NoEffect(SAFETENSORS), TRAIN_GENERATE;
         /// Keep attention heads as a dimension of their own.
@@ -122,53 +144,53 @@ schema! {
 
         group "Noise schedule and loss";
         /// Noise schedule and sampler; overrides what the model's files say.
-        diffusion_scheduler_config: SchedulerConfig = SchedulerConfig::default(), Used, PROGRAM;
+        diffusion_scheduler_config: SchedulerConfig = SchedulerConfig::default(), Used, PROGRAM, is [FixedOnResume];
         /// Short for `diffusion_scheduler_config._class_name`.
-        scheduler: Option<Sampler> = None, Ours, TRAIN_GENERATE;
+        scheduler: Option<SchedulerKind> = None, Ours, TRAIN_GENERATE, is [NotAnOption];
         /// Short for `diffusion_scheduler_config.prediction_type`.
         prediction_type: Option<PredictionType> = None, Ours, PROGRAM;
         /// Largest signal-to-noise ratio that the loss's weights know: min-SNR weighting (Hang et al.
         /// 2023), or the cap of `loss_weighting`. -1 is off.
-        snr_gamma: f64 = -1.0, Used, TRAIN_STEP;
+        snr_gamma: f64 = -1.0, Used, TRAIN_STEP, is [FixedOnResume];
         /// Weight of the loss at each timestep: `snr_plus_one` measures the error of the velocity,
         /// whatever the model predicts, with the ratio capped at `snr_gamma`.
-        loss_weighting: LossWeighting = LossWeighting::None, Ours, TRAIN_STEP;
+        loss_weighting: LossWeighting = LossWeighting::None, Ours, TRAIN_STEP, is [FixedOnResume];
         /// Drawing some timesteps more often than others.
-        timestep_bias: TimestepBias = TimestepBias::default(), Used, TRAIN_STEP;
+        timestep_bias: TimestepBias = TimestepBias::default(), Used, TRAIN_STEP, is [FixedOnResume];
 
         group "Quantization";
         /// Quantization mode; empty is off.
-        quantization: Quantization = Quantization::Off, Used, EVERY;
+        quantization: Quantization = Quantization::Off, Used, EVERY, is [FixedOnResume];
         /// Parts, each with a scale of its own, that the contraction over the batch is split into
         /// in the weight gradient, so that range finding stays inside a slice. -1: the number of
         /// slices. 0: the weight gradient stays in float.
         quantization_local_shard_count: i64 = -1, Used, TRAIN_STEP, in MinusOneOr(0.0),
-            when "quantization=int8 use_qwix_quantization=False" |c| c.quantization == Quantization::Int8 && !c.use_qwix_quantization;
+            when Both(&INT8, &Is("use_qwix_quantization", &["False"]));
         /// Qwix's rules and numerics instead of AQT's.
         use_qwix_quantization: bool = false, Used, EVERY,
-            when "quantization=int8" |c| c.quantization == Quantization::Int8;
+            when INT8, is [FixedOnResume];
         /// Rules in front of the mode's own: for the paths a pattern matches, the element type of
         /// dots and convolutions, or none for float. The first match wins.
         quant_rules: QuantRules = QuantRules::default(), Ours, EVERY,
-            when "quantization=int8" |c| c.quantization == Quantization::Int8;
+            when INT8, is [FixedOnResume];
 
         group "Hardware and parallelism";
         /// What to run on, or to make the program for.
-        hardware: Hardware = Hardware::Auto, Used, EVERY;
+        hardware: Hardware = Hardware::Auto, Used, EVERY, is [NotAnOption];
         /// Virtual devices that the processor is split into. -1: one.
         num_devices: i64 = -1, Ours, &[Verb::Train, Verb::Generate, Verb::Compile, Verb::ModuleRun], in MinusOneOr(1.0),
-            when "hardware=cpu or auto" |c| matches!(c.hardware, Hardware::Cpu | Hardware::Auto);
+            when Is("hardware", &["cpu", "auto"]), is [NotAnOption];
         /// Topology to compile for, none of it needed here: `v5e-256`, `h200`. Empty: the devices of this
         /// machine.
         compile_topology: String = String::new(), Ours, AHEAD;
         /// Slices of `compile_topology`, joined by the data-centre network. -1: one.
         compile_topology_num_slices: i64 = -1, Used, AHEAD, in MinusOneOr(1.0);
         /// Axes of the mesh, in this order.
-        mesh_axes: MeshAxes = MeshAxes(MESH.to_vec()), NoEffect("the mesh always has the axes data, fsdp, context and tensor, in this order"), PROGRAM;
+        mesh_axes: MeshAxes = MeshAxes(Axis::ALL.to_vec()), NoEffect("the mesh always has the axes data, fsdp, context and tensor, in this order"), PROGRAM;
         /// Which mesh axes a logical axis lies on; the first rule whose mesh axes are free wins.
-        logical_axis_rules: AxisRules = default_axis_rules(), Used, PROGRAM;
+        logical_axis_rules: LogicalAxisRules = LogicalAxisRules::default(), Used, PROGRAM;
         /// Mesh axes that the batch is split over.
-        data_sharding: DataSharding = DataSharding(vec![MESH.to_vec()]), NoEffect("the batch is split as logical_axis_rules say of activation_batch"), PROGRAM;
+        data_sharding: DataSharding = DataSharding(vec![Axis::ALL.to_vec()]), NoEffect("the batch is split as logical_axis_rules say of activation_batch"), PROGRAM;
         /// Slices along `data`; -1 takes what the other axes leave.
         dcn_data_parallelism: i64 = -1, Used, PROGRAM, in MinusOneOr(1.0);
         /// Slices along `fsdp`.
@@ -191,40 +213,40 @@ schema! {
         skip_jax_distributed_system: bool = false, NoEffect("there is no JAX here"), EVERY;
         /// Folder in which compiled programs are kept, to be loaded at the next start. auto: `maxdiff-rs/programs`
         /// in the user's cache directory. Empty: none are kept, which is MaxDiffusion's default.
-        jax_cache_dir: String = "auto".into(), Used, RUNS;
+        jax_cache_dir: String = "auto".into(), Used, RUNS, is [NotAnOption];
 
         group "Data";
         /// Where examples come from. Working today: shapes (made by the program) and folder.
-        dataset_type: DatasetType = DatasetType::Tf, Used, PROGRAM;
+        dataset_type: DatasetType = DatasetType::Tf, Used, PROGRAM, is [FixedOnResume];
         /// Folder of images with captions: `NAME.txt` beside each image, or `metadata.jsonl`.
         train_data_dir: String = String::new(), Used, TRAIN_STEP,
-            when "dataset_type=folder" |c| c.dataset_type == DatasetType::Folder;
+            when Is("dataset_type", &["folder"]), is [FixedOnResume];
         /// Field of `metadata.jsonl` that names the image file.
         image_column: String = "image".into(), NoEffect(IMAGE_FOLDER), TRAIN;
         /// Field of `metadata.jsonl` that holds the caption.
         caption_column: String = "text".into(), NoEffect(IMAGE_FOLDER), TRAIN;
         /// Side of the images in pixels. A model of four input channels works on latents of an
         /// eighth of it, any other on the pixels.
-        resolution: u64 = 1024, Used, PROGRAM, in Between(8.0, 8192.0);
+        resolution: u64 = 1024, Used, PROGRAM, in Between(8.0, 8192.0), is [FixedOnResume];
         /// Side of the blocks of pixels that a model of pixels sees as one place of 3 k k channels (PyTorch's
         /// PixelUnshuffle): k = 2 cuts its cost to about a quarter.
-        pixel_unshuffle: u64 = 1, Ours, PROGRAM, in Between(1.0, 16.0);
+        pixel_unshuffle: u64 = 1, Ours, PROGRAM, in Between(1.0, 16.0), is [FixedOnResume];
         /// Share of the captions that is held out of training: 0, or 0.01 to 0.9.
         validation_fraction: f64 = 0.0, Ours, TRAIN_GENERATE, in HalfOpen(0.0, 1.0),
-            when "dataset_type=shapes" |c| c.dataset_type == DatasetType::Shapes;
+            when Is("dataset_type", &["shapes"]), is [FixedOnResume];
         /// Most shapes in a picture, 1 or 2; with 2, half of the pictures show one.
         max_objects: u64 = 2, Ours, TRAIN_GENERATE, in Between(1.0, 2.0),
-            when "dataset_type=shapes" |c| c.dataset_type == DatasetType::Shapes;
+            when Is("dataset_type", &["shapes"]), is [FixedOnResume];
         /// How far from the middle shapes may lie; 1 is anywhere in the picture. The less there is to learn about
         /// places, the sooner a model draws outlines.
         position_spread: f64 = 1.0, Ours, TRAIN, in Between(0.0, 1.0),
-            when "dataset_type=shapes" |c| c.dataset_type == DatasetType::Shapes;
+            when Is("dataset_type", &["shapes"]), is [FixedOnResume];
         /// Share of captions replaced by the empty one, so that the model learns to do without:
         /// classifier-free guidance needs it.
-        caption_dropout: f64 = 0.0, Ours, TRAIN, in Between(0.0, 1.0);
+        caption_dropout: f64 = 0.0, Ours, TRAIN, in Between(0.0, 1.0), is [FixedOnResume];
         /// Share of images that may be unreadable; each is named and skipped, more is an error.
         max_bad_image_fraction: f64 = 0.01, Ours, TRAIN, in Between(0.0, 1.0),
-            when "dataset_type=folder" |c| c.dataset_type == DatasetType::Folder;
+            when Is("dataset_type", &["folder"]), is [FixedOnResume];
         /// Data set on the hub.
         dataset_name: String = "diffusers/pokemon-gpt4-captions".into(), NoEffect(OTHER_DATASETS), TRAIN;
         /// Split of that data set.
@@ -258,40 +280,40 @@ schema! {
         /// Examples for each device and step; a fraction, if the total over all devices is whole.
         per_device_batch_size: f64 = 2.0, Used, PROGRAM, in Above(0.0);
         /// Highest learning rate.
-        learning_rate: f64 = 4e-7, Used, TRAIN, in AtLeast(0.0);
+        learning_rate: f64 = 4e-7, Used, TRAIN, in AtLeast(0.0), is [FixedOnResume];
         /// Share of the steps over which the learning rate rises from zero.
-        warmup_steps_fraction: f64 = 0.0, Used, TRAIN, in Between(0.0, 1.0);
+        warmup_steps_fraction: f64 = 0.0, Used, TRAIN, in Between(0.0, 1.0), is [FixedOnResume];
         /// The learning rate after warm-up; MaxDiffusion knows constant only.
-        learning_rate_schedule: LearningRateSchedule = LearningRateSchedule::Constant, Ours, TRAIN;
+        learning_rate_schedule: Decay = Decay::Constant, Ours, TRAIN, is [FixedOnResume];
         /// Steps that the schedule is made for. -1: `max_train_steps`.
-        learning_rate_schedule_steps: i64 = -1, Used, TRAIN, in MinusOneOr(1.0);
+        learning_rate_schedule_steps: i64 = -1, Used, TRAIN, in MinusOneOr(1.0), is [FixedOnResume];
         /// AdamW: decay of the mean of gradients.
-        adam_b1: f64 = 0.9, Used, TRAIN_STEP, in HalfOpen(0.0, 1.0);
+        adam_b1: f64 = 0.9, Used, TRAIN_STEP, in HalfOpen(0.0, 1.0), is [FixedOnResume];
         /// AdamW: decay of the mean of squared gradients.
-        adam_b2: f64 = 0.999, Used, TRAIN_STEP, in HalfOpen(0.0, 1.0);
+        adam_b2: f64 = 0.999, Used, TRAIN_STEP, in HalfOpen(0.0, 1.0), is [FixedOnResume];
         /// AdamW: added to the denominator.
-        adam_eps: f64 = 1e-8, Used, TRAIN_STEP, in Above(0.0);
+        adam_eps: f64 = 1e-8, Used, TRAIN_STEP, in Above(0.0), is [FixedOnResume];
         /// AdamW: weight decay.
-        adam_weight_decay: f64 = 1e-2, Used, TRAIN_STEP, in AtLeast(0.0);
+        adam_weight_decay: f64 = 1e-2, Used, TRAIN_STEP, in AtLeast(0.0), is [FixedOnResume];
         /// Clip each element of the gradient to `max_grad_value`.
-        opt_enable_grad_clipping: bool = false, Used, TRAIN_STEP;
+        opt_enable_grad_clipping: bool = false, Used, TRAIN_STEP, is [FixedOnResume];
         /// Largest absolute value of an element of the gradient.
         max_grad_value: f64 = 1.0, Used, TRAIN_STEP, in Above(0.0),
-            when "opt_enable_grad_clipping=True" |c| c.opt_enable_grad_clipping;
+            when Is("opt_enable_grad_clipping", &["True"]), is [FixedOnResume];
         /// Scale the gradient down to the norm `max_grad_norm`.
-        opt_enable_grad_global_norm_clipping: bool = false, Used, TRAIN_STEP;
+        opt_enable_grad_global_norm_clipping: bool = false, Used, TRAIN_STEP, is [FixedOnResume];
         /// Largest norm of the whole gradient.
         max_grad_norm: f64 = 1.0, Used, TRAIN_STEP, in Above(0.0),
-            when "opt_enable_grad_global_norm_clipping=True" |c| c.opt_enable_grad_global_norm_clipping;
+            when Is("opt_enable_grad_global_norm_clipping", &["True"]), is [FixedOnResume];
         /// Decay of the moving average of the weights, which samples are made with. 0: none kept.
-        ema_decay: f64 = 0.0, Ours, TRAIN_STEP, in HalfOpen(0.0, 1.0);
+        ema_decay: f64 = 0.0, Ours, TRAIN_STEP, in HalfOpen(0.0, 1.0), is [FixedOnResume];
         /// Steps in a row whose loss or gradient may be infinite or NaN; each leaves the weights
         /// as they are, one more ends the run.
         max_nonfinite_steps: u64 = 10, Ours, TRAIN;
         /// Steps between two grids of sample images. -1: none.
         sample_every: i64 = -1, Ours, TRAIN, in MinusOneOr(1.0);
         /// Prompts of the sample images. Empty: captions of the data set.
-        sample_prompts: Prompts = Prompts::default(), Ours, TRAIN, when "sample_every above 0" |c| c.sample_every > 0;
+        sample_prompts: Prompts = Prompts::default(), Ours, TRAIN, when Positive("sample_every");
         /// Scale the learning rate with the batch.
         scale_lr: bool = false, IgnoredByMaxDiffusion, TRAIN;
         /// Examples to train on.
@@ -314,63 +336,63 @@ schema! {
 
         group "Generation";
         /// What the images show: one prompt or a list.
-        prompt: Prompts = Prompts::default(), Used, GENERATE;
+        prompt: Prompts = Prompts::default(), Used, GENERATE, is [NotAnOption];
         /// Instead of `prompt`: a file with a prompt in each line, after which may stand `--n negative prompt`,
         /// `--d seed`, `--l guidance scale`, `--s steps`, and `--w width` and `--h height`, which all lines share.
-        prompts_file: String = String::new(), Ours, GENERATE;
+        prompts_file: String = String::new(), Ours, GENERATE, is [NotAnOption];
         /// Instead of `prompt`: this many captions that training held out (all there are, if fewer). The
         /// pictures are read back and scored.
         held_out_prompts: u64 = 0, Ours, GENERATE, in Between(0.0, 10_000.0),
-            when "dataset_type=shapes" |c| c.dataset_type == DatasetType::Shapes;
+            when Is("dataset_type", &["shapes"]), is [NotAnOption];
         /// What the images shall not show.
         negative_prompt: String = String::new(), Used, GENERATE,
-            when "do_classifier_free_guidance=True" |c| c.do_classifier_free_guidance;
+            when GUIDED, is [NotAnOption];
         /// Images for each prompt.
-        num_images_per_prompt: u64 = 1, Ours, GENERATE, in AtLeast(1.0);
+        num_images_per_prompt: u64 = 1, Ours, GENERATE, in AtLeast(1.0), is [NotAnOption];
         /// Denoise with and without the prompt and go beyond the difference.
         do_classifier_free_guidance: bool = true, Used, PROGRAM;
         /// How far beyond; 1 is the prompt alone.
         guidance_scale: f64 = 9.0, Used, TRAIN_GENERATE, in AtLeast(0.0),
-            when "do_classifier_free_guidance=True" |c| c.do_classifier_free_guidance;
+            when GUIDED, is [NotAnOption];
         /// Run the model without and with the prompt one after the other instead of as one batch: for when memory is short,
         /// as activations take half of it.
         guidance_in_two_passes: bool = false, Ours, DENOISE,
-            when "do_classifier_free_guidance=True" |c| c.do_classifier_free_guidance;
+            when GUIDED, is [NotAnOption];
         /// Denoising steps.
-        num_inference_steps: u64 = 20, Used, TRAIN_GENERATE, in Between(1.0, 1000.0);
+        num_inference_steps: u64 = 20, Used, TRAIN_GENERATE, in Between(1.0, 1000.0), is [NotAnOption];
         /// Fresh noise that DDIM and TCD add in each step, as a share of what keeps the noise level.
         eta: f64 = 0.0, Ours, GENERATE, in Between(0.0, 1.0),
-            when "scheduler=ddim or tcd" |c| c.sampler_reads("eta");
+            when SamplerReads("eta");
         /// How much of a guided output's deviation is brought back to that of the prompt alone (Lin et al. 2023,
         /// section 3.4).
         guidance_rescale: f64 = 0.0, Used, GENERATE, in Between(0.0, 1.0),
-            when "do_classifier_free_guidance=True" |c| c.do_classifier_free_guidance;
+            when GUIDED;
         /// Write a preview of each picture after every so many steps: what the model takes it for by then. 0: none.
-        preview_steps: u64 = 0, Ours, GENERATE, in Between(0.0, 1000.0);
+        preview_steps: u64 = 0, Ours, GENERATE, in Between(0.0, 1000.0), is [NotAnOption];
         /// Height of the images of a model of latents in pixels. 0: `resolution`.
-        height: u64 = 0, Ours, DENOISE, in Between(0.0, 65536.0);
+        height: u64 = 0, Ours, DENOISE, in Between(0.0, 65536.0), is [NotAnOption];
         /// Width of the images of a model of latents in pixels. 0: `resolution`.
-        width: u64 = 0, Ours, DENOISE, in Between(0.0, 65536.0);
+        width: u64 = 0, Ours, DENOISE, in Between(0.0, 65536.0), is [NotAnOption];
         /// Picture to start from, for a model of latents: PNG, JPEG or WebP, scaled to the size of the images.
         image: String = String::new(), Ours, GENERATE;
         /// How far the images may go from `image`: the share of the steps that are run. 1 runs all.
-        strength: f64 = 0.8, Ours, GENERATE, in Between(0.0, 1.0), when "image" |c| !c.image.is_empty();
+        strength: f64 = 0.8, Ours, GENERATE, in Between(0.0, 1.0), when Given("image");
         /// Mask of `image`: what is white is drawn anew, what is black is kept.
-        mask_image: String = String::new(), Ours, GENERATE, when "image" |c| !c.image.is_empty();
+        mask_image: String = String::new(), Ours, GENERATE, when Given("image");
         /// A second model, in any layout or by its name on the hub, that takes the last steps of SDXL: its refiner. The first model's weights are let
         /// go before the second's are read. Empty: none.
         refiner_model_name_or_path: String = String::new(), Ours, GENERATE;
         /// Share of the noise schedule after which the first model stops.
         denoising_end: f64 = 0.8, Ours, GENERATE, in Between(0.0, 1.0),
-            when "refiner_model_name_or_path" |c| !c.refiner_model_name_or_path.is_empty();
+            when Given("refiner_model_name_or_path");
         /// Share of the noise schedule after which the refiner goes on. Empty: where the first model stops.
         denoising_start: Option<f64> = None, Ours, GENERATE, in Between(0.0, 1.0),
-            when "refiner_model_name_or_path" |c| !c.refiner_model_name_or_path.is_empty();
+            when Given("refiner_model_name_or_path");
         /// What SDXL's refiner is told that the picture would be scored by LAION's predictor of taste, 1 to 10.
-        aesthetic_score: f64 = 6.0, Ours, GENERATE, in Between(0.0, 10.0), when "an SDXL refiner" |c| c.may_refine();
+        aesthetic_score: f64 = 6.0, Ours, GENERATE, in Between(0.0, 10.0), when MAY_REFINE;
         /// The same of the picture that guidance leads away from.
         negative_aesthetic_score: f64 = 2.5, Ours, GENERATE, in Between(0.0, 10.0),
-            when "an SDXL refiner and do_classifier_free_guidance=True" |c| c.may_refine() && c.do_classifier_free_guidance;
+            when Both(&GUIDED, &MAY_REFINE);
         /// How prompts are read: weighted as in web interfaces, with brackets and in as many chunks as they need, or
         /// plain as diffusers reads them.
         prompt_syntax: PromptSyntax = PromptSyntax::Weighted, Ours, GENERATE;
@@ -394,23 +416,23 @@ schema! {
         /// Picture that steers the ControlNet, scaled to the size of the images. Of several ControlNets a list, as are the
         /// other keys; one value is for all.
         controlnet_image: OneOrMore<String> = OneOrMore::default(), Used, GENERATE,
-            when "use_controlnet=True" |c| c.use_controlnet;
+            when CONTROLNET;
         /// Folder of the ControlNet in diffusers' layout, or its name on the hub, or a list of several.
         controlnet_model_name_or_path: OneOrMore<String> = OneOrMore::from("diffusers/controlnet-canny-sdxl-1.0".to_owned()), Used, GENERATE,
-            when "use_controlnet=True" |c| c.use_controlnet;
+            when CONTROLNET;
         /// Whether the ControlNet's weights are PyTorch's.
         controlnet_from_pt: bool = true, NoEffect("safetensors are read alike, whoever wrote them"), GENERATE;
         /// Strength of the ControlNet.
         controlnet_conditioning_scale: OneOrMore<f64> = OneOrMore::from(0.5), Used, GENERATE, in Between(0.0, 10.0),
-            when "use_controlnet=True" |c| c.use_controlnet;
+            when CONTROLNET;
         /// Find the edges of `controlnet_image` first, as Canny does: what ControlNets of edges are steered by.
-        controlnet_canny: OneOrMore<bool> = OneOrMore::default(), Ours, GENERATE, when "use_controlnet=True" |c| c.use_controlnet;
+        controlnet_canny: OneOrMore<bool> = OneOrMore::default(), Ours, GENERATE, when CONTROLNET;
         /// Share of the steps before which the ControlNet does not steer.
         control_guidance_start: OneOrMore<f64> = OneOrMore::from(0.0), Ours, GENERATE, in Between(0.0, 1.0),
-            when "use_controlnet=True" |c| c.use_controlnet;
+            when CONTROLNET;
         /// Share of the steps after which the ControlNet does not steer.
         control_guidance_end: OneOrMore<f64> = OneOrMore::from(1.0), Ours, GENERATE, in Between(0.0, 1.0),
-            when "use_controlnet=True" |c| c.use_controlnet;
+            when CONTROLNET;
 
         group "DreamBooth";
         /// Images of the subject.
@@ -451,53 +473,48 @@ schema! {
     pub struct SchedulerConfig {
         group "diffusion_scheduler_config";
         /// Sampler, by diffusers' or MaxDiffusion's class name or the short name. Empty: ddim.
-        _class_name: Option<Sampler> = Some(Sampler::Euler), Used, TRAIN_GENERATE;
+        _class_name: Option<SchedulerKind> = Some(SchedulerKind::Euler), Used, TRAIN_GENERATE, is [NotAnOption];
         /// What the UNet predicts. Empty: as the known model does, else epsilon.
         prediction_type: Option<PredictionType> = Some(PredictionType::Epsilon), Used, PROGRAM;
         /// Make the last timestep pure noise (Lin et al. 2023, section 3.1).
         rescale_zero_terminal_snr: bool = false, Used, PROGRAM;
         /// Which timesteps the sampler visits. Empty: leading.
         timestep_spacing: Option<TimestepSpacing> = Some(TimestepSpacing::Trailing), Used, TRAIN_GENERATE,
-            when "another scheduler than dpm_singlestep, lcm or tcd" |c| c.sampler_reads("timestep_spacing");
+            when SamplerReads("timestep_spacing");
         /// Added to the timesteps of leading spacing.
         steps_offset: u64 = 1, Ours, TRAIN_GENERATE, in Between(0.0, 1_000_000.0),
-            when "diffusion_scheduler_config.timestep_spacing=leading" |c| c.timestep_spacing() == TimestepSpacing::Leading;
+            when Is("diffusion_scheduler_config.timestep_spacing", &["", "leading"]);
         /// Timesteps of the noise schedule.
         num_train_timesteps: u64 = 1000, Ours, PROGRAM, in Between(1.0, 1_000_000.0);
         /// Variance added in the first timestep.
         beta_start: f64 = 0.00085, Ours, PROGRAM, in Between(0.0, 1.0),
-            when "diffusion_scheduler_config.beta_schedule=linear or scaled_linear"
-            |c| c.diffusion_scheduler_config.beta_schedule != BetaSchedule::SquaredcosCapV2;
+            when Is("diffusion_scheduler_config.beta_schedule", &["linear", "scaled_linear"]);
         /// Variance added in the last timestep.
         beta_end: f64 = 0.012, Ours, PROGRAM, in Between(0.0, 1.0),
-            when "diffusion_scheduler_config.beta_schedule=linear or scaled_linear"
-            |c| c.diffusion_scheduler_config.beta_schedule != BetaSchedule::SquaredcosCapV2;
+            when Is("diffusion_scheduler_config.beta_schedule", &["linear", "scaled_linear"]);
         /// How the variance grows between them.
         beta_schedule: BetaSchedule = BetaSchedule::ScaledLinear, Ours, PROGRAM;
         /// Space the noise levels as Karras et al. 2022 do.
         use_karras_sigmas: bool = false, Ours, TRAIN_GENERATE,
-            when "scheduler=euler, heun, kdpm2, kdpm2_ancestral, lms, dpm_multistep, dpm_singlestep or unipc"
-            |c| c.sampler_reads("use_karras_sigmas");
+            when SamplerReads("use_karras_sigmas");
         /// Space the logarithms of the noise levels evenly.
         use_exponential_sigmas: bool = false, Ours, TRAIN_GENERATE,
-            when "scheduler=euler, heun, kdpm2, kdpm2_ancestral, lms, dpm_multistep, dpm_singlestep or unipc"
-            |c| c.sampler_reads("use_exponential_sigmas");
+            when SamplerReads("use_exponential_sigmas");
         /// Space the noise levels by the quantiles of a beta distribution (Lee et al. 2024).
         use_beta_sigmas: bool = false, Ours, TRAIN_GENERATE,
-            when "scheduler=euler, heun, kdpm2, kdpm2_ancestral, lms, dpm_multistep, dpm_singlestep or unipc"
-            |c| c.sampler_reads("use_beta_sigmas");
+            when SamplerReads("use_beta_sigmas");
         /// DPM-Solver++, or the same with fresh noise.
         algorithm_type: AlgorithmType = AlgorithmType::DpmSolverPlusPlus, Ours, TRAIN_GENERATE,
-            when "scheduler=dpm_multistep or dpm_singlestep" |c| c.sampler_reads("algorithm_type");
+            when SamplerReads("algorithm_type");
         /// Order of DPM-Solver and UniPC.
         solver_order: u64 = 2, Ours, TRAIN_GENERATE, in Between(1.0, 3.0),
-            when "scheduler=dpm_multistep, dpm_singlestep or unipc" |c| c.sampler_reads("solver_order");
+            when SamplerReads("solver_order");
         /// Where the last step goes.
         final_sigmas_type: FinalSigmas = FinalSigmas::Zero, Ours, TRAIN_GENERATE,
-            when "scheduler=euler, dpm_multistep, dpm_singlestep or unipc" |c| c.sampler_reads("final_sigmas_type");
+            when SamplerReads("final_sigmas_type");
         /// Whether the last step goes to the clean image instead of the first training timestep.
         set_alpha_to_one: bool = false, Ours, TRAIN_GENERATE,
-            when "scheduler=ddim or pndm" |c| c.sampler_reads("set_alpha_to_one");
+            when SamplerReads("set_alpha_to_one");
         /// Clip the predicted image to [-1, 1] at each step (for models of pixels).
         clip_sample: bool = false, Ours, PROGRAM;
     }
@@ -511,16 +528,16 @@ schema! {
         strategy: BiasStrategy = BiasStrategy::None, Used, TRAIN_STEP;
         /// How much more often.
         multiplier: f64 = 1.0, Used, TRAIN_STEP, in Above(0.0),
-            when "timestep_bias.strategy other than none" |c| c.timestep_bias.strategy != BiasStrategy::None;
+            when IsNot("timestep_bias.strategy", "none");
         /// First timestep of strategy range.
         begin: u64 = 0, Used, TRAIN_STEP,
-            when "timestep_bias.strategy=range" |c| c.timestep_bias.strategy == BiasStrategy::Range;
+            when Is("timestep_bias.strategy", &["range"]);
         /// End of strategy range, which is not part of it.
         end: u64 = 1000, Used, TRAIN_STEP,
-            when "timestep_bias.strategy=range" |c| c.timestep_bias.strategy == BiasStrategy::Range;
+            when Is("timestep_bias.strategy", &["range"]);
         /// Share of the timesteps that earlier and later bias.
         portion: f64 = 0.25, Used, TRAIN_STEP, in Between(0.0, 1.0),
-            when "timestep_bias.strategy=earlier or later" |c| matches!(c.timestep_bias.strategy, BiasStrategy::Earlier | BiasStrategy::Later);
+            when Is("timestep_bias.strategy", &["earlier", "later"]);
     }
 }
 
@@ -539,27 +556,4 @@ schema! {
         /// Whether each is PyTorch's.
         from_pt: FreeList = FreeList::default(), NoEffect("safetensors are read alike, whoever wrote them"), GENERATE;
     }
-}
-
-/// The mesh axes in the only order there is.
-pub const MESH: [MeshAxis; 4] = [
-    MeshAxis::Data,
-    MeshAxis::Fsdp,
-    MeshAxis::Context,
-    MeshAxis::Tensor,
-];
-
-fn default_axis_rules() -> AxisRules {
-    use MeshAxis::{Data, Fsdp, Tensor};
-    AxisRules(vec![
-        AxisRule::new("batch", &[Data]),
-        AxisRule::new("activation_batch", &[Data, Fsdp]),
-        AxisRule::new("activation_heads", &[Tensor]),
-        AxisRule::new("activation_kv", &[Tensor]),
-        AxisRule::new("embed", &[Fsdp]),
-        AxisRule::new("heads", &[Tensor]),
-        AxisRule::new("conv_batch", &[Data, Fsdp]),
-        AxisRule::new("out_channels", &[Tensor]),
-        AxisRule::new("conv_out", &[Fsdp]),
-    ])
 }

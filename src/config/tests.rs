@@ -3,8 +3,12 @@
 use proptest::prelude::*;
 use serde_json::json;
 
-use super::field::{Key, Schema, Status, Ty};
+use super::condition::Condition;
+use super::field::Schema;
+use super::key::{Key, Status, Ty};
 use super::*;
+use crate::schedulers::{PredictionType, SchedulerKind, TimestepSpacing};
+use crate::shard::{Axis, LogicalAxisRule};
 
 fn words(overrides: &[&str]) -> Vec<String> {
     overrides.iter().map(|w| (*w).to_owned()).collect()
@@ -32,7 +36,7 @@ fn an_empty_file_is_the_defaults() {
     assert_eq!(loaded.warnings, [""; 0]);
     // The short keys repeat what the dict says.
     let expected = Config {
-        scheduler: Some(Sampler::Euler),
+        scheduler: Some(SchedulerKind::Euler),
         prediction_type: Some(PredictionType::Epsilon),
         ..Config::default()
     };
@@ -77,8 +81,8 @@ fn lists_come_as_json_or_python() {
     assert_eq!(
         json.logical_axis_rules.0,
         [
-            AxisRule::new("batch", &[MeshAxis::Data, MeshAxis::Fsdp]),
-            AxisRule::new("heads", &[]),
+            LogicalAxisRule::new("batch", &[Axis::Data, Axis::Fsdp]),
+            LogicalAxisRule::new("heads", &[]),
         ]
     );
     let rules = with(&[
@@ -558,10 +562,10 @@ fn what_the_sampler_does_not_read_has_no_effect() {
 fn short_and_long_keys_agree() {
     let file = "diffusion_scheduler_config: {_class_name: FlaxEulerDiscreteScheduler}\n";
     let c = load(file, &["scheduler=ddim"], None).config;
-    assert_eq!(c.sampler(), Sampler::Ddim);
+    assert_eq!(c.sampler(), SchedulerKind::Ddim);
     assert_eq!(
         c.diffusion_scheduler_config._class_name,
-        Some(Sampler::Ddim)
+        Some(SchedulerKind::Ddim)
     );
     let c = load(
         "scheduler: ddim\n",
@@ -569,7 +573,7 @@ fn short_and_long_keys_agree() {
         None,
     )
     .config;
-    assert_eq!(c.scheduler, Some(Sampler::Euler));
+    assert_eq!(c.scheduler, Some(SchedulerKind::Euler));
     assert_eq!(
         errors(&format!("{file}scheduler: ddim\n"), &[], None),
         [
@@ -586,7 +590,7 @@ fn short_and_long_keys_agree() {
     .config;
     assert_eq!(
         (c.sampler(), c.prediction()),
-        (Sampler::Ddim, PredictionType::VPrediction)
+        (SchedulerKind::Ddim, PredictionType::VPrediction)
     );
     assert_eq!(
         load(unsaid, &[], None).config.prediction(),
@@ -718,6 +722,49 @@ fn the_schema_is_sound() {
             key.condition.is_none(),
             "{path}: a condition on a key without effect"
         );
+    }
+}
+
+/// The keys that a condition names, with the values it asks for.
+fn named_in(condition: Condition) -> Vec<(&'static str, Vec<&'static str>)> {
+    match condition {
+        Condition::Is(path, values) => vec![(path, values.to_vec())],
+        Condition::IsNot(path, value) => vec![(path, vec![value])],
+        Condition::Given(path) | Condition::Positive(path) => vec![(path, Vec::new())],
+        Condition::SamplerReads(field) => {
+            let readers = SchedulerKind::ALL.iter().filter(|kind| kind.reads(field));
+            assert_ne!(readers.count(), 0, "no sampler reads {field}");
+            Vec::new()
+        }
+        Condition::FamilyTakesAestheticScore => vec![("model_family", Vec::new())],
+        Condition::Both(a, b) | Condition::Either(a, b) => [named_in(*a), named_in(*b)].concat(),
+    }
+}
+
+fn accepts(ty: Ty, value: &str) -> bool {
+    match ty {
+        Ty::Choice(names) => names.contains(&value),
+        Ty::Optional(inner) => value.is_empty() || accepts(*inner, value),
+        Ty::Bool => ["True", "False"].contains(&value),
+        _ => false,
+    }
+}
+
+#[test]
+fn conditions_name_keys_and_values_that_there_are() {
+    let all = all_keys();
+    for (path, key) in &all {
+        for (needed, values) in key.condition.map(named_in).unwrap_or_default() {
+            let found = all.iter().find(|(path, _)| path == needed);
+            let (_, needed) = found.unwrap_or_else(|| panic!("{path} needs {needed}"));
+            for value in values {
+                assert!(
+                    accepts(needed.ty, value),
+                    "{path} needs {}={value}",
+                    needed.name
+                );
+            }
+        }
     }
 }
 

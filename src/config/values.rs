@@ -2,11 +2,15 @@
 
 use serde_json::{Map, Value};
 
+use crate::dtype::DType;
+use crate::shard::{Axis, LogicalAxisRule, LogicalAxisRules};
 use crate::util::named;
 use crate::util::names::nearest;
 
-use super::error::Problem;
-use super::field::{Field, Problems, Ty, describe, refuse, wrong_type};
+use super::error::{Problem, Problems};
+use super::field::{Field, refuse, wrong_type};
+use super::key::Ty;
+use super::text::describe;
 use super::yaml::join;
 
 named! {
@@ -28,12 +32,12 @@ named! {
     }
 }
 
-named! {
-    /// `jax.lax.Precision` of dots and convolutions.
-    pub enum Precision {
-        Default = "DEFAULT",
-        High = "HIGH",
-        Highest = "HIGHEST",
+impl From<FloatType> for DType {
+    fn from(ty: FloatType) -> DType {
+        match ty {
+            FloatType::Float32 => DType::F32,
+            FloatType::Bfloat16 => DType::BF16,
+        }
     }
 }
 
@@ -61,26 +65,6 @@ named! {
 }
 
 named! {
-    /// How prompts are read.
-    pub enum PromptSyntax {
-        /// `(word:1.2)`, `[word]`, `BREAK`, and as many chunks of 75 tokens as the prompt needs.
-        Weighted = "weighted",
-        /// Brackets are text, and what does not fit into one chunk is dropped.
-        Plain = "plain",
-    }
-}
-
-named! {
-    /// An axis of the device mesh.
-    pub enum MeshAxis {
-        Data = "data",
-        Fsdp = "fsdp",
-        Context = "context",
-        Tensor = "tensor",
-    }
-}
-
-named! {
     /// Where the training examples come from. `Shapes` and `Folder` exist here.
     pub enum DatasetType {
         /// Pictures of coloured shapes, made by the program.
@@ -92,94 +76,6 @@ named! {
         Tfrecord = "tfrecord",
         Grain = "grain",
         Synthetic = "synthetic",
-    }
-}
-
-named! {
-    /// The sampler that turns noise to images. diffusers' and MaxDiffusion's class names are
-    /// accepted too.
-    pub enum Sampler {
-        Ddim = "ddim" | "DDIMScheduler" | "FlaxDDIMScheduler",
-        Ddpm = "ddpm" | "DDPMScheduler" | "FlaxDDPMScheduler",
-        Pndm = "pndm" | "PNDMScheduler" | "FlaxPNDMScheduler",
-        Euler = "euler" | "EulerDiscreteScheduler" | "FlaxEulerDiscreteScheduler",
-        EulerAncestral = "euler_ancestral" | "EulerAncestralDiscreteScheduler",
-        Heun = "heun" | "HeunDiscreteScheduler",
-        DpmMultistep = "dpm_multistep" | "DPMSolverMultistepScheduler" | "FlaxDPMSolverMultistepScheduler",
-        DpmSinglestep = "dpm_singlestep" | "DPMSolverSinglestepScheduler",
-        Kdpm2 = "kdpm2" | "KDPM2DiscreteScheduler",
-        Kdpm2Ancestral = "kdpm2_ancestral" | "KDPM2AncestralDiscreteScheduler",
-        UniPc = "unipc" | "UniPCMultistepScheduler",
-        Lms = "lms" | "LMSDiscreteScheduler" | "FlaxLMSDiscreteScheduler",
-        Lcm = "lcm" | "LCMScheduler",
-        Tcd = "tcd" | "TCDScheduler",
-    }
-}
-
-impl Sampler {
-    /// Whether the sampler reads this key, which is `eta` or one of `diffusion_scheduler_config`. Keys that make the noise
-    /// schedule are read by all; for the others this is what diffusers' classes have (`crate::schedulers::SchedulerKind::reads`).
-    pub fn reads(self, key: &str) -> bool {
-        use Sampler::*;
-        match key {
-            "use_karras_sigmas" | "use_exponential_sigmas" | "use_beta_sigmas" => matches!(
-                self,
-                Euler | Heun | Kdpm2 | Kdpm2Ancestral | Lms | DpmMultistep | DpmSinglestep | UniPc
-            ),
-            "algorithm_type" => matches!(self, DpmMultistep | DpmSinglestep),
-            "solver_order" => matches!(self, DpmMultistep | DpmSinglestep | UniPc),
-            "final_sigmas_type" => matches!(self, Euler | DpmMultistep | DpmSinglestep | UniPc),
-            "set_alpha_to_one" => matches!(self, Ddim | Pndm),
-            "timestep_spacing" => !matches!(self, DpmSinglestep | Lcm | Tcd),
-            "eta" => matches!(self, Ddim | Tcd),
-            _ => true,
-        }
-    }
-}
-
-named! {
-    /// DPM-Solver's equation, by diffusers' names.
-    pub enum AlgorithmType {
-        DpmSolverPlusPlus = "dpmsolver++",
-        /// With fresh noise in each step.
-        SdeDpmSolverPlusPlus = "sde-dpmsolver++",
-    }
-}
-
-named! {
-    /// The noise level that the last step goes to, by diffusers' names.
-    pub enum FinalSigmas {
-        Zero = "zero",
-        /// That of the first training timestep.
-        SigmaMin = "sigma_min",
-    }
-}
-
-named! {
-    /// What the UNet predicts.
-    pub enum PredictionType {
-        Epsilon = "epsilon",
-        VPrediction = "v_prediction",
-        /// The clean image itself.
-        Sample = "sample",
-    }
-}
-
-named! {
-    /// Which training timesteps the sampler visits (Lin et al. 2023, table 2).
-    pub enum TimestepSpacing {
-        Leading = "leading",
-        Trailing = "trailing",
-        Linspace = "linspace",
-    }
-}
-
-named! {
-    /// How the variance grows with the timestep, by diffusers' names.
-    pub enum BetaSchedule {
-        Linear = "linear",
-        ScaledLinear = "scaled_linear",
-        SquaredcosCapV2 = "squaredcos_cap_v2",
     }
 }
 
@@ -204,31 +100,6 @@ named! {
         /// From `begin` up to `end`, without `end`.
         Range = "range",
     }
-}
-
-named! {
-    /// The learning rate after warm-up.
-    pub enum LearningRateSchedule {
-        Constant = "constant",
-        /// Half a cosine down to zero.
-        Cosine = "cosine",
-        /// A straight line down to zero.
-        Linear = "linear",
-    }
-}
-
-named! {
-    /// What the backward pass recomputes instead of keeping.
-    pub enum RematPolicy {
-        /// Everything is kept.
-        None = "NONE",
-        /// Every block is recomputed from its inputs.
-        Full = "FULL",
-    }
-    not_yet [
-        "MATMUL_WITHOUT_BATCH", "OFFLOAD_MATMUL_WITHOUT_BATCH", "CUSTOM",
-        "HIDDEN_STATE_WITH_OFFLOAD", "FLUX_OPTIMIZED",
-    ]
 }
 
 named! {
@@ -338,7 +209,7 @@ fn parse_all<T: Field>(items: &[Value], path: &str, problems: &mut Problems) -> 
 
 /// The mesh axes in order.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct MeshAxes(pub Vec<MeshAxis>);
+pub struct MeshAxes(pub Vec<Axis>);
 
 impl Field for MeshAxes {
     const TY: Ty = Ty::List("list of mesh axes");
@@ -356,7 +227,7 @@ impl Field for MeshAxes {
 
 /// How the dimensions of the input data lie on the mesh: for each dimension its axes.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct DataSharding(pub Vec<Vec<MeshAxis>>);
+pub struct DataSharding(pub Vec<Vec<Axis>>);
 
 impl Field for DataSharding {
     const TY: Ty = Ty::List("list of lists of mesh axes");
@@ -379,47 +250,26 @@ impl Field for DataSharding {
     }
 }
 
-/// A logical axis and the mesh axes it lies on (none: replicated).
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct AxisRule {
-    pub logical: String,
-    pub mesh: Vec<MeshAxis>,
+fn parse_axis_rule(item: &Value, path: &str, problems: &mut Problems) -> Option<LogicalAxisRule> {
+    let Some([Value::String(logical), on]) = item.as_array().map(Vec::as_slice) else {
+        let problem = wrong_type("a pair [logical axis, mesh axes]", item);
+        problems.push((path.to_owned(), problem));
+        return None;
+    };
+    let mesh = match on {
+        Value::Null => Vec::new(),
+        // Python's None, which is a plain string to YAML.
+        Value::String(s) if s == "None" => Vec::new(),
+        Value::Array(names) => parse_all(names, path, problems)?,
+        one => vec![Axis::parse(one, path, problems)?],
+    };
+    Some(LogicalAxisRule {
+        logical: logical.clone(),
+        mesh,
+    })
 }
 
-impl AxisRule {
-    /// A rule by names.
-    pub fn new(logical: &str, mesh: &[MeshAxis]) -> Self {
-        AxisRule {
-            logical: logical.to_owned(),
-            mesh: mesh.to_vec(),
-        }
-    }
-
-    fn parse(item: &Value, path: &str, problems: &mut Problems) -> Option<Self> {
-        let Some([Value::String(logical), on]) = item.as_array().map(Vec::as_slice) else {
-            let problem = wrong_type("a pair [logical axis, mesh axes]", item);
-            problems.push((path.to_owned(), problem));
-            return None;
-        };
-        let mesh = match on {
-            Value::Null => Vec::new(),
-            // Python's None, which is a plain string to YAML.
-            Value::String(s) if s == "None" => Vec::new(),
-            Value::Array(names) => parse_all(names, path, problems)?,
-            one => vec![MeshAxis::parse(one, path, problems)?],
-        };
-        Some(AxisRule {
-            logical: logical.clone(),
-            mesh,
-        })
-    }
-}
-
-/// The rules in order of precedence.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct AxisRules(pub Vec<AxisRule>);
-
-impl Field for AxisRules {
+impl Field for LogicalAxisRules {
     const TY: Ty = Ty::List("list of [logical axis, mesh axis or list of mesh axes or null]");
 
     fn parse(value: &Value, path: &str, problems: &mut Problems) -> Option<Self> {
@@ -428,9 +278,11 @@ impl Field for AxisRules {
         };
         let read: Vec<_> = items
             .iter()
-            .map(|item| AxisRule::parse(item, path, problems))
+            .map(|item| parse_axis_rule(item, path, problems))
             .collect();
-        read.into_iter().collect::<Option<_>>().map(AxisRules)
+        read.into_iter()
+            .collect::<Option<_>>()
+            .map(LogicalAxisRules)
     }
     fn show(&self) -> Value {
         self.0

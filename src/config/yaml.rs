@@ -132,7 +132,7 @@ pub(super) fn parse_document(text: &str) -> Result<Document, (u64, Problem)> {
                 line,
                 Problem::WrongType {
                     expected: "a mapping of keys to values".into(),
-                    found: super::field::describe(&found),
+                    found: super::text::describe(&found),
                 },
             ));
         }

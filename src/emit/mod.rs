@@ -11,27 +11,19 @@ use std::fmt::Write;
 
 use crate::graph::{Graph, Op};
 use crate::shard::ShardingText;
+use crate::util::named;
 
 use types::TypeText;
 
-/// How much arithmetic precision a float contraction asks of the compiler (MaxDiffusion's `precision` key).
-///
-/// On TPU `Default` multiplies f32 in one bf16 pass, `High` in three, `Highest` in six. CPUs ignore it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum DotPrecision {
-    #[default]
-    Default,
-    High,
-    Highest,
-}
-
-impl DotPrecision {
-    fn name(self) -> &'static str {
-        match self {
-            DotPrecision::Default => "DEFAULT",
-            DotPrecision::High => "HIGH",
-            DotPrecision::Highest => "HIGHEST",
-        }
+named! {
+    /// How much arithmetic precision a float contraction asks of the compiler: `jax.lax.Precision`.
+    ///
+    /// On TPU `Default` multiplies f32 in one bf16 pass, `High` in three, `Highest` in six. CPUs ignore it.
+    #[derive(Default)]
+    pub enum DotPrecision {
+        Default = "DEFAULT" (default),
+        High = "HIGH",
+        Highest = "HIGHEST",
     }
 }
 

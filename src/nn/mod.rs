@@ -20,6 +20,7 @@ pub use norm::{group_norm, layer_norm};
 
 use crate::dtype::DType;
 use crate::graph::{Builder, GraphError, Tensor};
+use crate::util::named;
 
 pub(crate) type Result<T> = std::result::Result<T, GraphError>;
 
@@ -46,14 +47,19 @@ impl Precision {
     };
 }
 
-/// What the derivative of a block keeps from the forward pass.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Remat {
-    /// Every value it needs.
-    #[default]
-    None,
-    /// The block's inputs; the rest is computed again.
-    Full,
+named! {
+    /// What the derivative of a block keeps from the forward pass, by MaxDiffusion's names.
+    #[derive(Default)]
+    pub enum Remat {
+        /// Every value it needs.
+        None = "NONE" (default),
+        /// The block's inputs; the rest is computed again.
+        Full = "FULL",
+    }
+    not_yet [
+        "MATMUL_WITHOUT_BATCH", "OFFLOAD_MATMUL_WITHOUT_BATCH", "CUSTOM",
+        "HIDDEN_STATE_WITH_OFFLOAD", "FLUX_OPTIMIZED",
+    ]
 }
 
 impl Remat {

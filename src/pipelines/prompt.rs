@@ -6,6 +6,7 @@
 //! ([`apply_weights`]).
 
 use crate::data::{DataError, Encoded, Tokenizer};
+use crate::util::named;
 
 /// What a pair of round brackets multiplies by, and a pair of square ones divides by.
 const BRACKET: f64 = 1.1;
@@ -43,14 +44,14 @@ pub enum PromptError {
     Tokenizer(#[from] DataError),
 }
 
-/// How a prompt is read.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum PromptSyntax {
-    /// Brackets are text, and what is longer than the encoder's sequence is dropped, as diffusers
-    /// does it.
-    Plain,
-    /// Weights in brackets, `BREAK`, and as many chunks as the prompt needs, as web interfaces do it.
-    Weighted,
+named! {
+    /// How a prompt is read.
+    pub enum PromptSyntax {
+        /// `(word:1.2)`, `[word]`, `BREAK`, and as many chunks as the prompt needs, as web interfaces read it.
+        Weighted = "weighted",
+        /// Brackets are text, and what is longer than the encoder's sequence is dropped, as diffusers does it.
+        Plain = "plain",
+    }
 }
 
 /// A part of a weighted prompt.

@@ -1,8 +1,6 @@
 //! Element types, precision and quantization.
 
 use crate::config::{self, Config};
-use crate::dtype::DType;
-use crate::emit::DotPrecision;
 use crate::graph::NumericsConvention;
 use crate::models::unet::ROOT;
 use crate::nn::Precision;
@@ -11,27 +9,11 @@ use crate::topology::{Chip, Format};
 
 use super::{Notice, Notify, RecipeError};
 
-fn float(ty: config::FloatType) -> DType {
-    match ty {
-        config::FloatType::Float32 => DType::F32,
-        config::FloatType::Bfloat16 => DType::BF16,
-    }
-}
-
 /// Element types of weights and activations.
 pub fn precision(config: &Config) -> Precision {
     Precision {
-        weights: float(config.weights_dtype),
-        activations: float(config.activations_dtype),
-    }
-}
-
-/// What float contractions ask of the compiler.
-pub fn dot_precision(config: &Config) -> DotPrecision {
-    match config.precision {
-        config::Precision::Default => DotPrecision::Default,
-        config::Precision::High => DotPrecision::High,
-        config::Precision::Highest => DotPrecision::Highest,
+        weights: config.weights_dtype.into(),
+        activations: config.activations_dtype.into(),
     }
 }
 

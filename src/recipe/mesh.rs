@@ -2,7 +2,7 @@
 
 use crate::config::{Config, Hardware};
 use crate::graph::{Graph, InputKind};
-use crate::shard::{LogicalAxisRule, LogicalAxisRules, Mesh, MeshAxes, Parallelism, ShardPlan};
+use crate::shard::{Mesh, Parallelism, ShardPlan};
 use crate::topology::{Accelerator, Platform};
 
 use super::formats::check_formats;
@@ -68,20 +68,6 @@ pub fn parallelism(config: &Config) -> Parallelism {
         ],
         allow_split_physical_axes: config.allow_split_physical_axes,
     }
-}
-
-/// The logical axis rules.
-pub fn axis_rules(config: &Config) -> Result<LogicalAxisRules, RecipeError> {
-    let rules: Vec<LogicalAxisRule> = config
-        .logical_axis_rules
-        .0
-        .iter()
-        .map(|rule| {
-            let mesh = rule.mesh.iter().map(|a| a.name().to_string()).collect();
-            LogicalAxisRule(rule.logical.clone(), Some(MeshAxes::Many(mesh)))
-        })
-        .collect();
-    LogicalAxisRules::try_from(rules).map_err(RecipeError::usage)
 }
 
 /// Refuses a batch that does not divide: it would be computed whole on every device, an error and not a slow program.

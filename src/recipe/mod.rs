@@ -21,9 +21,9 @@ mod training;
 
 pub use checkpoints::newest_checkpoint;
 pub use error::RecipeError;
-pub use formats::{check_formats, dot_precision, policy, precision, quantization_summary};
+pub use formats::{check_formats, policy, precision, quantization_summary};
 pub use generate::guidance;
-pub use mesh::{axis_rules, check_batch, compile_topology, parallelism};
+pub use mesh::{check_batch, compile_topology, parallelism};
 pub use model::{CLIP_TOKENS, check_pixels, check_tokenizer, micro_conditioning, model, unet};
 pub use notice::{Notice, Notify};
 pub use session::{Opened, has_hardware, open_session, program_cache};
@@ -45,7 +45,6 @@ pub fn check(
     use config::Verb::{Compile, Generate, Lower, Train};
     let model = model(config, None)?;
     policy(config, 0)?;
-    axis_rules(config)?;
     if verb.is_none_or(|v| [Compile, Lower].contains(&v)) {
         compile_topology(config, notify)?;
     }

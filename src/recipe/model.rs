@@ -1,11 +1,10 @@
 //! A model as the configuration alone describes it.
 
-use crate::config::{self, Config};
+use crate::config::Config;
 use crate::data::Tokenizer;
 use crate::models::clip::ClipTextConfig;
 use crate::models::unet::UNet2DConditionConfig;
 use crate::models::{DiffusionModel, HiddenState, MicroConditioning, Part, TextEncoder};
-use crate::nn::Remat;
 use crate::pipelines::pixels::RGB;
 
 use super::RecipeError;
@@ -71,10 +70,7 @@ pub fn model(
         vae: None,
         controlnets: Vec::new(),
         precision: precision(config),
-        remat: match config.remat_policy {
-            config::RematPolicy::None => Remat::None,
-            config::RematPolicy::Full => Remat::Full,
-        },
+        remat: config.remat_policy,
         scheduler: scheduler(config)?,
         sample_size: [side, side],
         image_size: [config.resolution as usize; 2],

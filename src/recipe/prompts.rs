@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use crate::config::{self, Config};
+use crate::config::Config;
 use crate::data::Tokenizer;
 use crate::pipelines::images::Picture;
 use crate::pipelines::prompt::{
@@ -86,14 +86,6 @@ fn check_size(config: &Config, line: &PromptLine) -> Result<(), RecipeError> {
         }
     }
     Ok(())
-}
-
-/// How the configuration has prompts read.
-pub fn syntax(config: &Config) -> PromptSyntax {
-    match config.prompt_syntax {
-        config::PromptSyntax::Weighted => PromptSyntax::Weighted,
-        config::PromptSyntax::Plain => PromptSyntax::Plain,
-    }
 }
 
 /// The step counts of `prompts`, each once: what [`pictures`] refers to.

@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value};
 
-use crate::config::{self, Config};
+use crate::config::{Config, is_read_with};
 use crate::schedulers::{PlanOptions, SamplingPlan, SchedulerConfig, SchedulerKind, Start};
 
 use super::{Notice, Notify, RecipeError};
@@ -54,49 +54,32 @@ pub fn scheduler_of(
             other => ("", other),
         };
         if is_given(short, long_name) {
-            changed.push(name.clone());
+            changed.push((name.clone(), long_name.to_owned()));
             fields.insert(name, value);
         }
     }
     let scheduler = SchedulerConfig::from_map(&fields).map_err(RecipeError::usage)?;
-    for name in changed {
+    for (name, key) in changed {
         // Loading the configuration has told of those that its own sampler does not read, and `check_sampler_keys` refuses
         // spacings.
-        let is_new = config.scheduler.is_none_or(|sampler| sampler.reads(&name));
+        let key = format!("{SCHEDULER}.{key}");
+        let sampler = config.scheduler;
+        let is_new = sampler.is_none_or(|sampler| is_read_with(&key, sampler));
         let is_refused = SIGMA_SPACINGS.contains(&name.as_str());
         if is_new && !is_refused && !scheduler.kind.reads(&name) {
             notify(Notice::Warning(&format!(
-                "{SCHEDULER}.{name} has no effect: {} does not read it",
-                scheduler.kind.name()
+                "{key} has no effect: {} does not read it",
+                scheduler.kind.class_name()
             )));
         }
     }
     Ok(scheduler)
 }
 
-fn kind(sampler: config::Sampler) -> SchedulerKind {
-    match sampler {
-        config::Sampler::Ddim => SchedulerKind::Ddim,
-        config::Sampler::Ddpm => SchedulerKind::Ddpm,
-        config::Sampler::Pndm => SchedulerKind::Pndm,
-        config::Sampler::Euler => SchedulerKind::Euler,
-        config::Sampler::EulerAncestral => SchedulerKind::EulerAncestral,
-        config::Sampler::Heun => SchedulerKind::Heun,
-        config::Sampler::DpmMultistep => SchedulerKind::DpmMultistep,
-        config::Sampler::DpmSinglestep => SchedulerKind::DpmSinglestep,
-        config::Sampler::Kdpm2 => SchedulerKind::Kdpm2,
-        config::Sampler::Kdpm2Ancestral => SchedulerKind::Kdpm2Ancestral,
-        config::Sampler::UniPc => SchedulerKind::UniPc,
-        config::Sampler::Lms => SchedulerKind::Lms,
-        config::Sampler::Lcm => SchedulerKind::Lcm,
-        config::Sampler::Tcd => SchedulerKind::Tcd,
-    }
-}
-
 fn scheduler_fields(config: &Config) -> Map<String, Value> {
     let from = &config.diffusion_scheduler_config;
     let fields = serde_json::json!({
-        "_class_name": kind(config.sampler()).name(),
+        "_class_name": config.sampler().class_name(),
         "set_alpha_to_one": from.set_alpha_to_one,
         "use_karras_sigmas": from.use_karras_sigmas,
         "use_exponential_sigmas": from.use_exponential_sigmas,
@@ -127,9 +110,6 @@ fn scheduler_fields(config: &Config) -> Map<String, Value> {
 /// Names the key and the samplers that read it.
 pub fn check_sampler_keys(config: &Config, scheduler: &SchedulerConfig) -> Result<(), RecipeError> {
     let from = &config.diffusion_scheduler_config;
-    let own = config::Sampler::ALL
-        .iter()
-        .find(|sampler| kind(**sampler) == scheduler.kind);
     let [karras, exponential, beta] = SIGMA_SPACINGS;
     for (name, is_asked) in [
         (karras, from.use_karras_sigmas),
@@ -137,13 +117,13 @@ pub fn check_sampler_keys(config: &Config, scheduler: &SchedulerConfig) -> Resul
         (beta, from.use_beta_sigmas),
         ("eta", config.eta != 0.0),
     ] {
-        if is_asked && config.scheduler.is_none() && own.is_some_and(|s| !s.reads(name)) {
-            let read_by = config::Sampler::ALL.iter().filter(|s| s.reads(name));
+        if is_asked && config.scheduler.is_none() && !scheduler.kind.reads(name) {
+            let read_by = SchedulerKind::ALL.iter().filter(|s| s.reads(name));
             let read_by: Vec<&str> = read_by.map(|s| s.name()).collect();
             return Err(RecipeError::Usage(format!(
                 "{name} has no effect: the model's own sampler, {}, does not read it; leave it out, or give scheduler= one \
                  of {}",
-                scheduler.kind.name(),
+                scheduler.kind.class_name(),
                 read_by.join(", ")
             )));
         }
@@ -190,24 +170,4 @@ pub fn refining_plan(
         ..PlanOptions::new(steps)
     };
     scheduler.plan(&options).map_err(RecipeError::usage)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn keys_need_the_samplers_that_read_them() {
-        for sampler in config::Sampler::ALL {
-            let kind = kind(sampler);
-            // `steps_offset` needs `timestep_spacing=leading`, which says as much.
-            for name in scheduler_fields(&Config::default()).keys() {
-                // Training reads these with any sampler.
-                let of_all = ["clip_sample", "rescale_betas_zero_snr"].contains(&name.as_str());
-                if !of_all && name != "steps_offset" {
-                    assert_eq!(sampler.reads(name), kind.reads(name), "{sampler}: {name}");
-                }
-            }
-        }
-    }
 }

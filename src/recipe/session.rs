@@ -7,7 +7,7 @@ use crate::pjrt::install::{self, InstallError, Installed, PluginKind};
 use crate::pjrt::{NamedValue, Plugin, has_tpu};
 use crate::runtime::{ExecutableCache, RuntimeError, Session};
 
-use super::mesh::{axis_rules, parallelism};
+use super::mesh::parallelism;
 use super::{Notice, Notify, RecipeError};
 
 /// A session and what to tell the user of it.
@@ -146,12 +146,17 @@ fn open(
             config.num_devices, installed.kind
         )));
     }
-    let session = Session::open(&plugin, &options, &parallelism(config), axis_rules(config)?)
-        .map_err(|error| match error {
-            // The mesh is the configuration's.
-            RuntimeError::Shard(error) => RecipeError::usage(error),
-            error => RecipeError::failed(error),
-        })?;
+    let session = Session::open(
+        &plugin,
+        &options,
+        &parallelism(config),
+        config.logical_axis_rules.clone(),
+    )
+    .map_err(|error| match error {
+        // The mesh is the configuration's.
+        RuntimeError::Shard(error) => RecipeError::usage(error),
+        error => RecipeError::failed(error),
+    })?;
     let mut session = session.with_cuda_data_dir(installed.cuda_data_dir.clone());
     if let Some(cache) = program_cache(&config.jax_cache_dir)
         && let Err(error) = session.keep_programs(cache)

@@ -1,86 +1,41 @@
 //! What a `scheduler_config.json` says.
 
-use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
+use crate::util::named;
+
 use super::SchedulerError;
 
-/// The samplers, by the names of diffusers' classes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum SchedulerKind {
-    Ddim,
-    Ddpm,
-    Pndm,
-    Euler,
-    EulerAncestral,
-    Heun,
-    Kdpm2,
-    Kdpm2Ancestral,
-    Lms,
-    DpmMultistep,
-    DpmSinglestep,
-    UniPc,
-    Lcm,
-    Tcd,
+named! {
+    /// The samplers. Behind the name stand that of diffusers' class and, where it has one, that of its Flax variant,
+    /// which MaxDiffusion's files have.
+    pub enum SchedulerKind {
+        Ddim = "ddim" | "DDIMScheduler" | "FlaxDDIMScheduler",
+        Ddpm = "ddpm" | "DDPMScheduler" | "FlaxDDPMScheduler",
+        Pndm = "pndm" | "PNDMScheduler" | "FlaxPNDMScheduler",
+        Euler = "euler" | "EulerDiscreteScheduler" | "FlaxEulerDiscreteScheduler",
+        EulerAncestral = "euler_ancestral" | "EulerAncestralDiscreteScheduler",
+        Heun = "heun" | "HeunDiscreteScheduler",
+        Kdpm2 = "kdpm2" | "KDPM2DiscreteScheduler",
+        Kdpm2Ancestral = "kdpm2_ancestral" | "KDPM2AncestralDiscreteScheduler",
+        Lms = "lms" | "LMSDiscreteScheduler" | "FlaxLMSDiscreteScheduler",
+        DpmMultistep = "dpm_multistep" | "DPMSolverMultistepScheduler" | "FlaxDPMSolverMultistepScheduler",
+        DpmSinglestep = "dpm_singlestep" | "DPMSolverSinglestepScheduler",
+        UniPc = "unipc" | "UniPCMultistepScheduler",
+        Lcm = "lcm" | "LCMScheduler",
+        Tcd = "tcd" | "TCDScheduler",
+    }
 }
 
 impl SchedulerKind {
-    /// All of them.
-    pub const ALL: [SchedulerKind; 14] = [
-        SchedulerKind::Ddim,
-        SchedulerKind::Ddpm,
-        SchedulerKind::Pndm,
-        SchedulerKind::Euler,
-        SchedulerKind::EulerAncestral,
-        SchedulerKind::Heun,
-        SchedulerKind::Kdpm2,
-        SchedulerKind::Kdpm2Ancestral,
-        SchedulerKind::Lms,
-        SchedulerKind::DpmMultistep,
-        SchedulerKind::DpmSinglestep,
-        SchedulerKind::UniPc,
-        SchedulerKind::Lcm,
-        SchedulerKind::Tcd,
-    ];
-
     /// The name of diffusers' class.
-    pub fn name(self) -> &'static str {
-        match self {
-            SchedulerKind::Ddim => "DDIMScheduler",
-            SchedulerKind::Ddpm => "DDPMScheduler",
-            SchedulerKind::Pndm => "PNDMScheduler",
-            SchedulerKind::Euler => "EulerDiscreteScheduler",
-            SchedulerKind::EulerAncestral => "EulerAncestralDiscreteScheduler",
-            SchedulerKind::Heun => "HeunDiscreteScheduler",
-            SchedulerKind::Kdpm2 => "KDPM2DiscreteScheduler",
-            SchedulerKind::Kdpm2Ancestral => "KDPM2AncestralDiscreteScheduler",
-            SchedulerKind::Lms => "LMSDiscreteScheduler",
-            SchedulerKind::DpmMultistep => "DPMSolverMultistepScheduler",
-            SchedulerKind::DpmSinglestep => "DPMSolverSinglestepScheduler",
-            SchedulerKind::UniPc => "UniPCMultistepScheduler",
-            SchedulerKind::Lcm => "LCMScheduler",
-            SchedulerKind::Tcd => "TCDScheduler",
-        }
-    }
-
-    /// The sampler of a class name of diffusers; those of the Flax variants, which start with `Flax`, mean the same.
-    ///
-    /// # Errors
-    /// For any other class: the error lists the known ones.
-    pub fn from_name(name: &str) -> Result<Self, SchedulerError> {
-        let plain = name.strip_prefix("Flax").unwrap_or(name);
-        Self::ALL
-            .into_iter()
-            .find(|kind| kind.name() == plain)
-            .ok_or_else(|| SchedulerError::Unsupported {
-                field: "_class_name".to_string(),
-                found: name.to_string(),
-                expected: format!("one of {}", Self::ALL.map(Self::name).join(", ")),
-            })
+    pub const fn class_name(self) -> &'static str {
+        self.aliases()[0]
     }
 
     /// Whether diffusers' class has this field and reads it; it drops the others, which are those of another scheduler.
+    /// `eta` is not a field but an argument of its steps.
     pub fn reads(self, field: &str) -> bool {
         use SchedulerKind::*;
         match field {
@@ -120,99 +75,99 @@ impl SchedulerKind {
             "predict_x0" | "disable_corrector" | "solver_p" => self == UniPc,
             "original_inference_steps" => matches!(self, Lcm | Tcd),
             "timestep_scaling" => self == Lcm,
+            "eta" => matches!(self, Ddim | Tcd),
             _ => false,
         }
     }
 }
 
-/// How betas grow over the training timesteps.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum BetaSchedule {
-    /// Linear from `beta_start` to `beta_end`.
-    Linear,
-    /// The square of a linear ramp between the roots: Stable Diffusion's.
-    ScaledLinear,
-    /// From a squared cosine of the cumulative product (Nichol and Dhariwal, 2021), each beta at most 0.999.
-    SquaredcosCapV2,
+named! {
+    /// How betas grow over the training timesteps.
+    pub enum BetaSchedule {
+        /// Linear from `beta_start` to `beta_end`.
+        Linear = "linear",
+        /// The square of a linear ramp between the roots: Stable Diffusion's.
+        ScaledLinear = "scaled_linear",
+        /// From a squared cosine of the cumulative product (Nichol and Dhariwal, 2021), each beta at most 0.999.
+        SquaredcosCapV2 = "squaredcos_cap_v2",
+    }
 }
 
-/// What the model predicts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum PredictionType {
-    /// The noise.
-    Epsilon,
-    /// `sqrt(alpha) * noise - sqrt(1 - alpha) * sample` (Salimans and Ho, 2022).
-    VPrediction,
-    /// The clean sample.
-    Sample,
+named! {
+    /// What the model predicts.
+    pub enum PredictionType {
+        /// The noise.
+        Epsilon = "epsilon",
+        /// `sqrt(alpha) * noise - sqrt(1 - alpha) * sample` (Salimans and Ho, 2022).
+        VPrediction = "v_prediction",
+        /// The clean sample.
+        Sample = "sample",
+    }
 }
 
-/// Which training timesteps a sampler visits (Lin et al., 2023, table 2).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum TimestepSpacing {
-    /// From the first to the last.
-    Linspace,
-    /// Multiples of an integer step, plus `steps_offset`.
-    Leading,
-    /// Back from the last by a fractional step.
-    Trailing,
+named! {
+    /// Which training timesteps a sampler visits (Lin et al., 2023, table 2).
+    pub enum TimestepSpacing {
+        /// Multiples of an integer step, plus `steps_offset`.
+        Leading = "leading",
+        /// Back from the last by a fractional step.
+        Trailing = "trailing",
+        /// From the first to the last.
+        Linspace = "linspace",
+    }
 }
 
-/// The last noise level of a sampler that steps from level to level.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum FinalSigmas {
-    Zero,
-    /// That of the first training timestep.
-    SigmaMin,
+named! {
+    /// The last noise level of a sampler that steps from level to level.
+    pub enum FinalSigmas {
+        Zero = "zero",
+        /// That of the first training timestep.
+        SigmaMin = "sigma_min",
+    }
 }
 
-/// What Euler's model is told.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum TimestepType {
-    /// The training timestep.
-    Discrete,
-    /// A quarter of the logarithm of sigma, for a model that predicts the velocity.
-    Continuous,
+named! {
+    /// What Euler's model is told.
+    pub enum TimestepType {
+        /// The training timestep.
+        Discrete = "discrete",
+        /// A quarter of the logarithm of sigma, for a model that predicts the velocity.
+        Continuous = "continuous",
+    }
 }
 
-/// The noise that DDPM adds in a step.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum VarianceType {
-    /// The posterior variance: the least that is right.
-    FixedSmall,
-    /// The same, by its logarithm.
-    FixedSmallLog,
-    /// The forward process's: the most.
-    FixedLarge,
+named! {
+    /// The noise that DDPM adds in a step.
+    pub enum VarianceType {
+        /// The posterior variance: the least that is right.
+        FixedSmall = "fixed_small",
+        /// The same, by its logarithm.
+        FixedSmallLog = "fixed_small_log",
+        /// The forward process's: the most.
+        FixedLarge = "fixed_large",
+    }
 }
 
-/// Which equation DPM-Solver++ solves.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
-pub enum AlgorithmType {
-    /// The ODE; also diffusers' reading of another scheduler's `deis`.
-    #[serde(rename = "dpmsolver++", alias = "deis")]
-    DpmSolverPlusPlus,
-    /// The SDE, with fresh noise in each step.
-    #[serde(rename = "sde-dpmsolver++")]
-    SdeDpmSolverPlusPlus,
+named! {
+    /// Which equation DPM-Solver++ solves.
+    pub enum AlgorithmType {
+        /// The ODE; also diffusers' reading of another scheduler's `deis`.
+        DpmSolverPlusPlus = "dpmsolver++" | "deis",
+        /// The SDE, with fresh noise in each step.
+        SdeDpmSolverPlusPlus = "sde-dpmsolver++",
+    }
 }
 
-/// How a multistep solver weighs earlier outputs. A name that is another scheduler's means the sampler's own default,
-/// [`SolverType::Midpoint`] for DPM-Solver++ and [`SolverType::Bh2`] for UniPC.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum SolverType {
-    Midpoint,
-    Heun,
-    Logrho,
-    Bh1,
-    Bh2,
+named! {
+    /// How a multistep solver weighs earlier outputs. A name that is another scheduler's means the sampler's own default,
+    /// [`SolverType::Midpoint`] for DPM-Solver++ and [`SolverType::Bh2`] for UniPC.
+    pub enum SolverType {
+        Midpoint = "midpoint",
+        Heun = "heun",
+        Logrho = "logrho",
+        Bh1 = "bh1",
+        Bh2 = "bh2",
+    }
 }
 
 /// Attributes of a schedule, with the names of diffusers' `scheduler_config.json`.
@@ -340,10 +295,17 @@ impl SchedulerConfig {
     /// something that is not built here. The error names the field.
     pub fn from_map(fields: &Map<String, Value>) -> Result<Self, SchedulerError> {
         let class = fields.get("_class_name").unwrap_or(&Value::Null);
-        let kind = match class.as_str() {
-            Some(name) => SchedulerKind::from_name(name)?,
-            None => SchedulerKind::from_name(&class.to_string())?,
-        };
+        let kind = class.as_str().and_then(SchedulerKind::from_name);
+        let kind = kind.ok_or_else(|| SchedulerError::Unsupported {
+            field: "_class_name".to_string(),
+            found: class
+                .as_str()
+                .map_or_else(|| class.to_string(), str::to_owned),
+            expected: format!(
+                "one of {}",
+                SchedulerKind::ALL.map(SchedulerKind::class_name).join(", ")
+            ),
+        })?;
         let mut config = Self::new(kind);
         for (field, value) in fields {
             if !value.is_null() && kind.reads(field) {
@@ -446,7 +408,7 @@ impl SchedulerConfig {
             PredictionType::Sample => Err(SchedulerError::Unsupported {
                 field: "prediction_type".to_string(),
                 found: "sample".to_string(),
-                expected: format!("epsilon or v_prediction for {}", self.kind.name()),
+                expected: format!("epsilon or v_prediction for {}", self.kind.class_name()),
             }),
         }
     }

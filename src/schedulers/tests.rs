@@ -26,7 +26,7 @@ const SDXL: &str = r#"{"_class_name": "EulerDiscreteScheduler", "_diffusers_vers
 fn any_sampler_is_made_from_sdxls_configuration() {
     let mut fields = scheduler_fields(SDXL).unwrap();
     for kind in SchedulerKind::ALL {
-        fields.insert("_class_name".to_string(), json!(kind.name()));
+        fields.insert("_class_name".to_string(), json!(kind.class_name()));
         let config = SchedulerConfig::from_map(&fields).unwrap();
         let plan = config.plan(&PlanOptions::new(4)).unwrap();
         assert!(plan.steps.len() >= 4, "{kind:?}");
@@ -98,7 +98,7 @@ fn unknown_classes_are_told_the_known_ones() {
         let error = read(json!({"_class_name": class})).unwrap_err().to_string();
         assert!(error.contains("_class_name"), "{error}");
         for kind in SchedulerKind::ALL {
-            assert!(error.contains(kind.name()), "{error}");
+            assert!(error.contains(kind.class_name()), "{error}");
         }
     }
     assert!(read(json!({})).is_err());
@@ -406,5 +406,14 @@ fn check_perfect_model(config: &SchedulerConfig, strength: f64) {
             "{config:?} {strength}: run {run} makes {:?}, of {level:?}",
             states[0]
         );
+    }
+}
+
+#[test]
+fn every_sampler_has_the_name_of_a_class() {
+    for kind in SchedulerKind::ALL {
+        let class = kind.class_name();
+        assert!(class.ends_with("Scheduler"), "{kind}: {class}");
+        assert!(!class.starts_with("Flax"), "{kind}: {class}");
     }
 }

@@ -13,13 +13,14 @@ mod spec;
 
 pub use mesh::{DeviceDescription, Mesh, Parallelism};
 pub use plan::{ShardPlan, ShardingText};
-pub use rules::{LogicalAxisRule, LogicalAxisRules, MeshAxes, Unsharded};
+pub use rules::{LogicalAxisRule, LogicalAxisRules, Unsharded};
 pub use spec::PartitionSpec;
 
 use std::fmt;
-use std::str::FromStr;
 
 use thiserror::Error;
+
+use crate::util::named;
 
 /// The logical axis of partial sums, one for each part of the batch that a weight gradient finds its ranges in. A
 /// constraint with it in front keeps part `i` in slice `i` and splits the rest over that slice's devices.
@@ -28,45 +29,14 @@ pub const LOCAL_SHARDS: &str = "local_shards";
 /// Name of the mesh in the emitted program.
 pub const MESH_NAME: &str = "mesh";
 
-/// A mesh axis. The order is MaxDiffusion's `mesh_axes`: the first is outermost.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Axis {
-    Data,
-    Fsdp,
-    Context,
-    Tensor,
-}
-
-impl Axis {
-    /// All axes, outermost first.
-    pub const ALL: [Axis; 4] = [Axis::Data, Axis::Fsdp, Axis::Context, Axis::Tensor];
-
-    pub fn name(self) -> &'static str {
-        match self {
-            Axis::Data => "data",
-            Axis::Fsdp => "fsdp",
-            Axis::Context => "context",
-            Axis::Tensor => "tensor",
-        }
-    }
-}
-
-impl fmt::Display for Axis {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
-
-impl FromStr for Axis {
-    type Err = ShardError;
-
-    fn from_str(name: &str) -> Result<Self, ShardError> {
-        Axis::ALL
-            .into_iter()
-            .find(|a| a.name() == name)
-            .ok_or_else(|| ShardError::UnknownAxis {
-                name: name.to_owned(),
-            })
+named! {
+    /// A mesh axis. The order is MaxDiffusion's `mesh_axes`: the first is outermost.
+    #[derive(PartialOrd, Ord)]
+    pub enum Axis {
+        Data = "data",
+        Fsdp = "fsdp",
+        Context = "context",
+        Tensor = "tensor",
     }
 }
 
@@ -165,8 +135,6 @@ pub enum ShardError {
          anything of this program over {axis}; leave dcn_{axis}_parallelism and ici_{axis}_parallelism at 1, or add a rule"
     )]
     IdleAxis { axis: Axis, size: usize },
-    #[error("unknown mesh axis \"{name}\": expected one of data, fsdp, context, tensor")]
-    UnknownAxis { name: String },
     #[error("mesh axis \"{axis}\" is used twice in the partition spec {spec}")]
     AxisUsedTwice { axis: Axis, spec: String },
     #[error("partition spec {spec} has {found} dimensions, the tensor {path} has {expected}")]

@@ -3,28 +3,28 @@
 use std::collections::HashSet;
 use std::fmt;
 
-use serde::Deserialize;
-
 use super::spec::describe;
 use super::{Axis, Mesh, PartitionSpec, ShardError};
 
-/// One rule as a configuration writes it: `['activation_batch', ['data', 'fsdp']]`.
-#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
-pub struct LogicalAxisRule(pub String, pub Option<MeshAxes>);
-
-/// Mesh axes of a rule: one name or a list.
-#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
-#[serde(untagged)]
-pub enum MeshAxes {
-    One(String),
-    Many(Vec<String>),
-}
-
-/// Ordered rules from logical axis names to mesh axes.
+/// The mesh axes that a logical axis lies on: none pins it whole.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct LogicalAxisRules {
-    rules: Vec<(String, Vec<Axis>)>,
+pub struct LogicalAxisRule {
+    pub logical: String,
+    pub mesh: Vec<Axis>,
 }
+
+impl LogicalAxisRule {
+    pub fn new(logical: &str, mesh: &[Axis]) -> Self {
+        LogicalAxisRule {
+            logical: logical.to_owned(),
+            mesh: mesh.to_vec(),
+        }
+    }
+}
+
+/// Rules from logical axis names to mesh axes, in order of precedence.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LogicalAxisRules(pub Vec<LogicalAxisRule>);
 
 /// A dimension that stays whole on every device because its size does not divide.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -58,46 +58,18 @@ impl Default for LogicalAxisRules {
     /// MaxDiffusion's rules for SDXL (`base_xl.yml`).
     fn default() -> Self {
         use Axis::{Data, Fsdp, Tensor};
-        let rules: [(&str, &[Axis]); 9] = [
-            ("batch", &[Data]),
-            ("activation_batch", &[Data, Fsdp]),
-            ("activation_heads", &[Tensor]),
-            ("activation_kv", &[Tensor]),
-            ("embed", &[Fsdp]),
-            ("heads", &[Tensor]),
-            ("conv_batch", &[Data, Fsdp]),
-            ("out_channels", &[Tensor]),
-            ("conv_out", &[Fsdp]),
-        ];
-        Self {
-            rules: rules
-                .map(|(name, axes)| (name.to_owned(), axes.to_vec()))
-                .into(),
-        }
-    }
-}
-
-impl TryFrom<Vec<LogicalAxisRule>> for LogicalAxisRules {
-    type Error = ShardError;
-
-    /// # Errors
-    /// [`ShardError::UnknownAxis`] for a mesh axis that does not exist.
-    fn try_from(rules: Vec<LogicalAxisRule>) -> Result<Self, ShardError> {
-        let rules = rules
-            .into_iter()
-            .map(|LogicalAxisRule(name, axes)| {
-                let axes = match axes {
-                    None => Vec::new(),
-                    Some(MeshAxes::One(axis)) => vec![axis.parse()?],
-                    Some(MeshAxes::Many(axes)) => axes
-                        .iter()
-                        .map(|axis| axis.parse())
-                        .collect::<Result<_, _>>()?,
-                };
-                Ok((name, axes))
-            })
-            .collect::<Result<_, ShardError>>()?;
-        Ok(Self { rules })
+        let rule = LogicalAxisRule::new;
+        LogicalAxisRules(vec![
+            rule("batch", &[Data]),
+            rule("activation_batch", &[Data, Fsdp]),
+            rule("activation_heads", &[Tensor]),
+            rule("activation_kv", &[Tensor]),
+            rule("embed", &[Fsdp]),
+            rule("heads", &[Tensor]),
+            rule("conv_batch", &[Data, Fsdp]),
+            rule("out_channels", &[Tensor]),
+            rule("conv_out", &[Fsdp]),
+        ])
     }
 }
 
@@ -125,13 +97,16 @@ impl LogicalAxisRules {
             }
         }
         let mut dims: Vec<Option<&[Axis]>> = vec![None; logical_axes.len()];
-        for (name, axes) in &self.rules {
-            let Some(dim) = logical_axes.iter().position(|l| *l == Some(name.as_str())) else {
+        for LogicalAxisRule { logical, mesh } in &self.0 {
+            let Some(dim) = logical_axes
+                .iter()
+                .position(|l| *l == Some(logical.as_str()))
+            else {
                 continue;
             };
             let free = |axis| !dims.iter().flatten().any(|used| used.contains(axis));
-            if dims[dim].is_none() && axes.iter().all(free) {
-                dims[dim] = Some(axes);
+            if dims[dim].is_none() && mesh.iter().all(free) {
+                dims[dim] = Some(mesh);
             }
         }
         PartitionSpec::new(
@@ -193,10 +168,9 @@ mod tests {
     use crate::shard::{DeviceDescription, Parallelism};
     use Axis::{Data, Fsdp, Tensor};
 
-    fn rules(json: &str) -> Result<LogicalAxisRules, ShardError> {
-        serde_json::from_str::<Vec<LogicalAxisRule>>(json)
-            .unwrap()
-            .try_into()
+    fn rules<const N: usize>(rules: [(&str, &[Axis]); N]) -> LogicalAxisRules {
+        let rules = rules.map(|(logical, mesh)| LogicalAxisRule::new(logical, mesh));
+        LogicalAxisRules(rules.into())
     }
 
     fn dims(rules: &LogicalAxisRules, axes: &[&str]) -> Vec<Vec<Axis>> {
@@ -221,7 +195,7 @@ mod tests {
 
     #[test]
     fn the_order_of_rules_decides_not_the_order_of_dimensions() {
-        let rules = rules(r#"[["b", "fsdp"], ["a", "fsdp"], ["a", ["tensor"]]]"#).unwrap();
+        let rules = rules([("b", &[Fsdp]), ("a", &[Fsdp]), ("a", &[Tensor])]);
         // `b` comes first in the rules and takes fsdp; `a` falls to its second rule.
         assert_eq!(dims(&rules, &["a", "b"]), [[Tensor], [Fsdp]]);
         assert_eq!(dims(&rules, &["a"]), [[Fsdp]]);
@@ -229,18 +203,14 @@ mod tests {
 
     #[test]
     fn a_rule_partly_used_is_skipped_whole_and_null_pins() {
-        let partly = rules(r#"[["a", "data"], ["b", ["data", "fsdp"]]]"#).unwrap();
+        let partly = rules([("a", &[Data]), ("b", &[Data, Fsdp])]);
         assert_eq!(dims(&partly, &["a", "b"]), [vec![Data], vec![]]);
-        let pinned = rules(r#"[["a", null], ["a", "data"]]"#).unwrap();
+        let pinned = rules([("a", &[]), ("a", &[Data])]);
         assert_eq!(dims(&pinned, &["a"]), [vec![]]);
     }
 
     #[test]
-    fn bad_rules_are_refused() {
-        assert_eq!(
-            rules(r#"[["a", "model"]]"#).unwrap_err().to_string(),
-            "unknown mesh axis \"model\": expected one of data, fsdp, context, tensor"
-        );
+    fn a_logical_axis_twice_in_one_tensor_is_refused() {
         let error = LogicalAxisRules::default()
             .spec("conv_in.weight", &[Some("embed"), Some("embed")])
             .unwrap_err();

@@ -1,14 +1,17 @@
 //! The learning rate of each step, computed on the host and given to the program as an input.
 
-/// What follows the warm-up.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Decay {
-    #[default]
-    Constant,
-    /// Half a cosine from the highest rate to 0.
-    Cosine,
-    /// A straight line from the highest rate to 0.
-    Linear,
+use crate::util::named;
+
+named! {
+    /// The learning rate after warm-up.
+    #[derive(Default)]
+    pub enum Decay {
+        Constant = "constant" (default),
+        /// Half a cosine from the highest rate to 0.
+        Cosine = "cosine",
+        /// A straight line from the highest rate to 0.
+        Linear = "linear",
+    }
 }
 
 /// Linear warm-up to `peak` over `warmup_steps`, then `decay` until `total_steps`, then the last value.

@@ -47,6 +47,13 @@ macro_rules! named {
                 }
             }
 
+            /// Other names that are accepted, the most usual first.
+            pub const fn aliases(self) -> &'static [&'static str] {
+                match self {
+                    $(Self::$variant => &[$($alias),*],)+
+                }
+            }
+
             /// The value of a name or of an alias.
             pub fn from_name(name: &str) -> Option<Self> {
                 match name {
@@ -77,7 +84,7 @@ macro_rules! named {
         }
 
         impl<'de> serde::Deserialize<'de> for $name {
-            fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+            fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
                 let name = <std::borrow::Cow<'de, str>>::deserialize(deserializer)?;
                 Self::from_name(&name).ok_or_else(|| {
                     serde::de::Error::unknown_variant(
@@ -112,6 +119,7 @@ mod tests {
         assert_eq!(Filter::ALL.map(Filter::name), ["bicubic", "nearest"]);
         assert_eq!(Filter::from_name("cubic"), Some(Filter::Bicubic));
         assert_eq!(Filter::from_name("lanczos"), None);
+        assert_eq!(Filter::Bicubic.aliases(), ["cubic"]);
         assert_eq!(Filter::NOT_YET, ["lanczos"]);
         assert_eq!(Filter::MEANINGS, [" Keeps edges.", ""]);
         assert_eq!(Filter::Nearest.to_string(), "nearest");

@@ -219,24 +219,18 @@ impl WebSettings {
         // Pictures of older versions of this program have the names of diffusers' classes.
         let kind = known
             .map(|known| known.kind)
-            .or_else(|| SchedulerKind::from_name(name).ok());
+            .or_else(|| SchedulerKind::from_name(name));
         let Some(kind) = kind else {
             self.unknown_sampler = Some(sampler.to_owned());
             return;
         };
-        self.settings.scheduler = kind.name().to_owned();
+        self.settings.scheduler = kind.class_name().to_owned();
         let mut set = |key: &str, value: &str| {
             let key = format!("{CONFIG}.{key}");
             self.settings.options.insert(key, value.to_owned());
         };
         if let Some((algorithm, order)) = known.and_then(|known| known.solver) {
-            set(
-                "algorithm_type",
-                match algorithm {
-                    AlgorithmType::DpmSolverPlusPlus => "dpmsolver++",
-                    AlgorithmType::SdeDpmSolverPlusPlus => "sde-dpmsolver++",
-                },
-            );
+            set("algorithm_type", algorithm.name());
             set("solver_order", &order.to_string());
         }
         let schedule = match (schedule, suffix, known) {
@@ -267,7 +261,7 @@ impl WebSettings {
             Some(flag) if kind.reads(flag) => set(flag, "True"),
             Some(_) => self.unused.push(format!(
                 "Schedule type: {schedule} ({} does not read it here)",
-                kind.name()
+                kind.class_name()
             )),
             None => {}
         }
@@ -393,7 +387,7 @@ mod tests {
                 }
                 let web = WebSampler::of(&config);
                 let found = sampler(&web.name, web.schedule);
-                assert_eq!(found.settings.scheduler, kind.name());
+                assert_eq!(found.settings.scheduler, kind.class_name());
                 assert_eq!(found.unknown_sampler, None);
                 assert_eq!(found.unused, [""; 0]);
                 let flag = "diffusion_scheduler_config.use_karras_sigmas";

@@ -1,0 +1,119 @@
+//! What a key needs of other keys to have an effect.
+
+use std::fmt;
+
+use serde_json::Value;
+
+use crate::models::Family;
+use crate::schedulers::SchedulerKind;
+
+use super::text::show;
+
+/// A condition on the rest of the configuration without which a key changes nothing.
+#[derive(Debug, Clone, Copy)]
+pub enum Condition {
+    /// The key has one of the values, as a configuration writes them.
+    Is(&'static str, &'static [&'static str]),
+    /// The key has any value but this.
+    IsNot(&'static str, &'static str),
+    /// The text is not empty.
+    Given(&'static str),
+    /// The number is above 0.
+    Positive(&'static str),
+    /// The sampler reads this field of diffusers' `scheduler_config.json`, or `eta`. Holds where `scheduler` is not set:
+    /// the model's own files say then which sampler it is.
+    SamplerReads(&'static str),
+    /// The family of the model may be one whose denoiser is told an aesthetic score.
+    FamilyTakesAestheticScore,
+    Both(&'static Condition, &'static Condition),
+    Either(&'static Condition, &'static Condition),
+}
+
+impl Condition {
+    /// Whether the configuration meets it; `config` has every key with its value.
+    pub fn holds(&self, config: &Value) -> bool {
+        let value = |path: &str| path.split('.').fold(config, |inside, key| &inside[key]);
+        let is = |path: &str, text: &str| match value(path) {
+            Value::String(found) => found == text,
+            other => show(other) == text,
+        };
+        match self {
+            Condition::Is(path, values) => values.iter().any(|v| is(path, v)),
+            Condition::IsNot(path, text) => !is(path, text),
+            Condition::Given(path) => !is(path, ""),
+            Condition::Positive(path) => value(path).as_f64().is_some_and(|v| v > 0.0),
+            Condition::SamplerReads(field) => value("scheduler")
+                .as_str()
+                .and_then(SchedulerKind::from_name)
+                .is_none_or(|kind| kind.reads(field)),
+            Condition::FamilyTakesAestheticScore => value("model_family")
+                .as_str()
+                .and_then(Family::from_name)
+                .is_none_or(|family| family.spec().aesthetic_score),
+            Condition::Both(a, b) => a.holds(config) && b.holds(config),
+            Condition::Either(a, b) => a.holds(config) || b.holds(config),
+        }
+    }
+
+    /// Whether it can hold with this sampler.
+    pub fn allows(&self, sampler: SchedulerKind) -> bool {
+        match self {
+            Condition::SamplerReads(field) => sampler.reads(field),
+            Condition::Both(a, b) => a.allows(sampler) && b.allows(sampler),
+            Condition::Either(a, b) => a.allows(sampler) || b.allows(sampler),
+            Condition::Is(..)
+            | Condition::IsNot(..)
+            | Condition::Given(_)
+            | Condition::Positive(_)
+            | Condition::FamilyTakesAestheticScore => true,
+        }
+    }
+}
+
+/// As a person writes it: `dataset_type=shapes`, `scheduler=ddim or tcd`.
+impl fmt::Display for Condition {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Condition::Is(path, values) => write!(f, "{path}={}", alternatives(values)),
+            Condition::IsNot(path, value) => write!(f, "{path} other than {value}"),
+            Condition::Given(path) => f.write_str(path),
+            Condition::Positive(path) => write!(f, "{path} above 0"),
+            Condition::SamplerReads(field) => {
+                let (read_by, others): (Vec<_>, Vec<_>) = SchedulerKind::ALL
+                    .iter()
+                    .partition(|kind| kind.reads(field));
+                let names = |kinds: Vec<&SchedulerKind>| {
+                    let names: Vec<&str> = kinds.iter().map(|kind| kind.name()).collect();
+                    alternatives(&names)
+                };
+                match read_by.len() <= SchedulerKind::ALL.len() * 2 / 3 {
+                    true => write!(f, "scheduler={}", names(read_by)),
+                    false => write!(f, "scheduler other than {}", names(others)),
+                }
+            }
+            Condition::FamilyTakesAestheticScore => {
+                let told = Family::ALL
+                    .iter()
+                    .filter(|family| family.spec().aesthetic_score);
+                let names: Vec<&str> = told.map(|family| family.name()).collect();
+                write!(f, "model_family={}", alternatives(&names))
+            }
+            Condition::Both(a, b @ Condition::Either(..)) => write!(f, "{a} and ({b})"),
+            Condition::Both(a, b) => write!(f, "{a} and {b}"),
+            Condition::Either(a, b) => write!(f, "{a} or {b}"),
+        }
+    }
+}
+
+/// `a, b or c`.
+fn alternatives(names: &[&str]) -> String {
+    let quoted: Vec<&str> = names
+        .iter()
+        .map(|n| if n.is_empty() { "''" } else { *n })
+        .collect();
+    match quoted.split_last() {
+        Some((last, [])) => (*last).to_owned(),
+        Some((last, rest)) => format!("{} or {last}", rest.join(", ")),
+        None => String::new(),
+    }
+}
