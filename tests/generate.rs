@@ -158,7 +158,7 @@ fn bad_input_is_named() {
     let found = with(&[&broken, "strength=1.5"]);
     assert!(found.contains("strength: 1.5 is out of range"), "{found}");
     let found = with(&[&broken]);
-    assert!(found.contains("not a picture that can be read"), "{found}");
+    assert!(found.contains("not an image that can be read"), "{found}");
     let found = with(&["strength=0.5"]);
     assert!(found.contains("strength: has no effect"), "{found}");
     let picture = dir.path().join("cut.png");
@@ -502,7 +502,7 @@ fn a_refiner_takes_the_last_steps() {
     let own = format!("pretrained_model_name_or_path={refiner}");
     let words = [&SMALL[..], &[&own]].concat();
     let found = error(2, &words);
-    assert!(found.contains("goes on from a picture"), "{found}");
+    assert!(found.contains("goes on from an image"), "{found}");
     let drawn = draw(&[&words[..], &[&image, "strength=0.4"]].concat());
     assert_eq!(drawn["unet_runs"], 2);
 

@@ -13,14 +13,12 @@ use maxdiff::models::unet::UNet2DConditionConfig;
 use maxdiff::models::vae::AutoencoderKlConfig;
 use maxdiff::models::{DiffusionModel, HiddenState, MicroConditioning, Part, TextEncoder};
 use maxdiff::nn::{Precision, Remat};
-use maxdiff::pipelines::Failure;
 use maxdiff::pipelines::denoiser::ControlImage;
-use maxdiff::pipelines::images::{
-    DrawOptions, Made, Picture, Pipeline, Previews, Watcher, WeightSource,
-};
+use maxdiff::pipelines::generator::{CompiledModel, ModelOutput, SamplingOptions};
 use maxdiff::pipelines::prompt::{PromptSyntax, encode_prompt};
 use maxdiff::pipelines::text_to_image::{DenoiseOptions, Guidance};
-use maxdiff::pipelines::traced::Traced;
+use maxdiff::pipelines::traced::TracedModel;
+use maxdiff::pipelines::{Event, Observer, PipelineError, TokenizedImage, WeightSource};
 use maxdiff::runtime::{Array, Session, Slot};
 use maxdiff::schedulers::{PlanOptions, SamplingPlan, SchedulerConfig, SchedulerKind, Start};
 use maxdiff::weights::Checkpoint;
@@ -143,7 +141,7 @@ impl Case {
         self.golden.meta[key].as_str().unwrap().to_string()
     }
 
-    fn pictures(&self) -> Vec<Picture> {
+    fn images(&self) -> Vec<TokenizedImage> {
         let negative = self.text("negative");
         let encode = |text: &str| {
             self.tokenizers
@@ -155,7 +153,7 @@ impl Case {
         prompts
             .iter()
             .enumerate()
-            .map(|(i, prompt)| Picture {
+            .map(|(i, prompt)| TokenizedImage {
                 plan: 0,
                 guidance_scale: self.golden.meta["guidance_scale"].as_f64().unwrap() as f32,
                 prompt: encode(prompt.as_str().unwrap()),
@@ -166,7 +164,7 @@ impl Case {
             .collect()
     }
 
-    fn compile(&self, session: &Session, batch: usize, from_image: bool) -> Pipeline {
+    fn compile(&self, session: &Session, batch: usize, from_image: bool) -> CompiledModel {
         self.compile_guided(session, batch, from_image, Guidance::OneBatch)
     }
 
@@ -176,15 +174,15 @@ impl Case {
         batch: usize,
         from_image: bool,
         guidance: Guidance,
-    ) -> Pipeline {
+    ) -> CompiledModel {
         let options = DenoiseOptions {
             batch,
             tokens: 77,
             guidance,
             quantization: None,
         };
-        let traced = Traced::new(&self.model, options, from_image).unwrap();
-        Pipeline::compile(session, &self.model, &traced, DotPrecision::Default, 1).unwrap()
+        let traced = TracedModel::new(&self.model, options, from_image).unwrap();
+        CompiledModel::compile(session, &self.model, &traced, DotPrecision::Default, 1).unwrap()
     }
 
     fn plan(&self) -> SamplingPlan {
@@ -193,7 +191,7 @@ impl Case {
     }
 
     /// Pictures from the recorded noise.
-    fn draw(&self, session: &Session, pipeline: &Pipeline) -> Made {
+    fn draw(&self, session: &Session, compiled: &CompiledModel) -> ModelOutput {
         let dims = self.golden.dims("in/latents");
         let values: Vec<f32> = self
             .golden
@@ -203,41 +201,42 @@ impl Case {
             .collect();
         let latents = HostTensor::from_f32(dims, &values).unwrap();
         let plans = [self.plan()];
-        let options = DrawOptions {
+        let options = SamplingOptions {
             zero_empty_prompts: self.is_xl,
             latents: Some(&latents),
-            ..draw_by(&plans)
+            ..SamplingOptions::new(&plans)
         };
-        self.run(session, pipeline, &options)
+        self.run(session, compiled, &options)
     }
 
-    fn run(&self, session: &Session, pipeline: &Pipeline, options: &DrawOptions<'_>) -> Made {
-        self.run_pictures(session, pipeline, &self.pictures(), options)
-    }
-
-    fn run_pictures(
+    fn run(
         &self,
         session: &Session,
-        pipeline: &Pipeline,
-        pictures: &[Picture],
-        options: &DrawOptions<'_>,
-    ) -> Made {
-        let watcher = Watcher {
-            step: &mut || {},
-            previews: None,
-        };
-        self.run_watched(session, pipeline, pictures, options, watcher)
+        compiled: &CompiledModel,
+        options: &SamplingOptions<'_>,
+    ) -> ModelOutput {
+        self.run_images(session, compiled, &self.images(), options)
     }
 
-    fn run_watched(
+    fn run_images(
         &self,
         session: &Session,
-        pipeline: &Pipeline,
-        pictures: &[Picture],
-        options: &DrawOptions<'_>,
-        watcher: Watcher<'_>,
-    ) -> Made {
-        let tensor = |slot: &Slot| -> Result<HostTensor, Failure> {
+        compiled: &CompiledModel,
+        images: &[TokenizedImage],
+        options: &SamplingOptions<'_>,
+    ) -> ModelOutput {
+        self.run_observed(session, compiled, images, options, &mut |_| Ok(()))
+    }
+
+    fn run_observed(
+        &self,
+        session: &Session,
+        compiled: &CompiledModel,
+        images: &[TokenizedImage],
+        options: &SamplingOptions<'_>,
+        observer: &mut Observer<'_>,
+    ) -> ModelOutput {
+        let tensor = |slot: &Slot| -> Result<HostTensor, PipelineError> {
             let (root, key) = slot.name.split_once('/').unwrap();
             let folder = match root {
                 _ if root.starts_with(controlnet::ROOT) => root,
@@ -252,39 +251,25 @@ impl Case {
             let checkpoint = &self.source.component(part)?.checkpoint;
             Ok(checkpoint.read_as(key, slot.shape.dtype)?)
         };
-        let read = |slots: &[Slot], show: &mut dyn FnMut(Array) -> Result<(), Failure>| {
+        let read = |slots: &[Slot], show: &mut dyn FnMut(Array) -> Result<(), PipelineError>| {
             slots
                 .iter()
                 .try_for_each(|slot| show(session.put(&tensor(slot)?, &slot.spec)?))
         };
-        pipeline
+        compiled
             .run(
                 session,
                 &WeightSource::Files(&read),
-                pictures,
+                images,
                 options,
-                watcher,
+                observer,
             )
             .unwrap()
     }
 }
 
-/// From noise of the pictures' seeds, by these samplers.
-fn draw_by(plans: &[SamplingPlan]) -> DrawOptions<'_> {
-    DrawOptions {
-        plans,
-        guidance_rescale: 0.0,
-        zero_empty_prompts: false,
-        image: None,
-        mask: None,
-        controls: &[],
-        latents: None,
-        continues: None,
-    }
-}
-
 /// The samples of all batches, without those that fill the last one up.
-fn samples(made: &Made, count: usize) -> Vec<f64> {
+fn samples(made: &ModelOutput, count: usize) -> Vec<f64> {
     let values: Vec<f64> = made
         .samples
         .iter()
@@ -298,7 +283,7 @@ fn the_tokens_are_transformers() {
     for name in ["sd15", "sdxl"] {
         let case = Case::read(name, Precision::F32);
         for (which, encoder) in case.model.text_encoders.iter().enumerate() {
-            for (i, picture) in case.pictures().iter().enumerate() {
+            for (i, picture) in case.images().iter().enumerate() {
                 for (kind, tokens) in [("prompt", &picture.prompt), ("negative", &picture.negative)]
                 {
                     let ids = case
@@ -359,23 +344,28 @@ fn two_passes_make_the_latents_of_one_batch() {
 fn previews_show_every_picture_after_the_steps_asked_for() {
     let session = cpu_session(1);
     let case = Case::read("sd15", Precision::F32);
-    let pictures = case.pictures();
+    let pictures = case.images();
     let pipeline = case.compile(&session, 2, false);
     let plans = [case.plan()];
-    let options = draw_by(&plans);
     let mut steps = 0;
     let mut shown = Vec::new();
-    let watcher = Watcher {
-        step: &mut || steps += 1,
-        previews: Some(Previews {
-            every: 7,
-            show: &mut |picture, steps, image| {
-                shown.push((picture, steps, image.clone()));
-                Ok(())
-            },
-        }),
+    let options = SamplingOptions {
+        preview_every: Some(7),
+        ..SamplingOptions::new(&plans)
     };
-    let made = case.run_watched(&session, &pipeline, &pictures, &options, watcher);
+    let mut observer = |event: Event<'_>| {
+        match event {
+            Event::Step => steps += 1,
+            Event::Preview {
+                image,
+                steps,
+                preview,
+            } => shown.push((image, steps, preview.clone())),
+            _ => {}
+        }
+        Ok(())
+    };
+    let made = case.run_observed(&session, &pipeline, &pictures, &options, &mut observer);
     assert_eq!((pictures.len(), steps), (2, plans[0].steps.len()));
     // None after the last step, the 21st of PNDM: that is the picture.
     let at: Vec<(usize, usize)> = shown.iter().map(|(p, steps, _)| (*p, *steps)).collect();
@@ -385,6 +375,7 @@ fn previews_show_every_picture_after_the_steps_asked_for() {
         assert_eq!(image.dimensions(), finished.dimensions());
         assert!(image != finished);
     }
+    let options = SamplingOptions::new(&plans);
     let quiet = case.run(&session, &pipeline, &options);
     assert!(quiet.images == made.images);
 }
@@ -407,7 +398,7 @@ fn other_settings_compile_nothing() {
             .map(|t| encode_prompt(t, text, PromptSyntax::Weighted).unwrap())
             .collect()
     };
-    let picture = |plan, guidance_scale, prompt, negative, seed| Picture {
+    let picture = |plan, guidance_scale, prompt, negative, seed| TokenizedImage {
         plan,
         guidance_scale,
         prompt: encode(prompt),
@@ -419,16 +410,16 @@ fn other_settings_compile_nothing() {
         picture(0, 5.0, "a red circle", "blurred", 0),
         picture(1, 7.5, "two (blue:1.3) squares", "dark", 1),
     ];
-    let options = DrawOptions {
+    let options = SamplingOptions {
         zero_empty_prompts: true,
-        ..draw_by(&plans)
+        ..SamplingOptions::new(&plans)
     };
-    let rescaled = DrawOptions {
+    let rescaled = SamplingOptions {
         guidance_rescale: 0.7,
         ..options.clone()
     };
-    let first = case.run_pictures(&session, &pipeline, &pictures, &options);
-    let second = case.run_pictures(&session, &pipeline, &pictures, &rescaled);
+    let first = case.run_images(&session, &pipeline, &pictures, &options);
+    let second = case.run_images(&session, &pipeline, &pictures, &rescaled);
     assert_eq!((first.images.len(), second.images.len()), (2, 2));
     assert_ne!(first.images[0], first.images[1]);
     assert_ne!(first.images[1], second.images[1]);
@@ -509,10 +500,10 @@ fn pictures_from_pictures_are_diffusers() {
             scheduler.kind = SchedulerKind::EulerAncestral;
         }
         let plans = [scheduler.plan(&plan).unwrap()];
-        let options = DrawOptions {
+        let options = SamplingOptions {
             image: Some(&image),
             mask,
-            ..draw_by(&plans)
+            ..SamplingOptions::new(&plans)
         };
         let made = case.run(&session, &pipeline, &options);
         let expected = golden.values(&format!("out/{kind}"));
@@ -554,15 +545,11 @@ fn controlnets_steer_as_in_diffusers() {
             })
             .collect();
         let plan = PlanOptions::new(number("steps") as usize);
-        let options = DrawOptions {
-            plans: &[case.model.scheduler.plan(&plan).unwrap()],
-            guidance_rescale: 0.0,
-            zero_empty_prompts: false,
-            image: None,
-            mask: None,
+        let plans = [case.model.scheduler.plan(&plan).unwrap()];
+        let options = SamplingOptions {
             controls: &controls[..count],
             latents: Some(&latents),
-            continues: None,
+            ..SamplingOptions::new(&plans)
         };
         let pipeline = case.compile(&session, 2, false);
         let made = case.run(&session, &pipeline, &options);
@@ -598,11 +585,11 @@ fn models_for_inpainting_paint_as_in_diffusers() {
                 scheduler.kind = SchedulerKind::EulerAncestral;
             }
             let plans = [scheduler.plan(&plan).unwrap()];
-            let options = DrawOptions {
+            let options = SamplingOptions {
                 zero_empty_prompts: case.is_xl,
                 image: Some(&image),
                 mask: Some(&mask),
-                ..draw_by(&plans)
+                ..SamplingOptions::new(&plans)
             };
             let made = case.run(&session, &pipeline, &options);
             let expected = golden.values(&format!("out/{kind}"));
@@ -626,12 +613,12 @@ fn a_refiner_goes_on_as_in_diffusers() {
         guidance: Guidance::OneBatch,
         quantization: None,
     };
-    let compile = |case: &Case, traced: &Traced| {
-        Pipeline::compile(&session, &case.model, traced, DotPrecision::Default, 1).unwrap()
+    let compile = |case: &Case, traced: &TracedModel| {
+        CompiledModel::compile(&session, &case.model, traced, DotPrecision::Default, 1).unwrap()
     };
-    let traced = Traced::new(&base.model, options(2), false).unwrap();
+    let traced = TracedModel::new(&base.model, options(2), false).unwrap();
     let first = compile(&base, &traced.handed_on());
-    let traced = Traced::new(&refiner.model, options(2), true).unwrap();
+    let traced = TracedModel::new(&refiner.model, options(2), true).unwrap();
     let second = compile(&refiner, &traced);
 
     let values: Vec<f32> = golden
@@ -655,10 +642,10 @@ fn a_refiner_goes_on_as_in_diffusers() {
             ..whole
         };
         let plans = plan(&base, until);
-        let options = DrawOptions {
+        let options = SamplingOptions {
             zero_empty_prompts: true,
             latents: Some(&latents),
-            ..draw_by(&plans)
+            ..SamplingOptions::new(&plans)
         };
         let half = base.run(&session, &first, &options);
         assert!(half.images.is_empty());
@@ -667,7 +654,7 @@ fn a_refiner_goes_on_as_in_diffusers() {
             ..whole
         };
         let plans = plan(&refiner, from);
-        let options = DrawOptions {
+        let options = SamplingOptions {
             plans: &plans,
             zero_empty_prompts: false,
             latents: None,
@@ -688,9 +675,9 @@ fn a_refiner_goes_on_as_in_diffusers() {
         ..PlanOptions::new(steps)
     };
     let plans = [refiner.model.scheduler.plan(&plan).unwrap()];
-    let options = DrawOptions {
+    let options = SamplingOptions {
         image: Some(&image),
-        ..draw_by(&plans)
+        ..SamplingOptions::new(&plans)
     };
     let made = refiner.run(&session, &second, &options);
     let expected = golden.values("out/alone");

@@ -24,7 +24,9 @@ use clap::{Args, CommandFactory, Parser, Subcommand};
 use tracing_subscriber::EnvFilter;
 
 use crate::config::{Config, ConfigErrors, Loaded, Verb};
+use crate::pipelines::PipelineError;
 use crate::recipe::RecipeError;
+use crate::train::TrainError;
 
 use notice::notices;
 
@@ -181,6 +183,24 @@ impl From<RecipeError> for CliError {
             RecipeError::Usage(message) => CliError::Usage(message),
             RecipeError::Config(errors) => CliError::Config(errors),
             RecipeError::Failed(error) => CliError::Failed(error),
+        }
+    }
+}
+
+impl From<PipelineError> for CliError {
+    fn from(error: PipelineError) -> Self {
+        match error.is_usage() {
+            true => CliError::usage(error),
+            false => CliError::failed(error),
+        }
+    }
+}
+
+impl From<TrainError> for CliError {
+    fn from(error: TrainError) -> Self {
+        match error.is_usage() {
+            true => CliError::usage(error),
+            false => CliError::failed(error),
         }
     }
 }

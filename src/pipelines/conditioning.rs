@@ -9,14 +9,16 @@ use crate::emit::DotPrecision;
 use crate::graph::Graph;
 use crate::host_tensor::HostTensor;
 use crate::models::DiffusionModel;
-use crate::runtime::{Prepared, ProgramOptions, Session, StagedProgram};
+use crate::runtime::{Prepared, Session};
 use crate::shape::Shape;
 
-use super::Failure;
-use super::images::{Phases, Picture, WeightSource, batches};
+use super::PipelineError;
+use super::batch::{Phases, TokenizedImage, batches};
+use super::part_program::PartProgram;
 use super::prompt::apply_weights;
-use super::text_to_image::{Guidance, PipelineError, names, put};
-use super::traced::Traced;
+use super::text_to_image::{Guidance, names};
+use super::traced::TracedModel;
+use super::weights::WeightSource;
 
 /// The prompts of one call as the UNet takes them, on the host.
 #[derive(Clone, Debug)]
@@ -78,13 +80,13 @@ impl Conditioning {
 
 /// One text encoder for a fixed number of prompts.
 pub struct Encoder {
-    program: StagedProgram,
+    program: PartProgram,
     rows: usize,
     tokens: usize,
 }
 
 impl Encoder {
-    /// Compiles the program that [`trace_encode`] made for `rows` prompts of `tokens` tokens.
+    /// Compiles the program that was traced for `rows` prompts of `tokens` tokens.
     ///
     /// # Errors
     /// When it does not compile.
@@ -94,16 +96,15 @@ impl Encoder {
         [rows, tokens]: [usize; 2],
         precision: DotPrecision,
     ) -> Result<Encoder, PipelineError> {
-        let options = ProgramOptions { precision };
         Ok(Encoder {
-            program: StagedProgram::compile(session, graph, "encode", &[], &options)?,
+            program: PartProgram::compile(session, graph, "encode", precision)?,
             rows,
             tokens,
         })
     }
 
     /// The compiled program.
-    pub fn program(&self) -> &StagedProgram {
+    pub fn program(&self) -> &PartProgram {
         &self.program
     }
 
@@ -141,17 +142,10 @@ impl Encoder {
                 .copied()
                 .collect();
             let ids = HostTensor::from_i32([self.rows, self.tokens], &ids)?;
-            let ids = put(session, [&self.program], names::INPUT_IDS, &ids)?;
-            let results = self.program.step().call(
-                &|name| match name {
-                    names::INPUT_IDS => Some(&ids),
-                    _ => weights.get(name),
-                },
-                Vec::new(),
-            )?;
-            let mut results = results.iter();
+            let ids = self.program.put(session, names::INPUT_IDS, &ids)?;
+            let inputs = [(names::INPUT_IDS, &ids)];
+            let mut results = self.program.run(session, weights, &inputs)?.into_iter();
             if let Some(states) = results.next() {
-                let states = states.to_host(session.mesh())?;
                 features = states.shape.dims[2];
                 let values = states.to_f32_vec()?;
                 for (row, values) in hidden.iter_mut().zip(values.chunks(self.tokens * features)) {
@@ -159,7 +153,7 @@ impl Encoder {
                 }
             }
             if let (0, Some(embeds)) = (sequence, results.next()) {
-                pooled = Some(embeds.to_host(session.mesh())?);
+                pooled = Some(embeds);
             }
         }
         Ok(Conditioning {
@@ -176,10 +170,10 @@ pub struct PromptEncoders {
     guidance: bool,
 }
 
-/// The prompts of some pictures as the UNet takes them, and the seconds that it took.
+/// The prompts of some images as the UNet takes them, and the seconds that it took.
 #[derive(Debug)]
 pub struct Encoded {
-    /// Of each batch, with guidance the negative prompt of each picture before its prompt.
+    /// Of each batch, with guidance the negative prompt of each image before its prompt.
     pub(super) conditioning: Vec<Conditioning>,
     pub(super) phases: Phases,
 }
@@ -192,7 +186,7 @@ impl PromptEncoders {
     pub fn compile(
         session: &Session,
         model: &DiffusionModel,
-        traced: &Traced,
+        traced: &TracedModel,
         precision: DotPrecision,
     ) -> Result<PromptEncoders, PipelineError> {
         let options = &traced.options;
@@ -208,11 +202,11 @@ impl PromptEncoders {
     }
 
     /// The compiled programs.
-    pub fn programs(&self) -> impl Iterator<Item = &StagedProgram> {
+    pub fn programs(&self) -> impl Iterator<Item = &PartProgram> {
         self.encoders.iter().map(Encoder::program)
     }
 
-    /// Encodes the prompts of `pictures`. The weights of each encoder are let go before those of the next are read.
+    /// Encodes the prompts of `images`. The weights of each encoder are let go before those of the next are read.
     ///
     /// # Errors
     /// When weights cannot be read, or a program fails.
@@ -220,25 +214,26 @@ impl PromptEncoders {
         &self,
         session: &Session,
         source: &WeightSource<'_>,
-        pictures: &[Picture],
-    ) -> Result<Encoded, Failure> {
+        images: &[TokenizedImage],
+    ) -> Result<Encoded, PipelineError> {
         let mut phases = Phases::default();
-        let batches = batches(pictures, self.batch);
+        let batches = batches(images, self.batch);
         let mut parts: Vec<Vec<Conditioning>> = vec![Vec::new(); batches.len()];
         for (which, encoder) in self.encoders.iter().enumerate() {
             let start = Instant::now();
-            let prepared = source.prepare(encoder.program())?;
+            let prepared = source.prepare(encoder.program().stages())?;
             phases.load += start.elapsed().as_secs_f64();
             let start = Instant::now();
             for (batch, parts) in batches.iter().zip(&mut parts) {
-                let batch = batch.filled(pictures, self.batch);
+                let batch = batch.filled(images, self.batch);
                 parts.push(self.encode(session, encoder, &prepared, which, &batch)?);
             }
             phases.encode += start.elapsed().as_secs_f64();
         }
         let joined = parts.into_iter().map(|parts| {
             let joined = Conditioning::join(parts)?;
-            joined.ok_or_else(|| Failure::from("the model has no text encoder"))
+            joined
+                .ok_or_else(|| PipelineError::Request("the model has no text encoder".to_string()))
         });
         Ok(Encoded {
             conditioning: joined.collect::<Result<_, _>>()?,
@@ -253,12 +248,12 @@ impl PromptEncoders {
         encoder: &Encoder,
         prepared: &Prepared<'_>,
         which: usize,
-        batch: &[&Picture],
-    ) -> Result<Conditioning, Failure> {
+        batch: &[&TokenizedImage],
+    ) -> Result<Conditioning, PipelineError> {
         let (mut ids, mut weights) = (Vec::new(), Vec::new());
-        for picture in batch {
-            let negative = self.guidance.then(|| picture.negative.get(which)).flatten();
-            for tokens in negative.into_iter().chain(picture.prompt.get(which)) {
+        for image in batch {
+            let negative = self.guidance.then(|| image.negative.get(which)).flatten();
+            for tokens in negative.into_iter().chain(image.prompt.get(which)) {
                 ids.extend(tokens.ids());
                 weights.extend(tokens.weights());
             }

@@ -1,4 +1,4 @@
-//! The denoising steps of a batch of pictures.
+//! The denoising steps of a batch of images.
 
 use std::collections::HashMap;
 
@@ -9,13 +9,14 @@ use crate::runtime::{Array, Prepared, ProgramOptions, RuntimeError, Session, Sta
 use crate::schedulers::{HISTORY, SamplingPlan};
 use crate::shape::Shape;
 
-use super::Failure;
+use super::PipelineError;
 use super::conditioning::Conditioning;
 use super::noise::NoiseGenerator;
-use super::sampler::{names as sampler_names, step_inputs};
-use super::text_to_image::{DenoiseStep, PipelineError, names, put};
+use super::part_program::put;
+use super::sampler_step::{names as sampler_names, step_inputs};
+use super::text_to_image::{DenoiseStep, names};
 
-/// The inputs of the denoising step that are known before its first run, beside the pictures for ControlNets.
+/// The inputs of the denoising step that are known before its first run, beside the images for ControlNets.
 const REQUEST: [&str; 5] = [
     names::ENCODER_HIDDEN_STATES,
     names::MASK,
@@ -24,7 +25,7 @@ const REQUEST: [&str; 5] = [
     names::TIME_IDS,
 ];
 
-/// How a part of a picture is kept. Masks are `f32[batch, 1, rows, columns]`: 1 where it is drawn anew, 0 where it is
+/// How a part of an image is kept. Masks are `f32[batch, 1, rows, columns]`: 1 where it is generated anew, 0 where it is
 /// kept; all else is `f32[batch, channels, rows, columns]`.
 #[derive(Clone, Debug)]
 pub enum Inpainting {
@@ -42,7 +43,7 @@ pub enum Inpainting {
     },
 }
 
-/// A picture that steers a ControlNet.
+/// An image that steers a ControlNet.
 #[derive(Clone, Debug)]
 pub struct ControlImage {
     /// `f32[1, 3, height, width]` in [0, 1].
@@ -64,9 +65,9 @@ impl ControlImage {
     }
 }
 
-/// The images of one call: as many as the denoiser's batch.
+/// The images of one batch: as many as the denoiser's.
 #[derive(Debug)]
-pub struct Request<'a> {
+pub struct DenoiseInputs<'a> {
     /// With guidance, each image's row without its prompt goes before that with it.
     pub conditioning: &'a Conditioning,
     /// SDXL's time ids of each row.
@@ -83,6 +84,9 @@ pub struct Request<'a> {
     pub guidance_rescale: f32,
     pub plan: &'a SamplingPlan,
 }
+
+/// Inputs on the devices, by name.
+type Arrays = HashMap<String, Array>;
 
 /// The compiled denoising step of one model, batch and guidance setting.
 pub struct Denoiser {
@@ -105,8 +109,8 @@ impl Denoiser {
     ) -> Result<Denoiser, PipelineError> {
         let options = ProgramOptions { precision };
         let names = step.model.inputs.iter().map(|input| input.name.as_str());
-        let pictures = names.filter(|name| name.starts_with(names::CONTROL_IMAGE));
-        let request: Vec<&str> = REQUEST.into_iter().chain(pictures).collect();
+        let control_images = names.filter(|name| name.starts_with(names::CONTROL_IMAGE));
+        let request: Vec<&str> = REQUEST.into_iter().chain(control_images).collect();
         Ok(Denoiser {
             program: StagedProgram::compile(session, &step.model, "denoise", &request, &options)?,
             advance: match &step.advance {
@@ -145,7 +149,7 @@ impl Denoiser {
         self.sample_dims
     }
 
-    /// Makes the samples of `request`: `f32[batch, channels, rows, columns]` in the model's own range.
+    /// Makes the samples of `inputs`: `f32[batch, channels, rows, columns]` in the model's own range.
     ///
     /// `after_step` is told the number of steps that are done, and what the model then takes the finished samples for.
     ///
@@ -155,22 +159,74 @@ impl Denoiser {
         &self,
         session: &Session,
         weights: &Prepared<'_>,
-        request: Request<'_>,
-        after_step: &mut dyn FnMut(usize, &Array) -> Result<(), Failure>,
-    ) -> Result<HostTensor, Failure> {
-        let mut inputs: HashMap<String, Array> = HashMap::new();
-        let mut set = |name: &str, value: &HostTensor| -> Result<(), PipelineError> {
-            inputs.insert(
-                name.to_string(),
-                put(session, self.programs(), name, value)?,
-            );
-            Ok(())
+        inputs: DenoiseInputs<'_>,
+        after_step: &mut dyn FnMut(usize, &Array) -> Result<(), PipelineError>,
+    ) -> Result<HostTensor, PipelineError> {
+        let mut arrays = self.request_arrays(session, &inputs)?;
+        let passes = self.pass_arrays(session, weights, &inputs, &arrays)?;
+        let zeros = |dims: &[usize]| HostTensor::zeros(Shape::new(DType::F32, dims));
+        let history = zeros(&[[HISTORY].as_slice(), &self.sample_dims].concat());
+        let mut state = vec![
+            self.put(session, sampler_names::SAMPLE, inputs.sample)?,
+            self.put(session, sampler_names::HISTORY, &history)?,
+        ];
+        let silence = zeros(&self.sample_dims);
+        let mut silent = false;
+        let steps = inputs.plan.steps.len();
+        for (done, step) in inputs.plan.steps.iter().enumerate() {
+            let mut set = |name: &str, value: &HostTensor| {
+                let array = self.put(session, name, value)?;
+                arrays.insert(name.to_string(), array);
+                Ok::<_, PipelineError>(())
+            };
+            for (name, value) in step_inputs(step)? {
+                set(name, &value)?;
+            }
+            for (which, control) in inputs.controls.iter().enumerate() {
+                let name = names::numbered(names::CONTROL_SCALE, which);
+                let scale = control.scale_at(done, steps);
+                set(&name, &HostTensor::from_f32([], &[scale])?)?;
+            }
+            if step.is_noisy() {
+                set(sampler_names::NOISE, &self.noise(inputs.generators)?)?;
+            } else if !silent {
+                set(sampler_names::NOISE, &silence)?;
+            }
+            silent = !step.is_noisy();
+            state = self.step(weights, &arrays, &passes, state)?;
+            // Nothing follows on the predicted clean sample, which is the last result.
+            let predicted = state.split_off(2);
+            if let Some(Inpainting::PutBack {
+                latents,
+                noise,
+                mask,
+            }) = inputs.inpainting
+            {
+                let kept = mix(latents, noise, step.noised)?.to_f32_vec()?;
+                let sample = state[0].to_host(session.mesh())?.to_f32_vec()?;
+                let sample = masked(&sample, &kept, &mask.to_f32_vec()?, self.sample_dims);
+                let sample = HostTensor::from_f32(self.sample_dims, &sample)?;
+                state[0] = self.put(session, sampler_names::SAMPLE, &sample)?;
+            }
+            after_step(done + 1, &predicted[0])?;
+        }
+        Ok(state[0].to_host(session.mesh())?)
+    }
+
+    /// What all steps and passes of a batch share.
+    fn request_arrays(
+        &self,
+        session: &Session,
+        inputs: &DenoiseInputs<'_>,
+    ) -> Result<Arrays, PipelineError> {
+        let mut arrays = Arrays::new();
+        let mut set = |name: &str, value: &HostTensor| {
+            let array = self.put(session, name, value)?;
+            arrays.insert(name.to_string(), array);
+            Ok::<_, PipelineError>(())
         };
-        let count = 1 + usize::from(self.advance.is_some());
-        let conditioning = request.conditioning;
-        let prompts = conditioning.hidden.shape.dims[0];
-        for (which, control) in request.controls.iter().enumerate() {
-            let rows = prompts / count;
+        let rows = inputs.conditioning.hidden.shape.dims[0] / self.passes();
+        for (which, control) in inputs.controls.iter().enumerate() {
             let mut dims = control.image.shape.dims.clone();
             dims[0] = rows;
             let shape = control.image.shape.with_dims(dims);
@@ -181,30 +237,40 @@ impl Denoiser {
         if let Some(Inpainting::Seen {
             mask,
             masked_image_latents,
-        }) = request.inpainting
+        }) = inputs.inpainting
         {
             set(names::MASK, mask)?;
             set(names::MASKED_IMAGE_LATENTS, masked_image_latents)?;
         }
         for (name, value) in [
-            (names::GUIDANCE_SCALE, request.guidance_scale),
-            (names::GUIDANCE_RESCALE, request.guidance_rescale),
+            (names::GUIDANCE_SCALE, inputs.guidance_scale),
+            (names::GUIDANCE_RESCALE, inputs.guidance_rescale),
         ] {
             set(name, &HostTensor::from_f32([], &[value])?)?;
         }
-        let ids = request.time_ids.len() / prompts.max(1);
-        let time_ids = HostTensor::from_f32([prompts, ids], request.time_ids)?;
-        // The inputs of each pass alone: its rows of the prompts, and what is made of them once for all steps.
-        let mut passes: Vec<HashMap<String, Array>> = Vec::with_capacity(count);
+        Ok(arrays)
+    }
+
+    /// The inputs of each pass alone: its rows of the prompts, and what is made of them once for all steps.
+    fn pass_arrays(
+        &self,
+        session: &Session,
+        weights: &Prepared<'_>,
+        inputs: &DenoiseInputs<'_>,
+        shared: &Arrays,
+    ) -> Result<Vec<Arrays>, PipelineError> {
+        let conditioning = inputs.conditioning;
+        let prompts = conditioning.hidden.shape.dims[0];
+        let ids = inputs.time_ids.len() / prompts.max(1);
+        let time_ids = HostTensor::from_f32([prompts, ids], inputs.time_ids)?;
+        let count = self.passes();
+        let mut passes = Vec::with_capacity(count);
         for pass in 0..count {
-            let mut own = HashMap::new();
-            let mut set = |name: &str, value: &HostTensor| -> Result<(), PipelineError> {
-                let value = every(value, count, pass)?;
-                own.insert(
-                    name.to_string(),
-                    put(session, self.programs(), name, &value)?,
-                );
-                Ok(())
+            let mut own = Arrays::new();
+            let mut set = |name: &str, value: &HostTensor| {
+                let array = self.put(session, name, &every(value, count, pass)?)?;
+                own.insert(name.to_string(), array);
+                Ok::<_, PipelineError>(())
             };
             set(names::ENCODER_HIDDEN_STATES, &conditioning.hidden)?;
             if let Some(pooled) = &conditioning.pooled {
@@ -212,78 +278,42 @@ impl Denoiser {
                 set(names::TIME_IDS, &time_ids)?;
             }
             let early = self.program.request(&|name| {
-                let given = own.get(name).or_else(|| inputs.get(name));
+                let given = own.get(name).or_else(|| shared.get(name));
                 given.or_else(|| weights.get(name))
             })?;
             own.extend(early);
             passes.push(own);
         }
+        Ok(passes)
+    }
 
+    /// Runs of the model in a step.
+    fn passes(&self) -> usize {
+        1 + usize::from(self.advance.is_some())
+    }
+
+    /// Fresh noise for a step.
+    fn noise(&self, generators: &mut [NoiseGenerator]) -> Result<HostTensor, PipelineError> {
         let each: usize = self.sample_dims[1..].iter().product();
-        let zeros = |dims: &[usize]| HostTensor::zeros(Shape::new(DType::F32, dims));
-        let history = zeros(&[[HISTORY].as_slice(), &self.sample_dims].concat());
-        let mut state = vec![
-            put(
-                session,
-                self.programs(),
-                sampler_names::SAMPLE,
-                request.sample,
-            )?,
-            put(session, self.programs(), sampler_names::HISTORY, &history)?,
-        ];
-        let silence = zeros(&self.sample_dims);
-        let mut silent = false;
-        for (done, step) in request.plan.steps.iter().enumerate() {
-            let mut set = |name: &str, value: &HostTensor| -> Result<(), PipelineError> {
-                inputs.insert(
-                    name.to_string(),
-                    put(session, self.programs(), name, value)?,
-                );
-                Ok(())
-            };
-            for (name, value) in step_inputs(step)? {
-                set(name, &value)?;
-            }
-            for (which, control) in request.controls.iter().enumerate() {
-                let scale = control.scale_at(done, request.plan.steps.len());
-                let name = names::numbered(names::CONTROL_SCALE, which);
-                set(&name, &HostTensor::from_f32([], &[scale])?)?;
-            }
-            if step.is_noisy() {
-                let fresh = request.generators.iter_mut();
-                let fresh: Vec<f32> = fresh.flat_map(|g| g.normal(each)).collect();
-                let fresh = HostTensor::from_f32(self.sample_dims, &fresh)?;
-                set(sampler_names::NOISE, &fresh)?;
-            } else if !silent {
-                set(sampler_names::NOISE, &silence)?;
-            }
-            silent = !step.is_noisy();
-            state = self.step(weights, &inputs, &passes, state)?;
-            // Nothing follows on the predicted clean sample, which is the last result.
-            let predicted = state.split_off(2);
-            if let Some(Inpainting::PutBack {
-                latents,
-                noise,
-                mask,
-            }) = request.inpainting
-            {
-                let kept = mix(latents, noise, step.noised)?.to_f32_vec()?;
-                let sample = state[0].to_host(session.mesh())?.to_f32_vec()?;
-                let sample = masked(&sample, &kept, &mask.to_f32_vec()?, self.sample_dims);
-                let sample = HostTensor::from_f32(self.sample_dims, &sample)?;
-                state[0] = put(session, self.programs(), sampler_names::SAMPLE, &sample)?;
-            }
-            after_step(done + 1, &predicted[0])?;
-        }
-        Ok(state[0].to_host(session.mesh())?)
+        let fresh: Vec<f32> = generators.iter_mut().flat_map(|g| g.normal(each)).collect();
+        Ok(HostTensor::from_f32(self.sample_dims, &fresh)?)
+    }
+
+    fn put(
+        &self,
+        session: &Session,
+        name: &str,
+        value: &HostTensor,
+    ) -> Result<Array, PipelineError> {
+        put(session, self.programs(), name, value)
     }
 
     /// One step on `state`: the sample and the history. Gives the next ones, then the predicted clean sample.
     fn step(
         &self,
         weights: &Prepared<'_>,
-        inputs: &HashMap<String, Array>,
-        passes: &[HashMap<String, Array>],
+        inputs: &Arrays,
+        passes: &[Arrays],
         state: Vec<Array>,
     ) -> Result<Vec<Array>, RuntimeError> {
         let shared = |name: &str| inputs.get(name).or_else(|| weights.get(name));

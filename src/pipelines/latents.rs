@@ -1,19 +1,21 @@
-//! Latents to pictures and back: the VAE's programs.
+//! Latents to images and back: the VAE's programs.
 
 use crate::dtype::DType;
 use crate::emit::DotPrecision;
 use crate::graph::{Builder, Graph, GraphError};
 use crate::host_tensor::HostTensor;
 use crate::models::{DiffusionModel, vae};
-use crate::runtime::{Prepared, ProgramOptions, Session, StagedProgram};
+use crate::runtime::{Prepared, Session};
 use crate::shape::Shape;
 
+use super::PipelineError;
 use super::noise::NoiseGenerator;
-use super::sampler::names as sampler_names;
-use super::text_to_image::{PipelineError, names, put};
+use super::part_program::PartProgram;
+use super::sampler_step::names as sampler_names;
+use super::text_to_image::names;
 use super::tiling::TilePlan;
 
-/// Traces the decoder for one picture: `latents` `f32[1, channels, rows, columns]` as denoising leaves them, to
+/// Traces the decoder for one image: `latents` `f32[1, channels, rows, columns]` as denoising leaves them, to
 /// `images` `f32[1, 3, height, width]` in [-1, 1] or a little beyond.
 ///
 /// # Errors
@@ -24,7 +26,7 @@ pub fn trace_decode(
 ) -> Result<Graph, GraphError> {
     let b = Builder::new();
     let Some(config) = &model.vae else {
-        return Err(b.invalid("this model has no VAE: its samples are pictures"));
+        return Err(b.invalid("this model has no VAE: its samples are images"));
     };
     let dims = [1, model.unet.out_channels, rows, columns];
     let latents = b.input(names::LATENTS, Shape::new(DType::F32, dims), &[])?;
@@ -34,15 +36,15 @@ pub fn trace_decode(
     Ok(b.finish())
 }
 
-/// Traces the encoder of pictures: `images` `f32[1, 3, height, width]` in [-1, 1] and unit normal `noise` of the latents'
+/// Traces the encoder of images: `images` `f32[1, 3, height, width]` in [-1, 1] and unit normal `noise` of the latents'
 /// shape, to `latents` as denoising takes them, drawn from the distribution that the VAE gives.
 ///
 /// # Errors
-/// When the model has no VAE, or the pictures do not fit it.
+/// When the model has no VAE, or the images do not fit it.
 pub fn trace_encode_image(model: &DiffusionModel) -> Result<Graph, GraphError> {
     let b = Builder::new();
     let Some(config) = &model.vae else {
-        return Err(b.invalid("this model has no VAE: its samples are pictures"));
+        return Err(b.invalid("this model has no VAE: its samples are images"));
     };
     let [height, width] = model.image_size;
     let images = Shape::new(DType::F32, [1, config.in_channels, height, width]);
@@ -56,14 +58,14 @@ pub fn trace_encode_image(model: &DiffusionModel) -> Result<Graph, GraphError> {
     Ok(b.finish())
 }
 
-/// The compiled encoder of pictures.
+/// The compiled encoder of images.
 pub struct ImageEncoder {
-    program: StagedProgram,
+    program: PartProgram,
     latent_dims: [usize; 4],
 }
 
 impl ImageEncoder {
-    /// Compiles the program that [`trace_encode_image`] made for latents `latent_dims`, those of one picture.
+    /// Compiles the program that [`trace_encode_image`] made for latents `latent_dims`, those of one image.
     ///
     /// # Errors
     /// When it does not compile.
@@ -73,15 +75,14 @@ impl ImageEncoder {
         latent_dims: [usize; 4],
         precision: DotPrecision,
     ) -> Result<ImageEncoder, PipelineError> {
-        let options = ProgramOptions { precision };
         Ok(ImageEncoder {
-            program: StagedProgram::compile(session, graph, "encode_image", &[], &options)?,
+            program: PartProgram::compile(session, graph, "encode_image", precision)?,
             latent_dims,
         })
     }
 
     /// The compiled program.
-    pub fn program(&self) -> &StagedProgram {
+    pub fn program(&self) -> &PartProgram {
         &self.program
     }
 
@@ -89,7 +90,7 @@ impl ImageEncoder {
     /// `f32[generators, channels, rows, columns]`.
     ///
     /// # Errors
-    /// When a weight is missing, the picture has another size, or the program fails.
+    /// When a weight is missing, the image has another size, or the program fails.
     pub fn run(
         &self,
         session: &Session,
@@ -97,22 +98,15 @@ impl ImageEncoder {
         image: &HostTensor,
         generators: &mut [NoiseGenerator],
     ) -> Result<HostTensor, PipelineError> {
-        let image = put(session, [&self.program], names::IMAGES, image)?;
+        let image = self.program.put(session, names::IMAGES, image)?;
         let each: usize = self.latent_dims.iter().product();
         let mut latents = Vec::with_capacity(each * generators.len());
         for generator in generators.iter_mut() {
             let noise = HostTensor::from_f32(self.latent_dims, &generator.normal(each))?;
-            let noise = put(session, [&self.program], sampler_names::NOISE, &noise)?;
-            let results = self.program.step().call(
-                &|name| match name {
-                    names::IMAGES => Some(&image),
-                    sampler_names::NOISE => Some(&noise),
-                    _ => weights.get(name),
-                },
-                Vec::new(),
-            )?;
-            for result in &results {
-                latents.extend(result.to_host(session.mesh())?.to_f32_vec()?);
+            let noise = self.program.put(session, sampler_names::NOISE, &noise)?;
+            let inputs = [(names::IMAGES, &image), (sampler_names::NOISE, &noise)];
+            for result in self.program.run(session, weights, &inputs)? {
+                latents.extend(result.to_f32_vec()?);
             }
         }
         let [_, channels, rows, columns] = self.latent_dims;
@@ -123,7 +117,7 @@ impl ImageEncoder {
 
 /// The compiled decoder.
 pub struct Decoder {
-    program: StagedProgram,
+    program: PartProgram,
     tiles: TilePlan,
 }
 
@@ -138,19 +132,18 @@ impl Decoder {
         tiles: TilePlan,
         precision: DotPrecision,
     ) -> Result<Decoder, PipelineError> {
-        let options = ProgramOptions { precision };
         Ok(Decoder {
-            program: StagedProgram::compile(session, graph, "decode", &[], &options)?,
+            program: PartProgram::compile(session, graph, "decode", precision)?,
             tiles,
         })
     }
 
     /// The compiled program.
-    pub fn program(&self) -> &StagedProgram {
+    pub fn program(&self) -> &PartProgram {
         &self.program
     }
 
-    /// The pictures of `latents` `f32[batch, channels, rows, columns]`, one after the other:
+    /// The images of `latents` `f32[batch, channels, rows, columns]`, one after the other:
     /// `f32[batch, 3, height, width]`.
     ///
     /// # Errors
@@ -163,29 +156,21 @@ impl Decoder {
     ) -> Result<HostTensor, PipelineError> {
         let dims = &latents.shape.dims;
         let each: usize = dims[1..].iter().product();
-        let mut pictures = Vec::new();
+        let mut images = Vec::new();
         let mut sizes = dims.clone();
         for values in latents.to_f32_vec()?.chunks(each.max(1)) {
             let one = [[1].as_slice(), &dims[1..]].concat();
             let one = HostTensor::from_f32(one, values)?;
             let mut decoded = Vec::new();
             for tile in self.tiles.cut(&one)? {
-                let tile = put(session, [&self.program], names::LATENTS, &tile)?;
-                let results = self.program.step().call(
-                    &|name| match name {
-                        names::LATENTS => Some(&tile),
-                        _ => weights.get(name),
-                    },
-                    Vec::new(),
-                )?;
-                for picture in &results {
-                    decoded.push(picture.to_host(session.mesh())?);
-                }
+                let tile = self.program.put(session, names::LATENTS, &tile)?;
+                let inputs = [(names::LATENTS, &tile)];
+                decoded.extend(self.program.run(session, weights, &inputs)?);
             }
-            let picture = self.tiles.blend(&decoded)?;
-            sizes[1..].copy_from_slice(&picture.shape.dims[1..]);
-            pictures.extend(picture.data);
+            let image = self.tiles.blend(&decoded)?;
+            sizes[1..].copy_from_slice(&image.shape.dims[1..]);
+            images.extend(image.data);
         }
-        Ok(HostTensor::new(Shape::new(DType::F32, sizes), pictures)?)
+        Ok(HostTensor::new(Shape::new(DType::F32, sizes), images)?)
     }
 }

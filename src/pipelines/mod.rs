@@ -1,20 +1,41 @@
-//! Prompt to image.
+//! Prompts to images.
+//!
+//! [`Pipeline`] is the whole: it is opened with models and makes the images of a [`GenerateRequest`].
 
+mod batch;
 pub mod canny;
 pub mod conditioning;
+mod decoded;
 pub mod denoiser;
+mod error;
+pub mod generator;
 pub mod image_file;
-pub mod images;
+pub mod init_image;
 pub mod latents;
+mod lora;
+pub mod model_files;
 pub mod noise;
+mod observer;
+mod part_program;
+mod pipeline;
 pub mod pixels;
+mod prepared;
 pub mod prompt;
 pub mod prompt_file;
-pub mod sampler;
+mod request;
+pub mod sampler_step;
 mod start;
 pub mod text_to_image;
 pub mod tiling;
 pub mod traced;
+mod weights;
 
-/// Why pictures could not be made; the sources of weights have errors of their own.
-pub type Failure = Box<dyn std::error::Error + Send + Sync>;
+pub use batch::{Phases, TokenizedImage};
+pub use error::{BoxError, PipelineError};
+pub use lora::LoraChoice;
+pub use observer::{Event, Observer};
+pub use part_program::PartProgram;
+pub use pipeline::{GenerateSeconds, Generated, Pipeline, PipelineModel, PipelineOptions};
+pub use prepared::tokenize;
+pub use request::{GenerateRequest, Handover, ImageRequest};
+pub use weights::{ReadWeights, TakeWeight, WeightSource};

@@ -1,24 +1,23 @@
-//! What denoising starts from: noise, a picture, or a picture of which a mask keeps a part.
+//! What denoising starts from: noise, an image, or an image of which a mask keeps a part.
 
 use crate::host_tensor::HostTensor;
 use crate::runtime::{Prepared, Session};
 use crate::schedulers::SamplingPlan;
 
-use super::Failure;
+use super::PipelineError;
 use super::denoiser::{Inpainting, mix};
 use super::latents::ImageEncoder;
 use super::noise::NoiseGenerator;
-use super::text_to_image::PipelineError;
 
 /// What the steps of a batch start from.
-pub(super) struct Begin {
+pub(super) struct BatchStart {
     /// `f32[batch, channels, rows, columns]`
     pub sample: HostTensor,
     pub inpainting: Option<Inpainting>,
 }
 
-/// A picture and the ready program that encodes it.
-pub(super) struct Pictured<'a> {
+/// An image and the ready program that encodes it.
+pub(super) struct StartImage<'a> {
     pub session: &'a Session,
     pub encoder: &'a ImageEncoder,
     pub prepared: Prepared<'a>,
@@ -26,7 +25,7 @@ pub(super) struct Pictured<'a> {
     pub image: &'a HostTensor,
 }
 
-impl Pictured<'_> {
+impl StartImage<'_> {
     /// Latents of `image`, one for each generator.
     fn latents(
         &self,
@@ -39,34 +38,34 @@ impl Pictured<'_> {
 }
 
 /// What all batches of a call start from.
-pub(super) struct Starts<'a> {
-    pub pictured: Option<Pictured<'a>>,
-    /// `f32[1, 1, height, width]` of the picture: 1 where it is drawn anew.
+pub(super) struct StartSource<'a> {
+    pub image: Option<StartImage<'a>>,
+    /// `f32[1, 1, height, width]` of the image: 1 where it is generated anew.
     pub mask: Option<&'a HostTensor>,
-    /// Whether the model sees mask and picture itself.
+    /// Whether the model sees mask and image itself.
     pub is_inpainting: bool,
     pub sample_dims: [usize; 4],
 }
 
-impl Starts<'_> {
+impl StartSource<'_> {
     /// What the steps of a batch start from. Noise is drawn in the order of diffusers' pipelines: for the latents of the
-    /// picture, for the first sample (unless `noise` is given), for the latents of the masked picture.
+    /// image, for the first sample (unless `noise` is given), for the latents of the masked image.
     ///
     /// # Errors
-    /// When a model for inpainting has no picture or mask, these do not fit, or the encoder fails.
+    /// When a model for inpainting has no image or mask, these do not fit, or the encoder fails.
     pub fn begin(
         &self,
         noise: Option<HostTensor>,
         plan: &SamplingPlan,
         generators: &mut [NoiseGenerator],
-    ) -> Result<Begin, Failure> {
+    ) -> Result<BatchStart, PipelineError> {
         let [_, channels, rows, columns] = self.sample_dims;
         let each = channels * rows * columns;
-        // With a mask, all steps start from noise alone: the model sees the picture, or what is kept is put back.
+        // With a mask, all steps start from noise alone: the model sees the image, or what is kept is put back.
         let from_noise = self.mask.is_some() && plan.is_whole;
-        let latents = match &self.pictured {
-            Some(pictured) if !(self.is_inpainting && from_noise) => {
-                Some(pictured.latents(pictured.image, generators)?)
+        let latents = match &self.image {
+            Some(start) if !(self.is_inpainting && from_noise) => {
+                Some(start.latents(start.image, generators)?)
             }
             Some(_) | None => None,
         };
@@ -85,18 +84,19 @@ impl Starts<'_> {
                 HostTensor::from_f32(self.sample_dims, &scaled)?
             }
         };
-        let inpainting = match (&self.pictured, self.mask, latents) {
-            (Some(pictured), Some(mask), _) if self.is_inpainting => Some(Inpainting::Seen {
+        let inpainting = match (&self.image, self.mask, latents) {
+            (Some(start), Some(mask), _) if self.is_inpainting => Some(Inpainting::Seen {
                 mask: repeat(&nearest(mask, [rows, columns])?, generators.len())?,
-                masked_image_latents: pictured
-                    .latents(&without(pictured.image, mask)?, generators)?,
+                masked_image_latents: start.latents(&without(start.image, mask)?, generators)?,
             }),
             _ if self.is_inpainting => {
-                return Err("a model for inpainting takes a picture and a mask".into());
+                return Err(PipelineError::Request(
+                    "a model for inpainting takes an image and a mask".to_string(),
+                ));
             }
             (_, Some(mask), Some(latents)) => {
                 let mask = repeat(&nearest(mask, [rows, columns])?, generators.len())?;
-                // diffusers encodes the masked picture here too, and uses nothing but up what it draws for it.
+                // diffusers encodes the masked image here too, and uses nothing but up what it draws for it.
                 for generator in generators {
                     generator.normal(each);
                 }
@@ -108,14 +108,17 @@ impl Starts<'_> {
             }
             _ => None,
         };
-        Ok(Begin { sample, inpainting })
+        Ok(BatchStart { sample, inpainting })
     }
 }
 
 /// `mask` `[1, 1, height, width]` at another size: of each place the pixel at its upper left, PyTorch's `nearest`.
-fn nearest(mask: &HostTensor, [rows, columns]: [usize; 2]) -> Result<HostTensor, Failure> {
+fn nearest(mask: &HostTensor, [rows, columns]: [usize; 2]) -> Result<HostTensor, PipelineError> {
     let &[1, 1, height, width] = mask.shape.dims.as_slice() else {
-        return Err(format!("mask {}; expected [1, 1, height, width]", mask.shape).into());
+        return Err(PipelineError::Request(format!(
+            "mask {}; expected [1, 1, height, width]",
+            mask.shape
+        )));
     };
     let values = mask.to_f32_vec()?;
     let small: Vec<f32> = (0..rows * columns)
@@ -128,10 +131,13 @@ fn nearest(mask: &HostTensor, [rows, columns]: [usize; 2]) -> Result<HostTensor,
 }
 
 /// `image` `[1, channels, height, width]` with 0, which is grey, where `mask` `[1, 1, height, width]` is 1.
-fn without(image: &HostTensor, mask: &HostTensor) -> Result<HostTensor, Failure> {
+fn without(image: &HostTensor, mask: &HostTensor) -> Result<HostTensor, PipelineError> {
     let (of_image, of_mask) = (&image.shape.dims, &mask.shape.dims);
     if of_image.len() != 4 || of_mask.len() != 4 || of_image[2..] != of_mask[2..] {
-        return Err(format!("mask {} of picture {}", mask.shape, image.shape).into());
+        return Err(PipelineError::Request(format!(
+            "mask {} of image {}",
+            mask.shape, image.shape
+        )));
     }
     let mask = mask.to_f32_vec()?;
     let values = image.to_f32_vec()?;
@@ -144,7 +150,7 @@ fn without(image: &HostTensor, mask: &HostTensor) -> Result<HostTensor, Failure>
 }
 
 /// `count` copies of a tensor of one row.
-fn repeat(row: &HostTensor, count: usize) -> Result<HostTensor, Failure> {
+fn repeat(row: &HostTensor, count: usize) -> Result<HostTensor, PipelineError> {
     let mut dims = row.shape.dims.clone();
     dims[0] = count;
     Ok(HostTensor::new(

@@ -5,19 +5,16 @@
 
 use crate::dtype::DType;
 use crate::graph::{Builder, Comparison, Graph, GraphError, Reduction, Tensor};
-use crate::host_tensor::{HostTensor, HostTensorError};
 use crate::models::DiffusionModel;
 use crate::models::controlnet::Control;
 use crate::models::unet::UNetInputs;
-use crate::quant::{self, Decision, Policy, QuantError};
-use crate::runtime::{Array, RuntimeError, Session, StagedProgram};
+use crate::quant::{self, Decision, Policy};
 use crate::shape::Shape;
-use crate::shard::PartitionSpec;
 
-use super::sampler::{Sampler, names as sampler_names};
-use super::tiling::TilingError;
+use super::PipelineError;
+use super::sampler_step::{SamplerStep, names as sampler_names};
 
-/// Names of the programs' run-time inputs and results, beside the sampler's ([`super::sampler::names`]).
+/// Names of the programs' run-time inputs and results, beside the sampler's ([`super::sampler_step::names`]).
 pub mod names {
     pub const INPUT_IDS: &str = "input_ids";
     pub const GUIDANCE_SCALE: &str = "guidance_scale";
@@ -52,27 +49,6 @@ pub mod names {
     /// What is decoded, and the pictures made of it; and the other way round.
     pub const LATENTS: &str = "latents";
     pub const IMAGES: &str = "images";
-}
-
-/// Why images could not be made.
-#[derive(Debug, thiserror::Error)]
-pub enum PipelineError {
-    #[error(transparent)]
-    Graph(#[from] GraphError),
-    #[error(transparent)]
-    Quant(#[from] QuantError),
-    #[error(transparent)]
-    Runtime(#[from] RuntimeError),
-    #[error(transparent)]
-    HostTensor(#[from] HostTensorError),
-    #[error(transparent)]
-    Tiling(#[from] TilingError),
-    #[error("{what}: expected {expected}, found {found}")]
-    Shape {
-        what: &'static str,
-        expected: Shape,
-        found: Shape,
-    },
 }
 
 /// How a step runs the model for classifier-free guidance.
@@ -144,7 +120,7 @@ pub fn trace_denoise(
     let dims = model.sample_dims(options.batch);
     let [batch, channels, height, width] = dims;
     let axes = [Some("activation_batch"), None, None, None];
-    let sampler = |b: &Builder| Sampler::declare(b, dims, model.scheduler.clip_sample);
+    let sampler = |b: &Builder| SamplerStep::declare(b, dims, model.scheduler.clip_sample);
     let mut advance = None;
     match options.guidance {
         Guidance::Off => {
@@ -293,19 +269,4 @@ pub fn trace_encode(
         b.output(names::TEXT_EMBEDS, b.convert(embeds, DType::F32)?, None)?;
     }
     Ok(b.finish())
-}
-
-/// Puts an input on the devices, as the one of `programs` that has it wants it.
-pub(super) fn put<'p>(
-    session: &Session,
-    programs: impl IntoIterator<Item = &'p StagedProgram>,
-    name: &str,
-    value: &HostTensor,
-) -> Result<Array, PipelineError> {
-    let slot = programs.into_iter().find_map(|program| program.input(name));
-    let spec = slot.map_or_else(
-        || PartitionSpec::replicated(value.shape.rank()),
-        |slot| slot.spec.clone(),
-    );
-    Ok(session.put(value, &spec)?)
 }

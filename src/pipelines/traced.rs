@@ -5,17 +5,16 @@ use crate::graph::{Graph, GraphError};
 use crate::models::DiffusionModel;
 use crate::quant::Decision;
 
+use super::PipelineError;
 use super::latents::{trace_decode, trace_encode_image};
-use super::text_to_image::{
-    DenoiseOptions, DenoiseStep, PipelineError, trace_denoise, trace_encode,
-};
+use super::text_to_image::{DenoiseOptions, DenoiseStep, trace_denoise, trace_encode};
 use super::tiling::TilePlan;
 
 /// What becomes of the last samples, with the program for it.
 pub(super) enum Ending<T> {
-    /// They are pictures.
+    /// They are images.
     Pixels,
-    /// Pictures are decoded of them.
+    /// Images are decoded of them.
     Decoded(T),
     /// Another model goes on with them.
     Handed,
@@ -31,7 +30,7 @@ impl<T> Ending<T> {
 }
 
 /// The programs of one model, before they are compiled.
-pub struct Traced {
+pub struct TracedModel {
     pub(super) encoders: Vec<Graph>,
     pub(super) denoise: DenoiseStep,
     pub(super) ending: Ending<Graph>,
@@ -39,8 +38,8 @@ pub struct Traced {
     pub(super) options: DenoiseOptions,
 }
 
-impl Traced {
-    /// Traces every program of `model`; `from_image` asks for the one that encodes a picture to start from.
+impl TracedModel {
+    /// Traces every program of `model`; `from_image` asks for the one that encodes an image to start from.
     ///
     /// # Errors
     /// When the model's parts do not fit together, or quantization is refused.
@@ -48,7 +47,7 @@ impl Traced {
         model: &DiffusionModel,
         options: DenoiseOptions,
         from_image: bool,
-    ) -> Result<Traced, PipelineError> {
+    ) -> Result<TracedModel, PipelineError> {
         let encoders = (0..model.text_encoders.len())
             .map(|which| trace_encode(model, which, options.prompts()))
             .collect::<Result<Vec<_>, _>>()?;
@@ -60,7 +59,7 @@ impl Traced {
             }
             None => Ending::Pixels,
         };
-        Ok(Traced {
+        Ok(TracedModel {
             encoders,
             denoise,
             ending,
@@ -72,8 +71,8 @@ impl Traced {
         })
     }
 
-    /// The same without the decoder: its samples are for another model to go on with, and it makes no pictures.
-    pub fn handed_on(mut self) -> Traced {
+    /// The same without the decoder: its samples are for another model to go on with, and it makes no images.
+    pub fn handed_on(mut self) -> TracedModel {
         self.ending = Ending::Handed;
         self
     }
@@ -86,7 +85,7 @@ impl Traced {
     pub fn with_stored_weights(
         mut self,
         stored: &dyn Fn(&str) -> Option<DType>,
-    ) -> Result<Traced, GraphError> {
+    ) -> Result<TracedModel, GraphError> {
         let encoders = self.encoders.iter_mut();
         let ending = match &mut self.ending {
             Ending::Decoded(graph) => Some(graph),

@@ -1,7 +1,104 @@
-//! How images are generated.
+//! Which models make images, and which images they make.
+
+use std::path::Path;
+
+use serde_json::{Map, Value};
 
 use crate::config::Config;
+use crate::dtype::DType;
+use crate::host_tensor::HostTensor;
+use crate::models::{DiffusionModel, MicroConditioning};
 use crate::pipelines::text_to_image::Guidance;
+use crate::pipelines::{GenerateRequest, Handover, PipelineModel, PipelineOptions};
+use crate::weights::Checkpoint;
+
+use super::prompts::image_requests;
+use super::scheduler::check_sampler_keys;
+use super::source::Source;
+use super::{Notify, RecipeError, hub, images, lora, policy};
+
+/// Most images made at once.
+const MAX_BATCH: usize = 8;
+
+/// What a configuration asks `generate` for.
+pub struct Generation {
+    pub options: PipelineOptions,
+    pub request: GenerateRequest,
+    /// The name of the model to tell people: that of a repository, folder or file.
+    pub model_name: String,
+}
+
+/// Finds the models and reads the images that they are given. `given` is what the configuration says in so many words,
+/// `recipe_file` the file that it was read from.
+///
+/// # Errors
+/// When there are no weights, a model does not fit the configuration, or an image or a prompt cannot be read.
+pub fn generation(
+    config: &Config,
+    given: &Map<String, Value>,
+    recipe_file: &Path,
+    notify: &mut Notify<'_>,
+) -> Result<Generation, RecipeError> {
+    let source = Source::find(config, recipe_file, notify)?;
+    let config = &hub::with_paths(config.clone(), notify)?;
+    let model_name = source.name();
+    let refiner = source.refiner(config)?;
+    let base = source.model(config, given, notify)?;
+    let refiner = match refiner {
+        None => None,
+        Some(refiner) => {
+            let mut refiner = refiner.model(config, given, notify)?;
+            // What steers is for the first model's part of the steps.
+            refiner.model.controlnets.clear();
+            Some(refiner)
+        }
+    };
+    for model in [Some(&base), refiner.as_ref()].into_iter().flatten() {
+        check_sampler_keys(config, &model.model.scheduler)?;
+    }
+    check_scores(given, &base, refiner.as_ref())?;
+    let options = PipelineOptions {
+        base,
+        refiner,
+        loras: lora::loras(config)?,
+        guidance: guidance(config),
+        quantization: policy(config, 0)?,
+        precision: config.precision,
+        pixel_unshuffle: config.pixel_unshuffle as usize,
+        max_batch: MAX_BATCH,
+    };
+    let request = request(config, &options.base, notify)?;
+    options.check(&request).map_err(RecipeError::usage)?;
+    Ok(Generation {
+        options,
+        request,
+        model_name,
+    })
+}
+
+/// The images that the configuration asks `base` for.
+fn request(
+    config: &Config,
+    base: &PipelineModel,
+    notify: &mut Notify<'_>,
+) -> Result<GenerateRequest, RecipeError> {
+    let name = base.files.path().display().to_string();
+    Ok(GenerateRequest {
+        images: image_requests(config, notify)?,
+        prompt_syntax: config.prompt_syntax,
+        guidance_rescale: config.guidance_rescale as f32,
+        eta: config.eta,
+        init_image: images::read(config, &base.model, &name)?,
+        strength: config.strength,
+        controls: images::read_controls(config, &base.model)?,
+        latents: latents(config, &base.model)?,
+        handover: Handover {
+            denoising_end: config.denoising_end,
+            denoising_start: config.denoising_start.unwrap_or(config.denoising_end),
+        },
+        preview_every: (config.preview_steps > 0).then_some(config.preview_steps as usize),
+    })
+}
 
 /// How a denoising step is guided.
 pub fn guidance(config: &Config) -> Guidance {
@@ -13,4 +110,47 @@ pub fn guidance(config: &Config) -> Guidance {
         (true, false) => Guidance::OneBatch,
         (true, true) => Guidance::TwoPasses,
     }
+}
+
+/// Refuses aesthetic scores that no model here reads.
+fn check_scores(
+    given: &Map<String, Value>,
+    base: &PipelineModel,
+    refiner: Option<&PipelineModel>,
+) -> Result<(), RecipeError> {
+    let is_scored = |model: &PipelineModel| {
+        let told = model.model.micro_conditioning;
+        matches!(told, MicroConditioning::AestheticScore { .. })
+    };
+    if is_scored(base) || refiner.is_some_and(is_scored) {
+        return Ok(());
+    }
+    for key in ["aesthetic_score", "negative_aesthetic_score"] {
+        if given.contains_key(key) {
+            return Err(RecipeError::Usage(format!(
+                "{key} has no effect: {} is told sizes only; SDXL's refiner is told a score",
+                base.files.path().display()
+            )));
+        }
+    }
+    Ok(())
+}
+
+/// The noise that the configuration gives to start from.
+fn latents(config: &Config, model: &DiffusionModel) -> Result<Option<HostTensor>, RecipeError> {
+    if config.latents.is_empty() {
+        return Ok(None);
+    }
+    let file = Checkpoint::open(Path::new(&config.latents)).map_err(RecipeError::failed)?;
+    let latents = file
+        .read_as("latents", DType::F32)
+        .map_err(RecipeError::failed)?;
+    let expected = &model.sample_dims(1)[1..];
+    if latents.shape.rank() != 4 || latents.shape.dims[1..] != *expected {
+        return Err(RecipeError::Usage(format!(
+            "latents={}: its tensor latents is {}; expected [images, {}, {}, {}]",
+            config.latents, latents.shape, expected[0], expected[1], expected[2]
+        )));
+    }
+    Ok(Some(latents))
 }

@@ -1,69 +1,19 @@
-//! The LoRA adapters of `lora_config`.
+//! The LoRAs of `lora_config`.
 
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
 use crate::config::Config;
-use crate::models::vae::ROOT as VAE;
-use crate::pipelines::traced::Traced;
-use crate::weights::lora::{Adapter, LoraFile, LoraScale, LoraTarget};
+use crate::pipelines::LoraChoice;
 
-use super::{Notice, Notify, RecipeError};
+use super::RecipeError;
 
-/// One entry of the lists.
-struct Entry {
-    path: PathBuf,
-    name: String,
-    scale: f32,
-}
-
-/// All adapters together, for the weights of `traced`; `None` if the configuration names none.
+/// The LoRAs that the configuration names.
 ///
 /// # Errors
-/// When the lists do not fit each other, a file cannot be read, or a module of it is not one of the model's.
-pub fn adapter(
-    config: &Config,
-    traced: &Traced,
-    notify: &mut Notify<'_>,
-) -> Result<Option<Adapter>, RecipeError> {
-    let entries = entries(config)?;
-    if entries.is_empty() {
-        return Ok(None);
-    }
-    let mut targets = Vec::new();
-    for graph in traced.graphs() {
-        for (_, input) in graph.weights() {
-            let (root, key) = input.name.split_once('/').unwrap_or(("", &input.name));
-            if root != VAE {
-                targets.push(LoraTarget {
-                    root,
-                    key,
-                    dims: &input.shape.dims,
-                });
-            }
-        }
-    }
-    let mut adapters = Vec::with_capacity(entries.len());
-    for entry in entries {
-        let file = LoraFile::open(&entry.path).map_err(RecipeError::failed)?;
-        let adapter = file
-            .resolve(&targets, LoraScale::from(entry.scale))
-            .map_err(RecipeError::failed)?;
-        notify(Notice::Progress(&format!(
-            "LoRA {}: {} weights, scale {}",
-            entry.name,
-            adapter.ranks().len(),
-            entry.scale
-        )));
-        adapters.push(adapter);
-    }
-    Adapter::stack(adapters)
-        .map(Some)
-        .map_err(RecipeError::failed)
-}
-
-fn entries(config: &Config) -> Result<Vec<Entry>, RecipeError> {
+/// When the lists do not fit each other.
+pub fn loras(config: &Config) -> Result<Vec<LoraChoice>, RecipeError> {
     let lists = &config.lora_config;
     let paths = texts("lora_model_name_or_path", &lists.lora_model_name_or_path.0)?;
     let files = texts("weight_name", &lists.weight_name.0)?;
@@ -106,7 +56,7 @@ fn entries(config: &Config) -> Result<Vec<Entry>, RecipeError> {
                 Some(name) => (*name).to_string(),
                 None => path.display().to_string(),
             };
-            Ok(Entry { path, name, scale })
+            Ok(LoraChoice { path, name, scale })
         })
         .collect()
 }

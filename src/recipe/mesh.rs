@@ -1,7 +1,7 @@
 //! Topologies, meshes and how weights and batches are split over them.
 
 use crate::config::{Config, Hardware};
-use crate::graph::{Graph, InputKind};
+use crate::graph::Graph;
 use crate::shard::{Mesh, Parallelism, ShardPlan};
 use crate::topology::{Accelerator, Platform};
 
@@ -70,27 +70,10 @@ pub fn parallelism(config: &Config) -> Parallelism {
     }
 }
 
-/// Refuses a batch that does not divide: it would be computed whole on every device, an error and not a slow program.
+/// Refuses a batch that does not divide.
 ///
 /// # Errors
-/// Names the batch and the devices that share it.
+/// As [`ShardPlan::check_batch`].
 pub fn check_batch(graph: &Graph, plan: &ShardPlan, mesh: &Mesh) -> Result<(), RecipeError> {
-    let data = |name: &str| {
-        graph
-            .inputs
-            .iter()
-            .any(|input| input.name == name && matches!(input.kind, InputKind::Data))
-    };
-    let devices = mesh.num_devices();
-    match plan
-        .unsharded
-        .iter()
-        .find(|note| note.dim == 0 && data(&note.path))
-    {
-        None => Ok(()),
-        Some(note) => Err(RecipeError::Usage(format!(
-            "per_device_batch_size: the batch of {} does not divide by {} ({}) on {devices} devices",
-            note.size, note.product, note.axes
-        ))),
-    }
+    plan.check_batch(graph, mesh).map_err(RecipeError::usage)
 }

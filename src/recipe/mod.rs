@@ -8,26 +8,29 @@ mod error;
 mod formats;
 mod generate;
 pub mod hub;
-pub mod images;
-pub mod lora;
+mod images;
+mod lora;
 mod mesh;
 mod model;
 mod notice;
-pub mod prompts;
+mod prompts;
+mod record;
 pub mod scheduler;
 mod session;
-pub mod source;
+mod source;
+mod step;
 mod training;
 
 pub use checkpoints::newest_checkpoint;
 pub use error::RecipeError;
 pub use formats::{check_formats, policy, precision, quantization_summary};
-pub use generate::guidance;
+pub use generate::{Generation, generation, guidance};
 pub use mesh::{check_batch, compile_topology, parallelism};
 pub use model::{CLIP_TOKENS, check_pixels, check_tokenizer, micro_conditioning, model, unet};
 pub use notice::{Notice, Notify};
 pub use session::{Opened, has_hardware, open_session, program_cache};
-pub use training::{check_training, loss_weighting, optimizer, step_options};
+pub use step::{check_training, loss_weighting, optimizer, step_options};
+pub use training::{Training, training};
 
 use crate::config::{self, Config};
 

@@ -153,21 +153,3 @@ pub fn sampling_plan(
     };
     scheduler.plan(&options).map_err(RecipeError::usage)
 }
-
-/// Those of `steps` steps that the refiner takes.
-///
-/// # Errors
-/// As for [`sampling_plan`].
-pub fn refining_plan(
-    config: &Config,
-    scheduler: &SchedulerConfig,
-    steps: usize,
-) -> Result<SamplingPlan, RecipeError> {
-    let options = PlanOptions {
-        start: Start::After(config.denoising_start.unwrap_or(config.denoising_end)),
-        eta: config.eta,
-        use_clipped_model_output: true,
-        ..PlanOptions::new(steps)
-    };
-    scheduler.plan(&options).map_err(RecipeError::usage)
-}

@@ -1,6 +1,5 @@
-//! The model that `generate` draws with: a checkpoint of the run's own, or a model somebody published.
+//! The model that `generate` uses: a checkpoint of the run's own, or a model somebody published.
 
-use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
@@ -9,16 +8,16 @@ use crate::config::{Config, ModelConfig};
 use crate::data::Tokenizer;
 use crate::hub::{RepoId, Wanted};
 use crate::models::clip::ClipTextConfig;
-use crate::models::controlnet::{self, ControlNetConfig};
+use crate::models::controlnet::ControlNetConfig;
 use crate::models::unet::{ROOT as UNET, UNet2DConditionConfig};
 use crate::models::vae::{AutoencoderKlConfig, ROOT as VAE};
 use crate::models::{DiffusionModel, Family, Part, TextEncoder};
 use crate::nn::Remat;
-use crate::pipelines::traced::Traced;
+use crate::pipelines::PipelineModel;
+use crate::pipelines::model_files::ModelFiles;
+use crate::train::EMA_SUFFIX;
 use crate::train::checkpoint::SavedCheckpoint;
-use crate::train::run::{EMA_SUFFIX, TEXT_ENCODER_FILE, UNET_FILE};
 use crate::weights::source::ModelSource;
-use crate::weights::{Checkpoint, match_parameters};
 
 use super::scheduler::SCHEDULER;
 use super::scheduler::scheduler_of;
@@ -26,12 +25,6 @@ use super::{
     Notice, Notify, RecipeError, check_pixels, check_tokenizer, hub, micro_conditioning,
     newest_checkpoint, precision,
 };
-
-/// The parts of a VAE: what encodes, and what decodes.
-const VAE_PARTS: [&str; 4] = ["encoder.", "quant_conv.", "decoder.", "post_quant_conv."];
-
-/// Keys and dimensions of the weights that a program has of one part of a model.
-type Expected<'a> = Vec<(&'a str, &'a [usize])>;
 
 /// Where weights come from.
 pub enum Source {
@@ -46,15 +39,6 @@ pub enum Source {
         /// The repository that it is of.
         repo: Option<RepoId>,
     },
-}
-
-/// A model to draw with.
-pub struct Drawn {
-    pub model: DiffusionModel,
-    /// One for each text encoder.
-    pub tokenizers: Vec<Tokenizer>,
-    /// Whether an empty negative prompt is zeros instead of the encoding of an empty text.
-    pub zero_empty_prompts: bool,
 }
 
 impl Source {
@@ -194,18 +178,19 @@ impl Source {
         }
     }
 
-    /// The model and its tokenizers. `given` is what the configuration says in so many words.
+    /// The model with its tokenizers and files. `given` is what the configuration says in so many words.
     ///
     /// # Errors
     /// When a part is missing or not supported, or the configuration contradicts it.
-    pub fn drawn(
-        &self,
+    pub fn model(
+        self,
         config: &Config,
         given: &Map<String, Value>,
         notify: &mut Notify<'_>,
-    ) -> Result<Drawn, RecipeError> {
+    ) -> Result<PipelineModel, RecipeError> {
         match self {
-            Source::Run { dir, .. } => {
+            Source::Model { source, .. } => published(config, given, source, notify),
+            Source::Run { dir, suffix } => {
                 let file = match config.tokenizer_model_name_or_path.as_str() {
                     // Checkpoints made here have it beside the models, folders in diffusers' layout in one of its own.
                     "" if dir.join("tokenizer").is_dir() => dir.join("tokenizer/tokenizer.json"),
@@ -226,116 +211,14 @@ impl Source {
                 check_pixels(config, &model)?;
                 let tokenizer =
                     Tokenizer::from_file(&file, model.tokens).map_err(RecipeError::failed)?;
-                Ok(Drawn {
+                Ok(PipelineModel {
                     model,
                     tokenizers: vec![tokenizer],
                     zero_empty_prompts: false,
+                    files: ModelFiles::folders(dir, suffix),
                 })
             }
-            Source::Model { source, .. } => published(config, given, source, notify),
         }
-    }
-
-    /// Opens the files of every program's weights, by the root of their paths, and holds them against what the programs
-    /// declare.
-    ///
-    /// # Errors
-    /// When a part is missing, or its tensors are not those of the program.
-    pub fn open_all(&self, config: &Config, traced: &Traced) -> Result<Files<'_>, RecipeError> {
-        let mut files = HashMap::new();
-        let mut parts: Vec<(&str, Expected<'_>)> = Vec::new();
-        for graph in traced.graphs() {
-            let first = parts.len();
-            for (_, weight) in graph.weights() {
-                let (root, key) = weight.name.split_once('/').unwrap_or(("", &weight.name));
-                let entry = (key, weight.shape.dims.as_slice());
-                match parts[first..].iter_mut().find(|(known, _)| *known == root) {
-                    Some((_, expected)) => expected.push(entry),
-                    None => parts.push((root, vec![entry])),
-                }
-            }
-        }
-        for (root, expected) in parts {
-            let controlnets = config.controlnet_model_name_or_path.0.iter();
-            let controlnet = controlnets
-                .enumerate()
-                .find(|(which, _)| controlnet::root(*which) == root);
-            let file = match controlnet {
-                Some((_, path)) => {
-                    File::Own(Checkpoint::open(Path::new(path)).map_err(RecipeError::failed)?)
-                }
-                None => self.open(root)?,
-            };
-            if let Err(mut error) = match_parameters(&expected, file.checkpoint()) {
-                // Drawing uses a half of the VAE, or both.
-                let has = |part: &str| expected.iter().any(|(key, _)| key.starts_with(part));
-                if root == VAE {
-                    let halves = VAE_PARTS.iter().filter(|part| !has(part));
-                    let unused: Vec<&&str> = halves.collect();
-                    error
-                        .extra
-                        .retain(|(name, _)| !unused.iter().any(|part| name.starts_with(**part)));
-                }
-                let same = error.missing.is_empty() && error.misshapen.is_empty();
-                if !same || !error.extra.is_empty() {
-                    return Err(RecipeError::failed(error));
-                }
-            }
-            files.insert(root.to_string(), file);
-        }
-        Ok(Files { files })
-    }
-
-    fn open(&self, root: &str) -> Result<File<'_>, RecipeError> {
-        match self {
-            Source::Run { dir, suffix } => {
-                let file = if root == UNET {
-                    UNET_FILE
-                } else {
-                    TEXT_ENCODER_FILE
-                };
-                let folder = dir.join(format!("{root}{suffix}"));
-                let path = match folder.join(file) {
-                    path if path.is_file() => path,
-                    _ => folder,
-                };
-                let checkpoint = Checkpoint::open(&path).map_err(RecipeError::failed)?;
-                Ok(File::Own(checkpoint))
-            }
-            Source::Model { source, .. } => {
-                let part = Part::from_name(root).ok_or_else(|| {
-                    RecipeError::Usage(format!("no part of a model is called {root}"))
-                })?;
-                let component = source.component(part).map_err(RecipeError::failed)?;
-                Ok(File::Of(&component.checkpoint))
-            }
-        }
-    }
-}
-
-/// The open files of a model's weights, by the root of their paths.
-pub struct Files<'a> {
-    files: HashMap<String, File<'a>>,
-}
-
-enum File<'a> {
-    Own(Checkpoint),
-    Of(&'a Checkpoint),
-}
-
-impl File<'_> {
-    fn checkpoint(&self) -> &Checkpoint {
-        match self {
-            File::Own(checkpoint) => checkpoint,
-            File::Of(checkpoint) => checkpoint,
-        }
-    }
-}
-
-impl Files<'_> {
-    /// The checkpoint with the weights under `root`.
-    pub fn get(&self, root: &str) -> Option<&Checkpoint> {
-        self.files.get(root).map(File::checkpoint)
     }
 }
 
@@ -363,9 +246,9 @@ fn controlnets(config: &Config) -> Result<Vec<ControlNetConfig>, RecipeError> {
 fn published(
     config: &Config,
     given: &Map<String, Value>,
-    source: &ModelSource,
+    source: Box<ModelSource>,
     notify: &mut Notify<'_>,
-) -> Result<Drawn, RecipeError> {
+) -> Result<PipelineModel, RecipeError> {
     let part = |part: Part| source.component(part).map_err(RecipeError::failed);
     let mut unet = part(Part::Unet)?.config.clone();
     if let Some(groups) = config.norm_num_groups {
@@ -394,7 +277,7 @@ fn published(
         .unwrap_or(super::CLIP_TOKENS);
     let tokenizers = text_encoders
         .iter()
-        .map(|encoder| tokenizer(config, source, encoder.part, tokens))
+        .map(|encoder| tokenizer(config, &source, encoder.part, tokens))
         .collect::<Result<Vec<_>, _>>()?;
     for (encoder, tokenizer) in text_encoders.iter().zip(&tokenizers) {
         check_tokenizer(&encoder.config, tokenizer)?;
@@ -420,10 +303,13 @@ fn published(
         tokens,
     };
     model.check_time_ids().map_err(RecipeError::usage)?;
-    Ok(Drawn {
+    let names = config.controlnet_model_name_or_path.0.iter();
+    let controlnets = names.take(model.controlnets.len()).map(PathBuf::from);
+    Ok(PipelineModel {
         model,
         tokenizers,
         zero_empty_prompts: source.zero_empty_prompts,
+        files: ModelFiles::source(source, controlnets.collect()),
     })
 }
 

@@ -1,119 +1,185 @@
-//! What a training step computes.
+//! What is trained, on what, and where it goes.
 
-use crate::config::{self, Config};
+use std::path::PathBuf;
+
+use crate::config::{Config, check_local_shard_count};
+use crate::data::{BatchOptions, Batcher, Dataset, Tokenizer};
 use crate::models::DiffusionModel;
-use crate::train::optimizer::OptimizerOptions;
-use crate::train::step::{LossWeighting, StepOptions, Timesteps};
+use crate::pipelines::ImageRequest;
+use crate::pipelines::image_file::prepare_output_dir;
+use crate::runtime::Session;
+use crate::schedulers::SamplingPlan;
+use crate::train::checkpoint::{CheckpointWriter, SavedCheckpoint};
+use crate::train::{MetricsFiles, SampleOptions, TrainerOptions};
 
-use super::RecipeError;
-use super::formats::policy;
-use super::model::check_pixels;
+use super::record::{check_saved, every, run_options, saved_checkpoint};
+use super::scheduler::{check_sampler_keys, sampling_plan};
+use super::{
+    Notice, Notify, RecipeError, check_training, data, guidance, model, policy, step_options,
+};
 
-/// Refuses to train what cannot be trained yet.
-///
-/// # Errors
-/// Says what is missing.
-pub fn check_training(config: &Config, model: &DiffusionModel) -> Result<(), RecipeError> {
-    if !config.train_new_unet {
-        return Err(RecipeError::Usage(
-            "train_new_unet=False: starting from the weights of pretrained_model_name_or_path is not here yet; set \
-             train_new_unet=True to train from scratch"
-                .to_string(),
-        ));
-    }
-    if model.text_encoders.is_empty() || !config.train_text_encoder {
-        return Err(RecipeError::Usage(
-            "training works on prompts: give text_encoder_config and train_text_encoder=True (training on cached \
-             text embeddings is not here yet)"
-                .to_string(),
-        ));
-    }
-    check_pixels(config, model)
+/// A training run as configured, before it has devices. Its checkpoint folder is locked.
+pub struct Training {
+    config: Config,
+    checkpoints: CheckpointWriter,
+    saved: Option<SavedCheckpoint>,
+    dataset: Dataset,
+    tokenizer_json: String,
+    model: DiffusionModel,
+    /// The sampler of sample images, if there are any.
+    plan: Option<SamplingPlan>,
 }
 
-/// The training step for `batch` samples over all devices.
-pub fn step_options(
-    config: &Config,
-    batch: usize,
-    local_shards: usize,
-) -> Result<StepOptions, RecipeError> {
-    Ok(StepOptions {
-        batch,
-        optimizer: optimizer(config),
-        timesteps: timesteps(config),
-        loss_weighting: loss_weighting(config),
-        train_text_encoder: config.train_text_encoder,
-        quantization: policy(config, local_shards)?,
+/// Opens the folders and the data of a run. All that can be wrong with them, and with the sampler of the first grid of
+/// samples, is found here, before anything is computed.
+///
+/// # Errors
+/// When a folder cannot be written or is another run's, the data cannot be read, or the model cannot be trained.
+pub fn training(config: &Config, notify: &mut Notify<'_>) -> Result<Training, RecipeError> {
+    prepare_output_dir(&config.run_dir()).map_err(RecipeError::failed)?;
+    if config.sample_every > 0 {
+        prepare_output_dir(&samples_dir(config)).map_err(RecipeError::failed)?;
+    }
+    let checkpoints =
+        CheckpointWriter::open(&config.checkpoint_folder()).map_err(RecipeError::failed)?;
+    if let Some(owner) = checkpoints.stale_owner() {
+        notify(Notice::Warning(&format!(
+            "{owner} ended without releasing the checkpoint folder; continuing"
+        )));
+    }
+    let saved = saved_checkpoint(config, notify)?;
+    let dataset = data::dataset(config)?;
+    let tokenizer_json = tokenizer_json(config, &dataset, saved.as_ref())?;
+    let probe =
+        Tokenizer::from_json(&tokenizer_json, usize::MAX >> 1).map_err(RecipeError::failed)?;
+    let model = model(config, Some(&probe))?;
+    check_training(config, &model)?;
+    let plan = match config.sample_every > 0 {
+        false => None,
+        true => {
+            let steps = config.num_inference_steps as usize;
+            check_sampler_keys(config, &model.scheduler)?;
+            Some(sampling_plan(config, &model.scheduler, steps)?)
+        }
+    };
+    Ok(Training {
+        config: config.clone(),
+        checkpoints,
+        saved,
+        dataset,
+        tokenizer_json,
+        model,
+        plan,
     })
 }
 
-/// The settings of the update.
-pub fn optimizer(config: &Config) -> OptimizerOptions {
-    OptimizerOptions {
-        adam_b1: config.adam_b1,
-        adam_b2: config.adam_b2,
-        adam_eps: config.adam_eps,
-        adam_weight_decay: config.adam_weight_decay,
-        max_grad_value: config
-            .opt_enable_grad_clipping
-            .then_some(config.max_grad_value),
-        max_grad_norm: config
-            .opt_enable_grad_global_norm_clipping
-            .then_some(config.max_grad_norm),
-        ema_decay: (config.ema_decay > 0.0).then_some(config.ema_decay),
-    }
-}
-
-/// The timesteps that training draws: diffusers' `generate_timestep_weights`.
-fn timesteps(config: &Config) -> Timesteps {
-    let bias = &config.timestep_bias;
-    let steps = config.diffusion_scheduler_config.num_train_timesteps as usize;
-    let portion = (bias.portion * steps as f64) as usize;
-    let biased = match bias.strategy {
-        config::BiasStrategy::None => return Timesteps::Uniform,
-        config::BiasStrategy::Earlier => 0..portion,
-        config::BiasStrategy::Later => steps - portion..steps,
-        config::BiasStrategy::Range => bias.begin as usize..bias.end as usize,
-    };
-    let weight = |t| match biased.contains(&t) {
-        true => bias.multiplier,
-        false => 1.0,
-    };
-    Timesteps::Weighted((0..steps).map(weight).collect())
-}
-
-/// How the loss weighs timesteps: `snr_gamma` alone is min-SNR, as in MaxDiffusion.
-pub fn loss_weighting(config: &Config) -> LossWeighting {
-    let gamma = config.snr_gamma;
-    match config.loss_weighting {
-        config::LossWeighting::SnrPlusOne => LossWeighting::SnrPlusOne { gamma },
-        config::LossWeighting::None if gamma > 0.0 => LossWeighting::MinSnr { gamma },
-        config::LossWeighting::None => LossWeighting::None,
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::config::BiasStrategy;
-
-    #[test]
-    fn timesteps_are_biased_as_asked() {
-        let mut config = Config::default();
-        assert_eq!(timesteps(&config), Timesteps::Uniform);
-        config.diffusion_scheduler_config.num_train_timesteps = 8;
-        config.timestep_bias.multiplier = 3.0;
-        config.timestep_bias.begin = 2;
-        config.timestep_bias.end = 4;
-        for (strategy, biased) in [
-            (BiasStrategy::Earlier, 0..2),
-            (BiasStrategy::Later, 6..8),
-            (BiasStrategy::Range, 2..4),
-        ] {
-            config.timestep_bias.strategy = strategy;
-            let mut expected = vec![1.0; 8];
-            expected[biased].fill(3.0);
-            assert_eq!(timesteps(&config), Timesteps::Weighted(expected));
+impl Training {
+    /// What a [`crate::train::Trainer`] on the devices of `session` is made of.
+    ///
+    /// # Errors
+    /// When the batch does not fit the devices, or the checkpoint is one of other training.
+    pub fn options(
+        self,
+        session: &Session,
+        notify: &mut Notify<'_>,
+    ) -> Result<TrainerOptions, RecipeError> {
+        let config = &self.config;
+        let mesh = session.mesh();
+        let derived = config.derived(mesh.num_devices() as u64, mesh.num_slices() as u64)?;
+        let shards = derived.quantization_local_shard_count;
+        check_local_shard_count(derived.total_train_batch_size, shards)?;
+        let batch = derived.total_train_batch_size as usize;
+        let run = run_options(config, &derived, &self.model, &self.tokenizer_json)?;
+        if let Some(saved) = &self.saved {
+            check_saved(saved, config, &run, notify)?;
         }
+        let samples = match self.plan {
+            None => None,
+            Some(plan) => Some(SampleOptions {
+                every: every(config.sample_every).unwrap_or(u64::MAX),
+                dir: samples_dir(config),
+                images: sample_images(config, &self.dataset)?,
+                plan,
+                guidance: guidance(config),
+                quantization: policy(config, 0)?,
+            }),
+        };
+        let tokenizer = Tokenizer::from_json(&self.tokenizer_json, self.model.tokens)
+            .map_err(RecipeError::failed)?;
+        let options = BatchOptions {
+            batch_size: batch,
+            seed: config.seed,
+            caption_dropout: config.caption_dropout,
+            random_flip: false,
+        };
+        Ok(TrainerOptions {
+            step: step_options(config, batch, shards as usize)?,
+            precision: config.precision,
+            metrics: metrics(config),
+            batcher: Batcher::new(self.dataset, tokenizer, options).map_err(RecipeError::failed)?,
+            model: self.model,
+            run,
+            checkpoints: self.checkpoints,
+            resume: self.saved,
+            samples,
+        })
+    }
+}
+
+/// The tokenizer that the weights were trained with, or a new run's: one made anew from captions that have changed would
+/// give the words other ids.
+fn tokenizer_json(
+    config: &Config,
+    dataset: &Dataset,
+    saved: Option<&SavedCheckpoint>,
+) -> Result<String, RecipeError> {
+    let given = !config.tokenizer_model_name_or_path.is_empty();
+    let Some(saved) = saved else {
+        return data::tokenizer_json(config, dataset);
+    };
+    let bytes = saved.bytes("tokenizer.json").map_err(RecipeError::failed)?;
+    let kept = String::from_utf8(bytes).map_err(RecipeError::failed)?;
+    if given && data::tokenizer_json(config, dataset)? != kept {
+        return Err(RecipeError::Usage(format!(
+            "tokenizer_model_name_or_path={}: the tokenizer is not the one that {} was trained with",
+            config.tokenizer_model_name_or_path,
+            saved.dir().display()
+        )));
+    }
+    Ok(kept)
+}
+
+fn samples_dir(config: &Config) -> PathBuf {
+    config.run_dir().join("samples")
+}
+
+/// The sample images: of the configured prompts, or of the first captions of the dataset.
+fn sample_images(config: &Config, dataset: &Dataset) -> Result<Vec<ImageRequest>, RecipeError> {
+    let prompts = match config.sample_prompts.0.as_slice() {
+        [] => (0..8.min(dataset.len()))
+            .map(|i| Ok(dataset.get(i).map_err(RecipeError::failed)?.caption))
+            .collect::<Result<Vec<_>, RecipeError>>()?,
+        given => given.to_vec(),
+    };
+    let image = |(prompt, at)| ImageRequest {
+        seed: config.seed + at,
+        guidance_scale: config.guidance_scale,
+        steps: config.num_inference_steps as usize,
+        ..ImageRequest::new(prompt)
+    };
+    Ok(prompts.into_iter().zip(0..).map(image).collect())
+}
+
+fn metrics(config: &Config) -> MetricsFiles {
+    let run_dir = config.run_dir();
+    let jsonl = match config.metrics_file.as_str() {
+        "" => run_dir.join("metrics.jsonl"),
+        given => given.into(),
+    };
+    MetricsFiles {
+        run_name: config.run_name.clone(),
+        jsonl: config.write_metrics.then_some(jsonl),
+        tensorboard: config.write_metrics.then(|| run_dir.join("tensorboard")),
+        flush_every: config.log_period,
     }
 }

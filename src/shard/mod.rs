@@ -80,6 +80,15 @@ impl fmt::Display for Group {
 /// Why a mesh, spec or rule is refused.
 #[derive(Debug, Error, Clone, PartialEq, Eq)]
 pub enum ShardError {
+    #[error(
+        "per_device_batch_size: the batch of {size} does not divide by {product} ({axes}) on {devices} devices"
+    )]
+    Batch {
+        size: usize,
+        product: usize,
+        axes: String,
+        devices: usize,
+    },
     #[error("{key}={found}: a parallelism is a positive number, or -1 to take what is left")]
     Parallelism { key: String, found: i64 },
     #[error("at most one {group} parallelism may be -1, found {}: {}", keys.len(), keys.join(", "))]

@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, HashSet};
 
-use crate::graph::{Graph, Op};
+use crate::graph::{Graph, InputKind, Op};
 
 use super::local::{local_shards, misaligned};
 use super::{Axis, LOCAL_SHARDS, LogicalAxisRules, Mesh, PartitionSpec, ShardError, Unsharded};
@@ -36,6 +36,27 @@ pub struct ShardPlan {
 }
 
 impl ShardPlan {
+    /// Refuses a batch that does not divide: it would be computed whole on every device, an error and not a slow program.
+    ///
+    /// # Errors
+    /// Names the batch and the devices that share it.
+    pub fn check_batch(&self, graph: &Graph, mesh: &Mesh) -> Result<(), ShardError> {
+        let is_data = |name: &str| {
+            let mut inputs = graph.inputs.iter();
+            inputs.any(|input| input.name == name && input.kind == InputKind::Data)
+        };
+        let mut notes = self.unsharded.iter();
+        match notes.find(|note| note.dim == 0 && is_data(&note.path)) {
+            None => Ok(()),
+            Some(note) => Err(ShardError::Batch {
+                size: note.size,
+                product: note.product,
+                axes: note.axes.clone(),
+                devices: mesh.num_devices(),
+            }),
+        }
+    }
+
     /// Applies the rules to the logical axes of every input, aliased output and constraint.
     ///
     /// An input without logical axes, and an output that takes over no input, is whole on every device.

@@ -31,7 +31,7 @@ pub mod names {
 
 /// The inputs of one step, beside the model's own.
 #[derive(Clone, Copy, Debug)]
-pub struct Sampler {
+pub struct SamplerStep {
     sample: Tensor,
     history: Tensor,
     noise: Tensor,
@@ -40,17 +40,17 @@ pub struct Sampler {
     clip: Option<Tensor>,
 }
 
-impl Sampler {
+impl SamplerStep {
     /// Declares the inputs for samples `dims`: `[batch, channels, rows, columns]`.
     ///
     /// # Errors
     /// When one of the names is taken.
-    pub fn declare(b: &Builder, dims: [usize; 4], clip: bool) -> Result<Sampler> {
+    pub fn declare(b: &Builder, dims: [usize; 4], clip: bool) -> Result<SamplerStep> {
         let axes = [Some("activation_batch"), None, None, None];
         let sample = Shape::new(DType::F32, dims);
         let history = [[HISTORY].as_slice(), &dims].concat();
         let history_axes = [[None].as_slice(), &axes].concat();
-        Ok(Sampler {
+        Ok(SamplerStep {
             sample: b.input(names::SAMPLE, sample.clone(), &axes)?,
             history: b.input(
                 names::HISTORY,

@@ -1,0 +1,77 @@
+//! Images that are made together.
+
+use std::ops::AddAssign;
+
+use super::prompt::PromptTokens;
+
+/// One image to make, as a model takes it.
+#[derive(Clone, Debug)]
+pub struct TokenizedImage {
+    /// Which of [`super::generator::SamplingOptions::plans`] it is made by.
+    pub plan: usize,
+    pub guidance_scale: f32,
+    /// The prompt as each text encoder takes it. The prompts and negative prompts of all images have as many chunks.
+    pub prompt: Vec<PromptTokens>,
+    /// The negative prompt likewise; not read without guidance.
+    pub negative: Vec<PromptTokens>,
+    /// Whether the negative prompt is no text at all.
+    pub negative_is_empty: bool,
+    pub seed: u64,
+}
+
+/// Seconds of each phase of making images.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Phases {
+    /// Reading weights and preparing them.
+    pub load: f64,
+    pub encode: f64,
+    pub denoise: f64,
+    /// With the decoding of previews.
+    pub decode: f64,
+}
+
+impl AddAssign for Phases {
+    fn add_assign(&mut self, other: Phases) {
+        self.load += other.load;
+        self.encode += other.encode;
+        self.denoise += other.denoise;
+        self.decode += other.decode;
+    }
+}
+
+/// Neighbouring images that differ in prompt and seed alone.
+pub(super) struct Batch {
+    pub start: usize,
+    pub count: usize,
+}
+
+impl Batch {
+    /// Its images; one that is not full is filled up with its first image, and what that makes is dropped.
+    pub fn filled<'a>(&self, images: &'a [TokenizedImage], size: usize) -> Vec<&'a TokenizedImage> {
+        let filled = |row| if row < self.count { row } else { 0 };
+        (0..size)
+            .map(|row| &images[self.start + filled(row)])
+            .collect()
+    }
+}
+
+/// The batches of `images`, of at most `size` each.
+pub(super) fn batches(images: &[TokenizedImage], size: usize) -> Vec<Batch> {
+    let mut batches: Vec<Batch> = Vec::new();
+    for (index, image) in images.iter().enumerate() {
+        match batches.last_mut() {
+            Some(batch)
+                if batch.count < size
+                    && images[batch.start].plan == image.plan
+                    && images[batch.start].guidance_scale == image.guidance_scale =>
+            {
+                batch.count += 1;
+            }
+            _ => batches.push(Batch {
+                start: index,
+                count: 1,
+            }),
+        }
+    }
+    batches
+}

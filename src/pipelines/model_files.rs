@@ -1,0 +1,222 @@
+//! The files of a model's weights.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+use crate::dtype::DType;
+use crate::host_tensor::HostTensor;
+use crate::models::unet::ROOT as UNET;
+use crate::models::vae::ROOT as VAE;
+use crate::models::{Part, controlnet};
+use crate::runtime::{Session, Slot};
+use crate::weights::lora::Adapter;
+use crate::weights::source::ModelSource;
+use crate::weights::{Checkpoint, match_parameters};
+
+use super::PipelineError;
+use super::traced::TracedModel;
+use super::weights::TakeWeight;
+
+/// The files of the denoiser's and of a text encoder's weights in the folders that training writes.
+pub const UNET_FILE: &str = "diffusion_pytorch_model.safetensors";
+pub const TEXT_ENCODER_FILE: &str = "model.safetensors";
+
+/// The parts of a VAE: what encodes, and what decodes.
+const VAE_PARTS: [&str; 4] = ["encoder.", "quant_conv.", "decoder.", "post_quant_conv."];
+
+/// Keys and dimensions of the weights that a program has of one part of a model.
+type Expected<'a> = Vec<(&'a str, &'a [usize])>;
+
+/// The files of a model's weights, by the root of their paths.
+pub struct ModelFiles {
+    origin: Origin,
+    controlnets: Vec<PathBuf>,
+    /// Those that are not the origin's own.
+    opened: HashMap<String, Checkpoint>,
+}
+
+enum Origin {
+    /// A folder for each part.
+    Folders {
+        dir: PathBuf,
+        suffix: &'static str,
+    },
+    Source(Box<ModelSource>),
+}
+
+impl ModelFiles {
+    /// Those that training writes: `dir` with a folder for each part, whose names end in `suffix`.
+    pub fn folders(dir: PathBuf, suffix: &'static str) -> Self {
+        ModelFiles::new(Origin::Folders { dir, suffix }, Vec::new())
+    }
+
+    /// Those of a published model, with a file or folder for each ControlNet.
+    pub fn source(source: Box<ModelSource>, controlnets: Vec<PathBuf>) -> Self {
+        ModelFiles::new(Origin::Source(source), controlnets)
+    }
+
+    fn new(origin: Origin, controlnets: Vec<PathBuf>) -> Self {
+        ModelFiles {
+            origin,
+            controlnets,
+            opened: HashMap::new(),
+        }
+    }
+
+    /// The path to tell people.
+    pub fn path(&self) -> &Path {
+        match &self.origin {
+            Origin::Folders { dir, .. } => dir,
+            Origin::Source(source) => &source.path,
+        }
+    }
+
+    /// Opens the files of every program's weights, and holds them against what the programs declare.
+    ///
+    /// # Errors
+    /// When a part is missing, or its tensors are not those of the program.
+    pub(super) fn open(&mut self, traced: &TracedModel) -> Result<(), PipelineError> {
+        let mut parts: Vec<(&str, Expected<'_>)> = Vec::new();
+        for graph in traced.graphs() {
+            let first = parts.len();
+            for (_, weight) in graph.weights() {
+                let (root, key) = root_and_key(&weight.name);
+                let entry = (key, weight.shape.dims.as_slice());
+                match parts[first..].iter_mut().find(|(known, _)| *known == root) {
+                    Some((_, expected)) => expected.push(entry),
+                    None => parts.push((root, vec![entry])),
+                }
+            }
+        }
+        for (root, expected) in parts {
+            if let Some(file) = self.own_file(root) {
+                self.opened
+                    .insert(root.to_string(), Checkpoint::open(&file)?);
+            }
+            check(root, &expected, self.get(root)?)?;
+        }
+        Ok(())
+    }
+
+    /// The file or folder to open for the weights under `root`; `None` where the source has opened it already.
+    fn own_file(&self, root: &str) -> Option<PathBuf> {
+        let controlnets = self.controlnets.iter().enumerate();
+        let mut controlnets = controlnets.filter(|(which, _)| controlnet::root(*which) == root);
+        if let Some((_, path)) = controlnets.next() {
+            return Some(path.clone());
+        }
+        match &self.origin {
+            Origin::Source(_) => None,
+            Origin::Folders { dir, suffix } => {
+                let file = match root {
+                    UNET => UNET_FILE,
+                    _ => TEXT_ENCODER_FILE,
+                };
+                let folder = dir.join(format!("{root}{suffix}"));
+                match folder.join(file) {
+                    path if path.is_file() => Some(path),
+                    _ => Some(folder),
+                }
+            }
+        }
+    }
+
+    /// The checkpoint with the weights under `root`.
+    fn get(&self, root: &str) -> Result<&Checkpoint, PipelineError> {
+        if let Some(checkpoint) = self.opened.get(root) {
+            return Ok(checkpoint);
+        }
+        let unknown = || PipelineError::UnknownPart(root.to_string());
+        match &self.origin {
+            Origin::Folders { .. } => Err(unknown()),
+            Origin::Source(source) => {
+                let part = Part::from_name(root).ok_or_else(unknown)?;
+                let component = source.component(part)?;
+                Ok(&component.checkpoint)
+            }
+        }
+    }
+
+    /// The programs for weights as the files have them, but for those that LoRAs are merged into.
+    ///
+    /// # Errors
+    /// None for programs that were traced.
+    pub(super) fn as_stored(
+        &self,
+        traced: TracedModel,
+        adapter: Option<&Adapter>,
+    ) -> Result<TracedModel, PipelineError> {
+        let stored = |name: &str| {
+            let (root, key) = root_and_key(name);
+            let is_changed = adapter.is_some_and(|adapter| adapter.changes(root, key));
+            let shape = self.get(root).ok()?.info(key).filter(|_| !is_changed);
+            shape.map(|shape| shape.dtype)
+        };
+        Ok(traced.with_stored_weights(&stored)?)
+    }
+
+    /// Reads the weights `slots` while those before them are put on the devices, with the LoRAs' updates, and gives their
+    /// arrays to `take`.
+    ///
+    /// # Errors
+    /// When a weight is missing, cannot be read or put on the devices; what `take` fails with.
+    pub(super) fn read(
+        &self,
+        session: &Session,
+        adapter: Option<&Adapter>,
+        slots: &[Slot],
+        take: &mut TakeWeight<'_>,
+    ) -> Result<(), PipelineError> {
+        fn root(slot: &Slot) -> &str {
+            root_and_key(&slot.name).0
+        }
+        for slots in slots.chunk_by(|a, b| root(a) == root(b)) {
+            let root = root(&slots[0]);
+            let wanted: Vec<(&str, DType)> = slots
+                .iter()
+                .map(|slot| (root_and_key(&slot.name).1, slot.shape.dtype))
+                .collect();
+            // As many tensors come as are asked for, in their order.
+            let mut specs = slots.iter().map(|slot| &slot.spec);
+            self.get(root)?.read_all_with(&wanted, |key, tensor| {
+                if let Some(adapter) = adapter {
+                    let data = std::mem::take(&mut tensor.data);
+                    let given = HostTensor::new(tensor.shape.clone(), data)?;
+                    *tensor = adapter.apply(root, key, given)?;
+                }
+                match specs.next() {
+                    Some(spec) => take(session.put(tensor, spec)?),
+                    None => Ok(()),
+                }
+            })?;
+        }
+        Ok(())
+    }
+}
+
+/// Compares a part's tensors with what a program declares of it.
+fn check(
+    root: &str,
+    expected: &Expected<'_>,
+    checkpoint: &Checkpoint,
+) -> Result<(), PipelineError> {
+    let Err(mut error) = match_parameters(expected, checkpoint) else {
+        return Ok(());
+    };
+    // Generating uses a half of the VAE, or both.
+    if root == VAE {
+        let has = |part: &str| expected.iter().any(|(key, _)| key.starts_with(part));
+        let unused: Vec<&str> = VAE_PARTS.into_iter().filter(|part| !has(part)).collect();
+        let is_unused = |name: &str| unused.iter().any(|part| name.starts_with(part));
+        error.extra.retain(|(name, _)| !is_unused(name));
+    }
+    match error.missing.is_empty() && error.misshapen.is_empty() && error.extra.is_empty() {
+        true => Ok(()),
+        false => Err(error.into()),
+    }
+}
+
+/// A weight's part of the model and its key there.
+fn root_and_key(name: &str) -> (&str, &str) {
+    name.split_once('/').unwrap_or(("", name))
+}

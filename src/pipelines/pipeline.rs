@@ -1,0 +1,401 @@
+//! Models, their weights and their programs as one: requests in, images out.
+
+use std::thread;
+use std::time::Instant;
+
+use image::RgbImage;
+
+use crate::data::Tokenizer;
+use crate::emit::DotPrecision;
+use crate::models::DiffusionModel;
+use crate::quant::Policy;
+use crate::runtime::{Session, Slot};
+use crate::weights::lora::Adapter;
+
+use super::PipelineError;
+use super::batch::Phases;
+use super::conditioning::{Encoded, PromptEncoders};
+use super::generator::{CompiledModel, ImageGenerator, ModelOutput, SamplingOptions};
+use super::lora::{LoraChoice, adapter};
+use super::model_files::ModelFiles;
+use super::observer::{Event, Observer};
+use super::prepared::{ModelRequest, PromptReader, prepare};
+use super::request::GenerateRequest;
+use super::text_to_image::{DenoiseOptions, Guidance};
+use super::traced::TracedModel;
+use super::weights::{TakeWeight, WeightSource};
+
+/// A model that takes part in making images.
+pub struct PipelineModel {
+    pub model: DiffusionModel,
+    /// One for each text encoder.
+    pub tokenizers: Vec<Tokenizer>,
+    /// Whether an empty negative prompt is zeros instead of the encoding of an empty text.
+    pub zero_empty_prompts: bool,
+    pub files: ModelFiles,
+}
+
+impl PipelineModel {
+    fn prompt_reader(&self) -> PromptReader<'_> {
+        PromptReader {
+            tokenizers: &self.tokenizers,
+            scheduler: &self.model.scheduler,
+        }
+    }
+}
+
+/// What a pipeline is made of.
+pub struct PipelineOptions {
+    pub base: PipelineModel,
+    /// What takes the last steps. It has the base model's latents, and neither ControlNets nor LoRAs.
+    pub refiner: Option<PipelineModel>,
+    /// For the base model's weights.
+    pub loras: Vec<LoraChoice>,
+    pub guidance: Guidance,
+    pub quantization: Option<Policy>,
+    pub precision: DotPrecision,
+    /// Side of the blocks of pixels that are one place of a model of pixels; 1 for models of latents.
+    pub pixel_unshuffle: usize,
+    /// Most images that are made at once.
+    pub max_batch: usize,
+}
+
+impl PipelineOptions {
+    /// Checks what can be told of a request without devices and weights: prompts and steps.
+    ///
+    /// # Errors
+    /// When the refiner's latents are not the base model's, a prompt cannot be read or encoded, or the steps do not fit a model's schedule.
+    pub fn check(&self, request: &GenerateRequest) -> Result<(), PipelineError> {
+        self.check_refiner()?;
+        self.prepare(request, &mut |_| Ok(())).map(drop)
+    }
+
+    fn check_refiner(&self) -> Result<(), PipelineError> {
+        let Some(refiner) = &self.refiner else {
+            return Ok(());
+        };
+        let dims = [&self.base, refiner].map(|model| model.model.sample_dims(1));
+        if dims[0] == dims[1] {
+            return Ok(());
+        }
+        Err(PipelineError::Request(format!(
+            "{}: a refiner whose latents are {:?}; those of {} are {:?}",
+            refiner.files.path().display(),
+            &dims[1][1..],
+            self.base.files.path().display(),
+            &dims[0][1..]
+        )))
+    }
+
+    fn prepare(
+        &self,
+        request: &GenerateRequest,
+        observer: &mut Observer<'_>,
+    ) -> Result<(ModelRequest, Option<ModelRequest>), PipelineError> {
+        let refiner = self.refiner.as_ref().map(PipelineModel::prompt_reader);
+        prepare(
+            request,
+            &self.base.prompt_reader(),
+            refiner.as_ref(),
+            observer,
+        )
+    }
+}
+
+/// Seconds that a call took.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct GenerateSeconds {
+    /// Tracing the programs and opening the files of weights.
+    pub open: f64,
+    pub compile: f64,
+    /// Those of `compile` with nothing else to do.
+    pub compile_waited: f64,
+    pub phases: Phases,
+}
+
+/// What a call made.
+#[derive(Debug)]
+pub struct Generated {
+    /// In the order of [`GenerateRequest::images`].
+    pub images: Vec<RgbImage>,
+    /// Denoising steps, those of all batches and models together.
+    pub steps: usize,
+    pub seconds: GenerateSeconds,
+}
+
+/// Models on a session's devices, ready to make images.
+///
+/// Programs are compiled by the first call and used again by those of the same [`ProgramSizes`]. Weights are read when a
+/// program needs them, and let go before those of the next are read.
+pub struct Pipeline {
+    session: Session,
+    options: PipelineOptions,
+    programs: Option<Programs>,
+}
+
+/// What the programs are compiled for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct ProgramSizes {
+    /// Images made at once.
+    batch: usize,
+    /// Chunks of every prompt.
+    chunks: usize,
+    from_image: bool,
+}
+
+/// The compiled programs of all models.
+struct Programs {
+    sizes: ProgramSizes,
+    encoders: PromptEncoders,
+    base: ImageGenerator,
+    refiner: Option<CompiledModel>,
+    adapter: Option<Adapter>,
+}
+
+/// The programs of all models before they are compiled.
+struct TracedModels {
+    base: TracedModel,
+    refiner: Option<TracedModel>,
+    adapter: Option<Adapter>,
+}
+
+impl Pipeline {
+    /// Models for the devices of `session`.
+    ///
+    /// # Errors
+    /// When the refiner's latents are not the base model's.
+    pub fn open(session: Session, options: PipelineOptions) -> Result<Pipeline, PipelineError> {
+        options.check_refiner()?;
+        Ok(Pipeline {
+            session,
+            options,
+            programs: None,
+        })
+    }
+
+    pub fn session(&self) -> &Session {
+        &self.session
+    }
+
+    pub fn options(&self) -> &PipelineOptions {
+        &self.options
+    }
+
+    /// Makes the images of `request`.
+    ///
+    /// # Errors
+    /// When the request does not fit the models, files are not those of the models, weights cannot be read, a program
+    /// fails, or what it makes is not finite; what `observer` fails with.
+    pub fn generate(
+        &mut self,
+        request: &GenerateRequest,
+        observer: &mut Observer<'_>,
+    ) -> Result<Generated, PipelineError> {
+        let (base, refining) = self.options.prepare(request, observer)?;
+        let devices = self.session.devices().len();
+        let count = base.images.len().min(self.options.max_batch);
+        let sizes = ProgramSizes {
+            batch: count.max(1).next_multiple_of(devices),
+            chunks: base.chunks(),
+            from_image: request.init_image.is_some(),
+        };
+        let mut seconds = GenerateSeconds::default();
+        let (programs, encoded) = match self.programs.take().filter(|p| p.sizes == sizes) {
+            Some(programs) => {
+                let encoded = self.encode(&programs.encoders, programs.adapter.as_ref(), &base)?;
+                (programs, encoded)
+            }
+            None => self.compile(sizes, &base, &mut seconds, observer)?,
+        };
+        let programs = self.programs.insert(programs);
+
+        let mut steps = programs.base.steps(&base.images, &base.plans);
+        if let (Some(model), Some(refining)) = (&programs.refiner, &refining) {
+            steps += model.generator().steps(&refining.images, &refining.plans);
+        }
+        observer(Event::Started { steps }).map_err(PipelineError::Observer)?;
+        let (session, options) = (&self.session, &self.options);
+        let files = &options.base.files;
+        let read = |slots: &[Slot], take: &mut TakeWeight<'_>| {
+            files.read(session, programs.adapter.as_ref(), slots, take)
+        };
+        let sampling = SamplingOptions {
+            guidance_rescale: request.guidance_rescale,
+            zero_empty_prompts: options.base.zero_empty_prompts,
+            image: request.init_image.as_ref().map(|init| &init.image),
+            mask: request.init_image.as_ref().and_then(|i| i.mask.as_ref()),
+            controls: &request.controls,
+            latents: request.latents.as_ref(),
+            preview_every: request.preview_every,
+            ..SamplingOptions::new(&base.plans)
+        };
+        let mut output = programs.base.run(
+            session,
+            &WeightSource::Files(&read),
+            &base.images,
+            encoded,
+            &sampling,
+            observer,
+        )?;
+        if let (Some(compiled), Some(model), Some(refining)) =
+            (&programs.refiner, &options.refiner, &refining)
+        {
+            output = refine(
+                session, compiled, model, refining, &sampling, output, observer,
+            )?;
+        }
+        seconds.phases = output.phases;
+        Ok(Generated {
+            images: output.images,
+            steps,
+            seconds,
+        })
+    }
+
+    /// The prompts of `request` as the base model takes them.
+    fn encode(
+        &self,
+        encoders: &PromptEncoders,
+        adapter: Option<&Adapter>,
+        request: &ModelRequest,
+    ) -> Result<Encoded, PipelineError> {
+        let files = &self.options.base.files;
+        let read = |slots: &[Slot], take: &mut TakeWeight<'_>| {
+            files.read(&self.session, adapter, slots, take)
+        };
+        encoders.run(&self.session, &WeightSource::Files(&read), &request.images)
+    }
+
+    /// Compiles all programs, and encodes the prompts of `request` meanwhile.
+    fn compile(
+        &mut self,
+        sizes: ProgramSizes,
+        request: &ModelRequest,
+        seconds: &mut GenerateSeconds,
+        observer: &mut Observer<'_>,
+    ) -> Result<(Programs, Encoded), PipelineError> {
+        let start = Instant::now();
+        let traced = self.trace(sizes, observer)?;
+        seconds.open = start.elapsed().as_secs_f64();
+
+        let start = Instant::now();
+        let (session, options) = (&self.session, &self.options);
+        let model = &options.base.model;
+        let (precision, unshuffle) = (options.precision, options.pixel_unshuffle);
+        let encoders = PromptEncoders::compile(session, model, &traced.base, precision)?;
+        let waited = start.elapsed().as_secs_f64();
+        let refiner = options.refiner.as_ref().map(|refiner| &refiner.model);
+        let compile = || {
+            let base = ImageGenerator::compile(session, model, &traced.base, precision, unshuffle)?;
+            let refiner = match (refiner, &traced.refiner) {
+                (Some(model), Some(traced)) => Some(CompiledModel::compile(
+                    session, model, traced, precision, unshuffle,
+                )?),
+                _ => None,
+            };
+            Ok::<_, PipelineError>((base, refiner, start.elapsed().as_secs_f64()))
+        };
+        // Prompts are encoded meanwhile, which waits for weights most of the time. The threads are other ones than those
+        // that read, which would wait for the compiler.
+        let threads = rayon::ThreadPoolBuilder::new()
+            .build()
+            .map_err(|error| PipelineError::Threads(error.to_string()))?;
+        let (encoded, encoded_at, compiled) = thread::scope(|scope| {
+            let compiled = scope.spawn(|| threads.install(compile));
+            let encoded = self.encode(&encoders, traced.adapter.as_ref(), request);
+            (encoded, start.elapsed().as_secs_f64(), compiled.join())
+        });
+        let compiled = compiled.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        let (base, refiner, compiled_at) = compiled?;
+        seconds.compile = compiled_at;
+        seconds.compile_waited = waited + (compiled_at - encoded_at).max(0.0);
+        let programs = Programs {
+            sizes,
+            encoders,
+            base,
+            refiner,
+            adapter: traced.adapter,
+        };
+        Ok((programs, encoded?))
+    }
+
+    /// Traces all programs for weights as the files have them. A checkpoint that does not fit is found here, before
+    /// anything is compiled.
+    fn trace(
+        &mut self,
+        sizes: ProgramSizes,
+        observer: &mut Observer<'_>,
+    ) -> Result<TracedModels, PipelineError> {
+        let options = &mut self.options;
+        let denoise = |model: &DiffusionModel| DenoiseOptions {
+            batch: sizes.batch,
+            tokens: model.tokens * sizes.chunks,
+            guidance: options.guidance,
+            quantization: options.quantization.clone(),
+        };
+        let model = &options.base.model;
+        let base = TracedModel::new(model, denoise(model), sizes.from_image)?;
+        let (base, refiner) = match &options.refiner {
+            None => (base, None),
+            Some(refiner) => {
+                let model = &refiner.model;
+                let refiner = TracedModel::new(model, denoise(model), false)?;
+                (base.handed_on(), Some(refiner))
+            }
+        };
+        options.base.files.open(&base)?;
+        if let (Some(model), Some(traced)) = (&mut options.refiner, &refiner) {
+            model.files.open(traced)?;
+        }
+        let adapter = adapter(&options.loras, &base, observer)?;
+        let base = options.base.files.as_stored(base, adapter.as_ref())?;
+        let refiner = match (&options.refiner, refiner) {
+            (Some(model), Some(traced)) => Some(model.files.as_stored(traced, None)?),
+            _ => None,
+        };
+        if let Some(policy) = &options.quantization {
+            for traced in [Some(&base), refiner.as_ref()].into_iter().flatten() {
+                let decisions = traced.decisions();
+                observer(Event::Quantized { policy, decisions })
+                    .map_err(PipelineError::Observer)?;
+            }
+        }
+        Ok(TracedModels {
+            base,
+            refiner,
+            adapter,
+        })
+    }
+}
+
+/// The last steps of images that the base model has begun.
+fn refine(
+    session: &Session,
+    compiled: &CompiledModel,
+    model: &PipelineModel,
+    request: &ModelRequest,
+    sampling: &SamplingOptions<'_>,
+    begun: ModelOutput,
+    observer: &mut Observer<'_>,
+) -> Result<ModelOutput, PipelineError> {
+    let read =
+        |slots: &[Slot], take: &mut TakeWeight<'_>| model.files.read(session, None, slots, take);
+    let sampling = SamplingOptions {
+        plans: &request.plans,
+        zero_empty_prompts: model.zero_empty_prompts,
+        image: None,
+        controls: &[],
+        latents: None,
+        continues: Some(&begun),
+        ..*sampling
+    };
+    let mut refined = compiled.run(
+        session,
+        &WeightSource::Files(&read),
+        &request.images,
+        &sampling,
+        observer,
+    )?;
+    refined.phases += begun.phases;
+    Ok(refined)
+}

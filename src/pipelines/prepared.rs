@@ -1,0 +1,150 @@
+//! A request as each model of a pipeline takes its part.
+
+use crate::data::Tokenizer;
+use crate::schedulers::{PlanOptions, SamplingPlan, SchedulerConfig, Start};
+
+use super::PipelineError;
+use super::batch::TokenizedImage;
+use super::observer::{Event, Observer};
+use super::prompt::{PromptSyntax, PromptTokens, align_chunks, encode_prompt};
+use super::request::{GenerateRequest, ImageRequest};
+
+/// The part of one model.
+pub(super) struct ModelRequest {
+    /// The images with their prompts as the model's text encoders take them.
+    pub images: Vec<TokenizedImage>,
+    /// The model's part of the steps, for each number of steps that images have.
+    pub plans: Vec<SamplingPlan>,
+}
+
+impl ModelRequest {
+    /// Chunks of every prompt.
+    pub fn chunks(&self) -> usize {
+        let first = self.images.first().and_then(|image| image.prompt.first());
+        first.map_or(1, |tokens| tokens.chunks.len())
+    }
+}
+
+/// One model's tokenizers and sampler.
+pub(super) struct PromptReader<'a> {
+    pub tokenizers: &'a [Tokenizer],
+    pub scheduler: &'a SchedulerConfig,
+}
+
+/// The parts of the base model and of the refiner, if there is one.
+///
+/// # Errors
+/// When a prompt cannot be read or encoded, or the steps do not fit a schedule.
+pub(super) fn prepare(
+    request: &GenerateRequest,
+    base: &PromptReader<'_>,
+    refiner: Option<&PromptReader<'_>>,
+    observer: &mut Observer<'_>,
+) -> Result<(ModelRequest, Option<ModelRequest>), PipelineError> {
+    let mut steps: Vec<usize> = request.images.iter().map(|image| image.steps).collect();
+    steps.sort_unstable();
+    steps.dedup();
+    // All tokenizers at once, so that the prompts of all models have as many chunks.
+    let refining = refiner.into_iter().flat_map(|refiner| refiner.tokenizers);
+    let tokenizers: Vec<&Tokenizer> = base.tokenizers.iter().chain(refining).collect();
+    let mut images = tokenize(
+        &tokenizers,
+        &request.images,
+        &steps,
+        request.prompt_syntax,
+        observer,
+    )?;
+    let of_refiner = split_off(&mut images, base.tokenizers.len());
+    let plans = |scheduler: &SchedulerConfig, start: Start, end: Option<f64>| {
+        let plan = |steps: &usize| {
+            scheduler.plan(&PlanOptions {
+                start,
+                end,
+                eta: request.eta,
+                use_clipped_model_output: true,
+                ..PlanOptions::new(*steps)
+            })
+        };
+        steps.iter().map(plan).collect::<Result<Vec<_>, _>>()
+    };
+    let start = Start::Strength(match request.init_image {
+        Some(_) => request.strength,
+        None => 1.0,
+    });
+    let handover = &request.handover;
+    let end = refiner.map(|_| handover.denoising_end);
+    let base = ModelRequest {
+        plans: plans(base.scheduler, start, end)?,
+        images,
+    };
+    let refiner = match refiner {
+        None => None,
+        Some(refiner) => Some(ModelRequest {
+            plans: plans(
+                refiner.scheduler,
+                Start::After(handover.denoising_start),
+                None,
+            )?,
+            images: of_refiner,
+        }),
+    };
+    Ok((base, refiner))
+}
+
+/// Images with the tokens of their prompts for every text encoder, all of as many chunks. `observer` is told what of a
+/// prompt is lost.
+///
+/// # Errors
+/// When a prompt cannot be read or encoded; what `observer` fails with.
+pub fn tokenize(
+    tokenizers: &[&Tokenizer],
+    requests: &[ImageRequest],
+    steps: &[usize],
+    syntax: PromptSyntax,
+    observer: &mut Observer<'_>,
+) -> Result<Vec<TokenizedImage>, PipelineError> {
+    let mut told = Vec::new();
+    let mut encode = |text: &str| -> Result<Vec<PromptTokens>, PipelineError> {
+        let tokens = tokenizers
+            .iter()
+            .map(|tokenizer| encode_prompt(tokenizer, text, syntax))
+            .collect::<Result<Vec<_>, _>>()?;
+        for warning in tokens.iter().flat_map(|t| &t.warnings) {
+            let warning = format!("'{text}': {warning}");
+            if !told.contains(&warning) {
+                observer(Event::Warning(&warning)).map_err(PipelineError::Observer)?;
+                told.push(warning);
+            }
+        }
+        Ok(tokens)
+    };
+    let mut images = requests
+        .iter()
+        .map(|request| {
+            Ok(TokenizedImage {
+                plan: steps.iter().position(|s| *s == request.steps).unwrap_or(0),
+                guidance_scale: request.guidance_scale as f32,
+                prompt: encode(&request.prompt)?,
+                negative: encode(&request.negative_prompt)?,
+                negative_is_empty: request.negative_prompt.is_empty(),
+                seed: request.seed,
+            })
+        })
+        .collect::<Result<Vec<_>, PipelineError>>()?;
+    let mut all: Vec<&mut PromptTokens> = images
+        .iter_mut()
+        .flat_map(|image| image.prompt.iter_mut().chain(&mut image.negative))
+        .collect();
+    align_chunks(&mut all);
+    Ok(images)
+}
+
+/// The same images for a second model: takes the prompts after the first `own` text encoders off.
+fn split_off(images: &mut [TokenizedImage], own: usize) -> Vec<TokenizedImage> {
+    let split = |image: &mut TokenizedImage| TokenizedImage {
+        prompt: image.prompt.split_off(own.min(image.prompt.len())),
+        negative: image.negative.split_off(own.min(image.negative.len())),
+        ..*image
+    };
+    images.iter_mut().map(split).collect()
+}

@@ -1,0 +1,81 @@
+//! What a pipeline is asked for.
+
+use crate::host_tensor::HostTensor;
+
+use super::denoiser::ControlImage;
+use super::init_image::InitImage;
+use super::prompt::PromptSyntax;
+
+/// One image to make.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ImageRequest {
+    pub prompt: String,
+    pub negative_prompt: String,
+    pub seed: u64,
+    pub guidance_scale: f64,
+    pub steps: usize,
+}
+
+impl ImageRequest {
+    /// An image of `prompt` with diffusers' defaults: no negative prompt, guidance 7.5, 50 steps, and seed 0.
+    pub fn new(prompt: impl Into<String>) -> Self {
+        ImageRequest {
+            prompt: prompt.into(),
+            negative_prompt: String::new(),
+            seed: 0,
+            guidance_scale: 7.5,
+            steps: 50,
+        }
+    }
+}
+
+/// Images to make, and how; nothing of it compiles anything anew but the number of images, the length of the longest
+/// prompt, and whether there is an image to start from.
+#[derive(Clone, Debug)]
+pub struct GenerateRequest {
+    pub images: Vec<ImageRequest>,
+    pub prompt_syntax: PromptSyntax,
+    /// How much of the guided output's deviation is brought back to that of the prompt's alone.
+    pub guidance_rescale: f32,
+    /// Fresh noise in each step, for samplers that read it: 0 for none.
+    pub eta: f64,
+    pub init_image: Option<InitImage>,
+    /// The share of the steps that are taken from `init_image`.
+    pub strength: f64,
+    /// One for each of the base model's ControlNets.
+    pub controls: Vec<ControlImage>,
+    /// Unit normal noise to start from, `f32[images, channels, rows, columns]`, in place of the seeds'.
+    pub latents: Option<HostTensor>,
+    /// With a refiner, the share of the steps that the base model takes, and that after which the refiner goes on.
+    pub handover: Handover,
+    /// Steps from one preview of an image to the next.
+    pub preview_every: Option<usize>,
+}
+
+/// Shares of the steps: where the base model ends, and where the refiner goes on.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Handover {
+    pub denoising_end: f64,
+    pub denoising_start: f64,
+}
+
+impl GenerateRequest {
+    /// `images` from noise of their seeds.
+    pub fn new(images: Vec<ImageRequest>) -> Self {
+        GenerateRequest {
+            images,
+            prompt_syntax: PromptSyntax::Weighted,
+            guidance_rescale: 0.0,
+            eta: 0.0,
+            init_image: None,
+            strength: 1.0,
+            controls: Vec::new(),
+            latents: None,
+            handover: Handover {
+                denoising_end: 0.8,
+                denoising_start: 0.8,
+            },
+            preview_every: None,
+        }
+    }
+}

@@ -1,0 +1,153 @@
+//! What a training run records in its checkpoints, and whether it may go on from one.
+
+use serde_json::json;
+
+use crate::config::{Config, Derived, Quantization, Resume};
+use crate::models::unet::ROOT as UNET;
+use crate::models::{DiffusionModel, Part};
+use crate::pipelines::model_files::{TEXT_ENCODER_FILE, UNET_FILE};
+use crate::train::checkpoint::SavedCheckpoint;
+use crate::train::schedule::LearningRate;
+use crate::train::{EMA_SUFFIX, RunOptions, SCHEDULE_STEPS};
+
+use super::checkpoints::newest_checkpoint;
+use super::{Notice, Notify, RecipeError};
+
+/// How the loop runs, and what it records.
+pub(super) fn run_options(
+    config: &Config,
+    derived: &Derived,
+    model: &DiffusionModel,
+    tokenizer_json: &str,
+) -> Result<RunOptions, RecipeError> {
+    let mut deciding = config.fixed_on_resume();
+    // The same batch over another number of devices is the same training; a larger one is not.
+    deciding.insert(
+        "total_train_batch_size".to_string(),
+        derived.total_train_batch_size.into(),
+    );
+    if config.quantization != Quantization::Off {
+        deciding.insert(
+            "quantization_local_shard_count".to_string(),
+            derived.quantization_local_shard_count.into(),
+        );
+    }
+    let total =
+        u64::try_from(config.learning_rate_schedule_steps).unwrap_or(config.max_train_steps);
+    Ok(RunOptions {
+        max_train_steps: config.max_train_steps,
+        learning_rate: LearningRate {
+            peak: config.learning_rate,
+            warmup_steps: (total as f64 * config.warmup_steps_fraction) as u64,
+            total_steps: total,
+            decay: config.learning_rate_schedule,
+        },
+        seed: config.seed,
+        pixel_unshuffle: config.pixel_unshuffle as usize,
+        checkpoint_every: every(config.checkpoint_every),
+        checkpoints_total_limit: usize::try_from(config.checkpoints_total_limit).ok(),
+        max_nonfinite_steps: config.max_nonfinite_steps,
+        config: deciding,
+        quantization: json!({
+            "quantization": config.quantization.name(),
+            "use_qwix_quantization": config.use_qwix_quantization,
+            "quantization_local_shard_count": config.quantization_local_shard_count,
+        }),
+        files: files(config, model, tokenizer_json)?,
+        weight_files: vec![
+            (UNET.to_string(), UNET_FILE.to_string()),
+            (Part::TextEncoder.to_string(), TEXT_ENCODER_FILE.to_string()),
+        ],
+    })
+}
+
+/// The files of every checkpoint beside weights and state.
+fn files(
+    config: &Config,
+    model: &DiffusionModel,
+    tokenizer_json: &str,
+) -> Result<Vec<(String, Vec<u8>)>, RecipeError> {
+    let json = |value: &serde_json::Value| -> Result<Vec<u8>, RecipeError> {
+        serde_json::to_vec_pretty(value).map_err(RecipeError::failed)
+    };
+    let mut unet = serde_json::to_value(&model.unet).map_err(RecipeError::failed)?;
+    unet["_class_name"] = json!("UNet2DConditionModel");
+    let mut files = vec![
+        ("config.json".to_string(), json(&config.to_json())?),
+        (
+            "tokenizer.json".to_string(),
+            tokenizer_json.as_bytes().to_vec(),
+        ),
+        (format!("{UNET}/config.json"), json(&unet)?),
+    ];
+    if config.ema_decay > 0.0 {
+        files.push((format!("{UNET}{EMA_SUFFIX}/config.json"), json(&unet)?));
+    }
+    if let Some(text_encoder) = model.text_encoders.first() {
+        let value = serde_json::to_value(&text_encoder.config).map_err(RecipeError::failed)?;
+        files.push((format!("{}/config.json", Part::TextEncoder), json(&value)?));
+        if config.ema_decay > 0.0 {
+            files.push((
+                format!("{}{EMA_SUFFIX}/config.json", Part::TextEncoder),
+                json(&value)?,
+            ));
+        }
+    }
+    Ok(files)
+}
+
+/// Steps between two of something; `None` for never.
+pub(super) fn every(steps: i64) -> Option<u64> {
+    u64::try_from(steps).ok().filter(|n| *n > 0)
+}
+
+/// The checkpoint that this run continues.
+pub(super) fn saved_checkpoint(
+    config: &Config,
+    notify: &mut Notify<'_>,
+) -> Result<Option<SavedCheckpoint>, RecipeError> {
+    let folder = config.checkpoint_folder();
+    let found = newest_checkpoint(config, notify)?;
+    match (config.resume, &found) {
+        (Resume::Never, Some(saved)) => Err(RecipeError::Usage(format!(
+            "resume=never: {} holds checkpoints (newest: step {}); choose another run_name or output_dir",
+            folder.display(),
+            saved.state().step
+        ))),
+        (Resume::Must, None) => Err(RecipeError::Usage(format!(
+            "resume=must: there is no checkpoint in {}",
+            folder.display()
+        ))),
+        (Resume::Auto | Resume::Must | Resume::Never, _) => Ok(found),
+    }
+}
+
+/// Refuses to go on from a checkpoint of other training.
+///
+/// # Errors
+/// Lists every value that decides what is computed and differs.
+pub(super) fn check_saved(
+    saved: &SavedCheckpoint,
+    config: &Config,
+    options: &RunOptions,
+    notify: &mut Notify<'_>,
+) -> Result<(), RecipeError> {
+    // A key that the checkpoint's version did not know has its default there.
+    let defaults = Config::default().fixed_on_resume();
+    saved
+        .state()
+        .check_resume(&options.config, &defaults)
+        .map_err(RecipeError::failed)?;
+    let total = options.learning_rate.total_steps;
+    match saved.state().counters.get(SCHEDULE_STEPS) {
+        Some(&before) if before != total => notify(Notice::Warning(&format!(
+            "the learning rate's schedule was made for {before} steps and is now for {total}: from step {} on it goes on \
+             at {:.3e}; learning_rate_schedule_steps={before} keeps the old one (max_train_steps={})",
+            saved.state().step,
+            options.learning_rate.at(saved.state().step),
+            config.max_train_steps
+        ))),
+        Some(_) | None => {}
+    }
+    Ok(())
+}

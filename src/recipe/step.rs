@@ -1,0 +1,119 @@
+//! What a training step computes.
+
+use crate::config::{self, Config};
+use crate::models::DiffusionModel;
+use crate::train::optimizer::OptimizerOptions;
+use crate::train::step::{LossWeighting, StepOptions, Timesteps};
+
+use super::RecipeError;
+use super::formats::policy;
+use super::model::check_pixels;
+
+/// Refuses to train what cannot be trained yet.
+///
+/// # Errors
+/// Says what is missing.
+pub fn check_training(config: &Config, model: &DiffusionModel) -> Result<(), RecipeError> {
+    if !config.train_new_unet {
+        return Err(RecipeError::Usage(
+            "train_new_unet=False: starting from the weights of pretrained_model_name_or_path is not here yet; set \
+             train_new_unet=True to train from scratch"
+                .to_string(),
+        ));
+    }
+    if model.text_encoders.is_empty() || !config.train_text_encoder {
+        return Err(RecipeError::Usage(
+            "training works on prompts: give text_encoder_config and train_text_encoder=True (training on cached \
+             text embeddings is not here yet)"
+                .to_string(),
+        ));
+    }
+    check_pixels(config, model)
+}
+
+/// The training step for `batch` samples over all devices.
+pub fn step_options(
+    config: &Config,
+    batch: usize,
+    local_shards: usize,
+) -> Result<StepOptions, RecipeError> {
+    Ok(StepOptions {
+        batch,
+        optimizer: optimizer(config),
+        timesteps: timesteps(config),
+        loss_weighting: loss_weighting(config),
+        train_text_encoder: config.train_text_encoder,
+        quantization: policy(config, local_shards)?,
+    })
+}
+
+/// The settings of the update.
+pub fn optimizer(config: &Config) -> OptimizerOptions {
+    OptimizerOptions {
+        adam_b1: config.adam_b1,
+        adam_b2: config.adam_b2,
+        adam_eps: config.adam_eps,
+        adam_weight_decay: config.adam_weight_decay,
+        max_grad_value: config
+            .opt_enable_grad_clipping
+            .then_some(config.max_grad_value),
+        max_grad_norm: config
+            .opt_enable_grad_global_norm_clipping
+            .then_some(config.max_grad_norm),
+        ema_decay: (config.ema_decay > 0.0).then_some(config.ema_decay),
+    }
+}
+
+/// The timesteps that training draws: diffusers' `generate_timestep_weights`.
+fn timesteps(config: &Config) -> Timesteps {
+    let bias = &config.timestep_bias;
+    let steps = config.diffusion_scheduler_config.num_train_timesteps as usize;
+    let portion = (bias.portion * steps as f64) as usize;
+    let biased = match bias.strategy {
+        config::BiasStrategy::None => return Timesteps::Uniform,
+        config::BiasStrategy::Earlier => 0..portion,
+        config::BiasStrategy::Later => steps - portion..steps,
+        config::BiasStrategy::Range => bias.begin as usize..bias.end as usize,
+    };
+    let weight = |t| match biased.contains(&t) {
+        true => bias.multiplier,
+        false => 1.0,
+    };
+    Timesteps::Weighted((0..steps).map(weight).collect())
+}
+
+/// How the loss weighs timesteps: `snr_gamma` alone is min-SNR, as in MaxDiffusion.
+pub fn loss_weighting(config: &Config) -> LossWeighting {
+    let gamma = config.snr_gamma;
+    match config.loss_weighting {
+        config::LossWeighting::SnrPlusOne => LossWeighting::SnrPlusOne { gamma },
+        config::LossWeighting::None if gamma > 0.0 => LossWeighting::MinSnr { gamma },
+        config::LossWeighting::None => LossWeighting::None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::BiasStrategy;
+
+    #[test]
+    fn timesteps_are_biased_as_asked() {
+        let mut config = Config::default();
+        assert_eq!(timesteps(&config), Timesteps::Uniform);
+        config.diffusion_scheduler_config.num_train_timesteps = 8;
+        config.timestep_bias.multiplier = 3.0;
+        config.timestep_bias.begin = 2;
+        config.timestep_bias.end = 4;
+        for (strategy, biased) in [
+            (BiasStrategy::Earlier, 0..2),
+            (BiasStrategy::Later, 6..8),
+            (BiasStrategy::Range, 2..4),
+        ] {
+            config.timestep_bias.strategy = strategy;
+            let mut expected = vec![1.0; 8];
+            expected[biased].fill(3.0);
+            assert_eq!(timesteps(&config), Timesteps::Weighted(expected));
+        }
+    }
+}

@@ -1,0 +1,69 @@
+//! Why training ended without its result.
+
+use std::path::PathBuf;
+
+use crate::data::DataError;
+use crate::host_tensor::HostTensorError;
+use crate::metrics::MetricsError;
+use crate::runtime::RuntimeError;
+use crate::shape::Shape;
+use crate::shard::ShardError;
+
+use super::checkpoint::CheckpointError;
+use super::samples::SampleError;
+use super::step::StepError;
+
+/// Why training ended without its result.
+#[derive(Debug, thiserror::Error)]
+pub enum TrainError {
+    #[error(transparent)]
+    Step(#[from] StepError),
+    #[error(transparent)]
+    Shard(#[from] ShardError),
+    #[error(transparent)]
+    Runtime(#[from] RuntimeError),
+    #[error(transparent)]
+    Data(#[from] DataError),
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    #[error(transparent)]
+    Metrics(#[from] MetricsError),
+    #[error(transparent)]
+    HostTensor(#[from] HostTensorError),
+    #[error("the checkpoint {path}: {name}: expected {expected}, found {found}")]
+    Resume {
+        path: PathBuf,
+        name: String,
+        expected: Shape,
+        found: String,
+    },
+    #[error(
+        "loss or gradient was not finite in {count} steps in a row, the last being {step}; the weights are as before \
+         them and saved in {}; lower learning_rate, or clip gradients with opt_enable_grad_global_norm_clipping=True",
+        checkpoint.display()
+    )]
+    NotFinite {
+        step: u64,
+        count: u64,
+        checkpoint: PathBuf,
+    },
+    #[error("the training program has no value for its input {0}")]
+    UnknownInput(String),
+    #[error("the training program has a result {0} that the loop does not know")]
+    UnknownOutput(String),
+    #[error("sample images: {0}")]
+    Samples(#[from] SampleError),
+    #[error("{cause}; what was trained so far is saved in {}", checkpoint.display())]
+    Ended {
+        #[source]
+        cause: Box<TrainError>,
+        checkpoint: PathBuf,
+    },
+}
+
+impl TrainError {
+    /// Whether the model or its options are to blame, and not a file, a device or a compiler.
+    pub fn is_usage(&self) -> bool {
+        matches!(self, TrainError::Step(_) | TrainError::Shard(_))
+    }
+}

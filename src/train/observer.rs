@@ -1,0 +1,55 @@
+//! What a caller learns while a model is trained.
+
+use std::ops::ControlFlow;
+use std::path::Path;
+
+use crate::metrics::StepReport;
+use crate::quant::{Decision, Policy};
+
+/// What happens while a model is trained.
+#[derive(Clone, Copy, Debug)]
+pub enum TrainEvent<'a> {
+    /// What quantization decided for each contraction of the step.
+    Quantized {
+        policy: &'a Policy,
+        decisions: &'a [Decision],
+    },
+    /// The step is traced, and compiles next. `batch` is the number of samples of a step over all devices.
+    Traced {
+        parameters: usize,
+        batch: usize,
+    },
+    Compiled {
+        seconds: f64,
+        from_cache: bool,
+    },
+    /// The run goes on from this checkpoint.
+    Resumed {
+        checkpoint: &'a Path,
+    },
+    /// Steps `first..total` follow.
+    Started {
+        first: u64,
+        total: u64,
+    },
+    Step(&'a StepReport),
+    /// Loss or gradient was not finite, so that the step changed nothing; `skipped` of them so far.
+    Skipped {
+        step: u64,
+        loss: f64,
+        grad_norm: f64,
+        skipped: u64,
+    },
+    /// A checkpoint was written between two steps.
+    Saved {
+        checkpoint: &'a Path,
+    },
+    /// Images were made of the sample prompts.
+    Sampled {
+        step: u64,
+    },
+}
+
+/// Takes events as they come. After `Break`, training ends before its next step: the state is saved, and the outcome is
+/// [`super::Outcome::Stopped`]. `&mut |_| ControlFlow::Continue(())` ignores all.
+pub type TrainObserver<'a> = dyn FnMut(TrainEvent<'_>) -> ControlFlow<()> + 'a;

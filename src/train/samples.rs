@@ -1,0 +1,117 @@
+//! Sample images of a model while it is trained.
+
+use std::path::{Path, PathBuf};
+
+use crate::data::Tokenizer;
+use crate::emit::DotPrecision;
+use crate::models::DiffusionModel;
+use crate::pipelines::generator::{CompiledModel, SamplingOptions};
+use crate::pipelines::image_file::{ImageFileError, labelled_grid, visible_scale, write_numbered};
+use crate::pipelines::prompt::PromptSyntax;
+use crate::pipelines::text_to_image::{DenoiseOptions, Guidance};
+use crate::pipelines::traced::TracedModel;
+use crate::pipelines::{ImageRequest, PipelineError, WeightSource, tokenize};
+use crate::quant::Policy;
+use crate::runtime::{Array, Session};
+use crate::schedulers::SamplingPlan;
+
+/// Why sample images could not be made.
+#[derive(Debug, thiserror::Error)]
+pub enum SampleError {
+    #[error(transparent)]
+    Pipeline(#[from] PipelineError),
+    #[error(transparent)]
+    ImageFile(#[from] ImageFileError),
+    #[error("{}: {source}", path.display())]
+    Read {
+        path: PathBuf,
+        source: std::io::Error,
+    },
+}
+
+/// Which sample images are made, and when.
+#[derive(Clone, Debug)]
+pub struct SampleOptions {
+    /// Steps of training from one grid of images to the next.
+    pub every: u64,
+    /// Where the grids are written.
+    pub dir: PathBuf,
+    /// Images of captions as the model is trained on: brackets are text.
+    pub images: Vec<ImageRequest>,
+    pub plan: SamplingPlan,
+    pub guidance: Guidance,
+    pub quantization: Option<Policy>,
+}
+
+/// Gives the array of a weight, or of its moving average if there is one.
+pub type Weights<'a> = &'a dyn Fn(&str) -> Option<&'a Array>;
+
+/// Makes grids of sample images.
+pub(super) struct Samples<'a> {
+    pub session: &'a Session,
+    /// With the element types of the weights that the images are made with.
+    pub model: &'a DiffusionModel,
+    pub tokenizer: &'a Tokenizer,
+    pub precision: DotPrecision,
+    pub pixel_unshuffle: usize,
+    pub options: &'a SampleOptions,
+    /// Compiled for the first grid.
+    pub compiled: Option<CompiledModel>,
+}
+
+impl Samples<'_> {
+    /// Writes the grid of step `step`, and gives the bytes of its PNG file.
+    ///
+    /// # Errors
+    /// When a program does not compile or fails, or the file cannot be written.
+    pub fn make(&mut self, step: u64, weights: Weights<'_>) -> Result<Vec<u8>, SampleError> {
+        let compiled = match self.compiled.take() {
+            Some(compiled) => compiled,
+            None => self.compile()?,
+        };
+        let compiled = self.compiled.insert(compiled);
+        let options = self.options;
+        let images = tokenize(
+            &[self.tokenizer],
+            &options.images,
+            &[],
+            PromptSyntax::Plain,
+            &mut |_| Ok(()),
+        )?;
+        let output = compiled.run(
+            self.session,
+            &WeightSource::Devices(weights),
+            &images,
+            &SamplingOptions::new(std::slice::from_ref(&options.plan)),
+            &mut |_| Ok(()),
+        )?;
+        let columns = 4.min(output.images.len()) as u32;
+        let scale = output
+            .images
+            .first()
+            .map_or(1, |i| visible_scale(i.width()));
+        let labels: Vec<String> = options.images.iter().map(|i| i.prompt.clone()).collect();
+        let grid = labelled_grid(&output.images, &labels, columns, scale)?;
+        let path = write_numbered(&options.dir, &format!("step-{step:08}"), &grid, None)?;
+        read(&path)
+    }
+
+    fn compile(&self) -> Result<CompiledModel, PipelineError> {
+        let options = DenoiseOptions {
+            batch: self.options.images.len(),
+            tokens: self.model.tokens,
+            guidance: self.options.guidance,
+            quantization: self.options.quantization.clone(),
+        };
+        let traced = TracedModel::new(self.model, options, false)?;
+        let (session, unshuffle) = (self.session, self.pixel_unshuffle);
+        CompiledModel::compile(session, self.model, &traced, self.precision, unshuffle)
+    }
+}
+
+fn read(path: &Path) -> Result<Vec<u8>, SampleError> {
+    std::fs::read(path).map_err(|source| SampleError::Read {
+        path: path.to_owned(),
+        source,
+    })
+}
