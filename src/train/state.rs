@@ -146,11 +146,6 @@ impl TrainingState {
         })
     }
 
-    /// Completed steps.
-    pub fn step(&self) -> u64 {
-        self.step
-    }
-
     /// Whether no array was given to a step that failed.
     pub(super) fn is_whole(&self) -> bool {
         let mut parts = self.inputs.iter().zip(&self.arrays);
