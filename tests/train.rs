@@ -61,6 +61,12 @@ fn losses(out: &Path) -> Vec<f64> {
         .collect()
 }
 
+/// The values of two runs of as many steps, side by side.
+fn paired(a: &[f64], b: &[f64]) -> Vec<(f64, f64)> {
+    assert_eq!(a.len(), b.len());
+    a.iter().copied().zip(b.iter().copied()).collect()
+}
+
 /// A run that stops and continues must be the run without the pause, bit for bit, in int8 with its stochastic rounding;
 /// and pictures of the same seed must be the same, under new names.
 #[test]
@@ -96,6 +102,7 @@ fn a_continued_run_is_bit_for_bit_the_uninterrupted_one() {
     assert!(log.contains("continuing from"), "{log}");
     assert!(log.contains("int8 (AQT numerics)"), "{log}");
     assert_eq!(losses(&whole), losses(&parts));
+    // `tensor_files` gives the same files in the same order.
     for ((name, a), (_, b)) in tensor_files(&checkpoint(&whole, 4))
         .iter()
         .zip(tensor_files(&checkpoint(&parts, 4)).iter())
@@ -145,7 +152,7 @@ fn two_devices_compute_what_one_computes() {
             "per_device_batch_size=2",
         ],
     ));
-    for (a, b) in losses(&one).iter().zip(losses(&two)) {
+    for (a, b) in paired(&losses(&one), &losses(&two)) {
         // The same sums in another order, in f32, three updates deep.
         assert!((a - b).abs() < 1e-4 * a, "{a} {b}");
     }
@@ -158,9 +165,9 @@ fn bf16_activations_train_on_the_cpu() {
     succeed(&mut maxdiff("train", &float, &["max_train_steps=2"]));
     let overrides = ["max_train_steps=2", "activations_dtype=bfloat16"];
     succeed(&mut maxdiff("train", &bf16, &overrides));
-    for (a, b) in losses(&float).iter().zip(losses(&bf16)) {
+    for (a, b) in paired(&losses(&float), &losses(&bf16)) {
         // bf16 keeps 8 bits of each activation.
-        assert!(a != &b && (a - b).abs() < 0.02 * a, "{a} {b}");
+        assert!(a != b && (a - b).abs() < 0.02 * a, "{a} {b}");
     }
 }
 
