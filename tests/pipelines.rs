@@ -18,8 +18,10 @@ use maxdiff::pipelines::generator::{CompiledModel, ModelOutput, SamplingOptions}
 use maxdiff::pipelines::prompt::{PromptSyntax, encode_prompt};
 use maxdiff::pipelines::text_to_image::{DenoiseOptions, Guidance};
 use maxdiff::pipelines::traced::TracedModel;
-use maxdiff::pipelines::{Event, Observer, PipelineError, TokenizedImage, WeightSource};
-use maxdiff::runtime::{Array, Session, Slot};
+use maxdiff::pipelines::{
+    Event, Observer, PipelineError, TakeWeight, TokenizedImage, WeightSource,
+};
+use maxdiff::runtime::{Session, Slot};
 use maxdiff::schedulers::{PlanOptions, SamplingPlan, SchedulerConfig, SchedulerKind, Start};
 use maxdiff::weights::Checkpoint;
 use maxdiff::weights::source::ModelSource;
@@ -251,7 +253,7 @@ impl Case {
             let checkpoint = &self.source.component(part)?.checkpoint;
             Ok(checkpoint.read_as(key, slot.shape.dtype)?)
         };
-        let read = |slots: &[Slot], show: &mut dyn FnMut(Array) -> Result<(), PipelineError>| {
+        let read = |slots: &[Slot], show: &mut TakeWeight<'_>| {
             slots
                 .iter()
                 .try_for_each(|slot| show(session.put(&tensor(slot)?, &slot.spec)?))
@@ -416,7 +418,7 @@ fn other_settings_compile_nothing() {
     };
     let rescaled = SamplingOptions {
         guidance_rescale: 0.7,
-        ..options.clone()
+        ..options
     };
     let first = case.run_images(&session, &pipeline, &pictures, &options);
     let second = case.run_images(&session, &pipeline, &pictures, &rescaled);
