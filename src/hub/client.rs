@@ -6,12 +6,12 @@ use std::path::Path;
 use std::time::Duration;
 
 use serde::Deserialize;
-use ureq::http::{Response, Uri, header};
+use ureq::http::{Response, header};
 use ureq::tls::{Certificate, PemItem, RootCerts, TlsConfig, parse_pem};
 use ureq::{Agent, Body, BodyReader};
 
-use super::name::{is_commit, is_hex, is_safe_path, percent_encoded};
-use super::{HubError, HubOptions, Progress, RepoId, Result, Revision, cache};
+use super::name::{is_commit, is_hex, is_safe_path};
+use super::{HubError, HubOptions, Progress, RepoId, Result, Revision, address, cache};
 
 /// More than the listing of any repository of models.
 const LARGEST_LISTING: u64 = 64 << 20;
@@ -118,7 +118,7 @@ impl<'a> Client<'a> {
         struct Sibling {
             rfilename: String,
         }
-        let encoded = percent_encoded(revision.as_str(), false);
+        let encoded = address::segment(revision.as_str());
         let url = format!(
             "{}/api/models/{repo}/revision/{encoded}",
             self.options.endpoint
@@ -233,7 +233,7 @@ impl<'a> Client<'a> {
     }
 
     pub fn file_url(&self, repo: &RepoId, commit: &str, name: &str) -> String {
-        let name = percent_encoded(name, true);
+        let name = address::path(name);
         format!("{}/{repo}/resolve/{commit}/{name}", self.options.endpoint)
     }
 
@@ -294,12 +294,20 @@ impl<'a> Client<'a> {
         from: Option<u64>,
         here: bool,
     ) -> Result<Response<Body>, Failure> {
-        let endpoint = origin(&self.options.endpoint);
-        let mut url = url.to_owned();
+        let answer = |url: &str, reason: String| HubError::Answer {
+            url: url.to_owned(),
+            reason,
+        };
+        let parsed = |text: &str| {
+            address::web(text).ok_or_else(|| answer(text, "it is no address of the web".to_owned()))
+        };
+        let endpoint = parsed(&self.options.endpoint)?.origin();
+        let mut url = parsed(url)?;
         for _ in 0..MOST_REDIRECTS {
-            let mut request = ureq::http::Request::builder().method(method).uri(&url);
+            let request = ureq::http::Request::builder();
+            let mut request = request.method(method).uri(url.as_str());
             if let Some(token) = &self.options.token
-                && origin(&url) == endpoint
+                && url.origin() == endpoint
             {
                 let value = format!("Bearer {}", token.secret());
                 request = request.header(header::AUTHORIZATION, value);
@@ -307,10 +315,7 @@ impl<'a> Client<'a> {
             if let Some(from) = from {
                 request = request.header(header::RANGE, format!("bytes={from}-"));
             }
-            let bad = |reason: String| HubError::Answer {
-                url: url.clone(),
-                reason,
-            };
+            let bad = |reason: String| answer(url.as_str(), reason);
             let request = request.body(()).map_err(|error| bad(error.to_string()))?;
             let response = self.agent.run(request).map_err(|error| match error {
                 ureq::Error::BadUri(reason) => Failure::Final(bad(reason)),
@@ -331,28 +336,25 @@ impl<'a> Client<'a> {
             let Some(location) = location.and_then(|value| value.to_str().ok()) else {
                 return Ok(response);
             };
-            let target = resolved(&url, location).ok_or_else(|| HubError::Redirect {
-                url: url.clone(),
+            let refused = |reason| HubError::Redirect {
+                url: url.to_string(),
                 location: location.to_owned(),
-                reason: "it is no address that starts with https:// or http://",
-            })?;
-            let elsewhere = origin(&target) != origin(&url);
+                reason,
+            };
+            let target = address::redirected(&url, location)
+                .ok_or_else(|| refused("it is no address that starts with https:// or http://"))?;
+            let elsewhere = target.origin() != url.origin();
             if here && (elsewhere || response.headers().contains_key("x-linked-etag")) {
                 return Ok(response);
             }
-            if url.starts_with("https://") && !target.starts_with("https://") {
-                return Err(Failure::Final(HubError::Redirect {
-                    url,
-                    location: location.to_owned(),
-                    reason: "what was asked for with encryption would come without",
-                }));
+            if url.scheme() == "https" && target.scheme() != "https" {
+                let reason = "what was asked for with encryption would come without";
+                return Err(Failure::Final(refused(reason)));
             }
             url = target;
         }
-        Err(Failure::Final(HubError::Answer {
-            url,
-            reason: format!("more than {MOST_REDIRECTS} redirects"),
-        }))
+        let reason = format!("more than {MOST_REDIRECTS} redirects");
+        Err(Failure::Final(answer(url.as_str(), reason)))
     }
 
     /// An answer that is a success; else what its status means.
@@ -464,35 +466,4 @@ pub(super) fn transient(error: &io::Error) -> Failure {
         reason: error.to_string(),
         wait: None,
     }
-}
-
-/// Scheme, host and port of an address of the web.
-pub(super) fn origin(url: &str) -> Option<(String, String, u16)> {
-    let uri: Uri = url.parse().ok()?;
-    let scheme = uri.scheme_str()?.to_ascii_lowercase();
-    let port = match scheme.as_str() {
-        "https" => 443,
-        "http" => 80,
-        _ => return None,
-    };
-    let host = uri.host().filter(|host| !host.is_empty())?;
-    Some((
-        scheme,
-        host.to_ascii_lowercase(),
-        uri.port_u16().unwrap_or(port),
-    ))
-}
-
-/// Where a redirect from `url` leads.
-fn resolved(url: &str, location: &str) -> Option<String> {
-    let (scheme, rest) = url.split_once("://")?;
-    let absolute = if location.starts_with("//") {
-        format!("{scheme}:{location}")
-    } else if location.starts_with('/') {
-        let authority = rest.split(['/', '?', '#']).next()?;
-        format!("{scheme}://{authority}{location}")
-    } else {
-        location.to_owned()
-    };
-    origin(&absolute).map(|_| absolute)
 }

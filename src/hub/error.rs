@@ -3,16 +3,19 @@
 use std::io;
 use std::path::PathBuf;
 
-use super::{RepoId, Revision, SelectError};
+use super::name::{InvalidRevision, RepoId, Revision};
+use crate::util::text::listed;
+use crate::weights::WeightsError;
+use crate::weights::source::SourceError;
+
+/// How many names an error shows.
+const SHOWN: usize = 12;
 
 /// Why the files of a repository could not be had.
 #[derive(Debug, thiserror::Error)]
 pub enum HubError {
-    #[error(
-        "revision='{revision}' cannot be the name of a branch, tag or commit; expected for example main, refs/pr/1 or 40 \
-         hexadecimal digits"
-    )]
-    Revision { revision: String },
+    #[error(transparent)]
+    Revision(#[from] InvalidRevision),
     #[error("{name}={value}: expected {expected}")]
     Variable {
         /// The environment variable or the file with the token.
@@ -168,7 +171,7 @@ impl HubError {
     pub fn is_usage(&self) -> bool {
         matches!(
             self,
-            HubError::Revision { .. }
+            HubError::Revision(_)
                 | HubError::Variable { .. }
                 | HubError::NoHome
                 | HubError::NoRepo { .. }
@@ -178,9 +181,48 @@ impl HubError {
     }
 }
 
+/// Why there is nothing to take.
+#[derive(Debug, thiserror::Error)]
+pub enum SelectError {
+    #[error("missing: {}", listed(names, SHOWN))]
+    Missing { names: Vec<String> },
+    #[error(
+        "it has its weights as PyTorch pickles only ({}), which run code when they are read; convert it where you trust it, \
+         in Python: diffusers.DiffusionPipeline.from_pretrained(\"{repo}\").save_pretrained(\"DIR\", \
+         safe_serialization=True), and name DIR",
+        listed(names, SHOWN)
+    )]
+    Pickles { repo: RepoId, names: Vec<String> },
+    #[error(
+        "several variants of one part and no default: {}; fetch one with `hf download` and name its folder",
+        listed(names, SHOWN)
+    )]
+    Variants { names: Vec<String> },
+    #[error(
+        "it has several files and none is the default: {}; {advice}",
+        listed(names, SHOWN)
+    )]
+    Several {
+        names: Vec<String>,
+        advice: &'static str,
+    },
+    #[error("it has {}, and not {expected}", listed(names, SHOWN))]
+    Other {
+        names: Vec<String>,
+        expected: &'static str,
+    },
+    #[error("{file}: not a JSON object: {reason}")]
+    Json { file: String, reason: String },
+    #[error(transparent)]
+    Index(#[from] WeightsError),
+    /// It is of a kind or family that is not wanted.
+    #[error(transparent)]
+    Model(#[from] SourceError),
+}
+
 /// Why no files were chosen: what is in the repository, or that this could not be found out.
 #[derive(Debug, thiserror::Error)]
-pub enum Fault {
+pub(super) enum Fault {
     #[error(transparent)]
     Select(#[from] SelectError),
     #[error(transparent)]

@@ -7,6 +7,7 @@
 //! Nothing that a server says is trusted: names of files and of cache entries are checked before they become paths,
 //! weights are compared with the SHA-256 that the hub names for them, and only safetensors are fetched, never pickles.
 
+mod address;
 mod cache;
 mod client;
 mod download;
@@ -19,14 +20,15 @@ use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::time::Duration;
 
-pub use error::{Fault, HubError};
-pub use name::{RepoId, Revision};
+pub use error::{HubError, SelectError};
+pub use name::{InvalidRevision, RepoId, Revision};
 pub use options::{HubOptions, Token};
-pub use select::{SelectError, Wanted};
+pub use select::Wanted;
 
 use cache::RepoCache;
 use client::Client;
 use download::Download;
+use error::Fault;
 use select::{Listing, Plan};
 
 type Result<T, E = HubError> = std::result::Result<T, E>;

@@ -2,8 +2,6 @@
 
 use std::fmt;
 
-use super::HubError;
-
 /// The longest name of an organization or a repository on the hub.
 const LONGEST: usize = 96;
 /// Endings that say that a name is one of a file here.
@@ -64,6 +62,16 @@ impl fmt::Display for RepoId {
     }
 }
 
+/// A text that cannot name a revision.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "revision='{revision}' cannot be the name of a branch, tag or commit; expected for example main, refs/pr/1 or 40 \
+     hexadecimal digits"
+)]
+pub struct InvalidRevision {
+    pub revision: String,
+}
+
 /// A branch, tag, pull request (`refs/pr/1`) or commit of a repository.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Revision(String);
@@ -72,14 +80,14 @@ impl Revision {
     /// Checks a name; the empty one is `main`.
     ///
     /// # Errors
-    /// [`HubError::Revision`] for what git does not allow, above all what would lead out of the cache.
-    pub fn parse(text: &str) -> Result<Revision, HubError> {
+    /// For what git does not allow, above all what would lead out of the cache.
+    pub fn parse(text: &str) -> Result<Revision, InvalidRevision> {
         let text = if text.is_empty() { "main" } else { text };
         let letters = |c: char| !c.is_control() && !" \\:?*[~^".contains(c);
         if text.len() <= 255 && text.chars().all(letters) && is_safe_path(text) {
             return Ok(Revision(text.to_owned()));
         }
-        Err(HubError::Revision {
+        Err(InvalidRevision {
             revision: text.to_owned(),
         })
     }
@@ -114,17 +122,4 @@ pub(super) fn is_hex(text: &str) -> bool {
 pub(super) fn is_safe_path(name: &str) -> bool {
     let fine = |part: &str| !part.is_empty() && part != "." && part != "..";
     !name.contains(['\0', '\\']) && name.split('/').all(fine)
-}
-
-/// A text as part of the path of an address; with `slashes`, those stay as they are.
-pub(super) fn percent_encoded(text: &str, slashes: bool) -> String {
-    let mut encoded = String::with_capacity(text.len());
-    for byte in text.bytes() {
-        let plain = byte.is_ascii_alphanumeric() || b"-._~".contains(&byte);
-        match plain || (slashes && byte == b'/') {
-            true => encoded.push(byte as char),
-            false => encoded.push_str(&format!("%{byte:02X}")),
-        }
-    }
-    encoded
 }

@@ -5,7 +5,8 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use super::{HubError, Result};
+use super::error::HubError;
+use super::{Result, address};
 
 const ENDPOINT: &str = "https://huggingface.co";
 /// Any of these forbids the network.
@@ -99,7 +100,7 @@ impl HubOptions {
 
         let endpoint = text("HF_ENDPOINT").unwrap_or_else(|| ENDPOINT.to_owned());
         let endpoint = endpoint.trim_end_matches('/').to_owned();
-        if super::client::origin(&endpoint).is_none() {
+        if address::web(&endpoint).is_none() {
             return Err(HubError::Variable {
                 name: "HF_ENDPOINT".to_owned(),
                 value: endpoint,

@@ -5,12 +5,12 @@ use std::path::Path;
 
 use serde_json::{Map, Value};
 
-use super::{Fault, HubError, RepoId};
+use super::error::{Fault, HubError, SelectError};
+use super::name::RepoId;
 use crate::models::family::Signs;
 use crate::models::{Family, Part};
-use crate::util::text::listed;
 use crate::weights::source::{SourceError, check_class, is_null, no_unet};
-use crate::weights::{Choice, WeightsError, choose, is_pickle, lora, parse_index};
+use crate::weights::{Choice, choose, is_pickle, lora, parse_index};
 
 const INDEX: &str = "model_index.json";
 const UNET_CONFIG: &str = "unet/config.json";
@@ -22,9 +22,6 @@ const TOKENIZER_OPTIONS: [&str; 3] = [
     "special_tokens_map.json",
     "added_tokens.json",
 ];
-/// How many names an error shows.
-const SHOWN: usize = 12;
-
 /// What is to be found in a repository.
 #[derive(Clone, Copy, Debug)]
 pub enum Wanted<'a> {
@@ -59,45 +56,6 @@ pub(super) struct Plan {
     pub open: String,
     /// Files whose absence decided what to take.
     pub absent: Vec<String>,
-}
-
-/// Why there is nothing to take.
-#[derive(Debug, thiserror::Error)]
-pub enum SelectError {
-    #[error("missing: {}", listed(names, SHOWN))]
-    Missing { names: Vec<String> },
-    #[error(
-        "it has its weights as PyTorch pickles only ({}), which run code when they are read; convert it where you trust it, \
-         in Python: diffusers.DiffusionPipeline.from_pretrained(\"{repo}\").save_pretrained(\"DIR\", \
-         safe_serialization=True), and name DIR",
-        listed(names, SHOWN)
-    )]
-    Pickles { repo: RepoId, names: Vec<String> },
-    #[error(
-        "several variants of one part and no default: {}; fetch one with `hf download` and name its folder",
-        listed(names, SHOWN)
-    )]
-    Variants { names: Vec<String> },
-    #[error(
-        "it has several files and none is the default: {}; {advice}",
-        listed(names, SHOWN)
-    )]
-    Several {
-        names: Vec<String>,
-        advice: &'static str,
-    },
-    #[error("it has {}, and not {expected}", listed(names, SHOWN))]
-    Other {
-        names: Vec<String>,
-        expected: &'static str,
-    },
-    #[error("{file}: not a JSON object: {reason}")]
-    Json { file: String, reason: String },
-    #[error(transparent)]
-    Index(#[from] WeightsError),
-    /// It is of a kind or family that is not wanted.
-    #[error(transparent)]
-    Model(#[from] SourceError),
 }
 
 type Read<'a> = &'a mut dyn FnMut(&str) -> Result<Vec<u8>, HubError>;

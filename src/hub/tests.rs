@@ -454,12 +454,21 @@ fn the_token_goes_to_the_endpoint_alone() {
 
 #[test]
 fn redirects_lead_to_the_web_only() {
-    for to in ["file:///etc/passwd", "ftp://127.0.0.1/x", "elsewhere"] {
+    for to in ["file:///etc/passwd", "ftp://127.0.0.1/x", "data:,x"] {
         let hub = Hub::of(pipeline());
         hub.server.fail("/revision/main", Fault::Redirect(to));
         let error = hub.fetch(MODEL).unwrap_err();
         assert!(matches!(error, HubError::Redirect { .. }), "{to}: {error}");
     }
+    // Relative to what was asked for.
+    let hub = Hub::of(pipeline());
+    let renamed = Fault::Redirect("../../../some/model/revision/main");
+    hub.server.fail("/revision/main", renamed);
+    hub.fetch(MODEL).unwrap();
+    assert_eq!(
+        hub.server.log()[1].path,
+        "/api/models/some/model/revision/main"
+    );
     let hub = Hub::of(pipeline());
     for _ in 0..20 {
         hub.server.fail(
