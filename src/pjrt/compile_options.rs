@@ -134,19 +134,6 @@ impl CompileOptions {
         self
     }
 
-    /// Whether the partitioner may choose the shardings of outputs that have none: one flag for
-    /// each output, or one for all.
-    pub fn allow_sharding_propagation_to_outputs(mut self, allow: Vec<bool>) -> Self {
-        self.build().allow_spmd_sharding_propagation_to_output = allow;
-        self
-    }
-
-    /// As [`Self::allow_sharding_propagation_to_outputs`], for parameters.
-    pub fn allow_sharding_propagation_to_parameters(mut self, allow: Vec<bool>) -> Self {
-        self.build().allow_spmd_sharding_propagation_to_parameters = allow;
-        self
-    }
-
     /// With the folder in which XLA's compiler for GPUs finds `bin/ptxas` and `nvvm/libdevice`; other compilers do not
     /// read it.
     pub fn with_cuda_data_dir(self, dir: Option<&Path>) -> Self {

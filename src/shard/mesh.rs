@@ -3,36 +3,8 @@
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
-use super::layout::slice_order;
+use super::layout::{DeviceDescription, slice_order};
 use super::{Axis, Group, MESH_NAME, ShardError};
-
-/// One device as its PJRT description states it.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct DeviceDescription {
-    /// Global id. In a multi-slice topology ids are not a count from 0.
-    pub id: i64,
-    /// `slice_index`; 0 where the plugin gives none (one slice, CPU).
-    pub slice_index: i64,
-    /// Position of the chip in its slice (`coords`); empty where the plugin gives none.
-    pub coords: Vec<i64>,
-    /// Which of the chip's devices this is (`core_on_chip`); 0 where the plugin gives none.
-    pub core_on_chip: i64,
-}
-
-impl DeviceDescription {
-    /// Devices of which nothing is known but how many there are, numbered slice by slice: enough for a mesh's sizes,
-    /// and for programs, which name axes and not devices.
-    pub fn numbered(per_slice: i64, slices: i64) -> Vec<DeviceDescription> {
-        (0..per_slice * slices)
-            .map(|id| DeviceDescription {
-                id,
-                slice_index: id / per_slice,
-                coords: Vec::new(),
-                core_on_chip: 0,
-            })
-            .collect()
-    }
-}
 
 /// The `dcn_*_parallelism` and `ici_*_parallelism` of a configuration, in the order of
 /// [`Axis::ALL`]; -1 takes what is left, at most once in each group.

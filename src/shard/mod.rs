@@ -11,7 +11,8 @@ mod plan;
 mod rules;
 mod spec;
 
-pub use mesh::{DeviceDescription, Mesh, Parallelism};
+pub use layout::DeviceDescription;
+pub use mesh::{Mesh, Parallelism};
 pub use plan::{ShardPlan, ShardingText};
 pub use rules::{LogicalAxisRule, LogicalAxisRules, Unsharded};
 pub use spec::PartitionSpec;

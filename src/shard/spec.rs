@@ -40,11 +40,6 @@ impl PartitionSpec {
         &self.dims
     }
 
-    /// Whether every device of `mesh` holds the whole tensor.
-    pub fn is_replicated(&self, mesh: &Mesh) -> bool {
-        self.dims.iter().all(|axes| mesh.product(axes) == 1)
-    }
-
     /// The Shardy attribute, `#sdy.sharding<@mesh, [{"data", "fsdp"}, {}]>`. Dimensions are
     /// closed: the partitioner may not split them further.
     pub fn to_sdy(&self) -> String {
@@ -174,11 +169,5 @@ mod tests {
             "dimension 0 of latents has size 12, not divisible by 8 (data=2 x fsdp=4)"
         );
         assert!(spec.local_shape("x", &[16], &mesh).is_err());
-        let tensor = PartitionSpec::new(vec![vec![Axis::Tensor]]).unwrap();
-        assert!(
-            tensor.is_replicated(&mesh),
-            "an axis of size 1 splits nothing"
-        );
-        assert!(!spec.is_replicated(&mesh));
     }
 }

@@ -15,13 +15,19 @@ use serde::Deserialize;
 use serde::de::{Deserializer, MapAccess, Visitor};
 
 use super::WeightsError;
-use super::save::TensorSpec;
 use crate::dtype::DType;
 use crate::shape::Shape;
 
 /// The `safetensors` crate's own limit.
 pub(super) const MAX_HEADER_BYTES: u64 = 100_000_000;
 const METADATA_KEY: &str = "__metadata__";
+
+/// A tensor to be written: its bytes come later.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TensorSpec {
+    pub name: String,
+    pub shape: Shape,
+}
 
 /// A tensor's place in its file.
 #[derive(Debug)]

@@ -5,7 +5,8 @@ use std::collections::BTreeMap;
 use std::io::{self, Write};
 use std::path::Path;
 
-use super::{WeightsError, header};
+use super::WeightsError;
+use super::header::{self, TensorSpec};
 use crate::dtype::DType;
 use crate::shape::Shape;
 use crate::util::files::{
@@ -14,13 +15,6 @@ use crate::util::files::{
 
 /// What a tensor's source may fail with.
 pub type FetchError = Box<dyn std::error::Error + Send + Sync>;
-
-/// A tensor to be written: its bytes come later.
-#[derive(Clone, Debug, PartialEq)]
-pub struct TensorSpec {
-    pub name: String,
-    pub shape: Shape,
-}
 
 /// A tensor to be written, with its bytes: row-major, little-endian.
 #[derive(Clone, Copy, Debug)]

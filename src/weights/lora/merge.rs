@@ -6,7 +6,8 @@ use ndarray::linalg::general_mat_mul;
 use ndarray::{Array2, ArrayViewMut2};
 use rayon::prelude::*;
 
-use super::{LoraError, LoraFile, LoraRanks, weight_name};
+use super::file::{Layer, LoraFile};
+use super::{LoraError, LoraRanks, weight_name};
 use crate::dtype::DType;
 use crate::host_tensor::HostTensor;
 use crate::shape::Shape;
@@ -28,17 +29,6 @@ pub struct Adapter {
 pub(super) struct Patched {
     pub dims: Vec<usize>,
     pub layers: Vec<Layer>,
-}
-
-/// One update: names of the factors' tensors, and what their product is multiplied with.
-#[derive(Clone, Debug)]
-pub(super) struct Layer {
-    /// Index of the file.
-    pub file: usize,
-    pub down: String,
-    pub up: String,
-    pub rank: usize,
-    pub scale: f64,
 }
 
 /// The factors of a weight's whole update `up @ down`, in `f32`.

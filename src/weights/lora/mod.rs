@@ -14,6 +14,7 @@ mod dialects;
 mod file;
 mod merge;
 mod mismatch;
+mod resolve;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -23,8 +24,6 @@ pub use file::LoraFile;
 pub(crate) use file::{CONFIG_FILE, FILES};
 pub use merge::{Adapter, Factors};
 pub use mismatch::{LoraFamily, LoraMismatch, MisshapenModule, UnmatchedModule};
-
-use merge::{Layer, Patched};
 
 use super::WeightsError;
 use crate::host_tensor::HostTensorError;

@@ -7,7 +7,6 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value};
 
 use super::keys::{self, Converted};
-use super::single_file::is_inpainting;
 use super::{
     Component, Ignored, Layout, ModelSource, SourceError, io_error, read_json, read_scheduler,
 };
@@ -193,4 +192,11 @@ fn entries(dir: &Path) -> Result<Vec<String>, SourceError> {
     }
     names.sort();
     Ok(names)
+}
+
+/// Whether a UNet with this configuration takes a mask and a masked image beside the sample.
+pub(super) fn is_inpainting(unet: &Map<String, Value>) -> bool {
+    // Both are 4 where a configuration does not say.
+    let channels = |field: &str| unet.get(field).and_then(Value::as_u64).unwrap_or(4);
+    channels("in_channels") == 2 * channels("out_channels") + 1
 }

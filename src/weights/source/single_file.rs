@@ -6,6 +6,7 @@ use std::path::Path;
 use serde_json::{Map, Value, json};
 
 use super::detect::{Detected, detect};
+use super::folder::is_inpainting;
 use super::keys::{self, Converted};
 use super::structure::{self, Tensors};
 use super::{Component, Ignored, Layout, ModelSource, SourceError};
@@ -57,13 +58,6 @@ pub(super) fn open(path: &Path) -> Result<ModelSource, SourceError> {
         ignored: ignored.into_list(),
         notes,
     })
-}
-
-/// Whether a UNet with this configuration takes a mask and a masked picture beside the sample.
-pub(super) fn is_inpainting(unet: &Map<String, Value>) -> bool {
-    // Both are 4 where a configuration does not say.
-    let channels = |field: &str| unet.get(field).and_then(Value::as_u64).unwrap_or(4);
-    channels("in_channels") == 2 * channels("out_channels") + 1
 }
 
 /// One part by the names of diffusers or transformers.
