@@ -14,6 +14,7 @@ mod init;
 pub mod kernel;
 pub mod op;
 pub mod random;
+pub mod scopes;
 mod stage;
 mod vjp;
 mod vjp_contract;

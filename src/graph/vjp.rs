@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use crate::shape::Shape;
 
 use super::op::{Binary, Comparison, Op, PadDim, Reduction, ScatterKind, Unary};
+use super::scopes::{BACKWARD, GRADIENT};
 use super::vjp_contract::{conv_lhs, conv_rhs, dot_lhs, dot_rhs};
 use super::vjp_index::{gather_operand, scatter_updates};
 use super::{Builder, GraphError, Tensor};
@@ -175,7 +176,10 @@ impl<'a> Pass<'a> {
             });
         }
         let node = self.b.with_graph(|g| g.nodes[id as usize].clone());
-        let b = self.b.without_remat().at(format!("backward/{}", site.path));
+        let b = self
+            .b
+            .without_remat()
+            .at(format!("{BACKWARD}/{}", site.path));
         let copy = b.copy_node(&node, &operands)?;
         self.recomputed.insert(id, copy);
         Ok(copy)
@@ -245,15 +249,14 @@ impl<'a> Pass<'a> {
             if !self.active[operand as usize] {
                 continue;
             }
-            let suffix = if self.weight_only[operand as usize] {
-                "/gradient"
-            } else {
-                ""
-            };
+            let path = format!("{BACKWARD}/{}", site.path);
             let b = self
                 .b
                 .without_remat()
-                .at(format!("backward/{}{suffix}", site.path));
+                .at(match self.weight_only[operand as usize] {
+                    true => format!("{path}/{GRADIENT}"),
+                    false => path,
+                });
             if let Some(cotangent) = self.operand_cotangent(&b, id, &site, position, g)? {
                 self.accumulate(&b, operand, 0, cotangent)?;
             }

@@ -2,6 +2,7 @@
 
 use crate::dtype::DType;
 use crate::graph::random::{Key, rounding_noise};
+use crate::graph::scopes::RANGE_FINDING;
 use crate::graph::{
     Builder, Comparison, ContractionQuant, ConvDims, DotDims, Graph, GraphError, Node,
     NumericsConvention, Op, OperandQuant, Reduction, Rounding, Tensor, Unary,
@@ -111,7 +112,7 @@ fn quantize(
     let mut kept = kept.to_vec();
     kept.sort_unstable();
     let reduced: Vec<usize> = (0..shape.rank()).filter(|d| !kept.contains(d)).collect();
-    let range = b.at(format!("{}/range_finding", b.path()));
+    let range = b.at(format!("{}/{RANGE_FINDING}", b.path()));
     let mut absmax = range.reduce(Reduction::Max, range.abs(x)?, &reduced)?;
     let one = b.full(&b.shape(absmax), 1.0)?;
     if quant.convention == NumericsConvention::Aqt {

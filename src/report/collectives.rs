@@ -7,13 +7,12 @@ use crate::proto::xla::{
     HloInstructionProto, IotaReplicaGroupListProto, MeshAxesReplicaGroupListProto,
 };
 
-use super::program::{Program, Site, attribute, bytes};
-use super::purpose::Provenance;
+use super::instruction::{attribute, bytes, is_megascale};
+use super::program::{Program, Site};
+use super::purpose::{Provenance, Transfer};
+use super::runs::RunCounts;
 use super::{ByPurpose, Collective, Link, Purpose};
 
-/// Host transfers of this handler are the TPU runtime's traffic between slices.
-const MEGASCALE: &str = "xla_megascale_runtime";
-const HANDLER: &str = "_xla_host_transfer_handler_name";
 const TRANSFER_TYPE: &str = "_xla_megascale_transfer_type";
 const REDUCE_OPERATION: &str = "_xla_megascale_reduce_operation";
 /// Marks the kernels over which the TPU compiler spreads one collective, to overlap it with others.
@@ -24,13 +23,14 @@ const SEND_RECV_PAIRS: &str = "_xla_send_recv_source_target_pairs";
 /// its operands.
 pub(super) fn collectives(
     program: &Program<'_>,
+    counts: &RunCounts<'_>,
     slice_of_partition: &[i64],
     provenance: &Provenance<'_>,
 ) -> Vec<Collective> {
-    let links = Links::new(program, slice_of_partition);
+    let links = Links::new(program, counts, slice_of_partition);
     let mut chains = HashSet::new();
     let mut list = Vec::new();
-    for (site, runs) in program.running() {
+    for (site, runs) in counts.running() {
         let instruction = program.instruction(site);
         let Some(kind) = kind(program, site) else {
             continue;
@@ -46,7 +46,12 @@ pub(super) fn collectives(
                 continue;
             }
         }
-        let is_extremum = is_extremum(program, site);
+        let transfer = match kind.as_str() {
+            "all-gather" => Transfer::Gather,
+            "all-reduce" | "reduce-scatter" if is_extremum(program, site) => Transfer::Extremum,
+            "all-reduce" | "reduce-scatter" => Transfer::Sum,
+            _ => Transfer::Move,
+        };
         let mut by_purpose: BTreeMap<Purpose, (u64, String)> = BTreeMap::new();
         let operands: Vec<Site> = match instruction.opcode.as_str() {
             // The second operand of a send is its token.
@@ -54,8 +59,7 @@ pub(super) fn collectives(
             _ => program.operands(site).collect(),
         };
         for (number, operand) in operands.into_iter().enumerate() {
-            let (purpose, op_name) =
-                provenance.of(site, number, operand, kind == "all-gather", is_extremum);
+            let (purpose, op_name) = provenance.of(site, number, operand, transfer);
             let entry = by_purpose.entry(purpose).or_insert((0, op_name));
             let shape = program.instruction(operand).shape.as_ref();
             entry.0 += shape.map_or(0, bytes);
@@ -118,24 +122,6 @@ fn kind(program: &Program<'_>, site: Site) -> Option<String> {
     }
 }
 
-/// Collectives without the suffix of their halves.
-pub(super) fn is_collective(opcode: &str) -> bool {
-    matches!(
-        opcode,
-        "all-reduce"
-            | "all-gather"
-            | "reduce-scatter"
-            | "all-to-all"
-            | "ragged-all-to-all"
-            | "collective-permute"
-            | "collective-broadcast"
-    )
-}
-
-pub(super) fn is_megascale(instruction: &HloInstructionProto) -> bool {
-    attribute(instruction, HANDLER) == Some(MEGASCALE)
-}
-
 /// Whether the collective takes a maximum or minimum, as range finding does and sums do not.
 fn is_extremum(program: &Program<'_>, site: Site) -> bool {
     if let Some(operation) = attribute(program.instruction(site), REDUCE_OPERATION) {
@@ -157,12 +143,12 @@ impl<'a> Links<'a> {
     /// The TPU compiler makes one program for a slice: its groups number the devices of that
     /// slice alone, and all that leaves it is a megascale transfer. Other compilers number all
     /// devices.
-    fn new(program: &Program<'_>, slice_of_partition: &'a [i64]) -> Self {
+    fn new(program: &Program<'_>, counts: &RunCounts<'_>, slice_of_partition: &'a [i64]) -> Self {
         let own = program.module.device_assignment.as_ref().map(|a| {
             i64::from(a.computation_count).saturating_mul(i64::from(a.replica_count.max(1)))
         });
         let all = i64::try_from(slice_of_partition.len()).unwrap_or(i64::MAX);
-        let has_megascale = program
+        let has_megascale = counts
             .running()
             .any(|(site, _)| is_megascale(program.instruction(site)));
         let slice_local = has_megascale || own.is_some_and(|own| own < all);

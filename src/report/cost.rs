@@ -2,74 +2,19 @@
 
 use std::collections::BTreeMap;
 
-use serde::Deserialize;
-
 use crate::proto::xla::{HloInstructionProto, PrimitiveType, ShapeProto, WindowDimension};
 
-use super::collectives::is_collective;
-use super::program::{Program, Site, bits, elements, type_name};
-
-/// What the TPU and GPU compilers write on an instruction, as far as reports read it.
-#[derive(Debug, Default, Deserialize)]
-pub(super) struct BackendConfig {
-    #[serde(default)]
-    window_config: WindowConfig,
-    #[serde(default)]
-    known_trip_count: Option<TripCount>,
-}
-
-#[derive(Debug, Default, Deserialize)]
-struct WindowConfig {
-    #[serde(default)]
-    estimated_cycles: Option<Int>,
-}
-
-#[derive(Debug, Deserialize)]
-struct TripCount {
-    n: Int,
-}
-
-/// Protobuf's JSON writes 64-bit integers as strings.
-#[derive(Debug, Deserialize)]
-#[serde(untagged)]
-enum Int {
-    Number(i64),
-    Text(String),
-}
-
-impl Int {
-    fn value(&self) -> Option<u64> {
-        match self {
-            Int::Number(n) => u64::try_from(*n).ok(),
-            Int::Text(text) => text.parse().ok(),
-        }
-    }
-}
-
-impl BackendConfig {
-    /// What can be read of it; targets also store texts that are no JSON.
-    pub fn parse(bytes: &[u8]) -> Self {
-        serde_json::from_slice(bytes).unwrap_or_default()
-    }
-
-    pub fn trip_count(&self) -> Option<u64> {
-        self.known_trip_count.as_ref()?.n.value()
-    }
-
-    /// libtpu writes the greatest 64-bit integer where its model gives no answer.
-    pub fn estimated_cycles(&self) -> Option<u64> {
-        let cycles = self.window_config.estimated_cycles.as_ref()?.value()?;
-        (cycles < i64::MAX as u64).then_some(cycles)
-    }
-}
+use super::instruction::{BackendConfig, bits, elements, is_collective, type_name};
+use super::program::{Program, Site};
+use super::runs::RunCounts;
 
 /// Operations of all dots and convolutions by operand type, loops multiplied out.
 ///
 /// A multiply and an add are two. The type is the wider operand's: a product of bf16 and int8
 /// runs at bf16's rate.
-pub(super) fn flops(program: &Program<'_>) -> BTreeMap<String, u64> {
+pub(super) fn flops(program: &Program<'_>, counts: &RunCounts<'_>) -> BTreeMap<String, u64> {
     let mut total = BTreeMap::new();
-    for (site, runs) in program.running() {
+    for (site, runs) in counts.running() {
         if let Some((element, flops)) = product_flops(program, site) {
             *total.entry(type_name(element)).or_default() += flops.saturating_mul(runs.count);
         }
@@ -285,9 +230,9 @@ pub(super) struct Cycles {
 }
 
 /// `None` when no instruction carries a prediction (CPU, GPU).
-pub(super) fn cycles(program: &Program<'_>) -> Option<Cycles> {
+pub(super) fn cycles(program: &Program<'_>, counts: &RunCounts<'_>) -> Option<Cycles> {
     let mut total = Cycles::default();
-    for (site, runs) in program.running().filter(|(_, runs)| runs.scheduled) {
+    for (site, runs) in counts.running().filter(|(_, runs)| runs.scheduled) {
         let instruction = program.instruction(site);
         let config = BackendConfig::parse(program.backend_config(instruction));
         if let Some(cycles) = config.estimated_cycles() {
@@ -342,20 +287,5 @@ mod tests {
             .filter(|at| (0..=8).contains(at) && at % 2 == 0)
             .count() as u64;
         assert_eq!(valid_positions(&window(3, 1, 1, 2), 5, 9), brute);
-    }
-
-    #[test]
-    fn backend_configs_of_any_target_are_read() {
-        let parse = |text: &str| BackendConfig::parse(text.as_bytes());
-        let tpu = parse(r#"{"flag_configs":[],"window_config":{"estimated_cycles":"2930"}}"#);
-        assert_eq!(tpu.estimated_cycles(), Some(2930));
-        let number = parse(r#"{"window_config":{"estimated_cycles":17}}"#);
-        assert_eq!(number.estimated_cycles(), Some(17));
-        let cpu = parse(r#"{"known_trip_count":{"n":"4"},"known_init_step":{"init":"0"}}"#);
-        assert_eq!((cpu.trip_count(), cpu.estimated_cycles()), (Some(4), None));
-        let none = parse(r#"{"window_config":{"estimated_cycles":"9223372036854775807"}}"#);
-        assert_eq!(none.estimated_cycles(), None);
-        assert_eq!(parse("\u{8}not json").estimated_cycles(), None);
-        assert_eq!(parse("").trip_count(), None);
     }
 }

@@ -24,8 +24,10 @@
 
 mod collectives;
 mod cost;
+mod instruction;
 mod program;
 mod purpose;
+mod runs;
 mod text;
 mod trips;
 
@@ -238,16 +240,18 @@ impl CompileReport {
     /// # Errors
     /// [`ReportError::Malformed`] when the program's references do not resolve.
     pub fn new(module: &HloModuleProto, input: &ReportInput<'_>) -> Result<Self, ReportError> {
-        let program = program::Program::new(module, input.trip_count_hints)?;
-        let provenance = purpose::Provenance::new(&program, input.weight_arguments);
-        let collectives = collectives::collectives(&program, input.slice_of_partition, &provenance);
-        let flops = cost::flops(&program);
+        let program = program::Program::new(module)?;
+        let counts = runs::RunCounts::new(&program, input.trip_count_hints)?;
+        let provenance = purpose::Provenance::new(&program, &counts, input.weight_arguments);
+        let slices = input.slice_of_partition;
+        let collectives = collectives::collectives(&program, &counts, slices, &provenance);
+        let flops = cost::flops(&program, &counts);
         let all: u64 = flops.values().sum();
         let int8: u64 = ["int8", "uint8"]
             .into_iter()
             .filter_map(|t| flops.get(t))
             .sum();
-        let predicted_ms = cost::cycles(&program)
+        let predicted_ms = cost::cycles(&program, &counts)
             .zip(input.clock_hz)
             .map(|(cycles, clock)| Predicted::new(&program, &cycles, clock));
         Ok(Self {
@@ -263,7 +267,7 @@ impl CompileReport {
             dcn_bytes: collectives::total(&collectives, Link::Dcn),
             collectives,
             predicted_ms,
-            unknown_trip_counts: program
+            unknown_trip_counts: counts
                 .unknown_loops
                 .iter()
                 .map(|l| UnknownTripCount {
@@ -293,7 +297,7 @@ impl Predicted {
                     let instruction = program.instruction(site);
                     Unpredicted {
                         instruction: instruction.name.clone(),
-                        op_name: program::op_name(instruction).to_owned(),
+                        op_name: instruction::op_name(instruction).to_owned(),
                         count,
                         flops,
                     }

@@ -1,12 +1,12 @@
-//! An index over an `HloModuleProto`: instructions by id, callers, and how often each runs.
+//! An index over an `HloModuleProto`: instructions by id, and what calls what.
 
 use std::collections::HashMap;
 
 use crate::proto::xla::payload::PayloadSource;
 use crate::proto::xla::{HloComputationProto, HloInstructionProto, HloModuleProto};
-use crate::proto::xla::{PrimitiveType, ShapeProto};
 
-use super::{ReportError, TripCountHint, trips};
+use super::ReportError;
+use super::instruction::{Call, call_of};
 
 /// Index of a computation in the module.
 pub(super) type Comp = usize;
@@ -18,54 +18,11 @@ pub(super) struct Site {
     pub index: usize,
 }
 
-/// How an instruction runs the computations it names.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Call {
-    /// In the caller's stead, instruction by instruction.
-    Control,
-    /// `while`: body first, then condition.
-    While,
-    /// As one kernel, whose cost stands on the caller.
-    Fusion,
-    /// Beside the caller, until the matching `-done`.
-    Async,
-    /// Per element (the sum of a reduce), or not run at all (`-done` of an async pair).
-    None,
-}
-
-pub(super) fn call_of(opcode: &str) -> Call {
-    match opcode {
-        "call" | "conditional" => Call::Control,
-        "while" => Call::While,
-        "fusion" => Call::Fusion,
-        "async-start" => Call::Async,
-        _ => Call::None,
-    }
-}
-
-/// How often a computation runs in one execution of the program.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(super) struct Runs {
-    pub count: u64,
-    /// Whether its instructions are scheduled one by one (not inside a kernel or a transfer), so
-    /// that each carries its own predicted cost.
-    pub scheduled: bool,
-}
-
-/// A `while` whose number of iterations nothing tells; it is counted as one.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct UnknownLoop {
-    pub name: String,
-    pub op_name: String,
-}
-
 pub(super) struct Program<'a> {
     pub module: &'a HloModuleProto,
     pub entry: Comp,
     pub computations: Vec<Computation<'a>>,
-    pub unknown_loops: Vec<UnknownLoop>,
     by_id: HashMap<i64, Comp>,
-    runs: Vec<Runs>,
 }
 
 pub(super) struct Computation<'a> {
@@ -79,8 +36,8 @@ pub(super) struct Computation<'a> {
 
 impl<'a> Program<'a> {
     /// # Errors
-    /// [`ReportError::Malformed`] when ids do not resolve or computations call themselves.
-    pub fn new(module: &'a HloModuleProto, hints: &[TripCountHint]) -> Result<Self, ReportError> {
+    /// [`ReportError::Malformed`] when ids do not resolve.
+    pub fn new(module: &'a HloModuleProto) -> Result<Self, ReportError> {
         let malformed = |what: String| ReportError::Malformed {
             module: module.name.clone(),
             what,
@@ -143,16 +100,12 @@ impl<'a> Program<'a> {
                 }
             }
         }
-        let mut program = Self {
+        Ok(Self {
             module,
             entry,
-            runs: vec![Runs::default(); computations.len()],
             computations,
-            unknown_loops: Vec::new(),
             by_id,
-        };
-        program.count_runs(hints)?;
-        Ok(program)
+        })
     }
 
     pub fn instruction(&self, site: Site) -> &'a HloInstructionProto {
@@ -190,75 +143,11 @@ impl<'a> Program<'a> {
         }
     }
 
-    /// All instructions of computations that run, with how often.
-    pub fn running(&self) -> impl Iterator<Item = (Site, Runs)> {
-        self.computations
-            .iter()
-            .enumerate()
-            .flat_map(|(comp, computation)| {
-                let runs = self.runs[comp];
-                let indices = 0..if runs.count > 0 {
-                    computation.proto.instructions.len()
-                } else {
-                    0
-                };
-                indices.map(move |index| (Site { comp, index }, runs))
-            })
-    }
-
-    fn count_runs(&mut self, hints: &[TripCountHint]) -> Result<(), ReportError> {
-        self.runs[self.entry] = Runs {
-            count: 1,
-            scheduled: true,
-        };
-        for comp in self.callers_first()? {
-            let from = self.runs[comp];
-            for index in 0..self.computations[comp].proto.instructions.len() {
-                let site = Site { comp, index };
-                let call = call_of(&self.instruction(site).opcode);
-                if call == Call::None || from.count == 0 {
-                    continue;
-                }
-                let trips = if call == Call::While {
-                    self.trips(site, hints)
-                } else {
-                    1
-                };
-                for (position, callee) in self
-                    .called(site)
-                    .collect::<Vec<_>>()
-                    .into_iter()
-                    .enumerate()
-                {
-                    // The condition of a loop runs once more than its body.
-                    let times = trips + u64::from(call == Call::While && position == 1);
-                    let runs = &mut self.runs[callee];
-                    runs.count = runs.count.saturating_add(from.count.saturating_mul(times));
-                    runs.scheduled |= from.scheduled && matches!(call, Call::Control | Call::While);
-                }
-            }
-        }
-        Ok(())
-    }
-
-    fn trips(&mut self, site: Site, hints: &[TripCountHint]) -> u64 {
-        if let Some(count) = trips::trip_count(self, site) {
-            return count;
-        }
-        let instruction = self.instruction(site);
-        let op_name = op_name(instruction);
-        if let Some(hint) = hints.iter().find(|h| op_name.contains(&h.op_name)) {
-            return hint.count;
-        }
-        self.unknown_loops.push(UnknownLoop {
-            name: instruction.name.clone(),
-            op_name: op_name.to_owned(),
-        });
-        1
-    }
-
     /// Computations reachable from the entry, every caller before what it calls.
-    fn callers_first(&self) -> Result<Vec<Comp>, ReportError> {
+    ///
+    /// # Errors
+    /// [`ReportError::Malformed`] when computations call themselves.
+    pub fn callers_first(&self) -> Result<Vec<Comp>, ReportError> {
         #[derive(Clone, Copy, PartialEq)]
         enum State {
             New,
@@ -318,69 +207,5 @@ impl<'a> Program<'a> {
                 .map_or(&[], Vec::as_slice),
             None => &instruction.backend_config,
         }
-    }
-}
-
-/// Scope path the instruction was emitted with; empty when the compiler dropped it.
-pub(super) fn op_name(instruction: &HloInstructionProto) -> &str {
-    instruction.metadata.as_ref().map_or("", |m| &m.op_name)
-}
-
-pub(super) fn attribute<'a>(instruction: &'a HloInstructionProto, key: &str) -> Option<&'a str> {
-    let attributes = instruction.frontend_attributes.as_ref()?;
-    attributes.map.get(key).map(String::as_str)
-}
-
-/// Number of elements of an array shape.
-pub(super) fn elements(shape: &ShapeProto) -> u64 {
-    shape
-        .dimensions
-        .iter()
-        .map(|&d| u64::try_from(d).unwrap_or(0))
-        .product()
-}
-
-/// Bytes of a value without padding; tokens have none, tuples the sum of their parts.
-pub(super) fn bytes(shape: &ShapeProto) -> u64 {
-    if shape.element_type() == PrimitiveType::Tuple {
-        return shape.tuple_shapes.iter().map(bytes).sum();
-    }
-    (elements(shape) * u64::from(bits(shape.element_type()))).div_ceil(8)
-}
-
-/// Bits of one element; 0 for what is no number.
-pub(super) fn bits(element: PrimitiveType) -> u32 {
-    use PrimitiveType as P;
-    match element {
-        P::Invalid | P::Tuple | P::OpaqueType | P::Token | P::Buffer => 0,
-        P::S1 | P::U1 => 1,
-        P::S2 | P::U2 => 2,
-        P::S4 | P::U4 | P::F4e2m1fn => 4,
-        P::F6e3m2fn | P::F6e2m3fn => 6,
-        P::Pred | P::S8 | P::U8 => 8,
-        P::F8e5m2 | P::F8e4m3fn | P::F8e4m3b11fnuz | P::F8e5m2fnuz | P::F8e4m3fnuz => 8,
-        P::F8e4m3 | P::F8e3m4 | P::F8e8m0fnu => 8,
-        P::S16 | P::U16 | P::F16 | P::Bf16 => 16,
-        P::S32 | P::U32 | P::F32 => 32,
-        P::S64 | P::U64 | P::F64 | P::C64 => 64,
-        P::C128 => 128,
-    }
-}
-
-/// The type's name as users of quantization write it: `int8`, `bf16`, `f8e4m3fn`.
-pub(super) fn type_name(element: PrimitiveType) -> String {
-    let name = element.as_str_name().to_lowercase();
-    match name
-        .strip_prefix('s')
-        .and_then(|bits| bits.parse::<u32>().ok())
-    {
-        Some(bits) => format!("int{bits}"),
-        None => match name
-            .strip_prefix('u')
-            .and_then(|bits| bits.parse::<u32>().ok())
-        {
-            Some(bits) => format!("uint{bits}"),
-            None => name,
-        },
     }
 }

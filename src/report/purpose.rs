@@ -2,14 +2,16 @@
 //!
 //! libtpu drops the op name of every collective and transfer, so the purpose follows from the
 //! data: the nearest named instructions that make the operand, the program arguments it comes
-//! from, and the scope that uses the result. Scopes are those the project emits:
-//! `.../range_finding`, `.../drhs` (the derivative of a product by its weight), `optimizer/...`.
+//! from, and the scope that uses the result. Scopes are those of [`scopes`], which the graph is
+//! built with.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 
 use super::Purpose;
-use super::collectives::is_megascale;
-use super::program::{Call, Program, Site, attribute, call_of, op_name};
+use super::instruction::{Call, attribute, call_of, is_contraction, is_megascale, op_name};
+use super::program::{Program, Site};
+use super::runs::RunCounts;
+use crate::graph::scopes;
 
 const RENDEZVOUS: &str = "_xla_host_transfer_rendezvous";
 
@@ -29,6 +31,17 @@ pub(super) struct Provenance<'a> {
     recvs: HashMap<&'a str, Vec<Site>>,
 }
 
+/// What a collective does with what each device hands to it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Transfer {
+    Sum,
+    /// The largest or the smallest.
+    Extremum,
+    Gather,
+    /// Hands it to another device.
+    Move,
+}
+
 /// What an operand is made of, contractions aside.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 struct Leaves {
@@ -37,11 +50,15 @@ struct Leaves {
 }
 
 impl<'a> Provenance<'a> {
-    pub fn new(program: &'a Program<'a>, weight_arguments: &[usize]) -> Self {
+    pub fn new(
+        program: &'a Program<'a>,
+        counts: &RunCounts<'_>,
+        weight_arguments: &[usize],
+    ) -> Self {
         let mut users: HashMap<Site, Vec<Site>> = HashMap::new();
         let mut sends: HashMap<&str, Vec<Site>> = HashMap::new();
         let mut recvs: HashMap<&str, Vec<Site>> = HashMap::new();
-        for (site, _) in program.running() {
+        for (site, _) in counts.running() {
             for operand in program.operands(site) {
                 users.entry(operand).or_default().push(site);
             }
@@ -75,20 +92,23 @@ impl<'a> Provenance<'a> {
         site: Site,
         number: usize,
         operand: Site,
-        is_gather: bool,
-        is_extremum: bool,
+        transfer: Transfer,
     ) -> (Purpose, String) {
         let own = op_name(self.program.instruction(site));
-        let names = if own.is_empty() {
-            self.producers(operand)
-        } else {
-            BTreeSet::from([own])
+        let names = match transfer {
+            // The partitioner gives a reduction the name of what made the partial results.
+            Transfer::Sum | Transfer::Extremum if !own.is_empty() => BTreeSet::from([own]),
+            // It gives other transfers the name of what needs the result, which may be a gradient made from an
+            // activation.
+            Transfer::Sum | Transfer::Extremum | Transfer::Gather | Transfer::Move => {
+                self.producers(operand)
+            }
         };
-        let ranges: Vec<&str> = select(&names, |n| has_scope(n, "range_finding"));
-        let rest: Vec<&str> = select(&names, |n| !has_scope(n, "range_finding"));
+        let ranges: Vec<&str> = select(&names, |n| has_scope(n, scopes::RANGE_FINDING));
+        let rest: Vec<&str> = select(&names, |n| !has_scope(n, scopes::RANGE_FINDING));
         // A kernel without a name may hold a dequantization beside the gradient it scales: then
         // only the maximum is range finding.
-        if !ranges.is_empty() && (rest.is_empty() || is_extremum) {
+        if !ranges.is_empty() && (rest.is_empty() || transfer == Transfer::Extremum) {
             return (Purpose::RangeFinding, ranges[0].to_owned());
         }
         let with = |scope: &str| rest.iter().find(|n| has_scope(n, scope)).copied();
@@ -100,15 +120,15 @@ impl<'a> Provenance<'a> {
             .unwrap_or_default()
             .to_owned();
         let part = i64::try_from(number).ok();
-        let purpose = if is_gather
-            && (with("optimizer").is_some()
+        let purpose = if transfer == Transfer::Gather
+            && (with(scopes::OPTIMIZER).is_some()
                 || self.leaves(operand)
                     == (Leaves {
                         weights: true,
                         other: false,
                     })) {
             Purpose::Parameter
-        } else if let Some(name) = with("drhs").or_else(|| with("optimizer")) {
+        } else if let Some(name) = with(scopes::GRADIENT).or_else(|| with(scopes::OPTIMIZER)) {
             return (Purpose::Gradient, name.to_owned());
         } else if self.reaches_optimizer((site, part)) {
             Purpose::Gradient
@@ -275,7 +295,7 @@ impl<'a> Provenance<'a> {
             for next in self.targets(value) {
                 let instruction = self.program.instruction(next.0);
                 let structural = is_structural(&instruction.opcode);
-                if !structural && has_scope(op_name(instruction), "optimizer") {
+                if !structural && has_scope(op_name(instruction), scopes::OPTIMIZER) {
                     return true;
                 }
                 let ends = is_contraction(&instruction.opcode)
@@ -399,8 +419,4 @@ fn is_structural(opcode: &str) -> bool {
             | "broadcast"
             | "iota"
     )
-}
-
-fn is_contraction(opcode: &str) -> bool {
-    matches!(opcode, "dot" | "convolution")
 }

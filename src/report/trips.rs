@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use crate::proto::xla::{HloInstructionProto, LiteralProto, PrimitiveType};
 
-use super::cost::BackendConfig;
+use super::instruction::BackendConfig;
 use super::program::{Program, Site};
 
 /// Past this many iterations a loop counts as unknown.

@@ -1,7 +1,7 @@
 //! AdamW, gradient clipping and the moving average of weights, as part of the training program.
 
 use crate::dtype::DType;
-use crate::graph::{Builder, Comparison, GraphError, Input, InputKind, Tensor, Unary};
+use crate::graph::{Builder, Comparison, GraphError, Input, InputKind, Tensor, Unary, scopes};
 use crate::shape::Shape;
 
 type Result<T> = std::result::Result<T, GraphError>;
@@ -66,7 +66,7 @@ pub fn adamw(
     learning_rate: Tensor,
     options: &OptimizerOptions,
 ) -> Result<Update> {
-    let b = &b.root("optimizer");
+    let b = &b.root(scopes::OPTIMIZER);
     let updates = declare(b, UPDATES, Shape::scalar(DType::S32), &[])?;
     let gradients = trained
         .iter()
@@ -127,7 +127,7 @@ pub fn adamw(
     for (trained, gradient) in trained.iter().zip(gradients) {
         let name = &trained.name;
         let axes = &trained.logical_axes;
-        let b = &b.at(format!("optimizer/{name}"));
+        let b = &b.at(format!("{}/{name}", scopes::OPTIMIZER));
         let shape = b.shape(trained.weight);
         let state = shape.with_dtype(DType::F32);
         let m = declare(b, &format!("{FIRST_MOMENT}{name}"), state.clone(), axes)?;
