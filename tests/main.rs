@@ -1,6 +1,7 @@
 //! The tests of the library and the program from the outside, a module for each subject.
 
 mod aot;
+mod architecture;
 mod checkpoint_faults;
 mod cli;
 mod common;
