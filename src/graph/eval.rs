@@ -139,7 +139,8 @@ impl Value {
 fn round_float(dtype: DType, x: f64) -> f64 {
     match dtype {
         DType::F32 => f64::from(x as f32),
-        DType::BF16 => bf16::from_f64(x).to_f64(),
+        // By way of f32: from_f64 looks at the upper half of the number only, and misses what breaks a tie.
+        DType::BF16 => bf16::from_f32(x as f32).to_f64(),
         DType::F16 => f16::from_f64(x).to_f64(),
         _ => x,
     }
@@ -616,6 +617,10 @@ fn reduce(kind: Reduction, x: &Value, dims: &[usize], shape: Shape) -> Value {
                     let values = group.iter().map(|i| x.float(*i));
                     match kind {
                         Reduction::Sum | Reduction::And | Reduction::Or => values.sum(),
+                        // NaN wins, as in XLA.
+                        Reduction::Max | Reduction::Min if values.clone().any(f64::is_nan) => {
+                            f64::NAN
+                        }
                         Reduction::Max => values.fold(f64::NEG_INFINITY, f64::max),
                         Reduction::Min => values.fold(f64::INFINITY, f64::min),
                     }
