@@ -132,9 +132,7 @@ fn buffers_go_there_and_back() {
     buffer.wait().unwrap();
     assert!(buffer.ready().unwrap().is_ready().unwrap());
     assert_eq!(buffer.on_device_size().unwrap(), 4096);
-    let mut into = vec![0; 4096];
-    buffer.to_host_into(&mut into).unwrap();
-    assert_eq!(floats(&into), values);
+    assert_eq!(floats(&buffer.to_host().unwrap()), values);
     assert_eq!(
         floats(&buffer.to_host_async().unwrap().wait().unwrap()),
         values
@@ -238,18 +236,6 @@ fn host_bytes_of_the_wrong_length_are_refused() {
         "f32 with dimensions [2] takes 8 bytes on the host, found 7"
     );
     let buffer = array(&client, &[1.0, 2.0], &[2], 0);
-    let error = buffer.to_host_into(&mut [0; 9]).unwrap_err();
-    assert!(
-        matches!(
-            error,
-            PjrtError::HostSize {
-                expected: 8,
-                found: 9,
-                ..
-            }
-        ),
-        "{error}"
-    );
     let other = cpu_client(1);
     let error = Buffer::from_host(
         &client,
@@ -588,6 +574,35 @@ fn device_memory_is_told_or_said_not_to_be() {
     for device in cpu_client(2).devices() {
         let error = device.memory_stats().unwrap_err();
         assert_eq!(error.code(), Some(ErrorCode::Unimplemented), "{error}");
+    }
+}
+
+/// No array is rounded up by more than 64 KiB, so that weights take what they need.
+#[test]
+fn large_arrays_take_little_more_than_their_bytes() {
+    let client = cpu_client(1);
+    let in_use = || client.devices()[0].memory_stats().unwrap().bytes_in_use;
+    let before = in_use();
+    let sizes = [
+        (2 << 20) + 4,
+        (2 << 20) - 4,
+        3 << 20,
+        (9 << 20) + 4,
+        (5 << 20) + (64 << 10),
+    ];
+    let mut bytes = 0;
+    let mut kept = Vec::new();
+    for size in sizes {
+        let buffer = array(&client, &vec![1.0; size / 4], &[size as i64 / 4], 0);
+        buffer.wait().unwrap();
+        bytes += size as i64;
+        kept.push(buffer);
+    }
+    let rounded = in_use() - before - bytes;
+    let most = sizes.len() as i64 * (64 << 10);
+    assert!((0..=most).contains(&rounded), "{rounded} of {bytes} bytes");
+    for (buffer, size) in kept.iter().zip(sizes) {
+        assert_eq!(floats(&buffer.to_host().unwrap()), vec![1.0; size / 4]);
     }
 }
 

@@ -74,23 +74,6 @@ impl Buffer {
         self.to_host_async()?.wait()
     }
 
-    /// Writes the array, row-major, to `bytes`. Waits for it.
-    ///
-    /// # Errors
-    /// [`PjrtError::HostSize`] when `bytes` is not as long as the array; the plugin's.
-    pub fn to_host_into(&self, bytes: &mut [u8]) -> Result<(), PjrtError> {
-        let expected = self.handle.host_size()?;
-        if bytes.len() != expected {
-            return Err(PjrtError::HostSize {
-                element_type: self.element_type()?.name(),
-                dims: self.dims()?,
-                expected,
-                found: bytes.len(),
-            });
-        }
-        self.handle.copy_to_host_now(bytes)
-    }
-
     /// Starts a transfer of the array, row-major, to the host.
     pub fn to_host_async(&self) -> Result<HostCopy, PjrtError> {
         ffi::HostCopy::start(&self.handle).map(|copy| HostCopy { copy })

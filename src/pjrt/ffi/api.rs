@@ -166,29 +166,30 @@ pub fn made<T>(function: Function, pointer: *mut T) -> Result<NonNull<T>, PjrtEr
     })
 }
 
+/// A function table of `functions` entries that says it is of version 0.`minor`.
+#[cfg(test)]
+pub fn fabricated(minor: i32, functions: &[usize]) -> Api {
+    let head = PJRT_Api_Head {
+        struct_size: size_of::<PJRT_Api_Head>() + std::mem::size_of_val(functions),
+        extension_start: std::ptr::null_mut(),
+        version_struct_size: 24,
+        version_extension_start: std::ptr::null_mut(),
+        major_version: 0,
+        minor_version: minor,
+    };
+    let words = size_of::<PJRT_Api_Head>() / size_of::<usize>();
+    let table = Box::leak(vec![0usize; words + functions.len()].into_boxed_slice());
+    table[words..].copy_from_slice(functions);
+    // SAFETY: the memory is leaked, aligned for words, and holds a head and the entries.
+    unsafe {
+        table.as_mut_ptr().cast::<PJRT_Api_Head>().write(head);
+        Api::new(table.as_ptr().cast()).expect("not null")
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    /// A function table of `functions` entries that says it is of version 0.`minor`.
-    fn fabricated(minor: i32, functions: &[usize]) -> Api {
-        let head = PJRT_Api_Head {
-            struct_size: size_of::<PJRT_Api_Head>() + std::mem::size_of_val(functions),
-            extension_start: std::ptr::null_mut(),
-            version_struct_size: 24,
-            version_extension_start: std::ptr::null_mut(),
-            major_version: 0,
-            minor_version: minor,
-        };
-        let words = size_of::<PJRT_Api_Head>() / size_of::<usize>();
-        let table = Box::leak(vec![0usize; words + functions.len()].into_boxed_slice());
-        table[words..].copy_from_slice(functions);
-        // SAFETY: the memory is leaked, aligned for words, and holds a head and the entries.
-        unsafe {
-            table.as_mut_ptr().cast::<PJRT_Api_Head>().write(head);
-            Api::new(table.as_ptr().cast()).expect("not null")
-        }
-    }
 
     #[test]
     fn a_function_past_the_end_of_the_table_is_refused() {

@@ -1,6 +1,5 @@
 //! Buffers.
 
-use std::ptr::NonNull;
 use std::sync::Arc;
 
 use super::api::made;
@@ -22,8 +21,7 @@ impl DeviceHandle {
         check_size(bytes, element_type, dims)?;
         let semantics = HOST_BUFFER_IMMUTABLE_ONLY_DURING_CALL;
         // SAFETY: the length was checked; the borrow outlives the call.
-        unsafe { self.buffer_from_host(bytes.as_ptr(), element_type, dims, semantics) }
-            .map(|(buffer, _done)| buffer)
+        unsafe { self.buffer_from_host(bytes.as_ptr(), element_type, dims, semantics) }?.buffer
     }
 
     /// A buffer made from the bytes of `source`, which is kept until they were read.
@@ -36,36 +34,21 @@ impl DeviceHandle {
     where
         S: AsRef<[u8]> + Send + Sync + 'static,
     {
-        /// # Safety
-        /// `kept` came from `Box::<S>::leak`, and nothing uses it any more.
-        unsafe fn drop_source<S>(kept: NonNull<()>) {
-            // SAFETY: the caller's promise.
-            drop(unsafe { Box::from_raw(kept.cast::<S>().as_ptr()) });
-        }
-
-        let kept = NonNull::from(Box::leak(Box::new(source)));
-        // SAFETY: the box stays where it is and is only shared until `drop_source`, so the bytes
-        // it lends stay valid and unchanged; their length is checked.
-        let made = unsafe {
-            let bytes = kept.as_ref().as_ref();
-            check_size(bytes, element_type, dims).and_then(|()| {
-                let semantics = HOST_BUFFER_IMMUTABLE_UNTIL_TRANSFER_COMPLETES;
-                self.buffer_from_host(bytes.as_ptr(), element_type, dims, semantics)
-            })
-        };
-        let (buffer, done) = match made {
-            Ok((buffer, done)) => (Ok(buffer), done),
-            Err(error) => (Err(error), None),
-        };
-        // SAFETY: after the event the bytes are not read, and `S` may be dropped on any thread.
-        // Without an event the plugin is done with the bytes, or never took them.
-        unsafe {
-            match done {
-                Some(done) => done.release_when_done(kept.cast(), drop_source::<S>),
-                None => drop_source::<S>(kept.cast()),
+        let source = Arc::new(source);
+        let bytes = (*source).as_ref();
+        check_size(bytes, element_type, dims)?;
+        let semantics = HOST_BUFFER_IMMUTABLE_UNTIL_TRANSFER_COMPLETES;
+        // SAFETY: the length was checked. The source stays where it is and is only shared, so the
+        // bytes it lends stay valid and unchanged: until the event, or for good without one.
+        let made = unsafe { self.buffer_from_host(bytes.as_ptr(), element_type, dims, semantics) }?;
+        match made.done {
+            Ok(done) => done.release_when_done(source),
+            Err(error) => {
+                std::mem::forget(source);
+                return Err(error);
             }
         }
-        buffer
+        made.buffer
     }
 }
 
@@ -97,7 +80,7 @@ fn tiled(minor_to_major: &[i64]) -> PJRT_Buffer_MemoryLayout {
             minor_to_major_size: minor_to_major.len(),
             ..PJRT_Buffer_MemoryLayout_Tiled::new()
         },
-        kind: MEMORY_LAYOUT_TILED,
+        r#type: MEMORY_LAYOUT_TILED,
     }
 }
 
@@ -113,10 +96,7 @@ impl BufferHandle {
         };
         // SAFETY: *owned*.
         let args = unsafe { self.call(args)? };
-        ElementType::from_raw(
-            PJRT_Buffer_ElementType_Args::FUNCTION.name,
-            args.element_type,
-        )
+        ElementType::from_raw(PJRT_Buffer_ElementType_Args::FUNCTION.name, args.r#type)
     }
 
     pub fn dims(&self) -> Result<Vec<i64>, PjrtError> {
@@ -236,33 +216,33 @@ impl BufferHandle {
             Ok(Handle::new(self.api(), event, self.client().clone()))
         }
     }
-
-    /// Copies the array, row-major, to `dst`, and waits for it.
-    pub fn copy_to_host_now(&self, dst: &mut [u8]) -> Result<(), PjrtError> {
-        // SAFETY: the borrow lasts until the event happened: nothing between can unwind or return.
-        unsafe { self.copy_to_host(dst.as_mut_ptr(), dst.len()) }?.wait()
-    }
 }
 
 /// A copy to the host under way, with the memory it goes to.
 pub struct HostCopy {
-    /// Taken only after the event.
-    bytes: Vec<u8>,
+    /// Taken when the event is waited for.
+    bytes: Option<Vec<u8>>,
     event: EventHandle,
-    finished: bool,
 }
 
 impl HostCopy {
     pub fn start(buffer: &BufferHandle) -> Result<Self, PjrtError> {
         let mut bytes = vec![0; buffer.host_size()?];
         // SAFETY: the vector's memory stays where it is, untouched, until `wait` or drop, and both
-        // wait for the event first. A `HostCopy` that is leaked leaks the memory too.
-        let event = unsafe { buffer.copy_to_host(bytes.as_mut_ptr(), bytes.len())? };
-        Ok(Self {
-            bytes,
-            event,
-            finished: false,
-        })
+        // free it only after the event. A `HostCopy` that is leaked leaks the memory too.
+        match unsafe { buffer.copy_to_host(bytes.as_mut_ptr(), bytes.len()) } {
+            Ok(event) => Ok(Self {
+                bytes: Some(bytes),
+                event,
+            }),
+            Err(error) => {
+                // A copy that was started without an event may go on for any time.
+                if matches!(error, PjrtError::Protocol { .. }) {
+                    std::mem::forget(bytes);
+                }
+                Err(error)
+            }
+        }
     }
 
     pub fn is_ready(&self) -> Result<bool, PjrtError> {
@@ -270,16 +250,15 @@ impl HostCopy {
     }
 
     pub fn wait(mut self) -> Result<Vec<u8>, PjrtError> {
-        self.finished = true;
-        self.event.wait()?;
-        Ok(std::mem::take(&mut self.bytes))
+        let bytes = self.bytes.take().unwrap_or_default();
+        self.event.wait_keeping(bytes)
     }
 }
 
 impl Drop for HostCopy {
     fn drop(&mut self) {
-        if !self.finished {
-            let _ = self.event.wait();
+        if let Some(bytes) = self.bytes.take() {
+            let _ = self.event.wait_keeping(bytes);
         }
     }
 }

@@ -281,39 +281,50 @@ impl DeviceHandle {
         })
     }
 
-    /// A buffer made from host bytes, and the event after which the bytes are no longer read.
+    /// A buffer made from host bytes. An error means that the plugin did not take the bytes.
     ///
     /// # Safety
     /// `bytes` holds what a row-major array of this type and these dimensions takes, and stays
     /// valid and unchanged for the call, and with
-    /// [`HOST_BUFFER_IMMUTABLE_UNTIL_TRANSFER_COMPLETES`] until the event.
+    /// [`HOST_BUFFER_IMMUTABLE_UNTIL_TRANSFER_COMPLETES`] until [`FromHost::done`]; without that
+    /// event, for good.
     pub unsafe fn buffer_from_host(
         &self,
         bytes: *const u8,
         element_type: ElementType,
         dims: &[i64],
         semantics: i32,
-    ) -> Result<(BufferHandle, Option<EventHandle>), PjrtError> {
+    ) -> Result<FromHost, PjrtError> {
         let args = PJRT_Client_BufferFromHostBuffer_Args {
             client: self.client.raw(),
             data: bytes.cast(),
-            element_type: element_type as i32,
+            r#type: element_type as i32,
             dims: dims.as_ptr(),
             num_dims: dims.len(),
             host_buffer_semantics: semantics,
             device: self.raw(),
             ..PJRT_Client_BufferFromHostBuffer_Args::new()
         };
+        let function = PJRT_Client_BufferFromHostBuffer_Args::FUNCTION;
         // SAFETY: *owned*, the device is live, the caller answers for the bytes, and no strides
         // means row-major. What is made is ours: the buffer needs the client, the event too.
         unsafe {
             let args = self.client.call(args)?;
             let api = self.client.api();
-            let owner = self.client.clone();
-            let event = NonNull::new(args.done_with_host_buffer)
-                .map(|event| Handle::new(api, event, owner.clone()));
-            let buffer = made(PJRT_Client_BufferFromHostBuffer_Args::FUNCTION, args.buffer)?;
-            Ok((Handle::new(api, buffer, owner), event))
+            let owner = &self.client;
+            Ok(FromHost {
+                buffer: made(function, args.buffer)
+                    .map(|buffer| Handle::new(api, buffer, owner.clone())),
+                done: made(function, args.done_with_host_buffer)
+                    .map(|event| Handle::new(api, event, owner.clone())),
+            })
         }
     }
+}
+
+/// What a transfer from the host made; the plugin may have left out either.
+pub struct FromHost {
+    pub buffer: Result<BufferHandle, PjrtError>,
+    /// When the bytes are no longer read.
+    pub done: Result<EventHandle, PjrtError>,
 }

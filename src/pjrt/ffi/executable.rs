@@ -317,7 +317,7 @@ impl Program {
             self.loaded.call(args)?;
             let api = self.loaded.api();
             let client = self.loaded.owner();
-            let done = events
+            let done: Vec<EventHandle> = events
                 .into_iter()
                 .filter_map(NonNull::new)
                 .map(|event| Handle::new(api, event, client.clone()))
@@ -331,10 +331,18 @@ impl Program {
                         .collect()
                 })
                 .collect();
-            if outputs.iter().any(|list| list.len() != self.num_outputs) {
+            let missing = if outputs.iter().any(|list| list.len() != self.num_outputs) {
+                Some("an output is missing")
+            } else if done.len() != num_devices {
+                // Without it nobody can say when a device is done.
+                Some("the event of a device's end is missing")
+            } else {
+                None
+            };
+            if let Some(what) = missing {
                 return Err(PjrtError::Protocol {
                     function: PJRT_LoadedExecutable_Execute_Args::FUNCTION.name,
-                    what: "an output is missing".to_string(),
+                    what: what.to_string(),
                 });
             }
             Ok(Launch { outputs, done })

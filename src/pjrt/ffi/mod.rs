@@ -20,7 +20,6 @@ mod env;
 mod event;
 mod executable;
 mod handle;
-#[cfg(test)]
 mod layout;
 mod load;
 mod topology;
@@ -36,4 +35,5 @@ pub use handle::{
     BufferHandle, ClientHandle, EventHandle, ExecutableHandle, LoadedExecutableHandle,
     TopologyHandle,
 };
+pub use layout::assertions as layout_assertions;
 pub use load::load;

@@ -1,7 +1,7 @@
 //! The C structs of `xla/pjrt/c/pjrt_c_api.h`, version 0.90, that this program uses.
 //!
-//! Names and field order are the header's. The table of layouts in `layout.rs`, computed by a C
-//! compiler from the header, is what holds these declarations to it.
+//! Names and field order are the header's. The compiler that builds the CPU plugin holds these
+//! declarations to it: see `layout.rs`.
 
 #![allow(non_camel_case_types)]
 
@@ -25,6 +25,18 @@ pub unsafe trait Args: Sized {
     const FUNCTION: Function;
 }
 
+/// Where a struct has its fields, in bytes.
+#[derive(Clone, Copy, Debug)]
+pub struct StructLayout {
+    pub name: &'static str,
+    /// Up to the end of the last field.
+    pub struct_size: usize,
+    /// With padding after the last field.
+    pub size: usize,
+    /// The fields after `struct_size` and `extension_start`, and where they are.
+    pub fields: &'static [(&'static str, usize)],
+}
+
 /// A struct that travels inside argument structs, and says its own size too.
 macro_rules! plain {
     ($($name:ident { $($field:ident: $type:ty),* $(,)? })*) => { $(
@@ -45,8 +57,12 @@ macro_rules! plain {
                 end
             };
 
-            #[cfg(test)]
-            pub const OFFSETS: &[usize] = &[$(offset_of!($name, $field)),*];
+            pub const LAYOUT: StructLayout = StructLayout {
+                name: stringify!($name),
+                struct_size: Self::STRUCT_SIZE,
+                size: size_of::<$name>(),
+                fields: &[$((stringify!($field), offset_of!($name, $field))),*],
+            };
 
             /// All zero but for `struct_size`.
             pub fn new() -> Self {
@@ -76,11 +92,8 @@ macro_rules! functions {
             }
         )*
 
-        /// Every function used, its struct's size and the offsets of its fields after the head.
-        #[cfg(test)]
-        pub const FUNCTIONS: &[(&str, usize, usize, usize, &[usize])] = &[$((
-            stringify!($function), $index, $args::STRUCT_SIZE, size_of::<$args>(), $args::OFFSETS,
-        )),*];
+        /// Every function used, and its argument struct.
+        pub const FUNCTIONS: &[(Function, StructLayout)] = &[$(($args::FUNCTION, $args::LAYOUT)),*];
     };
 }
 
@@ -136,12 +149,31 @@ pub struct PJRT_Buffer_MemoryLayout {
     pub struct_size: usize,
     pub extension_start: *mut c_void,
     pub tiled: PJRT_Buffer_MemoryLayout_Tiled,
-    pub kind: i32,
+    pub r#type: i32,
 }
 
 impl PJRT_Buffer_MemoryLayout {
-    pub const STRUCT_SIZE: usize = offset_of!(Self, kind) + size_of::<i32>();
+    pub const STRUCT_SIZE: usize = offset_of!(Self, r#type) + size_of::<i32>();
+
+    const LAYOUT: StructLayout = StructLayout {
+        name: "PJRT_Buffer_MemoryLayout",
+        struct_size: Self::STRUCT_SIZE,
+        size: size_of::<Self>(),
+        fields: &[
+            ("tiled", offset_of!(Self, tiled)),
+            ("r#type", offset_of!(Self, r#type)),
+        ],
+    };
 }
+
+/// The structs that argument structs point to.
+pub const SHARED: &[StructLayout] = &[
+    PJRT_NamedValue::LAYOUT,
+    PJRT_Program::LAYOUT,
+    PJRT_Buffer_MemoryLayout_Tiled::LAYOUT,
+    PJRT_Buffer_MemoryLayout::LAYOUT,
+    PJRT_ExecuteOptions::LAYOUT,
+];
 
 pub type OnReadyCallback = unsafe extern "C" fn(error: *mut PJRT_Error, user_arg: *mut c_void);
 
@@ -149,7 +181,7 @@ plain! {
     PJRT_NamedValue {
         name: *const c_char,
         name_size: usize,
-        kind: i32,
+        r#type: i32,
         value: PJRT_NamedValue_Value,
         value_size: usize,
     }
@@ -252,7 +284,7 @@ functions! {
     PJRT_Client_BufferFromHostBuffer = 22 => PJRT_Client_BufferFromHostBuffer_Args {
         client: *mut PJRT_Client,
         data: *const c_void,
-        element_type: i32,
+        r#type: i32,
         dims: *const i64,
         num_dims: usize,
         byte_strides: *const i64,
@@ -390,7 +422,7 @@ functions! {
     PJRT_Buffer_Destroy = 58 => PJRT_Buffer_Destroy_Args { buffer: *mut PJRT_Buffer }
     PJRT_Buffer_ElementType = 59 => PJRT_Buffer_ElementType_Args {
         buffer: *mut PJRT_Buffer,
-        element_type: i32,
+        r#type: i32,
     }
     PJRT_Buffer_Dimensions = 60 => PJRT_Buffer_Dimensions_Args {
         buffer: *mut PJRT_Buffer,

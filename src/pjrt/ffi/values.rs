@@ -43,7 +43,7 @@ pub unsafe fn named_values(
         copied(values, len)
             .into_iter()
             .filter_map(|raw| {
-                let value = match raw.kind {
+                let value = match raw.r#type {
                     NAMED_VALUE_STRING => {
                         NamedValue::String(text(raw.value.string_value, raw.value_size))
                     }
@@ -104,7 +104,7 @@ pub fn raw_named_values(options: &[(String, NamedValue)]) -> Vec<PJRT_NamedValue
             PJRT_NamedValue {
                 name: name.as_ptr().cast(),
                 name_size: name.len(),
-                kind,
+                r#type: kind,
                 value: raw,
                 value_size: size,
                 ..PJRT_NamedValue::new()
