@@ -2,8 +2,12 @@
 #ifndef MAXDIFF_PLUGIN_CLIENT_H_
 #define MAXDIFF_PLUGIN_CLIENT_H_
 
+#include <algorithm>
+#include <thread>
+
 #include "memory.h"
 #include "objects.h"
+#include "threads.h"
 #include "xla/pjrt/plugin/xla_cpu/xla_cpu_pjrt_client.h"
 
 namespace maxdiff {
@@ -11,27 +15,35 @@ namespace maxdiff {
 // More virtual devices than this is taken for a mistake: each costs threads.
 inline constexpr int64_t kMaxDevices = 4096;
 
+// Reads the integer option `value`.
+inline absl::StatusOr<int64_t> IntegerOption(const PJRT_NamedValue& value) {
+  if (value.type == PJRT_NamedValue_kInt64) return value.int64_value;
+  return absl::InvalidArgumentError(
+      absl::StrCat("client option ", absl::string_view(value.name, value.name_size), " must be an int64"));
+}
+
 MAXDIFF_PJRT_FUNCTION(PJRT_Client_Create) {
   xla::CpuClientOptions options;
   options.cpu_device_count = 1;
+  int64_t threads = std::clamp<int64_t>(std::thread::hardware_concurrency(), 1, kMaxThreads);
   if (args->num_options > 0) MAXDIFF_CHECK_ARG(create_options);
   for (const PJRT_NamedValue& value : absl::MakeConstSpan(args->create_options, args->num_options)) {
     const absl::string_view name(value.name, value.name_size);
     if (name == "cpu_device_count") {
-      if (value.type != PJRT_NamedValue_kInt64) {
-        return absl::InvalidArgumentError("client option cpu_device_count must be an int64");
+      MAXDIFF_ASSIGN_OR_RETURN(const int64_t count, IntegerOption(value));
+      if (count < 1 || count > kMaxDevices) {
+        return absl::InvalidArgumentError(
+            absl::StrCat("client option cpu_device_count is ", count, ", expected 1 to ", kMaxDevices));
       }
-      if (value.int64_value < 1 || value.int64_value > kMaxDevices) {
-        return absl::InvalidArgumentError(absl::StrCat("client option cpu_device_count is ",
-                                                       value.int64_value, ", expected 1 to ",
-                                                       kMaxDevices));
-      }
-      options.cpu_device_count = static_cast<int>(value.int64_value);
+      options.cpu_device_count = static_cast<int>(count);
+    } else if (name == "cpu_threads") {
+      MAXDIFF_ASSIGN_OR_RETURN(threads, IntegerOption(value));
     } else {
       return absl::InvalidArgumentError(absl::StrCat(
-          "unknown client option '", name, "'; the CPU plugin knows cpu_device_count"));
+          "unknown client option '", name, "'; the CPU plugin knows cpu_device_count and cpu_threads"));
     }
   }
+  MAXDIFF_RETURN_IF_ERROR(UseThreads(threads));
   auto memory = std::make_shared<MemoryPool>();
   options.allocator = [memory](size_t size, size_t alignment) {
     return memory->Allocate(size, alignment);

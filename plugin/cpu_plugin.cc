@@ -26,8 +26,7 @@ __attribute__((constructor)) void SilenceLogs() {
 }
 
 MAXDIFF_PJRT_FUNCTION(PJRT_Plugin_Initialize) {
-  static const absl::Status* const registered =
-      new absl::Status(kernels::Supported() ? RegisterKernels() : absl::OkStatus());
+  static const absl::Status* const registered = new absl::Status(RegisterKernels());
   return *registered;
 }
 
@@ -35,8 +34,11 @@ MAXDIFF_PJRT_FUNCTION(PJRT_Plugin_Attributes) {
   static const NamedValues* attributes = [] {
     auto* values = new NamedValues();
     values->Add("xla_version", int64_t{2});
-    // The version of the kernels' calls (kernel_calls.cc), where programs may make them.
-    if (kernels::Supported()) values->Add("maxdiff_kernels", int64_t{2});
+    // The program that installed this plugin makes calls of the kernels only where this is its own
+    // sources' sum: what operands a kernel takes changes with them.
+    values->Add("maxdiff_sources", std::string(MAXDIFF_SOURCES));
+    values->Add("maxdiff_kernels", KernelNames());
+    values->Add("maxdiff_missing_features", kernels::MissingFeatures());
 #ifdef MAXDIFF_STABLEHLO_CURRENT
     values->Add("stablehlo_current_version", std::vector<int64_t>{MAXDIFF_STABLEHLO_CURRENT});
     values->Add("stablehlo_minimum_version", std::vector<int64_t>{MAXDIFF_STABLEHLO_MINIMUM});

@@ -1,19 +1,28 @@
 // Custom calls of API version 4 (typed): XLA gives each buffer with its shape, and the attributes by name. Version 3,
 // which gives pointers alone, cannot be used in programs that are serialized: XLA:CPU loses whether the results of such
 // a call are a tuple.
+//
+// A program may come from another version of maxdiff-rs, or from anywhere. So every handler checks type, rank and
+// dimensions of what it is given before it computes; a kernel itself checks nothing.
 
 #include "kernel_calls.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <exception>
 #include <functional>
+#include <initializer_list>
+#include <iterator>
+#include <limits>
+#include <new>
 #include <numeric>
+#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/string_view.h"
 #include "kernels.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -23,15 +32,30 @@ const XLA_FFI_Api* GetXlaFfiApi();
 }  // namespace xla::ffi
 
 namespace maxdiff {
+
+#if defined(__x86_64__)
+
 namespace {
 
 namespace ffi = xla::ffi;
+
+constexpr ffi::DataType kBf16 = ffi::DataType::BF16;
+constexpr ffi::DataType kF32 = ffi::DataType::F32;
+constexpr ffi::DataType kS8 = ffi::DataType::S8;
+constexpr ffi::DataType kS32 = ffi::DataType::S32;
+constexpr ffi::DataType kU8 = ffi::DataType::U8;
+
+using Dims = std::vector<int64_t>;
+using Types = std::initializer_list<ffi::DataType>;
+
+// In expected dimensions: a size that is the caller's choice.
+constexpr int64_t kAny = -1;
 
 // A row-major array that XLA hands over.
 struct Array {
   void* data = nullptr;
   ffi::DataType type = ffi::DataType::INVALID;
-  ffi::AnyBuffer::Dimensions dims;
+  Dims dims;
 
   // Counted from the end where negative; 0 for a dimension that is not there.
   int64_t Dim(int64_t i) const {
@@ -39,79 +63,134 @@ struct Array {
     return i >= 0 && i < static_cast<int64_t>(dims.size()) ? dims[i] : 0;
   }
 
-  int64_t Count() const {
-    return std::accumulate(dims.begin(), dims.end(), int64_t{1}, std::multiplies<>());
-  }
+  int64_t Count() const { return CountOf(dims.begin(), dims.end()); }
 
   // Its rows: all dimensions but the last.
-  int64_t Rows() const { return Dim(-1) == 0 ? 0 : Count() / Dim(-1); }
+  int64_t Rows() const { return dims.empty() ? 1 : CountOf(dims.begin(), dims.end() - 1); }
+
+  static int64_t CountOf(Dims::const_iterator begin, Dims::const_iterator end) {
+    return std::accumulate(begin, end, int64_t{1}, std::multiplies<>());
+  }
 };
 
-// Operands, result and attributes of a call. Whatever lacks or is of another type is zero, and named by `error`.
+// `BF16|F32[2,*,3]`.
+std::string ShapeText(Types types, const Dims& dims) {
+  std::ostringstream text;
+  for (const ffi::DataType& type : types) text << (&type == types.begin() ? "" : "|") << type;
+  text << "[";
+  for (size_t i = 0; i < dims.size(); ++i) {
+    text << (i == 0 ? "" : ",");
+    if (dims[i] == kAny) {
+      text << "*";
+    } else {
+      text << dims[i];
+    }
+  }
+  text << "]";
+  return text.str();
+}
+
+std::string ShapeText(const Array& array) { return ShapeText({array.type}, array.dims); }
+
+// Operands, result and attributes of a call, each checked as it is read. Once something is wrong, what is read is
+// empty, and `Ok` says no.
 class Call {
  public:
   Call(ffi::RemainingArgs in, ffi::RemainingRets out, ffi::Dictionary attributes)
       : in_(in), out_(out), attributes_(attributes) {}
 
-  Array In(size_t i) {
-    const ffi::ErrorOr<ffi::AnyBuffer> buffer = in_.get<ffi::AnyBuffer>(i);
+  // The next operand, whatever it is; `name` is for messages.
+  Array Operand(const char* name) {
+    const size_t index = next_++;
+    const ffi::ErrorOr<ffi::AnyBuffer> buffer = in_.get<ffi::AnyBuffer>(index);
     if (buffer.has_value()) return ArrayOf(*buffer);
-    Fail(absl::StrCat("operand ", i, ": ", buffer.error().message()));
+    Fail("operand ", index, " (", name, ") is missing");
     return {};
   }
 
-  Array In(size_t i, ffi::DataType type) { return OfType(In(i), type, absl::StrCat("operand ", i)); }
+  // The next operand, of one of `types` and of dimensions `dims`.
+  Array Operand(const char* name, Types types, const Dims& dims) {
+    Array array = Operand(name);
+    if (!Ok()) return {};
+    if (Fits(array, types, dims)) return array;
+    Fail("operand ", next_ - 1, " (", name, "): expected ", ShapeText(types, dims), ", found ", ShapeText(array));
+    return {};
+  }
 
-  Array Out() {
+  Array Result() {
     ffi::ErrorOr<ffi::Result<ffi::AnyBuffer>> buffer = out_.get<ffi::AnyBuffer>(0);
-    if (buffer.has_value()) return ArrayOf(**buffer);
-    Fail(absl::StrCat("result: ", buffer.error().message()));
+    if (buffer.has_value() && out_.size() == 1) return ArrayOf(**buffer);
+    Fail("expected 1 result, found ", out_.size());
     return {};
   }
 
-  Array Out(ffi::DataType type) { return OfType(Out(), type, "result"); }
+  // The result, of one of `types` and of dimensions `dims`.
+  Array Result(Types types, const Dims& dims) {
+    Array array = Result();
+    if (!Ok()) return {};
+    if (Fits(array, types, dims)) return array;
+    Fail("the result: expected ", ShapeText(types, dims), ", found ", ShapeText(array));
+    return {};
+  }
 
-  bool Has(absl::string_view name) const { return attributes_.contains(std::string_view(name.data(), name.size())); }
+  bool Has(std::string_view name) const { return attributes_.contains(name); }
 
-  int64_t Int(absl::string_view name) { return Attribute<int64_t>(name); }
+  int64_t Int(std::string_view name, int64_t low, int64_t high) {
+    const int64_t value = Attribute<int64_t>(name);
+    if (!Ok()) return low;
+    if (low <= value && value <= high) return value;
+    Fail("attribute ", name, " is ", value, ", expected ", low, " to ", high);
+    return low;
+  }
 
-  float Float(absl::string_view name) { return Attribute<float>(name); }
+  bool Flag(std::string_view name) { return Int(name, 0, 1) != 0; }
 
-  // What is wrong first; empty if nothing is.
+  float Float(std::string_view name) { return Attribute<float>(name); }
+
+  // Notes something that is wrong; what is noted first counts.
+  template <typename... Parts>
+  void Fail(const Parts&... what) {
+    if (error_.empty()) error_ = absl::StrCat(what...);
+  }
+
+  // Whether nothing is wrong so far.
+  bool Ok() const { return error_.empty(); }
+
+  // Whether the call is what the kernel takes: to be asked when all was read.
+  bool IsWhole() {
+    if (next_ != in_.size()) Fail("takes ", next_, " operands, found ", in_.size());
+    return Ok();
+  }
+
+  // What is wrong; empty if nothing is.
   const std::string& error() const { return error_; }
 
  private:
   static Array ArrayOf(const ffi::AnyBuffer& buffer) {
-    return {buffer.untyped_data(), buffer.element_type(), buffer.dimensions()};
+    const auto dims = buffer.dimensions();
+    return {buffer.untyped_data(), buffer.element_type(), Dims(dims.begin(), dims.end())};
   }
 
-  Array OfType(Array array, ffi::DataType type, absl::string_view what) {
-    if (array.type == type) return array;
-    Fail(absl::StrCat(what, " has elements of type ", static_cast<int>(array.type), ", expected ",
-                      static_cast<int>(type)));
-    return {};
+  static bool Fits(const Array& array, Types types, const Dims& dims) {
+    const auto is_wanted = [](int64_t found, int64_t wanted) { return wanted == kAny || wanted == found; };
+    return std::find(types.begin(), types.end(), array.type) != types.end() &&
+           std::equal(array.dims.begin(), array.dims.end(), dims.begin(), dims.end(), is_wanted);
   }
 
   template <typename T>
-  T Attribute(absl::string_view name) {
-    const ffi::ErrorOr<T> value = attributes_.get<T>(std::string_view(name.data(), name.size()));
+  T Attribute(std::string_view name) {
+    const ffi::ErrorOr<T> value = attributes_.get<T>(name);
     if (value.has_value()) return *value;
-    Fail(absl::StrCat("attribute ", name, ": ", value.error().message()));
+    Fail("attribute ", name, ": ", value.error().message());
     return {};
-  }
-
-  void Fail(std::string what) {
-    if (error_.empty()) error_ = std::move(what);
   }
 
   ffi::RemainingArgs in_;
   ffi::RemainingRets out_;
   ffi::Dictionary attributes_;
+  size_t next_ = 0;
   std::string error_;
 };
-
-constexpr ffi::DataType kBf16 = ffi::DataType::BF16;
-constexpr ffi::DataType kF32 = ffi::DataType::F32;
 
 const uint16_t* Bf16(const Array& array) { return static_cast<const uint16_t*>(array.data); }
 const float* F32(const Array& array) { return static_cast<const float*>(array.data); }
@@ -137,11 +216,53 @@ class Widened {
 // Operands and attributes of what follows: Kernel in src/graph/kernel.rs. Each reads its call whole, and computes if
 // nothing was wrong with it.
 
+// Bounds of a window's attributes, so that products of them with dimensions do not overflow.
+constexpr int64_t kMaxWindow = 1 << 15;
+
+// The images that a convolution reads, and the size of its result's by the attributes of its window.
+kernels::Patches ImagePatches(Call& call, const Array& lhs) {
+  kernels::Patches p = {};
+  p.is_image = true;
+  p.height = lhs.Dim(1);
+  p.width = lhs.Dim(2);
+  p.kernel_height = call.Int("kernel_height", 1, kMaxWindow);
+  p.kernel_width = call.Int("kernel_width", 1, kMaxWindow);
+  p.stride_y = call.Int("stride_y", 1, kMaxWindow);
+  p.stride_x = call.Int("stride_x", 1, kMaxWindow);
+  p.low_y = call.Int("low_y", 0, kMaxWindow);
+  p.low_x = call.Int("low_x", 0, kMaxWindow);
+  const int64_t padded_height = p.height + p.low_y + call.Int("high_y", 0, kMaxWindow);
+  const int64_t padded_width = p.width + p.low_x + call.Int("high_x", 0, kMaxWindow);
+  if (padded_height < p.kernel_height || padded_width < p.kernel_width) {
+    call.Fail("a window of ", p.kernel_height, "x", p.kernel_width, " is larger than the padded image of ",
+              padded_height, "x", padded_width);
+  }
+  p.out_height = (padded_height - p.kernel_height) / p.stride_y + 1;
+  p.out_width = (padded_width - p.kernel_width) / p.stride_x + 1;
+  return p;
+}
+
 void Contract(Call& call) {
-  const Array lhs = call.In(0);
-  const Array out = call.Out();
-  const bool is_int8 = lhs.type == ffi::DataType::U8;
+  const Array lhs = call.Operand("lhs");
+  const bool is_int8 = lhs.type == kU8;
+  const int64_t group = is_int8 ? 4 : 2;
+  const bool is_image = call.Has("kernel_height");
+  if ((!is_int8 && lhs.type != kBf16) || (is_image ? lhs.dims.size() != 4 : lhs.dims.empty()) ||
+      lhs.Dim(-1) < group || lhs.Dim(-1) % group != 0) {
+    call.Fail("operand 0 (lhs): expected BF16|U8 of ", is_image ? "4 dimensions" : "1 or more dimensions",
+              ", the last a multiple of ", group, ", found ", ShapeText(lhs));
+  }
   kernels::Contraction c = {};
+  Dims out_dims = lhs.dims;
+  int64_t taps = 1;
+  if (is_image && call.Ok()) {
+    c.lhs = ImagePatches(call, lhs);
+    out_dims[1] = c.lhs.out_height;
+    out_dims[2] = c.lhs.out_width;
+    taps = c.lhs.kernel_height * c.lhs.kernel_width;
+  }
+  if (call.Ok()) out_dims.back() = kAny;
+  const Array out = call.Result({kBf16, kF32}, out_dims);
   c.element = is_int8 ? kernels::Element::kInt8 : kernels::Element::kBf16;
   c.columns = out.Dim(-1);
   c.out = out.data;
@@ -149,32 +270,29 @@ void Contract(Call& call) {
   c.lhs.data = lhs.data;
   c.lhs.rows = out.Rows();
   c.lhs.channels = lhs.Dim(-1);
-  c.lhs.is_image = call.Has("kernel_height");
-  if (c.lhs.is_image) {
-    c.lhs.height = lhs.Dim(1);
-    c.lhs.width = lhs.Dim(2);
-    c.lhs.out_height = out.Dim(1);
-    c.lhs.out_width = out.Dim(2);
-    c.lhs.kernel_height = call.Int("kernel_height");
-    c.lhs.kernel_width = call.Int("kernel_width");
-    c.lhs.stride_y = call.Int("stride_y");
-    c.lhs.stride_x = call.Int("stride_x");
-    c.lhs.low_y = call.Int("low_y");
-    c.lhs.low_x = call.Int("low_x");
-  }
-  c.packed = call.In(1, is_int8 ? ffi::DataType::S8 : kBf16).data;
-  size_t next = 2;
-  if (is_int8) c.start = static_cast<const int32_t*>(call.In(next++, ffi::DataType::S32).data);
+
+  const int64_t blocks = (c.columns + 15) / 16;
+  c.packed = call.Operand("packed rhs", {is_int8 ? kS8 : kBf16}, {blocks, taps * c.lhs.channels / group, 16, group}).data;
+  if (is_int8) c.start = static_cast<const int32_t*>(call.Operand("start", {kS32}, {blocks * 16}).data);
   Widened row_scale, column_scale, bias;
-  if (call.Int("row_scale") != 0) c.row_scale = row_scale.Of(call.In(next++));
-  if (call.Int("column_scale") != 0) c.column_scale = column_scale.Of(call.In(next++));
-  if (call.Int("bias") != 0) c.bias = bias.Of(call.In(next++));
-  if (call.error().empty()) kernels::Contract(c);
+  if (call.Flag("row_scale")) {
+    out_dims = out.dims;
+    if (!out_dims.empty()) out_dims.pop_back();
+    c.row_scale = row_scale.Of(call.Operand("row_scale", {kF32, kBf16}, out_dims));
+  }
+  if (call.Flag("column_scale")) {
+    c.column_scale = column_scale.Of(call.Operand("column_scale", {kF32, kBf16}, {c.columns}));
+  }
+  if (call.Flag("bias")) c.bias = bias.Of(call.Operand("bias", {kF32, kBf16}, {c.columns}));
+  if (call.IsWhole()) kernels::Contract(c);
 }
 
 void Attention(Call& call) {
-  const Array q = call.In(0, kBf16);
-  const Array k = call.In(1, kBf16);
+  const Array q = call.Operand("query", {kBf16}, {kAny, kAny, kAny, kAny});
+  const Array k = call.Operand("key", {kBf16}, {q.Dim(0), kAny, q.Dim(2), q.Dim(3)});
+  const Array v = call.Operand("value", {kBf16}, k.dims);
+  const Array out = call.Result({kBf16}, q.dims);
+  if (q.Dim(3) % 2 != 0) call.Fail("operand 0 (query): expected an even last dimension, found ", ShapeText(q));
   kernels::Attention a = {};
   a.batch = q.Dim(0);
   a.queries = q.Dim(1);
@@ -182,95 +300,159 @@ void Attention(Call& call) {
   a.size = q.Dim(3);
   a.keys = k.Dim(1);
   a.scale = call.Float("scale");
-  a.causal = call.Int("causal") != 0;
+  a.causal = call.Flag("causal");
   a.q = Bf16(q);
   a.k = Bf16(k);
-  a.v = Bf16(call.In(2, kBf16));
-  a.out = static_cast<uint16_t*>(call.Out(kBf16).data);
-  if (call.error().empty()) kernels::Attend(a);
+  a.v = Bf16(v);
+  a.out = static_cast<uint16_t*>(out.data);
+  if (call.IsWhole()) kernels::Attend(a);
+}
+
+// Checks that `leading` has the first dimensions of x, and gives how many values of x belong to each of its values.
+int64_t ValuesOfEach(Call& call, const Array& x, const Array& leading, const char* name) {
+  const size_t rank = leading.dims.size();
+  const bool fits = rank <= x.dims.size() && std::equal(leading.dims.begin(), leading.dims.end(), x.dims.begin());
+  if (!fits) call.Fail(name, ": expected leading dimensions of ", ShapeText(x), ", found ", ShapeText(leading));
+  return fits ? Array::CountOf(x.dims.begin() + rank, x.dims.end()) : 0;
 }
 
 void AbsMax(Call& call) {
-  const Array x = call.In(0, kBf16);
-  const Array out = call.Out(kBf16);
-  const bool scale = call.Int("scale") != 0;
-  const int64_t rows = out.Count();
-  if (!call.error().empty() || rows == 0) return;
-  kernels::AbsMax(Bf16(x), rows, x.Count() / rows, scale, static_cast<uint16_t*>(out.data));
+  const Array x = call.Operand("x");
+  if (x.type != kBf16) call.Fail("operand 0 (x): expected BF16, found ", ShapeText(x));
+  const Array out = call.Result();
+  if (out.type != kBf16) call.Fail("the result: expected BF16, found ", ShapeText(out));
+  const int64_t size = ValuesOfEach(call, x, out, "the result");
+  const bool scale = call.Flag("scale");
+  if (!call.IsWhole()) return;
+  kernels::AbsMax(Bf16(x), out.Count(), size, scale, static_cast<uint16_t*>(out.data));
 }
 
 void Quantize(Call& call) {
-  const Array x = call.In(0, kBf16);
-  const Array scale = call.In(1, kBf16);
-  const Array out = call.Out(ffi::DataType::U8);
-  const int64_t rows = scale.Count();
-  if (!call.error().empty() || rows == 0) return;
-  kernels::Quantize(Bf16(x), Bf16(scale), rows, x.Count() / rows, static_cast<uint8_t*>(out.data));
+  const Array x = call.Operand("x");
+  if (x.type != kBf16) call.Fail("operand 0 (x): expected BF16, found ", ShapeText(x));
+  const Array scale = call.Operand("scale");
+  if (scale.type != kBf16) call.Fail("operand 1 (scale): expected BF16, found ", ShapeText(scale));
+  const int64_t size = ValuesOfEach(call, x, scale, "operand 1 (scale)");
+  const Array out = call.Result({kU8}, x.dims);
+  if (!call.IsWhole()) return;
+  kernels::Quantize(Bf16(x), Bf16(scale), scale.Count(), size, static_cast<uint8_t*>(out.data));
 }
 
 void LayerNorm(Call& call) {
-  const Array x = call.In(0, kBf16);
-  const Array weight = call.In(1, kF32);
-  const Array bias = call.In(2, kF32);
-  const Array out = call.Out(kBf16);
+  const Array x = call.Operand("x");
+  if (x.type != kBf16 || x.dims.empty()) {
+    call.Fail("operand 0 (x): expected BF16 of 1 or more dimensions, found ", ShapeText(x));
+  }
+  const Array weight = call.Operand("weight", {kF32}, {x.Dim(-1)});
+  const Array bias = call.Operand("bias", {kF32}, {x.Dim(-1)});
+  const Array out = call.Result({kBf16}, x.dims);
   const float epsilon = call.Float("epsilon");
-  if (!call.error().empty()) return;
+  if (!call.IsWhole()) return;
   kernels::LayerNorm(Bf16(x), F32(weight), F32(bias), x.Rows(), x.Dim(-1), epsilon, static_cast<uint16_t*>(out.data));
 }
 
 void GroupNorm(Call& call) {
-  const Array x = call.In(0, kBf16);
+  const Array x = call.Operand("x", {kBf16}, {kAny, kAny, kAny, kAny});
   kernels::GroupNormalization norm = {};
   norm.x = Bf16(x);
-  norm.weight = F32(call.In(1, kF32));
-  norm.bias = F32(call.In(2, kF32));
+  norm.weight = F32(call.Operand("weight", {kF32}, {x.Dim(3)}));
+  norm.bias = F32(call.Operand("bias", {kF32}, {x.Dim(3)}));
+  norm.out = static_cast<uint16_t*>(call.Result({kBf16}, x.dims).data);
   norm.batch = x.Dim(0);
   norm.pixels = x.Dim(1) * x.Dim(2);
   norm.channels = x.Dim(3);
-  norm.groups = call.Int("groups");
+  norm.groups = call.Int("groups", 1, std::numeric_limits<int64_t>::max());
   norm.epsilon = call.Float("epsilon");
-  norm.silu = call.Int("silu") != 0;
-  norm.out = static_cast<uint16_t*>(call.Out(kBf16).data);
-  if (call.error().empty()) kernels::GroupNorm(norm);
+  norm.silu = call.Flag("silu");
+  if (norm.channels % norm.groups != 0) {
+    call.Fail("operand 0 (x): expected channels that divide into ", norm.groups, " groups, found ", ShapeText(x));
+  }
+  if (call.IsWhole()) kernels::GroupNorm(norm);
 }
 
 void Geglu(Call& call) {
-  const Array x = call.In(0, kBf16);
-  const Array out = call.Out(kBf16);
-  if (!call.error().empty()) return;
+  const Array x = call.Operand("x");
+  if (x.type != kBf16 || x.dims.empty() || x.Dim(-1) % 2 != 0) {
+    call.Fail("operand 0 (x): expected BF16 of an even last dimension, found ", ShapeText(x));
+  }
+  Dims dims = x.dims;
+  if (!dims.empty()) dims.back() /= 2;
+  const Array out = call.Result({kBf16}, dims);
+  if (!call.IsWhole()) return;
   kernels::Geglu(Bf16(x), out.Rows(), out.Dim(-1), static_cast<uint16_t*>(out.data));
 }
 
-template <void (*kCompute)(Call&)>
+struct Kernel {
+  const char* name;
+  void (*compute)(Call&);
+};
+
+constexpr Kernel kKernels[] = {
+    {"maxdiff.contract", Contract},    {"maxdiff.attention", Attention},  {"maxdiff.abs_max", AbsMax},
+    {"maxdiff.quantize", Quantize},    {"maxdiff.layer_norm", LayerNorm}, {"maxdiff.group_norm", GroupNorm},
+    {"maxdiff.geglu", Geglu},
+};
+
+// Computes a call. Nothing that goes wrong in it ends the process.
+ffi::Error Compute(const Kernel& kernel, Call call) {
+  try {
+    kernel.compute(call);
+  } catch (const std::bad_alloc&) {
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, absl::StrCat(kernel.name, ": out of host memory"));
+  } catch (const std::exception& error) {
+    return ffi::Error::Internal(absl::StrCat(kernel.name, ": ", error.what()));
+  }
+  if (call.Ok()) return ffi::Error::Success();
+  return ffi::Error::InvalidArgument(absl::StrCat(kernel.name, ": ", call.error()));
+}
+
+template <size_t kIndex>
 XLA_FFI_Error* Handle(XLA_FFI_CallFrame* frame) {
   constexpr auto kImplementation = [](ffi::RemainingArgs in, ffi::RemainingRets out, ffi::Dictionary attributes) {
-    Call call(in, out, attributes);
-    kCompute(call);
-    return call.error().empty() ? ffi::Error::Success() : ffi::Error::InvalidArgument(call.error());
+    return Compute(kKernels[kIndex], Call(in, out, attributes));
   };
   static auto* const handler =
       ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs().To(kImplementation).release();
   return handler->Call(frame);
 }
 
+absl::Status Register(const char* name, XLA_FFI_Handler* handler) {
+  const XLA_FFI_Api* api = ffi::GetXlaFfiApi();
+  XLA_FFI_Error* error = ffi::Ffi::RegisterStaticHandler(api, name, "Host", handler);
+  if (error == nullptr) return absl::OkStatus();
+  const std::string message = ffi::internal::GetErrorMessage(api, error);
+  ffi::internal::DestroyError(api, error);
+  return absl::InternalError(absl::StrCat("cannot register the kernel ", name, ": ", message));
+}
+
+template <size_t... kIndices>
+absl::Status RegisterAll(std::index_sequence<kIndices...>) {
+  absl::Status status;
+  // Up to the first that fails.
+  (void)((status = Register(kKernels[kIndices].name, Handle<kIndices>)).ok() && ...);
+  return status;
+}
+
 }  // namespace
 
 absl::Status RegisterKernels() {
-  constexpr std::pair<const char*, XLA_FFI_Handler*> kCalls[] = {
-      {"maxdiff.contract", Handle<Contract>},    {"maxdiff.attention", Handle<Attention>},
-      {"maxdiff.abs_max", Handle<AbsMax>},       {"maxdiff.quantize", Handle<Quantize>},
-      {"maxdiff.layer_norm", Handle<LayerNorm>}, {"maxdiff.group_norm", Handle<GroupNorm>},
-      {"maxdiff.geglu", Handle<Geglu>},
-  };
-  const XLA_FFI_Api* api = ffi::GetXlaFfiApi();
-  for (const auto& [name, handler] : kCalls) {
-    if (XLA_FFI_Error* error = ffi::Ffi::RegisterStaticHandler(api, name, "Host", handler)) {
-      const std::string message = ffi::internal::GetErrorMessage(api, error);
-      ffi::internal::DestroyError(api, error);
-      return absl::InternalError(absl::StrCat("cannot register the kernel ", name, ": ", message));
-    }
-  }
-  return absl::OkStatus();
+  if (!kernels::Supported()) return absl::OkStatus();
+  return RegisterAll(std::make_index_sequence<std::size(kKernels)>());
 }
+
+std::string KernelNames() {
+  std::string names;
+  if (!kernels::Supported()) return names;
+  for (const Kernel& kernel : kKernels) absl::StrAppend(&names, names.empty() ? "" : ",", kernel.name);
+  return names;
+}
+
+#else
+
+absl::Status RegisterKernels() { return absl::OkStatus(); }
+
+std::string KernelNames() { return ""; }
+
+#endif  // defined(__x86_64__)
 
 }  // namespace maxdiff

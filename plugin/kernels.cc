@@ -1,19 +1,21 @@
 #include "kernels.h"
 
 #include <algorithm>
-#include <cfloat>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <limits>
+#include <string>
 #include <vector>
 
 #include "pool.h"
 #include "vectors.h"  // Last: what follows is compiled for its instructions.
 
 namespace maxdiff::kernels {
-namespace {
 
 #if defined(__x86_64__)
+
+namespace {
 
 // Rows and vectors of columns whose sums stay in registers: 24 of 32, which leaves 4 for columns and some for rows.
 constexpr int kRows = 6;
@@ -364,7 +366,7 @@ void AttendRows(const Head& head, int64_t first, const uint16_t* q, uint16_t* ou
   float* highest = products + kQueryRows * size;
   float* totals = highest + kQueryRows;
   std::fill(sums, sums + count * size, 0.0f);
-  std::fill(highest, highest + count, -FLT_MAX);
+  std::fill(highest, highest + count, -std::numeric_limits<float>::infinity());
   std::fill(totals, totals + count, 0.0f);
   const __m512 scale = _mm512_set1_ps(a.scale);
   const int64_t seen = a.causal ? std::min(a.keys, first + count) : a.keys;
@@ -388,19 +390,22 @@ void AttendRows(const Head& head, int64_t first, const uint16_t* q, uint16_t* ou
         const __mmask16 mask = real - key >= kLanes ? 0xffff : static_cast<__mmask16>((1u << (real - key)) - 1);
         most = _mm512_mask_max_ps(most, mask, most, _mm512_mul_ps(_mm512_loadu_ps(row + key), scale));
       }
+      // The maximum may miss a NaN. The weight of a NaN is one, and makes the row's total and result NaN.
       const float now = _mm512_reduce_max_ps(most);
-      const __m512 shift = _mm512_set1_ps(now);
+      // Where all keys so far are at -infinity their weights are 0.
+      const __m512 shift = _mm512_set1_ps(now == -std::numeric_limits<float>::infinity() ? 0.0f : now);
       __m512 total = _mm512_setzero_ps();
       for (int64_t key = 0; key < keys; key += kLanes) {
         const int64_t left = std::max<int64_t>(0, real - key);
         const __mmask16 mask = left >= kLanes ? 0xffff : static_cast<__mmask16>((1u << left) - 1);
-        const __m512 shifted = _mm512_fmsub_ps(_mm512_loadu_ps(row + key), scale, shift);
+        // Rounded as for the maximum, so that it differs from itself by 0.
+        const __m512 shifted = _mm512_sub_ps(_mm512_mul_ps(_mm512_loadu_ps(row + key), scale), shift);
         const __m512 weight = _mm512_maskz_mov_ps(mask, Exp(shifted));
         total = _mm512_add_ps(total, weight);
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(weights + r * kKeyBlock + key),
                             reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(weight)));
       }
-      const float factor = std::exp(highest[r] - now);
+      const float factor = highest[r] == now ? 1.0f : std::exp(highest[r] - now);
       highest[r] = now;
       totals[r] = totals[r] * factor + _mm512_reduce_add_ps(total);
       if (block > 0 && factor != 1.0f) {
@@ -433,13 +438,10 @@ void AttendRows(const Head& head, int64_t first, const uint16_t* q, uint16_t* ou
   }
 }
 
-#endif  // defined(__x86_64__)
-
 }  // namespace
 
-#if defined(__x86_64__)
-
 void Contract(const Contraction& contraction) {
+  if (contraction.lhs.rows == 0 || contraction.columns == 0) return;
   switch (contraction.element) {
     case Element::kBf16:
       return ContractAs<Element::kBf16>(contraction);
@@ -449,6 +451,7 @@ void Contract(const Contraction& contraction) {
 }
 
 void Attend(const Attention& a) {
+  if (a.batch * a.heads * a.queries * a.size == 0) return;
   const int64_t stride = a.heads * a.size;
   const int64_t padded_keys = CeilDiv(a.keys, kLanes) * kLanes;
   const int64_t padded_size = CeilDiv(a.size, kLanes) * kLanes;
@@ -483,19 +486,25 @@ void Attend(const Attention& a) {
 
 #pragma GCC pop_options
 
-bool Supported() {
+#endif  // defined(__x86_64__)
+
+std::string MissingFeatures() {
+#if defined(__x86_64__)
   __builtin_cpu_init();
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-         __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
-}
-
+  std::string missing;
+  const auto need = [&](const char* name, int is_here) {
+    if (!is_here) missing += (missing.empty() ? "" : ",") + std::string(name);
+  };
+  need("avx512f", __builtin_cpu_supports("avx512f"));
+  need("avx512bw", __builtin_cpu_supports("avx512bw"));
+  need("avx512dq", __builtin_cpu_supports("avx512dq"));
+  need("avx512vl", __builtin_cpu_supports("avx512vl"));
+  need("avx512_bf16", __builtin_cpu_supports("avx512bf16"));
+  need("avx512_vnni", __builtin_cpu_supports("avx512vnni"));
+  return missing;
 #else
-
-bool Supported() { return false; }
-void Contract(const Contraction&) { std::abort(); }
-void Attend(const Attention&) { std::abort(); }
-
+  return "avx512f";
 #endif
+}
 
 }  // namespace maxdiff::kernels

@@ -3,16 +3,25 @@
 // They need AVX-512 with its bf16 and int8 dot products (`Supported`), whose peak is 2 and 4 times that of f32.
 // Weights come packed, so that one load gives what 16 columns multiply: packed[column / 16][k / group][column % 16]
 // [k % group], with the columns padded by zeros to a multiple of 16 and a group of 2 (bf16) or 4 (int8) values.
+//
+// Where a rounding is promised, it is made: the plugin is compiled with -ffp-contract=off, and what is a fused
+// multiply-add is written as one.
 
 #ifndef MAXDIFF_PLUGIN_KERNELS_H_
 #define MAXDIFF_PLUGIN_KERNELS_H_
 
 #include <cstdint>
+#include <string>
 
 namespace maxdiff::kernels {
 
-// Whether this processor has the instructions.
-bool Supported();
+// The features that the kernels need and this processor lacks, by the names of /proc/cpuinfo, separated by commas.
+std::string MissingFeatures();
+
+// Whether this processor has the instructions. Where it has not, no other function here may be called.
+inline bool Supported() { return MissingFeatures().empty(); }
+
+// The functions that follow throw std::bad_alloc where memory for their own use cannot be had.
 
 enum class Element { kBf16, kInt8 };
 
@@ -50,7 +59,8 @@ void Contract(const Contraction& contraction);
 
 // out = softmax(q k^T * scale) v for each head, all bf16: q and out [batch, queries, heads * size], k and v
 // [batch, keys, heads * size]; `size` is even. If causal, a query sees the keys up to its own place. Softmax runs over
-// blocks of keys, so no matrix of scores is stored.
+// blocks of keys, so no matrix of scores is stored. A query has NaN where a score of its is NaN or infinity, and where
+// all are -infinity.
 struct Attention {
   int64_t batch, heads, queries, keys, size;
   float scale;
@@ -68,7 +78,7 @@ void Attend(const Attention& attention);
 void AbsMax(const uint16_t* x, int64_t rows, int64_t k, bool scale, uint16_t* out);
 
 // out[r, k] = round(clamp(bf16(x[r, k] * bf16(1 / scale[r])), -127, 127)) + 128, to even at ties, with 1 in place of an
-// infinite inverse; x and scale are bf16.
+// infinite inverse and 0 in place of a rounded NaN; x and scale are bf16.
 void Quantize(const uint16_t* x, const uint16_t* scale, int64_t rows, int64_t k, uint8_t* out);
 
 // out[r, k] = (x[r, k] - mean) / sqrt(variance + epsilon) * weight[k] + bias[k] over each row; x and out are bf16.

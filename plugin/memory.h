@@ -40,9 +40,8 @@ class MemoryPool : public std::enable_shared_from_this<MemoryPool> {
 
   absl::StatusOr<std::unique_ptr<xla::CpuMemory>> Allocate(size_t size, size_t alignment) {
     if (size < kSmallest || alignment > kPage) return AllocateSmall(size, alignment);
-    if (size > SIZE_MAX - kHugePage) return OutOfMemory(size);
-    const size_t unit = size < kHugePage ? kSmallest : kHugePage;
-    const size_t wanted = (size + unit - 1) / unit * unit;
+    if (size > SIZE_MAX - 2 * kHugePage) return OutOfMemory(size);
+    const size_t wanted = (size + kSmallest - 1) / kSmallest * kSmallest;
     Block block = TakeCached(wanted);
     if (block.base == nullptr) block = Map(wanted);
     if (block.base == nullptr) return OutOfMemory(size);
@@ -57,7 +56,7 @@ class MemoryPool : public std::enable_shared_from_this<MemoryPool> {
 
  private:
   static constexpr size_t kPage = 4096;
-  // Smaller blocks are malloc's business.
+  // Smaller blocks are malloc's business; larger ones are multiples of it.
   static constexpr size_t kSmallest = size_t{64} << 10;
   static constexpr size_t kHugePage = size_t{2} << 20;
   static constexpr int64_t kAlwaysKept = int64_t{128} << 20;
@@ -123,8 +122,9 @@ class MemoryPool : public std::enable_shared_from_this<MemoryPool> {
     return block;
   }
 
-  // Maps `size` bytes, large ones at a huge page's boundary. When the kernel refuses, the cache is
-  // given back first.
+  // Maps `size` bytes, large ones at a huge page's boundary, so that all of them but a last part
+  // smaller than a huge page can be huge pages. When the kernel refuses, the cache is given back
+  // first.
   Block Map(size_t size) {
     const size_t slack = size < kHugePage ? 0 : kHugePage;
     void* mapped = MapPages(size + slack);

@@ -3,20 +3,25 @@
 #ifndef MAXDIFF_PLUGIN_POOL_H_
 #define MAXDIFF_PLUGIN_POOL_H_
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <cstdlib>
 #include <deque>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <thread>
 
 namespace maxdiff::kernels {
 
-// Runs jobs of equal tasks on all processors. The calling thread works too, so a job ends even if no other is free.
+// Runs jobs of equal tasks on the process's threads. The calling thread works too, so a job ends even if no other is
+// free.
 class Pool {
  public:
   static Pool& Get() {
@@ -24,10 +29,22 @@ class Pool {
     return *pool;
   }
 
+  // Makes them `threads` with the calling one; never fewer than there are. Throws std::system_error where the system
+  // starts no more.
+  void Start(int threads) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    while (workers_ < threads - 1) {
+      std::thread([this] { Serve(); }).detach();
+      workers_ += 1;
+    }
+  }
+
   int threads() const { return workers_ + 1; }
 
+  // Calls work(task) for each of `tasks`. Throws what one of the calls has thrown; the rest may not be made then.
   void Run(int64_t tasks, const std::function<void(int64_t)>& work) {
-    if (tasks <= 1 || workers_ == 0) {
+    const int workers = workers_;
+    if (tasks <= 1 || workers == 0) {
       for (int64_t task = 0; task < tasks; ++task) work(task);
       return;
     }
@@ -36,7 +53,7 @@ class Pool {
       std::lock_guard<std::mutex> lock(mutex_);
       jobs_.push_back(job);
     }
-    const int64_t helpers = std::min<int64_t>(workers_, tasks - 1);
+    const int64_t helpers = std::min<int64_t>(workers, tasks - 1);
     for (int64_t i = 0; i < helpers; ++i) wake_.notify_one();
     job->Work();
     {
@@ -45,6 +62,7 @@ class Pool {
       if (place != jobs_.end()) jobs_.erase(place);
     }
     job->Wait();
+    if (job->failure != nullptr) std::rethrow_exception(job->failure);
   }
 
  private:
@@ -56,11 +74,23 @@ class Pool {
       for (;;) {
         const int64_t task = next.fetch_add(1, std::memory_order_relaxed);
         if (task >= tasks) return;
-        (*work)(task);
+        Do(task);
         if (done.fetch_add(1, std::memory_order_acq_rel) + 1 == tasks) {
           std::lock_guard<std::mutex> lock(mutex);
           finished.notify_all();
         }
+      }
+    }
+
+    // After a failure the tasks that are left are only counted.
+    void Do(int64_t task) {
+      if (failed.load(std::memory_order_relaxed)) return;
+      try {
+        (*work)(task);
+      } catch (...) {
+        std::lock_guard<std::mutex> lock(mutex);
+        if (failure == nullptr) failure = std::current_exception();
+        failed.store(true, std::memory_order_relaxed);
       }
     }
 
@@ -78,17 +108,17 @@ class Pool {
     const std::function<void(int64_t)>* work;
     std::atomic<int64_t> next{0};
     std::atomic<int64_t> done{0};
+    std::atomic<bool> failed{false};
+    // The first exception. Written before its task is counted as done, read when all are.
+    std::exception_ptr failure;
     std::mutex mutex;
     std::condition_variable finished;
   };
 
-  Pool() : workers_(std::max(1u, std::thread::hardware_concurrency()) - 1) {
-    for (int i = 0; i < workers_; ++i) {
-      std::thread([this] { Serve(); }).detach();
-    }
-  }
+  Pool() = default;
 
   void Serve() {
+    pthread_setname_np(pthread_self(), "maxdiff-kernels");
     for (;;) {
       std::shared_ptr<Job> job;
       {
@@ -104,7 +134,7 @@ class Pool {
     }
   }
 
-  const int workers_;
+  std::atomic<int> workers_{0};
   std::mutex mutex_;
   std::condition_variable wake_;
   std::deque<std::shared_ptr<Job>> jobs_;
@@ -115,6 +145,7 @@ class Scratch {
  public:
   ~Scratch() { std::free(data_); }
 
+  // Throws std::bad_alloc where there is no more.
   template <typename T>
   T* Get(int64_t count) {
     const size_t bytes = (count * sizeof(T) + 63) / 64 * 64;
@@ -122,7 +153,7 @@ class Scratch {
       std::free(data_);
       data_ = std::aligned_alloc(64, bytes);
       size_ = data_ == nullptr ? 0 : bytes;
-      if (data_ == nullptr) std::abort();
+      if (data_ == nullptr) throw std::bad_alloc();
     }
     return static_cast<T*>(data_);
   }

@@ -10,9 +10,9 @@
 #include "pool.h"
 #include "vectors.h"  // Last: what follows is compiled for its instructions.
 
-namespace maxdiff::kernels {
-
 #if defined(__x86_64__)
+
+namespace maxdiff::kernels {
 
 namespace {
 
@@ -32,8 +32,9 @@ void InParts(int64_t count, int64_t size, const Work& work) {
 struct Moments {
   Moments(double sum, double squares, double count, float epsilon) {
     mean = static_cast<float>(sum / count);
-    const double variance = std::max(0.0, squares / count - (sum / count) * (sum / count));
-    inverse = static_cast<float>(1.0 / std::sqrt(variance + epsilon));
+    const double variance = squares / count - (sum / count) * (sum / count);
+    // Rounding may leave less than zero; NaN stays what it is.
+    inverse = static_cast<float>(1.0 / std::sqrt((variance < 0 ? 0 : variance) + epsilon));
   }
 
   float mean;
@@ -107,7 +108,8 @@ void Quantize(const uint16_t* x, const uint16_t* scale, int64_t rows, int64_t k,
         const __mmask16 mask = Lanes(last - i);
         __m512 y = _mm512_mul_ps(LoadBf16(x + row * k + i, mask), factor);
         y = FromBf16(ToBf16(y));
-        y = _mm512_min_ps(_mm512_max_ps(y, low), high);
+        // NaN passes both, and its conversion's low byte is 0.
+        y = _mm512_min_ps(high, _mm512_max_ps(low, y));
         const __m128i bytes = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(y));
         _mm_mask_storeu_epi8(out + row * k + i, mask, _mm_xor_si128(bytes, _mm_set1_epi8(static_cast<char>(128))));
       }
@@ -211,14 +213,6 @@ void Geglu(const uint16_t* x, int64_t rows, int64_t size, uint16_t* out) {
 
 #pragma GCC pop_options
 
-#else
-
-void AbsMax(const uint16_t*, int64_t, int64_t, bool, uint16_t*) { std::abort(); }
-void Quantize(const uint16_t*, const uint16_t*, int64_t, int64_t, uint8_t*) { std::abort(); }
-void LayerNorm(const uint16_t*, const float*, const float*, int64_t, int64_t, float, uint16_t*) { std::abort(); }
-void GroupNorm(const GroupNormalization&) { std::abort(); }
-void Geglu(const uint16_t*, int64_t, int64_t, uint16_t*) { std::abort(); }
-
-#endif
-
 }  // namespace maxdiff::kernels
+
+#endif  // defined(__x86_64__)

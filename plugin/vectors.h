@@ -45,9 +45,11 @@ inline uint16_t ScalarToBf16(float x) { return _mm256_extract_epi16(ToBf16(_mm51
 
 inline void StoreBf16(uint16_t* to, __mmask16 mask, __m512 x) { _mm256_mask_storeu_epi16(to, mask, ToBf16(x)); }
 
-// e^x to about 2 units in the last place for |x| up to 87; beyond that the value there.
+// e^x to about 2 units in the last place; 0 where it is below the smallest normal number, NaN for NaN.
 inline __m512 Exp(__m512 x) {
-  x = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-87.0f)), _mm512_set1_ps(88.0f));
+  const __mmask16 is_normal = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.3365f), _CMP_NLT_UQ);
+  // Of a NaN and a number, minimum and maximum are their second operand.
+  x = _mm512_min_ps(_mm512_set1_ps(89.0f), _mm512_max_ps(_mm512_set1_ps(-88.0f), x));
   const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
   // ln 2 in two parts, the first with few enough bits that its product with n is exact.
   __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693145752f), x);
@@ -61,7 +63,7 @@ inline __m512 Exp(__m512 x) {
   y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(0.5f));
   y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f));
   y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f));
-  return _mm512_scalef_ps(y, n);
+  return _mm512_maskz_scalef_ps(is_normal, y, n);
 }
 
 // 1 / (1 + e^-x)

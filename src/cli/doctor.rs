@@ -11,7 +11,7 @@ use serde_json::{Map, Value, json};
 
 use super::{CliError, plugin, print};
 use crate::pjrt::install::{self, InstallError, Installed, PluginKind};
-use crate::pjrt::{Client, Plugin};
+use crate::pjrt::{CPU_THREADS_VARIABLE, Client, Kernels, Plugin, cpu_threads};
 use crate::recipe;
 use crate::runtime::{ExecutableCache, Usage};
 use crate::util::files::free_space;
@@ -26,6 +26,9 @@ const CPU_FEATURES: &[&str] = &["asimddp", "i8mm", "bf16", "sve"];
 const CPU_FEATURES: &[&str] = &[
     "avx2",
     "avx512f",
+    "avx512bw",
+    "avx512dq",
+    "avx512vl",
     "avx_vnni",
     "avx512_vnni",
     "avx512_bf16",
@@ -73,8 +76,9 @@ pub fn run(args: &DoctorArgs) -> Result<ExitCode, CliError> {
     let installed = |kind| plugins.iter().any(|p| p.kind == kind && p.found.is_some());
     folder.judge(!installed(PluginKind::Cpu), &mut problems);
     judge_tools(&tools, !installed(PluginKind::Cpu), &mut problems);
-    let hardware = device_files();
     let cpu = Processor::look();
+    cpu.judge(&mut problems);
+    let hardware = device_files();
     let programs = Programs::look();
     let ok = !problems.iter().any(|p| p.needed);
 
@@ -91,7 +95,7 @@ pub fn run(args: &DoctorArgs) -> Result<ExitCode, CliError> {
             "device_files": hardware,
             "processor": {
                 "model": cpu.model,
-                "threads": cpu.threads,
+                "threads": cpu.threads.as_ref().ok(),
                 "features": cpu.features.iter().map(|(name, here)| ((*name).to_string(), json!(here)))
                     .collect::<Map<String, Value>>(),
             },
@@ -136,7 +140,11 @@ fn describe(
         let names = cpu.features.iter().filter(|(_, here)| *here == wanted);
         names.map(|(name, _)| *name).collect::<Vec<_>>().join(" ")
     };
-    lines.push(format!("processor: {}, {} threads", cpu.model, cpu.threads));
+    let threads = match &cpu.threads {
+        Ok(threads) => format!("computes with {threads} threads"),
+        Err(_) => "number of threads not known, see below".to_string(),
+    };
+    lines.push(format!("processor: {}, {threads}", cpu.model));
     lines.push(format!("  has {}; lacks {}", has(true), has(false)));
     lines.push("tools".to_string());
     for tool in tools {
@@ -284,6 +292,7 @@ struct PluginState {
 struct Probe {
     api_version: String,
     attributes: BTreeMap<String, String>,
+    kernels: Kernels,
     /// The client's devices, where this machine has hardware for it.
     devices: Vec<String>,
 }
@@ -305,6 +314,7 @@ impl Probe {
             attributes: attributes
                 .map(|(name, value)| (name.clone(), value.to_string()))
                 .collect(),
+            kernels: plugin.kernels(),
             devices,
         })
     }
@@ -397,7 +407,7 @@ impl PluginState {
             ),
             Some(Ok(_)) if self.found.as_ref().is_some_and(|f| f.stale) => add(
                 format!(
-                    "the {} plugin was built from other sources than this program's",
+                    "the {} plugin was built from other sources than this program's, so its kernels are not used",
                     self.kind
                 ),
                 false,
@@ -409,7 +419,7 @@ impl PluginState {
     fn describe(&self) -> String {
         let state = match (&self.found, &self.loaded) {
             (Some(found), Some(Ok(probe))) => format!(
-                "{}, PJRT API {}{}, {}, devices: {}",
+                "{}, PJRT API {}{}, {}, devices: {}{}",
                 found.version,
                 probe.api_version,
                 if found.stale { ", stale" } else { "" },
@@ -418,7 +428,9 @@ impl PluginState {
                     "none".to_string()
                 } else {
                     probe.devices.join(", ")
-                }
+                },
+                kernels(&probe.kernels)
+                    .map_or_else(String::new, |text| format!("\n           {text}")),
             ),
             (_, Some(Err(_))) => "cannot be used, see below".to_string(),
             (_, Some(Ok(_)) | None) => "not installed".to_string(),
@@ -439,8 +451,22 @@ impl PluginState {
             "api_version": probe.map(|p| &p.api_version),
             "attributes": probe.map(|p| &p.attributes),
             "devices": probe.map(|p| &p.devices),
+            "kernels": probe.map(|p| &p.kernels),
             "error": error,
         })
+    }
+}
+
+/// Which of a plugin's kernels programs call, or why none; `None` for a plugin without any.
+fn kernels(kernels: &Kernels) -> Option<String> {
+    match kernels {
+        Kernels::None => None,
+        Kernels::Used(names) => Some(format!("kernels: {}", names.join(" "))),
+        Kernels::Unsupported(missing) => Some(format!(
+            "kernels: none, the processor lacks {}",
+            missing.join(" ")
+        )),
+        Kernels::Stale => Some("kernels: none, the plugin is stale".to_string()),
     }
 }
 
@@ -547,7 +573,8 @@ fn judge_tools(tools: &[Tool], to_install: bool, problems: &mut Vec<Problem>) {
 /// The processor by `/proc/cpuinfo`.
 struct Processor {
     model: String,
-    threads: usize,
+    /// That programs compute with, or why it is not known.
+    threads: Result<usize, String>,
     features: Vec<(&'static str, bool)>,
 }
 
@@ -555,8 +582,18 @@ impl Processor {
     fn look() -> Processor {
         let text = fs::read_to_string(Path::new("/proc/cpuinfo")).unwrap_or_default();
         Processor {
-            threads: std::thread::available_parallelism().map_or(1, usize::from),
+            threads: cpu_threads().map_err(|error| error.to_string()),
             ..Processor::parse(&text)
+        }
+    }
+
+    fn judge(&self, problems: &mut Vec<Problem>) {
+        if let Err(error) = &self.threads {
+            problems.push(Problem {
+                what: error.clone(),
+                remedy: format!("set {CPU_THREADS_VARIABLE} to a number of threads, or unset it"),
+                needed: true,
+            });
         }
     }
 
@@ -575,7 +612,7 @@ impl Processor {
             model: field(&["model name", "CPU part"])
                 .unwrap_or("unknown")
                 .to_string(),
-            threads: 1,
+            threads: Ok(1),
             features: CPU_FEATURES
                 .iter()
                 .map(|name| (*name, flags.contains(name)))

@@ -28,7 +28,8 @@ pub enum Kernel {
     /// are worth then, by AQT: `magnitude * (1 / 127.5)` in `f32`, rounded to bf16, with 1 for a magnitude of 0.
     AbsMax { kept: usize, scale: bool },
     /// `round(clamp(x * inverse, -127, 127)) + 128` as `u8`, the product rounded to bf16. Operands are bf16: x, and the
-    /// scale of x's leading dimensions, whose `inverse` is rounded to bf16 and 1 where it is infinite.
+    /// scale of x's leading dimensions, whose `inverse` is rounded to bf16 and 1 where it is infinite. NaN is rounded
+    /// to 0.
     Quantize,
     /// [`crate::nn::layer_norm`] of a bf16 tensor, to bf16. Operands: x, then weight and bias, `f32[features]`.
     LayerNorm { epsilon: f32 },
@@ -130,6 +131,8 @@ impl Kernel {
                         ("stride_x", size(w.strides[1])),
                         ("low_y", size(w.padding[0].0)),
                         ("low_x", size(w.padding[1].0)),
+                        ("high_y", size(w.padding[0].1)),
+                        ("high_x", size(w.padding[1].1)),
                     ]);
                 }
                 attributes
@@ -272,9 +275,11 @@ impl Kernel {
                         inverse
                     };
                     let product = round(operands[0].float(row * size + i) * inverse);
-                    product.clamp(-127.0, 127.0).round_ties_even() + 128.0
+                    product.clamp(-127.0, 127.0).round_ties_even()
                 });
-                let integers = (0..shape.count()).map(|i| values.float(i) as i64).collect();
+                let integers = (0..shape.count())
+                    .map(|i| values.float(i) as i64 + 128)
+                    .collect();
                 Value {
                     shape,
                     data: Data::I(integers),
@@ -530,7 +535,9 @@ fn moments(x: &Value, places: impl Iterator<Item = usize>, epsilon: f64) -> [f64
     }
     let mean = sum / count;
     let variance: f64 = squares / count - mean * mean;
-    [mean, 1.0 / (variance.max(0.0) + epsilon).sqrt()]
+    // Rounding may leave less than zero; NaN stays what it is.
+    let variance = if variance < 0.0 { 0.0 } else { variance };
+    [mean, 1.0 / (variance + epsilon).sqrt()]
 }
 
 /// The first of `count` operands, a bf16 tensor.

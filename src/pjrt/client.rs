@@ -10,6 +10,7 @@ use super::error::PjrtError;
 use super::executable::LoadedExecutable;
 use super::ffi::{ClientHandle, DeviceHandle};
 use super::plugin::Plugin;
+use super::threads::cpu_threads;
 use super::values::NamedValue;
 
 /// A client of a plugin. Clones are the same client; it closes when nothing uses it any more.
@@ -79,12 +80,19 @@ pub struct DeviceMemoryStats {
 }
 
 impl Client {
-    /// A client of this process alone, with the plugin's options (see the plugin for their names).
+    /// A client of this process alone, with the plugin's options (see the plugin for their names). The CPU plugin is
+    /// told the number of threads ([`cpu_threads`]) where the options do not.
     ///
     /// # Errors
-    /// An option the plugin does not know, or no device of its kind in this machine.
+    /// An option the plugin does not know, or no device of its kind in this machine; a number of threads that is none.
     pub fn create(plugin: &Plugin, options: &[(String, NamedValue)]) -> Result<Self, PjrtError> {
-        let handle = Arc::new(ClientHandle::create(plugin.api(), options)?);
+        const THREADS: &str = "cpu_threads";
+        let mut options = options.to_vec();
+        if plugin.is_own() && !options.iter().any(|(name, _)| name == THREADS) {
+            let threads = NamedValue::Int64(cpu_threads()? as i64);
+            options.push((THREADS.to_string(), threads));
+        }
+        let handle = Arc::new(ClientHandle::create(plugin.api(), &options)?);
         let describe = |handles: Vec<DeviceHandle>| -> Result<Vec<Device>, PjrtError> {
             handles.into_iter().map(Device::new).collect()
         };

@@ -166,6 +166,14 @@ pub enum PjrtError {
     #[error("cannot transfer {element_type} between host and device")]
     NotTransferable { element_type: &'static str },
 
+    /// The environment asks for a number of threads that is none.
+    #[error("{variable} is '{value}', expected a whole number from 1 to {most}")]
+    CpuThreads {
+        variable: &'static str,
+        value: String,
+        most: usize,
+    },
+
     /// A device was given where one of the same client is meant.
     #[error("device {id} is of another client than what it is used with")]
     ForeignDevice { id: i64 },

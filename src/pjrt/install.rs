@@ -18,7 +18,8 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 use zip::result::ZipError;
 
-use build::{Tools, make, sources_sha256};
+pub(super) use build::sources_sha256;
+use build::{Tools, make};
 use files::{
     Staging, create_dir_all, file_size, lock, remove_dir_all, sha256_of_file, write_error,
 };

@@ -19,6 +19,7 @@ mod plugin;
 #[cfg(test)]
 #[path = "../../tests/common/plugins.rs"]
 mod plugins;
+mod threads;
 mod topology;
 mod values;
 
@@ -27,7 +28,8 @@ pub use client::{Client, Device, DeviceDescription, DeviceMemoryStats};
 pub use compile_options::{CompileOptions, DeviceAssignment, OptimizationLevel, OptionValue};
 pub use error::{ApiVersion, ErrorCode, PjrtError};
 pub use executable::{Arg, CompiledMemoryStats, Executable, Execution, LoadedExecutable};
-pub use plugin::{Plugin, has_tpu, prepare_process};
+pub use plugin::{Kernels, Plugin, has_tpu, prepare_process};
+pub use threads::{CPU_THREADS_VARIABLE, cpu_threads};
 pub use topology::Topology;
 pub use values::{ElementType, NamedValue};
 

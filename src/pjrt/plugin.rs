@@ -5,8 +5,11 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
+use serde::{Deserialize, Serialize};
+
 use super::error::{ApiVersion, PjrtError};
 use super::ffi::{self, Api};
+use super::install::sources_sha256;
 use super::values::NamedValue;
 
 /// A loaded PJRT plugin. Clones are the same plugin.
@@ -74,8 +77,63 @@ impl Plugin {
         &self.inner.attributes
     }
 
+    /// Which of its own kernels programs may call.
+    pub fn kernels(&self) -> Kernels {
+        Kernels::announced(self.attributes(), &sources_sha256())
+    }
+
+    /// Whether it was built from sources of this program, in this version or another.
+    pub(super) fn is_own(&self) -> bool {
+        self.attributes().contains_key(SOURCES)
+    }
+
     pub(super) fn api(&self) -> Api {
         self.inner.api
+    }
+}
+
+/// The attribute that has the SHA-256 of a plugin's sources.
+const SOURCES: &str = "maxdiff_sources";
+
+/// The kernels that a plugin has beside its compiler, and whether programs may call them.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Kernels {
+    /// The plugin has none, as on every accelerator.
+    None,
+    /// They are used: the custom calls' targets.
+    Used(Vec<String>),
+    /// The processor lacks these features, by the names of `/proc/cpuinfo`.
+    Unsupported(Vec<String>),
+    /// The plugin was built from other sources than this program's, so what its kernels take is not known.
+    Stale,
+}
+
+impl Kernels {
+    /// Whether programs may call them.
+    pub fn are_used(&self) -> bool {
+        matches!(self, Self::Used(_))
+    }
+
+    /// What a plugin's attributes say, to a program whose plugin has the sources of sum `own`.
+    fn announced(attributes: &BTreeMap<String, NamedValue>, own: &str) -> Self {
+        let list = |name| match attributes.get(name) {
+            Some(NamedValue::String(text)) if !text.is_empty() => {
+                text.split(',').map(str::to_owned).collect()
+            }
+            _ => Vec::new(),
+        };
+        match attributes.get(SOURCES) {
+            Some(NamedValue::String(sources)) if sources == own => {}
+            // Plugins of earlier versions had a number there.
+            None if !attributes.contains_key("maxdiff_kernels") => return Self::None,
+            _ => return Self::Stale,
+        }
+        let missing = list("maxdiff_missing_features");
+        match missing.is_empty() {
+            true => Self::Used(list("maxdiff_kernels")),
+            false => Self::Unsupported(missing),
+        }
     }
 }
 
@@ -138,6 +196,31 @@ fn has_tpu_device(devices: &Path) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn kernels_are_used_only_of_a_plugin_of_the_same_sources() {
+        let announced = |attributes: &[(&str, &str)]| {
+            let attributes = attributes.iter().map(|(name, value)| {
+                let value = NamedValue::String((*value).to_string());
+                ((*name).to_string(), value)
+            });
+            Kernels::announced(&attributes.collect(), "ab12")
+        };
+        let kernels = ("maxdiff_kernels", "maxdiff.contract,maxdiff.geglu");
+        let missing = ("maxdiff_missing_features", "");
+        let own = ("maxdiff_sources", "ab12");
+        let names = vec!["maxdiff.contract".to_string(), "maxdiff.geglu".to_string()];
+        assert_eq!(announced(&[own, kernels, missing]), Kernels::Used(names));
+        let other = ("maxdiff_sources", "ab13");
+        assert_eq!(announced(&[other, kernels, missing]), Kernels::Stale);
+        assert_eq!(announced(&[kernels, missing]), Kernels::Stale);
+        let missing = ("maxdiff_missing_features", "avx512_bf16,avx512_vnni");
+        assert_eq!(
+            announced(&[own, ("maxdiff_kernels", ""), missing]),
+            Kernels::Unsupported(vec!["avx512_bf16".to_string(), "avx512_vnni".to_string()])
+        );
+        assert_eq!(announced(&[("xla_version", "2")]), Kernels::None);
+    }
 
     #[test]
     fn a_missing_file_is_named() {

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use crate::config::{Config, Hardware};
 use crate::pjrt::install::{self, InstallError, Installed, PluginKind};
-use crate::pjrt::{NamedValue, Plugin, has_tpu};
+use crate::pjrt::{Kernels, NamedValue, Plugin, has_tpu};
 use crate::runtime::{ExecutableCache, RuntimeError, Session};
 
 use super::mesh::parallelism;
@@ -42,13 +42,14 @@ pub fn open_session(config: &Config, notify: &mut Notify<'_>) -> Result<Opened, 
              `maxdiff-rs plugin install {kind}` to use it"
         )));
     }
-    if let Some(stale) = installed.stale_note() {
+    let session = open(config, &installed, notify)?;
+    if session.client().plugin().kernels() == Kernels::Stale {
         notify(Notice::Warning(&format!(
-            "the {} plugin was {stale}",
-            installed.kind
+            "the {kind} plugin was built from other sources than this program's, so its kernels are not used; run \
+             `maxdiff-rs plugin install {kind}`",
+            kind = installed.kind
         )));
     }
-    let session = open(config, &installed, notify)?;
     let devices = session.devices().len();
     Ok(Opened {
         chosen: format!(

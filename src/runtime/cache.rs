@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, SystemTime};
 
-use crate::pjrt::{Client, CompileOptions, ErrorCode, LoadedExecutable, PjrtError};
+use crate::pjrt::{Client, CompileOptions, ErrorCode, LoadedExecutable, PjrtError, cpu_threads};
 use crate::util::files::{Access, AtomicFile, Durability, Existing, is_partial};
 use crate::util::hash::{Hasher, Sha256};
 
@@ -411,7 +411,8 @@ fn processor() -> Result<String, CacheError> {
     const FILE: &str = "/proc/cpuinfo";
     let path = Path::new(FILE);
     let text = fs::read_to_string(path).map_err(io_error("read", path))?;
-    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    // A session has a client, which no other number makes.
+    let threads = cpu_threads().unwrap_or(1);
     describe_processor(&text, threads).ok_or_else(|| CacheError::Processor {
         path: path.to_path_buf(),
     })

@@ -66,9 +66,6 @@ pub enum RuntimeError {
     ElementType(DType),
 }
 
-/// The version of the calls that this program makes of a plugin's kernels: `maxdiff_kernels` in `plugin/cpu_plugin.cc`.
-const KERNEL_CALLS: i64 = 2;
-
 /// The devices of one client laid out on a mesh.
 pub struct Session {
     client: Client,
@@ -198,8 +195,7 @@ impl Session {
     /// # Errors
     /// When the graph is ill-typed.
     pub fn with_kernels(&self, graph: &Graph) -> Result<Graph, GraphError> {
-        let kernels = self.client.plugin().attributes().get("maxdiff_kernels");
-        let has_kernels = matches!(kernels, Some(NamedValue::Int64(KERNEL_CALLS)));
+        let has_kernels = self.client.plugin().kernels().are_used();
         match has_kernels && self.mesh.num_devices() == 1 {
             true => with_kernels(graph),
             false => Ok(graph.clone()),

@@ -5,6 +5,7 @@ use std::fs::{self, File};
 use std::io::{self, BufReader};
 use std::path::{Component, Path, PathBuf};
 use std::process::{Command, Output};
+use std::sync::LazyLock;
 
 use zip::ZipArchive;
 
@@ -14,6 +15,7 @@ use super::files::{
 };
 use super::recipe::{CPU_LIBRARY, Member, Recipe, Wheel, source_of};
 use super::{InstallError, Manifest, Result, check_is_plugin, write_manifest};
+use crate::pjrt::ffi::layout_assertions;
 use crate::util::hash::Hasher;
 
 /// The CPU plugin's sources, embedded so that an installed program can build it.
@@ -41,6 +43,8 @@ pub(super) const SOURCES: &[(&str, &str)] = &[
     ("pool.h", include_str!("../../../plugin/pool.h")),
     ("rows.cc", include_str!("../../../plugin/rows.cc")),
     ("status.h", include_str!("../../../plugin/status.h")),
+    ("threads.cc", include_str!("../../../plugin/threads.cc")),
+    ("threads.h", include_str!("../../../plugin/threads.h")),
     ("values.h", include_str!("../../../plugin/values.h")),
     ("vectors.h", include_str!("../../../plugin/vectors.h")),
     (
@@ -49,12 +53,17 @@ pub(super) const SOURCES: &[(&str, &str)] = &[
     ),
 ];
 
-/// Compiler options that do not depend on the host. `NDEBUG` must match TensorFlow's build, and
-/// `initfirst` lets the plugin silence logs before TensorFlow's initializers write them.
+/// The source that [`layout_assertions`] writes beside them.
+const LAYOUT_SOURCE: &str = "layout.cc";
+
+/// Compiler options that do not depend on the host. `NDEBUG` must match TensorFlow's build,
+/// `ffp-contract=off` makes every rounding that the kernels promise, and `initfirst` lets the
+/// plugin silence logs before TensorFlow's initializers write them.
 const COMPILE_OPTIONS: &[&str] = &[
     "-std=c++17",
     "-O2",
     "-DNDEBUG",
+    "-ffp-contract=off",
     "-fPIC",
     "-shared",
     "-fvisibility=hidden",
@@ -363,7 +372,9 @@ fn set_mode(_file: &File, _mode: Option<u32>) -> io::Result<()> {
 /// Compiles the embedded sources against the headers in `build` into `content`.
 fn compile(build: &Path, content: &Path, tools: &Tools) -> Result<()> {
     let sources = build.join("plugin");
-    for (name, text) in SOURCES {
+    let assertions = layout_assertions();
+    let generated = (LAYOUT_SOURCE, assertions.as_str());
+    for (name, text) in SOURCES.iter().copied().chain([generated]) {
         let path = sources.join(name);
         if let Some(parent) = path.parent() {
             create_dir_all(parent, 0)?;
@@ -384,11 +395,15 @@ fn compile(build: &Path, content: &Path, tools: &Tools) -> Result<()> {
         command.arg(format!("-DMAXDIFF_STABLEHLO_CURRENT={current}"));
         command.arg(format!("-DMAXDIFF_STABLEHLO_MINIMUM={minimum}"));
     }
+    command.arg(format!("-DMAXDIFF_SOURCES=\"{}\"", sources_sha256()));
+    let is_compiled = |name: &&str| name.ends_with(".cc");
+    let compiled = SOURCES.iter().map(|(name, _)| *name).filter(is_compiled);
     let output = command
-        .arg(sources.join("cpu_plugin.cc"))
-        .arg(sources.join("kernel_calls.cc"))
-        .arg(sources.join("kernels.cc"))
-        .arg(sources.join("rows.cc"))
+        .args(
+            compiled
+                .chain([LAYOUT_SOURCE])
+                .map(|name| sources.join(name)),
+        )
         .arg("-o")
         .arg(content.join(CPU_LIBRARY))
         .arg("-L")
@@ -441,18 +456,18 @@ fn stablehlo_versions(header: &Path) -> Result<Option<(String, String)>> {
     Ok(version("getCurrentVersion()").zip(version("getMinimumVersion()")))
 }
 
-/// Of the embedded sources and the options they are compiled with.
-pub(super) fn sources_sha256() -> String {
-    let mut hasher = Hasher::default();
-    for option in COMPILE_OPTIONS {
-        hasher.update(option);
-        hasher.update([0]);
-    }
-    for (name, text) in SOURCES {
-        hasher.update(name);
-        hasher.update([0]);
-        hasher.update(text);
-        hasher.update([0]);
-    }
-    hasher.finish().to_string()
+/// Of the embedded sources and the options they are compiled with. A plugin says the sum of its
+/// own, so that this program knows whether the plugin's kernels are those that it calls.
+pub(in crate::pjrt) fn sources_sha256() -> String {
+    static SUM: LazyLock<String> = LazyLock::new(|| {
+        let options = COMPILE_OPTIONS.iter().copied();
+        let sources = SOURCES.iter().flat_map(|(name, text)| [*name, *text]);
+        let mut hasher = Hasher::default();
+        for part in options.chain(sources).chain([layout_assertions().as_str()]) {
+            hasher.update(part);
+            hasher.update([0]);
+        }
+        hasher.finish().to_string()
+    });
+    SUM.clone()
 }
