@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
-use crate::common::{Golden, cpu_plugin, distance};
+use crate::common::{Golden, cpu_plugin, distance, kernels_run};
 use maxdiff::dtype::DType;
 use maxdiff::host_tensor::HostTensor;
 use maxdiff::weights::{Checkpoint, TensorView, cast, save};
@@ -402,6 +402,54 @@ fn doctor_finds_the_installed_plugins() {
     assert_eq!(
         report["plugins"][0]["devices"],
         serde_json::json!(["cpu 0"])
+    );
+    let kernels = serde_json::to_value(cpu_plugin().kernels()).unwrap();
+    assert_eq!(report["plugins"][0]["kernels"], kernels);
+    let text = program(["doctor"]).output().unwrap();
+    let text = String::from_utf8(text.stdout).unwrap();
+    let expected = match kernels_run() {
+        true => "kernels: maxdiff.contract maxdiff.attention ",
+        false => "kernels: none, ",
+    };
+    assert!(text.contains(expected), "{text}");
+}
+
+#[test]
+fn the_number_of_threads_is_that_which_the_process_may_use_or_the_variables() {
+    let threads = |command: &mut Command| {
+        let report = json(&command.stdin(Stdio::null()).output().unwrap());
+        report["processor"]["threads"].as_u64().unwrap()
+    };
+    let own = env!("CARGO_BIN_EXE_maxdiff-rs");
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let allowed = status
+        .lines()
+        .find_map(|line| line.strip_prefix("Cpus_allowed_list:"));
+    let one = allowed.unwrap().trim().split([',', '-']).next().unwrap();
+    let mut bound = Command::new("taskset");
+    bound.args(["--cpu-list", one, own, "doctor", "--json"]);
+    bound.env_remove("MAXDIFF_CPU_THREADS");
+    assert_eq!(threads(&mut bound), 1);
+    let set = |value| {
+        let mut command = program(["doctor", "--json"]);
+        command.env("MAXDIFF_CPU_THREADS", value);
+        command
+    };
+    assert_eq!(threads(&mut set("3")), 3);
+    let output = set("none").output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let problem = report["problems"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .find(|problem| {
+            problem["what"]
+                == "MAXDIFF_CPU_THREADS is 'none', expected a whole number from 1 to 1024"
+        });
+    assert_eq!(
+        problem.unwrap()["remedy"],
+        "set MAXDIFF_CPU_THREADS to a number of threads, or unset it"
     );
 }
 

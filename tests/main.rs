@@ -9,6 +9,7 @@ mod config;
 mod controlnet;
 mod derivatives;
 mod generate;
+mod kernel_calls;
 mod kernels;
 mod layouts;
 mod lora;

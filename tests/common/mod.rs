@@ -25,6 +25,19 @@ pub fn tpu_plugin() -> Plugin {
     Plugin::load(&path).unwrap_or_else(|error| panic!("{error}"))
 }
 
+/// Whether kernels run on this machine. Where they do not the tests of kernels prove nothing, so they fail, unless
+/// `MAXDIFF_ALLOW_NO_KERNELS=1` says that this is known.
+pub fn kernels_run() -> bool {
+    let kernels = cpu_plugin().kernels();
+    let is_known = std::env::var("MAXDIFF_ALLOW_NO_KERNELS").is_ok_and(|value| value == "1");
+    assert!(
+        kernels.are_used() || is_known,
+        "kernels do not run on this machine: {kernels:?}; `maxdiff-rs doctor` says why, MAXDIFF_ALLOW_NO_KERNELS=1 \
+         lets the tests of kernels pass without"
+    );
+    kernels.are_used()
+}
+
 /// A client of the CPU plugin with this many virtual devices.
 pub fn cpu_client(devices: i64) -> Client {
     let options = [("cpu_device_count".to_string(), NamedValue::Int64(devices))];
