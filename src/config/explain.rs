@@ -39,12 +39,18 @@ fn look_up(path: &str) -> Result<&'static Key, String> {
     found.ok_or_else(|| format!("{path}: no such key"))
 }
 
+/// What becomes of a value other than the default of a key without effect.
+const WITHOUT_EFFECT: &str =
+    "any value but the default is refused on the command line and a warning in a file";
+
 fn status(key: &Key) -> String {
     match key.status {
         Status::Used => "key of MaxDiffusion".into(),
         Status::Ours => "key of maxdiff-rs, not in MaxDiffusion".into(),
-        Status::IgnoredByMaxDiffusion => "no effect; MaxDiffusion ignores it too".into(),
-        Status::NoEffect(reason) => format!("no effect: {reason}"),
+        Status::IgnoredByMaxDiffusion => {
+            format!("no effect: MaxDiffusion ignores it too; {WITHOUT_EFFECT}")
+        }
+        Status::NoEffect(reason) => format!("no effect: {reason}; {WITHOUT_EFFECT}"),
         Status::NotYet(feature) => {
             format!("not here yet: {feature}; any value but the default is refused")
         }
@@ -230,9 +236,12 @@ pub fn write_markdown() -> String {
            `sample_prompts=\"['a','b']\"`, `prompt=\"a red circle\"`. An integer may be written `1e3`, a float `2`.\n\
          - A key inside a dict is written with a dot: `diffusion_scheduler_config.prediction_type=v_prediction`. A whole dict, as\n  \
            JSON, is merged into what is there; a list replaces what is there. `unet_config.x=y` changes the model that is chosen.\n\
-         - A key that does not exist and a value of the wrong type are errors, all shown at once. An option without effect is an\n  \
-           error on the command line and a warning in a file. Each key changes only the verbs in its column: on another verb's\n  \
-           command line it is refused, in a file it is let be, since one file serves all verbs.\n\
+         - A key that does not exist and a value of the wrong type are errors, all shown at once.\n\
+         - On the command line every key has its effect or is refused: one that has none here or in MaxDiffusion (\"no effect\" below),\n  \
+           unless it is given its default; one whose needs (\"Needs\" below) are not met; one that does not affect the verb.\n\
+         - A file may be MaxDiffusion's own, and one file serves all verbs: there a key without effect, with another value than its\n  \
+           default, is a warning that names the line and the reason, and a key of other verbs is let be. A feature of MaxDiffusion that\n  \
+           is not here yet is an error in a file too.\n\
          - YAML is 1.2, read strictly: `1e-5` is a float (PyYAML makes it a string), `yes` in a file is true, `None` is the string (write\n  \
            `null`), numbers with leading zeros are refused, a key given twice with two values is refused.\n",
     );
@@ -273,7 +282,9 @@ fn row(text: &mut String, key: &Key) {
     let status = match key.status {
         Status::Used => String::new(),
         Status::Ours => "ours".into(),
-        _ => status(key),
+        Status::IgnoredByMaxDiffusion => "no effect: MaxDiffusion ignores it too".into(),
+        Status::NoEffect(reason) => format!("no effect: {reason}"),
+        Status::NotYet(_) => status(key),
     };
     let _ = writeln!(
         text,

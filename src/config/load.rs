@@ -490,6 +490,18 @@ impl Loader {
         Some(first)
     }
 
+    /// Refuses a key that changes nothing on the command line, where somebody asks for it now, and warns of one in a
+    /// file, which may be MaxDiffusion's and serves all verbs.
+    fn without_effect(&mut self, key: String, place: Place, reason: String) {
+        let problem = Problem::NoEffect(reason);
+        match place {
+            Place::CommandLine => self.error(key, place, problem),
+            Place::File { .. } | Place::Default => {
+                self.warnings.push(format!("{place}: {key}: {problem}"));
+            }
+        }
+    }
+
     /// Refuses or remarks on every written key that changes nothing.
     fn check_status(
         &mut self,
@@ -523,17 +535,11 @@ impl Loader {
             let default = (key.default)();
             let changed = *shown != default;
             match key.status {
-                Status::IgnoredByMaxDiffusion if changed || on_command_line => {
-                    self.warnings.push(format!(
-                        "{place}: {at}: has no effect; MaxDiffusion ignores it too"
-                    ));
+                Status::IgnoredByMaxDiffusion if changed => {
+                    self.without_effect(at, place, "MaxDiffusion ignores it too".to_owned());
                 }
-                Status::NoEffect(reason) if changed && on_command_line => {
-                    self.error(at, place, Problem::NoEffect(reason.to_owned()));
-                }
-                Status::NoEffect(reason) if changed || on_command_line => {
-                    self.warnings
-                        .push(format!("{place}: {at}: has no effect: {reason}"));
+                Status::NoEffect(reason) if changed => {
+                    self.without_effect(at, place, reason.to_owned());
                 }
                 Status::NotYet(feature) if changed => {
                     let problem = Problem::KeyNotYet {
@@ -547,13 +553,7 @@ impl Loader {
                         && (changed || on_command_line)
                         && !condition.holds(config)
                     {
-                        let reason = format!("it needs {condition}");
-                        match on_command_line {
-                            true => self.error(at, place, Problem::NoEffect(reason)),
-                            false => self
-                                .warnings
-                                .push(format!("{place}: {at}: has no effect: {reason}")),
-                        }
+                        self.without_effect(at, place, format!("it needs {condition}"));
                     }
                 }
                 Status::IgnoredByMaxDiffusion | Status::NoEffect(_) | Status::NotYet(_) => {}

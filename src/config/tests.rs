@@ -399,15 +399,16 @@ fn files_that_cannot_be_read_are_named() {
 fn what_maxdiffusion_ignores_warns_and_what_is_not_here_is_refused() {
     let loaded = load(
         "center_crop: True\nscale_lr: False\n",
-        &["random_flip=True"],
+        &["random_flip=False"],
         None,
     );
     assert_eq!(
         loaded.warnings,
-        [
-            "run.yml:1: center_crop: has no effect; MaxDiffusion ignores it too",
-            "command line: random_flip: has no effect; MaxDiffusion ignores it too",
-        ]
+        ["run.yml:1: center_crop: has no effect: MaxDiffusion ignores it too"]
+    );
+    assert_eq!(
+        errors("", &["random_flip=True"], None),
+        ["command line: random_flip: has no effect: MaxDiffusion ignores it too"]
     );
     assert_eq!(
         errors(
@@ -669,7 +670,8 @@ fn explain_says_what_a_key_is() {
     assert_eq!(
         explain("max_grad_norm").unwrap(),
         "max_grad_norm\n  Largest norm of the whole gradient.\n  type     float, more than 0\n  default  1.0\n  \
-         affects  train, compile, lower\n  needs    opt_enable_grad_global_norm_clipping=True\n  status   key of MaxDiffusion"
+         affects  train, compile, lower\n  needs    opt_enable_grad_global_norm_clipping=True\n  \
+         resume   a run continues only with the same value\n  status   key of MaxDiffusion"
     );
     assert!(
         explain("timestep_bias")
