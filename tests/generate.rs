@@ -307,7 +307,7 @@ fn samplers_have_the_names_of_web_interfaces_and_are_repeated() {
     let read = ["--from-image", picture.to_str().unwrap(), "--json"];
     let output = generate(dir.path(), &read);
     let told = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(told.contains("drawn by another program"), "{told}");
+    assert!(told.contains("made by another program"), "{told}");
     assert!(
         told.contains("not taken over: Denoising strength: 0.4"),
         "{told}"
@@ -542,10 +542,7 @@ fn a_refiner_takes_the_last_steps() {
     let found = error(2, &joined(&own_words, &[&other]));
     assert!(found.contains("expected the SDXL refiner"), "{found}");
     let found = error(2, &[&SMALL[..], &[&second]].concat());
-    assert!(
-        found.contains("is a model of pixels, which has no refiner"),
-        "{found}"
-    );
+    assert!(found.contains("which has no refiner"), "{found}");
 }
 
 #[test]

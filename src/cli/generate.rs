@@ -10,16 +10,15 @@ use image::RgbImage;
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::{Map, Value, json};
 
-use crate::config::{Config, Loaded, Verb, is_image_option, is_read_with};
+use crate::config::{Config, Loaded, Verb};
 use crate::data::shapes::ReadScore;
 use crate::pipelines::image_file::{
-    GenerationSettings, Recorded, WebSampler, WebSettings, labelled_grid, prepare_output_dir,
-    read_recorded, visible_scale, write_numbered,
+    GenerationSettings, WebSampler, labelled_grid, prepare_output_dir, visible_scale,
+    write_numbered,
 };
 use crate::pipelines::{BoxError, Event, Generated, ImageRequest, Pipeline};
-use crate::recipe::{self, Generation};
+use crate::recipe::{self, Generation, Notify, Overrides, Repeat};
 use crate::runtime::ProgramCounts;
-use crate::schedulers::SchedulerKind;
 
 use super::{CliError, RecipeArgs, notices, print};
 
@@ -31,117 +30,47 @@ pub struct GenerateArgs {
     /// Print paths, seeds, seconds of each phase and memory as JSON
     #[arg(long)]
     json: bool,
-    /// Repeat the picture in this PNG file with the settings written into it, by this program or by a web interface; words on
+    /// Repeat the image in this PNG file with the settings written into it, by this program or by a web interface; words on
     /// the command line go before them
     #[arg(long, value_name = "PNG")]
     from_image: Option<PathBuf>,
 }
 
 impl GenerateArgs {
-    /// The configuration; with `--from-image`, changed by what the picture says as far as the command line does not say
+    /// The configuration; with `--from-image`, changed by what the image says as far as the command line does not say
     /// otherwise.
-    fn load(&self) -> Result<Settled, CliError> {
-        let Some(path) = &self.from_image else {
-            let Loaded { config, given, .. } = self.recipe.load_given(Verb::Generate)?;
-            let options = recorded_options(&self.recipe.overrides);
-            return Ok(Settled {
-                config,
-                given,
-                options,
-            });
-        };
-        let settings = match read_recorded(path).map_err(CliError::usage)? {
-            Recorded::Own(settings) => settings,
-            Recorded::Web(read) => self.of_web_interface(path, read)?,
+    fn load(&self, notify: &mut Notify<'_>) -> Result<Settled, CliError> {
+        let words = self.overrides();
+        let repeat = match &self.from_image {
+            None => None,
+            Some(path) => Some(Repeat::read(path, words, notify)?),
         };
         let mut recipe = self.recipe.clone();
-        let sampler = self.said_sampler();
-        // What only the picture's own sampler reads goes with it.
-        let is_read = |key: &str| sampler.is_none_or(|sampler| is_read_with(key, sampler));
-        let is_free = |key: &str| !self.says(key) && is_read(key);
-        let numbers = [
-            ("seed", settings.seed.to_string()),
-            ("num_inference_steps", settings.steps.to_string()),
-            ("guidance_scale", settings.guidance_scale.to_string()),
-            (
-                "scheduler",
-                match sampler {
-                    Some(_) => String::new(),
-                    None => settings.scheduler.clone(),
-                },
-            ),
-        ];
-        let options = settings
-            .options
-            .iter()
-            .map(|(k, v)| (k.as_str(), v.clone()));
-        let mut words: Vec<String> = options
-            .chain(numbers)
-            .filter(|(key, value)| is_free(key) && !value.is_empty())
-            .map(|(key, value)| format!("{key}={value}"))
-            .collect();
-        words.append(&mut recipe.overrides);
-        recipe.overrides = words;
+        if let Some(repeat) = &repeat {
+            recipe.overrides = repeat.overrides();
+        }
         let Loaded {
             mut config,
             mut given,
             ..
         } = recipe.load_given(Verb::Generate)?;
-        if is_free("prompt") && is_free("prompts_file") {
-            config.prompt.0 = vec![settings.prompt.clone()];
-            given.insert("prompt".to_string(), settings.prompt.into());
-        }
-        if is_free("negative_prompt") {
-            config.negative_prompt = settings.negative_prompt;
-        }
-        // The size of a model of pixels is its own.
-        if config.pixel_unshuffle == 1 && is_free("height") && is_free("width") {
-            config.height = u64::from(settings.height);
-            config.width = u64::from(settings.width);
+        if let Some(repeat) = repeat {
+            repeat.apply(&mut config, &mut given);
         }
         Ok(Settled {
             config,
             given,
-            options: recorded_options(&recipe.overrides),
+            options: Overrides(&recipe.overrides).recorded(),
         })
     }
 
-    /// The settings of a picture that a web interface drew; tells of what is not taken over.
-    fn of_web_interface(
-        &self,
-        path: &Path,
-        read: WebSettings,
-    ) -> Result<GenerationSettings, CliError> {
-        if let (Some(name), None) = (read.unknown_sampler, self.said_sampler()) {
-            return Err(CliError::Usage(format!(
-                "{}: its sampler, {name}, is not here; give scheduler=, or take a picture with one of {}",
-                path.display(),
-                WebSettings::samplers()
-            )));
-        }
-        super::tell(&format!(
-            "note: {} was drawn by another program: its settings are taken over, but noise and steps differ, and so will the \
-             picture",
-            path.display()
-        ));
-        for unused in read.unused {
-            super::tell(&format!("warning: not taken over: {unused}"));
-        }
-        Ok(read.settings)
-    }
-
-    /// The sampler that the command line gives.
-    fn said_sampler(&self) -> Option<SchedulerKind> {
-        let words = self.recipe.overrides.iter().rev();
-        words
-            .filter_map(|word| word.split_once('='))
-            .find(|(key, _)| ["scheduler", "diffusion_scheduler_config._class_name"].contains(key))
-            .and_then(|(_, name)| SchedulerKind::from_name(name))
+    fn overrides(&self) -> Overrides<'_> {
+        Overrides(&self.recipe.overrides)
     }
 
     /// Refuses sources of prompts that exclude each other.
     fn check_prompts(&self, config: &Config) -> Result<(), CliError> {
-        if config.held_out_prompts > 0 && self.says("prompt") {
+        if config.held_out_prompts > 0 && self.overrides().give("prompt") {
             return Err(CliError::Usage(
                 "prompt has no effect with held_out_prompts, which draws captions of the dataset: give one of the two"
                     .to_string(),
@@ -151,7 +80,7 @@ impl GenerateArgs {
             return Ok(());
         }
         for (key, is_given) in [
-            ("prompt", self.says("prompt")),
+            ("prompt", self.overrides().give("prompt")),
             ("held_out_prompts", config.held_out_prompts > 0),
         ] {
             if is_given {
@@ -162,14 +91,6 @@ impl GenerateArgs {
             }
         }
         Ok(())
-    }
-
-    /// Whether the command line gives `key`.
-    fn says(&self, key: &str) -> bool {
-        let words = self.recipe.overrides.iter();
-        words
-            .filter_map(|word| word.split_once('='))
-            .any(|(said, _)| said == key)
     }
 }
 
@@ -182,31 +103,21 @@ struct Settled {
     options: BTreeMap<String, String>,
 }
 
-/// The overrides that are needed to make the images again, beside the settings that images have fields for.
-fn recorded_options(words: &[String]) -> BTreeMap<String, String> {
-    words
-        .iter()
-        .filter_map(|word| word.split_once('='))
-        .filter(|(key, _)| is_image_option(key))
-        .map(|(key, value)| (key.to_string(), value.to_string()))
-        .collect()
-}
-
 /// Runs `generate`.
 ///
 /// # Errors
 /// When the configuration is wrong, there are no weights, or a program fails.
 pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
+    let mut notify = notices();
     let Settled {
         config,
         given,
         options: recorded,
-    } = args.load()?;
+    } = args.load(&mut notify)?;
     let out = config.run_dir().join("images");
     prepare_output_dir(&out).map_err(CliError::failed)?;
     args.check_prompts(&config)?;
     // After all that can be wrong with the words alone: this may download.
-    let mut notify = notices();
     let Generation {
         options,
         request,

@@ -9,11 +9,12 @@ use crate::recipe::Notice;
 /// Files above this many bytes are told of where there is no progress bar.
 const LARGE: u64 = 100_000_000;
 
-/// Shows notices as they come: warnings always, all else unless under `--quiet`.
+/// Shows notices as they come: progress not under `--quiet`, all else always.
 pub fn notices() -> impl FnMut(Notice<'_>) {
     let mut bar = ProgressBar::hidden();
     move |notice| match notice {
         Notice::Warning(text) => tell(&format!("warning: {text}")),
+        Notice::Note(text) => tell(&format!("note: {text}")),
         Notice::Progress(text) => progress(text),
         Notice::Download {
             repo,

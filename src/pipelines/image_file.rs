@@ -1,6 +1,8 @@
 //! Pictures on disk: PNG files that carry their settings, and labelled grids of them.
 
+mod recorded;
 mod settings;
+mod web_sampler;
 mod web_ui;
 
 use std::fs;
@@ -13,8 +15,10 @@ use image::{Rgb, RgbImage};
 
 use crate::util::files::{Access, AtomicFile, Durability, Existing, check_writable, is_full};
 
-pub use settings::{GenerationSettings, Recorded, read_recorded};
-pub use web_ui::{WebSampler, WebSettings};
+pub use recorded::{Recorded, read_recorded};
+pub use settings::GenerationSettings;
+pub use web_sampler::WebSampler;
+pub use web_ui::WebSettings;
 
 /// What can go wrong with a picture on disk.
 #[derive(Debug, thiserror::Error)]

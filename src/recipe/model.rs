@@ -106,7 +106,7 @@ pub fn check_tokenizer(text: &ClipTextConfig, tokenizer: &Tokenizer) -> Result<(
     Ok(())
 }
 
-/// Refuses a UNet that does not work on the pixels of RGB pictures, which is what there is to train on and to draw.
+/// Refuses a UNet that does not work on the pixels of RGB images: what is trained here, and made with checkpoints of the run.
 ///
 /// # Errors
 /// Names the channels.
@@ -118,8 +118,8 @@ pub fn check_pixels(config: &Config, model: &DiffusionModel) -> Result<(), Recip
         return Ok(());
     }
     Err(RecipeError::Usage(format!(
-        "unet_config: in_channels={} and out_channels={}, but RGB pictures with pixel_unshuffle={k} have {expected}; models \
-         of latents need a VAE, which is not here yet",
+        "unet_config: in_channels={} and out_channels={}, but RGB images with pixel_unshuffle={k} have {expected}; a \
+         model of latents comes with its VAE: name it in pretrained_model_name_or_path, without unet_config",
         unet.in_channels, unet.out_channels
     )))
 }

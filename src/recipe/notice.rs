@@ -9,6 +9,8 @@ use crate::hub;
 pub enum Notice<'a> {
     /// Something has no effect, or another one than was asked for.
     Warning(&'a str),
+    /// Something that is as it should be, but not as one might expect.
+    Note(&'a str),
     /// How far the work is.
     Progress(&'a str),
     /// Files of a repository are on their way to the cache.
