@@ -1,17 +1,14 @@
 //! Clients: the devices of this machine, and of the machines it works with.
 
-use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::AtomicI32;
 
-use super::compile_options::CompileOptions;
 use super::error::PjrtError;
-use super::executable::LoadedExecutable;
 use super::ffi::{ClientHandle, DeviceHandle};
 use super::plugin::Plugin;
 use super::threads::cpu_threads;
-use super::values::NamedValue;
+use super::values::{DeviceDescription, DeviceMemoryStats, NamedValue};
 
 /// A client of a plugin. Clones are the same client; it closes when nothing uses it any more.
 #[derive(Clone)]
@@ -26,7 +23,7 @@ struct Inner {
     platform_version: String,
     devices: Vec<Device>,
     addressable_devices: Vec<Device>,
-    /// Counts launches of all the client's programs: see [`LoadedExecutable::execute`].
+    /// Counts launches of all the client's programs: see [`super::LoadedExecutable::execute`].
     launches: Arc<AtomicI32>,
 }
 
@@ -35,48 +32,6 @@ struct Inner {
 pub struct Device {
     pub(super) handle: DeviceHandle,
     description: Arc<DeviceDescription>,
-}
-
-/// What a plugin says of a device, whether it is here or not.
-#[derive(Clone, Debug, PartialEq)]
-pub struct DeviceDescription {
-    /// Unique among the devices of all processes. On several TPU slices device `i` of slice `s`
-    /// has id `100000 * (s + 1) + i`; ids are not in raster order.
-    pub id: i64,
-    /// The process that can address the device.
-    pub process_index: i64,
-    /// The device's model, such as `TPU v5 lite`.
-    pub kind: String,
-    /// All that the plugin tells beside: on TPU `coords`, `core_on_chip`, `num_cores`,
-    /// `slice_index`.
-    pub attributes: BTreeMap<String, NamedValue>,
-}
-
-impl DeviceDescription {
-    /// Position of the chip in its slice, where devices have one.
-    pub fn coords(&self) -> Option<&[i64]> {
-        match self.attributes.get("coords") {
-            Some(NamedValue::Int64List(coords)) => Some(coords),
-            _ => None,
-        }
-    }
-
-    /// The slice the device is in, counted from 0, where there are slices.
-    pub fn slice_index(&self) -> Option<i64> {
-        match self.attributes.get("slice_index") {
-            Some(NamedValue::Int64(index)) => Some(*index),
-            _ => None,
-        }
-    }
-}
-
-/// Memory of a device, in bytes. What a plugin does not count is `None`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct DeviceMemoryStats {
-    pub bytes_in_use: i64,
-    pub peak_bytes_in_use: Option<i64>,
-    pub largest_alloc_size: Option<i64>,
-    pub bytes_limit: Option<i64>,
 }
 
 impl Client {
@@ -113,6 +68,10 @@ impl Client {
         &self.inner.handle
     }
 
+    pub(super) fn launches(&self) -> Arc<AtomicI32> {
+        self.inner.launches.clone()
+    }
+
     /// The plugin the client is of.
     pub fn plugin(&self) -> &Plugin {
         &self.inner.plugin
@@ -141,31 +100,6 @@ impl Client {
     /// The devices of this process.
     pub fn addressable_devices(&self) -> &[Device] {
         &self.inner.addressable_devices
-    }
-
-    /// Compiles a StableHLO module for the devices of `options`' device assignment, or the
-    /// client's own choice.
-    ///
-    /// # Errors
-    /// The compiler's, with its text: for a module that does not parse it has line and column.
-    pub fn compile(
-        &self,
-        stablehlo: &str,
-        options: &CompileOptions,
-    ) -> Result<LoadedExecutable, PjrtError> {
-        let loaded = self.inner.handle.compile(stablehlo, &options.to_bytes())?;
-        LoadedExecutable::new(loaded, self.inner.launches.clone())
-    }
-
-    /// Loads what [`super::Executable::serialize`] wrote, with this same plugin.
-    ///
-    /// The bytes are machine code: load only what this user's own compilation wrote.
-    ///
-    /// # Errors
-    /// The plugin's, for bytes of another platform or version.
-    pub fn load(&self, serialized: &[u8]) -> Result<LoadedExecutable, PjrtError> {
-        let loaded = self.inner.handle.deserialize_and_load(serialized)?;
-        LoadedExecutable::new(loaded, self.inner.launches.clone())
     }
 }
 

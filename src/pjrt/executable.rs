@@ -8,10 +8,11 @@ use std::sync::atomic::{AtomicI32, Ordering};
 use prost::Message;
 
 use super::buffer::Buffer;
-use super::client::Device;
+use super::client::{Client, Device};
+use super::compile_options::CompileOptions;
 use super::error::PjrtError;
 use super::ffi::{BufferHandle, EventHandle, ExecutableHandle, LoadedExecutableHandle, Program};
-use super::values::{ElementType, NamedValue};
+use super::values::{CompiledMemoryStats, ElementType, NamedValue};
 use crate::proto::xla;
 
 /// A compiled program, for devices that are here or not. Clones are the same program.
@@ -20,24 +21,31 @@ pub struct Executable {
     handle: Arc<ExecutableHandle>,
 }
 
-/// The memory a compiled program takes on each device, in bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct CompiledMemoryStats {
-    pub generated_code: i64,
-    pub argument: i64,
-    pub output: i64,
-    /// Of the output, what shares memory with donated arguments.
-    pub alias: i64,
-    pub temp: i64,
-    pub host_generated_code: i64,
-    pub host_argument: i64,
-    pub host_output: i64,
-    pub host_alias: i64,
-    pub host_temp: i64,
-    /// The most in use at one time; not told by plugins before API 0.72.
-    pub peak: Option<i64>,
-    /// All allocations together; not told by plugins before API 0.90.
-    pub total: Option<i64>,
+impl Client {
+    /// Compiles a StableHLO module for the devices of `options`' device assignment, or the
+    /// client's own choice.
+    ///
+    /// # Errors
+    /// The compiler's, with its text: for a module that does not parse it has line and column.
+    pub fn compile(
+        &self,
+        stablehlo: &str,
+        options: &CompileOptions,
+    ) -> Result<LoadedExecutable, PjrtError> {
+        let loaded = self.handle().compile(stablehlo, &options.to_bytes())?;
+        LoadedExecutable::new(loaded, self.launches())
+    }
+
+    /// Loads what [`Executable::serialize`] wrote, with this same plugin.
+    ///
+    /// The bytes are machine code: load only what this user's own compilation wrote.
+    ///
+    /// # Errors
+    /// The plugin's, for bytes of another platform or version.
+    pub fn load(&self, serialized: &[u8]) -> Result<LoadedExecutable, PjrtError> {
+        let loaded = self.handle().deserialize_and_load(serialized)?;
+        LoadedExecutable::new(loaded, self.launches())
+    }
 }
 
 impl Executable {

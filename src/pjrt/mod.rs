@@ -24,14 +24,16 @@ mod topology;
 mod values;
 
 pub use buffer::{Buffer, HostCopy, Ready};
-pub use client::{Client, Device, DeviceDescription, DeviceMemoryStats};
+pub use client::{Client, Device};
 pub use compile_options::{CompileOptions, DeviceAssignment, OptimizationLevel, OptionValue};
 pub use error::{ApiVersion, ErrorCode, PjrtError};
-pub use executable::{Arg, CompiledMemoryStats, Executable, Execution, LoadedExecutable};
+pub use executable::{Arg, Executable, Execution, LoadedExecutable};
 pub use plugin::{Kernels, Plugin, has_tpu, prepare_process};
 pub use threads::{CPU_THREADS_VARIABLE, cpu_threads};
 pub use topology::Topology;
-pub use values::{ElementType, NamedValue};
+pub use values::{
+    CompiledMemoryStats, DeviceDescription, DeviceMemoryStats, ElementType, NamedValue,
+};
 
 #[cfg(test)]
 mod tests {

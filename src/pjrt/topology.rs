@@ -4,13 +4,12 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
-use super::client::DeviceDescription;
 use super::compile_options::CompileOptions;
 use super::error::PjrtError;
 use super::executable::Executable;
 use super::ffi::TopologyHandle;
 use super::plugin::Plugin;
-use super::values::NamedValue;
+use super::values::{DeviceDescription, NamedValue};
 
 /// Devices a plugin can compile for without having them. Clones are the same topology.
 #[derive(Clone)]

@@ -1,5 +1,7 @@
-//! Plain values of the interface: named options and attributes, and element types.
+//! Plain values of the interface: named options and attributes, element types, and what plugins tell of devices and
+//! programs.
 
+use std::collections::BTreeMap;
 use std::fmt;
 
 use super::error::PjrtError;
@@ -150,6 +152,68 @@ impl fmt::Display for ElementType {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
     }
+}
+
+/// What a plugin says of a device, whether it is here or not.
+#[derive(Clone, Debug, PartialEq)]
+pub struct DeviceDescription {
+    /// Unique among the devices of all processes. On several TPU slices device `i` of slice `s`
+    /// has id `100000 * (s + 1) + i`; ids are not in raster order.
+    pub id: i64,
+    /// The process that can address the device.
+    pub process_index: i64,
+    /// The device's model, such as `TPU v5 lite`.
+    pub kind: String,
+    /// All that the plugin tells beside: on TPU `coords`, `core_on_chip`, `num_cores`,
+    /// `slice_index`.
+    pub attributes: BTreeMap<String, NamedValue>,
+}
+
+impl DeviceDescription {
+    /// Position of the chip in its slice, where devices have one.
+    pub fn coords(&self) -> Option<&[i64]> {
+        match self.attributes.get("coords") {
+            Some(NamedValue::Int64List(coords)) => Some(coords),
+            _ => None,
+        }
+    }
+
+    /// The slice the device is in, counted from 0, where there are slices.
+    pub fn slice_index(&self) -> Option<i64> {
+        match self.attributes.get("slice_index") {
+            Some(NamedValue::Int64(index)) => Some(*index),
+            _ => None,
+        }
+    }
+}
+
+/// Memory of a device, in bytes. What a plugin does not count is `None`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeviceMemoryStats {
+    pub bytes_in_use: i64,
+    pub peak_bytes_in_use: Option<i64>,
+    pub largest_alloc_size: Option<i64>,
+    pub bytes_limit: Option<i64>,
+}
+
+/// The memory a compiled program takes on each device, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CompiledMemoryStats {
+    pub generated_code: i64,
+    pub argument: i64,
+    pub output: i64,
+    /// Of the output, what shares memory with donated arguments.
+    pub alias: i64,
+    pub temp: i64,
+    pub host_generated_code: i64,
+    pub host_argument: i64,
+    pub host_output: i64,
+    pub host_alias: i64,
+    pub host_temp: i64,
+    /// The most in use at one time; not told by plugins before API 0.72.
+    pub peak: Option<i64>,
+    /// All allocations together; not told by plugins before API 0.90.
+    pub total: Option<i64>,
 }
 
 #[cfg(test)]

@@ -7,9 +7,8 @@ use super::api::{Api, made};
 use super::handle::{BufferHandle, ClientHandle, EventHandle, Handle, LoadedExecutableHandle};
 use super::types::*;
 use super::values::{copied, named_values, raw_named_values, text};
-use crate::pjrt::client::{DeviceDescription, DeviceMemoryStats};
 use crate::pjrt::error::PjrtError;
-use crate::pjrt::values::{ElementType, NamedValue};
+use crate::pjrt::values::{DeviceDescription, DeviceMemoryStats, ElementType, NamedValue};
 
 /// A device of a client. The client owns it.
 #[derive(Clone)]

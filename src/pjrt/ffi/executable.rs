@@ -12,8 +12,7 @@ use super::handle::{
 use super::types::*;
 use super::values::{copied, named_values, text};
 use crate::pjrt::error::PjrtError;
-use crate::pjrt::executable::CompiledMemoryStats;
-use crate::pjrt::values::{ElementType, NamedValue};
+use crate::pjrt::values::{CompiledMemoryStats, ElementType, NamedValue};
 
 /// What one launch made: for each device its outputs, and the event of its end.
 pub struct Launch {

@@ -9,8 +9,8 @@ use super::client::{describe, mlir_program};
 use super::handle::{Compiler, ExecutableHandle, Handle, TopologyHandle};
 use super::types::*;
 use super::values::{copied, named_values, raw_named_values, text};
-use crate::pjrt::client::DeviceDescription;
 use crate::pjrt::error::PjrtError;
+use crate::pjrt::values::DeviceDescription;
 use crate::pjrt::values::NamedValue;
 
 impl TopologyHandle {
