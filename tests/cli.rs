@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
-use crate::common::{Golden, cpu_plugin, distance, kernels_run};
+use crate::common::{Golden, cpu_plugin, distance, keep_programs, kernels_run};
 use maxdiff::dtype::DType;
 use maxdiff::host_tensor::HostTensor;
 use maxdiff::weights::{Checkpoint, TensorView, cast, save};
@@ -100,7 +100,7 @@ impl Inputs {
             .arg(inputs)
             .arg("--outputs")
             .arg(folder.join("out.safetensors"))
-            .arg("jax_cache_dir=")
+            .arg(keep_programs())
             .args(settings)
             .output()
             .unwrap()

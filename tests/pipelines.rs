@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::common::{Golden, cpu_session, distance};
+use crate::common::{Golden, distance, keeping_session};
 use maxdiff::data::Tokenizer;
 use maxdiff::dtype::DType;
 use maxdiff::emit::DotPrecision;
@@ -305,7 +305,7 @@ fn the_tokens_are_transformers() {
 
 #[test]
 fn latents_and_pictures_are_diffusers_after_twenty_steps() {
-    let session = cpu_session(1);
+    let session = keeping_session();
     for name in ["sd15", "sd21", "sdxl"] {
         let case = Case::read(name, Precision::F32);
         let expected = case.golden.values("out/latents");
@@ -331,7 +331,7 @@ fn latents_and_pictures_are_diffusers_after_twenty_steps() {
 
 #[test]
 fn two_passes_make_the_latents_of_one_batch() {
-    let session = cpu_session(1);
+    let session = keeping_session();
     for name in ["sd15", "sdxl"] {
         let case = Case::read(name, Precision::F32);
         let expected = case.golden.values("out/latents");
@@ -344,7 +344,7 @@ fn two_passes_make_the_latents_of_one_batch() {
 
 #[test]
 fn previews_show_every_picture_after_the_steps_asked_for() {
-    let session = cpu_session(1);
+    let session = keeping_session();
     let case = Case::read("sd15", Precision::F32);
     let pictures = case.images();
     let pipeline = case.compile(&session, 2, false);
@@ -385,7 +385,7 @@ fn previews_show_every_picture_after_the_steps_asked_for() {
 /// Prompts, negative prompts, seeds, guidance and step counts are inputs of the programs.
 #[test]
 fn other_settings_compile_nothing() {
-    let session = cpu_session(1);
+    let session = keeping_session();
     let case = Case::read("sdxl", Precision::F32);
     let pipeline = case.compile(&session, 1, false);
     let compiled = session.program_counts();
@@ -430,7 +430,7 @@ fn other_settings_compile_nothing() {
 
 #[test]
 fn bfloat16_stays_near() {
-    let session = cpu_session(1);
+    let session = keeping_session();
     let precision = Precision {
         weights: DType::F32,
         activations: DType::BF16,
@@ -446,7 +446,7 @@ fn bfloat16_stays_near() {
 /// Two pictures in batches of three and of one: what fills a batch up changes nothing, and neither do neighbours.
 #[test]
 fn pictures_do_not_depend_on_their_batch() {
-    let session = cpu_session(1);
+    let session = keeping_session();
     let case = Case::read("sd21", Precision::F32);
     let expected = case.golden.values("out/latents");
     let one = case.draw(&session, &case.compile(&session, 1, false));
@@ -480,7 +480,7 @@ fn mask(golden: &Golden) -> HostTensor {
 /// From a picture, and with a mask that keeps a part of it; the noise is that of each picture's seed.
 #[test]
 fn pictures_from_pictures_are_diffusers() {
-    let session = cpu_session(1);
+    let session = keeping_session();
     let case = Case::read("sd21", Precision::F32);
     let golden = Golden::read("pipeline_sd21/from_image.safetensors");
     let pipeline = case.compile(&session, 2, true);
@@ -517,7 +517,7 @@ fn pictures_from_pictures_are_diffusers() {
 /// One ControlNet, and two whose effects add up, each with a scale and a part of the steps of its own.
 #[test]
 fn controlnets_steer_as_in_diffusers() {
-    let session = cpu_session(1);
+    let session = keeping_session();
     let golden = Golden::read("pipeline_sd15/controlled.safetensors");
     let f32s = |name: &str| -> Vec<f32> { golden.values(name).iter().map(|v| *v as f32).collect() };
     let number = |key: &str| golden.meta[key].as_f64().unwrap();
@@ -564,7 +564,7 @@ fn controlnets_steer_as_in_diffusers() {
 /// UNets of nine channels: the noise of each picture's seed is drawn in diffusers' order, fresh noise after it.
 #[test]
 fn models_for_inpainting_paint_as_in_diffusers() {
-    let session = cpu_session(1);
+    let session = keeping_session();
     for name in ["sd15", "sdxl"] {
         let case = Case::inpainting(name);
         assert!(case.model.is_inpainting());
@@ -603,7 +603,7 @@ fn models_for_inpainting_paint_as_in_diffusers() {
 
 #[test]
 fn a_refiner_goes_on_as_in_diffusers() {
-    let session = cpu_session(1);
+    let session = keeping_session();
     let base = Case::read("sdxl", Precision::F32);
     let refiner = Case::refiner();
     let golden = &refiner.golden;

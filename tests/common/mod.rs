@@ -9,8 +9,17 @@ use maxdiff::graph::Graph;
 use maxdiff::host_tensor::HostTensor;
 use maxdiff::pjrt::install::{self, PluginKind};
 use maxdiff::pjrt::{Client, NamedValue, Plugin};
-use maxdiff::runtime::{Array, Program, ProgramOptions, Session, Value};
+use maxdiff::runtime::{Array, ExecutableCache, Program, ProgramOptions, Session, Value};
 use maxdiff::shard::{LogicalAxisRules, Parallelism};
+
+/// Where compiled programs are kept between the tests: beside what Cargo builds, not in the user's cache. A program is
+/// compiled once in a run of all tests, and loaded in the next run.
+const PROGRAMS: &str = concat!(env!("CARGO_TARGET_TMPDIR"), "/programs");
+
+/// Has a command keep its compiled programs for the other tests.
+pub fn keep_programs() -> String {
+    format!("jax_cache_dir={PROGRAMS}")
+}
 
 /// The CPU plugin. Fails when it is not installed.
 pub fn cpu_plugin() -> Plugin {
@@ -54,6 +63,16 @@ pub fn cpu_session(devices: i64) -> Session {
         LogicalAxisRules::default(),
     )
     .unwrap_or_else(|error| panic!("{error}"))
+}
+
+/// A session on one CPU device that keeps its compiled programs for the other tests.
+pub fn keeping_session() -> Session {
+    let mut session = cpu_session(1);
+    let cache = ExecutableCache::new(PROGRAMS, ExecutableCache::MAX_BYTES);
+    session
+        .keep_programs(cache)
+        .unwrap_or_else(|error| panic!("{error}"));
+    session
 }
 
 /// The graph's outputs, compiled and run on a session's devices.
