@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::common::{Golden, distance, keeping_session};
+use crate::common::{Golden, distance, keeping_session, kernels_run};
 use maxdiff::data::Tokenizer;
 use maxdiff::dtype::DType;
 use maxdiff::emit::DotPrecision;
@@ -21,6 +21,7 @@ use maxdiff::pipelines::traced::TracedModel;
 use maxdiff::pipelines::{
     Event, Observer, PipelineError, TakeWeight, TokenizedImage, WeightSource,
 };
+use maxdiff::quant::Policy;
 use maxdiff::runtime::{Session, Slot};
 use maxdiff::schedulers::{PlanOptions, SamplingPlan, SchedulerConfig, SchedulerKind, Start};
 use maxdiff::weights::Checkpoint;
@@ -53,6 +54,7 @@ struct Case {
     is_xl: bool,
     /// The folder of the UNet in that of the pipeline.
     unet: &'static str,
+    quantization: Option<Policy>,
 }
 
 impl Case {
@@ -97,6 +99,7 @@ impl Case {
             model,
             tokenizers,
             is_xl,
+            quantization: None,
         }
     }
 
@@ -181,7 +184,7 @@ impl Case {
             batch,
             tokens: 77,
             guidance,
-            quantization: None,
+            quantization: self.quantization.clone(),
         };
         let traced = TracedModel::new(&self.model, options, from_image).unwrap();
         CompiledModel::compile(session, &self.model, &traced, DotPrecision::Default, 1).unwrap()
@@ -441,6 +444,37 @@ fn bfloat16_stays_near() {
     let error = distance(&samples(&made, expected.len()), expected);
     assert!(error < 2e-2, "relative L2 error {error:e}");
     assert!(error > 1e-5, "{error:e}: nothing was rounded");
+}
+
+/// The final latents of twenty steps with the CPU plugin's kernels, against those in float32: bf16, and int8 of AQT and
+/// of Qwix on bf16, as measured with AVX-512's bf16 and AMX.
+#[test]
+fn bf16_and_int8_stay_near_float32() {
+    // Fails where none run, unless that is known.
+    kernels_run();
+    let session = keeping_session();
+    let latents = |precision: Precision, quantization: Option<Policy>| {
+        let mut case = Case::read("sd21", precision);
+        case.quantization = quantization;
+        let made = case.draw(&session, &case.compile(&session, 2, false));
+        samples(&made, case.golden.values("out/latents").len())
+    };
+    let float32 = latents(Precision::F32, None);
+    let bf16 = Precision {
+        weights: DType::BF16,
+        activations: DType::BF16,
+    };
+    let aqt = || Policy::aqt_int8("unet/", 1, Vec::new()).unwrap();
+    let qwix = || Policy::qwix_int8("unet/", ".*").unwrap();
+    let errors = [None, Some(aqt()), Some(qwix())]
+        .map(|quantization| distance(&latents(bf16, quantization), &float32));
+    for (error, measured) in errors.into_iter().zip([1.233e-2, 4.115e-2, 4.118e-2]) {
+        // Sums in another order are rounded otherwise; half of what was measured would be another rounding.
+        assert!(
+            (0.5 * measured..1.5 * measured).contains(&error),
+            "relative L2 errors of bf16, AQT's int8 and Qwix's int8: {errors:?}"
+        );
+    }
 }
 
 /// Two pictures in batches of three and of one: what fills a batch up changes nothing, and neither do neighbours.

@@ -218,18 +218,14 @@ fn a_signal_saves_and_ends_with_143() {
 fn a_loss_that_is_not_finite_changes_nothing_and_ends_the_run() {
     let dir = tempfile::tempdir().unwrap();
     let out = dir.path().to_path_buf();
-    let output = maxdiff(
-        "train",
-        &out,
-        &[
-            "max_train_steps=50",
-            "learning_rate=1e30",
-            "max_nonfinite_steps=2",
-            "adam_weight_decay=0",
-        ],
-    )
-    .output()
-    .unwrap();
+    let overrides = [
+        "max_train_steps=50",
+        "learning_rate=1e30",
+        "max_nonfinite_steps=2",
+        "adam_weight_decay=0",
+    ];
+    let overrides = [&overrides, &ONE_LEVEL[..]].concat();
+    let output = maxdiff("train", &out, &overrides).output().unwrap();
     let log = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!(output.status.code(), Some(1), "{log}");
     assert!(log.contains("the update was skipped"), "{log}");
