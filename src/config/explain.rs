@@ -238,7 +238,9 @@ pub fn write_markdown() -> String {
            JSON, is merged into what is there; a list replaces what is there. `unet_config.x=y` changes the model that is chosen.\n\
          - A key that does not exist and a value of the wrong type are errors, all shown at once.\n\
          - On the command line every key has its effect or is refused: one that has none here or in MaxDiffusion (\"no effect\" below),\n  \
-           unless it is given its default; one whose needs (\"Needs\" below) are not met; one that does not affect the verb.\n\
+           unless it is given its default; one whose needs (\"Needs\" below) are not met; one that does not affect the verb. Where the model's\n  \
+           own files choose the sampler, a key of `diffusion_scheduler_config` that the sampler does not read is a warning, or an error\n  \
+           if it spaces noise levels.\n\
          - A file may be MaxDiffusion's own, and one file serves all verbs: there a key without effect, with another value than its\n  \
            default, is a warning that names the line and the reason, and a key of other verbs is let be. A feature of MaxDiffusion that\n  \
            is not here yet is an error in a file too.\n\
