@@ -15,6 +15,7 @@ use maxdiff::dtype::DType;
 use maxdiff::emit::{EmitOptions, stablehlo};
 use maxdiff::graph::{Graph, InputKind};
 use maxdiff::host_tensor::HostTensor;
+use maxdiff::lowering::lower;
 use maxdiff::pipelines::text_to_image::{DenoiseOptions, Guidance, trace_denoise};
 use maxdiff::pjrt::install::{PluginKind, locate};
 use maxdiff::pjrt::{NamedValue, Plugin};
@@ -42,7 +43,7 @@ fn load(overrides: &[&str]) -> Outcome<Config> {
     Ok(Config::load(CONFIG.as_ref(), &overrides, Some(Verb::Lower))?.config)
 }
 
-fn train_graph(config: &Config) -> Outcome<Graph> {
+fn train_graph(session: &Session, config: &Config) -> Outcome<Graph> {
     let derived = config.derived(1, 1)?;
     let options = recipe::step_options(
         config,
@@ -53,10 +54,13 @@ fn train_graph(config: &Config) -> Outcome<Graph> {
         config,
         recipe::data::tokenizer_for_vocab_size(config)?.as_ref(),
     )?;
-    Ok(step::trace(&model, &options)?.graph)
+    let traced = step::trace(&model, &options)?;
+    Ok(lower(&traced, session.backend(), &session.lowering())?
+        .step
+        .graph)
 }
 
-fn denoise_graph(config: &Config) -> Outcome<Graph> {
+fn denoise_graph(session: &Session, config: &Config) -> Outcome<Graph> {
     let model = recipe::model(config, None)?;
     let options = DenoiseOptions {
         tokens: model.tokens,
@@ -64,7 +68,10 @@ fn denoise_graph(config: &Config) -> Outcome<Graph> {
         guidance: Guidance::OneBatch,
         quantization: recipe::policy(config, 0)?,
     };
-    Ok(trace_denoise(&model, &options)?.model)
+    let traced = trace_denoise(&model, &options)?.model;
+    Ok(lower(&traced, session.backend(), &session.lowering())?
+        .step
+        .graph)
 }
 
 /// One argument for each input: small weights, zero state, ones for the rest.
@@ -104,17 +111,17 @@ fn main() -> Outcome<()> {
         ("int8", &["quantization=int8"]),
     ] {
         let config = load(overrides)?;
-        let graph = train_graph(&config)?;
+        let graph = train_graph(&session, &config)?;
         criterion.bench_function(&format!("trace/{name}"), |bench| {
-            bench.iter(|| black_box(must(train_graph(&config)).nodes.len()));
+            bench.iter(|| black_box(must(train_graph(&session, &config)).nodes.len()));
         });
         criterion.bench_function(&format!("emit/{name}"), |bench| {
             bench.iter(|| black_box(stablehlo(&graph, "train", &EmitOptions::default()).len()));
         });
         let small = load(&[overrides, &TWO_LEVELS].concat())?;
         for (step, graph) in [
-            ("denoise", denoise_graph(&small)?),
-            ("train", train_graph(&small)?),
+            ("denoise", denoise_graph(&session, &small)?),
+            ("train", train_graph(&session, &small)?),
         ] {
             let compile = || Program::compile(&session, &graph, step, &ProgramOptions::default());
             criterion.bench_function(&format!("compile/{step}/{name}"), |bench| {

@@ -4,6 +4,7 @@
 //! emitted as StableHLO ([`emit`]) and compiled through PJRT ([`pjrt`]). `docs/design.md` tells
 //! how the parts fit together.
 
+pub mod backend;
 pub mod bundle;
 pub mod cli;
 pub mod config;
@@ -13,6 +14,7 @@ pub mod emit;
 pub mod graph;
 pub mod host_tensor;
 pub mod hub;
+pub mod lowering;
 pub mod metrics;
 pub mod models;
 pub mod nn;
@@ -26,7 +28,6 @@ pub mod runtime;
 pub mod schedulers;
 pub mod shape;
 pub mod shard;
-pub mod target;
 pub mod topology;
 pub mod train;
 pub mod util;

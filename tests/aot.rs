@@ -61,7 +61,7 @@ fn int8(more: &[&str]) -> Compiled {
 /// Dots of one kind (forward, `dlhs`, `drhs`) by their module's path, with the element types of their operands and
 /// result in the optimized program.
 fn contractions(compiled: &Compiled) -> Vec<(String, [PrimitiveType; 3])> {
-    let module = compiled.executable.optimized_hlo().unwrap();
+    let module = compiled.step.executable.optimized_hlo().unwrap();
     let mut found = Vec::new();
     for computation in &module.computations {
         let types: BTreeMap<i64, PrimitiveType> = computation
@@ -93,7 +93,7 @@ fn every_eligible_dot_of_the_training_step_is_int8_and_finds_its_range_inside_a_
 }
 
 fn assert_range_finding_stays_inside_a_slice(compiled: &Compiled) {
-    let report = &compiled.report;
+    let report = &compiled.step.report;
     assert_eq!(report.dcn_bytes.range_finding, 0, "{report}");
     assert!(
         report.ici_bytes.range_finding > 0,
@@ -113,7 +113,7 @@ fn assert_range_finding_stays_inside_a_slice(compiled: &Compiled) {
 
     // Asked to find one range for the whole batch, the slices have to exchange their largest values.
     let global = int8(&["quantization_local_shard_count=1"]);
-    let report = &global.report;
+    let report = &global.step.report;
     assert!(report.dcn_bytes.range_finding > 0, "{report}");
     // Parts that stay in their slices cost the gradients nothing: each device sends its share of the sum.
     assert!(
@@ -128,7 +128,7 @@ fn assert_range_finding_stays_inside_a_slice(compiled: &Compiled) {
 }
 
 fn assert_every_eligible_dot_is_int8(compiled: &Compiled) {
-    let report = &compiled.report;
+    let report = &compiled.step.report;
     let contractions = contractions(compiled);
     let (mut forward, mut dlhs, mut drhs) = (0, 0, 0);
     let quantized: Vec<_> = compiled.decisions.iter().filter(|d| d.quantized).collect();
@@ -230,11 +230,14 @@ fn the_report_and_the_bundle_are_written() {
     assert_eq!(report["topology"]["num_devices"], 8);
 
     let read = Bundle::read(&bundle).unwrap();
-    assert_eq!(read.header.payload, PayloadKind::Executable);
+    let [step] = &read.header.programs[..] else {
+        panic!("a training step is one program");
+    };
+    assert_eq!(step.payload, PayloadKind::Executable);
     assert_eq!(read.header.target.num_slices, 2);
     assert_eq!(read.header.target.device_assignment.len(), 8);
     assert!(read.payload.len() > 1000);
-    let weights = read.header.inputs.iter();
+    let weights = step.inputs.iter();
     assert!(
         weights
             .clone()
@@ -308,7 +311,7 @@ fn recomputation_takes_less_memory() {
     ];
     let temp = |policy: &str| {
         let compiled = compiled(&[&layers[..], &[policy]].concat());
-        compiled.report.memory.temp
+        compiled.step.report.memory.temp
     };
     let (kept, recomputed) = (temp("remat_policy=NONE"), temp("remat_policy=FULL"));
     assert!(
@@ -354,11 +357,13 @@ fn a_program_too_large_for_its_device_says_so() {
         1,
     );
     assert!(
-        error.contains("the denoise program does not fit v5e-1"),
+        error.contains(
+            "the program that prepares weights for the denoise program does not fit v5e-1"
+        ),
         "{error}"
     );
     assert!(error.contains("which has 15.75 GiB"), "{error}");
-    assert!(error.contains("weights take 32.00 GiB"), "{error}");
+    assert!(error.contains("weights take 16.00 GiB"), "{error}");
     assert!(error.contains("weights_dtype=bfloat16"), "{error}");
     assert!(!output.exists());
 }

@@ -1,17 +1,19 @@
 //! The CPU plugin's kernels against the graphs that they stand for, on the host evaluator and on the device.
 
+use std::any::Any;
+
 use crate::common::{cpu_session, kernels_run, run_on};
+use maxdiff::backend::cpu::{claim, kernel::Kernel};
 use maxdiff::dtype::DType;
-use maxdiff::graph::{Builder, Graph, Init, Kernel, Op, Tensor, evaluate};
+use maxdiff::graph::{Builder, Graph, Init, Op, Tensor, evaluate};
 use maxdiff::host_tensor::HostTensor;
 use maxdiff::nn::{
-    Activation, Attention, Conv2d, Linear, Precision, attention, conv2d, gelu, group_norm,
-    layer_norm, linear,
+    Activation, Attention, Conv2d, GroupNorm, Linear, Precision, attention, conv2d, gated_gelu,
+    group_norm, layer_norm, linear,
 };
 use maxdiff::quant::{Policy, annotate, lower};
 use maxdiff::runtime::{Array, Program, ProgramOptions, Session, Slot, Value};
 use maxdiff::shape::Shape;
-use maxdiff::target::with_kernels;
 
 const BF16: Precision = Precision {
     weights: DType::BF16,
@@ -35,8 +37,9 @@ fn inputs(graph: &Graph) -> Vec<HostTensor> {
 fn kernels(graph: &Graph) -> Vec<&Kernel> {
     let mut found = Vec::new();
     for node in &graph.nodes {
-        if let Op::Kernel(kernel) = &node.op {
-            found.push(kernel.as_ref());
+        if let Op::CustomCall(call) = &node.op {
+            let call: &dyn Any = call.as_ref();
+            found.push(call.downcast_ref().unwrap());
         }
     }
     found
@@ -95,7 +98,7 @@ fn graph_of(build: impl Fn(&Builder) -> Vec<Tensor>, int8: bool) -> Graph {
 
 /// With kernels where they run.
 fn on_device(session: &Session, graph: &Graph) -> Graph {
-    let found = session.with_kernels(graph).unwrap();
+    let found = session.backend().claim(graph).unwrap();
     assert_eq!(kernels(&found).is_empty(), !kernels_run());
     found
 }
@@ -104,7 +107,7 @@ fn on_device(session: &Session, graph: &Graph) -> Graph {
 fn contractions_and_what_follows_them_become_one_kernel_each() {
     for int8 in [false, true] {
         let graph = graph_of(contractions, int8);
-        let with = with_kernels(&graph).unwrap();
+        let with = claim(&graph).unwrap();
         let contracts = kernels(&with)
             .into_iter()
             .filter_map(|kernel| match kernel {
@@ -150,13 +153,19 @@ fn norms_and_gates(height: usize, length: usize) -> Graph {
             };
             let image = x("image", &[2, height, 7, 72]);
             let rows = x("rows", &[3, length, 90]);
-            let norm = |name: &str| group_norm(&m.scope(name), image, 8, 1e-5, BF16).unwrap();
-            let halves = b.split(rows, 2, 2).unwrap();
+            let norm = |name: &str, activation| {
+                let layer = GroupNorm {
+                    groups: 8,
+                    epsilon: 1e-5,
+                    activation,
+                };
+                group_norm(&m.scope(name), image, layer, BF16).unwrap()
+            };
             vec![
-                norm("plain"),
-                silu(b, norm("activated")),
+                norm("plain", None),
+                norm("activated", Some(Activation::Silu)),
                 layer_norm(&m.scope("rows"), rows, 1e-5, BF16).unwrap(),
-                b.mul(halves[0], gelu(b, halves[1]).unwrap()).unwrap(),
+                gated_gelu(&m.scope("ff"), rows).unwrap(),
             ]
         },
         false,
@@ -168,7 +177,7 @@ fn norms_and_gates_become_kernels() {
     // On one thread, and on all: the latter from 32,768 values on.
     for (height, length) in [(5, 11), (41, 250)] {
         let graph = norms_and_gates(height, length);
-        let with = with_kernels(&graph).unwrap();
+        let with = claim(&graph).unwrap();
         let found: Vec<String> = kernels(&with).iter().map(|k| format!("{k:?}")).collect();
         let expected = [
             "GroupNorm { groups: 8, epsilon: 1e-5, silu: false }",
@@ -244,7 +253,7 @@ fn nan_and_infinity_come_out_of_norms_and_gates_as_the_graph_has_them() {
         ];
         all[rows] = with_values(&all[rows], &places);
         let expected = evaluate(&graph, &all).unwrap();
-        let host = evaluate(&with_kernels(&graph).unwrap(), &all).unwrap();
+        let host = evaluate(&claim(&graph).unwrap(), &all).unwrap();
         let session = cpu_session(1);
         let device = run_on(&session, &on_device(&session, &graph), &all);
         for (i, expected) in expected.iter().enumerate() {
@@ -292,7 +301,7 @@ fn nan_and_infinity_come_out_of_int8_as_the_graph_has_them() {
         let expected = evaluate(&graph, &inputs).unwrap();
         let session = cpu_session(1);
         let device = run_on(&session, &on_device(&session, &graph), &inputs);
-        let host = evaluate(&with_kernels(&graph).unwrap(), &inputs).unwrap();
+        let host = evaluate(&claim(&graph).unwrap(), &inputs).unwrap();
         let nan = expected[0]
             .to_f64_vec()
             .unwrap()
@@ -330,7 +339,7 @@ fn attention_becomes_a_kernel_in_blocks_of_keys() {
             },
             false,
         );
-        let with = with_kernels(&graph).unwrap();
+        let with = claim(&graph).unwrap();
         let found = kernels(&with);
         assert!(matches!(found[..], [Kernel::Attention { causal: c, .. }] if *c == causal));
         let inputs = inputs(&graph);
@@ -455,7 +464,7 @@ fn what_no_kernel_computes_stays_as_it_is() {
         ]
     };
     let graph = graph_of(odd, false);
-    let with = with_kernels(&graph).unwrap();
+    let with = claim(&graph).unwrap();
     assert!(kernels(&with).is_empty());
     assert_eq!(with.nodes.len(), graph.nodes.len());
 }
@@ -472,7 +481,7 @@ fn a_value_that_is_used_twice_is_not_taken_into_a_kernel() {
         },
         false,
     );
-    let with = with_kernels(&graph).unwrap();
+    let with = claim(&graph).unwrap();
     let inputs = inputs(&graph);
     assert_eq!(kernels(&with).len(), 1);
     assert_eq!(
@@ -489,5 +498,5 @@ fn silu(b: &Builder, x: Tensor) -> Tensor {
 fn partitioned_programs_have_no_kernels() {
     let graph = graph_of(contractions, false);
     let session = cpu_session(2);
-    assert!(kernels(&session.with_kernels(&graph).unwrap()).is_empty());
+    assert!(kernels(&session.backend().claim(&graph).unwrap()).is_empty());
 }

@@ -123,7 +123,7 @@ fn bf16_activations_stay_bf16_and_contractions_accumulate_in_f32() {
         weights: DType::F32,
         activations: DType::BF16,
     };
-    let graph = trace(&config, 64, precision);
+    let graph = trace(&config, 64, precision).inline_composites(&|_, _| true);
     let output = &graph.nodes[graph.outputs[0].node as usize];
     assert_eq!(output.shape.dtype, DType::BF16);
     let mut contractions = 0;

@@ -243,7 +243,12 @@ fn composition(b: &Builder, a: &Value, x: &[Tensor]) -> Result<Tensor, GraphErro
         "layer_norm" => nn::layer_norm(b, x[0], epsilon(), Precision::F32),
         "group_norm" => {
             assert_eq!(a["layout"], "NHWC");
-            nn::group_norm(b, x[0], number(&a["groups"]), epsilon(), Precision::F32)
+            let layer = nn::GroupNorm {
+                groups: number(&a["groups"]),
+                epsilon: epsilon(),
+                activation: None,
+            };
+            nn::group_norm(b, x[0], layer, Precision::F32)
         }
         "gelu_tanh" => {
             // x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) / 2

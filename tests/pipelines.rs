@@ -465,7 +465,7 @@ fn bf16_and_int8_stay_near_float32() {
         activations: DType::BF16,
     };
     let aqt = || Policy::aqt_int8("unet/", 1, Vec::new()).unwrap();
-    let qwix = || Policy::qwix_int8("unet/", ".*").unwrap();
+    let qwix = || Policy::qwix_int8("unet/", ".*", Vec::new()).unwrap();
     let errors = [None, Some(aqt()), Some(qwix())]
         .map(|quantization| distance(&latents(bf16, quantization), &float32));
     for (error, measured) in errors.into_iter().zip([1.233e-2, 4.115e-2, 4.118e-2]) {

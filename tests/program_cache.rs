@@ -8,7 +8,7 @@ use crate::common::{cpu_plugin, cpu_session, run_on};
 use maxdiff::dtype::DType;
 use maxdiff::graph::{Builder, Graph, Init};
 use maxdiff::host_tensor::HostTensor;
-use maxdiff::nn::{Conv2d, Linear, Precision, conv2d, group_norm, linear};
+use maxdiff::nn::{Conv2d, GroupNorm, Linear, Precision, conv2d, group_norm, linear};
 use maxdiff::quant::{Policy, annotate, lower};
 use maxdiff::runtime::{ExecutableCache, ProgramCounts, Session};
 use maxdiff::shape::Shape;
@@ -46,7 +46,12 @@ fn graph(dtype: DType, int8: bool) -> Graph {
     };
     let x = conv2d(&m.scope("first"), x, Conv2d::same(16, 3), precision).unwrap();
     let x = conv2d(&m.scope("strided"), x, strided, precision).unwrap();
-    let x = group_norm(&m.scope("norm"), x, 8, 1e-5, precision).unwrap();
+    let layer = GroupNorm {
+        groups: 8,
+        epsilon: 1e-5,
+        activation: None,
+    };
+    let x = group_norm(&m.scope("norm"), x, layer, precision).unwrap();
     let layer = Linear::new(48, "embed", "heads");
     let y = linear(&m.scope("linear"), x, layer, precision).unwrap();
     b.output("y", y, None).unwrap();
@@ -89,7 +94,7 @@ fn a_new_client_loads_the_same_program() {
         let graph = graph(dtype, int8);
         let inputs = inputs(&graph);
         let run =
-            |session: &Session| run_on(session, &session.with_kernels(&graph).unwrap(), &inputs);
+            |session: &Session| run_on(session, &session.backend().claim(&graph).unwrap(), &inputs);
         let plain = run(&cpu_session(devices));
 
         let first = session(devices, dir.path());

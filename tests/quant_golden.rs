@@ -10,7 +10,7 @@ use maxdiff::dtype::DType;
 use maxdiff::graph::op::ConvLayout;
 use maxdiff::graph::{
     Binary, Builder, ContractionQuant, ConvDims, DotDims, Graph, Init, NumericsConvention, Op,
-    OperandQuant, Output, QuantDot, Rounding, evaluate, vjp,
+    Output, QuantDot, Rounding, TensorFormat, evaluate, vjp,
 };
 use maxdiff::host_tensor::HostTensor;
 use maxdiff::quant::{Policy, annotate, lower_with_noise};
@@ -19,12 +19,11 @@ use serde_json::Value;
 
 const SHARDS: [usize; 4] = [0, 1, 2, 4];
 
-fn operand(convention: NumericsConvention, rounding: Rounding) -> OperandQuant {
-    OperandQuant {
-        dtype: DType::S8,
-        convention,
+fn operand(convention: NumericsConvention, rounding: Rounding) -> Option<TensorFormat> {
+    Some(TensorFormat {
         rounding,
-    }
+        ..TensorFormat::int8(convention)
+    })
 }
 
 /// AQT's int8 training annotation; `rounding` is the incoming gradient's.
@@ -230,7 +229,8 @@ fn aqt_graph(golden: &Golden, key: &str) -> Graph {
         };
         b.input(&name, Shape::new(DType::F32, dims), &[])
     })
-    .unwrap();
+    .unwrap()
+    .inline_composites(&|_, _| true);
     expose(&mut graph, |path| {
         if !path.starts_with("backward/") {
             ("fwd".to_string(), ["lhs", "rhs"])
@@ -282,7 +282,8 @@ fn qwix_graph(golden: &Golden, key: &str) -> Graph {
     let mut graph = lower_with_noise(&b.finish(), &mut |_, _| {
         panic!("Qwix rounds nothing stochastically")
     })
-    .unwrap();
+    .unwrap()
+    .inline_composites(&|_, _| true);
     expose(&mut graph, |_| ("fwd".to_string(), ["lhs", "rhs"]));
     graph
 }
@@ -490,6 +491,6 @@ fn policies_annotate_with_the_recorded_configurations() {
         };
         assert_eq!(annotations(&policy), [conv, dot]);
     }
-    let policy = Policy::qwix_int8("unet/", ".*").unwrap();
+    let policy = Policy::qwix_int8("unet/", ".*", Vec::new()).unwrap();
     assert_eq!(annotations(&policy), [qwix(), qwix()]);
 }

@@ -19,7 +19,7 @@ use crate::util::hash::{Sha256, hex};
 pub const MAGIC: [u8; 8] = *b"MAXDIFFB";
 
 /// Version of the layout.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 
 const PREFIX: usize = 8 + 4 + 8 + 8;
 const DIGEST: usize = 32;
@@ -37,6 +37,8 @@ pub enum FrameError {
     Trailing { extra: u64 },
     #[error("damaged bundle: its sha-256 is {found}, the one written in it is {expected}")]
     Digest { expected: String, found: String },
+    #[error("the header's programs have {expected} bytes, the payload {found}")]
+    Payload { expected: u64, found: u64 },
     #[error("the header cannot be understood: {0}")]
     Header(#[from] serde_json::Error),
 }
@@ -110,8 +112,19 @@ pub fn decode(bytes: &[u8]) -> Result<Bundle, FrameError> {
             found: digest.to_string(),
         });
     }
+    let header: Header = serde_json::from_slice(header)?;
+    let programs = header.programs.iter();
+    let expected = programs.fold(0, |sum: u64, program| {
+        sum.saturating_add(program.payload_bytes)
+    });
+    if expected != payload_length {
+        return Err(FrameError::Payload {
+            expected,
+            found: payload_length,
+        });
+    }
     Ok(Bundle {
-        header: serde_json::from_slice(header)?,
+        header,
         payload: payload.to_vec(),
     })
 }

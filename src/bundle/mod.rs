@@ -1,7 +1,7 @@
 //! Programs compiled ahead of time, on disk.
 //!
-//! A bundle is one file: what the program is and what it was compiled for (the [`Header`]), the compiled program as
-//! its plugin serialized it (the payload), and a SHA-256 of both. It holds no code of this project and nothing that
+//! A bundle is one file: what the programs are and what they were compiled for (the [`Header`]), the compiled programs as
+//! their plugin serialized them (the payload), and a SHA-256 of both. It holds no code of this project and nothing that
 //! is executed by reading it. See [`frame`] for the bytes.
 
 pub mod frame;
@@ -14,6 +14,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use crate::lowering::Stage;
 use crate::report::Memory;
 use crate::util::files::{self, Existing, parent_of};
 
@@ -131,20 +132,42 @@ pub enum PayloadKind {
     Stablehlo,
 }
 
-/// All that is known of a bundle's payload.
+/// Weights that a load program prepares in one run: names in the order of its inputs, and of its outputs.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Header {
+pub struct Group {
+    pub weights: Vec<String>,
+    pub results: Vec<String>,
+}
+
+/// All that is known of one program.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ProgramHeader {
+    pub stage: Stage,
     pub payload: PayloadKind,
-    pub plugin: PluginId,
-    pub target: Target,
+    /// Its part of the bundle's payload, which holds the programs one after the other.
+    pub payload_bytes: u64,
     pub program: ProgramId,
+    /// An input that no caller knows is an output of an earlier program by the same name.
     pub inputs: Vec<Slot>,
     pub outputs: Vec<Slot>,
+    /// Of a load program; empty for others.
+    pub groups: Vec<Group>,
     pub memory: Memory,
 }
 
-/// A compiled program and what is known of it.
+/// All that is known of a bundle's programs.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Header {
+    pub plugin: PluginId,
+    pub target: Target,
+    /// In the order in which they run.
+    pub programs: Vec<ProgramHeader>,
+}
+
+/// Compiled programs and what is known of them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Bundle {
     pub header: Header,
@@ -177,6 +200,18 @@ impl Bundle {
         })
     }
 
+    /// The programs with their payloads.
+    pub fn programs(&self) -> impl Iterator<Item = (&ProgramHeader, &[u8])> {
+        let mut rest = self.payload.as_slice();
+        self.header.programs.iter().map(move |program| {
+            // The lengths were compared with the payload's when the bundle was read.
+            let length = usize::try_from(program.payload_bytes).unwrap_or(usize::MAX);
+            let (own, after) = rest.split_at(length.min(rest.len()));
+            rest = after;
+            (program, own)
+        })
+    }
+
     /// Whether the bundle read from `path` is the program `expected` describes; the memory it takes is not compared.
     ///
     /// # Errors
@@ -203,7 +238,8 @@ impl Header {
             &frame::value(self),
             &mut differences,
         );
-        differences.retain(|d| d.field.split('.').next() != Some("memory"));
+        let is_memory = |field: &str| field.split('.').any(|part| part == "memory");
+        differences.retain(|d| !is_memory(&d.field));
         differences
     }
 }

@@ -3,7 +3,6 @@ use super::*;
 
 fn header() -> Header {
     Header {
-        payload: PayloadKind::Executable,
         plugin: PluginId {
             platform: "tpu".to_owned(),
             version: "0.0.51".to_owned(),
@@ -16,6 +15,16 @@ fn header() -> Header {
             mesh: BTreeMap::from([("data".to_owned(), 8)]),
             device_assignment: vec![100000, 100001],
         },
+        programs: vec![program()],
+    }
+}
+
+fn program() -> ProgramHeader {
+    ProgramHeader {
+        stage: Stage::Step,
+        payload: PayloadKind::Executable,
+        payload_bytes: 256,
+        groups: vec![],
         program: ProgramId {
             step: "train".to_owned(),
             stablehlo_sha256: "11".repeat(32),
@@ -55,7 +64,7 @@ fn what_is_written_is_read_and_nothing_is_replaced() {
     read.check(&path, &header()).unwrap();
 
     let other = Bundle {
-        payload: vec![1],
+        payload: vec![1; 256],
         ..bundle()
     };
     let error = other.write(&path).unwrap_err();
@@ -157,7 +166,7 @@ fn a_whole_bundle_of_another_version_or_header_is_refused() {
     newer[8..12].copy_from_slice(&(VERSION + 1).to_le_bytes());
     assert_eq!(
         decode(&newer).unwrap_err().to_string(),
-        "bundle of version 2; this program reads version 1"
+        "bundle of version 3; this program reads version 2"
     );
     // A valid digest over a header that is none.
     use crate::util::hash::Sha256;
@@ -169,7 +178,7 @@ fn a_whole_bundle_of_another_version_or_header_is_refused() {
     strange.extend(digest.bytes());
     let error = decode(&strange).unwrap_err();
     assert!(matches!(error, FrameError::Header(_)), "{error}");
-    assert!(error.to_string().contains("payload"), "{error}");
+    assert!(error.to_string().contains("plugin"), "{error}");
 }
 
 #[test]
@@ -177,8 +186,8 @@ fn the_fields_that_differ_are_named() {
     let mut expected = header();
     expected.plugin.version = "0.0.52".to_owned();
     expected.target.device_assignment = vec![0, 1];
-    expected.inputs[0].dims = vec![8, 3, 3, 3];
-    expected.memory.temp = 1;
+    expected.programs[0].inputs[0].dims = vec![8, 3, 3, 3];
+    expected.programs[0].memory.temp = 1;
     let error = bundle()
         .check(Path::new("step.bundle"), &expected)
         .unwrap_err()
@@ -187,6 +196,6 @@ fn the_fields_that_differ_are_named() {
         error,
         "step.bundle cannot be used here: plugin.version is \"0.0.51\", expected \"0.0.52\"; \
          target.device_assignment is [100000,100001], expected [0,1]; \
-         inputs.0.dims is [8,4,3,3], expected [8,3,3,3]"
+         programs.0.inputs.0.dims is [8,4,3,3], expected [8,3,3,3]"
     );
 }

@@ -1,6 +1,7 @@
 //! `compile`: a program compiled ahead of time for devices that need not be here, with a report of what it needs and
 //! moves, as a bundle on disk.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -11,12 +12,15 @@ use clap::Args;
 use regex::Regex;
 use serde_json::{Value, json};
 
+use crate::backend::{Backend, kernel_counts};
 use crate::bundle::{
-    self, Bundle, BundleError, Header, PayloadKind, PluginId, ProgramId, Slot, Target,
+    self, Bundle, BundleError, Group, Header, PayloadKind, PluginId, ProgramHeader, ProgramId,
+    Slot, Target,
 };
 use crate::config::{Config, Verb};
-use crate::emit::{EmitOptions, stablehlo};
+use crate::emit::{LoadGroup, Module, Modules};
 use crate::graph::{Graph, InputKind};
+use crate::lowering::{Options, Program, Stage, lower};
 use crate::nn::Remat;
 use crate::pjrt::install::{self, PluginKind};
 use crate::pjrt::{
@@ -29,7 +33,6 @@ use crate::report::{CompileReport, Memory, ReportInput};
 use crate::runtime::{compile_options, describe};
 use crate::shape::Shape;
 use crate::shard::{Axis, LogicalAxisRules, Mesh, PartitionSpec, ShardPlan};
-use crate::target::for_cpu;
 use crate::topology::{Accelerator, Chip, OptionValue, Platform};
 use crate::util::hash::Sha256;
 use crate::util::text::binary_size;
@@ -62,6 +65,7 @@ enum Compiler {
 /// A target of compilation, ready.
 struct Machine {
     compiler: Compiler,
+    backend: Backend,
     /// What the user calls the devices: the accelerator's name, or the kind of those here.
     name: String,
     plugin: PluginId,
@@ -72,16 +76,28 @@ struct Machine {
     hbm_limit: Option<u64>,
 }
 
-/// A compiled program with its report.
+/// What a recipe's step was compiled to.
 pub struct Compiled {
-    pub executable: Executable,
-    pub report: CompileReport,
+    /// What prepares the weights, for each group of weights that does it in its own way.
+    pub load: Vec<CompiledProgram>,
+    /// What is computed once for a request.
+    pub request: Option<CompiledProgram>,
+    /// What every run computes.
+    pub step: CompiledProgram,
     /// What quantization decided for each contraction.
     pub decisions: Vec<Decision>,
-    pub graph: Graph,
     pub header: Header,
-    stablehlo: String,
     seconds: Seconds,
+}
+
+/// A compiled program with its report.
+pub struct CompiledProgram {
+    pub executable: Executable,
+    pub report: CompileReport,
+    pub header: ProgramHeader,
+    /// How many of a backend's kernels it calls, by the custom call's target.
+    pub kernels: BTreeMap<&'static str, usize>,
+    stablehlo: String,
 }
 
 /// Seconds by phase.
@@ -91,13 +107,13 @@ struct Seconds {
     trace: f64,
     emit: f64,
     compile: f64,
-    report: f64,
 }
 
 /// A program that needs more memory than a device has.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct OutOfMemory {
     step: &'static str,
+    stage: Stage,
     target: String,
     /// In the compiler's words, `20.31G`.
     needed: Option<String>,
@@ -112,7 +128,16 @@ pub struct OutOfMemory {
 
 impl fmt::Display for OutOfMemory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "the {} program does not fit {}", self.step, self.target)?;
+        let step = self.step;
+        match self.stage {
+            Stage::Load => write!(
+                f,
+                "the program that prepares weights for the {step} program"
+            )?,
+            Stage::Request => write!(f, "the request part of the {step} program")?,
+            Stage::Step => write!(f, "the {step} program")?,
+        }
+        write!(f, " does not fit {}", self.target)?;
         if let Some(needed) = &self.needed {
             write!(f, ": it needs {needed} bytes of memory on each device")?;
         }
@@ -133,11 +158,11 @@ impl fmt::Display for OutOfMemory {
 
 impl std::error::Error for OutOfMemory {}
 
-/// Compiles the program `step` of a configuration: for `compile_topology`, or for the devices here.
+/// Compiles the programs of the step `step` of a configuration: for `compile_topology`, or for the devices here.
 ///
 /// # Errors
-/// When the configuration does not fit the devices, the plugin is missing, or the compiler refuses the program;
-/// [`OutOfMemory`] when it does not fit a device's memory.
+/// When the configuration does not fit the devices, the plugin is missing, or the compiler refuses a program;
+/// [`OutOfMemory`] when one does not fit a device's memory.
 pub fn compile(config: &Config, step: Step) -> Result<Compiled, CliError> {
     let start = Instant::now();
     let machine = Machine::new(config)?;
@@ -145,107 +170,68 @@ pub fn compile(config: &Config, step: Step) -> Result<Compiled, CliError> {
     let start = Instant::now();
     let mesh = &machine.mesh;
     let devices = mesh.num_devices() as u64;
-    let mut traced = trace(config, step, devices, mesh.num_slices() as u64)?;
-    if machine.plugin.platform == "cpu" {
-        // As the runtime does: what is reported is what would run.
-        traced.graph = for_cpu(&traced.graph).map_err(CliError::usage)?;
-    }
+    let traced = trace(config, step, devices, mesh.num_slices() as u64)?;
+    let options = Options {
+        mesh,
+        rules: &machine.rules,
+    };
+    let lowered = lower(&traced, machine.backend, &options).map_err(CliError::usage)?;
+    recipe::check_batch(&lowered.step.graph, &lowered.step.plan, mesh)?;
     let trace = start.elapsed().as_secs_f64();
 
     let start = Instant::now();
-    let plan = ShardPlan::new(&traced.graph, mesh, &machine.rules).map_err(CliError::usage)?;
-    plan.log(step.name());
-    recipe::check_batch(&traced.graph, &plan, mesh)?;
-    let precision = config.precision;
-    let text = stablehlo(
-        &traced.graph,
-        step.name(),
-        &EmitOptions {
-            precision,
-            sharding: plan.text(mesh),
-        },
-    );
+    let modules = Modules::new(lowered, mesh, config.precision);
     let emit = start.elapsed().as_secs_f64();
 
-    let options = &machine.options;
     let start = Instant::now();
-    let executable =
-        machine
-            .compile(&text)
-            .map_err(|error| match out_of_memory_message(&error) {
-                Some(message) => CliError::failed(machine.out_of_memory(
-                    config,
-                    step,
-                    &traced.graph,
-                    &plan,
-                    message,
-                )),
-                None => CliError::failed(error),
-            })?;
-    let compile = start.elapsed().as_secs_f64();
-
-    let start = Instant::now();
-    let memory = machine.memory(&executable)?;
-    let weights: Vec<usize> = traced.graph.weights().map(|(index, _)| index).collect();
-    let report = CompileReport::new(
-        &executable.optimized_hlo().map_err(CliError::failed)?,
-        &ReportInput {
+    let compile = |stage, module: &Module, groups: Vec<LoadGroup>| {
+        let site = Site {
+            config,
+            step,
+            stage,
             parameters: traced.graph.parameter_count() as u64,
-            memory,
-            slice_of_partition: mesh.slice_of_partition(),
-            weight_arguments: &weights,
-            clock_hz: machine.chip.and_then(Chip::clock_hz),
-            // No loop is emitted whose trip count the program does not tell.
-            trip_count_hints: &[],
-            compile_seconds: compile,
-        },
-    )
-    .map_err(CliError::failed)?;
-    let header = Header {
-        payload: PayloadKind::Executable,
-        plugin: machine.plugin.clone(),
-        target: Target {
-            name: machine.name.clone(),
-            num_slices: mesh.num_slices(),
-            mesh: Axis::ALL
-                .map(|axis| (axis.name().to_owned(), mesh.size(axis)))
-                .into(),
-            device_assignment: mesh.device_assignment().to_vec(),
-        },
-        program: ProgramId {
-            step: step.name().to_owned(),
-            stablehlo_sha256: Sha256::of(&text).to_string(),
-            compile_options_sha256: Sha256::of(options.to_bytes()).to_string(),
-            flags: options
-                .overrides()
-                .into_iter()
-                .map(|(name, value)| (name.to_owned(), value))
-                .collect(),
-            weights_dtype: config.weights_dtype.name().to_owned(),
-            activations_dtype: config.activations_dtype.name().to_owned(),
-            precision: config.precision.name().to_owned(),
-            quantization: config.quantization.name().to_owned(),
-        },
-        inputs: inputs(&traced.graph, &plan),
-        outputs: outputs(&traced.graph, &plan),
-        memory,
+        };
+        machine.program(&site, module, groups)
     };
-    let report_seconds = start.elapsed().as_secs_f64();
+    // The largest first: what does not fit is found soonest.
+    let compiled_step = compile(Stage::Step, &modules.step, Vec::new())?;
+    let load = modules.load.iter().enumerate().map(|(at, module)| {
+        let groups = modules.groups.iter().filter(|group| group.module == at);
+        compile(Stage::Load, module, groups.cloned().collect())
+    });
+    let load = load.collect::<Result<Vec<_>, _>>()?;
+    let request = modules.request.as_ref();
+    let request = request.map(|module| compile(Stage::Request, module, Vec::new()));
+    let request = request.transpose()?;
+    let compile = start.elapsed().as_secs_f64();
+    let all = load.iter().chain(&request).chain([&compiled_step]);
+    let header = Header {
+        plugin: machine.plugin.clone(),
+        target: machine.target(),
+        programs: all.map(|program| program.header.clone()).collect(),
+    };
     Ok(Compiled {
-        executable,
-        report,
+        load,
+        request,
+        step: compiled_step,
         decisions: traced.decisions,
-        graph: traced.graph,
         header,
-        stablehlo: text,
         seconds: Seconds {
             setup,
             trace,
             emit,
             compile,
-            report: report_seconds,
         },
     })
+}
+
+/// Which program is compiled.
+struct Site<'a> {
+    config: &'a Config,
+    step: Step,
+    stage: Stage,
+    /// Of the whole model.
+    parameters: u64,
 }
 
 impl Machine {
@@ -289,6 +275,10 @@ impl Machine {
             compiler: Compiler::Topology(topology),
             name: accelerator.name,
             chip: Some(accelerator.chip),
+            backend: match accelerator.platform {
+                Platform::Tpu => Backend::Tpu,
+                Platform::Gpu => Backend::Gpu,
+            },
             options: compile_options(&mesh).with_cuda_data_dir(installed.cuda_data_dir.as_deref()),
             mesh,
             rules: config.logical_axis_rules.clone(),
@@ -328,11 +318,100 @@ impl Machine {
             mesh: session.mesh().clone(),
             rules: session.rules().clone(),
             options: session.compile_options(),
+            backend: session.backend(),
             compiler: Compiler::Here(client),
             name,
             chip,
             hbm_limit: limit,
         })
+    }
+
+    /// Compiles one module and reports on it.
+    fn program(
+        &self,
+        site: &Site<'_>,
+        module: &Module,
+        groups: Vec<LoadGroup>,
+    ) -> Result<CompiledProgram, CliError> {
+        let program = &module.program;
+        program.plan.log(&program.name);
+        let start = Instant::now();
+        let executable =
+            self.compile(&module.text)
+                .map_err(|error| match out_of_memory_message(&error) {
+                    Some(message) => CliError::failed(self.out_of_memory(site, program, message)),
+                    None => CliError::failed(error),
+                })?;
+        let compile_seconds = start.elapsed().as_secs_f64();
+        let memory = self.memory(&executable)?;
+        let graph = &program.graph;
+        let weights: Vec<usize> = graph.weights().map(|(index, _)| index).collect();
+        let report = CompileReport::new(
+            &executable.optimized_hlo().map_err(CliError::failed)?,
+            &ReportInput {
+                parameters: site.parameters,
+                memory,
+                slice_of_partition: self.mesh.slice_of_partition(),
+                weight_arguments: &weights,
+                clock_hz: self.chip.and_then(Chip::clock_hz),
+                // No loop is emitted whose trip count the program does not tell.
+                trip_count_hints: &[],
+                compile_seconds,
+            },
+        )
+        .map_err(CliError::failed)?;
+        let header = ProgramHeader {
+            stage: site.stage,
+            payload: PayloadKind::Executable,
+            payload_bytes: 0,
+            program: self.program_id(site, &module.text),
+            inputs: inputs(graph, &program.plan),
+            outputs: outputs(graph, &program.plan),
+            groups: groups
+                .into_iter()
+                .map(|group| Group {
+                    weights: group.weights,
+                    results: group.results,
+                })
+                .collect(),
+            memory,
+        };
+        Ok(CompiledProgram {
+            executable,
+            report,
+            header,
+            kernels: kernel_counts(graph),
+            stablehlo: module.text.clone(),
+        })
+    }
+
+    fn program_id(&self, site: &Site<'_>, text: &str) -> ProgramId {
+        let config = site.config;
+        let flags = self.options.overrides().into_iter();
+        ProgramId {
+            step: site.step.name().to_owned(),
+            stablehlo_sha256: Sha256::of(text).to_string(),
+            compile_options_sha256: Sha256::of(self.options.to_bytes()).to_string(),
+            flags: flags
+                .map(|(name, value)| (name.to_owned(), value))
+                .collect(),
+            weights_dtype: config.weights_dtype.name().to_owned(),
+            activations_dtype: config.activations_dtype.name().to_owned(),
+            precision: config.precision.name().to_owned(),
+            quantization: config.quantization.name().to_owned(),
+        }
+    }
+
+    fn target(&self) -> Target {
+        let mesh = &self.mesh;
+        Target {
+            name: self.name.clone(),
+            num_slices: mesh.num_slices(),
+            mesh: Axis::ALL
+                .map(|axis| (axis.name().to_owned(), mesh.size(axis)))
+                .into(),
+            device_assignment: mesh.device_assignment().to_vec(),
+        }
     }
 
     fn compile(&self, text: &str) -> Result<Executable, PjrtError> {
@@ -364,14 +443,9 @@ impl Machine {
         }
     }
 
-    fn out_of_memory(
-        &self,
-        config: &Config,
-        step: Step,
-        graph: &Graph,
-        plan: &ShardPlan,
-        message: String,
-    ) -> OutOfMemory {
+    fn out_of_memory(&self, site: &Site<'_>, program: &Program, message: String) -> OutOfMemory {
+        let Site { config, step, .. } = *site;
+        let Program { graph, plan, .. } = program;
         let mesh = &self.mesh;
         let bytes_of = |wanted: fn(&InputKind) -> bool| -> u64 {
             graph
@@ -404,6 +478,7 @@ impl Machine {
         advice.push("a larger topology, or a chip with more memory".to_owned());
         OutOfMemory {
             step: step.name(),
+            stage: site.stage,
             target: self.describe(),
             needed: needed_memory(&message),
             limit: self.hbm_limit,
@@ -495,27 +570,39 @@ fn outputs(graph: &Graph, plan: &ShardPlan) -> Vec<Slot> {
 }
 
 impl Compiled {
-    /// The bundle, and why its payload is not the executable where it is not.
-    fn bundle(&self) -> Result<(Bundle, Option<String>), CliError> {
-        let mut header = self.header.clone();
-        match self.executable.serialize() {
-            Ok(payload) => Ok((Bundle { header, payload }, None)),
-            Err(error) if error.code() == Some(ErrorCode::Unimplemented) => {
-                header.payload = PayloadKind::Stablehlo;
-                let payload = self.stablehlo.clone().into_bytes();
-                Ok((Bundle { header, payload }, Some(error.to_string())))
-            }
-            Err(error) => Err(CliError::failed(error)),
-        }
+    /// All programs, in the order in which they run.
+    pub fn programs(&self) -> impl Iterator<Item = &CompiledProgram> {
+        self.load.iter().chain(&self.request).chain([&self.step])
     }
 
-    /// The report with what surrounds it, as JSON.
+    /// The bundle, and why a payload is not the executable where one is not.
+    fn bundle(&self) -> Result<(Bundle, Option<String>), CliError> {
+        let mut header = self.header.clone();
+        let mut payload = Vec::new();
+        let mut not_serialized = None;
+        for (program, header) in self.programs().zip(&mut header.programs) {
+            let bytes = match program.executable.serialize() {
+                Ok(bytes) => bytes,
+                Err(error) if error.code() == Some(ErrorCode::Unimplemented) => {
+                    header.payload = PayloadKind::Stablehlo;
+                    not_serialized = Some(error.to_string());
+                    program.stablehlo.clone().into_bytes()
+                }
+                Err(error) => return Err(CliError::failed(error)),
+            };
+            header.payload_bytes = bytes.len() as u64;
+            payload.extend(bytes);
+        }
+        Ok((Bundle { header, payload }, not_serialized))
+    }
+
+    /// The step's report with what surrounds it and the reports of the programs before it, as JSON.
     fn json(&self) -> Value {
-        let mut value = json!(self.report);
+        let mut value = self.step.json();
         let target = &self.header.target;
         let more = json!({
-            "step": self.header.program.step,
-            "quantization": self.header.program.quantization,
+            "step": self.step.header.program.step,
+            "quantization": self.step.header.program.quantization,
             "quantized": self.decisions.iter().filter(|d| d.quantized).count(),
             "topology": {
                 "name": target.name,
@@ -523,19 +610,93 @@ impl Compiled {
                 "num_devices": target.device_assignment.len(),
                 "mesh": target.mesh,
             },
-            "fits": fits(&self.report.memory),
+            "load": {
+                "runs": self.load.iter().map(CompiledProgram::runs).sum::<usize>(),
+                "predicted_ms": self.load_ms(),
+                "compile_seconds": self.load.iter().map(|p| p.report.compile_seconds).sum::<f64>(),
+                "programs": self.load.iter().map(CompiledProgram::json).collect::<Vec<_>>(),
+            },
+            "request": self.request.as_ref().map(CompiledProgram::json),
+            "together": {
+                "compile_seconds": self.programs().map(|p| p.report.compile_seconds).sum::<f64>(),
+                "code_bytes": self.programs().map(|p| p.report.memory.code).sum::<u64>(),
+                "fits": self.fits(),
+            },
             "seconds": {
                 "setup": self.seconds.setup,
                 "trace": self.seconds.trace,
                 "emit": self.seconds.emit,
                 "compile": self.seconds.compile,
-                "report": self.seconds.report,
             },
         });
         if let (Value::Object(value), Value::Object(more)) = (&mut value, more) {
             value.extend(more);
         }
         value
+    }
+
+    /// Predicted milliseconds of preparing all weights, where the compiler predicts them.
+    fn load_ms(&self) -> Option<f64> {
+        let of_one =
+            |p: &CompiledProgram| Some(p.report.predicted_ms.as_ref()?.total * p.runs() as f64);
+        self.load.iter().map(of_one).sum()
+    }
+
+    /// Whether every program fits a device, where that is known.
+    fn fits(&self) -> Option<bool> {
+        let each: Option<Vec<bool>> = self.programs().map(|p| fits(&p.report.memory)).collect();
+        each.map(|each| each.into_iter().all(|fits| fits))
+    }
+
+    /// The reports for people: what prepares weights in a few lines, the others whole.
+    fn describe(&self) -> String {
+        let mut text = String::new();
+        if !self.load.is_empty() {
+            let runs: usize = self.load.iter().map(CompiledProgram::runs).sum();
+            let predicted = match self.load_ms() {
+                Some(ms) => format!("{ms:.1} ms predicted"),
+                None => "time not predicted for this target".to_owned(),
+            };
+            text.push_str(&format!(
+                "load program: {} programs run {runs} times while weights are loaded, {predicted}\n",
+                self.load.len()
+            ));
+        }
+        if let Some(request) = &self.request {
+            text.push_str(&format!(
+                "request program, once for each prompt\n{}",
+                request.describe()
+            ));
+        }
+        text.push_str(&format!("step program\n{}", self.step.describe()));
+        text
+    }
+}
+
+impl CompiledProgram {
+    /// How often it runs: once for each group of weights, or once.
+    fn runs(&self) -> usize {
+        self.header.groups.len().max(1)
+    }
+
+    fn json(&self) -> Value {
+        let mut value = json!(self.report);
+        value["runs"] = json!(self.runs());
+        value["kernels"] = json!(self.kernels);
+        value["fits"] = json!(fits(&self.report.memory));
+        value
+    }
+
+    fn describe(&self) -> String {
+        let kernels: Vec<String> = self
+            .kernels
+            .iter()
+            .map(|(kernel, count)| format!("{count} {kernel}"))
+            .collect();
+        match kernels.is_empty() {
+            true => self.report.to_string(),
+            false => format!("{}kernels           {}\n", self.report, kernels.join(", ")),
+        }
     }
 }
 
@@ -586,7 +747,7 @@ pub fn run(args: &CompileArgs) -> Result<ExitCode, CliError> {
     } else {
         let target = &compiled.header.target;
         print(&format!(
-            "{} program for {} devices: {}{}\n{}{}",
+            "{} programs for {} devices: {}{}\n{}{}",
             args.step.name(),
             target.device_assignment.len(),
             target.name,
@@ -594,7 +755,7 @@ pub fn run(args: &CompileArgs) -> Result<ExitCode, CliError> {
                 1 => String::new(),
                 slices => format!(", {slices} slices"),
             },
-            compiled.report,
+            compiled.describe(),
             bundle.map_or_else(String::new, Written::describe)
         ))?;
     }
@@ -658,7 +819,10 @@ fn write(
     }
     Ok(Written {
         path,
-        payload: bundle.header.payload,
+        payload: match not_serialized {
+            None => PayloadKind::Executable,
+            Some(_) => PayloadKind::Stablehlo,
+        },
         bytes: bundle.payload.len(),
     })
 }
@@ -717,6 +881,7 @@ mod tests {
     fn a_program_too_large_says_what_to_try() {
         let error = OutOfMemory {
             step: "train",
+            stage: Stage::Step,
             target: "v5e-16".to_owned(),
             needed: Some("30.22G".to_owned()),
             limit: Some(16_909_328_384),

@@ -9,14 +9,15 @@ use std::time::Instant;
 use clap::{Args, ValueEnum};
 use serde_json::json;
 
+use crate::backend::{Backend, cpu};
 use crate::config::{Config, Hardware, Verb, check_local_shard_count};
-use crate::emit::{EmitOptions, stablehlo};
-use crate::graph::{Graph, flops};
+use crate::emit::{Module, Modules};
+use crate::graph::flops;
+use crate::lowering::{Lowered, Options, Stage, Traced, lower, whole};
 use crate::pipelines::text_to_image::{DenoiseOptions, trace_denoise};
-use crate::quant::Decision;
 use crate::recipe;
-use crate::shard::{DeviceDescription, Mesh, ShardPlan};
-use crate::target::for_cpu;
+use crate::shard::{DeviceDescription, Mesh};
+use crate::topology::Platform;
 use crate::train::step;
 use crate::util::files::{self, Existing};
 
@@ -48,18 +49,19 @@ pub struct LowerArgs {
     /// The program
     #[arg(long, value_enum, default_value = "denoise")]
     step: Step,
+    /// When it runs: for every step, once for a request, or while weights are loaded
+    #[arg(long, value_enum, default_value = "step")]
+    stage: Stage,
+    /// One module with everything, before it is split into stages and without kernels: nothing runs it, but it can be
+    /// compared with another compiler's
+    #[arg(long, conflicts_with = "stage")]
+    whole: bool,
     /// Write the program's StableHLO text here; an existing file is not replaced
     #[arg(long, value_name = "FILE")]
     output: Option<PathBuf>,
     /// Print JSON: parameters, ops, flops, bytes, and seconds by phase
     #[arg(long)]
     json: bool,
-}
-
-/// A traced program of a recipe.
-pub struct Traced {
-    pub graph: Graph,
-    pub decisions: Vec<Decision>,
 }
 
 /// Traces a program for `devices` devices in `slices` slices.
@@ -76,11 +78,7 @@ pub fn trace(config: &Config, step: Step, devices: u64, slices: u64) -> Result<T
             let tokenizer = recipe::data::tokenizer_for_vocab_size(config)?;
             let model = recipe::model(config, tokenizer.as_ref())?;
             let options = recipe::step_options(config, batch, shards as usize)?;
-            let traced = step::trace(&model, &options).map_err(CliError::usage)?;
-            Ok(Traced {
-                graph: traced.graph,
-                decisions: traced.decisions,
-            })
+            step::trace(&model, &options).map_err(CliError::usage)
         }
         Step::Denoise => {
             // The text encoder, and with it the vocabulary, is not part of this program.
@@ -92,10 +90,7 @@ pub fn trace(config: &Config, step: Step, devices: u64, slices: u64) -> Result<T
                 quantization: recipe::policy(config, 0)?,
             };
             let traced = trace_denoise(&model, &options).map_err(CliError::usage)?;
-            Ok(Traced {
-                graph: traced.model,
-                decisions: traced.decisions,
-            })
+            Ok(traced.model)
         }
     }
 }
@@ -112,33 +107,48 @@ pub fn run(args: &LowerArgs) -> Result<ExitCode, CliError> {
     let mesh = mesh(&config)?;
     let (devices, slices) = (mesh.num_devices() as u64, mesh.num_slices() as u64);
     let traced = trace(&config, args.step, devices, slices)?;
-    let mut graph = traced.graph;
-    if config.hardware == Hardware::Cpu {
-        graph = for_cpu(&graph).map_err(CliError::usage)?;
-    }
+    let options = Options {
+        mesh: &mesh,
+        rules: &config.logical_axis_rules,
+    };
+    let lowered = lowered(args, &traced, backend(&config, &mesh)?, &options)?;
+    lowered.step.plan.log(args.step.name());
+    recipe::check_batch(&lowered.step.graph, &lowered.step.plan, &mesh)?;
     let trace_seconds = start.elapsed().as_secs_f64();
     let start = Instant::now();
-    let plan =
-        ShardPlan::new(&graph, &mesh, &config.logical_axis_rules).map_err(CliError::usage)?;
-    plan.log(args.step.name());
-    recipe::check_batch(&graph, &plan, &mesh)?;
-    let options = EmitOptions {
-        precision: config.precision,
-        sharding: plan.text(&mesh),
+    let modules = Modules::new(lowered, &mesh, config.precision);
+    let asked: Vec<&Module> = match args.stage {
+        Stage::Load => modules.load.iter().collect(),
+        Stage::Request => modules.request.iter().collect(),
+        Stage::Step => vec![&modules.step],
     };
-    let text = stablehlo(&graph, args.step.name(), &options);
+    if asked.is_empty() {
+        return Err(CliError::Usage(format!(
+            "--stage={}: the {} program has no such part: nothing of it is computed before its steps",
+            args.stage.name(),
+            args.step.name()
+        )));
+    }
+    let texts: Vec<&str> = asked.iter().map(|module| module.text.as_str()).collect();
+    let text = texts.join("// -----\n");
     let emit_seconds = start.elapsed().as_secs_f64();
     let start = Instant::now();
     if let Some(path) = &args.output {
         write_new(path, text.as_bytes())?;
     }
     let write_seconds = start.elapsed().as_secs_f64();
-    let ops = graph.live_nodes().iter().filter(|l| **l).count();
+    let graphs = || asked.iter().map(|module| &module.program.graph);
+    let ops: usize = graphs()
+        .map(|graph| graph.live_nodes().iter().filter(|l| **l).count())
+        .sum();
+    let parameters = traced.graph.parameter_count();
     let report = json!({
         "step": args.step.name(),
-        "parameters": graph.parameter_count(),
+        "stage": args.stage.name(),
+        "programs": asked.len(),
+        "parameters": parameters,
         "ops": ops,
-        "flops": flops(&graph),
+        "flops": graphs().map(flops).fold(0, u64::saturating_add),
         "bytes": text.len(),
         "quantized": traced.decisions.iter().filter(|d| d.quantized).count(),
         "seconds": {
@@ -158,12 +168,45 @@ pub fn run(args: &LowerArgs) -> Result<ExitCode, CliError> {
             super::progress(&recipe::quantization_summary(&policy, &traced.decisions));
         }
         print(&format!(
-            "{} parameters, {ops} operations, {} bytes of StableHLO",
-            graph.parameter_count(),
+            "{parameters} parameters, {ops} operations, {} bytes of StableHLO",
             text.len()
         ))?;
     }
     Ok(ExitCode::SUCCESS)
+}
+
+fn lowered(
+    args: &LowerArgs,
+    traced: &Traced,
+    backend: Backend,
+    options: &Options<'_>,
+) -> Result<Lowered, CliError> {
+    let lowered = match args.whole {
+        false => lower(traced, backend, options),
+        true => whole(traced, backend, options).map(|step| Lowered {
+            load: Vec::new(),
+            request: None,
+            step,
+        }),
+    };
+    lowered.map_err(CliError::usage)
+}
+
+/// What programs are lowered for: the accelerator of `compile_topology`, or the hardware that the recipe names.
+fn backend(config: &Config, mesh: &Mesh) -> Result<Backend, CliError> {
+    if let Some((accelerator, _)) = recipe::compile_topology(config, &mut notices())? {
+        return Ok(match accelerator.platform {
+            Platform::Tpu => Backend::Tpu,
+            Platform::Gpu => Backend::Gpu,
+        });
+    }
+    Ok(match config.hardware {
+        Hardware::Cpu => Backend::Cpu {
+            kernels: cpu::missing_features().is_empty() && mesh.num_devices() == 1,
+        },
+        Hardware::Tpu => Backend::Tpu,
+        _ => Backend::Gpu,
+    })
 }
 
 /// The mesh of `compile_topology`, or that of a single device.

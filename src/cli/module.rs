@@ -15,16 +15,17 @@ use serde_json::{Map, Value as Json, json};
 use super::{CliError, completions, help, notices, print, progress, tell};
 use crate::config::{Config, Loaded, Verb};
 use crate::dtype::DType;
-use crate::graph::{Builder, Graph, GraphError, InputKind};
+use crate::graph::{Builder, GraphError};
 use crate::host_tensor::HostTensor;
+use crate::lowering::Traced;
 use crate::models::ModelConfigError;
 use crate::models::Part;
 use crate::models::clip::{ClipTextConfig, clip_text};
 use crate::models::unet::{self, AdditionEmbedType, UNet2DConditionConfig};
 use crate::nn::{Precision, Remat};
-use crate::quant::{self, Decision, Policy};
+use crate::quant::Policy;
 use crate::recipe;
-use crate::runtime::{Array, Program, ProgramOptions, Value};
+use crate::runtime::{Prepared, ProgramOptions, Session, StagedProgram, Value};
 use crate::shape::Shape;
 use crate::util::files::{Access, AtomicFile, Durability, Existing, check_writable, parent_of};
 use crate::weights::save::FilePlan;
@@ -113,7 +114,8 @@ pub fn run(args: ModuleArgs) -> Result<ExitCode, CliError> {
     if let Some(policy) = &mut policy {
         policy.model = format!("{}/", module.root());
     }
-    let (graph, decisions) = trace(&module, &sizes, recipe::precision(&config), &policy)?;
+    let traced = trace(&module, &sizes, recipe::precision(&config), policy.as_ref())?;
+    let (graph, decisions) = (&traced.graph, &traced.decisions);
     let expected: Vec<(&str, &[usize])> = graph
         .weights()
         .map(|(_, w)| (w.key(), w.shape.dims.as_slice()))
@@ -125,36 +127,34 @@ pub fn run(args: ModuleArgs) -> Result<ExitCode, CliError> {
     let session = &opened.session;
     progress(&format!("{}: {}", module.class(), opened.chosen));
     if let Some(policy) = &policy {
-        progress(&recipe::quantization_summary(policy, &decisions));
+        progress(&recipe::quantization_summary(policy, decisions));
     }
     let options = ProgramOptions {
         precision: config.precision,
     };
-    let program =
-        Program::compile(session, &graph, module.root(), &options).map_err(CliError::failed)?;
+    let program = StagedProgram::compile(session, &traced, &options).map_err(CliError::failed)?;
 
     let start = Instant::now();
-    let mut arrays: Vec<Array> = Vec::with_capacity(graph.inputs.len());
-    for (input, slot) in graph.inputs.iter().zip(program.inputs()) {
-        // One weight at a time is on the host; a large one is read by several threads.
-        let tensor = match input.kind {
-            InputKind::Weight(_) => Cow::Owned(
-                checkpoint
-                    .read_as(input.key(), input.shape.dtype)
-                    .map_err(CliError::failed)?,
-            ),
-            InputKind::Data | InputKind::State => Cow::Borrowed(&inputs[input.name.as_str()]),
-        };
-        arrays.push(session.put(&tensor, &slot.spec).map_err(CliError::failed)?);
-    }
+    let weights = prepare(session, &program, &checkpoint)?;
     let load_seconds = start.elapsed().as_secs_f64();
 
     let start = Instant::now();
-    let results = program
-        .run(arrays.iter().map(Value::Borrow).collect())
-        .map_err(CliError::failed)?;
+    let mut data = BTreeMap::new();
+    for input in graph.inputs.iter().filter(|input| !input.is_weight()) {
+        let name = input.name.as_str();
+        let spec = match program.input(name) {
+            Some(slot) => &slot.spec,
+            // Nothing depends on it.
+            None => continue,
+        };
+        let array = session.put(&inputs[name], spec).map_err(CliError::failed)?;
+        data.insert(name, array);
+    }
+    let lookup = |name: &str| weights.get(name).or_else(|| data.get(name));
+    let step = program.step();
+    let results = step.call(&lookup, Vec::new()).map_err(CliError::failed)?;
     let mut outputs: Vec<(TensorSpec, HostTensor)> = Vec::new();
-    for (slot, result) in program.outputs().iter().zip(&results) {
+    for (slot, result) in step.outputs().iter().zip(&results) {
         let tensor = result.to_host(session.mesh()).map_err(CliError::failed)?;
         let spec = TensorSpec {
             name: slot.name.clone(),
@@ -193,6 +193,7 @@ pub fn run(args: ModuleArgs) -> Result<ExitCode, CliError> {
             "parameters": graph.parameter_count(),
             "hardware": opened.chosen,
             "settings": settings(&config, &module),
+            "kernels": program.kernels(),
             "contractions": {
                 "quantized": decisions.iter().filter(|d| d.quantized).count(),
                 "float": decisions.iter().filter(|d| !d.quantized).map(|d| &d.path).collect::<Vec<_>>(),
@@ -558,28 +559,39 @@ fn check_ids(path: &Path, name: &str, ids: &HostTensor, vocabulary: usize) -> Re
     }
 }
 
-/// Traces the forward pass and quantizes it.
+/// Reads the weights and makes of each what the program uses: one group of weights at a time is in memory twice.
+fn prepare<'a>(
+    session: &Session,
+    program: &StagedProgram,
+    checkpoint: &Checkpoint,
+) -> Result<Prepared<'a>, CliError> {
+    let mut preparation = program.preparation();
+    for slot in program.weights() {
+        // A large tensor is read by several threads.
+        let tensor = checkpoint
+            .read_as(slot.key(), slot.shape.dtype)
+            .map_err(CliError::failed)?;
+        let array = session.put(&tensor, &slot.spec).map_err(CliError::failed)?;
+        preparation
+            .take(Value::Donate(array))
+            .map_err(CliError::failed)?;
+    }
+    preparation.finish().map_err(CliError::failed)
+}
+
+/// Traces the forward pass, annotated by the policy.
 fn trace(
     module: &Module,
     sizes: &Sizes,
     precision: Precision,
-    policy: &Option<Policy>,
-) -> Result<(Graph, Vec<Decision>), CliError> {
+    policy: Option<&Policy>,
+) -> Result<Traced, CliError> {
     let b = Builder::new();
-    let outputs = declare(&b, module, sizes, precision).map_err(CliError::failed)?;
-    let decisions = match policy {
-        None => Vec::new(),
-        Some(policy) => quant::annotate(&b, policy).map_err(CliError::usage)?,
-    };
-    for (name, tensor) in outputs {
+    for (name, tensor) in declare(&b, module, sizes, precision).map_err(CliError::failed)? {
         b.output(name, tensor, None).map_err(CliError::failed)?;
     }
-    let graph = b.finish();
-    let graph = match policy {
-        None => graph,
-        Some(_) => quant::lower(&graph).map_err(CliError::failed)?,
-    };
-    Ok((graph, decisions))
+    let traced = Traced::new(module.root(), b.finish());
+    traced.quantized(policy).map_err(CliError::usage)
 }
 
 /// The module's results by name, in `f32`.

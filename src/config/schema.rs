@@ -47,6 +47,7 @@ const FLASH: &str = "only flash attention reads it, and attention is computed as
 const PROFILER: &str = "there is no profiler here yet";
 
 const INT8: Condition = Is("quantization", &["int8"]);
+const QUANTIZED: Condition = Is("quantization", &["int8", "int8_w8a16"]);
 const GUIDED: Condition = Is("do_classifier_free_guidance", &["True"]);
 const CONTROLNET: Condition = Is("use_controlnet", &["True"]);
 /// The configuration leaves open, or says, that one of the models is SDXL's refiner.
@@ -168,11 +169,11 @@ schema! {
             when Both(&INT8, &Is("use_qwix_quantization", &["False"]));
         /// Qwix's rules and numerics instead of AQT's.
         use_qwix_quantization: bool = false, Used, EVERY,
-            when INT8, is [FixedOnResume];
+            when QUANTIZED, is [FixedOnResume];
         /// Rules in front of the mode's own: for the paths a pattern matches, the element type of
         /// dots and convolutions, or none for float. The first match wins.
         quant_rules: QuantRules = QuantRules::default(), Ours, EVERY,
-            when INT8, is [FixedOnResume];
+            when QUANTIZED, is [FixedOnResume];
 
         group "Hardware and parallelism";
         /// What to run on, or to make the program for.

@@ -20,6 +20,8 @@ named! {
         Off = "",
         /// 8-bit integers on dots and convolutions.
         Int8 = "int8",
+        /// Weights of dots and convolutions in 8-bit integers, activations in float.
+        Int8W8A16 = "int8_w8a16",
     }
     not_yet ["fp8", "fp8_full"]
 }

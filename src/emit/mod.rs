@@ -3,16 +3,20 @@
 //! Emission consumes a finished graph and cannot fail on it. Every operation carries its scope path as a location
 //! (`unet/down_blocks.0.../to_q/dot_general`), which XLA keeps as `op_name` in the optimized program.
 
+mod modules;
 mod ops;
 mod types;
+
+pub use modules::{LoadGroup, Module, Modules};
 
 use std::collections::HashMap;
 use std::fmt::Write;
 
-use crate::graph::{Graph, Op};
+use crate::graph::Graph;
 use crate::shard::ShardingText;
 use crate::util::named;
 
+use ops::Names;
 use types::TypeText;
 
 named! {
@@ -137,20 +141,11 @@ impl Emitter<'_> {
 
     /// Emits the live nodes of `graph` and its return. `prefix` starts the names of its values.
     fn body(&mut self, graph: &Graph, arguments: &[String], prefix: &str, main: bool) {
-        let live = graph.live_nodes();
-        let names = ops::value_names(graph, arguments, prefix, |index| {
+        let names = Names::new(graph, arguments, prefix, &|index| {
             self.constraint(index, main).is_some()
         });
-        for (index, node) in graph.nodes.iter().enumerate() {
-            if live[index] && !matches!(node.op, Op::Parameter(_) | Op::GetTupleElement(_)) {
-                self.node(graph, index, &names, main);
-            }
-        }
-        let results: Vec<&str> = graph
-            .outputs
-            .iter()
-            .map(|o| names[o.node as usize].as_str())
-            .collect();
+        self.nodes(graph, &names, main);
+        let results: Vec<&str> = names.results(graph).collect();
         let types: Vec<String> = graph
             .outputs
             .iter()
@@ -167,6 +162,14 @@ impl Emitter<'_> {
             results.join(", "),
             types.join(", ")
         );
+    }
+
+    /// Emits the live nodes of `graph`, whose values are called `names`.
+    fn nodes(&mut self, graph: &Graph, names: &Names, main: bool) {
+        let live = graph.live_nodes();
+        for index in (0..graph.nodes.len()).filter(|index| live[*index]) {
+            self.node(graph, index, names, main);
+        }
     }
 
     /// The sharding of the constraint at node `index`; loop bodies carry none.

@@ -1,38 +1,60 @@
 //! The text of each operation: one exhaustive match.
 
 use std::borrow::Cow;
+use std::collections::HashMap;
 use std::fmt::Write;
 
 use crate::dtype::DType;
-use crate::graph::kernel::Attribute;
 use crate::graph::op::ConvLayout;
-use crate::graph::{ConvDims, Graph, Node, Op, Reduction, ScatterKind, Unary};
+use crate::graph::{Attribute, ConvDims, Graph, Node, Op, Reduction, ScatterKind, Unary};
 use crate::shape::Shape;
 
 use super::types::dense;
 use super::{DotPrecision, Emitter};
 
 /// The SSA name of every node's value. Results of loops and barriers are `%w#i`.
-///
-/// A sharding constraint that `constrained` does not hold has no effect: its value is its operand's.
-pub fn value_names(
-    graph: &Graph,
-    arguments: &[String],
-    prefix: &str,
-    constrained: impl Fn(usize) -> bool,
-) -> Vec<String> {
-    let mut names: Vec<String> = Vec::with_capacity(graph.nodes.len());
-    for (index, node) in graph.nodes.iter().enumerate() {
-        names.push(match node.op {
-            Op::Parameter(i) => arguments[i].clone(),
-            Op::GetTupleElement(i) => format!("{}#{i}", names[node.operands[0] as usize]),
-            Op::ShardingConstraint(_) if !constrained(index) => {
-                names[node.operands[0] as usize].clone()
-            }
-            _ => format!("{prefix}{index}"),
-        });
+pub struct Names {
+    values: Vec<String>,
+    /// By node, the names within composites.
+    bodies: HashMap<usize, Names>,
+}
+
+impl Names {
+    /// A sharding constraint that `constrained` does not hold has no effect: its value is its operand's.
+    pub fn new(
+        graph: &Graph,
+        arguments: &[String],
+        prefix: &str,
+        constrained: &dyn Fn(usize) -> bool,
+    ) -> Self {
+        let mut values: Vec<String> = Vec::with_capacity(graph.nodes.len());
+        let mut bodies = HashMap::new();
+        for (index, node) in graph.nodes.iter().enumerate() {
+            let operand = |i: usize| values[node.operands[i] as usize].clone();
+            values.push(match &node.op {
+                Op::Parameter(i) => arguments[*i].clone(),
+                Op::GetTupleElement(i) => format!("{}#{i}", operand(0)),
+                Op::Stored => operand(0),
+                Op::ShardingConstraint(_) if !constrained(index) => operand(0),
+                Op::Composite { body, .. } => {
+                    let arguments: Vec<String> = (0..node.operands.len()).map(operand).collect();
+                    let names =
+                        Names::new(body, &arguments, &format!("{prefix}{index}_"), &|_| false);
+                    let result = names.results(body).next().unwrap_or_default().to_string();
+                    bodies.insert(index, names);
+                    result
+                }
+                _ => format!("{prefix}{index}"),
+            });
+        }
+        Names { values, bodies }
     }
-    names
+
+    /// The names of the outputs of their graph.
+    pub fn results<'a>(&'a self, graph: &'a Graph) -> impl Iterator<Item = &'a str> {
+        let outputs = graph.outputs.iter();
+        outputs.map(|output| self.values[output.node as usize].as_str())
+    }
 }
 
 fn list<T: std::fmt::Display>(items: impl IntoIterator<Item = T>) -> String {
@@ -48,15 +70,15 @@ fn list<T: std::fmt::Display>(items: impl IntoIterator<Item = T>) -> String {
 }
 
 impl Emitter<'_> {
-    pub(super) fn node(&mut self, graph: &Graph, index: usize, names: &[String], main: bool) {
+    pub(super) fn node(&mut self, graph: &Graph, index: usize, names: &Names, main: bool) {
         let node = &graph.nodes[index];
-        let operand = |i: usize| names[node.operands[i] as usize].as_str();
+        let operand = |i: usize| names.values[node.operands[i] as usize].as_str();
         let shape_of = |i: usize| &graph.nodes[node.operands[i] as usize].shape;
         let result = self.types.of(&node.shape).to_string();
         let all: Vec<&str> = node
             .operands
             .iter()
-            .map(|o| names[*o as usize].as_str())
+            .map(|o| names.values[*o as usize].as_str())
             .collect();
         let operand_types: Vec<String> = node
             .operands
@@ -65,9 +87,16 @@ impl Emitter<'_> {
             .collect();
         let signature = format!("({}) -> {result}", operand_types.join(", "));
         let op = node.op.name();
-        let name = &names[index];
+        let name = &names.values[index];
         let line = match &node.op {
-            Op::Parameter(_) | Op::GetTupleElement(_) => return,
+            // Other names of values.
+            Op::Parameter(_) | Op::GetTupleElement(_) | Op::Stored => return,
+            Op::Composite { body, .. } => {
+                if let Some(names) = names.bodies.get(&index) {
+                    self.nodes(body, names, false);
+                }
+                return;
+            }
             Op::Constant(value) => format!("stablehlo.constant dense<{}> : {result}", dense(value)),
             Op::Iota(dim) => format!("stablehlo.iota dim = {dim} : {result}"),
             Op::Unary(Unary::Erf) => format!("chlo.erf {} : {result} -> {result}", operand(0)),
@@ -239,7 +268,7 @@ impl Emitter<'_> {
                     dims.feature_groups
                 )
             }
-            Op::Kernel(kernel) => {
+            Op::CustomCall(call) => {
                 let shapes: Vec<&Shape> = (0..node.operands.len()).map(shape_of).collect();
                 let row_major = |rank: usize| {
                     let order = list((0..rank).rev());
@@ -248,7 +277,7 @@ impl Emitter<'_> {
                         _ => format!("dense<{order}> : tensor<{rank}xindex>"),
                     }
                 };
-                let attributes = kernel
+                let attributes = call
                     .attributes()
                     .into_iter()
                     .map(|(name, value)| match value {
@@ -353,7 +382,7 @@ impl Emitter<'_> {
         &mut self,
         graph: &Graph,
         node: &Node,
-        names: &[String],
+        names: &Names,
         name: &str,
         [cond, body]: [&Graph; 2],
     ) {
@@ -364,7 +393,7 @@ impl Emitter<'_> {
         let bindings: Vec<String> = arguments
             .iter()
             .zip(&node.operands)
-            .map(|(a, o)| format!("{a} = {}", names[*o as usize]))
+            .map(|(a, o)| format!("{a} = {}", names.values[*o as usize]))
             .collect();
         let types: Vec<String> = node
             .operands

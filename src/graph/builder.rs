@@ -12,6 +12,7 @@ use crate::dtype::DType;
 use crate::host_tensor::HostTensor;
 use crate::shape::Shape;
 
+use super::composite::Composite;
 use super::infer::infer;
 use super::op::Op;
 use super::{Graph, GraphError, Init, Input, InputKind, Node, Output, Tensor};
@@ -373,6 +374,18 @@ impl Builder {
         Ok(())
     }
 
+    /// Removes all outputs and gives them with their tensors.
+    pub fn take_outputs(&self) -> Vec<(Output, Tensor)> {
+        let outputs = std::mem::take(&mut self.inner.graph.borrow_mut().outputs);
+        let outputs = outputs.into_iter();
+        outputs
+            .map(|output| {
+                let tensor = self.tensor(output.node);
+                (output, tensor)
+            })
+            .collect()
+    }
+
     /// Adds an output that a pass copies.
     pub(crate) fn push_output(&self, output: Output) {
         self.inner.graph.borrow_mut().outputs.push(output);
@@ -444,6 +457,30 @@ impl Builder {
         Ok((region, inputs))
     }
 
+    /// A composite of `kind`: one node now, and `body`'s operations wherever no backend has a kernel for it.
+    ///
+    /// `body` sees its operands alone; operations of it may be made at any scope.
+    ///
+    /// # Errors
+    /// Those of `body`, and when the attributes of `kind` do not fit the operands or the body.
+    pub fn composite(
+        &self,
+        kind: Composite,
+        operands: &[Tensor],
+        body: impl FnOnce(&Builder, &[Tensor]) -> Result<Tensor>,
+    ) -> Result<Tensor> {
+        let (region, inputs) = self.region(operands)?;
+        let result = body(&region, &inputs)?;
+        region.output("result", result, None)?;
+        let body = Box::new(region.finish());
+        self.push(Op::Composite { kind, body }, operands)
+    }
+
+    /// Marks a value that is made of weights as what stays in memory between runs ([`Op::Stored`]).
+    pub fn stored(&self, x: Tensor) -> Result<Tensor> {
+        self.push(Op::Stored, &[x])
+    }
+
     /// All of `values`, none of which may be computed after anything that uses a result.
     pub fn optimization_barrier(&self, values: &[Tensor]) -> Result<Vec<Tensor>> {
         let node = self.push(Op::OptimizationBarrier, values)?;
@@ -464,6 +501,44 @@ impl Builder {
     }
 
     // Used by passes that copy nodes
+
+    /// Goes on with a finished graph: its nodes, inputs and outputs stay.
+    pub fn resume(graph: Graph) -> Builder {
+        let b = Builder::new();
+        let inputs = graph.nodes.iter().enumerate();
+        let inputs = inputs.filter_map(|(id, node)| match node.op {
+            Op::Parameter(index) => Some((graph.inputs[index].name.clone(), id as u32)),
+            _ => None,
+        });
+        *b.inner.input_ids.borrow_mut() = inputs.collect();
+        let scopes = graph.scopes.iter().cloned().zip(0..);
+        *b.inner.scope_ids.borrow_mut() = scopes.collect();
+        let regions = graph.nodes.iter().filter_map(|n| n.remat).max();
+        b.inner.remat_count.set(regions.map_or(0, |last| last + 1));
+        *b.inner.graph.borrow_mut() = graph;
+        b
+    }
+
+    /// Adds the operations of a body whose inputs are `operands`, each at its own scope; gives the body's first result.
+    pub(crate) fn insert(&self, body: &Graph, operands: &[Tensor]) -> Result<Tensor> {
+        let mut copies: Vec<Tensor> = Vec::with_capacity(body.nodes.len());
+        for node in &body.nodes {
+            let copy = match node.op {
+                Op::Parameter(index) => operands[index],
+                _ => {
+                    let inputs: Vec<Tensor> =
+                        node.operands.iter().map(|o| copies[*o as usize]).collect();
+                    self.at(body.path(node).to_string())
+                        .copy_node(node, &inputs)?
+                }
+            };
+            copies.push(copy);
+        }
+        match body.outputs.first() {
+            Some(output) => Ok(copies[output.node as usize]),
+            None => Err(self.invalid("a body without a result")),
+        }
+    }
 
     /// Adds a copy of `node` with other operands, in the scope and region this builder has.
     pub(crate) fn copy_node(&self, node: &Node, operands: &[Tensor]) -> Result<Tensor> {

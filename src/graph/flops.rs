@@ -26,10 +26,11 @@ pub fn flops(graph: &Graph) -> u64 {
                 let taps: usize = dims.rhs.spatial.iter().map(|d| kernel[*d]).product();
                 multiplied(taps * kernel[dims.rhs.feature])
             }
-            Op::Kernel(kernel) => {
+            Op::Composite { body, .. } => flops(body),
+            Op::CustomCall(call) => {
                 let shape = |id: &u32| &graph.nodes[*id as usize].shape;
                 let operands: Vec<_> = node.operands.iter().map(shape).collect();
-                kernel.flops(&operands, &node.shape)
+                call.flops(&operands, &node.shape)
             }
             Op::While { cond, body } => flops(cond).saturating_add(flops(body)),
             _ => 0,

@@ -49,13 +49,16 @@ pub enum InferError {
         from_count: usize,
         to_count: usize,
     },
+    #[error("composite {name}: {detail}")]
+    Composite { name: &'static str, detail: String },
     #[error("{what}: {detail}")]
     Constraint { what: &'static str, detail: String },
 }
 
 type Result<T> = std::result::Result<T, InferError>;
 
-pub(super) fn constraint(what: &'static str, detail: impl Into<String>) -> InferError {
+/// A constraint that has no variant of its own.
+pub fn constraint(what: &'static str, detail: impl Into<String>) -> InferError {
     InferError::Constraint {
         what,
         detail: detail.into(),
@@ -240,7 +243,12 @@ pub fn infer(op: &Op, operands: &[&Shape]) -> Result<Shape> {
             "get_tuple_element",
             "the builder gives it the element's shape",
         )),
-        Op::Kernel(kernel) => kernel.infer(operands),
+        Op::Composite { kind, body } => kind.infer(operands, body),
+        Op::CustomCall(call) => call.infer(operands),
+        Op::Stored => {
+            arity(1)?;
+            Ok(operands[0].clone())
+        }
         Op::OptimizationBarrier => Ok(first(operands)?.clone()),
         Op::ShardingConstraint(axes) => {
             arity(1)?;

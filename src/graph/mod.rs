@@ -5,31 +5,29 @@
 //! an ill-typed one.
 
 mod builder;
-mod eval;
-mod eval_contract;
-mod eval_index;
+pub mod composite;
+pub mod custom_call;
+pub mod eval;
 mod flops;
 mod infer;
 mod init;
-pub mod kernel;
 pub mod op;
 pub mod random;
 pub mod scopes;
 mod stage;
 mod vjp;
-mod vjp_contract;
-mod vjp_index;
 
 pub use builder::Builder;
+pub use composite::{Composite, Contraction};
+pub use custom_call::{Attribute, CustomCall};
 pub use eval::{EvalError, evaluate};
 pub use flops::flops;
-pub use infer::InferError;
+pub use infer::{InferError, constraint};
 pub use init::Init;
-pub use kernel::Kernel;
 pub use op::{
-    Binary, Comparison, ContractionQuant, ConvDims, ConvLayout, DotDims, GatherDims,
-    NumericsConvention, Op, OperandQuant, PadDim, QuantDot, Reduction, Rounding, ScatterDims,
-    ScatterKind, Unary,
+    Binary, Comparison, ContractionQuant, ConvDims, ConvLayout, DotDims, GatherDims, Granularity,
+    NumericsConvention, Op, PadDim, QuantDot, Range, Reduction, Rounding, ScatterDims, ScatterKind,
+    TensorFormat, Unary,
 };
 pub use stage::{Staged, stage};
 pub use vjp::{grad, vjp};
@@ -116,6 +114,10 @@ pub struct Input {
 }
 
 impl Input {
+    pub fn is_weight(&self) -> bool {
+        matches!(self.kind, InputKind::Weight(_))
+    }
+
     /// A weight's key in its checkpoint: the name without the model's prefix.
     pub fn key(&self) -> &str {
         self.name
@@ -179,10 +181,16 @@ impl Graph {
 
     /// Which nodes depend on weights and constants alone, whatever the run-time inputs are.
     pub fn weight_only(&self) -> Vec<bool> {
+        let weights: Vec<bool> = self.inputs.iter().map(Input::is_weight).collect();
+        self.made_of(&weights)
+    }
+
+    /// Which nodes depend on constants and on the inputs that `inputs` marks alone.
+    pub fn made_of(&self, inputs: &[bool]) -> Vec<bool> {
         let mut result = vec![false; self.nodes.len()];
         for (i, node) in self.nodes.iter().enumerate() {
             result[i] = match node.op {
-                Op::Parameter(p) => matches!(self.inputs[p].kind, InputKind::Weight(_)),
+                Op::Parameter(p) => inputs[p],
                 _ => node.operands.iter().all(|o| result[*o as usize]),
             };
         }

@@ -1,9 +1,12 @@
 //! The closed set of operations. Operands live in the graph; attributes live here.
 
+use std::sync::Arc;
+
 use crate::dtype::DType;
 use crate::host_tensor::HostTensor;
 
-use super::{Graph, Kernel};
+use super::custom_call::CustomCall;
+use super::{Composite, Graph};
 
 /// Elementwise operations of one operand. Names and meaning are StableHLO's (`Erf` is CHLO's).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -175,20 +178,61 @@ pub enum Rounding {
     Stochastic,
 }
 
-/// How one operand of a contraction becomes integers: one scale for each index of the
-/// non-contracting dimensions (for a convolution: batch of the lhs, output feature of the rhs).
+/// Which elements share a scale.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct OperandQuant {
-    pub dtype: DType,
-    pub convention: NumericsConvention,
-    pub rounding: Rounding,
+pub enum Granularity {
+    /// All of them.
+    Tensor,
+    /// Those with the same index of the non-contracting dimensions: an output channel of a weight, a token of an
+    /// activation (for a convolution: an output feature of the kernel, an image of the batch).
+    Channel,
+    /// Each run of so many elements along the contracting dimension of a channel.
+    Group(usize),
 }
 
-/// Formats of both operands of one contraction.
+/// Where a scale comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Range {
+    /// From the values themselves, whenever they are computed.
+    Dynamic,
+    /// From a recorded largest magnitude, by its bits as `f32`: the same in every run.
+    Static(u32),
+}
+
+/// How the values of one tensor are quantized.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct TensorFormat {
+    pub element: DType,
+    pub granularity: Granularity,
+    /// Whether the lowest value, not zero, is the lowest integer.
+    pub zero_point: bool,
+    pub range: Range,
+    pub rounding: Rounding,
+    pub convention: NumericsConvention,
+}
+
+impl TensorFormat {
+    /// int8 with one dynamic symmetric scale a channel, rounded to nearest.
+    pub fn int8(convention: NumericsConvention) -> Self {
+        TensorFormat {
+            element: DType::S8,
+            granularity: Granularity::Channel,
+            zero_point: false,
+            range: Range::Dynamic,
+            rounding: Rounding::NearestEven,
+            convention,
+        }
+    }
+}
+
+/// Formats of both operands of one contraction; `None` leaves an operand in float.
+///
+/// With both operands quantized to integers the product accumulates in `s32`; with one, in the contraction's own
+/// result type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct ContractionQuant {
-    pub lhs: OperandQuant,
-    pub rhs: OperandQuant,
+    pub lhs: Option<TensorFormat>,
+    pub rhs: Option<TensorFormat>,
     /// Range finding is done separately in this many equal parts of the first contracting
     /// dimension, and the partial results are summed. 1 means one range for all of it.
     pub local_shards: usize,
@@ -271,8 +315,16 @@ pub enum Op {
     /// The identity on all its operands; the compiler may not move computations across it.
     /// The node's own shape is that of the first operand; read results through `GetTupleElement`.
     OptimizationBarrier,
-    /// An operation of the CPU plugin.
-    Kernel(Box<Kernel>),
+    /// A layer or a quantization step that a backend may have a kernel for; `body` says what it means.
+    Composite {
+        kind: Composite,
+        body: Box<Graph>,
+    },
+    /// A kernel of a backend.
+    CustomCall(Arc<dyn CustomCall>),
+    /// The identity on a value made of weights: it is what stays in memory between runs. What is made of it is made
+    /// again in every run, so that a weight that was quantized to take less memory does.
+    Stored,
     /// The identity; asks for the sharding that the logical axis rules give these axes.
     ShardingConstraint(Vec<Option<&'static str>>),
 }
@@ -379,8 +431,25 @@ impl Op {
             Op::While { .. } => "while",
             Op::GetTupleElement(_) => "get_tuple_element",
             Op::OptimizationBarrier => "optimization_barrier",
-            Op::Kernel(kernel) => kernel.name(),
+            Op::Composite { kind, .. } => kind.name(),
+            Op::CustomCall(call) => call.target(),
+            Op::Stored => "stored",
             Op::ShardingConstraint(_) => "sharding_constraint",
+        }
+    }
+
+    /// The same operation with each of its regions replaced.
+    pub(super) fn with_regions(&self, replace: &dyn Fn(&Graph) -> Graph) -> Op {
+        match self {
+            Op::While { cond, body } => Op::While {
+                cond: Box::new(replace(cond)),
+                body: Box::new(replace(body)),
+            },
+            Op::Composite { kind, body } => Op::Composite {
+                kind: kind.clone(),
+                body: Box::new(replace(body)),
+            },
+            other => other.clone(),
         }
     }
 }

@@ -40,7 +40,8 @@ const SMALL: usize = 1 << 16;
 /// Splits `graph`; `request` names the run-time inputs that are known before the others.
 ///
 /// The stages together compute what `graph` does, with the same operations. A result that is only an enlarged copy of
-/// something smaller (a broadcast) is not kept but made again where it is used.
+/// something smaller (a broadcast) is not kept but made again where it is used, and so is what is made of a value that is
+/// marked as stored.
 ///
 /// # Errors
 /// When the graph is ill-typed.
@@ -49,6 +50,7 @@ pub fn stage(graph: &Graph, request: &[&str]) -> Result<Staged, GraphError> {
     let splitter = Splitter {
         graph,
         stages: &stages,
+        from_stored: from_stored(graph),
         names: names(graph),
         axes: axes(graph),
     };
@@ -107,6 +109,16 @@ fn stages(graph: &Graph, request: &[&str]) -> Vec<Stage> {
     stages
 }
 
+/// Which nodes are marks of what is stored ([`Op::Stored`]), or made of one.
+fn from_stored(graph: &Graph) -> Vec<bool> {
+    let mut from_stored = Vec::with_capacity(graph.nodes.len());
+    for node in &graph.nodes {
+        let of_operands = node.operands.iter().any(|o| from_stored[*o as usize]);
+        from_stored.push(matches!(node.op, Op::Stored) || of_operands);
+    }
+    from_stored
+}
+
 /// A name for each node, should it become an input: its scope and operation, counted.
 fn names(graph: &Graph) -> Vec<String> {
     let mut seen: HashMap<(u32, &str), usize> = HashMap::new();
@@ -131,8 +143,12 @@ fn axes(graph: &Graph) -> Vec<Vec<Option<&'static str>>> {
         let own = match &node.op {
             Op::Parameter(index) => graph.inputs[*index].logical_axes.clone(),
             Op::ShardingConstraint(axes) => axes.clone(),
-            Op::Convert(_) | Op::Unary(_) | Op::Binary(_) | Op::Compare(_) | Op::Select => (0
-                ..node.operands.len())
+            Op::Convert(_)
+            | Op::Stored
+            | Op::Unary(_)
+            | Op::Binary(_)
+            | Op::Compare(_)
+            | Op::Select => (0..node.operands.len())
                 .filter(|at| dims_of(*at).len() == rank)
                 .map(of_operand)
                 .find(|axes| !axes.is_empty())
@@ -166,6 +182,8 @@ fn axes(graph: &Graph) -> Vec<Vec<Option<&'static str>>> {
 struct Splitter<'a> {
     graph: &'a Graph,
     stages: &'a [Stage],
+    /// Which nodes are made of values that are marked as stored, or are such marks.
+    from_stored: Vec<bool>,
     names: Vec<String>,
     /// The logical axes of each node.
     axes: Vec<Vec<Option<&'static str>>>,
@@ -181,10 +199,10 @@ impl Splitter<'_> {
         let node = self.node(id);
         match node.op {
             Op::BroadcastInDim { .. } | Op::Reshape(_) | Op::ShardingConstraint(_) => true,
+            _ if self.from_stored[id as usize] && self.stages[id as usize] <= Stage::Load => true,
             Op::Convert(to) => {
                 let from = self.node(node.operands[0]).shape.dtype;
-                // An integer is kept because it is small: that is what quantization is for.
-                to.bits() > from.bits() && (!from.is_float() || node.shape.count() <= SMALL)
+                from.is_float() && to.bits() > from.bits() && node.shape.count() <= SMALL
             }
             _ => self.stages[id as usize] == Stage::Constant,
         }

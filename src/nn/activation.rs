@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::graph::{Builder, Tensor};
+use crate::graph::{Builder, Composite, Tensor};
 
 use super::Result;
 
@@ -49,6 +49,19 @@ pub fn gelu(b: &Builder, x: Tensor) -> Result<Tensor> {
     let gate = b.add_scalar(erf, 1.0)?;
     let gate = b.mul_scalar(gate, 0.5)?;
     b.mul(x, gate)
+}
+
+/// The first half of the last dimension times [`gelu`] of the second half (GEGLU, Shazeer 2020).
+///
+/// # Errors
+/// When `x` is a scalar, not of a float type, or its last dimension has no halves.
+pub fn gated_gelu(b: &Builder, x: Tensor) -> Result<Tensor> {
+    b.composite(Composite::GatedGelu, &[x], |b, operands| {
+        let last = b.dims(operands[0]).len().saturating_sub(1);
+        let parts = b.split(operands[0], last, 2)?;
+        let gate = gelu(b, parts[1])?;
+        b.mul(parts[0], gate)
+    })
 }
 
 /// `x * logistic(1.702 x)`, CLIP's approximation of GELU.

@@ -1,7 +1,7 @@
 //! Scaled dot-product attention.
 
 use crate::dtype::DType;
-use crate::graph::{Builder, Comparison, DotDims, Reduction, Tensor, Unary};
+use crate::graph::{Builder, Comparison, Composite, DotDims, Reduction, Tensor, Unary};
 use crate::shape::Shape;
 
 use super::{Precision, Result, dims};
@@ -50,6 +50,21 @@ pub fn attention(
     let k = b.reshape(k, &[batch, keys, heads, head_dim])?;
     let v = b.reshape(v, &[batch, keys, heads, head_dim])?;
 
+    let y = b.composite(
+        Composite::Attention { causal },
+        &[q, k, v],
+        |b, operands| attend(b, operands, causal, precision),
+    )?;
+    b.reshape(y, &[batch, queries, features])
+}
+
+/// Attention of `[q, k, v]`, each `[batch, length, heads, head_dim]`.
+fn attend(b: &Builder, operands: &[Tensor], causal: bool, precision: Precision) -> Result<Tensor> {
+    let &[q, k, v] = operands else {
+        return Err(b.invalid("attention: takes a query, a key and a value"));
+    };
+    let [batch, queries, heads, head_dim] = dims(b, "attention query", q)?;
+    let [_, keys, _, _] = dims(b, "attention key", k)?;
     let scores = b.scope("qk_product").dot_general(
         q,
         k,
@@ -94,8 +109,7 @@ pub fn attention(
     let total = b.broadcast_in_dim(total, &[0, 1, 2], &[batch, heads, queries, head_dim])?;
     let y = b.div(y, total)?;
     let y = b.convert(y, precision.activations)?;
-    let y = b.transpose(y, &[0, 2, 1, 3])?;
-    b.reshape(y, &[batch, queries, features])
+    b.transpose(y, &[0, 2, 1, 3])
 }
 
 #[cfg(test)]

@@ -11,12 +11,12 @@ mod embedding;
 mod linear;
 mod norm;
 
-pub use activation::{Activation, gelu, quick_gelu, silu};
+pub use activation::{Activation, gated_gelu, gelu, quick_gelu, silu};
 pub use attention::{Attention, attention};
 pub use conv::{Conv2d, conv2d, downsample_2x, upsample_2x};
 pub use embedding::{TimestepEmbedding, embedding, sinusoidal_embedding};
 pub use linear::{Linear, linear};
-pub use norm::{group_norm, layer_norm};
+pub use norm::{GroupNorm, group_norm, layer_norm};
 
 use crate::dtype::DType;
 use crate::graph::{Builder, GraphError, Tensor};

@@ -1,13 +1,23 @@
 //! Normalizations, with `f32` statistics.
 
 use crate::dtype::DType;
-use crate::graph::{Builder, Init, Tensor};
+use crate::graph::{Builder, Composite, Init, Tensor};
 use crate::shape::Shape;
 
-use super::{Precision, Result, dims};
+use super::{Activation, Precision, Result, dims};
 
-/// Normalizes each of `groups` channel groups of an image over its channels and pixels, then applies `weight` and
-/// `bias`, both `[channels]`.
+/// Attributes of [`group_norm`].
+#[derive(Clone, Copy, Debug)]
+pub struct GroupNorm {
+    /// Groups of neighbouring channels that are normalized together.
+    pub groups: usize,
+    pub epsilon: f64,
+    /// What follows the norm.
+    pub activation: Option<Activation>,
+}
+
+/// Normalizes each group of channels of an image `[batch, height, width, channels]` over its channels and pixels, then
+/// applies `weight` and `bias`, both `[channels]`, and the activation.
 ///
 /// Sums are taken per channel first and per group after, on `[batch, channels]`; the image itself is read by one
 /// pass of reductions and one of `x * scale + shift`, in the derivative too. The variance is `E[x^2] - E[x]^2`.
@@ -17,20 +27,55 @@ use super::{Precision, Result, dims};
 pub fn group_norm(
     b: &Builder,
     x: Tensor,
-    groups: usize,
-    epsilon: f64,
+    layer: GroupNorm,
     precision: Precision,
 ) -> Result<Tensor> {
-    let image: [usize; 4] = dims(b, "group_norm", x)?;
-    let [n, h, w, c] = image;
+    let GroupNorm {
+        groups,
+        epsilon,
+        activation,
+    } = layer;
+    let [_, _, _, c] = dims(b, "group_norm", x)?;
     if groups == 0 || !c.is_multiple_of(groups) {
         return Err(b.invalid(format!(
             "group_norm: {groups} groups do not divide {c} channels"
         )));
     }
-    let size = c / groups;
     let (weight, bias) = affine(b, c, precision)?;
+    let silu = activation == Some(Activation::Silu);
+    let kind = Composite::GroupNorm {
+        groups,
+        epsilon,
+        silu,
+    };
+    let y = b.composite(kind, &[x, weight, bias], |b, operands| {
+        let y = normalize_groups(b, operands, groups, epsilon)?;
+        let y = b.convert(y, precision.activations)?;
+        if silu {
+            Activation::Silu.apply(b, y)
+        } else {
+            Ok(y)
+        }
+    })?;
+    match activation {
+        None | Some(Activation::Silu) => Ok(y),
+        Some(other) => other.apply(b, y),
+    }
+}
 
+/// The norm of `[x, weight, bias]` in `f32`.
+fn normalize_groups(
+    b: &Builder,
+    operands: &[Tensor],
+    groups: usize,
+    epsilon: f64,
+) -> Result<Tensor> {
+    let &[x, weight, bias] = operands else {
+        return Err(b.invalid("group_norm: takes an image, a weight and a bias"));
+    };
+    let image: [usize; 4] = dims(b, "group_norm", x)?;
+    let [n, h, w, c] = image;
+    let size = c / groups;
     let x = b.convert(x, DType::F32)?;
     let squares = b.square(x)?;
     let group_mean = |values: Tensor| -> Result<Tensor> {
@@ -56,8 +101,7 @@ pub fn group_norm(
     let scale = b.broadcast_in_dim(scale, &[0, 3], &image)?;
     let shift = b.broadcast_in_dim(shift, &[0, 3], &image)?;
     let y = b.mul(x, scale)?;
-    let y = b.add(y, shift)?;
-    b.convert(y, precision.activations)
+    b.add(y, shift)
 }
 
 /// Normalizes over the last dimension, then applies `weight` and `bias`, both `[features]`.
@@ -65,18 +109,29 @@ pub fn group_norm(
 /// # Errors
 /// When `x` is a scalar.
 pub fn layer_norm(b: &Builder, x: Tensor, epsilon: f64, precision: Precision) -> Result<Tensor> {
-    let sizes = b.dims(x);
-    let Some((&features, leading)) = sizes.split_last() else {
+    let Some(features) = b.dims(x).last().copied() else {
         return Err(b.invalid("layer_norm: a scalar has no feature dimension"));
     };
-    let last = leading.len();
     let (weight, bias) = affine(b, features, precision)?;
+    let kind = Composite::LayerNorm { epsilon };
+    b.composite(kind, &[x, weight, bias], |b, operands| {
+        let y = normalize_features(b, operands, epsilon)?;
+        b.convert(y, precision.activations)
+    })
+}
 
+/// The norm of `[x, weight, bias]` in `f32`.
+fn normalize_features(b: &Builder, operands: &[Tensor], epsilon: f64) -> Result<Tensor> {
+    let &[x, weight, bias] = operands else {
+        return Err(b.invalid("layer_norm: takes a tensor, a weight and a bias"));
+    };
+    let sizes = b.dims(x);
+    let last = sizes.len() - 1;
     let x = b.convert(x, DType::F32)?;
     let squares = b.square(x)?;
     let mean_over_features = |values: Tensor| -> Result<Tensor> {
         let sum = b.sum(values, &[last])?;
-        b.mul_scalar(sum, 1.0 / features as f64)
+        b.mul_scalar(sum, 1.0 / sizes[last] as f64)
     };
     let mean = mean_over_features(x)?;
     let mean_of_squares = mean_over_features(squares)?;
@@ -88,8 +143,7 @@ pub fn layer_norm(b: &Builder, x: Tensor, epsilon: f64, precision: Precision) ->
     let y = b.sub(x, mean)?;
     let y = b.mul(y, inverse)?;
     let y = b.mul(y, weight)?;
-    let y = b.add(y, bias)?;
-    b.convert(y, precision.activations)
+    b.add(y, bias)
 }
 
 /// `weight` (ones) and `bias` (zeros) of this scope, as `f32`.
@@ -120,12 +174,20 @@ mod tests {
     use super::*;
     use crate::nn::tests::{input, weights};
 
+    fn of_groups(groups: usize) -> GroupNorm {
+        GroupNorm {
+            groups,
+            epsilon: 1e-5,
+            activation: None,
+        }
+    }
+
     #[test]
     fn groups_must_divide_channels() {
         let b = Builder::new();
         let x = input(&b, "x", &[1, 2, 2, 48]);
-        let error =
-            group_norm(&b.root("unet").scope("norm1"), x, 32, 1e-5, Precision::F32).unwrap_err();
+        let norm1 = b.root("unet").scope("norm1");
+        let error = group_norm(&norm1, x, of_groups(32), Precision::F32).unwrap_err();
         assert_eq!(
             error.to_string(),
             "unet/norm1: group_norm: 32 groups do not divide 48 channels"
@@ -142,11 +204,12 @@ mod tests {
         let x = b
             .input("x", Shape::new(DType::BF16, [2, 4, 4, 8]), &[])
             .unwrap();
-        let y = group_norm(&b.root("m").scope("a"), x, 4, 1e-5, precision).unwrap();
+        let y = group_norm(&b.root("m").scope("a"), x, of_groups(4), precision).unwrap();
         let z = layer_norm(&b.root("m").scope("b"), y, 1e-5, precision).unwrap();
         assert_eq!(b.shape(z), b.shape(x));
         assert_eq!(weights(&b).len(), 4);
         b.with_graph(|g| {
+            let g = g.inline_composites(&|_, _| true);
             let reductions: Vec<_> = g.nodes.iter().filter(|n| n.op.name() == "reduce").collect();
             assert_eq!(reductions.len(), 6);
             assert!(reductions.iter().all(|n| n.shape.dtype == DType::F32));

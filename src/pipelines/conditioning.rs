@@ -6,8 +6,8 @@ use rayon::prelude::*;
 
 use crate::dtype::DType;
 use crate::emit::DotPrecision;
-use crate::graph::Graph;
 use crate::host_tensor::HostTensor;
+use crate::lowering::Traced;
 use crate::models::DiffusionModel;
 use crate::runtime::{Prepared, Session};
 use crate::shape::Shape;
@@ -92,12 +92,12 @@ impl Encoder {
     /// When it does not compile.
     pub fn compile(
         session: &Session,
-        graph: &Graph,
+        traced: &Traced,
         [rows, tokens]: [usize; 2],
         precision: DotPrecision,
     ) -> Result<Encoder, PipelineError> {
         Ok(Encoder {
-            program: PartProgram::compile(session, graph, "encode", precision)?,
+            program: PartProgram::compile(session, traced, precision)?,
             rows,
             tokens,
         })

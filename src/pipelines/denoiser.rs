@@ -16,15 +16,6 @@ use super::part_program::put;
 use super::sampler_step::{names as sampler_names, step_inputs};
 use super::text_to_image::{DenoiseStep, names};
 
-/// The inputs of the denoising step that are known before its first run, beside the images for ControlNets.
-const REQUEST: [&str; 5] = [
-    names::ENCODER_HIDDEN_STATES,
-    names::MASK,
-    names::MASKED_IMAGE_LATENTS,
-    names::TEXT_EMBEDS,
-    names::TIME_IDS,
-];
-
 /// How a part of an image is kept. Masks are `f32[batch, 1, rows, columns]`: 1 where it is generated anew, 0 where it is
 /// kept; all else is `f32[batch, channels, rows, columns]`.
 #[derive(Clone, Debug)]
@@ -108,21 +99,10 @@ impl Denoiser {
         precision: DotPrecision,
     ) -> Result<Denoiser, PipelineError> {
         let options = ProgramOptions { precision };
-        let names = step.model.inputs.iter().map(|input| input.name.as_str());
-        let control_images = names.filter(|name| name.starts_with(names::CONTROL_IMAGE));
-        let request: Vec<&str> = REQUEST.into_iter().chain(control_images).collect();
+        let compile = |traced| StagedProgram::compile(session, traced, &options);
         Ok(Denoiser {
-            program: StagedProgram::compile(session, &step.model, "denoise", &request, &options)?,
-            advance: match &step.advance {
-                Some(graph) => Some(StagedProgram::compile(
-                    session,
-                    graph,
-                    "advance",
-                    &[],
-                    &options,
-                )?),
-                None => None,
-            },
+            program: compile(&step.model)?,
+            advance: step.advance.as_ref().map(compile).transpose()?,
             sample_dims,
         })
     }

@@ -2,8 +2,9 @@
 
 use crate::dtype::DType;
 use crate::emit::DotPrecision;
-use crate::graph::{Builder, Graph, GraphError};
+use crate::graph::{Builder, GraphError};
 use crate::host_tensor::HostTensor;
+use crate::lowering::Traced;
 use crate::models::{DiffusionModel, vae};
 use crate::runtime::{Prepared, Session};
 use crate::shape::Shape;
@@ -23,7 +24,7 @@ use super::tiling::TilePlan;
 pub fn trace_decode(
     model: &DiffusionModel,
     [rows, columns]: [usize; 2],
-) -> Result<Graph, GraphError> {
+) -> Result<Traced, GraphError> {
     let b = Builder::new();
     let Some(config) = &model.vae else {
         return Err(b.invalid("this model has no VAE: its samples are images"));
@@ -33,7 +34,7 @@ pub fn trace_decode(
     let unscaled = vae::unscale_latents(&b, config, latents)?;
     let images = vae::decode(&b, vae::ROOT, config, unscaled, model.precision)?;
     b.output(names::IMAGES, b.convert(images, DType::F32)?, None)?;
-    Ok(b.finish())
+    Ok(Traced::new("decode", b.finish()))
 }
 
 /// Traces the encoder of images: `images` `f32[1, 3, height, width]` in [-1, 1] and unit normal `noise` of the latents'
@@ -41,7 +42,7 @@ pub fn trace_decode(
 ///
 /// # Errors
 /// When the model has no VAE, or the images do not fit it.
-pub fn trace_encode_image(model: &DiffusionModel) -> Result<Graph, GraphError> {
+pub fn trace_encode_image(model: &DiffusionModel) -> Result<Traced, GraphError> {
     let b = Builder::new();
     let Some(config) = &model.vae else {
         return Err(b.invalid("this model has no VAE: its samples are images"));
@@ -55,7 +56,7 @@ pub fn trace_encode_image(model: &DiffusionModel) -> Result<Graph, GraphError> {
     let noise = b.convert(noise, model.precision.activations)?;
     let latents = vae::scale_latents(&b, config, encoded.sample(&b, noise)?)?;
     b.output(names::LATENTS, b.convert(latents, DType::F32)?, None)?;
-    Ok(b.finish())
+    Ok(Traced::new("encode_image", b.finish()))
 }
 
 /// The compiled encoder of images.
@@ -71,12 +72,12 @@ impl ImageEncoder {
     /// When it does not compile.
     pub fn compile(
         session: &Session,
-        graph: &Graph,
+        traced: &Traced,
         latent_dims: [usize; 4],
         precision: DotPrecision,
     ) -> Result<ImageEncoder, PipelineError> {
         Ok(ImageEncoder {
-            program: PartProgram::compile(session, graph, "encode_image", precision)?,
+            program: PartProgram::compile(session, traced, precision)?,
             latent_dims,
         })
     }
@@ -128,12 +129,12 @@ impl Decoder {
     /// When it does not compile.
     pub fn compile(
         session: &Session,
-        graph: &Graph,
+        traced: &Traced,
         tiles: TilePlan,
         precision: DotPrecision,
     ) -> Result<Decoder, PipelineError> {
         Ok(Decoder {
-            program: PartProgram::compile(session, graph, "decode", precision)?,
+            program: PartProgram::compile(session, traced, precision)?,
             tiles,
         })
     }

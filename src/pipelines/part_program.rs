@@ -1,8 +1,8 @@
 //! The compiled program of one part of a model.
 
 use crate::emit::DotPrecision;
-use crate::graph::Graph;
 use crate::host_tensor::HostTensor;
+use crate::lowering::Traced;
 use crate::runtime::{Array, Prepared, ProgramOptions, Session, StagedProgram};
 use crate::shard::PartitionSpec;
 
@@ -12,18 +12,17 @@ use super::PipelineError;
 pub struct PartProgram(StagedProgram);
 
 impl PartProgram {
-    /// Compiles `graph`; its programs are called `name`.
+    /// Compiles a traced part.
     ///
     /// # Errors
     /// When it does not compile.
     pub fn compile(
         session: &Session,
-        graph: &Graph,
-        name: &str,
+        traced: &Traced,
         precision: DotPrecision,
     ) -> Result<PartProgram, PipelineError> {
         let options = ProgramOptions { precision };
-        let program = StagedProgram::compile(session, graph, name, &[], &options)?;
+        let program = StagedProgram::compile(session, traced, &options)?;
         Ok(PartProgram(program))
     }
 

@@ -4,11 +4,12 @@
 //! coefficients of each step. A new prompt, seed, scale or step count compiles nothing.
 
 use crate::dtype::DType;
-use crate::graph::{Builder, Comparison, Graph, GraphError, Reduction, Tensor};
+use crate::graph::{Builder, Comparison, GraphError, Reduction, Tensor};
+use crate::lowering::Traced;
 use crate::models::DiffusionModel;
 use crate::models::controlnet::Control;
 use crate::models::unet::UNetInputs;
-use crate::quant::{self, Decision, Policy};
+use crate::quant::Policy;
 use crate::shape::Shape;
 
 use super::PipelineError;
@@ -95,12 +96,19 @@ impl DenoiseOptions {
 #[derive(Clone, Debug)]
 pub struct DenoiseStep {
     /// All of it, or with [`Guidance::TwoPasses`] one pass: the model alone.
-    pub model: Graph,
+    pub model: Traced,
     /// With [`Guidance::TwoPasses`] what is made of both passes.
-    pub advance: Option<Graph>,
-    /// What quantization decided for each contraction of the model.
-    pub decisions: Vec<Decision>,
+    pub advance: Option<Traced>,
 }
+
+/// The inputs of the denoising step that are known before its first run, beside the images for ControlNets.
+const REQUEST: [&str; 5] = [
+    names::ENCODER_HIDDEN_STATES,
+    names::MASK,
+    names::MASKED_IMAGE_LATENTS,
+    names::TEXT_EMBEDS,
+    names::TIME_IDS,
+];
 
 /// Traces one denoising step: the model on the scaled sample, then what the sampler makes of its output.
 ///
@@ -151,21 +159,18 @@ pub fn trace_denoise(
                 b.input(names::WITH_PROMPT, shape, &axes)?,
             ];
             sampler.advance(&b, guide(&b, passes)?)?;
-            advance = Some(b.finish());
+            advance = Some(Traced::new("advance", b.finish()));
         }
     }
-    let decisions = match &options.quantization {
-        None => Vec::new(),
-        Some(policy) => quant::annotate(&b, policy)?,
-    };
     let graph = b.finish();
+    let inputs: Vec<String> = graph.inputs.iter().map(|i| i.name.clone()).collect();
+    let images = inputs.iter().map(String::as_str);
+    let images = images.filter(|name| name.starts_with(names::CONTROL_IMAGE));
     Ok(DenoiseStep {
-        model: match options.quantization {
-            None => graph,
-            Some(_) => quant::lower(&graph)?,
-        },
+        model: Traced::new("denoise", graph)
+            .quantized(options.quantization.as_ref())?
+            .with_request_inputs(REQUEST.into_iter().chain(images)),
         advance,
-        decisions,
     })
 }
 
@@ -257,7 +262,7 @@ pub fn trace_encode(
     model: &DiffusionModel,
     which: usize,
     rows: usize,
-) -> Result<Graph, GraphError> {
+) -> Result<Traced, GraphError> {
     let b = Builder::new();
     let ids = model.declare_input_ids(&b, rows)?;
     let encoded = model.encode(&b, which, ids)?;
@@ -268,5 +273,5 @@ pub fn trace_encode(
     {
         b.output(names::TEXT_EMBEDS, b.convert(embeds, DType::F32)?, None)?;
     }
-    Ok(b.finish())
+    Ok(Traced::new("encode", b.finish()))
 }

@@ -2,6 +2,7 @@
 
 use crate::dtype::DType;
 use crate::graph::{Graph, GraphError};
+use crate::lowering::Traced;
 use crate::models::DiffusionModel;
 use crate::quant::Decision;
 
@@ -31,10 +32,10 @@ impl<T> Ending<T> {
 
 /// The programs of one model, before they are compiled.
 pub struct TracedModel {
-    pub(super) encoders: Vec<Graph>,
+    pub(super) encoders: Vec<Traced>,
     pub(super) denoise: DenoiseStep,
-    pub(super) ending: Ending<Graph>,
-    pub(super) encode_image: Option<Graph>,
+    pub(super) ending: Ending<Traced>,
+    pub(super) encode_image: Option<Traced>,
     pub(super) options: DenoiseOptions,
 }
 
@@ -88,22 +89,22 @@ impl TracedModel {
     ) -> Result<TracedModel, GraphError> {
         let encoders = self.encoders.iter_mut();
         let ending = match &mut self.ending {
-            Ending::Decoded(graph) => Some(graph),
+            Ending::Decoded(traced) => Some(traced),
             Ending::Pixels | Ending::Handed => None,
         };
         let all = encoders
             .chain([&mut self.denoise.model])
             .chain(ending)
             .chain(&mut self.encode_image);
-        for graph in all {
-            *graph = graph.with_stored_weights(stored)?;
+        for traced in all {
+            traced.graph = traced.graph.with_stored_weights(stored)?;
         }
         Ok(self)
     }
 
     /// What quantization decided for each contraction of the denoising step.
     pub fn decisions(&self) -> &[Decision] {
-        &self.denoise.decisions
+        &self.denoise.model.decisions
     }
 
     /// The programs that have weights: each those of one part of the model.
@@ -113,5 +114,6 @@ impl TracedModel {
             .chain([&self.denoise.model])
             .chain(self.ending.program())
             .chain(&self.encode_image)
+            .map(|traced| &traced.graph)
     }
 }

@@ -6,13 +6,13 @@
 
 mod lower;
 
-pub use lower::{NoiseSource, ROUNDING_KEY, lower, lower_with_noise};
+pub use lower::{NoiseSource, ROUNDING_KEY, lower, lower_with_noise, scale_of};
 
 use regex::Regex;
 
-use crate::dtype::DType;
 use crate::graph::{
-    Builder, ContractionQuant, GraphError, NumericsConvention, Op, OperandQuant, QuantDot, Rounding,
+    Builder, ContractionQuant, Graph, GraphError, NumericsConvention, Op, QuantDot, Rounding,
+    TensorFormat,
 };
 
 /// Why a graph could not be quantized.
@@ -52,7 +52,8 @@ pub enum QuantError {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
     Float,
-    Int8,
+    /// Quantizes them in the policy's formats.
+    Quantize,
 }
 
 /// One rule: the first whose pattern matches a contraction's whole path decides.
@@ -85,19 +86,71 @@ impl Rule {
     }
 }
 
-/// Which contractions become integers, and how.
+/// Which contractions are quantized, and in which formats.
 #[derive(Clone, Debug)]
 pub struct Policy {
     /// The root scope of the model it applies to, e.g. `unet/`.
     pub model: String,
-    pub convention: NumericsConvention,
     pub rules: Vec<Rule>,
     /// Whether a rule's path separates modules by `/`, as Qwix writes them, instead of `.`.
     pub slash_paths: bool,
     /// Whether contractions of two activations (attention scores and values) are quantized as well.
     pub activations: bool,
+    pub formats: Formats,
+}
+
+/// The formats of the operands of a contraction and of its derivative.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Formats {
+    /// `None` leaves that operand in float.
+    pub weight: Option<TensorFormat>,
+    pub activation: Option<TensorFormat>,
+    pub backward: Option<Backward>,
+}
+
+/// The formats of the two contractions of a dot's derivative. Derivatives of convolutions stay in float.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Backward {
+    /// The incoming gradient, which is the lhs of both.
+    pub gradient: TensorFormat,
+    /// The weight and the activation that the forward pass multiplied.
+    pub residual: TensorFormat,
     /// Parts in which the range of a weight gradient's contraction is found; 0 leaves weight gradients in float.
     pub local_shards: usize,
+}
+
+impl Formats {
+    /// The numerics of weights, or where they stay in float, of activations.
+    pub fn convention(&self) -> NumericsConvention {
+        let format = self.weight.or(self.activation);
+        format.map_or(NumericsConvention::Aqt, |format| format.convention)
+    }
+
+    /// The annotation of a contraction whose rhs is the weight, or whose lhs is.
+    fn of(&self, is_dot: bool, lhs_is_weight: bool) -> QuantDot {
+        let (lhs, rhs) = match lhs_is_weight {
+            false => (self.activation, self.weight),
+            true => (self.weight, self.activation),
+        };
+        let backward = self.backward.filter(|_| is_dot);
+        let derivative = |local_shards| {
+            backward.map(|formats| ContractionQuant {
+                lhs: Some(formats.gradient),
+                rhs: Some(formats.residual),
+                local_shards,
+            })
+        };
+        let shards = backward.map_or(0, |formats| formats.local_shards);
+        QuantDot {
+            forward: ContractionQuant {
+                lhs,
+                rhs,
+                local_shards: 1,
+            },
+            dlhs: derivative(1),
+            drhs: derivative(shards).filter(|_| shards > 0),
+        }
+    }
 }
 
 /// Layers that stay in float under `quantization=int8`: they are small, and sensitive to rounding.
@@ -121,61 +174,88 @@ impl Policy {
         local_shards: usize,
         mut rules: Vec<Rule>,
     ) -> Result<Policy, QuantError> {
-        for pattern in FLOAT_LAYERS {
-            rules.push(Rule::new(pattern, Action::Float, false)?);
-        }
-        rules.push(Rule::new(".*", Action::Int8, false)?);
+        rules.extend(built_in_rules()?);
+        let nearest = TensorFormat::int8(NumericsConvention::Aqt);
         Ok(Policy {
             model: model.to_string(),
-            convention: NumericsConvention::Aqt,
             rules,
             slash_paths: false,
             activations: false,
-            local_shards,
+            formats: Formats {
+                weight: Some(nearest),
+                activation: Some(nearest),
+                backward: Some(Backward {
+                    gradient: TensorFormat {
+                        rounding: Rounding::Stochastic,
+                        ..nearest
+                    },
+                    residual: nearest,
+                    local_shards,
+                }),
+            },
+        })
+    }
+
+    /// `quantization=int8_w8a16`: weights in int8 with one scale an output channel, activations in float.
+    ///
+    /// `rules` come before the built-in ones.
+    ///
+    /// # Errors
+    /// When a pattern is no regular expression.
+    pub fn int8_w8a16(
+        model: &str,
+        convention: NumericsConvention,
+        mut rules: Vec<Rule>,
+    ) -> Result<Policy, QuantError> {
+        rules.extend(built_in_rules()?);
+        Ok(Policy {
+            model: model.to_string(),
+            rules,
+            slash_paths: false,
+            activations: false,
+            formats: Formats {
+                weight: Some(TensorFormat::int8(convention)),
+                activation: None,
+                backward: None,
+            },
         })
     }
 
     /// `quantization=int8 use_qwix_quantization=True`: Qwix's `QtRule` with int8 weights and activations on every
     /// dot and convolution whose module path `module_path` matches wholly; the backward pass stays in float.
     ///
+    /// `rules` come before it.
+    ///
     /// # Errors
     /// When `module_path` is no regular expression.
-    pub fn qwix_int8(model: &str, module_path: &str) -> Result<Policy, QuantError> {
+    pub fn qwix_int8(
+        model: &str,
+        module_path: &str,
+        mut rules: Vec<Rule>,
+    ) -> Result<Policy, QuantError> {
+        rules.push(Rule::new(module_path, Action::Quantize, true)?);
+        let format = TensorFormat::int8(NumericsConvention::Qwix);
         Ok(Policy {
             model: model.to_string(),
-            convention: NumericsConvention::Qwix,
-            rules: vec![Rule::new(module_path, Action::Int8, true)?],
+            rules,
             slash_paths: true,
             activations: true,
-            local_shards: 0,
+            formats: Formats {
+                weight: Some(format),
+                activation: Some(format),
+                backward: None,
+            },
         })
     }
+}
 
-    fn quant(&self, is_dot: bool) -> QuantDot {
-        let operand = |rounding| OperandQuant {
-            dtype: DType::S8,
-            convention: self.convention,
-            rounding,
-        };
-        let nearest = operand(Rounding::NearestEven);
-        let forward = ContractionQuant {
-            lhs: nearest,
-            rhs: nearest,
-            local_shards: 1,
-        };
-        // The incoming gradient, which is the lhs of both, rounds stochastically.
-        let backward = |local_shards| ContractionQuant {
-            lhs: operand(Rounding::Stochastic),
-            rhs: nearest,
-            local_shards,
-        };
-        let trains = is_dot && self.convention == NumericsConvention::Aqt;
-        QuantDot {
-            forward,
-            dlhs: trains.then(|| backward(1)),
-            drhs: (trains && self.local_shards > 0).then(|| backward(self.local_shards)),
-        }
-    }
+/// The rules after those of a user: small and sensitive layers stay in float, all others are quantized.
+fn built_in_rules() -> Result<Vec<Rule>, QuantError> {
+    let float = FLOAT_LAYERS.map(|pattern| (pattern, Action::Float));
+    let rules = float.into_iter().chain([(".*", Action::Quantize)]);
+    rules
+        .map(|(pattern, action)| Rule::new(pattern, action, false))
+        .collect()
 }
 
 /// What [`annotate`] decided for one contraction of the model.
@@ -193,45 +273,18 @@ pub struct Decision {
 /// # Errors
 /// When a user's rule matches nothing, or nothing at all is quantized.
 pub fn annotate(b: &Builder, policy: &Policy) -> Result<Vec<Decision>, QuantError> {
-    let mut used = vec![false; policy.rules.len()];
-    let mut decisions = Vec::new();
+    let mut annotation = Annotation {
+        policy,
+        used: vec![false; policy.rules.len()],
+        decisions: Vec::new(),
+    };
     b.with_graph_mut(|g| {
-        let weight_only = g.weight_only();
-        for i in 0..g.nodes.len() {
-            let is_dot = matches!(g.nodes[i].op, Op::DotGeneral { .. });
-            if !is_dot && !matches!(g.nodes[i].op, Op::Convolution { .. }) {
-                continue;
-            }
-            let Some(path) = g.path(&g.nodes[i]).strip_prefix(&policy.model) else {
-                continue;
-            };
-            let path = if policy.slash_paths {
-                path.replace('.', "/")
-            } else {
-                path.to_string()
-            };
-            let has_weight = g.nodes[i].operands.iter().any(|o| weight_only[*o as usize]);
-            let rule = if has_weight || policy.activations {
-                policy.rules.iter().position(|r| r.pattern.is_match(&path))
-            } else {
-                None
-            };
-            if let Some(r) = rule {
-                used[r] = true;
-            }
-            let quantized = rule.is_some_and(|r| policy.rules[r].action == Action::Int8);
-            let node = &mut g.nodes[i];
-            decisions.push(Decision {
-                path,
-                op: node.op.name(),
-                quantized,
-                rule: rule.map(|r| policy.rules[r].text.clone()),
-            });
-            if let Op::DotGeneral { quant, .. } | Op::Convolution { quant, .. } = &mut node.op {
-                *quant = quantized.then(|| Box::new(policy.quant(is_dot)));
-            }
-        }
+        let inputs = g.inputs.iter().map(|i| i.is_weight()).collect::<Vec<_>>();
+        annotation.graph(g, &inputs);
     });
+    let Annotation {
+        used, decisions, ..
+    } = annotation;
     for (rule, used) in policy.rules.iter().zip(used) {
         let model = policy.model.trim_end_matches('/').to_string();
         if rule.must_match && !used {
@@ -261,6 +314,66 @@ pub fn annotate(b: &Builder, policy: &Policy) -> Result<Vec<Decision>, QuantErro
         });
     }
     Ok(decisions)
+}
+
+/// Annotation on its way through a graph.
+struct Annotation<'a> {
+    policy: &'a Policy,
+    /// Which rules have decided something.
+    used: Vec<bool>,
+    decisions: Vec<Decision>,
+}
+
+impl Annotation<'_> {
+    /// Annotates the contractions of a graph and of the composites in it; `inputs` says which inputs are weights.
+    fn graph(&mut self, g: &mut Graph, inputs: &[bool]) {
+        let of_weights = g.made_of(inputs);
+        for i in 0..g.nodes.len() {
+            let operands: Vec<bool> = g.nodes[i]
+                .operands
+                .iter()
+                .map(|o| of_weights[*o as usize])
+                .collect();
+            let path = g.path(&g.nodes[i]).to_string();
+            match &mut g.nodes[i].op {
+                Op::Composite { body, .. } => self.graph(body, &operands),
+                op @ (Op::DotGeneral { .. } | Op::Convolution { .. }) => {
+                    if let Some(path) = path.strip_prefix(&self.policy.model) {
+                        self.contraction(path, op, &operands);
+                    }
+                }
+                _ => {}
+            }
+        }
+    }
+
+    fn contraction(&mut self, path: &str, op: &mut Op, of_weights: &[bool]) {
+        let policy = self.policy;
+        let path = match policy.slash_paths {
+            true => path.replace('.', "/"),
+            false => path.to_string(),
+        };
+        let asked = policy.activations || of_weights.contains(&true);
+        let rules = &policy.rules;
+        let rule = rules
+            .iter()
+            .position(|r| asked && r.pattern.is_match(&path));
+        if let Some(rule) = rule {
+            self.used[rule] = true;
+        }
+        let quantized = rule.is_some_and(|rule| rules[rule].action == Action::Quantize);
+        self.decisions.push(Decision {
+            path,
+            op: op.name(),
+            quantized,
+            rule: rule.map(|rule| rules[rule].text.clone()),
+        });
+        let is_dot = matches!(op, Op::DotGeneral { .. });
+        let formats = policy.formats.of(is_dot, of_weights == [true, false]);
+        if let Op::DotGeneral { quant, .. } | Op::Convolution { quant, .. } = op {
+            *quant = quantized.then(|| Box::new(formats));
+        }
+    }
 }
 
 #[cfg(test)]

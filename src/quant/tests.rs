@@ -1,4 +1,5 @@
 use super::*;
+use crate::dtype::DType;
 use crate::graph::{DotDims, Init, Tensor, evaluate, grad};
 use crate::host_tensor::HostTensor;
 use crate::shape::Shape;
@@ -73,7 +74,7 @@ fn a_rule_for_a_product_of_activations_is_told_of_qwix() {
     };
     let scores = unet.scope("attn").scope("qk_product");
     scores.dot_general(q, q, dims, DType::F32).unwrap();
-    let rule = Rule::new(".*qk_product", Action::Int8, true).unwrap();
+    let rule = Rule::new(".*qk_product", Action::Quantize, true).unwrap();
     let error = annotate(&b, &Policy::aqt_int8("unet/", 1, vec![rule]).unwrap()).unwrap_err();
     assert_eq!(
         error.to_string(),
@@ -103,7 +104,7 @@ fn layer(
     b.output("y", y, None)?;
     b.output("dx", grads[0], None)?;
     b.output("dw", grads[1], None)?;
-    lower(&b.finish())
+    Ok(lower(&b.finish())?.inline_composites(&|_, _| true))
 }
 
 fn run(
@@ -229,7 +230,7 @@ fn a_batch_that_the_shards_do_not_divide_is_an_error() {
 fn a_zero_operand_gives_zero_and_no_nan() {
     for policy in [
         Policy::aqt_int8("unet/", 0, vec![]).unwrap(),
-        Policy::qwix_int8("unet/", ".*").unwrap(),
+        Policy::qwix_int8("unet/", ".*", Vec::new()).unwrap(),
     ] {
         let b = Builder::new();
         let x = b.input("x", f32s(&[1, 2, 4]), &[]).unwrap();

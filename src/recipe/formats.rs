@@ -21,38 +21,43 @@ pub fn precision(config: &Config) -> Precision {
 ///
 /// `local_shards` is the number of parts of range finding in weight gradients.
 pub fn policy(config: &Config, local_shards: usize) -> Result<Option<Policy>, RecipeError> {
-    if config.quantization == config::Quantization::Off {
-        return Ok(None);
-    }
     let root = format!("{ROOT}/");
     let mut rules = Vec::new();
     for rule in &config.quant_rules.0 {
         let action = match rule.dtype {
             config::QuantRuleType::None => Action::Float,
-            config::QuantRuleType::Int8 => Action::Int8,
+            config::QuantRuleType::Int8 => Action::Quantize,
         };
         rules.push(Rule::new(&rule.path, action, true).map_err(RecipeError::usage)?);
     }
-    let policy = if config.use_qwix_quantization {
-        let mut policy = Policy::qwix_int8(&root, ".*").map_err(RecipeError::usage)?;
-        rules.append(&mut policy.rules);
-        policy.rules = rules;
-        policy
-    } else {
-        Policy::aqt_int8(&root, local_shards, rules).map_err(RecipeError::usage)?
+    let policy = match (config.quantization, config.use_qwix_quantization) {
+        (config::Quantization::Off, _) => return Ok(None),
+        (config::Quantization::Int8, false) => Policy::aqt_int8(&root, local_shards, rules),
+        (config::Quantization::Int8, true) => Policy::qwix_int8(&root, ".*", rules),
+        (config::Quantization::Int8W8A16, qwix) => {
+            let convention = match qwix {
+                false => NumericsConvention::Aqt,
+                true => NumericsConvention::Qwix,
+            };
+            Policy::int8_w8a16(&root, convention, rules)
+        }
     };
-    Ok(Some(policy))
+    policy.map(Some).map_err(RecipeError::usage)
 }
 
 /// One line that says what quantization does.
 pub fn quantization_summary(policy: &Policy, decisions: &[Decision]) -> String {
     let quantized = decisions.iter().filter(|d| d.quantized).count();
-    let convention = match policy.convention {
+    let convention = match policy.formats.convention() {
         NumericsConvention::Aqt => "AQT",
         NumericsConvention::Qwix => "Qwix",
     };
+    let what = match policy.formats.activation {
+        Some(_) => "int8",
+        None => "int8 weights",
+    };
     format!(
-        "int8 ({convention} numerics): {quantized} of {} dots and convolutions of {}",
+        "{what} ({convention} numerics): {quantized} of {} dots and convolutions of {}",
         decisions.len(),
         policy.model.trim_end_matches('/')
     )
@@ -68,7 +73,8 @@ pub fn check_formats(
     notify: &mut Notify<'_>,
 ) -> Result<(), RecipeError> {
     match config.quantization {
-        config::Quantization::Off => Ok(()),
+        // Integers of weights alone are multiplied in the activations' type.
+        config::Quantization::Off | config::Quantization::Int8W8A16 => Ok(()),
         config::Quantization::Int8 => {
             let speedup = chip
                 .speedup(Format::Int8)

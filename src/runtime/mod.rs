@@ -16,9 +16,11 @@ pub use staged::{Preparation, Prepared, StagedProgram, StagedTimings};
 use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use crate::backend::Backend;
 use crate::dtype::DType;
-use crate::graph::{Graph, GraphError};
+use crate::graph::GraphError;
 use crate::host_tensor::{HostTensor, HostTensorError};
+use crate::lowering::{LowerError, Options};
 use crate::pjrt::{
     Client, CompileOptions, Device, ElementType, LoadedExecutable, NamedValue, PjrtError, Plugin,
 };
@@ -26,7 +28,6 @@ use crate::shape::Shape;
 use crate::shard::{
     DeviceDescription, LogicalAxisRules, Mesh, Parallelism, PartitionSpec, ShardError,
 };
-use crate::target::{for_cpu, with_kernels};
 
 use cache::Store;
 
@@ -35,6 +36,8 @@ use cache::Store;
 pub enum RuntimeError {
     #[error(transparent)]
     Pjrt(#[from] PjrtError),
+    #[error(transparent)]
+    Lower(#[from] LowerError),
     #[error(transparent)]
     Shard(#[from] ShardError),
     #[error(transparent)]
@@ -178,27 +181,19 @@ impl Session {
         compile_options(&self.mesh).with_cuda_data_dir(self.cuda_data_dir.as_deref())
     }
 
-    /// `graph` as this session's kind of hardware runs it fastest. Doing it twice changes nothing more.
-    ///
-    /// # Errors
-    /// When the graph is ill-typed.
-    pub fn for_target(&self, graph: &Graph) -> Result<Graph, GraphError> {
-        match self.client.platform_name() {
-            "cpu" => for_cpu(graph),
-            _ => Ok(graph.clone()),
-        }
+    /// What programs of this session are lowered for. The plugin's own kernels are used where it has some for this
+    /// processor and programs are not partitioned.
+    pub fn backend(&self) -> Backend {
+        let has_kernels = self.client.plugin().kernels().are_used();
+        let kernels = has_kernels && self.mesh.num_devices() == 1;
+        Backend::of_platform(self.client.platform_name(), kernels)
     }
 
-    /// `graph` with the plugin's own kernels, where it has some for this processor and the program is not partitioned:
-    /// the partitioner knows nothing of them.
-    ///
-    /// # Errors
-    /// When the graph is ill-typed.
-    pub fn with_kernels(&self, graph: &Graph) -> Result<Graph, GraphError> {
-        let has_kernels = self.client.plugin().kernels().are_used();
-        match has_kernels && self.mesh.num_devices() == 1 {
-            true => with_kernels(graph),
-            false => Ok(graph.clone()),
+    /// The devices that programs of this session are lowered for.
+    pub fn lowering(&self) -> Options<'_> {
+        Options {
+            mesh: &self.mesh,
+            rules: &self.rules,
         }
     }
 

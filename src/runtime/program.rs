@@ -3,11 +3,12 @@
 use std::collections::HashMap;
 use std::time::Instant;
 
-use crate::emit::{DotPrecision, EmitOptions, stablehlo};
-use crate::graph::{Graph, InputKind};
+use crate::emit::{DotPrecision, Module};
+use crate::graph::Graph;
+use crate::lowering;
 use crate::pjrt::{Arg, CompileOptions, DeviceAssignment, Executable, LoadedExecutable};
 use crate::shape::Shape;
-use crate::shard::{Mesh, PartitionSpec, ShardPlan};
+use crate::shard::{Mesh, PartitionSpec};
 
 use super::{Array, RuntimeError, Session};
 
@@ -34,6 +35,15 @@ pub struct Slot {
     pub spec: PartitionSpec,
     /// Whether it is a weight, or made of weights alone.
     pub weight: bool,
+}
+
+impl Slot {
+    /// A weight's key in its checkpoint: the name without the model's prefix.
+    pub fn key(&self) -> &str {
+        self.name
+            .rsplit_once('/')
+            .map_or(&self.name, |(_, key)| key)
+    }
 }
 
 /// An argument: borrowed, or given up so that its memory may hold a result.
@@ -69,54 +79,15 @@ pub fn compile_options(mesh: &Mesh) -> CompileOptions {
     ))
 }
 
-/// A graph on its way to the compiler.
-pub(super) struct Emitted {
-    name: String,
-    graph: Graph,
-    plan: ShardPlan,
-    text: String,
-    seconds: f64,
-}
-
-impl Emitted {
-    /// Rewrites `graph` for the session's kind of hardware and emits it.
-    pub(super) fn new(
-        session: &Session,
-        graph: &Graph,
-        name: &str,
-        options: &ProgramOptions,
-    ) -> Result<Emitted, RuntimeError> {
-        let start = Instant::now();
-        let graph = session.for_target(graph)?;
-        let plan = ShardPlan::new(&graph, &session.mesh, &session.rules)?;
-        let options = EmitOptions {
-            precision: options.precision,
-            sharding: plan.text(&session.mesh),
-        };
-        let text = stablehlo(&graph, name, &options);
-        Ok(Emitted {
-            name: name.to_string(),
-            graph,
-            plan,
-            text,
-            seconds: start.elapsed().as_secs_f64(),
-        })
-    }
-
-    /// What the compiler is given.
-    pub(super) fn text(&self) -> &str {
-        &self.text
-    }
-
-    /// Compiles it, or loads what an earlier compilation of the same text left in the session's cache.
-    pub(super) fn compile(self, session: &Session) -> Result<Program, RuntimeError> {
-        let Emitted {
-            name,
-            graph,
-            plan,
+impl Program {
+    /// Compiles a module, or loads what an earlier compilation of the same text left in the session's cache.
+    pub(super) fn of_module(session: &Session, module: Module) -> Result<Program, RuntimeError> {
+        let Module {
+            program,
             text,
             seconds,
-        } = self;
+        } = module;
+        let lowering::Program { name, graph, plan } = program;
         plan.log(&name);
         let start = Instant::now();
         let (executable, from_cache) = session.executable(&text)?;
@@ -134,7 +105,7 @@ impl Emitted {
                 name: input.name.clone(),
                 shape: input.shape.clone(),
                 spec,
-                weight: matches!(input.kind, InputKind::Weight(_)),
+                weight: input.is_weight(),
             })
             .collect();
         let outputs = graph
@@ -160,11 +131,21 @@ impl Emitted {
             },
         })
     }
-}
 
-impl Program {
-    /// Rewrites `graph` for the session's kind of hardware, emits and compiles it, or loads what an earlier compilation
-    /// of the same text left in the session's cache.
+    /// Compiles the one program of a training step.
+    ///
+    /// # Errors
+    /// The compiler's, and those of lowering.
+    pub fn of_step(
+        session: &Session,
+        step: &lowering::Program,
+        options: &ProgramOptions,
+    ) -> Result<Program, RuntimeError> {
+        let module = Module::new(step.clone(), &session.mesh, options.precision);
+        Program::of_module(session, module)
+    }
+
+    /// Compiles a graph as one program, with no stages and no kernels.
     ///
     /// # Errors
     /// The compiler's, and those of the sharding rules.
@@ -174,7 +155,10 @@ impl Program {
         name: &str,
         options: &ProgramOptions,
     ) -> Result<Program, RuntimeError> {
-        Emitted::new(session, graph, name, options)?.compile(session)
+        let program =
+            lowering::Program::whole(name, graph, session.backend(), &session.lowering())?;
+        let module = Module::new(program, &session.mesh, options.precision);
+        Program::of_module(session, module)
     }
 
     pub fn inputs(&self) -> &[Slot] {

@@ -1,14 +1,15 @@
 //! Programs whose early values are computed once: what weights decide when they are loaded, what a prompt decides once
 //! for all steps (see [`crate::graph::stage`]).
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 
 use rayon::prelude::*;
 
-use crate::graph::{Graph, stage};
+use crate::backend::kernel_counts;
+use crate::emit::{Module, Modules};
+use crate::lowering::{Traced, lower};
 
-use super::program::Emitted;
 use super::{Array, Program, ProgramOptions, RuntimeError, Session, Slot, Value};
 
 /// A program in stages, compiled for one session.
@@ -17,6 +18,7 @@ pub struct StagedProgram {
     request: Option<Arc<Program>>,
     step: Arc<Program>,
     weights: Vec<Slot>,
+    kernels: BTreeMap<&'static str, usize>,
     timings: StagedTimings,
 }
 
@@ -107,72 +109,50 @@ impl Prepared<'_> {
 }
 
 impl StagedProgram {
-    /// Splits `graph` into stages and compiles them. `request` names the run-time inputs that are known before the
-    /// others.
+    /// Lowers a traced program for the session and compiles what it becomes, side by side.
     ///
     /// # Errors
-    /// The compiler's, and those of the sharding rules.
+    /// The compiler's, and those of lowering.
     pub fn compile(
         session: &Session,
-        graph: &Graph,
-        name: &str,
-        request: &[&str],
+        traced: &Traced,
         options: &ProgramOptions,
     ) -> Result<StagedProgram, RuntimeError> {
-        // Kernels take their weights packed, which pays where weights are packed once.
-        let graph = session.for_target(&session.with_kernels(graph)?)?;
-        let staged = stage(&graph, request)?;
-        let emitted = |graph: &Graph, name: &str| Emitted::new(session, graph, name, options);
-        let mut texts = vec![emitted(&staged.step, name)?];
-        if let Some(graph) = &staged.request {
-            texts.push(emitted(graph, &format!("{name}_request"))?);
-        }
-        let first_load = texts.len();
-        // Which of `texts` prepares each group.
-        let mut programs = Vec::with_capacity(staged.load.len());
-        for graph in &staged.load {
-            let text = emitted(&graph.anonymous(), "prepare")?;
-            let known = texts[first_load..].iter();
-            let same = known
-                .enumerate()
-                .find(|(_, known)| known.text() == text.text());
-            match same {
-                Some((at, _)) => programs.push(first_load + at),
-                None => {
-                    programs.push(texts.len());
-                    texts.push(text);
-                }
-            }
-        }
-        let compiled = texts
+        let lowered = lower(traced, session.backend(), &session.lowering())?;
+        let modules = Modules::new(lowered, session.mesh(), options.precision);
+        let groups = modules.groups;
+        let kernels = kernel_counts(&modules.step.program.graph);
+        let has_request = modules.request.is_some();
+        let first_load = 1 + usize::from(has_request);
+        let step = [modules.step].into_iter();
+        let all: Vec<Module> = step.chain(modules.request).chain(modules.load).collect();
+        let compiled = all
             .into_par_iter()
-            .map(|text| text.compile(session))
+            .map(|module| Program::of_module(session, module).map(Arc::new))
             .collect::<Result<Vec<_>, _>>()?;
         let mut timings = StagedTimings::default();
-        for of_one in compiled.iter().map(Program::timings) {
+        for of_one in compiled.iter().map(|program| program.timings()) {
             timings.emit += of_one.emit;
             timings.compile += of_one.compile;
             timings.programs += 1;
         }
-        let compiled: Vec<Arc<Program>> = compiled.into_iter().map(Arc::new).collect();
-        let step = compiled[0].clone();
-        let request = staged.request.is_some().then(|| compiled[1].clone());
-        let groups: Vec<Group> = staged
-            .load
-            .iter()
-            .zip(programs)
-            .map(|(graph, program)| Group {
-                program: compiled[program].clone(),
-                weights: graph.inputs.iter().map(|i| i.name.clone()).collect(),
-                results: graph.outputs.iter().map(|o| o.name.clone()).collect(),
+        let groups: Vec<Group> = groups
+            .into_iter()
+            .map(|group| Group {
+                program: compiled[first_load + group.module].clone(),
+                weights: group.weights,
+                results: group.results,
             })
             .collect();
+        let step = compiled[0].clone();
+        let request = has_request.then(|| compiled[1].clone());
         let weights = weights(&groups, [Some(&*step), request.as_deref()]);
         Ok(StagedProgram {
             groups,
             request,
             step,
             weights,
+            kernels,
             timings,
         })
     }
@@ -185,6 +165,11 @@ impl StagedProgram {
     /// The program of every step.
     pub fn step(&self) -> &Program {
         &self.step
+    }
+
+    /// How many of the plugin's kernels a step calls, by the custom call's target.
+    pub fn kernels(&self) -> &BTreeMap<&'static str, usize> {
+        &self.kernels
     }
 
     pub fn timings(&self) -> StagedTimings {

@@ -1,6 +1,6 @@
 //! From `dcn_*`/`ici_*` parallelism and device descriptions to a mesh.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::fmt::Write;
 
 use super::layout::{DeviceDescription, slice_order};
@@ -40,6 +40,22 @@ pub struct Mesh {
 }
 
 impl Mesh {
+    /// Refuses an axis of several devices over which a program splits nothing, where it splits something over others.
+    /// A program without logical axes runs whole on every device, which no rule could change.
+    ///
+    /// # Errors
+    /// [`ShardError::IdleAxis`].
+    pub fn check_asked(&self, asked: &HashSet<Axis>) -> Result<(), ShardError> {
+        let idle = |axis: &Axis| self.size(*axis) > 1 && !asked.contains(axis);
+        match Axis::ALL.into_iter().find(idle) {
+            Some(axis) if !asked.is_empty() => Err(ShardError::IdleAxis {
+                axis,
+                size: self.size(axis),
+            }),
+            _ => Ok(()),
+        }
+    }
+
     /// Lays `devices` out: axis `i` has `dcn_i * ici_i` positions, the slice being the slower
     /// part, so that only the DCN part of an axis crosses slices.
     ///

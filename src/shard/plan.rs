@@ -29,6 +29,8 @@ pub struct ShardPlan {
     pub outputs: Vec<PartitionSpec>,
     /// Shardy text by node index.
     constraints: HashMap<u32, String>,
+    /// The mesh axes over which the rules would split something.
+    pub asked: HashSet<Axis>,
     /// Dimensions the rules would split but whose size does not divide.
     pub unsharded: Vec<Unsharded>,
     /// Why the parts of range finding are not those of slices, where they are not.
@@ -62,7 +64,7 @@ impl ShardPlan {
     /// An input without logical axes, and an output that takes over no input, is whole on every device.
     ///
     /// # Errors
-    /// When a tensor names a logical axis twice, or no rule splits anything over an axis of the mesh.
+    /// When a tensor names a logical axis twice.
     pub fn new(graph: &Graph, mesh: &Mesh, rules: &LogicalAxisRules) -> Result<Self, ShardError> {
         let mut unsharded = Vec::new();
         let mut asked = HashSet::new();
@@ -110,19 +112,8 @@ impl ShardPlan {
             };
             constraints.insert(id as u32, text);
         }
-        // A program without logical axes runs whole on every device, which no rule could change.
-        let idle = |axis: &Axis| mesh.size(*axis) > 1 && !asked.contains(axis);
-        if let Some(axis) = Axis::ALL
-            .into_iter()
-            .find(idle)
-            .filter(|_| !asked.is_empty())
-        {
-            return Err(ShardError::IdleAxis {
-                axis,
-                size: mesh.size(axis),
-            });
-        }
         Ok(Self {
+            asked,
             inputs,
             outputs,
             constraints,

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use crate::data::DataError;
 use crate::host_tensor::HostTensorError;
+use crate::lowering::LowerError;
 use crate::metrics::MetricsError;
 use crate::runtime::RuntimeError;
 use crate::shape::Shape;
@@ -18,6 +19,8 @@ use super::step::StepError;
 pub enum TrainError {
     #[error(transparent)]
     Step(#[from] StepError),
+    #[error(transparent)]
+    Lower(#[from] LowerError),
     #[error(transparent)]
     Shard(#[from] ShardError),
     #[error(transparent)]
@@ -64,6 +67,9 @@ pub enum TrainError {
 impl TrainError {
     /// Whether the model or its options are to blame, and not a file, a device or a compiler.
     pub fn is_usage(&self) -> bool {
-        matches!(self, TrainError::Step(_) | TrainError::Shard(_))
+        matches!(
+            self,
+            TrainError::Step(_) | TrainError::Lower(_) | TrainError::Shard(_)
+        )
     }
 }

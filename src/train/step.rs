@@ -1,12 +1,15 @@
 //! The training step as one program: noise, forward pass, loss, gradient and update.
 
+use std::sync::Arc;
+
 use crate::dtype::DType;
 use crate::graph::random::{self, Key};
-use crate::graph::{Binary, Builder, Graph, GraphError, InputKind, Tensor, grad};
+use crate::graph::{Binary, Builder, GraphError, Op, Tensor, grad};
 use crate::host_tensor::HostTensor;
+use crate::lowering::Traced;
 use crate::models::DiffusionModel;
 use crate::models::unet::{TextTime, UNetInputs};
-use crate::quant::{self, Decision, Policy, QuantError, ROUNDING_KEY};
+use crate::quant::{Policy, QuantError, ROUNDING_KEY};
 use crate::schedulers::{NoiseSchedule, PredictionType, SchedulerError};
 use crate::shape::Shape;
 
@@ -97,20 +100,14 @@ pub enum StepError {
     LossWeight { timestep: usize },
 }
 
-/// The traced step, quantized and lowered, and what quantization decided for each contraction.
-pub struct TracedStep {
-    pub graph: Graph,
-    pub decisions: Vec<Decision>,
-}
-
-/// Traces the whole training step.
+/// Traces the training step: the forward pass and the loss, to which lowering adds the gradient and the update.
 ///
 /// The loss is the mean squared error of the model's prediction against the schedule's target (noise, velocity or
 /// sample) at timesteps drawn for each sample; Ho et al. 2020, equation 14, and Salimans and Ho 2022, appendix D.
 ///
 /// # Errors
 /// When the model's parts do not fit together, or quantization is refused.
-pub fn trace(model: &DiffusionModel, options: &StepOptions) -> Result<TracedStep, StepError> {
+pub fn trace(model: &DiffusionModel, options: &StepOptions) -> Result<Traced, StepError> {
     let b = Builder::new();
     let batch = options.batch;
     let mut sample_axes = vec![None; 4];
@@ -119,7 +116,7 @@ pub fn trace(model: &DiffusionModel, options: &StepOptions) -> Result<TracedStep
     if options.quantization.is_some() {
         b.input(ROUNDING_KEY, Shape::new(DType::U32, [2]), &[])?;
     }
-    let learning_rate = b.input(names::LEARNING_RATE, Shape::scalar(DType::F32), &[])?;
+    b.input(names::LEARNING_RATE, Shape::scalar(DType::F32), &[])?;
     let clean = b.input(
         names::SAMPLE,
         Shape::new(DType::F32, model.sample_dims(batch)),
@@ -139,32 +136,22 @@ pub fn trace(model: &DiffusionModel, options: &StepOptions) -> Result<TracedStep
     )?;
     let loss = mean_squared_error(&b.root("loss"), prediction, noised.target, noised.weight)?;
 
-    let decisions = match &options.quantization {
-        None => Vec::new(),
-        Some(policy) => quant::annotate(&b, policy)?,
-    };
+    b.output(names::LOSS, loss, None)?;
+    let traced = Traced::new("train_step", b.finish()).quantized(options.quantization.as_ref())?;
+    let optimizer = options.optimizer;
+    Ok(traced.trained(Arc::new(move |b| update(b, &optimizer))))
+}
 
-    let weights: Vec<(String, Tensor, Vec<Option<&'static str>>)> = b.with_graph(|g| {
-        g.nodes
-            .iter()
-            .enumerate()
-            .filter_map(|(id, node)| match node.op {
-                crate::graph::Op::Parameter(i)
-                    if matches!(g.inputs[i].kind, InputKind::Weight(_)) =>
-                {
-                    let input = &g.inputs[i];
-                    Some((
-                        input.name.clone(),
-                        b.tensor(id as u32),
-                        input.logical_axes.clone(),
-                    ))
-                }
-                _ => None,
-            })
-            .collect()
-    });
+/// Adds the gradient of the loss, which is the only output so far, and the optimizer's update of all weights.
+fn update(b: &Builder, optimizer: &OptimizerOptions) -> Result<(), GraphError> {
+    let outputs = b.take_outputs();
+    let [(_, loss)] = outputs[..] else {
+        return Err(b.invalid("a training step has one output before its update: the loss"));
+    };
+    let learning_rate = b.input(names::LEARNING_RATE, Shape::scalar(DType::F32), &[])?;
+    let weights = weights(b);
     let wrt: Vec<Tensor> = weights.iter().map(|(_, t, _)| *t).collect();
-    let gradients = grad(&b, loss, &wrt)?;
+    let gradients = grad(b, loss, &wrt)?;
     let trained: Vec<Trained> = weights
         .into_iter()
         .zip(gradients)
@@ -175,16 +162,29 @@ pub fn trace(model: &DiffusionModel, options: &StepOptions) -> Result<TracedStep
             logical_axes,
         })
         .collect();
-    let update = adamw(&b, &trained, loss, learning_rate, &options.optimizer)?;
+    let update = adamw(b, &trained, loss, learning_rate, optimizer)?;
     b.output(names::LOSS, loss, None)?;
     b.output(names::GRAD_NORM, update.grad_norm, None)?;
     b.output(names::FINITE, b.convert(update.finite, DType::F32)?, None)?;
-    let graph = b.finish();
-    let graph = match options.quantization {
-        None => graph,
-        Some(_) => quant::lower(&graph)?,
-    };
-    Ok(TracedStep { graph, decisions })
+    Ok(())
+}
+
+/// All weights with their logical axes.
+fn weights(b: &Builder) -> Vec<(String, Tensor, Vec<Option<&'static str>>)> {
+    b.with_graph(|g| {
+        let nodes = g.nodes.iter().enumerate();
+        let parameters = nodes.filter_map(|(id, node)| match node.op {
+            Op::Parameter(i) => Some((id, &g.inputs[i])),
+            _ => None,
+        });
+        let weights = parameters.filter(|(_, input)| input.is_weight());
+        weights
+            .map(|(id, input)| {
+                let tensor = b.tensor(id as u32);
+                (input.name.clone(), tensor, input.logical_axes.clone())
+            })
+            .collect()
+    })
 }
 
 /// What conditions the UNet: the text encoder's output, or inputs in its place.

@@ -6,10 +6,11 @@ use std::sync::Arc;
 use crate::data::Batcher;
 use crate::dtype::DType;
 use crate::emit::DotPrecision;
+use crate::lowering::{self, lower};
 use crate::metrics::{MetricsOptions, MetricsWriter};
 use crate::models::DiffusionModel;
+use crate::quant::Decision;
 use crate::runtime::{Program, ProgramOptions, Session};
-use crate::shard::ShardPlan;
 
 use super::checkpoint::{CheckpointWriter, SavedCheckpoint};
 use super::error::TrainError;
@@ -17,7 +18,7 @@ use super::observer::{TrainEvent, TrainObserver};
 use super::run::{Outcome, TrainingLoop};
 use super::samples::{SampleOptions, Samples};
 use super::state::{RunOptions, TrainingState};
-use super::step::{self, StepOptions, TracedStep};
+use super::step::{self, StepOptions};
 
 /// Where the metrics of a run go.
 #[derive(Clone, Debug, Default)]
@@ -50,7 +51,8 @@ pub struct TrainerOptions {
 pub struct Trainer {
     session: Session,
     options: TrainerOptions,
-    traced: TracedStep,
+    decisions: Vec<Decision>,
+    step: lowering::Program,
 }
 
 impl Trainer {
@@ -62,11 +64,13 @@ impl Trainer {
     pub fn new(session: Session, options: TrainerOptions) -> Result<Trainer, TrainError> {
         let traced = step::trace(&options.model, &options.step)?;
         let mesh = session.mesh();
-        ShardPlan::new(&traced.graph, mesh, session.rules())?.check_batch(&traced.graph, mesh)?;
+        let lowered = lower(&traced, session.backend(), &session.lowering())?;
+        lowered.step.plan.check_batch(&lowered.step.graph, mesh)?;
         Ok(Trainer {
             session,
             options,
-            traced,
+            decisions: traced.decisions,
+            step: lowered.step,
         })
     }
 
@@ -107,7 +111,7 @@ impl Trainer {
             samples,
             ..
         } = self.options;
-        let (session, graph) = (&self.session, &self.traced.graph);
+        let (session, graph) = (&self.session, &self.step.graph);
         let state = match &resumed {
             Some(saved) => {
                 let checkpoint = saved.dir();
@@ -150,18 +154,18 @@ impl Trainer {
         let TrainerOptions {
             step, precision, ..
         } = &self.options;
-        let TracedStep { graph, decisions } = &self.traced;
+        let decisions = &self.decisions;
         if let Some(policy) = &step.quantization {
             tell(TrainEvent::Quantized { policy, decisions });
         }
         tell(TrainEvent::Traced {
-            parameters: graph.parameter_count(),
+            parameters: self.step.graph.parameter_count(),
             batch: step.batch,
         });
         let options = ProgramOptions {
             precision: *precision,
         };
-        let program = Program::compile(&self.session, graph, "train_step", &options)?;
+        let program = Program::of_step(&self.session, &self.step, &options)?;
         let timings = program.timings();
         tell(TrainEvent::Compiled {
             seconds: timings.compile,

@@ -2,9 +2,9 @@
 
 use crate::graph::{Builder, Tensor};
 use crate::nn::{
-    Attention, Conv2d, Linear, Precision, Remat, Result, attention, constrain_image,
-    constrain_tokens, conv2d, dims, downsample_2x, gelu, group_norm, layer_norm, linear,
-    upsample_2x,
+    Activation, Attention, Conv2d, GroupNorm, Linear, Precision, Remat, Result, attention,
+    constrain_image, constrain_tokens, conv2d, dims, downsample_2x, gated_gelu, group_norm,
+    layer_norm, linear, upsample_2x,
 };
 
 use super::config::{TimeScaleShift, UNet2DConditionConfig};
@@ -130,22 +130,21 @@ fn resnet(
         config, precision, ..
     } = *shared;
     let b = &shared.remat.block(b);
-    let norm = |name: &str, x: Tensor| {
-        group_norm(
-            &b.scope(name),
-            x,
-            config.norm_num_groups,
-            config.norm_eps,
-            precision,
-        )
+    let norm = |name: &str, x: Tensor, activation: Option<Activation>| {
+        let layer = GroupNorm {
+            groups: config.norm_num_groups,
+            epsilon: config.norm_eps,
+            activation,
+        };
+        group_norm(&b.scope(name), x, layer, precision)
     };
+    let act_fn = Some(config.act_fn);
     let conv = |name: &str, x: Tensor, kernel: usize| {
         conv2d(&b.scope(name), x, Conv2d::same(channels, kernel), precision)
     };
     let [_, _, _, in_channels] = dims(b, "resnet", input)?;
 
-    let x = norm("norm1", input)?;
-    let x = config.act_fn.apply(b, x)?;
+    let x = norm("norm1", input, act_fn)?;
     let x = conv("conv1", x, 3)?;
     let x = constrain_image(b, x)?;
     let sizes = b.dims(x);
@@ -162,18 +161,18 @@ fn resnet(
         TimeScaleShift::Default => {
             let time = over_pixels(project(channels)?)?;
             let x = b.add(x, time)?;
-            norm("norm2", x)?
+            norm("norm2", x, act_fn)?
         }
         TimeScaleShift::ScaleShift => {
             let time = b.split(project(2 * channels)?, 1, 2)?;
             let scale = over_pixels(b.add_scalar(time[0], 1.0)?)?;
             let shift = over_pixels(time[1])?;
-            let x = norm("norm2", x)?;
+            let x = norm("norm2", x, None)?;
             let x = b.mul(x, scale)?;
-            b.add(x, shift)?
+            let x = b.add(x, shift)?;
+            config.act_fn.apply(b, x)?
         }
     };
-    let x = config.act_fn.apply(b, x)?;
     let x = conv("conv2", x, 3)?;
     let x = constrain_image(b, x)?;
 
@@ -205,13 +204,12 @@ fn transformer(
     let image = [batch, height, width, channels];
 
     // The norm's epsilon is fixed in diffusers: it does not follow `norm_eps`.
-    let x = group_norm(
-        &b.scope("norm"),
-        input,
-        config.norm_num_groups,
-        1e-6,
-        precision,
-    )?;
+    let layer = GroupNorm {
+        groups: config.norm_num_groups,
+        epsilon: 1e-6,
+        activation: None,
+    };
+    let x = group_norm(&b.scope("norm"), input, layer, precision)?;
     let projection = |name: &str, x: Tensor, axes: (&'static str, &'static str)| {
         if config.use_linear_projection {
             linear(
@@ -304,9 +302,7 @@ fn feed_forward(b: &Builder, shared: &Shared, x: Tensor) -> Result<Tensor> {
     let geglu = net.scope(0);
     let layer = Linear::new(8 * features, "embed", "mlp");
     let both = linear(&geglu.scope("proj"), x, layer, shared.precision)?;
-    let parts = geglu.split(both, 2, 2)?;
-    let gate = gelu(&geglu, parts[1])?;
-    let y = geglu.mul(parts[0], gate)?;
+    let y = gated_gelu(&geglu, both)?;
     let layer = Linear::new(features, "mlp", "embed");
     linear(&net.scope(2), y, layer, shared.precision)
 }

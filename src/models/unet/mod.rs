@@ -12,8 +12,8 @@ use crate::dtype::DType;
 use crate::graph::{Builder, GraphError, Tensor};
 use crate::models::Part;
 use crate::nn::{
-    Activation, Conv2d, Precision, Remat, Result, TimestepEmbedding, constrain_image, conv2d, dims,
-    group_norm, sinusoidal_embedding,
+    Activation, Conv2d, GroupNorm, Precision, Remat, Result, TimestepEmbedding, constrain_image,
+    conv2d, dims, group_norm, sinusoidal_embedding,
 };
 
 use crate::shape::Shape;
@@ -152,14 +152,12 @@ pub fn unet(
         )?;
     }
 
-    let sample = group_norm(
-        &b.scope("conv_norm_out"),
-        sample,
-        config.norm_num_groups,
-        config.norm_eps,
-        precision,
-    )?;
-    let sample = config.act_fn.apply(&b, sample)?;
+    let norm = GroupNorm {
+        groups: config.norm_num_groups,
+        epsilon: config.norm_eps,
+        activation: Some(config.act_fn),
+    };
+    let sample = group_norm(&b.scope("conv_norm_out"), sample, norm, precision)?;
     let conv_out = Conv2d::same(config.out_channels, config.conv_out_kernel);
     let sample = conv2d(&b.scope("conv_out"), sample, conv_out, precision)?;
     b.transpose(sample, &[0, 3, 1, 2])

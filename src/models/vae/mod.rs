@@ -8,8 +8,9 @@ use crate::graph::{Builder, Tensor};
 use crate::host_tensor::{HostTensor, HostTensorError};
 use crate::models::Part;
 use crate::nn::{
-    Attention, Conv2d, Linear, Precision, Result, attention, constrain_image, constrain_tokens,
-    conv2d, dims, downsample_2x, group_norm, linear, silu, upsample_2x,
+    Activation, Attention, Conv2d, GroupNorm, Linear, Precision, Result, attention,
+    constrain_image, constrain_tokens, conv2d, dims, downsample_2x, group_norm, linear,
+    upsample_2x,
 };
 
 /// The root of the VAE's parameter paths in a text-to-image model.
@@ -200,8 +201,13 @@ impl Layers<'_> {
         conv2d(b, x, Conv2d::same(channels, kernel), self.precision)
     }
 
-    fn norm(&self, b: &Builder, x: Tensor) -> Result<Tensor> {
-        group_norm(b, x, self.config.norm_num_groups, EPSILON, self.precision)
+    fn norm(&self, b: &Builder, x: Tensor, activation: Option<Activation>) -> Result<Tensor> {
+        let layer = GroupNorm {
+            groups: self.config.norm_num_groups,
+            epsilon: EPSILON,
+            activation,
+        };
+        group_norm(b, x, layer, self.precision)
     }
 
     /// The resnets of a block.
@@ -217,8 +223,7 @@ impl Layers<'_> {
         let [_, _, _, in_channels] = dims(b, "resnet", input)?;
         let mut x = input;
         for (norm, conv) in [("norm1", "conv1"), ("norm2", "conv2")] {
-            x = self.norm(&b.scope(norm), x)?;
-            x = self.config.act_fn.apply(b, x)?;
+            x = self.norm(&b.scope(norm), x, Some(self.config.act_fn))?;
             x = self.conv(&b.scope(conv), x, channels, 3)?;
             x = constrain_image(b, x)?;
         }
@@ -244,7 +249,7 @@ impl Layers<'_> {
     fn attend(&self, b: &Builder, input: Tensor) -> Result<Tensor> {
         let image: [usize; 4] = dims(b, "attention", input)?;
         let [batch, height, width, channels] = image;
-        let x = self.norm(&b.scope("group_norm"), input)?;
+        let x = self.norm(&b.scope("group_norm"), input, None)?;
         let x = b.reshape(x, &[batch, height * width, channels])?;
         let project = |name: &str| {
             let layer = Linear::new(channels, "embed", "heads");
@@ -267,8 +272,7 @@ impl Layers<'_> {
 
     /// The layers that both ways end with.
     fn last(&self, b: &Builder, x: Tensor, channels: usize) -> Result<Tensor> {
-        let x = self.norm(&b.scope("conv_norm_out"), x)?;
-        let x = silu(b, x)?;
+        let x = self.norm(&b.scope("conv_norm_out"), x, Some(Activation::Silu))?;
         self.conv(&b.scope("conv_out"), x, channels, 3)
     }
 }

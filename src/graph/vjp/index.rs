@@ -3,8 +3,8 @@
 use crate::host_tensor::HostTensor;
 use crate::shape::Shape;
 
-use super::op::{Binary, Comparison, GatherDims, Reduction, ScatterDims, ScatterKind};
-use super::{Builder, GraphError, Tensor};
+use crate::graph::op::{Binary, Comparison, GatherDims, Reduction, ScatterDims, ScatterKind};
+use crate::graph::{Builder, GraphError, Tensor};
 
 type Result<T> = std::result::Result<T, GraphError>;
 

@@ -1,12 +1,11 @@
-//! Operations that the CPU plugin computes by functions of its own (`plugin/kernels.h`): what its compiler does slowly.
+//! The kernels of the CPU plugin (`plugin/kernels.h`), as custom calls.
 //!
-//! They stand for what a graph says with primitives; [`crate::target`] puts them in place of it.
+//! They stand for what a graph says with composites and contractions; [`super::claim`] puts them in place of it.
 
 use crate::dtype::DType;
+use crate::graph::eval::{Data, Value, erf};
+use crate::graph::{Attribute, CustomCall, InferError, constraint};
 use crate::shape::Shape;
-
-use super::eval::{Data, Value};
-use super::infer::{InferError, constraint};
 
 /// Columns that one vector of packed weights holds.
 pub const LANES: usize = 16;
@@ -42,13 +41,6 @@ pub enum Kernel {
     },
     /// The first half of the last dimension times [`crate::nn::gelu`] of the second, all bf16.
     Geglu,
-}
-
-/// An attribute of a kernel's call.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Attribute {
-    I64(i64),
-    F32(f32),
 }
 
 /// Attributes of [`Kernel::Contract`].
@@ -97,9 +89,8 @@ pub fn packed_shape(dtype: DType, k: usize, columns: usize) -> Option<Shape> {
     k.is_multiple_of(group).then(|| Shape::new(dtype, dims))
 }
 
-impl Kernel {
-    /// The custom call's target.
-    pub fn name(&self) -> &'static str {
+impl CustomCall for Kernel {
+    fn target(&self) -> &'static str {
         match self {
             Kernel::Contract(_) => "maxdiff.contract",
             Kernel::Attention { .. } => "maxdiff.attention",
@@ -111,8 +102,7 @@ impl Kernel {
         }
     }
 
-    /// What the plugin is told beside the operands and the result, by name.
-    pub fn attributes(&self) -> Vec<(&'static str, Attribute)> {
+    fn attributes(&self) -> Vec<(&'static str, Attribute)> {
         use Attribute::{F32, I64};
         let flag = |on: bool| I64(i64::from(on));
         let size = |n: usize| I64(n as i64);
@@ -155,7 +145,7 @@ impl Kernel {
         }
     }
 
-    pub(super) fn infer(&self, operands: &[&Shape]) -> Result<Shape, InferError> {
+    fn infer(&self, operands: &[&Shape]) -> Result<Shape, InferError> {
         match self {
             Kernel::Contract(c) => c.infer(operands),
             Kernel::Attention { .. } => {
@@ -224,8 +214,7 @@ impl Kernel {
         }
     }
 
-    /// Operations of products: multiply-adds times two.
-    pub(super) fn flops(&self, operands: &[&Shape], result: &Shape) -> u64 {
+    fn flops(&self, operands: &[&Shape], result: &Shape) -> u64 {
         let terms = match self {
             Kernel::Contract(_) => operands[1].dims[1] * operands[1].dims[3],
             Kernel::Attention { .. } => 2 * operands[1].dims[1],
@@ -240,7 +229,7 @@ impl Kernel {
             .saturating_mul(2)
     }
 
-    pub(super) fn evaluate(&self, operands: &[&Value], shape: Shape) -> Value {
+    fn evaluate(&self, operands: &[&Value], shape: Shape) -> Value {
         match self {
             Kernel::Contract(c) => c.evaluate(operands, shape),
             Kernel::Attention { scale, causal } => {
@@ -328,7 +317,7 @@ impl Kernel {
                 from_rows(shape, size, |row, i| {
                     let at = row * 2 * size + i;
                     let gate = operands[0].float(at + size);
-                    let erf = super::eval::erf(gate * std::f64::consts::FRAC_1_SQRT_2);
+                    let erf = erf(gate * std::f64::consts::FRAC_1_SQRT_2);
                     operands[0].float(at) * gate * (erf + 1.0) / 2.0
                 })
             }

@@ -2,8 +2,8 @@
 
 use crate::shape::Shape;
 
-use super::eval::{Data, Value, for_each_index, position};
-use super::op::{ConvDims, DotDims};
+use super::{Data, Value, for_each_index, position};
+use crate::graph::op::{ConvDims, DotDims};
 
 /// Sums products in `f64`, or in wrapping `i64` for integers.
 struct Sum {

@@ -9,10 +9,13 @@ use crate::dtype::DType;
 use crate::host_tensor::{HostTensor, HostTensorError};
 use crate::shape::{Shape, row_major_strides};
 
+mod contract;
+mod index;
+
 use super::Graph;
-use super::eval_contract::{convolution, dot_general};
-use super::eval_index::{gather, scatter};
 use super::op::{Binary, Comparison, Op, Reduction, Unary};
+use contract::{convolution, dot_general};
+use index::{gather, scatter};
 
 /// Why a graph could not be evaluated on the host.
 #[derive(Debug, thiserror::Error)]
@@ -31,21 +34,22 @@ pub enum EvalError {
     HostTensor(#[from] HostTensorError),
 }
 
-/// Elements of one value: floats in `F`, integers and predicates in `I`.
+/// Elements of one value in row-major order: floats in `F`, integers and predicates in `I`.
 #[derive(Clone, Debug)]
-pub(super) enum Data {
+pub enum Data {
     F(Vec<f64>),
     I(Vec<i64>),
 }
 
+/// A tensor while it is evaluated.
 #[derive(Clone, Debug)]
-pub(super) struct Value {
+pub struct Value {
     pub shape: Shape,
     pub data: Data,
 }
 
 impl Value {
-    pub(super) fn zeros(shape: Shape) -> Value {
+    pub fn zeros(shape: Shape) -> Value {
         let data = if shape.dtype.is_float() {
             Data::F(vec![0.0; shape.count()])
         } else {
@@ -93,14 +97,16 @@ impl Value {
         }
     }
 
-    pub(super) fn int(&self, index: usize) -> i64 {
+    /// Element `index`; floats are truncated.
+    pub fn int(&self, index: usize) -> i64 {
         match &self.data {
             Data::I(v) => v[index],
             Data::F(v) => v[index] as i64,
         }
     }
 
-    pub(super) fn float(&self, index: usize) -> f64 {
+    /// Element `index`.
+    pub fn float(&self, index: usize) -> f64 {
         match &self.data {
             Data::F(v) => v[index],
             Data::I(v) => v[index] as f64,
@@ -233,6 +239,12 @@ fn run(graph: &Graph, arguments: &[Value]) -> Result<Vec<Value>, EvalError> {
                 }
                 carry
             }
+            Op::Composite { body, .. } => {
+                let operands: Vec<Value> = (0..node.operands.len())
+                    .map(|i| operand(i).clone())
+                    .collect();
+                run(body, &operands)?
+            }
             Op::DotGeneral { quant: Some(_), .. } | Op::Convolution { quant: Some(_), .. } => {
                 return Err(EvalError::Quantized {
                     path: graph.path(node).to_string(),
@@ -256,9 +268,13 @@ fn run(graph: &Graph, arguments: &[Value]) -> Result<Vec<Value>, EvalError> {
 fn single(op: &Op, operands: &[&Value], shape: &Shape) -> Result<Value, EvalError> {
     let shape = shape.clone();
     Ok(match op {
-        Op::Parameter(_) | Op::GetTupleElement(_) | Op::OptimizationBarrier | Op::While { .. } => {
-            operands[0].clone()
-        }
+        // All but the last have more than one value, or one that is not made of operands: [`run`] knows them.
+        Op::Parameter(_)
+        | Op::GetTupleElement(_)
+        | Op::OptimizationBarrier
+        | Op::While { .. }
+        | Op::Composite { .. }
+        | Op::Stored => operands[0].clone(),
         Op::Constant(value) => Value::from_host(value)?,
         Op::Iota(dim) => {
             let mut values = Vec::with_capacity(shape.count());
@@ -397,7 +413,7 @@ fn single(op: &Op, operands: &[&Value], shape: &Shape) -> Result<Value, EvalErro
         Op::Reduce { kind, dims } => reduce(*kind, operands[0], dims, shape),
         Op::DotGeneral { dims, .. } => dot_general(operands[0], operands[1], dims, shape),
         Op::Convolution { dims, .. } => convolution(operands[0], operands[1], dims, shape),
-        Op::Kernel(kernel) => kernel.evaluate(operands, shape),
+        Op::CustomCall(call) => call.evaluate(operands, shape),
     })
 }
 
@@ -452,7 +468,7 @@ fn unary(kind: Unary, x: &Value, shape: Shape) -> Value {
 }
 
 /// The error function by its Taylor series near zero and its continued fraction further out, to about 1e-15.
-pub(super) fn erf(x: f64) -> f64 {
+pub fn erf(x: f64) -> f64 {
     let a = x.abs();
     let value = if a < 3.0 {
         // erf x = 2/sqrt(pi) sum (-1)^n x^(2n+1) / (n! (2n+1)), Abramowitz and Stegun 7.1.5

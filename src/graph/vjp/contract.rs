@@ -6,8 +6,8 @@
 use crate::dtype::DType;
 use crate::shape::Shape;
 
-use super::op::{ConvDims, ConvLayout, DotDims, QuantDot};
-use super::{Builder, GraphError, Tensor};
+use crate::graph::op::{ContractionQuant, ConvDims, ConvLayout, DotDims, QuantDot};
+use crate::graph::{Builder, GraphError, Tensor};
 
 type Result<T> = std::result::Result<T, GraphError>;
 
@@ -137,7 +137,7 @@ fn sides<'a>(
     )
 }
 
-fn forward_only(forward: super::ContractionQuant) -> QuantDot {
+fn forward_only(forward: ContractionQuant) -> QuantDot {
     QuantDot {
         forward,
         dlhs: None,

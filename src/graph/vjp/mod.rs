@@ -1,14 +1,17 @@
 //! Reverse-mode derivative: one exhaustive match, written with the builder the models use.
 
+mod contract;
+mod index;
+
 use std::collections::HashMap;
 
 use crate::shape::Shape;
 
 use super::op::{Binary, Comparison, Op, PadDim, Reduction, ScatterKind, Unary};
 use super::scopes::{BACKWARD, GRADIENT};
-use super::vjp_contract::{conv_lhs, conv_rhs, dot_lhs, dot_rhs};
-use super::vjp_index::{gather_operand, scatter_updates};
-use super::{Builder, GraphError, Tensor};
+use super::{Builder, Graph, GraphError, Tensor};
+use contract::{conv_lhs, conv_rhs, dot_lhs, dot_rhs};
+use index::{gather_operand, scatter_updates};
 
 type Result<T> = std::result::Result<T, GraphError>;
 
@@ -36,7 +39,17 @@ pub fn grad(b: &Builder, loss: Tensor, wrt: &[Tensor]) -> Result<Vec<Tensor>> {
 /// # Errors
 /// As for [`grad`], and when a cotangent's shape is not its output's.
 pub fn vjp(b: &Builder, outputs: &[(Tensor, Tensor)], wrt: &[Tensor]) -> Result<Vec<Tensor>> {
-    let mut pass = Pass::new(b, outputs, wrt);
+    vjp_from(b, 0, outputs, wrt)
+}
+
+/// [`vjp`] of the program from node `first` on; `wrt` may be earlier nodes, whatever they are made of.
+fn vjp_from(
+    b: &Builder,
+    first: usize,
+    outputs: &[(Tensor, Tensor)],
+    wrt: &[Tensor],
+) -> Result<Vec<Tensor>> {
+    let mut pass = Pass::new(b, first, outputs, wrt);
     for &(output, cotangent) in outputs {
         if b.shape(output) != b.shape(cotangent) {
             return Err(b.invalid(format!(
@@ -47,7 +60,7 @@ pub fn vjp(b: &Builder, outputs: &[(Tensor, Tensor)], wrt: &[Tensor]) -> Result<
         }
         pass.accumulate(b, output.id, 0, cotangent)?;
     }
-    for id in (0..pass.active.len() as u32).rev() {
+    for id in (first as u32..pass.active.len() as u32).rev() {
         if pass.active[id as usize] {
             pass.node(id)?;
         }
@@ -86,7 +99,7 @@ struct Site {
 }
 
 impl<'a> Pass<'a> {
-    fn new(b: &'a Builder, outputs: &[(Tensor, Tensor)], wrt: &[Tensor]) -> Self {
+    fn new(b: &'a Builder, first: usize, outputs: &[(Tensor, Tensor)], wrt: &[Tensor]) -> Self {
         let (active, weight_only) = b.with_graph(|g| {
             let end = outputs
                 .iter()
@@ -99,7 +112,7 @@ impl<'a> Pass<'a> {
                     depends[t.index()] = true;
                 }
             }
-            for i in 0..end {
+            for i in first..end {
                 let node = &g.nodes[i];
                 let differentiable =
                     node.shape.dtype.is_float() || !matches!(node.op, Op::Convert(_));
@@ -245,6 +258,9 @@ impl<'a> Pass<'a> {
         if let Op::GetTupleElement(element) = site.op {
             return self.accumulate(self.b, site.operands[0], element, g);
         }
+        if let Op::Composite { body, .. } = &site.op {
+            return self.through_body(&site, body, g);
+        }
         for (position, &operand) in site.operands.iter().enumerate() {
             if !self.active[operand as usize] {
                 continue;
@@ -259,6 +275,24 @@ impl<'a> Pass<'a> {
                 });
             if let Some(cotangent) = self.operand_cotangent(&b, id, &site, position, g)? {
                 self.accumulate(&b, operand, 0, cotangent)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The cotangents of a composite's operands: its body, computed again, and the derivative of that.
+    fn through_body(&mut self, site: &Site, body: &Graph, g: Tensor) -> Result<()> {
+        let b = self.b.without_remat();
+        let mut operands = Vec::with_capacity(site.operands.len());
+        for operand in &site.operands {
+            operands.push(self.value(*operand)?);
+        }
+        let first = b.with_graph(|g| g.nodes.len());
+        let result = b.insert(body, &operands)?;
+        let cotangents = vjp_from(&b, first, &[(result, g)], &operands)?;
+        for (operand, cotangent) in site.operands.iter().zip(cotangents) {
+            if self.active[*operand as usize] {
+                self.accumulate(&b, *operand, 0, cotangent)?;
             }
         }
         Ok(())
@@ -288,7 +322,8 @@ impl<'a> Pass<'a> {
             | Op::Compare(_) => return Ok(None),
             Op::While { .. }
             | Op::BitcastConvert(_)
-            | Op::Kernel(_)
+            | Op::CustomCall(_)
+            | Op::Composite { .. }
             | Op::Scatter(ScatterKind::Set, _) => {
                 return Err(not_differentiable());
             }
@@ -322,6 +357,7 @@ impl<'a> Pass<'a> {
                 }
                 b.convert(g, operand_shape.dtype)?
             }
+            Op::Stored => g,
             Op::BroadcastInDim { dims, .. } => sum_to(b, g, dims, &operand_shape)?,
             Op::Reshape(_) => b.reshape(g, &operand_shape.dims)?,
             Op::Transpose(perm) => {

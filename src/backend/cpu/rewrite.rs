@@ -1,24 +1,24 @@
-//! XLA's CPU back end.
+//! The forms that XLA's CPU backend runs fastest.
 
 use crate::dtype::DType;
 use crate::graph::{Builder, ConvDims, ConvLayout, DotDims, Graph, GraphError, Op, PadDim, Tensor};
 
 type Result<T> = std::result::Result<T, GraphError>;
 
-/// The graph as XLA's CPU back end runs it fastest. Apply it to a lowered graph, before emission.
+/// The graph, without composites, as XLA's CPU backend runs it fastest.
 ///
 /// Integer convolutions get channels-last images and a kernel `[spatial.., input, output]`: those run on vector
 /// instructions, any other layout on a scalar loop 20 to 40 times slower.
 ///
-/// bf16 convolutions of many channels become a sum of dots of shifted images: the back end has a bf16 kernel for dots, and
+/// bf16 convolutions of many channels become a sum of dots of shifted images: the backend has a bf16 kernel for dots, and
 /// none for convolutions.
 ///
 /// bf16 dots with an f32 result stay as they are where they are plain matrix products; any other gets f32 operands,
-/// which changes no value: the back end's fallback for them has no such kernel and fails when it runs.
+/// which changes no value: the backend's fallback for them has no such kernel and fails when it runs.
 ///
 /// # Errors
 /// When the graph is ill-typed.
-pub fn for_cpu(graph: &Graph) -> Result<Graph> {
+pub fn rewrite(graph: &Graph) -> Result<Graph> {
     graph.rewrite(&mut |b, node, operands| match &node.op {
         Op::Convolution {
             dims,
@@ -270,7 +270,7 @@ mod tests {
         for lhs in layouts() {
             for out in layouts() {
                 let graph = convolution(DType::S8, DType::S32, lhs.clone(), out);
-                let rewritten = for_cpu(&graph).unwrap();
+                let rewritten = rewrite(&graph).unwrap();
                 let conv = rewritten
                     .nodes
                     .iter()
@@ -295,7 +295,7 @@ mod tests {
     fn float_convolutions_stay_as_they_are() {
         let [last, first, _] = layouts();
         let graph = convolution(DType::F32, DType::F32, first, last);
-        let rewritten = for_cpu(&graph).unwrap();
+        let rewritten = rewrite(&graph).unwrap();
         assert_eq!(rewritten.nodes.len(), graph.nodes.len());
     }
 
@@ -321,7 +321,7 @@ mod tests {
             let y = b.convolution(x, w, dims, DType::F32).unwrap();
             b.output("y", y, None).unwrap();
             let graph = b.finish();
-            let rewritten = for_cpu(&graph).unwrap();
+            let rewritten = rewrite(&graph).unwrap();
             let named = |name: &str| {
                 rewritten
                     .nodes

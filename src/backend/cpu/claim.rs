@@ -1,0 +1,434 @@
+//! What the CPU plugin's kernels stand for: one table of claims.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use crate::dtype::DType;
+use crate::graph::{
+    Binary, Builder, Composite, Contraction, ConvDims, Graph, GraphError, Node, NumericsConvention,
+    Op, PadDim, Tensor, TensorFormat,
+};
+use crate::quant::scale_of;
+use crate::shape::Shape;
+
+use super::kernel::{Contract, Kernel, LANES, Window, group};
+use super::rewrite::is_plain_convolution;
+
+type Result<T> = std::result::Result<T, GraphError>;
+
+/// Multiply-adds of int8 products that cannot overflow 32 bits, whatever the values: 255 * 128 * 65,000 < 2^31.
+const MOST_INT8_TERMS: usize = 65_000;
+
+/// The graph with the CPU plugin's kernels in place of
+///
+/// - products of bf16 or int8 activations with weights that are known when they are loaded, and convolutions of images
+///   whose channels come last, together with their scales, the bias and the rounding that follow them,
+/// - in bf16: attention, norms (with SiLU after them), gated GELU, the range finding and rounding of int8.
+///
+/// Weights are packed for the kernels by operations on weights alone, which [`crate::graph::stage`] moves to where
+/// weights are loaded. For programs of one partition.
+///
+/// # Errors
+/// When the graph is ill-typed.
+pub fn claim(graph: &Graph) -> Result<Graph> {
+    let claims = Claims {
+        graph,
+        of_weights: graph.weight_only(),
+        users: users(graph),
+    };
+    let products = claims.products();
+    graph.substitute(&mut |b, i, copies| {
+        if let Some(product) = products.get(&i) {
+            return claims.contract(b, product, copies).map(Some);
+        }
+        let node = &graph.nodes[i];
+        let Op::Composite { kind, .. } = &node.op else {
+            return Ok(None);
+        };
+        let operands: Vec<Tensor> = node.operands.iter().map(|o| copies[*o as usize]).collect();
+        match claims.kernel(i, kind) {
+            Some(Claim::Kernel(kernel)) => call(b, kernel, &operands).map(Some),
+            Some(Claim::AbsMax { kept, format }) => {
+                let absmax = call(b, Kernel::AbsMax { kept, scale: false }, &operands)?;
+                scale_of(b, absmax, format).map(Some)
+            }
+            None => Ok(None),
+        }
+    })
+}
+
+fn call(b: &Builder, kernel: Kernel, operands: &[Tensor]) -> Result<Tensor> {
+    b.push(Op::CustomCall(Arc::new(kernel)), operands)
+}
+
+/// What stands for a composite.
+enum Claim {
+    /// A kernel with the same operands.
+    Kernel(Kernel),
+    /// The kernel that finds the range, and the scale made of it.
+    AbsMax { kept: usize, format: TensorFormat },
+}
+
+/// A product with what follows it. Numbers are nodes.
+struct Product {
+    contraction: Contraction,
+    lhs: u32,
+    rhs: u32,
+    row_scale: Option<u32>,
+    column_scale: Option<u32>,
+    bias: Option<u32>,
+    /// The product itself, whose shape leads to that of the result.
+    node: usize,
+    result: DType,
+}
+
+/// The live nodes that read each node; an output of the program counts as one more, `None`.
+fn users(graph: &Graph) -> Vec<Vec<Option<usize>>> {
+    let live = graph.live_nodes();
+    let mut users = vec![Vec::new(); graph.nodes.len()];
+    for (i, node) in graph.nodes.iter().enumerate().filter(|(i, _)| live[*i]) {
+        for operand in &node.operands {
+            users[*operand as usize].push(Some(i));
+        }
+    }
+    for output in &graph.outputs {
+        users[output.node as usize].push(None);
+    }
+    users
+}
+
+/// Decides what the kernels take, by attributes, types and shapes.
+struct Claims<'a> {
+    graph: &'a Graph,
+    of_weights: Vec<bool>,
+    users: Vec<Vec<Option<usize>>>,
+}
+
+impl<'a> Claims<'a> {
+    fn node(&self, id: u32) -> &'a Node {
+        &self.graph.nodes[id as usize]
+    }
+
+    fn shape(&self, id: u32) -> &'a Shape {
+        &self.node(id).shape
+    }
+
+    /// What stands for the composite `kind` at node `i`. The table of claims, but for [`Claims::products`].
+    fn kernel(&self, i: usize, kind: &Composite) -> Option<Claim> {
+        let node = &self.graph.nodes[i];
+        let x = self.shape(*node.operands.first()?);
+        let all_bf16 = x.dtype == DType::BF16 && node.shape.dtype == DType::BF16;
+        // Weights are computed with once; but XLA widens all of one to find its range.
+        let runs_often = !self.of_weights[i];
+        let kernel = match kind {
+            Composite::Attention { causal } if all_bf16 && runs_often => {
+                let [q, k, v] = [0, 1, 2].map(|at| self.shape(node.operands[at]));
+                let size = q.dims[3];
+                let fits = [k, v]
+                    .iter()
+                    .all(|s| s.dtype == DType::BF16 && s.count() > 0)
+                    && q.count() > 0
+                    && size.is_multiple_of(2);
+                fits.then_some(Kernel::Attention {
+                    scale: (1.0 / (size as f64).sqrt()) as f32,
+                    causal: *causal,
+                })
+            }
+            Composite::GroupNorm {
+                groups,
+                epsilon,
+                silu,
+            } if all_bf16 && runs_often => Some(Kernel::GroupNorm {
+                groups: *groups,
+                epsilon: *epsilon as f32,
+                silu: *silu,
+            }),
+            Composite::LayerNorm { epsilon } if all_bf16 && runs_often => Some(Kernel::LayerNorm {
+                epsilon: *epsilon as f32,
+            }),
+            Composite::GatedGelu if all_bf16 && runs_often => Some(Kernel::Geglu),
+            Composite::FindScale { kept, format } if all_bf16 && leads(kept) => {
+                let kept = kept.len();
+                if *format == TensorFormat::int8(NumericsConvention::Aqt) {
+                    return Some(Claim::Kernel(Kernel::AbsMax { kept, scale: true }));
+                }
+                let qwix = *format == TensorFormat::int8(NumericsConvention::Qwix);
+                let format = *format;
+                return (qwix && runs_often).then_some(Claim::AbsMax { kept, format });
+            }
+            // The product that reads a rounded operand takes the rounding with it.
+            Composite::Attention { .. }
+            | Composite::GroupNorm { .. }
+            | Composite::LayerNorm { .. }
+            | Composite::GatedGelu
+            | Composite::FindScale { .. }
+            | Composite::Quantize { .. }
+            | Composite::ScaledContraction { .. } => None,
+        };
+        kernel.map(Claim::Kernel)
+    }
+
+    /// The products that the kernel takes, by the node whose value it gives.
+    fn products(&self) -> HashMap<usize, Product> {
+        let mut products = HashMap::new();
+        for i in 0..self.graph.nodes.len() {
+            if self.users[i].is_empty() || self.of_weights[i] {
+                continue;
+            }
+            if let Some(product) = self.product(i).filter(|product| self.fits(product)) {
+                let (root, product) = self.with_what_follows(product);
+                products.insert(root, product);
+            }
+        }
+        products
+    }
+
+    /// Node `i` as a product of bf16, or of int8 with both scales.
+    fn product(&self, i: usize) -> Option<Product> {
+        let node = &self.graph.nodes[i];
+        let contraction = match &node.op {
+            Op::DotGeneral {
+                dims, quant: None, ..
+            } => Contraction::Dot(dims.clone()),
+            Op::Convolution {
+                dims, quant: None, ..
+            } => Contraction::Convolution(dims.clone()),
+            Op::Composite {
+                kind:
+                    Composite::ScaledContraction {
+                        contraction,
+                        lhs_scale: true,
+                        rhs_scale: true,
+                    },
+                ..
+            } => contraction.clone(),
+            _ => return None,
+        };
+        let [lhs, rhs] = [node.operands[0], node.operands[1]];
+        let types = [lhs, rhs].map(|id| self.shape(id).dtype);
+        let scales = node.operands.get(2..4);
+        let has_kernel = match scales {
+            None => types == [DType::BF16; 2],
+            Some(_) => types == [DType::S8; 2],
+        };
+        (has_kernel && node.shape.dtype == DType::F32).then(|| Product {
+            contraction,
+            lhs,
+            rhs,
+            row_scale: scales.map(|scales| scales[0]),
+            column_scale: scales.map(|scales| scales[1]),
+            bias: None,
+            node: i,
+            result: DType::F32,
+        })
+    }
+
+    /// Whether a product multiplies rows with weights as the kernel can.
+    fn fits(&self, product: &Product) -> bool {
+        let [lhs, rhs] = [product.lhs, product.rhs].map(|id| self.shape(id));
+        if self.of_weights[product.lhs as usize] || !self.of_weights[product.rhs as usize] {
+            return false;
+        }
+        let (terms, channels) = match &product.contraction {
+            Contraction::Dot(dims) => {
+                let is_matrix = dims.lhs_batch.is_empty()
+                    && dims.lhs_contract == [lhs.rank() - 1]
+                    && dims.rhs_contract.len() == 1
+                    && rhs.rank() == 2;
+                if !is_matrix {
+                    return false;
+                }
+                let terms = lhs.dims[lhs.rank() - 1];
+                (terms, terms)
+            }
+            Contraction::Convolution(dims) => {
+                if !is_plain_convolution(dims) {
+                    return false;
+                }
+                let taps: usize = dims.rhs.spatial.iter().map(|d| rhs.dims[*d]).product();
+                (taps * lhs.dims[3], lhs.dims[3])
+            }
+        };
+        let exact = lhs.dtype == DType::BF16 || terms <= MOST_INT8_TERMS;
+        let groups = group(lhs.dtype).is_some_and(|group| channels.is_multiple_of(group));
+        exact && groups && self.graph.nodes[product.node].shape.count() > 0 && terms > 0
+    }
+
+    /// The product with the bias and the rounding to bf16 that are its value's only use, and the last node of them.
+    fn with_what_follows(&self, mut product: Product) -> (usize, Product) {
+        let mut root = product.node;
+        while let [Some(user)] = self.users[root][..] {
+            let node = &self.graph.nodes[user];
+            match &node.op {
+                Op::Convert(DType::BF16) => {
+                    product.result = DType::BF16;
+                    return (user, product);
+                }
+                Op::Binary(Binary::Add) if product.bias.is_none() => {
+                    product.bias = self.bias(root as u32, node);
+                    if product.bias.is_none() {
+                        break;
+                    }
+                    root = user;
+                }
+                _ => break,
+            }
+        }
+        (root, product)
+    }
+
+    /// The vector along the last dimension that `sum` adds to `product`.
+    fn bias(&self, product: u32, sum: &Node) -> Option<u32> {
+        let other = match sum.operands[..] {
+            [a, b] if a == product && b != product => b,
+            [a, b] if b == product && a != product => a,
+            _ => return None,
+        };
+        let spread = self.node(other);
+        let Op::BroadcastInDim { dims, .. } = &spread.op else {
+            return None;
+        };
+        let last = sum.shape.rank() - 1;
+        // The kernel widens bf16 by itself.
+        let source = self.widened(spread.operands[0]);
+        let whole = self.shape(source).dims == [sum.shape.dims[last]];
+        (dims[..] == [last] && whole).then_some(source)
+    }
+
+    /// The bf16 tensor that `id` is in `f32`, or `id` itself.
+    fn widened(&self, id: u32) -> u32 {
+        let node = self.node(id);
+        match node.op {
+            Op::Convert(DType::F32) if self.shape(node.operands[0]).dtype == DType::BF16 => {
+                node.operands[0]
+            }
+            _ => id,
+        }
+    }
+
+    /// The kernel's call in place of a product and what follows it.
+    fn contract(&self, b: &Builder, product: &Product, copies: &[Tensor]) -> Result<Tensor> {
+        let copy = |id: u32| copies[id as usize];
+        // What is stored of a weight is its packed form.
+        let rhs = match self.node(product.rhs).op {
+            Op::Stored => self.node(product.rhs).operands[0],
+            _ => product.rhs,
+        };
+        let (matrix, window) = match &product.contraction {
+            Contraction::Convolution(dims) => columns_of_kernel(b, copy(rhs), dims)?,
+            Contraction::Dot(dims) => match dims.rhs_contract[..] {
+                [0] => (b.transpose(copy(rhs), &[1, 0])?, None),
+                _ => (copy(rhs), None),
+            },
+        };
+        let columns = b.dims(matrix)[0];
+        let mut operands = vec![copy(product.lhs), packed(b, matrix)?];
+        if b.dtype(operands[0]) == DType::S8 {
+            operands[0] = self.unsigned(b, product.lhs, copies)?;
+            operands.push(start(b, matrix)?);
+        }
+        let shape = &self.graph.nodes[product.node].shape;
+        let leading = &shape.dims[..shape.rank() - 1];
+        if let Some(scale) = product.row_scale {
+            let ranks = [product.lhs, rhs].map(|id| self.shape(id).rank());
+            let [places, _] = product.contraction.places(ranks);
+            let scale = copy(self.widened(scale));
+            operands.push(b.broadcast_in_dim(scale, &places, leading)?);
+        }
+        operands.extend(product.column_scale.map(|id| copy(self.widened(id))));
+        operands.extend(product.bias.map(copy));
+        let kernel = Kernel::Contract(Contract {
+            columns,
+            window,
+            row_scale: product.row_scale.is_some(),
+            column_scale: product.column_scale.is_some(),
+            bias: product.bias.is_some(),
+            result: product.result,
+        });
+        call(b, kernel, &operands)
+    }
+
+    /// An int8 operand plus 128: the processor's int8 product takes one unsigned factor. Where the operand was rounded
+    /// by AQT's numerics, the kernel that rounds gives it so; else its top bit is flipped.
+    fn unsigned(&self, b: &Builder, id: u32, copies: &[Tensor]) -> Result<Tensor> {
+        let node = self.node(id);
+        if let Op::Composite {
+            kind: Composite::Quantize { kept, format },
+            ..
+        } = &node.op
+            && *format == TensorFormat::int8(NumericsConvention::Aqt)
+            && leads(kept)
+            && self.shape(node.operands[0]).dtype == DType::BF16
+        {
+            let operands: Vec<Tensor> = node.operands.iter().map(|o| copies[*o as usize]).collect();
+            return call(b, Kernel::Quantize, &operands);
+        }
+        let bits = b.push(Op::BitcastConvert(DType::U8), &[copies[id as usize]])?;
+        let top = b.full(&b.shape(bits), 128.0)?;
+        b.binary(Binary::Xor, bits, top)
+    }
+}
+
+/// Whether dimensions are the first ones, in order.
+fn leads(dims: &[usize]) -> bool {
+    dims.iter().copied().eq(0..dims.len())
+}
+
+/// A convolution's kernel as a matrix `[out, places * in]`.
+fn columns_of_kernel(
+    b: &Builder,
+    kernel: Tensor,
+    dims: &ConvDims,
+) -> Result<(Tensor, Option<Window>)> {
+    let order = [
+        dims.rhs.batch,
+        dims.rhs.spatial[0],
+        dims.rhs.spatial[1],
+        dims.rhs.feature,
+    ];
+    let kernel = b.transpose(kernel, &order)?;
+    let sizes = b.dims(kernel);
+    let matrix = b.reshape(kernel, &[sizes[0], sizes[1..].iter().product()])?;
+    let padding = [0, 1].map(|i| {
+        let (low, high) = dims.padding[i];
+        (low.unsigned_abs() as usize, high.unsigned_abs() as usize)
+    });
+    let window = Window {
+        size: [sizes[1], sizes[2]],
+        strides: [dims.strides[0], dims.strides[1]],
+        padding,
+    };
+    Ok((matrix, Some(window)))
+}
+
+/// `[columns, k]` with zero columns up to a multiple of [`LANES`].
+fn padded(b: &Builder, matrix: Tensor) -> Result<Tensor> {
+    let columns = b.dims(matrix)[0];
+    let missing = columns.next_multiple_of(LANES) - columns;
+    if missing == 0 {
+        return Ok(matrix);
+    }
+    let high = PadDim {
+        high: missing as i64,
+        ..PadDim::default()
+    };
+    b.pad(matrix, 0.0, &[high, PadDim::default()])
+}
+
+/// `[columns, k]` as the kernel reads it ([`super::kernel::packed_shape`]).
+fn packed(b: &Builder, matrix: Tensor) -> Result<Tensor> {
+    let Some(group) = group(b.dtype(matrix)) else {
+        return Err(b.invalid(format!("no kernel multiplies {}", b.shape(matrix))));
+    };
+    let matrix = padded(b, matrix)?;
+    let [columns, k] = [0, 1].map(|d| b.dims(matrix)[d]);
+    let blocks = b.reshape(matrix, &[columns / LANES, LANES, k / group, group])?;
+    b.transpose(blocks, &[0, 2, 1, 3])
+}
+
+/// What takes the 128 that was added to every value of the lhs out of the sums again.
+fn start(b: &Builder, matrix: Tensor) -> Result<Tensor> {
+    let wide = b.convert(padded(b, matrix)?, DType::S32)?;
+    let sums = b.sum(wide, &[1])?;
+    b.mul(sums, b.full(&b.shape(sums), -128.0)?)
+}

@@ -1,0 +1,70 @@
+//! What one kind of hardware has and wants: the composites it has kernels for, and the forms its compiler runs fastest.
+//!
+//! Models say what is computed; a backend says how its chip does it. A backend's rules keep values equal (to rounding
+//! for floats, exactly for integers), the operations' scopes, and the element types of contractions.
+//! `docs/performance.md` gives the measurement behind each rule.
+
+pub mod cpu;
+
+use std::collections::BTreeMap;
+
+use crate::graph::{Graph, GraphError, Op};
+
+/// What programs are lowered for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Backend {
+    Cpu {
+        /// Whether the plugin's own kernels may be used: it has them for this processor, and the program is not
+        /// partitioned, because the partitioner knows nothing of them.
+        kernels: bool,
+    },
+    Gpu,
+    Tpu,
+}
+
+impl Backend {
+    /// The backend of a PJRT platform's name; `kernels` is for CPUs. Unknown platforms get what GPUs get: no rewriting.
+    pub fn of_platform(name: &str, kernels: bool) -> Backend {
+        match name {
+            "cpu" => Backend::Cpu { kernels },
+            "tpu" => Backend::Tpu,
+            _ => Backend::Gpu,
+        }
+    }
+
+    /// The graph with this backend's kernels in place of the composites and contractions that it claims. Weights are
+    /// brought into the kernels' layout by operations on weights alone, which [`crate::graph::stage`] moves to where
+    /// weights are loaded.
+    ///
+    /// # Errors
+    /// When the graph is ill-typed.
+    pub fn claim(&self, graph: &Graph) -> Result<Graph, GraphError> {
+        match self {
+            Backend::Cpu { kernels: true } => cpu::claim(graph),
+            Backend::Cpu { kernels: false } | Backend::Gpu | Backend::Tpu => Ok(graph.clone()),
+        }
+    }
+
+    /// The graph, of which composites are inlined, in the forms that this backend's compiler runs fastest.
+    ///
+    /// # Errors
+    /// When the graph is ill-typed.
+    pub fn rewrite(&self, graph: &Graph) -> Result<Graph, GraphError> {
+        match self {
+            Backend::Cpu { .. } => cpu::rewrite(graph),
+            Backend::Gpu | Backend::Tpu => Ok(graph.clone()),
+        }
+    }
+}
+
+/// How many of a backend's kernels a graph calls, by custom call target.
+pub fn kernel_counts(graph: &Graph) -> BTreeMap<&'static str, usize> {
+    let live = graph.live_nodes();
+    let mut counts = BTreeMap::new();
+    for (node, _) in graph.nodes.iter().zip(live).filter(|(_, live)| *live) {
+        if let Op::CustomCall(call) = &node.op {
+            *counts.entry(call.target()).or_default() += 1;
+        }
+    }
+    counts
+}

@@ -1,0 +1,94 @@
+//! The StableHLO modules of a lowered program.
+
+use std::collections::HashMap;
+use std::time::Instant;
+
+use crate::lowering::{Lowered, Program};
+use crate::shard::Mesh;
+
+use super::{DotPrecision, EmitOptions, stablehlo};
+
+/// One program as text.
+#[derive(Clone, Debug)]
+pub struct Module {
+    pub program: Program,
+    pub text: String,
+    /// What emission took.
+    pub seconds: f64,
+}
+
+impl Module {
+    pub fn new(program: Program, mesh: &Mesh, precision: DotPrecision) -> Module {
+        let start = Instant::now();
+        let options = EmitOptions {
+            precision,
+            sharding: program.plan.text(mesh),
+        };
+        let text = stablehlo(&program.graph, &program.name, &options);
+        Module {
+            program,
+            text,
+            seconds: start.elapsed().as_secs_f64(),
+        }
+    }
+}
+
+/// Weights of which something is made while they are loaded.
+#[derive(Clone, Debug)]
+pub struct LoadGroup {
+    /// Which of [`Modules::load`] makes it.
+    pub module: usize,
+    /// The weights' names, in the order of the module's inputs.
+    pub weights: Vec<String>,
+    /// The names of what is made of them, in the order of the module's outputs.
+    pub results: Vec<String>,
+}
+
+/// The modules of a lowered program. Load programs that differ only in names are one module.
+#[derive(Clone, Debug)]
+pub struct Modules {
+    pub load: Vec<Module>,
+    pub groups: Vec<LoadGroup>,
+    pub request: Option<Module>,
+    pub step: Module,
+}
+
+impl Modules {
+    pub fn new(lowered: Lowered, mesh: &Mesh, precision: DotPrecision) -> Modules {
+        let module = |program: Program| Module::new(program, mesh, precision);
+        let mut load: Vec<Module> = Vec::new();
+        let mut by_text: HashMap<String, usize> = HashMap::new();
+        let mut groups = Vec::with_capacity(lowered.load.len());
+        for program in lowered.load {
+            let graph = &program.graph;
+            let weights = graph.inputs.iter().map(|i| i.name.clone()).collect();
+            let results = graph.outputs.iter().map(|o| o.name.clone()).collect();
+            let anonymous = module(Program {
+                graph: graph.anonymous(),
+                ..program
+            });
+            let at = *by_text
+                .entry(anonymous.text.clone())
+                .or_insert_with(|| load.len());
+            if at == load.len() {
+                load.push(anonymous);
+            }
+            groups.push(LoadGroup {
+                module: at,
+                weights,
+                results,
+            });
+        }
+        Modules {
+            load,
+            groups,
+            request: lowered.request.map(module),
+            step: module(lowered.step),
+        }
+    }
+
+    /// All modules, in the order in which they run.
+    pub fn all(&self) -> impl Iterator<Item = &Module> {
+        self.load.iter().chain(&self.request).chain([&self.step])
+    }
+}

@@ -1,0 +1,42 @@
+//! What a graph needs to know of a backend's kernel.
+//!
+//! A backend makes one where it claims a composite or a contraction; the graph knows nothing of its processor.
+
+use std::any::Any;
+use std::fmt::Debug;
+
+use crate::shape::Shape;
+
+use super::eval::Value;
+use super::infer::InferError;
+
+/// An attribute of a kernel's call.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Attribute {
+    I64(i64),
+    F32(f32),
+}
+
+/// A kernel with its attributes.
+///
+/// The one open set of the graph: which kernels there are is for each backend to say, and backends stand above the
+/// graph.
+pub trait CustomCall: Any + Debug + Send + Sync {
+    /// The custom call's target.
+    fn target(&self) -> &'static str;
+
+    /// What the kernel is told beside the operands and the result, by name.
+    fn attributes(&self) -> Vec<(&'static str, Attribute)>;
+
+    /// The shape of the result.
+    ///
+    /// # Errors
+    /// When the operands do not fit the kernel.
+    fn infer(&self, operands: &[&Shape]) -> Result<Shape, InferError>;
+
+    /// Operations of products: multiply-adds times two.
+    fn flops(&self, operands: &[&Shape], result: &Shape) -> u64;
+
+    /// What the kernel computes, on the host.
+    fn evaluate(&self, operands: &[&Value], result: Shape) -> Value;
+}

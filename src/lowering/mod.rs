@@ -1,0 +1,194 @@
+//! From a traced program to the programs that run. `generate`, `train`, `compile`, `lower` and `module run` all lower
+//! here: what is reported, measured or compiled for a pod is what would run.
+
+mod traced;
+
+pub use traced::{Traced, Update};
+
+use std::collections::HashSet;
+
+use clap::ValueEnum;
+use serde::{Deserialize, Serialize};
+
+use crate::backend::Backend;
+use crate::graph::{Builder, Graph, GraphError, Staged, stage};
+use crate::quant::{self, QuantError};
+use crate::shard::{Axis, LogicalAxisRules, Mesh, ShardError, ShardPlan};
+
+/// Why a program could not be lowered.
+#[derive(Debug, thiserror::Error)]
+pub enum LowerError {
+    #[error(transparent)]
+    Graph(#[from] GraphError),
+    #[error(transparent)]
+    Quant(#[from] QuantError),
+    #[error(transparent)]
+    Shard(#[from] ShardError),
+}
+
+/// The devices that programs are lowered for.
+#[derive(Clone, Copy, Debug)]
+pub struct Options<'a> {
+    pub mesh: &'a Mesh,
+    pub rules: &'a LogicalAxisRules,
+}
+
+/// When a program runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "snake_case")]
+pub enum Stage {
+    /// While weights are loaded, once for each group of them
+    Load,
+    /// Once for the inputs of a request, such as a prompt
+    Request,
+    /// In every step
+    Step,
+}
+
+impl Stage {
+    pub fn name(self) -> &'static str {
+        match self {
+            Stage::Load => "load",
+            Stage::Request => "request",
+            Stage::Step => "step",
+        }
+    }
+}
+
+/// One program, ready to be emitted.
+#[derive(Clone, Debug)]
+pub struct Program {
+    pub name: String,
+    pub graph: Graph,
+    pub plan: ShardPlan,
+}
+
+impl Program {
+    /// Plans the shardings of a graph.
+    fn new(name: String, graph: Graph, options: &Options<'_>) -> Result<Program, LowerError> {
+        let plan = ShardPlan::new(&graph, options.mesh, options.rules)?;
+        Ok(Program { name, graph, plan })
+    }
+
+    /// A graph as one program: with no stages and no kernels, in the forms that `backend` wants.
+    ///
+    /// # Errors
+    /// When the graph is ill-typed, or no rule splits anything over an axis of the mesh.
+    pub fn whole(
+        name: &str,
+        graph: &Graph,
+        backend: Backend,
+        options: &Options<'_>,
+    ) -> Result<Program, LowerError> {
+        let graph = backend.rewrite(&inline(graph))?;
+        let program = Program::new(name.to_string(), graph, options)?;
+        options.mesh.check_asked(&program.plan.asked)?;
+        Ok(program)
+    }
+}
+
+/// What a traced program becomes. Inputs of a later program that no caller knows are results of an earlier one of the
+/// same name.
+#[derive(Clone, Debug)]
+pub struct Lowered {
+    /// What is made of weights while they are loaded: one program for each group of weights that have a result in
+    /// common. A training step has none, because its weights change.
+    pub load: Vec<Program>,
+    /// What is computed once for the inputs of a request; `None` if nothing is.
+    pub request: Option<Program>,
+    /// What every run computes.
+    pub step: Program,
+}
+
+impl Lowered {
+    /// All programs, in the order in which they run.
+    pub fn programs(&self) -> impl Iterator<Item = &Program> {
+        self.load.iter().chain(&self.request).chain([&self.step])
+    }
+}
+
+/// Lowers a traced program, whose contractions are annotated with their formats ([`Traced::quantized`]).
+///
+/// # Errors
+/// When the program has no derivative, a format does not fit a contraction, or no rule splits anything over an axis of
+/// the mesh.
+pub fn lower(
+    traced: &Traced,
+    backend: Backend,
+    options: &Options<'_>,
+) -> Result<Lowered, LowerError> {
+    let staged = match &traced.update {
+        None => {
+            let graph = quant::lower(&traced.graph)?;
+            let graph = backend.claim(&graph)?;
+            let graph = inline(&graph);
+            let graph = backend.rewrite(&graph)?;
+            stage(&graph, &traced.request())?
+        }
+        Some(update) => {
+            let graph = differentiate(&traced.graph, update)?;
+            let graph = quant::lower(&graph)?;
+            // Backends' kernels want weights that stay; those of a training step change.
+            let graph = inline(&graph);
+            Staged {
+                load: Vec::new(),
+                request: None,
+                step: backend.rewrite(&graph)?,
+            }
+        }
+    };
+    shard(staged, &traced.name, options)
+}
+
+/// A traced program in one piece, before it is split into stages and without kernels. Nothing runs it; its text can be
+/// compared with another compiler's.
+///
+/// # Errors
+/// As [`lower`].
+pub fn whole(
+    traced: &Traced,
+    backend: Backend,
+    options: &Options<'_>,
+) -> Result<Program, LowerError> {
+    let graph = match &traced.update {
+        None => quant::lower(&traced.graph)?,
+        Some(update) => quant::lower(&differentiate(&traced.graph, update)?)?,
+    };
+    Program::whole(&traced.name, &graph, backend, options)
+}
+
+/// The forward pass with the derivative and the update that `update` adds to it.
+fn differentiate(graph: &Graph, update: &Update) -> Result<Graph, GraphError> {
+    let b = Builder::resume(inline(graph));
+    update(&b)?;
+    Ok(b.finish())
+}
+
+fn inline(graph: &Graph) -> Graph {
+    graph.inline_composites(&|_, _| true)
+}
+
+/// Plans the shardings of each program.
+fn shard(staged: Staged, name: &str, options: &Options<'_>) -> Result<Lowered, LowerError> {
+    let plan = |name: String, graph: Graph| Program::new(name, graph, options);
+    let load = staged
+        .load
+        .into_iter()
+        .map(|graph| plan("prepare".to_string(), graph))
+        .collect::<Result<Vec<_>, _>>()?;
+    let request = match staged.request {
+        Some(graph) => Some(plan(format!("{name}_request"), graph)?),
+        None => None,
+    };
+    let lowered = Lowered {
+        load,
+        request,
+        step: plan(name.to_string(), staged.step)?,
+    };
+    let asked: HashSet<Axis> = lowered
+        .programs()
+        .flat_map(|program| program.plan.asked.iter().copied())
+        .collect();
+    options.mesh.check_asked(&asked)?;
+    Ok(lowered)
+}

@@ -1,0 +1,78 @@
+//! What is lowered.
+
+use std::fmt;
+use std::sync::Arc;
+
+use crate::graph::{Builder, Graph, GraphError};
+use crate::quant::{self, Decision, Policy, QuantError};
+
+/// Adds to the forward pass of a training step what follows it: the derivative and the optimizer.
+pub type Update = Arc<dyn Fn(&Builder) -> Result<(), GraphError> + Send + Sync>;
+
+/// A traced program: its graph with composites, contractions annotated with their formats.
+#[derive(Clone)]
+pub struct Traced {
+    pub name: String,
+    /// For training the forward pass; `update` adds the rest.
+    pub graph: Graph,
+    /// What quantization decided for each contraction.
+    pub decisions: Vec<Decision>,
+    /// The run-time inputs that are known before the others and stay for a request, such as a prompt's embeddings.
+    pub request_inputs: Vec<String>,
+    /// Weights are trained; `None` for a program that only reads them.
+    pub update: Option<Update>,
+}
+
+impl Traced {
+    /// A program that only reads its weights, in float.
+    pub fn new(name: &str, graph: Graph) -> Traced {
+        Traced {
+            name: name.to_string(),
+            graph,
+            decisions: Vec::new(),
+            request_inputs: Vec::new(),
+            update: None,
+        }
+    }
+
+    /// The same with contractions annotated by the policy's rules.
+    ///
+    /// # Errors
+    /// When a rule of the policy matches nothing, or nothing at all is quantized.
+    pub fn quantized(mut self, policy: Option<&Policy>) -> Result<Traced, QuantError> {
+        if let Some(policy) = policy {
+            let b = Builder::resume(self.graph);
+            self.decisions = quant::annotate(&b, policy)?;
+            self.graph = b.finish();
+        }
+        Ok(self)
+    }
+
+    /// The same with inputs that stay for a request: what they decide is computed once for all steps. Names that are
+    /// no input of the program have no effect.
+    pub fn with_request_inputs<'a>(mut self, names: impl IntoIterator<Item = &'a str>) -> Traced {
+        self.request_inputs = names.into_iter().map(str::to_string).collect();
+        self
+    }
+
+    /// The same, trained: `update` adds the derivative and the optimizer.
+    pub fn trained(mut self, update: Update) -> Traced {
+        self.update = Some(update);
+        self
+    }
+
+    /// [`Traced::request_inputs`] by reference.
+    pub(super) fn request(&self) -> Vec<&str> {
+        self.request_inputs.iter().map(String::as_str).collect()
+    }
+}
+
+impl fmt::Debug for Traced {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let kind = match self.update {
+            None => "reads its weights",
+            Some(_) => "trains its weights",
+        };
+        write!(f, "{}: {} nodes, {kind}", self.name, self.graph.nodes.len())
+    }
+}
