@@ -352,3 +352,44 @@ impl Graph {
             .map_or(0, |output| copies[output.node as usize])
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::graph::Builder;
+
+    fn bf16(dims: &[usize]) -> Shape {
+        Shape::new(DType::BF16, dims)
+    }
+
+    #[test]
+    fn attributes_operands_and_body_that_disagree_are_named() {
+        let b = Builder::new();
+        let layer = b.root("unet").scope("ff");
+        let odd = b.input("odd", bf16(&[2, 7]), &[]).unwrap();
+        let error = layer.composite(Composite::GatedGelu, &[odd], |_, x| Ok(x[0]));
+        assert_eq!(
+            error.unwrap_err().to_string(),
+            "unet/ff: gated_gelu: composite gated_gelu: bf16[2,7] has no halves"
+        );
+        let even = b.input("even", bf16(&[2, 8]), &[]).unwrap();
+        let error = layer.composite(Composite::GatedGelu, &[even], |_, x| Ok(x[0]));
+        assert_eq!(
+            error.unwrap_err().to_string(),
+            "unet/ff: gated_gelu: composite gated_gelu: the attributes give dimensions [2, 4], the body bf16[2,8]"
+        );
+    }
+
+    #[test]
+    fn places_follow_the_results_dimensions() {
+        // The result's dimensions are batch, lhs free, rhs free; batch dimensions stand second here.
+        let dot = Contraction::Dot(DotDims {
+            lhs_batch: vec![1],
+            rhs_batch: vec![2],
+            lhs_contract: vec![2],
+            rhs_contract: vec![0],
+        });
+        assert_eq!(dot.kept([3, 3]), [vec![0, 1], vec![1, 2]]);
+        assert_eq!(dot.places([3, 3]), [vec![1, 0], vec![2, 0]]);
+    }
+}

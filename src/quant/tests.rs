@@ -1,6 +1,6 @@
 use super::*;
 use crate::dtype::DType;
-use crate::graph::{DotDims, Init, Tensor, evaluate, grad};
+use crate::graph::{DotDims, Granularity, Init, Range, Tensor, evaluate, grad};
 use crate::host_tensor::HostTensor;
 use crate::shape::Shape;
 
@@ -245,4 +245,140 @@ fn a_zero_operand_gives_zero_and_no_nan() {
         let out = evaluate(&graph, &inputs).unwrap().remove(0);
         assert_eq!(out.to_f32_vec().unwrap(), vec![0.0; 6]);
     }
+}
+
+/// `x W^T` in the weight's format, and in float: results on the host, with how the lowered graph looks.
+fn weight_only(format: TensorFormat) -> (crate::graph::Graph, Vec<f64>, Vec<f64>) {
+    let trace = |policy: Option<Policy>| {
+        let b = Builder::new();
+        let x = b.input("x", f32s(&[1, 4, 16]), &[]).unwrap();
+        let y = linear(&b.root("unet").scope("to_q"), x, 16, 6);
+        if let Some(policy) = policy {
+            annotate(&b, &policy).unwrap();
+        }
+        b.output("y", y, None).unwrap();
+        lower(&b.finish()).unwrap()
+    };
+    let mut policy = Policy::int8_w8a16("unet/", NumericsConvention::Aqt, vec![]).unwrap();
+    policy.formats.weight = Some(format);
+    let inputs = [
+        HostTensor::from_f32([1, 4, 16], &wave(64, 0.7)).unwrap(),
+        HostTensor::from_f32([6, 16], &wave(96, 2.1)).unwrap(),
+    ];
+    let run = |graph: &crate::graph::Graph| {
+        let out = evaluate(graph, &inputs).unwrap().remove(0);
+        out.to_f64_vec().unwrap()
+    };
+    let (quantized, float) = (trace(Some(policy)), trace(None));
+    let results = [run(&quantized), run(&float)];
+    let [found, expected] = results;
+    (quantized, found, expected)
+}
+
+#[test]
+fn a_weight_alone_is_quantized_in_any_granularity_and_with_a_zero_point() {
+    let int8 = TensorFormat::int8(NumericsConvention::Aqt);
+    let group = |size| TensorFormat {
+        granularity: Granularity::Group(size),
+        ..int8
+    };
+    let formats = [
+        int8,
+        TensorFormat {
+            granularity: Granularity::Tensor,
+            ..int8
+        },
+        group(4),
+        TensorFormat {
+            zero_point: true,
+            ..int8
+        },
+        TensorFormat {
+            zero_point: true,
+            ..group(8)
+        },
+        TensorFormat {
+            range: Range::Static(1f32.to_bits()),
+            ..int8
+        },
+    ];
+    for format in formats {
+        let (_, found, expected) = weight_only(format);
+        // A step is 1/127.5 of at most 1, an element is off by half of one at most, over 16 products with |x| <= 1.
+        let most = 16.0 * 0.5 / 127.5 * 1.01;
+        let worst = found.iter().zip(&expected).map(|(a, b)| (a - b).abs());
+        let worst = worst.fold(0.0, f64::max);
+        assert!(worst > 0.0 && worst < most, "{format:?}: {worst}");
+    }
+    let int4 = TensorFormat {
+        element: DType::S4,
+        ..group(4)
+    };
+    let (_, found, expected) = weight_only(int4);
+    let worst = found.iter().zip(&expected).map(|(a, b)| (a - b).abs());
+    assert!(worst.fold(0.0, f64::max) < 16.0 * 1.0 / 7.5);
+}
+
+#[test]
+fn what_is_kept_of_a_weight_is_its_integers() {
+    for granularity in [Granularity::Channel, Granularity::Group(4)] {
+        let format = TensorFormat {
+            granularity,
+            ..TensorFormat::int8(NumericsConvention::Aqt)
+        };
+        let (graph, _, expected) = weight_only(format);
+        let graph = graph.inline_composites(&|_, _| true);
+        let staged = crate::graph::stage(&graph, &[]).unwrap();
+        let largest = staged.step.inputs.iter().filter(|i| i.is_weight());
+        let largest = largest.max_by_key(|i| i.shape.count()).unwrap();
+        assert_eq!(largest.shape.dtype, DType::S8, "{granularity:?}");
+        let ranges = |graph: &crate::graph::Graph| {
+            let paths = graph.nodes.iter().map(|node| graph.path(node));
+            paths.filter(|path| path.ends_with("range_finding")).count()
+        };
+        assert_eq!(
+            ranges(&staged.step),
+            0,
+            "no step finds the range of a weight"
+        );
+        assert!(staged.load.iter().map(ranges).sum::<usize>() > 0);
+        // The stages together are the program.
+        let weight = HostTensor::from_f32([6, 16], &wave(96, 2.1)).unwrap();
+        let kept = evaluate(&staged.load[0], &[weight]).unwrap();
+        let inputs: Vec<HostTensor> = staged
+            .step
+            .inputs
+            .iter()
+            .map(|input| {
+                let outputs = &staged.load[0].outputs;
+                match outputs.iter().position(|o| o.name == input.name) {
+                    Some(at) => kept[at].clone(),
+                    None => HostTensor::from_f32([1, 4, 16], &wave(64, 0.7)).unwrap(),
+                }
+            })
+            .collect();
+        let found = evaluate(&staged.step, &inputs).unwrap().remove(0);
+        for (a, b) in found.to_f64_vec().unwrap().iter().zip(&expected) {
+            assert!((a - b).abs() < 16.0 * 0.5 / 127.5 * 1.01);
+        }
+    }
+}
+
+#[test]
+fn groups_that_do_not_divide_are_refused() {
+    let b = Builder::new();
+    let x = b.input("x", f32s(&[1, 4, 16]), &[]).unwrap();
+    let y = linear(&b.root("unet").scope("to_q"), x, 16, 6);
+    let mut policy = Policy::int8_w8a16("unet/", NumericsConvention::Aqt, vec![]).unwrap();
+    policy.formats.weight = Some(TensorFormat {
+        granularity: Granularity::Group(5),
+        ..TensorFormat::int8(NumericsConvention::Aqt)
+    });
+    annotate(&b, &policy).unwrap();
+    b.output("y", y, None).unwrap();
+    assert_eq!(
+        lower(&b.finish()).unwrap_err().to_string(),
+        "unet/to_q: groups of 5 do not divide the 16 elements along the contracting dimension; take a group size that \
+         does, or one scale a channel"
+    );
 }
