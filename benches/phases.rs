@@ -45,14 +45,15 @@ fn load(overrides: &[&str]) -> Outcome<Config> {
 
 fn train_graph(session: &Session, config: &Config) -> Outcome<Graph> {
     let derived = config.derived(1, 1)?;
-    let options = recipe::step_options(
-        config,
-        derived.total_train_batch_size as usize,
-        derived.quantization_local_shard_count as usize,
-    )?;
     let model = recipe::model(
         config,
         recipe::data::tokenizer_for_vocab_size(config)?.as_ref(),
+    )?;
+    let options = recipe::step_options(
+        config,
+        &model,
+        derived.total_train_batch_size as usize,
+        derived.quantization_local_shard_count as usize,
     )?;
     let traced = step::trace(&model, &options)?;
     Ok(lower(&traced, session.backend(), &session.lowering())?
@@ -66,7 +67,7 @@ fn denoise_graph(session: &Session, config: &Config) -> Outcome<Graph> {
         tokens: model.tokens,
         batch: config.derived(1, 1)?.total_train_batch_size as usize,
         guidance: Guidance::OneBatch,
-        quantization: recipe::policy(config, 0)?,
+        quantization: recipe::policy(config, model.family.spec().int8_float_layers, 0)?,
     };
     let traced = trace_denoise(&model, &options)?.model;
     Ok(lower(&traced, session.backend(), &session.lowering())?

@@ -132,14 +132,15 @@ fn main() -> Result<(), Box<dyn Error>> {
         let overrides = [shared.as_slice(), &variant].concat();
         let loaded = Config::load(path.as_ref(), &overrides, Some(Verb::Lower))?;
         let derived = loaded.config.derived(1, 1)?;
-        let options = recipe::step_options(
-            &loaded.config,
-            derived.total_train_batch_size as usize,
-            derived.quantization_local_shard_count as usize,
-        )?;
         let model = recipe::model(
             &loaded.config,
             recipe::data::tokenizer_for_vocab_size(&loaded.config)?.as_ref(),
+        )?;
+        let options = recipe::step_options(
+            &loaded.config,
+            &model,
+            derived.total_train_batch_size as usize,
+            derived.quantization_local_shard_count as usize,
         )?;
         let graph = step::trace(&model, &options)?.graph;
         let name = variant.join(" ");

@@ -4,6 +4,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 use maxdiff::config::{Config, DatasetType, Hardware, Loaded, Verb, write_markdown};
+use maxdiff::models::Family;
+use maxdiff::recipe;
 use maxdiff::schedulers::SchedulerKind;
 
 fn root() -> &'static Path {
@@ -71,8 +73,9 @@ fn the_small_models_train() {
             DatasetType::Shapes | DatasetType::Folder
         ));
         let unet = config.unet_config_json().unwrap();
-        let channels = unet["in_channels"].as_u64().unwrap();
-        assert_eq!(unet["sample_size"], config.sample_size(channels).unwrap());
+        let model = recipe::model(&config, None).unwrap();
+        assert_eq!(model.family, Family::Pixels);
+        assert_eq!(unet["sample_size"], model.sample_size[0]);
         let text = config.text_encoder_config_json().unwrap().unwrap();
         assert_eq!(text["hidden_size"], unet["cross_attention_dim"]);
     }
@@ -91,14 +94,50 @@ fn the_large_models_have_their_unets() {
         let config = load(&path, &[], Some(Verb::Lower)).config;
         let unet = config.unet_config_json().unwrap();
         assert_eq!(unet["cross_attention_dim"], width);
-        assert_eq!(
-            config
-                .sample_size(unet["in_channels"].as_u64().unwrap())
-                .unwrap(),
-            side
-        );
+        let model = recipe::model(&config, None).unwrap();
+        assert_eq!(Some(model.family), config.model_family);
+        assert_eq!(model.sample_size, [side; 2]);
         assert_eq!(unet["sample_size"], side);
     }
+}
+
+#[test]
+fn samples_that_a_family_does_not_have_are_refused_by_their_size() {
+    let error = |words: &[&str]| {
+        let path = root().join("configs/base15.yml");
+        let config = load(&path, words, Some(Verb::Lower)).config;
+        recipe::model(&config, None).unwrap_err().to_string()
+    };
+    let own = |channels: usize| {
+        format!("unet_config={{in_channels: {channels}, out_channels: {channels}}}")
+    };
+    let found = error(&["resolution=500"]);
+    assert!(
+        found.contains("resolution=500 is not a multiple of 8"),
+        "{found}"
+    );
+    assert!(found.ends_with("nearest: 496 and 504"), "{found}");
+    for channels in [3, 5, 16] {
+        let found = error(&[&own(channels), "train_new_unet=True"]);
+        let expected =
+            format!("in_channels = {channels} is not supported; expected 4, the channels");
+        assert!(found.contains(&expected), "{found}");
+    }
+    let found = error(&["pixel_unshuffle=2"]);
+    assert!(
+        found.contains("Stable Diffusion 1.x works on latents"),
+        "{found}"
+    );
+    let found = error(&[
+        "model_family=",
+        &own(5),
+        "train_new_unet=True",
+        "pixel_unshuffle=2",
+    ]);
+    assert!(
+        found.contains("expected 12, the colours of 2x2 pixels"),
+        "{found}"
+    );
 }
 
 #[test]

@@ -91,7 +91,17 @@ fn graph_of(build: impl Fn(&Builder) -> Vec<Tensor>, int8: bool) -> Graph {
         b.output(&format!("y{i}"), *y, None).unwrap();
     }
     if int8 {
-        annotate(&b, &Policy::aqt_int8("m/", 1, Vec::new()).unwrap()).unwrap();
+        annotate(
+            &b,
+            &Policy::aqt_int8(
+                "m/",
+                1,
+                Vec::new(),
+                &maxdiff::models::unet::INT8_FLOAT_LAYERS,
+            )
+            .unwrap(),
+        )
+        .unwrap();
     }
     lower(&b.finish()).unwrap()
 }

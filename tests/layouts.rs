@@ -435,7 +435,17 @@ fn a_unet_alone_is_opened_and_a_vae_alone_is_refused() {
                 &source.component(Part::Unet).unwrap().checkpoint,
             );
             let error = source.component(Part::Vae).unwrap_err().to_string();
-            assert!(error.ends_with("it has no vae; it has unet"), "{error}");
+            let missing: Vec<&str> = match family {
+                Family::Sdxl => vec!["vae", "text_encoder", "text_encoder_2"],
+                Family::SdxlRefiner => vec!["vae", "text_encoder_2"],
+                Family::Sd1 | Family::Sd2 | Family::Pixels => vec!["vae", "text_encoder"],
+            };
+            let expected = format!(
+                "incomplete: {} needs {}; expected them in the same file, as in a file of a whole model; found unet",
+                family.title(),
+                missing.join(", ")
+            );
+            assert!(error.ends_with(&expected), "{error}");
         }
         for prefix in ["", "first_stage_model.", "vae."] {
             let path = dir.path().join("vae.safetensors");
@@ -725,6 +735,12 @@ fn folders_of_other_versions_load_to_the_same() {
     assert_eq!(source.family, Family::Sd1);
     let parts: Vec<Part> = source.components.keys().copied().collect();
     assert_eq!(parts, [Part::Unet, Part::TextEncoder]);
+    let error = source.component(Part::Vae).unwrap_err().to_string();
+    let expected = format!(
+        "incomplete: Stable Diffusion 1.x needs vae; expected in {}/; found unet, text_encoder",
+        folder.join("vae").display()
+    );
+    assert!(error.ends_with(&expected), "{error}");
     // A part that the index rules out.
     let index = json!({"_class_name": "StableDiffusionPipeline", "text_encoder": [null, null],
         "safety_checker": ["stable_diffusion", "StableDiffusionSafetyChecker"]});

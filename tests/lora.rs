@@ -43,7 +43,17 @@ impl Part {
             declare_inputs(&b, &config, [batch, height, width, tokens], DType::F32).unwrap();
         let y = unet(&b, &config, inputs, Precision::F32, Remat::None).unwrap();
         if int8 {
-            quant::annotate(&b, &Policy::aqt_int8("unet/", 0, Vec::new()).unwrap()).unwrap();
+            quant::annotate(
+                &b,
+                &Policy::aqt_int8(
+                    "unet/",
+                    0,
+                    Vec::new(),
+                    &maxdiff::models::unet::INT8_FLOAT_LAYERS,
+                )
+                .unwrap(),
+            )
+            .unwrap();
         }
         b.output("sample", y, None).unwrap();
         Part {

@@ -79,6 +79,7 @@ impl Case {
             tokenizers.push(tokenizer("!"));
         }
         let model = DiffusionModel {
+            family: source.family,
             unet: UNet2DConditionConfig::from_map(config(Part::Unet)).unwrap(),
             text_encoders,
             controlnets: Vec::new(),
@@ -129,6 +130,7 @@ impl Case {
             case.golden.meta[key] = io.meta[key].clone();
         }
         case.model = DiffusionModel {
+            family: source.family,
             unet: UNet2DConditionConfig::from_map(unet).unwrap(),
             text_encoders: case.model.text_encoders.split_off(1),
             scheduler: SchedulerConfig::from_map(source.scheduler.as_ref().unwrap()).unwrap(),
@@ -464,7 +466,15 @@ fn bf16_and_int8_stay_near_float32() {
         weights: DType::BF16,
         activations: DType::BF16,
     };
-    let aqt = || Policy::aqt_int8("unet/", 1, Vec::new()).unwrap();
+    let aqt = || {
+        Policy::aqt_int8(
+            "unet/",
+            1,
+            Vec::new(),
+            &maxdiff::models::unet::INT8_FLOAT_LAYERS,
+        )
+        .unwrap()
+    };
     let qwix = || Policy::qwix_int8("unet/", ".*", Vec::new()).unwrap();
     let errors = [None, Some(aqt()), Some(qwix())]
         .map(|quantization| distance(&latents(bf16, quantization), &float32));

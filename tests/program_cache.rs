@@ -56,7 +56,17 @@ fn graph(dtype: DType, int8: bool) -> Graph {
     let y = linear(&m.scope("linear"), x, layer, precision).unwrap();
     b.output("y", y, None).unwrap();
     if int8 {
-        annotate(&b, &Policy::aqt_int8("m/", 1, Vec::new()).unwrap()).unwrap();
+        annotate(
+            &b,
+            &Policy::aqt_int8(
+                "m/",
+                1,
+                Vec::new(),
+                &maxdiff::models::unet::INT8_FLOAT_LAYERS,
+            )
+            .unwrap(),
+        )
+        .unwrap();
     }
     lower(&b.finish()).unwrap()
 }

@@ -481,7 +481,13 @@ fn policies_annotate_with_the_recorded_configurations() {
         b.finish().nodes.iter().filter_map(|n| of(&n.op)).collect()
     };
     for shards in SHARDS {
-        let policy = Policy::aqt_int8("unet/", shards, vec![]).unwrap();
+        let policy = Policy::aqt_int8(
+            "unet/",
+            shards,
+            vec![],
+            &maxdiff::models::unet::INT8_FLOAT_LAYERS,
+        )
+        .unwrap();
         let dot = aqt(Rounding::Stochastic, shards);
         // AQT's configuration is one of dots; a convolution is quantized forward only.
         let conv = QuantDot {

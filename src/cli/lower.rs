@@ -77,7 +77,7 @@ pub fn trace(config: &Config, step: Step, devices: u64, slices: u64) -> Result<T
             check_local_shard_count(derived.total_train_batch_size, shards)?;
             let tokenizer = recipe::data::tokenizer_for_vocab_size(config)?;
             let model = recipe::model(config, tokenizer.as_ref())?;
-            let options = recipe::step_options(config, batch, shards as usize)?;
+            let options = recipe::step_options(config, &model, batch, shards as usize)?;
             step::trace(&model, &options).map_err(CliError::usage)
         }
         Step::Denoise => {
@@ -87,7 +87,7 @@ pub fn trace(config: &Config, step: Step, devices: u64, slices: u64) -> Result<T
                 batch,
                 tokens: model.tokens,
                 guidance: recipe::guidance(config),
-                quantization: recipe::policy(config, 0)?,
+                quantization: recipe::policy(config, model.family.spec().int8_float_layers, 0)?,
             };
             let traced = trace_denoise(&model, &options).map_err(CliError::usage)?;
             Ok(traced.model)
@@ -164,8 +164,8 @@ pub fn run(args: &LowerArgs) -> Result<ExitCode, CliError> {
     } else if args.output.is_none() {
         print(&text)?;
     } else {
-        if let Some(policy) = recipe::policy(&config, 0)? {
-            super::progress(&recipe::quantization_summary(&policy, &traced.decisions));
+        if let Some(policy) = &traced.policy {
+            super::progress(&recipe::quantization_summary(policy, &traced.decisions));
         }
         print(&format!(
             "{parameters} parameters, {ops} operations, {} bytes of StableHLO",

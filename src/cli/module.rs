@@ -110,7 +110,7 @@ pub fn run(args: ModuleArgs) -> Result<ExitCode, CliError> {
     let inputs = read_inputs(&module, &wanted, &sizes, &file)?;
 
     let start = Instant::now();
-    let mut policy = recipe::policy(&config, 0)?;
+    let mut policy = recipe::policy(&config, &unet::INT8_FLOAT_LAYERS, 0)?;
     if let Some(policy) = &mut policy {
         policy.model = format!("{}/", module.root());
     }

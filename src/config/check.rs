@@ -362,40 +362,4 @@ impl Config {
             .timestep_spacing
             .unwrap_or(TimestepSpacing::Leading)
     }
-
-    /// Side of the UNet's input: `resolution` over `pixel_unshuffle` for a model of pixels, an eighth
-    /// of it for one of latents, which is one of four input channels, or of nine for inpainting.
-    ///
-    /// # Errors
-    /// A `resolution` that latents or blocks of pixels cannot have, or channels that are not a block's.
-    pub fn sample_size(&self, in_channels: u64) -> Result<u64, ConfigErrors> {
-        let block = self.pixel_unshuffle;
-        if block > 1 {
-            let expected = 3 * block * block;
-            if in_channels != expected || !self.resolution.is_multiple_of(block) {
-                return Err(conflict(
-                    &["pixel_unshuffle", "unet_config.in_channels", "resolution"],
-                    format!(
-                        "blocks of {block}x{block} pixels need in_channels={expected} and a resolution that {block} \
-                         divides; found in_channels={in_channels}, resolution={}",
-                        self.resolution
-                    ),
-                ));
-            }
-            return Ok(self.resolution / block);
-        }
-        if ![4, 9].contains(&in_channels) {
-            return Ok(self.resolution);
-        }
-        if !self.resolution.is_multiple_of(8) {
-            return Err(conflict(
-                &["resolution"],
-                format!(
-                    "{} is not a multiple of 8, the side of a latent in pixels",
-                    self.resolution
-                ),
-            ));
-        }
-        Ok(self.resolution / 8)
-    }
 }

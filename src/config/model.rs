@@ -89,6 +89,20 @@ impl Config {
         serde_json::from_str(text).map_err(|e| error(e.to_string()))
     }
 
+    /// The autoencoder's dict by diffusers' names: `vae/config.json` in the folder `pretrained_model_name_or_path`; `None`
+    /// where there is none, or the UNet is not that of the folder.
+    ///
+    /// # Errors
+    /// A file that cannot be read or is not a JSON object.
+    pub fn vae_config_json(&self) -> Result<Option<Map<String, Value>>, ConfigErrors> {
+        let name = &self.pretrained_model_name_or_path;
+        let file = Path::new(name).join("vae").join("config.json");
+        if self.unet_config.0 != ModelConfig::Unset || name.is_empty() || !file.is_file() {
+            return Ok(None);
+        }
+        read_json(&file, "pretrained_model_name_or_path").map(Some)
+    }
+
     /// The text encoder's dict by transformers' names: `text_encoder_config`, else
     /// `text_encoder/config.json` in the folder `pretrained_model_name_or_path`; `None` if
     /// neither is there.

@@ -650,19 +650,6 @@ fn folders_and_sizes() {
     );
     c.checkpoint_dir = "elsewhere".into();
     assert_eq!(c.checkpoint_folder(), std::path::Path::new("elsewhere"));
-    assert_eq!(c.sample_size(4).unwrap(), 128);
-    assert_eq!(c.sample_size(3).unwrap(), 1024);
-    c.pixel_unshuffle = 2;
-    assert_eq!(c.sample_size(12).unwrap(), 512);
-    assert!(c.sample_size(3).is_err());
-    c.pixel_unshuffle = 1;
-    c.resolution = 500;
-    assert!(
-        c.sample_size(4)
-            .unwrap_err()
-            .to_string()
-            .contains("not a multiple of 8")
-    );
 }
 
 #[test]

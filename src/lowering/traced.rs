@@ -15,6 +15,8 @@ pub struct Traced {
     pub name: String,
     /// For training the forward pass; `update` adds the rest.
     pub graph: Graph,
+    /// What the program is quantized by.
+    pub policy: Option<Policy>,
     /// What quantization decided for each contraction.
     pub decisions: Vec<Decision>,
     /// The run-time inputs that are known before the others and stay for a request, such as a prompt's embeddings.
@@ -29,6 +31,7 @@ impl Traced {
         Traced {
             name: name.to_string(),
             graph,
+            policy: None,
             decisions: Vec::new(),
             request_inputs: Vec::new(),
             update: None,
@@ -44,6 +47,7 @@ impl Traced {
             let b = Builder::resume(self.graph);
             self.decisions = quant::annotate(&b, policy)?;
             self.graph = b.finish();
+            self.policy = Some(policy.clone());
         }
         Ok(self)
     }

@@ -2,13 +2,13 @@
 
 use crate::dtype::DType;
 use crate::graph::{Builder, GraphError, Tensor};
-use crate::models::Part;
 use crate::models::clip::{ClipTextConfig, clip_text, final_layer_norm};
 use crate::models::controlnet::{self, Control, ControlNetConfig};
 use crate::models::unet::{
     self, AdditionEmbedType, ResSamples, SIZE_TIME_IDS, TextTime, UNet2DConditionConfig, UNetInputs,
 };
 use crate::models::vae::AutoencoderKlConfig;
+use crate::models::{Family, Part};
 use crate::nn::{Precision, Remat};
 use crate::schedulers::SchedulerConfig;
 use crate::shape::Shape;
@@ -18,6 +18,7 @@ type Result<T> = std::result::Result<T, GraphError>;
 /// The parts of a text-to-image model and how they compute.
 #[derive(Clone, Debug)]
 pub struct DiffusionModel {
+    pub family: Family,
     pub unet: UNet2DConditionConfig,
     /// What adds to the UNet's residuals, each by a picture that steers it.
     pub controlnets: Vec<ControlNetConfig>,

@@ -131,6 +131,16 @@ pub struct FamilySpec {
     pub claims: fn(&Signs) -> bool,
 }
 
+impl FamilySpec {
+    /// The parts that a model of this family is made of.
+    pub fn parts(&self) -> Vec<Part> {
+        let autoencoder = self.published.as_ref().map(|_| Part::Vae);
+        let encoders = self.text_encoders.iter().map(|encoder| encoder.part);
+        let parts = [Part::Unet].into_iter().chain(autoencoder);
+        parts.chain(encoders).collect()
+    }
+}
+
 /// A family's published models.
 #[derive(Debug)]
 pub struct Published {

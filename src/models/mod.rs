@@ -9,6 +9,7 @@ mod sd1;
 mod sd2;
 mod sdxl;
 mod sdxl_refiner;
+mod space;
 pub mod unet;
 pub mod vae;
 
@@ -16,6 +17,7 @@ pub use diffusion::{
     DiffusionModel, HiddenState, MicroConditioning, TextConditioning, TextEncoder,
 };
 pub use family::{Family, FamilySpec, Part, Published};
+pub use space::{RGB, SampleSpace};
 
 use serde_json::{Map, Value};
 

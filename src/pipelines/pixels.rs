@@ -4,8 +4,7 @@
 //! picture into `3 k k` channels of one place, PyTorch's `PixelUnshuffle`. The model's rows and columns are then a
 //! `k`-th, which cuts its cost by about `k` squared (Hoogeboom et al. 2023, "Simple diffusion", section 3, patches).
 
-/// Channels of a picture.
-pub const RGB: usize = 3;
+pub use crate::models::RGB;
 
 /// Where channel `c` of pixel (`y`, `x`) lies in a sample `[n, 3 k k, side / k, side / k]`.
 fn place(n: usize, c: usize, y: usize, x: usize, side: usize, k: usize) -> usize {

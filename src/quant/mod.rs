@@ -153,19 +153,11 @@ impl Formats {
     }
 }
 
-/// Layers that stay in float under `quantization=int8`: they are small, and sensitive to rounding.
-const FLOAT_LAYERS: [&str; 5] = [
-    r"(.*\.)?time_embedding\..*",
-    r"(.*\.)?add_embedding\..*",
-    r"(.*\.)?time_emb_proj",
-    r"conv_in",
-    r"conv_out",
-];
-
 impl Policy {
     /// `quantization=int8` with AQT's numerics (MaxDiffusion's `config_v3(fwd_bits=8, dlhs_bits=8, drhs_bits=8)`).
     ///
-    /// `rules` come before the built-in ones.
+    /// `rules` come before those for `float_layers`: the paths below the model's root, as regular expressions, of what its
+    /// family leaves in float.
     ///
     /// # Errors
     /// When a pattern is no regular expression.
@@ -173,8 +165,9 @@ impl Policy {
         model: &str,
         local_shards: usize,
         mut rules: Vec<Rule>,
+        float_layers: &[&str],
     ) -> Result<Policy, QuantError> {
-        rules.extend(built_in_rules()?);
+        rules.extend(rules_of_mode(float_layers)?);
         let nearest = TensorFormat::int8(NumericsConvention::Aqt);
         Ok(Policy {
             model: model.to_string(),
@@ -198,7 +191,7 @@ impl Policy {
 
     /// `quantization=int8_w8a16`: weights in int8 with one scale an output channel, activations in float.
     ///
-    /// `rules` come before the built-in ones.
+    /// `rules` come before those for `float_layers`, as in [`Policy::aqt_int8`].
     ///
     /// # Errors
     /// When a pattern is no regular expression.
@@ -206,8 +199,9 @@ impl Policy {
         model: &str,
         convention: NumericsConvention,
         mut rules: Vec<Rule>,
+        float_layers: &[&str],
     ) -> Result<Policy, QuantError> {
-        rules.extend(built_in_rules()?);
+        rules.extend(rules_of_mode(float_layers)?);
         Ok(Policy {
             model: model.to_string(),
             rules,
@@ -249,10 +243,10 @@ impl Policy {
     }
 }
 
-/// The rules after those of a user: small and sensitive layers stay in float, all others are quantized.
-fn built_in_rules() -> Result<Vec<Rule>, QuantError> {
-    let float = FLOAT_LAYERS.map(|pattern| (pattern, Action::Float));
-    let rules = float.into_iter().chain([(".*", Action::Quantize)]);
+/// The rules after those of a user: the family's layers stay in float, all others are quantized.
+fn rules_of_mode(float_layers: &[&str]) -> Result<Vec<Rule>, QuantError> {
+    let float = float_layers.iter().map(|pattern| (*pattern, Action::Float));
+    let rules = float.chain([(".*", Action::Quantize)]);
     rules
         .map(|(pattern, action)| Rule::new(pattern, action, false))
         .collect()

@@ -43,7 +43,13 @@ fn rules_decide_by_path_and_built_in_ones_keep_sensitive_layers_in_float() {
     linear(&unet.scope("down_blocks").scope(1).scope("to_q"), x, 4, 4);
     linear(&b.root("text_encoder").scope("q_proj"), x, 4, 4);
     let user = Rule::new(r"down_blocks\.1\..*", Action::Float, true).unwrap();
-    let policy = Policy::aqt_int8("unet/", 1, vec![user]).unwrap();
+    let policy = Policy::aqt_int8(
+        "unet/",
+        1,
+        vec![user],
+        &crate::models::unet::INT8_FLOAT_LAYERS,
+    )
+    .unwrap();
     let decisions = annotate(&b, &policy).unwrap();
     let quantized: Vec<&str> = decisions
         .iter()
@@ -53,7 +59,17 @@ fn rules_decide_by_path_and_built_in_ones_keep_sensitive_layers_in_float() {
     assert_eq!(quantized, ["down_blocks.0.to_q"]);
     assert_eq!(decisions.len(), 3, "the text encoder is not the policy's");
     let stray = Rule::new("up_blocks.*", Action::Float, true).unwrap();
-    let error = annotate(&b, &Policy::aqt_int8("unet/", 1, vec![stray]).unwrap()).unwrap_err();
+    let error = annotate(
+        &b,
+        &Policy::aqt_int8(
+            "unet/",
+            1,
+            vec![stray],
+            &crate::models::unet::INT8_FLOAT_LAYERS,
+        )
+        .unwrap(),
+    )
+    .unwrap_err();
     assert_eq!(
         error.to_string(),
         "quantization rule 'up_blocks.*' matches no contraction of unet; paths look like time_embedding.linear_1"
@@ -75,7 +91,17 @@ fn a_rule_for_a_product_of_activations_is_told_of_qwix() {
     let scores = unet.scope("attn").scope("qk_product");
     scores.dot_general(q, q, dims, DType::F32).unwrap();
     let rule = Rule::new(".*qk_product", Action::Quantize, true).unwrap();
-    let error = annotate(&b, &Policy::aqt_int8("unet/", 1, vec![rule]).unwrap()).unwrap_err();
+    let error = annotate(
+        &b,
+        &Policy::aqt_int8(
+            "unet/",
+            1,
+            vec![rule],
+            &crate::models::unet::INT8_FLOAT_LAYERS,
+        )
+        .unwrap(),
+    )
+    .unwrap_err();
     assert_eq!(
         error.to_string(),
         "the quantization rule '.*qk_product' matches only products of two activations of unet, such as \
@@ -94,7 +120,15 @@ fn layer(
     let u = b.input("u", f32s(&[dims[0], dims[1], outputs]), &[])?;
     b.input(ROUNDING_KEY, Shape::new(DType::U32, [2]), &[])?;
     let y = linear(&b.root("unet").scope("to_q"), x, dims[2], outputs);
-    annotate(&b, &Policy::aqt_int8("unet/", local_shards, vec![])?)?;
+    annotate(
+        &b,
+        &Policy::aqt_int8(
+            "unet/",
+            local_shards,
+            vec![],
+            &crate::models::unet::INT8_FLOAT_LAYERS,
+        )?,
+    )?;
     let loss = b.sum(b.mul(y, u)?, &[0, 1, 2])?;
     let w =
         b.root("unet")
@@ -229,7 +263,7 @@ fn a_batch_that_the_shards_do_not_divide_is_an_error() {
 #[test]
 fn a_zero_operand_gives_zero_and_no_nan() {
     for policy in [
-        Policy::aqt_int8("unet/", 0, vec![]).unwrap(),
+        Policy::aqt_int8("unet/", 0, vec![], &crate::models::unet::INT8_FLOAT_LAYERS).unwrap(),
         Policy::qwix_int8("unet/", ".*", Vec::new()).unwrap(),
     ] {
         let b = Builder::new();
@@ -259,7 +293,7 @@ fn weight_only(format: TensorFormat) -> (crate::graph::Graph, Vec<f64>, Vec<f64>
         b.output("y", y, None).unwrap();
         lower(&b.finish()).unwrap()
     };
-    let mut policy = Policy::int8_w8a16("unet/", NumericsConvention::Aqt, vec![]).unwrap();
+    let mut policy = Policy::int8_w8a16("unet/", NumericsConvention::Aqt, vec![], &[]).unwrap();
     policy.formats.weight = Some(format);
     let inputs = [
         HostTensor::from_f32([1, 4, 16], &wave(64, 0.7)).unwrap(),
@@ -369,7 +403,7 @@ fn groups_that_do_not_divide_are_refused() {
     let b = Builder::new();
     let x = b.input("x", f32s(&[1, 4, 16]), &[]).unwrap();
     let y = linear(&b.root("unet").scope("to_q"), x, 16, 6);
-    let mut policy = Policy::int8_w8a16("unet/", NumericsConvention::Aqt, vec![]).unwrap();
+    let mut policy = Policy::int8_w8a16("unet/", NumericsConvention::Aqt, vec![], &[]).unwrap();
     policy.formats.weight = Some(TensorFormat {
         granularity: Granularity::Group(5),
         ..TensorFormat::int8(NumericsConvention::Aqt)

@@ -19,8 +19,13 @@ pub fn precision(config: &Config) -> Precision {
 
 /// The quantization policy for the UNet, or `None` when quantization is off.
 ///
-/// `local_shards` is the number of parts of range finding in weight gradients.
-pub fn policy(config: &Config, local_shards: usize) -> Result<Option<Policy>, RecipeError> {
+/// `float_layers` are those that the model's family leaves in float, `local_shards` is the number of parts of range
+/// finding in weight gradients.
+pub fn policy(
+    config: &Config,
+    float_layers: &[&str],
+    local_shards: usize,
+) -> Result<Option<Policy>, RecipeError> {
     let root = format!("{ROOT}/");
     let mut rules = Vec::new();
     for rule in &config.quant_rules.0 {
@@ -32,14 +37,14 @@ pub fn policy(config: &Config, local_shards: usize) -> Result<Option<Policy>, Re
     }
     let policy = match (config.quantization, config.use_qwix_quantization) {
         (config::Quantization::Off, _) => return Ok(None),
-        (config::Quantization::Int8, false) => Policy::aqt_int8(&root, local_shards, rules),
+        (config::Quantization::Int8, false) => Policy::aqt_int8(&root, local_shards, rules, float_layers),
         (config::Quantization::Int8, true) => Policy::qwix_int8(&root, ".*", rules),
         (config::Quantization::Int8W8A16, qwix) => {
             let convention = match qwix {
                 false => NumericsConvention::Aqt,
                 true => NumericsConvention::Qwix,
             };
-            Policy::int8_w8a16(&root, convention, rules)
+            Policy::int8_w8a16(&root, convention, rules, float_layers)
         }
     };
     policy.map(Some).map_err(RecipeError::usage)

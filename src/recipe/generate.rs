@@ -57,12 +57,13 @@ pub fn generation(
         check_sampler_keys(config, &model.model.scheduler)?;
     }
     check_scores(given, &base, refiner.as_ref())?;
+    let float_layers = base.model.family.spec().int8_float_layers;
     let options = PipelineOptions {
         base,
         refiner,
         loras: lora::loras(config)?,
         guidance: guidance(config),
-        quantization: policy(config, 0)?,
+        quantization: policy(config, float_layers, 0)?,
         precision: config.precision,
         pixel_unshuffle: config.pixel_unshuffle as usize,
         max_batch: MAX_BATCH,

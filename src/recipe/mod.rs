@@ -27,7 +27,7 @@ pub use error::RecipeError;
 pub use formats::{check_formats, policy, precision, quantization_summary};
 pub use generate::{Generation, generation, guidance};
 pub use mesh::{check_batch, compile_topology, parallelism};
-pub use model::{CLIP_TOKENS, check_pixels, check_tokenizer, micro_conditioning, model, unet};
+pub use model::{CLIP_TOKENS, check_pixels, check_tokenizer, micro_conditioning, model};
 pub use notice::{Notice, Notify};
 pub use overrides::{Overrides, Repeat};
 pub use session::{Opened, has_hardware, open_session, program_cache};
@@ -49,12 +49,11 @@ pub fn check(
 ) -> Result<(), RecipeError> {
     use config::Verb::{Compile, Generate, Lower, Train};
     let model = model(config, None)?;
-    policy(config, 0)?;
+    policy(config, model.family.spec().int8_float_layers, 0)?;
     if verb.is_none_or(|v| [Compile, Lower].contains(&v)) {
         compile_topology(config, notify)?;
     }
     if verb.is_some_and(|v| [Train, Generate].contains(&v)) {
-        check_pixels(config, &model)?;
         sampling_plan(
             config,
             &model.scheduler,

@@ -1,11 +1,16 @@
 //! A model as the configuration alone describes it.
 
-use crate::config::Config;
+use std::path::Path;
+
+use serde_json::{Map, Value};
+
+use crate::config::{Config, ModelConfig};
 use crate::data::Tokenizer;
 use crate::models::clip::ClipTextConfig;
+use crate::models::family::Signs;
 use crate::models::unet::UNet2DConditionConfig;
-use crate::models::{DiffusionModel, HiddenState, MicroConditioning, Part, TextEncoder};
-use crate::pipelines::pixels::RGB;
+use crate::models::vae::AutoencoderKlConfig;
+use crate::models::{DiffusionModel, Family, MicroConditioning, Part, SampleSpace, TextEncoder};
 
 use super::RecipeError;
 use super::formats::precision;
@@ -25,17 +30,13 @@ pub fn micro_conditioning(config: &Config, requires_aesthetics_score: bool) -> M
     }
 }
 
-/// The UNet as configured.
-pub fn unet(config: &Config) -> Result<UNet2DConditionConfig, RecipeError> {
-    UNet2DConditionConfig::from_map(config.unet_config_json()?).map_err(RecipeError::usage)
-}
-
 /// The whole model. A text encoder that does not state `vocab_size` or `eos_token_id` takes the tokenizer's.
 pub fn model(
     config: &Config,
     tokenizer: Option<&Tokenizer>,
 ) -> Result<DiffusionModel, RecipeError> {
-    let unet = unet(config)?;
+    let fields = config.unet_config_json()?;
+    let unet = UNet2DConditionConfig::from_map(fields.clone()).map_err(RecipeError::usage)?;
     let text_encoder = match config.text_encoder_config_json()? {
         None => None,
         Some(mut fields) => {
@@ -53,17 +54,24 @@ pub fn model(
     if let (Some(text), Some(tokenizer)) = (&text_encoder, tokenizer) {
         check_tokenizer(text, tokenizer)?;
     }
-    let side = config.sample_size(unet.in_channels as u64)? as usize;
+    let family = family(config, &fields);
+    let space = space(config, family)?;
+    space.check(&unet).map_err(RecipeError::usage)?;
+    let image_side = image_side("resolution", config.resolution, space.factor())?;
+    let encoder = family.spec().text_encoders.iter();
+    let encoder = encoder.copied().find(|e| e.part == Part::TextEncoder);
     Ok(DiffusionModel {
+        family,
         tokens: text_encoder
             .as_ref()
             .map_or(CLIP_TOKENS, |t| t.max_position_embeddings),
         unet,
-        text_encoders: text_encoder
-            .map(|config| TextEncoder {
-                part: Part::TextEncoder,
+        text_encoders: encoder
+            .zip(text_encoder)
+            .map(|(encoder, config)| TextEncoder {
+                part: encoder.part,
                 config,
-                hidden: HiddenState::Normed { skip: 0 },
+                hidden: encoder.hidden,
             })
             .into_iter()
             .collect(),
@@ -72,16 +80,77 @@ pub fn model(
         precision: precision(config),
         remat: config.remat_policy,
         scheduler: scheduler(config)?,
-        sample_size: [side, side],
-        image_size: [config.resolution as usize; 2],
-        micro_conditioning: micro_conditioning(
-            config,
-            config
-                .model_family
-                .is_some_and(|family| family.spec().aesthetic_score),
-        ),
+        sample_size: [image_side / space.factor(); 2],
+        image_size: [image_side; 2],
+        micro_conditioning: micro_conditioning(config, family.spec().aesthetic_score),
         decode_tile: None,
     })
+}
+
+/// The family of the model: the one that the configuration names, else that of the published model, folder or UNet.
+fn family(config: &Config, unet: &Map<String, Value>) -> Family {
+    let name = &config.pretrained_model_name_or_path;
+    let own = config.unet_config.0 != ModelConfig::Unset;
+    if let Some(family) = config.model_family {
+        return family;
+    }
+    if config.pixel_unshuffle > 1 {
+        return Family::Pixels;
+    }
+    match Family::of_repository(name) {
+        Some((family, _)) if !own => family,
+        _ => Family::of_folder(&Signs {
+            unet,
+            has: &|part| match own {
+                // Nothing comes with a UNet of one's own but a text encoder to train beside it.
+                true => [Part::Unet, Part::TextEncoder].contains(&part),
+                false => Path::new(name).join(part.name()).is_dir(),
+            },
+        }),
+    }
+}
+
+/// What the samples of a model of `family` are: latents of the autoencoder in the model's folder, else of the one that
+/// its family is published with; or pixels.
+fn space(config: &Config, family: Family) -> Result<SampleSpace, RecipeError> {
+    let Some(published) = &family.spec().published else {
+        return Ok(SampleSpace::Pixels {
+            block: config.pixel_unshuffle as usize,
+        });
+    };
+    if config.pixel_unshuffle > 1 {
+        return Err(RecipeError::Usage(format!(
+            "pixel_unshuffle={}: {} works on latents, not on pixels",
+            config.pixel_unshuffle,
+            family.title()
+        )));
+    }
+    let vae = match config.vae_config_json()? {
+        Some(fields) => AutoencoderKlConfig::from_map(fields),
+        None => AutoencoderKlConfig::from_json(published.vae),
+    };
+    Ok(SampleSpace::latents(&vae.map_err(RecipeError::usage)?))
+}
+
+/// `side`, the value of `key`, of an image whose samples have `scale x scale` pixels in each place.
+///
+/// # Errors
+/// When it is no multiple of `scale`, with the nearest.
+pub(super) fn image_side(key: &str, side: u64, scale: usize) -> Result<usize, RecipeError> {
+    let side = side as usize;
+    if side > 0 && side.is_multiple_of(scale) {
+        return Ok(side);
+    }
+    let below = side / scale * scale;
+    let near: Vec<String> = [below, below + scale]
+        .into_iter()
+        .filter(|side| *side > 0)
+        .map(|side| side.to_string())
+        .collect();
+    Err(RecipeError::Usage(format!(
+        "{key}={side} is not a multiple of {scale}, the side in pixels of one place of the model's sample; nearest: {}",
+        near.join(" and ")
+    )))
 }
 
 /// Token ids beyond the embedding's rows would be read as its last row, and a wrong end token pools a wrong place: both
@@ -106,20 +175,18 @@ pub fn check_tokenizer(text: &ClipTextConfig, tokenizer: &Tokenizer) -> Result<(
     Ok(())
 }
 
-/// Refuses a UNet that does not work on the pixels of RGB images: what is trained here, and made with checkpoints of the run.
+/// Refuses a model of latents: training, and generating from its checkpoints, work on pixels.
 ///
 /// # Errors
-/// Names the channels.
-pub fn check_pixels(config: &Config, model: &DiffusionModel) -> Result<(), RecipeError> {
-    let k = config.pixel_unshuffle as usize;
-    let unet = &model.unet;
-    let expected = RGB * k * k;
-    if (unet.in_channels, unet.out_channels) == (expected, expected) {
-        return Ok(());
+/// Names the family.
+pub fn check_pixels(model: &DiffusionModel) -> Result<(), RecipeError> {
+    match model.family.spec().published {
+        None => Ok(()),
+        Some(_) => Err(RecipeError::Usage(format!(
+            "unet_config: in_channels={} is {}, which works on latents; training, and generating from a run's checkpoint, \
+             work on pixels: give a UNet with in_channels=3, or 3 * pixel_unshuffle^2",
+            model.unet.in_channels,
+            model.family.title()
+        ))),
     }
-    Err(RecipeError::Usage(format!(
-        "unet_config: in_channels={} and out_channels={}, but RGB images with pixel_unshuffle={k} have {expected}; a \
-         model of latents comes with its VAE: name it in pretrained_model_name_or_path, without unet_config",
-        unet.in_channels, unet.out_channels
-    )))
 }

@@ -11,7 +11,7 @@ use crate::models::clip::ClipTextConfig;
 use crate::models::controlnet::ControlNetConfig;
 use crate::models::unet::{ROOT as UNET, UNet2DConditionConfig};
 use crate::models::vae::{AutoencoderKlConfig, ROOT as VAE};
-use crate::models::{DiffusionModel, Family, Part, TextEncoder};
+use crate::models::{DiffusionModel, Family, Part, SampleSpace, TextEncoder};
 use crate::nn::Remat;
 use crate::pipelines::PipelineModel;
 use crate::pipelines::model_files::ModelFiles;
@@ -19,6 +19,7 @@ use crate::train::EMA_SUFFIX;
 use crate::train::checkpoint::SavedCheckpoint;
 use crate::weights::source::ModelSource;
 
+use super::model::image_side;
 use super::scheduler::SCHEDULER;
 use super::scheduler::scheduler_of;
 use super::{
@@ -208,7 +209,7 @@ impl Source {
                             .to_string(),
                     ));
                 }
-                check_pixels(config, &model)?;
+                check_pixels(&model)?;
                 let tokenizer =
                     Tokenizer::from_file(&file, model.tokens).map_err(RecipeError::failed)?;
                 Ok(PipelineModel {
@@ -282,10 +283,13 @@ fn published(
     for (encoder, tokenizer) in text_encoders.iter().zip(&tokenizers) {
         check_tokenizer(&encoder.config, tokenizer)?;
     }
-    let scale = vae.spatial_multiple();
+    let space = SampleSpace::latents(&vae);
+    space.check(&unet).map_err(RecipeError::usage)?;
+    let scale = space.factor();
     let image_size = image_size(config, scale)?;
     let precision = precision(config);
     let model = DiffusionModel {
+        family: source.family,
         sample_size: image_size.map(|side| side / scale),
         image_size,
         decode_tile: config.vae_tiling.then(|| vae.latent_tile()),
@@ -334,26 +338,11 @@ fn tokenizer(
     Tokenizer::from_dir(&dir, tokens).map_err(RecipeError::failed)
 }
 
-/// Height and width of the pictures, which latents of `scale x scale` pixels can have.
+/// Height and width of the images, which samples of `scale x scale` pixels in each place can have.
 fn image_size(config: &Config, scale: usize) -> Result<[usize; 2], RecipeError> {
-    let side = |key: &str, given: u64| {
-        let (key, side) = match given {
-            0 => ("resolution", config.resolution as usize),
-            given => (key, given as usize),
-        };
-        if side > 0 && side.is_multiple_of(scale) {
-            return Ok(side);
-        }
-        let below = side / scale * scale;
-        let near: Vec<String> = [below, below + scale]
-            .into_iter()
-            .filter(|side| *side > 0)
-            .map(|side| side.to_string())
-            .collect();
-        Err(RecipeError::Usage(format!(
-            "{key}={side} is not a multiple of {scale}, the side of a latent in pixels; nearest: {}",
-            near.join(" and ")
-        )))
+    let side = |key: &str, given: u64| match given {
+        0 => image_side("resolution", config.resolution, scale),
+        given => image_side(key, given, scale),
     };
     Ok([side("height", config.height)?, side("width", config.width)?])
 }

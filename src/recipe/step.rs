@@ -28,12 +28,13 @@ pub fn check_training(config: &Config, model: &DiffusionModel) -> Result<(), Rec
                 .to_string(),
         ));
     }
-    check_pixels(config, model)
+    check_pixels(model)
 }
 
-/// The training step for `batch` samples over all devices.
+/// The training step of `model` for `batch` samples over all devices.
 pub fn step_options(
     config: &Config,
+    model: &DiffusionModel,
     batch: usize,
     local_shards: usize,
 ) -> Result<StepOptions, RecipeError> {
@@ -43,7 +44,7 @@ pub fn step_options(
         timesteps: timesteps(config),
         loss_weighting: loss_weighting(config),
         train_text_encoder: config.train_text_encoder,
-        quantization: policy(config, local_shards)?,
+        quantization: policy(config, model.family.spec().int8_float_layers, local_shards)?,
     })
 }
 

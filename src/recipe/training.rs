@@ -101,7 +101,7 @@ impl Training {
                 images: sample_images(config, &self.dataset)?,
                 plan,
                 guidance: guidance(config),
-                quantization: policy(config, 0)?,
+                quantization: policy(config, self.model.family.spec().int8_float_layers, 0)?,
             }),
         };
         let tokenizer = Tokenizer::from_json(&self.tokenizer_json, self.model.tokens)
@@ -113,7 +113,7 @@ impl Training {
             random_flip: false,
         };
         Ok(TrainerOptions {
-            step: step_options(config, batch, shards as usize)?,
+            step: step_options(config, &self.model, batch, shards as usize)?,
             precision: config.precision,
             metrics: metrics(config),
             batcher: Batcher::new(self.dataset, tokenizer, options).map_err(RecipeError::failed)?,

@@ -806,7 +806,17 @@ fn compiled_training_step() -> CompileReport {
         x = b.dot_general(x, weight, dims, DType::F32).unwrap();
     }
     let loss = b.sum(b.mul(x, x).unwrap(), &[0, 1]).unwrap();
-    annotate(&b, &Policy::aqt_int8("unet/", 1, Vec::new()).unwrap()).unwrap();
+    annotate(
+        &b,
+        &Policy::aqt_int8(
+            "unet/",
+            1,
+            Vec::new(),
+            &crate::models::unet::INT8_FLOAT_LAYERS,
+        )
+        .unwrap(),
+    )
+    .unwrap();
     let wrt: Vec<Tensor> = weights.iter().map(|(_, weight)| *weight).collect();
     let gradients = grad(&b, loss, &wrt).unwrap();
     let trained: Vec<Trained> = weights

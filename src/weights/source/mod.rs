@@ -151,11 +151,17 @@ pub enum SourceError {
         expected: Family,
         config: String,
     },
-    #[error("{path}: it has no {part}; it has {}", listed(has, SHOWN))]
-    MissingPart {
+    #[error(
+        "{path}: incomplete: {} needs {}; expected {}; found {}",
+        family.title(), names(missing), expected_at(path, *layout, missing), names(found)
+    )]
+    Incomplete {
         path: PathBuf,
-        part: Part,
-        has: Vec<String>,
+        family: Family,
+        layout: Layout,
+        /// All that the family needs and the source does not have; never empty.
+        missing: Vec<Part>,
+        found: Vec<Part>,
     },
     #[error(
         "{path}: {} values of {} tensors are too large for {dtype} and would become infinite: {}; nothing was written; \
@@ -178,6 +184,23 @@ pub enum SourceError {
         part: Part,
         reason: String,
     },
+}
+
+fn names(parts: &[Part]) -> String {
+    let names: Vec<String> = parts.iter().map(Part::to_string).collect();
+    listed(&names, SHOWN)
+}
+
+/// Where parts that a model lacks would be.
+fn expected_at(path: &Path, layout: Layout, parts: &[Part]) -> String {
+    match layout {
+        Layout::SingleFile => "them in the same file, as in a file of a whole model".to_owned(),
+        Layout::Pipeline => {
+            let folder = |part: &Part| format!("{}/", path.join(part.name()).display());
+            let folders: Vec<String> = parts.iter().map(folder).collect();
+            format!("in {}", listed(&folders, SHOWN))
+        }
+    }
 }
 
 fn known() -> String {
@@ -216,15 +239,22 @@ impl ModelSource {
     /// A part that is needed.
     ///
     /// # Errors
-    /// When the source does not have it.
+    /// When the source does not have it: names all parts of the family that are missing.
     pub fn component(&self, part: Part) -> Result<&Component, SourceError> {
-        self.components
-            .get(&part)
-            .ok_or_else(|| SourceError::MissingPart {
+        self.components.get(&part).ok_or_else(|| {
+            let needed = self.family.spec().parts();
+            SourceError::Incomplete {
                 path: self.path.clone(),
-                part,
-                has: self.components.keys().map(Part::to_string).collect(),
-            })
+                family: self.family,
+                layout: self.layout,
+                missing: Part::ALL
+                    .into_iter()
+                    .filter(|other| *other == part || needed.contains(other))
+                    .filter(|part| !self.components.contains_key(part))
+                    .collect(),
+                found: self.components.keys().copied().collect(),
+            }
+        })
     }
 
     /// Checks that the model is of the family that `config`, the name of a configuration file, is for.

@@ -211,7 +211,17 @@ fn layer_program(kernel: bool, precision: Precision, int8: bool) -> Builder {
         .unwrap()
     };
     if int8 {
-        quant::annotate(&b, &Policy::aqt_int8("unet/", 0, Vec::new()).unwrap()).unwrap();
+        quant::annotate(
+            &b,
+            &Policy::aqt_int8(
+                "unet/",
+                0,
+                Vec::new(),
+                &crate::models::unet::INT8_FLOAT_LAYERS,
+            )
+            .unwrap(),
+        )
+        .unwrap();
     }
     b.output("y", b.convert(y, DType::F32).unwrap(), None)
         .unwrap();

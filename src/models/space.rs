@@ -1,0 +1,126 @@
+//! What a denoiser's sample is of an image.
+
+use super::ModelConfigError;
+use super::unet::UNet2DConditionConfig;
+use super::vae::AutoencoderKlConfig;
+
+/// Channels of a pixel.
+pub const RGB: usize = 3;
+
+/// What one place of a denoiser's sample stands for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SampleSpace {
+    /// `block x block` pixels of the image, each with its red, green and blue.
+    Pixels { block: usize },
+    /// A latent of an autoencoder, which stands for `factor x factor` pixels.
+    Latents { channels: usize, factor: usize },
+}
+
+impl SampleSpace {
+    /// The latents of this autoencoder.
+    pub fn latents(vae: &AutoencoderKlConfig) -> SampleSpace {
+        SampleSpace::Latents {
+            channels: vae.latent_channels,
+            factor: vae.spatial_multiple(),
+        }
+    }
+
+    /// Channels of a sample.
+    pub fn channels(self) -> usize {
+        match self {
+            SampleSpace::Pixels { block } => RGB * block * block,
+            SampleSpace::Latents { channels, .. } => channels,
+        }
+    }
+
+    /// Rows of pixels to a row of the sample, of which height and width of an image are multiples.
+    pub fn factor(self) -> usize {
+        match self {
+            SampleSpace::Pixels { block } => block,
+            SampleSpace::Latents { factor, .. } => factor,
+        }
+    }
+
+    /// Checks that a UNet takes and makes samples of this space; one for inpainting also takes a mask and the latents of what it
+    /// leaves of the image.
+    ///
+    /// # Errors
+    /// Names the channels that were found and those that are expected.
+    pub fn check(self, unet: &UNet2DConditionConfig) -> Result<(), ModelConfigError> {
+        let channels = self.channels();
+        let inpainting = 2 * channels + 1;
+        let (taken, expected) = match self {
+            SampleSpace::Pixels { block } => (
+                vec![channels],
+                format!("{channels}, the colours of {block}x{block} pixels"),
+            ),
+            SampleSpace::Latents { .. } => (
+                vec![channels, inpainting],
+                format!(
+                    "{channels}, the channels of the autoencoder's latents, or {inpainting} for inpainting; a model of \
+                     pixels has {RGB} * pixel_unshuffle^2"
+                ),
+            ),
+        };
+        let unsupported = |field: &str, found: usize, expected: String| {
+            Err(ModelConfigError::Unsupported {
+                model: "UNet2DConditionModel",
+                field: field.to_owned(),
+                found: found.to_string(),
+                expected,
+            })
+        };
+        if !taken.contains(&unet.in_channels) {
+            return unsupported("in_channels", unet.in_channels, expected);
+        }
+        if unet.out_channels != channels {
+            let expected = format!("{channels}, those of the sample");
+            return unsupported("out_channels", unet.out_channels, expected);
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn channels_are_those_of_pixels_or_latents_or_refused_by_their_number() {
+        let unet = |in_channels| UNet2DConditionConfig {
+            in_channels,
+            out_channels: match in_channels {
+                9 => 4,
+                channels => channels,
+            },
+            ..UNet2DConditionConfig::default()
+        };
+        let vae = AutoencoderKlConfig {
+            block_out_channels: vec![64; 3],
+            ..AutoencoderKlConfig::default()
+        };
+        let latents = SampleSpace::latents(&vae);
+        assert_eq!((latents.channels(), latents.factor()), (4, 4));
+        let block = SampleSpace::Pixels { block: 2 };
+        assert_eq!((block.channels(), block.factor()), (12, 2));
+        for channels in 1..20 {
+            let fits = |space: SampleSpace| space.check(&unet(channels)).is_ok();
+            assert_eq!(fits(latents), [4, 9].contains(&channels));
+            assert_eq!(fits(block), channels == 12);
+        }
+        let wide = UNet2DConditionConfig {
+            out_channels: 8,
+            ..unet(4)
+        };
+        let error = latents.check(&wide).unwrap_err().to_string();
+        assert!(
+            error.contains("out_channels = 8 is not supported; expected 4"),
+            "{error}"
+        );
+        assert_eq!(
+            latents.check(&unet(5)).unwrap_err().to_string(),
+            "UNet2DConditionModel: in_channels = 5 is not supported; expected 4, the channels of the autoencoder's \
+             latents, or 9 for inpainting; a model of pixels has 3 * pixel_unshuffle^2"
+        );
+    }
+}
