@@ -37,7 +37,9 @@ pub fn policy(
     }
     let policy = match (config.quantization, config.use_qwix_quantization) {
         (config::Quantization::Off, _) => return Ok(None),
-        (config::Quantization::Int8, false) => Policy::aqt_int8(&root, local_shards, rules, float_layers),
+        (config::Quantization::Int8, false) => {
+            Policy::aqt_int8(&root, local_shards, rules, float_layers)
+        }
         (config::Quantization::Int8, true) => Policy::qwix_int8(&root, ".*", rules),
         (config::Quantization::Int8W8A16, qwix) => {
             let convention = match qwix {
