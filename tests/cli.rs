@@ -620,12 +620,36 @@ fn a_stale_plugin_is_used_with_a_warning() {
         .path()
         .join(format!("cpu-{}", own.kind.pinned_version()));
     std::fs::create_dir(&plugin).unwrap();
+    // The same library, but for the hash of its sources that it carries, beside the libraries that it needs.
+    let folder_of_own = own.library.parent().unwrap();
+    let listed = std::fs::read_to_string(folder_of_own.join("manifest.json")).unwrap();
+    let listed: serde_json::Value = serde_json::from_str(&listed).unwrap();
+    for name in listed["members"].as_object().unwrap().keys() {
+        std::os::unix::fs::symlink(folder_of_own.join(name), plugin.join(name)).unwrap();
+    }
+    let hash = listed["sources_sha256"].as_str().unwrap().as_bytes();
+    let mut bytes = std::fs::read(&own.library).unwrap();
+    let places: Vec<usize> = bytes
+        .windows(hash.len())
+        .enumerate()
+        .filter(|(_, window)| *window == hash)
+        .map(|(at, _)| at)
+        .collect();
+    assert!(
+        !places.is_empty(),
+        "the library carries the hash of its sources"
+    );
+    for at in places {
+        bytes[at..at + hash.len()].fill(b'0');
+    }
+    let library = plugin.join(own.library.file_name().unwrap());
+    std::fs::write(&library, &bytes).unwrap();
     let manifest = serde_json::json!({
         "kind": "cpu",
         "version": own.kind.pinned_version(),
-        "library": own.library,
-        "sha256": own.sha256,
-        "size": std::fs::metadata(&own.library).unwrap().len(),
+        "library": library,
+        "sha256": maxdiff::util::hash::Sha256::of(&bytes).to_string(),
+        "size": bytes.len(),
         "source": own.source,
         "sources_sha256": "00",
     });
@@ -645,7 +669,8 @@ fn a_stale_plugin_is_used_with_a_warning() {
     assert!(output.status.success(), "{told}");
     assert_eq!(
         told,
-        "warning: the cpu plugin was built from other sources than this program's; run `maxdiff-rs plugin install cpu`\n"
+        "warning: the cpu plugin was built from other sources than this program's, so its kernels are not used; run \
+         `maxdiff-rs plugin install cpu`\n"
     );
     let output = program(["plugin", "install", "cpu", "--if-needed"])
         .env("MAXDIFF_PLUGIN_DIR", folder.path())
