@@ -105,7 +105,7 @@ fn the_large_models_have_their_unets() {
 fn samples_that_a_family_does_not_have_are_refused_by_their_size() {
     let error = |words: &[&str]| {
         let path = root().join("configs/base15.yml");
-        let config = load(&path, words, Some(Verb::Lower)).config;
+        let config = load(&path, words, None).config;
         recipe::model(&config, None).unwrap_err().to_string()
     };
     let own = |channels: usize| {

@@ -639,9 +639,9 @@ impl Compiled {
     fn load_ms(&self) -> Option<f64> {
         let of_one =
             |p: &CompiledProgram| Some(p.report.predicted_ms.as_ref()?.total * p.runs() as f64);
-        let each = self.load.iter().map(of_one);
-        // A sum of no floats would be -0.
-        each.fold(Some(0.0), |sum, ms| Some(sum? + ms?))
+        let mut each = self.load.iter().map(of_one);
+        // `sum` of no floats would be -0.
+        each.try_fold(0.0, |sum, ms| Some(sum + ms?))
     }
 
     /// Whether every program fits a device, where that is known.
