@@ -521,7 +521,7 @@ fn convert_writes_diffusers_folders() {
     for (name, family) in MODELS {
         let recorded = Recorded::read(name);
         let (folder, report) = converted(dir.path(), name);
-        assert_eq!(report["family"], json!(family.name()));
+        assert_eq!(report["family"], json!(family.title()));
         assert_eq!(report["recipe"], json!(family.spec().recipe));
         let unet = recorded.parts[&Part::Unet].tensors.len();
         assert_eq!(report["parts"]["unet"]["tensors"], json!(unet));

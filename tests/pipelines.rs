@@ -394,7 +394,9 @@ fn other_settings_compile_nothing() {
     let case = Case::read("sdxl", Precision::F32);
     let pipeline = case.compile(&session, 1, false);
     let compiled = session.program_counts();
-    assert_eq!(compiled.compiled, pipeline.timings().programs);
+    // Another test may have compiled them before.
+    let known = compiled.compiled + compiled.from_cache;
+    assert_eq!(known, pipeline.timings().programs);
     let plans = [3, 5].map(|steps| {
         let options = PlanOptions::new(steps);
         case.model.scheduler.plan(&options).unwrap()
