@@ -200,18 +200,6 @@ impl Bundle {
         })
     }
 
-    /// The programs with their payloads.
-    pub fn programs(&self) -> impl Iterator<Item = (&ProgramHeader, &[u8])> {
-        let mut rest = self.payload.as_slice();
-        self.header.programs.iter().map(move |program| {
-            // The lengths were compared with the payload's when the bundle was read.
-            let length = usize::try_from(program.payload_bytes).unwrap_or(usize::MAX);
-            let (own, after) = rest.split_at(length.min(rest.len()));
-            rest = after;
-            (program, own)
-        })
-    }
-
     /// Whether the bundle read from `path` is the program `expected` describes; the memory it takes is not compared.
     ///
     /// # Errors

@@ -86,9 +86,4 @@ impl Modules {
             step: module(lowered.step),
         }
     }
-
-    /// All modules, in the order in which they run.
-    pub fn all(&self) -> impl Iterator<Item = &Module> {
-        self.load.iter().chain(&self.request).chain([&self.step])
-    }
 }

@@ -164,29 +164,23 @@ impl Policy {
     pub fn aqt_int8(
         model: &str,
         local_shards: usize,
-        mut rules: Vec<Rule>,
+        rules: Vec<Rule>,
         float_layers: &[&str],
     ) -> Result<Policy, QuantError> {
-        rules.extend(rules_of_mode(float_layers)?);
         let nearest = TensorFormat::int8(NumericsConvention::Aqt);
-        Ok(Policy {
-            model: model.to_string(),
-            rules,
-            slash_paths: false,
-            activations: false,
-            formats: Formats {
-                weight: Some(nearest),
-                activation: Some(nearest),
-                backward: Some(Backward {
-                    gradient: TensorFormat {
-                        rounding: Rounding::Stochastic,
-                        ..nearest
-                    },
-                    residual: nearest,
-                    local_shards,
-                }),
-            },
-        })
+        let formats = Formats {
+            weight: Some(nearest),
+            activation: Some(nearest),
+            backward: Some(Backward {
+                gradient: TensorFormat {
+                    rounding: Rounding::Stochastic,
+                    ..nearest
+                },
+                residual: nearest,
+                local_shards,
+            }),
+        };
+        Policy::of_layers(model, rules, float_layers, formats)
     }
 
     /// `quantization=int8_w8a16`: weights in int8 with one scale an output channel, activations in float.
@@ -198,8 +192,23 @@ impl Policy {
     pub fn int8_w8a16(
         model: &str,
         convention: NumericsConvention,
+        rules: Vec<Rule>,
+        float_layers: &[&str],
+    ) -> Result<Policy, QuantError> {
+        let formats = Formats {
+            weight: Some(TensorFormat::int8(convention)),
+            activation: None,
+            backward: None,
+        };
+        Policy::of_layers(model, rules, float_layers, formats)
+    }
+
+    /// `rules`, then the family's layers in float, and all other contractions with a weight in `formats`.
+    fn of_layers(
+        model: &str,
         mut rules: Vec<Rule>,
         float_layers: &[&str],
+        formats: Formats,
     ) -> Result<Policy, QuantError> {
         rules.extend(rules_of_mode(float_layers)?);
         Ok(Policy {
@@ -207,11 +216,7 @@ impl Policy {
             rules,
             slash_paths: false,
             activations: false,
-            formats: Formats {
-                weight: Some(TensorFormat::int8(convention)),
-                activation: None,
-                backward: None,
-            },
+            formats,
         })
     }
 
