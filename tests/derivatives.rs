@@ -4,10 +4,9 @@
 //! `<J v, u> = <v, J^T u>`, where `u` is a random cotangent of the result.
 
 use maxdiff::dtype::DType;
-use maxdiff::graph::op::{ConvLayout, Op};
 use maxdiff::graph::{
-    Binary, Builder, Comparison, ConvDims, DotDims, GatherDims, GraphError, PadDim, Reduction,
-    ScatterDims, ScatterKind, Tensor, Unary, evaluate, grad,
+    Binary, Builder, Comparison, ConvDims, ConvLayout, DotDims, GatherDims, GraphError, Op, PadDim,
+    Reduction, ScatterDims, ScatterKind, Tensor, Unary, evaluate, grad,
 };
 use maxdiff::host_tensor::HostTensor;
 use maxdiff::shape::Shape;

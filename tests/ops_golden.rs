@@ -7,10 +7,9 @@ use std::collections::BTreeSet;
 
 use crate::common::{Golden, cpu_session, run_on};
 use maxdiff::dtype::DType;
-use maxdiff::graph::op::ConvLayout;
 use maxdiff::graph::{
-    Binary, Builder, ConvDims, DotDims, GatherDims, Graph, GraphError, Op, PadDim, Reduction,
-    ScatterDims, ScatterKind, Tensor, Unary, evaluate, vjp,
+    Binary, Builder, ConvDims, ConvLayout, DotDims, GatherDims, Graph, GraphError, Op, PadDim,
+    Reduction, ScatterDims, ScatterKind, Tensor, Unary, evaluate, vjp,
 };
 use maxdiff::host_tensor::HostTensor;
 use maxdiff::nn::{self, Precision};

@@ -7,10 +7,9 @@ use std::collections::BTreeSet;
 
 use crate::common::{Golden, cpu_session, distance, run_on};
 use maxdiff::dtype::DType;
-use maxdiff::graph::op::ConvLayout;
 use maxdiff::graph::{
-    Binary, Builder, ContractionQuant, ConvDims, DotDims, Graph, Init, NumericsConvention, Op,
-    Output, QuantDot, Rounding, TensorFormat, evaluate, vjp,
+    Binary, Builder, ContractionQuant, ConvDims, ConvLayout, DotDims, Graph, Init,
+    NumericsConvention, Op, Output, QuantDot, Rounding, TensorFormat, evaluate, vjp,
 };
 use maxdiff::host_tensor::HostTensor;
 use maxdiff::quant::{Policy, annotate, lower_with_noise};

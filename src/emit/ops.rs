@@ -5,8 +5,9 @@ use std::collections::HashMap;
 use std::fmt::Write;
 
 use crate::dtype::DType;
-use crate::graph::op::ConvLayout;
-use crate::graph::{Attribute, ConvDims, Graph, Node, Op, Reduction, ScatterKind, Unary};
+use crate::graph::{
+    Attribute, ConvDims, ConvLayout, Graph, Node, Op, Reduction, ScatterKind, Unary,
+};
 use crate::shape::Shape;
 
 use super::types::dense;

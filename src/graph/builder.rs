@@ -12,10 +12,8 @@ use crate::dtype::DType;
 use crate::host_tensor::HostTensor;
 use crate::shape::Shape;
 
-use super::composite::Composite;
 use super::infer::infer;
-use super::op::Op;
-use super::{Graph, GraphError, Init, Input, InputKind, Node, Output, Tensor};
+use super::{Composite, Graph, GraphError, Init, Input, InputKind, Node, Op, Output, Tensor};
 
 type Result<T> = std::result::Result<T, GraphError>;
 

@@ -7,8 +7,8 @@ use std::fmt::Debug;
 
 use crate::shape::Shape;
 
+use super::InferError;
 use super::eval::Value;
-use super::infer::InferError;
 
 /// An attribute of a kernel's call.
 #[derive(Clone, Copy, Debug, PartialEq)]

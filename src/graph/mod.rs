@@ -4,66 +4,43 @@
 //! checks every shape; what consumes a finished graph (derivative, passes, emission) cannot meet
 //! an ill-typed one.
 
+mod attributes;
 mod builder;
-pub mod composite;
-pub mod custom_call;
+mod composite;
+mod custom_call;
+mod error;
 pub mod eval;
 mod flops;
+mod format;
 mod infer;
 mod init;
-pub mod op;
+mod op;
 pub mod random;
+mod rewrite;
 pub mod scopes;
 mod stage;
 mod vjp;
 
+pub use attributes::{
+    Binary, Comparison, ConvDims, ConvLayout, DotDims, GatherDims, PadDim, Reduction, ScatterDims,
+    ScatterKind, Unary,
+};
 pub use builder::Builder;
 pub use composite::{Composite, Contraction};
 pub use custom_call::{Attribute, CustomCall};
+pub use error::{GraphError, InferError, constraint};
 pub use eval::{EvalError, evaluate};
 pub use flops::flops;
-pub use infer::{InferError, constraint};
-pub use init::Init;
-pub use op::{
-    Binary, Comparison, ContractionQuant, ConvDims, ConvLayout, DotDims, GatherDims, Granularity,
-    NumericsConvention, Op, PadDim, QuantDot, Range, Reduction, Rounding, ScatterDims, ScatterKind,
-    TensorFormat, Unary,
+pub use format::{
+    ContractionQuant, Granularity, NumericsConvention, QuantDot, Range, Rounding, TensorFormat,
 };
+pub use init::Init;
+pub use op::Op;
+pub use rewrite::{Replace, Substitute};
 pub use stage::{Staged, stage};
 pub use vjp::{grad, vjp};
 
-use crate::dtype::DType;
 use crate::shape::Shape;
-
-/// Why a graph could not be built.
-#[derive(Debug, thiserror::Error)]
-pub enum GraphError {
-    /// `path` is the scope the operation was made in.
-    #[error("{path}: {op}: {source}")]
-    Infer {
-        path: String,
-        op: &'static str,
-        source: Box<InferError>,
-    },
-    #[error("{path}: {op}: operand {operand} belongs to another graph; pass it through the carry")]
-    ForeignTensor {
-        path: String,
-        op: &'static str,
-        operand: usize,
-    },
-    #[error("{name}: declared twice, as {first} and as {second}")]
-    Redeclared {
-        name: String,
-        first: Shape,
-        second: Shape,
-    },
-    #[error("{path}: {message}")]
-    Invalid { path: String, message: String },
-    #[error("{path}: {op} has no derivative here; keep it out of what the loss depends on")]
-    NotDifferentiable { path: String, op: &'static str },
-    #[error(transparent)]
-    HostTensor(#[from] crate::host_tensor::HostTensorError),
-}
 
 /// A symbolic tensor: a node of the graph that made it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -147,15 +124,6 @@ pub struct Graph {
     pub scopes: Vec<String>,
 }
 
-/// What [`Graph::rewrite`] asks of each node: a builder at its scope, the node and its operands in the copy.
-pub type Replace<'a> =
-    dyn FnMut(&Builder, &Node, &[Tensor]) -> Result<Option<Tensor>, GraphError> + 'a;
-
-/// What [`Graph::substitute`] asks of each node: a builder at its scope, the node's index, and the copies of all nodes
-/// before it that outputs depend on.
-pub type Substitute<'a> =
-    dyn FnMut(&Builder, usize, &[Tensor]) -> Result<Option<Tensor>, GraphError> + 'a;
-
 impl Graph {
     /// The scope path a node was made in.
     pub fn path(&self, node: &Node) -> &str {
@@ -195,129 +163,6 @@ impl Graph {
             };
         }
         result
-    }
-
-    /// The same program for weights as `stored` says they are: `f32` weights that are stored as `bf16` or `f16` are
-    /// inputs of that type where all that the program does with them is to convert them.
-    ///
-    /// # Errors
-    /// None for a well-typed graph.
-    pub fn with_stored_weights(
-        &self,
-        stored: &dyn Fn(&str) -> Option<DType>,
-    ) -> Result<Graph, GraphError> {
-        let live = self.live_nodes();
-        let mut only_converted = vec![true; self.nodes.len()];
-        for (node, _) in self.nodes.iter().zip(&live).filter(|(_, live)| **live) {
-            for operand in &node.operands {
-                only_converted[*operand as usize] &= matches!(node.op, Op::Convert(_));
-            }
-        }
-        for output in &self.outputs {
-            only_converted[output.node as usize] = false;
-        }
-        let mut graph = self.clone();
-        for (i, node) in self.nodes.iter().enumerate() {
-            let Op::Parameter(index) = node.op else {
-                continue;
-            };
-            let input = &mut graph.inputs[index];
-            let is_weight = matches!(input.kind, InputKind::Weight(_));
-            if !is_weight || input.shape.dtype != DType::F32 || !only_converted[i] {
-                continue;
-            }
-            if let Some(dtype @ (DType::BF16 | DType::F16)) = stored(&input.name) {
-                input.shape = input.shape.with_dtype(dtype);
-                graph.nodes[i].shape = input.shape.clone();
-            }
-        }
-        graph.substitute(&mut |_, i, copies| {
-            let node = &graph.nodes[i];
-            let Op::Convert(dtype) = node.op else {
-                return Ok(None);
-            };
-            let operand = node.operands[0] as usize;
-            Ok((graph.nodes[operand].shape.dtype == dtype).then(|| copies[operand]))
-        })
-    }
-
-    /// A copy in which `replace` may put other nodes in an operation's place.
-    ///
-    /// `replace` gets a builder at the node's scope, the node, and its operands in the copy. `None` keeps the node.
-    /// Loop bodies are rewritten by the same function.
-    ///
-    /// # Errors
-    /// Those of `replace`, and when a replacement's shape is not the node's.
-    pub fn rewrite(&self, replace: &mut Replace<'_>) -> Result<Graph, GraphError> {
-        self.substitute(&mut |b, i, copies| {
-            let node = &self.nodes[i];
-            let operands: Vec<Tensor> = node.operands.iter().map(|o| copies[*o as usize]).collect();
-            match (replace(b, node, &operands)?, &node.op) {
-                (None, Op::While { cond, body }) => {
-                    let op = Op::While {
-                        cond: Box::new(cond.rewrite(replace)?),
-                        body: Box::new(body.rewrite(replace)?),
-                    };
-                    b.push(op, &operands).map(Some)
-                }
-                (other, _) => Ok(other),
-            }
-        })
-    }
-
-    /// [`Graph::rewrite`] for replacements that reach further back than a node's operands; loop bodies stay as they
-    /// are.
-    ///
-    /// # Errors
-    /// Those of `replace`, and when a replacement's shape is not the node's.
-    pub fn substitute(&self, replace: &mut Substitute<'_>) -> Result<Graph, GraphError> {
-        let b = Builder::new();
-        let inputs = self
-            .inputs
-            .iter()
-            .map(|input| b.declare(input.clone()))
-            .collect::<Result<Vec<_>, _>>()?;
-        let mut copies: Vec<Tensor> = Vec::with_capacity(self.nodes.len());
-        let live = self.live_nodes();
-        for (i, node) in self.nodes.iter().enumerate() {
-            if let Op::Parameter(index) = node.op {
-                copies.push(inputs[index]);
-                continue;
-            }
-            // What no output needs is not worth a copy; its place holds any earlier tensor, never read.
-            if !live[i] {
-                copies.push(Tensor {
-                    graph: u32::MAX,
-                    id: 0,
-                });
-                continue;
-            }
-            let at = b.at(self.path(node).to_string());
-            let copy = match replace(&at, i, &copies)? {
-                Some(t) => t,
-                None => {
-                    let operands: Vec<Tensor> =
-                        node.operands.iter().map(|o| copies[*o as usize]).collect();
-                    at.copy_node(node, &operands)?
-                }
-            };
-            if at.shape(copy) != node.shape {
-                return Err(at.invalid(format!(
-                    "{}: replaced {} by {}",
-                    node.op.name(),
-                    node.shape,
-                    at.shape(copy)
-                )));
-            }
-            copies.push(copy);
-        }
-        for output in &self.outputs {
-            b.push_output(Output {
-                node: copies[output.node as usize].id,
-                ..output.clone()
-            });
-        }
-        Ok(b.finish())
     }
 
     /// The same program without the names of anything: equal for programs that differ in names alone.

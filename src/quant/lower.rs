@@ -307,7 +307,7 @@ fn scaled_product(
         _ => {}
     }
     let ranks = [lhs, rhs].map(|t| b.dims(t).len());
-    let product = b.push(contraction.op(accumulator), &[lhs, rhs])?;
+    let product = b.push(Op::contraction(contraction, accumulator), &[lhs, rhs])?;
     let mut out = b.convert(product, result)?;
     let mut scales = operands[2..].iter();
     let places = contraction.places(ranks);

@@ -2,12 +2,11 @@
 
 use crate::dtype::DType;
 
-use super::super::op::{
-    Binary, Comparison, ConvDims, DotDims, GatherDims, Op, PadDim, QuantDot, Reduction,
-    ScatterDims, ScatterKind, Unary,
-};
-use super::super::{GraphError, Tensor};
 use super::Builder;
+use crate::graph::{
+    Binary, Comparison, ConvDims, DotDims, GatherDims, GraphError, Op, PadDim, QuantDot, Reduction,
+    ScatterDims, ScatterKind, Tensor, Unary,
+};
 
 type Result<T> = std::result::Result<T, GraphError>;
 

@@ -2,8 +2,8 @@
 
 use crate::shape::Shape;
 
-use super::{Data, Value, for_each_index, position};
-use crate::graph::op::{ConvDims, DotDims};
+use super::value::{Data, Value, for_each_index, position};
+use crate::graph::{ConvDims, DotDims};
 
 /// Sums products in `f64`, or in wrapping `i64` for integers.
 struct Sum {

@@ -2,8 +2,8 @@
 
 use crate::shape::Shape;
 
-use super::{Data, Value, for_each_index, position};
-use crate::graph::op::{GatherDims, ScatterDims, ScatterKind};
+use super::value::{Data, Value, for_each_index, position};
+use crate::graph::{GatherDims, ScatterDims, ScatterKind};
 
 /// The index vector at `batch` of the index tensor.
 fn index_vector(indices: &Value, batch: &[usize], vector_dim: usize) -> Vec<i64> {

@@ -6,8 +6,9 @@
 use crate::dtype::DType;
 use crate::shape::Shape;
 
-use crate::graph::op::{ContractionQuant, ConvDims, ConvLayout, DotDims, QuantDot};
-use crate::graph::{Builder, GraphError, Tensor};
+use crate::graph::{
+    Builder, ContractionQuant, ConvDims, ConvLayout, DotDims, GraphError, QuantDot, Tensor,
+};
 
 type Result<T> = std::result::Result<T, GraphError>;
 

@@ -3,8 +3,10 @@
 use crate::host_tensor::HostTensor;
 use crate::shape::Shape;
 
-use crate::graph::op::{Binary, Comparison, GatherDims, Reduction, ScatterDims, ScatterKind};
-use crate::graph::{Builder, GraphError, Tensor};
+use crate::graph::{
+    Binary, Builder, Comparison, GatherDims, GraphError, Reduction, ScatterDims, ScatterKind,
+    Tensor,
+};
 
 type Result<T> = std::result::Result<T, GraphError>;
 

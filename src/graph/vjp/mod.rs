@@ -1,15 +1,16 @@
 //! Reverse-mode derivative: one exhaustive match, written with the builder the models use.
 
 mod contract;
+mod elementwise;
 mod index;
+mod layout;
 
 use std::collections::HashMap;
 
 use crate::shape::Shape;
 
-use super::op::{Binary, Comparison, Op, PadDim, Reduction, ScatterKind, Unary};
 use super::scopes::{BACKWARD, GRADIENT};
-use super::{Builder, Graph, GraphError, Tensor};
+use super::{Builder, Comparison, Graph, GraphError, Op, Reduction, ScatterKind, Tensor};
 use contract::{conv_lhs, conv_rhs, dot_lhs, dot_rhs};
 use index::{gather_operand, scatter_updates};
 
@@ -324,107 +325,29 @@ impl<'a> Pass<'a> {
             | Op::BitcastConvert(_)
             | Op::CustomCall(_)
             | Op::Composite { .. }
-            | Op::Scatter(ScatterKind::Set, _) => {
-                return Err(not_differentiable());
-            }
+            | Op::Scatter(ScatterKind::Set, _) => return Err(not_differentiable()),
             Op::Unary(kind) => return self.unary(b, *kind, id, site, g),
             Op::Binary(kind) => return self.binary(b, *kind, id, site, position, g),
-            Op::Select => {
-                let pred = self.value(site.operands[0])?;
-                let zero = b.full(&site.shape, 0.0)?;
-                match position {
-                    0 => return Ok(None),
-                    1 => b.select(pred, g, zero)?,
-                    _ => b.select(pred, zero, g)?,
-                }
+            Op::Select => return self.select(b, site, position, g),
+            Op::Clamp if position == 1 => self.clamp(b, site, g)?,
+            Op::Clamp => return Err(not_differentiable()),
+            Op::Convert(_) if !operand_shape.dtype.is_float() || !site.shape.dtype.is_float() => {
+                return Ok(None);
             }
-            Op::Clamp => {
-                if position != 1 {
-                    return Err(not_differentiable());
-                }
-                let low = self.value(site.operands[0])?;
-                let x = self.value(site.operands[1])?;
-                let high = self.value(site.operands[2])?;
-                let above = b.compare(Comparison::Gt, x, low)?;
-                let below = b.compare(Comparison::Lt, x, high)?;
-                let inside = b.binary(Binary::And, above, below)?;
-                let zero = b.full(&site.shape, 0.0)?;
-                b.select(inside, g, zero)?
-            }
-            Op::Convert(_) => {
-                if !operand_shape.dtype.is_float() || !site.shape.dtype.is_float() {
-                    return Ok(None);
-                }
-                b.convert(g, operand_shape.dtype)?
-            }
+            Op::Convert(_) => b.convert(g, operand_shape.dtype)?,
             Op::Stored => g,
-            Op::BroadcastInDim { dims, .. } => sum_to(b, g, dims, &operand_shape)?,
+            Op::BroadcastInDim { dims, .. } => layout::sum_to(b, g, dims, &operand_shape)?,
             Op::Reshape(_) => b.reshape(g, &operand_shape.dims)?,
-            Op::Transpose(perm) => {
-                let mut inverse = vec![0; perm.len()];
-                for (i, &p) in perm.iter().enumerate() {
-                    inverse[p] = i;
-                }
-                b.transpose(g, &inverse)?
-            }
-            Op::Slice {
-                start,
-                limit: _,
-                stride,
-            } => {
-                let pads: Vec<PadDim> = (0..start.len())
-                    .map(|i| {
-                        let size = site.shape.dims[i];
-                        let spanned = size + size.saturating_sub(1) * (stride[i] - 1);
-                        PadDim {
-                            low: start[i] as i64,
-                            high: operand_shape.dims[i] as i64 - (start[i] + spanned) as i64,
-                            interior: stride[i] - 1,
-                        }
-                    })
-                    .collect();
-                b.pad(g, 0.0, &pads)?
-            }
+            Op::Transpose(perm) => layout::transpose(b, g, perm)?,
+            Op::Slice { start, stride, .. } => layout::slice(b, g, start, stride, &operand_shape)?,
+            Op::DynamicSlice(_) | Op::Gather(_) if position > 0 => return Ok(None),
             Op::DynamicSlice(_) => {
-                if position > 0 {
-                    return Ok(None);
-                }
                 let start = self.values(&site.operands[1..])?;
                 let zeros = b.full(&operand_shape, 0.0)?;
                 b.dynamic_update_slice(zeros, g, &start)?
             }
-            Op::DynamicUpdateSlice => {
-                let start = self.values(&site.operands[2..])?;
-                let update = b.shape(b.tensor(site.operands[1]));
-                match position {
-                    0 => {
-                        let zeros = b.full(&update, 0.0)?;
-                        b.dynamic_update_slice(g, zeros, &start)?
-                    }
-                    1 => b.dynamic_slice(g, &start, &update.dims)?,
-                    _ => return Ok(None),
-                }
-            }
-            Op::Pad(pads) => {
-                let crop: Vec<PadDim> = pads
-                    .iter()
-                    .map(|p| PadDim {
-                        low: -p.low,
-                        high: -p.high,
-                        interior: 0,
-                    })
-                    .collect();
-                let cropped = b.pad(g, 0.0, &crop)?;
-                let limit = b.dims(cropped);
-                let stride: Vec<usize> = pads.iter().map(|p| p.interior + 1).collect();
-                let inner = b.slice(cropped, &vec![0; limit.len()], &limit, &stride)?;
-                if position == 0 {
-                    inner
-                } else {
-                    let all: Vec<usize> = (0..limit.len()).collect();
-                    b.sub(b.sum(g, &all)?, b.sum(inner, &all)?)?
-                }
-            }
+            Op::DynamicUpdateSlice => return self.dynamic_update_slice(b, site, position, g),
+            Op::Pad(pads) => layout::pad(b, g, pads, position)?,
             Op::Concatenate(dim) => {
                 let before: usize = site.operands[..position]
                     .iter()
@@ -434,9 +357,6 @@ impl<'a> Pass<'a> {
             }
             Op::Reverse(dims) => b.reverse(g, dims)?,
             Op::Gather(dims) => {
-                if position > 0 {
-                    return Ok(None);
-                }
                 let indices = self.value(site.operands[1])?;
                 gather_operand(b, g, indices, dims, &operand_shape)?
             }
@@ -448,25 +368,7 @@ impl<'a> Pass<'a> {
                     scatter_updates(b, g, indices, dims, &operand_shape)?
                 }
             },
-            Op::Reduce { kind, dims } => {
-                let kept: Vec<usize> = (0..operand_shape.rank())
-                    .filter(|d| !dims.contains(d))
-                    .collect();
-                match kind {
-                    Reduction::Sum => b.broadcast_in_dim(g, &kept, &operand_shape.dims)?,
-                    Reduction::Max | Reduction::Min => {
-                        // Ties share the cotangent equally, as in JAX.
-                        let x = self.value(site.operands[0])?;
-                        let y = self.value(id)?;
-                        let y = b.broadcast_in_dim(y, &kept, &operand_shape.dims)?;
-                        let hit = b.convert(b.compare(Comparison::Eq, x, y)?, site.shape.dtype)?;
-                        let share = b.div(g, b.sum(hit, dims)?)?;
-                        let share = b.broadcast_in_dim(share, &kept, &operand_shape.dims)?;
-                        b.mul(share, hit)?
-                    }
-                    Reduction::And | Reduction::Or => return Ok(None),
-                }
-            }
+            Op::Reduce { kind, dims } => return self.reduce(b, *kind, dims, id, site, g),
             Op::DotGeneral { dims, quant, .. } => {
                 let other = self.value(site.operands[1 - position])?;
                 let quant = quant.as_deref();
@@ -493,175 +395,49 @@ impl<'a> Pass<'a> {
         ids.iter().map(|id| self.value(*id)).collect()
     }
 
-    fn unary(
+    fn dynamic_update_slice(
         &mut self,
         b: &Builder,
-        kind: Unary,
-        id: u32,
-        site: &Site,
-        g: Tensor,
-    ) -> Result<Option<Tensor>> {
-        let operand = site.operands[0];
-        Ok(Some(match kind {
-            Unary::Ceil
-            | Unary::Floor
-            | Unary::IsFinite
-            | Unary::Not
-            | Unary::RoundNearestEven
-            | Unary::Sign => return Ok(None),
-            Unary::Abs => {
-                let x = self.value(operand)?;
-                b.mul(g, b.unary(Unary::Sign, x)?)?
-            }
-            Unary::Cos => {
-                let x = self.value(operand)?;
-                b.neg(b.mul(g, b.sin(x)?)?)?
-            }
-            Unary::Sin => {
-                let x = self.value(operand)?;
-                b.mul(g, b.cos(x)?)?
-            }
-            Unary::Erf => {
-                // d erf(x)/dx = 2/sqrt(pi) exp(-x^2)
-                let x = self.value(operand)?;
-                let bell = b.exp(b.neg(b.square(x)?)?)?;
-                b.mul(g, b.mul_scalar(bell, std::f64::consts::FRAC_2_SQRT_PI)?)?
-            }
-            Unary::Exp => {
-                let y = self.value(id)?;
-                b.mul(g, y)?
-            }
-            Unary::Log => {
-                let x = self.value(operand)?;
-                b.div(g, x)?
-            }
-            Unary::Logistic => {
-                let y = self.value(id)?;
-                let slope = b.sub(y, b.square(y)?)?;
-                b.mul(g, slope)?
-            }
-            Unary::Neg => b.neg(g)?,
-            Unary::Rsqrt => {
-                // d x^(-1/2)/dx = -1/2 x^(-3/2)
-                let y = self.value(id)?;
-                let cube = b.mul(b.square(y)?, y)?;
-                b.mul(g, b.mul_scalar(cube, -0.5)?)?
-            }
-            Unary::Sqrt => {
-                let y = self.value(id)?;
-                b.div(b.mul_scalar(g, 0.5)?, y)?
-            }
-            Unary::Tanh => {
-                let y = self.value(id)?;
-                b.sub(g, b.mul(g, b.square(y)?)?)?
-            }
-        }))
-    }
-
-    fn binary(
-        &mut self,
-        b: &Builder,
-        kind: Binary,
-        id: u32,
         site: &Site,
         position: usize,
         g: Tensor,
     ) -> Result<Option<Tensor>> {
-        let other = site.operands[1 - position];
-        Ok(Some(match kind {
-            Binary::And
-            | Binary::Or
-            | Binary::Xor
-            | Binary::ShiftLeft
-            | Binary::ShiftRightLogical => return Ok(None),
-            Binary::Add => g,
-            Binary::Sub => match position {
-                0 => g,
-                _ => b.neg(g)?,
-            },
-            Binary::Mul => {
-                let y = self.value(other)?;
-                b.mul(g, y)?
+        let start = self.values(&site.operands[2..])?;
+        let update = b.shape(b.tensor(site.operands[1]));
+        match position {
+            0 => {
+                let zeros = b.full(&update, 0.0)?;
+                b.dynamic_update_slice(g, zeros, &start).map(Some)
             }
-            Binary::Div => {
-                let divisor = self.value(site.operands[1])?;
-                let scaled = b.div(g, divisor)?;
-                match position {
-                    0 => scaled,
-                    _ => {
-                        let quotient = self.value(id)?;
-                        b.neg(b.mul(scaled, quotient)?)?
-                    }
-                }
-            }
-            Binary::Max | Binary::Min => {
-                // Ties share the cotangent equally, as in JAX.
-                let x = self.value(site.operands[position])?;
-                let y = self.value(other)?;
-                let wins = if kind == Binary::Max {
-                    Comparison::Gt
-                } else {
-                    Comparison::Lt
-                };
-                let win = b.compare(wins, x, y)?;
-                let tie = b.compare(Comparison::Eq, x, y)?;
-                let half = b.mul_scalar(g, 0.5)?;
-                let zero = b.full(&site.shape, 0.0)?;
-                b.select(win, g, b.select(tie, half, zero)?)?
-            }
-            Binary::Pow => {
-                let x = self.value(site.operands[0])?;
-                let y = self.value(site.operands[1])?;
-                match position {
-                    0 => {
-                        // Where y is 0 the power is 1 and its slope in x is 0, not 0 * inf at x = 0.
-                        let zero = b.full(&site.shape, 0.0)?;
-                        let one = b.full(&site.shape, 1.0)?;
-                        let flat = b.compare(Comparison::Eq, y, zero)?;
-                        let below = b.select(flat, one, b.add_scalar(y, -1.0)?)?;
-                        let lower = b.binary(Binary::Pow, x, below)?;
-                        b.mul(g, b.mul(y, lower)?)?
-                    }
-                    _ => {
-                        // Where x is 0 the slope in y is 0, not 0 * -inf.
-                        let zero = b.full(&site.shape, 0.0)?;
-                        let one = b.full(&site.shape, 1.0)?;
-                        let at_zero = b.compare(Comparison::Eq, x, zero)?;
-                        let log = b.log(b.select(at_zero, one, x)?)?;
-                        let z = self.value(id)?;
-                        b.mul(g, b.mul(z, log)?)?
-                    }
-                }
-            }
-            Binary::Rem => {
-                return Err(GraphError::NotDifferentiable {
-                    path: site.path.clone(),
-                    op: site.op.name(),
-                });
-            }
-        }))
+            1 => b.dynamic_slice(g, &start, &update.dims).map(Some),
+            _ => Ok(None),
+        }
     }
-}
 
-/// Sums `g` over what `broadcast_in_dim` with `dims` had expanded from `operand`.
-fn sum_to(b: &Builder, g: Tensor, dims: &[usize], operand: &Shape) -> Result<Tensor> {
-    let result = b.dims(g);
-    let expanded: Vec<usize> = (0..result.len())
-        .filter(|d| match dims.iter().position(|x| x == d) {
-            None => true,
-            Some(i) => operand.dims[i] != result[*d],
-        })
-        .collect();
-    let summed = b.sum(g, &expanded)?;
-    // What is left are the unexpanded operand dimensions, in the result's order.
-    let mut kept: Vec<usize> = (0..dims.len())
-        .filter(|i| !expanded.contains(&dims[*i]))
-        .collect();
-    let in_operand_order = kept.clone();
-    kept.sort_by_key(|i| dims[*i]);
-    let perm: Vec<usize> = in_operand_order
-        .iter()
-        .filter_map(|i| kept.iter().position(|k| k == i))
-        .collect();
-    b.reshape(b.transpose(summed, &perm)?, &operand.dims)
+    fn reduce(
+        &mut self,
+        b: &Builder,
+        kind: Reduction,
+        dims: &[usize],
+        id: u32,
+        site: &Site,
+        g: Tensor,
+    ) -> Result<Option<Tensor>> {
+        let sizes = b.dims(b.tensor(site.operands[0]));
+        let kept: Vec<usize> = (0..sizes.len()).filter(|d| !dims.contains(d)).collect();
+        match kind {
+            Reduction::Sum => b.broadcast_in_dim(g, &kept, &sizes).map(Some),
+            Reduction::Max | Reduction::Min => {
+                // Ties share the cotangent equally, as in JAX.
+                let x = self.value(site.operands[0])?;
+                let y = self.value(id)?;
+                let y = b.broadcast_in_dim(y, &kept, &sizes)?;
+                let hit = b.convert(b.compare(Comparison::Eq, x, y)?, site.shape.dtype)?;
+                let share = b.div(g, b.sum(hit, dims)?)?;
+                let share = b.broadcast_in_dim(share, &kept, &sizes)?;
+                b.mul(share, hit).map(Some)
+            }
+            Reduction::And | Reduction::Or => Ok(None),
+        }
+    }
 }

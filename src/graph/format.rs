@@ -1,0 +1,92 @@
+//! How the operands of a contraction are quantized.
+
+use crate::dtype::DType;
+
+/// Integer-range and scale conventions of the tools people compare with.
+///
+/// Which numbers each stands for is in `docs/quantization.md`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum NumericsConvention {
+    /// Google AQT: scale absmax/127.5, multiply by the reciprocal, clip to ±127, then round.
+    Aqt,
+    /// Google Qwix: scale absmax/127.5, divide, round, saturate at -128 and 127.
+    Qwix,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Rounding {
+    NearestEven,
+    /// Adds uniform noise in [-0.5, 0.5) before rounding to nearest.
+    Stochastic,
+}
+
+/// Which elements share a scale.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Granularity {
+    /// All of them.
+    Tensor,
+    /// Those with the same index of the non-contracting dimensions: an output channel of a weight, a token of an
+    /// activation (for a convolution: an output feature of the kernel, an image of the batch).
+    Channel,
+    /// Each run of so many elements along the contracting dimension of a channel.
+    Group(usize),
+}
+
+/// Where a scale comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Range {
+    /// From the values themselves, whenever they are computed.
+    Dynamic,
+    /// From a recorded largest magnitude, by its bits as `f32`: the same in every run.
+    Static(u32),
+}
+
+/// How the values of one tensor are quantized.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct TensorFormat {
+    pub element: DType,
+    pub granularity: Granularity,
+    /// Whether the lowest value, not zero, is the lowest integer.
+    pub zero_point: bool,
+    pub range: Range,
+    pub rounding: Rounding,
+    pub convention: NumericsConvention,
+}
+
+impl TensorFormat {
+    /// int8 with one dynamic symmetric scale a channel, rounded to nearest.
+    pub fn int8(convention: NumericsConvention) -> Self {
+        TensorFormat {
+            element: DType::S8,
+            granularity: Granularity::Channel,
+            zero_point: false,
+            range: Range::Dynamic,
+            rounding: Rounding::NearestEven,
+            convention,
+        }
+    }
+}
+
+/// Formats of both operands of one contraction; `None` leaves an operand in float.
+///
+/// With both operands quantized to integers the product accumulates in `s32`; with one, in the contraction's own
+/// result type.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct ContractionQuant {
+    pub lhs: Option<TensorFormat>,
+    pub rhs: Option<TensorFormat>,
+    /// Range finding is done separately in this many equal parts of the first contracting
+    /// dimension, and the partial results are summed. 1 means one range for all of it.
+    pub local_shards: usize,
+}
+
+/// The quantization of a contraction and of the two contractions of its derivative.
+///
+/// In `dlhs` and `drhs` the lhs is the incoming gradient and the rhs the unquantized residual.
+/// `None` leaves that contraction in float.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct QuantDot {
+    pub forward: ContractionQuant,
+    pub dlhs: Option<ContractionQuant>,
+    pub drhs: Option<ContractionQuant>,
+}

@@ -1,0 +1,206 @@
+//! Copies of graphs in which some nodes are others.
+
+use super::{Builder, Composite, Graph, GraphError, InputKind, Node, Op, Output, Tensor};
+use crate::dtype::DType;
+
+/// What [`Graph::rewrite`] asks of each node: a builder at its scope, the node and its operands in the copy.
+pub type Replace<'a> =
+    dyn FnMut(&Builder, &Node, &[Tensor]) -> Result<Option<Tensor>, GraphError> + 'a;
+
+/// What [`Graph::substitute`] asks of each node: a builder at its scope, the node's index, and the copies of all nodes
+/// before it that outputs depend on.
+pub type Substitute<'a> =
+    dyn FnMut(&Builder, usize, &[Tensor]) -> Result<Option<Tensor>, GraphError> + 'a;
+
+impl Graph {
+    /// The same program for weights as `stored` says they are: `f32` weights that are stored as `bf16` or `f16` are
+    /// inputs of that type where all that the program does with them is to convert them.
+    ///
+    /// # Errors
+    /// None for a well-typed graph.
+    pub fn with_stored_weights(
+        &self,
+        stored: &dyn Fn(&str) -> Option<DType>,
+    ) -> Result<Graph, GraphError> {
+        let live = self.live_nodes();
+        let mut only_converted = vec![true; self.nodes.len()];
+        for (node, _) in self.nodes.iter().zip(&live).filter(|(_, live)| **live) {
+            for operand in &node.operands {
+                only_converted[*operand as usize] &= matches!(node.op, Op::Convert(_));
+            }
+        }
+        for output in &self.outputs {
+            only_converted[output.node as usize] = false;
+        }
+        let mut graph = self.clone();
+        for (i, node) in self.nodes.iter().enumerate() {
+            let Op::Parameter(index) = node.op else {
+                continue;
+            };
+            let input = &mut graph.inputs[index];
+            let is_weight = matches!(input.kind, InputKind::Weight(_));
+            if !is_weight || input.shape.dtype != DType::F32 || !only_converted[i] {
+                continue;
+            }
+            if let Some(dtype @ (DType::BF16 | DType::F16)) = stored(&input.name) {
+                input.shape = input.shape.with_dtype(dtype);
+                graph.nodes[i].shape = input.shape.clone();
+            }
+        }
+        graph.substitute(&mut |_, i, copies| {
+            let node = &graph.nodes[i];
+            let Op::Convert(dtype) = node.op else {
+                return Ok(None);
+            };
+            let operand = node.operands[0] as usize;
+            Ok((graph.nodes[operand].shape.dtype == dtype).then(|| copies[operand]))
+        })
+    }
+
+    /// A copy in which `replace` may put other nodes in an operation's place.
+    ///
+    /// `replace` gets a builder at the node's scope, the node, and its operands in the copy. `None` keeps the node.
+    /// Loop bodies are rewritten by the same function.
+    ///
+    /// # Errors
+    /// Those of `replace`, and when a replacement's shape is not the node's.
+    pub fn rewrite(&self, replace: &mut Replace<'_>) -> Result<Graph, GraphError> {
+        self.substitute(&mut |b, i, copies| {
+            let node = &self.nodes[i];
+            let operands: Vec<Tensor> = node.operands.iter().map(|o| copies[*o as usize]).collect();
+            match (replace(b, node, &operands)?, &node.op) {
+                (None, Op::While { cond, body }) => {
+                    let op = Op::While {
+                        cond: Box::new(cond.rewrite(replace)?),
+                        body: Box::new(body.rewrite(replace)?),
+                    };
+                    b.push(op, &operands).map(Some)
+                }
+                (other, _) => Ok(other),
+            }
+        })
+    }
+
+    /// [`Graph::rewrite`] for replacements that reach further back than a node's operands; loop bodies stay as they
+    /// are.
+    ///
+    /// # Errors
+    /// Those of `replace`, and when a replacement's shape is not the node's.
+    pub fn substitute(&self, replace: &mut Substitute<'_>) -> Result<Graph, GraphError> {
+        let b = Builder::new();
+        let inputs = self
+            .inputs
+            .iter()
+            .map(|input| b.declare(input.clone()))
+            .collect::<Result<Vec<_>, _>>()?;
+        let mut copies: Vec<Tensor> = Vec::with_capacity(self.nodes.len());
+        let live = self.live_nodes();
+        for (i, node) in self.nodes.iter().enumerate() {
+            if let Op::Parameter(index) = node.op {
+                copies.push(inputs[index]);
+                continue;
+            }
+            // What no output needs is not worth a copy; its place holds any earlier tensor, never read.
+            if !live[i] {
+                copies.push(Tensor {
+                    graph: u32::MAX,
+                    id: 0,
+                });
+                continue;
+            }
+            let at = b.at(self.path(node).to_string());
+            let copy = match replace(&at, i, &copies)? {
+                Some(t) => t,
+                None => {
+                    let operands: Vec<Tensor> =
+                        node.operands.iter().map(|o| copies[*o as usize]).collect();
+                    at.copy_node(node, &operands)?
+                }
+            };
+            if at.shape(copy) != node.shape {
+                return Err(at.invalid(format!(
+                    "{}: replaced {} by {}",
+                    node.op.name(),
+                    node.shape,
+                    at.shape(copy)
+                )));
+            }
+            copies.push(copy);
+        }
+        for output in &self.outputs {
+            b.push_output(Output {
+                node: copies[output.node as usize].id,
+                ..output.clone()
+            });
+        }
+        Ok(b.finish())
+    }
+
+    /// The same program with the body in place of each composite that `chosen` takes, also within loops.
+    ///
+    /// Operations of a body keep their scope, and are recomputed where their composite is.
+    pub fn inline_composites(&self, chosen: &dyn Fn(&Composite, &Graph) -> bool) -> Graph {
+        let mut inlined = Graph {
+            nodes: Vec::with_capacity(self.nodes.len()),
+            inputs: self.inputs.clone(),
+            outputs: self.outputs.clone(),
+            scopes: self.scopes.clone(),
+        };
+        let mut copies: Vec<u32> = Vec::with_capacity(self.nodes.len());
+        for node in &self.nodes {
+            let operands: Vec<u32> = node.operands.iter().map(|o| copies[*o as usize]).collect();
+            let copy = match &node.op {
+                Op::Composite { kind, body } if chosen(kind, body) => {
+                    inlined.append(&body.inline_composites(chosen), &operands, node.remat)
+                }
+                _ => inlined.push(Node {
+                    op: node.op.with_regions(&|g| g.inline_composites(chosen)),
+                    operands,
+                    ..node.clone()
+                }),
+            };
+            copies.push(copy);
+        }
+        for output in &mut inlined.outputs {
+            output.node = copies[output.node as usize];
+        }
+        inlined
+    }
+
+    fn push(&mut self, node: Node) -> u32 {
+        self.nodes.push(node);
+        (self.nodes.len() - 1) as u32
+    }
+
+    /// Adds the nodes of a body whose inputs are `operands`, and gives the node of its result.
+    fn append(&mut self, body: &Graph, operands: &[u32], remat: Option<u32>) -> u32 {
+        let mut scopes = vec![None; body.scopes.len()];
+        let mut copies: Vec<u32> = Vec::with_capacity(body.nodes.len());
+        for node in &body.nodes {
+            if let Op::Parameter(index) = node.op {
+                copies.push(operands[index]);
+                continue;
+            }
+            let scope = *scopes[node.scope as usize].get_or_insert_with(|| {
+                let path = body.path(node);
+                // Most bodies stand in the scope that was added last.
+                let known = self.scopes.iter().rposition(|s| s == path);
+                known.unwrap_or_else(|| {
+                    self.scopes.push(path.to_string());
+                    self.scopes.len() - 1
+                }) as u32
+            });
+            let copy = Node {
+                operands: node.operands.iter().map(|o| copies[*o as usize]).collect(),
+                scope,
+                remat,
+                ..node.clone()
+            };
+            copies.push(self.push(copy));
+        }
+        // A body has one output: shape inference has checked it.
+        body.outputs
+            .first()
+            .map_or(0, |output| copies[output.node as usize])
+    }
+}

@@ -1,0 +1,79 @@
+//! Derivatives of operations that place elements elsewhere.
+
+use super::Result;
+use crate::graph::{Builder, PadDim, Tensor};
+use crate::shape::Shape;
+
+pub(super) fn transpose(b: &Builder, g: Tensor, perm: &[usize]) -> Result<Tensor> {
+    let mut inverse = vec![0; perm.len()];
+    for (i, &p) in perm.iter().enumerate() {
+        inverse[p] = i;
+    }
+    b.transpose(g, &inverse)
+}
+
+pub(super) fn slice(
+    b: &Builder,
+    g: Tensor,
+    start: &[usize],
+    stride: &[usize],
+    operand: &Shape,
+) -> Result<Tensor> {
+    let result = b.dims(g);
+    let pads: Vec<PadDim> = (0..start.len())
+        .map(|i| {
+            let size = result[i];
+            let spanned = size + size.saturating_sub(1) * (stride[i] - 1);
+            PadDim {
+                low: start[i] as i64,
+                high: operand.dims[i] as i64 - (start[i] + spanned) as i64,
+                interior: stride[i] - 1,
+            }
+        })
+        .collect();
+    b.pad(g, 0.0, &pads)
+}
+
+/// The cotangent of the padded value (`position` 0) or of the padding value.
+pub(super) fn pad(b: &Builder, g: Tensor, pads: &[PadDim], position: usize) -> Result<Tensor> {
+    let crop: Vec<PadDim> = pads
+        .iter()
+        .map(|p| PadDim {
+            low: -p.low,
+            high: -p.high,
+            interior: 0,
+        })
+        .collect();
+    let cropped = b.pad(g, 0.0, &crop)?;
+    let limit = b.dims(cropped);
+    let stride: Vec<usize> = pads.iter().map(|p| p.interior + 1).collect();
+    let inner = b.slice(cropped, &vec![0; limit.len()], &limit, &stride)?;
+    if position == 0 {
+        return Ok(inner);
+    }
+    let all: Vec<usize> = (0..limit.len()).collect();
+    b.sub(b.sum(g, &all)?, b.sum(inner, &all)?)
+}
+
+/// Sums `g` over what `broadcast_in_dim` with `dims` had expanded from `operand`.
+pub(super) fn sum_to(b: &Builder, g: Tensor, dims: &[usize], operand: &Shape) -> Result<Tensor> {
+    let result = b.dims(g);
+    let expanded: Vec<usize> = (0..result.len())
+        .filter(|d| match dims.iter().position(|x| x == d) {
+            None => true,
+            Some(i) => operand.dims[i] != result[*d],
+        })
+        .collect();
+    let summed = b.sum(g, &expanded)?;
+    // What is left are the unexpanded operand dimensions, in the result's order.
+    let mut kept: Vec<usize> = (0..dims.len())
+        .filter(|i| !expanded.contains(&dims[*i]))
+        .collect();
+    let in_operand_order = kept.clone();
+    kept.sort_by_key(|i| dims[*i]);
+    let perm: Vec<usize> = in_operand_order
+        .iter()
+        .filter_map(|i| kept.iter().position(|k| k == i))
+        .collect();
+    b.reshape(b.transpose(summed, &perm)?, &operand.dims)
+}
