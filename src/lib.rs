@@ -4,6 +4,7 @@
 //! emitted as StableHLO ([`emit`]) and compiled through PJRT ([`pjrt`]). `docs/design.md` tells
 //! how the parts fit together.
 
+pub mod aot;
 pub mod backend;
 pub mod bundle;
 pub mod cli;

@@ -6,11 +6,11 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 use crate::common::tpu_plugin;
+use maxdiff::aot::Compiled;
 use maxdiff::bundle::{Bundle, PayloadKind};
-use maxdiff::cli::compile::{Compiled, compile};
-use maxdiff::cli::lower::Step;
 use maxdiff::config::{Config, Verb};
 use maxdiff::proto::xla::PrimitiveType;
+use maxdiff::recipe::{self, RecipeError, Step};
 use maxdiff::report::Link;
 
 /// A UNet of one level, with the transformer in its middle: every kind of layer that quantization meets, and few
@@ -48,7 +48,14 @@ fn compiled(overrides: &[&str]) -> Compiled {
     let (_folder, path) = config_file();
     let overrides: Vec<String> = overrides.iter().map(|o| (*o).to_owned()).collect();
     let loaded = Config::load(&path, &overrides, Some(Verb::Compile)).unwrap();
-    compile(&loaded.config, Step::Train).unwrap_or_else(|error| panic!("{error}"))
+    compile(&loaded.config).unwrap_or_else(|error| panic!("{error}"))
+}
+
+fn compile(config: &Config) -> Result<Compiled, RecipeError> {
+    let compiler = recipe::compiler(config, &mut |_| {})?;
+    let traced = recipe::trace(config, Step::Train, compiler.mesh())?;
+    let options = recipe::compile_options(config, Step::Train, compiler.mesh());
+    Ok(compiler.compile(&traced, &options)?)
 }
 
 fn int8(more: &[&str]) -> Compiled {

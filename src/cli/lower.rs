@@ -6,40 +6,18 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Instant;
 
-use clap::{Args, ValueEnum};
+use clap::Args;
 use serde_json::json;
 
-use crate::backend::{Backend, cpu};
-use crate::config::{Config, Hardware, Verb, check_local_shard_count};
+use crate::backend::Backend;
+use crate::config::Verb;
 use crate::emit::{Module, Modules};
 use crate::graph::flops;
-use crate::lowering::{Lowered, Options, Stage, Traced, lower, whole};
-use crate::pipelines::text_to_image::{DenoiseOptions, trace_denoise};
-use crate::recipe;
-use crate::shard::{DeviceDescription, Mesh};
-use crate::topology::Platform;
-use crate::train::step;
+use crate::lowering::{Lowered, Options, Program, Stage, Traced, lower, whole};
+use crate::recipe::{self, Step};
 use crate::util::files::{self, Existing};
 
 use super::{CliError, RecipeArgs, notices, print};
-
-/// Which program of a recipe.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum Step {
-    /// Loss, gradient and optimizer
-    Train,
-    /// One denoising step
-    Denoise,
-}
-
-impl Step {
-    pub fn name(self) -> &'static str {
-        match self {
-            Step::Train => "train",
-            Step::Denoise => "denoise",
-        }
-    }
-}
 
 /// `lower ...`
 #[derive(Debug, Args)]
@@ -64,37 +42,6 @@ pub struct LowerArgs {
     json: bool,
 }
 
-/// Traces a program for `devices` devices in `slices` slices.
-///
-/// # Errors
-/// When the configuration does not fit together.
-pub fn trace(config: &Config, step: Step, devices: u64, slices: u64) -> Result<Traced, CliError> {
-    let derived = config.derived(devices, slices)?;
-    let batch = derived.total_train_batch_size as usize;
-    let shards = derived.quantization_local_shard_count;
-    match step {
-        Step::Train => {
-            check_local_shard_count(derived.total_train_batch_size, shards)?;
-            let tokenizer = recipe::data::tokenizer_for_vocab_size(config)?;
-            let model = recipe::model(config, tokenizer.as_ref())?;
-            let options = recipe::step_options(config, &model, batch, shards as usize)?;
-            step::trace(&model, &options).map_err(CliError::usage)
-        }
-        Step::Denoise => {
-            // The text encoder, and with it the vocabulary, is not part of this program.
-            let model = recipe::model(config, None)?;
-            let options = DenoiseOptions {
-                batch,
-                tokens: model.tokens,
-                guidance: recipe::guidance(config),
-                quantization: recipe::policy(config, model.family.spec().int8_float_layers, 0)?,
-            };
-            let traced = trace_denoise(&model, &options).map_err(CliError::usage)?;
-            Ok(traced.model)
-        }
-    }
-}
-
 /// Runs `lower`.
 ///
 /// # Errors
@@ -104,16 +51,16 @@ pub fn run(args: &LowerArgs) -> Result<ExitCode, CliError> {
     let config = args.recipe.load_step(Verb::Lower, args.step)?;
     let loaded = start.elapsed().as_secs_f64();
     let start = Instant::now();
-    let mesh = mesh(&config)?;
-    let (devices, slices) = (mesh.num_devices() as u64, mesh.num_slices() as u64);
-    let traced = trace(&config, args.step, devices, slices)?;
+    let (mesh, backend) = recipe::lowering_target(&config, &mut notices())?;
+    let traced = recipe::trace(&config, args.step, &mesh)?;
     let options = Options {
         mesh: &mesh,
         rules: &config.logical_axis_rules,
     };
-    let lowered = lowered(args, &traced, backend(&config, &mesh)?, &options)?;
-    lowered.step.plan.log(args.step.name());
-    recipe::check_batch(&lowered.step.graph, &lowered.step.plan, &mesh)?;
+    let lowered = lowered(args, &traced, backend, &options)?;
+    let Program { graph, plan, .. } = &lowered.step;
+    plan.log(args.step.name());
+    plan.check_batch(graph, &mesh).map_err(CliError::usage)?;
     let trace_seconds = start.elapsed().as_secs_f64();
     let start = Instant::now();
     let modules = Modules::new(lowered, &mesh, config.precision);
@@ -190,34 +137,6 @@ fn lowered(
         }),
     };
     lowered.map_err(CliError::usage)
-}
-
-/// What programs are lowered for: the accelerator of `compile_topology`, or the hardware that the recipe names.
-fn backend(config: &Config, mesh: &Mesh) -> Result<Backend, CliError> {
-    if let Some((accelerator, _)) = recipe::compile_topology(config, &mut notices())? {
-        return Ok(match accelerator.platform {
-            Platform::Tpu => Backend::Tpu,
-            Platform::Gpu => Backend::Gpu,
-        });
-    }
-    Ok(match config.hardware {
-        Hardware::Cpu => Backend::Cpu {
-            kernels: cpu::missing_features().is_empty() && mesh.num_devices() == 1,
-        },
-        Hardware::Tpu => Backend::Tpu,
-        _ => Backend::Gpu,
-    })
-}
-
-/// The mesh of `compile_topology`, or that of a single device.
-fn mesh(config: &Config) -> Result<Mesh, CliError> {
-    let (devices_per_slice, slices) = match recipe::compile_topology(config, &mut notices())? {
-        None => (1, 1),
-        Some((accelerator, slices)) => (accelerator.devices_per_slice as i64, slices),
-    };
-    // The text names mesh axes, not devices: where a device lies in its slice is for the compiler to know.
-    let devices = DeviceDescription::numbered(devices_per_slice, slices);
-    Mesh::new(&recipe::parallelism(config), &devices).map_err(CliError::usage)
 }
 
 /// Writes a file that must not exist yet.

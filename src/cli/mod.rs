@@ -2,14 +2,14 @@
 //!
 //! Exit codes: 0 done, 1 failed, 2 usage or configuration, 143 stopped by a signal after saving.
 
-pub mod compile;
+mod compile;
 mod completions;
 mod config;
 mod convert;
 mod doctor;
 mod generate;
 mod help;
-pub mod lower;
+mod lower;
 mod man;
 mod module;
 mod notice;
@@ -23,9 +23,10 @@ use std::process::ExitCode;
 use clap::{Args, CommandFactory, Parser, Subcommand};
 use tracing_subscriber::EnvFilter;
 
+use crate::aot::AotError;
 use crate::config::{Config, ConfigErrors, Loaded, Verb};
 use crate::pipelines::PipelineError;
-use crate::recipe::RecipeError;
+use crate::recipe::{RecipeError, Step};
 use crate::train::TrainError;
 
 use notice::notices;
@@ -137,9 +138,9 @@ impl RecipeArgs {
     ///
     /// # Errors
     /// [`CliError::Config`] with all that is wrong.
-    pub fn load_step(&self, verb: Verb, step: lower::Step) -> Result<Config, CliError> {
+    pub fn load_step(&self, verb: Verb, step: Step) -> Result<Config, CliError> {
         let config = self.load(verb)?;
-        Config::check_step(&self.overrides, verb, step == lower::Step::Train)?;
+        Config::check_step(&self.overrides, verb, step == Step::Train)?;
         Ok(config)
     }
 }
@@ -184,6 +185,12 @@ impl From<RecipeError> for CliError {
             RecipeError::Config(errors) => CliError::Config(errors),
             RecipeError::Failed(error) => CliError::Failed(error),
         }
+    }
+}
+
+impl From<AotError> for CliError {
+    fn from(error: AotError) -> Self {
+        RecipeError::from(error).into()
     }
 }
 

@@ -1,5 +1,6 @@
 //! Why a configuration does not make what was asked for.
 
+use crate::aot::AotError;
 use crate::config::ConfigErrors;
 
 /// Why a configuration does not make what was asked for.
@@ -14,6 +15,15 @@ pub enum RecipeError {
     /// A file, a device or the network failed.
     #[error(transparent)]
     Failed(Box<dyn std::error::Error + Send + Sync>),
+}
+
+impl From<AotError> for RecipeError {
+    fn from(error: AotError) -> Self {
+        match error.is_usage() {
+            true => RecipeError::usage(error),
+            false => RecipeError::failed(error),
+        }
+    }
 }
 
 impl RecipeError {

@@ -1,8 +1,7 @@
 //! Topologies, meshes and how weights and batches are split over them.
 
 use crate::config::{Config, Hardware};
-use crate::graph::Graph;
-use crate::shard::{Mesh, Parallelism, ShardPlan};
+use crate::shard::Parallelism;
 use crate::topology::{Accelerator, Platform};
 
 use super::formats::check_formats;
@@ -68,12 +67,4 @@ pub fn parallelism(config: &Config) -> Parallelism {
         ],
         allow_split_physical_axes: config.allow_split_physical_axes,
     }
-}
-
-/// Refuses a batch that does not divide.
-///
-/// # Errors
-/// As [`ShardPlan::check_batch`].
-pub fn check_batch(graph: &Graph, plan: &ShardPlan, mesh: &Mesh) -> Result<(), RecipeError> {
-    plan.check_batch(graph, mesh).map_err(RecipeError::usage)
 }

@@ -83,6 +83,14 @@ pub struct Memory {
     pub hbm_limit: Option<u64>,
 }
 
+impl Memory {
+    /// Whether the program fits a device, where both its peak and the limit are known. The compiler refuses what does
+    /// not fit, where it knows the limit.
+    pub fn fits(&self) -> Option<bool> {
+        Some(self.peak? <= self.hbm_limit?)
+    }
+}
+
 /// What links devices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]

@@ -876,3 +876,19 @@ fn the_scopes_of_a_compiled_training_step_tell_gradients_and_ranges() {
         assert!(range.op_name.contains("/range_finding/"), "{report}");
     }
 }
+
+#[test]
+fn whether_a_program_fits_is_unknown_without_its_peak() {
+    let fits = |peak, hbm_limit| {
+        let memory = Memory {
+            peak,
+            hbm_limit,
+            ..Memory::default()
+        };
+        memory.fits()
+    };
+    assert_eq!(fits(Some(1), Some(2)), Some(true));
+    assert_eq!(fits(Some(3), Some(2)), Some(false));
+    assert_eq!(fits(None, Some(2)), None);
+    assert_eq!(fits(Some(1), None), None);
+}

@@ -11,6 +11,10 @@ pub use chip::{Chip, Format};
 
 use thiserror::Error;
 
+use crate::backend::Backend;
+use crate::pjrt::NamedValue;
+use crate::pjrt::install::PluginKind;
+
 /// Why a topology or a chip feature is refused.
 #[derive(Debug, Error, Clone, PartialEq)]
 pub enum TopologyError {
@@ -43,12 +47,22 @@ pub enum Platform {
     Gpu,
 }
 
-/// A value among the create options of a PJRT topology.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum OptionValue {
-    Str(String),
-    Int(i64),
-    IntList(Vec<i64>),
+impl Platform {
+    /// The plugin that compiles for it.
+    pub fn plugin(self) -> PluginKind {
+        match self {
+            Platform::Tpu => PluginKind::Tpu,
+            Platform::Gpu => PluginKind::Cuda,
+        }
+    }
+
+    /// What programs for it are lowered for.
+    pub fn backend(self) -> Backend {
+        match self {
+            Platform::Tpu => Backend::Tpu,
+            Platform::Gpu => Backend::Gpu,
+        }
+    }
 }
 
 /// One row of the accelerator table: a slice of a pod, or one GPU host.
@@ -124,32 +138,32 @@ impl Accelerator {
     pub fn create_options(
         &self,
         num_slices: i64,
-    ) -> Result<Vec<(String, OptionValue)>, TopologyError> {
+    ) -> Result<Vec<(String, NamedValue)>, TopologyError> {
         self.check_slices(num_slices)?;
         let mut options = Vec::new();
         let mut add = |key: &str, value| options.push((key.to_owned(), value));
         match self.platform {
             Platform::Tpu => {
                 if let Some(config) = self.chip_config_name {
-                    add("chip_config_name", OptionValue::Str(config.to_owned()));
+                    add("chip_config_name", NamedValue::String(config.to_owned()));
                 }
                 if let Some(bounds) = self.chips_per_host_bounds {
                     add(
                         "chips_per_host_bounds",
-                        OptionValue::IntList(bounds.to_vec()),
+                        NamedValue::Int64List(bounds.to_vec()),
                     );
                 }
-                add("num_slices", OptionValue::Int(num_slices));
+                add("num_slices", NamedValue::Int64(num_slices));
                 if let Some(wrap) = self.wrap {
                     let wrap = wrap.iter().map(|&w| i64::from(w)).collect();
-                    add("wrap", OptionValue::IntList(wrap));
+                    add("wrap", NamedValue::Int64List(wrap));
                 }
             }
             Platform::Gpu => {
                 let shape = format!("{num_slices}x1x{}", self.devices_per_slice);
-                add("topology", OptionValue::Str(shape));
+                add("topology", NamedValue::String(shape));
                 if let Some(config) = self.chip.gpu_target_config() {
-                    add("target_config", OptionValue::Str(config));
+                    add("target_config", NamedValue::String(config));
                 }
             }
         }
@@ -239,13 +253,13 @@ mod tests {
 
     #[test]
     fn create_options_of_a_tpu_slice() {
-        let list = |v: &[i64]| OptionValue::IntList(v.to_vec());
+        let list = |v: &[i64]| NamedValue::Int64List(v.to_vec());
         assert_eq!(
             row("v5e-16").create_options(2).unwrap(),
             [
-                ("chip_config_name", OptionValue::Str("default".into())),
+                ("chip_config_name", NamedValue::String("default".into())),
                 ("chips_per_host_bounds", list(&[2, 2, 1])),
-                ("num_slices", OptionValue::Int(2)),
+                ("num_slices", NamedValue::Int64(2)),
                 ("wrap", list(&[0, 0, 0])),
             ]
             .map(|(k, v)| (k.to_owned(), v))
@@ -280,9 +294,9 @@ mod tests {
             assert_eq!((a.platform, a.devices_per_slice), (Platform::Gpu, gpus));
             assert_eq!(a.pjrt_topology_name(), "");
             let options = a.create_options(4).unwrap();
-            let shape = OptionValue::Str(shape.into());
+            let shape = NamedValue::String(shape.into());
             assert_eq!(options[0], ("topology".to_owned(), shape));
-            let (key, OptionValue::Str(config)) = &options[1] else {
+            let (key, NamedValue::String(config)) = &options[1] else {
                 panic!("{options:?}")
             };
             assert_eq!(key, "target_config");

@@ -1,0 +1,333 @@
+//! Compilers of devices.
+
+use std::time::Instant;
+
+use crate::backend::{Backend, kernel_counts};
+use crate::bundle::{Group, Header, PayloadKind, PluginId, ProgramHeader, ProgramId, Target};
+use crate::emit::{LoadGroup, Module, Modules};
+use crate::graph::InputKind;
+use crate::lowering::{self, Program, Stage, Traced, lower};
+use crate::pjrt::install;
+use crate::pjrt::{
+    Client, CompileOptions, Executable, PjrtError, Plugin, Topology, prepare_process,
+};
+use crate::report::{CompileReport, Memory, ReportInput};
+use crate::runtime::{Session, compile_options, describe};
+use crate::shape::Shape;
+use crate::shard::{Axis, LogicalAxisRules, Mesh, Parallelism, PartitionSpec};
+use crate::topology::{Accelerator, Chip};
+use crate::util::hash::Sha256;
+
+use super::error::{needed_memory, out_of_memory_message};
+use super::{AotError, Compiled, CompiledProgram, Options, OutOfMemory, Seconds, header};
+
+/// What compiles for a topology or for the devices here, and what is known of these devices.
+pub struct Compiler {
+    plugin: CompilerPlugin,
+    backend: Backend,
+    /// What the user calls the devices: the accelerator's name, or the kind of those here.
+    name: String,
+    plugin_id: PluginId,
+    chip: Option<Chip>,
+    mesh: Mesh,
+    rules: LogicalAxisRules,
+    options: CompileOptions,
+    /// Bytes of memory of one device.
+    hbm_limit: Option<u64>,
+}
+
+enum CompilerPlugin {
+    Topology(Topology),
+    Client(Client),
+}
+
+/// Which program is compiled.
+#[derive(Clone, Copy)]
+struct Site<'a> {
+    options: &'a Options,
+    stage: Stage,
+    /// Of the whole model.
+    parameters: u64,
+}
+
+impl Compiler {
+    /// The compiler of the installed plugin for `slices` slices of `accelerator`, none of which need be here.
+    ///
+    /// # Errors
+    /// When the parallelism does not fit the devices, or the plugin is not installed or does not know the topology.
+    pub fn for_topology(
+        accelerator: Accelerator,
+        slices: i64,
+        parallelism: &Parallelism,
+        rules: LogicalAxisRules,
+    ) -> Result<Compiler, AotError> {
+        let options = accelerator.create_options(slices)?;
+        // A mistake in the configuration is told before the plugin is asked for: the message is the shorter way.
+        let installed = install::locate(accelerator.platform.plugin())?;
+        prepare_process()?;
+        let plugin = Plugin::load(&installed.library)?;
+        let topology = Topology::create(&plugin, accelerator.pjrt_topology_name(), &options)?;
+        let devices: Vec<_> = topology.devices().iter().map(describe).collect();
+        let mesh = Mesh::new(parallelism, &devices)?;
+        Ok(Compiler {
+            plugin_id: PluginId {
+                platform: topology.platform_name().to_owned(),
+                version: installed.version,
+                build: topology.platform_version().to_owned(),
+                sha256: installed.sha256,
+            },
+            hbm_limit: bytes(topology.device_memory_limit())
+                .or_else(|| accelerator.chip.device_memory_bytes()),
+            plugin: CompilerPlugin::Topology(topology),
+            backend: accelerator.platform.backend(),
+            name: accelerator.name,
+            chip: Some(accelerator.chip),
+            options: compile_options(&mesh).with_cuda_data_dir(installed.cuda_data_dir.as_deref()),
+            mesh,
+            rules,
+        })
+    }
+
+    /// The compiler for the devices of `session`.
+    ///
+    /// # Errors
+    /// When the folder of plugins cannot be read.
+    pub fn for_session(session: &Session) -> Result<Compiler, AotError> {
+        let client = session.client().clone();
+        let library = client.plugin().path();
+        let installed = install::list()?
+            .into_iter()
+            .find(|i| i.library.canonicalize().is_ok_and(|path| path == library));
+        let (version, sha256) = installed.map_or_else(Default::default, |i| (i.version, i.sha256));
+        let device = client.devices().first();
+        let name = device.map_or_else(String::new, |d| d.description().kind.clone());
+        let stats = device.and_then(|d| d.memory_stats().ok());
+        Ok(Compiler {
+            plugin_id: PluginId {
+                platform: client.platform_name().to_owned(),
+                version,
+                build: client.platform_version().to_owned(),
+                sha256,
+            },
+            mesh: session.mesh().clone(),
+            rules: session.rules().clone(),
+            options: session.compile_options(),
+            backend: session.backend(),
+            chip: Chip::from_device_kind(&name),
+            hbm_limit: bytes(stats.and_then(|stats| stats.bytes_limit)),
+            plugin: CompilerPlugin::Client(client),
+            name,
+        })
+    }
+
+    /// The devices, by the axes of the parallelism.
+    pub fn mesh(&self) -> &Mesh {
+        &self.mesh
+    }
+
+    /// The kind of the devices, where it is a known one.
+    pub fn chip(&self) -> Option<Chip> {
+        self.chip
+    }
+
+    /// Lowers a program that was traced for as many devices as [`Compiler::mesh`] has, and compiles what it becomes.
+    ///
+    /// # Errors
+    /// When the program does not fit the mesh, or the compiler refuses it; [`AotError::OutOfMemory`] when a program
+    /// does not fit a device's memory.
+    pub fn compile(&self, traced: &Traced, options: &Options) -> Result<Compiled, AotError> {
+        let start = Instant::now();
+        let target = lowering::Options {
+            mesh: &self.mesh,
+            rules: &self.rules,
+        };
+        let lowered = lower(traced, self.backend, &target)?;
+        let step = &lowered.step;
+        step.plan.check_batch(&step.graph, &self.mesh)?;
+        let lower = start.elapsed().as_secs_f64();
+
+        let start = Instant::now();
+        let modules = Modules::new(lowered, &self.mesh, options.precision);
+        let emit = start.elapsed().as_secs_f64();
+
+        let start = Instant::now();
+        let parameters = traced.graph.parameter_count() as u64;
+        let program = |stage, module: &Module, groups: Vec<LoadGroup>| {
+            let site = Site {
+                options,
+                stage,
+                parameters,
+            };
+            self.program(site, module, groups)
+        };
+        // The largest first: what does not fit is found soonest.
+        let step = program(Stage::Step, &modules.step, Vec::new())?;
+        let load = modules.load.iter().enumerate().map(|(at, module)| {
+            let groups = modules.groups.iter().filter(|group| group.module == at);
+            program(Stage::Load, module, groups.cloned().collect())
+        });
+        let load = load.collect::<Result<Vec<_>, _>>()?;
+        let request = modules.request.as_ref();
+        let request = request.map(|module| program(Stage::Request, module, Vec::new()));
+        let request = request.transpose()?;
+        let all = load.iter().chain(&request).chain([&step]);
+        let header = Header {
+            plugin: self.plugin_id.clone(),
+            target: self.target(),
+            programs: all.map(|program| program.header.clone()).collect(),
+        };
+        Ok(Compiled {
+            load,
+            request,
+            step,
+            decisions: traced.decisions.clone(),
+            header,
+            seconds: Seconds {
+                lower,
+                emit,
+                compile: start.elapsed().as_secs_f64(),
+            },
+        })
+    }
+
+    /// Compiles one module and reports on it.
+    fn program(
+        &self,
+        site: Site<'_>,
+        module: &Module,
+        groups: Vec<LoadGroup>,
+    ) -> Result<CompiledProgram, AotError> {
+        let program = &module.program;
+        let graph = &program.graph;
+        program.plan.log(&program.name);
+        let start = Instant::now();
+        let executable = self
+            .executable(&module.text)
+            .map_err(|error| self.compile_error(site, program, error))?;
+        let compile_seconds = start.elapsed().as_secs_f64();
+        let memory = self.memory(&executable)?;
+        let weights: Vec<usize> = graph.weights().map(|(index, _)| index).collect();
+        let report = CompileReport::new(
+            &executable.optimized_hlo()?,
+            &ReportInput {
+                parameters: site.parameters,
+                memory,
+                slice_of_partition: self.mesh.slice_of_partition(),
+                weight_arguments: &weights,
+                clock_hz: self.chip.and_then(Chip::clock_hz),
+                // No loop is emitted whose trip count the program does not tell.
+                trip_count_hints: &[],
+                compile_seconds,
+            },
+        )?;
+        let groups = groups.into_iter().map(|group| Group {
+            weights: group.weights,
+            results: group.results,
+        });
+        let header = ProgramHeader {
+            stage: site.stage,
+            payload: PayloadKind::Executable,
+            payload_bytes: 0,
+            program: self.program_id(site.options, &module.text),
+            inputs: header::inputs(graph, &program.plan),
+            outputs: header::outputs(graph, &program.plan),
+            groups: groups.collect(),
+            memory,
+        };
+        Ok(CompiledProgram {
+            executable,
+            report,
+            header,
+            kernels: kernel_counts(graph),
+            stablehlo: module.text.clone(),
+        })
+    }
+
+    fn executable(&self, text: &str) -> Result<Executable, PjrtError> {
+        match &self.plugin {
+            CompilerPlugin::Topology(topology) => topology.compile(text, &self.options),
+            CompilerPlugin::Client(client) => client
+                .compile(text, &self.options)
+                .map(|loaded| loaded.executable().clone()),
+        }
+    }
+
+    fn memory(&self, executable: &Executable) -> Result<Memory, PjrtError> {
+        let stats = executable.memory_stats()?;
+        let bytes = |n: i64| u64::try_from(n).unwrap_or(0);
+        Ok(Memory {
+            argument: bytes(stats.argument),
+            output: bytes(stats.output),
+            temp: bytes(stats.temp),
+            code: bytes(stats.generated_code),
+            peak: stats.peak.map(bytes),
+            hbm_limit: self.hbm_limit,
+        })
+    }
+
+    fn program_id(&self, options: &Options, text: &str) -> ProgramId {
+        let flags = self.options.overrides().into_iter();
+        ProgramId {
+            step: options.step.to_owned(),
+            stablehlo_sha256: Sha256::of(text).to_string(),
+            compile_options_sha256: Sha256::of(self.options.to_bytes()).to_string(),
+            flags: flags
+                .map(|(name, value)| (name.to_owned(), value))
+                .collect(),
+            weights_dtype: options.weights_dtype.to_owned(),
+            activations_dtype: options.activations_dtype.to_owned(),
+            precision: options.precision.name().to_owned(),
+            quantization: options.quantization.to_owned(),
+        }
+    }
+
+    fn target(&self) -> Target {
+        let mesh = &self.mesh;
+        Target {
+            name: self.name.clone(),
+            num_slices: mesh.num_slices(),
+            mesh: Axis::ALL
+                .map(|axis| (axis.name().to_owned(), mesh.size(axis)))
+                .into(),
+            device_assignment: mesh.device_assignment().to_vec(),
+        }
+    }
+
+    /// What the compiler's error says of a program.
+    fn compile_error(&self, site: Site<'_>, program: &Program, error: PjrtError) -> AotError {
+        let Some(message) = out_of_memory_message(&error) else {
+            return error.into();
+        };
+        let bytes_of = |wanted: fn(&InputKind) -> bool| -> u64 {
+            let inputs = program.graph.inputs.iter().zip(&program.plan.inputs);
+            inputs
+                .filter(|(input, _)| wanted(&input.kind))
+                .map(|(input, spec)| local_bytes(&input.shape, spec, &self.mesh))
+                .sum()
+        };
+        AotError::OutOfMemory(Box::new(OutOfMemory {
+            step: site.options.step,
+            stage: site.stage,
+            target: match self.mesh.num_slices() {
+                1 => self.name.clone(),
+                slices => format!("{slices} slices of {}", self.name),
+            },
+            needed: needed_memory(message),
+            limit: self.hbm_limit,
+            weights: bytes_of(|kind| matches!(kind, InputKind::Weight(_))),
+            state: bytes_of(|kind| matches!(kind, InputKind::State)),
+            advice: site.options.memory_advice.clone(),
+            message: message.to_owned(),
+        }))
+    }
+}
+
+fn bytes(told: Option<i64>) -> Option<u64> {
+    told.and_then(|bytes| u64::try_from(bytes).ok())
+}
+
+/// Bytes of the part of a tensor that one device holds.
+fn local_bytes(shape: &Shape, spec: &PartitionSpec, mesh: &Mesh) -> u64 {
+    let parts: usize = spec.dims().iter().map(|axes| mesh.product(axes)).product();
+    (shape.bytes() / parts.max(1)) as u64
+}

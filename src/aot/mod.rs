@@ -1,0 +1,134 @@
+//! Programs compiled ahead of time, with a report of what they need and move.
+//!
+//! A [`Compiler`] is that of a topology that is not here, or of a session's devices. [`Compiler::compile`] lowers a
+//! traced program and compiles what it becomes; [`Compiled::bundle`] is what is saved of it.
+
+mod compiler;
+mod error;
+mod header;
+
+use std::collections::BTreeMap;
+
+use crate::bundle::{Bundle, Header, PayloadKind, ProgramHeader};
+use crate::emit::DotPrecision;
+use crate::pjrt::{ErrorCode, Executable, PjrtError};
+use crate::quant::Decision;
+use crate::report::CompileReport;
+
+pub use compiler::Compiler;
+pub use error::{AotError, OutOfMemory};
+
+/// What a program is compiled with, beside its devices.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// The program's name in the bundle and in messages: `train` or `denoise`.
+    pub step: &'static str,
+    pub precision: DotPrecision,
+    /// The names of the settings that the program was traced with, for the bundle.
+    pub weights_dtype: &'static str,
+    pub activations_dtype: &'static str,
+    pub quantization: &'static str,
+    /// What may be tried where a program does not fit its devices, for the message of [`OutOfMemory`].
+    pub memory_advice: Vec<String>,
+}
+
+/// What a traced program was compiled to.
+pub struct Compiled {
+    /// What prepares the weights, for each group of weights that does it in its own way.
+    pub load: Vec<CompiledProgram>,
+    /// What is computed once for a request.
+    pub request: Option<CompiledProgram>,
+    /// What every run computes.
+    pub step: CompiledProgram,
+    /// What quantization decided for each contraction.
+    pub decisions: Vec<Decision>,
+    pub header: Header,
+    pub seconds: Seconds,
+}
+
+/// A compiled program with its report.
+pub struct CompiledProgram {
+    pub executable: Executable,
+    pub report: CompileReport,
+    pub header: ProgramHeader,
+    /// How many of a backend's kernels it calls, by the custom call's target.
+    pub kernels: BTreeMap<&'static str, usize>,
+    stablehlo: String,
+}
+
+/// Seconds by phase.
+#[derive(Debug, Clone, Copy)]
+pub struct Seconds {
+    pub lower: f64,
+    pub emit: f64,
+    /// Compiling, with reading the reports.
+    pub compile: f64,
+}
+
+/// A bundle of compiled programs.
+pub struct Bundled {
+    pub bundle: Bundle,
+    /// Why the bundle holds StableHLO in place of executables, where it does.
+    pub not_serialized: Option<PjrtError>,
+}
+
+impl Compiled {
+    /// All programs, in the order in which they run.
+    pub fn programs(&self) -> impl Iterator<Item = &CompiledProgram> {
+        self.load.iter().chain(&self.request).chain([&self.step])
+    }
+
+    /// The programs as a bundle. Where the plugin does not serialize a program, the bundle has its StableHLO.
+    ///
+    /// # Errors
+    /// When serializing fails for another reason.
+    pub fn bundle(&self) -> Result<Bundled, PjrtError> {
+        let mut header = self.header.clone();
+        let mut payload = Vec::new();
+        let mut not_serialized = None;
+        for (program, header) in self.programs().zip(&mut header.programs) {
+            let bytes = match program.executable.serialize() {
+                Ok(bytes) => bytes,
+                Err(error) if error.code() == Some(ErrorCode::Unimplemented) => {
+                    header.payload = PayloadKind::Stablehlo;
+                    not_serialized = Some(error);
+                    program.stablehlo.clone().into_bytes()
+                }
+                Err(error) => return Err(error),
+            };
+            header.payload_bytes = bytes.len() as u64;
+            payload.extend(bytes);
+        }
+        Ok(Bundled {
+            bundle: Bundle { header, payload },
+            not_serialized,
+        })
+    }
+
+    /// How often load programs run while weights are loaded.
+    pub fn load_runs(&self) -> usize {
+        self.load.iter().map(CompiledProgram::runs).sum()
+    }
+
+    /// Predicted milliseconds of preparing all weights, where the compiler predicts them.
+    pub fn load_ms(&self) -> Option<f64> {
+        let of_one =
+            |p: &CompiledProgram| Some(p.report.predicted_ms.as_ref()?.total * p.runs() as f64);
+        let mut each = self.load.iter().map(of_one);
+        // `sum` of no floats would be -0.
+        each.try_fold(0.0, |sum, ms| Some(sum + ms?))
+    }
+
+    /// Whether every program fits a device, where that is known.
+    pub fn fits(&self) -> Option<bool> {
+        let each: Option<Vec<bool>> = self.programs().map(|p| p.report.memory.fits()).collect();
+        each.map(|each| each.into_iter().all(|fits| fits))
+    }
+}
+
+impl CompiledProgram {
+    /// How often it runs: once for each group of weights, or once.
+    pub fn runs(&self) -> usize {
+        self.header.groups.len().max(1)
+    }
+}

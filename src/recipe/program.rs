@@ -1,0 +1,156 @@
+//! The programs that `compile` and `lower` make of a configuration alone.
+
+use clap::ValueEnum;
+
+use crate::aot::{self, Compiler};
+use crate::backend::{Backend, cpu};
+use crate::config::{Config, Hardware, check_local_shard_count};
+use crate::lowering::Traced;
+use crate::nn::Remat;
+use crate::pipelines::text_to_image::{DenoiseOptions, trace_denoise};
+use crate::pjrt::prepare_process;
+use crate::shard::{Axis, DeviceDescription, Mesh};
+use crate::train::step;
+
+use super::{
+    Notice, Notify, RecipeError, check_formats, compile_topology, data, guidance, model,
+    open_session, parallelism, policy, step_options,
+};
+
+/// Which program of a recipe.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Step {
+    /// Loss, gradient and optimizer
+    Train,
+    /// One denoising step
+    Denoise,
+}
+
+impl Step {
+    pub fn name(self) -> &'static str {
+        match self {
+            Step::Train => "train",
+            Step::Denoise => "denoise",
+        }
+    }
+}
+
+/// Traces a program for the devices of `mesh`.
+///
+/// # Errors
+/// When the configuration does not fit together.
+pub fn trace(config: &Config, step: Step, mesh: &Mesh) -> Result<Traced, RecipeError> {
+    let derived = config.derived(mesh.num_devices() as u64, mesh.num_slices() as u64)?;
+    let batch = derived.total_train_batch_size as usize;
+    let shards = derived.quantization_local_shard_count;
+    match step {
+        Step::Train => {
+            check_local_shard_count(derived.total_train_batch_size, shards)?;
+            let tokenizer = data::tokenizer_for_vocab_size(config)?;
+            let model = model(config, tokenizer.as_ref())?;
+            let options = step_options(config, &model, batch, shards as usize)?;
+            step::trace(&model, &options).map_err(RecipeError::usage)
+        }
+        Step::Denoise => {
+            // The text encoder, and with it the vocabulary, is not part of this program.
+            let model = model(config, None)?;
+            let options = DenoiseOptions {
+                batch,
+                tokens: model.tokens,
+                guidance: guidance(config),
+                quantization: policy(config, model.family.spec().int8_float_layers, 0)?,
+            };
+            let traced = trace_denoise(&model, &options).map_err(RecipeError::usage)?;
+            Ok(traced.model)
+        }
+    }
+}
+
+/// The mesh and the backend that programs are lowered for without asking any device: those of `compile_topology`, or of
+/// one device of the `hardware` that the configuration names.
+///
+/// # Errors
+/// When there is no such topology, or another key contradicts it.
+pub fn lowering_target(
+    config: &Config,
+    notify: &mut Notify<'_>,
+) -> Result<(Mesh, Backend), RecipeError> {
+    let topology = compile_topology(config, notify)?;
+    let (devices_per_slice, slices) = match &topology {
+        None => (1, 1),
+        Some((accelerator, slices)) => (accelerator.devices_per_slice as i64, *slices),
+    };
+    // The text names mesh axes, not devices: where a device lies in its slice is for the compiler to know.
+    let devices = DeviceDescription::numbered(devices_per_slice, slices);
+    let mesh = Mesh::new(&parallelism(config), &devices).map_err(RecipeError::usage)?;
+    let backend = match (topology, config.hardware) {
+        (Some((accelerator, _)), _) => accelerator.platform.backend(),
+        (None, Hardware::Cpu) => Backend::Cpu {
+            kernels: cpu::missing_features().is_empty() && mesh.num_devices() == 1,
+        },
+        (None, Hardware::Tpu) => Backend::Tpu,
+        (None, Hardware::Gpu | Hardware::Auto) => Backend::Gpu,
+    };
+    Ok((mesh, backend))
+}
+
+/// The compiler for `compile_topology`, or for the devices here that `hardware` asks for.
+///
+/// # Errors
+/// When the configuration does not fit the devices, or the plugin is missing.
+pub fn compiler(config: &Config, notify: &mut Notify<'_>) -> Result<Compiler, RecipeError> {
+    if let Some((accelerator, slices)) = compile_topology(config, notify)? {
+        let rules = config.logical_axis_rules.clone();
+        return Ok(Compiler::for_topology(
+            accelerator,
+            slices,
+            &parallelism(config),
+            rules,
+        )?);
+    }
+    prepare_process().map_err(RecipeError::failed)?;
+    let opened = open_session(config, notify)?;
+    notify(Notice::Progress(&format!("devices: {}", opened.chosen)));
+    let compiler = Compiler::for_session(&opened.session)?;
+    if let Some(chip) = compiler.chip() {
+        check_formats(config, chip, notify)?;
+    }
+    Ok(compiler)
+}
+
+/// What the program `step` is compiled with.
+pub fn compile_options(config: &Config, step: Step, mesh: &Mesh) -> aot::Options {
+    aot::Options {
+        step: step.name(),
+        precision: config.precision,
+        weights_dtype: config.weights_dtype.name(),
+        activations_dtype: config.activations_dtype.name(),
+        quantization: config.quantization.name(),
+        memory_advice: memory_advice(config, step, mesh),
+    }
+}
+
+/// The keys that make a program smaller.
+fn memory_advice(config: &Config, step: Step, mesh: &Mesh) -> Vec<String> {
+    let mut advice = Vec::new();
+    if mesh.num_devices() > 1 && mesh.size(Axis::Fsdp) == 1 {
+        advice.push(
+            "splitting weights over the devices of a slice with ici_fsdp_parallelism=-1 ici_data_parallelism=1"
+                .to_owned(),
+        );
+    }
+    if step == Step::Train && config.remat_policy == Remat::None {
+        advice.push("recomputing activations with remat_policy=FULL".to_owned());
+    }
+    if config.weights_dtype.name() == "float32" {
+        advice.push("weights_dtype=bfloat16".to_owned());
+    }
+    if config.per_device_batch_size > 1.0 {
+        advice.push(format!(
+            "a per_device_batch_size below {}",
+            config.per_device_batch_size
+        ));
+    }
+    advice.push("a larger topology, or a chip with more memory".to_owned());
+    advice
+}
