@@ -2,7 +2,7 @@
 //!
 //! With `compile_topology` it is the program of that topology's mesh, with its shardings.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
 
@@ -15,9 +15,8 @@ use crate::emit::{Module, Modules};
 use crate::graph::flops;
 use crate::lowering::{Lowered, Options, Program, Stage, Traced, lower, whole};
 use crate::recipe::{self, Step};
-use crate::util::files::{self, Existing};
 
-use super::{CliError, RecipeArgs, notices, print};
+use super::{CliError, RecipeArgs, notices, print, write_new};
 
 /// `lower ...`
 #[derive(Debug, Args)]
@@ -137,21 +136,4 @@ fn lowered(
         }),
     };
     lowered.map_err(CliError::usage)
-}
-
-/// Writes a file that must not exist yet.
-///
-/// # Errors
-/// When it exists, or cannot be written.
-pub fn write_new(path: &Path, bytes: &[u8]) -> Result<(), CliError> {
-    files::write(path, bytes, Existing::Refuse).map_err(|e| match e.kind() {
-        std::io::ErrorKind::AlreadyExists => CliError::Usage(format!(
-            "{}: exists already; choose another name or remove it",
-            path.display()
-        )),
-        _ => CliError::failed(std::io::Error::new(
-            e.kind(),
-            format!("{}: {e}", path.display()),
-        )),
-    })
 }

@@ -16,8 +16,8 @@ mod notice;
 mod plugin;
 mod train;
 
-use std::io::{IsTerminal, Write};
-use std::path::PathBuf;
+use std::io::{ErrorKind, IsTerminal, Write};
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::{Args, CommandFactory, Parser, Subcommand};
@@ -26,8 +26,10 @@ use tracing_subscriber::EnvFilter;
 use crate::aot::AotError;
 use crate::config::{Config, ConfigErrors, Loaded, Verb};
 use crate::pipelines::PipelineError;
+use crate::pipelines::submodule::SubmoduleError;
 use crate::recipe::{RecipeError, Step};
 use crate::train::TrainError;
+use crate::util::files::{self, Existing, check_writable, parent_of};
 
 use notice::notices;
 
@@ -203,6 +205,15 @@ impl From<PipelineError> for CliError {
     }
 }
 
+impl From<SubmoduleError> for CliError {
+    fn from(error: SubmoduleError) -> Self {
+        match error.is_usage() {
+            true => CliError::usage(error),
+            false => CliError::failed(error),
+        }
+    }
+}
+
 impl From<TrainError> for CliError {
     fn from(error: TrainError) -> Self {
         match error.is_usage() {
@@ -238,6 +249,45 @@ pub fn print(text: &str) -> Result<(), CliError> {
 /// ignore SIGPIPE, and a training run outlives the pager its log went to.
 pub fn tell(text: &str) {
     let _ = writeln!(std::io::stderr().lock(), "{text}");
+}
+
+/// Writes a file that must not exist yet.
+///
+/// # Errors
+/// When it exists, or cannot be written.
+pub fn write_new(path: &Path, bytes: &[u8]) -> Result<(), CliError> {
+    files::write(path, bytes, Existing::Refuse).map_err(|e| match e.kind() {
+        ErrorKind::AlreadyExists => exists(path),
+        kind => CliError::failed(std::io::Error::new(
+            kind,
+            format!("{}: {e}", path.display()),
+        )),
+    })
+}
+
+/// Finds before the work what would stop its result from being written to a new file.
+///
+/// # Errors
+/// When the file exists, or its folder cannot be written.
+fn check_new_file(path: &Path) -> Result<(), CliError> {
+    if path.symlink_metadata().is_ok() {
+        return Err(exists(path));
+    }
+    let folder = parent_of(path);
+    check_writable(folder).map_err(|e| {
+        CliError::Usage(format!(
+            "{}: cannot be written: {}: {e}",
+            path.display(),
+            folder.display(),
+        ))
+    })
+}
+
+fn exists(path: &Path) -> CliError {
+    CliError::Usage(format!(
+        "{}: exists already; choose another name or remove it",
+        path.display()
+    ))
 }
 
 /// Tells of progress, except under `--quiet`.

@@ -25,6 +25,7 @@ pub mod prompt_file;
 mod request;
 pub mod sampler_step;
 mod start;
+pub mod submodule;
 pub mod text_to_image;
 pub mod tiling;
 pub mod traced;

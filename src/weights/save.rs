@@ -36,6 +36,27 @@ pub fn save<'a>(
     tensors: impl IntoIterator<Item = TensorView<'a>>,
     metadata: &BTreeMap<String, String>,
 ) -> Result<(), WeightsError> {
+    save_views(path, tensors, metadata, Existing::Replace)
+}
+
+/// As [`save`], to a file that must not exist.
+///
+/// # Errors
+/// As [`save`]; [`WeightsError::Io`] of the kind [`io::ErrorKind::AlreadyExists`] when the file exists.
+pub fn save_new<'a>(
+    path: &Path,
+    tensors: impl IntoIterator<Item = TensorView<'a>>,
+    metadata: &BTreeMap<String, String>,
+) -> Result<(), WeightsError> {
+    save_views(path, tensors, metadata, Existing::Refuse)
+}
+
+fn save_views<'a>(
+    path: &Path,
+    tensors: impl IntoIterator<Item = TensorView<'a>>,
+    metadata: &BTreeMap<String, String>,
+    existing: Existing,
+) -> Result<(), WeightsError> {
     let mut specs = Vec::new();
     let mut data = BTreeMap::new();
     for tensor in tensors {
@@ -45,7 +66,7 @@ pub fn save<'a>(
         });
         data.insert(tensor.name, tensor.data);
     }
-    save_streaming(path, &specs, metadata, |spec| {
+    save_specs(path, &specs, metadata, existing, |spec| {
         Ok(Cow::Borrowed(
             data.get(spec.name.as_str()).copied().unwrap_or_default(),
         ))
@@ -63,13 +84,22 @@ pub fn save_streaming<'a>(
     metadata: &BTreeMap<String, String>,
     fetch: impl FnMut(&TensorSpec) -> Result<Cow<'a, [u8]>, FetchError>,
 ) -> Result<(), WeightsError> {
+    save_specs(path, specs, metadata, Existing::Replace, fetch)
+}
+
+fn save_specs<'a>(
+    path: &Path,
+    specs: &[TensorSpec],
+    metadata: &BTreeMap<String, String>,
+    existing: Existing,
+    fetch: impl FnMut(&TensorSpec) -> Result<Cow<'a, [u8]>, FetchError>,
+) -> Result<(), WeightsError> {
     let plan = FilePlan::new(path, specs, metadata)?;
     check_free_space(path, parent_of(path), plan.bytes)?;
     let io = |source| write_error(path, plan.bytes, source);
     let mut file = AtomicFile::create(path, Access::Umask).map_err(io)?;
     plan.write(path, &mut file, fetch)?;
-    file.commit(path, Existing::Replace, Durability::Synced)
-        .map_err(io)
+    file.commit(path, existing, Durability::Synced).map_err(io)
 }
 
 /// The header and order of a file about to be written.

@@ -1,0 +1,274 @@
+//! The tensors that a submodule takes.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use crate::dtype::DType;
+use crate::host_tensor::HostTensor;
+use crate::models::unet::AdditionEmbedType;
+use crate::shape::Shape;
+use crate::weights::{Checkpoint, cast};
+
+use super::super::PipelineError;
+use super::SubmoduleError;
+use super::network::{Network, Sizes};
+
+/// The tensors that a submodule takes, by diffusers' or transformers' names.
+pub struct SubmoduleInputs {
+    pub(super) sizes: Sizes,
+    pub(super) tensors: BTreeMap<&'static str, HostTensor>,
+}
+
+impl SubmoduleInputs {
+    /// Reads the tensors of a safetensors file and casts them to what the network takes.
+    ///
+    /// # Errors
+    /// [`SubmoduleError::Inputs`] with every tensor that is missing, unknown, or of another type or shape.
+    pub(super) fn read(network: &Network, path: &Path) -> Result<Self, SubmoduleError> {
+        let file = Checkpoint::open(path).map_err(PipelineError::from)?;
+        let wanted = wanted(network);
+        let sizes = bind_sizes(&wanted, &file)?;
+        let tensor = |input: &Wanted| Ok((input.name, read(network, input, &sizes, &file)?));
+        let tensors = wanted
+            .iter()
+            .map(tensor)
+            .collect::<Result<_, SubmoduleError>>()?;
+        Ok(SubmoduleInputs { sizes, tensors })
+    }
+}
+
+fn read(
+    network: &Network,
+    input: &Wanted,
+    sizes: &Sizes,
+    file: &Checkpoint,
+) -> Result<HostTensor, SubmoduleError> {
+    let found = file.read(input.name).map_err(PipelineError::from)?;
+    if let Network::ClipText(config) = network {
+        check_ids(file.path(), input.name, &found, config.vocab_size)?;
+    }
+    let tensor = cast(found, input.dtype()).map_err(PipelineError::from)?;
+    if !input.is_for_all(&tensor.shape.dims) {
+        return Ok(tensor);
+    }
+    let shape = Shape::new(input.dtype(), input.dims(sizes));
+    Ok(HostTensor {
+        data: tensor.data.repeat(shape.count()),
+        shape,
+    })
+}
+
+/// A lookup past the end of a table gives its last row, so that a wrong tokenizer would go unnoticed.
+fn check_ids(
+    path: &Path,
+    name: &str,
+    ids: &HostTensor,
+    vocabulary: usize,
+) -> Result<(), SubmoduleError> {
+    let values = ids.to_f64_vec().map_err(PipelineError::from)?;
+    let outside = |v: &&f64| !(0.0..vocabulary as f64).contains(*v);
+    match values.iter().find(outside) {
+        None => Ok(()),
+        Some(first) => Err(SubmoduleError::Inputs {
+            path: path.to_owned(),
+            problems: vec![format!(
+                "{name}: {} of {} ids are outside the vocabulary of {vocabulary}, the first is {first}",
+                values.iter().filter(outside).count(),
+                values.len()
+            )],
+        }),
+    }
+}
+
+/// What the forward pass takes. The first input that has a named size sets it.
+fn wanted(network: &Network) -> Vec<Wanted> {
+    use Size::{Is, Named};
+    let input = |name, elements, sizes: &[Size]| Wanted {
+        name,
+        elements,
+        sizes: sizes.to_vec(),
+    };
+    let batch = Named("batch");
+    match network {
+        Network::UNet(config) => {
+            let features = config.cross_attention_dim.get(0).unwrap_or_default();
+            let mut inputs = vec![
+                input(
+                    "sample",
+                    Elements::Floats,
+                    &[
+                        batch,
+                        Is(config.in_channels),
+                        Named("height"),
+                        Named("width"),
+                    ],
+                ),
+                input("timestep", Elements::Numbers, &[batch]),
+                input(
+                    "encoder_hidden_states",
+                    Elements::Floats,
+                    &[batch, Named("length"), Is(features)],
+                ),
+            ];
+            match config.addition_embed_type {
+                None => {}
+                Some(AdditionEmbedType::TextTime) => {
+                    let time = 6 * config.addition_time_embed_dim.unwrap_or_default();
+                    let total = config.projection_class_embeddings_input_dim;
+                    let text = total.unwrap_or_default().saturating_sub(time);
+                    inputs.push(input("text_embeds", Elements::Floats, &[batch, Is(text)]));
+                    inputs.push(input("time_ids", Elements::Numbers, &[batch, Is(6)]));
+                }
+            }
+            inputs
+        }
+        Network::ClipText(_) => vec![input(
+            "input_ids",
+            Elements::Integers,
+            &[batch, Named("length")],
+        )],
+    }
+}
+
+/// One input of a network.
+struct Wanted {
+    name: &'static str,
+    elements: Elements,
+    sizes: Vec<Size>,
+}
+
+/// One dimension: fixed by the configuration, or the same in all inputs that name it.
+#[derive(Clone, Copy)]
+enum Size {
+    Is(usize),
+    Named(&'static str),
+}
+
+/// Which element types an input may have in the file; they are cast to what the network takes.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Elements {
+    Floats,
+    /// Floats or integers.
+    Numbers,
+    Integers,
+}
+
+impl Wanted {
+    /// The type that the input is declared with.
+    fn dtype(&self) -> DType {
+        match self.elements {
+            Elements::Floats | Elements::Numbers => DType::F32,
+            Elements::Integers => DType::S32,
+        }
+    }
+
+    fn takes(&self, dtype: DType) -> bool {
+        let float = matches!(dtype, DType::F16 | DType::BF16 | DType::F32 | DType::F64);
+        let int = dtype.is_int() && dtype.bits() >= 8;
+        match self.elements {
+            Elements::Floats => float,
+            Elements::Numbers => float || int,
+            Elements::Integers => int,
+        }
+    }
+
+    /// Whether one value may stand for the whole batch, as diffusers has it for timesteps.
+    fn is_for_all(&self, dims: &[usize]) -> bool {
+        self.name == "timestep" && matches!(dims, [] | [1])
+    }
+
+    fn dims(&self, sizes: &Sizes) -> Vec<usize> {
+        let size = |size: &Size| match size {
+            Size::Is(n) => *n,
+            Size::Named(name) => sizes.get(name).copied().unwrap_or_default(),
+        };
+        self.sizes.iter().map(size).collect()
+    }
+
+    /// Sets the sizes that are still open, and says whether `dims` fits.
+    fn bind(&self, dims: &[usize], sizes: &mut Sizes) -> bool {
+        if self.is_for_all(dims) {
+            return true;
+        }
+        if dims.len() != self.sizes.len() || dims.contains(&0) {
+            return false;
+        }
+        let mut bound = sizes.clone();
+        let fits = self
+            .sizes
+            .iter()
+            .zip(dims)
+            .all(|(size, &found)| match size {
+                Size::Is(n) => *n == found,
+                Size::Named(name) => *bound.entry(name).or_insert(found) == found,
+            });
+        if fits {
+            *sizes = bound;
+        }
+        fits
+    }
+
+    /// Type and sizes in words, e.g. `floats [batch = 2, length, 24]`.
+    fn describe(&self, sizes: &Sizes) -> String {
+        let each: Vec<String> = self
+            .sizes
+            .iter()
+            .map(|size| match size {
+                Size::Is(n) => n.to_string(),
+                Size::Named(name) => match sizes.get(name) {
+                    Some(n) => format!("{name} = {n}"),
+                    None => (*name).to_string(),
+                },
+            })
+            .collect();
+        let elements = match self.elements {
+            Elements::Floats => "floats",
+            Elements::Numbers => "floats or integers",
+            Elements::Integers => "integers",
+        };
+        format!("{elements} [{}]", each.join(", "))
+    }
+}
+
+/// Compares a file's tensors with what the network takes, and gives the named sizes.
+///
+/// # Errors
+/// Lists every input that is missing, unknown, or of another type or shape.
+fn bind_sizes(wanted: &[Wanted], file: &Checkpoint) -> Result<Sizes, SubmoduleError> {
+    let mut sizes = Sizes::new();
+    let mut problems = Vec::new();
+    for input in wanted {
+        match file.info(input.name) {
+            None => problems.push(format!(
+                "missing: {}, {}",
+                input.name,
+                input.describe(&sizes)
+            )),
+            Some(shape) => {
+                let expected = input.describe(&sizes);
+                if !input.takes(shape.dtype) || !input.bind(&shape.dims, &mut sizes) {
+                    problems.push(format!(
+                        "{}: expected {expected}, found {shape}",
+                        input.name
+                    ));
+                }
+            }
+        }
+    }
+    for (name, shape) in file.iter() {
+        if !wanted.iter().any(|w| w.name == name) {
+            let takes: Vec<&str> = wanted.iter().map(|w| w.name).collect();
+            problems.push(format!(
+                "unknown: {name} {shape}; the module takes {}",
+                takes.join(", ")
+            ));
+        }
+    }
+    if problems.is_empty() {
+        return Ok(sizes);
+    }
+    Err(SubmoduleError::Inputs {
+        path: file.path().to_owned(),
+        problems,
+    })
+}

@@ -1,0 +1,185 @@
+//! The forward pass of one part of a model on saved tensors.
+//!
+//! Names are diffusers' and transformers', so that the same file of inputs goes through PyTorch and the two results
+//! can be compared.
+
+mod inputs;
+mod network;
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use crate::emit::DotPrecision;
+use crate::graph::Builder;
+use crate::host_tensor::HostTensor;
+use crate::lowering::Traced;
+use crate::models::ModelConfigError;
+use crate::nn::Precision;
+use crate::quant::Policy;
+use crate::runtime::{Session, Slot};
+use crate::weights::{Checkpoint, match_parameters};
+
+use super::{PartProgram, PipelineError, TakeWeight, WeightSource};
+
+pub use inputs::SubmoduleInputs;
+use network::Network;
+
+/// Why a submodule could not be run.
+#[derive(Debug, thiserror::Error)]
+pub enum SubmoduleError {
+    #[error("{}: {reason}", path.display())]
+    Config { path: PathBuf, reason: String },
+    #[error("{}: {source}", path.display())]
+    Model {
+        path: PathBuf,
+        source: ModelConfigError,
+    },
+    #[error("{}: does not fit the module:\n  {}", path.display(), problems.join("\n  "))]
+    Inputs {
+        path: PathBuf,
+        problems: Vec<String>,
+    },
+    #[error(transparent)]
+    Pipeline(#[from] PipelineError),
+}
+
+impl SubmoduleError {
+    /// Whether the quantization that was asked for is to blame, and not a file, a device or a compiler.
+    pub fn is_usage(&self) -> bool {
+        matches!(self, SubmoduleError::Pipeline(PipelineError::Quant(_)))
+    }
+}
+
+/// A UNet or a text encoder: a folder in diffusers' layout.
+pub struct Submodule {
+    network: Network,
+    checkpoint: Checkpoint,
+}
+
+/// What a submodule computed.
+pub struct SubmoduleRun {
+    /// Results by name, in float32.
+    pub outputs: Vec<(String, HostTensor)>,
+    /// How many of the plugin's kernels the program calls, by the custom call's target.
+    pub kernels: BTreeMap<&'static str, usize>,
+    pub seconds: SubmoduleSeconds,
+}
+
+/// Seconds by phase.
+#[derive(Clone, Copy, Debug)]
+pub struct SubmoduleSeconds {
+    pub emit: f64,
+    pub compile: f64,
+    pub load: f64,
+    pub run: f64,
+}
+
+impl Submodule {
+    /// Opens a folder with `config.json` and safetensors, sharded or not.
+    ///
+    /// # Errors
+    /// When a file cannot be read, or the configuration is of another network.
+    pub fn open(folder: &Path) -> Result<Submodule, SubmoduleError> {
+        let checkpoint = Checkpoint::open(folder).map_err(PipelineError::from)?;
+        let network = Network::read(folder)?;
+        Ok(Submodule {
+            network,
+            checkpoint,
+        })
+    }
+
+    /// The name of its class in diffusers or transformers.
+    pub fn class(&self) -> &'static str {
+        self.network.class()
+    }
+
+    /// Reads its inputs from a safetensors file.
+    ///
+    /// # Errors
+    /// [`SubmoduleError::Inputs`] with every tensor that is missing, unknown, or of another type or shape.
+    pub fn read_inputs(&self, path: &Path) -> Result<SubmoduleInputs, SubmoduleError> {
+        SubmoduleInputs::read(&self.network, path)
+    }
+
+    /// Traces the forward pass for inputs of these sizes, quantized by the rules of `policy`.
+    ///
+    /// # Errors
+    /// When the sizes do not fit the network, a rule matches nothing, or the weights are not those of the network.
+    pub fn trace(
+        &self,
+        inputs: &SubmoduleInputs,
+        precision: Precision,
+        policy: Option<Policy>,
+    ) -> Result<Traced, SubmoduleError> {
+        let root = self.network.root();
+        let b = Builder::new();
+        let results = self.network.declare(&b, &inputs.sizes, precision);
+        for (name, tensor) in results.map_err(PipelineError::from)? {
+            b.output(name, tensor, None).map_err(PipelineError::from)?;
+        }
+        let policy = policy.map(|policy| Policy {
+            model: format!("{root}/"),
+            ..policy
+        });
+        let traced = Traced::new(root, b.finish())
+            .quantized(policy.as_ref())
+            .map_err(PipelineError::from)?;
+        let expected: Vec<(&str, &[usize])> = traced
+            .graph
+            .weights()
+            .map(|(_, w)| (w.key(), w.shape.dims.as_slice()))
+            .collect();
+        match_parameters(&expected, &self.checkpoint).map_err(PipelineError::from)?;
+        Ok(traced)
+    }
+
+    /// Compiles the traced forward pass, reads the weights and computes the results.
+    ///
+    /// # Errors
+    /// When the program does not compile or fails, or a weight cannot be read.
+    pub fn run(
+        &self,
+        session: &Session,
+        traced: &Traced,
+        precision: DotPrecision,
+        inputs: &SubmoduleInputs,
+    ) -> Result<SubmoduleRun, PipelineError> {
+        let program = PartProgram::compile(session, traced, precision)?;
+        let stages = program.stages();
+
+        let start = Instant::now();
+        let read = |slots: &[Slot], take: &mut TakeWeight<'_>| {
+            for slot in slots {
+                // A large tensor is read by several threads.
+                let tensor = self.checkpoint.read_as(slot.key(), slot.shape.dtype)?;
+                take(session.put(&tensor, &slot.spec)?)?;
+            }
+            Ok(())
+        };
+        let weights = WeightSource::Files(&read).prepare(stages)?;
+        let load = start.elapsed().as_secs_f64();
+
+        let start = Instant::now();
+        let tensors = inputs.tensors.iter();
+        let arrays = tensors
+            .map(|(name, tensor)| Ok((*name, program.put(session, name, tensor)?)))
+            .collect::<Result<Vec<_>, PipelineError>>()?;
+        let arrays: Vec<_> = arrays.iter().map(|(name, array)| (*name, array)).collect();
+        let results = program.run(session, &weights, &arrays)?;
+        let names = stages.step().outputs().iter().map(|slot| slot.name.clone());
+        let outputs = names.zip(results).collect();
+        let run = start.elapsed().as_secs_f64();
+        let timings = stages.timings();
+        Ok(SubmoduleRun {
+            outputs,
+            kernels: stages.kernels().clone(),
+            seconds: SubmoduleSeconds {
+                emit: timings.emit,
+                compile: timings.compile,
+                load,
+                run,
+            },
+        })
+    }
+}

@@ -1,0 +1,147 @@
+//! The networks that are submodules.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use serde_json::{Map, Value as Json};
+
+use crate::dtype::DType;
+use crate::graph::{Builder, GraphError, Tensor};
+use crate::models::Part;
+use crate::models::clip::{ClipTextConfig, clip_text};
+use crate::models::unet::{self, UNet2DConditionConfig};
+use crate::nn::{Precision, Remat};
+use crate::shape::Shape;
+
+use super::SubmoduleError;
+
+/// More than any `config.json` of a model.
+const LARGEST_CONFIG: u64 = 1 << 20;
+
+/// A part of a model, by its configuration.
+pub enum Network {
+    UNet(Box<UNet2DConditionConfig>),
+    ClipText(Box<ClipTextConfig>),
+}
+
+/// The sizes of a network's inputs that its configuration leaves open, by name.
+pub type Sizes = BTreeMap<&'static str, usize>;
+
+impl Network {
+    /// Reads `config.json`, which says by `_class_name` (diffusers) or `architectures` (transformers) what it is of.
+    pub fn read(folder: &Path) -> Result<Network, SubmoduleError> {
+        let path = folder.join("config.json");
+        let fail = |reason: String| SubmoduleError::Config {
+            path: path.clone(),
+            reason,
+        };
+        let bytes = std::fs::metadata(&path)
+            .map_err(|e| fail(e.to_string()))?
+            .len();
+        if bytes > LARGEST_CONFIG {
+            return Err(fail(format!(
+                "{bytes} bytes; a model's configuration has at most {LARGEST_CONFIG}"
+            )));
+        }
+        let text = std::fs::read_to_string(&path).map_err(|e| fail(e.to_string()))?;
+        let fields: Map<String, Json> =
+            serde_json::from_str(&text).map_err(|e| fail(format!("not a JSON object: {e}")))?;
+        let classes: Vec<&str> = fields
+            .get("_class_name")
+            .into_iter()
+            .chain(
+                fields
+                    .get("architectures")
+                    .and_then(Json::as_array)
+                    .into_iter()
+                    .flatten(),
+            )
+            .filter_map(Json::as_str)
+            .collect();
+        let is = |name: &str| classes.contains(&name);
+        let model = |source| SubmoduleError::Model {
+            path: path.clone(),
+            source,
+        };
+        if is("UNet2DConditionModel") {
+            let config = UNet2DConditionConfig::from_map(fields.clone()).map_err(model)?;
+            Ok(Network::UNet(Box::new(config)))
+        } else if is("CLIPTextModel") || is("CLIPTextModelWithProjection") {
+            let config = ClipTextConfig::from_map(fields.clone()).map_err(model)?;
+            Ok(Network::ClipText(Box::new(config)))
+        } else {
+            let found = if classes.is_empty() {
+                "neither _class_name nor architectures says what it is of".to_string()
+            } else {
+                format!("of {}, which is not here", classes.join(", "))
+            };
+            Err(fail(format!(
+                "{found}; working: UNet2DConditionModel, CLIPTextModel, CLIPTextModelWithProjection"
+            )))
+        }
+    }
+
+    pub fn class(&self) -> &'static str {
+        match self {
+            Network::UNet(_) => "UNet2DConditionModel",
+            Network::ClipText(config) if config.has_projection() => "CLIPTextModelWithProjection",
+            Network::ClipText(_) => "CLIPTextModel",
+        }
+    }
+
+    /// The root of the parameter paths.
+    pub fn root(&self) -> &'static str {
+        match self {
+            Network::UNet(_) => unet::ROOT,
+            Network::ClipText(_) => Part::TextEncoder.name(),
+        }
+    }
+
+    /// Declares the inputs and gives the results by name, in `f32`.
+    ///
+    /// # Errors
+    /// When sizes do not fit the network.
+    pub fn declare(
+        &self,
+        b: &Builder,
+        sizes: &Sizes,
+        precision: Precision,
+    ) -> Result<Vec<(&'static str, Tensor)>, GraphError> {
+        let size = |name: &str| sizes.get(name).copied().unwrap_or_default();
+        let outputs = match self {
+            Network::UNet(config) => {
+                let dims = ["batch", "height", "width", "length"].map(size);
+                let inputs = unet::declare_inputs(b, config, dims, DType::F32)?;
+                vec![(
+                    "sample",
+                    unet::unet(b, config, inputs, precision, Remat::None)?,
+                )]
+            }
+            Network::ClipText(config) => {
+                let ids = b.input(
+                    "input_ids",
+                    Shape::new(DType::S32, ["batch", "length"].map(size)),
+                    &[Some("activation_batch"), None],
+                )?;
+                let y = clip_text(
+                    b,
+                    Part::TextEncoder.name(),
+                    config,
+                    ids,
+                    precision,
+                    Remat::None,
+                )?;
+                let mut outputs = vec![
+                    ("last_hidden_state", y.last_hidden_state),
+                    ("pooler_output", y.pooler_output),
+                ];
+                outputs.extend(y.text_embeds.map(|t| ("text_embeds", t)));
+                outputs
+            }
+        };
+        outputs
+            .into_iter()
+            .map(|(name, tensor)| Ok((name, b.convert(tensor, DType::F32)?)))
+            .collect()
+    }
+}
