@@ -10,6 +10,7 @@ pub mod bundle;
 pub mod cli;
 pub mod config;
 pub mod data;
+pub mod doctor;
 pub mod dtype;
 pub mod emit;
 pub mod graph;
