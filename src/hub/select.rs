@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 
 use super::error::{Fault, HubError, SelectError};
 use super::name::RepoId;
-use crate::models::family::Signs;
+use crate::models::spec::Signs;
 use crate::models::{Family, Part};
 use crate::weights::source::{SourceError, check_class, is_null, no_unet};
 use crate::weights::{Choice, choose, is_pickle, lora, parse_index};

@@ -8,7 +8,7 @@ use crate::models::unet::{
     self, AdditionEmbedType, ResSamples, SIZE_TIME_IDS, TextTime, UNet2DConditionConfig, UNetInputs,
 };
 use crate::models::vae::AutoencoderKlConfig;
-use crate::models::{Family, Part};
+use crate::models::{Family, HiddenState, Part};
 use crate::nn::{Precision, Remat};
 use crate::schedulers::SchedulerConfig;
 use crate::shape::Shape;
@@ -74,25 +74,6 @@ pub struct TextEncoder {
     pub part: Part,
     pub config: ClipTextConfig,
     pub hidden: HiddenState,
-}
-
-/// Which of a text encoder's hidden states condition the UNet.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum HiddenState {
-    /// The one `skip` layers before the last, after the final layer norm: Stable Diffusion 1.x and 2.x.
-    Normed { skip: usize },
-    /// The one `skip` layers before the last, as it is: SDXL, which skips one.
-    Raw { skip: usize },
-}
-
-impl HiddenState {
-    /// The same, `more` layers earlier.
-    pub fn earlier(self, more: usize) -> HiddenState {
-        match self {
-            HiddenState::Normed { skip } => HiddenState::Normed { skip: skip + more },
-            HiddenState::Raw { skip } => HiddenState::Raw { skip: skip + more },
-        }
-    }
 }
 
 /// What a text encoder gives the UNet.

@@ -4,20 +4,22 @@ pub mod clip;
 pub mod controlnet;
 mod diffusion;
 pub mod family;
+mod part;
 mod pixels;
 mod sd1;
 mod sd2;
 mod sdxl;
 mod sdxl_refiner;
 mod space;
+pub mod spec;
 pub mod unet;
 pub mod vae;
 
-pub use diffusion::{
-    DiffusionModel, HiddenState, MicroConditioning, TextConditioning, TextEncoder,
-};
-pub use family::{Family, FamilySpec, Part, Published};
+pub use diffusion::{DiffusionModel, MicroConditioning, TextConditioning, TextEncoder};
+pub use family::Family;
+pub use part::Part;
 pub use space::{RGB, SampleSpace};
+pub use spec::{FamilySpec, HiddenState, Published};
 
 use serde_json::{Map, Value};
 

@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 use crate::config::{Config, ModelConfig};
 use crate::data::Tokenizer;
 use crate::models::clip::ClipTextConfig;
-use crate::models::family::Signs;
+use crate::models::spec::Signs;
 use crate::models::unet::UNet2DConditionConfig;
 use crate::models::vae::AutoencoderKlConfig;
 use crate::models::{DiffusionModel, Family, MicroConditioning, Part, SampleSpace, TextEncoder};

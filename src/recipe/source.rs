@@ -143,7 +143,7 @@ impl Source {
             Source::Model { source, .. } => (source.family, &source.path),
             Source::Run { dir, .. } => (Family::Pixels, dir),
         };
-        let refiners = family.spec().refiners;
+        let refiners = family.refiners();
         if refiners.is_empty() {
             return Err(usage(format!(
                 "{} is {}, which has no refiner",

@@ -1,8 +1,8 @@
 //! Small images without an autoencoder: a UNet on their pixels, or on blocks of them, with a CLIP text encoder that is
 //! trained beside it. The quickstart's family.
 
-use super::family::{FamilySpec, Part, TextEncoderSpec};
-use super::{HiddenState, unet};
+use super::spec::{FamilySpec, HiddenState, TextEncoderSpec};
+use super::{Part, unet};
 
 pub const SPEC: FamilySpec = FamilySpec {
     title: "a model of pixels",
@@ -15,7 +15,6 @@ pub const SPEC: FamilySpec = FamilySpec {
     aesthetic_score: false,
     zero_empty_prompts: false,
     controlnets: false,
-    refiners: &[],
     lora_names: &[],
     int8_float_layers: &unet::INT8_FLOAT_LAYERS,
     claims: |signs| {

@@ -1,9 +1,9 @@
 //! Stable Diffusion 1.x: a UNet on latents, conditioned by CLIP-L.
 
-use super::family::{
-    FamilySpec, OriginalNames, Part, Published, Root, SingleFile, TextEncoderSpec,
+use super::spec::{
+    FamilySpec, HiddenState, OriginalNames, Published, Root, SingleFile, TextEncoderSpec,
 };
-use super::{HiddenState, unet};
+use super::{Part, unet};
 
 pub const SPEC: FamilySpec = FamilySpec {
     title: "Stable Diffusion 1.x",
@@ -40,7 +40,6 @@ pub const SPEC: FamilySpec = FamilySpec {
     aesthetic_score: false,
     zero_empty_prompts: false,
     controlnets: true,
-    refiners: &[],
     lora_names: &[],
     int8_float_layers: &unet::INT8_FLOAT_LAYERS,
     // What no other family claims.

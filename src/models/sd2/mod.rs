@@ -2,10 +2,10 @@
 
 use serde_json::Value;
 
-use super::family::{
-    FamilySpec, Lookalike, OriginalNames, Part, Published, Root, SingleFile, TextEncoderSpec,
+use super::spec::{
+    FamilySpec, HiddenState, Lookalike, OriginalNames, Published, Root, SingleFile, TextEncoderSpec,
 };
-use super::{HiddenState, unet};
+use super::{Part, unet};
 
 /// The features of OpenCLIP-H.
 const TEXT_FEATURES: usize = 1024;
@@ -45,7 +45,6 @@ pub const SPEC: FamilySpec = FamilySpec {
     aesthetic_score: false,
     zero_empty_prompts: false,
     controlnets: true,
-    refiners: &[],
     lora_names: &[],
     int8_float_layers: &unet::INT8_FLOAT_LAYERS,
     claims: |signs| {

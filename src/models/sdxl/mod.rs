@@ -1,10 +1,10 @@
 //! SDXL base: a UNet on latents, conditioned by CLIP-L and OpenCLIP-bigG side by side, bigG's pooled output and the
 //! image's sizes.
 
-use super::family::{
-    Family, FamilySpec, OriginalNames, Part, Published, Root, SingleFile, TextEncoderSpec,
+use super::spec::{
+    FamilySpec, HiddenState, OriginalNames, Published, Root, SingleFile, TextEncoderSpec,
 };
-use super::{HiddenState, unet};
+use super::{Part, unet};
 
 pub const SPEC: FamilySpec = FamilySpec {
     title: "SDXL",
@@ -50,7 +50,6 @@ pub const SPEC: FamilySpec = FamilySpec {
     aesthetic_score: false,
     zero_empty_prompts: true,
     controlnets: true,
-    refiners: &[Family::SdxlRefiner, Family::Sdxl],
     // kohya's trainers number text encoders only where there are two, and use the original block names for SDXL alone.
     lora_names: &[
         "lora_te1_",

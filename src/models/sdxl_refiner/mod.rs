@@ -1,9 +1,9 @@
 //! SDXL's refiner: takes the last steps of SDXL's samples, conditioned by OpenCLIP-bigG alone and an aesthetic score.
 
-use super::family::{
-    FamilySpec, OriginalNames, Part, Published, Root, SingleFile, TextEncoderSpec,
+use super::spec::{
+    FamilySpec, HiddenState, OriginalNames, Published, Root, SingleFile, TextEncoderSpec,
 };
-use super::{HiddenState, unet};
+use super::{Part, unet};
 
 pub const SPEC: FamilySpec = FamilySpec {
     title: "the SDXL refiner",
@@ -37,7 +37,6 @@ pub const SPEC: FamilySpec = FamilySpec {
     zero_empty_prompts: false,
     // ControlNets are made for UNets of another size.
     controlnets: false,
-    refiners: &[],
     lora_names: &[],
     int8_float_layers: &unet::INT8_FLOAT_LAYERS,
     // It has the larger of SDXL's text encoders only.

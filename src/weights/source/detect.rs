@@ -1,7 +1,8 @@
 //! What a single file is, by its tensors.
 
 use super::SourceError;
-use crate::models::family::{Lookalike, OriginalNames, Root, UNSUPPORTED};
+use crate::models::family::UNSUPPORTED;
+use crate::models::spec::{Lookalike, OriginalNames, Root};
 use crate::models::{Family, Part, Published};
 use crate::weights::Checkpoint;
 

@@ -10,7 +10,8 @@ use super::keys::{self, Converted};
 use super::{
     Component, Ignored, Layout, ModelSource, SourceError, io_error, read_json, read_scheduler,
 };
-use crate::models::family::{Signs, UNSUPPORTED};
+use crate::models::family::UNSUPPORTED;
+use crate::models::spec::Signs;
 use crate::models::{Family, Part};
 use crate::weights::{Checkpoint, Transform, WeightsError};
 

@@ -10,7 +10,7 @@ use super::folder::is_inpainting;
 use super::keys::{self, Converted};
 use super::structure::{self, Tensors};
 use super::{Component, Ignored, Layout, ModelSource, SourceError};
-use crate::models::family::{OriginalNames, Root};
+use crate::models::spec::{OriginalNames, Root};
 use crate::models::{Part, Published};
 use crate::weights::{Checkpoint, Transform};
 

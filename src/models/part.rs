@@ -1,0 +1,40 @@
+//! The parts of a model.
+
+use crate::util::named;
+
+named! {
+    /// The parts of a model that have weights. A part's name is that of its folder in diffusers' layout, its entry in
+    /// `model_index.json`, and the root of its parameter paths.
+    #[derive(PartialOrd, Ord)]
+    pub enum Part {
+        /// The denoiser.
+        Unet = "unet",
+        /// The autoencoder.
+        Vae = "vae",
+        /// The text encoder, of two the first.
+        TextEncoder = "text_encoder",
+        /// The second text encoder.
+        TextEncoder2 = "text_encoder_2",
+    }
+}
+
+impl Part {
+    /// The folder of a text encoder's tokenizer.
+    pub const fn tokenizer(self) -> Option<&'static str> {
+        match self {
+            Part::Unet | Part::Vae => None,
+            Part::TextEncoder => Some("tokenizer"),
+            Part::TextEncoder2 => Some("tokenizer_2"),
+        }
+    }
+
+    /// The library and the class in `model_index.json`.
+    pub const fn class(self) -> [&'static str; 2] {
+        match self {
+            Part::Unet => ["diffusers", "UNet2DConditionModel"],
+            Part::Vae => ["diffusers", "AutoencoderKL"],
+            Part::TextEncoder => ["transformers", "CLIPTextModel"],
+            Part::TextEncoder2 => ["transformers", "CLIPTextModelWithProjection"],
+        }
+    }
+}

@@ -1,0 +1,155 @@
+//! The description of a family: what configuration, hub, weights, LoRA, pipelines and training read of it.
+
+use serde_json::{Map, Value};
+
+use super::Part;
+
+/// The description of a family. See `docs/adding-a-family.md`.
+#[derive(Debug)]
+pub struct FamilySpec {
+    /// The name in messages.
+    pub title: &'static str,
+    /// The configuration file in `configs/` that it is used with.
+    pub recipe: &'static str,
+    /// What is known of its published models; `None` for a family that is trained here only.
+    pub published: Option<Published>,
+    /// The text encoders. Their features stand side by side in this order.
+    pub text_encoders: &'static [TextEncoderSpec],
+    /// Whether the time ids of the image end in an aesthetic score and not in the target size, where
+    /// `model_index.json` does not say (`requires_aesthetics_score`).
+    pub aesthetic_score: bool,
+    /// Whether an empty negative prompt is zeros and not the encoding of an empty text, where `model_index.json` does not
+    /// say (`force_zeros_for_empty_prompt`).
+    pub zero_empty_prompts: bool,
+    /// Whether there are ControlNets for its denoiser.
+    pub controlnets: bool,
+    /// Starts of module names that only LoRA files for this family have.
+    pub lora_names: &'static [&'static str],
+    /// Paths below the denoiser's root (regular expressions) of the layers that stay in float under
+    /// `quantization=int8`: they are small, and sensitive to rounding.
+    pub int8_float_layers: &'static [&'static str],
+    /// Whether a model in diffusers' layout is of this family. Asked from the last family to the first.
+    pub claims: fn(&Signs) -> bool,
+}
+
+impl FamilySpec {
+    /// The parts that a model of this family is made of.
+    pub fn parts(&self) -> Vec<Part> {
+        let autoencoder = self.published.as_ref().map(|_| Part::Vae);
+        let encoders = self.text_encoders.iter().map(|encoder| encoder.part);
+        let parts = [Part::Unet].into_iter().chain(autoencoder);
+        parts.chain(encoders).collect()
+    }
+}
+
+/// A family's published models.
+#[derive(Debug)]
+pub struct Published {
+    /// Repositories on the hub, the original first, whose denoiser has exactly the architecture `unet`.
+    pub repositories: &'static [&'static str],
+    /// `unet/config.json` as published: the architecture, and what no tensor of a single file tells of it.
+    pub unet: &'static str,
+    /// `vae/config.json` as published: the geometry of the latents, and what no tensor tells of it.
+    pub vae: &'static str,
+    /// `scheduler/scheduler_config.json` as published: the noise process and the sampler.
+    pub scheduler: &'static str,
+    /// The pipeline's class in `model_index.json`.
+    pub pipeline: &'static str,
+    /// That of models for inpainting.
+    pub inpaint_pipeline: &'static str,
+    /// What else `model_index.json` has, as a JSON object.
+    pub index: &'static str,
+    pub single_file: SingleFile,
+}
+
+/// How one of a family's text encoders conditions the denoiser.
+#[derive(Clone, Copy, Debug)]
+pub struct TextEncoderSpec {
+    pub part: Part,
+    /// The hidden state that the denoiser attends to.
+    pub hidden: HiddenState,
+}
+
+/// A family's models in one file, by the names of the original code.
+#[derive(Debug)]
+pub struct SingleFile {
+    /// The features of the text that the denoiser attends to, which tell the families apart: nothing else of its size
+    /// is looked at.
+    pub text_features: usize,
+    /// Whether the denoiser embeds pooled text and sizes (`label_emb`).
+    pub label_embedding: bool,
+    /// What a file is that has the same text features and differs in `label_embedding`.
+    pub lookalike: Option<Lookalike>,
+    /// Where the text encoders stand.
+    pub text_encoders: &'static [Root],
+    /// Channels of one attention head, where blocks differ in the number of heads.
+    pub head_channels: Option<usize>,
+    /// Whether `scheduler`'s prediction type is a guess, since models of both types are published under the same tensors.
+    pub prediction_unknown: bool,
+}
+
+/// A model that is told from a family's by one tensor, and is not built here.
+#[derive(Debug)]
+pub struct Lookalike {
+    pub name: &'static str,
+    pub advice: &'static str,
+}
+
+/// Where the tensors of one part stand in a single file.
+#[derive(Clone, Copy, Debug)]
+pub struct Root {
+    pub prefix: &'static str,
+    pub part: Part,
+    pub names: OriginalNames,
+}
+
+/// Whose names the tensors of one part have in a single file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OriginalNames {
+    /// `openaimodel.UNetModel` of LDM and SGM.
+    LdmUnet,
+    /// `AutoencoderKL` of LDM and SGM.
+    LdmVae,
+    /// transformers' CLIP.
+    Clip,
+    /// OpenCLIP's text tower, of which the first layers are used, at most `layers`.
+    OpenClip { layers: Option<usize> },
+}
+
+/// What of a model in diffusers' layout tells its family.
+pub struct Signs<'a> {
+    /// The content of `unet/config.json`.
+    pub unet: &'a Map<String, Value>,
+    /// Whether it has this part.
+    pub has: &'a dyn Fn(Part) -> bool,
+}
+
+impl Signs<'_> {
+    /// Whether the denoiser also takes pooled text and sizes (`addition_embed_type = text_time`).
+    pub(super) fn takes_text_time(&self) -> bool {
+        self.unet.get("addition_embed_type").and_then(Value::as_str) == Some("text_time")
+    }
+
+    pub(super) fn number(&self, field: &str) -> Option<u64> {
+        self.unet.get(field).and_then(Value::as_u64)
+    }
+}
+
+/// Which of a text encoder's hidden states condition the UNet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HiddenState {
+    /// The one `skip` layers before the last, after the final layer norm: Stable Diffusion 1.x and 2.x.
+    Normed { skip: usize },
+    /// The one `skip` layers before the last, as it is: SDXL, which skips one.
+    Raw { skip: usize },
+}
+
+impl HiddenState {
+    /// The same, `more` layers earlier.
+    pub fn earlier(self, more: usize) -> HiddenState {
+        match self {
+            HiddenState::Normed { skip } => HiddenState::Normed { skip: skip + more },
+            HiddenState::Raw { skip } => HiddenState::Raw { skip: skip + more },
+        }
+    }
+}
