@@ -2,8 +2,8 @@
 //!
 //! `cargo bench --bench contractions -- [--rounds N] [name part]...`
 //!
-//! Each line gives the least and the median milliseconds of a run, and the ratio of the first way's least to this one's.
-//! The rules of `maxdiff::target` were chosen by this tool; `docs/performance.md` tells what it measured.
+//! Each line gives the minimum and the median milliseconds of a run, and the ratio of the first way's minimum to this one's.
+//! This tool chose the rules of `maxdiff::backend::cpu`; `docs/performance.md` has its results.
 
 use std::error::Error;
 use std::time::Instant;

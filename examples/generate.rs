@@ -1,4 +1,4 @@
-//! Makes images of prompts with the library alone.
+//! Generates images from prompts with the library alone.
 //!
 //! `cargo run --release --example generate -- configs/quickstart.yml`, after training it.
 

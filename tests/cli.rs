@@ -594,7 +594,7 @@ fn a_plugin_that_is_in_use_is_installed_only_if_needed() {
     let both = run(&["plugin", "install", "cpu", "--if-needed", "--path", path]);
     assert_eq!(both.status.code(), Some(2));
 
-    // One that has changed is not whole. The remedy keeps it.
+    // One that has changed is not complete. The remedy keeps it.
     let mut bytes = std::fs::read(&library).unwrap();
     bytes.push(0);
     std::fs::write(&library, bytes).unwrap();
@@ -709,7 +709,7 @@ fn a_wrong_log_filter_is_told_of() {
     assert!(output.status.success());
     let told = text(&output.stderr);
     assert!(
-        told.starts_with("warning: RUST_LOG='maxdiff=loud' is passed over: "),
+        told.starts_with("warning: RUST_LOG='maxdiff=loud' is ignored: "),
         "{told}"
     );
 }

@@ -89,7 +89,7 @@ fn controlnets_have_exactly_the_parameters_of_their_checkpoints() {
                 .weights()
                 .all(|(_, w)| w.name.starts_with("controlnet/"))
         );
-        // Training starts from a ControlNet that adds nothing: one convolution for each residual, the picture's last.
+        // Training starts from a ControlNet that adds nothing: one convolution for each residual, the image's last.
         let zero = InputKind::Weight(Init::Zeros);
         let zeros = graph.weights().filter(|(_, w)| {
             w.kind == zero && w.shape.rank() == 4 && w.name.starts_with("controlnet/controlnet_")

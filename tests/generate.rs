@@ -70,12 +70,12 @@ fn pixels(path: &Value) -> image::RgbImage {
 }
 
 #[test]
-fn a_picture_is_repeated_from_its_file() {
+fn a_image_is_repeated_from_its_file() {
     let dir = tempfile::tempdir().unwrap();
     let prompts = dir.path().join("prompts.txt");
     std::fs::write(
         &prompts,
-        "# two pictures with settings of their own\n\na red circle --n blurry --d 7 --s 3\n\
+        "# two images with settings of their own\n\na red circle --n blurry --d 7 --s 3\n\
          (a blue square:1.3), 绿色 --s 4 --l 2.5\n",
     )
     .unwrap();
@@ -88,8 +88,8 @@ fn a_picture_is_repeated_from_its_file() {
     assert!(drawn["peak_host_bytes"].as_u64() > Some(1 << 20));
     assert!(drawn["seconds"]["denoise"].as_f64() > Some(0.0));
     let second = &drawn["images"][1];
-    let picture = pixels(&second["path"]);
-    assert_eq!(picture.dimensions(), (24, 16));
+    let image = pixels(&second["path"]);
+    assert_eq!(image.dimensions(), (24, 16));
 
     let path = second["path"].as_str().unwrap();
     let words = ["--from-image", path, "--json"];
@@ -97,11 +97,11 @@ fn a_picture_is_repeated_from_its_file() {
     let again = &again["images"][0];
     assert_eq!(again["prompt"], "(a blue square:1.3), 绿色");
     assert_ne!(again["path"], second["path"], "nothing is overwritten");
-    assert_eq!(pixels(&again["path"]), picture);
+    assert_eq!(pixels(&again["path"]), image);
 }
 
 #[test]
-fn previews_lie_beside_the_picture() {
+fn previews_lie_beside_the_image() {
     let dir = tempfile::tempdir().unwrap();
     let words = [
         "prompt=a cat",
@@ -121,7 +121,7 @@ fn previews_lie_beside_the_picture() {
         .map(|entry| entry.unwrap().file_name().into_string().unwrap())
         .collect();
     names.sort();
-    // After 2 and 4 of 5 steps; the picture itself is under the next number of its own.
+    // After 2 and 4 of 5 steps; the image itself is under the next number of its own.
     let expected = [
         "image-00001.png",
         "image-00002.png",
@@ -153,16 +153,16 @@ fn bad_input_is_named() {
     assert!(found.contains("nearest: 14 and 16"), "{found}");
     let found = with(&["scheduler=plms"]);
     assert!(found.contains("valid: ddim, ddpm, pndm"), "{found}");
-    let broken = format!("image={}", file("broken.png", b"no picture"));
+    let broken = format!("image={}", file("broken.png", b"no image"));
     let found = with(&[&broken, "strength=1.5"]);
     assert!(found.contains("strength: 1.5 is out of range"), "{found}");
     let found = with(&[&broken]);
     assert!(found.contains("not an image that can be read"), "{found}");
     let found = with(&["strength=0.5"]);
     assert!(found.contains("strength: has no effect"), "{found}");
-    let picture = dir.path().join("cut.png");
-    image::RgbImage::new(16, 16).save(&picture).unwrap();
-    let bytes = std::fs::read(&picture).unwrap();
+    let cut = dir.path().join("cut.png");
+    image::RgbImage::new(16, 16).save(&cut).unwrap();
+    let bytes = std::fs::read(&cut).unwrap();
     let cut = format!("image={}", file("cut.png", &bytes[..bytes.len() - 20]));
     let found = with(&[&cut]);
     assert!(found.contains("or a damaged one"), "{found}");
@@ -184,7 +184,7 @@ fn bad_input_is_named() {
     let found = with(&[&control[..], &[nowhere]].concat());
     assert!(found.contains("name the folder of a ControlNet"), "{found}");
     let found = error(1, &[&size[..], &control].concat());
-    let missing = "diffusers/controlnet-canny-sdxl-1.0 at main is not whole in the cache";
+    let missing = "diffusers/controlnet-canny-sdxl-1.0 at main is not complete in the cache";
     assert!(found.contains(missing), "{found}");
     let prompts = format!("prompts_file={}", file("prompts.txt", b"a cat --w 99\n"));
     let found = error(2, &[&prompts, "height=16", "width=16"]);
@@ -241,7 +241,7 @@ fn samplers_refuse_what_they_do_not_read() {
     assert!(found.contains("solver_order: has no effect"), "{found}");
 }
 
-/// The text of a picture under a keyword.
+/// The text of an image under a keyword.
 fn text_of(path: &Value, keyword: &str) -> String {
     let file = std::io::BufReader::new(std::fs::File::open(path.as_str().unwrap()).unwrap());
     let reader = png::Decoder::new(file).read_info().unwrap();
@@ -254,7 +254,7 @@ fn parameters(path: &Value) -> String {
     text_of(path, "parameters")
 }
 
-/// A picture with the text that web interfaces write.
+/// An image with the text that web interfaces write.
 fn foreign(path: &Path, text: &str) {
     let file = std::fs::File::create(path).unwrap();
     let mut encoder = png::Encoder::new(file, 16, 16);
@@ -283,7 +283,7 @@ fn samplers_have_the_names_of_web_interfaces_and_are_repeated() {
     let expected = "\nSteps: 3, Sampler: DPM++ 2M, Schedule type: Karras, CFG scale: 7.5, ";
     assert!(text.contains(expected), "{text}");
 
-    // A copy has the settings of the picture, so that a copy of it would be the same too.
+    // A copy has the settings of the image, so that a copy of it would be the same too.
     let again = |path: &Value, words: &[&str]| {
         let words = [&["--from-image", path.as_str().unwrap(), "--json"], words].concat();
         json(&generate(dir.path(), &words))["images"][0]["path"].clone()
@@ -293,24 +293,21 @@ fn samplers_have_the_names_of_web_interfaces_and_are_repeated() {
     for keyword in ["parameters", "maxdiff"] {
         assert_eq!(text_of(&second, keyword), text_of(first, keyword));
     }
-    // What only the picture's sampler reads goes with it.
+    // What only the image's sampler reads goes with it.
     let other = again(&second, &["scheduler=ddim"]);
     assert!(parameters(&other).contains("Sampler: DDIM, Schedule type: Automatic,"));
 
-    let picture = dir.path().join("web.png");
+    let web = dir.path().join("web.png");
     let line = "CFG scale: 5, Seed: 7, Size: 24x16, Denoising strength: 0.4, Version: v1.10.1";
     foreign(
-        &picture,
+        &web,
         &format!("a (cat:1.2)\nSteps: 2, Sampler: DPM++ 2M Karras, {line}"),
     );
-    let read = ["--from-image", picture.to_str().unwrap(), "--json"];
+    let read = ["--from-image", web.to_str().unwrap(), "--json"];
     let output = generate(dir.path(), &read);
     let told = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(told.contains("made by another program"), "{told}");
-    assert!(
-        told.contains("not taken over: Denoising strength: 0.4"),
-        "{told}"
-    );
+    assert!(told.contains("ignored: Denoising strength: 0.4"), "{told}");
     let linspace = "diffusion_scheduler_config.timestep_spacing=linspace";
     let same = [
         "prompt=a (cat:1.2)",
@@ -333,7 +330,7 @@ fn samplers_have_the_names_of_web_interfaces_and_are_repeated() {
     );
 
     foreign(
-        &picture,
+        &web,
         &format!("a cat\nSteps: 2, Sampler: DPM adaptive, {line}"),
     );
     let found = error(2, &read);
@@ -398,18 +395,18 @@ fn assemble(dir: &Path, name: &str, parts: &[(&str, &str)]) -> String {
     model.display().to_string()
 }
 
-/// A picture with a gradient, and a mask of its right half in green and white, which are brighter than half. Blue is not.
-fn picture_and_mask(dir: &Path) -> [String; 2] {
-    let picture =
+/// An image with a gradient, and a mask of its right half in green and white, which are brighter than half. Blue is not.
+fn image_and_mask(dir: &Path) -> [String; 2] {
+    let image =
         image::RgbImage::from_fn(16, 16, |x, y| image::Rgb([16 * x as u8, 16 * y as u8, 128]));
     let mask = image::RgbImage::from_fn(16, 16, |x, y| match (x < 8, y < 8) {
         (true, _) => image::Rgb([0, 0, 255]),
         (false, true) => image::Rgb([0, 255, 0]),
         (false, false) => image::Rgb([255; 3]),
     });
-    [("image", picture), ("mask_image", mask)].map(|(key, picture)| {
+    [("image", image), ("mask_image", mask)].map(|(key, image)| {
         let path = dir.join(format!("{key}.png"));
-        picture.save(&path).unwrap();
+        image.save(&path).unwrap();
         format!("{key}={}", path.display())
     })
 }
@@ -421,7 +418,7 @@ fn joined<'a>(words: &[&'a str], more: &[&'a str]) -> Vec<&'a str> {
 const SMALL: [&str; 4] = ["prompt=x", "height=16", "width=16", "num_inference_steps=5"];
 
 #[test]
-fn a_model_for_inpainting_wants_a_picture_and_a_mask() {
+fn a_model_for_inpainting_wants_a_image_and_a_mask() {
     let dir = tempfile::tempdir().unwrap();
     let model = assemble(
         dir.path(),
@@ -435,17 +432,17 @@ fn a_model_for_inpainting_wants_a_picture_and_a_mask() {
         ],
     );
     let pretrained = format!("pretrained_model_name_or_path={model}");
-    let [picture, mask] = picture_and_mask(dir.path());
+    let [image, mask] = image_and_mask(dir.path());
     let words = [&SMALL[..], &[&pretrained]].concat();
     let found = error(2, &words);
     assert!(found.contains("a model for inpainting"), "{found}");
     assert!(found.contains("nine channels"), "{found}");
-    let found = error(2, &[&words[..], &[&picture]].concat());
+    let found = error(2, &[&words[..], &[&image]].concat());
     assert!(found.contains("mask_image=''"), "{found}");
 
     let words = [
         &words[..],
-        &[&picture, &mask, "strength=1", "scheduler=ddim", "--json"],
+        &[&image, &mask, "strength=1", "scheduler=ddim", "--json"],
     ]
     .concat();
     let drawn = json(&generate(dir.path(), &words));
@@ -477,7 +474,7 @@ fn a_refiner_takes_the_last_steps() {
     let second = format!("refiner_model_name_or_path={refiner}");
     let own_words = [&SMALL[..], &[&pretrained]].concat();
     let draw = |words: &[&str]| json(&generate(dir.path(), &[words, &["--json"]].concat()));
-    let picture = |drawn: &Value| pixels(&drawn["images"][0]["path"]);
+    let image_of = |drawn: &Value| pixels(&drawn["images"][0]["path"]);
 
     let settings = [&second, "denoising_end=0.6", "aesthetic_score=7"];
     let refined = draw(&joined(&own_words, &settings));
@@ -486,9 +483,9 @@ fn a_refiner_takes_the_last_steps() {
     let path = refined["images"][0]["path"].as_str().unwrap();
     let again = draw(&[&pretrained, "--from-image", path]);
     assert_eq!(again["refiner"], refiner.as_str());
-    assert_eq!(picture(&again), picture(&refined));
+    assert_eq!(image_of(&again), image_of(&refined));
     let liked = draw(&[&pretrained, "--from-image", path, "aesthetic_score=2"]);
-    assert_ne!(picture(&liked), picture(&refined));
+    assert_ne!(image_of(&liked), image_of(&refined));
     // Steps that both take, and steps that neither does.
     let twice = draw(&joined(
         &own_words,
@@ -496,12 +493,12 @@ fn a_refiner_takes_the_last_steps() {
     ));
     assert_eq!(twice["unet_runs"], 7);
 
-    // Alone, from a picture.
-    let [image, mask] = picture_and_mask(dir.path());
+    // Alone, from an image.
+    let [image, mask] = image_and_mask(dir.path());
     let own = format!("pretrained_model_name_or_path={refiner}");
     let words = [&SMALL[..], &[&own]].concat();
     let found = error(2, &words);
-    assert!(found.contains("goes on from an image"), "{found}");
+    assert!(found.contains("starts from an image"), "{found}");
     let drawn = draw(&[&words[..], &[&image, "strength=0.4"]].concat());
     assert_eq!(drawn["unet_runs"], 2);
 
@@ -516,7 +513,7 @@ fn a_refiner_takes_the_last_steps() {
         ),
         (
             joined(&own_words, &[&second, &image, &mask]),
-            "a refiner does not know of the mask",
+            "a refiner does not see the mask",
         ),
         (
             joined(&own_words, &[&second, "denoising_end=0"]),
@@ -551,7 +548,7 @@ fn several_controlnets_have_settings_of_their_own() {
         "pretrained_model_name_or_path={}",
         golden("pipeline_sd15").display()
     );
-    let [image, _] = picture_and_mask(dir.path());
+    let [image, _] = image_and_mask(dir.path());
     let image = image.replace("image=", "controlnet_image=");
     let nets = ["controlnet", "controlnet_1"]
         .map(|name| golden("pipeline_sd15").join(name).display().to_string());
@@ -575,15 +572,15 @@ fn several_controlnets_have_settings_of_their_own() {
     ));
     let path = both["images"][0]["path"].as_str().unwrap();
     let again = draw(&[&pretrained, "--from-image", path]);
-    let [picture, repeated] = [&both, &again].map(|drawn| pixels(&drawn["images"][0]["path"]));
-    assert_eq!(repeated, picture);
+    let [image, repeated] = [&both, &again].map(|drawn| pixels(&drawn["images"][0]["path"]));
+    assert_eq!(repeated, image);
     let other = draw(&[
         &pretrained,
         "--from-image",
         path,
         "controlnet_conditioning_scale=[1, 4]",
     ]);
-    assert_ne!(pixels(&other["images"][0]["path"]), picture);
+    assert_ne!(pixels(&other["images"][0]["path"]), image);
 
     for (word, expected) in [
         (

@@ -614,7 +614,7 @@ fn convert_refuses_before_it_writes() {
     let nothing = convert(&dir.path().join("no/such"), &dir.path().join("x"), &[]);
     assert_eq!(code(&nothing), 1);
     assert!(
-        stderr(&nothing).contains("no name of a repository"),
+        stderr(&nothing).contains("not the name of a repository"),
         "{}",
         stderr(&nothing)
     );
@@ -670,7 +670,7 @@ fn convert_takes_a_name_on_the_hub_from_the_cache() {
         assert_eq!(output.status.code(), Some(code), "{error}");
         assert!(error.contains(expected), "{error}");
     };
-    let missing = "some/other at main is not whole in the cache";
+    let missing = "some/other at main is not complete in the cache";
     refused(1, "some/other", &[], missing);
     refused(
         1,

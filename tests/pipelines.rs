@@ -197,7 +197,7 @@ impl Case {
         self.model.scheduler.plan(&PlanOptions::new(steps)).unwrap()
     }
 
-    /// Pictures from the recorded noise.
+    /// Images from the recorded noise.
     fn draw(&self, session: &Session, compiled: &CompiledModel) -> ModelOutput {
         let dims = self.golden.dims("in/latents");
         let values: Vec<f32> = self
@@ -290,9 +290,8 @@ fn the_tokens_are_transformers() {
     for name in ["sd15", "sdxl"] {
         let case = Case::read(name, Precision::F32);
         for (which, encoder) in case.model.text_encoders.iter().enumerate() {
-            for (i, picture) in case.images().iter().enumerate() {
-                for (kind, tokens) in [("prompt", &picture.prompt), ("negative", &picture.negative)]
-                {
+            for (i, image) in case.images().iter().enumerate() {
+                for (kind, tokens) in [("prompt", &image.prompt), ("negative", &image.negative)] {
                     let ids = case
                         .golden
                         .values(&format!("in/{kind}_ids.{}", encoder.part));
@@ -309,7 +308,7 @@ fn the_tokens_are_transformers() {
 }
 
 #[test]
-fn latents_and_pictures_are_diffusers_after_twenty_steps() {
+fn latents_and_images_are_diffusers_after_twenty_steps() {
     let session = keeping_session();
     for name in ["sd15", "sd21", "sdxl"] {
         let case = Case::read(name, Precision::F32);
@@ -326,7 +325,7 @@ fn latents_and_pictures_are_diffusers_after_twenty_steps() {
                     let value = images[at] * 255.0;
                     assert!(
                         (f64::from(*byte) - value).abs() < 0.6,
-                        "{name}: picture {n} at {x}, {y}: {byte} for {value}"
+                        "{name}: image {n} at {x}, {y}: {byte} for {value}"
                     );
                 }
             }
@@ -348,10 +347,10 @@ fn two_passes_make_the_latents_of_one_batch() {
 }
 
 #[test]
-fn previews_show_every_picture_after_the_steps_asked_for() {
+fn previews_show_every_image_after_the_steps_asked_for() {
     let session = keeping_session();
     let case = Case::read("sd15", Precision::F32);
-    let pictures = case.images();
+    let images = case.images();
     let pipeline = case.compile(&session, 2, false);
     let plans = [case.plan()];
     let mut steps = 0;
@@ -372,13 +371,13 @@ fn previews_show_every_picture_after_the_steps_asked_for() {
         }
         Ok(())
     };
-    let made = case.run_observed(&session, &pipeline, &pictures, &options, &mut observer);
-    assert_eq!((pictures.len(), steps), (2, plans[0].steps.len()));
-    // None after the last step, the 21st of PNDM: that is the picture.
+    let made = case.run_observed(&session, &pipeline, &images, &options, &mut observer);
+    assert_eq!((images.len(), steps), (2, plans[0].steps.len()));
+    // None after the last step, the 21st of PNDM: that is the image.
     let at: Vec<(usize, usize)> = shown.iter().map(|(p, steps, _)| (*p, *steps)).collect();
     assert_eq!(at, [(0, 7), (1, 7), (0, 14), (1, 14)]);
-    for (picture, _, image) in &shown {
-        let finished = &made.images[*picture];
+    for (index, _, image) in &shown {
+        let finished = &made.images[*index];
         assert_eq!(image.dimensions(), finished.dimensions());
         assert!(image != finished);
     }
@@ -407,7 +406,7 @@ fn other_settings_compile_nothing() {
             .map(|t| encode_prompt(t, text, PromptSyntax::Weighted).unwrap())
             .collect()
     };
-    let picture = |plan, guidance_scale, prompt, negative, seed| TokenizedImage {
+    let image = |plan, guidance_scale, prompt, negative, seed| TokenizedImage {
         plan,
         guidance_scale,
         prompt: encode(prompt),
@@ -415,9 +414,9 @@ fn other_settings_compile_nothing() {
         negative_is_empty: false,
         seed,
     };
-    let pictures = [
-        picture(0, 5.0, "a red circle", "blurred", 0),
-        picture(1, 7.5, "two (blue:1.3) squares", "dark", 1),
+    let images = [
+        image(0, 5.0, "a red circle", "blurred", 0),
+        image(1, 7.5, "two (blue:1.3) squares", "dark", 1),
     ];
     let options = SamplingOptions {
         zero_empty_prompts: true,
@@ -427,8 +426,8 @@ fn other_settings_compile_nothing() {
         guidance_rescale: 0.7,
         ..options
     };
-    let first = case.run_images(&session, &pipeline, &pictures, &options);
-    let second = case.run_images(&session, &pipeline, &pictures, &rescaled);
+    let first = case.run_images(&session, &pipeline, &images, &options);
+    let second = case.run_images(&session, &pipeline, &images, &rescaled);
     assert_eq!((first.images.len(), second.images.len()), (2, 2));
     assert_ne!(first.images[0], first.images[1]);
     assert_ne!(first.images[1], second.images[1]);
@@ -489,9 +488,9 @@ fn bf16_and_int8_stay_near_float32() {
     }
 }
 
-/// Two pictures in batches of three and of one: what fills a batch up changes nothing, and neither do neighbours.
+/// Two images in batches of three and of one: what fills a batch up changes nothing, and neither do neighbours.
 #[test]
-fn pictures_do_not_depend_on_their_batch() {
+fn images_do_not_depend_on_their_batch() {
     let session = keeping_session();
     let case = Case::read("sd21", Precision::F32);
     let expected = case.golden.values("out/latents");
@@ -507,7 +506,7 @@ fn pictures_do_not_depend_on_their_batch() {
     }
 }
 
-/// The recorded picture, in [-1, 1].
+/// The recorded image, in [-1, 1].
 fn image(golden: &Golden) -> HostTensor {
     let bytes = golden.values("in/image");
     let values: Vec<f32> = (0..3 * 256)
@@ -523,9 +522,9 @@ fn mask(golden: &Golden) -> HostTensor {
     HostTensor::from_f32([1, 1, 16, 16], &values).unwrap()
 }
 
-/// From a picture, and with a mask that keeps a part of it; the noise is that of each picture's seed.
+/// From an image, and with a mask that keeps a part of it; the noise is that of each image's seed.
 #[test]
-fn pictures_from_pictures_are_diffusers() {
+fn images_from_images_are_diffusers() {
     let session = keeping_session();
     let case = Case::read("sd21", Precision::F32);
     let golden = Golden::read("pipeline_sd21/from_image.safetensors");
@@ -607,7 +606,7 @@ fn controlnets_steer_as_in_diffusers() {
     }
 }
 
-/// UNets of nine channels: the noise of each picture's seed is drawn in diffusers' order, fresh noise after it.
+/// UNets of nine channels: the noise of each image's seed is drawn in diffusers' order, fresh noise after it.
 #[test]
 fn models_for_inpainting_paint_as_in_diffusers() {
     let session = keeping_session();
@@ -716,7 +715,7 @@ fn a_refiner_goes_on_as_in_diffusers() {
         assert!(error < 1e-4, "{kind}: relative L2 error {error:e}");
     }
 
-    // Alone, from a picture.
+    // Alone, from an image.
     let image = image(golden);
     let plan = PlanOptions {
         start: Start::Strength(number("strength")),

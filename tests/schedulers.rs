@@ -223,7 +223,7 @@ fn every_step_of_every_sampler_is_diffusers() {
             if let Some(expected) = case.clean.get(i) {
                 check(&what("clean"), &clean, expected, allowed);
             }
-            // diffusers puts the known part of a picture at the end of KDPM2's step while the sample is in its middle.
+            // diffusers puts the known part of an image at the end of KDPM2's step while the sample is in its middle.
             if case.config.kind != SchedulerKind::Kdpm2 || i % 2 == 1 {
                 let noised = step.noised.map(f64::from);
                 check(&what("noised"), &noised, case.noised[i + 1], allowed);

@@ -78,7 +78,7 @@ const ONE_LEVEL: [&str; 3] = [
 ];
 
 /// A run that stops and continues must be the run without the pause, bit for bit, in int8 with its stochastic rounding;
-/// and pictures of the same seed must be the same, under new names.
+/// and images of the same seed must be the same, under new names.
 #[test]
 fn a_continued_run_is_bit_for_bit_the_uninterrupted_one() {
     let dir = tempfile::tempdir().unwrap();
@@ -297,7 +297,7 @@ fn pooled_text_is_trained_and_held_out_captions_are_scored() {
     }
 }
 
-/// A grid of so many pictures is larger than an image file can be: an error that comes up while training runs.
+/// A grid of so many images is larger than an image file can be: an error that comes up while training runs.
 #[test]
 fn after_an_error_the_steps_before_it_are_saved() {
     let dir = tempfile::tempdir().unwrap();

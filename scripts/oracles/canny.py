@@ -1,9 +1,9 @@
-"""OpenCV's Canny edges of small 8-bit RGB pictures.
+"""OpenCV's Canny edges of small 8-bit RGB images.
 
 Usage: python canny.py
 
 Writes tests/golden/canny.safetensors: in/<case> (uint8 [height, width, 3]) and out/<case> (uint8 [height, width], 0 and
-255); the metadata has each case's thresholds. Pictures are smoothed noise with a disc and a bar of other colours, so
+255); the metadata has each case's thresholds. Images are smoothed noise with a disc and a bar of other colours, so
 that gradients of all directions, ties, and weak edges with and without strong ones occur; `edges` counts what was
 found.
 """
@@ -22,7 +22,7 @@ CASES = {  # height, width, smoothing, low and high threshold
 }
 
 
-def picture(name: str, height: int, width: int, smoothing: float) -> np.ndarray:
+def sample_image(name: str, height: int, width: int, smoothing: float) -> np.ndarray:
     gen = rng("canny", name)
     noise = gen.integers(0, 256, (height, width, 3)).astype(np.uint8)
     if smoothing == 0.0:
@@ -36,7 +36,7 @@ def picture(name: str, height: int, width: int, smoothing: float) -> np.ndarray:
 def main():
     tensors, meta = {}, {"cases": {}, "versions": {"opencv": cv2.__version__}}
     for name, (height, width, smoothing, low, high) in CASES.items():
-        image = picture(name, height, width, smoothing)
+        image = sample_image(name, height, width, smoothing)
         edges = cv2.Canny(image, low, high)
         tensors[f"in/{name}"], tensors[f"out/{name}"] = image, edges
         meta["cases"][name] = {"thresholds": [low, high], "edges": int((edges > 0).sum())}

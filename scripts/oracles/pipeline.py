@@ -4,7 +4,7 @@ Usage: python pipeline.py (after tokenizer.py, whose vocabulary it uses)
 
 Writes tests/golden/pipeline_<case>/: the folder of a pipeline (float16 weights, tokenizers left out: they are those of
 tests/golden/tokenizer) and io.safetensors with in/latents (unit normal), in/prompt_ids.<encoder> and
-in/negative_ids.<encoder> (one row for each picture), out/latents after the last step and out/images (decoded, in
+in/negative_ids.<encoder> (one row for each image), out/latents after the last step and out/images (decoded, in
 [0, 1]). The metadata has the prompts, the steps and the guidance. All in float32 on the CPU, as diffusers computes it,
 from the weights rounded to float16. pipeline_sd21/from_image.safetensors has in/image and in/mask (bytes, rows first) and the
 last latents of ten steps from them at two strengths: out/image_<strength>, out/mask_<strength>; and with fresh noise in each
@@ -12,7 +12,7 @@ step: out/mask_ancestral. pipeline_sd15/ has two ControlNets too, and controlled
 and what both steer (out/both). pipeline_sd15/ and
 pipeline_sdxl/ have a UNet of nine channels in unet_inpainting/, which goes with the other parts, and inpainted.safetensors
 what it paints. pipeline_refiner/ has the UNet of a refiner, which goes with text_encoder_2/ and vae/ of pipeline_sdxl/, and
-refined.safetensors what it makes of that model's samples (out/<sampler>, from in/latents) and of a picture (out/alone).
+refined.safetensors what it makes of that model's samples (out/<sampler>, from in/latents) and of an image (out/alone).
 """
 
 import json
@@ -93,7 +93,7 @@ def cases(tokenizer):
 
 
 def from_image(case, pipe, folder):
-    """Drawing from an image, and inpainting with a mask, each picture by a generator of its own."""
+    """Drawing from an image, and inpainting with a mask, each image by a generator of its own."""
     image = rng("pipeline", case, "image").integers(0, 256, (16, 16, 3), dtype=np.uint8)
     mask = np.zeros((16, 16), np.uint8)
     mask[4:14, 2:10] = 255
@@ -104,23 +104,23 @@ def from_image(case, pipe, folder):
     tensors = {"in/image": image, "in/mask": mask}
     drawn = StableDiffusionImg2ImgPipeline(**parts, requires_safety_checker=False)
     painted = StableDiffusionInpaintPipeline(**parts, requires_safety_checker=False)
-    pictures = [PIL.Image.fromarray(image)] * len(PROMPTS)
+    images = [PIL.Image.fromarray(image)] * len(PROMPTS)
     with torch.no_grad():
         for kind, strength in (("image_0.6", 0.6), ("image_1", 1.0)):
-            tensors[f"out/{kind}"] = drawn(**shared, image=pictures, strength=strength, generator=generators()).images
+            tensors[f"out/{kind}"] = drawn(**shared, image=images, strength=strength, generator=generators()).images
         for kind, strength in (("mask_0.6", 0.6), ("mask_1", 1.0)):
             tensors[f"out/{kind}"] = painted(
-                **shared, image=pictures, mask_image=[PIL.Image.fromarray(mask)] * len(PROMPTS), strength=strength,
+                **shared, image=images, mask_image=[PIL.Image.fromarray(mask)] * len(PROMPTS), strength=strength,
                 generator=generators(), height=16, width=16).images
         painted.scheduler = EulerAncestralDiscreteScheduler.from_config(pipe.scheduler.config, timestep_spacing="leading")
         tensors["out/mask_ancestral"] = painted(
-            **shared, image=pictures, mask_image=[PIL.Image.fromarray(mask)] * len(PROMPTS), strength=0.6,
+            **shared, image=images, mask_image=[PIL.Image.fromarray(mask)] * len(PROMPTS), strength=0.6,
             generator=generators(), height=16, width=16).images
     write(folder / "from_image.safetensors", {k: np.asarray(v) for k, v in tensors.items()}, {"steps": 10})
 
 
 def inpainted(case, pipe, folder):
-    """A UNet that sees a mask and a masked picture, at two strengths and with fresh noise in each step."""
+    """A UNet that sees a mask and a masked image, at two strengths and with fresh noise in each step."""
     nine = randomize(UNet2DConditionModel.from_config(dict(pipe.unet.config, in_channels=9)), f"unet_nine_{case}")
     image = rng("pipeline", case, "inpainted image").integers(0, 256, (16, 16, 3), dtype=np.uint8)
     # Greys on both sides of the middle, which are rounded.
@@ -149,7 +149,7 @@ def inpainted(case, pipe, folder):
 
 
 def refined(pipe):
-    """A refiner that goes on with the samples of `pipe`, and alone from a picture."""
+    """A refiner that goes on with the samples of `pipe`, and alone from an image."""
     folder = GOLDEN / "pipeline_refiner"
     shutil.rmtree(folder, ignore_errors=True)
     config = dict(pipe.unet.config, cross_attention_dim=24, projection_class_embeddings_input_dim=12 + 5 * 8,
@@ -203,11 +203,11 @@ def controlled(case, pipe, folder):
     parts = {k: v for k, v in pipe.components.items() if k != "image_encoder"}
     shared = dict(prompt=PROMPTS, negative_prompt=[NEGATIVE] * len(PROMPTS), num_inference_steps=10, guidance_scale=GUIDANCE,
                   height=16, width=16, output_type="latent")
-    pictures, pictures_1 = ([PIL.Image.fromarray(i)] * len(PROMPTS) for i in (image, image_1))
+    images, images_1 = ([PIL.Image.fromarray(i)] * len(PROMPTS) for i in (image, image_1))
     outs = []
     for nets, settings in (
-            (net, dict(image=pictures, controlnet_conditioning_scale=0.7, control_guidance_end=0.6)),
-            ([net, other], dict(image=[list(pair) for pair in zip(pictures, pictures_1)],
+            (net, dict(image=images, controlnet_conditioning_scale=0.7, control_guidance_end=0.6)),
+            ([net, other], dict(image=[list(pair) for pair in zip(images, images_1)],
                                 controlnet_conditioning_scale=[0.7, 0.4], control_guidance_start=[0.0, 0.3],
                                 control_guidance_end=[0.6, 1.0]))):
         steered = StableDiffusionControlNetPipeline(**parts, controlnet=nets, requires_safety_checker=False)

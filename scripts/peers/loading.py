@@ -3,7 +3,7 @@
 Usage: python loading.py FOLDER [--recipe configs/base_xl.yml] [--program target/release/maxdiff-rs] [--rounds 3]
 
 FOLDER is in diffusers' layout (random_model.py makes one). In turns: all weights are read into anonymous memory by as many
-threads as there are processors, and `generate` draws a picture of 256x256 pixels in one step, in bfloat16 and in int8, of
+threads as there are processors, and `generate` draws an image of 256x256 pixels in one step, in bfloat16 and in int8, of
 which the seconds of loading count: reading, converting, packing for the processor and, for int8, quantizing. Prints the
 best of all rounds. Memory that a process has not touched before is cleared by the kernel first; both pay for that.
 """

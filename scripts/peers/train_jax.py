@@ -81,7 +81,7 @@ def build(config, dtype, vocab_size):
     text_config = dict(config["text_encoder_config"], vocab_size=vocab_size, eos_token_id=1)
     length = int(text_config["max_position_embeddings"])
     batch = int(config["per_device_batch_size"])
-    # A model of blocks of pixels (pixel_unshuffle) sees fewer rows and columns than the picture has.
+    # A model of blocks of pixels (pixel_unshuffle) sees fewer rows and columns than the image has.
     block = int(config.get("pixel_unshuffle", 1))
     size, channels = int(config["resolution"]) // block, 3 * block * block
     schedule = config.get("diffusion_scheduler_config", {})

@@ -1,4 +1,4 @@
-//! What one kind of hardware has and wants: the composites it has kernels for, and the forms its compiler runs fastest.
+//! One kind of hardware: the composites that it has kernels for, and the forms that its compiler runs fastest.
 //!
 //! Models say what is computed; a backend says how its chip does it. A backend's rules keep values equal (to rounding
 //! for floats, exactly for integers), the operations' scopes, and the element types of contractions.
@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 
 use crate::graph::{Graph, GraphError, Op};
 
-/// What programs are lowered for.
+/// The hardware that programs are lowered for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Backend {
     Cpu {

@@ -68,7 +68,7 @@ pub struct PluginId {
     pub platform: String,
     /// The version it was installed as.
     pub version: String,
-    /// The plugin's build, in its own words.
+    /// The plugin's own description of its build.
     pub build: String,
     /// Of the library, in hexadecimal.
     pub sha256: String,

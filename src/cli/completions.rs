@@ -1,4 +1,4 @@
-//! `completions`: what lets a shell complete this program's words, keys of the configuration among them.
+//! `completions`: shell completion, of configuration keys and values too.
 //!
 //! The shell asks the program itself: it runs it with [`VARIABLE`] set to the shell's name.
 
@@ -81,7 +81,7 @@ pub fn run(args: &CompletionsArgs) -> Result<ExitCode, CliError> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// How the shell calls this program: by its name where it was found by it, else by its path.
+/// How the shell calls this program: by its name if that finds it, otherwise by its path.
 fn program() -> String {
     let called = std::env::args_os().next().unwrap_or_default();
     let by_name = Path::new(&called).components().count() == 1;
@@ -118,7 +118,7 @@ pub fn keys() -> ArgValueCompleter {
     })
 }
 
-/// Completes the words of `convert`.
+/// Completes the options of `convert`.
 pub fn convert_options() -> ArgValueCompleter {
     ArgValueCompleter::new(|current: &OsStr| {
         let current = current.to_string_lossy();

@@ -122,7 +122,7 @@ fn check(args: &RecipeArgs, loaded: Loaded, verb: Option<Verb>) -> Result<ExitCo
         }
     }
     print(&text)?;
-    super::progress(&format!("{} is right", args.config.display()));
+    super::progress(&format!("{} is valid", args.config.display()));
     Ok(ExitCode::SUCCESS)
 }
 

@@ -26,7 +26,7 @@ pub struct ConvertArgs {
     /// dtype=fp16, bf16 or fp32: the type of the floats (default: as in the source); revision=NAME: of the repository
     #[arg(value_name = "KEY=VALUE", add = completions::convert_options())]
     options: Vec<String>,
-    /// Print JSON: family, parts, what was not taken over, seconds
+    /// Print JSON: family, parts, ignored tensors, seconds
     #[arg(long)]
     json: bool,
 }
@@ -53,7 +53,7 @@ pub fn run(args: &ConvertArgs) -> Result<ExitCode, CliError> {
     )?;
     if found.is_none() && revision.is_some() {
         return Err(CliError::Usage(format!(
-            "revision has no effect: {} is no name of a repository",
+            "revision has no effect: {} is not the name of a repository",
             args.source.display()
         )));
     }
@@ -70,7 +70,7 @@ pub fn run(args: &ConvertArgs) -> Result<ExitCode, CliError> {
         );
     }
     for ignored in &source.ignored {
-        progress(&format!("not taken over: {ignored}"));
+        progress(&format!("ignored: {ignored}"));
     }
     let parts = source
         .write_pipeline(&args.output, dtype)
@@ -105,7 +105,7 @@ fn options(words: &[String]) -> Result<Options<'_>, CliError> {
             ("revision", name) if !name.is_empty() => options.revision.replace(name).is_some(),
             _ => {
                 return Err(CliError::Usage(format!(
-                    "'{word}' is no option of convert; it takes dtype=fp16, dtype=bf16 or dtype=fp32, and revision=NAME"
+                    "'{word}' is not an option of convert; it takes dtype=fp16, dtype=bf16 or dtype=fp32, and revision=NAME"
                 )));
             }
         };

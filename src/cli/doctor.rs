@@ -1,4 +1,4 @@
-//! `doctor`: what is installed, what is wrong and the remedy.
+//! `doctor`: what is installed, what is wrong and how to fix it.
 
 use std::process::{Command, ExitCode, Stdio};
 

@@ -30,20 +30,18 @@ pub struct GenerateArgs {
     /// Print paths, seeds, seconds of each phase and memory as JSON
     #[arg(long)]
     json: bool,
-    /// Repeat the image in this PNG file with the settings written into it, by this program or by a web interface; words on
-    /// the command line go before them
+    /// Repeat the image in this PNG file with the settings that this program or a web interface wrote into it; overrides on
+    /// the command line take precedence
     #[arg(long, value_name = "PNG")]
     from_image: Option<PathBuf>,
 }
 
 impl GenerateArgs {
-    /// The configuration; with `--from-image`, changed by what the image says as far as the command line does not say
-    /// otherwise.
+    /// The configuration; with `--from-image`, with the image's settings where the command line does not override them.
     fn load(&self, notify: &mut Notify<'_>) -> Result<Settled, CliError> {
-        let words = self.overrides();
         let repeat = match &self.from_image {
             None => None,
-            Some(path) => Some(Repeat::read(path, words, notify)?),
+            Some(path) => Some(Repeat::read(path, self.overrides(), notify)?),
         };
         let mut recipe = self.recipe.clone();
         if let Some(repeat) = &repeat {
@@ -94,12 +92,12 @@ impl GenerateArgs {
     }
 }
 
-/// What `generate` is asked for.
+/// The configuration of this call.
 struct Settled {
     config: Config,
-    /// What the configuration says in so many words.
+    /// The keys that the configuration or the command line gives explicitly.
     given: Map<String, Value>,
-    /// What is written into pictures, beside their own settings.
+    /// The options that are written into each image beside its own settings.
     options: BTreeMap<String, String>,
 }
 
@@ -117,7 +115,7 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
     let out = config.run_dir().join("images");
     prepare_output_dir(&out).map_err(CliError::failed)?;
     args.check_prompts(&config)?;
-    // After all that can be wrong with the words alone: this may download.
+    // After every check of the command line alone: this may download.
     let Generation {
         options,
         request,
@@ -289,11 +287,11 @@ impl GenerateProgress<'_> {
     }
 }
 
-/// What the pictures' reader found, in one line.
+/// What the fixed reader found in the images, in one line.
 fn score_line(score: &ReadScore) -> String {
     let share = |right: usize| format!("{:.1} %", 100.0 * score.fraction(right));
     format!(
-        "read back from {} pictures: colours and shapes right in {}; background {}, colours {}, shapes {}, sizes too {}, \
+        "read back from {} images: colours and shapes right in {}; background {}, colours {}, shapes {}, sizes too {}, \
          places too {}, everything {}",
         score.prompts,
         share(score.both_right),

@@ -1,4 +1,4 @@
-//! What follows the options in the long help, and stands in the man pages: examples, exit codes, environment.
+//! The text after the options in the long help and in the man pages: examples, exit codes, environment.
 //! A line that is not indented and ends with a colon is a heading.
 
 /// Exit codes of most verbs.
@@ -7,12 +7,12 @@ macro_rules! codes {
         "
 Exit codes:
   0  done
-  1  failed: a file, a device or a compiler said no
+  1  failed: an error of a file, a device or a compiler
   2  wrong command line or configuration, found before any work"
     };
 }
 
-/// Variables of verbs that run or compile programs.
+/// Environment variables of verbs that run or compile programs.
 macro_rules! plugins {
     () => {
         "
@@ -25,24 +25,24 @@ Environment:
     };
 }
 
-/// Variables of the hub.
+/// Environment variables of the hub.
 macro_rules! hub {
     () => {
         "
   HF_HUB_CACHE        the hub's cache (default: hub in HF_HOME, by default ~/.cache/huggingface)
   HF_TOKEN            token for private and gated repositories (default: the file token in HF_HOME)
-  HF_HUB_OFFLINE      1: no network; what the cache lacks is an error
+  HF_HUB_OFFLINE      1: no network; a file that the cache lacks is an error
   HF_ENDPOINT         a mirror of the hub
   HTTPS_PROXY, NO_PROXY, SSL_CERT_FILE, REQUESTS_CA_BUNDLE
                       a proxy, and the certificates to trust"
     };
 }
 
-/// The variable of verbs that write to a run's folder.
+/// The environment variable of verbs that write to a run's folder.
 macro_rules! run_name {
     () => {
         "
-  JOBSET_NAME         the run's name where run_name is empty"
+  JOBSET_NAME         the run's name if run_name is empty"
     };
 }
 
@@ -54,9 +54,9 @@ pub const PROGRAM: &str = concat!(
   maxdiff-rs config explain quantization guidance_scale
 
 Files:
-  Configurations are YAML files; KEY=VALUE words change them, with a dot inside dicts
-  (diffusion_scheduler_config.beta_end=0.02). Results go to the standard output, all else to the
-  standard error output. Nothing that exists is overwritten.
+  Configurations are YAML files; KEY=VALUE overrides change them, with a dot for keys inside dicts
+  (diffusion_scheduler_config.beta_end=0.02). Results go to standard output, everything else to
+  standard error. No existing file is overwritten.
 ",
     codes!(),
     "
@@ -88,7 +88,7 @@ pub const GENERATE: &str = concat!(
       tokenizer_model_name_or_path=DIR prompt=\"a lighthouse\" scheduler=dpm_multistep \\
       diffusion_scheduler_config.use_karras_sigmas=True
   maxdiff-rs generate configs/base15.yml image=photo.png strength=0.6 prompt=\"a watercolour\"
-  maxdiff-rs generate configs/base15.yml --from-image picture.png seed=8
+  maxdiff-rs generate configs/base15.yml --from-image image.png seed=8
 ",
     codes!(),
     plugins!(),
@@ -103,7 +103,7 @@ pub const COMPILE: &str = concat!(
 ",
     codes!(),
     "
-     1 also where the program does not fit the memory of the devices",
+     1 also if the program does not fit the memory of the devices",
     plugins!(),
     run_name!(),
 );
@@ -133,7 +133,7 @@ pub const CONVERT: &str = concat!(
 ",
     codes!(),
     "
-     1 also where values are too large for dtype
+     1 also if values are too large for dtype
 
 Environment:",
     hub!(),
@@ -158,7 +158,7 @@ Environment:
 pub const DOCTOR: &str = concat!(
     "Exit codes:
   0  programs run on this machine
-  1  something that is needed is wrong",
+  1  something that they need is wrong",
     plugins!(),
 );
 
@@ -175,10 +175,10 @@ pub const CONFIG_CHECK: &str = "Examples:
 
 Exit codes:
   0  nothing is wrong
-  2  something is; all of it that single keys show is listed
+  2  something is wrong; all problems of single keys are listed
 
 Environment:
-  JOBSET_NAME  the run's name where run_name is empty";
+  JOBSET_NAME  the run's name if run_name is empty";
 
 pub const COMPLETIONS: &str = "Examples:
   source <(maxdiff-rs completions bash)                      # in ~/.bashrc

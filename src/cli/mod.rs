@@ -45,25 +45,25 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Compile a program ahead of time, for a topology or the devices here, and report what it needs and moves
+    /// Compile a program ahead of time, for a topology or the devices here, and report its costs
     ///
-    /// Reads a configuration; no weights, and for a topology no such device. Writes a bundle of the compiled program, and a
-    /// report of its memory, flops, traffic between devices and slices, and predicted step time.
+    /// Reads a configuration; needs no weights, and for a topology no such device. Writes a bundle of the compiled program,
+    /// and a report of its memory, flops, traffic between devices and slices, and (for TPUs) predicted step time.
     #[command(after_long_help = help::COMPILE)]
     Compile(compile::CompileArgs),
     /// Explain keys of the configuration, or check a configuration file
     Config(config::ConfigArgs),
     /// Write a program as StableHLO text, from shapes alone
     ///
-    /// Reads a configuration; no weights, devices or plugins. Writes the text of the denoising or of the training step, for
+    /// Reads a configuration; needs no weights, devices or plugins. Writes the text of the denoising or of the training step, for
     /// one device or, with compile_topology, for a topology.
     #[command(after_long_help = help::LOWER)]
     Lower(lower::LowerArgs),
-    /// Make pictures of prompts
+    /// Generate images from prompts
     ///
-    /// Reads a configuration, and the weights of its run's newest checkpoint or else of the model that
+    /// Reads a configuration, and the weights of its run's newest checkpoint or of the model that
     /// pretrained_model_name_or_path names: a folder, a .safetensors file, or a repository on the Hugging Face hub, which is
-    /// downloaded once. Writes PNG files with their settings inside, and a labelled grid where there are several, under new
+    /// downloaded once. Writes PNG files with their settings inside, and a labelled grid if there are several, under new
     /// numbers in output_dir/run_name/images.
     #[command(after_long_help = help::GENERATE)]
     Generate(generate::GenerateArgs),
@@ -75,26 +75,24 @@ enum Command {
     Train(train::TrainArgs),
     /// Run one part of a model on saved tensors
     Module(module::ModuleArgs),
-    /// Write a model as a diffusers folder, whichever layout it comes in
+    /// Convert a model of any layout to a diffusers folder
     ///
-    /// Reads a single .safetensors file by the names of the original code, a folder with one, a diffusers folder or a
+    /// Reads a single .safetensors file with the names of the original code, a folder with one, a diffusers folder or a
     /// repository on the hub: Stable Diffusion 1.x and 2.x, SDXL and its refiner. Writes each part with its config.json, the
-    /// scheduler's configuration and the tokenizers. The folder appears when all of it is on disk; after an error there is
-    /// none.
+    /// scheduler's configuration and the tokenizers. The folder appears when it is complete; an error leaves none.
     #[command(after_long_help = help::CONVERT)]
     Convert(convert::ConvertArgs),
     /// Install PJRT plugins, or list those that are installed
     Plugin(plugin::PluginArgs),
-    /// Say what is installed, what is wrong and how to mend it
+    /// Check what is installed, and say what is wrong and how to fix it
     ///
-    /// Loads every installed plugin in a process of its own, and looks at the devices, the processor, the tools that
-    /// installing plugins needs, and the plugin folder.
+    /// Loads every installed plugin in a process of its own, and checks the devices, the processor, the tools that
+    /// `plugin install` needs, and the plugin folder.
     #[command(after_long_help = help::DOCTOR)]
     Doctor(doctor::DoctorArgs),
-    /// Write what lets a shell complete this program's words
+    /// Write a shell's completion script
     ///
-    /// Writes a script for the shell to the standard output. Verbs, options, files, keys of the configuration and their
-    /// values are completed.
+    /// Writes the script to standard output. It completes verbs, options, files, configuration keys and their values.
     #[command(after_long_help = help::COMPLETIONS)]
     Completions(completions::CompletionsArgs),
     /// Write man pages
@@ -116,15 +114,15 @@ pub struct RecipeArgs {
 }
 
 impl RecipeArgs {
-    /// Loads the configuration for `verb` and writes its warnings to the standard error output.
+    /// Loads the configuration for `verb` and writes its warnings to standard error.
     ///
     /// # Errors
-    /// [`CliError::Config`] with all that is wrong.
+    /// [`CliError::Config`] with every problem.
     pub fn load(&self, verb: Verb) -> Result<Config, CliError> {
         Ok(self.load_given(verb)?.config)
     }
 
-    /// As [`RecipeArgs::load`], with what was given and not only the result.
+    /// As [`RecipeArgs::load`], also with the keys that were given explicitly.
     ///
     /// # Errors
     /// [`CliError::Config`] with all that is wrong.
@@ -147,7 +145,7 @@ impl RecipeArgs {
     }
 }
 
-/// Why a verb ended without its result.
+/// Why a verb failed.
 #[derive(Debug, thiserror::Error)]
 pub enum CliError {
     /// The command line asks for something that does not exist.
@@ -167,7 +165,7 @@ impl CliError {
         CliError::Failed(error.into())
     }
 
-    /// Wraps an error that the configuration or the arguments are to blame for.
+    /// Wraps an error of the configuration or the arguments.
     pub fn usage(error: impl std::fmt::Display) -> Self {
         CliError::Usage(error.to_string())
     }
@@ -315,14 +313,14 @@ fn start_log(quiet: bool) {
     let _ = log.try_init();
 }
 
-/// What `RUST_LOG` asks for; a value that cannot be read is told of and passed over.
+/// The filter of `RUST_LOG`; a value that cannot be parsed is ignored with a warning.
 fn asked_filter() -> Option<EnvFilter> {
     let asked = std::env::var_os(EnvFilter::DEFAULT_ENV)?;
     let asked = asked.to_string_lossy();
     EnvFilter::try_new(&asked)
         .inspect_err(|error| {
             tell(&format!(
-                "warning: {}='{asked}' is passed over: {error}; write it as maxdiff=debug or warn,maxdiff=trace",
+                "warning: {}='{asked}' is ignored: {error}; write it as maxdiff=debug or warn,maxdiff=trace",
                 EnvFilter::DEFAULT_ENV
             ));
         })

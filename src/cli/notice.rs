@@ -1,4 +1,4 @@
-//! What the library tells, on the standard error output.
+//! The library's notices, on standard error.
 
 use indicatif::{HumanBytes, ProgressBar, ProgressStyle};
 
@@ -6,7 +6,7 @@ use super::{progress, tell};
 use crate::hub::Progress;
 use crate::recipe::Notice;
 
-/// Files above this many bytes are told of where there is no progress bar.
+/// Without a progress bar, files above this many bytes are logged.
 const LARGE: u64 = 100_000_000;
 
 /// Shows notices as they come: progress not under `--quiet`, all else always.

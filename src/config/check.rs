@@ -1,4 +1,4 @@
-//! What has to hold between keys, and what follows from them.
+//! Conditions between keys, and values that follow from them.
 
 use std::path::{Path, PathBuf};
 
@@ -105,7 +105,7 @@ pub(super) fn conflicts(config: &Config, verb: Option<Verb>) -> Vec<Conflict> {
     if !config.refiner_model_name_or_path.is_empty() && !config.mask_image.is_empty() {
         found.push((
             vec!["mask_image", "refiner_model_name_or_path"],
-            "a refiner does not know of the mask and would change what is kept: inpaint first, then refine the picture with \
+            "a refiner does not see the mask and would change the parts that it keeps: inpaint first, then refine the image with \
              refiner_xl.yml and image=FILE"
                 .into(),
         ));
@@ -180,7 +180,7 @@ fn mesh(config: &Config, found: &mut Vec<Conflict>) {
             found.push((
                 vec!["logical_axis_rules", "mesh_axes"],
                 format!(
-                    "the rule for {} names {axis}, which mesh_axes has not",
+                    "the rule for {} names {axis}, which is not in mesh_axes",
                     rule.logical
                 ),
             ));
@@ -220,7 +220,7 @@ fn training(config: &Config, found: &mut Vec<Conflict>) {
         | DatasetType::Synthetic) => found.push((
             vec!["dataset_type"],
             format!(
-                "{other} is a data set type of MaxDiffusion that is not here yet; working: shapes, folder"
+                "{other} is a dataset type of MaxDiffusion that is not here yet; working: shapes, folder"
             ),
         )),
     }
@@ -238,7 +238,7 @@ fn training(config: &Config, found: &mut Vec<Conflict>) {
     if config.unet_config.0 != ModelConfig::Unset && !config.train_new_unet {
         found.push((
             vec!["unet_config", "train_new_unet"],
-            "a UNet of one's own starts from random weights: set train_new_unet=True, or leave unet_config out".into(),
+            "unet_config gives a new architecture, which starts from random weights: set train_new_unet=True, or leave unet_config out".into(),
         ));
     }
 }
@@ -346,7 +346,7 @@ impl Config {
         self.scheduler.unwrap_or(SchedulerKind::Ddim)
     }
 
-    /// What the UNet predicts; as the known model does when nothing is said, else epsilon.
+    /// What the UNet predicts. The default is that of the known model, otherwise epsilon.
     pub fn prediction(&self) -> PredictionType {
         self.prediction_type
             .or_else(|| match self.unet_config.0 {
@@ -356,7 +356,7 @@ impl Config {
             .unwrap_or(PredictionType::Epsilon)
     }
 
-    /// Which timesteps the sampler visits; leading when nothing is said.
+    /// Which timesteps the sampler visits; by default leading.
     pub fn timestep_spacing(&self) -> TimestepSpacing {
         self.diffusion_scheduler_config
             .timestep_spacing

@@ -1,4 +1,4 @@
-//! What a key needs of other keys to have an effect.
+//! The conditions on other keys under which a key has an effect.
 
 use std::fmt;
 
@@ -23,7 +23,7 @@ pub enum Condition {
     /// The sampler reads this field of diffusers' `scheduler_config.json`, or `eta`. Holds where `scheduler` is not set:
     /// the model's own files say then which sampler it is.
     SamplerReads(&'static str),
-    /// The family of the model may be one whose denoiser is told an aesthetic score.
+    /// The family of the model may be one whose denoiser takes an aesthetic score.
     FamilyTakesAestheticScore,
     Both(&'static Condition, &'static Condition),
     Either(&'static Condition, &'static Condition),

@@ -1,4 +1,4 @@
-//! What can be wrong with a configuration, and where it was written.
+//! Problems of a configuration, with their place.
 
 use std::fmt;
 

@@ -228,24 +228,24 @@ pub fn write_markdown() -> String {
          \n\
          <!-- Written by `maxdiff-rs config explain --markdown`; a test compares it with the schema. -->\n\
          \n\
-         A configuration is a YAML file of the keys below and any number of `key=value` words after it on the\n\
-         command line. Keys that a file leaves out have their default. Names, meanings and defaults are those of\n\
+         A configuration is a YAML file with the keys below, followed by any number of `key=value` overrides on the\n\
+         command line. A key that a file leaves out has its default. Names, meanings and defaults are those of\n\
          MaxDiffusion's `base_xl.yml` unless the last column says otherwise, so its files load.\n\
          \n\
-         - `key=value` is read by the type of the key: `learning_rate=1e-4`, `write_metrics=False`,\n  \
+         - The type of the key decides how `key=value` is read: `learning_rate=1e-4`, `write_metrics=False`,\n  \
            `sample_prompts=\"['a','b']\"`, `prompt=\"a red circle\"`. An integer may be written `1e3`, a float `2`.\n\
-         - A key inside a dict is written with a dot: `diffusion_scheduler_config.prediction_type=v_prediction`. A whole dict, as\n  \
-           JSON, is merged into what is there; a list replaces what is there. `unet_config.x=y` changes the model that is chosen.\n\
-         - A key that does not exist and a value of the wrong type are errors, all shown at once.\n\
-         - On the command line every key has its effect or is refused: one that has none here or in MaxDiffusion (\"no effect\" below),\n  \
-           unless it is given its default; one whose needs (\"Needs\" below) are not met; one that does not affect the verb. Where the model's\n  \
-           own files choose the sampler, a key of `diffusion_scheduler_config` that the sampler does not read is a warning, or an error\n  \
-           if it spaces noise levels.\n\
-         - A file may be MaxDiffusion's own, and one file serves all verbs: there a key without effect, with another value than its\n  \
-           default, is a warning that names the line and the reason, and a key of other verbs is let be. A feature of MaxDiffusion that\n  \
-           is not here yet is an error in a file too.\n\
+         - A dot names a key inside a dict: `diffusion_scheduler_config.prediction_type=v_prediction`. A whole dict, as JSON, is\n  \
+           merged into the existing one; a list replaces the existing one. `unet_config.x=y` changes the chosen model.\n\
+         - Unknown keys and values of the wrong type are errors, all shown at once.\n\
+         - On the command line a key without effect is refused: one that has none here or in MaxDiffusion (\"no effect\" below), unless\n  \
+           its value is the default; one whose condition (\"Needs\" below) is not met; one that does not affect the verb. There is one\n  \
+           exception: if the model's own files choose the sampler, a key of `diffusion_scheduler_config` that the sampler does not read\n  \
+           is a warning, or an error if it spaces noise levels.\n\
+         - In a file, which may be MaxDiffusion's own and serves all verbs, a key without effect whose value is not the default is a\n  \
+           warning that names the line and the reason; keys of other verbs are ignored. A feature of MaxDiffusion that is not here yet\n  \
+           is an error in a file too.\n\
          - YAML is 1.2, read strictly: `1e-5` is a float (PyYAML makes it a string), `yes` in a file is true, `None` is the string (write\n  \
-           `null`), numbers with leading zeros are refused, a key given twice with two values is refused.\n",
+           `null`), numbers with leading zeros are refused, and so is a key with two different values.\n",
     );
     let mut group = "";
     for key in Config::KEYS {

@@ -1,4 +1,4 @@
-//! What a key of the schema is.
+//! A key of the schema.
 
 use std::fmt;
 

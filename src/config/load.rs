@@ -1,4 +1,4 @@
-//! From a file and `key=value` words to a checked [`Config`].
+//! From a file and `key=value` overrides to a checked [`Config`].
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::io::Read;
@@ -196,7 +196,7 @@ impl Origins {
         }
     }
 
-    /// How strongly a key was said: 0 not at all, 1 by the file, 2 by the command line.
+    /// Precedence of a key: 0 not given, 1 given by the file, 2 by the command line.
     fn rank(&self, path: &str) -> u8 {
         match self.place(path) {
             Place::Default => 0,
@@ -228,7 +228,7 @@ struct Loader {
     origins: Origins,
     errors: Vec<ConfigError>,
     warnings: Vec<String>,
-    /// The file could not be read as YAML: what follows from its content is not said.
+    /// The file is not valid YAML: errors that follow from its content are not reported.
     broken: bool,
 }
 
@@ -393,7 +393,7 @@ impl Loader {
         for (path, problem) in problems {
             let place = self.origins.place(&path);
             // A kernel is a way to compute the same function, so a file that names another one
-            // is still right; asking for it in so many words is not.
+            // is still right; asking for it on the command line is not.
             if path == "attention"
                 && let (Place::File { .. }, Problem::ValueNotYet { found, .. }) = (&place, &problem)
             {
@@ -411,7 +411,7 @@ impl Loader {
         if !self.broken {
             let wrong: HashSet<String> = self.errors.iter().map(|e| e.key.clone()).collect();
             for (keys, message) in check::conflicts(&config, verb) {
-                // What follows from a value that was refused is not an error of its own.
+                // A consequence of a refused value is not reported as another error.
                 if keys.iter().any(|k| wrong.contains(*k)) {
                     continue;
                 }

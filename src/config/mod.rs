@@ -1,8 +1,8 @@
 //! The typed configuration: schema, YAML, overrides.
 //!
-//! [`Config::load`] reads a YAML file, merges `key=value` words of the command line into it and
-//! checks the whole against the schema in `schema.rs`, where every key is declared once with its
-//! type, default, meaning and the verbs it changes. All errors of one load come back together, each
+//! [`Config::load`] reads a YAML file, merges the `key=value` overrides of the command line into it and
+//! checks the result against the schema in `schema.rs`, which declares every key once with its
+//! type, default, meaning and the verbs it affects. All errors of one load come back together, each
 //! with the key and its place. Nothing here touches a device.
 
 mod check;

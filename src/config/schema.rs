@@ -27,15 +27,15 @@ const TRAIN: &[Verb] = &[Verb::Train];
 const GENERATE: &[Verb] = &[Verb::Generate];
 const TRAIN_GENERATE: &[Verb] = &[Verb::Train, Verb::Generate];
 const WRITES: &[Verb] = &[Verb::Train, Verb::Generate, Verb::Compile];
-/// What changes the training step's program.
+/// Verbs of keys that change the training step's program.
 const TRAIN_STEP: &[Verb] = &[Verb::Train, Verb::Compile, Verb::Lower];
 const AHEAD: &[Verb] = &[Verb::Compile, Verb::Lower];
-/// What changes every program made from a model.
+/// Verbs of keys that change every program of a model.
 const PROGRAM: &[Verb] = &[Verb::Train, Verb::Generate, Verb::Compile, Verb::Lower];
 const EVERY: &[Verb] = &Verb::ALL;
-/// What runs programs on this machine.
+/// Verbs that run programs on this machine.
 const RUNS: &[Verb] = &[Verb::Train, Verb::Generate, Verb::ModuleRun];
-/// What changes the denoising step's program alone.
+/// Verbs of keys that change only the denoising step's program.
 const DENOISE: &[Verb] = &[Verb::Generate, Verb::Compile, Verb::Lower];
 
 const OTHER_DATASETS: &str = "only the dataset types of MaxDiffusion that are not here yet (tf, hf, tfrecord, grain) read it";
@@ -50,7 +50,7 @@ const INT8: Condition = Is("quantization", &["int8"]);
 const QUANTIZED: Condition = Is("quantization", &["int8", "int8_w8a16"]);
 const GUIDED: Condition = Is("do_classifier_free_guidance", &["True"]);
 const CONTROLNET: Condition = Is("use_controlnet", &["True"]);
-/// The configuration leaves open, or says, that one of the models is SDXL's refiner.
+/// One of the models is, or may be, SDXL's refiner.
 const MAY_REFINE: Condition = Either(
     &Given("refiner_model_name_or_path"),
     &FamilyTakesAestheticScore,
@@ -63,12 +63,11 @@ schema! {
         /// Name of the run: a folder inside `output_dir`. Empty: the environment variable
         /// `JOBSET_NAME`, or no folder of its own.
         run_name: String = String::new(), Used, WRITES, is [NotAnOption];
-        /// Folder that everything of a run is written under.
+        /// Folder for everything that a run writes.
         output_dir: String = "sdxl-model-finetuned".into(), Used, WRITES, is [NotAnOption];
         /// Seed of initial weights, data order, noise and stochastic rounding.
         seed: u64 = 0, Used, TRAIN_GENERATE, is [FixedOnResume, NotAnOption];
-        /// Steps between two lines of the log that show on a terminal without a progress bar, and
-        /// between two flushes of the metrics.
+        /// Steps between two log lines (without a progress bar), and between two flushes of the metrics.
         log_period: u64 = 100, Used, TRAIN, in AtLeast(1.0);
         /// Write loss, learning rate and speed as JSON lines and for TensorBoard.
         write_metrics: bool = true, Used, TRAIN;
@@ -92,13 +91,13 @@ schema! {
         /// downloads. The architectures of the known models are built in: enough for `lower` and
         /// `compile`, which need no weights.
         pretrained_model_name_or_path: String = "stabilityai/stable-diffusion-xl-base-1.0".into(), Used, PROGRAM, is [FixedOnResume, NotAnOption];
-        /// Family that the model of `pretrained_model_name_or_path` has to be of. Empty: any.
+        /// Required family of the model `pretrained_model_name_or_path`. Empty: any.
         model_family: Option<Family> = None, Ours, DENOISE;
-        /// UNet of one's own, by the names of diffusers' config.json: a dict, or the path of a
-        /// JSON file (from a configuration file: relative to its folder). Empty: the model named
+        /// A UNet architecture of your own, with the keys of diffusers' config.json: a dict, or the path of
+        /// a JSON file (in a configuration file: relative to its folder). Empty: the model named
         /// by `pretrained_model_name_or_path`.
         unet_config: UNetConfig = UNetConfig::default(), Ours, PROGRAM, is [FixedOnResume];
-        /// Text encoder of one's own, by the names of transformers' CLIPTextConfig: a dict or the
+        /// A text encoder of your own, with the keys of transformers' CLIPTextConfig: a dict or the
         /// path of a JSON file.
         text_encoder_config: TextEncoderConfig = TextEncoderConfig::default(), Ours, PROGRAM, is [FixedOnResume];
         /// Folder or file of the tokenizer, or (for `generate`) its name on the hub. Empty: beside the model, or built from the captions
@@ -106,93 +105,93 @@ schema! {
         tokenizer_model_name_or_path: String = String::new(), Used, PROGRAM, is [FixedOnResume];
         /// Start from random weights instead of those of `pretrained_model_name_or_path`.
         train_new_unet: bool = false, Used, TRAIN;
-        /// Train the text encoder with the UNet. MaxDiffusion refuses it for SDXL; so here.
+        /// Train the text encoder with the UNet. Refused for SDXL, as in MaxDiffusion.
         train_text_encoder: bool = false, Used, TRAIN_STEP, is [FixedOnResume];
         /// Learning rate of the text encoder.
         text_encoder_learning_rate: f64 = 4.25e-6, NotYet("a learning rate of its own for the text encoder (it trains with learning_rate)"), TRAIN;
-        /// Element type that weights are kept in.
+        /// Element type of the weights.
         weights_dtype: FloatType = FloatType::Float32, Used, EVERY, is [FixedOnResume];
-        /// Element type that layers compute in.
+        /// Element type of the activations.
         activations_dtype: FloatType = FloatType::Bfloat16, Used, EVERY, is [FixedOnResume];
         /// `jax.lax.Precision` of dots and convolutions in float.
         precision: DotPrecision = DotPrecision::Default, Used, EVERY, is [FixedOnResume];
-        /// Groups of the UNet's group norms. Empty: as the model has it.
+        /// Groups of the UNet's group norms. Empty: as in the model.
         norm_num_groups: Option<u64> = None, Used, PROGRAM, in AtLeast(1.0), is [FixedOnResume];
         /// Attention kernel. MaxDiffusion's other kernels compute the same function: a file that
         /// names one is computed as dot_product, with a warning.
         attention: Attention = Attention::DotProduct, Used, PROGRAM;
-        /// What the backward pass recomputes.
+        /// Activations that the backward pass recomputes: FULL recomputes each block.
         remat_policy: Remat = Remat::None, Used, TRAIN_STEP;
         /// Checkpoint of the UNet alone.
         unet_checkpoint: String = String::new(), NotYet("loading a UNet checkpoint of MaxDiffusion"), PROGRAM;
         /// Branch, tag or commit of the repository that `pretrained_model_name_or_path` names.
-        /// MaxDiffusion's default is the one with Flax weights of SDXL, `refs/pr/95`.
+        /// MaxDiffusion's default is SDXL's branch of Flax weights, `refs/pr/95`.
         revision: String = "main".into(), Used, GENERATE, is [NotAnOption];
-        /// Token for the hub. Empty: that of `HF_TOKEN`, or of the file where `hf auth login` left it.
+        /// Token for the hub. Empty: `HF_TOKEN`, or the file that `hf auth login` writes.
         hf_access_token: String = String::new(), Used, GENERATE, is [NotAnOption];
         /// Convert the weights from PyTorch.
         from_pt: bool = false, NoEffect(SAFETENSORS), TRAIN_GENERATE;
         /// Keep attention heads as a dimension of their own.
         split_head_dim: bool = true, NoEffect("the layout of heads is the compiler's choice"), PROGRAM;
-        /// Leave padding out in flash attention.
+        /// Mask padding tokens in flash attention.
         mask_padding_tokens: bool = true, NoEffect(FLASH), PROGRAM;
         /// Block sizes of flash attention.
         flash_block_sizes: FreeDict = FreeDict::default(), NoEffect(FLASH), PROGRAM;
         /// Sequence length below which flash attention falls back to dot_product.
         flash_min_seq_length: u64 = 4096, NoEffect(FLASH), PROGRAM;
-        /// Shard the sequence alike in self and cross attention.
+        /// Shard the sequence in the same way in self and cross attention.
         attention_sharding_uniform: bool = true, NotYet("sharding self attention by heads and cross attention by sequence"), PROGRAM;
 
         group "Noise schedule and loss";
-        /// Noise schedule and sampler; overrides what the model's files say.
+        /// Noise schedule and sampler; overrides the model's files.
         diffusion_scheduler_config: SchedulerConfig = SchedulerConfig::default(), Used, PROGRAM, is [FixedOnResume];
         /// Short for `diffusion_scheduler_config._class_name`.
         scheduler: Option<SchedulerKind> = None, Ours, TRAIN_GENERATE, is [NotAnOption];
         /// Short for `diffusion_scheduler_config.prediction_type`.
         prediction_type: Option<PredictionType> = None, Ours, PROGRAM;
-        /// Largest signal-to-noise ratio that the loss's weights know: min-SNR weighting (Hang et al.
+        /// Cap of the signal-to-noise ratio in the weights of the loss: min-SNR weighting (Hang et al.
         /// 2023), or the cap of `loss_weighting`. -1 is off.
         snr_gamma: f64 = -1.0, Used, TRAIN_STEP, is [FixedOnResume];
         /// Weight of the loss at each timestep: `snr_plus_one` measures the error of the velocity,
         /// whatever the model predicts, with the ratio capped at `snr_gamma`.
         loss_weighting: LossWeighting = LossWeighting::None, Ours, TRAIN_STEP, is [FixedOnResume];
-        /// Drawing some timesteps more often than others.
+        /// Draws some timesteps more often than others.
         timestep_bias: TimestepBias = TimestepBias::default(), Used, TRAIN_STEP, is [FixedOnResume];
 
         group "Quantization";
         /// Quantization mode; empty is off.
         quantization: Quantization = Quantization::Off, Used, EVERY, is [FixedOnResume];
-        /// Parts, each with a scale of its own, that the contraction over the batch is split into
-        /// in the weight gradient, so that range finding stays inside a slice. -1: the number of
-        /// slices. 0: the weight gradient stays in float.
+        /// Number of parts, each with its own scale, of the contraction over the batch in the weight
+        /// gradient, so that range finding stays inside a slice. -1: the number of slices. 0: the
+        /// weight gradient stays in float.
         quantization_local_shard_count: i64 = -1, Used, TRAIN_STEP, in MinusOneOr(0.0),
             when Both(&INT8, &Is("use_qwix_quantization", &["False"]));
         /// Qwix's rules and numerics instead of AQT's.
         use_qwix_quantization: bool = false, Used, EVERY,
             when QUANTIZED, is [FixedOnResume];
-        /// Rules in front of the mode's own: for the paths a pattern matches, the element type of
-        /// dots and convolutions, or none for float. The first match wins.
+        /// Rules that come before the mode's own: the element type of dots and convolutions whose path
+        /// matches a pattern, or none for float. The first match wins.
         quant_rules: QuantRules = QuantRules::default(), Ours, EVERY,
             when QUANTIZED, is [FixedOnResume];
 
         group "Hardware and parallelism";
-        /// What to run on, or to make the program for.
+        /// Hardware to run on, or to compile for.
         hardware: Hardware = Hardware::Auto, Used, EVERY, is [NotAnOption];
-        /// Virtual devices that the processor is split into. -1: one.
+        /// Number of virtual devices that the CPU is split into. -1: one.
         num_devices: i64 = -1, Ours, &[Verb::Train, Verb::Generate, Verb::Compile, Verb::ModuleRun], in MinusOneOr(1.0),
             when Is("hardware", &["cpu", "auto"]), is [NotAnOption];
-        /// Topology to compile for, none of it needed here: `v5e-256`, `h200`. Empty: the devices of this
+        /// Topology to compile for, which need not be here: `v5e-256`, `h200`. Empty: the devices of this
         /// machine.
         compile_topology: String = String::new(), Ours, AHEAD;
         /// Slices of `compile_topology`, joined by the data-centre network. -1: one.
         compile_topology_num_slices: i64 = -1, Used, AHEAD, in MinusOneOr(1.0);
         /// Axes of the mesh, in this order.
         mesh_axes: MeshAxes = MeshAxes(Axis::ALL.to_vec()), NoEffect("the mesh always has the axes data, fsdp, context and tensor, in this order"), PROGRAM;
-        /// Which mesh axes a logical axis lies on; the first rule whose mesh axes are free wins.
+        /// The mesh axes of each logical axis; the first rule whose mesh axes are free wins.
         logical_axis_rules: LogicalAxisRules = LogicalAxisRules::default(), Used, PROGRAM;
         /// Mesh axes that the batch is split over.
-        data_sharding: DataSharding = DataSharding(vec![Axis::ALL.to_vec()]), NoEffect("the batch is split as logical_axis_rules say of activation_batch"), PROGRAM;
-        /// Slices along `data`; -1 takes what the other axes leave.
+        data_sharding: DataSharding = DataSharding(vec![Axis::ALL.to_vec()]), NoEffect("the rule for activation_batch in logical_axis_rules splits the batch"), PROGRAM;
+        /// Slices along `data`; -1: all that the other axes leave.
         dcn_data_parallelism: i64 = -1, Used, PROGRAM, in MinusOneOr(1.0);
         /// Slices along `fsdp`.
         dcn_fsdp_parallelism: i64 = 1, Used, PROGRAM, in MinusOneOr(1.0);
@@ -200,7 +199,7 @@ schema! {
         dcn_context_parallelism: i64 = 1, Used, PROGRAM, in MinusOneOr(1.0);
         /// Slices along `tensor`.
         dcn_tensor_parallelism: i64 = 1, Used, PROGRAM, in MinusOneOr(1.0);
-        /// Devices of a slice along `data`; -1 takes what the other axes leave.
+        /// Devices of a slice along `data`; -1: all that the other axes leave.
         ici_data_parallelism: i64 = -1, Used, PROGRAM, in MinusOneOr(1.0);
         /// Devices of a slice along `fsdp`.
         ici_fsdp_parallelism: i64 = 1, Used, PROGRAM, in MinusOneOr(1.0);
@@ -208,16 +207,16 @@ schema! {
         ici_context_parallelism: i64 = 1, Used, PROGRAM, in MinusOneOr(1.0);
         /// Devices of a slice along `tensor`.
         ici_tensor_parallelism: i64 = 1, Used, PROGRAM, in MinusOneOr(1.0);
-        /// Let one mesh axis take part of a physical axis.
+        /// Allow a mesh axis to use part of a physical axis.
         allow_split_physical_axes: bool = false, Used, PROGRAM;
         /// Skip the start of JAX's distributed system.
         skip_jax_distributed_system: bool = false, NoEffect("there is no JAX here"), EVERY;
-        /// Folder in which compiled programs are kept, to be loaded at the next start. auto: `maxdiff-rs/programs`
-        /// in the user's cache directory. Empty: none are kept, which is MaxDiffusion's default.
+        /// Folder of the cache of compiled programs. auto: `maxdiff-rs/programs` in the user's cache directory.
+        /// Empty: no cache, which is MaxDiffusion's default.
         jax_cache_dir: String = "auto".into(), Used, RUNS, is [NotAnOption];
 
         group "Data";
-        /// Where examples come from. Working today: shapes (made by the program) and folder.
+        /// Source of the training examples. Supported: shapes (made by the program) and folder.
         dataset_type: DatasetType = DatasetType::Tf, Used, PROGRAM, is [FixedOnResume];
         /// Folder of images with captions: `NAME.txt` beside each image, or `metadata.jsonl`.
         train_data_dir: String = String::new(), Used, TRAIN_STEP,
@@ -226,43 +225,43 @@ schema! {
         image_column: String = "image".into(), NoEffect(IMAGE_FOLDER), TRAIN;
         /// Field of `metadata.jsonl` that holds the caption.
         caption_column: String = "text".into(), NoEffect(IMAGE_FOLDER), TRAIN;
-        /// Side of the images in pixels. A model of four input channels works on latents of an
-        /// eighth of it, any other on the pixels.
+        /// Side of the images in pixels. A model with four input channels works on latents of an
+        /// eighth of that side, any other on pixels.
         resolution: u64 = 1024, Used, PROGRAM, in Between(8.0, 8192.0), is [FixedOnResume];
-        /// Side of the blocks of pixels that a model of pixels sees as one place of 3 k k channels (PyTorch's
-        /// PixelUnshuffle): k = 2 cuts its cost to about a quarter.
+        /// Side k of the blocks of pixels that a pixel-space model sees as one position with 3 k k channels
+        /// (PyTorch's PixelUnshuffle): k = 2 cuts its cost to about a quarter.
         pixel_unshuffle: u64 = 1, Ours, PROGRAM, in Between(1.0, 16.0), is [FixedOnResume];
-        /// Share of the captions that is held out of training: 0, or 0.01 to 0.9.
+        /// Fraction of the captions that is held out of training: 0, or 0.01 to 0.9.
         validation_fraction: f64 = 0.0, Ours, TRAIN_GENERATE, in HalfOpen(0.0, 1.0),
             when Is("dataset_type", &["shapes"]), is [FixedOnResume];
-        /// Most shapes in a picture, 1 or 2; with 2, half of the pictures show one.
+        /// Largest number of shapes in an image, 1 or 2; with 2, half of the images show one.
         max_objects: u64 = 2, Ours, TRAIN_GENERATE, in Between(1.0, 2.0),
             when Is("dataset_type", &["shapes"]), is [FixedOnResume];
-        /// How far from the middle shapes may lie; 1 is anywhere in the picture. The less there is to learn about
-        /// places, the sooner a model draws outlines.
+        /// How far from the middle shapes may lie; 1 is anywhere in the image. The less a model has to learn about
+        /// places, the sooner it draws outlines.
         position_spread: f64 = 1.0, Ours, TRAIN, in Between(0.0, 1.0),
             when Is("dataset_type", &["shapes"]), is [FixedOnResume];
-        /// Share of captions replaced by the empty one, so that the model learns to do without:
-        /// classifier-free guidance needs it.
+        /// Fraction of captions that training replaces by the empty one, so that the model also learns the
+        /// unconditional distribution, which classifier-free guidance needs.
         caption_dropout: f64 = 0.0, Ours, TRAIN, in Between(0.0, 1.0), is [FixedOnResume];
-        /// Share of images that may be unreadable; each is named and skipped, more is an error.
+        /// Fraction of images that may be unreadable: each is named and skipped, more are an error.
         max_bad_image_fraction: f64 = 0.01, Ours, TRAIN, in Between(0.0, 1.0),
             when Is("dataset_type", &["folder"]), is [FixedOnResume];
-        /// Data set on the hub.
+        /// Dataset on the hub.
         dataset_name: String = "diffusers/pokemon-gpt4-captions".into(), NoEffect(OTHER_DATASETS), TRAIN;
-        /// Split of that data set.
+        /// Split of that dataset.
         train_split: String = "train".into(), NoEffect(OTHER_DATASETS), TRAIN;
         /// Keep latents and text embeddings instead of images and captions.
         cache_latents_text_encoder_outputs: bool = true, NoEffect(OTHER_DATASETS), TRAIN;
-        /// Where the prepared data set is kept.
+        /// Where the prepared dataset is kept.
         dataset_save_location: String = "/tmp/pokemon-gpt4-captions_xl".into(), NoEffect(OTHER_DATASETS), TRAIN;
-        /// Data directory of a hub data set.
+        /// Data directory of a hub dataset.
         hf_data_dir: String = String::new(), NoEffect(OTHER_DATASETS), TRAIN;
-        /// Files of a hub data set.
+        /// Files of a hub dataset.
         hf_train_files: String = String::new(), NoEffect(OTHER_DATASETS), TRAIN;
         /// Train on one batch over and over.
         reuse_example_batch: bool = false, NotYet("training on one batch over and over"), TRAIN;
-        /// Configuration of a hub data set.
+        /// Configuration of a hub dataset.
         dataset_config_name: String = String::new(), IgnoredByMaxDiffusion, TRAIN;
         /// Crop from the middle.
         center_crop: bool = false, IgnoredByMaxDiffusion, TRAIN;
@@ -282,11 +281,11 @@ schema! {
         per_device_batch_size: f64 = 2.0, Used, PROGRAM, in Above(0.0);
         /// Highest learning rate.
         learning_rate: f64 = 4e-7, Used, TRAIN, in AtLeast(0.0), is [FixedOnResume];
-        /// Share of the steps over which the learning rate rises from zero.
+        /// Fraction of the steps over which the learning rate rises from zero.
         warmup_steps_fraction: f64 = 0.0, Used, TRAIN, in Between(0.0, 1.0), is [FixedOnResume];
-        /// The learning rate after warm-up; MaxDiffusion knows constant only.
+        /// The learning rate after warm-up; MaxDiffusion has constant only.
         learning_rate_schedule: Decay = Decay::Constant, Ours, TRAIN, is [FixedOnResume];
-        /// Steps that the schedule is made for. -1: `max_train_steps`.
+        /// Length of the schedule in steps. -1: `max_train_steps`.
         learning_rate_schedule_steps: i64 = -1, Used, TRAIN, in MinusOneOr(1.0), is [FixedOnResume];
         /// AdamW: decay of the mean of gradients.
         adam_b1: f64 = 0.9, Used, TRAIN_STEP, in HalfOpen(0.0, 1.0), is [FixedOnResume];
@@ -306,14 +305,14 @@ schema! {
         /// Largest norm of the whole gradient.
         max_grad_norm: f64 = 1.0, Used, TRAIN_STEP, in Above(0.0),
             when Is("opt_enable_grad_global_norm_clipping", &["True"]), is [FixedOnResume];
-        /// Decay of the moving average of the weights, which samples are made with. 0: none kept.
+        /// Decay of the moving average of the weights, which samples use. 0: no average.
         ema_decay: f64 = 0.0, Ours, TRAIN_STEP, in HalfOpen(0.0, 1.0), is [FixedOnResume];
-        /// Steps in a row whose loss or gradient may be infinite or NaN; each leaves the weights
-        /// as they are, one more ends the run.
+        /// Number of steps in a row whose loss or gradient may be infinite or NaN; each leaves the weights
+        /// unchanged, one more ends the run.
         max_nonfinite_steps: u64 = 10, Ours, TRAIN;
         /// Steps between two grids of sample images. -1: none.
         sample_every: i64 = -1, Ours, TRAIN, in MinusOneOr(1.0);
-        /// Prompts of the sample images. Empty: captions of the data set.
+        /// Prompts of the sample images. Empty: captions of the dataset.
         sample_prompts: Prompts = Prompts::default(), Ours, TRAIN, when Positive("sample_every");
         /// Scale the learning rate with the batch.
         scale_lr: bool = false, IgnoredByMaxDiffusion, TRAIN;
@@ -326,7 +325,7 @@ schema! {
         /// Steps between two checkpoints, for every model (MaxDiffusion counts examples for SDXL).
         /// -1: only at the end.
         checkpoint_every: i64 = -1, Used, TRAIN, in MinusOneOr(1.0);
-        /// Newest checkpoints that a run keeps of its own; those of earlier runs stay. -1: all. (diffusers' name.)
+        /// Number of its newest checkpoints that a run keeps; it never deletes those of earlier runs. -1: all.
         checkpoints_total_limit: i64 = -1, Ours, TRAIN, in MinusOneOr(1.0);
         /// Folder of the checkpoints. Empty: `checkpoints` in the run's folder.
         checkpoint_dir: String = String::new(), Ours, TRAIN_GENERATE;
@@ -338,60 +337,60 @@ schema! {
         group "Generation";
         /// What the images show: one prompt or a list.
         prompt: Prompts = Prompts::default(), Used, GENERATE, is [NotAnOption];
-        /// Instead of `prompt`: a file with a prompt in each line, after which may stand `--n negative prompt`,
-        /// `--d seed`, `--l guidance scale`, `--s steps`, and `--w width` and `--h height`, which all lines share.
+        /// A file with one prompt in each line, instead of `prompt`. After a prompt may follow `--n negative prompt`,
+        /// `--d seed`, `--l guidance scale`, `--s steps`, `--w width` and `--h height`; all lines have one size.
         prompts_file: String = String::new(), Ours, GENERATE, is [NotAnOption];
-        /// Instead of `prompt`: this many captions that training held out (all there are, if fewer). The
-        /// pictures are read back and scored.
+        /// Number of held-out captions to draw instead of `prompt` (all of them, if there are fewer). A fixed
+        /// reader scores the images.
         held_out_prompts: u64 = 0, Ours, GENERATE, in Between(0.0, 10_000.0),
             when Is("dataset_type", &["shapes"]), is [NotAnOption];
-        /// What the images shall not show.
+        /// What the images should not show.
         negative_prompt: String = String::new(), Used, GENERATE,
             when GUIDED, is [NotAnOption];
         /// Images for each prompt.
         num_images_per_prompt: u64 = 1, Ours, GENERATE, in AtLeast(1.0), is [NotAnOption];
-        /// Denoise with and without the prompt and go beyond the difference.
+        /// Classifier-free guidance: run the model with and without the prompt and extrapolate.
         do_classifier_free_guidance: bool = true, Used, PROGRAM;
-        /// How far beyond; 1 is the prompt alone.
+        /// Factor of the difference between the conditional and the unconditional prediction; 1 is the conditional one alone.
         guidance_scale: f64 = 9.0, Used, TRAIN_GENERATE, in AtLeast(0.0),
             when GUIDED, is [NotAnOption];
-        /// Run the model without and with the prompt one after the other instead of as one batch: for when memory is short,
-        /// as activations take half of it.
+        /// Run the unconditional and the conditional row one after the other instead of as one batch: activations take
+        /// half the memory.
         guidance_in_two_passes: bool = false, Ours, DENOISE,
             when GUIDED, is [NotAnOption];
         /// Denoising steps.
         num_inference_steps: u64 = 20, Used, TRAIN_GENERATE, in Between(1.0, 1000.0), is [NotAnOption];
-        /// Fresh noise that DDIM and TCD add in each step, as a share of what keeps the noise level.
+        /// Fresh noise that DDIM and TCD add in each step, relative to the amount that keeps the noise level.
         eta: f64 = 0.0, Ours, GENERATE, in Between(0.0, 1.0),
             when SamplerReads("eta");
-        /// How much of a guided output's deviation is brought back to that of the prompt alone (Lin et al. 2023,
-        /// section 3.4).
+        /// How far to rescale the standard deviation of the guided prediction to that of the conditional one (Lin et al.
+        /// 2023, section 3.4).
         guidance_rescale: f64 = 0.0, Used, GENERATE, in Between(0.0, 1.0),
             when GUIDED;
-        /// Write a preview of each picture after every so many steps: what the model takes it for by then. 0: none.
+        /// Steps between two previews of each image, which show the clean image as predicted by then. 0: none.
         preview_steps: u64 = 0, Ours, GENERATE, in Between(0.0, 1000.0), is [NotAnOption];
-        /// Height of the images of a model of latents in pixels. 0: `resolution`.
+        /// Height of the images in pixels, for latent models. 0: `resolution`.
         height: u64 = 0, Ours, DENOISE, in Between(0.0, 65536.0), is [NotAnOption];
-        /// Width of the images of a model of latents in pixels. 0: `resolution`.
+        /// Width of the images in pixels, for latent models. 0: `resolution`.
         width: u64 = 0, Ours, DENOISE, in Between(0.0, 65536.0), is [NotAnOption];
-        /// Picture to start from, for a model of latents: PNG, JPEG or WebP, scaled to the size of the images.
+        /// Image to start from, for latent models: PNG, JPEG or WebP, scaled to the output size.
         image: String = String::new(), Ours, GENERATE;
-        /// How far the images may go from `image`: the share of the steps that are run. 1 runs all.
+        /// How far the result may differ from `image`: the fraction of the steps that run. 1 runs all.
         strength: f64 = 0.8, Ours, GENERATE, in Between(0.0, 1.0), when Given("image");
-        /// Mask of `image`: what is white is drawn anew, what is black is kept.
+        /// Mask of `image`: white parts are painted anew, black parts are kept.
         mask_image: String = String::new(), Ours, GENERATE, when Given("image");
-        /// A second model, in any layout or by its name on the hub, that takes the last steps of SDXL: its refiner. The first model's weights are let
-        /// go before the second's are read. Empty: none.
+        /// SDXL's refiner, which takes the last steps: a model in any layout or by its name on the hub. The base model's
+        /// weights are freed before the refiner's are read. Empty: none.
         refiner_model_name_or_path: String = String::new(), Ours, GENERATE;
-        /// Share of the noise schedule after which the first model stops.
+        /// Fraction of the noise schedule after which the base model stops.
         denoising_end: f64 = 0.8, Ours, GENERATE, in Between(0.0, 1.0),
             when Given("refiner_model_name_or_path");
-        /// Share of the noise schedule after which the refiner goes on. Empty: where the first model stops.
+        /// Fraction of the noise schedule after which the refiner starts. Empty: where the base model stops.
         denoising_start: Option<f64> = None, Ours, GENERATE, in Between(0.0, 1.0),
             when Given("refiner_model_name_or_path");
-        /// What SDXL's refiner is told that the picture would be scored by LAION's predictor of taste, 1 to 10.
+        /// Conditioning of SDXL's refiner: the score of the image by LAION's aesthetic predictor, 1 to 10.
         aesthetic_score: f64 = 6.0, Ours, GENERATE, in Between(0.0, 10.0), when MAY_REFINE;
-        /// The same of the picture that guidance leads away from.
+        /// The same for the unconditional row.
         negative_aesthetic_score: f64 = 2.5, Ours, GENERATE, in Between(0.0, 10.0),
             when Both(&GUIDED, &MAY_REFINE);
         /// How prompts are read: weighted as in web interfaces, with brackets and in as many chunks as they need, or
@@ -399,10 +398,10 @@ schema! {
         prompt_syntax: PromptSyntax = PromptSyntax::Weighted, Ours, GENERATE;
         /// Decode large images in overlapping tiles, which takes less memory.
         vae_tiling: bool = false, Ours, GENERATE;
-        /// Last layers of the text encoders that are left out.
+        /// Number of last layers of the text encoders to skip.
         clip_skip: u64 = 0, Ours, GENERATE, in Between(0.0, 1000.0);
-        /// File with the noise to start from, instead of that of the seeds: safetensors with a tensor `latents`
-        /// of unit normal values, one image's after the other's.
+        /// File with the initial noise, instead of noise from the seeds: safetensors with a tensor `latents`
+        /// of unit normal values, one row for each image.
         latents: String = String::new(), Ours, GENERATE;
         /// Repository of a distilled SDXL-Lightning UNet.
         lightning_repo: String = String::new(), NotYet("SDXL-Lightning"), GENERATE;
@@ -412,26 +411,26 @@ schema! {
         lightning_from_pt: bool = true, NoEffect("SDXL-Lightning is not here yet"), GENERATE;
         /// LoRA adapters to generate with.
         lora_config: LoraConfig = LoraConfig::default(), Used, GENERATE;
-        /// Steer by a picture through a ControlNet, or by several through as many, whose effects add up.
+        /// Use a ControlNet, or several whose effects add up.
         use_controlnet: bool = false, Ours, GENERATE;
-        /// Picture that steers the ControlNet, scaled to the size of the images. Of several ControlNets a list, as are the
-        /// other keys; one value is for all.
+        /// Conditioning image of the ControlNet, scaled to the output size. For several ControlNets a list, as for the
+        /// other keys; a single value applies to all.
         controlnet_image: OneOrMore<String> = OneOrMore::default(), Used, GENERATE,
             when CONTROLNET;
         /// Folder of the ControlNet in diffusers' layout, or its name on the hub, or a list of several.
         controlnet_model_name_or_path: OneOrMore<String> = OneOrMore::from("diffusers/controlnet-canny-sdxl-1.0".to_owned()), Used, GENERATE,
             when CONTROLNET;
         /// Whether the ControlNet's weights are PyTorch's.
-        controlnet_from_pt: bool = true, NoEffect("safetensors are read alike, whoever wrote them"), GENERATE;
+        controlnet_from_pt: bool = true, NoEffect("all safetensors are read in the same way"), GENERATE;
         /// Strength of the ControlNet.
         controlnet_conditioning_scale: OneOrMore<f64> = OneOrMore::from(0.5), Used, GENERATE, in Between(0.0, 10.0),
             when CONTROLNET;
-        /// Find the edges of `controlnet_image` first, as Canny does: what ControlNets of edges are steered by.
+        /// Replace `controlnet_image` by its Canny edges, for ControlNets that were trained on them.
         controlnet_canny: OneOrMore<bool> = OneOrMore::default(), Ours, GENERATE, when CONTROLNET;
-        /// Share of the steps before which the ControlNet does not steer.
+        /// Fraction of the steps after which the ControlNet starts to act.
         control_guidance_start: OneOrMore<f64> = OneOrMore::from(0.0), Ours, GENERATE, in Between(0.0, 1.0),
             when CONTROLNET;
-        /// Share of the steps after which the ControlNet does not steer.
+        /// Fraction of the steps after which the ControlNet stops.
         control_guidance_end: OneOrMore<f64> = OneOrMore::from(1.0), Ours, GENERATE, in Between(0.0, 1.0),
             when CONTROLNET;
 
@@ -448,7 +447,7 @@ schema! {
         prior_loss_weight: f64 = 1.0, NoEffect(DREAMBOOTH), TRAIN;
         /// Images of the class to make.
         num_class_images: u64 = 100, NoEffect(DREAMBOOTH), TRAIN;
-        /// Keep the prepared data set.
+        /// Keep the prepared dataset.
         cache_dreambooth_dataset: bool = false, NoEffect(DREAMBOOTH), TRAIN;
 
         group "Profiling and diagnostics";
@@ -470,12 +469,12 @@ schema! {
 }
 
 schema! {
-    /// `diffusion_scheduler_config`: MaxDiffusion's four keys and more of diffusers'.
+    /// `diffusion_scheduler_config`: MaxDiffusion's four keys and more from diffusers.
     pub struct SchedulerConfig {
         group "diffusion_scheduler_config";
         /// Sampler, by diffusers' or MaxDiffusion's class name or the short name. Empty: ddim.
         _class_name: Option<SchedulerKind> = Some(SchedulerKind::Euler), Used, TRAIN_GENERATE, is [NotAnOption];
-        /// What the UNet predicts. Empty: as the known model does, else epsilon.
+        /// What the UNet predicts. Empty: as in the known model, otherwise epsilon.
         prediction_type: Option<PredictionType> = Some(PredictionType::Epsilon), Used, PROGRAM;
         /// Make the last timestep pure noise (Lin et al. 2023, section 3.1).
         rescale_zero_terminal_snr: bool = false, Used, PROGRAM;
@@ -504,19 +503,19 @@ schema! {
         /// Space the noise levels by the quantiles of a beta distribution (Lee et al. 2024).
         use_beta_sigmas: bool = false, Ours, TRAIN_GENERATE,
             when SamplerReads("use_beta_sigmas");
-        /// DPM-Solver++, or the same with fresh noise.
+        /// DPM-Solver++, or its SDE variant with fresh noise.
         algorithm_type: AlgorithmType = AlgorithmType::DpmSolverPlusPlus, Ours, TRAIN_GENERATE,
             when SamplerReads("algorithm_type");
         /// Order of DPM-Solver and UniPC.
         solver_order: u64 = 2, Ours, TRAIN_GENERATE, in Between(1.0, 3.0),
             when SamplerReads("solver_order");
-        /// Where the last step goes.
+        /// Noise level at which the last step ends.
         final_sigmas_type: FinalSigmas = FinalSigmas::Zero, Ours, TRAIN_GENERATE,
             when SamplerReads("final_sigmas_type");
-        /// Whether the last step goes to the clean image instead of the first training timestep.
+        /// Whether the last step ends at the clean image instead of the first training timestep.
         set_alpha_to_one: bool = false, Ours, TRAIN_GENERATE,
             when SamplerReads("set_alpha_to_one");
-        /// Clip the predicted image to [-1, 1] at each step (for models of pixels).
+        /// Clip the predicted image to [-1, 1] in each step (for pixel-space models).
         clip_sample: bool = false, Ours, PROGRAM;
     }
 }
@@ -555,6 +554,6 @@ schema! {
         /// Strengths. Empty: 1.
         scale: FreeList = FreeList::default(), Used, GENERATE;
         /// Whether each is PyTorch's.
-        from_pt: FreeList = FreeList::default(), NoEffect("safetensors are read alike, whoever wrote them"), GENERATE;
+        from_pt: FreeList = FreeList::default(), NoEffect("all safetensors are read in the same way"), GENERATE;
     }
 }

@@ -1,4 +1,4 @@
-//! Loading: what is accepted, and the words of what is refused.
+//! Loading: what is accepted, and the messages for what is refused.
 
 use proptest::prelude::*;
 use serde_json::json;
@@ -501,7 +501,7 @@ fn what_a_verb_needs_is_asked_for() {
     assert_eq!(
         errors("", &[], Some(Verb::Train)),
         [
-            "dataset_type: tf is a data set type of MaxDiffusion that is not here yet; working: shapes, folder"
+            "dataset_type: tf is a dataset type of MaxDiffusion that is not here yet; working: shapes, folder"
         ]
     );
     assert_eq!(
@@ -519,7 +519,7 @@ fn what_a_verb_needs_is_asked_for() {
             Some(Verb::Train)
         ),
         [
-            "run.yml:2: unet_config, train_new_unet: a UNet of one's own starts from random weights: set train_new_unet=True, or leave unet_config out"
+            "run.yml:2: unet_config, train_new_unet: unet_config gives a new architecture, which starts from random weights: set train_new_unet=True, or leave unet_config out"
         ]
     );
     assert_eq!(

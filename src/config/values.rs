@@ -58,7 +58,7 @@ named! {
 named! {
     /// What the program runs on, or is made for.
     pub enum Hardware {
-        /// The best plugin that is installed and finds a device; said at the start.
+        /// The best plugin that is installed and finds a device; the log names it.
         Auto = "auto",
         Cpu = "cpu",
         Tpu = "tpu",
@@ -69,7 +69,7 @@ named! {
 named! {
     /// Where the training examples come from. `Shapes` and `Folder` exist here.
     pub enum DatasetType {
-        /// Pictures of coloured shapes, made by the program.
+        /// Images of coloured shapes, made by the program.
         Shapes = "shapes",
         /// A folder of images with captions.
         Folder = "folder",

@@ -22,7 +22,7 @@ pub struct BatchOptions {
     /// Probability that a row's caption is replaced by the empty one, for classifier-free guidance
     /// (Ho and Salimans, "Classifier-free diffusion guidance", 2022).
     pub caption_dropout: f64,
-    /// Mirror each picture left to right with probability one half.
+    /// Mirror each image left to right with probability one half.
     pub random_flip: bool,
 }
 
@@ -49,7 +49,7 @@ pub struct Batcher {
 
 impl Batcher {
     /// # Errors
-    /// [`DataError::Option`] for an empty batch, a dropout outside 0 to 1, or flips of pictures
+    /// [`DataError::Option`] for an empty batch, a dropout outside 0 to 1, or flips of images
     /// whose captions say left and right.
     pub fn new(
         dataset: Dataset,
@@ -370,7 +370,7 @@ mod tests {
     }
 
     #[test]
-    fn folder_batches_flip_half_of_the_pictures() {
+    fn folder_batches_flip_half_of_the_images() {
         let dir = tempfile::TempDir::new().unwrap();
         let mut image = image::RgbImage::new(8, 8);
         image.put_pixel(0, 0, image::Rgb([255; 3]));

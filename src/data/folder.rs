@@ -2,7 +2,7 @@
 //!
 //! Captions come from `metadata.jsonl` at the top of the folder (`{"file_name": ..., "text": ...}`
 //! per line) where there is one, and otherwise from a `.txt` file of the same name as each image.
-//! Subfolders are searched; names that begin with a dot are passed over. The order of samples is
+//! Subfolders are searched; names that begin with a dot are skipped. The order of samples is
 //! that of their paths.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -515,7 +515,7 @@ mod tests {
 
     use super::*;
 
-    fn picture(dir: &Path, name: &str, colour: [u8; 3]) {
+    fn save_image(dir: &Path, name: &str, colour: [u8; 3]) {
         let path = dir.join(name);
         fs::create_dir_all(path.parent().unwrap()).unwrap();
         RgbImage::from_pixel(12, 8, Rgb(colour)).save(path).unwrap();
@@ -536,18 +536,15 @@ mod tests {
     #[test]
     fn text_files_and_subfolders() {
         let dir = TempDir::new().unwrap();
-        picture(dir.path(), "b.png", [255, 0, 0]);
-        picture(dir.path(), "sub/a.JPG", [0, 0, 255]);
-        picture(dir.path(), "c.webp", [0, 255, 0]);
-        text(dir.path(), "b.txt", " a red picture\n");
-        text(dir.path(), "c.txt", "a green picture");
-        text(dir.path(), "sub/a.txt", "\u{feff}a blue picture");
+        save_image(dir.path(), "b.png", [255, 0, 0]);
+        save_image(dir.path(), "sub/a.JPG", [0, 0, 255]);
+        save_image(dir.path(), "c.webp", [0, 255, 0]);
+        text(dir.path(), "b.txt", " a red image\n");
+        text(dir.path(), "c.txt", "a green image");
+        text(dir.path(), "sub/a.txt", "\u{feff}a blue image");
         let folder = open(dir.path()).unwrap();
         let captions: Vec<&str> = folder.captions().collect();
-        assert_eq!(
-            captions,
-            ["a red picture", "a green picture", "a blue picture"]
-        );
+        assert_eq!(captions, ["a red image", "a green image", "a blue image"]);
         let sample = folder.get(0).unwrap();
         assert_eq!(sample.pixels, [255, 0, 0].repeat(64));
         assert_eq!(sample.image().get_pixel(3, 3).0, [255, 0, 0]);
@@ -560,7 +557,7 @@ mod tests {
     #[test]
     fn without_cache_the_pixels_are_the_same() {
         let dir = TempDir::new().unwrap();
-        picture(dir.path(), "a.png", [1, 2, 3]);
+        save_image(dir.path(), "a.png", [1, 2, 3]);
         text(dir.path(), "a.txt", "a");
         let options = FolderOptions {
             cache_bytes: 10,
@@ -579,8 +576,8 @@ mod tests {
     #[test]
     fn metadata_lists_images() {
         let dir = TempDir::new().unwrap();
-        picture(dir.path(), "x/a.png", [9, 9, 9]);
-        picture(dir.path(), "b.png", [7, 7, 7]);
+        save_image(dir.path(), "x/a.png", [9, 9, 9]);
+        save_image(dir.path(), "b.png", [7, 7, 7]);
         text(
             dir.path(),
             "metadata.jsonl",
@@ -611,7 +608,7 @@ mod tests {
             ),
         ] {
             let dir = TempDir::new().unwrap();
-            picture(dir.path(), "a.png", [0; 3]);
+            save_image(dir.path(), "a.png", [0; 3]);
             let first = "{\"file_name\": \"a.png\", \"text\": \"x\"}";
             text(dir.path(), "metadata.jsonl", &format!("{first}\n{line}\n"));
             let message = message(dir.path());
@@ -625,7 +622,7 @@ mod tests {
     #[test]
     fn metadata_cannot_leave_the_folder() {
         let outer = TempDir::new().unwrap();
-        picture(outer.path(), "secret.png", [0; 3]);
+        save_image(outer.path(), "secret.png", [0; 3]);
         let dir = outer.path().join("set");
         fs::create_dir(&dir).unwrap();
         let absolute = outer.path().join("secret.png").display().to_string();
@@ -653,13 +650,13 @@ mod tests {
             open(dir.path()),
             Err(DataError::EmptyFolder { .. })
         ));
-        picture(dir.path(), "a.png", [0; 3]);
+        save_image(dir.path(), "a.png", [0; 3]);
         text(dir.path(), "a.txt", "x");
         text(dir.path(), "lost.txt", "x");
         assert!(message(dir.path()).contains("no image: lost.txt"));
         fs::remove_file(dir.path().join("lost.txt")).unwrap();
         for k in 0..12 {
-            picture(dir.path(), &format!("n{k:02}.png"), [0; 3]);
+            save_image(dir.path(), &format!("n{k:02}.png"), [0; 3]);
         }
         let text_message = message(dir.path());
         assert!(text_message.starts_with("12 image(s)"), "{text_message}");
@@ -686,7 +683,7 @@ mod tests {
     #[test]
     fn empty_and_foreign_caption_files_are_named() {
         let dir = TempDir::new().unwrap();
-        picture(dir.path(), "a.png", [0; 3]);
+        save_image(dir.path(), "a.png", [0; 3]);
         text(dir.path(), "a.txt", " \n");
         assert!(message(dir.path()).contains("a.txt: empty"));
         fs::write(dir.path().join("a.txt"), [0xff, 0xfe]).unwrap();
@@ -699,7 +696,7 @@ mod tests {
     fn unreadable_images_are_skipped_up_to_the_limit() {
         let dir = TempDir::new().unwrap();
         for k in 0..4 {
-            picture(dir.path(), &format!("{k}.png"), [k; 3]);
+            save_image(dir.path(), &format!("{k}.png"), [k; 3]);
             text(dir.path(), &format!("{k}.txt"), "x");
         }
         let whole = fs::read(dir.path().join("2.png")).unwrap();

@@ -1,6 +1,6 @@
 //! Datasets, captions, tokenizers and batches.
 //!
-//! A dataset is a list of pictures with captions; [`Permutation`] shuffles it, [`Batcher`] makes the
+//! A dataset is a list of images with captions; [`Permutation`] shuffles it, [`Batcher`] makes the
 //! batch of a step, and [`Prefetcher`] makes batches ahead of the training loop. Everything random
 //! is a function of a seed and the step, so a resumed run sees the batches of the uninterrupted
 //! one, bit for bit.
@@ -20,7 +20,7 @@ pub use order::Permutation;
 pub use shapes::{Shapes, ShapesOptions, Split};
 pub use tokenizer::{Encoded, Piece, Tokenizer, word_level_json};
 
-/// One picture with its caption.
+/// One image with its caption.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Sample {
     /// RGB, row-major HWC, `resolution x resolution x 3`.
@@ -55,7 +55,7 @@ impl Dataset {
         }
     }
 
-    /// Side of the pictures in pixels.
+    /// Side of the images in pixels.
     pub fn resolution(&self) -> usize {
         match self {
             Self::Shapes(shapes) => shapes.options().resolution,

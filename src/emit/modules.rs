@@ -40,7 +40,7 @@ pub struct LoadGroup {
     pub module: usize,
     /// The weights' names, in the order of the module's inputs.
     pub weights: Vec<String>,
-    /// The names of what is made of them, in the order of the module's outputs.
+    /// The names of what is computed from them, in the order of the module's outputs.
     pub results: Vec<String>,
 }
 

@@ -42,7 +42,7 @@ impl RepoCache {
         self.dir.join("blobs").join(etag)
     }
 
-    /// What is kept of a download that is not whole.
+    /// The partial file of an incomplete download.
     pub fn incomplete(&self, etag: &str) -> PathBuf {
         self.dir.join("blobs").join(format!("{etag}.incomplete"))
     }

@@ -212,7 +212,7 @@ impl<'a> Client<'a> {
     ) -> Result<(BodyReader<'static>, bool), Failure> {
         let url = self.file_url(repo, commit, name);
         let response = self.send("GET", &url, (from > 0).then_some(from), false)?;
-        // What is here already is more than the server has: to be started again.
+        // The partial file is longer than the server's: start again.
         if from > 0 && response.status() == 416 {
             let response = self.send("GET", &url, None, false)?;
             let response = self.checked(repo, About::File { commit, name }, &url, response)?;

@@ -123,7 +123,7 @@ impl<'a> Download<'a> {
         length(&self.cache.blob(&info.etag)) == Some(info.size)
     }
 
-    /// How much of a file an earlier download left that can be gone on with: only where the hash of the whole tells
+    /// How many bytes of an earlier download can be resumed: only where the hash of the whole tells
     /// whether the halves belong together.
     fn kept(&self, info: &FileInfo) -> Option<u64> {
         info.sha256()?;
@@ -194,7 +194,7 @@ impl<'a> Download<'a> {
         let (mut failed, mut reached, mut is_second) = (0, kept, false);
         loop {
             let attempt = self.rest(name, info, &mut part, &mut |length| {
-                // What was here is not among the bytes to come.
+                // The answer starts over, without the bytes that are here.
                 let done = before + length.saturating_sub(kept);
                 progress(Progress::Bytes { done });
             });
@@ -298,7 +298,7 @@ struct Part {
     hash: Hasher,
     /// In bytes.
     length: u64,
-    /// Whether it is of more than one answer.
+    /// Whether its bytes come from more than one answer.
     spliced: bool,
 }
 

@@ -1,4 +1,4 @@
-//! What can go wrong with the hub, each with what to do about it.
+//! Errors of the hub, each with what to do about it.
 
 use std::io;
 use std::path::PathBuf;
@@ -11,7 +11,7 @@ use crate::weights::source::SourceError;
 /// How many names an error shows.
 const SHOWN: usize = 12;
 
-/// Why the files of a repository could not be had.
+/// Why the files of a repository are not available.
 #[derive(Debug, thiserror::Error)]
 pub enum HubError {
     #[error(transparent)]
@@ -28,8 +28,8 @@ pub enum HubError {
     )]
     NoHome,
     #[error(
-        "{repo} at {revision} is not whole in the cache {} ({lacking}), and {variable} forbids the network; unset it, or \
-         fetch the model where there is a network and copy that folder",
+        "{repo} at {revision} is not complete in the cache {} ({lacking}), and {variable} forbids the network; unset it, or \
+         download the model where there is a network and copy that folder",
         dir.display()
     )]
     Offline {
@@ -69,7 +69,7 @@ pub enum HubError {
     },
     #[error(
         "{repo} is gated: accept its terms at {endpoint}/{repo}, {}{}",
-        if *token { "with the account that the token is of" } else { "then set HF_TOKEN to a token of that account" },
+        if *token { "with the token's account" } else { "then set HF_TOKEN to a token of that account" },
         said(message)
     )]
     Gated {
@@ -79,8 +79,8 @@ pub enum HubError {
         message: String,
     },
     #[error(
-        "{endpoint} does not take the token (HF_TOKEN, or the file that HF_TOKEN_PATH or $HF_HOME/token is){}; make a new \
-         one at {endpoint}/settings/tokens, or unset it for what is public",
+        "{endpoint} refuses the token (HF_TOKEN, or the file HF_TOKEN_PATH or $HF_HOME/token){}; make a new \
+         one at {endpoint}/settings/tokens, or unset it for public repositories",
         said(message)
     )]
     BadToken { endpoint: String, message: String },
@@ -102,7 +102,7 @@ pub enum HubError {
         message: String,
     },
     #[error(
-        "{url}: {reason} ({attempts} attempts); try again, which goes on where this stopped, or set HF_ENDPOINT to a mirror \
+        "{url}: {reason} ({attempts} attempts); try again, which resumes the download, or set HF_ENDPOINT to a mirror \
          or HTTPS_PROXY to a proxy"
     )]
     Network {
@@ -111,7 +111,7 @@ pub enum HubError {
         attempts: u32,
     },
     #[error(
-        "{url} does not answer as the hub does: {reason}; check HF_ENDPOINT, and SSL_CERT_FILE where a proxy reads along"
+        "{url} does not answer like the hub: {reason}; check HF_ENDPOINT, and SSL_CERT_FILE if a proxy decrypts traffic"
     )]
     Answer { url: String, reason: String },
     #[error("{url} redirects to {location}, which is not followed: {reason}")]
@@ -147,7 +147,7 @@ pub enum HubError {
     },
     #[error(
         "no space for {repo} in {}: {needed} more bytes are needed{}; free some or set HF_HUB_CACHE to a folder on another \
-         disk (what is downloaded is kept)",
+         disk (files already downloaded are kept)",
         path.display(), free.map_or_else(String::new, |free| format!(", {free} are free"))
     )]
     DiskFull {
@@ -167,7 +167,7 @@ pub enum HubError {
 }
 
 impl HubError {
-    /// Whether another word on the command line or in the environment would mend it, and no other file or server.
+    /// Whether another command line or environment would fix it, rather than another file or server.
     pub fn is_usage(&self) -> bool {
         matches!(
             self,
@@ -181,20 +181,20 @@ impl HubError {
     }
 }
 
-/// Why there is nothing to take.
+/// Why no files could be chosen.
 #[derive(Debug, thiserror::Error)]
 pub enum SelectError {
     #[error("missing: {}", listed(names, SHOWN))]
     Missing { names: Vec<String> },
     #[error(
-        "it has its weights as PyTorch pickles only ({}), which run code when they are read; convert it where you trust it, \
+        "it has only PyTorch pickles ({}), which can run code when they are read; if you trust it, convert it \
          in Python: diffusers.DiffusionPipeline.from_pretrained(\"{repo}\").save_pretrained(\"DIR\", \
          safe_serialization=True), and name DIR",
         listed(names, SHOWN)
     )]
     Pickles { repo: RepoId, names: Vec<String> },
     #[error(
-        "several variants of one part and no default: {}; fetch one with `hf download` and name its folder",
+        "several variants of one part and no default: {}; download one with `hf download` and name its folder",
         listed(names, SHOWN)
     )]
     Variants { names: Vec<String> },
@@ -215,7 +215,7 @@ pub enum SelectError {
     Json { file: String, reason: String },
     #[error(transparent)]
     Index(#[from] WeightsError),
-    /// It is of a kind or family that is not wanted.
+    /// It is of another kind or family than expected.
     #[error(transparent)]
     Model(#[from] SourceError),
 }
@@ -229,7 +229,7 @@ pub(super) enum Fault {
     Hub(#[from] HubError),
 }
 
-/// A server's words, after a colon.
+/// A server's message, after a colon.
 fn said(message: &str) -> String {
     match message.is_empty() {
         true => String::new(),

@@ -1,11 +1,11 @@
-//! Models by their name on the Hugging Face hub: from the cache on disk, else downloaded into it.
+//! Models by their name on the Hugging Face hub, from the cache on disk or downloaded into it.
 //!
-//! The cache is the one of Python's `huggingface_hub`, file for file, so that both read what either fetched. Written
-//! here and not taken from the crate `hf-hub` (1.0), which neither resumes a file nor checks its hash, and brings an
-//! asynchronous runtime with some three hundred packages.
+//! The cache is the one of Python's `huggingface_hub`, file for file, so both share downloads. Not the crate `hf-hub`
+//! (1.0), because it neither resumes a file nor checks its hash, and brings an asynchronous runtime with some three
+//! hundred packages.
 //!
-//! Nothing that a server says is trusted: names of files and of cache entries are checked before they become paths,
-//! weights are compared with the SHA-256 that the hub names for them, and only safetensors are fetched, never pickles.
+//! No answer of a server is trusted: names of files and of cache entries are checked before they become paths,
+//! weights are compared with the SHA-256 that the hub names for them, and only safetensors are downloaded, never pickles.
 
 mod address;
 mod cache;
@@ -119,7 +119,7 @@ pub fn fetch(
     for name in &plan.absent {
         cache.note_absent(&commit, name)?;
     }
-    // Last, so that a name never means a snapshot that is not whole.
+    // Last, so that a name never means an incomplete snapshot.
     cache.write_ref(revision, &commit)?;
     Ok(Fetched {
         path: opened(cache.snapshot(&commit), &plan),
@@ -139,7 +139,7 @@ fn opened(snapshot: PathBuf, plan: &Plan) -> PathBuf {
 
 enum Cached {
     Whole(Fetched),
-    /// What the cache lacks, in words.
+    /// A description of what the cache lacks.
     Lacks(String),
 }
 

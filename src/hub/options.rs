@@ -1,4 +1,4 @@
-//! What the environment says about the hub.
+//! The hub's options, from the environment.
 
 use std::ffi::OsString;
 use std::fmt;

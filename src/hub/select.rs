@@ -230,7 +230,7 @@ impl Chosen<'_> {
             "model_index.json, unet/config.json or one .safetensors file of a whole model";
         let name = self.only_safetensors(
             expected,
-            "fetch one with `hf download REPOSITORY FILE --local-dir DIR` and name that file",
+            "download one with `hf download REPOSITORY FILE --local-dir DIR` and name that file",
         )?;
         self.weights.push(name);
         // The folder, which is opened by its only file.

@@ -500,7 +500,7 @@ fn refusals_are_told_apart() {
             401,
             "X-Error-Message: Invalid credentials\r\n",
             true,
-            "does not take the token",
+            "refuses the token",
         ),
         (
             403,
@@ -518,7 +518,7 @@ fn refusals_are_told_apart() {
             403,
             "X-Error-Code: GatedRepo\r\n",
             true,
-            "with the account that the token is of",
+            "with the token's account",
         ),
         (404, "", false, "has no revision 'main'"),
         (418, "", false, "answered with status 418"),

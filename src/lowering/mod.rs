@@ -91,10 +91,10 @@ impl Program {
 /// same name.
 #[derive(Clone, Debug)]
 pub struct Lowered {
-    /// What is made of weights while they are loaded: one program for each group of weights that have a result in
+    /// The load stage, computed from weights while they are read: one program for each group of weights that have a result in
     /// common. A training step has none, because its weights change.
     pub load: Vec<Program>,
-    /// What is computed once for the inputs of a request; `None` if nothing is.
+    /// The request stage, computed once for the inputs of a request; `None` if nothing is.
     pub request: Option<Program>,
     /// What every run computes.
     pub step: Program,
@@ -140,7 +140,7 @@ pub fn lower(
     shard(staged, &traced.name, options)
 }
 
-/// A traced program in one piece, before it is split into stages and without kernels. Nothing runs it; its text can be
+/// A whole traced program, before it is split into stages and without kernels. Nothing runs it; its text can be
 /// compared with another compiler's.
 ///
 /// # Errors

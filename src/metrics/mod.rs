@@ -127,8 +127,8 @@ impl MetricsWriter {
         Ok(())
     }
 
-    /// Writes a picture (the bytes of a PNG file) to the event file. JSON lines hold no pictures, so
-    /// without a TensorBoard folder it goes nowhere: pictures are kept as files besides.
+    /// Writes an image (the bytes of a PNG file) to the event file. JSON lines hold no images, so
+    /// without a TensorBoard folder it goes nowhere: images are kept as files besides.
     ///
     /// # Errors
     /// When `png` is no PNG file, or the file cannot be written.

@@ -90,7 +90,7 @@ impl EventWriter {
         self.event(step, event::What::Summary(Summary { value }))
     }
 
-    /// Writes a picture, given as the bytes of a PNG file.
+    /// Writes an image, given as the bytes of a PNG file.
     ///
     /// # Errors
     /// When `png` is no PNG file, or the event file cannot be written.
@@ -203,7 +203,7 @@ mod tests {
     #[test]
     fn reads_back_scalars_and_images() {
         let dir = tempfile::tempdir().unwrap();
-        let picture = png(6, 4);
+        let file = png(6, 4);
         let mut writer = EventWriter::create(dir.path(), 0).unwrap();
         writer
             .scalars(
@@ -214,7 +214,7 @@ mod tests {
                 ],
             )
             .unwrap();
-        writer.image(8, "samples", &picture).unwrap();
+        writer.image(8, "samples", &file).unwrap();
         writer.flush().unwrap();
 
         let name = writer.path().file_name().unwrap().to_str().unwrap();
@@ -244,7 +244,7 @@ mod tests {
             panic!("{images:?}");
         };
         assert_eq!((image.width, image.height, image.colorspace), (6, 4, 3));
-        assert_eq!(image.encoded_image_string, picture);
+        assert_eq!(image.encoded_image_string, file);
     }
 
     #[test]

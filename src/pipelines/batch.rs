@@ -1,32 +1,32 @@
-//! Images that are made together.
+//! Batches of images.
 
 use std::ops::AddAssign;
 
 use super::prompt::PromptTokens;
 
-/// One image to make, as a model takes it.
+/// One image to generate, with its prompt as token ids.
 #[derive(Clone, Debug)]
 pub struct TokenizedImage {
-    /// Which of [`super::generator::SamplingOptions::plans`] it is made by.
+    /// Its index in [`super::generator::SamplingOptions::plans`].
     pub plan: usize,
     pub guidance_scale: f32,
-    /// The prompt as each text encoder takes it. The prompts and negative prompts of all images have as many chunks.
+    /// The tokens for each text encoder. The prompts and negative prompts of all images have the same number of chunks.
     pub prompt: Vec<PromptTokens>,
-    /// The negative prompt likewise; not read without guidance.
+    /// The same of the negative prompt; not read without guidance.
     pub negative: Vec<PromptTokens>,
-    /// Whether the negative prompt is no text at all.
+    /// Whether the negative prompt is empty.
     pub negative_is_empty: bool,
     pub seed: u64,
 }
 
-/// Seconds of each phase of making images.
+/// Seconds of each phase of generation.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Phases {
     /// Reading weights and preparing them.
     pub load: f64,
     pub encode: f64,
     pub denoise: f64,
-    /// With the decoding of previews.
+    /// Includes decoding of previews.
     pub decode: f64,
 }
 
@@ -39,14 +39,14 @@ impl AddAssign for Phases {
     }
 }
 
-/// Neighbouring images that differ in prompt and seed alone.
+/// Neighbouring images that differ only in prompt and seed.
 pub(super) struct Batch {
     pub start: usize,
     pub count: usize,
 }
 
 impl Batch {
-    /// Its images; one that is not full is filled up with its first image, and what that makes is dropped.
+    /// Its images. A batch that is not full is padded with its first image, and the padding's results are dropped.
     pub fn filled<'a>(&self, images: &'a [TokenizedImage], size: usize) -> Vec<&'a TokenizedImage> {
         let filled = |row| if row < self.count { row } else { 0 };
         (0..size)

@@ -1,4 +1,4 @@
-//! Canny's edge detector, the hint that most ControlNets take: OpenCV's `Canny` for 8-bit pictures, to the bit.
+//! Canny's edge detector, the hint that most ControlNets take: OpenCV's `Canny` for 8-bit images, to the bit.
 //!
 //! Steps (Canny 1986, "A computational approach to edge detection"): gradients by 3x3 Sobel filters, with the border
 //! repeated outwards; their L1 norm, from the channel where it is largest; suppression of every pixel that is not a
@@ -10,13 +10,13 @@ use super::pixels::RGB;
 /// The thresholds that ControlNets' own examples use.
 pub const THRESHOLDS: [u16; 2] = [100, 200];
 
-/// Why a picture has no edges to find.
+/// Why an image has no edges to find.
 #[derive(Debug, thiserror::Error)]
 #[error("Canny: {height} x {width} pixels of 3 bytes take {expected}, found {found}")]
 pub struct CannyError {
     pub height: usize,
     pub width: usize,
-    /// The bytes of such a picture; more than fit in memory count as the largest number.
+    /// The bytes of such an image; more than fit in memory count as the largest number.
     pub expected: usize,
     pub found: usize,
 }
@@ -33,7 +33,7 @@ enum Pixel {
 /// The tangent of 22.5 degrees in units of 2^-15, OpenCV's constant.
 const TAN_22: i32 = 13573;
 
-/// The edges of an RGB picture `[height, width, 3]`, as a picture of the same size: white edges on black.
+/// The edges of an RGB image `[height, width, 3]`, as an image of the same size: white edges on black.
 ///
 /// A gradient's L1 norm is at most 2040. Thresholds in the wrong order are swapped, as OpenCV does.
 ///
@@ -123,7 +123,7 @@ impl Gradients {
         }
     }
 
-    /// The norm at the pixel `step` (down, right) away from one; 0 outside of the picture.
+    /// The norm at the pixel `step` (down, right) away from one; 0 outside of the image.
     fn norm(&self, y: usize, x: usize, step: [isize; 2]) -> i32 {
         let (y, x) = (y.checked_add_signed(step[0]), x.checked_add_signed(step[1]));
         match (y, x) {
@@ -169,7 +169,7 @@ fn norm([dx, dy]: [i32; 2]) -> i32 {
 mod tests {
     use super::*;
 
-    /// The edges of a grey picture, one character a pixel.
+    /// The edges of a grey image, one character a pixel.
     fn edges(rows: &[&[u8]], thresholds: [u16; 2]) -> Vec<String> {
         let size = [rows.len(), rows[0].len()];
         let rgb: Vec<u8> = rows

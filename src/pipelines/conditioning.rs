@@ -1,4 +1,4 @@
-//! Prompts as the UNet takes them, and the programs that make them.
+//! The conditioning of the UNet: prompts as embeddings, and the programs that compute them.
 
 use std::time::Instant;
 
@@ -20,7 +20,7 @@ use super::text_to_image::{Guidance, names};
 use super::traced::TracedModel;
 use super::weights::WeightSource;
 
-/// The prompts of one call as the UNet takes them, on the host.
+/// The embeddings of one call's prompts, on the host.
 #[derive(Clone, Debug)]
 pub struct Conditioning {
     /// `f32[rows, tokens, features]`
@@ -33,7 +33,7 @@ impl Conditioning {
     /// The features of several encoders side by side, with the pooled embeddings of the last that has any.
     ///
     /// # Errors
-    /// When they are not for as many prompts and tokens.
+    /// When their numbers of prompts or tokens differ.
     pub fn join(parts: Vec<Conditioning>) -> Result<Option<Conditioning>, PipelineError> {
         let mut parts = parts.into_iter();
         let Some(mut joined) = parts.next() else {
@@ -63,7 +63,7 @@ impl Conditioning {
         Ok(Some(joined))
     }
 
-    /// Sets everything of the rows in `rows` to zero: what SDXL was trained to take for no prompt at all.
+    /// Sets the rows `rows` to zero, which is SDXL's conditioning for no prompt.
     pub fn zero(&mut self, rows: impl Iterator<Item = usize>) {
         let rows: Vec<usize> = rows.collect();
         for tensor in [Some(&mut self.hidden), self.pooled.as_mut()]
@@ -113,8 +113,8 @@ impl Encoder {
         self.tokens
     }
 
-    /// Encodes token ids: for each prompt as many sequences as every other, one after the other. The hidden states of
-    /// a prompt's sequences stand one after the other; its pooled output is that of the first.
+    /// Encodes token ids: the same number of sequences for each prompt, one after the other. The hidden states of a
+    /// prompt's sequences follow one another; its pooled output is that of the first.
     ///
     /// # Errors
     /// When the ids do not divide into the prompts, a weight is missing, or the program fails.
@@ -170,7 +170,7 @@ pub struct PromptEncoders {
     guidance: bool,
 }
 
-/// The prompts of some images as the UNet takes them, and the seconds that it took.
+/// The embeddings of the prompts of some images, and the seconds that they took.
 #[derive(Debug)]
 pub struct Encoded {
     /// Of each batch, with guidance the negative prompt of each image before its prompt.
@@ -179,7 +179,7 @@ pub struct Encoded {
 }
 
 impl PromptEncoders {
-    /// Compiles the text encoders that were traced of `model`.
+    /// Compiles the text encoders that `model` traced.
     ///
     /// # Errors
     /// When one does not compile.
@@ -206,7 +206,7 @@ impl PromptEncoders {
         self.encoders.iter().map(Encoder::program)
     }
 
-    /// Encodes the prompts of `images`. The weights of each encoder are let go before those of the next are read.
+    /// Encodes the prompts of `images`. The weights of each encoder are freed before those of the next are read.
     ///
     /// # Errors
     /// When weights cannot be read, or a program fails.

@@ -1,4 +1,4 @@
-//! From what a model makes to images of bytes.
+//! From decoded values to images of bytes.
 
 use image::RgbImage;
 
@@ -28,7 +28,7 @@ pub(super) fn decoded_to_images(decoded: &HostTensor) -> Result<Vec<RgbImage>, P
         .collect()
 }
 
-/// Images of the samples of a model of pixels, in [-1, 1], with `k x k` pixels in each place.
+/// Images from the samples of a pixel-space model, in [-1, 1], with `k x k` pixels in each position.
 pub(super) fn pixels_to_images(
     sample: &HostTensor,
     k: usize,
@@ -36,7 +36,7 @@ pub(super) fn pixels_to_images(
     let dims = &sample.shape.dims;
     if dims.len() != 4 || dims[1] != RGB * k * k || dims[2] != dims[3] {
         return Err(PipelineError::Request(format!(
-            "the model makes samples {}, not square RGB images (pixel_unshuffle={k})",
+            "the model's samples {} are not square RGB images (pixel_unshuffle={k})",
             sample.shape
         )));
     }
@@ -51,7 +51,7 @@ pub(super) fn pixels_to_images(
         .collect()
 }
 
-/// Refuses a sample that would make an image of nothing.
+/// Refuses a sample with infinite or NaN values.
 pub(super) fn check_samples(sample: &HostTensor) -> Result<(), PipelineError> {
     match sample.to_f32_vec()?.iter().all(|v| v.is_finite()) {
         true => Ok(()),

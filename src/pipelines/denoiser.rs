@@ -20,27 +20,27 @@ use super::text_to_image::{DenoiseStep, names};
 /// kept; all else is `f32[batch, channels, rows, columns]`.
 #[derive(Clone, Debug)]
 pub enum Inpainting {
-    /// For a model that knows nothing of masks: after each step what is kept is put back, with the noise of the next.
+    /// For a model without a mask input: after each step the kept part is put back, with the noise of the next.
     PutBack {
         latents: HostTensor,
         /// Unit normal.
         noise: HostTensor,
         mask: HostTensor,
     },
-    /// For a model made for it, which sees both in each step.
+    /// For an inpainting model, which sees both in each step.
     Seen {
         mask: HostTensor,
         masked_image_latents: HostTensor,
     },
 }
 
-/// An image that steers a ControlNet.
+/// The conditioning image of a ControlNet.
 #[derive(Clone, Debug)]
 pub struct ControlImage {
     /// `f32[1, 3, height, width]` in [0, 1].
     pub image: HostTensor,
     pub scale: f32,
-    /// The share of the steps before which, and after which, it does not steer.
+    /// The fractions of the steps at which it starts and stops to act.
     pub range: [f64; 2],
 }
 
@@ -59,7 +59,7 @@ impl ControlImage {
 /// The images of one batch: as many as the denoiser's.
 #[derive(Debug)]
 pub struct DenoiseInputs<'a> {
-    /// With guidance, each image's row without its prompt goes before that with it.
+    /// With guidance, the unconditional row of each image comes before the conditional one.
     pub conditioning: &'a Conditioning,
     /// SDXL's time ids of each row.
     pub time_ids: &'a [f32],
@@ -67,7 +67,7 @@ pub struct DenoiseInputs<'a> {
     pub generators: &'a mut [NoiseGenerator],
     /// The sample before the first step, `f32[batch, channels, rows, columns]`.
     pub sample: &'a HostTensor,
-    /// A model for inpainting needs [`Inpainting::Seen`].
+    /// An inpainting model needs [`Inpainting::Seen`].
     pub inpainting: Option<&'a Inpainting>,
     /// One for each of the model's ControlNets.
     pub controls: &'a [ControlImage],
@@ -82,7 +82,7 @@ type Arrays = HashMap<String, Array>;
 /// The compiled denoising step of one model, batch and guidance setting.
 pub struct Denoiser {
     program: StagedProgram,
-    /// What is made of two passes of `program`; without it one pass is the whole step.
+    /// Combines the two passes of `program`; without it, one pass is the whole step.
     advance: Option<StagedProgram>,
     sample_dims: [usize; 4],
 }
@@ -119,7 +119,7 @@ impl Denoiser {
             .flatten()
     }
 
-    /// Images made at once.
+    /// Images in a batch.
     pub fn batch(&self) -> usize {
         self.sample_dims[0]
     }
@@ -131,10 +131,10 @@ impl Denoiser {
 
     /// Makes the samples of `inputs`: `f32[batch, channels, rows, columns]` in the model's own range.
     ///
-    /// `after_step` is told the number of steps that are done, and what the model then takes the finished samples for.
+    /// `after_step` gets the number of finished steps and the predicted clean samples.
     ///
     /// # Errors
-    /// When a weight is missing, something has another shape, or a program fails; what `after_step` fails with.
+    /// When a weight is missing, an input has another shape, or a program fails; errors of `after_step`.
     pub fn run(
         &self,
         session: &Session,
@@ -174,7 +174,7 @@ impl Denoiser {
             }
             silent = !step.is_noisy();
             state = self.step(weights, &arrays, &passes, state)?;
-            // Nothing follows on the predicted clean sample, which is the last result.
+            // No later step uses the predicted clean sample, which is the last result.
             let predicted = state.split_off(2);
             if let Some(Inpainting::PutBack {
                 latents,
@@ -193,7 +193,7 @@ impl Denoiser {
         Ok(state[0].to_host(session.mesh())?)
     }
 
-    /// What all steps and passes of a batch share.
+    /// The inputs that all steps and passes of a batch share.
     fn request_arrays(
         &self,
         session: &Session,
@@ -231,7 +231,7 @@ impl Denoiser {
         Ok(arrays)
     }
 
-    /// The inputs of each pass alone: its rows of the prompts, and what is made of them once for all steps.
+    /// The inputs of each pass alone: its rows of the embeddings, and what is computed from them once for all steps.
     fn pass_arrays(
         &self,
         session: &Session,

@@ -1,4 +1,4 @@
-//! Why images could not be made.
+//! Errors of generation.
 
 use crate::graph::GraphError;
 use crate::host_tensor::HostTensorError;
@@ -14,10 +14,10 @@ use crate::weights::{MismatchError, WeightsError};
 use super::prompt::PromptError;
 use super::tiling::TilingError;
 
-/// Any error, of an observer or of what a caller reads weights with.
+/// Any error of an observer or of a caller's reader of weights.
 pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
-/// Why images could not be made.
+/// An error of generation.
 #[derive(Debug, thiserror::Error)]
 pub enum PipelineError {
     #[error(transparent)]
@@ -55,7 +55,7 @@ pub enum PipelineError {
     Request(String),
     #[error("{0} is not a part of the model")]
     UnknownPart(String),
-    #[error("the model's sample is not finite: no image is made of it")]
+    #[error("the model's sample is not finite, so there is no image")]
     NotFinite,
     /// The threads that compile could not be started.
     #[error("cannot start threads to compile with: {0}")]
@@ -66,7 +66,7 @@ pub enum PipelineError {
 }
 
 impl PipelineError {
-    /// Whether the model or the request is to blame, and not a file, a device or a compiler.
+    /// Whether the model or the request is wrong, rather than a file, a device or a compiler.
     pub fn is_usage(&self) -> bool {
         match self {
             PipelineError::Graph(_)

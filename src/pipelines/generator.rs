@@ -1,4 +1,4 @@
-//! The compiled programs of one model, which make images of prompts.
+//! The compiled programs of one model, from prompts to images.
 
 use std::time::Instant;
 
@@ -27,7 +27,7 @@ use super::tiling::TilePlan;
 use super::traced::{Ending, TracedModel};
 use super::weights::WeightSource;
 
-/// How images are made; nothing of it compiles anything.
+/// Run-time settings of generation: a change compiles nothing.
 #[derive(Clone, Copy, Debug)]
 pub struct SamplingOptions<'a> {
     /// The samplers of all images.
@@ -40,12 +40,12 @@ pub struct SamplingOptions<'a> {
     pub image: Option<&'a HostTensor>,
     /// `f32[1, 1, height, width]` of that image: 1 where it is generated anew, 0 where it is kept.
     pub mask: Option<&'a HostTensor>,
-    /// What steers the model's ControlNets, one for each.
+    /// The conditioning images of the model's ControlNets, one for each.
     pub controls: &'a [ControlImage],
     /// Unit normal noise to start from, `f32[images, channels, rows, columns]`, in place of the seeds'.
     pub latents: Option<&'a HostTensor>,
-    /// What another model made of as many images in batches of the same size, and did not finish: the steps go on with
-    /// its samples as they are. Neither `image` nor `latents` is read then.
+    /// The unfinished result of another model, for the same number of images in batches of the same size: the steps
+    /// continue with its samples. Neither `image` nor `latents` is read then.
     pub continues: Option<&'a ModelOutput>,
     /// Steps from one preview of an image to the next.
     pub preview_every: Option<usize>,
@@ -78,16 +78,16 @@ impl<'a> SamplingOptions<'a> {
     }
 }
 
-/// What one model made, and the seconds it took.
+/// The result of one model, and the seconds it took.
 #[derive(Debug)]
 pub struct ModelOutput {
     /// The denoiser's last samples, `f32[batch, channels, rows, columns]` for each batch; those that fill the last batch
     /// up are among them.
     pub samples: Vec<HostTensor>,
-    /// None where another model goes on.
+    /// None if another model continues.
     pub images: Vec<RgbImage>,
     pub phases: Phases,
-    /// Where the noise of each image of each batch goes on.
+    /// The generator of each image of each batch, after the noise it gave.
     generators: Vec<Vec<NoiseGenerator>>,
 }
 
@@ -119,7 +119,7 @@ impl CompiledModel {
         })
     }
 
-    /// The part that makes images of encoded prompts.
+    /// The part from encoded prompts to images.
     pub fn generator(&self) -> &ImageGenerator {
         &self.generator
     }
@@ -155,7 +155,7 @@ impl CompiledModel {
     }
 }
 
-/// The programs that make images of encoded prompts.
+/// The programs from encoded prompts to images.
 pub struct ImageGenerator {
     denoiser: Denoiser,
     ending: Ending<Decoder>,
@@ -441,7 +441,7 @@ impl ImageGenerator {
         Ok(sample)
     }
 
-    /// The images of `sample`; none where another model goes on with it.
+    /// The images of `sample`; none if another model continues with it.
     fn images(
         &self,
         session: &Session,
@@ -460,7 +460,7 @@ impl ImageGenerator {
         }
     }
 
-    /// The samples of another model's output, to go on with.
+    /// The samples of another model's output, to continue with.
     fn go_on(
         &self,
         output: &ModelOutput,
@@ -470,12 +470,12 @@ impl ImageGenerator {
         let found = output.samples.len();
         if found != batches {
             return Err(PipelineError::Request(format!(
-                "{found} batches of samples to go on with, for {batches}"
+                "{found} batches of samples to continue with, expected {batches}"
             )));
         }
         if let Some(other) = output.samples.iter().find(|s| s.shape.dims != dims) {
             return Err(PipelineError::Request(format!(
-                "samples {} to go on with; this model takes {dims:?}",
+                "samples {} to continue with; this model takes {dims:?}",
                 other.shape
             )));
         }

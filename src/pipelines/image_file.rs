@@ -1,4 +1,4 @@
-//! Pictures on disk: PNG files that carry their settings, and labelled grids of them.
+//! Images on disk: PNG files that carry their settings, and labelled grids of them.
 
 mod recorded;
 mod settings;
@@ -20,7 +20,7 @@ pub use settings::GenerationSettings;
 pub use web_sampler::WebSampler;
 pub use web_ui::WebSettings;
 
-/// What can go wrong with a picture on disk.
+/// What can go wrong with an image on disk.
 #[derive(Debug, thiserror::Error)]
 pub enum ImageFileError {
     #[error(
@@ -55,10 +55,10 @@ pub enum ImageFileError {
     Settings { path: PathBuf, message: String },
     #[error("file name stem `{stem}` must be a plain name without path separators")]
     Stem { stem: String },
-    #[error("a grid needs one label a picture: {images} pictures, {labels} labels")]
+    #[error("a grid needs one label an image: {images} images, {labels} labels")]
     GridLabels { images: usize, labels: usize },
     #[error(
-        "a grid of {images} pictures in {columns} columns at scale {scale} cannot be laid out: {message}"
+        "a grid of {images} images in {columns} columns at scale {scale} cannot be laid out: {message}"
     )]
     Grid {
         images: usize,
@@ -91,7 +91,7 @@ pub fn prepare_output_dir(path: &Path) -> Result<(), ImageFileError> {
         .map_err(error)
 }
 
-/// Writes a picture as `{stem}-00001.png`, or under the next number that is free; the number
+/// Writes an image as `{stem}-00001.png`, or under the next number that is free; the number
 /// follows the largest in the folder, so that files stay in the order they were made. Returns the
 /// path. No file is ever overwritten, also not when two processes write into one folder.
 ///
@@ -178,19 +178,19 @@ const MIN_CELL: u32 = 16 * GLYPH;
 /// Longest side of a grid: what PNG readers and the `image` crate surely take.
 const MAX_GRID_SIDE: u64 = 32_768;
 
-/// The whole factor that enlarges a picture of this width to at least 160 pixels; 1 for larger
+/// The whole factor that enlarges an image of this width to at least 160 pixels; 1 for larger
 /// ones.
 pub fn visible_scale(width: u32) -> u32 {
     160u32.div_ceil(width.max(1)).max(1)
 }
 
-/// Lays pictures out row by row on white, each enlarged by the whole factor `scale` (nearest
-/// neighbour) with its label below, wrapped between words. Pictures may differ in size; a cell has
+/// Lays images out row by row on white, each enlarged by the whole factor `scale` (nearest
+/// neighbour) with its label below, wrapped between words. Images may differ in size; a cell has
 /// the size of the largest.
 ///
 /// # Errors
-/// [`ImageFileError::GridLabels`] unless there is a label for each picture;
-/// [`ImageFileError::Grid`] for no pictures, no columns, scale 0 or a grid of more than 32768
+/// [`ImageFileError::GridLabels`] unless there is a label for each image;
+/// [`ImageFileError::Grid`] for no images, no columns, scale 0 or a grid of more than 32768
 /// pixels a side.
 pub fn labelled_grid(
     images: &[RgbImage],
@@ -308,7 +308,7 @@ mod tests {
 
     use super::*;
 
-    fn picture() -> RgbImage {
+    fn image() -> RgbImage {
         RgbImage::from_fn(5, 3, |x, y| Rgb([x as u8 * 40, y as u8 * 80, 7]))
     }
 
@@ -316,15 +316,15 @@ mod tests {
     fn pixels_survive() {
         let dir = TempDir::new().unwrap();
         for settings in [None, Some(&GenerationSettings::default())] {
-            let path = write_numbered(dir.path(), "x", &picture(), settings).unwrap();
-            assert_eq!(image::open(&path).unwrap().into_rgb8(), picture());
+            let path = write_numbered(dir.path(), "x", &image(), settings).unwrap();
+            assert_eq!(image::open(&path).unwrap().into_rgb8(), image());
         }
     }
 
     #[test]
     fn numbers_follow_the_largest_and_nothing_is_overwritten() {
         let dir = TempDir::new().unwrap();
-        let write = |stem| write_numbered(dir.path(), stem, &picture(), None).unwrap();
+        let write = |stem| write_numbered(dir.path(), stem, &image(), None).unwrap();
         assert!(write("a").ends_with("a-00001.png"));
         assert!(write("a").ends_with("a-00002.png"));
         fs::write(dir.path().join("a-00041.png"), "kept").unwrap();
@@ -334,7 +334,7 @@ mod tests {
         assert!(write("a-b").ends_with("a-b-00101.png"));
         assert_eq!(fs::read(dir.path().join("a-00041.png")).unwrap(), b"kept");
         for stem in ["", "../a", "a/b", ".a"] {
-            let result = write_numbered(dir.path(), stem, &picture(), None);
+            let result = write_numbered(dir.path(), stem, &image(), None);
             assert!(matches!(result, Err(ImageFileError::Stem { .. })), "{stem}");
         }
     }
@@ -344,7 +344,7 @@ mod tests {
         let dir = TempDir::new().unwrap();
         let paths: std::collections::HashSet<PathBuf> = std::thread::scope(|scope| {
             let writers: Vec<_> = (0..8)
-                .map(|_| scope.spawn(|| write_numbered(dir.path(), "p", &picture(), None).unwrap()))
+                .map(|_| scope.spawn(|| write_numbered(dir.path(), "p", &image(), None).unwrap()))
                 .collect();
             writers.into_iter().map(|w| w.join().unwrap()).collect()
         });
@@ -377,7 +377,7 @@ mod tests {
     }
 
     #[test]
-    fn grids_show_pictures_and_labels() {
+    fn grids_show_images_and_labels() {
         let images = vec![RgbImage::from_pixel(32, 32, Rgb([255, 0, 0])); 3];
         let labels: Vec<String> = ["one", "two words that need more than one line", ""]
             .map(String::from)
@@ -393,7 +393,7 @@ mod tests {
             count([255, 0, 0]) + count([0, 0, 0]) + count([255; 3]),
             grid.pixels().len()
         );
-        // Text stays below its picture.
+        // Text stays below its image.
         assert!((8..168).all(|y| grid.get_pixel(20, y).0 == [255, 0, 0]));
         assert_eq!(
             (visible_scale(1), visible_scale(160), visible_scale(1024)),

@@ -1,4 +1,4 @@
-//! Images that generation is given: the one to start from, its mask, and those that steer ControlNets.
+//! Input images of generation: the initial image, its mask, and the conditioning images of ControlNets.
 
 use image::imageops::FilterType;
 use image::{DynamicImage, RgbImage};

@@ -14,7 +14,7 @@ use super::traced::TracedModel;
 pub struct LoraChoice {
     /// A file, or a folder with one.
     pub path: PathBuf,
-    /// What it is called in messages.
+    /// Its name in messages.
     pub name: String,
     pub scale: f32,
 }

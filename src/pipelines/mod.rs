@@ -1,6 +1,6 @@
 //! Prompts to images.
 //!
-//! [`Pipeline`] is the whole: it is opened with models and makes the images of a [`GenerateRequest`].
+//! [`Pipeline`] opens models and generates the images of a [`GenerateRequest`].
 
 mod batch;
 pub mod canny;

@@ -21,7 +21,7 @@ use super::weights::TakeWeight;
 pub const UNET_FILE: &str = "diffusion_pytorch_model.safetensors";
 pub const TEXT_ENCODER_FILE: &str = "model.safetensors";
 
-/// The parts of a VAE: what encodes, and what decodes.
+/// The parts of a VAE: encoder and decoder.
 const VAE_PARTS: [&str; 4] = ["encoder.", "quant_conv.", "decoder.", "post_quant_conv."];
 
 /// Keys and dimensions of the weights that a program has of one part of a model.
@@ -63,7 +63,7 @@ impl ModelFiles {
         }
     }
 
-    /// The path to tell people.
+    /// The path for messages.
     pub fn path(&self) -> &Path {
         match &self.origin {
             Origin::Folders { dir, .. } => dir,
@@ -71,7 +71,7 @@ impl ModelFiles {
         }
     }
 
-    /// Opens the files of every program's weights, and holds them against what the programs declare.
+    /// Opens the files of every program's weights, and checks them against what the programs declare.
     ///
     /// # Errors
     /// When a part is missing, or its tensors are not those of the program.
@@ -159,7 +159,7 @@ impl ModelFiles {
     /// arrays to `take`.
     ///
     /// # Errors
-    /// When a weight is missing, cannot be read or put on the devices; what `take` fails with.
+    /// When a weight is missing, cannot be read or put on the devices; errors of `take`.
     pub(super) fn read(
         &self,
         session: &Session,

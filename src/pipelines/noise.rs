@@ -1,4 +1,4 @@
-//! The noise that images start from: PyTorch's on a CPU, so that a seed gives the picture that diffusers gives for
+//! The noise that images start from: PyTorch's on a CPU, so that a seed gives the image that diffusers gives for
 //! `torch.Generator("cpu").manual_seed(seed)`.
 
 use std::f64::consts::TAU;

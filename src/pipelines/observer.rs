@@ -1,4 +1,4 @@
-//! What a caller learns while images are made.
+//! Events during generation.
 
 use image::RgbImage;
 
@@ -6,12 +6,12 @@ use crate::quant::{Decision, Policy};
 
 use super::error::BoxError;
 
-/// What happens while images are made.
+/// An event during generation.
 #[derive(Clone, Copy, Debug)]
 pub enum Event<'a> {
-    /// Something has no effect, or another one than was asked for.
+    /// A setting has no effect, or another effect than requested.
     Warning(&'a str),
-    /// A LoRA was read: how many weights it changes, and by which scale.
+    /// A LoRA was read: how many weights it changes, with which scale.
     Lora {
         name: &'a str,
         weights: usize,
@@ -22,11 +22,11 @@ pub enum Event<'a> {
         policy: &'a Policy,
         decisions: &'a [Decision],
     },
-    /// Everything is compiled; this many denoising steps follow, those of all batches and models together.
+    /// Everything is compiled; this many denoising steps follow, of all batches and models together.
     Started { steps: usize },
     /// A denoising step is done.
     Step,
-    /// What the model takes image number `image` of the request for after `steps` steps.
+    /// The predicted clean image of image number `image` of the request after `steps` steps.
     Preview {
         image: usize,
         steps: usize,

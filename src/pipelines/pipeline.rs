@@ -1,4 +1,4 @@
-//! Models, their weights and their programs as one: requests in, images out.
+//! A pipeline of models, weights and programs, from requests to images.
 
 use std::thread;
 use std::time::Instant;
@@ -25,7 +25,7 @@ use super::text_to_image::{DenoiseOptions, Guidance};
 use super::traced::TracedModel;
 use super::weights::{TakeWeight, WeightSource};
 
-/// A model that takes part in making images.
+/// A model of the pipeline.
 pub struct PipelineModel {
     pub model: DiffusionModel,
     /// One for each text encoder.
@@ -44,24 +44,24 @@ impl PipelineModel {
     }
 }
 
-/// What a pipeline is made of.
+/// The models of a pipeline.
 pub struct PipelineOptions {
     pub base: PipelineModel,
-    /// What takes the last steps. It has the base model's latents, and neither ControlNets nor LoRAs.
+    /// The model for the last steps. It has the base model's latents, and neither ControlNets nor LoRAs.
     pub refiner: Option<PipelineModel>,
     /// For the base model's weights.
     pub loras: Vec<LoraChoice>,
     pub guidance: Guidance,
     pub quantization: Option<Policy>,
     pub precision: DotPrecision,
-    /// Side of the blocks of pixels that are one place of a model of pixels; 1 for models of latents.
+    /// Side of the blocks of pixels that a pixel-space model sees as one position; 1 for latent models.
     pub pixel_unshuffle: usize,
-    /// Most images that are made at once.
+    /// Largest number of images in a batch.
     pub max_batch: usize,
 }
 
 impl PipelineOptions {
-    /// Checks what can be told of a request without devices and weights: prompts and steps.
+    /// Checks what needs neither devices nor weights: prompts and steps.
     ///
     /// # Errors
     /// When the refiner's latents are not the base model's, a prompt cannot be read or encoded, or the steps do not fit a model's schedule.
@@ -108,17 +108,17 @@ pub struct GenerateSeconds {
     /// Tracing the programs and opening the files of weights.
     pub open: f64,
     pub compile: f64,
-    /// Those of `compile` with nothing else to do.
+    /// The part of `compile` with nothing else to do.
     pub compile_waited: f64,
     pub phases: Phases,
 }
 
-/// What a call made.
+/// The result of a call.
 #[derive(Debug)]
 pub struct Generated {
     /// In the order of [`GenerateRequest::images`].
     pub images: Vec<RgbImage>,
-    /// Denoising steps, those of all batches and models together.
+    /// Denoising steps of all batches and models together.
     pub steps: usize,
     pub seconds: GenerateSeconds,
 }
@@ -126,7 +126,7 @@ pub struct Generated {
 /// Models on a session's devices, ready to make images.
 ///
 /// Programs are compiled by the first call and used again by those of the same [`ProgramSizes`]. Weights are read when a
-/// program needs them, and let go before those of the next are read.
+/// program needs them, and freed before those of the next are read.
 pub struct Pipeline {
     session: Session,
     options: PipelineOptions,
@@ -136,7 +136,7 @@ pub struct Pipeline {
 /// What the programs are compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct ProgramSizes {
-    /// Images made at once.
+    /// Images in a batch.
     batch: usize,
     /// Chunks of every prompt.
     chunks: usize,
@@ -368,7 +368,7 @@ impl Pipeline {
     }
 }
 
-/// The last steps of images that the base model has begun.
+/// The last steps, after the base model's.
 fn refine(
     session: &Session,
     compiled: &CompiledModel,

@@ -1,7 +1,7 @@
-//! Between pictures and the samples of a model of pixels.
+//! Conversion between images and the samples of a pixel-space model.
 //!
-//! A model may work on blocks of pixels instead of single ones: `pixel_unshuffle=k` turns each `k x k` block of a
-//! picture into `3 k k` channels of one place, PyTorch's `PixelUnshuffle`. The model's rows and columns are then a
+//! A model may work on blocks of pixels instead of single ones: `pixel_unshuffle=k` turns each `k x k` block of an
+//! image into `3 k k` channels of one position, PyTorch's `PixelUnshuffle`. The model's rows and columns are then a
 //! `k`-th, which cuts its cost by about `k` squared (Hoogeboom et al. 2023, "Simple diffusion", section 3, patches).
 
 pub use crate::models::RGB;
@@ -13,7 +13,7 @@ fn place(n: usize, c: usize, y: usize, x: usize, side: usize, k: usize) -> usize
     ((n * RGB * k * k + channel) * small + y / k) * small + x / k
 }
 
-/// Samples `[batch, 3 k k, side / k, side / k]` of pictures `[batch, side, side, 3]`. `k` divides `side`.
+/// Samples `[batch, 3 k k, side / k, side / k]` of images `[batch, side, side, 3]`. `k` divides `side`.
 pub fn to_samples(pixels: &[f32], batch: usize, side: usize, k: usize) -> Vec<f32> {
     let mut samples = vec![0.0; pixels.len()];
     let mut from = pixels.iter();
@@ -31,7 +31,7 @@ pub fn to_samples(pixels: &[f32], batch: usize, side: usize, k: usize) -> Vec<f3
     samples
 }
 
-/// The picture `[side, side, 3]` of sample `n`: the inverse of [`to_samples`].
+/// The image `[side, side, 3]` of sample `n`: the inverse of [`to_samples`].
 pub fn to_pixels(samples: &[f32], n: usize, side: usize, k: usize) -> Vec<f32> {
     let mut pixels = Vec::with_capacity(side * side * RGB);
     for y in 0..side {
@@ -50,7 +50,7 @@ mod tests {
 
     #[test]
     fn channels_come_first() {
-        // One picture of 2x2 pixels: each pixel's three values in a row.
+        // One image of 2x2 pixels: each pixel's three values in a row.
         let pixels: Vec<f32> = (0..12).map(|v| v as f32).collect();
         let plain = to_samples(&pixels, 1, 2, 1);
         assert_eq!(plain, [0., 3., 6., 9., 1., 4., 7., 10., 2., 5., 8., 11.]);

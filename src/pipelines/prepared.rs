@@ -1,4 +1,4 @@
-//! A request as each model of a pipeline takes its part.
+//! The parts of a request for each model of a pipeline.
 
 use crate::data::Tokenizer;
 use crate::schedulers::{PlanOptions, SamplingPlan, SchedulerConfig, Start};
@@ -11,7 +11,7 @@ use super::request::{GenerateRequest, ImageRequest};
 
 /// The part of one model.
 pub(super) struct ModelRequest {
-    /// The images with their prompts as the model's text encoders take them.
+    /// The images with their prompts as token ids of the model's text encoders.
     pub images: Vec<TokenizedImage>,
     /// The model's part of the steps, for each number of steps that images have.
     pub plans: Vec<SamplingPlan>,
@@ -44,7 +44,7 @@ pub(super) fn prepare(
     let mut steps: Vec<usize> = request.images.iter().map(|image| image.steps).collect();
     steps.sort_unstable();
     steps.dedup();
-    // All tokenizers at once, so that the prompts of all models have as many chunks.
+    // All tokenizers at once, so that the prompts of all models have the same number of chunks.
     let refining = refiner.into_iter().flat_map(|refiner| refiner.tokenizers);
     let tokenizers: Vec<&Tokenizer> = base.tokenizers.iter().chain(refining).collect();
     let mut images = tokenize(
@@ -91,11 +91,11 @@ pub(super) fn prepare(
     Ok((base, refiner))
 }
 
-/// Images with the tokens of their prompts for every text encoder, all of as many chunks. `observer` is told what of a
-/// prompt is lost.
+/// Images with the tokens of their prompts for every text encoder, all with the same number of chunks. `observer` gets
+/// a warning for each part of a prompt that is lost.
 ///
 /// # Errors
-/// When a prompt cannot be read or encoded; what `observer` fails with.
+/// When a prompt cannot be read or encoded; errors of `observer`.
 pub fn tokenize(
     tokenizers: &[&Tokenizer],
     requests: &[ImageRequest],

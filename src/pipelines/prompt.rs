@@ -1,8 +1,8 @@
 //! Prompts as people write them: weights in brackets, and texts longer than an encoder's sequence.
 //!
 //! A weighted prompt is cut into parts ([`parse_weighted`]), its tokens are laid out in chunks of the
-//! tokenizer's length ([`encode_prompt`]), prompts that go together get as many chunks as the
-//! longest of them ([`align_chunks`]), and the weights act on what the encoder makes of the chunks
+//! tokenizer's length ([`encode_prompt`]), prompts of one image get as many chunks as the
+//! longest of them ([`align_chunks`]), and the weights act on the encoder's output for the chunks
 //! ([`apply_weights`]).
 
 use crate::data::{DataError, Encoded, Tokenizer};
@@ -228,7 +228,7 @@ pub struct Chunk {
 pub struct PromptTokens {
     /// At least one.
     pub chunks: Vec<Chunk>,
-    /// What of the prompt did not survive, in words for the user.
+    /// Messages about the parts of the prompt that were cut off or are unknown to the tokenizer.
     pub warnings: Vec<String>,
     empty: Chunk,
 }
@@ -375,7 +375,7 @@ impl<'a> Layout<'a> {
 }
 
 /// Appends empty chunks to the shorter prompts, so that all have as many as the longest; returns how
-/// many that is. Prompts that go together are the prompt and the negative prompt of a picture, and
+/// many that is. Prompts that go together are the prompt and the negative prompt of an image, and
 /// those of every encoder of the model.
 pub fn align_chunks(prompts: &mut [&mut PromptTokens]) -> usize {
     let most = prompts.iter().map(|prompt| prompt.chunks.len()).max();
@@ -387,7 +387,7 @@ pub fn align_chunks(prompts: &mut [&mut PromptTokens]) -> usize {
     most
 }
 
-/// Applies the weights of chunks to the hidden states that an encoder made of them.
+/// Applies the weights of chunks to the hidden states that an encoder computed from them.
 ///
 /// With `h[t][f]` feature `f` of token `t` of a chunk, `w[t]` the token's weight, and means over all
 /// tokens and features of the chunk, the result is `w[t] * h[t][f] * mean(h) / mean(w * h)`: what

@@ -1,4 +1,4 @@
-//! Files of prompts: one a line, with options.
+//! Files of prompts: one prompt in each line, with options.
 
 use std::fs::File;
 use std::io::Read;
@@ -28,7 +28,7 @@ pub enum PromptFileError {
     },
 }
 
-/// A prompt with what its line says of the picture; `None` where it says nothing.
+/// A prompt with what its line says of the image; `None` where it says nothing.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct PromptLine {
     pub prompt: String,

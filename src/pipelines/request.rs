@@ -1,4 +1,4 @@
-//! What a pipeline is asked for.
+//! The request to a pipeline.
 
 use crate::host_tensor::HostTensor;
 

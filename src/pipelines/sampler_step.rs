@@ -12,7 +12,7 @@ type Result<T> = std::result::Result<T, GraphError>;
 pub mod names {
     /// `f32[batch, channels, rows, columns]`; the step's result takes its buffer over.
     pub const SAMPLE: &str = "sample";
-    /// `f32[HISTORY, batch, channels, rows, columns]`, likewise.
+    /// `f32[HISTORY, batch, channels, rows, columns]`, the same.
     pub const HISTORY: &str = "history";
     /// Fresh unit normal noise of the sample's shape.
     pub const NOISE: &str = "noise";

@@ -1,4 +1,4 @@
-//! What denoising starts from: noise, an image, or an image of which a mask keeps a part.
+//! The start of denoising: noise, an image, or an image with a mask that keeps a part of it.
 
 use crate::host_tensor::HostTensor;
 use crate::runtime::{Prepared, Session};

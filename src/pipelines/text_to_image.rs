@@ -26,10 +26,10 @@ pub mod names {
     pub const TEXT_EMBEDS: &str = "text_embeds";
     pub const TIME_IDS: &str = "time_ids";
     /// What a model for inpainting also sees: `f32[batch, 1, rows, columns]`, 1 where it draws, and the latents of the
-    /// picture without that part, of the sample's shape.
+    /// image without that part, of the sample's shape.
     pub const MASK: &str = "mask";
     pub const MASKED_IMAGE_LATENTS: &str = "masked_image_latents";
-    /// The picture that steers the first ControlNet, `f32[rows, 3, height, width]` in [0, 1], and how strongly. Those of
+    /// The image that steers the first ControlNet, `f32[rows, 3, height, width]` in [0, 1], and how strongly. Those of
     /// further ones end in their number ([`numbered`]).
     pub const CONTROL_IMAGE: &str = "control_image";
     pub const CONTROL_SCALE: &str = "control_scale";
@@ -47,7 +47,7 @@ pub mod names {
         }
     }
 
-    /// What is decoded, and the pictures made of it; and the other way round.
+    /// What is decoded, and the images made of it; and the other way round.
     pub const LATENTS: &str = "latents";
     pub const IMAGES: &str = "images";
 }
@@ -97,7 +97,7 @@ impl DenoiseOptions {
 pub struct DenoiseStep {
     /// All of it, or with [`Guidance::TwoPasses`] one pass: the model alone.
     pub model: Traced,
-    /// With [`Guidance::TwoPasses`] what is made of both passes.
+    /// With [`Guidance::TwoPasses`], the program that combines both passes.
     pub advance: Option<Traced>,
 }
 
@@ -110,7 +110,7 @@ const REQUEST: [&str; 5] = [
     names::TIME_IDS,
 ];
 
-/// Traces one denoising step: the model on the scaled sample, then what the sampler makes of its output.
+/// Traces one denoising step: the model on the scaled sample, then the sampler's update.
 ///
 /// With [`Guidance::OneBatch`], the model's batch holds two rows for each image, without and with its prompt, one after
 /// the other: wherever a device's images are, so are both rows. (diffusers puts all rows without prompts first; over a

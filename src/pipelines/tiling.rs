@@ -1,10 +1,10 @@
 //! Large latents decoded in overlapping tiles, whose seams are blended.
 //!
-//! A VAE's activations at the picture's full size are the largest of the whole pipeline. Tiles bound them: one program
+//! A VAE's activations at the image's full size are the largest of the whole pipeline. Tiles bound them: one program
 //! for tiles of one size runs over all of them. As in diffusers' `tiled_decode`, neighbours share a quarter of a tile,
-//! and over the first quarter of each the picture goes over linearly from its neighbour to it. The last tile of a row
-//! or column is not smaller, as it is there, but moved inside, so that one program serves and no tile lacks context.
-//! The result differs from that of decoding in one piece: normalizations see a tile, not the picture.
+//! and over the first quarter of each tile the image is blended linearly from its neighbour. Unlike there, the last tile
+//! of a row or column is not smaller but moved inside, so that one program is enough and no tile lacks context.
+//! The result differs from decoding without tiles: normalizations see a tile, not the image.
 
 use std::ops::Range;
 
@@ -19,7 +19,7 @@ const OVERLAP: usize = 4;
 pub enum TilingError {
     #[error(
         "tiles of {tile} latents over {height} x {width} latents of {scale} pixels; expected positive numbers whose \
-         picture has at most 2^32 pixels"
+         image has at most 2^32 pixels"
     )]
     Sizes {
         tile: usize,
@@ -66,7 +66,7 @@ impl Axis {
         }
     }
 
-    /// The pixels of the picture that a tile covers.
+    /// The pixels of the image that a tile covers.
     fn pixels(&self, start: usize) -> Range<usize> {
         start * self.scale..(start + self.tile) * self.scale
     }
@@ -89,7 +89,7 @@ impl TilePlan {
     /// A side that is not longer than `tile` has one tile of its length.
     ///
     /// # Errors
-    /// When a size is 0, or the picture would have more than 2^32 pixels.
+    /// When a size is 0, or the image would have more than 2^32 pixels.
     pub fn new(
         [height, width]: [usize; 2],
         tile: usize,
@@ -112,10 +112,10 @@ impl TilePlan {
         })
     }
 
-    /// The tiles that `model`'s decoder is made for: one for the whole picture, if it decodes that in one piece.
+    /// The tiles that `model`'s decoder is made for: a single one for the whole image, if it does not use tiles.
     ///
     /// # Errors
-    /// When the picture has no pixels, or too many.
+    /// When the image has no pixels, or too many.
     pub fn of(model: &DiffusionModel) -> Result<Self, TilingError> {
         let scale = model.vae.as_ref().map_or(1, |vae| vae.spatial_multiple());
         let [rows, columns] = model.sample_size;
@@ -171,7 +171,7 @@ impl TilePlan {
         }
     }
 
-    /// The pictures `f32[batch, channels, height, width]` of decoded tiles in the order of [`TilePlan::positions`].
+    /// The images `f32[batch, channels, height, width]` of decoded tiles in the order of [`TilePlan::positions`].
     ///
     /// # Errors
     /// When there are not as many tiles as positions, or one has not the size of a decoded tile.
@@ -202,7 +202,7 @@ impl TilePlan {
         }
 
         let planes = batch * channels;
-        let mut picture = vec![0.0f32; planes * height * width];
+        let mut image = vec![0.0f32; planes * height * width];
         // A row of tiles is blended by itself first, so that both directions are linear at the corners too.
         let mut strip = vec![0.0f32; planes * tile_height * width];
         for (&top, row) in self
@@ -221,7 +221,7 @@ impl TilePlan {
                 }
             }
             let down = self.rows.pixels(top);
-            for (plane, strip) in picture
+            for (plane, strip) in image
                 .chunks_mut(height * width)
                 .zip(strip.chunks(tile_height * width))
             {
@@ -236,7 +236,7 @@ impl TilePlan {
         }
         Ok(HostTensor::from_f32(
             [batch, channels, height, width],
-            &picture,
+            &image,
         )?)
     }
 }
@@ -254,7 +254,7 @@ fn mix(a: f32, b: f32, weight: f32) -> f32 {
 mod tests {
     use super::*;
 
-    /// Tiles of a picture itself, as a decoder would give them that repeats each latent `scale` times.
+    /// Tiles of an image itself, as a decoder would give them that repeats each latent `scale` times.
     fn repeat(tile: &HostTensor, scale: usize) -> HostTensor {
         let [n, c, h, w] = tile.shape.dims.clone().try_into().unwrap();
         let values = tile.to_f32_vec().unwrap();
@@ -296,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn a_decoder_that_sees_single_latents_gives_the_whole_picture() {
+    fn a_decoder_that_sees_single_latents_gives_the_whole_image() {
         for (height, width) in [(9, 30), (17, 8), (16, 23)] {
             let plan = TilePlan::new([height, width], 8, 2).unwrap();
             let whole = latents([2, 3, height, width], |i| (i as f32).sin());
@@ -315,18 +315,18 @@ mod tests {
         // Two tiles of 8 latents, 16 pixels, that share 2 latents: black, then white.
         let plan = TilePlan::new([8, 14], 8, 2).unwrap();
         let tiles = [0.0, 1.0].map(|value| latents([1, 1, 16, 16], |_| value));
-        let picture = plan.blend(&tiles).unwrap().to_f32_vec().unwrap();
+        let image = plan.blend(&tiles).unwrap().to_f32_vec().unwrap();
         let mut row = vec![0.0; 12];
         row.extend([0.0, 0.25, 0.5, 0.75]);
         row.extend([1.0; 12]);
-        for found in picture.chunks(28) {
+        for found in image.chunks(28) {
             assert_eq!(found, row);
         }
         // Four tiles, of which the last alone is white: both ways linear at the corner.
         let plan = TilePlan::new([14, 14], 8, 2).unwrap();
         let tiles = [0.0, 0.0, 0.0, 1.0].map(|value| latents([1, 1, 16, 16], |_| value));
-        let picture = plan.blend(&tiles).unwrap().to_f32_vec().unwrap();
-        for (y, found) in picture.chunks(28).enumerate() {
+        let image = plan.blend(&tiles).unwrap().to_f32_vec().unwrap();
+        for (y, found) in image.chunks(28).enumerate() {
             for (x, found) in found.iter().enumerate() {
                 assert_eq!(*found, row[y] * row[x], "{y}, {x}");
             }

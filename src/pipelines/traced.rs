@@ -17,7 +17,7 @@ pub(super) enum Ending<T> {
     Pixels,
     /// Images are decoded of them.
     Decoded(T),
-    /// Another model goes on with them.
+    /// Another model continues with them.
     Handed,
 }
 
@@ -72,7 +72,7 @@ impl TracedModel {
         })
     }
 
-    /// The same without the decoder: its samples are for another model to go on with, and it makes no images.
+    /// The same without the decoder: another model continues with its samples, and it makes no images.
     pub fn handed_on(mut self) -> TracedModel {
         self.ending = Ending::Handed;
         self

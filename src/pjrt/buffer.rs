@@ -27,7 +27,7 @@ pub struct HostCopy {
 
 impl Buffer {
     /// Copies `bytes`, a row-major array, to `device`, one of `client`'s. The bytes are free when
-    /// this returns; the transfer may go on from a copy.
+    /// this returns; the transfer may continue from a copy.
     ///
     /// Types of less than a byte take a byte for each element on the host.
     ///

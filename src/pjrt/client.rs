@@ -82,7 +82,7 @@ impl Client {
         &self.inner.platform_name
     }
 
-    /// The plugin's build, in its own words.
+    /// The plugin's own description of its build.
     pub fn platform_version(&self) -> &str {
         &self.inner.platform_version
     }

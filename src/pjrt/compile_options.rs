@@ -1,4 +1,4 @@
-//! What a compiler is told beside the program.
+//! The compile options of a program.
 
 use std::collections::BTreeMap;
 use std::path::Path;

@@ -1,4 +1,4 @@
-//! What can go wrong between this program and a plugin.
+//! Errors between this program and a plugin.
 
 use std::fmt;
 use std::path::PathBuf;

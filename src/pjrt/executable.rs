@@ -1,4 +1,4 @@
-//! Compiled programs: what is known of them, and running them.
+//! Compiled programs: their properties, and running them.
 
 use std::collections::BTreeMap;
 use std::fmt;

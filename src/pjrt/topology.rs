@@ -61,7 +61,7 @@ impl Topology {
         &self.inner.platform_name
     }
 
-    /// The plugin's build, in its own words.
+    /// The plugin's own description of its build.
     pub fn platform_version(&self) -> &str {
         &self.inner.platform_version
     }

@@ -1,4 +1,4 @@
-//! Plain values of the interface: named options and attributes, element types, and what plugins tell of devices and
+//! Plain values of the interface: named options and attributes, element types, and properties of devices and
 //! programs.
 
 use std::collections::BTreeMap;
@@ -210,9 +210,9 @@ pub struct CompiledMemoryStats {
     pub host_output: i64,
     pub host_alias: i64,
     pub host_temp: i64,
-    /// The most in use at one time; not told by plugins before API 0.72.
+    /// The most in use at one time; plugins before API 0.72 do not report it.
     pub peak: Option<i64>,
-    /// All allocations together; not told by plugins before API 0.90.
+    /// All allocations together; plugins before API 0.90 do not report it.
     pub total: Option<i64>,
 }
 

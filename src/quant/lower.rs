@@ -103,7 +103,7 @@ fn is_annotated(node: &Node) -> bool {
 #[derive(Clone, Copy)]
 struct Operand {
     values: Tensor,
-    /// Whether it is made of weights alone.
+    /// Whether it is computed from weights alone.
     is_weight: bool,
 }
 

@@ -5,7 +5,7 @@ use crate::train::checkpoint::{Check, SavedCheckpoint, latest};
 
 use super::{Notice, Notify, RecipeError};
 
-/// The newest whole checkpoint of the run. Damaged ones are passed over, and told of.
+/// The newest complete checkpoint of the run. Damaged ones are skipped with a warning.
 ///
 /// # Errors
 /// When the folder cannot be read.
@@ -16,7 +16,7 @@ pub fn newest_checkpoint(
     let found = latest(&config.checkpoint_folder(), Check::Hashes).map_err(RecipeError::failed)?;
     for skipped in &found.skipped {
         notify(Notice::Warning(&format!(
-            "passed over {}: {}",
+            "skipped {}: {}",
             skipped.path.display(),
             skipped.reason
         )));

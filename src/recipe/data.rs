@@ -19,7 +19,7 @@ pub fn dataset(config: &Config) -> Result<Dataset, RecipeError> {
         DatasetType::Folder => {
             if !Path::new(&config.train_data_dir).is_dir() {
                 return Err(RecipeError::Usage(format!(
-                    "train_data_dir={}: no such folder; it holds pictures with .txt captions or a metadata.jsonl \
+                    "train_data_dir={}: no such folder; it should hold images with .txt captions or a metadata.jsonl \
                      (scripts/emoji_dataset makes one)",
                     config.train_data_dir
                 )));

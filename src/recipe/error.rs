@@ -1,4 +1,4 @@
-//! Why a configuration does not make what was asked for.
+//! Errors on the way from a configuration to library options.
 
 use crate::aot::AotError;
 use crate::config::ConfigErrors;

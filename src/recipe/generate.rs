@@ -1,4 +1,4 @@
-//! Which models make images, and which images they make.
+//! The models of `generate`, and the images to generate.
 
 use std::path::Path;
 
@@ -28,7 +28,7 @@ pub struct Generation {
     pub model_name: String,
 }
 
-/// Finds the models and reads the images that they are given. `given` is what the configuration says in so many words,
+/// Finds the models and reads the images that they are given. `given` holds the keys that the configuration sets explicitly,
 /// `recipe_file` the file that it was read from.
 ///
 /// # Errors
@@ -129,7 +129,7 @@ fn check_scores(
     for key in ["aesthetic_score", "negative_aesthetic_score"] {
         if given.contains_key(key) {
             return Err(RecipeError::Usage(format!(
-                "{key} has no effect: {} is told sizes only; SDXL's refiner is told a score",
+                "{key} has no effect: {} is conditioned on sizes only; SDXL's refiner takes a score",
                 base.files.path().display()
             )));
         }

@@ -1,4 +1,4 @@
-//! Images that `generate` is given: the one to start from, its mask, and what steers a ControlNet.
+//! Input images of `generate`: the initial image, its mask, and the conditioning images of ControlNets.
 
 use std::path::Path;
 
@@ -12,7 +12,7 @@ use crate::pipelines::init_image::{InitImage, scaled, unit_planes};
 
 use super::RecipeError;
 
-/// Longest side of a picture that is read, in pixels.
+/// Longest side of an image that is read, in pixels.
 const LONGEST_SIDE: u32 = 16384;
 /// Most memory that decoding one may take, in bytes.
 const MOST_MEMORY: u64 = 1 << 30;
@@ -30,7 +30,7 @@ pub fn read(
     if model.is_inpainting() && (config.image.is_empty() || config.mask_image.is_empty()) {
         return Err(RecipeError::Usage(format!(
             "{name}: a model for inpainting (its UNet takes nine channels: sample, mask and masked image) changes an \
-             image: give image=FILE and mask_image=FILE, white where it shall be changed; found image='{}', mask_image='{}'",
+             image: give image=FILE and mask_image=FILE, white where it should change; found image='{}', mask_image='{}'",
             config.image, config.mask_image
         )));
     }
@@ -40,7 +40,7 @@ pub fn read(
     );
     if scored && config.image.is_empty() {
         return Err(RecipeError::Usage(format!(
-            "{name}: SDXL's refiner goes on from an image: give image=FILE and a strength such as 0.3, or name a base model \
+            "{name}: SDXL's refiner starts from an image: give image=FILE and a strength such as 0.3, or name a base model \
              and this one as refiner_model_name_or_path"
         )));
     }
@@ -49,7 +49,7 @@ pub fn read(
     }
     if model.vae.is_none() {
         return Err(RecipeError::Usage(format!(
-            "image={}: a model of pixels starts from noise alone; name a model of latents",
+            "image={}: a pixel-space model starts from noise alone; name a latent model",
             config.image
         )));
     }
@@ -75,7 +75,7 @@ pub fn read_controls(
     }
     if model.controlnets.is_empty() {
         return Err(RecipeError::Usage(
-            "use_controlnet=True: only models of latents that are read from files take a ControlNet, and not SDXL's refiner"
+            "use_controlnet=True: only latent models that are read from files take a ControlNet, and SDXL's refiner takes none"
                 .to_string(),
         ));
     }

@@ -1,6 +1,6 @@
-//! From a configuration to what the library takes: models, sessions, requests, training runs.
+//! From a configuration to library options: models, sessions, requests, training runs.
 //!
-//! Nothing here prints: what a person should be told goes to a [`Notify`].
+//! Nothing here prints: messages go to a [`Notify`].
 
 mod checkpoints;
 pub mod data;
@@ -40,7 +40,7 @@ use crate::config::{self, Config};
 
 use scheduler::sampling_plan;
 
-/// Everything that is wrong with a configuration for the verb and can be told without data, devices or plugins.
+/// Every error of a configuration for the verb that shows without data, devices or plugins.
 ///
 /// # Errors
 /// The first of it: what the keys make together is looked at one after the other.

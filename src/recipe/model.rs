@@ -1,4 +1,4 @@
-//! A model as the configuration alone describes it.
+//! A model that the configuration alone describes.
 
 use std::path::Path;
 
@@ -102,7 +102,7 @@ fn family(config: &Config, unet: &Map<String, Value>) -> Family {
         _ => Family::of_folder(&Signs {
             unet,
             has: &|part| match own {
-                // Nothing comes with a UNet of one's own but a text encoder to train beside it.
+                // A UNet of the recipe's own comes with nothing but a text encoder to train beside it.
                 true => [Part::Unet, Part::TextEncoder].contains(&part),
                 false => Path::new(name).join(part.name()).is_dir(),
             },
@@ -175,7 +175,7 @@ pub fn check_tokenizer(text: &ClipTextConfig, tokenizer: &Tokenizer) -> Result<(
     Ok(())
 }
 
-/// Refuses a model of latents: training, and generating from its checkpoints, work on pixels.
+/// Refuses a latent model: training, and generating from its checkpoints, work in pixel space.
 ///
 /// # Errors
 /// Names the family.

@@ -1,10 +1,10 @@
-//! What a person should be told, but is no error.
+//! Messages for the user that are not errors.
 
 use std::path::Path;
 
 use crate::hub;
 
-/// What a person should be told, but is no error.
+/// A message for the user that is not an error.
 #[derive(Clone, Copy, Debug)]
 pub enum Notice<'a> {
     /// Something has no effect, or another one than was asked for.

@@ -1,4 +1,4 @@
-//! `KEY=VALUE` words: what they say, and those that repeat an image from the settings in its file.
+//! `KEY=VALUE` overrides: those of a command line, and those that repeat an image from the settings in its file.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -11,7 +11,7 @@ use crate::schedulers::SchedulerKind;
 
 use super::{Notice, Notify, RecipeError};
 
-/// The words of a command line.
+/// The overrides of a command line.
 #[derive(Clone, Copy, Debug)]
 pub struct Overrides<'a>(pub &'a [String]);
 
@@ -21,7 +21,7 @@ impl Overrides<'_> {
         self.pairs().any(|(given, _)| given == key)
     }
 
-    /// Those that are needed to make the images again, beside the settings that images have fields for.
+    /// Overrides needed to reproduce the images, besides the settings that have fields of their own.
     pub fn recorded(&self) -> BTreeMap<String, String> {
         self.pairs()
             .filter(|(key, _)| is_image_option(key))
@@ -64,7 +64,7 @@ impl<'a> Repeat<'a> {
         Ok(Repeat { given, settings })
     }
 
-    /// The words to load the configuration with.
+    /// The overrides to load the configuration with.
     pub fn overrides(&self) -> Vec<String> {
         let settings = &self.settings;
         let numbers = [
@@ -89,8 +89,8 @@ impl<'a> Repeat<'a> {
             .collect()
     }
 
-    /// Sets what the words cannot say: prompts as they are, and the size. `given` is what the configuration says in so
-    /// many words.
+    /// Sets what overrides cannot express: prompts as they are, and the size. `given` holds the keys that the
+    /// configuration sets explicitly.
     pub fn apply(self, config: &mut Config, given: &mut Map<String, Value>) {
         if self.is_free("prompt") && self.is_free("prompts_file") {
             let prompt = self.settings.prompt.clone();
@@ -100,7 +100,7 @@ impl<'a> Repeat<'a> {
         if self.is_free("negative_prompt") {
             config.negative_prompt = self.settings.negative_prompt.clone();
         }
-        // The size of a model of pixels is its own.
+        // A pixel-space model has a fixed size.
         if config.pixel_unshuffle == 1 && self.is_free("height") && self.is_free("width") {
             config.height = u64::from(self.settings.height);
             config.width = u64::from(self.settings.width);
@@ -114,7 +114,7 @@ impl<'a> Repeat<'a> {
     }
 }
 
-/// The settings of an image that a web interface made; tells of what is not taken over.
+/// The settings of an image that a web interface made; a warning names each setting that is ignored.
 fn of_web_interface(
     path: &Path,
     given: Overrides<'_>,
@@ -129,11 +129,11 @@ fn of_web_interface(
         )));
     }
     notify(Notice::Note(&format!(
-        "{} was made by another program: its settings are taken over, but noise and steps differ, and so will the image",
+        "{} was made by another program: its settings are used, but noise and steps differ, and so will the image",
         path.display()
     )));
     for unused in read.unused {
-        notify(Notice::Warning(&format!("not taken over: {unused}")));
+        notify(Notice::Warning(&format!("ignored: {unused}")));
     }
     Ok(read.settings)
 }

@@ -1,4 +1,4 @@
-//! What a training run records in its checkpoints, and whether it may go on from one.
+//! What a training run records in its checkpoints, and whether it may resume from one.
 
 use serde_json::json;
 
@@ -122,7 +122,7 @@ pub(super) fn saved_checkpoint(
     }
 }
 
-/// Refuses to go on from a checkpoint of other training.
+/// Refuses to resume from a checkpoint of another training run.
 ///
 /// # Errors
 /// Lists every value that decides what is computed and differs.

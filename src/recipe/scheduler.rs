@@ -22,7 +22,7 @@ pub fn scheduler(config: &Config) -> Result<SchedulerConfig, RecipeError> {
     SchedulerConfig::from_map(&scheduler_fields(config)).map_err(RecipeError::usage)
 }
 
-/// The noise schedule of a model's own `scheduler_config.json`, changed by what `given`, the configuration's own words,
+/// The noise schedule of a model's own `scheduler_config.json`, changed by what `given`, the explicit keys of the configuration,
 /// says of it.
 pub fn scheduler_of(
     config: &Config,
@@ -60,7 +60,7 @@ pub fn scheduler_of(
     }
     let scheduler = SchedulerConfig::from_map(&fields).map_err(RecipeError::usage)?;
     for (name, key) in changed {
-        // Loading the configuration has told of those that its own sampler does not read, and `check_sampler_keys` refuses
+        // Loading the configuration has warned of those that its own sampler does not read, and `check_sampler_keys` refuses
         // spacings.
         let key = format!("{SCHEDULER}.{key}");
         let sampler = config.scheduler;

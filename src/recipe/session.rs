@@ -18,7 +18,7 @@ pub struct Opened {
 }
 
 /// Opens the devices that `hardware` asks for. `auto` takes a TPU if there is one, then a GPU, then the CPU, and says
-/// which and why; hardware without its plugin is passed over with a warning. A named kind is taken or is an error.
+/// which and why; hardware without its plugin is skipped with a warning. A named kind that cannot be used is an error.
 ///
 /// # Errors
 /// When the plugin is not installed, finds no device, or the parallelism does not fit the devices.

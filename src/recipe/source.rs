@@ -1,4 +1,4 @@
-//! The model that `generate` uses: a checkpoint of the run's own, or a model somebody published.
+//! The model that `generate` uses: a checkpoint of the run, or a published model.
 
 use std::path::{Path, PathBuf};
 
@@ -63,7 +63,7 @@ impl Source {
         }
         let name = &config.pretrained_model_name_or_path;
         let folder = Path::new(name);
-        // A model of pixels, as training here leaves it: nothing else has neither an index nor a VAE.
+        // A pixel-space model as `train` writes it: only those have neither an index nor a VAE.
         let of_pixels = folder.join(UNET).is_dir()
             && !folder.join("model_index.json").exists()
             && !folder.join(VAE).exists();
@@ -77,7 +77,7 @@ impl Source {
         let file = file.to_string_lossy();
         let expected = config.model_family.map(|family| (family, file.as_ref()));
         let wanted = Wanted::Model { expected };
-        // A recipe with a UNet of its own does not mean the model that is the schema's default.
+        // A recipe with its own UNet does not mean the schema's default model.
         let found = match config.unet_config.0 {
             ModelConfig::Unset => hub::find(
                 name,
@@ -131,7 +131,7 @@ impl Source {
     /// The model that takes the last steps, if the configuration names one.
     ///
     /// # Errors
-    /// When it cannot be opened, or it or this model is not of the family whose models go on with each other.
+    /// When it cannot be opened, or its family cannot continue with this model's samples.
     pub fn refiner(&self, config: &Config) -> Result<Option<Source>, RecipeError> {
         let name = &config.refiner_model_name_or_path;
         if name.is_empty() {
@@ -179,7 +179,7 @@ impl Source {
         }
     }
 
-    /// The model with its tokenizers and files. `given` is what the configuration says in so many words.
+    /// The model with its tokenizers and files. `given` holds the keys that the configuration sets explicitly.
     ///
     /// # Errors
     /// When a part is missing or not supported, or the configuration contradicts it.
@@ -193,7 +193,7 @@ impl Source {
             Source::Model { source, .. } => published(config, given, source, notify),
             Source::Run { dir, suffix } => {
                 let file = match config.tokenizer_model_name_or_path.as_str() {
-                    // Checkpoints made here have it beside the models, folders in diffusers' layout in one of its own.
+                    // Checkpoints of `train` have it beside the models, diffusers folders in a folder of its own.
                     "" if dir.join("tokenizer").is_dir() => dir.join("tokenizer/tokenizer.json"),
                     "" => dir.join("tokenizer.json"),
                     given if Path::new(given).is_dir() => Path::new(given).join("tokenizer.json"),

@@ -1,4 +1,4 @@
-//! What a training step computes.
+//! The options of a training step.
 
 use crate::config::{self, Config};
 use crate::models::DiffusionModel;

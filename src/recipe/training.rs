@@ -1,4 +1,4 @@
-//! What is trained, on what, and where it goes.
+//! The options of a training run: model, data and output.
 
 use std::path::PathBuf;
 
@@ -74,7 +74,7 @@ pub fn training(config: &Config, notify: &mut Notify<'_>) -> Result<Training, Re
 }
 
 impl Training {
-    /// What a [`crate::train::Trainer`] on the devices of `session` is made of.
+    /// The options of a [`crate::train::Trainer`] on the devices of `session`.
     ///
     /// # Errors
     /// When the batch does not fit the devices, or the checkpoint is one of other training.

@@ -87,7 +87,7 @@ pub(super) fn total(collectives: &[Collective], link: Link) -> ByPurpose {
     total
 }
 
-/// The kind of collective, in HLO's words; `None` for every other instruction, and for the second
+/// The kind of collective, by HLO's name; `None` for every other instruction, and for the second
 /// half (`-done`, `recv`) of one already counted.
 fn kind(program: &Program<'_>, site: Site) -> Option<String> {
     let instruction = program.instruction(site);

@@ -1,4 +1,4 @@
-//! What one instruction of an optimized program says.
+//! One instruction of an optimized program.
 
 use serde::Deserialize;
 

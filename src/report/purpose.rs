@@ -1,4 +1,4 @@
-//! What a collective is for.
+//! The purpose of a collective.
 //!
 //! libtpu drops the op name of every collective and transfer, so the purpose follows from the
 //! data: the nearest named instructions that make the operand, the program arguments it comes
@@ -42,7 +42,7 @@ pub(super) enum Transfer {
     Move,
 }
 
-/// What an operand is made of, contractions aside.
+/// What an operand is computed from, contractions aside.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 struct Leaves {
     weights: bool,
@@ -156,7 +156,7 @@ impl<'a> Provenance<'a> {
         names
     }
 
-    /// Whether a value is made of weights alone.
+    /// Whether a value is computed from weights alone.
     fn leaves(&self, operand: Site) -> Leaves {
         let mut leaves = Leaves::default();
         let complete = self.walk((operand, None), |(site, _)| {
@@ -184,7 +184,7 @@ impl<'a> Provenance<'a> {
         leaves
     }
 
-    /// Visits what a value is made of, nearest first; false when the limit was reached.
+    /// Visits the values that a value is computed from, nearest first; false when the limit was reached.
     fn walk(&self, start: Value, mut visit: impl FnMut(Value) -> Walk) -> bool {
         let mut seen = HashSet::from([start]);
         let mut queue = std::collections::VecDeque::from([start]);
@@ -204,7 +204,7 @@ impl<'a> Provenance<'a> {
         true
     }
 
-    /// The values a value is made of.
+    /// The values that a value is computed from.
     fn sources(&self, (site, part): Value) -> Vec<Value> {
         let program = self.program;
         let instruction = program.instruction(site);
@@ -308,7 +308,7 @@ impl<'a> Provenance<'a> {
         false
     }
 
-    /// The values made of a value.
+    /// The values computed from a value.
     fn targets(&self, (site, part): Value) -> Vec<Value> {
         let program = self.program;
         let mut targets = Vec::new();

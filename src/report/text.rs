@@ -1,4 +1,4 @@
-//! The report as a person reads it.
+//! The report as text.
 
 use std::fmt::{self, Display, Formatter};
 
@@ -79,7 +79,7 @@ impl CompileReport {
         Ok(())
     }
 
-    /// Operations and bytes of these loops are too few as well, so they are told of with or without a prediction.
+    /// Operations and bytes of these loops are too few as well, so they are reported with or without a prediction.
     fn fmt_unknown_loops(&self, f: &mut Formatter<'_>) -> fmt::Result {
         for unknown in &self.unknown_trip_counts {
             let name = match unknown.op_name.as_str() {

@@ -1,8 +1,8 @@
 //! Compiled programs kept on disk, so that a program is compiled once on a machine and loaded from then on.
 //!
 //! A file is named by the SHA-256 of everything that decides what the compiler makes ([`Key`]), so no file is ever out of
-//! date, only unused. What cannot be read is compiled and written anew; what cannot be written is not kept: the cache
-//! makes a start faster or has no effect, and it never makes one fail.
+//! date, only unused. An unreadable program is compiled and written again; one that cannot be written is not kept. The
+//! cache makes a start faster or has no effect, and it never makes one fail.
 
 use std::fs::{self, DirBuilder, File};
 use std::io::{self, Read, Write};
@@ -17,7 +17,7 @@ use crate::util::hash::{Hasher, Sha256};
 
 /// Starts every file. Together with [`VERSION`] it keeps other files and other layouts from being taken for programs.
 const MAGIC: &[u8; 8] = b"mxdfprog";
-/// Of the layout of files and of what the key is made of: a change of either counts it up.
+/// Version of the layout of files and of the contents of the key: a change of either increases it.
 const VERSION: u32 = 1;
 /// Magic, version, key, length of the program, SHA-256 of the program.
 const HEADER: usize = 8 + 4 + 32 + 8 + 32;
@@ -28,7 +28,7 @@ const ABANDONED: Duration = Duration::from_secs(24 * 3600);
 /// Environment variables that compilers read.
 const COMPILER_VARIABLES: [&str; 3] = ["XLA_FLAGS", "LIBTPU_INIT_ARGS", "TF_XLA_FLAGS"];
 
-/// What went wrong with a kept program.
+/// An error of a cached program.
 #[derive(Debug, thiserror::Error)]
 pub enum CacheError {
     #[error("cannot {action} {}: {source}", path.display())]
@@ -38,10 +38,10 @@ pub enum CacheError {
         #[source]
         source: io::Error,
     },
-    #[error("{} is no whole program of this cache: {reason}", path.display())]
+    #[error("{} is not a complete program of this cache: {reason}", path.display())]
     Damaged { path: PathBuf, reason: String },
     #[error(
-        "{} is machine code that others than this user may have written (owner {owner}, mode {mode:o})",
+        "{} is machine code that another user may have written (owner {owner}, mode {mode:o})",
         path.display()
     )]
     NotOwn {
@@ -55,7 +55,7 @@ pub enum CacheError {
         #[source]
         source: PjrtError,
     },
-    #[error("{} does not tell the processor's features", path.display())]
+    #[error("{} does not list the processor's features", path.display())]
     Processor { path: PathBuf },
 }
 
@@ -83,7 +83,7 @@ impl Key {
     }
 }
 
-/// How much a cache holds.
+/// The size of a cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
     pub programs: usize,
@@ -92,7 +92,7 @@ pub struct Usage {
 
 /// A folder of compiled programs. Several processes may use it at once.
 ///
-/// The files are machine code: whoever may write into the folder decides what its users run.
+/// The files are machine code: whoever can write to the folder decides what its users run.
 #[derive(Clone, Debug)]
 pub struct ExecutableCache {
     dir: PathBuf,
@@ -100,7 +100,7 @@ pub struct ExecutableCache {
 }
 
 impl ExecutableCache {
-    /// The most bytes that the files of one folder take, unless said otherwise.
+    /// Default limit of the bytes in one folder.
     pub const MAX_BYTES: u64 = 10_000_000_000;
 
     /// The cache in `dir`, which is made when the first program is kept. Beyond `max_bytes` the programs that were not
@@ -188,7 +188,7 @@ impl ExecutableCache {
         let _ = fs::remove_file(self.path(key));
     }
 
-    /// What the folder holds.
+    /// The size of the folder.
     ///
     /// # Errors
     /// When the folder is there and cannot be read.
@@ -261,7 +261,7 @@ fn header(key: &Key, program: &[u8]) -> Vec<u8> {
     header
 }
 
-/// Whether `bytes` are a whole file of the program `key`.
+/// Checks that `bytes` are a complete file of the program `key`.
 fn check(bytes: &[u8], key: &Key) -> Result<(), String> {
     let Some((found, program)) = bytes.split_at_checked(HEADER) else {
         return Err(format!("{} bytes, expected at least {HEADER}", bytes.len()));
@@ -283,7 +283,7 @@ fn check(bytes: &[u8], key: &Key) -> Result<(), String> {
     }
 }
 
-/// How many programs a session has made, and how.
+/// How many programs a session has compiled, and how many it has loaded.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ProgramCounts {
     pub compiled: usize,
@@ -293,7 +293,7 @@ pub struct ProgramCounts {
 /// A cache in use by a session.
 pub(super) struct Store {
     cache: ExecutableCache,
-    /// What of the key is the same for all programs.
+    /// The part of the key that is the same for all programs.
     environment: Key,
     /// Set when a program could not be kept: the next ones could not either.
     gave_up: AtomicBool,

@@ -1,7 +1,7 @@
 //! Programs on the devices of this machine: one path for CPU, GPU and TPU.
 //!
 //! A [`Session`] holds a client and the mesh of its devices. It compiles graphs to [`Program`]s, which take and
-//! give [`Array`]s: tensors that lie whole or in parts on the mesh's devices.
+//! give [`Array`]s: tensors on the mesh's devices, replicated or in parts.
 
 mod array;
 mod cache;
@@ -31,7 +31,7 @@ use crate::shard::{
 
 use cache::Store;
 
-/// Why a program could not be made or run.
+/// Why a program could not be compiled or run.
 #[derive(Debug, thiserror::Error)]
 pub enum RuntimeError {
     #[error(transparent)]
@@ -81,7 +81,7 @@ pub struct Session {
     counts: Mutex<ProgramCounts>,
 }
 
-/// What the plugins call a description, as the mesh wants it.
+/// A plugin's device description in the form that the mesh uses.
 pub fn describe(device: &crate::pjrt::DeviceDescription) -> DeviceDescription {
     let core = match device.attributes.get("core_on_chip") {
         Some(NamedValue::Int64(core)) => *core,
@@ -136,7 +136,7 @@ impl Session {
         })
     }
 
-    /// From here on programs that are in `cache` are loaded from it, and others kept there when they are compiled.
+    /// From now on, programs are loaded from `cache` if they are there, and otherwise written to it when they are compiled.
     ///
     /// # Errors
     /// When it cannot be found out what the compiler's results depend on: the plugin's build, or the processor.
@@ -151,7 +151,7 @@ impl Session {
     }
 
     fn counts(&self) -> MutexGuard<'_, ProgramCounts> {
-        // Two numbers are whole whatever happened to a thread that held them.
+        // Two numbers stay valid even if a thread that held them has panicked.
         self.counts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -181,7 +181,7 @@ impl Session {
         compile_options(&self.mesh).with_cuda_data_dir(self.cuda_data_dir.as_deref())
     }
 
-    /// What programs of this session are lowered for. The plugin's own kernels are used where it has some for this
+    /// The backend that programs of this session are lowered for. The plugin's own kernels are used where it has some for this
     /// processor and programs are not partitioned.
     pub fn backend(&self) -> Backend {
         let has_kernels = self.client.plugin().kernels().are_used();

@@ -12,7 +12,7 @@ use crate::shard::{Mesh, PartitionSpec};
 
 use super::{Array, RuntimeError, Session};
 
-/// What decides how a graph is compiled, beside the session.
+/// The options of a compilation, beside the session.
 #[derive(Clone, Debug, Default)]
 pub struct ProgramOptions {
     pub precision: DotPrecision,
@@ -33,7 +33,7 @@ pub struct Slot {
     pub name: String,
     pub shape: Shape,
     pub spec: PartitionSpec,
-    /// Whether it is a weight, or made of weights alone.
+    /// Whether it is a weight, or computed from weights alone.
     pub weight: bool,
 }
 
@@ -173,7 +173,7 @@ impl Program {
         self.timings
     }
 
-    /// What the plugin tells of the compiled program.
+    /// The plugin's description of the compiled program.
     pub fn executable(&self) -> &Executable {
         self.executable.executable()
     }

@@ -1,5 +1,5 @@
-//! Programs whose early values are computed once: what weights decide when they are loaded, what a prompt decides once
-//! for all steps (see [`crate::graph::stage`]).
+//! Programs in stages: what depends on weights alone runs when they are loaded, what depends on the prompt runs once for
+//! all steps (see [`crate::graph::stage`]).
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
@@ -89,7 +89,7 @@ impl<'a> Preparation<'_, 'a> {
         Ok(())
     }
 
-    /// What was made of the weights.
+    /// The results of the load stage.
     ///
     /// # Errors
     /// When one is missing.
@@ -102,7 +102,7 @@ impl<'a> Preparation<'_, 'a> {
 }
 
 impl Prepared<'_> {
-    /// The array of a weight, or of what was made of weights, by its name in the program.
+    /// The array of a weight, or of a result of the load stage, by its name in the program.
     pub fn get(&self, name: &str) -> Option<&Array> {
         self.arrays.get(name).map(Value::array)
     }

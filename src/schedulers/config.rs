@@ -1,4 +1,4 @@
-//! What a `scheduler_config.json` says.
+//! The contents of a `scheduler_config.json`.
 
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
@@ -127,7 +127,7 @@ named! {
 }
 
 named! {
-    /// What Euler's model is told.
+    /// The timestep that Euler's sampler gives the model.
     pub enum TimestepType {
         /// The training timestep.
         Discrete = "discrete",
@@ -189,7 +189,7 @@ pub struct SchedulerConfig {
     pub rescale_betas_zero_snr: bool,
     /// Whether the last step goes to the clean sample, or to the first training timestep.
     pub set_alpha_to_one: bool,
-    /// Whether each step clips the predicted clean sample to [-1, 1], for models of pixels.
+    /// Whether each step clips the predicted clean sample to [-1, 1], for pixel-space models.
     pub clip_sample: bool,
     /// Where the last step goes.
     pub final_sigmas_type: FinalSigmas,

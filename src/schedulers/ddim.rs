@@ -11,7 +11,7 @@ use super::{PlanOptions, SamplingPlan, SchedulerConfig, SchedulerError, Step};
 /// `x_next = sqrt(p) clean + sqrt(1 - p - s^2) eps + s noise`, where `s = eta sqrt((1-p)/(1-a)) sqrt(1-a/p)`, formula
 /// (16). With [`PlanOptions::use_clipped_model_output`], `eps` is what remains of `x` beside the clipped prediction,
 /// `(x - sqrt(a) clean) / sqrt(1-a)`. Without it a clipped prediction and an `eps` of the unclipped one do not add up
-/// to `x`, which strong guidance turns into inverted pictures.
+/// to `x`, which strong guidance turns into inverted images.
 ///
 /// # Errors
 /// When the steps do not fit the schedule, `eta` is outside [0, 1], or noise is to be predicted where nothing else

@@ -1,4 +1,4 @@
-//! What the solvers that integrate the linear part of the ODE exactly have in common (Lu et al., 2022,
+//! The common part of the solvers that integrate the linear part of the ODE exactly (Lu et al., 2022,
 //! arXiv:2211.01095): samples that keep the variance of training's noisy ones, and steps of `lambda`, the logarithm of
 //! signal over noise.
 
@@ -15,7 +15,7 @@ pub(super) fn lambda(sigma: f64) -> f64 {
     -sigma.ln()
 }
 
-/// Coefficients of DPM-Solver++'s step from one noise level to another: what it makes of the sample, of fresh noise and
+/// Coefficients of DPM-Solver++'s step from one noise level to another: of the sample, of fresh noise and
 /// of the clean sample and its first and second derivative by `lambda / h`, where the step is one of length `h`.
 ///
 /// With `z = h` for the ODE and `2h` for the SDE, and `e = exp(-z) - 1`, the integrals are `-alpha e`,

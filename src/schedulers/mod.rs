@@ -67,7 +67,7 @@ pub enum SchedulerError {
 /// Values of the sample's size that live from step to step: the sample, and [`HISTORY`] more.
 pub const STATES: usize = 1 + HISTORY;
 
-/// What samplers remember: what they made of earlier outputs of the model, and the sample before an earlier run. UniPC
+/// The memory of samplers: values computed from earlier outputs of the model, and the sample before an earlier run. UniPC
 /// of order 3 needs all of it.
 pub const HISTORY: usize = 4;
 
@@ -80,10 +80,10 @@ pub const OUTPUT: usize = STATES;
 /// The column of the noise in a [`Row`].
 pub const NOISE: usize = STATES + 1;
 
-/// One run of the model and what is made of it: see the module's description.
+/// One run of the model and the update after it: see the module's description.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Step {
-    /// What the model is told, in training timesteps.
+    /// The model's timestep input, in training timesteps.
     pub timestep: f32,
     /// Scales the sample before it goes into the model.
     pub in_scale: f32,
@@ -150,7 +150,7 @@ impl SamplingPlan {
     /// first sample from a clean image.
     ///
     /// # Errors
-    /// When a number is not finite: every picture would be NaN.
+    /// When a number is not finite: every image would be NaN.
     fn of_runs(
         runs: Range<usize>,
         count: usize,

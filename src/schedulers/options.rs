@@ -1,4 +1,4 @@
-//! What a plan is asked for: how many steps, and which part of them is run.
+//! The options of a plan: how many steps, and which part of them runs.
 
 use std::ops::Range;
 
@@ -9,12 +9,12 @@ use super::SchedulerError;
 pub enum Start {
     /// So that this share of the steps is run, rounded down: image-to-image's `strength`. 1 runs all of them.
     Strength(f64),
-    /// After this share of the training timesteps: diffusers' `denoising_start`, for a model that goes on where another
+    /// After this share of the training timesteps: diffusers' `denoising_start`, for a model that continues where another
     /// stopped.
     After(f64),
 }
 
-/// What a plan is made for, beside the schedule.
+/// The options of a plan, beside the schedule.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct PlanOptions {
     /// Steps of the whole schedule, from pure noise to the clean sample: diffusers' `num_inference_steps`. Samplers of
@@ -129,7 +129,7 @@ mod tests {
         assert_eq!(runs(Start::Strength(1.0), None).unwrap(), 0..5);
         assert_eq!(runs(Start::Strength(0.5), None).unwrap(), 3..5);
         assert_eq!(runs(Start::After(0.0), None).unwrap(), 0..5);
-        // Timestep 601 is not before 600: one model stops after it and the other goes on at 401.
+        // Timestep 601 is not before 600: one model stops after it and the other continues at 401.
         assert_eq!(runs(Start::Strength(1.0), Some(0.4)).unwrap(), 0..2);
         assert_eq!(runs(Start::After(0.4), None).unwrap(), 2..5);
         assert_eq!(runs(Start::After(0.4), Some(0.8)).unwrap(), 2..4);

@@ -13,7 +13,7 @@ use super::{PlanOptions, PredictionType, SamplingPlan, SchedulerConfig, Schedule
 /// `x_next = sqrt(p/a) x - (p - a) m / (a sqrt(1-p) + sqrt(a (1-a) p))`.
 ///
 /// A plan that starts in the middle begins the same way with the runs that are left, as diffusers does: the second of
-/// them is taken for a repetition of the first, so that from then on the model is told the timestep of one step before.
+/// them is taken for a repetition of the first, so that from then on the model gets the timestep of one step before.
 ///
 /// # Errors
 /// When the steps do not fit the schedule.

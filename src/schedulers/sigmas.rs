@@ -9,7 +9,7 @@ use super::{
 
 /// The noise levels that a sampler goes through.
 pub(super) struct Sigmas {
-    /// What the model is told at each of them but the last.
+    /// The timesteps that the model gets at each of them but the last.
     pub timesteps: Vec<f64>,
     /// From noisy to clean, with the one that the last step goes to. Rounded to `f32`, as diffusers keeps them.
     pub sigmas: Vec<f64>,

@@ -103,7 +103,7 @@ impl Chip {
     }
 
     /// The rate of products of `format` operands over that of bf16's. 1 means that the format saves memory but no time,
-    /// and whoever asked for it should be told.
+    /// and the user should be told.
     ///
     /// # Errors
     /// [`TopologyError::NotNative`] where the chip has no units for it.

@@ -61,7 +61,7 @@ pub enum CheckpointError {
 /// Gives a tensor's bytes when they are to be written.
 pub type Fetch<'a> = Box<dyn FnMut(&TensorSpec) -> Result<Cow<'a, [u8]>, FetchError> + 'a>;
 
-/// What a file of a checkpoint holds.
+/// The kinds of files in a checkpoint.
 pub enum Content<'a> {
     /// Bytes as they are: a configuration, a tokenizer.
     Bytes(Cow<'a, [u8]>),
@@ -84,7 +84,7 @@ pub struct CheckpointFile<'a> {
 pub struct CheckpointWriter {
     root: PathBuf,
     lock: Lock,
-    /// What this process committed and did not delete, oldest first.
+    /// The checkpoints that this process committed and did not delete, oldest first.
     committed: Vec<PathBuf>,
 }
 
@@ -457,7 +457,7 @@ fn check_hash(dir: &Path, file: &ManifestFile) -> Result<(), CheckpointError> {
     })
 }
 
-/// How closely [`latest`] looks.
+/// How thoroughly [`latest`] checks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Check {
     /// Manifest, state, and the sizes of files.
@@ -466,14 +466,14 @@ pub enum Check {
     Hashes,
 }
 
-/// A folder that [`latest`] passed over.
+/// A folder that [`latest`] skipped.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Skipped {
     pub path: PathBuf,
     pub reason: String,
 }
 
-/// The newest usable checkpoint, and what was passed over to find it.
+/// The newest usable checkpoint, and the folders that were skipped to find it.
 #[derive(Clone, Debug, Default)]
 pub struct Latest {
     pub checkpoint: Option<SavedCheckpoint>,

@@ -1,4 +1,4 @@
-//! Why training ended without its result.
+//! Errors of training.
 
 use std::path::PathBuf;
 
@@ -14,7 +14,7 @@ use super::checkpoint::CheckpointError;
 use super::samples::SampleError;
 use super::step::StepError;
 
-/// Why training ended without its result.
+/// An error of training.
 #[derive(Debug, thiserror::Error)]
 pub enum TrainError {
     #[error(transparent)]
@@ -56,7 +56,7 @@ pub enum TrainError {
     UnknownOutput(String),
     #[error("sample images: {0}")]
     Samples(#[from] SampleError),
-    #[error("{cause}; what was trained so far is saved in {}", checkpoint.display())]
+    #[error("{cause}; the training so far is saved in {}", checkpoint.display())]
     Ended {
         #[source]
         cause: Box<TrainError>,
@@ -65,7 +65,7 @@ pub enum TrainError {
 }
 
 impl TrainError {
-    /// Whether the model or its options are to blame, and not a file, a device or a compiler.
+    /// Whether the model or its options are wrong, rather than a file, a device or a compiler.
     pub fn is_usage(&self) -> bool {
         matches!(
             self,

@@ -1,6 +1,6 @@
 //! Losses, optimizer, the training loop and checkpoints.
 //!
-//! [`Trainer`] is the whole: it is made of a model and data, and writes checkpoints.
+//! [`Trainer`] trains a model on data, and writes checkpoints.
 
 pub mod checkpoint;
 mod error;

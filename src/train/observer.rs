@@ -1,4 +1,4 @@
-//! What a caller learns while a model is trained.
+//! Events during training.
 
 use std::ops::ControlFlow;
 use std::path::Path;
@@ -6,7 +6,7 @@ use std::path::Path;
 use crate::metrics::StepReport;
 use crate::quant::{Decision, Policy};
 
-/// What happens while a model is trained.
+/// An event during training.
 #[derive(Clone, Copy, Debug)]
 pub enum TrainEvent<'a> {
     /// What quantization decided for each contraction of the step.
@@ -23,7 +23,7 @@ pub enum TrainEvent<'a> {
         seconds: f64,
         from_cache: bool,
     },
-    /// The run goes on from this checkpoint.
+    /// The run resumes from this checkpoint.
     Resumed {
         checkpoint: &'a Path,
     },
@@ -44,7 +44,7 @@ pub enum TrainEvent<'a> {
     Saved {
         checkpoint: &'a Path,
     },
-    /// Images were made of the sample prompts.
+    /// Images of the sample prompts were generated.
     Sampled {
         step: u64,
     },

@@ -72,7 +72,7 @@ impl TrainingLoop<'_, '_> {
             if state.step == first || !state.is_whole() {
                 return cause;
             }
-            // Of the two errors the first is the one to mend; a failed save leaves older checkpoints intact.
+            // The first of the two errors is the one to fix; a failed save leaves older checkpoints intact.
             let checkpoint = match cause {
                 TrainError::NotFinite { .. } | TrainError::Checkpoint(_) => return cause,
                 _ => self.save_state(&mut state),
@@ -136,7 +136,7 @@ impl TrainingLoop<'_, '_> {
         Ok(Outcome::Done { checkpoint })
     }
 
-    /// What is due between two steps: a checkpoint, sample images. The last step is saved by itself.
+    /// Writes the checkpoint and sample images that are due between two steps. The last step is saved separately.
     fn save_and_sample(&mut self, state: &mut TrainingState) -> Result<(), TrainError> {
         let step = state.step;
         let is_last = step == self.options.max_train_steps;
@@ -297,7 +297,7 @@ impl TrainingLoop<'_, '_> {
     }
 }
 
-/// What one step told.
+/// The reported results of one step.
 struct StepResult {
     step: u64,
     /// From the batch on the host to the loss on the host.

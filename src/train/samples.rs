@@ -15,7 +15,7 @@ use crate::quant::Policy;
 use crate::runtime::{Array, Session};
 use crate::schedulers::SamplingPlan;
 
-/// Why sample images could not be made.
+/// Why sample images could not be generated.
 #[derive(Debug, thiserror::Error)]
 pub enum SampleError {
     #[error(transparent)]
@@ -49,7 +49,7 @@ pub type Weights<'a> = &'a dyn Fn(&str) -> Option<&'a Array>;
 /// Makes grids of sample images.
 pub(super) struct Samples<'a> {
     pub session: &'a Session,
-    /// With the element types of the weights that the images are made with.
+    /// With the element types of the weights that generate the images.
     pub model: &'a DiffusionModel,
     pub tokenizer: &'a Tokenizer,
     pub precision: DotPrecision,

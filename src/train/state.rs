@@ -24,12 +24,12 @@ pub const SCHEDULE_STEPS: &str = "learning_rate_schedule_steps";
 /// The model's folder in a checkpoint that holds the moving average.
 pub const EMA_SUFFIX: &str = "_ema";
 
-/// What the loop is told, beside programs and data.
+/// The settings of the loop, beside programs and data.
 pub struct RunOptions {
     pub max_train_steps: u64,
     pub learning_rate: LearningRate,
     pub seed: u64,
-    /// Side of the blocks of pixels that are one place of the model's sample.
+    /// Side of the blocks of pixels that are one position of the model's sample.
     pub pixel_unshuffle: usize,
     /// Steps between checkpoints; `None` saves at the end only.
     pub checkpoint_every: Option<u64>,

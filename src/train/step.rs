@@ -24,7 +24,7 @@ pub enum Timesteps {
     Weighted(Vec<f64>),
 }
 
-/// How much the error of a sample counts at its timestep.
+/// The weight of a sample's error at its timestep.
 ///
 /// Weights are of the squared error of the clean sample; that of another prediction is the clean sample's times `SNR`
 /// (noise) or `SNR + 1` (velocity), with `SNR = alphas_cumprod / (1 - alphas_cumprod)`.
@@ -58,7 +58,7 @@ impl LossWeighting {
     }
 }
 
-/// What the step is made of, beside the model.
+/// The settings of the step, beside the model.
 #[derive(Clone, Debug)]
 pub struct StepOptions {
     /// Samples of one step over all devices.
@@ -187,7 +187,7 @@ fn weights(b: &Builder) -> Vec<(String, Tensor, Vec<Option<&'static str>>)> {
     })
 }
 
-/// What conditions the UNet: the text encoder's output, or inputs in its place.
+/// The conditioning of the UNet: the text encoder's output, or inputs in its place.
 fn conditioning(
     b: &Builder,
     model: &DiffusionModel,

@@ -20,7 +20,7 @@ use super::samples::{SampleOptions, Samples};
 use super::state::{RunOptions, TrainingState};
 use super::step::{self, StepOptions};
 
-/// Where the metrics of a run go.
+/// The outputs of a run's metrics.
 #[derive(Clone, Debug, Default)]
 pub struct MetricsFiles {
     /// Stands in every JSON line.
@@ -33,7 +33,7 @@ pub struct MetricsFiles {
     pub flush_every: u64,
 }
 
-/// What a model is trained with.
+/// The model, data and settings of a training run.
 pub struct TrainerOptions {
     pub model: DiffusionModel,
     pub batcher: Batcher,
@@ -41,7 +41,7 @@ pub struct TrainerOptions {
     pub precision: DotPrecision,
     pub run: RunOptions,
     pub checkpoints: CheckpointWriter,
-    /// The checkpoint to go on from.
+    /// The checkpoint to resume from.
     pub resume: Option<SavedCheckpoint>,
     pub metrics: MetricsFiles,
     pub samples: Option<SampleOptions>,
@@ -77,7 +77,7 @@ impl Trainer {
     /// Compiles the step and trains to the last one, or until `observer` asks to stop.
     ///
     /// # Errors
-    /// When the step does not compile, the checkpoint to go on from is not the model's, data cannot be read, a program
+    /// When the step does not compile, the checkpoint to resume from is not the model's, data cannot be read, a program
     /// fails, a file cannot be written, or steps keep failing to be finite. [`TrainError::Ended`] says where the steps
     /// before the error are saved.
     pub fn run(mut self, observer: &mut TrainObserver<'_>) -> Result<Outcome, TrainError> {

@@ -144,7 +144,7 @@ pub(super) fn parse(
     let mut infos: Vec<(String, TensorInfo)> = tensors.into_iter().collect();
     infos.sort_by(|(a, x), (b, y)| (x.data_offsets, a).cmp(&(y.data_offsets, b)));
 
-    // Truncation is the common damage: it is told before any other.
+    // Truncation is the most common damage: it is reported before any other.
     let declared_end = infos.iter().map(|(_, i)| i.data_offsets.1).max();
     let expected = data_start
         .checked_add(declared_end.unwrap_or(0) as u64)

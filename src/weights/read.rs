@@ -46,7 +46,7 @@ impl Checkpoint {
     /// least one. Their memory is used again, as fresh memory costs more than the reading.
     ///
     /// # Errors
-    /// As [`Checkpoint::read_as`], and what `consume` fails with; both end the reading.
+    /// As [`Checkpoint::read_as`], and errors of `consume`; both end the reading.
     pub fn read_all_with<E: From<WeightsError>>(
         &self,
         wanted: &[(impl AsRef<str> + Sync, DType)],

@@ -13,7 +13,7 @@ use crate::util::files::{
     Access, AtomicFile, Durability, Existing, free_space, is_full, parent_of,
 };
 
-/// What a tensor's source may fail with.
+/// The error of a tensor's source.
 pub type FetchError = Box<dyn std::error::Error + Send + Sync>;
 
 /// A tensor to be written, with its bytes: row-major, little-endian.
@@ -77,7 +77,7 @@ fn save_views<'a>(
 /// on a device needs one tensor at a time in host memory.
 ///
 /// # Errors
-/// As [`save`], and what `fetch` fails with.
+/// As [`save`], and errors of `fetch`.
 pub fn save_streaming<'a>(
     path: &Path,
     specs: &[TensorSpec],
@@ -174,7 +174,7 @@ pub(crate) fn check_free_space(path: &Path, dir: &Path, needed: u64) -> Result<(
     }
 }
 
-/// The error of a write: a full device, an exceeded quota and a file size limit are told as such.
+/// The error of a write, which names a full device, an exceeded quota and a file size limit.
 pub(crate) fn write_error(path: &Path, needed: u64, source: io::Error) -> WeightsError {
     match is_full(&source) {
         true => WeightsError::NoSpace {

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use super::WeightsError;
 use super::open::{Checkpoint, Location};
 
-/// What a view shows of a tensor.
+/// The part of a tensor that a view shows.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Transform {
     /// All of it.

@@ -1,4 +1,4 @@
-//! What the CPU plugin's kernels stand for: one table of claims.
+//! The claims of the CPU plugin's kernels: one table.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -65,7 +65,7 @@ fn call(b: &Builder, kernel: Kernel, operands: &[Tensor]) -> Result<Tensor> {
 enum Claim {
     /// A kernel with the same operands.
     Kernel(Kernel),
-    /// The kernel that finds the range, and the scale made of it.
+    /// The kernel that finds the range, and the scale computed from it.
     AbsMax { kept: usize, format: TensorFormat },
 }
 

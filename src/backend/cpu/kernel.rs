@@ -1,6 +1,6 @@
 //! The kernels of the CPU plugin (`plugin/kernels.h`), as custom calls.
 //!
-//! They stand for what a graph says with composites and contractions; [`super::claim`] puts them in place of it.
+//! They replace composites and contractions of a graph; [`super::claim`] puts them in.
 
 use crate::dtype::DType;
 use crate::graph::eval::{Data, Value, erf};

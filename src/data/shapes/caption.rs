@@ -1,4 +1,4 @@
-//! What a picture shows, in words: captions and their grammar.
+//! What an image shows, in words: captions and their grammar.
 
 use std::fmt;
 
@@ -139,7 +139,7 @@ impl Size {
         }
     }
 
-    /// Diameters, as a fraction of the picture's side. Two large ones and a gap fit side by side.
+    /// Diameters, as a fraction of the image's side. Two large ones and a gap fit side by side.
     pub(super) fn diameters(self) -> (f64, f64) {
         match self {
             Self::Small => (8.0 / 32.0, 9.0 / 32.0),

@@ -1,7 +1,7 @@
-//! `dataset_type: shapes`: pictures of one or two coloured shapes, made by the program.
+//! `dataset_type: shapes`: images of one or two coloured shapes, made by the program.
 //!
 //! A sample is a function of `(seed, split, index)` alone. Its caption names every property that
-//! the picture shows, so the fixed reader in [`read`] can tell whether a generated picture obeys
+//! the image shows, so the fixed reader in [`read`] can tell whether a generated image obeys
 //! its prompt.
 //!
 //! A fixed hash of what the caption means decides whether it belongs to the training or to the
@@ -22,9 +22,9 @@ use super::{DataError, Sample};
 
 /// Smallest side at which the smallest shape still covers several pixels.
 pub const MIN_RESOLUTION: usize = 16;
-/// Largest side; beyond it a picture of flat shapes has nothing to add.
+/// Largest side; beyond it an image of flat shapes has nothing to add.
 pub const MAX_RESOLUTION: usize = 1024;
-/// One shape with its place; lengths are fractions of the picture's side, y grows downwards.
+/// One shape with its place; lengths are fractions of the image's side, y grows downwards.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Shape {
     pub kind: Kind,
@@ -150,13 +150,13 @@ pub enum Split {
 #[derive(Clone, Debug, PartialEq)]
 pub struct ShapesOptions {
     pub seed: u64,
-    /// Side of the pictures in pixels.
+    /// Side of the images in pixels.
     pub resolution: usize,
     /// Samples in an epoch; each index is a different draw.
     pub count: usize,
-    /// Most shapes in a picture, 1 or 2; with 2, half of the pictures show one.
+    /// Most shapes in an image, 1 or 2; with 2, half of the images show one.
     pub max_objects: usize,
-    /// How far from the middle shapes may lie, 0 to 1: with 1 anywhere in the picture. Between two
+    /// How far from the middle shapes may lie, 0 to 1: with 1 anywhere in the image. Between two
     /// shapes it scales how uneven the space before, between and after them is.
     pub position_spread: f64,
     /// Share of captions that training never sees; 0 for a training split of all captions.
@@ -279,7 +279,7 @@ impl Shapes {
         (caption, scene)
     }
 
-    /// Picture and caption of sample `index`.
+    /// Image and caption of sample `index`.
     pub fn get(&self, index: usize) -> Sample {
         let (caption, scene) = self.scene(index);
         let resolution = self.options.resolution;

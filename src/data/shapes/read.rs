@@ -1,9 +1,9 @@
-//! The fixed reader: from a picture back to what it shows.
+//! The fixed reader: from an image back to what it shows.
 //!
 //! Nothing here is learned. The reader does not share code with the renderer, and it is made for
-//! the pictures of a diffusion model, whose colours drift and whose edges are soft:
+//! the images of a diffusion model, whose colours drift and whose edges are soft:
 //!
-//! 1. The picture is brought to 32 x 32 and smoothed by the binomial kernel (1 2 1) / 4.
+//! 1. The image is brought to 32 x 32 and smoothed by the binomial kernel (1 2 1) / 4.
 //! 2. The background is the background colour of the vocabulary that most pixels are nearest to in
 //!    CIELAB; its actual value is the median of those pixels.
 //! 3. A pixel is taken as a mixture `background + alpha (colour - background)` of the shape colour
@@ -27,7 +27,7 @@ use fit::{Window, best_fit};
 use super::{Background, Caption, Colour, Kind, Relation, Size};
 use crate::data::DataError;
 
-/// Side at which pictures are read.
+/// Side at which images are read.
 const SIDE: usize = 32;
 const PIXELS: usize = SIDE * SIDE;
 /// Least sum of alphas of a shape, in pixels at 32 x 32; the smallest shape of the dataset, a
@@ -49,7 +49,7 @@ const MIN_CONTRAST: f32 = 14.0;
 /// Share of a component's inner pixels that makes a second colour a second shape.
 const SPLIT_SHARE: f32 = 0.25;
 
-/// One shape that was found. Lengths and places are fractions of the picture's side.
+/// One shape that was found. Lengths and places are fractions of the image's side.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ReadShape {
     pub colour: Colour,
@@ -63,10 +63,10 @@ pub struct ReadShape {
     pub overlap: f32,
 }
 
-/// What a picture shows.
+/// What an image shows.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Reading {
-    /// None where too little of the picture has the colour of a background.
+    /// None where too little of the image has the colour of a background.
     pub background: Option<Background>,
     /// By descending area.
     pub shapes: Vec<ReadShape>,
@@ -122,7 +122,7 @@ impl ReadScore {
         self.all_right += usize::from(verdict.all);
     }
 
-    /// Reads each picture and scores it against its caption.
+    /// Reads each image and scores it against its caption.
     ///
     /// # Errors
     /// [`DataError::ShapesCaption`] for a caption that is not one of the dataset's.
@@ -200,7 +200,7 @@ fn relation_between(a: &ReadShape, b: &ReadShape) -> Relation {
     }
 }
 
-/// Reads a picture of any size; one that is not square is read as if stretched to a square.
+/// Reads an image of any size; one that is not square is read as if stretched to a square.
 pub fn read(image: &RgbImage) -> Reading {
     let pixels = smoothed(image);
     let (background, base) = background_of(&pixels);

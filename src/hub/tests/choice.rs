@@ -142,7 +142,7 @@ fn hostile_names_lead_nowhere() {
     hub.server
         .fail("/revision/main", Fault::Header("Content-Length: 0\r\n"));
     let error = hub.error(MODEL);
-    assert!(error.contains("does not answer as the hub does"), "{error}");
+    assert!(error.contains("does not answer like the hub"), "{error}");
 }
 
 #[test]
@@ -200,7 +200,7 @@ fn a_repository_may_be_a_single_file() {
     let two = files(&[("a.safetensors", "a"), ("b.safetensors", "b")]);
     let error = Hub::of(two).error(MODEL);
     assert!(
-        error.contains("a.safetensors, b.safetensors; fetch one"),
+        error.contains("a.safetensors, b.safetensors; download one"),
         "{error}"
     );
     let error = Hub::of(files(&[("README.md", "")])).error(MODEL);

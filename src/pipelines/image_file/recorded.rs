@@ -57,7 +57,7 @@ pub fn read_recorded(path: &Path) -> Result<Recorded, ImageFileError> {
 /// The texts of a PNG file.
 #[derive(Default)]
 struct Texts {
-    /// Width and height of the picture.
+    /// Width and height of the image.
     size: (u32, u32),
     /// The first text of each of our keywords: any number of others may each unpack to a large one.
     parameters: Option<String>,
@@ -81,7 +81,7 @@ impl Texts {
         let mut reader = png::Decoder::new_with_limits(BufReader::new(file), limits)
             .read_info()
             .map_err(|e| error(e.to_string()))?;
-        // Texts may also stand after the picture.
+        // Texts may also stand after the image.
         reader.finish().map_err(|e| error(e.to_string()))?;
         let info = reader.info();
         let mut texts = Self {
@@ -173,7 +173,7 @@ mod tests {
         }
     }
 
-    /// A picture with these texts, whatever they are.
+    /// An image with these texts, whatever they are.
     fn with_texts(dir: &TempDir, add: impl Fn(&mut png::Encoder<'_, &mut Vec<u8>>)) -> PathBuf {
         let mut bytes = Vec::new();
         let mut encoder = png::Encoder::new(&mut bytes, 5, 3);
@@ -265,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn settings_of_older_versions_take_the_size_of_the_picture() {
+    fn settings_of_older_versions_take_the_size_of_the_image() {
         let dir = TempDir::new().unwrap();
         let json = r#"{"prompt":"a","negative_prompt":"","seed":3,"steps":8,"guidance_scale":1.5,
             "scheduler":"ddim","config":"quickstart"}"#;
@@ -280,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn pictures_without_settings_say_what_they_have() {
+    fn images_without_settings_say_what_they_have() {
         let dir = TempDir::new().unwrap();
         let error = |path: &Path| match read_recorded(path).unwrap_err() {
             ImageFileError::NoSettings { found, .. } => found,
@@ -312,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn pictures_of_web_interfaces_are_read() {
+    fn images_of_web_interfaces_are_read() {
         let dir = TempDir::new().unwrap();
         let web = |text: &str| {
             let path = with_texts(&dir, |encoder| {

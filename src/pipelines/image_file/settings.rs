@@ -1,5 +1,5 @@
-//! What an image was made from, as texts of its PNG file: one that web interfaces read, and one that is
-//! read back by this program.
+//! The settings of an image as texts of its PNG file: one for web interfaces, and one that this program reads
+//! back.
 
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -30,7 +30,7 @@ pub struct GenerationSettings {
     pub web_sampler: Option<WebSampler>,
     /// Name of the configuration, such as `quickstart`.
     pub config: String,
-    /// Size in pixels. Files of older versions do not have it: that of the picture is read instead.
+    /// Size in pixels. Files of older versions do not have it: that of the image is read instead.
     #[serde(default)]
     pub width: u32,
     #[serde(default)]
@@ -42,7 +42,7 @@ pub struct GenerationSettings {
     /// it.
     #[serde(default)]
     pub model_hash: Option<String>,
-    /// Whatever else the picture needs, by its name in the configuration.
+    /// Whatever else the image needs, by its name in the configuration.
     #[serde(default)]
     pub options: BTreeMap<String, String>,
 }

@@ -1,4 +1,4 @@
-//! The names that web interfaces have for samplers.
+//! Names of samplers in web interfaces.
 
 use crate::schedulers::{AlgorithmType, SchedulerConfig, SchedulerKind, TimestepSpacing};
 

@@ -17,7 +17,7 @@ pub struct WebSettings {
     pub settings: GenerationSettings,
     /// The name of a sampler that is not here.
     pub unknown_sampler: Option<String>,
-    /// What is not taken over, with the reason where there is one.
+    /// Settings that are ignored, with the reason if there is one.
     pub unused: Vec<String>,
 }
 
@@ -27,7 +27,7 @@ impl WebSettings {
         KNOWN.map(|known| known.name).join(", ")
     }
 
-    /// Reads the text of a picture of this size.
+    /// Reads the text of an image of this size.
     ///
     /// # Errors
     /// Says what is missing or not a number.
@@ -102,7 +102,7 @@ impl WebSettings {
             .find_map(|suffix| Some((sampler.strip_suffix(suffix)?.strip_suffix(' ')?, suffix)))
             .unwrap_or((sampler, ""));
         let known = KNOWN.iter().find(|k| k.name.eq_ignore_ascii_case(name));
-        // Pictures of older versions of this program have the names of diffusers' classes.
+        // Images of older versions of this program have the names of diffusers' classes.
         let kind = known
             .map(|known| known.kind)
             .or_else(|| SchedulerKind::from_name(name));

@@ -10,7 +10,7 @@ use super::handle::EventHandle;
 use super::types::*;
 use crate::pjrt::error::PjrtError;
 
-/// What an event's callback is given: the table to read an error with, and what to let go of.
+/// The argument of an event's callback: the table to read an error with, and the memory to free.
 struct Release {
     api: Api,
     kept: Arc<dyn Send + Sync>,

@@ -1,4 +1,4 @@
-//! Holds the declarations of `types.rs` to the C header, by the compiler that builds the CPU plugin.
+//! Checks the declarations of `types.rs` against the C header, with the compiler that builds the CPU plugin.
 
 use std::fmt::Write;
 

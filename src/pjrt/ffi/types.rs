@@ -1,7 +1,7 @@
 //! The C structs of `xla/pjrt/c/pjrt_c_api.h`, version 0.90, that this program uses.
 //!
-//! Names and field order are the header's. The compiler that builds the CPU plugin holds these
-//! declarations to it: see `layout.rs`.
+//! Names and field order are the header's. The compiler that builds the CPU plugin checks these
+//! declarations against it: see `layout.rs`.
 
 #![allow(non_camel_case_types)]
 

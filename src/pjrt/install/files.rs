@@ -1,4 +1,4 @@
-//! Locks, staging folders, sums: what keeps the plugin directory whole.
+//! Locks, staging folders and hashes, which keep the plugin directory consistent.
 
 use std::fs::{self, File, TryLockError};
 use std::io;

@@ -1,4 +1,4 @@
-//! The pinned table: which wheels make which plugin on which host.
+//! The pinned table: the wheels of each plugin and host.
 
 use super::{InstallError, PluginKind, Result};
 

@@ -9,7 +9,7 @@ use serde_json::Value;
 use super::CheckpointError;
 use crate::util::hash::Sha256;
 
-/// What a run must know to continue: `state.json`.
+/// The state that a run needs to resume: `state.json`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TrainState {
@@ -93,7 +93,7 @@ pub struct FieldMismatch {
     pub current: Option<String>,
 }
 
-/// The configuration of a run differs from the one it wants to continue.
+/// The configuration of a run differs from that of the checkpoint it resumes from.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ResumeMismatch {
     pub step: u64,

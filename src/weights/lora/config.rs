@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 use super::dialects::{DORA, part_of_root};
 use crate::models::Part;
 
-/// How the factors are scaled, where no `alpha` tensor says it.
+/// The scale of the factors, where there is no `alpha` tensor.
 #[derive(Debug)]
 struct Scaling {
     alpha: f64,
@@ -94,7 +94,7 @@ impl Config {
         Ok(Config { parts })
     }
 
-    /// What the product of a module's factors is multiplied with, if this says it. `module` is its name below `part`.
+    /// The factor of the product of a module's factors, if the configuration gives it. `module` is its name below `part`.
     pub fn multiplier(&self, part: Option<Part>, module: &str, rank: usize) -> Option<f64> {
         let scaling = self.parts.get(&part)?;
         let alpha = scaling

@@ -1,4 +1,4 @@
-//! How the dialects spell what a tensor is for, and which module of the model it belongs to.
+//! How each dialect's tensor names give the tensor's role and its module of the model.
 //!
 //! A tensor's name is the module's name with a suffix for its role. The module's name is a path of the model below its
 //! root, with dots or (kohya) with underscores in their place, in diffusers' block names or those of the original code
@@ -10,12 +10,12 @@ use std::collections::BTreeMap;
 
 use crate::models::Part;
 
-/// The part with parameter paths under `root`, if LoRAs change it: none is for the autoencoder.
+/// The part with parameter paths under `root`, if LoRAs change it. None changes the autoencoder.
 pub(super) fn part_of_root(root: &str) -> Option<Part> {
     Part::from_name(root).filter(|part| *part != Part::Vae)
 }
 
-/// What a tensor is for its module.
+/// The role of a tensor in its module.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Role {
     /// `[rank, in]`, for a convolution `[rank, in, k, k]`.

@@ -1,4 +1,4 @@
-//! What of a LoRA does not fit the model, and which family of models it seems to be for.
+//! The parts of a LoRA that do not fit the model, and the family that it seems to be for.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -82,7 +82,7 @@ pub struct LoraMismatch {
     pub modules: usize,
     pub unmatched: Vec<UnmatchedModule>,
     pub misshapen: Vec<MisshapenModule>,
-    /// What the file seems to be for, and what the model is.
+    /// The family that the file seems to be for, and that of the model.
     pub lora_family: Option<LoraFamily>,
     pub model_family: Option<LoraFamily>,
 }

@@ -137,7 +137,7 @@ fn unknown_tensors(path: &std::path::Path, modules: usize, unknown: &[String]) -
     }
 }
 
-/// How strongly a LoRA counts in the parts of a model; 1 is as it was trained, 0 leaves the part out.
+/// The scale of a LoRA in the parts of a model; 1 is as trained, 0 leaves the part out.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LoraScale {
     pub unet: f32,

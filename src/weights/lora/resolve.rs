@@ -100,7 +100,7 @@ impl LoraFile {
         Ok(adapter)
     }
 
-    /// What the file seems to be for.
+    /// The family that the file seems to be for.
     fn family(&self) -> Option<LoraFamily> {
         let of_shape = self
             .modules

@@ -103,7 +103,7 @@ pub struct ModelSource {
 #[derive(Debug, thiserror::Error)]
 pub enum SourceError {
     #[error(
-        "{path}: no such file or folder, and no name of a repository on the hub, which has the form organization/name"
+        "{path}: no such file or folder, and not the name of a repository on the hub, which has the form organization/name"
     )]
     NotFound { path: PathBuf },
     #[error("{path}: {source}")]

@@ -10,11 +10,11 @@ const BORDER: usize = 4;
 pub(super) struct Window {
     alpha: Vec<f32>,
     width: usize,
-    /// Place in the picture of the window's corner; negative where the border leaves the picture.
+    /// Place in the image of the window's corner; negative where the border leaves the image.
     left: f32,
     top: f32,
     area: f32,
-    /// Centroid in pixels of the picture.
+    /// Centroid in pixels of the image.
     centroid: (f32, f32),
 }
 
@@ -131,7 +131,7 @@ fn overlap_of(kind: Kind, [x, y, diameter]: [f32; 3], window: &Window) -> f32 {
             (0.5 - signed_distance(kind, dx, dy, diameter)).clamp(0.0, 1.0)
         })
         .collect();
-    // The picture was smoothed alike.
+    // The image was smoothed alike.
     binomial(&mut ideal, window.width);
     let (mut low, mut high) = (0.0, 0.0);
     for (&a, &b) in window.alpha.iter().zip(&ideal) {

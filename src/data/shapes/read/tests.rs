@@ -30,7 +30,7 @@ fn add_noise(image: &mut RgbImage, sigma: f64, index: u64) {
     }
 }
 
-/// Score over pictures spoilt by `spoil`, against their own captions or those of the picture
+/// Score over images spoilt by `spoil`, against their own captions or those of the image
 /// `shift` later.
 fn score(
     count: usize,
@@ -80,7 +80,7 @@ fn lab_of_known_colours() {
 }
 
 #[test]
-fn clean_pictures_are_read_right() {
+fn clean_images_are_read_right() {
     let score = score(600, 32, 0, |image, _| image);
     assert!(score.fraction(score.all_right) >= 0.995, "{score:?}");
 }
@@ -103,7 +103,7 @@ fn noise_and_blur_are_borne() {
 }
 
 #[test]
-fn faded_and_tinted_pictures_with_specks_are_borne() {
+fn faded_and_tinted_images_with_specks_are_borne() {
     let score = score(200, 32, 0, |mut image, index| {
         let mut rng = KeyedRng::new(98, Stream::Order, index as u64, 0);
         let tint: [f64; 3] = std::array::from_fn(|_| rng.between(-16.0, 16.0));
@@ -134,8 +134,8 @@ fn other_resolutions_are_read() {
 }
 
 #[test]
-fn captions_of_other_pictures_are_refused() {
-    // Two pictures of one shape (a quarter of the pairs) agree in background, colour and kind
+fn captions_of_other_images_are_refused() {
+    // Two images of one shape (a quarter of the pairs) agree in background, colour and kind
     // with odds of 1 / 72; those of two shapes hardly ever.
     let score = score(400, 32, 1, |image, _| image);
     assert!(score.fraction(score.both_right) < 0.015, "{score:?}");
@@ -185,14 +185,14 @@ fn one_wrong_word_is_noticed() {
 }
 
 #[test]
-fn pictures_without_shapes_are_accepted_for_no_caption() {
+fn images_without_shapes_are_accepted_for_no_caption() {
     let parse = |text: &str| Caption::parse(text).unwrap();
     let flat = RgbImage::from_pixel(32, 32, image::Rgb([255; 3]));
     assert!(read(&flat).shapes.is_empty());
     let red = RgbImage::from_pixel(32, 32, image::Rgb(Colour::Red.rgb()));
     let mut noise = RgbImage::new(32, 32);
     add_noise(&mut noise, 0.5, 3);
-    // A bar as long as the picture is red, and no shape of the vocabulary.
+    // A bar as long as the image is red, and no shape of the vocabulary.
     let mut bar = flat.clone();
     for x in 0..32 {
         for y in 12..18 {
