@@ -4,8 +4,8 @@ Usage: python canny.py
 
 Writes tests/golden/canny.safetensors: in/<case> (uint8 [height, width, 3]) and out/<case> (uint8 [height, width], 0 and
 255); the metadata has each case's thresholds. Images are smoothed noise with a disc and a bar of other colours, so
-that gradients of all directions, ties, and weak edges with and without strong ones occur; `edges` counts what was
-found.
+that gradients of all directions, ties, and weak edges with and without strong ones occur; `edges` counts the edge
+pixels.
 """
 
 import cv2

@@ -1,4 +1,4 @@
-"""What every generator shares: seeded values and the golden file format.
+"""Shared by all generators: seeded values and the golden file format.
 
 A golden file is a safetensors file. Tensor names start with `in/`, `param/`, `out/` or `grad/`.
 The `__metadata__` has one key, `golden`, whose value is a JSON object with sorted keys (one key only, because the

@@ -1,4 +1,4 @@
-"""LoRA files in every dialect, and what diffusers and PEFT compute with them.
+"""LoRA files in every dialect, and the results of diffusers and PEFT with them.
 
 Usage: python lora.py        (after unet.py and clip.py, whose tiny models it changes)
 

@@ -1,4 +1,4 @@
-"""Whole tiny text-to-image pipelines: folders in diffusers' layout, and what diffusers makes with them.
+"""Whole tiny text-to-image pipelines: folders in diffusers' layout, and the results of diffusers.
 
 Usage: python pipeline.py (after tokenizer.py, whose vocabulary it uses)
 
@@ -8,11 +8,11 @@ in/negative_ids.<encoder> (one row for each image), out/latents after the last s
 [0, 1]). The metadata has the prompts, the steps and the guidance. All in float32 on the CPU, as diffusers computes it,
 from the weights rounded to float16. pipeline_sd21/from_image.safetensors has in/image and in/mask (bytes, rows first) and the
 last latents of ten steps from them at two strengths: out/image_<strength>, out/mask_<strength>; and with fresh noise in each
-step: out/mask_ancestral. pipeline_sd15/ has two ControlNets too, and controlled.safetensors what the first steers (out/latents)
-and what both steer (out/both). pipeline_sd15/ and
-pipeline_sdxl/ have a UNet of nine channels in unet_inpainting/, which goes with the other parts, and inpainted.safetensors
-what it paints. pipeline_refiner/ has the UNet of a refiner, which goes with text_encoder_2/ and vae/ of pipeline_sdxl/, and
-refined.safetensors what it makes of that model's samples (out/<sampler>, from in/latents) and of an image (out/alone).
+step: out/mask_ancestral. pipeline_sd15/ also has two ControlNets, and controlled.safetensors the results with the first
+(out/latents) and with both (out/both). pipeline_sd15/ and pipeline_sdxl/ have a UNet of nine channels in unet_inpainting/,
+for use with the other parts, and its results in inpainted.safetensors. pipeline_refiner/ has the UNet of a refiner, for use
+with text_encoder_2/ and vae/ of pipeline_sdxl/, and refined.safetensors its results from that model's samples
+(out/<sampler>, from in/latents) and from an image (out/alone).
 """
 
 import json
@@ -93,7 +93,7 @@ def cases(tokenizer):
 
 
 def from_image(case, pipe, folder):
-    """Drawing from an image, and inpainting with a mask, each image by a generator of its own."""
+    """Image to image, and inpainting with a mask, each image with its own generator."""
     image = rng("pipeline", case, "image").integers(0, 256, (16, 16, 3), dtype=np.uint8)
     mask = np.zeros((16, 16), np.uint8)
     mask[4:14, 2:10] = 255
@@ -120,7 +120,7 @@ def from_image(case, pipe, folder):
 
 
 def inpainted(case, pipe, folder):
-    """A UNet that sees a mask and a masked image, at two strengths and with fresh noise in each step."""
+    """An inpainting UNet, which sees a mask and a masked image, at two strengths and with fresh noise in each step."""
     nine = randomize(UNet2DConditionModel.from_config(dict(pipe.unet.config, in_channels=9)), f"unet_nine_{case}")
     image = rng("pipeline", case, "inpainted image").integers(0, 256, (16, 16, 3), dtype=np.uint8)
     # Greys on both sides of the middle, which are rounded.
@@ -149,7 +149,7 @@ def inpainted(case, pipe, folder):
 
 
 def refined(pipe):
-    """A refiner that goes on with the samples of `pipe`, and alone from an image."""
+    """A refiner that continues with the samples of `pipe`, and alone from an image."""
     folder = GOLDEN / "pipeline_refiner"
     shutil.rmtree(folder, ignore_errors=True)
     config = dict(pipe.unet.config, cross_attention_dim=24, projection_class_embeddings_input_dim=12 + 5 * 8,

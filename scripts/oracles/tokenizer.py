@@ -1,4 +1,4 @@
-"""A small tokenizer in CLIP's format, and what transformers' CLIPTokenizer makes of hard prompts.
+"""A small tokenizer in CLIP's format, and the ids that transformers' CLIPTokenizer gives for hard prompts.
 
 Usage: python tokenizer.py
 

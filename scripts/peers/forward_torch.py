@@ -4,8 +4,8 @@ Usage: python forward_torch.py FOLDER [--part unet|vae] [--latents 32] [--rows 2
 
 FOLDER is a model in diffusers' layout (random_model.py makes one). Settings: inference mode, channels last, scaled dot
 product attention, as many threads as processors; not torch.compile, which takes tens of minutes for this model on two
-cores. Prints a line of JSON: the least and the median of the runs after one that is not counted, and the most memory the
-process had. `speed.py` holds it against this program.
+cores. Prints a line of JSON: the minimum and the median of the runs after a warm-up run, and the peak memory of the
+process. `speed.py` compares it with this program.
 """
 
 import argparse

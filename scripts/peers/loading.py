@@ -1,4 +1,4 @@
-"""How fast a model's weights are loaded, beside copying its files from the page cache to fresh memory.
+"""The speed of loading a model's weights, beside copying its files from the page cache to fresh memory.
 
 Usage: python loading.py FOLDER [--recipe configs/base_xl.yml] [--program target/release/maxdiff-rs] [--rounds 3]
 

@@ -1,7 +1,7 @@
 """`UNet2DConditionModel` and the CLIP text encoder in plain JAX, with the parameter paths of their checkpoints.
 
 Activations are NHWC, kernels HWIO and dense weights [in, out]: the layouts XLA takes as they are.
-`test_model.py` holds both to the recorded outputs and gradients of diffusers and transformers.
+`test_model.py` compares both with the recorded outputs and gradients of diffusers and transformers.
 """
 
 import functools

@@ -2,7 +2,7 @@
 
 Usage: python random_model.py {sd1,sdxl} FOLDER [--dtype bfloat16]
 
-What the program needs where no weights can be downloaded: to measure speed and memory, and to go through the whole of
+For machines where no weights can be downloaded: to measure speed and memory, and to run all of
 `generate`. Weights are normal with the deviation 1 / sqrt(fan_in), norms are 1; they are cut out of one block of random
 numbers, so that writing takes as long as the disk. The tokenizers are those of tests/golden/tokenizer.
 """

@@ -2,7 +2,7 @@
 
 Usage: python speed.py --sdxl FOLDER --sd15 FOLDER [--program target/release/maxdiff-rs] [--only NAME] [--steps 8]
 
-FOLDERs are what random_model.py makes. For each case PyTorch in bfloat16 runs first (forward_torch.py: the least of its
+random_model.py makes the FOLDERs. For each case PyTorch in bfloat16 runs first (forward_torch.py: the fastest of its
 runs), then `generate` in bfloat16 and in int8 (the mean over its steps, the first and the sampler included, so the
 comparison is not in its favour). Prints a line of Markdown table for each case as soon as it is known; ratios are this
 program's seconds over PyTorch's. Peak memory is of the whole process: text encoders, UNet and VAE one after the other

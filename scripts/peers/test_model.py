@@ -1,4 +1,4 @@
-"""Holds `model.py` to the recorded outputs and gradients of PyTorch. Usage: python test_model.py"""
+"""Compares `model.py` with the recorded outputs and gradients of PyTorch. Usage: python test_model.py"""
 
 import pathlib
 
