@@ -61,7 +61,7 @@ impl Family {
 
     /// The published family whose denoiser attends to text of this many features.
     pub fn of_text_features(features: usize) -> Option<(Family, &'static Published)> {
-        Family::published().find(|(_, published)| published.single_file.text_features == features)
+        Family::published().find(|(_, published)| published.text_features == features)
     }
 
     /// The family of a model in diffusers' layout; what no other family claims is of the first, the plainest.

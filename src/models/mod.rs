@@ -4,6 +4,7 @@ pub mod clip;
 pub mod controlnet;
 mod diffusion;
 pub mod family;
+pub mod original;
 mod part;
 mod pixels;
 mod sd1;

@@ -3,6 +3,7 @@
 use serde_json::{Map, Value};
 
 use super::Part;
+use super::original::{OriginalTensors, Root};
 
 /// The description of a family. See `docs/adding-a-family.md`.
 #[derive(Debug)]
@@ -47,6 +48,8 @@ impl FamilySpec {
 pub struct Published {
     /// Repositories on the hub, the original first, whose denoiser has exactly the architecture `unet`.
     pub repositories: &'static [&'static str],
+    /// The features of the text that the denoiser attends to, by which LoRA files of the families differ.
+    pub text_features: usize,
     /// `unet/config.json` as published: the architecture, and what no tensor of a single file tells of it.
     pub unet: &'static str,
     /// `vae/config.json` as published: the geometry of the latents, and what no tensor tells of it.
@@ -73,47 +76,38 @@ pub struct TextEncoderSpec {
 /// A family's models in one file, by the names of the original code.
 #[derive(Debug)]
 pub struct SingleFile {
-    /// The features of the text that the denoiser attends to, which tell the families apart: nothing else of its size
-    /// is looked at.
-    pub text_features: usize,
-    /// Whether the denoiser embeds pooled text and sizes (`label_emb`).
-    pub label_embedding: bool,
-    /// What a file is that has the same text features and differs in `label_embedding`.
-    pub lookalike: Option<Lookalike>,
-    /// Where the text encoders stand.
+    /// A tensor of every denoiser with these names, below the prefix.
+    pub sign: &'static str,
+    /// Whose the denoiser is, which has the sign.
+    pub claims: fn(&OriginalTensors) -> Claim,
+    /// Where the denoiser is. A file of a denoiser alone has it without the prefix.
+    pub denoiser: Root,
+    /// Where the autoencoder may be; of several the first is taken.
+    pub autoencoder: &'static [Root],
     pub text_encoders: &'static [Root],
-    /// Channels of one attention head, where blocks differ in the number of heads.
-    pub head_channels: Option<usize>,
-    /// Whether `scheduler`'s prediction type is a guess, since models of both types are published under the same tensors.
-    pub prediction_unknown: bool,
+    /// Where models that predict different things are published under the same tensors.
+    pub unknown_prediction: Option<UnknownPrediction>,
 }
 
-/// A model that is told from a family's by one tensor, and is not built here.
-#[derive(Debug)]
-pub struct Lookalike {
-    pub name: &'static str,
-    pub advice: &'static str,
-}
-
-/// Where the tensors of one part stand in a single file.
+/// Whether a denoiser in a single file is of a family.
 #[derive(Clone, Copy, Debug)]
-pub struct Root {
-    pub prefix: &'static str,
-    pub part: Part,
-    pub names: OriginalNames,
+pub enum Claim {
+    Yes,
+    No,
+    /// It is told from the family's by one tensor, and is not built here.
+    Lookalike {
+        name: &'static str,
+        advice: &'static str,
+    },
 }
 
-/// Whose names the tensors of one part have in a single file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum OriginalNames {
-    /// `openaimodel.UNetModel` of LDM and SGM.
-    LdmUnet,
-    /// `AutoencoderKL` of LDM and SGM.
-    LdmVae,
-    /// transformers' CLIP.
-    Clip,
-    /// OpenCLIP's text tower, of which the first layers are used, at most `layers`.
-    OpenClip { layers: Option<usize> },
+/// What is taken for `prediction_type` where a file does not say it.
+#[derive(Clone, Copy, Debug)]
+pub struct UnknownPrediction {
+    /// The type of models for inpainting. Others have that of the published scheduler.
+    pub inpaint: &'static str,
+    /// What users are told, unless the model is for inpainting.
+    pub note: &'static str,
 }
 
 /// What of a model in diffusers' layout tells its family.

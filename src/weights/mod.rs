@@ -27,7 +27,6 @@ pub use matching::{MismatchError, Misshapen, MissingTensor, match_parameters};
 pub use open::Checkpoint;
 pub(crate) use open::{Choice, choose, is_pickle, parse_index};
 pub use save::{FetchError, TensorView, save, save_new, save_streaming};
-pub use view::Transform;
 
 /// Why a checkpoint could not be opened, read or written.
 #[derive(Debug, thiserror::Error)]

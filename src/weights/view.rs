@@ -1,24 +1,11 @@
 //! Checkpoints whose tensors have other names and are parts of the files' tensors.
 
 use std::collections::BTreeMap;
-use std::ops::Range;
 use std::sync::Arc;
 
 use super::WeightsError;
 use super::open::{Checkpoint, Location};
-
-/// The part of a tensor that a view shows.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Transform {
-    /// All of it.
-    Identity,
-    /// These indices of the first dimension.
-    Rows(Range<usize>),
-    /// The transpose of a matrix.
-    Transpose,
-    /// Other dimensions of the same number of elements.
-    Reshape(Vec<usize>),
-}
+use crate::models::original::Transform;
 
 impl Checkpoint {
     /// The tensors of `map`, each with its new name, the name it has here, and what is shown of it.
@@ -103,6 +90,7 @@ impl Location {
 
 #[cfg(test)]
 mod tests {
+    use std::ops::Range;
     use std::path::Path;
 
     use super::*;

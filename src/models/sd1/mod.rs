@@ -1,9 +1,12 @@
 //! Stable Diffusion 1.x: a UNet on latents, conditioned by CLIP-L.
 
-use super::spec::{
-    FamilySpec, HiddenState, OriginalNames, Published, Root, SingleFile, TextEncoderSpec,
-};
-use super::{Part, unet};
+use super::original::{DENOISER_PREFIX, Root};
+use super::spec::{Claim, FamilySpec, HiddenState, Published, SingleFile, TextEncoderSpec};
+use super::unet::original::Conditioning;
+use super::{Part, clip, unet, vae};
+
+/// The features of CLIP-L.
+const TEXT_FEATURES: usize = 768;
 
 pub const SPEC: FamilySpec = FamilySpec {
     title: "Stable Diffusion 1.x",
@@ -14,6 +17,7 @@ pub const SPEC: FamilySpec = FamilySpec {
             "runwayml/stable-diffusion-v1-5",
             "stable-diffusion-v1-5/stable-diffusion-v1-5",
         ],
+        text_features: TEXT_FEATURES,
         unet: include_str!("unet.json"),
         vae: include_str!("vae.json"),
         scheduler: include_str!("scheduler.json"),
@@ -21,16 +25,26 @@ pub const SPEC: FamilySpec = FamilySpec {
         inpaint_pipeline: "StableDiffusionInpaintPipeline",
         index: r#"{"requires_safety_checker": false, "safety_checker": [null, null]}"#,
         single_file: SingleFile {
-            text_features: 768,
-            label_embedding: false,
-            lookalike: None,
+            sign: unet::original::SIGN,
+            claims: |tensors| match Conditioning::of(tensors) {
+                Some(Conditioning {
+                    text_features: TEXT_FEATURES,
+                    label_embedding: false,
+                }) => Claim::Yes,
+                _ => Claim::No,
+            },
+            denoiser: Root {
+                prefix: DENOISER_PREFIX,
+                part: Part::Unet,
+                read: |tensors, config| unet::original::read(tensors, config, None),
+            },
+            autoencoder: &vae::original::ROOTS,
             text_encoders: &[Root {
                 prefix: "cond_stage_model.transformer.",
                 part: Part::TextEncoder,
-                names: OriginalNames::Clip,
+                read: |tensors, _| clip::original::read(tensors),
             }],
-            head_channels: None,
-            prediction_unknown: false,
+            unknown_prediction: None,
         },
     }),
     text_encoders: &[TextEncoderSpec {

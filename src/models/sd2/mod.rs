@@ -2,10 +2,12 @@
 
 use serde_json::Value;
 
+use super::original::{DENOISER_PREFIX, Root};
 use super::spec::{
-    FamilySpec, HiddenState, Lookalike, OriginalNames, Published, Root, SingleFile, TextEncoderSpec,
+    Claim, FamilySpec, HiddenState, Published, SingleFile, TextEncoderSpec, UnknownPrediction,
 };
-use super::{Part, unet};
+use super::unet::original::Conditioning;
+use super::{Part, clip, unet, vae};
 
 /// The features of OpenCLIP-H.
 const TEXT_FEATURES: usize = 1024;
@@ -15,6 +17,7 @@ pub const SPEC: FamilySpec = FamilySpec {
     recipe: "base21.yml",
     published: Some(Published {
         repositories: &["stabilityai/stable-diffusion-2-1"],
+        text_features: TEXT_FEATURES,
         unet: include_str!("unet.json"),
         vae: include_str!("vae.json"),
         scheduler: include_str!("scheduler.json"),
@@ -22,20 +25,38 @@ pub const SPEC: FamilySpec = FamilySpec {
         inpaint_pipeline: "StableDiffusionInpaintPipeline",
         index: r#"{"requires_safety_checker": false, "safety_checker": [null, null]}"#,
         single_file: SingleFile {
-            text_features: TEXT_FEATURES,
-            label_embedding: false,
-            lookalike: Some(Lookalike {
-                name: "Stable Diffusion 2.1 unCLIP",
-                advice: "its conditioning on images is not built here",
-            }),
+            sign: unet::original::SIGN,
+            claims: |tensors| match Conditioning::of(tensors) {
+                Some(Conditioning {
+                    text_features: TEXT_FEATURES,
+                    label_embedding: false,
+                }) => Claim::Yes,
+                Some(Conditioning {
+                    text_features: TEXT_FEATURES,
+                    label_embedding: true,
+                }) => Claim::Lookalike {
+                    name: "Stable Diffusion 2.1 unCLIP",
+                    advice: "its conditioning on images is not built here",
+                },
+                _ => Claim::No,
+            },
+            denoiser: Root {
+                prefix: DENOISER_PREFIX,
+                part: Part::Unet,
+                read: |tensors, config| unet::original::read(tensors, config, Some(64)),
+            },
+            autoencoder: &vae::original::ROOTS,
             text_encoders: &[Root {
                 prefix: "cond_stage_model.model.",
                 part: Part::TextEncoder,
-                // OpenCLIP-H has 24; the denoiser attends to what the last but one gives.
-                names: OriginalNames::OpenClip { layers: Some(23) },
+                // OpenCLIP-H has 24 layers; the denoiser attends to what the last but one gives.
+                read: |tensors, _| clip::original::read_open_clip(tensors, Some(23)),
             }],
-            head_channels: Some(64),
-            prediction_unknown: true,
+            unknown_prediction: Some(UnknownPrediction {
+                inpaint: "epsilon",
+                note: "the file does not say what its UNet predicts: v_prediction is taken, as in Stable Diffusion 2.1 at \
+                       768 pixels; for a model of 512 pixels set prediction_type=epsilon",
+            }),
         },
     }),
     text_encoders: &[TextEncoderSpec {

@@ -1,16 +1,20 @@
 //! SDXL base: a UNet on latents, conditioned by CLIP-L and OpenCLIP-bigG side by side, bigG's pooled output and the
 //! image's sizes.
 
-use super::spec::{
-    FamilySpec, HiddenState, OriginalNames, Published, Root, SingleFile, TextEncoderSpec,
-};
-use super::{Part, unet};
+use super::original::{DENOISER_PREFIX, Root};
+use super::spec::{Claim, FamilySpec, HiddenState, Published, SingleFile, TextEncoderSpec};
+use super::unet::original::Conditioning;
+use super::{Part, clip, unet, vae};
+
+/// The features of CLIP-L and OpenCLIP-bigG side by side.
+const TEXT_FEATURES: usize = 2048;
 
 pub const SPEC: FamilySpec = FamilySpec {
     title: "SDXL",
     recipe: "base_xl.yml",
     published: Some(Published {
         repositories: &["stabilityai/stable-diffusion-xl-base-1.0"],
+        text_features: TEXT_FEATURES,
         unet: include_str!("unet.json"),
         vae: include_str!("vae.json"),
         scheduler: include_str!("scheduler.json"),
@@ -18,23 +22,33 @@ pub const SPEC: FamilySpec = FamilySpec {
         inpaint_pipeline: "StableDiffusionXLInpaintPipeline",
         index: r#"{"force_zeros_for_empty_prompt": true}"#,
         single_file: SingleFile {
-            text_features: 2048,
-            label_embedding: true,
-            lookalike: None,
+            sign: unet::original::SIGN,
+            claims: |tensors| match Conditioning::of(tensors) {
+                Some(Conditioning {
+                    text_features: TEXT_FEATURES,
+                    label_embedding: true,
+                }) => Claim::Yes,
+                _ => Claim::No,
+            },
+            denoiser: Root {
+                prefix: DENOISER_PREFIX,
+                part: Part::Unet,
+                read: |tensors, config| unet::original::read(tensors, config, Some(64)),
+            },
+            autoencoder: &vae::original::ROOTS,
             text_encoders: &[
                 Root {
                     prefix: "conditioner.embedders.0.transformer.",
                     part: Part::TextEncoder,
-                    names: OriginalNames::Clip,
+                    read: |tensors, _| clip::original::read(tensors),
                 },
                 Root {
                     prefix: "conditioner.embedders.1.model.",
                     part: Part::TextEncoder2,
-                    names: OriginalNames::OpenClip { layers: None },
+                    read: |tensors, _| clip::original::read_open_clip(tensors, None),
                 },
             ],
-            head_channels: Some(64),
-            prediction_unknown: false,
+            unknown_prediction: None,
         },
     }),
     text_encoders: &[

@@ -1,15 +1,19 @@
 //! SDXL's refiner: takes the last steps of SDXL's samples, conditioned by OpenCLIP-bigG alone and an aesthetic score.
 
-use super::spec::{
-    FamilySpec, HiddenState, OriginalNames, Published, Root, SingleFile, TextEncoderSpec,
-};
-use super::{Part, unet};
+use super::original::{DENOISER_PREFIX, Root};
+use super::spec::{Claim, FamilySpec, HiddenState, Published, SingleFile, TextEncoderSpec};
+use super::unet::original::Conditioning;
+use super::{Part, clip, unet, vae};
+
+/// The features of OpenCLIP-bigG.
+const TEXT_FEATURES: usize = 1280;
 
 pub const SPEC: FamilySpec = FamilySpec {
     title: "the SDXL refiner",
     recipe: "refiner_xl.yml",
     published: Some(Published {
         repositories: &["stabilityai/stable-diffusion-xl-refiner-1.0"],
+        text_features: TEXT_FEATURES,
         unet: include_str!("unet.json"),
         vae: include_str!("vae.json"),
         scheduler: include_str!("scheduler.json"),
@@ -17,16 +21,26 @@ pub const SPEC: FamilySpec = FamilySpec {
         inpaint_pipeline: "StableDiffusionXLImg2ImgPipeline",
         index: r#"{"force_zeros_for_empty_prompt": false, "requires_aesthetics_score": true}"#,
         single_file: SingleFile {
-            text_features: 1280,
-            label_embedding: true,
-            lookalike: None,
+            sign: unet::original::SIGN,
+            claims: |tensors| match Conditioning::of(tensors) {
+                Some(Conditioning {
+                    text_features: TEXT_FEATURES,
+                    label_embedding: true,
+                }) => Claim::Yes,
+                _ => Claim::No,
+            },
+            denoiser: Root {
+                prefix: DENOISER_PREFIX,
+                part: Part::Unet,
+                read: |tensors, config| unet::original::read(tensors, config, Some(64)),
+            },
+            autoencoder: &vae::original::ROOTS,
             text_encoders: &[Root {
                 prefix: "conditioner.embedders.0.model.",
                 part: Part::TextEncoder2,
-                names: OriginalNames::OpenClip { layers: None },
+                read: |tensors, _| clip::original::read_open_clip(tensors, None),
             }],
-            head_channels: Some(64),
-            prediction_unknown: false,
+            unknown_prediction: None,
         },
     }),
     text_encoders: &[TextEncoderSpec {

@@ -2,6 +2,7 @@
 
 mod blocks;
 mod config;
+pub mod original;
 
 pub use config::{
     AdditionEmbedType, DownBlockType, PerBlock, SampleSize, TimeScaleShift, UNet2DConditionConfig,

@@ -1,6 +1,7 @@
 //! diffusers' `AutoencoderKL`: between pictures and latents, for Stable Diffusion 1.x, 2.x, XL and 3, and for Flux.
 
 mod config;
+pub mod original;
 
 pub use config::{AutoencoderKlConfig, DownBlockType, UpBlockType};
 

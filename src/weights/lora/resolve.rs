@@ -2,12 +2,13 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use super::dialects::{self, Blocks};
+use super::dialects;
 use super::file::{LoraFile, Module};
 use super::merge::{Adapter, Patched};
 use super::mismatch::{LoraFamily, LoraMismatch, MisshapenModule, UnmatchedModule};
 use super::{LoraError, LoraScale, LoraTarget, weight_name};
 use crate::models::Part;
+use crate::models::unet::original::Blocks;
 
 impl LoraFile {
     /// Finds the weight of every module among `targets`: all weights of the model, each once.

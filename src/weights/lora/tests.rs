@@ -9,10 +9,11 @@ use tempfile::TempDir;
 
 mod arithmetic;
 
-use super::dialects::{Blocks, Role, aliases, split_part, split_role};
+use super::dialects::{Role, aliases, split_part, split_role};
 use super::*;
 use crate::dtype::DType;
 use crate::host_tensor::HostTensor;
+use crate::models::unet::original::Blocks;
 use crate::models::{Family, Part};
 use crate::weights::{TensorView, save};
 

@@ -2,19 +2,10 @@
 
 use super::SourceError;
 use crate::models::family::UNSUPPORTED;
-use crate::models::spec::{Lookalike, OriginalNames, Root};
-use crate::models::{Family, Part, Published};
+use crate::models::original::{DENOISER_PREFIX, OriginalTensors, Root};
+use crate::models::spec::Claim;
+use crate::models::{Family, Published, vae};
 use crate::weights::Checkpoint;
-
-const UNET: Root = Root {
-    prefix: "model.diffusion_model.",
-    part: Part::Unet,
-    names: OriginalNames::LdmUnet,
-};
-const UNET_ALONE: Root = Root { prefix: "", ..UNET };
-
-/// Where an autoencoder may stand, alone or in a whole model.
-const VAES: [&str; 3] = ["first_stage_model.", "vae.", ""];
 
 /// What a single file holds.
 pub(super) struct Detected {
@@ -27,31 +18,19 @@ pub(super) struct Detected {
 /// Tells the family of `file` and where its parts stand.
 pub(super) fn detect(file: &Checkpoint) -> Result<Detected, SourceError> {
     refuse_other_kinds(file)?;
-    let has = |name: &str| file.info(name).is_some();
-    let Some(unet) = [UNET, UNET_ALONE]
-        .into_iter()
-        .find(|root| has(&format!("{}input_blocks.0.0.weight", root.prefix)))
-    else {
-        return Err(without_unet(file));
-    };
-    let (family, published) = family(file, unet)?;
-    let whole = [UNET]
-        .into_iter()
-        .chain(
-            VAES.into_iter()
-                .filter(|prefix| !prefix.is_empty())
-                .map(vae),
-        )
-        .chain(published.single_file.text_encoders.iter().copied());
-    let mut roots: Vec<Root> = Vec::new();
-    if unet.prefix.is_empty() {
-        roots.push(unet);
-    } else {
-        for root in whole {
+    let (family, published, denoiser) = denoiser(file)?;
+    let single_file = &published.single_file;
+    let mut roots = vec![denoiser];
+    if !denoiser.prefix.is_empty() {
+        for root in single_file
+            .autoencoder
+            .iter()
+            .chain(single_file.text_encoders)
+        {
             // Of a part that stands twice the first is taken.
             let taken = roots.iter().any(|r| r.part == root.part);
             if !taken && file.names().any(|n| n.starts_with(root.prefix)) {
-                roots.push(root);
+                roots.push(*root);
             }
         }
     }
@@ -62,11 +41,56 @@ pub(super) fn detect(file: &Checkpoint) -> Result<Detected, SourceError> {
     })
 }
 
-fn vae(prefix: &'static str) -> Root {
-    Root {
-        prefix,
-        part: Part::Vae,
-        names: OriginalNames::LdmVae,
+/// The tensors of one part of a file.
+pub(super) fn tensors(file: &Checkpoint, root: Root) -> OriginalTensors<'_> {
+    let shapes = file.iter();
+    OriginalTensors {
+        part: root.part,
+        prefix: root.prefix,
+        shapes: shapes
+            .filter_map(|(name, shape)| Some((name.strip_prefix(root.prefix)?, shape)))
+            .collect(),
+    }
+}
+
+/// The family of the file's denoiser, and where that stands: with the prefix of a whole model, else alone.
+fn denoiser(file: &Checkpoint) -> Result<(Family, &'static Published, Root), SourceError> {
+    for whole in [true, false] {
+        let root = |published: &Published| match published.single_file.denoiser {
+            root if whole => root,
+            root => Root { prefix: "", ..root },
+        };
+        let candidates: Vec<(Family, &Published)> = Family::published()
+            .filter(|(_, published)| {
+                let name = format!("{}{}", root(published).prefix, published.single_file.sign);
+                file.info(&name).is_some()
+            })
+            .collect();
+        for &(family, published) in &candidates {
+            let root = root(published);
+            match (published.single_file.claims)(&tensors(file, root)) {
+                Claim::Yes => return Ok((family, published, root)),
+                Claim::No => {}
+                Claim::Lookalike { name, advice } => {
+                    return Err(SourceError::OtherKind {
+                        path: file.path().to_owned(),
+                        what: name,
+                        advice,
+                    });
+                }
+            }
+        }
+        if !candidates.is_empty() {
+            return Err(unknown(file));
+        }
+    }
+    Err(without_denoiser(file))
+}
+
+fn unknown(file: &Checkpoint) -> SourceError {
+    SourceError::UnknownFamily {
+        path: file.path().to_owned(),
+        names: file.names().map(str::to_owned).collect(),
     }
 }
 
@@ -84,7 +108,7 @@ fn refuse_other_kinds(file: &Checkpoint) -> Result<(), SourceError> {
     if file.names().any(is_lora) {
         return other("a LoRA", "it is added to a model: name the model itself");
     }
-    for prefix in ["", UNET.prefix] {
+    for prefix in ["", DENOISER_PREFIX] {
         let has = |name: &str| has(&format!("{prefix}{name}"));
         if let Some(unsupported) = UNSUPPORTED.iter().find(|family| has(family.tensor)) {
             return Err(SourceError::UnsupportedFamily {
@@ -126,34 +150,8 @@ fn is_lora(name: &str) -> bool {
     .any(|part| name.contains(part))
 }
 
-/// The family whose UNet stands at `unet`: by the features of the text that it attends to.
-fn family(file: &Checkpoint, unet: Root) -> Result<(Family, &'static Published), SourceError> {
-    let unknown = || SourceError::UnknownFamily {
-        path: file.path().to_owned(),
-        names: file.names().map(str::to_owned).collect(),
-    };
-    let (family, published) = file
-        .iter()
-        .find(|(name, _)| name.starts_with(unet.prefix) && name.ends_with(".attn2.to_k.weight"))
-        .and_then(|(_, to_k)| Family::of_text_features(*to_k.dims.get(1)?))
-        .ok_or_else(unknown)?;
-    let labels = format!("{}label_emb.0.0.weight", unet.prefix);
-    let single_file = &published.single_file;
-    if file.info(&labels).is_some() == single_file.label_embedding {
-        return Ok((family, published));
-    }
-    Err(match single_file.lookalike {
-        Some(Lookalike { name, advice }) => SourceError::OtherKind {
-            path: file.path().to_owned(),
-            what: name,
-            advice,
-        },
-        None => unknown(),
-    })
-}
-
-/// A file without a UNet in the original layout: often one part of something.
-fn without_unet(file: &Checkpoint) -> SourceError {
+/// A file without a denoiser of a known layout: often one part of something.
+fn without_denoiser(file: &Checkpoint) -> SourceError {
     let has = |name: &str| file.info(name).is_some();
     let path = file.path().to_owned();
     let diffusers = "name the folder with model_index.json that it belongs to";
@@ -161,8 +159,10 @@ fn without_unet(file: &Checkpoint) -> SourceError {
         ("the UNet of a diffusers folder", diffusers)
     } else if has("encoder.down_blocks.0.resnets.0.conv1.weight") {
         ("the VAE of a diffusers folder", diffusers)
-    } else if VAES
+    } else if vae::original::ROOTS
         .iter()
+        .map(|root| root.prefix)
+        .chain([""])
         .any(|prefix| has(&format!("{prefix}decoder.up.0.block.0.conv1.weight")))
     {
         (
@@ -172,10 +172,7 @@ fn without_unet(file: &Checkpoint) -> SourceError {
     } else if has("text_model.embeddings.token_embedding.weight") {
         ("a text encoder of a diffusers folder", diffusers)
     } else {
-        return SourceError::UnknownFamily {
-            path,
-            names: file.names().map(str::to_owned).collect(),
-        };
+        return unknown(file);
     };
     SourceError::OtherKind { path, what, advice }
 }

@@ -6,14 +6,14 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
 
-use super::keys::{self, Converted};
 use super::{
     Component, Ignored, Layout, ModelSource, SourceError, io_error, read_json, read_scheduler,
 };
 use crate::models::family::UNSUPPORTED;
+use crate::models::original::{Converted, Transform};
 use crate::models::spec::Signs;
-use crate::models::{Family, Part};
-use crate::weights::{Checkpoint, Transform, WeightsError};
+use crate::models::{Family, Part, clip, vae};
+use crate::weights::{Checkpoint, WeightsError};
 
 const INDEX: &str = "model_index.json";
 const PICKLES: [&str; 3] = ["ckpt", "pt", "bin"];
@@ -136,8 +136,10 @@ pub(super) fn component(folder: &Path, part: Part) -> Result<Component, SourceEr
     for (name, shape) in file.iter() {
         let converted = match part {
             Part::Unet => Converted::Unknown,
-            Part::Vae => keys::diffusers_vae(name, shape),
-            Part::TextEncoder | Part::TextEncoder2 => keys::clip(name, projected),
+            Part::Vae => vae::original::of_diffusers(name, shape),
+            Part::TextEncoder | Part::TextEncoder2 => {
+                clip::original::of_transformers(name, projected)
+            }
         };
         match converted {
             Converted::To(new) => {

@@ -9,9 +9,7 @@
 
 mod detect;
 mod folder;
-mod keys;
 mod single_file;
-mod structure;
 mod write;
 
 use std::collections::BTreeMap;
@@ -292,6 +290,14 @@ fn read_json(path: &Path) -> Result<Map<String, Value>, SourceError> {
 fn read_scheduler(path: &Path) -> Result<Map<String, Value>, SourceError> {
     read_with(path, |text| {
         scheduler_fields(text).map_err(|e| e.to_string())
+    })
+}
+
+/// A configuration of a family, for a model at `path`.
+fn built_in(path: &Path, text: &str) -> Result<Map<String, Value>, SourceError> {
+    serde_json::from_str(text).map_err(|e| SourceError::Json {
+        path: path.to_owned(),
+        reason: format!("the built-in configuration of its family: {e}"),
     })
 }
 

@@ -5,14 +5,12 @@ use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
-use super::detect::{Detected, detect};
+use super::detect::{Detected, detect, tensors};
 use super::folder::is_inpainting;
-use super::keys::{self, Converted};
-use super::structure::{self, Tensors};
-use super::{Component, Ignored, Layout, ModelSource, SourceError};
-use crate::models::spec::{OriginalNames, Root};
+use super::{Component, Ignored, Layout, ModelSource, SourceError, built_in};
+use crate::models::original::{Converted, OriginalPart, Root, Transform};
 use crate::models::{Part, Published};
-use crate::weights::{Checkpoint, Transform};
+use crate::weights::Checkpoint;
 
 /// Tensors that are marks: the model predicts the velocity; its noise schedule ends in pure noise. ComfyUI's and
 /// NoobAI's convention.
@@ -67,39 +65,27 @@ fn convert(
     published: &Published,
     ignored: &mut Unused,
 ) -> Result<Component, SourceError> {
-    let tensors = Tensors {
-        file,
-        prefix: root.prefix,
+    let published = match root.part {
+        Part::Unet => built_in(file.path(), published.unet)?,
+        Part::Vae => built_in(file.path(), published.vae)?,
+        Part::TextEncoder | Part::TextEncoder2 => Map::new(),
+    };
+    let read = (root.read)(&tensors(file, root), published);
+    let OriginalPart { config, tensors } = read.map_err(|e| SourceError::Structure {
+        path: file.path().to_owned(),
         part: root.part,
-    };
-    let projected = root.part == Part::TextEncoder2;
-    // What is counted is what its names need: layers of a block, resolutions, layers.
-    let (config, count) = match root.names {
-        OriginalNames::LdmUnet => structure::unet(tensors, published)?,
-        OriginalNames::LdmVae => structure::vae(tensors, published)?,
-        OriginalNames::Clip => structure::clip(tensors)?,
-        OriginalNames::OpenClip { layers } => structure::open_clip(tensors, layers)?,
-    };
+        reason: e.to_string(),
+    })?;
     let mut map = Vec::new();
-    for (name, shape) in file.iter() {
-        let Some(key) = name.strip_prefix(root.prefix) else {
-            continue;
-        };
-        let converted = match root.names {
-            OriginalNames::LdmUnet => keys::unet(key, count),
-            OriginalNames::LdmVae => keys::vae(key, shape, count),
-            OriginalNames::Clip => keys::clip(key, projected),
-            OriginalNames::OpenClip { .. } => keys::open_clip(key, shape, projected, count),
-        };
+    for (key, converted) in tensors {
+        let name = format!("{}{key}", root.prefix);
         match converted {
             Converted::To(new) => {
-                map.extend(new.into_iter().map(|(n, t)| (n, (name.to_owned(), t))));
+                map.extend(new.into_iter().map(|(n, t)| (n, (name.clone(), t))));
             }
-            Converted::Ignored(reason) => ignored.add(name, reason),
+            Converted::Ignored(reason) => ignored.add(&name, reason),
             // Shown as it is: comparing with the model's parameters tells of it.
-            Converted::Unknown => {
-                map.push((key.to_owned(), (name.to_owned(), Transform::Identity)));
-            }
+            Converted::Unknown => map.push((key.to_owned(), (name, Transform::Identity))),
         }
     }
     Ok(Component {
@@ -152,7 +138,7 @@ fn scheduler(
     inpaint: bool,
     notes: &mut Vec<String>,
 ) -> Result<Map<String, Value>, SourceError> {
-    let mut config = structure::built_in(file.path(), published.scheduler)?;
+    let mut config = built_in(file.path(), published.scheduler)?;
     let mut set = |key: &str, value: Value| {
         config.insert(key.to_owned(), value);
     };
@@ -169,15 +155,11 @@ fn scheduler(
         }
         (false, None) => None,
     };
-    match (prediction, published.single_file.prediction_unknown) {
+    match (prediction, published.single_file.unknown_prediction) {
         (Some(prediction), _) => set("prediction_type", json!(prediction)),
-        (None, true) if inpaint => set("prediction_type", json!("epsilon")),
-        (None, true) => notes.push(
-            "the file does not say what its UNet predicts: v_prediction is taken, as in Stable Diffusion 2.1 at 768 \
-             pixels; for a model of 512 pixels set prediction_type=epsilon"
-                .to_owned(),
-        ),
-        (None, false) => {}
+        (None, Some(unknown)) if inpaint => set("prediction_type", json!(unknown.inpaint)),
+        (None, Some(unknown)) => notes.push(unknown.note.to_owned()),
+        (None, None) => {}
     }
     if file.info(ZERO_TERMINAL_SNR).is_some() {
         // Sampling must then begin at the last timestep (Lin et al., 2023, section 3.3).

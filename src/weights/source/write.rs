@@ -8,8 +8,7 @@ use std::path::Path;
 use half::{bf16, f16};
 use serde_json::{Map, Value, json};
 
-use super::structure::built_in;
-use super::{Component, ModelSource, SourceError, io_error};
+use super::{Component, ModelSource, SourceError, built_in, io_error};
 use crate::dtype::DType;
 use crate::host_tensor::HostTensor;
 use crate::models::{Part, Published};

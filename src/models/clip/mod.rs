@@ -1,5 +1,7 @@
 //! transformers' `CLIPTextModel` and `CLIPTextModelWithProjection`.
 
+pub mod original;
+
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use serde_json::{Map, Value, json};
 

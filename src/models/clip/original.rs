@@ -1,0 +1,212 @@
+//! Text encoders by the names of transformers and of OpenCLIP.
+
+use serde_json::{Map, Value, json};
+
+use crate::models::Part;
+use crate::models::original::{
+    Converted, OriginalPart, OriginalTensors, StructureError, Transform, number, renamed, set,
+};
+use crate::shape::Shape;
+
+/// Channels of one attention head in all of CLIP's text encoders.
+const HEAD_CHANNELS: usize = 64;
+
+const TRAINING: &str = "used in training only";
+const NO_PROJECTION: &str = "the projection, which this text encoder's model does not use";
+
+/// Whether the pooled output is projected: the second text encoder's is.
+fn is_projected(part: Part) -> bool {
+    match part {
+        Part::TextEncoder2 => true,
+        Part::TextEncoder | Part::Unet | Part::Vae => false,
+    }
+}
+
+/// Reads the tensors of transformers' text encoder.
+///
+/// # Errors
+/// When a tensor is missing.
+pub fn read<'a>(tensors: &OriginalTensors<'a>) -> Result<OriginalPart<'a>, StructureError> {
+    // Some versions of transformers leave the first word out.
+    let root = if tensors.has("text_model.embeddings.token_embedding.weight") {
+        "text_model."
+    } else {
+        ""
+    };
+    let table = format!("{root}embeddings.token_embedding.weight");
+    let layer = |i: usize| format!("{root}encoder.layers.{i}.mlp.fc1.weight");
+    let hidden = tensors.dim(&table, 1)?;
+    let sizes = Sizes {
+        activation: "quick_gelu",
+        vocabulary: tensors.dim(&table, 0)?,
+        hidden,
+        intermediate: tensors.dim(&layer(0), 0)?,
+        projection: hidden,
+        layers: tensors.count(layer),
+        positions: tensors.dim(&format!("{root}embeddings.position_embedding.weight"), 0)?,
+    };
+    let projected = is_projected(tensors.part);
+    Ok(OriginalPart {
+        config: sizes.config(projected),
+        tensors: tensors.converted(|key, _| of_transformers(key, projected)),
+    })
+}
+
+/// Reads the tensors of OpenCLIP's text tower, of which the first layers are used: all, or at most `used`. The first text
+/// encoder of a model goes without the projection.
+///
+/// # Errors
+/// When a tensor is missing.
+pub fn read_open_clip<'a>(
+    tensors: &OriginalTensors<'a>,
+    used: Option<usize>,
+) -> Result<OriginalPart<'a>, StructureError> {
+    let layer = |i: usize| format!("transformer.resblocks.{i}.mlp.c_fc.weight");
+    let all = tensors.count(layer);
+    let layers = used.map_or(all, |used| all.min(used));
+    let projected = is_projected(tensors.part);
+    let projection = match projected {
+        true if tensors.has("text_projection.weight") => {
+            tensors.dim("text_projection.weight", 0)?
+        }
+        true => tensors.dim("text_projection", 1)?,
+        // What SD 2's published configuration says.
+        false => 512,
+    };
+    let sizes = Sizes {
+        activation: "gelu",
+        vocabulary: tensors.dim("token_embedding.weight", 0)?,
+        hidden: tensors.dim("token_embedding.weight", 1)?,
+        intermediate: tensors.dim(&layer(0), 0)?,
+        projection,
+        layers,
+        positions: tensors.dim("positional_embedding", 0)?,
+    };
+    Ok(OriginalPart {
+        config: sizes.config(projected),
+        tensors: tensors.converted(|key, shape| of_open_clip(key, shape, projected, layers)),
+    })
+}
+
+/// What tensors tell of a text encoder.
+struct Sizes {
+    activation: &'static str,
+    vocabulary: usize,
+    hidden: usize,
+    intermediate: usize,
+    projection: usize,
+    layers: usize,
+    positions: usize,
+}
+
+impl Sizes {
+    fn config(&self, projected: bool) -> Map<String, Value> {
+        let class = match projected {
+            true => "CLIPTextModelWithProjection",
+            false => "CLIPTextModel",
+        };
+        let heads = (self.hidden / HEAD_CHANNELS).max(1);
+        let mut config = Map::new();
+        set(
+            &mut config,
+            [
+                ("architectures", json!([class])),
+                ("attention_dropout", json!(0.0)),
+                ("bos_token_id", json!(0)),
+                // What the published configurations say, by mistake: it stands for the highest token id.
+                ("eos_token_id", json!(2)),
+                ("hidden_act", json!(self.activation)),
+                ("hidden_size", json!(self.hidden)),
+                ("initializer_factor", json!(1.0)),
+                ("initializer_range", json!(0.02)),
+                ("intermediate_size", json!(self.intermediate)),
+                ("layer_norm_eps", json!(1e-5)),
+                ("max_position_embeddings", json!(self.positions)),
+                ("model_type", json!("clip_text_model")),
+                ("num_attention_heads", json!(heads)),
+                ("num_hidden_layers", json!(self.layers)),
+                ("pad_token_id", json!(1)),
+                ("projection_dim", json!(self.projection)),
+                ("vocab_size", json!(self.vocabulary)),
+            ],
+        );
+        config
+    }
+}
+
+/// What becomes of a tensor of transformers, some versions of which leave `text_model.` out.
+pub fn of_transformers(key: &str, with_projection: bool) -> Converted {
+    let key = match key.split_once('.') {
+        Some(("embeddings" | "encoder" | "final_layer_norm", _)) => format!("text_model.{key}"),
+        _ => key.to_owned(),
+    };
+    match key.as_str() {
+        "text_model.embeddings.position_ids" => {
+            Converted::Ignored("the numbers of the positions, which are no weights")
+        }
+        "logit_scale" => Converted::Ignored(TRAINING),
+        "text_projection.weight" if !with_projection => Converted::Ignored(NO_PROJECTION),
+        _ => Some(key).into(),
+    }
+}
+
+/// What becomes of a tensor of OpenCLIP, of which the first `layers` are used.
+fn of_open_clip(key: &str, shape: &Shape, with_projection: bool, layers: usize) -> Converted {
+    const FIXED: [(&str, &str); 3] = [
+        (
+            "positional_embedding",
+            "text_model.embeddings.position_embedding.weight",
+        ),
+        ("token_embedding.", "text_model.embeddings.token_embedding."),
+        ("ln_final.", "text_model.final_layer_norm."),
+    ];
+    match key {
+        "logit_scale" => return Converted::Ignored(TRAINING),
+        "text_projection" | "text_projection.weight" if !with_projection => {
+            return Converted::Ignored(NO_PROJECTION);
+        }
+        // A parameter that is multiplied from the right, where a linear layer's weight is from the left.
+        "text_projection" => {
+            let name = "text_projection.weight".to_owned();
+            return Converted::To(vec![(name, Transform::Transpose)]);
+        }
+        "text_projection.weight" => return Some(key.to_owned()).into(),
+        _ => {}
+    }
+    if let Some(name) = renamed(&FIXED, key) {
+        return Some(name).into();
+    }
+    let Some((layer, leaf)) = key.strip_prefix("transformer.resblocks.").and_then(number) else {
+        return Converted::Unknown;
+    };
+    if layer >= layers {
+        return Converted::Ignored("the last layer, whose result this model does not use");
+    }
+    open_clip_layer(&format!("text_model.encoder.layers.{layer}"), leaf, shape)
+}
+
+fn open_clip_layer(layer: &str, leaf: &str, shape: &Shape) -> Converted {
+    const LAYER: [(&str, &str); 5] = [
+        ("ln_1.", "layer_norm1."),
+        ("ln_2.", "layer_norm2."),
+        ("mlp.c_fc.", "mlp.fc1."),
+        ("mlp.c_proj.", "mlp.fc2."),
+        ("attn.out_proj.", "self_attn.out_proj."),
+    ];
+    // Queries, keys and values in one matrix, one below the other.
+    if let Some(kind) = leaf.strip_prefix("attn.in_proj_") {
+        let rows = shape.dims.first().copied().unwrap_or(0) / 3;
+        let third = |i: usize, name: &str| {
+            let rows = Transform::Rows(i * rows..(i + 1) * rows);
+            (format!("{layer}.self_attn.{name}.{kind}"), rows)
+        };
+        return Converted::To(vec![
+            third(0, "q_proj"),
+            third(1, "k_proj"),
+            third(2, "v_proj"),
+        ]);
+    }
+    renamed(&LAYER, leaf)
+        .map(|leaf| format!("{layer}.{leaf}"))
+        .into()
+}

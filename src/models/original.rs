@@ -1,0 +1,159 @@
+//! Models in one file, by the names of the original code: what each network's names are read with.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use serde_json::{Map, Value, json};
+
+use super::Part;
+use crate::shape::Shape;
+
+/// Where a file of a whole model has the denoiser: LDM's name, which the code of later models kept.
+pub const DENOISER_PREFIX: &str = "model.diffusion_model.";
+
+/// Where the tensors of one part are in a single file.
+#[derive(Clone, Copy, Debug)]
+pub struct Root {
+    pub prefix: &'static str,
+    pub part: Part,
+    /// Reads the original names. The second argument is the family's published configuration of the part, which is
+    /// right where no tensor says otherwise; text encoders have none.
+    pub read: Read,
+}
+
+/// See [`Root::read`].
+///
+/// # Errors
+/// When the tensors do not make such a network.
+pub type Read = for<'a> fn(
+    &OriginalTensors<'a>,
+    Map<String, Value>,
+) -> Result<OriginalPart<'a>, StructureError>;
+
+/// One part of a single file, read.
+#[derive(Debug)]
+pub struct OriginalPart<'a> {
+    /// The content of a `config.json`, diffusers' or transformers'.
+    pub config: Map<String, Value>,
+    /// What becomes of each tensor, by its original name below the part's prefix.
+    pub tensors: Vec<(&'a str, Converted)>,
+}
+
+/// What becomes of one tensor.
+#[derive(Debug, PartialEq)]
+pub enum Converted {
+    /// Parts of it, or all of it, by diffusers' or transformers' names.
+    To(Vec<(String, Transform)>),
+    /// Left out, with the reason.
+    Ignored(&'static str),
+    /// Not a name of this network.
+    Unknown,
+}
+
+impl From<Option<String>> for Converted {
+    fn from(name: Option<String>) -> Self {
+        name.map_or(Converted::Unknown, |name| {
+            Converted::To(vec![(name, Transform::Identity)])
+        })
+    }
+}
+
+/// The part of a stored tensor that another name stands for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Transform {
+    /// All of it.
+    Identity,
+    /// These indices of the first dimension.
+    Rows(Range<usize>),
+    /// The transpose of a matrix.
+    Transpose,
+    /// Other dimensions of the same number of elements.
+    Reshape(Vec<usize>),
+}
+
+/// Why the tensors of a part do not make a network.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct StructureError(pub String);
+
+/// The tensors of one part of a file.
+#[derive(Clone, Debug)]
+pub struct OriginalTensors<'a> {
+    pub part: Part,
+    /// For messages: what stands before the names in the file.
+    pub prefix: &'a str,
+    /// Shapes by the names below the prefix.
+    pub shapes: BTreeMap<&'a str, &'a Shape>,
+}
+
+impl<'a> OriginalTensors<'a> {
+    /// Dimensions of a tensor.
+    pub fn get(&self, name: &str) -> Option<&'a [usize]> {
+        let shape = self.shapes.get(name)?;
+        Some(&shape.dims)
+    }
+
+    pub fn has(&self, name: &str) -> bool {
+        self.shapes.contains_key(name)
+    }
+
+    /// One dimension of a tensor that must be there.
+    ///
+    /// # Errors
+    /// When it is not, or has fewer dimensions.
+    pub fn dim(&self, name: &str, dimension: usize) -> Result<usize, StructureError> {
+        let prefix = self.prefix;
+        let dims = self
+            .get(name)
+            .ok_or_else(|| StructureError(format!("{prefix}{name} is missing")))?;
+        dims.get(dimension).copied().ok_or_else(|| {
+            let rank = dimension + 1;
+            StructureError(format!(
+                "{prefix}{name} {dims:?} has less than {rank} dimensions"
+            ))
+        })
+    }
+
+    /// How many tensors there are whose names `name` makes of 0, 1, ...
+    pub fn count(&self, name: impl Fn(usize) -> String) -> usize {
+        (0..).take_while(|&i| self.has(&name(i))).count()
+    }
+
+    /// All tensors, each with what `convert` makes of its name and shape.
+    pub fn converted(
+        &self,
+        convert: impl Fn(&str, &Shape) -> Converted,
+    ) -> Vec<(&'a str, Converted)> {
+        let shapes = self.shapes.iter();
+        shapes
+            .map(|(&name, shape)| (name, convert(name, shape)))
+            .collect()
+    }
+}
+
+/// `key` with the first matching prefix of `table` replaced.
+pub(super) fn renamed(table: &[(&str, &str)], key: &str) -> Option<String> {
+    table
+        .iter()
+        .find_map(|(from, to)| Some(format!("{to}{}", key.strip_prefix(from)?)))
+}
+
+/// The first part of `key`, which must be a number, and what follows.
+pub(super) fn number(key: &str) -> Option<(usize, &str)> {
+    let (first, rest) = key.split_once('.')?;
+    Some((first.parse().ok()?, rest))
+}
+
+/// One value where all are the same, as the published configurations have it.
+pub(super) fn per_block(values: &[usize]) -> Value {
+    match values {
+        [first, rest @ ..] if rest.iter().all(|v| v == first) => json!(first),
+        _ => json!(values),
+    }
+}
+
+/// Sets fields of a configuration.
+pub(super) fn set<const N: usize>(config: &mut Map<String, Value>, fields: [(&str, Value); N]) {
+    let fields = fields.into_iter();
+    config.extend(fields.map(|(key, value)| (key.to_owned(), value)));
+}
