@@ -239,6 +239,9 @@ fn samplers_refuse_what_they_do_not_read() {
         "diffusion_scheduler_config.solver_order=3",
     ]);
     assert!(found.contains("solver_order: has no effect"), "{found}");
+    let found = with(&["diffusion_scheduler_config.solver_order=3"]);
+    let expected = "diffusion_scheduler_config.solver_order has no effect: the model's own sampler, DDIMScheduler,";
+    assert!(found.contains(expected), "{found}");
 }
 
 /// The text of an image under a keyword.

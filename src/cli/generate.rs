@@ -8,9 +8,9 @@ use std::time::Instant;
 use clap::Args;
 use image::RgbImage;
 use indicatif::{ProgressBar, ProgressStyle};
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
-use crate::config::{Config, Loaded, Verb};
+use crate::config::{Config, Given, Loaded, Verb};
 use crate::data::shapes::ReadScore;
 use crate::pipelines::image_file::{
     GenerationSettings, WebSampler, labelled_grid, prepare_output_dir, visible_scale,
@@ -48,12 +48,10 @@ impl GenerateArgs {
             recipe.overrides = repeat.overrides();
         }
         let Loaded {
-            mut config,
-            mut given,
-            ..
+            mut config, given, ..
         } = recipe.load_given(Verb::Generate)?;
         if let Some(repeat) = repeat {
-            repeat.apply(&mut config, &mut given);
+            repeat.apply(&mut config);
         }
         Ok(Settled {
             config,
@@ -96,7 +94,7 @@ impl GenerateArgs {
 struct Settled {
     config: Config,
     /// The keys that the configuration or the command line gives explicitly.
-    given: Map<String, Value>,
+    given: Given,
     /// The options that are written into each image beside its own settings.
     options: BTreeMap<String, String>,
 }

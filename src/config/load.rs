@@ -28,8 +28,28 @@ pub struct Loaded {
     pub config: Config,
     /// Full sentences with the place, for the terminal.
     pub warnings: Vec<String>,
-    /// What the file and the command line gave, without defaults.
-    pub given: Map<String, Value>,
+    pub given: Given,
+}
+
+/// What the file and the command line gave, without defaults.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Given {
+    values: Map<String, Value>,
+    origins: Origins,
+}
+
+impl Given {
+    /// The value that was written for a key, by its dotted path.
+    pub fn get(&self, path: &str) -> Option<&Value> {
+        let mut names = path.split('.');
+        let value = self.values.get(names.next()?)?;
+        names.try_fold(value, |inside, name| inside.get(name))
+    }
+
+    /// Where a key was written.
+    pub fn place(&self, path: &str) -> Place {
+        self.origins.place(path)
+    }
 }
 
 impl Config {
@@ -164,7 +184,7 @@ fn read_file(path: &Path) -> Result<String, String> {
 }
 
 /// Where each value was written, by dotted path.
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub(super) struct Origins {
     file: String,
     lines: HashMap<String, u64>,
@@ -436,7 +456,10 @@ impl Loader {
             return Ok(Loaded {
                 config,
                 warnings: self.warnings,
-                given: values,
+                given: Given {
+                    values,
+                    origins: self.origins,
+                },
             });
         }
         self.errors.sort_by_key(|e| match e.place {

@@ -24,7 +24,7 @@ pub use error::{ConfigError, ConfigErrors, Place, Problem};
 pub use explain::{
     complete, explain, explain_json, is_image_option, is_read_with, list, names, write_markdown,
 };
-pub use load::Loaded;
+pub use load::{Given, Loaded};
 pub use model::builtin_unet_config;
 pub use schema::{Config, LoraConfig, SchedulerConfig, TimestepBias};
 pub use values::{

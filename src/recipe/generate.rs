@@ -2,9 +2,7 @@
 
 use std::path::Path;
 
-use serde_json::{Map, Value};
-
-use crate::config::Config;
+use crate::config::{Config, Given};
 use crate::dtype::DType;
 use crate::host_tensor::HostTensor;
 use crate::models::{DiffusionModel, MicroConditioning};
@@ -35,7 +33,7 @@ pub struct Generation {
 /// When there are no weights, a model does not fit the configuration, or an image or a prompt cannot be read.
 pub fn generation(
     config: &Config,
-    given: &Map<String, Value>,
+    given: &Given,
     recipe_file: &Path,
     notify: &mut Notify<'_>,
 ) -> Result<Generation, RecipeError> {
@@ -115,7 +113,7 @@ pub fn guidance(config: &Config) -> Guidance {
 
 /// Refuses aesthetic scores that no model here reads.
 fn check_scores(
-    given: &Map<String, Value>,
+    given: &Given,
     base: &PipelineModel,
     refiner: Option<&PipelineModel>,
 ) -> Result<(), RecipeError> {
@@ -127,7 +125,7 @@ fn check_scores(
         return Ok(());
     }
     for key in ["aesthetic_score", "negative_aesthetic_score"] {
-        if given.contains_key(key) {
+        if given.get(key).is_some() {
             return Err(RecipeError::Usage(format!(
                 "{key} has no effect: {} is conditioned on sizes only; SDXL's refiner takes a score",
                 base.files.path().display()

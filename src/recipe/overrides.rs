@@ -3,8 +3,6 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use serde_json::{Map, Value};
-
 use crate::config::{Config, is_image_option, is_read_with};
 use crate::pipelines::image_file::{GenerationSettings, Recorded, WebSettings, read_recorded};
 use crate::schedulers::SchedulerKind;
@@ -89,13 +87,10 @@ impl<'a> Repeat<'a> {
             .collect()
     }
 
-    /// Sets what overrides cannot express: prompts as they are, and the size. `given` holds the keys that the
-    /// configuration sets explicitly.
-    pub fn apply(self, config: &mut Config, given: &mut Map<String, Value>) {
+    /// Sets what overrides cannot express: prompts as they are, and the size.
+    pub fn apply(self, config: &mut Config) {
         if self.is_free("prompt") && self.is_free("prompts_file") {
-            let prompt = self.settings.prompt.clone();
-            given.insert("prompt".to_string(), prompt.clone().into());
-            config.prompt.0 = vec![prompt];
+            config.prompt.0 = vec![self.settings.prompt.clone()];
         }
         if self.is_free("negative_prompt") {
             config.negative_prompt = self.settings.negative_prompt.clone();

@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value};
 
-use crate::config::{Config, is_read_with};
+use crate::config::{Config, Given, Place, is_read_with};
 use crate::schedulers::{PlanOptions, SamplingPlan, SchedulerConfig, SchedulerKind, Start};
 
 use super::{Notice, Notify, RecipeError};
@@ -22,11 +22,13 @@ pub fn scheduler(config: &Config) -> Result<SchedulerConfig, RecipeError> {
     SchedulerConfig::from_map(&scheduler_fields(config)).map_err(RecipeError::usage)
 }
 
-/// The noise schedule of a model's own `scheduler_config.json`, changed by what `given`, the explicit keys of the configuration,
-/// says of it.
+/// The noise schedule of a model's own `scheduler_config.json`, changed by the keys that `given` has.
+///
+/// # Errors
+/// When the fields contradict each other, or the command line gives one that the model's own sampler does not read.
 pub fn scheduler_of(
     config: &Config,
-    given: &Map<String, Value>,
+    given: &Given,
     own: Option<&Map<String, Value>>,
     notify: &mut Notify<'_>,
 ) -> Result<SchedulerConfig, RecipeError> {
@@ -35,26 +37,17 @@ pub fn scheduler_of(
     };
     let mut fields = own.clone();
     let mut changed = Vec::new();
-    let long = given.get(SCHEDULER).and_then(Value::as_object);
-    let is_given = |short: &str, long_name: &str| {
-        let values = [
-            given.get(short),
-            long.and_then(|fields| fields.get(long_name)),
-        ];
-        values
-            .into_iter()
-            .flatten()
-            .any(|v| !v.is_null() && v != "")
-    };
+    let is_given = |key: &str| given.get(key).is_some_and(|v| !v.is_null() && v != "");
     for (name, value) in scheduler_fields(config) {
-        let (short, long_name) = match name.as_str() {
+        let (short, long) = match name.as_str() {
             "_class_name" => ("scheduler", "_class_name"),
             "rescale_betas_zero_snr" => ("", "rescale_zero_terminal_snr"),
             "prediction_type" => ("prediction_type", "prediction_type"),
             other => ("", other),
         };
-        if is_given(short, long_name) {
-            changed.push((name.clone(), long_name.to_owned()));
+        let long = format!("{SCHEDULER}.{long}");
+        if is_given(short) || is_given(&long) {
+            changed.push((name.clone(), long));
             fields.insert(name, value);
         }
     }
@@ -62,15 +55,16 @@ pub fn scheduler_of(
     for (name, key) in changed {
         // Loading the configuration has warned of those that its own sampler does not read, and `check_sampler_keys` refuses
         // spacings.
-        let key = format!("{SCHEDULER}.{key}");
         let sampler = config.scheduler;
         let is_new = sampler.is_none_or(|sampler| is_read_with(&key, sampler));
         let is_refused = SIGMA_SPACINGS.contains(&name.as_str());
-        if is_new && !is_refused && !scheduler.kind.reads(&name) {
-            notify(Notice::Warning(&format!(
-                "{key} has no effect: {} does not read it",
-                scheduler.kind.class_name()
-            )));
+        if !is_new || is_refused || scheduler.kind.reads(&name) {
+            continue;
+        }
+        let problem = not_read(&key, &name, scheduler.kind);
+        match given.place(&key) {
+            Place::CommandLine => return Err(RecipeError::Usage(problem)),
+            place => notify(Notice::Warning(&format!("{place}: {problem}"))),
         }
     }
     Ok(scheduler)
@@ -118,17 +112,21 @@ pub fn check_sampler_keys(config: &Config, scheduler: &SchedulerConfig) -> Resul
         ("eta", config.eta != 0.0),
     ] {
         if is_asked && config.scheduler.is_none() && !scheduler.kind.reads(name) {
-            let read_by = SchedulerKind::ALL.iter().filter(|s| s.reads(name));
-            let read_by: Vec<&str> = read_by.map(|s| s.name()).collect();
-            return Err(RecipeError::Usage(format!(
-                "{name} has no effect: the model's own sampler, {}, does not read it; leave it out, or give scheduler= one \
-                 of {}",
-                scheduler.kind.class_name(),
-                read_by.join(", ")
-            )));
+            return Err(RecipeError::Usage(not_read(name, name, scheduler.kind)));
         }
     }
     Ok(())
+}
+
+/// That the model's own sampler does not read `name`, a field of diffusers' that `key` sets.
+fn not_read(key: &str, name: &str, sampler: SchedulerKind) -> String {
+    let read_by = SchedulerKind::ALL.iter().filter(|s| s.reads(name));
+    let read_by: Vec<&str> = read_by.map(|s| s.name()).collect();
+    format!(
+        "{key} has no effect: the model's own sampler, {}, does not read it; leave it out, or give scheduler= one of {}",
+        sampler.class_name(),
+        read_by.join(", ")
+    )
 }
 
 /// The coefficients of `steps` steps of the configured sampler, up to where a refiner goes on.
@@ -152,4 +150,49 @@ pub fn sampling_plan(
         ..PlanOptions::new(steps)
     };
     scheduler.plan(&options).map_err(RecipeError::usage)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{Loaded, Verb};
+
+    #[test]
+    fn what_the_models_own_sampler_does_not_read_is_refused_where_it_is_asked_for_now() {
+        let own = serde_json::json!({"_class_name": "DDIMScheduler"});
+        let read = |file: &str, words: &[&str]| {
+            let words = words.iter().chain(&["prompt=x"]);
+            let words: Vec<String> = words.map(|word| (*word).to_owned()).collect();
+            let loaded = Config::from_text("a.yml", file, &words, Some(Verb::Generate));
+            let Loaded { config, given, .. } = loaded.unwrap();
+            let mut told = Vec::new();
+            let scheduler = scheduler_of(&config, &given, own.as_object(), &mut |notice| {
+                if let Notice::Warning(text) = notice {
+                    told.push(text.to_owned());
+                }
+            });
+            (scheduler.map(|scheduler| scheduler.kind), told)
+        };
+        let file =
+            "diffusion_scheduler_config: {_class_name: '', solver_order: 3, steps_offset: 1}\n";
+        let problem = "diffusion_scheduler_config.solver_order has no effect: the model's own sampler, DDIMScheduler, \
+                       does not read it; leave it out, or give scheduler= one of dpm_multistep";
+        let (scheduler, told) = read(file, &[]);
+        assert_eq!(scheduler.unwrap(), SchedulerKind::Ddim);
+        assert_eq!(told.len(), 1, "{told:?}");
+        let expected = format!("a.yml:1: {problem}");
+        assert!(told[0].starts_with(&expected), "{told:?}");
+
+        let own_sampler = "diffusion_scheduler_config: {_class_name: ''}\n";
+        let word = "diffusion_scheduler_config.solver_order=3";
+        let (scheduler, told) = read(own_sampler, &[word]);
+        let error = scheduler.unwrap_err();
+        assert!(matches!(&error, RecipeError::Usage(_)), "{error}");
+        assert!(error.to_string().starts_with(problem), "{error}");
+        assert!(told.is_empty(), "{told:?}");
+
+        let (scheduler, told) = read(own_sampler, &[word, "scheduler=dpm_multistep"]);
+        assert_eq!(scheduler.unwrap(), SchedulerKind::DpmMultistep);
+        assert!(told.is_empty(), "{told:?}");
+    }
 }

@@ -2,9 +2,9 @@
 
 use std::path::{Path, PathBuf};
 
-use serde_json::{Map, Value};
+use serde_json::Value;
 
-use crate::config::{Config, ModelConfig};
+use crate::config::{Config, Given, ModelConfig};
 use crate::data::Tokenizer;
 use crate::hub::{RepoId, Wanted};
 use crate::models::clip::ClipTextConfig;
@@ -186,7 +186,7 @@ impl Source {
     pub fn model(
         self,
         config: &Config,
-        given: &Map<String, Value>,
+        given: &Given,
         notify: &mut Notify<'_>,
     ) -> Result<PipelineModel, RecipeError> {
         match self {
@@ -246,7 +246,7 @@ fn controlnets(config: &Config) -> Result<Vec<ControlNetConfig>, RecipeError> {
 /// A model that somebody published, as configured.
 fn published(
     config: &Config,
-    given: &Map<String, Value>,
+    given: &Given,
     source: Box<ModelSource>,
     notify: &mut Notify<'_>,
 ) -> Result<PipelineModel, RecipeError> {
