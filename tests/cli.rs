@@ -359,7 +359,7 @@ fn checkpoints_that_do_not_fit_are_refused_with_every_difference() {
     assert_eq!(output.status.code(), Some(1));
     let error = text(&output.stderr);
     assert!(
-        error.contains("of AutoencoderKL, which is not here; working: UNet2DConditionModel"),
+        error.contains("of AutoencoderKL, which is not here; supported: UNet2DConditionModel"),
         "{error}"
     );
 }

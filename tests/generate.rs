@@ -594,7 +594,7 @@ fn several_controlnets_have_settings_of_their_own() {
             "controlnet_conditioning_scale=[1, 20]",
             "20.0 is out of range",
         ),
-        ("control_guidance_end=[0.5, 0]", "never steer"),
+        ("control_guidance_end=[0.5, 0]", "never act"),
         ("controlnet_image=[]", "string or list of such"),
     ] {
         let found = error(2, &joined(&own_words, &[word]));

@@ -267,18 +267,18 @@ fn what_a_file_holds_besides_is_listed() {
         ignored,
         [
             (
-                "averaged weights; the others are taken",
+                "averaged weights; the others are used",
                 3,
                 "model_ema.decay"
             ),
-            ("of no part that is known here", 1, "embedding_manager.x"),
+            ("of no known part", 1, "embedding_manager.x"),
             (
                 "the last layer, whose result this model does not use",
                 12,
                 "cond_stage_model.model.transformer.resblocks.23.attn.in_proj_bias"
             ),
             (
-                "the noise schedule, which is the family's",
+                "the noise schedule, which the family decides",
                 3,
                 "alphas_cumprod"
             ),
@@ -296,7 +296,7 @@ fn what_a_file_holds_besides_is_listed() {
     );
     assert_eq!(
         source.ignored[0].to_string(),
-        "model_ema.decay and 2 more: averaged weights; the others are taken"
+        "model_ema.decay and 2 more: averaged weights; the others are used"
     );
 }
 

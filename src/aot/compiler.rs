@@ -6,7 +6,7 @@ use crate::backend::{Backend, kernel_counts};
 use crate::bundle::{Group, Header, PayloadKind, PluginId, ProgramHeader, ProgramId, Target};
 use crate::emit::{LoadGroup, Module, Modules};
 use crate::graph::InputKind;
-use crate::lowering::{self, Program, Stage, Traced, lower};
+use crate::lowering::{self, LoweredProgram, Stage, Traced, lower};
 use crate::pjrt::install;
 use crate::pjrt::{
     Client, CompileOptions, Executable, PjrtError, Plugin, Topology, prepare_process,
@@ -21,11 +21,11 @@ use crate::util::hash::Sha256;
 use super::error::{needed_memory, out_of_memory_message};
 use super::{AotError, Compiled, CompiledProgram, Options, OutOfMemory, Seconds, header};
 
-/// What compiles for a topology or for the devices here, and what is known of these devices.
+/// The compiler for a topology or for the devices here, with the properties of these devices.
 pub struct Compiler {
     plugin: CompilerPlugin,
     backend: Backend,
-    /// What the user calls the devices: the accelerator's name, or the kind of those here.
+    /// The name of the devices: the accelerator's, or the kind of those here.
     name: String,
     plugin_id: PluginId,
     chip: Option<Chip>,
@@ -125,7 +125,7 @@ impl Compiler {
         &self.mesh
     }
 
-    /// The kind of the devices, where it is a known one.
+    /// The kind of the devices, if it is known.
     pub fn chip(&self) -> Option<Chip> {
         self.chip
     }
@@ -293,8 +293,13 @@ impl Compiler {
         }
     }
 
-    /// What the compiler's error says of a program.
-    fn compile_error(&self, site: Site<'_>, program: &Program, error: PjrtError) -> AotError {
+    /// The compiler's error for a program.
+    fn compile_error(
+        &self,
+        site: Site<'_>,
+        program: &LoweredProgram,
+        error: PjrtError,
+    ) -> AotError {
         let Some(message) = out_of_memory_message(&error) else {
             return error.into();
         };

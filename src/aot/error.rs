@@ -1,4 +1,4 @@
-//! Why a program could not be compiled ahead of time.
+//! Errors of ahead-of-time compilation.
 
 use std::fmt;
 use std::sync::LazyLock;
@@ -33,7 +33,7 @@ pub enum AotError {
 }
 
 impl AotError {
-    /// Whether the model or the options are to blame, and not a plugin, a compiler or the size of a device.
+    /// Whether the model or the options are wrong, rather than a plugin, a compiler or the size of a device.
     pub fn is_usage(&self) -> bool {
         match self {
             AotError::Topology(_) | AotError::Shard(_) | AotError::Lower(_) => true,
@@ -60,7 +60,7 @@ pub struct OutOfMemory {
     pub weights: u64,
     /// Bytes of optimizer state on one device.
     pub state: u64,
-    /// What may be tried.
+    /// Advice.
     pub advice: Vec<String>,
     /// The compiler's message.
     pub message: String,

@@ -1,4 +1,4 @@
-//! What a bundle says of a program's arguments and results.
+//! A bundle's description of a program's arguments and results.
 
 use crate::bundle::Slot;
 use crate::graph::Graph;

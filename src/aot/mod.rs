@@ -18,7 +18,7 @@ use crate::report::CompileReport;
 pub use compiler::Compiler;
 pub use error::{AotError, OutOfMemory};
 
-/// What a program is compiled with, beside its devices.
+/// The options of a compilation, beside its devices.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// The program's name in the bundle and in messages: `train` or `denoise`.
@@ -28,19 +28,19 @@ pub struct Options {
     pub weights_dtype: &'static str,
     pub activations_dtype: &'static str,
     pub quantization: &'static str,
-    /// What may be tried where a program does not fit its devices, for the message of [`OutOfMemory`].
+    /// Advice for a program that does not fit its devices, in the message of [`OutOfMemory`].
     pub memory_advice: Vec<String>,
 }
 
-/// What a traced program was compiled to.
+/// The compiled programs of a traced program.
 pub struct Compiled {
-    /// What prepares the weights, for each group of weights that does it in its own way.
+    /// The load programs, which prepare the weights: one for each kind of group of weights.
     pub load: Vec<CompiledProgram>,
-    /// What is computed once for a request.
+    /// The request program, run once for a request.
     pub request: Option<CompiledProgram>,
-    /// What every run computes.
+    /// The step program, run in every step.
     pub step: CompiledProgram,
-    /// What quantization decided for each contraction.
+    /// The decision of quantization for each contraction.
     pub decisions: Vec<Decision>,
     pub header: Header,
     pub seconds: Seconds,
@@ -68,7 +68,7 @@ pub struct Seconds {
 /// A bundle of compiled programs.
 pub struct Bundled {
     pub bundle: Bundle,
-    /// Why the bundle holds StableHLO in place of executables, where it does.
+    /// Why the bundle holds StableHLO instead of executables, if it does.
     pub not_serialized: Option<PjrtError>,
 }
 

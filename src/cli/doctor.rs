@@ -64,7 +64,7 @@ fn probe(kind: PluginKind) -> Result<Probe, String> {
     Err(match error {
         Some(error) => error.to_string(),
         None => format!(
-            "it ended its process ({}), saying last: {}",
+            "it ended its process ({}); its last message: {}",
             output.status,
             said.lines().next_back().unwrap_or("nothing")
         ),

@@ -196,7 +196,7 @@ impl Timing<'_> {
         let phases = &seconds.phases;
         format!(
             "seconds: {:.1} to open, {:.1} to compile ({} programs, {} from the cache; \
-             {:.1} of them with nothing else to do), {:.1} to load weights, \
+             {:.1} of them waited for), {:.1} to load weights, \
              {:.1} to encode, {:.1} to denoise ({:.2} a step), {:.1} to decode",
             self.open,
             seconds.compile,

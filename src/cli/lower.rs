@@ -13,7 +13,7 @@ use crate::backend::Backend;
 use crate::config::Verb;
 use crate::emit::{Module, Modules};
 use crate::graph::flops;
-use crate::lowering::{Lowered, Options, Program, Stage, Traced, lower, whole};
+use crate::lowering::{Lowered, LoweredProgram, Options, Stage, Traced, lower, whole};
 use crate::recipe::{self, Step};
 
 use super::{CliError, RecipeArgs, notices, print, write_new};
@@ -57,7 +57,7 @@ pub fn run(args: &LowerArgs) -> Result<ExitCode, CliError> {
         rules: &config.logical_axis_rules,
     };
     let lowered = lowered(args, &traced, backend, &options)?;
-    let Program { graph, plan, .. } = &lowered.step;
+    let LoweredProgram { graph, plan, .. } = &lowered.step;
     plan.log(args.step.name());
     plan.check_batch(graph, &mesh).map_err(CliError::usage)?;
     let trace_seconds = start.elapsed().as_secs_f64();
@@ -70,7 +70,7 @@ pub fn run(args: &LowerArgs) -> Result<ExitCode, CliError> {
     };
     if asked.is_empty() {
         return Err(CliError::Usage(format!(
-            "--stage={}: the {} program has no such part: nothing of it is computed before its steps",
+            "--stage={}: the {} program has no such stage: it computes nothing before its steps",
             args.stage.name(),
             args.step.name()
         )));

@@ -48,7 +48,7 @@ pub fn run(args: &ManArgs, command: Command) -> Result<ExitCode, CliError> {
         // All of them before any is written.
         if let Some(page) = pages.iter().find(|page| dir.join(&page.name).exists()) {
             return Err(CliError::Usage(format!(
-                "{}: exists already; --replace writes it anew",
+                "{}: exists already; --replace overwrites it",
                 dir.join(&page.name).display()
             )));
         }

@@ -94,7 +94,8 @@ fn print_nothing_to_do(
         true => json!({"outcome": "nothing to do", "checkpoint": checkpoint, "seconds": 0.0})
             .to_string(),
         false => format!(
-            "nothing to do: the newest checkpoint has {step} of {max_train_steps} steps; raise max_train_steps to go on"
+            "nothing to do: the newest checkpoint has {step} of {max_train_steps} steps; raise max_train_steps to \
+             continue"
         ),
     })
 }

@@ -31,7 +31,7 @@ pub(super) fn conflicts(config: &Config, verb: Option<Verb>) -> Vec<Conflict> {
     {
         found.push((
             vec!["norm_num_groups", "unet_config"],
-            format!("norm_num_groups is {groups} and unet_config says {own}: say it once"),
+            format!("norm_num_groups is {groups} and unet_config says {own}: give it once"),
         ));
     }
     let scheduler = &config.diffusion_scheduler_config;
@@ -220,7 +220,7 @@ fn training(config: &Config, found: &mut Vec<Conflict>) {
         | DatasetType::Synthetic) => found.push((
             vec!["dataset_type"],
             format!(
-                "{other} is a dataset type of MaxDiffusion that is not here yet; working: shapes, folder"
+                "{other} is a dataset type of MaxDiffusion that is not here yet; supported: shapes, folder"
             ),
         )),
     }
@@ -232,7 +232,7 @@ fn training(config: &Config, found: &mut Vec<Conflict>) {
     {
         found.push((
             vec!["train_text_encoder"],
-            "the text encoders of SDXL are not trained, as in MaxDiffusion".into(),
+            "the text encoders of SDXL cannot be trained, as in MaxDiffusion".into(),
         ));
     }
     if config.unet_config.0 != ModelConfig::Unset && !config.train_new_unet {

@@ -506,7 +506,7 @@ impl Loader {
             let place = self.origins.place(short);
             let problem = Problem::Conflict {
                 keys: vec![short.to_owned(), long.to_owned()],
-                message: format!("{first} here and {second} in {long}: say it once"),
+                message: format!("{first} here and {second} in {long}: give it once"),
             };
             self.error(short.to_owned(), place, problem);
         }

@@ -501,7 +501,7 @@ fn what_a_verb_needs_is_asked_for() {
     assert_eq!(
         errors("", &[], Some(Verb::Train)),
         [
-            "dataset_type: tf is a dataset type of MaxDiffusion that is not here yet; working: shapes, folder"
+            "dataset_type: tf is a dataset type of MaxDiffusion that is not here yet; supported: shapes, folder"
         ]
     );
     assert_eq!(
@@ -578,7 +578,7 @@ fn short_and_long_keys_agree() {
     assert_eq!(
         errors(&format!("{file}scheduler: ddim\n"), &[], None),
         [
-            "run.yml:2: scheduler: ddim here and euler in diffusion_scheduler_config._class_name: say it once"
+            "run.yml:2: scheduler: ddim here and euler in diffusion_scheduler_config._class_name: give it once"
         ]
     );
     // Nothing said: as the model does.

@@ -47,7 +47,7 @@ impl PluginFolder {
         }
     }
 
-    /// What keeps plugins from being installed in it; it is needed where one is still `to_install`.
+    /// Why plugins cannot be installed in it; this stops programs only if one is still `to_install`.
     pub(super) fn problem(&self, to_install: bool) -> Option<Problem> {
         let what = match &self.path {
             Err(error) => error.clone(),
@@ -60,7 +60,7 @@ impl PluginFolder {
         Some(Problem {
             what,
             remedy: format!(
-                "set {} to a folder with {:.1} GB free that you may write in",
+                "set {} to a folder with {:.1} GB free that you can write to",
                 install::PLUGIN_DIR_VARIABLE,
                 SPACE_TO_INSTALL as f64 / 1e9
             ),
@@ -72,7 +72,7 @@ impl PluginFolder {
 /// The folder that compiled programs are kept in where the configuration names no other.
 pub struct ProgramFolder {
     pub path: PathBuf,
-    /// What is in it.
+    /// Its contents.
     pub usage: Usage,
 }
 

@@ -1,4 +1,4 @@
-//! What is installed on this machine, what is wrong with it, and the remedies.
+//! The state of this machine: what is installed, what is wrong, and how to fix it.
 
 mod folders;
 mod plugin;
@@ -17,11 +17,11 @@ pub use tools::Tool;
 pub struct Problem {
     pub what: String,
     pub remedy: String,
-    /// Whether programs cannot run because of it.
+    /// Whether it stops programs from running.
     pub needed: bool,
 }
 
-/// What is installed on this machine and what is wrong with it.
+/// The state of this machine: what is installed and what is wrong.
 pub struct Diagnosis {
     pub plugin_folder: PluginFolder,
     /// One for each kind.

@@ -10,17 +10,17 @@ use crate::recipe::{self, RecipeError};
 
 use super::Problem;
 
-/// What is known of one kind of plugin.
+/// The state of one kind of plugin.
 pub struct PluginState {
     pub kind: PluginKind,
     pub found: Option<Installed>,
-    /// Whether its files are not those that were installed.
+    /// Whether its files have changed since the installation.
     changed: bool,
-    /// What it says when loaded, or why it cannot be; `None` when it is not installed.
+    /// What it reports when loaded, or why it cannot be loaded; `None` when it is not installed.
     pub loaded: Option<Result<Probe, String>>,
 }
 
-/// What a loaded plugin says.
+/// The report of a loaded plugin.
 #[derive(Serialize, Deserialize)]
 pub struct Probe {
     pub api_version: String,
@@ -87,7 +87,7 @@ impl PluginState {
                 "end the other program that uses the TPU; if there is none, remove /tmp/libtpu_lockfile"
                     .to_string()
             }
-            // A plugin that is the one installed and cannot be loaded is not mended by installing it anew.
+            // Installing the same plugin again would not fix one that cannot be loaded.
             _ => match &self.found {
                 Some(found) if self.changed => format!("run `{}`", found.install_command()),
                 _ => format!("run `maxdiff-rs plugin install {}`", self.kind),

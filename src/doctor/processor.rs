@@ -27,7 +27,7 @@ const CPU_FEATURES: &[&str] = &[
 /// The processor by `/proc/cpuinfo`.
 pub struct Processor {
     pub model: String,
-    /// That programs compute with, or why it is not known.
+    /// Number of threads of programs, or why it is not known.
     pub threads: Result<usize, String>,
     /// Which of the features that decide how fast dots are it has.
     pub features: Vec<(&'static str, bool)>,

@@ -7,7 +7,7 @@ use super::Problem;
 /// A program that installing plugins needs.
 pub struct Tool {
     pub name: &'static str,
-    /// What it is needed for.
+    /// Its purpose.
     pub purpose: &'static str,
     /// Debian's package.
     pub package: &'static str,

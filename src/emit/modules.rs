@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::time::Instant;
 
-use crate::lowering::{Lowered, Program};
+use crate::lowering::{Lowered, LoweredProgram};
 use crate::shard::Mesh;
 
 use super::{DotPrecision, EmitOptions, stablehlo};
@@ -11,14 +11,14 @@ use super::{DotPrecision, EmitOptions, stablehlo};
 /// One program as text.
 #[derive(Clone, Debug)]
 pub struct Module {
-    pub program: Program,
+    pub program: LoweredProgram,
     pub text: String,
     /// What emission took.
     pub seconds: f64,
 }
 
 impl Module {
-    pub fn new(program: Program, mesh: &Mesh, precision: DotPrecision) -> Module {
+    pub fn new(program: LoweredProgram, mesh: &Mesh, precision: DotPrecision) -> Module {
         let start = Instant::now();
         let options = EmitOptions {
             precision,
@@ -55,7 +55,7 @@ pub struct Modules {
 
 impl Modules {
     pub fn new(lowered: Lowered, mesh: &Mesh, precision: DotPrecision) -> Modules {
-        let module = |program: Program| Module::new(program, mesh, precision);
+        let module = |program: LoweredProgram| Module::new(program, mesh, precision);
         let mut load: Vec<Module> = Vec::new();
         let mut by_text: HashMap<String, usize> = HashMap::new();
         let mut groups = Vec::with_capacity(lowered.load.len());
@@ -63,7 +63,7 @@ impl Modules {
             let graph = &program.graph;
             let weights = graph.inputs.iter().map(|i| i.name.clone()).collect();
             let results = graph.outputs.iter().map(|o| o.name.clone()).collect();
-            let anonymous = module(Program {
+            let anonymous = module(LoweredProgram {
                 graph: graph.anonymous(),
                 ..program
             });

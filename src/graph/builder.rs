@@ -474,7 +474,7 @@ impl Builder {
         self.push(Op::Composite { kind, body }, operands)
     }
 
-    /// Marks a value that is made of weights as what stays in memory between runs ([`Op::Stored`]).
+    /// Marks a value computed from weights as one that stays in memory between runs ([`Op::Stored`]).
     pub fn stored(&self, x: Tensor) -> Result<Tensor> {
         self.push(Op::Stored, &[x])
     }

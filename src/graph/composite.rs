@@ -6,7 +6,7 @@
 
 use super::{ConvDims, DotDims, TensorFormat};
 
-/// What a composite computes, with its attributes.
+/// The computation of a composite, with its attributes.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Composite {
     /// `softmax(q k^T / sqrt(size)) v` for each head. Operands: q `[batch, queries, heads, size]`, k and v

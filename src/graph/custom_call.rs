@@ -1,4 +1,4 @@
-//! What a graph needs to know of a backend's kernel.
+//! The interface of a backend's kernel to the graph.
 //!
 //! A backend makes one where it claims a composite or a contraction; the graph knows nothing of its processor.
 
@@ -25,7 +25,7 @@ pub trait CustomCall: Any + Debug + Send + Sync {
     /// The custom call's target.
     fn target(&self) -> &'static str;
 
-    /// What the kernel is told beside the operands and the result, by name.
+    /// The attributes of the call besides operands and result, by name.
     fn attributes(&self) -> Vec<(&'static str, Attribute)>;
 
     /// The shape of the result.
@@ -37,6 +37,6 @@ pub trait CustomCall: Any + Debug + Send + Sync {
     /// Operations of products: multiply-adds times two.
     fn flops(&self, operands: &[&Shape], result: &Shape) -> u64;
 
-    /// What the kernel computes, on the host.
+    /// The kernel's result, computed on the host.
     fn evaluate(&self, operands: &[&Value], result: Shape) -> Value;
 }

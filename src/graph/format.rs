@@ -32,7 +32,7 @@ pub enum Granularity {
     Group(usize),
 }
 
-/// Where a scale comes from.
+/// The source of a scale.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Range {
     /// From the values themselves, whenever they are computed.

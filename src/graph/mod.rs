@@ -68,14 +68,14 @@ pub struct Node {
     pub remat: Option<u32>,
 }
 
-/// What a graph input is.
+/// The kind of a graph input.
 #[derive(Clone, Debug, PartialEq)]
 pub enum InputKind {
     /// A model parameter with its initialisation.
     Weight(Init),
     /// Optimizer moments and other values that live from step to step.
     State,
-    /// What changes from run to run: batches, token ids, seeds, schedules.
+    /// Values that change from run to run: batches, token ids, seeds, schedules.
     Data,
 }
 

@@ -83,8 +83,8 @@ pub enum Op {
     },
     /// A kernel of a backend.
     CustomCall(Arc<dyn CustomCall>),
-    /// The identity on a value made of weights: it is what stays in memory between runs. What is made of it is made
-    /// again in every run, so that a weight that was quantized to take less memory does.
+    /// The identity on a value computed from weights: this value stays in memory between runs. Everything computed from
+    /// it is computed again in every run, so that a quantized weight takes less memory.
     Stored,
     /// The identity; asks for the sharding that the logical axis rules give these axes.
     ShardingConstraint(Vec<Option<&'static str>>),

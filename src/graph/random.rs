@@ -12,7 +12,7 @@ type Result<T> = std::result::Result<T, GraphError>;
 
 /// The two words of a Threefry key: scalars of type `u32`.
 #[derive(Clone, Copy, Debug)]
-pub struct Key {
+pub struct RandomKey {
     pub high: Tensor,
     pub low: Tensor,
 }
@@ -30,7 +30,7 @@ fn rotate_left(b: &Builder, x: Tensor, bits: u32) -> Result<Tensor> {
 /// Threefry-2x32 with 20 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
 ///
 /// All four tensors are `u32`; the key words broadcast to the counters' shape.
-pub fn threefry2x32(b: &Builder, key: Key, counters: [Tensor; 2]) -> Result<[Tensor; 2]> {
+pub fn threefry2x32(b: &Builder, key: RandomKey, counters: [Tensor; 2]) -> Result<[Tensor; 2]> {
     const ROTATIONS: [[u32; 4]; 2] = [[13, 15, 26, 6], [17, 29, 16, 24]];
     const PARITY: u32 = 0x1BD1_1BDA;
     let parity = b.binary(Binary::Xor, key.high, key.low)?;
@@ -53,11 +53,11 @@ pub fn threefry2x32(b: &Builder, key: Key, counters: [Tensor; 2]) -> Result<[Ten
 }
 
 /// An independent key for each `stream`.
-pub fn fold_in(b: &Builder, key: Key, stream: u32) -> Result<Key> {
+pub fn fold_in(b: &Builder, key: RandomKey, stream: u32) -> Result<RandomKey> {
     let zero = b.scalar(DType::U32, 0.0)?;
     let stream = b.scalar(DType::U32, f64::from(stream))?;
     let [high, low] = threefry2x32(b, key, [zero, stream])?;
-    Ok(Key { high, low })
+    Ok(RandomKey { high, low })
 }
 
 /// The row-major position of every element in two `u32` words: that in the trailing dimensions that hold at most
@@ -96,7 +96,7 @@ impl Position {
 const WORD: u64 = 1 << 32;
 
 /// Uniform bits, both 32-bit words of a Threefry block for each element.
-fn blocks(b: &Builder, key: Key, dims: &[usize]) -> Result<[Tensor; 2]> {
+fn blocks(b: &Builder, key: RandomKey, dims: &[usize]) -> Result<[Tensor; 2]> {
     let Position { high, low } = Position::new(b, dims, WORD)?;
     let high = high.map_or_else(|| word(b, low, 0), Ok)?;
     threefry2x32(b, key, [high, low])
@@ -109,13 +109,13 @@ fn unit(b: &Builder, bits: Tensor) -> Result<Tensor> {
 }
 
 /// Uniform `f32` in `[0, 1)`.
-pub fn uniform(b: &Builder, key: Key, dims: &[usize]) -> Result<Tensor> {
+pub fn uniform(b: &Builder, key: RandomKey, dims: &[usize]) -> Result<Tensor> {
     let [bits, _] = blocks(b, key, dims)?;
     unit(b, bits)
 }
 
 /// Standard normal `f32`, by Box and Muller's transform of the two words of each block.
-pub fn normal(b: &Builder, key: Key, dims: &[usize]) -> Result<Tensor> {
+pub fn normal(b: &Builder, key: RandomKey, dims: &[usize]) -> Result<Tensor> {
     let [first, second] = blocks(b, key, dims)?;
     // 1 - u lies in (0, 1]: the logarithm is finite.
     let open = b.add_scalar(b.neg(unit(b, first)?)?, 1.0)?;
@@ -129,7 +129,7 @@ pub fn normal(b: &Builder, key: Key, dims: &[usize]) -> Result<Tensor> {
 /// Rounding needs noise that is cheap and unbiased, not Threefry's 20 rounds: each element's position is mixed with
 /// both key words by a two-multiply integer hash (Wellons, "Prospecting for hash functions", 2018: `lowbias32`).
 /// Each `stream` has noise of its own.
-pub fn rounding_noise(b: &Builder, key: Key, stream: u32, dims: &[usize]) -> Result<Tensor> {
+pub fn rounding_noise(b: &Builder, key: RandomKey, stream: u32, dims: &[usize]) -> Result<Tensor> {
     let shift_xor = |x: Tensor, bits: u32| {
         let shifted = b.binary(Binary::ShiftRightLogical, x, word(b, x, bits)?)?;
         b.binary(Binary::Xor, x, shifted)
@@ -158,9 +158,9 @@ mod tests {
     use crate::graph::{Graph, evaluate};
     use crate::host_tensor::HostTensor;
 
-    fn key(b: &Builder, high: u32, low: u32) -> Key {
+    fn key(b: &Builder, high: u32, low: u32) -> RandomKey {
         let scalar = |v: u32| b.scalar(DType::U32, f64::from(v)).unwrap();
-        Key {
+        RandomKey {
             high: scalar(high),
             low: scalar(low),
         }

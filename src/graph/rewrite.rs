@@ -3,12 +3,13 @@
 use super::{Builder, Composite, Graph, GraphError, InputKind, Node, Op, Output, Tensor};
 use crate::dtype::DType;
 
-/// What [`Graph::rewrite`] asks of each node: a builder at its scope, the node and its operands in the copy.
+/// The function that [`Graph::rewrite`] calls for each node: a builder at its scope, the node and its operands in the
+/// copy.
 pub type Replace<'a> =
     dyn FnMut(&Builder, &Node, &[Tensor]) -> Result<Option<Tensor>, GraphError> + 'a;
 
-/// What [`Graph::substitute`] asks of each node: a builder at its scope, the node's index, and the copies of all nodes
-/// before it that outputs depend on.
+/// The function that [`Graph::substitute`] calls for each node: a builder at its scope, the node's index, and the
+/// copies of all nodes before it that outputs depend on.
 pub type Substitute<'a> =
     dyn FnMut(&Builder, usize, &[Tensor]) -> Result<Option<Tensor>, GraphError> + 'a;
 
@@ -100,7 +101,7 @@ impl Graph {
                 copies.push(inputs[index]);
                 continue;
             }
-            // What no output needs is not worth a copy; its place holds any earlier tensor, never read.
+            // A node that no output needs is not copied; its entry holds any earlier tensor, never read.
             if !live[i] {
                 copies.push(Tensor {
                     graph: u32::MAX,

@@ -24,10 +24,10 @@ enum Stage {
 /// A program in stages. Inputs of a later one that no caller knows are results of an earlier one of the same name.
 #[derive(Clone, Debug)]
 pub struct Staged {
-    /// What is made of weights alone: one program for each group of weights that have a result in common. Weights that
-    /// are used as they are occur in none.
+    /// Values computed from weights alone: one program for each group of weights that have a result in common. Weights
+    /// that are used as they are occur in none.
     pub load: Vec<Graph>,
-    /// What is computed once for the inputs of a request; `None` if nothing is.
+    /// Values computed once for the inputs of a request; `None` if there are none.
     pub request: Option<Graph>,
     /// The rest, with the results of the program.
     pub step: Graph,
@@ -40,8 +40,8 @@ const SMALL: usize = 1 << 16;
 /// Splits `graph`; `request` names the run-time inputs that are known before the others.
 ///
 /// The stages together compute what `graph` does, with the same operations. A result that is only an enlarged copy of
-/// something smaller (a broadcast) is not kept but made again where it is used, and so is what is made of a value that is
-/// marked as stored.
+/// something smaller (a broadcast) is not kept but computed again where it is used, and so is everything computed from a
+/// value that is marked as stored.
 ///
 /// # Errors
 /// When the graph is ill-typed.
@@ -109,7 +109,7 @@ fn stages(graph: &Graph, request: &[&str]) -> Vec<Stage> {
     stages
 }
 
-/// Which nodes are marks of what is stored ([`Op::Stored`]), or made of one.
+/// Which nodes are marks of stored values ([`Op::Stored`]), or computed from one.
 fn from_stored(graph: &Graph) -> Vec<bool> {
     let mut from_stored = Vec::with_capacity(graph.nodes.len());
     for node in &graph.nodes {
@@ -182,7 +182,7 @@ fn axes(graph: &Graph) -> Vec<Vec<Option<&'static str>>> {
 struct Splitter<'a> {
     graph: &'a Graph,
     stages: &'a [Stage],
-    /// Which nodes are made of values that are marked as stored, or are such marks.
+    /// Which nodes are computed from values that are marked as stored, or are such marks.
     from_stored: Vec<bool>,
     names: Vec<String>,
     /// The logical axes of each node.
@@ -215,7 +215,7 @@ impl Splitter<'_> {
         stage: Stage,
         results: Option<&[u32]>,
     ) -> Result<(Graph, Vec<u32>), GraphError> {
-        // What the results need, back to inputs and to what an earlier stage keeps.
+        // Everything that the results need, back to inputs and to values that an earlier stage keeps.
         let mut needed = HashSet::new();
         let mut cuts = Vec::new();
         let mut open: Vec<u32> = match results {
@@ -300,7 +300,7 @@ impl Splitter<'_> {
         }
     }
 
-    /// The weights that each of `prepared` is made of decide which of them are made together.
+    /// The weights that each of `prepared` is computed from decide which of them are computed together.
     fn groups(&self, prepared: &[u32]) -> Vec<Vec<u32>> {
         let mut groups: Vec<(HashSet<u32>, Vec<u32>)> = Vec::new();
         let mut group_of: HashMap<u32, usize> = HashMap::new();

@@ -182,7 +182,7 @@ impl<'a> Download<'a> {
             .open(&path)
             .map_err(|source| io("write", source))?;
         let kept = self.kept(info).unwrap_or(0);
-        let mut part = Part {
+        let mut part = PartialFile {
             file,
             hash: Hasher::default(),
             length: 0,
@@ -241,7 +241,7 @@ impl<'a> Download<'a> {
         &mut self,
         name: &str,
         info: &FileInfo,
-        part: &mut Part,
+        part: &mut PartialFile,
         at: &mut dyn FnMut(u64),
     ) -> Result<(), Failure> {
         let path = self.cache.incomplete(&info.etag);
@@ -293,7 +293,7 @@ impl<'a> Download<'a> {
 }
 
 /// A file that is being written, with the hash of what it holds.
-struct Part {
+struct PartialFile {
     file: File,
     hash: Hasher,
     /// In bytes.
@@ -302,7 +302,7 @@ struct Part {
     spliced: bool,
 }
 
-impl Part {
+impl PartialFile {
     /// Keeps the first `kept` bytes, to write behind them.
     fn go_on_from(&mut self, kept: u64) -> io::Result<()> {
         self.file.set_len(kept)?;

@@ -154,7 +154,7 @@ fn cached(
     let Some(commit) = cache.commit(revision)? else {
         let known = cache.revisions();
         return Ok(Cached::Lacks(match known.is_empty() {
-            true => "nothing of it is there".to_owned(),
+            true => "none of it is there".to_owned(),
             false => format!(
                 "the revision {revision} is not there; it has {}",
                 known.join(", ")

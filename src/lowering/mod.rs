@@ -57,17 +57,21 @@ impl Stage {
 
 /// One program, ready to be emitted.
 #[derive(Clone, Debug)]
-pub struct Program {
+pub struct LoweredProgram {
     pub name: String,
     pub graph: Graph,
     pub plan: ShardPlan,
 }
 
-impl Program {
+impl LoweredProgram {
     /// Plans the shardings of a graph.
-    fn new(name: String, graph: Graph, options: &Options<'_>) -> Result<Program, LowerError> {
+    fn new(
+        name: String,
+        graph: Graph,
+        options: &Options<'_>,
+    ) -> Result<LoweredProgram, LowerError> {
         let plan = ShardPlan::new(&graph, options.mesh, options.rules)?;
-        Ok(Program { name, graph, plan })
+        Ok(LoweredProgram { name, graph, plan })
     }
 
     /// A graph as one program: with no stages and no kernels, in the forms that `backend` wants.
@@ -79,9 +83,9 @@ impl Program {
         graph: &Graph,
         backend: Backend,
         options: &Options<'_>,
-    ) -> Result<Program, LowerError> {
+    ) -> Result<LoweredProgram, LowerError> {
         let graph = backend.rewrite(&inline(graph))?;
-        let program = Program::new(name.to_string(), graph, options)?;
+        let program = LoweredProgram::new(name.to_string(), graph, options)?;
         options.mesh.check_asked(&program.plan.asked)?;
         Ok(program)
     }
@@ -93,16 +97,16 @@ impl Program {
 pub struct Lowered {
     /// The load stage, computed from weights while they are read: one program for each group of weights that have a result in
     /// common. A training step has none, because its weights change.
-    pub load: Vec<Program>,
+    pub load: Vec<LoweredProgram>,
     /// The request stage, computed once for the inputs of a request; `None` if nothing is.
-    pub request: Option<Program>,
+    pub request: Option<LoweredProgram>,
     /// What every run computes.
-    pub step: Program,
+    pub step: LoweredProgram,
 }
 
 impl Lowered {
     /// All programs, in the order in which they run.
-    pub fn programs(&self) -> impl Iterator<Item = &Program> {
+    pub fn programs(&self) -> impl Iterator<Item = &LoweredProgram> {
         self.load.iter().chain(&self.request).chain([&self.step])
     }
 }
@@ -149,12 +153,12 @@ pub fn whole(
     traced: &Traced,
     backend: Backend,
     options: &Options<'_>,
-) -> Result<Program, LowerError> {
+) -> Result<LoweredProgram, LowerError> {
     let graph = match &traced.update {
         None => quant::lower(&traced.graph)?,
         Some(update) => quant::lower(&differentiate(&traced.graph, update)?)?,
     };
-    Program::whole(&traced.name, &graph, backend, options)
+    LoweredProgram::whole(&traced.name, &graph, backend, options)
 }
 
 /// The forward pass with the derivative and the update that `update` adds to it.
@@ -170,7 +174,7 @@ fn inline(graph: &Graph) -> Graph {
 
 /// Plans the shardings of each program.
 fn shard(staged: Staged, name: &str, options: &Options<'_>) -> Result<Lowered, LowerError> {
-    let plan = |name: String, graph: Graph| Program::new(name, graph, options);
+    let plan = |name: String, graph: Graph| LoweredProgram::new(name, graph, options);
     let load = staged
         .load
         .into_iter()

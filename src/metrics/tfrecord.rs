@@ -41,7 +41,7 @@ pub(super) fn payloads(mut data: &[u8]) -> Vec<Vec<u8>> {
         payloads.push(payload.to_vec());
         data = rest;
     }
-    assert!(data.is_empty(), "{} bytes are no record", data.len());
+    assert!(data.is_empty(), "{} bytes are not a record", data.len());
     payloads
 }
 

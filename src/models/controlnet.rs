@@ -1,6 +1,6 @@
-//! diffusers' `ControlNetModel`, of Stable Diffusion 1.x, 2.x and XL: a copy of the UNet's way down and middle that
-//! also sees a picture, and whose results are added to the UNet's (Zhang et al. 2023, "Adding Conditional Control to
-//! Text-to-Image Diffusion Models").
+//! diffusers' `ControlNetModel`, of Stable Diffusion 1.x, 2.x and XL: a copy of the UNet's down blocks and
+//! mid block that also sees an image, and whose outputs are added to the UNet's (Zhang et al. 2023, "Adding Conditional
+//! Control to Text-to-Image Diffusion Models").
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
@@ -26,7 +26,7 @@ pub fn root(which: usize) -> String {
     }
 }
 
-/// The order of the channels that a ControlNet was trained with. Pictures are RGB always.
+/// The order of the channels that a ControlNet was trained with. Images are RGB always.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ChannelOrder {
@@ -37,20 +37,20 @@ pub enum ChannelOrder {
 /// Attributes of a ControlNet, with the names and defaults of diffusers' `ControlNetModel`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ControlNetConfig {
-    /// Those it has in common with the UNet it controls. `up_block_types` mirrors the way down; that and what else
-    /// concerns the way up and the output does not matter.
+    /// The fields in common with the UNet it controls. `up_block_types` mirrors the down blocks; fields of the up blocks
+    /// and of the output have no effect.
     pub unet: UNet2DConditionConfig,
-    /// Those it has alone.
+    /// The fields of ControlNets alone.
     pub condition: ConditionConfig,
 }
 
-/// How a ControlNet takes its picture in.
+/// The configuration of a ControlNet's conditioning image.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ConditionConfig {
-    /// Channels of the picture.
+    /// Channels of the image.
     pub conditioning_channels: usize,
-    /// Channels of the convolutions that bring the picture to the latents' size: each after the first halves it.
+    /// Channels of the convolutions that bring the image to the latents' size: each after the first halves it.
     pub conditioning_embedding_out_channels: Vec<usize>,
     pub controlnet_conditioning_channel_order: ChannelOrder,
 }
@@ -122,7 +122,7 @@ impl ControlNetConfig {
         take_fixed(MODEL, &mut own, "global_pool_conditions", &[json!(false)])?;
         let condition = ConditionConfig::deserialize(Value::Object(own)).map_err(parse_error)?;
 
-        // A UNet has as many blocks on its way up; a ControlNet's configuration does not speak of them.
+        // A UNet has as many up blocks; a ControlNet's configuration does not list them.
         if let Some(down) = unet.get("down_block_types").and_then(Value::as_array) {
             let up = down.iter().rev().map(|kind| match kind.as_str() {
                 Some(name) => Value::from(name.replace("Down", "Up")),
@@ -139,7 +139,7 @@ impl ControlNetConfig {
         Ok(config)
     }
 
-    /// Rows of the picture to a row of latents.
+    /// Rows of the image to a row of latents.
     ///
     /// The configuration must have passed [`ControlNetConfig::check`].
     pub fn spatial_multiple(&self) -> usize {
@@ -179,17 +179,18 @@ fn parse_error(source: serde_json::Error) -> ModelConfigError {
     }
 }
 
-/// What a ControlNet is given beside the UNet's inputs.
+/// The inputs of a ControlNet besides the UNet's.
 #[derive(Clone, Copy, Debug)]
 pub struct Control {
-    /// A picture for each sample, `[B, conditioning_channels, m * height, m * width]` with `m` the configuration's
+    /// An image for each sample, `[B, conditioning_channels, m * height, m * width]` with `m` the configuration's
     /// spatial multiple; values in [0, 1], RGB.
     pub image: Tensor,
-    /// What the result is multiplied by: a scalar of a float type.
+    /// The factor of the result: a scalar of a float type.
     pub scale: Tensor,
 }
 
-/// What a ControlNet adds to the UNet, in `precision.activations`; see [`UNetInputs::additional_residuals`].
+/// The residuals that a ControlNet adds to the UNet, in `precision.activations`; see
+/// [`UNetInputs::additional_residuals`].
 ///
 /// Weights are declared under `root/` with diffusers' keys. Under [`Remat::Full`] each resnet and each transformer
 /// layer is a recomputation region.
@@ -241,7 +242,7 @@ pub fn controlnet(
     })
 }
 
-/// Checks the shapes of what is given beside the UNet's inputs.
+/// Checks the shapes of the inputs besides the UNet's.
 fn check_control(
     b: &Builder,
     config: &ControlNetConfig,
@@ -272,8 +273,8 @@ fn check_control(
     Ok(())
 }
 
-/// `ControlNetConditioningEmbedding`: the picture `[B, channels, m * height, m * width]` as an image of the latents'
-/// size with the channels of the UNet's first block.
+/// `ControlNetConditioningEmbedding`: the conditioning image `[B, channels, m * height, m * width]` as features of
+/// the latents' size, with the channels of the UNet's first block.
 fn embed(
     b: &Builder,
     config: &ControlNetConfig,
@@ -347,7 +348,7 @@ mod tests {
             error(r#"{"class_embed_type": "timestep"}"#),
             "ControlNetModel: class_embed_type = \"timestep\" is not supported; expected null"
         );
-        // A field of the UNet's way up is none of a ControlNet's.
+        // A field of the UNet's up blocks is unknown to a ControlNet.
         assert!(error(r#"{"out_channels": 4}"#).contains("unknown field `out_channels`"));
         assert!(
             error(r#"{"down_block_types": ["AttnDownBlock2D"]}"#).contains("`AttnDownBlock2D`")

@@ -20,11 +20,11 @@ type Result<T> = std::result::Result<T, GraphError>;
 pub struct DiffusionModel {
     pub family: Family,
     pub unet: UNet2DConditionConfig,
-    /// What adds to the UNet's residuals, each by a picture that steers it.
+    /// ControlNets that add residuals to the UNet, each with its conditioning image.
     pub controlnets: Vec<ControlNetConfig>,
     /// Empty where programs take finished text embeddings. The results of several stand side by side.
     pub text_encoders: Vec<TextEncoder>,
-    /// What makes pictures of the UNet's samples; `None` where samples are pixels.
+    /// The VAE that decodes the UNet's samples; `None` if samples are pixels.
     pub vae: Option<AutoencoderKlConfig>,
     /// How all models compute. As in diffusers, that holds for a VAE that asks for `force_upcast` too: it is about f16,
     /// whose range SDXL's activations leave; bf16 has the range of f32.
@@ -33,26 +33,26 @@ pub struct DiffusionModel {
     pub scheduler: SchedulerConfig,
     /// Rows and columns of the UNet's sample.
     pub sample_size: [usize; 2],
-    /// Height and width of the pictures in pixels, which SDXL's micro-conditioning is told.
+    /// Height and width of the images in pixels, an input of SDXL's micro-conditioning.
     pub image_size: [usize; 2],
     pub micro_conditioning: MicroConditioning,
     /// Tokens that a text encoder takes at once.
     pub tokens: usize,
-    /// Side of the tiles, in latents, that the VAE decodes one at a time; `None` decodes a picture in one piece.
+    /// Side of the tiles, in latents, that the VAE decodes one at a time; `None` decodes a whole image at once.
     pub decode_tile: Option<usize>,
 }
 
-/// What SDXL's time ids say of a picture after its size and its crop; other models take none.
+/// The part of SDXL's time ids after size and crop; other models have none.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub enum MicroConditioning {
-    /// The size it is to have: SDXL base.
+    /// The target size: SDXL base.
     #[default]
     TargetSize,
-    /// How well it is to please, from 1 to 10, as LAION's predictor scores pictures: SDXL's refiner, diffusers'
+    /// The aesthetic score, from 1 to 10, on the scale of LAION's predictor: SDXL's refiner, diffusers'
     /// `requires_aesthetics_score`.
     AestheticScore {
         score: f32,
-        /// Of the picture that guidance leads away from.
+        /// The score of the unconditional row.
         negative: f32,
     },
 }
@@ -76,7 +76,7 @@ pub struct TextEncoder {
     pub hidden: HiddenState,
 }
 
-/// What a text encoder gives the UNet.
+/// The output of a text encoder for the UNet.
 #[derive(Clone, Copy, Debug)]
 pub struct TextConditioning {
     /// The chosen hidden state `[batch, tokens, features]`.
@@ -144,14 +144,15 @@ impl DiffusionModel {
             (Some(AdditionEmbedType::TextTime), Some(which)) => Ok(Some(which)),
             (Some(AdditionEmbedType::TextTime), None) => {
                 Err(Builder::new().root(unet::ROOT).invalid(
-                    "addition_embed_type = text_time takes text_embeds, which no text encoder here makes: give it \
+                    "addition_embed_type = text_time needs text_embeds, which none of the text encoders computes: \
+                     give one \
                      architectures: [CLIPTextModelWithProjection] and projection_dim",
                 ))
             }
         }
     }
 
-    /// SDXL's time ids of a picture that was neither resized nor cropped: original size, top left corner, then what
+    /// SDXL's time ids of an image that was neither resized nor cropped: original size, top left corner, then what
     /// [`MicroConditioning`] says. Those without the prompt, then those with it.
     pub fn time_ids(&self) -> [Vec<f32>; 2] {
         let [height, width] = self.image_size.map(|side| side as f32);
@@ -162,8 +163,8 @@ impl DiffusionModel {
         [without, with].map(|last| [vec![height, width, 0.0, 0.0], last].concat())
     }
 
-    /// Whether the UNet also sees a mask and what the mask leaves of a picture: the nine channels of models for
-    /// inpainting, which are a sample's, one of the mask, and a sample's again.
+    /// Whether the UNet also sees a mask and the masked image: the nine channels of inpainting models are those of the
+    /// sample, one of the mask, and those of the masked image's latents.
     pub fn is_inpainting(&self) -> bool {
         self.unet.in_channels == 2 * self.unet.out_channels + 1
     }
@@ -222,7 +223,7 @@ impl DiffusionModel {
         unet::declare_conditioning(b, &self.unet, [batch, tokens], ids, DType::F32)
     }
 
-    /// What all ControlNets together add to the UNet for `inputs`; `None` without one. `declare` gives each its picture.
+    /// The sum of all ControlNets' residuals for `inputs`; `None` without one. `declare` gives each its image.
     ///
     /// # Errors
     /// When an input's shape does not fit, or a ControlNet is one of another UNet.

@@ -1,4 +1,4 @@
-//! What a denoiser's sample is of an image.
+//! The space of a denoiser's samples: pixels or latents.
 
 use super::ModelConfigError;
 use super::unet::UNet2DConditionConfig;
@@ -7,7 +7,7 @@ use super::vae::AutoencoderKlConfig;
 /// Channels of a pixel.
 pub const RGB: usize = 3;
 
-/// What one place of a denoiser's sample stands for.
+/// The meaning of one position of a denoiser's sample.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SampleSpace {
     /// `block x block` pixels of the image, each with its red, green and blue.
@@ -41,8 +41,8 @@ impl SampleSpace {
         }
     }
 
-    /// Checks that a UNet takes and makes samples of this space; one for inpainting also takes a mask and the latents of what it
-    /// leaves of the image.
+    /// Checks that a UNet's inputs and outputs are samples of this space; an inpainting UNet also takes a mask and the
+    /// latents of the masked image.
     ///
     /// # Errors
     /// Names the channels that were found and those that are expected.
@@ -57,8 +57,8 @@ impl SampleSpace {
             SampleSpace::Latents { .. } => (
                 vec![channels, inpainting],
                 format!(
-                    "{channels}, the channels of the autoencoder's latents, or {inpainting} for inpainting; a model of \
-                     pixels has {RGB} * pixel_unshuffle^2"
+                    "{channels}, the channels of the autoencoder's latents, or {inpainting} for inpainting; a \
+                     pixel-space model has {RGB} * pixel_unshuffle^2"
                 ),
             ),
         };
@@ -120,7 +120,7 @@ mod tests {
         assert_eq!(
             latents.check(&unet(5)).unwrap_err().to_string(),
             "UNet2DConditionModel: in_channels = 5 is not supported; expected 4, the channels of the autoencoder's \
-             latents, or 9 for inpainting; a model of pixels has 3 * pixel_unshuffle^2"
+             latents, or 9 for inpainting; a pixel-space model has 3 * pixel_unshuffle^2"
         );
     }
 }

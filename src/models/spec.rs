@@ -1,4 +1,4 @@
-//! The description of a family: what configuration, hub, weights, LoRA, pipelines and training read of it.
+//! The description of a family, which configuration, hub, weights, LoRA, pipelines and training read.
 
 use serde_json::{Map, Value};
 
@@ -12,7 +12,7 @@ pub struct FamilySpec {
     pub title: &'static str,
     /// The configuration file in `configs/` that it is used with.
     pub recipe: &'static str,
-    /// What is known of its published models; `None` for a family that is trained here only.
+    /// Its published models; `None` for a family that is only trained here.
     pub published: Option<Published>,
     /// The text encoders. Their features stand side by side in this order.
     pub text_encoders: &'static [TextEncoderSpec],
@@ -34,7 +34,7 @@ pub struct FamilySpec {
 }
 
 impl FamilySpec {
-    /// The parts that a model of this family is made of.
+    /// The parts of a model of this family.
     pub fn parts(&self) -> Vec<Part> {
         let autoencoder = self.published.as_ref().map(|_| Part::Vae);
         let encoders = self.text_encoders.iter().map(|encoder| encoder.part);
@@ -52,15 +52,15 @@ pub struct Published {
     pub text_features: usize,
     /// `unet/config.json` as published: the architecture, and what no tensor of a single file tells of it.
     pub unet: &'static str,
-    /// `vae/config.json` as published: the geometry of the latents, and what no tensor tells of it.
+    /// `vae/config.json` as published: the geometry of the latents, and settings that the tensors do not show.
     pub vae: &'static str,
     /// `scheduler/scheduler_config.json` as published: the noise process and the sampler.
     pub scheduler: &'static str,
     /// The pipeline's class in `model_index.json`.
     pub pipeline: &'static str,
-    /// That of models for inpainting.
+    /// The pipeline's class of inpainting models.
     pub inpaint_pipeline: &'static str,
-    /// What else `model_index.json` has, as a JSON object.
+    /// The other entries of `model_index.json`, as a JSON object.
     pub index: &'static str,
     pub single_file: SingleFile,
 }
@@ -110,7 +110,7 @@ pub struct UnknownPrediction {
     pub note: &'static str,
 }
 
-/// What of a model in diffusers' layout tells its family.
+/// The properties of a model in diffusers' layout that tell its family.
 pub struct Signs<'a> {
     /// The content of `unet/config.json`.
     pub unet: &'a Map<String, Value>,

@@ -48,7 +48,7 @@ impl Precision {
 }
 
 named! {
-    /// What the derivative of a block keeps from the forward pass, by MaxDiffusion's names.
+    /// The values that the derivative of a block keeps from the forward pass, with MaxDiffusion's names.
     #[derive(Default)]
     pub enum Remat {
         /// Every value it needs.

@@ -12,7 +12,7 @@ pub struct GroupNorm {
     /// Groups of neighbouring channels that are normalized together.
     pub groups: usize,
     pub epsilon: f64,
-    /// What follows the norm.
+    /// The operation after the norm.
     pub activation: Option<Activation>,
 }
 

@@ -56,7 +56,7 @@ named! {
 
 /// A part of a weighted prompt.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Part {
+pub enum PromptPart {
     Text {
         text: String,
         weight: f64,
@@ -65,7 +65,7 @@ pub enum Part {
     Break,
 }
 
-impl Part {
+impl PromptPart {
     fn text(text: &str) -> Self {
         Self::Text {
             text: text.to_owned(),
@@ -87,12 +87,12 @@ impl Part {
 ///
 /// # Errors
 /// [`PromptError::Weight`], [`PromptError::Infinite`], [`PromptError::TooLong`].
-pub fn parse_weighted(prompt: &str) -> Result<Vec<Part>, PromptError> {
+pub fn parse_weighted(prompt: &str) -> Result<Vec<PromptPart>, PromptError> {
     if prompt.len() > MAX_PROMPT_BYTES {
         let bytes = prompt.len();
         return Err(PromptError::TooLong { bytes });
     }
-    let mut parts: Vec<Part> = Vec::new();
+    let mut parts: Vec<PromptPart> = Vec::new();
     // Where the text of each open bracket starts.
     let (mut round, mut square) = (Vec::new(), Vec::new());
     let mut rest = prompt;
@@ -102,25 +102,25 @@ pub fn parse_weighted(prompt: &str) -> Result<Vec<Part>, PromptError> {
             '\\' => {
                 let escaped = rest[1..].starts_with(['(', ')', '[', ']', '\\']);
                 taken += usize::from(escaped);
-                parts.push(Part::text(&rest[1..taken]));
+                parts.push(PromptPart::text(&rest[1..taken]));
             }
             '(' => round.push(parts.len()),
             '[' => square.push(parts.len()),
             ')' => match round.pop() {
                 Some(start) => multiply(&mut parts[start..], BRACKET),
-                None => parts.push(Part::text(")")),
+                None => parts.push(PromptPart::text(")")),
             },
             ']' => match square.pop() {
                 Some(start) => multiply(&mut parts[start..], 1.0 / BRACKET),
-                None => parts.push(Part::text("]")),
+                None => parts.push(PromptPart::text("]")),
             },
             ':' => match closing_weight(rest) {
-                None => parts.push(Part::text(":")),
+                None => parts.push(PromptPart::text(":")),
                 Some((number, length)) => {
                     taken = length;
                     match round.pop() {
                         Some(start) => multiply(&mut parts[start..], weight(number)?),
-                        None => parts.push(Part::text(&rest[..length])),
+                        None => parts.push(PromptPart::text(&rest[..length])),
                     }
                 }
             },
@@ -142,11 +142,11 @@ pub fn parse_weighted(prompt: &str) -> Result<Vec<Part>, PromptError> {
     joined(parts)
 }
 
-fn multiply(parts: &mut [Part], factor: f64) {
+fn multiply(parts: &mut [PromptPart], factor: f64) {
     for part in parts {
         match part {
-            Part::Text { weight, .. } => *weight *= factor,
-            Part::Break => {}
+            PromptPart::Text { weight, .. } => *weight *= factor,
+            PromptPart::Break => {}
         }
     }
 }
@@ -169,7 +169,7 @@ fn weight(number: &str) -> Result<f64, PromptError> {
 }
 
 /// Appends a text without brackets, cut where `BREAK` stands as a word.
-fn split_at_breaks(text: &str, parts: &mut Vec<Part>) {
+fn split_at_breaks(text: &str, parts: &mut Vec<PromptPart>) {
     let of_word = |c: char| c.is_alphanumeric() || c == '_';
     let mut from = 0;
     for (at, _) in text.match_indices(BREAK) {
@@ -177,22 +177,22 @@ fn split_at_breaks(text: &str, parts: &mut Vec<Part>) {
         if text[..at].ends_with(of_word) || text[end..].starts_with(of_word) {
             continue;
         }
-        parts.push(Part::text(text[from..at].trim_end()));
-        parts.push(Part::Break);
+        parts.push(PromptPart::text(text[from..at].trim_end()));
+        parts.push(PromptPart::Break);
         from = text.len() - text[end..].trim_start().len();
     }
-    parts.push(Part::text(&text[from..]));
+    parts.push(PromptPart::text(&text[from..]));
 }
 
 /// Joins neighbours of equal weight, then leaves out empty ones; in this order, because an empty one
 /// of another weight keeps its neighbours apart.
-fn joined(parts: Vec<Part>) -> Result<Vec<Part>, PromptError> {
-    let mut all: Vec<Part> = Vec::new();
+fn joined(parts: Vec<PromptPart>) -> Result<Vec<PromptPart>, PromptError> {
+    let mut all: Vec<PromptPart> = Vec::new();
     for part in parts {
         match (all.last_mut(), part) {
             (
-                Some(Part::Text { text, weight }),
-                Part::Text {
+                Some(PromptPart::Text { text, weight }),
+                PromptPart::Text {
                     text: more,
                     weight: same,
                 },
@@ -200,12 +200,12 @@ fn joined(parts: Vec<Part>) -> Result<Vec<Part>, PromptError> {
             (_, part) => all.push(part),
         }
     }
-    all.retain(|part| !matches!(part, Part::Text { text, .. } if text.is_empty()));
+    all.retain(|part| !matches!(part, PromptPart::Text { text, .. } if text.is_empty()));
     if all.is_empty() {
-        all.push(Part::text(""));
+        all.push(PromptPart::text(""));
     }
-    let infinite = |part: &Part| match part {
-        Part::Text { text, weight } if !(*weight as f32).is_finite() => Some(text.clone()),
+    let infinite = |part: &PromptPart| match part {
+        PromptPart::Text { text, weight } if !(*weight as f32).is_finite() => Some(text.clone()),
         _ => None,
     };
     match all.iter().find_map(infinite) {
@@ -280,8 +280,8 @@ pub fn encode_prompt(
             let mut unknown = Vec::new();
             for part in parse_weighted(prompt)? {
                 match part {
-                    Part::Break => layout.finish(),
-                    Part::Text { text, weight } => {
+                    PromptPart::Break => layout.finish(),
+                    PromptPart::Text { text, weight } => {
                         let pieces = tokenizer.pieces(&text)?;
                         unknown.extend(tokenizer.unknown_words(&text, &pieces));
                         for piece in pieces {

@@ -91,7 +91,7 @@ impl StartSource<'_> {
             }),
             _ if self.is_inpainting => {
                 return Err(PipelineError::Request(
-                    "a model for inpainting takes an image and a mask".to_string(),
+                    "an inpainting model takes an image and a mask".to_string(),
                 ));
             }
             (_, Some(mask), Some(latents)) => {

@@ -11,7 +11,9 @@ use super::buffer::Buffer;
 use super::client::{Client, Device};
 use super::compile_options::CompileOptions;
 use super::error::PjrtError;
-use super::ffi::{BufferHandle, EventHandle, ExecutableHandle, LoadedExecutableHandle, Program};
+use super::ffi::{
+    BufferHandle, CheckedExecutable, EventHandle, ExecutableHandle, LoadedExecutableHandle,
+};
 use super::values::{CompiledMemoryStats, ElementType, NamedValue};
 use crate::proto::xla;
 
@@ -191,7 +193,7 @@ pub struct LoadedExecutable {
 }
 
 struct Inner {
-    program: Program,
+    program: CheckedExecutable,
     executable: Executable,
     devices: Vec<Device>,
     launches: Arc<AtomicI32>,
@@ -241,7 +243,7 @@ impl LoadedExecutable {
         loaded: LoadedExecutableHandle,
         launches: Arc<AtomicI32>,
     ) -> Result<Self, PjrtError> {
-        let program = Program::new(loaded)?;
+        let program = CheckedExecutable::new(loaded)?;
         let executable = Executable::new(program.executable().clone());
         let devices = program
             .devices()

@@ -513,7 +513,7 @@ fn check_is_plugin(path: &Path) -> Result<()> {
         let mut file = File::open(path)?;
         let mut magic = [0; 4];
         if file.read_exact(&mut magic).is_err() || magic != *b"\x7fELF" {
-            return Ok(Some("it is no ELF shared library"));
+            return Ok(Some("it is not an ELF shared library"));
         }
         file.seek(SeekFrom::Start(0))?;
         Ok((!contains(BufReader::new(file), b"GetPjrtApi\0")?)

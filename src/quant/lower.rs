@@ -1,7 +1,7 @@
 //! Lowers annotated contractions: operands become integers with scales, and scales are applied to the product.
 
 use crate::dtype::DType;
-use crate::graph::random::{Key, rounding_noise};
+use crate::graph::random::{RandomKey, rounding_noise};
 use crate::graph::scopes::RANGE_FINDING;
 use crate::graph::{
     Builder, Comparison, Composite, Contraction, ContractionQuant, Granularity, Graph, GraphError,
@@ -45,7 +45,7 @@ pub fn lower(graph: &Graph) -> std::result::Result<Graph, QuantError> {
         };
         let words = b.declare(input.clone())?;
         let word = |i| b.reshape(b.slice_dim(words, 0, i, i + 1)?, &[]);
-        let key = Key {
+        let key = RandomKey {
             high: word(0)?,
             low: word(1)?,
         };

@@ -32,7 +32,7 @@ pub fn dataset(config: &Config) -> Result<Dataset, RecipeError> {
             ))
         }
         other => Err(RecipeError::Usage(format!(
-            "dataset_type={}: not here yet; working today: shapes, folder",
+            "dataset_type={}: not here yet; supported: shapes, folder",
             other.name()
         ))),
     }

@@ -29,7 +29,7 @@ pub fn read(
 ) -> Result<Option<InitImage>, RecipeError> {
     if model.is_inpainting() && (config.image.is_empty() || config.mask_image.is_empty()) {
         return Err(RecipeError::Usage(format!(
-            "{name}: a model for inpainting (its UNet takes nine channels: sample, mask and masked image) changes an \
+            "{name}: an inpainting model (its UNet takes nine channels: sample, mask and masked image) needs an \
              image: give image=FILE and mask_image=FILE, white where it should change; found image='{}', mask_image='{}'",
             config.image, config.mask_image
         )));
@@ -98,7 +98,7 @@ fn read_control(
     ];
     if range[0] >= range[1] {
         return Err(RecipeError::Usage(format!(
-            "control_guidance_start={} is not below control_guidance_end={}: the ControlNet would never steer",
+            "control_guidance_start={} is not below control_guidance_end={}: the ControlNet would never act",
             range[0], range[1]
         )));
     }
@@ -121,7 +121,7 @@ fn edges(image: &RgbImage) -> Result<RgbImage, RecipeError> {
     let size = [height as usize, width as usize];
     let edges = canny(image.as_raw(), size, THRESHOLDS).map_err(RecipeError::failed)?;
     RgbImage::from_raw(width, height, edges)
-        .ok_or_else(|| RecipeError::failed("edges of another size than their image"))
+        .ok_or_else(|| RecipeError::failed("edges with another size than their image"))
 }
 
 /// The image at `path`, scaled to the size of the model's images as diffusers' `VaeImageProcessor` does it.

@@ -66,7 +66,9 @@ fn texts<'a>(key: &str, values: &'a [Value]) -> Result<Vec<&'a str>, RecipeError
         .iter()
         .map(|value| {
             value.as_str().ok_or_else(|| {
-                RecipeError::Usage(format!("lora_config.{key}: expected texts, found {value}"))
+                RecipeError::Usage(format!(
+                    "lora_config.{key}: expected strings, found {value}"
+                ))
             })
         })
         .collect()

@@ -148,7 +148,8 @@ pub(super) fn image_side(key: &str, side: u64, scale: usize) -> Result<usize, Re
         .map(|side| side.to_string())
         .collect();
     Err(RecipeError::Usage(format!(
-        "{key}={side} is not a multiple of {scale}, the side in pixels of one place of the model's sample; nearest: {}",
+        "{key}={side} is not a multiple of {scale}, the side in pixels of one position of the model's sample; \
+         nearest: {}",
         near.join(" and ")
     )))
 }

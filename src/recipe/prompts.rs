@@ -67,8 +67,8 @@ fn check_size(config: &Config, line: &PromptLine) -> Result<(), RecipeError> {
     for (option, asked, made) in sizes {
         if let Some(asked) = asked.filter(|asked| u64::from(*asked) != made) {
             return Err(RecipeError::Usage(format!(
-                "prompts_file={}: '{}' has {option} {asked}, but this call makes images of {made}: all of one call are \
-                 of one size",
+                "prompts_file={}: '{}' has {option} {asked}, but this call makes images of {made}: all images of one \
+                 call have one size",
                 config.prompts_file, line.prompt
             )));
         }

@@ -141,8 +141,8 @@ pub(super) fn check_saved(
     let total = options.learning_rate.total_steps;
     match saved.state().counters.get(SCHEDULE_STEPS) {
         Some(&before) if before != total => notify(Notice::Warning(&format!(
-            "the learning rate's schedule was made for {before} steps and is now for {total}: from step {} on it goes on \
-             at {:.3e}; learning_rate_schedule_steps={before} keeps the old one (max_train_steps={})",
+            "the learning rate's schedule was made for {before} steps and is now for {total}: from step {} on it \
+             continues at {:.3e}; learning_rate_schedule_steps={before} keeps the old one (max_train_steps={})",
             saved.state().step,
             options.learning_rate.at(saved.state().step),
             config.max_train_steps

@@ -143,7 +143,7 @@ fn open(
         options.push(("cpu_device_count".to_string(), NamedValue::Int64(devices)));
     } else if config.num_devices > 0 {
         return Err(RecipeError::Usage(format!(
-            "num_devices={} splits a processor into virtual devices; on {} all devices are used: leave it at -1",
+            "num_devices={} splits a CPU into virtual devices; on {} all devices are used: leave it at -1",
             config.num_devices, installed.kind
         )));
     }

@@ -90,8 +90,8 @@ impl Source {
         };
         if found.is_none() && (name.is_empty() || !folder.exists()) {
             return Err(RecipeError::Usage(format!(
-                "no weights: {} holds no checkpoint, and pretrained_model_name_or_path='{name}' is no file or folder \
-                 here and no repository's name (organization/name); train first, or name a folder in diffusers' layout, \
+                "no weights: {} holds no checkpoint, and pretrained_model_name_or_path='{name}' is neither a file or \
+                 folder here nor a repository's name (organization/name); train first, or name a folder in diffusers' layout, \
                  a .safetensors file or a repository on the hub",
                 config.checkpoint_folder().display(),
             )));

@@ -8,7 +8,7 @@ use crate::proto::xla::{
 };
 
 use super::instruction::{attribute, bytes, is_megascale};
-use super::program::{Program, Site};
+use super::program::{HloProgram, Site};
 use super::purpose::{Provenance, Transfer};
 use super::runs::RunCounts;
 use super::{ByPurpose, Collective, Link, Purpose};
@@ -22,7 +22,7 @@ const SEND_RECV_PAIRS: &str = "_xla_send_recv_source_target_pairs";
 /// All collectives that run, in program order; a combined one gives an entry for each purpose of
 /// its operands.
 pub(super) fn collectives(
-    program: &Program<'_>,
+    program: &HloProgram<'_>,
     counts: &RunCounts<'_>,
     slice_of_partition: &[i64],
     provenance: &Provenance<'_>,
@@ -89,7 +89,7 @@ pub(super) fn total(collectives: &[Collective], link: Link) -> ByPurpose {
 
 /// The kind of collective, by HLO's name; `None` for every other instruction, and for the second
 /// half (`-done`, `recv`) of one already counted.
-fn kind(program: &Program<'_>, site: Site) -> Option<String> {
+fn kind(program: &HloProgram<'_>, site: Site) -> Option<String> {
     let instruction = program.instruction(site);
     let opcode = instruction.opcode.as_str();
     match opcode.strip_suffix("-start").unwrap_or(opcode) {
@@ -123,7 +123,7 @@ fn kind(program: &Program<'_>, site: Site) -> Option<String> {
 }
 
 /// Whether the collective takes a maximum or minimum, as range finding does and sums do not.
-fn is_extremum(program: &Program<'_>, site: Site) -> bool {
+fn is_extremum(program: &HloProgram<'_>, site: Site) -> bool {
     if let Some(operation) = attribute(program.instruction(site), REDUCE_OPERATION) {
         return matches!(operation, "MAX" | "MIN");
     }
@@ -143,7 +143,11 @@ impl<'a> Links<'a> {
     /// The TPU compiler makes one program for a slice: its groups number the devices of that
     /// slice alone, and all that leaves it is a megascale transfer. Other compilers number all
     /// devices.
-    fn new(program: &Program<'_>, counts: &RunCounts<'_>, slice_of_partition: &'a [i64]) -> Self {
+    fn new(
+        program: &HloProgram<'_>,
+        counts: &RunCounts<'_>,
+        slice_of_partition: &'a [i64],
+    ) -> Self {
         let own = program.module.device_assignment.as_ref().map(|a| {
             i64::from(a.computation_count).saturating_mul(i64::from(a.replica_count.max(1)))
         });

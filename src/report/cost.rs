@@ -5,14 +5,14 @@ use std::collections::BTreeMap;
 use crate::proto::xla::{HloInstructionProto, PrimitiveType, ShapeProto, WindowDimension};
 
 use super::instruction::{BackendConfig, bits, elements, is_collective, type_name};
-use super::program::{Program, Site};
+use super::program::{HloProgram, Site};
 use super::runs::RunCounts;
 
 /// Operations of all dots and convolutions by operand type, loops multiplied out.
 ///
 /// A multiply and an add are two. The type is the wider operand's: a product of bf16 and int8
 /// runs at bf16's rate.
-pub(super) fn flops(program: &Program<'_>, counts: &RunCounts<'_>) -> BTreeMap<String, u64> {
+pub(super) fn flops(program: &HloProgram<'_>, counts: &RunCounts<'_>) -> BTreeMap<String, u64> {
     let mut total = BTreeMap::new();
     for (site, runs) in counts.running() {
         if let Some((element, flops)) = product_flops(program, site) {
@@ -22,7 +22,7 @@ pub(super) fn flops(program: &Program<'_>, counts: &RunCounts<'_>) -> BTreeMap<S
     total
 }
 
-fn product_flops(program: &Program<'_>, site: Site) -> Option<(PrimitiveType, u64)> {
+fn product_flops(program: &HloProgram<'_>, site: Site) -> Option<(PrimitiveType, u64)> {
     let instruction = program.instruction(site);
     let shape = |number| {
         let operand = program.operand(site, number)?;
@@ -148,7 +148,7 @@ impl Kind {
     }
 
     /// The kind of one instruction; that of a fusion is the greatest in it.
-    fn of(program: &Program<'_>, site: Site) -> Self {
+    fn of(program: &HloProgram<'_>, site: Site) -> Self {
         let instruction = program.instruction(site);
         match instruction.opcode.as_str() {
             "fusion" => inside(program, site)
@@ -191,7 +191,7 @@ impl Kind {
 }
 
 /// All instructions of the kernel at `site`, those of nested ones too.
-fn inside<'a>(program: &'a Program<'_>, site: Site) -> Box<dyn Iterator<Item = Site> + 'a> {
+fn inside<'a>(program: &'a HloProgram<'_>, site: Site) -> Box<dyn Iterator<Item = Site> + 'a> {
     let called: Vec<_> = match program.instruction(site).opcode.as_str() {
         "fusion" => program.called(site).collect(),
         _ => Vec::new(),
@@ -230,7 +230,7 @@ pub(super) struct Cycles {
 }
 
 /// `None` when no instruction carries a prediction (CPU, GPU).
-pub(super) fn cycles(program: &Program<'_>, counts: &RunCounts<'_>) -> Option<Cycles> {
+pub(super) fn cycles(program: &HloProgram<'_>, counts: &RunCounts<'_>) -> Option<Cycles> {
     let mut total = Cycles::default();
     for (site, runs) in counts.running().filter(|(_, runs)| runs.scheduled) {
         let instruction = program.instruction(site);

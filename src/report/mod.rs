@@ -248,7 +248,7 @@ impl CompileReport {
     /// # Errors
     /// [`ReportError::Malformed`] when the program's references do not resolve.
     pub fn new(module: &HloModuleProto, input: &ReportInput<'_>) -> Result<Self, ReportError> {
-        let program = program::Program::new(module)?;
+        let program = program::HloProgram::new(module)?;
         let counts = runs::RunCounts::new(&program, input.trip_count_hints)?;
         let provenance = purpose::Provenance::new(&program, &counts, input.weight_arguments);
         let slices = input.slice_of_partition;
@@ -289,7 +289,7 @@ impl CompileReport {
 }
 
 impl Predicted {
-    fn new(program: &program::Program<'_>, cycles: &cost::Cycles, clock_hz: f64) -> Self {
+    fn new(program: &program::HloProgram<'_>, cycles: &cost::Cycles, clock_hz: f64) -> Self {
         let ms = |cycles: u64| cycles as f64 / clock_hz * 1e3;
         Self {
             total: ms(cycles.by_kind.values().sum()),

@@ -18,7 +18,7 @@ pub(super) struct Site {
     pub index: usize,
 }
 
-pub(super) struct Program<'a> {
+pub(super) struct HloProgram<'a> {
     pub module: &'a HloModuleProto,
     pub entry: Comp,
     pub computations: Vec<Computation<'a>>,
@@ -34,7 +34,7 @@ pub(super) struct Computation<'a> {
     by_id: HashMap<i64, usize>,
 }
 
-impl<'a> Program<'a> {
+impl<'a> HloProgram<'a> {
     /// # Errors
     /// [`ReportError::Malformed`] when ids do not resolve.
     pub fn new(module: &'a HloModuleProto) -> Result<Self, ReportError> {

@@ -9,7 +9,7 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 
 use super::Purpose;
 use super::instruction::{Call, attribute, call_of, is_contraction, is_megascale, op_name};
-use super::program::{Program, Site};
+use super::program::{HloProgram, Site};
 use super::runs::RunCounts;
 use crate::graph::scopes;
 
@@ -23,7 +23,7 @@ type Value = (Site, Option<i64>);
 
 /// Where values come from and go to.
 pub(super) struct Provenance<'a> {
-    program: &'a Program<'a>,
+    program: &'a HloProgram<'a>,
     /// Entry parameters that hold weights.
     weights: HashSet<i64>,
     users: HashMap<Site, Vec<Site>>,
@@ -51,7 +51,7 @@ struct Leaves {
 
 impl<'a> Provenance<'a> {
     pub fn new(
-        program: &'a Program<'a>,
+        program: &'a HloProgram<'a>,
         counts: &RunCounts<'_>,
         weight_arguments: &[usize],
     ) -> Self {

@@ -1,7 +1,7 @@
 //! How often the computations of a program run.
 
 use super::instruction::{Call, call_of, op_name};
-use super::program::{Program, Site};
+use super::program::{HloProgram, Site};
 use super::trips::trip_count;
 use super::{ReportError, TripCountHint};
 
@@ -23,7 +23,7 @@ pub(super) struct UnknownLoop {
 
 /// The runs of all computations of a program.
 pub(super) struct RunCounts<'a> {
-    program: &'a Program<'a>,
+    program: &'a HloProgram<'a>,
     /// By computation.
     runs: Vec<Runs>,
     pub unknown_loops: Vec<UnknownLoop>,
@@ -32,7 +32,7 @@ pub(super) struct RunCounts<'a> {
 impl<'a> RunCounts<'a> {
     /// # Errors
     /// [`ReportError::Malformed`] when computations call themselves.
-    pub fn new(program: &'a Program<'a>, hints: &[TripCountHint]) -> Result<Self, ReportError> {
+    pub fn new(program: &'a HloProgram<'a>, hints: &[TripCountHint]) -> Result<Self, ReportError> {
         let mut counts = Self {
             program,
             runs: vec![Runs::default(); program.computations.len()],

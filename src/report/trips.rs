@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use crate::proto::xla::{HloInstructionProto, LiteralProto, PrimitiveType};
 
 use super::instruction::BackendConfig;
-use super::program::{Program, Site};
+use super::program::{HloProgram, Site};
 
 /// Past this many iterations a loop counts as unknown.
 const LIMIT: u64 = 1 << 20;
@@ -13,7 +13,7 @@ const LIMIT: u64 = 1 << 20;
 /// Iterations of the loop at `site`: the compiler's own `known_trip_count`, else found by running
 /// the loop's scalar integers. The TPU compiler writes no trip count and peels iterations off its
 /// loops, so that neither the bound nor the start alone tells.
-pub(super) fn trip_count(program: &Program<'_>, site: Site) -> Option<u64> {
+pub(super) fn trip_count(program: &HloProgram<'_>, site: Site) -> Option<u64> {
     let instruction = program.instruction(site);
     let config = BackendConfig::parse(program.backend_config(instruction));
     if let Some(count) = config.trip_count() {
@@ -47,7 +47,7 @@ pub(super) fn trip_count(program: &Program<'_>, site: Site) -> Option<u64> {
 }
 
 /// The loop's tuple elements that are scalar integers and known before it.
-fn initial_slots(program: &Program<'_>, site: Site) -> Option<BTreeMap<i64, i64>> {
+fn initial_slots(program: &HloProgram<'_>, site: Site) -> Option<BTreeMap<i64, i64>> {
     let init = program.operand(site, 0)?;
     if program.instruction(init).opcode != "tuple" {
         return None;
@@ -85,7 +85,7 @@ enum Arguments<'a> {
 }
 
 /// A scalar integer (or predicate, as 0 or 1), if it follows from constants and arguments.
-fn eval(program: &Program<'_>, site: Site, arguments: &Arguments<'_>) -> Option<i64> {
+fn eval(program: &HloProgram<'_>, site: Site, arguments: &Arguments<'_>) -> Option<i64> {
     let instruction = program.instruction(site);
     let operand = |number| {
         program

@@ -1,8 +1,8 @@
 //! Compiled programs kept on disk, so that a program is compiled once on a machine and loaded from then on.
 //!
-//! A file is named by the SHA-256 of everything that decides what the compiler makes ([`Key`]), so no file is ever out of
-//! date, only unused. An unreadable program is compiled and written again; one that cannot be written is not kept. The
-//! cache makes a start faster or has no effect, and it never makes one fail.
+//! A file is named by the SHA-256 of everything that decides what the compiler makes ([`CacheKey`]), so no file is ever
+//! out of date, only unused. An unreadable program is compiled and written again; one that cannot be written is not
+//! kept. The cache makes a start faster or has no effect, and it never makes one fail.
 
 use std::fs::{self, DirBuilder, File};
 use std::io::{self, Read, Write};
@@ -69,17 +69,17 @@ fn io_error<'a>(action: &'static str, path: &'a Path) -> impl Fn(io::Error) -> C
 
 /// Names one compilation: equal keys are equal programs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Key(Sha256);
+pub struct CacheKey(Sha256);
 
-impl Key {
+impl CacheKey {
     /// The key of what `parts` say together; where one ends and the next starts counts too.
-    pub fn of(parts: &[&[u8]]) -> Key {
+    pub fn of(parts: &[&[u8]]) -> CacheKey {
         let mut hash = Hasher::default();
         for part in parts {
             hash.update((part.len() as u64).to_le_bytes());
             hash.update(part);
         }
-        Key(hash.finish())
+        CacheKey(hash.finish())
     }
 }
 
@@ -121,7 +121,7 @@ impl ExecutableCache {
         &self.dir
     }
 
-    fn path(&self, key: &Key) -> PathBuf {
+    fn path(&self, key: &CacheKey) -> PathBuf {
         self.dir.join(key.0.to_string()).with_extension(EXTENSION)
     }
 
@@ -130,7 +130,7 @@ impl ExecutableCache {
     /// # Errors
     /// When its file cannot be read, is not what was written, or could be written by others: whoever writes it decides
     /// what is run.
-    pub fn read(&self, key: &Key) -> Result<Option<Vec<u8>>, CacheError> {
+    pub fn read(&self, key: &CacheKey) -> Result<Option<Vec<u8>>, CacheError> {
         let path = self.path(key);
         let mut file = match File::open(&path) {
             Ok(file) => file,
@@ -159,7 +159,7 @@ impl ExecutableCache {
     ///
     /// # Errors
     /// When the folder cannot be made or the file not be written; nothing of it is left then.
-    pub fn write(&self, key: &Key, program: &[u8]) -> Result<(), CacheError> {
+    pub fn write(&self, key: &CacheKey, program: &[u8]) -> Result<(), CacheError> {
         if (program.len() + HEADER) as u64 > self.max_bytes {
             return Ok(());
         }
@@ -183,7 +183,7 @@ impl ExecutableCache {
     }
 
     /// Forgets what is kept under `key`.
-    fn remove(&self, key: &Key) {
+    fn remove(&self, key: &CacheKey) {
         // If it cannot be removed, the program that is compiled instead replaces it.
         let _ = fs::remove_file(self.path(key));
     }
@@ -251,7 +251,7 @@ fn has_extension(path: &Path, extension: &str) -> bool {
     path.extension().is_some_and(|found| found == extension)
 }
 
-fn header(key: &Key, program: &[u8]) -> Vec<u8> {
+fn header(key: &CacheKey, program: &[u8]) -> Vec<u8> {
     let mut header = Vec::with_capacity(HEADER);
     header.extend(MAGIC);
     header.extend(VERSION.to_le_bytes());
@@ -262,7 +262,7 @@ fn header(key: &Key, program: &[u8]) -> Vec<u8> {
 }
 
 /// Checks that `bytes` are a complete file of the program `key`.
-fn check(bytes: &[u8], key: &Key) -> Result<(), String> {
+fn check(bytes: &[u8], key: &CacheKey) -> Result<(), String> {
     let Some((found, program)) = bytes.split_at_checked(HEADER) else {
         return Err(format!("{} bytes, expected at least {HEADER}", bytes.len()));
     };
@@ -294,7 +294,7 @@ pub struct ProgramCounts {
 pub(super) struct Store {
     cache: ExecutableCache,
     /// The part of the key that is the same for all programs.
-    environment: Key,
+    environment: CacheKey,
     /// Set when a program could not be kept: the next ones could not either.
     gave_up: AtomicBool,
 }
@@ -315,7 +315,7 @@ impl Store {
         text: &str,
         options: &CompileOptions,
     ) -> Result<(LoadedExecutable, bool), PjrtError> {
-        let key = Key::of(&[
+        let key = CacheKey::of(&[
             self.environment.0.bytes(),
             &options.to_bytes(),
             text.as_bytes(),
@@ -333,7 +333,11 @@ impl Store {
         Ok((executable, false))
     }
 
-    fn load(&self, client: &Client, key: &Key) -> Result<Option<LoadedExecutable>, CacheError> {
+    fn load(
+        &self,
+        client: &Client,
+        key: &CacheKey,
+    ) -> Result<Option<LoadedExecutable>, CacheError> {
         let Some(bytes) = self.cache.read(key)? else {
             return Ok(None);
         };
@@ -346,7 +350,7 @@ impl Store {
             })
     }
 
-    fn keep(&self, key: &Key, executable: &LoadedExecutable) {
+    fn keep(&self, key: &CacheKey, executable: &LoadedExecutable) {
         if self.gave_up.load(Ordering::Relaxed) {
             return;
         }
@@ -359,7 +363,9 @@ impl Store {
                 }
             }
             Err(error) if error.code() == Some(ErrorCode::Unimplemented) => {
-                tracing::debug!("this plugin does not give its programs away to be kept: {error}");
+                tracing::debug!(
+                    "this plugin does not serialize programs, so none is kept: {error}"
+                );
                 give_up();
             }
             Err(error) => tracing::debug!("a program is not kept: {error}"),
@@ -370,7 +376,7 @@ impl Store {
 /// All but program and options that decides what the compiler of `client` makes: this cache's layout, the plugin's
 /// build, its devices, what it reads of the environment and, where it compiles for the processor it runs on, that
 /// processor.
-fn environment(client: &Client) -> Result<Key, CacheError> {
+fn environment(client: &Client) -> Result<CacheKey, CacheError> {
     let library = client.plugin().path();
     let metadata = fs::metadata(library).map_err(io_error("look at", library))?;
     let changed = metadata
@@ -397,7 +403,7 @@ fn environment(client: &Client) -> Result<Key, CacheError> {
         "cpu" => processor()?,
         _ => String::new(),
     };
-    Ok(Key::of(&[
+    Ok(CacheKey::of(&[
         build.as_bytes(),
         format!("{:?}", client.process_index().ok()).as_bytes(),
         devices.join("\n").as_bytes(),

@@ -9,7 +9,7 @@ mod program;
 mod staged;
 
 pub use array::Array;
-pub use cache::{CacheError, ExecutableCache, Key, ProgramCounts, Usage};
+pub use cache::{CacheError, CacheKey, ExecutableCache, ProgramCounts, Usage};
 pub use program::{Program, ProgramOptions, Slot, Timings, Value, compile_options};
 pub use staged::{Preparation, Prepared, StagedProgram, StagedTimings};
 

@@ -87,7 +87,7 @@ impl Program {
             text,
             seconds,
         } = module;
-        let lowering::Program { name, graph, plan } = program;
+        let lowering::LoweredProgram { name, graph, plan } = program;
         plan.log(&name);
         let start = Instant::now();
         let (executable, from_cache) = session.executable(&text)?;
@@ -138,7 +138,7 @@ impl Program {
     /// The compiler's, and those of lowering.
     pub fn of_step(
         session: &Session,
-        step: &lowering::Program,
+        step: &lowering::LoweredProgram,
         options: &ProgramOptions,
     ) -> Result<Program, RuntimeError> {
         let module = Module::new(step.clone(), &session.mesh, options.precision);
@@ -156,7 +156,7 @@ impl Program {
         options: &ProgramOptions,
     ) -> Result<Program, RuntimeError> {
         let program =
-            lowering::Program::whole(name, graph, session.backend(), &session.lowering())?;
+            lowering::LoweredProgram::whole(name, graph, session.backend(), &session.lowering())?;
         let module = Module::new(program, &session.mesh, options.precision);
         Program::of_module(session, module)
     }

@@ -76,7 +76,7 @@ impl Step {
         const {
             assert!(
                 N <= STATES,
-                "a sampler remembers more than there is room for"
+                "a sampler's memory is larger than its capacity"
             )
         };
         let mut step = Step {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::dtype::DType;
-use crate::graph::random::{self, Key};
+use crate::graph::random::{self, RandomKey};
 use crate::graph::{Binary, Builder, GraphError, Op, Tensor, grad};
 use crate::host_tensor::HostTensor;
 use crate::lowering::Traced;
@@ -233,7 +233,7 @@ fn add_noise(
     let schedule = NoiseSchedule::new(&model.scheduler)?;
     let batch = options.batch;
     let word = |i| b.reshape(b.slice_dim(key, 0, i, i + 1)?, &[]);
-    let key = Key {
+    let key = RandomKey {
         high: word(0)?,
         low: word(1)?,
     };

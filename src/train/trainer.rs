@@ -52,7 +52,7 @@ pub struct Trainer {
     session: Session,
     options: TrainerOptions,
     decisions: Vec<Decision>,
-    step: lowering::Program,
+    step: lowering::LoweredProgram,
 }
 
 impl Trainer {

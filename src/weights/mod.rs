@@ -59,7 +59,7 @@ pub enum WeightsError {
         reason: String,
     },
     #[error(
-        "{path}: a PyTorch pickle, which runs code when it is loaded; convert it where you trust it, \
+        "{path}: a PyTorch pickle, which can run code when it is loaded; if you trust it, convert it \
          with diffusers' save_pretrained(..., safe_serialization=True) or \
          safetensors.torch.save_file(torch.load(path, weights_only=True), \"model.safetensors\") \
          (the tensors of a .ckpt are under its key state_dict)"

@@ -198,7 +198,7 @@ impl CustomCall for Kernel {
                     true => Ok(x),
                     false => Err(constraint(
                         "group_norm kernel",
-                        format!("{x} is no image whose channels divide into {groups} groups"),
+                        format!("{x} is not an image whose channels divide into {groups} groups"),
                     )),
                 }
             }

@@ -143,7 +143,7 @@ fn contraction_types(lhs: &Shape, rhs: &Shape, result: DType) -> Result<()> {
     } else {
         Err(constraint(
             "element types",
-            format!("{} times {} gives no {result}", lhs.dtype, rhs.dtype),
+            format!("{} times {} does not give {result}", lhs.dtype, rhs.dtype),
         ))
     }
 }

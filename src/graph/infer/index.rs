@@ -20,7 +20,7 @@ pub(super) fn slice(
             return Err(constraint(
                 "slice",
                 format!(
-                    "{}:{}:{} is no slice of dimension {i} of {x}",
+                    "{}:{}:{} is not a slice of dimension {i} of {x}",
                     start[i], limit[i], stride[i]
                 ),
             ));

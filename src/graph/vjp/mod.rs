@@ -43,7 +43,7 @@ pub fn vjp(b: &Builder, outputs: &[(Tensor, Tensor)], wrt: &[Tensor]) -> Result<
     vjp_from(b, 0, outputs, wrt)
 }
 
-/// [`vjp`] of the program from node `first` on; `wrt` may be earlier nodes, whatever they are made of.
+/// [`vjp`] of the program from node `first` on; `wrt` may be any earlier nodes.
 fn vjp_from(
     b: &Builder,
     first: usize,
@@ -90,7 +90,7 @@ struct Pass<'a> {
     region: Option<u32>,
 }
 
-/// What a node's rule needs to know, copied out of the graph.
+/// The inputs of a node's rule, copied out of the graph.
 struct Site {
     op: Op,
     operands: Vec<u32>,

@@ -150,7 +150,7 @@ impl Serialize for ClipTextConfig {
     }
 }
 
-/// What the text encoder computes. All values are in the activation type.
+/// The outputs of the text encoder. All values are in the activation type.
 #[derive(Clone, Debug)]
 pub struct ClipTextOutput {
     /// After the final layer norm: `[B, length, hidden_size]`.

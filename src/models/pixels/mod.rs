@@ -5,7 +5,7 @@ use super::spec::{FamilySpec, HiddenState, TextEncoderSpec};
 use super::{Part, unet};
 
 pub const SPEC: FamilySpec = FamilySpec {
-    title: "a model of pixels",
+    title: "a pixel-space model",
     recipe: "quickstart.yml",
     published: None,
     text_encoders: &[TextEncoderSpec {

@@ -1,4 +1,4 @@
-//! The UNet's blocks: resnets, transformers, and their order on the way down, in the middle and on the way up.
+//! The UNet's blocks: resnets, transformers, and their order in down, mid and up blocks.
 
 use crate::graph::{Builder, Tensor};
 use crate::nn::{
@@ -9,7 +9,7 @@ use crate::nn::{
 
 use super::config::{TimeScaleShift, UNet2DConditionConfig};
 
-/// What all blocks of one forward pass use.
+/// The values that all blocks of one forward pass share.
 pub(in crate::models) struct Shared<'a> {
     pub config: &'a UNet2DConditionConfig,
     pub precision: Precision,
@@ -90,7 +90,7 @@ impl Block {
             x = self.layer(b, shared, x, layer)?;
         }
         if self.resample {
-            // As large as what the next block puts beside it.
+            // As large as the skip connection that the next block concatenates.
             let next = skips
                 .last()
                 .ok_or_else(|| b.invalid("no skip connection is left"))?;

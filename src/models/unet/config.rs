@@ -36,14 +36,14 @@ impl<T: Copy> PerBlock<T> {
     }
 }
 
-/// Blocks of the way down.
+/// Down blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum DownBlockType {
     DownBlock2D,
     CrossAttnDownBlock2D,
 }
 
-/// Blocks of the way up.
+/// Up blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum UpBlockType {
     UpBlock2D,
@@ -60,7 +60,7 @@ pub enum TimeScaleShift {
     ScaleShift,
 }
 
-/// What is added to the time embedding besides the timestep.
+/// The conditioning that is added to the time embedding besides the timestep.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum AdditionEmbedType {
@@ -201,7 +201,7 @@ fn fixed_fields() -> [(&'static str, Value); 20] {
 /// Most blocks of a way: each halves height and width.
 const LARGEST_LEVELS: usize = 16;
 
-/// Most layers on the way down, those of transformers included.
+/// Largest number of layers of the down blocks, those of transformers included.
 const LARGEST_DEPTH: usize = 1000;
 
 impl UNet2DConditionConfig {
@@ -321,7 +321,8 @@ impl UNet2DConditionConfig {
         let depth = layers.fold(0, usize::saturating_add);
         if depth > LARGEST_DEPTH {
             return inconsistent(format!(
-                "layers_per_block and transformer_layers_per_block make {depth} layers on the way down; expected at most \
+                "layers_per_block and transformer_layers_per_block make {depth} layers in the down blocks; expected \
+                 at most \
                  {LARGEST_DEPTH} (SDXL has 26)"
             ));
         }

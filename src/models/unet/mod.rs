@@ -37,7 +37,7 @@ pub const INT8_FLOAT_LAYERS: [&str; 5] = [
 /// Time ids of SDXL base: original size, top left corner of the crop, target size.
 pub const SIZE_TIME_IDS: usize = 6;
 
-/// What the UNet is given. `B` is the batch.
+/// The inputs of the UNet. `B` is the batch.
 #[derive(Clone, Debug)]
 pub struct UNetInputs {
     /// Noisy latents `[B, in_channels, height, width]`.
@@ -48,23 +48,24 @@ pub struct UNetInputs {
     pub encoder_hidden_states: Tensor,
     /// SDXL's conditioning; given exactly when the configuration asks for it.
     pub text_time: Option<TextTime>,
-    /// What ControlNets add to the results of the way down and of the middle on their way to the way up.
+    /// Residuals of ControlNets, added to the skip connections and to the mid block's output.
     pub additional_residuals: Option<ResSamples>,
 }
 
-/// Results of the way down and of the middle, those of a UNet or those that a ControlNet adds to them.
+/// Outputs of the down blocks and of the mid block: a UNet's own, or the residuals that a ControlNet adds.
 ///
 /// Images are `[B, height, width, channels]`, so that no transposition lies between a ControlNet and its UNet.
 #[derive(Clone, Debug)]
 pub struct ResSamples {
-    /// Of the first convolution, and of each layer and each downsampler on the way down, in their order.
+    /// The skip connections: outputs of the first convolution and of each layer and downsampler of the down blocks, in
+    /// order.
     pub down_blocks: Vec<Tensor>,
-    /// Of the middle block.
+    /// The output of the mid block.
     pub mid_block: Tensor,
 }
 
 impl ResSamples {
-    /// The sum of both: of what two ControlNets add, or of a UNet's own and what is added.
+    /// The sum of both: of two ControlNets' residuals, or of a UNet's own outputs and residuals.
     ///
     /// # Errors
     /// When they are of different shapes.
@@ -102,7 +103,7 @@ impl ResSamples {
 pub struct TextTime {
     /// Pooled text embeddings `[B, features]`.
     pub text_embeds: Tensor,
-    /// What is said of the picture in numbers: `[B, ids]`. SDXL base takes [`SIZE_TIME_IDS`]: original height and width,
+    /// Sizes and scores of the image: `[B, ids]`. SDXL base takes [`SIZE_TIME_IDS`]: original height and width,
     /// top and left crop, target height and width; its refiner an aesthetic score in place of the last two.
     pub time_ids: Tensor,
 }
@@ -164,7 +165,8 @@ pub fn unet(
     b.transpose(sample, &[0, 3, 1, 2])
 }
 
-/// What all blocks use, of inputs whose shapes are checked here. The configuration must have passed its own check.
+/// The values that all blocks share, from inputs whose shapes are checked here. The configuration must have passed its
+/// own check.
 pub(super) fn shared<'a>(
     b: &Builder,
     config: &'a UNet2DConditionConfig,
@@ -200,7 +202,7 @@ pub(super) fn conv_in(b: &Builder, shared: &Shared, sample: Tensor) -> Result<Te
     constrain_image(b, sample)
 }
 
-/// The way down and the middle, which a ControlNet copies.
+/// The down blocks and the mid block, which a ControlNet copies.
 pub(super) fn encode(b: &Builder, shared: &Shared, mut sample: Tensor) -> Result<ResSamples> {
     let config = shared.config;
     let levels = config.levels();
@@ -276,7 +278,7 @@ fn check_inputs(b: &Builder, config: &UNet2DConditionConfig, inputs: &UNetInputs
     if !height.is_multiple_of(multiple) || !width.is_multiple_of(multiple) {
         return Err(b.invalid(format!(
             "sample height {height} and width {width} must be multiples of {multiple}: {} blocks halve them, \
-             and what they skip must fit on the way up",
+             and the skip connections must fit the up blocks",
             config.levels() - 1
         )));
     }

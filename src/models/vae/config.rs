@@ -28,13 +28,13 @@ pub enum UpBlockType {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(remote = "Self", default, deny_unknown_fields)]
 pub struct AutoencoderKlConfig {
-    /// Channels of the pictures that are encoded.
+    /// Channels of the encoder's input images.
     pub in_channels: usize,
-    /// Channels of the pictures that are decoded.
+    /// Channels of the decoder's output images.
     pub out_channels: usize,
     pub down_block_types: Vec<DownBlockType>,
     pub up_block_types: Vec<UpBlockType>,
-    /// From the highest resolution down, for both ways.
+    /// From the highest resolution down, for encoder and decoder.
     pub block_out_channels: Vec<usize>,
     /// Resnets of each block of the encoder; the decoder's have one more.
     pub layers_per_block: usize,
@@ -42,11 +42,11 @@ pub struct AutoencoderKlConfig {
     pub act_fn: Activation,
     pub latent_channels: usize,
     pub norm_num_groups: usize,
-    /// Height and width of the pictures the checkpoint was trained on; see [`AutoencoderKlConfig::latent_tile`].
+    /// Height and width of the images the checkpoint was trained on; see [`AutoencoderKlConfig::latent_tile`].
     pub sample_size: SampleSize,
-    /// What latents are multiplied by for the diffusion model; see [`super::scale_latents`].
+    /// The factor of latents for the diffusion model; see [`super::scale_latents`].
     pub scaling_factor: f64,
-    /// What is subtracted from latents before that.
+    /// The value subtracted from latents before that.
     pub shift_factor: Option<f64>,
     /// Asks for `f32` in pipelines of half precision: SDXL's activations overflow `f16`. Nothing here depends on it.
     pub force_upcast: bool,
@@ -81,10 +81,10 @@ impl Default for AutoencoderKlConfig {
     }
 }
 
-/// Most blocks of a way: each halves height and width.
+/// Largest number of blocks of the encoder or the decoder: each halves height and width.
 const LARGEST_LEVELS: usize = 16;
 
-/// Most layers of all blocks of a way.
+/// Largest number of layers of all blocks of the encoder or the decoder.
 const LARGEST_DEPTH: usize = 1000;
 
 impl AutoencoderKlConfig {
@@ -111,7 +111,7 @@ impl AutoencoderKlConfig {
         Ok(config)
     }
 
-    /// The number of blocks on each way.
+    /// The number of blocks of the encoder, and of the decoder.
     pub fn levels(&self) -> usize {
         self.block_out_channels.len()
     }
@@ -123,7 +123,7 @@ impl AutoencoderKlConfig {
         1 << self.levels().saturating_sub(1)
     }
 
-    /// Rows and columns of the latents of a picture as large as those the checkpoint was trained on, the tile that
+    /// Rows and columns of the latents of an image as large as those the checkpoint was trained on, the tile that
     /// diffusers decodes large latents in.
     pub fn latent_tile(&self) -> usize {
         let side = match self.sample_size {

@@ -1,4 +1,4 @@
-//! diffusers' `AutoencoderKL`: between pictures and latents, for Stable Diffusion 1.x, 2.x, XL and 3, and for Flux.
+//! diffusers' `AutoencoderKL`, from images to latents and back, for Stable Diffusion 1.x, 2.x, XL and 3, and for Flux.
 
 mod config;
 pub mod original;
@@ -17,13 +17,13 @@ use crate::nn::{
 /// The root of the VAE's parameter paths in a text-to-image model.
 pub const ROOT: &str = Part::Vae.name();
 
-/// Of every normalization; diffusers has no field for it.
+/// Epsilon of every normalization; diffusers has no field for it.
 const EPSILON: f64 = 1e-6;
 
 /// Bounds of the log-variance of encoded latents.
 const LOGVAR: [f64; 2] = [-30.0, 20.0];
 
-/// The normal distribution of latents that a picture is encoded to; each element is independent of the others.
+/// The normal distribution of latents that an image is encoded to; each element is independent of the others.
 #[derive(Clone, Copy, Debug)]
 pub struct LatentDistribution {
     /// `[B, latent_channels, height, width]`; also its mode.
@@ -45,8 +45,7 @@ impl LatentDistribution {
     }
 }
 
-/// What the diffusion model works on, of latents as the encoder makes them:
-/// `(latents - shift_factor) * scaling_factor`.
+/// The encoder's latents as the diffusion model takes them: `(latents - shift_factor) * scaling_factor`.
 ///
 /// # Errors
 /// When `latents` are not of a float type.
@@ -58,7 +57,7 @@ pub fn scale_latents(b: &Builder, config: &AutoencoderKlConfig, latents: Tensor)
     b.mul_scalar(shifted, config.scaling_factor)
 }
 
-/// What the decoder takes, of latents as the diffusion model makes them: `latents / scaling_factor + shift_factor`.
+/// The diffusion model's latents as the decoder takes them: `latents / scaling_factor + shift_factor`.
 ///
 /// # Errors
 /// When `latents` are not of a float type.
@@ -75,7 +74,7 @@ pub fn unscale_latents(
     }
 }
 
-/// The pictures `[B, out_channels, m * height, m * width]` of unscaled latents `[B, latent_channels, height, width]`,
+/// The images `[B, out_channels, m * height, m * width]` of unscaled latents `[B, latent_channels, height, width]`,
 /// with `m` the configuration's spatial multiple, in `precision.activations`. Values in [-1, 1] are the range from
 /// black to white; they may lie outside.
 ///
@@ -125,13 +124,13 @@ pub fn decode(
     b.transpose(x, &[0, 3, 1, 2])
 }
 
-/// The distribution of unscaled latents of pictures `[B, in_channels, height, width]` with values in [-1, 1], in
+/// The distribution of unscaled latents of images `[B, in_channels, height, width]` with values in [-1, 1], in
 /// `precision.activations`.
 ///
 /// Weights are declared under `root/` with diffusers' keys.
 ///
 /// # Errors
-/// When the configuration contradicts itself, or the pictures have other channels or sides that are not multiples of
+/// When the configuration contradicts itself, or the images have other channels or sides that are not multiples of
 /// the configuration's spatial multiple.
 pub fn encode(
     b: &Builder,
@@ -191,7 +190,7 @@ pub fn encode(
     })
 }
 
-/// What the layers of one pass use.
+/// Shared by the layers of one pass.
 struct Layers<'a> {
     config: &'a AutoencoderKlConfig,
     precision: Precision,
@@ -271,14 +270,14 @@ impl Layers<'_> {
         constrain_image(b, y)
     }
 
-    /// The layers that both ways end with.
+    /// The last layers of encoder and decoder.
     fn last(&self, b: &Builder, x: Tensor, channels: usize) -> Result<Tensor> {
         let x = self.norm(&b.scope("conv_norm_out"), x, Some(Activation::Silu))?;
         self.conv(&b.scope("conv_out"), x, channels, 3)
     }
 }
 
-/// Why decoded pictures cannot be shown.
+/// Why decoded images cannot be converted to bytes.
 #[derive(Debug, thiserror::Error)]
 pub enum DecodedError {
     #[error(
@@ -290,9 +289,9 @@ pub enum DecodedError {
     Unreadable(#[from] HostTensorError),
 }
 
-/// Refuses decoded pictures that hold infinities or NaN, which a conversion to bytes would turn black.
+/// Refuses decoded images with infinities or NaN, which a conversion to bytes would turn black.
 ///
-/// In `f16` SDXL's first VAE makes them of good latents: its activations exceed 65504.
+/// In `f16`, SDXL's first VAE decodes valid latents to them: its activations exceed 65504.
 ///
 /// # Errors
 /// When there are any, with their number; or when the type has no conversion on the host.
@@ -340,13 +339,13 @@ mod tests {
     }
 
     #[test]
-    fn pictures_that_are_not_finite_are_refused() {
+    fn images_that_are_not_finite_are_refused() {
         let mut values = vec![0.5; 12];
-        let picture = |values: &[f32]| HostTensor::from_f32([1, 3, 2, 2], values).unwrap();
-        assert!(check_finite(&picture(&values)).is_ok());
+        let decoded = |values: &[f32]| HostTensor::from_f32([1, 3, 2, 2], values).unwrap();
+        assert!(check_finite(&decoded(&values)).is_ok());
         values[3] = f32::NAN;
         values[7] = f32::NEG_INFINITY;
-        let error = check_finite(&picture(&values)).unwrap_err().to_string();
+        let error = check_finite(&decoded(&values)).unwrap_err().to_string();
         assert!(error.starts_with("2 of 12 decoded values"), "{error}");
         // 7e4 is finite in f32 and not in f16.
         let large = HostTensor::from_f32([1], &[7e4]).unwrap();

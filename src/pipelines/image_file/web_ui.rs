@@ -55,7 +55,7 @@ impl WebSettings {
             to.push_str(line);
         }
         if settings.prompt.contains("<lora:") {
-            let note = "<lora:...> in the prompt, which is read as words here: give lora_config";
+            let note = "<lora:...> in the prompt, which is read as text here: give lora_config";
             read.unused.push(note.to_owned());
         }
         (settings.width, settings.height) = size;

@@ -9,8 +9,8 @@ use crate::data::word_level_json;
 fn parts(prompt: &str) -> Vec<(String, f64)> {
     let parts = parse_weighted(prompt).unwrap();
     let part = |part| match part {
-        Part::Text { text, weight } => (text, weight),
-        Part::Break => ("|".to_owned(), 0.0),
+        PromptPart::Text { text, weight } => (text, weight),
+        PromptPart::Break => ("|".to_owned(), 0.0),
     };
     parts.into_iter().map(part).collect()
 }
@@ -307,9 +307,9 @@ proptest! {
             let letters = |text: &str| -> String {
                 text.chars().filter(|c| "abc猫".contains(*c)).collect()
             };
-            let text = |part: &Part| match part {
-                Part::Text { text, .. } => letters(text),
-                Part::Break => String::new(),
+            let text = |part: &PromptPart| match part {
+                PromptPart::Text { text, .. } => letters(text),
+                PromptPart::Break => String::new(),
             };
             let found: String = parts.iter().map(text).collect();
             prop_assert_eq!(found, letters(&prompt));

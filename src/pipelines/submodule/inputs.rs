@@ -80,7 +80,7 @@ fn check_ids(
     }
 }
 
-/// What the forward pass takes. The first input that has a named size sets it.
+/// The inputs of the forward pass. The first input that has a named size sets it.
 fn wanted(network: &Network) -> Vec<Wanted> {
     use Size::{Is, Named};
     let input = |name, elements, sizes: &[Size]| Wanted {

@@ -45,7 +45,7 @@ pub enum SubmoduleError {
 }
 
 impl SubmoduleError {
-    /// Whether the quantization that was asked for is to blame, and not a file, a device or a compiler.
+    /// Whether the requested quantization is wrong, rather than a file, a device or a compiler.
     pub fn is_usage(&self) -> bool {
         matches!(self, SubmoduleError::Pipeline(PipelineError::Quant(_)))
     }
@@ -57,7 +57,7 @@ pub struct Submodule {
     checkpoint: Checkpoint,
 }
 
-/// What a submodule computed.
+/// The results of a submodule.
 pub struct SubmoduleRun {
     /// Results by name, in float32.
     pub outputs: Vec<(String, HostTensor)>,

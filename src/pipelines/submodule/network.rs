@@ -76,7 +76,7 @@ impl Network {
                 format!("of {}, which is not here", classes.join(", "))
             };
             Err(fail(format!(
-                "{found}; working: UNet2DConditionModel, CLIPTextModel, CLIPTextModelWithProjection"
+                "{found}; supported: UNet2DConditionModel, CLIPTextModel, CLIPTextModelWithProjection"
             )))
         }
     }

@@ -21,7 +21,7 @@ pub struct Launch {
 }
 
 /// An executable loaded on devices, with what its launches are checked against.
-pub struct Program {
+pub struct CheckedExecutable {
     loaded: LoadedExecutableHandle,
     executable: Arc<ExecutableHandle>,
     devices: Vec<DeviceHandle>,
@@ -246,7 +246,7 @@ impl LoadedExecutableHandle {
     }
 }
 
-impl Program {
+impl CheckedExecutable {
     pub fn new(loaded: LoadedExecutableHandle) -> Result<Self, PjrtError> {
         let executable = Arc::new(loaded.executable()?);
         let devices = loaded.addressable_devices()?;

@@ -30,7 +30,7 @@ pub use api::Api;
 pub use buffer::HostCopy;
 pub use client::DeviceHandle;
 pub use env::set_defaults;
-pub use executable::Program;
+pub use executable::CheckedExecutable;
 pub use handle::{
     BufferHandle, ClientHandle, EventHandle, ExecutableHandle, LoadedExecutableHandle,
     TopologyHandle,

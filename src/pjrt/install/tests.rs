@@ -316,7 +316,7 @@ fn an_own_plugin_goes_first_until_the_pinned_one_is_asked_for() {
 fn files_that_are_no_plugins_are_refused() {
     let dir = TempDir::new().unwrap();
     for (bytes, reason) in [
-        (&b"text"[..], "no ELF"),
+        (&b"text"[..], "not an ELF"),
         (b"\x7fELF without the function", "does not export"),
     ] {
         let path = dir.path().join("x.so");

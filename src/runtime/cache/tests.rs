@@ -8,11 +8,11 @@ fn cache(max_bytes: u64) -> (tempfile::TempDir, ExecutableCache) {
     (folder, cache)
 }
 
-fn key(name: &str) -> Key {
-    Key::of(&[name.as_bytes()])
+fn key(name: &str) -> CacheKey {
+    CacheKey::of(&[name.as_bytes()])
 }
 
-fn last_used(cache: &ExecutableCache, key: &Key, seconds: u64) {
+fn last_used(cache: &ExecutableCache, key: &CacheKey, seconds: u64) {
     let file = File::options().write(true).open(cache.path(key)).unwrap();
     let time = SystemTime::UNIX_EPOCH + Duration::from_secs(seconds);
     file.set_modified(time).unwrap();
@@ -39,8 +39,8 @@ fn what_was_written_is_read() {
 
 #[test]
 fn where_parts_of_a_key_end_counts() {
-    assert_ne!(Key::of(&[b"ab", b"c"]), Key::of(&[b"a", b"bc"]));
-    assert_ne!(Key::of(&[b"a"]), Key::of(&[b"a", b""]));
+    assert_ne!(CacheKey::of(&[b"ab", b"c"]), CacheKey::of(&[b"a", b"bc"]));
+    assert_ne!(CacheKey::of(&[b"a"]), CacheKey::of(&[b"a", b""]));
 }
 
 #[test]

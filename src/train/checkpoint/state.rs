@@ -205,7 +205,7 @@ impl Manifest {
         }
         if let Some(file) = manifest.files.iter().find(|f| !is_relative(&f.path)) {
             return Err(format!(
-                "{}: {:?} is no path inside the checkpoint",
+                "{}: {:?} is not a path inside the checkpoint",
                 Manifest::FILE,
                 file.path
             ));

@@ -36,7 +36,7 @@ pub enum LoraError {
     #[error(transparent)]
     Weights(#[from] WeightsError),
     #[error(
-        "{path}: {kind} is not supported: {count} tensors such as {example}; merge it with the tool it was made with"
+        "{path}: {kind} is not supported: {count} tensors such as {example}; merge it with the tool that made it"
     )]
     Unsupported {
         path: PathBuf,
@@ -76,7 +76,7 @@ pub enum LoraError {
     },
     #[error("{path}: the adapter's configuration: {reason}")]
     Config { path: PathBuf, reason: String },
-    #[error("{path}: two of {weight}: {first} and {second}")]
+    #[error("{path}: two updates of {weight}: {first} and {second}")]
     Duplicate {
         path: PathBuf,
         weight: String,
@@ -103,7 +103,7 @@ pub enum LoraError {
         found: Vec<usize>,
     },
     #[error(
-        "{weight}: a LoRA can not be merged into elements of type {dtype}, only f32, bf16 and f16; merge it before \
+        "{weight}: a LoRA cannot be merged into elements of type {dtype}, only f32, bf16 and f16; merge it before \
          they are quantized, or put it beside the weight"
     )]
     NotFloat {

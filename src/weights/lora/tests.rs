@@ -344,7 +344,8 @@ fn other_adapters_are_refused_by_name() {
     );
     let twice: (&str, &[usize]) = ("lora_unet_conv_in.lora.up.weight", &[320, 2]);
     assert!(
-        message(open(&[pair[0], pair[1], twice], &[])).starts_with("two of lora_unet_conv_in: ")
+        message(open(&[pair[0], pair[1], twice], &[]))
+            .starts_with("two updates of lora_unet_conv_in: ")
     );
     let missing = LoraFile::open(Path::new("/nonexistent/lora.safetensors"));
     assert!(matches!(
@@ -575,7 +576,7 @@ fn a_module_for_one_weight_only() {
     assert_eq!(
         text,
         format!(
-            "two of unet/{TO_Q}: lora_unet_{} and unet.{q}",
+            "two updates of unet/{TO_Q}: lora_unet_{} and unet.{q}",
             q.replace('.', "_")
         )
     );

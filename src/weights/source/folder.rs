@@ -117,7 +117,7 @@ fn others(index: &Map<String, Value>) -> Vec<Ignored> {
         .filter(|(name, value)| value.is_array() && !is_null(index, name) && !used(name))
         .map(|(name, _)| name.clone())
         .collect();
-    let reason = "not used for making pictures here";
+    let reason = "not used for making images here";
     if names.is_empty() {
         return Vec::new();
     }

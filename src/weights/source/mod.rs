@@ -77,7 +77,7 @@ pub struct ModelSource {
     pub path: PathBuf,
     pub layout: Layout,
     pub family: Family,
-    /// Whether the UNet takes a mask and a masked picture beside the sample: nine channels.
+    /// Whether the UNet takes a mask and a masked image beside the sample: nine channels.
     pub inpaint: bool,
     /// The parts that the source has. Use [`ModelSource::component`] for one that is needed.
     pub components: BTreeMap<Part, Component>,
@@ -127,7 +127,7 @@ pub enum SourceError {
     )]
     SeveralFiles { path: PathBuf, found: Vec<String> },
     #[error(
-        "{path}: its tensors are those of no model that is known here ({}); among the {} are {}",
+        "{path}: its tensors belong to no known model ({}); among the {} are {}",
         known(), names.len(), listed(names, SHOWN)
     )]
     UnknownFamily { path: PathBuf, names: Vec<String> },
@@ -315,7 +315,7 @@ fn read_with(
     };
     if bytes.len() as u64 > LARGEST_CONFIG {
         return Err(error(format!(
-            "larger than {LARGEST_CONFIG} bytes, which no configuration of a model is"
+            "larger than {LARGEST_CONFIG} bytes; configurations of models are smaller"
         )));
     }
     let text = std::str::from_utf8(&bytes).map_err(|e| error(format!("not UTF-8: {e}")))?;

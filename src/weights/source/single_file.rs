@@ -123,11 +123,11 @@ fn outside(name: &str) -> &'static str {
         "denoiser.",
     ];
     if name.starts_with("model_ema.") {
-        "averaged weights; the others are taken"
+        "averaged weights; the others are used"
     } else if SCHEDULE.iter().any(|prefix| name.starts_with(prefix)) {
-        "the noise schedule, which is the family's"
+        "the noise schedule, which the family decides"
     } else {
-        "of no part that is known here"
+        "of no known part"
     }
 }
 
@@ -149,7 +149,7 @@ fn scheduler(
         (false, Some("epsilon")) => Some("epsilon"),
         (false, Some(other)) => {
             notes.push(format!(
-                "modelspec.prediction_type is {other:?}, which is not known here (epsilon and v are); it is passed over"
+                "modelspec.prediction_type is {other:?}, which is not known here (epsilon and v are); it is ignored"
             ));
             None
         }

@@ -110,7 +110,7 @@ fn files_of_other_kinds_are_named() {
             &[8, 512],
         ),
     ]);
-    assert!(found.contains("no model that is known here"), "{found}");
+    assert!(found.contains("no known model"), "{found}");
     let found = refused(&[
         ("input_blocks.0.0.weight", &[8, 4, 3, 3]),
         (
@@ -151,7 +151,7 @@ fn damaged_structures_are_told_by_what_is_missing() {
     assert!(found.ends_with("unet: out.2.weight is missing"), "{found}");
     let found = refused(&[(resnet, &[]), ("out.2.weight", &[4])]);
     assert!(
-        found.ends_with("input_blocks.1.0.out_layers.3.weight [] has less than 1 dimensions"),
+        found.ends_with("input_blocks.1.0.out_layers.3.weight [] has fewer than 1 dimensions"),
         "{found}"
     );
 
@@ -180,7 +180,7 @@ fn damaged_structures_are_told_by_what_is_missing() {
     write_whole(&path, &unet, &[(vae, &[8, 8, 3, 3])]);
     let found = error(&path);
     assert!(
-        found.ends_with("vae: first_stage_model.decoder.up.0 has less than two resnets"),
+        found.ends_with("vae: first_stage_model.decoder.up.0 has fewer than two resnets"),
         "{found}"
     );
 }

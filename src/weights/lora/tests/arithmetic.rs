@@ -164,7 +164,7 @@ fn halves_are_rounded_once() {
     let ints = HostTensor::zeros(Shape::new(DType::S8, [320, 320]));
     let text = message(adapter.apply("unet", TO_Q, ints));
     assert!(
-        text.contains("can not be merged into elements of type s8"),
+        text.contains("cannot be merged into elements of type s8"),
         "{text}"
     );
     let text = message(adapter.apply("unet", TO_Q, tensor(&[320, 4], 0)));
