@@ -70,7 +70,7 @@ fn pixels(path: &Value) -> image::RgbImage {
 }
 
 #[test]
-fn a_image_is_repeated_from_its_file() {
+fn an_image_is_repeated_from_its_file() {
     let dir = tempfile::tempdir().unwrap();
     let prompts = dir.path().join("prompts.txt");
     std::fs::write(
@@ -421,7 +421,7 @@ fn joined<'a>(words: &[&'a str], more: &[&'a str]) -> Vec<&'a str> {
 const SMALL: [&str; 4] = ["prompt=x", "height=16", "width=16", "num_inference_steps=5"];
 
 #[test]
-fn a_model_for_inpainting_wants_a_image_and_a_mask() {
+fn an_inpainting_model_needs_an_image_and_a_mask() {
     let dir = tempfile::tempdir().unwrap();
     let model = assemble(
         dir.path(),

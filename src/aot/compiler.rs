@@ -46,7 +46,7 @@ enum CompilerPlugin {
 struct Site<'a> {
     options: &'a Options,
     stage: Stage,
-    /// Of the whole model.
+    /// Number of parameters of the whole model.
     parameters: u64,
 }
 

@@ -24,7 +24,7 @@ pub const VERSION: u32 = 2;
 const PREFIX: usize = 8 + 4 + 8 + 8;
 const DIGEST: usize = 32;
 
-/// What is wrong with a bundle's bytes.
+/// A problem of a bundle's bytes.
 #[derive(Debug, thiserror::Error)]
 pub enum FrameError {
     #[error("not a bundle: it does not begin with MAXDIFFB")]

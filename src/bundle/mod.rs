@@ -70,7 +70,7 @@ pub struct PluginId {
     pub version: String,
     /// The plugin's own description of its build.
     pub build: String,
-    /// Of the library, in hexadecimal.
+    /// SHA-256 of the library, in hexadecimal.
     pub sha256: String,
 }
 
@@ -87,15 +87,15 @@ pub struct Target {
     pub device_assignment: Vec<i64>,
 }
 
-/// What was compiled.
+/// The compiled program.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ProgramId {
     /// `train` or `denoise`.
     pub step: String,
-    /// Of the StableHLO text, in hexadecimal.
+    /// SHA-256 of the StableHLO text, in hexadecimal.
     pub stablehlo_sha256: String,
-    /// Of the serialized `CompileOptionsProto`, in hexadecimal.
+    /// SHA-256 of the serialized `CompileOptionsProto`, in hexadecimal.
     pub compile_options_sha256: String,
     /// The compiler's own options that were set.
     pub flags: BTreeMap<String, String>,
@@ -114,15 +114,15 @@ pub struct Slot {
     pub name: String,
     /// Element type by its StableHLO name, `bf16`.
     pub dtype: String,
-    /// Of the whole tensor.
+    /// Dimensions of the whole tensor.
     pub dims: Vec<usize>,
     /// Mesh axes each dimension is split over.
     pub sharding: Vec<Vec<String>>,
-    /// Of an argument: the result that takes over its memory. Of a result: the argument it takes it from.
+    /// For an argument, the result that reuses its memory; for a result, the argument whose memory it reuses.
     pub alias: Option<usize>,
 }
 
-/// What the payload is.
+/// The kind of payload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum PayloadKind {
@@ -152,7 +152,7 @@ pub struct ProgramHeader {
     /// An input that no caller knows is an output of an earlier program by the same name.
     pub inputs: Vec<Slot>,
     pub outputs: Vec<Slot>,
-    /// Of a load program; empty for others.
+    /// The groups of a load program; empty for others.
     pub groups: Vec<Group>,
     pub memory: Memory,
 }

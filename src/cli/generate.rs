@@ -285,7 +285,7 @@ impl GenerateProgress<'_> {
     }
 }
 
-/// What the fixed reader found in the images, in one line.
+/// The score of the fixed reader, in one line.
 fn score_line(score: &ReadScore) -> String {
     let share = |right: usize| format!("{:.1} %", 100.0 * score.fraction(right));
     format!(

@@ -123,7 +123,7 @@ pub fn describe(plugin: &Installed) -> Value {
     })
 }
 
-/// What is wrong with an installed plugin, by its files, with the remedy.
+/// The problem of an installed plugin's files, with what to do.
 pub fn problem(plugin: &Installed) -> Option<String> {
     if let Err(error) = install::locate(plugin.kind) {
         return Some(error.to_string());

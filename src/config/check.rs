@@ -261,7 +261,7 @@ pub(super) fn remarks(config: &Config, verb: Option<Verb>) -> Vec<String> {
     remarks
 }
 
-/// What follows from a configuration and the devices it meets.
+/// Values that follow from a configuration and the devices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Derived {
     /// Devices in all slices together.

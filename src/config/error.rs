@@ -26,7 +26,7 @@ impl fmt::Display for Place {
     }
 }
 
-/// What is wrong, apart from the key and the place.
+/// A problem, without its key and place.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Problem {
     /// The file cannot be read.
@@ -88,7 +88,7 @@ pub enum Problem {
     Conflict { keys: Vec<String>, message: String },
 }
 
-/// What is wrong inside one configuration, by dotted path.
+/// The problems inside one configuration, by dotted path.
 pub(super) type Problems = Vec<(String, Problem)>;
 
 fn hint(nearest: &Option<String>) -> String {

@@ -39,7 +39,7 @@ fn look_up(path: &str) -> Result<&'static Key, String> {
     found.ok_or_else(|| format!("{path}: no such key"))
 }
 
-/// What becomes of a value other than the default of a key without effect.
+/// The treatment of a key without effect whose value is not the default.
 const WITHOUT_EFFECT: &str =
     "any value but the default is refused on the command line and a warning in a file";
 
@@ -68,7 +68,7 @@ fn doc(key: &Key) -> &str {
     key.doc.trim()
 }
 
-/// What one key is: meaning, type, default, verbs, relation to MaxDiffusion; of a dict, its keys.
+/// The description of a key: meaning, type, default, verbs, relation to MaxDiffusion; for a dict, its keys.
 ///
 /// # Errors
 /// A sentence with the nearest key, if there is none of this name.
@@ -113,7 +113,7 @@ pub fn explain(path: &str) -> Result<String, String> {
     Ok(text)
 }
 
-/// What [`explain`] says, as JSON.
+/// The description of [`explain`] as JSON.
 ///
 /// # Errors
 /// As [`explain`].
@@ -150,7 +150,7 @@ pub fn names() -> Vec<&'static str> {
     Config::KEYS.iter().map(|k| k.name).collect()
 }
 
-/// What `word`, a part of `KEY=VALUE`, may be the beginning of: `KEY=` of the keys that have an effect (on the verb, if one
+/// Completions of `word`, a part of `KEY=VALUE`: `KEY=` of the keys that have an effect (on the verb, if one
 /// is given), and behind the `=` the values of a key where they are known; each with the first sentence of what the key
 /// means.
 pub fn complete(word: &str, verb: Option<Verb>) -> Vec<(String, String)> {

@@ -9,7 +9,7 @@ use super::error::{Problem, Problems};
 use super::text::{list_names, show};
 use super::verb::Verb;
 
-/// What setting a key does.
+/// The effect of a key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Status {
     /// A MaxDiffusion key with MaxDiffusion's meaning.
@@ -104,7 +104,7 @@ impl fmt::Display for Ty {
     }
 }
 
-/// What else holds of a key.
+/// Other properties of a key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mark {
     /// It decides what training computes: a run continues a checkpoint only with the value that the checkpoint has.

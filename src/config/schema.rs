@@ -329,7 +329,7 @@ schema! {
         checkpoints_total_limit: i64 = -1, Ours, TRAIN, in MinusOneOr(1.0);
         /// Folder of the checkpoints. Empty: `checkpoints` in the run's folder.
         checkpoint_dir: String = String::new(), Ours, TRAIN_GENERATE;
-        /// What to do about checkpoints that are there already.
+        /// What to do with existing checkpoints.
         resume: Resume = Resume::Auto, Ours, TRAIN;
         /// Read checkpoints on one replica and broadcast.
         enable_single_replica_ckpt_restoring: bool = false, NotYet("restoring on a single replica"), TRAIN;

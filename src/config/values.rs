@@ -56,7 +56,7 @@ named! {
 }
 
 named! {
-    /// What the program runs on, or is made for.
+    /// The hardware that the program runs on, or is compiled for.
     pub enum Hardware {
         /// The best plugin that is installed and finds a device; the log names it.
         Auto = "auto",
@@ -105,7 +105,7 @@ named! {
 }
 
 named! {
-    /// What training does about checkpoints it finds.
+    /// What training does with existing checkpoints.
     pub enum Resume {
         /// Continues from the newest, starts anew if there is none.
         Auto = "auto",
@@ -301,7 +301,7 @@ impl Field for LogicalAxisRules {
     }
 }
 
-/// What the contractions under a path become. The pattern's form is the quantization pass's.
+/// The element type of the contractions under a path. The quantization pass defines the form of the pattern.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct QuantRule {
     pub path: String,

@@ -13,7 +13,7 @@ use super::order::Permutation;
 use super::rng::{KeyedRng, Stream};
 use super::{DataError, Dataset, Tokenizer};
 
-/// What makes a batch, beside the dataset and the tokenizer.
+/// The options of batches, beside the dataset and the tokenizer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct BatchOptions {
     pub batch_size: usize,
@@ -101,7 +101,7 @@ impl Batcher {
     /// epochs, each a new order of the whole dataset; a batch may span two epochs.
     ///
     /// # Errors
-    /// Those of [`Dataset::get`] and [`Tokenizer::encode`].
+    /// Errors of [`Dataset::get`] and [`Tokenizer::encode`].
     pub fn batch(&self, step: u64) -> Result<Batch, DataError> {
         let BatchOptions {
             batch_size,
@@ -217,7 +217,7 @@ impl Prefetcher {
     /// The next batch, waiting for it if need be.
     ///
     /// # Errors
-    /// What [`Batcher::batch`] failed with; [`DataError::Loader`] with the panic's message if it
+    /// The error of [`Batcher::batch`]; [`DataError::Loader`] with the panic's message if it
     /// panicked, and on every call after an error.
     pub fn next_batch(&mut self) -> Result<Batch, DataError> {
         match self.receiver.as_ref().map(Receiver::recv) {

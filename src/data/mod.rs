@@ -84,7 +84,7 @@ impl Dataset {
     }
 }
 
-/// What can be wrong with a dataset, its options or a tokenizer.
+/// An error of a dataset, its options or a tokenizer.
 #[derive(Debug, thiserror::Error)]
 pub enum DataError {
     #[error("{option}={value} is out of range: expected {expected}")]

@@ -53,7 +53,7 @@ pub struct Encoded {
 }
 
 impl Encoded {
-    /// What to tell the user; empty for a caption that fits.
+    /// The warning for the user; empty for a caption that fits.
     pub fn warnings(&self) -> Vec<String> {
         let mut warnings = Vec::new();
         if !self.unknown.is_empty() {
@@ -95,7 +95,7 @@ impl Tokenizer {
     /// As [`Tokenizer::from_file`], from the file's content.
     ///
     /// # Errors
-    /// Those of [`Tokenizer::from_file`].
+    /// Errors of [`Tokenizer::from_file`].
     pub fn from_json(json: &str, length: usize) -> Result<Self, DataError> {
         Self::new(json.as_bytes(), "from memory".into(), length)
     }
@@ -245,7 +245,7 @@ impl Tokenizer {
     /// Token ids of a caption; the empty caption is start, end and padding.
     ///
     /// # Errors
-    /// Those of [`Tokenizer::pieces`].
+    /// Errors of [`Tokenizer::pieces`].
     pub fn encode(&self, caption: &str) -> Result<Encoded, DataError> {
         let pieces = self.pieces(caption)?;
         let dropped = words(caption, pieces.iter().skip(self.length - 2));

@@ -31,7 +31,7 @@ named! {
     }
 }
 
-/// What emission needs to know beside the graph.
+/// The options of emission.
 #[derive(Clone, Debug, Default)]
 pub struct EmitOptions {
     pub precision: DotPrecision,

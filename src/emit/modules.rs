@@ -13,7 +13,7 @@ use super::{DotPrecision, EmitOptions, stablehlo};
 pub struct Module {
     pub program: LoweredProgram,
     pub text: String,
-    /// What emission took.
+    /// The time that emission took.
     pub seconds: f64,
 }
 

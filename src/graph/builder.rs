@@ -460,7 +460,7 @@ impl Builder {
     /// `body` sees its operands alone; operations of it may be made at any scope.
     ///
     /// # Errors
-    /// Those of `body`, and when the attributes of `kind` do not fit the operands or the body.
+    /// Errors of `body`, and when the attributes of `kind` do not fit the operands or the body.
     pub fn composite(
         &self,
         kind: Composite,

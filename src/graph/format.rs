@@ -25,7 +25,7 @@ pub enum Rounding {
 pub enum Granularity {
     /// All of them.
     Tensor,
-    /// Those with the same index of the non-contracting dimensions: an output channel of a weight, a token of an
+    /// Elements with the same index of the non-contracting dimensions: an output channel of a weight, a token of an
     /// activation (for a convolution: an output feature of the kernel, an image of the batch).
     Channel,
     /// Each run of so many elements along the contracting dimension of a channel.

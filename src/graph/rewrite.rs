@@ -64,7 +64,7 @@ impl Graph {
     /// Loop bodies are rewritten by the same function.
     ///
     /// # Errors
-    /// Those of `replace`, and when a replacement's shape is not the node's.
+    /// Errors of `replace`, and when a replacement's shape is not the node's.
     pub fn rewrite(&self, replace: &mut Replace<'_>) -> Result<Graph, GraphError> {
         self.substitute(&mut |b, i, copies| {
             let node = &self.nodes[i];
@@ -86,7 +86,7 @@ impl Graph {
     /// are.
     ///
     /// # Errors
-    /// Those of `replace`, and when a replacement's shape is not the node's.
+    /// Errors of `replace`, and when a replacement's shape is not the node's.
     pub fn substitute(&self, replace: &mut Substitute<'_>) -> Result<Graph, GraphError> {
         let b = Builder::new();
         let inputs = self

@@ -3,14 +3,14 @@
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 use url::Url;
 
-/// What is encoded in one part of a path: all but the unreserved characters of RFC 3986.
+/// The characters that are encoded in one part of a path: all but the unreserved characters of RFC 3986.
 const SEGMENT: &AsciiSet = &NON_ALPHANUMERIC
     .remove(b'-')
     .remove(b'.')
     .remove(b'_')
     .remove(b'~');
 
-/// What is encoded in a path of several parts.
+/// The characters that are encoded in a path of several parts.
 const PATH: &AsciiSet = &SEGMENT.remove(b'/');
 
 /// A text as one part of a path.

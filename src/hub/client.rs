@@ -27,14 +27,14 @@ pub(super) struct Client<'a> {
     pub options: &'a HubOptions,
 }
 
-/// What a repository has at a revision.
+/// The contents of a repository at a revision.
 #[derive(Debug)]
 pub(super) struct Found {
     pub commit: String,
     pub names: BTreeSet<String>,
 }
 
-/// What the hub says of a file before it is downloaded.
+/// The hub's description of a file before it is downloaded.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct FileInfo {
     /// Its name in the cache.
@@ -50,7 +50,7 @@ impl FileInfo {
     }
 }
 
-/// What a request is about, for the meaning of its failure.
+/// The subject of a request, for the meaning of its failure.
 #[derive(Clone, Copy)]
 enum About<'a> {
     Listing(&'a Revision),

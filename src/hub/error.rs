@@ -154,7 +154,7 @@ pub enum HubError {
         repo: RepoId,
         path: PathBuf,
         needed: u64,
-        /// What the file system tells; `None` when a write failed.
+        /// The file system's free bytes; `None` when a write failed.
         free: Option<u64>,
     },
     #[error("cannot {action} {}: {source}", path.display())]

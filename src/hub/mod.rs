@@ -44,7 +44,7 @@ pub struct Fetched {
     pub downloaded: u64,
 }
 
-/// What happens while files are downloaded.
+/// An event during downloads.
 #[derive(Clone, Copy, Debug)]
 pub enum Progress<'a> {
     /// The first of all, once it is known what is to come; `bytes` of `files` are missing.
@@ -128,7 +128,7 @@ pub fn fetch(
     })
 }
 
-/// What to open of a snapshot.
+/// The path to open in a snapshot.
 fn opened(snapshot: PathBuf, plan: &Plan) -> PathBuf {
     match plan.open.is_empty() {
         // Joined, it would leave a slash at the end.
@@ -143,7 +143,7 @@ enum Cached {
     Lacks(String),
 }
 
-/// What the cache has of `wanted`, without the network.
+/// The cache's copy of `wanted`, without the network.
 fn cached(
     repo: &RepoId,
     revision: &Revision,

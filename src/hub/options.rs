@@ -13,7 +13,7 @@ const ENDPOINT: &str = "https://huggingface.co";
 const OFFLINE: [&str; 2] = ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"];
 /// The first one that is set has the token.
 const TOKEN: [&str; 2] = ["HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"];
-/// What networks that read along need; Python's tools read both.
+/// Certificates for networks that decrypt traffic; Python's tools read both.
 const CERTIFICATES: [&str; 2] = ["SSL_CERT_FILE", "REQUESTS_CA_BUNDLE"];
 const CACHE: [&str; 2] = ["HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"];
 

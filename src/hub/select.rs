@@ -22,7 +22,7 @@ const TOKENIZER_OPTIONS: [&str; 3] = [
     "special_tokens_map.json",
     "added_tokens.json",
 ];
-/// What is to be found in a repository.
+/// The kind of files to find in a repository.
 #[derive(Clone, Copy, Debug)]
 pub enum Wanted<'a> {
     /// A whole model: a pipeline in diffusers' layout, or one `.safetensors` file. With `expected`, of this family and
@@ -49,10 +49,10 @@ pub(super) struct Listing<'a> {
 /// The files to have.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Plan {
-    /// Those that are needed come last, and weights after all others: a snapshot that has them all was not interrupted
+    /// The files that are needed come last, and weights after all others: a snapshot that has them all was not interrupted
     /// before one that it can do without.
     pub files: Vec<String>,
-    /// What to open, relative to the snapshot.
+    /// The path to open, relative to the snapshot.
     pub open: String,
     /// Files whose absence decided what to take.
     pub absent: Vec<String>,

@@ -100,7 +100,7 @@ pub struct Lowered {
     pub load: Vec<LoweredProgram>,
     /// The request stage, computed once for the inputs of a request; `None` if nothing is.
     pub request: Option<LoweredProgram>,
-    /// What every run computes.
+    /// The step program, run in every step.
     pub step: LoweredProgram,
 }
 

@@ -1,4 +1,4 @@
-//! What is lowered.
+//! Traced programs, the input of lowering.
 
 use std::fmt;
 use std::sync::Arc;
@@ -15,9 +15,9 @@ pub struct Traced {
     pub name: String,
     /// For training the forward pass; `update` adds the rest.
     pub graph: Graph,
-    /// What the program is quantized by.
+    /// The quantization policy.
     pub policy: Option<Policy>,
-    /// What quantization decided for each contraction.
+    /// The decision of quantization for each contraction.
     pub decisions: Vec<Decision>,
     /// The run-time inputs that are known before the others and stay for a request, such as a prompt's embeddings.
     pub request_inputs: Vec<String>,

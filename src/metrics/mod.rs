@@ -57,7 +57,7 @@ pub struct MetricsOptions<'a> {
 
 /// Writes the scalars and images of a run.
 ///
-/// What was not flushed is flushed when the writer is dropped; call [`MetricsWriter::flush`] to
+/// Dropping the writer flushes the rest; call [`MetricsWriter::flush`] to
 /// see the error of that.
 pub struct MetricsWriter {
     run_name: String,

@@ -21,7 +21,7 @@ pub struct CannyError {
     pub found: usize,
 }
 
-/// What is known of a pixel while edges are traced.
+/// The state of a pixel while edges are traced.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Pixel {
     No,

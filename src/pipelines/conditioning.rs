@@ -173,7 +173,7 @@ pub struct PromptEncoders {
 /// The embeddings of the prompts of some images, and the seconds that they took.
 #[derive(Debug)]
 pub struct Encoded {
-    /// Of each batch, with guidance the negative prompt of each image before its prompt.
+    /// The embeddings of each batch; with guidance, the negative prompt of each image comes before its prompt.
     pub(super) conditioning: Vec<Conditioning>,
     pub(super) phases: Phases,
 }

@@ -124,7 +124,7 @@ impl CompiledModel {
         &self.generator
     }
 
-    /// What compiling all programs took.
+    /// The time that compiling all programs took.
     pub fn timings(&self) -> StagedTimings {
         let encoders = self.encoders.programs().map(PartProgram::stages);
         let mut all = StagedTimings::default();
@@ -320,7 +320,7 @@ impl ImageGenerator {
         })
     }
 
-    /// What each batch starts from, and the noise of each of its images.
+    /// The start of each batch, and the noise of each of its images.
     fn start(
         &self,
         session: &Session,
@@ -513,7 +513,7 @@ impl ImageGenerator {
     }
 }
 
-/// What the steps of one batch need.
+/// The inputs of the steps of one batch.
 struct Denoising<'a> {
     session: &'a Session,
     /// The denoiser's weights.

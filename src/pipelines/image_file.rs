@@ -20,7 +20,7 @@ pub use settings::GenerationSettings;
 pub use web_sampler::WebSampler;
 pub use web_ui::WebSettings;
 
-/// What can go wrong with an image on disk.
+/// An error of an image on disk.
 #[derive(Debug, thiserror::Error)]
 pub enum ImageFileError {
     #[error(
@@ -68,7 +68,7 @@ pub enum ImageFileError {
     },
 }
 
-/// What to do about a disk that takes no more.
+/// Advice for a full disk.
 fn advice(error: &std::io::Error) -> &'static str {
     match is_full(error) {
         true => "; free some space, or set output_dir to a folder on another disk",

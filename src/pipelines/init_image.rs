@@ -5,7 +5,7 @@ use image::{DynamicImage, RgbImage};
 
 use crate::host_tensor::{HostTensor, HostTensorError};
 
-/// What generation starts from.
+/// The start of generation.
 #[derive(Clone, Debug)]
 pub struct InitImage {
     /// `f32[1, 3, height, width]` in [-1, 1].

@@ -31,7 +31,7 @@ type Expected<'a> = Vec<(&'a str, &'a [usize])>;
 pub struct ModelFiles {
     origin: Origin,
     controlnets: Vec<PathBuf>,
-    /// Those that are not the origin's own.
+    /// Files that are not the origin's own.
     opened: HashMap<String, Checkpoint>,
 }
 
@@ -45,12 +45,12 @@ enum Origin {
 }
 
 impl ModelFiles {
-    /// Those that training writes: `dir` with a folder for each part, whose names end in `suffix`.
+    /// The files that training writes: `dir` with a folder for each part, whose names end in `suffix`.
     pub fn folders(dir: PathBuf, suffix: &'static str) -> Self {
         ModelFiles::new(Origin::Folders { dir, suffix }, Vec::new())
     }
 
-    /// Those of a published model, with a file or folder for each ControlNet.
+    /// The files of a published model, with a file or folder for each ControlNet.
     pub fn source(source: Box<ModelSource>, controlnets: Vec<PathBuf>) -> Self {
         ModelFiles::new(Origin::Source(source), controlnets)
     }

@@ -17,7 +17,7 @@ pub enum Event<'a> {
         weights: usize,
         scale: f32,
     },
-    /// What quantization decided for each contraction of a model's denoising step.
+    /// The decision of quantization for each contraction of a model's denoising step.
     Quantized {
         policy: &'a Policy,
         decisions: &'a [Decision],

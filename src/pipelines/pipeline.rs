@@ -133,7 +133,7 @@ pub struct Pipeline {
     programs: Option<Programs>,
 }
 
-/// What the programs are compiled for.
+/// The sizes that programs are compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct ProgramSizes {
     /// Images in a batch.

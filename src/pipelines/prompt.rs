@@ -8,7 +8,7 @@
 use crate::data::{DataError, Encoded, Tokenizer};
 use crate::util::named;
 
-/// What a pair of round brackets multiplies by, and a pair of square ones divides by.
+/// The factor of a pair of round brackets, and the divisor of a pair of square ones.
 const BRACKET: f64 = 1.1;
 /// Starts a new chunk where it stands as a word.
 const BREAK: &str = "BREAK";
@@ -18,7 +18,7 @@ const COMMA_BACKTRACK: usize = 20;
 /// Longest prompt in bytes: more than anybody writes, little enough for steps of quadratic cost.
 const MAX_PROMPT_BYTES: usize = 1 << 14;
 
-/// What can be wrong with a prompt.
+/// A problem of a prompt.
 #[derive(Debug, thiserror::Error)]
 pub enum PromptError {
     #[error(
@@ -261,7 +261,7 @@ impl PromptTokens {
 /// of the plain one.
 ///
 /// # Errors
-/// Those of [`parse_weighted`] and [`Tokenizer::encode`].
+/// Errors of [`parse_weighted`] and [`Tokenizer::encode`].
 pub fn encode_prompt(
     tokenizer: &Tokenizer,
     prompt: &str,

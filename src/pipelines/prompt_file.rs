@@ -10,7 +10,7 @@ const MAX_FILE_BYTES: u64 = 16 << 20;
 const OPTIONS: &str =
     "--n negative prompt, --w width, --h height, --d seed, --l guidance scale, --s steps";
 
-/// What can be wrong with a file of prompts.
+/// A problem of a file of prompts.
 #[derive(Debug, thiserror::Error)]
 pub enum PromptFileError {
     #[error("cannot read the prompts {}: {source}", path.display())]

@@ -9,7 +9,7 @@ use super::denoiser::{Inpainting, mix};
 use super::latents::ImageEncoder;
 use super::noise::NoiseGenerator;
 
-/// What the steps of a batch start from.
+/// The start of the steps of a batch.
 pub(super) struct BatchStart {
     /// `f32[batch, channels, rows, columns]`
     pub sample: HostTensor,
@@ -37,7 +37,7 @@ impl StartImage<'_> {
     }
 }
 
-/// What all batches of a call start from.
+/// The start of all batches of a call.
 pub(super) struct StartSource<'a> {
     pub image: Option<StartImage<'a>>,
     /// `f32[1, 1, height, width]` of the image: 1 where it is generated anew.
@@ -48,7 +48,7 @@ pub(super) struct StartSource<'a> {
 }
 
 impl StartSource<'_> {
-    /// What the steps of a batch start from. Noise is drawn in the order of diffusers' pipelines: for the latents of the
+    /// The start of the steps of a batch. Noise is drawn in the order of diffusers' pipelines: for the latents of the
     /// image, for the first sample (unless `noise` is given), for the latents of the masked image.
     ///
     /// # Errors

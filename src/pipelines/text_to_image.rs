@@ -25,7 +25,7 @@ pub mod names {
     pub const ENCODER_HIDDEN_STATES: &str = "encoder_hidden_states";
     pub const TEXT_EMBEDS: &str = "text_embeds";
     pub const TIME_IDS: &str = "time_ids";
-    /// What a model for inpainting also sees: `f32[batch, 1, rows, columns]`, 1 where it draws, and the latents of the
+    /// The further inputs of an inpainting model: `f32[batch, 1, rows, columns]`, 1 where it draws, and the latents of the
     /// image without that part, of the sample's shape.
     pub const MASK: &str = "mask";
     pub const MASKED_IMAGE_LATENTS: &str = "masked_image_latents";
@@ -47,7 +47,7 @@ pub mod names {
         }
     }
 
-    /// What is decoded, and the images made of it; and the other way round.
+    /// The VAE's programs: samples to images, and images to samples.
     pub const LATENTS: &str = "latents";
     pub const IMAGES: &str = "images";
 }
@@ -63,7 +63,7 @@ pub enum Guidance {
     TwoPasses,
 }
 
-/// What the denoising program is traced for.
+/// The options of the denoising program.
 #[derive(Clone, Debug)]
 pub struct DenoiseOptions {
     /// Images made at once, over all devices.

@@ -11,7 +11,7 @@ use super::latents::{trace_decode, trace_encode_image};
 use super::text_to_image::{DenoiseOptions, DenoiseStep, trace_denoise, trace_encode};
 use super::tiling::TilePlan;
 
-/// What becomes of the last samples, with the program for it.
+/// The use of the last samples, with the program for it.
 pub(super) enum Ending<T> {
     /// They are images.
     Pixels,
@@ -102,7 +102,7 @@ impl TracedModel {
         Ok(self)
     }
 
-    /// What quantization decided for each contraction of the denoising step.
+    /// The decision of quantization for each contraction of the denoising step.
     pub fn decisions(&self) -> &[Decision] {
         &self.denoise.model.decisions
     }

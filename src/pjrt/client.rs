@@ -129,7 +129,7 @@ impl Device {
         Err(PjrtError::ForeignDevice { id: self.id() })
     }
 
-    /// What the plugin says of the device.
+    /// The plugin's description of the device.
     pub fn description(&self) -> &DeviceDescription {
         &self.description
     }

@@ -261,7 +261,7 @@ impl LoadedExecutable {
         })
     }
 
-    /// What is known of the program.
+    /// The properties of the program.
     pub fn executable(&self) -> &Executable {
         &self.inner.executable
     }

@@ -102,7 +102,7 @@ pub struct Installed {
     pub library: PathBuf,
     /// The wheels it came from, or the path that was given.
     pub source: String,
-    /// Of the library, in hexadecimal.
+    /// SHA-256 of the library, in hexadecimal.
     pub sha256: String,
     /// For CUDA: the folder that holds `bin/ptxas` and `nvvm/libdevice`, for XLA's
     /// `xla_gpu_cuda_data_dir`.
@@ -122,7 +122,7 @@ impl Installed {
         }
     }
 
-    /// That the plugin is stale, with the remedy; `None` where it is not.
+    /// A message that the plugin is stale, with what to do; `None` if it is not.
     pub fn stale_note(&self) -> Option<String> {
         self.stale.then(|| {
             format!(
@@ -133,7 +133,7 @@ impl Installed {
     }
 }
 
-/// What can go wrong while installing or finding a plugin.
+/// An error while installing or finding a plugin.
 #[derive(Debug, thiserror::Error)]
 pub enum InstallError {
     #[error("unknown plugin '{name}', expected one of cpu, tpu, cuda13")]
@@ -208,7 +208,7 @@ pub enum InstallError {
 
 type Result<T, E = InstallError> = std::result::Result<T, E>;
 
-/// What is written beside an installed plugin.
+/// The file beside an installed plugin.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Manifest {
@@ -217,12 +217,12 @@ struct Manifest {
     /// Relative to the manifest, or absolute for a plugin of the user's own.
     library: PathBuf,
     sha256: String,
-    /// Of the library, in bytes: a cheap check that it is still the one that was installed.
+    /// Size of the library in bytes: a cheap check that it is still the one that was installed.
     size: u64,
     source: String,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     cuda_data_dir: Option<PathBuf>,
-    /// Of what the library was compiled from.
+    /// SHA-256 of the sources of the library.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     sources_sha256: Option<String>,
     /// Sizes in bytes of all files that came out of the wheels, relative to the manifest. Manifests of earlier

@@ -71,7 +71,7 @@ impl Plugin {
         self.inner.api.version()
     }
 
-    /// What the plugin says of itself: `xla_version`, `stablehlo_current_version`,
+    /// The plugin's attributes: `xla_version`, `stablehlo_current_version`,
     /// `stablehlo_minimum_version` and the like.
     pub fn attributes(&self) -> &BTreeMap<String, NamedValue> {
         &self.inner.attributes
@@ -115,7 +115,7 @@ impl Kernels {
         matches!(self, Self::Used(_))
     }
 
-    /// What a plugin's attributes say, to a program whose plugin has the sources of sum `own`.
+    /// The kernels that a plugin's attributes announce, for a program whose plugin sources have the hash `own`.
     fn announced(attributes: &BTreeMap<String, NamedValue>, own: &str) -> Self {
         let list = |name| match attributes.get(name) {
             Some(NamedValue::String(text)) if !text.is_empty() => {

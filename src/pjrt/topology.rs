@@ -72,7 +72,7 @@ impl Topology {
         &self.inner.devices
     }
 
-    /// What the plugin says of all devices together.
+    /// The plugin's attributes of all devices together.
     pub fn attributes(&self) -> &BTreeMap<String, NamedValue> {
         &self.inner.attributes
     }

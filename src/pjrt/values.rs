@@ -154,7 +154,7 @@ impl fmt::Display for ElementType {
     }
 }
 
-/// What a plugin says of a device, whether it is here or not.
+/// A plugin's description of a device, whether it is here or not.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DeviceDescription {
     /// Unique among the devices of all processes. On several TPU slices device `i` of slice `s`
@@ -202,7 +202,7 @@ pub struct CompiledMemoryStats {
     pub generated_code: i64,
     pub argument: i64,
     pub output: i64,
-    /// Of the output, what shares memory with donated arguments.
+    /// Bytes of the output that share memory with donated arguments.
     pub alias: i64,
     pub temp: i64,
     pub host_generated_code: i64,

@@ -57,7 +57,7 @@ pub fn lower(graph: &Graph) -> std::result::Result<Graph, QuantError> {
 /// [`lower`] with another source of rounding noise, such as inputs of the program.
 ///
 /// # Errors
-/// Those of `noise`, and when a first contracting dimension does not divide into the local shards.
+/// Errors of `noise`, and when a first contracting dimension does not divide into the local shards.
 pub fn lower_with_noise(
     graph: &Graph,
     noise: &mut NoiseSource<'_>,

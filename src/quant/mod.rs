@@ -48,7 +48,7 @@ pub enum QuantError {
     Graph(#[from] GraphError),
 }
 
-/// What a rule does with the contractions whose path it matches.
+/// The action of a rule on the contractions whose path it matches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
     Float,
@@ -257,7 +257,7 @@ fn rules_of_mode(float_layers: &[&str]) -> Result<Vec<Rule>, QuantError> {
         .collect()
 }
 
-/// What [`annotate`] decided for one contraction of the model.
+/// The decision of [`annotate`] for one contraction of the model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Decision {
     pub path: String,

@@ -18,7 +18,7 @@ use super::{Notify, RecipeError, hub, images, lora, policy};
 /// Most images made at once.
 const MAX_BATCH: usize = 8;
 
-/// What a configuration asks `generate` for.
+/// The options and the request of `generate`.
 pub struct Generation {
     pub options: PipelineOptions,
     pub request: GenerateRequest,

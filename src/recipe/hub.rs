@@ -18,7 +18,7 @@ pub struct Found {
 /// repository. `token` goes before those of the environment where it is not empty.
 ///
 /// # Errors
-/// What [`hub::fetch`] fails with.
+/// The error of [`hub::fetch`].
 pub fn find(
     name: &str,
     revision: &str,
@@ -69,7 +69,7 @@ fn fetch(
 /// is found by [`super::source::Source::find`], since a run's own checkpoint goes before it.
 ///
 /// # Errors
-/// What [`find`] fails with.
+/// The error of [`find`].
 pub fn with_paths(mut config: Config, notify: &mut Notify<'_>) -> Result<Config, RecipeError> {
     let token = config.hf_access_token.clone();
     let mut find = |name: &str, wanted: Wanted<'_>| {

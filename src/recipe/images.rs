@@ -84,7 +84,7 @@ pub fn read_controls(
         .collect()
 }
 
-/// What steers ControlNet `which`.
+/// The conditioning image of ControlNet `which`.
 fn read_control(
     config: &Config,
     model: &DiffusionModel,

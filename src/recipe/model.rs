@@ -19,7 +19,7 @@ use super::scheduler::scheduler;
 /// Tokens of a prompt where no text encoder says otherwise: CLIP's.
 pub const CLIP_TOKENS: usize = 77;
 
-/// What SDXL's time ids say after size and crop.
+/// The part of SDXL's time ids after size and crop.
 pub fn micro_conditioning(config: &Config, requires_aesthetics_score: bool) -> MicroConditioning {
     match requires_aesthetics_score {
         true => MicroConditioning::AestheticScore {
@@ -110,7 +110,7 @@ fn family(config: &Config, unet: &Map<String, Value>) -> Family {
     }
 }
 
-/// What the samples of a model of `family` are: latents of the autoencoder in the model's folder, else of the one that
+/// The samples of a model of `family`: latents of the autoencoder in the model's folder, else of the one that
 /// its family is published with; or pixels.
 fn space(config: &Config, family: Family) -> Result<SampleSpace, RecipeError> {
     let Some(published) = &family.spec().published else {

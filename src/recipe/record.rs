@@ -1,4 +1,4 @@
-//! What a training run records in its checkpoints, and whether it may resume from one.
+//! The record of a training run in its checkpoints, and whether it may resume from one.
 
 use serde_json::json;
 

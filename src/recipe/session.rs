@@ -81,7 +81,7 @@ impl Passed {
     }
 }
 
-/// What `hardware=auto` takes, and what it passes over on the way.
+/// The choice of `hardware=auto`, and the kinds that it skips on the way.
 fn choose(
     has_hardware: impl Fn(PluginKind) -> bool,
     locate: impl Fn(PluginKind) -> Result<Installed, InstallError>,

@@ -220,7 +220,7 @@ fn convolution_kind(instruction: &HloInstructionProto) -> Kind {
     }
 }
 
-/// What the compiler predicts of the program's kernels.
+/// The compiler's predictions for the program's kernels.
 #[derive(Debug, Default)]
 pub(super) struct Cycles {
     /// Cycles by kind of kernel, loops multiplied out.

@@ -119,7 +119,7 @@ pub(super) fn type_name(element: PrimitiveType) -> String {
     }
 }
 
-/// What the TPU and GPU compilers write on an instruction, as far as reports read it.
+/// The notes of the TPU and GPU compilers on an instruction, as far as reports read them.
 #[derive(Debug, Default, Deserialize)]
 pub(super) struct BackendConfig {
     #[serde(default)]
@@ -157,7 +157,7 @@ impl Int {
 }
 
 impl BackendConfig {
-    /// What can be read of it; targets also store texts that are no JSON.
+    /// The part that can be parsed; targets also store texts that are not JSON.
     pub fn parse(bytes: &[u8]) -> Self {
         serde_json::from_slice(bytes).unwrap_or_default()
     }

@@ -1,4 +1,4 @@
-//! What a compiled program needs and moves: the report of `compile`.
+//! The costs of a compiled program: the report of `compile`.
 //!
 //! [`CompileReport::new`] reads an optimized `HloModuleProto`; what only the runtime knows (memory,
 //! compile time) the caller passes in.
@@ -52,7 +52,7 @@ pub struct TripCountHint {
     pub count: u64,
 }
 
-/// What the program itself does not tell.
+/// Facts that the program itself does not contain.
 #[derive(Debug, Clone)]
 pub struct ReportInput<'a> {
     /// Number of model parameters.
@@ -79,7 +79,7 @@ pub struct Memory {
     pub code: u64,
     /// The most in use at once, where the plugin tells.
     pub peak: Option<u64>,
-    /// What the device has.
+    /// The memory of the device.
     pub hbm_limit: Option<u64>,
 }
 
@@ -91,7 +91,7 @@ impl Memory {
     }
 }
 
-/// What links devices.
+/// The kind of link between devices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Link {
@@ -101,7 +101,7 @@ pub enum Link {
     Dcn,
 }
 
-/// What a transfer is for.
+/// The purpose of a transfer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Purpose {

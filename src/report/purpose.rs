@@ -31,7 +31,7 @@ pub(super) struct Provenance<'a> {
     recvs: HashMap<&'a str, Vec<Site>>,
 }
 
-/// What a collective does with what each device hands to it.
+/// What a collective does with each device's operand.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Transfer {
     Sum,
@@ -42,7 +42,7 @@ pub(super) enum Transfer {
     Move,
 }
 
-/// What an operand is computed from, contractions aside.
+/// The sources of an operand, except contractions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 struct Leaves {
     weights: bool,
@@ -257,7 +257,7 @@ impl<'a> Provenance<'a> {
         }
     }
 
-    /// What the callers pass for a parameter, and for a loop what its body passes on.
+    /// The callers' arguments for a parameter, and for a loop also its body's result.
     fn arguments(&self, site: Site, part: Option<i64>) -> Vec<Value> {
         let program = self.program;
         let parameter = program.instruction(site).parameter_number;

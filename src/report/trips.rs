@@ -76,7 +76,7 @@ fn is_scalar_integer(instruction: &HloInstructionProto) -> bool {
     })
 }
 
-/// What the parameters of a computation stand for.
+/// The arguments of a computation's parameters.
 enum Arguments<'a> {
     /// One tuple, of which some elements are known.
     Loop(&'a BTreeMap<i64, i64>),

@@ -49,7 +49,7 @@ pub struct Prepared<'a> {
 pub struct Preparation<'p, 'a> {
     slots: std::slice::Iter<'p, Slot>,
     groups: std::slice::Iter<'p, Group>,
-    /// Of the first of `groups`, as far as they are there.
+    /// The weights of the first of `groups`, as far as they are there.
     given: Vec<(&'p str, Value<'a>)>,
     used_as_is: HashSet<&'p str>,
     prepared: Prepared<'a>,

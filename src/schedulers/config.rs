@@ -94,7 +94,7 @@ named! {
 }
 
 named! {
-    /// What the model predicts.
+    /// The prediction type of the model.
     pub enum PredictionType {
         /// The noise.
         Epsilon = "epsilon",
@@ -121,7 +121,7 @@ named! {
     /// The last noise level of a sampler that steps from level to level.
     pub enum FinalSigmas {
         Zero = "zero",
-        /// That of the first training timestep.
+        /// The value of the first training timestep.
         SigmaMin = "sigma_min",
     }
 }

@@ -89,7 +89,7 @@ pub struct Step {
     pub in_scale: f32,
     /// Coefficients of the sample and of the model's output in the predicted clean sample.
     pub clean: [f32; 2],
-    /// What each new state gains by a unit that clipping adds to the predicted clean sample; 0 without clipping.
+    /// The change of each new state for a unit that clipping adds to the predicted clean sample; 0 without clipping.
     pub clip: [f32; STATES],
     /// How each new state is made.
     pub update: [Row; STATES],

@@ -145,7 +145,7 @@ impl LogSigmas {
 type Spacing = fn(f64, f64, usize) -> Vec<f64>;
 
 impl SchedulerConfig {
-    /// What spaces the noise levels, from the first to the last, where it is not the timesteps.
+    /// The spacing of the noise levels, from the first to the last, if it is not that of the timesteps.
     fn sigma_spacing(&self) -> Option<Spacing> {
         if self.use_karras_sigmas {
             Some(karras)

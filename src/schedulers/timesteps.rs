@@ -2,7 +2,7 @@
 
 use super::{SchedulerConfig, SchedulerError, SchedulerKind, TimestepSpacing};
 
-/// What the visited timesteps divide the training ones by.
+/// The divisor of the training timesteps that gives the visited ones.
 #[derive(Clone, Copy, PartialEq)]
 pub(super) enum Grid {
     /// Themselves: the last of them is the first of training (and the offset).

@@ -26,7 +26,7 @@ impl Value {
         Value(value)
     }
 
-    /// What an earlier step remembered in this slot.
+    /// The value that an earlier step remembered in this slot.
     pub const fn remembered(slot: usize) -> Value {
         Value::unit(1 + slot)
     }

@@ -261,7 +261,7 @@ fn linear(position: [usize; 4], sizes: [usize; 4]) -> usize {
 mod tests {
     use super::*;
 
-    /// What libtpu 0.0.51 describes for `v5e:{x}x{y}` and `slices` slices: ids start at
+    /// libtpu 0.0.51's description of `v5e:{x}x{y}` and `slices` slices: ids start at
     /// 100000 * (slice + 1), listed host by host (2x2 chips).
     pub(crate) fn v5e(x: i64, y: i64, slices: i64) -> Vec<DeviceDescription> {
         let mut devices = Vec::new();

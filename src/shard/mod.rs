@@ -60,7 +60,7 @@ impl Group {
         format!("{group}_{axis}_parallelism")
     }
 
-    /// What the product of the group's values has to equal.
+    /// The required product of the group's values.
     fn counts(self) -> &'static str {
         match self {
             Group::Dcn => "slices",

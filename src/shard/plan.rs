@@ -139,7 +139,7 @@ impl ShardPlan {
         }
     }
 
-    /// What emission writes, or `None` for a mesh of one device.
+    /// The sharding that emission writes, or `None` for a mesh of one device.
     pub fn text(&self, mesh: &Mesh) -> Option<ShardingText> {
         if mesh.num_devices() == 1 {
             return None;

@@ -1,4 +1,4 @@
-//! What each chip can do: peak rates, memory, clock, and the formats its matrix units run.
+//! Properties of each chip: peak rates, memory, clock, and the formats its matrix units run.
 
 use std::fmt;
 

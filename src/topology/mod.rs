@@ -40,7 +40,7 @@ pub enum TopologyError {
     },
 }
 
-/// What compiles the program.
+/// The compiler of the program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Platform {
     Tpu,
@@ -56,7 +56,7 @@ impl Platform {
         }
     }
 
-    /// What programs for it are lowered for.
+    /// The backend that programs for it are lowered for.
     pub fn backend(self) -> Backend {
         match self {
             Platform::Tpu => Backend::Tpu,

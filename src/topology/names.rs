@@ -5,10 +5,10 @@ use crate::util::names::most_like;
 
 /// A line of names `{prefix}-{suffix}` with one rule for all its rows.
 struct Family {
-    /// What users write before the dash.
+    /// The name before the dash, as users write it.
     prefix: &'static str,
     chip: Chip,
-    /// What libtpu calls the chip in a topology name.
+    /// libtpu's name of the chip in a topology name.
     topology_prefix: &'static str,
     chip_config_name: &'static str,
     rows: Rows,

@@ -9,7 +9,7 @@ use crate::quant::{Decision, Policy};
 /// An event during training.
 #[derive(Clone, Copy, Debug)]
 pub enum TrainEvent<'a> {
-    /// What quantization decided for each contraction of the step.
+    /// The decision of quantization for each contraction of the step.
     Quantized {
         policy: &'a Policy,
         decisions: &'a [Decision],

@@ -36,7 +36,7 @@ pub const EMA: &str = "ema/";
 /// The number of updates applied so far: `s32`, 0 before the first.
 pub const UPDATES: &str = "optimizer/updates";
 
-/// What the update reports.
+/// The report of an update.
 pub struct Update {
     /// L2 norm of the gradient before clipping.
     pub grad_norm: Tensor,

@@ -219,7 +219,7 @@ struct Noised {
     sample: Tensor,
     timestep: Tensor,
     target: Tensor,
-    /// Of each sample's error: `f32[batch]`.
+    /// The weight of each sample's error: `f32[batch]`.
     weight: Option<Tensor>,
 }
 

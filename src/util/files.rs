@@ -28,7 +28,7 @@ pub enum Access {
     Owner,
 }
 
-/// What happens to what has the name already.
+/// What happens to an existing file of the name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Existing {
     Replace,

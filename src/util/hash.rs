@@ -12,12 +12,12 @@ use sha2::Digest;
 pub struct Sha256([u8; 32]);
 
 impl Sha256 {
-    /// Of bytes in memory.
+    /// The hash of bytes in memory.
     pub fn of(bytes: impl AsRef<[u8]>) -> Self {
         Sha256(sha2::Sha256::digest(bytes).into())
     }
 
-    /// Of a file's content.
+    /// The hash of a file's content.
     ///
     /// # Errors
     /// When it cannot be read.
@@ -48,7 +48,7 @@ impl Hasher {
         self.0.update(bytes);
     }
 
-    /// Of all that came.
+    /// The hash of all bytes so far.
     pub fn finish(self) -> Sha256 {
         Sha256(self.0.finalize().into())
     }

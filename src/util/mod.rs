@@ -1,4 +1,4 @@
-//! What every other module may use, and what uses none of them.
+//! Helpers for every other module, which use none of them.
 
 pub mod files;
 pub mod hash;

@@ -5,7 +5,7 @@
 pub trait Named: Copy {
     /// The names, one for each value.
     const NAMES: &'static [&'static str];
-    /// What each value means, in the order of the names; empty where the name says it.
+    /// The meaning of each value, in the order of the names; empty where the name says it.
     const MEANINGS: &'static [&'static str];
     /// Names that MaxDiffusion accepts and this program does not support yet.
     const NOT_YET: &'static [&'static str];

@@ -61,7 +61,7 @@ fn call(b: &Builder, kernel: Kernel, operands: &[Tensor]) -> Result<Tensor> {
     b.push(Op::CustomCall(Arc::new(kernel)), operands)
 }
 
-/// What stands for a composite.
+/// The replacement of a composite.
 enum Claim {
     /// A kernel with the same operands.
     Kernel(Kernel),
@@ -113,7 +113,7 @@ impl<'a> Claims<'a> {
         &self.node(id).shape
     }
 
-    /// What stands for the composite `kind` at node `i`. The table of claims, but for [`Claims::products`].
+    /// The replacement of the composite `kind` at node `i`. The table of claims, but for [`Claims::products`].
     fn kernel(&self, i: usize, kind: &Composite) -> Option<Claim> {
         let node = &self.graph.nodes[i];
         let x = self.shape(*node.operands.first()?);
@@ -426,7 +426,7 @@ fn packed(b: &Builder, matrix: Tensor) -> Result<Tensor> {
     b.transpose(blocks, &[0, 2, 1, 3])
 }
 
-/// What takes the 128 that was added to every value of the lhs out of the sums again.
+/// The correction of the sums for the 128 that was added to every value of the lhs.
 fn start(b: &Builder, matrix: Tensor) -> Result<Tensor> {
     let wide = b.convert(padded(b, matrix)?, DType::S32)?;
     let sums = b.sum(wide, &[1])?;

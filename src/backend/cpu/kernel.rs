@@ -47,7 +47,7 @@ pub enum Kernel {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Contract {
     pub columns: usize,
-    /// Of a convolution; `None` for a matrix product.
+    /// The window of a convolution; `None` for a matrix product.
     pub window: Option<Window>,
     pub row_scale: bool,
     pub column_scale: bool,

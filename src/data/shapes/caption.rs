@@ -1,4 +1,4 @@
-//! What an image shows, in words: captions and their grammar.
+//! Captions of images, and their grammar.
 
 use std::fmt;
 
@@ -171,7 +171,7 @@ impl Relation {
     }
 }
 
-/// What a caption says of one shape.
+/// A caption's description of one shape.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ShapeWords {
     pub size: Size,

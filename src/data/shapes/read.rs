@@ -63,7 +63,7 @@ pub struct ReadShape {
     pub overlap: f32,
 }
 
-/// What an image shows.
+/// The contents of an image.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Reading {
     /// None where too little of the image has the colour of a background.

@@ -21,7 +21,7 @@ use super::files::{Document, Pairs, Token, missing, optional_json, read};
 use super::{DataError, END, START};
 
 const CONFIG: &str = "tokenizer_config.json";
-/// What marks the last token of a word.
+/// The suffix of the last token of a word.
 const SUFFIX: &str = "</w>";
 /// CLIP's pieces: special tokens, English contractions, runs of letters, single digits, runs of
 /// anything else; white space only separates.
@@ -58,7 +58,7 @@ impl Special {
     }
 }
 
-/// What is read of `tokenizer_config.json`, and of `special_tokens_map.json`, which has the special
+/// The fields that are read of `tokenizer_config.json`, and of `special_tokens_map.json`, which has the special
 /// tokens only.
 #[derive(Debug, Default, Deserialize)]
 struct Config {
@@ -185,7 +185,7 @@ impl Config {
 /// Reads the tokenizer of a folder.
 ///
 /// # Errors
-/// Those of [`super::Tokenizer::from_dir`].
+/// Errors of [`super::Tokenizer::from_dir`].
 pub fn load(dir: &Path) -> Result<Loaded, DataError> {
     let mut config = Config::read(dir)?;
     let max_length = config.max_length();

@@ -41,7 +41,7 @@ pub fn read(path: &Path) -> Result<Vec<u8>, DataError> {
 /// The value of a JSON file.
 ///
 /// # Errors
-/// Those of [`read`], and [`DataError::TokenizerLine`].
+/// Errors of [`read`], and [`DataError::TokenizerLine`].
 pub fn json<T: DeserializeOwned>(path: &Path) -> Result<T, DataError> {
     serde_json::from_slice(&read(path)?).map_err(|e| DataError::TokenizerLine {
         path: path.to_owned(),
@@ -53,7 +53,7 @@ pub fn json<T: DeserializeOwned>(path: &Path) -> Result<T, DataError> {
 /// The value of a JSON file that may be absent.
 ///
 /// # Errors
-/// Those of [`json`].
+/// Errors of [`json`].
 pub fn optional_json<T: DeserializeOwned>(path: &Path) -> Result<Option<T>, DataError> {
     path.is_file().then(|| json(path)).transpose()
 }
@@ -94,7 +94,7 @@ impl Pairs {
     /// Reads `vocab.json` and `merges.txt`.
     ///
     /// # Errors
-    /// Those of [`read`]; [`DataError::TokenizerLine`] for a line that is not what it should be.
+    /// Errors of [`read`]; [`DataError::TokenizerLine`] for a line that is not what it should be.
     pub fn read(vocab: &Path, merges: &Path) -> Result<Self, DataError> {
         let path = merges;
         let mut pairs = Self {
@@ -139,7 +139,7 @@ impl Pairs {
     }
 }
 
-/// What is read here of a `tokenizer.json`.
+/// The fields of a `tokenizer.json` that are read here.
 pub struct Document {
     pub pairs: Pairs,
     pub suffix: Option<String>,
@@ -180,7 +180,7 @@ impl Document {
     /// Reads a `tokenizer.json` whose vocabulary is a map from tokens to ids.
     ///
     /// # Errors
-    /// What is wrong with it, in words.
+    /// A description of the problem.
     pub fn parse(bytes: &[u8]) -> Result<Self, String> {
         let json: DocumentJson =
             serde_json::from_slice(bytes).map_err(|e| format!("not a tokenizer.json: {e}"))?;

@@ -14,7 +14,7 @@ const MAX_TEXT_BYTES: usize = 16 << 20;
 /// Keywords that an error lists.
 const LISTED: usize = 8;
 
-/// What an image says that it was made from.
+/// The settings recorded in an image.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Recorded {
     /// Every setting, written by this program.
@@ -121,7 +121,7 @@ impl Texts {
         place.is_none().then_some(place)
     }
 
-    /// What is there instead of settings, in words.
+    /// A description of the texts that are there instead of settings.
     fn found(&self) -> String {
         if self.keywords.is_empty() {
             return "it has no texts at all".to_owned();

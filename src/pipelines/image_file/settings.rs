@@ -13,7 +13,7 @@ pub(super) const PARAMETERS: &str = "parameters";
 /// Keyword of the settings as JSON.
 pub(super) const SETTINGS: &str = "maxdiff";
 
-/// What an image was made from.
+/// The settings that made an image.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct GenerationSettings {

@@ -17,7 +17,7 @@ pub(super) struct Known {
     pub kind: SchedulerKind,
     /// Equation and order, of those that have them.
     pub solver: Option<(AlgorithmType, usize)>,
-    /// What the web interface means by the schedule type `Automatic`.
+    /// The meaning of the web interface's schedule type `Automatic`.
     pub automatic: &'static str,
 }
 

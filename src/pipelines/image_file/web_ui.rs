@@ -7,10 +7,10 @@ use super::web_sampler::{KNOWN, has_schedule};
 
 /// Prefix of the options that say how a sampler works.
 const CONFIG: &str = "diffusion_scheduler_config";
-/// What begins the second part of the text.
+/// The start of the second part of the text.
 const NEGATIVE: &str = "Negative prompt:";
 
-/// What the text `parameters` says.
+/// The contents of the text `parameters`.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct WebSettings {
     /// `scheduler` is empty where [`WebSettings::unknown_sampler`] is not.

@@ -218,7 +218,7 @@ fn prompts_without_syntax_have_the_ids_of_plain_encoding() {
 }
 
 #[test]
-fn prompts_of_a_image_get_as_many_chunks() {
+fn prompts_of_an_image_get_as_many_chunks() {
     let (first, second) = (tokenizer(6), tokenizer(8));
     let encode =
         |tokenizer, prompt| encode_prompt(tokenizer, prompt, PromptSyntax::Weighted).unwrap();

@@ -321,7 +321,7 @@ impl DeviceHandle {
     }
 }
 
-/// What a transfer from the host made; the plugin may have left out either.
+/// The results of a transfer from the host; the plugin may leave out either.
 pub struct FromHost {
     pub buffer: Result<BufferHandle, PjrtError>,
     /// When the bytes are no longer read.

@@ -14,7 +14,7 @@ use super::values::{copied, named_values, text};
 use crate::pjrt::error::PjrtError;
 use crate::pjrt::values::{CompiledMemoryStats, ElementType, NamedValue};
 
-/// What one launch made: for each device its outputs, and the event of its end.
+/// The results of one launch: for each device its outputs, and the event of its end.
 pub struct Launch {
     pub outputs: Vec<Vec<BufferHandle>>,
     pub done: Vec<EventHandle>,

@@ -10,7 +10,7 @@ use crate::pjrt::error::PjrtError;
 /// A kind of object that has a destroy function.
 pub trait Object {
     type Destroy: Args;
-    /// What the object needs alive while it lives. The plugin itself is never unloaded.
+    /// The object that must outlive this one. The plugin itself is never unloaded.
     type Owner: Send + Sync;
     fn destroy(object: NonNull<Self>) -> Self::Destroy;
 }

@@ -1,4 +1,4 @@
-//! What a single file is, by its tensors.
+//! Detection of a single file's kind from its tensors.
 
 use super::SourceError;
 use crate::models::family::UNSUPPORTED;

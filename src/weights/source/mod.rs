@@ -5,7 +5,7 @@
 //! diffusers and transformers. Nothing is copied: the tensors of a single file are renamed and cut by
 //! [`Checkpoint::view`].
 //!
-//! What a single file is, is told by its tensors alone (facts: diffusers' `loaders/single_file_utils.py`).
+//! The tensors alone tell the kind of a single file (facts: diffusers' `loaders/single_file_utils.py`).
 
 mod detect;
 mod folder;
@@ -91,9 +91,9 @@ pub struct ModelSource {
     pub requires_aesthetics_score: bool,
     /// The folders of the text encoders' tokenizers.
     pub tokenizers: BTreeMap<Part, PathBuf>,
-    /// What the source has besides.
+    /// The other files of the source.
     pub ignored: Vec<Ignored>,
-    /// What was taken for granted because the source does not say it, in whole sentences.
+    /// Assumptions where the source does not say something, as whole sentences.
     pub notes: Vec<String>,
 }
 

@@ -16,7 +16,7 @@ use crate::util::files::{AtomicDir, parent_of, sync_dir, write_synced};
 use crate::weights::save::{check_free_space, write_error};
 use crate::weights::{TensorSpec, save_streaming};
 
-/// What was written of one part.
+/// The files written for one part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WrittenPart {
     pub part: Part,

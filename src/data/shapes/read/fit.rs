@@ -19,7 +19,7 @@ pub(super) struct Window {
 }
 
 impl Window {
-    /// Of a map of `SIDE x SIDE` alphas; None where all are zero.
+    /// The window of a map of `SIDE x SIDE` alphas; None where all are zero.
     pub(super) fn new(alpha: &[f32; PIXELS]) -> Option<Self> {
         let occupied = |at: &usize| alpha[*at] > 0.0;
         let columns = (0..PIXELS).filter(occupied).map(|at| at % SIDE);
