@@ -238,12 +238,11 @@ pub fn write_markdown() -> String {
            merged into the existing one; a list replaces the existing one. `unet_config.x=y` changes the chosen model.\n\
          - Unknown keys and values of the wrong type are errors, all shown at once.\n\
          - On the command line a key without effect is refused: one that has none here or in MaxDiffusion (\"no effect\" below), unless\n  \
-           its value is the default; one whose condition (\"Needs\" below) is not met; one that does not affect the verb. There is one\n  \
-           exception: if the model's own files choose the sampler, a key of `diffusion_scheduler_config` that the sampler does not read\n  \
-           is a warning, or an error if it spaces noise levels.\n\
+           its value is the default; one whose condition (\"Needs\" below) is not met; one that does not affect the verb; one of\n  \
+           `diffusion_scheduler_config` that the sampler does not read, also if the model's own files choose the sampler.\n\
          - In a file, which may be MaxDiffusion's own and serves all verbs, a key without effect whose value is not the default is a\n  \
-           warning that names the line and the reason; keys of other verbs are ignored. A feature of MaxDiffusion that is not here yet\n  \
-           is an error in a file too.\n\
+           warning that names the line and the reason; keys of other verbs are ignored. Errors in a file too are a feature of\n  \
+           MaxDiffusion that is not here yet, and a spacing of noise levels that the model's own sampler does not read.\n\
          - YAML is 1.2, read strictly: `1e-5` is a float (PyYAML makes it a string), `yes` in a file is true, `None` is the string (write\n  \
            `null`), numbers with leading zeros are refused, and so is a key with two different values.\n",
     );

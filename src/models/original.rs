@@ -109,7 +109,7 @@ impl<'a> OriginalTensors<'a> {
         dims.get(dimension).copied().ok_or_else(|| {
             let rank = dimension + 1;
             StructureError(format!(
-                "{prefix}{name} {dims:?} has less than {rank} dimensions"
+                "{prefix}{name} {dims:?} has fewer than {rank} dimensions"
             ))
         })
     }

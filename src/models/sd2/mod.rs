@@ -54,8 +54,8 @@ pub const SPEC: FamilySpec = FamilySpec {
             }],
             unknown_prediction: Some(UnknownPrediction {
                 inpaint: "epsilon",
-                note: "the file does not say what its UNet predicts: v_prediction is taken, as in Stable Diffusion 2.1 at \
-                       768 pixels; for a model of 512 pixels set prediction_type=epsilon",
+                note: "the file does not say what its UNet predicts: v_prediction is assumed, as in Stable Diffusion \
+                       2.1 at 768 pixels; for a model of 512 pixels set prediction_type=epsilon",
             }),
         },
     }),

@@ -1,6 +1,6 @@
-//! LDM's and SGM's names of the UNet (`openaimodel.UNetModel`), which number the blocks through: on the way down
-//! `input_blocks.0` is the first convolution, and each block then has its resnets and a downsampler; on the way up
-//! each has a resnet more, the last with the upsampler.
+//! LDM's and SGM's names of the UNet (`openaimodel.UNetModel`), which number all blocks in one sequence. Of the down
+//! blocks, `input_blocks.0` is the first convolution, and each block then has its resnets and a downsampler. Each up
+//! block has one more resnet, the last with the upsampler.
 
 use std::collections::BTreeMap;
 
@@ -142,7 +142,7 @@ fn levels(tensors: &OriginalTensors) -> Result<Vec<Vec<usize>>, StructureError> 
     Ok(levels)
 }
 
-/// A block of the way down.
+/// A down block.
 struct DownBlock {
     channels: usize,
     /// Transformer layers of each attention; 0 where the block has none.

@@ -39,7 +39,7 @@ pub fn read<'a>(
         .saturating_sub(1);
     if layers == 0 {
         return Err(StructureError(format!(
-            "{}decoder.up.0 has less than two resnets",
+            "{}decoder.up.0 has fewer than two resnets",
             tensors.prefix
         )));
     }
