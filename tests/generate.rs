@@ -438,7 +438,7 @@ fn an_inpainting_model_needs_an_image_and_a_mask() {
     let [image, mask] = image_and_mask(dir.path());
     let words = [&SMALL[..], &[&pretrained]].concat();
     let found = error(2, &words);
-    assert!(found.contains("a model for inpainting"), "{found}");
+    assert!(found.contains("an inpainting model"), "{found}");
     assert!(found.contains("nine channels"), "{found}");
     let found = error(2, &[&words[..], &[&image]].concat());
     assert!(found.contains("mask_image=''"), "{found}");

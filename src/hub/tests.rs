@@ -372,7 +372,7 @@ fn offline_takes_what_is_there_and_names_what_is_not() {
     for part in [
         "some/model at main",
         &dir,
-        "nothing of it",
+        "none of it",
         "HF_HUB_OFFLINE forbids",
     ] {
         assert!(error.contains(part), "{part}: {error}");
