@@ -155,10 +155,10 @@ fn inputs_that_do_not_fit_are_named() {
         let mut inputs = declare_inputs(&b, &config, [1, size, size, 77], DType::F32).unwrap();
         if let Some(features) = length_features {
             let shape = Shape::new(DType::F32, [1, 77, features]);
-            inputs.encoder_hidden_states = b.input("other", shape, &[]).unwrap();
+            inputs.conditioning.encoder_hidden_states = b.input("other", shape, &[]).unwrap();
         }
         if !text_time {
-            inputs.text_time = None;
+            inputs.conditioning.text_time = None;
         }
         unet(&b, &config, inputs, Precision::F32, Remat::None)
             .unwrap_err()
@@ -240,9 +240,9 @@ fn unet_matches_diffusers(name: &str, remat: Remat) {
     wrt.push(("grad/in/sample".to_string(), inputs.sample));
     wrt.push((
         "grad/in/encoder_hidden_states".to_string(),
-        inputs.encoder_hidden_states,
+        inputs.conditioning.encoder_hidden_states,
     ));
-    if let Some(text_time) = inputs.text_time {
+    if let Some(text_time) = inputs.conditioning.text_time {
         wrt.push(("grad/in/text_embeds".to_string(), text_time.text_embeds));
     }
     let tensors: Vec<Tensor> = wrt.iter().map(|(_, t)| *t).collect();

@@ -2,10 +2,11 @@
 
 use crate::dtype::DType;
 use crate::graph::{Builder, GraphError, Tensor};
-use crate::models::clip::{ClipTextConfig, clip_text, final_layer_norm};
+use crate::models::clip::{ClipTextConfig, INPUT_IDS, clip_text, final_layer_norm};
 use crate::models::controlnet::{self, Control, ControlNetConfig};
 use crate::models::unet::{
-    self, AdditionEmbedType, ResSamples, SIZE_TIME_IDS, TextTime, UNet2DConditionConfig, UNetInputs,
+    self, AdditionEmbedType, ResSamples, SIZE_TIME_IDS, UNet2DConditionConfig, UNetConditioning,
+    UNetInputs,
 };
 use crate::models::vae::AutoencoderKlConfig;
 use crate::models::{Family, HiddenState, Part};
@@ -202,7 +203,7 @@ impl DiffusionModel {
     /// When the name is taken by an input of another shape.
     pub fn declare_input_ids(&self, b: &Builder, batch: usize) -> Result<Tensor> {
         b.input(
-            "input_ids",
+            INPUT_IDS,
             Shape::new(DType::S32, [batch, self.tokens]),
             &[Some("activation_batch"), None],
         )
@@ -218,7 +219,7 @@ impl DiffusionModel {
         b: &Builder,
         batch: usize,
         tokens: usize,
-    ) -> Result<(Tensor, Option<TextTime>)> {
+    ) -> Result<UNetConditioning> {
         let ids = self.micro_conditioning.ids();
         unet::declare_conditioning(b, &self.unet, [batch, tokens], ids, DType::F32)
     }

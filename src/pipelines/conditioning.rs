@@ -132,6 +132,7 @@ impl Encoder {
                 found: Shape::new(DType::S32, [ids.len()]),
             });
         }
+        let mut inputs = self.program.inputs(session);
         let row_ids = sequences * self.tokens;
         let mut hidden: Vec<Vec<f32>> = vec![Vec::new(); self.rows];
         let mut features = 0;
@@ -142,9 +143,8 @@ impl Encoder {
                 .copied()
                 .collect();
             let ids = HostTensor::from_i32([self.rows, self.tokens], &ids)?;
-            let ids = self.program.put(session, names::INPUT_IDS, &ids)?;
-            let inputs = [(names::INPUT_IDS, &ids)];
-            let mut results = self.program.run(session, weights, &inputs)?.into_iter();
+            inputs.set(names::INPUT_IDS, &ids)?;
+            let mut results = self.program.run(weights, &inputs)?.into_iter();
             if let Some(states) = results.next() {
                 features = states.shape.dims[2];
                 let values = states.to_f32_vec()?;

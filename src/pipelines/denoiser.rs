@@ -1,7 +1,5 @@
 //! The denoising steps of a batch of images.
 
-use std::collections::HashMap;
-
 use crate::dtype::DType;
 use crate::emit::DotPrecision;
 use crate::host_tensor::{HostTensor, HostTensorError};
@@ -11,8 +9,8 @@ use crate::shape::Shape;
 
 use super::PipelineError;
 use super::conditioning::Conditioning;
+use super::inputs::{Inputs, put};
 use super::noise::NoiseGenerator;
-use super::part_program::put;
 use super::sampler_step::{names as sampler_names, step_inputs};
 use super::text_to_image::{DenoiseStep, names};
 
@@ -76,8 +74,11 @@ pub struct DenoiseInputs<'a> {
     pub plan: &'a SamplingPlan,
 }
 
-/// Inputs on the devices, by name.
-type Arrays = HashMap<String, Array>;
+/// What one step gives the next.
+struct SamplerState {
+    sample: Array,
+    history: Array,
+}
 
 /// The compiled denoising step of one model, batch and guidance setting.
 pub struct Denoiser {
@@ -142,40 +143,35 @@ impl Denoiser {
         inputs: DenoiseInputs<'_>,
         after_step: &mut dyn FnMut(usize, &Array) -> Result<(), PipelineError>,
     ) -> Result<HostTensor, PipelineError> {
-        let mut arrays = self.request_arrays(session, &inputs)?;
-        let passes = self.pass_arrays(session, weights, &inputs, &arrays)?;
+        let mut shared = self.request_inputs(session, &inputs)?;
+        let passes = self.pass_inputs(session, weights, &inputs, &shared)?;
         let zeros = |dims: &[usize]| HostTensor::zeros(Shape::new(DType::F32, dims));
         let history = zeros(&[[HISTORY].as_slice(), &self.sample_dims].concat());
-        let mut state = vec![
-            self.put(session, sampler_names::SAMPLE, inputs.sample)?,
-            self.put(session, sampler_names::HISTORY, &history)?,
-        ];
+        let put = |name: &str, value: &HostTensor| put(session, self.programs(), name, value);
+        let mut state = SamplerState {
+            sample: put(sampler_names::SAMPLE, inputs.sample)?,
+            history: put(sampler_names::HISTORY, &history)?,
+        };
         let silence = zeros(&self.sample_dims);
         let mut silent = false;
         let steps = inputs.plan.steps.len();
         for (done, step) in inputs.plan.steps.iter().enumerate() {
-            let mut set = |name: &str, value: &HostTensor| {
-                let array = self.put(session, name, value)?;
-                arrays.insert(name.to_string(), array);
-                Ok::<_, PipelineError>(())
-            };
             for (name, value) in step_inputs(step)? {
-                set(name, &value)?;
+                shared.set(name, &value)?;
             }
             for (which, control) in inputs.controls.iter().enumerate() {
                 let name = names::numbered(names::CONTROL_SCALE, which);
                 let scale = control.scale_at(done, steps);
-                set(&name, &HostTensor::from_f32([], &[scale])?)?;
+                shared.set(&name, &HostTensor::from_f32([], &[scale])?)?;
             }
             if step.is_noisy() {
-                set(sampler_names::NOISE, &self.noise(inputs.generators)?)?;
+                shared.set(sampler_names::NOISE, &self.noise(inputs.generators)?)?;
             } else if !silent {
-                set(sampler_names::NOISE, &silence)?;
+                shared.set(sampler_names::NOISE, &silence)?;
             }
             silent = !step.is_noisy();
-            state = self.step(weights, &arrays, &passes, state)?;
-            // No later step uses the predicted clean sample, which is the last result.
-            let predicted = state.split_off(2);
+            let predicted;
+            (state, predicted) = self.step(weights, &shared, &passes, state)?;
             if let Some(Inpainting::PutBack {
                 latents,
                 noise,
@@ -183,28 +179,23 @@ impl Denoiser {
             }) = inputs.inpainting
             {
                 let kept = mix(latents, noise, step.noised)?.to_f32_vec()?;
-                let sample = state[0].to_host(session.mesh())?.to_f32_vec()?;
+                let sample = state.sample.to_host(session.mesh())?.to_f32_vec()?;
                 let sample = masked(&sample, &kept, &mask.to_f32_vec()?, self.sample_dims);
                 let sample = HostTensor::from_f32(self.sample_dims, &sample)?;
-                state[0] = self.put(session, sampler_names::SAMPLE, &sample)?;
+                state.sample = put(sampler_names::SAMPLE, &sample)?;
             }
-            after_step(done + 1, &predicted[0])?;
+            after_step(done + 1, &predicted)?;
         }
-        Ok(state[0].to_host(session.mesh())?)
+        Ok(state.sample.to_host(session.mesh())?)
     }
 
     /// The inputs that all steps and passes of a batch share.
-    fn request_arrays(
-        &self,
-        session: &Session,
+    fn request_inputs<'p>(
+        &'p self,
+        session: &'p Session,
         inputs: &DenoiseInputs<'_>,
-    ) -> Result<Arrays, PipelineError> {
-        let mut arrays = Arrays::new();
-        let mut set = |name: &str, value: &HostTensor| {
-            let array = self.put(session, name, value)?;
-            arrays.insert(name.to_string(), array);
-            Ok::<_, PipelineError>(())
-        };
+    ) -> Result<Inputs<'p>, PipelineError> {
+        let mut shared = Inputs::new(session, self.programs());
         let rows = inputs.conditioning.hidden.shape.dims[0] / self.passes();
         for (which, control) in inputs.controls.iter().enumerate() {
             let mut dims = control.image.shape.dims.clone();
@@ -212,33 +203,33 @@ impl Denoiser {
             let shape = control.image.shape.with_dims(dims);
             let data = control.image.data.repeat(rows);
             let name = names::numbered(names::CONTROL_IMAGE, which);
-            set(&name, &HostTensor::new(shape, data)?)?;
+            shared.set(&name, &HostTensor::new(shape, data)?)?;
         }
         if let Some(Inpainting::Seen {
             mask,
             masked_image_latents,
         }) = inputs.inpainting
         {
-            set(names::MASK, mask)?;
-            set(names::MASKED_IMAGE_LATENTS, masked_image_latents)?;
+            shared.set(names::MASK, mask)?;
+            shared.set(names::MASKED_IMAGE_LATENTS, masked_image_latents)?;
         }
         for (name, value) in [
             (names::GUIDANCE_SCALE, inputs.guidance_scale),
             (names::GUIDANCE_RESCALE, inputs.guidance_rescale),
         ] {
-            set(name, &HostTensor::from_f32([], &[value])?)?;
+            shared.set(name, &HostTensor::from_f32([], &[value])?)?;
         }
-        Ok(arrays)
+        Ok(shared)
     }
 
     /// The inputs of each pass alone: its rows of the embeddings, and what is computed from them once for all steps.
-    fn pass_arrays(
-        &self,
-        session: &Session,
+    fn pass_inputs<'p>(
+        &'p self,
+        session: &'p Session,
         weights: &Prepared<'_>,
         inputs: &DenoiseInputs<'_>,
-        shared: &Arrays,
-    ) -> Result<Vec<Arrays>, PipelineError> {
+        shared: &Inputs<'_>,
+    ) -> Result<Vec<Inputs<'p>>, PipelineError> {
         let conditioning = inputs.conditioning;
         let prompts = conditioning.hidden.shape.dims[0];
         let ids = inputs.time_ids.len() / prompts.max(1);
@@ -246,21 +237,16 @@ impl Denoiser {
         let count = self.passes();
         let mut passes = Vec::with_capacity(count);
         for pass in 0..count {
-            let mut own = Arrays::new();
-            let mut set = |name: &str, value: &HostTensor| {
-                let array = self.put(session, name, &every(value, count, pass)?)?;
-                own.insert(name.to_string(), array);
-                Ok::<_, PipelineError>(())
-            };
-            set(names::ENCODER_HIDDEN_STATES, &conditioning.hidden)?;
+            let rows = |value: &HostTensor| every(value, count, pass);
+            let mut own = Inputs::new(session, self.programs());
+            own.set(names::ENCODER_HIDDEN_STATES, &rows(&conditioning.hidden)?)?;
             if let Some(pooled) = &conditioning.pooled {
-                set(names::TEXT_EMBEDS, pooled)?;
-                set(names::TIME_IDS, &time_ids)?;
+                own.set(names::TEXT_EMBEDS, &rows(pooled)?)?;
+                own.set(names::TIME_IDS, &rows(&time_ids)?)?;
             }
-            let early = self.program.request(&|name| {
-                let given = own.get(name).or_else(|| shared.get(name));
-                given.or_else(|| weights.get(name))
-            })?;
+            let early = self
+                .program
+                .request(&|name| find(weights, shared, &own, name))?;
             own.extend(early);
             passes.push(own);
         }
@@ -279,45 +265,58 @@ impl Denoiser {
         Ok(HostTensor::from_f32(self.sample_dims, &fresh)?)
     }
 
-    fn put(
-        &self,
-        session: &Session,
-        name: &str,
-        value: &HostTensor,
-    ) -> Result<Array, PipelineError> {
-        put(session, self.programs(), name, value)
-    }
-
-    /// One step on `state`: the sample and the history. Gives the next ones, then the predicted clean sample.
+    /// One step on `state`. Gives the next state and the predicted clean sample.
     fn step(
         &self,
         weights: &Prepared<'_>,
-        inputs: &Arrays,
-        passes: &[Arrays],
-        state: Vec<Array>,
-    ) -> Result<Vec<Array>, RuntimeError> {
-        let shared = |name: &str| inputs.get(name).or_else(|| weights.get(name));
-        let Some(advance) = &self.advance else {
-            let find = |name: &str| passes[0].get(name).or_else(|| shared(name));
-            return self.program.step().call(&find, state);
+        shared: &Inputs<'_>,
+        passes: &[Inputs<'_>],
+        state: SamplerState,
+    ) -> Result<(SamplerState, Array), RuntimeError> {
+        let SamplerState { sample, history } = state;
+        let results = match &self.advance {
+            None => {
+                let find = |name: &str| find(weights, shared, &passes[0], name);
+                self.program.step().call(&find, vec![sample, history])?
+            }
+            Some(advance) => {
+                let mut predictions = Vec::with_capacity(passes.len());
+                for pass in passes {
+                    let find = |name: &str| match name {
+                        sampler_names::SAMPLE => Some(&sample),
+                        _ => find(weights, shared, pass, name),
+                    };
+                    predictions.extend(self.program.step().call(&find, Vec::new())?);
+                }
+                let find = |name: &str| match name {
+                    names::WITHOUT_PROMPT => predictions.first(),
+                    names::WITH_PROMPT => predictions.get(1),
+                    _ => shared.get(name),
+                };
+                advance.step().call(&find, vec![sample, history])?
+            }
         };
-        let mut predictions = Vec::with_capacity(passes.len());
-        for pass in passes {
-            let find = |name: &str| match name {
-                sampler_names::SAMPLE => state.first(),
-                _ => pass.get(name).or_else(|| shared(name)),
-            };
-            predictions.extend(self.program.step().call(&find, Vec::new())?);
+        let found = results.len();
+        match <[Array; 3]>::try_from(results) {
+            Ok([sample, history, predicted]) => Ok((SamplerState { sample, history }, predicted)),
+            Err(_) => Err(RuntimeError::ResultCount {
+                program: "the denoising step",
+                expected: 3,
+                found,
+            }),
         }
-        advance.step().call(
-            &|name| match name {
-                names::WITHOUT_PROMPT => predictions.first(),
-                names::WITH_PROMPT => predictions.get(1),
-                _ => inputs.get(name),
-            },
-            state,
-        )
     }
+}
+
+/// The value of the input `name` of a pass.
+fn find<'a>(
+    weights: &'a Prepared<'_>,
+    shared: &'a Inputs<'_>,
+    pass: &'a Inputs<'_>,
+    name: &str,
+) -> Option<&'a Array> {
+    let given = pass.get(name).or_else(|| shared.get(name));
+    given.or_else(|| weights.get(name))
 }
 
 /// Every `step`-th row of `tensor`, from row `first` on.

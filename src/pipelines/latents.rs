@@ -99,14 +99,14 @@ impl ImageEncoder {
         image: &HostTensor,
         generators: &mut [NoiseGenerator],
     ) -> Result<HostTensor, PipelineError> {
-        let image = self.program.put(session, names::IMAGES, image)?;
+        let mut inputs = self.program.inputs(session);
+        inputs.set(names::IMAGES, image)?;
         let each: usize = self.latent_dims.iter().product();
         let mut latents = Vec::with_capacity(each * generators.len());
         for generator in generators.iter_mut() {
             let noise = HostTensor::from_f32(self.latent_dims, &generator.normal(each))?;
-            let noise = self.program.put(session, sampler_names::NOISE, &noise)?;
-            let inputs = [(names::IMAGES, &image), (sampler_names::NOISE, &noise)];
-            for result in self.program.run(session, weights, &inputs)? {
+            inputs.set(sampler_names::NOISE, &noise)?;
+            for result in self.program.run(weights, &inputs)? {
                 latents.extend(result.to_f32_vec()?);
             }
         }
@@ -157,6 +157,7 @@ impl Decoder {
     ) -> Result<HostTensor, PipelineError> {
         let dims = &latents.shape.dims;
         let each: usize = dims[1..].iter().product();
+        let mut inputs = self.program.inputs(session);
         let mut images = Vec::new();
         let mut sizes = dims.clone();
         for values in latents.to_f32_vec()?.chunks(each.max(1)) {
@@ -164,9 +165,8 @@ impl Decoder {
             let one = HostTensor::from_f32(one, values)?;
             let mut decoded = Vec::new();
             for tile in self.tiles.cut(&one)? {
-                let tile = self.program.put(session, names::LATENTS, &tile)?;
-                let inputs = [(names::LATENTS, &tile)];
-                decoded.extend(self.program.run(session, weights, &inputs)?);
+                inputs.set(names::LATENTS, &tile)?;
+                decoded.extend(self.program.run(weights, &inputs)?);
             }
             let image = self.tiles.blend(&decoded)?;
             sizes[1..].copy_from_slice(&image.shape.dims[1..]);

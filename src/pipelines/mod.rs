@@ -11,6 +11,7 @@ mod error;
 pub mod generator;
 pub mod image_file;
 pub mod init_image;
+mod inputs;
 pub mod latents;
 mod lora;
 pub mod model_files;
@@ -33,6 +34,7 @@ mod weights;
 
 pub use batch::{Phases, TokenizedImage};
 pub use error::{BoxError, PipelineError};
+pub use inputs::Inputs;
 pub use lora::LoraChoice;
 pub use observer::{Event, Observer};
 pub use part_program::PartProgram;

@@ -17,14 +17,12 @@ use super::sampler_step::{SamplerStep, names as sampler_names};
 
 /// Names of the programs' run-time inputs and results, beside the sampler's ([`super::sampler_step::names`]).
 pub mod names {
-    pub const INPUT_IDS: &str = "input_ids";
+    pub use crate::models::clip::INPUT_IDS;
     pub const GUIDANCE_SCALE: &str = "guidance_scale";
     /// How much of the guided output's deviation is brought back to that of the prompt's alone.
     pub const GUIDANCE_RESCALE: &str = "guidance_rescale";
     /// The text encoders' results, which are the denoising step's conditioning.
-    pub const ENCODER_HIDDEN_STATES: &str = "encoder_hidden_states";
-    pub const TEXT_EMBEDS: &str = "text_embeds";
-    pub const TIME_IDS: &str = "time_ids";
+    pub use crate::models::unet::names::{ENCODER_HIDDEN_STATES, TEXT_EMBEDS, TIME_IDS};
     /// The further inputs of an inpainting model: `f32[batch, 1, rows, columns]`, 1 where it draws, and the latents of the
     /// image without that part, of the sample's shape.
     pub const MASK: &str = "mask";
@@ -185,7 +183,7 @@ fn predict(
     let timestep = scalar(sampler_names::TIMESTEP)?;
     let in_scale = scalar(sampler_names::IN_SCALE)?;
     let rows = options.rows();
-    let (encoder_hidden_states, text_time) = model.declare_conditioning(b, rows, options.tokens)?;
+    let conditioning = model.declare_conditioning(b, rows, options.tokens)?;
     let scaled = b.mul(sample, in_scale)?;
     let [batch, channels, height, width] = model.sample_dims(options.batch);
     let each_row = |x: Tensor| {
@@ -199,8 +197,7 @@ fn predict(
     let mut inputs = UNetInputs {
         sample: each_row(scaled)?,
         timestep: b.broadcast_to(timestep, &[rows])?,
-        encoder_hidden_states,
-        text_time,
+        conditioning,
         additional_residuals: None,
     };
     inputs.additional_residuals = model.control(b, &inputs, |which, config| {

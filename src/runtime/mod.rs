@@ -50,6 +50,12 @@ pub enum RuntimeError {
         expected: usize,
         found: usize,
     },
+    #[error("{program}: gives {expected} results, found {found}")]
+    ResultCount {
+        program: &'static str,
+        expected: usize,
+        found: usize,
+    },
     #[error("{program}: argument {name}: expected {expected}, found {found}")]
     Argument {
         program: String,

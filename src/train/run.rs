@@ -12,6 +12,7 @@ use crate::dtype::DType;
 use crate::graph::{Graph, InputKind, flops};
 use crate::host_tensor::HostTensor;
 use crate::metrics::{self, MetricsWriter, StepReport};
+use crate::models::clip::INPUT_IDS;
 use crate::pipelines::pixels::to_samples;
 use crate::quant::ROUNDING_KEY;
 use crate::runtime::{Array, Program, Session, Value};
@@ -244,7 +245,7 @@ impl TrainingLoop<'_, '_> {
                     );
                     HostTensor::from_f32(input.shape.dims.clone(), &samples)?
                 }
-                (InputKind::Data, "input_ids") => {
+                (InputKind::Data, INPUT_IDS) => {
                     HostTensor::from_i32(input.shape.dims.clone(), &batch.token_ids)?
                 }
                 (InputKind::Data, other) => {

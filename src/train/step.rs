@@ -8,7 +8,7 @@ use crate::graph::{Binary, Builder, GraphError, Op, Tensor, grad};
 use crate::host_tensor::HostTensor;
 use crate::lowering::Traced;
 use crate::models::DiffusionModel;
-use crate::models::unet::{TextTime, UNetInputs};
+use crate::models::unet::{TextTime, UNetConditioning, UNetInputs};
 use crate::quant::{Policy, QuantError, ROUNDING_KEY};
 use crate::schedulers::{NoiseSchedule, PredictionType, SchedulerError};
 use crate::shape::Shape;
@@ -122,15 +122,14 @@ pub fn trace(model: &DiffusionModel, options: &StepOptions) -> Result<Traced, St
         Shape::new(DType::F32, model.sample_dims(batch)),
         &sample_axes,
     )?;
-    let (encoder_hidden_states, text_time) = conditioning(&b, model, options, batch)?;
+    let conditioning = conditioning(&b, model, options, batch)?;
     let noised = add_noise(&b.root("noise"), model, options, key, clean)?;
     let prediction = model.predict(
         &b,
         UNetInputs {
             sample: noised.sample,
             timestep: noised.timestep,
-            encoder_hidden_states,
-            text_time,
+            conditioning,
             additional_residuals: None,
         },
     )?;
@@ -193,7 +192,7 @@ fn conditioning(
     model: &DiffusionModel,
     options: &StepOptions,
     batch: usize,
-) -> Result<(Tensor, Option<TextTime>), GraphError> {
+) -> Result<UNetConditioning, GraphError> {
     if !options.train_text_encoder {
         return model.declare_conditioning(b, batch, model.tokens);
     }
@@ -212,7 +211,10 @@ fn conditioning(
             })
         }
     };
-    Ok((encoded.encoder_hidden_states, text_time))
+    Ok(UNetConditioning {
+        encoder_hidden_states: encoded.encoder_hidden_states,
+        text_time,
+    })
 }
 
 struct Noised {

@@ -17,6 +17,9 @@ use super::{ModelConfigError, take_fixed};
 
 const MODEL: &str = "CLIPTextModel";
 
+/// The run-time input of token ids.
+pub const INPUT_IDS: &str = "input_ids";
+
 /// Attributes of the text encoder, with the names and defaults of transformers' `CLIPTextConfig`.
 ///
 /// Other fields of a `config.json` (generation settings, versions) do not change the forward pass and are ignored;
@@ -181,7 +184,7 @@ pub fn clip_text(
 ) -> Result<ClipTextOutput> {
     let root = b.root(root);
     config.check().map_err(|e| root.invalid(e.to_string()))?;
-    let [_, length] = dims(&root, "input_ids", input_ids)?;
+    let [_, length] = dims(&root, INPUT_IDS, input_ids)?;
     if length > config.max_position_embeddings {
         return Err(root.invalid(format!(
             "{length} tokens do not fit max_position_embeddings = {}",
@@ -326,7 +329,7 @@ fn pool(
     hidden_state: Tensor,
 ) -> Result<Tensor> {
     let ids = b.convert(input_ids, DType::S32)?;
-    let [batch, length] = dims(b, "input_ids", ids)?;
+    let [batch, length] = dims(b, INPUT_IDS, ids)?;
     let eos = if config.eos_token_id == 2 {
         b.reduce_keep(Reduction::Max, ids, &[1])?
     } else {
@@ -354,7 +357,7 @@ mod tests {
     use super::*;
 
     fn tokens(b: &Builder, batch: usize, length: usize) -> Tensor {
-        b.input("input_ids", Shape::new(DType::S32, [batch, length]), &[])
+        b.input(INPUT_IDS, Shape::new(DType::S32, [batch, length]), &[])
             .unwrap()
     }
 

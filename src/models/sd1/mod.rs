@@ -2,7 +2,7 @@
 
 use super::original::{DENOISER_PREFIX, Root};
 use super::spec::{Claim, FamilySpec, HiddenState, Published, SingleFile, TextEncoderSpec};
-use super::unet::original::Conditioning;
+use super::unet::original::Signature;
 use super::{Part, clip, unet, vae};
 
 /// The features of CLIP-L.
@@ -26,8 +26,8 @@ pub const SPEC: FamilySpec = FamilySpec {
         index: r#"{"requires_safety_checker": false, "safety_checker": [null, null]}"#,
         single_file: SingleFile {
             sign: unet::original::SIGN,
-            claims: |tensors| match Conditioning::of(tensors) {
-                Some(Conditioning {
+            claims: |tensors| match Signature::of(tensors) {
+                Some(Signature {
                     text_features: TEXT_FEATURES,
                     label_embedding: false,
                 }) => Claim::Yes,

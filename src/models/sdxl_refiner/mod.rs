@@ -2,7 +2,7 @@
 
 use super::original::{DENOISER_PREFIX, Root};
 use super::spec::{Claim, FamilySpec, HiddenState, Published, SingleFile, TextEncoderSpec};
-use super::unet::original::Conditioning;
+use super::unet::original::Signature;
 use super::{Part, clip, unet, vae};
 
 /// The features of OpenCLIP-bigG.
@@ -22,8 +22,8 @@ pub const SPEC: FamilySpec = FamilySpec {
         index: r#"{"force_zeros_for_empty_prompt": false, "requires_aesthetics_score": true}"#,
         single_file: SingleFile {
             sign: unet::original::SIGN,
-            claims: |tensors| match Conditioning::of(tensors) {
-                Some(Conditioning {
+            claims: |tensors| match Signature::of(tensors) {
+                Some(Signature {
                     text_features: TEXT_FEATURES,
                     label_embedding: true,
                 }) => Claim::Yes,

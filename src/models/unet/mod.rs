@@ -24,6 +24,15 @@ use blocks::{Block, Shared, Transformer};
 /// The root of the UNet's parameter paths.
 pub const ROOT: &str = Part::Unet.name();
 
+/// Names of the UNet's run-time inputs.
+pub mod names {
+    pub const SAMPLE: &str = "sample";
+    pub const TIMESTEP: &str = "timestep";
+    pub const ENCODER_HIDDEN_STATES: &str = "encoder_hidden_states";
+    pub const TEXT_EMBEDS: &str = "text_embeds";
+    pub const TIME_IDS: &str = "time_ids";
+}
+
 /// Layers that stay in float under `quantization=int8`, as regular expressions of their paths below the root: they are
 /// small, and sensitive to rounding.
 pub const INT8_FLOAT_LAYERS: [&str; 5] = [
@@ -44,12 +53,18 @@ pub struct UNetInputs {
     pub sample: Tensor,
     /// Training timesteps, `[B]` or one scalar for all; integers or floats, which may be fractional.
     pub timestep: Tensor,
+    pub conditioning: UNetConditioning,
+    /// Residuals of ControlNets, added to the skip connections and to the mid block's output.
+    pub additional_residuals: Option<ResSamples>,
+}
+
+/// The conditioning of the UNet on text.
+#[derive(Clone, Copy, Debug)]
+pub struct UNetConditioning {
     /// The text encoder's hidden states `[B, length, cross_attention_dim]`.
     pub encoder_hidden_states: Tensor,
     /// SDXL's conditioning; given exactly when the configuration asks for it.
     pub text_time: Option<TextTime>,
-    /// Residuals of ControlNets, added to the skip connections and to the mid block's output.
-    pub additional_residuals: Option<ResSamples>,
 }
 
 /// Outputs of the down blocks and of the mid block: a UNet's own, or the residuals that a ControlNet adds.
@@ -182,7 +197,10 @@ pub(super) fn shared<'a>(
         remat,
         // Every resnet starts with this activation; it is the same value in all of them.
         time_embedding: config.act_fn.apply(b, time_embedding)?,
-        encoder_hidden_states: b.convert(inputs.encoder_hidden_states, precision.activations)?,
+        encoder_hidden_states: b.convert(
+            inputs.conditioning.encoder_hidden_states,
+            precision.activations,
+        )?,
     })
 }
 
@@ -262,7 +280,7 @@ fn block(
 
 /// Checks shapes, and gives the batch size.
 fn check_inputs(b: &Builder, config: &UNet2DConditionConfig, inputs: &UNetInputs) -> Result<usize> {
-    let [batch, channels, height, width] = dims(b, "sample", inputs.sample)?;
+    let [batch, channels, height, width] = dims(b, names::SAMPLE, inputs.sample)?;
     if channels != config.in_channels {
         return Err(b.invalid(format!(
             "sample {} has {channels} channels; in_channels is {}",
@@ -289,11 +307,12 @@ fn check_inputs(b: &Builder, config: &UNet2DConditionConfig, inputs: &UNetInputs
             b.shape(inputs.timestep)
         )));
     }
-    let [text_batch, _, features] = dims(b, "encoder_hidden_states", inputs.encoder_hidden_states)?;
+    let hidden = inputs.conditioning.encoder_hidden_states;
+    let [text_batch, _, features] = dims(b, names::ENCODER_HIDDEN_STATES, hidden)?;
     if text_batch != batch {
         return Err(b.invalid(format!(
             "encoder_hidden_states {} is for {text_batch} samples, sample for {batch}",
-            b.shape(inputs.encoder_hidden_states)
+            b.shape(hidden)
         )));
     }
     for level in 0..config.levels() {
@@ -301,7 +320,7 @@ fn check_inputs(b: &Builder, config: &UNet2DConditionConfig, inputs: &UNetInputs
         if features != expected {
             return Err(b.invalid(format!(
                 "encoder_hidden_states {} has {features} features; cross_attention_dim is {expected}",
-                b.shape(inputs.encoder_hidden_states)
+                b.shape(hidden)
             )));
         }
     }
@@ -336,7 +355,7 @@ fn time_embedding(
     let projected = sinusoidal(&b.scope("time_proj"), timesteps, width)?;
     let embedding = embed.apply(&b.scope("time_embedding"), projected, precision)?;
 
-    let (kind, given) = match (config.addition_embed_type, inputs.text_time) {
+    let (kind, given) = match (config.addition_embed_type, inputs.conditioning.text_time) {
         (None, None) => return Ok(embedding),
         (Some(kind), Some(given)) => (kind, given),
         (None, Some(_)) => {
@@ -350,8 +369,8 @@ fn time_embedding(
     };
     let added = match kind {
         AdditionEmbedType::TextTime => {
-            let [text_batch, text_features] = dims(b, "text_embeds", given.text_embeds)?;
-            let [ids_batch, ids] = dims(b, "time_ids", given.time_ids)?;
+            let [text_batch, text_features] = dims(b, names::TEXT_EMBEDS, given.text_embeds)?;
+            let [ids_batch, ids] = dims(b, names::TIME_IDS, given.time_ids)?;
             let per_id = config.addition_time_embed_dim.unwrap_or_default();
             let expected = config
                 .projection_class_embeddings_input_dim
@@ -395,22 +414,20 @@ pub fn declare_inputs(
     dtype: DType,
 ) -> std::result::Result<UNetInputs, GraphError> {
     let sample = b.input(
-        "sample",
+        names::SAMPLE,
         Shape::new(dtype, [batch, config.in_channels, height, width]),
         &[Some("conv_batch"), None, None, None],
     )?;
     let timestep = b.input(
-        "timestep",
+        names::TIMESTEP,
         Shape::new(DType::F32, [batch]),
         &[Some("activation_batch")],
     )?;
-    let (encoder_hidden_states, text_time) =
-        declare_conditioning(b, config, [batch, length], SIZE_TIME_IDS, dtype)?;
+    let conditioning = declare_conditioning(b, config, [batch, length], SIZE_TIME_IDS, dtype)?;
     Ok(UNetInputs {
         sample,
         timestep,
-        encoder_hidden_states,
-        text_time,
+        conditioning,
         additional_residuals: None,
     })
 }
@@ -426,12 +443,12 @@ pub fn declare_conditioning(
     [batch, length]: [usize; 2],
     ids: usize,
     dtype: DType,
-) -> std::result::Result<(Tensor, Option<TextTime>), GraphError> {
+) -> std::result::Result<UNetConditioning, GraphError> {
     let batch_axis = Some("activation_batch");
     let matrix = [batch_axis, None];
     let features = config.cross_attention_dim.get(0).unwrap_or_default();
     let encoder_hidden_states = b.input(
-        "encoder_hidden_states",
+        names::ENCODER_HIDDEN_STATES,
         Shape::new(dtype, [batch, length, features]),
         &[batch_axis, None, None],
     )?;
@@ -448,10 +465,21 @@ pub fn declare_conditioning(
                 ))
             })?;
             Some(TextTime {
-                text_embeds: b.input("text_embeds", Shape::new(dtype, [batch, text]), &matrix)?,
-                time_ids: b.input("time_ids", Shape::new(DType::F32, [batch, ids]), &matrix)?,
+                text_embeds: b.input(
+                    names::TEXT_EMBEDS,
+                    Shape::new(dtype, [batch, text]),
+                    &matrix,
+                )?,
+                time_ids: b.input(
+                    names::TIME_IDS,
+                    Shape::new(DType::F32, [batch, ids]),
+                    &matrix,
+                )?,
             })
         }
     };
-    Ok((encoder_hidden_states, text_time))
+    Ok(UNetConditioning {
+        encoder_hidden_states,
+        text_time,
+    })
 }

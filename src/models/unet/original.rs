@@ -32,19 +32,19 @@ const RESNET: [(&str, &str); 6] = [
     ("emb_layers.1.", "time_emb_proj."),
     ("skip_connection.", "conv_shortcut."),
 ];
-/// What conditions a UNet; families differ in it.
+/// What the tensors of a UNet show of its conditioning, by which families differ.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Conditioning {
+pub struct Signature {
     /// The features of the text that it attends to.
     pub text_features: usize,
     /// Whether it embeds pooled text and sizes (`label_emb`).
     pub label_embedding: bool,
 }
 
-impl Conditioning {
-    /// That of the UNet with these tensors, if it attends to text.
-    pub fn of(tensors: &OriginalTensors) -> Option<Conditioning> {
-        Some(Conditioning {
+impl Signature {
+    /// The signature of these tensors, if their UNet attends to text.
+    pub fn of(tensors: &OriginalTensors) -> Option<Signature> {
+        Some(Signature {
             text_features: text_features(tensors)?,
             label_embedding: tensors.has("label_emb.0.0.weight"),
         })

@@ -5,7 +5,8 @@ use std::path::Path;
 
 use crate::dtype::DType;
 use crate::host_tensor::HostTensor;
-use crate::models::unet::AdditionEmbedType;
+use crate::models::clip::INPUT_IDS;
+use crate::models::unet::{AdditionEmbedType, names};
 use crate::shape::Shape;
 use crate::weights::{Checkpoint, cast};
 
@@ -94,7 +95,7 @@ fn wanted(network: &Network) -> Vec<Wanted> {
             let features = config.cross_attention_dim.get(0).unwrap_or_default();
             let mut inputs = vec![
                 input(
-                    "sample",
+                    names::SAMPLE,
                     Elements::Floats,
                     &[
                         batch,
@@ -103,9 +104,9 @@ fn wanted(network: &Network) -> Vec<Wanted> {
                         Named("width"),
                     ],
                 ),
-                input("timestep", Elements::Numbers, &[batch]),
+                input(names::TIMESTEP, Elements::Numbers, &[batch]),
                 input(
-                    "encoder_hidden_states",
+                    names::ENCODER_HIDDEN_STATES,
                     Elements::Floats,
                     &[batch, Named("length"), Is(features)],
                 ),
@@ -116,14 +117,18 @@ fn wanted(network: &Network) -> Vec<Wanted> {
                     let time = 6 * config.addition_time_embed_dim.unwrap_or_default();
                     let total = config.projection_class_embeddings_input_dim;
                     let text = total.unwrap_or_default().saturating_sub(time);
-                    inputs.push(input("text_embeds", Elements::Floats, &[batch, Is(text)]));
-                    inputs.push(input("time_ids", Elements::Numbers, &[batch, Is(6)]));
+                    inputs.push(input(
+                        names::TEXT_EMBEDS,
+                        Elements::Floats,
+                        &[batch, Is(text)],
+                    ));
+                    inputs.push(input(names::TIME_IDS, Elements::Numbers, &[batch, Is(6)]));
                 }
             }
             inputs
         }
         Network::ClipText(_) => vec![input(
-            "input_ids",
+            INPUT_IDS,
             Elements::Integers,
             &[batch, Named("length")],
         )],
@@ -174,7 +179,7 @@ impl Wanted {
 
     /// Whether one value may stand for the whole batch, as diffusers has it for timesteps.
     fn is_for_all(&self, dims: &[usize]) -> bool {
-        self.name == "timestep" && matches!(dims, [] | [1])
+        self.name == names::TIMESTEP && matches!(dims, [] | [1])
     }
 
     fn dims(&self, sizes: &Sizes) -> Vec<usize> {

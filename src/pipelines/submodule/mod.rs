@@ -161,12 +161,11 @@ impl Submodule {
         let load = start.elapsed().as_secs_f64();
 
         let start = Instant::now();
-        let tensors = inputs.tensors.iter();
-        let arrays = tensors
-            .map(|(name, tensor)| Ok((*name, program.put(session, name, tensor)?)))
-            .collect::<Result<Vec<_>, PipelineError>>()?;
-        let arrays: Vec<_> = arrays.iter().map(|(name, array)| (*name, array)).collect();
-        let results = program.run(session, &weights, &arrays)?;
+        let mut arrays = program.inputs(session);
+        for (name, tensor) in &inputs.tensors {
+            arrays.set(name, tensor)?;
+        }
+        let results = program.run(&weights, &arrays)?;
         let names = stages.step().outputs().iter().map(|slot| slot.name.clone());
         let outputs = names.zip(results).collect();
         let run = start.elapsed().as_secs_f64();

@@ -8,7 +8,7 @@ use serde_json::{Map, Value as Json};
 use crate::dtype::DType;
 use crate::graph::{Builder, GraphError, Tensor};
 use crate::models::Part;
-use crate::models::clip::{ClipTextConfig, clip_text};
+use crate::models::clip::{ClipTextConfig, INPUT_IDS, clip_text};
 use crate::models::unet::{self, UNet2DConditionConfig};
 use crate::nn::{Precision, Remat};
 use crate::shape::Shape;
@@ -119,7 +119,7 @@ impl Network {
             }
             Network::ClipText(config) => {
                 let ids = b.input(
-                    "input_ids",
+                    INPUT_IDS,
                     Shape::new(DType::S32, ["batch", "length"].map(size)),
                     &[Some("activation_batch"), None],
                 )?;
