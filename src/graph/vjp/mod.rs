@@ -341,19 +341,13 @@ impl<'a> Pass<'a> {
             Op::Transpose(perm) => layout::transpose(b, g, perm)?,
             Op::Slice { start, stride, .. } => layout::slice(b, g, start, stride, &operand_shape)?,
             Op::DynamicSlice(_) | Op::Gather(_) if position > 0 => return Ok(None),
-            Op::DynamicSlice(_) => {
-                let start = self.values(&site.operands[1..])?;
-                let zeros = b.full(&operand_shape, 0.0)?;
-                b.dynamic_update_slice(zeros, g, &start)?
-            }
+            Op::DynamicSlice(_) => self.dynamic_slice(b, site, g, &operand_shape)?,
             Op::DynamicUpdateSlice => return self.dynamic_update_slice(b, site, position, g),
             Op::Pad(pads) => layout::pad(b, g, pads, position)?,
             Op::Concatenate(dim) => {
-                let before: usize = site.operands[..position]
-                    .iter()
-                    .map(|o| b.dims(b.tensor(*o))[*dim])
-                    .sum();
-                b.slice_dim(g, *dim, before, before + operand_shape.dims[*dim])?
+                let before = site.operands[..position].iter();
+                let start = before.map(|o| b.dims(b.tensor(*o))[*dim]).sum();
+                b.slice_dim(g, *dim, start, start + operand_shape.dims[*dim])?
             }
             Op::Reverse(dims) => b.reverse(g, dims)?,
             Op::Gather(dims) => {
@@ -372,18 +366,16 @@ impl<'a> Pass<'a> {
             Op::DotGeneral { dims, quant, .. } => {
                 let other = self.value(site.operands[1 - position])?;
                 let quant = quant.as_deref();
-                if position == 0 {
-                    dot_lhs(b, g, other, dims, &operand_shape, quant)?
-                } else {
-                    dot_rhs(b, g, other, dims, &operand_shape, quant)?
+                match position {
+                    0 => dot_lhs(b, g, other, dims, &operand_shape, quant)?,
+                    _ => dot_rhs(b, g, other, dims, &operand_shape, quant)?,
                 }
             }
             Op::Convolution { dims, .. } => {
                 let other = self.value(site.operands[1 - position])?;
-                if position == 0 {
-                    conv_lhs(b, g, other, dims, &operand_shape)?
-                } else {
-                    conv_rhs(b, g, other, dims, &operand_shape)?
+                match position {
+                    0 => conv_lhs(b, g, other, dims, &operand_shape)?,
+                    _ => conv_rhs(b, g, other, dims, &operand_shape)?,
                 }
             }
             Op::ShardingConstraint(axes) => b.constrain(g, axes)?,
@@ -393,6 +385,18 @@ impl<'a> Pass<'a> {
 
     fn values(&mut self, ids: &[u32]) -> Result<Vec<Tensor>> {
         ids.iter().map(|id| self.value(*id)).collect()
+    }
+
+    fn dynamic_slice(
+        &mut self,
+        b: &Builder,
+        site: &Site,
+        g: Tensor,
+        operand: &Shape,
+    ) -> Result<Tensor> {
+        let start = self.values(&site.operands[1..])?;
+        let zeros = b.full(operand, 0.0)?;
+        b.dynamic_update_slice(zeros, g, &start)
     }
 
     fn dynamic_update_slice(

@@ -263,13 +263,47 @@ impl UNet2DConditionConfig {
     /// # Errors
     /// The first contradiction, with the numbers.
     pub fn check(&self) -> Result<(), ModelConfigError> {
+        self.check_lengths()?;
+        for level in 0..self.levels() {
+            self.check_block(level)?;
+        }
+        self.check_depth()?;
+        for (field, kernel) in [
+            ("conv_in_kernel", self.conv_in_kernel),
+            ("conv_out_kernel", self.conv_out_kernel),
+        ] {
+            if kernel.is_multiple_of(2) {
+                return inconsistent(format!(
+                    "{field} = {kernel} is even and cannot keep the size"
+                ));
+            }
+        }
+        if !matches!(self.downsample_padding, 0 | 1) {
+            return inconsistent(format!(
+                "downsample_padding = {}; expected 0 or 1",
+                self.downsample_padding
+            ));
+        }
+        let text_time = [
+            self.addition_time_embed_dim,
+            self.projection_class_embeddings_input_dim,
+        ];
+        match self.addition_embed_type {
+            Some(AdditionEmbedType::TextTime) if text_time.contains(&None) => inconsistent(
+                "addition_embed_type = text_time needs addition_time_embed_dim and \
+                 projection_class_embeddings_input_dim",
+            ),
+            None if text_time != [None, None] => inconsistent(
+                "addition_time_embed_dim and projection_class_embeddings_input_dim have no effect without \
+                 addition_embed_type = text_time",
+            ),
+            _ => Ok(()),
+        }
+    }
+
+    /// Lists have one entry for each block.
+    fn check_lengths(&self) -> Result<(), ModelConfigError> {
         let levels = self.levels();
-        let inconsistent = |message: String| {
-            Err(ModelConfigError::Inconsistent {
-                model: MODEL,
-                message,
-            })
-        };
         if levels == 0 || levels > LARGEST_LEVELS {
             return inconsistent(format!(
                 "block_out_channels has {levels} entries; expected 1 to {LARGEST_LEVELS}"
@@ -294,26 +328,34 @@ impl UNet2DConditionConfig {
                 ));
             }
         }
-        for (level, &channels) in self.block_out_channels.iter().enumerate() {
-            if self.norm_num_groups == 0 || !channels.is_multiple_of(self.norm_num_groups) {
-                return inconsistent(format!(
-                    "norm_num_groups = {} does not divide block_out_channels[{level}] = {channels}",
-                    self.norm_num_groups
-                ));
-            }
-            let heads = self.attention_head_dim.get(level).unwrap_or(0);
-            if heads == 0 || !channels.is_multiple_of(heads) {
-                return inconsistent(format!(
-                    "attention_head_dim (the number of heads) = {heads} does not divide \
-                     block_out_channels[{level}] = {channels}"
-                ));
-            }
-            if self.layers_per_block.get(level) == Some(0) {
-                return inconsistent(format!("layers_per_block is 0 in block {level}"));
-            }
+        Ok(())
+    }
+
+    /// The numbers of block `level` fit each other.
+    fn check_block(&self, level: usize) -> Result<(), ModelConfigError> {
+        let channels = self.block_out_channels[level];
+        if self.norm_num_groups == 0 || !channels.is_multiple_of(self.norm_num_groups) {
+            return inconsistent(format!(
+                "norm_num_groups = {} does not divide block_out_channels[{level}] = {channels}",
+                self.norm_num_groups
+            ));
         }
-        // Each layer becomes operations of the program, so a slip of the keyboard would be traced for hours.
-        let layers = (0..levels).map(|level| {
+        let heads = self.attention_head_dim.get(level).unwrap_or(0);
+        if heads == 0 || !channels.is_multiple_of(heads) {
+            return inconsistent(format!(
+                "attention_head_dim (the number of heads) = {heads} does not divide \
+                 block_out_channels[{level}] = {channels}"
+            ));
+        }
+        if self.layers_per_block.get(level) == Some(0) {
+            return inconsistent(format!("layers_per_block is 0 in block {level}"));
+        }
+        Ok(())
+    }
+
+    /// Each layer becomes operations of the program, so a typing mistake would be traced for hours.
+    fn check_depth(&self) -> Result<(), ModelConfigError> {
+        let layers = (0..self.levels()).map(|level| {
             let blocks = self.layers_per_block.get(level).unwrap_or(0);
             let each = self.transformer_layers_per_block.get(level).unwrap_or(0);
             blocks.saturating_mul(each.max(1))
@@ -326,40 +368,15 @@ impl UNet2DConditionConfig {
                  {LARGEST_DEPTH} (SDXL has 26)"
             ));
         }
-        for (field, kernel) in [
-            ("conv_in_kernel", self.conv_in_kernel),
-            ("conv_out_kernel", self.conv_out_kernel),
-        ] {
-            if kernel.is_multiple_of(2) {
-                return inconsistent(format!(
-                    "{field} = {kernel} is even and cannot keep the size"
-                ));
-            }
-        }
-        if !matches!(self.downsample_padding, 0 | 1) {
-            return inconsistent(format!(
-                "downsample_padding = {}; expected 0 or 1",
-                self.downsample_padding
-            ));
-        }
-        let text_time = [
-            self.addition_time_embed_dim,
-            self.projection_class_embeddings_input_dim,
-        ];
-        match self.addition_embed_type {
-            Some(AdditionEmbedType::TextTime) if text_time.contains(&None) => inconsistent(
-                "addition_embed_type = text_time needs addition_time_embed_dim and \
-                 projection_class_embeddings_input_dim"
-                    .to_string(),
-            ),
-            None if text_time != [None, None] => inconsistent(
-                "addition_time_embed_dim and projection_class_embeddings_input_dim have no effect without \
-                 addition_embed_type = text_time"
-                    .to_string(),
-            ),
-            _ => Ok(()),
-        }
+        Ok(())
     }
+}
+
+fn inconsistent(message: impl Into<String>) -> Result<(), ModelConfigError> {
+    Err(ModelConfigError::Inconsistent {
+        model: MODEL,
+        message: message.into(),
+    })
 }
 
 fn parse_error(source: serde_json::Error) -> ModelConfigError {
