@@ -1,8 +1,9 @@
 //! The configuration as its user meets it: the files that are shipped, a file of MaxDiffusion, the document, the program.
 
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::Output;
 
+use crate::common::{self, text};
 use maxdiff::config::{Config, DatasetType, Hardware, Loaded, Verb, write_markdown};
 use maxdiff::models::Family;
 use maxdiff::recipe;
@@ -197,15 +198,8 @@ fn the_document_is_current() {
 }
 
 fn program(args: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_maxdiff-rs"))
-        .args(args)
-        .current_dir(root())
-        .output()
-        .unwrap()
-}
-
-fn text(bytes: &[u8]) -> &str {
-    std::str::from_utf8(bytes).unwrap()
+    let mut program = common::program(args);
+    program.current_dir(root()).output().unwrap()
 }
 
 #[test]

@@ -3,14 +3,8 @@
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
-use crate::common::{cpu_plugin, keep_programs};
+use crate::common::{cpu_plugin, golden, json, keep_programs};
 use serde_json::Value;
-
-fn golden(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR"))
-        .join("tests/golden")
-        .join(name)
-}
 
 /// `generate` with the recorded SD 2.x pipeline, and `words` after its own.
 fn generate(out: &Path, words: &[&str]) -> Output {
@@ -48,12 +42,6 @@ fn command(out: &Path, words: &[&str]) -> Command {
         }
     }
     command
-}
-
-fn json(output: &Output) -> Value {
-    let error = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{error}");
-    serde_json::from_slice(&output.stdout).unwrap()
 }
 
 /// The error of a call that must end with `code`.

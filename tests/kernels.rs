@@ -2,7 +2,7 @@
 
 use std::any::Any;
 
-use crate::common::{cpu_session, kernels_run, run_on};
+use crate::common::{cpu_session, kernels_run, lowered, run_on};
 use maxdiff::backend::cpu::{claim, kernel::Kernel};
 use maxdiff::dtype::DType;
 use maxdiff::graph::{Builder, Graph, Init, Op, Tensor, evaluate};
@@ -11,7 +11,6 @@ use maxdiff::nn::{
     Activation, Attention, Conv2d, GroupNorm, Linear, Precision, attention, conv2d, gated_gelu,
     group_norm, layer_norm, linear,
 };
-use maxdiff::quant::{Policy, annotate, lower};
 use maxdiff::runtime::{Array, Program, ProgramOptions, Session, Slot, Value};
 use maxdiff::shape::Shape;
 
@@ -90,20 +89,7 @@ fn graph_of(build: impl Fn(&Builder) -> Vec<Tensor>, int8: bool) -> Graph {
     for (i, y) in results.iter().enumerate() {
         b.output(&format!("y{i}"), *y, None).unwrap();
     }
-    if int8 {
-        annotate(
-            &b,
-            &Policy::aqt_int8(
-                "m/",
-                1,
-                Vec::new(),
-                &maxdiff::models::unet::INT8_FLOAT_LAYERS,
-            )
-            .unwrap(),
-        )
-        .unwrap();
-    }
-    lower(&b.finish()).unwrap()
+    lowered(b, int8)
 }
 
 /// With kernels where they run.

@@ -3,9 +3,9 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
+use std::process::Output;
 
-use crate::common::Golden;
+use crate::common::{Golden, program, text};
 use maxdiff::dtype::DType;
 use maxdiff::graph::{Builder, Graph};
 use maxdiff::host_tensor::HostTensor;
@@ -477,14 +477,8 @@ fn rename_part(folder: &Path, from: &str, to: &str, rename: impl Fn(&str) -> Opt
     write(&folder.join(to), &[], &tensors);
 }
 
-fn program(args: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_maxdiff-rs"));
-    command.args(args).stdin(Stdio::null());
-    command
-}
-
 fn convert(input: &Path, output: &Path, options: &[&str]) -> Output {
-    program(&["convert"])
+    program(["convert"])
         .arg(input)
         .arg(output)
         .args(options)
@@ -493,7 +487,7 @@ fn convert(input: &Path, output: &Path, options: &[&str]) -> Output {
 }
 
 fn stderr(output: &Output) -> &str {
-    std::str::from_utf8(&output.stderr).unwrap()
+    text(&output.stderr)
 }
 
 fn names(dir: &Path) -> Vec<String> {
@@ -653,7 +647,7 @@ fn convert_takes_a_name_on_the_hub_from_the_cache() {
 
     let out = home.path().join("out");
     let convert = |name: &str, words: &[&str]| {
-        program(&["convert", name])
+        program(["convert", name])
             .arg(&out)
             .args(words)
             .current_dir(home.path())

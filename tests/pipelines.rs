@@ -1,8 +1,6 @@
 //! Whole text-to-image pipelines against diffusers, from the same noise.
 
-use std::path::{Path, PathBuf};
-
-use crate::common::{Golden, distance, keeping_session, kernels_run};
+use crate::common::{Golden, distance, golden, keeping_session, kernels_run};
 use maxdiff::data::Tokenizer;
 use maxdiff::dtype::DType;
 use maxdiff::emit::DotPrecision;
@@ -27,17 +25,11 @@ use maxdiff::schedulers::{PlanOptions, SamplingPlan, SchedulerConfig, SchedulerK
 use maxdiff::weights::Checkpoint;
 use maxdiff::weights::source::ModelSource;
 
-fn golden_dir(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR"))
-        .join("tests/golden")
-        .join(name)
-}
-
 /// The recorded vocabulary as a tokenizer that pads with `pad`.
 fn tokenizer(pad: &str) -> Tokenizer {
     let dir = tempfile::tempdir().unwrap();
     for file in ["vocab.json", "merges.txt"] {
-        std::fs::copy(golden_dir("tokenizer").join(file), dir.path().join(file)).unwrap();
+        std::fs::copy(golden("tokenizer").join(file), dir.path().join(file)).unwrap();
     }
     let config = serde_json::json!({
         "tokenizer_class": "CLIPTokenizer", "model_max_length": 77, "pad_token": pad,
@@ -60,7 +52,7 @@ struct Case {
 impl Case {
     fn read(name: &str, precision: Precision) -> Case {
         let folder = format!("pipeline_{name}");
-        let source = ModelSource::open(&golden_dir(&folder)).unwrap();
+        let source = ModelSource::open(&golden(&folder)).unwrap();
         let config = |part: Part| source.component(part).unwrap().config.clone();
         let is_xl = name == "sdxl";
         let mut text_encoders = vec![TextEncoder {
@@ -116,7 +108,7 @@ impl Case {
     /// SDXL's refiner, with the second text encoder and the VAE of the base model.
     fn refiner() -> Case {
         let mut case = Case::read("sdxl", Precision::F32);
-        let source = ModelSource::open(&golden_dir("pipeline_refiner")).unwrap();
+        let source = ModelSource::open(&golden("pipeline_refiner")).unwrap();
         assert!(source.requires_aesthetics_score && !source.zero_empty_prompts);
         let unet = source.component(Part::Unet).unwrap().config.clone();
         case.golden = Golden::read("pipeline_refiner/refined.safetensors");

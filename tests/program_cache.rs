@@ -4,12 +4,11 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use crate::common::{cpu_plugin, cpu_session, run_on};
+use crate::common::{cpu_plugin, cpu_session, golden, lowered, run_on};
 use maxdiff::dtype::DType;
 use maxdiff::graph::{Builder, Graph, Init};
 use maxdiff::host_tensor::HostTensor;
 use maxdiff::nn::{Conv2d, GroupNorm, Linear, Precision, conv2d, group_norm, linear};
-use maxdiff::quant::{Policy, annotate, lower};
 use maxdiff::runtime::{ExecutableCache, ProgramCounts, Session};
 use maxdiff::shape::Shape;
 use serde_json::Value;
@@ -55,20 +54,7 @@ fn graph(dtype: DType, int8: bool) -> Graph {
     let layer = Linear::new(48, "embed", "heads");
     let y = linear(&m.scope("linear"), x, layer, precision).unwrap();
     b.output("y", y, None).unwrap();
-    if int8 {
-        annotate(
-            &b,
-            &Policy::aqt_int8(
-                "m/",
-                1,
-                Vec::new(),
-                &maxdiff::models::unet::INT8_FLOAT_LAYERS,
-            )
-            .unwrap(),
-        )
-        .unwrap();
-    }
-    lower(&b.finish()).unwrap()
+    lowered(b, int8)
 }
 
 fn inputs(graph: &Graph) -> Vec<HostTensor> {
@@ -164,12 +150,6 @@ fn a_damaged_or_useless_folder_costs_a_compilation_and_nothing_else() {
 fn sha256(bytes: &[u8]) -> Vec<u8> {
     use sha2::{Digest, Sha256};
     Sha256::digest(bytes).to_vec()
-}
-
-fn golden(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR"))
-        .join("tests/golden")
-        .join(name)
 }
 
 /// `generate --json` with the recorded SD 2.x pipeline.

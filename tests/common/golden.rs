@@ -15,7 +15,8 @@ pub struct Golden {
     pub meta: serde_json::Value,
 }
 
-fn path(name: &str) -> PathBuf {
+/// The file or folder `tests/golden/name`.
+pub fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR"))
         .join("tests/golden")
         .join(name)
@@ -25,7 +26,7 @@ impl Golden {
     /// Reads `tests/golden/name`.
     pub fn read(name: &str) -> Self {
         let bytes =
-            std::fs::read(path(name)).unwrap_or_else(|e| panic!("tests/golden/{name}: {e}"));
+            std::fs::read(golden(name)).unwrap_or_else(|e| panic!("tests/golden/{name}: {e}"));
         let (_, header) = SafeTensors::read_metadata(&bytes).unwrap();
         let meta = header
             .metadata()
@@ -66,7 +67,7 @@ impl Golden {
             tensors: BTreeMap::new(),
             meta: serde_json::Value::Null,
         };
-        for entry in std::fs::read_dir(path(folder)).unwrap() {
+        for entry in std::fs::read_dir(golden(folder)).unwrap() {
             let name = entry.unwrap().file_name().into_string().unwrap();
             if name.starts_with(prefix) && name.ends_with(".safetensors") {
                 all.tensors
@@ -82,7 +83,7 @@ impl Golden {
 
     /// The text of `tests/golden/name`.
     pub fn text(name: &str) -> String {
-        std::fs::read_to_string(path(name)).unwrap_or_else(|e| panic!("tests/golden/{name}: {e}"))
+        std::fs::read_to_string(golden(name)).unwrap_or_else(|e| panic!("tests/golden/{name}: {e}"))
     }
 
     pub fn has(&self, name: &str) -> bool {

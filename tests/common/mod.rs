@@ -2,13 +2,17 @@
 
 mod golden;
 mod plugins;
+mod program;
 
 pub use golden::*;
+pub use program::*;
 
-use maxdiff::graph::Graph;
+use maxdiff::graph::{Builder, Graph};
 use maxdiff::host_tensor::HostTensor;
+use maxdiff::models::unet::INT8_FLOAT_LAYERS;
 use maxdiff::pjrt::install::{self, PluginKind};
 use maxdiff::pjrt::{Client, NamedValue, Plugin};
+use maxdiff::quant::{Policy, annotate, lower};
 use maxdiff::runtime::{Array, ExecutableCache, Program, ProgramOptions, Session, Value};
 use maxdiff::shard::{LogicalAxisRules, Parallelism};
 
@@ -91,4 +95,13 @@ pub fn run_on(session: &Session, graph: &Graph, inputs: &[HostTensor]) -> Vec<Ho
         .iter()
         .map(|array| array.to_host(session.mesh()).unwrap())
         .collect()
+}
+
+/// The graph of layers under the scope `m`, quantized to int8 where asked, with the quantization lowered.
+pub fn lowered(b: Builder, int8: bool) -> Graph {
+    if int8 {
+        let policy = Policy::aqt_int8("m/", 1, Vec::new(), &INT8_FLOAT_LAYERS).unwrap();
+        annotate(&b, &policy).unwrap();
+    }
+    lower(&b.finish()).unwrap()
 }
