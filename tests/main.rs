@@ -25,6 +25,7 @@ mod quant_golden;
 mod schedulers;
 mod shell;
 mod tokenizer;
+mod tpu_kernels;
 mod train;
 mod vae;
 

@@ -5,6 +5,7 @@
 //! `docs/performance.md` gives the measurement behind each rule.
 
 pub mod cpu;
+pub mod tpu;
 
 use std::collections::BTreeMap;
 
@@ -19,15 +20,24 @@ pub enum Backend {
         kernels: bool,
     },
     Gpu,
-    Tpu,
+    Tpu {
+        /// Whether this program's kernels may be used: the program is not partitioned, because the partitioner would
+        /// gather their operands on every device.
+        kernels: bool,
+    },
 }
 
 impl Backend {
-    /// The backend of a PJRT platform's name; `kernels` is for CPUs. Unknown platforms get what GPUs get: no rewriting.
-    pub fn of_platform(name: &str, kernels: bool) -> Backend {
+    /// The backend of a PJRT platform's name, for programs over `devices`. Whether a CPU plugin's kernels run on this
+    /// processor says `plugin_kernels`. Unknown platforms get what GPUs get: no rewriting.
+    pub fn of_platform(name: &str, plugin_kernels: bool, devices: usize) -> Backend {
         match name {
-            "cpu" => Backend::Cpu { kernels },
-            "tpu" => Backend::Tpu,
+            "cpu" => Backend::Cpu {
+                kernels: plugin_kernels && devices == 1,
+            },
+            "tpu" => Backend::Tpu {
+                kernels: devices == 1,
+            },
             _ => Backend::Gpu,
         }
     }
@@ -41,7 +51,10 @@ impl Backend {
     pub fn claim(&self, graph: &Graph) -> Result<Graph, GraphError> {
         match self {
             Backend::Cpu { kernels: true } => cpu::claim(graph),
-            Backend::Cpu { kernels: false } | Backend::Gpu | Backend::Tpu => Ok(graph.clone()),
+            Backend::Tpu { kernels: true } => tpu::claim(graph),
+            Backend::Cpu { kernels: false } | Backend::Gpu | Backend::Tpu { kernels: false } => {
+                Ok(graph.clone())
+            }
         }
     }
 
@@ -52,7 +65,7 @@ impl Backend {
     pub fn rewrite(&self, graph: &Graph) -> Result<Graph, GraphError> {
         match self {
             Backend::Cpu { .. } => cpu::rewrite(graph),
-            Backend::Gpu | Backend::Tpu => Ok(graph.clone()),
+            Backend::Gpu | Backend::Tpu { .. } => Ok(graph.clone()),
         }
     }
 }

@@ -6,7 +6,7 @@ use std::fmt::Write;
 
 use crate::dtype::DType;
 use crate::graph::{
-    Attribute, ConvDims, ConvLayout, Graph, Node, Op, Reduction, ScatterKind, Unary,
+    Attribute, Configuration, ConvDims, ConvLayout, Graph, Node, Op, Reduction, ScatterKind, Unary,
 };
 use crate::shape::Shape;
 
@@ -278,20 +278,28 @@ impl Emitter<'_> {
                         _ => format!("dense<{order}> : tensor<{rank}xindex>"),
                     }
                 };
-                let attributes = call
-                    .attributes()
-                    .into_iter()
-                    .map(|(name, value)| match value {
-                        Attribute::I64(value) => format!("{name} = {value} : i64"),
-                        Attribute::F32(value) => {
-                            format!("{name} = {:#010x} : f32", value.to_bits())
-                        }
-                    });
+                let config = match call.configuration(&shapes) {
+                    Configuration::Attributes(attributes) => {
+                        let attributes = attributes.into_iter().map(|(name, value)| match value {
+                            Attribute::I64(value) => format!("{name} = {value} : i64"),
+                            Attribute::F32(value) => {
+                                format!("{name} = {:#010x} : f32", value.to_bits())
+                            }
+                        });
+                        let attributes: Vec<String> = attributes.collect();
+                        format!(
+                            "api_version = 4 : i32, backend_config = {{{}}}",
+                            attributes.join(", ")
+                        )
+                    }
+                    Configuration::Text(text) => {
+                        let text = text.replace('\\', "\\5C").replace('"', "\\22");
+                        format!("backend_config = \"{text}\"")
+                    }
+                };
                 format!(
-                    "stablehlo.custom_call @{op}({}) {{api_version = 4 : i32, backend_config = {{{}}}, \
-                     operand_layouts = {}, result_layouts = {}}} : {signature}",
+                    "stablehlo.custom_call @{op}({}) {{{config}, operand_layouts = {}, result_layouts = {}}} : {signature}",
                     all.join(", "),
-                    attributes.collect::<Vec<_>>().join(", "),
                     list(shapes.iter().map(|s| row_major(s.rank()))),
                     list([row_major(node.shape.rank())]),
                 )

@@ -17,6 +17,15 @@ pub enum Attribute {
     F32(f32),
 }
 
+/// What a call tells its kernel besides the operands and the result.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Configuration {
+    /// Attributes by name, as typed calls of XLA's foreign function interface take them.
+    Attributes(Vec<(&'static str, Attribute)>),
+    /// A text that the compiler reads.
+    Text(String),
+}
+
 /// A kernel with its attributes.
 ///
 /// The one open set of the graph: which kernels there are is for each backend to say, and backends stand above the
@@ -25,8 +34,8 @@ pub trait CustomCall: Any + Debug + Send + Sync {
     /// The custom call's target.
     fn target(&self) -> &'static str;
 
-    /// The attributes of the call besides operands and result, by name.
-    fn attributes(&self) -> Vec<(&'static str, Attribute)>;
+    /// The configuration of a call with these operands, which fit the kernel.
+    fn configuration(&self, operands: &[&Shape]) -> Configuration;
 
     /// The shape of the result.
     ///

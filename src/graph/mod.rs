@@ -27,7 +27,7 @@ pub use attributes::{
 };
 pub use builder::Builder;
 pub use composite::{Composite, Contraction};
-pub use custom_call::{Attribute, CustomCall};
+pub use custom_call::{Attribute, Configuration, CustomCall};
 pub use error::{GraphError, InferError, constraint};
 pub use eval::{EvalError, evaluate};
 pub use flops::flops;

@@ -84,11 +84,13 @@ pub fn lowering_target(
     let devices = DeviceDescription::numbered(devices_per_slice, slices);
     let mesh = Mesh::new(&parallelism(config), &devices).map_err(RecipeError::usage)?;
     let backend = match (topology, config.hardware) {
-        (Some((accelerator, _)), _) => accelerator.platform.backend(),
+        (Some((accelerator, _)), _) => accelerator.platform.backend(mesh.num_devices()),
         (None, Hardware::Cpu) => Backend::Cpu {
             kernels: cpu::missing_features().is_empty() && mesh.num_devices() == 1,
         },
-        (None, Hardware::Tpu) => Backend::Tpu,
+        (None, Hardware::Tpu) => Backend::Tpu {
+            kernels: mesh.num_devices() == 1,
+        },
         (None, Hardware::Gpu | Hardware::Auto) => Backend::Gpu,
     };
     Ok((mesh, backend))

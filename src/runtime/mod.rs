@@ -187,12 +187,14 @@ impl Session {
         compile_options(&self.mesh).with_cuda_data_dir(self.cuda_data_dir.as_deref())
     }
 
-    /// The backend that programs of this session are lowered for. The plugin's own kernels are used where it has some for this
-    /// processor and programs are not partitioned.
+    /// The backend that programs of this session are lowered for.
     pub fn backend(&self) -> Backend {
-        let has_kernels = self.client.plugin().kernels().are_used();
-        let kernels = has_kernels && self.mesh.num_devices() == 1;
-        Backend::of_platform(self.client.platform_name(), kernels)
+        let kernels = self.client.plugin().kernels().are_used();
+        Backend::of_platform(
+            self.client.platform_name(),
+            kernels,
+            self.mesh.num_devices(),
+        )
     }
 
     /// The devices that programs of this session are lowered for.

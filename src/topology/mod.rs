@@ -56,10 +56,12 @@ impl Platform {
         }
     }
 
-    /// The backend that programs for it are lowered for.
-    pub fn backend(self) -> Backend {
+    /// The backend that programs for `devices` of it are lowered for.
+    pub fn backend(self, devices: usize) -> Backend {
         match self {
-            Platform::Tpu => Backend::Tpu,
+            Platform::Tpu => Backend::Tpu {
+                kernels: devices == 1,
+            },
             Platform::Gpu => Backend::Gpu,
         }
     }

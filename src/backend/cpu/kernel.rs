@@ -4,7 +4,7 @@
 
 use crate::dtype::DType;
 use crate::graph::eval::{Data, Value, erf};
-use crate::graph::{Attribute, CustomCall, InferError, constraint};
+use crate::graph::{Attribute, Configuration, CustomCall, InferError, constraint};
 use crate::shape::Shape;
 
 /// Columns that one vector of packed weights holds.
@@ -89,19 +89,7 @@ pub fn packed_shape(dtype: DType, k: usize, columns: usize) -> Option<Shape> {
     k.is_multiple_of(group).then(|| Shape::new(dtype, dims))
 }
 
-impl CustomCall for Kernel {
-    fn target(&self) -> &'static str {
-        match self {
-            Kernel::Contract(_) => "maxdiff.contract",
-            Kernel::Attention { .. } => "maxdiff.attention",
-            Kernel::AbsMax { .. } => "maxdiff.abs_max",
-            Kernel::Quantize => "maxdiff.quantize",
-            Kernel::LayerNorm { .. } => "maxdiff.layer_norm",
-            Kernel::GroupNorm { .. } => "maxdiff.group_norm",
-            Kernel::Geglu => "maxdiff.geglu",
-        }
-    }
-
+impl Kernel {
     fn attributes(&self) -> Vec<(&'static str, Attribute)> {
         use Attribute::{F32, I64};
         let flag = |on: bool| I64(i64::from(on));
@@ -143,6 +131,24 @@ impl CustomCall for Kernel {
             Kernel::AbsMax { scale, .. } => vec![("scale", flag(*scale))],
             Kernel::Quantize | Kernel::Geglu => Vec::new(),
         }
+    }
+}
+
+impl CustomCall for Kernel {
+    fn target(&self) -> &'static str {
+        match self {
+            Kernel::Contract(_) => "maxdiff.contract",
+            Kernel::Attention { .. } => "maxdiff.attention",
+            Kernel::AbsMax { .. } => "maxdiff.abs_max",
+            Kernel::Quantize => "maxdiff.quantize",
+            Kernel::LayerNorm { .. } => "maxdiff.layer_norm",
+            Kernel::GroupNorm { .. } => "maxdiff.group_norm",
+            Kernel::Geglu => "maxdiff.geglu",
+        }
+    }
+
+    fn configuration(&self, _: &[&Shape]) -> Configuration {
+        Configuration::Attributes(self.attributes())
     }
 
     fn infer(&self, operands: &[&Shape]) -> Result<Shape, InferError> {

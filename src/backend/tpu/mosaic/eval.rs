@@ -1,0 +1,239 @@
+//! Kernels on the host: what the text means, for tests against the composites that they stand for.
+
+use half::bf16;
+
+use crate::dtype::DType;
+
+use super::{Binary, Kernel, Op, Reduction, Statement, Type, Value};
+
+/// A value while a step runs, row-major. Integers are small enough to be exact in `f32`.
+#[derive(Clone, Debug, Default)]
+struct Matrix {
+    columns: usize,
+    data: Vec<f32>,
+}
+
+impl Kernel {
+    /// The result `[batch, rows, columns]` for the operands, all row-major.
+    pub fn evaluate(&self, operands: &[Vec<f32>]) -> Vec<f32> {
+        let Some(result) = self.windows.last() else {
+            return Vec::new();
+        };
+        let mut out = vec![0.0; result.array.iter().product()];
+        let steps: usize = self.grid.iter().product();
+        for step in 0..steps {
+            let mut run = Run {
+                kernel: self,
+                operands,
+                place: place(&self.grid, step),
+                values: vec![Matrix::default(); self.types.len()],
+                out: &mut out,
+            };
+            run.statements(&self.body);
+        }
+        out
+    }
+}
+
+/// The place in the grid of a step.
+fn place(grid: &[usize], mut step: usize) -> Vec<usize> {
+    let mut place = vec![0; grid.len()];
+    for (at, count) in place.iter_mut().zip(grid).rev() {
+        *at = step % count;
+        step /= count;
+    }
+    place
+}
+
+/// One step of the grid.
+struct Run<'a> {
+    kernel: &'a Kernel,
+    operands: &'a [Vec<f32>],
+    place: Vec<usize>,
+    values: Vec<Matrix>,
+    out: &'a mut Vec<f32>,
+}
+
+impl Run<'_> {
+    fn statements(&mut self, statements: &[Statement]) {
+        for statement in statements {
+            if let Op::Repeat {
+                trips,
+                counter,
+                start,
+                carry,
+                body,
+                next,
+            } = &statement.op
+            {
+                self.assign(carry, start);
+                for trip in 0..*trips {
+                    self.values[counter.0] = number(trip as f32);
+                    self.statements(body);
+                    self.assign(carry, next);
+                }
+                self.assign(&statement.results, carry);
+            } else if let Some(value) = self.value(&statement.op, statement.results.first()) {
+                self.values[statement.results[0].0] = value;
+            }
+        }
+    }
+
+    fn assign(&mut self, to: &[Value], from: &[Value]) {
+        let values: Vec<Matrix> = from.iter().map(|v| self.values[v.0].clone()).collect();
+        for (to, value) in to.iter().zip(values) {
+            self.values[to.0] = value;
+        }
+    }
+
+    fn get(&self, value: Value) -> &Matrix {
+        &self.values[value.0]
+    }
+
+    /// The value of an operation; `None` for one that stores.
+    fn value(&mut self, op: &Op, result: Option<&Value>) -> Option<Matrix> {
+        let (rows, columns) = match result.map(|v| self.kernel.type_of(*v)) {
+            Some(Type::Matrix { rows, columns, .. }) => (rows, columns),
+            _ => (1, 1),
+        };
+        let matrix = |data: Vec<f32>| Some(Matrix { columns, data });
+        match op {
+            Op::Splat(number) => matrix(vec![*number as f32; rows * columns]),
+            Op::Columns => matrix((0..rows * columns).map(|i| (i % columns) as f32).collect()),
+            Op::Row { counter, start } => {
+                let base = counter.map_or(0.0, |(c, step)| self.get(c).data[0] * step as f32);
+                Some(number(base + *start as f32))
+            }
+            Op::Load { window, row } => {
+                let first = self.get(*row).data[0] as usize;
+                matrix(self.load(*window, first, rows))
+            }
+            Op::Store(value) => {
+                self.store(*value);
+                None
+            }
+            Op::Exp2(x) => matrix(self.get(*x).data.iter().map(|x| x.exp2()).collect()),
+            Op::Binary(op, a, b) => {
+                let both = self.get(*a).data.iter().zip(&self.get(*b).data);
+                matrix(both.map(|(a, b)| binary(*op, *a, *b)).collect())
+            }
+            Op::Less(a, b) => {
+                let both = self.get(*a).data.iter().zip(&self.get(*b).data);
+                matrix(both.map(|(a, b)| f32::from(u8::from(a < b))).collect())
+            }
+            Op::Select([condition, a, b]) => {
+                let [c, a, b] = [condition, a, b].map(|v| &self.get(*v).data);
+                let chosen = |i: usize| if c[i] != 0.0 { a[i] } else { b[i] };
+                matrix((0..c.len()).map(chosen).collect())
+            }
+            Op::Convert(x) => {
+                let to = result.map(|v| self.kernel.type_of(*v));
+                let rounds = matches!(
+                    to,
+                    Some(Type::Matrix {
+                        dtype: DType::BF16,
+                        ..
+                    })
+                );
+                let round = |x: &f32| {
+                    if rounds {
+                        bf16::from_f32(*x).to_f32()
+                    } else {
+                        *x
+                    }
+                };
+                matrix(self.get(*x).data.iter().map(round).collect())
+            }
+            Op::Reduce(kind, x) => {
+                let x = self.get(*x);
+                let reduced = x.data.chunks(x.columns).map(|row| match kind {
+                    Reduction::Sum => row.iter().sum(),
+                    Reduction::Max => row.iter().copied().fold(f32::NEG_INFINITY, maximum),
+                });
+                matrix(reduced.collect())
+            }
+            Op::Broadcast(x) => {
+                let x = self.get(*x);
+                matrix((0..rows * columns).map(|i| x.data[i / columns]).collect())
+            }
+            Op::MatMul {
+                lhs,
+                rhs,
+                transpose_rhs,
+                start,
+            } => {
+                let [lhs, rhs, start] = [lhs, rhs, start].map(|v| self.get(*v));
+                let terms = lhs.columns;
+                let element = |row: usize, column: usize| {
+                    let products = (0..terms).map(|k| {
+                        let at = match transpose_rhs {
+                            true => column * terms + k,
+                            false => k * columns + column,
+                        };
+                        lhs.data[row * terms + k] * rhs.data[at]
+                    });
+                    start.data[row * columns + column] + products.sum::<f32>()
+                };
+                matrix(
+                    (0..rows * columns)
+                        .map(|i| element(i / columns, i % columns))
+                        .collect(),
+                )
+            }
+            Op::Repeat { .. } => None,
+        }
+    }
+
+    /// Where a window's block begins in its array: batch entry, row, column.
+    fn origin(&self, window: usize) -> [usize; 3] {
+        let window = &self.kernel.windows[window];
+        let at = window.index.map(|dim| dim.map_or(0, |dim| self.place[dim]));
+        [at[0], at[1] * window.block[0], at[2] * window.block[1]]
+    }
+
+    fn load(&self, window: usize, first: usize, rows: usize) -> Vec<f32> {
+        let [batch, row, column] = self.origin(window);
+        let w = &self.kernel.windows[window];
+        let mut data = Vec::with_capacity(rows * w.block[1]);
+        for r in row + first..row + first + rows {
+            let at = (batch * w.array[1] + r) * w.array[2] + column;
+            data.extend_from_slice(&self.operands[window][at..at + w.block[1]]);
+        }
+        data
+    }
+
+    fn store(&mut self, value: Value) {
+        let window = self.kernel.windows.len() - 1;
+        let [batch, row, column] = self.origin(window);
+        let w = &self.kernel.windows[window];
+        for (r, line) in self.values[value.0].data.chunks(w.block[1]).enumerate() {
+            let at = (batch * w.array[1] + row + r) * w.array[2] + column;
+            self.out[at..at + line.len()].copy_from_slice(line);
+        }
+    }
+}
+
+fn number(x: f32) -> Matrix {
+    Matrix {
+        columns: 1,
+        data: vec![x],
+    }
+}
+
+fn binary(op: Binary, a: f32, b: f32) -> f32 {
+    match op {
+        Binary::Add => a + b,
+        Binary::Sub => a - b,
+        Binary::Mul => a * b,
+        Binary::Div => a / b,
+        Binary::Max => maximum(a, b),
+    }
+}
+
+/// NaN where either is.
+fn maximum(a: f32, b: f32) -> f32 {
+    match a.is_nan() || b.is_nan() {
+        true => f32::NAN,
+        false => a.max(b),
+    }
+}

@@ -1,0 +1,322 @@
+//! TPU kernels: a small language that is printed as Mosaic's MLIR text ([`text`]) and evaluated on the host ([`eval`]).
+//!
+//! A kernel runs once for each step of its grid. A step sees one block of every window: of the operands, then of the
+//! result. Blocks are copied to and from the core's own memory by Mosaic, while other steps compute. Values are matrices
+//! `[rows, columns]`; columns lie along the 128 lanes of a vector register.
+
+mod eval;
+mod text;
+
+use crate::dtype::DType;
+
+pub use text::VMEM_BYTES;
+
+/// Lanes of a vector register.
+pub const LANES: usize = 128;
+
+/// A kernel of one result.
+#[derive(Clone, Debug)]
+pub struct Kernel {
+    /// Steps in each dimension; they may run in any order.
+    grid: Vec<usize>,
+    /// Of the operands, then of the result.
+    windows: Vec<Window>,
+    /// The type of each value.
+    types: Vec<Type>,
+    body: Vec<Statement>,
+}
+
+/// What a step sees of an array `[batch, rows, columns]`.
+#[derive(Clone, Copy, Debug)]
+pub struct Window {
+    pub dtype: DType,
+    pub array: [usize; 3],
+    /// Rows and columns of a block; a block is of one batch entry.
+    pub block: [usize; 2],
+    /// Which dimension of the grid counts the blocks along each dimension of the array; `None` where there is one.
+    pub index: [Option<usize>; 3],
+}
+
+/// A value of a kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Value(usize);
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Type {
+    /// A row of a window's block.
+    Row,
+    Matrix {
+        dtype: DType,
+        rows: usize,
+        columns: usize,
+    },
+}
+
+#[derive(Clone, Debug)]
+struct Statement {
+    results: Vec<Value>,
+    op: Op,
+}
+
+#[derive(Clone, Debug)]
+enum Op {
+    /// Every element is the number.
+    Splat(f64),
+    /// The number of each column.
+    Columns,
+    /// `counter * step + start`, or `start` alone.
+    Row {
+        counter: Option<(Value, usize)>,
+        start: usize,
+    },
+    /// Rows of a window's block from `row`, which is a multiple of `step`.
+    Load {
+        window: usize,
+        row: Value,
+    },
+    /// The block of the result.
+    Store(Value),
+    Exp2(Value),
+    Binary(Binary, Value, Value),
+    /// Whether the first is less than the second; both hold integers.
+    Less(Value, Value),
+    Select([Value; 3]),
+    Convert(Value),
+    /// Over the columns.
+    Reduce(Reduction, Value),
+    /// A column to a matrix of equal columns.
+    Broadcast(Value),
+    /// `lhs rhs + start`, or with the rhs transposed; `f32`.
+    MatMul {
+        lhs: Value,
+        rhs: Value,
+        transpose_rhs: bool,
+        start: Value,
+    },
+    /// Runs the body `trips` times. `carry` are the values at the start of a run, `next` those at its end.
+    Repeat {
+        trips: usize,
+        counter: Value,
+        start: Vec<Value>,
+        carry: Vec<Value>,
+        body: Vec<Statement>,
+        next: Vec<Value>,
+    },
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Binary {
+    Add,
+    Sub,
+    Mul,
+    Div,
+    Max,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Reduction {
+    Sum,
+    Max,
+}
+
+impl Kernel {
+    /// A kernel without statements. The last window is the result's.
+    pub fn new(grid: Vec<usize>, windows: Vec<Window>) -> Self {
+        Kernel {
+            grid,
+            windows,
+            types: Vec::new(),
+            body: Vec::new(),
+        }
+    }
+
+    /// Bytes of the core's memory for blocks: each twice, because one is copied while another is computed with.
+    pub fn window_bytes(&self) -> usize {
+        let bytes = |w: &Window| w.dtype.bits() * w.block[0] * w.block[1] / 8;
+        2 * self.windows.iter().map(bytes).sum::<usize>()
+    }
+
+    fn value(&mut self, of: Type) -> Value {
+        self.types.push(of);
+        Value(self.types.len() - 1)
+    }
+
+    fn push(&mut self, of: Type, op: Op) -> Value {
+        let value = self.value(of);
+        self.body.push(Statement {
+            results: vec![value],
+            op,
+        });
+        value
+    }
+
+    fn type_of(&self, value: Value) -> Type {
+        self.types[value.0]
+    }
+
+    /// The matrix type of `value` with another element type or number of columns.
+    fn matrix(&self, value: Value, dtype: Option<DType>, columns: Option<usize>) -> Type {
+        match self.type_of(value) {
+            Type::Row => Type::Row,
+            Type::Matrix {
+                dtype: own,
+                rows,
+                columns: width,
+            } => Type::Matrix {
+                dtype: dtype.unwrap_or(own),
+                rows,
+                columns: columns.unwrap_or(width),
+            },
+        }
+    }
+
+    pub fn splat(&mut self, dtype: DType, [rows, columns]: [usize; 2], number: f64) -> Value {
+        let of = Type::Matrix {
+            dtype,
+            rows,
+            columns,
+        };
+        self.push(of, Op::Splat(number))
+    }
+
+    /// A matrix of `s32` that holds the number of each column.
+    pub fn columns(&mut self, [rows, columns]: [usize; 2]) -> Value {
+        let of = Type::Matrix {
+            dtype: DType::S32,
+            rows,
+            columns,
+        };
+        self.push(of, Op::Columns)
+    }
+
+    /// The row `start` of a block.
+    pub fn row(&mut self, start: usize) -> Value {
+        let counter = None;
+        self.push(Type::Row, Op::Row { counter, start })
+    }
+
+    /// The row `counter * step + start`, where `counter` is what [`Kernel::repeat`] counts.
+    pub fn row_of(&mut self, counter: Value, step: usize, start: usize) -> Value {
+        let counter = Some((counter, step));
+        self.push(Type::Row, Op::Row { counter, start })
+    }
+
+    /// `rows` rows of a window's block, from `row`.
+    pub fn load(&mut self, window: usize, row: Value, rows: usize) -> Value {
+        let of = Type::Matrix {
+            dtype: self.windows[window].dtype,
+            rows,
+            columns: self.windows[window].block[1],
+        };
+        self.push(of, Op::Load { window, row })
+    }
+
+    /// Stores the block of the result.
+    pub fn store(&mut self, value: Value) {
+        self.body.push(Statement {
+            results: Vec::new(),
+            op: Op::Store(value),
+        });
+    }
+
+    pub fn exp2(&mut self, x: Value) -> Value {
+        self.push(self.type_of(x), Op::Exp2(x))
+    }
+
+    pub fn add(&mut self, a: Value, b: Value) -> Value {
+        self.push(self.type_of(a), Op::Binary(Binary::Add, a, b))
+    }
+
+    pub fn sub(&mut self, a: Value, b: Value) -> Value {
+        self.push(self.type_of(a), Op::Binary(Binary::Sub, a, b))
+    }
+
+    pub fn mul(&mut self, a: Value, b: Value) -> Value {
+        self.push(self.type_of(a), Op::Binary(Binary::Mul, a, b))
+    }
+
+    pub fn div(&mut self, a: Value, b: Value) -> Value {
+        self.push(self.type_of(a), Op::Binary(Binary::Div, a, b))
+    }
+
+    pub fn max(&mut self, a: Value, b: Value) -> Value {
+        self.push(self.type_of(a), Op::Binary(Binary::Max, a, b))
+    }
+
+    pub fn less(&mut self, a: Value, b: Value) -> Value {
+        self.push(self.matrix(a, Some(DType::Pred), None), Op::Less(a, b))
+    }
+
+    pub fn select(&mut self, condition: Value, on_true: Value, on_false: Value) -> Value {
+        let of = self.type_of(on_true);
+        self.push(of, Op::Select([condition, on_true, on_false]))
+    }
+
+    /// To another float type.
+    pub fn convert(&mut self, x: Value, dtype: DType) -> Value {
+        self.push(self.matrix(x, Some(dtype), None), Op::Convert(x))
+    }
+
+    /// The sum of each row, as a column.
+    pub fn row_sum(&mut self, x: Value) -> Value {
+        self.push(self.matrix(x, None, Some(1)), Op::Reduce(Reduction::Sum, x))
+    }
+
+    /// The largest element of each row, as a column.
+    pub fn row_max(&mut self, x: Value) -> Value {
+        self.push(self.matrix(x, None, Some(1)), Op::Reduce(Reduction::Max, x))
+    }
+
+    /// A column as each of `columns` columns.
+    pub fn broadcast(&mut self, x: Value, columns: usize) -> Value {
+        self.push(self.matrix(x, None, Some(columns)), Op::Broadcast(x))
+    }
+
+    /// `lhs rhs^T + start`.
+    pub fn matmul_transposed(&mut self, lhs: Value, rhs: Value, start: Value) -> Value {
+        self.product(lhs, rhs, true, start)
+    }
+
+    /// `lhs rhs + start`.
+    pub fn matmul(&mut self, lhs: Value, rhs: Value, start: Value) -> Value {
+        self.product(lhs, rhs, false, start)
+    }
+
+    fn product(&mut self, lhs: Value, rhs: Value, transpose_rhs: bool, start: Value) -> Value {
+        let op = Op::MatMul {
+            lhs,
+            rhs,
+            transpose_rhs,
+            start,
+        };
+        self.push(self.type_of(start), op)
+    }
+
+    /// Runs `body` `trips` times: it takes the counter and the carried values, and gives the next ones.
+    pub fn repeat(
+        &mut self,
+        trips: usize,
+        start: Vec<Value>,
+        body: impl FnOnce(&mut Kernel, Value, &[Value]) -> Vec<Value>,
+    ) -> Vec<Value> {
+        let types: Vec<Type> = start.iter().map(|v| self.type_of(*v)).collect();
+        let counter = self.value(Type::Row);
+        let carry: Vec<Value> = types.iter().map(|of| self.value(*of)).collect();
+        let outer = std::mem::take(&mut self.body);
+        let next = body(self, counter, &carry);
+        let inner = std::mem::replace(&mut self.body, outer);
+        let results: Vec<Value> = types.iter().map(|of| self.value(*of)).collect();
+        self.body.push(Statement {
+            results: results.clone(),
+            op: Op::Repeat {
+                trips,
+                counter,
+                start,
+                carry,
+                body: inner,
+                next,
+            },
+        });
+        results
+    }
+}

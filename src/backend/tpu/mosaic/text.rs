@@ -1,0 +1,277 @@
+//! Kernels as MLIR text in the dialects that Mosaic takes.
+
+use std::fmt::Write;
+
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
+
+use crate::dtype::DType;
+
+use super::{Binary, Kernel, Op, Reduction, Statement, Type, Value, Window};
+
+/// Bytes of the core's memory that a kernel may take; what the compiler gives it by default.
+pub const VMEM_BYTES: usize = 16 << 20;
+
+impl Kernel {
+    /// The configuration of the custom call `tpu_custom_call`.
+    pub fn backend_config(&self) -> String {
+        let body = STANDARD.encode(self.text());
+        serde_json::json!({
+            "custom_call_config": { "body": body, "needs_layout_passes": true },
+            "scoped_memory_configs": [{ "memory_space": 1, "offset": 0, "size": VMEM_BYTES }],
+        })
+        .to_string()
+    }
+
+    /// The kernel as a Mosaic module.
+    pub fn text(&self) -> String {
+        let mut text = "module {\n".to_string();
+        let arguments = self.windows.iter().enumerate();
+        let arguments = arguments.map(|(i, window)| format!("%w{i}: {}", memref(window)));
+        let grid: Vec<String> = (0..self.grid.len())
+            .map(|i| format!("%g{i}: i32"))
+            .collect();
+        let all: Vec<String> = grid.iter().cloned().chain(arguments).collect();
+        let windows = self.windows.iter().enumerate().map(|(i, window)| {
+            let [rows, columns] = window.block;
+            format!(
+                "{{transform_indices = @at{i}, window_bounds = array<i64: 1, {rows}, {columns}>}}"
+            )
+        });
+        let windows: Vec<String> = windows.collect();
+        let steps: Vec<String> = self.grid.iter().map(ToString::to_string).collect();
+        let parallel = vec!["#tpu.dimension_semantics<parallel>"; self.grid.len()];
+        let _ = writeln!(
+            text,
+            "func.func @main({}) attributes {{iteration_bounds = array<i64: {}>, dimension_semantics = [{}], \
+             window_params = [{}]}} {{",
+            all.join(", "),
+            steps.join(", "),
+            parallel.join(", "),
+            windows.join(", ")
+        );
+        text += "%zero = arith.constant 0 : index\n";
+        for statement in &self.body {
+            self.statement(&mut text, statement);
+        }
+        text += "return\n}\n";
+        for (i, window) in self.windows.iter().enumerate() {
+            let at = window
+                .index
+                .map(|g| g.map_or("%none".to_string(), |g| format!("%g{g}")));
+            let _ = writeln!(
+                text,
+                "func.func @at{i}({}) -> (i32, i32, i32) {{\n%none = arith.constant 0 : i32\n\
+                 return {} : i32, i32, i32\n}}",
+                grid.join(", "),
+                at.join(", ")
+            );
+        }
+        text + "}\n"
+    }
+
+    fn vector(&self, value: Value) -> String {
+        match self.type_of(value) {
+            Type::Row => "index".to_string(),
+            Type::Matrix {
+                dtype,
+                rows,
+                columns,
+            } => format!("vector<{rows}x{columns}x{}>", element(dtype)),
+        }
+    }
+
+    fn statement(&self, text: &mut String, statement: &Statement) {
+        let result = statement.results.first().copied();
+        let name = result.map_or_else(String::new, name);
+        let of = result.map_or_else(String::new, |v| self.vector(v));
+        let line = match &statement.op {
+            Op::Splat(number) => match result.map(|v| self.type_of(v)) {
+                Some(Type::Matrix {
+                    dtype: DType::S32, ..
+                }) => format!("{name} = arith.constant dense<{}> : {of}", *number as i64),
+                _ => format!(
+                    "{name} = arith.constant dense<{:#010X}> : {of}",
+                    (*number as f32).to_bits()
+                ),
+            },
+            Op::Columns => format!("{name} = tpu.iota {{dimensions = array<i32: 1>}} : {of}"),
+            Op::Row { counter, start } => match counter {
+                None => format!("{name} = arith.constant {start} : index"),
+                Some((counter, step)) => format!(
+                    "{name}_s = arith.constant {step} : i32\n{name}_m = arith.muli {}, {name}_s : i32\n\
+                     {name}_c = arith.constant {start} : i32\n{name}_a = arith.addi {name}_m, {name}_c : i32\n\
+                     {name} = arith.index_cast {name}_a : i32 to index",
+                    self::name(*counter)
+                ),
+            },
+            Op::Load { window, row } => {
+                let memory = memref(&self.windows[*window]);
+                let block = block_of(&of);
+                format!(
+                    "{name}_b = vector.load %w{window}[%zero, {}, %zero] : {memory}, {block}\n\
+                     {name} = vector.shape_cast {name}_b : {block} to {of}",
+                    self::name(*row)
+                )
+            }
+            Op::Store(value) => {
+                let (window, x) = (self.windows.len() - 1, self::name(*value));
+                let memory = memref(&self.windows[window]);
+                let of = self.vector(*value);
+                let block = block_of(&of);
+                format!(
+                    "{x}_b = vector.shape_cast {x} : {of} to {block}\n\
+                     vector.store {x}_b, %w{window}[%zero, %zero, %zero] : {memory}, {block}"
+                )
+            }
+            Op::Exp2(x) => format!("{name} = math.exp2 {} : {of}", self::name(*x)),
+            Op::Binary(op, a, b) => {
+                let op = match op {
+                    Binary::Add => "addf",
+                    Binary::Sub => "subf",
+                    Binary::Mul => "mulf",
+                    Binary::Div => "divf",
+                    Binary::Max => "maximumf",
+                };
+                let [a, b] = [*a, *b].map(self::name);
+                format!("{name} = arith.{op} {a}, {b} : {of}")
+            }
+            Op::Less(a, b) => format!(
+                "{name} = arith.cmpi slt, {}, {} : {}",
+                self::name(*a),
+                self::name(*b),
+                self.vector(*a)
+            ),
+            Op::Select(operands) => {
+                let [condition, a, b] = operands.map(self::name);
+                let predicate = self.vector(operands[0]);
+                format!("{name} = arith.select {condition}, {a}, {b} : {predicate}, {of}")
+            }
+            Op::Convert(x) => {
+                let op = match result.map(|v| self.type_of(v)) {
+                    Some(Type::Matrix {
+                        dtype: DType::BF16, ..
+                    }) => "truncf",
+                    _ => "extf",
+                };
+                let from = self.vector(*x);
+                format!("{name} = arith.{op} {} : {from} to {of}", self::name(*x))
+            }
+            Op::Reduce(kind, x) => {
+                let (kind, start) = match kind {
+                    Reduction::Sum => ("add", "0.0"),
+                    Reduction::Max => ("maximumf", "0xFF800000"),
+                };
+                let column = of.replace("x1x", "x");
+                let from = self.vector(*x);
+                format!(
+                    "{name}_i = arith.constant dense<{start}> : {column}\n\
+                     {name}_r = vector.multi_reduction <{kind}>, {}, {name}_i [1] : {from} to {column}\n\
+                     {name} = vector.shape_cast {name}_r : {column} to {of}",
+                    self::name(*x)
+                )
+            }
+            Op::Broadcast(x) => {
+                let from = self.vector(*x);
+                format!(
+                    "{name} = vector.broadcast {} : {from} to {of}",
+                    self::name(*x)
+                )
+            }
+            Op::MatMul {
+                lhs,
+                rhs,
+                transpose_rhs,
+                start,
+            } => {
+                let numbers = match transpose_rhs {
+                    true => "[1],[1],[0],[0],[0,0,1,0],[],[]",
+                    false => "[1],[0],[0],[1],[0,0,1,1],[],[]",
+                };
+                format!(
+                    "{name} = tpu.matmul {}, {}, {} {{dimension_numbers = #tpu.dot_dimension_numbers<{numbers}>, \
+                     transpose_lhs_hint = false}} : {}, {}, {of} -> {of}",
+                    self::name(*lhs),
+                    self::name(*rhs),
+                    self::name(*start),
+                    self.vector(*lhs),
+                    self.vector(*rhs)
+                )
+            }
+            Op::Repeat {
+                trips,
+                counter,
+                start,
+                carry,
+                body,
+                next,
+            } => {
+                return self.repetition(
+                    text,
+                    &statement.results,
+                    *trips,
+                    *counter,
+                    [start, carry, next],
+                    body,
+                );
+            }
+        };
+        text.push_str(&line);
+        text.push('\n');
+    }
+
+    fn repetition(
+        &self,
+        text: &mut String,
+        results: &[Value],
+        trips: usize,
+        counter: Value,
+        [start, carry, next]: [&Vec<Value>; 3],
+        body: &[Statement],
+    ) {
+        let loop_name = name(counter);
+        let types: Vec<String> = carry.iter().map(|v| self.vector(*v)).collect();
+        let types = types.join(", ");
+        let pairs = carry.iter().zip(start);
+        let pairs: Vec<String> = pairs
+            .map(|(c, s)| format!("{} = {}", name(*c), name(*s)))
+            .collect();
+        let names: Vec<String> = results.iter().map(|v| name(*v)).collect();
+        let _ = writeln!(
+            text,
+            "{loop_name}_l = arith.constant 0 : i32\n{loop_name}_u = arith.constant {trips} : i32\n\
+             {loop_name}_s = arith.constant 1 : i32\n\
+             {} = scf.for {loop_name} = {loop_name}_l to {loop_name}_u step {loop_name}_s iter_args({}) -> ({types}) : i32 {{",
+            names.join(", "),
+            pairs.join(", ")
+        );
+        for statement in body {
+            self.statement(text, statement);
+        }
+        let next: Vec<String> = next.iter().map(|v| name(*v)).collect();
+        let _ = writeln!(text, "scf.yield {} : {types}\n}}", next.join(", "));
+    }
+}
+
+fn name(value: Value) -> String {
+    format!("%v{}", value.0)
+}
+
+/// The type of a matrix as a block with a leading dimension of 1.
+fn block_of(vector: &str) -> String {
+    vector.replacen("vector<", "vector<1x", 1)
+}
+
+fn memref(window: &Window) -> String {
+    let [rows, columns] = window.block;
+    format!("memref<1x{rows}x{columns}x{}>", element(window.dtype))
+}
+
+fn element(dtype: DType) -> String {
+    match dtype {
+        DType::Pred => "i1".to_string(),
+        DType::S8 => "i8".to_string(),
+        DType::S32 => "i32".to_string(),
+        float => float.to_string(),
+    }
+}

@@ -1,0 +1,126 @@
+//! The TPU kernels against the graphs that they stand for, on the host; and that the TPU compiler takes them.
+
+use maxdiff::backend::tpu::claim;
+use maxdiff::dtype::DType;
+use maxdiff::emit::{EmitOptions, stablehlo};
+use maxdiff::graph::{Builder, Graph, Init, Op, evaluate};
+use maxdiff::host_tensor::HostTensor;
+use maxdiff::nn::{Attention, Precision, attention};
+use maxdiff::pjrt::{CompileOptions, Topology};
+use maxdiff::quant::lower;
+use maxdiff::shape::Shape;
+use maxdiff::topology::Accelerator;
+
+use crate::common::tpu_plugin;
+
+/// Attention of bf16: batch, heads, queries, keys, size of a head.
+fn layer([batch, heads, queries, keys, size]: [usize; 5], causal: bool) -> Graph {
+    let b = Builder::new();
+    let input = |name: &str, length: usize| {
+        let shape = Shape::new(DType::BF16, [batch, length, heads * size]);
+        b.input(name, shape, &[]).unwrap()
+    };
+    let qkv = [input("q", queries), input("k", keys), input("v", keys)];
+    let precision = Precision {
+        weights: DType::BF16,
+        activations: DType::BF16,
+    };
+    let y = attention(&b.root("m"), qkv, Attention { heads, causal }, precision).unwrap();
+    b.output("y", y, None).unwrap();
+    lower(&b.finish()).unwrap()
+}
+
+fn calls(graph: &Graph) -> usize {
+    let is_call = |op: &Op| matches!(op, Op::CustomCall(_));
+    graph.nodes.iter().filter(|node| is_call(&node.op)).count()
+}
+
+/// Uniform in [-3, 3], so that some keys count and others do not.
+fn inputs(graph: &Graph) -> Vec<HostTensor> {
+    let inputs = graph.inputs.iter().enumerate();
+    let values = inputs.map(|(i, input)| {
+        let values = Init::Uniform { bound: 3.0 }.sample(i as u64, "x", input.shape.count());
+        let values: Vec<f64> = values.into_iter().map(f64::from).collect();
+        HostTensor::from_f64(input.shape.clone(), &values).unwrap()
+    });
+    values.collect()
+}
+
+#[test]
+fn attention_is_its_body() {
+    // Queries and keys that fill no block, an odd number of heads, heads that fill no register, several blocks of keys in
+    // pairs and alone, one query.
+    let cases = [
+        [2, 2, 19, 77, 64],
+        [1, 3, 40, 128, 64],
+        [1, 2, 16, 1100, 64],
+        [1, 1, 8, 1024, 128],
+        [1, 2, 530, 20, 40],
+        [1, 1, 20, 130, 160],
+        [1, 1, 1, 5, 80],
+    ];
+    for case in cases {
+        let graph = layer(case, false);
+        let kernel = claim(&graph).unwrap();
+        assert_eq!(calls(&kernel), 1, "{case:?}");
+        let inputs = inputs(&graph);
+        let [expected, found] = [&graph, &kernel].map(|g| {
+            let results = evaluate(g, &inputs).unwrap();
+            results[0].to_f64_vec().unwrap()
+        });
+        let norm: f64 = expected.iter().map(|y| y * y).sum();
+        let pairs = expected.iter().zip(&found);
+        let distance: f64 = pairs.map(|(a, b)| (a - b).powi(2)).sum();
+        let error = (distance / norm).sqrt();
+        // Each rounds its weights and its result to bf16, by up to 2^-9 (2e-3), and the weights differ by a factor: the
+        // body shifts scores by a whole number, the kernel by the largest score.
+        assert!(error <= 4e-3, "{case:?}: {error}");
+    }
+}
+
+#[test]
+fn a_query_without_a_number_has_no_result_and_the_others_have() {
+    let graph = layer([1, 2, 19, 77, 64], false);
+    let kernel = claim(&graph).unwrap();
+    let mut inputs = inputs(&graph);
+    let mut values = inputs[0].to_f64_vec().unwrap();
+    // The second head of the third query.
+    values[2 * 128 + 70] = f64::NAN;
+    inputs[0] = HostTensor::from_f64(inputs[0].shape.clone(), &values).unwrap();
+    let [expected, found] = [&graph, &kernel].map(|g| {
+        let values = evaluate(g, &inputs).unwrap()[0].to_f64_vec().unwrap();
+        let nan = values.iter().map(|y| y.is_nan());
+        nan.collect::<Vec<bool>>()
+    });
+    assert_eq!(expected.iter().filter(|nan| **nan).count(), 64);
+    assert_eq!(found, expected);
+}
+
+#[test]
+fn what_no_kernel_takes_stays() {
+    // Causal; more keys than a core can hold.
+    let causal = layer([1, 2, 16, 16, 64], true);
+    let many = layer([1, 2, 16, 40_000, 64], false);
+    for graph in [causal, many] {
+        assert_eq!(calls(&claim(&graph).unwrap()), 0);
+    }
+}
+
+#[test]
+fn every_chip_takes_attention() {
+    let plugin = tpu_plugin();
+    let graph = claim(&layer([1, 4, 600, 1100, 64], false)).unwrap();
+    let text = stablehlo(&graph, "attention", &EmitOptions::default());
+    for name in ["v4-8", "v5e-1", "v5p-8", "v6e-1", "tpu7x-8"] {
+        let accelerator = Accelerator::lookup(name).unwrap();
+        let options = accelerator.create_options(1).unwrap();
+        let topology =
+            Topology::create(&plugin, accelerator.pjrt_topology_name(), &options).unwrap();
+        let compiled = topology.compile(&text, &CompileOptions::new(1, 1));
+        let hlo = compiled.unwrap_or_else(|error| panic!("{name}: {error}"));
+        let hlo = hlo.optimized_hlo().unwrap();
+        let instructions = hlo.computations.iter().flat_map(|c| &c.instructions);
+        let kernels = instructions.filter(|i| i.custom_call_target == "tpu_custom_call");
+        assert_eq!(kernels.count(), 1, "{name}");
+    }
+}
