@@ -8,7 +8,7 @@ use super::instruction::{BackendConfig, bits, elements, is_collective, type_name
 use super::program::{HloProgram, Site};
 use super::runs::RunCounts;
 
-/// Operations of all dots and convolutions by operand type, loops multiplied out.
+/// Operations of all dots, convolutions and kernels by operand type, loops multiplied out.
 ///
 /// A multiply and an add are two. The type is the wider operand's: a product of bf16 and int8
 /// runs at bf16's rate.
@@ -30,6 +30,10 @@ fn product_flops(program: &HloProgram<'_>, site: Site) -> Option<(PrimitiveType,
     };
     let (lhs, rhs) = match instruction.opcode.as_str() {
         "dot" | "convolution" => (shape(0)?, shape(1)?),
+        "custom-call" => {
+            let config = BackendConfig::parse(program.backend_config(instruction));
+            return Some((shape(0)?.element_type(), config.kernel_flops()?));
+        }
         _ => return None,
     };
     let macs = match instruction.opcode.as_str() {

@@ -126,6 +126,19 @@ pub(super) struct BackendConfig {
     window_config: WindowConfig,
     #[serde(default)]
     known_trip_count: Option<TripCount>,
+    #[serde(default)]
+    custom_call_config: Option<CustomCallConfig>,
+}
+
+#[derive(Debug, Deserialize)]
+struct CustomCallConfig {
+    #[serde(default)]
+    cost_estimate: Option<CostEstimate>,
+}
+
+#[derive(Debug, Deserialize)]
+struct CostEstimate {
+    flops: Int,
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -166,6 +179,12 @@ impl BackendConfig {
         self.known_trip_count.as_ref()?.n.value()
     }
 
+    /// What this program says of its own TPU kernels.
+    pub fn kernel_flops(&self) -> Option<u64> {
+        let config = self.custom_call_config.as_ref()?;
+        config.cost_estimate.as_ref()?.flops.value()
+    }
+
     /// libtpu writes the greatest 64-bit integer where its model gives no answer.
     pub fn estimated_cycles(&self) -> Option<u64> {
         let cycles = self.window_config.estimated_cycles.as_ref()?.value()?;
@@ -182,6 +201,8 @@ mod tests {
         let parse = |text: &str| BackendConfig::parse(text.as_bytes());
         let tpu = parse(r#"{"flag_configs":[],"window_config":{"estimated_cycles":"2930"}}"#);
         assert_eq!(tpu.estimated_cycles(), Some(2930));
+        let kernel = r#"{"custom_call_config":{"body":"","cost_estimate":{"flops":"512"}}}"#;
+        assert_eq!(parse(kernel).kernel_flops(), Some(512));
         let number = parse(r#"{"window_config":{"estimated_cycles":17}}"#);
         assert_eq!(number.estimated_cycles(), Some(17));
         let cpu = parse(r#"{"known_trip_count":{"n":"4"},"known_init_step":{"init":"0"}}"#);

@@ -9,7 +9,7 @@ mod text;
 
 use crate::dtype::DType;
 
-pub use text::VMEM_BYTES;
+pub use text::{CostEstimate, VMEM_BYTES};
 
 /// Lanes of a vector register.
 pub const LANES: usize = 128;

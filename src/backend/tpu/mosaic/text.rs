@@ -4,6 +4,7 @@ use std::fmt::Write;
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
+use serde::Serialize;
 
 use crate::dtype::DType;
 
@@ -12,12 +13,23 @@ use super::{Binary, Kernel, Op, Reduction, Statement, Type, Value, Window};
 /// Bytes of the core's memory that a kernel may take; what the compiler gives it by default.
 pub const VMEM_BYTES: usize = 16 << 20;
 
+/// What one call of a kernel costs.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct CostEstimate {
+    /// Of products: multiply-adds times two.
+    pub flops: u64,
+    pub transcendentals: u64,
+    /// Read and written, of operands and result.
+    pub bytes_accessed: u64,
+}
+
 impl Kernel {
-    /// The configuration of the custom call `tpu_custom_call`.
-    pub fn backend_config(&self) -> String {
+    /// The configuration of the custom call `tpu_custom_call`. The compiler knows nothing of a kernel's cost but what
+    /// it is told.
+    pub fn backend_config(&self, cost: CostEstimate) -> String {
         let body = STANDARD.encode(self.text());
         serde_json::json!({
-            "custom_call_config": { "body": body, "needs_layout_passes": true },
+            "custom_call_config": { "body": body, "needs_layout_passes": true, "cost_estimate": cost },
             "scoped_memory_configs": [{ "memory_space": 1, "offset": 0, "size": VMEM_BYTES }],
         })
         .to_string()
