@@ -43,7 +43,7 @@ const DREAMBOOTH: &str = "only DreamBooth training reads it, which is not here y
 const SAFETENSORS: &str =
     "models are read from safetensors, which are the same for PyTorch and Flax";
 const IMAGE_FOLDER: &str = "metadata.jsonl has the fields file_name and text, as in an image folder of the datasets library";
-const FLASH: &str = "only flash attention reads it, and attention is computed as dot_product here";
+const FLASH: &str = "kernels of attention choose their own blocks and mask their own padding";
 const PROFILER: &str = "there is no profiler here yet";
 
 const INT8: Condition = Is("quantization", &["int8"]);
