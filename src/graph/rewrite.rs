@@ -157,7 +157,9 @@ impl Graph {
                 _ => inlined.push(Node {
                     op: node.op.with_regions(&|g| g.inline_composites(chosen)),
                     operands,
-                    ..node.clone()
+                    shape: node.shape.clone(),
+                    scope: node.scope,
+                    remat: node.remat,
                 }),
             };
             copies.push(copy);
@@ -192,10 +194,11 @@ impl Graph {
                 }) as u32
             });
             let copy = Node {
+                op: node.op.clone(),
                 operands: node.operands.iter().map(|o| copies[*o as usize]).collect(),
+                shape: node.shape.clone(),
                 scope,
                 remat,
-                ..node.clone()
             };
             copies.push(self.push(copy));
         }

@@ -12,7 +12,10 @@ struct Sum {
 }
 
 impl Sum {
-    fn add(&mut self, lhs: &Value, l: usize, rhs: &Value, r: usize) {
+    /// Adds the product of the elements at the index `l` of `lhs` and `r` of `rhs`.
+    fn add(&mut self, lhs: &Value, l: &[usize], rhs: &Value, r: &[usize]) {
+        let l = position(&lhs.shape.dims, l);
+        let r = position(&rhs.shape.dims, r);
         match (&lhs.data, &rhs.data) {
             (Data::I(a), Data::I(b)) => {
                 self.int = self.int.wrapping_add(a[l].wrapping_mul(b[r]));
@@ -65,12 +68,7 @@ pub(super) fn dot_general(lhs: &Value, rhs: &Value, dims: &DotDims, shape: Shape
                 l[dims.lhs_contract[i]] = *k;
                 r[dims.rhs_contract[i]] = *k;
             }
-            sum.add(
-                lhs,
-                position(&lhs.shape.dims, &l),
-                rhs,
-                position(&rhs.shape.dims, &r),
-            );
+            sum.add(lhs, &l, rhs, &r);
         });
         sum.store(&mut out, place);
         place += 1;
@@ -118,12 +116,7 @@ pub(super) fn convolution(lhs: &Value, rhs: &Value, dims: &ConvDims, shape: Shap
             for f in 0..kernel_features {
                 l[dims.lhs.feature] = feature_group * kernel_features + f;
                 r[dims.rhs.feature] = f;
-                sum.add(
-                    lhs,
-                    position(&lhs.shape.dims, &l),
-                    rhs,
-                    position(&rhs.shape.dims, &r),
-                );
+                sum.add(lhs, &l, rhs, &r);
             }
         });
         sum.store(&mut out, place);
