@@ -16,6 +16,7 @@ pub mod emit;
 pub mod graph;
 pub mod host_tensor;
 pub mod hub;
+pub mod kernels;
 pub mod lowering;
 pub mod metrics;
 pub mod models;

@@ -10,8 +10,9 @@ use maxdiff::pjrt::{CompileOptions, Topology};
 use maxdiff::quant::lower;
 use maxdiff::shape::Shape;
 use maxdiff::topology::Accelerator;
+use serde_json::json;
 
-use crate::common::tpu_plugin;
+use crate::common::{json, program, tpu_plugin};
 
 /// Attention of bf16: batch, heads, queries, keys, size of a head.
 fn layer([batch, heads, queries, keys, size]: [usize; 5], causal: bool) -> Graph {
@@ -123,4 +124,25 @@ fn every_chip_takes_attention() {
         let kernels = instructions.filter(|i| i.custom_call_target == "tpu_custom_call");
         assert_eq!(kernels.count(), 1, "{name}");
     }
+}
+
+#[test]
+fn a_kernel_is_simulated() {
+    tpu_plugin();
+    let case = "kernel cycles attention batch=1 queries=128 keys=128 heads=4 --json";
+    let report = json(&program(case.split(' ')).output().unwrap());
+    let report = &report["topologies"]["v5e-1"];
+    let [kernel] = &report["kernels"]["kernels"].as_array().unwrap()[..] else {
+        panic!("{report}");
+    };
+    assert_eq!(
+        (&kernel["name"], &kernel["count"]),
+        (&json!("attention"), &json!(1))
+    );
+    let cycles = kernel["cycles"].as_u64().unwrap();
+    assert!((100..20_000).contains(&cycles), "{report}");
+    assert!(report["kernels"]["by_kind"]["kernel"].is_f64(), "{report}");
+    assert_eq!(report["kernels"]["unpredicted"], json!([]));
+    assert!(report["compiler"]["total"].is_f64(), "{report}");
+    assert_eq!(report["compiler"]["kernels"], json!([]));
 }

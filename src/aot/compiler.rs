@@ -1,5 +1,6 @@
 //! Compilers of devices.
 
+use std::collections::BTreeMap;
 use std::time::Instant;
 
 use crate::backend::{Backend, kernel_counts};
@@ -7,11 +8,12 @@ use crate::bundle::{Group, Header, PayloadKind, PluginId, ProgramHeader, Program
 use crate::emit::{LoadGroup, Module, Modules};
 use crate::graph::InputKind;
 use crate::lowering::{self, LoweredProgram, Stage, Traced, lower};
-use crate::pjrt::install;
+use crate::pjrt::install::{self, Installed};
 use crate::pjrt::{
-    Client, CompileOptions, Executable, PjrtError, Plugin, Topology, prepare_process,
+    Client, CompileOptions, Executable, NamedValue, PjrtError, Plugin, Topology, prepare_process,
 };
-use crate::report::{CompileReport, Memory, ReportInput};
+use crate::proto::xla::HloModuleProto;
+use crate::report::{CompileReport, KernelCall, Memory, ReportError, ReportInput, kernel_calls};
 use crate::runtime::{Session, compile_options, describe};
 use crate::shape::Shape;
 use crate::shard::{Axis, LogicalAxisRules, Mesh, Parallelism, PartitionSpec};
@@ -19,7 +21,9 @@ use crate::topology::{Accelerator, Chip};
 use crate::util::hash::Sha256;
 
 use super::error::{needed_memory, out_of_memory_message};
-use super::{AotError, Compiled, CompiledProgram, Options, OutOfMemory, Seconds, header};
+use super::{
+    AotError, Compiled, CompiledProgram, Options, OutOfMemory, Seconds, Simulator, header,
+};
 
 /// The compiler for a topology or for the devices here, with the properties of these devices.
 pub struct Compiler {
@@ -34,6 +38,7 @@ pub struct Compiler {
     options: CompileOptions,
     /// Bytes of memory of one device.
     hbm_limit: Option<u64>,
+    simulator: Option<Simulator>,
 }
 
 enum CompilerPlugin {
@@ -62,14 +67,32 @@ impl Compiler {
         rules: LogicalAxisRules,
     ) -> Result<Compiler, AotError> {
         let options = accelerator.create_options(slices)?;
-        // A mistake in the configuration is told before the plugin is asked for: the message is the shorter way.
-        let installed = install::locate(accelerator.platform.plugin())?;
-        prepare_process()?;
-        let plugin = Plugin::load(&installed.library)?;
-        let topology = Topology::create(&plugin, accelerator.pjrt_topology_name(), &options)?;
+        let (topology, installed) = open(&accelerator, &options)?;
         let devices: Vec<_> = topology.devices().iter().map(describe).collect();
         let mesh = Mesh::new(parallelism, &devices)?;
-        Ok(Compiler {
+        Ok(Compiler::of(accelerator, topology, installed, mesh, rules))
+    }
+
+    /// The compiler for the first device of a slice of `accelerator`, which need not be here.
+    ///
+    /// # Errors
+    /// When the plugin is not installed or does not know the topology.
+    pub fn for_one_device(accelerator: Accelerator) -> Result<Compiler, AotError> {
+        let (topology, installed) = open(&accelerator, &accelerator.create_options(1)?)?;
+        let devices: Vec<_> = topology.devices().iter().take(1).map(describe).collect();
+        let mesh = Mesh::new(&Parallelism::default(), &devices)?;
+        let rules = LogicalAxisRules::default();
+        Ok(Compiler::of(accelerator, topology, installed, mesh, rules))
+    }
+
+    fn of(
+        accelerator: Accelerator,
+        topology: Topology,
+        installed: Installed,
+        mesh: Mesh,
+        rules: LogicalAxisRules,
+    ) -> Compiler {
+        Compiler {
             plugin_id: PluginId {
                 platform: topology.platform_name().to_owned(),
                 version: installed.version,
@@ -85,7 +108,8 @@ impl Compiler {
             options: compile_options(&mesh).with_cuda_data_dir(installed.cuda_data_dir.as_deref()),
             mesh,
             rules,
-        })
+            simulator: None,
+        }
     }
 
     /// The compiler for the devices of `session`.
@@ -117,7 +141,24 @@ impl Compiler {
             hbm_limit: bytes(stats.and_then(|stats| stats.bytes_limit)),
             plugin: CompilerPlugin::Client(client),
             name,
+            simulator: None,
         })
+    }
+
+    /// Compiles what it can without this program's kernels.
+    pub fn without_kernels(self) -> Compiler {
+        Compiler {
+            backend: self.backend.without_kernels(),
+            ..self
+        }
+    }
+
+    /// Also predicts the time of this program's TPU kernels, for which the compiler has no estimate.
+    pub fn with_simulator(self, simulator: Simulator) -> Compiler {
+        Compiler {
+            simulator: Some(simulator),
+            ..self
+        }
     }
 
     /// The devices, by the axes of the parallelism.
@@ -207,8 +248,10 @@ impl Compiler {
         let compile_seconds = start.elapsed().as_secs_f64();
         let memory = self.memory(&executable)?;
         let weights: Vec<usize> = graph.weights().map(|(index, _)| index).collect();
+        let hlo = executable.optimized_hlo()?;
+        let kernel_cycles = self.kernel_cycles(&hlo)?;
         let report = CompileReport::new(
-            &executable.optimized_hlo()?,
+            &hlo,
             &ReportInput {
                 parameters: site.parameters,
                 memory,
@@ -217,6 +260,7 @@ impl Compiler {
                 clock_hz: self.chip.and_then(Chip::clock_hz),
                 // No loop is emitted whose trip count the program does not tell.
                 trip_count_hints: &[],
+                kernel_cycles: &kernel_cycles,
                 compile_seconds,
             },
         )?;
@@ -241,6 +285,27 @@ impl Compiler {
             kernels: kernel_counts(graph),
             stablehlo: module.text.clone(),
         })
+    }
+
+    /// The cycles of the program's kernels. A kernel that cannot be simulated is left out: the report says so.
+    fn kernel_cycles(
+        &self,
+        hlo: &HloModuleProto,
+    ) -> Result<BTreeMap<KernelCall, u64>, ReportError> {
+        let (Some(simulator), Some(chip)) = (&self.simulator, self.chip) else {
+            return Ok(BTreeMap::new());
+        };
+        let cycles = kernel_calls(hlo)?.into_iter().filter_map(|call| {
+            let simulated = simulator.cycles(chip, &call);
+            let simulation = simulated.inspect_err(|error| {
+                tracing::warn!(
+                    "the time of the kernel {} is not predicted: {error}",
+                    call.name
+                );
+            });
+            Some((call, simulation.ok()?.cycles))
+        });
+        Ok(cycles.collect())
     }
 
     fn executable(&self, text: &str) -> Result<Executable, PjrtError> {
@@ -325,6 +390,28 @@ impl Compiler {
             message: message.to_owned(),
         }))
     }
+}
+
+/// The topology of an accelerator, with the plugin that it is of.
+fn open(
+    accelerator: &Accelerator,
+    options: &[(String, NamedValue)],
+) -> Result<(Topology, Installed), AotError> {
+    // A mistake in the configuration is told before the plugin is asked for: the message is the shorter way.
+    let installed = install::locate(accelerator.platform.plugin())?;
+    prepare_process()?;
+    let plugin = Plugin::load(&installed.library)?;
+    let topology = Topology::create(&plugin, accelerator.pjrt_topology_name(), options)?;
+    Ok((topology, installed))
+}
+
+/// Compiles a StableHLO module for one device of `accelerator`.
+///
+/// # Errors
+/// When the plugin is missing, or its compiler refuses the module.
+pub fn compile_for_one(accelerator: &Accelerator, stablehlo: &str) -> Result<Executable, AotError> {
+    let (topology, _) = open(accelerator, &accelerator.create_options(1)?)?;
+    Ok(topology.compile(stablehlo, &CompileOptions::new(1, 1))?)
 }
 
 fn bytes(told: Option<i64>) -> Option<u64> {

@@ -4,6 +4,7 @@
 //! traced program and compiles what it becomes; [`Compiled::bundle`] is what is saved of it.
 
 mod compiler;
+mod cycles;
 mod error;
 mod header;
 
@@ -15,7 +16,8 @@ use crate::pjrt::{ErrorCode, Executable, PjrtError};
 use crate::quant::Decision;
 use crate::report::CompileReport;
 
-pub use compiler::Compiler;
+pub use compiler::{Compiler, compile_for_one};
+pub use cycles::{Simulation, SimulationError, Simulator};
 pub use error::{AotError, OutOfMemory};
 
 /// The options of a compilation, beside its devices.
@@ -51,7 +53,7 @@ pub struct CompiledProgram {
     pub executable: Executable,
     pub report: CompileReport,
     pub header: ProgramHeader,
-    /// How many of a backend's kernels it calls, by the custom call's target.
+    /// How many of a backend's kernels it calls, by name.
     pub kernels: BTreeMap<&'static str, usize>,
     stablehlo: String,
 }

@@ -42,6 +42,15 @@ impl Backend {
         }
     }
 
+    /// The same with no kernels.
+    pub fn without_kernels(self) -> Backend {
+        match self {
+            Backend::Cpu { .. } => Backend::Cpu { kernels: false },
+            Backend::Tpu { .. } => Backend::Tpu { kernels: false },
+            Backend::Gpu => Backend::Gpu,
+        }
+    }
+
     /// The graph with this backend's kernels in place of the composites and contractions that it claims. Weights are
     /// brought into the kernels' layout by operations on weights alone, which [`crate::graph::stage`] moves to where
     /// weights are loaded.
@@ -70,13 +79,13 @@ impl Backend {
     }
 }
 
-/// How many of a backend's kernels a graph calls, by custom call target.
+/// How many of a backend's kernels a graph calls, by name.
 pub fn kernel_counts(graph: &Graph) -> BTreeMap<&'static str, usize> {
     let live = graph.live_nodes();
     let mut counts = BTreeMap::new();
     for (node, _) in graph.nodes.iter().zip(live).filter(|(_, live)| *live) {
         if let Op::CustomCall(call) = &node.op {
-            *counts.entry(call.target()).or_default() += 1;
+            *counts.entry(call.name()).or_default() += 1;
         }
     }
     counts

@@ -13,7 +13,7 @@ use crate::bundle::{self, Bundle, BundleError, PayloadKind};
 use crate::config::{Config, Verb};
 use crate::recipe::{self, Step};
 
-use super::{CliError, RecipeArgs, notices, print};
+use super::{CliError, RecipeArgs, kernel, notices, print};
 
 /// `compile ...`
 #[derive(Debug, Args)]
@@ -44,7 +44,7 @@ pub fn run(args: &CompileArgs) -> Result<ExitCode, CliError> {
         _ => CliError::failed(e),
     })?;
     let start = Instant::now();
-    let compiler = recipe::compiler(&config, &mut notices())?;
+    let compiler = recipe::compiler(&config, &mut notices())?.with_simulator(kernel::simulator()?);
     let setup = start.elapsed().as_secs_f64();
     let start = Instant::now();
     let traced = recipe::trace(&config, args.step, compiler.mesh())?;

@@ -125,6 +125,16 @@ pub const MODULE_RUN: &str = concat!(
     plugins!(),
 );
 
+pub const KERNEL: &str = concat!(
+    "Examples:
+  maxdiff-rs kernel check attention keys=77
+  maxdiff-rs kernel cycles attention queries=1024 keys=1024 heads=20
+  maxdiff-rs kernel cycles attention --topology v5e-1 --topology v6e-1 --json
+",
+    codes!(),
+    plugins!(),
+);
+
 pub const CONVERT: &str = concat!(
     "Examples:
   maxdiff-rs convert sd_xl_base_1.0.safetensors sdxl

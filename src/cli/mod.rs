@@ -9,6 +9,7 @@ mod convert;
 mod doctor;
 mod generate;
 mod help;
+mod kernel;
 mod lower;
 mod man;
 mod module;
@@ -25,6 +26,7 @@ use tracing_subscriber::EnvFilter;
 
 use crate::aot::AotError;
 use crate::config::{Config, ConfigErrors, Loaded, Verb};
+use crate::kernels::KernelError;
 use crate::pipelines::PipelineError;
 use crate::pipelines::submodule::SubmoduleError;
 use crate::recipe::{RecipeError, Step};
@@ -75,6 +77,8 @@ enum Command {
     Train(train::TrainArgs),
     /// Run one part of a model on saved tensors
     Module(module::ModuleArgs),
+    /// List, check and time this program's kernels, one layer at a time
+    Kernel(kernel::KernelArgs),
     /// Convert a model of any layout to a diffusers folder
     ///
     /// Reads a single .safetensors file with the names of the original code, a folder with one, a diffusers folder or a
@@ -191,6 +195,15 @@ impl From<RecipeError> for CliError {
 impl From<AotError> for CliError {
     fn from(error: AotError) -> Self {
         RecipeError::from(error).into()
+    }
+}
+
+impl From<KernelError> for CliError {
+    fn from(error: KernelError) -> Self {
+        match error.is_usage() {
+            true => CliError::usage(error),
+            false => CliError::failed(error),
+        }
     }
 }
 
@@ -341,6 +354,7 @@ pub fn main() -> ExitCode {
         Command::Generate(args) => generate::run(&args),
         Command::Train(args) => train::run(&args),
         Command::Module(args) => module::run(args),
+        Command::Kernel(args) => kernel::run(args),
         Command::Convert(args) => convert::run(&args),
         Command::Plugin(args) => plugin::run(args),
         Command::Doctor(args) => doctor::run(&args),

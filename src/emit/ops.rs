@@ -298,7 +298,8 @@ impl Emitter<'_> {
                     }
                 };
                 format!(
-                    "stablehlo.custom_call @{op}({}) {{{config}, operand_layouts = {}, result_layouts = {}}} : {signature}",
+                    "stablehlo.custom_call @{}({}) {{{config}, operand_layouts = {}, result_layouts = {}}} : {signature}",
+                    call.target(),
                     all.join(", "),
                     list(shapes.iter().map(|s| row_major(s.rank()))),
                     list([row_major(node.shape.rank())]),

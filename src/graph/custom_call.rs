@@ -34,6 +34,11 @@ pub trait CustomCall: Any + Debug + Send + Sync {
     /// The custom call's target.
     fn target(&self) -> &'static str;
 
+    /// The name in reports and in the operation's location.
+    fn name(&self) -> &'static str {
+        self.target()
+    }
+
     /// The configuration of a call with these operands, which fit the kernel.
     fn configuration(&self, operands: &[&Shape]) -> Configuration;
 

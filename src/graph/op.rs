@@ -122,7 +122,7 @@ impl Op {
             Op::GetTupleElement(_) => "get_tuple_element",
             Op::OptimizationBarrier => "optimization_barrier",
             Op::Composite { kind, .. } => kind.name(),
-            Op::CustomCall(call) => call.target(),
+            Op::CustomCall(call) => call.name(),
             Op::Stored => "stored",
             Op::ShardingConstraint(_) => "sharding_constraint",
         }

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use crate::proto::xla::{HloInstructionProto, PrimitiveType, ShapeProto, WindowDimension};
 
 use super::instruction::{BackendConfig, bits, elements, is_collective, type_name};
+use super::kernels::KernelCall;
 use super::program::{HloProgram, Site};
 use super::runs::RunCounts;
 
@@ -122,7 +123,7 @@ fn dimension(shape: &ShapeProto, dimension: i64) -> Option<u64> {
     u64::try_from(*size).ok()
 }
 
-/// Kernels by what takes their time.
+/// What is scheduled on its own, by what takes its time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Kind {
     Copy,
@@ -131,7 +132,8 @@ enum Kind {
     Gather,
     Scatter,
     Sort,
-    CustomCall,
+    /// That is no code of the compiler's own.
+    Kernel,
     Dot,
     Convolution,
 }
@@ -145,7 +147,7 @@ impl Kind {
             Kind::Gather => "gather",
             Kind::Scatter => "scatter",
             Kind::Sort => "sort",
-            Kind::CustomCall => "custom-call",
+            Kind::Kernel => "kernel",
             Kind::Dot => "dot",
             Kind::Convolution => "convolution",
         }
@@ -182,10 +184,8 @@ impl Kind {
             | "reverse"
             | "tuple"
             | "get-tuple-element" => Kind::Copy,
-            // A hand-written kernel; the compiler's own calls allocate or mark, not compute.
-            "custom-call" if instruction.custom_call_target == "tpu_custom_call" => {
-                Kind::CustomCall
-            }
+            // The compiler's own calls allocate or mark, not compute.
+            "custom-call" if instruction.custom_call_target == "tpu_custom_call" => Kind::Kernel,
             "custom-call" => Kind::Copy,
             // Waiting for a collective is not computing.
             opcode if is_collective(opcode) => Kind::Copy,
@@ -224,34 +224,53 @@ fn convolution_kind(instruction: &HloInstructionProto) -> Kind {
     }
 }
 
-/// The compiler's predictions for the program's kernels.
-#[derive(Debug, Default)]
-pub(super) struct Cycles {
-    /// Cycles by kind of kernel, loops multiplied out.
-    pub by_kind: BTreeMap<&'static str, u64>,
-    /// Kernels that compute but carry no prediction, how often they run, and their operations.
-    pub unpredicted: Vec<(Site, u64, u64)>,
+/// What is scheduled on its own: an instruction, or a fusion of several.
+#[derive(Debug)]
+pub(super) struct Timed {
+    pub site: Site,
+    pub kind: &'static str,
+    /// How often it runs in one execution of the program.
+    pub count: u64,
+    /// Cycles of one run; `None` where nothing predicts them.
+    pub cycles: Option<u64>,
+    /// Operations of one run's dots and convolutions.
+    pub flops: u64,
+    /// The call, where it is a kernel that is no code of the compiler's own.
+    pub call: Option<KernelCall>,
 }
 
-/// `None` when no instruction carries a prediction (CPU, GPU).
-pub(super) fn cycles(program: &HloProgram<'_>, counts: &RunCounts<'_>) -> Option<Cycles> {
-    let mut total = Cycles::default();
-    for (site, runs) in counts.running().filter(|(_, runs)| runs.scheduled) {
+/// What takes time, with the compiler's predictions and those of `kernels`. `None` when nothing is predicted (CPU, GPU).
+pub(super) fn timed(
+    program: &HloProgram<'_>,
+    counts: &RunCounts<'_>,
+    kernels: &BTreeMap<KernelCall, u64>,
+) -> Option<Vec<Timed>> {
+    let scheduled = counts.running().filter(|(_, runs)| runs.scheduled);
+    let all = scheduled.filter_map(|(site, runs)| {
         let instruction = program.instruction(site);
         let config = BackendConfig::parse(program.backend_config(instruction));
-        if let Some(cycles) = config.estimated_cycles() {
-            let kind = Kind::of(program, site).name();
-            *total.by_kind.entry(kind).or_default() += cycles.saturating_mul(runs.count);
-        } else if is_kernel(instruction) && Kind::of(program, site) != Kind::Copy {
-            let flops = inside(program, site)
-                .chain([site])
-                .filter_map(|site| product_flops(program, site))
-                .map(|(_, flops)| flops.saturating_mul(runs.count))
-                .sum();
-            total.unpredicted.push((site, runs.count, flops));
+        let call = KernelCall::at(program, site);
+        let of_call = call.as_ref().and_then(|call| kernels.get(call)).copied();
+        let cycles = config.estimated_cycles().or(of_call);
+        let kind = Kind::of(program, site);
+        if cycles.is_none() && (!is_kernel(instruction) || kind == Kind::Copy) {
+            return None;
         }
-    }
-    (!total.by_kind.is_empty()).then_some(total)
+        let flops = inside(program, site).chain([site]);
+        let flops = flops.filter_map(|site| product_flops(program, site));
+        Some(Timed {
+            site,
+            kind: kind.name(),
+            count: runs.count,
+            cycles,
+            flops: flops.map(|(_, flops)| flops).sum(),
+            call,
+        })
+    });
+    let all: Vec<Timed> = all.collect();
+    all.iter()
+        .any(|timed| timed.cycles.is_some())
+        .then_some(all)
 }
 
 fn is_kernel(instruction: &HloInstructionProto) -> bool {

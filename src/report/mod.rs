@@ -25,6 +25,8 @@
 mod collectives;
 mod cost;
 mod instruction;
+mod kernels;
+mod predicted;
 mod program;
 mod purpose;
 mod runs;
@@ -37,6 +39,8 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use crate::proto::xla::HloModuleProto;
+
+pub use kernels::{KernelCall, kernel_calls};
 
 #[derive(Debug, Error, Clone, PartialEq, Eq)]
 pub enum ReportError {
@@ -67,6 +71,8 @@ pub struct ReportInput<'a> {
     /// Clock of the chip ([`crate::topology::Chip::clock_hz`]).
     pub clock_hz: Option<f64>,
     pub trip_count_hints: &'a [TripCountHint],
+    /// Cycles of one run of the kernels that [`kernel_calls`] lists, as far as they are known.
+    pub kernel_cycles: &'a BTreeMap<KernelCall, u64>,
     pub compile_seconds: f64,
 }
 
@@ -193,19 +199,58 @@ pub struct Collective {
     pub instruction: String,
 }
 
-/// Time the compiler predicts for what the device itself computes, in milliseconds; waiting for
-/// collectives is not in it.
+/// Predicted time of what the device itself computes, in milliseconds; waiting for collectives is not in it.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Predicted {
     pub total: f64,
-    /// By kind of kernel: `dot`, `convolution`, `reduce`, `elementwise`, `copy`, ...
+    /// By kind: `dot`, `convolution`, `reduce`, `elementwise`, `copy`, `kernel` (no code of the compiler's own), ...
     pub by_kind: BTreeMap<String, f64>,
-    /// Kernels the compiler predicts nothing for (hand-written ones, some that overlap with a
-    /// collective): `total` is too small by their time.
+    /// The kernels that are no code of the compiler's own, the costliest first.
+    pub kernels: Vec<Kernel>,
+    /// What the compiler schedules on its own, the costliest first and no more than [`COSTLIEST`].
+    pub costliest: Vec<Operation>,
+    /// What nothing is predicted for (kernels that were not simulated, some operations that overlap with a collective):
+    /// `total` is too small by their time.
     pub unpredicted: Vec<Unpredicted>,
 }
 
-/// A kernel without a prediction.
+/// Operations that a report lists.
+pub const COSTLIEST: usize = 1000;
+
+/// The equal calls of a kernel.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Kernel {
+    pub name: String,
+    /// Types in StableHLO.
+    pub operands: Vec<String>,
+    pub result: String,
+    /// How often it runs in one execution.
+    pub count: u64,
+    /// Cycles of one run.
+    pub cycles: u64,
+    /// Of all runs.
+    pub ms: f64,
+}
+
+/// An instruction of the optimized program.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Operation {
+    /// Name in the optimized program.
+    pub instruction: String,
+    pub kind: String,
+    pub op_name: String,
+    /// Shapes in HLO with their layouts, `bf16[2,4096,640]{2,1,0}`: the numbers of the dimensions from the fastest one on.
+    pub operands: Vec<String>,
+    pub result: String,
+    /// How often it runs in one execution.
+    pub count: u64,
+    /// Cycles of one run.
+    pub cycles: u64,
+    /// Of all runs.
+    pub ms: f64,
+}
+
+/// An operation without a prediction.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Unpredicted {
     /// Name in the optimized program.
@@ -259,9 +304,9 @@ impl CompileReport {
             .into_iter()
             .filter_map(|t| flops.get(t))
             .sum();
-        let predicted_ms = cost::cycles(&program, &counts)
+        let predicted_ms = cost::timed(&program, &counts, input.kernel_cycles)
             .zip(input.clock_hz)
-            .map(|(cycles, clock)| Predicted::new(&program, &cycles, clock));
+            .map(|(timed, clock)| Predicted::new(&program, &timed, clock));
         Ok(Self {
             parameters: input.parameters,
             int8_flops_share: if all == 0 {
@@ -285,33 +330,6 @@ impl CompileReport {
                 .collect(),
             compile_seconds: input.compile_seconds,
         })
-    }
-}
-
-impl Predicted {
-    fn new(program: &program::HloProgram<'_>, cycles: &cost::Cycles, clock_hz: f64) -> Self {
-        let ms = |cycles: u64| cycles as f64 / clock_hz * 1e3;
-        Self {
-            total: ms(cycles.by_kind.values().sum()),
-            by_kind: cycles
-                .by_kind
-                .iter()
-                .map(|(kind, &cycles)| ((*kind).to_owned(), ms(cycles)))
-                .collect(),
-            unpredicted: cycles
-                .unpredicted
-                .iter()
-                .map(|&(site, count, flops)| {
-                    let instruction = program.instruction(site);
-                    Unpredicted {
-                        instruction: instruction.name.clone(),
-                        op_name: instruction::op_name(instruction).to_owned(),
-                        count,
-                        flops,
-                    }
-                })
-                .collect(),
-        }
     }
 }
 

@@ -233,6 +233,7 @@ fn report_with(
             weight_arguments,
             clock_hz: Some(1.5e9),
             trip_count_hints: hints,
+            kernel_cycles: &BTreeMap::new(),
             compile_seconds: 2.5,
         },
     )
@@ -400,6 +401,7 @@ fn malformed_programs_are_errors() {
         weight_arguments: &[],
         clock_hz: None,
         trip_count_hints: &[],
+        kernel_cycles: &BTreeMap::new(),
         compile_seconds: 0.0,
     };
     let error =

@@ -67,11 +67,22 @@ impl CompileReport {
             item(f, kind, &format!("{ms:.3} ms"), &share)?;
         }
         item(f, "total", &format!("{:.3} ms", predicted.total), "")?;
+        for kernel in &predicted.kernels {
+            writeln!(
+                f,
+                "  kernel {:<17}{:>10.3} ms in {:>4}  ({}) -> {}",
+                kernel.name,
+                kernel.ms,
+                kernel.count,
+                kernel.operands.join(", "),
+                kernel.result
+            )?;
+        }
         if !predicted.unpredicted.is_empty() {
             let flops = predicted.unpredicted.iter().map(|u| u.flops).sum();
             writeln!(
                 f,
-                "  not predicted: {} kernels with {}",
+                "  not predicted: {} operations with {}",
                 predicted.unpredicted.len(),
                 operations(flops)
             )?;

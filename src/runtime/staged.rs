@@ -167,7 +167,7 @@ impl StagedProgram {
         &self.step
     }
 
-    /// How many of the plugin's kernels a step calls, by the custom call's target.
+    /// How many of the plugin's kernels a step calls, by name.
     pub fn kernels(&self) -> &BTreeMap<&'static str, usize> {
         &self.kernels
     }

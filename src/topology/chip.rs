@@ -154,6 +154,21 @@ impl Chip {
         }
     }
 
+    /// Bytes a second between one chip and its HBM.
+    ///
+    /// Sources: the Cloud TPU pages of each version, and NVIDIA's data sheets of the SXM parts.
+    pub fn hbm_bytes_per_second(self) -> u64 {
+        match self {
+            Chip::V4 => 1_228_000_000_000,
+            Chip::V5e => 819_000_000_000,
+            Chip::V5p => 2_765_000_000_000,
+            Chip::V6e => 1_640_000_000_000,
+            Chip::Tpu7x => 7_370_000_000_000,
+            Chip::H100 => 3_352_320_000_000,
+            Chip::H200 => 4_800_000_000_000,
+        }
+    }
+
     /// Core clock in Hz, which turns the compiler's `estimated_cycles` into time; `None` where
     /// no source is known.
     ///
@@ -173,15 +188,12 @@ impl Chip {
     /// Limits are those of compute capability 9.0 in NVIDIA's programming guide; multiprocessors, clock, bandwidth and
     /// memory are of the SXM parts' data sheets. Versions are the oldest that the plugin's wheel runs with.
     pub fn gpu_target_config(self) -> Option<String> {
-        let (name, bandwidth, memory) = match self {
-            Chip::H100 => (
-                "NVIDIA H100 80GB HBM3",
-                3_352_320_000_000u64,
-                84_929_347_584u64,
-            ),
-            Chip::H200 => ("NVIDIA H200", 4_800_000_000_000, 141_000_000_000),
+        let (name, memory) = match self {
+            Chip::H100 => ("NVIDIA H100 80GB HBM3", 84_929_347_584u64),
+            Chip::H200 => ("NVIDIA H200", 141_000_000_000),
             Chip::V4 | Chip::V5e | Chip::V5p | Chip::V6e | Chip::Tpu7x => return None,
         };
+        let bandwidth = self.hbm_bytes_per_second();
         Some(format!(
             "gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 \
              shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 \

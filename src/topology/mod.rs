@@ -101,6 +101,11 @@ impl Accelerator {
         })
     }
 
+    /// The smallest slice of TPUs of a kind; `None` for GPUs.
+    pub fn smallest(chip: Chip) -> Option<Self> {
+        names::smallest(chip)
+    }
+
     /// Every valid accelerator name, by family and size.
     pub fn names() -> Vec<String> {
         names::all().collect()

@@ -178,6 +178,12 @@ pub(super) fn find(name: &str) -> Option<Accelerator> {
     Some(family.accelerator(suffix, dims))
 }
 
+pub(super) fn smallest(chip: Chip) -> Option<Accelerator> {
+    let family = FAMILIES.iter().find(|family| family.chip == chip)?;
+    let (suffix, dims) = family.rows().into_iter().next()?;
+    Some(family.accelerator(suffix, dims))
+}
+
 pub(super) fn all() -> impl Iterator<Item = String> {
     FAMILIES
         .iter()

@@ -258,6 +258,10 @@ impl CustomCall for Attention {
         "tpu_custom_call"
     }
 
+    fn name(&self) -> &'static str {
+        "attention"
+    }
+
     fn configuration(&self, operands: &[&Shape]) -> Configuration {
         let &[q, k, v] = operands else {
             return Configuration::Text(String::new());

@@ -61,7 +61,7 @@ pub struct Submodule {
 pub struct SubmoduleRun {
     /// Results by name, in float32.
     pub outputs: Vec<(String, HostTensor)>,
-    /// How many of the plugin's kernels the program calls, by the custom call's target.
+    /// How many of the plugin's kernels the program calls, by name.
     pub kernels: BTreeMap<&'static str, usize>,
     pub seconds: SubmoduleSeconds,
 }

@@ -84,6 +84,7 @@ fn compiled_training_step() -> CompileReport {
         weight_arguments: &graph.weights().map(|(index, _)| index).collect::<Vec<_>>(),
         clock_hz: None,
         trip_count_hints: &[],
+        kernel_cycles: &BTreeMap::new(),
         compile_seconds: 0.0,
     };
     CompileReport::new(&program.executable().optimized_hlo().unwrap(), &input).unwrap()

@@ -1,0 +1,228 @@
+//! Layers with dimensions, as programs of their own.
+
+use std::fmt;
+
+use crate::dtype::DType;
+use crate::graph::{Builder, Tensor};
+use crate::lowering::Traced;
+use crate::nn::{self, Activation, Attention, Conv2d, GroupNorm, Linear, Precision};
+use crate::quant::Policy;
+use crate::shape::Shape;
+use crate::util::named;
+
+use super::KernelError;
+
+named! {
+    /// A layer that a backend has a kernel for.
+    pub enum Layer {
+        Attention = "attention",
+        CausalAttention = "causal_attention",
+        GroupNorm = "group_norm",
+        GroupNormSilu = "group_norm_silu",
+        LayerNorm = "layer_norm",
+        GatedGelu = "gated_gelu",
+        Linear = "linear",
+        Conv2d = "conv2d",
+    }
+}
+
+/// A layer of bf16 with its dimensions.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Case {
+    pub layer: Layer,
+    /// In the order of [`Layer::dims`].
+    dims: Vec<usize>,
+    /// Whether contractions are quantized as `quantization=int8` does it.
+    pub int8: bool,
+}
+
+impl Layer {
+    /// The names of its dimensions, with those of a layer of SDXL at 1024x1024 and two rows.
+    pub fn dims(self) -> &'static [(&'static str, usize)] {
+        match self {
+            Layer::Attention => &[
+                ("batch", 2),
+                ("queries", 4096),
+                ("keys", 4096),
+                ("heads", 10),
+                ("size", 64),
+            ],
+            Layer::CausalAttention => &[("batch", 2), ("tokens", 77), ("heads", 12), ("size", 64)],
+            Layer::GroupNorm | Layer::GroupNormSilu => &[
+                ("batch", 2),
+                ("height", 64),
+                ("width", 64),
+                ("channels", 640),
+                ("groups", 32),
+            ],
+            Layer::LayerNorm => &[("batch", 2), ("tokens", 4096), ("features", 640)],
+            Layer::GatedGelu => &[("batch", 2), ("tokens", 4096), ("features", 5120)],
+            Layer::Linear => &[
+                ("batch", 2),
+                ("tokens", 1024),
+                ("inputs", 1280),
+                ("outputs", 1280),
+            ],
+            Layer::Conv2d => &[
+                ("batch", 2),
+                ("height", 64),
+                ("width", 64),
+                ("inputs", 640),
+                ("outputs", 640),
+                ("kernel", 3),
+            ],
+        }
+    }
+
+    fn contracts(self) -> bool {
+        matches!(self, Layer::Linear | Layer::Conv2d)
+    }
+}
+
+impl Case {
+    /// A layer with the dimensions `name=number`, the others by default.
+    ///
+    /// # Errors
+    /// [`KernelError::Dimension`] for a name that the layer has not, or no number above 0; [`KernelError::NoContraction`]
+    /// for `int8` where there is nothing to quantize.
+    pub fn new(layer: Layer, given: &[String], int8: bool) -> Result<Case, KernelError> {
+        let names = layer.dims();
+        let mut dims: Vec<usize> = names.iter().map(|(_, size)| *size).collect();
+        for text in given {
+            let place = text.split_once('=').and_then(|(name, size)| {
+                let place = names.iter().position(|(own, _)| *own == name)?;
+                Some((place, size.parse().ok().filter(|size| *size > 0)?))
+            });
+            let Some((place, size)) = place else {
+                return Err(KernelError::Dimension {
+                    layer,
+                    found: text.clone(),
+                    expected: names.iter().map(|(name, _)| format!("{name}=N")).collect(),
+                });
+            };
+            dims[place] = size;
+        }
+        if int8 && !layer.contracts() {
+            return Err(KernelError::NoContraction { layer });
+        }
+        Ok(Case { layer, dims, int8 })
+    }
+
+    /// The dimensions by name.
+    pub fn dims(&self) -> impl Iterator<Item = (&'static str, usize)> {
+        let names = self.layer.dims().iter().map(|(name, _)| *name);
+        names.zip(self.dims.iter().copied())
+    }
+
+    /// The layer as a program.
+    ///
+    /// # Errors
+    /// When the dimensions do not fit each other.
+    pub fn traced(&self) -> Result<Traced, KernelError> {
+        let b = Builder::new();
+        let y = self.build(&b)?;
+        b.output("y", y, None)?;
+        let traced = Traced::new("kernel", b.finish());
+        if !self.int8 {
+            return Ok(traced);
+        }
+        let policy = Policy::aqt_int8("m/", 1, Vec::new(), &[])?;
+        Ok(traced.quantized(Some(&policy))?)
+    }
+
+    fn build(&self, b: &Builder) -> Result<Tensor, KernelError> {
+        let input = |name: &str, dims: &[usize]| b.input(name, Shape::new(DType::BF16, dims), &[]);
+        let precision = Precision {
+            weights: DType::BF16,
+            activations: DType::BF16,
+        };
+        let m = b.root("m");
+        let y = match (self.layer, &self.dims[..]) {
+            (Layer::Attention, &[batch, queries, keys, heads, size]) => {
+                let of = |name, length| input(name, &[batch, length, heads * size]);
+                let qkv = [of("q", queries)?, of("k", keys)?, of("v", keys)?];
+                let causal = false;
+                nn::attention(&m, qkv, Attention { heads, causal }, precision)?
+            }
+            (Layer::CausalAttention, &[batch, tokens, heads, size]) => {
+                let of = |name| input(name, &[batch, tokens, heads * size]);
+                let qkv = [of("q")?, of("k")?, of("v")?];
+                let causal = true;
+                nn::attention(&m, qkv, Attention { heads, causal }, precision)?
+            }
+            (
+                Layer::GroupNorm | Layer::GroupNormSilu,
+                &[batch, height, width, channels, groups],
+            ) => {
+                let x = input("x", &[batch, height, width, channels])?;
+                let silu = self.layer == Layer::GroupNormSilu;
+                let norm = GroupNorm {
+                    groups,
+                    epsilon: 1e-5,
+                    activation: silu.then_some(Activation::Silu),
+                };
+                nn::group_norm(&m, x, norm, precision)?
+            }
+            (Layer::LayerNorm, &[batch, tokens, features]) => {
+                nn::layer_norm(&m, input("x", &[batch, tokens, features])?, 1e-5, precision)?
+            }
+            (Layer::GatedGelu, &[batch, tokens, features]) => {
+                nn::gated_gelu(&m, input("x", &[batch, tokens, features])?)?
+            }
+            (Layer::Linear, &[batch, tokens, inputs, outputs]) => {
+                let x = input("x", &[batch, tokens, inputs])?;
+                nn::linear(&m, x, Linear::new(outputs, "embed", "mlp"), precision)?
+            }
+            (Layer::Conv2d, &[batch, height, width, inputs, outputs, kernel]) => {
+                let x = input("x", &[batch, height, width, inputs])?;
+                nn::conv2d(&m, x, Conv2d::same(outputs, kernel), precision)?
+            }
+            (layer, dims) => {
+                let count = dims.len();
+                return Err(b
+                    .invalid(format!("{layer} has not {count} dimensions"))
+                    .into());
+            }
+        };
+        Ok(y)
+    }
+}
+
+impl fmt::Display for Case {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.layer.name())?;
+        for (name, size) in self.dims() {
+            write!(f, " {name}={size}")?;
+        }
+        if self.int8 {
+            f.write_str(" in int8")?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_layer_is_a_program() {
+        for layer in Layer::ALL {
+            let case = Case::new(layer, &[], layer.contracts()).unwrap();
+            assert_eq!(case.traced().unwrap().graph.outputs.len(), 1, "{case}");
+        }
+    }
+
+    #[test]
+    fn a_wrong_dimension_is_an_error_that_names_them() {
+        let error = |given: &str| {
+            let case = Case::new(Layer::LayerNorm, &[given.to_owned()], false);
+            case.unwrap_err().to_string()
+        };
+        let expected = "is no dimension of layer_norm; it has batch=N, tokens=N, features=N";
+        assert_eq!(error("rows=3"), format!("\"rows=3\" {expected}"));
+        assert_eq!(error("tokens=0"), format!("\"tokens=0\" {expected}"));
+        let error = Case::new(Layer::LayerNorm, &[], true).unwrap_err();
+        assert!(error.to_string().contains("nothing to quantize"), "{error}");
+    }
+}

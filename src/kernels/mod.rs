@@ -1,0 +1,119 @@
+//! One layer alone: which backends have kernels for it, and what a kernel takes of a chip beside what the compiler makes
+//! of the layer. `maxdiff-rs kernel` prints it.
+
+mod layer;
+
+use std::collections::BTreeMap;
+
+use crate::aot::{AotError, Compiler, Options, Simulator};
+use crate::backend::{Backend, kernel_counts};
+use crate::emit::DotPrecision;
+use crate::graph::GraphError;
+use crate::quant::{self, QuantError};
+use crate::report::CompileReport;
+use crate::topology::Accelerator;
+
+pub use layer::{Case, Layer};
+
+/// Why a layer cannot be built or compiled.
+#[derive(Debug, thiserror::Error)]
+pub enum KernelError {
+    #[error("{found:?} is no dimension of {layer}; it has {}", expected.join(", "))]
+    Dimension {
+        layer: Layer,
+        found: String,
+        expected: Vec<String>,
+    },
+    #[error("{layer} does not contract, so there is nothing to quantize")]
+    NoContraction { layer: Layer },
+    #[error("no TPU kernel takes {0}: the compiler makes it of the layer's operations")]
+    NoKernel(String),
+    #[error(transparent)]
+    Graph(#[from] GraphError),
+    #[error(transparent)]
+    Quant(#[from] QuantError),
+    #[error(transparent)]
+    Aot(#[from] AotError),
+}
+
+impl KernelError {
+    /// Whether the arguments are wrong, rather than a plugin or a compiler.
+    pub fn is_usage(&self) -> bool {
+        match self {
+            KernelError::Dimension { .. }
+            | KernelError::NoContraction { .. }
+            | KernelError::NoKernel(_)
+            | KernelError::Graph(_)
+            | KernelError::Quant(_) => true,
+            KernelError::Aot(error) => error.is_usage(),
+        }
+    }
+}
+
+/// The kernels that a backend calls for a layer, by name.
+///
+/// # Errors
+/// When the layer's dimensions do not fit it.
+pub fn claimed(
+    case: &Case,
+    backend: Backend,
+) -> Result<BTreeMap<&'static str, usize>, KernelError> {
+    let graph = quant::lower(&case.traced()?.graph)?;
+    Ok(kernel_counts(&backend.claim(&graph)?))
+}
+
+/// Compiles a layer with this program's kernels for one device of `accelerator`.
+///
+/// # Errors
+/// [`KernelError::NoKernel`] where no kernel takes the layer; the compiler's where it refuses the kernel.
+pub fn check(case: &Case, accelerator: Accelerator) -> Result<CompileReport, KernelError> {
+    match has_kernel(case)? {
+        true => report(case, &Compiler::for_one_device(accelerator)?),
+        false => Err(KernelError::NoKernel(case.to_string())),
+    }
+}
+
+/// The reports of a layer with this program's kernels, which are simulated, and without.
+#[derive(Debug)]
+pub struct Comparison {
+    /// `None` where no kernel takes the layer.
+    pub kernels: Option<CompileReport>,
+    pub compiler: CompileReport,
+}
+
+/// Compiles a layer with and without kernels for one device of `accelerator`.
+///
+/// # Errors
+/// When the compiler refuses one of the two.
+pub fn compare(
+    case: &Case,
+    accelerator: Accelerator,
+    simulator: Simulator,
+) -> Result<Comparison, KernelError> {
+    let compiler = Compiler::for_one_device(accelerator.clone())?.with_simulator(simulator);
+    let kernels = has_kernel(case)?.then(|| report(case, &compiler));
+    Ok(Comparison {
+        kernels: kernels.transpose()?,
+        compiler: report(
+            case,
+            &Compiler::for_one_device(accelerator)?.without_kernels(),
+        )?,
+    })
+}
+
+fn has_kernel(case: &Case) -> Result<bool, KernelError> {
+    Ok(!claimed(case, Backend::Tpu { kernels: true })?.is_empty())
+}
+
+/// The report of the step program; what is computed from weights alone is not in it.
+fn report(case: &Case, compiler: &Compiler) -> Result<CompileReport, KernelError> {
+    let options = Options {
+        step: "kernel",
+        precision: DotPrecision::Default,
+        weights_dtype: "bfloat16",
+        activations_dtype: "bfloat16",
+        quantization: if case.int8 { "int8" } else { "" },
+        memory_advice: Vec::new(),
+    };
+    Ok(compiler.compile(&case.traced()?, &options)?.step.report)
+}
