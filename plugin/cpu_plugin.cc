@@ -11,8 +11,8 @@
 #include "client.h"
 #include "event.h"
 #include "executable.h"
+#include "isa.h"
 #include "kernel_calls.h"
-#include "kernels.h"
 
 namespace maxdiff {
 
@@ -26,6 +26,8 @@ __attribute__((constructor)) void SilenceLogs() {
 }
 
 MAXDIFF_PJRT_FUNCTION(PJRT_Plugin_Initialize) {
+  const std::string& error = kernels::ChosenIsa().error;
+  if (!error.empty()) return absl::InvalidArgumentError(error);
   static const absl::Status* const registered = new absl::Status(RegisterKernels());
   return *registered;
 }
@@ -38,7 +40,8 @@ MAXDIFF_PJRT_FUNCTION(PJRT_Plugin_Attributes) {
     // sources' sum: what operands a kernel takes changes with them.
     values->Add("maxdiff_sources", std::string(MAXDIFF_SOURCES));
     values->Add("maxdiff_kernels", KernelNames());
-    values->Add("maxdiff_missing_features", kernels::MissingFeatures());
+    values->Add("maxdiff_isa", kernels::IsaName());
+    values->Add("maxdiff_missing_features", kernels::ChosenIsa().missing);
 #ifdef MAXDIFF_STABLEHLO_CURRENT
     values->Add("stablehlo_current_version", std::vector<int64_t>{MAXDIFF_STABLEHLO_CURRENT});
     values->Add("stablehlo_minimum_version", std::vector<int64_t>{MAXDIFF_STABLEHLO_MINIMUM});

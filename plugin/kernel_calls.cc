@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "isa.h"
 #include "kernels.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -213,7 +214,7 @@ class Widened {
   std::vector<float> values_;
 };
 
-// Operands and attributes of what follows: Kernel in src/graph/kernel.rs. Each reads its call whole, and computes if
+// Operands and attributes of what follows: Kernel in src/backend/cpu/kernel.rs. Each reads its call whole, and computes if
 // nothing was wrong with it.
 
 // Bounds of a window's attributes, so that products of them with dimensions do not overflow.

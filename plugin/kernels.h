@@ -1,6 +1,8 @@
-// Contractions that XLA's CPU back end computes slowly, as functions over plain memory.
+// Contractions that XLA's CPU backend computes slowly, as functions over plain memory.
 //
-// They need AVX-512 with its bf16 and int8 dot products (`Supported`), whose peak is 2 and 4 times that of f32.
+// They may be called only where `Supported` (isa.h), and use the instructions that it chose: at least AVX-512 with its
+// bf16 and int8 dot products, whose peak is 2 and 4 times that of f32, and tiles of AMX where products have many rows.
+// int8 products are the same whatever is used; sums of bf16 products differ by the order in which f32 is rounded.
 // Weights come packed, so that one load gives what 16 columns multiply: packed[column / 16][k / group][column % 16]
 // [k % group], with the columns padded by zeros to a multiple of 16 and a group of 2 (bf16) or 4 (int8) values.
 //
@@ -11,15 +13,8 @@
 #define MAXDIFF_PLUGIN_KERNELS_H_
 
 #include <cstdint>
-#include <string>
 
 namespace maxdiff::kernels {
-
-// The features that the kernels need and this processor lacks, by the names of /proc/cpuinfo, separated by commas.
-std::string MissingFeatures();
-
-// Whether this processor has the instructions. Where it has not, no other function here may be called.
-inline bool Supported() { return MissingFeatures().empty(); }
 
 // The functions that follow throw std::bad_alloc where memory for their own use cannot be had.
 

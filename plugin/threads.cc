@@ -7,7 +7,7 @@
 #include <thread>
 
 #include "absl/strings/str_cat.h"
-#include "kernels.h"
+#include "isa.h"
 #include "pool.h"
 
 namespace maxdiff {

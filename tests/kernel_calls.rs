@@ -2,10 +2,10 @@
 //! no fault, and what runs out is an error.
 
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::Command;
 use std::time::{Duration, Instant};
 
-use crate::common::{cpu_client, cpu_plugin, kernels_run};
+use crate::common::{cpu_client, cpu_plugin, in_child, kernels_run, passed};
 use maxdiff::dtype::DType;
 use maxdiff::host_tensor::HostTensor;
 use maxdiff::pjrt::{
@@ -409,33 +409,12 @@ fn empty_arrays_are_no_fault() {
     }
 }
 
-/// Runs the test `name` of this file in a process of its own, with `MAXDIFF_TEST_CHILD` set; `None` in that process.
-fn in_child(name: &str, variables: &[(&str, &str)]) -> Option<Output> {
-    const CHILD: &str = "MAXDIFF_TEST_CHILD";
-    if std::env::var_os(CHILD).is_some() {
-        return None;
-    }
-    let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args(["--exact", "--nocapture", &format!("kernel_calls::{name}")]);
-    command.envs(variables.iter().copied());
-    Some(command.env(CHILD, "1").output().unwrap())
-}
-
-#[track_caller]
-fn passed(output: &Output) {
-    let [out, err] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text));
-    assert!(
-        output.status.success() && out.contains("1 passed"),
-        "{out}{err}"
-    );
-}
-
 #[test]
 fn a_kernel_that_runs_out_of_memory_is_an_error_and_the_process_goes_on() {
     if !kernels_run() {
         return;
     }
-    let name = "a_kernel_that_runs_out_of_memory_is_an_error_and_the_process_goes_on";
+    let name = "kernel_calls::a_kernel_that_runs_out_of_memory_is_an_error_and_the_process_goes_on";
     if let Some(output) = in_child(name, &[]) {
         return passed(&output);
     }
@@ -486,7 +465,7 @@ fn threads() -> Vec<String> {
 
 #[test]
 fn kernels_and_the_compiler_compute_with_as_many_threads_as_asked() {
-    let name = "kernels_and_the_compiler_compute_with_as_many_threads_as_asked";
+    let name = "kernel_calls::kernels_and_the_compiler_compute_with_as_many_threads_as_asked";
     if let Some(output) = in_child(name, &[("MAXDIFF_CPU_THREADS", "3")]) {
         return passed(&output);
     }

@@ -2,7 +2,7 @@
 
 use std::any::Any;
 
-use crate::common::{cpu_session, kernels_run, lowered, run_on};
+use crate::common::{cpu_plugin, cpu_session, in_child, kernels_run, lowered, passed, run_on};
 use maxdiff::backend::cpu::{claim, kernel::Kernel};
 use maxdiff::dtype::DType;
 use maxdiff::graph::{Builder, Graph, Init, Op, Tensor, evaluate};
@@ -11,6 +11,7 @@ use maxdiff::nn::{
     Activation, Attention, Conv2d, GroupNorm, Linear, Precision, attention, conv2d, gated_gelu,
     group_norm, layer_norm, linear,
 };
+use maxdiff::pjrt::{ISA, ISA_VARIABLE};
 use maxdiff::runtime::{Array, Program, ProgramOptions, Session, Slot, Value};
 use maxdiff::shape::Shape;
 
@@ -137,6 +138,98 @@ fn contractions_and_what_follows_them_become_one_kernel_each() {
             assert!(error <= 1e-3, "y{i}: {error}");
         }
     }
+}
+
+/// Products with the rows and channels that tiles take: rows and columns that fill no tile, two parts of k and two blocks
+/// of rows, an image whose width is a tile and one whose is not, strides, a 1x1 kernel.
+fn contractions_in_tiles(b: &Builder) -> Vec<Tensor> {
+    let m = b.root("m");
+    let x = |name: &str, dims: &[usize]| b.input(name, Shape::new(DType::BF16, dims), &[]).unwrap();
+    let layer = |features| Linear::new(features, "embed", "heads");
+    let strided = Conv2d {
+        stride: 2,
+        padding: (0, 1),
+        ..Conv2d::same(20, 3)
+    };
+    let image = x("image", &[1, 16, 16, 64]);
+    let narrow = x("narrow", &[2, 5, 6, 128]);
+    vec![
+        linear(&m.scope("a"), x("a", &[2, 19, 128]), layer(100), BF16).unwrap(),
+        linear(&m.scope("b"), x("b", &[140, 2624]), layer(18), BF16).unwrap(),
+        conv2d(&m.scope("image"), image, Conv2d::same(40, 3), BF16).unwrap(),
+        conv2d(&m.scope("point"), image, Conv2d::same(4, 1), BF16).unwrap(),
+        conv2d(&m.scope("strided"), image, strided, BF16).unwrap(),
+        conv2d(&m.scope("narrow"), narrow, Conv2d::same(33, 3), BF16).unwrap(),
+    ]
+}
+
+/// Attention of heads that fill no tile, in two blocks of keys, and causal.
+fn attentions(b: &Builder) -> Vec<Tensor> {
+    let cases = [
+        (2, 50, 77, 40, false),
+        (1, 110, 530, 64, false),
+        (2, 77, 77, 64, true),
+    ];
+    let attend = |(i, (heads, queries, keys, size, causal)): (usize, _)| {
+        let x = |name: &str, length| {
+            let shape = Shape::new(DType::BF16, [1, length, heads * size]);
+            b.input(&format!("{name}{i}"), shape, &[]).unwrap()
+        };
+        let qkv = [x("q", queries), x("k", keys), x("v", keys)];
+        attention(&b.root("m"), qkv, Attention { heads, causal }, BF16).unwrap()
+    };
+    cases.into_iter().enumerate().map(attend).collect()
+}
+
+/// What the kernels can be forced to use, from the lowest.
+const INSTRUCTION_SETS: [&str; 2] = ["avx512", "amx"];
+
+/// A process uses one instruction set, so each has a process of its own.
+#[test]
+fn every_instruction_set_computes_what_the_graph_does() {
+    if !kernels_run() {
+        return;
+    }
+    let used = cpu_plugin().attributes()[ISA].to_string();
+    let highest = INSTRUCTION_SETS.iter().position(|isa| *isa == used);
+    for (i, isa) in INSTRUCTION_SETS.into_iter().enumerate() {
+        if Some(i) > highest {
+            println!("not run: the kernels with {isa}, this machine has at most {used}");
+            continue;
+        }
+        let name = "kernels::every_instruction_set_computes_what_the_graph_does";
+        match in_child(name, &[(ISA_VARIABLE, isa)]) {
+            Some(output) => passed(&output),
+            None => return compare_with_the_host(&used),
+        }
+    }
+}
+
+fn compare_with_the_host(isa: &str) {
+    assert_eq!(std::env::var(ISA_VARIABLE).unwrap(), isa);
+    let session = cpu_session(1);
+    let compare = |graph: &Graph, is_near: &dyn Fn(&HostTensor, &HostTensor) -> bool| {
+        let inputs = inputs(graph);
+        let expected = evaluate(graph, &inputs).unwrap();
+        let found = run_on(&session, &on_device(&session, graph), &inputs);
+        for (i, (found, expected)) in found.iter().zip(&expected).enumerate() {
+            assert!(
+                is_near(found, expected),
+                "{isa}, y{i}: {}",
+                relative(found, expected)
+            );
+        }
+    };
+    // Sums of int8 products are exact, so all instruction sets have the host's.
+    compare(
+        &graph_of(contractions_in_tiles, true),
+        &|found, expected| found == expected,
+    );
+    // As in the tests above.
+    let within =
+        |limit| move |found: &HostTensor, expected: &HostTensor| relative(found, expected) <= limit;
+    compare(&graph_of(contractions_in_tiles, false), &within(1e-3));
+    compare(&graph_of(attentions, false), &within(4e-3));
 }
 
 /// A group norm without and with SiLU, a layer norm and a gate, of images of `height` x 7 and 3 x `length` rows.

@@ -34,6 +34,34 @@ fn doctor_finds_the_installed_plugins() {
 }
 
 #[test]
+fn an_instruction_set_that_cannot_be_had_is_refused() {
+    let problem = |isa: &str| {
+        let mut command = program(["doctor", "--json"]);
+        let output = command.env("MAXDIFF_CPU_ISA", isa).output().unwrap();
+        let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+        let problems = report["problems"].as_array().unwrap();
+        let about = |problem: &&Value| problem["remedy"].to_string().contains("MAXDIFF_CPU_ISA");
+        problems
+            .iter()
+            .find(about)
+            .map(|problem| problem["what"].to_string())
+    };
+    let unknown = problem("avx9").unwrap();
+    let expected = "MAXDIFF_CPU_ISA is 'avx9', expected avx512 or amx";
+    assert!(unknown.contains(expected), "{unknown}");
+    let used = cpu_plugin().attributes()["maxdiff_isa"].to_string();
+    match used.as_str() {
+        "amx" => println!("not run: an instruction set above this machine's"),
+        _ => assert!(
+            problem("amx")
+                .unwrap()
+                .contains("MAXDIFF_CPU_ISA is amx, but this machine has at most "),
+            "{used}"
+        ),
+    }
+}
+
+#[test]
 fn the_number_of_threads_is_that_which_the_process_may_use_or_the_variables() {
     let threads = |command: &mut Command| {
         let report = json(&command.stdin(Stdio::null()).output().unwrap());

@@ -9,8 +9,8 @@ use super::{CliError, plugin, print};
 use crate::doctor::{
     Diagnosis, PluginFolder, PluginState, Probe, Problem, Processor, ProgramFolder, Tool,
 };
-use crate::pjrt::Kernels;
 use crate::pjrt::install::PluginKind;
+use crate::pjrt::{ISA, Kernels};
 use crate::runtime::ExecutableCache;
 
 /// `doctor ...`
@@ -222,7 +222,7 @@ fn describe_plugin(plugin: &PluginState) -> String {
             } else {
                 probe.devices.join(", ")
             },
-            kernels(&probe.kernels).map_or_else(String::new, |text| format!("\n           {text}")),
+            kernels(probe).map_or_else(String::new, |text| format!("\n           {text}")),
         ),
         (_, Some(Err(_))) => "cannot be used, see below".to_string(),
         (_, Some(Ok(_)) | None) => "not installed".to_string(),
@@ -230,11 +230,15 @@ fn describe_plugin(plugin: &PluginState) -> String {
     format!("  {:<8} {state}", plugin.kind.name())
 }
 
-/// Which of a plugin's kernels programs call, or why none; `None` for a plugin without any.
-fn kernels(kernels: &Kernels) -> Option<String> {
-    match kernels {
+/// Which of a plugin's kernels programs call and with what instructions, or why none; `None` for a plugin without any.
+fn kernels(probe: &Probe) -> Option<String> {
+    match &probe.kernels {
         Kernels::None => None,
-        Kernels::Used(names) => Some(format!("kernels: {}", names.join(" "))),
+        Kernels::Used(names) => Some(format!(
+            "kernels: {}\n           instruction set: {}",
+            names.join(" "),
+            probe.attributes.get(ISA).map_or("unknown", String::as_str),
+        )),
         Kernels::Unsupported(missing) => Some(format!(
             "kernels: none, the processor lacks {}",
             missing.join(" ")

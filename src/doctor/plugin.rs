@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 use crate::pjrt::install::{self, InstallError, Installed, PluginKind};
-use crate::pjrt::{Client, Kernels, Plugin};
+use crate::pjrt::{Client, ISA_VARIABLE, Kernels, Plugin};
 use crate::recipe::{self, RecipeError};
 
 use super::Problem;
@@ -86,6 +86,9 @@ impl PluginState {
             Some(Err(error)) if error.contains("libtpu_lockfile") => {
                 "end the other program that uses the TPU; if there is none, remove /tmp/libtpu_lockfile"
                     .to_string()
+            }
+            Some(Err(error)) if error.contains(ISA_VARIABLE) => {
+                format!("set {ISA_VARIABLE} to what this machine has, or unset it")
             }
             // Installing the same plugin again would not fix one that cannot be loaded.
             _ => match &self.found {

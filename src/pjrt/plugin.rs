@@ -92,6 +92,12 @@ impl Plugin {
     }
 }
 
+/// The attribute that names the instruction set of a plugin's kernels.
+pub const ISA: &str = "maxdiff_isa";
+
+/// The environment variable by which the CPU plugin takes another instruction set than the highest.
+pub const ISA_VARIABLE: &str = "MAXDIFF_CPU_ISA";
+
 /// The attribute that has the SHA-256 of a plugin's sources.
 const SOURCES: &str = "maxdiff_sources";
 

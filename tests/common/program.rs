@@ -12,6 +12,28 @@ pub fn program<S: AsRef<OsStr>>(args: impl IntoIterator<Item = S>) -> Command {
     command
 }
 
+/// Runs the test `name`, with its module, in a process of its own, with `MAXDIFF_TEST_CHILD` set; `None` in that process.
+pub fn in_child(name: &str, variables: &[(&str, &str)]) -> Option<Output> {
+    const CHILD: &str = "MAXDIFF_TEST_CHILD";
+    if std::env::var_os(CHILD).is_some() {
+        return None;
+    }
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", "--nocapture", name]);
+    command.envs(variables.iter().copied());
+    Some(command.env(CHILD, "1").output().unwrap())
+}
+
+/// Fails where the one test of a child process has failed.
+#[track_caller]
+pub fn passed(output: &Output) {
+    let [out, err] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text));
+    assert!(
+        output.status.success() && out.contains("1 passed"),
+        "{out}{err}"
+    );
+}
+
 /// What a program wrote.
 pub fn text(bytes: &[u8]) -> &str {
     std::str::from_utf8(bytes).unwrap()
