@@ -151,24 +151,24 @@ fn contractions_in_tiles(b: &Builder) -> Vec<Tensor> {
         padding: (0, 1),
         ..Conv2d::same(20, 3)
     };
-    let image = x("image", &[1, 16, 16, 64]);
-    let narrow = x("narrow", &[2, 5, 6, 128]);
+    let image = x("image", &[1, 3, 16, 64]);
+    let narrow = x("narrow", &[2, 5, 6, 64]);
     vec![
-        linear(&m.scope("a"), x("a", &[2, 19, 128]), layer(100), BF16).unwrap(),
-        linear(&m.scope("b"), x("b", &[140, 2624]), layer(18), BF16).unwrap(),
-        conv2d(&m.scope("image"), image, Conv2d::same(40, 3), BF16).unwrap(),
+        linear(&m.scope("a"), x("a", &[2, 19, 128]), layer(50), BF16).unwrap(),
+        linear(&m.scope("b"), x("b", &[130, 2624]), layer(3), BF16).unwrap(),
+        conv2d(&m.scope("image"), image, Conv2d::same(20, 3), BF16).unwrap(),
         conv2d(&m.scope("point"), image, Conv2d::same(4, 1), BF16).unwrap(),
         conv2d(&m.scope("strided"), image, strided, BF16).unwrap(),
-        conv2d(&m.scope("narrow"), narrow, Conv2d::same(33, 3), BF16).unwrap(),
+        conv2d(&m.scope("narrow"), narrow, Conv2d::same(17, 3), BF16).unwrap(),
     ]
 }
 
 /// Attention of heads that fill no tile, in two blocks of keys, and causal.
 fn attentions(b: &Builder) -> Vec<Tensor> {
     let cases = [
-        (2, 50, 77, 40, false),
-        (1, 110, 530, 64, false),
-        (2, 77, 77, 64, true),
+        (2, 20, 77, 40, false),
+        (1, 98, 530, 8, false),
+        (1, 40, 40, 64, true),
     ];
     let attend = |(i, (heads, queries, keys, size, causal)): (usize, _)| {
         let x = |name: &str, length| {
