@@ -13,7 +13,9 @@ use crate::pjrt::{
     Client, CompileOptions, Executable, NamedValue, PjrtError, Plugin, Topology, prepare_process,
 };
 use crate::proto::xla::HloModuleProto;
-use crate::report::{CompileReport, KernelCall, Memory, ReportError, ReportInput, kernel_calls};
+use crate::report::{
+    CompileReport, KernelCall, KernelCycles, Memory, ReportError, ReportInput, kernel_calls,
+};
 use crate::runtime::{Session, compile_options, describe};
 use crate::shape::Shape;
 use crate::shard::{Axis, LogicalAxisRules, Mesh, Parallelism, PartitionSpec};
@@ -291,7 +293,7 @@ impl Compiler {
     fn kernel_cycles(
         &self,
         hlo: &HloModuleProto,
-    ) -> Result<BTreeMap<KernelCall, u64>, ReportError> {
+    ) -> Result<BTreeMap<KernelCall, KernelCycles>, ReportError> {
         let (Some(simulator), Some(chip)) = (&self.simulator, self.chip) else {
             return Ok(BTreeMap::new());
         };
@@ -303,7 +305,7 @@ impl Compiler {
                     call.name
                 );
             });
-            Some((call, simulation.ok()?.cycles))
+            Some((call, simulation.ok()?))
         });
         Ok(cycles.collect())
     }

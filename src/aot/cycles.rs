@@ -19,7 +19,7 @@ use base64::engine::general_purpose::STANDARD;
 use regex::Regex;
 use serde_json::Value;
 
-use crate::report::KernelCall;
+use crate::report::{KernelCall, KernelCycles};
 use crate::topology::{Accelerator, Chip, Format};
 
 /// Of a grid, no more steps are simulated than take about this many cycles at the chip's peak rates.
@@ -49,19 +49,6 @@ pub struct Simulator {
     program: PathBuf,
 }
 
-/// The simulated cycles of a kernel's call.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Simulation {
-    /// Of the whole call, and no less than its bytes take.
-    pub cycles: u64,
-    /// How many times the simulated steps of the grid are the whole grid.
-    pub scale: f64,
-    /// What its bytes take at the bandwidth of HBM.
-    pub hbm_cycles: u64,
-    /// What its products take at the chip's peak rate in bf16.
-    pub product_cycles: u64,
-}
-
 impl Simulator {
     /// `program` is `maxdiff-rs`, or another that calls [`crate::cli::main`].
     pub fn new(program: PathBuf) -> Simulator {
@@ -72,7 +59,7 @@ impl Simulator {
     ///
     /// # Errors
     /// When the child process cannot be started, or its compiler refuses the kernel.
-    pub fn cycles(&self, chip: Chip, call: &KernelCall) -> Result<Simulation, SimulationError> {
+    pub fn cycles(&self, chip: Chip, call: &KernelCall) -> Result<KernelCycles, SimulationError> {
         // Without a clock nothing is known of how cycles and seconds compare.
         let clock = chip.clock_hz().unwrap_or(0.0);
         let peak = chip.peak(Format::Bf16).unwrap_or(f64::INFINITY);
@@ -80,11 +67,11 @@ impl Simulator {
         let hbm_cycles = call.bytes as f64 / chip.hbm_bytes_per_second() as f64 * clock;
         let (configuration, scale) = shortened(&call.configuration, product_cycles.max(hbm_cycles));
         let cycles = self.simulate(chip, &module(call, &configuration))?;
-        Ok(Simulation {
+        Ok(KernelCycles {
             cycles: (cycles as f64 * scale).max(hbm_cycles) as u64,
-            scale,
             hbm_cycles: hbm_cycles as u64,
             product_cycles: product_cycles as u64,
+            simulated_share: 1.0 / scale,
         })
     }
 

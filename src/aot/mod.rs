@@ -17,7 +17,7 @@ use crate::quant::Decision;
 use crate::report::CompileReport;
 
 pub use compiler::{Compiler, compile_for_one};
-pub use cycles::{Simulation, SimulationError, Simulator};
+pub use cycles::{SimulationError, Simulator};
 pub use error::{AotError, OutOfMemory};
 
 /// The options of a compilation, beside its devices.

@@ -255,9 +255,21 @@ fn operations(predicted: &Predicted) -> String {
             operation.operands.join(", ")
         )
     });
+    let kernels = predicted.kernels.iter().map(|kernel| {
+        let cycles = kernel.of_one;
+        format!(
+            "    {}: {} cycles in each of {}, of which HBM takes at least {} and products {}; {:.0} % of it was simulated\n",
+            kernel.name,
+            cycles.cycles,
+            kernel.count,
+            cycles.hbm_cycles,
+            cycles.product_cycles,
+            cycles.simulated_share * 100.0
+        )
+    });
     let missing = predicted
         .unpredicted
         .iter()
         .map(|operation| format!("    not predicted: {}\n", operation.op_name));
-    lines.chain(missing).collect()
+    lines.chain(kernels).chain(missing).collect()
 }

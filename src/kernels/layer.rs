@@ -3,7 +3,7 @@
 use std::fmt;
 
 use crate::dtype::DType;
-use crate::graph::{Builder, Tensor};
+use crate::graph::{Builder, GraphError, Tensor};
 use crate::lowering::Traced;
 use crate::nn::{self, Activation, Attention, Conv2d, GroupNorm, Linear, Precision};
 use crate::quant::Policy;
@@ -23,6 +23,8 @@ named! {
         GatedGelu = "gated_gelu",
         Linear = "linear",
         Conv2d = "conv2d",
+        /// Norms, attention and the feed-forward layer of a transformer block, with the text's keys and values as inputs.
+        TransformerBlock = "transformer_block",
     }
 }
 
@@ -71,11 +73,21 @@ impl Layer {
                 ("outputs", 640),
                 ("kernel", 3),
             ],
+            Layer::TransformerBlock => &[
+                ("batch", 2),
+                ("tokens", 1024),
+                ("keys", 77),
+                ("heads", 20),
+                ("size", 64),
+            ],
         }
     }
 
     fn contracts(self) -> bool {
-        matches!(self, Layer::Linear | Layer::Conv2d)
+        matches!(
+            self,
+            Layer::Linear | Layer::Conv2d | Layer::TransformerBlock
+        )
     }
 }
 
@@ -177,6 +189,12 @@ impl Case {
                 let x = input("x", &[batch, height, width, inputs])?;
                 nn::conv2d(&m, x, Conv2d::same(outputs, kernel), precision)?
             }
+            (Layer::TransformerBlock, &[batch, tokens, keys, heads, size]) => {
+                let x = input("x", &[batch, tokens, heads * size])?;
+                let text = ["k", "v"].map(|name| input(name, &[batch, keys, heads * size]));
+                let [k, v] = text;
+                transformer_block(&m, x, [k?, v?], heads, precision)?
+            }
             (layer, dims) => {
                 let count = dims.len();
                 return Err(b
@@ -186,6 +204,47 @@ impl Case {
         };
         Ok(y)
     }
+}
+
+/// A block as UNets have it; k and v are of the text.
+fn transformer_block(
+    b: &Builder,
+    x: Tensor,
+    [k, v]: [Tensor; 2],
+    heads: usize,
+    precision: Precision,
+) -> Result<Tensor, GraphError> {
+    let features = b.dims(x).last().copied().unwrap_or(0);
+    let linear = |name: &str, x: Tensor, outputs: usize| {
+        nn::linear(
+            &b.scope(name),
+            x,
+            Linear::new(outputs, "embed", "mlp"),
+            precision,
+        )
+    };
+    let norm = |name: &str, x: Tensor| nn::layer_norm(&b.scope(name), x, 1e-5, precision);
+    let causal = false;
+    let attention = |name: &str, q: Tensor, k: Tensor, v: Tensor| {
+        nn::attention(
+            &b.scope(name),
+            [q, k, v],
+            Attention { heads, causal },
+            precision,
+        )
+    };
+    let y = norm("norm1", x)?;
+    let own = ["to_q", "to_k", "to_v"].map(|name| linear(name, y, features));
+    let [own_q, own_k, own_v] = own;
+    let y = attention("attn1", own_q?, own_k?, own_v?)?;
+    let x = b.add(linear("to_out", y, features)?, x)?;
+    let y = norm("norm2", x)?;
+    let q = linear("to_text_q", y, features)?;
+    let y = attention("attn2", q, k, v)?;
+    let x = b.add(linear("to_text_out", y, features)?, x)?;
+    let y = norm("norm3", x)?;
+    let y = nn::gated_gelu(b, linear("proj", y, 8 * features)?)?;
+    b.add(linear("net", y, features)?, x)
 }
 
 impl fmt::Display for Case {

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use crate::proto::xla::{HloInstructionProto, PrimitiveType, ShapeProto, WindowDimension};
 
 use super::instruction::{BackendConfig, bits, elements, is_collective, type_name};
-use super::kernels::KernelCall;
+use super::kernels::{KernelCall, KernelCycles};
 use super::program::{HloProgram, Site};
 use super::runs::RunCounts;
 
@@ -235,23 +235,25 @@ pub(super) struct Timed {
     pub cycles: Option<u64>,
     /// Operations of one run's dots and convolutions.
     pub flops: u64,
-    /// The call, where it is a kernel that is no code of the compiler's own.
-    pub call: Option<KernelCall>,
+    /// The call of a kernel that is no code of the compiler's own, where its cycles are known.
+    pub kernel: Option<(KernelCall, KernelCycles)>,
 }
 
 /// What takes time, with the compiler's predictions and those of `kernels`. `None` when nothing is predicted (CPU, GPU).
 pub(super) fn timed(
     program: &HloProgram<'_>,
     counts: &RunCounts<'_>,
-    kernels: &BTreeMap<KernelCall, u64>,
+    kernels: &BTreeMap<KernelCall, KernelCycles>,
 ) -> Option<Vec<Timed>> {
     let scheduled = counts.running().filter(|(_, runs)| runs.scheduled);
     let all = scheduled.filter_map(|(site, runs)| {
         let instruction = program.instruction(site);
         let config = BackendConfig::parse(program.backend_config(instruction));
         let call = KernelCall::at(program, site);
-        let of_call = call.as_ref().and_then(|call| kernels.get(call)).copied();
-        let cycles = config.estimated_cycles().or(of_call);
+        let kernel = call.and_then(|call| kernels.get_key_value(&call));
+        let kernel = kernel.map(|(call, cycles)| (call.clone(), *cycles));
+        let of_kernel = kernel.as_ref().map(|(_, cycles)| cycles.cycles);
+        let cycles = config.estimated_cycles().or(of_kernel);
         let kind = Kind::of(program, site);
         if cycles.is_none() && (!is_kernel(instruction) || kind == Kind::Copy) {
             return None;
@@ -264,7 +266,7 @@ pub(super) fn timed(
             count: runs.count,
             cycles,
             flops: flops.map(|(_, flops)| flops).sum(),
-            call,
+            kernel,
         })
     });
     let all: Vec<Timed> = all.collect();

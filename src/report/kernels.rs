@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use crate::proto::xla::{HloModuleProto, PrimitiveType, ShapeProto};
@@ -27,6 +28,19 @@ pub struct KernelCall {
     pub flops: u64,
     /// Bytes of operands and result.
     pub bytes: u64,
+}
+
+/// The cycles of one run of a kernel.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct KernelCycles {
+    /// Simulated, and no less than `hbm_cycles`.
+    pub cycles: u64,
+    /// What its bytes take at the bandwidth of HBM.
+    pub hbm_cycles: u64,
+    /// What its products take at the chip's peak rate in bf16.
+    pub product_cycles: u64,
+    /// The share of the kernel's grid that was simulated, 0 to 1; the rest is as fast.
+    pub simulated_share: f64,
 }
 
 /// The calls of a program, each once.

@@ -40,7 +40,7 @@ use thiserror::Error;
 
 use crate::proto::xla::HloModuleProto;
 
-pub use kernels::{KernelCall, kernel_calls};
+pub use kernels::{KernelCall, KernelCycles, kernel_calls};
 
 #[derive(Debug, Error, Clone, PartialEq, Eq)]
 pub enum ReportError {
@@ -71,8 +71,8 @@ pub struct ReportInput<'a> {
     /// Clock of the chip ([`crate::topology::Chip::clock_hz`]).
     pub clock_hz: Option<f64>,
     pub trip_count_hints: &'a [TripCountHint],
-    /// Cycles of one run of the kernels that [`kernel_calls`] lists, as far as they are known.
-    pub kernel_cycles: &'a BTreeMap<KernelCall, u64>,
+    /// Cycles of the kernels that [`kernel_calls`] lists, as far as they are known.
+    pub kernel_cycles: &'a BTreeMap<KernelCall, KernelCycles>,
     pub compile_seconds: f64,
 }
 
@@ -226,8 +226,8 @@ pub struct Kernel {
     pub result: String,
     /// How often it runs in one execution.
     pub count: u64,
-    /// Cycles of one run.
-    pub cycles: u64,
+    #[serde(flatten)]
+    pub of_one: KernelCycles,
     /// Of all runs.
     pub ms: f64,
 }

@@ -8,7 +8,7 @@ use crate::proto::xla::ShapeProto;
 use super::cost::Timed;
 use super::instruction::op_name;
 use super::program::HloProgram;
-use super::{COSTLIEST, Kernel, KernelCall, Operation, Predicted, Unpredicted};
+use super::{COSTLIEST, Kernel, KernelCall, KernelCycles, Operation, Predicted, Unpredicted};
 
 impl Predicted {
     pub(super) fn new(program: &HloProgram<'_>, timed: &[Timed], clock_hz: f64) -> Self {
@@ -41,20 +41,19 @@ fn predicted(timed: &[Timed]) -> impl Iterator<Item = (&Timed, u64)> {
 }
 
 fn kernels(timed: &[Timed], ms: &impl Fn(u64) -> f64) -> Vec<Kernel> {
-    let mut counts: BTreeMap<&KernelCall, (u64, u64)> = BTreeMap::new();
-    for (timed, cycles) in predicted(timed) {
-        if let Some(call) = &timed.call {
-            let (count, _) = counts.entry(call).or_insert((0, cycles));
-            *count += timed.count;
+    let mut counts: BTreeMap<&KernelCall, (u64, KernelCycles)> = BTreeMap::new();
+    for timed in timed {
+        if let Some((call, cycles)) = &timed.kernel {
+            counts.entry(call).or_insert((0, *cycles)).0 += timed.count;
         }
     }
-    let kernels = counts.into_iter().map(|(call, (count, cycles))| Kernel {
+    let kernels = counts.into_iter().map(|(call, (count, of_one))| Kernel {
         name: call.name.clone(),
         operands: call.operands.clone(),
         result: call.result.clone(),
         count,
-        cycles,
-        ms: ms(cycles * count),
+        of_one,
+        ms: ms(of_one.cycles * count),
     });
     let mut kernels: Vec<Kernel> = kernels.collect();
     kernels.sort_by(|a, b| b.ms.total_cmp(&a.ms));
