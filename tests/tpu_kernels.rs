@@ -3,11 +3,13 @@
 use maxdiff::backend::tpu::claim;
 use maxdiff::dtype::DType;
 use maxdiff::emit::{EmitOptions, stablehlo};
-use maxdiff::graph::{Builder, Graph, Init, Op, evaluate};
+use maxdiff::graph::{Binary, Builder, Composite, Graph, Init, Op, Tensor, evaluate};
 use maxdiff::host_tensor::HostTensor;
-use maxdiff::nn::{Attention, Precision, attention};
+use maxdiff::kernels::{Case, Layer};
+use maxdiff::lowering::Traced;
+use maxdiff::nn::{Attention, Linear, Precision, attention, gated_gelu, linear as linear_layer};
 use maxdiff::pjrt::{CompileOptions, Topology};
-use maxdiff::quant::lower;
+use maxdiff::quant::{Policy, lower};
 use maxdiff::shape::Shape;
 use maxdiff::topology::Accelerator;
 use serde_json::json;
@@ -62,7 +64,7 @@ fn attention_is_its_body() {
     ];
     for case in cases {
         let graph = layer(case, false);
-        let kernel = claim(&graph).unwrap();
+        let kernel = claim(&graph, true).unwrap();
         assert_eq!(calls(&kernel), 1, "{case:?}");
         let inputs = inputs(&graph);
         let [expected, found] = [&graph, &kernel].map(|g| {
@@ -82,7 +84,7 @@ fn attention_is_its_body() {
 #[test]
 fn a_query_without_a_number_has_no_result_and_the_others_have() {
     let graph = layer([1, 2, 19, 77, 64], false);
-    let kernel = claim(&graph).unwrap();
+    let kernel = claim(&graph, true).unwrap();
     let mut inputs = inputs(&graph);
     let mut values = inputs[0].to_f64_vec().unwrap();
     // The second head of the third query.
@@ -103,26 +105,134 @@ fn what_no_kernel_takes_stays() {
     let causal = layer([1, 2, 16, 16, 64], true);
     let many = layer([1, 2, 16, 40_000, 64], false);
     for graph in [causal, many] {
-        assert_eq!(calls(&claim(&graph).unwrap()), 0);
+        assert_eq!(calls(&claim(&graph, true).unwrap()), 0);
+    }
+}
+
+/// A linear layer in int8: batch, tokens, inputs, outputs.
+fn linear(dims: [usize; 4]) -> Graph {
+    let names = ["batch", "tokens", "inputs", "outputs"];
+    let pairs = names.iter().zip(dims);
+    let given: Vec<String> = pairs.map(|(name, size)| format!("{name}={size}")).collect();
+    let case = Case::new(Layer::Linear, &given, true).unwrap();
+    lower(&case.traced().unwrap().graph).unwrap()
+}
+
+#[test]
+fn an_int8_product_is_its_body() {
+    // Whole blocks; rows, terms and columns that fill none; several blocks of columns; several of rows.
+    let cases = [
+        [1, 32, 128, 16],
+        [2, 25, 40, 30],
+        [1, 40, 8, 1536],
+        [1, 260, 24, 16],
+    ];
+    for case in cases {
+        let graph = linear(case);
+        let kernel = claim(&graph, true).unwrap();
+        assert_eq!(calls(&kernel), 1, "{case:?}");
+        let mut inputs = inputs(&graph);
+        let mut x = inputs[0].to_f64_vec().unwrap();
+        let terms = case[2];
+        // A row of zeros, one without a range, one whose scale has no finite reciprocal, one with a tie at its end.
+        x[..terms].fill(0.0);
+        x[terms] = f64::NAN;
+        x[2 * terms..3 * terms].fill(2f64.powi(-130));
+        x[3 * terms] = -127.5;
+        inputs[0] = HostTensor::from_f64(inputs[0].shape.clone(), &x).unwrap();
+        let [expected, found] = [&graph, &kernel].map(|g| {
+            let values = evaluate(g, &inputs).unwrap()[0].to_f64_vec().unwrap();
+            values.iter().map(|y| y.to_bits()).collect::<Vec<u64>>()
+        });
+        assert_eq!(found, expected, "{case:?}");
+    }
+}
+
+/// An int8 layer of 32 outputs, and what follows it.
+fn followed(follow: impl FnOnce(&Builder, Tensor, Tensor) -> Tensor) -> Graph {
+    let b = Builder::new();
+    let shape = |columns| Shape::new(DType::BF16, [1, 40, columns]);
+    let x = b.input("x", shape(24), &[]).unwrap();
+    let other = b.input("other", shape(32), &[]).unwrap();
+    let precision = Precision {
+        weights: DType::BF16,
+        activations: DType::BF16,
+    };
+    let layer = Linear::new(32, "embed", "mlp");
+    let y = linear_layer(&b.root("m"), x, layer, precision).unwrap();
+    let y = follow(&b, y, other);
+    b.output("y", y, None).unwrap();
+    let policy = Policy::aqt_int8("m/", 1, Vec::new(), &[]).unwrap();
+    let traced = Traced::new("layer", b.finish());
+    lower(&traced.quantized(Some(&policy)).unwrap().graph).unwrap()
+}
+
+#[test]
+fn an_int8_product_takes_what_follows_it() {
+    // A sum of two bf16 is rounded once by both. The body rounds each operation of GELU to bf16, the kernel the result.
+    let sum = followed(|b, y, other| b.add(other, y).unwrap());
+    let gated = followed(|b, y, _| gated_gelu(&b.root("m"), y).unwrap());
+    for (graph, tolerance) in [(sum, 0.0), (gated, 8e-3)] {
+        let kernel = claim(&graph, true).unwrap();
+        let is_left = |op: &Op| match op {
+            Op::Composite { kind, .. } => *kind == Composite::GatedGelu,
+            op => matches!(op, Op::Binary(Binary::Add)),
+        };
+        let nodes = kernel.nodes.iter().zip(kernel.live_nodes());
+        let left = nodes.filter(|(node, live)| *live && is_left(&node.op));
+        assert_eq!((calls(&kernel), left.count()), (1, 0));
+        let inputs = inputs(&graph);
+        let [expected, found] =
+            [&graph, &kernel].map(|g| evaluate(g, &inputs).unwrap()[0].to_f64_vec().unwrap());
+        let norm: f64 = expected.iter().map(|y| y * y).sum();
+        let pairs = expected.iter().zip(&found);
+        let distance: f64 = pairs.map(|(a, b)| (a - b).powi(2)).sum();
+        assert!(
+            (distance / norm).sqrt() <= tolerance,
+            "{tolerance}: {}",
+            (distance / norm).sqrt()
+        );
     }
 }
 
 #[test]
-fn every_chip_takes_attention() {
+fn small_products_stay() {
+    let graph = linear([1, 31, 128, 128]);
+    assert_eq!(calls(&claim(&graph, true).unwrap()), 0);
+}
+
+#[test]
+fn every_chip_takes_the_kernels() {
     let plugin = tpu_plugin();
-    let graph = claim(&layer([1, 4, 600, 1100, 64], false)).unwrap();
-    let text = stablehlo(&graph, "attention", &EmitOptions::default());
+    let attention = layer([1, 4, 600, 1100, 64], false);
+    // Blocks that are cut; several blocks of columns, whose rows are quantized in the first.
+    let products = [[1, 260, 320, 320], [1, 256, 128, 2560]].map(linear);
+    let gated = followed(|b, y, _| gated_gelu(&b.root("m"), y).unwrap());
+    let products = [vec![gated], products.to_vec()].concat();
     for name in ["v4-8", "v5e-1", "v5p-8", "v6e-1", "tpu7x-8"] {
         let accelerator = Accelerator::lookup(name).unwrap();
         let options = accelerator.create_options(1).unwrap();
         let topology =
             Topology::create(&plugin, accelerator.pjrt_topology_name(), &options).unwrap();
-        let compiled = topology.compile(&text, &CompileOptions::new(1, 1));
-        let hlo = compiled.unwrap_or_else(|error| panic!("{name}: {error}"));
-        let hlo = hlo.optimized_hlo().unwrap();
-        let instructions = hlo.computations.iter().flat_map(|c| &c.instructions);
-        let kernels = instructions.filter(|i| i.custom_call_target == "tpu_custom_call");
-        assert_eq!(kernels.count(), 1, "{name}");
+        // The matrix units of a v4 and of a v7x do not take int8.
+        let backend = accelerator.backend(1);
+        let int8 = !["v4-8", "tpu7x-8"].contains(&name);
+        let count = products
+            .iter()
+            .map(|graph| calls(&backend.claim(graph).unwrap()));
+        assert_eq!(count.sum::<usize>(), if int8 { 3 } else { 0 }, "{name}");
+        let graphs = products.iter().filter(|_| int8).chain([&attention]);
+        for (i, graph) in graphs.enumerate() {
+            let claimed = backend.claim(graph).unwrap();
+            let graph = claimed.inline_composites(&|_, _| true);
+            let text = stablehlo(&graph, "kernel", &EmitOptions::default());
+            let compiled = topology.compile(&text, &CompileOptions::new(1, 1));
+            let hlo = compiled.unwrap_or_else(|error| panic!("{name}, program {i}: {error}"));
+            let hlo = hlo.optimized_hlo().unwrap();
+            let instructions = hlo.computations.iter().flat_map(|c| &c.instructions);
+            let kernels = instructions.filter(|i| i.custom_call_target == "tpu_custom_call");
+            assert_eq!(kernels.count(), 1, "{name}, program {i}");
+        }
     }
 }
 

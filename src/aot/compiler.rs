@@ -104,7 +104,7 @@ impl Compiler {
             hbm_limit: bytes(topology.device_memory_limit())
                 .or_else(|| accelerator.chip.device_memory_bytes()),
             plugin: CompilerPlugin::Topology(topology),
-            backend: accelerator.platform.backend(mesh.num_devices()),
+            backend: accelerator.backend(mesh.num_devices()),
             name: accelerator.name,
             chip: Some(accelerator.chip),
             options: compile_options(&mesh).with_cuda_data_dir(installed.cuda_data_dir.as_deref()),

@@ -5,6 +5,7 @@
 //! `docs/performance.md` gives the measurement behind each rule.
 
 pub mod cpu;
+mod follow;
 pub mod tpu;
 
 use std::collections::BTreeMap;
@@ -24,19 +25,23 @@ pub enum Backend {
         /// Whether this program's kernels may be used: the program is not partitioned, because the partitioner would
         /// gather their operands on every device.
         kernels: bool,
+        /// Whether the chip's matrix units multiply int8, as kernels may then.
+        int8: bool,
     },
 }
 
 impl Backend {
-    /// The backend of a PJRT platform's name, for programs over `devices`. Whether a CPU plugin's kernels run on this
-    /// processor says `plugin_kernels`. Unknown platforms get what GPUs get: no rewriting.
-    pub fn of_platform(name: &str, plugin_kernels: bool, devices: usize) -> Backend {
+    /// The backend of a PJRT platform's name and its devices' kind, for programs over `devices`. Whether a CPU plugin's
+    /// kernels run on this processor says `plugin_kernels`. Unknown platforms get what GPUs get: no rewriting.
+    pub fn of_platform(name: &str, kind: &str, plugin_kernels: bool, devices: usize) -> Backend {
         match name {
             "cpu" => Backend::Cpu {
                 kernels: plugin_kernels && devices == 1,
             },
             "tpu" => Backend::Tpu {
                 kernels: devices == 1,
+                // As `Chip::multiplies_int8` says.
+                int8: kind.starts_with("TPU v5") || kind.starts_with("TPU v6"),
             },
             _ => Backend::Gpu,
         }
@@ -46,7 +51,10 @@ impl Backend {
     pub fn without_kernels(self) -> Backend {
         match self {
             Backend::Cpu { .. } => Backend::Cpu { kernels: false },
-            Backend::Tpu { .. } => Backend::Tpu { kernels: false },
+            Backend::Tpu { int8, .. } => Backend::Tpu {
+                kernels: false,
+                int8,
+            },
             Backend::Gpu => Backend::Gpu,
         }
     }
@@ -60,10 +68,13 @@ impl Backend {
     pub fn claim(&self, graph: &Graph) -> Result<Graph, GraphError> {
         match self {
             Backend::Cpu { kernels: true } => cpu::claim(graph),
-            Backend::Tpu { kernels: true } => tpu::claim(graph),
-            Backend::Cpu { kernels: false } | Backend::Gpu | Backend::Tpu { kernels: false } => {
-                Ok(graph.clone())
-            }
+            Backend::Tpu {
+                kernels: true,
+                int8,
+            } => tpu::claim(graph, *int8),
+            Backend::Cpu { kernels: false }
+            | Backend::Gpu
+            | Backend::Tpu { kernels: false, .. } => Ok(graph.clone()),
         }
     }
 

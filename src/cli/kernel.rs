@@ -122,7 +122,13 @@ pub fn simulator() -> Result<Simulator, CliError> {
 
 const BACKENDS: [(&str, Backend); 2] = [
     ("cpu", Backend::Cpu { kernels: true }),
-    ("tpu", Backend::Tpu { kernels: true }),
+    (
+        "tpu",
+        Backend::Tpu {
+            kernels: true,
+            int8: true,
+        },
+    ),
 ];
 
 fn list(as_json: bool) -> Result<(), CliError> {

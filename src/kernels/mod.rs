@@ -67,7 +67,7 @@ pub fn claimed(
 /// # Errors
 /// [`KernelError::NoKernel`] where no kernel takes the layer; the compiler's where it refuses the kernel.
 pub fn check(case: &Case, accelerator: Accelerator) -> Result<CompileReport, KernelError> {
-    match has_kernel(case)? {
+    match has_kernel(case, &accelerator)? {
         true => report(case, &Compiler::for_one_device(accelerator)?),
         false => Err(KernelError::NoKernel(case.to_string())),
     }
@@ -91,7 +91,7 @@ pub fn compare(
     simulator: Simulator,
 ) -> Result<Comparison, KernelError> {
     let compiler = Compiler::for_one_device(accelerator.clone())?.with_simulator(simulator);
-    let kernels = has_kernel(case)?.then(|| report(case, &compiler));
+    let kernels = has_kernel(case, &accelerator)?.then(|| report(case, &compiler));
     Ok(Comparison {
         kernels: kernels.transpose()?,
         compiler: report(
@@ -101,8 +101,8 @@ pub fn compare(
     })
 }
 
-fn has_kernel(case: &Case) -> Result<bool, KernelError> {
-    Ok(!claimed(case, Backend::Tpu { kernels: true })?.is_empty())
+fn has_kernel(case: &Case, accelerator: &Accelerator) -> Result<bool, KernelError> {
+    Ok(!claimed(case, accelerator.backend(1))?.is_empty())
 }
 
 /// The report of the step program; what is computed from weights alone is not in it.

@@ -84,12 +84,14 @@ pub fn lowering_target(
     let devices = DeviceDescription::numbered(devices_per_slice, slices);
     let mesh = Mesh::new(&parallelism(config), &devices).map_err(RecipeError::usage)?;
     let backend = match (topology, config.hardware) {
-        (Some((accelerator, _)), _) => accelerator.platform.backend(mesh.num_devices()),
+        (Some((accelerator, _)), _) => accelerator.backend(mesh.num_devices()),
         (None, Hardware::Cpu) => Backend::Cpu {
             kernels: cpu::missing_features().is_empty() && mesh.num_devices() == 1,
         },
         (None, Hardware::Tpu) => Backend::Tpu {
             kernels: mesh.num_devices() == 1,
+            // Of an unknown chip.
+            int8: false,
         },
         (None, Hardware::Gpu | Hardware::Auto) => Backend::Gpu,
     };

@@ -190,8 +190,10 @@ impl Session {
     /// The backend that programs of this session are lowered for.
     pub fn backend(&self) -> Backend {
         let kernels = self.client.plugin().kernels().are_used();
+        let device = self.client.devices().first();
         Backend::of_platform(
             self.client.platform_name(),
+            device.map_or("", |device| &device.description().kind),
             kernels,
             self.mesh.num_devices(),
         )

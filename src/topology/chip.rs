@@ -118,6 +118,11 @@ impl Chip {
         }
     }
 
+    /// Whether its matrix units take int8. A v4 converts it: it is no faster than bf16.
+    pub fn multiplies_int8(self) -> bool {
+        self.speedup(Format::Int8).is_ok_and(|times| times > 1.0)
+    }
+
     fn advice(self) -> String {
         let fast: Vec<String> = [Format::Int8, Format::Fp8]
             .into_iter()

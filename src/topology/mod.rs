@@ -55,16 +55,6 @@ impl Platform {
             Platform::Gpu => PluginKind::Cuda,
         }
     }
-
-    /// The backend that programs for `devices` of it are lowered for.
-    pub fn backend(self, devices: usize) -> Backend {
-        match self {
-            Platform::Tpu => Backend::Tpu {
-                kernels: devices == 1,
-            },
-            Platform::Gpu => Backend::Gpu,
-        }
-    }
 }
 
 /// One row of the accelerator table: a slice of a pod, or one GPU host.
@@ -109,6 +99,17 @@ impl Accelerator {
     /// Every valid accelerator name, by family and size.
     pub fn names() -> Vec<String> {
         names::all().collect()
+    }
+
+    /// The backend that programs for `devices` of it are lowered for.
+    pub fn backend(&self, devices: usize) -> Backend {
+        match self.platform {
+            Platform::Tpu => Backend::Tpu {
+                kernels: devices == 1,
+                int8: self.chip.multiplies_int8(),
+            },
+            Platform::Gpu => Backend::Gpu,
+        }
     }
 
     /// The topology name PJRT is asked for: empty for GPUs, whose shape is an option.

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use crate::backend::follow;
 use crate::dtype::DType;
 use crate::graph::{
     Binary, Builder, Composite, Contraction, ConvDims, Graph, GraphError, Node, NumericsConvention,
@@ -34,7 +35,7 @@ pub fn claim(graph: &Graph) -> Result<Graph> {
     let claims = Claims {
         graph,
         of_weights: graph.weight_only(),
-        users: users(graph),
+        users: follow::users(graph),
     };
     let products = claims.products();
     graph.substitute(&mut |b, i, copies| {
@@ -80,21 +81,6 @@ struct Product {
     /// The product itself, whose shape leads to that of the result.
     node: usize,
     result: DType,
-}
-
-/// The live nodes that read each node; an output of the program counts as one more, `None`.
-fn users(graph: &Graph) -> Vec<Vec<Option<usize>>> {
-    let live = graph.live_nodes();
-    let mut users = vec![Vec::new(); graph.nodes.len()];
-    for (i, node) in graph.nodes.iter().enumerate().filter(|(i, _)| live[*i]) {
-        for operand in &node.operands {
-            users[*operand as usize].push(Some(i));
-        }
-    }
-    for output in &graph.outputs {
-        users[output.node as usize].push(None);
-    }
-    users
 }
 
 /// Decides what the kernels take, by attributes, types and shapes.
@@ -265,7 +251,8 @@ impl<'a> Claims<'a> {
                     return (user, product);
                 }
                 Op::Binary(Binary::Add) if product.bias.is_none() => {
-                    product.bias = self.bias(root as u32, node);
+                    // The kernel widens bf16 by itself.
+                    product.bias = follow::bias(self.graph, root as u32, node);
                     if product.bias.is_none() {
                         break;
                     }
@@ -275,35 +262,6 @@ impl<'a> Claims<'a> {
             }
         }
         (root, product)
-    }
-
-    /// The vector along the last dimension that `sum` adds to `product`.
-    fn bias(&self, product: u32, sum: &Node) -> Option<u32> {
-        let other = match sum.operands[..] {
-            [a, b] if a == product && b != product => b,
-            [a, b] if b == product && a != product => a,
-            _ => return None,
-        };
-        let spread = self.node(other);
-        let Op::BroadcastInDim { dims, .. } = &spread.op else {
-            return None;
-        };
-        let last = sum.shape.rank() - 1;
-        // The kernel widens bf16 by itself.
-        let source = self.widened(spread.operands[0]);
-        let whole = self.shape(source).dims == [sum.shape.dims[last]];
-        (dims[..] == [last] && whole).then_some(source)
-    }
-
-    /// The bf16 tensor that `id` is in `f32`, or `id` itself.
-    fn widened(&self, id: u32) -> u32 {
-        let node = self.node(id);
-        match node.op {
-            Op::Convert(DType::F32) if self.shape(node.operands[0]).dtype == DType::BF16 => {
-                node.operands[0]
-            }
-            _ => id,
-        }
     }
 
     /// The kernel's call in place of a product and what follows it.
@@ -332,10 +290,14 @@ impl<'a> Claims<'a> {
         if let Some(scale) = product.row_scale {
             let ranks = [product.lhs, rhs].map(|id| self.shape(id).rank());
             let [places, _] = product.contraction.places(ranks);
-            let scale = copy(self.widened(scale));
+            let scale = copy(follow::widened(self.graph, scale));
             operands.push(b.broadcast_in_dim(scale, &places, leading)?);
         }
-        operands.extend(product.column_scale.map(|id| copy(self.widened(id))));
+        operands.extend(
+            product
+                .column_scale
+                .map(|id| copy(follow::widened(self.graph, id))),
+        );
         operands.extend(product.bias.map(copy));
         let kernel = Kernel::Contract(Contract {
             columns,

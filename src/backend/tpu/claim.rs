@@ -1,25 +1,49 @@
 //! What the TPU kernels stand for: one table of claims.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
+use crate::backend::follow;
 use crate::dtype::DType;
-use crate::graph::{Builder, Composite, Graph, GraphError, Op, PadDim, Tensor};
+use crate::graph::{
+    Binary, Builder, Composite, Contraction, Graph, GraphError, Node, NumericsConvention, Op,
+    PadDim, Tensor, TensorFormat,
+};
 use crate::shape::Shape;
 
-use super::Attention;
+use super::{Attention, Product};
+
+/// Rows from which the product is the kernel's, those of one int8 tile: 160 rows of SDXL's 1280 x 1280 take 8,317 cycles on v5e,
+/// the compiler's operations for them 23,700.
+const LEAST_ROWS: usize = 32;
 
 type Result<T> = std::result::Result<T, GraphError>;
 
 /// The graph with this program's TPU kernels in place of
 ///
-/// - attention in bf16 that is not causal, of as many keys as a core can hold.
+/// - attention in bf16 that is not causal, of as many keys as a core can hold,
+/// - products of bf16 activations that AQT's int8 quantizes, a scale a row, with int8 weights, together with the range
+///   finding and the rounding before them and the bias, the rounding to bf16 and the gated GELU or the sum after them.
 ///
-/// For programs of one partition.
+/// For programs of one partition. Products are left to the compiler where `int8` is false: the chip's matrix units do not
+/// multiply int8, and Mosaic refuses it.
 ///
 /// # Errors
 /// When the graph is ill-typed.
-pub fn claim(graph: &Graph) -> Result<Graph> {
+pub fn claim(graph: &Graph, int8: bool) -> Result<Graph> {
+    let claims = Claims {
+        graph,
+        of_weights: graph.weight_only(),
+        users: follow::users(graph),
+    };
+    let products = match int8 {
+        true => claims.products(),
+        false => HashMap::new(),
+    };
     graph.substitute(&mut |b, i, copies| {
+        if let Some(found) = products.get(&i) {
+            return claims.product_call(b, found, copies).map(Some);
+        }
         let node = &graph.nodes[i];
         let Op::Composite { kind, .. } = &node.op else {
             return Ok(None);
@@ -30,6 +54,263 @@ pub fn claim(graph: &Graph) -> Result<Graph> {
             _ => Ok(None),
         }
     })
+}
+
+/// A product of int8 with what belongs to it. Numbers are nodes.
+#[derive(Clone)]
+struct Found {
+    kernel: Product,
+    /// The activation, before it is quantized.
+    x: u32,
+    weights: u32,
+    column_scale: u32,
+    bias: Option<u32>,
+    residual: Option<u32>,
+    /// The dimension of the weights that is contracted.
+    contracted: usize,
+    /// The shape of the result.
+    shape: Shape,
+}
+
+/// Decides which products the kernel takes, by attributes, types and shapes.
+struct Claims<'a> {
+    graph: &'a Graph,
+    of_weights: Vec<bool>,
+    users: Vec<Vec<Option<usize>>>,
+}
+
+impl<'a> Claims<'a> {
+    fn node(&self, id: u32) -> &'a Node {
+        &self.graph.nodes[id as usize]
+    }
+
+    /// The products that the kernel takes, by the node whose value it gives.
+    fn products(&self) -> HashMap<usize, Found> {
+        let nodes = 0..self.graph.nodes.len();
+        let live = nodes.filter(|i| !self.users[*i].is_empty() && !self.of_weights[*i]);
+        live.filter_map(|i| self.with_what_follows(i, self.product(i)?))
+            .collect()
+    }
+
+    /// Node `i` as a product of quantized rows with weights.
+    fn product(&self, i: usize) -> Option<Found> {
+        let node = &self.graph.nodes[i];
+        let Op::Composite {
+            kind:
+                Composite::ScaledContraction {
+                    contraction: Contraction::Dot(dims),
+                    lhs_scale: true,
+                    rhs_scale: true,
+                },
+            ..
+        } = &node.op
+        else {
+            return None;
+        };
+        let &[lhs, weights, row_scale, column_scale] = &node.operands[..] else {
+            return None;
+        };
+        let x = self.quantized(lhs, row_scale)?;
+        let shape = &self.node(x).shape;
+        let last = shape.rank() - 1;
+        let &[contracted] = &dims.rhs_contract[..] else {
+            return None;
+        };
+        let is_matrix = dims.lhs_batch.is_empty()
+            && dims.lhs_contract == [last]
+            && self.node(weights).shape.rank() == 2;
+        let types = [x, weights].map(|id| self.node(id).shape.dtype);
+        let known = [weights, column_scale].map(|id| self.of_weights[id as usize]);
+        let takes = is_matrix && types == [DType::BF16, DType::S8] && known == [true; 2];
+        (takes && node.shape.dtype == DType::F32).then(|| Found {
+            kernel: Product {
+                gated: false,
+                residual: false,
+            },
+            x,
+            weights,
+            column_scale,
+            bias: None,
+            residual: None,
+            contracted,
+            shape: node.shape.clone(),
+        })
+    }
+
+    /// What `lhs` was before AQT's int8 quantized its rows with the scales `row_scale`.
+    fn quantized(&self, lhs: u32, row_scale: u32) -> Option<u32> {
+        let aqt = TensorFormat::int8(NumericsConvention::Aqt);
+        let rounding = self.node(lhs);
+        let finding = self.node(row_scale);
+        let rows: Vec<usize> = (0..rounding.shape.rank().checked_sub(1)?).collect();
+        let Op::Composite {
+            kind: Composite::Quantize { kept, format },
+            ..
+        } = &rounding.op
+        else {
+            return None;
+        };
+        let Op::Composite {
+            kind:
+                Composite::FindScale {
+                    kept: found_kept,
+                    format: found_format,
+                },
+            ..
+        } = &finding.op
+        else {
+            return None;
+        };
+        let of_rows = [kept, found_kept].iter().all(|kept| **kept == rows);
+        let same = rounding.operands[1] == row_scale && rounding.operands[0] == finding.operands[0];
+        (of_rows && same && [*format, *found_format] == [aqt; 2]).then_some(rounding.operands[0])
+    }
+
+    /// The product with the bias, the rounding to bf16, and the gated GELU or the sum that follow it, and the last node of
+    /// them. `None` where it is not rounded to bf16, or no kernel fits.
+    fn with_what_follows(&self, i: usize, mut found: Found) -> Option<(usize, Found)> {
+        let mut root = i;
+        let (mut user, mut node) = self.only_user(root)?;
+        if matches!(node.op, Op::Binary(Binary::Add)) {
+            found.bias = Some(follow::bias(self.graph, root as u32, node)?);
+            root = user;
+            (user, node) = self.only_user(root)?;
+        }
+        if !matches!(node.op, Op::Convert(DType::BF16)) || !self.fits(&found) {
+            return None;
+        }
+        root = user;
+        let fused = self.only_user(root).and_then(|(user, node)| {
+            let kind = match &node.op {
+                Op::Composite { kind, .. } => Some(kind),
+                _ => None,
+            };
+            let (kernel, residual) = match (&node.op, kind) {
+                (_, Some(Composite::GatedGelu)) => (
+                    Product {
+                        gated: true,
+                        ..found.kernel
+                    },
+                    None,
+                ),
+                (Op::Binary(Binary::Add), _) => {
+                    let other = follow::other_term(root as u32, node)?;
+                    (
+                        Product {
+                            residual: true,
+                            ..found.kernel
+                        },
+                        Some(other),
+                    )
+                }
+                _ => return None,
+            };
+            let fused = Found {
+                kernel,
+                residual,
+                shape: node.shape.clone(),
+                ..found.clone()
+            };
+            self.fits(&fused).then_some((user, fused))
+        });
+        Some(fused.unwrap_or((root, found)))
+    }
+
+    /// The only node that reads node `i`.
+    fn only_user(&self, i: usize) -> Option<(usize, &'a Node)> {
+        match self.users[i][..] {
+            [Some(user)] => Some((user, &self.graph.nodes[user])),
+            _ => None,
+        }
+    }
+
+    fn fits(&self, found: &Found) -> bool {
+        let x = &self.node(found.x).shape;
+        let (Some(terms), Some(columns)) = (x.dims.last(), found.shape.dims.last()) else {
+            return false;
+        };
+        let rows = found.shape.count() / (*columns).max(1);
+        rows >= LEAST_ROWS && found.kernel.fits(rows, *terms, *columns)
+    }
+
+    /// The kernel's call in place of a product and what belongs to it.
+    fn product_call(&self, b: &Builder, found: &Found, copies: &[Tensor]) -> Result<Tensor> {
+        let copy = |id: u32| copies[id as usize];
+        let columns = found.shape.dims.last().copied().unwrap_or(1);
+        let block = match found.kernel.gated {
+            true => Product::gated_block(columns),
+            false => None,
+        };
+        let mut weights = copy(found.weights);
+        if found.contracted == 0 || block.is_some() {
+            // What is stored of a weight is its packed form.
+            weights = self.before_storage(found.weights, copies);
+        }
+        if found.contracted == 0 {
+            weights = b.transpose(weights, &[1, 0])?;
+        }
+        let terms = b.dims(weights)[1];
+        let mut of_columns = of_columns(b, copy(found.column_scale), found.bias.map(copy))?;
+        if let Some(block) = block {
+            weights = in_turns(b, weights, 0, block)?;
+            of_columns = in_turns(b, of_columns, 1, block)?;
+        }
+        let all_columns = b.dims(weights)[0];
+        let weights = b.reshape(weights, &[1, all_columns, terms])?;
+        let of_columns = b.reshape(of_columns, &[1, 2, all_columns])?;
+        let rows = found.shape.count() / columns;
+        let padded = found.kernel.padded_rows(rows, terms, columns);
+        let padded = padded.unwrap_or(rows);
+        let matrix = |x: Tensor, columns: usize| -> Result<Tensor> {
+            let x = b.reshape(x, &[1, rows, columns])?;
+            pad_to(b, x, &[1, padded, columns])
+        };
+        let mut operands = vec![matrix(copy(found.x), terms)?, weights, of_columns];
+        if let Some(residual) = found.residual {
+            operands.push(matrix(copy(residual), columns)?);
+        }
+        let y = b.push(Op::CustomCall(Arc::new(found.kernel)), &operands)?;
+        let y = match padded == rows {
+            true => y,
+            false => b.slice_dim(y, 1, 0, rows)?,
+        };
+        b.reshape(y, &found.shape.dims)
+    }
+
+    /// The value that is marked as stored at `id`: packed, it is what is stored.
+    fn before_storage(&self, id: u32, copies: &[Tensor]) -> Tensor {
+        match self.node(id).op {
+            Op::Stored => copies[self.node(id).operands[0] as usize],
+            _ => copies[id as usize],
+        }
+    }
+}
+
+/// Scales and biases of columns, `f32[2, columns]`. Without a bias they are zeros.
+fn of_columns(b: &Builder, scale: Tensor, bias: Option<Tensor>) -> Result<Tensor> {
+    let scale = b.convert(scale, DType::F32)?;
+    let bias = match bias {
+        Some(bias) => b.convert(bias, DType::F32)?,
+        None => b.full(&b.shape(scale), 0.0)?,
+    };
+    let columns = b.dims(scale)[0];
+    let rows = [
+        b.reshape(scale, &[1, columns])?,
+        b.reshape(bias, &[1, columns])?,
+    ];
+    b.concatenate(&rows, 0)
+}
+
+/// The matrix `x` with blocks of `block` from the first and from the second half of dimension `dim` in turn.
+fn in_turns(b: &Builder, x: Tensor, dim: usize, block: usize) -> Result<Tensor> {
+    let dims = b.dims(x);
+    let blocks = [2, dims[dim] / 2 / block, block];
+    let split = [&dims[..dim], &blocks, &dims[dim + 1..]].concat();
+    let mut order: Vec<usize> = (0..split.len()).collect();
+    order.swap(dim, dim + 1);
+    let x = b.reshape(x, &split)?;
+    let x = b.transpose(x, &order)?;
+    b.reshape(x, &dims)
 }
 
 /// The kernel for q `[batch, queries, heads, size]`, k and v `[batch, keys, heads, size]`; `None` where there is none.

@@ -3,6 +3,8 @@
 mod attention;
 mod claim;
 pub mod mosaic;
+mod product;
 
 pub use attention::Attention;
 pub use claim::claim;
+pub use product::Product;

@@ -3,10 +3,12 @@
 use half::bf16;
 
 use crate::dtype::DType;
+use crate::graph::eval::erf;
 
-use super::{Binary, Kernel, Op, Reduction, Statement, Type, Value};
+use super::{Binary, Kernel, Op, Reduction, Statement, Unary, Value};
 
-/// A value while a step runs, row-major. Integers are small enough to be exact in `f32`.
+/// A value while a step runs, row-major. Integers are small enough to be exact in `f32`, but for those of a product, which
+/// are rounded as their conversion to `f32` rounds them.
 #[derive(Clone, Debug, Default)]
 struct Matrix {
     columns: usize,
@@ -21,12 +23,14 @@ impl Kernel {
         };
         let mut out = vec![0.0; result.array.iter().product()];
         let steps: usize = self.grid.iter().product();
+        let mut scratch = vec![Matrix::default(); self.scratch.len()];
         for step in 0..steps {
             let mut run = Run {
                 kernel: self,
                 operands,
                 place: place(&self.grid, step),
                 values: vec![Matrix::default(); self.types.len()],
+                scratch: &mut scratch,
                 out: &mut out,
             };
             run.statements(&self.body);
@@ -51,6 +55,7 @@ struct Run<'a> {
     operands: &'a [Vec<f32>],
     place: Vec<usize>,
     values: Vec<Matrix>,
+    scratch: &'a mut [Matrix],
     out: &'a mut Vec<f32>,
 }
 
@@ -73,6 +78,10 @@ impl Run<'_> {
                     self.assign(carry, next);
                 }
                 self.assign(&statement.results, carry);
+            } else if let Op::WhenFirst { dim, body } = &statement.op {
+                if self.place[*dim] == 0 {
+                    self.statements(body);
+                }
             } else if let Some(value) = self.value(&statement.op, statement.results.first()) {
                 self.values[statement.results[0].0] = value;
             }
@@ -92,10 +101,7 @@ impl Run<'_> {
 
     /// The value of an operation; `None` for one that stores.
     fn value(&mut self, op: &Op, result: Option<&Value>) -> Option<Matrix> {
-        let (rows, columns) = match result.map(|v| self.kernel.type_of(*v)) {
-            Some(Type::Matrix { rows, columns, .. }) => (rows, columns),
-            _ => (1, 1),
-        };
+        let [rows, columns] = result.map_or([1, 1], |v| self.kernel.size(*v));
         let matrix = |data: Vec<f32>| Some(Matrix { columns, data });
         match op {
             Op::Splat(number) => matrix(vec![*number as f32; rows * columns]),
@@ -112,7 +118,15 @@ impl Run<'_> {
                 self.store(*value);
                 None
             }
-            Op::Exp2(x) => matrix(self.get(*x).data.iter().map(|x| x.exp2()).collect()),
+            Op::Kept(scratch) => Some(self.scratch[scratch.0].clone()),
+            Op::Keep(scratch, value) => {
+                self.scratch[scratch.0] = self.get(*value).clone();
+                None
+            }
+            Op::Unary(op, x) => {
+                let x = self.get(*x).data.iter();
+                matrix(x.map(|x| unary(*op, *x)).collect())
+            }
             Op::Binary(op, a, b) => {
                 let both = self.get(*a).data.iter().zip(&self.get(*b).data);
                 matrix(both.map(|(a, b)| binary(*op, *a, *b)).collect())
@@ -121,26 +135,21 @@ impl Run<'_> {
                 let both = self.get(*a).data.iter().zip(&self.get(*b).data);
                 matrix(both.map(|(a, b)| f32::from(u8::from(a < b))).collect())
             }
+            Op::Equal(a, b) => {
+                let both = self.get(*a).data.iter().zip(&self.get(*b).data);
+                matrix(both.map(|(a, b)| f32::from(u8::from(a == b))).collect())
+            }
             Op::Select([condition, a, b]) => {
                 let [c, a, b] = [condition, a, b].map(|v| &self.get(*v).data);
                 let chosen = |i: usize| if c[i] != 0.0 { a[i] } else { b[i] };
                 matrix((0..c.len()).map(chosen).collect())
             }
             Op::Convert(x) => {
-                let to = result.map(|v| self.kernel.type_of(*v));
-                let rounds = matches!(
-                    to,
-                    Some(Type::Matrix {
-                        dtype: DType::BF16,
-                        ..
-                    })
-                );
-                let round = |x: &f32| {
-                    if rounds {
-                        bf16::from_f32(*x).to_f32()
-                    } else {
-                        *x
-                    }
+                let to = result.and_then(|v| self.kernel.dtype_of(*v));
+                let round = |x: &f32| match to {
+                    Some(DType::BF16) => bf16::from_f32(*x).to_f32(),
+                    Some(DType::S8) => f32::from(*x as i8),
+                    _ => *x,
                 };
                 matrix(self.get(*x).data.iter().map(round).collect())
             }
@@ -154,7 +163,19 @@ impl Run<'_> {
             }
             Op::Broadcast(x) => {
                 let x = self.get(*x);
-                matrix((0..rows * columns).map(|i| x.data[i / columns]).collect())
+                let of_column = x.columns == 1;
+                let at = |i: usize| if of_column { i / columns } else { i % columns };
+                matrix((0..rows * columns).map(|i| x.data[at(i)]).collect())
+            }
+            Op::Slice(x, first) => {
+                let x = self.get(*x);
+                let lines = x.data.chunks(x.columns);
+                matrix(
+                    lines
+                        .flat_map(|line| &line[*first..first + columns])
+                        .copied()
+                        .collect(),
+                )
             }
             Op::MatMul {
                 lhs,
@@ -164,6 +185,7 @@ impl Run<'_> {
             } => {
                 let [lhs, rhs, start] = [lhs, rhs, start].map(|v| self.get(*v));
                 let terms = lhs.columns;
+                let is_integer = result.and_then(|v| self.kernel.dtype_of(*v)) == Some(DType::S32);
                 let element = |row: usize, column: usize| {
                     let products = (0..terms).map(|k| {
                         let at = match transpose_rhs {
@@ -172,7 +194,11 @@ impl Run<'_> {
                         };
                         lhs.data[row * terms + k] * rhs.data[at]
                     });
-                    start.data[row * columns + column] + products.sum::<f32>()
+                    let sum = match is_integer {
+                        true => products.map(|p| p as i32).sum::<i32>() as f32,
+                        false => products.sum::<f32>(),
+                    };
+                    start.data[row * columns + column] + sum
                 };
                 matrix(
                     (0..rows * columns)
@@ -180,7 +206,7 @@ impl Run<'_> {
                         .collect(),
                 )
             }
-            Op::Repeat { .. } => None,
+            Op::Repeat { .. } | Op::WhenFirst { .. } => None,
         }
     }
 
@@ -220,6 +246,15 @@ fn number(x: f32) -> Matrix {
     }
 }
 
+fn unary(op: Unary, x: f32) -> f32 {
+    match op {
+        Unary::Abs => x.abs(),
+        Unary::Erf => erf(f64::from(x)) as f32,
+        Unary::Exp2 => x.exp2(),
+        Unary::RoundEven => x.round_ties_even(),
+    }
+}
+
 fn binary(op: Binary, a: f32, b: f32) -> f32 {
     match op {
         Binary::Add => a + b,
@@ -227,6 +262,7 @@ fn binary(op: Binary, a: f32, b: f32) -> f32 {
         Binary::Mul => a * b,
         Binary::Div => a / b,
         Binary::Max => maximum(a, b),
+        Binary::Min => -maximum(-a, -b),
     }
 }
 

@@ -1,8 +1,8 @@
 //! TPU kernels: a small language that is printed as Mosaic's MLIR text ([`text`]) and evaluated on the host ([`eval`]).
 //!
 //! A kernel runs once for each step of its grid. A step sees one block of every window: of the operands, then of the
-//! result. Blocks are copied to and from the core's own memory by Mosaic, while other steps compute. Values are matrices
-//! `[rows, columns]`; columns lie along the 128 lanes of a vector register.
+//! result. Blocks are copied to and from the core's own memory by Mosaic, while other steps compute. Scratch memory stays
+//! from step to step. Values are matrices `[rows, columns]`; columns lie along the 128 lanes of a vector register.
 
 mod eval;
 mod text;
@@ -17,10 +17,14 @@ pub const LANES: usize = 128;
 /// A kernel of one result.
 #[derive(Clone, Debug)]
 pub struct Kernel {
-    /// Steps in each dimension; they may run in any order.
+    /// Steps in each dimension; the last counts fastest.
     grid: Vec<usize>,
+    /// The dimension whose steps run in order on one core; those of the others may run in any order, on any core.
+    ordered: Option<usize>,
     /// Of the operands, then of the result.
     windows: Vec<Window>,
+    /// The types of scratch memories.
+    scratch: Vec<Type>,
     /// The type of each value.
     types: Vec<Type>,
     body: Vec<Statement>,
@@ -36,6 +40,10 @@ pub struct Window {
     /// Which dimension of the grid counts the blocks along each dimension of the array; `None` where there is one.
     pub index: [Option<usize>; 3],
 }
+
+/// A memory of the core that keeps one matrix from step to step.
+#[derive(Clone, Copy, Debug)]
+pub struct Scratch(usize);
 
 /// A value of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -76,17 +84,30 @@ enum Op {
     },
     /// The block of the result.
     Store(Value),
-    Exp2(Value),
+    /// What a scratch memory holds.
+    Kept(Scratch),
+    /// Puts a value into a scratch memory.
+    Keep(Scratch, Value),
+    /// Runs the body where the step is the first along a dimension of the grid.
+    WhenFirst {
+        dim: usize,
+        body: Vec<Statement>,
+    },
+    Unary(Unary, Value),
     Binary(Binary, Value, Value),
     /// Whether the first is less than the second; both hold integers.
     Less(Value, Value),
+    /// Whether both are the same float.
+    Equal(Value, Value),
     Select([Value; 3]),
     Convert(Value),
     /// Over the columns.
     Reduce(Reduction, Value),
-    /// A column to a matrix of equal columns.
+    /// A column to a matrix of equal columns, or a row to a matrix of equal rows.
     Broadcast(Value),
-    /// `lhs rhs + start`, or with the rhs transposed; `f32`.
+    /// Columns of a matrix from the given one, a multiple of [`LANES`].
+    Slice(Value, usize),
+    /// `lhs rhs + start`, or with the rhs transposed: `f32` of floats, `s32` of `s8`.
     MatMul {
         lhs: Value,
         rhs: Value,
@@ -105,12 +126,21 @@ enum Op {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Unary {
+    Abs,
+    Erf,
+    Exp2,
+    RoundEven,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Binary {
     Add,
     Sub,
     Mul,
     Div,
     Max,
+    Min,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -124,16 +154,35 @@ impl Kernel {
     pub fn new(grid: Vec<usize>, windows: Vec<Window>) -> Self {
         Kernel {
             grid,
+            ordered: None,
             windows,
+            scratch: Vec::new(),
             types: Vec::new(),
             body: Vec::new(),
         }
     }
 
-    /// Bytes of the core's memory for blocks: each twice, because one is copied while another is computed with.
+    /// Bytes of the core's memory for blocks: each twice, because one is copied while another is computed with, unless
+    /// all steps see the same.
     pub fn window_bytes(&self) -> usize {
-        let bytes = |w: &Window| w.dtype.bits() * w.block[0] * w.block[1] / 8;
-        2 * self.windows.iter().map(bytes).sum::<usize>()
+        let bytes = |w: &Window| {
+            let copies = if w.index == [None; 3] { 1 } else { 2 };
+            copies * w.dtype.bits() * w.block[0] * w.block[1] / 8
+        };
+        self.windows.iter().map(bytes).sum()
+    }
+
+    /// Bytes of scratch memory.
+    pub fn scratch_bytes(&self) -> usize {
+        let bytes = |of: &Type| match of {
+            Type::Row => 0,
+            Type::Matrix {
+                dtype,
+                rows,
+                columns,
+            } => dtype.bits() * rows * columns.next_multiple_of(LANES) / 8,
+        };
+        self.scratch.iter().map(bytes).sum()
     }
 
     fn value(&mut self, of: Type) -> Value {
@@ -154,6 +203,14 @@ impl Kernel {
         self.types[value.0]
     }
 
+    /// The element type of a matrix.
+    fn dtype_of(&self, value: Value) -> Option<DType> {
+        match self.type_of(value) {
+            Type::Row => None,
+            Type::Matrix { dtype, .. } => Some(dtype),
+        }
+    }
+
     /// The matrix type of `value` with another element type or number of columns.
     fn matrix(&self, value: Value, dtype: Option<DType>, columns: Option<usize>) -> Type {
         match self.type_of(value) {
@@ -167,6 +224,14 @@ impl Kernel {
                 rows,
                 columns: columns.unwrap_or(width),
             },
+        }
+    }
+
+    /// Rows and columns of a matrix.
+    pub fn size(&self, value: Value) -> [usize; 2] {
+        match self.type_of(value) {
+            Type::Row => [1, 1],
+            Type::Matrix { rows, columns, .. } => [rows, columns],
         }
     }
 
@@ -219,8 +284,60 @@ impl Kernel {
         });
     }
 
+    /// A new scratch memory for a matrix.
+    pub fn scratch(&mut self, dtype: DType, [rows, columns]: [usize; 2]) -> Scratch {
+        self.scratch.push(Type::Matrix {
+            dtype,
+            rows,
+            columns,
+        });
+        Scratch(self.scratch.len() - 1)
+    }
+
+    /// Puts a value into a scratch memory.
+    pub fn keep(&mut self, scratch: Scratch, value: Value) {
+        self.body.push(Statement {
+            results: Vec::new(),
+            op: Op::Keep(scratch, value),
+        });
+    }
+
+    /// What a scratch memory holds.
+    pub fn kept(&mut self, scratch: Scratch) -> Value {
+        self.push(self.scratch[scratch.0], Op::Kept(scratch))
+    }
+
+    /// Runs `body` where the step is the first along dimension `dim` of the grid, whose steps then run in order. Values of
+    /// the body are not seen outside it.
+    pub fn when_first(&mut self, dim: usize, body: impl FnOnce(&mut Kernel)) {
+        let outer = std::mem::take(&mut self.body);
+        body(self);
+        let inner = std::mem::replace(&mut self.body, outer);
+        self.ordered = Some(dim);
+        self.body.push(Statement {
+            results: Vec::new(),
+            op: Op::WhenFirst { dim, body: inner },
+        });
+    }
+
+    fn unary(&mut self, op: Unary, x: Value) -> Value {
+        self.push(self.type_of(x), Op::Unary(op, x))
+    }
+
     pub fn exp2(&mut self, x: Value) -> Value {
-        self.push(self.type_of(x), Op::Exp2(x))
+        self.unary(Unary::Exp2, x)
+    }
+
+    pub fn abs(&mut self, x: Value) -> Value {
+        self.unary(Unary::Abs, x)
+    }
+
+    pub fn erf(&mut self, x: Value) -> Value {
+        self.unary(Unary::Erf, x)
+    }
+
+    pub fn round_even(&mut self, x: Value) -> Value {
+        self.unary(Unary::RoundEven, x)
     }
 
     pub fn add(&mut self, a: Value, b: Value) -> Value {
@@ -243,6 +360,15 @@ impl Kernel {
         self.push(self.type_of(a), Op::Binary(Binary::Max, a, b))
     }
 
+    pub fn min(&mut self, a: Value, b: Value) -> Value {
+        self.push(self.type_of(a), Op::Binary(Binary::Min, a, b))
+    }
+
+    /// Whether elements of floats are equal.
+    pub fn equal(&mut self, a: Value, b: Value) -> Value {
+        self.push(self.matrix(a, Some(DType::Pred), None), Op::Equal(a, b))
+    }
+
     pub fn less(&mut self, a: Value, b: Value) -> Value {
         self.push(self.matrix(a, Some(DType::Pred), None), Op::Less(a, b))
     }
@@ -252,7 +378,7 @@ impl Kernel {
         self.push(of, Op::Select([condition, on_true, on_false]))
     }
 
-    /// To another float type.
+    /// To another float type, of integers to `f32`, or of `f32` that hold integers to `s8`.
     pub fn convert(&mut self, x: Value, dtype: DType) -> Value {
         self.push(self.matrix(x, Some(dtype), None), Op::Convert(x))
     }
@@ -270,6 +396,24 @@ impl Kernel {
     /// A column as each of `columns` columns.
     pub fn broadcast(&mut self, x: Value, columns: usize) -> Value {
         self.push(self.matrix(x, None, Some(columns)), Op::Broadcast(x))
+    }
+
+    /// A row as each of `rows` rows.
+    pub fn broadcast_row(&mut self, x: Value, rows: usize) -> Value {
+        let of = match self.type_of(x) {
+            Type::Matrix { dtype, columns, .. } => Type::Matrix {
+                dtype,
+                rows,
+                columns,
+            },
+            Type::Row => Type::Row,
+        };
+        self.push(of, Op::Broadcast(x))
+    }
+
+    /// `count` columns from `first`; both are multiples of [`LANES`].
+    pub fn slice(&mut self, x: Value, first: usize, count: usize) -> Value {
+        self.push(self.matrix(x, None, Some(count)), Op::Slice(x, first))
     }
 
     /// `lhs rhs^T + start`.

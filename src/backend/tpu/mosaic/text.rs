@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use crate::dtype::DType;
 
-use super::{Binary, Kernel, Op, Reduction, Statement, Type, Value, Window};
+use super::{Binary, Kernel, Op, Reduction, Statement, Type, Unary, Value, Window};
 
 /// Bytes of the core's memory that a kernel may take; what the compiler gives it by default.
 pub const VMEM_BYTES: usize = 16 << 20;
@@ -43,7 +43,14 @@ impl Kernel {
         let grid: Vec<String> = (0..self.grid.len())
             .map(|i| format!("%g{i}: i32"))
             .collect();
-        let all: Vec<String> = grid.iter().cloned().chain(arguments).collect();
+        let scratch = self.scratch.iter().enumerate();
+        let scratch = scratch.map(|(i, of)| format!("%s{i}: {}", memory(*of)));
+        let all: Vec<String> = grid
+            .iter()
+            .cloned()
+            .chain(arguments)
+            .chain(scratch)
+            .collect();
         let windows = self.windows.iter().enumerate().map(|(i, window)| {
             let [rows, columns] = window.block;
             format!(
@@ -52,17 +59,22 @@ impl Kernel {
         });
         let windows: Vec<String> = windows.collect();
         let steps: Vec<String> = self.grid.iter().map(ToString::to_string).collect();
-        let parallel = vec!["#tpu.dimension_semantics<parallel>"; self.grid.len()];
+        let order = (0..self.grid.len()).map(|dim| match self.ordered == Some(dim) {
+            true => "#tpu.dimension_semantics<arbitrary>",
+            false => "#tpu.dimension_semantics<parallel>",
+        });
+        let order: Vec<&str> = order.collect();
         let _ = writeln!(
             text,
             "func.func @main({}) attributes {{iteration_bounds = array<i64: {}>, dimension_semantics = [{}], \
-             window_params = [{}]}} {{",
+             scratch_operands = {} : i64, window_params = [{}]}} {{",
             all.join(", "),
             steps.join(", "),
-            parallel.join(", "),
+            order.join(", "),
+            self.scratch.len(),
             windows.join(", ")
         );
-        text += "%zero = arith.constant 0 : index\n";
+        text += "%zero = arith.constant 0 : index\n%none = arith.constant 0 : i32\n";
         for statement in &self.body {
             self.statement(&mut text, statement);
         }
@@ -83,14 +95,7 @@ impl Kernel {
     }
 
     fn vector(&self, value: Value) -> String {
-        match self.type_of(value) {
-            Type::Row => "index".to_string(),
-            Type::Matrix {
-                dtype,
-                rows,
-                columns,
-            } => format!("vector<{rows}x{columns}x{}>", element(dtype)),
-        }
+        vector(self.type_of(value))
     }
 
     fn statement(&self, text: &mut String, statement: &Statement) {
@@ -136,7 +141,32 @@ impl Kernel {
                      vector.store {x}_b, %w{window}[%zero, %zero, %zero] : {memory}, {block}"
                 )
             }
-            Op::Exp2(x) => format!("{name} = math.exp2 {} : {of}", self::name(*x)),
+            Op::Kept(scratch) => {
+                let (at, memory) = (scratch.0, memory(self.scratch[scratch.0]));
+                format!("{name} = vector.load %s{at}[%zero, %zero] : {memory}, {of}")
+            }
+            Op::Keep(scratch, value) => {
+                let (at, memory) = (scratch.0, memory(self.scratch[scratch.0]));
+                let (x, of) = (self::name(*value), self.vector(*value));
+                format!("vector.store {x}, %s{at}[%zero, %zero] : {memory}, {of}")
+            }
+            Op::WhenFirst { dim, body } => {
+                let _ = writeln!(text, "%first{dim} = arith.cmpi eq, %g{dim}, %none : i32");
+                let _ = writeln!(text, "scf.if %first{dim} {{");
+                for statement in body {
+                    self.statement(text, statement);
+                }
+                "scf.yield\n}".to_string()
+            }
+            Op::Unary(op, x) => {
+                let op = match op {
+                    Unary::Abs => "absf",
+                    Unary::Erf => "erf",
+                    Unary::Exp2 => "exp2",
+                    Unary::RoundEven => "roundeven",
+                };
+                format!("{name} = math.{op} {} : {of}", self::name(*x))
+            }
             Op::Binary(op, a, b) => {
                 let op = match op {
                     Binary::Add => "addf",
@@ -144,6 +174,7 @@ impl Kernel {
                     Binary::Mul => "mulf",
                     Binary::Div => "divf",
                     Binary::Max => "maximumf",
+                    Binary::Min => "minimumf",
                 };
                 let [a, b] = [*a, *b].map(self::name);
                 format!("{name} = arith.{op} {a}, {b} : {of}")
@@ -154,16 +185,23 @@ impl Kernel {
                 self::name(*b),
                 self.vector(*a)
             ),
+            Op::Equal(a, b) => format!(
+                "{name} = arith.cmpf oeq, {}, {} : {}",
+                self::name(*a),
+                self::name(*b),
+                self.vector(*a)
+            ),
             Op::Select(operands) => {
                 let [condition, a, b] = operands.map(self::name);
                 let predicate = self.vector(operands[0]);
                 format!("{name} = arith.select {condition}, {a}, {b} : {predicate}, {of}")
             }
             Op::Convert(x) => {
-                let op = match result.map(|v| self.type_of(v)) {
-                    Some(Type::Matrix {
-                        dtype: DType::BF16, ..
-                    }) => "truncf",
+                let to = result.and_then(|v| self.dtype_of(v));
+                let op = match [self.dtype_of(*x), to] {
+                    [Some(DType::S32), _] => "sitofp",
+                    [_, Some(DType::S8)] => "fptosi",
+                    [_, Some(DType::BF16)] => "truncf",
                     _ => "extf",
                 };
                 let from = self.vector(*x);
@@ -187,6 +225,15 @@ impl Kernel {
                 let from = self.vector(*x);
                 format!(
                     "{name} = vector.broadcast {} : {from} to {of}",
+                    self::name(*x)
+                )
+            }
+            Op::Slice(x, first) => {
+                let from = self.vector(*x);
+                let [rows, columns] = result.map_or([1, 1], |v| self.size(v));
+                format!(
+                    "{name} = \"vector.extract_strided_slice\"({}) {{offsets = [0, {first}], \
+                     sizes = [{rows}, {columns}], strides = [1, 1]}} : ({from}) -> {of}",
                     self::name(*x)
                 )
             }
@@ -263,6 +310,22 @@ impl Kernel {
         let next: Vec<String> = next.iter().map(|v| name(*v)).collect();
         let _ = writeln!(text, "scf.yield {} : {types}\n}}", next.join(", "));
     }
+}
+
+fn vector(of: Type) -> String {
+    match of {
+        Type::Row => "index".to_string(),
+        Type::Matrix {
+            dtype,
+            rows,
+            columns,
+        } => format!("vector<{rows}x{columns}x{}>", element(dtype)),
+    }
+}
+
+/// The type of a memory for one matrix.
+fn memory(of: Type) -> String {
+    vector(of).replacen("vector<", "memref<", 1)
 }
 
 fn name(value: Value) -> String {

@@ -1,0 +1,53 @@
+//! What follows a product in a graph, for claims that take it with them.
+
+use crate::dtype::DType;
+use crate::graph::{Graph, Node, Op};
+
+/// The live nodes that read each node; an output of the program counts as one more, `None`.
+pub(super) fn users(graph: &Graph) -> Vec<Vec<Option<usize>>> {
+    let live = graph.live_nodes();
+    let mut users = vec![Vec::new(); graph.nodes.len()];
+    for (i, node) in graph.nodes.iter().enumerate().filter(|(i, _)| live[*i]) {
+        for operand in &node.operands {
+            users[*operand as usize].push(Some(i));
+        }
+    }
+    for output in &graph.outputs {
+        users[output.node as usize].push(None);
+    }
+    users
+}
+
+/// The other operand of a sum of two nodes, one of which is `of`.
+pub(super) fn other_term(of: u32, sum: &Node) -> Option<u32> {
+    match sum.operands[..] {
+        [a, b] if a == of && b != of => Some(b),
+        [a, b] if b == of && a != of => Some(a),
+        _ => None,
+    }
+}
+
+/// The vector along the last dimension that `sum` adds to `product`, in bf16 if that is what it is widened from.
+pub(super) fn bias(graph: &Graph, product: u32, sum: &Node) -> Option<u32> {
+    let spread = &graph.nodes[other_term(product, sum)? as usize];
+    let Op::BroadcastInDim { dims, .. } = &spread.op else {
+        return None;
+    };
+    let last = sum.shape.rank() - 1;
+    let source = widened(graph, spread.operands[0]);
+    let whole = graph.nodes[source as usize].shape.dims == [sum.shape.dims[last]];
+    (dims[..] == [last] && whole).then_some(source)
+}
+
+/// The bf16 tensor that `id` is in `f32`, or `id` itself.
+pub(super) fn widened(graph: &Graph, id: u32) -> u32 {
+    let node = &graph.nodes[id as usize];
+    match (&node.op, node.operands.first()) {
+        (Op::Convert(DType::F32), Some(source))
+            if graph.nodes[*source as usize].shape.dtype == DType::BF16 =>
+        {
+            *source
+        }
+        _ => id,
+    }
+}
