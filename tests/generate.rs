@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
-use crate::common::{cpu_plugin, golden, json, keep_programs};
+use crate::common::{cpu_plugin, golden, json, keep_programs, without_optimizations};
 use serde_json::Value;
 
 /// `generate` with the recorded SD 2.x pipeline, and `words` after its own.
@@ -16,7 +16,7 @@ fn command(out: &Path, words: &[&str]) -> Command {
     cpu_plugin();
     let recipe = Path::new(env!("CARGO_MANIFEST_DIR")).join("configs/base21.yml");
     let mut command = Command::new(env!("CARGO_BIN_EXE_maxdiff-rs"));
-    command
+    without_optimizations(&mut command)
         .arg("generate")
         .arg(recipe)
         .args(words)

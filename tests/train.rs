@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-use crate::common::keep_programs;
+use crate::common::{keep_programs, without_optimizations};
 use maxdiff::data::shapes::Caption;
 use maxdiff::metrics::read_json_lines;
 use maxdiff::pipelines::image_file::{Recorded, read_recorded};
@@ -14,7 +14,7 @@ use maxdiff::weights::Checkpoint;
 fn maxdiff(verb: &str, out: &Path, overrides: &[&str]) -> Command {
     let recipe = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tiny.yml");
     let mut command = Command::new(env!("CARGO_BIN_EXE_maxdiff-rs"));
-    command
+    without_optimizations(&mut command)
         .arg(verb)
         .arg(recipe)
         .arg(format!("output_dir={}", out.display()))

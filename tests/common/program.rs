@@ -34,6 +34,12 @@ pub fn passed(output: &Output) {
     );
 }
 
+/// Has a command compile its programs without LLVM's optimizations: half the time. For tests of what training and
+/// generating do; what they compute is compared with the oracles where programs are compiled as a user's are.
+pub fn without_optimizations(command: &mut Command) -> &mut Command {
+    command.env("XLA_FLAGS", "--xla_backend_optimization_level=0")
+}
+
 /// What a program wrote.
 pub fn text(bytes: &[u8]) -> &str {
     std::str::from_utf8(bytes).unwrap()

@@ -1,6 +1,6 @@
 //! Host evaluation of contractions, straight from their definitions.
 
-use crate::shape::Shape;
+use crate::shape::{Shape, row_major_strides};
 
 use super::value::{Data, Value, for_each_index, position};
 use crate::graph::{ConvDims, DotDims};
@@ -12,15 +12,14 @@ struct Sum {
 }
 
 impl Sum {
-    /// Adds the product of the elements at the index `l` of `lhs` and `r` of `rhs`.
-    fn add(&mut self, lhs: &Value, l: &[usize], rhs: &Value, r: &[usize]) {
-        let l = position(&lhs.shape.dims, l);
-        let r = position(&rhs.shape.dims, r);
+    /// Adds the products of the elements at `l` of `lhs` and at `r` of `rhs`, for each pair of `places`.
+    fn add(&mut self, lhs: &Value, rhs: &Value, places: impl Iterator<Item = (usize, usize)>) {
         match (&lhs.data, &rhs.data) {
-            (Data::I(a), Data::I(b)) => {
+            (Data::F(a), Data::F(b)) => places.for_each(|(l, r)| self.float += a[l] * b[r]),
+            (Data::I(a), Data::I(b)) => places.for_each(|(l, r)| {
                 self.int = self.int.wrapping_add(a[l].wrapping_mul(b[r]));
-            }
-            _ => self.float += lhs.float(l) * rhs.float(r),
+            }),
+            _ => places.for_each(|(l, r)| self.float += lhs.float(l) * rhs.float(r)),
         }
     }
 
@@ -32,47 +31,42 @@ impl Sum {
     }
 }
 
-pub(super) fn dot_general(lhs: &Value, rhs: &Value, dims: &DotDims, shape: Shape) -> Value {
-    let free = |rank: usize, batch: &[usize], contract: &[usize]| -> Vec<usize> {
-        (0..rank)
-            .filter(|d| !batch.contains(d) && !contract.contains(d))
-            .collect()
-    };
-    let lhs_free = free(lhs.shape.rank(), &dims.lhs_batch, &dims.lhs_contract);
-    let rhs_free = free(rhs.shape.rank(), &dims.rhs_batch, &dims.rhs_contract);
-    let contracted: Vec<usize> = dims
-        .lhs_contract
-        .iter()
-        .map(|d| lhs.shape.dims[*d])
-        .collect();
-    let mut out = Value::zeros(shape.clone());
-    let mut place = 0;
-    for_each_index(&shape.dims, |index| {
-        let (batch, rest) = index.split_at(dims.lhs_batch.len());
-        let (left, right) = rest.split_at(lhs_free.len());
-        let mut l = vec![0; lhs.shape.rank()];
-        let mut r = vec![0; rhs.shape.rank()];
-        for (i, b) in batch.iter().enumerate() {
-            l[dims.lhs_batch[i]] = *b;
-            r[dims.rhs_batch[i]] = *b;
-        }
-        for (d, i) in lhs_free.iter().zip(left) {
-            l[*d] = *i;
-        }
-        for (d, i) in rhs_free.iter().zip(right) {
-            r[*d] = *i;
-        }
-        let mut sum = Sum { float: 0.0, int: 0 };
-        for_each_index(&contracted, |k| {
-            for (i, k) in k.iter().enumerate() {
-                l[dims.lhs_contract[i]] = *k;
-                r[dims.rhs_contract[i]] = *k;
-            }
-            sum.add(lhs, &l, rhs, &r);
-        });
-        sum.store(&mut out, place);
-        place += 1;
+/// The positions of a value's elements along these axes in row-major order, with index 0 along the others.
+fn places(value: &Value, axes: &[usize]) -> Vec<usize> {
+    let strides = row_major_strides(&value.shape.dims);
+    let sizes: Vec<usize> = axes.iter().map(|d| value.shape.dims[*d]).collect();
+    let mut places = Vec::with_capacity(sizes.iter().product());
+    for_each_index(&sizes, |index| {
+        places.push(index.iter().zip(axes).map(|(i, d)| i * strides[*d]).sum());
     });
+    places
+}
+
+pub(super) fn dot_general(lhs: &Value, rhs: &Value, dims: &DotDims, shape: Shape) -> Value {
+    let free = |value: &Value, batch: &[usize], contract: &[usize]| -> Vec<usize> {
+        let is_free = |d: &usize| !batch.contains(d) && !contract.contains(d);
+        let axes: Vec<usize> = (0..value.shape.rank()).filter(is_free).collect();
+        places(value, &axes)
+    };
+    let lhs_free = free(lhs, &dims.lhs_batch, &dims.lhs_contract);
+    let rhs_free = free(rhs, &dims.rhs_batch, &dims.rhs_contract);
+    let batch = places(lhs, &dims.lhs_batch).into_iter();
+    let batch = batch.zip(places(rhs, &dims.rhs_batch));
+    let contracted = places(lhs, &dims.lhs_contract).into_iter();
+    let contracted: Vec<(usize, usize)> = contracted.zip(places(rhs, &dims.rhs_contract)).collect();
+    let mut out = Value::zeros(shape);
+    let mut place = 0;
+    for (lhs_batch, rhs_batch) in batch {
+        for left in &lhs_free {
+            for right in &rhs_free {
+                let (l, r) = (lhs_batch + left, rhs_batch + right);
+                let mut sum = Sum { float: 0.0, int: 0 };
+                sum.add(lhs, rhs, contracted.iter().map(|(i, j)| (l + i, r + j)));
+                sum.store(&mut out, place);
+                place += 1;
+            }
+        }
+    }
     out
 }
 
@@ -86,6 +80,8 @@ pub(super) fn convolution(lhs: &Value, rhs: &Value, dims: &ConvDims, shape: Shap
     let kernel_features = rhs.shape.dims[dims.rhs.feature];
     let out_features = shape.dims[dims.out.feature];
     let out_batch = shape.dims[dims.out.batch];
+    let lhs_feature = row_major_strides(&lhs.shape.dims)[dims.lhs.feature];
+    let rhs_feature = row_major_strides(&rhs.shape.dims)[dims.rhs.feature];
     let mut out = Value::zeros(shape.clone());
     let mut place = 0;
     for_each_index(&shape.dims, |index| {
@@ -96,6 +92,7 @@ pub(super) fn convolution(lhs: &Value, rhs: &Value, dims: &ConvDims, shape: Shap
         let mut l = vec![0; lhs.shape.rank()];
         let mut r = vec![0; rhs.shape.rank()];
         l[dims.lhs.batch] = batch_group * out_batch + index[dims.out.batch];
+        l[dims.lhs.feature] = feature_group * kernel_features;
         r[dims.rhs.batch] = feature;
         let mut sum = Sum { float: 0.0, int: 0 };
         for_each_index(&kernel, |k| {
@@ -113,11 +110,9 @@ pub(super) fn convolution(lhs: &Value, rhs: &Value, dims: &ConvDims, shape: Shap
                 l[dims.lhs.spatial[s]] = (at / dilation) as usize;
                 r[dims.rhs.spatial[s]] = tap;
             }
-            for f in 0..kernel_features {
-                l[dims.lhs.feature] = feature_group * kernel_features + f;
-                r[dims.rhs.feature] = f;
-                sum.add(lhs, &l, rhs, &r);
-            }
+            let (l, r) = (position(&lhs.shape.dims, &l), position(&rhs.shape.dims, &r));
+            let features = (0..kernel_features).map(|f| (l + f * lhs_feature, r + f * rhs_feature));
+            sum.add(lhs, rhs, features);
         });
         sum.store(&mut out, place);
         place += 1;
