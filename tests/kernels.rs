@@ -95,7 +95,7 @@ fn graph_of(build: impl Fn(&Builder) -> Vec<Tensor>, int8: bool) -> Graph {
 
 /// With kernels where they run.
 fn on_device(session: &Session, graph: &Graph) -> Graph {
-    let found = session.backend().claim(graph).unwrap();
+    let found = session.backend().claim(graph).unwrap().into_owned();
     assert_eq!(kernels(&found).is_empty(), !kernels_run());
     found
 }

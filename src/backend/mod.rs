@@ -8,6 +8,7 @@ pub mod cpu;
 mod follow;
 pub mod tpu;
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 use crate::graph::{Graph, GraphError, Op};
@@ -65,16 +66,16 @@ impl Backend {
     ///
     /// # Errors
     /// When the graph is ill-typed.
-    pub fn claim(&self, graph: &Graph) -> Result<Graph, GraphError> {
+    pub fn claim<'g>(&self, graph: &'g Graph) -> Result<Cow<'g, Graph>, GraphError> {
         match self {
-            Backend::Cpu { kernels: true } => cpu::claim(graph),
+            Backend::Cpu { kernels: true } => cpu::claim(graph).map(Cow::Owned),
             Backend::Tpu {
                 kernels: true,
                 int8,
-            } => tpu::claim(graph, *int8),
+            } => tpu::claim(graph, *int8).map(Cow::Owned),
             Backend::Cpu { kernels: false }
             | Backend::Gpu
-            | Backend::Tpu { kernels: false, .. } => Ok(graph.clone()),
+            | Backend::Tpu { kernels: false, .. } => Ok(Cow::Borrowed(graph)),
         }
     }
 
@@ -82,10 +83,10 @@ impl Backend {
     ///
     /// # Errors
     /// When the graph is ill-typed.
-    pub fn rewrite(&self, graph: &Graph) -> Result<Graph, GraphError> {
+    pub fn rewrite(&self, graph: Graph) -> Result<Graph, GraphError> {
         match self {
-            Backend::Cpu { .. } => cpu::rewrite(graph),
-            Backend::Gpu | Backend::Tpu { .. } => Ok(graph.clone()),
+            Backend::Cpu { .. } => cpu::rewrite(&graph),
+            Backend::Gpu | Backend::Tpu { .. } => Ok(graph),
         }
     }
 }

@@ -11,6 +11,7 @@ pub use modules::{LoadGroup, Module, Modules};
 
 use std::collections::HashMap;
 use std::fmt::Write;
+use std::rc::Rc;
 
 use crate::graph::Graph;
 use crate::shard::ShardingText;
@@ -39,6 +40,17 @@ pub struct EmitOptions {
     pub sharding: Option<ShardingText>,
 }
 
+impl EmitOptions {
+    /// The sharding of the constraint at node `index`; loop bodies carry none.
+    fn constraint(&self, index: usize, main: bool) -> Option<&str> {
+        let sharding = self.sharding.as_ref().filter(|_| main)?;
+        sharding
+            .constraints
+            .get(&(index as u32))
+            .map(String::as_str)
+    }
+}
+
 /// The program as StableHLO text, ready for PJRT.
 ///
 /// Operations that no output depends on are left out. Inputs all stay: they are the program's signature.
@@ -46,7 +58,7 @@ pub fn stablehlo(graph: &Graph, name: &str, options: &EmitOptions) -> String {
     let mut emitter = Emitter {
         text: String::with_capacity(graph.nodes.len() * 160 + 4096),
         types: TypeText::default(),
-        locations: HashMap::new(),
+        scopes: Scopes::default(),
         location_lines: String::new(),
         options,
         regions: 0,
@@ -58,8 +70,7 @@ pub fn stablehlo(graph: &Graph, name: &str, options: &EmitOptions) -> String {
 struct Emitter<'a> {
     text: String,
     types: TypeText,
-    /// Location aliases by scope and operation name.
-    locations: HashMap<(String, &'static str), usize>,
+    scopes: Scopes,
     location_lines: String,
     options: &'a EmitOptions,
     regions: usize,
@@ -108,7 +119,7 @@ impl Emitter<'_> {
                 self.text.push_str(", ");
             }
             let shape = &graph.nodes[output.node as usize].shape;
-            self.text.push_str(self.types.of(shape));
+            self.text.push_str(&self.types.of(shape));
             let mut attributes = vec![format!("jax.result_info = {}", quoted(&output.name))];
             if let Some(spec) = self.sharding_of(|s| &s.outputs, index) {
                 attributes.push(spec);
@@ -141,19 +152,16 @@ impl Emitter<'_> {
 
     /// Emits the live nodes of `graph` and its return. `prefix` starts the names of its values.
     fn body(&mut self, graph: &Graph, arguments: &[String], prefix: &str, main: bool) {
-        let names = Names::new(graph, arguments, prefix, &|index| {
-            self.constraint(index, main).is_some()
+        let options = self.options;
+        let names = Names::new(graph, arguments, prefix, &mut self.scopes, &|index| {
+            options.constraint(index, main).is_some()
         });
         self.nodes(graph, &names, main);
         let results: Vec<&str> = names.results(graph).collect();
-        let types: Vec<String> = graph
+        let types: Vec<Rc<str>> = graph
             .outputs
             .iter()
-            .map(|o| {
-                self.types
-                    .of(&graph.nodes[o.node as usize].shape)
-                    .to_string()
-            })
+            .map(|o| self.types.of(&graph.nodes[o.node as usize].shape))
             .collect();
         let keyword = if main { "return" } else { "stablehlo.return" };
         let _ = writeln!(
@@ -172,34 +180,47 @@ impl Emitter<'_> {
         }
     }
 
-    /// The sharding of the constraint at node `index`; loop bodies carry none.
-    fn constraint(&self, index: usize, main: bool) -> Option<&str> {
-        let sharding = self.options.sharding.as_ref().filter(|_| main)?;
-        sharding
-            .constraints
-            .get(&(index as u32))
-            .map(String::as_str)
-    }
-
-    /// The alias of a location, defined on first use.
-    fn location(&mut self, scope: &str, op: &'static str) -> usize {
-        let key = (scope.to_string(), op);
-        if let Some(id) = self.locations.get(&key) {
-            return *id;
+    /// The alias of a location, defined on first use. `scope` is a number of [`Scopes`].
+    fn location(&mut self, scope: usize, op: &'static str) -> usize {
+        let (path, aliases) = &mut self.scopes.entries[scope];
+        if let Some((_, alias)) = aliases.iter().find(|(known, _)| *known == op) {
+            return *alias;
         }
-        let id = self.locations.len();
-        let separator = if scope.is_empty() || scope.ends_with('/') {
+        let alias = self.scopes.aliases;
+        self.scopes.aliases += 1;
+        aliases.push((op, alias));
+        let separator = if path.is_empty() || path.ends_with('/') {
             ""
         } else {
             "/"
         };
         let _ = writeln!(
             self.location_lines,
-            "#loc{id} = loc({})",
-            quoted(&format!("{scope}{separator}{op}"))
+            "#loc{alias} = loc({})",
+            quoted(&format!("{path}{separator}{op}"))
         );
-        self.locations.insert(key, id);
-        id
+        alias
+    }
+}
+
+/// Scopes of the graph and of the regions in it, and the aliases of the locations in them.
+#[derive(Default)]
+struct Scopes {
+    numbers: HashMap<String, usize>,
+    /// By number, a path and the alias of each operation's name.
+    entries: Vec<(String, Vec<(&'static str, usize)>)>,
+    aliases: usize,
+}
+
+impl Scopes {
+    fn number(&mut self, path: &str) -> usize {
+        if let Some(number) = self.numbers.get(path) {
+            return *number;
+        }
+        let number = self.entries.len();
+        self.numbers.insert(path.to_string(), number);
+        self.entries.push((path.to_string(), Vec::new()));
+        number
     }
 }
 

@@ -2,7 +2,8 @@
 
 use std::borrow::Cow;
 use std::collections::HashMap;
-use std::fmt::Write;
+use std::fmt::{self, Write};
+use std::rc::Rc;
 
 use crate::dtype::DType;
 use crate::graph::{
@@ -11,13 +12,15 @@ use crate::graph::{
 use crate::shape::Shape;
 
 use super::types::dense;
-use super::{DotPrecision, Emitter};
+use super::{DotPrecision, Emitter, Scopes};
 
 /// The SSA name of every node's value. Results of loops and barriers are `%w#i`.
 pub struct Names {
     values: Vec<String>,
     /// By node, the names within composites.
     bodies: HashMap<usize, Names>,
+    /// The emitter's number of each scope of the graph.
+    scopes: Vec<usize>,
 }
 
 impl Names {
@@ -26,6 +29,7 @@ impl Names {
         graph: &Graph,
         arguments: &[String],
         prefix: &str,
+        scopes: &mut Scopes,
         constrained: &dyn Fn(usize) -> bool,
     ) -> Self {
         let mut values: Vec<String> = Vec::with_capacity(graph.nodes.len());
@@ -39,8 +43,8 @@ impl Names {
                 Op::ShardingConstraint(_) if !constrained(index) => operand(0),
                 Op::Composite { body, .. } => {
                     let arguments: Vec<String> = (0..node.operands.len()).map(operand).collect();
-                    let names =
-                        Names::new(body, &arguments, &format!("{prefix}{index}_"), &|_| false);
+                    let prefix = format!("{prefix}{index}_");
+                    let names = Names::new(body, &arguments, &prefix, scopes, &|_| false);
                     let result = names.results(body).next().unwrap_or_default().to_string();
                     bodies.insert(index, names);
                     result
@@ -48,7 +52,15 @@ impl Names {
                 _ => format!("{prefix}{index}"),
             });
         }
-        Names { values, bodies }
+        Names {
+            values,
+            bodies,
+            scopes: graph
+                .scopes
+                .iter()
+                .map(|path| scopes.number(path))
+                .collect(),
+        }
     }
 
     /// The names of the outputs of their graph.
@@ -58,7 +70,7 @@ impl Names {
     }
 }
 
-fn list<T: std::fmt::Display>(items: impl IntoIterator<Item = T>) -> String {
+fn list<T: fmt::Display>(items: impl IntoIterator<Item = T>) -> String {
     let mut text = String::from("[");
     for (i, item) in items.into_iter().enumerate() {
         if i > 0 {
@@ -70,24 +82,46 @@ fn list<T: std::fmt::Display>(items: impl IntoIterator<Item = T>) -> String {
     text
 }
 
+/// The types of an operation's operands and of its result.
+struct Signature<'a> {
+    operands: &'a [Rc<str>],
+    result: &'a str,
+}
+
+impl fmt::Display for Signature<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("(")?;
+        for (i, operand) in self.operands.iter().enumerate() {
+            f.write_str(if i > 0 { ", " } else { "" })?;
+            f.write_str(operand)?;
+        }
+        f.write_str(") -> ")?;
+        f.write_str(self.result)
+    }
+}
+
 impl Emitter<'_> {
     pub(super) fn node(&mut self, graph: &Graph, index: usize, names: &Names, main: bool) {
         let node = &graph.nodes[index];
         let operand = |i: usize| names.values[node.operands[i] as usize].as_str();
         let shape_of = |i: usize| &graph.nodes[node.operands[i] as usize].shape;
-        let result = self.types.of(&node.shape).to_string();
+        let result = self.types.of(&node.shape);
         let all: Vec<&str> = node
             .operands
             .iter()
             .map(|o| names.values[*o as usize].as_str())
             .collect();
-        let operand_types: Vec<String> = node
+        let operand_types: Vec<Rc<str>> = node
             .operands
             .iter()
-            .map(|o| self.types.of(&graph.nodes[*o as usize].shape).to_string())
+            .map(|o| self.types.of(&graph.nodes[*o as usize].shape))
             .collect();
-        let signature = format!("({}) -> {result}", operand_types.join(", "));
+        let signature = Signature {
+            operands: &operand_types,
+            result: &result,
+        };
         let op = node.op.name();
+        let scope = names.scopes[node.scope as usize];
         let name = &names.values[index];
         let line = match &node.op {
             // Other names of values.
@@ -106,7 +140,7 @@ impl Emitter<'_> {
             }
             Op::Unary(_) => format!("stablehlo.{op} {} : {result}", operand(0)),
             Op::OptimizationBarrier => {
-                let location = self.location(graph.path(node), op);
+                let location = self.location(scope, op);
                 let _ = writeln!(
                     self.text,
                     "    {name}:{} = stablehlo.optimization_barrier {} : {} loc(#loc{location})",
@@ -196,7 +230,7 @@ impl Emitter<'_> {
                 list(&d.slice_sizes).trim_matches(['[', ']'])
             ),
             Op::Scatter(kind, d) => {
-                let element = self.types.of(&Shape::scalar(node.shape.dtype)).to_string();
+                let element = self.types.of(&Shape::scalar(node.shape.dtype));
                 let region = self.region_prefix();
                 let combine = match kind {
                     ScatterKind::Add => format!(
@@ -214,8 +248,8 @@ impl Emitter<'_> {
                 )
             }
             Op::Reduce { kind, dims } => {
-                let element = self.types.of(&Shape::scalar(node.shape.dtype)).to_string();
-                let location = self.location(graph.path(node), op);
+                let element = self.types.of(&Shape::scalar(node.shape.dtype));
+                let location = self.location(scope, op);
                 let init = format!("{}init", self.region_prefix());
                 let _ = writeln!(
                     self.text,
@@ -252,8 +286,11 @@ impl Emitter<'_> {
                 )
             }
             Op::Convolution { dims, .. } => {
-                let (lhs, lhs_type, dims) = self.cropped(graph, node, dims, operand(0));
-                let signature = format!("({lhs_type}, {}) -> {result}", operand_types[1]);
+                let (lhs, lhs_type, dims) = self.cropped(shape_of(0), scope, dims, operand(0));
+                let signature = Signature {
+                    operands: &[lhs_type, Rc::clone(&operand_types[1])],
+                    result: &result,
+                };
                 let precision = match self.options.precision {
                     DotPrecision::Default => String::new(),
                     p => format!(
@@ -309,7 +346,7 @@ impl Emitter<'_> {
                 self.while_loop(graph, node, names, name, [cond, body]);
                 return;
             }
-            Op::ShardingConstraint(_) => match self.constraint(index, main) {
+            Op::ShardingConstraint(_) => match self.options.constraint(index, main) {
                 Some(spec) => {
                     // The operation takes the attribute's body alone.
                     let body = spec.trim_start_matches("#sdy.sharding");
@@ -318,24 +355,24 @@ impl Emitter<'_> {
                 None => return,
             },
         };
-        let location = self.location(graph.path(node), op);
+        let location = self.location(scope, op);
         let _ = writeln!(self.text, "    {name} = {line} loc(#loc{location})");
     }
 
-    /// A convolution's lhs, its type, and the convolution's attributes, after negative padding was made a crop.
+    /// A convolution's lhs of this shape, its type, and the convolution's attributes, after negative padding was made a
+    /// crop.
     ///
     /// For an f32 convolution with padding [-1, 1] x [0, -2] the CPU plugin of TensorFlow 2.21 returns values near
     /// 1e30; a `pad` operation with the same negative amounts is right everywhere. Padding comes after dilation, so
     /// the operation dilates too.
     fn cropped<'d>(
         &mut self,
-        graph: &Graph,
-        node: &Node,
+        shape: &Shape,
+        scope: usize,
         dims: &'d ConvDims,
         lhs: &str,
-    ) -> (String, String, Cow<'d, ConvDims>) {
-        let shape = &graph.nodes[node.operands[0] as usize].shape;
-        let lhs_type = self.types.of(shape).to_string();
+    ) -> (String, Rc<str>, Cow<'d, ConvDims>) {
+        let lhs_type = self.types.of(shape);
         if dims
             .padding
             .iter()
@@ -368,9 +405,9 @@ impl Emitter<'_> {
             rest.padding[s] = (before.max(0), after.max(0));
             rest.lhs_dilation[s] = 1;
         }
-        let location = self.location(graph.path(node), "convolution");
-        let element = self.types.of(&Shape::scalar(shape.dtype)).to_string();
-        let cropped_type = self.types.of(&shape.with_dims(sizes)).to_string();
+        let location = self.location(scope, "convolution");
+        let element = self.types.of(&Shape::scalar(shape.dtype));
+        let cropped_type = self.types.of(&shape.with_dims(sizes));
         let prefix = self.region_prefix();
         let zero = identity(Reduction::Sum, shape.dtype);
         let _ = writeln!(
@@ -405,10 +442,10 @@ impl Emitter<'_> {
             .zip(&node.operands)
             .map(|(a, o)| format!("{a} = {}", names.values[*o as usize]))
             .collect();
-        let types: Vec<String> = node
+        let types: Vec<Rc<str>> = node
             .operands
             .iter()
-            .map(|o| self.types.of(&graph.nodes[*o as usize].shape).to_string())
+            .map(|o| self.types.of(&graph.nodes[*o as usize].shape))
             .collect();
         let _ = writeln!(
             self.text,
@@ -423,7 +460,7 @@ impl Emitter<'_> {
         self.text.push_str("    } do {\n");
         let prefix = self.region_prefix();
         self.body(body, &arguments, &prefix, false);
-        let location = self.location(graph.path(node), "while");
+        let location = self.location(names.scopes[node.scope as usize], "while");
         let _ = writeln!(self.text, "    }} loc(#loc{location})");
     }
 }

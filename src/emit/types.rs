@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::fmt::Write;
+use std::rc::Rc;
 
 use crate::dtype::DType;
 use crate::host_tensor::HostTensor;
@@ -10,15 +11,17 @@ use crate::shape::Shape;
 /// Remembers the text of each shape: a model has thousands of values and few shapes.
 #[derive(Default)]
 pub struct TypeText {
-    texts: HashMap<Shape, String>,
+    texts: HashMap<Shape, Rc<str>>,
 }
 
 impl TypeText {
-    pub fn of(&mut self, shape: &Shape) -> &str {
-        if !self.texts.contains_key(shape) {
-            self.texts.insert(shape.clone(), shape.stablehlo());
+    pub fn of(&mut self, shape: &Shape) -> Rc<str> {
+        if let Some(text) = self.texts.get(shape) {
+            return Rc::clone(text);
         }
-        &self.texts[shape]
+        let text: Rc<str> = shape.stablehlo().into();
+        self.texts.insert(shape.clone(), Rc::clone(&text));
+        text
     }
 }
 

@@ -137,7 +137,8 @@ impl Graph {
         Ok(b.finish())
     }
 
-    /// The same program with the body in place of each composite that `chosen` takes, also within loops.
+    /// The same program with the body in place of each composite that `chosen` takes, also within loops, and without
+    /// what no output depends on.
     ///
     /// Operations of a body keep their scope, and are recomputed where their composite is.
     pub fn inline_composites(&self, chosen: &dyn Fn(&Composite, &Graph) -> bool) -> Graph {
@@ -147,23 +148,8 @@ impl Graph {
             outputs: self.outputs.clone(),
             scopes: self.scopes.clone(),
         };
-        let mut copies: Vec<u32> = Vec::with_capacity(self.nodes.len());
-        for node in &self.nodes {
-            let operands: Vec<u32> = node.operands.iter().map(|o| copies[*o as usize]).collect();
-            let copy = match &node.op {
-                Op::Composite { kind, body } if chosen(kind, body) => {
-                    inlined.append(&body.inline_composites(chosen), &operands, node.remat)
-                }
-                _ => inlined.push(Node {
-                    op: node.op.with_regions(&|g| g.inline_composites(chosen)),
-                    operands,
-                    shape: node.shape.clone(),
-                    scope: node.scope,
-                    remat: node.remat,
-                }),
-            };
-            copies.push(copy);
-        }
+        let scopes: Vec<Option<u32>> = (0..self.scopes.len() as u32).map(Some).collect();
+        let copies = inlined.append(self, scopes, None, None, chosen);
         for output in &mut inlined.outputs {
             output.node = copies[output.node as usize];
         }
@@ -175,36 +161,60 @@ impl Graph {
         (self.nodes.len() - 1) as u32
     }
 
-    /// Adds the nodes of a body whose inputs are `operands`, and gives the node of its result.
-    fn append(&mut self, body: &Graph, operands: &[u32], remat: Option<u32>) -> u32 {
-        let mut scopes = vec![None; body.scopes.len()];
-        let mut copies: Vec<u32> = Vec::with_capacity(body.nodes.len());
-        for node in &body.nodes {
-            if let Op::Parameter(index) = node.op {
-                copies.push(operands[index]);
-                continue;
-            }
-            let scope = *scopes[node.scope as usize].get_or_insert_with(|| {
-                let path = body.path(node);
-                // Most bodies stand in the scope that was added last.
-                let known = self.scopes.iter().rposition(|s| s == path);
-                known.unwrap_or_else(|| {
-                    self.scopes.push(path.to_string());
-                    self.scopes.len() - 1
-                }) as u32
-            });
-            let copy = Node {
-                op: node.op.clone(),
-                operands: node.operands.iter().map(|o| copies[*o as usize]).collect(),
-                shape: node.shape.clone(),
-                scope,
-                remat,
+    /// Adds the nodes of `graph` that its outputs depend on, and gives the copy of each node; the entries of the others
+    /// are never read.
+    ///
+    /// `scopes` says which scopes of `graph` are known here, and as which. A body's inputs are `arguments`, and its
+    /// operations are recomputed where its composite is, `remat`.
+    fn append(
+        &mut self,
+        graph: &Graph,
+        mut scopes: Vec<Option<u32>>,
+        arguments: Option<&[u32]>,
+        remat: Option<u32>,
+        chosen: &dyn Fn(&Composite, &Graph) -> bool,
+    ) -> Vec<u32> {
+        let live = graph.live_nodes();
+        let mut copies: Vec<u32> = Vec::with_capacity(graph.nodes.len());
+        for (node, live) in graph.nodes.iter().zip(live) {
+            let operands = || node.operands.iter().map(|o| copies[*o as usize]).collect();
+            let remat = remat.or(node.remat);
+            let copy = match (&node.op, arguments) {
+                (Op::Parameter(index), Some(arguments)) => arguments[*index],
+                // A program's inputs stay, used or not.
+                (op, _) if !live && !matches!(op, Op::Parameter(_)) => u32::MAX,
+                (Op::Composite { kind, body }, _) if chosen(kind, body) => {
+                    let operands: Vec<u32> = operands();
+                    let unknown = vec![None; body.scopes.len()];
+                    let copies = self.append(body, unknown, Some(&operands), remat, chosen);
+                    // A body has one output: shape inference has checked it.
+                    body.outputs.first().map_or(0, |o| copies[o.node as usize])
+                }
+                (op, _) => {
+                    let path = graph.path(node);
+                    let scope = scopes[node.scope as usize].get_or_insert_with(|| self.scope(path));
+                    let copy = Node {
+                        op: op.with_regions(&|g| g.inline_composites(chosen)),
+                        operands: operands(),
+                        shape: node.shape.clone(),
+                        scope: *scope,
+                        remat,
+                    };
+                    self.push(copy)
+                }
             };
-            copies.push(self.push(copy));
+            copies.push(copy);
         }
-        // A body has one output: shape inference has checked it.
-        body.outputs
-            .first()
-            .map_or(0, |output| copies[output.node as usize])
+        copies
+    }
+
+    /// The number of a scope, which is added if it is not there.
+    fn scope(&mut self, path: &str) -> u32 {
+        // Most bodies stand in the scope that was added last.
+        let known = self.scopes.iter().rposition(|s| s == path);
+        known.unwrap_or_else(|| {
+            self.scopes.push(path.to_string());
+            self.scopes.len() - 1
+        }) as u32
     }
 }

@@ -59,7 +59,8 @@ pub fn claimed(
     backend: Backend,
 ) -> Result<BTreeMap<&'static str, usize>, KernelError> {
     let graph = quant::lower(&case.traced()?.graph)?;
-    Ok(kernel_counts(&backend.claim(&graph)?))
+    let graph = backend.claim(&graph)?;
+    Ok(kernel_counts(&graph))
 }
 
 /// Compiles a layer with this program's kernels for one device of `accelerator`.

@@ -5,6 +5,7 @@ mod traced;
 
 pub use traced::{Traced, Update};
 
+use std::borrow::Cow;
 use std::collections::HashSet;
 
 use clap::ValueEnum;
@@ -84,7 +85,7 @@ impl LoweredProgram {
         backend: Backend,
         options: &Options<'_>,
     ) -> Result<LoweredProgram, LowerError> {
-        let graph = backend.rewrite(&inline(graph))?;
+        let graph = backend.rewrite(inline(graph))?;
         let program = LoweredProgram::new(name.to_string(), graph, options)?;
         options.mesh.check_asked(&program.plan.asked)?;
         Ok(program)
@@ -123,21 +124,19 @@ pub fn lower(
 ) -> Result<Lowered, LowerError> {
     let staged = match &traced.update {
         None => {
-            let graph = quant::lower(&traced.graph)?;
+            let graph = quantize(&traced.graph, traced)?;
             let graph = backend.claim(&graph)?;
-            let graph = inline(&graph);
-            let graph = backend.rewrite(&graph)?;
+            let graph = backend.rewrite(inline(&graph))?;
             stage(&graph, &traced.request())?
         }
         Some(update) => {
             let graph = differentiate(&traced.graph, update)?;
-            let graph = quant::lower(&graph)?;
+            let graph = quantize(&graph, traced)?;
             // Backends' kernels want weights that stay; those of a training step change.
-            let graph = inline(&graph);
             Staged {
                 load: Vec::new(),
                 request: None,
-                step: backend.rewrite(&graph)?,
+                step: backend.rewrite(inline(&graph))?,
             }
         }
     };
@@ -155,10 +154,19 @@ pub fn whole(
     options: &Options<'_>,
 ) -> Result<LoweredProgram, LowerError> {
     let graph = match &traced.update {
-        None => quant::lower(&traced.graph)?,
-        Some(update) => quant::lower(&differentiate(&traced.graph, update)?)?,
+        None => Cow::Borrowed(&traced.graph),
+        Some(update) => Cow::Owned(differentiate(&traced.graph, update)?),
     };
+    let graph = quantize(&graph, traced)?;
     LoweredProgram::whole(&traced.name, &graph, backend, options)
+}
+
+/// The graph with its annotated contractions in their formats. Without a policy there are none.
+fn quantize<'g>(graph: &'g Graph, traced: &Traced) -> Result<Cow<'g, Graph>, QuantError> {
+    match traced.policy {
+        None => Ok(Cow::Borrowed(graph)),
+        Some(_) => quant::lower(graph).map(Cow::Owned),
+    }
 }
 
 /// The forward pass with the derivative and the update that `update` adds to it.

@@ -158,14 +158,18 @@ impl SamplingPlan {
         noised: impl Fn(usize) -> [f64; 2],
         step: impl Fn(usize) -> Step,
     ) -> Result<Self, SchedulerError> {
-        let noised = |i: usize| match i < count {
-            true => noised(i).map(|c| c as f32),
-            false => [1.0, 0.0],
+        // At the end of the schedule a sample is clean.
+        let noised_before = |i: usize| {
+            if i < count {
+                noised(i).map(|c| c as f32)
+            } else {
+                [1.0, 0.0]
+            }
         };
         let steps: Vec<Step> = runs
             .clone()
             .map(|i| Step {
-                noised: noised(i + 1),
+                noised: noised_before(i + 1),
                 ..step(i)
             })
             .collect();
@@ -182,7 +186,7 @@ impl SamplingPlan {
             None => Ok(SamplingPlan {
                 steps,
                 init_noise_sigma: init_noise_sigma as f32,
-                noised: noised(runs.start),
+                noised: noised_before(runs.start),
                 is_whole: runs.start == 0,
             }),
             Some(step) => Err(SchedulerError::Invalid(format!(
