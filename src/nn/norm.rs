@@ -208,6 +208,7 @@ mod tests {
         let z = layer_norm(&b.root("m").scope("b"), y, 1e-5, precision).unwrap();
         assert_eq!(b.shape(z), b.shape(x));
         assert_eq!(weights(&b).len(), 4);
+        b.output("z", z, None).unwrap();
         b.with_graph(|g| {
             let g = g.inline_composites(&|_, _| true);
             let reductions: Vec<_> = g.nodes.iter().filter(|n| n.op.name() == "reduce").collect();
