@@ -2,9 +2,11 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::process::Output;
+use std::process::{Command, Output};
 
-use crate::common::{Golden, distance, golden, json, keep_programs, program, text};
+use crate::common::{
+    Golden, distance, golden, json, keep_programs, program, text, without_optimizations,
+};
 use maxdiff::dtype::DType;
 use maxdiff::host_tensor::HostTensor;
 use maxdiff::weights::{Checkpoint, TensorView, cast, save};
@@ -67,25 +69,35 @@ impl Inputs {
 
     /// Runs the module on these inputs; the results are in `out.safetensors` of `folder`.
     fn run(&self, folder: &Path, module: &Path, settings: &[&str]) -> Output {
+        self.command(folder, module, settings).output().unwrap()
+    }
+
+    fn command(&self, folder: &Path, module: &Path, settings: &[&str]) -> Command {
         let inputs = self.write(folder);
-        program(["module", "run", "--json"])
+        let mut command = program(["module", "run", "--json"]);
+        command
             .arg(module)
             .arg("--inputs")
             .arg(inputs)
             .arg("--outputs")
             .arg(folder.join("out.safetensors"))
             .arg(keep_programs())
-            .args(settings)
-            .output()
-            .unwrap()
+            .args(settings);
+        command
     }
 }
 
 /// Runs a recorded module; the report, and the results' relative L2 distances from what was recorded.
 fn run(module: &str, inputs: &Inputs, settings: &[&str]) -> (Value, BTreeMap<String, f64>) {
     let folder = tempfile::tempdir().unwrap();
-    let report = json(&inputs.run(folder.path(), &golden(module), settings));
-    let results = Checkpoint::open(&folder.path().join("out.safetensors")).unwrap();
+    let mut command = inputs.command(folder.path(), &golden(module), settings);
+    compared(module, folder.path(), &mut command)
+}
+
+/// Runs a recorded module by `command`, which writes to `folder`; what [`run`] gives.
+fn compared(module: &str, folder: &Path, command: &mut Command) -> (Value, BTreeMap<String, f64>) {
+    let report = json(&command.output().unwrap());
+    let results = Checkpoint::open(&folder.join("out.safetensors")).unwrap();
     let recorded = Golden::read(&format!("{module}/io.safetensors"));
     let mut distances = BTreeMap::new();
     for (name, shape) in results.iter() {
@@ -153,7 +165,13 @@ fn settings_are_obeyed() {
     let inputs = Inputs::sdxl();
     let with = |more: &[&str]| {
         let settings: Vec<&str> = F32.iter().chain(more).copied().collect();
-        run("unet_sdxl", &inputs, &settings)
+        let folder = tempfile::tempdir().unwrap();
+        let mut command = inputs.command(folder.path(), &golden("unet_sdxl"), &settings);
+        compared(
+            "unet_sdxl",
+            folder.path(),
+            without_optimizations(&mut command),
+        )
     };
     let distance = |(_, distances): &(Value, BTreeMap<String, f64>)| distances["sample"];
 
