@@ -237,6 +237,26 @@ fn every_chip_takes_the_kernels() {
 }
 
 #[test]
+fn products_of_int8_are_counted_as_such() {
+    tpu_plugin();
+    let case = "kernel cycles linear batch=1 tokens=256 inputs=256 outputs=256 --int8 --json";
+    let report = json(&program(case.split(' ')).output().unwrap());
+    let [kernel] = &report["topologies"]["v5e-1"]["kernels"]["kernels"]
+        .as_array()
+        .unwrap()[..]
+    else {
+        panic!("{report}");
+    };
+    // 394 TOPS at 1.5 GHz.
+    let cycles = 2.0 * 256f64.powi(3) / 394e12 * 1.5e9;
+    let found = kernel["product_cycles"].as_f64().unwrap();
+    assert!(
+        (found - cycles).abs() <= 1.0,
+        "{found}, expected {cycles}: {report}"
+    );
+}
+
+#[test]
 fn a_kernel_is_simulated() {
     tpu_plugin();
     let case = "kernel cycles attention batch=1 queries=128 keys=128 heads=4 --json";

@@ -62,7 +62,11 @@ impl Simulator {
     pub fn cycles(&self, chip: Chip, call: &KernelCall) -> Result<KernelCycles, SimulationError> {
         // Without a clock nothing is known of how cycles and seconds compare.
         let clock = chip.clock_hz().unwrap_or(0.0);
-        let peak = chip.peak(Format::Bf16).unwrap_or(f64::INFINITY);
+        let format = match call.multiplies_int8() {
+            true => Format::Int8,
+            false => Format::Bf16,
+        };
+        let peak = chip.peak(format).unwrap_or(f64::INFINITY);
         let product_cycles = call.flops as f64 / peak * clock;
         let hbm_cycles = call.bytes as f64 / chip.hbm_bytes_per_second() as f64 * clock;
         let (configuration, scale) = shortened(&call.configuration, product_cycles.max(hbm_cycles));

@@ -12,7 +12,7 @@ use super::runs::RunCounts;
 /// Operations of all dots, convolutions and kernels by operand type, loops multiplied out.
 ///
 /// A multiply and an add are two. The type is the wider operand's: a product of bf16 and int8
-/// runs at bf16's rate.
+/// runs at bf16's rate. A kernel that takes int8 multiplies int8 ([`KernelCall::multiplies_int8`]).
 pub(super) fn flops(program: &HloProgram<'_>, counts: &RunCounts<'_>) -> BTreeMap<String, u64> {
     let mut total = BTreeMap::new();
     for (site, runs) in counts.running() {
@@ -32,8 +32,13 @@ fn product_flops(program: &HloProgram<'_>, site: Site) -> Option<(PrimitiveType,
     let (lhs, rhs) = match instruction.opcode.as_str() {
         "dot" | "convolution" => (shape(0)?, shape(1)?),
         "custom-call" => {
-            let config = BackendConfig::parse(program.backend_config(instruction));
-            return Some((shape(0)?.element_type(), config.kernel_flops()?));
+            let flops = BackendConfig::parse(program.backend_config(instruction)).kernel_flops()?;
+            let is_int8 = KernelCall::at(program, site).is_some_and(|call| call.multiplies_int8());
+            let element = match is_int8 {
+                true => PrimitiveType::S8,
+                false => shape(0)?.element_type(),
+            };
+            return Some((element, flops));
         }
         _ => return None,
     };

@@ -37,7 +37,7 @@ pub struct KernelCycles {
     pub cycles: u64,
     /// What its bytes take at the bandwidth of HBM.
     pub hbm_cycles: u64,
-    /// What its products take at the chip's peak rate in bf16.
+    /// What its products take at the chip's peak rate, in int8 or in bf16.
     pub product_cycles: u64,
     /// The share of the kernel's grid that was simulated, 0 to 1; the rest is as fast.
     pub simulated_share: f64,
@@ -59,6 +59,11 @@ pub fn kernel_calls(module: &HloModuleProto) -> Result<BTreeSet<KernelCall>, Rep
 }
 
 impl KernelCall {
+    /// Whether its products are of int8: this program's kernels round the activation that meets int8 weights.
+    pub fn multiplies_int8(&self) -> bool {
+        self.operands.iter().any(|operand| operand.ends_with("xi8"))
+    }
+
     /// The call at `site`; `None` where there is none.
     pub(super) fn at(program: &HloProgram<'_>, site: Site) -> Option<KernelCall> {
         let instruction = program.instruction(site);
