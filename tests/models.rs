@@ -1,6 +1,6 @@
 //! The models against what diffusers and transformers say of them.
 
-use crate::common::{Golden, assert_close, cpu_session, rel_l2, run_on};
+use crate::common::{Golden, assert_close, cpu_session, rel_l2, run_on, unoptimized_session};
 use maxdiff::config::builtin_unet_config;
 use maxdiff::dtype::DType;
 use maxdiff::graph::{Builder, Graph, InputKind, Op, Tensor, vjp};
@@ -8,6 +8,7 @@ use maxdiff::host_tensor::HostTensor;
 use maxdiff::models::clip::{ClipTextConfig, clip_text};
 use maxdiff::models::unet::{ROOT, UNet2DConditionConfig, declare_inputs, unet};
 use maxdiff::nn::{Precision, Remat};
+use maxdiff::runtime::Session;
 use maxdiff::shape::Shape;
 
 const SD15: &str = r#"{"_class_name": "UNet2DConditionModel", "_diffusers_version": "0.6.0",
@@ -202,7 +203,7 @@ fn assert_same_weights(b: &Builder, checkpoint: &Golden) {
 }
 
 /// The graph's outputs on the checkpoint's weights and the recorded inputs.
-fn run(graph: &Graph, checkpoint: &Golden, io: &Golden) -> Vec<HostTensor> {
+fn run(session: &Session, graph: &Graph, checkpoint: &Golden, io: &Golden) -> Vec<HostTensor> {
     let arguments: Vec<HostTensor> = graph
         .inputs
         .iter()
@@ -211,7 +212,7 @@ fn run(graph: &Graph, checkpoint: &Golden, io: &Golden) -> Vec<HostTensor> {
             _ => io.tensor(&format!("in/{}", input.name), &input.shape),
         })
         .collect();
-    run_on(&cpu_session(1), graph, &arguments)
+    run_on(session, graph, &arguments)
 }
 
 /// diffusers in float64 on the float32 weights, against this graph in float32: the forward pass within 1e-5, gradients
@@ -254,7 +255,12 @@ fn unet_matches_diffusers(name: &str, remat: Remat) {
     }
 
     let graph = b.finish();
-    let results = run(&graph, &checkpoint, &io);
+    // What recomputing changes is the graph.
+    let session = match remat {
+        Remat::None => cpu_session(1),
+        _ => unoptimized_session(),
+    };
+    let results = run(&session, &graph, &checkpoint, &io);
     let mut worst = 0.0f64;
     for (output, found) in graph.outputs.iter().zip(&results) {
         let tolerance = if output.name == "out/sample" {
@@ -290,7 +296,7 @@ fn odd_sizes_match_diffusers() {
     let y = unet(&b, &config, inputs, Precision::F32, Remat::None).unwrap();
     b.output("out/sample", y, None).unwrap();
     let graph = b.finish();
-    let found = run(&graph, &checkpoint, &io);
+    let found = run(&cpu_session(1), &graph, &checkpoint, &io);
     assert_close("out/sample", &found[0], &io, 1e-5);
 }
 
@@ -366,7 +372,11 @@ fn clip_matches_transformers(name: &str) {
     }
 
     let graph = b.finish();
-    for (output, found) in graph.outputs.iter().zip(&run(&graph, &checkpoint, &io)) {
+    for (output, found) in graph
+        .outputs
+        .iter()
+        .zip(&run(&cpu_session(1), &graph, &checkpoint, &io))
+    {
         let tolerance = if output.name.starts_with("out/") {
             1e-5
         } else {

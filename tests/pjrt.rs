@@ -1,5 +1,6 @@
 //! The PJRT runtime against real plugins: the CPU's runs programs, the TPU's compiles them.
 
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -611,12 +612,10 @@ fn large_arrays_take_little_more_than_their_bytes() {
 fn sessions_pass_the_folder_of_cudas_tools_on() {
     let session = cpu_session(2);
     let plain = session.compile_options();
-    assert_eq!(plain, maxdiff::runtime::compile_options(session.mesh()));
+    assert_eq!(*plain, maxdiff::runtime::compile_options(session.mesh()));
     assert!(plain.overrides().is_empty());
-    let options = session
-        .with_cuda_data_dir(Some("/opt/plugins/cuda".into()))
-        .compile_options();
-    let overrides: Vec<_> = options.overrides().into_iter().collect();
+    let session = session.with_cuda_data_dir(Some(Path::new("/opt/plugins/cuda")));
+    let overrides: Vec<_> = session.compile_options().overrides().into_iter().collect();
     assert_eq!(
         overrides,
         [("xla_gpu_cuda_data_dir", "/opt/plugins/cuda".to_string())]

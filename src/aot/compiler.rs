@@ -137,7 +137,7 @@ impl Compiler {
             },
             mesh: session.mesh().clone(),
             rules: session.rules().clone(),
-            options: session.compile_options(),
+            options: session.compile_options().clone(),
             backend: session.backend(),
             chip: Chip::from_device_kind(&name),
             hbm_limit: bytes(stats.and_then(|stats| stats.bytes_limit)),

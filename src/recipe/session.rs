@@ -158,7 +158,7 @@ fn open(
         RuntimeError::Shard(error) => RecipeError::usage(error),
         error => RecipeError::failed(error),
     })?;
-    let mut session = session.with_cuda_data_dir(installed.cuda_data_dir.clone());
+    let mut session = session.with_cuda_data_dir(installed.cuda_data_dir.as_deref());
     if let Some(cache) = program_cache(&config.jax_cache_dir)
         && let Err(error) = session.keep_programs(cache)
     {

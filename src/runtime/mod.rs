@@ -13,7 +13,7 @@ pub use cache::{CacheError, CacheKey, ExecutableCache, ProgramCounts, Usage};
 pub use program::{Program, ProgramOptions, Slot, Timings, Value, compile_options};
 pub use staged::{Preparation, Prepared, StagedProgram, StagedTimings};
 
-use std::path::PathBuf;
+use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::backend::Backend;
@@ -22,7 +22,8 @@ use crate::graph::GraphError;
 use crate::host_tensor::{HostTensor, HostTensorError};
 use crate::lowering::{LowerError, Options};
 use crate::pjrt::{
-    Client, CompileOptions, Device, ElementType, LoadedExecutable, NamedValue, PjrtError, Plugin,
+    Client, CompileOptions, Device, ElementType, LoadedExecutable, NamedValue, OptionValue,
+    PjrtError, Plugin,
 };
 use crate::shape::Shape;
 use crate::shard::{
@@ -82,7 +83,7 @@ pub struct Session {
     /// In mesh order.
     devices: Vec<Device>,
     rules: LogicalAxisRules,
-    cuda_data_dir: Option<PathBuf>,
+    options: CompileOptions,
     cache: Option<Store>,
     counts: Mutex<ProgramCounts>,
 }
@@ -133,10 +134,10 @@ impl Session {
             .collect::<Result<Vec<_>, _>>()?;
         Ok(Session {
             client,
+            options: compile_options(&mesh),
             mesh,
             devices,
             rules,
-            cuda_data_dir: None,
             cache: None,
             counts: Mutex::default(),
         })
@@ -163,10 +164,9 @@ impl Session {
 
     /// The program of a StableHLO text, and whether it came from the cache.
     fn executable(&self, text: &str) -> Result<(LoadedExecutable, bool), PjrtError> {
-        let options = self.compile_options();
         let (executable, from_cache) = match &self.cache {
-            Some(store) => store.compile(&self.client, text, &options)?,
-            None => (self.client.compile(text, &options)?, false),
+            Some(store) => store.compile(&self.client, text, &self.options)?,
+            None => (self.client.compile(text, &self.options)?, false),
         };
         match from_cache {
             true => self.counts().from_cache += 1,
@@ -177,14 +177,20 @@ impl Session {
 
     /// The same, with the folder in which the compiler for GPUs finds `bin/ptxas` and `nvvm/libdevice`
     /// ([`crate::pjrt::install::Installed::cuda_data_dir`]); without it the compiler searches the system's CUDA.
-    pub fn with_cuda_data_dir(mut self, dir: Option<PathBuf>) -> Session {
-        self.cuda_data_dir = dir;
+    pub fn with_cuda_data_dir(mut self, dir: Option<&Path>) -> Session {
+        self.options = self.options.with_cuda_data_dir(dir);
+        self
+    }
+
+    /// The same, with one of the compiler's own options ([`CompileOptions::set`]).
+    pub fn with_compiler_option(mut self, name: &str, value: OptionValue) -> Session {
+        self.options = self.options.set(name, value);
         self
     }
 
     /// The options with which programs for this session are compiled.
-    pub fn compile_options(&self) -> CompileOptions {
-        compile_options(&self.mesh).with_cuda_data_dir(self.cuda_data_dir.as_deref())
+    pub fn compile_options(&self) -> &CompileOptions {
+        &self.options
     }
 
     /// The backend that programs of this session are lowered for.

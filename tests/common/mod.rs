@@ -11,7 +11,7 @@ use maxdiff::graph::{Builder, Graph};
 use maxdiff::host_tensor::HostTensor;
 use maxdiff::models::unet::INT8_FLOAT_LAYERS;
 use maxdiff::pjrt::install::{self, PluginKind};
-use maxdiff::pjrt::{Client, NamedValue, Plugin};
+use maxdiff::pjrt::{Client, NamedValue, OptionValue, Plugin};
 use maxdiff::quant::{Policy, annotate, lower};
 use maxdiff::runtime::{Array, ExecutableCache, Program, ProgramOptions, Session, Value};
 use maxdiff::shard::{LogicalAxisRules, Parallelism};
@@ -69,9 +69,15 @@ pub fn cpu_session(devices: i64) -> Session {
     .unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// A session on one CPU device that keeps its compiled programs for the other tests.
+/// A session on one CPU device that compiles without LLVM's optimizations: half the time. For tests of what programs
+/// compute under wide bounds; operations, layers, kernels and the families' models are compiled as a user's are.
+pub fn unoptimized_session() -> Session {
+    cpu_session(1).with_compiler_option("xla_backend_optimization_level", OptionValue::Int(0))
+}
+
+/// The same, keeping its compiled programs for the other tests.
 pub fn keeping_session() -> Session {
-    let mut session = cpu_session(1);
+    let mut session = unoptimized_session();
     let cache = ExecutableCache::new(PROGRAMS, ExecutableCache::MAX_BYTES);
     session
         .keep_programs(cache)
