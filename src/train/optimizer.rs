@@ -77,30 +77,7 @@ pub fn adamw(
     let finite_norm = b.unary(Unary::IsFinite, grad_norm)?;
     let finite = b.binary(crate::graph::Binary::And, finite_loss, finite_norm)?;
 
-    let (gradients, clipped_norm) = match options.max_grad_value {
-        None => (gradients, grad_norm),
-        Some(limit) => {
-            let clipped = gradients
-                .into_iter()
-                .map(|g| b.clamp(g, -limit, limit))
-                .collect::<Result<Vec<_>>>()?;
-            let norm = match options.max_grad_norm {
-                None => grad_norm,
-                Some(_) => global_norm(b, &clipped)?,
-            };
-            (clipped, norm)
-        }
-    };
-    let clip = match options.max_grad_norm {
-        None => None,
-        Some(limit) => {
-            // optax.clip_by_global_norm: unchanged below the limit, g / norm * limit above it.
-            let limit = b.scalar(DType::F32, limit)?;
-            let one = b.scalar(DType::F32, 1.0)?;
-            let above = b.compare(Comparison::Gt, clipped_norm, limit)?;
-            Some(b.select(above, b.div(limit, clipped_norm)?, one)?)
-        }
-    };
+    let (gradients, clip) = clip(b, gradients, grad_norm, options)?;
 
     let one = b.scalar(DType::S32, 1.0)?;
     let next = b.add(updates, one)?;
@@ -113,15 +90,8 @@ pub fn adamw(
     let correct_m = correction(options.adam_b1)?;
     let correct_v = correction(options.adam_b2)?;
     let ema_keep = match options.ema_decay {
+        Some(decay) => Some(ema_keep(b, t, decay)?),
         None => None,
-        Some(decay) => {
-            // diffusers counts from 0, where its decay is 0.
-            let zero = b.scalar(DType::F32, 0.0)?;
-            let warm = b.div(t, b.add_scalar(t, 9.0)?)?;
-            let kept = b.min(warm, b.scalar(DType::F32, decay)?)?;
-            let later = b.compare(Comparison::Gt, t, b.scalar(DType::F32, 1.0)?)?;
-            Some(b.select(later, kept, zero)?)
-        }
     };
 
     for (trained, gradient) in trained.iter().zip(gradients) {
@@ -165,6 +135,47 @@ pub fn adamw(
     let counted = b.select(finite, next, updates)?;
     b.output(UPDATES, counted, Some(updates))?;
     Ok(Update { grad_norm, finite })
+}
+
+/// The gradients with their elements clipped, and the factor that clips their norm, where `options` ask for it.
+fn clip(
+    b: &Builder,
+    gradients: Vec<Tensor>,
+    grad_norm: Tensor,
+    options: &OptimizerOptions,
+) -> Result<(Vec<Tensor>, Option<Tensor>)> {
+    let (gradients, clipped_norm) = match options.max_grad_value {
+        None => (gradients, grad_norm),
+        Some(limit) => {
+            let clipped = gradients
+                .into_iter()
+                .map(|g| b.clamp(g, -limit, limit))
+                .collect::<Result<Vec<_>>>()?;
+            let norm = match options.max_grad_norm {
+                None => grad_norm,
+                Some(_) => global_norm(b, &clipped)?,
+            };
+            (clipped, norm)
+        }
+    };
+    let Some(limit) = options.max_grad_norm else {
+        return Ok((gradients, None));
+    };
+    // optax.clip_by_global_norm: unchanged below the limit, g / norm * limit above it.
+    let limit = b.scalar(DType::F32, limit)?;
+    let one = b.scalar(DType::F32, 1.0)?;
+    let above = b.compare(Comparison::Gt, clipped_norm, limit)?;
+    let factor = b.select(above, b.div(limit, clipped_norm)?, one)?;
+    Ok((gradients, Some(factor)))
+}
+
+/// How much of the moving average is kept at update `t`. diffusers counts from 0, where its decay is 0.
+fn ema_keep(b: &Builder, t: Tensor, decay: f64) -> Result<Tensor> {
+    let zero = b.scalar(DType::F32, 0.0)?;
+    let warm = b.div(t, b.add_scalar(t, 9.0)?)?;
+    let kept = b.min(warm, b.scalar(DType::F32, decay)?)?;
+    let later = b.compare(Comparison::Gt, t, b.scalar(DType::F32, 1.0)?)?;
+    b.select(later, kept, zero)
 }
 
 fn declare(b: &Builder, name: &str, shape: Shape, axes: &[Option<&'static str>]) -> Result<Tensor> {

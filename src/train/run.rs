@@ -220,44 +220,10 @@ impl TrainingLoop<'_, '_> {
         state: &mut TrainingState,
         batch: &Batch,
     ) -> Result<StepResult, TrainError> {
-        let (session, program, options) = (self.session, self.program, self.options);
         let start = Instant::now();
-        let learning_rate = options.learning_rate.at(state.step);
-        let [key, rounding] = keys(options.seed, state.step);
-        let words =
-            |w: [u32; 2]| HostTensor::from_f64(Shape::new(DType::U32, [2]), &w.map(f64::from));
+        let learning_rate = self.options.learning_rate.at(state.step);
+        let data = self.step_data(state, batch, learning_rate)?;
         let mut arguments = Vec::with_capacity(state.inputs.len());
-        let mut data: Vec<Option<Array>> = Vec::with_capacity(state.inputs.len());
-        for (input, slot) in state.inputs.iter().zip(program.inputs()) {
-            let host = match (&input.kind, input.name.as_str()) {
-                (InputKind::Data, names::KEY) => words(key)?,
-                (InputKind::Data, ROUNDING_KEY) => words(rounding)?,
-                (InputKind::Data, names::LEARNING_RATE) => {
-                    HostTensor::from_f32([], &[learning_rate as f32])?
-                }
-                (InputKind::Data, names::SAMPLE) => {
-                    let side = input.shape.dims[2] * options.pixel_unshuffle;
-                    let samples = to_samples(
-                        &batch.pixels,
-                        input.shape.dims[0],
-                        side,
-                        options.pixel_unshuffle,
-                    );
-                    HostTensor::from_f32(input.shape.dims.clone(), &samples)?
-                }
-                (InputKind::Data, INPUT_IDS) => {
-                    HostTensor::from_i32(input.shape.dims.clone(), &batch.token_ids)?
-                }
-                (InputKind::Data, other) => {
-                    return Err(TrainError::UnknownInput(other.to_string()));
-                }
-                (InputKind::Weight(_) | InputKind::State, _) => {
-                    data.push(None);
-                    continue;
-                }
-            };
-            data.push(Some(session.put(&host, &slot.spec)?));
-        }
         for (index, data) in data.into_iter().enumerate() {
             let array = match data {
                 Some(array) => array,
@@ -276,7 +242,12 @@ impl TrainingLoop<'_, '_> {
             finite: false,
         };
         let mut told = Vec::new();
-        for (array, output) in program.run(arguments)?.into_iter().zip(&self.graph.outputs) {
+        for (array, output) in self
+            .program
+            .run(arguments)?
+            .into_iter()
+            .zip(&self.graph.outputs)
+        {
             match output.alias {
                 Some(input) => state.arrays[input] = Some(array),
                 None => told.push((output.name.as_str(), array)),
@@ -285,7 +256,7 @@ impl TrainingLoop<'_, '_> {
         // The arrays are the next step's from here on, also if its results cannot be read.
         state.step += 1;
         for (name, array) in told {
-            let value = array.to_host(session.mesh())?.to_f64_vec()?[0];
+            let value = array.to_host(self.session.mesh())?.to_f64_vec()?[0];
             match name {
                 names::LOSS => result.loss = value,
                 names::GRAD_NORM => result.grad_norm = value,
@@ -295,6 +266,48 @@ impl TrainingLoop<'_, '_> {
         }
         result.seconds = start.elapsed().as_secs_f64();
         Ok(result)
+    }
+
+    /// The step's data on the devices, one for each input of the program: the batch, the keys of the random numbers and the
+    /// learning rate. `None` for weights and state.
+    fn step_data(
+        &self,
+        state: &TrainingState,
+        batch: &Batch,
+        learning_rate: f64,
+    ) -> Result<Vec<Option<Array>>, TrainError> {
+        let [key, rounding] = keys(self.options.seed, state.step);
+        let words =
+            |w: [u32; 2]| HostTensor::from_f64(Shape::new(DType::U32, [2]), &w.map(f64::from));
+        let unshuffle = self.options.pixel_unshuffle;
+        let mut data = Vec::with_capacity(state.inputs.len());
+        for (input, slot) in state.inputs.iter().zip(self.program.inputs()) {
+            let dims = &input.shape.dims;
+            let host = match (&input.kind, input.name.as_str()) {
+                (InputKind::Data, names::KEY) => words(key)?,
+                (InputKind::Data, ROUNDING_KEY) => words(rounding)?,
+                (InputKind::Data, names::LEARNING_RATE) => {
+                    HostTensor::from_f32([], &[learning_rate as f32])?
+                }
+                (InputKind::Data, names::SAMPLE) => {
+                    let side = dims[2] * unshuffle;
+                    let samples = to_samples(&batch.pixels, dims[0], side, unshuffle);
+                    HostTensor::from_f32(dims.clone(), &samples)?
+                }
+                (InputKind::Data, INPUT_IDS) => {
+                    HostTensor::from_i32(dims.clone(), &batch.token_ids)?
+                }
+                (InputKind::Data, other) => {
+                    return Err(TrainError::UnknownInput(other.to_string()));
+                }
+                (InputKind::Weight(_) | InputKind::State, _) => {
+                    data.push(None);
+                    continue;
+                }
+            };
+            data.push(Some(self.session.put(&host, &slot.spec)?));
+        }
+        Ok(data)
     }
 }
 

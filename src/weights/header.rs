@@ -131,11 +131,6 @@ pub(super) fn parse(
         path: path.to_owned(),
         reason,
     };
-    let tensor_error = |tensor: &str, reason: String| WeightsError::Tensor {
-        path: path.to_owned(),
-        tensor: tensor.to_owned(),
-        reason,
-    };
     if json.first() != Some(&b'{') {
         return Err(bad("the header does not begin with {".to_owned()));
     }
@@ -157,48 +152,7 @@ pub(super) fn parse(
         });
     }
 
-    let mut tensors: Vec<Entry> = Vec::with_capacity(infos.len());
-    let mut cursor = 0;
-    for (name, info) in infos {
-        let (begin, end) = info.data_offsets;
-        if begin < cursor {
-            let before = tensors.last().map_or("", |e| e.name.as_str());
-            return Err(tensor_error(
-                &name,
-                format!(
-                    "its bytes {begin}..{end} overlap those of {before}, which end at {cursor}"
-                ),
-            ));
-        }
-        if begin > cursor {
-            return Err(tensor_error(
-                &name,
-                format!("bytes {cursor}..{begin} before it belong to no tensor"),
-            ));
-        }
-        let bytes = byte_count(info.dtype, &info.shape).map_err(|r| tensor_error(&name, r))?;
-        if end.checked_sub(begin) != Some(bytes) {
-            return Err(tensor_error(
-                &name,
-                format!(
-                    "{:?}{:?} takes {bytes} bytes, its offsets are {begin}..{end}",
-                    info.dtype, info.shape
-                ),
-            ));
-        }
-        let dtype = from_safetensors(info.dtype).ok_or_else(|| {
-            tensor_error(
-                &name,
-                format!("element type {:?} is not supported", info.dtype),
-            )
-        })?;
-        cursor = end;
-        tensors.push(Entry {
-            name,
-            shape: Shape::new(dtype, info.shape),
-            offset: data_start + begin as u64,
-        });
-    }
+    let tensors = entries(path, infos, data_start)?;
     if expected != file_bytes {
         return Err(WeightsError::TrailingBytes {
             path: path.to_owned(),
@@ -207,6 +161,51 @@ pub(super) fn parse(
         });
     }
     Ok(Header { metadata, tensors })
+}
+
+/// The tensors in the order of their bytes, which follow one another without a gap.
+fn entries(
+    path: &Path,
+    infos: Vec<(String, TensorInfo)>,
+    data_start: u64,
+) -> Result<Vec<Entry>, WeightsError> {
+    let mut tensors: Vec<Entry> = Vec::with_capacity(infos.len());
+    let mut cursor = 0;
+    for (name, info) in infos {
+        let bad = |reason: String| WeightsError::Tensor {
+            path: path.to_owned(),
+            tensor: name.clone(),
+            reason,
+        };
+        let (begin, end) = info.data_offsets;
+        if begin < cursor {
+            let before = tensors.last().map_or("", |e| e.name.as_str());
+            return Err(bad(format!(
+                "its bytes {begin}..{end} overlap those of {before}, which end at {cursor}"
+            )));
+        }
+        if begin > cursor {
+            return Err(bad(format!(
+                "bytes {cursor}..{begin} before it belong to no tensor"
+            )));
+        }
+        let bytes = byte_count(info.dtype, &info.shape).map_err(bad)?;
+        if end.checked_sub(begin) != Some(bytes) {
+            return Err(bad(format!(
+                "{:?}{:?} takes {bytes} bytes, its offsets are {begin}..{end}",
+                info.dtype, info.shape
+            )));
+        }
+        let dtype = from_safetensors(info.dtype)
+            .ok_or_else(|| bad(format!("element type {:?} is not supported", info.dtype)))?;
+        cursor = end;
+        tensors.push(Entry {
+            shape: Shape::new(dtype, info.shape),
+            offset: data_start + begin as u64,
+            name,
+        });
+    }
+    Ok(tensors)
 }
 
 fn byte_count(dtype: Dtype, dims: &[usize]) -> Result<usize, String> {

@@ -69,10 +69,12 @@ pub fn cpu_session(devices: i64) -> Session {
     .unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// A session on one CPU device that compiles without LLVM's optimizations: half the time. For tests of what programs
-/// compute under wide bounds; operations, layers, kernels and the families' models are compiled as a user's are.
+/// A session on one CPU device that compiles as [`without_optimizations`]. For tests of what programs compute under wide
+/// bounds; operations, layers, kernels and the families' models are compiled as a user's are.
 pub fn unoptimized_session() -> Session {
-    cpu_session(1).with_compiler_option("xla_backend_optimization_level", OptionValue::Int(0))
+    cpu_session(1)
+        .with_compiler_option("xla_backend_optimization_level", OptionValue::Int(0))
+        .with_compiler_option("xla_cpu_use_fusion_emitters", OptionValue::Bool(false))
 }
 
 /// The same, keeping its compiled programs for the other tests.

@@ -34,10 +34,12 @@ pub fn passed(output: &Output) {
     );
 }
 
-/// Has a command compile its programs without LLVM's optimizations: half the time. For tests of what training and
-/// generating do; what they compute is compared with the oracles where programs are compiled as a user's are.
+/// Has a command compile its programs without LLVM's optimizations and with the older emitters: a quarter of the time.
+/// For tests of what training and generating do; what they compute is compared with the oracles where programs are
+/// compiled as a user's are.
 pub fn without_optimizations(command: &mut Command) -> &mut Command {
-    command.env("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    let flags = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false";
+    command.env("XLA_FLAGS", flags)
 }
 
 /// What a program wrote.

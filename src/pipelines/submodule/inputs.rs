@@ -6,7 +6,7 @@ use std::path::Path;
 use crate::dtype::DType;
 use crate::host_tensor::HostTensor;
 use crate::models::clip::INPUT_IDS;
-use crate::models::unet::{AdditionEmbedType, names};
+use crate::models::unet::{AdditionEmbedType, SIZE_TIME_IDS, names};
 use crate::shape::Shape;
 use crate::weights::{Checkpoint, cast};
 
@@ -114,7 +114,7 @@ fn wanted(network: &Network) -> Vec<Wanted> {
             match config.addition_embed_type {
                 None => {}
                 Some(AdditionEmbedType::TextTime) => {
-                    let time = 6 * config.addition_time_embed_dim.unwrap_or_default();
+                    let time = SIZE_TIME_IDS * config.addition_time_embed_dim.unwrap_or_default();
                     let total = config.projection_class_embeddings_input_dim;
                     let text = total.unwrap_or_default().saturating_sub(time);
                     inputs.push(input(
@@ -122,7 +122,11 @@ fn wanted(network: &Network) -> Vec<Wanted> {
                         Elements::Floats,
                         &[batch, Is(text)],
                     ));
-                    inputs.push(input(names::TIME_IDS, Elements::Numbers, &[batch, Is(6)]));
+                    inputs.push(input(
+                        names::TIME_IDS,
+                        Elements::Numbers,
+                        &[batch, Is(SIZE_TIME_IDS)],
+                    ));
                 }
             }
             inputs
