@@ -6,6 +6,7 @@ use std::error::Error;
 use std::path::Path;
 
 use maxdiff::config::{Config, Verb};
+use maxdiff::pjrt::install::Trial;
 use maxdiff::recipe::{self, Notice, Step};
 
 fn main() -> Result<(), Box<dyn Error>> {
@@ -17,10 +18,10 @@ fn main() -> Result<(), Box<dyn Error>> {
     let config = Config::load(Path::new(file), overrides, Some(Verb::Compile))?.config;
     let mut notify = |notice: Notice<'_>| eprintln!("{notice:?}");
 
-    let compiler = recipe::compiler(&config, &mut notify)?;
+    let compiler = recipe::compiler(&config, &|_| Trial::Unknown, &mut notify)?;
     let traced = recipe::trace(&config, Step::Denoise, compiler.mesh())?;
     let options = recipe::compile_options(&config, Step::Denoise, compiler.mesh());
-    let compiled = compiler.compile(&traced, &options)?;
+    let compiled = compiler.compile(&traced, &options, &mut |_| {})?;
     println!("{}", compiled.step.report);
     compiled
         .bundle()?

@@ -7,6 +7,7 @@ use std::path::Path;
 
 use maxdiff::config::{Config, Loaded, Verb};
 use maxdiff::pipelines::{Event, GenerateRequest, ImageRequest, Pipeline};
+use maxdiff::pjrt::install::Trial;
 use maxdiff::recipe::{self, Notice};
 
 fn main() -> Result<(), Box<dyn Error>> {
@@ -19,7 +20,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let mut notify = |notice: Notice<'_>| eprintln!("{notice:?}");
 
     let options = recipe::generation(&config, &given, file, &mut notify)?.options;
-    let session = recipe::open_session(&config, &mut notify)?.session;
+    let session = recipe::open_session(&config, &|_| Trial::Unknown, &mut notify)?.session;
     let mut pipeline = Pipeline::open(session, options)?;
     let image = ImageRequest::new("a large red circle on a white background");
     let generated = pipeline.generate(&GenerateRequest::new(vec![image]), &mut |event| {

@@ -7,6 +7,7 @@ use std::ops::ControlFlow;
 use std::path::Path;
 
 use maxdiff::config::{Config, Verb};
+use maxdiff::pjrt::install::Trial;
 use maxdiff::recipe::{self, Notice};
 use maxdiff::train::{TrainEvent, Trainer};
 
@@ -19,7 +20,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let mut notify = |notice: Notice<'_>| eprintln!("{notice:?}");
 
     let training = recipe::training(&config, &mut notify)?;
-    let session = recipe::open_session(&config, &mut notify)?.session;
+    let session = recipe::open_session(&config, &|_| Trial::Unknown, &mut notify)?.session;
     let options = training.options(&session, &mut notify)?;
     let outcome = Trainer::new(session, options)?.run(&mut |event| {
         if let TrainEvent::Step(report) = event {

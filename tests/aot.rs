@@ -9,6 +9,7 @@ use crate::common::tpu_plugin;
 use maxdiff::aot::Compiled;
 use maxdiff::bundle::{Bundle, PayloadKind};
 use maxdiff::config::{Config, Verb};
+use maxdiff::pjrt::install::Trial;
 use maxdiff::proto::xla::PrimitiveType;
 use maxdiff::recipe::{self, RecipeError, Step};
 use maxdiff::report::Link;
@@ -52,10 +53,10 @@ fn compiled(overrides: &[&str]) -> Compiled {
 }
 
 fn compile(config: &Config) -> Result<Compiled, RecipeError> {
-    let compiler = recipe::compiler(config, &mut |_| {})?;
+    let compiler = recipe::compiler(config, &|_| Trial::Unknown, &mut |_| {})?;
     let traced = recipe::trace(config, Step::Train, compiler.mesh())?;
     let options = recipe::compile_options(config, Step::Train, compiler.mesh());
-    Ok(compiler.compile(&traced, &options)?)
+    Ok(compiler.compile(&traced, &options, &mut |_| {})?)
 }
 
 fn int8(more: &[&str]) -> Compiled {

@@ -175,7 +175,7 @@ fn a_whole_file_of_maxdiffusion_loads() {
         &path,
         &[
             "hardware=auto",
-            "prompt=",
+            "prompt=[]",
             "negative_prompt=",
             "revision=main",
             "jax_cache_dir=auto",

@@ -1,7 +1,8 @@
 //! `generate` with a model that somebody published, from the outside.
 
+use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
+use std::process::{Child, Command, Output, Stdio};
 
 use crate::common::{cpu_plugin, golden, json, keep_programs, without_optimizations};
 use serde_json::Value;
@@ -139,8 +140,16 @@ fn bad_input_is_named() {
         "{found}"
     );
     assert!(found.contains("nearest: 14 and 16"), "{found}");
-    let found = with(&["scheduler=plms"]);
+    let found = with(&["scheduler=dpm adaptive"]);
     assert!(found.contains("valid: ddim, ddpm, pndm"), "{found}");
+    let found = with(&[
+        "scheduler=plms",
+        "diffusion_scheduler_config.skip_prk_steps=False",
+    ]);
+    assert!(
+        found.contains("skip_prk_steps = false is not supported"),
+        "{found}"
+    );
     let broken = format!("image={}", file("broken.png", b"no image"));
     let found = with(&[&broken, "strength=1.5"]);
     assert!(found.contains("strength: 1.5 is out of range"), "{found}");
@@ -167,7 +176,13 @@ fn bad_input_is_named() {
     assert!(found.contains("key=value"), "{found}");
     let found = with(&["controlnet_image=x.png"]);
     assert!(found.contains("controlnet_image: has no effect"), "{found}");
-    let control = ["use_controlnet=True", "controlnet_image=x.png"];
+    let found = with(&["use_controlnet=True", "controlnet_image=x.png"]);
+    assert!(
+        found.contains("controlnet_image=x.png: No such file"),
+        "{found}"
+    );
+    let image = broken.replace("image=", "controlnet_image=");
+    let control = ["use_controlnet=True", &image];
     let nowhere = "controlnet_model_name_or_path=./nowhere";
     let found = with(&[&control[..], &[nowhere]].concat());
     assert!(found.contains("name the folder of a ControlNet"), "{found}");
@@ -329,6 +344,69 @@ fn samplers_have_the_names_of_web_interfaces_and_are_repeated() {
         found.contains("its sampler, DPM adaptive, is not here; give scheduler="),
         "{found}"
     );
+}
+
+/// 50 batches, of which the first ones are finished when something ends the call.
+#[test]
+fn what_is_finished_is_kept() {
+    let words = [
+        "prompt=x",
+        "height=16",
+        "width=16",
+        "num_inference_steps=2",
+        "scheduler=ddim",
+        "num_images_per_prompt=400",
+        "--json",
+    ];
+    // Gives the code, what was told, and the paths of the images, after `end` of the child and the folder of images.
+    let ended = |end: &dyn Fn(&Child, &Path)| {
+        let dir = tempfile::tempdir().unwrap();
+        let mut command = command(dir.path(), &words);
+        let pipes = command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = pipes.spawn().unwrap();
+        let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        let first: Value = serde_json::from_str(&lines.next().unwrap().unwrap()).unwrap();
+        assert_eq!(first["seed"], 0);
+        let folder = dir.path().join("images");
+        end(&child, &folder);
+        let more = lines.count();
+        let output = child.wait_with_output().unwrap();
+        let told = String::from_utf8(output.stderr).unwrap();
+        let kept = [folder.clone(), folder.with_extension("moved")];
+        let kept = kept.iter().find(|folder| folder.exists()).unwrap();
+        let names: Vec<PathBuf> = std::fs::read_dir(kept)
+            .unwrap()
+            .map(|entry| entry.unwrap().path())
+            .collect();
+        assert!(names.len() > more && names.len() < 400, "{}", names.len());
+        for path in &names {
+            image::open(path).unwrap();
+        }
+        let written = format!(
+            "{} of 400 images are written in {}",
+            names.len(),
+            folder.display()
+        );
+        assert!(told.contains(&written), "{told}");
+        (output.status.code(), told)
+    };
+    let signalled = |signal: &str| {
+        ended(&|child, _| {
+            let id = child.id().to_string();
+            let status = Command::new("kill").args(["-s", signal, &id]).status();
+            assert!(status.unwrap().success());
+        })
+    };
+    for (signal, code) in [("TERM", 143), ("INT", 130)] {
+        let (found, told) = signalled(signal);
+        assert_eq!(found, Some(code), "{told}");
+        assert!(told.contains("stopped: "), "{told}");
+    }
+    let (found, told) = ended(&|_, folder| {
+        std::fs::rename(folder, folder.with_extension("moved")).unwrap();
+    });
+    assert_eq!(found, Some(1), "{told}");
+    assert!(told.contains("error: cannot write "), "{told}");
 }
 
 /// A file that may not grow stands for a disk that is full.

@@ -149,6 +149,68 @@ fn doctor_outlives_a_plugin_that_does_not_load() {
     assert_eq!(problem["remedy"], "run `maxdiff-rs plugin install tpu`");
 }
 
+/// The same library with instructions that no processor has: its process ends, the program's does not.
+#[test]
+fn a_plugin_that_ends_its_process_is_refused() {
+    cpu_plugin();
+    let own = maxdiff::pjrt::install::locate(maxdiff::pjrt::install::PluginKind::Cpu).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let mut bytes = std::fs::read(&own.library).unwrap();
+    for part in executable_parts(&bytes) {
+        bytes[part].fill(0xff);
+    }
+    link_members(&own.library, folder.path());
+    let library = folder.path().join("own.so");
+    std::fs::write(&library, bytes).unwrap();
+    let run = |args: &[&str]| {
+        let mut command = program(args);
+        command.env("MAXDIFF_PLUGIN_DIR", folder.path().join("plugins"));
+        command.output().unwrap()
+    };
+    let path = library.to_str().unwrap();
+    let installed = run(&["plugin", "install", "cpu", "--path", path]);
+    assert!(installed.status.success(), "{}", text(&installed.stderr));
+    let recipe = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tiny.yml");
+    let bundle = folder.path().join("bundle");
+    let output = run(&[
+        "compile",
+        recipe.to_str().unwrap(),
+        "hardware=cpu",
+        "--output",
+        bundle.to_str().unwrap(),
+    ]);
+    let error = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{error}");
+    assert!(error.contains("ends the process that loads it"), "{error}");
+    let remedy = format!("run `maxdiff-rs plugin install cpu --path {path}`");
+    assert!(error.contains(&remedy), "{error}");
+}
+
+/// Links the libraries that an installed plugin needs into `folder`, and gives its manifest.
+fn link_members(library: &Path, folder: &Path) -> Value {
+    let own = library.parent().unwrap();
+    let manifest = std::fs::read_to_string(own.join("manifest.json")).unwrap();
+    let manifest: Value = serde_json::from_str(&manifest).unwrap();
+    for name in manifest["members"].as_object().unwrap().keys() {
+        std::os::unix::fs::symlink(own.join(name), folder.join(name)).unwrap();
+    }
+    manifest
+}
+
+/// The places in an ELF file that are mapped as code, by its program headers.
+fn executable_parts(elf: &[u8]) -> Vec<std::ops::Range<usize>> {
+    let number = |at: usize, bytes: usize| {
+        let digits = elf[at..at + bytes].iter().rev();
+        digits.fold(0, |number, byte| (number << 8) | usize::from(*byte))
+    };
+    let [headers, size, count] = [number(32, 8), number(54, 2), number(56, 2)];
+    let headers = (0..count).map(|index| headers + index * size);
+    // PT_LOAD with PF_X.
+    let code = headers.filter(|at| number(*at, 4) == 1 && number(at + 4, 4) & 1 == 1);
+    code.map(|at| number(at + 8, 8)..number(at + 8, 8) + number(at + 32, 8))
+        .collect()
+}
+
 /// A plugin of one's own is used where it lies, and the pinned one comes back.
 #[test]
 fn plugins_are_listed_and_taken_by_path() {
@@ -246,12 +308,7 @@ fn a_stale_plugin_is_used_with_a_warning() {
         .join(format!("cpu-{}", own.kind.pinned_version()));
     std::fs::create_dir(&plugin).unwrap();
     // The same library, but for the hash of its sources that it carries, beside the libraries that it needs.
-    let folder_of_own = own.library.parent().unwrap();
-    let listed = std::fs::read_to_string(folder_of_own.join("manifest.json")).unwrap();
-    let listed: serde_json::Value = serde_json::from_str(&listed).unwrap();
-    for name in listed["members"].as_object().unwrap().keys() {
-        std::os::unix::fs::symlink(folder_of_own.join(name), plugin.join(name)).unwrap();
-    }
+    let listed = link_members(&own.library, &plugin);
     let hash = listed["sources_sha256"].as_str().unwrap().as_bytes();
     let mut bytes = std::fs::read(&own.library).unwrap();
     let places: Vec<usize> = bytes

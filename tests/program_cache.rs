@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use crate::common::{cpu_plugin, cpu_session, golden, lowered, run_on};
+use crate::common::{cpu_plugin, cpu_session, golden, json, lowered, run_on};
 use maxdiff::dtype::DType;
 use maxdiff::graph::{Builder, Graph, Init};
 use maxdiff::host_tensor::HostTensor;
@@ -177,9 +177,7 @@ fn generate(out: &Path, cache: &Path, words: &[&str]) -> Value {
         .stdin(Stdio::null())
         .output()
         .unwrap();
-    let error = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{error}");
-    serde_json::from_slice(&output.stdout).unwrap()
+    json(&output)
 }
 
 fn pixels(report: &Value) -> image::RgbImage {

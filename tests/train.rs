@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-use crate::common::{keep_programs, without_optimizations};
+use crate::common::{json, keep_programs, without_optimizations};
 use maxdiff::data::shapes::Caption;
 use maxdiff::metrics::read_json_lines;
 use maxdiff::pipelines::image_file::{Recorded, read_recorded};
@@ -262,8 +262,7 @@ fn pooled_text_is_trained_and_held_out_captions_are_scored() {
     }
 
     let mut command = maxdiff("generate", dir.path(), &["held_out_prompts=3", "--json"]);
-    let output = succeed(&mut command);
-    let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let report = json(&succeed(&mut command));
     assert_eq!(report["score"]["prompts"], 3);
     for image in report["images"].as_array().unwrap() {
         let caption = Caption::parse(image["prompt"].as_str().unwrap()).unwrap();

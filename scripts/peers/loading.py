@@ -50,7 +50,7 @@ def load(program, recipe, folder, *settings):
             [program, "generate", recipe, f"pretrained_model_name_or_path={folder}", "prompt=a lighthouse", "height=256",
              "width=256", "num_inference_steps=1", f"output_dir={out}", "run_name=loading", "--json", *settings],
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True).stdout
-    report = json.loads(report)
+    report = json.loads(report.splitlines()[-1])
     return report["seconds"]["load"], report["peak_host_bytes"]
 
 

@@ -24,7 +24,8 @@ use crate::util::hash::Sha256;
 
 use super::error::{needed_memory, out_of_memory_message};
 use super::{
-    AotError, Compiled, CompiledProgram, Options, OutOfMemory, Seconds, Simulator, header,
+    AotError, Compiled, CompiledProgram, Compiling, Options, OutOfMemory, Seconds, Simulator,
+    header,
 };
 
 /// The compiler for a topology or for the devices here, with the properties of these devices.
@@ -173,12 +174,18 @@ impl Compiler {
         self.chip
     }
 
-    /// Lowers a program that was traced for as many devices as [`Compiler::mesh`] has, and compiles what it becomes.
+    /// Lowers a program that was traced for as many devices as [`Compiler::mesh`] has, and compiles what it becomes. `tell`
+    /// gets each program before it is compiled.
     ///
     /// # Errors
     /// When the program does not fit the mesh, or the compiler refuses it; [`AotError::OutOfMemory`] when a program
     /// does not fit a device's memory.
-    pub fn compile(&self, traced: &Traced, options: &Options) -> Result<Compiled, AotError> {
+    pub fn compile(
+        &self,
+        traced: &Traced,
+        options: &Options,
+        tell: &mut dyn FnMut(Compiling),
+    ) -> Result<Compiled, AotError> {
         let start = Instant::now();
         let target = lowering::Options {
             mesh: &self.mesh,
@@ -195,7 +202,15 @@ impl Compiler {
 
         let start = Instant::now();
         let parameters = traced.graph.parameter_count() as u64;
-        let program = |stage, module: &Module, groups: Vec<LoadGroup>| {
+        let programs = 1 + modules.load.len() + usize::from(modules.request.is_some());
+        let mut number = 0;
+        let mut program = |stage, module: &Module, groups: Vec<LoadGroup>| {
+            number += 1;
+            tell(Compiling {
+                stage,
+                number,
+                programs,
+            });
             let site = Site {
                 options,
                 stage,

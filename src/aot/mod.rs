@@ -12,6 +12,7 @@ use std::collections::BTreeMap;
 
 use crate::bundle::{Bundle, Header, PayloadKind, ProgramHeader};
 use crate::emit::DotPrecision;
+use crate::lowering::Stage;
 use crate::pjrt::{ErrorCode, Executable, PjrtError};
 use crate::quant::Decision;
 use crate::report::CompileReport;
@@ -32,6 +33,15 @@ pub struct Options {
     pub quantization: &'static str,
     /// Advice for a program that does not fit its devices, in the message of [`OutOfMemory`].
     pub memory_advice: Vec<String>,
+}
+
+/// A program that is compiled next.
+#[derive(Clone, Copy, Debug)]
+pub struct Compiling {
+    pub stage: Stage,
+    /// Its number, from 1 to `programs`.
+    pub number: usize,
+    pub programs: usize,
 }
 
 /// The compiled programs of a traced program.

@@ -193,7 +193,7 @@ impl Bundle {
     /// # Errors
     /// [`BundleError::Damaged`] says what is wrong with the file.
     pub fn read(path: &Path) -> Result<Self, BundleError> {
-        let bytes = fs::read(path).map_err(failed("read", path))?;
+        let bytes = files::read(path).map_err(failed("read", path))?;
         frame::decode(&bytes).map_err(|source| BundleError::Damaged {
             path: path.to_owned(),
             source,
@@ -240,8 +240,7 @@ pub fn check_writable(path: &Path) -> Result<(), BundleError> {
     if path.symlink_metadata().is_ok() {
         return Err(exists(path));
     }
-    create_parent(path)?;
-    files::check_writable(parent_of(path)).map_err(failed("write", path))
+    files::check_can_be_written(parent_of(path)).map_err(failed("write", path))
 }
 
 fn create_parent(path: &Path) -> Result<(), BundleError> {

@@ -8,12 +8,13 @@ use std::time::Instant;
 use clap::Args;
 use serde_json::{Value, json};
 
-use crate::aot::{Bundled, Compiled, CompiledProgram};
+use crate::aot::{Bundled, Compiled, CompiledProgram, Compiling};
 use crate::bundle::{self, Bundle, BundleError, PayloadKind};
 use crate::config::{Config, Verb};
 use crate::recipe::{self, Step};
 
-use super::{CliError, RecipeArgs, kernel, notices, print};
+use super::doctor::try_load;
+use super::{CliError, RecipeArgs, kernel, notices, print, status};
 
 /// `compile ...`
 #[derive(Debug, Args)]
@@ -44,13 +45,17 @@ pub fn run(args: &CompileArgs) -> Result<ExitCode, CliError> {
         _ => CliError::failed(e),
     })?;
     let start = Instant::now();
-    let compiler = recipe::compiler(&config, &mut notices())?.with_simulator(kernel::simulator()?);
+    status::spin("opening the compiler");
+    let compiler =
+        recipe::compiler(&config, &try_load, &mut notices())?.with_simulator(kernel::simulator()?);
     let setup = start.elapsed().as_secs_f64();
     let start = Instant::now();
+    status::spin("tracing");
     let traced = recipe::trace(&config, args.step, compiler.mesh())?;
     let trace = start.elapsed().as_secs_f64();
     let options = recipe::compile_options(&config, args.step, compiler.mesh());
-    let compiled = compiler.compile(&traced, &options)?;
+    let compiled = compiler.compile(&traced, &options, &mut show)?;
+    status::clear();
     let written = write(args, &config, path, &compiled);
     // The report is told even where the bundle is lost: compiling may have taken an hour.
     let bundle = written.as_ref().ok();
@@ -63,6 +68,22 @@ pub fn run(args: &CompileArgs) -> Result<ExitCode, CliError> {
         print(&format!("{}{bundle}", describe(&compiled)))?;
     }
     written.map(|_| ExitCode::SUCCESS)
+}
+
+/// Says which program is compiled.
+fn show(compiling: Compiling) {
+    let Compiling {
+        stage,
+        number,
+        programs,
+    } = compiling;
+    status::spin(&match programs {
+        1 => format!("compiling the {} program", stage.name()),
+        _ => format!(
+            "compiling program {number} of {programs} ({})",
+            stage.name()
+        ),
+    });
 }
 
 /// The step's report with what surrounds it and the reports of the programs before it, as JSON.

@@ -7,7 +7,7 @@ use std::time::Instant;
 use clap::Args;
 use serde_json::{Value as Json, json};
 
-use super::{CliError, completions, notices, print, progress, tell};
+use super::{CliError, completions, notices, print, progress, status, tell};
 use crate::dtype::DType;
 use crate::hub::Wanted;
 use crate::recipe::hub;
@@ -72,12 +72,14 @@ pub fn run(args: &ConvertArgs) -> Result<ExitCode, CliError> {
     for ignored in &source.ignored {
         progress(&format!("ignored: {ignored}"));
     }
+    status::spin("writing");
     let parts = source
         .write_pipeline(&args.output, dtype)
         .map_err(|error| match error {
             SourceError::Exists { .. } => CliError::usage(error),
             _ => CliError::failed(error),
         })?;
+    status::clear();
     let seconds = start.elapsed().as_secs_f64();
     if args.json {
         let report = report(args, &source, &parts, seconds);

@@ -1,6 +1,6 @@
 //! `doctor`: what is installed, what is wrong and how to fix it.
 
-use std::process::{Command, ExitCode, Stdio};
+use std::process::{Command, ExitCode, Output, Stdio};
 
 use clap::Args;
 use serde_json::{Map, Value, json};
@@ -9,7 +9,7 @@ use super::{CliError, plugin, print};
 use crate::doctor::{
     Diagnosis, PluginFolder, PluginState, Probe, Problem, Processor, ProgramFolder, Tool,
 };
-use crate::pjrt::install::PluginKind;
+use crate::pjrt::install::{PluginKind, Trial};
 use crate::pjrt::{ISA, Kernels};
 use crate::runtime::ExecutableCache;
 
@@ -50,25 +50,44 @@ pub fn run(args: &DoctorArgs) -> Result<ExitCode, CliError> {
 /// Loads the plugin in a process of its own: on a processor or driver that it is not made for, a plugin ends
 /// the process instead of returning an error.
 fn probe(kind: PluginKind) -> Result<Probe, String> {
-    let program = std::env::current_exe().map_err(|e| e.to_string())?;
-    let output = Command::new(program)
-        .args(["doctor", "--quiet", "--probe", kind.name()])
-        .stdin(Stdio::null())
-        .output()
-        .map_err(|e| e.to_string())?;
+    let output = run_probe(kind).map_err(|e| e.to_string())?;
     if output.status.success() {
         return serde_json::from_slice(&output.stdout).map_err(|e| e.to_string());
     }
-    let said = String::from_utf8_lossy(&output.stderr);
-    let error = said.lines().find_map(|l| l.strip_prefix("error: "));
-    Err(match error {
-        Some(error) => error.to_string(),
-        None => format!(
-            "it ended its process ({}); its last message: {}",
-            output.status,
-            said.lines().next_back().unwrap_or("nothing")
-        ),
+    Err(match error_of(&output) {
+        Some(error) => error,
+        None => format!("it ended its process ({})", end_of(&output)),
     })
+}
+
+/// The trial before a plugin's first load here.
+pub fn try_load(kind: PluginKind) -> Trial {
+    match run_probe(kind) {
+        Ok(output) if output.status.success() => Trial::Loaded,
+        Ok(output) if error_of(&output).is_none() => Trial::Ended(end_of(&output)),
+        Ok(_) | Err(_) => Trial::Unknown,
+    }
+}
+
+fn run_probe(kind: PluginKind) -> std::io::Result<Output> {
+    Command::new(std::env::current_exe()?)
+        .args(["doctor", "--quiet", "--probe", kind.name()])
+        .stdin(Stdio::null())
+        .output()
+}
+
+/// The error with which the process ended by itself.
+fn error_of(output: &Output) -> Option<String> {
+    let said = String::from_utf8_lossy(&output.stderr);
+    let error = said.lines().find_map(|l| l.strip_prefix("error: "))?;
+    Some(error.to_owned())
+}
+
+/// How the process ended otherwise.
+fn end_of(output: &Output) -> String {
+    let said = String::from_utf8_lossy(&output.stderr);
+    let last = said.lines().next_back().unwrap_or("nothing");
+    format!("{}; its last message: {last}", output.status)
 }
 
 fn report(found: &Diagnosis) -> Value {

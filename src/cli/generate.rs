@@ -1,32 +1,34 @@
 //! `generate`.
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use clap::Args;
-use image::RgbImage;
-use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::{Value, json};
 
 use crate::config::{Config, Given, Loaded, Verb};
 use crate::data::shapes::ReadScore;
 use crate::pipelines::image_file::{
-    GenerationSettings, WebSampler, labelled_grid, prepare_output_dir, visible_scale,
-    write_numbered,
+    GenerationSettings, WebSampler, check_output_dir, prepare_output_dir,
 };
-use crate::pipelines::{BoxError, Event, Generated, ImageRequest, Pipeline};
+use crate::pipelines::{BoxError, Event, Generated, Phase, Pipeline};
 use crate::recipe::{self, Generation, Notify, Overrides, Repeat};
 use crate::runtime::ProgramCounts;
 
-use super::{CliError, RecipeArgs, notices, print};
+use super::doctor::try_load;
+use super::images::ImageFiles;
+use super::stop::end_on_signals;
+use super::{CliError, RecipeArgs, notices, print, status};
 
 /// `generate ...`
 #[derive(Debug, Args)]
 pub struct GenerateArgs {
     #[command(flatten)]
     recipe: RecipeArgs,
+    #[command(flatten)]
+    short: ShortForms,
     /// Print paths, seeds, seconds of each phase and memory as JSON
     #[arg(long)]
     json: bool,
@@ -36,14 +38,73 @@ pub struct GenerateArgs {
     from_image: Option<PathBuf>,
 }
 
+/// Short forms of keys, as other programs have them.
+#[derive(Debug, Args)]
+struct ShortForms {
+    /// Short for prompt=TEXT
+    #[arg(short, long, value_name = "TEXT", allow_hyphen_values = true)]
+    prompt: Option<String>,
+    /// Short for negative_prompt=TEXT
+    #[arg(short, long, value_name = "TEXT", allow_hyphen_values = true)]
+    negative_prompt: Option<String>,
+    /// Short for seed=NUMBER
+    #[arg(short, long, value_name = "NUMBER", allow_hyphen_values = true)]
+    seed: Option<String>,
+    /// Short for num_inference_steps=NUMBER
+    #[arg(long, value_name = "NUMBER")]
+    steps: Option<String>,
+    /// Short for guidance_scale=NUMBER
+    #[arg(long, value_name = "NUMBER")]
+    cfg: Option<String>,
+    /// Short for width=WIDTH height=HEIGHT
+    #[arg(long, value_name = "WIDTHxHEIGHT", value_parser = parse_size)]
+    size: Option<[u64; 2]>,
+    /// Short for output_dir=DIR
+    #[arg(short, long, value_name = "DIR")]
+    output_dir: Option<String>,
+}
+
+fn parse_size(text: &str) -> Result<[u64; 2], String> {
+    let sides = text.split_once('x');
+    let sides = sides.and_then(|(width, height)| Some([width.parse().ok()?, height.parse().ok()?]));
+    sides.ok_or_else(|| "expected width and height in pixels, as in 768x512".to_owned())
+}
+
+impl ShortForms {
+    /// The overrides that they stand for.
+    fn overrides(&self) -> Vec<String> {
+        let [width, height] = [0, 1].map(|side| self.size.map(|size| size[side].to_string()));
+        [
+            ("prompt", &self.prompt),
+            ("negative_prompt", &self.negative_prompt),
+            ("seed", &self.seed),
+            ("num_inference_steps", &self.steps),
+            ("guidance_scale", &self.cfg),
+            ("width", &width),
+            ("height", &height),
+            ("output_dir", &self.output_dir),
+        ]
+        .into_iter()
+        .filter_map(|(key, value)| Some(format!("{key}={}", value.as_ref()?)))
+        .collect()
+    }
+}
+
 impl GenerateArgs {
+    /// The command line with the overrides that short forms stand for.
+    fn recipe(&self) -> RecipeArgs {
+        let mut recipe = self.recipe.clone();
+        recipe.overrides.extend(self.short.overrides());
+        recipe
+    }
+
     /// The configuration; with `--from-image`, with the image's settings where the command line does not override them.
-    fn load(&self, notify: &mut Notify<'_>) -> Result<Settled, CliError> {
+    fn load(&self, mut recipe: RecipeArgs, notify: &mut Notify<'_>) -> Result<Settled, CliError> {
+        let given = recipe.overrides.clone();
         let repeat = match &self.from_image {
             None => None,
-            Some(path) => Some(Repeat::read(path, self.overrides(), notify)?),
+            Some(path) => Some(Repeat::read(path, Overrides(&given), notify)?),
         };
-        let mut recipe = self.recipe.clone();
         if let Some(repeat) = &repeat {
             recipe.overrides = repeat.overrides();
         }
@@ -59,35 +120,31 @@ impl GenerateArgs {
             options: Overrides(&recipe.overrides).recorded(),
         })
     }
+}
 
-    fn overrides(&self) -> Overrides<'_> {
-        Overrides(&self.recipe.overrides)
+/// Refuses sources of prompts that exclude each other.
+fn check_prompts(config: &Config, given: Overrides<'_>) -> Result<(), CliError> {
+    if config.held_out_prompts > 0 && given.give("prompt") {
+        return Err(CliError::Usage(
+            "prompt has no effect with held_out_prompts, which draws captions of the dataset: give one of the two"
+                .to_string(),
+        ));
     }
-
-    /// Refuses sources of prompts that exclude each other.
-    fn check_prompts(&self, config: &Config) -> Result<(), CliError> {
-        if config.held_out_prompts > 0 && self.overrides().give("prompt") {
-            return Err(CliError::Usage(
-                "prompt has no effect with held_out_prompts, which draws captions of the dataset: give one of the two"
-                    .to_string(),
-            ));
-        }
-        if config.prompts_file.is_empty() {
-            return Ok(());
-        }
-        for (key, is_given) in [
-            ("prompt", self.overrides().give("prompt")),
-            ("held_out_prompts", config.held_out_prompts > 0),
-        ] {
-            if is_given {
-                return Err(CliError::Usage(format!(
-                    "{key} has no effect with prompts_file={}, whose lines are the prompts: give one of the two",
-                    config.prompts_file
-                )));
-            }
-        }
-        Ok(())
+    if config.prompts_file.is_empty() {
+        return Ok(());
     }
+    for (key, is_given) in [
+        ("prompt", given.give("prompt")),
+        ("held_out_prompts", config.held_out_prompts > 0),
+    ] {
+        if is_given {
+            return Err(CliError::Usage(format!(
+                "{key} has no effect with prompts_file={}, whose lines are the prompts: give one of the two",
+                config.prompts_file
+            )));
+        }
+    }
+    Ok(())
 }
 
 /// The configuration of this call.
@@ -105,14 +162,17 @@ struct Settled {
 /// When the configuration is wrong, there are no weights, or a program fails.
 pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
     let mut notify = notices();
+    let recipe = args.recipe();
+    let words = recipe.overrides.clone();
     let Settled {
         config,
         given,
         options: recorded,
-    } = args.load(&mut notify)?;
+    } = args.load(recipe, &mut notify)?;
     let out = config.run_dir().join("images");
-    prepare_output_dir(&out).map_err(CliError::failed)?;
-    args.check_prompts(&config)?;
+    check_output_dir(&out).map_err(CliError::failed)?;
+    check_prompts(&config, Overrides(&words))?;
+    status::spin("opening the model");
     // After every check of the command line alone: this may download.
     let Generation {
         options,
@@ -121,13 +181,35 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
     } = recipe::generation(&config, &given, &args.recipe.config, &mut notify)?;
 
     let start = Instant::now();
-    let opened = recipe::open_session(&config, &mut notify)?;
+    status::spin("opening the devices");
+    let opened = recipe::open_session(&config, &try_load, &mut notify)?;
     super::progress(&format!("devices: {}", opened.chosen));
     let mut pipeline = Pipeline::open(opened.session, options)?;
     let opened = start.elapsed().as_secs_f64();
-    let mut progress = GenerateProgress::new(&out);
-    let made = pipeline.generate(&request, &mut |event| progress.show(event))?;
-    progress.finish();
+    let base = &pipeline.options().base;
+    let common = GenerationSettings {
+        scheduler: base.model.scheduler.kind.class_name().to_string(),
+        web_sampler: Some(WebSampler::of(&base.model.scheduler)),
+        config: config.run_name.clone(),
+        model: model_name,
+        options: recorded,
+        ..GenerationSettings::default()
+    };
+    prepare_output_dir(&out).map_err(CliError::failed)?;
+    let files = ImageFiles::new(out, common, request.images.clone());
+    let at_stop = files.clone();
+    end_on_signals(move || {
+        status::clear();
+        super::tell(&format!("stopped: {}", at_stop.end()));
+    })?;
+    let mut progress = GenerateProgress {
+        files: &files,
+        json: args.json,
+        steps: StepTimes::default(),
+    };
+    let made = pipeline.generate(&request, &mut |event| progress.show(event));
+    status::clear();
+    let made = made.inspect_err(|_| super::tell(&files.summary()))?;
     let timing = Timing {
         open: opened + made.seconds.open,
         counts: pipeline.session().program_counts(),
@@ -142,25 +224,21 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
             Some(ReadScore::of(pairs).map_err(CliError::failed)?)
         }
     };
-    let base = &pipeline.options().base;
-    let common = GenerationSettings {
-        scheduler: base.model.scheduler.kind.class_name().to_string(),
-        web_sampler: Some(WebSampler::of(&base.model.scheduler)),
-        config: config.run_name.clone(),
-        model: model_name,
-        options: recorded,
-        ..GenerationSettings::default()
+    let grid = match made.images.len() {
+        0 | 1 => None,
+        // The images are there; one sheet of all may be more than an image file can be.
+        _ => files
+            .write_grid(&made.images)
+            .inspect_err(|e| super::tell(&format!("warning: no grid of all images: {e}")))
+            .ok(),
     };
-    let written = write(&out, &common, &request.images, &made.images)?;
     if args.json {
-        let refiner = pipeline.options().refiner.as_ref();
+        let options = pipeline.options();
         let report = json!({
-            "images": written.images.iter().zip(&request.images).map(|(path, image)| json!({
-                "path": path, "prompt": image.prompt, "seed": image.seed,
-            })).collect::<Vec<_>>(),
-            "grid": written.grid,
-            "weights": base.files.path(),
-            "refiner": refiner.map(|refiner| refiner.files.path()),
+            "images": files.reports(),
+            "grid": grid,
+            "weights": options.base.files.path(),
+            "refiner": options.refiner.as_ref().map(|refiner| refiner.files.path()),
             "score": score,
             "seconds": timing.json(),
             "unet_runs": made.steps,
@@ -170,10 +248,7 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
         });
         print(&report.to_string())?;
     } else {
-        for path in &written.images {
-            print(&path.display().to_string())?;
-        }
-        if let Some(grid) = &written.grid {
+        if let Some(grid) = &grid {
             print(&format!("grid: {}", grid.display()))?;
         }
         if let Some(score) = &score {
@@ -225,20 +300,14 @@ impl Timing<'_> {
     }
 }
 
-/// Shows how far the images are, and writes previews of them.
+/// Shows how far the images are, and writes them.
 struct GenerateProgress<'a> {
-    out: &'a Path,
-    bar: ProgressBar,
+    files: &'a ImageFiles,
+    json: bool,
+    steps: StepTimes,
 }
 
 impl GenerateProgress<'_> {
-    fn new(out: &Path) -> GenerateProgress<'_> {
-        GenerateProgress {
-            out,
-            bar: ProgressBar::hidden(),
-        }
-    }
-
     fn show(&mut self, event: Event<'_>) -> Result<(), BoxError> {
         match event {
             Event::Warning(text) => super::tell(&format!("warning: {text}")),
@@ -250,38 +319,92 @@ impl GenerateProgress<'_> {
             Event::Quantized { policy, decisions } => {
                 super::progress(&recipe::quantization_summary(policy, decisions));
             }
-            Event::Started { steps } => self.start(steps),
-            Event::Step => self.bar.inc(1),
+            Event::Phase(phase) => self.enter(phase),
+            Event::Read { bytes } => status::advance(bytes),
+            Event::Started { steps } => self.steps = StepTimes::new(steps),
+            Event::Step => {
+                status::advance(1);
+                if let Some(left) = self.steps.step() {
+                    status::set_left(left);
+                }
+            }
             Event::Preview {
                 image,
                 steps,
                 preview,
             } => {
-                let path = write_numbered(self.out, "preview", preview, None)?;
-                self.bar.suspend(|| {
-                    super::progress(&format!(
-                        "image {} after {steps} steps: {}",
-                        image + 1,
-                        path.display()
-                    ));
-                });
+                let path = self.files.write_preview(preview)?;
+                super::progress(&format!(
+                    "image {} after {steps} steps: {}",
+                    image + 1,
+                    path.display()
+                ));
+            }
+            Event::Image { image, pixels } => {
+                status::spin(&format!("saving {}", self.files.name(image)));
+                let path = self.files.write(image, pixels)?;
+                print(&match self.json {
+                    true => self.files.report(image, &path).to_string(),
+                    false => path.display().to_string(),
+                })?;
             }
         }
         Ok(())
     }
 
-    fn start(&mut self, steps: usize) {
-        if !tracing::enabled!(tracing::Level::INFO) {
-            return;
+    fn enter(&mut self, phase: Phase<'_>) {
+        match phase {
+            Phase::Open => status::spin("opening the model"),
+            Phase::Compile { programs } => status::spin(&format!("compiling {programs}")),
+            Phase::Read { part, bytes } => {
+                status::count_bytes(&format!("reading {part}"), bytes);
+            }
+            Phase::Encode => status::spin("encoding"),
+            Phase::Denoise => {
+                self.steps.begin();
+                status::count_steps("denoising", self.steps.done as u64, self.steps.all as u64);
+            }
+            Phase::Decode { image } => {
+                status::spin(&format!("decoding {}", self.files.name(image)));
+            }
         }
-        self.bar = ProgressBar::new(steps as u64);
-        if let Ok(style) = ProgressStyle::with_template("{bar:30} step {pos}/{len}, {eta} left") {
-            self.bar.set_style(style);
+    }
+}
+
+/// The time of denoising steps. The first one warms caches up, so it says nothing of the others.
+#[derive(Default)]
+struct StepTimes {
+    all: usize,
+    done: usize,
+    begun: Option<Instant>,
+    /// Of all steps but the first.
+    spent: Duration,
+}
+
+impl StepTimes {
+    fn new(all: usize) -> StepTimes {
+        StepTimes {
+            all,
+            ..StepTimes::default()
         }
     }
 
-    fn finish(&self) {
-        self.bar.finish_and_clear();
+    /// A step begins now.
+    fn begin(&mut self) {
+        self.begun = Some(Instant::now());
+    }
+
+    /// A step is done, and the next one begins. Gives the time that those left will take.
+    fn step(&mut self) -> Option<Duration> {
+        let took = self.begun.map(|begun| begun.elapsed()).unwrap_or_default();
+        self.begin();
+        self.done += 1;
+        if self.done == 1 {
+            return None;
+        }
+        self.spent += took;
+        let left = self.all.saturating_sub(self.done) as u32;
+        Some(self.spent / (self.done as u32 - 1) * left)
     }
 }
 
@@ -308,54 +431,4 @@ fn peak_host_bytes() -> Option<u64> {
     let line = status.lines().find_map(|l| l.strip_prefix("VmHWM:"))?;
     let kibibytes: u64 = line.trim().trim_end_matches(" kB").parse().ok()?;
     Some(kibibytes * 1024)
-}
-
-/// The files that were written.
-struct Written {
-    images: Vec<PathBuf>,
-    grid: Option<PathBuf>,
-}
-
-/// Writes the images with their settings, of which `common` has what they share, and a grid of several.
-fn write(
-    out: &Path,
-    common: &GenerationSettings,
-    requests: &[ImageRequest],
-    images: &[RgbImage],
-) -> Result<Written, CliError> {
-    let settings = |request: &ImageRequest, image: &RgbImage| GenerationSettings {
-        prompt: request.prompt.clone(),
-        negative_prompt: request.negative_prompt.clone(),
-        seed: request.seed,
-        steps: request.steps as u32,
-        guidance_scale: request.guidance_scale,
-        width: image.width(),
-        height: image.height(),
-        ..common.clone()
-    };
-    let paths = requests
-        .iter()
-        .zip(images)
-        .map(|(request, image)| {
-            write_numbered(out, "image", image, Some(&settings(request, image)))
-        })
-        .collect::<Result<Vec<_>, _>>()
-        .map_err(CliError::failed)?;
-    let grid = match images {
-        [] | [_] => None,
-        [first, ..] => {
-            let labels: Vec<String> = requests.iter().map(|r| r.prompt.clone()).collect();
-            let columns = (images.len() as f64).sqrt().ceil() as u32;
-            let scale = visible_scale(first.width());
-            let made = labelled_grid(images, &labels, columns, scale)
-                .and_then(|grid| write_numbered(out, "grid", &grid, None));
-            // The images are there; one sheet of all may be more than an image file can be.
-            made.map_err(|e| super::tell(&format!("warning: no grid of all images: {e}")))
-                .ok()
-        }
-    };
-    Ok(Written {
-        images: paths,
-        grid,
-    })
 }

@@ -61,8 +61,8 @@ Files:
 ",
     codes!(),
     "
-  130  `train` stopped by a second signal, without saving
-  143  `train` stopped by Ctrl-C or SIGTERM after saving a checkpoint",
+  130  `generate` stopped by Ctrl-C; `train` stopped by a second signal, without saving
+  143  `generate` stopped by SIGTERM; `train` stopped by Ctrl-C or SIGTERM after saving a checkpoint",
     plugins!(),
     hub!(),
     run_name!(),
@@ -92,6 +92,9 @@ pub const GENERATE: &str = concat!(
   maxdiff-rs generate configs/base15.yml --from-image image.png seed=8
 ",
     codes!(),
+    "
+  130  stopped by Ctrl-C; the images that were finished are written
+  143  stopped by SIGTERM; the images that were finished are written",
     plugins!(),
     hub!(),
     run_name!(),

@@ -9,23 +9,27 @@ mod convert;
 mod doctor;
 mod generate;
 mod help;
+mod images;
 mod kernel;
 mod lower;
 mod man;
 mod module;
 mod notice;
 mod plugin;
+mod status;
+mod stop;
 mod train;
 
-use std::io::{ErrorKind, IsTerminal, Write};
+use std::io::{self, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
+use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Args, CommandFactory, Parser, Subcommand};
 use tracing_subscriber::EnvFilter;
 
 use crate::aot::AotError;
-use crate::config::{Config, ConfigErrors, Loaded, Verb};
+use crate::config::{Config, ConfigErrors, Loaded, Verb, meant, names};
 use crate::kernels::KernelError;
 use crate::pipelines::PipelineError;
 use crate::pipelines::submodule::SubmoduleError;
@@ -131,11 +135,25 @@ impl RecipeArgs {
     /// # Errors
     /// [`CliError::Config`] with all that is wrong.
     pub fn load_given(&self, verb: Verb) -> Result<Loaded, CliError> {
+        self.check_order(verb)?;
         let loaded = Config::load(&self.config, &self.overrides, Some(verb))?;
         for warning in &loaded.warnings {
             tell(&format!("warning: {warning}"));
         }
         Ok(loaded)
+    }
+
+    /// Refuses `KEY=VALUE` in the place of the configuration file.
+    fn check_order(&self, verb: Verb) -> Result<(), CliError> {
+        let first = self.config.display().to_string();
+        if !first.contains('=') || self.config.exists() {
+            return Ok(());
+        }
+        let file = self.overrides.iter().find(|word| !word.contains('='));
+        let file = file.map_or("CONFIG.yml", String::as_str);
+        Err(CliError::Usage(format!(
+            "'{first}' stands in the place of the configuration file; write `maxdiff-rs {verb} {file} {first} ...`"
+        )))
     }
 
     /// As [`RecipeArgs::load`], for one of the programs that the verb can make.
@@ -239,19 +257,15 @@ impl From<TrainError> for CliError {
 /// # Errors
 /// The output cannot be written for another reason.
 pub fn print(text: &str) -> Result<(), CliError> {
-    let mut out = std::io::stdout().lock();
-    let written = out
-        .write_all(text.as_bytes())
-        .and_then(|()| {
-            if text.ends_with('\n') {
-                Ok(())
-            } else {
-                out.write_all(b"\n")
-            }
-        })
-        .and_then(|()| out.flush());
+    let end = if text.ends_with('\n') { "" } else { "\n" };
+    let written = status::above(|| {
+        let mut out = io::stdout().lock();
+        out.write_all(text.as_bytes())
+            .and_then(|()| out.write_all(end.as_bytes()))
+            .and_then(|()| out.flush())
+    });
     match written {
-        Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => Err(CliError::failed(e)),
+        Err(e) if e.kind() != io::ErrorKind::BrokenPipe => Err(CliError::failed(e)),
         _ => Ok(()),
     }
 }
@@ -259,7 +273,7 @@ pub fn print(text: &str) -> Result<(), CliError> {
 /// Writes a line to the standard error output. That it has no reader any more ends nothing: Rust programs
 /// ignore SIGPIPE, and a training run outlives the pager its log went to.
 pub fn tell(text: &str) {
-    let _ = writeln!(std::io::stderr().lock(), "{text}");
+    let _ = status::above(|| writeln!(io::stderr().lock(), "{text}"));
 }
 
 /// Writes a file that must not exist yet.
@@ -268,11 +282,8 @@ pub fn tell(text: &str) {
 /// When it exists, or cannot be written.
 pub fn write_new(path: &Path, bytes: &[u8]) -> Result<(), CliError> {
     files::write(path, bytes, Existing::Refuse).map_err(|e| match e.kind() {
-        ErrorKind::AlreadyExists => exists(path),
-        kind => CliError::failed(std::io::Error::new(
-            kind,
-            format!("{}: {e}", path.display()),
-        )),
+        io::ErrorKind::AlreadyExists => exists(path),
+        kind => CliError::failed(io::Error::new(kind, format!("{}: {e}", path.display()))),
     })
 }
 
@@ -318,12 +329,15 @@ fn start_log(quiet: bool) {
     };
     let log = tracing_subscriber::fmt()
         .with_env_filter(filter)
-        .with_writer(std::io::stderr)
-        .with_ansi(std::io::stderr().is_terminal())
+        .with_writer(status::stderr)
+        .with_ansi(io::stderr().is_terminal())
         .with_target(false)
         .without_time();
     // Fails only where a log is set up already, which then is the one to use.
     let _ = log.try_init();
+    if tracing::enabled!(tracing::Level::INFO) {
+        status::show();
+    }
 }
 
 /// The filter of `RUST_LOG`; a value that cannot be parsed is ignored with a warning.
@@ -340,12 +354,33 @@ fn asked_filter() -> Option<EnvFilter> {
         .ok()
 }
 
+/// Ends the process after a wrong command line, with code 2, or after a text that was asked for.
+fn refuse(error: &clap::Error) -> ! {
+    // What cannot be written has no reader any more.
+    let _ = error.print();
+    let option = match error.get(ContextKind::InvalidArg) {
+        Some(ContextValue::String(option)) if error.kind() == ErrorKind::UnknownArgument => option,
+        _ => std::process::exit(error.exit_code()),
+    };
+    let name = option.split('=').next().unwrap_or(option);
+    let name = name.trim_start_matches('-').replace('-', "_");
+    let key = match names().contains(&name.as_str()) {
+        true => Some(name.as_str()),
+        false => meant(&name),
+    };
+    if let Some(key) = key {
+        tell(&format!(
+            "note: keys of the configuration have no dashes: write {key}=VALUE"
+        ));
+    }
+    std::process::exit(error.exit_code());
+}
+
 /// Parses the command line and runs the verb.
 pub fn main() -> ExitCode {
     // A shell that asks for completions gets them and nothing else.
     completions::answer(Cli::command);
-    // clap itself ends the process with code 2 on a wrong command line.
-    let cli = Cli::parse();
+    let cli = Cli::try_parse().unwrap_or_else(|error| refuse(&error));
     start_log(cli.quiet);
     let result = match cli.command {
         Command::Compile(args) => compile::run(&args),
@@ -361,6 +396,7 @@ pub fn main() -> ExitCode {
         Command::Completions(args) => completions::run(&args),
         Command::Man(args) => man::run(&args, Cli::command()),
     };
+    status::clear();
     result.unwrap_or_else(|error| {
         let mut told = error.to_string();
         tell(&format!("error: {told}"));

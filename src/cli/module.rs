@@ -12,7 +12,10 @@ use std::time::Instant;
 use clap::{Args, Subcommand};
 use serde_json::{Map, Value as Json, json};
 
-use super::{CliError, check_new_file, completions, exists, help, notices, print, progress, tell};
+use super::doctor::try_load;
+use super::{
+    CliError, check_new_file, completions, exists, help, notices, print, progress, status, tell,
+};
 use crate::config::{Config, Loaded, Verb};
 use crate::host_tensor::HostTensor;
 use crate::models::unet::INT8_FLOAT_LAYERS;
@@ -80,12 +83,15 @@ pub fn run(args: ModuleArgs) -> Result<ExitCode, CliError> {
     let decisions = &traced.decisions;
     let trace_seconds = start.elapsed().as_secs_f64();
 
-    let opened = recipe::open_session(&config, &mut notices())?;
+    status::spin("opening the devices");
+    let opened = recipe::open_session(&config, &try_load, &mut notices())?;
     progress(&format!("{}: {}", submodule.class(), opened.chosen));
     if let Some(policy) = &traced.policy {
         progress(&recipe::quantization_summary(policy, decisions));
     }
+    status::spin("compiling and running");
     let run = submodule.run(&opened.session, &traced, config.precision, &inputs)?;
+    status::clear();
     let nonfinite = warn_of_nonfinite(&run.outputs)?;
     let settings = settings(&config, submodule.class());
     write(&args.outputs, &run.outputs, &settings)?;

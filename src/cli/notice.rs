@@ -1,18 +1,17 @@
 //! The library's notices, on standard error.
 
-use indicatif::{HumanBytes, ProgressBar, ProgressStyle};
+use indicatif::HumanBytes;
 
-use super::{progress, tell};
+use super::{progress, status, tell};
 use crate::hub::Progress;
 use crate::recipe::Notice;
 
-/// Without a progress bar, files above this many bytes are logged.
+/// Where the terminal shows no progress, files above this many bytes are logged.
 const LARGE: u64 = 100_000_000;
 
 /// Shows notices as they come: progress not under `--quiet`, all else always.
 pub fn notices() -> impl FnMut(Notice<'_>) {
-    let mut bar = ProgressBar::hidden();
-    move |notice| match notice {
+    |notice| match notice {
         Notice::Warning(text) => tell(&format!("warning: {text}")),
         Notice::Note(text) => tell(&format!("note: {text}")),
         Notice::Progress(text) => progress(text),
@@ -31,41 +30,26 @@ pub fn notices() -> impl FnMut(Notice<'_>) {
                 HumanBytes(bytes),
                 cache.display()
             ));
-            bar = download_bar(bytes);
+            status::count_bytes("downloading", bytes);
         }
-        Notice::Download { progress, .. } => show_download(&bar, progress),
+        Notice::Download { progress, .. } => show_download(progress),
     }
 }
 
-/// On a stream that is no terminal, indicatif hides the bar.
-fn download_bar(bytes: u64) -> ProgressBar {
-    if !tracing::enabled!(tracing::Level::INFO) {
-        return ProgressBar::hidden();
-    }
-    let bar = ProgressBar::new(bytes);
-    let template = "{bar:30} {bytes}/{total_bytes}, {bytes_per_sec}, {eta} left: {msg}";
-    if let Ok(style) = ProgressStyle::with_template(template) {
-        bar.set_style(style);
-    }
-    bar
-}
-
-fn show_download(bar: &ProgressBar, event: Progress<'_>) {
+fn show_download(event: Progress<'_>) {
     match event {
         Progress::Start { .. } => {}
         Progress::File { name, bytes } => {
-            bar.set_message(name.to_owned());
-            if bar.is_hidden() && bytes >= LARGE {
+            status::rename(&format!("downloading {name}"));
+            if !status::is_shown() && bytes >= LARGE {
                 progress(&format!("  {name}, {}", HumanBytes(bytes)));
             }
         }
-        Progress::Bytes { done } => bar.set_position(done),
-        Progress::Retry { reason, wait } => bar.suspend(|| {
-            tell(&format!(
-                "warning: {reason}; trying again in {:.0} s",
-                wait.as_secs_f64()
-            ));
-        }),
-        Progress::Done => bar.finish_and_clear(),
+        Progress::Bytes { done } => status::set_position(done),
+        Progress::Retry { reason, wait } => tell(&format!(
+            "warning: {reason}; trying again in {:.0} s",
+            wait.as_secs_f64()
+        )),
+        Progress::Done => status::clear(),
     }
 }

@@ -15,7 +15,8 @@ use crate::metrics::Progress;
 use crate::recipe;
 use crate::train::{Outcome, TrainEvent, Trainer};
 
-use super::{CliError, RecipeArgs, notices, print, progress};
+use super::doctor::try_load;
+use super::{CliError, RecipeArgs, notices, print, progress, status};
 
 /// `train ...`
 #[derive(Debug, Args)]
@@ -35,10 +36,13 @@ pub fn run(args: &TrainArgs) -> Result<ExitCode, CliError> {
     let config = args.recipe.load(Verb::Train)?;
     let started = Instant::now();
     let mut notify = notices();
+    status::spin("reading the data");
     let training = recipe::training(&config, &mut notify)?;
-    let opened = recipe::open_session(&config, &mut notify)?;
+    status::spin("opening the devices");
+    let opened = recipe::open_session(&config, &try_load, &mut notify)?;
     progress(&format!("devices: {}", opened.chosen));
     let options = training.options(&opened.session, &mut notify)?;
+    status::spin("tracing the training step");
     let trainer = Trainer::new(opened.session, options)?;
     let stop = stop_on_signals()?;
     let mut shown = TrainProgress {
@@ -117,6 +121,7 @@ impl TrainProgress {
                 progress(&format!(
                     "{parameters} parameters, {batch} samples a step; compiling"
                 ));
+                status::spin("compiling the training step");
             }
             TrainEvent::Compiled {
                 seconds,
@@ -127,11 +132,13 @@ impl TrainProgress {
                     false => "compiled",
                 };
                 progress(&format!("{how} in {seconds:.1} s"));
+                status::spin("putting the initial state on the devices");
             }
             TrainEvent::Resumed { checkpoint } => {
                 progress(&format!("continuing from {}", checkpoint.display()));
             }
             TrainEvent::Started { first, total } => {
+                status::clear();
                 let quiet = !tracing::enabled!(tracing::Level::INFO);
                 self.steps = Some(Progress::new(total, first, self.log_period, quiet));
             }

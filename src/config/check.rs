@@ -112,7 +112,8 @@ pub(super) fn conflicts(config: &Config, verb: Option<Verb>) -> Vec<Conflict> {
     }
     if verb == Some(Verb::Generate)
         && config.held_out_prompts == 0
-        && config.prompt.0.iter().all(String::is_empty)
+        && config.prompts_file.is_empty()
+        && config.prompt.0.is_empty()
     {
         found.push((
             vec!["prompt"],

@@ -36,8 +36,8 @@ pub enum Problem {
     #[error("not valid YAML: {0}")]
     Yaml(String),
     /// A command-line word that should have been `key=value`.
-    #[error("expected key=value")]
-    NotAnOverride,
+    #[error("expected key=value{advice}")]
+    NotAnOverride { advice: String },
     /// The command line names a key that the schema does not have. The first sentence is
     /// MaxDiffusion's own.
     #[error("Key {key} was passed at the command line but isn't in config.{}", question(.nearest))]

@@ -99,21 +99,56 @@ pub(super) fn parse_text(ty: Ty, text: &str) -> Result<Value, String> {
         Ty::Text | Ty::Choice(_) => as_is(),
         Ty::Optional(_) if matches!(text, "" | "None" | "null") => Value::Null,
         Ty::Optional(inner) => parse_text(*inner, text)?,
-        // A prompt may start with a bracket: only what reads as a list of texts is one.
-        Ty::Texts => match parse_flow(text) {
-            Ok(Value::Array(items))
-                if text.trim_start().starts_with('[') && items.iter().all(Value::is_string) =>
-            {
-                Value::Array(items)
-            }
-            _ => as_is(),
-        },
+        // Given, though empty.
+        Ty::Texts if text.is_empty() => Value::from([""].as_slice()),
+        // A prompt may start with a bracket.
+        Ty::Texts if is_quoted_list(text) => parse_flow(text)?,
+        Ty::Texts => as_is(),
         Ty::OneOrMore(_) if text.trim_start().starts_with('[') => parse_flow(text)?,
         Ty::OneOrMore(inner) => parse_text(*inner, text)?,
         Ty::Model(_) if text.trim_start().starts_with('{') => parse_flow(text)?,
         Ty::Model(_) => as_is(),
         Ty::List(_) | Ty::Dict(_) | Ty::Free => parse_flow(text)?,
     })
+}
+
+/// Whether the text is a list whose entries are all in quotes: `['a', "b"]`.
+fn is_quoted_list(text: &str) -> bool {
+    let inside = text.trim().strip_prefix('[');
+    let Some(mut rest) = inside.and_then(|inside| inside.strip_suffix(']')) else {
+        return false;
+    };
+    loop {
+        rest = rest.trim_start();
+        let Some(quote) = rest.chars().next().filter(|c| ['\'', '"'].contains(c)) else {
+            // A comma may stand behind the last entry.
+            return rest.is_empty();
+        };
+        let Some(after) = after_quoted(&rest[1..], quote) else {
+            return false;
+        };
+        rest = after.trim_start();
+        match rest.strip_prefix(',') {
+            Some(next) => rest = next,
+            None => return rest.is_empty(),
+        }
+    }
+}
+
+/// What follows the text in quotes whose first quote was before `text`, by YAML's rules: a single quote stands for itself
+/// when it is written twice, a double one behind a backslash.
+fn after_quoted(text: &str, quote: char) -> Option<&str> {
+    let mut characters = text.char_indices().peekable();
+    while let Some((at, c)) = characters.next() {
+        let next_is_quote = characters.peek().is_some_and(|(_, next)| *next == quote);
+        match (quote, c) {
+            ('"', '\\') => drop(characters.next()),
+            ('\'', '\'') if next_is_quote => drop(characters.next()),
+            _ if c == quote => return Some(&text[at + 1..]),
+            _ => {}
+        }
+    }
+    None
 }
 
 /// Records that `value` is of another type.

@@ -30,12 +30,16 @@ pub enum Status {
 pub enum Range {
     AtLeast(f64),
     Above(f64),
+    /// The upper end included.
+    AboveUpTo(f64, f64),
     /// Both ends included.
     Between(f64, f64),
     /// The upper end excluded.
     HalfOpen(f64, f64),
     /// -1, which stands for "choose for me" or "never", or at least the number.
     MinusOneOr(f64),
+    /// The same with an upper end, which is included.
+    MinusOneOrBetween(f64, f64),
 }
 
 impl Range {
@@ -45,7 +49,9 @@ impl Range {
             Range::Above(low) => v > low,
             Range::Between(low, high) => (low..=high).contains(&v),
             Range::HalfOpen(low, high) => (low..high).contains(&v),
+            Range::AboveUpTo(low, high) => v > low && v <= high,
             Range::MinusOneOr(low) => v == -1.0 || v >= low,
+            Range::MinusOneOrBetween(low, high) => v == -1.0 || (low..=high).contains(&v),
         }
     }
 }
@@ -57,7 +63,9 @@ impl fmt::Display for Range {
             Range::Above(low) => write!(f, "more than {low}"),
             Range::Between(low, high) => write!(f, "{low} to {high}"),
             Range::HalfOpen(low, high) => write!(f, "at least {low} and less than {high}"),
+            Range::AboveUpTo(low, high) => write!(f, "more than {low}, at most {high}"),
             Range::MinusOneOr(low) => write!(f, "-1 or at least {low}"),
+            Range::MinusOneOrBetween(low, high) => write!(f, "-1 or {low} to {high}"),
         }
     }
 }

@@ -6,12 +6,16 @@ use std::path::Path;
 
 use serde_json::{Map, Value};
 
+use crate::pipelines::image_file::NamedSampler;
+use crate::schedulers::SchedulerKind;
+use crate::util::files;
 use crate::util::names::nearest;
 
 use super::check;
 use super::error::{ConfigError, ConfigErrors, Place, Problem, Problems};
 use super::field::{Field, Schema, parse_text};
 use super::key::{Key, Mark, Status, Ty, find_key};
+use super::meant::{advice, meant};
 use super::model::builtin_unet_config;
 use super::schema::Config;
 use super::text::show;
@@ -172,7 +176,7 @@ impl Config {
 }
 
 fn read_file(path: &Path) -> Result<String, String> {
-    let file = std::fs::File::open(path).map_err(|e| e.to_string())?;
+    let file = files::open(path).map_err(|e| e.to_string())?;
     let mut text = String::new();
     file.take(LARGEST_FILE + 1)
         .read_to_string(&mut text)
@@ -274,6 +278,7 @@ impl Loader {
         for word in overrides.iter().filter(parts_of_a_model) {
             loader.apply(word);
         }
+        loader.expand_sampler();
         loader
     }
 
@@ -323,7 +328,8 @@ impl Loader {
     /// Applies one `key=value`.
     fn apply(&mut self, word: &str) {
         let Some((path, text)) = word.split_once('=') else {
-            self.override_error(word, Problem::NotAnOverride);
+            let advice = advice(word);
+            self.override_error(word, Problem::NotAnOverride { advice });
             return;
         };
         let ty = match type_of(path) {
@@ -361,6 +367,39 @@ impl Loader {
         self.origins.override_with(path, &value);
         let segments: Vec<&str> = path.split('.').collect();
         merge(&mut self.values, &segments, value);
+    }
+
+    /// A sampler by the name that web interfaces have for it becomes the sampler here and its settings, where these are not
+    /// given.
+    fn expand_sampler(&mut self) {
+        const SCHEDULER: &str = "scheduler";
+        let name = self.values.get(SCHEDULER).and_then(Value::as_str);
+        let Some(name) = name.filter(|name| SchedulerKind::from_name(name).is_none()) else {
+            return;
+        };
+        let Some(NamedSampler { kind, settings }) = NamedSampler::read(name) else {
+            return;
+        };
+        self.values.insert(SCHEDULER.to_owned(), kind.name().into());
+        for (key, value) in settings {
+            let path = format!("diffusion_scheduler_config.{key}");
+            let dict = self.values.get("diffusion_scheduler_config");
+            let is_written = dict.and_then(|dict| dict.get(key)).is_some();
+            let is_newer = self.origins.rank(SCHEDULER) == 2;
+            if self.origins.overridden.contains(&path) || (is_written && !is_newer) {
+                continue;
+            }
+            let Ok(Some(ty)) = type_of(&path) else {
+                continue;
+            };
+            let value = parse_text(ty, &value).unwrap_or(Value::String(value));
+            match self.origins.place(SCHEDULER) {
+                Place::File { line, .. } => drop(self.origins.lines.insert(path.clone(), line)),
+                Place::CommandLine | Place::Default => self.origins.override_with(&path, &value),
+            }
+            let segments: Vec<&str> = path.split('.').collect();
+            merge(&mut self.values, &segments, value);
+        }
     }
 
     /// Before `unet_config.x=y` the dict has to be there: the one in the file, or the known
@@ -592,7 +631,10 @@ fn type_of(path: &str) -> Result<Option<Ty>, Problem> {
     let mut segments = path.split('.').peekable();
     while let Some(segment) = segments.next() {
         let Some(key) = find_key(keys, segment) else {
-            let nearest = nearest(segment, keys.iter().map(|k| k.name)).map(|n| join(&outer, &n));
+            let nearest = match (outer.as_str(), meant(segment)) {
+                ("", Some(meant)) => Some(meant.to_owned()),
+                _ => nearest(segment, keys.iter().map(|k| k.name)).map(|n| join(&outer, &n)),
+            };
             return Err(Problem::UnknownOverride {
                 key: path.to_owned(),
                 nearest,

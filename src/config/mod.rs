@@ -12,6 +12,7 @@ mod explain;
 mod field;
 mod key;
 mod load;
+mod meant;
 mod model;
 mod schema;
 mod text;
@@ -25,12 +26,13 @@ pub use explain::{
     complete, explain, explain_json, is_image_option, is_read_with, list, names, write_markdown,
 };
 pub use load::{Given, Loaded};
+pub use meant::meant;
 pub use model::builtin_unet_config;
-pub use schema::{Config, LoraConfig, SchedulerConfig, TimestepBias};
+pub use schema::{Config, LoraConfig, MOST_IMAGES, SchedulerConfig, TimestepBias};
 pub use values::{
     Attention, BiasStrategy, DataSharding, DatasetType, FloatType, FreeDict, FreeList, Hardware,
     LossWeighting, MeshAxes, ModelConfig, OneOrMore, Prompts, QuantRule, QuantRuleType, QuantRules,
-    Quantization, Resume, TextEncoderConfig, UNetConfig,
+    Quantization, Resume, Seed, TextEncoderConfig, UNetConfig,
 };
 pub use verb::Verb;
 

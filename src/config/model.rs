@@ -6,6 +6,7 @@ use serde_json::{Map, Value};
 
 use crate::models::Family;
 use crate::schedulers::PredictionType;
+use crate::util::files;
 
 use super::error::{ConfigError, ConfigErrors, Place, Problem};
 use super::schema::Config;
@@ -44,7 +45,7 @@ pub(super) fn read_json(path: &Path, key: &str) -> Result<Map<String, Value>, Co
             problem: Problem::Read(message),
         })
     };
-    let text = std::fs::read_to_string(path).map_err(|e| error(e.to_string()))?;
+    let text = files::read_to_string(path).map_err(|e| error(e.to_string()))?;
     serde_json::from_str(&text).map_err(|e| error(e.to_string()))
 }
 

@@ -17,11 +17,19 @@ use super::condition::Condition::{
 };
 use super::field::schema;
 use super::key::Mark::{FixedOnResume, NotAnOption};
-use super::key::Range::{Above, AtLeast, Between, HalfOpen, MinusOneOr};
+use super::key::Range::{
+    Above, AboveUpTo, AtLeast, Between, HalfOpen, MinusOneOr, MinusOneOrBetween,
+};
 use super::key::Status::{IgnoredByMaxDiffusion, NoEffect, NotYet, Ours, Used};
 use super::values::*;
 use super::verb::Verb;
 use crate::models::Family;
+
+/// Most devices, slices, or examples for a device: more are a slip of the keyboard, and products of them are counted.
+const MOST: f64 = 65_536.0;
+
+/// Most images of one call.
+pub const MOST_IMAGES: u64 = 100_000;
 
 const TRAIN: &[Verb] = &[Verb::Train];
 const GENERATE: &[Verb] = &[Verb::Generate];
@@ -65,8 +73,9 @@ schema! {
         run_name: String = String::new(), Used, WRITES, is [NotAnOption];
         /// Folder for everything that a run writes.
         output_dir: String = "sdxl-model-finetuned".into(), Used, WRITES, is [NotAnOption];
-        /// Seed of initial weights, data order, noise and stochastic rounding.
-        seed: u64 = 0, Used, TRAIN_GENERATE, is [FixedOnResume, NotAnOption];
+        /// Seed of initial weights, data order, noise and stochastic rounding. -1 draws one, which is written into
+        /// images and checkpoints.
+        seed: Seed = Seed(0), Used, TRAIN_GENERATE, is [FixedOnResume, NotAnOption];
         /// Steps between two log lines (without a progress bar), and between two flushes of the metrics.
         log_period: u64 = 100, Used, TRAIN, in AtLeast(1.0);
         /// Write loss, learning rate and speed as JSON lines and for TensorBoard.
@@ -164,7 +173,7 @@ schema! {
         /// Number of parts, each with its own scale, of the contraction over the batch in the weight
         /// gradient, so that range finding stays inside a slice. -1: the number of slices. 0: the
         /// weight gradient stays in float.
-        quantization_local_shard_count: i64 = -1, Used, TRAIN_STEP, in MinusOneOr(0.0),
+        quantization_local_shard_count: i64 = -1, Used, TRAIN_STEP, in MinusOneOrBetween(0.0, MOST),
             when Both(&INT8, &Is("use_qwix_quantization", &["False"]));
         /// Qwix's rules and numerics instead of AQT's.
         use_qwix_quantization: bool = false, Used, EVERY,
@@ -178,13 +187,13 @@ schema! {
         /// Hardware to run on, or to compile for.
         hardware: Hardware = Hardware::Auto, Used, EVERY, is [NotAnOption];
         /// Number of virtual devices that the CPU is split into. -1: one.
-        num_devices: i64 = -1, Ours, &[Verb::Train, Verb::Generate, Verb::Compile, Verb::ModuleRun], in MinusOneOr(1.0),
+        num_devices: i64 = -1, Ours, &[Verb::Train, Verb::Generate, Verb::Compile, Verb::ModuleRun], in MinusOneOrBetween(1.0, MOST),
             when Is("hardware", &["cpu", "auto"]), is [NotAnOption];
         /// Topology to compile for, which need not be here: `v5e-256`, `h200`. Empty: the devices of this
         /// machine.
         compile_topology: String = String::new(), Ours, AHEAD;
         /// Slices of `compile_topology`, joined by the data-centre network. -1: one.
-        compile_topology_num_slices: i64 = -1, Used, AHEAD, in MinusOneOr(1.0);
+        compile_topology_num_slices: i64 = -1, Used, AHEAD, in MinusOneOrBetween(1.0, MOST);
         /// Axes of the mesh, in this order.
         mesh_axes: MeshAxes = MeshAxes(Axis::ALL.to_vec()), NoEffect("the mesh always has the axes data, fsdp, context and tensor, in this order"), PROGRAM;
         /// The mesh axes of each logical axis; the first rule whose mesh axes are free wins.
@@ -192,21 +201,21 @@ schema! {
         /// Mesh axes that the batch is split over.
         data_sharding: DataSharding = DataSharding(vec![Axis::ALL.to_vec()]), NoEffect("the rule for activation_batch in logical_axis_rules splits the batch"), PROGRAM;
         /// Slices along `data`; -1: all that the other axes leave.
-        dcn_data_parallelism: i64 = -1, Used, PROGRAM, in MinusOneOr(1.0);
+        dcn_data_parallelism: i64 = -1, Used, PROGRAM, in MinusOneOrBetween(1.0, MOST);
         /// Slices along `fsdp`.
-        dcn_fsdp_parallelism: i64 = 1, Used, PROGRAM, in MinusOneOr(1.0);
+        dcn_fsdp_parallelism: i64 = 1, Used, PROGRAM, in MinusOneOrBetween(1.0, MOST);
         /// Slices along `context`.
-        dcn_context_parallelism: i64 = 1, Used, PROGRAM, in MinusOneOr(1.0);
+        dcn_context_parallelism: i64 = 1, Used, PROGRAM, in MinusOneOrBetween(1.0, MOST);
         /// Slices along `tensor`.
-        dcn_tensor_parallelism: i64 = 1, Used, PROGRAM, in MinusOneOr(1.0);
+        dcn_tensor_parallelism: i64 = 1, Used, PROGRAM, in MinusOneOrBetween(1.0, MOST);
         /// Devices of a slice along `data`; -1: all that the other axes leave.
-        ici_data_parallelism: i64 = -1, Used, PROGRAM, in MinusOneOr(1.0);
+        ici_data_parallelism: i64 = -1, Used, PROGRAM, in MinusOneOrBetween(1.0, MOST);
         /// Devices of a slice along `fsdp`.
-        ici_fsdp_parallelism: i64 = 1, Used, PROGRAM, in MinusOneOr(1.0);
+        ici_fsdp_parallelism: i64 = 1, Used, PROGRAM, in MinusOneOrBetween(1.0, MOST);
         /// Devices of a slice along `context`.
-        ici_context_parallelism: i64 = 1, Used, PROGRAM, in MinusOneOr(1.0);
+        ici_context_parallelism: i64 = 1, Used, PROGRAM, in MinusOneOrBetween(1.0, MOST);
         /// Devices of a slice along `tensor`.
-        ici_tensor_parallelism: i64 = 1, Used, PROGRAM, in MinusOneOr(1.0);
+        ici_tensor_parallelism: i64 = 1, Used, PROGRAM, in MinusOneOrBetween(1.0, MOST);
         /// Allow a mesh axis to use part of a physical axis.
         allow_split_physical_axes: bool = false, Used, PROGRAM;
         /// Skip the start of JAX's distributed system.
@@ -278,7 +287,7 @@ schema! {
         /// Steps to train.
         max_train_steps: u64 = 200, Used, TRAIN, in AtLeast(1.0);
         /// Examples for each device and step; a fraction, if the total over all devices is whole.
-        per_device_batch_size: f64 = 2.0, Used, PROGRAM, in Above(0.0);
+        per_device_batch_size: f64 = 2.0, Used, PROGRAM, in AboveUpTo(0.0, MOST);
         /// Highest learning rate.
         learning_rate: f64 = 4e-7, Used, TRAIN, in AtLeast(0.0), is [FixedOnResume];
         /// Fraction of the steps over which the learning rate rises from zero.
@@ -348,7 +357,7 @@ schema! {
         negative_prompt: String = String::new(), Used, GENERATE,
             when GUIDED, is [NotAnOption];
         /// Images for each prompt.
-        num_images_per_prompt: u64 = 1, Ours, GENERATE, in AtLeast(1.0), is [NotAnOption];
+        num_images_per_prompt: u64 = 1, Ours, GENERATE, in Between(1.0, MOST_IMAGES as f64), is [NotAnOption];
         /// Classifier-free guidance: run the model with and without the prompt and extrapolate.
         do_classifier_free_guidance: bool = true, Used, PROGRAM;
         /// Factor of the difference between the conditional and the unconditional prediction; 1 is the conditional one alone.
@@ -515,6 +524,9 @@ schema! {
         /// Whether the last step ends at the clean image instead of the first training timestep.
         set_alpha_to_one: bool = false, Ours, TRAIN_GENERATE,
             when SamplerReads("set_alpha_to_one");
+        /// Begin PNDM with its multistep part, as Stable Diffusion's files ask for. False, which begins with Runge-Kutta
+        /// steps, is not here yet.
+        skip_prk_steps: bool = true, Ours, TRAIN_GENERATE, when SamplerReads("skip_prk_steps");
         /// Clip the predicted image to [-1, 1] in each step (for pixel-space models).
         clip_sample: bool = false, Ours, PROGRAM;
     }

@@ -1,5 +1,7 @@
 //! The types of the schema's values that are not plain numbers and texts.
 
+use std::hash::{BuildHasher, Hasher, RandomState};
+
 use serde_json::{Map, Value};
 
 use crate::dtype::DType;
@@ -126,6 +128,25 @@ named! {
     not_yet ["fp8", "fp8_full"]
 }
 
+/// A seed. -1 draws one when it is read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Seed(pub u64);
+
+impl Field for Seed {
+    const TY: Ty = Ty::Int;
+
+    fn parse(value: &Value, path: &str, problems: &mut Problems) -> Option<Self> {
+        match value.as_i64() {
+            // As many bits as web interfaces have. The standard library keys its hash maps with random numbers.
+            Some(-1) => Some(Seed(RandomState::new().build_hasher().finish() >> 32)),
+            _ => u64::parse(value, path, problems).map(Seed),
+        }
+    }
+    fn show(&self) -> Value {
+        Value::from(self.0)
+    }
+}
+
 /// One or several prompts.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Prompts(pub Vec<String>);
@@ -149,7 +170,7 @@ impl Field for Prompts {
     fn show(&self) -> Value {
         match self.0.as_slice() {
             [] => Value::String(String::new()),
-            [one] => Value::String(one.clone()),
+            [one] if !one.is_empty() => Value::String(one.clone()),
             many => Value::from(many),
         }
     }

@@ -6,7 +6,7 @@
 //! that of their paths.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs::{self, File};
+use std::fs;
 use std::io::{BufRead, BufReader, Cursor, Read};
 use std::path::{Component, Path, PathBuf};
 
@@ -15,6 +15,7 @@ use image::{DynamicImage, ImageDecoder, ImageReader, Limits, RgbImage};
 use rayon::prelude::*;
 
 use super::{DataError, NAMED, Sample};
+use crate::util::files;
 
 /// Longest side that is decoded.
 const MAX_SIDE: u32 = 16_384;
@@ -357,7 +358,7 @@ fn read_caption(path: &Path) -> Result<String, DataError> {
         message: message.to_owned(),
     };
     let mut bytes = Vec::new();
-    File::open(path)
+    files::open(path)
         .and_then(|file| file.take(MAX_CAPTION_BYTES + 1).read_to_end(&mut bytes))
         .map_err(|e| io("read the caption", path, e))?;
     if bytes.len() as u64 > MAX_CAPTION_BYTES {
@@ -373,7 +374,7 @@ fn read_caption(path: &Path) -> Result<String, DataError> {
 
 /// Captions of metadata.jsonl by image path.
 fn read_metadata(root: &Path, path: &Path) -> Result<BTreeMap<PathBuf, String>, DataError> {
-    let file = File::open(path).map_err(|e| io("read", path, e))?;
+    let file = files::open(path).map_err(|e| io("read", path, e))?;
     let mut reader = BufReader::new(file);
     let mut captions = BTreeMap::new();
     let mut absent: Vec<String> = Vec::new();
@@ -459,7 +460,7 @@ fn load(path: &Path, resolution: usize) -> Result<RgbImage, DataError> {
         message,
     };
     let mut bytes = Vec::new();
-    File::open(path)
+    files::open(path)
         .and_then(|file| file.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes))
         .map_err(|e| io("read the image", path, e))?;
     if bytes.len() as u64 > MAX_FILE_BYTES {

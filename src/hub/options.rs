@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use super::error::HubError;
 use super::{Result, address};
+use crate::util::files;
 
 const ENDPOINT: &str = "https://huggingface.co";
 /// Any of these forbids the network.
@@ -143,7 +144,7 @@ impl HubOptions {
 
 /// The token in a file, which need not be there.
 fn token_of(file: &Path) -> Result<Option<Token>> {
-    match std::fs::read_to_string(file) {
+    match files::read_to_string(file) {
         Ok(text) => Token::parse(&text, &file.display().to_string()),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
         Err(source) => Err(HubError::Io {

@@ -116,5 +116,8 @@ fn report(case: &Case, compiler: &Compiler) -> Result<CompileReport, KernelError
         quantization: if case.int8 { "int8" } else { "" },
         memory_advice: Vec::new(),
     };
-    Ok(compiler.compile(&case.traced()?, &options)?.step.report)
+    Ok(compiler
+        .compile(&case.traced()?, &options, &mut |_| {})?
+        .step
+        .report)
 }

@@ -10,7 +10,7 @@ use crate::graph::{Builder, Init, Tensor};
 use crate::nn::{Conv2d, Precision, Remat, Result, conv2d, dims, silu};
 
 use super::unet::{self, ResSamples, UNet2DConditionConfig, UNetInputs};
-use super::{ModelConfigError, take_fixed};
+use super::{ModelConfigError, check_sizes, each_size, take_fixed};
 
 const MODEL: &str = "ControlNetModel";
 
@@ -160,15 +160,18 @@ impl ControlNetConfig {
             })
         };
         let channels = &self.condition.conditioning_embedding_out_channels;
-        if channels.is_empty() || channels.len() > LARGEST_COUNT || channels.contains(&0) {
+        if channels.is_empty() || channels.len() > LARGEST_COUNT {
             return inconsistent(format!(
-                "conditioning_embedding_out_channels = {channels:?}; expected 1 to {LARGEST_COUNT} positive numbers"
+                "conditioning_embedding_out_channels has {} entries; expected 1 to {LARGEST_COUNT}",
+                channels.len()
             ));
         }
-        if self.condition.conditioning_channels == 0 {
-            return inconsistent("conditioning_channels is 0".to_string());
-        }
-        Ok(())
+        let single = (
+            "conditioning_channels".to_owned(),
+            self.condition.conditioning_channels,
+        );
+        let channels = each_size("conditioning_embedding_out_channels", channels);
+        check_sizes(MODEL, std::iter::once(single).chain(channels))
     }
 }
 
@@ -354,8 +357,8 @@ mod tests {
             error(r#"{"down_block_types": ["AttnDownBlock2D"]}"#).contains("`AttnDownBlock2D`")
         );
         assert!(error(r#"{"down_block_types": [3]}"#).contains("not valid"));
-        assert!(error(r#"{"conditioning_embedding_out_channels": []}"#).contains("= []; expected"));
-        assert!(error(r#"{"conditioning_channels": 0}"#).contains("conditioning_channels is 0"));
+        assert!(error(r#"{"conditioning_embedding_out_channels": []}"#).contains("has 0 entries"));
+        assert!(error(r#"{"conditioning_channels": 0}"#).contains("conditioning_channels = 0"));
         assert!(error(r#"{"controlnet_conditioning_channel_order": "rgba"}"#).contains("`rgba`"));
     }
 }

@@ -22,6 +22,8 @@ pub use part::Part;
 pub use space::{RGB, SampleSpace};
 pub use spec::{FamilySpec, HiddenState, Published};
 
+use std::fmt::Display;
+
 use serde_json::{Map, Value};
 
 /// Why a model configuration cannot be used.
@@ -55,6 +57,37 @@ impl ModelConfigError {
         *model = name;
         self
     }
+}
+
+/// Largest size of a layer: the vocabulary of CLIP has 49,408 tokens, the widest layer of SDXL 10,240 features. Products of
+/// two sizes are counted without an overflow.
+const LARGEST_SIZE: usize = 1 << 20;
+
+/// Refuses sizes that no model has, each with the name of its field.
+fn check_sizes<F: Display>(
+    model: &'static str,
+    sizes: impl IntoIterator<Item = (F, usize)>,
+) -> Result<(), ModelConfigError> {
+    for (field, size) in sizes {
+        if !(1..=LARGEST_SIZE).contains(&size) {
+            return Err(ModelConfigError::Unsupported {
+                model,
+                field: field.to_string(),
+                found: size.to_string(),
+                expected: format!("1 to {LARGEST_SIZE}"),
+            });
+        }
+    }
+    Ok(())
+}
+
+/// The sizes of a list, each with its place in the list.
+fn each_size<'a>(
+    field: &'static str,
+    sizes: &'a [usize],
+) -> impl Iterator<Item = (String, usize)> + 'a {
+    let sizes = sizes.iter().enumerate();
+    sizes.map(move |(index, size)| (format!("{field}[{index}]"), *size))
 }
 
 /// Removes `field` from a configuration, if it is there, and refuses every value but the `allowed` ones.

@@ -14,6 +14,7 @@ use crate::shape::Shape;
 
 use super::PipelineError;
 use super::batch::{Phases, TokenizedImage, batches};
+use super::observer::{Observer, Phase, enter};
 use super::part_program::PartProgram;
 use super::prompt::apply_weights;
 use super::text_to_image::{Guidance, names};
@@ -209,20 +210,22 @@ impl PromptEncoders {
     /// Encodes the prompts of `images`. The weights of each encoder are freed before those of the next are read.
     ///
     /// # Errors
-    /// When weights cannot be read, or a program fails.
+    /// When weights cannot be read, or a program fails; what `observer` fails with.
     pub fn run(
         &self,
         session: &Session,
         source: &WeightSource<'_>,
         images: &[TokenizedImage],
+        observer: &mut Observer<'_>,
     ) -> Result<Encoded, PipelineError> {
         let mut phases = Phases::default();
         let batches = batches(images, self.batch);
         let mut parts: Vec<Vec<Conditioning>> = vec![Vec::new(); batches.len()];
         for (which, encoder) in self.encoders.iter().enumerate() {
             let start = Instant::now();
-            let prepared = source.prepare(encoder.program().stages())?;
+            let prepared = source.prepare(encoder.program().stages(), observer)?;
             phases.load += start.elapsed().as_secs_f64();
+            enter(observer, Phase::Encode)?;
             let start = Instant::now();
             for (batch, parts) in batches.iter().zip(&mut parts) {
                 let batch = batch.filled(images, self.batch);

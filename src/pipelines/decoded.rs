@@ -1,4 +1,4 @@
-//! From decoded values to images of bytes.
+//! From decoded values to an image of bytes.
 
 use image::RgbImage;
 
@@ -7,32 +7,22 @@ use crate::host_tensor::HostTensor;
 use super::PipelineError;
 use super::pixels::{RGB, to_pixels};
 
-/// Images of decoded `f32[batch, 3, height, width]` in [-1, 1].
-pub(super) fn decoded_to_images(decoded: &HostTensor) -> Result<Vec<RgbImage>, PipelineError> {
-    let &[_, RGB, height, width] = decoded.shape.dims.as_slice() else {
+/// The image of decoded `f32[1, 3, height, width]` in [-1, 1].
+pub(super) fn decoded_to_image(decoded: &HostTensor) -> Result<RgbImage, PipelineError> {
+    let &[1, RGB, height, width] = decoded.shape.dims.as_slice() else {
         return Err(PipelineError::Request(format!(
-            "decoded images {}; expected [batch, 3, height, width]",
+            "a decoded image {}; expected [1, 3, height, width]",
             decoded.shape
         )));
     };
     let values = decoded.to_f32_vec()?;
     let plane = height * width;
-    values
-        .chunks(RGB * plane)
-        .map(|values| {
-            let bytes = (0..plane)
-                .flat_map(|at| (0..RGB).map(move |c| byte(values[c * plane + at])))
-                .collect();
-            image(width, height, bytes)
-        })
-        .collect()
+    let bytes = (0..plane).flat_map(|at| (0..RGB).map(move |channel| channel * plane + at));
+    image(width, height, bytes.map(|at| byte(values[at])).collect())
 }
 
-/// Images from the samples of a pixel-space model, in [-1, 1], with `k x k` pixels in each position.
-pub(super) fn pixels_to_images(
-    sample: &HostTensor,
-    k: usize,
-) -> Result<Vec<RgbImage>, PipelineError> {
+/// The image of one sample of a pixel-space model, in [-1, 1], with `k x k` pixels in each position.
+pub(super) fn pixels_to_image(sample: &HostTensor, k: usize) -> Result<RgbImage, PipelineError> {
     let dims = &sample.shape.dims;
     if dims.len() != 4 || dims[1] != RGB * k * k || dims[2] != dims[3] {
         return Err(PipelineError::Request(format!(
@@ -41,14 +31,9 @@ pub(super) fn pixels_to_images(
         )));
     }
     check_samples(sample)?;
-    let values = sample.to_f32_vec()?;
     let side = dims[2] * k;
-    (0..dims[0])
-        .map(|n| {
-            let pixels = to_pixels(&values, n, side, k).into_iter();
-            image(side, side, pixels.map(byte).collect())
-        })
-        .collect()
+    let pixels = to_pixels(&sample.to_f32_vec()?, 0, side, k).into_iter();
+    image(side, side, pixels.map(byte).collect())
 }
 
 /// Refuses a sample with infinite or NaN values.

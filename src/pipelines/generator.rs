@@ -15,11 +15,11 @@ use crate::shape::Shape;
 use super::PipelineError;
 use super::batch::{Batch, Phases, TokenizedImage, batches};
 use super::conditioning::{Conditioning, Encoded, PromptEncoders};
-use super::decoded::{check_samples, decoded_to_images, pixels_to_images};
+use super::decoded::{check_samples, decoded_to_image, pixels_to_image};
 use super::denoiser::{ControlImage, DenoiseInputs, Denoiser};
 use super::latents::{Decoder, ImageEncoder};
 use super::noise::NoiseGenerator;
-use super::observer::{Event, Observer};
+use super::observer::{Event, Observer, Phase, enter};
 use super::part_program::PartProgram;
 use super::start::{BatchStart, StartImage, StartSource};
 use super::text_to_image::Guidance;
@@ -149,7 +149,7 @@ impl CompiledModel {
         options: &SamplingOptions<'_>,
         observer: &mut Observer<'_>,
     ) -> Result<ModelOutput, PipelineError> {
-        let encoded = self.encoders.run(session, weights, images)?;
+        let encoded = self.encoders.run(session, weights, images, observer)?;
         self.generator
             .run(session, weights, images, encoded, options, observer)
     }
@@ -237,9 +237,10 @@ impl ImageGenerator {
             .sum()
     }
 
-    /// Makes `images`, whose prompts are `encoded`, in batches of the programs' size. The weights of each program are let
-    /// go before those of the next are read; with previews those of the decoder are there while the denoiser runs.
-    /// Samples that are handed on are not decoded, and there are no previews of them.
+    /// Makes `images`, whose prompts are `encoded`, in batches of the programs' size, and gives each image to `observer` as
+    /// soon as it is decoded. The weights of each program are let go before those of the next are read; with previews or
+    /// several batches those of the decoder are there while the denoiser runs. Samples that are handed on are not decoded,
+    /// and there are no previews of them.
     ///
     /// # Errors
     /// When weights cannot be read, a program fails, or what it makes is not finite; what `observer` fails with.
@@ -262,19 +263,28 @@ impl ImageGenerator {
                 self.go_on(output, batches.len())?,
                 output.generators.clone(),
             ),
-            None => self.start(session, weights, images, &batches, options, &mut phases)?,
+            None => {
+                let starting = Starting {
+                    session,
+                    weights,
+                    images,
+                    batches: &batches,
+                    options,
+                };
+                self.start(starting, observer, &mut phases)?
+            }
         };
 
         let start = Instant::now();
-        let prepared = weights.prepare(self.denoiser.program())?;
-        let mut decoding = match (options.preview_every, &self.ending) {
-            (Some(_), Ending::Decoded(decoder)) => {
-                Some(weights.prepare(decoder.program().stages())?)
-            }
-            _ => None,
-        };
+        let prepared = weights.prepare(self.denoiser.program(), observer)?;
         phases.load += start.elapsed().as_secs_f64();
+        let beside = options.preview_every.is_some() || batches.len() > 1;
+        let mut decoder = match beside {
+            true => self.decoder_weights(weights, observer, &mut phases)?,
+            false => None,
+        };
         let mut samples = Vec::with_capacity(batches.len());
+        let mut made = Vec::with_capacity(images.len());
         for (((batch, conditioning), start), generators) in batches
             .iter()
             .zip(conditioning)
@@ -284,34 +294,42 @@ impl ImageGenerator {
             let denoising = Denoising {
                 session,
                 prepared: &prepared,
-                decoding: decoding.as_ref(),
+                decoding: decoder.as_ref(),
                 images,
                 batch,
                 start,
                 options,
             };
-            samples.push(self.denoise(
-                denoising,
-                conditioning,
-                generators,
-                observer,
-                &mut phases,
-            )?);
+            let sample =
+                self.denoise(denoising, conditioning, generators, observer, &mut phases)?;
+            if beside {
+                let decoding = decoder.as_ref();
+                made.extend(self.finish(
+                    session,
+                    decoding,
+                    batch,
+                    &sample,
+                    observer,
+                    &mut phases,
+                )?);
+            }
+            samples.push(sample);
         }
         drop(prepared);
-
-        if let (None, Ending::Decoded(decoder)) = (&decoding, &self.ending) {
-            let start = Instant::now();
-            decoding = Some(weights.prepare(decoder.program().stages())?);
-            phases.load += start.elapsed().as_secs_f64();
+        if !beside {
+            decoder = self.decoder_weights(weights, observer, &mut phases)?;
+            for (batch, sample) in batches.iter().zip(&samples) {
+                let decoding = decoder.as_ref();
+                made.extend(self.finish(
+                    session,
+                    decoding,
+                    batch,
+                    sample,
+                    observer,
+                    &mut phases,
+                )?);
+            }
         }
-        let start = Instant::now();
-        let mut made = Vec::with_capacity(images.len());
-        for (batch, sample) in batches.iter().zip(&samples) {
-            let decoded = self.images(session, decoding.as_ref(), sample)?;
-            made.extend(decoded.into_iter().take(batch.count));
-        }
-        phases.decode += start.elapsed().as_secs_f64();
         Ok(ModelOutput {
             samples,
             images: made,
@@ -320,16 +338,68 @@ impl ImageGenerator {
         })
     }
 
+    /// The decoder's weights, where there is one.
+    fn decoder_weights<'w>(
+        &self,
+        weights: &WeightSource<'w>,
+        observer: &mut Observer<'_>,
+        phases: &mut Phases,
+    ) -> Result<Option<Prepared<'w>>, PipelineError> {
+        let Ending::Decoded(decoder) = &self.ending else {
+            return Ok(None);
+        };
+        let start = Instant::now();
+        let prepared = weights.prepare(decoder.program().stages(), observer)?;
+        phases.load += start.elapsed().as_secs_f64();
+        Ok(Some(prepared))
+    }
+
+    /// The images of a batch's last sample. `observer` gets each as soon as it is decoded.
+    fn finish(
+        &self,
+        session: &Session,
+        decoding: Option<&Prepared<'_>>,
+        batch: &Batch,
+        sample: &HostTensor,
+        observer: &mut Observer<'_>,
+        phases: &mut Phases,
+    ) -> Result<Vec<RgbImage>, PipelineError> {
+        let mut images = Vec::with_capacity(batch.count);
+        for row in 0..batch.count {
+            let image = batch.start + row;
+            if !matches!(self.ending, Ending::Handed) {
+                enter(observer, Phase::Decode { image })?;
+            }
+            let start = Instant::now();
+            let pixels = self.image(session, decoding, sample, row)?;
+            phases.decode += start.elapsed().as_secs_f64();
+            let Some(pixels) = pixels else {
+                continue;
+            };
+            let event = Event::Image {
+                image,
+                pixels: &pixels,
+            };
+            observer(event).map_err(PipelineError::Observer)?;
+            images.push(pixels);
+        }
+        Ok(images)
+    }
+
     /// The start of each batch, and the noise of each of its images.
     fn start(
         &self,
-        session: &Session,
-        weights: &WeightSource<'_>,
-        images: &[TokenizedImage],
-        batches: &[Batch],
-        options: &SamplingOptions<'_>,
+        starting: Starting<'_, '_>,
+        observer: &mut Observer<'_>,
         phases: &mut Phases,
     ) -> Result<(Vec<BatchStart>, Vec<Vec<NoiseGenerator>>), PipelineError> {
+        let Starting {
+            session,
+            weights,
+            images,
+            batches,
+            options,
+        } = starting;
         let size = self.denoiser.batch();
         let mut generators: Vec<Vec<NoiseGenerator>> = batches
             .iter()
@@ -344,7 +414,7 @@ impl ImageGenerator {
                 (Some(image), Some(encoder)) => Some(StartImage {
                     session,
                     encoder,
-                    prepared: weights.prepare(encoder.program().stages())?,
+                    prepared: weights.prepare(encoder.program().stages(), observer)?,
                     image,
                 }),
                 _ => None,
@@ -354,6 +424,7 @@ impl ImageGenerator {
             sample_dims: self.denoiser.sample_dims(),
         };
         phases.load += start.elapsed().as_secs_f64();
+        enter(observer, Phase::Encode)?;
         let start = Instant::now();
         let starts = batches
             .iter()
@@ -407,6 +478,7 @@ impl ImageGenerator {
             guidance_rescale: options.guidance_rescale,
             plan,
         };
+        enter(observer, Phase::Denoise)?;
         let mut previewing = 0.0;
         let mut after_step = |done: usize, predicted: &Array| {
             observer(Event::Step).map_err(PipelineError::Observer)?;
@@ -420,15 +492,20 @@ impl ImageGenerator {
             }
             let start = Instant::now();
             let predicted = predicted.to_host(session.mesh())?;
-            let previews = self.images(session, decoding, &predicted)?;
-            for (row, preview) in previews.iter().take(batch.count).enumerate() {
+            for row in 0..batch.count {
+                let image = batch.start + row;
+                enter(observer, Phase::Decode { image })?;
+                let Some(preview) = self.image(session, decoding, &predicted, row)? else {
+                    continue;
+                };
                 observer(Event::Preview {
-                    image: batch.start + row,
+                    image,
                     steps: done,
-                    preview,
+                    preview: &preview,
                 })
                 .map_err(PipelineError::Observer)?;
             }
+            enter(observer, Phase::Denoise)?;
             previewing += start.elapsed().as_secs_f64();
             Ok(())
         };
@@ -441,22 +518,24 @@ impl ImageGenerator {
         Ok(sample)
     }
 
-    /// The images of `sample`; none if another model continues with it.
-    fn images(
+    /// The image of one row of `sample`; none if another model continues with it.
+    fn image(
         &self,
         session: &Session,
         decoding: Option<&Prepared<'_>>,
         sample: &HostTensor,
-    ) -> Result<Vec<RgbImage>, PipelineError> {
+        row: usize,
+    ) -> Result<Option<RgbImage>, PipelineError> {
+        let sample = one_row(sample, row)?;
         match (&self.ending, decoding) {
-            (Ending::Pixels, _) => pixels_to_images(sample, self.pixel_unshuffle),
+            (Ending::Pixels, _) => pixels_to_image(&sample, self.pixel_unshuffle).map(Some),
             (Ending::Decoded(decoder), Some(prepared)) => {
-                check_samples(sample)?;
-                let decoded = decoder.run(session, prepared, sample)?;
+                check_samples(&sample)?;
+                let decoded = decoder.run(session, prepared, &sample)?;
                 vae::check_finite(&decoded)?;
-                decoded_to_images(&decoded)
+                decoded_to_image(&decoded).map(Some)
             }
-            (Ending::Decoded(_), None) | (Ending::Handed, _) => Ok(Vec::new()),
+            (Ending::Decoded(_), None) | (Ending::Handed, _) => Ok(None),
         }
     }
 
@@ -513,12 +592,30 @@ impl ImageGenerator {
     }
 }
 
+/// Row `row` of a batch, with its first dimension.
+fn one_row(batch: &HostTensor, row: usize) -> Result<HostTensor, PipelineError> {
+    let mut shape = batch.shape.clone();
+    let bytes = batch.data.len() / shape.dims[0].max(1);
+    shape.dims[0] = 1;
+    let data = batch.data[row * bytes..(row + 1) * bytes].to_vec();
+    Ok(HostTensor::new(shape, data)?)
+}
+
+/// The inputs of the starts of all batches.
+struct Starting<'a, 'w> {
+    session: &'a Session,
+    weights: &'a WeightSource<'w>,
+    images: &'a [TokenizedImage],
+    batches: &'a [Batch],
+    options: &'a SamplingOptions<'a>,
+}
+
 /// The inputs of the steps of one batch.
 struct Denoising<'a> {
     session: &'a Session,
     /// The denoiser's weights.
     prepared: &'a Prepared<'a>,
-    /// The decoder's weights, where there are previews.
+    /// The decoder's weights, where there are previews or several batches.
     decoding: Option<&'a Prepared<'a>>,
     images: &'a [TokenizedImage],
     batch: &'a Batch,

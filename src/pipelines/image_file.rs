@@ -13,11 +13,13 @@ use font8x8::UnicodeFonts;
 use image::imageops::{self, FilterType};
 use image::{Rgb, RgbImage};
 
-use crate::util::files::{Access, AtomicFile, Durability, Existing, check_writable, is_full};
+use crate::util::files::{
+    Access, AtomicFile, Durability, Existing, check_can_be_written, check_writable, is_full,
+};
 
 pub use recorded::{Recorded, read_recorded};
 pub use settings::GenerationSettings;
-pub use web_sampler::WebSampler;
+pub use web_sampler::{NamedSampler, WebSampler};
 pub use web_ui::WebSettings;
 
 /// An error of an image on disk.
@@ -76,19 +78,28 @@ fn advice(error: &std::io::Error) -> &'static str {
     }
 }
 
-/// Makes the folder if need be and checks that a file can be written into it; called before work
-/// starts, so that nothing is computed that cannot be kept.
+/// Checks that a file can be written into the folder, which need not be there yet; called before work starts, so that
+/// nothing is computed that cannot be kept.
+///
+/// # Errors
+/// [`ImageFileError::OutputDir`].
+pub fn check_output_dir(path: &Path) -> Result<(), ImageFileError> {
+    check_can_be_written(path).map_err(output_dir(path))
+}
+
+/// Makes the folder if need be and checks that a file can be written into it.
 ///
 /// # Errors
 /// [`ImageFileError::OutputDir`].
 pub fn prepare_output_dir(path: &Path) -> Result<(), ImageFileError> {
-    let error = |source| ImageFileError::OutputDir {
-        path: path.to_owned(),
-        source,
-    };
     fs::create_dir_all(path)
         .and_then(|()| check_writable(path))
-        .map_err(error)
+        .map_err(output_dir(path))
+}
+
+fn output_dir(path: &Path) -> impl FnOnce(std::io::Error) -> ImageFileError {
+    let path = path.to_owned();
+    move |source| ImageFileError::OutputDir { path, source }
 }
 
 /// Writes an image as `{stem}-00001.png`, or under the next number that is free; the number
@@ -355,13 +366,17 @@ mod tests {
     fn a_folder_that_cannot_be_written_is_found_first() {
         let dir = TempDir::new().unwrap();
         let nested = dir.path().join("a/b");
+        check_output_dir(&nested).unwrap();
+        assert!(!nested.exists());
         prepare_output_dir(&nested).unwrap();
         assert_eq!(fs::read_dir(&nested).unwrap().count(), 0);
         let file = dir.path().join("file");
         fs::write(&file, "").unwrap();
         for path in [file.clone(), file.join("below")] {
-            let error = prepare_output_dir(&path).unwrap_err();
-            assert!(error.to_string().contains("output_dir"), "{error}");
+            for checked in [prepare_output_dir(&path), check_output_dir(&path)] {
+                let error = checked.unwrap_err().to_string();
+                assert!(error.contains("output_dir"), "{error}");
+            }
         }
     }
 

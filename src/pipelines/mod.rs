@@ -36,7 +36,7 @@ pub use batch::{Phases, TokenizedImage};
 pub use error::{BoxError, PipelineError};
 pub use inputs::Inputs;
 pub use lora::LoraChoice;
-pub use observer::{Event, Observer};
+pub use observer::{Event, Observer, Phase};
 pub use part_program::PartProgram;
 pub use pipeline::{GenerateSeconds, Generated, Pipeline, PipelineModel, PipelineOptions};
 pub use prepared::tokenize;

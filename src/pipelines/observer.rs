@@ -4,7 +4,7 @@ use image::RgbImage;
 
 use crate::quant::{Decision, Policy};
 
-use super::error::BoxError;
+use super::error::{BoxError, PipelineError};
 
 /// An event during generation.
 #[derive(Clone, Copy, Debug)]
@@ -22,10 +22,16 @@ pub enum Event<'a> {
         policy: &'a Policy,
         decisions: &'a [Decision],
     },
+    /// What the call does until the next phase.
+    Phase(Phase<'a>),
+    /// Bytes of weights that were read since the phase began or the last such event.
+    Read { bytes: u64 },
     /// Everything is compiled; this many denoising steps follow, of all batches and models together.
     Started { steps: usize },
     /// A denoising step is done.
     Step,
+    /// Image number `image` of the request is finished.
+    Image { image: usize, pixels: &'a RgbImage },
     /// The predicted clean image of image number `image` of the request after `steps` steps.
     Preview {
         image: usize,
@@ -34,6 +40,37 @@ pub enum Event<'a> {
     },
 }
 
+/// What a call does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Phase<'a> {
+    /// Traces programs and opens the files of weights.
+    Open,
+    /// Compiles these programs, or loads them from the cache.
+    Compile {
+        programs: &'a str,
+    },
+    /// Reads the weights of one part of a model, this many bytes.
+    Read {
+        part: &'a str,
+        bytes: u64,
+    },
+    /// Encodes prompts and images.
+    Encode,
+    Denoise,
+    /// Decodes image number `image` of the request, or a preview of it.
+    Decode {
+        image: usize,
+    },
+}
+
 /// Takes events as they come. An error ends the call, which fails with it ([`super::PipelineError::Observer`]): that is
 /// how a call is cancelled. `&mut |_| Ok(())` ignores all.
 pub type Observer<'a> = dyn FnMut(Event<'_>) -> Result<(), BoxError> + 'a;
+
+/// Tells `observer` of a phase.
+///
+/// # Errors
+/// What `observer` fails with.
+pub(super) fn enter(observer: &mut Observer<'_>, phase: Phase<'_>) -> Result<(), PipelineError> {
+    observer(Event::Phase(phase)).map_err(PipelineError::Observer)
+}

@@ -18,7 +18,7 @@ use super::conditioning::{Encoded, PromptEncoders};
 use super::generator::{CompiledModel, ImageGenerator, ModelOutput, SamplingOptions};
 use super::lora::{LoraChoice, adapter};
 use super::model_files::ModelFiles;
-use super::observer::{Event, Observer};
+use super::observer::{Event, Observer, Phase, enter};
 use super::prepared::{ModelRequest, PromptReader, prepare};
 use super::request::GenerateRequest;
 use super::text_to_image::{DenoiseOptions, Guidance};
@@ -202,7 +202,8 @@ impl Pipeline {
         let mut seconds = GenerateSeconds::default();
         let (programs, encoded) = match self.programs.take().filter(|p| p.sizes == sizes) {
             Some(programs) => {
-                let encoded = self.encode(&programs.encoders, programs.adapter.as_ref(), &base)?;
+                let adapter = programs.adapter.as_ref();
+                let encoded = self.encode(&programs.encoders, adapter, &base, observer)?;
                 (programs, encoded)
             }
             None => self.compile(sizes, &base, &mut seconds, observer)?,
@@ -258,12 +259,14 @@ impl Pipeline {
         encoders: &PromptEncoders,
         adapter: Option<&Adapter>,
         request: &ModelRequest,
+        observer: &mut Observer<'_>,
     ) -> Result<Encoded, PipelineError> {
         let files = &self.options.base.files;
         let read = |slots: &[Slot], take: &mut TakeWeight<'_>| {
             files.read(&self.session, adapter, slots, take)
         };
-        encoders.run(&self.session, &WeightSource::Files(&read), &request.images)
+        let source = WeightSource::Files(&read);
+        encoders.run(&self.session, &source, &request.images, observer)
     }
 
     /// Compiles all programs, and encodes the prompts of `request` meanwhile.
@@ -274,10 +277,13 @@ impl Pipeline {
         seconds: &mut GenerateSeconds,
         observer: &mut Observer<'_>,
     ) -> Result<(Programs, Encoded), PipelineError> {
+        enter(observer, Phase::Open)?;
         let start = Instant::now();
         let traced = self.trace(sizes, observer)?;
         seconds.open = start.elapsed().as_secs_f64();
 
+        let programs = "the text encoders";
+        enter(observer, Phase::Compile { programs })?;
         let start = Instant::now();
         let (session, options) = (&self.session, &self.options);
         let model = &options.base.model;
@@ -302,7 +308,14 @@ impl Pipeline {
             .map_err(|error| PipelineError::Threads(error.to_string()))?;
         let (encoded, encoded_at, compiled) = thread::scope(|scope| {
             let compiled = scope.spawn(|| threads.install(compile));
-            let encoded = self.encode(&encoders, traced.adapter.as_ref(), request);
+            let adapter = traced.adapter.as_ref();
+            let encoded = self
+                .encode(&encoders, adapter, request, observer)
+                .and_then(|encoded| {
+                    let programs = "the denoiser and the decoder";
+                    enter(observer, Phase::Compile { programs })?;
+                    Ok(encoded)
+                });
             (encoded, start.elapsed().as_secs_f64(), compiled.join())
         });
         let compiled = compiled.unwrap_or_else(|panic| std::panic::resume_unwind(panic));

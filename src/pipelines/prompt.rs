@@ -5,8 +5,12 @@
 //! longest of them ([`align_chunks`]), and the weights act on the encoder's output for the chunks
 //! ([`apply_weights`]).
 
+mod lora_tag;
+
 use crate::data::{DataError, Encoded, Tokenizer};
 use crate::util::named;
+
+pub use lora_tag::{LoraTag, split_lora_tags};
 
 /// The factor of a pair of round brackets, and the divisor of a pair of square ones.
 const BRACKET: f64 = 1.1;
@@ -30,6 +34,13 @@ pub enum PromptError {
         "the brackets around `{text}` multiply to a weight that is not finite: write fewer of them"
     )]
     Infinite { text: String },
+    #[error(
+        "`{text}` would change the prompt from step to step, which is not here; write \\[ and \\] for brackets that are \
+         part of the text, or set prompt_syntax=plain"
+    )]
+    Editing { text: String },
+    #[error("`{tag}` is not a LoRA: expected <lora:name> or <lora:name:0.8>, with one number")]
+    Lora { tag: String },
     #[error("the prompt has {bytes} bytes, more than {MAX_PROMPT_BYTES}")]
     TooLong { bytes: usize },
     #[error(
@@ -78,7 +89,8 @@ impl PromptPart {
 ///
 /// `(text)` has the weight 1.1, `[text]` 1/1.1, `(text:1.3)` 1.3, `(text:-1)` -1; brackets nest and
 /// their weights multiply. `\(`, `\)`, `\[`, `\]` and `\\` are these characters; any other backslash
-/// disappears. A bracket that is never closed reaches to the end; one that was never opened is text.
+/// disappears. A bracket that is never closed reaches to the end; one that was never opened is text. Prompt editing,
+/// `[red:blue:0.5]` and `[red|blue]`, is refused.
 /// The word `BREAK` and the white space around it start a new chunk, inside brackets as well.
 /// Neighbours of equal weight become one part, and a prompt always has at least one part.
 ///
@@ -86,14 +98,14 @@ impl PromptPart {
 /// is text.
 ///
 /// # Errors
-/// [`PromptError::Weight`], [`PromptError::Infinite`], [`PromptError::TooLong`].
+/// [`PromptError::Weight`], [`PromptError::Editing`], [`PromptError::Infinite`], [`PromptError::TooLong`].
 pub fn parse_weighted(prompt: &str) -> Result<Vec<PromptPart>, PromptError> {
     if prompt.len() > MAX_PROMPT_BYTES {
         let bytes = prompt.len();
         return Err(PromptError::TooLong { bytes });
     }
     let mut parts: Vec<PromptPart> = Vec::new();
-    // Where the text of each open bracket starts.
+    // The first part of each open bracket, and for square ones the byte that they stand at.
     let (mut round, mut square) = (Vec::new(), Vec::new());
     let mut rest = prompt;
     while let Some(first) = rest.chars().next() {
@@ -105,13 +117,16 @@ pub fn parse_weighted(prompt: &str) -> Result<Vec<PromptPart>, PromptError> {
                 parts.push(PromptPart::text(&rest[1..taken]));
             }
             '(' => round.push(parts.len()),
-            '[' => square.push(parts.len()),
+            '[' => square.push((parts.len(), prompt.len() - rest.len())),
             ')' => match round.pop() {
                 Some(start) => multiply(&mut parts[start..], BRACKET),
                 None => parts.push(PromptPart::text(")")),
             },
             ']' => match square.pop() {
-                Some(start) => multiply(&mut parts[start..], 1.0 / BRACKET),
+                Some((start, open)) => {
+                    check_editing(&prompt[open..=prompt.len() - rest.len()])?;
+                    multiply(&mut parts[start..], 1.0 / BRACKET);
+                }
                 None => parts.push(PromptPart::text("]")),
             },
             ':' => match closing_weight(rest) {
@@ -136,7 +151,7 @@ pub fn parse_weighted(prompt: &str) -> Result<Vec<PromptPart>, PromptError> {
     for start in round {
         multiply(&mut parts[start..], BRACKET);
     }
-    for start in square {
+    for (start, _) in square {
         multiply(&mut parts[start..], 1.0 / BRACKET);
     }
     joined(parts)
@@ -148,6 +163,20 @@ fn multiply(parts: &mut [PromptPart], factor: f64) {
             PromptPart::Text { weight, .. } => *weight *= factor,
             PromptPart::Break => {}
         }
+    }
+}
+
+/// Refuses `[red:blue:0.5]`, which changes the text after a share of the steps, and `[red|blue]`, which changes it in
+/// every step.
+fn check_editing(bracket: &str) -> Result<(), PromptError> {
+    let inside = bracket.trim_start_matches('[').trim_end_matches(']');
+    let number = inside.rsplit_once(':').map(|(_, number)| number.trim());
+    let is_timed = number.is_some_and(|number| number.parse::<f64>().is_ok());
+    match is_timed || inside.contains('|') {
+        true => Err(PromptError::Editing {
+            text: bracket.to_owned(),
+        }),
+        false => Ok(()),
     }
 }
 
@@ -257,7 +286,7 @@ impl PromptTokens {
 ///
 /// [`PromptSyntax::Plain`] gives one chunk, that of [`Tokenizer::encode`]. [`PromptSyntax::Weighted`]
 /// fills chunk after chunk; `BREAK` ends one early, and so does the last comma of a chunk if no more
-/// than 20 tokens follow it. A weighted prompt without brackets that fits into one chunk has the ids
+/// than 20 tokens follow it; LoRAs are left out. A weighted prompt without brackets that fits into one chunk has the ids
 /// of the plain one.
 ///
 /// # Errors
@@ -278,7 +307,8 @@ pub fn encode_prompt(
         }
         PromptSyntax::Weighted => {
             let mut unknown = Vec::new();
-            for part in parse_weighted(prompt)? {
+            let (text, _) = split_lora_tags(prompt)?;
+            for part in parse_weighted(&text)? {
                 match part {
                     PromptPart::Break => layout.finish(),
                     PromptPart::Text { text, weight } => {

@@ -1,8 +1,9 @@
 //! Files of prompts: one prompt in each line, with options.
 
-use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
+
+use crate::util::files;
 
 /// Largest file that is read.
 const MAX_FILE_BYTES: u64 = 16 << 20;
@@ -52,7 +53,7 @@ pub struct PromptLine {
 /// that are unknown, given twice, or not what they should be.
 pub fn read_prompts(path: &Path) -> Result<Vec<PromptLine>, PromptFileError> {
     let mut bytes = Vec::new();
-    File::open(path)
+    files::open(path)
         .and_then(|file| file.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes))
         .map_err(|source| PromptFileError::Io {
             path: path.to_owned(),

@@ -3,6 +3,7 @@
 use crate::runtime::{Array, Prepared, RuntimeError, Slot, StagedProgram, Value};
 
 use super::PipelineError;
+use super::observer::{Event, Observer, Phase, enter};
 
 /// Takes the array of the next weight.
 pub type TakeWeight<'a> = dyn FnMut(Array) -> Result<(), PipelineError> + 'a;
@@ -22,8 +23,12 @@ impl<'a> WeightSource<'a> {
     /// The weights of `program` as its stages take them.
     ///
     /// # Errors
-    /// When a weight is missing or cannot be read, or a program that prepares it fails.
-    pub fn prepare(&self, program: &StagedProgram) -> Result<Prepared<'a>, PipelineError> {
+    /// When a weight is missing or cannot be read, or a program that prepares it fails; what `observer` fails with.
+    pub fn prepare(
+        &self,
+        program: &StagedProgram,
+        observer: &mut Observer<'_>,
+    ) -> Result<Prepared<'a>, PipelineError> {
         let mut preparation = program.preparation();
         match self {
             WeightSource::Devices(lookup) => {
@@ -34,9 +39,20 @@ impl<'a> WeightSource<'a> {
                     preparation.take(Value::Borrow(array))?;
                 }
             }
-            WeightSource::Files(read) => read(program.weights(), &mut |array| {
-                Ok(preparation.take(Value::Donate(array))?)
-            })?,
+            WeightSource::Files(read) => {
+                let slots = program.weights();
+                let sizes = || slots.iter().map(|slot| slot.shape.bytes() as u64);
+                let part = slots.first().and_then(|slot| slot.name.split('/').next());
+                let part = part.unwrap_or_default();
+                let bytes = sizes().sum();
+                enter(observer, Phase::Read { part, bytes })?;
+                let mut sizes = sizes();
+                read(slots, &mut |array| {
+                    preparation.take(Value::Donate(array))?;
+                    let bytes = sizes.next().unwrap_or_default();
+                    observer(Event::Read { bytes }).map_err(PipelineError::Observer)
+                })?;
+            }
         }
         Ok(preparation.finish()?)
     }

@@ -10,7 +10,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::fs::{self, File};
+use std::fs;
 use std::io::{self, BufReader, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -20,14 +20,16 @@ use zip::result::ZipError;
 
 pub(super) use build::sources_sha256;
 use build::{Tools, make};
+pub use check::{Trial, TryLoad, locate_checked};
 use files::{
     Staging, create_dir_all, file_size, lock, remove_dir_all, sha256_of_file, write_error,
 };
 use recipe::{RECIPES, Recipe, recipe_for, source_of};
 
-use crate::util::files::write_synced;
+use crate::util::files::{open, write_synced};
 
 mod build;
+mod check;
 mod files;
 mod recipe;
 
@@ -160,6 +162,13 @@ pub enum InstallError {
         reason: String,
         remedy: String,
     },
+    #[error("the {kind} plugin {} ends the process that loads it ({reason}); run `{remedy}`", path.display())]
+    EndsProcess {
+        kind: PluginKind,
+        path: PathBuf,
+        reason: String,
+        remedy: String,
+    },
     #[error(
         "{tool} is needed {purpose} and cannot be run ({reason}); install it, for example with `{remedy}`"
     )]
@@ -229,6 +238,9 @@ struct Manifest {
     /// versions have none.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     members: BTreeMap<PathBuf, u64>,
+    /// SHA-256 of these files.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    members_sha256: BTreeMap<PathBuf, String>,
 }
 
 impl Manifest {
@@ -322,6 +334,11 @@ fn list_in(root: &Path) -> Result<Vec<Installed>> {
 }
 
 fn locate_in(root: &Path, kind: PluginKind) -> Result<Installed> {
+    located_in(root, kind).map(|(_, _, plugin)| plugin)
+}
+
+/// The plugin of `kind` in use with its folder and its manifest.
+fn located_in(root: &Path, kind: PluginKind) -> Result<(PathBuf, Manifest, Installed)> {
     let Some((folder, manifest)) = read_active(root, kind)? else {
         return Err(InstallError::NotInstalled {
             kind,
@@ -330,7 +347,7 @@ fn locate_in(root: &Path, kind: PluginKind) -> Result<Installed> {
     };
     let plugin = installed(&folder, &manifest);
     match manifest.changed_file(&folder) {
-        None => Ok(plugin),
+        None => Ok((folder, manifest, plugin)),
         Some((path, reason)) => Err(InstallError::LibraryChanged {
             kind,
             path,
@@ -422,6 +439,7 @@ fn install_local(
         cuda_data_dir: None,
         sources_sha256: None,
         members: BTreeMap::new(),
+        members_sha256: BTreeMap::new(),
     };
     if let Ok(Some(old)) = read_manifest(&folder, kind)
         && old.library == manifest.library
@@ -510,7 +528,7 @@ fn check_is_plugin(path: &Path) -> Result<()> {
         reason,
     };
     let read = || -> io::Result<Option<&'static str>> {
-        let mut file = File::open(path)?;
+        let mut file = open(path)?;
         let mut magic = [0; 4];
         if file.read_exact(&mut magic).is_err() || magic != *b"\x7fELF" {
             return Ok(Some("it is not an ELF shared library"));

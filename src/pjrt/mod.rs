@@ -19,6 +19,7 @@ mod plugin;
 #[cfg(test)]
 #[path = "../../tests/common/plugins.rs"]
 mod plugins;
+mod processor;
 mod threads;
 mod topology;
 mod values;
@@ -29,6 +30,7 @@ pub use compile_options::{CompileOptions, DeviceAssignment, OptimizationLevel, O
 pub use error::{ApiVersion, ErrorCode, PjrtError};
 pub use executable::{Arg, Executable, Execution, LoadedExecutable};
 pub use plugin::{ISA, ISA_VARIABLE, Kernels, Plugin, has_tpu, prepare_process};
+pub use processor::{CPUINFO, processor};
 pub use threads::{CPU_THREADS_VARIABLE, cpu_threads};
 pub use topology::Topology;
 pub use values::{

@@ -6,6 +6,7 @@ use crate::config::{Config, DatasetType};
 use crate::data::{
     Dataset, Folder, FolderOptions, Shapes, ShapesOptions, Split, Tokenizer, word_level_json,
 };
+use crate::util::files;
 
 use super::{Notice, Notify, RecipeError};
 
@@ -40,7 +41,7 @@ pub fn dataset(config: &Config) -> Result<Dataset, RecipeError> {
 
 fn shapes(config: &Config, split: Split) -> Result<Shapes, RecipeError> {
     Shapes::new(ShapesOptions {
-        seed: config.seed,
+        seed: config.seed.0,
         resolution: config.resolution as usize,
         max_objects: config.max_objects as usize,
         position_spread: config.position_spread,
@@ -87,7 +88,7 @@ pub fn tokenizer_json(config: &Config, dataset: &Dataset) -> Result<String, Reci
     } else {
         given.to_path_buf()
     };
-    std::fs::read_to_string(&path).map_err(|e| {
+    files::read_to_string(&path).map_err(|e| {
         RecipeError::Usage(format!(
             "tokenizer_model_name_or_path: {}: {e}",
             path.display()

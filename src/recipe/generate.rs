@@ -2,17 +2,20 @@
 
 use std::path::Path;
 
-use crate::config::{Config, Given};
+use crate::config::{Config, Given, ModelConfig};
 use crate::dtype::DType;
 use crate::host_tensor::HostTensor;
-use crate::models::{DiffusionModel, MicroConditioning};
+use crate::models::vae::AutoencoderKlConfig;
+use crate::models::{DiffusionModel, Family, MicroConditioning, SampleSpace};
+use crate::pipelines::prompt::{PromptSyntax, parse_weighted, split_lora_tags};
 use crate::pipelines::text_to_image::Guidance;
-use crate::pipelines::{GenerateRequest, Handover, PipelineModel, PipelineOptions};
+use crate::pipelines::{GenerateRequest, Handover, ImageRequest, PipelineModel, PipelineOptions};
+use crate::schedulers::scheduler_fields;
 use crate::weights::Checkpoint;
 
 use super::prompts::image_requests;
-use super::scheduler::check_sampler_keys;
-use super::source::Source;
+use super::scheduler::{check_sampler_keys, sampling_plan, scheduler_of};
+use super::source::{Source, image_size};
 use super::{Notify, RecipeError, hub, images, lora, policy};
 
 /// Most images made at once.
@@ -37,6 +40,9 @@ pub fn generation(
     recipe_file: &Path,
     notify: &mut Notify<'_>,
 ) -> Result<Generation, RecipeError> {
+    let images = image_requests(config, notify)?;
+    check_words(config, given, &images)?;
+    let config = &lora::with_prompt_loras(config.clone(), &images)?;
     let source = Source::find(config, recipe_file, notify)?;
     let config = &hub::with_paths(config.clone(), notify)?;
     let model_name = source.name();
@@ -66,7 +72,7 @@ pub fn generation(
         pixel_unshuffle: config.pixel_unshuffle as usize,
         max_batch: MAX_BATCH,
     };
-    let request = request(config, &options.base, notify)?;
+    let request = request(config, &options.base, images)?;
     options.check(&request).map_err(RecipeError::usage)?;
     Ok(Generation {
         options,
@@ -75,15 +81,40 @@ pub fn generation(
     })
 }
 
-/// The images that the configuration asks `base` for.
+/// Checks what the configuration alone says, before anything is downloaded: prompts, files, sizes and the sampler.
+fn check_words(config: &Config, given: &Given, images: &[ImageRequest]) -> Result<(), RecipeError> {
+    if config.prompt_syntax == PromptSyntax::Weighted {
+        for image in images {
+            for text in [&image.prompt, &image.negative_prompt] {
+                let (text, _) = split_lora_tags(text).map_err(RecipeError::usage)?;
+                parse_weighted(&text).map_err(RecipeError::usage)?;
+            }
+        }
+    }
+    images::check_files(config)?;
+    lora::loras(config)?;
+    let name = &config.pretrained_model_name_or_path;
+    let is_published = config.unet_config.0 == ModelConfig::Unset && !Path::new(name).exists();
+    if let (true, Some((_, published))) = (is_published, Family::of_repository(name)) {
+        let vae = AutoencoderKlConfig::from_json(published.vae).map_err(RecipeError::usage)?;
+        image_size(config, SampleSpace::latents(&vae).factor())?;
+        let own = scheduler_fields(published.scheduler).map_err(RecipeError::usage)?;
+        let scheduler = scheduler_of(config, given, Some(&own), &mut |_| {})?;
+        check_sampler_keys(config, &scheduler)?;
+        sampling_plan(config, &scheduler, config.num_inference_steps as usize)?;
+    }
+    Ok(())
+}
+
+/// The request for `images`, as the configuration makes them with `base`.
 fn request(
     config: &Config,
     base: &PipelineModel,
-    notify: &mut Notify<'_>,
+    images: Vec<ImageRequest>,
 ) -> Result<GenerateRequest, RecipeError> {
     let name = base.files.path().display().to_string();
     Ok(GenerateRequest {
-        images: image_requests(config, notify)?,
+        images,
         prompt_syntax: config.prompt_syntax,
         guidance_rescale: config.guidance_rescale as f32,
         eta: config.eta,

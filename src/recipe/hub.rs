@@ -7,6 +7,7 @@ use serde_json::Value;
 use super::{Notice, Notify, RecipeError};
 use crate::config::Config;
 use crate::hub::{self, Fetched, HubError, HubOptions, RepoId, Revision, Wanted};
+use crate::util::names::nearest;
 
 /// A repository that a name was found to be, with its files on this machine.
 pub struct Found {
@@ -15,10 +16,10 @@ pub struct Found {
 }
 
 /// The repository that `name` means, downloaded if need be; `None` if it is the path of something here, or no name of a
-/// repository. `token` goes before those of the environment where it is not empty.
+/// repository. A name whose first half is a folder here is a path. `token` goes before those of the environment where it is not empty.
 ///
 /// # Errors
-/// The error of [`hub::fetch`].
+/// The error of [`hub::fetch`]; when the name is that of something missing in a folder here.
 pub fn find(
     name: &str,
     revision: &str,
@@ -32,6 +33,11 @@ pub fn find(
     let Some(repo) = RepoId::parse(name) else {
         return Ok(None);
     };
+    if let Some(advice) = missing_here(Path::new(name)) {
+        return Err(RecipeError::Usage(format!(
+            "{name}: no such file or folder{advice}"
+        )));
+    }
     let fetched =
         fetch(&repo, revision, token, wanted, notify).map_err(|error| match error.is_usage() {
             true => RecipeError::usage(error),
@@ -42,6 +48,21 @@ pub fn find(
         repo,
         path: fetched.path,
     }))
+}
+
+/// For a path that is not there, in a folder that is: what else lies there. `None` where the folder is not there either, so
+/// that it may be a repository's name.
+fn missing_here(path: &Path) -> Option<String> {
+    let folder = path.parent().filter(|p| !p.as_os_str().is_empty())?;
+    let entries = std::fs::read_dir(folder).ok()?;
+    let names: Vec<String> = entries
+        .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
+        .collect();
+    let name = path.file_name()?.to_string_lossy();
+    Some(match nearest(&name, names.iter().map(String::as_str)) {
+        Some(near) => format!("; did you mean {}?", folder.join(near).display()),
+        None => format!("; the folder {} is here", folder.display()),
+    })
 }
 
 fn fetch(

@@ -1,5 +1,6 @@
 //! Input images of `generate`: the initial image, its mask, and the conditioning images of ControlNets.
 
+use std::io::BufReader;
 use std::path::Path;
 
 use image::{ImageReader, Limits, RgbImage};
@@ -9,6 +10,7 @@ use crate::models::{DiffusionModel, MicroConditioning};
 use crate::pipelines::canny::{THRESHOLDS, canny};
 use crate::pipelines::denoiser::ControlImage;
 use crate::pipelines::init_image::{InitImage, scaled, unit_planes};
+use crate::util::files;
 
 use super::RecipeError;
 
@@ -60,6 +62,24 @@ pub fn read(
     };
     let init = InitImage::new(&image, mask.as_ref()).map_err(RecipeError::failed)?;
     Ok(Some(init))
+}
+
+/// Opens the files of images that the configuration names, without reading them.
+///
+/// # Errors
+/// When one is not there, or is no file.
+pub fn check_files(config: &Config) -> Result<(), RecipeError> {
+    let controls = config.controlnet_image.0.iter();
+    let controls = controls.filter(|_| config.use_controlnet);
+    let named = [("image", &config.image), ("mask_image", &config.mask_image)];
+    let named = named
+        .into_iter()
+        .chain(controls.map(|path| ("controlnet_image", path)));
+    for (key, path) in named.filter(|(_, path)| !path.is_empty()) {
+        files::open(Path::new(path))
+            .map_err(|e| RecipeError::Usage(format!("{key}={path}: {e}")))?;
+    }
+    Ok(())
 }
 
 /// Reads what steers each ControlNet, scaled to the size of the images; nothing without `use_controlnet`.
@@ -127,8 +147,8 @@ fn edges(image: &RgbImage) -> Result<RgbImage, RecipeError> {
 /// The image at `path`, scaled to the size of the model's images as diffusers' `VaeImageProcessor` does it.
 fn open(key: &str, path: &str, model: &DiffusionModel) -> Result<RgbImage, RecipeError> {
     let failed = |reason: String| RecipeError::Usage(format!("{key}={path}: {reason}"));
-    let mut reader = ImageReader::open(Path::new(path))
-        .and_then(ImageReader::with_guessed_format)
+    let mut reader = files::open(Path::new(path))
+        .and_then(|file| ImageReader::new(BufReader::new(file)).with_guessed_format())
         .map_err(|e| failed(e.to_string()))?;
     let mut limits = Limits::default();
     limits.max_image_width = Some(LONGEST_SIDE);

@@ -5,9 +5,77 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 
 use crate::config::Config;
-use crate::pipelines::LoraChoice;
+use crate::hub::RepoId;
+use crate::pipelines::prompt::{LoraTag, PromptSyntax, split_lora_tags};
+use crate::pipelines::{ImageRequest, LoraChoice};
 
 use super::RecipeError;
+
+/// The configuration with the LoRAs that prompts name, `<lora:name:0.8>`, behind those of `lora_config`. A name is a path,
+/// without `.safetensors` if one likes, or that of a repository on the hub.
+///
+/// # Errors
+/// When images have different LoRAs, or there is none of a name.
+pub fn with_prompt_loras(
+    mut config: Config,
+    images: &[ImageRequest],
+) -> Result<Config, RecipeError> {
+    if config.prompt_syntax == PromptSyntax::Plain {
+        return Ok(config);
+    }
+    let tags = |image: &ImageRequest| {
+        let split = split_lora_tags(&image.prompt).map_err(RecipeError::usage)?;
+        Ok::<_, RecipeError>(split.1)
+    };
+    let Some(first) = images.first() else {
+        return Ok(config);
+    };
+    let shared = tags(first)?;
+    for image in images {
+        if tags(image)? != shared {
+            return Err(RecipeError::Usage(format!(
+                "'{}' and '{}' name different LoRAs, which are merged into the weights of all images of a call: generate them \
+                 in two calls",
+                first.prompt, image.prompt
+            )));
+        }
+    }
+    let lists = &mut config.lora_config;
+    for LoraTag { name, scale } in shared {
+        let path = path_of(&name)?;
+        let before = lists.lora_model_name_or_path.0.len();
+        // Lists that are left out have the defaults of all entries.
+        for (list, default) in [
+            (&mut lists.weight_name, Value::from("")),
+            (&mut lists.adapter_name, Value::from("")),
+            (&mut lists.scale, Value::from(1.0)),
+        ] {
+            if list.0.is_empty() {
+                list.0.resize(before, default);
+            }
+        }
+        lists.lora_model_name_or_path.0.push(path.into());
+        lists.weight_name.0.push("".into());
+        lists.adapter_name.0.push(name.into());
+        lists.scale.0.push(scale.into());
+    }
+    Ok(config)
+}
+
+/// The file, folder or repository of a LoRA that a prompt names.
+fn path_of(name: &str) -> Result<String, RecipeError> {
+    let file = format!("{name}.safetensors");
+    if Path::new(&file).is_file() {
+        return Ok(file);
+    }
+    if Path::new(name).exists() || RepoId::parse(name).is_some() {
+        return Ok(name.to_owned());
+    }
+    Err(RecipeError::Usage(format!(
+        "prompt: <lora:{name}>: there is no file {name} or {file} here; write the path of the LoRA, or the name of its \
+         repository (organization/name)"
+    )))
+}
 
 /// The LoRAs that the configuration names.
 ///

@@ -4,7 +4,9 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use crate::config::{Config, is_image_option, is_read_with};
-use crate::pipelines::image_file::{GenerationSettings, Recorded, WebSettings, read_recorded};
+use crate::pipelines::image_file::{
+    GenerationSettings, NamedSampler, Recorded, WebSettings, read_recorded,
+};
 use crate::schedulers::SchedulerKind;
 
 use super::{Notice, Notify, RecipeError};
@@ -31,7 +33,9 @@ impl Overrides<'_> {
     fn sampler(&self) -> Option<SchedulerKind> {
         const KEYS: [&str; 2] = ["scheduler", "diffusion_scheduler_config._class_name"];
         let last = self.pairs().filter(|(key, _)| KEYS.contains(key)).last();
-        last.and_then(|(_, name)| SchedulerKind::from_name(name))
+        let (_, name) = last?;
+        let named = || NamedSampler::read(name).map(|sampler| sampler.kind);
+        SchedulerKind::from_name(name).or_else(named)
     }
 
     fn pairs(&self) -> impl Iterator<Item = (&str, &str)> {

@@ -8,6 +8,7 @@ use crate::config::{Config, Hardware, check_local_shard_count};
 use crate::lowering::Traced;
 use crate::nn::Remat;
 use crate::pipelines::text_to_image::{DenoiseOptions, trace_denoise};
+use crate::pjrt::install::{self, TryLoad};
 use crate::pjrt::prepare_process;
 use crate::shard::{Axis, DeviceDescription, Mesh};
 use crate::train::step;
@@ -98,12 +99,19 @@ pub fn lowering_target(
     Ok((mesh, backend))
 }
 
-/// The compiler for `compile_topology`, or for the devices here that `hardware` asks for.
+/// The compiler for `compile_topology`, or for the devices here that `hardware` asks for. `try_load` is for a plugin that
+/// has not been loaded here ([`install::locate_checked`]).
 ///
 /// # Errors
 /// When the configuration does not fit the devices, or the plugin is missing.
-pub fn compiler(config: &Config, notify: &mut Notify<'_>) -> Result<Compiler, RecipeError> {
+pub fn compiler(
+    config: &Config,
+    try_load: &TryLoad<'_>,
+    notify: &mut Notify<'_>,
+) -> Result<Compiler, RecipeError> {
     if let Some((accelerator, slices)) = compile_topology(config, notify)? {
+        install::locate_checked(accelerator.platform.plugin(), try_load)
+            .map_err(RecipeError::failed)?;
         let rules = config.logical_axis_rules.clone();
         return Ok(Compiler::for_topology(
             accelerator,
@@ -113,7 +121,7 @@ pub fn compiler(config: &Config, notify: &mut Notify<'_>) -> Result<Compiler, Re
         )?);
     }
     prepare_process().map_err(RecipeError::failed)?;
-    let opened = open_session(config, notify)?;
+    let opened = open_session(config, try_load, notify)?;
     notify(Notice::Progress(&format!("devices: {}", opened.chosen)));
     let compiler = Compiler::for_session(&opened.session)?;
     if let Some(chip) = compiler.chip() {

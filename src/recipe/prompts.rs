@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use crate::config::Config;
+use crate::config::{Config, MOST_IMAGES};
 use crate::pipelines::ImageRequest;
 use crate::pipelines::prompt_file::{PromptLine, read_prompts};
 
@@ -12,7 +12,7 @@ use super::{Notify, RecipeError};
 /// where a line of the file of prompts does not give one.
 ///
 /// # Errors
-/// When the file of prompts cannot be read, or asks for another size.
+/// When the file of prompts cannot be read or asks for another size, or the images are too many.
 pub fn image_requests(
     config: &Config,
     notify: &mut Notify<'_>,
@@ -24,11 +24,22 @@ pub fn image_requests(
     } else {
         read_prompts(Path::new(&config.prompts_file)).map_err(RecipeError::usage)?
     };
+    let images = config
+        .num_images_per_prompt
+        .saturating_mul(lines.len() as u64);
+    if images > MOST_IMAGES {
+        return Err(RecipeError::Usage(format!(
+            "num_images_per_prompt={} for {} prompts makes {images} images; a call makes at most {MOST_IMAGES}: make them \
+             in several calls, with another seed for each",
+            config.num_images_per_prompt,
+            lines.len()
+        )));
+    }
     let mut requests = Vec::new();
     for line in lines {
         check_size(config, &line)?;
         for copy in 0..config.num_images_per_prompt {
-            let counted = config.seed.wrapping_add(requests.len() as u64);
+            let counted = config.seed.0.wrapping_add(requests.len() as u64);
             requests.push(ImageRequest {
                 prompt: line.prompt.clone(),
                 negative_prompt: line

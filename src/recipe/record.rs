@@ -42,7 +42,7 @@ pub(super) fn run_options(
             total_steps: total,
             decay: config.learning_rate_schedule,
         },
-        seed: config.seed,
+        seed: config.seed.0,
         pixel_unshuffle: config.pixel_unshuffle as usize,
         checkpoint_every: every(config.checkpoint_every),
         checkpoints_total_limit: usize::try_from(config.checkpoints_total_limit).ok(),

@@ -51,6 +51,12 @@ pub fn scheduler_of(
             fields.insert(name, value);
         }
     }
+    if config.scheduler == Some(SchedulerKind::Pndm) {
+        // The files of another sampler's model need not have it.
+        fields
+            .entry("skip_prk_steps")
+            .or_insert(config.diffusion_scheduler_config.skip_prk_steps.into());
+    }
     let scheduler = SchedulerConfig::from_map(&fields).map_err(RecipeError::usage)?;
     for (name, key) in changed {
         // Loading the configuration has warned of those that its own sampler does not read, and `check_sampler_keys` refuses
@@ -75,6 +81,7 @@ fn scheduler_fields(config: &Config) -> Map<String, Value> {
     let fields = serde_json::json!({
         "_class_name": config.sampler().class_name(),
         "set_alpha_to_one": from.set_alpha_to_one,
+        "skip_prk_steps": from.skip_prk_steps,
         "use_karras_sigmas": from.use_karras_sigmas,
         "use_exponential_sigmas": from.use_exponential_sigmas,
         "use_beta_sigmas": from.use_beta_sigmas,
@@ -189,6 +196,11 @@ mod tests {
         let error = scheduler.unwrap_err();
         assert!(matches!(&error, RecipeError::Usage(_)), "{error}");
         assert!(error.to_string().starts_with(problem), "{error}");
+        assert!(told.is_empty(), "{told:?}");
+
+        // The files of another sampler's model need not say how PNDM begins.
+        let (scheduler, told) = read(own_sampler, &["scheduler=plms"]);
+        assert_eq!(scheduler.unwrap(), SchedulerKind::Pndm);
         assert!(told.is_empty(), "{told:?}");
 
         let (scheduler, told) = read(own_sampler, &[word, "scheduler=dpm_multistep"]);

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use crate::config::{Config, Hardware};
-use crate::pjrt::install::{self, InstallError, Installed, PluginKind};
+use crate::pjrt::install::{self, InstallError, Installed, PluginKind, TryLoad};
 use crate::pjrt::{Kernels, NamedValue, Plugin, has_tpu};
 use crate::runtime::{ExecutableCache, RuntimeError, Session};
 
@@ -19,10 +19,16 @@ pub struct Opened {
 
 /// Opens the devices that `hardware` asks for. `auto` takes a TPU if there is one, then a GPU, then the CPU, and says
 /// which and why; hardware without its plugin is skipped with a warning. A named kind that cannot be used is an error.
+/// `try_load` is for a plugin that has not been loaded here ([`install::locate_checked`]).
 ///
 /// # Errors
 /// When the plugin is not installed, finds no device, or the parallelism does not fit the devices.
-pub fn open_session(config: &Config, notify: &mut Notify<'_>) -> Result<Opened, RecipeError> {
+pub fn open_session(
+    config: &Config,
+    try_load: &TryLoad<'_>,
+    notify: &mut Notify<'_>,
+) -> Result<Opened, RecipeError> {
+    let locate = |kind| install::locate_checked(kind, try_load);
     let named = match config.hardware {
         Hardware::Auto => None,
         Hardware::Cpu => Some(PluginKind::Cpu),
@@ -30,11 +36,8 @@ pub fn open_session(config: &Config, notify: &mut Notify<'_>) -> Result<Opened, 
         Hardware::Gpu => Some(PluginKind::Cuda),
     };
     let (installed, passed) = match named {
-        Some(kind) => (
-            install::locate(kind).map_err(RecipeError::failed)?,
-            Vec::new(),
-        ),
-        None => choose(has_hardware, install::locate)?,
+        Some(kind) => (locate(kind).map_err(RecipeError::failed)?, Vec::new()),
+        None => choose(has_hardware, locate)?,
     };
     for kind in passed.iter().filter_map(Passed::not_installed) {
         notify(Notice::Warning(&format!(

@@ -17,6 +17,7 @@ use crate::pipelines::PipelineModel;
 use crate::pipelines::model_files::ModelFiles;
 use crate::train::EMA_SUFFIX;
 use crate::train::checkpoint::SavedCheckpoint;
+use crate::util::files;
 use crate::weights::source::ModelSource;
 
 use super::model::image_side;
@@ -230,7 +231,7 @@ fn controlnets(config: &Config) -> Result<Vec<ControlNetConfig>, RecipeError> {
     }
     let read = |name: &String| {
         let path = Path::new(name).join("config.json");
-        let text = std::fs::read_to_string(&path).map_err(|e| {
+        let text = files::read_to_string(&path).map_err(|e| {
             RecipeError::Usage(format!(
                 "controlnet_model_name_or_path={name}: {}: {e}; name the folder of a ControlNet in diffusers' layout \
                  or a repository on the hub",
@@ -339,7 +340,7 @@ fn tokenizer(
 }
 
 /// Height and width of the images, which samples of `scale x scale` pixels in each place can have.
-fn image_size(config: &Config, scale: usize) -> Result<[usize; 2], RecipeError> {
+pub(super) fn image_size(config: &Config, scale: usize) -> Result<[usize; 2], RecipeError> {
     let side = |key: &str, given: u64| match given {
         0 => image_side("resolution", config.resolution, scale),
         given => image_side(key, given, scale),

@@ -36,6 +36,8 @@ pub struct Training {
 /// # Errors
 /// When a folder cannot be written or is another run's, the data cannot be read, or the model cannot be trained.
 pub fn training(config: &Config, notify: &mut Notify<'_>) -> Result<Training, RecipeError> {
+    // Before anything is written.
+    check_training(config, &model(config, None)?)?;
     prepare_output_dir(&config.run_dir()).map_err(RecipeError::failed)?;
     if config.sample_every > 0 {
         prepare_output_dir(&samples_dir(config)).map_err(RecipeError::failed)?;
@@ -108,7 +110,7 @@ impl Training {
             .map_err(RecipeError::failed)?;
         let options = BatchOptions {
             batch_size: batch,
-            seed: config.seed,
+            seed: config.seed.0,
             caption_dropout: config.caption_dropout,
             random_flip: false,
         };
@@ -156,13 +158,13 @@ fn samples_dir(config: &Config) -> PathBuf {
 /// The sample images: of the configured prompts, or of the first captions of the dataset.
 fn sample_images(config: &Config, dataset: &Dataset) -> Result<Vec<ImageRequest>, RecipeError> {
     let prompts = match config.sample_prompts.0.as_slice() {
-        [] => (0..8.min(dataset.len()))
+        [] | [_] if config.sample_prompts.0.concat().is_empty() => (0..8.min(dataset.len()))
             .map(|i| Ok(dataset.get(i).map_err(RecipeError::failed)?.caption))
             .collect::<Result<Vec<_>, RecipeError>>()?,
         given => given.to_vec(),
     };
     let image = |(prompt, at)| ImageRequest {
-        seed: config.seed + at,
+        seed: config.seed.0 + at,
         guidance_scale: config.guidance_scale,
         steps: config.num_inference_steps as usize,
         ..ImageRequest::new(prompt)

@@ -11,7 +11,9 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, SystemTime};
 
-use crate::pjrt::{Client, CompileOptions, ErrorCode, LoadedExecutable, PjrtError, cpu_threads};
+use crate::pjrt::{
+    CPUINFO, Client, CompileOptions, ErrorCode, LoadedExecutable, PjrtError, cpu_threads, processor,
+};
 use crate::util::files::{Access, AtomicFile, Durability, Existing, is_partial};
 use crate::util::hash::{Hasher, Sha256};
 
@@ -400,7 +402,7 @@ fn environment(client: &Client) -> Result<CacheKey, CacheError> {
         .collect();
     let variables = COMPILER_VARIABLES.map(|name| format!("{name}={:?}", std::env::var_os(name)));
     let processor = match client.platform_name() {
-        "cpu" => processor()?,
+        "cpu" => own_processor()?,
         _ => String::new(),
     };
     Ok(CacheKey::of(&[
@@ -413,45 +415,16 @@ fn environment(client: &Client) -> Result<CacheKey, CacheError> {
 }
 
 /// The processor's model and features, and how many threads the compiler may plan for.
-fn processor() -> Result<String, CacheError> {
-    const FILE: &str = "/proc/cpuinfo";
-    let path = Path::new(FILE);
-    let text = fs::read_to_string(path).map_err(io_error("read", path))?;
+fn own_processor() -> Result<String, CacheError> {
+    let path = Path::new(CPUINFO);
     // A session has a client, which no other number makes.
     let threads = cpu_threads().unwrap_or(1);
-    describe_processor(&text, threads).ok_or_else(|| CacheError::Processor {
-        path: path.to_path_buf(),
-    })
-}
-
-/// `None` where `/proc/cpuinfo` tells no features. All processors of a machine are taken for alike.
-fn describe_processor(cpuinfo: &str, threads: usize) -> Option<String> {
-    let first = cpuinfo.split("\n\n").next()?;
-    // x86's names, then arm64's.
-    const MODEL: [&str; 7] = [
-        "vendor_id",
-        "cpu family",
-        "model",
-        "model name",
-        "CPU implementer",
-        "CPU part",
-        "CPU variant",
-    ];
-    let mut known = vec![threads.to_string()];
-    let mut features = None;
-    for (name, value) in first.lines().filter_map(|line| line.split_once(':')) {
-        match name.trim() {
-            "flags" | "Features" => {
-                let mut sorted: Vec<&str> = value.split_whitespace().collect();
-                sorted.sort_unstable();
-                features = Some(sorted.join(" "));
-            }
-            name if MODEL.contains(&name) => known.push(format!("{name}: {}", value.trim())),
-            _ => {}
-        }
+    match processor().map_err(io_error("read", path))? {
+        Some(processor) => Ok(format!("{threads}\n{processor}")),
+        None => Err(CacheError::Processor {
+            path: path.to_path_buf(),
+        }),
     }
-    known.push(features?);
-    Some(known.join("\n"))
 }
 
 #[cfg(test)]

@@ -52,6 +52,7 @@ impl SchedulerKind {
                 Pndm | Heun | Kdpm2 | Kdpm2Ancestral | Lms | DpmSinglestep
             ),
             "set_alpha_to_one" => matches!(self, Ddim | Pndm),
+            "skip_prk_steps" => self == Pndm,
             "clip_sample" => matches!(self, Ddim | Ddpm | Heun | Lcm),
             "thresholding" => {
                 matches!(

@@ -5,8 +5,8 @@
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File, OpenOptions, Permissions};
-use std::io::{self, BufWriter, ErrorKind, Write};
-use std::os::unix::fs::{PermissionsExt, symlink};
+use std::io::{self, BufWriter, ErrorKind, Read, Write};
+use std::os::unix::fs::{FileTypeExt, PermissionsExt, symlink};
 use std::path::Path;
 
 use rustix::fs::{CWD, RenameFlags, renameat_with};
@@ -180,6 +180,45 @@ pub fn write_synced<T, E: From<io::Error>>(
     Ok(result)
 }
 
+/// Opens a file to read it. A pipe, a socket or a device is refused: reading one may wait forever, or never end.
+///
+/// # Errors
+/// When it is one of these, or cannot be opened.
+pub fn open(path: &Path) -> io::Result<File> {
+    let kind = fs::metadata(path)?.file_type();
+    let found = if kind.is_fifo() {
+        "a pipe"
+    } else if kind.is_socket() {
+        "a socket"
+    } else if kind.is_char_device() || kind.is_block_device() {
+        "a device"
+    } else {
+        return File::open(path);
+    };
+    Err(io::Error::new(
+        ErrorKind::InvalidInput,
+        format!("this is {found}; expected a file"),
+    ))
+}
+
+/// The content of a file, which is opened by [`open`].
+///
+/// # Errors
+/// When it cannot be opened or read.
+pub fn read(path: &Path) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    open(path)?.read_to_end(&mut bytes)?;
+    Ok(bytes)
+}
+
+/// The text of a file, which is opened by [`open`].
+///
+/// # Errors
+/// When it cannot be opened or read, or is not UTF-8.
+pub fn read_to_string(path: &Path) -> io::Result<String> {
+    io::read_to_string(open(path)?)
+}
+
 /// Makes `link` a symbolic link to `to`, in place of what has the name.
 ///
 /// # Errors
@@ -216,6 +255,16 @@ pub fn check_writable(dir: &Path) -> io::Result<()> {
     probe.write_all(b"x")?;
     probe.as_file().sync_all()?;
     probe.close()
+}
+
+/// As [`check_writable`], for a folder that need not be there yet; it is not made.
+///
+/// # Errors
+/// When it cannot be made or written.
+pub fn check_can_be_written(dir: &Path) -> io::Result<()> {
+    let nearest = dir.ancestors().find(|folder| folder.exists());
+    // Of a relative path that is not there, what is left is empty.
+    check_writable(nearest.unwrap_or(Path::new(".")))
 }
 
 /// Whether a name is temporary: of a file that is being written, or that a killed process left.
@@ -366,6 +415,21 @@ mod tests {
     }
 
     #[test]
+    fn only_files_are_opened() {
+        let dir = tempfile::tempdir().unwrap();
+        let pipe = dir.path().join("pipe");
+        rustix::fs::mkfifoat(CWD, &pipe, rustix::fs::Mode::RWXU).unwrap();
+        let refused = |path: &Path| open(path).unwrap_err().to_string();
+        assert_eq!(refused(&pipe), "this is a pipe; expected a file");
+        let device = Path::new("/dev/zero");
+        assert_eq!(refused(device), "this is a device; expected a file");
+        let file = dir.path().join("file");
+        fs::write(&file, "text").unwrap();
+        assert_eq!(read_to_string(&file).unwrap(), "text");
+        assert_eq!(read(&file).unwrap(), b"text");
+    }
+
+    #[test]
     fn a_link_replaces_a_link() {
         let dir = tempfile::tempdir().unwrap();
         let link = dir.path().join("link");
@@ -384,6 +448,10 @@ mod tests {
         let file = dir.path().join("file");
         fs::write(&file, "").unwrap();
         check_writable(&file).unwrap_err();
+        check_can_be_written(&dir.path().join("a/b")).unwrap();
+        check_can_be_written(Path::new("not there/b")).unwrap();
+        assert_eq!(names(dir.path()), ["file"]);
+        check_can_be_written(&file.join("x")).unwrap_err();
         AtomicFile::create(&file.join("x"), Access::Umask).unwrap_err();
         AtomicFile::create(Path::new("/"), Access::Umask).unwrap_err();
     }

@@ -1,11 +1,12 @@
 //! SHA-256, and how it is written.
 
 use std::fmt;
-use std::fs::File;
 use std::io::{self, BufReader, Write};
 use std::path::Path;
 
 use sha2::Digest;
+
+use super::files;
 
 /// A SHA-256; displayed as 64 hexadecimal digits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -22,7 +23,7 @@ impl Sha256 {
     /// # Errors
     /// When it cannot be read.
     pub fn of_file(path: &Path) -> io::Result<Self> {
-        let mut input = BufReader::with_capacity(1 << 20, File::open(path)?);
+        let mut input = BufReader::with_capacity(1 << 20, files::open(path)?);
         let mut hasher = Hasher::default();
         io::copy(&mut input, &mut hasher)?;
         Ok(hasher.finish())

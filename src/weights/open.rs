@@ -11,6 +11,7 @@ use serde::Deserialize;
 use super::WeightsError;
 use super::header::{self, MAX_HEADER_BYTES, UniqueMap};
 use crate::shape::Shape;
+use crate::util::files;
 use crate::util::names::nearest;
 
 /// Names that diffusers and transformers give their weights, in the order they are looked for.
@@ -129,7 +130,7 @@ impl Opened {
         path: &Path,
         listed: Option<&[&str]>,
     ) -> Result<(), WeightsError> {
-        let file = File::open(path).map_err(|e| io(path, e))?;
+        let file = files::open(path).map_err(|e| io(path, e))?;
         let header = read_header(path, &file)?;
         if let Some(listed) = listed {
             check_listed(path, listed, &header)?;
@@ -280,7 +281,7 @@ fn read_index(path: &Path) -> Result<BTreeMap<String, String>, WeightsError> {
             "{bytes} bytes, the most is {MAX_HEADER_BYTES}"
         )));
     }
-    let text = fs::read(path).map_err(|e| io(path, e))?;
+    let text = files::read(path).map_err(|e| io(path, e))?;
     parse_index(path, &text)
 }
 

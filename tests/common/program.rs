@@ -47,7 +47,7 @@ pub fn text(bytes: &[u8]) -> &str {
     std::str::from_utf8(bytes).unwrap()
 }
 
-/// What a program that succeeded wrote with `--json`.
+/// What a program that succeeded wrote with `--json`: the last value, before which `generate` has one for each image.
 pub fn json(output: &Output) -> Value {
     assert!(
         output.status.success(),
@@ -55,5 +55,6 @@ pub fn json(output: &Output) -> Value {
         text(&output.stdout),
         text(&output.stderr)
     );
-    serde_json::from_slice(&output.stdout).unwrap()
+    let values = serde_json::Deserializer::from_slice(&output.stdout).into_iter();
+    values.last().unwrap().unwrap()
 }

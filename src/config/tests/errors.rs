@@ -113,7 +113,7 @@ fn ranges_are_checked() {
         errors(
             "caption_dropout: 1.5\n",
             &[
-                "seed=-1",
+                "seed=-2",
                 "adam_b1=1",
                 "ici_fsdp_parallelism=0",
                 "per_device_batch_size=0",
@@ -123,10 +123,10 @@ fn ranges_are_checked() {
         ),
         [
             "run.yml:1: caption_dropout: 1.5 is out of range: expected 0 to 1",
-            "command line: seed: -1 is out of range: expected at least 0",
+            "command line: seed: -2 is out of range: expected at least 0",
             "command line: adam_b1: 1.0 is out of range: expected at least 0 and less than 1",
-            "command line: ici_fsdp_parallelism: 0 is out of range: expected -1 or at least 1",
-            "command line: per_device_batch_size: 0.0 is out of range: expected more than 0",
+            "command line: ici_fsdp_parallelism: 0 is out of range: expected -1 or 1 to 65536",
+            "command line: per_device_batch_size: 0.0 is out of range: expected more than 0, at most 65536",
             "command line: norm_num_groups: 0 is out of range: expected at least 1",
         ]
     );

@@ -46,6 +46,16 @@ fn overrides_are_typed_by_the_schema() {
     );
     // What only looks like a list is a prompt, and an equals sign may stand in a value.
     assert_eq!(with(&["prompt=[a] b=c"]).prompt.0, ["[a] b=c"]);
+    for prompt in ["[a cat]", "[a, b]", "['a', b]", "['a'] b", "[red:blue:0.5]"] {
+        assert_eq!(with(&[&format!("prompt={prompt}")]).prompt.0, [prompt]);
+    }
+    assert_eq!(
+        with(&[r#"prompt=[ 'it''s', "a \"b\"", ]"#]).prompt.0,
+        ["it's", "a \"b\""]
+    );
+    assert_eq!(with(&["prompt="]).prompt.0, [""]);
+    let drawn = with(&["seed=-1"]).seed;
+    assert!(drawn != with(&["seed=-1"]).seed && drawn.0 <= u64::from(u32::MAX));
     assert_eq!(with(&["norm_num_groups=None"]).norm_num_groups, None);
 }
 
@@ -188,9 +198,27 @@ fn short_and_long_keys_agree() {
 #[test]
 fn a_word_given_twice_is_remarked() {
     let loaded = load("", &["seed=1", "seed=2"], None);
-    assert_eq!(loaded.config.seed, 2);
+    assert_eq!(loaded.config.seed.0, 2);
     assert_eq!(
         loaded.warnings,
         ["command line: seed: given more than once; the last counts"]
     );
+}
+
+#[test]
+fn samplers_have_the_names_of_other_programs() {
+    let karras = |c: &Config| (c.scheduler, c.diffusion_scheduler_config.use_karras_sigmas);
+    let named = (Some(SchedulerKind::DpmMultistep), true);
+    assert_eq!(karras(&with(&["scheduler=DPM++ 2M Karras"])), named);
+    let file = "scheduler: dpmpp_2m_karras\ndiffusion_scheduler_config: {_class_name: '', solver_order: 3}\n";
+    let c = load(file, &[], None).config;
+    assert_eq!(karras(&c), named);
+    assert_eq!(c.diffusion_scheduler_config.solver_order, 3);
+    let own = "diffusion_scheduler_config.use_karras_sigmas=False";
+    let c = with(&["scheduler=dpm++ 2m karras", own]);
+    assert!(!c.diffusion_scheduler_config.use_karras_sigmas);
+    let file = "diffusion_scheduler_config: {_class_name: FlaxPNDMScheduler}\n";
+    let c = load(file, &[], None).config;
+    assert_eq!(c.sampler(), SchedulerKind::Pndm);
+    assert!(c.diffusion_scheduler_config.skip_prk_steps);
 }

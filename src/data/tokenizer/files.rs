@@ -1,7 +1,7 @@
 //! The files of a tokenizer, read and checked before anything is built of them.
 
 use std::collections::{BTreeMap, HashMap};
-use std::fs::{self, File};
+use std::fs;
 use std::io::Read;
 use std::path::Path;
 
@@ -10,6 +10,7 @@ use serde::de::DeserializeOwned;
 use tokenizers::AddedToken;
 
 use super::DataError;
+use crate::util::files;
 
 /// Largest file that is read; CLIP's `tokenizer.json` has 2 MiB, its `vocab.json` 1 MiB.
 const MAX_FILE_BYTES: u64 = 16 << 20;
@@ -22,7 +23,7 @@ const LISTED: usize = 12;
 /// [`DataError::Io`]; [`DataError::Tokenizer`] for a file of more than 16 MiB.
 pub fn read(path: &Path) -> Result<Vec<u8>, DataError> {
     let mut bytes = Vec::new();
-    File::open(path)
+    files::open(path)
         .and_then(|file| file.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes))
         .map_err(|source| DataError::Io {
             action: "read the tokenizer",

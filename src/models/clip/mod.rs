@@ -13,7 +13,7 @@ use crate::nn::{
 };
 use crate::shape::Shape;
 
-use super::{ModelConfigError, take_fixed};
+use super::{ModelConfigError, check_sizes, take_fixed};
 
 const MODEL: &str = "CLIPTextModel";
 
@@ -114,6 +114,15 @@ impl ClipTextConfig {
                 message,
             })
         };
+        let sizes = [
+            ("vocab_size", self.vocab_size),
+            ("hidden_size", self.hidden_size),
+            ("intermediate_size", self.intermediate_size),
+            ("max_position_embeddings", self.max_position_embeddings),
+        ];
+        let projection = ("projection_dim", self.projection_dim);
+        let projection = self.has_projection().then_some(projection);
+        check_sizes(MODEL, sizes.into_iter().chain(projection))?;
         if self.num_attention_heads == 0
             || !self.hidden_size.is_multiple_of(self.num_attention_heads)
         {

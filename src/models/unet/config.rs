@@ -3,7 +3,7 @@
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use serde_json::{Map, Value, json};
 
-use crate::models::{ModelConfigError, take_fixed};
+use crate::models::{ModelConfigError, check_sizes, each_size, take_fixed};
 use crate::nn::Activation;
 
 const MODEL: &str = "UNet2DConditionModel";
@@ -201,6 +201,9 @@ fn fixed_fields() -> [(&'static str, Value); 20] {
 /// Most blocks of a way: each halves height and width.
 const LARGEST_LEVELS: usize = 16;
 
+/// Largest side of a convolution's kernel.
+const LARGEST_KERNEL: usize = 99;
+
 /// Largest number of layers of the down blocks, those of transformers included.
 const LARGEST_DEPTH: usize = 1000;
 
@@ -264,6 +267,7 @@ impl UNet2DConditionConfig {
     /// The first contradiction, with the numbers.
     pub fn check(&self) -> Result<(), ModelConfigError> {
         self.check_lengths()?;
+        self.check_sizes()?;
         for level in 0..self.levels() {
             self.check_block(level)?;
         }
@@ -272,9 +276,9 @@ impl UNet2DConditionConfig {
             ("conv_in_kernel", self.conv_in_kernel),
             ("conv_out_kernel", self.conv_out_kernel),
         ] {
-            if kernel.is_multiple_of(2) {
+            if kernel.is_multiple_of(2) || kernel > LARGEST_KERNEL {
                 return inconsistent(format!(
-                    "{field} = {kernel} is even and cannot keep the size"
+                    "{field} = {kernel}; expected an odd number up to {LARGEST_KERNEL}, which keeps the size"
                 ));
             }
         }
@@ -299,6 +303,31 @@ impl UNet2DConditionConfig {
             ),
             _ => Ok(()),
         }
+    }
+
+    /// Sizes are those of models.
+    fn check_sizes(&self) -> Result<(), ModelConfigError> {
+        let attended = (0..self.levels()).filter_map(|level| {
+            Some((
+                format!("cross_attention_dim[{level}]"),
+                self.cross_attention_dim.get(level)?,
+            ))
+        });
+        let single = [
+            ("in_channels", Some(self.in_channels)),
+            ("out_channels", Some(self.out_channels)),
+            ("time_embedding_dim", self.time_embedding_dim),
+            ("addition_time_embed_dim", self.addition_time_embed_dim),
+            (
+                "projection_class_embeddings_input_dim",
+                self.projection_class_embeddings_input_dim,
+            ),
+        ];
+        let single = single
+            .into_iter()
+            .filter_map(|(field, size)| Some((field.to_owned(), size?)));
+        let channels = each_size("block_out_channels", &self.block_out_channels);
+        check_sizes(MODEL, single.chain(channels).chain(attended))
     }
 
     /// Lists have one entry for each block.
@@ -456,6 +485,12 @@ mod tests {
         );
         assert!(error(r#"{"block_out_channels": "wide"}"#).contains("not valid"));
         assert!(error(r#"{"layers_per_block": 100000}"#).contains("make 400000 layers"));
+        assert_eq!(
+            error(r#"{"block_out_channels": [320, 1099511627776, 1280, 1280]}"#),
+            "UNet2DConditionModel: block_out_channels[1] = 1099511627776 is not supported; expected 1 to 1048576"
+        );
+        assert!(error(r#"{"cross_attention_dim": 4611686018427387904}"#).contains("_dim[0] = 46"));
+        assert!(error(r#"{"conv_in_kernel": 101}"#).contains("expected an odd number up to 99"));
         // 2^98 rows of latents to one of the innermost block would overflow.
         let deep = vec![320; 99];
         assert!(

@@ -4,7 +4,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use serde_json::{Map, Value};
 
 use crate::models::unet::SampleSize;
-use crate::models::{ModelConfigError, take_fixed};
+use crate::models::{ModelConfigError, check_sizes, each_size, take_fixed};
 use crate::nn::Activation;
 
 const MODEL: &str = "AutoencoderKL";
@@ -159,22 +159,26 @@ impl AutoencoderKlConfig {
                 ));
             }
         }
-        for (level, &channels) in self.block_out_channels.iter().enumerate() {
-            let groups = self.norm_num_groups;
-            if groups == 0 || channels == 0 || !channels.is_multiple_of(groups) {
-                return inconsistent(format!(
-                    "norm_num_groups = {groups} does not divide block_out_channels[{level}] = {channels}"
-                ));
-            }
-        }
-        for (field, value) in [
+        let trained = match self.sample_size {
+            SampleSize::Square(side) => [side; 2],
+            SampleSize::HeightWidth(sides) => sides,
+        };
+        let single = [
             ("in_channels", self.in_channels),
             ("out_channels", self.out_channels),
             ("latent_channels", self.latent_channels),
             ("layers_per_block", self.layers_per_block),
-        ] {
-            if value == 0 {
-                return inconsistent(format!("{field} is 0"));
+        ];
+        let single = single.map(|(field, size)| (field.to_owned(), size));
+        let channels = each_size("block_out_channels", &self.block_out_channels);
+        let sizes = single.into_iter().chain(channels);
+        check_sizes(MODEL, sizes.chain(each_size("sample_size", &trained)))?;
+        for (level, &channels) in self.block_out_channels.iter().enumerate() {
+            let groups = self.norm_num_groups;
+            if groups == 0 || !channels.is_multiple_of(groups) {
+                return inconsistent(format!(
+                    "norm_num_groups = {groups} does not divide block_out_channels[{level}] = {channels}"
+                ));
             }
         }
         // Each layer becomes operations of the program, so a slip of the keyboard would be traced for hours.

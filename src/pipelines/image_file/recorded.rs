@@ -1,12 +1,12 @@
 //! The settings that image files carry, read back.
 
-use std::fs::File;
 use std::io::BufReader;
 use std::path::Path;
 
 use super::ImageFileError;
 use super::settings::{GenerationSettings, PARAMETERS, SETTINGS};
 use super::web_ui::WebSettings;
+use crate::util::files;
 use crate::util::text::listed;
 
 /// Most memory that the texts of a file may take, and most that ours may have when unpacked.
@@ -71,7 +71,7 @@ impl Texts {
             path: path.to_owned(),
             message,
         };
-        let file = File::open(path).map_err(|source| ImageFileError::Open {
+        let file = files::open(path).map_err(|source| ImageFileError::Open {
             path: path.to_owned(),
             source,
         })?;

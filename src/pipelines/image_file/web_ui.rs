@@ -54,10 +54,6 @@ impl WebSettings {
             }
             to.push_str(line);
         }
-        if settings.prompt.contains("<lora:") {
-            let note = "<lora:...> in the prompt, which is read as text here: give lora_config";
-            read.unused.push(note.to_owned());
-        }
         (settings.width, settings.height) = size;
         let (mut sampler, mut schedule) = (String::new(), String::new());
         let mut missing = vec!["Seed", "CFG scale", "Sampler", "Steps"];
@@ -353,10 +349,9 @@ mod tests {
         assert_eq!((settings.width, settings.height), (640, 512));
         assert_eq!(settings.model, "dreams, v2: \"p\"");
         assert_eq!(settings.model_hash.as_deref(), Some("6ce0161689"));
-        assert_eq!(found.unused.len(), 3, "{found:?}");
-        assert!(found.unused[0].starts_with("<lora:"));
-        assert!(found.unused[1].starts_with("Clip skip: 2 "));
-        assert_eq!(found.unused[2], "Lora hashes: x: 0123, y: 45");
+        assert_eq!(found.unused.len(), 2, "{found:?}");
+        assert!(found.unused[0].starts_with("Clip skip: 2 "));
+        assert_eq!(found.unused[1], "Lora hashes: x: 0123, y: 45");
 
         let bare = read("Steps: 3, Sampler: DDIM, CFG scale: 1, Seed: 4");
         assert_eq!(bare.settings.prompt, "");

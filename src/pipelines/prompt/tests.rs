@@ -26,6 +26,17 @@ fn assert_parts(prompt: &str, expected: &[(&str, f64)]) {
 }
 
 #[test]
+fn prompt_editing_is_refused_by_name() {
+    for editing in ["[red:blue:0.5]", "[red::0.5]", "[red:0.5 ]", "[red|blue]"] {
+        let error = parse_weighted(&format!("a {editing} cat")).unwrap_err();
+        let expected = format!("`{editing}` would change the prompt from step to step");
+        assert!(error.to_string().contains(&expected), "{error}");
+    }
+    assert_parts("[ratio 1:b]", &[("ratio 1:b", 1.0 / 1.1)]);
+    assert_parts(r"\[red|blue\]", &[("[red|blue]", 1.0)]);
+}
+
+#[test]
 fn brackets_weigh() {
     assert_parts("a cat", &[("a cat", 1.0)]);
     assert_parts("", &[("", 1.0)]);
@@ -70,7 +81,7 @@ fn odd_brackets_and_escapes_are_read_to_the_end() {
     assert_parts("a) b] (c", &[("a) b] ", 1.0), ("c", 1.1)]);
     assert_parts("a:1.3) b", &[("a:1.3) b", 1.0)]);
     // The weight closes a round bracket only.
-    assert_parts("[a:1.3]", &[("a:1.3", 1.0 / 1.1)]);
+    assert_parts("[a:b]", &[("a:b", 1.0 / 1.1)]);
     assert_parts("(a:b:1.2)", &[("a:b", 1.2)]);
     assert_parts("(a:1.2", &[("a:1.2", 1.1)]);
     assert_parts("(a:)", &[("a:", 1.1)]);

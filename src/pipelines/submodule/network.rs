@@ -12,6 +12,7 @@ use crate::models::clip::{ClipTextConfig, INPUT_IDS, clip_text};
 use crate::models::unet::{self, UNet2DConditionConfig};
 use crate::nn::{Precision, Remat};
 use crate::shape::Shape;
+use crate::util::files;
 
 use super::SubmoduleError;
 
@@ -43,7 +44,7 @@ impl Network {
                 "{bytes} bytes; a model's configuration has at most {LARGEST_CONFIG}"
             )));
         }
-        let text = std::fs::read_to_string(&path).map_err(|e| fail(e.to_string()))?;
+        let text = files::read_to_string(&path).map_err(|e| fail(e.to_string()))?;
         let fields: Map<String, Json> =
             serde_json::from_str(&text).map_err(|e| fail(format!("not a JSON object: {e}")))?;
         let classes: Vec<&str> = fields

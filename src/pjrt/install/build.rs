@@ -128,6 +128,7 @@ pub(super) fn make(
         create_dir_all(dir, recipe.disk)?;
     }
     let mut members = BTreeMap::new();
+    let mut members_sha256 = BTreeMap::new();
     for wheel in recipe.wheels {
         progress(&format!(
             "downloading {} {} ({} MB)",
@@ -138,7 +139,10 @@ pub(super) fn make(
         let file = download(wheel, &staging.path.join("download"), tools)?;
         progress(&format!("unpacking {} {}", wheel.name, wheel.version));
         let headers = recipe.compiled.then_some(build.as_path());
-        members.extend(unpack(wheel, &file, &content, headers, recipe.disk)?);
+        for (path, member) in unpack(wheel, &file, &content, headers, recipe.disk)? {
+            members.insert(path.clone(), member.size);
+            members_sha256.insert(path, member.sha256);
+        }
         remove_file(&file)?;
     }
     if recipe.compiled {
@@ -161,6 +165,7 @@ pub(super) fn make(
         cuda_data_dir: recipe.cuda_data_dir.map(PathBuf::from),
         sources_sha256: recipe.compiled.then(sources_sha256),
         members,
+        members_sha256,
     };
     write_manifest(&content, &manifest)?;
     replace(&content, folder, &staging.path.join("old"))?;
@@ -269,15 +274,22 @@ fn download(wheel: &Wheel, dir: &Path, tools: &Tools) -> Result<PathBuf> {
     Ok(file.clone())
 }
 
+/// A member of a wheel as it was unpacked.
+struct Unpacked {
+    /// In bytes.
+    size: u64,
+    sha256: String,
+}
+
 /// Unpacks the members of `wheel` into `content`, and the headers the plugin's sources need into
-/// `headers`. Gives the members' sizes by their paths in `content`.
+/// `headers`. Gives the members by their paths in `content`.
 fn unpack(
     wheel: &Wheel,
     file: &Path,
     content: &Path,
     headers: Option<&Path>,
     disk: u64,
-) -> Result<BTreeMap<PathBuf, u64>> {
+) -> Result<BTreeMap<PathBuf, Unpacked>> {
     let name = file_name(file);
     let reader = File::open(file).map_err(|source| InstallError::Io {
         action: "read",
@@ -289,7 +301,7 @@ fn unpack(
             file: name.clone(),
             source,
         })?;
-    let mut sizes = BTreeMap::new();
+    let mut members = BTreeMap::new();
     for index in 0..archive.len() {
         let mut entry = archive
             .by_index(index)
@@ -328,12 +340,13 @@ fn unpack(
         });
         let size = written.map_err(|source| write_error(&target, disk, source))?;
         if let Some(member) = member {
-            sizes.insert(PathBuf::from(member.to), size);
+            let sha256 = sha256_of_file(&target)?;
+            members.insert(PathBuf::from(member.to), Unpacked { size, sha256 });
         }
     }
-    let missing = |member: &&Member| !sizes.contains_key(Path::new(member.to));
+    let missing = |member: &&Member| !members.contains_key(Path::new(member.to));
     match wheel.members.iter().find(missing) {
-        None => Ok(sizes),
+        None => Ok(members),
         Some(member) => Err(InstallError::MissingMember {
             file: name,
             member: member.from.to_owned(),

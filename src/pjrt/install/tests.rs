@@ -1,11 +1,15 @@
+use std::cell::Cell;
+use std::fs::File;
 use std::io::Write;
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, UNIX_EPOCH};
 
 use tempfile::TempDir;
 use zip::ZipWriter;
 use zip::write::SimpleFileOptions;
 
 use super::build::SOURCES;
+use super::check::locate_checked_in;
 use super::recipe::{Member, Wheel};
 use super::*;
 
@@ -310,6 +314,45 @@ fn an_own_plugin_goes_first_until_the_pinned_one_is_asked_for() {
         pinned.unwrap()
     );
     assert!(own.exists(), "the user's file was removed");
+}
+
+#[test]
+fn a_plugin_is_tried_before_its_first_load_and_after_a_change() {
+    let fixture = Fixture::new(&[("lib/p.so", LIBRARY)]);
+    let library = fixture.install().0.unwrap().library;
+    let trials = Cell::new(0);
+    let locate = |trial: Trial| {
+        locate_checked_in(&fixture.root(), PluginKind::Tpu, &|_| {
+            trials.set(trials.get() + 1);
+            trial.clone()
+        })
+    };
+    let ended = Trial::Ended("signal: 4".to_owned());
+    let error = locate(ended.clone()).unwrap_err().to_string();
+    let expected =
+        "ends the process that loads it (signal: 4); run `maxdiff-rs plugin install tpu`";
+    assert!(error.contains(expected), "{error}");
+    locate(Trial::Unknown).unwrap();
+    locate(Trial::Loaded).unwrap();
+    assert_eq!(trials.get(), 3);
+    locate(ended).unwrap();
+    assert_eq!(trials.get(), 3, "it was loaded before");
+
+    // The same bytes at another time, then others of the same length.
+    let set_seconds = |seconds| {
+        let time = UNIX_EPOCH + Duration::from_secs(seconds);
+        File::open(&library).unwrap().set_modified(time).unwrap();
+    };
+    set_seconds(1);
+    locate(Trial::Loaded).unwrap();
+    assert_eq!(trials.get(), 4);
+    let mut other = LIBRARY.to_vec();
+    other.reverse();
+    fs::write(&library, other).unwrap();
+    set_seconds(2);
+    let error = locate(Trial::Loaded).unwrap_err();
+    assert!(error.to_string().contains("SHA-256"), "{error}");
+    assert_eq!(trials.get(), 4);
 }
 
 #[test]

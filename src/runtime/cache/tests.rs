@@ -137,20 +137,3 @@ fn a_folder_that_cannot_be_is_an_error_that_names_it() {
     assert!(error.contains("file/cache"), "{error}");
     assert!(cache.read(&key("a")).is_err());
 }
-
-#[test]
-fn two_processors_differ_by_any_feature_and_a_silent_one_has_none() {
-    let cpuinfo = |flags: &str| {
-        format!(
-            "processor : 0\nmodel name\t: A\nMHz : 1\nflags\t: {flags}\n\nprocessor : 1\nmodel name : B\n"
-        )
-    };
-    let describe = |flags: &str, threads| describe_processor(&cpuinfo(flags), threads);
-    assert_eq!(
-        describe("fpu avx2", 2).unwrap(),
-        "2\nmodel name: A\navx2 fpu"
-    );
-    assert_ne!(describe("fpu avx2", 2), describe("fpu avx2 avx512f", 2));
-    assert_ne!(describe("fpu avx2", 2), describe("fpu avx2", 4));
-    assert_eq!(describe_processor("model name : A\n", 2), None);
-}

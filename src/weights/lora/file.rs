@@ -11,6 +11,7 @@ use super::config::Config;
 use super::dialects::{self, Role};
 use crate::dtype::DType;
 use crate::models::Part;
+use crate::util::files;
 use crate::weights::{Checkpoint, WeightsError};
 
 /// The names of a folder's weights: diffusers' and PEFT's.
@@ -245,7 +246,7 @@ fn config_of(
             reason: format!("{bytes} bytes; expected at most {MAX_CONFIG_BYTES}"),
         });
     }
-    let text = fs::read_to_string(&beside).map_err(io)?;
+    let text = files::read_to_string(&beside).map_err(io)?;
     parse(&beside, &text)
 }
 

@@ -14,7 +14,6 @@ mod write;
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
@@ -24,6 +23,7 @@ use super::{Checkpoint, WeightsError};
 use crate::dtype::DType;
 use crate::models::{Family, Part};
 use crate::schedulers::scheduler_fields;
+use crate::util::files;
 use crate::util::text::listed;
 
 pub(crate) use folder::{check_class, is_null, no_unet};
@@ -306,7 +306,7 @@ fn read_with(
     parse: impl Fn(&str) -> Result<Map<String, Value>, String>,
 ) -> Result<Map<String, Value>, SourceError> {
     let mut bytes = Vec::new();
-    File::open(path)
+    files::open(path)
         .and_then(|file| file.take(LARGEST_CONFIG + 1).read_to_end(&mut bytes))
         .map_err(|source| io_error(path, source))?;
     let error = |reason: String| SourceError::Json {
