@@ -2,6 +2,7 @@
 
 mod aot;
 mod architecture;
+mod bad_inputs;
 mod checkpoint_faults;
 mod cli;
 mod common;
