@@ -1,6 +1,6 @@
 //! What the TPU kernels stand for: one table of claims.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use crate::backend::follow;
@@ -23,7 +23,8 @@ type Result<T> = std::result::Result<T, GraphError>;
 ///
 /// - attention in bf16 that is not causal, of as many keys as a core can hold,
 /// - products of bf16 activations that AQT's int8 quantizes, a scale a row, with int8 weights, together with the range
-///   finding and the rounding before them and the bias, the rounding to bf16 and the gated GELU or the sum after them.
+///   finding and the rounding before them, the layer norm before that if such products alone read it, and the bias, the rounding to
+///   bf16 and the gated GELU or the sum after them.
 ///
 /// For programs of one partition. Products are left to the compiler where `int8` is false: the chip's matrix units do not
 /// multiply int8, and Mosaic refuses it.
@@ -37,7 +38,7 @@ pub fn claim(graph: &Graph, int8: bool) -> Result<Graph> {
         users: follow::users(graph),
     };
     let products = match int8 {
-        true => claims.products(),
+        true => claims.with_norms(claims.products()),
         false => HashMap::new(),
     };
     graph.substitute(&mut |b, i, copies| {
@@ -60,8 +61,12 @@ pub fn claim(graph: &Graph, int8: bool) -> Result<Graph> {
 #[derive(Clone)]
 struct Found {
     kernel: Product,
-    /// The activation, before it is quantized.
+    /// The product of integers.
+    contraction: usize,
+    /// The activation, before it is quantized, and before its norm if the kernel has one.
     x: u32,
+    /// The weight and the bias of the norm.
+    norm: Option<[u32; 2]>,
     weights: u32,
     column_scale: u32,
     bias: Option<u32>,
@@ -124,10 +129,13 @@ impl<'a> Claims<'a> {
         let takes = is_matrix && types == [DType::BF16, DType::S8] && known == [true; 2];
         (takes && node.shape.dtype == DType::F32).then(|| Found {
             kernel: Product {
+                norm: None,
                 gated: false,
                 residual: false,
             },
+            contraction: i,
             x,
+            norm: None,
             weights,
             column_scale,
             bias: None,
@@ -194,7 +202,11 @@ impl<'a> Claims<'a> {
                     None,
                 ),
                 (Op::Binary(Binary::Add), _) => {
+                    // Of two products that are added, the later takes the other's result.
                     let other = follow::other_term(root as u32, node)?;
+                    if other as usize > root {
+                        return None;
+                    }
                     (
                         Product {
                             residual: true,
@@ -214,6 +226,70 @@ impl<'a> Claims<'a> {
             self.fits(&fused).then_some((user, fused))
         });
         Some(fused.unwrap_or((root, found)))
+    }
+
+    /// The products, with a layer norm inside where products alone read it and the kernel takes it in all of them.
+    fn with_norms(&self, mut products: HashMap<usize, Found>) -> HashMap<usize, Found> {
+        let mut readers: HashMap<u32, Vec<usize>> = HashMap::new();
+        for (root, found) in &products {
+            readers.entry(found.x).or_default().push(*root);
+        }
+        for (x, roots) in readers {
+            let normed = roots.iter().map(|root| {
+                let found = self.normed(&products[root])?;
+                Some((*root, found))
+            });
+            let normed: Option<Vec<(usize, Found)>> = normed.collect();
+            let contractions = roots.iter().map(|root| products[root].contraction);
+            if let Some(normed) = normed
+                && self.is_read_by(x, contractions.collect())
+            {
+                products.extend(normed);
+            }
+        }
+        products
+    }
+
+    /// Whether nothing but these products of quantized values reads node `x`.
+    fn is_read_by(&self, x: u32, contractions: Vec<usize>) -> bool {
+        let parts = contractions.iter().flat_map(|contraction| {
+            let operands = &self.graph.nodes[*contraction].operands;
+            // The integers and their scales.
+            [*contraction, operands[0] as usize, operands[2] as usize]
+        });
+        let parts: HashSet<usize> = parts.collect();
+        self.users[x as usize].iter().all(|user| {
+            user.is_some_and(|user| {
+                let mut readers = self.users[user].iter();
+                parts.contains(&user)
+                    && readers.all(|reader| reader.is_some_and(|reader| parts.contains(&reader)))
+            })
+        })
+    }
+
+    /// The product with the layer norm that its activation comes from. `None` where that is none, or no kernel fits.
+    fn normed(&self, found: &Found) -> Option<Found> {
+        let norm = self.node(found.x);
+        let Op::Composite {
+            kind: Composite::LayerNorm { epsilon },
+            ..
+        } = &norm.op
+        else {
+            return None;
+        };
+        let &[x, weight, bias] = &norm.operands[..] else {
+            return None;
+        };
+        let normed = Found {
+            kernel: Product {
+                norm: Some(*epsilon),
+                ..found.kernel
+            },
+            x,
+            norm: Some([weight, bias]),
+            ..found.clone()
+        };
+        (self.node(x).shape.dtype == DType::BF16 && self.fits(&normed)).then_some(normed)
     }
 
     /// The only node that reads node `i`.
@@ -250,14 +326,14 @@ impl<'a> Claims<'a> {
             weights = b.transpose(weights, &[1, 0])?;
         }
         let terms = b.dims(weights)[1];
-        let mut of_columns = of_columns(b, copy(found.column_scale), found.bias.map(copy))?;
+        let mut scales = of_columns(b, copy(found.column_scale), found.bias.map(copy))?;
         if let Some(block) = block {
             weights = in_turns(b, weights, 0, block)?;
-            of_columns = in_turns(b, of_columns, 1, block)?;
+            scales = in_turns(b, scales, 1, block)?;
         }
         let all_columns = b.dims(weights)[0];
         let weights = b.reshape(weights, &[1, all_columns, terms])?;
-        let of_columns = b.reshape(of_columns, &[1, 2, all_columns])?;
+        let scales = b.reshape(scales, &[1, 2, all_columns])?;
         let rows = found.shape.count() / columns;
         let padded = found.kernel.padded_rows(rows, terms, columns);
         let padded = padded.unwrap_or(rows);
@@ -265,7 +341,11 @@ impl<'a> Claims<'a> {
             let x = b.reshape(x, &[1, rows, columns])?;
             pad_to(b, x, &[1, padded, columns])
         };
-        let mut operands = vec![matrix(copy(found.x), terms)?, weights, of_columns];
+        let mut operands = vec![matrix(copy(found.x), terms)?, weights, scales];
+        if let Some([weight, bias]) = found.norm {
+            let of_features = of_columns(b, copy(weight), Some(copy(bias)))?;
+            operands.push(b.reshape(of_features, &[1, 2, terms])?);
+        }
         if let Some(residual) = found.residual {
             operands.push(matrix(copy(residual), columns)?);
         }
@@ -286,7 +366,7 @@ impl<'a> Claims<'a> {
     }
 }
 
-/// Scales and biases of columns, `f32[2, columns]`. Without a bias they are zeros.
+/// Scales and biases of columns, or weights and biases of features, `f32[2, columns]`. Without a bias they are zeros.
 fn of_columns(b: &Builder, scale: Tensor, bias: Option<Tensor>) -> Result<Tensor> {
     let scale = b.convert(scale, DType::F32)?;
     let bias = match bias {

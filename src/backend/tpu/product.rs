@@ -1,5 +1,5 @@
 //! Products of int8 weights with activations of bf16 that are quantized inside: the range of each row, its scale and its
-//! integers are found once for a block of rows and kept on the chip.
+//! integers are found once for a block of rows and kept on the chip, after the layer norm of the row where one comes before.
 
 use crate::dtype::DType;
 use crate::graph::eval::{Data, Value};
@@ -22,11 +22,14 @@ const MOST_TERMS: usize = 130_000;
 /// `x` as AQT's int8 times the transposed weights, times the scales of rows and columns, plus the bias; in bf16.
 ///
 /// Operands: x `bf16[1, rows, terms]`, weights `s8[1, columns, terms]`, and `f32[1, 2, columns]`, the scales and the biases of
-/// columns. Rows are padded to whole blocks ([`Product::padded_rows`]). If `gated`, the weights have twice the result's columns, in blocks
+/// columns. Rows are padded to whole blocks ([`Product::padded_rows`]). With `norm`, the next operand is `f32[1, 2, terms]`, the
+/// weight and the bias of the layer norm that `x` goes through first, rounded to bf16. If `gated`, the weights have twice the result's columns, in blocks
 /// of values and of gates in turn ([`Product::gated_block`]), and values are multiplied by the exact GELU of their gates. If
 /// `residual`, the last operand is `bf16[1, rows, columns]`, which is added to the rounded result.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Product {
+    /// The epsilon of the layer norm.
+    pub norm: Option<f64>,
     pub gated: bool,
     pub residual: bool,
 }
@@ -132,7 +135,16 @@ impl Product {
             block: [rows, columns],
             index: [None, Some(0), column_index],
         };
+        let of_features = Window {
+            dtype: DType::F32,
+            array: [1, 2, terms],
+            block: [2, terms],
+            index: [None; 3],
+        };
         let mut windows = vec![x, weights, of_columns];
+        if self.norm.is_some() {
+            windows.push(of_features);
+        }
         if self.residual {
             windows.push(result);
         }
@@ -146,12 +158,14 @@ impl Product {
         let Blocks { rows, columns, .. } = blocks;
         let first = k.row(0);
         let (integers, scale) = if blocks.grid[1] == 1 {
-            quantized(k, first, rows)
+            let x = self.activation(k, rows);
+            quantized(k, x)
         } else {
             let integers = k.scratch(DType::S8, [rows, terms]);
             let scale = k.scratch(DType::F32, [rows, 1]);
             k.when_first(1, |k| {
-                let (values, scales) = quantized(k, first, rows);
+                let x = self.activation(k, rows);
+                let (values, scales) = quantized(k, x);
                 k.keep(integers, values);
                 k.keep(scale, scales);
             });
@@ -176,13 +190,25 @@ impl Product {
             y = gated(k, y, [rows, columns]);
         }
         if self.residual {
-            let residual = k.load(3, first, rows);
+            let window = 3 + usize::from(self.norm.is_some());
+            let residual = k.load(window, first, rows);
             let residual = k.convert(residual, DType::F32);
             let wide = k.convert(y, DType::F32);
             let sum = k.add(wide, residual);
             y = k.convert(sum, DType::BF16);
         }
         k.store(y);
+    }
+
+    /// What is quantized, in `f32`.
+    fn activation(&self, k: &mut Kernel, rows: usize) -> KernelValue {
+        let first = k.row(0);
+        let x = k.load(0, first, rows);
+        let x = k.convert(x, DType::F32);
+        match self.norm {
+            Some(epsilon) => layer_norm(k, x, 3, epsilon),
+            None => x,
+        }
     }
 }
 
@@ -196,11 +222,41 @@ fn block_of_columns(columns: usize, most: usize) -> Option<usize> {
     sizes.next().filter(|_| columns > 0)
 }
 
-/// The rows of the first window as int8, and their scales, by AQT's numerics (`docs/quantization.md`): where it rounds to
-/// the operand's type, here too.
-fn quantized(k: &mut Kernel, first: KernelValue, rows: usize) -> (KernelValue, KernelValue) {
-    let x = k.load(0, first, rows);
-    let x = k.convert(x, DType::F32);
+/// [`crate::graph::Composite::LayerNorm`] of the rows `x`, in `f32`. The window holds the weight and the bias.
+fn layer_norm(k: &mut Kernel, x: KernelValue, window: usize, epsilon: f64) -> KernelValue {
+    let [rows, features] = k.size(x);
+    let column = [rows, 1];
+    let share = k.splat(DType::F32, column, 1.0 / features as f64);
+    let mean = k.row_sum(x);
+    let mean = k.mul(mean, share);
+    let squares = k.mul(x, x);
+    let mean_of_squares = k.row_sum(squares);
+    let mean_of_squares = k.mul(mean_of_squares, share);
+    let square_of_mean = k.mul(mean, mean);
+    let variance = k.sub(mean_of_squares, square_of_mean);
+    let zero = k.splat(DType::F32, column, 0.0);
+    let variance = k.max(variance, zero);
+    let epsilon = k.splat(DType::F32, column, epsilon);
+    let variance = k.add(variance, epsilon);
+    let inverse = k.rsqrt(variance);
+    let mean = k.broadcast(mean, features);
+    let inverse = k.broadcast(inverse, features);
+    let y = k.sub(x, mean);
+    let y = k.mul(y, inverse);
+    let [weight, bias] = [0, 1].map(|row| {
+        let row = k.row(row);
+        let row = k.load(window, row, 1);
+        k.broadcast_row(row, rows)
+    });
+    let y = k.mul(y, weight);
+    let y = k.add(y, bias);
+    rounded(k, y)
+}
+
+/// The rows `x`, of `f32`, as int8, and their scales, by AQT's numerics (`docs/quantization.md`): where it rounds to the
+/// operand's type, here too.
+fn quantized(k: &mut Kernel, x: KernelValue) -> (KernelValue, KernelValue) {
+    let [rows, _] = k.size(x);
     let magnitudes = k.abs(x);
     let absmax = k.row_max(magnitudes);
     let column = [rows, 1];
@@ -257,9 +313,11 @@ impl CustomCall for Product {
     }
 
     fn name(&self) -> &'static str {
-        match self.gated {
-            true => "int8_gated_product",
-            false => "int8_product",
+        match (self.norm.is_some(), self.gated) {
+            (true, true) => "layer_norm_int8_gated_product",
+            (true, false) => "layer_norm_int8_product",
+            (false, true) => "int8_gated_product",
+            (false, false) => "int8_product",
         }
     }
 
@@ -284,36 +342,41 @@ impl CustomCall for Product {
     }
 
     fn infer(&self, operands: &[&Shape]) -> Result<Shape, InferError> {
-        let expected = 3 + usize::from(self.residual);
-        let (&[x, weights, of_columns], residual) = match operands.split_at_checked(3) {
-            Some((first, rest)) if operands.len() == expected => match first.try_into() {
-                Ok(first) => (first, rest.first()),
-                Err(_) => return Err(count(expected, operands)),
-            },
-            _ => return Err(count(expected, operands)),
-        };
-        let result = |x: &Shape, weights: &Shape| {
+        let expected = 3 + usize::from(self.norm.is_some()) + usize::from(self.residual);
+        if operands.len() != expected {
+            return Err(InferError::OperandCount {
+                expected,
+                found: operands.len(),
+            });
+        }
+        let [x, weights, of_columns] = [0, 1, 2].map(|i| operands[i]);
+        let result = || {
             let is_matrix = |s: &Shape, dtype| s.rank() == 3 && s.dims[0] == 1 && s.dtype == dtype;
-            let fits = is_matrix(x, DType::BF16)
-                && is_matrix(weights, DType::S8)
-                && x.dims[2] == weights.dims[2]
-                && weights.dims[1].is_multiple_of(self.parts());
-            let [rows, terms] = [x.dims.get(1)?, x.dims.get(2)?];
-            let columns = weights.dims.get(1)? / self.parts();
-            let padded = self.padded_rows(*rows, *terms, columns)?;
-            let result = Shape::new(DType::BF16, [1, *rows, columns]);
-            let fits = fits
-                && padded == *rows
-                && *of_columns == Shape::new(DType::F32, [1, 2, weights.dims[1]])
-                && residual.is_none_or(|residual| **residual == result);
+            if !is_matrix(x, DType::BF16) || !is_matrix(weights, DType::S8) {
+                return None;
+            }
+            let [rows, terms, columns] = [x.dims[1], x.dims[2], weights.dims[1] / self.parts()];
+            let result = Shape::new(DType::BF16, [1, rows, columns]);
+            let mut rest = vec![Shape::new(DType::F32, [1, 2, weights.dims[1]])];
+            if self.norm.is_some() {
+                rest.push(Shape::new(DType::F32, [1, 2, terms]));
+            }
+            if self.residual {
+                rest.push(result.clone());
+            }
+            let fits = weights.dims[2] == terms
+                && weights.dims[1].is_multiple_of(self.parts())
+                && self.padded_rows(rows, terms, columns) == Some(rows)
+                && rest.iter().eq(operands[2..].iter().copied());
             fits.then_some(result)
         };
-        result(x, weights).ok_or_else(|| {
+        result().ok_or_else(|| {
             constraint(
                 "int8 product kernel",
                 format!(
                     "x {x}, weights {weights}, scales and biases {of_columns} are not bf16[1, rows, terms] in whole blocks, \
-                     s8[1, columns, terms] and f32[1, 2, columns], or no block fits the core's memory"
+                     s8[1, columns, terms] and f32[1, 2, columns], with f32[1, 2, terms] of a norm and a term like the \
+                     result, or no block fits the core's memory"
                 ),
             )
         })
@@ -338,12 +401,5 @@ impl CustomCall for Product {
             shape: result,
             data: Data::F(out.into_iter().map(f64::from).collect()),
         }
-    }
-}
-
-fn count(expected: usize, operands: &[&Shape]) -> InferError {
-    InferError::OperandCount {
-        expected,
-        found: operands.len(),
     }
 }

@@ -252,6 +252,7 @@ fn unary(op: Unary, x: f32) -> f32 {
         Unary::Erf => erf(f64::from(x)) as f32,
         Unary::Exp2 => x.exp2(),
         Unary::RoundEven => x.round_ties_even(),
+        Unary::Rsqrt => 1.0 / x.sqrt(),
     }
 }
 

@@ -131,6 +131,7 @@ enum Unary {
     Erf,
     Exp2,
     RoundEven,
+    Rsqrt,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -334,6 +335,11 @@ impl Kernel {
 
     pub fn erf(&mut self, x: Value) -> Value {
         self.unary(Unary::Erf, x)
+    }
+
+    /// `1 / sqrt(x)`.
+    pub fn rsqrt(&mut self, x: Value) -> Value {
+        self.unary(Unary::Rsqrt, x)
     }
 
     pub fn round_even(&mut self, x: Value) -> Value {

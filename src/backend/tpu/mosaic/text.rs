@@ -164,6 +164,7 @@ impl Kernel {
                     Unary::Erf => "erf",
                     Unary::Exp2 => "exp2",
                     Unary::RoundEven => "roundeven",
+                    Unary::Rsqrt => "rsqrt",
                 };
                 format!("{name} = math.{op} {} : {of}", self::name(*x))
             }
