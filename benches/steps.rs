@@ -5,10 +5,12 @@
 use std::error::Error;
 use std::time::Instant;
 
+use maxdiff::backend::kernel_counts;
 use maxdiff::config::{Config, Verb};
 use maxdiff::dtype::DType;
-use maxdiff::graph::{Graph, InputKind};
+use maxdiff::graph::InputKind;
 use maxdiff::host_tensor::HostTensor;
+use maxdiff::lowering::{Traced, lower};
 use maxdiff::pjrt::install::{PluginKind, locate};
 use maxdiff::pjrt::{NamedValue, Plugin};
 use maxdiff::recipe;
@@ -26,8 +28,11 @@ struct Running {
 }
 
 impl Running {
-    fn new(session: &Session, label: String, graph: &Graph) -> Result<Running, Box<dyn Error>> {
-        let program = Program::compile(session, graph, "train", &ProgramOptions::default())?;
+    fn new(session: &Session, label: String, traced: &Traced) -> Result<Running, Box<dyn Error>> {
+        let step = lower(traced, session.backend(), &session.lowering())?.step;
+        let program = Program::of_step(session, &step, &ProgramOptions::default())?;
+        let graph = &step.graph;
+        let calls: usize = kernel_counts(graph).values().sum();
         let mut state = 1u64;
         let mut arguments = Vec::new();
         for (input, slot) in graph.inputs.iter().zip(program.inputs()) {
@@ -50,7 +55,7 @@ impl Running {
             arguments.push(Some(session.put(&tensor, &slot.spec)?));
         }
         println!(
-            "{label}: {} nodes, compiled in {:.1} s",
+            "{label}: {} nodes, {calls} of them kernels, compiled in {:.1} s",
             graph.nodes.len(),
             program.timings().compile
         );
@@ -142,9 +147,9 @@ fn main() -> Result<(), Box<dyn Error>> {
             derived.total_train_batch_size as usize,
             derived.quantization_local_shard_count as usize,
         )?;
-        let graph = step::trace(&model, &options)?.graph;
+        let traced = step::trace(&model, &options)?;
         let name = variant.join(" ");
-        programs.push(Running::new(&session, name, &graph)?);
+        programs.push(Running::new(&session, name, &traced)?);
     }
     for _ in 0..rounds + 2 {
         for program in &mut programs {

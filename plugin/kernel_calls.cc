@@ -45,6 +45,7 @@ constexpr ffi::DataType kF32 = ffi::DataType::F32;
 constexpr ffi::DataType kS8 = ffi::DataType::S8;
 constexpr ffi::DataType kS32 = ffi::DataType::S32;
 constexpr ffi::DataType kU8 = ffi::DataType::U8;
+constexpr ffi::DataType kU32 = ffi::DataType::U32;
 
 using Dims = std::vector<int64_t>;
 using Types = std::initializer_list<ffi::DataType>;
@@ -288,6 +289,55 @@ void Contract(Call& call) {
   if (call.IsWhole()) kernels::Contract(c);
 }
 
+// A matrix [lines, k], or [k, lines] if transposed.
+kernels::FloatOperand Matrix(const Array& x, bool transposed) {
+  kernels::FloatOperand operand = {};
+  operand.data = F32(x);
+  operand.lines = x.Dim(transposed ? 1 : 0);
+  operand.pieces = 1;
+  operand.channels = x.Dim(transposed ? 0 : 1);
+  operand.transposed = transposed;
+  return operand;
+}
+
+// Multiply-adds of int8 whose sum fits 32 bits, whatever the values are: 255 * 128 * 65,000 < 2^31.
+constexpr int64_t kMostTerms = 65000;
+
+void QuantizedProduct(Call& call) {
+  kernels::QuantizedProduct p = {};
+  Dims out_dims;
+  if (call.Has("kernel_height")) {
+    const Array lhs = call.Operand("lhs", {kF32}, {kAny, kAny, kAny, kAny});
+    if (call.Ok()) p.patches = ImagePatches(call, lhs);
+    const Array rhs = call.Operand("rhs", {kF32}, {kAny, p.patches.kernel_height, p.patches.kernel_width, lhs.Dim(3)});
+    p.lhs = {F32(lhs), lhs.Dim(0), lhs.Dim(1) * lhs.Dim(2), lhs.Dim(3), true, false};
+    p.rhs = {F32(rhs), rhs.Dim(0), rhs.Dim(1) * rhs.Dim(2), rhs.Dim(3), false, false};
+    out_dims = {lhs.Dim(0), p.patches.out_height, p.patches.out_width, rhs.Dim(0)};
+  } else {
+    const Array lhs = call.Operand("lhs", {kF32}, {kAny, kAny});
+    p.lhs = Matrix(lhs, call.Flag("lhs_transposed"));
+    const bool transposed = call.Flag("rhs_transposed");
+    const int64_t k = p.lhs.channels;
+    p.rhs = Matrix(call.Operand("rhs", {kF32}, transposed ? Dims{k, kAny} : Dims{kAny, k}), transposed);
+    out_dims = {p.lhs.lines, p.rhs.lines};
+  }
+  const int64_t terms = p.rhs.pieces * p.rhs.channels;
+  if (call.Ok() && (terms < 1 || terms > kMostTerms)) {
+    call.Fail("operand 1 (rhs): expected 1 to ", kMostTerms, " terms of each sum, found ", terms);
+  }
+  p.stochastic = call.Flag("stochastic");
+  if (p.stochastic) {
+    const auto* key = static_cast<const uint32_t*>(call.Operand("key", {kU32}, {2}).data);
+    const auto salt = static_cast<uint32_t>(call.Int("salt", 0, std::numeric_limits<uint32_t>::max()));
+    if (call.Ok()) p.key = {key[0] + salt, key[1]};
+  }
+  if (call.Flag("bias")) p.bias = F32(call.Operand("bias", {kF32}, {p.rhs.lines}));
+  const Array out = call.Result({kF32}, out_dims);
+  p.patches.rows = out.Rows();
+  p.out = static_cast<float*>(out.data);
+  if (call.IsWhole()) kernels::MultiplyQuantized(p);
+}
+
 void Attention(Call& call) {
   const Array q = call.Operand("query", {kBf16}, {kAny, kAny, kAny, kAny});
   const Array k = call.Operand("key", {kBf16}, {q.Dim(0), kAny, q.Dim(2), q.Dim(3)});
@@ -391,7 +441,7 @@ struct Kernel {
 constexpr Kernel kKernels[] = {
     {"maxdiff.contract", Contract},    {"maxdiff.attention", Attention},  {"maxdiff.abs_max", AbsMax},
     {"maxdiff.quantize", Quantize},    {"maxdiff.layer_norm", LayerNorm}, {"maxdiff.group_norm", GroupNorm},
-    {"maxdiff.geglu", Geglu},
+    {"maxdiff.geglu", Geglu},          {"maxdiff.quantized_product", QuantizedProduct},
 };
 
 // Computes a call. Nothing that goes wrong in it ends the process.

@@ -52,6 +52,37 @@ struct Contraction {
 
 void Contract(const Contraction& contraction);
 
+// An f32 operand that is rounded to int8, by AQT's numerics, where it is multiplied. `lines` of it have a range of their own: the
+// rows of the lhs, or the images of a convolution; the columns of the rhs. A line has `pieces` of `channels` values of
+// k each: a rhs of a convolution one for each kernel place, an image one for each pixel, which is a row then.
+// [lines, pieces, channels], or [channels, lines] if transposed, with one piece.
+struct FloatOperand {
+  const float* data;
+  int64_t lines, pieces, channels;
+  bool pieces_are_rows;
+  bool transposed;
+
+  int64_t Count() const { return lines * pieces * channels; }
+};
+
+// The key of the noise for stochastic rounding, with the stream's part in it.
+struct RoundingKey {
+  uint32_t high, low;
+};
+
+// out = rounded lhs * rounded rhs * row_scale * column_scale + bias, all f32. The lhs is rounded stochastically if
+// asked for. `patches` says what rows of the lhs are multiplied; its data and channels are not read.
+struct QuantizedProduct {
+  FloatOperand lhs, rhs;
+  bool stochastic;
+  RoundingKey key;
+  Patches patches;
+  const float* bias;
+  float* out;
+};
+
+void MultiplyQuantized(const QuantizedProduct& product);
+
 // out = softmax(q k^T * scale) v for each head, all bf16: q and out [batch, queries, heads * size], k and v
 // [batch, keys, heads * size]; `size` is even. If causal, a query sees the keys up to its own place. Softmax runs over
 // blocks of keys, so no matrix of scores is stored. A query has NaN where a score of its is NaN or infinity, and where

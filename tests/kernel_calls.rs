@@ -89,6 +89,7 @@ impl Call {
                     DType::S8 => ElementType::S8,
                     DType::U8 => ElementType::U8,
                     DType::S32 => ElementType::S32,
+                    DType::U32 => ElementType::U32,
                     other => panic!("{other}"),
                 };
                 let zeros = HostTensor::zeros(Shape::new(*dtype, dims.clone()));
@@ -147,6 +148,7 @@ fn calls() -> Vec<(Call, &'static [&'static str])> {
     const OFF: &str = "0 : i64";
     const ON: &str = "1 : i64";
     const ONE: &str = "1.0 : f32";
+    const LARGEST: &str = "4294967295 : i64";
     let call =
         |kernel, operands: &[Type], result, attributes: &[(&'static str, &'static str)]| Call {
             kernel,
@@ -256,6 +258,35 @@ fn calls() -> Vec<(Call, &'static [&'static str])> {
             call("geglu", &[bf16(&[2, 3, 16])], bf16(&[2, 3, 8]), &[]),
             &["x"],
         ),
+        (
+            call(
+                "quantized_product",
+                &[
+                    f32(&[5, 6]),
+                    f32(&[5, 20]),
+                    Type(DType::U32, vec![2]),
+                    f32(&[20]),
+                ],
+                f32(&[6, 20]),
+                &[
+                    ("lhs_transposed", ON),
+                    ("rhs_transposed", ON),
+                    ("stochastic", ON),
+                    ("salt", LARGEST),
+                    ("bias", ON),
+                ],
+            ),
+            &["lhs", "rhs", "key", "bias"],
+        ),
+        (
+            call(
+                "quantized_product",
+                &[f32(&[2, 6, 8, 5]), f32(&[20, 3, 3, 5])],
+                f32(&[2, 3, 4, 20]),
+                &[&window[..], &[("stochastic", OFF), ("bias", OFF)]].concat(),
+            ),
+            &["lhs", "rhs"],
+        ),
     ]
 }
 
@@ -345,6 +376,13 @@ fn shapes_that_contradict_attributes_are_refused() {
     odd.result = bf16(&[2, 5, 3, 7]);
     odd.is_refused("operand 0 (query): expected an even last dimension, found BF16[2,5,3,7]");
     let group_norm = call(6);
+    let product = call(9);
+    product
+        .with_operand(1, f32(&[20, 3, 3, 4]))
+        .is_refused("operand 1 (rhs): expected F32[*,3,3,5], found F32[20,3,3,4]");
+    let mut long = call(8);
+    long.operands[..2].clone_from_slice(&[f32(&[65_001, 6]), f32(&[65_001, 20])]);
+    long.is_refused("expected 1 to 65000 terms of each sum, found 65001");
     group_norm
         .with_attribute("groups", "3 : i64")
         .is_refused("divide into 3 groups, found BF16[2,3,4,8]");

@@ -3,15 +3,17 @@
 use std::any::Any;
 
 use crate::common::{cpu_plugin, cpu_session, in_child, kernels_run, lowered, passed, run_on};
-use maxdiff::backend::cpu::{claim, kernel::Kernel};
+use maxdiff::backend::cpu::kernel::{Form, Kernel, QuantizedProduct};
+use maxdiff::backend::cpu::{claim, claim_training};
 use maxdiff::dtype::DType;
-use maxdiff::graph::{Builder, Graph, Init, Op, Tensor, evaluate};
+use maxdiff::graph::{Builder, Graph, Init, Op, Tensor, evaluate, vjp};
 use maxdiff::host_tensor::HostTensor;
 use maxdiff::nn::{
     Activation, Attention, Conv2d, GroupNorm, Linear, Precision, attention, conv2d, gated_gelu,
     group_norm, layer_norm, linear,
 };
 use maxdiff::pjrt::{ISA, ISA_VARIABLE};
+use maxdiff::quant::{Policy, ROUNDING_KEY, annotate, lower};
 use maxdiff::runtime::{Array, Program, ProgramOptions, Session, Slot, Value};
 use maxdiff::shape::Shape;
 
@@ -181,6 +183,91 @@ fn attentions(b: &Builder) -> Vec<Tensor> {
     cases.into_iter().enumerate().map(attend).collect()
 }
 
+/// A training step's int8 products in `f32`, forward and both of the derivative: rows, columns and terms that fill no
+/// vector, no tile and no group of four, products that all threads share, convolutions of few channels and of more.
+fn products_of_training() -> Graph {
+    let b = Builder::new();
+    let m = b.root("m");
+    let x = |name: &str, dims: &[usize]| b.input(name, Shape::new(DType::F32, dims), &[]).unwrap();
+    b.input(ROUNDING_KEY, Shape::new(DType::U32, [2]), &[])
+        .unwrap();
+    let layer = |features| Linear::new(features, "embed", "heads");
+    let precision = Precision::F32;
+    let strided = Conv2d {
+        stride: 2,
+        padding: (0, 1),
+        ..Conv2d::same(20, 3)
+    };
+    let rows = [
+        ("a", x("a", &[2, 19, 72]), layer(100)),
+        ("b", x("b", &[5, 6]), layer(33).without_bias()),
+        ("c", x("c", &[1030, 64]), layer(50)),
+    ];
+    let images = [
+        ("d", x("d", &[2, 7, 6, 6]), Conv2d::same(17, 3)),
+        ("e", x("e", &[2, 7, 6, 32]), strided),
+        ("f", x("f", &[3, 4, 5, 70]), Conv2d::same(5, 1)),
+    ];
+    let products = rows.map(|(name, x, spec)| linear(&m.scope(name), x, spec, precision).unwrap());
+    let convolutions =
+        images.map(|(name, x, spec)| conv2d(&m.scope(name), x, spec, precision).unwrap());
+    let policy = Policy::aqt_int8("m/", 1, Vec::new(), &[]).unwrap();
+    annotate(&b, &policy).unwrap();
+    for (i, y) in products.iter().chain(&convolutions).enumerate() {
+        b.output(&format!("y{i}"), *y, None).unwrap();
+    }
+    for ((name, x, _), y) in rows.into_iter().zip(products) {
+        let g = b.input(&format!("g_{name}"), b.shape(y), &[]).unwrap();
+        let wrt = [x, parameter(&b, &format!("m/{name}.weight"))];
+        for (i, gradient) in vjp(&b, &[(y, g)], &wrt).unwrap().into_iter().enumerate() {
+            b.output(&format!("d{name}{i}"), gradient, None).unwrap();
+        }
+    }
+    lower(&b.finish()).unwrap()
+}
+
+/// The same as [`inputs`], with words of many bits for the key of the noise.
+fn inputs_with_key(graph: &Graph) -> Vec<HostTensor> {
+    let mut inputs = inputs(graph);
+    let key = graph.inputs.iter().position(|i| i.name == ROUNDING_KEY);
+    let key = &mut inputs[key.unwrap()];
+    *key = HostTensor::from_f64(key.shape.clone(), &[3_123_456_789.0, 4_000_000_007.0]).unwrap();
+    inputs
+}
+
+fn parameter(b: &Builder, name: &str) -> Tensor {
+    let input = b.with_graph(|g| g.inputs.iter().find(|i| i.name == name).cloned());
+    b.declare(input.unwrap()).unwrap()
+}
+
+#[test]
+fn products_of_training_become_one_kernel_each() {
+    let graph = products_of_training();
+    let with = claim_training(&graph).unwrap();
+    let found = kernels(&with);
+    let of_training: Vec<&QuantizedProduct> = found
+        .iter()
+        .filter_map(|kernel| match kernel {
+            Kernel::QuantizedProduct(product) => Some(product),
+            _ => None,
+        })
+        .collect();
+    assert_eq!(of_training.len(), found.len());
+    assert_eq!(found.len(), 3 * 3 + 3);
+    let count =
+        |is: &dyn Fn(&QuantizedProduct) -> bool| of_training.iter().filter(|p| is(p)).count();
+    assert_eq!(count(&|p| p.bias), 5);
+    assert_eq!(count(&|p| p.noise.is_some()), 6);
+    assert_eq!(count(&|p| matches!(p.form, Form::Convolution(_))), 3);
+    let inputs = inputs_with_key(&graph);
+    let expected = evaluate(&graph, &inputs).unwrap();
+    assert_eq!(evaluate(&with, &inputs).unwrap(), expected);
+    if kernels_run() {
+        // Sums are exact, and every rounding before and after them is the host's.
+        assert_eq!(run_on(&cpu_session(1), &with, &inputs), expected);
+    }
+}
+
 /// What the kernels can be forced to use, from the lowest.
 const INSTRUCTION_SETS: [&str; 2] = ["avx512", "amx"];
 
@@ -225,6 +312,10 @@ fn compare_with_the_host(isa: &str) {
         &graph_of(contractions_in_tiles, true),
         &|found, expected| found == expected,
     );
+    let training = products_of_training();
+    let given = inputs_with_key(&training);
+    let found = run_on(&session, &claim_training(&training).unwrap(), &given);
+    assert!(found == evaluate(&training, &given).unwrap(), "{isa}");
     // As in the tests above.
     let within =
         |limit| move |found: &HostTensor, expected: &HostTensor| relative(found, expected) <= limit;

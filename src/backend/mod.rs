@@ -79,6 +79,19 @@ impl Backend {
         }
     }
 
+    /// The same for a training step, whose weights are new in every step.
+    ///
+    /// # Errors
+    /// When the graph is ill-typed.
+    pub fn claim_training<'g>(&self, graph: &'g Graph) -> Result<Cow<'g, Graph>, GraphError> {
+        match self {
+            Backend::Cpu { kernels: true } => cpu::claim_training(graph).map(Cow::Owned),
+            Backend::Cpu { kernels: false } | Backend::Gpu | Backend::Tpu { .. } => {
+                Ok(Cow::Borrowed(graph))
+            }
+        }
+    }
+
     /// The graph, of which composites are inlined, in the forms that this backend's compiler runs fastest.
     ///
     /// # Errors

@@ -4,6 +4,7 @@
 //! evaluator runs the body, and the derivative goes through it. A backend that has a kernel for a composite puts the
 //! kernel in its place ([`crate::backend`]); [`Graph::inline_composites`](super::Graph::inline_composites) puts the body in place of all others.
 
+use super::random::RoundingStream;
 use super::{ConvDims, DotDims, TensorFormat};
 
 /// The computation of a composite, with its attributes.
@@ -28,7 +29,13 @@ pub enum Composite {
         kept: Vec<usize>,
         format: TensorFormat,
     },
-    /// Operands: x, and its scale along the `kept` dimensions. The result is of the format's element type.
+    /// [`rounding_noise`](super::random::rounding_noise) of these dimensions. Operand: the key, `u32[2]`.
+    RoundingNoise {
+        stream: RoundingStream,
+        dims: Vec<usize>,
+    },
+    /// Operands: x, its scale along the `kept` dimensions, and for stochastic rounding the noise, `f32` of the dimensions
+    /// of x. The result is of the format's element type.
     Quantize {
         kept: Vec<usize>,
         format: TensorFormat,
@@ -59,6 +66,7 @@ impl Composite {
             Composite::LayerNorm { .. } => "layer_norm",
             Composite::GatedGelu => "gated_gelu",
             Composite::FindScale { .. } => "find_scale",
+            Composite::RoundingNoise { .. } => "rounding_noise",
             Composite::Quantize { .. } => "quantize",
             Composite::ScaledContraction {
                 contraction: Contraction::Dot(_),

@@ -124,19 +124,32 @@ pub fn normal(b: &Builder, key: RandomKey, dims: &[usize]) -> Result<Tensor> {
     b.mul(radius, b.cos(angle)?)
 }
 
+/// One of the uses of a key for stochastic rounding. Each has noise of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RoundingStream(pub u32);
+
+impl RoundingStream {
+    /// What is added to the key's high word. Streams start far apart: multiples of 2^32 over the golden ratio.
+    pub fn salt(self) -> u32 {
+        self.0.wrapping_mul(0x9E37_79B9)
+    }
+}
+
 /// Uniform `f32` noise in `[-0.5, 0.5)` for stochastic rounding.
 ///
 /// Rounding needs noise that is cheap and unbiased, not Threefry's 20 rounds: each element's position is mixed with
 /// both key words by a two-multiply integer hash (Wellons, "Prospecting for hash functions", 2018: `lowbias32`).
-/// Each `stream` has noise of its own.
-pub fn rounding_noise(b: &Builder, key: RandomKey, stream: u32, dims: &[usize]) -> Result<Tensor> {
+pub fn rounding_noise(
+    b: &Builder,
+    key: RandomKey,
+    stream: RoundingStream,
+    dims: &[usize],
+) -> Result<Tensor> {
     let shift_xor = |x: Tensor, bits: u32| {
         let shifted = b.binary(Binary::ShiftRightLogical, x, word(b, x, bits)?)?;
         b.binary(Binary::Xor, x, shifted)
     };
-    // Streams start far apart: multiples of 2^32 over the golden ratio.
-    let salt = f64::from(stream.wrapping_mul(0x9E37_79B9));
-    let high = b.add_scalar(key.high, salt)?;
+    let high = b.add_scalar(key.high, f64::from(stream.salt()))?;
     let position = Position::new(b, dims, WORD)?;
     let mut low = key.low;
     if let Some(leading) = position.high {
@@ -150,6 +163,18 @@ pub fn rounding_noise(b: &Builder, key: RandomKey, stream: u32, dims: &[usize]) 
     x = b.mul(x, word(b, x, 0x846C_A68B)?)?;
     x = shift_xor(x, 16)?;
     b.add_scalar(unit(b, x)?, -0.5)
+}
+
+/// [`rounding_noise`] of the element at `position` of a tensor of at most 2^32 elements, by the key's high and low
+/// words.
+pub fn rounding_noise_at([high, low]: [u32; 2], stream: RoundingStream, position: u32) -> f32 {
+    let mut x = position ^ high.wrapping_add(stream.salt());
+    x ^= x >> 16;
+    x = x.wrapping_mul(0x7FEB_352D);
+    x ^= x >> 15;
+    x = x.wrapping_add(low).wrapping_mul(0x846C_A68B);
+    x ^= x >> 16;
+    (x >> 8) as f32 * 2f32.powi(-24) - 0.5
 }
 
 #[cfg(test)]
@@ -224,7 +249,10 @@ mod tests {
         for (name, t) in [
             ("uniform", uniform(&b, k, &[n]).unwrap()),
             ("normal", normal(&b, k, &[200, n / 200]).unwrap()),
-            ("noise", rounding_noise(&b, k, 5, &[n]).unwrap()),
+            (
+                "noise",
+                rounding_noise(&b, k, RoundingStream(5), &[n]).unwrap(),
+            ),
         ] {
             b.output(name, t, None).unwrap();
         }

@@ -132,7 +132,7 @@ pub fn lower(
         Some(update) => {
             let graph = differentiate(&traced.graph, update)?;
             let graph = quantize(&graph, traced)?;
-            // Backends' kernels want weights that stay; those of a training step change.
+            let graph = backend.claim_training(&graph)?;
             Staged {
                 load: Vec::new(),
                 request: None,

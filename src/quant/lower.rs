@@ -1,7 +1,7 @@
 //! Lowers annotated contractions: operands become integers with scales, and scales are applied to the product.
 
 use crate::dtype::DType;
-use crate::graph::random::{RandomKey, rounding_noise};
+use crate::graph::random::{RandomKey, RoundingStream, rounding_noise};
 use crate::graph::scopes::RANGE_FINDING;
 use crate::graph::{
     Builder, Comparison, Composite, Contraction, ContractionQuant, Granularity, Graph, GraphError,
@@ -44,13 +44,20 @@ pub fn lower(graph: &Graph) -> std::result::Result<Graph, QuantError> {
             )));
         };
         let words = b.declare(input.clone())?;
-        let word = |i| b.reshape(b.slice_dim(words, 0, i, i + 1)?, &[]);
-        let key = RandomKey {
-            high: word(0)?,
-            low: word(1)?,
-        };
         stream += 1;
-        rounding_noise(b, key, stream, dims)
+        let stream = RoundingStream(stream);
+        let kind = Composite::RoundingNoise {
+            stream,
+            dims: dims.to_vec(),
+        };
+        b.composite(kind, &[words], |b, operands| {
+            let word = |i| b.reshape(b.slice_dim(operands[0], 0, i, i + 1)?, &[]);
+            let key = RandomKey {
+                high: word(0)?,
+                low: word(1)?,
+            };
+            rounding_noise(b, key, stream, dims)
+        })
     })
 }
 
@@ -394,19 +401,20 @@ fn quantize(
     format: TensorFormat,
     noise: &mut NoiseSource<'_>,
 ) -> Result<Tensor> {
-    if format.rounding == Rounding::Stochastic {
-        // The noise comes from an input of the program, which a composite's body does not see.
-        let scaled = scaled_values(b, x, scale, kept, format)?;
-        let noise = noise(b, &b.dims(x))?;
-        let scaled = b.convert(b.add(b.convert(scaled, DType::F32)?, noise)?, b.dtype(x))?;
-        return rounded(b, scaled, format);
-    }
     let kind = Composite::Quantize {
         kept: kept.to_vec(),
         format,
     };
-    b.composite(kind, &[x, scale], |b, operands| {
-        let scaled = scaled_values(b, operands[0], operands[1], kept, format)?;
+    let mut operands = vec![x, scale];
+    if format.rounding == Rounding::Stochastic {
+        operands.push(noise(b, &b.dims(x))?);
+    }
+    b.composite(kind, &operands, |b, operands| {
+        let mut scaled = scaled_values(b, operands[0], operands[1], kept, format)?;
+        if let Some(noise) = operands.get(2) {
+            let noisy = b.add(b.convert(scaled, DType::F32)?, *noise)?;
+            scaled = b.convert(noisy, b.dtype(operands[0]))?;
+        }
         rounded(b, scaled, format)
     })
 }

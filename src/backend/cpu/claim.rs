@@ -12,13 +12,10 @@ use crate::graph::{
 use crate::quant::scale_of;
 use crate::shape::Shape;
 
-use super::kernel::{Contract, Kernel, LANES, Window, group};
+use super::kernel::{Contract, Kernel, LANES, MOST_INT8_TERMS, Window, group};
 use super::rewrite::is_plain_convolution;
 
 type Result<T> = std::result::Result<T, GraphError>;
-
-/// Multiply-adds of int8 products that cannot overflow 32 bits, whatever the values: 255 * 128 * 65,000 < 2^31.
-const MOST_INT8_TERMS: usize = 65_000;
 
 /// The graph with the CPU plugin's kernels in place of
 ///
@@ -58,7 +55,7 @@ pub fn claim(graph: &Graph) -> Result<Graph> {
     })
 }
 
-fn call(b: &Builder, kernel: Kernel, operands: &[Tensor]) -> Result<Tensor> {
+pub(super) fn call(b: &Builder, kernel: Kernel, operands: &[Tensor]) -> Result<Tensor> {
     b.push(Op::CustomCall(Arc::new(kernel)), operands)
 }
 
@@ -148,6 +145,7 @@ impl<'a> Claims<'a> {
             | Composite::LayerNorm { .. }
             | Composite::GatedGelu
             | Composite::FindScale { .. }
+            | Composite::RoundingNoise { .. }
             | Composite::Quantize { .. }
             | Composite::ScaledContraction { .. } => None,
         };
@@ -342,6 +340,18 @@ fn columns_of_kernel(
     kernel: Tensor,
     dims: &ConvDims,
 ) -> Result<(Tensor, Option<Window>)> {
+    let (kernel, window) = channels_last_kernel(b, kernel, dims)?;
+    let sizes = b.dims(kernel);
+    let matrix = b.reshape(kernel, &[sizes[0], sizes[1..].iter().product()])?;
+    Ok((matrix, Some(window)))
+}
+
+/// A convolution's kernel as `[out, height, width, in]`, and how it moves.
+pub(super) fn channels_last_kernel(
+    b: &Builder,
+    kernel: Tensor,
+    dims: &ConvDims,
+) -> Result<(Tensor, Window)> {
     let order = [
         dims.rhs.batch,
         dims.rhs.spatial[0],
@@ -350,7 +360,6 @@ fn columns_of_kernel(
     ];
     let kernel = b.transpose(kernel, &order)?;
     let sizes = b.dims(kernel);
-    let matrix = b.reshape(kernel, &[sizes[0], sizes[1..].iter().product()])?;
     let padding = [0, 1].map(|i| {
         let (low, high) = dims.padding[i];
         (low.unsigned_abs() as usize, high.unsigned_abs() as usize)
@@ -360,7 +369,7 @@ fn columns_of_kernel(
         strides: [dims.strides[0], dims.strides[1]],
         padding,
     };
-    Ok((matrix, Some(window)))
+    Ok((kernel, window))
 }
 
 /// `[columns, k]` with zero columns up to a multiple of [`LANES`].

@@ -7,6 +7,11 @@ use crate::graph::eval::{Data, Value, erf};
 use crate::graph::{Attribute, Configuration, CustomCall, InferError, constraint};
 use crate::shape::Shape;
 
+pub use super::quantized::{Form, QuantizedProduct};
+
+/// Multiply-adds of int8 products that cannot overflow 32 bits, whatever the values: 255 * 128 * 65,000 < 2^31.
+pub(super) const MOST_INT8_TERMS: usize = 65_000;
+
 /// Columns that one vector of packed weights holds.
 pub const LANES: usize = 16;
 
@@ -20,6 +25,10 @@ pub enum Kernel {
     /// [`LANES`]: -128 times the sum of each column; then what the attributes ask for: `row_scale` of the result's
     /// leading dimensions, `column_scale` and `bias` `[columns]`, each `f32` or bf16.
     Contract(Contract),
+    /// `lhs rhs * row_scale * column_scale + bias` in `f32`, of `f32` operands that are rounded to int8 by AQT's numerics
+    /// first: a range for each row of the lhs, or image of it, and for each column. Operands: lhs and rhs, the key of
+    /// the noise `u32[2]` where the lhs is rounded stochastically, and the bias `f32[columns]` if there is one.
+    QuantizedProduct(QuantizedProduct),
     /// `softmax(q k^T * scale) v` for each head; operands and result are bf16 `[batch, length, heads, size]`. If `causal`,
     /// a query sees the keys up to its own place.
     Attention { scale: f32, causal: bool },
@@ -70,6 +79,55 @@ impl Window {
     pub fn taps(&self) -> usize {
         self.size[0] * self.size[1]
     }
+
+    /// Height and width of the result for an image of this height and width; `None` where the padded image is smaller
+    /// than the window.
+    pub(super) fn places(&self, image: [usize; 2]) -> Option<[usize; 2]> {
+        let mut places = [0; 2];
+        for (i, size) in image.into_iter().enumerate() {
+            let (low, high) = self.padding[i];
+            let room = (size + low + high).checked_sub(self.size[i])?;
+            places[i] = room.checked_div(self.strides[i])? + 1;
+        }
+        Some(places)
+    }
+
+    /// The pixel of images `[batch, height, width, channels]` under each kernel place of a row of the result; `None`
+    /// in the padding.
+    pub(super) fn pixels(&self, row: usize, images: &Shape, result: &Shape) -> Vec<Option<usize>> {
+        let [height, width] = [images.dims[1], images.dims[2]];
+        let [out_height, out_width] = [result.dims[1], result.dims[2]];
+        let image = row / (out_height * out_width);
+        let [top, left] = [row / out_width % out_height, row % out_width];
+        let mut pixels = Vec::with_capacity(self.taps());
+        for y in 0..self.size[0] {
+            for x in 0..self.size[1] {
+                let y = (top * self.strides[0] + y).checked_sub(self.padding[0].0);
+                let x = (left * self.strides[1] + x).checked_sub(self.padding[1].0);
+                pixels.push(match (y, x) {
+                    (Some(y), Some(x)) if y < height && x < width => {
+                        Some((image * height + y) * width + x)
+                    }
+                    _ => None,
+                });
+            }
+        }
+        pixels
+    }
+
+    pub(super) fn attributes(&self) -> [(&'static str, Attribute); 8] {
+        let size = |n: usize| Attribute::I64(n as i64);
+        [
+            ("kernel_height", size(self.size[0])),
+            ("kernel_width", size(self.size[1])),
+            ("stride_y", size(self.strides[0])),
+            ("stride_x", size(self.strides[1])),
+            ("low_y", size(self.padding[0].0)),
+            ("low_x", size(self.padding[1].0)),
+            ("high_y", size(self.padding[0].1)),
+            ("high_x", size(self.padding[1].1)),
+        ]
+    }
 }
 
 /// Values along `k` that one 32-bit lane holds: 2 of bf16, 4 of 8 bits; `None` for types that no kernel takes.
@@ -102,19 +160,11 @@ impl Kernel {
                     ("bias", flag(c.bias)),
                 ];
                 if let Some(w) = &c.window {
-                    attributes.extend([
-                        ("kernel_height", size(w.size[0])),
-                        ("kernel_width", size(w.size[1])),
-                        ("stride_y", size(w.strides[0])),
-                        ("stride_x", size(w.strides[1])),
-                        ("low_y", size(w.padding[0].0)),
-                        ("low_x", size(w.padding[1].0)),
-                        ("high_y", size(w.padding[0].1)),
-                        ("high_x", size(w.padding[1].1)),
-                    ]);
+                    attributes.extend(w.attributes());
                 }
                 attributes
             }
+            Kernel::QuantizedProduct(product) => product.attributes(),
             Kernel::Attention { scale, causal } => {
                 vec![("scale", F32(*scale)), ("causal", flag(*causal))]
             }
@@ -138,6 +188,7 @@ impl CustomCall for Kernel {
     fn target(&self) -> &'static str {
         match self {
             Kernel::Contract(_) => "maxdiff.contract",
+            Kernel::QuantizedProduct(_) => "maxdiff.quantized_product",
             Kernel::Attention { .. } => "maxdiff.attention",
             Kernel::AbsMax { .. } => "maxdiff.abs_max",
             Kernel::Quantize => "maxdiff.quantize",
@@ -154,6 +205,7 @@ impl CustomCall for Kernel {
     fn infer(&self, operands: &[&Shape]) -> Result<Shape, InferError> {
         match self {
             Kernel::Contract(c) => c.infer(operands),
+            Kernel::QuantizedProduct(product) => product.infer(operands),
             Kernel::Attention { .. } => {
                 let [q, k, v] = operands else {
                     return Err(InferError::OperandCount {
@@ -223,6 +275,7 @@ impl CustomCall for Kernel {
     fn flops(&self, operands: &[&Shape], result: &Shape) -> u64 {
         let terms = match self {
             Kernel::Contract(_) => operands[1].dims[1] * operands[1].dims[3],
+            Kernel::QuantizedProduct(product) => product.terms(operands),
             Kernel::Attention { .. } => 2 * operands[1].dims[1],
             Kernel::AbsMax { .. }
             | Kernel::Quantize
@@ -238,6 +291,7 @@ impl CustomCall for Kernel {
     fn evaluate(&self, operands: &[&Value], shape: Shape) -> Value {
         match self {
             Kernel::Contract(c) => c.evaluate(operands, shape),
+            Kernel::QuantizedProduct(product) => product.evaluate(operands, shape),
             Kernel::Attention { scale, causal } => {
                 attention(operands, f64::from(*scale), *causal, shape)
             }
@@ -365,14 +419,10 @@ impl Contract {
             let [_, height, width] = leading else {
                 return Err(wrong(format!("{lhs} is no image")));
             };
-            for (i, size) in [height, width].into_iter().enumerate() {
-                let (low, high) = window.padding[i];
-                let padded = size + low + high;
-                if padded < window.size[i] || window.strides[i] == 0 {
-                    return Err(wrong(format!("{lhs} is smaller than the kernel")));
-                }
-                dims[1 + i] = (padded - window.size[i]) / window.strides[i] + 1;
-            }
+            let Some(places) = window.places([*height, *width]) else {
+                return Err(wrong(format!("{lhs} is smaller than the kernel")));
+            };
+            dims[1..].copy_from_slice(&places);
         }
         let rows = dims.clone();
         dims.push(self.columns);
@@ -414,7 +464,10 @@ impl Contract {
         let round = |x: f64| f64::from(x as f32);
         let mut out = Vec::with_capacity(shape.count());
         for row in 0..shape.count() / self.columns.max(1) {
-            let pixels = self.pixels(row, lhs, &shape);
+            let pixels = match &self.window {
+                Some(window) => window.pixels(row, &lhs.shape, &shape),
+                None => vec![Some(row)],
+            };
             for n in 0..self.columns {
                 let mut sum = start.map_or(0.0, |s| s.float(n));
                 for (tap, pixel) in pixels.iter().enumerate() {
@@ -442,31 +495,6 @@ impl Contract {
             shape,
             data: Data::F(out),
         }
-    }
-
-    /// The pixel (or row) of the lhs under each kernel place of a result's row; `None` in the padding.
-    fn pixels(&self, row: usize, lhs: &Value, result: &Shape) -> Vec<Option<usize>> {
-        let Some(window) = &self.window else {
-            return vec![Some(row)];
-        };
-        let [height, width] = [lhs.shape.dims[1], lhs.shape.dims[2]];
-        let [out_height, out_width] = [result.dims[1], result.dims[2]];
-        let image = row / (out_height * out_width);
-        let [top, left] = [row / out_width % out_height, row % out_width];
-        let mut pixels = Vec::with_capacity(window.taps());
-        for y in 0..window.size[0] {
-            for x in 0..window.size[1] {
-                let y = (top * window.strides[0] + y).checked_sub(window.padding[0].0);
-                let x = (left * window.strides[1] + x).checked_sub(window.padding[1].0);
-                pixels.push(match (y, x) {
-                    (Some(y), Some(x)) if y < height && x < width => {
-                        Some((image * height + y) * width + x)
-                    }
-                    _ => None,
-                });
-            }
-        }
-        pixels
     }
 }
 

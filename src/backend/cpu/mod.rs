@@ -2,10 +2,13 @@
 
 mod claim;
 pub mod kernel;
+mod quantized;
 mod rewrite;
+mod training;
 
 pub use claim::claim;
 pub use rewrite::rewrite;
+pub use training::claim_training;
 
 /// The instruction sets that the plugin's kernels need and this processor lacks, by the names that `/proc/cpuinfo` has.
 pub fn missing_features() -> Vec<&'static str> {

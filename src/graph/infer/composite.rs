@@ -1,7 +1,7 @@
 //! The shape of a composite's result.
 
 use crate::dtype::DType;
-use crate::graph::{Composite, Graph, InferError, Op};
+use crate::graph::{Composite, Graph, InferError, Op, Rounding};
 use crate::shape::Shape;
 
 use super::{Result, infer};
@@ -90,8 +90,21 @@ fn result_dims(kind: &Composite, operands: &[&Shape]) -> Dims {
             count(1)?;
             kept_dims(operands[0], kept)
         }
-        Composite::Quantize { kept, .. } => {
-            count(2)?;
+        Composite::RoundingNoise { dims, .. } => {
+            count(1)?;
+            let key = Shape::new(DType::U32, [2]);
+            match *operands[0] == key {
+                true => Ok(dims.clone()),
+                false => Err(format!("takes {key}, found {}", operands[0])),
+            }
+        }
+        Composite::Quantize { kept, format } => {
+            let is_stochastic = format.rounding == Rounding::Stochastic;
+            count(2 + usize::from(is_stochastic))?;
+            let noise = Shape::new(DType::F32, operands[0].dims.clone());
+            if is_stochastic && *operands[2] != noise {
+                return Err(format!("takes the noise {noise}, found {}", operands[2]));
+            }
             if operands[1].dims != kept_dims(operands[0], kept)? {
                 return Err(format!(
                     "the scale {} does not lie along dimensions {kept:?} of {}",

@@ -45,6 +45,7 @@ pub(super) const SOURCES: &[(&str, &str)] = &[
     ("objects.h", include_str!("../../../plugin/objects.h")),
     ("pool.h", include_str!("../../../plugin/pool.h")),
     ("products.h", include_str!("../../../plugin/products.h")),
+    ("quantized.cc", include_str!("../../../plugin/quantized.cc")),
     ("rows.cc", include_str!("../../../plugin/rows.cc")),
     ("status.h", include_str!("../../../plugin/status.h")),
     ("threads.cc", include_str!("../../../plugin/threads.cc")),

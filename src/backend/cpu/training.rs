@@ -1,0 +1,283 @@
+//! The claims of the CPU plugin's kernels in a training step.
+
+use std::collections::HashMap;
+
+use crate::backend::follow;
+use crate::dtype::DType;
+use crate::graph::random::RoundingStream;
+use crate::graph::{
+    Binary, Builder, Composite, Contraction, DotDims, Graph, GraphError, Node, NumericsConvention,
+    Op, Rounding, Tensor, TensorFormat,
+};
+
+use super::claim::{call, channels_last_kernel};
+use super::kernel::{Form, Kernel, MOST_INT8_TERMS, QuantizedProduct};
+use super::rewrite::is_plain_convolution;
+
+/// The graph of a training step with the CPU plugin's kernel in place of its int8 products in `f32`: forward, and
+/// both of the derivative, with range finding, rounding and scales, and the bias where one follows. Operands are rounded
+/// in each product that multiplies them: that is cheaper than writing and reading what was rounded.
+///
+/// # Errors
+/// When the graph is ill-typed.
+pub fn claim_training(graph: &Graph) -> Result<Graph, GraphError> {
+    let claims = Claims {
+        graph,
+        users: follow::users(graph),
+    };
+    let products = claims.products();
+    graph.substitute(&mut |b, i, copies| match products.get(&i) {
+        None => Ok(None),
+        Some(product) => product.call(b, graph, copies).map(Some),
+    })
+}
+
+/// An operand before it was rounded. Numbers are nodes.
+#[derive(Clone, Copy)]
+struct Operand {
+    x: u32,
+    /// The stream of the noise that it was rounded with, and the key.
+    noise: Option<(RoundingStream, u32)>,
+}
+
+struct Product<'a> {
+    contraction: &'a Contraction,
+    lhs: Operand,
+    rhs: u32,
+    bias: Option<u32>,
+    /// The product itself.
+    node: usize,
+}
+
+/// Where a matrix product's terms lie in an operand.
+#[derive(Clone, Copy, PartialEq)]
+enum Terms {
+    Last,
+    First,
+}
+
+impl Terms {
+    /// `None` where `contract` are not the first or the last dimensions of `rank`, in order.
+    fn of(contract: &[usize], rank: usize) -> Option<Terms> {
+        let places = contract.iter().copied();
+        if places.clone().eq(rank - contract.len()..rank) {
+            Some(Terms::Last)
+        } else {
+            places.eq(0..contract.len()).then_some(Terms::First)
+        }
+    }
+
+    /// An operand as a matrix, `[lines, terms]` or `[terms, lines]`.
+    fn matrix(self, b: &Builder, x: Tensor, terms: usize) -> Result<Tensor, GraphError> {
+        let lines = b.shape(x).count() / terms;
+        match self {
+            Terms::Last => b.reshape(x, &[lines, terms]),
+            Terms::First => b.reshape(x, &[terms, lines]),
+        }
+    }
+}
+
+/// Where the terms lie in both operands of a dot, if it is one that the kernel takes.
+fn terms_of_dot(dims: &DotDims, ranks: [usize; 2]) -> Option<[Terms; 2]> {
+    let lhs = Terms::of(&dims.lhs_contract, ranks[0])?;
+    let rhs = Terms::of(&dims.rhs_contract, ranks[1])?;
+    dims.lhs_batch.is_empty().then_some([lhs, rhs])
+}
+
+impl Product<'_> {
+    fn call(&self, b: &Builder, graph: &Graph, copies: &[Tensor]) -> Result<Tensor, GraphError> {
+        let copy = |id: u32| copies[id as usize];
+        let [lhs, rhs] = [copy(self.lhs.x), copy(self.rhs)];
+        let (form, mut operands) = match self.contraction {
+            Contraction::Convolution(dims) => {
+                let (kernel, window) = channels_last_kernel(b, rhs, dims)?;
+                (Form::Convolution(window), vec![lhs, kernel])
+            }
+            Contraction::Dot(dims) => {
+                let ranks = [lhs, rhs].map(|x| b.dims(x).len());
+                let Some([of_lhs, of_rhs]) = terms_of_dot(dims, ranks) else {
+                    return Err(b.invalid("a product was claimed whose terms do not lie together"));
+                };
+                let sizes = b.dims(lhs);
+                let terms = dims.lhs_contract.iter().map(|d| sizes[*d]).product();
+                let form = Form::Matrix {
+                    lhs_transposed: of_lhs == Terms::First,
+                    rhs_transposed: of_rhs == Terms::First,
+                };
+                let matrices = [of_lhs.matrix(b, lhs, terms)?, of_rhs.matrix(b, rhs, terms)?];
+                (form, matrices.to_vec())
+            }
+        };
+        operands.extend(self.lhs.noise.map(|(_, key)| copy(key)));
+        operands.extend(self.bias.map(copy));
+        let kernel = QuantizedProduct {
+            form,
+            noise: self.lhs.noise.map(|(stream, _)| stream),
+            bias: self.bias.is_some(),
+        };
+        let y = call(b, Kernel::QuantizedProduct(kernel), &operands)?;
+        b.reshape(y, &graph.nodes[self.node].shape.dims)
+    }
+}
+
+/// Decides what the kernel takes, by attributes, types and shapes.
+struct Claims<'a> {
+    graph: &'a Graph,
+    users: Vec<Vec<Option<usize>>>,
+}
+
+impl<'a> Claims<'a> {
+    fn node(&self, id: u32) -> &'a Node {
+        &self.graph.nodes[id as usize]
+    }
+
+    /// The products that the kernel takes, by the node whose value it gives.
+    fn products(&self) -> HashMap<usize, Product<'a>> {
+        let live = (0..self.graph.nodes.len()).filter(|i| !self.users[*i].is_empty());
+        live.filter_map(|i| self.product(i))
+            .map(|product| self.with_bias(product))
+            .collect()
+    }
+
+    fn product(&self, i: usize) -> Option<Product<'a>> {
+        let node = &self.graph.nodes[i];
+        let Op::Composite {
+            kind:
+                Composite::ScaledContraction {
+                    contraction,
+                    lhs_scale: true,
+                    rhs_scale: true,
+                },
+            ..
+        } = &node.op
+        else {
+            return None;
+        };
+        let [lhs, rhs, lhs_scale, rhs_scale] = node.operands[..] else {
+            return None;
+        };
+        let ranks = [lhs, rhs].map(|id| self.node(id).shape.rank());
+        let [lhs_kept, rhs_kept] = contraction.kept(ranks);
+        let lhs = self.before_rounding(lhs, lhs_scale, &lhs_kept)?;
+        let rhs = self.before_rounding(rhs, rhs_scale, &rhs_kept)?;
+        let product = Product {
+            contraction,
+            lhs,
+            rhs: rhs.x,
+            bias: None,
+            node: i,
+        };
+        (rhs.noise.is_none() && self.fits(&product)).then_some(product)
+    }
+
+    /// What was rounded to `values` by AQT's int8, with a range for each index of `kept`.
+    fn before_rounding(&self, values: u32, scale: u32, kept: &[usize]) -> Option<Operand> {
+        let node = self.node(values);
+        let rounding = match node.op {
+            Op::Stored => self.node(node.operands[0]),
+            _ => node,
+        };
+        let Op::Composite {
+            kind:
+                Composite::Quantize {
+                    kept: along,
+                    format,
+                },
+            ..
+        } = &rounding.op
+        else {
+            return None;
+        };
+        let x = rounding.operands[0];
+        let finding = self.node(scale);
+        let finds = matches!(
+            &finding.op,
+            Op::Composite { kind: Composite::FindScale { kept: of_scale, format: found }, .. }
+                if of_scale == kept && found == format
+        );
+        let nearest = TensorFormat {
+            rounding: Rounding::NearestEven,
+            ..*format
+        };
+        let is_whole = finds
+            && along == kept
+            && rounding.operands[1] == scale
+            && finding.operands[0] == x
+            && nearest == TensorFormat::int8(NumericsConvention::Aqt)
+            && self.node(x).shape.dtype == DType::F32;
+        if !is_whole {
+            return None;
+        }
+        let noise = match rounding.operands.get(2) {
+            None => None,
+            Some(noise) => Some(self.noise(*noise)?),
+        };
+        Some(Operand { x, noise })
+    }
+
+    /// The stream and the key of what is the noise of this program, of a tensor whose positions fit a word.
+    fn noise(&self, id: u32) -> Option<(RoundingStream, u32)> {
+        let node = self.node(id);
+        match &node.op {
+            Op::Composite {
+                kind: Composite::RoundingNoise { stream, .. },
+                ..
+            } => {
+                let fits = node.shape.count() <= u32::MAX as usize;
+                fits.then_some((*stream, node.operands[0]))
+            }
+            _ => None,
+        }
+    }
+
+    fn fits(&self, product: &Product<'_>) -> bool {
+        let [lhs, rhs] = [product.lhs.x, product.rhs].map(|id| &self.node(id).shape);
+        let terms = match product.contraction {
+            Contraction::Dot(dims) => {
+                if terms_of_dot(dims, [lhs.rank(), rhs.rank()]).is_none() {
+                    return false;
+                }
+                dims.lhs_contract.iter().map(|d| lhs.dims[*d]).product()
+            }
+            Contraction::Convolution(dims) => {
+                if dims.strides.len() != 2 || !is_plain_convolution(dims) {
+                    return false;
+                }
+                rhs.count() / rhs.dims[dims.rhs.batch].max(1)
+            }
+        };
+        let result = &self.graph.nodes[product.node].shape;
+        result.dtype == DType::F32 && result.count() > 0 && (1..=MOST_INT8_TERMS).contains(&terms)
+    }
+
+    /// The product with the bias that is its value's only use, and the last node of them.
+    fn with_bias(&self, mut product: Product<'a>) -> (usize, Product<'a>) {
+        let i = product.node;
+        let [Some(user)] = self.users[i][..] else {
+            return (i, product);
+        };
+        let node = &self.graph.nodes[user];
+        if !matches!(node.op, Op::Binary(Binary::Add)) {
+            return (i, product);
+        }
+        let columns = self.columns(&product);
+        product.bias = follow::bias(self.graph, i as u32, node)
+            .filter(|bias| *self.node(*bias).shape.dims == [columns])
+            .filter(|bias| self.node(*bias).shape.dtype == DType::F32);
+        match product.bias {
+            Some(_) => (user, product),
+            None => (i, product),
+        }
+    }
+
+    fn columns(&self, product: &Product<'_>) -> usize {
+        let rhs = &self.node(product.rhs).shape;
+        match product.contraction {
+            Contraction::Convolution(dims) => rhs.dims[dims.rhs.batch],
+            Contraction::Dot(dims) => {
+                let free = (0..rhs.rank()).filter(|d| !dims.rhs_contract.contains(d));
+                free.map(|d| rhs.dims[d]).product()
+            }
+        }
+    }
+}
