@@ -201,7 +201,7 @@ fn products_of_training() -> Graph {
     let rows = [
         ("a", x("a", &[2, 19, 72]), layer(100)),
         ("b", x("b", &[5, 6]), layer(33).without_bias()),
-        ("c", x("c", &[1030, 64]), layer(50)),
+        ("c", x("c", &[260, 64]), layer(50)),
     ];
     let images = [
         ("d", x("d", &[2, 7, 6, 6]), Conv2d::same(17, 3)),
@@ -262,10 +262,6 @@ fn products_of_training_become_one_kernel_each() {
     let inputs = inputs_with_key(&graph);
     let expected = evaluate(&graph, &inputs).unwrap();
     assert_eq!(evaluate(&with, &inputs).unwrap(), expected);
-    if kernels_run() {
-        // Sums are exact, and every rounding before and after them is the host's.
-        assert_eq!(run_on(&cpu_session(1), &with, &inputs), expected);
-    }
 }
 
 /// What the kernels can be forced to use, from the lowest.
@@ -312,6 +308,7 @@ fn compare_with_the_host(isa: &str) {
         &graph_of(contractions_in_tiles, true),
         &|found, expected| found == expected,
     );
+    // The same for what training multiplies, whose roundings before the sums are the host's too.
     let training = products_of_training();
     let given = inputs_with_key(&training);
     let found = run_on(&session, &claim_training(&training).unwrap(), &given);
