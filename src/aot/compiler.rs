@@ -95,7 +95,6 @@ impl Compiler {
         mesh: Mesh,
         rules: LogicalAxisRules,
     ) -> Compiler {
-        let backend = accelerator.backend(mesh.num_devices());
         Compiler {
             plugin_id: PluginId {
                 platform: topology.platform_name().to_owned(),
@@ -106,11 +105,10 @@ impl Compiler {
             hbm_limit: bytes(topology.device_memory_limit())
                 .or_else(|| accelerator.chip.device_memory_bytes()),
             plugin: CompilerPlugin::Topology(topology),
-            backend,
+            backend: accelerator.backend(mesh.num_devices()),
             name: accelerator.name,
             chip: Some(accelerator.chip),
-            options: compile_options(&mesh, backend)
-                .with_cuda_data_dir(installed.cuda_data_dir.as_deref()),
+            options: compile_options(&mesh).with_cuda_data_dir(installed.cuda_data_dir.as_deref()),
             mesh,
             rules,
             simulator: None,
