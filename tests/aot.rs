@@ -350,7 +350,9 @@ fn a_program_too_large_for_its_device_says_so() {
     let folder = tempfile::tempdir().unwrap();
     let config = folder.path().join("big.yml");
     // The cross attention's two projections take 16 GiB each; the device has 15.75.
-    let text = TINY.replace("cross_attention_dim: 32", "cross_attention_dim: 134217728");
+    let text = TINY
+        .replace("cross_attention_dim: 32", "cross_attention_dim: 1048576")
+        .replace("block_out_channels: [32]", "block_out_channels: [4096]");
     std::fs::write(&config, text).unwrap();
     let output = folder.path().join("step.bundle");
     let error = refused(

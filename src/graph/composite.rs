@@ -4,8 +4,7 @@
 //! evaluator runs the body, and the derivative goes through it. A backend that has a kernel for a composite puts the
 //! kernel in its place ([`crate::backend`]); [`Graph::inline_composites`](super::Graph::inline_composites) puts the body in place of all others.
 
-use super::random::RoundingStream;
-use super::{ConvDims, DotDims, TensorFormat};
+use super::{ConvDims, DotDims, RoundingStream, TensorFormat};
 
 /// The computation of a composite, with its attributes.
 #[derive(Clone, Debug, PartialEq)]

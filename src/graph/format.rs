@@ -90,3 +90,14 @@ pub struct QuantDot {
     pub dlhs: Option<ContractionQuant>,
     pub drhs: Option<ContractionQuant>,
 }
+
+/// One of the uses of a key for stochastic rounding. Each has noise of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RoundingStream(pub u32);
+
+impl RoundingStream {
+    /// What is added to the key's high word. Streams start far apart: multiples of 2^32 over the golden ratio.
+    pub fn salt(self) -> u32 {
+        self.0.wrapping_mul(0x9E37_79B9)
+    }
+}

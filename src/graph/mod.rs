@@ -32,7 +32,8 @@ pub use error::{GraphError, InferError, constraint};
 pub use eval::{EvalError, evaluate};
 pub use flops::flops;
 pub use format::{
-    ContractionQuant, Granularity, NumericsConvention, QuantDot, Range, Rounding, TensorFormat,
+    ContractionQuant, Granularity, NumericsConvention, QuantDot, Range, Rounding, RoundingStream,
+    TensorFormat,
 };
 pub use init::Init;
 pub use op::Op;

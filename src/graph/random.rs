@@ -6,7 +6,7 @@
 use crate::dtype::DType;
 use crate::shape::Shape;
 
-use super::{Binary, Builder, GraphError, Tensor};
+use super::{Binary, Builder, GraphError, RoundingStream, Tensor};
 
 type Result<T> = std::result::Result<T, GraphError>;
 
@@ -122,17 +122,6 @@ pub fn normal(b: &Builder, key: RandomKey, dims: &[usize]) -> Result<Tensor> {
     let radius = b.sqrt(b.mul_scalar(b.log(open)?, -2.0)?)?;
     let angle = b.mul_scalar(unit(b, second)?, std::f64::consts::TAU)?;
     b.mul(radius, b.cos(angle)?)
-}
-
-/// One of the uses of a key for stochastic rounding. Each has noise of its own.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct RoundingStream(pub u32);
-
-impl RoundingStream {
-    /// What is added to the key's high word. Streams start far apart: multiples of 2^32 over the golden ratio.
-    pub fn salt(self) -> u32 {
-        self.0.wrapping_mul(0x9E37_79B9)
-    }
 }
 
 /// Uniform `f32` noise in `[-0.5, 0.5)` for stochastic rounding.

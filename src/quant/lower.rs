@@ -1,7 +1,8 @@
 //! Lowers annotated contractions: operands become integers with scales, and scales are applied to the product.
 
 use crate::dtype::DType;
-use crate::graph::random::{RandomKey, RoundingStream, rounding_noise};
+use crate::graph::RoundingStream;
+use crate::graph::random::{RandomKey, rounding_noise};
 use crate::graph::scopes::RANGE_FINDING;
 use crate::graph::{
     Builder, Comparison, Composite, Contraction, ContractionQuant, Granularity, Graph, GraphError,

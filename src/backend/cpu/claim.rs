@@ -12,7 +12,8 @@ use crate::graph::{
 use crate::quant::scale_of;
 use crate::shape::Shape;
 
-use super::kernel::{Contract, Kernel, LANES, MOST_INT8_TERMS, Window, group};
+use super::kernel::{Contract, Kernel, LANES, Window, group};
+use super::quantized::MOST_INT8_TERMS;
 use super::rewrite::is_plain_convolution;
 
 type Result<T> = std::result::Result<T, GraphError>;

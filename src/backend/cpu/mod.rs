@@ -5,6 +5,7 @@ pub mod kernel;
 mod quantized;
 mod rewrite;
 mod training;
+mod window;
 
 pub use claim::claim;
 pub use rewrite::rewrite;

@@ -2,11 +2,14 @@
 
 use crate::dtype::DType;
 use crate::graph::eval::{Data, Value};
-use crate::graph::random::{RoundingStream, rounding_noise_at};
-use crate::graph::{Attribute, InferError, constraint};
+use crate::graph::random::rounding_noise_at;
+use crate::graph::{Attribute, InferError, RoundingStream, constraint};
 use crate::shape::Shape;
 
-use super::kernel::{MOST_INT8_TERMS, Window};
+use super::window::Window;
+
+/// Multiply-adds of int8 products that cannot overflow 32 bits, whatever the values: 255 * 128 * 65,000 < 2^31.
+pub(super) const MOST_INT8_TERMS: usize = 65_000;
 
 /// Attributes of [`super::kernel::Kernel::QuantizedProduct`].
 #[derive(Clone, Debug, PartialEq, Eq)]

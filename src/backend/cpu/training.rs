@@ -4,14 +4,14 @@ use std::collections::HashMap;
 
 use crate::backend::follow;
 use crate::dtype::DType;
-use crate::graph::random::RoundingStream;
 use crate::graph::{
     Binary, Builder, Composite, Contraction, DotDims, Graph, GraphError, Node, NumericsConvention,
-    Op, Rounding, Tensor, TensorFormat,
+    Op, Rounding, RoundingStream, Tensor, TensorFormat,
 };
 
 use super::claim::{call, channels_last_kernel};
-use super::kernel::{Form, Kernel, MOST_INT8_TERMS, QuantizedProduct};
+use super::kernel::{Form, Kernel, QuantizedProduct};
+use super::quantized::MOST_INT8_TERMS;
 use super::rewrite::is_plain_convolution;
 
 /// The graph of a training step with the CPU plugin's kernel in place of its int8 products in `f32`: forward, and
