@@ -40,6 +40,8 @@ fn every_command_line_ends_with_its_code_and_one_line() {
         std::fs::write(at(name), "").unwrap();
     }
     std::fs::write(at("broken.yml"), "a: [").unwrap();
+    let wan = "model_name: wan2.1\nmodel_type: T2V\nflow_shift: 5.0\n";
+    std::fs::write(at("wan.yml"), wan).unwrap();
     std::fs::write(at("latin1.yml"), b"run_name: \xe9\n").unwrap();
     std::fs::write(at("large.yml"), "#".repeat((1 << 20) + 1)).unwrap();
     for name in ["pipe", "pipe.safetensors"] {

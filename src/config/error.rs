@@ -64,6 +64,13 @@ pub enum Problem {
     /// A value that MaxDiffusion knows and this program does not have yet.
     #[error("{found} is a MaxDiffusion value that is not here yet; valid: {valid}")]
     ValueNotYet { found: String, valid: String },
+    /// The recipe is for a model of a family that is known and not built.
+    #[error("{found} is {family}, which is not here yet; supported are {supported}")]
+    UnsupportedFamily {
+        found: String,
+        family: &'static str,
+        supported: String,
+    },
     /// A number outside its range.
     #[error("{found} is out of range: expected {range}")]
     OutOfRange { found: String, range: String },

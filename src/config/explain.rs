@@ -246,6 +246,7 @@ pub fn write_markdown() -> String {
          - YAML is 1.2, read strictly: `1e-5` is a float (PyYAML makes it a string), `yes` in a file is true, `None` is the string (write\n  \
            `null`), numbers with leading zeros are refused, and so is a key with two different values.\n",
     );
+    let _ = write!(text, "\n{RECIPES}");
     let mut group = "";
     for key in Config::KEYS {
         if key.group != group {
@@ -264,6 +265,9 @@ pub fn write_markdown() -> String {
     }
     text
 }
+
+/// What becomes of MaxDiffusion's recipes: the output of `scripts/maxdiffusion_recipes`.
+const RECIPES: &str = include_str!("recipes.md");
 
 const HEAD: &str =
     "| key | type | default | affects | meaning | status |\n|---|---|---|---|---|---|\n";

@@ -6,6 +6,8 @@ use std::path::Path;
 
 use serde_json::{Map, Value};
 
+use crate::models::Family;
+use crate::models::family::UNSUPPORTED;
 use crate::pipelines::image_file::NamedSampler;
 use crate::schedulers::SchedulerKind;
 use crate::util::files;
@@ -445,7 +447,33 @@ impl Loader {
         }
     }
 
+    /// The error of a recipe for a family that is known and not built, which stands for the errors of all keys that only
+    /// such recipes have.
+    fn unsupported_family(&self) -> Option<ConfigError> {
+        let value = |key: &str| self.values.get(key).and_then(Value::as_str);
+        let found = UNSUPPORTED.iter().find_map(|family| {
+            let says = |(key, start): &&(&str, &str)| {
+                value(key).is_some_and(|text| text.starts_with(start))
+            };
+            Some((family, family.recipe.iter().find(says)?.0))
+        });
+        let (family, key) = found?;
+        let supported: Vec<&str> = Family::published().map(|(f, _)| f.title()).collect();
+        Some(ConfigError {
+            key: key.to_owned(),
+            place: self.origins.place(key),
+            problem: Problem::UnsupportedFamily {
+                found: show(&self.values[key]),
+                family: family.name,
+                supported: supported.join(", "),
+            },
+        })
+    }
+
     fn finish(mut self, verb: Option<Verb>) -> Result<Loaded, ConfigErrors> {
+        if let Some(error) = self.unsupported_family() {
+            return Err(error.into());
+        }
         let mut config = Config::default();
         let mut problems = Problems::new();
         config.read_map(&self.values, "", &mut problems);

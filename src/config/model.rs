@@ -20,6 +20,9 @@ pub fn builtin_unet_config(pretrained_model_name_or_path: &str) -> Option<&'stat
 /// What a known model's UNet predicts, by its name on the hub.
 pub(super) fn builtin_prediction(pretrained_model_name_or_path: &str) -> Option<PredictionType> {
     let (_, published) = Family::of_repository(pretrained_model_name_or_path)?;
+    if published.epsilon.contains(&pretrained_model_name_or_path) {
+        return Some(PredictionType::Epsilon);
+    }
     let scheduler: Map<String, Value> = serde_json::from_str(published.scheduler).ok()?;
     PredictionType::from_name(scheduler.get("prediction_type")?.as_str()?)
 }

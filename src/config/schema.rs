@@ -47,6 +47,7 @@ const RUNS: &[Verb] = &[Verb::Train, Verb::Generate, Verb::ModuleRun];
 const DENOISE: &[Verb] = &[Verb::Generate, Verb::Compile, Verb::Lower];
 
 const OTHER_DATASETS: &str = "only the dataset types of MaxDiffusion that are not here yet (tf, hf, tfrecord, grain) read it";
+const PREPROCESSING: &str = "only the scripts of MaxDiffusion that prepare datasets read it";
 const DREAMBOOTH: &str = "only DreamBooth training reads it, which is not here yet";
 const SAFETENSORS: &str =
     "models are read from safetensors, which are the same for PyTorch and Flax";
@@ -82,6 +83,9 @@ schema! {
         write_metrics: bool = true, Used, TRAIN;
         /// File of the JSON lines. Empty: `metrics.jsonl` in the run's folder.
         metrics_file: String = String::new(), Used, TRAIN, when Is("write_metrics", &["True"]);
+        /// Folder of the files for TensorBoard. Empty: `tensorboard` in the run's folder, which MaxDiffusion takes wherever there
+        /// is a `run_name`.
+        tensorboard_dir: String = String::new(), Used, TRAIN, when Is("write_metrics", &["True"]);
         /// File of the durations of the phases of a run.
         timing_metrics_file: String = String::new(), NotYet("a file of phase durations"), TRAIN;
         /// Write the durations of the phases of a run.
@@ -268,6 +272,18 @@ schema! {
         hf_data_dir: String = String::new(), NoEffect(OTHER_DATASETS), TRAIN;
         /// Files of a hub dataset.
         hf_train_files: String = String::new(), NoEffect(OTHER_DATASETS), TRAIN;
+        /// ArrayRecord files of a Grain dataset.
+        grain_train_files: String = String::new(), NoEffect(OTHER_DATASETS), TRAIN;
+        /// Processes that read a Grain dataset.
+        grain_worker_count: u64 = 4, NoEffect(OTHER_DATASETS), TRAIN;
+        /// Archives to make TFRecords of.
+        data_files_pattern: String = String::new(), NoEffect(PREPROCESSING), TRAIN;
+        /// Folder for what is extracted from them.
+        extracted_files_dir: String = String::new(), NoEffect(PREPROCESSING), TRAIN;
+        /// Folder of the TFRecords.
+        tfrecords_dir: String = String::new(), NoEffect(PREPROCESSING), TRAIN;
+        /// Examples of a TFRecord.
+        no_records_per_shard: u64 = 1000, NoEffect(PREPROCESSING), TRAIN;
         /// Train on one batch over and over.
         reuse_example_batch: bool = false, NotYet("training on one batch over and over"), TRAIN;
         /// Configuration of a hub dataset.

@@ -80,19 +80,68 @@ pub struct Unsupported {
     pub pipeline: &'static str,
     /// A tensor of its single files.
     pub tensor: &'static str,
+    /// Keys that MaxDiffusion's recipes for it have, each with how its value begins.
+    pub recipe: &'static [(&'static str, &'static str)],
 }
 
-/// The families that are known and not built.
-pub const UNSUPPORTED: [Unsupported; 2] = [
+const REPOSITORY: &str = "pretrained_model_name_or_path";
+
+/// The families that are known and not built: the first whose sign is there is meant. Facts: diffusers'
+/// `loaders/single_file_utils.py`, and MaxDiffusion's recipes at 7cfb8801.
+pub const UNSUPPORTED: [Unsupported; 7] = [
     Unsupported {
         name: "Stable Diffusion 3.x",
         pipeline: "StableDiffusion3",
         tensor: "joint_blocks.0.context_block.adaLN_modulation.1.bias",
+        recipe: &[(REPOSITORY, "stabilityai/stable-diffusion-3")],
+    },
+    Unsupported {
+        name: "FLUX.2",
+        pipeline: "Flux2",
+        tensor: "single_stream_modulation.lin.weight",
+        recipe: &[
+            ("flux_name", "flux2"),
+            (REPOSITORY, "black-forest-labs/FLUX.2"),
+        ],
     },
     Unsupported {
         name: "FLUX.1",
         pipeline: "Flux",
         tensor: "double_blocks.0.img_attn.norm.key_norm.scale",
+        recipe: &[
+            ("flux_name", "flux"),
+            (REPOSITORY, "black-forest-labs/FLUX.1"),
+        ],
+    },
+    Unsupported {
+        name: "LTX-2",
+        pipeline: "LTX2",
+        tensor: "av_ca_a2v_gate_adaln_single.emb.timestep_embedder.linear_1.weight",
+        recipe: &[("model_name", "ltx2"), (REPOSITORY, "Lightricks/LTX-2")],
+    },
+    Unsupported {
+        name: "LTX-Video",
+        pipeline: "LTX",
+        tensor: "patchify_proj.weight",
+        recipe: &[
+            (REPOSITORY, "Lightricks/LTX-Video"),
+            ("spatial_upscaler_model_path", "ltxv"),
+        ],
+    },
+    Unsupported {
+        name: "Wan",
+        pipeline: "Wan",
+        tensor: "head.modulation",
+        recipe: &[("model_name", "wan"), (REPOSITORY, "Wan-AI/Wan")],
+    },
+    Unsupported {
+        name: "Z-Image",
+        pipeline: "ZImage",
+        tensor: "layers.0.adaLN_modulation.0.weight",
+        recipe: &[
+            ("model_name", "z_image"),
+            (REPOSITORY, "Tongyi-MAI/Z-Image"),
+        ],
     },
 ];
 

@@ -46,8 +46,11 @@ impl FamilySpec {
 /// A family's published models.
 #[derive(Debug)]
 pub struct Published {
-    /// Repositories on the hub, the original first, whose denoiser has exactly the architecture `unet`.
+    /// Repositories on the hub, the original first, whose denoiser has exactly the architecture `unet`, whatever side its
+    /// samples had in training.
     pub repositories: &'static [&'static str],
+    /// Those of them whose denoiser predicts the noise although that of `scheduler` does not.
+    pub epsilon: &'static [&'static str],
     /// The features of the text that the denoiser attends to, by which LoRA files of the families differ.
     pub text_features: usize,
     /// `unet/config.json` as published: the architecture, and what no tensor of a single file tells of it.

@@ -178,10 +178,14 @@ fn metrics(config: &Config) -> MetricsFiles {
         "" => run_dir.join("metrics.jsonl"),
         given => given.into(),
     };
+    let tensorboard = match config.tensorboard_dir.as_str() {
+        "" => run_dir.join("tensorboard"),
+        given => given.into(),
+    };
     MetricsFiles {
         run_name: config.run_name.clone(),
         jsonl: config.write_metrics.then_some(jsonl),
-        tensorboard: config.write_metrics.then(|| run_dir.join("tensorboard")),
+        tensorboard: config.write_metrics.then_some(tensorboard),
         flush_every: config.log_period,
     }
 }

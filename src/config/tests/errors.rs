@@ -227,3 +227,32 @@ fn files_that_cannot_be_read_are_named() {
     std::fs::write(&file, b"run_name: \xff\n").unwrap();
     assert!(Config::load(&file, &[], None).is_err());
 }
+
+#[test]
+fn a_recipe_of_a_family_that_is_not_here_has_one_error() {
+    // The keys and values by which MaxDiffusion's recipes tell their families.
+    for (sign, family) in [
+        ("model_name: wan2.2", "Wan"),
+        ("model_name: \"ltx2.3\"", "LTX-2"),
+        ("model_name: ltx2_video", "LTX-2"),
+        (
+            "pretrained_model_name_or_path: 'Lightricks/LTX-Video'",
+            "LTX-Video",
+        ),
+        ("pretrained_model_name_or_path: 'Lightricks/LTX-2'", "LTX-2"),
+        ("model_name: z_image", "Z-Image"),
+        ("flux_name: flux2klein_9B", "FLUX.2"),
+        ("flux_name: flux-schnell", "FLUX.1"),
+    ] {
+        let found = errors(&format!("frame_rate: 30\n{sign}\n"), &["zzz=1"], None);
+        assert_eq!(found.len(), 1, "{found:?}");
+        let key = sign.split(':').next().unwrap();
+        assert!(
+            found[0].starts_with(&format!("run.yml:2: {key}: ")),
+            "{found:?}"
+        );
+        let expected =
+            format!(" is {family}, which is not here yet; supported are Stable Diffusion 1.x, ");
+        assert!(found[0].contains(&expected), "{found:?}");
+    }
+}

@@ -189,10 +189,14 @@ fn short_and_long_keys_agree() {
         (c.sampler(), c.prediction()),
         (SchedulerKind::Ddim, PredictionType::VPrediction)
     );
-    assert_eq!(
-        load(unsaid, &[], None).config.prediction(),
-        PredictionType::Epsilon
-    );
+    // One architecture, and another prediction.
+    for word in [
+        &[][..],
+        &["pretrained_model_name_or_path=stabilityai/stable-diffusion-2-base"],
+    ] {
+        let prediction = load(unsaid, word, None).config.prediction();
+        assert_eq!(prediction, PredictionType::Epsilon);
+    }
 }
 
 #[test]

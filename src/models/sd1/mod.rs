@@ -17,6 +17,7 @@ pub const SPEC: FamilySpec = FamilySpec {
             "runwayml/stable-diffusion-v1-5",
             "stable-diffusion-v1-5/stable-diffusion-v1-5",
         ],
+        epsilon: &[],
         text_features: TEXT_FEATURES,
         unet: include_str!("unet.json"),
         vae: include_str!("vae.json"),

@@ -13,7 +13,11 @@ pub const SPEC: FamilySpec = FamilySpec {
     title: "SDXL",
     recipe: "base_xl.yml",
     published: Some(Published {
-        repositories: &["stabilityai/stable-diffusion-xl-base-1.0"],
+        repositories: &[
+            "stabilityai/stable-diffusion-xl-base-1.0",
+            "stabilityai/sdxl-turbo",
+        ],
+        epsilon: &[],
         text_features: TEXT_FEATURES,
         unet: include_str!("unet.json"),
         vae: include_str!("vae.json"),

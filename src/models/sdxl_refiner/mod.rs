@@ -13,6 +13,7 @@ pub const SPEC: FamilySpec = FamilySpec {
     recipe: "refiner_xl.yml",
     published: Some(Published {
         repositories: &["stabilityai/stable-diffusion-xl-refiner-1.0"],
+        epsilon: &[],
         text_features: TEXT_FEATURES,
         unet: include_str!("unet.json"),
         vae: include_str!("vae.json"),
