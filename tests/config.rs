@@ -40,9 +40,12 @@ fn every_shipped_file_loads_without_a_warning() {
         "base15",
         "base21",
         "base_xl",
+        "base_xl_lcm",
+        "base_xl_lightning",
         "emoji",
         "quickstart",
         "refiner_xl",
+        "sdxl_turbo",
         "shapes",
     ] {
         assert!(
@@ -89,6 +92,8 @@ fn the_large_models_have_their_unets() {
         ("base15", 64, 768),
         ("base21", 96, 1024),
         ("base_xl", 128, 2048),
+        ("base_xl_lcm", 128, 2048),
+        ("base_xl_lightning", 128, 2048),
         ("refiner_xl", 128, 1280),
     ] {
         let path = root().join(format!("configs/{name}.yml"));
@@ -186,6 +191,17 @@ fn a_whole_file_of_maxdiffusion_loads() {
     same.controlnet_image = Default::default();
     same.norm_num_groups = None;
     assert_eq!(same, Config::from_text("", "", &[], None).unwrap().config);
+}
+
+#[test]
+fn the_keys_of_maxdiffusions_base15_are_taken() {
+    let path = "tests/data/base15_full.yml";
+    for verb in ["generate", "compile", "lower"] {
+        let output = program(&["config", "check", path, "--verb", verb]);
+        assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    }
+    let lowered = program(&["lower", path, "--json"]);
+    assert_eq!(lowered.status.code(), Some(0), "{}", text(&lowered.stderr));
 }
 
 #[test]

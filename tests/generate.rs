@@ -5,6 +5,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 
 use crate::common::{cpu_plugin, golden, json, keep_programs, without_optimizations};
+use maxdiff::dtype::DType;
+use maxdiff::weights::{Checkpoint, TensorView, save};
 use serde_json::Value;
 
 /// `generate` with the recorded SD 2.x pipeline, and `words` after its own.
@@ -13,9 +15,13 @@ fn generate(out: &Path, words: &[&str]) -> Output {
 }
 
 fn command(out: &Path, words: &[&str]) -> Command {
+    let recipe = Path::new(env!("CARGO_MANIFEST_DIR")).join("configs/base21.yml");
+    command_with(&recipe, out, words)
+}
+
+fn command_with(recipe: &Path, out: &Path, words: &[&str]) -> Command {
     // Finds the plugin, or says how to install it.
     cpu_plugin();
-    let recipe = Path::new(env!("CARGO_MANIFEST_DIR")).join("configs/base21.yml");
     let mut command = Command::new(env!("CARGO_BIN_EXE_maxdiff-rs"));
     without_optimizations(&mut command)
         .arg("generate")
@@ -522,6 +528,111 @@ fn an_inpainting_model_needs_an_image_and_a_mask() {
     let again = json(&generate(dir.path(), &again));
     assert_eq!(again["unet_runs"], 5);
     assert_eq!(pixels(&again["images"][0]["path"]), pixels(drawn));
+}
+
+/// What a recipe of MaxDiffusion draws with a recorded model.
+fn draw_with(recipe: &Path, out: &Path, words: &[&str]) -> image::RgbImage {
+    let words = [words, &["--json"]].concat();
+    let drawn = json(&command_with(recipe, out, &words).output().unwrap());
+    pixels(&drawn["images"][0]["path"])
+}
+
+#[test]
+fn distilled_weights_replace_the_denoisers() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    // As MaxDiffusion's recipe of SDXL-Lightning has it.
+    let recipe = at("lightning.yml");
+    let text = "model_family: sdxl\nprompt: x\nresolution: 16\nnum_inference_steps: 2\n\
+        do_classifier_free_guidance: False\nguidance_scale: 2.0\nguidance_rescale: -1\nlightning_from_pt: True\n\
+        diffusion_scheduler_config: {_class_name: DDIMScheduler, prediction_type: epsilon, timestep_spacing: trailing}\n";
+    std::fs::write(&recipe, text).unwrap();
+    let base = golden("pipeline_sdxl");
+    let base = format!("pretrained_model_name_or_path={}", base.display());
+    let draw = |words: &[&str]| draw_with(&recipe, dir.path(), words);
+
+    // Other weights: half of them are 0.
+    let weights = "unet/diffusion_pytorch_model.safetensors";
+    let mut bytes = std::fs::read(golden("pipeline_sdxl").join(weights)).unwrap();
+    let half = bytes.len() / 2;
+    bytes[half..].fill(0);
+    std::fs::write(at("distilled.safetensors"), &bytes).unwrap();
+    let here = format!("lightning_repo={}", dir.path().display());
+    let distilled = draw(&[&base, &here, "lightning_ckpt=distilled.safetensors"]);
+
+    let layer = "time_embedding.linear_1";
+    let unet = Checkpoint::open(&golden("pipeline_sdxl/unet")).unwrap();
+    let dims = &unet.info(&format!("{layer}.weight")).unwrap().dims;
+    let factors = [("lora_A", [1, dims[1]]), ("lora_B", [dims[0], 1])];
+    let factors = factors.map(|(factor, dims)| {
+        let ones = 1f32.to_le_bytes().repeat(dims[0] * dims[1]);
+        (format!("unet.{layer}.{factor}.weight"), dims, ones)
+    });
+    let views = factors.iter().map(|(name, dims, data)| TensorView {
+        name,
+        dtype: DType::F32,
+        dims,
+        data,
+    });
+    save(&at("lora.safetensors"), views, &Default::default()).unwrap();
+    let vae = golden("pipeline_sdxl/vae/diffusion_pytorch_model.safetensors");
+    std::fs::copy(vae, at("vae.safetensors")).unwrap();
+    let with_lora = draw(&[&base, &here, "lightning_ckpt=lora.safetensors"]);
+    assert_ne!(with_lora, distilled);
+
+    for (code, words, expected) in [
+        (
+            2,
+            vec![here.as_str()],
+            "lightning_repo needs lightning_ckpt",
+        ),
+        (
+            2,
+            vec!["lightning_ckpt=x"],
+            "lightning_ckpt: has no effect: it needs lightning_repo",
+        ),
+        (
+            2,
+            vec![&here, "lightning_ckpt=nowhere.safetensors"],
+            "nowhere.safetensors: No such file",
+        ),
+        (
+            1,
+            vec![&here, "lightning_ckpt=vae.safetensors"],
+            "this is the VAE of a diffusers folder",
+        ),
+    ] {
+        let output = command_with(
+            &recipe,
+            dir.path(),
+            &[&[base.as_str()], &words[..]].concat(),
+        )
+        .output();
+        let output = output.unwrap();
+        let found = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(code), "{found}");
+        assert!(found.contains(expected), "{found}");
+    }
+}
+
+#[test]
+fn a_whole_recipe_of_maxdiffusion_draws() {
+    let dir = tempfile::tempdir().unwrap();
+    let recipe = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/base15_full.yml");
+    let model = format!(
+        "pretrained_model_name_or_path={}",
+        golden("pipeline_sd15").display()
+    );
+    // A small model has its own groups, and trains nothing.
+    let words = [
+        &model,
+        "resolution=16",
+        "num_inference_steps=4",
+        "norm_num_groups=",
+        "revision=main",
+    ];
+    let image = draw_with(&recipe, dir.path(), &words);
+    assert_eq!(image.dimensions(), (16, 16));
 }
 
 #[test]

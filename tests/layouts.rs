@@ -250,6 +250,37 @@ fn tensors_tell_the_configuration() {
 }
 
 #[test]
+fn a_denoiser_is_replaced_by_one_in_either_layout() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(format!("{name}.safetensors"));
+    let recorded = Recorded::read("sdxl");
+    recorded.write(&at("base"), &[], |tensors| {
+        for (_, tensor) in tensors {
+            tensor.data.fill(0);
+        }
+    });
+    recorded.write(&at("whole"), &[], |_| {});
+    let whole = ModelSource::open(&at("whole")).unwrap();
+    let unet = &whole.components[&Part::Unet].checkpoint;
+    let tensors: Vec<(String, HostTensor)> = unet
+        .names()
+        .map(|name| (name.to_owned(), unet.read(name).unwrap()))
+        .collect();
+    write(&at("diffusers"), &[], &tensors);
+    for file in ["whole", "diffusers"] {
+        let mut source = ModelSource::open(&at("base")).unwrap();
+        source.replace_denoiser(&at(file)).unwrap();
+        recorded.assert_part(Part::Unet, &source.components[&Part::Unet].checkpoint);
+    }
+
+    Recorded::read("sd1").write(&at("sd1"), &[], |_| {});
+    let mut source = ModelSource::open(&at("base")).unwrap();
+    let error = source.replace_denoiser(&at("sd1")).unwrap_err().to_string();
+    assert!(error.contains("this is Stable Diffusion 1.x; "), "{error}");
+    assert!(error.contains("base.safetensors expects SDXL"), "{error}");
+}
+
+#[test]
 fn what_a_file_holds_besides_is_listed() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("sd2.safetensors");

@@ -102,6 +102,12 @@ pub(super) fn conflicts(config: &Config, verb: Option<Verb>) -> Vec<Conflict> {
             ));
         }
     }
+    if !config.lightning_repo.is_empty() && config.lightning_ckpt.is_empty() {
+        found.push((
+            vec!["lightning_ckpt", "lightning_repo"],
+            "lightning_repo needs lightning_ckpt, a file of it such as sdxl_lightning_4step_unet.safetensors".into(),
+        ));
+    }
     if !config.refiner_model_name_or_path.is_empty() && !config.mask_image.is_empty() {
         found.push((
             vec!["mask_image", "refiner_model_name_or_path"],

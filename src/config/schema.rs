@@ -389,8 +389,8 @@ schema! {
         eta: f64 = 0.0, Ours, GENERATE, in Between(0.0, 1.0),
             when SamplerReads("eta");
         /// How far to rescale the standard deviation of the guided prediction to that of the conditional one (Lin et al.
-        /// 2023, section 3.4).
-        guidance_rescale: f64 = 0.0, Used, GENERATE, in Between(0.0, 1.0),
+        /// 2023, section 3.4). 0 and -1: not at all.
+        guidance_rescale: f64 = 0.0, Used, GENERATE, in MinusOneOrBetween(0.0, 1.0),
             when GUIDED;
         /// Steps between two previews of each image, which show the clean image as predicted by then. 0: none.
         preview_steps: u64 = 0, Ours, GENERATE, in Between(0.0, 1000.0), is [NotAnOption];
@@ -428,12 +428,12 @@ schema! {
         /// File with the initial noise, instead of noise from the seeds: safetensors with a tensor `latents`
         /// of unit normal values, one row for each image.
         latents: String = String::new(), Ours, GENERATE;
-        /// Repository of a distilled SDXL-Lightning UNet.
-        lightning_repo: String = String::new(), NotYet("SDXL-Lightning"), GENERATE;
-        /// File of a distilled SDXL-Lightning UNet.
-        lightning_ckpt: String = String::new(), NotYet("SDXL-Lightning"), GENERATE;
+        /// Repository on the hub, or folder, of a distilled UNet such as SDXL-Lightning's.
+        lightning_repo: String = String::new(), Used, GENERATE;
+        /// File of `lightning_repo`: a UNet's weights, which replace those of the model, or a LoRA for them.
+        lightning_ckpt: String = String::new(), Used, GENERATE, when Given("lightning_repo");
         /// Whether that file is PyTorch's.
-        lightning_from_pt: bool = true, NoEffect("SDXL-Lightning is not here yet"), GENERATE;
+        lightning_from_pt: bool = true, NoEffect("all safetensors are read in the same way"), GENERATE;
         /// LoRA adapters to generate with.
         lora_config: LoraConfig = LoraConfig::default(), Used, GENERATE;
         /// Use a ControlNet, or several whose effects add up.

@@ -13,6 +13,7 @@ use crate::pipelines::{GenerateRequest, Handover, ImageRequest, PipelineModel, P
 use crate::schedulers::scheduler_fields;
 use crate::weights::Checkpoint;
 
+use super::distilled::Distilled;
 use super::prompts::image_requests;
 use super::scheduler::{check_sampler_keys, sampling_plan, scheduler_of};
 use super::source::{Source, image_size};
@@ -43,9 +44,15 @@ pub fn generation(
     let images = image_requests(config, notify)?;
     check_words(config, given, &images)?;
     let config = &lora::with_prompt_loras(config.clone(), &images)?;
-    let source = Source::find(config, recipe_file, notify)?;
+    let mut source = Source::find(config, recipe_file, notify)?;
     let config = &hub::with_paths(config.clone(), notify)?;
     let model_name = source.name();
+    let mut loras = lora::loras(config)?;
+    match Distilled::open(config)? {
+        None => {}
+        Some(Distilled::Denoiser(path)) => source.replace_denoiser(&path)?,
+        Some(Distilled::Lora(lora)) => loras.push(lora),
+    }
     let refiner = source.refiner(config)?;
     let base = source.model(config, given, notify)?;
     let refiner = match refiner {
@@ -65,7 +72,7 @@ pub fn generation(
     let options = PipelineOptions {
         base,
         refiner,
-        loras: lora::loras(config)?,
+        loras,
         guidance: guidance(config),
         quantization: policy(config, float_layers, 0)?,
         precision: config.precision,
@@ -116,7 +123,8 @@ fn request(
     Ok(GenerateRequest {
         images,
         prompt_syntax: config.prompt_syntax,
-        guidance_rescale: config.guidance_rescale as f32,
+        // MaxDiffusion's recipe of SDXL-Lightning has -1: it rescales above 0 only.
+        guidance_rescale: config.guidance_rescale.max(0.0) as f32,
         eta: config.eta,
         init_image: images::read(config, &base.model, &name)?,
         strength: config.strength,

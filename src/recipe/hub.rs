@@ -86,7 +86,7 @@ fn fetch(
     })
 }
 
-/// The configuration with paths where it names repositories: of ControlNets, the refiner, the tokenizer and LoRAs. The model itself
+/// The configuration with paths where it names repositories: of ControlNets, the refiner, the tokenizer, distilled weights and LoRAs. The model itself
 /// is found by [`super::source::Source::find`], since a run's own checkpoint goes before it.
 ///
 /// # Errors
@@ -110,6 +110,12 @@ pub fn with_paths(mut config: Config, notify: &mut Notify<'_>) -> Result<Config,
     }
     if let Some(path) = find(&config.tokenizer_model_name_or_path, Wanted::Tokenizer)? {
         config.tokenizer_model_name_or_path = path;
+    }
+    let wanted = Wanted::Lora {
+        file: Some(&config.lightning_ckpt),
+    };
+    if let Some(path) = find(&config.lightning_repo, wanted)? {
+        config.lightning_repo = path;
     }
     let loras = config.lora_config.lora_model_name_or_path.0.clone();
     for (which, name) in loras.iter().enumerate() {

@@ -4,6 +4,7 @@
 
 mod checkpoints;
 pub mod data;
+mod distilled;
 mod error;
 mod formats;
 mod generate;

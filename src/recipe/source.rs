@@ -116,6 +116,22 @@ impl Source {
         })
     }
 
+    /// Takes the denoiser's weights from another file.
+    ///
+    /// # Errors
+    /// When the file has no denoiser of the model's family, or the model is a checkpoint of a run.
+    pub fn replace_denoiser(&mut self, path: &Path) -> Result<(), RecipeError> {
+        match self {
+            Source::Model { source, .. } => {
+                source.replace_denoiser(path).map_err(RecipeError::failed)
+            }
+            Source::Run { dir, .. } => Err(RecipeError::Usage(format!(
+                "lightning_repo has no effect: {} is a checkpoint of a run, which has weights of its own",
+                dir.display()
+            ))),
+        }
+    }
+
     /// The name to tell people: that of the repository, folder or file.
     pub fn name(&self) -> String {
         match self {

@@ -136,7 +136,8 @@ fn refuse_other_kinds(file: &Checkpoint) -> Result<(), SourceError> {
     Ok(())
 }
 
-fn is_lora(name: &str) -> bool {
+/// Whether a tensor's name is that of a LoRA's factor.
+pub fn is_lora(name: &str) -> bool {
     [
         "lora_down",
         "lora_up",
@@ -150,12 +151,17 @@ fn is_lora(name: &str) -> bool {
     .any(|part| name.contains(part))
 }
 
+/// Whether a file is a denoiser by diffusers' names.
+pub(super) fn is_denoiser_of_diffusers(file: &Checkpoint) -> bool {
+    file.info("down_blocks.0.resnets.0.conv1.weight").is_some()
+}
+
 /// A file without a denoiser of a known layout: often one part of something.
 fn without_denoiser(file: &Checkpoint) -> SourceError {
     let has = |name: &str| file.info(name).is_some();
     let path = file.path().to_owned();
     let diffusers = "name the folder with model_index.json that it belongs to";
-    let (what, advice) = if has("down_blocks.0.resnets.0.conv1.weight") {
+    let (what, advice) = if is_denoiser_of_diffusers(file) {
         ("the UNet of a diffusers folder", diffusers)
     } else if has("encoder.down_blocks.0.resnets.0.conv1.weight") {
         ("the VAE of a diffusers folder", diffusers)

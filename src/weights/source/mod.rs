@@ -26,6 +26,7 @@ use crate::schedulers::scheduler_fields;
 use crate::util::files;
 use crate::util::text::listed;
 
+pub use detect::is_lora;
 pub(crate) use folder::{check_class, is_null, no_unet};
 pub use write::WrittenPart;
 
@@ -253,6 +254,32 @@ impl ModelSource {
                 found: self.components.keys().copied().collect(),
             }
         })
+    }
+
+    /// Takes the denoiser's weights from another file: one with diffusers' names, or a single file of the same family,
+    /// whole or the denoiser alone.
+    ///
+    /// # Errors
+    /// When the file cannot be opened or has no such denoiser, or this model has none.
+    pub fn replace_denoiser(&mut self, path: &Path) -> Result<(), SourceError> {
+        self.component(Part::Unet)?;
+        let file = Checkpoint::open(path)?;
+        let checkpoint = match detect::is_denoiser_of_diffusers(&file) {
+            true => file,
+            false => {
+                let mut other = single_file::open(path)?;
+                other.expect_family(self.family, &self.path.display().to_string())?;
+                other.component(Part::Unet)?;
+                match other.components.remove(&Part::Unet) {
+                    Some(unet) => unet.checkpoint,
+                    None => file,
+                }
+            }
+        };
+        if let Some(unet) = self.components.get_mut(&Part::Unet) {
+            unet.checkpoint = checkpoint;
+        }
+        Ok(())
     }
 
     /// Checks that the model is of the family that `config`, the name of a configuration file, is for.
