@@ -55,7 +55,7 @@ fn compiled(overrides: &[&str]) -> Compiled {
 fn compile(config: &Config) -> Result<Compiled, RecipeError> {
     let compiler = recipe::compiler(config, &|_| Trial::Unknown, &mut |_| {})?;
     let traced = recipe::trace(config, Step::Train, compiler.mesh())?;
-    let options = recipe::compile_options(config, Step::Train, compiler.mesh());
+    let options = recipe::compile_options(config, Step::Train);
     Ok(compiler.compile(&traced, &options, &mut |_| {})?)
 }
 
@@ -345,13 +345,15 @@ fn a_mesh_axis_takes_part_of_a_physical_one_if_allowed() {
     assert_eq!(allowed.header.target.device_assignment.len(), 256);
 }
 
-#[test]
-fn a_program_too_large_for_its_device_says_so() {
+/// What `compile` says of the denoising step with `cross_attention_dim`, which is too large for one v5e.
+fn too_large(cross_attention_dim: usize) -> String {
     let folder = tempfile::tempdir().unwrap();
     let config = folder.path().join("big.yml");
-    // The cross attention's two projections take 16 GiB each; the device has 15.75.
     let text = TINY
-        .replace("cross_attention_dim: 32", "cross_attention_dim: 1048576")
+        .replace(
+            "cross_attention_dim: 32",
+            &format!("cross_attention_dim: {cross_attention_dim}"),
+        )
         .replace("block_out_channels: [32]", "block_out_channels: [4096]");
     std::fs::write(&config, text).unwrap();
     let output = folder.path().join("step.bundle");
@@ -365,14 +367,52 @@ fn a_program_too_large_for_its_device_says_so() {
         ],
         1,
     );
-    assert!(
-        error.contains(
-            "the program that prepares weights for the denoise program does not fit v5e-1"
-        ),
-        "{error}"
-    );
-    assert!(error.contains("which has 15.75 GiB"), "{error}");
-    assert!(error.contains("weights take 16.00 GiB"), "{error}");
-    assert!(error.contains("weights_dtype=bfloat16"), "{error}");
     assert!(!output.exists());
+    for part in [
+        "the program that prepares weights for the denoise program does not fit v5e-1",
+        "which has 15.75 GiB",
+        "weights_dtype=bfloat16",
+    ] {
+        assert!(error.contains(part), "{part}: {error}");
+    }
+    error
+}
+
+#[test]
+fn a_program_whose_weights_do_not_fit_is_not_compiled() {
+    // The cross attention's two projections take 16 GiB each; the device has 15.75.
+    let error = too_large(1 << 20);
+    assert!(error.contains("needs at least 16.00 GiB"), "{error}");
+    assert!(error.contains("weights take 16.00 GiB"), "{error}");
+    assert!(!error.contains("The compiler says"), "{error}");
+}
+
+#[test]
+fn a_program_too_large_for_its_device_says_so() {
+    // 12 GiB, and what is made of them in bfloat16.
+    let error = too_large(3 << 18);
+    assert!(error.contains("weights take 12.00 GiB"), "{error}");
+    assert!(error.contains("The compiler says"), "{error}");
+}
+
+/// SDXL's training step over 1,024 chips, in the layout that MaxDiffusion's recipe asks for.
+#[test]
+fn state_that_no_chip_holds_is_refused_with_a_layout_that_fits() {
+    let recipe = concat!(env!("CARGO_MANIFEST_DIR"), "/configs/base_xl.yml");
+    let error = refused(
+        &[
+            recipe,
+            "compile_topology=v5e-64",
+            "compile_topology_num_slices=16",
+            "--step=train",
+        ],
+        1,
+    );
+    for part in [
+        "the train program does not fit 16 slices of v5e-64",
+        "weights take 9.56 GiB and optimizer state 19.13 GiB",
+        "Try ici_fsdp_parallelism=64 (weights and state then take",
+    ] {
+        assert!(error.contains(part), "{part}: {error}");
+    }
 }

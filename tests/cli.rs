@@ -94,6 +94,16 @@ fn lower_obeys_the_topology_and_refuses_what_it_does_not_read() {
     );
     // 32 devices with 4 images each, in rows with and without the prompt.
     assert!(program.contains("tensor<256x3x16x16xf32>"));
+    // So are the keys and values that are computed once for the prompts: a device holds those of its rows.
+    let main = program.lines().find(|line| line.contains("@main")).unwrap();
+    let keys: Vec<&str> = main.split("%arg").filter(|a| a.contains("to_k:")).collect();
+    assert!(!keys.is_empty());
+    for argument in keys {
+        assert!(
+            argument.contains(r#"[{"data", "fsdp"}, {}, {}]"#),
+            "{argument}"
+        );
+    }
     assert!(!text(&lower(&["hardware=tpu"]).stdout).contains("sdy."));
     for (overrides, word) in [
         (&["compile_topology=v5e-17", "hardware=tpu"][..], "v5e-16"),

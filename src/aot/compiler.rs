@@ -6,7 +6,7 @@ use std::time::Instant;
 use crate::backend::{Backend, kernel_counts};
 use crate::bundle::{Group, Header, PayloadKind, PluginId, ProgramHeader, ProgramId, Target};
 use crate::emit::{LoadGroup, Module, Modules};
-use crate::graph::InputKind;
+use crate::footprint::{self, Fit, Footprint, OutOfMemory};
 use crate::lowering::{self, LoweredProgram, Stage, Traced, lower};
 use crate::pjrt::install::{self, Installed};
 use crate::pjrt::{
@@ -17,16 +17,12 @@ use crate::report::{
     CompileReport, KernelCall, KernelCycles, Memory, ReportError, ReportInput, kernel_calls,
 };
 use crate::runtime::{Session, compile_options, describe};
-use crate::shape::Shape;
-use crate::shard::{Axis, LogicalAxisRules, Mesh, Parallelism, PartitionSpec};
+use crate::shard::{Axis, LogicalAxisRules, Mesh, Parallelism};
 use crate::topology::{Accelerator, Chip};
 use crate::util::hash::Sha256;
 
 use super::error::{needed_memory, out_of_memory_message};
-use super::{
-    AotError, Compiled, CompiledProgram, Compiling, Options, OutOfMemory, Seconds, Simulator,
-    header,
-};
+use super::{AotError, Compiled, CompiledProgram, Compiling, Options, Seconds, Simulator, header};
 
 /// The compiler for a topology or for the devices here, with the properties of these devices.
 pub struct Compiler {
@@ -194,6 +190,19 @@ impl Compiler {
         let lowered = lower(traced, self.backend, &target)?;
         let step = &lowered.step;
         step.plan.check_batch(&step.graph, &self.mesh)?;
+        let target = self.devices();
+        let fit = self.fit(&target, options);
+        let check = |stage, program| {
+            let checked = fit.check(&title(options, stage), program);
+            checked.map_err(AotError::OutOfMemory)
+        };
+        check(Stage::Step, step)?;
+        for program in &lowered.load {
+            check(Stage::Load, program)?;
+        }
+        if let Some(program) = &lowered.request {
+            check(Stage::Request, program)?;
+        }
         let lower = start.elapsed().as_secs_f64();
 
         let start = Instant::now();
@@ -207,6 +216,7 @@ impl Compiler {
         let mut program = |stage, module: &Module, groups: Vec<LoadGroup>| {
             number += 1;
             tell(Compiling {
+                footprint: Footprint::of(&module.program, &self.mesh, &self.rules),
                 stage,
                 number,
                 programs,
@@ -257,7 +267,7 @@ impl Compiler {
     ) -> Result<CompiledProgram, AotError> {
         let program = &module.program;
         let graph = &program.graph;
-        program.plan.log(&program.name);
+        footprint::log(program, &self.mesh, &self.rules);
         let start = Instant::now();
         let executable = self
             .executable(&module.text)
@@ -385,27 +395,42 @@ impl Compiler {
         let Some(message) = out_of_memory_message(&error) else {
             return error.into();
         };
-        let bytes_of = |wanted: fn(&InputKind) -> bool| -> u64 {
-            let inputs = program.graph.inputs.iter().zip(&program.plan.inputs);
-            inputs
-                .filter(|(input, _)| wanted(&input.kind))
-                .map(|(input, spec)| local_bytes(&input.shape, spec, &self.mesh))
-                .sum()
-        };
+        let target = self.devices();
+        let title = title(site.options, site.stage);
+        let needed = needed_memory(message).map(|needed| format!("{needed} bytes"));
+        let fit = self.fit(&target, site.options);
         AotError::OutOfMemory(Box::new(OutOfMemory {
-            step: site.options.step,
-            stage: site.stage,
-            target: match self.mesh.num_slices() {
-                1 => self.name.clone(),
-                slices => format!("{slices} slices of {}", self.name),
-            },
-            needed: needed_memory(message),
-            limit: self.hbm_limit,
-            weights: bytes_of(|kind| matches!(kind, InputKind::Weight(_))),
-            state: bytes_of(|kind| matches!(kind, InputKind::State)),
-            advice: site.options.memory_advice.clone(),
             message: message.to_owned(),
+            ..fit.refusal(&title, program, needed)
         }))
+    }
+
+    /// The devices in messages.
+    fn devices(&self) -> String {
+        match self.mesh.num_slices() {
+            1 => self.name.clone(),
+            slices => format!("{slices} slices of {}", self.name),
+        }
+    }
+
+    fn fit<'a>(&'a self, target: &'a str, options: &'a Options) -> Fit<'a> {
+        Fit {
+            mesh: &self.mesh,
+            rules: &self.rules,
+            target,
+            limit: self.hbm_limit,
+            advice: &options.memory_advice,
+        }
+    }
+}
+
+/// A program in messages.
+fn title(options: &Options, stage: Stage) -> String {
+    let step = options.step;
+    match stage {
+        Stage::Load => format!("the program that prepares weights for the {step} program"),
+        Stage::Request => format!("the request part of the {step} program"),
+        Stage::Step => format!("the {step} program"),
     }
 }
 
@@ -433,10 +458,4 @@ pub fn compile_for_one(accelerator: &Accelerator, stablehlo: &str) -> Result<Exe
 
 fn bytes(told: Option<i64>) -> Option<u64> {
     told.and_then(|bytes| u64::try_from(bytes).ok())
-}
-
-/// Bytes of the part of a tensor that one device holds.
-fn local_bytes(shape: &Shape, spec: &PartitionSpec, mesh: &Mesh) -> u64 {
-    let parts: usize = spec.dims().iter().map(|axes| mesh.product(axes)).product();
-    (shape.bytes() / parts.max(1)) as u64
 }

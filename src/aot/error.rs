@@ -1,17 +1,16 @@
 //! Errors of ahead-of-time compilation.
 
-use std::fmt;
 use std::sync::LazyLock;
 
 use regex::Regex;
 
-use crate::lowering::{LowerError, Stage};
+use crate::footprint::OutOfMemory;
+use crate::lowering::LowerError;
 use crate::pjrt::install::InstallError;
 use crate::pjrt::{ErrorCode, PjrtError};
 use crate::report::ReportError;
 use crate::shard::ShardError;
 use crate::topology::TopologyError;
-use crate::util::text::binary_size;
 
 /// Why a program could not be compiled ahead of time.
 #[derive(Debug, thiserror::Error)]
@@ -44,62 +43,6 @@ impl AotError {
         }
     }
 }
-
-/// A program that needs more memory than a device has.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct OutOfMemory {
-    pub step: &'static str,
-    pub stage: Stage,
-    /// The devices, `2 slices of v5e-16`.
-    pub target: String,
-    /// In the compiler's words, `20.31G`.
-    pub needed: Option<String>,
-    /// Bytes of memory of one device.
-    pub limit: Option<u64>,
-    /// Bytes of weights on one device.
-    pub weights: u64,
-    /// Bytes of optimizer state on one device.
-    pub state: u64,
-    /// Advice.
-    pub advice: Vec<String>,
-    /// The compiler's message.
-    pub message: String,
-}
-
-impl fmt::Display for OutOfMemory {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let step = self.step;
-        match self.stage {
-            Stage::Load => write!(
-                f,
-                "the program that prepares weights for the {step} program"
-            )?,
-            Stage::Request => write!(f, "the request part of the {step} program")?,
-            Stage::Step => write!(f, "the {step} program")?,
-        }
-        write!(f, " does not fit {}", self.target)?;
-        if let Some(needed) = &self.needed {
-            write!(f, ": it needs {needed} bytes of memory on each device")?;
-        }
-        if let Some(limit) = self.limit {
-            write!(f, ", which has {}", binary_size(limit))?;
-        }
-        write!(f, "; weights take {}", binary_size(self.weights))?;
-        if self.state > 0 {
-            write!(f, " and optimizer state {}", binary_size(self.state))?;
-        }
-        write!(f, " of it")?;
-        if !self.advice.is_empty() {
-            write!(f, ". Try {}", self.advice.join(", or "))?;
-        }
-        match self.message.lines().next() {
-            Some(line) if !line.is_empty() => write!(f, ". The compiler says: {line}"),
-            _ => Ok(()),
-        }
-    }
-}
-
-impl std::error::Error for OutOfMemory {}
 
 /// The compiler's text, where its complaint is the device's main memory. Where it is a memory inside the chip (vmem,
 /// smem), one operation asks too much of it, and none of the advice on whole programs helps.
@@ -160,25 +103,5 @@ mod tests {
             assert!(!told(internal, &message), "{space}");
         }
         assert!(!told(internal, "another error"));
-    }
-
-    #[test]
-    fn a_program_too_large_says_what_to_try() {
-        let error = OutOfMemory {
-            step: "train",
-            stage: Stage::Step,
-            target: "v5e-16".to_owned(),
-            needed: Some("30.22G".to_owned()),
-            limit: Some(16_909_328_384),
-            weights: 10 << 30,
-            state: 20 << 30,
-            advice: vec!["one".to_owned(), "two".to_owned()],
-            message: String::new(),
-        };
-        assert_eq!(
-            error.to_string(),
-            "the train program does not fit v5e-16: it needs 30.22G bytes of memory on each device, which has 15.75 GiB; \
-             weights take 10.00 GiB and optimizer state 20.00 GiB of it. Try one, or two"
-        );
     }
 }

@@ -12,6 +12,7 @@ use std::collections::BTreeMap;
 
 use crate::bundle::{Bundle, Header, PayloadKind, ProgramHeader};
 use crate::emit::DotPrecision;
+use crate::footprint::Footprint;
 use crate::lowering::Stage;
 use crate::pjrt::{ErrorCode, Executable, PjrtError};
 use crate::quant::Decision;
@@ -19,7 +20,7 @@ use crate::report::CompileReport;
 
 pub use compiler::{Compiler, compile_for_one};
 pub use cycles::{SimulationError, Simulator};
-pub use error::{AotError, OutOfMemory};
+pub use error::AotError;
 
 /// The options of a compilation, beside its devices.
 #[derive(Clone, Debug)]
@@ -31,13 +32,15 @@ pub struct Options {
     pub weights_dtype: &'static str,
     pub activations_dtype: &'static str,
     pub quantization: &'static str,
-    /// Advice for a program that does not fit its devices, in the message of [`OutOfMemory`].
+    /// Advice for a program that does not fit its devices, in the message of [`crate::footprint::OutOfMemory`].
     pub memory_advice: Vec<String>,
 }
 
 /// A program that is compiled next.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Compiling {
+    /// The memory that it takes on each device.
+    pub footprint: Footprint,
     pub stage: Stage,
     /// Its number, from 1 to `programs`.
     pub number: usize,

@@ -11,6 +11,7 @@ use serde_json::{Value, json};
 use crate::aot::{Bundled, Compiled, CompiledProgram, Compiling};
 use crate::bundle::{self, Bundle, BundleError, PayloadKind};
 use crate::config::{Config, Verb};
+use crate::lowering::Stage;
 use crate::recipe::{self, Step};
 
 use super::doctor::try_load;
@@ -53,7 +54,7 @@ pub fn run(args: &CompileArgs) -> Result<ExitCode, CliError> {
     status::spin("tracing");
     let traced = recipe::trace(&config, args.step, compiler.mesh())?;
     let trace = start.elapsed().as_secs_f64();
-    let options = recipe::compile_options(&config, args.step, compiler.mesh());
+    let options = recipe::compile_options(&config, args.step);
     let compiled = compiler.compile(&traced, &options, &mut show)?;
     status::clear();
     let written = write(args, &config, path, &compiled);
@@ -73,10 +74,15 @@ pub fn run(args: &CompileArgs) -> Result<ExitCode, CliError> {
 /// Says which program is compiled.
 fn show(compiling: Compiling) {
     let Compiling {
+        footprint,
         stage,
         number,
         programs,
     } = compiling;
+    if stage == Stage::Step {
+        let memory = footprint.describe();
+        super::progress(&format!("memory of each device: {memory}"));
+    }
     status::spin(&match programs {
         1 => format!("compiling the {} program", stage.name()),
         _ => format!(

@@ -12,6 +12,7 @@ use serde_json::json;
 use crate::backend::Backend;
 use crate::config::Verb;
 use crate::emit::{Module, Modules};
+use crate::footprint;
 use crate::graph::flops;
 use crate::lowering::{Lowered, LoweredProgram, Options, Stage, Traced, lower, whole};
 use crate::recipe::{self, Step};
@@ -57,8 +58,8 @@ pub fn run(args: &LowerArgs) -> Result<ExitCode, CliError> {
         rules: &config.logical_axis_rules,
     };
     let lowered = lowered(args, &traced, backend, &options)?;
+    footprint::log(&lowered.step, &mesh, &config.logical_axis_rules);
     let LoweredProgram { graph, plan, .. } = &lowered.step;
-    plan.log(args.step.name());
     plan.check_batch(graph, &mesh).map_err(CliError::usage)?;
     let trace_seconds = start.elapsed().as_secs_f64();
     let start = Instant::now();

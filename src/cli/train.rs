@@ -117,7 +117,13 @@ impl TrainProgress {
             TrainEvent::Quantized { policy, decisions } => {
                 progress(&recipe::quantization_summary(policy, decisions));
             }
-            TrainEvent::Traced { parameters, batch } => {
+            TrainEvent::Traced {
+                parameters,
+                batch,
+                footprint,
+            } => {
+                let memory = footprint.describe();
+                progress(&format!("memory of each device: {memory}"));
                 progress(&format!(
                     "{parameters} parameters, {batch} samples a step; compiling"
                 ));

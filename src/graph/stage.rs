@@ -165,6 +165,15 @@ fn axes(graph: &Graph) -> Vec<Vec<Option<&'static str>>> {
                 .filter(|(d, _)| !dims.contains(d))
                 .map(|(_, axis)| *axis)
                 .collect(),
+            // Rows stay where they are; what the second operand adds is whole.
+            Op::DotGeneral { dims, .. } if !of_operand(0).is_empty() => {
+                let left = (0..dims_of(0).len())
+                    .filter(|d| !dims.lhs_batch.contains(d) && !dims.lhs_contract.contains(d));
+                let kept = dims.lhs_batch.iter().copied().chain(left);
+                let mut all: Vec<_> = kept.map(|d| of_operand(0)[d]).collect();
+                all.resize(rank, None);
+                all
+            }
             Op::BroadcastInDim { dims, result } if !of_operand(0).is_empty() => {
                 let mut all = vec![None; result.len()];
                 for ((axis, place), size) in of_operand(0).iter().zip(dims).zip(dims_of(0)) {

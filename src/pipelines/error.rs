@@ -1,5 +1,6 @@
 //! Errors of generation.
 
+use crate::footprint::OutOfMemory;
 use crate::graph::GraphError;
 use crate::host_tensor::HostTensorError;
 use crate::models::vae::DecodedError;
@@ -57,6 +58,8 @@ pub enum PipelineError {
     UnknownPart(String),
     #[error("the model's sample is not finite, so there is no image")]
     NotFinite,
+    #[error(transparent)]
+    OutOfMemory(#[from] Box<OutOfMemory>),
     /// The threads that compile could not be started.
     #[error("cannot start threads to compile with: {0}")]
     Threads(String),
@@ -85,6 +88,7 @@ impl PipelineError {
             | PipelineError::Decoded(_)
             | PipelineError::Shape { .. }
             | PipelineError::NotFinite
+            | PipelineError::OutOfMemory(_)
             | PipelineError::Threads(_)
             | PipelineError::Observer(_) => false,
         }

@@ -17,6 +17,7 @@ use super::batch::Phases;
 use super::conditioning::{Encoded, PromptEncoders};
 use super::generator::{CompiledModel, ImageGenerator, ModelOutput, SamplingOptions};
 use super::lora::{LoraChoice, adapter};
+use super::memory::MemoryAdvice;
 use super::model_files::ModelFiles;
 use super::observer::{Event, Observer, Phase, enter};
 use super::prepared::{ModelRequest, PromptReader, prepare};
@@ -58,6 +59,7 @@ pub struct PipelineOptions {
     pub pixel_unshuffle: usize,
     /// Largest number of images in a batch.
     pub max_batch: usize,
+    pub memory_advice: MemoryAdvice,
 }
 
 impl PipelineOptions {
@@ -280,6 +282,12 @@ impl Pipeline {
         enter(observer, Phase::Open)?;
         let start = Instant::now();
         let traced = self.trace(sizes, observer)?;
+        for model in [Some(&traced.base), traced.refiner.as_ref()]
+            .into_iter()
+            .flatten()
+        {
+            model.check_memory(&self.session, &self.options.memory_advice)?;
+        }
         seconds.open = start.elapsed().as_secs_f64();
 
         let programs = "the text encoders";

@@ -2,12 +2,14 @@
 
 use crate::dtype::DType;
 use crate::graph::{Graph, GraphError};
-use crate::lowering::Traced;
+use crate::lowering::{Traced, lower};
 use crate::models::DiffusionModel;
 use crate::quant::Decision;
+use crate::runtime::{RuntimeError, Session};
 
 use super::PipelineError;
 use super::latents::{trace_decode, trace_encode_image};
+use super::memory::MemoryAdvice;
 use super::text_to_image::{DenoiseOptions, DenoiseStep, trace_denoise, trace_encode};
 use super::tiling::TilePlan;
 
@@ -100,6 +102,34 @@ impl TracedModel {
             traced.graph = traced.graph.with_stored_weights(stored)?;
         }
         Ok(self)
+    }
+
+    /// Checks that each program fits the devices of `session`, and warns of one whose activations may not.
+    ///
+    /// # Errors
+    /// [`PipelineError::OutOfMemory`] when weights alone do not fit; errors of lowering.
+    pub(super) fn check_memory(
+        &self,
+        session: &Session,
+        advice: &MemoryAdvice,
+    ) -> Result<(), PipelineError> {
+        let check = |title: &str, traced: &Traced, advice: &[String]| {
+            let lowered = lower(traced, session.backend(), &session.lowering());
+            let lowered = lowered.map_err(RuntimeError::from)?;
+            session.fit(advice).check(title, &lowered.step)?;
+            Ok::<_, PipelineError>(())
+        };
+        for encoder in &self.encoders {
+            check("the text encoder", encoder, &advice.model)?;
+        }
+        check("the denoising step", &self.denoise.model, &advice.model)?;
+        if let Some(decoder) = self.ending.program() {
+            check("the decoder of images", decoder, &advice.images)?;
+        }
+        if let Some(encoder) = &self.encode_image {
+            check("the encoder of images", encoder, &advice.images)?;
+        }
+        Ok(())
     }
 
     /// The decision of quantization for each contraction of the denoising step.

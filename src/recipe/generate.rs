@@ -2,14 +2,16 @@
 
 use std::path::Path;
 
-use crate::config::{Config, Given, ModelConfig};
+use crate::config::{Config, Given, ModelConfig, Quantization};
 use crate::dtype::DType;
 use crate::host_tensor::HostTensor;
 use crate::models::vae::AutoencoderKlConfig;
 use crate::models::{DiffusionModel, Family, MicroConditioning, SampleSpace};
 use crate::pipelines::prompt::{PromptSyntax, parse_weighted, split_lora_tags};
 use crate::pipelines::text_to_image::Guidance;
-use crate::pipelines::{GenerateRequest, Handover, ImageRequest, PipelineModel, PipelineOptions};
+use crate::pipelines::{
+    GenerateRequest, Handover, ImageRequest, MemoryAdvice, PipelineModel, PipelineOptions,
+};
 use crate::schedulers::scheduler_fields;
 use crate::weights::Checkpoint;
 
@@ -78,6 +80,7 @@ pub fn generation(
         precision: config.precision,
         pixel_unshuffle: config.pixel_unshuffle as usize,
         max_batch: MAX_BATCH,
+        memory_advice: memory_advice(config),
     };
     let request = request(config, &options.base, images)?;
     options.check(&request).map_err(RecipeError::usage)?;
@@ -86,6 +89,29 @@ pub fn generation(
         request,
         model_name,
     })
+}
+
+/// What makes the programs of `generate` smaller, for messages.
+fn memory_advice(config: &Config) -> MemoryAdvice {
+    let smaller = "a smaller height or width, or fewer images at once".to_owned();
+    let mut model = Vec::new();
+    if config.weights_dtype.name() == "float32" {
+        model.push("weights_dtype=bfloat16".to_owned());
+    }
+    if config.quantization == Quantization::Off {
+        model.push("quantization=int8_w8a16".to_owned());
+    }
+    if guidance(config) == Guidance::OneBatch {
+        model.push("guidance_in_two_passes=True".to_owned());
+    }
+    let mut images = Vec::new();
+    if !config.vae_tiling {
+        images.push("vae_tiling=True, which decodes images in tiles".to_owned());
+    }
+    for advice in [&mut model, &mut images] {
+        advice.push(smaller.clone());
+    }
+    MemoryAdvice { model, images }
 }
 
 /// Checks what the configuration alone says, before anything is downloaded: prompts, files, sizes and the sampler.

@@ -32,7 +32,7 @@ pub use mesh::{compile_topology, parallelism};
 pub use model::{CLIP_TOKENS, check_pixels, check_tokenizer, micro_conditioning, model};
 pub use notice::{Notice, Notify};
 pub use overrides::{Overrides, Repeat};
-pub use program::{Step, compile_options, compiler, lowering_target, trace};
+pub use program::{Step, compile_options, compiler, lowering_target, memory_advice, trace};
 pub use session::{Opened, has_hardware, open_session, program_cache};
 pub use step::{check_training, loss_weighting, optimizer, step_options};
 pub use training::{Training, training};

@@ -10,7 +10,7 @@ use crate::nn::Remat;
 use crate::pipelines::text_to_image::{DenoiseOptions, trace_denoise};
 use crate::pjrt::install::{self, TryLoad};
 use crate::pjrt::prepare_process;
-use crate::shard::{Axis, DeviceDescription, Mesh};
+use crate::shard::{DeviceDescription, Mesh};
 use crate::train::step;
 
 use super::{
@@ -131,26 +131,20 @@ pub fn compiler(
 }
 
 /// What the program `step` is compiled with.
-pub fn compile_options(config: &Config, step: Step, mesh: &Mesh) -> aot::Options {
+pub fn compile_options(config: &Config, step: Step) -> aot::Options {
     aot::Options {
         step: step.name(),
         precision: config.precision,
         weights_dtype: config.weights_dtype.name(),
         activations_dtype: config.activations_dtype.name(),
         quantization: config.quantization.name(),
-        memory_advice: memory_advice(config, step, mesh),
+        memory_advice: memory_advice(config, step),
     }
 }
 
-/// The keys that make a program smaller.
-fn memory_advice(config: &Config, step: Step, mesh: &Mesh) -> Vec<String> {
+/// What makes the program `step` smaller, for messages.
+pub fn memory_advice(config: &Config, step: Step) -> Vec<String> {
     let mut advice = Vec::new();
-    if mesh.num_devices() > 1 && mesh.size(Axis::Fsdp) == 1 {
-        advice.push(
-            "splitting weights over the devices of a slice with ici_fsdp_parallelism=-1 ici_data_parallelism=1"
-                .to_owned(),
-        );
-    }
     if step == Step::Train && config.remat_policy == Remat::None {
         advice.push("recomputing activations with remat_policy=FULL".to_owned());
     }

@@ -6,22 +6,23 @@ use crate::config::{Config, check_local_shard_count};
 use crate::data::{BatchOptions, Batcher, Dataset, Tokenizer};
 use crate::models::DiffusionModel;
 use crate::pipelines::ImageRequest;
-use crate::pipelines::image_file::prepare_output_dir;
+use crate::pipelines::image_file::check_output_dir;
 use crate::runtime::Session;
 use crate::schedulers::SamplingPlan;
-use crate::train::checkpoint::{CheckpointWriter, SavedCheckpoint};
+use crate::train::checkpoint::{CheckpointFolder, SavedCheckpoint};
 use crate::train::{MetricsFiles, SampleOptions, TrainerOptions};
 
 use super::record::{check_saved, every, run_options, saved_checkpoint};
 use super::scheduler::{check_sampler_keys, sampling_plan};
 use super::{
-    Notice, Notify, RecipeError, check_training, data, guidance, model, policy, step_options,
+    Notify, RecipeError, Step, check_training, data, guidance, memory_advice, model, policy,
+    step_options,
 };
 
-/// A training run as configured, before it has devices. Its checkpoint folder is locked.
+/// A training run as configured, before it has devices. Its checkpoint folder is locked, if there is one; nothing is made.
 pub struct Training {
     config: Config,
-    checkpoints: CheckpointWriter,
+    checkpoints: CheckpointFolder,
     saved: Option<SavedCheckpoint>,
     dataset: Dataset,
     tokenizer_json: String,
@@ -30,25 +31,19 @@ pub struct Training {
     plan: Option<SamplingPlan>,
 }
 
-/// Opens the folders and the data of a run. All that can be wrong with them, and with the sampler of the first grid of
+/// Finds the folders and the data of a run. All that can be wrong with them, and with the sampler of the first grid of
 /// samples, is found here, before anything is computed.
 ///
 /// # Errors
 /// When a folder cannot be written or is another run's, the data cannot be read, or the model cannot be trained.
 pub fn training(config: &Config, notify: &mut Notify<'_>) -> Result<Training, RecipeError> {
-    // Before anything is written.
     check_training(config, &model(config, None)?)?;
-    prepare_output_dir(&config.run_dir()).map_err(RecipeError::failed)?;
+    check_output_dir(&config.run_dir()).map_err(RecipeError::failed)?;
     if config.sample_every > 0 {
-        prepare_output_dir(&samples_dir(config)).map_err(RecipeError::failed)?;
+        check_output_dir(&samples_dir(config)).map_err(RecipeError::failed)?;
     }
     let checkpoints =
-        CheckpointWriter::open(&config.checkpoint_folder()).map_err(RecipeError::failed)?;
-    if let Some(owner) = checkpoints.stale_owner() {
-        notify(Notice::Warning(&format!(
-            "{owner} ended without releasing the checkpoint folder; continuing"
-        )));
-    }
+        CheckpointFolder::find(&config.checkpoint_folder()).map_err(RecipeError::failed)?;
     let saved = saved_checkpoint(config, notify)?;
     let dataset = data::dataset(config)?;
     let tokenizer_json = tokenizer_json(config, &dataset, saved.as_ref())?;
@@ -124,6 +119,7 @@ impl Training {
             checkpoints: self.checkpoints,
             resume: self.saved,
             samples,
+            memory_advice: memory_advice(config, Step::Train),
         })
     }
 }

@@ -18,6 +18,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::backend::Backend;
 use crate::dtype::DType;
+use crate::footprint::Fit;
 use crate::graph::GraphError;
 use crate::host_tensor::{HostTensor, HostTensorError};
 use crate::lowering::{LowerError, Options};
@@ -29,6 +30,7 @@ use crate::shape::Shape;
 use crate::shard::{
     DeviceDescription, LogicalAxisRules, Mesh, Parallelism, PartitionSpec, ShardError,
 };
+use crate::util::memory;
 
 use cache::Store;
 
@@ -203,6 +205,26 @@ impl Session {
             kernels,
             self.mesh.num_devices(),
         )
+    }
+
+    /// Bytes of memory of one device, where that is known: of a processor an equal share of what the machine has left now.
+    fn memory_limit(&self) -> Option<u64> {
+        if self.client.platform_name() == "cpu" {
+            return memory::available().map(|bytes| bytes / self.devices.len() as u64);
+        }
+        let stats = self.devices.first()?.memory_stats().ok()?;
+        u64::try_from(stats.bytes_limit?).ok()
+    }
+
+    /// What programs of this session are to fit; `advice` makes them smaller.
+    pub fn fit<'a>(&'a self, advice: &'a [String]) -> Fit<'a> {
+        Fit {
+            mesh: &self.mesh,
+            rules: &self.rules,
+            target: "this machine",
+            limit: self.memory_limit(),
+            advice,
+        }
     }
 
     /// The devices that programs of this session are lowered for.

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::time::Instant;
 
 use crate::emit::{DotPrecision, Module};
+use crate::footprint;
 use crate::graph::Graph;
 use crate::lowering;
 use crate::pjrt::{Arg, CompileOptions, DeviceAssignment, Executable, LoadedExecutable};
@@ -87,8 +88,8 @@ impl Program {
             text,
             seconds,
         } = module;
+        footprint::log(&program, &session.mesh, &session.rules);
         let lowering::LoweredProgram { name, graph, plan } = program;
-        plan.log(&name);
         let start = Instant::now();
         let (executable, from_cache) = session.executable(&text)?;
         let compile = start.elapsed().as_secs_f64();

@@ -37,6 +37,9 @@ pub struct Mesh {
     dcn: [usize; 4],
     device_ids: Vec<i64>,
     slices: Vec<i64>,
+    /// What it was made of.
+    parallelism: Parallelism,
+    devices: Vec<DeviceDescription>,
 }
 
 impl Mesh {
@@ -100,7 +103,25 @@ impl Mesh {
             dcn,
             device_ids,
             slices: device_slices,
+            parallelism: *parallelism,
+            devices: devices.to_vec(),
         })
+    }
+
+    /// The parallelism that was asked for.
+    pub fn parallelism(&self) -> &Parallelism {
+        &self.parallelism
+    }
+
+    /// The same devices with `ici_fsdp_parallelism` of `size`, and all that are left in a slice for data.
+    ///
+    /// # Errors
+    /// When that does not fit the devices.
+    pub fn with_ici_fsdp(&self, size: usize) -> Result<Mesh, ShardError> {
+        let mut parallelism = self.parallelism;
+        parallelism.ici[Axis::Fsdp as usize] = size as i64;
+        parallelism.ici[Axis::Data as usize] = -1;
+        Mesh::new(&parallelism, &self.devices)
     }
 
     /// Positions along an axis.

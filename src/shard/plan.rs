@@ -122,23 +122,6 @@ impl ShardPlan {
         })
     }
 
-    /// Logs what the rules could not do for `program`.
-    pub fn log(&self, program: &str) {
-        if let Some(why) = &self.misaligned {
-            tracing::warn!("{program}: {why}");
-        }
-        if let [first, others @ ..] = self.unsharded.as_slice() {
-            let others = match others.len() {
-                0 => String::new(),
-                n => format!(", and {n} others (RUST_LOG=maxdiff=debug lists them)"),
-            };
-            tracing::warn!("{program}: {first}{others}");
-        }
-        for note in &self.unsharded {
-            tracing::debug!("{program}: {note}");
-        }
-    }
-
     /// The sharding that emission writes, or `None` for a mesh of one device.
     pub fn text(&self, mesh: &Mesh) -> Option<ShardingText> {
         if mesh.num_devices() == 1 {

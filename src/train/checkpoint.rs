@@ -79,6 +79,41 @@ pub struct CheckpointFile<'a> {
     pub content: Content<'a>,
 }
 
+/// The folder of a run's checkpoints before the run begins. If it exists it is locked, so that nobody else adds to the
+/// checkpoints found in it; if not, it is made when the run begins.
+#[derive(Debug)]
+pub struct CheckpointFolder {
+    root: PathBuf,
+    locked: Option<CheckpointWriter>,
+}
+
+impl CheckpointFolder {
+    /// Locks the folder, if it exists.
+    ///
+    /// # Errors
+    /// As [`CheckpointWriter::open`].
+    pub fn find(root: &Path) -> Result<Self, CheckpointError> {
+        Ok(CheckpointFolder {
+            root: root.to_owned(),
+            locked: match root.exists() {
+                true => Some(CheckpointWriter::open(root)?),
+                false => None,
+            },
+        })
+    }
+
+    /// The folder to write to, which is made and locked if that is still to do.
+    ///
+    /// # Errors
+    /// As [`CheckpointWriter::open`].
+    pub fn writer(&mut self) -> Result<CheckpointWriter, CheckpointError> {
+        match self.locked.take() {
+            Some(writer) => Ok(writer),
+            None => CheckpointWriter::open(&self.root),
+        }
+    }
+}
+
 /// A folder of checkpoints that this process writes to.
 #[derive(Debug)]
 pub struct CheckpointWriter {

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use crate::data::DataError;
+use crate::footprint::OutOfMemory;
 use crate::host_tensor::HostTensorError;
 use crate::lowering::LowerError;
 use crate::metrics::MetricsError;
@@ -54,6 +55,8 @@ pub enum TrainError {
     UnknownInput(String),
     #[error("the training program has a result {0} that the loop does not know")]
     UnknownOutput(String),
+    #[error(transparent)]
+    OutOfMemory(#[from] Box<OutOfMemory>),
     #[error("sample images: {0}")]
     Samples(#[from] SampleError),
     #[error("{cause}; the training so far is saved in {}", checkpoint.display())]

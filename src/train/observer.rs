@@ -3,6 +3,7 @@
 use std::ops::ControlFlow;
 use std::path::Path;
 
+use crate::footprint::Footprint;
 use crate::metrics::StepReport;
 use crate::quant::{Decision, Policy};
 
@@ -18,6 +19,7 @@ pub enum TrainEvent<'a> {
     Traced {
         parameters: usize,
         batch: usize,
+        footprint: &'a Footprint,
     },
     Compiled {
         seconds: f64,

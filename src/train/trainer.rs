@@ -6,17 +6,19 @@ use std::sync::Arc;
 use crate::data::Batcher;
 use crate::dtype::DType;
 use crate::emit::DotPrecision;
+use crate::footprint::Footprint;
 use crate::lowering::{self, lower};
 use crate::metrics::{MetricsOptions, MetricsWriter};
 use crate::models::DiffusionModel;
+use crate::pipelines::image_file::prepare_output_dir;
 use crate::quant::Decision;
 use crate::runtime::{Program, ProgramOptions, Session};
 
-use super::checkpoint::{CheckpointWriter, SavedCheckpoint};
+use super::checkpoint::{CheckpointFolder, SavedCheckpoint};
 use super::error::TrainError;
 use super::observer::{TrainEvent, TrainObserver};
 use super::run::{Outcome, TrainingLoop};
-use super::samples::{SampleOptions, Samples};
+use super::samples::{SampleError, SampleOptions, Samples};
 use super::state::{RunOptions, TrainingState};
 use super::step::{self, StepOptions};
 
@@ -40,11 +42,13 @@ pub struct TrainerOptions {
     pub step: StepOptions,
     pub precision: DotPrecision,
     pub run: RunOptions,
-    pub checkpoints: CheckpointWriter,
+    pub checkpoints: CheckpointFolder,
     /// The checkpoint to resume from.
     pub resume: Option<SavedCheckpoint>,
     pub metrics: MetricsFiles,
     pub samples: Option<SampleOptions>,
+    /// What makes a step smaller, for the message that it does not fit the memory.
+    pub memory_advice: Vec<String>,
 }
 
 /// A model to be trained on a session's devices.
@@ -53,24 +57,28 @@ pub struct Trainer {
     options: TrainerOptions,
     decisions: Vec<Decision>,
     step: lowering::LoweredProgram,
+    footprint: Footprint,
 }
 
 impl Trainer {
-    /// Traces the training step for the devices of `session`.
+    /// Traces the training step for the devices of `session`. Nothing is written.
     ///
     /// # Errors
     /// When the model's parts do not fit together, quantization is refused, or the batch does not divide over the
-    /// devices.
+    /// devices; [`TrainError::OutOfMemory`] when weights and state alone do not fit their memory.
     pub fn new(session: Session, options: TrainerOptions) -> Result<Trainer, TrainError> {
         let traced = step::trace(&options.model, &options.step)?;
         let mesh = session.mesh();
         let lowered = lower(&traced, session.backend(), &session.lowering())?;
         lowered.step.plan.check_batch(&lowered.step.graph, mesh)?;
+        let fit = session.fit(&options.memory_advice);
+        let footprint = fit.check("the training step", &lowered.step)?;
         Ok(Trainer {
             session,
             options,
             decisions: traced.decisions,
             step: lowered.step,
+            footprint,
         })
     }
 
@@ -91,6 +99,13 @@ impl Trainer {
                 step: first_step,
             });
         }
+        let mut checkpoints = self.options.checkpoints.writer()?;
+        if let Some(owner) = checkpoints.stale_owner() {
+            tracing::warn!("{owner} ended without releasing the checkpoint folder; continuing");
+        }
+        if let Some(samples) = &self.options.samples {
+            prepare_output_dir(&samples.dir).map_err(SampleError::from)?;
+        }
         let files = &self.options.metrics;
         let metrics = MetricsWriter::open(&MetricsOptions {
             run_name: &files.run_name,
@@ -107,7 +122,6 @@ impl Trainer {
             batcher,
             precision,
             run,
-            mut checkpoints,
             samples,
             ..
         } = self.options;
@@ -161,6 +175,7 @@ impl Trainer {
         tell(TrainEvent::Traced {
             parameters: self.step.graph.parameter_count(),
             batch: step.batch,
+            footprint: &self.footprint,
         });
         let options = ProgramOptions {
             precision: *precision,

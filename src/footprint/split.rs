@@ -1,0 +1,128 @@
+//! Into how many parts the dimensions of values are split.
+
+use crate::graph::{Graph, Node, Op};
+use crate::shard::{LogicalAxisRules, Mesh, PartitionSpec, ShardPlan};
+
+/// The number of parts of each dimension of each node, as far as inputs and constraints decide it. Where nothing is known, a
+/// dimension is whole.
+pub(super) fn parts(
+    graph: &Graph,
+    plan: &ShardPlan,
+    mesh: &Mesh,
+    rules: &LogicalAxisRules,
+) -> Vec<Vec<usize>> {
+    let of_spec = |spec: &PartitionSpec| -> Vec<usize> {
+        spec.dims().iter().map(|axes| mesh.product(axes)).collect()
+    };
+    let mut parts: Vec<Vec<usize>> = Vec::with_capacity(graph.nodes.len());
+    for node in &graph.nodes {
+        let asked = match &node.op {
+            Op::Parameter(index) => plan.inputs.get(*index).map(&of_spec),
+            Op::ShardingConstraint(axes) => rules
+                .spec_for_shape(graph.path(node), axes, &node.shape.dims, mesh)
+                .ok()
+                .map(|(spec, _)| of_spec(&spec)),
+            _ => None,
+        };
+        let of_node = asked.unwrap_or_else(|| of_operands(graph, node, &parts));
+        parts.push(of_node);
+    }
+    parts
+}
+
+/// The parts that a result has from its operands.
+fn of_operands(graph: &Graph, node: &Node, parts: &[Vec<usize>]) -> Vec<usize> {
+    let operand = |at: usize| parts[node.operands[at] as usize].as_slice();
+    let size = |at: usize| {
+        graph.nodes[node.operands[at] as usize]
+            .shape
+            .dims
+            .as_slice()
+    };
+    let dims = &node.shape.dims;
+    let mut result = vec![1; dims.len()];
+    match &node.op {
+        Op::Transpose(perm) => return perm.iter().map(|d| operand(0)[*d]).collect(),
+        Op::BroadcastInDim { dims: places, .. } => {
+            for (d, place) in places.iter().enumerate() {
+                if size(0)[d] == dims[*place] {
+                    result[*place] = operand(0)[d];
+                }
+            }
+        }
+        Op::Reshape(_) => return reshaped(size(0), operand(0), dims),
+        Op::Reduce { dims: reduced, .. } => {
+            let kept = (0..size(0).len()).filter(|d| !reduced.contains(d));
+            return kept.map(|d| operand(0)[d]).collect();
+        }
+        Op::DotGeneral { dims: of, .. } => {
+            let free = |at: usize, batch: &[usize], contract: &[usize]| -> Vec<usize> {
+                (0..size(at).len())
+                    .filter(|d| !batch.contains(d) && !contract.contains(d))
+                    .map(|d| operand(at)[d])
+                    .collect()
+            };
+            let batch = of.lhs_batch.iter().map(|d| operand(0)[*d]);
+            return batch
+                .chain(free(0, &of.lhs_batch, &of.lhs_contract))
+                .chain(free(1, &of.rhs_batch, &of.rhs_contract))
+                .collect();
+        }
+        Op::Convolution { dims: of, .. } => {
+            result[of.out.batch] = operand(0)[of.lhs.batch];
+            result[of.out.feature] = operand(1)[of.rhs.batch];
+        }
+        Op::GetTupleElement(at) => {
+            let tuple = &graph.nodes[node.operands[0] as usize];
+            return parts[tuple.operands[*at] as usize].clone();
+        }
+        // Elementwise operations, and others that keep some dimensions.
+        _ => {
+            let same_rank = (0..node.operands.len()).filter(|at| size(*at).len() == dims.len());
+            for at in same_rank {
+                for d in 0..dims.len() {
+                    if size(at)[d] == dims[d] {
+                        result[d] = result[d].max(operand(at)[d]);
+                    }
+                }
+            }
+        }
+    }
+    result
+}
+
+/// A dimension that begins where one of the operand begins, in elements from the left, has its parts.
+fn reshaped(from: &[usize], parts: &[usize], to: &[usize]) -> Vec<usize> {
+    let begins = |dims: &[usize]| -> Vec<usize> {
+        let mut before = 1usize;
+        let begins = dims.iter().map(|size| {
+            let begin = before;
+            before = before.saturating_mul(*size);
+            begin
+        });
+        begins.collect()
+    };
+    let from_begins = begins(from);
+    to.iter()
+        .zip(begins(to))
+        .map(|(size, begin)| {
+            let same = from_begins.iter().zip(parts).filter(|(b, _)| **b == begin);
+            let fits = same.map(|(_, parts)| *parts).filter(|p| size % p == 0);
+            fits.max().unwrap_or(1)
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reshaping_keeps_the_parts_of_leading_dimensions() {
+        assert_eq!(reshaped(&[8, 4, 3], &[4, 1, 1], &[32, 3]), [4, 1]);
+        assert_eq!(reshaped(&[32, 3], &[4, 1], &[8, 4, 3]), [4, 1, 1]);
+        assert_eq!(reshaped(&[8, 3], &[1, 3], &[8, 1, 3]), [1, 1, 3]);
+        // Two rows cannot be in four parts.
+        assert_eq!(reshaped(&[8], &[4], &[2, 4]), [1, 1]);
+    }
+}
