@@ -1,6 +1,6 @@
 //! ControlNets against what diffusers says of them, and the edges they are given against OpenCV's.
 
-use crate::common::{Golden, assert_close, cpu_session, rel_l2, run_on};
+use crate::common::{Golden, assert_close, rel_l2, run_on, unoptimized_session};
 use maxdiff::dtype::DType;
 use maxdiff::graph::{Builder, Graph, Init, InputKind, Tensor};
 use maxdiff::host_tensor::HostTensor;
@@ -178,7 +178,7 @@ fn run(graph: &Graph, [unet, controlnet]: &[Golden; 2], io: &Golden) -> Vec<Host
             None => io.tensor(&format!("in/{}", input.name), &input.shape),
         })
         .collect();
-    run_on(&cpu_session(1), graph, &arguments)
+    run_on(&unoptimized_session(), graph, &arguments)
 }
 
 #[test]

@@ -2,9 +2,10 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
 
-use crate::common::{cpu_plugin, cpu_session, golden, json, lowered, run_on};
+use crate::common::{
+    cpu_plugin, cpu_session, golden, json, lowered, program, run_on, without_optimizations,
+};
 use maxdiff::dtype::DType;
 use maxdiff::graph::{Builder, Graph, Init};
 use maxdiff::host_tensor::HostTensor;
@@ -154,8 +155,8 @@ fn sha256(bytes: &[u8]) -> Vec<u8> {
 
 /// `generate --json` with the recorded SD 2.x pipeline.
 fn generate(out: &Path, cache: &Path, words: &[&str]) -> Value {
-    let output = Command::new(env!("CARGO_BIN_EXE_maxdiff-rs"))
-        .args(["generate", "--json"])
+    let mut command = program(["generate", "--json"]);
+    let output = without_optimizations(&mut command)
         .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("configs/base21.yml"))
         .args(["hardware=cpu", "model_family=", "height=16", "width=16"])
         .args([
@@ -174,7 +175,6 @@ fn generate(out: &Path, cache: &Path, words: &[&str]) -> Value {
         // No test asks the hub.
         .env("HF_HUB_OFFLINE", "1")
         .env("HF_HUB_CACHE", out.join("hub"))
-        .stdin(Stdio::null())
         .output()
         .unwrap();
     json(&output)

@@ -1,6 +1,6 @@
 //! The VAE against what diffusers says of it.
 
-use crate::common::{Golden, assert_close, cpu_session, rel_l2, run_on};
+use crate::common::{Golden, assert_close, rel_l2, run_on, unoptimized_session};
 use maxdiff::dtype::DType;
 use maxdiff::graph::{Builder, Graph, InputKind, Tensor};
 use maxdiff::host_tensor::HostTensor;
@@ -103,7 +103,7 @@ impl Case {
                 _ => self.io.tensor(&format!("in/{}", input.name), &input.shape),
             })
             .collect();
-        run_on(&cpu_session(1), graph, &arguments)
+        run_on(&unoptimized_session(), graph, &arguments)
     }
 }
 

@@ -70,7 +70,8 @@ pub fn cpu_session(devices: i64) -> Session {
 }
 
 /// A session on one CPU device that compiles as [`without_optimizations`]. For tests of what programs compute under wide
-/// bounds; operations, layers, kernels and the families' models are compiled as a user's are.
+/// bounds, and of what differs in the graph alone; operations, layers, kernels and one family's models are compiled as a
+/// user's are.
 pub fn unoptimized_session() -> Session {
     cpu_session(1)
         .with_compiler_option("xla_backend_optimization_level", OptionValue::Int(0))

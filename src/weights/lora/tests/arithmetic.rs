@@ -342,32 +342,3 @@ fn a_weight_that_no_contraction_takes_is_named() {
         "{text}"
     );
 }
-
-/// Prints what one of SDXL's largest weights takes; it has 140 of them. The bound is for an optimized build only.
-#[test]
-fn merging_is_fast() {
-    let key = "down_blocks.2.attentions.0.transformer_blocks.0.ff.net.0.proj";
-    let target = LoraTarget {
-        root: "unet",
-        key: &format!("{key}.weight"),
-        dims: &[10240, 1280],
-    };
-    let names = ["A", "B"].map(|f| format!("unet.{key}.lora_{f}.weight"));
-    let tensors: [(&str, &[usize]); 2] = [(&names[0], &[64, 1280]), (&names[1], &[10240, 64])];
-    let adapter = open(&tensors, &[])
-        .unwrap()
-        .resolve(&[target], 0.7.into())
-        .unwrap();
-    for dtype in [DType::F32, DType::BF16] {
-        let w = HostTensor::zeros(Shape::new(dtype, target.dims));
-        let mut best = f64::INFINITY;
-        for _ in 0..3 {
-            let w = w.clone();
-            let start = std::time::Instant::now();
-            adapter.apply("unet", target.key, w).unwrap();
-            best = best.min(start.elapsed().as_secs_f64());
-        }
-        eprintln!("{dtype} 10240 x 1280, rank 64: {:.0} ms", best * 1e3);
-        assert!(best < 5.0, "{best} s");
-    }
-}
