@@ -2,8 +2,10 @@
 //! compute. Without the TPU plugin these tests fail; none is skipped.
 
 use std::collections::BTreeMap;
+use std::io::{BufRead, BufReader, Read};
+use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
 
 use crate::common::tpu_plugin;
 use maxdiff::aot::Compiled;
@@ -188,7 +190,45 @@ fn refused(arguments: &[&str], code: i32) -> String {
     let error = String::from_utf8(output.stderr).unwrap();
     assert_eq!(output.status.code(), Some(code), "{error}");
     assert!(output.stdout.is_empty());
+    // libtpu's own log is not for users.
+    assert!(!error.contains("hugepage"), "{error}");
     error
+}
+
+/// libtpu takes SIGTERM for a crash, of which it writes a trace.
+#[test]
+fn a_stop_ends_the_compiler_without_a_trace() {
+    tpu_plugin();
+    let folder = tempfile::tempdir().unwrap();
+    let recipe = concat!(env!("CARGO_MANIFEST_DIR"), "/configs/base15.yml");
+    let mut child = Command::new(env!("CARGO_BIN_EXE_maxdiff-rs"))
+        .args(["compile", recipe, "compile_topology=v5e-1"])
+        .current_dir(folder.path())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut said = BufReader::new(child.stderr.take().unwrap());
+    let mut line = String::new();
+    said.read_line(&mut line).unwrap();
+    assert!(line.starts_with("memory of each device: weights"), "{line}");
+    let id = child.id().to_string();
+    assert!(Command::new("kill").arg(id).status().unwrap().success());
+    assert_eq!(child.wait().unwrap().signal(), Some(15));
+    let mut rest = String::new();
+    said.read_to_string(&mut rest).unwrap();
+    assert_eq!(rest, "");
+}
+
+#[test]
+fn devices_that_are_not_here_are_refused_with_a_remedy() {
+    if maxdiff::pjrt::has_tpu() {
+        return;
+    }
+    let (_folder, config) = config_file();
+    let error = refused(&[config.to_str().unwrap(), "hardware=tpu"], 1);
+    for part in ["hardware=tpu: this machine has none", "compile_topology"] {
+        assert!(error.contains(part), "{part}: {error}");
+    }
 }
 
 #[test]
@@ -345,31 +385,23 @@ fn a_mesh_axis_takes_part_of_a_physical_one_if_allowed() {
     assert_eq!(allowed.header.target.device_assignment.len(), 256);
 }
 
-/// What `compile` says of the denoising step with `cross_attention_dim`, which is too large for one v5e.
-fn too_large(cross_attention_dim: usize) -> String {
+/// What `compile` says of a tiny denoising step whose configuration is changed so that it fits no v5e.
+fn too_large(change: [&str; 2], more: &[&str]) -> String {
     let folder = tempfile::tempdir().unwrap();
     let config = folder.path().join("big.yml");
-    let text = TINY
-        .replace(
-            "cross_attention_dim: 32",
-            &format!("cross_attention_dim: {cross_attention_dim}"),
-        )
-        .replace("block_out_channels: [32]", "block_out_channels: [4096]");
-    std::fs::write(&config, text).unwrap();
+    std::fs::write(&config, TINY.replace(change[0], change[1])).unwrap();
     let output = folder.path().join("step.bundle");
-    let error = refused(
-        &[
-            config.to_str().unwrap(),
-            "compile_topology=v5e-1",
-            "--step=denoise",
-            "--output",
-            output.to_str().unwrap(),
-        ],
-        1,
-    );
+    let words = ["--step=denoise", "--output"];
+    let arguments = [
+        &[config.to_str().unwrap()],
+        &words[..],
+        &[output.to_str().unwrap()],
+        more,
+    ];
+    let error = refused(&arguments.concat(), 1);
     assert!(!output.exists());
     for part in [
-        "the program that prepares weights for the denoise program does not fit v5e-1",
+        "does not fit v5e-",
         "which has 15.75 GiB",
         "weights_dtype=bfloat16",
     ] {
@@ -380,19 +412,34 @@ fn too_large(cross_attention_dim: usize) -> String {
 
 #[test]
 fn a_program_whose_weights_do_not_fit_is_not_compiled() {
-    // The cross attention's two projections take 16 GiB each; the device has 15.75.
-    let error = too_large(1 << 20);
-    assert!(error.contains("needs at least 16.00 GiB"), "{error}");
-    assert!(error.contains("weights take 16.00 GiB"), "{error}");
+    // The cross attention's two projections take 16 GiB each.
+    let error = too_large(
+        ["[32]", "[4096]"],
+        &[
+            "compile_topology=v5e-1",
+            "unet_config.cross_attention_dim=1048576",
+        ],
+    );
+    for part in [
+        "the program that prepares weights for the denoise program",
+        "needs at least 16.00 GiB",
+        "weights take 16.00 GiB",
+    ] {
+        assert!(error.contains(part), "{part}: {error}");
+    }
     assert!(!error.contains("The compiler says"), "{error}");
 }
 
+/// Scores of attention over 65,536 positions, which programs over several devices keep.
 #[test]
 fn a_program_too_large_for_its_device_says_so() {
-    // 12 GiB, and what is made of them in bfloat16.
-    let error = too_large(3 << 18);
-    assert!(error.contains("weights take 12.00 GiB"), "{error}");
-    assert!(error.contains("The compiler says"), "{error}");
+    let error = too_large(
+        ["resolution: 8", "resolution: 256"],
+        &["compile_topology=v5e-4"],
+    );
+    for part in ["the denoise program may not fit", "The compiler says"] {
+        assert!(error.contains(part), "{part}: {error}");
+    }
 }
 
 /// SDXL's training step over 1,024 chips, in the layout that MaxDiffusion's recipe asks for.

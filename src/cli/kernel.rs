@@ -11,9 +11,11 @@ use serde_json::{Map, Value, json};
 use crate::aot::{Simulator, compile_for_one};
 use crate::backend::Backend;
 use crate::kernels::{self, Case, Comparison, KernelError, Layer};
+use crate::pjrt::install;
 use crate::report::{CompileReport, Predicted};
 use crate::topology::{Accelerator, Chip};
 
+use super::doctor::try_load;
 use super::{CliError, help, print, progress};
 
 /// `kernel ...`
@@ -75,18 +77,23 @@ impl CaseArgs {
         Ok(Case::new(self.layer, &self.dims, self.int8)?)
     }
 
-    /// The accelerators that were asked for, or the smallest of each of `chips`.
+    /// The accelerators that were asked for, or the smallest of each of `chips`. Their plugins are ready to be loaded.
     fn accelerators(&self, chips: &[Chip]) -> Result<Vec<Accelerator>, CliError> {
-        match self.topology.is_empty() {
-            true => Ok(chips
+        let found: Vec<Accelerator> = match self.topology.is_empty() {
+            true => chips
                 .iter()
                 .filter_map(|chip| Accelerator::smallest(*chip))
-                .collect()),
+                .collect(),
             false => {
                 let found = self.topology.iter().map(|name| Accelerator::lookup(name));
-                found.collect::<Result<_, _>>().map_err(CliError::usage)
+                found.collect::<Result<_, _>>().map_err(CliError::usage)?
             }
+        };
+        for accelerator in &found {
+            let plugin = accelerator.platform.plugin();
+            install::locate_checked(plugin, &try_load).map_err(CliError::failed)?;
         }
+        Ok(found)
     }
 }
 

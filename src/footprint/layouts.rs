@@ -14,6 +14,8 @@ pub(super) struct Split {
     pub fsdp: usize,
     /// Bytes of weights and state on each device.
     pub bytes: u64,
+    /// How many fewer these are than now.
+    pub saved: u64,
 }
 
 impl Split {
@@ -31,15 +33,16 @@ impl Split {
 pub(super) fn better_split(graph: &Graph, mesh: &Mesh, rules: &LogicalAxisRules) -> Option<Split> {
     let per_slice = mesh.num_devices() / mesh.num_slices();
     let sizes = (1..=per_slice).filter(|size| per_slice.is_multiple_of(*size));
+    let now = weights_and_state(graph, mesh, rules)?;
     let splits = sizes.filter_map(|fsdp| {
         let mesh = mesh.with_ici_fsdp(fsdp).ok()?;
         let bytes = weights_and_state(graph, &mesh, rules)?;
-        Some(Split { fsdp, bytes })
+        let saved = now.checked_sub(bytes)?;
+        Some(Split { fsdp, bytes, saved })
     });
     // The first of equals: the fewer devices share a weight, the less they send each other.
     let best = splits.min_by_key(|split| split.bytes)?;
-    let now = weights_and_state(graph, mesh, rules)?;
-    (best.bytes < now).then_some(best)
+    (best.saved > 0).then_some(best)
 }
 
 /// Bytes of weights and state on each device of `mesh`.
@@ -103,12 +106,11 @@ fn whole_weights(
         whole.len(),
     );
     if let Some(split) = better_split(graph, mesh, rules) {
-        let now = weights_and_state(graph, mesh, rules)?;
         text.push_str(&format!(
             "; {} leaves {} of weights and state on each device, now {}",
             split.keys(mesh),
             binary_size(split.bytes),
-            binary_size(now)
+            binary_size(split.bytes + split.saved)
         ));
     }
     Some(text)

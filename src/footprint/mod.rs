@@ -148,10 +148,11 @@ impl Fit<'_> {
         }
     }
 
-    /// What makes `program` smaller: first a better layout of its weights.
+    /// What makes `program` smaller: first a layout of its weights that makes a difference.
     fn advice_for(&self, program: &LoweredProgram) -> Vec<String> {
         let split = better_split(&program.graph, self.mesh, self.rules);
-        let split = split.map(|split| {
+        let least = self.limit.unwrap_or(0) / 20;
+        let split = split.filter(|split| split.saved > least).map(|split| {
             format!(
                 "{} (weights and state then take {} on each device)",
                 split.keys(self.mesh),
@@ -169,4 +170,68 @@ impl Fit<'_> {
 fn local_bytes(shape: &Shape, spec: &PartitionSpec, mesh: &Mesh) -> u64 {
     let parts: usize = spec.dims().iter().map(|axes| mesh.product(axes)).product();
     (shape.bytes() / parts.max(1)) as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::Backend;
+    use crate::dtype::DType;
+    use crate::graph::{Builder, DotDims, Init};
+    use crate::lowering::Options;
+    use crate::shard::{DeviceDescription, Parallelism};
+
+    /// A batch of 8 rows times a weight of 4 KiB, on 8 devices.
+    fn checked(limit: u64) -> Result<Footprint, String> {
+        let b = Builder::new();
+        let rows = [Some("activation_batch"), None];
+        let x = b.input("x", Shape::new(DType::F32, [8, 32]), &rows);
+        let weight = Shape::new(DType::F32, [32, 32]);
+        let axes = [Some("embed"), Some("heads")];
+        let weight = b.root("m").param("w", weight, Init::Zeros, &axes);
+        let dims = DotDims {
+            lhs_contract: vec![1],
+            rhs_contract: vec![0],
+            ..DotDims::default()
+        };
+        let y = b.dot_general(x.unwrap(), weight.unwrap(), dims, DType::F32);
+        b.output("y", y.unwrap(), None).unwrap();
+        let devices = DeviceDescription::numbered(8, 1);
+        let mesh = Mesh::new(&Parallelism::default(), &devices).unwrap();
+        let rules = LogicalAxisRules::default();
+        let options = Options {
+            mesh: &mesh,
+            rules: &rules,
+        };
+        let program = LoweredProgram::whole("p", &b.finish(), Backend::Gpu, &options).unwrap();
+        let fit = Fit {
+            mesh: &mesh,
+            rules: &rules,
+            target: "a device",
+            limit: Some(limit),
+            advice: &["less".to_owned()],
+        };
+        fit.check("the program", &program)
+            .map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn weights_are_whole_and_rows_are_split() {
+        let footprint = checked(1 << 20).unwrap();
+        assert_eq!(footprint.weights, 4096);
+        // A row of 32 numbers each.
+        assert_eq!((footprint.data, footprint.activations), (128, 128));
+        assert_eq!(footprint.largest, Some(("m/w".to_owned(), 4096)));
+    }
+
+    #[test]
+    fn what_cannot_fit_is_refused_with_the_layout_that_fits() {
+        assert!(checked(4096 + 128).is_ok());
+        assert_eq!(
+            checked(4096).unwrap_err(),
+            "the program does not fit a device: it needs at least 4.12 KiB of memory on each device, which has 4.00 KiB; \
+             weights take 4.00 KiB of it (the largest: m/w, 4.00 KiB). Try ici_fsdp_parallelism=8 (weights and state then \
+             take 512 B on each device), or less"
+        );
+    }
 }

@@ -8,6 +8,7 @@
 #![deny(unsafe_code)]
 
 mod buffer;
+mod captured;
 mod client;
 mod compile_options;
 mod error;

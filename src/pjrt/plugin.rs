@@ -7,6 +7,7 @@ use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
 use serde::{Deserialize, Serialize};
 
+use super::captured::captured;
 use super::error::{ApiVersion, PjrtError};
 use super::ffi::{self, Api};
 use super::install::sources_sha256;
@@ -48,7 +49,10 @@ impl Plugin {
         if let Some(plugin) = loaded.get(&path) {
             return Ok(plugin.clone());
         }
-        let api = ffi::load(&path)?;
+        let api = match path.file_name().is_some_and(|name| name == "libtpu.so") {
+            true => captured(|| ffi::keeping_sigterm(|| ffi::load(&path)))?,
+            false => ffi::load(&path)?,
+        };
         let attributes = api.attributes()?;
         let plugin = Self {
             inner: Arc::new(Inner {

@@ -159,7 +159,8 @@ fn open(
     .map_err(|error| match error {
         // The mesh is the configuration's.
         RuntimeError::Shard(error) => RecipeError::usage(error),
-        error => RecipeError::failed(error),
+        error if has_hardware(installed.kind) => RecipeError::failed(error),
+        error => RecipeError::failed(without_hardware(config, &error)),
     })?;
     let mut session = session.with_cuda_data_dir(installed.cuda_data_dir.as_deref());
     if let Some(cache) = program_cache(&config.jax_cache_dir)
@@ -170,6 +171,15 @@ fn open(
         )));
     }
     Ok(session)
+}
+
+/// The error of a plugin whose hardware is not in this machine, with what to do.
+fn without_hardware(config: &Config, error: &RuntimeError) -> String {
+    let hardware = config.hardware.name();
+    format!(
+        "hardware={hardware}: this machine has none, as far as its device files tell ({error}); leave hardware=auto to use \
+         what is here, or compile for hardware that is not here with `maxdiff-rs compile` and compile_topology"
+    )
 }
 
 /// The cache of compiled programs that `jax_cache_dir` names; `None` where there is to be none.

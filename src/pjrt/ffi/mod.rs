@@ -22,6 +22,7 @@ mod executable;
 mod handle;
 mod layout;
 mod load;
+mod signals;
 mod topology;
 mod types;
 mod values;
@@ -37,3 +38,4 @@ pub use handle::{
 };
 pub use layout::assertions as layout_assertions;
 pub use load::load;
+pub use signals::keeping_sigterm;
