@@ -44,6 +44,16 @@ fn every_command_line_ends_with_its_code_and_one_line() {
     std::fs::write(at("wan.yml"), wan).unwrap();
     std::fs::write(at("latin1.yml"), b"run_name: \xe9\n").unwrap();
     std::fs::write(at("large.yml"), "#".repeat((1 << 20) + 1)).unwrap();
+    for (name, config) in [
+        (
+            "wrong_size",
+            r#"{"block_out_channels": [0, 320, 640, 1280]}"#,
+        ),
+        ("wrong_class", r#"{"_class_name": "UNet3DConditionModel"}"#),
+    ] {
+        std::fs::create_dir_all(at(name).join("unet")).unwrap();
+        std::fs::write(at(name).join("unet/config.json"), config).unwrap();
+    }
     for name in ["pipe", "pipe.safetensors"] {
         let made = std::process::Command::new("mkfifo").arg(at(name)).status();
         assert!(made.unwrap().success());

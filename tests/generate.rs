@@ -530,6 +530,82 @@ fn an_inpainting_model_needs_an_image_and_a_mask() {
     assert_eq!(pixels(&again["images"][0]["path"]), pixels(drawn));
 }
 
+#[test]
+fn what_is_wrong_with_a_model_is_named_with_its_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let parts = [
+        "model_index.json",
+        "scheduler",
+        "text_encoder",
+        "unet",
+        "vae",
+    ];
+    let from = parts.map(|part| format!("pipeline_sd21/{part}"));
+    let parts: Vec<(&str, &str)> = from.iter().map(String::as_str).zip(parts).collect();
+    let model = assemble(dir.path(), "model", &parts);
+    let own = format!("pretrained_model_name_or_path={model}");
+    let words = ["prompt=x", "height=16", "width=16", &own];
+    for (file, field, value, expected) in [
+        (
+            "unet/config.json",
+            "block_out_channels",
+            "[0, 8]",
+            "UNet2DConditionModel: block_out_channels[0] = 0",
+        ),
+        (
+            "unet/config.json",
+            "in_channels",
+            "5",
+            "UNet2DConditionModel: in_channels = 5 is not supported",
+        ),
+        (
+            "vae/config.json",
+            "_class_name",
+            "\"AutoencoderTiny\"",
+            "AutoencoderKL: _class_name = AutoencoderTiny",
+        ),
+        (
+            "text_encoder/config.json",
+            "architectures",
+            "[\"T5EncoderModel\"]",
+            "CLIPTextModel: architectures = [\"T5EncoderModel\"]",
+        ),
+        (
+            "scheduler/scheduler_config.json",
+            "beta_schedule",
+            "\"flat\"",
+            "scheduler: beta_schedule = \"flat\"",
+        ),
+    ] {
+        let path = Path::new(&model).join(file);
+        let before = std::fs::read_to_string(&path).unwrap();
+        let mut config: Value = serde_json::from_str(&before).unwrap();
+        config[field] = serde_json::from_str(value).unwrap();
+        std::fs::write(&path, config.to_string()).unwrap();
+        let found = error(2, &words);
+        let expected = format!("{}: ", path.display()) + expected;
+        assert!(found.contains(&expected), "{expected}: {found}");
+        std::fs::write(&path, before).unwrap();
+    }
+    let two = [&words[..], &["unet_config={block_out_channels: [8]}"]].concat();
+    let found = error(2, &two);
+    let expected = format!("unet_config has no effect: {model} has a UNet of its own");
+    assert!(found.contains(&expected), "{found}");
+
+    // What `config check` says of it, which opens a model that is here.
+    std::fs::remove_dir_all(Path::new(&model).join("scheduler")).unwrap();
+    let mut check = command(dir.path(), &words);
+    let given: Vec<std::ffi::OsString> = check.get_args().skip(1).map(Into::into).collect();
+    check = Command::new(env!("CARGO_BIN_EXE_maxdiff-rs"));
+    check.args(["config", "check"]).args(given);
+    check.args(["--verb", "generate"]);
+    let output = check.output().unwrap();
+    let told = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(0), "{told}");
+    let expected = "scheduler/scheduler_config.json: the noise schedule and the sampler, ddim, are the recipe's";
+    assert!(told.contains(expected), "{told}");
+}
+
 /// What a recipe of MaxDiffusion draws with a recorded model.
 fn draw_with(recipe: &Path, out: &Path, words: &[&str]) -> image::RgbImage {
     let words = [words, &["--json"]].concat();

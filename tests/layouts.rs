@@ -652,6 +652,32 @@ fn convert_refuses_before_it_writes() {
 
 /// The cache as `huggingface_hub` leaves it where links are not to be had.
 #[test]
+fn convert_refuses_numbers_that_are_not_finite() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("sd1.safetensors");
+    Recorded::read("sd1").write(&file, &[], |tensors| {
+        let name = "model.diffusion_model.input_blocks.0.0.bias";
+        let (_, bias) = tensors.iter_mut().find(|(n, _)| n == name).unwrap();
+        // Infinity, in each of the usual types.
+        let infinity = match bias.shape.dtype {
+            DType::F16 => vec![0, 0x7c],
+            _ => vec![0, 0, 0x80, 0x7f],
+        };
+        bias.data[..infinity.len()].copy_from_slice(&infinity);
+    });
+    let output = dir.path().join("out");
+    let refused = convert(&file, &output, &[]);
+    assert_eq!(refused.status.code(), Some(1));
+    let found = stderr(&refused);
+    let expected = format!(
+        "{}: tensor conv_in.bias: it holds NaN or infinity",
+        file.display()
+    );
+    assert!(found.contains(&expected), "{found}");
+    assert!(!output.exists());
+}
+
+#[test]
 fn convert_takes_a_name_on_the_hub_from_the_cache() {
     const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
     let home = tempfile::tempdir().unwrap();

@@ -81,7 +81,7 @@ pub fn run(args: ConfigArgs) -> Result<ExitCode, CliError> {
             let verb = verb.map(Verb::from);
             let loaded = Config::load(&recipe.config, &recipe.overrides, verb);
             if json {
-                check_json(loaded, verb)
+                check_json(&recipe, loaded, verb)
             } else {
                 check(&recipe, loaded?, verb)
             }
@@ -114,7 +114,7 @@ fn check(args: &RecipeArgs, loaded: Loaded, verb: Option<Verb>) -> Result<ExitCo
     for warning in &loaded.warnings {
         super::tell(&format!("warning: {warning}"));
     }
-    recipe::check(&loaded.config, verb, &mut notices())?;
+    recipe::check(&loaded, &args.config, verb, &mut notices())?;
     let mut text = String::new();
     if let serde_json::Value::Object(keys) = loaded.config.to_json() {
         for (key, value) in keys {
@@ -127,14 +127,15 @@ fn check(args: &RecipeArgs, loaded: Loaded, verb: Option<Verb>) -> Result<ExitCo
 }
 
 fn check_json(
+    args: &RecipeArgs,
     loaded: Result<Loaded, config::ConfigErrors>,
     verb: Option<Verb>,
 ) -> Result<ExitCode, CliError> {
-    let wrong = |errors: Vec<serde_json::Value>| {
-        (json!({"ok": false, "errors": errors}), ExitCode::from(2))
+    let wrong = |errors: Vec<serde_json::Value>, code: u8| {
+        (json!({"ok": false, "errors": errors}), ExitCode::from(code))
     };
     let (report, code) = match loaded {
-        Ok(loaded) => match recipe::check(&loaded.config, verb, &mut notices()) {
+        Ok(loaded) => match recipe::check(&loaded, &args.config, verb, &mut notices()) {
             Ok(()) => (
                 json!({
                     "ok": true,
@@ -144,7 +145,11 @@ fn check_json(
                 }),
                 ExitCode::SUCCESS,
             ),
-            Err(e) => wrong(vec![json!({"key": "", "place": "", "message": e.to_string()})]),
+            Err(e) => {
+                let e = CliError::from(e);
+                let error = json!({"key": "", "place": "", "message": e.to_string()});
+                wrong(vec![error], e.code())
+            }
         },
         Err(errors) => wrong(
             errors
@@ -154,6 +159,7 @@ fn check_json(
                     json!({"key": e.key, "place": e.place.to_string(), "message": e.to_string()})
                 })
                 .collect(),
+            2,
         ),
     };
     print(&report.to_string())?;

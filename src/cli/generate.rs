@@ -122,31 +122,6 @@ impl GenerateArgs {
     }
 }
 
-/// Refuses sources of prompts that exclude each other.
-fn check_prompts(config: &Config, given: Overrides<'_>) -> Result<(), CliError> {
-    if config.held_out_prompts > 0 && given.give("prompt") {
-        return Err(CliError::Usage(
-            "prompt has no effect with held_out_prompts, which draws captions of the dataset: give one of the two"
-                .to_string(),
-        ));
-    }
-    if config.prompts_file.is_empty() {
-        return Ok(());
-    }
-    for (key, is_given) in [
-        ("prompt", given.give("prompt")),
-        ("held_out_prompts", config.held_out_prompts > 0),
-    ] {
-        if is_given {
-            return Err(CliError::Usage(format!(
-                "{key} has no effect with prompts_file={}, whose lines are the prompts: give one of the two",
-                config.prompts_file
-            )));
-        }
-    }
-    Ok(())
-}
-
 /// The configuration of this call.
 struct Settled {
     config: Config,
@@ -163,7 +138,6 @@ struct Settled {
 pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
     let mut notify = notices();
     let recipe = args.recipe();
-    let words = recipe.overrides.clone();
     let Settled {
         config,
         given,
@@ -171,7 +145,6 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
     } = args.load(recipe, &mut notify)?;
     let out = config.run_dir().join("images");
     check_output_dir(&out).map_err(CliError::failed)?;
-    check_prompts(&config, Overrides(&words))?;
     status::spin("opening the model");
     // After every check of the command line alone: this may download.
     let Generation {

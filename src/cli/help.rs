@@ -189,6 +189,7 @@ pub const CONFIG_CHECK: &str = "Examples:
 
 Exit codes:
   0  nothing is wrong
+  1  with --verb generate: a model that is here cannot be opened
   2  something is wrong; all problems of single keys are listed
 
 Environment:

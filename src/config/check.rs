@@ -81,6 +81,15 @@ pub(super) fn conflicts(config: &Config, verb: Option<Verb>) -> Vec<Conflict> {
     if verb == Some(Verb::Train) {
         training(config, &mut found);
     }
+    if config.use_controlnet
+        && verb.is_none_or(|v| v == Verb::Generate)
+        && config.controlnet_image.0.iter().any(String::is_empty)
+    {
+        found.push((
+            vec!["controlnet_image", "use_controlnet"],
+            "use_controlnet=True needs controlnet_image=FILE, what the ControlNet goes by; for several a list of files".into(),
+        ));
+    }
     let nets = config.controlnet_model_name_or_path.0.len();
     for (key, count) in [
         ("controlnet_image", config.controlnet_image.0.len()),
@@ -102,7 +111,10 @@ pub(super) fn conflicts(config: &Config, verb: Option<Verb>) -> Vec<Conflict> {
             ));
         }
     }
-    if !config.lightning_repo.is_empty() && config.lightning_ckpt.is_empty() {
+    if verb.is_none_or(|v| v == Verb::Generate)
+        && !config.lightning_repo.is_empty()
+        && config.lightning_ckpt.is_empty()
+    {
         found.push((
             vec!["lightning_ckpt", "lightning_repo"],
             "lightning_repo needs lightning_ckpt, a file of it such as sdxl_lightning_4step_unet.safetensors".into(),

@@ -518,6 +518,7 @@ impl Loader {
                 self.error(keys.join(", "), place, problem);
             }
             self.warnings.extend(check::remarks(&config, verb));
+            self.two_architectures(&config, &values);
         }
         if self.errors.is_empty() {
             return Ok(Loaded {
@@ -535,6 +536,20 @@ impl Loader {
             Place::Default => (2, 0),
         });
         Err(ConfigErrors(self.errors))
+    }
+
+    /// Warns of a model whose UNet is not taken, because `unet_config` gives another.
+    fn two_architectures(&mut self, config: &Config, values: &Map<String, Value>) {
+        const MODEL: &str = "pretrained_model_name_or_path";
+        let model = &config.pretrained_model_name_or_path;
+        // Parts of the dict (`unet_config.x=y`) change the architecture of the model that is named.
+        if values.contains_key(MODEL) && !model.is_empty() && self.origins.rank("unet_config") > 0 {
+            let place = self.origins.place(MODEL);
+            self.warnings.push(format!(
+                "{place}: {MODEL}: the UNet is not that of {model}, but that of unet_config ({})",
+                self.origins.place("unet_config")
+            ));
+        }
     }
 
     /// Makes the short keys and the long ones of `diffusion_scheduler_config` say the same: what

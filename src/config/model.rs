@@ -1,6 +1,6 @@
 //! Where a model's architecture comes from.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
 
@@ -53,6 +53,34 @@ pub(super) fn read_json(path: &Path, key: &str) -> Result<Map<String, Value>, Co
 }
 
 impl Config {
+    /// The configuration of a part in the folder `pretrained_model_name_or_path`.
+    pub fn folder_config(&self, part: &str) -> PathBuf {
+        let folder = Path::new(&self.pretrained_model_name_or_path);
+        folder.join(part).join("config.json")
+    }
+
+    /// Where [`Config::unet_config_json`] is written, for messages.
+    pub fn unet_config_place(&self) -> String {
+        self.place_of(&self.unet_config.0, "unet_config", "unet")
+    }
+
+    /// Where [`Config::text_encoder_config_json`] is written, for messages.
+    pub fn text_encoder_config_place(&self) -> String {
+        let key = "text_encoder_config";
+        self.place_of(&self.text_encoder_config.0, key, "text_encoder")
+    }
+
+    fn place_of(&self, own: &ModelConfig, key: &str, part: &str) -> String {
+        match own {
+            ModelConfig::Inline(_) => key.to_owned(),
+            ModelConfig::Path(path) => format!("{key}={path}"),
+            ModelConfig::Unset => match self.folder_config(part) {
+                file if file.is_file() => file.display().to_string(),
+                _ => self.pretrained_model_name_or_path.clone(),
+            },
+        }
+    }
+
     /// The UNet's dict by diffusers' names: `unet_config`, else `unet/config.json` in the folder
     /// `pretrained_model_name_or_path`, else that of the known model of this name; with
     /// `norm_num_groups` put in where it is set.
@@ -73,7 +101,7 @@ impl Config {
     fn pretrained_unet_config(&self) -> Result<Map<String, Value>, ConfigErrors> {
         let key = "pretrained_model_name_or_path";
         let name = &self.pretrained_model_name_or_path;
-        let file = Path::new(name).join("unet").join("config.json");
+        let file = self.folder_config("unet");
         if !name.is_empty() && file.is_file() {
             return read_json(&file, key);
         }
@@ -100,7 +128,7 @@ impl Config {
     /// A file that cannot be read or is not a JSON object.
     pub fn vae_config_json(&self) -> Result<Option<Map<String, Value>>, ConfigErrors> {
         let name = &self.pretrained_model_name_or_path;
-        let file = Path::new(name).join("vae").join("config.json");
+        let file = self.folder_config("vae");
         if self.unet_config.0 != ModelConfig::Unset || name.is_empty() || !file.is_file() {
             return Ok(None);
         }
@@ -118,7 +146,7 @@ impl Config {
             return self.text_encoder_config.0.resolve("text_encoder_config");
         }
         let name = &self.pretrained_model_name_or_path;
-        let file = Path::new(name).join("text_encoder").join("config.json");
+        let file = self.folder_config("text_encoder");
         if name.is_empty() || !file.is_file() {
             return Ok(None);
         }

@@ -10,7 +10,7 @@ use crate::graph::{Builder, Init, Tensor};
 use crate::nn::{Conv2d, Precision, Remat, Result, conv2d, dims, silu};
 
 use super::unet::{self, ResSamples, UNet2DConditionConfig, UNetInputs};
-use super::{ModelConfigError, check_sizes, each_size, take_fixed};
+use super::{ModelConfigError, check_class, check_sizes, each_size, take_fixed};
 
 const MODEL: &str = "ControlNetModel";
 
@@ -115,6 +115,7 @@ impl ControlNetConfig {
     /// # Errors
     /// As for [`ControlNetConfig::from_json`].
     pub fn from_map(fields: Map<String, Value>) -> std::result::Result<Self, ModelConfigError> {
+        check_class(MODEL, &fields)?;
         let (mut unet, mut own): (Map<String, Value>, Map<String, Value>) = fields
             .into_iter()
             .partition(|(name, _)| SHARED_FIELDS.contains(&name.as_str()));

@@ -90,6 +90,21 @@ fn each_size<'a>(
     sizes.map(move |(index, size)| (format!("{field}[{index}]"), *size))
 }
 
+/// Refuses the configuration of another class than diffusers' `class`, or the Flax variant of it, where it names one.
+fn check_class(class: &'static str, config: &Map<String, Value>) -> Result<(), ModelConfigError> {
+    match config.get("_class_name") {
+        Some(Value::String(found)) if found.trim_start_matches("Flax") != class => {
+            Err(ModelConfigError::Unsupported {
+                model: class,
+                field: "_class_name".to_string(),
+                found: found.clone(),
+                expected: class.to_string(),
+            })
+        }
+        _ => Ok(()),
+    }
+}
+
 /// Removes `field` from a configuration, if it is there, and refuses every value but the `allowed` ones.
 fn take_fixed(
     model: &'static str,

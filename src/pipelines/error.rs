@@ -38,7 +38,7 @@ pub enum PipelineError {
     #[error(transparent)]
     Weights(#[from] WeightsError),
     #[error(transparent)]
-    Mismatch(#[from] MismatchError),
+    Mismatch(Box<MismatchError>),
     #[error(transparent)]
     Source(#[from] SourceError),
     #[error(transparent)]

@@ -11,7 +11,7 @@ use crate::models::{Part, controlnet};
 use crate::runtime::{Session, Slot};
 use crate::weights::lora::Adapter;
 use crate::weights::source::ModelSource;
-use crate::weights::{Checkpoint, match_parameters};
+use crate::weights::{Checkpoint, MismatchError, match_parameters};
 
 use super::PipelineError;
 use super::traced::TracedModel;
@@ -210,9 +210,16 @@ fn check(
         let is_unused = |name: &str| unused.iter().any(|part| name.starts_with(part));
         error.extra.retain(|(name, _)| !is_unused(name));
     }
-    match error.missing.is_empty() && error.misshapen.is_empty() && error.extra.is_empty() {
+    let MismatchError {
+        missing,
+        extra,
+        misshapen,
+        not_float,
+        ..
+    } = &error;
+    match missing.is_empty() && misshapen.is_empty() && extra.is_empty() && not_float.is_empty() {
         true => Ok(()),
-        false => Err(error.into()),
+        false => Err(PipelineError::Mismatch(Box::new(error))),
     }
 }
 

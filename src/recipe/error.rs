@@ -32,6 +32,11 @@ impl RecipeError {
         RecipeError::Failed(error.into())
     }
 
+    /// An error of what is written at `place`: a file, or a key.
+    pub fn at<E: std::fmt::Display>(place: impl std::fmt::Display) -> impl FnOnce(E) -> Self {
+        move |error| RecipeError::Usage(format!("{place}: {error}"))
+    }
+
     /// An error that the configuration is to blame for.
     pub fn usage(error: impl std::fmt::Display) -> Self {
         RecipeError::Usage(error.to_string())

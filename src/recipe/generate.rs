@@ -16,10 +16,11 @@ use crate::schedulers::scheduler_fields;
 use crate::weights::Checkpoint;
 
 use super::distilled::Distilled;
+use super::model::is_described;
 use super::prompts::image_requests;
-use super::scheduler::{check_sampler_keys, sampling_plan, scheduler_of};
+use super::scheduler::{OwnScheduler, check_sampler_keys, sampling_plan, scheduler_of};
 use super::source::{Source, image_size};
-use super::{Notify, RecipeError, hub, images, lora, policy};
+use super::{Notify, RecipeError, check_sampling, hub, images, lora, model, policy};
 
 /// Most images made at once.
 const MAX_BATCH: usize = 8;
@@ -43,7 +44,7 @@ pub fn generation(
     recipe_file: &Path,
     notify: &mut Notify<'_>,
 ) -> Result<Generation, RecipeError> {
-    let images = image_requests(config, notify)?;
+    let images = image_requests(config, given, notify)?;
     check_words(config, given, &images)?;
     let config = &lora::with_prompt_loras(config.clone(), &images)?;
     let mut source = Source::find(config, recipe_file, notify)?;
@@ -114,6 +115,32 @@ fn memory_advice(config: &Config) -> MemoryAdvice {
     MemoryAdvice { model, images }
 }
 
+/// Checks what [`generation`] does, as far as that needs no network: all of it for a model that is here, otherwise what the
+/// configuration alone says. A model that is yet to be trained need not be there.
+///
+/// # Errors
+/// As [`generation`].
+pub fn check_generation(
+    config: &Config,
+    given: &Given,
+    recipe_file: &Path,
+    notify: &mut Notify<'_>,
+) -> Result<(), RecipeError> {
+    if config.unet_config.0 == ModelConfig::Unset && !hub::names_repositories(config) {
+        generation(config, given, recipe_file, notify)?;
+        return Ok(());
+    }
+    let images = image_requests(config, given, notify)?;
+    check_words(config, given, &images)?;
+    lora::with_prompt_loras(config.clone(), &images)?;
+    if is_described(config) {
+        let model = model(config, None)?;
+        policy(config, model.family.spec().int8_float_layers, 0)?;
+        check_sampling(config, &model)?;
+    }
+    Ok(())
+}
+
 /// Checks what the configuration alone says, before anything is downloaded: prompts, files, sizes and the sampler.
 fn check_words(config: &Config, given: &Given, images: &[ImageRequest]) -> Result<(), RecipeError> {
     if config.prompt_syntax == PromptSyntax::Weighted {
@@ -132,7 +159,11 @@ fn check_words(config: &Config, given: &Given, images: &[ImageRequest]) -> Resul
         let vae = AutoencoderKlConfig::from_json(published.vae).map_err(RecipeError::usage)?;
         image_size(config, SampleSpace::latents(&vae).factor())?;
         let own = scheduler_fields(published.scheduler).map_err(RecipeError::usage)?;
-        let scheduler = scheduler_of(config, given, Some(&own), &mut |_| {})?;
+        let own = OwnScheduler {
+            fields: &own,
+            place: name,
+        };
+        let scheduler = scheduler_of(config, given, &own, &mut |_| {})?;
         check_sampler_keys(config, &scheduler)?;
         sampling_plan(config, &scheduler, config.num_inference_steps as usize)?;
     }

@@ -50,6 +50,24 @@ pub fn find(
     }))
 }
 
+/// Whether `generate` would look a name of the configuration up on the hub.
+pub fn names_repositories(config: &Config) -> bool {
+    let controlnets = config.controlnet_model_name_or_path.0.iter();
+    let loras = config.lora_config.lora_model_name_or_path.0.iter();
+    let names = [
+        &config.pretrained_model_name_or_path,
+        &config.refiner_model_name_or_path,
+        &config.tokenizer_model_name_or_path,
+        &config.lightning_repo,
+    ];
+    names
+        .into_iter()
+        .chain(controlnets.filter(|_| config.use_controlnet))
+        .map(String::as_str)
+        .chain(loras.filter_map(Value::as_str))
+        .any(|name| !Path::new(name).exists() && RepoId::parse(name).is_some())
+}
+
 /// For a path that is not there, in a folder that is: what else lies there. `None` where the folder is not there either, so
 /// that it may be a repository's name.
 fn missing_here(path: &Path) -> Option<String> {

@@ -37,34 +37,63 @@ pub use session::{Opened, has_hardware, open_session, program_cache};
 pub use step::{check_training, loss_weighting, optimizer, step_options};
 pub use training::{Training, training};
 
-use crate::config::{self, Config};
+use std::path::Path;
 
+use crate::config::{Config, Loaded, Verb};
+use crate::models::DiffusionModel;
+
+use generate::check_generation;
+use model::is_described;
 use scheduler::sampling_plan;
 
-/// Every error of a configuration for the verb that shows without data, devices or plugins.
+/// Every error of a configuration for the verb that shows without data, devices, plugins or the network. `recipe_file` is the
+/// file that it was read from.
 ///
 /// # Errors
 /// The first of it: what the keys make together is looked at one after the other.
 pub fn check(
-    config: &Config,
-    verb: Option<config::Verb>,
+    loaded: &Loaded,
+    recipe_file: &Path,
+    verb: Option<Verb>,
     notify: &mut Notify<'_>,
 ) -> Result<(), RecipeError> {
-    use config::Verb::{Compile, Generate, Lower, Train};
-    let model = model(config, None)?;
-    policy(config, model.family.spec().int8_float_layers, 0)?;
-    if verb.is_none_or(|v| [Compile, Lower].contains(&v)) {
-        compile_topology(config, notify)?;
+    let config = &loaded.config;
+    match verb {
+        Some(Verb::Generate) => check_generation(config, &loaded.given, recipe_file, notify),
+        Some(Verb::Train) => {
+            let model = model(config, None)?;
+            policy(config, model.family.spec().int8_float_layers, 0)?;
+            check_sampling(config, &model)?;
+            check_training(config, &model)
+        }
+        Some(Verb::Lower) => check_program(config, notify),
+        Some(Verb::Compile) if !config.compile_topology.is_empty() => check_program(config, notify),
+        Some(Verb::Compile | Verb::ModuleRun) | None => {
+            compile_topology(config, notify)?;
+            if verb.is_none() && !is_described(config) {
+                notify(Notice::Note(&format!(
+                    "the model {} is not opened; check with --verb",
+                    config.pretrained_model_name_or_path
+                )));
+                return Ok(());
+            }
+            let model = model(config, None)?;
+            policy(config, model.family.spec().int8_float_layers, 0)?;
+            Ok(())
+        }
     }
-    if verb.is_some_and(|v| [Train, Generate].contains(&v)) {
-        sampling_plan(
-            config,
-            &model.scheduler,
-            config.num_inference_steps as usize,
-        )?;
-    }
-    if verb == Some(Train) {
-        check_training(config, &model)?;
-    }
+}
+
+/// Checks that the program of a denoising step can be made for the mesh of `compile_topology`, or for one device.
+fn check_program(config: &Config, notify: &mut Notify<'_>) -> Result<(), RecipeError> {
+    let (mesh, _) = lowering_target(config, notify)?;
+    trace(config, Step::Denoise, &mesh)?;
+    Ok(())
+}
+
+/// Checks that the configured sampler has the configured steps.
+fn check_sampling(config: &Config, model: &DiffusionModel) -> Result<(), RecipeError> {
+    let steps = config.num_inference_steps as usize;
+    sampling_plan(config, &model.scheduler, steps)?;
     Ok(())
 }

@@ -36,7 +36,8 @@ pub fn model(
     tokenizer: Option<&Tokenizer>,
 ) -> Result<DiffusionModel, RecipeError> {
     let fields = config.unet_config_json()?;
-    let unet = UNet2DConditionConfig::from_map(fields.clone()).map_err(RecipeError::usage)?;
+    let unet = UNet2DConditionConfig::from_map(fields.clone())
+        .map_err(RecipeError::at(config.unet_config_place()))?;
     let text_encoder = match config.text_encoder_config_json()? {
         None => None,
         Some(mut fields) => {
@@ -47,7 +48,8 @@ pub fn model(
                 or_insert("vocab_size", tokenizer.vocabulary_size().into());
                 or_insert("eos_token_id", tokenizer.end_id().into());
             }
-            let text = ClipTextConfig::from_map(fields).map_err(RecipeError::usage)?;
+            let text = ClipTextConfig::from_map(fields)
+                .map_err(RecipeError::at(config.text_encoder_config_place()))?;
             Some(text)
         }
     };
@@ -85,6 +87,14 @@ pub fn model(
         micro_conditioning: micro_conditioning(config, family.spec().aesthetic_score),
         decode_tile: None,
     })
+}
+
+/// Whether the configuration says the architecture of the model: by `unet_config`, a folder, or the name of a known model.
+pub fn is_described(config: &Config) -> bool {
+    let name = &config.pretrained_model_name_or_path;
+    config.unet_config.0 != ModelConfig::Unset
+        || Path::new(name).join("unet/config.json").is_file()
+        || Family::of_repository(name).is_some()
 }
 
 /// The family of the model: the one that the configuration names, else that of the published model, folder or UNet.
@@ -126,10 +136,11 @@ fn space(config: &Config, family: Family) -> Result<SampleSpace, RecipeError> {
         )));
     }
     let vae = match config.vae_config_json()? {
-        Some(fields) => AutoencoderKlConfig::from_map(fields),
-        None => AutoencoderKlConfig::from_json(published.vae),
+        Some(fields) => AutoencoderKlConfig::from_map(fields)
+            .map_err(RecipeError::at(config.folder_config("vae").display()))?,
+        None => AutoencoderKlConfig::from_json(published.vae).map_err(RecipeError::usage)?,
     };
-    Ok(SampleSpace::latents(&vae.map_err(RecipeError::usage)?))
+    Ok(SampleSpace::latents(&vae))
 }
 
 /// `side`, the value of `key`, of an image whose samples have `scale x scale` pixels in each place.

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use crate::config::{Config, MOST_IMAGES};
+use crate::config::{Config, Given, MOST_IMAGES, Place};
 use crate::pipelines::ImageRequest;
 use crate::pipelines::prompt_file::{PromptLine, read_prompts};
 
@@ -12,11 +12,14 @@ use super::{Notify, RecipeError};
 /// where a line of the file of prompts does not give one.
 ///
 /// # Errors
-/// When the file of prompts cannot be read or asks for another size, or the images are too many.
+/// When there are two sources of prompts, the file of prompts cannot be read or asks for another size, or the images are too
+/// many.
 pub fn image_requests(
     config: &Config,
+    given: &Given,
     notify: &mut Notify<'_>,
 ) -> Result<Vec<ImageRequest>, RecipeError> {
+    check_sources(config, given)?;
     let lines = if config.held_out_prompts > 0 {
         plain(super::data::held_out_prompts(config, notify)?)
     } else if config.prompts_file.is_empty() {
@@ -53,6 +56,32 @@ pub fn image_requests(
         }
     }
     Ok(requests)
+}
+
+/// Refuses sources of prompts that exclude each other.
+fn check_sources(config: &Config, given: &Given) -> Result<(), RecipeError> {
+    let prompt_is_asked = given.place("prompt") == Place::CommandLine;
+    if config.held_out_prompts > 0 && prompt_is_asked {
+        return Err(RecipeError::Usage(
+            "prompt has no effect with held_out_prompts, which draws captions of the dataset: give one of the two"
+                .to_string(),
+        ));
+    }
+    if config.prompts_file.is_empty() {
+        return Ok(());
+    }
+    for (key, is_given) in [
+        ("prompt", prompt_is_asked),
+        ("held_out_prompts", config.held_out_prompts > 0),
+    ] {
+        if is_given {
+            return Err(RecipeError::Usage(format!(
+                "{key} has no effect with prompts_file={}, whose lines are the prompts: give one of the two",
+                config.prompts_file
+            )));
+        }
+    }
+    Ok(())
 }
 
 fn plain(prompts: Vec<String>) -> Vec<PromptLine> {

@@ -22,6 +22,13 @@ pub fn scheduler(config: &Config) -> Result<SchedulerConfig, RecipeError> {
     SchedulerConfig::from_map(&scheduler_fields(config)).map_err(RecipeError::usage)
 }
 
+/// The fields of a model's own `scheduler_config.json`.
+pub struct OwnScheduler<'a> {
+    pub fields: &'a Map<String, Value>,
+    /// The file, for messages.
+    pub place: &'a str,
+}
+
 /// The noise schedule of a model's own `scheduler_config.json`, changed by the keys that `given` has.
 ///
 /// # Errors
@@ -29,13 +36,10 @@ pub fn scheduler(config: &Config) -> Result<SchedulerConfig, RecipeError> {
 pub fn scheduler_of(
     config: &Config,
     given: &Given,
-    own: Option<&Map<String, Value>>,
+    own: &OwnScheduler<'_>,
     notify: &mut Notify<'_>,
 ) -> Result<SchedulerConfig, RecipeError> {
-    let Some(own) = own else {
-        return scheduler(config);
-    };
-    let mut fields = own.clone();
+    let mut fields = own.fields.clone();
     let mut changed = Vec::new();
     let is_given = |key: &str| given.get(key).is_some_and(|v| !v.is_null() && v != "");
     for (name, value) in scheduler_fields(config) {
@@ -57,7 +61,17 @@ pub fn scheduler_of(
             .entry("skip_prk_steps")
             .or_insert(config.diffusion_scheduler_config.skip_prk_steps.into());
     }
-    let scheduler = SchedulerConfig::from_map(&fields).map_err(RecipeError::usage)?;
+    let scheduler = SchedulerConfig::from_map(&fields).map_err(|error| {
+        let keys: Vec<String> = changed
+            .iter()
+            .filter(|(name, _)| error.to_string().contains(name.as_str()))
+            .map(|(_, key)| format!("{}: {key}", given.place(key)))
+            .collect();
+        match keys.is_empty() {
+            true => RecipeError::at(own.place)(error),
+            false => RecipeError::at(keys.join(", "))(error),
+        }
+    })?;
     for (name, key) in changed {
         // Loading the configuration has warned of those that its own sampler does not read, and `check_sampler_keys` refuses
         // spacings.
@@ -173,7 +187,11 @@ mod tests {
             let loaded = Config::from_text("a.yml", file, &words, Some(Verb::Generate));
             let Loaded { config, given, .. } = loaded.unwrap();
             let mut told = Vec::new();
-            let scheduler = scheduler_of(&config, &given, own.as_object(), &mut |notice| {
+            let own = OwnScheduler {
+                fields: own.as_object().unwrap(),
+                place: "scheduler_config.json",
+            };
+            let scheduler = scheduler_of(&config, &given, &own, &mut |notice| {
                 if let Notice::Warning(text) = notice {
                     told.push(text.to_owned());
                 }

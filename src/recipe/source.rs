@@ -15,14 +15,14 @@ use crate::models::{DiffusionModel, Family, Part, SampleSpace, TextEncoder};
 use crate::nn::Remat;
 use crate::pipelines::PipelineModel;
 use crate::pipelines::model_files::ModelFiles;
+use crate::schedulers::SchedulerConfig;
 use crate::train::EMA_SUFFIX;
 use crate::train::checkpoint::SavedCheckpoint;
 use crate::util::files;
 use crate::weights::source::ModelSource;
 
 use super::model::image_side;
-use super::scheduler::SCHEDULER;
-use super::scheduler::scheduler_of;
+use super::scheduler::{OwnScheduler, SCHEDULER, scheduler, scheduler_of};
 use super::{
     Notice, Notify, RecipeError, check_pixels, check_tokenizer, hub, micro_conditioning,
     newest_checkpoint, precision,
@@ -89,6 +89,16 @@ impl Source {
             )?,
             ModelConfig::Path(_) | ModelConfig::Inline(_) => None,
         };
+        if config.unet_config.0 != ModelConfig::Unset
+            && RepoId::parse(name).is_some()
+            && !folder.exists()
+        {
+            return Err(RecipeError::Usage(format!(
+                "no weights: {} holds no checkpoint, and {name} has none for the architecture that unet_config gives; train \
+                 first, or leave unet_config out",
+                config.checkpoint_folder().display(),
+            )));
+        }
         if found.is_none() && (name.is_empty() || !folder.exists()) {
             return Err(RecipeError::Usage(format!(
                 "no weights: {} holds no checkpoint, and pretrained_model_name_or_path='{name}' is neither a file or \
@@ -254,7 +264,7 @@ fn controlnets(config: &Config) -> Result<Vec<ControlNetConfig>, RecipeError> {
                 path.display()
             ))
         })?;
-        ControlNetConfig::from_json(&text).map_err(RecipeError::usage)
+        ControlNetConfig::from_json(&text).map_err(RecipeError::at(path.display()))
     };
     let names = &config.controlnet_model_name_or_path.0;
     names.iter().map(read).collect()
@@ -267,14 +277,21 @@ fn published(
     source: Box<ModelSource>,
     notify: &mut Notify<'_>,
 ) -> Result<PipelineModel, RecipeError> {
+    if config.unet_config.0 != ModelConfig::Unset {
+        return Err(RecipeError::Usage(format!(
+            "unet_config has no effect: {} has a UNet of its own; leave one of the two out",
+            source.path.display()
+        )));
+    }
     let part = |part: Part| source.component(part).map_err(RecipeError::failed);
+    let at = |part: Part| RecipeError::at(source.config_path(part).display().to_string());
     let mut unet = part(Part::Unet)?.config.clone();
     if let Some(groups) = config.norm_num_groups {
         unet.insert("norm_num_groups".to_string(), groups.into());
     }
-    let unet = UNet2DConditionConfig::from_map(unet).map_err(RecipeError::usage)?;
+    let unet = UNet2DConditionConfig::from_map(unet).map_err(at(Part::Unet))?;
     let vae = part(Part::Vae)?.config.clone();
-    let vae = AutoencoderKlConfig::from_map(vae).map_err(RecipeError::usage)?;
+    let vae = AutoencoderKlConfig::from_map(vae).map_err(at(Part::Vae))?;
     let spec = source.family.spec();
     let text_encoders = spec
         .text_encoders
@@ -283,7 +300,7 @@ fn published(
             let fields = part(encoder.part)?.config.clone();
             Ok(TextEncoder {
                 part: encoder.part,
-                config: ClipTextConfig::from_map(fields).map_err(RecipeError::usage)?,
+                config: ClipTextConfig::from_map(fields).map_err(at(encoder.part))?,
                 hidden: encoder.hidden.earlier(config.clip_skip as usize),
             })
         })
@@ -301,7 +318,7 @@ fn published(
         check_tokenizer(&encoder.config, tokenizer)?;
     }
     let space = SampleSpace::latents(&vae);
-    space.check(&unet).map_err(RecipeError::usage)?;
+    space.check(&unet).map_err(at(Part::Unet))?;
     let scale = space.factor();
     let image_size = image_size(config, scale)?;
     let precision = precision(config);
@@ -320,7 +337,7 @@ fn published(
         micro_conditioning: micro_conditioning(config, source.requires_aesthetics_score),
         precision,
         remat: Remat::None,
-        scheduler: scheduler_of(config, given, source.scheduler.as_ref(), notify)?,
+        scheduler: published_scheduler(config, given, &source, notify)?,
         tokens,
     };
     model.check_time_ids().map_err(RecipeError::usage)?;
@@ -332,6 +349,29 @@ fn published(
         zero_empty_prompts: source.zero_empty_prompts,
         files: ModelFiles::source(source, controlnets.collect()),
     })
+}
+
+/// The noise schedule of the model's own file, else of the recipe, with a warning.
+fn published_scheduler(
+    config: &Config,
+    given: &Given,
+    source: &ModelSource,
+    notify: &mut Notify<'_>,
+) -> Result<SchedulerConfig, RecipeError> {
+    let path = source.scheduler_path();
+    let Some(own) = &source.scheduler else {
+        notify(Notice::Warning(&format!(
+            "there is no {}: the noise schedule and the sampler, {}, are the recipe's",
+            path.display(),
+            config.sampler()
+        )));
+        return scheduler(config);
+    };
+    let own = OwnScheduler {
+        fields: own,
+        place: &path.display().to_string(),
+    };
+    scheduler_of(config, given, &own, notify)
 }
 
 fn tokenizer(

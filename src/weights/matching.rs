@@ -5,6 +5,7 @@ use std::fmt;
 use std::path::PathBuf;
 
 use super::open::Checkpoint;
+use crate::dtype::DType;
 use crate::util::names::nearest;
 
 /// How many tensors of each kind an error shows.
@@ -39,6 +40,8 @@ pub struct MismatchError {
     pub missing: Vec<MissingTensor>,
     pub extra: Vec<(String, Vec<usize>)>,
     pub misshapen: Vec<Misshapen>,
+    /// Parameters that are stored as something else than floating-point numbers, and what.
+    pub not_float: Vec<(String, DType)>,
 }
 
 impl std::error::Error for MismatchError {}
@@ -53,6 +56,9 @@ impl fmt::Display for MismatchError {
             self.extra.len(),
             self.misshapen.len()
         )?;
+        if !self.not_float.is_empty() {
+            write!(f, ", {} of another type", self.not_float.len())?;
+        }
         for tensor in self.missing.iter().take(SHOWN) {
             write!(f, "\n  missing: {} {:?}", tensor.name, tensor.dims)?;
             if let Some(nearest) = &tensor.nearest {
@@ -71,7 +77,14 @@ impl fmt::Display for MismatchError {
                 tensor.name, tensor.expected, tensor.found
             )?;
         }
-        more(f, self.misshapen.len(), "of another shape")
+        more(f, self.misshapen.len(), "of another shape")?;
+        for (name, dtype) in self.not_float.iter().take(SHOWN) {
+            write!(
+                f,
+                "\n  type: {name} expected floating-point numbers, found {dtype}"
+            )?;
+        }
+        more(f, self.not_float.len(), "of another type")
     }
 }
 
@@ -83,10 +96,10 @@ fn more(f: &mut fmt::Formatter, count: usize, kind: &str) -> fmt::Result {
 }
 
 /// Compares `expected`, a model's parameter paths and dimensions, with the tensors of a checkpoint.
-/// Element types may differ: they are cast when read.
+/// Types of floating-point numbers may differ: they are cast when read.
 ///
 /// # Errors
-/// Lists every tensor that is missing, extra or of another shape.
+/// Lists every tensor that is missing, extra, of another shape or of no floating-point numbers.
 pub fn match_parameters(
     expected: &[(impl AsRef<str>, impl AsRef<[usize]>)],
     checkpoint: &Checkpoint,
@@ -108,7 +121,8 @@ pub fn match_parameters(
         .collect();
     let mut missing = Vec::new();
     let mut misshapen = Vec::new();
-    for (name, dims) in expected {
+    for (name, dims) in &expected {
+        let (name, dims) = (*name, *dims);
         match found.get(name) {
             None => missing.push(MissingTensor {
                 name: name.to_owned(),
@@ -126,7 +140,12 @@ pub fn match_parameters(
             Some(_) => {}
         }
     }
-    if missing.is_empty() && extra.is_empty() && misshapen.is_empty() {
+    let not_float: Vec<(String, DType)> = checkpoint
+        .iter()
+        .filter(|(name, shape)| expected.contains_key(name) && !shape.dtype.is_float())
+        .map(|(name, shape)| (name.to_owned(), shape.dtype))
+        .collect();
+    if missing.is_empty() && extra.is_empty() && misshapen.is_empty() && not_float.is_empty() {
         return Ok(());
     }
     Err(MismatchError {
@@ -134,6 +153,7 @@ pub fn match_parameters(
         missing,
         extra,
         misshapen,
+        not_float,
     })
 }
 
@@ -142,7 +162,6 @@ mod tests {
     use std::collections::BTreeMap;
 
     use super::*;
-    use crate::dtype::DType;
     use crate::weights::{TensorView, save};
 
     fn checkpoint(dir: &std::path::Path, tensors: &[(&str, &[usize])]) -> Checkpoint {
@@ -172,6 +191,24 @@ mod tests {
             match_parameters(&[("conv_in.weight", [4, 3, 3, 3])], &c),
             Ok(())
         );
+    }
+
+    #[test]
+    fn integers_are_no_weights() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("model.safetensors");
+        let view = TensorView {
+            name: "conv_in.weight",
+            dtype: DType::S8,
+            dims: &[2],
+            data: &[1, 2],
+        };
+        save(&path, [view], &BTreeMap::new()).unwrap();
+        let file = Checkpoint::open(&path).unwrap();
+        let error = match_parameters(&[("conv_in.weight", [2])], &file).unwrap_err();
+        let expected = "0 missing, 0 extra, 0 of another shape, 1 of another type\
+                        \n  type: conv_in.weight expected floating-point numbers, found s8";
+        assert!(error.to_string().ends_with(expected), "{error}");
     }
 
     #[test]

@@ -30,11 +30,11 @@ impl Checkpoint {
         self.read_into(location, Vec::new())
     }
 
-    /// Reads a tensor and casts it (see [`super::cast`]). Between the usual float types nothing but the
+    /// Reads a tensor of finite numbers and casts it (see [`super::cast`]). Between the usual float types nothing but the
     /// result is held in memory.
     ///
     /// # Errors
-    /// As [`Checkpoint::read`], and when there is no conversion to `dtype`.
+    /// As [`Checkpoint::read`], when a value is NaN or infinite, and when there is no conversion to `dtype`.
     pub fn read_as(&self, name: &str, dtype: DType) -> Result<HostTensor, WeightsError> {
         self.read_as_into(name, dtype, Vec::new())
     }
@@ -128,6 +128,10 @@ impl Checkpoint {
         let from = location.shape.dtype;
         if from == dtype || location.transposed || !cast::is_direct(from, dtype) {
             let tensor = self.read_into(location, buffer)?;
+            tensor
+                .data
+                .par_chunks(READ_CHUNK)
+                .try_for_each(|bytes| self.check_finite(name, location, bytes))?;
             return cast::cast(tensor, dtype).map_err(|source| WeightsError::Cast {
                 name: name.to_owned(),
                 source,
@@ -138,6 +142,7 @@ impl Checkpoint {
         let read = |stored: &mut Vec<u8>, i: usize, out: &mut [u8]| {
             stored.resize(from.storage_bytes(out.len() / dtype.storage_bytes(1)), 0);
             self.read_range(location, i * from.storage_bytes(CAST_CHUNK), stored)?;
+            self.check_finite(name, location, stored)?;
             cast::cast_bytes(from, stored, dtype, out);
             Ok(())
         };
@@ -152,6 +157,25 @@ impl Checkpoint {
         Ok(HostTensor { shape, data })
     }
 
+    /// Refuses values of a tensor that are NaN or infinite: everything that is computed with them would be.
+    fn check_finite(
+        &self,
+        name: &str,
+        location: &Location,
+        bytes: &[u8],
+    ) -> Result<(), WeightsError> {
+        if is_finite(location.shape.dtype, bytes) {
+            return Ok(());
+        }
+        let (path, _) = &self.opened.files[location.file];
+        Err(WeightsError::Tensor {
+            path: path.clone(),
+            tensor: name.to_owned(),
+            reason: "it holds NaN or infinity, so it was damaged or made wrongly; download the file again, or take another"
+                .to_owned(),
+        })
+    }
+
     /// Reads bytes of a tensor from `start`, counted from its first.
     fn read_range(
         &self,
@@ -162,6 +186,25 @@ impl Checkpoint {
         let (path, file) = &self.opened.files[location.file];
         file.read_exact_at(out, location.offset + start as u64)
             .map_err(|source| io(path, source))
+    }
+}
+
+/// Whether all numbers are finite: in the others all bits of the exponent are set. Looks at every number, because a loop that
+/// ends early is not vectorized.
+fn is_finite(dtype: DType, bytes: &[u8]) -> bool {
+    let halves = |exponent: u16| {
+        let numbers = bytes.as_chunks().0.iter().map(|b| u16::from_le_bytes(*b));
+        !numbers.fold(false, |found, bits| found | (bits & exponent == exponent))
+    };
+    match dtype {
+        DType::F16 => halves(0x7c00),
+        DType::BF16 => halves(0x7f80),
+        DType::F32 => {
+            const EXPONENT: u32 = 0x7f80_0000;
+            let numbers = bytes.as_chunks().0.iter().map(|b| u32::from_le_bytes(*b));
+            !numbers.fold(false, |found, bits| found | (bits & EXPONENT == EXPONENT))
+        }
+        _ => true,
     }
 }
 
@@ -273,7 +316,12 @@ mod tests {
                     "{elements} {dtype}"
                 );
             }
-            let halves = cast::cast(file.read("x").unwrap(), DType::F16).unwrap();
+            let mut halves = cast::cast(file.read("x").unwrap(), DType::F16).unwrap();
+            for bytes in halves.data.as_chunks_mut().0 {
+                // Those that became infinite are made the largest.
+                let bits = u16::from_le_bytes(*bytes).min(0x7bff);
+                *bytes = bits.to_le_bytes();
+            }
             let file = write(&dir.path().join("f16"), "x", DType::F16, &halves.data);
             for dtype in [DType::F32, DType::BF16] {
                 let whole = cast::cast(halves.clone(), dtype).unwrap();
@@ -281,6 +329,36 @@ mod tests {
                 // NaNs do not equal themselves.
                 assert!(read.shape == whole.shape && read.data == whole.data);
             }
+        }
+    }
+
+    #[test]
+    fn what_is_no_finite_number_is_named() {
+        let dir = tempfile::tempdir().unwrap();
+        for (dtype, largest, infinity) in [
+            (
+                DType::F32,
+                &[0xff, 0xff, 0x7f, 0xff][..],
+                &[0, 0, 0x80, 0x7f][..],
+            ),
+            (DType::BF16, &[0x7f, 0x7f], &[0x80, 0xff]),
+            (DType::F16, &[0xff, 0x7b], &[0x01, 0x7c]),
+        ] {
+            let path = dir.path().join(dtype.stablehlo());
+            let mut data = largest.repeat(CAST_CHUNK + 7);
+            write(&path, "x", dtype, &data)
+                .read_as("x", DType::F32)
+                .unwrap();
+            let last = data.len() - infinity.len();
+            data[last..].copy_from_slice(infinity);
+            let file = write(&path, "x", dtype, &data);
+            for as_dtype in [DType::F32, DType::F16, DType::BF16] {
+                let error = file.read_as("x", as_dtype).unwrap_err().to_string();
+                let expected = format!("{}: tensor x: it holds NaN or infinity", path.display());
+                assert!(error.starts_with(&expected), "{error}");
+            }
+            // As it is, it can be looked at.
+            file.read("x").unwrap();
         }
     }
 

@@ -19,13 +19,13 @@ fn what_maxdiffusion_ignores_warns_and_what_is_not_here_is_refused() {
     );
     assert_eq!(
         errors(
-            "unet_checkpoint: x\nlightning_repo: x\n",
+            "unet_checkpoint: x\nreuse_example_batch: True\n",
             &["quantization=fp8"],
             None
         ),
         [
             "run.yml:1: unet_checkpoint: loading a UNet checkpoint of MaxDiffusion is not here yet: remove the key or set it to ''",
-            "run.yml:2: lightning_repo: SDXL-Lightning is not here yet: remove the key or set it to ''",
+            "run.yml:2: reuse_example_batch: training on one batch over and over is not here yet: remove the key or set it to False",
             "command line: quantization: 'fp8' is a MaxDiffusion value that is not here yet; valid: '', int8, int8_w8a16",
         ]
     );
@@ -78,7 +78,7 @@ fn an_override_for_another_verb_is_refused() {
     );
     // In a file it is let be: one file serves all verbs. So are features of other verbs.
     load(
-        "max_train_steps: 3\nlightning_repo: x\n",
+        "max_train_steps: 3\nreuse_example_batch: True\nlightning_repo: x\n",
         &[],
         Some(Verb::Lower),
     );

@@ -82,6 +82,16 @@ impl ClipTextConfig {
     /// As for [`ClipTextConfig::from_json`].
     pub fn from_map(mut fields: Map<String, Value>) -> std::result::Result<Self, ModelConfigError> {
         fields.retain(|_, value| !value.is_null());
+        let classes = fields.get("architectures").and_then(Value::as_array);
+        let is_clip = |class: &Value| class.as_str().is_some_and(|class| class.contains("CLIP"));
+        if let Some(classes) = classes.filter(|classes| !classes.iter().any(is_clip)) {
+            return Err(ModelConfigError::Unsupported {
+                model: MODEL,
+                field: "architectures".to_string(),
+                found: Value::from(classes.as_slice()).to_string(),
+                expected: format!("{MODEL} or CLIPTextModelWithProjection"),
+            });
+        }
         take_fixed(
             MODEL,
             &mut fields,

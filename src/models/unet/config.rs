@@ -3,7 +3,7 @@
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use serde_json::{Map, Value, json};
 
-use crate::models::{ModelConfigError, check_sizes, each_size, take_fixed};
+use crate::models::{ModelConfigError, check_class, check_sizes, each_size, take_fixed};
 use crate::nn::Activation;
 
 const MODEL: &str = "UNet2DConditionModel";
@@ -222,6 +222,7 @@ impl UNet2DConditionConfig {
     /// # Errors
     /// As for [`UNet2DConditionConfig::from_json`].
     pub fn from_map(mut fields: Map<String, Value>) -> Result<Self, ModelConfigError> {
+        check_class(MODEL, &fields)?;
         fields.retain(|name, _| !name.starts_with('_'));
         // Null means "the default" except here, where diffusers leaves the layer out.
         for (field, expected) in [

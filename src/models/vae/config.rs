@@ -4,7 +4,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use serde_json::{Map, Value};
 
 use crate::models::unet::SampleSize;
-use crate::models::{ModelConfigError, check_sizes, each_size, take_fixed};
+use crate::models::{ModelConfigError, check_class, check_sizes, each_size, take_fixed};
 use crate::nn::Activation;
 
 const MODEL: &str = "AutoencoderKL";
@@ -101,6 +101,7 @@ impl AutoencoderKlConfig {
     /// # Errors
     /// As for [`AutoencoderKlConfig::from_json`].
     pub fn from_map(mut fields: Map<String, Value>) -> Result<Self, ModelConfigError> {
+        check_class(MODEL, &fields)?;
         fields.retain(|name, value| !name.starts_with('_') && !value.is_null());
         // Statistics of each channel replace `scaling_factor` in pipelines that read them.
         for field in ["latents_mean", "latents_std"] {

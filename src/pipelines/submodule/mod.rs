@@ -130,7 +130,8 @@ impl Submodule {
             .weights()
             .map(|(_, w)| (w.key(), w.shape.dims.as_slice()))
             .collect();
-        match_parameters(&expected, &self.checkpoint).map_err(PipelineError::from)?;
+        match_parameters(&expected, &self.checkpoint)
+            .map_err(|error| PipelineError::Mismatch(Box::new(error)))?;
         Ok(traced)
     }
 

@@ -16,6 +16,7 @@ use crate::models::{Family, Part, clip, vae};
 use crate::weights::{Checkpoint, WeightsError};
 
 const INDEX: &str = "model_index.json";
+pub(super) const SCHEDULER: &str = "scheduler/scheduler_config.json";
 const PICKLES: [&str; 3] = ["ckpt", "pt", "bin"];
 
 /// Whether a folder has the parts of a model in subfolders.
@@ -44,7 +45,7 @@ pub(super) fn open(dir: &Path) -> Result<ModelSource, SourceError> {
         unet: &unet.config,
         has: &|part| components.contains_key(&part),
     });
-    let scheduler = dir.join("scheduler/scheduler_config.json");
+    let scheduler = dir.join(SCHEDULER);
     Ok(ModelSource {
         path: dir.to_owned(),
         layout: Layout::Pipeline,

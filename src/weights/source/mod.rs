@@ -256,6 +256,22 @@ impl ModelSource {
         })
     }
 
+    /// Where the configuration of a part comes from: its file, or the single file that it is told from.
+    pub fn config_path(&self, part: Part) -> PathBuf {
+        match self.layout {
+            Layout::Pipeline => self.path.join(part.name()).join("config.json"),
+            Layout::SingleFile => self.path.clone(),
+        }
+    }
+
+    /// The file with the noise schedule; for a single file that file.
+    pub fn scheduler_path(&self) -> PathBuf {
+        match self.layout {
+            Layout::Pipeline => self.path.join(folder::SCHEDULER),
+            Layout::SingleFile => self.path.clone(),
+        }
+    }
+
     /// Takes the denoiser's weights from another file: one with diffusers' names, or a single file of the same family,
     /// whole or the denoiser alone.
     ///
