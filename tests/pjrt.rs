@@ -612,7 +612,10 @@ fn large_arrays_take_little_more_than_their_bytes() {
 fn sessions_pass_the_folder_of_cudas_tools_on() {
     let session = cpu_session(2);
     let plain = session.compile_options();
-    assert_eq!(*plain, maxdiff::runtime::compile_options(session.mesh()));
+    assert_eq!(
+        *plain,
+        maxdiff::runtime::compile_options(session.mesh(), session.backend())
+    );
     assert!(plain.overrides().is_empty());
     let session = session.with_cuda_data_dir(Some(Path::new("/opt/plugins/cuda")));
     let overrides: Vec<_> = session.compile_options().overrides().into_iter().collect();

@@ -91,6 +91,7 @@ impl Compiler {
         mesh: Mesh,
         rules: LogicalAxisRules,
     ) -> Compiler {
+        let backend = accelerator.backend(mesh.num_devices());
         Compiler {
             plugin_id: PluginId {
                 platform: topology.platform_name().to_owned(),
@@ -101,10 +102,11 @@ impl Compiler {
             hbm_limit: bytes(topology.device_memory_limit())
                 .or_else(|| accelerator.chip.device_memory_bytes()),
             plugin: CompilerPlugin::Topology(topology),
-            backend: accelerator.backend(mesh.num_devices()),
+            backend,
             name: accelerator.name,
             chip: Some(accelerator.chip),
-            options: compile_options(&mesh).with_cuda_data_dir(installed.cuda_data_dir.as_deref()),
+            options: compile_options(&mesh, backend)
+                .with_cuda_data_dir(installed.cuda_data_dir.as_deref()),
             mesh,
             rules,
             simulator: None,

@@ -92,6 +92,14 @@ impl Backend {
         }
     }
 
+    /// Switches of this backend's compiler that its programs are compiled with, in place of the compiler's own choice.
+    pub fn compiler_switches(&self) -> &'static [(&'static str, bool)] {
+        match self {
+            Backend::Cpu { .. } | Backend::Gpu => &[],
+            Backend::Tpu { .. } => &tpu::COMPILER_SWITCHES,
+        }
+    }
+
     /// The graph, of which composites are inlined, in the forms that this backend's compiler runs fastest.
     ///
     /// # Errors

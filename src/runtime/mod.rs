@@ -134,9 +134,10 @@ impl Session {
                     .ok_or(RuntimeError::DeviceMissing { id: *id })
             })
             .collect::<Result<Vec<_>, _>>()?;
+        let backend = backend_of(&client, &mesh);
         Ok(Session {
             client,
-            options: compile_options(&mesh),
+            options: compile_options(&mesh, backend),
             mesh,
             devices,
             rules,
@@ -197,14 +198,7 @@ impl Session {
 
     /// The backend that programs of this session are lowered for.
     pub fn backend(&self) -> Backend {
-        let kernels = self.client.plugin().kernels().are_used();
-        let device = self.client.devices().first();
-        Backend::of_platform(
-            self.client.platform_name(),
-            device.map_or("", |device| &device.description().kind),
-            kernels,
-            self.mesh.num_devices(),
-        )
+        backend_of(&self.client, &self.mesh)
     }
 
     /// Bytes of memory of one device, where that is known: of a processor an equal share of what the machine has left now.
@@ -259,6 +253,17 @@ impl Session {
     pub fn put(&self, tensor: &HostTensor, spec: &PartitionSpec) -> Result<Array, RuntimeError> {
         Array::from_host(self, tensor, spec)
     }
+}
+
+/// The backend of programs for these devices of `client`.
+fn backend_of(client: &Client, mesh: &Mesh) -> Backend {
+    let device = client.devices().first();
+    Backend::of_platform(
+        client.platform_name(),
+        device.map_or("", |device| &device.description().kind),
+        client.plugin().kernels().are_used(),
+        mesh.num_devices(),
+    )
 }
 
 fn element_type(dtype: DType) -> Result<ElementType, RuntimeError> {

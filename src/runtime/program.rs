@@ -3,11 +3,14 @@
 use std::collections::HashMap;
 use std::time::Instant;
 
+use crate::backend::Backend;
 use crate::emit::{DotPrecision, Module};
 use crate::footprint;
 use crate::graph::Graph;
 use crate::lowering;
-use crate::pjrt::{Arg, CompileOptions, DeviceAssignment, Executable, LoadedExecutable};
+use crate::pjrt::{
+    Arg, CompileOptions, DeviceAssignment, Executable, LoadedExecutable, OptionValue,
+};
 use crate::shape::Shape;
 use crate::shard::{Mesh, PartitionSpec};
 
@@ -71,13 +74,17 @@ pub struct Program {
     timings: Timings,
 }
 
-/// Compile options of a program partitioned over `mesh`; [`Session::compile_options`] adds what the session's own
-/// compiler needs.
-pub fn compile_options(mesh: &Mesh) -> CompileOptions {
+/// Compile options of a program for `backend`, partitioned over `mesh`; [`Session::compile_options`] adds what the
+/// session's own compiler needs.
+pub fn compile_options(mesh: &Mesh, backend: Backend) -> CompileOptions {
     let options = CompileOptions::new(1, mesh.num_devices() as u32);
-    options.device_assignment(&DeviceAssignment::partitions(
+    let options = options.device_assignment(&DeviceAssignment::partitions(
         mesh.device_assignment().to_vec(),
-    ))
+    ));
+    let switches = backend.compiler_switches().iter();
+    switches.fold(options, |options, (name, on)| {
+        options.set(*name, OptionValue::Bool(*on))
+    })
 }
 
 impl Program {
