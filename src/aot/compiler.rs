@@ -10,7 +10,8 @@ use crate::footprint::{self, Fit, Footprint, OutOfMemory};
 use crate::lowering::{self, LoweredProgram, Stage, Traced, lower};
 use crate::pjrt::install::{self, Installed};
 use crate::pjrt::{
-    Client, CompileOptions, Executable, NamedValue, PjrtError, Plugin, Topology, prepare_process,
+    Client, CompileOptions, Executable, NamedValue, OptimizationLevel, PjrtError, Plugin, Topology,
+    prepare_process,
 };
 use crate::proto::xla::HloModuleProto;
 use crate::report::{
@@ -150,6 +151,14 @@ impl Compiler {
     pub fn without_kernels(self) -> Compiler {
         Compiler {
             backend: self.backend.without_kernels(),
+            ..self
+        }
+    }
+
+    /// Compiles with this much effort, in place of the plugin's own choice.
+    pub fn with_optimization_level(self, level: OptimizationLevel) -> Compiler {
+        Compiler {
+            options: self.options.optimization_level(level),
             ..self
         }
     }
