@@ -9,9 +9,9 @@ pub use attention::Attention;
 pub use claim::claim;
 pub use product::Product;
 
-/// Switches of libtpu. By itself it folds rows or columns of images into the batch of 3x3 convolutions and keeps this layout through
-/// norms and sums, at the price of padding, transposing and widened images around them: a resnet pair of SDXL at 64x64 is
-/// predicted at 9.3 ms on a v5e with it and 3.9 without, the convolutions alone at 1.78 and 1.84.
+/// Switches of libtpu. By itself it folds rows or columns of images into the batch of 3x3 convolutions and keeps this
+/// layout through norms and sums, at the price of padding, transposes and widened images around them: a resnet pair of
+/// SDXL at 64x64 is predicted at 9.3 ms on a v5e with it and 3.9 without, the convolutions alone at 1.78 and 1.84.
 pub(super) const COMPILER_SWITCHES: [(&str, bool); 2] = [
     ("xla_tpu_run_space_to_batch", false),
     ("xla_tpu_run_space_to_batch_on_new_platforms", false),
