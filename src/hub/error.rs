@@ -47,9 +47,9 @@ pub enum HubError {
         source: Box<SelectError>,
     },
     #[error(
-        "{repo}: neither a file or folder here nor a repository that {endpoint} shows {}; check the name{}",
+        "{repo}: neither a file or folder here nor a repository that {endpoint} shows {}; {}",
         if *token { "to the owner of the token" } else { "to the public" },
-        if *token { "" } else { "; for a private one set HF_TOKEN" }
+        instead(repo, *token)
     )]
     NoRepo {
         repo: RepoId,
@@ -227,6 +227,15 @@ pub(super) enum Fault {
     Select(#[from] SelectError),
     #[error(transparent)]
     Hub(#[from] HubError),
+}
+
+/// What to name instead of a repository that is not there.
+fn instead(repo: &RepoId, token: bool) -> String {
+    match (repo.moved_to(), token) {
+        (Some(copy), _) => format!("it was removed; {copy} is a copy of it: name that"),
+        (None, true) => "check the name".to_owned(),
+        (None, false) => "check the name; for a private one set HF_TOKEN".to_owned(),
+    }
 }
 
 /// A server's message, after a colon.

