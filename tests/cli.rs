@@ -50,6 +50,27 @@ fn a_report_outlives_its_bundle() {
     assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
 }
 
+/// A limit on the size of files stands for a full disk.
+#[test]
+fn a_text_that_does_not_fit_on_the_disk_leaves_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("step.mlir");
+    let limited = "trap '' XFSZ; ulimit -f 1; exec \"$@\"";
+    let output = Command::new("sh")
+        .args(["-c", limited, "sh", env!("CARGO_BIN_EXE_maxdiff-rs")])
+        .args(["lower", "quickstart", "--output"])
+        .arg(&file)
+        .output()
+        .unwrap();
+    let error = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{error}");
+    assert!(
+        error.contains(&format!("error: {}: ", file.display())),
+        "{error}"
+    );
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+}
+
 /// `maxdiff-rs config explain | head -1`: the reader leaves, and that is no failure.
 #[test]
 fn a_reader_that_leaves_is_no_failure() {

@@ -214,7 +214,7 @@ fn bad_input_is_named() {
     let other = golden("pipeline_sdxl");
     let other = format!("pretrained_model_name_or_path={}", other.display());
     let found = error(2, &["prompt=x", &other, "model_family=sd2"]);
-    let expected = "this is SDXL; base21.yml expects Stable Diffusion 2.x; use base_xl.yml";
+    let expected = "this is SDXL; base21.yml expects Stable Diffusion 2.x; use sdxl";
     assert!(found.contains(expected), "{found}");
 }
 

@@ -832,7 +832,7 @@ fn the_wrong_family_is_told_with_its_configuration() {
         .unwrap_err()
         .to_string();
     assert!(
-        error.ends_with("this is Stable Diffusion 2.x; base_xl.yml expects SDXL; use base21.yml"),
+        error.ends_with("this is Stable Diffusion 2.x; base_xl.yml expects SDXL; use sd21"),
         "{error}"
     );
 }

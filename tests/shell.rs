@@ -32,9 +32,52 @@ fn completions(shell: &str, words: &[&str]) -> Vec<String> {
     stdout(&output).lines().map(str::to_owned).collect()
 }
 
+/// What `scripts/release` packs, in a folder of its own and with nothing of this machine's environment.
+#[test]
+fn a_release_needs_nothing_of_the_checkout() {
+    let folder = tempfile::tempdir().unwrap();
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/release");
+    let made = Command::new(script)
+        .arg(env!("CARGO_BIN_EXE_maxdiff-rs"))
+        .arg(folder.path())
+        .output();
+    let archive = stdout(&made.unwrap());
+    let unpacked = Command::new("tar")
+        .args([
+            "--extract",
+            "--strip-components=1",
+            "--file",
+            archive.trim(),
+        ])
+        .current_dir(folder.path())
+        .status();
+    assert!(unpacked.unwrap().success());
+    for file in [
+        "LICENSE",
+        "NOTICE",
+        "share/licenses/CRATES",
+        "share/licenses/serde/LICENSE-MIT",
+        "share/man/man1/maxdiff-rs-generate.1",
+        "share/bash-completion/completions/maxdiff-rs",
+    ] {
+        assert!(folder.path().join(file).is_file(), "{file}");
+    }
+    let run = |words: &[&str]| {
+        let mut command = Command::new(folder.path().join("bin/maxdiff-rs"));
+        let command = command.args(words).env_clear().env("HOME", folder.path());
+        stdout(&command.current_dir(folder.path()).output().unwrap())
+    };
+    let recipe = include_str!("../configs/base_xl.yml");
+    assert_eq!(run(&["config", "show", "sdxl"]), recipe);
+    assert!(run(&["config", "show"]).contains("sdxl-turbo"));
+    assert!(run(&["lower", "quickstart", "--step=train", "--json"]).contains("\"ops\""));
+}
+
 #[test]
 fn keys_and_values_are_completed() {
     let of = |words: &[&str]| completions("bash", words);
+    assert_eq!(of(&["generate", "sdxl-t"]), ["sdxl-turbo"]);
+    assert_eq!(of(&["config", "show", "emo"]), ["emoji"]);
     assert_eq!(of(&["gener"]), ["generate"]);
     assert_eq!(of(&["generate", "x.yml", "sched"]), ["scheduler="]);
     assert_eq!(

@@ -8,11 +8,13 @@ use std::process::ExitCode;
 
 use clap::Args;
 use clap_complete::Shell;
-use clap_complete::engine::{ArgValueCompleter, CompletionCandidate};
+use clap_complete::engine::{
+    ArgValueCompleter, CompletionCandidate, PathCompleter, ValueCompleter,
+};
 use clap_complete::env::{CompleteEnv, Shells};
 
 use super::{CliError, print};
-use crate::config::{self, Verb};
+use crate::config::{self, RECIPES, Verb};
 
 /// Set to a shell's name, it asks the program for the completions of the words after `--`.
 pub const VARIABLE: &str = "MAXDIFF_COMPLETE";
@@ -103,6 +105,27 @@ pub fn overrides() -> ArgValueCompleter {
         let verb = Verb::ALL.into_iter().find(is_said);
         candidates(config::complete(&current.to_string_lossy(), verb))
     })
+}
+
+/// Completes a configuration: the names of recipes, and paths.
+pub fn recipes() -> ArgValueCompleter {
+    ArgValueCompleter::new(|current: &OsStr| {
+        let mut found = named_recipes(current);
+        found.extend(PathCompleter::any().complete(current));
+        found
+    })
+}
+
+/// Completes the name of a recipe.
+pub fn recipe_names() -> ArgValueCompleter {
+    ArgValueCompleter::new(named_recipes)
+}
+
+fn named_recipes(current: &OsStr) -> Vec<CompletionCandidate> {
+    let begun = current.to_string_lossy();
+    let named = RECIPES.iter().filter(|r| r.name.starts_with(&*begun));
+    let named = named.map(|recipe| (recipe.name.to_owned(), recipe.about().to_owned()));
+    candidates(named.collect())
 }
 
 /// Completes the name of a key.

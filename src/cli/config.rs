@@ -1,4 +1,4 @@
-//! `config explain` and `config check`.
+//! `config explain`, `config check` and `config show`.
 
 use std::process::ExitCode;
 
@@ -6,7 +6,7 @@ use clap::{Args, Subcommand, ValueEnum};
 use serde_json::json;
 
 use super::{CliError, RecipeArgs, completions, help, notices, print};
-use crate::config::{self, Config, Loaded, Verb};
+use crate::config::{self, Config, Loaded, RECIPES, Recipe, Verb};
 use crate::recipe;
 
 /// `config ...`
@@ -30,6 +30,16 @@ enum ConfigCommand {
         /// Print docs/config.md
         #[arg(long, conflicts_with_all = ["keys", "json"])]
         markdown: bool,
+    },
+    /// Print a recipe of this program as a file that can be changed, or list them
+    #[command(after_long_help = help::CONFIG_SHOW)]
+    Show {
+        /// The recipe (without it: the names of all)
+        #[arg(value_name = "RECIPE", add = completions::recipe_names())]
+        recipe: Option<String>,
+        /// Print JSON
+        #[arg(long)]
+        json: bool,
     },
     /// Check a configuration and show the value of every key
     #[command(after_long_help = help::CONFIG_CHECK)]
@@ -77,6 +87,7 @@ pub fn run(args: ConfigArgs) -> Result<ExitCode, CliError> {
             json,
             markdown,
         } => explain(&keys, json, markdown),
+        ConfigCommand::Show { recipe, json } => show(recipe.as_deref(), json),
         ConfigCommand::Check { recipe, verb, json } => {
             let verb = verb.map(Verb::from);
             let loaded = Config::load(&recipe.config, &recipe.overrides, verb);
@@ -105,6 +116,37 @@ fn explain(keys: &[String], as_json: bool, markdown: bool) -> Result<ExitCode, C
     } else {
         let all: Result<Vec<_>, _> = keys.iter().map(|k| config::explain(k)).collect();
         all.map_err(CliError::Usage)?.join("\n\n")
+    };
+    print(&text)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn show(name: Option<&str>, as_json: bool) -> Result<ExitCode, CliError> {
+    let recipes: Vec<&Recipe> = match name {
+        None => RECIPES.iter().collect(),
+        Some(name) => match Recipe::named(name) {
+            Some(recipe) => vec![recipe],
+            None => {
+                let advice = Recipe::advice(name);
+                return Err(CliError::Usage(format!("{name}: no such recipe; {advice}")));
+            }
+        },
+    };
+    let text = match (as_json, name, recipes.as_slice()) {
+        (true, ..) => json!(
+            recipes
+                .iter()
+                .map(|r| json!({"name": r.name, "about": r.about(), "text": r.text}))
+                .collect::<Vec<_>>()
+        )
+        .to_string(),
+        (false, Some(_), [recipe]) => recipe.text.to_owned(),
+        (false, ..) => {
+            let lines = recipes
+                .iter()
+                .map(|r| format!("{:<16}{}\n", r.name, r.about()));
+            lines.collect()
+        }
     };
     print(&text)?;
     Ok(ExitCode::SUCCESS)

@@ -50,12 +50,12 @@ macro_rules! run_name {
 pub const PROGRAM: &str = concat!(
     "Examples:
   maxdiff-rs plugin install cpu
-  maxdiff-rs train configs/quickstart.yml quantization=int8
-  maxdiff-rs generate configs/quickstart.yml quantization=int8 prompt=\"a large red circle\"
+  maxdiff-rs train quickstart quantization=int8
+  maxdiff-rs generate quickstart quantization=int8 prompt=\"a large red circle\"
   maxdiff-rs config explain quantization guidance_scale
 
 Files:
-  Configurations are YAML files; KEY=VALUE overrides change them, with a dot for keys inside dicts
+  Configurations are YAML files, or recipes inside the program by name; KEY=VALUE overrides change them, with a dot for keys inside dicts
   (diffusion_scheduler_config.beta_end=0.02). Results go to standard output, everything else to
   standard error. No existing file is overwritten.
 ",
@@ -70,8 +70,8 @@ Files:
 
 pub const TRAIN: &str = concat!(
     "Examples:
-  maxdiff-rs train configs/quickstart.yml quantization=int8
-  maxdiff-rs train configs/shapes.yml max_train_steps=1000 output_dir=runs learning_rate=1e-4
+  maxdiff-rs train quickstart quantization=int8
+  maxdiff-rs train shapes max_train_steps=1000 output_dir=runs learning_rate=1e-4
 ",
     codes!(),
     "
@@ -83,13 +83,13 @@ pub const TRAIN: &str = concat!(
 
 pub const GENERATE: &str = concat!(
     "Examples:
-  maxdiff-rs generate configs/quickstart.yml prompt=\"a small blue square\" seed=7
-  maxdiff-rs generate configs/base_xl.yml prompt=\"a lighthouse at sunrise\" num_images_per_prompt=4
-  maxdiff-rs generate configs/base15.yml pretrained_model_name_or_path=model.safetensors \\
+  maxdiff-rs generate quickstart prompt=\"a small blue square\" seed=7
+  maxdiff-rs generate sdxl prompt=\"a lighthouse at sunrise\" num_images_per_prompt=4
+  maxdiff-rs generate sd15 pretrained_model_name_or_path=model.safetensors \\
       tokenizer_model_name_or_path=DIR prompt=\"a lighthouse\" scheduler=dpm_multistep \\
       diffusion_scheduler_config.use_karras_sigmas=True
-  maxdiff-rs generate configs/base15.yml image=photo.png strength=0.6 prompt=\"a watercolour\"
-  maxdiff-rs generate configs/base15.yml --from-image image.png seed=8
+  maxdiff-rs generate sd15 image=photo.png strength=0.6 prompt=\"a watercolour\"
+  maxdiff-rs generate sd15 --from-image image.png seed=8
 ",
     codes!(),
     "
@@ -102,8 +102,8 @@ pub const GENERATE: &str = concat!(
 
 pub const COMPILE: &str = concat!(
     "Examples:
-  maxdiff-rs compile configs/base_xl.yml compile_topology=v5e-16 compile_topology_num_slices=2
-  maxdiff-rs compile configs/quickstart.yml hardware=cpu --step train --output step.bundle --json
+  maxdiff-rs compile sdxl compile_topology=v5e-16 compile_topology_num_slices=2
+  maxdiff-rs compile quickstart hardware=cpu --step train --output step.bundle --json
 ",
     codes!(),
     "
@@ -114,8 +114,8 @@ pub const COMPILE: &str = concat!(
 
 pub const LOWER: &str = concat!(
     "Examples:
-  maxdiff-rs lower configs/base_xl.yml --output unet.mlir --json
-  maxdiff-rs lower configs/quickstart.yml --step train quantization=int8
+  maxdiff-rs lower sdxl --output unet.mlir --json
+  maxdiff-rs lower quickstart --step train quantization=int8
 ",
     codes!(),
 );
@@ -184,8 +184,16 @@ Exit codes:
   0  done
   2  there is no such key";
 
+pub const CONFIG_SHOW: &str = "Examples:
+  maxdiff-rs config show
+  maxdiff-rs config show sdxl > my.yml
+
+Exit codes:
+  0  done
+  2  there is no such recipe";
+
 pub const CONFIG_CHECK: &str = "Examples:
-  maxdiff-rs config check configs/quickstart.yml quantization=int8 --verb train
+  maxdiff-rs config check quickstart quantization=int8 --verb train
 
 Exit codes:
   0  nothing is wrong

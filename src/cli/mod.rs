@@ -113,8 +113,8 @@ enum Command {
 /// `CONFIG.yml key=value ...`: what every verb that works on a model takes.
 #[derive(Clone, Debug, Args)]
 pub struct RecipeArgs {
-    /// Configuration file
-    #[arg(value_name = "CONFIG.yml")]
+    /// Configuration file, or the name of a recipe inside the program; `maxdiff-rs config show` lists them
+    #[arg(value_name = "CONFIG.yml", add = completions::recipes())]
     pub config: PathBuf,
     /// Keys to change; `maxdiff-rs config explain` lists them
     #[arg(value_name = "KEY=VALUE", add = completions::overrides())]

@@ -19,6 +19,7 @@ use super::field::{Field, Schema, parse_text};
 use super::key::{Key, Mark, Status, Ty, find_key};
 use super::meant::{advice, meant};
 use super::model::builtin_unet_config;
+use super::recipes::Recipe;
 use super::schema::Config;
 use super::text::show;
 use super::values::ModelConfig;
@@ -59,7 +60,8 @@ impl Given {
 }
 
 impl Config {
-    /// Reads the YAML file at `path`, applies `overrides` (`key=value`) and checks the whole.
+    /// Reads the YAML file at `path`, or the recipe of that name ([`Recipe`]), applies `overrides` (`key=value`) and checks
+    /// the whole.
     ///
     /// With a verb, what only concerns other verbs is not checked, and an override that the verb
     /// does not read is refused; without, everything is checked. Relative paths of `unet_config`
@@ -75,14 +77,20 @@ impl Config {
         verb: Option<Verb>,
     ) -> Result<Loaded, ConfigErrors> {
         let name = path.display().to_string();
-        let text = read_file(path).map_err(|message| ConfigError {
-            key: String::new(),
-            place: Place::File {
-                path: name.clone(),
-                line: 0,
-            },
-            problem: Problem::Read(message),
-        })?;
+        let text = match Recipe::in_place_of(path) {
+            Some(recipe) => recipe.text.to_owned(),
+            None => read_file(path).map_err(|message| ConfigError {
+                key: String::new(),
+                place: Place::File {
+                    path: name.clone(),
+                    line: 0,
+                },
+                problem: Problem::Read(match path.components().count() == 1 && !path.exists() {
+                    true => format!("{message}; {}", Recipe::advice(&name)),
+                    false => message,
+                }),
+            })?,
+        };
         let folder = path.parent().unwrap_or(Path::new(""));
         let mut loaded = Loader::new(Some((&name, &text, folder)), overrides).finish(verb)?;
         loaded.config.name_from_environment();

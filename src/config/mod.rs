@@ -14,6 +14,7 @@ mod key;
 mod load;
 mod meant;
 mod model;
+mod recipes;
 mod schema;
 mod text;
 mod values;
@@ -28,6 +29,7 @@ pub use explain::{
 pub use load::{Given, Loaded};
 pub use meant::meant;
 pub use model::builtin_unet_config;
+pub use recipes::{RECIPES, Recipe};
 pub use schema::{Config, LoraConfig, MOST_IMAGES, SchedulerConfig, TimestepBias};
 pub use values::{
     Attention, BiasStrategy, DataSharding, DatasetType, FloatType, FreeDict, FreeList, Hardware,

@@ -10,7 +10,7 @@ use super::original::{OriginalTensors, Root};
 pub struct FamilySpec {
     /// The name in messages.
     pub title: &'static str,
-    /// The configuration file in `configs/` that it is used with.
+    /// The name of the recipe that it is used with.
     pub recipe: &'static str,
     /// Its published models; `None` for a family that is only trained here.
     pub published: Option<Published>,

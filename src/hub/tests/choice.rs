@@ -154,7 +154,7 @@ fn a_model_of_another_family_is_refused_before_its_weights() {
     for _ in 0..2 {
         let error = hub.error(wanted);
         assert!(
-            error.contains("base_xl.yml expects SDXL; use base15.yml"),
+            error.contains("base_xl.yml expects SDXL; use sd15"),
             "{error}"
         );
     }

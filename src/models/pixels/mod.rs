@@ -6,7 +6,7 @@ use super::{Part, unet};
 
 pub const SPEC: FamilySpec = FamilySpec {
     title: "a pixel-space model",
-    recipe: "quickstart.yml",
+    recipe: "quickstart",
     published: None,
     text_encoders: &[TextEncoderSpec {
         part: Part::TextEncoder,

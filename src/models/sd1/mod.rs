@@ -10,7 +10,7 @@ const TEXT_FEATURES: usize = 768;
 
 pub const SPEC: FamilySpec = FamilySpec {
     title: "Stable Diffusion 1.x",
-    recipe: "base15.yml",
+    recipe: "sd15",
     published: Some(Published {
         repositories: &[
             "CompVis/stable-diffusion-v1-4",

@@ -14,7 +14,7 @@ const TEXT_FEATURES: usize = 1024;
 
 pub const SPEC: FamilySpec = FamilySpec {
     title: "Stable Diffusion 2.x",
-    recipe: "base21.yml",
+    recipe: "sd21",
     published: Some(Published {
         repositories: &[
             "stabilityai/stable-diffusion-2-1",

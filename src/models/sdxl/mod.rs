@@ -11,7 +11,7 @@ const TEXT_FEATURES: usize = 2048;
 
 pub const SPEC: FamilySpec = FamilySpec {
     title: "SDXL",
-    recipe: "base_xl.yml",
+    recipe: "sdxl",
     published: Some(Published {
         repositories: &[
             "stabilityai/stable-diffusion-xl-base-1.0",

@@ -10,7 +10,7 @@ const TEXT_FEATURES: usize = 1280;
 
 pub const SPEC: FamilySpec = FamilySpec {
     title: "the SDXL refiner",
-    recipe: "refiner_xl.yml",
+    recipe: "sdxl-refiner",
     published: Some(Published {
         repositories: &["stabilityai/stable-diffusion-xl-refiner-1.0"],
         epsilon: &[],

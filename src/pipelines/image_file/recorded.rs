@@ -104,10 +104,16 @@ impl Texts {
             }
             texts.keywords.push(chunk.keyword.clone());
         }
-        let packed = info.compressed_latin1_text.iter();
-        texts
-            .keywords
-            .extend(packed.map(|chunk| chunk.keyword.clone()));
+        for chunk in &info.compressed_latin1_text {
+            if let Some(place) = texts.place(&chunk.keyword) {
+                let mut chunk = chunk.clone();
+                let text = chunk
+                    .decompress_text_with_limit(MAX_TEXT_BYTES)
+                    .and_then(|()| chunk.get_text());
+                *place = Some(text.map_err(|e| error(format!("text `{}`: {e}", chunk.keyword)))?);
+            }
+            texts.keywords.push(chunk.keyword.clone());
+        }
         Ok(texts)
     }
 
@@ -309,6 +315,32 @@ mod tests {
             "{}",
             error(&many)
         );
+    }
+
+    #[test]
+    fn texts_are_read_in_every_kind_of_chunk() {
+        let dir = TempDir::new().unwrap();
+        let text = "a cat\nSteps: 3, Sampler: Euler a, CFG scale: 7, Seed: 1, Size: 5x3";
+        let of = |add: &dyn Fn(&mut png::Encoder<'_, &mut Vec<u8>>)| {
+            read_recorded(&with_texts(&dir, add)).unwrap()
+        };
+        let plain = of(&|encoder| {
+            encoder
+                .add_text_chunk(PARAMETERS.into(), text.into())
+                .unwrap();
+        });
+        let packed = of(&|encoder| {
+            encoder
+                .add_ztxt_chunk(PARAMETERS.into(), text.into())
+                .unwrap();
+        });
+        let unicode = of(&|encoder| {
+            encoder
+                .add_itxt_chunk(PARAMETERS.into(), text.into())
+                .unwrap();
+        });
+        assert!(matches!(plain, Recorded::Web(_)), "{plain:?}");
+        assert_eq!([&packed, &unicode], [&plain, &plain]);
     }
 
     #[test]
