@@ -75,7 +75,7 @@ impl Inputs {
     fn command(&self, folder: &Path, module: &Path, settings: &[&str]) -> Command {
         let inputs = self.write(folder);
         let mut command = program(["module", "run", "--json"]);
-        command
+        without_optimizations(&mut command)
             .arg(module)
             .arg("--inputs")
             .arg(inputs)
@@ -167,11 +167,7 @@ fn settings_are_obeyed() {
         let settings: Vec<&str> = F32.iter().chain(more).copied().collect();
         let folder = tempfile::tempdir().unwrap();
         let mut command = inputs.command(folder.path(), &golden("unet_sdxl"), &settings);
-        compared(
-            "unet_sdxl",
-            folder.path(),
-            without_optimizations(&mut command),
-        )
+        compared("unet_sdxl", folder.path(), &mut command)
     };
     let distance = |(_, distances): &(Value, BTreeMap<String, f64>)| distances["sample"];
 

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use crate::common::{cpu_plugin, golden, json, kernels_run, program, text};
+use crate::common::{cpu_plugin, golden, json, kernels_run, program, text, without_optimizations};
 use crate::module_run::Inputs;
 use serde_json::Value;
 
@@ -337,7 +337,8 @@ fn a_stale_plugin_is_used_with_a_warning() {
     });
     std::fs::write(plugin.join("manifest.json"), manifest.to_string()).unwrap();
     let inputs = Inputs::sd15().write(folder.path());
-    let output = program(["module", "run", "--quiet"])
+    let mut command = program(["module", "run", "--quiet"]);
+    let output = without_optimizations(&mut command)
         .env("MAXDIFF_PLUGIN_DIR", folder.path())
         .arg(golden("unet_sd15"))
         .args(["hardware=cpu", "jax_cache_dir="])

@@ -87,13 +87,13 @@ fn clean_images_are_read_right() {
 
 #[test]
 fn noise_and_blur_are_borne() {
-    let noisy = score(400, 32, 0, |mut image, index| {
+    let noisy = score(200, 32, 0, |mut image, index| {
         add_noise(&mut image, 0.05, index as u64);
         image
     });
     assert!(noisy.fraction(noisy.both_right) >= 0.97, "{noisy:?}");
     for sigma in [0.7, 1.0] {
-        let blurred = score(200, 32, 0, |image, index| {
+        let blurred = score(100, 32, 0, |image, index| {
             let mut image = imageops::blur(&image, sigma);
             add_noise(&mut image, 0.05, index as u64);
             image
