@@ -670,7 +670,7 @@ fn convert_refuses_numbers_that_are_not_finite() {
     assert_eq!(refused.status.code(), Some(1));
     let found = stderr(&refused);
     let expected = format!(
-        "{}: tensor conv_in.bias: it holds NaN or infinity",
+        "error: {}: tensor conv_in.bias: it holds NaN or infinity",
         file.display()
     );
     assert!(found.contains(&expected), "{found}");

@@ -14,7 +14,7 @@ use crate::host_tensor::HostTensor;
 use crate::models::{Part, Published};
 use crate::util::files::{AtomicDir, parent_of, sync_dir, write_synced};
 use crate::weights::save::{check_free_space, write_error};
-use crate::weights::{TensorSpec, save_streaming};
+use crate::weights::{TensorSpec, WeightsError, save_streaming};
 
 /// The files written for one part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -177,6 +177,22 @@ fn write_part(
             overflown.push((format!("{part}/{}", spec.name), count));
         }
         Ok(tensor.data.into())
+    })
+    .map_err(|error| match error {
+        // The file that is read is to blame, not the one that is written.
+        WeightsError::Fetch {
+            path,
+            tensor,
+            source,
+        } => match source.downcast::<WeightsError>() {
+            Ok(read) => *read,
+            Err(source) => WeightsError::Fetch {
+                path,
+                tensor,
+                source,
+            },
+        },
+        other => other,
     })?;
     Ok(overflown)
 }
