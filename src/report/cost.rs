@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use crate::proto::xla::{HloInstructionProto, PrimitiveType, ShapeProto, WindowDimension};
 
-use super::instruction::{BackendConfig, bits, elements, is_collective, type_name};
+use super::instruction::{BackendConfig, bits, bytes, elements, is_collective, type_name};
 use super::kernels::{KernelCall, KernelCycles};
 use super::program::{HloProgram, Site};
 use super::runs::RunCounts;
@@ -260,7 +260,8 @@ pub(super) fn timed(
         let of_kernel = kernel.as_ref().map(|(_, cycles)| cycles.cycles);
         let cycles = config.estimated_cycles().or(of_kernel);
         let kind = Kind::of(program, site);
-        if cycles.is_none() && (!is_kernel(instruction) || kind == Kind::Copy) {
+        let computes = is_kernel(instruction) && kind != Kind::Copy;
+        if cycles.is_none() && !computes && !moves_much(instruction) {
             return None;
         }
         let flops = inside(program, site).chain([site]);
@@ -285,6 +286,28 @@ fn is_kernel(instruction: &HloInstructionProto) -> bool {
         instruction.opcode.as_str(),
         "fusion" | "dot" | "convolution" | "custom-call"
     )
+}
+
+/// Whether an instruction that is not part of a fusion moves so many bytes that leaving its time out would tell. The
+/// compiler estimates none for a pad.
+fn moves_much(instruction: &HloInstructionProto) -> bool {
+    const MUCH: u64 = 1 << 20;
+    let moves = matches!(
+        instruction.opcode.as_str(),
+        "broadcast"
+            | "concatenate"
+            | "copy"
+            | "pad"
+            | "reshape"
+            | "reverse"
+            | "slice"
+            | "transpose"
+    );
+    moves
+        && instruction
+            .shape
+            .as_ref()
+            .is_some_and(|shape| bytes(shape) >= MUCH)
 }
 
 #[cfg(test)]

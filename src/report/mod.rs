@@ -209,8 +209,8 @@ pub struct Predicted {
     pub kernels: Vec<Kernel>,
     /// What the compiler schedules on its own, the costliest first and no more than [`COSTLIEST`].
     pub costliest: Vec<Operation>,
-    /// What nothing is predicted for (kernels that were not simulated, some operations that overlap with a collective):
-    /// `total` is too small by their time.
+    /// What nothing is predicted for (kernels that were not simulated, pads, some operations that overlap with a
+    /// collective): `total` is too small by their time.
     pub unpredicted: Vec<Unpredicted>,
 }
 

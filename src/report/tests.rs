@@ -338,6 +338,28 @@ fn flops_and_predicted_time() {
     assert!(predicted.unpredicted.is_empty());
 }
 
+/// The compiler estimates nothing for pads: a large one is listed; what a small one takes does not tell.
+#[test]
+fn large_moves_without_an_estimate_are_not_predicted() {
+    let mut m = Module::new(1);
+    let mut body = Vec::new();
+    let b = &mut body;
+    let x = m.add(b, parameter(0, array(F32, &[512, 512])));
+    let zero = m.add(b, op("constant", array(F32, &[]), &[]));
+    let pad = |name: &str, dims: &[i64]| named(name, op("pad", array(F32, dims), &[x, zero]));
+    let large = m.add(b, pad("large", &[1024, 512]));
+    m.add(b, pad("small", &[8, 8]));
+    let sum = op("add", array(F32, &[1024, 512]), &[large, large]);
+    m.add(b, cycles("1000", sum));
+    let predicted = report(&m.entry(body)).predicted_ms.unwrap();
+    let missing = predicted.unpredicted.iter();
+    assert_eq!(missing.map(|u| &u.op_name).collect::<Vec<_>>(), ["large"]);
+    assert_eq!(
+        predicted.by_kind.keys().collect::<Vec<_>>(),
+        ["elementwise"]
+    );
+}
+
 /// A loop over a counter from `start` while below the bound, its body an all-gather of the carried
 /// array.
 fn looping(start: i32, bound: Option<i32>, op_name: &str) -> HloModuleProto {
