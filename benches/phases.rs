@@ -15,7 +15,6 @@ use maxdiff::dtype::DType;
 use maxdiff::emit::{EmitOptions, stablehlo};
 use maxdiff::graph::{Graph, InputKind};
 use maxdiff::host_tensor::HostTensor;
-use maxdiff::lowering::lower;
 use maxdiff::pipelines::text_to_image::{DenoiseOptions, Guidance, trace_denoise};
 use maxdiff::pjrt::install::{PluginKind, locate};
 use maxdiff::pjrt::{NamedValue, Plugin};
@@ -56,9 +55,7 @@ fn train_graph(session: &Session, config: &Config) -> Outcome<Graph> {
         derived.quantization_local_shard_count as usize,
     )?;
     let traced = step::trace(&model, &options)?;
-    Ok(lower(&traced, session.backend(), &session.lowering())?
-        .step
-        .graph)
+    Ok(session.lower(&traced)?.step.graph)
 }
 
 fn denoise_graph(session: &Session, config: &Config) -> Outcome<Graph> {
@@ -70,9 +67,7 @@ fn denoise_graph(session: &Session, config: &Config) -> Outcome<Graph> {
         quantization: recipe::policy(config, model.family.spec().int8_float_layers, 0)?,
     };
     let traced = trace_denoise(&model, &options)?.model;
-    Ok(lower(&traced, session.backend(), &session.lowering())?
-        .step
-        .graph)
+    Ok(session.lower(&traced)?.step.graph)
 }
 
 /// One argument for each input: small weights, zero state, ones for the rest.

@@ -10,7 +10,7 @@ use maxdiff::config::{Config, Verb};
 use maxdiff::dtype::DType;
 use maxdiff::graph::InputKind;
 use maxdiff::host_tensor::HostTensor;
-use maxdiff::lowering::{Traced, lower};
+use maxdiff::lowering::Traced;
 use maxdiff::pjrt::install::{PluginKind, locate};
 use maxdiff::pjrt::{NamedValue, Plugin};
 use maxdiff::recipe;
@@ -29,7 +29,7 @@ struct Running {
 
 impl Running {
     fn new(session: &Session, label: String, traced: &Traced) -> Result<Running, Box<dyn Error>> {
-        let step = lower(traced, session.backend(), &session.lowering())?.step;
+        let step = session.lower(traced)?.step;
         let program = Program::of_step(session, &step, &ProgramOptions::default())?;
         let graph = &step.graph;
         let calls: usize = kernel_counts(graph).values().sum();

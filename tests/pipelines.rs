@@ -181,7 +181,8 @@ impl Case {
             quantization: self.quantization.clone(),
         };
         let traced = TracedModel::new(&self.model, options, from_image).unwrap();
-        CompiledModel::compile(session, &self.model, &traced, DotPrecision::Default, 1).unwrap()
+        let lowered = traced.lower(session).unwrap();
+        CompiledModel::compile(session, &self.model, lowered, DotPrecision::Default, 1).unwrap()
     }
 
     fn plan(&self) -> SamplingPlan {
@@ -653,7 +654,8 @@ fn a_refiner_goes_on_as_in_diffusers() {
         quantization: None,
     };
     let compile = |case: &Case, traced: &TracedModel| {
-        CompiledModel::compile(&session, &case.model, traced, DotPrecision::Default, 1).unwrap()
+        let lowered = traced.lower(&session).unwrap();
+        CompiledModel::compile(&session, &case.model, lowered, DotPrecision::Default, 1).unwrap()
     };
     let traced = TracedModel::new(&base.model, options(2), false).unwrap();
     let first = compile(&base, &traced.handed_on());

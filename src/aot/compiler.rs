@@ -6,7 +6,7 @@ use std::time::Instant;
 use crate::backend::{Backend, kernel_counts};
 use crate::bundle::{Group, Header, PayloadKind, PluginId, ProgramHeader, ProgramId, Target};
 use crate::emit::{LoadGroup, Module, Modules};
-use crate::footprint::{self, Fit, Footprint, OutOfMemory};
+use crate::footprint::{self, Fit, OutOfMemory};
 use crate::lowering::{self, LoweredProgram, Stage, Traced, lower};
 use crate::pjrt::install::{self, Installed};
 use crate::pjrt::{
@@ -23,7 +23,7 @@ use crate::topology::{Accelerator, Chip};
 use crate::util::hash::Sha256;
 
 use super::error::{needed_memory, out_of_memory_message};
-use super::{AotError, Compiled, CompiledProgram, Compiling, Options, Seconds, Simulator, header};
+use super::{AotError, Compiled, CompiledProgram, Options, Progress, Seconds, Simulator, header};
 
 /// The compiler for a topology or for the devices here, with the properties of these devices.
 pub struct Compiler {
@@ -191,7 +191,7 @@ impl Compiler {
         &self,
         traced: &Traced,
         options: &Options,
-        tell: &mut dyn FnMut(Compiling),
+        tell: &mut dyn FnMut(Progress),
     ) -> Result<Compiled, AotError> {
         let start = Instant::now();
         let target = lowering::Options {
@@ -207,13 +207,14 @@ impl Compiler {
             let checked = fit.check(&title(options, stage), program);
             checked.map_err(AotError::OutOfMemory)
         };
-        check(Stage::Step, step)?;
+        let footprint = check(Stage::Step, step)?;
         for program in &lowered.load {
             check(Stage::Load, program)?;
         }
         if let Some(program) = &lowered.request {
             check(Stage::Request, program)?;
         }
+        tell(Progress::Fits { step: footprint });
         let lower = start.elapsed().as_secs_f64();
 
         let start = Instant::now();
@@ -226,8 +227,7 @@ impl Compiler {
         let mut number = 0;
         let mut program = |stage, module: &Module, groups: Vec<LoadGroup>| {
             number += 1;
-            tell(Compiling {
-                footprint: Footprint::of(&module.program, &self.mesh, &self.rules),
+            tell(Progress::Compiling {
                 stage,
                 number,
                 programs,

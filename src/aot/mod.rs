@@ -36,15 +36,17 @@ pub struct Options {
     pub memory_advice: Vec<String>,
 }
 
-/// A program that is compiled next.
+/// What the compiler does next.
 #[derive(Clone, Debug)]
-pub struct Compiling {
-    /// The memory that it takes on each device.
-    pub footprint: Footprint,
-    pub stage: Stage,
-    /// Its number, from 1 to `programs`.
-    pub number: usize,
-    pub programs: usize,
+pub enum Progress {
+    /// All programs fit the devices; a step takes `step` of each.
+    Fits { step: Footprint },
+    /// Compiles a program: number `number` of `programs`, from 1.
+    Compiling {
+        stage: Stage,
+        number: usize,
+        programs: usize,
+    },
 }
 
 /// The compiled programs of a traced program.

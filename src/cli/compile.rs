@@ -8,10 +8,9 @@ use std::time::Instant;
 use clap::Args;
 use serde_json::{Value, json};
 
-use crate::aot::{Bundled, Compiled, CompiledProgram, Compiling};
+use crate::aot::{Bundled, Compiled, CompiledProgram, Progress};
 use crate::bundle::{self, Bundle, BundleError, PayloadKind};
 use crate::config::{Config, Verb};
-use crate::lowering::Stage;
 use crate::recipe::{self, Step};
 
 use super::doctor::try_load;
@@ -71,25 +70,25 @@ pub fn run(args: &CompileArgs) -> Result<ExitCode, CliError> {
     written.map(|_| ExitCode::SUCCESS)
 }
 
-/// Says which program is compiled.
-fn show(compiling: Compiling) {
-    let Compiling {
-        footprint,
-        stage,
-        number,
-        programs,
-    } = compiling;
-    if stage == Stage::Step {
-        let memory = footprint.describe();
-        super::progress(&format!("memory of each device: {memory}"));
+/// Says how much memory a step takes, and which program is compiled.
+fn show(progress: Progress) {
+    match progress {
+        Progress::Fits { step } => {
+            let memory = step.describe();
+            super::progress(&format!("memory of each device: {memory}"));
+        }
+        Progress::Compiling {
+            stage,
+            number,
+            programs,
+        } => {
+            let stage = stage.name();
+            status::spin(&match programs {
+                1 => format!("compiling the {stage} program"),
+                _ => format!("compiling program {number} of {programs} ({stage})"),
+            });
+        }
     }
-    status::spin(&match programs {
-        1 => format!("compiling the {} program", stage.name()),
-        _ => format!(
-            "compiling program {number} of {programs} ({})",
-            stage.name()
-        ),
-    });
 }
 
 /// The step's report with what surrounds it and the reports of the programs before it, as JSON.

@@ -113,7 +113,12 @@ impl Fit<'_> {
         };
         if footprint.resident() > limit {
             let needed = format!("at least {}", binary_size(footprint.resident()));
-            return Err(Box::new(self.refusal(title, program, Some(needed))));
+            return Err(Box::new(self.error(
+                title,
+                program,
+                footprint,
+                Some(needed),
+            )));
         }
         if footprint.resident().saturating_add(footprint.activations) > limit {
             tracing::warn!(
@@ -130,11 +135,23 @@ impl Fit<'_> {
         Ok(footprint)
     }
 
-    /// The error for a program that needs more memory than a device has: `needed`, where it is known.
+    /// The error for a program that the compiler found to need more memory than a device has: `needed`, where it says
+    /// that.
     pub fn refusal(
         &self,
         title: &str,
         program: &LoweredProgram,
+        needed: Option<String>,
+    ) -> OutOfMemory {
+        let footprint = Footprint::of(program, self.mesh, self.rules);
+        self.error(title, program, footprint, needed)
+    }
+
+    fn error(
+        &self,
+        title: &str,
+        program: &LoweredProgram,
+        footprint: Footprint,
         needed: Option<String>,
     ) -> OutOfMemory {
         OutOfMemory {
@@ -142,7 +159,7 @@ impl Fit<'_> {
             target: self.target.to_owned(),
             needed,
             limit: self.limit,
-            footprint: Footprint::of(program, self.mesh, self.rules),
+            footprint,
             advice: self.advice_for(program),
             message: String::new(),
         }

@@ -7,7 +7,7 @@ use rayon::prelude::*;
 use crate::dtype::DType;
 use crate::emit::DotPrecision;
 use crate::host_tensor::HostTensor;
-use crate::lowering::Traced;
+use crate::lowering::Lowered;
 use crate::models::DiffusionModel;
 use crate::runtime::{Prepared, Session};
 use crate::shape::Shape;
@@ -17,8 +17,7 @@ use super::batch::{Phases, TokenizedImage, batches};
 use super::observer::{Observer, Phase, enter};
 use super::part_program::PartProgram;
 use super::prompt::apply_weights;
-use super::text_to_image::{Guidance, names};
-use super::traced::TracedModel;
+use super::text_to_image::{DenoiseOptions, Guidance, names};
 use super::weights::WeightSource;
 
 /// The embeddings of one call's prompts, on the host.
@@ -87,18 +86,18 @@ pub struct Encoder {
 }
 
 impl Encoder {
-    /// Compiles the program that was traced for `rows` prompts of `tokens` tokens.
+    /// Compiles the program that was traced and lowered for `rows` prompts of `tokens` tokens.
     ///
     /// # Errors
     /// When it does not compile.
     pub fn compile(
         session: &Session,
-        traced: &Traced,
+        lowered: Lowered,
         [rows, tokens]: [usize; 2],
         precision: DotPrecision,
     ) -> Result<Encoder, PipelineError> {
         Ok(Encoder {
-            program: PartProgram::compile(session, traced, precision)?,
+            program: PartProgram::compile(session, lowered, precision)?,
             rows,
             tokens,
         })
@@ -180,22 +179,22 @@ pub struct Encoded {
 }
 
 impl PromptEncoders {
-    /// Compiles the text encoders that `model` traced.
+    /// Compiles the text encoders of `model`, which were traced with `options`.
     ///
     /// # Errors
     /// When one does not compile.
     pub fn compile(
         session: &Session,
         model: &DiffusionModel,
-        traced: &TracedModel,
+        encoders: Vec<Lowered>,
+        options: &DenoiseOptions,
         precision: DotPrecision,
     ) -> Result<PromptEncoders, PipelineError> {
-        let options = &traced.options;
         let sizes = [options.prompts(), model.tokens];
-        let graphs = traced.encoders.par_iter();
         Ok(PromptEncoders {
-            encoders: graphs
-                .map(|graph| Encoder::compile(session, graph, sizes, precision))
+            encoders: encoders
+                .into_par_iter()
+                .map(|encoder| Encoder::compile(session, encoder, sizes, precision))
                 .collect::<Result<_, _>>()?,
             batch: options.batch,
             guidance: options.guidance != Guidance::Off,

@@ -3,6 +3,7 @@
 use crate::dtype::DType;
 use crate::emit::DotPrecision;
 use crate::host_tensor::{HostTensor, HostTensorError};
+use crate::lowering::Lowered;
 use crate::runtime::{Array, Prepared, ProgramOptions, RuntimeError, Session, StagedProgram};
 use crate::schedulers::{HISTORY, SamplingPlan};
 use crate::shape::Shape;
@@ -89,21 +90,21 @@ pub struct Denoiser {
 }
 
 impl Denoiser {
-    /// Compiles `step` for samples `sample_dims`.
+    /// Compiles `step`, which was lowered for `session`, for samples `sample_dims`.
     ///
     /// # Errors
     /// When it does not compile.
     pub fn compile(
         session: &Session,
-        step: &DenoiseStep,
+        step: DenoiseStep<Lowered>,
         sample_dims: [usize; 4],
         precision: DotPrecision,
     ) -> Result<Denoiser, PipelineError> {
         let options = ProgramOptions { precision };
-        let compile = |traced| StagedProgram::compile(session, traced, &options);
+        let compile = |lowered| StagedProgram::compile(session, lowered, &options);
         Ok(Denoiser {
-            program: compile(&step.model)?,
-            advance: step.advance.as_ref().map(compile).transpose()?,
+            program: compile(step.model)?,
+            advance: step.advance.map(compile).transpose()?,
             sample_dims,
         })
     }

@@ -24,7 +24,7 @@ use super::part_program::PartProgram;
 use super::start::{BatchStart, StartImage, StartSource};
 use super::text_to_image::Guidance;
 use super::tiling::TilePlan;
-use super::traced::{Ending, TracedModel};
+use super::traced::{Ending, LoweredModel};
 use super::weights::WeightSource;
 
 /// Run-time settings of generation: a change compiles nothing.
@@ -98,20 +98,22 @@ pub struct CompiledModel {
 }
 
 impl CompiledModel {
-    /// Compiles every program that was traced of `model`, as [`ImageGenerator::compile`].
+    /// Compiles every program of `model`, as [`ImageGenerator::compile`].
     ///
     /// # Errors
     /// When a program does not compile.
     pub fn compile(
         session: &Session,
         model: &DiffusionModel,
-        traced: &TracedModel,
+        mut lowered: LoweredModel,
         precision: DotPrecision,
         pixel_unshuffle: usize,
     ) -> Result<CompiledModel, PipelineError> {
+        let encoders = std::mem::take(&mut lowered.encoders);
+        let options = lowered.options.clone();
         let (generator, encoders) = rayon::join(
-            || ImageGenerator::compile(session, model, traced, precision, pixel_unshuffle),
-            || PromptEncoders::compile(session, model, traced, precision),
+            || ImageGenerator::compile(session, model, lowered, precision, pixel_unshuffle),
+            || PromptEncoders::compile(session, model, encoders, &options, precision),
         );
         Ok(CompiledModel {
             encoders: encoders?,
@@ -168,7 +170,7 @@ pub struct ImageGenerator {
 }
 
 impl ImageGenerator {
-    /// Compiles the programs. Samples of a model without a VAE are images of `pixel_unshuffle x pixel_unshuffle` pixels
+    /// Compiles the programs but for the text encoders. Samples of a model without a VAE are images of `pixel_unshuffle x pixel_unshuffle` pixels
     /// in each place.
     ///
     /// # Errors
@@ -176,33 +178,34 @@ impl ImageGenerator {
     pub fn compile(
         session: &Session,
         model: &DiffusionModel,
-        traced: &TracedModel,
+        lowered: LoweredModel,
         precision: DotPrecision,
         pixel_unshuffle: usize,
     ) -> Result<ImageGenerator, PipelineError> {
-        let TracedModel { options, .. } = traced;
+        let LoweredModel {
+            denoise,
+            ending,
+            encode_image,
+            options,
+            ..
+        } = lowered;
         let guidance = options.guidance != Guidance::Off;
         let dims = model.sample_dims(options.batch);
         let [without, with] = model.time_ids();
         let ending = || -> Result<Ending<Decoder>, PipelineError> {
-            Ok(match &traced.ending {
-                Ending::Decoded(graph) => {
-                    let tiles = TilePlan::of(model)?;
-                    Ending::Decoded(Decoder::compile(session, graph, tiles, precision)?)
-                }
-                Ending::Pixels => Ending::Pixels,
-                Ending::Handed => Ending::Handed,
+            ending.try_map(|decoder| {
+                let tiles = TilePlan::of(model)?;
+                Decoder::compile(session, decoder, tiles, precision)
             })
         };
         let image_encoder = || -> Result<Option<ImageEncoder>, PipelineError> {
-            let graph = traced.encode_image.as_ref();
             let dims = model.sample_dims(1);
-            graph
-                .map(|graph| ImageEncoder::compile(session, graph, dims, precision))
+            encode_image
+                .map(|encoder| ImageEncoder::compile(session, encoder, dims, precision))
                 .transpose()
         };
         let (denoiser, (ending, image_encoder)) = rayon::join(
-            || Denoiser::compile(session, &traced.denoise, dims, precision),
+            || Denoiser::compile(session, denoise, dims, precision),
             || rayon::join(ending, image_encoder),
         );
         Ok(ImageGenerator {

@@ -4,7 +4,7 @@ use crate::dtype::DType;
 use crate::emit::DotPrecision;
 use crate::graph::{Builder, GraphError};
 use crate::host_tensor::HostTensor;
-use crate::lowering::Traced;
+use crate::lowering::{Lowered, Traced};
 use crate::models::{DiffusionModel, vae};
 use crate::runtime::{Prepared, Session};
 use crate::shape::Shape;
@@ -66,18 +66,18 @@ pub struct ImageEncoder {
 }
 
 impl ImageEncoder {
-    /// Compiles the program that [`trace_encode_image`] made for latents `latent_dims`, those of one image.
+    /// Compiles the lowered program of [`trace_encode_image`] for latents `latent_dims`, those of one image.
     ///
     /// # Errors
     /// When it does not compile.
     pub fn compile(
         session: &Session,
-        traced: &Traced,
+        lowered: Lowered,
         latent_dims: [usize; 4],
         precision: DotPrecision,
     ) -> Result<ImageEncoder, PipelineError> {
         Ok(ImageEncoder {
-            program: PartProgram::compile(session, traced, precision)?,
+            program: PartProgram::compile(session, lowered, precision)?,
             latent_dims,
         })
     }
@@ -123,18 +123,18 @@ pub struct Decoder {
 }
 
 impl Decoder {
-    /// Compiles the decoder that [`trace_decode`] made for one of `tiles`.
+    /// Compiles the lowered program of [`trace_decode`] for one of `tiles`.
     ///
     /// # Errors
     /// When it does not compile.
     pub fn compile(
         session: &Session,
-        traced: &Traced,
+        lowered: Lowered,
         tiles: TilePlan,
         precision: DotPrecision,
     ) -> Result<Decoder, PipelineError> {
         Ok(Decoder {
-            program: PartProgram::compile(session, traced, precision)?,
+            program: PartProgram::compile(session, lowered, precision)?,
             tiles,
         })
     }

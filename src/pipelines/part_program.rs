@@ -2,7 +2,7 @@
 
 use crate::emit::DotPrecision;
 use crate::host_tensor::HostTensor;
-use crate::lowering::Traced;
+use crate::lowering::Lowered;
 use crate::runtime::{Array, Prepared, ProgramOptions, Session, StagedProgram};
 
 use super::PipelineError;
@@ -12,17 +12,17 @@ use super::inputs::Inputs;
 pub struct PartProgram(StagedProgram);
 
 impl PartProgram {
-    /// Compiles a traced part.
+    /// Compiles a part that was lowered for `session`.
     ///
     /// # Errors
     /// When it does not compile.
     pub fn compile(
         session: &Session,
-        traced: &Traced,
+        lowered: Lowered,
         precision: DotPrecision,
     ) -> Result<PartProgram, PipelineError> {
         let options = ProgramOptions { precision };
-        let program = StagedProgram::compile(session, traced, &options)?;
+        let program = StagedProgram::compile(session, lowered, &options)?;
         Ok(PartProgram(program))
     }
 

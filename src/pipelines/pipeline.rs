@@ -23,7 +23,7 @@ use super::observer::{Event, Observer, Phase, enter};
 use super::prepared::{ModelRequest, PromptReader, prepare};
 use super::request::GenerateRequest;
 use super::text_to_image::{DenoiseOptions, Guidance};
-use super::traced::TracedModel;
+use super::traced::{LoweredModel, TracedModel};
 use super::weights::{TakeWeight, WeightSource};
 
 /// A model of the pipeline.
@@ -155,9 +155,9 @@ struct Programs {
 }
 
 /// The programs of all models before they are compiled.
-struct TracedModels {
-    base: TracedModel,
-    refiner: Option<TracedModel>,
+struct LoweredModels {
+    base: LoweredModel,
+    refiner: Option<LoweredModel>,
     adapter: Option<Adapter>,
 }
 
@@ -281,13 +281,11 @@ impl Pipeline {
     ) -> Result<(Programs, Encoded), PipelineError> {
         enter(observer, Phase::Open)?;
         let start = Instant::now();
-        let traced = self.trace(sizes, observer)?;
-        for model in [Some(&traced.base), traced.refiner.as_ref()]
-            .into_iter()
-            .flatten()
-        {
-            model.check_memory(&self.session, &self.options.memory_advice)?;
-        }
+        let LoweredModels {
+            mut base,
+            refiner,
+            adapter,
+        } = self.lower(sizes, observer)?;
         seconds.open = start.elapsed().as_secs_f64();
 
         let programs = "the text encoders";
@@ -296,17 +294,16 @@ impl Pipeline {
         let (session, options) = (&self.session, &self.options);
         let model = &options.base.model;
         let (precision, unshuffle) = (options.precision, options.pixel_unshuffle);
-        let encoders = PromptEncoders::compile(session, model, &traced.base, precision)?;
+        let encoders = std::mem::take(&mut base.encoders);
+        let encoders = PromptEncoders::compile(session, model, encoders, &base.options, precision)?;
         let waited = start.elapsed().as_secs_f64();
-        let refiner = options.refiner.as_ref().map(|refiner| &refiner.model);
+        let refiner = options.refiner.as_ref().zip(refiner);
         let compile = || {
-            let base = ImageGenerator::compile(session, model, &traced.base, precision, unshuffle)?;
-            let refiner = match (refiner, &traced.refiner) {
-                (Some(model), Some(traced)) => Some(CompiledModel::compile(
-                    session, model, traced, precision, unshuffle,
-                )?),
-                _ => None,
-            };
+            let base = ImageGenerator::compile(session, model, base, precision, unshuffle)?;
+            let refiner = refiner.map(|(refiner, lowered)| {
+                CompiledModel::compile(session, &refiner.model, lowered, precision, unshuffle)
+            });
+            let refiner = refiner.transpose()?;
             Ok::<_, PipelineError>((base, refiner, start.elapsed().as_secs_f64()))
         };
         // Prompts are encoded meanwhile, which waits for weights most of the time. The threads are other ones than those
@@ -316,9 +313,8 @@ impl Pipeline {
             .map_err(|error| PipelineError::Threads(error.to_string()))?;
         let (encoded, encoded_at, compiled) = thread::scope(|scope| {
             let compiled = scope.spawn(|| threads.install(compile));
-            let adapter = traced.adapter.as_ref();
             let encoded = self
-                .encode(&encoders, adapter, request, observer)
+                .encode(&encoders, adapter.as_ref(), request, observer)
                 .and_then(|encoded| {
                     let programs = "the denoiser and the decoder";
                     enter(observer, Phase::Compile { programs })?;
@@ -335,18 +331,18 @@ impl Pipeline {
             encoders,
             base,
             refiner,
-            adapter: traced.adapter,
+            adapter,
         };
         Ok((programs, encoded?))
     }
 
-    /// Traces all programs for weights as the files have them. A checkpoint that does not fit is found here, before
-    /// anything is compiled.
-    fn trace(
+    /// Traces and lowers all programs for weights as the files have them. A checkpoint that does not fit the model, and
+    /// programs that do not fit the devices, are found here, before anything is compiled.
+    fn lower(
         &mut self,
         sizes: ProgramSizes,
         observer: &mut Observer<'_>,
-    ) -> Result<TracedModels, PipelineError> {
+    ) -> Result<LoweredModels, PipelineError> {
         let options = &mut self.options;
         let denoise = |model: &DiffusionModel| DenoiseOptions {
             batch: sizes.batch,
@@ -381,9 +377,14 @@ impl Pipeline {
                     .map_err(PipelineError::Observer)?;
             }
         }
-        Ok(TracedModels {
-            base,
-            refiner,
+        let lower = |traced: &TracedModel| {
+            let lowered = traced.lower(&self.session)?;
+            lowered.check_memory(&self.session, &options.memory_advice)?;
+            Ok::<_, PipelineError>(lowered)
+        };
+        Ok(LoweredModels {
+            base: lower(&base)?,
+            refiner: refiner.as_ref().map(lower).transpose()?,
             adapter,
         })
     }

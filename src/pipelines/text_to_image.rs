@@ -90,13 +90,13 @@ impl DenoiseOptions {
     }
 }
 
-/// One denoising step.
+/// One denoising step: its programs as they were traced or, later, lowered.
 #[derive(Clone, Debug)]
-pub struct DenoiseStep {
+pub struct DenoiseStep<T> {
     /// All of it, or with [`Guidance::TwoPasses`] one pass: the model alone.
-    pub model: Traced,
+    pub model: T,
     /// With [`Guidance::TwoPasses`], the program that combines both passes.
-    pub advance: Option<Traced>,
+    pub advance: Option<T>,
 }
 
 /// The inputs of the denoising step that are known before its first run, beside the images for ControlNets.
@@ -121,7 +121,7 @@ const REQUEST: [&str; 5] = [
 pub fn trace_denoise(
     model: &DiffusionModel,
     options: &DenoiseOptions,
-) -> Result<DenoiseStep, PipelineError> {
+) -> Result<DenoiseStep<Traced>, PipelineError> {
     let b = Builder::new();
     let dims = model.sample_dims(options.batch);
     let [batch, channels, height, width] = dims;

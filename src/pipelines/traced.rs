@@ -1,8 +1,10 @@
-//! The programs of a model before they are compiled.
+//! The programs of a model before they are compiled: traced, then lowered.
+
+use rayon::prelude::*;
 
 use crate::dtype::DType;
 use crate::graph::{Graph, GraphError};
-use crate::lowering::{Traced, lower};
+use crate::lowering::{Lowered, Traced};
 use crate::models::DiffusionModel;
 use crate::quant::Decision;
 use crate::runtime::{RuntimeError, Session};
@@ -24,22 +26,47 @@ pub(super) enum Ending<T> {
 }
 
 impl<T> Ending<T> {
-    pub(super) fn program(&self) -> Option<&T> {
+    pub(super) fn as_ref(&self) -> Ending<&T> {
         match self {
+            Ending::Pixels => Ending::Pixels,
+            Ending::Decoded(program) => Ending::Decoded(program),
+            Ending::Handed => Ending::Handed,
+        }
+    }
+
+    pub(super) fn program(&self) -> Option<&T> {
+        match self.as_ref() {
             Ending::Decoded(program) => Some(program),
             Ending::Pixels | Ending::Handed => None,
         }
     }
+
+    /// The same with what `map` makes of the program.
+    ///
+    /// # Errors
+    /// Those of `map`.
+    pub(super) fn try_map<U, E>(self, map: impl FnOnce(T) -> Result<U, E>) -> Result<Ending<U>, E> {
+        Ok(match self {
+            Ending::Pixels => Ending::Pixels,
+            Ending::Decoded(program) => Ending::Decoded(map(program)?),
+            Ending::Handed => Ending::Handed,
+        })
+    }
 }
 
-/// The programs of one model, before they are compiled.
-pub struct TracedModel {
-    pub(super) encoders: Vec<Traced>,
-    pub(super) denoise: DenoiseStep,
-    pub(super) ending: Ending<Traced>,
-    pub(super) encode_image: Option<Traced>,
+/// The programs of one model.
+pub struct ModelPrograms<T> {
+    pub(super) encoders: Vec<T>,
+    pub(super) denoise: DenoiseStep<T>,
+    pub(super) ending: Ending<T>,
+    pub(super) encode_image: Option<T>,
     pub(super) options: DenoiseOptions,
 }
+
+pub type TracedModel = ModelPrograms<Traced>;
+
+/// Lowered for the devices of one session.
+pub type LoweredModel = ModelPrograms<Lowered>;
 
 impl TracedModel {
     /// Traces every program of `model`; `from_image` asks for the one that encodes an image to start from.
@@ -104,32 +131,40 @@ impl TracedModel {
         Ok(self)
     }
 
-    /// Checks that each program fits the devices of `session`, and warns of one whose activations may not.
+    /// Lowers every program for the devices of `session`, side by side.
     ///
     /// # Errors
-    /// [`PipelineError::OutOfMemory`] when weights alone do not fit; errors of lowering.
-    pub(super) fn check_memory(
-        &self,
-        session: &Session,
-        advice: &MemoryAdvice,
-    ) -> Result<(), PipelineError> {
-        let check = |title: &str, traced: &Traced, advice: &[String]| {
-            let lowered = lower(traced, session.backend(), &session.lowering());
-            let lowered = lowered.map_err(RuntimeError::from)?;
-            session.fit(advice).check(title, &lowered.step)?;
-            Ok::<_, PipelineError>(())
-        };
-        for encoder in &self.encoders {
-            check("the text encoder", encoder, &advice.model)?;
-        }
-        check("the denoising step", &self.denoise.model, &advice.model)?;
-        if let Some(decoder) = self.ending.program() {
-            check("the decoder of images", decoder, &advice.images)?;
-        }
-        if let Some(encoder) = &self.encode_image {
-            check("the encoder of images", encoder, &advice.images)?;
-        }
-        Ok(())
+    /// Those of lowering.
+    pub fn lower(&self, session: &Session) -> Result<LoweredModel, PipelineError> {
+        let lower = |traced: &Traced| session.lower(traced).map_err(RuntimeError::from);
+        let all = |traced: &[Traced]| traced.par_iter().map(lower).collect::<Result<Vec<_>, _>>();
+        let one = |traced: Option<&Traced>| traced.map(lower).transpose();
+        let (denoise, (encoders, (ending, encode_image))) = rayon::join(
+            || {
+                Ok::<_, RuntimeError>(DenoiseStep {
+                    model: lower(&self.denoise.model)?,
+                    advance: one(self.denoise.advance.as_ref())?,
+                })
+            },
+            || {
+                rayon::join(
+                    || all(&self.encoders),
+                    || {
+                        rayon::join(
+                            || self.ending.as_ref().try_map(lower),
+                            || one(self.encode_image.as_ref()),
+                        )
+                    },
+                )
+            },
+        );
+        Ok(LoweredModel {
+            encoders: encoders?,
+            denoise: denoise?,
+            ending: ending?,
+            encode_image: encode_image?,
+            options: self.options.clone(),
+        })
     }
 
     /// The decision of quantization for each contraction of the denoising step.
@@ -145,5 +180,32 @@ impl TracedModel {
             .chain(self.ending.program())
             .chain(&self.encode_image)
             .map(|traced| &traced.graph)
+    }
+}
+
+impl LoweredModel {
+    /// Checks that each program fits the devices of `session`, and warns of one whose activations may not.
+    ///
+    /// # Errors
+    /// [`PipelineError::OutOfMemory`] when weights alone do not fit.
+    pub(super) fn check_memory(
+        &self,
+        session: &Session,
+        advice: &MemoryAdvice,
+    ) -> Result<(), PipelineError> {
+        let check = |title: &str, lowered: &Lowered, advice: &[String]| {
+            session.fit(advice).check(title, &lowered.step)
+        };
+        for encoder in &self.encoders {
+            check("the text encoder", encoder, &advice.model)?;
+        }
+        check("the denoising step", &self.denoise.model, &advice.model)?;
+        if let Some(decoder) = self.ending.program() {
+            check("the decoder of images", decoder, &advice.images)?;
+        }
+        if let Some(encoder) = &self.encode_image {
+            check("the encoder of images", encoder, &advice.images)?;
+        }
+        Ok(())
     }
 }

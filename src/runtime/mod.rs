@@ -21,7 +21,7 @@ use crate::dtype::DType;
 use crate::footprint::Fit;
 use crate::graph::GraphError;
 use crate::host_tensor::{HostTensor, HostTensorError};
-use crate::lowering::{LowerError, Options};
+use crate::lowering::{LowerError, Lowered, Options, Traced, lower};
 use crate::pjrt::{
     Client, CompileOptions, Device, ElementType, LoadedExecutable, NamedValue, OptionValue,
     PjrtError, Plugin,
@@ -221,8 +221,16 @@ impl Session {
         }
     }
 
+    /// Lowers a traced program for this session's devices.
+    ///
+    /// # Errors
+    /// Those of [`lower`].
+    pub fn lower(&self, traced: &Traced) -> Result<Lowered, LowerError> {
+        lower(traced, self.backend(), &self.lowering())
+    }
+
     /// The devices that programs of this session are lowered for.
-    pub fn lowering(&self) -> Options<'_> {
+    fn lowering(&self) -> Options<'_> {
         Options {
             mesh: &self.mesh,
             rules: &self.rules,

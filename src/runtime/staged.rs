@@ -8,7 +8,7 @@ use rayon::prelude::*;
 
 use crate::backend::kernel_counts;
 use crate::emit::{Module, Modules};
-use crate::lowering::{Traced, lower};
+use crate::lowering::Lowered;
 
 use super::{Array, Program, ProgramOptions, RuntimeError, Session, Slot, Value};
 
@@ -109,16 +109,15 @@ impl Prepared<'_> {
 }
 
 impl StagedProgram {
-    /// Lowers a traced program for the session and compiles what it becomes, side by side.
+    /// Compiles the programs of `lowered`, which was lowered for the session ([`Session::lower`]), side by side.
     ///
     /// # Errors
-    /// The compiler's, and those of lowering.
+    /// The compiler's.
     pub fn compile(
         session: &Session,
-        traced: &Traced,
+        lowered: Lowered,
         options: &ProgramOptions,
     ) -> Result<StagedProgram, RuntimeError> {
-        let lowered = lower(traced, session.backend(), &session.lowering())?;
         let modules = Modules::new(lowered, session.mesh(), options.precision);
         let groups = modules.groups;
         let kernels = kernel_counts(&modules.step.program.graph);

@@ -105,7 +105,8 @@ impl Samples<'_> {
         };
         let traced = TracedModel::new(self.model, options, false)?;
         let (session, unshuffle) = (self.session, self.pixel_unshuffle);
-        CompiledModel::compile(session, self.model, &traced, self.precision, unshuffle)
+        let lowered = traced.lower(session)?;
+        CompiledModel::compile(session, self.model, lowered, self.precision, unshuffle)
     }
 }
 

@@ -7,7 +7,7 @@ use crate::data::Batcher;
 use crate::dtype::DType;
 use crate::emit::DotPrecision;
 use crate::footprint::Footprint;
-use crate::lowering::{self, lower};
+use crate::lowering;
 use crate::metrics::{MetricsOptions, MetricsWriter};
 use crate::models::DiffusionModel;
 use crate::pipelines::image_file::prepare_output_dir;
@@ -69,7 +69,7 @@ impl Trainer {
     pub fn new(session: Session, options: TrainerOptions) -> Result<Trainer, TrainError> {
         let traced = step::trace(&options.model, &options.step)?;
         let mesh = session.mesh();
-        let lowered = lower(&traced, session.backend(), &session.lowering())?;
+        let lowered = session.lower(&traced)?;
         lowered.step.plan.check_batch(&lowered.step.graph, mesh)?;
         let fit = session.fit(&options.memory_advice);
         let footprint = fit.check("the training step", &lowered.step)?;

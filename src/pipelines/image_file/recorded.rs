@@ -88,33 +88,41 @@ impl Texts {
             size: (info.width, info.height),
             ..Self::default()
         };
+        let mut keep = |keyword: &str, text: &dyn Fn() -> Result<String, png::DecodingError>| {
+            let kept = texts.keep(keyword, text);
+            kept.map_err(|e| error(format!("text `{keyword}`: {e}")))
+        };
         for chunk in &info.uncompressed_latin1_text {
-            if let Some(place) = texts.place(&chunk.keyword) {
-                *place = Some(chunk.text.clone());
-            }
-            texts.keywords.push(chunk.keyword.clone());
+            keep(&chunk.keyword, &|| Ok(chunk.text.clone()))?;
         }
         for chunk in &info.utf8_text {
-            if let Some(place) = texts.place(&chunk.keyword) {
+            keep(&chunk.keyword, &|| {
                 let mut chunk = chunk.clone();
-                let text = chunk
-                    .decompress_text_with_limit(MAX_TEXT_BYTES)
-                    .and_then(|()| chunk.get_text());
-                *place = Some(text.map_err(|e| error(format!("text `{}`: {e}", chunk.keyword)))?);
-            }
-            texts.keywords.push(chunk.keyword.clone());
+                chunk.decompress_text_with_limit(MAX_TEXT_BYTES)?;
+                chunk.get_text()
+            })?;
         }
         for chunk in &info.compressed_latin1_text {
-            if let Some(place) = texts.place(&chunk.keyword) {
+            keep(&chunk.keyword, &|| {
                 let mut chunk = chunk.clone();
-                let text = chunk
-                    .decompress_text_with_limit(MAX_TEXT_BYTES)
-                    .and_then(|()| chunk.get_text());
-                *place = Some(text.map_err(|e| error(format!("text `{}`: {e}", chunk.keyword)))?);
-            }
-            texts.keywords.push(chunk.keyword.clone());
+                chunk.decompress_text_with_limit(MAX_TEXT_BYTES)?;
+                chunk.get_text()
+            })?;
         }
         Ok(texts)
+    }
+
+    /// Takes a text, if it is wanted and not there yet: others are not unpacked.
+    fn keep(
+        &mut self,
+        keyword: &str,
+        text: &dyn Fn() -> Result<String, png::DecodingError>,
+    ) -> Result<(), png::DecodingError> {
+        self.keywords.push(keyword.to_owned());
+        if let Some(place) = self.place(keyword) {
+            *place = Some(text()?);
+        }
+        Ok(())
     }
 
     /// Where the text of a keyword goes, if it is wanted and not there yet.

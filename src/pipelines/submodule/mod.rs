@@ -17,7 +17,7 @@ use crate::lowering::Traced;
 use crate::models::ModelConfigError;
 use crate::nn::Precision;
 use crate::quant::Policy;
-use crate::runtime::{Session, Slot};
+use crate::runtime::{RuntimeError, Session, Slot};
 use crate::weights::{Checkpoint, match_parameters};
 
 use super::{PartProgram, PipelineError, TakeWeight, WeightSource};
@@ -146,7 +146,8 @@ impl Submodule {
         precision: DotPrecision,
         inputs: &SubmoduleInputs,
     ) -> Result<SubmoduleRun, PipelineError> {
-        let program = PartProgram::compile(session, traced, precision)?;
+        let lowered = session.lower(traced).map_err(RuntimeError::from)?;
+        let program = PartProgram::compile(session, lowered, precision)?;
         let stages = program.stages();
 
         let start = Instant::now();
