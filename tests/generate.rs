@@ -130,6 +130,37 @@ fn previews_lie_beside_the_image() {
 }
 
 #[test]
+fn a_textual_inversion_changes_no_program_and_is_repeated() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = |name: &str| {
+        let path = golden("textual_inversion").join(name);
+        path.display().to_string()
+    };
+    let cat = file("cat.safetensors");
+    let one = format!("{{path: '{}', token: sks}}", file("one.safetensors"));
+    let size = ["height=16", "width=16", "num_inference_steps=2", "--json"];
+    let draw = |words: &[&str]| {
+        let output = generate(dir.path(), &[words, &size].concat());
+        let told = String::from_utf8_lossy(&output.stderr).into_owned();
+        (json(&output), told)
+    };
+    let (plain, _) = draw(&["prompt=a <cat>"]);
+    let both = format!("textual_inversions=['{cat}', {one}]");
+    let (drawn, told) = draw(&["prompt=a (<CAT>:1.2)", &both]);
+    let warning = "warning: no prompt has sks, the token of the textual inversion ";
+    assert!(
+        told.contains(warning) && !told.contains("no prompt has <cat>"),
+        "{told}"
+    );
+    assert_eq!(drawn["programs_compiled"], 0);
+    let path = &drawn["images"][0]["path"];
+    assert_ne!(pixels(path), pixels(&plain["images"][0]["path"]));
+    let words = ["--from-image", path.as_str().unwrap(), "--json"];
+    let again = json(&generate(dir.path(), &words));
+    assert_eq!(pixels(&again["images"][0]["path"]), pixels(path));
+}
+
+#[test]
 fn bad_input_is_named() {
     let dir = tempfile::tempdir().unwrap();
     let file = |name: &str, bytes: &[u8]| {
@@ -174,6 +205,42 @@ fn bad_input_is_named() {
     let found = error(2, &["--from-image", "/nowhere.png"]);
     assert!(
         found.contains("cannot open /nowhere.png: No such"),
+        "{found}"
+    );
+    let inversion = |value: &str| with(&[&format!("textual_inversions={value}")]);
+    let of_golden = |name: &str| {
+        let path = golden("textual_inversion").join(name);
+        path.display().to_string()
+    };
+    let found = inversion("/nowhere.pt");
+    assert!(
+        found.contains("textual_inversions: /nowhere.pt: a PyTorch pickle"),
+        "{found}"
+    );
+    assert!(found.contains("emb_params"), "{found}");
+    let found = inversion("/nowhere.safetensors");
+    assert!(
+        found.contains("/nowhere.safetensors: No such file"),
+        "{found}"
+    );
+    let found = inversion(&of_golden("xl.safetensors"));
+    let expected =
+        "expected one tensor, vectors for the model's text_encoder; found clip_g, clip_l";
+    assert!(found.contains(expected), "{found}");
+    let found = inversion(&of_golden("io.safetensors"));
+    assert!(
+        found.contains("io.safetensors: not a textual inversion: expected one tensor"),
+        "{found}"
+    );
+    let cat = of_golden("cat.safetensors");
+    let found = inversion(&format!("['{cat}', '{cat}']"));
+    assert!(
+        found.contains("the vocabulary has the token <cat>: choose another"),
+        "{found}"
+    );
+    let found = inversion(&format!("{{path: '{cat}', tokn: x}}"));
+    assert!(
+        found.contains("textual_inversions.tokn: no such key; did you mean token?"),
         "{found}"
     );
     let found = with(&["scheduler=eulr"]);

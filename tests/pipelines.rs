@@ -1,6 +1,6 @@
 //! Whole text-to-image pipelines against diffusers, from the same noise.
 
-use crate::common::{Golden, distance, golden, keeping_session, kernels_run};
+use crate::common::{self, Golden, distance, golden, keeping_session, kernels_run};
 use maxdiff::data::Tokenizer;
 use maxdiff::dtype::DType;
 use maxdiff::emit::DotPrecision;
@@ -17,11 +17,13 @@ use maxdiff::pipelines::prompt::{PromptSyntax, encode_prompt};
 use maxdiff::pipelines::text_to_image::{DenoiseOptions, Guidance};
 use maxdiff::pipelines::traced::TracedModel;
 use maxdiff::pipelines::{
-    Event, Observer, PipelineError, TakeWeight, TokenizedImage, WeightSource,
+    EmbeddingRows, Event, Observer, PipelineError, TakeWeight, TextualInversion, TextualInversions,
+    TokenizedImage, WeightSource,
 };
 use maxdiff::quant::Policy;
 use maxdiff::runtime::{Session, Slot};
 use maxdiff::schedulers::{PlanOptions, SamplingPlan, SchedulerConfig, SchedulerKind, Start};
+use maxdiff::shape::Shape;
 use maxdiff::weights::Checkpoint;
 use maxdiff::weights::source::ModelSource;
 
@@ -47,6 +49,8 @@ struct Case {
     /// The folder of the UNet in that of the pipeline.
     unet: &'static str,
     quantization: Option<Policy>,
+    /// Rows of embedding tables that textual inversions replace.
+    rows: Vec<EmbeddingRows>,
 }
 
 impl Case {
@@ -93,6 +97,7 @@ impl Case {
             tokenizers,
             is_xl,
             quantization: None,
+            rows: Vec::new(),
         }
     }
 
@@ -249,7 +254,11 @@ impl Case {
             }
             let part = Part::from_name(root).unwrap();
             let checkpoint = &self.source.component(part)?.checkpoint;
-            Ok(checkpoint.read_as(key, slot.shape.dtype)?)
+            let mut tensor = checkpoint.read_as(key, slot.shape.dtype)?;
+            for rows in &self.rows {
+                rows.apply(root, key, &mut tensor)?;
+            }
+            Ok(tensor)
         };
         let read = |slots: &[Slot], show: &mut TakeWeight<'_>| {
             slots
@@ -323,6 +332,53 @@ fn latents_and_images_are_diffusers_after_twenty_steps() {
                 }
             }
         }
+    }
+}
+
+#[test]
+fn textual_inversions_make_the_latents_of_diffusers() {
+    let session = keeping_session();
+    for (name, files) in [
+        ("sd15", ["my-style", "cat", "one"].as_slice()),
+        ("sdxl", &["xl"]),
+    ] {
+        let mut case = Case::read(name, Precision::F32);
+        let golden = Golden::read("textual_inversion/io.safetensors");
+        case.golden.meta = golden.meta.clone();
+        for key in ["prompts", "negative"] {
+            case.golden.meta[key] = golden.meta[key][name].clone();
+        }
+        let mut inversions = TextualInversions::default();
+        for file in files {
+            let path = common::golden(&format!("textual_inversion/{file}.safetensors"));
+            let token = (*file == "xl").then_some("xl-style");
+            let inversion = TextualInversion::open(&path, token).unwrap();
+            let encoders = &case.model.text_encoders;
+            inversions
+                .add(&inversion, encoders, &mut case.tokenizers)
+                .unwrap();
+        }
+        let mut images = case.images();
+        assert_eq!(inversions.unused(&images), Vec::<String>::new());
+        let encoders = &case.model.text_encoders;
+        case.rows = inversions
+            .place(encoders, &case.tokenizers, &mut images)
+            .unwrap();
+        let latents = golden.tensor(
+            &format!("in/{name}_latents"),
+            &Shape::new(DType::F32, [2, 4, 8, 8]),
+        );
+        let pipeline = case.compile(&session, 2, false);
+        let plans = [case.plan()];
+        let options = SamplingOptions {
+            zero_empty_prompts: case.is_xl,
+            latents: Some(&latents),
+            ..SamplingOptions::new(&plans)
+        };
+        let made = case.run_images(&session, &pipeline, &images, &options);
+        let expected = golden.values(&format!("out/{name}_latents"));
+        let error = distance(&samples(&made, expected.len()), expected);
+        assert!(error < 1e-4, "{name}: relative L2 error {error:e}");
     }
 }
 

@@ -436,6 +436,9 @@ schema! {
         lightning_from_pt: bool = true, NoEffect("all safetensors are read in the same way"), GENERATE;
         /// LoRA adapters to generate with.
         lora_config: LoraConfig = LoraConfig::default(), Used, GENERATE;
+        /// Textual inversions: safetensors files of web interfaces or diffusers, whose tokens prompts may name. The token is
+        /// the one given, else the one in diffusers' files, else the file's name.
+        textual_inversions: TextualInversionFiles = TextualInversionFiles::default(), Ours, GENERATE;
         /// Use a ControlNet, or several whose effects add up.
         use_controlnet: bool = false, Ours, GENERATE;
         /// Conditioning image of the ControlNet, scaled to the output size. For several ControlNets a list, as for the

@@ -383,6 +383,80 @@ impl Field for QuantRules {
     }
 }
 
+/// The file of a textual inversion, and its token where that is not the file's own.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TextualInversionFile {
+    pub path: String,
+    pub token: Option<String>,
+}
+
+/// The files of textual inversions.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct TextualInversionFiles(pub Vec<TextualInversionFile>);
+
+impl TextualInversionFile {
+    fn parse(item: &Value, path: &str, problems: &mut Problems) -> Option<Self> {
+        if let Value::String(file) = item {
+            return Some(TextualInversionFile {
+                path: file.clone(),
+                token: None,
+            });
+        }
+        let Some(map) = item.as_object() else {
+            let problem = wrong_type("a file, or a dict {path: file, token: word}", item);
+            problems.push((path.to_owned(), problem));
+            return None;
+        };
+        let before = problems.len();
+        let known = ["path", "token"];
+        for name in map.keys().filter(|name| !known.contains(&name.as_str())) {
+            let nearest = nearest(name, known);
+            problems.push((join(path, name), Problem::UnknownKey { nearest }));
+        }
+        let file = map.get("path").unwrap_or(&Value::Null);
+        let file = String::parse(file, &join(path, "path"), problems);
+        let token = map.get("token").unwrap_or(&Value::Null);
+        let token = Option::parse(token, &join(path, "token"), problems);
+        let read = TextualInversionFile {
+            path: file?,
+            token: token?,
+        };
+        (problems.len() == before).then_some(read)
+    }
+
+    fn show(&self) -> Value {
+        match &self.token {
+            None => Value::from(self.path.as_str()),
+            Some(token) => serde_json::json!({"path": self.path, "token": token}),
+        }
+    }
+}
+
+impl Field for TextualInversionFiles {
+    const TY: Ty = Ty::OneOrMore(&Ty::Model("file, dict {path: file, token: word},"));
+
+    fn parse(value: &Value, path: &str, problems: &mut Problems) -> Option<Self> {
+        let items = match value {
+            Value::String(file) if file.is_empty() => &[],
+            Value::Array(items) => items.as_slice(),
+            one => std::slice::from_ref(one),
+        };
+        let read: Vec<_> = items
+            .iter()
+            .map(|item| TextualInversionFile::parse(item, path, problems))
+            .collect();
+        let read: Option<_> = read.into_iter().collect();
+        read.map(TextualInversionFiles)
+    }
+    fn show(&self) -> Value {
+        match self.0.as_slice() {
+            [] => Value::from(""),
+            [one] => one.show(),
+            many => many.iter().map(TextualInversionFile::show).collect(),
+        }
+    }
+}
+
 /// A free dict of a feature that does not exist here.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct FreeDict(pub Map<String, Value>);

@@ -29,6 +29,8 @@ pub struct Tokenizer {
     padding: u32,
     unknown: Option<u32>,
     max_length: Option<usize>,
+    /// The first id of each added token, and how many ids it stands for.
+    added: BTreeMap<i32, usize>,
 }
 
 /// One token of a text, without those that mark start and end.
@@ -159,6 +161,7 @@ impl Tokenizer {
             end: 0,
             padding: 0,
             max_length: None,
+            added: BTreeMap::new(),
         };
         tokenizer.start = tokenizer.id_of(start)?;
         tokenizer.end = tokenizer.id_of(end)?;
@@ -209,6 +212,45 @@ impl Tokenizer {
         self.end as i32
     }
 
+    /// Adds a token that stands for `count` ids, one after the other and behind all others; gives the first of them. As in
+    /// diffusers' `load_textual_inversion`, it is found anywhere in a text, in upper or lower case, and `token_1` is its
+    /// second id alone.
+    ///
+    /// # Errors
+    /// [`DataError::Tokenizer`] for an empty token, and for one that the vocabulary has.
+    pub fn add_token(&mut self, token: &str, count: usize) -> Result<i32, DataError> {
+        let token = token.trim();
+        let names: Vec<String> = (0..count)
+            .map(|index| match index {
+                0 => token.to_owned(),
+                _ => format!("{token}_{index}"),
+            })
+            .collect();
+        if token.is_empty() {
+            return Err(self.error("an added token is empty".to_owned()));
+        }
+        if let Some(known) = names.iter().find(|n| self.inner.token_to_id(n).is_some()) {
+            return Err(self.error(format!(
+                "the vocabulary has the token {known}: choose another token"
+            )));
+        }
+        let tokens: Vec<_> = names
+            .iter()
+            .map(|name| tokenizers::AddedToken::from(name.as_str(), false))
+            .collect();
+        self.inner
+            .add_tokens(tokens)
+            .map_err(|e| self.error(format!("cannot add the token {token}: {e}")))?;
+        let first = self.id_of(token)? as i32;
+        self.added.insert(first, count);
+        Ok(first)
+    }
+
+    /// How many ids follow one another where a text has the token of `id`: more than one for the first id of an added token.
+    pub fn ids_of_token(&self, id: i32) -> usize {
+        self.added.get(&id).copied().unwrap_or(1)
+    }
+
     /// The tokens of a text, all of them, without start and end token.
     ///
     /// # Errors
@@ -224,10 +266,14 @@ impl Tokenizer {
             .zip(encoding.get_offsets())
             .zip(encoding.get_word_ids());
         Ok(pieces
-            .map(|((&id, &(from, to)), word)| Piece {
-                id: id as i32,
-                bytes: from..to,
-                word: word.unwrap_or(0) as usize,
+            .flat_map(|((&id, &(from, to)), word)| {
+                let id = id as i32;
+                let ids = id..id + self.ids_of_token(id) as i32;
+                ids.map(move |id| Piece {
+                    id,
+                    bytes: from..to,
+                    word: word.unwrap_or(0) as usize,
+                })
             })
             .collect())
     }
@@ -435,6 +481,31 @@ mod tests {
         let warnings = encoded.warnings();
         assert!(warnings[0].contains("\"Zebra\""), "{warnings:?}");
         assert!(warnings[1].contains("6 tokens") && warnings[1].contains("\"white\""));
+    }
+
+    #[test]
+    fn an_added_token_stands_for_all_of_its_ids() {
+        let mut tokenizer = shapes_tokenizer(9);
+        let size = tokenizer.vocabulary_size() as i32;
+        assert_eq!(tokenizer.add_token("<My-Cat>", 3).unwrap(), size);
+        assert_eq!(tokenizer.add_token("solo", 1).unwrap(), size + 3);
+        let a = tokenizer.pieces("a").unwrap()[0].id;
+        let ids = tokenizer.encode("a <my-cat> A solo<my-cat>_1").unwrap().ids;
+        let cat = [size, size + 1, size + 2];
+        assert_eq!(
+            ids[1..8],
+            [&[a], &cat[..], &[a, size + 3, size + 1]].concat()
+        );
+        let dropped = tokenizer.encode("a a a a a a <my-cat>").unwrap().dropped;
+        assert_eq!(dropped, ["<my-cat>"]);
+        for (token, expected) in [
+            (" ", "an added token is empty"),
+            ("circle", "the vocabulary has the token circle"),
+            ("<My-Cat>", "the vocabulary has the token <My-Cat>"),
+        ] {
+            let error = tokenizer.add_token(token, 2).unwrap_err().to_string();
+            assert!(error.contains(expected), "{error}");
+        }
     }
 
     #[test]

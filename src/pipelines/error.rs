@@ -13,6 +13,7 @@ use crate::weights::source::SourceError;
 use crate::weights::{MismatchError, WeightsError};
 
 use super::prompt::PromptError;
+use super::textual_inversion::InversionError;
 use super::tiling::TilingError;
 
 /// Any error of an observer or of a caller's reader of weights.
@@ -43,6 +44,8 @@ pub enum PipelineError {
     Source(#[from] SourceError),
     #[error(transparent)]
     Lora(#[from] LoraError),
+    #[error(transparent)]
+    Inversion(#[from] InversionError),
     #[error(transparent)]
     Decoded(#[from] DecodedError),
     #[error("{what}: expected {expected}, found {found}")]
@@ -77,6 +80,7 @@ impl PipelineError {
             | PipelineError::Tiling(_)
             | PipelineError::Prompt(_)
             | PipelineError::Scheduler(_)
+            | PipelineError::Inversion(_)
             | PipelineError::Request(_)
             | PipelineError::UnknownPart(_) => true,
             PipelineError::Runtime(_)

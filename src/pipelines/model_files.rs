@@ -14,6 +14,7 @@ use crate::weights::source::ModelSource;
 use crate::weights::{Checkpoint, MismatchError, match_parameters};
 
 use super::PipelineError;
+use super::textual_inversion::EmbeddingRows;
 use super::traced::TracedModel;
 use super::weights::TakeWeight;
 
@@ -33,6 +34,29 @@ pub struct ModelFiles {
     controlnets: Vec<PathBuf>,
     /// Files that are not the origin's own.
     opened: HashMap<String, Checkpoint>,
+}
+
+/// Changes of weights on their way to the devices.
+#[derive(Clone, Copy, Default)]
+pub(super) struct WeightChanges<'a> {
+    /// LoRAs to merge.
+    pub adapter: Option<&'a Adapter>,
+    /// Vectors of textual inversions.
+    pub rows: &'a [EmbeddingRows],
+}
+
+impl WeightChanges<'_> {
+    fn apply(&self, root: &str, key: &str, tensor: &mut HostTensor) -> Result<(), PipelineError> {
+        if let Some(adapter) = self.adapter {
+            let data = std::mem::take(&mut tensor.data);
+            let given = HostTensor::new(tensor.shape.clone(), data)?;
+            *tensor = adapter.apply(root, key, given)?;
+        }
+        for rows in self.rows {
+            rows.apply(root, key, tensor)?;
+        }
+        Ok(())
+    }
 }
 
 enum Origin {
@@ -155,15 +179,15 @@ impl ModelFiles {
         Ok(traced.with_stored_weights(&stored)?)
     }
 
-    /// Reads the weights `slots` while those before them are put on the devices, with the LoRAs' updates, and gives their
-    /// arrays to `take`.
+    /// Reads the weights `slots` while those before them are put on the devices, applies `changes`, and gives their arrays to
+    /// `take`.
     ///
     /// # Errors
     /// When a weight is missing, cannot be read or put on the devices; errors of `take`.
     pub(super) fn read(
         &self,
         session: &Session,
-        adapter: Option<&Adapter>,
+        changes: WeightChanges<'_>,
         slots: &[Slot],
         take: &mut TakeWeight<'_>,
     ) -> Result<(), PipelineError> {
@@ -179,11 +203,7 @@ impl ModelFiles {
             // As many tensors come as are asked for, in their order.
             let mut specs = slots.iter().map(|slot| &slot.spec);
             self.get(root)?.read_all_with(&wanted, |key, tensor| {
-                if let Some(adapter) = adapter {
-                    let data = std::mem::take(&mut tensor.data);
-                    let given = HostTensor::new(tensor.shape.clone(), data)?;
-                    *tensor = adapter.apply(root, key, given)?;
-                }
+                changes.apply(root, key, tensor)?;
                 match specs.next() {
                     Some(spec) => take(session.put(tensor, spec)?),
                     None => Ok(()),

@@ -18,11 +18,12 @@ use super::conditioning::{Encoded, PromptEncoders};
 use super::generator::{CompiledModel, ImageGenerator, ModelOutput, SamplingOptions};
 use super::lora::{LoraChoice, adapter};
 use super::memory::MemoryAdvice;
-use super::model_files::ModelFiles;
+use super::model_files::{ModelFiles, WeightChanges};
 use super::observer::{Event, Observer, Phase, enter};
 use super::prepared::{ModelRequest, PromptReader, prepare};
 use super::request::GenerateRequest;
 use super::text_to_image::{DenoiseOptions, Guidance};
+use super::textual_inversion::{InversionError, TextualInversion, TextualInversions};
 use super::traced::{LoweredModel, TracedModel};
 use super::weights::{TakeWeight, WeightSource};
 
@@ -34,12 +35,26 @@ pub struct PipelineModel {
     /// Whether an empty negative prompt is zeros instead of the encoding of an empty text.
     pub zero_empty_prompts: bool,
     pub files: ModelFiles,
+    /// What prompts may name beside the words of the tokenizers; see [`PipelineModel::add_inversion`].
+    pub inversions: TextualInversions,
 }
 
 impl PipelineModel {
+    /// Lets prompts name a textual inversion.
+    ///
+    /// # Errors
+    /// When it is not one for this model's text encoders, or a vocabulary has its token already.
+    pub fn add_inversion(&mut self, inversion: &TextualInversion) -> Result<(), InversionError> {
+        let encoders = &self.model.text_encoders;
+        self.inversions
+            .add(inversion, encoders, &mut self.tokenizers)
+    }
+
     fn prompt_reader(&self) -> PromptReader<'_> {
         PromptReader {
+            text_encoders: &self.model.text_encoders,
             tokenizers: &self.tokenizers,
+            inversions: &self.inversions,
             scheduler: &self.model.scheduler,
         }
     }
@@ -219,9 +234,12 @@ impl Pipeline {
         observer(Event::Started { steps }).map_err(PipelineError::Observer)?;
         let (session, options) = (&self.session, &self.options);
         let files = &options.base.files;
-        let read = |slots: &[Slot], take: &mut TakeWeight<'_>| {
-            files.read(session, programs.adapter.as_ref(), slots, take)
+        let changes = WeightChanges {
+            adapter: programs.adapter.as_ref(),
+            rows: &base.rows,
         };
+        let read =
+            |slots: &[Slot], take: &mut TakeWeight<'_>| files.read(session, changes, slots, take);
         let sampling = SamplingOptions {
             guidance_rescale: request.guidance_rescale,
             zero_empty_prompts: options.base.zero_empty_prompts,
@@ -264,8 +282,12 @@ impl Pipeline {
         observer: &mut Observer<'_>,
     ) -> Result<Encoded, PipelineError> {
         let files = &self.options.base.files;
+        let changes = WeightChanges {
+            adapter,
+            rows: &request.rows,
+        };
         let read = |slots: &[Slot], take: &mut TakeWeight<'_>| {
-            files.read(&self.session, adapter, slots, take)
+            files.read(&self.session, changes, slots, take)
         };
         let source = WeightSource::Files(&read);
         encoders.run(&self.session, &source, &request.images, observer)
@@ -400,8 +422,12 @@ fn refine(
     begun: ModelOutput,
     observer: &mut Observer<'_>,
 ) -> Result<ModelOutput, PipelineError> {
+    let changes = WeightChanges {
+        adapter: None,
+        rows: &request.rows,
+    };
     let read =
-        |slots: &[Slot], take: &mut TakeWeight<'_>| model.files.read(session, None, slots, take);
+        |slots: &[Slot], take: &mut TakeWeight<'_>| model.files.read(session, changes, slots, take);
     let sampling = SamplingOptions {
         plans: &request.plans,
         zero_empty_prompts: model.zero_empty_prompts,

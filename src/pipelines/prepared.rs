@@ -1,6 +1,7 @@
 //! The parts of a request for each model of a pipeline.
 
 use crate::data::Tokenizer;
+use crate::models::TextEncoder;
 use crate::schedulers::{PlanOptions, SamplingPlan, SchedulerConfig, Start};
 
 use super::PipelineError;
@@ -8,6 +9,7 @@ use super::batch::TokenizedImage;
 use super::observer::{Event, Observer};
 use super::prompt::{PromptSyntax, PromptTokens, align_chunks, encode_prompt};
 use super::request::{GenerateRequest, ImageRequest};
+use super::textual_inversion::{EmbeddingRows, TextualInversions};
 
 /// The part of one model.
 pub(super) struct ModelRequest {
@@ -15,6 +17,8 @@ pub(super) struct ModelRequest {
     pub images: Vec<TokenizedImage>,
     /// The model's part of the steps, for each number of steps that images have.
     pub plans: Vec<SamplingPlan>,
+    /// Rows of the text encoders' embedding tables that textual inversions replace.
+    pub rows: Vec<EmbeddingRows>,
 }
 
 impl ModelRequest {
@@ -25,16 +29,28 @@ impl ModelRequest {
     }
 }
 
-/// One model's tokenizers and sampler.
+/// What reads one model's prompts, and its sampler.
 pub(super) struct PromptReader<'a> {
+    pub text_encoders: &'a [TextEncoder],
     pub tokenizers: &'a [Tokenizer],
+    pub inversions: &'a TextualInversions,
     pub scheduler: &'a SchedulerConfig,
+}
+
+impl PromptReader<'_> {
+    fn place(&self, images: &mut [TokenizedImage]) -> Result<Vec<EmbeddingRows>, PipelineError> {
+        let placed = self
+            .inversions
+            .place(self.text_encoders, self.tokenizers, images);
+        Ok(placed?)
+    }
 }
 
 /// The parts of the base model and of the refiner, if there is one.
 ///
 /// # Errors
-/// When a prompt cannot be read or encoded, or the steps do not fit a schedule.
+/// When a prompt cannot be read or encoded, the steps do not fit a schedule, or the vocabulary has no room for the textual
+/// inversions of all prompts.
 pub(super) fn prepare(
     request: &GenerateRequest,
     base: &PromptReader<'_>,
@@ -54,7 +70,10 @@ pub(super) fn prepare(
         request.prompt_syntax,
         observer,
     )?;
-    let of_refiner = split_off(&mut images, base.tokenizers.len());
+    let mut of_refiner = split_off(&mut images, base.tokenizers.len());
+    for warning in base.inversions.unused(&images) {
+        observer(Event::Warning(&warning)).map_err(PipelineError::Observer)?;
+    }
     let plans = |scheduler: &SchedulerConfig, start: Start, end: Option<f64>| {
         let plan = |steps: &usize| {
             scheduler.plan(&PlanOptions {
@@ -75,6 +94,7 @@ pub(super) fn prepare(
     let end = refiner.map(|_| handover.denoising_end);
     let base = ModelRequest {
         plans: plans(base.scheduler, start, end)?,
+        rows: base.place(&mut images)?,
         images,
     };
     let refiner = match refiner {
@@ -85,6 +105,7 @@ pub(super) fn prepare(
                 Start::After(handover.denoising_start),
                 None,
             )?,
+            rows: refiner.place(&mut of_refiner)?,
             images: of_refiner,
         }),
     };

@@ -286,7 +286,7 @@ impl PromptTokens {
 ///
 /// [`PromptSyntax::Plain`] gives one chunk, that of [`Tokenizer::encode`]. [`PromptSyntax::Weighted`]
 /// fills chunk after chunk; `BREAK` ends one early, and so does the last comma of a chunk if no more
-/// than 20 tokens follow it; LoRAs are left out. A weighted prompt without brackets that fits into one chunk has the ids
+/// than 20 tokens follow it; an added token of several ids is not split; LoRAs are left out. A weighted prompt without brackets that fits into one chunk has the ids
 /// of the plain one.
 ///
 /// # Errors
@@ -315,6 +315,7 @@ pub fn encode_prompt(
                         let pieces = tokenizer.pieces(&text)?;
                         unknown.extend(tokenizer.unknown_words(&text, &pieces));
                         for piece in pieces {
+                            layout.make_room(tokenizer.ids_of_token(piece.id));
                             layout.push(piece.id, weight as f32);
                         }
                     }
@@ -381,6 +382,14 @@ impl<'a> Layout<'a> {
         self.ids.clear();
         self.weights.clear();
         self.last_comma = None;
+    }
+
+    /// Ends the chunk if the next `count` ids, which belong together, fit into a new one only.
+    fn make_room(&mut self, count: usize) {
+        let room = self.tokenizer.length() - 2;
+        if count > 1 && count <= room && self.ids.len() + count > room {
+            self.finish();
+        }
     }
 
     fn push(&mut self, id: i32, weight: f32) {

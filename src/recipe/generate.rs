@@ -16,6 +16,7 @@ use crate::schedulers::scheduler_fields;
 use crate::weights::Checkpoint;
 
 use super::distilled::Distilled;
+use super::inversions::textual_inversions;
 use super::model::is_described;
 use super::prompts::image_requests;
 use super::scheduler::{OwnScheduler, check_sampler_keys, sampling_plan, scheduler_of};
@@ -46,6 +47,7 @@ pub fn generation(
 ) -> Result<Generation, RecipeError> {
     let images = image_requests(config, given, notify)?;
     check_words(config, given, &images)?;
+    let inversions = textual_inversions(config)?;
     let config = &lora::with_prompt_loras(config.clone(), &images)?;
     let mut source = Source::find(config, recipe_file, notify)?;
     let config = &hub::with_paths(config.clone(), notify)?;
@@ -57,8 +59,8 @@ pub fn generation(
         Some(Distilled::Lora(lora)) => loras.push(lora),
     }
     let refiner = source.refiner(config)?;
-    let base = source.model(config, given, notify)?;
-    let refiner = match refiner {
+    let mut base = source.model(config, given, notify)?;
+    let mut refiner = match refiner {
         None => None,
         Some(refiner) => {
             let mut refiner = refiner.model(config, given, notify)?;
@@ -67,8 +69,11 @@ pub fn generation(
             Some(refiner)
         }
     };
-    for model in [Some(&base), refiner.as_ref()].into_iter().flatten() {
+    for model in [Some(&mut base), refiner.as_mut()].into_iter().flatten() {
         check_sampler_keys(config, &model.model.scheduler)?;
+        for inversion in &inversions {
+            model.add_inversion(inversion).map_err(RecipeError::usage)?;
+        }
     }
     check_scores(given, &base, refiner.as_ref())?;
     let float_layers = base.model.family.spec().int8_float_layers;
@@ -132,6 +137,7 @@ pub fn check_generation(
     }
     let images = image_requests(config, given, notify)?;
     check_words(config, given, &images)?;
+    textual_inversions(config)?;
     lora::with_prompt_loras(config.clone(), &images)?;
     if is_described(config) {
         let model = model(config, None)?;

@@ -10,6 +10,7 @@ mod formats;
 mod generate;
 pub mod hub;
 mod images;
+mod inversions;
 mod lora;
 mod mesh;
 mod model;

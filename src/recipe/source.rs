@@ -13,8 +13,8 @@ use crate::models::unet::{ROOT as UNET, UNet2DConditionConfig};
 use crate::models::vae::{AutoencoderKlConfig, ROOT as VAE};
 use crate::models::{DiffusionModel, Family, Part, SampleSpace, TextEncoder};
 use crate::nn::Remat;
-use crate::pipelines::PipelineModel;
 use crate::pipelines::model_files::ModelFiles;
+use crate::pipelines::{PipelineModel, TextualInversions};
 use crate::schedulers::SchedulerConfig;
 use crate::train::EMA_SUFFIX;
 use crate::train::checkpoint::SavedCheckpoint;
@@ -244,6 +244,7 @@ impl Source {
                     tokenizers: vec![tokenizer],
                     zero_empty_prompts: false,
                     files: ModelFiles::folders(dir, suffix),
+                    inversions: TextualInversions::default(),
                 })
             }
         }
@@ -348,6 +349,7 @@ fn published(
         tokenizers,
         zero_empty_prompts: source.zero_empty_prompts,
         files: ModelFiles::source(source, controlnets.collect()),
+        inversions: TextualInversions::default(),
     })
 }
 

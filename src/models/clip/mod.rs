@@ -17,6 +17,9 @@ use super::{ModelConfigError, check_sizes, take_fixed};
 
 const MODEL: &str = "CLIPTextModel";
 
+/// The weight with a row for each token, below the model's root.
+pub const TOKEN_EMBEDDING: &str = "text_model.embeddings.token_embedding.weight";
+
 /// The run-time input of token ids.
 pub const INPUT_IDS: &str = "input_ids";
 

@@ -193,6 +193,20 @@ fn weights_lie_on_their_tokens() {
 }
 
 #[test]
+fn an_added_token_has_its_weight_and_stays_in_one_chunk() {
+    let mut tokenizer = tokenizer(6);
+    let added = tokenizer.add_token("<cat>", 3).unwrap();
+    let encode = |prompt| encode_prompt(&tokenizer, prompt, PromptSyntax::Weighted).unwrap();
+    let encoded = encode("a b (<cat>:2)");
+    assert_eq!(
+        encoded.chunks[1].ids,
+        [0, added, added + 1, added + 2, 1, 1]
+    );
+    assert_eq!(encoded.chunks[1].weights, [1.0, 2.0, 2.0, 2.0, 1.0, 1.0]);
+    assert_eq!(encode("a <cat>").chunks.len(), 1);
+}
+
+#[test]
 fn plain_takes_brackets_literally_and_names_what_it_drops() {
     let tokenizer = tokenizer(6);
     let prompt = "(a b:2) BREAK c";
