@@ -779,6 +779,63 @@ fn a_whole_recipe_of_maxdiffusion_draws() {
 }
 
 #[test]
+fn a_hires_fix_draws_twice() {
+    let dir = tempfile::tempdir().unwrap();
+    let draw = |words: &[&str]| json(&generate(dir.path(), &[words, &["--json"]].concat()));
+    let image_of = |drawn: &Value| pixels(&drawn["images"][0]["path"]);
+    let words = joined(
+        &SMALL,
+        &["hires_scale=1.5", "hires_strength=0.5", "hires_steps=8"],
+    );
+    let large = draw(&words);
+    assert_eq!(large["unet_runs"], 5 + 4);
+    assert_eq!(image_of(&large).dimensions(), (24, 24));
+    let path = &large["images"][0]["path"];
+    let text = parameters(path);
+    assert!(text.contains("Size: 16x16, "), "{text}");
+    let expected =
+        "Denoising strength: 0.5, Hires upscale: 1.5, Hires steps: 4, Hires upscaler: Latent, ";
+    assert!(text.contains(expected), "{text}");
+
+    let from = ["--from-image", path.as_str().unwrap()];
+    let again = draw(&from);
+    assert_eq!(image_of(&again), image_of(&large));
+    let small = draw(&joined(&from, &["hires_scale="]));
+    assert_eq!(image_of(&small).dimensions(), (16, 16));
+
+    let [image, _] = image_and_mask(dir.path());
+    for (more, expected) in [
+        (
+            vec!["hires_steps=3"],
+            "hires_steps: has no effect: it needs hires_scale",
+        ),
+        (
+            vec!["hires_scale=1"],
+            "hires_scale: 1.0 is out of range: expected more than 1",
+        ),
+        (
+            vec!["hires_scale=1.1"],
+            "leaves images of height=16 width=16 at their size",
+        ),
+        (
+            vec!["hires_scale=2", "hires_strength=0"],
+            "leaves none of 5 steps",
+        ),
+        (
+            vec!["hires_scale=2", &image],
+            "give the larger height and width",
+        ),
+        (
+            vec!["hires_scale=2", "refiner_model_name_or_path=x"],
+            "does not work with a refiner",
+        ),
+    ] {
+        let found = error(2, &joined(&SMALL, &more));
+        assert!(found.contains(expected), "{more:?}: {found}");
+    }
+}
+
+#[test]
 fn a_refiner_takes_the_last_steps() {
     let dir = tempfile::tempdir().unwrap();
     let refiner = assemble(

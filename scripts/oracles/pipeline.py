@@ -12,7 +12,8 @@ step: out/mask_ancestral. pipeline_sd15/ also has two ControlNets, and controlle
 (out/latents) and with both (out/both). pipeline_sd15/ and pipeline_sdxl/ have a UNet of nine channels in unet_inpainting/,
 for use with the other parts, and its results in inpainted.safetensors. pipeline_refiner/ has the UNet of a refiner, for use
 with text_encoder_2/ and vae/ of pipeline_sdxl/, and refined.safetensors its results from that model's samples
-(out/<sampler>, from in/latents) and from an image (out/alone).
+(out/<sampler>, from in/latents) and from an image (out/alone). pipeline_sd21/ and pipeline_sdxl/ have hires.safetensors: samples
+drawn small, enlarged and drawn again (out/<upscaler>).
 """
 
 import json
@@ -117,6 +118,32 @@ def from_image(case, pipe, folder):
             **shared, image=images, mask_image=[PIL.Image.fromarray(mask)] * len(PROMPTS), strength=0.6,
             generator=generators(), height=16, width=16).images
     write(folder / "from_image.safetensors", {k: np.asarray(v) for k, v in tensors.items()}, {"steps": 10})
+
+
+def enlarged(case, pipe, folder):
+    """A hi-res fix: text to image, samples or images enlarged, and image to image with the same generators."""
+    kind = StableDiffusionXLImg2ImgPipeline if case == "sdxl" else StableDiffusionImg2ImgPipeline
+    parts = {k: v for k, v in pipe.components.items() if k not in ("image_encoder", "watermark")}
+    redraw = kind(**parts) if case == "sdxl" else kind(**parts, requires_safety_checker=False)
+    redraw.set_progress_bar_config(disable=True)
+    shared = dict(prompt=PROMPTS, negative_prompt=None if case == "sdxl" else [NEGATIVE] * len(PROMPTS),
+                  guidance_scale=GUIDANCE, output_type="latent")
+    tensors = {}
+    for name, mode in (("latent", "bilinear"), ("latent_bicubic", "bicubic"), ("lanczos", None)):
+        if (case == "sdxl") != (mode == "bilinear"):
+            continue
+        generators = [torch.Generator("cpu").manual_seed(i) for i in range(len(PROMPTS))]
+        with torch.no_grad():
+            small = pipe(**shared, height=16, width=16, num_inference_steps=8, generator=generators).images
+            if mode is None:
+                images = (pipe.vae.decode(small / pipe.vae.config.scaling_factor).sample / 2 + 0.5).clamp(0, 1)
+                images = [PIL.Image.fromarray(i) for i in (images.permute(0, 2, 3, 1).numpy() * 255).round().astype(np.uint8)]
+                large = [image.resize((20, 24), PIL.Image.LANCZOS) for image in images]
+            else:
+                large = torch.nn.functional.interpolate(small, size=(12, 10), mode=mode)
+            tensors[f"out/{name}"] = redraw(**shared, image=large, num_inference_steps=10, strength=0.55,
+                                            generator=generators).images.numpy()
+    write(folder / "hires.safetensors", tensors, {"steps": 8, "hires_steps": 10, "strength": 0.55})
 
 
 def inpainted(case, pipe, folder):
@@ -262,6 +289,8 @@ def main():
             refined(pipe)
         if case == "sd21":
             from_image(case, pipe, folder)
+        if case in ("sd21", "sdxl"):
+            enlarged(case, pipe, folder)
         write(folder / "io.safetensors", tensors, {
             "prompts": PROMPTS, "negative": negative, "steps": STEPS, "guidance_scale": GUIDANCE,
             "versions": {"diffusers": diffusers.__version__, "torch": torch.__version__.split("+")[0],

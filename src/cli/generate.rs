@@ -11,9 +11,9 @@ use serde_json::{Value, json};
 use crate::config::{Config, Given, Loaded, Verb};
 use crate::data::shapes::ReadScore;
 use crate::pipelines::image_file::{
-    GenerationSettings, WebSampler, check_output_dir, prepare_output_dir,
+    GenerationSettings, HiresSettings, WebSampler, check_output_dir, prepare_output_dir,
 };
-use crate::pipelines::{BoxError, Event, Generated, Phase, Pipeline};
+use crate::pipelines::{BoxError, Event, Generated, PassSteps, Phase, Pipeline};
 use crate::recipe::{self, Generation, Notify, Overrides, Repeat};
 use crate::runtime::ProgramCounts;
 
@@ -160,11 +160,24 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
     let mut pipeline = Pipeline::open(opened.session, options)?;
     let opened = start.elapsed().as_secs_f64();
     let base = &pipeline.options().base;
+    let [height, width] = base.model.image_size;
     let common = GenerationSettings {
         scheduler: base.model.scheduler.kind.class_name().to_string(),
         web_sampler: Some(WebSampler::of(&base.model.scheduler)),
         config: config.run_name.clone(),
+        width: width as u32,
+        height: height as u32,
         model: model_name,
+        hires: request
+            .hires
+            .as_ref()
+            .zip(config.hires_scale)
+            .map(|(hires, scale)| HiresSettings {
+                scale,
+                strength: hires.strength,
+                steps: hires.steps.map(|steps| steps as u32),
+                upscaler: hires.upscaler,
+            }),
         options: recorded,
         ..GenerationSettings::default()
     };
@@ -294,7 +307,7 @@ impl GenerateProgress<'_> {
             }
             Event::Phase(phase) => self.enter(phase),
             Event::Read { bytes } => status::advance(bytes),
-            Event::Started { steps } => self.steps = StepTimes::new(steps),
+            Event::Started { passes } => self.steps = StepTimes::new(passes),
             Event::Step => {
                 status::advance(1);
                 if let Some(left) = self.steps.step() {
@@ -335,8 +348,9 @@ impl GenerateProgress<'_> {
             Phase::Encode => status::spin("encoding"),
             Phase::Denoise => {
                 self.steps.begin();
-                status::count_steps("denoising", self.steps.done as u64, self.steps.all as u64);
+                status::count_steps("denoising", self.steps.done as u64, self.steps.all() as u64);
             }
+            Phase::Upscale => status::spin("enlarging"),
             Phase::Decode { image } => {
                 status::spin(&format!("decoding {}", self.files.name(image)));
             }
@@ -344,22 +358,29 @@ impl GenerateProgress<'_> {
     }
 }
 
-/// The time of denoising steps. The first one warms caches up, so it says nothing of the others.
+/// The time of denoising steps. The first one of a pass warms caches up, so it says nothing of the others.
 #[derive(Default)]
 struct StepTimes {
-    all: usize,
+    passes: Vec<PassSteps>,
     done: usize,
     begun: Option<Instant>,
-    /// Of all steps but the first.
+    /// Of all steps of the present pass but the first.
     spent: Duration,
+    /// Seconds of a step for each place of its samples, once they are known.
+    each: Option<f64>,
 }
 
 impl StepTimes {
-    fn new(all: usize) -> StepTimes {
+    fn new(passes: &[PassSteps]) -> StepTimes {
         StepTimes {
-            all,
+            passes: passes.to_vec(),
             ..StepTimes::default()
         }
+    }
+
+    /// Steps of all passes.
+    fn all(&self) -> usize {
+        self.passes.iter().map(|pass| pass.steps).sum()
     }
 
     /// A step begins now.
@@ -371,13 +392,27 @@ impl StepTimes {
     fn step(&mut self) -> Option<Duration> {
         let took = self.begun.map(|begun| begun.elapsed()).unwrap_or_default();
         self.begin();
+        self.took(took)
+    }
+
+    /// A step took so long.
+    fn took(&mut self, took: Duration) -> Option<Duration> {
         self.done += 1;
-        if self.done == 1 {
-            return None;
+        let mut until = 0;
+        let mut left = 0;
+        for pass in &self.passes {
+            let from = until;
+            until += pass.steps;
+            left += until.saturating_sub(self.done.max(from)) * pass.places;
+            if self.done == from + 1 {
+                self.spent = Duration::ZERO;
+            } else if (from + 1..=until).contains(&self.done) {
+                self.spent += took;
+                let measured = (self.done - from - 1) * pass.places;
+                self.each = Some(self.spent.as_secs_f64() / measured.max(1) as f64);
+            }
         }
-        self.spent += took;
-        let left = self.all.saturating_sub(self.done) as u32;
-        Some(self.spent / (self.done as u32 - 1) * left)
+        Some(Duration::from_secs_f64(self.each? * left as f64))
     }
 }
 
@@ -404,4 +439,27 @@ fn peak_host_bytes() -> Option<u64> {
     let line = status.lines().find_map(|l| l.strip_prefix("VmHWM:"))?;
     let kibibytes: u64 = line.trim().trim_end_matches(" kB").parse().ok()?;
     Some(kibibytes * 1024)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_time_left_counts_both_passes() {
+        let passes = [(3, 100), (2, 400)].map(|(steps, places)| PassSteps { steps, places });
+        let mut times = StepTimes::new(&passes);
+        assert_eq!(times.all(), 5);
+        let mut after = |seconds| {
+            times
+                .took(Duration::from_secs(seconds))
+                .map(|left| left.as_secs())
+        };
+        // The first step of a pass is not counted.
+        assert_eq!(after(9), None);
+        assert_eq!(after(1), Some(1 + 2 * 4));
+        assert_eq!(after(1), Some(2 * 4));
+        assert_eq!(after(30), Some(4));
+        assert_eq!(after(5), Some(0));
+    }
 }

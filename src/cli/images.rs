@@ -55,8 +55,6 @@ impl ImageFiles {
             seed: request.seed,
             steps: request.steps as u32,
             guidance_scale: request.guidance_scale,
-            width: image.width(),
-            height: image.height(),
             ..common.clone()
         });
         let mut written = self.lock();

@@ -128,6 +128,28 @@ pub(super) fn conflicts(config: &Config, verb: Option<Verb>) -> Vec<Conflict> {
                 .into(),
         ));
     }
+    if let Some(scale) = config.hires_scale {
+        let hires = |key: &'static str, message: String| (vec!["hires_scale", key], message);
+        if !config.image.is_empty() {
+            found.push(hires(
+                "image",
+                format!(
+                    "hires_scale={scale} draws an image from a text and then again, larger; to enlarge image={} give the larger \
+                     height and width, and a strength",
+                    config.image
+                ),
+            ));
+        }
+        if !config.refiner_model_name_or_path.is_empty() {
+            found.push(hires(
+                "refiner_model_name_or_path",
+                format!(
+                    "hires_scale={scale} does not work with a refiner: enlarge first, then refine the image with refiner_xl.yml \
+                     and image=FILE"
+                ),
+            ));
+        }
+    }
     if verb == Some(Verb::Generate)
         && config.held_out_prompts == 0
         && config.prompts_file.is_empty()

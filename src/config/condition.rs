@@ -16,7 +16,7 @@ pub enum Condition {
     Is(&'static str, &'static [&'static str]),
     /// The key has any value but this.
     IsNot(&'static str, &'static str),
-    /// The text is not empty.
+    /// There is a value, and it is not an empty text.
     Given(&'static str),
     /// The number is above 0.
     Positive(&'static str),
@@ -40,7 +40,7 @@ impl Condition {
         match self {
             Condition::Is(path, values) => values.iter().any(|v| is(path, v)),
             Condition::IsNot(path, text) => !is(path, text),
-            Condition::Given(path) => !is(path, ""),
+            Condition::Given(path) => !is(path, "") && !value(path).is_null(),
             Condition::Positive(path) => value(path).as_f64().is_some_and(|v| v > 0.0),
             Condition::SamplerReads(field) => value("scheduler")
                 .as_str()

@@ -28,6 +28,22 @@ const MEANT: &[(&[&str], &str)] = &[
     (&["denoise", "denoising_strength", "denoising"], "strength"),
     (&["init_image", "input_image"], "image"),
     (&["mask"], "mask_image"),
+    (
+        &[
+            "hr_scale",
+            "hires_upscale",
+            "enable_hr",
+            "hires",
+            "hires_fix",
+        ],
+        "hires_scale",
+    ),
+    (&["hr_upscaler"], "hires_upscaler"),
+    (&["hr_second_pass_steps"], "hires_steps"),
+    (
+        &["hires_denoise", "hires_denoising_strength"],
+        "hires_strength",
+    ),
     (&["lr"], "learning_rate"),
     (&["batch", "batch_size"], "per_device_batch_size"),
     (&["dtype"], "weights_dtype and activations_dtype"),

@@ -5,6 +5,7 @@
 
 use crate::emit::DotPrecision;
 use crate::nn::Remat;
+use crate::pipelines::HiresUpscaler;
 use crate::pipelines::prompt::PromptSyntax;
 use crate::schedulers::{
     AlgorithmType, BetaSchedule, FinalSigmas, PredictionType, SchedulerKind, TimestepSpacing,
@@ -58,6 +59,7 @@ const PROFILER: &str = "there is no profiler here yet";
 const INT8: Condition = Is("quantization", &["int8"]);
 const QUANTIZED: Condition = Is("quantization", &["int8", "int8_w8a16"]);
 const GUIDED: Condition = Is("do_classifier_free_guidance", &["True"]);
+const HIRES: Condition = Given("hires_scale");
 const CONTROLNET: Condition = Is("use_controlnet", &["True"]);
 /// One of the models is, or may be, SDXL's refiner.
 const MAY_REFINE: Condition = Either(
@@ -404,6 +406,15 @@ schema! {
         strength: f64 = 0.8, Ours, GENERATE, in Between(0.0, 1.0), when Given("image");
         /// Mask of `image`: white parts are painted anew, black parts are kept.
         mask_image: String = String::new(), Ours, GENERATE, when Given("image");
+        /// Hi-res fix: draw at `height` and `width`, enlarge by this factor (rounded down to whole latents), and draw
+        /// again. Empty: off.
+        hires_scale: Option<f64> = None, Ours, GENERATE, in AboveUpTo(1.0, 8.0);
+        /// How far the second drawing may differ from the first: the fraction of its steps that run.
+        hires_strength: f64 = 0.7, Ours, GENERATE, in Between(0.0, 1.0), when HIRES;
+        /// What enlarges: the latents, as PyTorch's interpolation does, or the decoded image.
+        hires_upscaler: HiresUpscaler = HiresUpscaler::Latent, Ours, GENERATE, when HIRES;
+        /// Denoising steps of the second drawing, of which `hires_strength` run. 0: `num_inference_steps`.
+        hires_steps: u64 = 0, Ours, GENERATE, in Between(0.0, 1000.0), when HIRES;
         /// SDXL's refiner, which takes the last steps: a model in any layout or by its name on the hub. The base model's
         /// weights are freed before the refiner's are read. Empty: none.
         refiner_model_name_or_path: String = String::new(), Ours, GENERATE;

@@ -93,6 +93,20 @@ impl DiffusionModel {
         [batch, self.unet.out_channels, rows, columns]
     }
 
+    /// The same model for samples of another size.
+    #[must_use]
+    pub fn resized(&self, sample_size: [usize; 2]) -> DiffusionModel {
+        let side = |which: usize| {
+            let pixels = self.image_size[which] / self.sample_size[which].max(1);
+            sample_size[which] * pixels
+        };
+        DiffusionModel {
+            sample_size,
+            image_size: [side(0), side(1)],
+            ..self.clone()
+        }
+    }
+
     /// Runs text encoder `which` on token ids of type `s32[batch, tokens]`.
     ///
     /// # Errors

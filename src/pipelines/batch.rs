@@ -2,6 +2,8 @@
 
 use std::ops::AddAssign;
 
+use crate::host_tensor::{HostTensor, HostTensorError};
+
 use super::prompt::PromptTokens;
 
 /// One image to generate, with its prompt as token ids.
@@ -74,4 +76,13 @@ pub(super) fn batches(images: &[TokenizedImage], size: usize) -> Vec<Batch> {
         }
     }
     batches
+}
+
+/// Row `row` of a batch, with its first dimension.
+pub(super) fn one_row(batch: &HostTensor, row: usize) -> Result<HostTensor, HostTensorError> {
+    let mut shape = batch.shape.clone();
+    let bytes = batch.data.len() / shape.dims[0].max(1);
+    shape.dims[0] = 1;
+    let data = batch.data[row * bytes..(row + 1) * bytes].to_vec();
+    HostTensor::new(shape, data)
 }

@@ -13,14 +13,17 @@ use crate::schedulers::SamplingPlan;
 use crate::shape::Shape;
 
 use super::PipelineError;
-use super::batch::{Batch, Phases, TokenizedImage, batches};
+use super::batch::{Batch, Phases, TokenizedImage, batches, one_row};
 use super::conditioning::{Conditioning, Encoded, PromptEncoders};
 use super::decoded::{check_samples, decoded_to_image, pixels_to_image};
-use super::denoiser::{ControlImage, DenoiseInputs, Denoiser};
+use super::denoiser::{ControlImage, DenoiseInputs};
+use super::hires::{Hires, Place, noised};
 use super::latents::{Decoder, ImageEncoder};
 use super::noise::NoiseGenerator;
-use super::observer::{Event, Observer, Phase, enter};
+use super::observer::{Event, Observer, PassSteps, Phase};
 use super::part_program::PartProgram;
+use super::pass::Pass;
+use super::progress::Progress;
 use super::start::{BatchStart, StartImage, StartSource};
 use super::text_to_image::Guidance;
 use super::tiling::TilePlan;
@@ -47,6 +50,8 @@ pub struct SamplingOptions<'a> {
     /// The unfinished result of another model, for the same number of images in batches of the same size: the steps
     /// continue with its samples. Neither `image` nor `latents` is read then.
     pub continues: Option<&'a ModelOutput>,
+    /// The second pass of a hi-res fix; the model must be traced for it.
+    pub redraw: Option<Redraw<'a>>,
     /// Steps from one preview of an image to the next.
     pub preview_every: Option<usize>,
 }
@@ -63,19 +68,33 @@ impl<'a> SamplingOptions<'a> {
             controls: &[],
             latents: None,
             continues: None,
+            redraw: None,
             preview_every: None,
         }
     }
+}
 
-    fn plan(&self, image: &TokenizedImage) -> Result<&'a SamplingPlan, PipelineError> {
-        self.plans.get(image.plan).ok_or_else(|| {
-            let found = self.plans.len();
-            PipelineError::Request(format!(
-                "an image has sampler {}, of {found} samplers",
-                image.plan
-            ))
-        })
-    }
+/// The settings of the second pass of a hi-res fix.
+#[derive(Clone, Copy, Debug)]
+pub struct Redraw<'a> {
+    /// The samplers of all images.
+    pub plans: &'a [SamplingPlan],
+    /// The conditioning images of the model's ControlNets at the final size, one for each.
+    pub controls: &'a [ControlImage],
+}
+
+/// The sampler of an image, of those of all.
+fn plan_of<'a>(
+    plans: &'a [SamplingPlan],
+    image: &TokenizedImage,
+) -> Result<&'a SamplingPlan, PipelineError> {
+    plans.get(image.plan).ok_or_else(|| {
+        PipelineError::Request(format!(
+            "an image has sampler {}, of {} samplers",
+            image.plan,
+            plans.len()
+        ))
+    })
 }
 
 /// The result of one model, and the seconds it took.
@@ -159,13 +178,13 @@ impl CompiledModel {
 
 /// The programs from encoded prompts to images.
 pub struct ImageGenerator {
-    denoiser: Denoiser,
+    pass: Pass,
+    /// The second pass of a hi-res fix.
+    hires: Option<Hires>,
     ending: Ending<Decoder>,
     image_encoder: Option<ImageEncoder>,
     guidance: bool,
     is_inpainting: bool,
-    /// SDXL's time ids of an image's rows, one after the other.
-    time_ids: Vec<f32>,
     pixel_unshuffle: usize,
 }
 
@@ -186,17 +205,13 @@ impl ImageGenerator {
             denoise,
             ending,
             encode_image,
+            hires,
             options,
             ..
         } = lowered;
-        let guidance = options.guidance != Guidance::Off;
-        let dims = model.sample_dims(options.batch);
-        let [without, with] = model.time_ids();
+        let tiles = TilePlan::of(hires.as_ref().map_or(model, |hires| &hires.model));
         let ending = || -> Result<Ending<Decoder>, PipelineError> {
-            ending.try_map(|decoder| {
-                let tiles = TilePlan::of(model)?;
-                Decoder::compile(session, decoder, tiles, precision)
-            })
+            ending.try_map(|decoder| Decoder::compile(session, decoder, tiles?, precision))
         };
         let image_encoder = || -> Result<Option<ImageEncoder>, PipelineError> {
             let dims = model.sample_dims(1);
@@ -204,20 +219,26 @@ impl ImageGenerator {
                 .map(|encoder| ImageEncoder::compile(session, encoder, dims, precision))
                 .transpose()
         };
-        let (denoiser, (ending, image_encoder)) = rayon::join(
-            || Denoiser::compile(session, denoise, dims, precision),
+        let second = || {
+            let compile = |hires| Hires::compile(session, model, hires, &options, precision);
+            hires.map(compile).transpose()
+        };
+        let ((pass, second), (ending, image_encoder)) = rayon::join(
+            || {
+                rayon::join(
+                    || Pass::compile(session, model, denoise, &options, precision),
+                    second,
+                )
+            },
             || rayon::join(ending, image_encoder),
         );
         Ok(ImageGenerator {
-            denoiser: denoiser?,
+            pass: pass?,
+            hires: second?,
             ending: ending?,
             image_encoder: image_encoder?,
-            guidance,
+            guidance: options.guidance != Guidance::Off,
             is_inpainting: model.is_inpainting(),
-            time_ids: match guidance {
-                true => [without, with].concat(),
-                false => with,
-            },
             pixel_unshuffle,
         })
     }
@@ -226,24 +247,43 @@ impl ImageGenerator {
         let decoder = self.ending.program().map(Decoder::program);
         let image = self.image_encoder.as_ref().map(ImageEncoder::program);
         let parts = decoder.into_iter().chain(image);
-        self.denoiser
+        let second = self.hires.iter().flat_map(Hires::programs);
+        self.pass
+            .denoiser
             .programs()
+            .chain(second)
             .chain(parts.map(PartProgram::stages))
     }
 
-    /// How many steps `images` take, batch by batch.
-    pub fn steps(&self, images: &[TokenizedImage], plans: &[SamplingPlan]) -> usize {
-        batches(images, self.denoiser.batch())
-            .iter()
-            .filter_map(|batch| plans.get(images[batch.start].plan))
-            .map(|plan| plan.steps.len())
-            .sum()
+    /// The steps that `images` take, all batches together.
+    pub fn steps(
+        &self,
+        images: &[TokenizedImage],
+        options: &SamplingOptions<'_>,
+    ) -> Vec<PassSteps> {
+        let batches = batches(images, self.pass.denoiser.batch());
+        let steps_of = |pass: &Pass, plans: &[SamplingPlan]| {
+            let plans = batches
+                .iter()
+                .filter_map(|batch| plans.get(images[batch.start].plan));
+            PassSteps {
+                steps: plans.map(|plan| plan.steps.len()).sum(),
+                places: pass.places(),
+            }
+        };
+        let second = self.hires.as_ref().zip(options.redraw);
+        let second = second.map(|(hires, redraw)| steps_of(&hires.pass, redraw.plans));
+        let first = steps_of(&self.pass, options.plans);
+        [first].into_iter().chain(second).collect()
     }
 
     /// Makes `images`, whose prompts are `encoded`, in batches of the programs' size, and gives each image to `observer` as
     /// soon as it is decoded. The weights of each program are let go before those of the next are read; with previews or
     /// several batches those of the decoder are there while the denoiser runs. Samples that are handed on are not decoded,
     /// and there are no previews of them.
+    ///
+    /// With a hi-res fix all batches are drawn small before the first is drawn again. The denoiser's weights stay for the
+    /// second pass if its program takes them in the same form, and are otherwise read anew.
     ///
     /// # Errors
     /// When weights cannot be read, a program fails, or what it makes is not finite; what `observer` fails with.
@@ -257,133 +297,183 @@ impl ImageGenerator {
         observer: &mut Observer<'_>,
     ) -> Result<ModelOutput, PipelineError> {
         let Encoded {
-            conditioning,
-            mut phases,
+            mut conditioning,
+            phases,
         } = encoded;
-        let batches = batches(images, self.denoiser.batch());
+        let mut progress = Progress { observer, phases };
+        let progress = &mut progress;
+        let batches = batches(images, self.pass.denoiser.batch());
+        if self.guidance && options.zero_empty_prompts {
+            self.zero_empty_prompts(images, &batches, &mut conditioning);
+        }
+        let call = Call {
+            session,
+            weights,
+            images,
+            batches: &batches,
+            conditioning: &conditioning,
+            options,
+        };
         let (starts, mut generators) = match options.continues {
             Some(output) => (
                 self.go_on(output, batches.len())?,
                 output.generators.clone(),
             ),
-            None => {
-                let starting = Starting {
-                    session,
-                    weights,
-                    images,
-                    batches: &batches,
-                    options,
-                };
-                self.start(starting, observer, &mut phases)?
-            }
+            None => self.start(&call, progress)?,
         };
-
-        let start = Instant::now();
-        let prepared = weights.prepare(self.denoiser.program(), observer)?;
-        phases.load += start.elapsed().as_secs_f64();
-        let beside = options.preview_every.is_some() || batches.len() > 1;
-        let mut decoder = match beside {
-            true => self.decoder_weights(weights, observer, &mut phases)?,
-            false => None,
+        let first = Steps {
+            pass: &self.pass,
+            plans: options.plans,
+            controls: options.controls,
+            starts,
+            prepared: progress.prepare(weights, self.pass.denoiser.program())?,
         };
-        let mut samples = Vec::with_capacity(batches.len());
-        let mut made = Vec::with_capacity(images.len());
-        for (((batch, conditioning), start), generators) in batches
-            .iter()
-            .zip(conditioning)
-            .zip(&starts)
-            .zip(&mut generators)
-        {
-            let denoising = Denoising {
-                session,
-                prepared: &prepared,
-                decoding: decoder.as_ref(),
-                images,
-                batch,
-                start,
-                options,
-            };
-            let sample =
-                self.denoise(denoising, conditioning, generators, observer, &mut phases)?;
-            if beside {
-                let decoding = decoder.as_ref();
-                made.extend(self.finish(
-                    session,
-                    decoding,
-                    batch,
-                    &sample,
-                    observer,
-                    &mut phases,
-                )?);
-            }
-            samples.push(sample);
-        }
-        drop(prepared);
-        if !beside {
-            decoder = self.decoder_weights(weights, observer, &mut phases)?;
-            for (batch, sample) in batches.iter().zip(&samples) {
-                let decoding = decoder.as_ref();
-                made.extend(self.finish(
-                    session,
-                    decoding,
-                    batch,
-                    sample,
-                    observer,
-                    &mut phases,
-                )?);
-            }
-        }
+        let last = match &self.hires {
+            None => first,
+            Some(hires) => self.enlarge(&call, hires, first, &mut generators, progress)?,
+        };
+        let (samples, made) = self.finish_all(&call, last, &mut generators, progress)?;
         Ok(ModelOutput {
             samples,
             images: made,
-            phases,
+            phases: progress.phases,
             generators,
         })
+    }
+
+    /// Takes the steps of the first pass of a hi-res fix, and gives those of the second.
+    fn enlarge<'a, 'w>(
+        &self,
+        call: &Call<'a, 'w>,
+        hires: &'a Hires,
+        first: Steps<'a, 'w>,
+        generators: &mut [Vec<NoiseGenerator>],
+        progress: &mut Progress<'_, '_>,
+    ) -> Result<Steps<'a, 'w>, PipelineError> {
+        let Some(redraw) = call.options.redraw else {
+            return Err(PipelineError::Request(
+                "programs of a hi-res fix need the settings of its second pass".to_string(),
+            ));
+        };
+        let mut samples = Vec::with_capacity(call.batches.len());
+        for (at, generators) in generators.iter_mut().enumerate() {
+            samples.push(self.denoise(call, &first, at, None, generators, progress)?);
+        }
+        let program = hires.pass.denoiser.program();
+        let is_shared = program.takes_prepared_of(first.pass.denoiser.program());
+        let kept = is_shared.then_some(first.prepared);
+        let place = Place {
+            session: call.session,
+            weights: call.weights,
+        };
+        let latents = hires.upscale(&place, call.batches, &samples, generators, progress)?;
+        let starts = call.batches.iter().zip(&latents).zip(generators);
+        let starts = starts.map(|((batch, latents), generators)| {
+            let plan = plan_of(redraw.plans, &call.images[batch.start])?;
+            noised(latents, plan.noised, generators)
+        });
+        Ok(Steps {
+            pass: &hires.pass,
+            plans: redraw.plans,
+            controls: redraw.controls,
+            starts: starts.collect::<Result<_, _>>()?,
+            prepared: match kept {
+                Some(prepared) => prepared,
+                None => progress.prepare(call.weights, program)?,
+            },
+        })
+    }
+
+    /// Takes the last pass's steps of every batch, and makes the images of their samples.
+    fn finish_all(
+        &self,
+        call: &Call<'_, '_>,
+        steps: Steps<'_, '_>,
+        generators: &mut [Vec<NoiseGenerator>],
+        progress: &mut Progress<'_, '_>,
+    ) -> Result<(Vec<HostTensor>, Vec<RgbImage>), PipelineError> {
+        let beside = call.options.preview_every.is_some() || call.batches.len() > 1;
+        let mut decoder = match beside {
+            true => self.decoder_weights(call, progress)?,
+            false => None,
+        };
+        let mut samples = Vec::with_capacity(call.batches.len());
+        let mut made = Vec::with_capacity(call.images.len());
+        for (at, generators) in generators.iter_mut().enumerate() {
+            let previews = call.options.preview_every.map(|every| Previews {
+                every,
+                decoding: decoder.as_ref(),
+            });
+            let sample = self.denoise(call, &steps, at, previews, generators, progress)?;
+            if beside {
+                made.extend(self.finish(call, decoder.as_ref(), at, &sample, progress)?);
+            }
+            samples.push(sample);
+        }
+        drop(steps);
+        if !beside {
+            decoder = self.decoder_weights(call, progress)?;
+            for (at, sample) in samples.iter().enumerate() {
+                made.extend(self.finish(call, decoder.as_ref(), at, sample, progress)?);
+            }
+        }
+        Ok((samples, made))
+    }
+
+    /// Sets the conditioning of empty negative prompts to zero.
+    fn zero_empty_prompts(
+        &self,
+        images: &[TokenizedImage],
+        batches: &[Batch],
+        conditioning: &mut [Conditioning],
+    ) {
+        let size = self.pass.denoiser.batch();
+        for (batch, conditioning) in batches.iter().zip(conditioning) {
+            let rows = batch.filled(images, size).into_iter().enumerate();
+            let empty = rows.filter(|(_, image)| image.negative_is_empty);
+            conditioning.zero(empty.map(|(row, _)| 2 * row));
+        }
     }
 
     /// The decoder's weights, where there is one.
     fn decoder_weights<'w>(
         &self,
-        weights: &WeightSource<'w>,
-        observer: &mut Observer<'_>,
-        phases: &mut Phases,
+        call: &Call<'_, 'w>,
+        progress: &mut Progress<'_, '_>,
     ) -> Result<Option<Prepared<'w>>, PipelineError> {
         let Ending::Decoded(decoder) = &self.ending else {
             return Ok(None);
         };
-        let start = Instant::now();
-        let prepared = weights.prepare(decoder.program().stages(), observer)?;
-        phases.load += start.elapsed().as_secs_f64();
+        let prepared = progress.prepare(call.weights, decoder.program().stages())?;
         Ok(Some(prepared))
     }
 
-    /// The images of a batch's last sample. `observer` gets each as soon as it is decoded.
+    /// The images of batch `at`'s last sample. The observer gets each as soon as it is decoded.
     fn finish(
         &self,
-        session: &Session,
+        call: &Call<'_, '_>,
         decoding: Option<&Prepared<'_>>,
-        batch: &Batch,
+        at: usize,
         sample: &HostTensor,
-        observer: &mut Observer<'_>,
-        phases: &mut Phases,
+        progress: &mut Progress<'_, '_>,
     ) -> Result<Vec<RgbImage>, PipelineError> {
+        let batch = &call.batches[at];
         let mut images = Vec::with_capacity(batch.count);
         for row in 0..batch.count {
             let image = batch.start + row;
             if !matches!(self.ending, Ending::Handed) {
-                enter(observer, Phase::Decode { image })?;
+                progress.enter(Phase::Decode { image })?;
             }
             let start = Instant::now();
-            let pixels = self.image(session, decoding, sample, row)?;
-            phases.decode += start.elapsed().as_secs_f64();
+            let pixels = self.image(call.session, decoding, sample, row)?;
+            progress.phases.decode += start.elapsed().as_secs_f64();
             let Some(pixels) = pixels else {
                 continue;
             };
-            let event = Event::Image {
+            progress.tell(Event::Image {
                 image,
                 pixels: &pixels,
-            };
-            observer(event).map_err(PipelineError::Observer)?;
+            })?;
             images.push(pixels);
         }
         Ok(images)
@@ -392,18 +482,18 @@ impl ImageGenerator {
     /// The start of each batch, and the noise of each of its images.
     fn start(
         &self,
-        starting: Starting<'_, '_>,
-        observer: &mut Observer<'_>,
-        phases: &mut Phases,
+        call: &Call<'_, '_>,
+        progress: &mut Progress<'_, '_>,
     ) -> Result<(Vec<BatchStart>, Vec<Vec<NoiseGenerator>>), PipelineError> {
-        let Starting {
+        let Call {
             session,
             weights,
             images,
             batches,
             options,
-        } = starting;
-        let size = self.denoiser.batch();
+            ..
+        } = *call;
+        let size = self.pass.denoiser.batch();
         let mut generators: Vec<Vec<NoiseGenerator>> = batches
             .iter()
             .map(|batch| {
@@ -411,23 +501,21 @@ impl ImageGenerator {
                 seeds.map(NoiseGenerator::new).collect()
             })
             .collect();
-        let start = Instant::now();
         let source = StartSource {
             image: match (options.image, &self.image_encoder) {
                 (Some(image), Some(encoder)) => Some(StartImage {
                     session,
                     encoder,
-                    prepared: weights.prepare(encoder.program().stages(), observer)?,
+                    prepared: progress.prepare(weights, encoder.program().stages())?,
                     image,
                 }),
                 _ => None,
             },
             mask: options.mask,
             is_inpainting: self.is_inpainting,
-            sample_dims: self.denoiser.sample_dims(),
+            sample_dims: self.pass.denoiser.sample_dims(),
         };
-        phases.load += start.elapsed().as_secs_f64();
-        enter(observer, Phase::Encode)?;
+        progress.enter(Phase::Encode)?;
         let start = Instant::now();
         let starts = batches
             .iter()
@@ -437,87 +525,75 @@ impl ImageGenerator {
                     Some(all) => Some(self.rows_of(all, batch.start, size)?),
                     None => None,
                 };
-                source.begin(noise, options.plan(&images[batch.start])?, generators)
+                let plan = plan_of(options.plans, &images[batch.start])?;
+                source.begin(noise, plan, generators)
             })
             .collect::<Result<Vec<_>, PipelineError>>()?;
-        phases.encode += start.elapsed().as_secs_f64();
+        progress.phases.encode += start.elapsed().as_secs_f64();
         Ok((starts, generators))
     }
 
-    /// The last sample of a batch.
+    /// The last sample of batch `at`.
     fn denoise(
         &self,
-        denoising: Denoising<'_>,
-        mut conditioning: Conditioning,
+        call: &Call<'_, '_>,
+        steps: &Steps<'_, '_>,
+        at: usize,
+        previews: Option<Previews<'_>>,
         generators: &mut [NoiseGenerator],
-        observer: &mut Observer<'_>,
-        phases: &mut Phases,
+        progress: &mut Progress<'_, '_>,
     ) -> Result<HostTensor, PipelineError> {
-        let Denoising {
-            session,
-            prepared,
-            decoding,
-            images,
-            batch,
-            start,
-            options,
-        } = denoising;
-        let size = self.denoiser.batch();
-        if self.guidance && options.zero_empty_prompts {
-            let rows = batch.filled(images, size).into_iter().enumerate();
-            let empty = rows.filter(|(_, image)| image.negative_is_empty);
-            conditioning.zero(empty.map(|(row, _)| 2 * row));
-        }
-        let first = &images[batch.start];
-        let plan = options.plan(first)?;
+        let Call {
+            session, options, ..
+        } = *call;
+        let (batch, start) = (&call.batches[at], &steps.starts[at]);
+        let Pass { denoiser, time_ids } = steps.pass;
+        let first = &call.images[batch.start];
+        let plan = plan_of(steps.plans, first)?;
         let inputs = DenoiseInputs {
-            conditioning: &conditioning,
-            time_ids: &self.time_ids.repeat(size),
+            conditioning: &call.conditioning[at],
+            time_ids: &time_ids.repeat(denoiser.batch()),
             generators,
             sample: &start.sample,
             inpainting: start.inpainting.as_ref(),
-            controls: options.controls,
+            controls: steps.controls,
             guidance_scale: first.guidance_scale,
             guidance_rescale: options.guidance_rescale,
             plan,
         };
-        enter(observer, Phase::Denoise)?;
+        progress.enter(Phase::Denoise)?;
         let mut previewing = 0.0;
         let mut after_step = |done: usize, predicted: &Array| {
-            observer(Event::Step).map_err(PipelineError::Observer)?;
+            progress.tell(Event::Step)?;
             // After the last step there is the image itself.
-            if done == plan.steps.len()
-                || !options
-                    .preview_every
-                    .is_some_and(|every| done.is_multiple_of(every))
-            {
+            let previews = previews
+                .as_ref()
+                .filter(|previews| done != plan.steps.len() && done.is_multiple_of(previews.every));
+            let Some(previews) = previews else {
                 return Ok(());
-            }
+            };
             let start = Instant::now();
             let predicted = predicted.to_host(session.mesh())?;
             for row in 0..batch.count {
                 let image = batch.start + row;
-                enter(observer, Phase::Decode { image })?;
-                let Some(preview) = self.image(session, decoding, &predicted, row)? else {
+                progress.enter(Phase::Decode { image })?;
+                let Some(preview) = self.image(session, previews.decoding, &predicted, row)? else {
                     continue;
                 };
-                observer(Event::Preview {
+                progress.tell(Event::Preview {
                     image,
                     steps: done,
                     preview: &preview,
-                })
-                .map_err(PipelineError::Observer)?;
+                })?;
             }
-            enter(observer, Phase::Denoise)?;
+            progress.enter(Phase::Denoise)?;
             previewing += start.elapsed().as_secs_f64();
             Ok(())
         };
         let start = Instant::now();
-        let sample = self
-            .denoiser
-            .run(session, prepared, inputs, &mut after_step)?;
-        phases.denoise += start.elapsed().as_secs_f64() - previewing;
-        phases.decode += previewing;
+        let sample = denoiser.run(session, &steps.prepared, inputs, &mut after_step)?;
+        progress.phases.denoise += start.elapsed().as_secs_f64() - previewing;
+        progress.phases.decode += previewing;
         Ok(sample)
     }
 
@@ -548,7 +624,7 @@ impl ImageGenerator {
         output: &ModelOutput,
         batches: usize,
     ) -> Result<Vec<BatchStart>, PipelineError> {
-        let dims = self.denoiser.sample_dims();
+        let dims = self.pass.denoiser.sample_dims();
         let found = output.samples.len();
         if found != batches {
             return Err(PipelineError::Request(format!(
@@ -576,7 +652,7 @@ impl ImageGenerator {
         start: usize,
         count: usize,
     ) -> Result<HostTensor, PipelineError> {
-        let dims = self.denoiser.sample_dims();
+        let dims = self.pass.denoiser.sample_dims();
         let each: usize = dims[1..].iter().product();
         let values = all.to_f32_vec()?;
         let given = values.len() / each.max(1);
@@ -595,33 +671,31 @@ impl ImageGenerator {
     }
 }
 
-/// Row `row` of a batch, with its first dimension.
-fn one_row(batch: &HostTensor, row: usize) -> Result<HostTensor, PipelineError> {
-    let mut shape = batch.shape.clone();
-    let bytes = batch.data.len() / shape.dims[0].max(1);
-    shape.dims[0] = 1;
-    let data = batch.data[row * bytes..(row + 1) * bytes].to_vec();
-    Ok(HostTensor::new(shape, data)?)
-}
-
-/// The inputs of the starts of all batches.
-struct Starting<'a, 'w> {
+/// What all passes of a call have in common.
+#[derive(Clone, Copy)]
+struct Call<'a, 'w> {
     session: &'a Session,
     weights: &'a WeightSource<'w>,
     images: &'a [TokenizedImage],
     batches: &'a [Batch],
+    /// The embeddings of each batch.
+    conditioning: &'a [Conditioning],
     options: &'a SamplingOptions<'a>,
 }
 
-/// The inputs of the steps of one batch.
-struct Denoising<'a> {
-    session: &'a Session,
+/// The steps of one pass.
+struct Steps<'a, 'w> {
+    pass: &'a Pass,
+    plans: &'a [SamplingPlan],
+    controls: &'a [ControlImage],
+    /// Those of each batch.
+    starts: Vec<BatchStart>,
     /// The denoiser's weights.
-    prepared: &'a Prepared<'a>,
-    /// The decoder's weights, where there are previews or several batches.
+    prepared: Prepared<'w>,
+}
+
+/// When there are previews, and the decoder's weights for them, where there is one.
+struct Previews<'a> {
+    every: usize,
     decoding: Option<&'a Prepared<'a>>,
-    images: &'a [TokenizedImage],
-    batch: &'a Batch,
-    start: &'a BatchStart,
-    options: &'a SamplingOptions<'a>,
 }

@@ -18,7 +18,7 @@ use crate::util::files::{
 };
 
 pub use recorded::{Recorded, read_recorded};
-pub use settings::GenerationSettings;
+pub use settings::{GenerationSettings, HiresSettings};
 pub use web_sampler::{NamedSampler, WebSampler};
 pub use web_ui::WebSettings;
 

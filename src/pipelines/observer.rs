@@ -26,8 +26,8 @@ pub enum Event<'a> {
     Phase(Phase<'a>),
     /// Bytes of weights that were read since the phase began or the last such event.
     Read { bytes: u64 },
-    /// Everything is compiled; this many denoising steps follow, of all batches and models together.
-    Started { steps: usize },
+    /// Everything is compiled; these denoising steps follow, in this order.
+    Started { passes: &'a [PassSteps] },
     /// A denoising step is done.
     Step,
     /// Image number `image` of the request is finished.
@@ -38,6 +38,14 @@ pub enum Event<'a> {
         steps: usize,
         preview: &'a RgbImage,
     },
+}
+
+/// The denoising steps of one model at one size, of all batches together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PassSteps {
+    pub steps: usize,
+    /// Rows times columns of a sample, which the time of a step grows with.
+    pub places: usize,
 }
 
 /// What a call does.
@@ -57,6 +65,8 @@ pub enum Phase<'a> {
     /// Encodes prompts and images.
     Encode,
     Denoise,
+    /// Enlarges the samples of the first pass of a hi-res fix.
+    Upscale,
     /// Decodes image number `image` of the request, or a preview of it.
     Decode {
         image: usize,

@@ -15,7 +15,7 @@ use crate::weights::lora::Adapter;
 use super::PipelineError;
 use super::batch::Phases;
 use super::conditioning::{Encoded, PromptEncoders};
-use super::generator::{CompiledModel, ImageGenerator, ModelOutput, SamplingOptions};
+use super::generator::{CompiledModel, ImageGenerator, ModelOutput, Redraw, SamplingOptions};
 use super::lora::{LoraChoice, adapter};
 use super::memory::MemoryAdvice;
 use super::model_files::{ModelFiles, WeightChanges};
@@ -25,6 +25,7 @@ use super::request::GenerateRequest;
 use super::text_to_image::{DenoiseOptions, Guidance};
 use super::textual_inversion::{InversionError, TextualInversion, TextualInversions};
 use super::traced::{LoweredModel, TracedModel};
+use super::upscaler::HiresUpscaler;
 use super::weights::{TakeWeight, WeightSource};
 
 /// A model of the pipeline.
@@ -81,9 +82,11 @@ impl PipelineOptions {
     /// Checks what needs neither devices nor weights: prompts and steps.
     ///
     /// # Errors
-    /// When the refiner's latents are not the base model's, a prompt cannot be read or encoded, or the steps do not fit a model's schedule.
+    /// When the refiner's latents are not the base model's, the request has a hi-res fix that has no meaning, a prompt cannot be
+    /// read or encoded, or the steps do not fit a model's schedule.
     pub fn check(&self, request: &GenerateRequest) -> Result<(), PipelineError> {
         self.check_refiner()?;
+        self.check_hires(request)?;
         self.prepare(request, &mut |_| Ok(())).map(drop)
     }
 
@@ -101,6 +104,18 @@ impl PipelineOptions {
             &dims[1][1..],
             self.base.files.path().display(),
             &dims[0][1..]
+        )))
+    }
+
+    fn check_hires(&self, request: &GenerateRequest) -> Result<(), PipelineError> {
+        let other = match &request.hires {
+            None => return Ok(()),
+            Some(_) if request.init_image.is_some() => "an image to start from",
+            Some(_) if self.refiner.is_some() => "a refiner",
+            Some(_) => return Ok(()),
+        };
+        Err(PipelineError::Request(format!(
+            "a hi-res fix has no second pass with {other}"
         )))
     }
 
@@ -158,6 +173,8 @@ struct ProgramSizes {
     /// Chunks of every prompt.
     chunks: usize,
     from_image: bool,
+    /// The final samples of a hi-res fix, and what enlarges to them.
+    hires: Option<([usize; 2], HiresUpscaler)>,
 }
 
 /// The compiled programs of all models.
@@ -208,6 +225,7 @@ impl Pipeline {
         request: &GenerateRequest,
         observer: &mut Observer<'_>,
     ) -> Result<Generated, PipelineError> {
+        self.options.check_hires(request)?;
         let (base, refining) = self.options.prepare(request, observer)?;
         let devices = self.session.devices().len();
         let count = base.images.len().min(self.options.max_batch);
@@ -215,6 +233,10 @@ impl Pipeline {
             batch: count.max(1).next_multiple_of(devices),
             chunks: base.chunks(),
             from_image: request.init_image.is_some(),
+            hires: request
+                .hires
+                .as_ref()
+                .map(|hires| (hires.sample_size, hires.upscaler)),
         };
         let mut seconds = GenerateSeconds::default();
         let (programs, encoded) = match self.programs.take().filter(|p| p.sizes == sizes) {
@@ -227,11 +249,6 @@ impl Pipeline {
         };
         let programs = self.programs.insert(programs);
 
-        let mut steps = programs.base.steps(&base.images, &base.plans);
-        if let (Some(model), Some(refining)) = (&programs.refiner, &refining) {
-            steps += model.generator().steps(&refining.images, &refining.plans);
-        }
-        observer(Event::Started { steps }).map_err(PipelineError::Observer)?;
         let (session, options) = (&self.session, &self.options);
         let files = &options.base.files;
         let changes = WeightChanges {
@@ -247,9 +264,19 @@ impl Pipeline {
             mask: request.init_image.as_ref().and_then(|i| i.mask.as_ref()),
             controls: &request.controls,
             latents: request.latents.as_ref(),
+            redraw: request.hires.as_ref().map(|hires| Redraw {
+                plans: &base.redraw_plans,
+                controls: &hires.controls,
+            }),
             preview_every: request.preview_every,
             ..SamplingOptions::new(&base.plans)
         };
+        let mut passes = programs.base.steps(&base.images, &sampling);
+        if let (Some(model), Some(refining)) = (&programs.refiner, &refining) {
+            let sampling = SamplingOptions::new(&refining.plans);
+            passes.extend(model.generator().steps(&refining.images, &sampling));
+        }
+        observer(Event::Started { passes: &passes }).map_err(PipelineError::Observer)?;
         let mut output = programs.base.run(
             session,
             &WeightSource::Files(&read),
@@ -268,7 +295,7 @@ impl Pipeline {
         seconds.phases = output.phases;
         Ok(Generated {
             images: output.images,
-            steps,
+            steps: passes.iter().map(|pass| pass.steps).sum(),
             seconds,
         })
     }
@@ -374,6 +401,10 @@ impl Pipeline {
         };
         let model = &options.base.model;
         let base = TracedModel::new(model, denoise(model), sizes.from_image)?;
+        let base = match sizes.hires {
+            None => base,
+            Some((sample_size, upscaler)) => base.with_hires(model, sample_size, upscaler)?,
+        };
         let (base, refiner) = match &options.refiner {
             None => (base, None),
             Some(refiner) => {

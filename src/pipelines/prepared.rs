@@ -17,6 +17,8 @@ pub(super) struct ModelRequest {
     pub images: Vec<TokenizedImage>,
     /// The model's part of the steps, for each number of steps that images have.
     pub plans: Vec<SamplingPlan>,
+    /// The same of the second pass of a hi-res fix; empty without one.
+    pub redraw_plans: Vec<SamplingPlan>,
     /// Rows of the text encoders' embedding tables that textual inversions replace.
     pub rows: Vec<EmbeddingRows>,
 }
@@ -74,17 +76,29 @@ pub(super) fn prepare(
     for warning in base.inversions.unused(&images) {
         observer(Event::Warning(&warning)).map_err(PipelineError::Observer)?;
     }
+    let options = |steps: usize, start: Start| PlanOptions {
+        start,
+        eta: request.eta,
+        use_clipped_model_output: true,
+        ..PlanOptions::new(steps)
+    };
     let plans = |scheduler: &SchedulerConfig, start: Start, end: Option<f64>| {
         let plan = |steps: &usize| {
-            scheduler.plan(&PlanOptions {
-                start,
-                end,
-                eta: request.eta,
-                use_clipped_model_output: true,
-                ..PlanOptions::new(*steps)
-            })
+            let options = options(*steps, start);
+            scheduler.plan(&PlanOptions { end, ..options })
         };
         steps.iter().map(plan).collect::<Result<Vec<_>, _>>()
+    };
+    let redraw_plans = match &request.hires {
+        None => Vec::new(),
+        Some(hires) => {
+            let plan = |steps: &usize| {
+                let steps = hires.steps.unwrap_or(*steps);
+                let options = options(steps, Start::Strength(hires.strength));
+                base.scheduler.plan(&options)
+            };
+            steps.iter().map(plan).collect::<Result<Vec<_>, _>>()?
+        }
     };
     let start = Start::Strength(match request.init_image {
         Some(_) => request.strength,
@@ -95,6 +109,7 @@ pub(super) fn prepare(
     let base = ModelRequest {
         plans: plans(base.scheduler, start, end)?,
         rows: base.place(&mut images)?,
+        redraw_plans,
         images,
     };
     let refiner = match refiner {
@@ -106,6 +121,7 @@ pub(super) fn prepare(
                 None,
             )?,
             rows: refiner.place(&mut of_refiner)?,
+            redraw_plans: Vec::new(),
             images: of_refiner,
         }),
     };

@@ -5,6 +5,7 @@ use crate::host_tensor::HostTensor;
 use super::denoiser::ControlImage;
 use super::init_image::InitImage;
 use super::prompt::PromptSyntax;
+use super::upscaler::HiresUpscaler;
 
 /// One image to make.
 #[derive(Clone, Debug, PartialEq)]
@@ -30,7 +31,7 @@ impl ImageRequest {
 }
 
 /// Images to make, and how; nothing of it compiles anything anew but the number of images, the length of the longest
-/// prompt, and whether there is an image to start from.
+/// prompt, whether there is an image to start from, and the size and the upscaler of a hi-res fix.
 #[derive(Clone, Debug)]
 pub struct GenerateRequest {
     pub images: Vec<ImageRequest>,
@@ -48,8 +49,24 @@ pub struct GenerateRequest {
     pub latents: Option<HostTensor>,
     /// With a refiner, the share of the steps that the base model takes, and that after which the refiner goes on.
     pub handover: Handover,
+    /// The second pass of a hi-res fix: not with `init_image`, and not with a refiner.
+    pub hires: Option<HiresRequest>,
     /// Steps from one preview of an image to the next.
     pub preview_every: Option<usize>,
+}
+
+/// A hi-res fix: the images are enlarged and drawn again by the same model.
+#[derive(Clone, Debug)]
+pub struct HiresRequest {
+    /// Rows and columns of the final samples.
+    pub sample_size: [usize; 2],
+    pub upscaler: HiresUpscaler,
+    /// The share of the steps of the second pass that are taken.
+    pub strength: f64,
+    /// Steps of the second pass's whole schedule; those of the image's own where there are none.
+    pub steps: Option<usize>,
+    /// One for each of the model's ControlNets, at the final size.
+    pub controls: Vec<ControlImage>,
 }
 
 /// Shares of the steps: where the base model ends, and where the refiner goes on.
@@ -75,6 +92,7 @@ impl GenerateRequest {
                 denoising_end: 0.8,
                 denoising_start: 0.8,
             },
+            hires: None,
             preview_every: None,
         }
     }

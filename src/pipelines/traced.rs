@@ -14,6 +14,7 @@ use super::latents::{trace_decode, trace_encode_image};
 use super::memory::MemoryAdvice;
 use super::text_to_image::{DenoiseOptions, DenoiseStep, trace_denoise, trace_encode};
 use super::tiling::TilePlan;
+use super::upscaler::{HiresUpscaler, Upscaling};
 
 /// The use of the last samples, with the program for it.
 pub(super) enum Ending<T> {
@@ -60,13 +61,39 @@ pub struct ModelPrograms<T> {
     pub(super) denoise: DenoiseStep<T>,
     pub(super) ending: Ending<T>,
     pub(super) encode_image: Option<T>,
+    pub(super) hires: Option<HiresPrograms<T>>,
     pub(super) options: DenoiseOptions,
+}
+
+/// The programs of the second pass of a hi-res fix; the decoder of its samples is the model's.
+pub(super) struct HiresPrograms<T> {
+    /// The model for images of the final size.
+    pub model: DiffusionModel,
+    pub denoise: DenoiseStep<T>,
+    pub upscaling: Upscaling<T, T>,
 }
 
 pub type TracedModel = ModelPrograms<Traced>;
 
 /// Lowered for the devices of one session.
 pub type LoweredModel = ModelPrograms<Lowered>;
+
+impl<T> HiresPrograms<T> {
+    /// Those that have weights.
+    fn programs(&self) -> impl Iterator<Item = &T> {
+        let parts = self.upscaling.programs().into_iter();
+        let parts = parts.flat_map(|(decoder, encoder)| [decoder, encoder]);
+        [&self.denoise.model].into_iter().chain(parts)
+    }
+}
+
+/// The decoder of the model's samples, for one tile.
+fn ending(model: &DiffusionModel) -> Result<Ending<Traced>, PipelineError> {
+    Ok(match &model.vae {
+        Some(_) => Ending::Decoded(trace_decode(model, TilePlan::of(model)?.tile())?),
+        None => Ending::Pixels,
+    })
+}
 
 impl TracedModel {
     /// Traces every program of `model`; `from_image` asks for the one that encodes an image to start from.
@@ -82,23 +109,49 @@ impl TracedModel {
             .map(|which| trace_encode(model, which, options.prompts()))
             .collect::<Result<Vec<_>, _>>()?;
         let denoise = trace_denoise(model, &options)?;
-        let ending = match &model.vae {
-            Some(_) => {
-                let [rows, columns] = TilePlan::of(model)?.tile();
-                Ending::Decoded(trace_decode(model, [rows, columns])?)
-            }
-            None => Ending::Pixels,
-        };
         Ok(TracedModel {
             encoders,
             denoise,
-            ending,
+            ending: ending(model)?,
             encode_image: match from_image {
                 true => Some(trace_encode_image(model)?),
                 false => None,
             },
+            hires: None,
             options,
         })
+    }
+
+    /// The same with the second pass of a hi-res fix, whose samples have `sample_size`. `model` is that of the first pass.
+    ///
+    /// # Errors
+    /// When the model has no VAE, or quantization is refused.
+    pub fn with_hires(
+        mut self,
+        model: &DiffusionModel,
+        sample_size: [usize; 2],
+        upscaler: HiresUpscaler,
+    ) -> Result<TracedModel, PipelineError> {
+        let large = model.resized(sample_size);
+        let small = std::mem::replace(&mut self.ending, ending(&large)?);
+        let upscaling = match (upscaler.of_latents(), small) {
+            (Some(interpolation), _) => Upscaling::Latents(interpolation),
+            (None, Ending::Decoded(decoder)) => Upscaling::Images {
+                decoder,
+                encoder: trace_encode_image(&large)?,
+            },
+            (None, Ending::Pixels | Ending::Handed) => {
+                return Err(PipelineError::Request(format!(
+                    "{upscaler} enlarges decoded images; this model decodes none"
+                )));
+            }
+        };
+        self.hires = Some(HiresPrograms {
+            denoise: trace_denoise(&large, &self.options)?,
+            upscaling,
+            model: large,
+        });
+        Ok(self)
     }
 
     /// The same without the decoder: another model continues with its samples, and it makes no images.
@@ -121,10 +174,20 @@ impl TracedModel {
             Ending::Decoded(traced) => Some(traced),
             Ending::Pixels | Ending::Handed => None,
         };
+        let hires = self.hires.iter_mut().flat_map(|hires| {
+            let parts = match &mut hires.upscaling {
+                Upscaling::Latents(_) => None,
+                Upscaling::Images { decoder, encoder } => Some([decoder, encoder]),
+            };
+            [&mut hires.denoise.model]
+                .into_iter()
+                .chain(parts.into_iter().flatten())
+        });
         let all = encoders
             .chain([&mut self.denoise.model])
             .chain(ending)
-            .chain(&mut self.encode_image);
+            .chain(&mut self.encode_image)
+            .chain(hires);
         for traced in all {
             traced.graph = traced.graph.with_stored_weights(stored)?;
         }
@@ -139,12 +202,31 @@ impl TracedModel {
         let lower = |traced: &Traced| session.lower(traced).map_err(RuntimeError::from);
         let all = |traced: &[Traced]| traced.par_iter().map(lower).collect::<Result<Vec<_>, _>>();
         let one = |traced: Option<&Traced>| traced.map(lower).transpose();
-        let (denoise, (encoders, (ending, encode_image))) = rayon::join(
+        let step = |step: &DenoiseStep<Traced>| {
+            Ok::<_, RuntimeError>(DenoiseStep {
+                model: lower(&step.model)?,
+                advance: one(step.advance.as_ref())?,
+            })
+        };
+        let second = |hires: &HiresPrograms<Traced>| {
+            Ok::<_, RuntimeError>(HiresPrograms {
+                model: hires.model.clone(),
+                denoise: step(&hires.denoise)?,
+                upscaling: match &hires.upscaling {
+                    Upscaling::Latents(interpolation) => Upscaling::Latents(*interpolation),
+                    Upscaling::Images { decoder, encoder } => Upscaling::Images {
+                        decoder: lower(decoder)?,
+                        encoder: lower(encoder)?,
+                    },
+                },
+            })
+        };
+        let ((denoise, hires), (encoders, (ending, encode_image))) = rayon::join(
             || {
-                Ok::<_, RuntimeError>(DenoiseStep {
-                    model: lower(&self.denoise.model)?,
-                    advance: one(self.denoise.advance.as_ref())?,
-                })
+                rayon::join(
+                    || step(&self.denoise),
+                    || self.hires.as_ref().map(second).transpose(),
+                )
             },
             || {
                 rayon::join(
@@ -163,6 +245,7 @@ impl TracedModel {
             denoise: denoise?,
             ending: ending?,
             encode_image: encode_image?,
+            hires: hires?,
             options: self.options.clone(),
         })
     }
@@ -179,6 +262,7 @@ impl TracedModel {
             .chain([&self.denoise.model])
             .chain(self.ending.program())
             .chain(&self.encode_image)
+            .chain(self.hires.iter().flat_map(HiresPrograms::programs))
             .map(|traced| &traced.graph)
     }
 }
@@ -205,6 +289,15 @@ impl LoweredModel {
         }
         if let Some(encoder) = &self.encode_image {
             check("the encoder of images", encoder, &advice.images)?;
+        }
+        if let Some(hires) = &self.hires {
+            let title = "the denoising step of the second pass";
+            check(title, &hires.denoise.model, &advice.model)?;
+            if let Some((decoder, encoder)) = hires.upscaling.programs() {
+                let title = "the first pass's decoder of images";
+                check(title, decoder, &advice.images)?;
+                check("the encoder of images", encoder, &advice.images)?;
+            }
         }
         Ok(())
     }

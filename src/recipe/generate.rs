@@ -10,7 +10,8 @@ use crate::models::{DiffusionModel, Family, MicroConditioning, SampleSpace};
 use crate::pipelines::prompt::{PromptSyntax, parse_weighted, split_lora_tags};
 use crate::pipelines::text_to_image::Guidance;
 use crate::pipelines::{
-    GenerateRequest, Handover, ImageRequest, MemoryAdvice, PipelineModel, PipelineOptions,
+    GenerateRequest, Handover, HiresRequest, ImageRequest, MemoryAdvice, PipelineModel,
+    PipelineOptions,
 };
 use crate::schedulers::scheduler_fields;
 use crate::weights::Checkpoint;
@@ -19,7 +20,9 @@ use super::distilled::Distilled;
 use super::inversions::textual_inversions;
 use super::model::is_described;
 use super::prompts::image_requests;
-use super::scheduler::{OwnScheduler, check_sampler_keys, sampling_plan, scheduler_of};
+use super::scheduler::{
+    OwnScheduler, check_redraw, check_sampler_keys, sampling_plan, scheduler_of,
+};
 use super::source::{Source, image_size};
 use super::{Notify, RecipeError, check_sampling, hub, images, lora, model, policy};
 
@@ -172,6 +175,7 @@ fn check_words(config: &Config, given: &Given, images: &[ImageRequest]) -> Resul
         let scheduler = scheduler_of(config, given, &own, &mut |_| {})?;
         check_sampler_keys(config, &scheduler)?;
         sampling_plan(config, &scheduler, config.num_inference_steps as usize)?;
+        check_redraw(config, &scheduler)?;
     }
     Ok(())
 }
@@ -193,12 +197,42 @@ fn request(
         strength: config.strength,
         controls: images::read_controls(config, &base.model)?,
         latents: latents(config, &base.model)?,
+        hires: hires(config, &base.model)?,
         handover: Handover {
             denoising_end: config.denoising_end,
             denoising_start: config.denoising_start.unwrap_or(config.denoising_end),
         },
         preview_every: (config.preview_steps > 0).then_some(config.preview_steps as usize),
     })
+}
+
+/// The second pass of a hi-res fix, if the configuration asks for one.
+fn hires(config: &Config, model: &DiffusionModel) -> Result<Option<HiresRequest>, RecipeError> {
+    let Some(scale) = config.hires_scale else {
+        return Ok(None);
+    };
+    if model.vae.is_none() {
+        return Err(RecipeError::Usage(format!(
+            "hires_scale={scale}: a pixel-space model draws images of one size; name a latent model"
+        )));
+    }
+    let sample_size = model.sample_size.map(|side| (side as f64 * scale) as usize);
+    let large = model.resized(sample_size);
+    if sample_size == model.sample_size {
+        let [height, width] = model.image_size;
+        return Err(RecipeError::Usage(format!(
+            "hires_scale={scale} leaves images of height={height} width={width} at their size: their sides grow by \
+             {} pixels at least; give a larger scale",
+            height / model.sample_size[0]
+        )));
+    }
+    Ok(Some(HiresRequest {
+        sample_size,
+        upscaler: config.hires_upscaler,
+        strength: config.hires_strength,
+        steps: (config.hires_steps > 0).then_some(config.hires_steps as usize),
+        controls: images::read_controls(config, &large)?,
+    }))
 }
 
 /// How a denoising step is guided.

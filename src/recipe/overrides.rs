@@ -38,6 +38,12 @@ impl Overrides<'_> {
         SchedulerKind::from_name(name).or_else(named)
     }
 
+    /// Whether they take no hi-res fix.
+    fn switches_hires_off(&self) -> bool {
+        let mut given = self.pairs().filter(|(key, _)| *key == "hires_scale");
+        given.any(|(_, value)| matches!(value, "" | "None" | "null"))
+    }
+
     fn pairs(&self) -> impl Iterator<Item = (&str, &str)> {
         self.0.iter().filter_map(|word| word.split_once('='))
     }
@@ -106,9 +112,12 @@ impl<'a> Repeat<'a> {
         }
     }
 
-    /// Whether the image decides `key`. What only the image's own sampler reads goes with it.
+    /// Whether the image decides `key`. What only the image's own sampler or its hi-res fix reads goes with it.
     fn is_free(&self, key: &str) -> bool {
         let sampler = self.given.sampler();
+        if key.starts_with("hires_") && self.given.switches_hires_off() {
+            return false;
+        }
         !self.given.give(key) && sampler.is_none_or(|sampler| is_read_with(key, sampler))
     }
 }

@@ -173,6 +173,27 @@ pub fn sampling_plan(
     scheduler.plan(&options).map_err(RecipeError::usage)
 }
 
+/// Checks the steps of the second pass of a hi-res fix, if the configuration asks for one.
+///
+/// # Errors
+/// When they do not fit the schedule, or none is left to run.
+pub fn check_redraw(config: &Config, scheduler: &SchedulerConfig) -> Result<(), RecipeError> {
+    if config.hires_scale.is_none() {
+        return Ok(());
+    }
+    let steps = match config.hires_steps {
+        0 => config.num_inference_steps,
+        steps => steps,
+    };
+    let options = PlanOptions {
+        start: Start::Strength(config.hires_strength),
+        ..PlanOptions::new(steps as usize)
+    };
+    let plan = scheduler.plan(&options);
+    plan.map(drop)
+        .map_err(RecipeError::at("hires_strength, hires_steps"))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

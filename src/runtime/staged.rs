@@ -1,7 +1,7 @@
 //! Programs in stages: what depends on weights alone runs when they are loaded, what depends on the prompt runs once for
 //! all steps (see [`crate::graph::stage`]).
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
 
 use rayon::prelude::*;
@@ -34,6 +34,8 @@ pub struct StagedTimings {
 /// Weights of which something is made ahead. Groups that differ only in names share a program.
 struct Group {
     program: Arc<Program>,
+    /// The program's StableHLO, which names nothing.
+    text: Arc<str>,
     weights: Vec<String>,
     results: Vec<String>,
 }
@@ -120,6 +122,8 @@ impl StagedProgram {
     ) -> Result<StagedProgram, RuntimeError> {
         let modules = Modules::new(lowered, session.mesh(), options.precision);
         let groups = modules.groups;
+        let load = modules.load.iter();
+        let texts: Vec<Arc<str>> = load.map(|module| module.text.as_str().into()).collect();
         let kernels = kernel_counts(&modules.step.program.graph);
         let has_request = modules.request.is_some();
         let first_load = 1 + usize::from(has_request);
@@ -139,6 +143,7 @@ impl StagedProgram {
             .into_iter()
             .map(|group| Group {
                 program: compiled[first_load + group.module].clone(),
+                text: texts[group.module].clone(),
                 weights: group.weights,
                 results: group.results,
             })
@@ -159,6 +164,24 @@ impl StagedProgram {
     /// The weights that [`Preparation::take`] takes, in its order.
     pub fn weights(&self) -> &[Slot] {
         &self.weights
+    }
+
+    /// Whether the weights that `other` prepares are those that this program takes, in the same form.
+    pub fn takes_prepared_of(&self, other: &StagedProgram) -> bool {
+        let is_same_group = |(a, b): (&Group, &Group)| {
+            a.text == b.text && a.weights == b.weights && a.results == b.results
+        };
+        let is_same_slot =
+            |(a, b): (&Slot, &Slot)| a.name == b.name && a.spec == b.spec && a.shape == b.shape;
+        let taken = |program: &StagedProgram| -> BTreeSet<String> {
+            let inputs = program.programs().flat_map(Program::inputs);
+            inputs.map(|slot| slot.name.clone()).collect()
+        };
+        self.groups.len() == other.groups.len()
+            && self.groups.iter().zip(&other.groups).all(is_same_group)
+            && self.weights.len() == other.weights.len()
+            && self.weights.iter().zip(&other.weights).all(is_same_slot)
+            && taken(self) == taken(other)
     }
 
     /// The program of every step.

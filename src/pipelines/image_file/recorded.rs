@@ -172,6 +172,7 @@ mod tests {
             height: 768,
             model: "dreams, v2: \"pruned\"".into(),
             model_hash: Some("6ce0161689".into()),
+            hires: None,
             options: [("prediction_type".into(), "v_prediction é猫\n".into())].into(),
         }
     }

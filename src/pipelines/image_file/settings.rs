@@ -6,6 +6,7 @@ use std::io::Write;
 
 use serde::{Deserialize, Serialize};
 
+use super::super::upscaler::HiresUpscaler;
 use super::web_sampler::WebSampler;
 
 /// Keyword of the text that web interfaces for Stable Diffusion read.
@@ -30,7 +31,7 @@ pub struct GenerationSettings {
     pub web_sampler: Option<WebSampler>,
     /// Name of the configuration, such as `quickstart`.
     pub config: String,
-    /// Size in pixels. Files of older versions do not have it: that of the image is read instead.
+    /// Size in pixels, before a hi-res fix. Files of older versions do not have it: that of the image is read instead.
     #[serde(default)]
     pub width: u32,
     #[serde(default)]
@@ -42,9 +43,22 @@ pub struct GenerationSettings {
     /// it.
     #[serde(default)]
     pub model_hash: Option<String>,
+    /// The second pass of a hi-res fix; what is read back of it is among the options.
+    #[serde(skip)]
+    pub hires: Option<HiresSettings>,
     /// Whatever else the image needs, by its name in the configuration.
     #[serde(default)]
     pub options: BTreeMap<String, String>,
+}
+
+/// The second pass of a hi-res fix, as web interfaces tell it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct HiresSettings {
+    pub scale: f64,
+    pub strength: f64,
+    /// Steps of its whole schedule; those of the image where there are none.
+    pub steps: Option<u32>,
+    pub upscaler: HiresUpscaler,
 }
 
 impl GenerationSettings {
@@ -61,6 +75,10 @@ impl GenerationSettings {
             model => model,
         };
         let sampler = self.web_sampler.as_ref();
+        let hires = self.hires.as_ref();
+        // Web interfaces count the steps that run.
+        let hires_steps =
+            hires.map(|h| (f64::from(h.steps.unwrap_or(self.steps)) * h.strength) as u32);
         let fields = [
             ("Steps", Some(self.steps.to_string())),
             (
@@ -73,6 +91,13 @@ impl GenerationSettings {
             ("Size", Some(format!("{}x{}", self.width, self.height))),
             ("Model hash", self.model_hash.clone()),
             ("Model", Some(model.to_owned())),
+            ("Denoising strength", hires.map(|h| h.strength.to_string())),
+            ("Hires upscale", hires.map(|h| h.scale.to_string())),
+            ("Hires steps", hires_steps.map(|steps| steps.to_string())),
+            (
+                "Hires upscaler",
+                hires.map(|h| h.upscaler.web_name().to_owned()),
+            ),
             (
                 "Version",
                 Some(format!("maxdiff-rs {}", env!("CARGO_PKG_VERSION"))),

@@ -2,6 +2,7 @@
 
 use crate::schedulers::SchedulerKind;
 
+use super::super::upscaler::HiresUpscaler;
 use super::settings::GenerationSettings;
 use super::web_sampler::{KNOWN, has_schedule};
 
@@ -9,6 +10,20 @@ use super::web_sampler::{KNOWN, has_schedule};
 const CONFIG: &str = "diffusion_scheduler_config";
 /// The start of the second part of the text.
 const NEGATIVE: &str = "Negative prompt:";
+
+/// Web interfaces' denoising strength of a hi-res fix.
+const WEB_STRENGTH: f64 = 0.7;
+/// Most steps of a schedule.
+const MOST_STEPS: f64 = 1000.0;
+
+/// What the text says of a hi-res fix, and of image to image, which has a strength alone.
+#[derive(Default)]
+struct WebHires {
+    scale: Option<f64>,
+    steps: Option<u32>,
+    strength: Option<f64>,
+    upscaler: Option<String>,
+}
 
 /// The contents of the text `parameters`.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -56,6 +71,7 @@ impl WebSettings {
         }
         (settings.width, settings.height) = size;
         let (mut sampler, mut schedule) = (String::new(), String::new());
+        let mut hires = WebHires::default();
         let mut missing = vec!["Seed", "CFG scale", "Sampler", "Steps"];
         for (key, value) in fields(line) {
             missing.retain(|name| *name != key);
@@ -68,6 +84,16 @@ impl WebSettings {
                 }
                 "Sampler" => sampler = value,
                 "Schedule type" => schedule = value,
+                "Hires upscale" => {
+                    hires.scale = Some(value.parse().map_err(|_| number("a number"))?);
+                }
+                "Hires steps" => {
+                    hires.steps = Some(value.parse().map_err(|_| number("a number"))?);
+                }
+                "Hires upscaler" => hires.upscaler = Some(value),
+                "Denoising strength" => {
+                    hires.strength = Some(value.parse().map_err(|_| number("a number"))?);
+                }
                 "Size" => {
                     let sides = value.split_once('x');
                     let sides = sides.and_then(|(w, h)| Some((w.parse().ok()?, h.parse().ok()?)));
@@ -88,7 +114,49 @@ impl WebSettings {
             return Err(format!("`{name}` is missing"));
         }
         read.set_sampler(&sampler, &schedule);
+        read.set_hires(hires);
         Ok(read)
+    }
+
+    /// Takes the second pass of a hi-res fix. Its steps are those that run: the schedule has more of them by the strength.
+    fn set_hires(&mut self, hires: WebHires) {
+        let strength = hires.strength.unwrap_or(WEB_STRENGTH);
+        let scale = hires.scale.filter(|scale| *scale > 1.0 && strength > 0.0);
+        let Some(scale) = scale else {
+            let number = |name: &str, value: f64| format!("{name}: {value}");
+            let ignored = [
+                hires.strength.map(|v| number("Denoising strength", v)),
+                hires.scale.map(|v| number("Hires upscale", v)),
+                hires.steps.map(|v| number("Hires steps", f64::from(v))),
+                hires.upscaler.map(|v| format!("Hires upscaler: {v}")),
+            ];
+            self.unused.extend(ignored.into_iter().flatten());
+            return;
+        };
+        let run = match hires.steps {
+            None | Some(0) => self.settings.steps,
+            Some(steps) => steps,
+        };
+        let name = hires.upscaler.unwrap_or_default();
+        let upscaler = match name.as_str() {
+            "" => HiresUpscaler::Latent,
+            name => HiresUpscaler::from_name(name).unwrap_or_else(|| {
+                let other = HiresUpscaler::Lanczos;
+                self.unused.push(format!(
+                    "Hires upscaler: {name} (not here; {other} enlarges the image)"
+                ));
+                other
+            }),
+        };
+        let steps = (f64::from(run) / strength).ceil().min(MOST_STEPS);
+        for (key, value) in [
+            ("hires_scale", scale.to_string()),
+            ("hires_strength", strength.to_string()),
+            ("hires_steps", steps.to_string()),
+            ("hires_upscaler", upscaler.name().to_owned()),
+        ] {
+            self.settings.options.insert(key.to_owned(), value);
+        }
     }
 
     /// Takes the sampler by its name, which in older versions ends with the schedule type.
@@ -329,6 +397,48 @@ mod tests {
         let unknown = sampler("DPM adaptive", "Karras");
         assert_eq!(unknown.unknown_sampler.as_deref(), Some("DPM adaptive"));
         assert_eq!(unknown.settings.scheduler, "");
+    }
+
+    #[test]
+    fn a_hires_fix_is_read() {
+        let of = |fields: &str| {
+            read(&format!(
+                "a\nSteps: 20, Sampler: DDIM, CFG scale: 7, Seed: 1, {fields}"
+            ))
+        };
+        let keys = |read: &WebSettings| {
+            let options = read.settings.options.iter();
+            options
+                .map(|(key, value)| format!("{key}={value}"))
+                .collect::<Vec<_>>()
+        };
+        let found = of(
+            "Denoising strength: 0.5, Hires upscale: 2, Hires steps: 8, Hires upscaler: Latent (bicubic)",
+        );
+        let expected = [
+            "hires_scale=2",
+            "hires_steps=16",
+            "hires_strength=0.5",
+            "hires_upscaler=latent_bicubic",
+        ];
+        assert_eq!(keys(&found), expected);
+        assert_eq!(found.unused, [""; 0]);
+        let found = of("Denoising strength: 0.4, Hires upscale: 1.5, Hires upscaler: R-ESRGAN 4x+");
+        let expected = [
+            "hires_scale=1.5",
+            "hires_steps=50",
+            "hires_strength=0.4",
+            "hires_upscaler=lanczos",
+        ];
+        assert_eq!(keys(&found), expected);
+        assert_eq!(
+            found.unused,
+            ["Hires upscaler: R-ESRGAN 4x+ (not here; lanczos enlarges the image)"]
+        );
+        // Image to image.
+        let found = of("Denoising strength: 0.4");
+        assert_eq!(keys(&found), [""; 0]);
+        assert_eq!(found.unused, ["Denoising strength: 0.4"]);
     }
 
     #[test]
