@@ -159,6 +159,49 @@ fn text_encoders_match_transformers() {
     }
 }
 
+/// Each half alone, and both at once.
+#[test]
+fn vaes_match_diffusers() {
+    let io = Golden::read("vae_sd/io.safetensors");
+    let config: Value = serde_json::from_str(&Golden::text("vae_sd/config.json")).unwrap();
+    let scale = config["scaling_factor"].as_f64().unwrap();
+    let unscaled: Vec<f32> = io
+        .values("in/latents")
+        .iter()
+        .map(|value| (value / scale) as f32)
+        .collect();
+    let latents = HostTensor::from_f32(io.dims("in/latents"), &unscaled).unwrap();
+    let images: Vec<f32> = io.values("in/images").iter().map(|v| *v as f32).collect();
+    let images = HostTensor::from_f32(io.dims("in/images"), &images).unwrap();
+    for (inputs, outputs) in [
+        (vec![("x", &images)], vec!["logvar", "mean"]),
+        (
+            vec![("x", &images), ("z", &latents)],
+            vec!["logvar", "mean", "sample"],
+        ),
+        (vec![("z", &latents)], vec!["sample"]),
+    ] {
+        let mut file = Inputs(BTreeMap::new());
+        for (name, tensor) in inputs {
+            file.set(name, tensor.clone());
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let report = json(&file.run(folder.path(), &golden("vae_sd"), &F32));
+        assert_eq!(report["module"], "AutoencoderKL");
+        let results = Checkpoint::open(&folder.path().join("out.safetensors")).unwrap();
+        assert_eq!(results.names().collect::<Vec<_>>(), outputs);
+        for name in outputs {
+            let recorded = match name {
+                "sample" => "out/images".to_owned(),
+                name => format!("out/{name}"),
+            };
+            let found = results.read(name).unwrap().to_f64_vec().unwrap();
+            let distance = distance(&found, io.values(&recorded));
+            assert!(distance <= 1e-5, "{name}: {distance:e}");
+        }
+    }
+}
+
 /// Each setting changes the result, and by as much as its rounding: bf16 keeps 8 bits, int8 about 7 of each operand.
 #[test]
 fn settings_are_obeyed() {
@@ -338,16 +381,12 @@ fn checkpoints_that_do_not_fit_are_refused_with_every_difference() {
 
     let folder = tempfile::tempdir().unwrap();
     let module = changed_copy(folder.path(), |_| {});
-    std::fs::write(
-        module.join("config.json"),
-        r#"{"_class_name": "AutoencoderKL"}"#,
-    )
-    .unwrap();
+    std::fs::write(module.join("config.json"), r#"{"_class_name": "VQModel"}"#).unwrap();
     let output = Inputs::sd15().run(folder.path(), &module, &F32);
     assert_eq!(output.status.code(), Some(1));
     let error = text(&output.stderr);
     assert!(
-        error.contains("of AutoencoderKL, which is not here; supported: UNet2DConditionModel"),
+        error.contains("of VQModel, which is not here; supported: UNet2DConditionModel"),
         "{error}"
     );
 }

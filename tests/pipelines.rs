@@ -390,6 +390,36 @@ fn textual_inversions_make_the_latents_of_diffusers() {
 }
 
 #[test]
+fn skipped_layers_make_the_latents_of_diffusers() {
+    let session = keeping_session();
+    let golden = Golden::read("clip_skip.safetensors");
+    for (name, skips) in [("sd15", [1, 1]), ("sdxl", [1, 1]), ("sdxl", [1, 0])] {
+        let mut case = Case::read(name, Precision::F32);
+        case.golden.meta = golden.meta.clone();
+        let negative = ["blurry", ""][usize::from(case.is_xl)];
+        case.golden.meta["negative"] = negative.into();
+        for (encoder, skip) in case.model.text_encoders.iter_mut().zip(skips) {
+            encoder.hidden = encoder.hidden.earlier(skip);
+        }
+        let pipeline = case.compile(&session, 2, false);
+        let plans = [case.plan()];
+        let shape = Shape::new(DType::F32, [2, 4, 8, 8]);
+        let options = SamplingOptions {
+            zero_empty_prompts: case.is_xl,
+            latents: Some(&golden.tensor("in/latents", &shape)),
+            ..SamplingOptions::new(&plans)
+        };
+        let made = case.run(&session, &pipeline, &options);
+        let expected = golden.values(&format!("out/{name}_{}{}", skips[0], skips[1]));
+        let error = distance(&samples(&made, expected.len()), expected);
+        assert!(
+            error < 1e-4,
+            "{name} {skips:?}: relative L2 error {error:e}"
+        );
+    }
+}
+
+#[test]
 fn two_passes_make_the_latents_of_one_batch() {
     let session = keeping_session();
     for name in ["sd15", "sdxl"] {

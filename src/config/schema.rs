@@ -434,8 +434,9 @@ schema! {
         prompt_syntax: PromptSyntax = PromptSyntax::Weighted, Ours, GENERATE;
         /// Decode large images in overlapping tiles, which takes less memory.
         vae_tiling: bool = false, Ours, GENERATE;
-        /// Number of last layers of the text encoders to skip.
-        clip_skip: u64 = 0, Ours, GENERATE, in Between(0.0, 1000.0);
+        /// Number of last layers of the text encoders to skip. For SDXL's two a list of two, of which the refiner has the
+        /// second; a single value applies to both.
+        clip_skip: OneOrMore<u64> = OneOrMore::from(0), Ours, GENERATE, in Between(0.0, 1000.0);
         /// File with the initial noise, instead of noise from the seeds: safetensors with a tensor `latents`
         /// of unit normal values, one row for each image.
         latents: String = String::new(), Ours, GENERATE;

@@ -26,7 +26,7 @@ pub const TEXT_ENCODER_FILE: &str = "model.safetensors";
 const VAE_PARTS: [&str; 4] = ["encoder.", "quant_conv.", "decoder.", "post_quant_conv."];
 
 /// Keys and dimensions of the weights that a program has of one part of a model.
-type Expected<'a> = Vec<(&'a str, &'a [usize])>;
+pub(super) type Expected<'a> = Vec<(&'a str, &'a [usize])>;
 
 /// The files of a model's weights, by the root of their paths.
 pub struct ModelFiles {
@@ -215,7 +215,7 @@ impl ModelFiles {
 }
 
 /// Compares a part's tensors with what a program declares of it.
-fn check(
+pub(super) fn check(
     root: &str,
     expected: &Expected<'_>,
     checkpoint: &Checkpoint,

@@ -294,15 +294,17 @@ fn published(
     let vae = part(Part::Vae)?.config.clone();
     let vae = AutoencoderKlConfig::from_map(vae).map_err(at(Part::Vae))?;
     let spec = source.family.spec();
+    let skips = clip_skips(config, source.family)?;
     let text_encoders = spec
         .text_encoders
         .iter()
-        .map(|encoder| {
+        .zip(skips)
+        .map(|(encoder, skip)| {
             let fields = part(encoder.part)?.config.clone();
             Ok(TextEncoder {
                 part: encoder.part,
                 config: ClipTextConfig::from_map(fields).map_err(at(encoder.part))?,
-                hidden: encoder.hidden.earlier(config.clip_skip as usize),
+                hidden: encoder.hidden.earlier(skip),
             })
         })
         .collect::<Result<Vec<_>, RecipeError>>()?;
@@ -351,6 +353,24 @@ fn published(
         files: ModelFiles::source(source, controlnets.collect()),
         inversions: TextualInversions::default(),
     })
+}
+
+/// The layers that `clip_skip` leaves out of each text encoder of the family. A list has an entry for each of SDXL's two.
+fn clip_skips(config: &Config, family: Family) -> Result<Vec<usize>, RecipeError> {
+    let encoders = family.spec().text_encoders;
+    let place = |part: Part| usize::from(part == Part::TextEncoder2);
+    let entries = encoders.iter().map(|encoder| place(encoder.part) + 1);
+    let (expected, found) = (entries.max().unwrap_or(1), config.clip_skip.0.len());
+    if ![1, expected].contains(&found) {
+        return Err(RecipeError::Usage(format!(
+            "clip_skip has {found} entries; expected 1{} for {}",
+            if expected == 2 { " or 2" } else { "" },
+            family.title()
+        )));
+    }
+    let skip = |part: Part| config.clip_skip.get(place(part)).copied().unwrap_or(0);
+    let skips = encoders.iter().map(|encoder| skip(encoder.part) as usize);
+    Ok(skips.collect())
 }
 
 /// The noise schedule of the model's own file, else of the recipe, with a warning.
@@ -445,5 +465,28 @@ fn check_trained(config: &Config, saved: &SavedCheckpoint) -> Result<(), RecipeE
             differ(name, then, &all[name])
         }
         Some(_) | None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_text_encoder_has_its_clip_skip() {
+        let skips = |entries: &[u64], family| {
+            let mut config = Config::default();
+            config.clip_skip.0 = entries.to_vec();
+            clip_skips(&config, family).map_err(|error| error.to_string())
+        };
+        assert_eq!(skips(&[2], Family::Sdxl).unwrap(), [2, 2]);
+        assert_eq!(skips(&[2, 1], Family::Sdxl).unwrap(), [2, 1]);
+        assert_eq!(skips(&[2, 1], Family::SdxlRefiner).unwrap(), [1]);
+        assert_eq!(skips(&[1], Family::Sd1).unwrap(), [1]);
+        let error = skips(&[2, 1], Family::Sd1).unwrap_err();
+        assert!(
+            error.contains("clip_skip has 2 entries; expected 1 for "),
+            "{error}"
+        );
     }
 }

@@ -12,7 +12,7 @@ use crate::weights::{Checkpoint, cast};
 
 use super::super::PipelineError;
 use super::SubmoduleError;
-use super::network::{Network, Sizes};
+use super::network::{IMAGES, LATENTS, Network, Sizes};
 
 /// The tensors that a submodule takes, by diffusers' or transformers' names.
 pub struct SubmoduleInputs {
@@ -27,7 +27,19 @@ impl SubmoduleInputs {
     /// [`SubmoduleError::Inputs`] with every tensor that is missing, unknown, or of another type or shape.
     pub(super) fn read(network: &Network, path: &Path) -> Result<Self, SubmoduleError> {
         let file = Checkpoint::open(path).map_err(PipelineError::from)?;
-        let wanted = wanted(network);
+        let mut wanted = wanted(network);
+        if let Network::Vae(_) = network {
+            // Each half of a VAE runs alone too.
+            wanted.retain(|input| file.info(input.name).is_some());
+            if wanted.is_empty() {
+                return Err(SubmoduleError::Inputs {
+                    path: path.to_owned(),
+                    problems: vec![format!(
+                        "missing: {IMAGES}, images for the encoder, or {LATENTS}, latents for the decoder"
+                    )],
+                });
+            }
+        }
         let sizes = bind_sizes(&wanted, &file)?;
         let tensor = |input: &Wanted| Ok((input.name, read(network, input, &sizes, &file)?));
         let tensors = wanted
@@ -136,6 +148,18 @@ fn wanted(network: &Network) -> Vec<Wanted> {
             Elements::Integers,
             &[batch, Named("length")],
         )],
+        Network::Vae(config) => {
+            let images = [Is(config.in_channels), Named("height"), Named("width")];
+            let latents = [Is(config.latent_channels), Named("rows"), Named("columns")];
+            vec![
+                input(IMAGES, Elements::Floats, &[&[batch], &images[..]].concat()),
+                input(
+                    LATENTS,
+                    Elements::Floats,
+                    &[&[batch], &latents[..]].concat(),
+                ),
+            ]
+        }
     }
 }
 

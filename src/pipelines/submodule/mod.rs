@@ -18,8 +18,9 @@ use crate::models::ModelConfigError;
 use crate::nn::Precision;
 use crate::quant::Policy;
 use crate::runtime::{RuntimeError, Session, Slot};
-use crate::weights::{Checkpoint, match_parameters};
+use crate::weights::Checkpoint;
 
+use super::model_files::{Expected, check};
 use super::{PartProgram, PipelineError, TakeWeight, WeightSource};
 
 pub use inputs::SubmoduleInputs;
@@ -51,7 +52,7 @@ impl SubmoduleError {
     }
 }
 
-/// A UNet or a text encoder: a folder in diffusers' layout.
+/// A UNet, a VAE or a text encoder: a folder in diffusers' layout.
 pub struct Submodule {
     network: Network,
     checkpoint: Checkpoint,
@@ -114,7 +115,7 @@ impl Submodule {
     ) -> Result<Traced, SubmoduleError> {
         let root = self.network.root();
         let b = Builder::new();
-        let results = self.network.declare(&b, &inputs.sizes, precision);
+        let results = self.network.declare(&b, inputs, precision);
         for (name, tensor) in results.map_err(PipelineError::from)? {
             b.output(name, tensor, None).map_err(PipelineError::from)?;
         }
@@ -125,13 +126,12 @@ impl Submodule {
         let traced = Traced::new(root, b.finish())
             .quantized(policy.as_ref())
             .map_err(PipelineError::from)?;
-        let expected: Vec<(&str, &[usize])> = traced
+        let expected: Expected<'_> = traced
             .graph
             .weights()
             .map(|(_, w)| (w.key(), w.shape.dims.as_slice()))
             .collect();
-        match_parameters(&expected, &self.checkpoint)
-            .map_err(|error| PipelineError::Mismatch(Box::new(error)))?;
+        check(root, &expected, &self.checkpoint)?;
         Ok(traced)
     }
 

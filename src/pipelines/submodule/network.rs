@@ -10,11 +10,12 @@ use crate::graph::{Builder, GraphError, Tensor};
 use crate::models::Part;
 use crate::models::clip::{ClipTextConfig, INPUT_IDS, clip_text};
 use crate::models::unet::{self, UNet2DConditionConfig};
+use crate::models::vae::{self, AutoencoderKlConfig};
 use crate::nn::{Precision, Remat};
 use crate::shape::Shape;
 use crate::util::files;
 
-use super::SubmoduleError;
+use super::{SubmoduleError, SubmoduleInputs};
 
 /// More than any `config.json` of a model.
 const LARGEST_CONFIG: u64 = 1 << 20;
@@ -23,7 +24,12 @@ const LARGEST_CONFIG: u64 = 1 << 20;
 pub enum Network {
     UNet(Box<UNet2DConditionConfig>),
     ClipText(Box<ClipTextConfig>),
+    Vae(Box<AutoencoderKlConfig>),
 }
+
+/// The images that a VAE encodes, and the unscaled latents that it decodes: the arguments of diffusers' `encode` and `decode`.
+pub const IMAGES: &str = "x";
+pub const LATENTS: &str = "z";
 
 /// The sizes of a network's inputs that its configuration leaves open, by name.
 pub type Sizes = BTreeMap<&'static str, usize>;
@@ -70,6 +76,9 @@ impl Network {
         } else if is("CLIPTextModel") || is("CLIPTextModelWithProjection") {
             let config = ClipTextConfig::from_map(fields.clone()).map_err(model)?;
             Ok(Network::ClipText(Box::new(config)))
+        } else if is("AutoencoderKL") {
+            let config = AutoencoderKlConfig::from_map(fields.clone()).map_err(model)?;
+            Ok(Network::Vae(Box::new(config)))
         } else {
             let found = if classes.is_empty() {
                 "neither _class_name nor architectures says what it is of".to_string()
@@ -77,7 +86,7 @@ impl Network {
                 format!("of {}, which is not here", classes.join(", "))
             };
             Err(fail(format!(
-                "{found}; supported: UNet2DConditionModel, CLIPTextModel, CLIPTextModelWithProjection"
+                "{found}; supported: UNet2DConditionModel, AutoencoderKL, CLIPTextModel, CLIPTextModelWithProjection"
             )))
         }
     }
@@ -87,6 +96,7 @@ impl Network {
             Network::UNet(_) => "UNet2DConditionModel",
             Network::ClipText(config) if config.has_projection() => "CLIPTextModelWithProjection",
             Network::ClipText(_) => "CLIPTextModel",
+            Network::Vae(_) => "AutoencoderKL",
         }
     }
 
@@ -95,20 +105,21 @@ impl Network {
         match self {
             Network::UNet(_) => unet::ROOT,
             Network::ClipText(_) => Part::TextEncoder.name(),
+            Network::Vae(_) => vae::ROOT,
         }
     }
 
-    /// Declares the inputs and gives the results by name, in `f32`.
+    /// Declares inputs of these sizes and gives the results by name, in `f32`.
     ///
     /// # Errors
     /// When sizes do not fit the network.
     pub fn declare(
         &self,
         b: &Builder,
-        sizes: &Sizes,
+        inputs: &SubmoduleInputs,
         precision: Precision,
     ) -> Result<Vec<(&'static str, Tensor)>, GraphError> {
-        let size = |name: &str| sizes.get(name).copied().unwrap_or_default();
+        let size = |name: &str| inputs.sizes.get(name).copied().unwrap_or_default();
         let outputs = match self {
             Network::UNet(config) => {
                 let dims = ["batch", "height", "width", "length"].map(size);
@@ -137,6 +148,26 @@ impl Network {
                     ("pooler_output", y.pooler_output),
                 ];
                 outputs.extend(y.text_embeds.map(|t| ("text_embeds", t)));
+                outputs
+            }
+            Network::Vae(config) => {
+                let given = |name: &'static str| {
+                    let tensor = inputs.tensors.get(name);
+                    let axes = [Some("activation_batch"), None, None, None];
+                    tensor
+                        .map(|tensor| b.input(name, tensor.shape.clone(), &axes))
+                        .transpose()
+                };
+                let mut outputs = Vec::new();
+                if let Some(images) = given(IMAGES)? {
+                    let encoded = vae::encode(b, vae::ROOT, config, images, precision)?;
+                    outputs.push(("mean", encoded.mean));
+                    outputs.push(("logvar", encoded.logvar));
+                }
+                if let Some(latents) = given(LATENTS)? {
+                    let images = vae::decode(b, vae::ROOT, config, latents, precision)?;
+                    outputs.push(("sample", images));
+                }
                 outputs
             }
         };
