@@ -485,6 +485,13 @@ fn a_unet_alone_is_opened_and_a_vae_alone_is_refused() {
             });
             let error = ModelSource::open(&path).unwrap_err().to_string();
             assert!(error.contains("this is a VAE alone"), "{error}");
+            let whole = dir.path().join("whole.safetensors");
+            recorded.write(&whole, &[], |tensors| {
+                tensors.retain(|(name, _)| !name.starts_with("first_stage_model."));
+            });
+            let mut source = ModelSource::open(&whole).unwrap();
+            source.replace_autoencoder(&path).unwrap();
+            recorded.assert_part(Part::Vae, &source.components[&Part::Vae].checkpoint);
         }
     }
 }

@@ -202,6 +202,16 @@ fn vaes_match_diffusers() {
     }
 }
 
+#[test]
+fn a_tiny_vae_matches_diffusers() {
+    for (input, output) in [("x", "latents"), ("z", "sample")] {
+        let (report, distances) = run("vae_tiny", &Inputs::of("vae_tiny", &[input]), &F32);
+        assert_eq!(report["module"], "AutoencoderTiny");
+        assert_eq!(distances.keys().collect::<Vec<_>>(), [output]);
+        assert!(distances[output] <= 1e-5, "{distances:?}");
+    }
+}
+
 /// Each setting changes the result, and by as much as its rounding: bf16 keeps 8 bits, int8 about 7 of each operand.
 #[test]
 fn settings_are_obeyed() {

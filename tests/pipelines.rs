@@ -8,7 +8,7 @@ use maxdiff::host_tensor::HostTensor;
 use maxdiff::models::clip::ClipTextConfig;
 use maxdiff::models::controlnet::{self, ControlNetConfig};
 use maxdiff::models::unet::UNet2DConditionConfig;
-use maxdiff::models::vae::AutoencoderKlConfig;
+use maxdiff::models::vae::Autoencoder;
 use maxdiff::models::{DiffusionModel, HiddenState, MicroConditioning, Part, TextEncoder};
 use maxdiff::nn::{Precision, Remat};
 use maxdiff::pipelines::denoiser::ControlImage;
@@ -79,7 +79,7 @@ impl Case {
             unet: UNet2DConditionConfig::from_map(config(Part::Unet)).unwrap(),
             text_encoders,
             controlnets: Vec::new(),
-            vae: Some(AutoencoderKlConfig::from_map(config(Part::Vae)).unwrap()),
+            vae: Some(Autoencoder::from_map(config(Part::Vae)).unwrap()),
             precision,
             remat: Remat::None,
             scheduler: SchedulerConfig::from_map(source.scheduler.as_ref().unwrap()).unwrap(),
@@ -326,17 +326,22 @@ fn latents_and_images_are_diffusers_after_twenty_steps() {
         let made = case.draw(&session, &pipeline);
         let error = distance(&samples(&made, expected.len()), expected);
         assert!(error < 1e-4, "{name}: relative L2 error {error:e}");
-        let images = case.golden.values("out/images");
-        for (n, image) in made.images.iter().enumerate() {
-            for (x, y, pixel) in image.enumerate_pixels() {
-                for (c, byte) in pixel.0.iter().enumerate() {
-                    let at = ((n * 3 + c) * 16 + y as usize) * 16 + x as usize;
-                    let value = images[at] * 255.0;
-                    assert!(
-                        (f64::from(*byte) - value).abs() < 0.6,
-                        "{name}: image {n} at {x}, {y}: {byte} for {value}"
-                    );
-                }
+        assert_images(&made.images, case.golden.values("out/images"));
+    }
+}
+
+/// Asserts that images have the values `[images, 3, 16, 16]` in [0, 1].
+fn assert_images(images: &[image::RgbImage], expected: &[f64]) {
+    assert_eq!(images.len() * 3 * 16 * 16, expected.len());
+    for (n, image) in images.iter().enumerate() {
+        for (x, y, pixel) in image.enumerate_pixels() {
+            for (c, byte) in pixel.0.iter().enumerate() {
+                let at = ((n * 3 + c) * 16 + y as usize) * 16 + x as usize;
+                let value = expected[at] * 255.0;
+                assert!(
+                    (f64::from(*byte) - value).abs() < 0.6,
+                    "image {n} at {x}, {y}: {byte} for {value}"
+                );
             }
         }
     }
@@ -417,6 +422,23 @@ fn skipped_layers_make_the_latents_of_diffusers() {
             "{name} {skips:?}: relative L2 error {error:e}"
         );
     }
+}
+
+/// The tiny autoencoder in place of the pipeline's own, on diffusers' latents.
+#[test]
+fn a_tiny_autoencoder_makes_the_images_of_diffusers() {
+    let session = keeping_session();
+    let mut case = Case::read("sd15", Precision::F32);
+    let config = Golden::text("vae_tiny/config.json");
+    let config = serde_json::from_str(&config).unwrap();
+    case.model.vae = Some(Autoencoder::from_map(config).unwrap());
+    case.source
+        .replace_autoencoder(&common::golden("vae_tiny"))
+        .unwrap();
+    let pipeline = case.compile(&session, 2, false);
+    let made = case.draw(&session, &pipeline);
+    let golden = Golden::read("vae_tiny/io.safetensors");
+    assert_images(&made.images, golden.values("out/pipeline_sd15"));
 }
 
 #[test]

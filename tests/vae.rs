@@ -4,7 +4,7 @@ use crate::common::{Golden, assert_close, rel_l2, run_on, unoptimized_session};
 use maxdiff::dtype::DType;
 use maxdiff::graph::{Builder, Graph, InputKind, Tensor};
 use maxdiff::host_tensor::HostTensor;
-use maxdiff::models::vae::{self, AutoencoderKlConfig};
+use maxdiff::models::vae::{self, Autoencoder, EncodedImages, LatentDistribution};
 use maxdiff::nn::Precision;
 use maxdiff::shape::Shape;
 
@@ -23,17 +23,29 @@ const FLUX: &str = r#"{"_class_name": "AutoencoderKL", "_diffusers_version": "0.
     "UpDecoderBlock2D", "UpDecoderBlock2D", "UpDecoderBlock2D"], "use_post_quant_conv": false,
     "use_quant_conv": false}"#;
 
+fn encode(
+    b: &Builder,
+    config: &Autoencoder,
+    images: Tensor,
+    precision: Precision,
+) -> LatentDistribution {
+    match vae::encode(b, vae::ROOT, config, images, precision).unwrap() {
+        EncodedImages::Distribution(encoded) => encoded,
+        EncodedImages::Latents(_) => panic!("AutoencoderKL gives a distribution"),
+    }
+}
+
 /// Counts of the published checkpoints: the encoder's with `quant_conv`, the decoder's with `post_quant_conv`.
 #[test]
 fn vaes_have_exactly_the_parameters_of_their_checkpoints() {
     for (text, encoder, decoder) in [(SD, 34_163_664, 49_490_199), (FLUX, 34_274_208, 49_545_475)] {
-        let config = AutoencoderKlConfig::from_json(text).unwrap();
+        let config = Autoencoder::from_map(serde_json::from_str(text).unwrap()).unwrap();
         let b = Builder::new();
         let shape = Shape::new(DType::F32, [1, 3, 512, 512]);
         let images = b.input("images", shape.clone(), &[]).unwrap();
-        let latents = vae::encode(&b, vae::ROOT, &config, images, Precision::F32).unwrap();
+        let latents = encode(&b, &config, images, Precision::F32);
         let encoded = b.shape(latents.mean);
-        assert_eq!(encoded.dims, [1, config.latent_channels, 64, 64]);
+        assert_eq!(encoded.dims, [1, config.latent_channels(), 64, 64]);
         assert_eq!(b.shape(latents.logvar), encoded);
         assert_eq!(b.finish().parameter_count(), encoder);
 
@@ -49,7 +61,7 @@ fn vaes_have_exactly_the_parameters_of_their_checkpoints() {
 
 /// A recorded VAE: its configuration, weights, inputs and outputs.
 struct Case {
-    config: AutoencoderKlConfig,
+    config: Autoencoder,
     weights: Golden,
     io: Golden,
 }
@@ -57,8 +69,10 @@ struct Case {
 impl Case {
     fn read(name: &str) -> Self {
         Case {
-            config: AutoencoderKlConfig::from_json(&Golden::text(&format!("{name}/config.json")))
-                .unwrap(),
+            config: Autoencoder::from_map(
+                serde_json::from_str(&Golden::text(&format!("{name}/config.json"))).unwrap(),
+            )
+            .unwrap(),
             weights: Golden::read_folder(name, "diffusion_pytorch_model"),
             io: Golden::read(&format!("{name}/io.safetensors")),
         }
@@ -73,13 +87,13 @@ impl Case {
     fn trace(&self, precision: Precision) -> Graph {
         let (b, config) = (Builder::new(), &self.config);
         let images = self.input(&b, "images");
-        let encoded = vae::encode(&b, vae::ROOT, config, images, precision).unwrap();
+        let encoded = encode(&b, config, images, precision);
         let noise = self.input(&b, "noise");
         let noise = b.convert(noise, precision.activations).unwrap();
         let sample = encoded.sample(&b, noise).unwrap();
-        let sample = vae::scale_latents(&b, config, sample).unwrap();
+        let sample = config.latent_scale().apply(&b, sample).unwrap();
         let latents = self.input(&b, "latents");
-        let latents = vae::unscale_latents(&b, config, latents).unwrap();
+        let latents = config.latent_scale().undo(&b, latents).unwrap();
         let decoded = vae::decode(&b, vae::ROOT, config, latents, precision).unwrap();
         for (name, value) in [
             ("out/mean", encoded.mean),

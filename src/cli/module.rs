@@ -37,7 +37,8 @@ enum ModuleCommand {
     /// UNet2DConditionModel takes `sample`, `timestep` and `encoder_hidden_states`, for SDXL also `text_embeds` and
     /// `time_ids`, and gives `sample`. CLIPTextModel takes `input_ids` and gives `last_hidden_state` and
     /// `pooler_output`, with a projection also `text_embeds`. AutoencoderKL takes images in [-1, 1] as `x` and gives `mean` and
-    /// `logvar` of their latents, or takes unscaled latents as `z` and gives `sample`, or both. Results are float32.
+    /// `logvar` of their latents, or takes unscaled latents as `z` and gives `sample`, or both; AutoencoderTiny gives `latents`
+    /// in place of the former. Results are float32.
     #[command(after_long_help = help::MODULE_RUN)]
     Run(RunArgs),
 }

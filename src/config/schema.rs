@@ -108,6 +108,9 @@ schema! {
         pretrained_model_name_or_path: String = "stabilityai/stable-diffusion-xl-base-1.0".into(), Used, PROGRAM, is [FixedOnResume, NotAnOption];
         /// Required family of the model `pretrained_model_name_or_path`. Empty: any.
         model_family: Option<Family> = None, Ours, DENOISE;
+        /// Autoencoder in place of the model's own, `AutoencoderKL` or `AutoencoderTiny` (TAESD): a folder in diffusers' layout,
+        /// an original file, or a name on the hub. Empty: the model's own.
+        vae_model_name_or_path: String = String::new(), Ours, GENERATE;
         /// A UNet architecture of your own, with the keys of diffusers' config.json: a dict, or the path of
         /// a JSON file (in a configuration file: relative to its folder). Empty: the model named
         /// by `pretrained_model_name_or_path`.

@@ -8,7 +8,7 @@ use crate::models::unet::{
     self, AdditionEmbedType, ResSamples, SIZE_TIME_IDS, UNet2DConditionConfig, UNetConditioning,
     UNetInputs,
 };
-use crate::models::vae::AutoencoderKlConfig;
+use crate::models::vae::Autoencoder;
 use crate::models::{Family, HiddenState, Part};
 use crate::nn::{Precision, Remat};
 use crate::schedulers::SchedulerConfig;
@@ -26,7 +26,7 @@ pub struct DiffusionModel {
     /// Empty where programs take finished text embeddings. The results of several stand side by side.
     pub text_encoders: Vec<TextEncoder>,
     /// The VAE that decodes the UNet's samples; `None` if samples are pixels.
-    pub vae: Option<AutoencoderKlConfig>,
+    pub vae: Option<Autoencoder>,
     /// How all models compute. As in diffusers, that holds for a VAE that asks for `force_upcast` too: it is about f16,
     /// whose range SDXL's activations leave; bf16 has the range of f32.
     pub precision: Precision,

@@ -2,7 +2,7 @@
 
 use super::ModelConfigError;
 use super::unet::UNet2DConditionConfig;
-use super::vae::AutoencoderKlConfig;
+use super::vae::Autoencoder;
 
 /// Channels of a pixel.
 pub const RGB: usize = 3;
@@ -18,9 +18,9 @@ pub enum SampleSpace {
 
 impl SampleSpace {
     /// The latents of this autoencoder.
-    pub fn latents(vae: &AutoencoderKlConfig) -> SampleSpace {
+    pub fn latents(vae: &Autoencoder) -> SampleSpace {
         SampleSpace::Latents {
-            channels: vae.latent_channels,
+            channels: vae.latent_channels(),
             factor: vae.spatial_multiple(),
         }
     }
@@ -84,6 +84,7 @@ impl SampleSpace {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::models::vae::AutoencoderKlConfig;
 
     #[test]
     fn channels_are_those_of_pixels_or_latents_or_refused_by_their_number() {
@@ -99,7 +100,7 @@ mod tests {
             block_out_channels: vec![64; 3],
             ..AutoencoderKlConfig::default()
         };
-        let latents = SampleSpace::latents(&vae);
+        let latents = SampleSpace::latents(&vae.into());
         assert_eq!((latents.channels(), latents.factor()), (4, 4));
         let block = SampleSpace::Pixels { block: 2 };
         assert_eq!((block.channels(), block.factor()), (12, 2));

@@ -16,6 +16,7 @@ pub struct Conv2d {
     pub stride: usize,
     /// Low and high padding of height and of width.
     pub padding: (i64, i64),
+    pub bias: bool,
     /// The initial distribution of weight and bias; `None` is PyTorch's: both uniform with bound 1/sqrt(fan_in).
     pub init: Option<Init>,
 }
@@ -29,7 +30,15 @@ impl Conv2d {
             kernel,
             stride: 1,
             padding: (padding, padding),
+            bias: true,
             init: None,
+        }
+    }
+
+    pub fn without_bias(self) -> Self {
+        Conv2d {
+            bias: false,
+            ..self
         }
     }
 
@@ -41,7 +50,7 @@ impl Conv2d {
     }
 }
 
-/// Convolves an image with `weight` `[out, in, kernel, kernel]` and adds `bias` `[out]`.
+/// Convolves an image with `weight` `[out, in, kernel, kernel]` and adds `bias` `[out]`, if the layer has one.
 ///
 /// # Errors
 /// When `x` is not of rank 4, is smaller than the kernel, or the weights were declared with other shapes.
@@ -52,6 +61,7 @@ pub fn conv2d(b: &Builder, x: Tensor, layer: Conv2d, precision: Precision) -> Re
         kernel,
         stride,
         padding,
+        bias,
         init,
     } = layer;
     let init = init.unwrap_or(uniform_fan_in(in_channels * kernel * kernel));
@@ -87,7 +97,10 @@ pub fn conv2d(b: &Builder, x: Tensor, layer: Conv2d, precision: Precision) -> Re
         },
         DType::F32,
     )?;
-    let y = add_bias(b, y, out_channels, init, precision)?;
+    let y = match bias {
+        true => add_bias(b, y, out_channels, init, precision)?,
+        false => y,
+    };
     b.convert(y, precision.activations)
 }
 

@@ -5,6 +5,7 @@ use crate::emit::DotPrecision;
 use crate::graph::{Builder, GraphError};
 use crate::host_tensor::HostTensor;
 use crate::lowering::{Lowered, Traced};
+use crate::models::vae::EncodedImages;
 use crate::models::{DiffusionModel, vae};
 use crate::runtime::{Prepared, Session};
 use crate::shape::Shape;
@@ -31,14 +32,14 @@ pub fn trace_decode(
     };
     let dims = [1, model.unet.out_channels, rows, columns];
     let latents = b.input(names::LATENTS, Shape::new(DType::F32, dims), &[])?;
-    let unscaled = vae::unscale_latents(&b, config, latents)?;
+    let unscaled = config.latent_scale().undo(&b, latents)?;
     let images = vae::decode(&b, vae::ROOT, config, unscaled, model.precision)?;
     b.output(names::IMAGES, b.convert(images, DType::F32)?, None)?;
     Ok(Traced::new("decode", b.finish()))
 }
 
-/// Traces the encoder of images: `images` `f32[1, 3, height, width]` in [-1, 1] and unit normal `noise` of the latents'
-/// shape, to `latents` as denoising takes them, drawn from the distribution that the VAE gives.
+/// Traces the encoder of images: `images` `f32[1, 3, height, width]` in [-1, 1] to `latents` as denoising takes them. Where the
+/// VAE gives a distribution they are drawn from it by unit normal `noise` of the latents' shape, another input.
 ///
 /// # Errors
 /// When the model has no VAE, or the images do not fit it.
@@ -48,13 +49,19 @@ pub fn trace_encode_image(model: &DiffusionModel) -> Result<Traced, GraphError> 
         return Err(b.invalid("this model has no VAE: its samples are images"));
     };
     let [height, width] = model.image_size;
-    let images = Shape::new(DType::F32, [1, config.in_channels, height, width]);
+    let images = Shape::new(DType::F32, [1, config.in_channels(), height, width]);
     let images = b.input(names::IMAGES, images, &[])?;
     let encoded = vae::encode(&b, vae::ROOT, config, images, model.precision)?;
-    let latents = Shape::new(DType::F32, model.sample_dims(1));
-    let noise = b.input(sampler_names::NOISE, latents, &[])?;
-    let noise = b.convert(noise, model.precision.activations)?;
-    let latents = vae::scale_latents(&b, config, encoded.sample(&b, noise)?)?;
+    let latents = match encoded {
+        EncodedImages::Latents(latents) => latents,
+        EncodedImages::Distribution(distribution) => {
+            let noise = Shape::new(DType::F32, model.sample_dims(1));
+            let noise = b.input(sampler_names::NOISE, noise, &[])?;
+            let noise = b.convert(noise, model.precision.activations)?;
+            distribution.sample(&b, noise)?
+        }
+    };
+    let latents = config.latent_scale().apply(&b, latents)?;
     b.output(names::LATENTS, b.convert(latents, DType::F32)?, None)?;
     Ok(Traced::new("encode_image", b.finish()))
 }
@@ -87,7 +94,7 @@ impl ImageEncoder {
         &self.program
     }
 
-    /// Latents of `image` `f32[1, 3, height, width]`, one for each generator, which gives the noise of the draw:
+    /// Latents of `image` `f32[1, 3, height, width]`, one for each generator, which gives the noise of the draw if there is one:
     /// `f32[generators, channels, rows, columns]`.
     ///
     /// # Errors
@@ -101,11 +108,14 @@ impl ImageEncoder {
     ) -> Result<HostTensor, PipelineError> {
         let mut inputs = self.program.inputs(session);
         inputs.set(names::IMAGES, image)?;
+        let draws = self.program.stages().input(sampler_names::NOISE).is_some();
         let each: usize = self.latent_dims.iter().product();
         let mut latents = Vec::with_capacity(each * generators.len());
         for generator in generators.iter_mut() {
-            let noise = HostTensor::from_f32(self.latent_dims, &generator.normal(each))?;
-            inputs.set(sampler_names::NOISE, &noise)?;
+            if draws {
+                let noise = HostTensor::from_f32(self.latent_dims, &generator.normal(each))?;
+                inputs.set(sampler_names::NOISE, &noise)?;
+            }
             for result in self.program.run(weights, &inputs)? {
                 latents.extend(result.to_f32_vec()?);
             }

@@ -61,7 +61,10 @@ pub fn generation(
         Some(Distilled::Denoiser(path)) => source.replace_denoiser(&path)?,
         Some(Distilled::Lora(lora)) => loras.push(lora),
     }
-    let refiner = source.refiner(config)?;
+    let mut refiner = source.refiner(config)?;
+    for source in [Some(&mut source), refiner.as_mut()].into_iter().flatten() {
+        source.replace_autoencoder(config)?;
+    }
     let mut base = source.model(config, given, notify)?;
     let mut refiner = match refiner {
         None => None,
@@ -166,7 +169,7 @@ fn check_words(config: &Config, given: &Given, images: &[ImageRequest]) -> Resul
     let is_published = config.unet_config.0 == ModelConfig::Unset && !Path::new(name).exists();
     if let (true, Some((_, published))) = (is_published, Family::of_repository(name)) {
         let vae = AutoencoderKlConfig::from_json(published.vae).map_err(RecipeError::usage)?;
-        image_size(config, SampleSpace::latents(&vae).factor())?;
+        image_size(config, SampleSpace::latents(&vae.into()).factor())?;
         let own = scheduler_fields(published.scheduler).map_err(RecipeError::usage)?;
         let own = OwnScheduler {
             fields: &own,

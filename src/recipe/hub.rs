@@ -59,6 +59,7 @@ pub fn names_repositories(config: &Config) -> bool {
         &config.refiner_model_name_or_path,
         &config.tokenizer_model_name_or_path,
         &config.lightning_repo,
+        &config.vae_model_name_or_path,
     ];
     names
         .into_iter()
@@ -104,7 +105,7 @@ fn fetch(
     })
 }
 
-/// The configuration with paths where it names repositories: of ControlNets, the refiner, the tokenizer, distilled weights and LoRAs. The model itself
+/// The configuration with paths where it names repositories: of ControlNets, the refiner, the autoencoder, the tokenizer, distilled weights and LoRAs. The model itself
 /// is found by [`super::source::Source::find`], since a run's own checkpoint goes before it.
 ///
 /// # Errors
@@ -125,6 +126,9 @@ pub fn with_paths(mut config: Config, notify: &mut Notify<'_>) -> Result<Config,
     let wanted = Wanted::Model { expected: None };
     if let Some(path) = find(&config.refiner_model_name_or_path, wanted)? {
         config.refiner_model_name_or_path = path;
+    }
+    if let Some(path) = find(&config.vae_model_name_or_path, Wanted::Part)? {
+        config.vae_model_name_or_path = path;
     }
     if let Some(path) = find(&config.tokenizer_model_name_or_path, Wanted::Tokenizer)? {
         config.tokenizer_model_name_or_path = path;

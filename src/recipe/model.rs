@@ -9,7 +9,7 @@ use crate::data::Tokenizer;
 use crate::models::clip::ClipTextConfig;
 use crate::models::spec::Signs;
 use crate::models::unet::UNet2DConditionConfig;
-use crate::models::vae::AutoencoderKlConfig;
+use crate::models::vae::{Autoencoder, AutoencoderKlConfig};
 use crate::models::{DiffusionModel, Family, MicroConditioning, Part, SampleSpace, TextEncoder};
 
 use super::RecipeError;
@@ -136,9 +136,11 @@ fn space(config: &Config, family: Family) -> Result<SampleSpace, RecipeError> {
         )));
     }
     let vae = match config.vae_config_json()? {
-        Some(fields) => AutoencoderKlConfig::from_map(fields)
+        Some(fields) => Autoencoder::from_map(fields)
             .map_err(RecipeError::at(config.folder_config("vae").display()))?,
-        None => AutoencoderKlConfig::from_json(published.vae).map_err(RecipeError::usage)?,
+        None => AutoencoderKlConfig::from_json(published.vae)
+            .map_err(RecipeError::usage)?
+            .into(),
     };
     Ok(SampleSpace::latents(&vae))
 }

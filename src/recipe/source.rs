@@ -10,7 +10,7 @@ use crate::hub::{RepoId, Wanted};
 use crate::models::clip::ClipTextConfig;
 use crate::models::controlnet::ControlNetConfig;
 use crate::models::unet::{ROOT as UNET, UNet2DConditionConfig};
-use crate::models::vae::{AutoencoderKlConfig, ROOT as VAE};
+use crate::models::vae::{Autoencoder, ROOT as VAE};
 use crate::models::{DiffusionModel, Family, Part, SampleSpace, TextEncoder};
 use crate::nn::Remat;
 use crate::pipelines::model_files::ModelFiles;
@@ -27,6 +27,9 @@ use super::{
     Notice, Notify, RecipeError, check_pixels, check_tokenizer, hub, micro_conditioning,
     newest_checkpoint, precision,
 };
+
+/// The key of another autoencoder.
+const VAE_KEY: &str = "vae_model_name_or_path";
 
 /// Where weights come from.
 pub enum Source {
@@ -137,6 +140,24 @@ impl Source {
             }
             Source::Run { dir, .. } => Err(RecipeError::Usage(format!(
                 "lightning_repo has no effect: {} is a checkpoint of a run, which has weights of its own",
+                dir.display()
+            ))),
+        }
+    }
+
+    /// Takes the autoencoder from the file or folder that the configuration names, if it does.
+    ///
+    /// # Errors
+    /// When there is no autoencoder, or the model is a checkpoint of a run.
+    pub fn replace_autoencoder(&mut self, config: &Config) -> Result<(), RecipeError> {
+        let path = &config.vae_model_name_or_path;
+        match self {
+            _ if path.is_empty() => Ok(()),
+            Source::Model { source, .. } => source
+                .replace_autoencoder(Path::new(path))
+                .map_err(|error| RecipeError::Usage(format!("{VAE_KEY}={path}: {error}"))),
+            Source::Run { dir, .. } => Err(RecipeError::Usage(format!(
+                "{VAE_KEY} has no effect: {} is a model of pixels, which has no autoencoder",
                 dir.display()
             ))),
         }
@@ -292,7 +313,20 @@ fn published(
     }
     let unet = UNet2DConditionConfig::from_map(unet).map_err(at(Part::Unet))?;
     let vae = part(Part::Vae)?.config.clone();
-    let vae = AutoencoderKlConfig::from_map(vae).map_err(at(Part::Vae))?;
+    let other = &config.vae_model_name_or_path;
+    let vae = Autoencoder::from_map(vae);
+    let vae = match other.is_empty() {
+        true => vae.map_err(at(Part::Vae))?,
+        false => vae.map_err(RecipeError::at(format!("{VAE_KEY}={other}")))?,
+    };
+    if !other.is_empty() && vae.latent_channels() != unet.out_channels {
+        return Err(RecipeError::Usage(format!(
+            "{VAE_KEY}={other}: its latents have {} channels; expected {}, those of {}",
+            vae.latent_channels(),
+            unet.out_channels,
+            source.path.display()
+        )));
+    }
     let spec = source.family.spec();
     let skips = clip_skips(config, source.family)?;
     let text_encoders = spec

@@ -7,6 +7,8 @@ use crate::models::unet::SampleSize;
 use crate::models::{ModelConfigError, check_class, check_sizes, each_size, take_fixed};
 use crate::nn::Activation;
 
+use super::LatentScale;
+
 const MODEL: &str = "AutoencoderKL";
 
 /// Blocks of the encoder.
@@ -122,6 +124,14 @@ impl AutoencoderKlConfig {
     /// The configuration must have passed [`AutoencoderKlConfig::check`].
     pub fn spatial_multiple(&self) -> usize {
         1 << self.levels().saturating_sub(1)
+    }
+
+    /// How the diffusion model's latents differ from the autoencoder's.
+    pub fn latent_scale(&self) -> LatentScale {
+        LatentScale {
+            factor: self.scaling_factor,
+            shift: self.shift_factor,
+        }
     }
 
     /// Rows and columns of the latents of an image as large as those the checkpoint was trained on, the tile that

@@ -1,13 +1,18 @@
-//! diffusers' `AutoencoderKL`, from images to latents and back, for Stable Diffusion 1.x, 2.x, XL and 3, and for Flux.
+//! Autoencoders, from images to latents and back: diffusers' `AutoencoderKL` of Stable Diffusion 1.x, 2.x, XL and 3 and of
+//! Flux, and `AutoencoderTiny`.
 
 mod config;
 pub mod original;
+mod tiny;
 
 pub use config::{AutoencoderKlConfig, DownBlockType, UpBlockType};
+pub use tiny::AutoencoderTinyConfig;
+
+use serde_json::{Map, Value};
 
 use crate::graph::{Builder, Tensor};
 use crate::host_tensor::{HostTensor, HostTensorError};
-use crate::models::Part;
+use crate::models::{ModelConfigError, Part};
 use crate::nn::{
     Activation, Attention, Conv2d, GroupNorm, Linear, Precision, Result, attention,
     constrain_image, constrain_tokens, conv2d, dims, downsample_2x, group_norm, linear,
@@ -22,6 +27,135 @@ const EPSILON: f64 = 1e-6;
 
 /// Bounds of the log-variance of encoded latents.
 const LOGVAR: [f64; 2] = [-30.0, 20.0];
+
+/// An autoencoder of latent models.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Autoencoder {
+    Kl(Box<AutoencoderKlConfig>),
+    Tiny(AutoencoderTinyConfig),
+}
+
+impl Autoencoder {
+    /// Reads and checks the fields of a `config.json`, of `AutoencoderKL` where it does not name its class.
+    ///
+    /// # Errors
+    /// When it asks for something that is not built here, or contradicts itself.
+    pub fn from_map(fields: Map<String, Value>) -> std::result::Result<Self, ModelConfigError> {
+        let class = fields.get("_class_name").and_then(Value::as_str);
+        Ok(match class {
+            Some("AutoencoderTiny") => Autoencoder::Tiny(AutoencoderTinyConfig::from_map(fields)?),
+            _ => AutoencoderKlConfig::from_map(fields)?.into(),
+        })
+    }
+
+    /// Checks that the fields fit each other.
+    ///
+    /// # Errors
+    /// The first contradiction, with the numbers.
+    pub fn check(&self) -> std::result::Result<(), ModelConfigError> {
+        match self {
+            Autoencoder::Kl(config) => config.check(),
+            Autoencoder::Tiny(config) => config.check(),
+        }
+    }
+
+    /// The name of its class in diffusers.
+    pub fn class(&self) -> &'static str {
+        match self {
+            Autoencoder::Kl(_) => "AutoencoderKL",
+            Autoencoder::Tiny(_) => "AutoencoderTiny",
+        }
+    }
+
+    /// Channels of the images that it encodes.
+    pub fn in_channels(&self) -> usize {
+        match self {
+            Autoencoder::Kl(config) => config.in_channels,
+            Autoencoder::Tiny(config) => config.in_channels,
+        }
+    }
+
+    /// Channels of latents.
+    pub fn latent_channels(&self) -> usize {
+        match self {
+            Autoencoder::Kl(config) => config.latent_channels,
+            Autoencoder::Tiny(config) => config.latent_channels,
+        }
+    }
+
+    /// Rows of pixels to a row of latents.
+    pub fn spatial_multiple(&self) -> usize {
+        match self {
+            Autoencoder::Kl(config) => config.spatial_multiple(),
+            Autoencoder::Tiny(config) => config.spatial_multiple(),
+        }
+    }
+
+    /// Rows and columns of the latents of a tile.
+    pub fn latent_tile(&self) -> usize {
+        match self {
+            Autoencoder::Kl(config) => config.latent_tile(),
+            Autoencoder::Tiny(config) => config.latent_tile(),
+        }
+    }
+
+    /// How the diffusion model's latents differ from its own.
+    pub fn latent_scale(&self) -> LatentScale {
+        match self {
+            Autoencoder::Kl(config) => config.latent_scale(),
+            Autoencoder::Tiny(config) => config.latent_scale(),
+        }
+    }
+}
+
+impl From<AutoencoderKlConfig> for Autoencoder {
+    fn from(config: AutoencoderKlConfig) -> Self {
+        Autoencoder::Kl(Box::new(config))
+    }
+}
+
+/// How the latents of the diffusion model differ from those of the autoencoder.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LatentScale {
+    pub factor: f64,
+    pub shift: Option<f64>,
+}
+
+impl LatentScale {
+    /// The encoder's latents as the diffusion model takes them: `(latents - shift) * factor`.
+    ///
+    /// # Errors
+    /// When `latents` are not of a float type.
+    pub fn apply(self, b: &Builder, latents: Tensor) -> Result<Tensor> {
+        let shifted = match self.shift {
+            None => latents,
+            Some(shift) => b.add_scalar(latents, -shift)?,
+        };
+        b.mul_scalar(shifted, self.factor)
+    }
+
+    /// The diffusion model's latents as the decoder takes them: `latents / factor + shift`.
+    ///
+    /// # Errors
+    /// When `latents` are not of a float type.
+    pub fn undo(self, b: &Builder, latents: Tensor) -> Result<Tensor> {
+        let factor = b.scalar(b.dtype(latents), self.factor)?;
+        let divided = b.div(latents, factor)?;
+        match self.shift {
+            None => Ok(divided),
+            Some(shift) => b.add_scalar(divided, shift),
+        }
+    }
+}
+
+/// What an image is encoded to, unscaled.
+#[derive(Clone, Copy, Debug)]
+pub enum EncodedImages {
+    /// A distribution to draw latents from.
+    Distribution(LatentDistribution),
+    /// The latents `[B, latent_channels, height, width]` themselves.
+    Latents(Tensor),
+}
 
 /// The normal distribution of latents that an image is encoded to; each element is independent of the others.
 #[derive(Clone, Copy, Debug)]
@@ -45,35 +179,6 @@ impl LatentDistribution {
     }
 }
 
-/// The encoder's latents as the diffusion model takes them: `(latents - shift_factor) * scaling_factor`.
-///
-/// # Errors
-/// When `latents` are not of a float type.
-pub fn scale_latents(b: &Builder, config: &AutoencoderKlConfig, latents: Tensor) -> Result<Tensor> {
-    let shifted = match config.shift_factor {
-        None => latents,
-        Some(shift) => b.add_scalar(latents, -shift)?,
-    };
-    b.mul_scalar(shifted, config.scaling_factor)
-}
-
-/// The diffusion model's latents as the decoder takes them: `latents / scaling_factor + shift_factor`.
-///
-/// # Errors
-/// When `latents` are not of a float type.
-pub fn unscale_latents(
-    b: &Builder,
-    config: &AutoencoderKlConfig,
-    latents: Tensor,
-) -> Result<Tensor> {
-    let factor = b.scalar(b.dtype(latents), config.scaling_factor)?;
-    let divided = b.div(latents, factor)?;
-    match config.shift_factor {
-        None => Ok(divided),
-        Some(shift) => b.add_scalar(divided, shift),
-    }
-}
-
 /// The images `[B, out_channels, m * height, m * width]` of unscaled latents `[B, latent_channels, height, width]`,
 /// with `m` the configuration's spatial multiple, in `precision.activations`. Values in [-1, 1] are the range from
 /// black to white; they may lie outside.
@@ -85,20 +190,32 @@ pub fn unscale_latents(
 pub fn decode(
     b: &Builder,
     root: &str,
-    config: &AutoencoderKlConfig,
+    config: &Autoencoder,
     latents: Tensor,
     precision: Precision,
 ) -> Result<Tensor> {
     let b = b.root(root);
     config.check().map_err(|e| b.invalid(e.to_string()))?;
     let [_, channels, _, _] = dims(&b, "latents", latents)?;
-    if channels != config.latent_channels {
+    if channels != config.latent_channels() {
         return Err(b.invalid(format!(
             "latents {} have {channels} channels; latent_channels is {}",
             b.shape(latents),
-            config.latent_channels
+            config.latent_channels()
         )));
     }
+    match config {
+        Autoencoder::Kl(config) => decode_kl(&b, config, latents, precision),
+        Autoencoder::Tiny(config) => tiny::decode(&b, config, latents, precision),
+    }
+}
+
+fn decode_kl(
+    b: &Builder,
+    config: &AutoencoderKlConfig,
+    latents: Tensor,
+    precision: Precision,
+) -> Result<Tensor> {
     let layers = Layers { config, precision };
     let mut x = b.convert(latents, precision.activations)?;
     x = b.transpose(x, &[0, 2, 3, 1])?;
@@ -124,8 +241,7 @@ pub fn decode(
     b.transpose(x, &[0, 3, 1, 2])
 }
 
-/// The distribution of unscaled latents of images `[B, in_channels, height, width]` with values in [-1, 1], in
-/// `precision.activations`.
+/// The unscaled latents of images `[B, in_channels, height, width]` with values in [-1, 1], in `precision.activations`.
 ///
 /// Weights are declared under `root/` with diffusers' keys.
 ///
@@ -135,27 +251,42 @@ pub fn decode(
 pub fn encode(
     b: &Builder,
     root: &str,
-    config: &AutoencoderKlConfig,
+    config: &Autoencoder,
     images: Tensor,
     precision: Precision,
-) -> Result<LatentDistribution> {
+) -> Result<EncodedImages> {
     let b = b.root(root);
     config.check().map_err(|e| b.invalid(e.to_string()))?;
     let [_, channels, height, width] = dims(&b, "images", images)?;
-    if channels != config.in_channels {
+    if channels != config.in_channels() {
         return Err(b.invalid(format!(
             "images {} have {channels} channels; in_channels is {}",
             b.shape(images),
-            config.in_channels
+            config.in_channels()
         )));
     }
     let multiple = config.spatial_multiple();
     if !height.is_multiple_of(multiple) || !width.is_multiple_of(multiple) {
         return Err(b.invalid(format!(
-            "image height {height} and width {width} must be multiples of {multiple}: {} blocks halve them",
-            config.levels() - 1
+            "image height {height} and width {width} must be multiples of {multiple}, the pixels of a latent"
         )));
     }
+    Ok(match config {
+        Autoencoder::Kl(config) => {
+            EncodedImages::Distribution(encode_kl(&b, config, images, precision)?)
+        }
+        Autoencoder::Tiny(config) => {
+            EncodedImages::Latents(tiny::encode(&b, config, images, precision)?)
+        }
+    })
+}
+
+fn encode_kl(
+    b: &Builder,
+    config: &AutoencoderKlConfig,
+    images: Tensor,
+    precision: Precision,
+) -> Result<LatentDistribution> {
     let layers = Layers { config, precision };
     let x = b.convert(images, precision.activations)?;
     let x = b.transpose(x, &[0, 2, 3, 1])?;
@@ -314,12 +445,13 @@ mod tests {
 
     #[test]
     fn inputs_that_do_not_fit_are_named() {
-        let config = AutoencoderKlConfig {
+        let config: Autoencoder = AutoencoderKlConfig {
             down_block_types: vec![DownBlockType::DownEncoderBlock2D; 2],
             up_block_types: vec![UpBlockType::UpDecoderBlock2D; 2],
             block_out_channels: vec![32, 64],
             ..AutoencoderKlConfig::default()
-        };
+        }
+        .into();
         let b = Builder::new();
         let latents = input(&b, "latents", &[1, 16, 8, 8]);
         let error = decode(&b, ROOT, &config, latents, Precision::F32).unwrap_err();

@@ -149,8 +149,12 @@ fn wanted(network: &Network) -> Vec<Wanted> {
             &[batch, Named("length")],
         )],
         Network::Vae(config) => {
-            let images = [Is(config.in_channels), Named("height"), Named("width")];
-            let latents = [Is(config.latent_channels), Named("rows"), Named("columns")];
+            let images = [Is(config.in_channels()), Named("height"), Named("width")];
+            let latents = [
+                Is(config.latent_channels()),
+                Named("rows"),
+                Named("columns"),
+            ];
             vec![
                 input(IMAGES, Elements::Floats, &[&[batch], &images[..]].concat()),
                 input(

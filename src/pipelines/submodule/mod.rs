@@ -115,7 +115,9 @@ impl Submodule {
     ) -> Result<Traced, SubmoduleError> {
         let root = self.network.root();
         let b = Builder::new();
-        let results = self.network.declare(&b, inputs, precision);
+        let results = self
+            .network
+            .declare(&b, &inputs.sizes, &inputs.tensors, precision);
         for (name, tensor) in results.map_err(PipelineError::from)? {
             b.output(name, tensor, None).map_err(PipelineError::from)?;
         }

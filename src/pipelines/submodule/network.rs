@@ -7,15 +7,16 @@ use serde_json::{Map, Value as Json};
 
 use crate::dtype::DType;
 use crate::graph::{Builder, GraphError, Tensor};
+use crate::host_tensor::HostTensor;
 use crate::models::Part;
 use crate::models::clip::{ClipTextConfig, INPUT_IDS, clip_text};
 use crate::models::unet::{self, UNet2DConditionConfig};
-use crate::models::vae::{self, AutoencoderKlConfig};
+use crate::models::vae::{self, Autoencoder, EncodedImages};
 use crate::nn::{Precision, Remat};
 use crate::shape::Shape;
 use crate::util::files;
 
-use super::{SubmoduleError, SubmoduleInputs};
+use super::SubmoduleError;
 
 /// More than any `config.json` of a model.
 const LARGEST_CONFIG: u64 = 1 << 20;
@@ -24,7 +25,7 @@ const LARGEST_CONFIG: u64 = 1 << 20;
 pub enum Network {
     UNet(Box<UNet2DConditionConfig>),
     ClipText(Box<ClipTextConfig>),
-    Vae(Box<AutoencoderKlConfig>),
+    Vae(Box<Autoencoder>),
 }
 
 /// The images that a VAE encodes, and the unscaled latents that it decodes: the arguments of diffusers' `encode` and `decode`.
@@ -76,8 +77,8 @@ impl Network {
         } else if is("CLIPTextModel") || is("CLIPTextModelWithProjection") {
             let config = ClipTextConfig::from_map(fields.clone()).map_err(model)?;
             Ok(Network::ClipText(Box::new(config)))
-        } else if is("AutoencoderKL") {
-            let config = AutoencoderKlConfig::from_map(fields.clone()).map_err(model)?;
+        } else if is("AutoencoderKL") || is("AutoencoderTiny") {
+            let config = Autoencoder::from_map(fields.clone()).map_err(model)?;
             Ok(Network::Vae(Box::new(config)))
         } else {
             let found = if classes.is_empty() {
@@ -86,7 +87,7 @@ impl Network {
                 format!("of {}, which is not here", classes.join(", "))
             };
             Err(fail(format!(
-                "{found}; supported: UNet2DConditionModel, AutoencoderKL, CLIPTextModel, CLIPTextModelWithProjection"
+                "{found}; supported: UNet2DConditionModel, AutoencoderKL, AutoencoderTiny, CLIPTextModel, CLIPTextModelWithProjection"
             )))
         }
     }
@@ -96,7 +97,7 @@ impl Network {
             Network::UNet(_) => "UNet2DConditionModel",
             Network::ClipText(config) if config.has_projection() => "CLIPTextModelWithProjection",
             Network::ClipText(_) => "CLIPTextModel",
-            Network::Vae(_) => "AutoencoderKL",
+            Network::Vae(config) => config.class(),
         }
     }
 
@@ -109,17 +110,19 @@ impl Network {
         }
     }
 
-    /// Declares inputs of these sizes and gives the results by name, in `f32`.
+    /// Declares inputs of these sizes and gives the results by name, in `f32`. A VAE has the results of the inputs that are in
+    /// `tensors`.
     ///
     /// # Errors
     /// When sizes do not fit the network.
     pub fn declare(
         &self,
         b: &Builder,
-        inputs: &SubmoduleInputs,
+        sizes: &Sizes,
+        tensors: &BTreeMap<&'static str, HostTensor>,
         precision: Precision,
     ) -> Result<Vec<(&'static str, Tensor)>, GraphError> {
-        let size = |name: &str| inputs.sizes.get(name).copied().unwrap_or_default();
+        let size = |name: &str| sizes.get(name).copied().unwrap_or_default();
         let outputs = match self {
             Network::UNet(config) => {
                 let dims = ["batch", "height", "width", "length"].map(size);
@@ -152,7 +155,7 @@ impl Network {
             }
             Network::Vae(config) => {
                 let given = |name: &'static str| {
-                    let tensor = inputs.tensors.get(name);
+                    let tensor = tensors.get(name);
                     let axes = [Some("activation_batch"), None, None, None];
                     tensor
                         .map(|tensor| b.input(name, tensor.shape.clone(), &axes))
@@ -160,9 +163,13 @@ impl Network {
                 };
                 let mut outputs = Vec::new();
                 if let Some(images) = given(IMAGES)? {
-                    let encoded = vae::encode(b, vae::ROOT, config, images, precision)?;
-                    outputs.push(("mean", encoded.mean));
-                    outputs.push(("logvar", encoded.logvar));
+                    match vae::encode(b, vae::ROOT, config, images, precision)? {
+                        EncodedImages::Latents(latents) => outputs.push(("latents", latents)),
+                        EncodedImages::Distribution(encoded) => {
+                            outputs.push(("mean", encoded.mean));
+                            outputs.push(("logvar", encoded.logvar));
+                        }
+                    }
                 }
                 if let Some(latents) = given(LATENTS)? {
                     let images = vae::decode(b, vae::ROOT, config, latents, precision)?;

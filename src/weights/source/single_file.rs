@@ -6,7 +6,7 @@ use std::path::Path;
 use serde_json::{Map, Value, json};
 
 use super::detect::{Detected, detect, tensors};
-use super::folder::is_inpainting;
+use super::folder::{component, is_inpainting, only_file};
 use super::{Component, Ignored, Layout, ModelSource, SourceError, built_in};
 use crate::models::original::{Converted, OriginalPart, Root, Transform};
 use crate::models::{Part, Published};
@@ -16,6 +16,9 @@ use crate::weights::Checkpoint;
 /// NoobAI's convention.
 const VELOCITY: &str = "v_pred";
 const ZERO_TERMINAL_SNR: &str = "ztsnr";
+
+/// The configuration of a part in diffusers' layout.
+const CONFIG: &str = "config.json";
 
 /// Opens a whole model or a UNet alone.
 pub(super) fn open(path: &Path) -> Result<ModelSource, SourceError> {
@@ -56,6 +59,61 @@ pub(super) fn open(path: &Path) -> Result<ModelSource, SourceError> {
         ignored: ignored.into_list(),
         notes,
     })
+}
+
+impl ModelSource {
+    /// Takes the autoencoder from elsewhere, also where the model has none: a folder in diffusers' layout of it or of a whole model, or a file by the names
+    /// of the original code, of it or of a whole model. What a file does not say is as the family publishes it.
+    ///
+    /// # Errors
+    /// When there is no autoencoder, or a file cannot be opened.
+    pub fn replace_autoencoder(&mut self, path: &Path) -> Result<(), SourceError> {
+        let folder = match path.join(Part::Vae.name()) {
+            folder if folder.join(CONFIG).is_file() => folder,
+            _ => path.to_owned(),
+        };
+        let component = match folder.join(CONFIG).is_file() {
+            true => component(&folder, Part::Vae)?,
+            false if path.is_dir() => self.autoencoder(&only_file(path)?)?,
+            false => self.autoencoder(path)?,
+        };
+        self.components.insert(Part::Vae, component);
+        Ok(())
+    }
+
+    /// The autoencoder of a file by the names of the original code.
+    fn autoencoder(&self, path: &Path) -> Result<Component, SourceError> {
+        let file = Checkpoint::open(path)?;
+        let other = |what, advice| SourceError::OtherKind {
+            path: path.to_owned(),
+            what,
+            advice,
+        };
+        let published = self.family.spec().published.as_ref();
+        let alone = published.and_then(|published| {
+            let mut roots = published.single_file.autoencoder.iter().copied();
+            let alone = roots.clone().next().map(|root| Root { prefix: "", ..root });
+            let has = |root: &Root| {
+                let sign = format!("{}decoder.up.0.block.0.conv1.weight", root.prefix);
+                file.info(&sign).is_some()
+            };
+            let root = roots.find(has).or(alone.filter(has));
+            root.map(|root| (root, published))
+        });
+        if let Some((root, published)) = alone {
+            return convert(&file, root, published, &mut Unused::default());
+        }
+        Err(match file.info("decoder.conv_in.weight").is_some() {
+            true => other(
+                "an autoencoder with diffusers' names",
+                "name its folder, which has a config.json",
+            ),
+            false => other(
+                "no autoencoder of the original code",
+                "name a folder with an autoencoder in diffusers' layout, or a file such as sdxl_vae.safetensors",
+            ),
+        })
+    }
 }
 
 /// One part by the names of diffusers or transformers.
