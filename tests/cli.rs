@@ -5,6 +5,7 @@ use std::path::Path;
 use std::process::Command;
 
 use crate::common::{cpu_plugin, golden, program, text};
+use maxdiff::dtype::DType;
 use maxdiff::host_tensor::HostTensor;
 use maxdiff::weights::{Checkpoint, TensorView, save};
 use serde_json::Value;
@@ -144,6 +145,42 @@ fn lower_obeys_the_topology_and_refuses_what_it_does_not_read() {
             text(&output.stderr)
         );
     }
+}
+
+/// Integers in place of weights, and a part of another class, are refused before anything is written.
+#[test]
+fn convert_copies_nothing_that_is_no_model() {
+    let dir = tempfile::tempdir().unwrap();
+    let source = dir.path().join("source");
+    let mut copy = Command::new("cp");
+    copy.arg("-r").arg(golden("pipeline_sd21")).arg(&source);
+    assert!(copy.status().unwrap().success());
+    let refused = |expected: &str| {
+        let mut command = program(["convert"]);
+        let output = command.arg(&source).arg(dir.path().join("out"));
+        let output = output.output().unwrap();
+        let found = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{found}");
+        assert!(found.contains(expected), "{found}");
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1);
+    };
+    let config = source.join("vae/config.json");
+    let text = std::fs::read_to_string(&config).unwrap();
+    let other = text.replace("AutoencoderKL", "AutoencoderDC");
+    assert_ne!(text, other);
+    std::fs::write(&config, other).unwrap();
+    refused("vae: its config.json is of class AutoencoderDC, expected AutoencoderKL");
+    std::fs::write(&config, text).unwrap();
+
+    let weights = source.join("unet/diffusion_pytorch_model.safetensors");
+    let integers = TensorView {
+        name: "conv_in.weight",
+        dtype: DType::S8,
+        dims: &[4],
+        data: &[1, 2, 3, 4],
+    };
+    save(&weights, [integers], &BTreeMap::new()).unwrap();
+    refused("conv_in.weight: expected floating-point numbers, found s8");
 }
 
 /// Values beyond half precision's are an error that names them, and no folder is left.

@@ -231,6 +231,16 @@ fn the_program_checks_and_explains() {
     let report: serde_json::Value = serde_json::from_slice(&good.stdout).unwrap();
     assert_eq!(report["ok"], true);
     assert_eq!(report["config"]["quantization"], "int8");
+    let places = &report["places"];
+    assert_eq!(places["quantization"], serde_json::json!(["command line"]));
+    let model = places["pretrained_model_name_or_path"][0].as_str();
+    assert!(
+        model.unwrap().starts_with("configs/base_xl.yml:"),
+        "{places}"
+    );
+    assert_eq!(places["clip_skip"], serde_json::Value::Null);
+    let shown = program(&["config", "check", "configs/base_xl.yml", "seed=1"]);
+    assert!(text(&shown.stdout).contains("\nseed: 1  # command line\n"));
 
     let bad = program(&[
         "config",

@@ -25,6 +25,7 @@ mod program_cache;
 mod quant_golden;
 mod schedulers;
 mod shell;
+mod stops;
 mod tokenizer;
 mod tpu_kernels;
 mod train;

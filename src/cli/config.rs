@@ -160,12 +160,28 @@ fn check(args: &RecipeArgs, loaded: Loaded, verb: Option<Verb>) -> Result<ExitCo
     let mut text = String::new();
     if let serde_json::Value::Object(keys) = loaded.config.to_json() {
         for (key, value) in keys {
-            text.push_str(&format!("{key}: {value}\n"));
+            let places = loaded.given.places(&key).join(", ");
+            let comment = match places.as_str() {
+                "" => String::new(),
+                places => format!("  # {places}"),
+            };
+            text.push_str(&format!("{key}: {value}{comment}\n"));
         }
     }
     print(&text)?;
     super::progress(&format!("{} is valid", args.config.display()));
     Ok(ExitCode::SUCCESS)
+}
+
+/// Where each key that was given is written.
+fn places(loaded: &Loaded) -> serde_json::Value {
+    let keys = loaded.config.to_json();
+    let keys = keys.as_object().into_iter().flatten();
+    keys.filter_map(|(key, _)| {
+        let places = loaded.given.places(key);
+        (!places.is_empty()).then(|| (key.clone(), json!(places)))
+    })
+    .collect()
 }
 
 fn check_json(
@@ -184,6 +200,7 @@ fn check_json(
                     "errors": [],
                     "warnings": loaded.warnings,
                     "config": loaded.config.to_json(),
+                    "places": places(&loaded),
                 }),
                 ExitCode::SUCCESS,
             ),

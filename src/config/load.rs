@@ -57,6 +57,12 @@ impl Given {
     pub fn place(&self, path: &str) -> Place {
         self.origins.place(path)
     }
+
+    /// Where a key, or entries of its dict, were written: the first line in the file, then the command line. None for a
+    /// default.
+    pub fn places(&self, key: &str) -> Vec<String> {
+        self.origins.places(key)
+    }
 }
 
 impl Config {
@@ -221,6 +227,23 @@ impl Origins {
                 None => return Place::Default,
             }
         }
+    }
+
+    fn places(&self, key: &str) -> Vec<String> {
+        let is_of = |path: &str| match path.strip_prefix(key) {
+            Some(rest) => rest.is_empty() || rest.starts_with('.'),
+            None => false,
+        };
+        let written = self.lines.iter().filter(|(path, _)| {
+            // The command line replaced the others.
+            is_of(path) && self.place(path) != Place::CommandLine
+        });
+        let first_line = written.map(|(_, line)| *line).min();
+        let is_overridden = self.overridden.iter().any(|path| is_of(path));
+        let command_line = is_overridden.then_some(Place::CommandLine);
+        let file = first_line.map(|line| self.line(line));
+        let places = file.into_iter().chain(command_line);
+        places.map(|place| place.to_string()).collect()
     }
 
     fn line(&self, line: u64) -> Place {

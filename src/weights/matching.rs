@@ -15,6 +15,11 @@ const SHOWN: usize = 20;
 /// `0..n` of a text encoder's embedding.
 const NOT_PARAMETERS: [&str; 1] = ["embeddings.position_ids"];
 
+/// Whether a tensor of this name is a parameter.
+pub(super) fn is_parameter(name: &str) -> bool {
+    !NOT_PARAMETERS.iter().any(|other| name.ends_with(other))
+}
+
 /// A parameter that the checkpoint lacks.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MissingTensor {
@@ -116,7 +121,7 @@ pub fn match_parameters(
     let extra: Vec<(String, Vec<usize>)> = found
         .iter()
         .filter(|(name, _)| !expected.contains_key(*name))
-        .filter(|(name, _)| !NOT_PARAMETERS.iter().any(|n| name.ends_with(n)))
+        .filter(|(name, _)| is_parameter(name))
         .map(|(name, dims)| ((*name).to_owned(), dims.to_vec()))
         .collect();
     let mut missing = Vec::new();

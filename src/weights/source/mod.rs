@@ -175,6 +175,14 @@ pub enum SourceError {
         /// Names with their part, and how many of their values.
         tensors: Vec<(String, usize)>,
     },
+    #[error(
+        "{path}: {tensor}: expected floating-point numbers, found {found}; a quantized checkpoint cannot be converted"
+    )]
+    NotFloat {
+        path: PathBuf,
+        tensor: String,
+        found: DType,
+    },
     #[error("{path}: exists already; choose another name or remove it")]
     Exists { path: PathBuf },
     #[error("{path}: {part}: {reason}")]

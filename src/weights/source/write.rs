@@ -12,7 +12,9 @@ use super::{Component, ModelSource, SourceError, built_in, io_error};
 use crate::dtype::DType;
 use crate::host_tensor::HostTensor;
 use crate::models::{Part, Published};
+use crate::shape::Shape;
 use crate::util::files::{AtomicDir, parent_of, sync_dir, write_synced};
+use crate::weights::matching::is_parameter;
 use crate::weights::save::{check_free_space, write_error};
 use crate::weights::{TensorSpec, WeightsError, save_streaming};
 
@@ -53,11 +55,11 @@ impl ModelSource {
             });
         };
         let index = self.index(published)?;
-        let specs: BTreeMap<Part, Vec<TensorSpec>> = self
+        let specs = self
             .components
             .iter()
-            .map(|(&part, component)| (part, specs(component, dtype)))
-            .collect();
+            .map(|(&part, component)| Ok((part, specs(part, component, dtype)?)))
+            .collect::<Result<BTreeMap<Part, Vec<TensorSpec>>, SourceError>>()?;
         let written: Vec<WrittenPart> = specs
             .iter()
             .map(|(&part, specs)| WrittenPart {
@@ -138,18 +140,37 @@ impl ModelSource {
     }
 }
 
-fn specs(component: &Component, dtype: Option<DType>) -> Vec<TensorSpec> {
-    component
-        .checkpoint
-        .iter()
-        .map(|(name, shape)| TensorSpec {
+/// The tensors of a part as they are written.
+fn specs(
+    part: Part,
+    component: &Component,
+    dtype: Option<DType>,
+) -> Result<Vec<TensorSpec>, SourceError> {
+    let checkpoint = &component.checkpoint;
+    let [_, expected] = part.class();
+    let found = component.config.get("_class_name").and_then(Value::as_str);
+    if let Some(found) = found.filter(|found| *found != expected) {
+        return Err(SourceError::Structure {
+            path: checkpoint.path().to_owned(),
+            part,
+            reason: format!("its config.json is of class {found}, expected {expected}"),
+        });
+    }
+    let spec = |(name, shape): (&str, &Shape)| {
+        if !shape.dtype.is_float() && is_parameter(name) {
+            return Err(SourceError::NotFloat {
+                path: checkpoint.path().to_owned(),
+                tensor: name.to_owned(),
+                found: shape.dtype,
+            });
+        }
+        let dtype = dtype.filter(|_| shape.dtype.is_float());
+        Ok(TensorSpec {
             name: name.to_owned(),
-            shape: match dtype {
-                Some(dtype) if shape.dtype.is_float() => shape.with_dtype(dtype),
-                _ => shape.clone(),
-            },
+            shape: shape.with_dtype(dtype.unwrap_or(shape.dtype)),
         })
-        .collect()
+    };
+    checkpoint.iter().map(spec).collect()
 }
 
 /// Writes a part; the tensors whose values became infinite, and how many did.
