@@ -107,7 +107,9 @@ fn previews_lie_beside_the_image() {
         "--json",
     ];
     let plain = json(&generate(dir.path(), &words));
-    let more = ["preview_steps=2", "guidance_in_two_passes=True"];
+    let tiny = golden("vae_tiny").display().to_string();
+    let tiny = format!("preview_vae_model_name_or_path={tiny}");
+    let more = ["preview_steps=2", "guidance_in_two_passes=True", &tiny];
     let shown = json(&generate(dir.path(), &[&words[..], &more].concat()));
     let path = |report: &Value| PathBuf::from(report["images"][0]["path"].as_str().unwrap());
     let folder = path(&shown).parent().unwrap().to_path_buf();
@@ -160,6 +162,24 @@ fn a_textual_inversion_changes_no_program_and_is_repeated() {
     assert_eq!(pixels(&again["images"][0]["path"]), pixels(path));
 }
 
+/// The recorded pipeline's own autoencoder, by the path of its model, is the same;
+/// another one makes other images of the same latents.
+#[test]
+fn images_are_decoded_by_another_autoencoder() {
+    let dir = tempfile::tempdir().unwrap();
+    let draw = |vae: &Path| {
+        let vae = format!("vae_model_name_or_path={}", vae.display());
+        let size = ["prompt=x", "height=16", "width=16", "num_inference_steps=2"];
+        let words = [&size[..], &["--json", &vae]].concat();
+        pixels(&json(&generate(dir.path(), &words))["images"][0]["path"])
+    };
+    let own = draw(Path::new(""));
+    assert_eq!(draw(&golden("pipeline_sd21")), own);
+    let tiny = draw(&golden("vae_tiny"));
+    assert_eq!(tiny.dimensions(), own.dimensions());
+    assert_ne!(tiny, own);
+}
+
 #[test]
 fn bad_input_is_named() {
     let dir = tempfile::tempdir().unwrap();
@@ -205,6 +225,25 @@ fn bad_input_is_named() {
     let found = error(2, &["--from-image", "/nowhere.png"]);
     assert!(
         found.contains("cannot open /nowhere.png: No such"),
+        "{found}"
+    );
+    let vae = |path: &Path| with(&[&format!("vae_model_name_or_path={}", path.display())]);
+    let found = vae(&golden("vae_shift"));
+    let expected = "its latents have 6 channels; expected 4, those of the UNet's samples";
+    assert!(found.contains(expected), "{found}");
+    let found = vae(&golden("vae_tiny/diffusion_pytorch_model.safetensors"));
+    assert!(
+        found.contains("this is no autoencoder of the original code"),
+        "{found}"
+    );
+    let found = vae(&golden("vae_sd/diffusion_pytorch_model.safetensors"));
+    assert!(
+        found.contains("name its folder, which has a config.json"),
+        "{found}"
+    );
+    let found = vae(&golden("unet_sd15"));
+    assert!(
+        found.contains("_class_name = UNet2DConditionModel is not supported"),
         "{found}"
     );
     let inversion = |value: &str| with(&[&format!("textual_inversions={value}")]);

@@ -8,7 +8,7 @@ use maxdiff::host_tensor::HostTensor;
 use maxdiff::models::clip::ClipTextConfig;
 use maxdiff::models::controlnet::{self, ControlNetConfig};
 use maxdiff::models::unet::UNet2DConditionConfig;
-use maxdiff::models::vae::Autoencoder;
+use maxdiff::models::vae::{self, Autoencoder};
 use maxdiff::models::{DiffusionModel, HiddenState, MicroConditioning, Part, TextEncoder};
 use maxdiff::nn::{Precision, Remat};
 use maxdiff::pipelines::denoiser::ControlImage;
@@ -80,6 +80,7 @@ impl Case {
             text_encoders,
             controlnets: Vec::new(),
             vae: Some(Autoencoder::from_map(config(Part::Vae)).unwrap()),
+            preview_vae: None,
             precision,
             remat: Remat::None,
             scheduler: SchedulerConfig::from_map(source.scheduler.as_ref().unwrap()).unwrap(),
@@ -253,6 +254,7 @@ impl Case {
             let folder = match root {
                 _ if root.starts_with(controlnet::ROOT) => root,
                 "unet" => self.unet,
+                vae::PREVIEW_ROOT => "../vae_tiny",
                 _ => "",
             };
             if !folder.is_empty() {
@@ -424,21 +426,48 @@ fn skipped_layers_make_the_latents_of_diffusers() {
     }
 }
 
-/// The tiny autoencoder in place of the pipeline's own, on diffusers' latents.
+/// The tiny autoencoder in place of the pipeline's own, on diffusers' latents, and for previews alone.
 #[test]
-fn a_tiny_autoencoder_makes_the_images_of_diffusers() {
+fn a_tiny_autoencoder_makes_the_images_of_diffusers_or_previews() {
     let session = keeping_session();
-    let mut case = Case::read("sd15", Precision::F32);
     let config = Golden::text("vae_tiny/config.json");
-    let config = serde_json::from_str(&config).unwrap();
-    case.model.vae = Some(Autoencoder::from_map(config).unwrap());
-    case.source
-        .replace_autoencoder(&common::golden("vae_tiny"))
-        .unwrap();
-    let pipeline = case.compile(&session, 2, false);
-    let made = case.draw(&session, &pipeline);
+    let tiny = Autoencoder::from_map(serde_json::from_str(&config).unwrap()).unwrap();
     let golden = Golden::read("vae_tiny/io.safetensors");
-    assert_images(&made.images, golden.values("out/pipeline_sd15"));
+    let draw = |case: &Case| {
+        let latents = case
+            .golden
+            .tensor("in/latents", &Shape::new(DType::F32, [2, 4, 8, 8]));
+        let plans = [case.plan()];
+        let options = SamplingOptions {
+            latents: Some(&latents),
+            preview_every: Some(15),
+            ..SamplingOptions::new(&plans)
+        };
+        let mut previews = Vec::new();
+        let mut observer = |event: Event<'_>| {
+            if let Event::Preview { preview, .. } = event {
+                previews.push(preview.clone());
+            }
+            Ok(())
+        };
+        let pipeline = case.compile(&session, 2, false);
+        let images = case.images();
+        let made = case.run_observed(&session, &pipeline, &images, &options, &mut observer);
+        (made.images, previews)
+    };
+    let mut images = Case::read("sd15", Precision::F32);
+    images.model.vae = Some(tiny.clone());
+    let path = common::golden("vae_tiny");
+    images.source.replace_autoencoder(&path).unwrap();
+    let (made, expected) = draw(&images);
+    assert_images(&made, golden.values("out/pipeline_sd15"));
+    assert_eq!(expected.len(), 2);
+
+    let mut previews = Case::read("sd15", Precision::F32);
+    previews.model.preview_vae = Some(tiny);
+    let (made, found) = draw(&previews);
+    assert_images(&made, previews.golden.values("out/images"));
+    assert!(found == expected);
 }
 
 #[test]

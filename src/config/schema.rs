@@ -399,6 +399,9 @@ schema! {
             when GUIDED;
         /// Steps between two previews of each image, which show the clean image as predicted by then. 0: none.
         preview_steps: u64 = 0, Ours, GENERATE, in Between(0.0, 1000.0), is [NotAnOption];
+        /// Autoencoder that decodes previews, as `vae_model_name_or_path`: TAESD takes a fraction of the time and memory. Empty:
+        /// that of the images.
+        preview_vae_model_name_or_path: String = String::new(), Ours, GENERATE, when Positive("preview_steps"), is [NotAnOption];
         /// Height of the images in pixels, for latent models. 0: `resolution`.
         height: u64 = 0, Ours, DENOISE, in Between(0.0, 65536.0), is [NotAnOption];
         /// Width of the images in pixels, for latent models. 0: `resolution`.

@@ -27,6 +27,8 @@ pub struct DiffusionModel {
     pub text_encoders: Vec<TextEncoder>,
     /// The VAE that decodes the UNet's samples; `None` if samples are pixels.
     pub vae: Option<Autoencoder>,
+    /// The VAE that decodes previews; `None` if that is `vae`.
+    pub preview_vae: Option<Autoencoder>,
     /// How all models compute. As in diffusers, that holds for a VAE that asks for `force_upcast` too: it is about f16,
     /// whose range SDXL's activations leave; bf16 has the range of f32.
     pub precision: Precision,
@@ -87,6 +89,15 @@ pub struct TextConditioning {
 }
 
 impl DiffusionModel {
+    /// The same with the VAE that decodes previews, if that is another.
+    pub fn previewing(&self) -> Option<DiffusionModel> {
+        let vae = self.preview_vae.clone()?;
+        Some(DiffusionModel {
+            vae: Some(vae),
+            ..self.clone()
+        })
+    }
+
     /// The sample's dimensions for a batch: `[batch, channels, rows, columns]`.
     pub fn sample_dims(&self, batch: usize) -> [usize; 4] {
         let [rows, columns] = self.sample_size;

@@ -182,6 +182,8 @@ pub struct ImageGenerator {
     /// The second pass of a hi-res fix.
     hires: Option<Hires>,
     ending: Ending<Decoder>,
+    /// The decoder of previews, where it is not that of `ending`.
+    preview: Option<Ending<Decoder>>,
     image_encoder: Option<ImageEncoder>,
     guidance: bool,
     is_inpainting: bool,
@@ -204,12 +206,24 @@ impl ImageGenerator {
         let LoweredModel {
             denoise,
             ending,
+            preview,
             encode_image,
             hires,
             options,
             ..
         } = lowered;
-        let tiles = TilePlan::of(hires.as_ref().map_or(model, |hires| &hires.model));
+        let large = hires.as_ref().map_or(model, |hires| &hires.model);
+        let tiles = TilePlan::of(large);
+        let preview_tiles = large.previewing().map(|model| TilePlan::of(&model));
+        let preview = || -> Result<Option<Ending<Decoder>>, PipelineError> {
+            Ok(match (preview, preview_tiles) {
+                (Some(decoder), Some(tiles)) => {
+                    let decoder = Decoder::compile(session, decoder, tiles?, precision)?;
+                    Some(Ending::Decoded(decoder))
+                }
+                _ => None,
+            })
+        };
         let ending = || -> Result<Ending<Decoder>, PipelineError> {
             ending.try_map(|decoder| Decoder::compile(session, decoder, tiles?, precision))
         };
@@ -223,19 +237,20 @@ impl ImageGenerator {
             let compile = |hires| Hires::compile(session, model, hires, &options, precision);
             hires.map(compile).transpose()
         };
-        let ((pass, second), (ending, image_encoder)) = rayon::join(
+        let ((pass, second), ((ending, preview), image_encoder)) = rayon::join(
             || {
                 rayon::join(
                     || Pass::compile(session, model, denoise, &options, precision),
                     second,
                 )
             },
-            || rayon::join(ending, image_encoder),
+            || rayon::join(|| rayon::join(ending, preview), image_encoder),
         );
         Ok(ImageGenerator {
             pass: pass?,
             hires: second?,
             ending: ending?,
+            preview: preview?,
             image_encoder: image_encoder?,
             guidance: options.guidance != Guidance::Off,
             is_inpainting: model.is_inpainting(),
@@ -244,9 +259,10 @@ impl ImageGenerator {
     }
 
     fn programs(&self) -> impl Iterator<Item = &StagedProgram> {
-        let decoder = self.ending.program().map(Decoder::program);
+        let endings = [Some(&self.ending), self.preview.as_ref()];
+        let decoders = endings.into_iter().flatten().filter_map(Ending::program);
         let image = self.image_encoder.as_ref().map(ImageEncoder::program);
-        let parts = decoder.into_iter().chain(image);
+        let parts = decoders.map(Decoder::program).chain(image);
         let second = self.hires.iter().flat_map(Hires::programs);
         self.pass
             .denoiser
@@ -392,17 +408,24 @@ impl ImageGenerator {
         generators: &mut [Vec<NoiseGenerator>],
         progress: &mut Progress<'_, '_>,
     ) -> Result<(Vec<HostTensor>, Vec<RgbImage>), PipelineError> {
-        let beside = call.options.preview_every.is_some() || call.batches.len() > 1;
+        let every = call.options.preview_every;
+        let preview = self.preview.as_ref().filter(|_| every.is_some());
+        let beside = every.is_some() && preview.is_none() || call.batches.len() > 1;
         let mut decoder = match beside {
-            true => self.decoder_weights(call, progress)?,
+            true => decoder_weights(&self.ending, call, progress)?,
             false => None,
+        };
+        let small = match preview {
+            Some(preview) => decoder_weights(preview, call, progress)?,
+            None => None,
         };
         let mut samples = Vec::with_capacity(call.batches.len());
         let mut made = Vec::with_capacity(call.images.len());
         for (at, generators) in generators.iter_mut().enumerate() {
-            let previews = call.options.preview_every.map(|every| Previews {
+            let previews = every.map(|every| Previews {
                 every,
-                decoding: decoder.as_ref(),
+                ending: preview.unwrap_or(&self.ending),
+                decoding: small.as_ref().or(decoder.as_ref()),
             });
             let sample = self.denoise(call, &steps, at, previews, generators, progress)?;
             if beside {
@@ -410,9 +433,9 @@ impl ImageGenerator {
             }
             samples.push(sample);
         }
-        drop(steps);
+        drop((steps, small));
         if !beside {
-            decoder = self.decoder_weights(call, progress)?;
+            decoder = decoder_weights(&self.ending, call, progress)?;
             for (at, sample) in samples.iter().enumerate() {
                 made.extend(self.finish(call, decoder.as_ref(), at, sample, progress)?);
             }
@@ -435,19 +458,6 @@ impl ImageGenerator {
         }
     }
 
-    /// The decoder's weights, where there is one.
-    fn decoder_weights<'w>(
-        &self,
-        call: &Call<'_, 'w>,
-        progress: &mut Progress<'_, '_>,
-    ) -> Result<Option<Prepared<'w>>, PipelineError> {
-        let Ending::Decoded(decoder) = &self.ending else {
-            return Ok(None);
-        };
-        let prepared = progress.prepare(call.weights, decoder.program().stages())?;
-        Ok(Some(prepared))
-    }
-
     /// The images of batch `at`'s last sample. The observer gets each as soon as it is decoded.
     fn finish(
         &self,
@@ -465,7 +475,7 @@ impl ImageGenerator {
                 progress.enter(Phase::Decode { image })?;
             }
             let start = Instant::now();
-            let pixels = self.image(call.session, decoding, sample, row)?;
+            let pixels = self.image(call.session, &self.ending, decoding, sample, row)?;
             progress.phases.decode += start.elapsed().as_secs_f64();
             let Some(pixels) = pixels else {
                 continue;
@@ -577,7 +587,10 @@ impl ImageGenerator {
             for row in 0..batch.count {
                 let image = batch.start + row;
                 progress.enter(Phase::Decode { image })?;
-                let Some(preview) = self.image(session, previews.decoding, &predicted, row)? else {
+                let Previews {
+                    ending, decoding, ..
+                } = *previews;
+                let Some(preview) = self.image(session, ending, decoding, &predicted, row)? else {
                     continue;
                 };
                 progress.tell(Event::Preview {
@@ -597,16 +610,17 @@ impl ImageGenerator {
         Ok(sample)
     }
 
-    /// The image of one row of `sample`; none if another model continues with it.
+    /// The image of one row of `sample` by `ending`; none if another model continues with it.
     fn image(
         &self,
         session: &Session,
+        ending: &Ending<Decoder>,
         decoding: Option<&Prepared<'_>>,
         sample: &HostTensor,
         row: usize,
     ) -> Result<Option<RgbImage>, PipelineError> {
         let sample = one_row(sample, row)?;
-        match (&self.ending, decoding) {
+        match (ending, decoding) {
             (Ending::Pixels, _) => pixels_to_image(&sample, self.pixel_unshuffle).map(Some),
             (Ending::Decoded(decoder), Some(prepared)) => {
                 check_samples(&sample)?;
@@ -694,8 +708,22 @@ struct Steps<'a, 'w> {
     prepared: Prepared<'w>,
 }
 
-/// When there are previews, and the decoder's weights for them, where there is one.
+/// The weights of the decoder of `ending`, where there is one.
+fn decoder_weights<'w>(
+    ending: &Ending<Decoder>,
+    call: &Call<'_, 'w>,
+    progress: &mut Progress<'_, '_>,
+) -> Result<Option<Prepared<'w>>, PipelineError> {
+    let Some(decoder) = ending.program() else {
+        return Ok(None);
+    };
+    let prepared = progress.prepare(call.weights, decoder.program().stages())?;
+    Ok(Some(prepared))
+}
+
+/// When there are previews, what decodes them, and its weights.
 struct Previews<'a> {
     every: usize,
+    ending: &'a Ending<Decoder>,
     decoding: Option<&'a Prepared<'a>>,
 }

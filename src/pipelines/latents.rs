@@ -17,13 +17,14 @@ use super::sampler_step::names as sampler_names;
 use super::text_to_image::names;
 use super::tiling::TilePlan;
 
-/// Traces the decoder for one image: `latents` `f32[1, channels, rows, columns]` as denoising leaves them, to
+/// Traces the decoder for one image, with weights under `root/`: `latents` `f32[1, channels, rows, columns]` as denoising leaves them, to
 /// `images` `f32[1, 3, height, width]` in [-1, 1] or a little beyond.
 ///
 /// # Errors
 /// When the model has no VAE, or the latents do not fit it.
 pub fn trace_decode(
     model: &DiffusionModel,
+    root: &str,
     [rows, columns]: [usize; 2],
 ) -> Result<Traced, GraphError> {
     let b = Builder::new();
@@ -33,7 +34,7 @@ pub fn trace_decode(
     let dims = [1, model.unet.out_channels, rows, columns];
     let latents = b.input(names::LATENTS, Shape::new(DType::F32, dims), &[])?;
     let unscaled = config.latent_scale().undo(&b, latents)?;
-    let images = vae::decode(&b, vae::ROOT, config, unscaled, model.precision)?;
+    let images = vae::decode(&b, root, config, unscaled, model.precision)?;
     b.output(names::IMAGES, b.convert(images, DType::F32)?, None)?;
     Ok(Traced::new("decode", b.finish()))
 }

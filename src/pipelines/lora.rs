@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use crate::models::vae::ROOT as VAE;
+use crate::models::vae::{PREVIEW_ROOT, ROOT as VAE};
 use crate::weights::lora::{Adapter, LoraFile, LoraScale, LoraTarget};
 
 use super::PipelineError;
@@ -35,7 +35,7 @@ pub(super) fn adapter(
     for graph in traced.graphs() {
         for (_, input) in graph.weights() {
             let (root, key) = input.name.split_once('/').unwrap_or(("", &input.name));
-            if root != VAE {
+            if ![VAE, PREVIEW_ROOT].contains(&root) {
                 targets.push(LoraTarget {
                     root,
                     key,

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use crate::dtype::DType;
 use crate::host_tensor::HostTensor;
 use crate::models::unet::ROOT as UNET;
-use crate::models::vae::ROOT as VAE;
+use crate::models::vae::{PREVIEW_ROOT, ROOT as VAE};
 use crate::models::{Part, controlnet};
 use crate::runtime::{Session, Slot};
 use crate::weights::lora::Adapter;
@@ -77,6 +77,12 @@ impl ModelFiles {
     /// The files of a published model, with a file or folder for each ControlNet.
     pub fn source(source: Box<ModelSource>, controlnets: Vec<PathBuf>) -> Self {
         ModelFiles::new(Origin::Source(source), controlnets)
+    }
+
+    /// The same with the autoencoder that decodes previews.
+    pub fn with_preview_vae(mut self, checkpoint: Checkpoint) -> Self {
+        self.opened.insert(PREVIEW_ROOT.to_owned(), checkpoint);
+        self
     }
 
     fn new(origin: Origin, controlnets: Vec<PathBuf>) -> Self {
@@ -224,7 +230,7 @@ pub(super) fn check(
         return Ok(());
     };
     // Generating uses a half of the VAE, or both.
-    if root == VAE {
+    if [VAE, PREVIEW_ROOT].contains(&root) {
         let has = |part: &str| expected.iter().any(|(key, _)| key.starts_with(part));
         let unused: Vec<&str> = VAE_PARTS.into_iter().filter(|part| !has(part)).collect();
         let is_unused = |name: &str| unused.iter().any(|part| name.starts_with(part));

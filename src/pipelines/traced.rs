@@ -5,7 +5,7 @@ use rayon::prelude::*;
 use crate::dtype::DType;
 use crate::graph::{Graph, GraphError};
 use crate::lowering::{Lowered, Traced};
-use crate::models::DiffusionModel;
+use crate::models::{DiffusionModel, vae};
 use crate::quant::Decision;
 use crate::runtime::{RuntimeError, Session};
 
@@ -60,6 +60,8 @@ pub struct ModelPrograms<T> {
     pub(super) encoders: Vec<T>,
     pub(super) denoise: DenoiseStep<T>,
     pub(super) ending: Ending<T>,
+    /// The decoder of previews, where it is not that of `ending`.
+    pub(super) preview: Option<T>,
     pub(super) encode_image: Option<T>,
     pub(super) hires: Option<HiresPrograms<T>>,
     pub(super) options: DenoiseOptions,
@@ -90,9 +92,21 @@ impl<T> HiresPrograms<T> {
 /// The decoder of the model's samples, for one tile.
 fn ending(model: &DiffusionModel) -> Result<Ending<Traced>, PipelineError> {
     Ok(match &model.vae {
-        Some(_) => Ending::Decoded(trace_decode(model, TilePlan::of(model)?.tile())?),
+        Some(_) => {
+            let tile = TilePlan::of(model)?.tile();
+            Ending::Decoded(trace_decode(model, vae::ROOT, tile)?)
+        }
         None => Ending::Pixels,
     })
+}
+
+/// The decoder of previews of the model's samples, if it is another.
+fn preview(model: &DiffusionModel) -> Result<Option<Traced>, PipelineError> {
+    let Some(model) = model.previewing() else {
+        return Ok(None);
+    };
+    let tile = TilePlan::of(&model)?.tile();
+    Ok(Some(trace_decode(&model, vae::PREVIEW_ROOT, tile)?))
 }
 
 impl TracedModel {
@@ -113,6 +127,7 @@ impl TracedModel {
             encoders,
             denoise,
             ending: ending(model)?,
+            preview: preview(model)?,
             encode_image: match from_image {
                 true => Some(trace_encode_image(model)?),
                 false => None,
@@ -134,6 +149,7 @@ impl TracedModel {
     ) -> Result<TracedModel, PipelineError> {
         let large = model.resized(sample_size);
         let small = std::mem::replace(&mut self.ending, ending(&large)?);
+        self.preview = preview(&large)?;
         let upscaling = match (upscaler.of_latents(), small) {
             (Some(interpolation), _) => Upscaling::Latents(interpolation),
             (None, Ending::Decoded(decoder)) => Upscaling::Images {
@@ -157,6 +173,7 @@ impl TracedModel {
     /// The same without the decoder: another model continues with its samples, and it makes no images.
     pub fn handed_on(mut self) -> TracedModel {
         self.ending = Ending::Handed;
+        self.preview = None;
         self
     }
 
@@ -186,6 +203,7 @@ impl TracedModel {
         let all = encoders
             .chain([&mut self.denoise.model])
             .chain(ending)
+            .chain(&mut self.preview)
             .chain(&mut self.encode_image)
             .chain(hires);
         for traced in all {
@@ -244,6 +262,7 @@ impl TracedModel {
             encoders: encoders?,
             denoise: denoise?,
             ending: ending?,
+            preview: one(self.preview.as_ref())?,
             encode_image: encode_image?,
             hires: hires?,
             options: self.options.clone(),
@@ -261,6 +280,7 @@ impl TracedModel {
             .iter()
             .chain([&self.denoise.model])
             .chain(self.ending.program())
+            .chain(&self.preview)
             .chain(&self.encode_image)
             .chain(self.hires.iter().flat_map(HiresPrograms::programs))
             .map(|traced| &traced.graph)
@@ -286,6 +306,9 @@ impl LoweredModel {
         check("the denoising step", &self.denoise.model, &advice.model)?;
         if let Some(decoder) = self.ending.program() {
             check("the decoder of images", decoder, &advice.images)?;
+        }
+        if let Some(decoder) = &self.preview {
+            check("the decoder of previews", decoder, &advice.images)?;
         }
         if let Some(encoder) = &self.encode_image {
             check("the encoder of images", encoder, &advice.images)?;

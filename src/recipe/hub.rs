@@ -60,6 +60,7 @@ pub fn names_repositories(config: &Config) -> bool {
         &config.tokenizer_model_name_or_path,
         &config.lightning_repo,
         &config.vae_model_name_or_path,
+        &config.preview_vae_model_name_or_path,
     ];
     names
         .into_iter()
@@ -105,7 +106,7 @@ fn fetch(
     })
 }
 
-/// The configuration with paths where it names repositories: of ControlNets, the refiner, the autoencoder, the tokenizer, distilled weights and LoRAs. The model itself
+/// The configuration with paths where it names repositories: of ControlNets, the refiner, autoencoders, the tokenizer, distilled weights and LoRAs. The model itself
 /// is found by [`super::source::Source::find`], since a run's own checkpoint goes before it.
 ///
 /// # Errors
@@ -127,8 +128,13 @@ pub fn with_paths(mut config: Config, notify: &mut Notify<'_>) -> Result<Config,
     if let Some(path) = find(&config.refiner_model_name_or_path, wanted)? {
         config.refiner_model_name_or_path = path;
     }
-    if let Some(path) = find(&config.vae_model_name_or_path, Wanted::Part)? {
-        config.vae_model_name_or_path = path;
+    for name in [
+        &mut config.vae_model_name_or_path,
+        &mut config.preview_vae_model_name_or_path,
+    ] {
+        if let Some(path) = find(name, Wanted::Part)? {
+            *name = path;
+        }
     }
     if let Some(path) = find(&config.tokenizer_model_name_or_path, Wanted::Tokenizer)? {
         config.tokenizer_model_name_or_path = path;

@@ -78,6 +78,7 @@ pub fn model(
             .into_iter()
             .collect(),
         vae: None,
+        preview_vae: None,
         controlnets: Vec::new(),
         precision: precision(config),
         remat: config.remat_policy,

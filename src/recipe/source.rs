@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use crate::config::{Config, Given, ModelConfig};
 use crate::data::Tokenizer;
@@ -19,7 +19,8 @@ use crate::schedulers::SchedulerConfig;
 use crate::train::EMA_SUFFIX;
 use crate::train::checkpoint::SavedCheckpoint;
 use crate::util::files;
-use crate::weights::source::ModelSource;
+use crate::weights::Checkpoint;
+use crate::weights::source::{Component, ModelSource};
 
 use super::model::image_side;
 use super::scheduler::{OwnScheduler, SCHEDULER, scheduler, scheduler_of};
@@ -313,20 +314,13 @@ fn published(
     }
     let unet = UNet2DConditionConfig::from_map(unet).map_err(at(Part::Unet))?;
     let vae = part(Part::Vae)?.config.clone();
-    let other = &config.vae_model_name_or_path;
-    let vae = Autoencoder::from_map(vae);
-    let vae = match other.is_empty() {
-        true => vae.map_err(at(Part::Vae))?,
-        false => vae.map_err(RecipeError::at(format!("{VAE_KEY}={other}")))?,
+    let channels = unet.out_channels;
+    let vae = match config.vae_model_name_or_path.as_str() {
+        "" => Autoencoder::from_map(vae).map_err(at(Part::Vae))?,
+        other => other_autoencoder(&format!("{VAE_KEY}={other}"), vae, channels)?,
     };
-    if !other.is_empty() && vae.latent_channels() != unet.out_channels {
-        return Err(RecipeError::Usage(format!(
-            "{VAE_KEY}={other}: its latents have {} channels; expected {}, those of {}",
-            vae.latent_channels(),
-            unet.out_channels,
-            source.path.display()
-        )));
-    }
+    let preview_vae = preview_autoencoder(config, &source, channels)?;
+    let (preview_vae, preview_checkpoint) = preview_vae.unzip();
     let spec = source.family.spec();
     let skips = clip_skips(config, source.family)?;
     let text_encoders = spec
@@ -367,6 +361,7 @@ fn published(
         unet,
         text_encoders,
         vae: Some(vae),
+        preview_vae,
         controlnets: match spec.controlnets {
             true => controlnets(config)?,
             false => Vec::new(),
@@ -380,13 +375,53 @@ fn published(
     model.check_time_ids().map_err(RecipeError::usage)?;
     let names = config.controlnet_model_name_or_path.0.iter();
     let controlnets = names.take(model.controlnets.len()).map(PathBuf::from);
+    let zero_empty_prompts = source.zero_empty_prompts;
+    let mut files = ModelFiles::source(source, controlnets.collect());
+    if let Some(checkpoint) = preview_checkpoint {
+        files = files.with_preview_vae(checkpoint);
+    }
     Ok(PipelineModel {
         model,
         tokenizers,
-        zero_empty_prompts: source.zero_empty_prompts,
-        files: ModelFiles::source(source, controlnets.collect()),
+        zero_empty_prompts,
+        files,
         inversions: TextualInversions::default(),
     })
+}
+
+/// An autoencoder that is not the model's own, whose latents have `channels`. `place` names it.
+fn other_autoencoder(
+    place: &str,
+    fields: Map<String, Value>,
+    channels: usize,
+) -> Result<Autoencoder, RecipeError> {
+    let vae = Autoencoder::from_map(fields).map_err(RecipeError::at(place))?;
+    match vae.latent_channels() {
+        found if found == channels => Ok(vae),
+        found => Err(RecipeError::Usage(format!(
+            "{place}: its latents have {found} channels; expected {channels}, those of the UNet's samples"
+        ))),
+    }
+}
+
+/// The autoencoder that decodes previews, if the configuration asks for previews and names one.
+fn preview_autoencoder(
+    config: &Config,
+    source: &ModelSource,
+    channels: usize,
+) -> Result<Option<(Autoencoder, Checkpoint)>, RecipeError> {
+    let path = &config.preview_vae_model_name_or_path;
+    if config.preview_steps == 0 || path.is_empty() {
+        return Ok(None);
+    }
+    let place = format!("preview_vae_model_name_or_path={path}");
+    let Component { config, checkpoint } = source
+        .other_autoencoder(Path::new(path))
+        .map_err(RecipeError::at(&place))?;
+    Ok(Some((
+        other_autoencoder(&place, config, channels)?,
+        checkpoint,
+    )))
 }
 
 /// The layers that `clip_skip` leaves out of each text encoder of the family. A list has an entry for each of SDXL's two.

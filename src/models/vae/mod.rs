@@ -22,6 +22,9 @@ use crate::nn::{
 /// The root of the VAE's parameter paths in a text-to-image model.
 pub const ROOT: &str = Part::Vae.name();
 
+/// The root of the parameter paths of an autoencoder that decodes previews alone.
+pub const PREVIEW_ROOT: &str = "preview_vae";
+
 /// Epsilon of every normalization; diffusers has no field for it.
 const EPSILON: f64 = 1e-6;
 

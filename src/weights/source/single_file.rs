@@ -68,17 +68,25 @@ impl ModelSource {
     /// # Errors
     /// When there is no autoencoder, or a file cannot be opened.
     pub fn replace_autoencoder(&mut self, path: &Path) -> Result<(), SourceError> {
+        let component = self.other_autoencoder(path)?;
+        self.components.insert(Part::Vae, component);
+        Ok(())
+    }
+
+    /// An autoencoder for this model's latents, as [`ModelSource::replace_autoencoder`] opens it.
+    ///
+    /// # Errors
+    /// When there is no autoencoder, or a file cannot be opened.
+    pub fn other_autoencoder(&self, path: &Path) -> Result<Component, SourceError> {
         let folder = match path.join(Part::Vae.name()) {
             folder if folder.join(CONFIG).is_file() => folder,
             _ => path.to_owned(),
         };
-        let component = match folder.join(CONFIG).is_file() {
-            true => component(&folder, Part::Vae)?,
-            false if path.is_dir() => self.autoencoder(&only_file(path)?)?,
-            false => self.autoencoder(path)?,
-        };
-        self.components.insert(Part::Vae, component);
-        Ok(())
+        match folder.join(CONFIG).is_file() {
+            true => component(&folder, Part::Vae),
+            false if path.is_dir() => self.autoencoder(&only_file(path)?),
+            false => self.autoencoder(path),
+        }
     }
 
     /// The autoencoder of a file by the names of the original code.
