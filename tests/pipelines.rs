@@ -696,6 +696,38 @@ fn images_from_images_are_diffusers() {
     }
 }
 
+/// The tiny autoencoder gives latents and no distribution, so none of the seed's noise is drawn for them.
+#[test]
+fn images_from_images_of_a_tiny_autoencoder_are_diffusers() {
+    let session = keeping_session();
+    let mut case = Case::read("sd21", Precision::F32);
+    let config = Golden::text("vae_tiny/config.json");
+    let config = serde_json::from_str(&config).unwrap();
+    case.model.vae = Some(Autoencoder::from_map(config).unwrap());
+    let path = common::golden("vae_tiny");
+    case.source.replace_autoencoder(&path).unwrap();
+    let given = Golden::read("pipeline_sd21/from_image.safetensors");
+    let golden = Golden::read("vae_tiny/io.safetensors");
+    let pipeline = case.compile(&session, 2, true);
+    let (image, mask) = (image(&given), mask(&given));
+    let plan = PlanOptions {
+        start: Start::Strength(0.6),
+        ..PlanOptions::new(10)
+    };
+    let plans = [case.model.scheduler.plan(&plan).unwrap()];
+    for (kind, mask) in [("image_0.6", None), ("mask_0.6", Some(&mask))] {
+        let options = SamplingOptions {
+            image: Some(&image),
+            mask,
+            ..SamplingOptions::new(&plans)
+        };
+        let made = case.run(&session, &pipeline, &options);
+        let expected = golden.values(&format!("out/{kind}"));
+        let error = distance(&samples(&made, expected.len()), expected);
+        assert!(error < 1e-4, "{kind}: relative L2 error {error:e}");
+    }
+}
+
 /// One ControlNet, and two whose effects add up, each with a scale and a part of the steps of its own.
 #[test]
 fn controlnets_steer_as_in_diffusers() {

@@ -35,11 +35,13 @@ CASES = {
 }
 
 
+def tokenizer(pad):
+    return CLIPTokenizer(vocab=str(GOLDEN / "tokenizer/vocab.json"), merges=str(GOLDEN / "tokenizer/merges.txt"),
+                         pad_token=pad, model_max_length=77)
+
+
 def pipeline(case):
     folder = GOLDEN / f"pipeline_{case}"
-    tokenizer = lambda pad: CLIPTokenizer(
-        vocab=str(GOLDEN / "tokenizer/vocab.json"), merges=str(GOLDEN / "tokenizer/merges.txt"), pad_token=pad,
-        model_max_length=77)
     part = lambda cls, name: cls.from_pretrained(folder / name, torch_dtype=torch.float32).eval()
     shared = dict(vae=part(AutoencoderKL, "vae"), unet=part(UNet2DConditionModel, "unet"),
                   text_encoder=part(CLIPTextModel, "text_encoder"), tokenizer=tokenizer("<|endoftext|>"))

@@ -164,6 +164,7 @@ fn check_words(config: &Config, given: &Given, images: &[ImageRequest]) -> Resul
         }
     }
     images::check_files(config)?;
+    hub::check_autoencoders(config)?;
     lora::loras(config)?;
     let name = &config.pretrained_model_name_or_path;
     let is_published = config.unet_config.0 == ModelConfig::Unset && !Path::new(name).exists();

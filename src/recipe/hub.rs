@@ -70,6 +70,30 @@ pub fn names_repositories(config: &Config) -> bool {
         .any(|name| !Path::new(name).exists() && RepoId::parse(name).is_some())
 }
 
+/// Refuses autoencoders that are neither here nor the name of a repository, before anything is downloaded.
+///
+/// # Errors
+/// Names the key.
+pub fn check_autoencoders(config: &Config) -> Result<(), RecipeError> {
+    let named = [
+        ("vae_model_name_or_path", &config.vae_model_name_or_path),
+        (
+            "preview_vae_model_name_or_path",
+            &config.preview_vae_model_name_or_path,
+        ),
+    ];
+    for (key, name) in named {
+        let path = Path::new(name);
+        if !name.is_empty() && !path.exists() && RepoId::parse(name).is_none() {
+            let advice = missing_here(path).unwrap_or_default();
+            return Err(RecipeError::Usage(format!(
+                "{key}={name}: no such file or folder, and not the name of a repository on the hub{advice}"
+            )));
+        }
+    }
+    Ok(())
+}
+
 /// For a path that is not there, in a folder that is: what else lies there. `None` where the folder is not there either, so
 /// that it may be a repository's name.
 fn missing_here(path: &Path) -> Option<String> {
