@@ -64,6 +64,12 @@ fn pixels(path: &Value) -> image::RgbImage {
     image::open(path.as_str().unwrap()).unwrap().to_rgb8()
 }
 
+/// Whether two images differ by rounding alone.
+fn are_near(a: &image::RgbImage, b: &image::RgbImage) -> bool {
+    let mut pairs = a.as_raw().iter().zip(b.as_raw());
+    a.dimensions() == b.dimensions() && pairs.all(|(a, b)| a.abs_diff(*b) <= 1)
+}
+
 #[test]
 fn an_image_is_repeated_from_its_file() {
     let dir = tempfile::tempdir().unwrap();
@@ -127,8 +133,7 @@ fn previews_lie_beside_the_image() {
     ];
     assert_eq!(names, expected);
     let [plain, shown] = [plain, shown].map(|report| pixels(&report["images"][0]["path"]));
-    let differences = plain.as_raw().iter().zip(shown.as_raw());
-    assert!(differences.into_iter().all(|(a, b)| a.abs_diff(*b) <= 1));
+    assert!(are_near(&plain, &shown));
 }
 
 #[test]
@@ -498,6 +503,58 @@ fn joined<'a>(words: &[&'a str], more: &[&'a str]) -> Vec<&'a str> {
 }
 
 const SMALL: [&str; 4] = ["prompt=x", "height=16", "width=16", "num_inference_steps=5"];
+
+/// Every prompt from each image, as calls with one of them draw it.
+#[test]
+fn several_images_are_drawn_from_one_after_the_other() {
+    let dir = tempfile::tempdir().unwrap();
+    let [image, _] = image_and_mask(dir.path());
+    let first = image.trim_start_matches("image=");
+    let second = dir.path().join("a second.png").display().to_string();
+    image::RgbImage::from_pixel(16, 16, image::Rgb([200, 20, 20]))
+        .save(&second)
+        .unwrap();
+    let both = format!("image=['{first}', '{second}']");
+    let draw = |words: &[&str]| json(&generate(dir.path(), &[words, &["--json"]].concat()));
+    let words = joined(
+        &SMALL,
+        &["strength=0.4", "num_images_per_prompt=2", "scheduler=ddim"],
+    );
+    let drawn = draw(&joined(&words, &[&both]));
+    let images = drawn["images"].as_array().unwrap();
+    let named: Vec<(String, &Value, &Value)> = images
+        .iter()
+        .map(|image| {
+            let path = Path::new(image["path"].as_str().unwrap());
+            let name = path.file_name().unwrap().to_str().unwrap().to_owned();
+            (name, &image["image"], &image["seed"])
+        })
+        .collect();
+    let [first, second] = [Value::from(first), Value::from(second.as_str())];
+    let [zero, one] = [Value::from(0), Value::from(1)];
+    let expected = [
+        ("image-image-00001.png".to_owned(), &first, &zero),
+        ("image-image-00002.png".to_owned(), &first, &one),
+        ("image-a_second-00001.png".to_owned(), &second, &zero),
+        ("image-a_second-00002.png".to_owned(), &second, &one),
+    ];
+    assert_eq!(named, expected);
+
+    let alone = format!("image={}", second.as_str().unwrap());
+    let alone = draw(&joined(&words, &[&alone]));
+    let of_second = |drawn: &Value, at: usize| pixels(&drawn["images"][at]["path"]);
+    assert!(are_near(&of_second(&alone, 1), &of_second(&drawn, 3)));
+    assert_ne!(of_second(&drawn, 1), of_second(&drawn, 3));
+    // An image repeats what was drawn from its own input.
+    let again = draw(&["--from-image", images[2]["path"].as_str().unwrap()]);
+    assert_eq!(again["images"].as_array().unwrap()[0]["image"], second);
+    assert!(are_near(&of_second(&again, 0), &of_second(&drawn, 2)));
+
+    let found = error(2, &joined(&SMALL, &["image=['x.png', '']"]));
+    assert!(found.contains("one of the images has no name"), "{found}");
+    let found = error(2, &joined(&SMALL, &["image=['x.png', 'y.png']"]));
+    assert!(found.contains("image=x.png: No such file"), "{found}");
+}
 
 #[test]
 fn an_inpainting_model_needs_an_image_and_a_mask() {

@@ -165,6 +165,7 @@ impl Case {
                 negative: encode(&negative),
                 negative_is_empty: negative.is_empty(),
                 seed: i as u64,
+                init: 0,
             })
             .collect()
     }
@@ -550,6 +551,7 @@ fn other_settings_compile_nothing() {
         negative: encode(negative),
         negative_is_empty: false,
         seed,
+        init: 0,
     };
     let images = [
         image(0, 5.0, "a red circle", "blurred", 0),
@@ -685,7 +687,7 @@ fn images_from_images_are_diffusers() {
         }
         let plans = [scheduler.plan(&plan).unwrap()];
         let options = SamplingOptions {
-            image: Some(&image),
+            images: std::slice::from_ref(&image),
             mask,
             ..SamplingOptions::new(&plans)
         };
@@ -717,7 +719,7 @@ fn images_from_images_of_a_tiny_autoencoder_are_diffusers() {
     let plans = [case.model.scheduler.plan(&plan).unwrap()];
     for (kind, mask) in [("image_0.6", None), ("mask_0.6", Some(&mask))] {
         let options = SamplingOptions {
-            image: Some(&image),
+            images: std::slice::from_ref(&image),
             mask,
             ..SamplingOptions::new(&plans)
         };
@@ -803,7 +805,7 @@ fn models_for_inpainting_paint_as_in_diffusers() {
             let plans = [scheduler.plan(&plan).unwrap()];
             let options = SamplingOptions {
                 zero_empty_prompts: case.is_xl,
-                image: Some(&image),
+                images: std::slice::from_ref(&image),
                 mask: Some(&mask),
                 ..SamplingOptions::new(&plans)
             };
@@ -963,7 +965,7 @@ fn a_refiner_goes_on_as_in_diffusers() {
     };
     let plans = [refiner.model.scheduler.plan(&plan).unwrap()];
     let options = SamplingOptions {
-        image: Some(&image),
+        images: std::slice::from_ref(&image),
         ..SamplingOptions::new(&plans)
     };
     let made = refiner.run(&session, &second, &options);

@@ -182,7 +182,7 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
         ..GenerationSettings::default()
     };
     prepare_output_dir(&out).map_err(CliError::failed)?;
-    let files = ImageFiles::new(out, common, request.images.clone());
+    let files = ImageFiles::new(out, common, request.images.clone(), config.input_images());
     let at_stop = files.clone();
     end_on_signals(move || {
         status::clear();

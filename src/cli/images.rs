@@ -24,16 +24,69 @@ struct Call {
     /// The settings that all images share.
     common: GenerationSettings,
     requests: Vec<ImageRequest>,
+    /// The images to start from.
+    inputs: Vec<Input>,
+}
+
+/// An image to start from.
+struct Input {
+    path: String,
+    /// A part of the names of what is drawn from it, where there are several.
+    name: Option<String>,
+}
+
+impl Input {
+    /// The files `paths`, named after their stems; those of one stem also by their number.
+    fn all(paths: &[String]) -> Vec<Input> {
+        let stem = |path: &String| {
+            let stem = Path::new(path).file_stem().unwrap_or_default();
+            let kept = |c: char| match c.is_alphanumeric() || c == '-' {
+                true => c,
+                false => '_',
+            };
+            let stem: String = stem.to_string_lossy().chars().map(kept).collect();
+            stem.chars().take(MOST_OF_NAME).collect::<String>()
+        };
+        let stems: Vec<String> = paths.iter().map(stem).collect();
+        let inputs = paths.iter().enumerate().map(|(at, path)| {
+            let alike = stems.iter().filter(|stem| **stem == stems[at]).count();
+            let name = match alike {
+                1 => stems[at].clone(),
+                _ => format!("{}_{}", stems[at], at + 1),
+            };
+            Input {
+                path: path.clone(),
+                name: (paths.len() > 1).then_some(name),
+            }
+        });
+        inputs.collect()
+    }
+}
+
+/// Most characters of an input's name in the names of files.
+const MOST_OF_NAME: usize = 60;
+
+impl Call {
+    /// What image number `index` of the request starts from.
+    fn input(&self, index: usize) -> Option<&Input> {
+        self.inputs.get(self.requests.get(index)?.init)
+    }
 }
 
 impl ImageFiles {
-    /// For the images that `requests` asks for.
-    pub fn new(folder: PathBuf, common: GenerationSettings, requests: Vec<ImageRequest>) -> Self {
+    /// For the images that `requests` asks for, from those at `inputs`.
+    pub fn new(
+        folder: PathBuf,
+        common: GenerationSettings,
+        requests: Vec<ImageRequest>,
+        inputs: &[String],
+    ) -> Self {
         ImageFiles {
             call: Arc::new(Call {
                 folder,
                 common,
                 requests,
+                inputs: Input::all(inputs),
             }),
             written: Arc::default(),
         }
@@ -48,17 +101,28 @@ impl ImageFiles {
             folder,
             common,
             requests,
+            ..
         } = &*self.call;
+        let input = self.call.input(index);
+        let mut options = common.options.clone();
+        if let Some(input) = input.filter(|input| input.name.is_some()) {
+            options.insert("image".to_owned(), input.path.clone());
+        }
         let settings = requests.get(index).map(|request| GenerationSettings {
             prompt: request.prompt.clone(),
             negative_prompt: request.negative_prompt.clone(),
             seed: request.seed,
             steps: request.steps as u32,
             guidance_scale: request.guidance_scale,
+            options,
             ..common.clone()
         });
         let mut written = self.lock();
-        let path = write_numbered(folder, "image", image, settings.as_ref())?;
+        let stem = match input.and_then(|input| input.name.as_ref()) {
+            Some(name) => format!("image-{name}"),
+            None => "image".to_owned(),
+        };
+        let path = write_numbered(folder, &stem, image, settings.as_ref())?;
         written.push(path.clone());
         Ok(path)
     }
@@ -77,11 +141,15 @@ impl ImageFiles {
     /// # Errors
     /// When the grid would be too large, or cannot be written.
     pub fn write_grid(&self, images: &[RgbImage]) -> Result<PathBuf, ImageFileError> {
-        let labels: Vec<String> = self
-            .call
-            .requests
-            .iter()
-            .map(|request| request.prompt.clone())
+        let labels = self.call.requests.iter().enumerate();
+        let labels: Vec<String> = labels
+            .map(|(index, request)| {
+                let input = self.call.input(index);
+                match input.and_then(|input| input.name.as_ref()) {
+                    Some(name) => format!("{name}: {}", request.prompt),
+                    None => request.prompt.clone(),
+                }
+            })
             .collect();
         let columns = (images.len() as f64).sqrt().ceil() as u32;
         let scale = images
@@ -103,11 +171,15 @@ impl ImageFiles {
     /// Image number `index` of the request as JSON.
     pub fn report(&self, index: usize, path: &Path) -> Value {
         let request = self.call.requests.get(index);
-        json!({
+        let mut report = json!({
             "path": path,
             "prompt": request.map(|request| &request.prompt),
             "seed": request.map(|request| request.seed),
-        })
+        });
+        if let Some(input) = self.call.input(index) {
+            report["image"] = input.path.as_str().into();
+        }
+        report
     }
 
     /// All written images as JSON.

@@ -128,15 +128,21 @@ pub(super) fn conflicts(config: &Config, verb: Option<Verb>) -> Vec<Conflict> {
                 .into(),
         ));
     }
+    if config.input_images().iter().any(String::is_empty) {
+        found.push((
+            vec!["image"],
+            "one of the images has no name: give a file for each".into(),
+        ));
+    }
     if let Some(scale) = config.hires_scale {
         let hires = |key: &'static str, message: String| (vec!["hires_scale", key], message);
-        if !config.image.is_empty() {
+        if !config.input_images().is_empty() {
             found.push(hires(
                 "image",
                 format!(
                     "hires_scale={scale} draws an image from a text and then again, larger; to enlarge image={} give the larger \
                      height and width, and a strength",
-                    config.image
+                    config.image.0.join(", ")
                 ),
             ));
         }
@@ -366,6 +372,14 @@ impl Config {
             quantization_local_shard_count: u64::try_from(self.quantization_local_shard_count)
                 .unwrap_or(num_slices),
         })
+    }
+
+    /// The files of the images to start from; none where there is no `image`.
+    pub fn input_images(&self) -> &[String] {
+        match self.image.0.as_slice() {
+            [none] if none.is_empty() => &[],
+            given => given,
+        }
     }
 
     /// Folder of the run: `output_dir`, and in it `run_name` if there is one.

@@ -406,11 +406,12 @@ schema! {
         height: u64 = 0, Ours, DENOISE, in Between(0.0, 65536.0), is [NotAnOption];
         /// Width of the images in pixels, for latent models. 0: `resolution`.
         width: u64 = 0, Ours, DENOISE, in Between(0.0, 65536.0), is [NotAnOption];
-        /// Image to start from, for latent models: PNG, JPEG or WebP, scaled to the output size.
-        image: String = String::new(), Ours, GENERATE;
+        /// Image to start from, for latent models: PNG, JPEG or WebP, scaled to the output size. From each of a list every
+        /// prompt is drawn, with the same seeds.
+        image: OneOrMore<String> = OneOrMore::default(), Ours, GENERATE;
         /// How far the result may differ from `image`: the fraction of the steps that run. 1 runs all.
         strength: f64 = 0.8, Ours, GENERATE, in Between(0.0, 1.0), when Given("image");
-        /// Mask of `image`: white parts are painted anew, black parts are kept.
+        /// Mask of `image`, of each if there are several: white parts are painted anew, black parts are kept.
         mask_image: String = String::new(), Ours, GENERATE, when Given("image");
         /// Hi-res fix: draw at `height` and `width`, enlarge by this factor (rounded down to whole latents), and draw
         /// again. Empty: off.

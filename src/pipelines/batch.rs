@@ -19,6 +19,8 @@ pub struct TokenizedImage {
     /// Whether the negative prompt is empty.
     pub negative_is_empty: bool,
     pub seed: u64,
+    /// Which of the images it starts from, where there are any.
+    pub init: usize,
 }
 
 /// Seconds of each phase of generation.
@@ -85,4 +87,15 @@ pub(super) fn one_row(batch: &HostTensor, row: usize) -> Result<HostTensor, Host
     shape.dims[0] = 1;
     let data = batch.data[row * bytes..(row + 1) * bytes].to_vec();
     HostTensor::new(shape, data)
+}
+
+/// Tensors of one row and one shape as a batch.
+pub(super) fn joined(rows: &[HostTensor]) -> Result<HostTensor, HostTensorError> {
+    let Some(first) = rows.first() else {
+        return HostTensor::from_f32([0], &[]);
+    };
+    let mut shape = first.shape.clone();
+    shape.dims[0] = rows.len();
+    let data = rows.iter().flat_map(|row| row.data.iter().copied());
+    HostTensor::new(shape, data.collect())
 }

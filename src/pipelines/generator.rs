@@ -24,7 +24,7 @@ use super::observer::{Event, Observer, PassSteps, Phase};
 use super::part_program::PartProgram;
 use super::pass::Pass;
 use super::progress::Progress;
-use super::start::{BatchStart, StartImage, StartSource};
+use super::start::{BatchStart, StartEncoder, StartSource};
 use super::text_to_image::Guidance;
 use super::tiling::TilePlan;
 use super::traced::{Ending, LoweredModel};
@@ -39,16 +39,16 @@ pub struct SamplingOptions<'a> {
     /// Whether an empty negative prompt is zeros instead of the encoding of an empty text
     /// (`force_zeros_for_empty_prompt` of SDXL's `model_index.json`).
     pub zero_empty_prompts: bool,
-    /// The image to start from, `f32[1, 3, height, width]` in [-1, 1]; the model must be traced for one.
-    pub image: Option<&'a HostTensor>,
-    /// `f32[1, 1, height, width]` of that image: 1 where it is generated anew, 0 where it is kept.
+    /// The images to start from, each `f32[1, 3, height, width]` in [-1, 1]; the model must be traced for them.
+    pub images: &'a [HostTensor],
+    /// `f32[1, 1, height, width]` of these images: 1 where it is generated anew, 0 where it is kept.
     pub mask: Option<&'a HostTensor>,
     /// The conditioning images of the model's ControlNets, one for each.
     pub controls: &'a [ControlImage],
     /// Unit normal noise to start from, `f32[images, channels, rows, columns]`, in place of the seeds'.
     pub latents: Option<&'a HostTensor>,
     /// The unfinished result of another model, for the same number of images in batches of the same size: the steps
-    /// continue with its samples. Neither `image` nor `latents` is read then.
+    /// continue with its samples. Neither `images` nor `latents` are read then.
     pub continues: Option<&'a ModelOutput>,
     /// The second pass of a hi-res fix; the model must be traced for it.
     pub redraw: Option<Redraw<'a>>,
@@ -63,13 +63,25 @@ impl<'a> SamplingOptions<'a> {
             plans,
             guidance_rescale: 0.0,
             zero_empty_prompts: false,
-            image: None,
+            images: &[],
             mask: None,
             controls: &[],
             latents: None,
             continues: None,
             redraw: None,
             preview_every: None,
+        }
+    }
+
+    /// The image that `image` starts from, if there are any.
+    fn image_of(&self, image: &TokenizedImage) -> Result<Option<&'a HostTensor>, PipelineError> {
+        match self.images.get(image.init) {
+            None if !self.images.is_empty() => Err(PipelineError::Request(format!(
+                "an image starts from image {}, of {}",
+                image.init,
+                self.images.len()
+            ))),
+            found => Ok(found),
         }
     }
 }
@@ -512,12 +524,11 @@ impl ImageGenerator {
             })
             .collect();
         let source = StartSource {
-            image: match (options.image, &self.image_encoder) {
-                (Some(image), Some(encoder)) => Some(StartImage {
+            encoder: match &self.image_encoder {
+                Some(encoder) if !options.images.is_empty() => Some(StartEncoder {
                     session,
                     encoder,
                     prepared: progress.prepare(weights, encoder.program().stages())?,
-                    image,
                 }),
                 _ => None,
             },
@@ -536,7 +547,10 @@ impl ImageGenerator {
                     None => None,
                 };
                 let plan = plan_of(options.plans, &images[batch.start])?;
-                source.begin(noise, plan, generators)
+                let rows = batch.filled(images, size);
+                let rows = rows.iter().map(|image| options.image_of(image));
+                let images = rows.collect::<Result<Vec<_>, _>>()?;
+                source.begin(&images, noise, plan, generators)
             })
             .collect::<Result<Vec<_>, PipelineError>>()?;
         progress.phases.encode += start.elapsed().as_secs_f64();

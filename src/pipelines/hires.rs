@@ -11,10 +11,10 @@ use crate::models::{DiffusionModel, vae};
 use crate::runtime::{Session, StagedProgram};
 
 use super::PipelineError;
-use super::batch::{Batch, one_row};
+use super::batch::{Batch, joined, one_row};
 use super::decoded::{check_samples, decoded_to_image};
 use super::denoiser::mix;
-use super::init_image::{InitImage, scaled};
+use super::init_image::{scaled, signed_planes};
 use super::interpolate::interpolate;
 use super::latents::{Decoder, ImageEncoder};
 use super::noise::NoiseGenerator;
@@ -119,16 +119,12 @@ impl Hires {
         let start = Instant::now();
         let mut latents = Vec::with_capacity(batches.len());
         for (images, generators) in images.iter().zip(generators) {
-            let mut values = Vec::new();
-            for (row, generator) in generators.iter_mut().enumerate() {
+            let rows = generators.iter_mut().enumerate().map(|(row, generator)| {
                 // A batch that is not full repeats its first image.
                 let image = images.get(row).unwrap_or(&images[0]);
-                let own = std::slice::from_mut(generator);
-                let row = encoder.run(place.session, &prepared, image, own)?;
-                values.extend(row.to_f32_vec()?);
-            }
-            let dims = self.pass.denoiser.sample_dims();
-            latents.push(HostTensor::from_f32(dims, &values)?);
+                encoder.run(place.session, &prepared, image, generator)
+            });
+            latents.push(joined(&rows.collect::<Result<Vec<_>, _>>()?)?);
         }
         progress.phases.encode += start.elapsed().as_secs_f64();
         Ok(latents)
@@ -152,7 +148,7 @@ impl Hires {
             let decoded = decoder.run(place.session, &prepared, &sample)?;
             vae::check_finite(&decoded)?;
             let image = DynamicImage::from(decoded_to_image(&decoded)?);
-            Ok(InitImage::new(&scaled(&image, self.image_size), None)?.image)
+            Ok(signed_planes(&scaled(&image, self.image_size))?)
         };
         let images = batches.iter().zip(samples).map(|(batch, sample)| {
             let rows = (0..batch.count).map(|row| enlarged(sample, row));

@@ -7,28 +7,30 @@ use crate::host_tensor::{HostTensor, HostTensorError};
 
 /// The start of generation.
 #[derive(Clone, Debug)]
-pub struct InitImage {
-    /// `f32[1, 3, height, width]` in [-1, 1].
-    pub image: HostTensor,
-    /// `f32[1, 1, height, width]`: 1 where the image is generated anew, 0 where it is kept.
+pub struct InitImages {
+    /// Each `f32[1, 3, height, width]` in [-1, 1].
+    pub images: Vec<HostTensor>,
+    /// Of every image. `f32[1, 1, height, width]`: 1 where the image is generated anew, 0 where it is kept.
     pub mask: Option<HostTensor>,
 }
 
-impl InitImage {
-    /// From an image of the size of the model's, and a mask of the same size that is white where the image is generated
-    /// anew.
+impl InitImages {
+    /// From images of the size of the model's, and a mask of the same size that is white where they are generated anew.
     ///
     /// # Errors
     /// None for images whose sizes memory can hold.
-    pub fn new(image: &RgbImage, mask: Option<&RgbImage>) -> Result<InitImage, HostTensorError> {
+    pub fn new(
+        images: &[RgbImage],
+        mask: Option<&RgbImage>,
+    ) -> Result<InitImages, HostTensorError> {
         let of_mask = |mask: &RgbImage| {
             let (width, height) = mask.dimensions();
             let white = mask.pixels().map(|pixel| f32::from(is_white(pixel.0)));
             let dims = [1, 1, height as usize, width as usize];
             HostTensor::from_f32(dims, &white.collect::<Vec<_>>())
         };
-        Ok(InitImage {
-            image: planes(image, |byte| byte / 127.5 - 1.0)?,
+        Ok(InitImages {
+            images: images.iter().map(signed_planes).collect::<Result<_, _>>()?,
             mask: mask.map(of_mask).transpose()?,
         })
     }
@@ -39,6 +41,14 @@ pub fn scaled(image: &DynamicImage, [height, width]: [usize; 2]) -> RgbImage {
     let filter = FilterType::Lanczos3;
     let scaled = image.resize_exact(width as u32, height as u32, filter);
     scaled.to_rgb8()
+}
+
+/// `f32[1, 3, height, width]` of an image in [-1, 1]: what the VAE takes.
+///
+/// # Errors
+/// None for images whose sizes memory can hold.
+pub fn signed_planes(image: &RgbImage) -> Result<HostTensor, HostTensorError> {
+    planes(image, |byte| byte / 127.5 - 1.0)
 }
 
 /// `f32[1, 3, height, width]` of an image in [0, 1]: what a ControlNet takes.

@@ -95,8 +95,8 @@ impl ImageEncoder {
         &self.program
     }
 
-    /// Latents of `image` `f32[1, 3, height, width]`, one for each generator, which gives the noise of the draw if there is one:
-    /// `f32[generators, channels, rows, columns]`.
+    /// Latents of `image` `f32[1, 3, height, width]`: `f32[1, channels, rows, columns]`. `generator` gives the noise of the
+    /// draw, if there is one.
     ///
     /// # Errors
     /// When a weight is missing, the image has another size, or the program fails.
@@ -105,25 +105,19 @@ impl ImageEncoder {
         session: &Session,
         weights: &Prepared<'_>,
         image: &HostTensor,
-        generators: &mut [NoiseGenerator],
+        generator: &mut NoiseGenerator,
     ) -> Result<HostTensor, PipelineError> {
         let mut inputs = self.program.inputs(session);
         inputs.set(names::IMAGES, image)?;
-        let draws = self.program.stages().input(sampler_names::NOISE).is_some();
-        let each: usize = self.latent_dims.iter().product();
-        let mut latents = Vec::with_capacity(each * generators.len());
-        for generator in generators.iter_mut() {
-            if draws {
-                let noise = HostTensor::from_f32(self.latent_dims, &generator.normal(each))?;
-                inputs.set(sampler_names::NOISE, &noise)?;
-            }
-            for result in self.program.run(weights, &inputs)? {
-                latents.extend(result.to_f32_vec()?);
-            }
+        if self.program.stages().input(sampler_names::NOISE).is_some() {
+            let each: usize = self.latent_dims.iter().product();
+            let noise = HostTensor::from_f32(self.latent_dims, &generator.normal(each))?;
+            inputs.set(sampler_names::NOISE, &noise)?;
         }
-        let [_, channels, rows, columns] = self.latent_dims;
-        let dims = [generators.len(), channels, rows, columns];
-        Ok(HostTensor::from_f32(dims, &latents)?)
+        let results = self.program.run(weights, &inputs)?;
+        results.into_iter().next().ok_or_else(|| {
+            PipelineError::Request("the encoder of images has no result".to_string())
+        })
     }
 }
 

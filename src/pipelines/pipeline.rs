@@ -110,7 +110,7 @@ impl PipelineOptions {
     fn check_hires(&self, request: &GenerateRequest) -> Result<(), PipelineError> {
         let other = match &request.hires {
             None => return Ok(()),
-            Some(_) if request.init_image.is_some() => "an image to start from",
+            Some(_) if request.init_images.is_some() => "an image to start from",
             Some(_) if self.refiner.is_some() => "a refiner",
             Some(_) => return Ok(()),
         };
@@ -232,7 +232,7 @@ impl Pipeline {
         let sizes = ProgramSizes {
             batch: count.max(1).next_multiple_of(devices),
             chunks: base.chunks(),
-            from_image: request.init_image.is_some(),
+            from_image: request.init_images.is_some(),
             hires: request
                 .hires
                 .as_ref()
@@ -257,11 +257,12 @@ impl Pipeline {
         };
         let read =
             |slots: &[Slot], take: &mut TakeWeight<'_>| files.read(session, changes, slots, take);
+        let inits = request.init_images.as_ref();
         let sampling = SamplingOptions {
             guidance_rescale: request.guidance_rescale,
             zero_empty_prompts: options.base.zero_empty_prompts,
-            image: request.init_image.as_ref().map(|init| &init.image),
-            mask: request.init_image.as_ref().and_then(|i| i.mask.as_ref()),
+            images: inits.map_or(&[], |inits| &inits.images),
+            mask: inits.and_then(|inits| inits.mask.as_ref()),
             controls: &request.controls,
             latents: request.latents.as_ref(),
             redraw: request.hires.as_ref().map(|hires| Redraw {
@@ -462,7 +463,7 @@ fn refine(
     let sampling = SamplingOptions {
         plans: &request.plans,
         zero_empty_prompts: model.zero_empty_prompts,
-        image: None,
+        images: &[],
         controls: &[],
         latents: None,
         continues: Some(&begun),

@@ -100,7 +100,7 @@ pub(super) fn prepare(
             steps.iter().map(plan).collect::<Result<Vec<_>, _>>()?
         }
     };
-    let start = Start::Strength(match request.init_image {
+    let start = Start::Strength(match request.init_images {
         Some(_) => request.strength,
         None => 1.0,
     });
@@ -165,6 +165,7 @@ pub fn tokenize(
                 negative: encode(&request.negative_prompt)?,
                 negative_is_empty: request.negative_prompt.is_empty(),
                 seed: request.seed,
+                init: request.init,
             })
         })
         .collect::<Result<Vec<_>, PipelineError>>()?;

@@ -3,7 +3,7 @@
 use crate::host_tensor::HostTensor;
 
 use super::denoiser::ControlImage;
-use super::init_image::InitImage;
+use super::init_image::InitImages;
 use super::prompt::PromptSyntax;
 use super::upscaler::HiresUpscaler;
 
@@ -15,6 +15,8 @@ pub struct ImageRequest {
     pub seed: u64,
     pub guidance_scale: f64,
     pub steps: usize,
+    /// Which of [`InitImages::images`] it starts from, where there are any.
+    pub init: usize,
 }
 
 impl ImageRequest {
@@ -26,6 +28,7 @@ impl ImageRequest {
             seed: 0,
             guidance_scale: 7.5,
             steps: 50,
+            init: 0,
         }
     }
 }
@@ -40,8 +43,8 @@ pub struct GenerateRequest {
     pub guidance_rescale: f32,
     /// Fresh noise in each step, for samplers that read it: 0 for none.
     pub eta: f64,
-    pub init_image: Option<InitImage>,
-    /// The share of the steps that are taken from `init_image`.
+    pub init_images: Option<InitImages>,
+    /// The share of the steps that are taken from an initial image.
     pub strength: f64,
     /// One for each of the base model's ControlNets.
     pub controls: Vec<ControlImage>,
@@ -49,7 +52,7 @@ pub struct GenerateRequest {
     pub latents: Option<HostTensor>,
     /// With a refiner, the share of the steps that the base model takes, and that after which the refiner goes on.
     pub handover: Handover,
-    /// The second pass of a hi-res fix: not with `init_image`, and not with a refiner.
+    /// The second pass of a hi-res fix: not with `init_images`, and not with a refiner.
     pub hires: Option<HiresRequest>,
     /// Steps from one preview of an image to the next.
     pub preview_every: Option<usize>,
@@ -84,7 +87,7 @@ impl GenerateRequest {
             prompt_syntax: PromptSyntax::Weighted,
             guidance_rescale: 0.0,
             eta: 0.0,
-            init_image: None,
+            init_images: None,
             strength: 1.0,
             controls: Vec::new(),
             latents: None,

@@ -5,6 +5,7 @@ use crate::runtime::{Prepared, Session};
 use crate::schedulers::SamplingPlan;
 
 use super::PipelineError;
+use super::batch::joined;
 use super::denoiser::{Inpainting, mix};
 use super::latents::ImageEncoder;
 use super::noise::NoiseGenerator;
@@ -16,31 +17,33 @@ pub(super) struct BatchStart {
     pub inpainting: Option<Inpainting>,
 }
 
-/// An image and the ready program that encodes it.
-pub(super) struct StartImage<'a> {
+/// The ready program that encodes images.
+pub(super) struct StartEncoder<'a> {
     pub session: &'a Session,
     pub encoder: &'a ImageEncoder,
     pub prepared: Prepared<'a>,
-    /// `f32[1, 3, height, width]` in [-1, 1].
-    pub image: &'a HostTensor,
 }
 
-impl StartImage<'_> {
-    /// Latents of `image`, one for each generator.
-    fn latents(
+impl StartEncoder<'_> {
+    /// Latents of `images` `f32[1, 3, height, width]` in [-1, 1], one for each generator.
+    fn latents<'i>(
         &self,
-        image: &HostTensor,
+        images: impl Iterator<Item = &'i HostTensor>,
         generators: &mut [NoiseGenerator],
     ) -> Result<HostTensor, PipelineError> {
         let (session, prepared) = (self.session, &self.prepared);
-        self.encoder.run(session, prepared, image, generators)
+        let rows = images.zip(generators);
+        let rows =
+            rows.map(|(image, generator)| self.encoder.run(session, prepared, image, generator));
+        Ok(joined(&rows.collect::<Result<Vec<_>, _>>()?)?)
     }
 }
 
 /// The start of all batches of a call.
 pub(super) struct StartSource<'a> {
-    pub image: Option<StartImage<'a>>,
-    /// `f32[1, 1, height, width]` of the image: 1 where it is generated anew.
+    /// None without images.
+    pub encoder: Option<StartEncoder<'a>>,
+    /// `f32[1, 1, height, width]` of the images: 1 where it is generated anew.
     pub mask: Option<&'a HostTensor>,
     /// Whether the model sees mask and image itself.
     pub is_inpainting: bool,
@@ -48,13 +51,14 @@ pub(super) struct StartSource<'a> {
 }
 
 impl StartSource<'_> {
-    /// The start of the steps of a batch. Noise is drawn in the order of diffusers' pipelines: for the latents of the
+    /// The start of the steps of a batch, whose rows start from `images`. Noise is drawn in the order of diffusers' pipelines: for the latents of the
     /// image, for the first sample (unless `noise` is given), for the latents of the masked image.
     ///
     /// # Errors
     /// When a model for inpainting has no image or mask, these do not fit, or the encoder fails.
     pub fn begin(
         &self,
+        images: &[Option<&HostTensor>],
         noise: Option<HostTensor>,
         plan: &SamplingPlan,
         generators: &mut [NoiseGenerator],
@@ -63,9 +67,10 @@ impl StartSource<'_> {
         let each = channels * rows * columns;
         // With a mask, all steps start from noise alone: the model sees the image, or what is kept is put back.
         let from_noise = self.mask.is_some() && plan.is_whole;
-        let latents = match &self.image {
-            Some(start) if !(self.is_inpainting && from_noise) => {
-                Some(start.latents(start.image, generators)?)
+        let images = images.iter().flatten().copied();
+        let latents = match &self.encoder {
+            Some(encoder) if !(self.is_inpainting && from_noise) => {
+                Some(encoder.latents(images.clone(), generators)?)
             }
             Some(_) | None => None,
         };
@@ -84,11 +89,15 @@ impl StartSource<'_> {
                 HostTensor::from_f32(self.sample_dims, &scaled)?
             }
         };
-        let inpainting = match (&self.image, self.mask, latents) {
-            (Some(start), Some(mask), _) if self.is_inpainting => Some(Inpainting::Seen {
-                mask: repeat(&nearest(mask, [rows, columns])?, generators.len())?,
-                masked_image_latents: start.latents(&without(start.image, mask)?, generators)?,
-            }),
+        let inpainting = match (&self.encoder, self.mask, latents) {
+            (Some(encoder), Some(mask), _) if self.is_inpainting => {
+                let masked = images.map(|image| without(image, mask));
+                let masked = masked.collect::<Result<Vec<_>, _>>()?;
+                Some(Inpainting::Seen {
+                    mask: repeat(&nearest(mask, [rows, columns])?, generators.len())?,
+                    masked_image_latents: encoder.latents(masked.iter(), generators)?,
+                })
+            }
             _ if self.is_inpainting => {
                 return Err(PipelineError::Request(
                     "an inpainting model takes an image and a mask".to_string(),

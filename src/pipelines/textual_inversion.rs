@@ -497,6 +497,7 @@ mod tests {
             negative: vec![encode(negative)],
             negative_is_empty: false,
             seed: 0,
+            init: 0,
         };
         let unused = inversions.unused(&[image("a", "b")]);
         assert!(

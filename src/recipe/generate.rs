@@ -197,7 +197,7 @@ fn request(
         // MaxDiffusion's recipe of SDXL-Lightning has -1: it rescales above 0 only.
         guidance_rescale: config.guidance_rescale.max(0.0) as f32,
         eta: config.eta,
-        init_image: images::read(config, &base.model, &name)?,
+        init_images: images::read(config, &base.model, &name)?,
         strength: config.strength,
         controls: images::read_controls(config, &base.model)?,
         latents: latents(config, &base.model)?,

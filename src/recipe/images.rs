@@ -9,7 +9,7 @@ use crate::config::{Config, OneOrMore};
 use crate::models::{DiffusionModel, MicroConditioning};
 use crate::pipelines::canny::{THRESHOLDS, canny};
 use crate::pipelines::denoiser::ControlImage;
-use crate::pipelines::init_image::{InitImage, scaled, unit_planes};
+use crate::pipelines::init_image::{InitImages, scaled, unit_planes};
 use crate::util::files;
 
 use super::RecipeError;
@@ -19,7 +19,7 @@ const LONGEST_SIDE: u32 = 16384;
 /// Most memory that decoding one may take, in bytes.
 const MOST_MEMORY: u64 = 1 << 30;
 
-/// Reads `image` and `mask_image`, scaled to the size of the model's images; `None` without them. `name` is what the
+/// Reads every `image`, and `mask_image`, scaled to the size of the model's images; `None` without them. `name` is what the
 /// model is called in errors.
 ///
 /// # Errors
@@ -28,40 +28,43 @@ pub fn read(
     config: &Config,
     model: &DiffusionModel,
     name: &str,
-) -> Result<Option<InitImage>, RecipeError> {
-    if model.is_inpainting() && (config.image.is_empty() || config.mask_image.is_empty()) {
+) -> Result<Option<InitImages>, RecipeError> {
+    let paths = config.input_images();
+    if model.is_inpainting() && (paths.is_empty() || config.mask_image.is_empty()) {
         return Err(RecipeError::Usage(format!(
             "{name}: an inpainting model (its UNet takes nine channels: sample, mask and masked image) needs an \
              image: give image=FILE and mask_image=FILE, white where it should change; found image='{}', mask_image='{}'",
-            config.image, config.mask_image
+            paths.join(", "),
+            config.mask_image
         )));
     }
     let scored = matches!(
         model.micro_conditioning,
         MicroConditioning::AestheticScore { .. }
     );
-    if scored && config.image.is_empty() {
+    if scored && paths.is_empty() {
         return Err(RecipeError::Usage(format!(
             "{name}: SDXL's refiner starts from an image: give image=FILE and a strength such as 0.3, or name a base model \
              and this one as refiner_model_name_or_path"
         )));
     }
-    if config.image.is_empty() {
+    if paths.is_empty() {
         return Ok(None);
     }
     if model.vae.is_none() {
         return Err(RecipeError::Usage(format!(
             "image={}: a pixel-space model starts from noise alone; name a latent model",
-            config.image
+            paths.join(", ")
         )));
     }
-    let image = open("image", &config.image, model)?;
+    let images = paths.iter().map(|path| open("image", path, model));
+    let images = images.collect::<Result<Vec<_>, _>>()?;
     let mask = match config.mask_image.as_str() {
         "" => None,
         path => Some(open("mask_image", path, model)?),
     };
-    let init = InitImage::new(&image, mask.as_ref()).map_err(RecipeError::failed)?;
-    Ok(Some(init))
+    let inits = InitImages::new(&images, mask.as_ref()).map_err(RecipeError::failed)?;
+    Ok(Some(inits))
 }
 
 /// Opens the files of images that the configuration names, without reading them.
@@ -71,9 +74,9 @@ pub fn read(
 pub fn check_files(config: &Config) -> Result<(), RecipeError> {
     let controls = config.controlnet_image.0.iter();
     let controls = controls.filter(|_| config.use_controlnet);
-    let named = [("image", &config.image), ("mask_image", &config.mask_image)];
-    let named = named
-        .into_iter()
+    let images = config.input_images().iter().map(|path| ("image", path));
+    let named = images
+        .chain([("mask_image", &config.mask_image)])
         .chain(controls.map(|path| ("controlnet_image", path)));
     for (key, path) in named.filter(|(_, path)| !path.is_empty()) {
         files::open(Path::new(path))

@@ -8,8 +8,9 @@ use crate::pipelines::prompt_file::{PromptLine, read_prompts};
 
 use super::{Notify, RecipeError};
 
-/// Every image that the configuration asks for: each prompt `num_images_per_prompt` times, with seeds that count up
-/// where a line of the file of prompts does not give one.
+/// Every image that the configuration asks for: from each input image, or from noise alone, each prompt
+/// `num_images_per_prompt` times. Where a line of the file of prompts gives no seed, seeds count up, for each input image
+/// anew: it gives what a call with it alone gives.
 ///
 /// # Errors
 /// When there are two sources of prompts, the file of prompts cannot be read or asks for another size, or the images are too
@@ -27,12 +28,14 @@ pub fn image_requests(
     } else {
         read_prompts(Path::new(&config.prompts_file)).map_err(RecipeError::usage)?
     };
+    let inputs = config.input_images().len().max(1);
     let images = config
         .num_images_per_prompt
-        .saturating_mul(lines.len() as u64);
+        .saturating_mul(lines.len() as u64)
+        .saturating_mul(inputs as u64);
     if images > MOST_IMAGES {
         return Err(RecipeError::Usage(format!(
-            "num_images_per_prompt={} for {} prompts makes {images} images; a call makes at most {MOST_IMAGES}: make them \
+            "num_images_per_prompt={} for {} prompts and {inputs} input images makes {images} images; a call makes at most {MOST_IMAGES}: make them \
              in several calls, with another seed for each",
             config.num_images_per_prompt,
             lines.len()
@@ -52,10 +55,15 @@ pub fn image_requests(
                 seed: line.seed.map_or(counted, |seed| seed.wrapping_add(copy)),
                 guidance_scale: line.guidance_scale.unwrap_or(config.guidance_scale),
                 steps: line.steps.map_or(config.num_inference_steps, u64::from) as usize,
+                init: 0,
             });
         }
     }
-    Ok(requests)
+    let of_input = |init: usize| {
+        let requests = requests.iter().cloned();
+        requests.map(move |request| ImageRequest { init, ..request })
+    };
+    Ok((0..inputs).flat_map(of_input).collect())
 }
 
 /// Refuses sources of prompts that exclude each other.

@@ -159,7 +159,7 @@ pub fn sampling_plan(
     scheduler: &SchedulerConfig,
     steps: usize,
 ) -> Result<SamplingPlan, RecipeError> {
-    let strength = match config.image.is_empty() {
+    let strength = match config.input_images().is_empty() {
         true => 1.0,
         false => config.strength,
     };
