@@ -776,6 +776,84 @@ fn a_whole_recipe_of_maxdiffusion_draws() {
 }
 
 #[test]
+fn an_ip_adapter_shows_an_image() {
+    let dir = tempfile::tempdir().unwrap();
+    let [image, _] = image_and_mask(dir.path());
+    let image = image.replace("image=", "ip_adapter_image=");
+    let model = format!(
+        "pretrained_model_name_or_path={}",
+        golden("pipeline_sd15").display()
+    );
+    let file = |name: &str| {
+        format!(
+            "ip_adapter_path={}",
+            golden("ip_adapter").join(name).display()
+        )
+    };
+    let plus = file("sd15_plus.safetensors");
+    let words = [&SMALL[..], &[&model, "scheduler=ddim"]].concat();
+    let draw = |words: &[&str]| {
+        let drawn = json(&generate(dir.path(), &[words, &["--json"]].concat()));
+        let path = drawn["images"][0]["path"].as_str().unwrap().to_owned();
+        (image::open(&path).unwrap().to_rgb8(), path)
+    };
+    let (seen, path) = draw(&joined(&words, &[&plus, &image]));
+    let repeat = ["--from-image", &path, &model];
+    let (again, _) = draw(&repeat);
+    assert_eq!(again, seen);
+    let (less, _) = draw(&joined(&repeat, &["ip_adapter_scale=0"]));
+    assert_ne!(less, seen);
+
+    let pickle = "ip_adapter_path=ip-adapter_sd15.bin";
+    let other = file("sdxl.safetensors");
+    let encoder = format!("ip_adapter_image_encoder={}", dir.path().display());
+    for (more, expected) in [
+        (vec![&plus], "an IP-Adapter needs ip_adapter_image=FILE"),
+        (vec![&image], "ip_adapter_image: has no effect"),
+        (
+            vec![&image, &pickle.to_owned()],
+            "a pickle, which can run code",
+        ),
+        (
+            vec![&image, &plus, &encoder],
+            "name the folder with ip_adapter_image_encoder",
+        ),
+        (
+            vec![&image, &other],
+            "sdxl.safetensors: IP-Adapter: image_proj.norm.weight: expected [16], the UNet's cross_attention_dim",
+        ),
+    ] {
+        let more: Vec<&str> = more.into_iter().map(String::as_str).collect();
+        let found = error(2, &joined(&words, &more));
+        assert!(found.contains(expected), "{more:?}: {found}");
+    }
+
+    // An adapter of a UNet with fewer layers: the file, the tensor, what was expected and found.
+    let adapter = Checkpoint::open(&golden("ip_adapter/sd15.safetensors")).unwrap();
+    let cut: Vec<(String, maxdiff::host_tensor::HostTensor)> = adapter
+        .names()
+        .filter(|name| !name.contains(".7."))
+        .map(|name| (name.to_owned(), adapter.read(name).unwrap()))
+        .collect();
+    let views = cut.iter().map(|(name, tensor)| TensorView {
+        name,
+        dtype: tensor.shape.dtype,
+        dims: &tensor.shape.dims,
+        data: &tensor.data,
+    });
+    let path = dir.path().join("cut.safetensors");
+    save(&path, views, &Default::default()).unwrap();
+    let cut = format!("ip_adapter_path={}", path.display());
+    let encoder = format!(
+        "ip_adapter_image_encoder={}",
+        golden("ip_adapter/image_encoder").display()
+    );
+    let found = error(1, &joined(&words, &[&image, &cut, &encoder]));
+    assert!(found.contains("cut.safetensors"), "{found}");
+    assert!(found.contains("ip_adapter.7.to_k_ip.weight"), "{found}");
+}
+
+#[test]
 fn a_hires_fix_draws_twice() {
     let dir = tempfile::tempdir().unwrap();
     let draw = |words: &[&str]| json(&generate(dir.path(), &[words, &["--json"]].concat()));

@@ -1,18 +1,23 @@
 //! Whole text-to-image pipelines against diffusers, from the same noise.
 
+use image::RgbImage;
+
 use crate::common::{self, Golden, distance, golden, keeping_session, kernels_run};
 use maxdiff::data::Tokenizer;
 use maxdiff::dtype::DType;
 use maxdiff::emit::DotPrecision;
 use maxdiff::host_tensor::HostTensor;
 use maxdiff::models::clip::ClipTextConfig;
+use maxdiff::models::clip::vision::ClipVisionConfig;
 use maxdiff::models::controlnet::{self, ControlNetConfig};
+use maxdiff::models::ip_adapter::{self, IpAdapterConfig};
 use maxdiff::models::unet::UNet2DConditionConfig;
 use maxdiff::models::vae::{self, Autoencoder};
 use maxdiff::models::{DiffusionModel, HiddenState, MicroConditioning, Part, TextEncoder};
 use maxdiff::nn::{Precision, Remat};
 use maxdiff::pipelines::denoiser::ControlImage;
 use maxdiff::pipelines::generator::{CompiledModel, ModelOutput, Redraw, SamplingOptions};
+use maxdiff::pipelines::image_prompt::{ImagePrompt, clip_pixels};
 use maxdiff::pipelines::prompt::{PromptSyntax, encode_prompt};
 use maxdiff::pipelines::text_to_image::{DenoiseOptions, Guidance};
 use maxdiff::pipelines::traced::TracedModel;
@@ -46,6 +51,8 @@ struct Case {
     model: DiffusionModel,
     tokenizers: Vec<Tokenizer>,
     is_xl: bool,
+    /// The file of its IP-Adapter, if it has one.
+    adapter: String,
     /// The folder of the UNet in that of the pipeline.
     unet: &'static str,
     quantization: Option<Policy>,
@@ -79,6 +86,7 @@ impl Case {
             unet: UNet2DConditionConfig::from_map(config(Part::Unet)).unwrap(),
             text_encoders,
             controlnets: Vec::new(),
+            ip_adapter: None,
             vae: Some(Autoencoder::from_map(config(Part::Vae)).unwrap()),
             preview_vae: None,
             precision,
@@ -91,6 +99,7 @@ impl Case {
             decode_tile: None,
         };
         Case {
+            adapter: String::new(),
             unet: "unet",
             golden: Golden::read(&format!("{folder}/io.safetensors")),
             source,
@@ -100,6 +109,19 @@ impl Case {
             quantization: None,
             rows: Vec::new(),
         }
+    }
+
+    /// The same parts with a recorded IP-Adapter.
+    fn with_adapter(name: &str, adapter: &str) -> Case {
+        let mut case = Case::read(name, Precision::F32);
+        case.adapter = format!("ip_adapter/{adapter}.safetensors");
+        let file = Checkpoint::open(&golden(&case.adapter)).unwrap();
+        let vision = Golden::text("ip_adapter/image_encoder/config.json");
+        let vision = ClipVisionConfig::from_json(&vision).unwrap();
+        let features = case.model.unet.cross_attention_dim.get(0).unwrap();
+        let sizes = |name: &str| file.info(name).map(|shape| shape.dims.clone());
+        case.model.ip_adapter = Some(IpAdapterConfig::new(vision, features, &sizes).unwrap());
+        case
     }
 
     /// The same parts with a UNet for inpainting.
@@ -252,6 +274,15 @@ impl Case {
     ) -> ModelOutput {
         let tensor = |slot: &Slot| -> Result<HostTensor, PipelineError> {
             let (root, key) = slot.name.split_once('/').unwrap();
+            let beside = match root {
+                ip_adapter::ROOT => &self.adapter,
+                ip_adapter::IMAGE_ENCODER => "ip_adapter/image_encoder",
+                _ => "",
+            };
+            if !beside.is_empty() {
+                let file = Checkpoint::open(&golden(beside))?;
+                return Ok(file.read_as(key, slot.shape.dtype)?);
+            }
             let folder = match root {
                 _ if root.starts_with(controlnet::ROOT) => root,
                 "unet" => self.unet,
@@ -815,6 +846,52 @@ fn models_for_inpainting_paint_as_in_diffusers() {
             assert!(error < 1e-4, "{name} {kind}: relative L2 error {error:e}");
         }
     }
+}
+
+/// Linear projections and a resampler; the pixels of the image are those that transformers prepares, but for the rounding
+/// of bytes.
+#[test]
+fn ip_adapters_make_the_latents_of_diffusers() {
+    let session = keeping_session();
+    let golden = Golden::read("ip_adapter/io.safetensors");
+    let pixels = HostTensor::from_f32([1, 3, 16, 16], &floats(&golden, "in/pixel_values")).unwrap();
+    let dims = golden.dims("in/image");
+    let bytes = golden.values("in/image").iter().map(|b| *b as u8).collect();
+    let image = RgbImage::from_raw(dims[1] as u32, dims[0] as u32, bytes).unwrap();
+    let own = clip_pixels(&image.into(), 16).unwrap();
+    let differences = own.to_f64_vec().unwrap();
+    let differences = differences.iter().zip(golden.values("in/pixel_values"));
+    let largest = differences.map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+    // A byte is 1 / 255 / 0.26 at most.
+    assert!(largest < 1.01 / 255.0 / 0.26, "{largest}");
+
+    let latents = HostTensor::from_f32(golden.dims("in/latents"), &floats(&golden, "in/latents"));
+    let latents = latents.unwrap();
+    for (name, adapter) in [("sd15", "sd15"), ("sd15", "sd15_plus"), ("sdxl", "sdxl")] {
+        let case = Case::with_adapter(name, adapter);
+        let compiled = case.compile(&session, 2, false);
+        let steps = golden.meta["steps"].as_u64().unwrap() as usize;
+        let plans = [case.model.scheduler.plan(&PlanOptions::new(steps)).unwrap()];
+        let prompt = ImagePrompt {
+            pixels: pixels.clone(),
+            scale: golden.meta["scale"].as_f64().unwrap() as f32,
+        };
+        let options = SamplingOptions {
+            zero_empty_prompts: case.is_xl,
+            latents: Some(&latents),
+            image_prompt: Some(&prompt),
+            ..SamplingOptions::new(&plans)
+        };
+        let made = case.run(&session, &compiled, &options);
+        let expected = golden.values(&format!("out/{adapter}"));
+        let error = distance(&samples(&made, expected.len()), expected);
+        assert!(error < 1e-4, "{adapter}: relative L2 error {error:e}");
+    }
+}
+
+/// A recorded tensor.
+fn floats(golden: &Golden, name: &str) -> Vec<f32> {
+    golden.values(name).iter().map(|v| *v as f32).collect()
 }
 
 /// Text to image, samples enlarged, and image to image with the same generators. Lanczos's filter rounds to bytes

@@ -128,6 +128,12 @@ pub(super) fn conflicts(config: &Config, verb: Option<Verb>) -> Vec<Conflict> {
                 .into(),
         ));
     }
+    if !config.ip_adapter_path.is_empty() && config.ip_adapter_image.is_empty() {
+        found.push((
+            vec!["ip_adapter_image", "ip_adapter_path"],
+            "an IP-Adapter needs ip_adapter_image=FILE, what it shows the model".into(),
+        ));
+    }
     if config.input_images().iter().any(String::is_empty) {
         found.push((
             vec!["image"],

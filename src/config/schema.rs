@@ -60,6 +60,7 @@ const INT8: Condition = Is("quantization", &["int8"]);
 const QUANTIZED: Condition = Is("quantization", &["int8", "int8_w8a16"]);
 const GUIDED: Condition = Is("do_classifier_free_guidance", &["True"]);
 const HIRES: Condition = Given("hires_scale");
+const IP_ADAPTER: Condition = Given("ip_adapter_path");
 const CONTROLNET: Condition = Is("use_controlnet", &["True"]);
 /// One of the models is, or may be, SDXL's refiner.
 const MAY_REFINE: Condition = Either(
@@ -458,6 +459,15 @@ schema! {
         /// Textual inversions: safetensors files of web interfaces or diffusers, whose tokens prompts may name. The token is
         /// the one given, else the one in diffusers' files, else the file's name.
         textual_inversions: TextualInversionFiles = TextualInversionFiles::default(), Ours, GENERATE;
+        /// File of an IP-Adapter (safetensors) for Stable Diffusion 1.5 or SDXL, or of a Plus one. Empty: none.
+        ip_adapter_path: String = String::new(), Ours, GENERATE;
+        /// Image that the IP-Adapter shows the model: its shorter side is scaled to the image encoder's size, and the middle cut
+        /// out.
+        ip_adapter_image: String = String::new(), Ours, GENERATE, when IP_ADAPTER;
+        /// How much the image counts beside the prompt. 0 is as without.
+        ip_adapter_scale: f64 = 1.0, Ours, GENERATE, in Between(0.0, 10.0), when IP_ADAPTER;
+        /// Folder of the adapter's image encoder, with `config.json` and safetensors. Empty: `image_encoder` beside the adapter.
+        ip_adapter_image_encoder: String = String::new(), Ours, GENERATE, when IP_ADAPTER;
         /// Use a ControlNet, or several whose effects add up.
         use_controlnet: bool = false, Ours, GENERATE;
         /// Conditioning image of the ControlNet, scaled to the output size. For several ControlNets a list, as for the

@@ -4,6 +4,7 @@ use crate::dtype::DType;
 use crate::graph::{Builder, GraphError, Tensor};
 use crate::models::clip::{ClipTextConfig, INPUT_IDS, clip_text, final_layer_norm};
 use crate::models::controlnet::{self, Control, ControlNetConfig};
+use crate::models::ip_adapter::IpAdapterConfig;
 use crate::models::unet::{
     self, AdditionEmbedType, ResSamples, SIZE_TIME_IDS, UNet2DConditionConfig, UNetConditioning,
     UNetInputs,
@@ -23,6 +24,8 @@ pub struct DiffusionModel {
     pub unet: UNet2DConditionConfig,
     /// ControlNets that add residuals to the UNet, each with its conditioning image.
     pub controlnets: Vec<ControlNetConfig>,
+    /// An IP-Adapter for the UNet, with its image encoder.
+    pub ip_adapter: Option<IpAdapterConfig>,
     /// Empty where programs take finished text embeddings. The results of several stand side by side.
     pub text_encoders: Vec<TextEncoder>,
     /// The VAE that decodes the UNet's samples; `None` if samples are pixels.

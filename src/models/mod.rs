@@ -4,6 +4,7 @@ pub mod clip;
 pub mod controlnet;
 mod diffusion;
 pub mod family;
+pub mod ip_adapter;
 pub mod original;
 mod part;
 mod pixels;

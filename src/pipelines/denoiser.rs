@@ -70,6 +70,8 @@ pub struct DenoiseInputs<'a> {
     pub inpainting: Option<&'a Inpainting>,
     /// One for each of the model's ControlNets.
     pub controls: &'a [ControlImage],
+    /// For a model with an IP-Adapter: its image's tokens `f32[prompts, tokens, features]`, and their scale.
+    pub image_tokens: Option<(HostTensor, f32)>,
     pub guidance_scale: f32,
     pub guidance_rescale: f32,
     pub plan: &'a SamplingPlan,
@@ -214,6 +216,10 @@ impl Denoiser {
             shared.set(names::MASK, mask)?;
             shared.set(names::MASKED_IMAGE_LATENTS, masked_image_latents)?;
         }
+        if let Some((_, scale)) = inputs.image_tokens {
+            let scale = HostTensor::from_f32([], &[scale])?;
+            shared.set(names::IMAGE_TOKENS_SCALE, &scale)?;
+        }
         for (name, value) in [
             (names::GUIDANCE_SCALE, inputs.guidance_scale),
             (names::GUIDANCE_RESCALE, inputs.guidance_rescale),
@@ -244,6 +250,9 @@ impl Denoiser {
             if let Some(pooled) = &conditioning.pooled {
                 own.set(names::TEXT_EMBEDS, &rows(pooled)?)?;
                 own.set(names::TIME_IDS, &rows(&time_ids)?)?;
+            }
+            if let Some((tokens, _)) = &inputs.image_tokens {
+                own.set(names::IMAGE_TOKENS, &rows(tokens)?)?;
             }
             let early = self
                 .program

@@ -18,6 +18,7 @@ use super::conditioning::{Conditioning, Encoded, PromptEncoders};
 use super::decoded::{check_samples, decoded_to_image, pixels_to_image};
 use super::denoiser::{ControlImage, DenoiseInputs};
 use super::hires::{Hires, Place, noised};
+use super::image_prompt::{ImagePrompt, ImageTokens, of_batch};
 use super::latents::{Decoder, ImageEncoder};
 use super::noise::NoiseGenerator;
 use super::observer::{Event, Observer, PassSteps, Phase};
@@ -50,6 +51,8 @@ pub struct SamplingOptions<'a> {
     /// The unfinished result of another model, for the same number of images in batches of the same size: the steps
     /// continue with its samples. Neither `images` nor `latents` are read then.
     pub continues: Option<&'a ModelOutput>,
+    /// The image for the model's IP-Adapter, if it has one.
+    pub image_prompt: Option<&'a ImagePrompt>,
     /// The second pass of a hi-res fix; the model must be traced for it.
     pub redraw: Option<Redraw<'a>>,
     /// Steps from one preview of an image to the next.
@@ -68,6 +71,7 @@ impl<'a> SamplingOptions<'a> {
             controls: &[],
             latents: None,
             continues: None,
+            image_prompt: None,
             redraw: None,
             preview_every: None,
         }
@@ -197,6 +201,7 @@ pub struct ImageGenerator {
     /// The decoder of previews, where it is not that of `ending`.
     preview: Option<Ending<Decoder>>,
     image_encoder: Option<ImageEncoder>,
+    image_tokens: Option<ImageTokens>,
     guidance: bool,
     is_inpainting: bool,
     pixel_unshuffle: usize,
@@ -220,6 +225,7 @@ impl ImageGenerator {
             ending,
             preview,
             encode_image,
+            image_tokens,
             hires,
             options,
             ..
@@ -245,18 +251,27 @@ impl ImageGenerator {
                 .map(|encoder| ImageEncoder::compile(session, encoder, dims, precision))
                 .transpose()
         };
+        let image_tokens = || {
+            let compile = |lowered| ImageTokens::compile(session, lowered, precision);
+            image_tokens.map(compile).transpose()
+        };
         let second = || {
             let compile = |hires| Hires::compile(session, model, hires, &options, precision);
             hires.map(compile).transpose()
         };
-        let ((pass, second), ((ending, preview), image_encoder)) = rayon::join(
+        let ((pass, second), (((ending, preview), image_encoder), image_tokens)) = rayon::join(
             || {
                 rayon::join(
                     || Pass::compile(session, model, denoise, &options, precision),
                     second,
                 )
             },
-            || rayon::join(|| rayon::join(ending, preview), image_encoder),
+            || {
+                rayon::join(
+                    || rayon::join(|| rayon::join(ending, preview), image_encoder),
+                    image_tokens,
+                )
+            },
         );
         Ok(ImageGenerator {
             pass: pass?,
@@ -264,6 +279,7 @@ impl ImageGenerator {
             ending: ending?,
             preview: preview?,
             image_encoder: image_encoder?,
+            image_tokens: image_tokens?,
             guidance: options.guidance != Guidance::Off,
             is_inpainting: model.is_inpainting(),
             pixel_unshuffle,
@@ -274,7 +290,8 @@ impl ImageGenerator {
         let endings = [Some(&self.ending), self.preview.as_ref()];
         let decoders = endings.into_iter().flatten().filter_map(Ending::program);
         let image = self.image_encoder.as_ref().map(ImageEncoder::program);
-        let parts = decoders.map(Decoder::program).chain(image);
+        let tokens = self.image_tokens.as_ref().map(ImageTokens::program);
+        let parts = decoders.map(Decoder::program).chain(image).chain(tokens);
         let second = self.hires.iter().flat_map(Hires::programs);
         self.pass
             .denoiser
@@ -334,12 +351,14 @@ impl ImageGenerator {
         if self.guidance && options.zero_empty_prompts {
             self.zero_empty_prompts(images, &batches, &mut conditioning);
         }
+        let image_tokens = self.encode_image_prompt(session, weights, options, progress)?;
         let call = Call {
             session,
             weights,
             images,
             batches: &batches,
             conditioning: &conditioning,
+            image_tokens: image_tokens.as_ref(),
             options,
         };
         let (starts, mut generators) = match options.continues {
@@ -367,6 +386,30 @@ impl ImageGenerator {
             phases: progress.phases,
             generators,
         })
+    }
+
+    /// The tokens of no image and of the image for the model's IP-Adapter, and their scale.
+    fn encode_image_prompt(
+        &self,
+        session: &Session,
+        weights: &WeightSource<'_>,
+        options: &SamplingOptions<'_>,
+        progress: &mut Progress<'_, '_>,
+    ) -> Result<Option<([HostTensor; 2], f32)>, PipelineError> {
+        let Some(encoder) = &self.image_tokens else {
+            return Ok(None);
+        };
+        let Some(prompt) = options.image_prompt else {
+            return Err(PipelineError::Request(
+                "an IP-Adapter takes an image".to_string(),
+            ));
+        };
+        let prepared = progress.prepare(weights, encoder.program().stages())?;
+        progress.enter(Phase::Encode)?;
+        let start = Instant::now();
+        let tokens = encoder.run(session, &prepared, &prompt.pixels)?;
+        progress.phases.encode += start.elapsed().as_secs_f64();
+        Ok(Some((tokens, prompt.scale)))
     }
 
     /// Takes the steps of the first pass of a hi-res fix, and gives those of the second.
@@ -574,8 +617,15 @@ impl ImageGenerator {
         let Pass { denoiser, time_ids } = steps.pass;
         let first = &call.images[batch.start];
         let plan = plan_of(steps.plans, first)?;
+        let conditioning = &call.conditioning[at];
+        let prompts = conditioning.hidden.shape.dims[0];
+        let image_tokens = match call.image_tokens {
+            None => None,
+            Some((tokens, scale)) => Some((of_batch(tokens, prompts, self.guidance)?, *scale)),
+        };
         let inputs = DenoiseInputs {
-            conditioning: &call.conditioning[at],
+            conditioning,
+            image_tokens,
             time_ids: &time_ids.repeat(denoiser.batch()),
             generators,
             sample: &start.sample,
@@ -708,6 +758,8 @@ struct Call<'a, 'w> {
     batches: &'a [Batch],
     /// The embeddings of each batch.
     conditioning: &'a [Conditioning],
+    /// The tokens of no image and of that of an IP-Adapter, and their scale.
+    image_tokens: Option<&'a ([HostTensor; 2], f32)>,
     options: &'a SamplingOptions<'a>,
 }
 

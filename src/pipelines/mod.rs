@@ -11,6 +11,7 @@ mod error;
 pub mod generator;
 mod hires;
 pub mod image_file;
+pub mod image_prompt;
 pub mod init_image;
 mod inputs;
 mod interpolate;

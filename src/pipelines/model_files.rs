@@ -7,7 +7,7 @@ use crate::dtype::DType;
 use crate::host_tensor::HostTensor;
 use crate::models::unet::ROOT as UNET;
 use crate::models::vae::{PREVIEW_ROOT, ROOT as VAE};
-use crate::models::{Part, controlnet};
+use crate::models::{Part, ip_adapter};
 use crate::runtime::{Session, Slot};
 use crate::weights::lora::Adapter;
 use crate::weights::source::ModelSource;
@@ -31,7 +31,8 @@ pub(super) type Expected<'a> = Vec<(&'a str, &'a [usize])>;
 /// The files of a model's weights, by the root of their paths.
 pub struct ModelFiles {
     origin: Origin,
-    controlnets: Vec<PathBuf>,
+    /// The file or folder of each root beside the origin's: of ControlNets, of an IP-Adapter.
+    beside: Vec<(String, PathBuf)>,
     /// Files that are not the origin's own.
     opened: HashMap<String, Checkpoint>,
 }
@@ -74,9 +75,10 @@ impl ModelFiles {
         ModelFiles::new(Origin::Folders { dir, suffix }, Vec::new())
     }
 
-    /// The files of a published model, with a file or folder for each ControlNet.
-    pub fn source(source: Box<ModelSource>, controlnets: Vec<PathBuf>) -> Self {
-        ModelFiles::new(Origin::Source(source), controlnets)
+    /// The files of a published model, and beside them a file or folder for the weights under each of other roots: those of
+    /// ControlNets, or of an IP-Adapter.
+    pub fn source(source: Box<ModelSource>, beside: Vec<(String, PathBuf)>) -> Self {
+        ModelFiles::new(Origin::Source(source), beside)
     }
 
     /// The same with the autoencoder that decodes previews.
@@ -85,10 +87,10 @@ impl ModelFiles {
         self
     }
 
-    fn new(origin: Origin, controlnets: Vec<PathBuf>) -> Self {
+    fn new(origin: Origin, beside: Vec<(String, PathBuf)>) -> Self {
         ModelFiles {
             origin,
-            controlnets,
+            beside,
             opened: HashMap::new(),
         }
     }
@@ -130,9 +132,8 @@ impl ModelFiles {
 
     /// The file or folder to open for the weights under `root`; `None` where the source has opened it already.
     fn own_file(&self, root: &str) -> Option<PathBuf> {
-        let controlnets = self.controlnets.iter().enumerate();
-        let mut controlnets = controlnets.filter(|(which, _)| controlnet::root(*which) == root);
-        if let Some((_, path)) = controlnets.next() {
+        let mut beside = self.beside.iter();
+        if let Some((_, path)) = beside.find(|(own, _)| own == root) {
             return Some(path.clone());
         }
         match &self.origin {
@@ -235,6 +236,17 @@ pub(super) fn check(
         let unused: Vec<&str> = VAE_PARTS.into_iter().filter(|part| !has(part)).collect();
         let is_unused = |name: &str| unused.iter().any(|part| name.starts_with(part));
         error.extra.retain(|(name, _)| !is_unused(name));
+    }
+    match root {
+        // What an adapter does not use of its image encoder.
+        ip_adapter::IMAGE_ENCODER => error.extra.clear(),
+        // Its projection belongs to one program, its layers to another.
+        ip_adapter::ROOT => {
+            let part = |key: &str| key.split('.').next().map(str::to_owned);
+            let own = |name: &str| expected.iter().any(|(key, _)| part(key) == part(name));
+            error.extra.retain(|(name, _)| own(name));
+        }
+        _ => {}
     }
     let MismatchError {
         missing,

@@ -265,6 +265,7 @@ impl Pipeline {
             mask: inits.and_then(|inits| inits.mask.as_ref()),
             controls: &request.controls,
             latents: request.latents.as_ref(),
+            image_prompt: request.image_prompt.as_ref(),
             redraw: request.hires.as_ref().map(|hires| Redraw {
                 plans: &base.redraw_plans,
                 controls: &hires.controls,
@@ -464,6 +465,7 @@ fn refine(
         plans: &request.plans,
         zero_empty_prompts: model.zero_empty_prompts,
         images: &[],
+        image_prompt: None,
         controls: &[],
         latents: None,
         continues: Some(&begun),

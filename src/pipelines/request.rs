@@ -3,6 +3,7 @@
 use crate::host_tensor::HostTensor;
 
 use super::denoiser::ControlImage;
+use super::image_prompt::ImagePrompt;
 use super::init_image::InitImages;
 use super::prompt::PromptSyntax;
 use super::upscaler::HiresUpscaler;
@@ -48,6 +49,8 @@ pub struct GenerateRequest {
     pub strength: f64,
     /// One for each of the base model's ControlNets.
     pub controls: Vec<ControlImage>,
+    /// The image for the base model's IP-Adapter.
+    pub image_prompt: Option<ImagePrompt>,
     /// Unit normal noise to start from, `f32[images, channels, rows, columns]`, in place of the seeds'.
     pub latents: Option<HostTensor>,
     /// With a refiner, the share of the steps that the base model takes, and that after which the refiner goes on.
@@ -90,6 +93,7 @@ impl GenerateRequest {
             init_images: None,
             strength: 1.0,
             controls: Vec::new(),
+            image_prompt: None,
             latents: None,
             handover: Handover {
                 denoising_end: 0.8,

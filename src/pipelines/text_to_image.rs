@@ -7,8 +7,10 @@ use crate::dtype::DType;
 use crate::graph::{Builder, Comparison, GraphError, Reduction, Tensor};
 use crate::lowering::Traced;
 use crate::models::DiffusionModel;
+use crate::models::clip::vision::PIXEL_VALUES;
 use crate::models::controlnet::Control;
-use crate::models::unet::UNetInputs;
+use crate::models::ip_adapter::image_tokens;
+use crate::models::unet::{ImagePrompt, UNetInputs};
 use crate::quant::Policy;
 use crate::shape::Shape;
 
@@ -31,6 +33,10 @@ pub mod names {
     /// further ones end in their number ([`numbered`]).
     pub const CONTROL_IMAGE: &str = "control_image";
     pub const CONTROL_SCALE: &str = "control_scale";
+
+    /// The tokens of an IP-Adapter's image, `f32[rows, tokens, features]`, and how much attention to them counts.
+    pub const IMAGE_TOKENS: &str = "image_tokens";
+    pub const IMAGE_TOKENS_SCALE: &str = "image_tokens_scale";
 
     /// The result of one pass of [`super::Guidance::TwoPasses`], and what those of both are called afterwards.
     pub const PREDICTION: &str = "prediction";
@@ -100,8 +106,9 @@ pub struct DenoiseStep<T> {
 }
 
 /// The inputs of the denoising step that are known before its first run, beside the images for ControlNets.
-const REQUEST: [&str; 5] = [
+const REQUEST: [&str; 6] = [
     names::ENCODER_HIDDEN_STATES,
+    names::IMAGE_TOKENS,
     names::MASK,
     names::MASKED_IMAGE_LATENTS,
     names::TEXT_EMBEDS,
@@ -199,6 +206,7 @@ fn predict(
         timestep: b.broadcast_to(timestep, &[rows])?,
         conditioning,
         additional_residuals: None,
+        image_prompt: None,
     };
     inputs.additional_residuals = model.control(b, &inputs, |which, config| {
         let [image_height, image_width] = model.image_size;
@@ -210,7 +218,15 @@ fn predict(
             scale: scalar(&names::numbered(names::CONTROL_SCALE, which))?,
         })
     })?;
-    // After the ControlNet, which sees the sample alone.
+    // After the ControlNet, which sees the sample and the text alone.
+    if let Some(adapter) = &model.ip_adapter {
+        let tokens = Shape::new(DType::F32, [rows, adapter.tokens, adapter.features]);
+        let axes = [Some("activation_batch"), None, None];
+        inputs.image_prompt = Some(ImagePrompt {
+            tokens: b.input(names::IMAGE_TOKENS, tokens, &axes)?,
+            scale: scalar(names::IMAGE_TOKENS_SCALE)?,
+        });
+    }
     if model.is_inpainting() {
         let input = |name: &str, channels: usize| {
             let dims = [batch, channels, height, width];
@@ -249,6 +265,24 @@ fn guide(b: &Builder, [without, with]: [Tensor; 2]) -> Result<Tensor, GraphError
     // rescale * factor + (1 - rescale), which is exactly 1 for rescale 0.
     let change = b.mul(rescale, b.sub(factor, one)?)?;
     b.mul(guided, b.add(change, one)?)
+}
+
+/// Traces the program that makes tokens of an IP-Adapter's image: `pixel_values` `f32[1, 3, side, side]` to
+/// `f32[2, tokens, features]`, those of no image and those of the image; `None` without an adapter.
+///
+/// # Errors
+/// When the configuration of the image encoder contradicts itself.
+pub fn trace_image_tokens(model: &DiffusionModel) -> Result<Option<Traced>, GraphError> {
+    let Some(adapter) = &model.ip_adapter else {
+        return Ok(None);
+    };
+    let b = Builder::new();
+    let side = adapter.vision.image_size;
+    let pixels = Shape::new(DType::F32, [1, adapter.vision.num_channels, side, side]);
+    let pixels = b.input(PIXEL_VALUES, pixels, &[])?;
+    let tokens = image_tokens(&b, adapter, pixels, model.precision)?;
+    b.output(names::IMAGE_TOKENS, b.convert(tokens, DType::F32)?, None)?;
+    Ok(Some(Traced::new("encode_image_prompt", b.finish())))
 }
 
 /// Traces text encoder `which` for `rows` prompts.

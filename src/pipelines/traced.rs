@@ -12,7 +12,9 @@ use crate::runtime::{RuntimeError, Session};
 use super::PipelineError;
 use super::latents::{trace_decode, trace_encode_image};
 use super::memory::MemoryAdvice;
-use super::text_to_image::{DenoiseOptions, DenoiseStep, trace_denoise, trace_encode};
+use super::text_to_image::{
+    DenoiseOptions, DenoiseStep, trace_denoise, trace_encode, trace_image_tokens,
+};
 use super::tiling::TilePlan;
 use super::upscaler::{HiresUpscaler, Upscaling};
 
@@ -63,6 +65,8 @@ pub struct ModelPrograms<T> {
     /// The decoder of previews, where it is not that of `ending`.
     pub(super) preview: Option<T>,
     pub(super) encode_image: Option<T>,
+    /// That of an IP-Adapter's image.
+    pub(super) image_tokens: Option<T>,
     pub(super) hires: Option<HiresPrograms<T>>,
     pub(super) options: DenoiseOptions,
 }
@@ -132,6 +136,7 @@ impl TracedModel {
                 true => Some(trace_encode_image(model)?),
                 false => None,
             },
+            image_tokens: trace_image_tokens(model)?,
             hires: None,
             options,
         })
@@ -205,6 +210,7 @@ impl TracedModel {
             .chain(ending)
             .chain(&mut self.preview)
             .chain(&mut self.encode_image)
+            .chain(&mut self.image_tokens)
             .chain(hires);
         for traced in all {
             traced.graph = traced.graph.with_stored_weights(stored)?;
@@ -264,6 +270,7 @@ impl TracedModel {
             ending: ending?,
             preview: one(self.preview.as_ref())?,
             encode_image: encode_image?,
+            image_tokens: one(self.image_tokens.as_ref())?,
             hires: hires?,
             options: self.options.clone(),
         })
@@ -282,6 +289,7 @@ impl TracedModel {
             .chain(self.ending.program())
             .chain(&self.preview)
             .chain(&self.encode_image)
+            .chain(&self.image_tokens)
             .chain(self.hires.iter().flat_map(HiresPrograms::programs))
             .map(|traced| &traced.graph)
     }
@@ -302,6 +310,9 @@ impl LoweredModel {
         };
         for encoder in &self.encoders {
             check("the text encoder", encoder, &advice.model)?;
+        }
+        if let Some(encoder) = &self.image_tokens {
+            check("the encoder of the image prompt", encoder, &advice.model)?;
         }
         check("the denoising step", &self.denoise.model, &advice.model)?;
         if let Some(decoder) = self.ending.program() {

@@ -24,7 +24,7 @@ use super::scheduler::{
     OwnScheduler, check_redraw, check_sampler_keys, sampling_plan, scheduler_of,
 };
 use super::source::{Source, image_size};
-use super::{Notify, RecipeError, check_sampling, hub, images, lora, model, policy};
+use super::{Notify, RecipeError, check_sampling, hub, images, ip_adapter, lora, model, policy};
 
 /// Most images made at once.
 const MAX_BATCH: usize = 8;
@@ -165,6 +165,7 @@ fn check_words(config: &Config, given: &Given, images: &[ImageRequest]) -> Resul
     }
     images::check_files(config)?;
     hub::check_autoencoders(config)?;
+    ip_adapter::check_path(config)?;
     lora::loras(config)?;
     let name = &config.pretrained_model_name_or_path;
     let is_published = config.unet_config.0 == ModelConfig::Unset && !Path::new(name).exists();
@@ -200,6 +201,7 @@ fn request(
         init_images: images::read(config, &base.model, &name)?,
         strength: config.strength,
         controls: images::read_controls(config, &base.model)?,
+        image_prompt: ip_adapter::image_prompt(config, base.model.ip_adapter.as_ref(), &name)?,
         latents: latents(config, &base.model)?,
         hires: hires(config, &base.model)?,
         handover: Handover {

@@ -3,7 +3,7 @@
 use std::io::BufReader;
 use std::path::Path;
 
-use image::{ImageReader, Limits, RgbImage};
+use image::{DynamicImage, ImageReader, Limits, RgbImage};
 
 use crate::config::{Config, OneOrMore};
 use crate::models::{DiffusionModel, MicroConditioning};
@@ -76,7 +76,10 @@ pub fn check_files(config: &Config) -> Result<(), RecipeError> {
     let controls = controls.filter(|_| config.use_controlnet);
     let images = config.input_images().iter().map(|path| ("image", path));
     let named = images
-        .chain([("mask_image", &config.mask_image)])
+        .chain([
+            ("mask_image", &config.mask_image),
+            ("ip_adapter_image", &config.ip_adapter_image),
+        ])
         .chain(controls.map(|path| ("controlnet_image", path)));
     for (key, path) in named.filter(|(_, path)| !path.is_empty()) {
         files::open(Path::new(path))
@@ -149,6 +152,14 @@ fn edges(image: &RgbImage) -> Result<RgbImage, RecipeError> {
 
 /// The image at `path`, scaled to the size of the model's images as diffusers' `VaeImageProcessor` does it.
 fn open(key: &str, path: &str, model: &DiffusionModel) -> Result<RgbImage, RecipeError> {
+    Ok(scaled(&decode(key, path)?, model.image_size))
+}
+
+/// The image at `path`.
+///
+/// # Errors
+/// When the file is no image that can be read, or a larger one than any here.
+pub(super) fn decode(key: &str, path: &str) -> Result<DynamicImage, RecipeError> {
     let failed = |reason: String| RecipeError::Usage(format!("{key}={path}: {reason}"));
     let mut reader = files::open(Path::new(path))
         .and_then(|file| ImageReader::new(BufReader::new(file)).with_guessed_format())
@@ -158,10 +169,9 @@ fn open(key: &str, path: &str, model: &DiffusionModel) -> Result<RgbImage, Recip
     limits.max_image_height = Some(LONGEST_SIDE);
     limits.max_alloc = Some(MOST_MEMORY);
     reader.limits(limits);
-    let image = reader.decode().map_err(|e| {
+    reader.decode().map_err(|e| {
         failed(format!(
             "not an image that can be read (PNG, JPEG or WebP), or a damaged one: {e}"
         ))
-    })?;
-    Ok(scaled(&image, model.image_size))
+    })
 }

@@ -11,6 +11,7 @@ mod generate;
 pub mod hub;
 mod images;
 mod inversions;
+mod ip_adapter;
 mod lora;
 mod mesh;
 mod model;

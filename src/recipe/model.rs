@@ -80,6 +80,7 @@ pub fn model(
         vae: None,
         preview_vae: None,
         controlnets: Vec::new(),
+        ip_adapter: None,
         precision: precision(config),
         remat: config.remat_policy,
         scheduler: scheduler(config)?,

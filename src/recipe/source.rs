@@ -8,7 +8,7 @@ use crate::config::{Config, Given, ModelConfig};
 use crate::data::Tokenizer;
 use crate::hub::{RepoId, Wanted};
 use crate::models::clip::ClipTextConfig;
-use crate::models::controlnet::ControlNetConfig;
+use crate::models::controlnet::{self, ControlNetConfig};
 use crate::models::unet::{ROOT as UNET, UNet2DConditionConfig};
 use crate::models::vae::{Autoencoder, ROOT as VAE};
 use crate::models::{DiffusionModel, Family, Part, SampleSpace, TextEncoder};
@@ -25,8 +25,8 @@ use crate::weights::source::{Component, ModelSource};
 use super::model::image_side;
 use super::scheduler::{OwnScheduler, SCHEDULER, scheduler, scheduler_of};
 use super::{
-    Notice, Notify, RecipeError, check_pixels, check_tokenizer, hub, micro_conditioning,
-    newest_checkpoint, precision,
+    Notice, Notify, RecipeError, check_pixels, check_tokenizer, hub, ip_adapter,
+    micro_conditioning, newest_checkpoint, precision,
 };
 
 /// The key of another autoencoder.
@@ -353,6 +353,12 @@ fn published(
     let scale = space.factor();
     let image_size = image_size(config, scale)?;
     let precision = precision(config);
+    // SDXL's refiner takes neither.
+    let adapter = match spec.controlnets {
+        true => ip_adapter::adapter(config, &unet)?,
+        false => None,
+    };
+    let (ip_adapter, adapter_files) = adapter.map(|a| (a.config, a.files)).unzip();
     let model = DiffusionModel {
         family: source.family,
         sample_size: image_size.map(|side| side / scale),
@@ -366,6 +372,7 @@ fn published(
             true => controlnets(config)?,
             false => Vec::new(),
         },
+        ip_adapter,
         micro_conditioning: micro_conditioning(config, source.requires_aesthetics_score),
         precision,
         remat: Remat::None,
@@ -374,9 +381,11 @@ fn published(
     };
     model.check_time_ids().map_err(RecipeError::usage)?;
     let names = config.controlnet_model_name_or_path.0.iter();
-    let controlnets = names.take(model.controlnets.len()).map(PathBuf::from);
+    let controlnets = names.take(model.controlnets.len()).enumerate();
+    let controlnets = controlnets.map(|(at, name)| (controlnet::root(at), PathBuf::from(name)));
+    let beside = controlnets.chain(adapter_files.into_iter().flatten());
     let zero_empty_prompts = source.zero_empty_prompts;
-    let mut files = ModelFiles::source(source, controlnets.collect());
+    let mut files = ModelFiles::source(source, beside.collect());
     if let Some(checkpoint) = preview_checkpoint {
         files = files.with_preview_vae(checkpoint);
     }

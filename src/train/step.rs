@@ -131,6 +131,7 @@ pub fn trace(model: &DiffusionModel, options: &StepOptions) -> Result<Traced, St
             timestep: noised.timestep,
             conditioning,
             additional_residuals: None,
+            image_prompt: None,
         },
     )?;
     let loss = mean_squared_error(&b.root("loss"), prediction, noised.target, noised.weight)?;

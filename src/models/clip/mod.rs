@@ -1,6 +1,7 @@
 //! transformers' `CLIPTextModel` and `CLIPTextModelWithProjection`.
 
 pub mod original;
+pub mod vision;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use serde_json::{Map, Value, json};
@@ -107,6 +108,21 @@ impl ClipTextConfig {
         let config = Self::deserialize(Value::Object(fields)).map_err(parse_error)?;
         config.check()?;
         Ok(config)
+    }
+
+    fn layer(&self) -> EncoderLayer {
+        EncoderLayer {
+            features: self.hidden_size,
+            inner: self.intermediate_size,
+            attention: Attention {
+                heads: self.num_attention_heads,
+                causal: true,
+            },
+            activation: self.hidden_act,
+            epsilon: self.layer_norm_eps,
+            depth: self.num_hidden_layers,
+            initializer_factor: self.initializer_factor,
+        }
     }
 
     /// Whether the pooled output is projected.
@@ -218,7 +234,7 @@ pub fn clip_text(
     let mut hidden_states = vec![x];
     for layer in 0..config.num_hidden_layers {
         let b = remat.block(&b.scope("encoder").scope("layers").scope(layer));
-        x = encoder_layer(&b, config, x, precision)?;
+        x = encoder_layer(&b, &config.layer(), x, precision)?;
         hidden_states.push(x);
     }
     let last_hidden_state = final_layer_norm(&root, config, x, precision)?;
@@ -294,20 +310,39 @@ fn embeddings(
     constrain_tokens(b, x)
 }
 
-/// `CLIPEncoderLayer`: causal self-attention and a feed-forward layer, each after its norm and with a residual.
+/// One of the layers of an encoder of text or of images.
+struct EncoderLayer {
+    features: usize,
+    /// Features between the two feed-forward layers.
+    inner: usize,
+    attention: Attention,
+    activation: Activation,
+    epsilon: f64,
+    /// Layers of the encoder, which initial weights depend on.
+    depth: usize,
+    initializer_factor: f64,
+}
+
+/// `CLIPEncoderLayer`: self-attention and a feed-forward layer, each after its norm and with a residual.
 fn encoder_layer(
     b: &Builder,
-    config: &ClipTextConfig,
+    layer: &EncoderLayer,
     x: Tensor,
     precision: Precision,
 ) -> Result<Tensor> {
-    let features = config.hidden_size;
+    let features = layer.features;
     // Standard deviations of transformers' `CLIPPreTrainedModel._init_weights`.
-    let width = (features as f64).powf(-0.5) * config.initializer_factor;
-    let depth = (2.0 * config.num_hidden_layers as f64).powf(-0.5);
+    let width = (features as f64).powf(-0.5) * layer.initializer_factor;
+    let depth = (2.0 * layer.depth as f64).powf(-0.5);
+    let EncoderLayer {
+        inner,
+        attention: attributes,
+        activation,
+        epsilon,
+        ..
+    } = *layer;
     let normal = |std: f64| Init::Normal { std: std as f32 };
-    let norm =
-        |name: &str, x: Tensor| layer_norm(&b.scope(name), x, config.layer_norm_eps, precision);
+    let norm = |name: &str, x: Tensor| layer_norm(&b.scope(name), x, epsilon, precision);
 
     let y = norm("layer_norm1", x)?;
     let attn = b.scope("self_attn");
@@ -319,10 +354,6 @@ fn encoder_layer(
     let q = project("q_proj")?;
     let k = project("k_proj")?;
     let v = project("v_proj")?;
-    let attributes = Attention {
-        heads: config.num_attention_heads,
-        causal: true,
-    };
     let y = attention(&attn, [q, k, v], attributes, precision)?;
     let y = constrain_tokens(&attn, y)?;
     let layer = Linear::new(features, "heads", "embed").with_init(normal(width));
@@ -331,10 +362,10 @@ fn encoder_layer(
 
     let y = norm("layer_norm2", x)?;
     let mlp = b.scope("mlp");
-    let layer = Linear::new(config.intermediate_size, "embed", "mlp")
+    let layer = Linear::new(inner, "embed", "mlp")
         .with_init(normal(width * std::f64::consts::FRAC_1_SQRT_2));
     let y = linear(&mlp.scope("fc1"), y, layer, precision)?;
-    let y = config.hidden_act.apply(&mlp, y)?;
+    let y = activation.apply(&mlp, y)?;
     let layer = Linear::new(features, "mlp", "embed").with_init(normal(width * depth));
     let y = linear(&mlp.scope("fc2"), y, layer, precision)?;
     b.add(x, y)

@@ -7,7 +7,9 @@ use crate::nn::{
     layer_norm, linear, upsample_2x,
 };
 
+use super::ImagePrompt;
 use super::config::{TimeScaleShift, UNet2DConditionConfig};
+use crate::models::ip_adapter;
 
 /// The values that all blocks of one forward pass share.
 pub(in crate::models) struct Shared<'a> {
@@ -18,6 +20,29 @@ pub(in crate::models) struct Shared<'a> {
     pub time_embedding: Tensor,
     /// `[B, length, cross_attention_dim]`
     pub encoder_hidden_states: Tensor,
+    pub image_prompt: Option<SharedImagePrompt>,
+}
+
+/// What an IP-Adapter gives all cross-attentions.
+pub(in crate::models) struct SharedImagePrompt {
+    /// In the activation type.
+    pub prompt: ImagePrompt,
+    /// The paths of all cross-attentions below the UNet's root, in the order of the adapter's file.
+    pub places: Vec<String>,
+}
+
+impl SharedImagePrompt {
+    /// The builder of the adapter's layer for the cross-attention at `b`. Its file counts self-attentions too.
+    fn layer(&self, b: &Builder) -> Result<Builder> {
+        let path = b.path();
+        let own = path.strip_prefix("unet/").unwrap_or(&path);
+        let Some(at) = self.places.iter().position(|place| place == own) else {
+            return Err(b.invalid("an IP-Adapter has no layer for this attention"));
+        };
+        Ok(b.root(ip_adapter::ROOT)
+            .scope("ip_adapter")
+            .scope(2 * at + 1))
+    }
 }
 
 /// One block: alternating resnets and, if it has them, transformers.
@@ -255,11 +280,24 @@ fn transformer_block(
     } else {
         y
     };
-    let y = multi_head_attention(&b.scope("attn1"), shared, y, context, attributes.heads)?;
+    let y = multi_head_attention(
+        &b.scope("attn1"),
+        shared,
+        [y, context],
+        attributes.heads,
+        None,
+    )?;
     let x = b.add(y, x)?;
 
     let y = norm("norm2", x)?;
-    let y = multi_head_attention(&b.scope("attn2"), shared, y, text, attributes.heads)?;
+    let image = shared.image_prompt.as_ref();
+    let y = multi_head_attention(
+        &b.scope("attn2"),
+        shared,
+        [y, text],
+        attributes.heads,
+        image,
+    )?;
     let x = b.add(y, x)?;
 
     let y = norm("norm3", x)?;
@@ -267,29 +305,38 @@ fn transformer_block(
     b.add(y, x)
 }
 
-/// `Attention`: queries from `x`, keys and values from `context`.
+/// `Attention`: queries from `x`, keys and values from `context`; to its result that of the same queries with keys and
+/// values from `image` is added, as far as its scale says.
 fn multi_head_attention(
     b: &Builder,
     shared: &Shared,
-    x: Tensor,
-    context: Tensor,
+    [x, context]: [Tensor; 2],
     heads: usize,
+    image: Option<&SharedImagePrompt>,
 ) -> Result<Tensor> {
     let precision = shared.precision;
     let [_, _, features] = dims(b, "attention", x)?;
-    let project = |name: &str, x: Tensor| {
+    let project = |b: &Builder, name: &str, x: Tensor| {
         let layer = Linear::new(features, "embed", "heads").without_bias();
         let y = linear(&b.scope(name), x, layer, precision)?;
         constrain_tokens(b, y)
     };
-    let q = project("to_q", x)?;
-    let k = project("to_k", context)?;
-    let v = project("to_v", context)?;
+    let q = project(b, "to_q", x)?;
+    let k = project(b, "to_k", context)?;
+    let v = project(b, "to_v", context)?;
     let attributes = Attention {
         heads,
         causal: false,
     };
-    let y = attention(b, [q, k, v], attributes, precision)?;
+    let mut y = attention(b, [q, k, v], attributes, precision)?;
+    if let Some(image) = image {
+        let own = image.layer(b)?;
+        let ImagePrompt { tokens, scale } = image.prompt;
+        let k = project(&own, "to_k_ip", tokens)?;
+        let v = project(&own, "to_v_ip", tokens)?;
+        let seen = attention(&own, [q, k, v], attributes, precision)?;
+        y = b.add(y, b.mul(seen, scale)?)?;
+    }
     let y = constrain_tokens(b, y)?;
     let layer = Linear::new(features, "heads", "embed");
     linear(&b.scope("to_out").scope(0), y, layer, precision)

@@ -19,7 +19,7 @@ use crate::nn::{
 
 use crate::shape::Shape;
 
-use blocks::{Block, Shared, Transformer};
+use blocks::{Block, Shared, SharedImagePrompt, Transformer};
 
 /// The root of the UNet's parameter paths.
 pub const ROOT: &str = Part::Unet.name();
@@ -56,6 +56,17 @@ pub struct UNetInputs {
     pub conditioning: UNetConditioning,
     /// Residuals of ControlNets, added to the skip connections and to the mid block's output.
     pub additional_residuals: Option<ResSamples>,
+    /// The image prompt of an IP-Adapter.
+    pub image_prompt: Option<ImagePrompt>,
+}
+
+/// What an IP-Adapter adds to the text.
+#[derive(Clone, Copy, Debug)]
+pub struct ImagePrompt {
+    /// `[B, tokens, cross_attention_dim]`
+    pub tokens: Tensor,
+    /// How much the attention to them counts: a scalar of a float type.
+    pub scale: Tensor,
 }
 
 /// The conditioning of the UNet on text.
@@ -201,6 +212,16 @@ pub(super) fn shared<'a>(
             inputs.conditioning.encoder_hidden_states,
             precision.activations,
         )?,
+        image_prompt: match inputs.image_prompt {
+            None => None,
+            Some(ImagePrompt { tokens, scale }) => Some(SharedImagePrompt {
+                prompt: ImagePrompt {
+                    tokens: b.convert(tokens, precision.activations)?,
+                    scale: b.convert(scale, precision.activations)?,
+                },
+                places: cross_attentions(config),
+            }),
+        },
     })
 }
 
@@ -252,6 +273,33 @@ pub(super) fn encode(b: &Builder, shared: &Shared, mut sample: Tensor) -> Result
         down_blocks: skips,
         mid_block: middle.middle(&b.scope("mid_block"), shared, sample)?,
     })
+}
+
+/// The paths of all cross-attentions below the root, in diffusers' order of its modules: the middle comes last.
+fn cross_attentions(config: &UNet2DConditionConfig) -> Vec<String> {
+    let levels = config.levels();
+    let of_block = |name: String, level: usize, attentions: usize| {
+        let layers = config.transformer_layers_per_block.get(level);
+        let layers = layers.unwrap_or_default();
+        (0..attentions).flat_map(move |attention| {
+            let name = name.clone();
+            (0..layers).map(move |layer| {
+                format!("{name}.attentions.{attention}.transformer_blocks.{layer}.attn2")
+            })
+        })
+    };
+    let resnets = |level: usize| config.layers_per_block.get(level).unwrap_or_default();
+    let down = config.down_block_types.iter().enumerate();
+    let down = down.filter(|(_, kind)| **kind == DownBlockType::CrossAttnDownBlock2D);
+    let down = down.flat_map(|(at, _)| of_block(format!("down_blocks.{at}"), at, resnets(at)));
+    let up = config.up_block_types.iter().enumerate();
+    let up = up.filter(|(_, kind)| **kind == UpBlockType::CrossAttnUpBlock2D);
+    let up = up.flat_map(|(at, _)| {
+        let level = levels - 1 - at;
+        of_block(format!("up_blocks.{at}"), level, resnets(level) + 1)
+    });
+    let middle = of_block("mid_block".to_owned(), levels - 1, 1);
+    down.chain(up).chain(middle).collect()
 }
 
 /// The block at resolution `level`.
@@ -429,6 +477,7 @@ pub fn declare_inputs(
         timestep,
         conditioning,
         additional_residuals: None,
+        image_prompt: None,
     })
 }
 
