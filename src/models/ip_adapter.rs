@@ -230,3 +230,82 @@ fn resample(
     let y = plain(&own.scope(3), y, width)?;
     b.add(y, latents)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The image encoder of adapters for Stable Diffusion 1.5.
+    fn vit_h() -> ClipVisionConfig {
+        ClipVisionConfig {
+            hidden_size: 1280,
+            projection_dim: 1024,
+            ..ClipVisionConfig::default()
+        }
+    }
+
+    fn read(
+        features: usize,
+        tensors: &[(&str, &[usize])],
+    ) -> std::result::Result<IpAdapterConfig, String> {
+        let sizes = |name: &str| {
+            let found = tensors.iter().find(|(own, _)| *own == name);
+            found.map(|(_, sizes)| sizes.to_vec())
+        };
+        IpAdapterConfig::new(vit_h(), features, &sizes).map_err(|error| error.to_string())
+    }
+
+    /// The tensors of ip-adapter_sd15 and ip-adapter-plus_sd15.
+    #[test]
+    fn adapters_are_read_off_their_tensors() {
+        let plain: [(&str, &[usize]); 2] = [
+            ("image_proj.proj.weight", &[3072, 1024]),
+            ("image_proj.norm.weight", &[768]),
+        ];
+        let found = read(768, &plain).unwrap();
+        assert_eq!((found.projection, found.tokens), (Projection::Linear, 4));
+        let plus: [(&str, &[usize]); 7] = [
+            ("image_proj.latents", &[1, 16, 768]),
+            ("image_proj.proj_in.weight", &[768, 1280]),
+            ("image_proj.proj_out.weight", &[768, 768]),
+            ("image_proj.layers.0.0.to_q.weight", &[768, 768]),
+            ("image_proj.layers.0.1.1.weight", &[3072, 768]),
+            ("image_proj.layers.1.0.to_q.weight", &[768, 768]),
+            ("image_proj.layers.1.1.1.weight", &[3072, 768]),
+        ];
+        let found = read(768, &plus).unwrap();
+        let resampler = Projection::Resampler {
+            features: 768,
+            layers: 2,
+            heads: 12,
+            inner: 3072,
+        };
+        assert_eq!((found.projection, found.tokens), (resampler, 16));
+
+        let error = read(2048, &plain).unwrap_err();
+        assert!(
+            error.contains("image_proj.norm.weight: expected [2048]"),
+            "{error}"
+        );
+        let error = read(2048, &plus).unwrap_err();
+        assert!(
+            error.contains("image_proj.proj_out.weight: expected [2048, 768]"),
+            "{error}"
+        );
+        // That of bigG.
+        let other: [(&str, &[usize]); 2] = [
+            ("image_proj.proj.weight", &[3072, 1280]),
+            ("image_proj.norm.weight", &[768]),
+        ];
+        let error = read(768, &other).unwrap_err();
+        assert!(error.contains("expected [3072, 1024]"), "{error}");
+        assert!(error.contains("found [3072, 1280]"), "{error}");
+        let error = read(768, &[("image_proj.proj.0.weight", &[512, 512])]).unwrap_err();
+        assert!(error.contains("Face ID is not here"), "{error}");
+        let error = read(768, &[]).unwrap_err();
+        assert!(
+            error.contains("neither image_proj.proj.weight nor"),
+            "{error}"
+        );
+    }
+}

@@ -532,3 +532,32 @@ pub fn declare_conditioning(
         text_time,
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::models::Family;
+
+    /// The layers of published IP-Adapters: numbers 1 to 31 and 1 to 139, every other one.
+    #[test]
+    fn cross_attentions_come_in_diffusers_order() {
+        for (family, count, last) in [
+            (
+                Family::Sd1,
+                16,
+                "mid_block.attentions.0.transformer_blocks.0.attn2",
+            ),
+            (
+                Family::Sdxl,
+                70,
+                "mid_block.attentions.0.transformer_blocks.9.attn2",
+            ),
+        ] {
+            let published = family.spec().published.as_ref().unwrap();
+            let config = UNet2DConditionConfig::from_json(published.unet).unwrap();
+            let places = cross_attentions(&config);
+            assert_eq!(places.len(), count);
+            assert_eq!(places[count - 1], last);
+        }
+    }
+}
