@@ -30,6 +30,18 @@ const MEANT: &[(&[&str], &str)] = &[
     (&["mask"], "mask_image"),
     (
         &[
+            "ip_adapter",
+            "ip_adapter_model_name_or_path",
+            "ip_adapter_weight_name",
+        ],
+        "ip_adapter_path",
+    ),
+    (
+        &["ip_adapter_strength", "ip_adapter_weight"],
+        "ip_adapter_scale",
+    ),
+    (
+        &[
             "hr_scale",
             "hires_upscale",
             "enable_hr",
