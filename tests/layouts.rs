@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Output;
 
-use crate::common::{Golden, program, text};
+use crate::common::{Golden, golden, program, text};
 use maxdiff::dtype::DType;
 use maxdiff::graph::{Builder, Graph};
 use maxdiff::host_tensor::HostTensor;
@@ -619,6 +619,36 @@ fn convert_casts_floats_and_copies_tokenizers() {
         assert_eq!(copied, "tokenizer_2");
         assert_eq!(source.tokenizers[&Part::TextEncoder], out.join("tokenizer"));
     }
+}
+
+#[test]
+fn convert_writes_a_tiny_autoencoder() {
+    let dir = tempfile::tempdir().unwrap();
+    let model = dir.path().join("model");
+    for (part, from) in [("unet", "pipeline_sd15/unet"), ("vae", "vae_tiny")] {
+        fs::create_dir_all(model.join(part)).unwrap();
+        for file in ["config.json", "diffusion_pytorch_model.safetensors"] {
+            fs::copy(golden(from).join(file), model.join(part).join(file)).unwrap();
+        }
+    }
+    let out = dir.path().join("out");
+    let output = convert(&model, &out, &["dtype=fp32"]);
+    assert!(output.status.success(), "{}", stderr(&output));
+    let index = fs::read_to_string(out.join("model_index.json")).unwrap();
+    let index: Value = serde_json::from_str(&index).unwrap();
+    assert_eq!(index["vae"], json!(["diffusers", "AutoencoderTiny"]));
+    let [expected, found] = [model, out].map(|path| ModelSource::open(&path).unwrap());
+    let [expected, found] = [&expected, &found].map(|source| &source.components[&Part::Vae]);
+    assert_eq!(found.config, expected.config);
+    assert!(found.checkpoint.names().eq(expected.checkpoint.names()));
+
+    let config = dir.path().join("model/vae/config.json");
+    let text = fs::read_to_string(&config).unwrap();
+    let text = text.replace("AutoencoderTiny", "AsymmetricAutoencoderKL");
+    fs::write(&config, text).unwrap();
+    let output = convert(&dir.path().join("model"), &dir.path().join("other"), &[]);
+    let error = "of class AsymmetricAutoencoderKL, expected AutoencoderKL or AutoencoderTiny";
+    assert!(stderr(&output).contains(error), "{}", stderr(&output));
 }
 
 #[test]

@@ -1,8 +1,11 @@
 //! Whole text-to-image pipelines against diffusers, from the same noise.
 
+use std::path::Path;
+
 use image::RgbImage;
 
 use crate::common::{self, Golden, distance, golden, keeping_session, kernels_run};
+use maxdiff::config::{Config, Verb};
 use maxdiff::data::Tokenizer;
 use maxdiff::dtype::DType;
 use maxdiff::emit::DotPrecision;
@@ -22,10 +25,11 @@ use maxdiff::pipelines::prompt::{PromptSyntax, encode_prompt};
 use maxdiff::pipelines::text_to_image::{DenoiseOptions, Guidance};
 use maxdiff::pipelines::traced::TracedModel;
 use maxdiff::pipelines::{
-    EmbeddingRows, Event, HiresUpscaler, Observer, Phase, PipelineError, TakeWeight,
+    EmbeddingRows, Event, HiresUpscaler, Observer, Phase, Pipeline, PipelineError, TakeWeight,
     TextualInversion, TextualInversions, TokenizedImage, WeightSource,
 };
 use maxdiff::quant::Policy;
+use maxdiff::recipe::{self, Notice};
 use maxdiff::runtime::{Session, Slot};
 use maxdiff::schedulers::{PlanOptions, SamplingPlan, SchedulerConfig, SchedulerKind, Start};
 use maxdiff::shape::Shape;
@@ -455,6 +459,60 @@ fn skipped_layers_make_the_latents_of_diffusers() {
             error < 1e-4,
             "{name} {skips:?}: relative L2 error {error:e}"
         );
+    }
+}
+
+/// The recipe of SDXL-Lightning, with a UNet, with a LoRA, and with a LoRA beside the UNet.
+#[test]
+fn lightning_makes_the_latents_of_diffusers() {
+    let recorded = Golden::read("lightning/io.safetensors");
+    let latents = recorded.tensor("in/latents", &Shape::new(DType::F32, [2, 4, 8, 8]));
+    let at = |name: &str| golden(name).display().to_string();
+    let recipe = Path::new("sdxl-lightning");
+    let both = format!(
+        "lora_config.lora_model_name_or_path=[{}]",
+        at("lightning/lora.safetensors")
+    );
+    // As the published model's own files have it; Euler's have no such keys.
+    let clipping = ["clip_sample", "set_alpha_to_one"];
+    let clipping = clipping.map(|key| format!("diffusion_scheduler_config.{key}=False"));
+    let clipping = clipping.each_ref().map(String::as_str);
+    for (case, file, more) in [
+        ("ddim", "unet", clipping.as_slice()),
+        ("unet", "unet", &["scheduler=euler"]),
+        ("lora", "lora", &["scheduler=euler"]),
+        ("both", "unet", &["scheduler=euler", &both]),
+    ] {
+        let prompts = &recorded.meta["prompts"];
+        let words = [
+            format!("pretrained_model_name_or_path={}", at("pipeline_sdxl")),
+            format!("tokenizer_model_name_or_path={}", at("tokenizer")),
+            format!("lightning_repo={}", at("lightning")),
+            format!("lightning_ckpt={file}.safetensors"),
+            format!("prompt=[{}, {}]", prompts[0], prompts[1]),
+            "resolution=16".to_owned(),
+            "activations_dtype=float32".to_owned(),
+        ];
+        let words: Vec<String> = words
+            .into_iter()
+            .chain(more.iter().map(|word| word.to_string()))
+            .collect();
+        let loaded = Config::load(recipe, &words, Some(Verb::Generate)).unwrap();
+        let mut notify = |_: Notice<'_>| {};
+        let mut made =
+            recipe::generation(&loaded.config, &loaded.given, recipe, &mut notify).unwrap();
+        assert_eq!(made.request.images[0].steps, 4);
+        // SDXL's second tokenizer pads with another token.
+        made.options.base.tokenizers = ["<|endoftext|>", "!"].map(tokenizer).into();
+        made.request.latents = Some(latents.clone());
+        let mut pipeline = Pipeline::open(keeping_session(), made.options).unwrap();
+        let made = pipeline.generate(&made.request, &mut |_| Ok(())).unwrap();
+        let found = made.samples.iter().flat_map(|s| s.to_f64_vec().unwrap());
+        let error = distance(
+            &found.collect::<Vec<f64>>(),
+            recorded.values(&format!("out/{case}")),
+        );
+        assert!(error < 1e-4, "{case}: relative L2 error {error:e}");
     }
 }
 

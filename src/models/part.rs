@@ -28,13 +28,13 @@ impl Part {
         }
     }
 
-    /// The library and the class in `model_index.json`.
-    pub const fn class(self) -> [&'static str; 2] {
+    /// The library and the classes that `model_index.json` may name; the first is that of a `config.json` without a name.
+    pub const fn classes(self) -> (&'static str, &'static [&'static str]) {
         match self {
-            Part::Unet => ["diffusers", "UNet2DConditionModel"],
-            Part::Vae => ["diffusers", "AutoencoderKL"],
-            Part::TextEncoder => ["transformers", "CLIPTextModel"],
-            Part::TextEncoder2 => ["transformers", "CLIPTextModelWithProjection"],
+            Part::Unet => ("diffusers", &["UNet2DConditionModel"]),
+            Part::Vae => ("diffusers", &["AutoencoderKL", "AutoencoderTiny"]),
+            Part::TextEncoder => ("transformers", &["CLIPTextModel"]),
+            Part::TextEncoder2 => ("transformers", &["CLIPTextModelWithProjection"]),
         }
     }
 }

@@ -7,6 +7,7 @@ use image::RgbImage;
 
 use crate::data::Tokenizer;
 use crate::emit::DotPrecision;
+use crate::host_tensor::HostTensor;
 use crate::models::DiffusionModel;
 use crate::quant::Policy;
 use crate::runtime::{Session, Slot};
@@ -150,6 +151,8 @@ pub struct GenerateSeconds {
 pub struct Generated {
     /// In the order of [`GenerateRequest::images`].
     pub images: Vec<RgbImage>,
+    /// The denoiser's last samples: see [`ModelOutput::samples`].
+    pub samples: Vec<HostTensor>,
     /// Denoising steps of all batches and models together.
     pub steps: usize,
     pub seconds: GenerateSeconds,
@@ -297,6 +300,7 @@ impl Pipeline {
         seconds.phases = output.phases;
         Ok(Generated {
             images: output.images,
+            samples: output.samples,
             steps: passes.iter().map(|pass| pass.steps).sum(),
             seconds,
         })

@@ -163,6 +163,7 @@ fn check_words(config: &Config, given: &Given, images: &[ImageRequest]) -> Resul
             }
         }
     }
+    check_pixel_keys(config)?;
     images::check_files(config)?;
     hub::check_autoencoders(config)?;
     ip_adapter::check_path(config)?;
@@ -183,6 +184,24 @@ fn check_words(config: &Config, given: &Given, images: &[ImageRequest]) -> Resul
         check_redraw(config, &scheduler)?;
     }
     Ok(())
+}
+
+/// Refuses keys that a model of `unet_config` does not read: it draws pixels.
+fn check_pixel_keys(config: &Config) -> Result<(), RecipeError> {
+    if config.unet_config.0 == ModelConfig::Unset {
+        return Ok(());
+    }
+    let skips = config.clip_skip.0.iter().any(|layers| *layers > 0);
+    let refuse = |problem: &str| Err(RecipeError::Usage(problem.to_owned()));
+    match (skips, config.vae_tiling) {
+        (true, _) => refuse(
+            "clip_skip has no effect: a pixel-space model reads the last layer of its text encoder; leave it out",
+        ),
+        (_, true) => {
+            refuse("vae_tiling has no effect: a pixel-space model has no autoencoder; leave it out")
+        }
+        (false, false) => Ok(()),
+    }
 }
 
 /// The request for `images`, as the configuration makes them with `base`.

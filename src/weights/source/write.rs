@@ -58,7 +58,7 @@ impl ModelSource {
         let specs = self
             .components
             .iter()
-            .map(|(&part, component)| Ok((part, specs(part, component, dtype)?)))
+            .map(|(&part, component)| Ok((part, specs(component, dtype)?)))
             .collect::<Result<BTreeMap<Part, Vec<TensorSpec>>, SourceError>>()?;
         let written: Vec<WrittenPart> = specs
             .iter()
@@ -127,8 +127,9 @@ impl ModelSource {
         // A pipeline also lists the text encoder that it does not have before one that it has.
         let last = self.family.spec().text_encoders.last().map(|e| e.part);
         for part in Part::ALL.into_iter().filter(|part| Some(*part) <= last) {
-            let has = self.components.contains_key(&part);
-            entries.insert(part.name().to_owned(), entry(has.then(|| part.class())));
+            let component = self.components.get(&part);
+            let class = component.map(|component| class_of(part, component));
+            entries.insert(part.name().to_owned(), entry(class.transpose()?));
             if let Some(tokenizer) = part.tokenizer() {
                 let has = self.tokenizers.contains_key(&part);
                 let class = has.then_some(["transformers", "CLIPTokenizer"]);
@@ -140,22 +141,31 @@ impl ModelSource {
     }
 }
 
-/// The tensors of a part as they are written.
-fn specs(
-    part: Part,
-    component: &Component,
-    dtype: Option<DType>,
-) -> Result<Vec<TensorSpec>, SourceError> {
-    let checkpoint = &component.checkpoint;
-    let [_, expected] = part.class();
+/// The library and the class of a part.
+///
+/// # Errors
+/// When its configuration is of a class that is not supported.
+fn class_of(part: Part, component: &Component) -> Result<[&'static str; 2], SourceError> {
+    let (library, classes) = part.classes();
     let found = component.config.get("_class_name").and_then(Value::as_str);
-    if let Some(found) = found.filter(|found| *found != expected) {
-        return Err(SourceError::Structure {
-            path: checkpoint.path().to_owned(),
+    let mut supported = classes.iter();
+    match supported.find(|class| found.is_none_or(|found| found == **class)) {
+        Some(class) => Ok([library, class]),
+        None => Err(SourceError::Structure {
+            path: component.checkpoint.path().to_owned(),
             part,
-            reason: format!("its config.json is of class {found}, expected {expected}"),
-        });
+            reason: format!(
+                "its config.json is of class {}, expected {}",
+                found.unwrap_or_default(),
+                classes.join(" or ")
+            ),
+        }),
     }
+}
+
+/// The tensors of a part as they are written.
+fn specs(component: &Component, dtype: Option<DType>) -> Result<Vec<TensorSpec>, SourceError> {
+    let checkpoint = &component.checkpoint;
     let spec = |(name, shape): (&str, &Shape)| {
         if !shape.dtype.is_float() && is_parameter(name) {
             return Err(SourceError::NotFloat {
