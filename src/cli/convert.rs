@@ -72,9 +72,12 @@ pub fn run(args: &ConvertArgs) -> Result<ExitCode, CliError> {
     for ignored in &source.ignored {
         progress(&format!("ignored: {ignored}"));
     }
-    status::spin("writing");
+    let mut observe = |done: u64, total: u64| match done {
+        0 => status::count_bytes("writing", total),
+        _ => status::set_position(done),
+    };
     let parts = source
-        .write_pipeline(&args.output, dtype)
+        .write_pipeline(&args.output, dtype, &mut observe)
         .map_err(|error| match error {
             SourceError::Exists { .. } => CliError::usage(error),
             _ => CliError::failed(error),

@@ -56,6 +56,7 @@ pub fn run(args: &TrainArgs) -> Result<ExitCode, CliError> {
             false => ControlFlow::Continue(()),
         }
     })?;
+    drop(shown);
     let seconds = started.elapsed().as_secs_f64();
     let (checkpoint, code, what) = match &outcome {
         Outcome::Done { checkpoint } => (checkpoint, 0, "done"),
@@ -160,6 +161,8 @@ impl TrainProgress {
                      ({skipped} so far)"
                 ));
             }),
+            TrainEvent::Saving => self.with(|steps| steps.between("saving a checkpoint")),
+            TrainEvent::Sampling => self.with(|steps| steps.between("drawing sample images")),
             TrainEvent::Saved { checkpoint } => {
                 self.with(|steps| steps.message(&format!("saved {}", checkpoint.display())));
             }

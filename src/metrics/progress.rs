@@ -132,6 +132,11 @@ impl Progress {
         }
     }
 
+    /// Says on the bar what happens until the next step.
+    pub fn between(&mut self, what: &str) {
+        self.bar.set_message(what.to_owned());
+    }
+
     /// Shows a line above the bar, or as a line, unless quiet.
     pub fn message(&mut self, text: &str) {
         if !self.quiet {
@@ -149,11 +154,6 @@ impl Progress {
         }
     }
 
-    /// Leaves the bar as it stands and ends its line.
-    pub fn finish(&mut self) {
-        self.bar.abandon();
-    }
-
     fn rate(&self, report: &StepReport, done: u64) -> String {
         let left = self.total_steps.saturating_sub(done) as f64 * self.step_seconds;
         let per_second = report.samples as f64 / self.step_seconds;
@@ -167,7 +167,7 @@ impl Progress {
 
 impl Drop for Progress {
     fn drop(&mut self) {
-        self.finish();
+        self.bar.finish_and_clear();
     }
 }
 

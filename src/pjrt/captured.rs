@@ -14,10 +14,11 @@ pub(super) fn captured<T>(load: impl FnOnce() -> T) -> T {
     let result = load();
     let text = capture.end();
     for line in text.split_inclusive('\n') {
-        match is_log(line) {
-            true => tracing::debug!("libtpu: {}", line.trim_end()),
-            // Of other threads. What cannot be written has no reader any more.
-            false => drop(io::stderr().write_all(line.as_bytes())),
+        let (other, log) = split_log(line);
+        // Of other threads. What cannot be written has no reader any more.
+        drop(io::stderr().write_all(other.as_bytes()));
+        if !log.is_empty() {
+            tracing::debug!("libtpu: {}", log.trim_end());
         }
     }
     result
@@ -48,7 +49,14 @@ impl Capture {
     }
 }
 
-/// Whether a line begins as those of Google's logging do: `E1122 16:56:50.552274`.
+/// A line up to where the log begins in it, and the rest: a spinner that is drawn meanwhile ends no line.
+fn split_log(line: &str) -> (&str, &str) {
+    let mut starts = line.match_indices(['I', 'W', 'E', 'F']).map(|(at, _)| at);
+    let start = starts.find(|at| is_log(&line[*at..]));
+    line.split_at(start.unwrap_or(line.len()))
+}
+
+/// Whether a text begins as those of Google's logging do: `E1122 16:56:50.552274`.
 fn is_log(line: &str) -> bool {
     let mut bytes = line.bytes();
     let level = bytes.next();
@@ -68,5 +76,10 @@ mod tests {
         for other in ["", "E", "error: no", "E112 16:56", "Ended 1 of 2", "E1122x"] {
             assert!(!is_log(other), "{other}");
         }
+        let log = "E1122 16:56:50.552274    2761 hugepage_text.cc:344] RAW: File\n";
+        let drawn = "\r\u{1b}[2K⠉ opening the compiler, 0s   ";
+        assert_eq!(split_log(&format!("{drawn}{log}")), (drawn, log));
+        assert_eq!(split_log(log), ("", log));
+        assert_eq!(split_log("error: no\n"), ("error: no\n", ""));
     }
 }

@@ -42,10 +42,14 @@ pub enum TrainEvent<'a> {
         grad_norm: f64,
         skipped: u64,
     },
+    /// A checkpoint is written next.
+    Saving,
     /// A checkpoint was written between two steps.
     Saved {
         checkpoint: &'a Path,
     },
+    /// Images of the sample prompts are generated next.
+    Sampling,
     /// Images of the sample prompts were generated.
     Sampled {
         step: u64,

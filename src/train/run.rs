@@ -151,6 +151,7 @@ impl TrainingLoop<'_, '_> {
         if let Some(samples) = &mut self.samples
             && (is_last || is_due(samples.options.every))
         {
+            self.is_stopped |= (self.observer)(TrainEvent::Sampling).is_break();
             let png = samples.make(step, &|name| state.weight(name))?;
             self.metrics.image(step, "samples", &png)?;
             self.tell(TrainEvent::Sampled { step });
@@ -204,6 +205,7 @@ impl TrainingLoop<'_, '_> {
         {
             return Ok(path.clone());
         }
+        self.tell(TrainEvent::Saving);
         let path = save(self.session, state, self.options, self.checkpoints)?;
         if let Some(limit) = self.options.checkpoints_total_limit
             && let Err(error) = self.checkpoints.keep_last(limit)

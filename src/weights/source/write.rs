@@ -30,7 +30,8 @@ pub struct WrittenPart {
 impl ModelSource {
     /// Writes the model to the new folder `dir` in diffusers' layout: `model_index.json`, each part with its
     /// `config.json` and safetensors, the scheduler's configuration, and the tokenizers if the source has them. Floats
-    /// are cast to `dtype` where it is given. One tensor at a time is in memory.
+    /// are cast to `dtype` where it is given. One tensor at a time is in memory. `observe` takes how many bytes of how many
+    /// are written, from 0 on.
     ///
     /// The folder appears under its name when all of it is on disk; after an error there is none.
     ///
@@ -41,6 +42,7 @@ impl ModelSource {
         &self,
         dir: &Path,
         dtype: Option<DType>,
+        observe: &mut dyn FnMut(u64, u64),
     ) -> Result<Vec<WrittenPart>, SourceError> {
         if dir.symlink_metadata().is_ok() {
             return Err(SourceError::Exists {
@@ -68,14 +70,21 @@ impl ModelSource {
                 bytes: specs.iter().map(|s| s.shape.bytes() as u64).sum(),
             })
             .collect();
-        check_free_space(dir, parent_of(dir), written.iter().map(|w| w.bytes).sum())?;
+        let total = written.iter().map(|w| w.bytes).sum();
+        check_free_space(dir, parent_of(dir), total)?;
+        observe(0, total);
+        let mut done = 0;
+        let mut wrote = |bytes: u64| {
+            done += bytes;
+            observe(done, total);
+        };
 
         let mut temp = AtomicDir::create(dir).map_err(|e| io_error(dir, e))?;
         let mut overflown = Vec::new();
         for (part, specs) in &specs {
             if let Some(component) = self.components.get(part) {
                 let folder = temp.path().join(part.name());
-                overflown.extend(write_part(&folder, *part, component, specs)?);
+                overflown.extend(write_part(&folder, *part, component, specs, &mut wrote)?);
             }
         }
         if let (Some(dtype), false) = (dtype, overflown.is_empty()) {
@@ -183,12 +192,13 @@ fn specs(component: &Component, dtype: Option<DType>) -> Result<Vec<TensorSpec>,
     checkpoint.iter().map(spec).collect()
 }
 
-/// Writes a part; the tensors whose values became infinite, and how many did.
+/// Writes a part, and tells `wrote` the bytes of each tensor; the tensors whose values became infinite, and how many did.
 fn write_part(
     folder: &Path,
     part: Part,
     component: &Component,
     specs: &[TensorSpec],
+    wrote: &mut dyn FnMut(u64),
 ) -> Result<Vec<(String, usize)>, SourceError> {
     make_dir(folder)?;
     write_json(&folder.join("config.json"), &component.config)?;
@@ -207,6 +217,7 @@ fn write_part(
             let count = values.iter().filter(|value| value.is_infinite()).count();
             overflown.push((format!("{part}/{}", spec.name), count));
         }
+        wrote(tensor.data.len() as u64);
         Ok(tensor.data.into())
     })
     .map_err(|error| match error {
