@@ -35,8 +35,8 @@ pub struct CompileArgs {
 /// Runs `compile`.
 ///
 /// # Errors
-/// When the configuration does not fit the devices, the plugin is missing, the compiler refuses a program, or the bundle
-/// cannot be written.
+/// When the configuration does not fit the devices, the plugin is missing, the compiler refuses a program, or the
+/// bundle cannot be written.
 pub fn run(args: &CompileArgs) -> Result<ExitCode, CliError> {
     let config = args.recipe.load_step(Verb::Compile, args.step)?;
     let path = output_path(args, &config);
@@ -144,10 +144,13 @@ fn program_report(program: &CompiledProgram) -> Value {
 /// The reports for people: what prepares weights in a few lines, the others whole.
 fn describe(compiled: &Compiled) -> String {
     let target = &compiled.header.target;
+    let devices = match target.device_assignment.len() {
+        1 => "1 device".to_owned(),
+        devices => format!("{devices} devices"),
+    };
     let mut text = format!(
-        "{} programs for {} devices: {}{}\n",
+        "{} programs for {devices}: {}{}\n",
         compiled.step.header.program.step,
-        target.device_assignment.len(),
         target.name,
         match target.num_slices {
             1 => String::new(),

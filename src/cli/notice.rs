@@ -40,7 +40,9 @@ fn show_download(event: Progress<'_>) {
     match event {
         Progress::Start { .. } => {}
         Progress::File { name, bytes } => {
-            status::rename(&format!("downloading {name}"));
+            // A folder tells what the file is, in fewer letters.
+            let what = name.rsplit_once('/').map_or(name, |(folder, _)| folder);
+            status::rename(&format!("downloading {what}"));
             if !status::is_shown() && bytes >= LARGE {
                 progress(&format!("  {name}, {}", HumanBytes(bytes)));
             }

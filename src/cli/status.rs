@@ -29,11 +29,13 @@ pub fn spin(what: &str) {
 
 /// Something that counts bytes up to `total`; [`advance`] adds them.
 pub fn count_bytes(what: &str, total: u64) {
-    let template = "{spinner} {msg} {bar:30} {bytes}/{total_bytes}, {bytes_per_sec}";
+    // As wide as the terminal: a line that is wider would be drawn as two.
+    let template = "{spinner} {msg} {wide_bar} {bytes}/{total_bytes}, {bytes_per_sec}";
     begin(template, what, 0, total);
 }
 
-/// Something in `total` steps, of which `done` are done; [`advance`] adds some, and [`set_left`] says how long the rest takes.
+/// Something in `total` steps, of which `done` are done; [`advance`] adds some, and [`set_left`] says how long the rest
+/// takes.
 pub fn count_steps(what: &str, done: u64, total: u64) {
     let template = "{spinner} {msg} {bar:30} step {pos}/{len}{prefix}";
     begin(template, what, done, total);

@@ -28,7 +28,8 @@ impl Part {
         }
     }
 
-    /// The library and the classes that `model_index.json` may name; the first is that of a `config.json` without a name.
+    /// The library and the classes that `model_index.json` may name; the first is that of a `config.json` without a
+    /// name.
     pub const fn classes(self) -> (&'static str, &'static [&'static str]) {
         match self {
             Part::Unet => ("diffusers", &["UNet2DConditionModel"]),

@@ -83,8 +83,8 @@ impl PipelineOptions {
     /// Checks what needs neither devices nor weights: prompts and steps.
     ///
     /// # Errors
-    /// When the refiner's latents are not the base model's, the request has a hi-res fix that has no meaning, a prompt cannot be
-    /// read or encoded, or the steps do not fit a model's schedule.
+    /// When the refiner's latents are not the base model's, the request has a hi-res fix that has no meaning, a prompt
+    /// cannot be read or encoded, or the steps do not fit a model's schedule.
     pub fn check(&self, request: &GenerateRequest) -> Result<(), PipelineError> {
         self.check_refiner()?;
         self.check_hires(request)?;
@@ -160,8 +160,8 @@ pub struct Generated {
 
 /// Models on a session's devices, ready to make images.
 ///
-/// Programs are compiled by the first call and used again by those of the same [`ProgramSizes`]. Weights are read when a
-/// program needs them, and freed before those of the next are read.
+/// Programs are compiled by the first call and used again by those of the same [`ProgramSizes`]. Weights are read when
+/// a program needs them, and freed before those of the next are read.
 pub struct Pipeline {
     session: Session,
     options: PipelineOptions,

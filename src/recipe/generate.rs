@@ -37,8 +37,8 @@ pub struct Generation {
     pub model_name: String,
 }
 
-/// Finds the models and reads the images that they are given. `given` holds the keys that the configuration sets explicitly,
-/// `recipe_file` the file that it was read from.
+/// Finds the models and reads the images that they are given. `given` holds the keys that the configuration sets
+/// explicitly, `recipe_file` the file that it was read from.
 ///
 /// # Errors
 /// When there are no weights, a model does not fit the configuration, or an image or a prompt cannot be read.
@@ -126,8 +126,8 @@ fn memory_advice(config: &Config) -> MemoryAdvice {
     MemoryAdvice { model, images }
 }
 
-/// Checks what [`generation`] does, as far as that needs no network: all of it for a model that is here, otherwise what the
-/// configuration alone says. A model that is yet to be trained need not be there.
+/// Checks what [`generation`] does, as far as that needs no network: all of it for a model that is here, otherwise what
+/// the configuration alone says. A model that is yet to be trained need not be there.
 ///
 /// # Errors
 /// As [`generation`].

@@ -270,8 +270,8 @@ impl TrainingLoop<'_, '_> {
         Ok(result)
     }
 
-    /// The step's data on the devices, one for each input of the program: the batch, the keys of the random numbers and the
-    /// learning rate. `None` for weights and state.
+    /// The step's data on the devices, one for each input of the program: the batch, the keys of the random numbers and
+    /// the learning rate. `None` for weights and state.
     fn step_data(
         &self,
         state: &TrainingState,

@@ -30,8 +30,8 @@ pub struct WrittenPart {
 impl ModelSource {
     /// Writes the model to the new folder `dir` in diffusers' layout: `model_index.json`, each part with its
     /// `config.json` and safetensors, the scheduler's configuration, and the tokenizers if the source has them. Floats
-    /// are cast to `dtype` where it is given. One tensor at a time is in memory. `observe` takes how many bytes of how many
-    /// are written, from 0 on.
+    /// are cast to `dtype` where it is given. One tensor at a time is in memory. `observe` takes how many bytes of how
+    /// many are written, from 0 on.
     ///
     /// The folder appears under its name when all of it is on disk; after an error there is none.
     ///
@@ -192,7 +192,8 @@ fn specs(component: &Component, dtype: Option<DType>) -> Result<Vec<TensorSpec>,
     checkpoint.iter().map(spec).collect()
 }
 
-/// Writes a part, and tells `wrote` the bytes of each tensor; the tensors whose values became infinite, and how many did.
+/// Writes a part, and tells `wrote` the bytes of each tensor; the tensors whose values became infinite, and how many
+/// did.
 fn write_part(
     folder: &Path,
     part: Part,
