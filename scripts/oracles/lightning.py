@@ -4,9 +4,9 @@ Usage: python lightning.py (after pipeline.py, whose pipeline it uses)
 
 Writes tests/golden/lightning/: unet.safetensors (a UNet's weights in float16), lora.safetensors (kohya's names, as
 SDXL-Lightning's LoRAs have them) and io.safetensors with in/latents (unit normal) and the last latents of four steps
-with trailing timesteps and no guidance: out/unet, out/lora (on the pipeline's own UNet) and out/both (the LoRA on the
-other UNet) by EulerDiscreteScheduler, as SDXL-Lightning's authors say, and out/ddim, the UNet by DDIMScheduler, as
-MaxDiffusion's recipe says. The metadata has the prompts and the steps.
+with trailing timesteps and no guidance: out/unet and out/lora (on the pipeline's own UNet) by EulerDiscreteScheduler, as
+SDXL-Lightning's authors say, and out/both (the LoRA on the other UNet) by DDIMScheduler, as MaxDiffusion's recipe says. The
+metadata has the prompts and the steps.
 """
 
 import shutil
@@ -60,8 +60,8 @@ def main():
     tensors = {"in/latents": latents}
     config = dict(pipe.scheduler.config)
     for case, unet, sampler, has_lora in (
-            ("unet", other, EulerDiscreteScheduler, False), ("ddim", other, DDIMScheduler, False),
-            ("lora", own, EulerDiscreteScheduler, True), ("both", other, EulerDiscreteScheduler, True)):
+            ("unet", other, EulerDiscreteScheduler, False), ("lora", own, EulerDiscreteScheduler, True),
+            ("both", other, DDIMScheduler, True)):
         # As SDXL's scheduler_config.json has it for DDIM; Euler has no such keys.
         more = dict(clip_sample=False, set_alpha_to_one=False) if sampler is DDIMScheduler else {}
         pipe.register_modules(unet=unet)
