@@ -5,8 +5,9 @@
 //! grids, and models stalls of the matrix units and the latency of transfers. So a [`Simulator`] compiles a program of one
 //! kernel in a child process and reads the file that libtpu writes.
 //!
-//! The simulation takes about a second for 15,000 cycles, so of a large grid only some steps are simulated. It knows
-//! the latency of transfers but not the bandwidth of HBM, so no kernel is faster than its bytes.
+//! The simulation takes about a second for 15,000 cycles, so of a large grid only some steps are simulated, and once more
+//! of them: the difference is what a step takes without the transfers before the first one and after the last. The
+//! simulation knows the latency of transfers but not the bandwidth of HBM, so no kernel is faster than its bytes.
 
 use std::fs;
 use std::io::Write;
@@ -69,13 +70,28 @@ impl Simulator {
         let peak = chip.peak(format).unwrap_or(f64::INFINITY);
         let product_cycles = call.flops as f64 / peak * clock;
         let hbm_cycles = call.bytes as f64 / chip.hbm_bytes_per_second() as f64 * clock;
-        let (configuration, scale) = shortened(&call.configuration, product_cycles.max(hbm_cycles));
-        let cycles = self.simulate(chip, &module(call, &configuration))?;
+        let least = product_cycles.max(hbm_cycles);
+        let mut most = MOST_CYCLES;
+        let part = shortened(&call.configuration, least, most);
+        let mut more = part.clone();
+        while part.share < 1.0 && more.share == part.share {
+            most *= 2.0;
+            more = shortened(&call.configuration, least, most);
+        }
+        let simulate = |part: &Part| {
+            let cycles = self.simulate(chip, &module(call, &part.configuration));
+            cycles.map(|cycles| cycles as f64)
+        };
+        let mut cycles = simulate(&more)?;
+        if part.share < 1.0 {
+            let slope = (cycles - simulate(&part)?) / (more.share - part.share);
+            cycles += slope * (1.0 - more.share);
+        }
         Ok(KernelCycles {
-            cycles: (cycles as f64 * scale).max(hbm_cycles) as u64,
+            cycles: cycles.max(hbm_cycles) as u64,
             hbm_cycles: hbm_cycles as u64,
             product_cycles: product_cycles as u64,
-            simulated_share: 1.0 / scale,
+            simulated_share: more.share,
         })
     }
 
@@ -138,13 +154,23 @@ fn cycles_of(text: &str) -> Option<u64> {
     Some(number("estimated_cycles")? * number("num_equivalent_hlos").unwrap_or(1))
 }
 
-/// The configuration of a kernel with fewer steps in its grid's outer dimensions, and how many times these steps are
-/// the whole grid. `cycles` is the least that the whole can take. The last dimension stays whole: kernels share work
-/// between its steps.
-fn shortened(configuration: &str, cycles: f64) -> (String, f64) {
+/// A kernel with some steps of its grid.
+#[derive(Clone, Debug, PartialEq)]
+struct Part {
+    configuration: String,
+    /// The share of the whole grid's steps.
+    share: f64,
+}
+
+/// The kernel with fewer steps in its grid's outer dimensions, which take about `most` cycles if the whole takes `cycles`.
+/// The last dimension stays whole: kernels share work between its steps.
+fn shortened(configuration: &str, cycles: f64, most: f64) -> Part {
     static BOUNDS: LazyLock<Option<Regex>> =
         LazyLock::new(|| Regex::new(r"iteration_bounds = array<i64: ([0-9, ]+)>").ok());
-    let whole = (configuration.to_owned(), 1.0);
+    let whole = Part {
+        configuration: configuration.to_owned(),
+        share: 1.0,
+    };
     let Ok(mut value) = serde_json::from_str::<Value>(configuration) else {
         return whole;
     };
@@ -163,7 +189,7 @@ fn shortened(configuration: &str, cycles: f64) -> (String, f64) {
     let mut scale = 1.0;
     let outer = bounds.len().saturating_sub(1);
     for bound in &mut bounds[..outer] {
-        let steps = (*bound as f64 * MOST_CYCLES * scale / cycles) as u64;
+        let steps = (*bound as f64 * most * scale / cycles) as u64;
         let steps = steps.clamp(1, *bound);
         scale *= *bound as f64 / steps as f64;
         *bound = steps;
@@ -175,7 +201,10 @@ fn shortened(configuration: &str, cycles: f64) -> (String, f64) {
         1,
     );
     *body = Value::String(STANDARD.encode(shorter));
-    (value.to_string(), scale)
+    Part {
+        configuration: value.to_string(),
+        share: 1.0 / scale,
+    }
 }
 
 /// A StableHLO module of one call.
@@ -228,16 +257,20 @@ mod tests {
 
     #[test]
     fn a_grid_is_shortened_from_outside() {
-        let of = |bounds, cycles| shortened(&configuration(bounds), cycles);
+        let of = |bounds, cycles| shortened(&configuration(bounds), cycles, 30_000.0);
+        let part = |bounds, share| Part {
+            configuration: configuration(bounds),
+            share,
+        };
         // Small enough.
-        assert_eq!(of("2, 5, 8", 20_000.0), (configuration("2, 5, 8"), 1.0));
+        assert_eq!(of("2, 5, 8", 20_000.0), part("2, 5, 8", 1.0));
         // 240,000 are 8 times what is simulated.
-        assert_eq!(of("2, 5, 8", 240_000.0), (configuration("1, 1, 8"), 10.0));
-        assert_eq!(of("8, 5", 60_000.0), (configuration("4, 5"), 2.0));
+        assert_eq!(of("2, 5, 8", 240_000.0), part("1, 1, 8", 0.1));
+        assert_eq!(of("8, 5", 60_000.0), part("4, 5", 0.5));
         // The last dimension stays.
-        assert_eq!(of("64", 1e6), (configuration("64"), 1.0));
+        assert_eq!(of("64", 1e6), part("64", 1.0));
         let other = r#"{"custom_call_config":{"body":"not ours"}}"#;
-        assert_eq!(shortened(other, 1e6), (other.to_owned(), 1.0));
+        assert_eq!(shortened(other, 1e6, 30_000.0).share, 1.0);
     }
 
     #[test]

@@ -126,22 +126,24 @@ impl Attention {
         let queries: Vec<KernelValue> = (0..heads)
             .map(|head| self.lanes(k, q, head, rows))
             .collect();
-        let start = Softmax {
-            // Below every score, and finite: the first block's correction is then 0 and no NaN.
-            highest: k.splat(DType::F32, [rows, 1], -1e30),
-            total: k.splat(DType::F32, [rows, 1], 0.0),
-            values: k.splat(DType::F32, [rows, slab], 0.0),
+        // Two blocks of keys in a turn: one's products overlap the other's softmax. A single pair needs no loop.
+        let pairs = match self.keys / keys.size / 2 {
+            1 => 0,
+            pairs => pairs,
         };
-        // Two blocks of keys in a turn: one's products overlap the other's softmax.
-        let whole = self.keys / keys.size;
-        let mut states = vec![start; heads];
-        let pairs = whole / 2;
+        let mut states = Vec::new();
         if pairs > 0 {
-            let results = k.repeat(pairs, flat(&states), |k, turn, carry| {
+            let start = Softmax {
+                // Below every score, and finite: the first block's correction is then 0 and no NaN.
+                highest: k.splat(DType::F32, [rows, 1], -1e30),
+                total: k.splat(DType::F32, [rows, 1], 0.0),
+                values: k.splat(DType::F32, [rows, slab], 0.0),
+            };
+            let results = k.repeat(pairs, flat(&vec![start; heads]), |k, turn, carry| {
                 let mut states = unflat(carry);
                 for half in 0..2 {
                     let row = k.row_of(turn, 2 * keys.size, half * keys.size);
-                    self.block(k, &queries, row, [rows, keys.size], None, &mut states);
+                    states = self.block(k, &queries, row, [rows, keys.size], None, &states);
                 }
                 flat(&states)
             });
@@ -151,13 +153,14 @@ impl Attention {
             let row = k.row(block * keys.size);
             let valid = self.keys - (block * keys.size).min(self.keys);
             let limit = (valid < keys.size).then_some(valid);
-            self.block(k, &queries, row, [rows, keys.size], limit, &mut states);
+            states = self.block(k, &queries, row, [rows, keys.size], limit, &states);
         }
         let results: Vec<KernelValue> = states
             .iter()
             .map(|state| {
                 let total = k.broadcast(state.total, slab);
-                k.div(state.values, total)
+                let inverse = k.inverse(total);
+                k.mul(state.values, inverse)
             })
             .collect();
         let result = match results[..] {
@@ -168,7 +171,7 @@ impl Attention {
             _ => results[0],
         };
         let result = k.convert(result, DType::BF16);
-        k.store(result);
+        k.store(result, 0);
     }
 
     /// Which lanes are those of the first of two heads.
@@ -193,7 +196,8 @@ impl Attention {
         k.convert(own, DType::BF16)
     }
 
-    /// Takes a block of keys into the softmax of each head. From column `limit` on, keys are padding.
+    /// Takes a block of keys into the softmax of each head; of the first there is none before. From column `limit` on, keys
+    /// are padding.
     fn block(
         &self,
         k: &mut Kernel,
@@ -201,11 +205,11 @@ impl Attention {
         row: KernelValue,
         size: [usize; 2],
         limit: Option<usize>,
-        states: &mut [Softmax],
-    ) {
+        before: &[Softmax],
+    ) -> Vec<Softmax> {
         let keys = k.load(1, row, size[1]);
         let values = k.load(2, row, size[1]);
-        for (q, state) in queries.iter().zip(states) {
+        let take = |(head, q): (usize, &KernelValue)| {
             let zero = k.splat(DType::F32, size, 0.0);
             let scores = k.matmul_transposed(*q, keys, zero);
             // Powers of two are what the chip has.
@@ -218,24 +222,32 @@ impl Attention {
                 let lowest = k.splat(DType::F32, size, -1e30);
                 scores = k.select(is_key, scores, lowest);
             }
-            let highest_here = k.row_max(scores);
-            let highest = k.max(state.highest, highest_here);
+            let before = before.get(head);
+            let mut highest = k.row_max(scores);
+            if let Some(before) = before {
+                highest = k.max(before.highest, highest);
+            }
             let shift = k.broadcast(highest, size[1]);
             let shifted = k.sub(scores, shift);
             let weights = k.exp2(shifted);
-            let change = k.sub(state.highest, highest);
-            let correction = k.exp2(change);
-            let before = k.mul(state.total, correction);
-            let here = k.row_sum(weights);
-            let correction = k.broadcast(correction, self.slab());
-            let corrected = k.mul(state.values, correction);
+            let mut total = k.row_sum(weights);
+            let mut start = k.splat(DType::F32, [size[0], self.slab()], 0.0);
+            if let Some(before) = before {
+                let change = k.sub(before.highest, highest);
+                let correction = k.exp2(change);
+                let total_before = k.mul(before.total, correction);
+                total = k.add(total_before, total);
+                let correction = k.broadcast(correction, self.slab());
+                start = k.mul(before.values, correction);
+            }
             let weights = k.convert(weights, DType::BF16);
-            *state = Softmax {
+            Softmax {
                 highest,
-                total: k.add(before, here),
-                values: k.matmul(weights, values, corrected),
-            };
-        }
+                total,
+                values: k.matmul(weights, values, start),
+            }
+        };
+        queries.iter().enumerate().map(take).collect()
     }
 }
 

@@ -3,9 +3,8 @@
 use half::bf16;
 
 use crate::dtype::DType;
-use crate::graph::eval::erf;
 
-use super::{Binary, Kernel, Op, Reduction, Statement, Unary, Value};
+use super::{Binary, Kernel, Op, Reduction, Statement, Type, Unary, Value};
 
 /// A value while a step runs, row-major. Integers are small enough to be exact in `f32`, but for those of a product, which
 /// are rounded as their conversion to `f32` rounds them.
@@ -23,7 +22,8 @@ impl Kernel {
         };
         let mut out = vec![0.0; result.array.iter().product()];
         let steps: usize = self.grid.iter().product();
-        let mut scratch = vec![Matrix::default(); self.scratch.len()];
+        // What was never put there is not a number, so that a test finds its use.
+        let mut scratch: Vec<Matrix> = self.scratch.iter().map(|of| unset(*of)).collect();
         for step in 0..steps {
             let mut run = Run {
                 kernel: self,
@@ -110,17 +110,31 @@ impl Run<'_> {
                 let base = counter.map_or(0.0, |(c, step)| self.get(c).data[0] * step as f32);
                 Some(number(base + *start as f32))
             }
-            Op::Load { window, row } => {
-                let first = self.get(*row).data[0] as usize;
-                matrix(self.load(*window, first, rows))
+            Op::Load {
+                window,
+                row,
+                column,
+            } => {
+                let row = self.get(*row).data[0] as usize;
+                matrix(self.load(*window, [row, *column], [rows, columns]))
             }
-            Op::Store(value) => {
-                self.store(*value);
+            Op::Store(value, first) => {
+                self.store(*value, *first);
                 None
             }
-            Op::Kept(scratch) => Some(self.scratch[scratch.0].clone()),
-            Op::Keep(scratch, value) => {
-                self.scratch[scratch.0] = self.get(*value).clone();
+            Op::Kept(scratch, [row, column]) => {
+                let memory = &self.scratch[scratch.0];
+                let rows = (*row..row + rows).map(|row| row * memory.columns + column);
+                let parts = rows.flat_map(|at| &memory.data[at..at + columns]);
+                matrix(parts.copied().collect())
+            }
+            Op::Keep(scratch, value, [row, column]) => {
+                let value = &self.values[value.0];
+                let memory = &mut self.scratch[scratch.0];
+                for (r, line) in value.data.chunks(value.columns).enumerate() {
+                    let at = (row + r) * memory.columns + column;
+                    memory.data[at..at + line.len()].copy_from_slice(line);
+                }
                 None
             }
             Op::Unary(op, x) => {
@@ -217,25 +231,37 @@ impl Run<'_> {
         [at[0], at[1] * window.block[0], at[2] * window.block[1]]
     }
 
-    fn load(&self, window: usize, first: usize, rows: usize) -> Vec<f32> {
+    /// A part of a window's block, `size` from the row and the column `first`.
+    fn load(&self, window: usize, first: [usize; 2], [rows, columns]: [usize; 2]) -> Vec<f32> {
         let [batch, row, column] = self.origin(window);
         let w = &self.kernel.windows[window];
-        let mut data = Vec::with_capacity(rows * w.block[1]);
-        for r in row + first..row + first + rows {
-            let at = (batch * w.array[1] + r) * w.array[2] + column;
-            data.extend_from_slice(&self.operands[window][at..at + w.block[1]]);
+        let mut data = Vec::with_capacity(rows * columns);
+        for r in row + first[0]..row + first[0] + rows {
+            let at = (batch * w.array[1] + r) * w.array[2] + column + first[1];
+            data.extend_from_slice(&self.operands[window][at..at + columns]);
         }
         data
     }
 
-    fn store(&mut self, value: Value) {
+    fn store(&mut self, value: Value, first: usize) {
         let window = self.kernel.windows.len() - 1;
         let [batch, row, column] = self.origin(window);
         let w = &self.kernel.windows[window];
-        for (r, line) in self.values[value.0].data.chunks(w.block[1]).enumerate() {
-            let at = (batch * w.array[1] + row + r) * w.array[2] + column;
+        let value = &self.values[value.0];
+        for (r, line) in value.data.chunks(value.columns).enumerate() {
+            let at = (batch * w.array[1] + row + r) * w.array[2] + column + first;
             self.out[at..at + line.len()].copy_from_slice(line);
         }
+    }
+}
+
+fn unset(of: Type) -> Matrix {
+    match of {
+        Type::Row => Matrix::default(),
+        Type::Matrix { rows, columns, .. } => Matrix {
+            columns,
+            data: vec![f32::NAN; rows * columns],
+        },
     }
 }
 
@@ -249,9 +275,10 @@ fn number(x: f32) -> Matrix {
 fn unary(op: Unary, x: f32) -> f32 {
     match op {
         Unary::Abs => x.abs(),
-        Unary::Erf => erf(f64::from(x)) as f32,
         Unary::Exp2 => x.exp2(),
         Unary::RoundEven => x.round_ties_even(),
+        // As roughly as bf16 has it, so that a kernel that relies on more is found.
+        Unary::Reciprocal => bf16::from_f32(1.0 / x).to_f32(),
         Unary::Rsqrt => 1.0 / x.sqrt(),
     }
 }

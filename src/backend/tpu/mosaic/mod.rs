@@ -7,6 +7,8 @@
 mod eval;
 mod text;
 
+use std::ops::Range;
+
 use crate::dtype::DType;
 
 pub use text::{CostEstimate, VMEM_BYTES};
@@ -77,17 +79,18 @@ enum Op {
         counter: Option<(Value, usize)>,
         start: usize,
     },
-    /// Rows of a window's block from `row`, which is a multiple of `step`.
+    /// A part of a window's block, from a row and a column.
     Load {
         window: usize,
         row: Value,
+        column: usize,
     },
-    /// The block of the result.
-    Store(Value),
-    /// What a scratch memory holds.
-    Kept(Scratch),
-    /// Puts a value into a scratch memory.
-    Keep(Scratch, Value),
+    /// Columns of the result's block, from the given one.
+    Store(Value, usize),
+    /// A part of what a scratch memory holds, from a row and a column.
+    Kept(Scratch, [usize; 2]),
+    /// Puts a value into a scratch memory, from a row and a column.
+    Keep(Scratch, Value, [usize; 2]),
     /// Runs the body where the step is the first along a dimension of the grid.
     WhenFirst {
         dim: usize,
@@ -128,8 +131,8 @@ enum Op {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Unary {
     Abs,
-    Erf,
     Exp2,
+    Reciprocal,
     RoundEven,
     Rsqrt,
 }
@@ -269,19 +272,37 @@ impl Kernel {
 
     /// `rows` rows of a window's block, from `row`.
     pub fn load(&mut self, window: usize, row: Value, rows: usize) -> Value {
+        let columns = 0..self.windows[window].block[1];
+        self.load_part(window, row, rows, columns)
+    }
+
+    /// Columns of `rows` rows of a window's block, from `row`. The first is a multiple of [`LANES`].
+    pub fn load_part(
+        &mut self,
+        window: usize,
+        row: Value,
+        rows: usize,
+        columns: Range<usize>,
+    ) -> Value {
         let of = Type::Matrix {
             dtype: self.windows[window].dtype,
             rows,
-            columns: self.windows[window].block[1],
+            columns: columns.len(),
         };
-        self.push(of, Op::Load { window, row })
+        let column = columns.start;
+        let op = Op::Load {
+            window,
+            row,
+            column,
+        };
+        self.push(of, op)
     }
 
-    /// Stores the block of the result.
-    pub fn store(&mut self, value: Value) {
+    /// Stores all rows of the result's block, from column `first` on, a multiple of [`LANES`].
+    pub fn store(&mut self, value: Value, first: usize) {
         self.body.push(Statement {
             results: Vec::new(),
-            op: Op::Store(value),
+            op: Op::Store(value, first),
         });
     }
 
@@ -295,17 +316,36 @@ impl Kernel {
         Scratch(self.scratch.len() - 1)
     }
 
-    /// Puts a value into a scratch memory.
-    pub fn keep(&mut self, scratch: Scratch, value: Value) {
+    /// Puts a value into a scratch memory, from a row and a column.
+    pub fn keep(&mut self, scratch: Scratch, value: Value, first: [usize; 2]) {
         self.body.push(Statement {
             results: Vec::new(),
-            op: Op::Keep(scratch, value),
+            op: Op::Keep(scratch, value, first),
         });
     }
 
     /// What a scratch memory holds.
     pub fn kept(&mut self, scratch: Scratch) -> Value {
-        self.push(self.scratch[scratch.0], Op::Kept(scratch))
+        self.push(self.scratch[scratch.0], Op::Kept(scratch, [0, 0]))
+    }
+
+    /// A part of it, of `size` from a row and a column.
+    pub fn kept_part(
+        &mut self,
+        scratch: Scratch,
+        first: [usize; 2],
+        [rows, columns]: [usize; 2],
+    ) -> Value {
+        let mut of = self.scratch[scratch.0];
+        if let Type::Matrix {
+            rows: all_rows,
+            columns: all_columns,
+            ..
+        } = &mut of
+        {
+            (*all_rows, *all_columns) = (rows, columns);
+        }
+        self.push(of, Op::Kept(scratch, first))
     }
 
     /// Runs `body` where the step is the first along dimension `dim` of the grid, whose steps then run in order. Values of
@@ -333,13 +373,19 @@ impl Kernel {
         self.unary(Unary::Abs, x)
     }
 
-    pub fn erf(&mut self, x: Value) -> Value {
-        self.unary(Unary::Erf, x)
-    }
-
     /// `1 / sqrt(x)`.
     pub fn rsqrt(&mut self, x: Value) -> Value {
         self.unary(Unary::Rsqrt, x)
+    }
+
+    /// `1 / x` for finite numbers other than 0: the chip's own, and one step of Newton's method, which doubles the bits that
+    /// are right; 16 at least. [`Kernel::div`] takes twice as long.
+    pub fn inverse(&mut self, x: Value) -> Value {
+        let two = self.splat(DType::F32, self.size(x), 2.0);
+        let rough = self.unary(Unary::Reciprocal, x);
+        let product = self.mul(x, rough);
+        let correction = self.sub(two, product);
+        self.mul(rough, correction)
     }
 
     pub fn round_even(&mut self, x: Value) -> Value {

@@ -122,33 +122,45 @@ impl Kernel {
                     self::name(*counter)
                 ),
             },
-            Op::Load { window, row } => {
+            Op::Load {
+                window,
+                row,
+                column,
+            } => {
                 let memory = memref(&self.windows[*window]);
                 let block = block_of(&of);
                 format!(
-                    "{name}_b = vector.load %w{window}[%zero, {}, %zero] : {memory}, {block}\n\
+                    "{name}_c = arith.constant {column} : index\n\
+                     {name}_b = vector.load %w{window}[%zero, {}, {name}_c] : {memory}, {block}\n\
                      {name} = vector.shape_cast {name}_b : {block} to {of}",
                     self::name(*row)
                 )
             }
-            Op::Store(value) => {
+            Op::Store(value, first) => {
                 let (window, x) = (self.windows.len() - 1, self::name(*value));
                 let memory = memref(&self.windows[window]);
                 let of = self.vector(*value);
                 let block = block_of(&of);
                 format!(
                     "{x}_b = vector.shape_cast {x} : {of} to {block}\n\
-                     vector.store {x}_b, %w{window}[%zero, %zero, %zero] : {memory}, {block}"
+                     {x}_c = arith.constant {first} : index\n\
+                     vector.store {x}_b, %w{window}[%zero, %zero, {x}_c] : {memory}, {block}"
                 )
             }
-            Op::Kept(scratch) => {
+            Op::Kept(scratch, [row, column]) => {
                 let (at, memory) = (scratch.0, memory(self.scratch[scratch.0]));
-                format!("{name} = vector.load %s{at}[%zero, %zero] : {memory}, {of}")
+                format!(
+                    "{name}_r = arith.constant {row} : index\n{name}_c = arith.constant {column} : index\n\
+                     {name} = vector.load %s{at}[{name}_r, {name}_c] : {memory}, {of}"
+                )
             }
-            Op::Keep(scratch, value) => {
+            Op::Keep(scratch, value, [row, column]) => {
                 let (at, memory) = (scratch.0, memory(self.scratch[scratch.0]));
                 let (x, of) = (self::name(*value), self.vector(*value));
-                format!("vector.store {x}, %s{at}[%zero, %zero] : {memory}, {of}")
+                format!(
+                    "{x}_kr = arith.constant {row} : index\n{x}_kc = arith.constant {column} : index\n\
+                     vector.store {x}, %s{at}[{x}_kr, {x}_kc] : {memory}, {of}"
+                )
             }
             Op::WhenFirst { dim, body } => {
                 let _ = writeln!(text, "%first{dim} = arith.cmpi eq, %g{dim}, %none : i32");
@@ -159,14 +171,20 @@ impl Kernel {
                 "scf.yield\n}".to_string()
             }
             Op::Unary(op, x) => {
+                let x = self::name(*x);
                 let op = match op {
                     Unary::Abs => "absf",
-                    Unary::Erf => "erf",
                     Unary::Exp2 => "exp2",
+                    Unary::Reciprocal => {
+                        let line =
+                            format!("{name} = tpu.reciprocal {x} {{approx = true}} : {of} -> {of}");
+                        let _ = writeln!(text, "{line}");
+                        return;
+                    }
                     Unary::RoundEven => "roundeven",
                     Unary::Rsqrt => "rsqrt",
                 };
-                format!("{name} = math.{op} {} : {of}", self::name(*x))
+                format!("{name} = math.{op} {x} : {of}")
             }
             Op::Binary(op, a, b) => {
                 let op = match op {
