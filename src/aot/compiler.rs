@@ -181,8 +181,8 @@ impl Compiler {
         self.chip
     }
 
-    /// Lowers a program that was traced for as many devices as [`Compiler::mesh`] has, and compiles what it becomes. `tell`
-    /// gets each program before it is compiled.
+    /// Lowers a program that was traced for as many devices as [`Compiler::mesh`] has, and compiles what it becomes.
+    /// `tell` gets each program before it is compiled.
     ///
     /// # Errors
     /// When the program does not fit the mesh, or the compiler refuses it; [`AotError::OutOfMemory`] when a program

@@ -1,12 +1,12 @@
 //! Cycles of kernels, simulated by the TPU compiler without a TPU.
 //!
 //! The compiler predicts no time for kernels that are not its own. But if libtpu is loaded with the flag
-//! `--xla_jf_dump_static_llo_profile_to`, it simulates every operation that it compiles: it unrolls loops and the steps of
-//! grids, and models stalls of the matrix units and the latency of transfers. So a [`Simulator`] compiles a program of one
-//! kernel in a child process and reads the file that libtpu writes.
+//! `--xla_jf_dump_static_llo_profile_to`, it simulates every operation that it compiles: it unrolls loops and the steps
+//! of grids, and models stalls of the matrix units and the latency of transfers. So a [`Simulator`] compiles a program
+//! of one kernel in a child process and reads the file that libtpu writes.
 //!
-//! The simulation takes about a second for 15,000 cycles, so of a large grid only some steps are simulated, and once more
-//! of them: the difference is what a step takes without the transfers before the first one and after the last. The
+//! The simulation takes about a second for 15,000 cycles, so of a large grid only some steps are simulated, and once
+//! more of them: the difference is what a step takes without the transfers before the first one and after the last. The
 //! simulation knows the latency of transfers but not the bandwidth of HBM, so no kernel is faster than its bytes.
 
 use std::fs;
@@ -162,8 +162,8 @@ struct Part {
     share: f64,
 }
 
-/// The kernel with fewer steps in its grid's outer dimensions, which take about `most` cycles if the whole takes `cycles`.
-/// The last dimension stays whole: kernels share work between its steps.
+/// The kernel with fewer steps in its grid's outer dimensions, which take about `most` cycles if the whole takes
+/// `cycles`. The last dimension stays whole: kernels share work between its steps.
 fn shortened(configuration: &str, cycles: f64, most: f64) -> Part {
     static BOUNDS: LazyLock<Option<Regex>> =
         LazyLock::new(|| Regex::new(r"iteration_bounds = array<i64: ([0-9, ]+)>").ok());

@@ -1,8 +1,8 @@
 //! Programs compiled ahead of time, on disk.
 //!
-//! A bundle is one file: what the programs are and what they were compiled for (the [`Header`]), the compiled programs as
-//! their plugin serialized them (the payload), and a SHA-256 of both. It holds no code of this project and nothing that
-//! is executed by reading it. See [`frame`] for the bytes.
+//! A bundle is one file: what the programs are and what they were compiled for (the [`Header`]), the compiled programs
+//! as their plugin serialized them (the payload), and a SHA-256 of both. It holds no code of this project and nothing
+//! that is executed by reading it. See [`frame`] for the bytes.
 
 pub mod frame;
 

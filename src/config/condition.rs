@@ -20,8 +20,8 @@ pub enum Condition {
     Given(&'static str),
     /// The number is above 0.
     Positive(&'static str),
-    /// The sampler reads this field of diffusers' `scheduler_config.json`, or `eta`. Holds where `scheduler` is not set:
-    /// the model's own files say then which sampler it is.
+    /// The sampler reads this field of diffusers' `scheduler_config.json`, or `eta`. Holds where `scheduler` is not
+    /// set: the model's own files say then which sampler it is.
     SamplerReads(&'static str),
     /// The family of the model may be one whose denoiser takes an aesthetic score.
     FamilyTakesAestheticScore,

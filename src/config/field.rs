@@ -135,8 +135,8 @@ fn is_quoted_list(text: &str) -> bool {
     }
 }
 
-/// What follows the text in quotes whose first quote was before `text`, by YAML's rules: a single quote stands for itself
-/// when it is written twice, a double one behind a backslash.
+/// What follows the text in quotes whose first quote was before `text`, by YAML's rules: a single quote stands for
+/// itself when it is written twice, a double one behind a backslash.
 fn after_quoted(text: &str, quote: char) -> Option<&str> {
     let mut characters = text.char_indices().peekable();
     while let Some((at, c)) = characters.next() {

@@ -16,8 +16,8 @@ pub enum Status {
     Used,
     /// A key of this project.
     Ours,
-    /// MaxDiffusion accepts the key and never reads it, nor does this program. Another value than the default warns in a
-    /// file, so that MaxDiffusion's files load, and is refused on the command line.
+    /// MaxDiffusion accepts the key and never reads it, nor does this program. Another value than the default warns in
+    /// a file, so that MaxDiffusion's files load, and is refused on the command line.
     IgnoredByMaxDiffusion,
     /// The key means nothing here, for the reason given; treated alike.
     NoEffect(&'static str),

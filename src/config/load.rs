@@ -66,8 +66,8 @@ impl Given {
 }
 
 impl Config {
-    /// Reads the YAML file at `path`, or the recipe of that name ([`Recipe`]), applies `overrides` (`key=value`) and checks
-    /// the whole.
+    /// Reads the YAML file at `path`, or the recipe of that name ([`Recipe`]), applies `overrides` (`key=value`) and
+    /// checks the whole.
     ///
     /// With a verb, what only concerns other verbs is not checked, and an override that the verb
     /// does not read is refused; without, everything is checked. Relative paths of `unet_config`
@@ -138,8 +138,8 @@ impl Config {
         }
     }
 
-    /// Refuses overrides that only change the other of the two programs that `verb` can make: with `training` the one of
-    /// `generate`, without it that of `train`.
+    /// Refuses overrides that only change the other of the two programs that `verb` can make: with `training` the one
+    /// of `generate`, without it that of `train`.
     ///
     /// # Errors
     /// All such overrides.
@@ -402,8 +402,8 @@ impl Loader {
         merge(&mut self.values, &segments, value);
     }
 
-    /// A sampler by the name that web interfaces have for it becomes the sampler here and its settings, where these are not
-    /// given.
+    /// A sampler by the name that web interfaces have for it becomes the sampler here and its settings, where these are
+    /// not given.
     fn expand_sampler(&mut self) {
         const SCHEDULER: &str = "scheduler";
         let name = self.values.get(SCHEDULER).and_then(Value::as_str);
@@ -478,8 +478,8 @@ impl Loader {
         }
     }
 
-    /// The error of a recipe for a family that is known and not built, which stands for the errors of all keys that only
-    /// such recipes have.
+    /// The error of a recipe for a family that is known and not built, which stands for the errors of all keys that
+    /// only such recipes have.
     fn unsupported_family(&self) -> Option<ConfigError> {
         let value = |key: &str| self.values.get(key).and_then(Value::as_str);
         let found = UNSUPPORTED.iter().find_map(|family| {

@@ -121,8 +121,8 @@ impl Config {
         serde_json::from_str(text).map_err(|e| error(e.to_string()))
     }
 
-    /// The autoencoder's dict by diffusers' names: `vae/config.json` in the folder `pretrained_model_name_or_path`; `None`
-    /// where there is none, or the UNet is not that of the folder.
+    /// The autoencoder's dict by diffusers' names: `vae/config.json` in the folder `pretrained_model_name_or_path`;
+    /// `None` where there is none, or the UNet is not that of the folder.
     ///
     /// # Errors
     /// A file that cannot be read or is not a JSON object.

@@ -212,9 +212,9 @@ impl Tokenizer {
         self.end as i32
     }
 
-    /// Adds a token that stands for `count` ids, one after the other and behind all others; gives the first of them. As in
-    /// diffusers' `load_textual_inversion`, it is found anywhere in a text, in upper or lower case, and `token_1` is its
-    /// second id alone.
+    /// Adds a token that stands for `count` ids, one after the other and behind all others; gives the first of them. As
+    /// in diffusers' `load_textual_inversion`, it is found anywhere in a text, in upper or lower case, and `token_1` is
+    /// its second id alone.
     ///
     /// # Errors
     /// [`DataError::Tokenizer`] for an empty token, and for one that the vocabulary has.
@@ -246,7 +246,8 @@ impl Tokenizer {
         Ok(first)
     }
 
-    /// How many ids follow one another where a text has the token of `id`: more than one for the first id of an added token.
+    /// How many ids follow one another where a text has the token of `id`: more than one for the first id of an added
+    /// token.
     pub fn ids_of_token(&self, id: i32) -> usize {
         self.added.get(&id).copied().unwrap_or(1)
     }

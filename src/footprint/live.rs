@@ -13,8 +13,8 @@ pub(super) struct Peak {
 /// The peak of all values but inputs and constants, if nodes run in their order. `parts` says into how many parts the
 /// dimensions of values are split.
 ///
-/// Views and values that compilers compute where they are used take no memory, but what they are made of stays for them.
-/// Results that take over an input's memory take none. The bodies of loops are not looked at.
+/// Views and values that compilers compute where they are used take no memory, but what they are made of stays for
+/// them. Results that take over an input's memory take none. The bodies of loops are not looked at.
 pub(super) fn peak(graph: &Graph, parts: &[Vec<usize>]) -> Peak {
     let live = graph.live_nodes();
     let is_kept = kept(graph, &live);

@@ -1,7 +1,8 @@
 //! The memory that programs take on each device, estimated from graph and shardings before anything is compiled.
 //!
-//! Weights, optimizer state and inputs are there while a program runs, so they are a lower bound, and what they do not fit is
-//! refused ([`Fit::check`]). The activations are an estimate: compilers fuse and order operations in their own ways.
+//! Weights, optimizer state and inputs are there while a program runs, so they are a lower bound, and what they do not
+//! fit is refused ([`Fit::check`]). The activations are an estimate: compilers fuse and order operations in their own
+//! ways.
 
 mod error;
 mod layouts;

@@ -3,8 +3,8 @@
 use crate::graph::{Graph, Node, Op};
 use crate::shard::{LogicalAxisRules, Mesh, PartitionSpec, ShardPlan};
 
-/// The number of parts of each dimension of each node, as far as inputs and constraints decide it. Where nothing is known, a
-/// dimension is whole.
+/// The number of parts of each dimension of each node, as far as inputs and constraints decide it. Where nothing is
+/// known, a dimension is whole.
 pub(super) fn parts(
     graph: &Graph,
     plan: &ShardPlan,

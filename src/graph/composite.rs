@@ -2,7 +2,8 @@
 //!
 //! A composite's body, made of primitives, is its meaning. Shape inference checks the attributes against the body, the
 //! evaluator runs the body, and the derivative goes through it. A backend that has a kernel for a composite puts the
-//! kernel in its place ([`crate::backend`]); [`Graph::inline_composites`](super::Graph::inline_composites) puts the body in place of all others.
+//! kernel in its place ([`crate::backend`]); [`Graph::inline_composites`](super::Graph::inline_composites) puts the
+//! body in place of all others.
 
 use super::{ConvDims, DotDims, RoundingStream, TensorFormat};
 
@@ -33,8 +34,8 @@ pub enum Composite {
         stream: RoundingStream,
         dims: Vec<usize>,
     },
-    /// Operands: x, its scale along the `kept` dimensions, and for stochastic rounding the noise, `f32` of the dimensions
-    /// of x. The result is of the format's element type.
+    /// Operands: x, its scale along the `kept` dimensions, and for stochastic rounding the noise, `f32` of the
+    /// dimensions of x. The result is of the format's element type.
     Quantize {
         kept: Vec<usize>,
         format: TensorFormat,

@@ -40,8 +40,8 @@ const SMALL: usize = 1 << 16;
 /// Splits `graph`; `request` names the run-time inputs that are known before the others.
 ///
 /// The stages together compute what `graph` does, with the same operations. A result that is only an enlarged copy of
-/// something smaller (a broadcast) is not kept but computed again where it is used, and so is everything computed from a
-/// value that is marked as stored.
+/// something smaller (a broadcast) is not kept but computed again where it is used, and so is everything computed from
+/// a value that is marked as stored.
 ///
 /// # Errors
 /// When the graph is ill-typed.

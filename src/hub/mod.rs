@@ -4,8 +4,8 @@
 //! (1.0), because it neither resumes a file nor checks its hash, and brings an asynchronous runtime with some three
 //! hundred packages.
 //!
-//! No answer of a server is trusted: names of files and of cache entries are checked before they become paths,
-//! weights are compared with the SHA-256 that the hub names for them, and only safetensors are downloaded, never pickles.
+//! No answer of a server is trusted: names of files and of cache entries are checked before they become paths, weights
+//! are compared with the SHA-256 that the hub names for them, and only safetensors are downloaded, never pickles.
 
 mod address;
 mod cache;

@@ -49,8 +49,8 @@ pub(super) struct Listing<'a> {
 /// The files to have.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Plan {
-    /// The files that are needed come last, and weights after all others: a snapshot that has them all was not interrupted
-    /// before one that it can do without.
+    /// The files that are needed come last, and weights after all others: a snapshot that has them all was not
+    /// interrupted before one that it can do without.
     pub files: Vec<String>,
     /// The path to open, relative to the snapshot.
     pub open: String,

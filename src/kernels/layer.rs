@@ -23,7 +23,8 @@ named! {
         GatedGelu = "gated_gelu",
         Linear = "linear",
         Conv2d = "conv2d",
-        /// Norms, attention and the feed-forward layer of a transformer block, with the text's keys and values as inputs.
+        /// Norms, attention and the feed-forward layer of a transformer block, with the text's keys and values as
+        /// inputs.
         TransformerBlock = "transformer_block",
     }
 }

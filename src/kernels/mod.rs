@@ -1,5 +1,5 @@
-//! One layer alone: which backends have kernels for it, and what a kernel takes of a chip beside what the compiler makes
-//! of the layer. `maxdiff-rs kernel` prints it.
+//! One layer alone: which backends have kernels for it, and what a kernel takes of a chip beside what the compiler
+//! makes of the layer. `maxdiff-rs kernel` prints it.
 
 mod layer;
 

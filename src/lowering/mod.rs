@@ -96,8 +96,8 @@ impl LoweredProgram {
 /// same name.
 #[derive(Clone, Debug)]
 pub struct Lowered {
-    /// The load stage, computed from weights while they are read: one program for each group of weights that have a result in
-    /// common. A training step has none, because its weights change.
+    /// The load stage, computed from weights while they are read: one program for each group of weights that have a
+    /// result in common. A training step has none, because its weights change.
     pub load: Vec<LoweredProgram>,
     /// The request stage, computed once for the inputs of a request; `None` if nothing is.
     pub request: Option<LoweredProgram>,

@@ -37,8 +37,8 @@ pub enum ChannelOrder {
 /// Attributes of a ControlNet, with the names and defaults of diffusers' `ControlNetModel`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ControlNetConfig {
-    /// The fields in common with the UNet it controls. `up_block_types` mirrors the down blocks; fields of the up blocks
-    /// and of the output have no effect.
+    /// The fields in common with the UNet it controls. `up_block_types` mirrors the down blocks; fields of the up
+    /// blocks and of the output have no effect.
     pub unet: UNet2DConditionConfig,
     /// The fields of ControlNets alone.
     pub condition: ConditionConfig,

@@ -1,7 +1,7 @@
 //! IP-Adapters (Ye et al. 2023): an image as a part of the prompt, in the layout of their original files.
 //!
-//! An image encoder and a projection make tokens of the image. Each cross-attention of the UNet attends to them with keys
-//! and values of their own, and adds the result to that of the text.
+//! An image encoder and a projection make tokens of the image. Each cross-attention of the UNet attends to them with
+//! keys and values of their own, and adds the result to that of the text.
 
 use crate::graph::{Builder, Init, Tensor};
 use crate::models::clip::vision::{ClipVisionConfig, VisionOutput, clip_vision};
@@ -51,8 +51,8 @@ pub enum Projection {
 }
 
 impl IpAdapterConfig {
-    /// Reads the adapter off its tensors' sizes, of which `tensor` gives that of a name. `features` are those of the UNet's
-    /// text.
+    /// Reads the adapter off its tensors' sizes, of which `tensor` gives that of a name. `features` are those of the
+    /// UNet's text.
     ///
     /// # Errors
     /// Names the tensor that is missing or does not fit the image encoder or the UNet, and other kinds of adapters.
@@ -137,8 +137,8 @@ impl IpAdapterConfig {
     }
 }
 
-/// The tokens of no image and of the image `pixel_values` `[1, 3, side, side]`: `[2, tokens, features]`. As in diffusers, no
-/// image is a zero embedding, and for a resampler the hidden states of grey.
+/// The tokens of no image and of the image `pixel_values` `[1, 3, side, side]`: `[2, tokens, features]`. As in
+/// diffusers, no image is a zero embedding, and for a resampler the hidden states of grey.
 ///
 /// # Errors
 /// When the image has another size.

@@ -60,8 +60,8 @@ impl ModelConfigError {
     }
 }
 
-/// Largest size of a layer: the vocabulary of CLIP has 49,408 tokens, the widest layer of SDXL 10,240 features. Products of
-/// two sizes are counted without an overflow.
+/// Largest size of a layer: the vocabulary of CLIP has 49,408 tokens, the widest layer of SDXL 10,240 features.
+/// Products of two sizes are counted without an overflow.
 const LARGEST_SIZE: usize = 1 << 20;
 
 /// Refuses sizes that no model has, each with the name of its field.

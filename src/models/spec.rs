@@ -19,8 +19,8 @@ pub struct FamilySpec {
     /// Whether the time ids of the image end in an aesthetic score and not in the target size, where
     /// `model_index.json` does not say (`requires_aesthetics_score`).
     pub aesthetic_score: bool,
-    /// Whether an empty negative prompt is zeros and not the encoding of an empty text, where `model_index.json` does not
-    /// say (`force_zeros_for_empty_prompt`).
+    /// Whether an empty negative prompt is zeros and not the encoding of an empty text, where `model_index.json` does
+    /// not say (`force_zeros_for_empty_prompt`).
     pub zero_empty_prompts: bool,
     /// Whether there are ControlNets for its denoiser.
     pub controlnets: bool,
@@ -46,8 +46,8 @@ impl FamilySpec {
 /// A family's published models.
 #[derive(Debug)]
 pub struct Published {
-    /// Repositories on the hub, the original first, whose denoiser has exactly the architecture `unet`, whatever side its
-    /// samples had in training.
+    /// Repositories on the hub, the original first, whose denoiser has exactly the architecture `unet`, whatever side
+    /// its samples had in training.
     pub repositories: &'static [&'static str],
     /// Those of them whose denoiser predicts the noise although that of `scheduler` does not.
     pub epsilon: &'static [&'static str],

@@ -14,7 +14,8 @@ pub struct Linear {
     pub bias: bool,
     /// Logical axes of input and output features.
     pub axes: (Axis, Axis),
-    /// The weight's initial distribution, with a zero bias; `None` is PyTorch's: both uniform with bound 1/sqrt(fan_in).
+    /// The weight's initial distribution, with a zero bias; `None` is PyTorch's: both uniform with bound
+    /// 1/sqrt(fan_in).
     pub init: Option<Init>,
 }
 

@@ -15,8 +15,8 @@ use super::noise::NoiseGenerator;
 use super::sampler_step::{names as sampler_names, step_inputs};
 use super::text_to_image::{DenoiseStep, names};
 
-/// How a part of an image is kept. Masks are `f32[batch, 1, rows, columns]`: 1 where it is generated anew, 0 where it is
-/// kept; all else is `f32[batch, channels, rows, columns]`.
+/// How a part of an image is kept. Masks are `f32[batch, 1, rows, columns]`: 1 where it is generated anew, 0 where it
+/// is kept; all else is `f32[batch, channels, rows, columns]`.
 #[derive(Clone, Debug)]
 pub enum Inpainting {
     /// For a model without a mask input: after each step the kept part is put back, with the noise of the next.

@@ -116,8 +116,8 @@ fn plan_of<'a>(
 /// The result of one model, and the seconds it took.
 #[derive(Debug)]
 pub struct ModelOutput {
-    /// The denoiser's last samples, `f32[batch, channels, rows, columns]` for each batch; those that fill the last batch
-    /// up are among them.
+    /// The denoiser's last samples, `f32[batch, channels, rows, columns]` for each batch; those that fill the last
+    /// batch up are among them.
     pub samples: Vec<HostTensor>,
     /// None if another model continues.
     pub images: Vec<RgbImage>,
@@ -208,8 +208,8 @@ pub struct ImageGenerator {
 }
 
 impl ImageGenerator {
-    /// Compiles the programs but for the text encoders. Samples of a model without a VAE are images of `pixel_unshuffle x pixel_unshuffle` pixels
-    /// in each place.
+    /// Compiles the programs but for the text encoders. Samples of a model without a VAE are images of `pixel_unshuffle
+    /// x pixel_unshuffle` pixels in each place.
     ///
     /// # Errors
     /// When a program does not compile.
@@ -322,13 +322,13 @@ impl ImageGenerator {
         [first].into_iter().chain(second).collect()
     }
 
-    /// Makes `images`, whose prompts are `encoded`, in batches of the programs' size, and gives each image to `observer` as
-    /// soon as it is decoded. The weights of each program are let go before those of the next are read; with previews or
-    /// several batches those of the decoder are there while the denoiser runs. Samples that are handed on are not decoded,
-    /// and there are no previews of them.
+    /// Makes `images`, whose prompts are `encoded`, in batches of the programs' size, and gives each image to
+    /// `observer` as soon as it is decoded. The weights of each program are let go before those of the next are read;
+    /// with previews or several batches those of the decoder are there while the denoiser runs. Samples that are handed
+    /// on are not decoded, and there are no previews of them.
     ///
-    /// With a hi-res fix all batches are drawn small before the first is drawn again. The denoiser's weights stay for the
-    /// second pass if its program takes them in the same form, and are otherwise read anew.
+    /// With a hi-res fix all batches are drawn small before the first is drawn again. The denoiser's weights stay for
+    /// the second pass if its program takes them in the same form, and are otherwise read anew.
     ///
     /// # Errors
     /// When weights cannot be read, a program fails, or what it makes is not finite; what `observer` fails with.

@@ -26,9 +26,9 @@ pub struct ImagePrompt {
     pub scale: f32,
 }
 
-/// `f32[1, 3, side, side]` of an image, as transformers' `CLIPImageProcessor` prepares it: the shorter side is scaled to `side`
-/// with a bicubic filter, the middle is cut out, and the channels are normalized. Pillow's filter rounds otherwise: bytes
-/// differ by at most one.
+/// `f32[1, 3, side, side]` of an image, as transformers' `CLIPImageProcessor` prepares it: the shorter side is scaled
+/// to `side` with a bicubic filter, the middle is cut out, and the channels are normalized. Pillow's filter rounds
+/// otherwise: bytes differ by at most one.
 ///
 /// # Errors
 /// None for images whose sizes memory can hold.
@@ -98,7 +98,8 @@ impl ImageTokens {
     }
 }
 
-/// The tokens of a batch's prompts, one after the other: with guidance those of no image before those of the image, for each.
+/// The tokens of a batch's prompts, one after the other: with guidance those of no image before those of the image, for
+/// each.
 ///
 /// # Errors
 /// None for tokens of one shape.

@@ -72,8 +72,8 @@ fn planes(image: &RgbImage, value: impl Fn(f32) -> f32) -> Result<HostTensor, Ho
     HostTensor::from_f32([1, 3, height, width], &values)
 }
 
-/// Whether a pixel of a mask is nearer to white: its grey by ITU-R 601, in the whole numbers of Pillow's `convert("L")`,
-/// is at least half, as diffusers rounds masks.
+/// Whether a pixel of a mask is nearer to white: its grey by ITU-R 601, in the whole numbers of Pillow's
+/// `convert("L")`, is at least half, as diffusers rounds masks.
 fn is_white([red, green, blue]: [u8; 3]) -> bool {
     let weighted = 19595 * u32::from(red) + 38470 * u32::from(green) + 7471 * u32::from(blue);
     (weighted + 0x8000) >> 16 >= 128

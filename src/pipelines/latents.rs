@@ -17,8 +17,8 @@ use super::sampler_step::names as sampler_names;
 use super::text_to_image::names;
 use super::tiling::TilePlan;
 
-/// Traces the decoder for one image, with weights under `root/`: `latents` `f32[1, channels, rows, columns]` as denoising leaves them, to
-/// `images` `f32[1, 3, height, width]` in [-1, 1] or a little beyond.
+/// Traces the decoder for one image, with weights under `root/`: `latents` `f32[1, channels, rows, columns]` as
+/// denoising leaves them, to `images` `f32[1, 3, height, width]` in [-1, 1] or a little beyond.
 ///
 /// # Errors
 /// When the model has no VAE, or the latents do not fit it.
@@ -39,8 +39,9 @@ pub fn trace_decode(
     Ok(Traced::new("decode", b.finish()))
 }
 
-/// Traces the encoder of images: `images` `f32[1, 3, height, width]` in [-1, 1] to `latents` as denoising takes them. Where the
-/// VAE gives a distribution they are drawn from it by unit normal `noise` of the latents' shape, another input.
+/// Traces the encoder of images: `images` `f32[1, 3, height, width]` in [-1, 1] to `latents` as denoising takes them.
+/// Where the VAE gives a distribution they are drawn from it by unit normal `noise` of the latents' shape, another
+/// input.
 ///
 /// # Errors
 /// When the model has no VAE, or the images do not fit it.
@@ -95,8 +96,8 @@ impl ImageEncoder {
         &self.program
     }
 
-    /// Latents of `image` `f32[1, 3, height, width]`: `f32[1, channels, rows, columns]`. `generator` gives the noise of the
-    /// draw, if there is one.
+    /// Latents of `image` `f32[1, 3, height, width]`: `f32[1, channels, rows, columns]`. `generator` gives the noise of
+    /// the draw, if there is one.
     ///
     /// # Errors
     /// When a weight is missing, the image has another size, or the program fails.

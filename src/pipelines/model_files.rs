@@ -75,8 +75,8 @@ impl ModelFiles {
         ModelFiles::new(Origin::Folders { dir, suffix }, Vec::new())
     }
 
-    /// The files of a published model, and beside them a file or folder for the weights under each of other roots: those of
-    /// ControlNets, or of an IP-Adapter.
+    /// The files of a published model, and beside them a file or folder for the weights under each of other roots:
+    /// those of ControlNets, or of an IP-Adapter.
     pub fn source(source: Box<ModelSource>, beside: Vec<(String, PathBuf)>) -> Self {
         ModelFiles::new(Origin::Source(source), beside)
     }
@@ -186,8 +186,8 @@ impl ModelFiles {
         Ok(traced.with_stored_weights(&stored)?)
     }
 
-    /// Reads the weights `slots` while those before them are put on the devices, applies `changes`, and gives their arrays to
-    /// `take`.
+    /// Reads the weights `slots` while those before them are put on the devices, applies `changes`, and gives their
+    /// arrays to `take`.
     ///
     /// # Errors
     /// When a weight is missing, cannot be read or put on the devices; errors of `take`.

@@ -361,8 +361,8 @@ impl Pipeline {
             let refiner = refiner.transpose()?;
             Ok::<_, PipelineError>((base, refiner, start.elapsed().as_secs_f64()))
         };
-        // Prompts are encoded meanwhile, which waits for weights most of the time. The threads are other ones than those
-        // that read, which would wait for the compiler.
+        // Prompts are encoded meanwhile, which waits for weights most of the time. The threads are other ones than
+        // those that read, which would wait for the compiler.
         let threads = rayon::ThreadPoolBuilder::new()
             .build()
             .map_err(|error| PipelineError::Threads(error.to_string()))?;

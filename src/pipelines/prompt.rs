@@ -284,10 +284,10 @@ impl PromptTokens {
 
 /// Lays the tokens of a prompt out for an encoder.
 ///
-/// [`PromptSyntax::Plain`] gives one chunk, that of [`Tokenizer::encode`]. [`PromptSyntax::Weighted`]
-/// fills chunk after chunk; `BREAK` ends one early, and so does the last comma of a chunk if no more
-/// than 20 tokens follow it; an added token of several ids is not split; LoRAs are left out. A weighted prompt without brackets that fits into one chunk has the ids
-/// of the plain one.
+/// [`PromptSyntax::Plain`] gives one chunk, that of [`Tokenizer::encode`]. [`PromptSyntax::Weighted`] fills chunk after
+/// chunk; `BREAK` ends one early, and so does the last comma of a chunk if no more than 20 tokens follow it; an added
+/// token of several ids is not split; LoRAs are left out. A weighted prompt without brackets that fits into one chunk
+/// has the ids of the plain one.
 ///
 /// # Errors
 /// Errors of [`parse_weighted`] and [`Tokenizer::encode`].

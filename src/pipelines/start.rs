@@ -51,8 +51,9 @@ pub(super) struct StartSource<'a> {
 }
 
 impl StartSource<'_> {
-    /// The start of the steps of a batch, whose rows start from `images`. Noise is drawn in the order of diffusers' pipelines: for the latents of the
-    /// image, for the first sample (unless `noise` is given), for the latents of the masked image.
+    /// The start of the steps of a batch, whose rows start from `images`. Noise is drawn in the order of diffusers'
+    /// pipelines: for the latents of the image, for the first sample (unless `noise` is given), for the latents of the
+    /// masked image.
     ///
     /// # Errors
     /// When a model for inpainting has no image or mask, these do not fit, or the encoder fails.

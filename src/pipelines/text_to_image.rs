@@ -25,8 +25,8 @@ pub mod names {
     pub const GUIDANCE_RESCALE: &str = "guidance_rescale";
     /// The text encoders' results, which are the denoising step's conditioning.
     pub use crate::models::unet::names::{ENCODER_HIDDEN_STATES, TEXT_EMBEDS, TIME_IDS};
-    /// The further inputs of an inpainting model: `f32[batch, 1, rows, columns]`, 1 where it draws, and the latents of the
-    /// image without that part, of the sample's shape.
+    /// The further inputs of an inpainting model: `f32[batch, 1, rows, columns]`, 1 where it draws, and the latents of
+    /// the image without that part, of the sample's shape.
     pub const MASK: &str = "mask";
     pub const MASKED_IMAGE_LATENTS: &str = "masked_image_latents";
     /// The image that steers the first ControlNet, `f32[rows, 3, height, width]` in [0, 1], and how strongly. Those of

@@ -1,7 +1,8 @@
 //! Textual inversion (Gal et al. 2022, "An Image is Worth One Word"): trained vectors that prompts name by a token.
 //!
-//! A token stands for rows of each text encoder's embedding table. The table keeps its size: a vector takes the row of a
-//! token that no prompt of the call has ([`TextualInversions::place`]). So programs are those without textual inversions.
+//! A token stands for rows of each text encoder's embedding table. The table keeps its size: a vector takes the row of
+//! a token that no prompt of the call has ([`TextualInversions::place`]). So programs are those without textual
+//! inversions.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -272,8 +273,8 @@ impl TextualInversions {
             .collect()
     }
 
-    /// Gives the vectors that prompts of `images` name the rows of tokens that none of these prompts has, and the prompts the
-    /// ids of these rows. Returns the rows to replace in the embedding table of each text encoder.
+    /// Gives the vectors that prompts of `images` name the rows of tokens that none of these prompts has, and the
+    /// prompts the ids of these rows. Returns the rows to replace in the embedding table of each text encoder.
     ///
     /// # Errors
     /// When there are not enough such rows.

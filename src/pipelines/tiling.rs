@@ -2,8 +2,8 @@
 //!
 //! A VAE's activations at the image's full size are the largest of the whole pipeline. Tiles bound them: one program
 //! for tiles of one size runs over all of them. As in diffusers' `tiled_decode`, neighbours share a quarter of a tile,
-//! and over the first quarter of each tile the image is blended linearly from its neighbour. Unlike there, the last tile
-//! of a row or column is not smaller but moved inside, so that one program is enough and no tile lacks context.
+//! and over the first quarter of each tile the image is blended linearly from its neighbour. Unlike there, the last
+//! tile of a row or column is not smaller but moved inside, so that one program is enough and no tile lacks context.
 //! The result differs from decoding without tiles: normalizations see a tile, not the image.
 
 use std::ops::Range;

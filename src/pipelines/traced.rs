@@ -142,7 +142,8 @@ impl TracedModel {
         })
     }
 
-    /// The same with the second pass of a hi-res fix, whose samples have `sample_size`. `model` is that of the first pass.
+    /// The same with the second pass of a hi-res fix, whose samples have `sample_size`. `model` is that of the first
+    /// pass.
     ///
     /// # Errors
     /// When the model has no VAE, or quantization is refused.
@@ -182,8 +183,8 @@ impl TracedModel {
         self
     }
 
-    /// The same for weights that are stored otherwise than the model holds them ([`Graph::with_stored_weights`]): less is
-    /// copied on the way to the devices.
+    /// The same for weights that are stored otherwise than the model holds them ([`Graph::with_stored_weights`]): less
+    /// is copied on the way to the devices.
     ///
     /// # Errors
     /// None for programs that were traced.

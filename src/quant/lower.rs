@@ -461,9 +461,9 @@ fn rounded(b: &Builder, scaled: Tensor, format: TensorFormat) -> Result<Tensor> 
     b.convert(rounded, format.element)
 }
 
-/// Scale and zero point, both `f32`, of values between their lowest and highest:
-/// `scale = (highest - lowest) / (qmax - qmin)`, at least 2^-23, and `zero_point = clamp(qmin - round(lowest / scale))`,
-/// where zero is always among the values (AMD Quark's asymmetric integers).
+/// Scale and zero point, both `f32`, of values between their lowest and highest: `scale = (highest - lowest) / (qmax -
+/// qmin)`, at least 2^-23, and `zero_point = clamp(qmin - round(lowest / scale))`, where zero is always among the
+/// values (AMD Quark's asymmetric integers).
 struct Affine {
     scale: Tensor,
     zero_point: Tensor,

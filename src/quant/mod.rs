@@ -156,8 +156,8 @@ impl Formats {
 impl Policy {
     /// `quantization=int8` with AQT's numerics (MaxDiffusion's `config_v3(fwd_bits=8, dlhs_bits=8, drhs_bits=8)`).
     ///
-    /// `rules` come before those for `float_layers`: the paths below the model's root, as regular expressions, of what its
-    /// family leaves in float.
+    /// `rules` come before those for `float_layers`: the paths below the model's root, as regular expressions, of what
+    /// its family leaves in float.
     ///
     /// # Errors
     /// When a pattern is no regular expression.

@@ -16,7 +16,8 @@ pub struct Found {
 }
 
 /// The repository that `name` means, downloaded if need be; `None` if it is the path of something here, or no name of a
-/// repository. A name whose first half is a folder here is a path. `token` goes before those of the environment where it is not empty.
+/// repository. A name whose first half is a folder here is a path. `token` goes before those of the environment where
+/// it is not empty.
 ///
 /// # Errors
 /// The error of [`hub::fetch`]; when the name is that of something missing in a folder here.
@@ -94,8 +95,8 @@ pub fn check_autoencoders(config: &Config) -> Result<(), RecipeError> {
     Ok(())
 }
 
-/// For a path that is not there, in a folder that is: what else lies there. `None` where the folder is not there either, so
-/// that it may be a repository's name.
+/// For a path that is not there, in a folder that is: what else lies there. `None` where the folder is not there
+/// either, so that it may be a repository's name.
 fn missing_here(path: &Path) -> Option<String> {
     let folder = path.parent().filter(|p| !p.as_os_str().is_empty())?;
     let entries = std::fs::read_dir(folder).ok()?;
@@ -130,8 +131,9 @@ fn fetch(
     })
 }
 
-/// The configuration with paths where it names repositories: of ControlNets, the refiner, autoencoders, the tokenizer, distilled weights and LoRAs. The model itself
-/// is found by [`super::source::Source::find`], since a run's own checkpoint goes before it.
+/// The configuration with paths where it names repositories: of ControlNets, the refiner, autoencoders, the tokenizer,
+/// distilled weights and LoRAs. The model itself is found by [`super::source::Source::find`], since a run's own
+/// checkpoint goes before it.
 ///
 /// # Errors
 /// The error of [`find`].

@@ -19,8 +19,8 @@ const LONGEST_SIDE: u32 = 16384;
 /// Most memory that decoding one may take, in bytes.
 const MOST_MEMORY: u64 = 1 << 30;
 
-/// Reads every `image`, and `mask_image`, scaled to the size of the model's images; `None` without them. `name` is what the
-/// model is called in errors.
+/// Reads every `image`, and `mask_image`, scaled to the size of the model's images; `None` without them. `name` is what
+/// the model is called in errors.
 ///
 /// # Errors
 /// When the model has no VAE, or needs an image or a mask that is not given, or a file is no image that can be read.

@@ -11,8 +11,8 @@ use crate::pipelines::{ImageRequest, LoraChoice};
 
 use super::RecipeError;
 
-/// The configuration with the LoRAs that prompts name, `<lora:name:0.8>`, behind those of `lora_config`. A name is a path,
-/// without `.safetensors` if one likes, or that of a repository on the hub.
+/// The configuration with the LoRAs that prompts name, `<lora:name:0.8>`, behind those of `lora_config`. A name is a
+/// path, without `.safetensors` if one likes, or that of a repository on the hub.
 ///
 /// # Errors
 /// When images have different LoRAs, or there is none of a name.

@@ -48,8 +48,8 @@ use generate::check_generation;
 use model::is_described;
 use scheduler::sampling_plan;
 
-/// Every error of a configuration for the verb that shows without data, devices, plugins or the network. `recipe_file` is the
-/// file that it was read from.
+/// Every error of a configuration for the verb that shows without data, devices, plugins or the network. `recipe_file`
+/// is the file that it was read from.
 ///
 /// # Errors
 /// The first of it: what the keys make together is looked at one after the other.

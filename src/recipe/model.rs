@@ -91,7 +91,8 @@ pub fn model(
     })
 }
 
-/// Whether the configuration says the architecture of the model: by `unet_config`, a folder, or the name of a known model.
+/// Whether the configuration says the architecture of the model: by `unet_config`, a folder, or the name of a known
+/// model.
 pub fn is_described(config: &Config) -> bool {
     let name = &config.pretrained_model_name_or_path;
     config.unet_config.0 != ModelConfig::Unset

@@ -99,8 +99,8 @@ pub fn lowering_target(
     Ok((mesh, backend))
 }
 
-/// The compiler for `compile_topology`, or for the devices here that `hardware` asks for. `try_load` is for a plugin that
-/// has not been loaded here ([`install::locate_checked`]).
+/// The compiler for `compile_topology`, or for the devices here that `hardware` asks for. `try_load` is for a plugin
+/// that has not been loaded here ([`install::locate_checked`]).
 ///
 /// # Errors
 /// When the configuration does not fit the devices, or the plugin is missing.

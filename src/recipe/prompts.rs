@@ -9,8 +9,8 @@ use crate::pipelines::prompt_file::{PromptLine, read_prompts};
 use super::{Notify, RecipeError};
 
 /// Every image that the configuration asks for: from each input image, or from noise alone, each prompt
-/// `num_images_per_prompt` times. Where a line of the file of prompts gives no seed, seeds count up, for each input image
-/// anew: it gives what a call with it alone gives.
+/// `num_images_per_prompt` times. Where a line of the file of prompts gives no seed, seeds count up, for each input
+/// image anew: it gives what a call with it alone gives.
 ///
 /// # Errors
 /// When there are two sources of prompts, the file of prompts cannot be read or asks for another size, or the images are too

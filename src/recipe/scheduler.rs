@@ -73,8 +73,8 @@ pub fn scheduler_of(
         }
     })?;
     for (name, key) in changed {
-        // Loading the configuration has warned of those that its own sampler does not read, and `check_sampler_keys` refuses
-        // spacings.
+        // Loading the configuration has warned of those that its own sampler does not read, and `check_sampler_keys`
+        // refuses spacings.
         let sampler = config.scheduler;
         let is_new = sampler.is_none_or(|sampler| is_read_with(&key, sampler));
         let is_refused = SIGMA_SPACINGS.contains(&name.as_str());

@@ -433,7 +433,8 @@ fn preview_autoencoder(
     )))
 }
 
-/// The layers that `clip_skip` leaves out of each text encoder of the family. A list has an entry for each of SDXL's two.
+/// The layers that `clip_skip` leaves out of each text encoder of the family. A list has an entry for each of SDXL's
+/// two.
 fn clip_skips(config: &Config, family: Family) -> Result<Vec<usize>, RecipeError> {
     let encoders = family.spec().text_encoders;
     let place = |part: Part| usize::from(part == Part::TextEncoder2);

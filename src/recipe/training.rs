@@ -19,7 +19,8 @@ use super::{
     step_options,
 };
 
-/// A training run as configured, before it has devices. Its checkpoint folder is locked, if there is one; nothing is made.
+/// A training run as configured, before it has devices. Its checkpoint folder is locked, if there is one; nothing is
+/// made.
 pub struct Training {
     config: Config,
     checkpoints: CheckpointFolder,
@@ -124,8 +125,8 @@ impl Training {
     }
 }
 
-/// The tokenizer that the weights were trained with, or a new run's: one made anew from captions that have changed would
-/// give the words other ids.
+/// The tokenizer that the weights were trained with, or a new run's: one made anew from captions that have changed
+/// would give the words other ids.
 fn tokenizer_json(
     config: &Config,
     dataset: &Dataset,

@@ -244,7 +244,8 @@ pub(super) struct Timed {
     pub kernel: Option<(KernelCall, KernelCycles)>,
 }
 
-/// What takes time, with the compiler's predictions and those of `kernels`. `None` when nothing is predicted (CPU, GPU).
+/// What takes time, with the compiler's predictions and those of `kernels`. `None` when nothing is predicted (CPU,
+/// GPU).
 pub(super) fn timed(
     program: &HloProgram<'_>,
     counts: &RunCounts<'_>,

@@ -239,7 +239,8 @@ pub struct Operation {
     pub instruction: String,
     pub kind: String,
     pub op_name: String,
-    /// Shapes in HLO with their layouts, `bf16[2,4096,640]{2,1,0}`: the numbers of the dimensions from the fastest one on.
+    /// Shapes in HLO with their layouts, `bf16[2,4096,640]{2,1,0}`: the numbers of the dimensions from the fastest one
+    /// on.
     pub operands: Vec<String>,
     pub result: String,
     /// How often it runs in one execution.

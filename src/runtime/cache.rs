@@ -211,9 +211,9 @@ impl ExecutableCache {
         }))
     }
 
-    /// Removes the programs that were not used for the longest time until the rest is within the limit, but not `newest`,
-    /// and what ended processes left unfinished. Another process may do the same: what is gone already is no error, and
-    /// a file that is being read stays readable.
+    /// Removes the programs that were not used for the longest time until the rest is within the limit, but not
+    /// `newest`, and what ended processes left unfinished. Another process may do the same: what is gone already is no
+    /// error, and a file that is being read stays readable.
     fn evict(&self, newest: &Path) {
         let now = SystemTime::now();
         let mut programs = Vec::new();

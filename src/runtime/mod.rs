@@ -146,7 +146,8 @@ impl Session {
         })
     }
 
-    /// From now on, programs are loaded from `cache` if they are there, and otherwise written to it when they are compiled.
+    /// From now on, programs are loaded from `cache` if they are there, and otherwise written to it when they are
+    /// compiled.
     ///
     /// # Errors
     /// When it cannot be found out what the compiler's results depend on: the plugin's build, or the processor.
@@ -201,7 +202,8 @@ impl Session {
         backend_of(&self.client, &self.mesh)
     }
 
-    /// Bytes of memory of one device, where that is known: of a processor an equal share of what the machine has left now.
+    /// Bytes of memory of one device, where that is known: of a processor an equal share of what the machine has left
+    /// now.
     fn memory_limit(&self) -> Option<u64> {
         if self.client.platform_name() == "cpu" {
             return memory::available().map(|bytes| bytes / self.devices.len() as u64);

@@ -1,5 +1,5 @@
-//! Programs in stages: what depends on weights alone runs when they are loaded, what depends on the prompt runs once for
-//! all steps (see [`crate::graph::stage`]).
+//! Programs in stages: what depends on weights alone runs when they are loaded, what depends on the prompt runs once
+//! for all steps (see [`crate::graph::stage`]).
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::sync::Arc;

@@ -160,8 +160,8 @@ named! {
 }
 
 named! {
-    /// How a multistep solver weighs earlier outputs. A name that is another scheduler's means the sampler's own default,
-    /// [`SolverType::Midpoint`] for DPM-Solver++ and [`SolverType::Bh2`] for UniPC.
+    /// How a multistep solver weighs earlier outputs. A name that is another scheduler's means the sampler's own
+    /// default, [`SolverType::Midpoint`] for DPM-Solver++ and [`SolverType::Bh2`] for UniPC.
     pub enum SolverType {
         Midpoint = "midpoint",
         Heun = "heun",

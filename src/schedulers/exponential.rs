@@ -28,7 +28,8 @@ pub(super) struct Integrals {
     pub clean: f64,
     pub first: f64,
     pub second: f64,
-    /// The coefficient of a first derivative from two points: `first` or, for [`SolverType::Midpoint`], half of `clean`.
+    /// The coefficient of a first derivative from two points: `first` or, for [`SolverType::Midpoint`], half of
+    /// `clean`.
     pub slope: f64,
 }
 

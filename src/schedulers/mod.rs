@@ -67,8 +67,8 @@ pub enum SchedulerError {
 /// Values of the sample's size that live from step to step: the sample, and [`HISTORY`] more.
 pub const STATES: usize = 1 + HISTORY;
 
-/// The memory of samplers: values computed from earlier outputs of the model, and the sample before an earlier run. UniPC
-/// of order 3 needs all of it.
+/// The memory of samplers: values computed from earlier outputs of the model, and the sample before an earlier run.
+/// UniPC of order 3 needs all of it.
 pub const HISTORY: usize = 4;
 
 /// The coefficients of one new state: of each old state, then of the model's output, then of fresh unit normal noise.

@@ -9,8 +9,8 @@ use super::SchedulerError;
 pub enum Start {
     /// So that this share of the steps is run, rounded down: image-to-image's `strength`. 1 runs all of them.
     Strength(f64),
-    /// After this share of the training timesteps: diffusers' `denoising_start`, for a model that continues where another
-    /// stopped.
+    /// After this share of the training timesteps: diffusers' `denoising_start`, for a model that continues where
+    /// another stopped.
     After(f64),
 }
 

@@ -2,9 +2,9 @@
 
 use super::{Axis, MESH_NAME, Mesh};
 
-/// The sharding of partial sums `[parts, ...]`, each of one part of the batch: part `i` lies in slice `i`, and the first
-/// dimension that the devices of a slice divide is split over them. All dimensions are open, so that other axes keep
-/// what they split.
+/// The sharding of partial sums `[parts, ...]`, each of one part of the batch: part `i` lies in slice `i`, and the
+/// first dimension that the devices of a slice divide is split over them. All dimensions are open, so that other axes
+/// keep what they split.
 ///
 /// The sum over a slice's devices then ends as a reduce-scatter on ICI, and each device sends its share alone across
 /// DCN. Where the parts are not those of slices, everything is open: no constraint.

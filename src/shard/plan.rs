@@ -38,7 +38,8 @@ pub struct ShardPlan {
 }
 
 impl ShardPlan {
-    /// Refuses a batch that does not divide: it would be computed whole on every device, an error and not a slow program.
+    /// Refuses a batch that does not divide: it would be computed whole on every device, an error and not a slow
+    /// program.
     ///
     /// # Errors
     /// Names the batch and the devices that share it.

@@ -3,8 +3,8 @@
 use std::fs;
 use std::path::Path;
 
-/// Bytes that processes like this one may still take: what the system calls available, with the free part of its swap, or what
-/// a control group of this process leaves, if that is less. `None` where the system does not tell.
+/// Bytes that processes like this one may still take: what the system calls available, with the free part of its swap,
+/// or what a control group of this process leaves, if that is less. `None` where the system does not tell.
 pub fn available() -> Option<u64> {
     let machine = of_machine(&fs::read_to_string("/proc/meminfo").ok()?)?;
     let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
@@ -45,8 +45,8 @@ fn of_machine(meminfo: &str) -> Option<u64> {
     Some((number_after(meminfo, "MemAvailable:")? + swap) * 1024)
 }
 
-/// The least that the group at `path` and those above it leave. Of a container `path` may be outside of what is mounted; then
-/// the root is the container's own group.
+/// The least that the group at `path` and those above it leave. Of a container `path` may be outside of what is
+/// mounted; then the root is the container's own group.
 fn of_groups(root: &str, path: &str, files: &GroupFiles) -> Option<u64> {
     let root = Path::new(root);
     let path = root.join(path.trim_start_matches('/'));

@@ -16,9 +16,9 @@ pub trait Named: Copy {
     fn from_name(name: &str) -> Option<Self>;
 }
 
-/// Declares an enum that is [`Named`], `Display` and `Deserialize`: `Variant = "name" | "alias"`, with `(default)` behind
-/// the variant that a derived `Default` takes, and, after the variants, `not_yet [..]` for names that MaxDiffusion has
-/// and this program does not support yet.
+/// Declares an enum that is [`Named`], `Display` and `Deserialize`: `Variant = "name" | "alias"`, with `(default)`
+/// behind the variant that a derived `Default` takes, and, after the variants, `not_yet [..]` for names that
+/// MaxDiffusion has and this program does not support yet.
 macro_rules! named {
     (
         $(#[$meta:meta])*

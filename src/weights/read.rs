@@ -30,8 +30,8 @@ impl Checkpoint {
         self.read_into(location, Vec::new())
     }
 
-    /// Reads a tensor of finite numbers and casts it (see [`super::cast`]). Between the usual float types nothing but the
-    /// result is held in memory.
+    /// Reads a tensor of finite numbers and casts it (see [`super::cast`]). Between the usual float types nothing but
+    /// the result is held in memory.
     ///
     /// # Errors
     /// As [`Checkpoint::read`], when a value is NaN or infinite, and when there is no conversion to `dtype`.
@@ -189,8 +189,8 @@ impl Checkpoint {
     }
 }
 
-/// Whether all numbers are finite: in the others all bits of the exponent are set. Looks at every number, because a loop that
-/// ends early is not vectorized.
+/// Whether all numbers are finite: in the others all bits of the exponent are set. Looks at every number, because a
+/// loop that ends early is not vectorized.
 fn is_finite(dtype: DType, bytes: &[u8]) -> bool {
     let halves = |exponent: u16| {
         let numbers = bytes.as_chunks().0.iter().map(|b| u16::from_le_bytes(*b));

@@ -23,12 +23,12 @@ pub enum Kernel {
     /// [`LANES`]: -128 times the sum of each column; then what the attributes ask for: `row_scale` of the result's
     /// leading dimensions, `column_scale` and `bias` `[columns]`, each `f32` or bf16.
     Contract(Contract),
-    /// `lhs rhs * row_scale * column_scale + bias` in `f32`, of `f32` operands that are rounded to int8 by AQT's numerics
-    /// first: a range for each row of the lhs, or image of it, and for each column. Operands: lhs and rhs, the key of
-    /// the noise `u32[2]` where the lhs is rounded stochastically, and the bias `f32[columns]` if there is one.
+    /// `lhs rhs * row_scale * column_scale + bias` in `f32`, of `f32` operands that are rounded to int8 by AQT's
+    /// numerics first: a range for each row of the lhs, or image of it, and for each column. Operands: lhs and rhs, the
+    /// key of the noise `u32[2]` where the lhs is rounded stochastically, and the bias `f32[columns]` if there is one.
     QuantizedProduct(QuantizedProduct),
-    /// `softmax(q k^T * scale) v` for each head; operands and result are bf16 `[batch, length, heads, size]`. If `causal`,
-    /// a query sees the keys up to its own place.
+    /// `softmax(q k^T * scale) v` for each head; operands and result are bf16 `[batch, length, heads, size]`. If
+    /// `causal`, a query sees the keys up to its own place.
     Attention { scale: f32, causal: bool },
     /// The largest magnitude over all but the first `kept` dimensions of a bf16 tensor; with `scale` what int8's steps
     /// are worth then, by AQT: `magnitude * (1 / 127.5)` in `f32`, rounded to bf16, with 1 for a magnitude of 0.

@@ -10,8 +10,8 @@ type Result<T> = std::result::Result<T, GraphError>;
 /// Integer convolutions get channels-last images and a kernel `[spatial.., input, output]`: those run on vector
 /// instructions, any other layout on a scalar loop 20 to 40 times slower.
 ///
-/// bf16 convolutions of many channels become a sum of dots of shifted images: the backend has a bf16 kernel for dots, and
-/// none for convolutions.
+/// bf16 convolutions of many channels become a sum of dots of shifted images: the backend has a bf16 kernel for dots,
+/// and none for convolutions.
 ///
 /// bf16 dots with an f32 result stay as they are where they are plain matrix products; any other gets f32 operands,
 /// which changes no value: the backend's fallback for them has no such kernel and fails when it runs.

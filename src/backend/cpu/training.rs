@@ -14,9 +14,9 @@ use super::kernel::{Form, Kernel, QuantizedProduct};
 use super::quantized::MOST_INT8_TERMS;
 use super::rewrite::is_plain_convolution;
 
-/// The graph of a training step with the CPU plugin's kernel in place of its int8 products in `f32`: forward, and
-/// both of the derivative, with range finding, rounding and scales, and the bias where one follows. Operands are rounded
-/// in each product that multiplies them: that is cheaper than writing and reading what was rounded.
+/// The graph of a training step with the CPU plugin's kernel in place of its int8 products in `f32`: forward, and both
+/// of the derivative, with range finding, rounding and scales, and the bias where one follows. Operands are rounded in
+/// each product that multiplies them: that is cheaper than writing and reading what was rounded.
 ///
 /// # Errors
 /// When the graph is ill-typed.

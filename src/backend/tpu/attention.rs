@@ -1,5 +1,5 @@
-//! Attention that keeps its scores on the chip: softmax over blocks of keys, with a running maximum and sum (Milakov and
-//! Gimelshein, "Online normalizer calculation for softmax", 2018; Dao et al., "FlashAttention", 2022).
+//! Attention that keeps its scores on the chip: softmax over blocks of keys, with a running maximum and sum (Milakov
+//! and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao et al., "FlashAttention", 2022).
 
 use std::f64::consts::LOG2_E;
 
@@ -10,8 +10,8 @@ use crate::shape::Shape;
 
 use super::mosaic::{CostEstimate, Kernel, LANES, VMEM_BYTES, Value as KernelValue, Window};
 
-/// Queries and keys of a block, at most. By the compiler's simulation of 4,096 queries and keys on v5e, blocks of 256 or
-/// 1024 take 1 to 14 % more cycles.
+/// Queries and keys of a block, at most. By the compiler's simulation of 4,096 queries and keys on v5e, blocks of 256
+/// or 1024 take 1 to 14 % more cycles.
 const MOST_ROWS: usize = 512;
 /// Rows of a bf16 tile.
 const TILE_ROWS: usize = 16;
@@ -196,8 +196,8 @@ impl Attention {
         k.convert(own, DType::BF16)
     }
 
-    /// Takes a block of keys into the softmax of each head; of the first there is none before. From column `limit` on, keys
-    /// are padding.
+    /// Takes a block of keys into the softmax of each head; of the first there is none before. From column `limit` on,
+    /// keys are padding.
     fn block(
         &self,
         k: &mut Kernel,

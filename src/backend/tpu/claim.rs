@@ -13,8 +13,8 @@ use crate::shape::Shape;
 
 use super::{Attention, Product};
 
-/// Rows from which the product is the kernel's, those of one int8 tile: 160 rows of SDXL's 1280 x 1280 take 8,317 cycles on v5e,
-/// the compiler's operations for them 23,700.
+/// Rows from which the product is the kernel's, those of one int8 tile: 160 rows of SDXL's 1280 x 1280 take 8,317
+/// cycles on v5e, the compiler's operations for them 23,700.
 const LEAST_ROWS: usize = 32;
 
 type Result<T> = std::result::Result<T, GraphError>;
@@ -26,8 +26,8 @@ type Result<T> = std::result::Result<T, GraphError>;
 ///   finding and the rounding before them, the layer norm before that if such products alone read it, and the bias, the rounding to
 ///   bf16 and the gated GELU or the sum after them.
 ///
-/// For programs of one partition. Products are left to the compiler where `int8` is false: the chip's matrix units do not
-/// multiply int8, and Mosaic refuses it.
+/// For programs of one partition. Products are left to the compiler where `int8` is false: the chip's matrix units do
+/// not multiply int8, and Mosaic refuses it.
 ///
 /// # Errors
 /// When the graph is ill-typed.
@@ -174,8 +174,8 @@ impl<'a> Claims<'a> {
         (of_rows && same && [*format, *found_format] == [aqt; 2]).then_some(rounding.operands[0])
     }
 
-    /// The product with the bias, the rounding to bf16, and the gated GELU or the sum that follow it, and the last node of
-    /// them. `None` where it is not rounded to bf16, or no kernel fits.
+    /// The product with the bias, the rounding to bf16, and the gated GELU or the sum that follow it, and the last node
+    /// of them. `None` where it is not rounded to bf16, or no kernel fits.
     fn with_what_follows(&self, i: usize, mut found: Found) -> Option<(usize, Found)> {
         let mut root = i;
         let (mut user, mut node) = self.only_user(root)?;

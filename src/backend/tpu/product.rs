@@ -1,5 +1,6 @@
-//! Products of int8 weights with activations of bf16 that are quantized inside: the range of each row, its scale and its
-//! integers are found once for a block of rows and kept on the chip, after the layer norm of the row where one comes before.
+//! Products of int8 weights with activations of bf16 that are quantized inside: the range of each row, its scale and
+//! its integers are found once for a block of rows and kept on the chip, after the layer norm of the row where one
+//! comes before.
 
 use crate::dtype::DType;
 use crate::graph::eval::{Data, Value};
@@ -10,11 +11,11 @@ use super::mosaic::{
     CostEstimate, Kernel, LANES, Scratch, VMEM_BYTES, Value as KernelValue, Window,
 };
 
-/// Columns of a block, at most. By the compiler's simulation of SDXL's layers on v5e, narrower blocks take up to 70 % more
-/// cycles: the rounding of the rows then overlaps less of the product.
+/// Columns of a block, at most. By the compiler's simulation of SDXL's layers on v5e, narrower blocks take up to 70 %
+/// more cycles: the rounding of the rows then overlaps less of the product.
 const MOST_COLUMNS: usize = 1280;
-/// Rows of a block, at most, where one block has all columns, and where there are several: more rows then need the weights
-/// to be read less often.
+/// Rows of a block, at most, where one block has all columns, and where there are several: more rows then need the
+/// weights to be read less often.
 const MOST_ROWS: [usize; 2] = [256, 512];
 /// Columns of values and of gates that are multiplied at once: GELU then overlaps more of the product.
 const GATED_COLUMNS: usize = LANES;
@@ -28,11 +29,12 @@ const MOST_TERMS: usize = 130_000;
 
 /// `x` as AQT's int8 times the transposed weights, times the scales of rows and columns, plus the bias; in bf16.
 ///
-/// Operands: x `bf16[1, rows, terms]`, weights `s8[1, columns, terms]`, and `f32[1, 2, columns]`, the scales and the biases of
-/// columns. Rows are padded to whole blocks ([`Product::padded_rows`]). With `norm`, the next operand is `f32[1, 2, terms]`, the
-/// weight and the bias of the layer norm that `x` goes through first, rounded to bf16. If `gated`, the weights have twice the result's columns, in blocks
-/// of values and of gates in turn ([`Product::gated_block`]), and values are multiplied by the exact GELU of their gates. If
-/// `residual`, the last operand is `bf16[1, rows, columns]`, which is added to the rounded result.
+/// Operands: x `bf16[1, rows, terms]`, weights `s8[1, columns, terms]`, and `f32[1, 2, columns]`, the scales and the
+/// biases of columns. Rows are padded to whole blocks ([`Product::padded_rows`]). With `norm`, the next operand is
+/// `f32[1, 2, terms]`, the weight and the bias of the layer norm that `x` goes through first, rounded to bf16. If
+/// `gated`, the weights have twice the result's columns, in blocks of values and of gates in turn
+/// ([`Product::gated_block`]), and values are multiplied by the exact GELU of their gates. If `residual`, the last
+/// operand is `bf16[1, rows, columns]`, which is added to the rounded result.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Product {
     /// The epsilon of the layer norm.
@@ -228,7 +230,8 @@ impl Product {
         k.convert(y, DType::BF16)
     }
 
-    /// Rounds the rows to integers, with their scales, some rows and columns at a time: what is between fits the registers.
+    /// Rounds the rows to integers, with their scales, some rows and columns at a time: what is between fits the
+    /// registers.
     fn quantize(&self, k: &mut Kernel, kept: Kept, [rows, terms]: [usize; 2]) {
         let width = block_of_columns(terms, MOST_COLUMNS).unwrap_or(terms);
         for row in (0..rows).step_by(TILE_ROWS) {
@@ -339,8 +342,8 @@ fn statistics(
     [mean, k.rsqrt(variance)]
 }
 
-/// [`crate::graph::Composite::LayerNorm`] of columns of rows, from column `at` on, in `f32`. Window 3 holds the weight and the
-/// bias.
+/// [`crate::graph::Composite::LayerNorm`] of columns of rows, from column `at` on, in `f32`. Window 3 holds the weight
+/// and the bias.
 fn normalized(
     k: &mut Kernel,
     x: KernelValue,
@@ -407,10 +410,10 @@ fn gated(k: &mut Kernel, values: KernelValue, gates: KernelValue) -> KernelValue
     k.convert(product, DType::BF16)
 }
 
-/// The exact GELU `x Phi(x)`, within 6e-5 of its own size even if the chip's reciprocal has no more bits than bf16. It is
-/// `max(x, 0) - a Phi(-a)` for `a = |x|`, where `Phi(-a)` is `exp(-a^2 / 2)` times a polynomial in `t = 1 / (1 + 0.44 a)` (the
-/// form of Abramowitz and Stegun 7.1.26, fitted anew for the smallest relative error up to a = 6.5). `erf` takes twice as
-/// many operations.
+/// The exact GELU `x Phi(x)`, within 6e-5 of its own size even if the chip's reciprocal has no more bits than bf16. It
+/// is `max(x, 0) - a Phi(-a)` for `a = |x|`, where `Phi(-a)` is `exp(-a^2 / 2)` times a polynomial in `t = 1 / (1 +
+/// 0.44 a)` (the form of Abramowitz and Stegun 7.1.26, fitted anew for the smallest relative error up to a = 6.5).
+/// `erf` takes twice as many operations.
 fn gelu(k: &mut Kernel, x: KernelValue) -> KernelValue {
     let size = k.size(x);
     let mut number = |number: f64| k.splat(DType::F32, size, number);

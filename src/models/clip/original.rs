@@ -52,8 +52,8 @@ pub fn read<'a>(tensors: &OriginalTensors<'a>) -> Result<OriginalPart<'a>, Struc
     })
 }
 
-/// Reads the tensors of OpenCLIP's text tower, of which the first layers are used: all, or at most `used`. The first text
-/// encoder of a model goes without the projection.
+/// Reads the tensors of OpenCLIP's text tower, of which the first layers are used: all, or at most `used`. The first
+/// text encoder of a model goes without the projection.
 ///
 /// # Errors
 /// When a tensor is missing.

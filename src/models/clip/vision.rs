@@ -154,8 +154,8 @@ pub enum VisionOutput {
     Penultimate,
 }
 
-/// Encodes images `[B, num_channels, image_size, image_size]`, normalized as CLIP's processor does. Weights are declared
-/// under `root/` with transformers' keys; those that `output` does not depend on are not.
+/// Encodes images `[B, num_channels, image_size, image_size]`, normalized as CLIP's processor does. Weights are
+/// declared under `root/` with transformers' keys; those that `output` does not depend on are not.
 ///
 /// # Errors
 /// When the configuration contradicts itself, or the images have another size.

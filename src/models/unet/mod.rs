@@ -482,7 +482,8 @@ pub fn declare_inputs(
 }
 
 /// Declares what conditions the UNet on `length` text tokens: `encoder_hidden_states`, and for SDXL `text_embeds` and
-/// `ids` `time_ids` (`f32`) to a sample. The numbers of features in its configuration leave open how many ids there are.
+/// `ids` `time_ids` (`f32`) to a sample. The numbers of features in its configuration leave open how many ids there
+/// are.
 ///
 /// # Errors
 /// When one of the names is taken by an input of another shape, or the ids have more features than there are.

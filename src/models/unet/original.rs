@@ -118,7 +118,8 @@ pub fn read<'a>(
     })
 }
 
-/// The numbers of the input blocks that are resnets, level by level; a downsampler ends a level. All levels have as many.
+/// The numbers of the input blocks that are resnets, level by level; a downsampler ends a level. All levels have as
+/// many.
 fn levels(tensors: &OriginalTensors) -> Result<Vec<Vec<usize>>, StructureError> {
     let mut levels: Vec<Vec<usize>> = Vec::new();
     let mut level = Vec::new();
@@ -167,8 +168,8 @@ fn transformer_layers(tensors: &OriginalTensors, block: &str) -> usize {
     tensors.count(|i| format!("{block}.1.transformer_blocks.{i}.norm1.weight"))
 }
 
-/// `transformer_layers_per_block`. The middle block takes the last level's number of layers. A level without any has none
-/// to tell.
+/// `transformer_layers_per_block`. The middle block takes the last level's number of layers. A level without any has
+/// none to tell.
 fn depths(tensors: &OriginalTensors, blocks: &[DownBlock]) -> Vec<usize> {
     let mut depths: Vec<usize> = blocks.iter().map(|block| block.depth.max(1)).collect();
     if let (Some(last), Some(DownBlock { depth: 0, .. })) = (depths.last_mut(), blocks.last()) {

@@ -1,5 +1,5 @@
-//! Autoencoders, from images to latents and back: diffusers' `AutoencoderKL` of Stable Diffusion 1.x, 2.x, XL and 3 and of
-//! Flux, and `AutoencoderTiny`.
+//! Autoencoders, from images to latents and back: diffusers' `AutoencoderKL` of Stable Diffusion 1.x, 2.x, XL and 3 and
+//! of Flux, and `AutoencoderTiny`.
 
 mod config;
 pub mod original;

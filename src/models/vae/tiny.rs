@@ -22,8 +22,8 @@ const BOUND: f64 = 3.0;
 
 /// Attributes of the autoencoder, with the names and defaults of diffusers' `AutoencoderTiny`.
 ///
-/// Reading refuses by name every field that is unknown, and every known one whose value asks for an architecture that is not
-/// built here. Fields that start with `_` are ignored, and so are those that `encode` and `decode` do not read.
+/// Reading refuses by name every field that is unknown, and every known one whose value asks for an architecture that
+/// is not built here. Fields that start with `_` are ignored, and so are those that `encode` and `decode` do not read.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct AutoencoderTinyConfig {

@@ -83,8 +83,8 @@ pub struct NamedSampler {
 }
 
 impl NamedSampler {
-    /// Reads `plms`, `euler_a`, `dpmpp_2m`, `DPM++ 2M Karras` and the like; upper case and what stands between words do not
-    /// count. The schedule type is Karras, Exponential, Beta, SGM Uniform, Simple or left out.
+    /// Reads `plms`, `euler_a`, `dpmpp_2m`, `DPM++ 2M Karras` and the like; upper case and what stands between words do
+    /// not count. The schedule type is Karras, Exponential, Beta, SGM Uniform, Simple or left out.
     pub fn read(name: &str) -> Option<NamedSampler> {
         let plain = letters(name);
         let (plain, schedule) = SCHEDULES

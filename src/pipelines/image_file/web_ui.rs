@@ -118,7 +118,8 @@ impl WebSettings {
         Ok(read)
     }
 
-    /// Takes the second pass of a hi-res fix. Its steps are those that run: the schedule has more of them by the strength.
+    /// Takes the second pass of a hi-res fix. Its steps are those that run: the schedule has more of them by the
+    /// strength.
     fn set_hires(&mut self, hires: WebHires) {
         let strength = hires.strength.unwrap_or(WEB_STRENGTH);
         let scale = hires.scale.filter(|scale| *scale > 1.0 && strength > 0.0);

@@ -28,7 +28,8 @@ pub enum Network {
     Vae(Box<Autoencoder>),
 }
 
-/// The images that a VAE encodes, and the unscaled latents that it decodes: the arguments of diffusers' `encode` and `decode`.
+/// The images that a VAE encodes, and the unscaled latents that it decodes: the arguments of diffusers' `encode` and
+/// `decode`.
 pub const IMAGES: &str = "x";
 pub const LATENTS: &str = "z";
 
@@ -110,8 +111,8 @@ impl Network {
         }
     }
 
-    /// Declares inputs of these sizes and gives the results by name, in `f32`. A VAE has the results of the inputs that are in
-    /// `tensors`.
+    /// Declares inputs of these sizes and gives the results by name, in `f32`. A VAE has the results of the inputs that
+    /// are in `tensors`.
     ///
     /// # Errors
     /// When sizes do not fit the network.

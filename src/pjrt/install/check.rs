@@ -19,7 +19,8 @@ const RECORD: &str = "loaded.json";
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Trial {
     Loaded,
-    /// Nothing: no process was started, or it ended with an error of its own, which loading in this process gives as well.
+    /// Nothing: no process was started, or it ended with an error of its own, which loading in this process gives as
+    /// well.
     Unknown,
     /// The process ended, for the reason given.
     Ended(String),
@@ -37,9 +38,9 @@ struct Record {
     files: BTreeMap<PathBuf, (u64, u64)>,
 }
 
-/// As [`super::locate`], for a plugin that is to be loaded. Before its first load on this processor, and when its files have
-/// changed since, their SHA-256 are compared with those of the installation, and `try_load` loads it in another process: a
-/// damaged library, or one for another processor, ends its process instead of returning an error.
+/// As [`super::locate`], for a plugin that is to be loaded. Before its first load on this processor, and when its files
+/// have changed since, their SHA-256 are compared with those of the installation, and `try_load` loads it in another
+/// process: a damaged library, or one for another processor, ends its process instead of returning an error.
 ///
 /// # Errors
 /// As [`super::locate`]; [`InstallError::EndsProcess`] when the other process ended.

@@ -94,7 +94,8 @@ impl Config {
         Ok(Config { parts })
     }
 
-    /// The factor of the product of a module's factors, if the configuration gives it. `module` is its name below `part`.
+    /// The factor of the product of a module's factors, if the configuration gives it. `module` is its name below
+    /// `part`.
     pub fn multiplier(&self, part: Option<Part>, module: &str, rank: usize) -> Option<f64> {
         let scaling = self.parts.get(&part)?;
         let alpha = scaling

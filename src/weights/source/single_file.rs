@@ -62,8 +62,9 @@ pub(super) fn open(path: &Path) -> Result<ModelSource, SourceError> {
 }
 
 impl ModelSource {
-    /// Takes the autoencoder from elsewhere, also where the model has none: a folder in diffusers' layout of it or of a whole model, or a file by the names
-    /// of the original code, of it or of a whole model. What a file does not say is as the family publishes it.
+    /// Takes the autoencoder from elsewhere, also where the model has none: a folder in diffusers' layout of it or of a
+    /// whole model, or a file by the names of the original code, of it or of a whole model. What a file does not say is
+    /// as the family publishes it.
     ///
     /// # Errors
     /// When there is no autoencoder, or a file cannot be opened.

@@ -6,8 +6,8 @@ use crate::dtype::DType;
 
 use super::{Binary, Kernel, Op, Reduction, Statement, Type, Unary, Value};
 
-/// A value while a step runs, row-major. Integers are small enough to be exact in `f32`, but for those of a product, which
-/// are rounded as their conversion to `f32` rounds them.
+/// A value while a step runs, row-major. Integers are small enough to be exact in `f32`, but for those of a product,
+/// which are rounded as their conversion to `f32` rounds them.
 #[derive(Clone, Debug, Default)]
 struct Matrix {
     columns: usize,

@@ -1,8 +1,9 @@
 //! TPU kernels: a small language that is printed as Mosaic's MLIR text ([`text`]) and evaluated on the host ([`eval`]).
 //!
 //! A kernel runs once for each step of its grid. A step sees one block of every window: of the operands, then of the
-//! result. Blocks are copied to and from the core's own memory by Mosaic, while other steps compute. Scratch memory stays
-//! from step to step. Values are matrices `[rows, columns]`; columns lie along the 128 lanes of a vector register.
+//! result. Blocks are copied to and from the core's own memory by Mosaic, while other steps compute. Scratch memory
+//! stays from step to step. Values are matrices `[rows, columns]`; columns lie along the 128 lanes of a vector
+//! register.
 
 mod eval;
 mod text;
@@ -348,8 +349,8 @@ impl Kernel {
         self.push(of, Op::Kept(scratch, first))
     }
 
-    /// Runs `body` where the step is the first along dimension `dim` of the grid, whose steps then run in order. Values of
-    /// the body are not seen outside it.
+    /// Runs `body` where the step is the first along dimension `dim` of the grid, whose steps then run in order. Values
+    /// of the body are not seen outside it.
     pub fn when_first(&mut self, dim: usize, body: impl FnOnce(&mut Kernel)) {
         let outer = std::mem::take(&mut self.body);
         body(self);
@@ -378,8 +379,8 @@ impl Kernel {
         self.unary(Unary::Rsqrt, x)
     }
 
-    /// `1 / x` for finite numbers other than 0: the chip's own, and one step of Newton's method, which doubles the bits that
-    /// are right; 16 at least. [`Kernel::div`] takes twice as long.
+    /// `1 / x` for finite numbers other than 0: the chip's own, and one step of Newton's method, which doubles the bits
+    /// that are right; 16 at least. [`Kernel::div`] takes twice as long.
     pub fn inverse(&mut self, x: Value) -> Value {
         let two = self.splat(DType::F32, self.size(x), 2.0);
         let rough = self.unary(Unary::Reciprocal, x);
