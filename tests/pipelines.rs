@@ -782,10 +782,15 @@ fn images_from_images_are_diffusers() {
             ..SamplingOptions::new(&plans)
         };
         let made = case.run(&session, &pipeline, &options);
-        let expected = golden.values(&format!("out/{kind}"));
-        let error = distance(&samples(&made, expected.len()), expected);
-        assert!(error < 1e-4, "{kind}: relative L2 error {error:e}");
+        check_samples(&made, &golden, kind);
     }
+}
+
+/// Compares the last samples with those that diffusers gave for `kind`.
+fn check_samples(made: &ModelOutput, golden: &Golden, kind: &str) {
+    let expected = golden.values(&format!("out/{kind}"));
+    let error = distance(&samples(made, expected.len()), expected);
+    assert!(error < 1e-4, "{kind}: relative L2 error {error:e}");
 }
 
 /// The tiny autoencoder gives latents and no distribution, so none of the seed's noise is drawn for them.
@@ -814,9 +819,7 @@ fn images_from_images_of_a_tiny_autoencoder_are_diffusers() {
             ..SamplingOptions::new(&plans)
         };
         let made = case.run(&session, &pipeline, &options);
-        let expected = golden.values(&format!("out/{kind}"));
-        let error = distance(&samples(&made, expected.len()), expected);
-        assert!(error < 1e-4, "{kind}: relative L2 error {error:e}");
+        check_samples(&made, &golden, kind);
     }
 }
 
@@ -861,9 +864,7 @@ fn controlnets_steer_as_in_diffusers() {
         };
         let pipeline = case.compile(&session, 2, false);
         let made = case.run(&session, &pipeline, &options);
-        let expected = golden.values(&format!("out/{kind}"));
-        let error = distance(&samples(&made, expected.len()), expected);
-        assert!(error < 1e-4, "{kind}: relative L2 error {error:e}");
+        check_samples(&made, &golden, kind);
     }
 }
 

@@ -12,6 +12,17 @@ use serde_json::Value;
 
 use crate::generate::command;
 
+/// 50 batches of images.
+const WORDS: [&str; 7] = [
+    "prompt=x",
+    "height=16",
+    "width=16",
+    "num_inference_steps=2",
+    "scheduler=ddim",
+    "num_images_per_prompt=400",
+    "--json",
+];
+
 /// The paths of a folder's images, each of which is whole. There is nothing else in it.
 fn whole_images(folder: &Path) -> Vec<PathBuf> {
     let entries = std::fs::read_dir(folder).unwrap();
@@ -38,22 +49,13 @@ fn send(signal: &str, child: &Child) {
     assert!(status.unwrap().success());
 }
 
-/// 50 batches, of which the first ones are finished when something ends the call.
+/// The first batches are finished when something ends the call.
 #[test]
 fn what_is_finished_is_kept() {
-    let words = [
-        "prompt=x",
-        "height=16",
-        "width=16",
-        "num_inference_steps=2",
-        "scheduler=ddim",
-        "num_images_per_prompt=400",
-        "--json",
-    ];
     // Gives the code, what was told, and the paths of the images, after `end` of the child and the folder of images.
     let ended = |end: &dyn Fn(&Child, &Path)| {
         let dir = tempfile::tempdir().unwrap();
-        let mut command = command(dir.path(), &words);
+        let mut command = command(dir.path(), &WORDS);
         let pipes = command.stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = pipes.spawn().unwrap();
         let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
@@ -136,15 +138,6 @@ fn an_end_at_any_moment_keeps_every_finished_image() {
     use std::os::unix::process::ExitStatusExt;
 
     let stops = std::env::var("MAXDIFF_STOPS").map_or(6, |count| count.parse().unwrap());
-    let words = [
-        "prompt=x",
-        "height=16",
-        "width=16",
-        "num_inference_steps=2",
-        "scheduler=ddim",
-        "num_images_per_prompt=400",
-        "--json",
-    ];
     let dir = tempfile::tempdir().unwrap();
     let folder = dir.path().join("images");
     let mut moments = StdRng::seed_from_u64(0);
@@ -156,7 +149,7 @@ fn an_end_at_any_moment_keeps_every_finished_image() {
         .take(stops)
     {
         // One folder for all: what an earlier call left is in the way of none.
-        let mut command = command(dir.path(), &words);
+        let mut command = command(dir.path(), &WORDS);
         let stdout = dir.path().join("stdout");
         let child = command
             .stdout(std::fs::File::create(&stdout).unwrap())
