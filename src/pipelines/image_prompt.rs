@@ -88,13 +88,8 @@ impl ImageTokens {
     ) -> Result<[HostTensor; 2], PipelineError> {
         let mut inputs = self.program.inputs(session);
         inputs.set(PIXEL_VALUES, pixels)?;
-        let results = self.program.run(weights, &inputs)?;
-        let [tokens] = results.as_slice() else {
-            return Err(PipelineError::Request(
-                "the encoder of the image prompt has no result".to_string(),
-            ));
-        };
-        Ok([one_row(tokens, 0)?, one_row(tokens, 1)?])
+        let tokens = self.program.run_for_one(weights, &inputs)?;
+        Ok([one_row(&tokens, 0)?, one_row(&tokens, 1)?])
     }
 }
 

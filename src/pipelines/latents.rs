@@ -115,10 +115,7 @@ impl ImageEncoder {
             let noise = HostTensor::from_f32(self.latent_dims, &generator.normal(each))?;
             inputs.set(sampler_names::NOISE, &noise)?;
         }
-        let results = self.program.run(weights, &inputs)?;
-        results.into_iter().next().ok_or_else(|| {
-            PipelineError::Request("the encoder of images has no result".to_string())
-        })
+        self.program.run_for_one(weights, &inputs)
     }
 }
 
@@ -172,7 +169,7 @@ impl Decoder {
             let mut decoded = Vec::new();
             for tile in self.tiles.cut(&one)? {
                 inputs.set(names::LATENTS, &tile)?;
-                decoded.extend(self.program.run(weights, &inputs)?);
+                decoded.push(self.program.run_for_one(weights, &inputs)?);
             }
             let image = self.tiles.blend(&decoded)?;
             sizes[1..].copy_from_slice(&image.shape.dims[1..]);

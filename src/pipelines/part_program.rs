@@ -50,4 +50,23 @@ impl PartProgram {
         let to_host = |array: &Array| Ok(array.to_host(inputs.session().mesh())?);
         results.iter().map(to_host).collect()
     }
+
+    /// The result of a program that has one.
+    ///
+    /// # Errors
+    /// As [`PartProgram::run`], and when the program has another number of results.
+    pub fn run_for_one(
+        &self,
+        weights: &Prepared<'_>,
+        inputs: &Inputs<'_>,
+    ) -> Result<HostTensor, PipelineError> {
+        let results = self.run(weights, inputs)?;
+        let [result] = <[HostTensor; 1]>::try_from(results).map_err(|results| {
+            PipelineError::Request(format!(
+                "a part of the model has {} results; expected 1",
+                results.len()
+            ))
+        })?;
+        Ok(result)
+    }
 }

@@ -2,6 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
+use image::GenericImageView;
+
 use crate::config::Config;
 use crate::models::clip::vision::ClipVisionConfig;
 use crate::models::ip_adapter::{IMAGE_ENCODER, IpAdapterConfig, ROOT};
@@ -11,6 +13,9 @@ use crate::util::files;
 use crate::weights::Checkpoint;
 
 use super::{RecipeError, images};
+
+/// An image is scaled by its shorter side, so this many times longer it would take this many times the memory.
+const LONGEST: u32 = 16;
 
 /// An adapter with its files.
 pub struct Adapter {
@@ -102,6 +107,14 @@ pub fn image_prompt(
         };
     };
     let image = images::decode("ip_adapter_image", &config.ip_adapter_image)?;
+    let (width, height) = image.dimensions();
+    if width.max(height) / width.min(height).max(1) >= LONGEST {
+        return Err(RecipeError::Usage(format!(
+            "ip_adapter_image={}: {width} x {height} pixels; expected sides of less than 1 to {LONGEST}: only the square in \
+             the middle is seen",
+            config.ip_adapter_image
+        )));
+    }
     let pixels = clip_pixels(&image, adapter.vision.image_size).map_err(RecipeError::failed)?;
     Ok(Some(ImagePrompt {
         pixels,
