@@ -71,7 +71,7 @@ fn every_command_line_ends_with_its_code_and_one_line() {
     assert_eq!(files_below(dir.path()), before);
 }
 
-/// What is wrong with the end of a command line.
+/// What is wrong with the end of a line of the file.
 fn problem(dir: &Path, line: &str) -> Option<String> {
     let mut parts = line.splitn(3, " | ");
     let mut part = || parts.next().unwrap();
@@ -85,6 +85,12 @@ fn problem(dir: &Path, line: &str) -> Option<String> {
         });
         placed.unwrap_or_else(|| word.to_owned())
     });
+    let words: Vec<String> = words.collect();
+    problem_of(dir, code.parse().unwrap(), expected, &words)
+}
+
+/// What is wrong with the end of a call in `dir`: it is another than `code` and one line that contains `expected`.
+fn problem_of(dir: &Path, code: i32, expected: &str, words: &[String]) -> Option<String> {
     let output = program(words)
         .current_dir(dir)
         .env("HF_HUB_OFFLINE", "1")
@@ -94,12 +100,12 @@ fn problem(dir: &Path, line: &str) -> Option<String> {
         .unwrap();
     let said = text(&output.stderr);
     let errors = said.lines().filter(|line| line.starts_with("error: "));
-    let is_right = output.status.code() == code.parse().ok()
+    let is_right = output.status.code() == Some(code)
         && said.contains(expected)
         && !said.contains("panicked")
         && errors.count() == 1
         && output.stdout.is_empty();
-    (!is_right).then(|| format!("{line}: {}\n{said}", output.status))
+    (!is_right).then(|| format!("{words:?}: {}\n{said}", output.status))
 }
 
 /// Sizes of the files below a folder, by path.
@@ -121,7 +127,8 @@ fn files_below(dir: &Path) -> BTreeMap<String, u64> {
 
 #[test]
 fn every_key_refuses_what_is_not_of_its_type_or_range() {
-    let mut count = 0;
+    let dir = tempfile::tempdir().unwrap();
+    let mut cases = Vec::new();
     for name in config::names() {
         let key = config::explain_json(name).unwrap();
         let is = |kind: &str| key["type"].as_str().unwrap().starts_with(kind);
@@ -139,52 +146,90 @@ fn every_key_refuses_what_is_not_of_its_type_or_range() {
         } else {
             &[]
         };
-        for value in wrong {
-            count += 1;
-            let word = format!("{name}={value}");
-            let Err(errors) = Config::from_overrides(std::slice::from_ref(&word), None) else {
-                panic!("{word} is accepted");
-            };
-            let message = errors.to_string();
-            assert!(message.contains(name), "{word}: {message}");
+        cases.extend(wrong.iter().map(|value| (name, format!("{name}={value}"))));
+    }
+    assert!(cases.len() > 250, "{}", cases.len());
+    let check = |(name, word): &(&str, String)| {
+        let words = ["config", "check", TINY, word].map(str::to_owned);
+        problem_of(dir.path(), 2, name, &words)
+    };
+    let wrong: Vec<String> = cases.par_iter().filter_map(check).collect();
+    assert!(wrong.is_empty(), "{}", wrong.join("\n\n"));
+    assert!(files_below(dir.path()).is_empty());
+}
+
+/// Every number of the default configuration of each part of a model, as every wrong size.
+fn wrong_configurations() -> Vec<(&'static str, String, Map<String, Value>)> {
+    // Each takes one of the wrong numbers, such as 0.
+    const MAY_BE_ANY: [&str; 5] = [
+        "eos_token_id",
+        "projection_dim",
+        "downsample_padding",
+        "num_hidden_layers",
+        "transformer_layers_per_block",
+    ];
+    let parts = [
+        (
+            "unet",
+            serde_json::to_value(UNet2DConditionConfig::default()),
+        ),
+        (
+            "text_encoder",
+            serde_json::to_value(ClipTextConfig::default()),
+        ),
+        ("vae", serde_json::to_value(AutoencoderKlConfig::default())),
+    ];
+    let mut wrong = Vec::new();
+    for (part, fields) in parts {
+        let fields = fields.unwrap().as_object().unwrap().clone();
+        for (name, _) in fields.iter().filter(|(_, value)| value.is_u64()) {
+            for size in wrong_sizes() {
+                if !(size.is_number() && MAY_BE_ANY.contains(&name.as_str())) {
+                    let mut fields = fields.clone();
+                    fields.insert(name.clone(), size);
+                    wrong.push((part, name.clone(), fields));
+                }
+            }
         }
     }
-    assert!(count > 250, "{count}");
+    wrong
 }
 
 #[test]
-fn every_size_of_a_model_is_refused_or_traced() {
-    let unet = serde_json::to_value(UNet2DConditionConfig::default()).unwrap();
-    let clip = serde_json::to_value(ClipTextConfig::default()).unwrap();
-    let vae = serde_json::to_value(AutoencoderKlConfig::default()).unwrap();
-    let refused = |fields: &Value, read: &dyn Fn(Map<String, Value>) -> bool| {
-        let fields = fields.as_object().unwrap();
-        let numbers = fields.iter().filter(|(_, value)| value.is_u64());
-        for (name, _) in numbers {
-            for wrong in wrong_sizes() {
-                let mut changed = fields.clone();
-                changed.insert(name.clone(), wrong.clone());
-                let may_be_zero = [
-                    "eos_token_id",
-                    "projection_dim",
-                    "downsample_padding",
-                    "num_hidden_layers",
-                    "transformer_layers_per_block",
-                ];
-                let is_number = wrong.is_number() && may_be_zero.contains(&name.as_str());
-                assert!(!read(changed) || is_number, "{name} = {wrong}");
-            }
+fn every_size_of_a_model_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let recipe = concat!(env!("CARGO_MANIFEST_DIR"), "/configs/base15.yml");
+    let cases = wrong_configurations();
+    assert!(cases.len() > 150, "{}", cases.len());
+    let check = |(number, (part, name, fields)): (usize, &(&str, String, Map<String, Value>))| {
+        let model = dir.path().join(number.to_string());
+        for other in ["unet", "text_encoder", "vae"] {
+            let fields = match other == *part {
+                true => Value::Object(fields.clone()).to_string(),
+                false => "{}".to_owned(),
+            };
+            std::fs::create_dir_all(model.join(other)).unwrap();
+            std::fs::write(model.join(other).join("config.json"), fields).unwrap();
         }
+        let before = files_below(&model);
+        let model_word = format!("pretrained_model_name_or_path={number}");
+        let words = ["lower", recipe, &model_word].map(str::to_owned);
+        let problem = problem_of(
+            dir.path(),
+            2,
+            &format!("{number}/{part}/config.json"),
+            &words,
+        );
+        problem
+            .or_else(|| (files_below(&model) != before).then(|| format!("{number}: changed")))
+            .map(|problem| format!("{part} {name} = {}: {problem}", fields[name]))
     };
-    refused(&unet, &|fields| {
-        UNet2DConditionConfig::from_map(fields).is_ok()
-    });
-    refused(&clip, &|fields| ClipTextConfig::from_map(fields).is_ok());
-    refused(&vae, &|fields| {
-        AutoencoderKlConfig::from_map(fields).is_ok()
-    });
+    let wrong: Vec<String> = cases.par_iter().enumerate().filter_map(check).collect();
+    assert!(wrong.is_empty(), "{}", wrong.join("\n\n"));
+}
 
-    // The largest sizes that are read make programs, or errors.
+#[test]
+fn the_largest_sizes_make_programs_or_errors() {
     let tiny = std::fs::read_to_string(TINY).unwrap();
     let mesh = Mesh::new(&Parallelism::default(), &DeviceDescription::numbered(1, 1)).unwrap();
     for word in [
