@@ -8,7 +8,7 @@ use crate::graph::eval::{Data, Value};
 use crate::graph::{Configuration, CustomCall, InferError, constraint};
 use crate::shape::Shape;
 
-use super::mosaic::{CostEstimate, Kernel, LANES, VMEM_BYTES, Value as KernelValue, Window};
+use super::mosaic::{CostEstimate, Kernel, LANES, Place, VMEM_BYTES, Value as KernelValue, Window};
 
 /// Queries and keys of a block, at most. By the compiler's simulation of 4,096 queries and keys on v5e, blocks of 256
 /// or 1024 take 1 to 14 % more cycles.
@@ -107,6 +107,7 @@ impl Attention {
             array: [batch, length, columns],
             block: [block, slab],
             index: [Some(0), index, Some(1)],
+            place: Place::Own,
         };
         let queries = window(q.dims[1], rows.size, Some(2));
         let all_keys = window(k.dims[1], keys.length(), None);

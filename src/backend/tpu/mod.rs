@@ -2,11 +2,13 @@
 
 mod attention;
 mod claim;
+mod convolution;
 pub mod mosaic;
 mod product;
 
 pub use attention::Attention;
 pub use claim::claim;
+pub use convolution::Convolution;
 pub use product::Product;
 
 /// Switches of libtpu. By itself it folds rows or columns of images into the batch of 3x3 convolutions and keeps this

@@ -8,7 +8,7 @@ use crate::graph::{Configuration, CustomCall, InferError, constraint};
 use crate::shape::Shape;
 
 use super::mosaic::{
-    CostEstimate, Kernel, LANES, Scratch, VMEM_BYTES, Value as KernelValue, Window,
+    CostEstimate, Kernel, LANES, Place, Scratch, VMEM_BYTES, Value as KernelValue, Window,
 };
 
 /// Columns of a block, at most. By the compiler's simulation of SDXL's layers on v5e, narrower blocks take up to 70 %
@@ -25,7 +25,7 @@ const TILE_ROWS: usize = 32;
 const TAIL: [f64; 5] = [-0.12696277, 0.35263383, 0.08005087, 0.19596667, -0.00168689];
 const TAIL_SLOPE: f64 = 0.44;
 /// Multiply-adds of int8 products that cannot overflow 32 bits: 127 * 127 * 130,000 < 2^31.
-const MOST_TERMS: usize = 130_000;
+pub(super) const MOST_TERMS: usize = 130_000;
 
 /// `x` as AQT's int8 times the transposed weights, times the scales of rows and columns, plus the bias; in bf16.
 ///
@@ -125,30 +125,35 @@ impl Product {
             array: [1, all_rows, terms],
             block: [rows, terms],
             index: [None, Some(0), None],
+            place: Place::Own,
         };
         let weights = Window {
             dtype: DType::S8,
             array: [1, self.parts() * all_columns, terms],
             block: [width, terms],
             index: [None, column_index, None],
+            place: Place::Own,
         };
         let of_columns = Window {
             dtype: DType::F32,
             array: [1, 2, self.parts() * all_columns],
             block: [2, width],
             index: [None, None, column_index],
+            place: Place::Own,
         };
         let result = Window {
             dtype: DType::BF16,
             array: [1, all_rows, all_columns],
             block: [rows, columns],
             index: [None, Some(0), column_index],
+            place: Place::Own,
         };
         let of_features = Window {
             dtype: DType::F32,
             array: [1, 2, terms],
             block: [2, terms],
             index: [None; 3],
+            place: Place::Own,
         };
         let mut windows = vec![x, weights, of_columns];
         if self.norm.is_some() {
@@ -272,7 +277,9 @@ impl Product {
                     }
                     None => load(k, [row, count], [at, width]),
                 };
-                let integers = integers(k, x, inverse);
+                let inverse = k.broadcast(inverse, width);
+                let integers = rounded_to_integers(k, x, inverse);
+                let integers = k.convert(integers, DType::S8);
                 k.keep(kept.integers, integers, [row, at]);
             }
         }
@@ -298,7 +305,7 @@ fn load(k: &mut Kernel, [row, rows]: [usize; 2], [at, width]: [usize; 2]) -> Ker
 }
 
 /// The largest multiple of [`LANES`] up to `most` that divides `columns`, or all of them.
-fn block_of_columns(columns: usize, most: usize) -> Option<usize> {
+pub(super) fn block_of_columns(columns: usize, most: usize) -> Option<usize> {
     if columns > 0 && columns <= most {
         return Some(columns);
     }
@@ -382,18 +389,20 @@ fn scales(k: &mut Kernel, absmax: KernelValue) -> (KernelValue, KernelValue) {
     (k.select(overflown, one, inverse), scale)
 }
 
-/// `x` times the inverse scales of its rows, rounded to int8 as AQT does.
-fn integers(k: &mut Kernel, x: KernelValue, inverse: KernelValue) -> KernelValue {
+/// `x` times inverse scales, rounded to AQT's int8; in `f32`.
+pub(super) fn rounded_to_integers(
+    k: &mut Kernel,
+    x: KernelValue,
+    inverse: KernelValue,
+) -> KernelValue {
     let size = k.size(x);
-    let inverse = k.broadcast(inverse, size[1]);
     let y = k.mul(x, inverse);
     let y = rounded(k, y);
     let highest = k.splat(DType::F32, size, 127.0);
     let lowest = k.splat(DType::F32, size, -127.0);
     let y = k.min(y, highest);
     let y = k.max(y, lowest);
-    let y = k.round_even(y);
-    k.convert(y, DType::S8)
+    k.round_even(y)
 }
 
 /// An `f32` value rounded to bf16.
@@ -547,6 +556,7 @@ mod tests {
             array: [1, 8, LANES],
             block: [8, LANES],
             index: [None; 3],
+            place: Place::Own,
         };
         let mut k = Kernel::new(vec![1], vec![window; 2]);
         let first = k.row(0);

@@ -4,7 +4,7 @@ use half::bf16;
 
 use crate::dtype::DType;
 
-use super::{Binary, Kernel, Op, Reduction, Statement, Type, Unary, Value};
+use super::{Binary, Kernel, Op, Place, Reduction, Statement, Type, Unary, Value};
 
 /// A value while a step runs, row-major. Integers are small enough to be exact in `f32`, but for those of a product,
 /// which are rounded as their conversion to `f32` rounds them.
@@ -78,8 +78,8 @@ impl Run<'_> {
                     self.assign(carry, next);
                 }
                 self.assign(&statement.results, carry);
-            } else if let Op::WhenFirst { dim, body } = &statement.op {
-                if self.place[*dim] == 0 {
+            } else if let Op::When { dim, place, body } = &statement.op {
+                if self.place[*dim] == *place {
                     self.statements(body);
                 }
             } else if let Some(value) = self.value(&statement.op, statement.results.first()) {
@@ -106,6 +106,11 @@ impl Run<'_> {
         match op {
             Op::Splat(number) => matrix(vec![*number as f32; rows * columns]),
             Op::Columns => matrix((0..rows * columns).map(|i| (i % columns) as f32).collect()),
+            Op::Rows(count) => matrix(
+                (0..rows * columns)
+                    .map(|i| (i / columns % count) as f32)
+                    .collect(),
+            ),
             Op::Row { counter, start } => {
                 let base = counter.map_or(0.0, |(c, step)| self.get(c).data[0] * step as f32);
                 Some(number(base + *start as f32))
@@ -122,13 +127,15 @@ impl Run<'_> {
                 self.store(*value, *first);
                 None
             }
-            Op::Kept(scratch, [row, column]) => {
+            Op::Kept(scratch, row, column) => {
+                let row = self.get(*row).data[0] as usize;
                 let memory = &self.scratch[scratch.0];
-                let rows = (*row..row + rows).map(|row| row * memory.columns + column);
+                let rows = (row..row + rows).map(|row| row * memory.columns + column);
                 let parts = rows.flat_map(|at| &memory.data[at..at + columns]);
                 matrix(parts.copied().collect())
             }
-            Op::Keep(scratch, value, [row, column]) => {
+            Op::Keep(scratch, value, row, column) => {
+                let row = self.get(*row).data[0] as usize;
                 let value = &self.values[value.0];
                 let memory = &mut self.scratch[scratch.0];
                 for (r, line) in value.data.chunks(value.columns).enumerate() {
@@ -220,14 +227,20 @@ impl Run<'_> {
                         .collect(),
                 )
             }
-            Op::Repeat { .. } | Op::WhenFirst { .. } => None,
+            Op::Repeat { .. } | Op::When { .. } => None,
         }
     }
 
     /// Where a window's block begins in its array: batch entry, row, column.
     fn origin(&self, window: usize) -> [usize; 3] {
         let window = &self.kernel.windows[window];
-        let at = window.index.map(|dim| dim.map_or(0, |dim| self.place[dim]));
+        let mut at = window.index.map(|dim| dim.map_or(0, |dim| self.place[dim]));
+        let last = window.array[1] / window.block[0] - 1;
+        at[1] = match window.place {
+            Place::Own => at[1],
+            Place::Before(blocks) => (at[1] * blocks).saturating_sub(1),
+            Place::Behind(blocks) => ((at[1] + 1) * blocks).min(last),
+        };
         [at[0], at[1] * window.block[0], at[2] * window.block[1]]
     }
 

@@ -42,6 +42,19 @@ pub struct Window {
     pub block: [usize; 2],
     /// Which dimension of the grid counts the blocks along each dimension of the array; `None` where there is one.
     pub index: [Option<usize>; 3],
+    /// Which block along the rows it is.
+    pub place: Place,
+}
+
+/// Which block along the rows a step sees.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// The one that the grid counts.
+    Own,
+    /// The last one before the step's rows, which are this many blocks, or the first of all.
+    Before(usize),
+    /// The first one behind the step's rows, which are this many blocks, or the last of all.
+    Behind(usize),
 }
 
 /// A memory of the core that keeps one matrix from step to step.
@@ -75,6 +88,8 @@ enum Op {
     Splat(f64),
     /// The number of each column.
     Columns,
+    /// The number of each row, counted anew after this many.
+    Rows(usize),
     /// `counter * step + start`, or `start` alone.
     Row {
         counter: Option<(Value, usize)>,
@@ -89,12 +104,13 @@ enum Op {
     /// Columns of the result's block, from the given one.
     Store(Value, usize),
     /// A part of what a scratch memory holds, from a row and a column.
-    Kept(Scratch, [usize; 2]),
+    Kept(Scratch, Value, usize),
     /// Puts a value into a scratch memory, from a row and a column.
-    Keep(Scratch, Value, [usize; 2]),
-    /// Runs the body where the step is the first along a dimension of the grid.
-    WhenFirst {
+    Keep(Scratch, Value, Value, usize),
+    /// Runs the body where the step is in this place along a dimension of the grid.
+    When {
         dim: usize,
+        place: usize,
         body: Vec<Statement>,
     },
     Unary(Unary, Value),
@@ -259,6 +275,16 @@ impl Kernel {
         self.push(of, Op::Columns)
     }
 
+    /// A matrix of `s32` that holds the number of each row, counted anew after every `count`.
+    pub fn rows(&mut self, count: usize, [rows, columns]: [usize; 2]) -> Value {
+        let of = Type::Matrix {
+            dtype: DType::S32,
+            rows,
+            columns,
+        };
+        self.push(of, Op::Rows(count))
+    }
+
     /// The row `start` of a block.
     pub fn row(&mut self, start: usize) -> Value {
         let counter = None;
@@ -317,24 +343,51 @@ impl Kernel {
         Scratch(self.scratch.len() - 1)
     }
 
+    /// Rows and columns of a scratch memory.
+    pub fn scratch_size(&self, scratch: Scratch) -> [usize; 2] {
+        match self.scratch[scratch.0] {
+            Type::Row => [1, 1],
+            Type::Matrix { rows, columns, .. } => [rows, columns],
+        }
+    }
+
     /// Puts a value into a scratch memory, from a row and a column.
-    pub fn keep(&mut self, scratch: Scratch, value: Value, first: [usize; 2]) {
+    pub fn keep(&mut self, scratch: Scratch, value: Value, [row, column]: [usize; 2]) {
+        let row = self.row(row);
+        self.keep_at(scratch, value, row, column);
+    }
+
+    /// Puts a value into a scratch memory, from a row that may depend on a counter.
+    pub fn keep_at(&mut self, scratch: Scratch, value: Value, row: Value, column: usize) {
         self.body.push(Statement {
             results: Vec::new(),
-            op: Op::Keep(scratch, value, first),
+            op: Op::Keep(scratch, value, row, column),
         });
     }
 
     /// What a scratch memory holds.
     pub fn kept(&mut self, scratch: Scratch) -> Value {
-        self.push(self.scratch[scratch.0], Op::Kept(scratch, [0, 0]))
+        let row = self.row(0);
+        self.push(self.scratch[scratch.0], Op::Kept(scratch, row, 0))
     }
 
     /// A part of it, of `size` from a row and a column.
     pub fn kept_part(
         &mut self,
         scratch: Scratch,
-        first: [usize; 2],
+        [row, column]: [usize; 2],
+        size: [usize; 2],
+    ) -> Value {
+        let row = self.row(row);
+        self.kept_at(scratch, row, column, size)
+    }
+
+    /// A part of it, from a row that may depend on a counter.
+    pub fn kept_at(
+        &mut self,
+        scratch: Scratch,
+        row: Value,
+        column: usize,
         [rows, columns]: [usize; 2],
     ) -> Value {
         let mut of = self.scratch[scratch.0];
@@ -346,19 +399,25 @@ impl Kernel {
         {
             (*all_rows, *all_columns) = (rows, columns);
         }
-        self.push(of, Op::Kept(scratch, first))
+        self.push(of, Op::Kept(scratch, row, column))
     }
 
     /// Runs `body` where the step is the first along dimension `dim` of the grid, whose steps then run in order. Values
     /// of the body are not seen outside it.
     pub fn when_first(&mut self, dim: usize, body: impl FnOnce(&mut Kernel)) {
+        self.ordered = Some(dim);
+        self.when(dim, 0, body);
+    }
+
+    /// Runs `body` where the step is in `place` along dimension `dim` of the grid. Values of the body are not seen
+    /// outside it.
+    pub fn when(&mut self, dim: usize, place: usize, body: impl FnOnce(&mut Kernel)) {
         let outer = std::mem::take(&mut self.body);
         body(self);
-        let inner = std::mem::replace(&mut self.body, outer);
-        self.ordered = Some(dim);
+        let body = std::mem::replace(&mut self.body, outer);
         self.body.push(Statement {
             results: Vec::new(),
-            op: Op::WhenFirst { dim, body: inner },
+            op: Op::When { dim, place, body },
         });
     }
 

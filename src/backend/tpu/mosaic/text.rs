@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use crate::dtype::DType;
 
-use super::{Binary, Kernel, Op, Reduction, Statement, Type, Unary, Value, Window};
+use super::{Binary, Kernel, Op, Place, Reduction, Statement, Type, Unary, Value, Window};
 
 /// Bytes of the core's memory that a kernel may take; what the compiler gives it by default.
 pub const VMEM_BYTES: usize = 16 << 20;
@@ -80,12 +80,32 @@ impl Kernel {
         }
         text += "return\n}\n";
         for (i, window) in self.windows.iter().enumerate() {
-            let at = window
+            let mut at = window
                 .index
                 .map(|g| g.map_or("%none".to_string(), |g| format!("%g{g}")));
+            let last = window.array[1] / window.block[0] - 1;
+            let neighbour = match window.place {
+                Place::Own => None,
+                Place::Before(blocks) => Some(format!(
+                    "%each = arith.constant {blocks} : i32\n%one = arith.constant 1 : i32\n\
+                     %first = arith.muli {}, %each : i32\n%before = arith.subi %first, %one : i32\n\
+                     %row = arith.maxsi %before, %none : i32\n",
+                    at[1]
+                )),
+                Place::Behind(blocks) => Some(format!(
+                    "%each = arith.constant {blocks} : i32\n%last = arith.constant {last} : i32\n\
+                     %first = arith.muli {}, %each : i32\n%behind = arith.addi %first, %each : i32\n\
+                     %row = arith.minsi %behind, %last : i32\n",
+                    at[1]
+                )),
+            };
+            if neighbour.is_some() {
+                at[1] = "%row".to_string();
+            }
+            let neighbour = neighbour.unwrap_or_default();
             let _ = writeln!(
                 text,
-                "func.func @at{i}({}) -> (i32, i32, i32) {{\n%none = arith.constant 0 : i32\n\
+                "func.func @at{i}({}) -> (i32, i32, i32) {{\n%none = arith.constant 0 : i32\n{neighbour}\
                  return {} : i32, i32, i32\n}}",
                 grid.join(", "),
                 at.join(", ")
@@ -105,7 +125,8 @@ impl Kernel {
         let line = match &statement.op {
             Op::Splat(number) => match result.map(|v| self.type_of(v)) {
                 Some(Type::Matrix {
-                    dtype: DType::S32, ..
+                    dtype: DType::S32 | DType::S8,
+                    ..
                 }) => format!("{name} = arith.constant dense<{}> : {of}", *number as i64),
                 _ => format!(
                     "{name} = arith.constant dense<{:#010X}> : {of}",
@@ -113,6 +134,17 @@ impl Kernel {
                 ),
             },
             Op::Columns => format!("{name} = tpu.iota {{dimensions = array<i32: 1>}} : {of}"),
+            Op::Rows(count) => {
+                let [op, operand] = match count.is_power_of_two() {
+                    true => ["andi", &(count - 1).to_string()],
+                    false => ["remsi", &count.to_string()],
+                };
+                format!(
+                    "{name}_i = tpu.iota {{dimensions = array<i32: 0>}} : {of}\n\
+                     {name}_n = arith.constant dense<{operand}> : {of}\n\
+                     {name} = arith.{op} {name}_i, {name}_n : {of}"
+                )
+            }
             Op::Row { counter, start } => match counter {
                 None => format!("{name} = arith.constant {start} : index"),
                 Some((counter, step)) => format!(
@@ -147,24 +179,33 @@ impl Kernel {
                      vector.store {x}_b, %w{window}[%zero, %zero, {x}_c] : {memory}, {block}"
                 )
             }
-            Op::Kept(scratch, [row, column]) => {
+            Op::Kept(scratch, row, column) => {
                 let (at, memory) = (scratch.0, memory(self.scratch[scratch.0]));
                 format!(
-                    "{name}_r = arith.constant {row} : index\n{name}_c = arith.constant {column} : index\n\
-                     {name} = vector.load %s{at}[{name}_r, {name}_c] : {memory}, {of}"
+                    "{name}_c = arith.constant {column} : index\n\
+                     {name} = vector.load %s{at}[{}, {name}_c] : {memory}, {of}",
+                    self::name(*row)
                 )
             }
-            Op::Keep(scratch, value, [row, column]) => {
+            Op::Keep(scratch, value, row, column) => {
                 let (at, memory) = (scratch.0, memory(self.scratch[scratch.0]));
                 let (x, of) = (self::name(*value), self.vector(*value));
+                // One value may go to several places.
+                let place = format!("{x}_s{at}_r{}_c", row.0);
                 format!(
-                    "{x}_kr = arith.constant {row} : index\n{x}_kc = arith.constant {column} : index\n\
-                     vector.store {x}, %s{at}[{x}_kr, {x}_kc] : {memory}, {of}"
+                    "{place} = arith.constant {column} : index\n\
+                     vector.store {x}, %s{at}[{}, {place}] : {memory}, {of}",
+                    self::name(*row)
                 )
             }
-            Op::WhenFirst { dim, body } => {
-                let _ = writeln!(text, "%first{dim} = arith.cmpi eq, %g{dim}, %none : i32");
-                let _ = writeln!(text, "scf.if %first{dim} {{");
+            Op::When { dim, place, body } => {
+                // Names inside one are not seen in another.
+                let condition = format!("%at{dim}_{place}_{}", text.len());
+                let _ = writeln!(
+                    text,
+                    "{condition}_p = arith.constant {place} : i32\n\
+                     {condition} = arith.cmpi eq, %g{dim}, {condition}_p : i32\nscf.if {condition} {{"
+                );
                 for statement in body {
                     self.statement(text, statement);
                 }
@@ -188,6 +229,7 @@ impl Kernel {
             }
             Op::Binary(op, a, b) => {
                 let op = match op {
+                    Binary::Add if self.dtype_of(*a) == Some(DType::S32) => "addi",
                     Binary::Add => "addf",
                     Binary::Sub => "subf",
                     Binary::Mul => "mulf",
@@ -315,19 +357,27 @@ impl Kernel {
             .map(|(c, s)| format!("{} = {}", name(*c), name(*s)))
             .collect();
         let names: Vec<String> = results.iter().map(|v| name(*v)).collect();
+        let (target, carried, yielded) = match carry.is_empty() {
+            true => Default::default(),
+            false => (
+                format!("{} = ", names.join(", ")),
+                format!(" iter_args({}) -> ({types})", pairs.join(", ")),
+                {
+                    let next: Vec<String> = next.iter().map(|v| name(*v)).collect();
+                    format!(" {} : {types}", next.join(", "))
+                },
+            ),
+        };
         let _ = writeln!(
             text,
             "{loop_name}_l = arith.constant 0 : i32\n{loop_name}_u = arith.constant {trips} : i32\n\
              {loop_name}_s = arith.constant 1 : i32\n\
-             {} = scf.for {loop_name} = {loop_name}_l to {loop_name}_u step {loop_name}_s iter_args({}) -> ({types}) : i32 {{",
-            names.join(", "),
-            pairs.join(", ")
+             {target}scf.for {loop_name} = {loop_name}_l to {loop_name}_u step {loop_name}_s{carried} : i32 {{"
         );
         for statement in body {
             self.statement(text, statement);
         }
-        let next: Vec<String> = next.iter().map(|v| name(*v)).collect();
-        let _ = writeln!(text, "scf.yield {} : {types}\n}}", next.join(", "));
+        let _ = writeln!(text, "scf.yield{yielded}\n}}");
     }
 }
 

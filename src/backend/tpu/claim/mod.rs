@@ -1,5 +1,7 @@
 //! What the TPU kernels stand for: one table of claims.
 
+mod convolution;
+
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
@@ -23,8 +25,10 @@ type Result<T> = std::result::Result<T, GraphError>;
 ///
 /// - attention in bf16 that is not causal, of as many keys as a core can hold,
 /// - products of bf16 activations that AQT's int8 quantizes, a scale a row, with int8 weights, together with the range
-///   finding and the rounding before them, the layer norm before that if such products alone read it, and the bias, the rounding to
-///   bf16 and the gated GELU or the sum after them.
+///   finding and the rounding before them, the layer norm before that if such products alone read it, and the bias, the
+///   rounding to bf16 and the gated GELU or the sum after them,
+/// - 3x3 convolutions of bf16 images that AQT's int8 quantizes, a scale an image, with int8 weights, together with the
+///   rounding before them, and the bias and the rounding to bf16 after them. The range is the compiler's.
 ///
 /// For programs of one partition. Products are left to the compiler where `int8` is false: the chip's matrix units do
 /// not multiply int8, and Mosaic refuses it.
@@ -41,9 +45,16 @@ pub fn claim(graph: &Graph, int8: bool) -> Result<Graph> {
         true => claims.with_norms(claims.products()),
         false => HashMap::new(),
     };
+    let convolutions = match int8 {
+        true => claims.convolutions(),
+        false => HashMap::new(),
+    };
     graph.substitute(&mut |b, i, copies| {
         if let Some(found) = products.get(&i) {
             return claims.product_call(b, found, copies).map(Some);
+        }
+        if let Some(found) = convolutions.get(&i) {
+            return claims.convolution_call(b, found, copies).map(Some);
         }
         let node = &graph.nodes[i];
         let Op::Composite { kind, .. } = &node.op else {
@@ -115,7 +126,8 @@ impl<'a> Claims<'a> {
         let &[lhs, weights, row_scale, column_scale] = &node.operands[..] else {
             return None;
         };
-        let x = self.quantized(lhs, row_scale)?;
+        let rows: Vec<usize> = (0..self.node(lhs).shape.rank().checked_sub(1)?).collect();
+        let x = self.quantized(lhs, row_scale, &rows)?;
         let shape = &self.node(x).shape;
         let last = shape.rank() - 1;
         let &[contracted] = &dims.rhs_contract[..] else {
@@ -145,33 +157,32 @@ impl<'a> Claims<'a> {
         })
     }
 
-    /// What `lhs` was before AQT's int8 quantized its rows with the scales `row_scale`.
-    fn quantized(&self, lhs: u32, row_scale: u32) -> Option<u32> {
+    /// What `lhs` was before AQT's int8 quantized it with the scales `scale`, which were found in it, along the
+    /// dimensions `kept`.
+    fn quantized(&self, lhs: u32, scale: u32, kept: &[usize]) -> Option<u32> {
         let aqt = TensorFormat::int8(NumericsConvention::Aqt);
         let rounding = self.node(lhs);
-        let finding = self.node(row_scale);
-        let rows: Vec<usize> = (0..rounding.shape.rank().checked_sub(1)?).collect();
-        let Op::Composite {
-            kind: Composite::Quantize { kept, format },
-            ..
-        } = &rounding.op
+        let finding = self.node(scale);
+        let kinds = [rounding, finding].map(|node| match &node.op {
+            Op::Composite { kind, .. } => Some(kind),
+            _ => None,
+        });
+        let [
+            Some(Composite::Quantize {
+                kept: rounded,
+                format,
+            }),
+            Some(Composite::FindScale {
+                kept: found,
+                format: found_format,
+            }),
+        ] = kinds
         else {
             return None;
         };
-        let Op::Composite {
-            kind:
-                Composite::FindScale {
-                    kept: found_kept,
-                    format: found_format,
-                },
-            ..
-        } = &finding.op
-        else {
-            return None;
-        };
-        let of_rows = [kept, found_kept].iter().all(|kept| **kept == rows);
-        let same = rounding.operands[1] == row_scale && rounding.operands[0] == finding.operands[0];
-        (of_rows && same && [*format, *found_format] == [aqt; 2]).then_some(rounding.operands[0])
+        let fits = [rounded, found].iter().all(|own| own[..] == *kept);
+        let same = rounding.operands[1] == scale && rounding.operands[0] == finding.operands[0];
+        (fits && same && [*format, *found_format] == [aqt; 2]).then_some(rounding.operands[0])
     }
 
     /// The product with the bias, the rounding to bf16, and the gated GELU or the sum that follow it, and the last node

@@ -1,0 +1,159 @@
+//! Convolutions that the kernel takes.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use crate::backend::follow;
+use crate::dtype::DType;
+use crate::graph::{
+    Binary, Builder, Comparison, Composite, Contraction, ConvDims, ConvLayout, Op, Tensor,
+};
+use crate::shape::Shape;
+
+use super::super::Convolution;
+use super::super::convolution::SIDE;
+use super::{Claims, Result};
+
+/// A convolution of int8 with what belongs to it. Numbers are nodes.
+pub(super) struct Found {
+    kernel: Convolution,
+    /// The image, before it is quantized.
+    x: u32,
+    image_scale: u32,
+    weights: u32,
+    scale: u32,
+    bias: Option<u32>,
+    /// The shape of the result.
+    shape: Shape,
+}
+
+impl Claims<'_> {
+    /// The convolutions that the kernel takes, by the node whose value it gives.
+    pub(super) fn convolutions(&self) -> HashMap<usize, Found> {
+        let nodes = 0..self.graph.nodes.len();
+        let live = nodes.filter(|i| !self.users[*i].is_empty() && !self.of_weights[*i]);
+        live.filter_map(|i| self.rounded(i, self.convolution(i)?))
+            .collect()
+    }
+
+    /// Node `i` as a convolution of a quantized image with weights.
+    fn convolution(&self, i: usize) -> Option<Found> {
+        let node = &self.graph.nodes[i];
+        let Op::Composite {
+            kind:
+                Composite::ScaledContraction {
+                    contraction: Contraction::Convolution(dims),
+                    lhs_scale: true,
+                    rhs_scale: true,
+                },
+            ..
+        } = &node.op
+        else {
+            return None;
+        };
+        let &[lhs, weights, image_scale, scale] = &node.operands[..] else {
+            return None;
+        };
+        let x = self.quantized(lhs, image_scale, &[0])?;
+        let [image, kernel] = [x, weights].map(|id| &self.node(id).shape);
+        let &[_, height, width, inputs] = &image.dims[..] else {
+            return None;
+        };
+        let outputs = *node.shape.dims.last()?;
+        let types = [image.dtype, kernel.dtype, node.shape.dtype];
+        let known = [weights, scale].map(|id| self.of_weights[id as usize]);
+        let found = Convolution { height, width };
+        let takes = **dims == three_by_three()
+            && kernel.dims == [outputs, inputs, SIDE, SIDE]
+            && types == [DType::BF16, DType::S8, DType::F32]
+            && known == [true; 2]
+            && found.fits(inputs, outputs);
+        takes.then(|| Found {
+            kernel: found,
+            x,
+            image_scale,
+            weights,
+            scale,
+            bias: None,
+            shape: node.shape.clone(),
+        })
+    }
+
+    /// The convolution with the bias and the rounding to bf16 that follow it, and the last node of them. `None` where
+    /// it is not rounded to bf16.
+    fn rounded(&self, i: usize, mut found: Found) -> Option<(usize, Found)> {
+        let mut root = i;
+        let (mut user, mut node) = self.only_user(root)?;
+        if matches!(node.op, Op::Binary(Binary::Add)) {
+            found.bias = Some(follow::bias(self.graph, root as u32, node)?);
+            root = user;
+            (user, node) = self.only_user(root)?;
+        }
+        matches!(node.op, Op::Convert(DType::BF16)).then_some((user, found))
+    }
+
+    /// The kernel's call in place of a convolution and what belongs to it.
+    pub(super) fn convolution_call(
+        &self,
+        b: &Builder,
+        found: &Found,
+        copies: &[Tensor],
+    ) -> Result<Tensor> {
+        let copy = |id: u32| copies[id as usize];
+        let x = copy(found.x);
+        let [batch, height, width, inputs] = [0, 1, 2, 3].map(|d| b.dims(x)[d]);
+        let outputs = b.dims(copy(found.scale))[0];
+        let x = b.reshape(x, &[batch, height * width, inputs])?;
+        let weights = self.before_storage(found.weights, copies);
+        let block = found.kernel.columns(inputs, outputs).unwrap_or(outputs);
+        let weights = in_rows(b, weights, block)?;
+
+        let image_scale = copy(found.image_scale);
+        let one = b.full(&b.shape(image_scale), 1.0)?;
+        let inverse = b.div(one, image_scale)?;
+        let infinity = b.full(&b.shape(inverse), f64::INFINITY)?;
+        let overflown = b.compare(Comparison::Eq, inverse, infinity)?;
+        let inverse = b.select(overflown, one, inverse)?;
+        let inverse = b.convert(inverse, DType::F32)?;
+        let inverse = b.broadcast_in_dim(inverse, &[0], &[batch, 1, inputs])?;
+        let row = |x: Tensor, dim: usize| -> Result<Tensor> {
+            let x = b.convert(x, DType::F32)?;
+            b.broadcast_in_dim(x, &[dim], &[batch, 1, outputs])
+        };
+        let bias = match found.bias {
+            Some(bias) => row(copy(bias), 2)?,
+            None => b.full(&Shape::new(DType::F32, [batch, 1, outputs]), 0.0)?,
+        };
+        let rows = [row(image_scale, 0)?, row(copy(found.scale), 2)?, bias];
+        let of_columns = b.concatenate(&rows, 1)?;
+        let operands = [x, x, x, weights, inverse, of_columns];
+        let y = b.push(Op::CustomCall(Arc::new(found.kernel)), &operands)?;
+        b.reshape(y, &found.shape.dims)
+    }
+}
+
+/// The convolution of an image, channels last, with PyTorch's order of a 3x3 kernel, that keeps the image's size.
+fn three_by_three() -> ConvDims {
+    ConvDims {
+        lhs: ConvLayout::channels_last(2),
+        rhs: ConvLayout::channels_first(2),
+        out: ConvLayout::channels_last(2),
+        strides: vec![1; 2],
+        padding: vec![(1, 1); 2],
+        lhs_dilation: vec![1; 2],
+        rhs_dilation: vec![1; 2],
+        feature_groups: 1,
+        batch_groups: 1,
+    }
+}
+
+/// The kernel `[outputs, inputs, 3, 3]` as [`Convolution`] takes it, in blocks of `block` outputs.
+fn in_rows(b: &Builder, weights: Tensor, block: usize) -> Result<Tensor> {
+    let [outputs, inputs] = [0, 1].map(|d| b.dims(weights)[d]);
+    let padded = Convolution::padded_inputs(inputs);
+    let x = b.transpose(weights, &[2, 0, 3, 1])?;
+    let x = super::pad_to(b, x, &[SIDE, outputs, SIDE, padded])?;
+    let x = b.reshape(x, &[SIDE, outputs / block, block, SIDE * padded])?;
+    let x = b.transpose(x, &[1, 0, 2, 3])?;
+    b.reshape(x, &[1, SIDE * outputs, SIDE * padded])
+}

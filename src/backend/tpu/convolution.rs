@@ -1,0 +1,393 @@
+//! 3x3 convolutions of int8 as products: an image is rounded to integers on the chip, each of the kernel's nine places
+//! is a product of rows that lie one after the other, and the sums of the places on the left and on the right move by a
+//! pixel.
+
+use crate::dtype::DType;
+use crate::graph::eval::{Data, Value};
+use crate::graph::{Configuration, CustomCall, InferError, constraint};
+use crate::shape::Shape;
+
+use super::mosaic::{
+    CostEstimate, Kernel, LANES, Place, Scratch, VMEM_BYTES, Value as KernelValue, Window,
+};
+use super::product::{MOST_TERMS, block_of_columns, rounded_to_integers};
+
+/// Rows and columns of the convolution's kernel.
+pub const SIDE: usize = 3;
+/// Rows of an int8 tile, and of an `f32` one.
+const TILE_ROWS: [usize; 2] = [32, 8];
+/// The windows of operands.
+const BEFORE: usize = 1;
+const BEHIND: usize = 2;
+const WEIGHTS: usize = 3;
+const INVERSE: usize = 4;
+const OF_COLUMNS: usize = 5;
+/// Pixels and result's channels of a block, at most.
+const MOST_PIXELS: usize = 1024;
+const MOST_COLUMNS: usize = 1280;
+
+/// The convolution of an image that AQT's int8 quantizes, one scale an image, with a 3x3 kernel of int8, a stride of 1
+/// and zeros around the image; times the scales of the image and of the result's channels, plus the bias; in bf16.
+///
+/// Operands: the image three times, `bf16[batch, height * width, inputs]`; the kernel `s8[1, 3 * outputs, 3 * padded
+/// inputs]`, for each block of [`Convolution::columns`] outputs the kernel's rows one after the other, and for each
+/// place in a row the inputs, with zeros up to [`Convolution::padded_inputs`]; the inverse scale `f32[batch, 1,
+/// inputs]`, the same for each; and `f32[batch, 3, outputs]`: the image's scale, the outputs' scales and biases. The
+/// result is `bf16[batch, height * width, outputs]`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Convolution {
+    pub height: usize,
+    pub width: usize,
+}
+
+/// What a step computes: some rows of an image, some outputs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Block {
+    image_rows: usize,
+    columns: usize,
+}
+
+/// The numbers of images and channels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Sizes {
+    batch: usize,
+    inputs: usize,
+    outputs: usize,
+}
+
+impl Convolution {
+    /// Whether a core can hold what the kernel works with.
+    pub fn fits(&self, inputs: usize, outputs: usize) -> bool {
+        self.columns(inputs, outputs).is_some()
+    }
+
+    /// Outputs of a block. `None` where no block fits.
+    pub fn columns(&self, inputs: usize, outputs: usize) -> Option<usize> {
+        let sizes = Sizes {
+            batch: 1,
+            inputs,
+            outputs,
+        };
+        self.block(sizes).map(|block| block.columns)
+    }
+
+    /// Inputs with zeros up to whole registers, so that those of each place begin one.
+    pub fn padded_inputs(inputs: usize) -> usize {
+        inputs.next_multiple_of(LANES)
+    }
+
+    /// Of the blocks that fit the core's memory, the one for which the least is read.
+    fn block(&self, sizes: Sizes) -> Option<Block> {
+        let is_known = self.width.is_multiple_of(TILE_ROWS[0])
+            && self.width > 0
+            && SIDE * SIDE * sizes.inputs <= MOST_TERMS;
+        let largest = self.height.min(MOST_PIXELS / self.width.max(1));
+        let rows = (1..=largest).filter(|rows| self.height.is_multiple_of(*rows));
+        let rows: Vec<usize> = rows.collect();
+        let mut columns: Vec<usize> = (LANES..=MOST_COLUMNS)
+            .step_by(LANES)
+            .filter_map(|most| block_of_columns(sizes.outputs, most))
+            .collect();
+        columns.dedup();
+        let blocks = rows.into_iter().flat_map(|image_rows| {
+            let columns = columns.iter();
+            columns.map(move |columns| Block {
+                image_rows,
+                columns: *columns,
+            })
+        });
+        let fitting = blocks.filter(|block| is_known && self.bytes(*block, sizes) <= VMEM_BYTES);
+        fitting.min_by_key(|block| self.bytes_read(*block, sizes))
+    }
+
+    /// Bytes of operands that one image takes.
+    fn bytes_read(&self, block: Block, sizes: Sizes) -> usize {
+        let row = 2 * self.width * sizes.inputs;
+        let blocks = self.height / block.image_rows;
+        let kernel = SIDE * SIDE * Convolution::padded_inputs(sizes.inputs) * sizes.outputs;
+        blocks * ((block.image_rows + 2) * row + kernel)
+    }
+
+    /// Bytes of the core's memory: windows, integers, and the sums of the kernel's columns, of which two are moved.
+    fn bytes(&self, block: Block, sizes: Sizes) -> usize {
+        let windows = Kernel::new(Vec::new(), self.windows(block, sizes));
+        let pixels = block.image_rows * self.width;
+        let inputs = sizes.inputs.next_multiple_of(LANES);
+        let integers = (pixels + 2 * self.width) * inputs;
+        let sums = pixels * block.columns.next_multiple_of(LANES) * 4;
+        windows.window_bytes() + integers + 5 * sums
+    }
+
+    fn windows(&self, block: Block, sizes: Sizes) -> Vec<Window> {
+        let Sizes {
+            batch,
+            inputs,
+            outputs,
+        } = sizes;
+        let Block {
+            image_rows,
+            columns,
+        } = block;
+        let terms = SIDE * Convolution::padded_inputs(inputs);
+        let several = outputs > columns;
+        let x = Window {
+            dtype: DType::BF16,
+            array: [batch, self.height * self.width, inputs],
+            block: [image_rows * self.width, inputs],
+            index: [Some(0), Some(1), None],
+            place: Place::Own,
+        };
+        let row = |place| Window {
+            block: [self.width, inputs],
+            place,
+            ..x
+        };
+        let before = row(Place::Before(image_rows));
+        let behind = row(Place::Behind(image_rows));
+        let weights = Window {
+            dtype: DType::S8,
+            array: [1, SIDE * outputs, terms],
+            block: [SIDE * columns, terms],
+            index: [None, several.then_some(2), None],
+            place: Place::Own,
+        };
+        let inverse = Window {
+            dtype: DType::F32,
+            array: [batch, 1, inputs],
+            block: [1, inputs],
+            index: [Some(0), None, None],
+            place: Place::Own,
+        };
+        let of_columns = Window {
+            dtype: DType::F32,
+            array: [batch, 3, outputs],
+            block: [3, columns],
+            index: [Some(0), None, several.then_some(2)],
+            place: Place::Own,
+        };
+        let result = Window {
+            dtype: DType::BF16,
+            array: [batch, self.height * self.width, outputs],
+            block: [image_rows * self.width, columns],
+            index: [Some(0), Some(1), several.then_some(2)],
+            place: Place::Own,
+        };
+        vec![x, before, behind, weights, inverse, of_columns, result]
+    }
+
+    fn kernel(&self, block: Block, sizes: Sizes) -> Kernel {
+        let grid = vec![
+            sizes.batch,
+            self.height / block.image_rows,
+            sizes.outputs / block.columns,
+        ];
+        let mut kernel = Kernel::new(grid, self.windows(block, sizes));
+        self.step(&mut kernel, block, sizes);
+        kernel
+    }
+
+    fn step(&self, k: &mut Kernel, block: Block, sizes: Sizes) {
+        let Sizes {
+            inputs, outputs, ..
+        } = sizes;
+        let Block {
+            image_rows,
+            columns,
+        } = block;
+        let pixels = image_rows * self.width;
+        let integers = k.scratch(DType::S8, [pixels + 2 * self.width, inputs]);
+        match outputs > columns {
+            false => self.quantize(k, image_rows, integers),
+            true => k.when_first(2, |k| self.quantize(k, image_rows, integers)),
+        }
+        // What the pixels on the left and on the right of each pixel add to it stands in the place of those pixels.
+        let [left, middle, right] = [0, 1, 2].map(|place| self.column(k, integers, place, block));
+        let left = self.moved(k, left, -1, 0.0);
+        let right = self.moved(k, right, 1, self.width as f64 - 1.0);
+        let sums = k.add(middle, left);
+        let sums = k.add(sums, right);
+        let y = k.convert(sums, DType::F32);
+        let [image_scale, scale, bias] = [0, 1, 2].map(|row| {
+            let row = k.row(row);
+            let row = k.load_part(OF_COLUMNS, row, 1, 0..columns);
+            k.broadcast_row(row, pixels)
+        });
+        let y = k.mul(y, image_scale);
+        let y = k.mul(y, scale);
+        let y = k.add(y, bias);
+        let y = k.convert(y, DType::BF16);
+        k.store(y, 0);
+    }
+
+    /// The products with one column of the convolution's kernel, the number `place`: sums over its rows, `s32[pixels,
+    /// columns]`.
+    fn column(&self, k: &mut Kernel, integers: Scratch, place: usize, block: Block) -> KernelValue {
+        let pixels = block.image_rows * self.width;
+        let [_, inputs] = k.scratch_size(integers);
+        let zero = k.splat(DType::S32, [pixels, block.columns], 0.0);
+        (0..SIDE).fold(zero, |sums, kernel_row| {
+            let x = k.kept_part(integers, [kernel_row * self.width, 0], [pixels, inputs]);
+            let first = place * Convolution::padded_inputs(inputs);
+            let row = k.row(kernel_row * block.columns);
+            let weights = k.load_part(WEIGHTS, row, block.columns, first..first + inputs);
+            k.matmul_transposed(x, weights, sums)
+        })
+    }
+
+    /// The value of the pixel `step` further on, and 0 for those in the column `outermost` of the image, which have
+    /// none.
+    fn moved(&self, k: &mut Kernel, x: KernelValue, step: isize, outermost: f64) -> KernelValue {
+        let size = k.size(x);
+        let [rows, columns] = size;
+        let memory = k.scratch(DType::S32, [rows + 2 * TILE_ROWS[1], columns]);
+        k.keep(memory, x, [TILE_ROWS[1], 0]);
+        let moved = k.kept_part(memory, [TILE_ROWS[1].saturating_add_signed(step), 0], size);
+        let place = k.rows(self.width, size);
+        let zero = k.splat(DType::S32, size, 0.0);
+        let limit = k.splat(DType::S32, size, outermost);
+        let [low, high] = match step < 0 {
+            true => [limit, place],
+            false => [place, limit],
+        };
+        let inside = k.less(low, high);
+        k.select(inside, moved, zero)
+    }
+
+    /// Rounds the rows of the block, the one before it and the one behind it.
+    fn quantize(&self, k: &mut Kernel, image_rows: usize, integers: Scratch) {
+        k.repeat(image_rows, Vec::new(), |k, counter, _| {
+            let row = k.row_of(counter, self.width, 0);
+            let to = k.row_of(counter, self.width, self.width);
+            self.quantize_row(k, 0, [row, to], integers);
+            Vec::new()
+        });
+        let last = self.height / image_rows - 1;
+        for (window, row, edge) in [(BEFORE, 0, 0), (BEHIND, image_rows + 1, last)] {
+            let row = row * self.width;
+            let places = [0, row].map(|row| k.row(row));
+            self.quantize_row(k, window, places, integers);
+            // Outside the image are zeros.
+            k.when(1, edge, |k| {
+                let [_, inputs] = k.scratch_size(integers);
+                let zeros = k.splat(DType::S8, [self.width, inputs], 0.0);
+                k.keep(integers, zeros, [row, 0]);
+            });
+        }
+    }
+
+    /// Rounds one row of the image.
+    fn quantize_row(
+        &self,
+        k: &mut Kernel,
+        window: usize,
+        [from, to]: [KernelValue; 2],
+        integers: Scratch,
+    ) {
+        let x = k.load(window, from, self.width);
+        let first = k.row(0);
+        let inverse = k.load(INVERSE, first, 1);
+        let inverse = k.broadcast_row(inverse, self.width);
+        let x = k.convert(x, DType::F32);
+        let x = rounded_to_integers(k, x, inverse);
+        let x = k.convert(x, DType::S8);
+        k.keep_at(integers, x, to, 0);
+    }
+
+    /// The sizes that operands tell.
+    fn sizes(&self, operands: &[&Shape]) -> Option<Sizes> {
+        let &[x, before, behind, weights, inverse, of_columns] = operands else {
+            return None;
+        };
+        let sizes = Sizes {
+            batch: *x.dims.first()?,
+            inputs: *x.dims.get(2)?,
+            outputs: *of_columns.dims.get(2)?,
+        };
+        let Sizes {
+            batch,
+            inputs,
+            outputs,
+        } = sizes;
+        let pixels = self.height * self.width;
+        let terms = SIDE * Convolution::padded_inputs(inputs);
+        let expected = [
+            Shape::new(DType::BF16, [batch, pixels, inputs]),
+            Shape::new(DType::S8, [1, SIDE * outputs, terms]),
+            Shape::new(DType::F32, [batch, 1, inputs]),
+            Shape::new(DType::F32, [batch, 3, outputs]),
+        ];
+        let found = [x, weights, inverse, of_columns];
+        let same = [before, behind] == [x; 2];
+        (same && expected.iter().eq(found)).then_some(sizes)
+    }
+}
+
+impl CustomCall for Convolution {
+    fn target(&self) -> &'static str {
+        "tpu_custom_call"
+    }
+
+    fn name(&self) -> &'static str {
+        "int8_convolution"
+    }
+
+    fn configuration(&self, operands: &[&Shape]) -> Configuration {
+        let kernel = self.sizes(operands).and_then(|sizes| {
+            let result = self.infer(operands).ok()?;
+            Some((self.kernel(self.block(sizes)?, sizes), result))
+        });
+        let Some((kernel, result)) = kernel else {
+            return Configuration::Text(String::new());
+        };
+        let operand_bytes: u64 = operands[2..].iter().map(|s| s.bytes() as u64).sum();
+        let cost = CostEstimate {
+            flops: self.flops(operands, &result),
+            transcendentals: 0,
+            bytes_accessed: operand_bytes + result.bytes() as u64,
+        };
+        Configuration::Text(kernel.backend_config(cost))
+    }
+
+    fn infer(&self, operands: &[&Shape]) -> Result<Shape, InferError> {
+        let sizes = self.sizes(operands);
+        let sizes = sizes.filter(|sizes| self.fits(sizes.inputs, sizes.outputs));
+        let sizes = sizes.ok_or_else(|| {
+            let found: Vec<String> = operands.iter().map(ToString::to_string).collect();
+            constraint(
+                "int8 convolution kernel",
+                format!(
+                    "{} are not an image of {} x {} pixels three times, its kernel, its inverse scale and \
+                     three rows of outputs, or no block fits the core's memory",
+                    found.join(", "),
+                    self.width,
+                    self.height
+                ),
+            )
+        })?;
+        let dims = [sizes.batch, self.height * self.width, sizes.outputs];
+        Ok(Shape::new(DType::BF16, dims))
+    }
+
+    fn flops(&self, operands: &[&Shape], result: &Shape) -> u64 {
+        let terms = SIDE * SIDE * operands[0].dims[2];
+        (2 * result.count() as u64).saturating_mul(terms as u64)
+    }
+
+    fn evaluate(&self, operands: &[&Value], result: Shape) -> Value {
+        let shapes: Vec<&Shape> = operands.iter().map(|operand| &operand.shape).collect();
+        let arrays = operands.iter().map(|operand| {
+            let elements = 0..operand.shape.count();
+            elements.map(|i| operand.float(i) as f32).collect()
+        });
+        let arrays: Vec<Vec<f32>> = arrays.collect();
+        let kernel = self
+            .sizes(&shapes)
+            .and_then(|sizes| Some(self.kernel(self.block(sizes)?, sizes)));
+        let out = kernel.map(|kernel| kernel.evaluate(&arrays));
+        let out = out.unwrap_or_default();
+        Value {
+            shape: result,
+            data: Data::F(out.into_iter().map(f64::from).collect()),
+        }
+    }
+}
