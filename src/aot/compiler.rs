@@ -3,6 +3,8 @@
 use std::collections::BTreeMap;
 use std::time::Instant;
 
+use rayon::prelude::*;
+
 use crate::backend::{Backend, kernel_counts};
 use crate::bundle::{Group, Header, PayloadKind, PluginId, ProgramHeader, ProgramId, Target};
 use crate::emit::{LoadGroup, Module, Modules};
@@ -333,7 +335,9 @@ impl Compiler {
         let (Some(simulator), Some(chip)) = (&self.simulator, self.chip) else {
             return Ok(BTreeMap::new());
         };
-        let cycles = kernel_calls(hlo)?.into_iter().filter_map(|call| {
+        let calls: Vec<KernelCall> = kernel_calls(hlo)?.into_iter().collect();
+        // Each in a process of its own, which takes seconds of one processor.
+        let cycles = calls.into_par_iter().filter_map(|call| {
             let simulated = simulator.cycles(chip, &call);
             let simulation = simulated.inspect_err(|error| {
                 tracing::warn!(

@@ -83,7 +83,7 @@ impl Simulator {
             cycles.map(|cycles| cycles as f64)
         };
         let mut cycles = simulate(&more)?;
-        if part.share < 1.0 {
+        if more.share < 1.0 {
             let slope = (cycles - simulate(&part)?) / (more.share - part.share);
             cycles += slope * (1.0 - more.share);
         }
