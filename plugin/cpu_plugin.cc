@@ -41,6 +41,8 @@ MAXDIFF_PJRT_FUNCTION(PJRT_Plugin_Attributes) {
     values->Add("maxdiff_sources", std::string(MAXDIFF_SOURCES));
     values->Add("maxdiff_kernels", KernelNames());
     values->Add("maxdiff_isa", kernels::IsaName());
+    values->Add("maxdiff_usable_isas", kernels::IsaNames(true));
+    values->Add("maxdiff_unusable_isas", kernels::IsaNames(false));
     values->Add("maxdiff_missing_features", kernels::ChosenIsa().missing);
 #ifdef MAXDIFF_STABLEHLO_CURRENT
     values->Add("stablehlo_current_version", std::vector<int64_t>{MAXDIFF_STABLEHLO_CURRENT});

@@ -5,17 +5,19 @@
 
 #include <string>
 
+#include "kernels.h"
+
 namespace maxdiff::kernels {
 
-// The instruction sets that the kernels are written for, from the lowest; each includes those before it.
-// kAvx512: AVX-512 with its products of bf16 and of int8. kAmx: the tiles of AMX, with both products.
-enum class Isa { kAvx512, kAmx };
+// An instruction set that the kernels are written for.
+struct Isa;
 
 // What the kernels use in this process.
 struct IsaChoice {
-  Isa isa = Isa::kAvx512;
+  // Null where no kernel may be called.
+  const Isa* isa = nullptr;
   // Features that the lowest set needs and this processor lacks, by the names of /proc/cpuinfo, separated by commas.
-  // Where there are any, no kernel may be called.
+  // Empty where there is a set.
   std::string missing;
   // What is wrong with MAXDIFF_CPU_ISA; empty if nothing is.
   std::string error;
@@ -28,9 +30,16 @@ const IsaChoice& ChosenIsa();
 // Its name, as MAXDIFF_CPU_ISA has it; empty where no kernel may be called.
 std::string IsaName();
 
-inline bool Supported() { return ChosenIsa().missing.empty(); }
+// The names of what MAXDIFF_CPU_ISA may be on this machine, from the lowest, separated by commas; or of what it may not.
+std::string IsaNames(bool usable);
 
-inline Isa UsedIsa() { return ChosenIsa().isa; }
+inline bool Supported() { return ChosenIsa().isa != nullptr; }
+
+// The kernels, where Supported().
+const KernelSet& Used();
+
+// Whether they use the tiles of AMX.
+bool UsesTiles();
 
 }  // namespace maxdiff::kernels
 

@@ -34,8 +34,6 @@ const XLA_FFI_Api* GetXlaFfiApi();
 
 namespace maxdiff {
 
-#if defined(__x86_64__)
-
 namespace {
 
 namespace ffi = xla::ffi;
@@ -286,7 +284,7 @@ void Contract(Call& call) {
     c.column_scale = column_scale.Of(call.Operand("column_scale", {kF32, kBf16}, {c.columns}));
   }
   if (call.Flag("bias")) c.bias = bias.Of(call.Operand("bias", {kF32, kBf16}, {c.columns}));
-  if (call.IsWhole()) kernels::Contract(c);
+  if (call.IsWhole()) kernels::Used().contract(c);
 }
 
 // A matrix [lines, k], or [k, lines] if transposed.
@@ -335,7 +333,7 @@ void QuantizedProduct(Call& call) {
   const Array out = call.Result({kF32}, out_dims);
   p.patches.rows = out.Rows();
   p.out = static_cast<float*>(out.data);
-  if (call.IsWhole()) kernels::MultiplyQuantized(p);
+  if (call.IsWhole()) kernels::Used().multiply_quantized(p);
 }
 
 void Attention(Call& call) {
@@ -356,7 +354,7 @@ void Attention(Call& call) {
   a.k = Bf16(k);
   a.v = Bf16(v);
   a.out = static_cast<uint16_t*>(out.data);
-  if (call.IsWhole()) kernels::Attend(a);
+  if (call.IsWhole()) kernels::Used().attend(a);
 }
 
 // Checks that `leading` has the first dimensions of x, and gives how many values of x belong to each of its values.
@@ -375,7 +373,7 @@ void AbsMax(Call& call) {
   const int64_t size = ValuesOfEach(call, x, out, "the result");
   const bool scale = call.Flag("scale");
   if (!call.IsWhole()) return;
-  kernels::AbsMax(Bf16(x), out.Count(), size, scale, static_cast<uint16_t*>(out.data));
+  kernels::Used().abs_max(Bf16(x), out.Count(), size, scale, static_cast<uint16_t*>(out.data));
 }
 
 void Quantize(Call& call) {
@@ -386,7 +384,7 @@ void Quantize(Call& call) {
   const int64_t size = ValuesOfEach(call, x, scale, "operand 1 (scale)");
   const Array out = call.Result({kU8}, x.dims);
   if (!call.IsWhole()) return;
-  kernels::Quantize(Bf16(x), Bf16(scale), scale.Count(), size, static_cast<uint8_t*>(out.data));
+  kernels::Used().quantize(Bf16(x), Bf16(scale), scale.Count(), size, static_cast<uint8_t*>(out.data));
 }
 
 void LayerNorm(Call& call) {
@@ -399,7 +397,7 @@ void LayerNorm(Call& call) {
   const Array out = call.Result({kBf16}, x.dims);
   const float epsilon = call.Float("epsilon");
   if (!call.IsWhole()) return;
-  kernels::LayerNorm(Bf16(x), F32(weight), F32(bias), x.Rows(), x.Dim(-1), epsilon, static_cast<uint16_t*>(out.data));
+  kernels::Used().layer_norm(Bf16(x), F32(weight), F32(bias), x.Rows(), x.Dim(-1), epsilon, static_cast<uint16_t*>(out.data));
 }
 
 void GroupNorm(Call& call) {
@@ -418,7 +416,7 @@ void GroupNorm(Call& call) {
   if (norm.channels % norm.groups != 0) {
     call.Fail("operand 0 (x): expected channels that divide into ", norm.groups, " groups, found ", ShapeText(x));
   }
-  if (call.IsWhole()) kernels::GroupNorm(norm);
+  if (call.IsWhole()) kernels::Used().group_norm(norm);
 }
 
 void Geglu(Call& call) {
@@ -430,7 +428,7 @@ void Geglu(Call& call) {
   if (!dims.empty()) dims.back() /= 2;
   const Array out = call.Result({kBf16}, dims);
   if (!call.IsWhole()) return;
-  kernels::Geglu(Bf16(x), out.Rows(), out.Dim(-1), static_cast<uint16_t*>(out.data));
+  kernels::Used().geglu(Bf16(x), out.Rows(), out.Dim(-1), static_cast<uint16_t*>(out.data));
 }
 
 struct Kernel {
@@ -497,13 +495,5 @@ std::string KernelNames() {
   for (const Kernel& kernel : kKernels) absl::StrAppend(&names, names.empty() ? "" : ",", kernel.name);
   return names;
 }
-
-#else
-
-absl::Status RegisterKernels() { return absl::OkStatus(); }
-
-std::string KernelNames() { return ""; }
-
-#endif  // defined(__x86_64__)
 
 }  // namespace maxdiff

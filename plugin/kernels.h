@@ -1,7 +1,6 @@
 // Contractions that XLA's CPU backend computes slowly, as functions over plain memory.
 //
-// They may be called only where `Supported` (isa.h), and use the instructions that it chose: at least AVX-512 with its
-// bf16 and int8 dot products, whose peak is 2 and 4 times that of f32, and tiles of AMX where products have many rows.
+// Each instruction set that they are compiled for has a table of them; which one a process uses is decided in isa.cc.
 // int8 products are the same whatever is used; sums of bf16 products differ by the order in which f32 is rounded.
 // Weights come packed, so that one load gives what 16 columns multiply: packed[column / 16][k / group][column % 16]
 // [k % group], with the columns padded by zeros to a multiple of 16 and a group of 2 (bf16) or 4 (int8) values.
@@ -15,8 +14,6 @@
 #include <cstdint>
 
 namespace maxdiff::kernels {
-
-// The functions that follow throw std::bad_alloc where memory for their own use cannot be had.
 
 enum class Element { kBf16, kInt8 };
 
@@ -50,8 +47,6 @@ struct Contraction {
   bool out_is_bf16;
 };
 
-void Contract(const Contraction& contraction);
-
 // An f32 operand that is rounded to int8, by AQT's numerics, where it is multiplied. `lines` of it have a range of their own: the
 // rows of the lhs, or the images of a convolution; the columns of the rhs. A line has `pieces` of `channels` values of
 // k each: a rhs of a convolution one for each kernel place, an image one for each pixel, which is a row then.
@@ -81,8 +76,6 @@ struct QuantizedProduct {
   float* out;
 };
 
-void MultiplyQuantized(const QuantizedProduct& product);
-
 // out = softmax(q k^T * scale) v for each head, all bf16: q and out [batch, queries, heads * size], k and v
 // [batch, keys, heads * size]; `size` is even. If causal, a query sees the keys up to its own place. Softmax runs over
 // blocks of keys, so no matrix of scores is stored. A query has NaN where a score of its is NaN or infinity, and where
@@ -97,22 +90,8 @@ struct Attention {
   uint16_t* out;
 };
 
-void Attend(const Attention& attention);
-
-// out[r] = max_k |x[r, k]|, all bf16; NaN where there is one. With `scale` what int8's steps are worth then, by AQT: that
-// times 1 / 127.5, with 1 in place of 0.
-void AbsMax(const uint16_t* x, int64_t rows, int64_t k, bool scale, uint16_t* out);
-
-// out[r, k] = round(clamp(bf16(x[r, k] * bf16(1 / scale[r])), -127, 127)) + 128, to even at ties, with 1 in place of an
-// infinite inverse and 0 in place of a rounded NaN; x and scale are bf16.
-void Quantize(const uint16_t* x, const uint16_t* scale, int64_t rows, int64_t k, uint8_t* out);
-
-// out[r, k] = (x[r, k] - mean) / sqrt(variance + epsilon) * weight[k] + bias[k] over each row; x and out are bf16.
-void LayerNorm(const uint16_t* x, const float* weight, const float* bias, int64_t rows, int64_t k, float epsilon,
-               uint16_t* out);
-
-// The same over the pixels and channels of each of `groups` groups of channels of images [batch, pixels, channels],
-// then y * logistic(y) if asked for.
+// out = (x - mean) / sqrt(variance + epsilon) * weight[channel] + bias[channel] over the pixels and channels of each of
+// `groups` groups of channels of images [batch, pixels, channels], then y * logistic(y) if asked for; x and out are bf16.
 struct GroupNormalization {
   const uint16_t* x;
   const float* weight;
@@ -123,10 +102,29 @@ struct GroupNormalization {
   uint16_t* out;
 };
 
-void GroupNorm(const GroupNormalization& norm);
+// The kernels of one instruction set. They throw std::bad_alloc where memory for their own use cannot be had.
+struct KernelSet {
+  void (*contract)(const Contraction& contraction);
+  void (*multiply_quantized)(const QuantizedProduct& product);
+  void (*attend)(const Attention& attention);
 
-// out[r, k] = x[r, k] * gelu(x[r, size + k]) for rows of twice `size` values, bf16.
-void Geglu(const uint16_t* x, int64_t rows, int64_t size, uint16_t* out);
+  // out[r] = max_k |x[r, k]|, all bf16; NaN where there is one. With `scale` what int8's steps are worth then, by AQT:
+  // that times 1 / 127.5, with 1 in place of 0.
+  void (*abs_max)(const uint16_t* x, int64_t rows, int64_t k, bool scale, uint16_t* out);
+
+  // out[r, k] = round(clamp(bf16(x[r, k] * bf16(1 / scale[r])), -127, 127)) + 128, to even at ties, with 1 in place of an
+  // infinite inverse and 0 in place of a rounded NaN; x and scale are bf16.
+  void (*quantize)(const uint16_t* x, const uint16_t* scale, int64_t rows, int64_t k, uint8_t* out);
+
+  // out[r, k] = (x[r, k] - mean) / sqrt(variance + epsilon) * weight[k] + bias[k] over each row; x and out are bf16.
+  void (*layer_norm)(const uint16_t* x, const float* weight, const float* bias, int64_t rows, int64_t k, float epsilon,
+                     uint16_t* out);
+
+  void (*group_norm)(const GroupNormalization& norm);
+
+  // out[r, k] = x[r, k] * gelu(x[r, size + k]) for rows of twice `size` values, bf16.
+  void (*geglu)(const uint16_t* x, int64_t rows, int64_t size, uint16_t* out);
+};
 
 }  // namespace maxdiff::kernels
 

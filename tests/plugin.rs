@@ -3,8 +3,11 @@
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use crate::common::{cpu_plugin, golden, json, kernels_run, program, text, without_optimizations};
+use crate::common::{
+    cpu_plugin, golden, in_child, json, kernels_run, passed, program, text, without_optimizations,
+};
 use crate::module_run::Inputs;
+use maxdiff::pjrt::{ISA, UNUSABLE_ISAS, USABLE_ISAS};
 use serde_json::Value;
 
 #[test]
@@ -46,19 +49,104 @@ fn an_instruction_set_that_cannot_be_had_is_refused() {
             .find(about)
             .map(|problem| problem["what"].to_string())
     };
+    let (usable, unusable) = (attribute(USABLE_ISAS), attribute(UNUSABLE_ISAS));
+    let names = |list: &str| -> Vec<String> {
+        let names = list.split(',').filter(|name| !name.is_empty());
+        names.map(str::to_string).collect()
+    };
     let unknown = problem("avx9").unwrap();
-    let expected = "MAXDIFF_CPU_ISA is 'avx9', expected avx512 or amx";
-    assert!(unknown.contains(expected), "{unknown}");
-    let used = cpu_plugin().attributes()["maxdiff_isa"].to_string();
-    match used.as_str() {
-        "amx" => println!("not run: an instruction set above this machine's"),
-        _ => assert!(
-            problem("amx")
-                .unwrap()
-                .contains("MAXDIFF_CPU_ISA is amx, but this machine has at most "),
-            "{used}"
-        ),
+    assert!(
+        unknown.contains("MAXDIFF_CPU_ISA is 'avx9', expected emulated_avx2, "),
+        "{unknown}"
+    );
+    for name in [names(&usable), names(&unusable)].concat() {
+        assert!(unknown.contains(&name), "{name} is not in {unknown}");
     }
+    if unusable.is_empty() {
+        println!("not run: an instruction set that this machine lacks");
+    }
+    for name in names(&unusable) {
+        let refused = problem(&name).unwrap();
+        let expected = format!("MAXDIFF_CPU_ISA is {name}, but this machine has at most ");
+        assert!(refused.contains(&expected), "{refused}");
+    }
+}
+
+/// `doctor` names the set that is forced, as it does the one that is chosen.
+#[test]
+fn doctor_prints_the_instruction_set() {
+    let printed = |command: &mut Command| {
+        let output = command.output().unwrap();
+        let report = text(&output.stdout).to_string();
+        let line = report
+            .lines()
+            .find_map(|line| line.trim().strip_prefix("instruction set: "));
+        line.unwrap_or_else(|| panic!("{report}")).to_string()
+    };
+    if !kernels_run() {
+        return;
+    }
+    let used = attribute(ISA);
+    assert_eq!(printed(&mut program(["doctor"])), used);
+    for isa in ["avx2", "emulated_avx2"] {
+        let mut command = program(["doctor"]);
+        assert_eq!(printed(command.env("MAXDIFF_CPU_ISA", isa)), isa);
+    }
+}
+
+/// Linux refuses tiles to a process that has a signal stack too small for their state, as one has here before `main`.
+#[test]
+fn tiles_that_the_system_refuses_are_done_without() {
+    let processor = std::fs::read_to_string("/proc/cpuinfo").unwrap();
+    if !(processor.contains("amx_bf16") && processor.contains("amx_int8")) {
+        return println!("not run: amx, which this machine lacks");
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let library = folder.path().join("stack.so");
+    small_signal_stack(&library);
+    let name = "plugin::tiles_that_the_system_refuses_are_done_without";
+    let preload = ("LD_PRELOAD", library.to_str().unwrap());
+    let Some(output) = in_child(name, &[preload, ("MAXDIFF_CPU_ISA", "")]) else {
+        return assert_eq!(attribute(ISA), "avx512");
+    };
+    passed(&output);
+    let refusal = "the operating system refuses the tiles of amx";
+    let told = text(&output.stderr);
+    assert!(
+        told.contains(&format!("warning: {refusal}")) && told.contains("so the kernels use avx512"),
+        "{told}"
+    );
+    let mut doctor = program(["doctor"]);
+    doctor
+        .env("LD_PRELOAD", &library)
+        .env("MAXDIFF_CPU_ISA", "amx");
+    let output = doctor.output().unwrap();
+    let report = text(&output.stdout);
+    let expected = "MAXDIFF_CPU_ISA is amx, but this machine has at most avx512: ";
+    assert!(report.contains(&format!("{expected}{refusal}")), "{report}");
+}
+
+/// A library that gives a process a small signal stack before `main`.
+fn small_signal_stack(library: &Path) {
+    let source = library.with_extension("cc");
+    let code = "#include <signal.h>\n\
+        __attribute__((constructor)) static void Shrink() {\n\
+          static char memory[4096];\n\
+          stack_t stack = {};\n\
+          stack.ss_sp = memory;\n\
+          stack.ss_size = sizeof(memory);\n\
+          sigaltstack(&stack, nullptr);\n\
+        }\n";
+    std::fs::write(&source, code).unwrap();
+    let mut compiler = Command::new("g++");
+    compiler.args(["-shared", "-fPIC", "-o"]);
+    let status = compiler.arg(library).arg(&source).status().unwrap();
+    assert!(status.success());
+}
+
+/// The CPU plugin's attribute of this name.
+fn attribute(name: &str) -> String {
+    cpu_plugin().attributes()[name].to_string()
 }
 
 #[test]

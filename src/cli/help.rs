@@ -21,7 +21,8 @@ Environment:
   MAXDIFF_PLUGIN_DIR  folder of the plugins (default: maxdiff-rs/plugins in the user's cache folder)
   MAXDIFF_PLUGIN_LOG  set to anything: the CPU plugin shows XLA's own messages
   MAXDIFF_CPU_THREADS threads on the CPU, 1 to 1024 (default: as many as this process may use)
-  MAXDIFF_CPU_ISA     instruction set of the CPU's kernels, avx512 or amx (default: the highest of this machine)
+  MAXDIFF_CPU_ISA     instruction set of the CPU's kernels: avx2, avx_vnni, avx512_vnni, avx512 or amx (default: the
+                      highest of this machine)
   RUST_LOG            which log messages are shown (default: warn,maxdiff=info)"
     };
 }

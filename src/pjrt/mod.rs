@@ -30,7 +30,9 @@ pub use client::{Client, Device};
 pub use compile_options::{CompileOptions, DeviceAssignment, OptimizationLevel, OptionValue};
 pub use error::{ApiVersion, ErrorCode, PjrtError};
 pub use executable::{Arg, Executable, Execution, LoadedExecutable};
-pub use plugin::{ISA, ISA_VARIABLE, Kernels, Plugin, has_tpu, prepare_process};
+pub use plugin::{
+    ISA, ISA_VARIABLE, Kernels, Plugin, UNUSABLE_ISAS, USABLE_ISAS, has_tpu, prepare_process,
+};
 pub use processor::{CPUINFO, processor};
 pub use threads::{CPU_THREADS_VARIABLE, cpu_threads};
 pub use topology::Topology;

@@ -99,6 +99,11 @@ impl Plugin {
 /// The attribute that names the instruction set of a plugin's kernels.
 pub const ISA: &str = "maxdiff_isa";
 
+/// The attributes that list the instruction sets of a plugin's kernels, from the lowest, separated by commas: those that
+/// this machine can use, and the others. The former include plain C++ with the arithmetic of others, for tests alone.
+pub const USABLE_ISAS: &str = "maxdiff_usable_isas";
+pub const UNUSABLE_ISAS: &str = "maxdiff_unusable_isas";
+
 /// The environment variable by which the CPU plugin takes another instruction set than the highest.
 pub const ISA_VARIABLE: &str = "MAXDIFF_CPU_ISA";
 
@@ -224,10 +229,10 @@ mod tests {
         let other = ("maxdiff_sources", "ab13");
         assert_eq!(announced(&[other, kernels, missing]), Kernels::Stale);
         assert_eq!(announced(&[kernels, missing]), Kernels::Stale);
-        let missing = ("maxdiff_missing_features", "avx512_bf16,avx512_vnni");
+        let missing = ("maxdiff_missing_features", "avx2,fma");
         assert_eq!(
             announced(&[own, ("maxdiff_kernels", ""), missing]),
-            Kernels::Unsupported(vec!["avx512_bf16".to_string(), "avx512_vnni".to_string()])
+            Kernels::Unsupported(vec!["avx2".to_string(), "fma".to_string()])
         );
         assert_eq!(announced(&[("xla_version", "2")]), Kernels::None);
     }

@@ -14,12 +14,17 @@ pub fn program<S: AsRef<OsStr>>(args: impl IntoIterator<Item = S>) -> Command {
 
 /// Runs the test `name`, with its module, in a process of its own, with `MAXDIFF_TEST_CHILD` set; `None` in that process.
 pub fn in_child(name: &str, variables: &[(&str, &str)]) -> Option<Output> {
+    in_child_all(&[name], variables)
+}
+
+/// The same with several tests, which all run in one process.
+pub fn in_child_all(names: &[&str], variables: &[(&str, &str)]) -> Option<Output> {
     const CHILD: &str = "MAXDIFF_TEST_CHILD";
     if std::env::var_os(CHILD).is_some() {
         return None;
     }
     let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args(["--exact", "--nocapture", name]);
+    command.args(["--exact", "--nocapture"]).args(names);
     command.envs(variables.iter().copied());
     Some(command.env(CHILD, "1").output().unwrap())
 }
@@ -27,9 +32,15 @@ pub fn in_child(name: &str, variables: &[(&str, &str)]) -> Option<Output> {
 /// Fails where the one test of a child process has failed.
 #[track_caller]
 pub fn passed(output: &Output) {
+    all_passed(output, 1);
+}
+
+/// Fails where one of the `count` tests of a child process has failed.
+#[track_caller]
+pub fn all_passed(output: &Output, count: usize) {
     let [out, err] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text));
     assert!(
-        output.status.success() && out.contains("1 passed"),
+        output.status.success() && out.contains(&format!(" {count} passed")),
         "{out}{err}"
     );
 }

@@ -11,7 +11,7 @@ pub use claim::claim;
 pub use rewrite::rewrite;
 pub use training::claim_training;
 
-/// The instruction sets that the plugin's kernels need and this processor lacks, by the names that `/proc/cpuinfo` has.
+/// What the plugin's kernels need (`plugin/isa.cc`) and this processor lacks, by the names that `/proc/cpuinfo` has.
 pub fn missing_features() -> Vec<&'static str> {
     let needed = needed_features();
     needed
@@ -24,15 +24,12 @@ pub fn missing_features() -> Vec<&'static str> {
 #[cfg(target_arch = "x86_64")]
 fn needed_features() -> Vec<(&'static str, bool)> {
     vec![
-        ("avx512f", is_x86_feature_detected!("avx512f")),
-        ("avx512bw", is_x86_feature_detected!("avx512bw")),
-        ("avx512vl", is_x86_feature_detected!("avx512vl")),
-        ("avx512_bf16", is_x86_feature_detected!("avx512bf16")),
-        ("avx512_vnni", is_x86_feature_detected!("avx512vnni")),
+        ("avx2", is_x86_feature_detected!("avx2")),
+        ("fma", is_x86_feature_detected!("fma")),
     ]
 }
 
 #[cfg(not(target_arch = "x86_64"))]
 fn needed_features() -> Vec<(&'static str, bool)> {
-    vec![("avx512_bf16", false)]
+    vec![("avx2", false)]
 }

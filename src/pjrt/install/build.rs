@@ -18,45 +18,50 @@ use super::{InstallError, Manifest, Result, check_is_plugin, write_manifest};
 use crate::pjrt::ffi::layout_assertions;
 use crate::util::hash::Hasher;
 
+/// Files of `plugin/` by their paths there, with their text.
+macro_rules! sources {
+    ($($name:literal),* $(,)?) => {
+        [$(($name, include_str!(concat!("../../../plugin/", $name)))),*]
+    };
+}
+
 /// The CPU plugin's sources, embedded so that an installed program can build it.
-pub(super) const SOURCES: &[(&str, &str)] = &[
-    (
-        "cpu_plugin.cc",
-        include_str!("../../../plugin/cpu_plugin.cc"),
-    ),
-    ("attention.cc", include_str!("../../../plugin/attention.cc")),
-    ("buffer.h", include_str!("../../../plugin/buffer.h")),
-    ("client.h", include_str!("../../../plugin/client.h")),
-    ("contract.cc", include_str!("../../../plugin/contract.cc")),
-    ("event.h", include_str!("../../../plugin/event.h")),
-    ("executable.h", include_str!("../../../plugin/executable.h")),
-    ("isa.cc", include_str!("../../../plugin/isa.cc")),
-    ("isa.h", include_str!("../../../plugin/isa.h")),
-    (
-        "kernel_calls.cc",
-        include_str!("../../../plugin/kernel_calls.cc"),
-    ),
-    (
-        "kernel_calls.h",
-        include_str!("../../../plugin/kernel_calls.h"),
-    ),
-    ("kernels.h", include_str!("../../../plugin/kernels.h")),
-    ("memory.h", include_str!("../../../plugin/memory.h")),
-    ("objects.h", include_str!("../../../plugin/objects.h")),
-    ("pool.h", include_str!("../../../plugin/pool.h")),
-    ("products.h", include_str!("../../../plugin/products.h")),
-    ("quantized.cc", include_str!("../../../plugin/quantized.cc")),
-    ("rows.cc", include_str!("../../../plugin/rows.cc")),
-    ("status.h", include_str!("../../../plugin/status.h")),
-    ("threads.cc", include_str!("../../../plugin/threads.cc")),
-    ("threads.h", include_str!("../../../plugin/threads.h")),
-    ("tiles.h", include_str!("../../../plugin/tiles.h")),
-    ("values.h", include_str!("../../../plugin/values.h")),
-    ("vectors.h", include_str!("../../../plugin/vectors.h")),
-    (
-        "stubs/mlir/IR/BuiltinOps.h",
-        include_str!("../../../plugin/stubs/mlir/IR/BuiltinOps.h"),
-    ),
+pub(super) const SOURCES: &[(&str, &str)] = &sources![
+    "cpu_plugin.cc",
+    "attention.inc",
+    "buffer.h",
+    "client.h",
+    "contract.inc",
+    "event.h",
+    "executable.h",
+    "functions.inc",
+    "isa.cc",
+    "isa.h",
+    "kernel_calls.cc",
+    "kernel_calls.h",
+    "kernels.h",
+    "kernels.inc",
+    "memory.h",
+    "objects.h",
+    "pool.h",
+    "products.inc",
+    "quantized.inc",
+    "rows.inc",
+    "set.h",
+    "set_avx2.cc",
+    "set_avx512.cc",
+    "set_avx512_vnni.cc",
+    "set_avx_vnni.cc",
+    "set_emulated.cc",
+    "status.h",
+    "stubs/mlir/IR/BuiltinOps.h",
+    "threads.cc",
+    "threads.h",
+    "tiles.inc",
+    "values.h",
+    "vectors_avx2.inc",
+    "vectors_avx512.inc",
+    "vectors_scalar.inc",
 ];
 
 /// The source that [`layout_assertions`] writes beside them.
@@ -147,7 +152,7 @@ pub(super) fn make(
         remove_file(&file)?;
     }
     if recipe.compiled {
-        progress("compiling the CPU plugin with g++ (about two minutes)");
+        progress("compiling the CPU plugin with g++ (about three minutes)");
         compile(&build, &content, tools)?;
     }
     let library = content.join(recipe.library);
