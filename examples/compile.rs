@@ -20,7 +20,7 @@ fn main() -> Result<(), Box<dyn Error>> {
 
     let compiler = recipe::compiler(&config, &|_| Trial::Unknown, &mut notify)?;
     let traced = recipe::trace(&config, Step::Denoise, compiler.mesh())?;
-    let options = recipe::compile_options(&config, Step::Denoise);
+    let options = recipe::compile_options(&config, Step::Denoise, &traced);
     let compiled = compiler.compile(&traced, &options, &mut |_| {})?;
     println!("{}", compiled.step.report);
     compiled

@@ -60,7 +60,7 @@ fn compile(config: &Config) -> Result<Compiled, RecipeError> {
     let compiler = recipe::compiler(config, &|_| Trial::Unknown, &mut |_| {})?
         .with_optimization_level(OptimizationLevel::O0);
     let traced = recipe::trace(config, Step::Train, compiler.mesh())?;
-    let options = recipe::compile_options(config, Step::Train);
+    let options = recipe::compile_options(config, Step::Train, &traced);
     Ok(compiler.compile(&traced, &options, &mut |_| {})?)
 }
 

@@ -50,6 +50,10 @@ fn every_command_line_ends_with_its_code_and_one_line() {
             r#"{"block_out_channels": [0, 320, 640, 1280]}"#,
         ),
         ("wrong_class", r#"{"_class_name": "UNet3DConditionModel"}"#),
+        (
+            "quark",
+            r#"{"quantization_config": {"quant_method": "quark"}}"#,
+        ),
     ] {
         std::fs::create_dir_all(at(name).join("unet")).unwrap();
         std::fs::write(at(name).join("unet/config.json"), config).unwrap();

@@ -1,6 +1,7 @@
 //! Layouts of Stable Diffusion checkpoints against what diffusers makes of them (`scripts/oracles/layouts.py`).
 
 mod convert;
+mod quantize;
 
 use std::collections::BTreeMap;
 use std::fs;

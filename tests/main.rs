@@ -23,6 +23,7 @@ mod pjrt;
 mod plugin;
 mod program_cache;
 mod quant_golden;
+mod quantize;
 mod schedulers;
 mod shell;
 mod stops;

@@ -53,7 +53,7 @@ pub fn run(args: &CompileArgs) -> Result<ExitCode, CliError> {
     status::spin("tracing");
     let traced = recipe::trace(&config, args.step, compiler.mesh())?;
     let trace = start.elapsed().as_secs_f64();
-    let options = recipe::compile_options(&config, args.step);
+    let options = recipe::compile_options(&config, args.step, &traced);
     let compiled = compiler.compile(&traced, &options, &mut show)?;
     status::clear();
     let written = write(args, &config, path, &compiled);

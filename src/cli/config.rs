@@ -62,6 +62,7 @@ enum VerbArg {
     Compile,
     Lower,
     ModuleRun,
+    Quantize,
 }
 
 impl From<VerbArg> for Verb {
@@ -72,6 +73,7 @@ impl From<VerbArg> for Verb {
             VerbArg::Compile => Verb::Compile,
             VerbArg::Lower => Verb::Lower,
             VerbArg::ModuleRun => Verb::ModuleRun,
+            VerbArg::Quantize => Verb::Quantize,
         }
     }
 }

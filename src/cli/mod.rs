@@ -16,6 +16,7 @@ mod man;
 mod module;
 mod notice;
 mod plugin;
+mod quantize;
 mod status;
 mod stop;
 mod train;
@@ -90,6 +91,13 @@ enum Command {
     /// scheduler's configuration and the tokenizers. The folder appears when it is complete; an error leaves none.
     #[command(after_long_help = help::CONVERT)]
     Convert(convert::ConvertArgs),
+    /// Quantize a model's weights, from file to file
+    ///
+    /// Reads a configuration and the model that pretrained_model_name_or_path names: a diffusers folder, a .safetensors file, or
+    /// a repository on the Hugging Face hub. Writes a diffusers folder whose UNet has integers with scales beside them, which
+    /// `generate`, `compile` and `module run` take as it is. The folder appears when it is complete; an error leaves none.
+    #[command(after_long_help = help::QUANTIZE)]
+    Quantize(quantize::QuantizeArgs),
     /// Install PJRT plugins, or list those that are installed
     Plugin(plugin::PluginArgs),
     /// Check what is installed, and say what is wrong and how to fix it
@@ -391,6 +399,7 @@ pub fn main() -> ExitCode {
         Command::Module(args) => module::run(args),
         Command::Kernel(args) => kernel::run(args),
         Command::Convert(args) => convert::run(&args),
+        Command::Quantize(args) => quantize::run(&args),
         Command::Plugin(args) => plugin::run(args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Completions(args) => completions::run(&args),

@@ -80,7 +80,12 @@ pub fn run(args: ModuleArgs) -> Result<ExitCode, CliError> {
     let inputs = submodule.read_inputs(&args.inputs)?;
 
     let start = Instant::now();
-    let policy = recipe::policy(&config, &INT8_FLOAT_LAYERS, 0)?;
+    let policy = recipe::policy_of_checkpoint(
+        &config,
+        submodule.quantization(),
+        &args.folder,
+        &INT8_FLOAT_LAYERS,
+    )?;
     let traced = submodule.trace(&inputs, recipe::precision(&config), policy)?;
     let decisions = &traced.decisions;
     let trace_seconds = start.elapsed().as_secs_f64();
@@ -95,7 +100,8 @@ pub fn run(args: ModuleArgs) -> Result<ExitCode, CliError> {
     let run = submodule.run(&opened.session, &traced, config.precision, &inputs)?;
     status::clear();
     let nonfinite = warn_of_nonfinite(&run.outputs)?;
-    let settings = settings(&config, submodule.class());
+    let mode = recipe::mode_name(traced.policy.as_ref());
+    let settings = settings(&config, submodule.class(), mode);
     write(&args.outputs, &run.outputs, &settings)?;
 
     if args.json {
@@ -145,7 +151,7 @@ pub fn run(args: ModuleArgs) -> Result<ExitCode, CliError> {
 }
 
 /// What the numbers depend on beside the files; kept with the results.
-fn settings(config: &Config, class: &str) -> BTreeMap<String, String> {
+fn settings(config: &Config, class: &str, mode: &str) -> BTreeMap<String, String> {
     let qwix = config.use_qwix_quantization.to_string();
     [
         ("maxdiff-rs", env!("CARGO_PKG_VERSION")),
@@ -154,7 +160,7 @@ fn settings(config: &Config, class: &str) -> BTreeMap<String, String> {
         ("weights_dtype", config.weights_dtype.name()),
         ("activations_dtype", config.activations_dtype.name()),
         ("precision", config.precision.name()),
-        ("quantization", config.quantization.name()),
+        ("quantization", mode),
         ("use_qwix_quantization", &qwix),
     ]
     .map(|(key, value)| (key.to_string(), value.to_string()))

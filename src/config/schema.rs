@@ -42,6 +42,24 @@ const AHEAD: &[Verb] = &[Verb::Compile, Verb::Lower];
 /// Verbs of keys that change every program of a model.
 const PROGRAM: &[Verb] = &[Verb::Train, Verb::Generate, Verb::Compile, Verb::Lower];
 const EVERY: &[Verb] = &Verb::ALL;
+/// Verbs of keys that change programs, of a whole model or of a part.
+const ANY_PROGRAM: &[Verb] = &[
+    Verb::Train,
+    Verb::Generate,
+    Verb::Compile,
+    Verb::Lower,
+    Verb::ModuleRun,
+];
+/// Verbs that open published models.
+const OPENS: &[Verb] = &[Verb::Generate, Verb::Quantize];
+/// Verbs of keys that choose the model.
+const MODEL: &[Verb] = &[
+    Verb::Train,
+    Verb::Generate,
+    Verb::Compile,
+    Verb::Lower,
+    Verb::Quantize,
+];
 /// Verbs that run programs on this machine.
 const RUNS: &[Verb] = &[Verb::Train, Verb::Generate, Verb::ModuleRun];
 /// Verbs of keys that change only the denoising step's program.
@@ -103,12 +121,12 @@ schema! {
         jit_initializers: bool = true, NoEffect("initial state is made on the host"), TRAIN;
 
         group "Model";
-        /// Folder of a model in diffusers' layout, or its name on the hub, which `generate`
-        /// downloads. The architectures of the known models are built in: enough for `lower` and
+        /// Folder of a model in diffusers' layout, or its name on the hub, which `generate` and `quantize`
+        /// download. The architectures of the known models are built in: enough for `lower` and
         /// `compile`, which need no weights.
-        pretrained_model_name_or_path: String = "stabilityai/stable-diffusion-xl-base-1.0".into(), Used, PROGRAM, is [FixedOnResume, NotAnOption];
+        pretrained_model_name_or_path: String = "stabilityai/stable-diffusion-xl-base-1.0".into(), Used, MODEL, is [FixedOnResume, NotAnOption];
         /// Required family of the model `pretrained_model_name_or_path`. Empty: any.
-        model_family: Option<Family> = None, Ours, DENOISE;
+        model_family: Option<Family> = None, Ours, &[Verb::Generate, Verb::Compile, Verb::Lower, Verb::Quantize];
         /// Autoencoder in place of the model's own, `AutoencoderKL` or `AutoencoderTiny` (TAESD): a folder in diffusers' layout,
         /// an original file, or a name on the hub. Empty: the model's own.
         vae_model_name_or_path: String = String::new(), Ours, GENERATE;
@@ -128,14 +146,14 @@ schema! {
         train_text_encoder: bool = false, Used, TRAIN_STEP, is [FixedOnResume];
         /// Learning rate of the text encoder.
         text_encoder_learning_rate: f64 = 4.25e-6, NotYet("a learning rate of its own for the text encoder (it trains with learning_rate)"), TRAIN;
-        /// Element type of the weights.
+        /// Element type of the weights. `quantize` rounds weights to it first, and stores none in a wider type.
         weights_dtype: FloatType = FloatType::Float32, Used, EVERY, is [FixedOnResume];
-        /// Element type of the activations.
+        /// Element type of the activations. `quantize` finds scales in it, and stores them so.
         activations_dtype: FloatType = FloatType::Bfloat16, Used, EVERY, is [FixedOnResume];
         /// `jax.lax.Precision` of dots and convolutions in float.
-        precision: DotPrecision = DotPrecision::Default, Used, EVERY, is [FixedOnResume];
+        precision: DotPrecision = DotPrecision::Default, Used, ANY_PROGRAM, is [FixedOnResume];
         /// Groups of the UNet's group norms. Empty: as in the model.
-        norm_num_groups: Option<u64> = None, Used, PROGRAM, in AtLeast(1.0), is [FixedOnResume];
+        norm_num_groups: Option<u64> = None, Used, MODEL, in AtLeast(1.0), is [FixedOnResume];
         /// Attention kernel. MaxDiffusion's other kernels compute the same function: a file that
         /// names one is computed as dot_product, with a warning.
         attention: Attention = Attention::DotProduct, Used, PROGRAM;
@@ -145,9 +163,9 @@ schema! {
         unet_checkpoint: String = String::new(), NotYet("loading a UNet checkpoint of MaxDiffusion"), PROGRAM;
         /// Branch, tag or commit of the repository that `pretrained_model_name_or_path` names.
         /// MaxDiffusion's default is SDXL's branch of Flax weights, `refs/pr/95`.
-        revision: String = "main".into(), Used, GENERATE, is [NotAnOption];
+        revision: String = "main".into(), Used, OPENS, is [NotAnOption];
         /// Token for the hub. Empty: `HF_TOKEN`, or the file that `hf auth login` writes.
-        hf_access_token: String = String::new(), Used, GENERATE, is [NotAnOption];
+        hf_access_token: String = String::new(), Used, OPENS, is [NotAnOption];
         /// Convert the weights from PyTorch.
         from_pt: bool = false, NoEffect(SAFETENSORS), TRAIN_GENERATE;
         /// Keep attention heads as a dimension of their own.
@@ -178,7 +196,7 @@ schema! {
         timestep_bias: TimestepBias = TimestepBias::default(), Used, TRAIN_STEP, is [FixedOnResume];
 
         group "Quantization";
-        /// Quantization mode; empty is off.
+        /// Quantization mode; empty is off, and for a checkpoint that `quantize` wrote, the mode that it was given.
         quantization: Quantization = Quantization::Off, Used, EVERY, is [FixedOnResume];
         /// Number of parts, each with its own scale, of the contraction over the batch in the weight
         /// gradient, so that range finding stays inside a slice. -1: the number of slices. 0: the
@@ -195,7 +213,7 @@ schema! {
 
         group "Hardware and parallelism";
         /// Hardware to run on, or to compile for.
-        hardware: Hardware = Hardware::Auto, Used, EVERY, is [NotAnOption];
+        hardware: Hardware = Hardware::Auto, Used, ANY_PROGRAM, is [NotAnOption];
         /// Number of virtual devices that the CPU is split into. -1: one.
         num_devices: i64 = -1, Ours, &[Verb::Train, Verb::Generate, Verb::Compile, Verb::ModuleRun], in MinusOneOrBetween(1.0, MOST),
             when Is("hardware", &["cpu", "auto"]), is [NotAnOption];

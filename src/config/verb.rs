@@ -10,15 +10,17 @@ pub enum Verb {
     Compile,
     Lower,
     ModuleRun,
+    Quantize,
 }
 
 impl Verb {
-    pub const ALL: [Verb; 5] = [
+    pub const ALL: [Verb; 6] = [
         Verb::Train,
         Verb::Generate,
         Verb::Compile,
         Verb::Lower,
         Verb::ModuleRun,
+        Verb::Quantize,
     ];
 
     /// As typed on the command line.
@@ -29,6 +31,7 @@ impl Verb {
             Verb::Compile => "compile",
             Verb::Lower => "lower",
             Verb::ModuleRun => "module run",
+            Verb::Quantize => "quantize",
         }
     }
 }

@@ -1,16 +1,18 @@
 //! How the operands of a contraction are quantized.
 
 use crate::dtype::DType;
+use crate::util::named;
 
-/// Integer-range and scale conventions of the tools people compare with.
-///
-/// Which numbers each stands for is in `docs/quantization.md`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum NumericsConvention {
-    /// Google AQT: scale absmax/127.5, multiply by the reciprocal, clip to ±127, then round.
-    Aqt,
-    /// Google Qwix: scale absmax/127.5, divide, round, saturate at -128 and 127.
-    Qwix,
+named! {
+    /// Integer-range and scale conventions of the tools people compare with.
+    ///
+    /// Which numbers each stands for is in `docs/quantization.md`.
+    pub enum NumericsConvention {
+        /// Google AQT: scale absmax/127.5, multiply by the reciprocal, clip to ±127, then round.
+        Aqt = "aqt",
+        /// Google Qwix: scale absmax/127.5, divide, round, saturate at -128 and 127.
+        Qwix = "qwix",
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -39,6 +41,8 @@ pub enum Range {
     Dynamic,
     /// From a recorded largest magnitude, by its bits as `f32`: the same in every run.
     Static(u32),
+    /// Of a weight that is quantized in its checkpoint: the scale stands there beside the integers, in this type.
+    Stored(DType),
 }
 
 /// How the values of one tensor are quantized.

@@ -1,5 +1,7 @@
 //! Errors of generation.
 
+use std::path::PathBuf;
+
 use crate::footprint::OutOfMemory;
 use crate::graph::GraphError;
 use crate::host_tensor::HostTensorError;
@@ -40,6 +42,15 @@ pub enum PipelineError {
     Weights(#[from] WeightsError),
     #[error(transparent)]
     Mismatch(Box<MismatchError>),
+    #[error(
+        "{path}: the program was traced for {expected} layers with quantized weights, the checkpoint has {stored} such \
+         layers, or others; trace it with the checkpoint's formats"
+    )]
+    Stored {
+        path: PathBuf,
+        stored: usize,
+        expected: usize,
+    },
     #[error(transparent)]
     Source(#[from] SourceError),
     #[error(transparent)]
@@ -87,6 +98,7 @@ impl PipelineError {
             | PipelineError::HostTensor(_)
             | PipelineError::Weights(_)
             | PipelineError::Mismatch(_)
+            | PipelineError::Stored { .. }
             | PipelineError::Source(_)
             | PipelineError::Lora(_)
             | PipelineError::Decoded(_)

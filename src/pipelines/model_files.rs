@@ -8,8 +8,9 @@ use crate::host_tensor::HostTensor;
 use crate::models::unet::ROOT as UNET;
 use crate::models::vae::{PREVIEW_ROOT, ROOT as VAE};
 use crate::models::{Part, ip_adapter};
+use crate::quant::StoredFormats;
 use crate::runtime::{Session, Slot};
-use crate::weights::lora::Adapter;
+use crate::weights::lora::{Adapter, LoraError};
 use crate::weights::source::ModelSource;
 use crate::weights::{Checkpoint, MismatchError, match_parameters};
 
@@ -127,6 +128,21 @@ impl ModelFiles {
             }
             check(root, &expected, self.get(root)?)?;
         }
+        check_stored(self.get(UNET)?, &traced.stored_formats())
+    }
+
+    /// Refuses updates of weights that are stored as integers.
+    pub(super) fn check_changeable(&self, adapter: &Adapter) -> Result<(), PipelineError> {
+        for weight in adapter.ranks().into_keys() {
+            let (root, key) = root_and_key(&weight);
+            let quantization = self.get(root)?.quantization();
+            if let Some(format) = quantization.and_then(|q| q.format_of(key)) {
+                return Err(PipelineError::Lora(LoraError::NotFloat {
+                    weight,
+                    dtype: format.element,
+                }));
+            }
+        }
         Ok(())
     }
 
@@ -218,6 +234,23 @@ impl ModelFiles {
             })?;
         }
         Ok(())
+    }
+}
+
+/// Checks that a program takes the quantized weights of a checkpoint as they are stored there.
+pub(super) fn check_stored(
+    checkpoint: &Checkpoint,
+    formats: &StoredFormats,
+) -> Result<(), PipelineError> {
+    let none = StoredFormats::new();
+    let stored = checkpoint.quantization().map_or(&none, |q| &q.weights);
+    match stored == formats {
+        true => Ok(()),
+        false => Err(PipelineError::Stored {
+            path: checkpoint.path().to_owned(),
+            stored: stored.len(),
+            expected: formats.len(),
+        }),
     }
 }
 

@@ -37,6 +37,8 @@ pub struct PipelineModel {
     /// Whether an empty negative prompt is zeros instead of the encoding of an empty text.
     pub zero_empty_prompts: bool,
     pub files: ModelFiles,
+    /// The formats of the denoiser's contractions.
+    pub quantization: Option<Policy>,
     /// What prompts may name beside the words of the tokenizers; see [`PipelineModel::add_inversion`].
     pub inversions: TextualInversions,
 }
@@ -70,7 +72,6 @@ pub struct PipelineOptions {
     /// For the base model's weights.
     pub loras: Vec<LoraChoice>,
     pub guidance: Guidance,
-    pub quantization: Option<Policy>,
     pub precision: DotPrecision,
     /// Side of the blocks of pixels that a pixel-space model sees as one position; 1 for latent models.
     pub pixel_unshuffle: usize,
@@ -399,14 +400,14 @@ impl Pipeline {
         observer: &mut Observer<'_>,
     ) -> Result<LoweredModels, PipelineError> {
         let options = &mut self.options;
-        let denoise = |model: &DiffusionModel| DenoiseOptions {
+        let denoise = |model: &PipelineModel| DenoiseOptions {
             batch: sizes.batch,
-            tokens: model.tokens * sizes.chunks,
+            tokens: model.model.tokens * sizes.chunks,
             guidance: options.guidance,
-            quantization: options.quantization.clone(),
+            quantization: model.quantization.clone(),
         };
         let model = &options.base.model;
-        let base = TracedModel::new(model, denoise(model), sizes.from_image)?;
+        let base = TracedModel::new(model, denoise(&options.base), sizes.from_image)?;
         let base = match sizes.hires {
             None => base,
             Some((sample_size, upscaler)) => base.with_hires(model, sample_size, upscaler)?,
@@ -414,8 +415,7 @@ impl Pipeline {
         let (base, refiner) = match &options.refiner {
             None => (base, None),
             Some(refiner) => {
-                let model = &refiner.model;
-                let refiner = TracedModel::new(model, denoise(model), false)?;
+                let refiner = TracedModel::new(&refiner.model, denoise(refiner), false)?;
                 (base.handed_on(), Some(refiner))
             }
         };
@@ -424,13 +424,16 @@ impl Pipeline {
             model.files.open(traced)?;
         }
         let adapter = adapter(&options.loras, &base, observer)?;
+        if let Some(adapter) = &adapter {
+            options.base.files.check_changeable(adapter)?;
+        }
         let base = options.base.files.as_stored(base, adapter.as_ref())?;
         let refiner = match (&options.refiner, refiner) {
             (Some(model), Some(traced)) => Some(model.files.as_stored(traced, None)?),
             _ => None,
         };
-        if let Some(policy) = &options.quantization {
-            for traced in [Some(&base), refiner.as_ref()].into_iter().flatten() {
+        for traced in [Some(&base), refiner.as_ref()].into_iter().flatten() {
+            if let Some(policy) = traced.policy() {
                 let decisions = traced.decisions();
                 observer(Event::Quantized { policy, decisions })
                     .map_err(PipelineError::Observer)?;

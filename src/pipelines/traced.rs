@@ -6,7 +6,7 @@ use crate::dtype::DType;
 use crate::graph::{Graph, GraphError};
 use crate::lowering::{Lowered, Traced};
 use crate::models::{DiffusionModel, vae};
-use crate::quant::Decision;
+use crate::quant::{Decision, Policy, StoredFormats};
 use crate::runtime::{RuntimeError, Session};
 
 use super::PipelineError;
@@ -277,9 +277,21 @@ impl TracedModel {
         })
     }
 
+    /// The quantization policy of the denoising step.
+    pub fn policy(&self) -> Option<&Policy> {
+        self.denoise.model.policy.as_ref()
+    }
+
     /// The decision of quantization for each contraction of the denoising step.
     pub fn decisions(&self) -> &[Decision] {
         &self.denoise.model.decisions
+    }
+
+    /// The formats in which the denoising step takes weights as they are stored.
+    pub fn stored_formats(&self) -> StoredFormats {
+        self.policy()
+            .map(|policy| policy.stored.clone())
+            .unwrap_or_default()
     }
 
     /// The programs that have weights: each those of one part of the model.

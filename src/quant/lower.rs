@@ -11,6 +11,7 @@ use crate::graph::{
 use crate::shard::LOCAL_SHARDS;
 
 use super::QuantError;
+use super::stored::{is_stored, with_stored_weights};
 
 type Result<T> = std::result::Result<T, GraphError>;
 
@@ -72,6 +73,7 @@ pub fn lower_with_noise(
 ) -> std::result::Result<Graph, QuantError> {
     // A kernel for a composite would not compute what an annotation within it asks for.
     let graph = graph.inline_composites(&|_, body| body.nodes.iter().any(is_annotated));
+    let (graph, stored) = with_stored_weights(graph)?;
     let of_weights = graph.weight_only();
     let lowered = graph.substitute(&mut |b, i, copies| {
         let node = &graph.nodes[i];
@@ -88,11 +90,24 @@ pub fn lower_with_noise(
             } => (Contraction::Convolution(dims.clone()), *result, quant),
             _ => return Ok(None),
         };
-        let operand = |i: usize| Operand {
-            values: copies[node.operands[i] as usize],
-            is_weight: of_weights[node.operands[i] as usize],
+        let operand = |i: usize| {
+            let id = node.operands[i];
+            let quantized = [quant.forward.lhs, quant.forward.rhs][i];
+            let stored = stored.get(&id).filter(|_| quantized.is_some_and(is_stored));
+            Ok::<_, GraphError>(match stored {
+                Some(weight) => Operand {
+                    values: copies[weight.node as usize],
+                    is_weight: true,
+                    scale: Some(b.declare(weight.scale.clone())?),
+                },
+                None => Operand {
+                    values: copies[id as usize],
+                    is_weight: of_weights[id as usize],
+                    scale: None,
+                },
+            })
         };
-        let operands = [operand(0), operand(1)];
+        let operands = [operand(0)?, operand(1)?];
         Lowering { b, noise }
             .contraction(contraction, operands, result, &quant.forward)
             .map(Some)
@@ -113,6 +128,8 @@ struct Operand {
     values: Tensor,
     /// Whether it is computed from weights alone.
     is_weight: bool,
+    /// The scale, where the values are integers of the checkpoint.
+    scale: Option<Tensor>,
 }
 
 /// An operand as the contraction multiplies it.
@@ -192,6 +209,13 @@ impl Lowering<'_, '_> {
                 scale: None,
             });
         };
+        if let Some(scale) = operand.scale {
+            let sizes: Vec<usize> = kept.iter().map(|d| b.dims(x)[*d]).collect();
+            return Ok(Quantized {
+                values: b.stored(x)?,
+                scale: Some(b.broadcast_to(scale, &sizes)?),
+            });
+        }
         if format.zero_point || matches!(format.granularity, Granularity::Group(_)) {
             let values = self.dequantized(operand, kept, format, contraction)?;
             return Ok(Quantized {
@@ -351,6 +375,9 @@ fn find_scale(b: &Builder, x: Tensor, kept: &[usize], format: TensorFormat) -> R
             Range::Static(bits) => {
                 let sizes: Vec<usize> = kept.iter().map(|d| shape.dims[*d]).collect();
                 b.full(&shape.with_dims(sizes), f64::from(f32::from_bits(bits)))?
+            }
+            Range::Stored(_) => {
+                return Err(b.invalid("a scale that is stored with its weight is not found again"));
             }
         };
         scale_of(b, absmax, format)

@@ -5,8 +5,15 @@
 //! quantization. `docs/quantization.md` gives the formulas.
 
 mod lower;
+mod stored;
+mod weight;
 
 pub use lower::{NoiseSource, ROUNDING_KEY, lower, lower_with_noise, scale_of};
+
+pub use stored::scale_name;
+pub use weight::{QuantizedWeight, WeightQuantError, quantize_weight, scale_dims};
+
+use std::collections::{BTreeMap, BTreeSet};
 
 use regex::Regex;
 
@@ -14,6 +21,7 @@ use crate::graph::{
     Builder, ContractionQuant, Graph, GraphError, NumericsConvention, Op, QuantDot, Rounding,
     TensorFormat,
 };
+use crate::util::text::listed;
 
 /// Why a graph could not be quantized.
 #[derive(Debug, thiserror::Error)]
@@ -44,6 +52,12 @@ pub enum QuantError {
         "quantization applies to nothing in {model}: no contraction with a weight is left to the rules"
     )]
     Nothing { model: String },
+    #[error(
+        "the checkpoint says that {} of {model} are quantized, which has no such layers: {}",
+        if layers.len() == 1 { "a layer".to_owned() } else { format!("{} layers", layers.len()) },
+        listed(layers, 4)
+    )]
+    NoSuchLayers { model: String, layers: Vec<String> },
     #[error(transparent)]
     Graph(#[from] GraphError),
 }
@@ -67,6 +81,15 @@ pub struct Rule {
 }
 
 impl Rule {
+    /// The pattern, as it was given.
+    pub fn pattern(&self) -> &str {
+        &self.text
+    }
+
+    pub fn action(&self) -> Action {
+        self.action
+    }
+
     /// A rule for paths below the model's root, e.g. `down_blocks\.0\..*\.to_q`.
     ///
     /// # Errors
@@ -97,7 +120,14 @@ pub struct Policy {
     /// Whether contractions of two activations (attention scores and values) are quantized as well.
     pub activations: bool,
     pub formats: Formats,
+    /// The formats that weights have in their checkpoint already, by the paths of their layers: where there are any,
+    /// these are the contractions that are quantized, and no rule is asked.
+    pub stored: StoredFormats,
 }
+
+/// Formats of weights that are quantized in a checkpoint, by the paths of their layers: checkpoint keys without
+/// `.weight`.
+pub type StoredFormats = BTreeMap<String, TensorFormat>;
 
 /// The formats of the operands of a contraction and of its derivative.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -203,6 +233,22 @@ impl Policy {
         Policy::of_layers(model, rules, float_layers, formats)
     }
 
+    /// Weights as a checkpoint has them, and activations in `activation`, or in float.
+    pub fn stored(model: &str, stored: StoredFormats, activation: Option<TensorFormat>) -> Policy {
+        Policy {
+            model: model.to_string(),
+            rules: Vec::new(),
+            slash_paths: false,
+            activations: false,
+            formats: Formats {
+                weight: stored.values().next().copied(),
+                activation,
+                backward: None,
+            },
+            stored,
+        }
+    }
+
     /// `rules`, then the family's layers in float, and all other contractions with a weight in `formats`.
     fn of_layers(
         model: &str,
@@ -217,6 +263,7 @@ impl Policy {
             slash_paths: false,
             activations: false,
             formats,
+            stored: StoredFormats::new(),
         })
     }
 
@@ -244,6 +291,7 @@ impl Policy {
                 activation: Some(format),
                 backward: None,
             },
+            stored: StoredFormats::new(),
         })
     }
 }
@@ -270,7 +318,7 @@ pub struct Decision {
 /// Annotates the model's contractions by the policy's rules and returns every decision, in graph order.
 ///
 /// # Errors
-/// When a user's rule matches nothing, or nothing at all is quantized.
+/// When a user's rule matches nothing, a stored layer is none of the model's, or nothing at all is quantized.
 pub fn annotate(b: &Builder, policy: &Policy) -> Result<Vec<Decision>, QuantError> {
     let mut annotation = Annotation {
         policy,
@@ -284,6 +332,18 @@ pub fn annotate(b: &Builder, policy: &Policy) -> Result<Vec<Decision>, QuantErro
     let Annotation {
         used, decisions, ..
     } = annotation;
+    let paths: BTreeSet<&str> = decisions.iter().map(|d| d.path.as_str()).collect();
+    let unknown = policy
+        .stored
+        .keys()
+        .filter(|path| !paths.contains(path.as_str()));
+    let layers: Vec<String> = unknown.cloned().collect();
+    if !layers.is_empty() {
+        return Err(QuantError::NoSuchLayers {
+            model: policy.model.trim_end_matches('/').to_string(),
+            layers,
+        });
+    }
     for (rule, used) in policy.rules.iter().zip(used) {
         let model = policy.model.trim_end_matches('/').to_string();
         if rule.must_match && !used {
@@ -348,6 +408,9 @@ impl Annotation<'_> {
 
     fn contraction(&mut self, path: &str, op: &mut Op, of_weights: &[bool]) {
         let policy = self.policy;
+        if !policy.stored.is_empty() {
+            return self.stored(path, op, of_weights);
+        }
         let path = match policy.slash_paths {
             true => path.replace('.', "/"),
             false => path.to_string(),
@@ -367,11 +430,33 @@ impl Annotation<'_> {
             quantized,
             rule: rule.map(|rule| rules[rule].text.clone()),
         });
-        let is_dot = matches!(op, Op::DotGeneral { .. });
-        let formats = policy.formats.of(is_dot, of_weights == [true, false]);
-        if let Op::DotGeneral { quant, .. } | Op::Convolution { quant, .. } = op {
-            *quant = quantized.then(|| Box::new(formats));
-        }
+        mark(op, of_weights, quantized.then_some(policy.formats));
+    }
+
+    /// Annotates a contraction whose weight is stored quantized, and no other.
+    fn stored(&mut self, path: &str, op: &mut Op, of_weights: &[bool]) {
+        let weight = self.policy.stored.get(path).copied();
+        let formats = weight
+            .filter(|_| of_weights.contains(&true))
+            .map(|_| Formats {
+                weight,
+                ..self.policy.formats
+            });
+        self.decisions.push(Decision {
+            path: path.to_string(),
+            op: op.name(),
+            quantized: formats.is_some(),
+            rule: None,
+        });
+        mark(op, of_weights, formats);
+    }
+}
+
+/// Puts formats on a contraction, or takes them off.
+fn mark(op: &mut Op, of_weights: &[bool], formats: Option<Formats>) {
+    let is_dot = matches!(op, Op::DotGeneral { .. });
+    if let Op::DotGeneral { quant, .. } | Op::Convolution { quant, .. } = op {
+        *quant = formats.map(|formats| Box::new(formats.of(is_dot, of_weights == [true, false])));
     }
 }
 

@@ -416,3 +416,229 @@ fn groups_that_do_not_divide_are_refused() {
          does, or one scale a channel"
     );
 }
+
+/// `x W^T` with `W` `[6, 16]` used in `dtype`, lowered by `policy`.
+fn lowered_linear(policy: &Policy, dtype: DType) -> crate::graph::Graph {
+    let b = Builder::new();
+    let x = b.input("x", Shape::new(dtype, [1, 4, 16]), &[]).unwrap();
+    let at = b.root("unet").scope("to_q");
+    let w = at.param("weight", f32s(&[6, 16]), Init::Ones, &[]).unwrap();
+    let dims = DotDims {
+        lhs_contract: vec![2],
+        rhs_contract: vec![1],
+        ..DotDims::default()
+    };
+    let w = at.convert(w, dtype).unwrap();
+    let y = at.dot_general(x, w, dims, DType::F32).unwrap();
+    annotate(&b, policy).unwrap();
+    b.output("y", y, None).unwrap();
+    let graph = lower(&b.finish()).unwrap();
+    graph.inline_composites(&|_, _| true)
+}
+
+/// Rows of ordinary numbers, of ties, of one outlier, of zeros, of tiny numbers, and of large ones.
+fn weight() -> HostTensor {
+    let mut values = wave(96, 2.1);
+    for (i, value) in values.iter_mut().enumerate() {
+        *value = match i / 16 {
+            1 => (i % 16) as f32 * 8.5 - 63.75,
+            2 if i % 16 == 3 => 77.0,
+            3 => 0.0,
+            4 => *value * 1e-30,
+            5 => *value * 1e30,
+            _ => *value,
+        };
+    }
+    HostTensor::from_f32([6, 16], &values).unwrap()
+}
+
+/// The integers and scales of the host are those that the load stage computes, in every granularity.
+#[test]
+fn weights_are_quantized_on_the_host_as_in_the_graph() {
+    for (dtype, convention, granularity) in
+        [DType::F32, DType::BF16].into_iter().flat_map(|dtype| {
+            NumericsConvention::ALL
+                .into_iter()
+                .flat_map(move |convention| {
+                    [
+                        Granularity::Tensor,
+                        Granularity::Channel,
+                        Granularity::Group(4),
+                    ]
+                    .map(|granularity| (dtype, convention, granularity))
+                })
+        })
+    {
+        let format = TensorFormat {
+            granularity,
+            ..TensorFormat::int8(convention)
+        };
+        let mut policy = Policy::int8_w8a16("unet/", convention, vec![], &[]).unwrap();
+        policy.formats.weight = Some(format);
+        let staged = crate::graph::stage(&lowered_linear(&policy, dtype), &[]).unwrap();
+        let kept = evaluate(&staged.load[0], &[weight()]).unwrap();
+        let cast = crate::weights::cast(weight(), dtype).unwrap();
+        let found = quantize_weight(&cast, format).unwrap();
+        let integers = |tensor: &&HostTensor| tensor.shape.dtype == DType::S8;
+        let (values, scales): (Vec<&HostTensor>, Vec<&HostTensor>) =
+            kept.iter().partition(integers);
+        let what = format!("{dtype} {convention} {granularity:?}");
+        assert_eq!(values.len(), 1, "{what}");
+        assert_eq!(found.values.shape.dims, [6, 16]);
+        assert_eq!(found.values.data, values[0].data, "{what}");
+        let [scale] = scales[..] else {
+            panic!("{what}: {} scales", scales.len());
+        };
+        let expected = scale.to_f64_vec().unwrap();
+        assert_eq!(found.scale.to_f64_vec().unwrap(), expected, "{what}");
+        let range = expected
+            .iter()
+            .fold((f64::MAX, 0f64), |(l, h), s| (l.min(*s), h.max(*s)));
+        assert_eq!(found.scale_range.map(f64::from), [range.0, range.1]);
+    }
+}
+
+#[test]
+fn the_error_of_a_weight_is_measured() {
+    let weight = HostTensor::from_f32([2, 3], &[1.0, 0.5, -0.25, 0.0, 0.0, 0.0]).unwrap();
+    let quantized = quantize_weight(&weight, TensorFormat::int8(NumericsConvention::Aqt)).unwrap();
+    let integers: Vec<i8> = quantized.values.data.iter().map(|b| *b as i8).collect();
+    // 127.5, 63.75 and -31.875 are clipped to 127 and rounded.
+    assert_eq!(integers, [127, 64, -32, 0, 0, 0]);
+    assert_eq!(quantized.signal, 1.3125);
+    let expected = (0.5f64.powi(2) + 0.25f64.powi(2) + 0.125f64.powi(2)) / 127.5f64.powi(2);
+    assert!(
+        (quantized.noise / expected - 1.0).abs() < 1e-4,
+        "{}",
+        quantized.noise
+    );
+    let db = 10.0 * (1.3125 / expected).log10();
+    assert!((quantized.sqnr_db() - db).abs() < 1e-3);
+    let zeros = HostTensor::zeros(f32s(&[2, 3]));
+    let zeros = quantize_weight(&zeros, TensorFormat::int8(NumericsConvention::Aqt)).unwrap();
+    assert_eq!(zeros.sqnr_db(), f64::INFINITY);
+}
+
+/// Many elements are split over threads; each of them has the scale of its row, or the one of all.
+#[test]
+fn large_weights_are_quantized_in_parts() {
+    let (rows, columns) = (5, 50_001);
+    let values: Vec<f32> = (0..rows * columns)
+        .map(|i| ((i * 7919) % 10_007) as f32 - 5000.0)
+        .collect();
+    let weight = HostTensor::from_f32([rows, columns], &values).unwrap();
+    for granularity in [Granularity::Tensor, Granularity::Channel] {
+        let format = TensorFormat {
+            granularity,
+            ..TensorFormat::int8(NumericsConvention::Aqt)
+        };
+        let found = quantize_weight(&weight, format).unwrap();
+        let scales = found.scale.to_f32_vec().unwrap();
+        for (i, (value, integer)) in values.iter().zip(&found.values.data).enumerate() {
+            let scale = scales[(i / columns).min(scales.len() - 1)];
+            let expected = (value * scale.recip())
+                .clamp(-127.0, 127.0)
+                .round_ties_even();
+            assert_eq!(f32::from(*integer as i8), expected, "{i}");
+        }
+    }
+}
+
+#[test]
+fn weights_without_the_format_are_refused() {
+    let int8 = TensorFormat::int8(NumericsConvention::Aqt);
+    let group = TensorFormat {
+        granularity: Granularity::Group(5),
+        ..int8
+    };
+    let error =
+        |weight: &HostTensor, format| quantize_weight(weight, format).unwrap_err().to_string();
+    assert_eq!(
+        error(&weight(), group),
+        "its 16 input features are not a multiple of the group size 5; nearest: 4 and 8"
+    );
+    let infinite = HostTensor::from_f32([1, 2], &[1.0, f32::INFINITY]).unwrap();
+    assert!(error(&infinite, int8).contains("too large for f32"));
+    assert!(
+        error(&HostTensor::zeros(Shape::scalar(DType::F32)), int8).contains("no output features")
+    );
+    let int4 = TensorFormat {
+        element: DType::S4,
+        ..int8
+    };
+    assert!(error(&weight(), int4).contains("not quantized here"));
+}
+
+/// A weight that its checkpoint stores in int8 is an input with its scale: nothing is computed while it is loaded.
+#[test]
+fn stored_weights_are_inputs_with_their_scales() {
+    for granularity in [Granularity::Tensor, Granularity::Channel] {
+        let format = TensorFormat {
+            granularity,
+            ..TensorFormat::int8(NumericsConvention::Aqt)
+        };
+        let mut policy = Policy::int8_w8a16("unet/", NumericsConvention::Aqt, vec![], &[]).unwrap();
+        policy.formats.weight = Some(format);
+        let x = HostTensor::from_f32([1, 4, 16], &wave(64, 0.7)).unwrap();
+        let x = crate::weights::cast(x, DType::BF16).unwrap();
+        let graph = lowered_linear(&policy, DType::BF16);
+        let expected = evaluate(&graph, &[x.clone(), weight()]).unwrap();
+
+        let stored = TensorFormat {
+            range: Range::Stored(DType::BF16),
+            ..format
+        };
+        let formats = StoredFormats::from([("to_q".to_string(), stored)]);
+        let policy = Policy::stored("unet/", formats, None);
+        let graph = lowered_linear(&policy, DType::BF16);
+        let names: Vec<&str> = graph.inputs.iter().map(|i| i.name.as_str()).collect();
+        assert_eq!(names, ["x", "unet/to_q.weight", "unet/to_q.weight_scale"]);
+        let cast = crate::weights::cast(weight(), DType::BF16).unwrap();
+        let quantized = quantize_weight(&cast, format).unwrap();
+        assert_eq!(graph.inputs[1].shape, quantized.values.shape);
+        assert_eq!(graph.inputs[2].shape, quantized.scale.shape);
+        let found = evaluate(&graph, &[x, quantized.values, quantized.scale]).unwrap();
+        assert_eq!(found, expected, "{granularity:?}");
+
+        let staged = crate::graph::stage(&graph, &[]).unwrap();
+        assert!(staged.load.is_empty());
+        let inputs = staged.step.inputs.iter().map(|i| i.shape.dtype);
+        assert_eq!(
+            inputs.collect::<Vec<_>>(),
+            [DType::BF16, DType::S8, DType::BF16]
+        );
+    }
+}
+
+#[test]
+fn stored_layers_that_do_not_fit_the_model_are_refused() {
+    let stored = TensorFormat {
+        range: Range::Stored(DType::F32),
+        ..TensorFormat::int8(NumericsConvention::Aqt)
+    };
+    let annotated = |paths: &[&str]| {
+        let b = Builder::new();
+        let x = b.input("x", f32s(&[1, 4, 16]), &[]).unwrap();
+        let y = linear(&b.root("unet").scope("to_q"), x, 16, 6);
+        let formats = paths.iter().map(|path| ((*path).to_string(), stored));
+        let policy = Policy::stored("unet/", formats.collect(), None);
+        let decisions = annotate(&b, &policy);
+        b.output("y", y, None).unwrap();
+        (decisions, b)
+    };
+    let (decisions, _) = annotated(&["to_q", "to_k", "to_v"]);
+    assert_eq!(
+        decisions.unwrap_err().to_string(),
+        "the checkpoint says that 2 layers of unet are quantized, which has no such layers: to_k, to_v"
+    );
+    // The weight has a second use, in float.
+    let (decisions, b) = annotated(&["to_q"]);
+    decisions.unwrap();
+    let at = b.root("unet").scope("to_q");
+    let again = at.param("weight", f32s(&[6, 16]), Init::Ones, &[]).unwrap();
+    b.output("again", at.neg(again).unwrap(), None).unwrap();
+    assert_eq!(
+        lower(&b.finish()).unwrap_err().to_string(),
+        "unet/to_q: a weight that is stored quantized is used outside of its layer"
+    );
+}

@@ -1,13 +1,16 @@
 //! Element types, precision and quantization.
 
+use std::collections::BTreeSet;
+use std::path::Path;
+
 use crate::config::{self, Config};
-use crate::graph::NumericsConvention;
+use crate::graph::{NumericsConvention, TensorFormat};
 use crate::models::unet::ROOT;
 use crate::nn::Precision;
 use crate::quant::{Action, Decision, Policy, Rule};
-use crate::topology::{Chip, Format};
+use crate::weights::quantized::Quantization;
 
-use super::{Notice, Notify, RecipeError};
+use super::RecipeError;
 
 /// Element types of weights and activations.
 pub fn precision(config: &Config) -> Precision {
@@ -17,7 +20,7 @@ pub fn precision(config: &Config) -> Precision {
     }
 }
 
-/// The quantization policy for the UNet, or `None` when quantization is off.
+/// The quantization policy for a UNet with float weights, or `None` when quantization is off.
 ///
 /// `float_layers` are those that the model's family leaves in float, `local_shards` is the number of parts of range
 /// finding in weight gradients.
@@ -52,6 +55,70 @@ pub fn policy(
     policy.map(Some).map_err(RecipeError::usage)
 }
 
+/// The quantization policy for a UNet to run whose weights are as the checkpoint at `place` stores them: quantized, or
+/// in float.
+///
+/// # Errors
+/// When the configuration contradicts the checkpoint.
+pub fn policy_of_checkpoint(
+    config: &Config,
+    stored: Option<&Quantization>,
+    place: &Path,
+    float_layers: &[&str],
+) -> Result<Option<Policy>, RecipeError> {
+    let Some(stored) = stored else {
+        return policy(config, float_layers, 0);
+    };
+    let place = place.display();
+    if !config.quant_rules.0.is_empty() {
+        return Err(RecipeError::Usage(format!(
+            "quant_rules has no effect: {place} is quantized already, and its layers were chosen then; leave quant_rules \
+             out, or give it to `maxdiff-rs quantize` with the float checkpoint"
+        )));
+    }
+    let conventions: BTreeSet<&str> = stored
+        .weights
+        .values()
+        .map(|f| f.convention.name())
+        .collect();
+    let only = |convention: NumericsConvention| conventions.iter().eq([&convention.name()]);
+    if config.use_qwix_quantization && !only(NumericsConvention::Qwix) {
+        return Err(RecipeError::Usage(format!(
+            "use_qwix_quantization=True: the weights of {place} were quantized with AQT's numerics; leave it out, or quantize \
+             the float checkpoint with it"
+        )));
+    }
+    let activations = match config.quantization {
+        config::Quantization::Off => stored.activations,
+        config::Quantization::Int8W8A16 => None,
+        config::Quantization::Int8 if only(NumericsConvention::Aqt) => {
+            Some(TensorFormat::int8(NumericsConvention::Aqt))
+        }
+        config::Quantization::Int8 => {
+            return Err(RecipeError::Usage(format!(
+                "quantization=int8: the weights of {place} were quantized with Qwix's numerics, whose int8 also quantizes \
+                 products of two activations; leave quantization out, or name the float checkpoint"
+            )));
+        }
+    };
+    let root = format!("{ROOT}/");
+    Ok(Some(Policy::stored(
+        &root,
+        stored.weights.clone(),
+        activations,
+    )))
+}
+
+/// The name of the mode that a policy is.
+pub fn mode_name(policy: Option<&Policy>) -> &'static str {
+    let mode = match policy.map(|policy| policy.formats.activation) {
+        None => config::Quantization::Off,
+        Some(None) => config::Quantization::Int8W8A16,
+        Some(Some(_)) => config::Quantization::Int8,
+    };
+    mode.name()
+}
+
 /// One line that says what quantization does.
 pub fn quantization_summary(policy: &Policy, decisions: &[Decision]) -> String {
     let quantized = decisions.iter().filter(|d| d.quantized).count();
@@ -63,35 +130,13 @@ pub fn quantization_summary(policy: &Policy, decisions: &[Decision]) -> String {
         Some(_) => "int8",
         None => "int8 weights",
     };
+    let stored = match policy.stored.is_empty() {
+        true => "",
+        false => ", weights as stored",
+    };
     format!(
-        "{what} ({convention} numerics): {quantized} of {} dots and convolutions of {}",
+        "{what} ({convention} numerics{stored}): {quantized} of {} dots and convolutions of {}",
         decisions.len(),
         policy.model.trim_end_matches('/')
     )
-}
-
-/// Refuses a quantization the chip has no units for, and tells of one that gains no time there.
-///
-/// # Errors
-/// Names the format and the chip.
-pub fn check_formats(
-    config: &Config,
-    chip: Chip,
-    notify: &mut Notify<'_>,
-) -> Result<(), RecipeError> {
-    match config.quantization {
-        // Integers of weights alone are multiplied in the activations' type.
-        config::Quantization::Off | config::Quantization::Int8W8A16 => Ok(()),
-        config::Quantization::Int8 => {
-            let speedup = chip
-                .speedup(Format::Int8)
-                .map_err(|e| RecipeError::Usage(format!("quantization=int8: {e}")))?;
-            if speedup <= 1.0 {
-                notify(Notice::Warning(&format!(
-                    "quantization=int8 saves memory but no time on {chip}: int8 runs at the rate of bf16 there"
-                )));
-            }
-            Ok(())
-        }
-    }
 }

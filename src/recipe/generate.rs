@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use crate::config::{Config, Given, ModelConfig, Quantization};
+use crate::config::{Config, Given, ModelConfig};
 use crate::dtype::DType;
 use crate::host_tensor::HostTensor;
 use crate::models::vae::AutoencoderKlConfig;
@@ -24,7 +24,9 @@ use super::scheduler::{
     OwnScheduler, check_redraw, check_sampler_keys, sampling_plan, scheduler_of,
 };
 use super::source::{Source, image_size};
-use super::{Notify, RecipeError, check_sampling, hub, images, ip_adapter, lora, model, policy};
+use super::{
+    Notify, RecipeError, check_sampling, described_policy, hub, images, ip_adapter, lora, model,
+};
 
 /// Most images made at once.
 const MAX_BATCH: usize = 8;
@@ -82,17 +84,16 @@ pub fn generation(
         }
     }
     check_scores(given, &base, refiner.as_ref())?;
-    let float_layers = base.model.family.spec().int8_float_layers;
+    let memory_advice = memory_advice(config, &base);
     let options = PipelineOptions {
         base,
         refiner,
         loras,
         guidance: guidance(config),
-        quantization: policy(config, float_layers, 0)?,
         precision: config.precision,
         pixel_unshuffle: config.pixel_unshuffle as usize,
         max_batch: MAX_BATCH,
-        memory_advice: memory_advice(config),
+        memory_advice,
     };
     let request = request(config, &options.base, images)?;
     options.check(&request).map_err(RecipeError::usage)?;
@@ -104,13 +105,13 @@ pub fn generation(
 }
 
 /// What makes the programs of `generate` smaller, for messages.
-fn memory_advice(config: &Config) -> MemoryAdvice {
+fn memory_advice(config: &Config, base: &PipelineModel) -> MemoryAdvice {
     let smaller = "a smaller height or width, or fewer images at once".to_owned();
     let mut model = Vec::new();
     if config.weights_dtype.name() == "float32" {
         model.push("weights_dtype=bfloat16".to_owned());
     }
-    if config.quantization == Quantization::Off {
+    if base.quantization.is_none() {
         model.push("quantization=int8_w8a16".to_owned());
     }
     if guidance(config) == Guidance::OneBatch {
@@ -147,7 +148,7 @@ pub fn check_generation(
     lora::with_prompt_loras(config.clone(), &images)?;
     if is_described(config) {
         let model = model(config, None)?;
-        policy(config, model.family.spec().int8_float_layers, 0)?;
+        described_policy(config, model.family.spec().int8_float_layers)?;
         check_sampling(config, &model)?;
     }
     Ok(())

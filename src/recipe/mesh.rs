@@ -4,7 +4,7 @@ use crate::config::{Config, Hardware};
 use crate::shard::Parallelism;
 use crate::topology::{Accelerator, Platform};
 
-use super::formats::check_formats;
+use super::described::check_formats;
 use super::{Notify, RecipeError};
 
 /// The accelerator that `compile_topology` names, and the number of its slices; `None` for the devices here.

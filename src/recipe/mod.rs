@@ -4,6 +4,7 @@
 
 mod checkpoints;
 pub mod data;
+mod described;
 mod distilled;
 mod error;
 mod formats;
@@ -19,6 +20,7 @@ mod notice;
 mod overrides;
 mod program;
 mod prompts;
+mod quantize;
 mod record;
 pub mod scheduler;
 mod session;
@@ -27,14 +29,16 @@ mod step;
 mod training;
 
 pub use checkpoints::newest_checkpoint;
+pub use described::{check_formats, described_policy};
 pub use error::RecipeError;
-pub use formats::{check_formats, policy, precision, quantization_summary};
+pub use formats::{mode_name, policy, policy_of_checkpoint, precision, quantization_summary};
 pub use generate::{Generation, generation, guidance};
 pub use mesh::{compile_topology, parallelism};
 pub use model::{CLIP_TOKENS, check_pixels, check_tokenizer, micro_conditioning, model};
 pub use notice::{Notice, Notify};
 pub use overrides::{Overrides, Repeat};
 pub use program::{Step, compile_options, compiler, lowering_target, memory_advice, trace};
+pub use quantize::{QuantizeReport, RuleMatch, check_quantize, quantize};
 pub use session::{Opened, has_hardware, open_session, program_cache};
 pub use step::{check_training, loss_weighting, optimizer, step_options};
 pub use training::{Training, training};
@@ -69,6 +73,7 @@ pub fn check(
             check_training(config, &model)
         }
         Some(Verb::Lower) => check_program(config, notify),
+        Some(Verb::Quantize) => check_quantize(config),
         Some(Verb::Compile) if !config.compile_topology.is_empty() => check_program(config, notify),
         Some(Verb::Compile | Verb::ModuleRun) | None => {
             compile_topology(config, notify)?;
@@ -80,7 +85,7 @@ pub fn check(
                 return Ok(());
             }
             let model = model(config, None)?;
-            policy(config, model.family.spec().int8_float_layers, 0)?;
+            described_policy(config, model.family.spec().int8_float_layers)?;
             Ok(())
         }
     }

@@ -14,8 +14,8 @@ use crate::shard::{DeviceDescription, Mesh};
 use crate::train::step;
 
 use super::{
-    Notice, Notify, RecipeError, check_formats, compile_topology, data, guidance, model,
-    open_session, parallelism, policy, step_options,
+    Notice, Notify, RecipeError, check_formats, compile_topology, data, described_policy, guidance,
+    mode_name, model, open_session, parallelism, step_options,
 };
 
 /// Which program of a recipe.
@@ -59,7 +59,7 @@ pub fn trace(config: &Config, step: Step, mesh: &Mesh) -> Result<Traced, RecipeE
                 batch,
                 tokens: model.tokens,
                 guidance: guidance(config),
-                quantization: policy(config, model.family.spec().int8_float_layers, 0)?,
+                quantization: described_policy(config, model.family.spec().int8_float_layers)?,
             };
             let traced = trace_denoise(&model, &options).map_err(RecipeError::usage)?;
             Ok(traced.model)
@@ -130,14 +130,14 @@ pub fn compiler(
     Ok(compiler)
 }
 
-/// What the program `step` is compiled with.
-pub fn compile_options(config: &Config, step: Step) -> aot::Options {
+/// What the program `step`, which was traced, is compiled with.
+pub fn compile_options(config: &Config, step: Step, traced: &Traced) -> aot::Options {
     aot::Options {
         step: step.name(),
         precision: config.precision,
         weights_dtype: config.weights_dtype.name(),
         activations_dtype: config.activations_dtype.name(),
-        quantization: config.quantization.name(),
+        quantization: mode_name(traced.policy.as_ref()),
         memory_advice: memory_advice(config, step),
     }
 }

@@ -26,7 +26,7 @@ use super::model::image_side;
 use super::scheduler::{OwnScheduler, SCHEDULER, scheduler, scheduler_of};
 use super::{
     Notice, Notify, RecipeError, check_pixels, check_tokenizer, hub, ip_adapter,
-    micro_conditioning, newest_checkpoint, precision,
+    micro_conditioning, newest_checkpoint, policy, policy_of_checkpoint, precision,
 };
 
 /// The key of another autoencoder.
@@ -78,55 +78,10 @@ impl Source {
                 suffix: "",
             });
         }
-        let file = recipe_file.file_name().unwrap_or(recipe_file.as_os_str());
-        let file = file.to_string_lossy();
-        let expected = config.model_family.map(|family| (family, file.as_ref()));
-        let wanted = Wanted::Model { expected };
-        // A recipe with its own UNet does not mean the schema's default model.
-        let found = match config.unet_config.0 {
-            ModelConfig::Unset => hub::find(
-                name,
-                &config.revision,
-                &config.hf_access_token,
-                &wanted,
-                notify,
-            )?,
-            ModelConfig::Path(_) | ModelConfig::Inline(_) => None,
-        };
-        if config.unet_config.0 != ModelConfig::Unset
-            && RepoId::parse(name).is_some()
-            && !folder.exists()
-        {
-            return Err(RecipeError::Usage(format!(
-                "no weights: {} holds no checkpoint, and {name} has none for the architecture that unet_config gives; train \
-                 first, or leave unet_config out",
-                config.checkpoint_folder().display(),
-            )));
-        }
-        if found.is_none() && (name.is_empty() || !folder.exists()) {
-            return Err(RecipeError::Usage(format!(
-                "no weights: {} holds no checkpoint, and pretrained_model_name_or_path='{name}' is neither a file or \
-                 folder here nor a repository's name (organization/name); train first, or name a folder in diffusers' layout, \
-                 a .safetensors file or a repository on the hub",
-                config.checkpoint_folder().display(),
-            )));
-        }
-        let path = found.as_ref().map_or(folder, |found| &found.path);
-        let source = ModelSource::open(path).map_err(RecipeError::failed)?;
-        if let Some((expected, file)) = expected {
-            source
-                .expect_family(expected, file)
-                .map_err(RecipeError::usage)?;
-        }
-        for note in &source.notes {
-            notify(Notice::Warning(note));
-        }
-        for ignored in &source.ignored {
-            tracing::info!("not used: {ignored}");
-        }
+        let (source, repo) = find_model(config, recipe_file, notify)?;
         Ok(Source::Model {
             source: Box::new(source),
-            repo: found.map(|found| found.repo),
+            repo,
         })
     }
 
@@ -261,7 +216,9 @@ impl Source {
                 check_pixels(&model)?;
                 let tokenizer =
                     Tokenizer::from_file(&file, model.tokens).map_err(RecipeError::failed)?;
+                let float_layers = model.family.spec().int8_float_layers;
                 Ok(PipelineModel {
+                    quantization: policy(config, float_layers, 0)?,
                     model,
                     tokenizers: vec![tokenizer],
                     zero_empty_prompts: false,
@@ -271,6 +228,66 @@ impl Source {
             }
         }
     }
+}
+
+/// The model that `pretrained_model_name_or_path` names, downloaded where it is a repository's name, and that repository.
+///
+/// # Errors
+/// When there is none, or it cannot be opened or is of another family than the recipe.
+pub(super) fn find_model(
+    config: &Config,
+    recipe_file: &Path,
+    notify: &mut Notify<'_>,
+) -> Result<(ModelSource, Option<RepoId>), RecipeError> {
+    let name = &config.pretrained_model_name_or_path;
+    let folder = Path::new(name);
+    let file = recipe_file.file_name().unwrap_or(recipe_file.as_os_str());
+    let file = file.to_string_lossy();
+    let expected = config.model_family.map(|family| (family, file.as_ref()));
+    let wanted = Wanted::Model { expected };
+    // A recipe with its own UNet does not mean the schema's default model.
+    let found = match config.unet_config.0 {
+        ModelConfig::Unset => hub::find(
+            name,
+            &config.revision,
+            &config.hf_access_token,
+            &wanted,
+            notify,
+        )?,
+        ModelConfig::Path(_) | ModelConfig::Inline(_) => None,
+    };
+    if config.unet_config.0 != ModelConfig::Unset
+        && RepoId::parse(name).is_some()
+        && !folder.exists()
+    {
+        return Err(RecipeError::Usage(format!(
+            "no weights: {} holds no checkpoint, and {name} has none for the architecture that unet_config gives; train \
+             first, or leave unet_config out",
+            config.checkpoint_folder().display(),
+        )));
+    }
+    if found.is_none() && (name.is_empty() || !folder.exists()) {
+        return Err(RecipeError::Usage(format!(
+            "no weights: {} holds no checkpoint, and pretrained_model_name_or_path='{name}' is neither a file or \
+             folder here nor a repository's name (organization/name); train first, or name a folder in diffusers' layout, \
+             a .safetensors file or a repository on the hub",
+            config.checkpoint_folder().display(),
+        )));
+    }
+    let path = found.as_ref().map_or(folder, |found| &found.path);
+    let source = ModelSource::open(path).map_err(RecipeError::failed)?;
+    if let Some((expected, file)) = expected {
+        source
+            .expect_family(expected, file)
+            .map_err(RecipeError::usage)?;
+    }
+    for note in &source.notes {
+        notify(Notice::Warning(note));
+    }
+    for ignored in &source.ignored {
+        tracing::info!("not used: {ignored}");
+    }
+    Ok((source, found.map(|found| found.repo)))
 }
 
 /// The ControlNets that the configuration uses.
@@ -384,6 +401,13 @@ fn published(
     let controlnets = names.take(model.controlnets.len()).enumerate();
     let controlnets = controlnets.map(|(at, name)| (controlnet::root(at), PathBuf::from(name)));
     let beside = controlnets.chain(adapter_files.into_iter().flatten());
+    let denoiser = &part(Part::Unet)?.checkpoint;
+    let quantization = policy_of_checkpoint(
+        config,
+        denoiser.quantization(),
+        denoiser.path(),
+        spec.int8_float_layers,
+    )?;
     let zero_empty_prompts = source.zero_empty_prompts;
     let mut files = ModelFiles::source(source, beside.collect());
     if let Some(checkpoint) = preview_checkpoint {
@@ -391,6 +415,7 @@ fn published(
     }
     Ok(PipelineModel {
         model,
+        quantization,
         tokenizers,
         zero_empty_prompts,
         files,

@@ -1,7 +1,7 @@
 //! Conversion between float types while loading.
 
-use half::f16;
 use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
 use rayon::prelude::*;
 
 use crate::dtype::DType;
@@ -70,6 +70,25 @@ pub(super) fn with_f32(dtype: DType, data: &mut [u8], change: impl FnOnce(&mut [
     }
 }
 
+/// Whether a value is infinite; of the types that weights are converted to.
+pub(super) fn has_infinity(tensor: &HostTensor) -> bool {
+    let halves = |infinity: u16| {
+        let values = tensor.data.as_chunks().0.iter();
+        values
+            .map(|bytes| u16::from_le_bytes(*bytes) & 0x7fff)
+            .any(|bits| bits == infinity)
+    };
+    match tensor.shape.dtype {
+        DType::F16 => halves(f16::INFINITY.to_bits()),
+        DType::BF16 => halves(bf16::INFINITY.to_bits()),
+        DType::F32 => {
+            let mut values = tensor.data.as_chunks().0.iter();
+            values.any(|bytes| f32::from_le_bytes(*bytes).is_infinite())
+        }
+        _ => false,
+    }
+}
+
 fn read_chunk(from: DType, input: &[u8], values: &mut [f32]) {
     let pairs = input.as_chunks().0.iter().map(|b| u16::from_le_bytes(*b));
     match from {
@@ -128,8 +147,6 @@ fn to_bf16(v: f32) -> u16 {
 
 #[cfg(test)]
 mod tests {
-    use half::bf16;
-
     use super::*;
     use crate::shape::Shape;
 

@@ -101,7 +101,8 @@ fn more(f: &mut fmt::Formatter, count: usize, kind: &str) -> fmt::Result {
 }
 
 /// Compares `expected`, a model's parameter paths and dimensions, with the tensors of a checkpoint.
-/// Types of floating-point numbers may differ: they are cast when read.
+/// Types of floating-point numbers may differ: they are cast when read. Weights that the checkpoint describes as
+/// quantized are integers with scales beside them.
 ///
 /// # Errors
 /// Lists every tensor that is missing, extra, of another shape or of no floating-point numbers.
@@ -109,6 +110,7 @@ pub fn match_parameters(
     expected: &[(impl AsRef<str>, impl AsRef<[usize]>)],
     checkpoint: &Checkpoint,
 ) -> Result<(), MismatchError> {
+    let quantization = checkpoint.quantization();
     let found: BTreeMap<&str, &[usize]> = checkpoint
         .iter()
         .map(|(name, shape)| (name, shape.dims.as_slice()))
@@ -121,7 +123,7 @@ pub fn match_parameters(
     let extra: Vec<(String, Vec<usize>)> = found
         .iter()
         .filter(|(name, _)| !expected.contains_key(*name))
-        .filter(|(name, _)| is_parameter(name))
+        .filter(|(name, _)| is_parameter(name) && !quantization.is_some_and(|q| q.is_scale(name)))
         .map(|(name, dims)| ((*name).to_owned(), dims.to_vec()))
         .collect();
     let mut missing = Vec::new();
@@ -148,6 +150,7 @@ pub fn match_parameters(
     let not_float: Vec<(String, DType)> = checkpoint
         .iter()
         .filter(|(name, shape)| expected.contains_key(name) && !shape.dtype.is_float())
+        .filter(|(name, _)| quantization.is_none_or(|q| q.format_of(name).is_none()))
         .map(|(name, shape)| (name.to_owned(), shape.dtype))
         .collect();
     if missing.is_empty() && extra.is_empty() && misshapen.is_empty() && not_float.is_empty() {

@@ -14,6 +14,7 @@ mod header;
 pub mod lora;
 mod matching;
 mod open;
+pub mod quantized;
 mod read;
 pub(crate) mod save;
 pub mod source;
@@ -103,6 +104,8 @@ pub enum WeightsError {
         needed: u64,
         free: Option<u64>,
     },
+    #[error(transparent)]
+    Quantized(#[from] quantized::QuantizedError),
     #[error("{path}: tensor {tensor}: {source}")]
     Fetch {
         path: PathBuf,

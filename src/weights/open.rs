@@ -7,9 +7,11 @@ use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 
 use serde::Deserialize;
+use serde_json::{Map, Value};
 
 use super::WeightsError;
 use super::header::{self, MAX_HEADER_BYTES, UniqueMap};
+use super::quantized::Quantization;
 use crate::shape::Shape;
 use crate::util::files;
 use crate::util::names::nearest;
@@ -25,6 +27,7 @@ const PICKLE_SUFFIXES: [&str; 5] = ["bin", "ckpt", "pt", "pth", "pkl"];
 pub struct Checkpoint {
     pub(super) opened: Arc<Opened>,
     pub(super) tensors: BTreeMap<String, Location>,
+    pub(super) quantization: Option<Arc<Quantization>>,
 }
 
 /// The files behind a checkpoint and its views.
@@ -78,7 +81,32 @@ impl Checkpoint {
         Ok(Checkpoint {
             opened: Arc::new(opened),
             tensors,
+            quantization: None,
         })
+    }
+
+    /// The same as the part's `config.json`, of the path `place`, describes it: quantized or not.
+    ///
+    /// # Errors
+    /// When the description is not one that is read here, or the tensors are not as it says.
+    pub fn described_by(
+        mut self,
+        place: &Path,
+        config: &Map<String, Value>,
+    ) -> Result<Self, WeightsError> {
+        self.quantization = match Quantization::of_config(place, config)? {
+            None => None,
+            Some(quantization) => {
+                quantization.check(self.path(), &self.iter().collect())?;
+                Some(Arc::new(quantization))
+            }
+        };
+        Ok(self)
+    }
+
+    /// How weights are stored, if some are quantized.
+    pub fn quantization(&self) -> Option<&Quantization> {
+        self.quantization.as_deref()
     }
 
     /// The path that was opened.

@@ -144,7 +144,7 @@ impl Checkpoint {
             self.read_range(location, i * from.storage_bytes(CAST_CHUNK), stored)?;
             self.check_finite(name, location, stored)?;
             cast::cast_bytes(from, stored, dtype, out);
-            Ok(())
+            Ok::<_, WeightsError>(())
         };
         let chunk = dtype.storage_bytes(CAST_CHUNK);
         if data.len() <= chunk {

@@ -2,8 +2,10 @@
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
+use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
-use std::path::Path;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
 
 use super::WeightsError;
 use super::header::{self, TensorSpec};
@@ -159,6 +161,90 @@ impl<'a> FilePlan<'a> {
             out.write_all(&data).map_err(io)?;
         }
         Ok(())
+    }
+}
+
+/// What PyTorch's readers of the format look for.
+pub(crate) fn pytorch_metadata() -> BTreeMap<String, String> {
+    BTreeMap::from([("format".to_owned(), "pt".to_owned())])
+}
+
+/// A new file whose tensors are written in any order: those whose values are known together lie apart in the file.
+/// For the files of an [`AtomicDir`](crate::util::files::AtomicDir).
+pub(crate) struct ScatteredFile {
+    path: PathBuf,
+    file: File,
+    /// Length of the whole file.
+    bytes: u64,
+    /// Where the tensors that are still to be written lie, with their shapes.
+    left: BTreeMap<String, (u64, Shape)>,
+}
+
+impl ScatteredFile {
+    /// Begins the file.
+    ///
+    /// # Errors
+    /// When the header cannot be made, or the file exists or cannot be written.
+    pub fn create(
+        path: &Path,
+        specs: &[TensorSpec],
+        metadata: &BTreeMap<String, String>,
+    ) -> Result<Self, WeightsError> {
+        let plan = FilePlan::new(path, specs, metadata)?;
+        let mut offset = plan.head.len() as u64;
+        let mut left = BTreeMap::new();
+        for spec in &plan.order {
+            left.insert(spec.name.clone(), (offset, spec.shape.clone()));
+            offset += spec.shape.bytes() as u64;
+        }
+        let mut options = OpenOptions::new();
+        let file = options.write(true).create_new(true).open(path);
+        let written = file.and_then(|file| file.write_all_at(&plan.head, 0).map(|()| file));
+        Ok(ScatteredFile {
+            path: path.to_owned(),
+            file: written.map_err(|source| write_error(path, plan.bytes, source))?,
+            bytes: plan.bytes,
+            left,
+        })
+    }
+
+    /// Writes the bytes of a tensor.
+    ///
+    /// # Errors
+    /// When the file has no such tensor or has it already, the bytes do not fit its shape, or cannot be written.
+    pub fn write(&mut self, name: &str, data: &[u8]) -> Result<(), WeightsError> {
+        let wrong = |reason: String| WeightsError::Tensor {
+            path: self.path.clone(),
+            tensor: name.to_owned(),
+            reason,
+        };
+        let Some((offset, shape)) = self.left.remove(name) else {
+            return Err(wrong("is not among those that are left to write".into()));
+        };
+        if data.len() != shape.bytes() {
+            let (expected, found) = (shape.bytes(), data.len());
+            return Err(wrong(format!(
+                "{shape} takes {expected} bytes, {found} given"
+            )));
+        }
+        let written = self.file.write_all_at(data, offset);
+        written.map_err(|source| write_error(&self.path, self.bytes, source))
+    }
+
+    /// Makes the whole file durable.
+    ///
+    /// # Errors
+    /// When a tensor is not written yet, or the file cannot be.
+    pub fn finish(self) -> Result<(), WeightsError> {
+        if let Some(name) = self.left.into_keys().next() {
+            return Err(WeightsError::Tensor {
+                path: self.path,
+                tensor: name,
+                reason: "is not written".into(),
+            });
+        }
+        let synced = self.file.sync_all();
+        synced.map_err(|source| write_error(&self.path, self.bytes, source))
     }
 }
 
@@ -353,6 +439,40 @@ mod tests {
         let left = plan.bytes as usize;
         plan.write(path, &mut Full { left }, |s| Ok(bytes_of(s).into()))
             .unwrap();
+    }
+
+    #[test]
+    fn tensors_may_be_written_in_any_order() {
+        let dir = tempfile::tempdir().unwrap();
+        let (in_order, scattered) = (dir.path().join("1"), dir.path().join("2"));
+        save_all(&in_order, &specs()).unwrap();
+        let metadata = BTreeMap::from([("format".into(), "pt".into()), ("a".into(), "1".into())]);
+        let mut file = ScatteredFile::create(&scattered, &specs(), &metadata).unwrap();
+        for spec in specs() {
+            file.write(&spec.name, &bytes_of(&spec)).unwrap();
+        }
+        let again = file.write("a", &[0; 4]).unwrap_err().to_string();
+        assert!(
+            again.ends_with("tensor a: is not among those that are left to write"),
+            "{again}"
+        );
+        file.finish().unwrap();
+        assert_eq!(fs::read(&in_order).unwrap(), fs::read(&scattered).unwrap());
+
+        let exists = ScatteredFile::create(&scattered, &specs(), &metadata);
+        assert!(matches!(exists, Err(WeightsError::Io { .. })));
+        let other = dir.path().join("3");
+        let mut file = ScatteredFile::create(&other, &specs(), &metadata).unwrap();
+        let short = file.write("a", &[0; 3]).unwrap_err().to_string();
+        assert!(
+            short.ends_with("tensor a: f16[2,1] takes 4 bytes, 3 given"),
+            "{short}"
+        );
+        let unfinished = file.finish().unwrap_err().to_string();
+        assert!(
+            unfinished.ends_with("tensor b: is not written"),
+            "{unfinished}"
+        );
     }
 
     #[test]

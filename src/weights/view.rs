@@ -36,6 +36,7 @@ impl Checkpoint {
         Ok(Checkpoint {
             opened: Arc::clone(&self.opened),
             tensors,
+            quantization: None,
         })
     }
 }

@@ -224,6 +224,8 @@ impl UNet2DConditionConfig {
     pub fn from_map(mut fields: Map<String, Value>) -> Result<Self, ModelConfigError> {
         check_class(MODEL, &fields)?;
         fields.retain(|name, _| !name.starts_with('_'));
+        // How weights are stored, not what they are of ([`crate::weights::quantized`]).
+        fields.remove("quantization_config");
         // Null means "the default" except here, where diffusers leaves the layer out.
         for (field, expected) in [
             ("norm_num_groups", "a number of groups"),

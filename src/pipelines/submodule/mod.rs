@@ -19,12 +19,13 @@ use crate::nn::Precision;
 use crate::quant::Policy;
 use crate::runtime::{RuntimeError, Session, Slot};
 use crate::weights::Checkpoint;
+use crate::weights::quantized::Quantization;
 
-use super::model_files::{Expected, check};
+use super::model_files::{Expected, check, check_stored};
 use super::{PartProgram, PipelineError, TakeWeight, WeightSource};
 
 pub use inputs::SubmoduleInputs;
-use network::Network;
+use network::{CONFIG, Network};
 
 /// Why a submodule could not be run.
 #[derive(Debug, thiserror::Error)]
@@ -82,8 +83,11 @@ impl Submodule {
     /// # Errors
     /// When a file cannot be read, or the configuration is of another network.
     pub fn open(folder: &Path) -> Result<Submodule, SubmoduleError> {
-        let checkpoint = Checkpoint::open(folder).map_err(PipelineError::from)?;
-        let network = Network::read(folder)?;
+        let file = Checkpoint::open(folder).map_err(PipelineError::from)?;
+        let (network, config) = Network::read(folder)?;
+        let checkpoint = file
+            .described_by(&folder.join(CONFIG), &config)
+            .map_err(PipelineError::from)?;
         Ok(Submodule {
             network,
             checkpoint,
@@ -93,6 +97,11 @@ impl Submodule {
     /// The name of its class in diffusers or transformers.
     pub fn class(&self) -> &'static str {
         self.network.class()
+    }
+
+    /// How its weights are stored, if some are quantized.
+    pub fn quantization(&self) -> Option<&Quantization> {
+        self.checkpoint.quantization()
     }
 
     /// Reads its inputs from a safetensors file.
@@ -106,7 +115,8 @@ impl Submodule {
     /// Traces the forward pass for inputs of these sizes, quantized by the rules of `policy`.
     ///
     /// # Errors
-    /// When the sizes do not fit the network, a rule matches nothing, or the weights are not those of the network.
+    /// When the sizes do not fit the network, a rule matches nothing, or the weights are not those of the network, or
+    /// stored in other formats than the policy says.
     pub fn trace(
         &self,
         inputs: &SubmoduleInputs,
@@ -134,6 +144,9 @@ impl Submodule {
             .map(|(_, w)| (w.key(), w.shape.dims.as_slice()))
             .collect();
         check(root, &expected, &self.checkpoint)?;
+        let policy = traced.policy.as_ref();
+        let stored = policy.map(|policy| policy.stored.clone());
+        check_stored(&self.checkpoint, &stored.unwrap_or_default())?;
         Ok(traced)
     }
 

@@ -21,6 +21,9 @@ use super::SubmoduleError;
 /// More than any `config.json` of a model.
 const LARGEST_CONFIG: u64 = 1 << 20;
 
+/// The file that says what a folder is of.
+pub const CONFIG: &str = "config.json";
+
 /// A part of a model, by its configuration.
 pub enum Network {
     UNet(Box<UNet2DConditionConfig>),
@@ -37,9 +40,10 @@ pub const LATENTS: &str = "z";
 pub type Sizes = BTreeMap<&'static str, usize>;
 
 impl Network {
-    /// Reads `config.json`, which says by `_class_name` (diffusers) or `architectures` (transformers) what it is of.
-    pub fn read(folder: &Path) -> Result<Network, SubmoduleError> {
-        let path = folder.join("config.json");
+    /// Reads `config.json`, which says by `_class_name` (diffusers) or `architectures` (transformers) what it is of, and
+    /// gives its fields too.
+    pub fn read(folder: &Path) -> Result<(Network, Map<String, Json>), SubmoduleError> {
+        let path = folder.join(CONFIG);
         let fail = |reason: String| SubmoduleError::Config {
             path: path.clone(),
             reason,
@@ -72,25 +76,26 @@ impl Network {
             path: path.clone(),
             source,
         };
-        if is("UNet2DConditionModel") {
+        let network = if is("UNet2DConditionModel") {
             let config = UNet2DConditionConfig::from_map(fields.clone()).map_err(model)?;
-            Ok(Network::UNet(Box::new(config)))
+            Network::UNet(Box::new(config))
         } else if is("CLIPTextModel") || is("CLIPTextModelWithProjection") {
             let config = ClipTextConfig::from_map(fields.clone()).map_err(model)?;
-            Ok(Network::ClipText(Box::new(config)))
+            Network::ClipText(Box::new(config))
         } else if is("AutoencoderKL") || is("AutoencoderTiny") {
             let config = Autoencoder::from_map(fields.clone()).map_err(model)?;
-            Ok(Network::Vae(Box::new(config)))
+            Network::Vae(Box::new(config))
         } else {
             let found = if classes.is_empty() {
                 "neither _class_name nor architectures says what it is of".to_string()
             } else {
                 format!("of {}, which is not here", classes.join(", "))
             };
-            Err(fail(format!(
+            return Err(fail(format!(
                 "{found}; supported: UNet2DConditionModel, AutoencoderKL, AutoencoderTiny, CLIPTextModel, CLIPTextModelWithProjection"
-            )))
-        }
+            )));
+        };
+        Ok((network, fields))
     }
 
     pub fn class(&self) -> &'static str {

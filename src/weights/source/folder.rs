@@ -127,7 +127,8 @@ fn others(index: &Map<String, Value>) -> Vec<Ignored> {
 
 /// Opens one part, its tensors by the names that diffusers and transformers give them today.
 pub(super) fn component(folder: &Path, part: Part) -> Result<Component, SourceError> {
-    let config = read_json(&folder.join("config.json"))?;
+    let place = folder.join("config.json");
+    let config = read_json(&place)?;
     let file = Checkpoint::open(folder)?;
     let projected = config.get("architectures").is_some_and(|classes| {
         let classes = classes.as_array().map_or(&[][..], Vec::as_slice);
@@ -152,10 +153,8 @@ pub(super) fn component(folder: &Path, part: Part) -> Result<Component, SourceEr
             }
         }
     }
-    Ok(Component {
-        config,
-        checkpoint: file.view(map)?,
-    })
+    let checkpoint = file.view(map)?.described_by(&place, &config)?;
+    Ok(Component { config, checkpoint })
 }
 
 /// The one safetensors file of a folder without parts.

@@ -9,6 +9,7 @@
 
 mod detect;
 mod folder;
+mod quantize;
 mod single_file;
 mod write;
 
@@ -22,12 +23,14 @@ use serde_json::{Map, Value};
 use super::{Checkpoint, WeightsError};
 use crate::dtype::DType;
 use crate::models::{Family, Part};
+use crate::quant::WeightQuantError;
 use crate::schedulers::scheduler_fields;
 use crate::util::files;
 use crate::util::text::listed;
 
 pub use detect::is_lora;
 pub(crate) use folder::{check_class, is_null, no_unet};
+pub use quantize::{QuantizedTensor, UNetQuantization};
 pub use write::WrittenPart;
 
 /// More than any configuration of a published model.
@@ -183,6 +186,16 @@ pub enum SourceError {
         tensor: String,
         found: DType,
     },
+    #[error("{path}: {layer}: {source}")]
+    Quantize {
+        path: PathBuf,
+        layer: String,
+        source: WeightQuantError,
+    },
+    #[error(
+        "{path}: its weights are quantized already; name the checkpoint that it was made from, or use it as it is"
+    )]
+    QuantizedAlready { path: PathBuf },
     #[error("{path}: exists already; choose another name or remove it")]
     Exists { path: PathBuf },
     #[error("{path}: {part}: {reason}")]

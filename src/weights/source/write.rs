@@ -5,18 +5,22 @@ use std::fs::{self, File};
 use std::io::{self, ErrorKind, Write};
 use std::path::Path;
 
-use half::{bf16, f16};
 use serde_json::{Map, Value, json};
 
+use super::quantize::{QuantizedTensor, UNetQuantization};
 use super::{Component, ModelSource, SourceError, built_in, io_error};
 use crate::dtype::DType;
-use crate::host_tensor::HostTensor;
 use crate::models::{Part, Published};
 use crate::shape::Shape;
 use crate::util::files::{AtomicDir, parent_of, sync_dir, write_synced};
+use crate::weights::cast::has_infinity;
 use crate::weights::matching::is_parameter;
-use crate::weights::save::{check_free_space, write_error};
+use crate::weights::save::{check_free_space, pytorch_metadata, write_error};
 use crate::weights::{TensorSpec, WeightsError, save_streaming};
+
+/// The name of a denoiser's or an autoencoder's weights, and of a text encoder's.
+const DIFFUSERS_FILE: &str = "diffusion_pytorch_model.safetensors";
+const TRANSFORMERS_FILE: &str = "model.safetensors";
 
 /// The files written for one part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,6 +48,34 @@ impl ModelSource {
         dtype: Option<DType>,
         observe: &mut dyn FnMut(u64, u64),
     ) -> Result<Vec<WrittenPart>, SourceError> {
+        self.write(dir, dtype, None, observe)
+            .map(|(parts, _)| parts)
+    }
+
+    /// As [`ModelSource::write_pipeline`], with the UNet's weights quantized as `quantization` says, which is written
+    /// to its `config.json`. Of other tensors floats that are wider than its `weights_dtype` are cast to that.
+    ///
+    /// The second result has every quantized tensor, in the order of names.
+    ///
+    /// # Errors
+    /// As [`ModelSource::write_pipeline`]; when the UNet is quantized already, and when a weight cannot be
+    /// ([`SourceError::Quantize`] names it).
+    pub fn write_quantized(
+        &self,
+        dir: &Path,
+        quantization: &UNetQuantization,
+        observe: &mut dyn FnMut(u64, u64),
+    ) -> Result<(Vec<WrittenPart>, Vec<QuantizedTensor>), SourceError> {
+        self.write(dir, None, Some(quantization), observe)
+    }
+
+    fn write(
+        &self,
+        dir: &Path,
+        dtype: Option<DType>,
+        quantization: Option<&UNetQuantization>,
+        observe: &mut dyn FnMut(u64, u64),
+    ) -> Result<(Vec<WrittenPart>, Vec<QuantizedTensor>), SourceError> {
         if dir.symlink_metadata().is_ok() {
             return Err(SourceError::Exists {
                 path: dir.to_owned(),
@@ -60,7 +92,20 @@ impl ModelSource {
         let specs = self
             .components
             .iter()
-            .map(|(&part, component)| Ok((part, specs(component, dtype)?)))
+            .map(|(&part, component)| {
+                let types = |shape: &Shape| match quantization {
+                    None => dtype.unwrap_or(shape.dtype),
+                    Some(quantization) => quantization.float_type(shape.dtype),
+                };
+                let specs = specs(component, &types)?;
+                Ok((
+                    part,
+                    match quantization.filter(|_| part == Part::Unet) {
+                        None => specs,
+                        Some(quantization) => quantization.specs(specs),
+                    },
+                ))
+            })
             .collect::<Result<BTreeMap<Part, Vec<TensorSpec>>, SourceError>>()?;
         let written: Vec<WrittenPart> = specs
             .iter()
@@ -81,18 +126,39 @@ impl ModelSource {
 
         let mut temp = AtomicDir::create(dir).map_err(|e| io_error(dir, e))?;
         let mut overflown = Vec::new();
+        let mut quantized = Vec::new();
         for (part, specs) in &specs {
-            if let Some(component) = self.components.get(part) {
-                let folder = temp.path().join(part.name());
-                overflown.extend(write_part(&folder, *part, component, specs, &mut wrote)?);
+            let Some(component) = self.components.get(part) else {
+                continue;
+            };
+            let folder = temp.path().join(part.name());
+            make_dir(&folder)?;
+            match quantization.filter(|_| *part == Part::Unet) {
+                None => {
+                    write_json(&folder.join("config.json"), &component.config)?;
+                    overflown.extend(write_part(&folder, *part, component, specs, &mut wrote)?);
+                }
+                Some(quantization) => {
+                    let config = quantization.config(&component.config);
+                    write_json(&folder.join("config.json"), &config)?;
+                    let file = folder.join(DIFFUSERS_FILE);
+                    quantized = quantization.write(component, specs, &file, &mut wrote)?;
+                }
             }
+            sync(&folder)?;
         }
-        if let (Some(dtype), false) = (dtype, overflown.is_empty()) {
-            return Err(SourceError::Overflow {
-                path: self.path.clone(),
-                dtype,
-                tensors: overflown,
-            });
+        match (dtype, quantization, overflown.first()) {
+            (Some(dtype), _, Some(_)) => {
+                return Err(SourceError::Overflow {
+                    path: self.path.clone(),
+                    dtype,
+                    tensors: overflown,
+                });
+            }
+            (None, Some(quantization), Some((tensor, _))) => {
+                return Err(quantization.overflow(&self.path, tensor));
+            }
+            _ => {}
         }
         if let Some(config) = &self.scheduler {
             let folder = temp.path().join("scheduler");
@@ -113,7 +179,7 @@ impl ModelSource {
             },
             _ => io_error(dir, e),
         })?;
-        Ok(written)
+        Ok((written, quantized))
     }
 
     /// The content of `model_index.json`.
@@ -172,8 +238,11 @@ fn class_of(part: Part, component: &Component) -> Result<[&'static str; 2], Sour
     }
 }
 
-/// The tensors of a part as they are written.
-fn specs(component: &Component, dtype: Option<DType>) -> Result<Vec<TensorSpec>, SourceError> {
+/// The tensors of a part as they are written: `types` says in which type a float is.
+fn specs(
+    component: &Component,
+    types: &dyn Fn(&Shape) -> DType,
+) -> Result<Vec<TensorSpec>, SourceError> {
     let checkpoint = &component.checkpoint;
     let spec = |(name, shape): (&str, &Shape)| {
         if !shape.dtype.is_float() && is_parameter(name) {
@@ -183,16 +252,18 @@ fn specs(component: &Component, dtype: Option<DType>) -> Result<Vec<TensorSpec>,
                 found: shape.dtype,
             });
         }
-        let dtype = dtype.filter(|_| shape.dtype.is_float());
         Ok(TensorSpec {
             name: name.to_owned(),
-            shape: shape.with_dtype(dtype.unwrap_or(shape.dtype)),
+            shape: match shape.dtype.is_float() {
+                true => shape.with_dtype(types(shape)),
+                false => shape.clone(),
+            },
         })
     };
     checkpoint.iter().map(spec).collect()
 }
 
-/// Writes a part, and tells `wrote` the bytes of each tensor; the tensors whose values became infinite, and how many
+/// Writes a part's tensors, and tells `wrote` the bytes of each tensor; the tensors whose values became infinite, and how many
 /// did.
 fn write_part(
     folder: &Path,
@@ -201,16 +272,12 @@ fn write_part(
     specs: &[TensorSpec],
     wrote: &mut dyn FnMut(u64),
 ) -> Result<Vec<(String, usize)>, SourceError> {
-    make_dir(folder)?;
-    write_json(&folder.join("config.json"), &component.config)?;
     let file = match part {
-        Part::Unet | Part::Vae => "diffusion_pytorch_model.safetensors",
-        Part::TextEncoder | Part::TextEncoder2 => "model.safetensors",
+        Part::Unet | Part::Vae => DIFFUSERS_FILE,
+        Part::TextEncoder | Part::TextEncoder2 => TRANSFORMERS_FILE,
     };
-    // What PyTorch's readers of the format look for.
-    let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
     let mut overflown = Vec::new();
-    save_streaming(&folder.join(file), specs, &metadata, |spec| {
+    save_streaming(&folder.join(file), specs, &pytorch_metadata(), |spec| {
         let tensor = component.checkpoint.read_as(&spec.name, spec.shape.dtype)?;
         if has_infinity(&tensor) {
             // The source's values are finite: others are not read.
@@ -238,25 +305,6 @@ fn write_part(
         other => other,
     })?;
     Ok(overflown)
-}
-
-/// Whether a value is infinite; of the types that weights are converted to.
-fn has_infinity(tensor: &HostTensor) -> bool {
-    let halves = |infinity: u16| {
-        let values = tensor.data.as_chunks().0.iter();
-        values
-            .map(|bytes| u16::from_le_bytes(*bytes) & 0x7fff)
-            .any(|bits| bits == infinity)
-    };
-    match tensor.shape.dtype {
-        DType::F16 => halves(f16::INFINITY.to_bits()),
-        DType::BF16 => halves(bf16::INFINITY.to_bits()),
-        DType::F32 => {
-            let mut values = tensor.data.as_chunks().0.iter();
-            values.any(|bytes| f32::from_le_bytes(*bytes).is_infinite())
-        }
-        _ => false,
-    }
 }
 
 fn make_dir(path: &Path) -> Result<(), SourceError> {

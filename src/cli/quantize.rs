@@ -1,0 +1,182 @@
+//! `quantize`: a model with weights in fewer bits, from file to file.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Instant;
+
+use clap::Args;
+use serde_json::{Value as Json, json};
+
+use super::{CliError, RecipeArgs, exists, notices, print, status};
+use crate::config::Verb;
+use crate::graph::{Granularity, TensorFormat};
+use crate::quant::Action;
+use crate::recipe::{self, QuantizeReport, RuleMatch};
+use crate::weights::source::{QuantizedTensor, WrittenPart};
+
+/// `quantize ...`
+#[derive(Debug, Args)]
+pub struct QuantizeArgs {
+    #[command(flatten)]
+    recipe: RecipeArgs,
+    /// Folder for the result; an existing one is not touched
+    #[arg(long, value_name = "DIR")]
+    output: PathBuf,
+    /// Print JSON: every quantized tensor, rules and what they matched, bits a weight, parts, seconds
+    #[arg(long)]
+    json: bool,
+}
+
+/// Runs `quantize`.
+///
+/// # Errors
+/// When the configuration is wrong, there is no such model, a weight is not finite, or the folder exists or cannot be
+/// written.
+pub fn run(args: &QuantizeArgs) -> Result<ExitCode, CliError> {
+    let config = args.recipe.load(Verb::Quantize)?;
+    if args.output.symlink_metadata().is_ok() {
+        // Before a download.
+        return Err(exists(&args.output));
+    }
+    let start = Instant::now();
+    let mut observe = |done: u64, total: u64| match done {
+        0 => status::count_bytes("writing", total),
+        _ => status::set_position(done),
+    };
+    let mut notify = notices();
+    let recipe_file = &args.recipe.config;
+    let report = recipe::quantize(
+        &config,
+        recipe_file,
+        &args.output,
+        &mut notify,
+        &mut observe,
+    )?;
+    status::clear();
+    let seconds = start.elapsed().as_secs_f64();
+    match args.json {
+        true => print(&format!("{:#}", to_json(args, &report, seconds)))?,
+        false => print(&summary(args, &report, seconds))?,
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// `int8, a scale a channel, aqt`
+fn format_text(format: TensorFormat) -> String {
+    let bits = format.element.bits();
+    let granularity = match format.granularity {
+        Granularity::Tensor => "one scale".to_owned(),
+        Granularity::Channel => "a scale a channel".to_owned(),
+        Granularity::Group(size) => format!("a scale for {size}"),
+    };
+    format!("int{bits}, {granularity}, {}", format.convention)
+}
+
+/// The table, the worst first, then what is told of all.
+fn summary(args: &QuantizeArgs, report: &QuantizeReport, seconds: f64) -> String {
+    let mut rows: Vec<&QuantizedTensor> = report.tensors.iter().collect();
+    rows.sort_by(|a, b| a.sqnr_db.total_cmp(&b.sqnr_db));
+    let width = rows.iter().map(|row| row.layer.len()).max().unwrap_or(0);
+    let mut text = format!(
+        "{:<width$}  {:<28}  {:>23}  {:>8}  {:>12}\n",
+        "layer", "format", "scales", "SQNR", "bytes"
+    );
+    for row in rows {
+        let [lowest, highest] = row.scale_range;
+        text.push_str(&format!(
+            "{:<width$}  {:<28}  {:>10.3e} .. {:>9.3e}  {:>5.1} dB  {:>12}\n",
+            row.layer,
+            format_text(row.format),
+            lowest,
+            highest,
+            row.sqnr_db,
+            row.bytes,
+        ));
+    }
+    text.push_str("rules, of which the first that matches decides:\n");
+    for rule in &report.rules {
+        text.push_str(&format!(
+            "  {}  {}: {} layers, {:.2} % of the UNet's weights\n",
+            action(rule.action),
+            rule.pattern,
+            rule.layers.len(),
+            share(report, rule)
+        ));
+    }
+    text.push_str(&format!(
+        "{}: {}, {} of {} dots and convolutions quantized, in {seconds:.1} s\n",
+        args.output.display(),
+        report.family.title(),
+        report.tensors.len(),
+        report.contractions,
+    ));
+    text.push_str(&format!(
+        "{:.3} bits a quantized weight with its scales, {:.3} bits a weight of the UNet\n",
+        report.bits_of_quantized(),
+        report.bits_of_unet()
+    ));
+    for WrittenPart {
+        part,
+        tensors,
+        bytes,
+    } in &report.parts
+    {
+        let megabytes = *bytes as f64 / 1e6;
+        text.push_str(&format!("  {part}: {tensors} tensors, {megabytes:.1} MB\n"));
+    }
+    text
+}
+
+fn action(action: Action) -> &'static str {
+    match action {
+        Action::Float => "float",
+        Action::Quantize => "int8 ",
+    }
+}
+
+/// Percent of the UNet's weights that are in the layers of a rule.
+fn share(report: &QuantizeReport, rule: &RuleMatch) -> f64 {
+    100.0 * rule.parameters as f64 / report.parameters as f64
+}
+
+fn to_json(args: &QuantizeArgs, report: &QuantizeReport, seconds: f64) -> Json {
+    let tensors = report.tensors.iter().map(|row| {
+        json!({
+            "layer": row.layer,
+            "shape": row.dims,
+            "format": format_text(row.format),
+            "scale_range": row.scale_range,
+            // JSON has no infinity: null is a weight that did not change.
+            "sqnr_db": row.sqnr_db.is_finite().then_some(row.sqnr_db),
+            "source_bytes": row.source_bytes,
+            "bytes": row.bytes,
+        })
+    });
+    let rules = report.rules.iter().map(|rule| {
+        json!({
+            "pattern": rule.pattern,
+            "action": action(rule.action).trim(),
+            "layers": rule.layers,
+            "share_percent": share(report, rule),
+        })
+    });
+    let parts = report.parts.iter().map(|written| {
+        let value = json!({"tensors": written.tensors, "bytes": written.bytes});
+        (written.part.to_string(), value)
+    });
+    json!({
+        "output": args.output,
+        "source": report.source,
+        "family": report.family.title(),
+        "quantization_config": report.stored.to_config(),
+        "tensors": tensors.collect::<Vec<_>>(),
+        "rules": rules.collect::<Vec<_>>(),
+        "contractions": report.contractions,
+        "parameters": report.parameters,
+        "quantized_parameters": report.quantized_parameters(),
+        "bits_of_quantized": report.bits_of_quantized(),
+        "bits_of_unet": report.bits_of_unet(),
+        "parts": parts.collect::<serde_json::Map<_, _>>(),
+        "seconds": seconds,
+    })
+}

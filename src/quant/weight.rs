@@ -1,0 +1,325 @@
+//! Weights quantized on the host, with the numbers of the graph that [`super::lower`] makes (`docs/quantization.md`
+//! has the formulas).
+
+use rayon::prelude::*;
+
+use crate::dtype::DType;
+use crate::graph::{Granularity, NumericsConvention, Rounding, TensorFormat};
+use crate::host_tensor::HostTensor;
+use crate::shape::Shape;
+
+/// Elements that one thread quantizes at a time.
+const TASK: usize = 1 << 16;
+/// Elements whose errors are summed in `f32`.
+const SUMMED: usize = 1 << 12;
+/// Elements at a time: each has a sum of its own, so that sums are vectorized.
+const LANES: usize = 16;
+
+/// Why a weight could not be quantized.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum WeightQuantError {
+    #[error(
+        "values too large for {dtype}: they would become infinite; take float32 as weights_dtype and activations_dtype"
+    )]
+    Overflow { dtype: DType },
+    #[error("{dtype} elements in this format are not quantized here")]
+    Unsupported { dtype: DType },
+    #[error("its {elements} input features are not a multiple of the group size {group}; {}", nearest(*elements, *group))]
+    Group { elements: usize, group: usize },
+    #[error("a weight without dimensions has no output features")]
+    Scalar,
+}
+
+/// The group sizes next to `group` that divide, for messages.
+fn nearest(elements: usize, group: usize) -> String {
+    let divides = |size: &usize| elements.is_multiple_of(*size);
+    let below = (1..group.min(elements)).rev().find(divides);
+    let above = (group + 1..=elements).find(divides);
+    let sizes: Vec<String> = below
+        .into_iter()
+        .chain(above)
+        .map(|s| s.to_string())
+        .collect();
+    format!("nearest: {}", sizes.join(" and "))
+}
+
+/// A weight in a format.
+#[derive(Clone, Debug, PartialEq)]
+pub struct QuantizedWeight {
+    /// Integers, in the shape of the weight.
+    pub values: HostTensor,
+    /// In the type of the weight, with the dimensions of [`scale_dims`].
+    pub scale: HostTensor,
+    /// The lowest and the highest scale.
+    pub scale_range: [f32; 2],
+    /// Sum of the squares of the weight.
+    pub signal: f64,
+    /// Sum of the squares of what quantizing changed.
+    pub noise: f64,
+}
+
+impl QuantizedWeight {
+    /// `10 log10(signal / noise)` in decibels; infinite where nothing was changed.
+    pub fn sqnr_db(&self) -> f64 {
+        match self.noise == 0.0 {
+            true => f64::INFINITY,
+            false => 10.0 * (self.signal / self.noise).log10(),
+        }
+    }
+}
+
+/// The dimensions of the scale of a weight `[out, in, ..]`: none, `[out]`, or `[out, in / group]`. `None` where the
+/// weight has no such dimensions, or groups do not divide.
+pub fn scale_dims(dims: &[usize], granularity: Granularity) -> Option<Vec<usize>> {
+    match granularity {
+        Granularity::Tensor => Some(Vec::new()),
+        Granularity::Channel => Some(vec![*dims.first()?]),
+        Granularity::Group(size) => {
+            let (out, elements) = (*dims.first()?, *dims.get(1)?);
+            let divides = size > 0 && elements.is_multiple_of(size);
+            divides.then(|| vec![out, elements / size])
+        }
+    }
+}
+
+/// Quantizes a weight `[out, in, ..]` of finite `f32` or `bf16`. Every operation rounds to that type, as in the graph.
+///
+/// # Errors
+/// When values are infinite, groups do not divide the input features, or the format is none of symmetric int8 rounded
+/// to nearest.
+pub fn quantize_weight(
+    weight: &HostTensor,
+    format: TensorFormat,
+) -> Result<QuantizedWeight, WeightQuantError> {
+    let dtype = weight.shape.dtype;
+    let is_known = format.element == DType::S8
+        && !format.zero_point
+        && format.rounding == Rounding::NearestEven;
+    match dtype {
+        DType::BF16 if is_known => quantized::<[u8; 2]>(weight, format),
+        DType::F32 if is_known => quantized::<[u8; 4]>(weight, format),
+        _ => Err(WeightQuantError::Unsupported { dtype }),
+    }
+}
+
+/// One element of a weight, little-endian.
+trait Element: Copy + Sync {
+    fn all(data: &[u8]) -> &[Self];
+    fn value(self) -> f32;
+    /// The nearest value of this type.
+    fn rounded(value: f32) -> f32;
+    /// The elements of values of this type.
+    fn bytes(values: &[f32]) -> Vec<u8>;
+}
+
+/// `f32`
+impl Element for [u8; 4] {
+    fn all(data: &[u8]) -> &[Self] {
+        data.as_chunks().0
+    }
+    fn value(self) -> f32 {
+        f32::from_le_bytes(self)
+    }
+    fn rounded(value: f32) -> f32 {
+        value
+    }
+    fn bytes(values: &[f32]) -> Vec<u8> {
+        values.iter().flat_map(|v| v.to_le_bytes()).collect()
+    }
+}
+
+/// `bf16`
+impl Element for [u8; 2] {
+    fn all(data: &[u8]) -> &[Self] {
+        data.as_chunks().0
+    }
+    fn value(self) -> f32 {
+        f32::from_bits(u32::from(u16::from_le_bytes(self)) << 16)
+    }
+    /// Of a number that is not NaN.
+    fn rounded(value: f32) -> f32 {
+        let bits = value.to_bits();
+        let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1));
+        f32::from_bits(rounded & 0xffff_0000)
+    }
+    fn bytes(values: &[f32]) -> Vec<u8> {
+        let halves = values.iter().map(|v| (v.to_bits() >> 16) as u16);
+        halves.flat_map(u16::to_le_bytes).collect()
+    }
+}
+
+/// Sums over a part of a weight.
+#[derive(Clone, Copy, Default)]
+struct Sums {
+    signal: f64,
+    noise: f64,
+}
+
+impl Sums {
+    fn add(self, other: Sums) -> Sums {
+        Sums {
+            signal: self.signal + other.signal,
+            noise: self.noise + other.noise,
+        }
+    }
+}
+
+fn quantized<T: Element>(
+    weight: &HostTensor,
+    format: TensorFormat,
+) -> Result<QuantizedWeight, WeightQuantError> {
+    let Shape { dtype, dims } = &weight.shape;
+    let scale_dims = scale_dims(dims, format.granularity).ok_or(match format.granularity {
+        Granularity::Group(group) if dims.len() > 1 => WeightQuantError::Group {
+            elements: dims[1],
+            group,
+        },
+        _ => WeightQuantError::Scalar,
+    })?;
+    let count: usize = scale_dims.iter().product();
+    let elements = T::all(&weight.data);
+    let run = (elements.len() / count.max(1)).max(1);
+    let mut values = vec![0; elements.len()];
+    let mut scales = vec![0.0; count];
+    let sums = match count {
+        // One scale for many elements.
+        1 => {
+            let parts = elements.par_chunks(TASK);
+            let absmax = parts.map(absmax).reduce(|| 0.0, f32::max);
+            let rounding = RunRounding::new::<T>(absmax, format.convention);
+            scales[0] = rounding.scale;
+            let parts = values.par_chunks_mut(TASK).zip(elements.par_chunks(TASK));
+            let sums = parts.map(|(out, elements)| rounding.run(elements, out));
+            sums.reduce(Sums::default, Sums::add)
+        }
+        _ => {
+            let runs = (TASK / run).max(1);
+            let parts = values.par_chunks_mut(runs * run);
+            let parts = parts.zip(elements.par_chunks(runs * run));
+            let parts = parts.zip(scales.par_chunks_mut(runs));
+            let sums = parts.map(|((out, elements), scales)| {
+                let runs = out.chunks_mut(run).zip(elements.chunks(run));
+                runs.zip(scales)
+                    .map(|((out, elements), scale)| {
+                        let rounding = RunRounding::new::<T>(absmax(elements), format.convention);
+                        *scale = rounding.scale;
+                        rounding.run(elements, out)
+                    })
+                    .fold(Sums::default(), Sums::add)
+            });
+            sums.reduce(Sums::default, Sums::add)
+        }
+    };
+    if scales.iter().any(|scale| !scale.is_finite()) {
+        return Err(WeightQuantError::Overflow { dtype: *dtype });
+    }
+    let lowest = scales.iter().copied().fold(f32::INFINITY, f32::min);
+    let highest = scales.iter().copied().fold(0.0, f32::max);
+    Ok(QuantizedWeight {
+        values: HostTensor {
+            shape: weight.shape.with_dtype(format.element),
+            data: values,
+        },
+        scale: HostTensor {
+            shape: Shape::new(*dtype, scale_dims),
+            data: T::bytes(&scales),
+        },
+        scale_range: [lowest, highest],
+        signal: sums.signal,
+        noise: sums.noise,
+    })
+}
+
+/// The largest magnitude. Bits of numbers without sign have the numbers' order.
+fn absmax<T: Element>(elements: &[T]) -> f32 {
+    let bits = elements
+        .iter()
+        .map(|e| (e.value().to_bits() & 0x7fff_ffff) as i32);
+    f32::from_bits(bits.fold(0, i32::max) as u32)
+}
+
+/// How the elements that share a scale become integers.
+#[derive(Clone, Copy)]
+struct RunRounding {
+    convention: NumericsConvention,
+    scale: f32,
+    /// What elements are multiplied with.
+    inverse: f32,
+}
+
+impl RunRounding {
+    fn new<T: Element>(absmax: f32, convention: NumericsConvention) -> RunRounding {
+        const HALF_RANGE: f32 = 127.5;
+        // The square root of the smallest normal number, of bf16 as of f32.
+        let smallest = f32::MIN_POSITIVE.sqrt();
+        let range = match convention {
+            NumericsConvention::Aqt if absmax == 0.0 => 1.0,
+            NumericsConvention::Aqt | NumericsConvention::Qwix => absmax,
+        };
+        let scale = T::rounded(range * HALF_RANGE.recip());
+        let (scale, inverse) = match convention {
+            NumericsConvention::Aqt => match T::rounded(scale.recip()) {
+                f32::INFINITY => (scale, 1.0),
+                inverse => (scale, inverse),
+            },
+            NumericsConvention::Qwix if scale < smallest => (1.0, 1.0),
+            NumericsConvention::Qwix => (scale, scale.recip()),
+        };
+        RunRounding {
+            convention,
+            scale,
+            inverse,
+        }
+    }
+
+    /// Quantizes elements of this scale.
+    fn run<T: Element>(self, elements: &[T], out: &mut [u8]) -> Sums {
+        let parts = elements.chunks(SUMMED).zip(out.chunks_mut(SUMMED));
+        let sums = parts.map(|(elements, out)| match self.convention {
+            NumericsConvention::Aqt => {
+                self.part(elements, out, |y| nearest_even(y.clamp(-127.0, 127.0)))
+            }
+            NumericsConvention::Qwix => {
+                self.part(elements, out, |y| nearest_even(y).clamp(-128.0, 127.0))
+            }
+        });
+        sums.fold(Sums::default(), Sums::add)
+    }
+
+    fn part<T: Element>(self, elements: &[T], out: &mut [u8], round: impl Fn(f32) -> f32) -> Sums {
+        let (mut signal, mut noise) = ([0.0; LANES], [0.0; LANES]);
+        let one = |element: T, out: &mut u8, signal: &mut f32, noise: &mut f32| {
+            let x = element.value();
+            let y = round(T::rounded(x * self.inverse));
+            // The integer is in the lowest byte of a number so large that it has no fraction.
+            *out = (y + WHOLE).to_bits() as u8;
+            let error = x - y * self.scale;
+            *signal += x * x;
+            *noise += error * error;
+        };
+        let (whole, rest) = elements.as_chunks::<LANES>();
+        let (whole_out, rest_out) = out.as_chunks_mut::<LANES>();
+        for (elements, out) in whole.iter().zip(whole_out) {
+            for i in 0..LANES {
+                one(elements[i], &mut out[i], &mut signal[i], &mut noise[i]);
+            }
+        }
+        for (i, (element, out)) in rest.iter().zip(rest_out).enumerate() {
+            one(*element, out, &mut signal[i], &mut noise[i]);
+        }
+        let sum = |lanes: [f32; LANES]| lanes.into_iter().map(f64::from).sum();
+        Sums {
+            signal: sum(signal),
+            noise: sum(noise),
+        }
+    }
+}
+
+/// 1.5 * 2^23: numbers near it are whole.
+const WHOLE: f32 = 12_582_912.0;
+
+/// The nearest whole number, ties to even, of a magnitude below 2^22. Two additions are vectorized on every processor,
+/// `f32::round_ties_even` is not.
+fn nearest_even(y: f32) -> f32 {
+    (y + WHOLE) - WHOLE
+}

@@ -1,0 +1,68 @@
+//! How a checkpoint stores its weights, where only its description is read.
+
+use std::path::Path;
+
+use crate::config::{self, Config};
+use crate::quant::Policy;
+use crate::topology::{Chip, Format};
+use crate::weights::quantized::Quantization;
+
+use super::formats::policy_of_checkpoint;
+use super::model::is_described;
+use super::{Notice, Notify, RecipeError};
+
+/// How the checkpoint that the configuration names stores its UNet's weights, by its `config.json` alone; `None` for
+/// float weights, and for a model that is not described here.
+fn described_quantization(config: &Config) -> Result<Option<Quantization>, RecipeError> {
+    if !is_described(config) {
+        return Ok(None);
+    }
+    let place = config.unet_config_place();
+    let fields = config.unet_config_json()?;
+    Quantization::of_config(Path::new(&place), &fields).map_err(RecipeError::failed)
+}
+
+/// [`policy_of_checkpoint`] for the checkpoint that the configuration names, whose weights need not be here.
+///
+/// # Errors
+/// As [`policy_of_checkpoint`], and when the description is none that is read here.
+pub fn described_policy(
+    config: &Config,
+    float_layers: &[&str],
+) -> Result<Option<Policy>, RecipeError> {
+    let stored = described_quantization(config)?;
+    let place = config.unet_config_place();
+    policy_of_checkpoint(config, stored.as_ref(), Path::new(&place), float_layers)
+}
+
+/// Refuses a quantization the chip has no units for, and tells of one that gains no time there.
+///
+/// # Errors
+/// Names the format and the chip.
+pub fn check_formats(
+    config: &Config,
+    chip: Chip,
+    notify: &mut Notify<'_>,
+) -> Result<(), RecipeError> {
+    let mode = match (config.quantization, described_quantization(config)?) {
+        (config::Quantization::Off, Some(stored)) if stored.activations.is_some() => {
+            config::Quantization::Int8
+        }
+        (mode, _) => mode,
+    };
+    match mode {
+        // Integers of weights alone are multiplied in the activations' type.
+        config::Quantization::Off | config::Quantization::Int8W8A16 => Ok(()),
+        config::Quantization::Int8 => {
+            let speedup = chip
+                .speedup(Format::Int8)
+                .map_err(|e| RecipeError::Usage(format!("quantization=int8: {e}")))?;
+            if speedup <= 1.0 {
+                notify(Notice::Warning(&format!(
+                    "quantization=int8 saves memory but no time on {chip}: int8 runs at the rate of bf16 there"
+                )));
+            }
+            Ok(())
+        }
+    }
+}

@@ -1,0 +1,237 @@
+//! Quantizing a published model's weights, from file to file.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+use crate::config::{Config, ModelConfig};
+use crate::dtype::DType;
+use crate::graph::{Builder, Graph, Range, TensorFormat};
+use crate::hub::RepoId;
+use crate::models::unet::{self, UNet2DConditionConfig};
+use crate::models::{Family, Part};
+use crate::nn::Remat;
+use crate::quant::{Action, Decision, Policy, Rule, StoredFormats, annotate};
+use crate::weights::match_parameters;
+use crate::weights::quantized::{Quantization, weight_name};
+use crate::weights::source::{
+    ModelSource, QuantizedTensor, SourceError, UNetQuantization, WrittenPart,
+};
+
+use super::source::find_model;
+use super::{CLIP_TOKENS, Notify, RecipeError, policy, precision};
+
+/// What [`quantize`] did.
+#[derive(Debug)]
+pub struct QuantizeReport {
+    /// The model that was quantized.
+    pub source: PathBuf,
+    pub family: Family,
+    /// How the result is stored.
+    pub stored: Quantization,
+    pub parts: Vec<WrittenPart>,
+    /// Every quantized tensor, by the names of layers.
+    pub tensors: Vec<QuantizedTensor>,
+    /// The rules in the order in which they are asked.
+    pub rules: Vec<RuleMatch>,
+    /// Dots and convolutions of the UNet, those of two activations included.
+    pub contractions: usize,
+    /// Weights of the UNet, as single numbers.
+    pub parameters: usize,
+}
+
+/// The layers that a rule decided.
+#[derive(Clone, Debug)]
+pub struct RuleMatch {
+    pub pattern: String,
+    pub action: Action,
+    pub layers: Vec<String>,
+    /// Numbers in their weights.
+    pub parameters: usize,
+}
+
+impl QuantizeReport {
+    /// Numbers in the weights that were quantized.
+    pub fn quantized_parameters(&self) -> usize {
+        let sizes = self
+            .tensors
+            .iter()
+            .map(|t| t.dims.iter().product::<usize>());
+        sizes.sum()
+    }
+
+    /// Bits of a quantized weight, with its share of the scales.
+    pub fn bits_of_quantized(&self) -> f64 {
+        let bytes: u64 = self.tensors.iter().map(|t| t.bytes).sum();
+        8.0 * bytes as f64 / self.quantized_parameters() as f64
+    }
+
+    /// Bits of a weight of the whole UNet.
+    pub fn bits_of_unet(&self) -> f64 {
+        let unet = self.parts.iter().find(|written| written.part == Part::Unet);
+        8.0 * unet.map_or(0, |unet| unet.bytes) as f64 / self.parameters as f64
+    }
+}
+
+/// Checks what the configuration alone says of quantizing.
+///
+/// # Errors
+/// When there is no mode, or a key contradicts it.
+pub fn check_quantize(config: &Config) -> Result<(), RecipeError> {
+    if config.unet_config.0 != ModelConfig::Unset {
+        return Err(RecipeError::Usage(
+            "unet_config: `quantize` takes published models, which have a UNet of their own; leave it out, and name the model \
+             with pretrained_model_name_or_path"
+                .to_owned(),
+        ));
+    }
+    let name = &config.pretrained_model_name_or_path;
+    if !Path::new(name).exists() && RepoId::parse(name).is_none() {
+        return Err(RecipeError::Usage(format!(
+            "pretrained_model_name_or_path='{name}' is neither a file or folder here nor a repository's name \
+             (organization/name)"
+        )));
+    }
+    weight_policy(config, &[]).map(drop)
+}
+
+/// The policy that decides which weights are quantized.
+fn weight_policy(config: &Config, float_layers: &[&str]) -> Result<Policy, RecipeError> {
+    let policy = policy(config, float_layers, 0)?.ok_or_else(|| {
+        RecipeError::Usage(
+            "quantization is not set, so nothing would be quantized; give quantization=int8_w8a16, or quantization=int8 to \
+             compute in int8 as well"
+                .to_owned(),
+        )
+    })?;
+    match policy.activations {
+        false => Ok(policy),
+        true => Err(RecipeError::Usage(
+            "quantization=int8 use_qwix_quantization=True also quantizes products of two activations, for which a checkpoint \
+             stores nothing; give quantization=int8_w8a16, or leave use_qwix_quantization out"
+                .to_owned(),
+        )),
+    }
+}
+
+/// Quantizes the UNet of the model that `pretrained_model_name_or_path` names, and writes the model to the new folder
+/// `output` in diffusers' layout. `observe` takes how many bytes of how many are written, from 0 on.
+///
+/// A tensor at a time is in memory, and some that are read ahead. The folder appears when it is complete; after an
+/// error there is none. `recipe_file` is the file that the configuration was read from.
+///
+/// # Errors
+/// When there is no such model, it is quantized already, a rule matches nothing, a weight is not finite, or a file cannot
+/// be read or written.
+pub fn quantize(
+    config: &Config,
+    recipe_file: &Path,
+    output: &Path,
+    notify: &mut Notify<'_>,
+    observe: &mut dyn FnMut(u64, u64),
+) -> Result<QuantizeReport, RecipeError> {
+    check_quantize(config)?;
+    let (source, _) = find_model(config, recipe_file, notify)?;
+    let unet = source.component(Part::Unet).map_err(RecipeError::failed)?;
+    if unet.checkpoint.quantization().is_some() {
+        let path = unet.checkpoint.path().to_owned();
+        return Err(RecipeError::failed(SourceError::QuantizedAlready { path }));
+    }
+    let float_layers = source.family.spec().int8_float_layers;
+    let policy = weight_policy(config, float_layers)?;
+    let (graph, decisions) = decisions(config, &source, &policy)?;
+    let weights: Vec<(&str, &[usize])> = graph
+        .weights()
+        .map(|(_, weight)| (weight.key(), weight.shape.dims.as_slice()))
+        .collect();
+    match_parameters(&weights, &unet.checkpoint).map_err(RecipeError::failed)?;
+    let sizes: HashMap<&str, usize> = weights
+        .iter()
+        .map(|(key, dims)| (*key, dims.iter().product()))
+        .collect();
+    let stored = stored(config, &policy, &decisions);
+    let quantization = UNetQuantization {
+        stored: stored.clone(),
+        weights_dtype: config.weights_dtype.into(),
+    };
+    let (parts, tensors) = source
+        .write_quantized(output, &quantization, observe)
+        .map_err(RecipeError::failed)?;
+    Ok(QuantizeReport {
+        family: source.family,
+        stored,
+        parts,
+        tensors,
+        rules: rule_matches(&policy, &decisions, &sizes),
+        contractions: decisions.len(),
+        parameters: sizes.values().sum(),
+        source: source.path,
+    })
+}
+
+/// The UNet for one small sample, and what the policy's rules decide for its contractions.
+fn decisions(
+    config: &Config,
+    source: &ModelSource,
+    policy: &Policy,
+) -> Result<(Graph, Vec<Decision>), RecipeError> {
+    let place = source.config_path(Part::Unet);
+    let mut fields = source
+        .component(Part::Unet)
+        .map_err(RecipeError::failed)?
+        .config
+        .clone();
+    if let Some(groups) = config.norm_num_groups {
+        fields.insert("norm_num_groups".to_owned(), groups.into());
+    }
+    let unet_config =
+        UNet2DConditionConfig::from_map(fields).map_err(RecipeError::at(place.display()))?;
+    let side = unet_config.spatial_multiple();
+    let b = Builder::new();
+    let dims = [1, side, side, CLIP_TOKENS];
+    let inputs =
+        unet::declare_inputs(&b, &unet_config, dims, DType::F32).map_err(RecipeError::usage)?;
+    let sample = unet::unet(&b, &unet_config, inputs, precision(config), Remat::None)
+        .map_err(RecipeError::usage)?;
+    b.output(unet::names::SAMPLE, sample, None)
+        .map_err(RecipeError::usage)?;
+    let decisions = annotate(&b, policy).map_err(RecipeError::usage)?;
+    Ok((b.finish(), decisions))
+}
+
+/// The formats in which the decisions have weights stored.
+fn stored(config: &Config, policy: &Policy, decisions: &[Decision]) -> Quantization {
+    let mut weights = StoredFormats::new();
+    if let Some(weight) = policy.formats.weight {
+        let format = TensorFormat {
+            range: Range::Stored(config.activations_dtype.into()),
+            ..weight
+        };
+        let quantized = decisions.iter().filter(|decision| decision.quantized);
+        weights.extend(quantized.map(|decision| (decision.path.clone(), format)));
+    }
+    Quantization {
+        weights,
+        activations: policy.formats.activation,
+    }
+}
+
+/// What each rule decided; `sizes` has the numbers in each weight.
+fn rule_matches(
+    policy: &Policy,
+    decisions: &[Decision],
+    sizes: &HashMap<&str, usize>,
+) -> Vec<RuleMatch> {
+    let of = |rule: &Rule| {
+        let decided = decisions.iter();
+        let decided = decided.filter(|d| d.rule.as_deref() == Some(rule.pattern()));
+        let layers: Vec<String> = decided.map(|d| d.path.clone()).collect();
+        let size = |layer: &String| sizes.get(weight_name(layer).as_str()).copied();
+        RuleMatch {
+            pattern: rule.pattern().to_owned(),
+            action: rule.action(),
+            parameters: layers.iter().filter_map(size).sum(),
+            layers,
+        }
+    };
+    policy.rules.iter().map(of).collect()
+}
