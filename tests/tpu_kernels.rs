@@ -8,7 +8,8 @@ use maxdiff::host_tensor::HostTensor;
 use maxdiff::kernels::{Case, Layer};
 use maxdiff::lowering::Traced;
 use maxdiff::nn::{
-    Attention, Linear, Precision, attention, gated_gelu, layer_norm, linear as linear_layer,
+    Attention, Conv2d, Linear, Precision, attention, conv2d, gated_gelu, layer_norm,
+    linear as linear_layer,
 };
 use maxdiff::pjrt::{CompileOptions, Topology};
 use maxdiff::quant::{Policy, lower};
@@ -164,7 +165,8 @@ fn convolution(dims: [usize; 5]) -> Graph {
 
 #[test]
 fn an_int8_convolution_is_its_body() {
-    // One block; several images, channels that fill no register; several blocks of rows, several of outputs.
+    // One block; several images, channels that fill no register; several blocks of rows, several of outputs. Each with
+    // the kernel that finds the ranges of the images.
     let cases = [
         [1, 2, 32, 8, 16],
         [3, 3, 32, 20, 30],
@@ -174,7 +176,7 @@ fn an_int8_convolution_is_its_body() {
     for case in cases {
         let graph = convolution(case);
         let kernel = claim(&graph, true).unwrap();
-        assert_eq!(calls(&kernel), 1, "{case:?}");
+        assert_eq!(calls(&kernel), 2, "{case:?}");
         let mut inputs = inputs(&graph);
         let mut x = inputs[0].to_f64_vec().unwrap();
         if case[0] > 1 {
@@ -194,18 +196,43 @@ fn an_int8_convolution_is_its_body() {
 
 #[test]
 fn convolutions_that_the_kernel_does_not_compute_stay() {
-    // Rows of pixels that fill no tile.
-    for case in [[1, 4, 40, 8, 8], [1, 4, 8, 8, 8]] {
-        assert_eq!(
-            calls(&claim(&convolution(case), true).unwrap()),
-            0,
-            "{case:?}"
-        );
+    // Rows of pixels that fill no tile, whose ranges are found all the same where all together fill tiles; a chip without
+    // int8.
+    let cases = [
+        ([1, 4, 40, 8, 8], true, 1),
+        ([1, 3, 40, 8, 8], true, 0),
+        ([1, 4, 32, 8, 8], false, 0),
+    ];
+    for (case, int8, ranges) in cases {
+        let kernel = claim(&convolution(case), int8).unwrap();
+        assert_eq!(calls(&kernel), ranges, "{case:?}");
     }
-    assert_eq!(
-        calls(&claim(&convolution([1, 4, 32, 8, 8]), false).unwrap()),
-        0
-    );
+}
+
+#[test]
+fn a_convolution_takes_the_sum_that_follows_it() {
+    let b = Builder::new();
+    let shape = Shape::new(DType::BF16, [2, 4, 32, 24]);
+    let x = b.input("x", shape, &[]).unwrap();
+    let precision = Precision {
+        weights: DType::BF16,
+        activations: DType::BF16,
+    };
+    let m = b.root("m");
+    let conv = |name: &str| conv2d(&m.scope(name), x, Conv2d::same(24, 3), precision).unwrap();
+    let two = b.add(conv("one"), conv("two")).unwrap();
+    let y = b.add(conv("three"), b.add(x, two).unwrap()).unwrap();
+    b.output("y", y, None).unwrap();
+    let policy = Policy::aqt_int8("m/", 1, Vec::new(), &[]).unwrap();
+    let traced = Traced::new("layer", b.finish());
+    let graph = lower(&traced.quantized(Some(&policy)).unwrap().graph).unwrap();
+    let kernel = claim(&graph, true).unwrap();
+    let nodes = kernel.nodes.iter().zip(kernel.live_nodes());
+    let is_sum = |op: &Op| matches!(op, Op::Binary(Binary::Add));
+    let left = nodes.filter(|(node, live)| *live && is_sum(&node.op));
+    // Each convolution with its range; what is left is `x + two`.
+    assert_eq!((calls(&kernel), left.count()), (6, 1));
+    assert_eq!(distance(&graph, &kernel), 0.0);
 }
 
 /// An int8 layer of 32 outputs, and what follows it.
@@ -342,7 +369,7 @@ fn every_chip_takes_the_kernels() {
         let count = products
             .iter()
             .map(|graph| calls(&backend.claim(graph).unwrap()));
-        assert_eq!(count.sum::<usize>(), if int8 { 4 } else { 0 }, "{name}");
+        assert_eq!(count.sum::<usize>(), if int8 { 5 } else { 0 }, "{name}");
         let graphs = products.iter().filter(|_| int8).chain([&attention]);
         for (i, graph) in graphs.enumerate() {
             let claimed = backend.claim(graph).unwrap();
@@ -353,7 +380,7 @@ fn every_chip_takes_the_kernels() {
             let hlo = hlo.optimized_hlo().unwrap();
             let instructions = hlo.computations.iter().flat_map(|c| &c.instructions);
             let kernels = instructions.filter(|i| i.custom_call_target == "tpu_custom_call");
-            assert_eq!(kernels.count(), 1, "{name}, program {i}");
+            assert_eq!(kernels.count(), calls(&claimed), "{name}, program {i}");
         }
     }
 }

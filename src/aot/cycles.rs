@@ -23,8 +23,13 @@ use serde_json::Value;
 use crate::report::{KernelCall, KernelCycles};
 use crate::topology::{Accelerator, Chip, Format};
 
-/// Of a grid, no more steps are simulated than take about this many cycles at the chip's peak rates.
-const MOST_CYCLES: f64 = 30_000.0;
+/// Of a grid, no more steps of the outer dimensions are simulated than take about this many cycles at the chip's peak
+/// rates, but at least one, and once more another.
+const MOST_CYCLES: f64 = 10_000.0;
+
+/// If all steps of the last dimension take more than this, some of them are simulated. Of an attention's eight, two
+/// said 8 % less than all.
+const MOST_CYCLES_OF_LAST: f64 = 100_000.0;
 
 /// What libtpu is told in the child process.
 const FLAG: &str = "--xla_jf_dump_static_llo_profile_to";
@@ -70,28 +75,32 @@ impl Simulator {
         let peak = chip.peak(format).unwrap_or(f64::INFINITY);
         let product_cycles = call.flops as f64 / peak * clock;
         let hbm_cycles = call.bytes as f64 / chip.hbm_bytes_per_second() as f64 * clock;
-        let least = product_cycles.max(hbm_cycles);
-        let mut most = MOST_CYCLES;
-        let part = shortened(&call.configuration, least, most);
-        let mut more = part.clone();
-        while part.share < 1.0 && more.share == part.share {
-            most *= 2.0;
-            more = shortened(&call.configuration, least, most);
-        }
-        let simulate = |part: &Part| {
-            let cycles = self.simulate(chip, &module(call, &part.configuration));
-            cycles.map(|cycles| cycles as f64)
+        let simulate = |part: Option<&Grid>| {
+            let configuration = part.and_then(|part| with_grid(&call.configuration, part));
+            let configuration = configuration.as_deref().unwrap_or(&call.configuration);
+            let cycles = self.simulate(chip, &module(call, configuration))?;
+            Ok::<f64, SimulationError>(cycles as f64)
         };
-        let mut cycles = simulate(&more)?;
-        if more.share < 1.0 {
-            let slope = (cycles - simulate(&part)?) / (more.share - part.share);
-            cycles += slope * (1.0 - more.share);
-        }
+        let whole = grid_of(&call.configuration);
+        let parts = whole.and_then(|whole| {
+            let parts = whole.parts(product_cycles.max(hbm_cycles))?;
+            Some((whole, parts))
+        });
+        let (cycles, simulated_share) = match parts {
+            None => (simulate(None)?, 1.0),
+            Some((whole, parts)) => {
+                let times = parts.iter().map(|part| simulate(Some(part)));
+                let times: Vec<f64> = times.collect::<Result<_, _>>()?;
+                let most = parts.iter().map(Grid::steps).max().unwrap_or(1);
+                let share = most as f64 / whole.steps() as f64;
+                (whole.extrapolated(&parts, &times), share)
+            }
+        };
         Ok(KernelCycles {
             cycles: cycles.max(hbm_cycles) as u64,
             hbm_cycles: hbm_cycles as u64,
             product_cycles: product_cycles as u64,
-            simulated_share: more.share,
+            simulated_share,
         })
     }
 
@@ -154,57 +163,129 @@ fn cycles_of(text: &str) -> Option<u64> {
     Some(number("estimated_cycles")? * number("num_equivalent_hlos").unwrap_or(1))
 }
 
-/// A kernel with some steps of its grid.
+/// The steps of a kernel: those of the grid's outer dimensions, and of the last one, whose steps share work.
 #[derive(Clone, Debug, PartialEq)]
-struct Part {
-    configuration: String,
-    /// The share of the whole grid's steps.
-    share: f64,
+struct Grid {
+    outer: Vec<u64>,
+    last: u64,
 }
 
-/// The kernel with fewer steps in its grid's outer dimensions, which take about `most` cycles if the whole takes
-/// `cycles`. The last dimension stays whole: kernels share work between its steps.
-fn shortened(configuration: &str, cycles: f64, most: f64) -> Part {
-    static BOUNDS: LazyLock<Option<Regex>> =
-        LazyLock::new(|| Regex::new(r"iteration_bounds = array<i64: ([0-9, ]+)>").ok());
-    let whole = Part {
-        configuration: configuration.to_owned(),
-        share: 1.0,
-    };
-    let Ok(mut value) = serde_json::from_str::<Value>(configuration) else {
-        return whole;
-    };
-    let body = &mut value["custom_call_config"]["body"];
-    let text = body.as_str().and_then(|body| STANDARD.decode(body).ok());
-    let Some(text) = text.and_then(|text| String::from_utf8(text).ok()) else {
-        return whole;
-    };
-    let Some(found) = BOUNDS.as_ref().and_then(|bounds| bounds.captures(&text)) else {
-        return whole;
-    };
-    let bounds = found[1].split(',').map(|bound| bound.trim().parse::<u64>());
-    let Ok(mut bounds) = bounds.collect::<Result<Vec<u64>, _>>() else {
-        return whole;
-    };
-    let mut scale = 1.0;
-    let outer = bounds.len().saturating_sub(1);
-    for bound in &mut bounds[..outer] {
-        let steps = (*bound as f64 * most * scale / cycles) as u64;
-        let steps = steps.clamp(1, *bound);
-        scale *= *bound as f64 / steps as f64;
-        *bound = steps;
+impl Grid {
+    fn steps(&self) -> u64 {
+        self.outer_steps() * self.last
     }
-    let bounds: Vec<String> = bounds.iter().map(ToString::to_string).collect();
-    let shorter = text.replacen(
-        &found[0],
-        &format!("iteration_bounds = array<i64: {}>", bounds.join(", ")),
-        1,
-    );
-    *body = Value::String(STANDARD.encode(shorter));
-    Part {
-        configuration: value.to_string(),
-        share: 1.0 / scale,
+
+    fn outer_steps(&self) -> u64 {
+        self.outer.iter().product()
     }
+
+    /// The parts that are simulated in place of the whole, which takes `cycles` at least: a small one and others that
+    /// have more steps, from which [`Grid::extrapolated`] tells what a step takes. `None` where that is the whole.
+    fn parts(&self, cycles: f64) -> Option<Vec<Grid>> {
+        if cycles <= MOST_CYCLES {
+            return None;
+        }
+        let with = |steps: f64, last: u64| {
+            // From the outermost dimension inwards.
+            let mut left = self.outer_steps() as f64 / steps;
+            let outer = self.outer.iter().map(|bound| {
+                let kept = (*bound as f64 / left) as u64;
+                let kept = kept.clamp(1, *bound);
+                left /= *bound as f64 / kept as f64;
+                kept
+            });
+            Grid {
+                outer: outer.collect(),
+                last,
+            }
+        };
+        let outer_cycles = cycles / self.outer_steps() as f64;
+        let parts = if outer_cycles <= MOST_CYCLES_OF_LAST {
+            let mut steps = (MOST_CYCLES / outer_cycles).max(1.0);
+            let part = with(steps, self.last);
+            let mut more = part.clone();
+            while more == part && more != *self {
+                steps *= 2.0;
+                more = with(steps, self.last);
+            }
+            vec![part, more]
+        } else {
+            let sizes = [(1.0, 1), (1.0, 2), (2.0, 1)];
+            sizes.map(|(steps, last)| with(steps, last)).to_vec()
+        };
+        let fits = |part: &Grid| part.last <= self.last && part.outer_steps() <= self.outer_steps();
+        let mut fitting: Vec<Grid> = Vec::new();
+        for part in parts.into_iter().filter(fits) {
+            if !fitting.contains(&part) {
+                fitting.push(part);
+            }
+        }
+        (fitting.last() != Some(self) && !fitting.contains(self)).then_some(fitting)
+    }
+
+    /// What the whole takes if `parts` take `times`: `start + outer steps * (each + last steps * step)`. What the parts
+    /// do not tell counts as part of a step.
+    fn extrapolated(&self, parts: &[Grid], times: &[f64]) -> f64 {
+        let Some((first, first_time)) = parts.first().zip(times.first()) else {
+            return 0.0;
+        };
+        let others = || parts[1..].iter().zip(&times[1..]);
+        // What another step of the last dimension takes, in each step of the others.
+        let step = others()
+            .find(|(part, _)| part.last > first.last)
+            .map(|(part, time)| {
+                (time - first_time) / ((part.last - first.last) * first.outer_steps()) as f64
+            });
+        let more_outer = others().find(|(part, _)| part.outer_steps() > first.outer_steps());
+        // What another step of the outer dimensions takes, with as many of the last as in the first part.
+        let outer_step = match more_outer {
+            Some((part, time)) => {
+                (time - first_time) / (part.outer_steps() - first.outer_steps()) as f64
+            }
+            None => first_time / first.outer_steps() as f64,
+        };
+        let start = first_time - outer_step * first.outer_steps() as f64;
+        let missing = (self.last - first.last) as f64;
+        let missing = match step {
+            Some(step) => missing * step,
+            None => missing * outer_step / first.last as f64,
+        };
+        start + self.outer_steps() as f64 * (outer_step + missing)
+    }
+}
+
+static BOUNDS: LazyLock<Option<Regex>> =
+    LazyLock::new(|| Regex::new(r"iteration_bounds = array<i64: ([0-9, ]+)>").ok());
+
+/// The text of the kernel in a call's configuration.
+fn kernel_text(configuration: &Value) -> Option<String> {
+    let body = configuration["custom_call_config"]["body"].as_str()?;
+    String::from_utf8(STANDARD.decode(body).ok()?).ok()
+}
+
+/// The grid of the kernel in a call's configuration. `None` where it is not one of this program.
+fn grid_of(configuration: &str) -> Option<Grid> {
+    let text = kernel_text(&serde_json::from_str(configuration).ok()?)?;
+    let found = BOUNDS.as_ref()?.captures(&text)?;
+    let bounds = found[1].split(',').map(|bound| bound.trim().parse().ok());
+    let bounds: Vec<u64> = bounds.collect::<Option<_>>()?;
+    let (last, outer) = bounds.split_last()?;
+    Some(Grid {
+        outer: outer.to_vec(),
+        last: *last,
+    })
+}
+
+/// The kernel of a call's configuration with another grid.
+fn with_grid(configuration: &str, grid: &Grid) -> Option<String> {
+    let mut value: Value = serde_json::from_str(configuration).ok()?;
+    let text = kernel_text(&value)?;
+    let bounds = grid.outer.iter().chain([&grid.last]);
+    let bounds: Vec<String> = bounds.map(ToString::to_string).collect();
+    let bounds = format!("iteration_bounds = array<i64: {}>", bounds.join(", "));
+    let text = BOUNDS.as_ref()?.replacen(&text, 1, bounds.as_str());
+    value["custom_call_config"]["body"] = Value::String(STANDARD.encode(text.as_bytes()));
+    Some(value.to_string())
 }
 
 /// A StableHLO module of one call.
@@ -255,22 +336,68 @@ mod tests {
         serde_json::json!({"custom_call_config": {"body": STANDARD.encode(text)}}).to_string()
     }
 
+    fn grid(outer: &[u64], last: u64) -> Grid {
+        Grid {
+            outer: outer.to_vec(),
+            last,
+        }
+    }
+
+    #[test]
+    fn grids_are_read_and_replaced() {
+        let of = |bounds| grid_of(&configuration(bounds));
+        assert_eq!(of("2, 5, 8"), Some(grid(&[2, 5], 8)));
+        assert_eq!(of("64"), Some(grid(&[], 64)));
+        let other = r#"{"custom_call_config":{"body":"not ours"}}"#;
+        assert_eq!(grid_of(other), None);
+        let replaced = with_grid(&configuration("2, 5, 8"), &grid(&[1, 3], 2));
+        assert_eq!(replaced, Some(configuration("1, 3, 2")));
+    }
+
     #[test]
     fn a_grid_is_shortened_from_outside() {
-        let of = |bounds, cycles| shortened(&configuration(bounds), cycles, 30_000.0);
-        let part = |bounds, share| Part {
-            configuration: configuration(bounds),
-            share,
-        };
+        let parts = |whole: &Grid, cycles| whole.parts(cycles);
         // Small enough.
-        assert_eq!(of("2, 5, 8", 20_000.0), part("2, 5, 8", 1.0));
-        // 240,000 are 8 times what is simulated.
-        assert_eq!(of("2, 5, 8", 240_000.0), part("1, 1, 8", 0.1));
-        assert_eq!(of("8, 5", 60_000.0), part("4, 5", 0.5));
-        // The last dimension stays.
-        assert_eq!(of("64", 1e6), part("64", 1.0));
-        let other = r#"{"custom_call_config":{"body":"not ours"}}"#;
-        assert_eq!(shortened(other, 1e6, 30_000.0).share, 1.0);
+        assert_eq!(parts(&grid(&[2, 5], 8), 10_000.0), None);
+        // One of ten is more than is simulated at least.
+        let found = parts(&grid(&[2, 5], 8), 240_000.0).unwrap();
+        assert_eq!(found, [grid(&[1, 1], 8), grid(&[1, 2], 8)]);
+        let found = parts(&grid(&[8], 5), 40_000.0).unwrap();
+        assert_eq!(found, [grid(&[2], 5), grid(&[4], 5)]);
+        // Steps of the last dimension alone are more than that.
+        let found = parts(&grid(&[2, 1], 5), 250_000.0).unwrap();
+        assert_eq!(
+            found,
+            [grid(&[1, 1], 1), grid(&[1, 1], 2), grid(&[2, 1], 1)]
+        );
+        let found = parts(&grid(&[], 64), 1e6).unwrap();
+        assert_eq!(found, [grid(&[], 1), grid(&[], 2)]);
+        // No part is smaller than the whole.
+        assert_eq!(parts(&grid(&[1], 1), 1e6), None);
+        assert_eq!(parts(&grid(&[2], 1), 1e6), None);
+    }
+
+    #[test]
+    fn the_whole_is_extrapolated_from_its_parts() {
+        let time = |grid: &Grid| {
+            let outer = grid.outer_steps() as f64;
+            700.0 + outer * (90.0 + 11.0 * grid.last as f64)
+        };
+        for whole in [
+            grid(&[2, 5], 8),
+            grid(&[8], 5),
+            grid(&[1, 16], 5),
+            grid(&[], 9),
+        ] {
+            for cycles in [4e4, 2e5, 1e6] {
+                let Some(parts) = whole.parts(cycles) else {
+                    continue;
+                };
+                let times: Vec<f64> = parts.iter().map(time).collect();
+                let found = whole.extrapolated(&parts, &times);
+                assert!((found - time(&whole)).abs() < 1e-6, "{whole:?}: {found}");
+            }
+        }
     }
 
     #[test]

@@ -22,6 +22,7 @@ const BEHIND: usize = 2;
 const WEIGHTS: usize = 3;
 const INVERSE: usize = 4;
 const OF_COLUMNS: usize = 5;
+const RESIDUAL: usize = 6;
 /// Pixels and result's channels of a block, at most.
 const MOST_PIXELS: usize = 1024;
 const MOST_COLUMNS: usize = 1280;
@@ -32,12 +33,14 @@ const MOST_COLUMNS: usize = 1280;
 /// Operands: the image three times, `bf16[batch, height * width, inputs]`; the kernel `s8[1, 3 * outputs, 3 * padded
 /// inputs]`, for each block of [`Convolution::columns`] outputs the kernel's rows one after the other, and for each
 /// place in a row the inputs, with zeros up to [`Convolution::padded_inputs`]; the inverse scale `f32[batch, 1,
-/// inputs]`, the same for each; and `f32[batch, 3, outputs]`: the image's scale, the outputs' scales and biases. The
-/// result is `bf16[batch, height * width, outputs]`.
+/// inputs]`, the same for each; and `f32[batch, 3, outputs]`: the image's scale, the outputs' scales and biases. If
+/// `residual`, the last operand is of the result's shape and is added to the rounded result. The result is `bf16[batch,
+/// height * width, outputs]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Convolution {
     pub height: usize,
     pub width: usize,
+    pub residual: bool,
 }
 
 /// What a step computes: some rows of an image, some outputs.
@@ -172,7 +175,12 @@ impl Convolution {
             index: [Some(0), Some(1), several.then_some(2)],
             place: Place::Own,
         };
-        vec![x, before, behind, weights, inverse, of_columns, result]
+        let mut windows = vec![x, before, behind, weights, inverse, of_columns];
+        if self.residual {
+            windows.push(result);
+        }
+        windows.push(result);
+        windows
     }
 
     fn kernel(&self, block: Block, sizes: Sizes) -> Kernel {
@@ -215,7 +223,14 @@ impl Convolution {
         let y = k.mul(y, image_scale);
         let y = k.mul(y, scale);
         let y = k.add(y, bias);
-        let y = k.convert(y, DType::BF16);
+        let mut y = k.convert(y, DType::BF16);
+        if self.residual {
+            let first = k.row(0);
+            let residual = k.load(RESIDUAL, first, pixels);
+            let [wide, residual] = [y, residual].map(|x| k.convert(x, DType::F32));
+            let sum = k.add(wide, residual);
+            y = k.convert(sum, DType::BF16);
+        }
         k.store(y, 0);
     }
 
@@ -295,7 +310,7 @@ impl Convolution {
 
     /// The sizes that operands tell.
     fn sizes(&self, operands: &[&Shape]) -> Option<Sizes> {
-        let &[x, before, behind, weights, inverse, of_columns] = operands else {
+        let &[x, before, behind, _, _, of_columns, ..] = operands else {
             return None;
         };
         let sizes = Sizes {
@@ -303,22 +318,15 @@ impl Convolution {
             inputs: *x.dims.get(2)?,
             outputs: *of_columns.dims.get(2)?,
         };
-        let Sizes {
-            batch,
-            inputs,
-            outputs,
-        } = sizes;
-        let pixels = self.height * self.width;
-        let terms = SIDE * Convolution::padded_inputs(inputs);
-        let expected = [
-            Shape::new(DType::BF16, [batch, pixels, inputs]),
-            Shape::new(DType::S8, [1, SIDE * outputs, terms]),
-            Shape::new(DType::F32, [batch, 1, inputs]),
-            Shape::new(DType::F32, [batch, 3, outputs]),
-        ];
-        let found = [x, weights, inverse, of_columns];
+        let block = Block {
+            image_rows: 1,
+            columns: sizes.outputs,
+        };
+        let windows = self.windows(block, sizes);
+        let expected = windows[..windows.len() - 1].iter();
+        let expected = expected.map(|window| Shape::new(window.dtype, window.array));
         let same = [before, behind] == [x; 2];
-        (same && expected.iter().eq(found)).then_some(sizes)
+        (same && expected.eq(operands.iter().map(|shape| (*shape).clone()))).then_some(sizes)
     }
 }
 
@@ -356,11 +364,8 @@ impl CustomCall for Convolution {
             constraint(
                 "int8 convolution kernel",
                 format!(
-                    "{} are not an image of {} x {} pixels three times, its kernel, its inverse scale and \
-                     three rows of outputs, or no block fits the core's memory",
-                    found.join(", "),
-                    self.width,
-                    self.height
+                    "{} are not the operands of {self:?}, or no block fits the core's memory",
+                    found.join(", ")
                 ),
             )
         })?;

@@ -1,11 +1,13 @@
 //! The TPU compiler's backend: kernels of this program, as Mosaic text in the module that calls them.
 
+mod absmax;
 mod attention;
 mod claim;
 mod convolution;
 pub mod mosaic;
 mod product;
 
+pub use absmax::AbsMax;
 pub use attention::Attention;
 pub use claim::claim;
 pub use convolution::Convolution;

@@ -15,6 +15,7 @@ use super::super::convolution::SIDE;
 use super::{Claims, Result};
 
 /// A convolution of int8 with what belongs to it. Numbers are nodes.
+#[derive(Clone)]
 pub(super) struct Found {
     kernel: Convolution,
     /// The image, before it is quantized.
@@ -23,17 +24,33 @@ pub(super) struct Found {
     weights: u32,
     scale: u32,
     bias: Option<u32>,
+    residual: Option<u32>,
     /// The shape of the result.
     shape: Shape,
 }
 
 impl Claims<'_> {
-    /// The convolutions that the kernel takes, by the node whose value it gives.
-    pub(super) fn convolutions(&self) -> HashMap<usize, Found> {
+    /// The convolutions that the kernel takes, by the node whose value it gives. None takes a sum that `products` have.
+    pub(super) fn convolutions(
+        &self,
+        products: &HashMap<usize, super::Found>,
+    ) -> HashMap<usize, Found> {
         let nodes = 0..self.graph.nodes.len();
         let live = nodes.filter(|i| !self.users[*i].is_empty() && !self.of_weights[*i]);
-        live.filter_map(|i| self.rounded(i, self.convolution(i)?))
-            .collect()
+        let alone: HashMap<usize, Found> = live
+            .filter_map(|i| self.rounded(i, self.convolution(i)?))
+            .collect();
+        let with_sums = alone.iter().map(|(root, found)| {
+            let sum = self.with_sum(*root, found).filter(|(sum, with)| {
+                // Of two convolutions that are added, the later takes the other's result.
+                let other = with.residual.map(|other| other as usize);
+                let is_later =
+                    other.is_none_or(|other| other < *root || !alone.contains_key(&other));
+                is_later && !products.contains_key(sum)
+            });
+            sum.unwrap_or_else(|| (*root, found.clone()))
+        });
+        with_sums.collect()
     }
 
     /// Node `i` as a convolution of a quantized image with weights.
@@ -62,7 +79,11 @@ impl Claims<'_> {
         let outputs = *node.shape.dims.last()?;
         let types = [image.dtype, kernel.dtype, node.shape.dtype];
         let known = [weights, scale].map(|id| self.of_weights[id as usize]);
-        let found = Convolution { height, width };
+        let found = Convolution {
+            height,
+            width,
+            residual: false,
+        };
         let takes = **dims == three_by_three()
             && kernel.dims == [outputs, inputs, SIDE, SIDE]
             && types == [DType::BF16, DType::S8, DType::F32]
@@ -75,6 +96,7 @@ impl Claims<'_> {
             weights,
             scale,
             bias: None,
+            residual: None,
             shape: node.shape.clone(),
         })
     }
@@ -90,6 +112,27 @@ impl Claims<'_> {
             (user, node) = self.only_user(root)?;
         }
         matches!(node.op, Op::Convert(DType::BF16)).then_some((user, found))
+    }
+
+    /// The convolution with the sum that follows it, and the sum's node. `None` where none does, or the kernel does not
+    /// take it.
+    fn with_sum(&self, root: usize, alone: &Found) -> Option<(usize, Found)> {
+        let (sum, node) = self.only_user(root)?;
+        if !matches!(node.op, Op::Binary(Binary::Add)) {
+            return None;
+        }
+        let kernel = Convolution {
+            residual: true,
+            ..alone.kernel
+        };
+        let [inputs, outputs] = [alone.x, root as u32].map(|id| self.node(id).shape.dims[3]);
+        kernel.fits(inputs, outputs).then_some(())?;
+        let found = Found {
+            kernel,
+            residual: Some(follow::other_term(root as u32, node)?),
+            ..alone.clone()
+        };
+        Some((sum, found))
     }
 
     /// The kernel's call in place of a convolution and what belongs to it.
@@ -126,7 +169,10 @@ impl Claims<'_> {
         };
         let rows = [row(image_scale, 0)?, row(copy(found.scale), 2)?, bias];
         let of_columns = b.concatenate(&rows, 1)?;
-        let operands = [x, x, x, weights, inverse, of_columns];
+        let mut operands = vec![x, x, x, weights, inverse, of_columns];
+        if let Some(residual) = found.residual {
+            operands.push(b.reshape(copy(residual), &[batch, height * width, outputs])?);
+        }
         let y = b.push(Op::CustomCall(Arc::new(found.kernel)), &operands)?;
         b.reshape(y, &found.shape.dims)
     }

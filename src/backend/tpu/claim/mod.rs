@@ -9,11 +9,12 @@ use crate::backend::follow;
 use crate::dtype::DType;
 use crate::graph::{
     Binary, Builder, Composite, Contraction, Graph, GraphError, Node, NumericsConvention, Op,
-    PadDim, Tensor, TensorFormat,
+    PadDim, Reduction, Tensor, TensorFormat,
 };
+use crate::quant::scale_of;
 use crate::shape::Shape;
 
-use super::{Attention, Product};
+use super::{AbsMax, Attention, Product};
 
 /// Rows from which the product is the kernel's, those of one int8 tile: 160 rows of SDXL's 1280 x 1280 take 8,317
 /// cycles on v5e, the compiler's operations for them 23,700.
@@ -28,7 +29,8 @@ type Result<T> = std::result::Result<T, GraphError>;
 ///   finding and the rounding before them, the layer norm before that if such products alone read it, and the bias, the
 ///   rounding to bf16 and the gated GELU or the sum after them,
 /// - 3x3 convolutions of bf16 images that AQT's int8 quantizes, a scale an image, with int8 weights, together with the
-///   rounding before them, and the bias and the rounding to bf16 after them. The range is the compiler's.
+///   rounding before them, and the bias, the rounding to bf16 and the sum after them,
+/// - the ranges of bf16 images that int8 quantizes, a scale an image.
 ///
 /// For programs of one partition. Products are left to the compiler where `int8` is false: the chip's matrix units do
 /// not multiply int8, and Mosaic refuses it.
@@ -46,7 +48,7 @@ pub fn claim(graph: &Graph, int8: bool) -> Result<Graph> {
         false => HashMap::new(),
     };
     let convolutions = match int8 {
-        true => claims.convolutions(),
+        true => claims.convolutions(&products),
         false => HashMap::new(),
     };
     graph.substitute(&mut |b, i, copies| {
@@ -63,6 +65,9 @@ pub fn claim(graph: &Graph, int8: bool) -> Result<Graph> {
         let operands: Vec<Tensor> = node.operands.iter().map(|o| copies[*o as usize]).collect();
         match (kind, &operands[..]) {
             (Composite::Attention { causal: false }, &[q, k, v]) => attention(b, [q, k, v]),
+            (Composite::FindScale { kept, format }, &[x]) if int8 && kept[..] == [0] => {
+                scale_of_images(b, x, *format)
+            }
             _ => Ok(None),
         }
     })
@@ -402,6 +407,22 @@ fn in_turns(b: &Builder, x: Tensor, dim: usize, block: usize) -> Result<Tensor> 
     let x = b.reshape(x, &split)?;
     let x = b.transpose(x, &order)?;
     b.reshape(x, &dims)
+}
+
+/// The scales of the images `x` in `format`; `None` where no kernel finds their largest magnitudes.
+fn scale_of_images(b: &Builder, x: Tensor, format: TensorFormat) -> Result<Option<Tensor>> {
+    let shape = b.shape(x);
+    let &[batch, height, width, channels] = &shape.dims[..] else {
+        return Ok(None);
+    };
+    if shape.dtype != DType::BF16 || !AbsMax::fits(height * width, channels) {
+        return Ok(None);
+    }
+    let x = b.reshape(x, &[batch, height * width, channels])?;
+    let highest = b.push(Op::CustomCall(Arc::new(AbsMax)), &[x])?;
+    let highest = b.reduce(Reduction::Max, highest, &[1, 2])?;
+    let highest = b.convert(highest, DType::BF16)?;
+    scale_of(b, highest, format).map(Some)
 }
 
 /// The kernel for q `[batch, queries, heads, size]`, k and v `[batch, keys, heads, size]`; `None` where there is none.

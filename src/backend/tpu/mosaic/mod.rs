@@ -490,8 +490,11 @@ impl Kernel {
         self.push(of, Op::Select([condition, on_true, on_false]))
     }
 
-    /// To another float type, of integers to `f32`, or of `f32` that hold integers to `s8`.
+    /// To another float type, of integers to `f32`, or of `f32` that hold integers to `s8`. A value of that type as it is.
     pub fn convert(&mut self, x: Value, dtype: DType) -> Value {
+        if self.dtype_of(x) == Some(dtype) {
+            return x;
+        }
         self.push(self.matrix(x, Some(dtype), None), Op::Convert(x))
     }
 

@@ -174,9 +174,9 @@ impl Kernel {
                 let of = self.vector(*value);
                 let block = block_of(&of);
                 format!(
-                    "{x}_b = vector.shape_cast {x} : {of} to {block}\n\
-                     {x}_c = arith.constant {first} : index\n\
-                     vector.store {x}_b, %w{window}[%zero, %zero, {x}_c] : {memory}, {block}"
+                    "{x}_to = vector.shape_cast {x} : {of} to {block}\n\
+                     {x}_at = arith.constant {first} : index\n\
+                     vector.store {x}_to, %w{window}[%zero, %zero, {x}_at] : {memory}, {block}"
                 )
             }
             Op::Kept(scratch, row, column) => {
