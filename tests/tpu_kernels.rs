@@ -170,6 +170,8 @@ fn an_int8_convolution_is_its_body() {
     let cases = [
         [1, 2, 32, 8, 16],
         [3, 3, 32, 20, 30],
+        // The range of weights whose numbers fill tiles is not the kernel's.
+        [1, 2, 32, 16, 16],
         [1, 64, 32, 5, 7],
         [1, 2, 32, 8, 1536],
     ];

@@ -65,7 +65,9 @@ pub fn claim(graph: &Graph, int8: bool) -> Result<Graph> {
         let operands: Vec<Tensor> = node.operands.iter().map(|o| copies[*o as usize]).collect();
         match (kind, &operands[..]) {
             (Composite::Attention { causal: false }, &[q, k, v]) => attention(b, [q, k, v]),
-            (Composite::FindScale { kept, format }, &[x]) if int8 && kept[..] == [0] => {
+            (Composite::FindScale { kept, format }, &[x])
+                if int8 && kept[..] == [0] && !claims.of_weights[i] =>
+            {
                 scale_of_images(b, x, *format)
             }
             _ => Ok(None),
