@@ -104,6 +104,16 @@ fn convert(model: &Path, output: &Path, dtype: &str) {
     assert!(output.status.success(), "{}", text(&output.stderr));
 }
 
+fn save_tensors(path: &Path, tensors: &[(String, maxdiff::host_tensor::HostTensor)]) {
+    let views = tensors.iter().map(|(name, tensor)| TensorView {
+        name,
+        dtype: tensor.shape.dtype,
+        dims: &tensor.shape.dims,
+        data: &tensor.data,
+    });
+    save(path, views, &BTreeMap::new()).unwrap();
+}
+
 fn names(dir: &Path) -> Vec<String> {
     let entries = fs::read_dir(dir).unwrap();
     let mut names: Vec<String> = entries
@@ -355,25 +365,13 @@ fn a_model_that_cannot_be_quantized_leaves_nothing() {
     });
     let name = tensors[place].0.clone();
     tensors[place].1.data[..4].copy_from_slice(&f32::NAN.to_le_bytes());
-    let views = tensors.iter().map(|(name, tensor)| TensorView {
-        name,
-        dtype: tensor.shape.dtype,
-        dims: &tensor.shape.dims,
-        data: &tensor.data,
-    });
-    save(&unet, views, &BTreeMap::new()).unwrap();
+    save_tensors(&unet, &tensors);
     let expected = format!("tensor {name}: it holds NaN or infinity");
     refused(&quantize(&source, &output, &[w8a16]), 1, &expected);
 
     // More than the scales' type holds: the largest f32 is infinite in bfloat16.
     tensors[place].1.data[..4].copy_from_slice(&f32::MAX.to_le_bytes());
-    let views = tensors.iter().map(|(name, tensor)| TensorView {
-        name,
-        dtype: tensor.shape.dtype,
-        dims: &tensor.shape.dims,
-        data: &tensor.data,
-    });
-    save(&unet, views, &BTreeMap::new()).unwrap();
+    save_tensors(&unet, &tensors);
     let layer = name.strip_suffix(".weight").unwrap();
     let expected = format!("{layer}: values too large for bf16");
     refused(&quantize(&source, &output, &[w8a16]), 1, &expected);

@@ -336,7 +336,7 @@ impl Compiler {
             return Ok(BTreeMap::new());
         };
         let calls: Vec<KernelCall> = kernel_calls(hlo)?.into_iter().collect();
-        // Each in a process of its own, which takes seconds of one processor.
+        // Each in a process of its own, which takes one processor for seconds, for convolutions minutes.
         let cycles = calls.into_par_iter().filter_map(|call| {
             let simulated = simulator.cycles(chip, &call);
             let simulation = simulated.inspect_err(|error| {

@@ -220,7 +220,7 @@ impl Grid {
                 fitting.push(part);
             }
         }
-        (fitting.last() != Some(self) && !fitting.contains(self)).then_some(fitting)
+        (!fitting.contains(self)).then_some(fitting)
     }
 
     /// What the whole takes if `parts` take `times`: `start + outer steps * (each + last steps * step)`. What the parts
@@ -356,7 +356,7 @@ mod tests {
 
     #[test]
     fn a_grid_is_shortened_from_outside() {
-        let parts = |whole: &Grid, cycles| whole.parts(cycles);
+        let parts = Grid::parts;
         // Small enough.
         assert_eq!(parts(&grid(&[2, 5], 8), 10_000.0), None);
         // One of ten is more than is simulated at least.

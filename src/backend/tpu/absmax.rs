@@ -2,11 +2,11 @@
 //! on v5e, where reading the image takes 38,000.
 
 use crate::dtype::DType;
-use crate::graph::eval::{Data, Value};
+use crate::graph::eval::Value;
 use crate::graph::{Configuration, CustomCall, InferError, constraint};
 use crate::shape::Shape;
 
-use super::mosaic::{CostEstimate, Kernel, LANES, Place, VMEM_BYTES, Window};
+use super::mosaic::{CostEstimate, Kernel, LANES, Place, VMEM_BYTES, Window, evaluated};
 
 /// Rows of a tile of bf16, of which the result has as many.
 pub const ROWS: usize = 16;
@@ -134,17 +134,7 @@ impl CustomCall for AbsMax {
 
     fn evaluate(&self, operands: &[&Value], result: Shape) -> Value {
         let shapes: Vec<&Shape> = operands.iter().map(|operand| &operand.shape).collect();
-        let arrays = operands.iter().map(|operand| {
-            let elements = 0..operand.shape.count();
-            elements.map(|i| operand.float(i) as f32).collect()
-        });
-        let arrays: Vec<Vec<f32>> = arrays.collect();
         let kernel = AbsMax::sizes(&shapes).and_then(AbsMax::kernel);
-        let out = kernel.map(|kernel| kernel.evaluate(&arrays));
-        let out = out.unwrap_or_default();
-        Value {
-            shape: result,
-            data: Data::F(out.into_iter().map(f64::from).collect()),
-        }
+        evaluated(kernel.as_ref(), operands, result)
     }
 }

@@ -3,12 +3,13 @@
 //! pixel.
 
 use crate::dtype::DType;
-use crate::graph::eval::{Data, Value};
+use crate::graph::eval::Value;
 use crate::graph::{Configuration, CustomCall, InferError, constraint};
 use crate::shape::Shape;
 
 use super::mosaic::{
     CostEstimate, Kernel, LANES, Place, Scratch, VMEM_BYTES, Value as KernelValue, Window,
+    evaluated,
 };
 use super::product::{MOST_TERMS, block_of_columns, rounded_to_integers};
 
@@ -380,19 +381,9 @@ impl CustomCall for Convolution {
 
     fn evaluate(&self, operands: &[&Value], result: Shape) -> Value {
         let shapes: Vec<&Shape> = operands.iter().map(|operand| &operand.shape).collect();
-        let arrays = operands.iter().map(|operand| {
-            let elements = 0..operand.shape.count();
-            elements.map(|i| operand.float(i) as f32).collect()
-        });
-        let arrays: Vec<Vec<f32>> = arrays.collect();
         let kernel = self
             .sizes(&shapes)
             .and_then(|sizes| Some(self.kernel(self.block(sizes)?, sizes)));
-        let out = kernel.map(|kernel| kernel.evaluate(&arrays));
-        let out = out.unwrap_or_default();
-        Value {
-            shape: result,
-            data: Data::F(out.into_iter().map(f64::from).collect()),
-        }
+        evaluated(kernel.as_ref(), operands, result)
     }
 }

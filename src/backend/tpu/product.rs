@@ -3,12 +3,13 @@
 //! comes before.
 
 use crate::dtype::DType;
-use crate::graph::eval::{Data, Value};
+use crate::graph::eval::Value;
 use crate::graph::{Configuration, CustomCall, InferError, constraint};
 use crate::shape::Shape;
 
 use super::mosaic::{
     CostEstimate, Kernel, LANES, Place, Scratch, VMEM_BYTES, Value as KernelValue, Window,
+    evaluated,
 };
 
 /// Columns of a block, at most. By the compiler's simulation of SDXL's layers on v5e, narrower blocks take up to 70 %
@@ -528,19 +529,10 @@ impl CustomCall for Product {
     }
 
     fn evaluate(&self, operands: &[&Value], result: Shape) -> Value {
-        let arrays = operands.iter().map(|operand| {
-            let elements = 0..operand.shape.count();
-            elements.map(|i| operand.float(i) as f32).collect()
-        });
-        let arrays: Vec<Vec<f32>> = arrays.collect();
         let terms = operands[0].shape.dims[2];
         let blocks = self.blocks(result.dims[1], terms, result.dims[2]);
-        let out = blocks.map(|blocks| self.kernel(blocks, terms).evaluate(&arrays));
-        let out = out.unwrap_or_default();
-        Value {
-            shape: result,
-            data: Data::F(out.into_iter().map(f64::from).collect()),
-        }
+        let kernel = blocks.map(|blocks| self.kernel(blocks, terms));
+        evaluated(kernel.as_ref(), operands, result)
     }
 }
 

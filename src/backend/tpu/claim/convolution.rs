@@ -5,9 +5,7 @@ use std::sync::Arc;
 
 use crate::backend::follow;
 use crate::dtype::DType;
-use crate::graph::{
-    Binary, Builder, Comparison, Composite, Contraction, ConvDims, ConvLayout, Op, Tensor,
-};
+use crate::graph::{Binary, Builder, Comparison, Contraction, ConvDims, ConvLayout, Op, Tensor};
 use crate::shape::Shape;
 
 use super::super::Convolution;
@@ -38,7 +36,11 @@ impl Claims<'_> {
         let nodes = 0..self.graph.nodes.len();
         let live = nodes.filter(|i| !self.users[*i].is_empty() && !self.of_weights[*i]);
         let alone: HashMap<usize, Found> = live
-            .filter_map(|i| self.rounded(i, self.convolution(i)?))
+            .filter_map(|i| {
+                let found = self.convolution(i)?;
+                let (bias, root) = self.bias_and_rounding(i)?;
+                Some((root, Found { bias, ..found }))
+            })
             .collect();
         let with_sums = alone.iter().map(|(root, found)| {
             let sum = self.with_sum(*root, found).filter(|(sum, with)| {
@@ -56,19 +58,9 @@ impl Claims<'_> {
     /// Node `i` as a convolution of a quantized image with weights.
     fn convolution(&self, i: usize) -> Option<Found> {
         let node = &self.graph.nodes[i];
-        let Op::Composite {
-            kind:
-                Composite::ScaledContraction {
-                    contraction: Contraction::Convolution(dims),
-                    lhs_scale: true,
-                    rhs_scale: true,
-                },
-            ..
-        } = &node.op
+        let (Contraction::Convolution(dims), [lhs, weights, image_scale, scale]) =
+            self.scaled_contraction(i)?
         else {
-            return None;
-        };
-        let &[lhs, weights, image_scale, scale] = &node.operands[..] else {
             return None;
         };
         let x = self.quantized(lhs, image_scale, &[0])?;
@@ -99,19 +91,6 @@ impl Claims<'_> {
             residual: None,
             shape: node.shape.clone(),
         })
-    }
-
-    /// The convolution with the bias and the rounding to bf16 that follow it, and the last node of them. `None` where
-    /// it is not rounded to bf16.
-    fn rounded(&self, i: usize, mut found: Found) -> Option<(usize, Found)> {
-        let mut root = i;
-        let (mut user, mut node) = self.only_user(root)?;
-        if matches!(node.op, Op::Binary(Binary::Add)) {
-            found.bias = Some(follow::bias(self.graph, root as u32, node)?);
-            root = user;
-            (user, node) = self.only_user(root)?;
-        }
-        matches!(node.op, Op::Convert(DType::BF16)).then_some((user, found))
     }
 
     /// The convolution with the sum that follows it, and the sum's node. `None` where none does, or the kernel does not

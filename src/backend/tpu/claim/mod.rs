@@ -115,13 +115,13 @@ impl<'a> Claims<'a> {
             .collect()
     }
 
-    /// Node `i` as a product of quantized rows with weights.
-    fn product(&self, i: usize) -> Option<Found> {
+    /// Node `i` as a contraction of integers that both have scales, with its operands: the integers, then the scales.
+    fn scaled_contraction(&self, i: usize) -> Option<(&'a Contraction, [u32; 4])> {
         let node = &self.graph.nodes[i];
         let Op::Composite {
             kind:
                 Composite::ScaledContraction {
-                    contraction: Contraction::Dot(dims),
+                    contraction,
                     lhs_scale: true,
                     rhs_scale: true,
                 },
@@ -130,7 +130,26 @@ impl<'a> Claims<'a> {
         else {
             return None;
         };
-        let &[lhs, weights, row_scale, column_scale] = &node.operands[..] else {
+        Some((contraction, node.operands[..].try_into().ok()?))
+    }
+
+    /// The bias that follows node `i`, if one does, and the rounding to bf16 after it, which has to follow.
+    fn bias_and_rounding(&self, i: usize) -> Option<(Option<u32>, usize)> {
+        let (mut user, mut node) = self.only_user(i)?;
+        let mut bias = None;
+        if matches!(node.op, Op::Binary(Binary::Add)) {
+            bias = Some(follow::bias(self.graph, i as u32, node)?);
+            (user, node) = self.only_user(user)?;
+        }
+        matches!(node.op, Op::Convert(DType::BF16)).then_some((bias, user))
+    }
+
+    /// Node `i` as a product of quantized rows with weights.
+    fn product(&self, i: usize) -> Option<Found> {
+        let node = &self.graph.nodes[i];
+        let (Contraction::Dot(dims), [lhs, weights, row_scale, column_scale]) =
+            self.scaled_contraction(i)?
+        else {
             return None;
         };
         let rows: Vec<usize> = (0..self.node(lhs).shape.rank().checked_sub(1)?).collect();
@@ -195,17 +214,11 @@ impl<'a> Claims<'a> {
     /// The product with the bias, the rounding to bf16, and the gated GELU or the sum that follow it, and the last node
     /// of them. `None` where it is not rounded to bf16, or no kernel fits.
     fn with_what_follows(&self, i: usize, mut found: Found) -> Option<(usize, Found)> {
-        let mut root = i;
-        let (mut user, mut node) = self.only_user(root)?;
-        if matches!(node.op, Op::Binary(Binary::Add)) {
-            found.bias = Some(follow::bias(self.graph, root as u32, node)?);
-            root = user;
-            (user, node) = self.only_user(root)?;
-        }
-        if !matches!(node.op, Op::Convert(DType::BF16)) || !self.fits(&found) {
+        let root;
+        (found.bias, root) = self.bias_and_rounding(i)?;
+        if !self.fits(&found) {
             return None;
         }
-        root = user;
         let fused = self.only_user(root).and_then(|(user, node)| {
             let kind = match &node.op {
                 Op::Composite { kind, .. } => Some(kind),

@@ -3,8 +3,25 @@
 use half::bf16;
 
 use crate::dtype::DType;
+use crate::graph::eval::{Data, Value as GraphValue};
+use crate::shape::Shape;
 
 use super::{Binary, Kernel, Op, Place, Reduction, Statement, Type, Unary, Value};
+
+/// What a call of `kernel` gives for values of a graph. Without a kernel nothing: the call's shapes were refused.
+pub fn evaluated(kernel: Option<&Kernel>, operands: &[&GraphValue], result: Shape) -> GraphValue {
+    let arrays = operands.iter().map(|operand| {
+        let elements = 0..operand.shape.count();
+        elements.map(|i| operand.float(i) as f32).collect()
+    });
+    let arrays: Vec<Vec<f32>> = arrays.collect();
+    let out = kernel.map(|kernel| kernel.evaluate(&arrays));
+    let out = out.unwrap_or_default();
+    GraphValue {
+        shape: result,
+        data: Data::F(out.into_iter().map(f64::from).collect()),
+    }
+}
 
 /// A value while a step runs, row-major. Integers are small enough to be exact in `f32`, but for those of a product,
 /// which are rounded as their conversion to `f32` rounds them.

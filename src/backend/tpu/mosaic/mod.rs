@@ -12,6 +12,7 @@ use std::ops::Range;
 
 use crate::dtype::DType;
 
+pub use eval::evaluated;
 pub use text::{CostEstimate, VMEM_BYTES};
 
 /// Lanes of a vector register.
