@@ -288,26 +288,28 @@ fn with_grid(configuration: &str, grid: &Grid) -> Option<String> {
     Some(value.to_string())
 }
 
-/// A StableHLO module of one call.
+/// A StableHLO module of one call. Its arguments and its result have the call's layouts: the compiler would otherwise
+/// choose others for some, and add copies, which would be simulated too, for minutes, and count as the kernel's.
 fn module(call: &KernelCall, configuration: &str) -> String {
-    let arguments = call.operands.iter().enumerate();
+    let places = 0..call.operands.len();
+    let names: Vec<String> = places.map(|i| format!("%arg{i}")).collect();
+    let with_layout = |of: &String| {
+        let order = order(of);
+        format!("tensor<{of}> {{mhlo.layout_mode = \"{{{order}}}\"}}")
+    };
+    let arguments = names.iter().zip(&call.operands);
     let arguments: Vec<String> = arguments
-        .map(|(i, of)| format!("%arg{i}: tensor<{of}>"))
+        .map(|(name, of)| format!("{name}: {}", with_layout(of)))
         .collect();
-    let names: Vec<String> = (0..call.operands.len())
-        .map(|i| format!("%arg{i}"))
-        .collect();
-    let types: Vec<String> = call
-        .operands
-        .iter()
-        .map(|of| format!("tensor<{of}>"))
-        .collect();
+    let types = call.operands.iter().map(|of| format!("tensor<{of}>"));
+    let types: Vec<String> = types.collect();
     let layouts: Vec<String> = call.operands.iter().map(|of| row_major(of)).collect();
     format!(
-        "module @kernel {{\n  func.func public @main({}) -> tensor<{result}> {{\n    \
+        "module @kernel {{\n  func.func public @main({}) -> ({}) {{\n    \
          %0 = stablehlo.custom_call @tpu_custom_call({}) {{backend_config = \"{}\", operand_layouts = [{}], \
          result_layouts = [{}]}} : ({}) -> tensor<{result}>\n    return %0 : tensor<{result}>\n  }}\n}}\n",
         arguments.join(", "),
+        with_layout(&call.result),
         names.join(", "),
         configuration.replace('\\', "\\5C").replace('"', "\\22"),
         layouts.join(", "),
@@ -317,14 +319,17 @@ fn module(call: &KernelCall, configuration: &str) -> String {
     )
 }
 
+/// The dimensions of an array of a type from the one that changes fastest, row-major.
+fn order(of: &str) -> String {
+    let rank = of.matches('x').count();
+    let order: Vec<String> = (0..rank).rev().map(|d| d.to_string()).collect();
+    order.join(",")
+}
+
 /// The layout of an array of a type in StableHLO.
 fn row_major(of: &str) -> String {
     let rank = of.matches('x').count();
-    let order: Vec<String> = (0..rank).rev().map(|d| d.to_string()).collect();
-    match rank {
-        0 => "dense<> : tensor<0xindex>".to_owned(),
-        _ => format!("dense<[{}]> : tensor<{rank}xindex>", order.join(", ")),
-    }
+    format!("dense<[{}]> : tensor<{rank}xindex>", order(of)).replace("<[]>", "<>")
 }
 
 #[cfg(test)]
@@ -398,6 +403,27 @@ mod tests {
                 assert!((found - time(&whole)).abs() < 1e-6, "{whole:?}: {found}");
             }
         }
+    }
+
+    #[test]
+    fn arguments_and_result_have_the_calls_layouts() {
+        let call = KernelCall {
+            operands: vec!["2x64x320xbf16".to_owned(), "f32".to_owned()],
+            result: "2x64x320xbf16".to_owned(),
+            name: "attention".to_owned(),
+            configuration: "{}".to_owned(),
+            flops: 0,
+            bytes: 0,
+        };
+        let text = module(&call, &call.configuration);
+        let main = text.lines().nth(1).unwrap();
+        assert_eq!(
+            main.trim(),
+            r#"func.func public @main(%arg0: tensor<2x64x320xbf16> {mhlo.layout_mode = "{2,1,0}"}, %arg1: tensor<f32> {mhlo.layout_mode = "{}"}) -> (tensor<2x64x320xbf16> {mhlo.layout_mode = "{2,1,0}"}) {"#
+        );
+        assert!(text.contains(
+            "operand_layouts = [dense<[2,1,0]> : tensor<3xindex>, dense<> : tensor<0xindex>]"
+        ));
     }
 
     #[test]
