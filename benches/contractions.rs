@@ -3,7 +3,7 @@
 //! `cargo bench --bench contractions -- [--rounds N] [name part]...`
 //!
 //! Each line gives the minimum and the median milliseconds of a run, and the ratio of the first way's minimum to this one's.
-//! This tool chose the rules of `maxdiff::backend::cpu`; `docs/performance.md` has its results.
+//! This tool chose the rules of `maxdiff::backend::cpu`; `docs/performance-how.md` has its results.
 
 use std::error::Error;
 use std::time::Instant;

@@ -2,7 +2,7 @@
 //!
 //! Models say what is computed; a backend says how its chip does it. A backend's rules keep values equal (to rounding
 //! for floats, exactly for integers), the operations' scopes, and the element types of contractions.
-//! `docs/performance.md` gives the measurement behind each rule.
+//! `docs/performance-how.md` gives the measurement behind each rule.
 
 pub mod cpu;
 mod follow;

@@ -61,7 +61,7 @@ fn is_matrix_product(b: &Builder, operands: &[Tensor], dims: &DotDims) -> bool {
         && rhs.iter().all(|size| *size > 1)
 }
 
-/// Input channels from which dots of shifted images are faster than a convolution in bf16 (docs/performance.md).
+/// Input channels from which dots of shifted images are faster than a convolution in bf16 (docs/performance-how.md).
 const WIDE: usize = 128;
 
 /// Whether a convolution is of channels-last images, with no dilation, group or negative padding.
