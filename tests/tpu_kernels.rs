@@ -155,8 +155,13 @@ fn an_int8_product_is_its_body() {
 }
 
 /// A 3x3 convolution of int8 with its bias.
-fn convolution(dims: [usize; 5]) -> Graph {
-    let names = ["batch", "height", "width", "inputs", "outputs"];
+fn convolution([batch, height, width, inputs, outputs]: [usize; 5]) -> Graph {
+    convolution_of([batch, height, width, inputs, outputs, 3])
+}
+
+/// A convolution of int8 with its bias; the last of the sizes is the kernel's side.
+fn convolution_of(dims: [usize; 6]) -> Graph {
+    let names = ["batch", "height", "width", "inputs", "outputs", "kernel"];
     let pairs = names.iter().zip(dims);
     let given: Vec<String> = pairs.map(|(name, size)| format!("{name}={size}")).collect();
     let case = Case::new(Layer::Conv2d, &given, true).unwrap();
@@ -168,15 +173,18 @@ fn an_int8_convolution_is_its_body() {
     // One block; several images, channels that fill no register; several blocks of rows, several of outputs. Each with
     // the kernel that finds the ranges of the images.
     let cases = [
-        [1, 2, 32, 8, 16],
-        [3, 3, 32, 20, 30],
+        [1, 2, 32, 8, 16, 3],
+        [3, 3, 32, 20, 30, 3],
         // The range of weights whose numbers fill tiles is not the kernel's.
-        [1, 2, 32, 16, 16],
-        [1, 64, 32, 5, 7],
-        [1, 2, 32, 8, 1536],
+        [1, 2, 32, 16, 16, 3],
+        [1, 64, 32, 5, 7, 3],
+        [1, 2, 32, 8, 1536, 3],
+        [3, 3, 32, 20, 30, 1],
+        [1, 64, 32, 5, 7, 1],
+        [1, 2, 32, 8, 1536, 1],
     ];
     for case in cases {
-        let graph = convolution(case);
+        let graph = convolution_of(case);
         let kernel = claim(&graph, true).unwrap();
         assert_eq!(calls(&kernel), 2, "{case:?}");
         let mut inputs = inputs(&graph);

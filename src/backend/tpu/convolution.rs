@@ -1,4 +1,4 @@
-//! 3x3 convolutions of int8 as products: an image is rounded to integers on the chip, each of the kernel's nine places
+//! 3x3 and 1x1 convolutions of int8 as products: an image is rounded to integers on the chip, each of the kernel's places
 //! is a product of rows that lie one after the other, and the sums of the places on the left and on the right move by a
 //! pixel.
 
@@ -13,26 +13,20 @@ use super::mosaic::{
 };
 use super::product::{MOST_TERMS, block_of_columns, rounded_to_integers};
 
-/// Rows and columns of the convolution's kernel.
-pub const SIDE: usize = 3;
 /// Rows of an int8 tile, and of an `f32` one.
 const TILE_ROWS: [usize; 2] = [32, 8];
-/// The windows of operands.
+/// The windows of the rows before a block and behind it.
 const BEFORE: usize = 1;
 const BEHIND: usize = 2;
-const WEIGHTS: usize = 3;
-const INVERSE: usize = 4;
-const OF_COLUMNS: usize = 5;
-const RESIDUAL: usize = 6;
 /// Pixels and result's channels of a block, at most.
 const MOST_PIXELS: usize = 1024;
 const MOST_COLUMNS: usize = 1280;
 
-/// The convolution of an image that AQT's int8 quantizes, one scale an image, with a 3x3 kernel of int8, a stride of 1
-/// and zeros around the image; times the scales of the image and of the result's channels, plus the bias; in bf16.
+/// The convolution of an image that AQT's int8 quantizes, one scale an image, with a kernel of int8 of `side` rows and
+/// columns, 1 or 3, a stride of 1 and zeros around the image for each to keep its size; times the scales of the image and of the result's channels, plus the bias; in bf16.
 ///
-/// Operands: the image three times, `bf16[batch, height * width, inputs]`; the kernel `s8[1, 3 * outputs, 3 * padded
-/// inputs]`, for each block of [`Convolution::columns`] outputs the kernel's rows one after the other, and for each
+/// Operands: the image `side` times, `bf16[batch, height * width, inputs]`; the kernel `s8[1, side * outputs, side *
+/// padded inputs]`, for each block of [`Convolution::columns`] outputs the kernel's rows one after the other, and for each
 /// place in a row the inputs, with zeros up to [`Convolution::padded_inputs`]; the inverse scale `f32[batch, 1,
 /// inputs]`, the same for each; and `f32[batch, 3, outputs]`: the image's scale, the outputs' scales and biases. If
 /// `residual`, the last operand is of the result's shape and is added to the rounded result. The result is `bf16[batch,
@@ -41,6 +35,7 @@ const MOST_COLUMNS: usize = 1280;
 pub struct Convolution {
     pub height: usize,
     pub width: usize,
+    pub side: usize,
     pub residual: bool,
 }
 
@@ -84,7 +79,8 @@ impl Convolution {
     fn block(&self, sizes: Sizes) -> Option<Block> {
         let is_known = self.width.is_multiple_of(TILE_ROWS[0])
             && self.width > 0
-            && SIDE * SIDE * sizes.inputs <= MOST_TERMS;
+            && [1, 3].contains(&self.side)
+            && self.side * self.side * sizes.inputs <= MOST_TERMS;
         let largest = self.height.min(MOST_PIXELS / self.width.max(1));
         let rows = (1..=largest).filter(|rows| self.height.is_multiple_of(*rows));
         let rows: Vec<usize> = rows.collect();
@@ -108,8 +104,14 @@ impl Convolution {
     fn bytes_read(&self, block: Block, sizes: Sizes) -> usize {
         let row = 2 * self.width * sizes.inputs;
         let blocks = self.height / block.image_rows;
-        let kernel = SIDE * SIDE * Convolution::padded_inputs(sizes.inputs) * sizes.outputs;
-        blocks * ((block.image_rows + 2) * row + kernel)
+        let inputs = Convolution::padded_inputs(sizes.inputs);
+        let kernel = self.side * self.side * inputs * sizes.outputs;
+        blocks * (self.rows_seen(block) * row + kernel)
+    }
+
+    /// Rows of the image that a block is computed from.
+    fn rows_seen(&self, block: Block) -> usize {
+        block.image_rows + self.side - 1
     }
 
     /// Bytes of the core's memory: windows, integers, and the sums of the kernel's columns, of which two are moved.
@@ -117,11 +119,13 @@ impl Convolution {
         let windows = Kernel::new(Vec::new(), self.windows(block, sizes));
         let pixels = block.image_rows * self.width;
         let inputs = sizes.inputs.next_multiple_of(LANES);
-        let integers = (pixels + 2 * self.width) * inputs;
+        let integers = self.rows_seen(block) * self.width * inputs;
         let sums = pixels * block.columns.next_multiple_of(LANES) * 4;
-        windows.window_bytes() + integers + 5 * sums
+        windows.window_bytes() + integers + (self.side + 2) * sums
     }
 
+    /// The image, its rows before and behind the block if the kernel's side is 3, then number `side` the kernel, the
+    /// inverse scale, what each output is scaled with, the residual and the result.
     fn windows(&self, block: Block, sizes: Sizes) -> Vec<Window> {
         let Sizes {
             batch,
@@ -132,7 +136,7 @@ impl Convolution {
             image_rows,
             columns,
         } = block;
-        let terms = SIDE * Convolution::padded_inputs(inputs);
+        let terms = self.side * Convolution::padded_inputs(inputs);
         let several = outputs > columns;
         let x = Window {
             dtype: DType::BF16,
@@ -150,8 +154,8 @@ impl Convolution {
         let behind = row(Place::Behind(image_rows));
         let weights = Window {
             dtype: DType::S8,
-            array: [1, SIDE * outputs, terms],
-            block: [SIDE * columns, terms],
+            array: [1, self.side * outputs, terms],
+            block: [self.side * columns, terms],
             index: [None, several.then_some(2), None],
             place: Place::Own,
         };
@@ -176,7 +180,11 @@ impl Convolution {
             index: [Some(0), Some(1), several.then_some(2)],
             place: Place::Own,
         };
-        let mut windows = vec![x, before, behind, weights, inverse, of_columns];
+        let mut windows = match self.side {
+            1 => vec![x],
+            _ => vec![x, before, behind],
+        };
+        windows.extend([weights, inverse, of_columns]);
         if self.residual {
             windows.push(result);
         }
@@ -204,21 +212,25 @@ impl Convolution {
             columns,
         } = block;
         let pixels = image_rows * self.width;
-        let integers = k.scratch(DType::S8, [pixels + 2 * self.width, inputs]);
+        let of_integers = [self.rows_seen(block) * self.width, inputs];
+        let integers = k.scratch(DType::S8, of_integers);
         match outputs > columns {
             false => self.quantize(k, image_rows, integers),
             true => k.when_first(2, |k| self.quantize(k, image_rows, integers)),
         }
-        // What the pixels on the left and on the right of each pixel add to it stands in the place of those pixels.
-        let [left, middle, right] = [0, 1, 2].map(|place| self.column(k, integers, place, block));
-        let left = self.moved(k, left, -1, 0.0);
-        let right = self.moved(k, right, 1, self.width as f64 - 1.0);
-        let sums = k.add(middle, left);
-        let sums = k.add(sums, right);
+        let mut sums = self.column(k, integers, self.side / 2, block);
+        if self.side > 1 {
+            // What the pixels on the left and on the right of each pixel add to it stands in the place of those pixels.
+            let [left, right] = [0, 2].map(|place| self.column(k, integers, place, block));
+            let left = self.moved(k, left, -1, 0.0);
+            let right = self.moved(k, right, 1, self.width as f64 - 1.0);
+            sums = k.add(sums, left);
+            sums = k.add(sums, right);
+        }
         let y = k.convert(sums, DType::F32);
         let [image_scale, scale, bias] = [0, 1, 2].map(|row| {
             let row = k.row(row);
-            let row = k.load_part(OF_COLUMNS, row, 1, 0..columns);
+            let row = k.load_part(self.side + 2, row, 1, 0..columns);
             k.broadcast_row(row, pixels)
         });
         let y = k.mul(y, image_scale);
@@ -227,7 +239,7 @@ impl Convolution {
         let mut y = k.convert(y, DType::BF16);
         if self.residual {
             let first = k.row(0);
-            let residual = k.load(RESIDUAL, first, pixels);
+            let residual = k.load(self.side + 3, first, pixels);
             let [wide, residual] = [y, residual].map(|x| k.convert(x, DType::F32));
             let sum = k.add(wide, residual);
             y = k.convert(sum, DType::BF16);
@@ -241,11 +253,11 @@ impl Convolution {
         let pixels = block.image_rows * self.width;
         let [_, inputs] = k.scratch_size(integers);
         let zero = k.splat(DType::S32, [pixels, block.columns], 0.0);
-        (0..SIDE).fold(zero, |sums, kernel_row| {
+        (0..self.side).fold(zero, |sums, kernel_row| {
             let x = k.kept_part(integers, [kernel_row * self.width, 0], [pixels, inputs]);
             let first = place * Convolution::padded_inputs(inputs);
             let row = k.row(kernel_row * block.columns);
-            let weights = k.load_part(WEIGHTS, row, block.columns, first..first + inputs);
+            let weights = k.load_part(self.side, row, block.columns, first..first + inputs);
             k.matmul_transposed(x, weights, sums)
         })
     }
@@ -273,10 +285,13 @@ impl Convolution {
     fn quantize(&self, k: &mut Kernel, image_rows: usize, integers: Scratch) {
         k.repeat(image_rows, Vec::new(), |k, counter, _| {
             let row = k.row_of(counter, self.width, 0);
-            let to = k.row_of(counter, self.width, self.width);
+            let to = k.row_of(counter, self.width, self.side / 2 * self.width);
             self.quantize_row(k, 0, [row, to], integers);
             Vec::new()
         });
+        if self.side == 1 {
+            return;
+        }
         let last = self.height / image_rows - 1;
         for (window, row, edge) in [(BEFORE, 0, 0), (BEHIND, image_rows + 1, last)] {
             let row = row * self.width;
@@ -301,7 +316,7 @@ impl Convolution {
     ) {
         let x = k.load(window, from, self.width);
         let first = k.row(0);
-        let inverse = k.load(INVERSE, first, 1);
+        let inverse = k.load(self.side + 1, first, 1);
         let inverse = k.broadcast_row(inverse, self.width);
         let x = k.convert(x, DType::F32);
         let x = rounded_to_integers(k, x, inverse);
@@ -311,9 +326,8 @@ impl Convolution {
 
     /// The sizes that operands tell.
     fn sizes(&self, operands: &[&Shape]) -> Option<Sizes> {
-        let &[x, before, behind, _, _, of_columns, ..] = operands else {
-            return None;
-        };
+        let (images, others) = operands.split_at_checked(self.side)?;
+        let (x, of_columns) = (images.first()?, others.get(2)?);
         let sizes = Sizes {
             batch: *x.dims.first()?,
             inputs: *x.dims.get(2)?,
@@ -326,7 +340,7 @@ impl Convolution {
         let windows = self.windows(block, sizes);
         let expected = windows[..windows.len() - 1].iter();
         let expected = expected.map(|window| Shape::new(window.dtype, window.array));
-        let same = [before, behind] == [x; 2];
+        let same = images.iter().all(|image| image == x);
         (same && expected.eq(operands.iter().map(|shape| (*shape).clone()))).then_some(sizes)
     }
 }
@@ -348,7 +362,7 @@ impl CustomCall for Convolution {
         let Some((kernel, result)) = kernel else {
             return Configuration::Text(String::new());
         };
-        let operand_bytes: u64 = operands[2..].iter().map(|s| s.bytes() as u64).sum();
+        let operand_bytes: u64 = operands[self.side - 1..].iter().map(|s| s.bytes() as u64).sum();
         let cost = CostEstimate {
             flops: self.flops(operands, &result),
             transcendentals: 0,
@@ -375,7 +389,7 @@ impl CustomCall for Convolution {
     }
 
     fn flops(&self, operands: &[&Shape], result: &Shape) -> u64 {
-        let terms = SIDE * SIDE * operands[0].dims[2];
+        let terms = self.side * self.side * operands[0].dims[2];
         (2 * result.count() as u64).saturating_mul(terms as u64)
     }
 

@@ -9,7 +9,6 @@ use crate::graph::{Binary, Builder, Comparison, Contraction, ConvDims, ConvLayou
 use crate::shape::Shape;
 
 use super::super::Convolution;
-use super::super::convolution::SIDE;
 use super::{Claims, Result};
 
 /// A convolution of int8 with what belongs to it. Numbers are nodes.
@@ -71,13 +70,15 @@ impl Claims<'_> {
         let outputs = *node.shape.dims.last()?;
         let types = [image.dtype, kernel.dtype, node.shape.dtype];
         let known = [weights, scale].map(|id| self.of_weights[id as usize]);
+        let side = *kernel.dims.last()?;
         let found = Convolution {
             height,
             width,
+            side,
             residual: false,
         };
-        let takes = **dims == three_by_three()
-            && kernel.dims == [outputs, inputs, SIDE, SIDE]
+        let takes = **dims == same_size(side)
+            && kernel.dims == [outputs, inputs, side, side]
             && types == [DType::BF16, DType::S8, DType::F32]
             && known == [true; 2]
             && found.fits(inputs, outputs);
@@ -126,9 +127,10 @@ impl Claims<'_> {
         let [batch, height, width, inputs] = [0, 1, 2, 3].map(|d| b.dims(x)[d]);
         let outputs = b.dims(copy(found.scale))[0];
         let x = b.reshape(x, &[batch, height * width, inputs])?;
+        let side = found.kernel.side;
         let weights = self.before_storage(found.weights, copies);
         let block = found.kernel.columns(inputs, outputs).unwrap_or(outputs);
-        let weights = in_rows(b, weights, block)?;
+        let weights = in_rows(b, weights, side, block)?;
 
         let image_scale = copy(found.image_scale);
         let one = b.full(&b.shape(image_scale), 1.0)?;
@@ -148,7 +150,8 @@ impl Claims<'_> {
         };
         let rows = [row(image_scale, 0)?, row(copy(found.scale), 2)?, bias];
         let of_columns = b.concatenate(&rows, 1)?;
-        let mut operands = vec![x, x, x, weights, inverse, of_columns];
+        let mut operands = vec![x; side];
+        operands.extend([weights, inverse, of_columns]);
         if let Some(residual) = found.residual {
             operands.push(b.reshape(copy(residual), &[batch, height * width, outputs])?);
         }
@@ -157,14 +160,15 @@ impl Claims<'_> {
     }
 }
 
-/// The convolution of an image, channels last, with PyTorch's order of a 3x3 kernel, that keeps the image's size.
-fn three_by_three() -> ConvDims {
+/// The convolution of an image, channels last, with PyTorch's order of a square kernel, that keeps the image's size.
+fn same_size(side: usize) -> ConvDims {
+    let around = (side / 2) as i64;
     ConvDims {
         lhs: ConvLayout::channels_last(2),
         rhs: ConvLayout::channels_first(2),
         out: ConvLayout::channels_last(2),
         strides: vec![1; 2],
-        padding: vec![(1, 1); 2],
+        padding: vec![(around, around); 2],
         lhs_dilation: vec![1; 2],
         rhs_dilation: vec![1; 2],
         feature_groups: 1,
@@ -172,13 +176,13 @@ fn three_by_three() -> ConvDims {
     }
 }
 
-/// The kernel `[outputs, inputs, 3, 3]` as [`Convolution`] takes it, in blocks of `block` outputs.
-fn in_rows(b: &Builder, weights: Tensor, block: usize) -> Result<Tensor> {
+/// The kernel `[outputs, inputs, side, side]` as [`Convolution`] takes it, in blocks of `block` outputs.
+fn in_rows(b: &Builder, weights: Tensor, side: usize, block: usize) -> Result<Tensor> {
     let [outputs, inputs] = [0, 1].map(|d| b.dims(weights)[d]);
     let padded = Convolution::padded_inputs(inputs);
     let x = b.transpose(weights, &[2, 0, 3, 1])?;
-    let x = super::pad_to(b, x, &[SIDE, outputs, SIDE, padded])?;
-    let x = b.reshape(x, &[SIDE, outputs / block, block, SIDE * padded])?;
+    let x = super::pad_to(b, x, &[side, outputs, side, padded])?;
+    let x = b.reshape(x, &[side, outputs / block, block, side * padded])?;
     let x = b.transpose(x, &[1, 0, 2, 3])?;
-    b.reshape(x, &[1, SIDE * outputs, SIDE * padded])
+    b.reshape(x, &[1, side * outputs, side * padded])
 }
