@@ -231,7 +231,8 @@ fn every_step_of_every_sampler_is_diffusers() {
             *compared.entry(case.config.kind.name()).or_insert(0) += 1;
         }
     }
-    assert_eq!(compared.len(), SchedulerKind::ALL.len(), "{compared:?}");
+    let with_betas = SchedulerKind::ALL.iter().filter(|kind| !kind.is_flow());
+    assert_eq!(compared.len(), with_betas.count(), "{compared:?}");
     assert!(compared.values().all(|&steps| steps > 80), "{compared:?}");
 }
 
@@ -341,4 +342,121 @@ fn cumulative_alphas_are_diffusers() {
             );
         }
     }
+}
+
+/// Noise levels, timesteps and each step of flow matching, shifted in all ways.
+#[test]
+fn every_step_of_flow_matching_is_diffusers() {
+    let golden = Golden::read("flow_match.safetensors");
+    let offset = golden.values("in/model_offset");
+    let noise = golden.values("in/variance_noise");
+    let (mut timesteps, mut samples, mut noised) = (
+        golden.values("out/timesteps"),
+        golden.values("out/samples"),
+        golden.values("out/noised"),
+    );
+    for case in golden.meta["cases"].as_array().unwrap() {
+        let mut fields = object(&case["config"]);
+        let class = "FlowMatchEulerDiscreteScheduler";
+        fields.insert("_class_name".to_string(), class.into());
+        let config = SchedulerConfig::from_map(&fields).unwrap();
+        assert_eq!(config.prediction_type, PredictionType::FlowPrediction);
+        let steps = case["steps"].as_u64().unwrap() as usize;
+        let plan = config.plan(&PlanOptions {
+            image_seq_len: case["image_seq_len"].as_u64().map(|n| n as usize),
+            ..PlanOptions::new(steps)
+        });
+        let plan = plan.unwrap_or_else(|error| panic!("{case}: {error}"));
+        assert_eq!((plan.steps.len(), plan.init_noise_sigma), (steps, 1.0));
+        let timesteps = take(&mut timesteps, 1, steps)[0];
+        let samples = take(&mut samples, steps + 1, offset.len());
+        let noised = take(&mut noised, steps + 1, 2);
+        let check = |what: &str, found: &[f64], expected: &[f64]| {
+            let error = distance(found, expected);
+            assert!(error < TOLERANCE, "{case}: {what}: error {error:e}");
+        };
+        let found: Vec<f64> = plan.steps.iter().map(|step| step.timestep.into()).collect();
+        check("timesteps", &found, timesteps);
+        check("noised", &plan.noised.map(f64::from), noised[0]);
+        let mut sequence: Vec<f64> = samples[0].to_vec();
+        for (i, step) in plan.steps.iter().enumerate() {
+            let next = |samples: &[f64]| -> Vec<f64> {
+                let values = samples.iter().enumerate();
+                let states = values.map(|(j, &sample)| {
+                    let mut states = [0.0; STATES];
+                    states[0] = sample;
+                    let more = (offset[j], noise[i * offset.len() + j]);
+                    advance(step, false, states, more, |x| x).0[0]
+                });
+                states.collect()
+            };
+            check("sample", &next(samples[i]), samples[i + 1]);
+            sequence = next(&sequence);
+            check("noised", &step.noised.map(f64::from), noised[i + 1]);
+        }
+        check("the whole sequence", &sequence, samples[steps]);
+    }
+    assert!(timesteps.is_empty() && samples.is_empty() && noised.is_empty());
+}
+
+#[test]
+fn flow_matching_that_is_not_built_or_has_no_meaning_is_refused() {
+    let plan = |fields: Value, tokens: Option<usize>, steps: usize| {
+        let mut fields = object(&fields);
+        fields.insert("_class_name".to_string(), "flow_match_euler".into());
+        SchedulerConfig::from_map(&fields).and_then(|config| {
+            config.plan(&PlanOptions {
+                image_seq_len: tokens,
+                ..PlanOptions::new(steps)
+            })
+        })
+    };
+    let dynamic = serde_json::json!({"use_dynamic_shifting": true});
+    let equal = serde_json::json!({"use_dynamic_shifting": true, "base_image_seq_len": 4096});
+    for (fields, tokens, steps, expected) in [
+        (
+            serde_json::json!({"invert_sigmas": true}),
+            None,
+            4,
+            "invert_sigmas = true",
+        ),
+        (serde_json::json!({"shift": 0.0}), None, 4, "a factor of 0"),
+        (
+            serde_json::json!({"shift_terminal": 0.1}),
+            None,
+            1,
+            "more than one step",
+        ),
+        (
+            serde_json::json!({"shift_terminal": 1.5}),
+            None,
+            4,
+            "shift_terminal = 1.5",
+        ),
+        (dynamic, None, 4, "tokens is not known"),
+        (equal, Some(64), 4, "not above base_image_seq_len"),
+        (
+            serde_json::json!({}),
+            None,
+            1001,
+            "expected 1 to num_train_timesteps",
+        ),
+    ] {
+        let error = plan(fields, tokens, steps).unwrap_err().to_string();
+        assert!(error.contains(expected), "{error}");
+    }
+    // A schedule with betas does not predict the velocity of flow matching, and flow matching has no betas to train with.
+    let fields =
+        serde_json::json!({"_class_name": "DDIMScheduler", "prediction_type": "flow_prediction"});
+    let error = SchedulerConfig::from_map(&object(&fields))
+        .unwrap_err()
+        .to_string();
+    assert!(error.contains("take flow_match_euler"), "{error}");
+    let error = NoiseSchedule::new(&SchedulerConfig::new(SchedulerKind::FlowMatchEuler));
+    assert!(
+        error
+            .unwrap_err()
+            .to_string()
+            .contains("training by flow matching")
+    );
 }

@@ -25,6 +25,7 @@ named! {
         UniPc = "unipc" | "UniPCMultistepScheduler",
         Lcm = "lcm" | "LCMScheduler",
         Tcd = "tcd" | "TCDScheduler",
+        FlowMatchEuler = "flow_match_euler" | "FlowMatchEulerDiscreteScheduler",
     }
 }
 
@@ -34,23 +35,38 @@ impl SchedulerKind {
         self.aliases()[0]
     }
 
+    /// Whether it is for models of flow matching (Lipman et al., 2022, arXiv:2210.02747), whose noisy samples lie on a
+    /// straight line from the clean sample to the noise. The others are for models with a schedule of betas.
+    pub const fn is_flow(self) -> bool {
+        matches!(self, SchedulerKind::FlowMatchEuler)
+    }
+
     /// Whether diffusers' class has this field and reads it; it drops the others, which are those of another scheduler.
     /// `eta` is not a field but an argument of its steps.
     pub fn reads(self, field: &str) -> bool {
         use SchedulerKind::*;
         match field {
-            "_class_name" => true,
-            "num_train_timesteps"
-            | "beta_start"
-            | "beta_end"
-            | "beta_schedule"
-            | "trained_betas"
-            | "prediction_type" => true,
-            "timestep_spacing" | "steps_offset" => !matches!(self, DpmSinglestep | Lcm | Tcd),
+            "_class_name" | "num_train_timesteps" => true,
+            "beta_start" | "beta_end" | "beta_schedule" | "trained_betas" | "prediction_type" => {
+                !self.is_flow()
+            }
+            "timestep_spacing" | "steps_offset" => {
+                !matches!(self, DpmSinglestep | Lcm | Tcd | FlowMatchEuler)
+            }
             "rescale_betas_zero_snr" => !matches!(
                 self,
-                Pndm | Heun | Kdpm2 | Kdpm2Ancestral | Lms | DpmSinglestep
+                Pndm | Heun | Kdpm2 | Kdpm2Ancestral | Lms | DpmSinglestep | FlowMatchEuler
             ),
+            "shift"
+            | "use_dynamic_shifting"
+            | "base_shift"
+            | "max_shift"
+            | "base_image_seq_len"
+            | "max_image_seq_len"
+            | "shift_terminal"
+            | "time_shift_type"
+            | "stochastic_sampling"
+            | "invert_sigmas" => self.is_flow(),
             "set_alpha_to_one" => matches!(self, Ddim | Pndm),
             "skip_prk_steps" => self == Pndm,
             "clip_sample" => matches!(self, Ddim | Ddpm | Heun | Lcm),
@@ -63,7 +79,15 @@ impl SchedulerKind {
             "variance_type" => matches!(self, Ddpm | DpmMultistep | DpmSinglestep),
             "use_karras_sigmas" | "use_exponential_sigmas" | "use_beta_sigmas" => matches!(
                 self,
-                Euler | Heun | Kdpm2 | Kdpm2Ancestral | Lms | DpmMultistep | DpmSinglestep | UniPc
+                Euler
+                    | Heun
+                    | Kdpm2
+                    | Kdpm2Ancestral
+                    | Lms
+                    | DpmMultistep
+                    | DpmSinglestep
+                    | UniPc
+                    | FlowMatchEuler
             ),
             "final_sigmas_type" => matches!(self, Euler | DpmMultistep | DpmSinglestep | UniPc),
             "sigma_min" | "sigma_max" => matches!(self, Euler | UniPc),
@@ -103,6 +127,18 @@ named! {
         VPrediction = "v_prediction",
         /// The clean sample.
         Sample = "sample",
+        /// `noise - sample`, the velocity of the straight line from the sample to the noise.
+        FlowPrediction = "flow_prediction",
+    }
+}
+
+named! {
+    /// How a larger image moves the noise levels of flow matching to more noise.
+    pub enum TimeShiftType {
+        /// `exp(mu) / (exp(mu) + 1 / sigma - 1)`
+        Exponential = "exponential",
+        /// `mu / (mu + 1 / sigma - 1)`
+        Linear = "linear",
     }
 }
 
@@ -222,6 +258,27 @@ pub struct SchedulerConfig {
     pub original_inference_steps: usize,
     /// Multiplies timesteps in the boundary condition of latent consistency models.
     pub timestep_scaling: f64,
+    pub flow: FlowShift,
+}
+
+/// How the noise levels of flow matching are moved (Esser et al., 2024, arXiv:2403.03206, section 5.3.2).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct FlowShift {
+    /// The factor of `sigma / (1 - sigma)`, unless the image's length decides it.
+    pub shift: f64,
+    /// Whether the number of the image's tokens decides: `mu` is linear in it.
+    pub use_dynamic_shifting: bool,
+    /// `mu` at `base_image_seq_len` tokens.
+    pub base_shift: f64,
+    /// `mu` at `max_image_seq_len` tokens.
+    pub max_shift: f64,
+    pub base_image_seq_len: usize,
+    pub max_image_seq_len: usize,
+    pub time_shift_type: TimeShiftType,
+    /// The last noise level before 0, to which the others are stretched.
+    pub shift_terminal: Option<f64>,
+    /// Whether each step adds fresh noise to the predicted clean sample, instead of going along the line.
+    pub stochastic_sampling: bool,
 }
 
 impl SchedulerConfig {
@@ -241,7 +298,10 @@ impl SchedulerConfig {
                 Lcm | Tcd => BetaSchedule::ScaledLinear,
                 _ => BetaSchedule::Linear,
             },
-            prediction_type: PredictionType::Epsilon,
+            prediction_type: match kind {
+                FlowMatchEuler => PredictionType::FlowPrediction,
+                _ => PredictionType::Epsilon,
+            },
             timestep_spacing: match kind {
                 Ddim | Ddpm | Pndm | Lcm | Tcd => TimestepSpacing::Leading,
                 _ => TimestepSpacing::Linspace,
@@ -270,6 +330,17 @@ impl SchedulerConfig {
             disable_corrector: Vec::new(),
             original_inference_steps: 50,
             timestep_scaling: 10.0,
+            flow: FlowShift {
+                shift: 1.0,
+                use_dynamic_shifting: false,
+                base_shift: 0.5,
+                max_shift: 1.15,
+                base_image_seq_len: 256,
+                max_image_seq_len: 4096,
+                time_shift_type: TimeShiftType::Exponential,
+                shift_terminal: None,
+                stochastic_sampling: false,
+            },
         }
     }
 
@@ -348,7 +419,12 @@ impl SchedulerConfig {
             "beta_start" => self.beta_start = read(field, value)?,
             "beta_end" => self.beta_end = read(field, value)?,
             "beta_schedule" => self.beta_schedule = read(field, value)?,
-            "prediction_type" => self.prediction_type = read(field, value)?,
+            "prediction_type" => {
+                let is_flow = value == PredictionType::FlowPrediction.name();
+                let expected = "epsilon, v_prediction or sample; models of flow matching take flow_match_euler";
+                require(!is_flow, field, value, expected)?;
+                self.prediction_type = read(field, value)?;
+            }
             "timestep_spacing" => self.timestep_spacing = read(field, value)?,
             "steps_offset" => self.steps_offset = read(field, value)?,
             "rescale_betas_zero_snr" => self.rescale_betas_zero_snr = read(field, value)?,
@@ -378,6 +454,19 @@ impl SchedulerConfig {
             "disable_corrector" => self.disable_corrector = read(field, value)?,
             "original_inference_steps" => self.original_inference_steps = read(field, value)?,
             "timestep_scaling" => self.timestep_scaling = read(field, value)?,
+            "shift" => self.flow.shift = read(field, value)?,
+            "use_dynamic_shifting" => self.flow.use_dynamic_shifting = read(field, value)?,
+            "base_shift" => self.flow.base_shift = read(field, value)?,
+            "max_shift" => self.flow.max_shift = read(field, value)?,
+            "base_image_seq_len" => self.flow.base_image_seq_len = read(field, value)?,
+            "max_image_seq_len" => self.flow.max_image_seq_len = read(field, value)?,
+            "time_shift_type" => self.flow.time_shift_type = read(field, value)?,
+            // diffusers takes 0 for none.
+            "shift_terminal" => {
+                self.flow.shift_terminal = Some(read(field, value)?).filter(|t| *t != 0.0);
+            }
+            "stochastic_sampling" => self.flow.stochastic_sampling = read(field, value)?,
+            "invert_sigmas" => require(value == false, field, value, "false")?,
             "use_flow_sigmas" | "use_lu_lambdas" => require(value == false, field, value, "false")?,
             "lambda_min_clipped" | "solver_p" => require(false, field, value, "null")?,
             "trained_betas" => require(false, field, value, "null")?,
@@ -406,11 +495,13 @@ impl SchedulerConfig {
     pub(super) fn predicts_noise_or_velocity(&self) -> Result<(), SchedulerError> {
         match self.prediction_type {
             PredictionType::Epsilon | PredictionType::VPrediction => Ok(()),
-            PredictionType::Sample => Err(SchedulerError::Unsupported {
-                field: "prediction_type".to_string(),
-                found: "sample".to_string(),
-                expected: format!("epsilon or v_prediction for {}", self.kind.class_name()),
-            }),
+            other @ (PredictionType::Sample | PredictionType::FlowPrediction) => {
+                Err(SchedulerError::Unsupported {
+                    field: "prediction_type".to_string(),
+                    found: other.name().to_string(),
+                    expected: format!("epsilon or v_prediction for {}", self.kind.class_name()),
+                })
+            }
         }
     }
 }

@@ -27,6 +27,7 @@ mod dpm_singlestep;
 mod euler;
 mod euler_ancestral;
 mod exponential;
+mod flow_match_euler;
 mod heun;
 mod kdpm2;
 mod lcm;
@@ -41,8 +42,9 @@ mod unipc;
 mod value;
 
 pub use config::{
-    AlgorithmType, BetaSchedule, FinalSigmas, PredictionType, SchedulerConfig, SchedulerKind,
-    SolverType, TimestepSpacing, TimestepType, VarianceType, scheduler_fields,
+    AlgorithmType, BetaSchedule, FinalSigmas, FlowShift, PredictionType, SchedulerConfig,
+    SchedulerKind, SolverType, TimeShiftType, TimestepSpacing, TimestepType, VarianceType,
+    scheduler_fields,
 };
 pub use noise::{NoiseSchedule, betas};
 pub use options::{PlanOptions, Start};
@@ -115,7 +117,8 @@ pub struct SamplingPlan {
     pub init_noise_sigma: f32,
     /// Coefficients of a clean image and of unit normal noise that make the first sample of a plan that starts from an
     /// image: diffusers' `add_noise` at the first timestep. `[sqrt(alpha), sqrt(1 - alpha)]` for samplers that keep the
-    /// variance of training's noisy samples, `[1, sigma]` for those that scale them.
+    /// variance of training's noisy samples, `[1, sigma]` for those that scale them, `[1 - sigma, sigma]` for flow
+    /// matching.
     pub noised: [f32; 2],
     /// Whether it starts where the schedule does, from nothing but noise.
     pub is_whole: bool,
@@ -141,6 +144,7 @@ impl SchedulerConfig {
             SchedulerKind::UniPc => unipc::unipc(self, options),
             SchedulerKind::Lcm => lcm::lcm(self, options),
             SchedulerKind::Tcd => tcd::tcd(self, options),
+            SchedulerKind::FlowMatchEuler => flow_match_euler::flow_match_euler(self, options),
         }
     }
 }

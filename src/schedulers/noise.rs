@@ -17,8 +17,17 @@ impl NoiseSchedule {
     /// The schedule of `config`.
     ///
     /// # Errors
-    /// When there are no timesteps or absurdly many, or a beta is outside [0, 1].
+    /// When there are no timesteps or absurdly many, a beta is outside [0, 1], or the scheduler is one of flow matching,
+    /// which has no betas.
     pub fn new(config: &SchedulerConfig) -> Result<Self, SchedulerError> {
+        if config.kind.is_flow() {
+            return Err(SchedulerError::Unsupported {
+                field: "_class_name".to_string(),
+                found: config.kind.class_name().to_string(),
+                expected: "a scheduler with betas: training by flow matching is not built"
+                    .to_string(),
+            });
+        }
         let alphas: Vec<f32> = betas(config)?.iter().map(|beta| 1.0 - beta).collect();
         Ok(NoiseSchedule {
             alphas_cumprod: cumulative_product(&alphas),
@@ -47,6 +56,7 @@ impl NoiseSchedule {
             PredictionType::Epsilon => (0.0, 1.0),
             PredictionType::Sample => (1.0, 0.0),
             PredictionType::VPrediction => (-noise, sample),
+            PredictionType::FlowPrediction => (-1.0, 1.0),
         })
     }
 

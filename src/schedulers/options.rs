@@ -27,6 +27,8 @@ pub struct PlanOptions {
     pub eta: f64,
     /// DDIM: where the predicted clean sample is clipped, whether the noise is derived from the clipped one.
     pub use_clipped_model_output: bool,
+    /// Tokens of an image, for a schedule that depends on them (`use_dynamic_shifting`).
+    pub image_seq_len: Option<usize>,
 }
 
 impl PlanOptions {
@@ -38,6 +40,7 @@ impl PlanOptions {
             end: None,
             eta: 0.0,
             use_clipped_model_output: false,
+            image_seq_len: None,
         }
     }
 

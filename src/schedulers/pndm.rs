@@ -54,7 +54,9 @@ pub(super) fn pndm(
         let (a, p) = (alphas.at(from), alphas.at(from - stride));
         let noise = match config.prediction_type {
             PredictionType::VPrediction => output * a.sqrt() + begin * (1.0 - a).sqrt(),
-            PredictionType::Epsilon | PredictionType::Sample => output,
+            PredictionType::Epsilon | PredictionType::Sample | PredictionType::FlowPrediction => {
+                output
+            }
         };
         let divisor = a * (1.0 - p).sqrt() + (a * (1.0 - a) * p).sqrt();
         let next = begin * (p / a).sqrt() - noise * ((p - a) / divisor);

@@ -142,11 +142,11 @@ impl LogSigmas {
 }
 
 /// So many noise levels from the first to the last.
-type Spacing = fn(f64, f64, usize) -> Vec<f64>;
+pub(super) type Spacing = fn(f64, f64, usize) -> Vec<f64>;
 
 impl SchedulerConfig {
     /// The spacing of the noise levels, from the first to the last, if it is not that of the timesteps.
-    fn sigma_spacing(&self) -> Option<Spacing> {
+    pub(super) fn sigma_spacing(&self) -> Option<Spacing> {
         if self.use_karras_sigmas {
             Some(karras)
         } else if self.use_exponential_sigmas {
@@ -228,6 +228,7 @@ pub(super) fn predicted_clean_at(kind: PredictionType, sigma: f64) -> Value {
         PredictionType::Epsilon => SAMPLE - MODEL * sigma,
         PredictionType::Sample => MODEL,
         PredictionType::VPrediction => SAMPLE * (1.0 / (scale * scale)) - MODEL * (sigma / scale),
+        PredictionType::FlowPrediction => (SAMPLE - MODEL * sigma) * (1.0 / (1.0 + sigma)),
     }
 }
 

@@ -317,11 +317,15 @@ fn configurations() -> Vec<SchedulerConfig> {
 #[test]
 fn a_perfect_model_finds_the_image_and_keeps_the_level_of_noise() {
     for config in configurations() {
-        for prediction_type in [
-            PredictionType::Epsilon,
-            PredictionType::VPrediction,
-            PredictionType::Sample,
-        ] {
+        let predictions = match config.kind.is_flow() {
+            true => &[PredictionType::FlowPrediction][..],
+            false => &[
+                PredictionType::Epsilon,
+                PredictionType::VPrediction,
+                PredictionType::Sample,
+            ],
+        };
+        for &prediction_type in predictions {
             let config = SchedulerConfig {
                 prediction_type,
                 ..config.clone()
@@ -372,6 +376,7 @@ fn check_perfect_model(config: &SchedulerConfig, strength: f64) {
             PredictionType::VPrediction => {
                 combine(&[(signal / size, &noise), (-deviation / size, &image)])
             }
+            PredictionType::FlowPrediction => combine(&[(1.0, &noise), (-1.0, &image)]),
         };
         let clean = step.clean.map(f64::from);
         let clean = combine(&[(clean[0], &states[0]), (clean[1], &output)]);

@@ -90,7 +90,7 @@ impl SchedulerConfig {
 }
 
 /// Refuses a number of steps that is not 1 to that of another field.
-fn check_steps(steps: usize, field: &str, most: usize) -> Result<(), SchedulerError> {
+pub(super) fn check_steps(steps: usize, field: &str, most: usize) -> Result<(), SchedulerError> {
     match (1..=most).contains(&steps) {
         true => Ok(()),
         false => Err(SchedulerError::Invalid(format!(

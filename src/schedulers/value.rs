@@ -101,6 +101,9 @@ pub(super) fn predicted_clean(kind: PredictionType, signal: f64, deviation: f64)
         PredictionType::Epsilon => (SAMPLE - MODEL * deviation) * (1.0 / signal),
         PredictionType::Sample => MODEL,
         PredictionType::VPrediction => SAMPLE * signal - MODEL * deviation,
+        PredictionType::FlowPrediction => {
+            (SAMPLE - MODEL * deviation) * (1.0 / (signal + deviation))
+        }
     }
 }
 
@@ -110,5 +113,6 @@ pub(super) fn predicted_noise(kind: PredictionType, signal: f64, deviation: f64)
         PredictionType::Epsilon => MODEL,
         PredictionType::Sample => (SAMPLE - MODEL * signal) * (1.0 / deviation),
         PredictionType::VPrediction => SAMPLE * deviation + MODEL * signal,
+        PredictionType::FlowPrediction => (SAMPLE + MODEL * signal) * (1.0 / (signal + deviation)),
     }
 }

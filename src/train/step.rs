@@ -27,7 +27,8 @@ pub enum Timesteps {
 /// The weight of a sample's error at its timestep.
 ///
 /// Weights are of the squared error of the clean sample; that of another prediction is the clean sample's times `SNR`
-/// (noise) or `SNR + 1` (velocity), with `SNR = alphas_cumprod / (1 - alphas_cumprod)`.
+/// (noise), `SNR + 1` (velocity) or `(sqrt(SNR) + 1)^2` (velocity of flow matching), with
+/// `SNR = alphas_cumprod / (1 - alphas_cumprod)`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum LossWeighting {
     /// The squared error of what the model predicts, as it is.
@@ -54,6 +55,7 @@ impl LossWeighting {
             PredictionType::Epsilon if snr == 0.0 && clean == 0.0 => 1.0,
             PredictionType::Epsilon => clean / snr,
             PredictionType::VPrediction => clean / (snr + 1.0),
+            PredictionType::FlowPrediction => clean / (snr.sqrt() + 1.0).powi(2),
         })
     }
 }

@@ -44,8 +44,9 @@ const fn solver(
     }
 }
 
-/// The samplers of both. `DPM++ 2S`, `TCD` and `DDPM` are names of programs that follow AUTOMATIC1111's.
-pub(super) const KNOWN: [Known; 16] = {
+/// The samplers of both. `DPM++ 2S`, `TCD`, `DDPM` and `Euler FlowMatch` are names of programs that follow
+/// AUTOMATIC1111's.
+pub(super) const KNOWN: [Known; 17] = {
     use AlgorithmType::{DpmSolverPlusPlus as Ode, SdeDpmSolverPlusPlus as Sde};
     use SchedulerKind::*;
     [
@@ -65,13 +66,17 @@ pub(super) const KNOWN: [Known; 16] = {
         plain("LCM", Lcm, "Automatic"),
         plain("TCD", Tcd, "Automatic"),
         plain("DDPM", Ddpm, "Automatic"),
+        plain("Euler FlowMatch", FlowMatchEuler, "Automatic"),
     ]
 };
 
 /// Whether the web interface's sampler of this kind steps between noise levels that a schedule type spaces.
 pub(super) fn has_schedule(kind: SchedulerKind) -> bool {
     use SchedulerKind::*;
-    !matches!(kind, Ddim | Ddpm | Pndm | UniPc | Lcm | Tcd)
+    !matches!(
+        kind,
+        Ddim | Ddpm | Pndm | UniPc | Lcm | Tcd | FlowMatchEuler
+    )
 }
 
 /// A sampler with its settings, as people of web interfaces and k-diffusion name them together.
