@@ -27,6 +27,7 @@ mod quantize;
 mod schedulers;
 mod shell;
 mod stops;
+mod t5;
 mod tokenizer;
 mod tpu_kernels;
 mod train;

@@ -1,14 +1,15 @@
 //! The models against what diffusers and transformers say of them.
 
-use crate::common::{Golden, assert_close, cpu_session, rel_l2, run_on, unoptimized_session};
+use crate::common::{
+    Golden, assert_close, assert_same_weights, cpu_session, rel_l2, run_recorded,
+    unoptimized_session, weights,
+};
 use maxdiff::config::builtin_unet_config;
 use maxdiff::dtype::DType;
-use maxdiff::graph::{Builder, Graph, InputKind, Op, Tensor, vjp};
-use maxdiff::host_tensor::HostTensor;
+use maxdiff::graph::{Builder, Graph, Op, Tensor, vjp};
 use maxdiff::models::clip::{ClipTextConfig, clip_text};
 use maxdiff::models::unet::{ROOT, UNet2DConditionConfig, declare_inputs, unet};
 use maxdiff::nn::{Precision, Remat};
-use maxdiff::runtime::Session;
 use maxdiff::shape::Shape;
 
 const SD15: &str = r#"{"_class_name": "UNet2DConditionModel", "_diffusers_version": "0.6.0",
@@ -183,38 +184,6 @@ fn remat_marks_each_resnet_and_transformer_layer() {
     assert_eq!(regions.len(), 38);
 }
 
-/// Weights of the traced model as tensors of `b`, in argument order.
-fn weights(b: &Builder) -> Vec<(String, Tensor)> {
-    let declared = b.with_graph(|g| g.weights().map(|(_, w)| w.clone()).collect::<Vec<_>>());
-    declared
-        .into_iter()
-        .map(|w| (w.key().to_string(), b.declare(w).unwrap()))
-        .collect()
-}
-
-/// The checkpoint must have exactly the model's weights, in name and shape.
-fn assert_same_weights(b: &Builder, checkpoint: &Golden) {
-    let mut ours: Vec<(String, Vec<usize>)> = weights(b)
-        .into_iter()
-        .map(|(key, w)| (key, b.dims(w)))
-        .collect();
-    ours.sort();
-    assert_eq!(ours, checkpoint.shapes());
-}
-
-/// The graph's outputs on the checkpoint's weights and the recorded inputs.
-fn run(session: &Session, graph: &Graph, checkpoint: &Golden, io: &Golden) -> Vec<HostTensor> {
-    let arguments: Vec<HostTensor> = graph
-        .inputs
-        .iter()
-        .map(|input| match input.kind {
-            InputKind::Weight(_) => checkpoint.tensor(input.key(), &input.shape),
-            _ => io.tensor(&format!("in/{}", input.name), &input.shape),
-        })
-        .collect();
-    run_on(session, graph, &arguments)
-}
-
 /// diffusers in float64 on the float32 weights, against this graph in float32: the forward pass within 1e-5, gradients
 /// of weights and inputs within 1e-4. PyTorch's own float32 run is up to 7e-7 and 1.3e-5 away.
 fn unet_matches_diffusers(name: &str, remat: Remat) {
@@ -260,7 +229,7 @@ fn unet_matches_diffusers(name: &str, remat: Remat) {
         "unet_sdxl" => cpu_session(1),
         _ => unoptimized_session(),
     };
-    let results = run(&session, &graph, &checkpoint, &io);
+    let results = run_recorded(&session, &graph, &checkpoint, &io);
     let mut worst = 0.0f64;
     for (output, found) in graph.outputs.iter().zip(&results) {
         let tolerance = if output.name == "out/sample" {
@@ -296,7 +265,7 @@ fn odd_sizes_match_diffusers() {
     let y = unet(&b, &config, inputs, Precision::F32, Remat::None).unwrap();
     b.output("out/sample", y, None).unwrap();
     let graph = b.finish();
-    let found = run(&unoptimized_session(), &graph, &checkpoint, &io);
+    let found = run_recorded(&unoptimized_session(), &graph, &checkpoint, &io);
     assert_close("out/sample", &found[0], &io, 1e-5);
 }
 
@@ -372,10 +341,11 @@ fn clip_matches_transformers(name: &str) {
     }
 
     let graph = b.finish();
-    for (output, found) in graph
-        .outputs
-        .iter()
-        .zip(&run(&cpu_session(1), &graph, &checkpoint, &io))
+    for (output, found) in
+        graph
+            .outputs
+            .iter()
+            .zip(&run_recorded(&cpu_session(1), &graph, &checkpoint, &io))
     {
         let tolerance = if output.name.starts_with("out/") {
             1e-5

@@ -174,12 +174,17 @@ pub enum DataError {
         message: String,
     },
     #[error(
-        "no tokenizer in {}: expected tokenizer.json, or vocab.json and merges.txt; {found}; copy the folder \
-         tokenizer/ of the model's repository on the Hugging Face hub there, or for an encoder of CLIP the files of \
-         openai/clip-vit-large-patch14",
+        "no tokenizer in {}: expected {expected}; {found}; copy {source_of_it} there",
         dir.display()
     )]
-    TokenizerMissing { dir: PathBuf, found: String },
+    TokenizerMissing {
+        dir: PathBuf,
+        /// The names of the files.
+        expected: &'static str,
+        found: String,
+        /// Where people have it from.
+        source_of_it: &'static str,
+    },
     #[error("the data loader stopped: {message}")]
     Loader { message: String },
 }

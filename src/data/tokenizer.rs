@@ -2,6 +2,7 @@
 
 mod clip;
 mod files;
+mod t5;
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -17,14 +18,14 @@ const UNKNOWN: &str = "<|unk|>";
 /// Characters of a text that an error shows.
 const SHOWN: usize = 80;
 
-/// A tokenizer of fixed sequence length in CLIP's layout: start token, words, end token, then
-/// padding (the padding token of the files, or the end token where they name none).
+/// A tokenizer of fixed sequence length: start token (CLIP's; T5 has none), words, end token, then padding (the padding
+/// token of the files, or the end token where they name none).
 #[derive(Debug)]
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
     origin: String,
     length: usize,
-    start: u32,
+    start: Option<u32>,
     end: u32,
     padding: u32,
     unknown: Option<u32>,
@@ -116,7 +117,8 @@ impl Tokenizer {
     pub fn from_dir(dir: &Path, length: usize) -> Result<Self, DataError> {
         let loaded = clip::load(dir)?;
         let origin = dir.display().to_string();
-        let mut tokenizer = Self::of(loaded.inner, origin, &loaded.start, &loaded.end, length)?;
+        let marks = (Some(loaded.start.as_str()), loaded.end.as_str());
+        let mut tokenizer = Self::of(loaded.inner, origin, marks, length)?;
         if let Some(padding) = &loaded.padding {
             tokenizer.padding = tokenizer.id_of(padding)?;
         }
@@ -124,16 +126,35 @@ impl Tokenizer {
         Ok(tokenizer)
     }
 
-    fn new(bytes: &[u8], origin: String, length: usize) -> Result<Self, DataError> {
-        let inner = from_bytes(bytes, &origin)?;
-        Self::of(inner, origin, START, END, length)
+    /// Reads T5's tokenizer: a `tokenizer.json` with a unigram model, a SentencePiece model such as `spiece.model`, or a
+    /// folder with one of the two. `length` is the sequence length with the end token. Ids are those of `T5Tokenizer` in
+    /// transformers.
+    ///
+    /// # Errors
+    /// [`DataError::TokenizerMissing`] for a folder without tokenizer; [`DataError::Io`]; [`DataError::Tokenizer`] for
+    /// files of more than 16 MiB and for other tokenizers; [`DataError::Option`] for a length below 3.
+    pub fn t5_from_path(path: &Path, length: usize) -> Result<Self, DataError> {
+        let file = match path.is_file() {
+            true => path.to_owned(),
+            false => t5::file_in(path)?,
+        };
+        let origin = file.display().to_string();
+        let mut tokenizer = Self::of(t5::load(&file)?, origin, (None, t5::END), length)?;
+        tokenizer.padding = tokenizer.id_of(t5::PADDING)?;
+        tokenizer.unknown = tokenizer.inner.token_to_id(t5::UNKNOWN);
+        Ok(tokenizer)
     }
 
+    fn new(bytes: &[u8], origin: String, length: usize) -> Result<Self, DataError> {
+        let inner = from_bytes(bytes, &origin)?;
+        Self::of(inner, origin, (Some(START), END), length)
+    }
+
+    /// A sequence begins and ends with the tokens `start` and `end`.
     fn of(
         mut inner: tokenizers::Tokenizer,
         origin: String,
-        start: &str,
-        end: &str,
+        (start, end): (Option<&str>, &str),
         length: usize,
     ) -> Result<Self, DataError> {
         if length < 3 {
@@ -157,13 +178,13 @@ impl Tokenizer {
             inner,
             origin,
             length,
-            start: 0,
+            start: None,
             end: 0,
             padding: 0,
             max_length: None,
             added: BTreeMap::new(),
         };
-        tokenizer.start = tokenizer.id_of(start)?;
+        tokenizer.start = start.map(|start| tokenizer.id_of(start)).transpose()?;
         tokenizer.end = tokenizer.id_of(end)?;
         tokenizer.padding = padding.unwrap_or(tokenizer.end);
         let largest = tokenizer.largest_id();
@@ -195,6 +216,16 @@ impl Tokenizer {
     /// Sequence length, start and end tokens included.
     pub fn length(&self) -> usize {
         self.length
+    }
+
+    /// Tokens of a sequence before the words: the start token, if there is one.
+    pub fn before(&self) -> usize {
+        usize::from(self.start.is_some())
+    }
+
+    /// Tokens of a sequence without start and end.
+    pub fn room(&self) -> usize {
+        self.length - 1 - self.before()
     }
 
     /// Longest sequence that the files allow (77 for CLIP), where they say so.
@@ -279,11 +310,11 @@ impl Tokenizer {
             .collect())
     }
 
-    /// `length` ids: the start token, the first `length - 2` of `ids`, the end token, padding.
+    /// `length` ids: the start token, the first of `ids` that there is room for, the end token, padding.
     pub fn lay_out(&self, ids: impl IntoIterator<Item = i32>) -> Vec<i32> {
         let mut all = Vec::with_capacity(self.length);
-        all.push(self.start as i32);
-        all.extend(ids.into_iter().take(self.length - 2));
+        all.extend(self.start.map(|start| start as i32));
+        all.extend(ids.into_iter().take(self.room()));
         all.push(self.end as i32);
         all.resize(self.length, self.padding as i32);
         all
@@ -295,7 +326,7 @@ impl Tokenizer {
     /// Errors of [`Tokenizer::pieces`].
     pub fn encode(&self, caption: &str) -> Result<Encoded, DataError> {
         let pieces = self.pieces(caption)?;
-        let dropped = words(caption, pieces.iter().skip(self.length - 2));
+        let dropped = words(caption, pieces.iter().skip(self.room()));
         Ok(Encoded {
             ids: self.lay_out(pieces.iter().map(|piece| piece.id)),
             unknown: self.unknown_words(caption, &pieces),

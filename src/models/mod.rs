@@ -14,6 +14,7 @@ mod sdxl;
 mod sdxl_refiner;
 mod space;
 pub mod spec;
+pub mod t5;
 pub mod unet;
 pub mod vae;
 

@@ -51,6 +51,20 @@ pub fn gelu(b: &Builder, x: Tensor) -> Result<Tensor> {
     b.mul(x, gate)
 }
 
+/// `x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2`: transformers' `gelu_new`, diffusers' `gelu-approximate`.
+///
+/// # Errors
+/// When `x` is not of a float type.
+pub fn gelu_tanh(b: &Builder, x: Tensor) -> Result<Tensor> {
+    let square = b.square(x)?;
+    let cubic = b.add_scalar(b.mul_scalar(square, 0.044715)?, 1.0)?;
+    let root = std::f64::consts::FRAC_2_PI.sqrt();
+    let inner = b.mul_scalar(b.mul(x, cubic)?, root)?;
+    let gate = b.add_scalar(b.tanh(inner)?, 1.0)?;
+    let gate = b.mul_scalar(gate, 0.5)?;
+    b.mul(x, gate)
+}
+
 /// The first half of the last dimension times [`gelu`] of the second half (GEGLU, Shazeer 2020).
 ///
 /// # Errors

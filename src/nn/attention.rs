@@ -65,17 +65,7 @@ fn attend(b: &Builder, operands: &[Tensor], causal: bool, precision: Precision) 
     };
     let [batch, queries, heads, head_dim] = dims(b, "attention query", q)?;
     let [_, keys, _, _] = dims(b, "attention key", k)?;
-    let scores = b.scope("qk_product").dot_general(
-        q,
-        k,
-        DotDims {
-            lhs_batch: vec![0, 2],
-            rhs_batch: vec![0, 2],
-            lhs_contract: vec![3],
-            rhs_contract: vec![3],
-        },
-        DType::F32,
-    )?;
+    let scores = scores(b, q, k)?;
     let mut scores = b.mul_scalar(scores, 1.0 / (head_dim as f64).sqrt())?;
     if causal {
         let shape = Shape::new(DType::S32, [queries, keys]);
@@ -87,6 +77,72 @@ fn attend(b: &Builder, operands: &[Tensor], causal: bool, precision: Precision) 
         scores = b.select(visible, scores, lowest)?;
     }
 
+    softmax_product(b, scores, v, precision)
+}
+
+/// `softmax(q k^T + bias) v` for each head, without a scale: T5's attention. `bias` is `f32[heads, queries, keys]`, and
+/// no query sees the keys where `mask` `[batch, keys]`, integers, is 0; the others are as for [`attention`].
+///
+/// # Errors
+/// When the shapes do not fit each other.
+pub fn biased_attention(
+    b: &Builder,
+    [q, k, v]: [Tensor; 3],
+    bias: Tensor,
+    mask: Option<Tensor>,
+    precision: Precision,
+) -> Result<Tensor> {
+    let [heads, queries, keys] = dims(b, "attention bias", bias)?;
+    let [batch, length, features] = dims(b, "attention query", q)?;
+    let key_dims: [usize; 3] = dims(b, "attention key", k)?;
+    let fits = key_dims == [batch, keys, features]
+        && b.dims(v) == key_dims
+        && length == queries
+        && mask.is_none_or(|mask| b.dims(mask) == [batch, keys]);
+    if !fits || heads == 0 || !features.is_multiple_of(heads) {
+        return Err(b.invalid(format!(
+            "attention: query {}, key {}, value {} and bias {} do not fit each other",
+            b.shape(q),
+            b.shape(k),
+            b.shape(v),
+            b.shape(bias)
+        )));
+    }
+    let split = |x: Tensor, length: usize| b.reshape(x, &[batch, length, heads, features / heads]);
+    let scores = scores(b, split(q, queries)?, split(k, keys)?)?;
+    let all = [batch, heads, queries, keys];
+    let mut scores = b.add(scores, b.broadcast_in_dim(bias, &[1, 2, 3], &all)?)?;
+    if let Some(mask) = mask {
+        let none = b.scalar(b.dtype(mask), 0.0)?;
+        let visible = b.compare(Comparison::Ne, mask, none)?;
+        let visible = b.broadcast_in_dim(visible, &[0, 3], &all)?;
+        let lowest = b.scalar(DType::F32, f64::from(f32::MIN))?;
+        scores = b.select(visible, scores, lowest)?;
+    }
+    let y = softmax_product(b, scores, split(v, keys)?, precision)?;
+    b.reshape(y, &[batch, queries, features])
+}
+
+/// `q k^T` of each head, in `f32`: `[batch, heads, queries, keys]`.
+fn scores(b: &Builder, q: Tensor, k: Tensor) -> Result<Tensor> {
+    b.scope("qk_product").dot_general(
+        q,
+        k,
+        DotDims {
+            lhs_batch: vec![0, 2],
+            rhs_batch: vec![0, 2],
+            lhs_contract: vec![3],
+            rhs_contract: vec![3],
+        },
+        DType::F32,
+    )
+}
+
+/// `softmax(scores) v` of each head, for scores `[batch, heads, queries, keys]` and `v` `[batch, keys, heads, size]`:
+/// `[batch, queries, heads, size]`.
+fn softmax_product(b: &Builder, scores: Tensor, v: Tensor, precision: Precision) -> Result<Tensor> {
+    let [batch, heads, queries, _] = dims(b, "attention scores", scores)?;
+    let [_, _, _, head_dim] = dims(b, "attention value", v)?;
     let highest = b.reduce_keep(Reduction::Max, scores, &[3])?;
     // Softmax is the same after any shift. Rounding the shift to an integer costs nothing in range, and since
     // rounding has no derivative, none goes through the maximum, where all its parts would cancel.

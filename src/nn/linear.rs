@@ -62,6 +62,15 @@ impl Linear {
 /// # Errors
 /// When `x` is a scalar, or the weights were declared with other shapes.
 pub fn linear(b: &Builder, x: Tensor, layer: Linear, precision: Precision) -> Result<Tensor> {
+    let y = linear_f32(b, x, layer, precision)?;
+    b.convert(y, precision.activations)
+}
+
+/// [`linear`] without the rounding to the activation type: the result is `f32`.
+///
+/// # Errors
+/// As for [`linear`].
+pub fn linear_f32(b: &Builder, x: Tensor, layer: Linear, precision: Precision) -> Result<Tensor> {
     let x_dims = b.dims(x);
     let Some((&fan_in, leading)) = x_dims.split_last() else {
         return Err(b.invalid("linear: a scalar has no feature dimension"));
@@ -95,7 +104,7 @@ pub fn linear(b: &Builder, x: Tensor, layer: Linear, precision: Precision) -> Re
             precision,
         )?;
     }
-    b.convert(y, precision.activations)
+    Ok(y)
 }
 
 /// PyTorch's initial distribution of linear and convolution weights and biases.

@@ -10,13 +10,15 @@ mod conv;
 mod embedding;
 mod linear;
 mod norm;
+mod rotary;
 
-pub use activation::{Activation, gated_gelu, gelu, quick_gelu, silu};
-pub use attention::{Attention, attention};
+pub use activation::{Activation, gated_gelu, gelu, gelu_tanh, quick_gelu, silu};
+pub use attention::{Attention, attention, biased_attention};
 pub use conv::{Conv2d, conv2d, downsample_2x, upsample_2x};
 pub use embedding::{TimestepEmbedding, embedding, sinusoidal_embedding};
-pub use linear::{Linear, linear};
-pub use norm::{GroupNorm, group_norm, layer_norm};
+pub use linear::{Linear, linear, linear_f32};
+pub use norm::{GroupNorm, group_norm, layer_norm, plain_layer_norm, rms_norm};
+pub use rotary::RotaryTables;
 
 use crate::dtype::DType;
 use crate::graph::{Builder, GraphError, Tensor};

@@ -1,7 +1,7 @@
 //! Normalizations, with `f32` statistics.
 
 use crate::dtype::DType;
-use crate::graph::{Builder, Composite, Init, Tensor};
+use crate::graph::{Builder, Composite, Init, Reduction, Tensor};
 use crate::shape::Shape;
 
 use super::{Activation, Precision, Result, dims};
@@ -109,15 +109,62 @@ fn normalize_groups(
 /// # Errors
 /// When `x` is a scalar.
 pub fn layer_norm(b: &Builder, x: Tensor, epsilon: f64, precision: Precision) -> Result<Tensor> {
-    let Some(features) = b.dims(x).last().copied() else {
-        return Err(b.invalid("layer_norm: a scalar has no feature dimension"));
-    };
-    let (weight, bias) = affine(b, features, precision)?;
+    let features = features(b, "layer_norm", x)?;
+    let weights = affine(b, features, precision)?;
+    normalize(b, x, weights, epsilon, precision)
+}
+
+/// Normalizes over the last dimension, without weights.
+///
+/// # Errors
+/// When `x` is a scalar.
+pub fn plain_layer_norm(
+    b: &Builder,
+    x: Tensor,
+    epsilon: f64,
+    precision: Precision,
+) -> Result<Tensor> {
+    let shape = Shape::new(DType::F32, [features(b, "layer_norm", x)?]);
+    let weights = (b.full(&shape, 1.0)?, b.full(&shape, 0.0)?);
+    normalize(b, x, weights, epsilon, precision)
+}
+
+fn normalize(
+    b: &Builder,
+    x: Tensor,
+    (weight, bias): (Tensor, Tensor),
+    epsilon: f64,
+    precision: Precision,
+) -> Result<Tensor> {
     let kind = Composite::LayerNorm { epsilon };
     b.composite(kind, &[x, weight, bias], |b, operands| {
         let y = normalize_features(b, operands, epsilon)?;
         b.convert(y, precision.activations)
     })
+}
+
+/// Divides by the root of the mean square over the last dimension, then multiplies by `weight` `[features]` (Zhang and
+/// Sennrich, 2019, arXiv:1910.07467). Computes in `f32`, whatever the type of `x`.
+///
+/// # Errors
+/// When `x` is a scalar.
+pub fn rms_norm(b: &Builder, x: Tensor, epsilon: f64, precision: Precision) -> Result<Tensor> {
+    let features = features(b, "rms_norm", x)?;
+    let shape = Shape::new(precision.weights, [features]);
+    let weight = b.param("weight", shape, Init::Ones, &[Some("norm")])?;
+    let x = b.convert(x, DType::F32)?;
+    let last = b.dims(x).len() - 1;
+    let sum = b.reduce_keep(Reduction::Sum, b.square(x)?, &[last])?;
+    let mean = b.mul_scalar(sum, 1.0 / features as f64)?;
+    let inverse = b.rsqrt(b.add_scalar(mean, epsilon)?)?;
+    let y = b.mul(b.mul(x, inverse)?, b.convert(weight, DType::F32)?)?;
+    b.convert(y, precision.activations)
+}
+
+/// The size of the last dimension, which `layer` normalizes over.
+fn features(b: &Builder, layer: &str, x: Tensor) -> Result<usize> {
+    let last = b.dims(x).last().copied();
+    last.ok_or_else(|| b.invalid(format!("{layer}: a scalar has no feature dimension")))
 }
 
 /// The norm of `[x, weight, bias]` in `f32`.

@@ -7,7 +7,7 @@ mod program;
 pub use golden::*;
 pub use program::*;
 
-use maxdiff::graph::{Builder, Graph};
+use maxdiff::graph::{Builder, Graph, InputKind, Tensor};
 use maxdiff::host_tensor::HostTensor;
 use maxdiff::models::unet::INT8_FLOAT_LAYERS;
 use maxdiff::pjrt::install::{self, PluginKind};
@@ -113,4 +113,39 @@ pub fn lowered(b: Builder, int8: bool) -> Graph {
         annotate(&b, &policy).unwrap();
     }
     lower(&b.finish()).unwrap()
+}
+
+/// Weights of the traced model as tensors of `b`, in argument order.
+pub fn weights(b: &Builder) -> Vec<(String, Tensor)> {
+    let declared = b.with_graph(|g| g.weights().map(|(_, w)| w.clone()).collect::<Vec<_>>());
+    declared
+        .into_iter()
+        .map(|w| (w.key().to_string(), b.declare(w).unwrap()))
+        .collect()
+}
+
+/// The checkpoint must have exactly the model's weights, in name and shape.
+pub fn assert_same_weights(b: &Builder, checkpoint: &Golden) {
+    let named = weights(b).into_iter().map(|(key, w)| (key, b.dims(w)));
+    let mut ours: Vec<(String, Vec<usize>)> = named.collect();
+    ours.sort();
+    assert_eq!(ours, checkpoint.shapes());
+}
+
+/// The graph's outputs on the checkpoint's weights and the recorded inputs.
+pub fn run_recorded(
+    session: &Session,
+    graph: &Graph,
+    checkpoint: &Golden,
+    io: &Golden,
+) -> Vec<HostTensor> {
+    let arguments: Vec<HostTensor> = graph
+        .inputs
+        .iter()
+        .map(|input| match input.kind {
+            InputKind::Weight(_) => checkpoint.tensor(input.key(), &input.shape),
+            _ => io.tensor(&format!("in/{}", input.name), &input.shape),
+        })
+        .collect();
+    run_on(session, graph, &arguments)
 }

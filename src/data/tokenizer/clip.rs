@@ -216,7 +216,12 @@ pub fn load(dir: &Path) -> Result<Loaded, DataError> {
             added: BTreeMap::new(),
         }
     } else {
-        return Err(missing(dir));
+        return Err(missing(
+            dir,
+            "tokenizer.json, or vocab.json and merges.txt",
+            "the folder tokenizer/ of the model's repository on the Hugging Face hub, or for an encoder of CLIP the files \
+             of openai/clip-vit-large-patch14",
+        ));
     };
     let added = config.added(dir, document.added)?;
     for (special, default) in [

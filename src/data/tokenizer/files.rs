@@ -218,7 +218,7 @@ impl Document {
 }
 
 /// The error for a folder without tokenizer.
-pub fn missing(dir: &Path) -> DataError {
+pub fn missing(dir: &Path, expected: &'static str, source_of_it: &'static str) -> DataError {
     let entries = fs::read_dir(dir);
     let found = match entries {
         Err(e) => format!("the folder cannot be read: {e}"),
@@ -242,6 +242,8 @@ pub fn missing(dir: &Path) -> DataError {
     };
     DataError::TokenizerMissing {
         dir: dir.to_owned(),
+        expected,
         found,
+        source_of_it,
     }
 }
