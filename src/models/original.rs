@@ -67,6 +67,8 @@ pub enum Transform {
     Rows(Range<usize>),
     /// The transpose of a matrix.
     Transpose,
+    /// The second half of the first dimension, then the first.
+    SwapHalves,
     /// Other dimensions of the same number of elements.
     Reshape(Vec<usize>),
 }

@@ -46,8 +46,17 @@ pub(super) struct Location {
     pub offset: u64,
     /// As it is read.
     pub shape: Shape,
-    /// Whether the bytes are those of the transposed matrix.
-    pub transposed: bool,
+    pub order: Order,
+}
+
+/// How the bytes of a tensor are stored, beside the shape that is shown.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Order {
+    AsShown,
+    /// As the transposed matrix.
+    Transposed,
+    /// With the halves of the first dimension swapped.
+    HalvesSwapped,
 }
 
 impl Checkpoint {
@@ -173,7 +182,7 @@ impl Opened {
                 file: index,
                 offset: tensor.offset,
                 shape: tensor.shape,
-                transposed: false,
+                order: Order::AsShown,
             };
             tensors.insert(tensor.name, location);
         }

@@ -6,7 +6,7 @@ use std::sync::mpsc::{Receiver, sync_channel};
 
 use rayon::prelude::*;
 
-use super::open::{Checkpoint, Location, io};
+use super::open::{Checkpoint, Location, Order, io};
 use super::{WeightsError, cast};
 use crate::dtype::DType;
 use crate::host_tensor::HostTensor;
@@ -109,8 +109,13 @@ impl Checkpoint {
                 .enumerate()
                 .try_for_each(|(i, chunk)| self.read_range(location, i * READ_CHUNK, chunk))?;
         }
-        if location.transposed {
-            data = transpose(&data, location);
+        match location.order {
+            Order::AsShown => {}
+            Order::Transposed => data = transpose(&data, location),
+            Order::HalvesSwapped => {
+                let half = data.len() / 2;
+                data.rotate_left(half);
+            }
         }
         Ok(HostTensor {
             shape: location.shape.clone(),
@@ -126,7 +131,7 @@ impl Checkpoint {
     ) -> Result<HostTensor, WeightsError> {
         let location = self.locate(name)?;
         let from = location.shape.dtype;
-        if from == dtype || location.transposed || !cast::is_direct(from, dtype) {
+        if from == dtype || location.order != Order::AsShown || !cast::is_direct(from, dtype) {
             let tensor = self.read_into(location, buffer)?;
             tensor
                 .data

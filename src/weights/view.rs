@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::WeightsError;
-use super::open::{Checkpoint, Location};
+use super::open::{Checkpoint, Location, Order};
 use crate::models::original::Transform;
 
 impl Checkpoint {
@@ -48,6 +48,9 @@ impl Location {
         let bits = shape.dtype.bits();
         match transform {
             Transform::Identity => {}
+            Transform::Transpose if self.order == Order::HalvesSwapped => {
+                return Err(format!("the halves of {shape} are swapped already"));
+            }
             Transform::Transpose => {
                 let [rows, columns] = shape.dims[..] else {
                     return Err(format!("{shape} is no matrix"));
@@ -56,12 +59,27 @@ impl Location {
                     return Err(format!("elements of {shape} share bytes"));
                 }
                 result.shape.dims = vec![columns, rows];
-                result.transposed = !self.transposed;
+                result.order = match self.order {
+                    Order::Transposed => Order::AsShown,
+                    Order::AsShown | Order::HalvesSwapped => Order::Transposed,
+                };
             }
-            // Only one tensor of the known layouts is transposed, and it is not cut: reading whole
-            // rows of the transpose would mean reading all of it.
-            Transform::Rows(_) | Transform::Reshape(_) if self.transposed => {
-                return Err(format!("{shape} is transposed already"));
+            // Few tensors of the known layouts are stored in another order, and they are not cut: reading some rows
+            // would mean reading all of it.
+            Transform::Rows(_) | Transform::Reshape(_) | Transform::SwapHalves
+                if self.order != Order::AsShown =>
+            {
+                return Err(format!(
+                    "{shape} is transposed already, or its halves are swapped"
+                ));
+            }
+            Transform::SwapHalves => {
+                let rows = shape.dims.first().copied().unwrap_or(1);
+                let half_bits = bits * shape.count() / 2;
+                if !rows.is_multiple_of(2) || !half_bits.is_multiple_of(8) {
+                    return Err(format!("{shape} has no halves of whole bytes"));
+                }
+                result.order = Order::HalvesSwapped;
             }
             Transform::Rows(rows) => {
                 let Some((&count, row)) = shape.dims.split_first() else {
@@ -141,6 +159,7 @@ mod tests {
                 ("none", "a", Transform::Rows(4..4)),
                 ("turned", "a", Transform::Transpose),
                 ("flat", "a", Transform::Reshape(vec![2, 6])),
+                ("swapped", "a", Transform::SwapHalves),
                 ("last", "b", Transform::Rows(1..2)),
                 ("column", "b", Transform::Reshape(vec![8, 1, 1])),
             ]))
@@ -156,6 +175,7 @@ mod tests {
                 "last u8[1,2,2]",
                 "middle f32[2,3]",
                 "none f32[0,3]",
+                "swapped f32[4,3]",
                 "turned f32[3,4]",
             ]
         );
@@ -173,6 +193,10 @@ mod tests {
         assert_eq!(values("none"), [0.0; 0]);
         let turned = [0.0, 3.0, 6.0, 9.0, 1.0, 4.0, 7.0, 10.0, 2.0, 5.0, 8.0, 11.0];
         assert_eq!(values("turned"), turned);
+        let swapped = [&values("all")[6..], &values("all")[..6]].concat();
+        assert_eq!(values("swapped"), swapped);
+        let cast = view.read_as("swapped", DType::BF16).unwrap();
+        assert_eq!(cast.to_f32_vec().unwrap(), swapped);
         assert_eq!(view.read("last").unwrap().data, [4, 5, 6, 7]);
         let cast = view.read_as("turned", DType::BF16).unwrap();
         assert_eq!(cast.shape.to_string(), "bf16[3,4]");
@@ -222,6 +246,7 @@ mod tests {
         for (source, transform, expected) in [
             ("a", Transform::Rows(0..5), "f32[4,3] has no rows 0..5"),
             ("b", Transform::Transpose, "u8[2,2,2] is no matrix"),
+            ("p", Transform::SwapHalves, "has no halves of whole bytes"),
             (
                 "a",
                 Transform::Reshape(vec![5]),
