@@ -62,7 +62,7 @@ fn every_shipped_file_loads_without_a_warning() {
         ] {
             let loaded = load(file, &["quantization=int8"], verb);
             assert_eq!(loaded.warnings, [""; 0], "{}", file.display());
-            loaded.config.unet_config_json().unwrap();
+            loaded.config.denoiser_config_json().unwrap();
         }
     }
 }
@@ -76,7 +76,7 @@ fn the_small_models_train() {
             config.dataset_type,
             DatasetType::Shapes | DatasetType::Folder
         ));
-        let unet = config.unet_config_json().unwrap();
+        let unet = config.denoiser_config_json().unwrap();
         let model = recipe::model(&config, None).unwrap();
         assert_eq!(model.family, Family::Pixels);
         assert_eq!(unet["sample_size"], model.sample_size[0]);
@@ -98,7 +98,7 @@ fn the_large_models_have_their_unets() {
     ] {
         let path = root().join(format!("configs/{name}.yml"));
         let config = load(&path, &[], Some(Verb::Lower)).config;
-        let unet = config.unet_config_json().unwrap();
+        let unet = config.denoiser_config_json().unwrap();
         assert_eq!(unet["cross_attention_dim"], width);
         let model = recipe::model(&config, None).unwrap();
         assert_eq!(Some(model.family), config.model_family);

@@ -234,7 +234,7 @@ fn bad_input_is_named() {
     );
     let vae = |path: &Path| with(&[&format!("vae_model_name_or_path={}", path.display())]);
     let found = vae(&golden("vae_shift"));
-    let expected = "its latents have 6 channels; expected 4, those of the UNet's samples";
+    let expected = "its latents have 6 channels; expected 4, those of the denoiser's samples";
     assert!(found.contains(expected), "{found}");
     let found = vae(&golden("vae_tiny/diffusion_pytorch_model.safetensors"));
     assert!(

@@ -1,6 +1,7 @@
 //! Layouts of Stable Diffusion checkpoints against what diffusers makes of them (`scripts/oracles/layouts.py`).
 
 mod convert;
+mod flux;
 mod quantize;
 
 use std::collections::BTreeMap;
@@ -187,7 +188,7 @@ fn declared(part: Part, config: &Map<String, Value>) -> Vec<(String, Vec<usize>)
                 .unwrap();
             clip_text(&b, part.name(), &config, ids, Precision::F32, Remat::None).unwrap();
         }
-        Part::Vae => unreachable!("compared with the recorded names"),
+        Part::Vae | Part::Transformer => unreachable!("compared with the recorded names"),
     }
     let graph: Graph = b.finish();
     graph
@@ -474,6 +475,7 @@ fn a_unet_alone_is_opened_and_a_vae_alone_is_refused() {
                 Family::Sdxl => vec!["vae", "text_encoder", "text_encoder_2"],
                 Family::SdxlRefiner => vec!["vae", "text_encoder_2"],
                 Family::Sd1 | Family::Sd2 | Family::Pixels => vec!["vae", "text_encoder"],
+                Family::FluxDev | Family::FluxSchnell => unreachable!("not among them"),
             };
             let expected = format!(
                 "incomplete: {} needs {}; expected them in the same file, as in a file of a whole model; found unet",

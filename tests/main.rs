@@ -9,6 +9,7 @@ mod common;
 mod config;
 mod controlnet;
 mod derivatives;
+mod flux;
 mod generate;
 mod kernel_calls;
 mod kernels;

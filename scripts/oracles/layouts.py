@@ -1,8 +1,8 @@
-"""Layouts of Stable Diffusion checkpoints: which tensors of a single file are which of diffusers' and transformers'.
+"""Layouts of Stable Diffusion and FLUX checkpoints: which tensors of a single file are which of diffusers' and transformers'.
 
 Usage: python layouts.py
 
-Writes tests/golden/layouts/{sd1,sd2,sdxl,sdxl_refiner}.json, each of one tiny model:
+Writes tests/golden/layouts/{sd1,sd2,sdxl,sdxl_refiner,flux}.json, each of one tiny model:
 
     file    [name, dtype, dims] of every tensor of the single file, in the original names, with what published files
             carry besides (averaged weights, noise schedule, positions)
@@ -18,13 +18,15 @@ Widths that tell the families apart are the real ones (768, 1024, 2048, 1280); e
 """
 
 import hashlib
+import inspect
 import json
+import re
 
 import numpy as np
 import torch
-from diffusers import AutoencoderKL, UNet2DConditionModel
+from diffusers import AutoencoderKL, FluxTransformer2DModel, UNet2DConditionModel
 from diffusers.loaders import single_file_utils as single
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, T5Config, T5EncoderModel
 
 from common import GOLDEN, report
 
@@ -65,6 +67,16 @@ MODELS = {
                      down_block_types=(DOWN, CROSS_DOWN, DOWN), up_block_types=(UP, CROSS_UP, UP)),
         "vae": VAE,
         "text_encoder_2": dict(TEXT, hidden_act="gelu", projection_dim=12),
+    },
+    # Every level of this autoencoder has attention nowhere but in the middle, and no convolutions beside the latents.
+    "flux": {
+        "transformer": dict(in_channels=16, num_layers=2, num_single_layers=2, attention_head_dim=8,
+                            num_attention_heads=3, joint_attention_dim=20, pooled_projection_dim=12,
+                            guidance_embeds=True, axes_dims_rope=(2, 2, 4)),
+        "vae": dict(VAE, use_quant_conv=False, use_post_quant_conv=False),
+        "text_encoder": dict(TEXT, hidden_act="quick_gelu"),
+        "text_encoder_2": dict(vocab_size=10, d_model=12, d_kv=4, d_ff=20, num_layers=2, num_heads=3,
+                               relative_attention_num_buckets=8, feed_forward_proj="gated-gelu"),
     },
 }
 
@@ -152,6 +164,53 @@ def open_clip(shapes: dict) -> dict:
     return out | {"text_projection": out.get("text_projection", (width, width)), "logit_scale": ()}
 
 
+def bfl(shapes: dict) -> dict:
+    """Names and shapes of Black Forest Labs' `Flux` for a transformer of diffusers."""
+    out = {}
+    for name, dims in shapes.items():
+        key = re.sub(r"^transformer_blocks\.", "double_blocks.", name)
+        key = re.sub(r"^single_transformer_blocks\.", "single_blocks.", key)
+        double = key.startswith("double_blocks.")
+        for new, old in (("x_embedder.", "img_in."), ("context_embedder.", "txt_in."),
+                         ("time_text_embed.timestep_embedder.", "time_in."),
+                         ("time_text_embed.guidance_embedder.", "guidance_in."),
+                         ("time_text_embed.text_embedder.", "vector_in."),
+                         ("norm_out.linear.", "final_layer.adaLN_modulation.1."),
+                         ("norm1.linear.", "img_mod.lin."), ("norm1_context.linear.", "txt_mod.lin."),
+                         ("norm.linear.", "modulation.lin."),
+                         ("attn.norm_added_q.weight", "txt_attn.norm.query_norm.scale"),
+                         ("attn.norm_added_k.weight", "txt_attn.norm.key_norm.scale"),
+                         ("attn.norm_q.weight", ("img_attn." if double else "") + "norm.query_norm.scale"),
+                         ("attn.norm_k.weight", ("img_attn." if double else "") + "norm.key_norm.scale"),
+                         ("attn.to_out.0.", "img_attn.proj."), ("attn.to_add_out.", "txt_attn.proj."),
+                         ("ff.net.0.proj.", "img_mlp.0."), ("ff.net.2.", "img_mlp.2."),
+                         ("ff_context.net.0.proj.", "txt_mlp.0."), ("ff_context.net.2.", "txt_mlp.2."),
+                         ("attn.to_q.", "img_attn.qkv." if double else "linear1."),
+                         ("attn.add_q_proj.", "txt_attn.qkv."), ("proj_mlp.", "linear1."),
+                         ("proj_out.", "linear2." if key.startswith("single_blocks.") else "final_layer.linear.")):
+            key = key.replace(new, old)
+        if key.startswith(("time_in.", "guidance_in.", "vector_in.")):
+            key = key.replace("linear_1.", "in_layer.").replace("linear_2.", "out_layer.")
+        if "_proj." in key or "attn.to_" in key:
+            continue
+        rows = dims[0] * 3 if (".to_q." in name or ".add_q_proj." in name) else dims[0]
+        # Queries, keys, values and the entry of the feed-forward layer.
+        out[key] = (rows + out.get(key, (0,))[0], *dims[1:])
+    return out
+
+
+def convert_flux(file: dict, config: dict) -> dict:
+    """diffusers' conversion, which knows one width only."""
+    source = inspect.getsource(single.convert_flux_transformer_checkpoint_to_diffusers)
+    assert source.count("inner_dim = 3072") == 1
+    width = config["attention_head_dim"] * config["num_attention_heads"]
+    space = dict(vars(single))
+    exec(source.replace("inner_dim = 3072", f"inner_dim = {width}"), space)
+    prefix = "model.diffusion_model."
+    return space["convert_flux_transformer_checkpoint_to_diffusers"](
+        {key: value for key, value in file.items() if key.startswith(prefix)})
+
+
 def shapes_of(model: torch.nn.Module, part: str) -> dict:
     """The parameters by the names of published checkpoints; transformers 5 leaves `text_model.` out in memory."""
     prefix = "text_model." if type(model) is CLIPTextModel else ""
@@ -162,8 +221,12 @@ def build(part: str, config: dict) -> torch.nn.Module:
     with torch.device("meta"):
         if part == "unet":
             return UNet2DConditionModel(**config)
+        if part == "transformer":
+            return FluxTransformer2DModel(**config)
         if part == "vae":
             return AutoencoderKL(**config)
+        if "d_ff" in config:
+            return T5EncoderModel(T5Config(**config))
         kind = CLIPTextModelWithProjection if part == "text_encoder_2" else CLIPTextModel
         return kind(CLIPTextConfig(**config))
 
@@ -171,11 +234,17 @@ def build(part: str, config: dict) -> torch.nn.Module:
 def single_file(name: str, shapes: dict) -> dict:
     """Names, element types and shapes of the single file."""
     file = {}
-    for key, dims in shapes["unet"].items():
+    for key, dims in shapes.get("unet", {}).items():
         file["model.diffusion_model." + ldm_unet(key, MODELS[name]["unet"])] = dims
+    for key, dims in bfl(shapes.get("transformer", {})).items():
+        file["model.diffusion_model." + key] = dims
+    first_stage = "vae." if name == "flux" else "first_stage_model."
     for key, dims in shapes["vae"].items():
         linear = ".mid_block.attentions.0.to_" in key and key.endswith(".weight")
-        file["first_stage_model." + ldm_vae(key, MODELS[name]["vae"])] = (*dims, 1, 1) if linear else dims
+        file[first_stage + ldm_vae(key, MODELS[name]["vae"])] = (*dims, 1, 1) if linear else dims
+    if name == "flux":
+        for part, prefix in (("text_encoder", "clip_l"), ("text_encoder_2", "t5xxl")):
+            file |= {f"text_encoders.{prefix}.transformer.{key}": dims for key, dims in shapes[part].items()}
     if name in ("sd1", "sdxl"):
         prefix = "cond_stage_model.transformer." if name == "sd1" else "conditioner.embedders.0.transformer."
         file |= {prefix + key: dims for key, dims in shapes["text_encoder"].items()}
@@ -192,7 +261,7 @@ def single_file(name: str, shapes: dict) -> dict:
         file |= {key: ("F32", (10,)) for key in ("alphas_cumprod", "betas", "sqrt_one_minus_alphas_cumprod")}
         file |= {"model_ema.decay": ("F32", ()), "model_ema.num_updates": ("I32", ())}
         file |= {"model_ema.diffusion_modeltime_embed0bias": ("F32", (32,))}
-    else:
+    elif name != "flux":
         file |= {"denoiser.sigmas": ("F32", (10,))}
     if name == "sd1":
         file["cond_stage_model.transformer.text_model.embeddings.position_ids"] = ("I64", (1, 5))
@@ -213,6 +282,14 @@ def fill(file: dict) -> dict:
 def converted(name: str, file: dict, models: dict) -> dict:
     """The parts' tensors, as diffusers converts them."""
     config = {part: dict(model.config) if part in ("unet", "vae") else None for part, model in models.items()}
+    if name == "flux":
+        under = {part: f"text_encoders.{prefix}.transformer."
+                 for part, prefix in (("text_encoder", "clip_l"), ("text_encoder_2", "t5xxl"))}
+        parts = {part: {key.removeprefix(prefix): value for key, value in file.items() if key.startswith(prefix)}
+                 for part, prefix in under.items()}
+        # diffusers leaves these to transformers, whose names they have.
+        return parts | {"transformer": convert_flux(file, MODELS[name]["transformer"]),
+                        "vae": single.convert_ldm_vae_checkpoint(dict(file), config["vae"])}
     parts = {"unet": single.convert_ldm_unet_checkpoint(dict(file), config["unet"]),
              "vae": single.convert_ldm_vae_checkpoint(dict(file), config["vae"])}
     if name in ("sd1", "sdxl"):

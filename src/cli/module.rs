@@ -18,7 +18,6 @@ use super::{
 };
 use crate::config::{Config, Loaded, Verb};
 use crate::host_tensor::HostTensor;
-use crate::models::unet::INT8_FLOAT_LAYERS;
 use crate::pipelines::submodule::Submodule;
 use crate::recipe;
 use crate::weights::{TensorView, WeightsError, save_new};
@@ -35,7 +34,10 @@ enum ModuleCommand {
     /// Run the forward pass of a folder in diffusers' layout on named tensors
     ///
     /// UNet2DConditionModel takes `sample`, `timestep` and `encoder_hidden_states`, for SDXL also `text_embeds` and
-    /// `time_ids`, and gives `sample`. CLIPTextModel takes `input_ids` and gives `last_hidden_state` and
+    /// `time_ids`, and gives `sample`. FluxTransformer2DModel takes `hidden_states`, `encoder_hidden_states`,
+    /// `pooled_projections`, `timestep`, `img_ids`, `txt_ids` and, if it was distilled with it, `guidance`, and gives
+    /// `sample`. T5EncoderModel takes `input_ids`, and `attention_mask` if there is one, and gives `last_hidden_state`.
+    /// CLIPTextModel takes `input_ids` and gives `last_hidden_state` and
     /// `pooler_output`, with a projection also `text_embeds`. AutoencoderKL takes images in [-1, 1] as `x` and gives `mean` and
     /// `logvar` of their latents, or takes unscaled latents as `z` and gives `sample`, or both; AutoencoderTiny gives `latents`
     /// in place of the former. Results are float32.
@@ -84,7 +86,7 @@ pub fn run(args: ModuleArgs) -> Result<ExitCode, CliError> {
         &config,
         submodule.quantization(),
         &args.folder,
-        &INT8_FLOAT_LAYERS,
+        submodule.family(),
     )?;
     let traced = submodule.trace(&inputs, recipe::precision(&config), policy)?;
     let decisions = &traced.decisions;

@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde_json::Value;
 
-use crate::models::Family;
+use crate::models::{Family, GuidanceKind};
 use crate::schedulers::SchedulerKind;
 
 use super::text::show;
@@ -23,10 +23,32 @@ pub enum Condition {
     /// The sampler reads this field of diffusers' `scheduler_config.json`, or `eta`. Holds where `scheduler` is not
     /// set: the model's own files say then which sampler it is.
     SamplerReads(&'static str),
-    /// The family of the model may be one whose denoiser takes an aesthetic score.
-    FamilyTakesAestheticScore,
+    /// The family of the model may be one with this property.
+    FamilyHas(Trait),
     Both(&'static Condition, &'static Condition),
     Either(&'static Condition, &'static Condition),
+}
+
+/// A property of a family that keys depend on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Trait {
+    /// Its denoiser takes an aesthetic score.
+    AestheticScore,
+    /// Its denoiser takes the guidance scale.
+    EmbeddedGuidance,
+    /// Prompts have a length of their own for one of its text encoders.
+    SequenceLength,
+}
+
+impl Trait {
+    fn is_of(self, family: Family) -> bool {
+        let spec = family.spec();
+        match self {
+            Trait::AestheticScore => spec.aesthetic_score,
+            Trait::EmbeddedGuidance => spec.guidance == GuidanceKind::Embedded,
+            Trait::SequenceLength => spec.prompt_lengths().is_some(),
+        }
+    }
 }
 
 impl Condition {
@@ -46,10 +68,10 @@ impl Condition {
                 .as_str()
                 .and_then(SchedulerKind::from_name)
                 .is_none_or(|kind| kind.reads(field)),
-            Condition::FamilyTakesAestheticScore => value("model_family")
+            Condition::FamilyHas(property) => value("model_family")
                 .as_str()
                 .and_then(Family::from_name)
-                .is_none_or(|family| family.spec().aesthetic_score),
+                .is_none_or(|family| property.is_of(family)),
             Condition::Both(a, b) => a.holds(config) && b.holds(config),
             Condition::Either(a, b) => a.holds(config) || b.holds(config),
         }
@@ -65,7 +87,7 @@ impl Condition {
             | Condition::IsNot(..)
             | Condition::Given(_)
             | Condition::Positive(_)
-            | Condition::FamilyTakesAestheticScore => true,
+            | Condition::FamilyHas(_) => true,
         }
     }
 }
@@ -91,11 +113,11 @@ impl fmt::Display for Condition {
                     false => write!(f, "scheduler other than {}", names(others)),
                 }
             }
-            Condition::FamilyTakesAestheticScore => {
-                let told = Family::ALL
-                    .iter()
-                    .filter(|family| family.spec().aesthetic_score);
-                let names: Vec<&str> = told.map(|family| family.name()).collect();
+            Condition::FamilyHas(property) => {
+                let with = Family::ALL
+                    .into_iter()
+                    .filter(|family| property.is_of(*family));
+                let names: Vec<&str> = with.map(Family::name).collect();
                 write!(f, "model_family={}", alternatives(&names))
             }
             Condition::Both(a, b @ Condition::Either(..)) => write!(f, "{a} and ({b})"),

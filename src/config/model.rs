@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
 
-use crate::models::Family;
+use crate::models::{DenoiserKind, Family};
 use crate::schedulers::PredictionType;
 use crate::util::files;
 
@@ -12,12 +12,16 @@ use super::error::{ConfigError, ConfigErrors, Place, Problem};
 use super::schema::Config;
 use super::values::ModelConfig;
 
-/// diffusers' `unet/config.json` of a known model, by its name on the hub.
+/// diffusers' `unet/config.json` of a known model with a UNet, by its name on the hub.
 pub fn builtin_unet_config(pretrained_model_name_or_path: &str) -> Option<&'static str> {
-    Family::of_repository(pretrained_model_name_or_path).map(|(_, published)| published.unet)
+    let (family, published) = Family::of_repository(pretrained_model_name_or_path)?;
+    match family.spec().denoiser {
+        DenoiserKind::Unet => Some(published.denoiser),
+        DenoiserKind::Flux => None,
+    }
 }
 
-/// What a known model's UNet predicts, by its name on the hub.
+/// What a known model's denoiser predicts, by its name on the hub.
 pub(super) fn builtin_prediction(pretrained_model_name_or_path: &str) -> Option<PredictionType> {
     let (_, published) = Family::of_repository(pretrained_model_name_or_path)?;
     if published.epsilon.contains(&pretrained_model_name_or_path) {
@@ -59,9 +63,24 @@ impl Config {
         folder.join(part).join("config.json")
     }
 
-    /// Where [`Config::unet_config_json`] is written, for messages.
-    pub fn unet_config_place(&self) -> String {
-        self.place_of(&self.unet_config.0, "unet_config", "unet")
+    /// The denoiser's configuration in the folder `pretrained_model_name_or_path`, if it is one of a model.
+    pub fn folder_denoiser_config(&self) -> Option<PathBuf> {
+        let kinds = [DenoiserKind::Unet, DenoiserKind::Flux];
+        let mut files = kinds
+            .map(|kind| self.folder_config(kind.part().name()))
+            .into_iter();
+        files.find(|file| !self.pretrained_model_name_or_path.is_empty() && file.is_file())
+    }
+
+    /// Where [`Config::denoiser_config_json`] is written, for messages.
+    pub fn denoiser_config_place(&self) -> String {
+        let file = self.folder_denoiser_config();
+        let part = file
+            .as_deref()
+            .and_then(Path::parent)
+            .and_then(Path::file_name);
+        let part = part.map_or("unet".into(), |part| part.to_string_lossy());
+        self.place_of(&self.unet_config.0, "unet_config", &part)
     }
 
     /// Where [`Config::text_encoder_config_json`] is written, for messages.
@@ -81,28 +100,30 @@ impl Config {
         }
     }
 
-    /// The UNet's dict by diffusers' names: `unet_config`, else `unet/config.json` in the folder
-    /// `pretrained_model_name_or_path`, else that of the known model of this name; with
-    /// `norm_num_groups` put in where it is set.
+    /// The denoiser's dict by diffusers' names: `unet_config`, else `unet/config.json` or `transformer/config.json` in
+    /// the folder `pretrained_model_name_or_path`, else that of the known model of this name; with `norm_num_groups` put
+    /// into a UNet's where it is set.
     ///
     /// # Errors
     /// A file that cannot be read or is not JSON; a name that is neither a folder nor known.
-    pub fn unet_config_json(&self) -> Result<Map<String, Value>, ConfigErrors> {
+    pub fn denoiser_config_json(&self) -> Result<Map<String, Value>, ConfigErrors> {
         let mut dict = match self.unet_config.0.resolve("unet_config")? {
             Some(dict) => dict,
-            None => self.pretrained_unet_config()?,
+            None => self.pretrained_denoiser_config()?,
         };
-        if let Some(groups) = self.norm_num_groups {
+        // MaxDiffusion's files for transformers have the key too.
+        let class = dict.get("_class_name").and_then(Value::as_str);
+        let is_unet = class.is_none_or(|class| class.ends_with("UNet2DConditionModel"));
+        if let (true, Some(groups)) = (is_unet, self.norm_num_groups) {
             dict.insert("norm_num_groups".into(), groups.into());
         }
         Ok(dict)
     }
 
-    fn pretrained_unet_config(&self) -> Result<Map<String, Value>, ConfigErrors> {
+    fn pretrained_denoiser_config(&self) -> Result<Map<String, Value>, ConfigErrors> {
         let key = "pretrained_model_name_or_path";
         let name = &self.pretrained_model_name_or_path;
-        let file = self.folder_config("unet");
-        if !name.is_empty() && file.is_file() {
+        if let Some(file) = self.folder_denoiser_config() {
             return read_json(&file, key);
         }
         let error = |message: String| {
@@ -112,9 +133,11 @@ impl Config {
                 problem: Problem::Read(message),
             })
         };
-        let text = builtin_unet_config(name).ok_or_else(|| {
+        let known = Family::of_repository(name).map(|(_, published)| published.denoiser);
+        let text = known.ok_or_else(|| {
             error(format!(
-                "'{name}' is neither a folder with unet/config.json nor a known model ({}); give unet_config or a folder",
+                "'{name}' is neither a folder with unet/config.json or transformer/config.json nor a known model ({}); \
+                 give unet_config or a folder",
                 known_names()
             ))
         })?;
@@ -174,17 +197,19 @@ mod tests {
         let xl = of("stabilityai/stable-diffusion-xl-base-1.0");
         assert_eq!(xl["projection_class_embeddings_input_dim"], 2816);
         assert_eq!(builtin_unet_config("someone/something"), None);
+        assert_eq!(builtin_unet_config("black-forest-labs/FLUX.1-dev"), None);
     }
 
     #[test]
     fn every_name_of_a_built_in_dict_is_accepted_as_unet_config() {
-        for (_, model) in Family::published() {
-            let word = format!("unet_config={}", model.unet);
+        let of_unets = Family::published().filter(|(f, _)| f.spec().denoiser == DenoiserKind::Unet);
+        for (_, model) in of_unets {
+            let word = format!("unet_config={}", model.denoiser);
             let loaded =
                 Config::from_overrides(&[word, "train_new_unet=True".into()], None).unwrap();
-            let want: Value = serde_json::from_str(model.unet).unwrap();
+            let want: Value = serde_json::from_str(model.denoiser).unwrap();
             assert_eq!(
-                Value::Object(loaded.config.unet_config_json().unwrap()),
+                Value::Object(loaded.config.denoiser_config_json().unwrap()),
                 want
             );
         }
@@ -196,7 +221,7 @@ mod tests {
             pretrained_model_name_or_path: "someone/something".into(),
             ..Config::default()
         };
-        let message = config.unet_config_json().unwrap_err().to_string();
+        let message = config.denoiser_config_json().unwrap_err().to_string();
         assert!(message.contains("'someone/something'"), "{message}");
         assert!(
             message.contains("stable-diffusion-xl-base-1.0"),
@@ -207,8 +232,14 @@ mod tests {
     #[test]
     fn norm_num_groups_reaches_the_unet() {
         let mut config = Config::default();
-        assert_eq!(config.unet_config_json().unwrap()["norm_num_groups"], 32);
+        assert_eq!(
+            config.denoiser_config_json().unwrap()["norm_num_groups"],
+            32
+        );
         config.norm_num_groups = Some(16);
-        assert_eq!(config.unet_config_json().unwrap()["norm_num_groups"], 16);
+        assert_eq!(
+            config.denoiser_config_json().unwrap()["norm_num_groups"],
+            16
+        );
     }
 }

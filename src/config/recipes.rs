@@ -31,6 +31,8 @@ pub const RECIPES: &[Recipe] = recipes! {
     "sdxl-lightning": "base_xl_lightning.yml",
     "sdxl-lcm": "base_xl_lcm.yml",
     "sdxl-turbo": "sdxl_turbo.yml",
+    "flux-dev": "base_flux_dev.yml",
+    "flux-schnell": "base_flux_schnell.yml",
 };
 
 impl Recipe {

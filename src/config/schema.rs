@@ -14,8 +14,9 @@ use crate::shard::{Axis, LogicalAxisRules};
 use crate::train::schedule::Decay;
 
 use super::condition::Condition::{
-    self, Both, Either, FamilyTakesAestheticScore, Given, Is, IsNot, Positive, SamplerReads,
+    self, Both, Either, FamilyHas, Given, Is, IsNot, Positive, SamplerReads,
 };
+use super::condition::Trait;
 use super::field::schema;
 use super::key::Mark::{FixedOnResume, NotAnOption};
 use super::key::Range::{
@@ -72,18 +73,21 @@ const SAFETENSORS: &str =
     "models are read from safetensors, which are the same for PyTorch and Flax";
 const IMAGE_FOLDER: &str = "metadata.jsonl has the fields file_name and text, as in an image folder of the datasets library";
 const FLASH: &str = "kernels of attention choose their own blocks and mask their own padding";
+const OWN_ENCODERS: &str = "text encoders and tokenizers are those beside the model";
 const PROFILER: &str = "there is no profiler here yet";
 
 const INT8: Condition = Is("quantization", &["int8"]);
 const QUANTIZED: Condition = Is("quantization", &["int8", "int8_w8a16"]);
 const GUIDED: Condition = Is("do_classifier_free_guidance", &["True"]);
+/// The guidance scale has an effect.
+const SCALED: Condition = Either(&GUIDED, &FamilyHas(Trait::EmbeddedGuidance));
 const HIRES: Condition = Given("hires_scale");
 const IP_ADAPTER: Condition = Given("ip_adapter_path");
 const CONTROLNET: Condition = Is("use_controlnet", &["True"]);
 /// One of the models is, or may be, SDXL's refiner.
 const MAY_REFINE: Condition = Either(
     &Given("refiner_model_name_or_path"),
-    &FamilyTakesAestheticScore,
+    &FamilyHas(Trait::AestheticScore),
 );
 
 schema! {
@@ -152,6 +156,9 @@ schema! {
         activations_dtype: FloatType = FloatType::Bfloat16, Used, EVERY, is [FixedOnResume];
         /// `jax.lax.Precision` of dots and convolutions in float.
         precision: DotPrecision = DotPrecision::Default, Used, ANY_PROGRAM, is [FixedOnResume];
+        /// Tokens that prompts are padded to for T5, and cut at. Empty: the family's, 512 for FLUX.1 dev and 256 for schnell.
+        max_sequence_length: Option<u64> = None, Used, DENOISE, in Between(3.0, 512.0),
+            when FamilyHas(Trait::SequenceLength);
         /// Groups of the UNet's group norms. Empty: as in the model.
         norm_num_groups: Option<u64> = None, Used, MODEL, in AtLeast(1.0), is [FixedOnResume];
         /// Attention kernel. MaxDiffusion's other kernels compute the same function: a file that
@@ -159,6 +166,14 @@ schema! {
         attention: Attention = Attention::DotProduct, Used, PROGRAM;
         /// Activations that the backward pass recomputes: FULL recomputes each block.
         remat_policy: Remat = Remat::None, Used, TRAIN_STEP;
+        /// MaxDiffusion's name of the model.
+        flux_name: String = String::new(), NoEffect("the model is the one that pretrained_model_name_or_path names"), PROGRAM;
+        /// Repository of CLIP for FLUX.1.
+        clip_model_name_or_path: String = String::new(), NoEffect(OWN_ENCODERS), PROGRAM;
+        /// Repository of T5 for FLUX.1.
+        t5xxl_model_name_or_path: String = String::new(), NoEffect(OWN_ENCODERS), PROGRAM;
+        /// Free the text encoders after the prompts are encoded.
+        offload_encoders: bool = true, NoEffect("the weights of each program are freed before those of the next are read"), GENERATE;
         /// Checkpoint of the UNet alone.
         unet_checkpoint: String = String::new(), NotYet("loading a UNet checkpoint of MaxDiffusion"), PROGRAM;
         /// Branch, tag or commit of the repository that `pretrained_model_name_or_path` names.
@@ -194,6 +209,13 @@ schema! {
         loss_weighting: LossWeighting = LossWeighting::None, Ours, TRAIN_STEP, is [FixedOnResume];
         /// Draws some timesteps more often than others.
         timestep_bias: TimestepBias = TimestepBias::default(), Used, TRAIN_STEP, is [FixedOnResume];
+
+        /// Move noise levels by the image's size, for flow matching (`use_dynamic_shifting`). Empty: as in the model's files.
+        time_shift: Option<bool> = None, Used, GENERATE, when SamplerReads("use_dynamic_shifting");
+        /// How far they move for an image of 256 tokens. Empty: as in the model's files.
+        base_shift: Option<f64> = None, Used, GENERATE, in Between(-10.0, 10.0), when SamplerReads("base_shift");
+        /// How far they move for an image of 4096 tokens. Empty: as in the model's files.
+        max_shift: Option<f64> = None, Used, GENERATE, in Between(-10.0, 10.0), when SamplerReads("max_shift");
 
         group "Quantization";
         /// Quantization mode; empty is off, and for a checkpoint that `quantize` wrote, the mode that it was given.
@@ -401,8 +423,9 @@ schema! {
         /// Classifier-free guidance: run the model with and without the prompt and extrapolate.
         do_classifier_free_guidance: bool = true, Used, PROGRAM;
         /// Factor of the difference between the conditional and the unconditional prediction; 1 is the conditional one alone.
+        /// FLUX.1 dev takes it as an input instead: it was distilled from such predictions.
         guidance_scale: f64 = 9.0, Used, TRAIN_GENERATE, in AtLeast(0.0),
-            when GUIDED, is [NotAnOption];
+            when SCALED, is [NotAnOption];
         /// Run the unconditional and the conditional row one after the other instead of as one batch: activations take
         /// half the memory.
         guidance_in_two_passes: bool = false, Ours, DENOISE,
@@ -549,7 +572,7 @@ schema! {
         group "diffusion_scheduler_config";
         /// Sampler, by diffusers' or MaxDiffusion's class name or the short name. Empty: ddim.
         _class_name: Option<SchedulerKind> = Some(SchedulerKind::Euler), Used, TRAIN_GENERATE, is [NotAnOption];
-        /// What the UNet predicts. Empty: as in the known model, otherwise epsilon.
+        /// What the denoiser predicts. Empty: as in the known model, otherwise epsilon.
         prediction_type: Option<PredictionType> = Some(PredictionType::Epsilon), Used, PROGRAM;
         /// Make the last timestep pure noise (Lin et al. 2023, section 3.1).
         rescale_zero_terminal_snr: bool = false, Used, PROGRAM;

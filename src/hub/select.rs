@@ -9,14 +9,13 @@ use super::error::{Fault, HubError, SelectError};
 use super::name::RepoId;
 use crate::models::spec::Signs;
 use crate::models::{Family, Part};
-use crate::weights::source::{SourceError, check_class, is_null, no_unet};
+use crate::weights::source::{DENOISERS, SourceError, check_class, is_null, no_denoiser};
 use crate::weights::{Choice, choose, is_pickle, lora, parse_index};
 
 const INDEX: &str = "model_index.json";
-const UNET_CONFIG: &str = "unet/config.json";
 const SCHEDULER: &str = "scheduler/scheduler_config.json";
-/// The first, or both others, hold a tokenizer.
-const TOKENIZER: [&str; 3] = ["tokenizer.json", "vocab.json", "merges.txt"];
+/// The first, the next two together, or the last hold a tokenizer.
+const TOKENIZER: [&str; 4] = ["tokenizer.json", "vocab.json", "merges.txt", "spiece.model"];
 const TOKENIZER_OPTIONS: [&str; 3] = [
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -166,8 +165,9 @@ impl Chosen<'_> {
             self.needed.push(INDEX.to_owned());
             index = object(INDEX, &read(INDEX)?)?;
             check_class(&at, &index).map_err(SelectError::Model)?;
-        } else if !self.has(UNET_CONFIG) {
-            if self.is_no_layout(INDEX) && self.is_no_layout(UNET_CONFIG) {
+        } else if !DENOISERS.into_iter().any(|part| self.has(&config_of(part))) {
+            let mut configs = DENOISERS.into_iter().map(config_of);
+            if self.is_no_layout(INDEX) && configs.all(|name| self.is_no_layout(&name)) {
                 return self.single_file();
             }
             self.missing.push(INDEX.to_owned());
@@ -190,16 +190,17 @@ impl Chosen<'_> {
             .filter(|name| TOKENIZER.iter().any(|file| listed(name, file)))
             .collect();
         let scheduler = listed("scheduler", "scheduler_config.json");
-        if !parts.contains(&Part::Unet) {
+        let Some(denoiser) = DENOISERS.into_iter().find(|part| parts.contains(part)) else {
             let found = self.listing.names.iter().cloned().collect();
-            return Err(SelectError::Model(no_unet(&at, &index, found)).into());
-        }
+            return Err(SelectError::Model(no_denoiser(&at, &index, found)).into());
+        };
+        let denoiser_config = config_of(denoiser);
         if let Some((expected, config)) = expected
-            && self.has(UNET_CONFIG)
+            && self.has(&denoiser_config)
         {
-            let unet = object(UNET_CONFIG, &read(UNET_CONFIG)?)?;
+            let denoiser = object(&denoiser_config, &read(&denoiser_config)?)?;
             let found = Family::of_folder(&Signs {
-                unet: &unet,
+                denoiser: &denoiser,
                 has: &|part| parts.contains(&part),
             });
             if found != expected {
@@ -226,8 +227,7 @@ impl Chosen<'_> {
 
     /// The one file of a whole model in a repository without parts.
     fn single_file(&mut self) -> Result<String, Fault> {
-        let expected =
-            "model_index.json, unet/config.json or one .safetensors file of a whole model";
+        let expected = "model_index.json, unet/config.json, transformer/config.json or one .safetensors file of a whole model";
         let name = self.only_safetensors(
             expected,
             "download one with `hf download REPOSITORY FILE --local-dir DIR` and name that file",
@@ -304,19 +304,19 @@ impl Chosen<'_> {
 
     fn has_tokenizer(&self, prefix: &str) -> bool {
         let has = |name: &str| self.has(&format!("{prefix}{name}"));
-        let [whole, vocab, merges] = TOKENIZER;
-        has(whole) || (has(vocab) && has(merges))
+        let [whole, vocab, merges, pieces] = TOKENIZER;
+        has(whole) || (has(vocab) && has(merges)) || has(pieces)
     }
 
     /// The files of a tokenizer. Without `must`, a repository that has none may do without: one can be named.
     fn tokenizer(&mut self, folder: &str, must: bool) {
         let prefix = prefix(folder);
         for (names, list) in [
-            (TOKENIZER_OPTIONS, &mut self.optional),
-            (TOKENIZER, &mut self.needed),
+            (&TOKENIZER_OPTIONS[..], &mut self.optional),
+            (&TOKENIZER[..], &mut self.needed),
         ] {
-            let names = names.map(|name| format!("{prefix}{name}"));
-            list.extend(names.into_iter().filter(|n| self.listing.names.contains(n)));
+            let names = names.iter().map(|name| format!("{prefix}{name}"));
+            list.extend(names.filter(|n| self.listing.names.contains(n)));
         }
         if self.has_tokenizer(&prefix) {
             return;
@@ -370,6 +370,11 @@ impl Chosen<'_> {
             None => name,
         })
     }
+}
+
+/// The configuration of a part.
+fn config_of(part: Part) -> String {
+    format!("{}/config.json", part.name())
 }
 
 fn prefix(folder: &str) -> String {

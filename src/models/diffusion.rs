@@ -4,16 +4,22 @@ use crate::dtype::DType;
 use crate::graph::{Builder, GraphError, Tensor};
 use crate::models::clip::{ClipTextConfig, INPUT_IDS, clip_text, final_layer_norm};
 use crate::models::controlnet::{self, Control, ControlNetConfig};
+use crate::models::flux::{self, FluxConditioning};
 use crate::models::ip_adapter::IpAdapterConfig;
+use crate::models::t5::{T5EncoderConfig, t5_encoder};
 use crate::models::unet::{
-    self, AdditionEmbedType, ResSamples, SIZE_TIME_IDS, UNet2DConditionConfig, UNetConditioning,
-    UNetInputs,
+    self, AdditionEmbedType, ResSamples, SIZE_TIME_IDS, UNet2DConditionConfig, UNetInputs,
 };
 use crate::models::vae::Autoencoder;
-use crate::models::{Family, HiddenState, Part};
+use crate::models::{
+    Conditioning, Denoiser, DenoiserInputs, Family, HiddenState, ModelConfigError, Part,
+    TextEncoderKind,
+};
 use crate::nn::{Precision, Remat};
 use crate::schedulers::SchedulerConfig;
 use crate::shape::Shape;
+
+use serde_json::{Map, Value};
 
 type Result<T> = std::result::Result<T, GraphError>;
 
@@ -21,14 +27,14 @@ type Result<T> = std::result::Result<T, GraphError>;
 #[derive(Clone, Debug)]
 pub struct DiffusionModel {
     pub family: Family,
-    pub unet: UNet2DConditionConfig,
+    pub denoiser: Denoiser,
     /// ControlNets that add residuals to the UNet, each with its conditioning image.
     pub controlnets: Vec<ControlNetConfig>,
     /// An IP-Adapter for the UNet, with its image encoder.
     pub ip_adapter: Option<IpAdapterConfig>,
     /// Empty where programs take finished text embeddings. The results of several stand side by side.
     pub text_encoders: Vec<TextEncoder>,
-    /// The VAE that decodes the UNet's samples; `None` if samples are pixels.
+    /// The VAE that decodes the denoiser's samples; `None` if samples are pixels.
     pub vae: Option<Autoencoder>,
     /// The VAE that decodes previews; `None` if that is `vae`.
     pub preview_vae: Option<Autoencoder>,
@@ -37,12 +43,12 @@ pub struct DiffusionModel {
     pub precision: Precision,
     pub remat: Remat,
     pub scheduler: SchedulerConfig,
-    /// Rows and columns of the UNet's sample.
+    /// Rows and columns of the denoiser's sample.
     pub sample_size: [usize; 2],
     /// Height and width of the images in pixels, an input of SDXL's micro-conditioning.
     pub image_size: [usize; 2],
     pub micro_conditioning: MicroConditioning,
-    /// Tokens that a text encoder takes at once.
+    /// Tokens of the text that the denoiser attends to, for prompts of one chunk.
     pub tokens: usize,
     /// Side of the tiles, in latents, that the VAE decodes one at a time; `None` decodes a whole image at once.
     pub decode_tile: Option<usize>,
@@ -78,17 +84,82 @@ impl MicroConditioning {
 pub struct TextEncoder {
     /// Its name is the root of the parameter paths.
     pub part: Part,
-    pub config: ClipTextConfig,
+    pub config: TextEncoderConfig,
     pub hidden: HiddenState,
+    /// Tokens that it takes at once.
+    pub tokens: usize,
 }
 
-/// The output of a text encoder for the UNet.
+/// A text encoder, by its configuration.
+#[derive(Clone, Debug, PartialEq)]
+pub enum TextEncoderConfig {
+    Clip(Box<ClipTextConfig>),
+    T5(Box<T5EncoderConfig>),
+}
+
+impl TextEncoderConfig {
+    /// Reads and checks the fields of a `config.json`.
+    ///
+    /// # Errors
+    /// When it asks for something that is not built here, or contradicts itself.
+    pub fn from_map(
+        kind: TextEncoderKind,
+        fields: Map<String, Value>,
+    ) -> std::result::Result<Self, ModelConfigError> {
+        Ok(match kind {
+            TextEncoderKind::Clip => {
+                TextEncoderConfig::Clip(ClipTextConfig::from_map(fields)?.into())
+            }
+            TextEncoderKind::T5 { .. } => {
+                TextEncoderConfig::T5(T5EncoderConfig::from_map(fields)?.into())
+            }
+        })
+    }
+
+    /// Features of its tokens.
+    pub fn features(&self) -> usize {
+        match self {
+            TextEncoderConfig::Clip(config) => config.hidden_size,
+            TextEncoderConfig::T5(config) => config.d_model,
+        }
+    }
+
+    /// Rows of its embedding table.
+    pub fn vocab_size(&self) -> usize {
+        match self {
+            TextEncoderConfig::Clip(config) => config.vocab_size,
+            TextEncoderConfig::T5(config) => config.vocab_size,
+        }
+    }
+
+    /// CLIP's configuration, if it is one.
+    pub fn clip(&self) -> Option<&ClipTextConfig> {
+        match self {
+            TextEncoderConfig::Clip(config) => Some(config),
+            TextEncoderConfig::T5(_) => None,
+        }
+    }
+
+    /// Features of its projected pooled output, if it has one.
+    fn projection_dim(&self) -> Option<usize> {
+        let clip = self.clip().filter(|config| config.has_projection());
+        clip.map(|config| config.projection_dim)
+    }
+}
+
+impl From<ClipTextConfig> for TextEncoderConfig {
+    fn from(config: ClipTextConfig) -> Self {
+        TextEncoderConfig::Clip(Box::new(config))
+    }
+}
+
+/// The output of a text encoder for the denoiser.
 #[derive(Clone, Copy, Debug)]
 pub struct TextConditioning {
-    /// The chosen hidden state `[batch, tokens, features]`.
-    pub encoder_hidden_states: Tensor,
-    /// The projected pooled output `[batch, projection_dim]`, where the encoder has a projection.
-    pub text_embeds: Option<Tensor>,
+    /// The chosen hidden state `[batch, tokens, features]`, if one is chosen.
+    pub encoder_hidden_states: Option<Tensor>,
+    /// The pooled output `[batch, features]`, projected where the encoder has a projection.
+    pub pooled: Option<Tensor>,
 }
 
 impl DiffusionModel {
@@ -104,7 +175,12 @@ impl DiffusionModel {
     /// The sample's dimensions for a batch: `[batch, channels, rows, columns]`.
     pub fn sample_dims(&self, batch: usize) -> [usize; 4] {
         let [rows, columns] = self.sample_size;
-        [batch, self.unet.out_channels, rows, columns]
+        [batch, self.denoiser.out_channels(), rows, columns]
+    }
+
+    /// The tokens of an image, on which its noise levels may depend.
+    pub fn image_seq_len(&self) -> Option<usize> {
+        self.denoiser.kind().image_seq_len(self.sample_size)
     }
 
     /// The same model for samples of another size.
@@ -129,46 +205,86 @@ impl DiffusionModel {
         let Some(encoder) = self.text_encoders.get(which) else {
             return Err(b.invalid("this model has no text encoder of its own"));
         };
-        let output = clip_text(
-            b,
-            encoder.part.name(),
-            &encoder.config,
-            input_ids,
-            self.precision,
-            self.remat,
-        )?;
-        let (HiddenState::Normed { skip } | HiddenState::Raw { skip }) = encoder.hidden;
+        let (precision, remat) = (self.precision, self.remat);
+        let root = encoder.part.name();
+        match &encoder.config {
+            TextEncoderConfig::Clip(config) => self.encode_clip(b, encoder, config, input_ids),
+            TextEncoderConfig::T5(config) => match encoder.hidden {
+                HiddenState::Normed { skip: 0 } => Ok(TextConditioning {
+                    encoder_hidden_states: Some(t5_encoder(
+                        b, root, config, input_ids, None, precision, remat,
+                    )?),
+                    pooled: None,
+                }),
+                HiddenState::Normed { .. } | HiddenState::Raw { .. } | HiddenState::Pooled => {
+                    Err(b.root(root).invalid("T5 gives its last hidden state alone"))
+                }
+            },
+        }
+    }
+
+    fn encode_clip(
+        &self,
+        b: &Builder,
+        encoder: &TextEncoder,
+        config: &ClipTextConfig,
+        input_ids: Tensor,
+    ) -> Result<TextConditioning> {
+        let root = encoder.part.name();
+        let output = clip_text(b, root, config, input_ids, self.precision, self.remat)?;
+        let skip = match encoder.hidden {
+            HiddenState::Normed { skip } | HiddenState::Raw { skip } => skip,
+            HiddenState::Pooled => {
+                return Ok(TextConditioning {
+                    encoder_hidden_states: None,
+                    pooled: Some(output.pooler_output),
+                });
+            }
+        };
         let states = &output.hidden_states;
         let Some(state) = states.len().checked_sub(1 + skip).map(|at| states[at]) else {
-            return Err(b.root(encoder.part.name()).invalid(format!(
+            return Err(b.root(root).invalid(format!(
                 "clip_skip leaves none of the {} layers",
-                encoder.config.num_hidden_layers
+                config.num_hidden_layers
             )));
         };
-        let encoder_hidden_states = match encoder.hidden {
+        let hidden = match encoder.hidden {
             HiddenState::Normed { skip: 0 } => output.last_hidden_state,
             HiddenState::Normed { .. } => {
-                let root = b.root(encoder.part.name());
-                final_layer_norm(&root, &encoder.config, state, self.precision)?
+                final_layer_norm(&b.root(root), config, state, self.precision)?
             }
-            HiddenState::Raw { .. } => state,
+            HiddenState::Raw { .. } | HiddenState::Pooled => state,
         };
         Ok(TextConditioning {
-            encoder_hidden_states,
-            text_embeds: output.text_embeds,
+            encoder_hidden_states: Some(hidden),
+            pooled: output.text_embeds,
         })
     }
 
-    /// The text encoder whose pooled output the UNet takes, if it takes one.
+    /// The text encoder whose pooled output the denoiser takes, if it takes one.
     ///
     /// # Errors
-    /// When the UNet wants one, and no encoder has a projection.
+    /// When it wants one, and no encoder gives it.
     pub fn pooled_encoder(&self) -> Result<Option<usize>> {
-        let projecting = self
-            .text_encoders
-            .iter()
-            .rposition(|e| e.config.has_projection());
-        match (self.unet.addition_embed_type, projecting) {
+        let encoders = self.text_encoders.iter();
+        let unet = match &self.denoiser {
+            Denoiser::Unet(config) => config,
+            Denoiser::Flux(_) => {
+                let pooled = encoders
+                    .clone()
+                    .position(|e| e.hidden == HiddenState::Pooled);
+                return match pooled {
+                    Some(which) => Ok(Some(which)),
+                    None => Err(Builder::new().root(flux::ROOT).invalid(
+                        "pooled_projections are the pooled output of a text encoder, and there is none that gives it",
+                    )),
+                };
+            }
+        };
+        let projecting = encoders
+            .clone()
+            .rposition(|e| e.config.projection_dim().is_some());
+        match (unet.addition_embed_type, projecting) {
             (None, _) => Ok(None),
             (Some(AdditionEmbedType::TextTime), Some(which)) => Ok(Some(which)),
             (Some(AdditionEmbedType::TextTime), None) => {
@@ -192,22 +308,49 @@ impl DiffusionModel {
         [without, with].map(|last| [vec![height, width, 0.0, 0.0], last].concat())
     }
 
-    /// Whether the UNet also sees a mask and the masked image: the nine channels of inpainting models are those of the
-    /// sample, one of the mask, and those of the masked image's latents.
+    /// Whether the denoiser also sees a mask and the masked image.
     pub fn is_inpainting(&self) -> bool {
-        self.unet.in_channels == 2 * self.unet.out_channels + 1
+        self.denoiser.is_inpainting()
     }
 
-    /// Checks that the pooled embeddings and the time ids have as many features as the UNet takes.
+    /// Checks that the text encoders give as many features as the denoiser takes: hidden states for a transformer, and
+    /// for all that take one the pooled output, for a UNet together with the time ids.
     ///
     /// # Errors
     /// Says both, where they differ.
-    pub fn check_time_ids(&self) -> Result<()> {
-        let unet = &self.unet;
-        let Some(text) = self
+    pub fn check_conditioning(&self) -> Result<()> {
+        let pooled = self
             .pooled_encoder()?
-            .map(|which| self.text_encoders[which].config.projection_dim)
-        else {
+            .map(|which| &self.text_encoders[which]);
+        match &self.denoiser {
+            Denoiser::Unet(config) => {
+                self.check_time_ids(config, pooled.and_then(|e| e.config.projection_dim()))
+            }
+            Denoiser::Flux(config) => {
+                for encoder in &self.text_encoders {
+                    let (field, expected) = match encoder.hidden {
+                        HiddenState::Pooled => {
+                            ("pooled_projection_dim", config.pooled_projection_dim)
+                        }
+                        HiddenState::Normed { .. } | HiddenState::Raw { .. } => {
+                            ("joint_attention_dim", config.joint_attention_dim)
+                        }
+                    };
+                    let found = encoder.config.features();
+                    if found != expected {
+                        return Err(Builder::new().root(flux::ROOT).invalid(format!(
+                            "{field} = {expected}, but {} gives {found} features",
+                            encoder.part
+                        )));
+                    }
+                }
+                Ok(())
+            }
+        }
+    }
+
+    fn check_time_ids(&self, unet: &UNet2DConditionConfig, text: Option<usize>) -> Result<()> {
+        let Some(text) = text else {
             return Ok(());
         };
         let each = unet.addition_time_embed_dim.unwrap_or_default();
@@ -225,20 +368,22 @@ impl DiffusionModel {
         )))
     }
 
-    /// Declares `input_ids`: `s32[batch, tokens]`.
+    /// Declares `input_ids` of text encoder `which`: `s32[batch, tokens]`.
     ///
     /// # Errors
     /// When the name is taken by an input of another shape.
-    pub fn declare_input_ids(&self, b: &Builder, batch: usize) -> Result<Tensor> {
+    pub fn declare_input_ids(&self, b: &Builder, which: usize, batch: usize) -> Result<Tensor> {
+        let encoder = self.text_encoders.get(which);
+        let tokens = encoder.map_or(self.tokens, |encoder| encoder.tokens);
         b.input(
             INPUT_IDS,
-            Shape::new(DType::S32, [batch, self.tokens]),
+            Shape::new(DType::S32, [batch, tokens]),
             &[Some("activation_batch"), None],
         )
     }
 
-    /// Declares finished text conditioning of `tokens` tokens as inputs: hidden states, and for SDXL pooled embeddings
-    /// and time ids.
+    /// Declares finished text conditioning of `tokens` tokens as inputs: hidden states, for SDXL and FLUX pooled
+    /// embeddings, and for SDXL time ids. `guidance` is the guidance scale `[batch]`, for a denoiser that takes it.
     ///
     /// # Errors
     /// When one of the names is taken by an input of another shape.
@@ -247,9 +392,31 @@ impl DiffusionModel {
         b: &Builder,
         batch: usize,
         tokens: usize,
-    ) -> Result<UNetConditioning> {
-        let ids = self.micro_conditioning.ids();
-        unet::declare_conditioning(b, &self.unet, [batch, tokens], ids, DType::F32)
+        guidance: Option<Tensor>,
+    ) -> Result<Conditioning> {
+        match &self.denoiser {
+            Denoiser::Unet(config) => {
+                let ids = self.micro_conditioning.ids();
+                let sizes = [batch, tokens];
+                let declared = unet::declare_conditioning(b, config, sizes, ids, DType::F32)?;
+                Ok(Conditioning::Unet(declared))
+            }
+            Denoiser::Flux(config) => {
+                let axes = [Some("activation_batch"), None, None];
+                let input = |name: &str, sizes: &[usize]| {
+                    b.input(name, Shape::new(DType::F32, sizes), &axes[..sizes.len()])
+                };
+                let (joint, pooled) = (config.joint_attention_dim, config.pooled_projection_dim);
+                Ok(Conditioning::Flux(FluxConditioning {
+                    encoder_hidden_states: input(
+                        flux::names::ENCODER_HIDDEN_STATES,
+                        &[batch, tokens, joint],
+                    )?,
+                    pooled_projections: input(flux::names::POOLED_PROJECTIONS, &[batch, pooled])?,
+                    guidance,
+                }))
+            }
+        }
     }
 
     /// The sum of all ControlNets' residuals for `inputs`; `None` without one. `declare` gives each its image.
@@ -277,12 +444,11 @@ impl DiffusionModel {
         Ok(sum)
     }
 
-    /// The UNet's prediction for `inputs`, in `f32`.
+    /// The denoiser's prediction for `inputs`, in `f32`.
     ///
     /// # Errors
     /// When an input's shape does not fit.
-    pub fn predict(&self, b: &Builder, inputs: UNetInputs) -> Result<Tensor> {
-        let out = unet::unet(b, &self.unet, inputs, self.precision, self.remat)?;
-        b.convert(out, DType::F32)
+    pub fn predict(&self, b: &Builder, inputs: DenoiserInputs) -> Result<Tensor> {
+        self.denoiser.predict(b, inputs, self.precision, self.remat)
     }
 }

@@ -2,7 +2,7 @@
 //! pipelines and training read the descriptions, and none of them names a family for itself.
 
 use super::spec::{FamilySpec, Published, Signs};
-use super::{pixels, sd1, sd2, sdxl, sdxl_refiner};
+use super::{flux, pixels, sd1, sd2, sdxl, sdxl_refiner};
 use crate::util::named;
 
 named! {
@@ -16,6 +16,10 @@ named! {
         Sdxl = "sdxl",
         /// SDXL's refiner.
         SdxlRefiner = "sdxl_refiner",
+        /// FLUX.1 dev.
+        FluxDev = "flux_dev",
+        /// FLUX.1 schnell.
+        FluxSchnell = "flux_schnell",
         /// A UNet on the pixels of small images.
         Pixels = "pixels",
     }
@@ -29,6 +33,8 @@ impl Family {
             Family::Sd2 => (&sd2::SPEC, &[]),
             Family::Sdxl => (&sdxl::SPEC, &[Family::SdxlRefiner, Family::Sdxl]),
             Family::SdxlRefiner => (&sdxl_refiner::SPEC, &[]),
+            Family::FluxDev => (&flux::family::DEV, &[]),
+            Family::FluxSchnell => (&flux::family::SCHNELL, &[]),
             Family::Pixels => (&pixels::SPEC, &[]),
         }
     }
@@ -59,7 +65,7 @@ impl Family {
         Family::published().find(|(_, published)| published.repositories.contains(&name))
     }
 
-    /// The published family whose denoiser attends to text of this many features.
+    /// The first published family whose denoiser attends to text of this many features.
     pub fn of_text_features(features: usize) -> Option<(Family, &'static Published)> {
         Family::published().find(|(_, published)| published.text_features == features)
     }
@@ -78,8 +84,8 @@ pub struct Unsupported {
     pub name: &'static str,
     /// How its pipelines' class names begin.
     pub pipeline: &'static str,
-    /// A tensor of its single files.
-    pub tensor: &'static str,
+    /// A tensor of its single files, if that tells them from those of other families.
+    pub tensor: Option<&'static str>,
     /// Keys that MaxDiffusion's recipes for it have, each with how its value begins.
     pub recipe: &'static [(&'static str, &'static str)],
 }
@@ -88,41 +94,59 @@ const REPOSITORY: &str = "pretrained_model_name_or_path";
 
 /// The families that are known and not built: the first whose sign is there is meant. Facts: diffusers'
 /// `loaders/single_file_utils.py`, and MaxDiffusion's recipes at 7cfb8801.
-pub const UNSUPPORTED: [Unsupported; 7] = [
+pub const UNSUPPORTED: [Unsupported; 10] = [
     Unsupported {
         name: "Stable Diffusion 3.x",
         pipeline: "StableDiffusion3",
-        tensor: "joint_blocks.0.context_block.adaLN_modulation.1.bias",
+        tensor: Some("joint_blocks.0.context_block.adaLN_modulation.1.bias"),
         recipe: &[(REPOSITORY, "stabilityai/stable-diffusion-3")],
     },
     Unsupported {
         name: "FLUX.2",
         pipeline: "Flux2",
-        tensor: "single_stream_modulation.lin.weight",
+        tensor: Some("single_stream_modulation.lin.weight"),
         recipe: &[
             ("flux_name", "flux2"),
             (REPOSITORY, "black-forest-labs/FLUX.2"),
         ],
     },
     Unsupported {
-        name: "FLUX.1",
-        pipeline: "Flux",
-        tensor: "double_blocks.0.img_attn.norm.key_norm.scale",
+        name: "FLUX.1 Kontext",
+        pipeline: "FluxKontext",
+        tensor: None,
+        recipe: &[(REPOSITORY, "black-forest-labs/FLUX.1-Kontext")],
+    },
+    Unsupported {
+        name: "FLUX.1 Fill",
+        pipeline: "FluxFill",
+        tensor: None,
+        recipe: &[(REPOSITORY, "black-forest-labs/FLUX.1-Fill")],
+    },
+    Unsupported {
+        name: "FLUX.1 with a control image",
+        pipeline: "FluxControl",
+        tensor: None,
         recipe: &[
-            ("flux_name", "flux"),
-            (REPOSITORY, "black-forest-labs/FLUX.1"),
+            (REPOSITORY, "black-forest-labs/FLUX.1-Canny"),
+            (REPOSITORY, "black-forest-labs/FLUX.1-Depth"),
         ],
+    },
+    Unsupported {
+        name: "FLUX.1 Redux",
+        pipeline: "FluxPriorRedux",
+        tensor: None,
+        recipe: &[(REPOSITORY, "black-forest-labs/FLUX.1-Redux")],
     },
     Unsupported {
         name: "LTX-2",
         pipeline: "LTX2",
-        tensor: "av_ca_a2v_gate_adaln_single.emb.timestep_embedder.linear_1.weight",
+        tensor: Some("av_ca_a2v_gate_adaln_single.emb.timestep_embedder.linear_1.weight"),
         recipe: &[("model_name", "ltx2"), (REPOSITORY, "Lightricks/LTX-2")],
     },
     Unsupported {
         name: "LTX-Video",
         pipeline: "LTX",
-        tensor: "patchify_proj.weight",
+        tensor: Some("patchify_proj.weight"),
         recipe: &[
             (REPOSITORY, "Lightricks/LTX-Video"),
             ("spatial_upscaler_model_path", "ltxv"),
@@ -131,13 +155,13 @@ pub const UNSUPPORTED: [Unsupported; 7] = [
     Unsupported {
         name: "Wan",
         pipeline: "Wan",
-        tensor: "head.modulation",
+        tensor: Some("head.modulation"),
         recipe: &[("model_name", "wan"), (REPOSITORY, "Wan-AI/Wan")],
     },
     Unsupported {
         name: "Z-Image",
         pipeline: "ZImage",
-        tensor: "layers.0.adaLN_modulation.0.weight",
+        tensor: Some("layers.0.adaLN_modulation.0.weight"),
         recipe: &[
             ("model_name", "z_image"),
             (REPOSITORY, "Tongyi-MAI/Z-Image"),
@@ -152,9 +176,8 @@ mod tests {
 
     use super::*;
     use crate::config::Recipe;
-    use crate::models::Part;
-    use crate::models::unet::UNet2DConditionConfig;
     use crate::models::vae::AutoencoderKlConfig;
+    use crate::models::{Denoiser, Part, SampleSpace};
     use crate::schedulers::SchedulerConfig;
 
     fn object(text: &str) -> Map<String, Value> {
@@ -164,20 +187,23 @@ mod tests {
     #[test]
     fn what_is_published_can_be_read_and_is_of_its_family() {
         for (family, published) in Family::published() {
-            let unet = UNet2DConditionConfig::from_json(published.unet).unwrap();
+            let spec = family.spec();
+            let fields = object(published.denoiser);
+            let denoiser = Denoiser::from_map(spec.denoiser, fields.clone()).unwrap();
             let vae = AutoencoderKlConfig::from_json(published.vae).unwrap();
-            assert_eq!(unet.in_channels, vae.latent_channels, "{family}");
+            let space = SampleSpace::latents(&vae.into());
+            space.check(&denoiser).unwrap();
             SchedulerConfig::from_map(&object(published.scheduler)).unwrap();
             object(published.index);
-            let unet = object(published.unet);
-            let features = unet["cross_attention_dim"].as_u64().unwrap() as usize;
-            assert_eq!(Family::of_text_features(features).unwrap().0, family);
-            let encoders = family.spec().text_encoders;
-            let has = |part| {
-                [Part::Unet, Part::Vae].contains(&part) || encoders.iter().any(|e| e.part == part)
+            let name = match &denoiser {
+                Denoiser::Unet(_) => "cross_attention_dim",
+                Denoiser::Flux(_) => "joint_attention_dim",
             };
+            let features = fields[name].as_u64().unwrap() as usize;
+            assert_eq!(published.text_features, features, "{family}");
+            let has = |part: Part| spec.parts().contains(&part);
             let signs = Signs {
-                unet: &unet,
+                denoiser: &fields,
                 has: &has,
             };
             assert_eq!(Family::of_folder(&signs), family);

@@ -2,8 +2,10 @@
 
 pub mod clip;
 pub mod controlnet;
+mod denoiser;
 mod diffusion;
 pub mod family;
+pub mod flux;
 pub mod ip_adapter;
 pub mod original;
 mod part;
@@ -18,11 +20,14 @@ pub mod t5;
 pub mod unet;
 pub mod vae;
 
-pub use diffusion::{DiffusionModel, MicroConditioning, TextConditioning, TextEncoder};
+pub use denoiser::{Conditioning, Denoiser, DenoiserInputs, DenoiserKind};
+pub use diffusion::{
+    DiffusionModel, MicroConditioning, TextConditioning, TextEncoder, TextEncoderConfig,
+};
 pub use family::Family;
 pub use part::Part;
 pub use space::{RGB, SampleSpace};
-pub use spec::{FamilySpec, HiddenState, Published};
+pub use spec::{FamilySpec, GuidanceKind, HiddenState, Published, TextEncoderKind};
 
 use std::fmt::Display;
 

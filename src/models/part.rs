@@ -7,8 +7,10 @@ named! {
     /// `model_index.json`, and the root of its parameter paths.
     #[derive(PartialOrd, Ord)]
     pub enum Part {
-        /// The denoiser.
+        /// The denoiser of models with a UNet.
         Unet = "unet",
+        /// The denoiser of models with a transformer.
+        Transformer = "transformer",
         /// The autoencoder.
         Vae = "vae",
         /// The text encoder, of two the first.
@@ -22,7 +24,7 @@ impl Part {
     /// The folder of a text encoder's tokenizer.
     pub const fn tokenizer(self) -> Option<&'static str> {
         match self {
-            Part::Unet | Part::Vae => None,
+            Part::Unet | Part::Transformer | Part::Vae => None,
             Part::TextEncoder => Some("tokenizer"),
             Part::TextEncoder2 => Some("tokenizer_2"),
         }
@@ -33,9 +35,13 @@ impl Part {
     pub const fn classes(self) -> (&'static str, &'static [&'static str]) {
         match self {
             Part::Unet => ("diffusers", &["UNet2DConditionModel"]),
+            Part::Transformer => ("diffusers", &["FluxTransformer2DModel"]),
             Part::Vae => ("diffusers", &["AutoencoderKL", "AutoencoderTiny"]),
             Part::TextEncoder => ("transformers", &["CLIPTextModel"]),
-            Part::TextEncoder2 => ("transformers", &["CLIPTextModelWithProjection"]),
+            Part::TextEncoder2 => (
+                "transformers",
+                &["CLIPTextModelWithProjection", "T5EncoderModel"],
+            ),
         }
     }
 }

@@ -1,8 +1,8 @@
 //! The space of a denoiser's samples: pixels or latents.
 
-use super::ModelConfigError;
-use super::unet::UNet2DConditionConfig;
+use super::flux::PATCH;
 use super::vae::Autoencoder;
+use super::{Denoiser, ModelConfigError};
 
 /// Channels of a pixel.
 pub const RGB: usize = 3;
@@ -41,41 +41,57 @@ impl SampleSpace {
         }
     }
 
-    /// Checks that a UNet's inputs and outputs are samples of this space; an inpainting UNet also takes a mask and the
-    /// latents of the masked image.
+    /// Checks that a denoiser's inputs and outputs are samples of this space; an inpainting UNet also takes a mask and
+    /// the latents of the masked image.
     ///
     /// # Errors
     /// Names the channels that were found and those that are expected.
-    pub fn check(self, unet: &UNet2DConditionConfig) -> Result<(), ModelConfigError> {
+    pub fn check(self, denoiser: &Denoiser) -> Result<(), ModelConfigError> {
         let channels = self.channels();
         let inpainting = 2 * channels + 1;
-        let (taken, expected) = match self {
-            SampleSpace::Pixels { block } => (
-                vec![channels],
-                format!("{channels}, the colours of {block}x{block} pixels"),
-            ),
-            SampleSpace::Latents { .. } => (
-                vec![channels, inpainting],
-                format!(
-                    "{channels}, the channels of the autoencoder's latents, or {inpainting} for inpainting; a \
-                     pixel-space model has {RGB} * pixel_unshuffle^2"
+        let (found, out) = match denoiser {
+            Denoiser::Unet(config) => (config.in_channels, config.out_channels),
+            Denoiser::Flux(config) => (config.in_channels, config.out_channels()),
+        };
+        let ((taken, expected), made) = match (denoiser, self) {
+            (Denoiser::Flux(_), _) => {
+                let packed = channels * PATCH * PATCH;
+                let expected =
+                    format!("{packed}, the {channels} channels of {PATCH}x{PATCH} latents");
+                ((vec![packed], expected), packed)
+            }
+            (Denoiser::Unet(_), SampleSpace::Pixels { block }) => (
+                (
+                    vec![channels],
+                    format!("{channels}, the colours of {block}x{block} pixels"),
                 ),
+                channels,
+            ),
+            (Denoiser::Unet(_), SampleSpace::Latents { .. }) => (
+                (
+                    vec![channels, inpainting],
+                    format!(
+                        "{channels}, the channels of the autoencoder's latents, or {inpainting} for inpainting; a \
+                     pixel-space model has {RGB} * pixel_unshuffle^2"
+                    ),
+                ),
+                channels,
             ),
         };
         let unsupported = |field: &str, found: usize, expected: String| {
             Err(ModelConfigError::Unsupported {
-                model: "UNet2DConditionModel",
+                model: denoiser.class(),
                 field: field.to_owned(),
                 found: found.to_string(),
                 expected,
             })
         };
-        if !taken.contains(&unet.in_channels) {
-            return unsupported("in_channels", unet.in_channels, expected);
+        if !taken.contains(&found) {
+            return unsupported("in_channels", found, expected);
         }
-        if unet.out_channels != channels {
-            let expected = format!("{channels}, those of the sample");
-            return unsupported("out_channels", unet.out_channels, expected);
+        if out != made {
+            let expected = format!("{made}, those of the sample");
+            return unsupported("out_channels", out, expected);
         }
         Ok(())
     }
@@ -84,6 +100,7 @@ impl SampleSpace {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::models::unet::UNet2DConditionConfig;
     use crate::models::vae::AutoencoderKlConfig;
 
     #[test]
@@ -105,7 +122,10 @@ mod tests {
         let block = SampleSpace::Pixels { block: 2 };
         assert_eq!((block.channels(), block.factor()), (12, 2));
         for channels in 1..20 {
-            let fits = |space: SampleSpace| space.check(&unet(channels)).is_ok();
+            let fits = |space: SampleSpace| {
+                let unet = Denoiser::Unet(unet(channels).into());
+                space.check(&unet).is_ok()
+            };
             assert_eq!(fits(latents), [4, 9].contains(&channels));
             assert_eq!(fits(block), channels == 12);
         }
@@ -113,13 +133,17 @@ mod tests {
             out_channels: 8,
             ..unet(4)
         };
-        let error = latents.check(&wide).unwrap_err().to_string();
+        let error = |unet: UNet2DConditionConfig| {
+            let error = latents.check(&Denoiser::Unet(unet.into()));
+            error.unwrap_err().to_string()
+        };
+        let wide = error(wide);
         assert!(
-            error.contains("out_channels = 8 is not supported; expected 4"),
-            "{error}"
+            wide.contains("out_channels = 8 is not supported; expected 4"),
+            "{wide}"
         );
         assert_eq!(
-            latents.check(&unet(5)).unwrap_err().to_string(),
+            error(unet(5)),
             "UNet2DConditionModel: in_channels = 5 is not supported; expected 4, the channels of the autoencoder's \
              latents, or 9 for inpainting; a pixel-space model has 3 * pixel_unshuffle^2"
         );

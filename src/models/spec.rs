@@ -2,8 +2,8 @@
 
 use serde_json::{Map, Value};
 
-use super::Part;
 use super::original::{OriginalTensors, Root};
+use super::{DenoiserKind, Part};
 
 /// The description of a family. See `docs/adding-a-family.md`.
 #[derive(Debug)]
@@ -14,7 +14,8 @@ pub struct FamilySpec {
     pub recipe: &'static str,
     /// Its published models; `None` for a family that is only trained here.
     pub published: Option<Published>,
-    /// The text encoders. Their features stand side by side in this order.
+    pub denoiser: DenoiserKind,
+    /// The text encoders. The features of their hidden states stand side by side in this order.
     pub text_encoders: &'static [TextEncoderSpec],
     /// Whether the time ids of the image end in an aesthetic score and not in the target size, where
     /// `model_index.json` does not say (`requires_aesthetics_score`).
@@ -22,8 +23,13 @@ pub struct FamilySpec {
     /// Whether an empty negative prompt is zeros and not the encoding of an empty text, where `model_index.json` does
     /// not say (`force_zeros_for_empty_prompt`).
     pub zero_empty_prompts: bool,
-    /// Whether there are ControlNets for its denoiser.
+    pub guidance: GuidanceKind,
+    /// Whether prompts may have weights, and as many chunks as they need: what web interfaces do with CLIP alone.
+    pub prompt_weights: bool,
+    /// Whether there are ControlNets for its denoiser, and IP-Adapters.
     pub controlnets: bool,
+    /// Whether LoRAs and textual inversions for it are read.
+    pub loras: bool,
     /// Starts of module names that only LoRA files for this family have.
     pub lora_names: &'static [&'static str],
     /// Paths below the denoiser's root (regular expressions) of the layers that stay in float under
@@ -34,27 +40,49 @@ pub struct FamilySpec {
 }
 
 impl FamilySpec {
+    /// The tokens that prompts are padded to where nothing else is asked for, and the most, if a text encoder leaves
+    /// them open.
+    pub fn prompt_lengths(&self) -> Option<[usize; 2]> {
+        self.text_encoders
+            .iter()
+            .find_map(|encoder| match encoder.kind {
+                TextEncoderKind::Clip => None,
+                TextEncoderKind::T5 { tokens, most } => Some([tokens, most]),
+            })
+    }
+
     /// The parts of a model of this family.
     pub fn parts(&self) -> Vec<Part> {
         let autoencoder = self.published.as_ref().map(|_| Part::Vae);
         let encoders = self.text_encoders.iter().map(|encoder| encoder.part);
-        let parts = [Part::Unet].into_iter().chain(autoencoder);
+        let parts = [self.denoiser.part()].into_iter().chain(autoencoder);
         parts.chain(encoders).collect()
     }
+}
+
+/// How a guidance scale acts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GuidanceKind {
+    /// It extrapolates from the denoiser's output without the prompt to that with it.
+    ClassifierFree,
+    /// It is an input of the denoiser, which was distilled from such outputs.
+    Embedded,
+    /// It does not: the denoiser was distilled from guided outputs of one scale.
+    None,
 }
 
 /// A family's published models.
 #[derive(Debug)]
 pub struct Published {
-    /// Repositories on the hub, the original first, whose denoiser has exactly the architecture `unet`, whatever side
-    /// its samples had in training.
+    /// Repositories on the hub, the original first, whose denoiser has exactly the architecture `denoiser`, whatever
+    /// side its samples had in training.
     pub repositories: &'static [&'static str],
     /// Those of them whose denoiser predicts the noise although that of `scheduler` does not.
     pub epsilon: &'static [&'static str],
     /// The features of the text that the denoiser attends to, by which LoRA files of the families differ.
     pub text_features: usize,
-    /// `unet/config.json` as published: the architecture, and what no tensor of a single file tells of it.
-    pub unet: &'static str,
+    /// The denoiser's `config.json` as published: the architecture, and what no tensor of a single file tells of it.
+    pub denoiser: &'static str,
     /// `vae/config.json` as published: the geometry of the latents, and settings that the tensors do not show.
     pub vae: &'static str,
     /// `scheduler/scheduler_config.json` as published: the noise process and the sampler.
@@ -72,8 +100,18 @@ pub struct Published {
 #[derive(Clone, Copy, Debug)]
 pub struct TextEncoderSpec {
     pub part: Part,
+    pub kind: TextEncoderKind,
     /// The hidden state that the denoiser attends to.
     pub hidden: HiddenState,
+}
+
+/// A kind of text encoder.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TextEncoderKind {
+    /// transformers' `CLIPTextModel`, with or without projection. It says itself how many tokens it takes.
+    Clip,
+    /// transformers' `T5EncoderModel`, with as many tokens as the family pads a prompt to, and the most that it takes.
+    T5 { tokens: usize, most: usize },
 }
 
 /// A family's models in one file, by the names of the original code.
@@ -115,8 +153,8 @@ pub struct UnknownPrediction {
 
 /// The properties of a model in diffusers' layout that tell its family.
 pub struct Signs<'a> {
-    /// The content of `unet/config.json`.
-    pub unet: &'a Map<String, Value>,
+    /// The content of the denoiser's `config.json`.
+    pub denoiser: &'a Map<String, Value>,
     /// Whether it has this part.
     pub has: &'a dyn Fn(Part) -> bool,
 }
@@ -124,21 +162,34 @@ pub struct Signs<'a> {
 impl Signs<'_> {
     /// Whether the denoiser also takes pooled text and sizes (`addition_embed_type = text_time`).
     pub(super) fn takes_text_time(&self) -> bool {
-        self.unet.get("addition_embed_type").and_then(Value::as_str) == Some("text_time")
+        let kind = self.denoiser.get("addition_embed_type");
+        kind.and_then(Value::as_str) == Some("text_time")
     }
 
     pub(super) fn number(&self, field: &str) -> Option<u64> {
-        self.unet.get(field).and_then(Value::as_u64)
+        self.denoiser.get(field).and_then(Value::as_u64)
+    }
+
+    pub(super) fn is_true(&self, field: &str) -> bool {
+        self.denoiser.get(field) == Some(&Value::Bool(true))
+    }
+
+    /// Whether the denoiser is of this class of diffusers.
+    pub(super) fn is_class(&self, class: &str) -> bool {
+        let found = self.denoiser.get("_class_name").and_then(Value::as_str);
+        found == Some(class)
     }
 }
 
-/// Which of a text encoder's hidden states condition the UNet.
+/// Which of a text encoder's hidden states condition the denoiser.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HiddenState {
     /// The one `skip` layers before the last, after the final layer norm: Stable Diffusion 1.x and 2.x.
     Normed { skip: usize },
     /// The one `skip` layers before the last, as it is: SDXL, which skips one.
     Raw { skip: usize },
+    /// None of them: the pooled output alone, without a projection.
+    Pooled,
 }
 
 impl HiddenState {
@@ -147,6 +198,7 @@ impl HiddenState {
         match self {
             HiddenState::Normed { skip } => HiddenState::Normed { skip: skip + more },
             HiddenState::Raw { skip } => HiddenState::Raw { skip: skip + more },
+            HiddenState::Pooled => HiddenState::Pooled,
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The conditioning of the UNet: prompts as embeddings, and the programs that compute them.
+//! The conditioning of the denoiser: prompts as embeddings, and the programs that compute them.
 
 use std::time::Instant;
 
@@ -25,42 +25,36 @@ use super::weights::WeightSource;
 pub struct Conditioning {
     /// `f32[rows, tokens, features]`
     pub hidden: HostTensor,
-    /// `f32[rows, projection_dim]`, for a UNet that takes pooled embeddings.
+    /// `f32[rows, features]`, for a denoiser that takes pooled embeddings.
+    pub pooled: Option<HostTensor>,
+}
+
+/// What one encoder gives for the prompts.
+#[derive(Clone, Debug, Default)]
+pub struct EncodedPart {
+    /// `f32[rows, tokens, features]`, if the denoiser attends to its hidden states.
+    pub hidden: Option<HostTensor>,
+    /// `f32[rows, features]`
     pub pooled: Option<HostTensor>,
 }
 
 impl Conditioning {
-    /// The features of several encoders side by side, with the pooled embeddings of the last that has any.
+    /// The features of several encoders side by side, with the pooled embeddings of the last that has any. `None`
+    /// without hidden states.
     ///
     /// # Errors
     /// When their numbers of prompts or tokens differ.
-    pub fn join(parts: Vec<Conditioning>) -> Result<Option<Conditioning>, PipelineError> {
-        let mut parts = parts.into_iter();
-        let Some(mut joined) = parts.next() else {
-            return Ok(None);
-        };
+    pub fn join(parts: Vec<EncodedPart>) -> Result<Option<Conditioning>, PipelineError> {
+        let mut joined = EncodedPart::default();
         for part in parts {
-            let (left, right) = (&joined.hidden.shape.dims, &part.hidden.shape.dims);
-            if left[..2] != right[..2] {
-                return Err(PipelineError::Shape {
-                    what: names::ENCODER_HIDDEN_STATES,
-                    expected: joined.hidden.shape,
-                    found: part.hidden.shape,
-                });
-            }
-            let dims = [left[0], left[1], left[2] + right[2]];
-            let (a, b) = (joined.hidden.to_f32_vec()?, part.hidden.to_f32_vec()?);
-            let values: Vec<f32> = a
-                .chunks(left[2])
-                .zip(b.chunks(right[2]))
-                .flat_map(|(a, b)| a.iter().chain(b).copied())
-                .collect();
-            joined = Conditioning {
-                hidden: HostTensor::from_f32(dims, &values)?,
-                pooled: part.pooled.or(joined.pooled),
+            joined.pooled = part.pooled.or(joined.pooled);
+            joined.hidden = match (joined.hidden, part.hidden) {
+                (Some(left), Some(right)) => Some(side_by_side(left, right)?),
+                (left, right) => left.or(right),
             };
         }
-        Ok(Some(joined))
+        let EncodedPart { hidden, pooled } = joined;
+        Ok(hidden.map(|hidden| Conditioning { hidden, pooled }))
     }
 
     /// Sets the rows `rows` to zero, which is SDXL's conditioning for no prompt.
@@ -76,6 +70,26 @@ impl Conditioning {
             }
         }
     }
+}
+
+/// The features of two tensors of the same prompts and tokens.
+fn side_by_side(left: HostTensor, right: HostTensor) -> Result<HostTensor, PipelineError> {
+    let (of_left, of_right) = (&left.shape.dims, &right.shape.dims);
+    if of_left[..2] != of_right[..2] {
+        return Err(PipelineError::Shape {
+            what: names::ENCODER_HIDDEN_STATES,
+            expected: left.shape,
+            found: right.shape,
+        });
+    }
+    let dims = [of_left[0], of_left[1], of_left[2] + of_right[2]];
+    let (a, b) = (left.to_f32_vec()?, right.to_f32_vec()?);
+    let values: Vec<f32> = a
+        .chunks(of_left[2])
+        .zip(b.chunks(of_right[2]))
+        .flat_map(|(a, b)| a.iter().chain(b).copied())
+        .collect();
+    Ok(HostTensor::from_f32(dims, &values)?)
 }
 
 /// One text encoder for a fixed number of prompts.
@@ -123,7 +137,7 @@ impl Encoder {
         session: &Session,
         weights: &Prepared<'_>,
         ids: &[i32],
-    ) -> Result<Conditioning, PipelineError> {
+    ) -> Result<EncodedPart, PipelineError> {
         let sequences = ids.len() / (self.rows * self.tokens);
         if ids.len() != sequences * self.rows * self.tokens || sequences == 0 {
             return Err(PipelineError::Shape {
@@ -144,20 +158,26 @@ impl Encoder {
                 .collect();
             let ids = HostTensor::from_i32([self.rows, self.tokens], &ids)?;
             inputs.set(names::INPUT_IDS, &ids)?;
-            let mut results = self.program.run(weights, &inputs)?.into_iter();
-            if let Some(states) = results.next() {
-                features = states.shape.dims[2];
-                let values = states.to_f32_vec()?;
+            let results = self.program.run(weights, &inputs)?;
+            let slots = self.program.stages().step().outputs();
+            for (slot, result) in slots.iter().zip(results) {
+                if slot.name != names::ENCODER_HIDDEN_STATES {
+                    pooled.get_or_insert(result);
+                    continue;
+                }
+                features = result.shape.dims[2];
+                let values = result.to_f32_vec()?;
                 for (row, values) in hidden.iter_mut().zip(values.chunks(self.tokens * features)) {
                     row.extend(values);
                 }
             }
-            if let (0, Some(embeds)) = (sequence, results.next()) {
-                pooled = Some(embeds);
-            }
         }
-        Ok(Conditioning {
-            hidden: HostTensor::from_f32([self.rows, row_ids, features], &hidden.concat())?,
+        let dims = [self.rows, row_ids, features];
+        Ok(EncodedPart {
+            hidden: match features {
+                0 => None,
+                _ => Some(HostTensor::from_f32(dims, &hidden.concat())?),
+            },
             pooled,
         })
     }
@@ -190,11 +210,15 @@ impl PromptEncoders {
         options: &DenoiseOptions,
         precision: DotPrecision,
     ) -> Result<PromptEncoders, PipelineError> {
-        let sizes = [options.prompts(), model.tokens];
+        let tokens: Vec<usize> = model.text_encoders.iter().map(|e| e.tokens).collect();
         Ok(PromptEncoders {
             encoders: encoders
                 .into_par_iter()
-                .map(|encoder| Encoder::compile(session, encoder, sizes, precision))
+                .zip(tokens)
+                .map(|(encoder, tokens)| {
+                    let sizes = [options.prompts(), tokens];
+                    Encoder::compile(session, encoder, sizes, precision)
+                })
                 .collect::<Result<_, _>>()?,
             batch: options.batch,
             guidance: options.guidance != Guidance::Off,
@@ -219,7 +243,7 @@ impl PromptEncoders {
     ) -> Result<Encoded, PipelineError> {
         let mut phases = Phases::default();
         let batches = batches(images, self.batch);
-        let mut parts: Vec<Vec<Conditioning>> = vec![Vec::new(); batches.len()];
+        let mut parts: Vec<Vec<EncodedPart>> = vec![Vec::new(); batches.len()];
         for (which, encoder) in self.encoders.iter().enumerate() {
             let start = Instant::now();
             let prepared = source.prepare(encoder.program().stages(), observer)?;
@@ -251,7 +275,7 @@ impl PromptEncoders {
         prepared: &Prepared<'_>,
         which: usize,
         batch: &[&TokenizedImage],
-    ) -> Result<Conditioning, PipelineError> {
+    ) -> Result<EncodedPart, PipelineError> {
         let (mut ids, mut weights) = (Vec::new(), Vec::new());
         for image in batch {
             let negative = self.guidance.then(|| image.negative.get(which)).flatten();
@@ -261,10 +285,12 @@ impl PromptEncoders {
             }
         }
         let mut encoded = encoder.run(session, prepared, &ids)?;
-        if weights.iter().any(|weight| *weight != 1.0) {
-            let mut hidden = encoded.hidden.to_f32_vec()?;
+        if let Some(states) = &mut encoded.hidden
+            && weights.iter().any(|weight| *weight != 1.0)
+        {
+            let mut hidden = states.to_f32_vec()?;
             apply_weights(&mut hidden, &weights, encoder.tokens())?;
-            encoded.hidden = HostTensor::from_f32(encoded.hidden.shape.dims, &hidden)?;
+            *states = HostTensor::from_f32(states.shape.dims.clone(), &hidden)?;
         }
         Ok(encoded)
     }

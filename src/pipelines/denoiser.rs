@@ -247,8 +247,15 @@ impl Denoiser {
             let rows = |value: &HostTensor| every(value, count, pass);
             let mut own = Inputs::new(session, self.programs());
             own.set(names::ENCODER_HIDDEN_STATES, &rows(&conditioning.hidden)?)?;
+            let takes = |name: &str| self.program.input(name).is_some();
             if let Some(pooled) = &conditioning.pooled {
-                own.set(names::TEXT_EMBEDS, &rows(pooled)?)?;
+                let name = match takes(names::POOLED_PROJECTIONS) {
+                    true => names::POOLED_PROJECTIONS,
+                    false => names::TEXT_EMBEDS,
+                };
+                own.set(name, &rows(pooled)?)?;
+            }
+            if takes(names::TIME_IDS) {
                 own.set(names::TIME_IDS, &rows(&time_ids)?)?;
             }
             if let Some((tokens, _)) = &inputs.image_tokens {

@@ -31,7 +31,7 @@ pub fn trace_decode(
     let Some(config) = &model.vae else {
         return Err(b.invalid("this model has no VAE: its samples are images"));
     };
-    let dims = [1, model.unet.out_channels, rows, columns];
+    let dims = [1, model.denoiser.out_channels(), rows, columns];
     let latents = b.input(names::LATENTS, Shape::new(DType::F32, dims), &[])?;
     let unscaled = config.latent_scale().undo(&b, latents)?;
     let images = vae::decode(&b, root, config, unscaled, model.precision)?;

@@ -128,7 +128,8 @@ impl ModelFiles {
             }
             check(root, &expected, self.get(root)?)?;
         }
-        check_stored(self.get(UNET)?, &traced.stored_formats())
+        let denoiser = self.get(traced.denoiser.name())?;
+        check_stored(denoiser, &traced.stored_formats())
     }
 
     /// Refuses updates of weights that are stored as integers.

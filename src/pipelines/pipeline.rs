@@ -60,6 +60,7 @@ impl PipelineModel {
             tokenizers: &self.tokenizers,
             inversions: &self.inversions,
             scheduler: &self.model.scheduler,
+            image_seq_len: self.model.image_seq_len(),
         }
     }
 }

@@ -37,6 +37,8 @@ pub(super) struct PromptReader<'a> {
     pub tokenizers: &'a [Tokenizer],
     pub inversions: &'a TextualInversions,
     pub scheduler: &'a SchedulerConfig,
+    /// The tokens of an image, on which its noise levels may depend.
+    pub image_seq_len: Option<usize>,
 }
 
 impl PromptReader<'_> {
@@ -82,10 +84,13 @@ pub(super) fn prepare(
         use_clipped_model_output: true,
         ..PlanOptions::new(steps)
     };
-    let plans = |scheduler: &SchedulerConfig, start: Start, end: Option<f64>| {
+    let plans = |reader: &PromptReader<'_>, start: Start, end: Option<f64>| {
         let plan = |steps: &usize| {
-            let options = options(*steps, start);
-            scheduler.plan(&PlanOptions { end, ..options })
+            reader.scheduler.plan(&PlanOptions {
+                end,
+                image_seq_len: reader.image_seq_len,
+                ..options(*steps, start)
+            })
         };
         steps.iter().map(plan).collect::<Result<Vec<_>, _>>()
     };
@@ -94,8 +99,10 @@ pub(super) fn prepare(
         Some(hires) => {
             let plan = |steps: &usize| {
                 let steps = hires.steps.unwrap_or(*steps);
-                let options = options(steps, Start::Strength(hires.strength));
-                base.scheduler.plan(&options)
+                base.scheduler.plan(&PlanOptions {
+                    image_seq_len: hires.image_seq_len,
+                    ..options(steps, Start::Strength(hires.strength))
+                })
             };
             steps.iter().map(plan).collect::<Result<Vec<_>, _>>()?
         }
@@ -107,7 +114,7 @@ pub(super) fn prepare(
     let handover = &request.handover;
     let end = refiner.map(|_| handover.denoising_end);
     let base = ModelRequest {
-        plans: plans(base.scheduler, start, end)?,
+        plans: plans(base, start, end)?,
         rows: base.place(&mut images)?,
         redraw_plans,
         images,
@@ -115,11 +122,7 @@ pub(super) fn prepare(
     let refiner = match refiner {
         None => None,
         Some(refiner) => Some(ModelRequest {
-            plans: plans(
-                refiner.scheduler,
-                Start::After(handover.denoising_start),
-                None,
-            )?,
+            plans: plans(refiner, Start::After(handover.denoising_start), None)?,
             rows: refiner.place(&mut of_refiner)?,
             redraw_plans: Vec::new(),
             images: of_refiner,

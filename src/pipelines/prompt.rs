@@ -369,7 +369,8 @@ impl<'a> Layout<'a> {
 
     fn chunk(&self, ids: &[i32], weights: &[f32]) -> Chunk {
         let mut all = vec![1.0; self.tokenizer.length()];
-        all[1..=weights.len()].copy_from_slice(weights);
+        let before = self.tokenizer.before();
+        all[before..before + weights.len()].copy_from_slice(weights);
         Chunk {
             ids: self.tokenizer.lay_out(ids.iter().copied()),
             weights: all,
@@ -386,14 +387,14 @@ impl<'a> Layout<'a> {
 
     /// Ends the chunk if the next `count` ids, which belong together, fit into a new one only.
     fn make_room(&mut self, count: usize) {
-        let room = self.tokenizer.length() - 2;
+        let room = self.tokenizer.room();
         if count > 1 && count <= room && self.ids.len() + count > room {
             self.finish();
         }
     }
 
     fn push(&mut self, id: i32, weight: f32) {
-        let room = self.tokenizer.length() - 2;
+        let room = self.tokenizer.room();
         if Some(id) == self.comma {
             self.last_comma = Some(self.ids.len());
         } else if let Some(comma) = self.last_comma

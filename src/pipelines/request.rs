@@ -66,6 +66,8 @@ pub struct GenerateRequest {
 pub struct HiresRequest {
     /// Rows and columns of the final samples.
     pub sample_size: [usize; 2],
+    /// The tokens of a sample of that size, for a model whose noise levels depend on them.
+    pub image_seq_len: Option<usize>,
     pub upscaler: HiresUpscaler,
     /// The share of the steps of the second pass that are taken.
     pub strength: f64,

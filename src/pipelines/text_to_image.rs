@@ -6,11 +6,11 @@
 use crate::dtype::DType;
 use crate::graph::{Builder, Comparison, GraphError, Reduction, Tensor};
 use crate::lowering::Traced;
-use crate::models::DiffusionModel;
 use crate::models::clip::vision::PIXEL_VALUES;
 use crate::models::controlnet::Control;
 use crate::models::ip_adapter::image_tokens;
 use crate::models::unet::{ImagePrompt, UNetInputs};
+use crate::models::{DenoiserInputs, DiffusionModel};
 use crate::quant::Policy;
 use crate::shape::Shape;
 
@@ -20,10 +20,12 @@ use super::sampler_step::{SamplerStep, names as sampler_names};
 /// Names of the programs' run-time inputs and results, beside the sampler's ([`super::sampler_step::names`]).
 pub mod names {
     pub use crate::models::clip::INPUT_IDS;
+    /// A scalar: that of classifier-free guidance, or an input of a denoiser that was distilled from guided samples.
     pub const GUIDANCE_SCALE: &str = "guidance_scale";
     /// How much of the guided output's deviation is brought back to that of the prompt's alone.
     pub const GUIDANCE_RESCALE: &str = "guidance_rescale";
     /// The text encoders' results, which are the denoising step's conditioning.
+    pub use crate::models::flux::names::POOLED_PROJECTIONS;
     pub use crate::models::unet::names::{ENCODER_HIDDEN_STATES, TEXT_EMBEDS, TIME_IDS};
     /// The further inputs of an inpainting model: `f32[batch, 1, rows, columns]`, 1 where it draws, and the latents of
     /// the image without that part, of the sample's shape.
@@ -106,11 +108,12 @@ pub struct DenoiseStep<T> {
 }
 
 /// The inputs of the denoising step that are known before its first run, beside the images for ControlNets.
-const REQUEST: [&str; 6] = [
+const REQUEST: [&str; 7] = [
     names::ENCODER_HIDDEN_STATES,
     names::IMAGE_TOKENS,
     names::MASK,
     names::MASKED_IMAGE_LATENTS,
+    names::POOLED_PROJECTIONS,
     names::TEXT_EMBEDS,
     names::TIME_IDS,
 ];
@@ -171,10 +174,12 @@ pub fn trace_denoise(
     let inputs: Vec<String> = graph.inputs.iter().map(|i| i.name.clone()).collect();
     let images = inputs.iter().map(String::as_str);
     let images = images.filter(|name| name.starts_with(names::CONTROL_IMAGE));
+    let takes_guidance = model.denoiser.takes_guidance();
+    let guidance = takes_guidance.then_some(names::GUIDANCE_SCALE);
     Ok(DenoiseStep {
         model: Traced::new("denoise", graph)
             .quantized(options.quantization.as_ref())?
-            .with_request_inputs(REQUEST.into_iter().chain(images)),
+            .with_request_inputs(REQUEST.into_iter().chain(images).chain(guidance)),
         advance,
     })
 }
@@ -190,7 +195,11 @@ fn predict(
     let timestep = scalar(sampler_names::TIMESTEP)?;
     let in_scale = scalar(sampler_names::IN_SCALE)?;
     let rows = options.rows();
-    let conditioning = model.declare_conditioning(b, rows, options.tokens)?;
+    let guidance = match model.denoiser.takes_guidance() {
+        true => Some(b.broadcast_to(scalar(names::GUIDANCE_SCALE)?, &[rows])?),
+        false => None,
+    };
+    let conditioning = model.declare_conditioning(b, rows, options.tokens, guidance)?;
     let scaled = b.mul(sample, in_scale)?;
     let [batch, channels, height, width] = model.sample_dims(options.batch);
     let each_row = |x: Tensor| {
@@ -201,14 +210,36 @@ fn predict(
         let pairs = b.broadcast_in_dim(x, &[0, 2, 3, 4], &[batch, 2, channels, height, width])?;
         b.reshape(pairs, &[rows, channels, height, width])
     };
-    let mut inputs = UNetInputs {
-        sample: each_row(scaled)?,
-        timestep: b.broadcast_to(timestep, &[rows])?,
-        conditioning,
-        additional_residuals: None,
-        image_prompt: None,
-    };
-    inputs.additional_residuals = model.control(b, &inputs, |which, config| {
+    let timestep = b.broadcast_to(timestep, &[rows])?;
+    let mut inputs = DenoiserInputs::new(each_row(scaled)?, timestep, conditioning);
+    if let DenoiserInputs::Unet(inputs) = &mut inputs {
+        steer(b, model, rows, inputs)?;
+        if model.is_inpainting() {
+            let input = |name: &str, channels: usize| {
+                let dims = [batch, channels, height, width];
+                let axes = [Some("activation_batch"), None, None, None];
+                b.input(name, Shape::new(DType::F32, dims), &axes)
+            };
+            let seen = [
+                input(names::MASK, 1)?,
+                input(names::MASKED_IMAGE_LATENTS, channels)?,
+            ];
+            let seen = each_row(b.concatenate(&seen, 1)?)?;
+            inputs.sample = b.concatenate(&[inputs.sample, seen], 1)?;
+        }
+    }
+    Ok(model.predict(b, inputs)?)
+}
+
+/// Adds what steers a UNet beside the text: ControlNets and an IP-Adapter. Declares their inputs.
+fn steer(
+    b: &Builder,
+    model: &DiffusionModel,
+    rows: usize,
+    inputs: &mut UNetInputs,
+) -> Result<(), GraphError> {
+    let scalar = |name: &str| b.input(name, Shape::scalar(DType::F32), &[]);
+    inputs.additional_residuals = model.control(b, inputs, |which, config| {
         let [image_height, image_width] = model.image_size;
         let channels = config.condition.conditioning_channels;
         let image = Shape::new(DType::F32, [rows, channels, image_height, image_width]);
@@ -227,20 +258,7 @@ fn predict(
             scale: scalar(names::IMAGE_TOKENS_SCALE)?,
         });
     }
-    if model.is_inpainting() {
-        let input = |name: &str, channels: usize| {
-            let dims = [batch, channels, height, width];
-            let axes = [Some("activation_batch"), None, None, None];
-            b.input(name, Shape::new(DType::F32, dims), &axes)
-        };
-        let seen = [
-            input(names::MASK, 1)?,
-            input(names::MASKED_IMAGE_LATENTS, channels)?,
-        ];
-        let seen = each_row(b.concatenate(&seen, 1)?)?;
-        inputs.sample = b.concatenate(&[inputs.sample, seen], 1)?;
-    }
-    Ok(model.predict(b, inputs)?)
+    Ok(())
 }
 
 /// Classifier-free guidance of the model's outputs without and with the prompt; declares its scales.
@@ -295,12 +313,14 @@ pub fn trace_encode(
     rows: usize,
 ) -> Result<Traced, GraphError> {
     let b = Builder::new();
-    let ids = model.declare_input_ids(&b, rows)?;
+    let ids = model.declare_input_ids(&b, which, rows)?;
     let encoded = model.encode(&b, which, ids)?;
-    let hidden = b.convert(encoded.encoder_hidden_states, DType::F32)?;
-    b.output(names::ENCODER_HIDDEN_STATES, hidden, None)?;
+    if let Some(hidden) = encoded.encoder_hidden_states {
+        let hidden = b.convert(hidden, DType::F32)?;
+        b.output(names::ENCODER_HIDDEN_STATES, hidden, None)?;
+    }
     if model.pooled_encoder()? == Some(which)
-        && let Some(embeds) = encoded.text_embeds
+        && let Some(embeds) = encoded.pooled
     {
         b.output(names::TEXT_EMBEDS, b.convert(embeds, DType::F32)?, None)?;
     }

@@ -195,7 +195,7 @@ impl TextualInversion {
                 found: self.tensors.keys().cloned().collect(),
             });
         };
-        let (expected, found) = (encoder.config.hidden_size, vectors.shape.dims[1]);
+        let (expected, found) = (encoder.config.features(), vectors.shape.dims[1]);
         match expected == found {
             true => Ok(vectors),
             false => Err(InversionError::Width {
@@ -306,9 +306,10 @@ impl TextualInversions {
                     .filter(|(id, ..)| used.contains(id))
                     .collect();
                 // An encoder that pools at the highest id has to find the end token there.
-                let rows = match encoder.config.eos_token_id {
-                    POOLS_AT_HIGHEST => tokenizer.end_id() as usize,
-                    _ => encoder.config.vocab_size,
+                let pools_at = encoder.config.clip().map(|clip| clip.eos_token_id);
+                let rows = match pools_at {
+                    Some(POOLS_AT_HIGHEST) => tokenizer.end_id() as usize,
+                    Some(_) | None => encoder.config.vocab_size(),
                 };
                 let free = (0..rows).rev().filter(|row| !used.contains(&(*row as i32)));
                 let placed: BTreeMap<i32, usize> =
@@ -407,16 +408,21 @@ mod tests {
         TextualInversion::open(&path, None)
     }
 
+    fn clip(features: usize, eos_token_id: i32) -> ClipTextConfig {
+        ClipTextConfig {
+            vocab_size: 8,
+            hidden_size: features,
+            eos_token_id,
+            ..ClipTextConfig::default()
+        }
+    }
+
     fn encoder(part: Part, features: usize) -> TextEncoder {
         TextEncoder {
             part,
-            config: ClipTextConfig {
-                vocab_size: 8,
-                hidden_size: features,
-                eos_token_id: 1,
-                ..ClipTextConfig::default()
-            },
+            config: clip(features, 1).into(),
             hidden: HiddenState::Normed { skip: 0 },
+            tokens: 6,
         }
     }
 
@@ -523,7 +529,7 @@ mod tests {
 
         // Where the highest id is pooled, the end token must stay the highest.
         let mut legacy = encoders.clone();
-        legacy[0].config.eos_token_id = POOLS_AT_HIGHEST;
+        legacy[0].config = clip(4, POOLS_AT_HIGHEST).into();
         let mut images = [image("a <x>", "c")];
         let error = inversions
             .place(&legacy, &tokenizers, &mut images)

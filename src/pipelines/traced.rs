@@ -5,7 +5,7 @@ use rayon::prelude::*;
 use crate::dtype::DType;
 use crate::graph::{Graph, GraphError};
 use crate::lowering::{Lowered, Traced};
-use crate::models::{DiffusionModel, vae};
+use crate::models::{DiffusionModel, Part, vae};
 use crate::quant::{Decision, Policy, StoredFormats};
 use crate::runtime::{RuntimeError, Session};
 
@@ -61,6 +61,8 @@ impl<T> Ending<T> {
 pub struct ModelPrograms<T> {
     pub(super) encoders: Vec<T>,
     pub(super) denoise: DenoiseStep<T>,
+    /// The part that denoises.
+    pub(super) denoiser: Part,
     pub(super) ending: Ending<T>,
     /// The decoder of previews, where it is not that of `ending`.
     pub(super) preview: Option<T>,
@@ -130,6 +132,7 @@ impl TracedModel {
         Ok(TracedModel {
             encoders,
             denoise,
+            denoiser: model.denoiser.part(),
             ending: ending(model)?,
             preview: preview(model)?,
             encode_image: match from_image {
@@ -268,6 +271,7 @@ impl TracedModel {
         Ok(LoweredModel {
             encoders: encoders?,
             denoise: denoise?,
+            denoiser: self.denoiser,
             ending: ending?,
             preview: one(self.preview.as_ref())?,
             encode_image: encode_image?,

@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use crate::config::{self, Config};
+use crate::models::FamilySpec;
 use crate::quant::Policy;
 use crate::topology::{Chip, Format};
 use crate::weights::quantized::Quantization;
@@ -11,14 +12,14 @@ use super::formats::policy_of_checkpoint;
 use super::model::is_described;
 use super::{Notice, Notify, RecipeError};
 
-/// How the checkpoint that the configuration names stores its UNet's weights, by its `config.json` alone; `None` for
+/// How the checkpoint that the configuration names stores its denoiser's weights, by its `config.json` alone; `None` for
 /// float weights, and for a model that is not described here.
 fn described_quantization(config: &Config) -> Result<Option<Quantization>, RecipeError> {
     if !is_described(config) {
         return Ok(None);
     }
-    let place = config.unet_config_place();
-    let fields = config.unet_config_json()?;
+    let place = config.denoiser_config_place();
+    let fields = config.denoiser_config_json()?;
     Quantization::of_config(Path::new(&place), &fields).map_err(RecipeError::failed)
 }
 
@@ -28,11 +29,11 @@ fn described_quantization(config: &Config) -> Result<Option<Quantization>, Recip
 /// As [`policy_of_checkpoint`], and when the description is none that is read here.
 pub fn described_policy(
     config: &Config,
-    float_layers: &[&str],
+    family: &FamilySpec,
 ) -> Result<Option<Policy>, RecipeError> {
     let stored = described_quantization(config)?;
-    let place = config.unet_config_place();
-    policy_of_checkpoint(config, stored.as_ref(), Path::new(&place), float_layers)
+    let place = config.denoiser_config_place();
+    policy_of_checkpoint(config, stored.as_ref(), Path::new(&place), family)
 }
 
 /// Refuses a quantization the chip has no units for, and tells of one that gains no time there.

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use crate::config::{self, Config};
 use crate::graph::{NumericsConvention, TensorFormat};
-use crate::models::unet::ROOT;
+use crate::models::FamilySpec;
 use crate::nn::Precision;
 use crate::quant::{Action, Decision, Policy, Rule};
 use crate::weights::quantized::Quantization;
@@ -20,16 +20,16 @@ pub fn precision(config: &Config) -> Precision {
     }
 }
 
-/// The quantization policy for a UNet with float weights, or `None` when quantization is off.
+/// The quantization policy for a denoiser with float weights, or `None` when quantization is off.
 ///
-/// `float_layers` are those that the model's family leaves in float, `local_shards` is the number of parts of range
-/// finding in weight gradients.
+/// `family` says which layers stay in float, `local_shards` is the number of parts of range finding in weight gradients.
 pub fn policy(
     config: &Config,
-    float_layers: &[&str],
+    family: &FamilySpec,
     local_shards: usize,
 ) -> Result<Option<Policy>, RecipeError> {
-    let root = format!("{ROOT}/");
+    let root = format!("{}/", family.denoiser.part());
+    let float_layers = family.int8_float_layers;
     let mut rules = Vec::new();
     for rule in &config.quant_rules.0 {
         let action = match rule.dtype {
@@ -64,10 +64,10 @@ pub fn policy_of_checkpoint(
     config: &Config,
     stored: Option<&Quantization>,
     place: &Path,
-    float_layers: &[&str],
+    family: &FamilySpec,
 ) -> Result<Option<Policy>, RecipeError> {
     let Some(stored) = stored else {
-        return policy(config, float_layers, 0);
+        return policy(config, family, 0);
     };
     let place = place.display();
     if !config.quant_rules.0.is_empty() {
@@ -101,7 +101,7 @@ pub fn policy_of_checkpoint(
             )));
         }
     };
-    let root = format!("{ROOT}/");
+    let root = format!("{}/", family.denoiser.part());
     Ok(Some(Policy::stored(
         &root,
         stored.weights.clone(),

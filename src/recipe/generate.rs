@@ -6,7 +6,9 @@ use crate::config::{Config, Given, ModelConfig};
 use crate::dtype::DType;
 use crate::host_tensor::HostTensor;
 use crate::models::vae::AutoencoderKlConfig;
-use crate::models::{DiffusionModel, Family, MicroConditioning, SampleSpace};
+use crate::models::{
+    DenoiserKind, DiffusionModel, Family, GuidanceKind, MicroConditioning, SampleSpace,
+};
 use crate::pipelines::prompt::{PromptSyntax, parse_weighted, split_lora_tags};
 use crate::pipelines::text_to_image::Guidance;
 use crate::pipelines::{
@@ -18,12 +20,12 @@ use crate::weights::Checkpoint;
 
 use super::distilled::Distilled;
 use super::inversions::textual_inversions;
-use super::model::is_described;
+use super::model::{image_size, is_described};
 use super::prompts::image_requests;
 use super::scheduler::{
     OwnScheduler, check_redraw, check_sampler_keys, sampling_plan, scheduler_of,
 };
-use super::source::{Source, image_size};
+use super::source::Source;
 use super::{
     Notify, RecipeError, check_sampling, described_policy, hub, images, ip_adapter, lora, model,
 };
@@ -58,6 +60,11 @@ pub fn generation(
     let config = &hub::with_paths(config.clone(), notify)?;
     let model_name = source.name();
     let mut loras = lora::loras(config)?;
+    check_family(
+        config,
+        source.family(),
+        loras.is_empty() && inversions.is_empty(),
+    )?;
     match Distilled::open(config)? {
         None => {}
         Some(Distilled::Denoiser(path)) => source.replace_denoiser(&path)?,
@@ -84,12 +91,14 @@ pub fn generation(
         }
     }
     check_scores(given, &base, refiner.as_ref())?;
-    let memory_advice = memory_advice(config, &base);
+    let family = base.model.family;
+    check_guidance_scales(&base.model, given, &images)?;
+    let memory_advice = memory_advice(config, &base)?;
     let options = PipelineOptions {
         base,
         refiner,
         loras,
-        guidance: guidance(config),
+        guidance: guidance(config, family)?,
         precision: config.precision,
         pixel_unshuffle: config.pixel_unshuffle as usize,
         max_batch: MAX_BATCH,
@@ -105,7 +114,7 @@ pub fn generation(
 }
 
 /// What makes the programs of `generate` smaller, for messages.
-fn memory_advice(config: &Config, base: &PipelineModel) -> MemoryAdvice {
+fn memory_advice(config: &Config, base: &PipelineModel) -> Result<MemoryAdvice, RecipeError> {
     let smaller = "a smaller height or width, or fewer images at once".to_owned();
     let mut model = Vec::new();
     if config.weights_dtype.name() == "float32" {
@@ -114,7 +123,7 @@ fn memory_advice(config: &Config, base: &PipelineModel) -> MemoryAdvice {
     if base.quantization.is_none() {
         model.push("quantization=int8_w8a16".to_owned());
     }
-    if guidance(config) == Guidance::OneBatch {
+    if guidance(config, base.model.family)? == Guidance::OneBatch {
         model.push("guidance_in_two_passes=True".to_owned());
     }
     let mut images = Vec::new();
@@ -124,7 +133,7 @@ fn memory_advice(config: &Config, base: &PipelineModel) -> MemoryAdvice {
     for advice in [&mut model, &mut images] {
         advice.push(smaller.clone());
     }
-    MemoryAdvice { model, images }
+    Ok(MemoryAdvice { model, images })
 }
 
 /// Checks what [`generation`] does, as far as that needs no network: all of it for a model that is here, otherwise what
@@ -148,7 +157,7 @@ pub fn check_generation(
     lora::with_prompt_loras(config.clone(), &images)?;
     if is_described(config) {
         let model = model(config, None)?;
-        described_policy(config, model.family.spec().int8_float_layers)?;
+        described_policy(config, model.family.spec())?;
         check_sampling(config, &model)?;
     }
     Ok(())
@@ -171,9 +180,13 @@ fn check_words(config: &Config, given: &Given, images: &[ImageRequest]) -> Resul
     lora::loras(config)?;
     let name = &config.pretrained_model_name_or_path;
     let is_published = config.unet_config.0 == ModelConfig::Unset && !Path::new(name).exists();
-    if let (true, Some((_, published))) = (is_published, Family::of_repository(name)) {
+    if let (true, Some((family, published))) = (is_published, Family::of_repository(name)) {
         let vae = AutoencoderKlConfig::from_json(published.vae).map_err(RecipeError::usage)?;
-        image_size(config, SampleSpace::latents(&vae.into()).factor())?;
+        let factor = SampleSpace::latents(&vae.into()).factor();
+        let kind = family.spec().denoiser;
+        let size = image_size(config, factor * kind.patch())?;
+        let tokens = kind.image_seq_len(size.map(|side| side / factor));
+        guidance(config, family)?;
         let own = scheduler_fields(published.scheduler).map_err(RecipeError::usage)?;
         let own = OwnScheduler {
             fields: &own,
@@ -181,7 +194,12 @@ fn check_words(config: &Config, given: &Given, images: &[ImageRequest]) -> Resul
         };
         let scheduler = scheduler_of(config, given, &own, &mut |_| {})?;
         check_sampler_keys(config, &scheduler)?;
-        sampling_plan(config, &scheduler, config.num_inference_steps as usize)?;
+        sampling_plan(
+            config,
+            &scheduler,
+            tokens,
+            config.num_inference_steps as usize,
+        )?;
         check_redraw(config, &scheduler)?;
     }
     Ok(())
@@ -254,6 +272,7 @@ fn hires(config: &Config, model: &DiffusionModel) -> Result<Option<HiresRequest>
     }
     Ok(Some(HiresRequest {
         sample_size,
+        image_seq_len: large.image_seq_len(),
         upscaler: config.hires_upscaler,
         strength: config.hires_strength,
         steps: (config.hires_steps > 0).then_some(config.hires_steps as usize),
@@ -261,15 +280,81 @@ fn hires(config: &Config, model: &DiffusionModel) -> Result<Option<HiresRequest>
     }))
 }
 
-/// How a denoising step is guided.
-pub fn guidance(config: &Config) -> Guidance {
-    match (
-        config.do_classifier_free_guidance,
-        config.guidance_in_two_passes,
-    ) {
-        (false, _) => Guidance::Off,
-        (true, false) => Guidance::OneBatch,
-        (true, true) => Guidance::TwoPasses,
+/// How a denoising step of a model of `family` is guided.
+///
+/// # Errors
+/// When the configuration asks for classifier-free guidance, and the family goes without.
+pub fn guidance(config: &Config, family: Family) -> Result<Guidance, RecipeError> {
+    let asked = config.do_classifier_free_guidance;
+    match (family.spec().guidance, asked, config.guidance_in_two_passes) {
+        (_, false, _) => Ok(Guidance::Off),
+        (GuidanceKind::ClassifierFree, true, false) => Ok(Guidance::OneBatch),
+        (GuidanceKind::ClassifierFree, true, true) => Ok(Guidance::TwoPasses),
+        (GuidanceKind::Embedded | GuidanceKind::None, true, _) => Err(RecipeError::Usage(format!(
+            "do_classifier_free_guidance=True: {} was distilled from guided outputs and takes no negative prompt; guidance \
+             of it by two runs of the model (true guidance) is not built: give do_classifier_free_guidance=False",
+            family.title()
+        ))),
+    }
+}
+
+/// Refuses a guidance scale where the denoiser was distilled without one. 0 and 1 stand for none.
+fn check_guidance_scales(
+    model: &DiffusionModel,
+    given: &Given,
+    images: &[ImageRequest],
+) -> Result<(), RecipeError> {
+    let GuidanceKind::None = model.family.spec().guidance else {
+        return Ok(());
+    };
+    let is_set = given.get("guidance_scale").is_some() || given.get("prompts_file").is_some();
+    let scales = images.iter().map(|image| image.guidance_scale);
+    match scales
+        .into_iter()
+        .find(|scale| is_set && ![0.0, 1.0].contains(scale))
+    {
+        None => Ok(()),
+        Some(scale) => Err(RecipeError::Usage(format!(
+            "guidance_scale={scale} has no effect: {} was distilled to go without guidance; leave it out, or take FLUX.1 \
+             dev, which has the scale as an input",
+            model.family.title()
+        ))),
+    }
+}
+
+/// Refuses what is not built for models of `family`. `unchanged` says that there are neither LoRAs nor textual
+/// inversions.
+fn check_family(config: &Config, family: Family, unchanged: bool) -> Result<(), RecipeError> {
+    let spec = family.spec();
+    let refuse = |what: &str, reason: &str| {
+        Err(RecipeError::Usage(format!(
+            "{what}: {reason} for {}; leave it out",
+            family.title()
+        )))
+    };
+    if !spec.loras && !unchanged {
+        return refuse(
+            "lora_config, textual_inversions",
+            "LoRAs and textual inversions are not built",
+        );
+    }
+    if !spec.prompt_weights && config.prompt_syntax == PromptSyntax::Weighted {
+        return Err(RecipeError::Usage(format!(
+            "prompt_syntax=weighted: weights and chunks of prompts are for CLIP, and {} reads prompts by T5; give \
+             prompt_syntax=plain",
+            family.title()
+        )));
+    }
+    let keys = [
+        ("use_controlnet", config.use_controlnet),
+        ("ip_adapter_path", !config.ip_adapter_path.is_empty()),
+        ("image", !config.input_images().is_empty()),
+        ("hires_scale", config.hires_scale.is_some()),
+        ("lightning_repo", !config.lightning_repo.is_empty()),
+    ];
+    match (spec.denoiser, keys.iter().find(|(_, is_asked)| *is_asked)) {
+        (DenoiserKind::Flux, Some((key, _))) => refuse(key, "it is not built"),
+        (DenoiserKind::Flux, None) | (DenoiserKind::Unet, _) => Ok(()),
     }
 }
 

@@ -68,7 +68,7 @@ pub fn check(
         Some(Verb::Generate) => check_generation(config, &loaded.given, recipe_file, notify),
         Some(Verb::Train) => {
             let model = model(config, None)?;
-            policy(config, model.family.spec().int8_float_layers, 0)?;
+            policy(config, model.family.spec(), 0)?;
             check_sampling(config, &model)?;
             check_training(config, &model)
         }
@@ -85,7 +85,7 @@ pub fn check(
                 return Ok(());
             }
             let model = model(config, None)?;
-            described_policy(config, model.family.spec().int8_float_layers)?;
+            described_policy(config, model.family.spec())?;
             Ok(())
         }
     }
@@ -101,6 +101,6 @@ fn check_program(config: &Config, notify: &mut Notify<'_>) -> Result<(), RecipeE
 /// Checks that the configured sampler has the configured steps.
 fn check_sampling(config: &Config, model: &DiffusionModel) -> Result<(), RecipeError> {
     let steps = config.num_inference_steps as usize;
-    sampling_plan(config, &model.scheduler, steps)?;
+    sampling_plan(config, &model.scheduler, model.image_seq_len(), steps)?;
     Ok(())
 }

@@ -8,9 +8,11 @@ use crate::config::{Config, ModelConfig};
 use crate::data::Tokenizer;
 use crate::models::clip::ClipTextConfig;
 use crate::models::spec::Signs;
-use crate::models::unet::UNet2DConditionConfig;
 use crate::models::vae::{Autoencoder, AutoencoderKlConfig};
-use crate::models::{DiffusionModel, Family, MicroConditioning, Part, SampleSpace, TextEncoder};
+use crate::models::{
+    Denoiser, DiffusionModel, Family, MicroConditioning, Part, SampleSpace, TextEncoder,
+    TextEncoderConfig,
+};
 
 use super::RecipeError;
 use super::formats::precision;
@@ -35,9 +37,10 @@ pub fn model(
     config: &Config,
     tokenizer: Option<&Tokenizer>,
 ) -> Result<DiffusionModel, RecipeError> {
-    let fields = config.unet_config_json()?;
-    let unet = UNet2DConditionConfig::from_map(fields.clone())
-        .map_err(RecipeError::at(config.unet_config_place()))?;
+    let fields = config.denoiser_config_json()?;
+    let family = family(config, &fields);
+    let denoiser = Denoiser::from_map(family.spec().denoiser, fields)
+        .map_err(RecipeError::at(config.denoiser_config_place()))?;
     let text_encoder = match config.text_encoder_config_json()? {
         None => None,
         Some(mut fields) => {
@@ -50,28 +53,35 @@ pub fn model(
             }
             let text = ClipTextConfig::from_map(fields)
                 .map_err(RecipeError::at(config.text_encoder_config_place()))?;
-            Some(text)
+            Some(TextEncoderConfig::from(text))
         }
     };
     if let (Some(text), Some(tokenizer)) = (&text_encoder, tokenizer) {
         check_tokenizer(text, tokenizer)?;
     }
-    let family = family(config, &fields);
     let space = space(config, family)?;
-    space.check(&unet).map_err(RecipeError::usage)?;
-    let image_side = image_side("resolution", config.resolution, space.factor())?;
+    space.check(&denoiser).map_err(RecipeError::usage)?;
+    let multiple = space.factor() * denoiser.kind().patch();
+    let image_size = match family.spec().published {
+        Some(_) => image_size(config, multiple)?,
+        None => [image_side("resolution", config.resolution, multiple)?; 2],
+    };
+    let clip = text_encoder.as_ref().and_then(TextEncoderConfig::clip);
     let encoder = family.spec().text_encoders.iter();
     let encoder = encoder.copied().find(|e| e.part == Part::TextEncoder);
     Ok(DiffusionModel {
         family,
-        tokens: text_encoder
-            .as_ref()
-            .map_or(CLIP_TOKENS, |t| t.max_position_embeddings),
-        unet,
+        tokens: prompt_tokens(
+            config,
+            family,
+            clip.map(|clip| clip.max_position_embeddings),
+        )?,
+        denoiser,
         text_encoders: encoder
-            .zip(text_encoder)
+            .zip(text_encoder.clone())
             .map(|(encoder, config)| TextEncoder {
                 part: encoder.part,
+                tokens: clip.map_or(CLIP_TOKENS, |clip| clip.max_position_embeddings),
                 config,
                 hidden: encoder.hidden,
             })
@@ -84,11 +94,34 @@ pub fn model(
         precision: precision(config),
         remat: config.remat_policy,
         scheduler: scheduler(config)?,
-        sample_size: [image_side / space.factor(); 2],
-        image_size: [image_side; 2],
+        sample_size: image_size.map(|side| side / space.factor()),
+        image_size,
         micro_conditioning: micro_conditioning(config, family.spec().aesthetic_score),
         decode_tile: None,
     })
+}
+
+/// Tokens of the text that the denoiser of `family` attends to, for a prompt of one chunk; `clip` is how many CLIP takes,
+/// where that is known.
+///
+/// # Errors
+/// When the configuration asks for more than the family takes.
+pub(super) fn prompt_tokens(
+    config: &Config,
+    family: Family,
+    clip: Option<usize>,
+) -> Result<usize, RecipeError> {
+    let Some([tokens, most]) = family.spec().prompt_lengths() else {
+        return Ok(clip.unwrap_or(CLIP_TOKENS));
+    };
+    match config.max_sequence_length {
+        None => Ok(tokens),
+        Some(asked) if asked <= most as u64 => Ok(asked as usize),
+        Some(asked) => Err(RecipeError::Usage(format!(
+            "max_sequence_length={asked}: {} takes prompts of at most {most} tokens",
+            family.title()
+        ))),
+    }
 }
 
 /// Whether the configuration says the architecture of the model: by `unet_config`, a folder, or the name of a known
@@ -96,12 +129,12 @@ pub fn model(
 pub fn is_described(config: &Config) -> bool {
     let name = &config.pretrained_model_name_or_path;
     config.unet_config.0 != ModelConfig::Unset
-        || Path::new(name).join("unet/config.json").is_file()
+        || config.folder_denoiser_config().is_some()
         || Family::of_repository(name).is_some()
 }
 
-/// The family of the model: the one that the configuration names, else that of the published model, folder or UNet.
-fn family(config: &Config, unet: &Map<String, Value>) -> Family {
+/// The family of the model: the one that the configuration names, else that of the published model, folder or denoiser.
+fn family(config: &Config, denoiser: &Map<String, Value>) -> Family {
     let name = &config.pretrained_model_name_or_path;
     let own = config.unet_config.0 != ModelConfig::Unset;
     if let Some(family) = config.model_family {
@@ -113,7 +146,7 @@ fn family(config: &Config, unet: &Map<String, Value>) -> Family {
     match Family::of_repository(name) {
         Some((family, _)) if !own => family,
         _ => Family::of_folder(&Signs {
-            unet,
+            denoiser,
             has: &|part| match own {
                 // A UNet of the recipe's own comes with nothing but a text encoder to train beside it.
                 true => [Part::Unet, Part::TextEncoder].contains(&part),
@@ -148,11 +181,20 @@ fn space(config: &Config, family: Family) -> Result<SampleSpace, RecipeError> {
     Ok(SampleSpace::latents(&vae))
 }
 
-/// `side`, the value of `key`, of an image whose samples have `scale x scale` pixels in each place.
+/// Height and width of the images, of which `scale x scale` pixels are what the denoiser takes together.
 ///
 /// # Errors
-/// When it is no multiple of `scale`, with the nearest.
-pub(super) fn image_side(key: &str, side: u64, scale: usize) -> Result<usize, RecipeError> {
+/// When a side is no multiple of `scale`, with the nearest.
+pub(super) fn image_size(config: &Config, scale: usize) -> Result<[usize; 2], RecipeError> {
+    let side = |key: &str, given: u64| match given {
+        0 => image_side("resolution", config.resolution, scale),
+        given => image_side(key, given, scale),
+    };
+    Ok([side("height", config.height)?, side("width", config.width)?])
+}
+
+/// `side`, the value of `key`, of an image of which `scale x scale` pixels are what the denoiser takes together.
+fn image_side(key: &str, side: u64, scale: usize) -> Result<usize, RecipeError> {
     let side = side as usize;
     if side > 0 && side.is_multiple_of(scale) {
         return Ok(side);
@@ -172,15 +214,18 @@ pub(super) fn image_side(key: &str, side: u64, scale: usize) -> Result<usize, Re
 
 /// Token ids beyond the embedding's rows would be read as its last row, and a wrong end token pools a wrong place: both
 /// train, and mean nothing.
-pub fn check_tokenizer(text: &ClipTextConfig, tokenizer: &Tokenizer) -> Result<(), RecipeError> {
+pub fn check_tokenizer(text: &TextEncoderConfig, tokenizer: &Tokenizer) -> Result<(), RecipeError> {
     let tokens = tokenizer.vocabulary_size();
-    if text.vocab_size < tokens {
+    if text.vocab_size() < tokens {
         return Err(RecipeError::Usage(format!(
             "text_encoder_config.vocab_size={}, but the tokenizer has {tokens} tokens: leave vocab_size out, or give at \
              least that many",
-            text.vocab_size
+            text.vocab_size()
         )));
     }
+    let TextEncoderConfig::Clip(text) = text else {
+        return Ok(());
+    };
     // Checkpoints of CLIP state 2 and mean the highest id (`clip_text` says how).
     if ![tokenizer.end_id(), 2].contains(&text.eos_token_id) {
         return Err(RecipeError::Usage(format!(
@@ -200,9 +245,12 @@ pub fn check_pixels(model: &DiffusionModel) -> Result<(), RecipeError> {
     match model.family.spec().published {
         None => Ok(()),
         Some(_) => Err(RecipeError::Usage(format!(
-            "unet_config: in_channels={} is {}, which works on latents; training, and generating from a run's checkpoint, \
-             work on pixels: give a UNet with in_channels=3, or 3 * pixel_unshuffle^2",
-            model.unet.in_channels,
+            "unet_config: {} is {}, which works on latents; training, and generating from a run's checkpoint, work on \
+             pixels: give a UNet with in_channels=3, or 3 * pixel_unshuffle^2",
+            match &model.denoiser {
+                Denoiser::Unet(config) => format!("in_channels={}", config.in_channels),
+                Denoiser::Flux(_) => model.denoiser.class().to_owned(),
+            },
             model.family.title()
         ))),
     }

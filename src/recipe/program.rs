@@ -58,8 +58,8 @@ pub fn trace(config: &Config, step: Step, mesh: &Mesh) -> Result<Traced, RecipeE
             let options = DenoiseOptions {
                 batch,
                 tokens: model.tokens,
-                guidance: guidance(config),
-                quantization: described_policy(config, model.family.spec().int8_float_layers)?,
+                guidance: guidance(config, model.family)?,
+                quantization: described_policy(config, model.family.spec())?,
             };
             let traced = trace_denoise(&model, &options).map_err(RecipeError::usage)?;
             Ok(traced.model)

@@ -7,8 +7,7 @@ use crate::config::{Config, ModelConfig};
 use crate::dtype::DType;
 use crate::graph::{Builder, Graph, Range, TensorFormat};
 use crate::hub::RepoId;
-use crate::models::unet::{self, UNet2DConditionConfig};
-use crate::models::{Family, Part};
+use crate::models::{Denoiser, Family, FamilySpec, Part, flux, unet};
 use crate::nn::Remat;
 use crate::quant::{Action, Decision, Policy, Rule, StoredFormats, annotate};
 use crate::weights::match_parameters;
@@ -17,7 +16,7 @@ use crate::weights::source::{
     ModelSource, QuantizedTensor, SourceError, UNetQuantization, WrittenPart,
 };
 
-use super::source::find_model;
+use super::source::{denoiser, find_model};
 use super::{CLIP_TOKENS, Notify, RecipeError, policy, precision};
 
 /// What [`quantize`] did.
@@ -67,7 +66,8 @@ impl QuantizeReport {
 
     /// Bits of a weight of the whole UNet.
     pub fn bits_of_unet(&self) -> f64 {
-        let unet = self.parts.iter().find(|written| written.part == Part::Unet);
+        let is_denoiser = |part: Part| part == self.family.spec().denoiser.part();
+        let unet = self.parts.iter().find(|written| is_denoiser(written.part));
         8.0 * unet.map_or(0, |unet| unet.bytes) as f64 / self.parameters as f64
     }
 }
@@ -91,12 +91,13 @@ pub fn check_quantize(config: &Config) -> Result<(), RecipeError> {
              (organization/name)"
         )));
     }
-    weight_policy(config, &[]).map(drop)
+    let family = config.model_family.unwrap_or(Family::ALL[0]);
+    weight_policy(config, family.spec()).map(drop)
 }
 
 /// The policy that decides which weights are quantized.
-fn weight_policy(config: &Config, float_layers: &[&str]) -> Result<Policy, RecipeError> {
-    let policy = policy(config, float_layers, 0)?.ok_or_else(|| {
+fn weight_policy(config: &Config, family: &FamilySpec) -> Result<Policy, RecipeError> {
+    let policy = policy(config, family, 0)?.ok_or_else(|| {
         RecipeError::Usage(
             "quantization is not set, so nothing would be quantized; give quantization=int8_w8a16, or quantization=int8 to \
              compute in int8 as well"
@@ -131,19 +132,21 @@ pub fn quantize(
 ) -> Result<QuantizeReport, RecipeError> {
     check_quantize(config)?;
     let (source, _) = find_model(config, recipe_file, notify)?;
-    let unet = source.component(Part::Unet).map_err(RecipeError::failed)?;
-    if unet.checkpoint.quantization().is_some() {
-        let path = unet.checkpoint.path().to_owned();
+    let family = source.family.spec();
+    let denoiser = source
+        .component(family.denoiser.part())
+        .map_err(RecipeError::failed)?;
+    if denoiser.checkpoint.quantization().is_some() {
+        let path = denoiser.checkpoint.path().to_owned();
         return Err(RecipeError::failed(SourceError::QuantizedAlready { path }));
     }
-    let float_layers = source.family.spec().int8_float_layers;
-    let policy = weight_policy(config, float_layers)?;
+    let policy = weight_policy(config, family)?;
     let (graph, decisions) = decisions(config, &source, &policy)?;
     let weights: Vec<(&str, &[usize])> = graph
         .weights()
         .map(|(_, weight)| (weight.key(), weight.shape.dims.as_slice()))
         .collect();
-    match_parameters(&weights, &unet.checkpoint).map_err(RecipeError::failed)?;
+    match_parameters(&weights, &denoiser.checkpoint).map_err(RecipeError::failed)?;
     let sizes: HashMap<&str, usize> = weights
         .iter()
         .map(|(key, dims)| (*key, dims.iter().product()))
@@ -168,30 +171,29 @@ pub fn quantize(
     })
 }
 
-/// The UNet for one small sample, and what the policy's rules decide for its contractions.
+/// The denoiser for one small sample, and what the policy's rules decide for its contractions.
 fn decisions(
     config: &Config,
     source: &ModelSource,
     policy: &Policy,
 ) -> Result<(Graph, Vec<Decision>), RecipeError> {
-    let place = source.config_path(Part::Unet);
-    let mut fields = source
-        .component(Part::Unet)
-        .map_err(RecipeError::failed)?
-        .config
-        .clone();
-    if let Some(groups) = config.norm_num_groups {
-        fields.insert("norm_num_groups".to_owned(), groups.into());
-    }
-    let unet_config =
-        UNet2DConditionConfig::from_map(fields).map_err(RecipeError::at(place.display()))?;
-    let side = unet_config.spatial_multiple();
+    let denoiser = denoiser(config, source)?;
     let b = Builder::new();
-    let dims = [1, side, side, CLIP_TOKENS];
-    let inputs =
-        unet::declare_inputs(&b, &unet_config, dims, DType::F32).map_err(RecipeError::usage)?;
-    let sample = unet::unet(&b, &unet_config, inputs, precision(config), Remat::None)
-        .map_err(RecipeError::usage)?;
+    let precision = precision(config);
+    let sample = match &denoiser {
+        Denoiser::Unet(unet_config) => {
+            let side = unet_config.spatial_multiple();
+            let dims = [1, side, side, CLIP_TOKENS];
+            unet::declare_inputs(&b, unet_config, dims, DType::F32)
+                .and_then(|inputs| unet::unet(&b, unet_config, inputs, precision, Remat::None))
+        }
+        Denoiser::Flux(flux_config) => {
+            flux::declare_inputs(&b, flux_config, [1, 1, 1]).and_then(|inputs| {
+                flux::flux_transformer(&b, flux_config, inputs, precision, Remat::None)
+            })
+        }
+    };
+    let sample = sample.map_err(RecipeError::usage)?;
     b.output(unet::names::SAMPLE, sample, None)
         .map_err(RecipeError::usage)?;
     let decisions = annotate(&b, policy).map_err(RecipeError::usage)?;

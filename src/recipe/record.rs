@@ -4,7 +4,7 @@ use serde_json::json;
 
 use crate::config::{Config, Derived, Quantization, Resume};
 use crate::models::unet::ROOT as UNET;
-use crate::models::{DiffusionModel, Part};
+use crate::models::{Denoiser, DiffusionModel, Part};
 use crate::pipelines::model_files::{TEXT_ENCODER_FILE, UNET_FILE};
 use crate::train::checkpoint::SavedCheckpoint;
 use crate::train::schedule::LearningRate;
@@ -70,8 +70,12 @@ fn files(
     let json = |value: &serde_json::Value| -> Result<Vec<u8>, RecipeError> {
         serde_json::to_vec_pretty(value).map_err(RecipeError::failed)
     };
-    let mut unet = serde_json::to_value(&model.unet).map_err(RecipeError::failed)?;
-    unet["_class_name"] = json!("UNet2DConditionModel");
+    let unet = match &model.denoiser {
+        Denoiser::Unet(config) => serde_json::to_value(config),
+        Denoiser::Flux(config) => serde_json::to_value(config),
+    };
+    let mut unet = unet.map_err(RecipeError::failed)?;
+    unet["_class_name"] = json!(model.denoiser.class());
     let mut files = vec![
         ("config.json".to_string(), json(&config.to_json())?),
         (
@@ -83,8 +87,9 @@ fn files(
     if config.ema_decay > 0.0 {
         files.push((format!("{UNET}{EMA_SUFFIX}/config.json"), json(&unet)?));
     }
-    if let Some(text_encoder) = model.text_encoders.first() {
-        let value = serde_json::to_value(&text_encoder.config).map_err(RecipeError::failed)?;
+    let clip = model.text_encoders.first().and_then(|e| e.config.clip());
+    if let Some(clip) = clip {
+        let value = serde_json::to_value(clip).map_err(RecipeError::failed)?;
         files.push((format!("{}/config.json", Part::TextEncoder), json(&value)?));
         if config.ema_decay > 0.0 {
             files.push((

@@ -43,13 +43,15 @@ pub fn scheduler_of(
     let mut changed = Vec::new();
     let is_given = |key: &str| given.get(key).is_some_and(|v| !v.is_null() && v != "");
     for (name, value) in scheduler_fields(config) {
+        let inside = |key: &str| format!("{SCHEDULER}.{key}");
         let (short, long) = match name.as_str() {
-            "_class_name" => ("scheduler", "_class_name"),
-            "rescale_betas_zero_snr" => ("", "rescale_zero_terminal_snr"),
-            "prediction_type" => ("prediction_type", "prediction_type"),
-            other => ("", other),
+            "_class_name" => ("scheduler", inside("_class_name")),
+            "rescale_betas_zero_snr" => ("", inside("rescale_zero_terminal_snr")),
+            "prediction_type" => ("prediction_type", inside("prediction_type")),
+            "use_dynamic_shifting" => ("", "time_shift".to_owned()),
+            "base_shift" | "max_shift" => ("", name.clone()),
+            other => ("", inside(other)),
         };
-        let long = format!("{SCHEDULER}.{long}");
         if is_given(short) || is_given(&long) {
             changed.push((name.clone(), long));
             fields.insert(name, value);
@@ -60,6 +62,25 @@ pub fn scheduler_of(
         fields
             .entry("skip_prk_steps")
             .or_insert(config.diffusion_scheduler_config.skip_prk_steps.into());
+    }
+    let kind = |fields: &Map<String, Value>| {
+        let class = fields.get("_class_name").and_then(Value::as_str);
+        class.and_then(SchedulerKind::from_name)
+    };
+    if let (Some(own_kind), Some(asked)) = (kind(own.fields), kind(&fields))
+        && own_kind.is_flow() != asked.is_flow()
+    {
+        return Err(RecipeError::Usage(format!(
+            "scheduler={asked}: the model's own sampler is {}, and a model of flow matching cannot take the steps of one \
+             with betas, nor the other way round; leave it out, or give scheduler= one of {}",
+            own_kind.class_name(),
+            SchedulerKind::ALL
+                .iter()
+                .filter(|kind| kind.is_flow() == own_kind.is_flow())
+                .map(|kind| kind.name())
+                .collect::<Vec<_>>()
+                .join(", ")
+        )));
     }
     let scheduler = SchedulerConfig::from_map(&fields).map_err(|error| {
         let keys: Vec<String> = changed
@@ -111,6 +132,9 @@ fn scheduler_fields(config: &Config) -> Map<String, Value> {
         "steps_offset": from.steps_offset,
         "rescale_betas_zero_snr": from.rescale_zero_terminal_snr,
         "clip_sample": from.clip_sample,
+        "use_dynamic_shifting": config.time_shift,
+        "base_shift": config.base_shift,
+        "max_shift": config.max_shift,
     });
     match fields {
         Value::Object(fields) => fields,
@@ -150,13 +174,15 @@ fn not_read(key: &str, name: &str, sampler: SchedulerKind) -> String {
     )
 }
 
-/// The coefficients of `steps` steps of the configured sampler, up to where a refiner goes on.
+/// The coefficients of `steps` steps of the configured sampler, up to where a refiner goes on, for images of so many
+/// tokens.
 ///
 /// # Errors
 /// When they do not fit the schedule, or none is left to run.
 pub fn sampling_plan(
     config: &Config,
     scheduler: &SchedulerConfig,
+    image_seq_len: Option<usize>,
     steps: usize,
 ) -> Result<SamplingPlan, RecipeError> {
     let strength = match config.input_images().is_empty() {
@@ -168,6 +194,7 @@ pub fn sampling_plan(
         end: (!config.refiner_model_name_or_path.is_empty()).then_some(config.denoising_end),
         eta: config.eta,
         use_clipped_model_output: true,
+        image_seq_len,
         ..PlanOptions::new(steps)
     };
     scheduler.plan(&options).map_err(RecipeError::usage)

@@ -7,11 +7,13 @@ use serde_json::{Map, Value};
 use crate::config::{Config, Given, ModelConfig};
 use crate::data::Tokenizer;
 use crate::hub::{RepoId, Wanted};
-use crate::models::clip::ClipTextConfig;
 use crate::models::controlnet::{self, ControlNetConfig};
-use crate::models::unet::{ROOT as UNET, UNet2DConditionConfig};
+use crate::models::unet::ROOT as UNET;
 use crate::models::vae::{Autoencoder, ROOT as VAE};
-use crate::models::{DiffusionModel, Family, Part, SampleSpace, TextEncoder};
+use crate::models::{
+    Denoiser, DenoiserKind, DiffusionModel, Family, HiddenState, Part, SampleSpace, TextEncoder,
+    TextEncoderConfig,
+};
 use crate::nn::Remat;
 use crate::pipelines::model_files::ModelFiles;
 use crate::pipelines::{PipelineModel, TextualInversions};
@@ -22,7 +24,7 @@ use crate::util::files;
 use crate::weights::Checkpoint;
 use crate::weights::source::{Component, ModelSource};
 
-use super::model::image_side;
+use super::model::{image_size, prompt_tokens};
 use super::scheduler::{OwnScheduler, SCHEDULER, scheduler, scheduler_of};
 use super::{
     Notice, Notify, RecipeError, check_pixels, check_tokenizer, hub, ip_adapter,
@@ -143,10 +145,7 @@ impl Source {
         }
         let key = "refiner_model_name_or_path";
         let usage = |reason: String| RecipeError::Usage(format!("{key}={name}: {reason}"));
-        let (family, path) = match self {
-            Source::Model { source, .. } => (source.family, &source.path),
-            Source::Run { dir, .. } => (Family::Pixels, dir),
-        };
+        let (family, path) = (self.family(), self.path());
         let refiners = family.refiners();
         if refiners.is_empty() {
             return Err(usage(format!(
@@ -173,6 +172,14 @@ impl Source {
             source: Box::new(source),
             repo: None,
         }))
+    }
+
+    /// The family of the model.
+    pub fn family(&self) -> Family {
+        match self {
+            Source::Run { .. } => Family::Pixels,
+            Source::Model { source, .. } => source.family,
+        }
     }
 
     /// The path to tell people.
@@ -216,9 +223,8 @@ impl Source {
                 check_pixels(&model)?;
                 let tokenizer =
                     Tokenizer::from_file(&file, model.tokens).map_err(RecipeError::failed)?;
-                let float_layers = model.family.spec().int8_float_layers;
                 Ok(PipelineModel {
-                    quantization: policy(config, float_layers, 0)?,
+                    quantization: policy(config, model.family.spec(), 0)?,
                     model,
                     tokenizers: vec![tokenizer],
                     zero_empty_prompts: false,
@@ -325,13 +331,9 @@ fn published(
     }
     let part = |part: Part| source.component(part).map_err(RecipeError::failed);
     let at = |part: Part| RecipeError::at(source.config_path(part).display().to_string());
-    let mut unet = part(Part::Unet)?.config.clone();
-    if let Some(groups) = config.norm_num_groups {
-        unet.insert("norm_num_groups".to_string(), groups.into());
-    }
-    let unet = UNet2DConditionConfig::from_map(unet).map_err(at(Part::Unet))?;
+    let denoiser = denoiser(config, &source)?;
     let vae = part(Part::Vae)?.config.clone();
-    let channels = unet.out_channels;
+    let channels = denoiser.out_channels();
     let vae = match config.vae_model_name_or_path.as_str() {
         "" => Autoencoder::from_map(vae).map_err(at(Part::Vae))?,
         other => other_autoencoder(&format!("{VAE_KEY}={other}"), vae, channels)?,
@@ -346,34 +348,46 @@ fn published(
         .zip(skips)
         .map(|(encoder, skip)| {
             let fields = part(encoder.part)?.config.clone();
+            let config = TextEncoderConfig::from_map(encoder.kind, fields);
             Ok(TextEncoder {
                 part: encoder.part,
-                config: ClipTextConfig::from_map(fields).map_err(at(encoder.part))?,
+                config: config.map_err(at(encoder.part))?,
                 hidden: encoder.hidden.earlier(skip),
+                tokens: 0,
             })
         })
         .collect::<Result<Vec<_>, RecipeError>>()?;
-    let tokens = text_encoders
+    let clips = text_encoders
         .iter()
-        .map(|encoder| encoder.config.max_position_embeddings)
-        .min()
-        .unwrap_or(super::CLIP_TOKENS);
+        .filter_map(|encoder| encoder.config.clip());
+    let clip_tokens = clips.map(|clip| clip.max_position_embeddings).min();
+    let tokens = prompt_tokens(config, source.family, clip_tokens)?;
+    let text_encoders: Vec<TextEncoder> = text_encoders
+        .into_iter()
+        .map(|encoder| TextEncoder {
+            tokens: match encoder.config {
+                TextEncoderConfig::Clip(_) => clip_tokens.unwrap_or(super::CLIP_TOKENS),
+                TextEncoderConfig::T5(_) => tokens,
+            },
+            ..encoder
+        })
+        .collect();
     let tokenizers = text_encoders
         .iter()
-        .map(|encoder| tokenizer(config, &source, encoder.part, tokens))
+        .map(|encoder| tokenizer(config, &source, encoder))
         .collect::<Result<Vec<_>, _>>()?;
     for (encoder, tokenizer) in text_encoders.iter().zip(&tokenizers) {
         check_tokenizer(&encoder.config, tokenizer)?;
     }
     let space = SampleSpace::latents(&vae);
-    space.check(&unet).map_err(at(Part::Unet))?;
+    space.check(&denoiser).map_err(at(denoiser.part()))?;
     let scale = space.factor();
-    let image_size = image_size(config, scale)?;
+    let image_size = image_size(config, scale * denoiser.kind().patch())?;
     let precision = precision(config);
     // SDXL's refiner takes neither.
-    let adapter = match spec.controlnets {
-        true => ip_adapter::adapter(config, &unet)?,
-        false => None,
+    let adapter = match denoiser.unet().filter(|_| spec.controlnets) {
+        Some(unet) => ip_adapter::adapter(config, unet)?,
+        None => None,
     };
     let (ip_adapter, adapter_files) = adapter.map(|a| (a.config, a.files)).unzip();
     let model = DiffusionModel {
@@ -381,7 +395,7 @@ fn published(
         sample_size: image_size.map(|side| side / scale),
         image_size,
         decode_tile: config.vae_tiling.then(|| vae.latent_tile()),
-        unet,
+        denoiser,
         text_encoders,
         vae: Some(vae),
         preview_vae,
@@ -396,18 +410,13 @@ fn published(
         scheduler: published_scheduler(config, given, &source, notify)?,
         tokens,
     };
-    model.check_time_ids().map_err(RecipeError::usage)?;
+    model.check_conditioning().map_err(RecipeError::usage)?;
     let names = config.controlnet_model_name_or_path.0.iter();
     let controlnets = names.take(model.controlnets.len()).enumerate();
     let controlnets = controlnets.map(|(at, name)| (controlnet::root(at), PathBuf::from(name)));
     let beside = controlnets.chain(adapter_files.into_iter().flatten());
-    let denoiser = &part(Part::Unet)?.checkpoint;
-    let quantization = policy_of_checkpoint(
-        config,
-        denoiser.quantization(),
-        denoiser.path(),
-        spec.int8_float_layers,
-    )?;
+    let weights = &part(model.denoiser.part())?.checkpoint;
+    let quantization = policy_of_checkpoint(config, weights.quantization(), weights.path(), spec)?;
     let zero_empty_prompts = source.zero_empty_prompts;
     let mut files = ModelFiles::source(source, beside.collect());
     if let Some(checkpoint) = preview_checkpoint {
@@ -423,6 +432,21 @@ fn published(
     })
 }
 
+/// The denoiser of a published model, as configured.
+///
+/// # Errors
+/// When the model has none, or its configuration asks for something that is not built.
+pub(super) fn denoiser(config: &Config, source: &ModelSource) -> Result<Denoiser, RecipeError> {
+    let kind = source.family.spec().denoiser;
+    let component = source.component(kind.part()).map_err(RecipeError::failed)?;
+    let mut fields = component.config.clone();
+    if let (DenoiserKind::Unet, Some(groups)) = (kind, config.norm_num_groups) {
+        fields.insert("norm_num_groups".to_string(), groups.into());
+    }
+    let place = source.config_path(kind.part());
+    Denoiser::from_map(kind, fields).map_err(RecipeError::at(place.display()))
+}
+
 /// An autoencoder that is not the model's own, whose latents have `channels`. `place` names it.
 fn other_autoencoder(
     place: &str,
@@ -433,7 +457,7 @@ fn other_autoencoder(
     match vae.latent_channels() {
         found if found == channels => Ok(vae),
         found => Err(RecipeError::Usage(format!(
-            "{place}: its latents have {found} channels; expected {channels}, those of the UNet's samples"
+            "{place}: its latents have {found} channels; expected {channels}, those of the denoiser's samples"
         ))),
     }
 }
@@ -473,6 +497,13 @@ fn clip_skips(config: &Config, family: Family) -> Result<Vec<usize>, RecipeError
         )));
     }
     let skip = |part: Part| config.clip_skip.get(place(part)).copied().unwrap_or(0);
+    let takes_pooled = encoders.iter().any(|e| e.hidden == HiddenState::Pooled);
+    if takes_pooled && config.clip_skip.0.iter().any(|s| *s > 0) {
+        return Err(RecipeError::Usage(format!(
+            "clip_skip has no effect: {} takes CLIP's pooled output, which comes after its last layer; leave it out",
+            family.title()
+        )));
+    }
     let skips = encoders.iter().map(|encoder| skip(encoder.part) as usize);
     Ok(skips.collect())
 }
@@ -503,31 +534,29 @@ fn published_scheduler(
 fn tokenizer(
     config: &Config,
     source: &ModelSource,
-    part: Part,
-    tokens: usize,
+    encoder: &TextEncoder,
 ) -> Result<Tokenizer, RecipeError> {
+    let (part, tokens) = (encoder.part, encoder.tokens);
     let named = Path::new(&config.tokenizer_model_name_or_path);
-    if !named.as_os_str().is_empty() && named.is_file() {
-        return Tokenizer::from_file(named, tokens).map_err(RecipeError::failed);
-    }
-    let dir = match named.as_os_str().is_empty() {
+    let folder = part.tokenizer().unwrap_or_default();
+    // Of a whole model's folder that of the encoder, where the encoders have different ones.
+    let kinds = source.family.spec().text_encoders.iter().map(|e| e.kind);
+    let is_mixed = kinds.clone().any(|kind| Some(kind) != kinds.clone().next());
+    let place = match named.as_os_str().is_empty() {
+        false if is_mixed => named.join(folder),
         false => named.to_owned(),
         true => match source.tokenizers.get(&part) {
             Some(dir) => dir.clone(),
             // The error of a folder that is not there says where to get one.
-            None => source.path.join(part.tokenizer().unwrap_or_default()),
+            None => source.path.join(folder),
         },
     };
-    Tokenizer::from_dir(&dir, tokens).map_err(RecipeError::failed)
-}
-
-/// Height and width of the images, which samples of `scale x scale` pixels in each place can have.
-pub(super) fn image_size(config: &Config, scale: usize) -> Result<[usize; 2], RecipeError> {
-    let side = |key: &str, given: u64| match given {
-        0 => image_side("resolution", config.resolution, scale),
-        given => image_side(key, given, scale),
+    let read = match encoder.config {
+        TextEncoderConfig::T5(_) => Tokenizer::t5_from_path(&place, tokens),
+        TextEncoderConfig::Clip(_) if place.is_file() => Tokenizer::from_file(&place, tokens),
+        TextEncoderConfig::Clip(_) => Tokenizer::from_dir(&place, tokens),
     };
-    Ok([side("height", config.height)?, side("width", config.width)?])
+    read.map_err(RecipeError::failed)
 }
 
 /// Refuses what contradicts how the checkpoint was trained: the noise schedule and what the model predicts, and for

@@ -44,7 +44,7 @@ pub fn step_options(
         timesteps: timesteps(config),
         loss_weighting: loss_weighting(config),
         train_text_encoder: config.train_text_encoder,
-        quantization: policy(config, model.family.spec().int8_float_layers, local_shards)?,
+        quantization: policy(config, model.family.spec(), local_shards)?,
     })
 }
 

@@ -57,7 +57,12 @@ pub fn training(config: &Config, notify: &mut Notify<'_>) -> Result<Training, Re
         true => {
             let steps = config.num_inference_steps as usize;
             check_sampler_keys(config, &model.scheduler)?;
-            Some(sampling_plan(config, &model.scheduler, steps)?)
+            Some(sampling_plan(
+                config,
+                &model.scheduler,
+                model.image_seq_len(),
+                steps,
+            )?)
         }
     };
     Ok(Training {
@@ -98,8 +103,8 @@ impl Training {
                 dir: samples_dir(config),
                 images: sample_images(config, &self.dataset)?,
                 plan,
-                guidance: guidance(config),
-                quantization: policy(config, self.model.family.spec().int8_float_layers, 0)?,
+                guidance: guidance(config, self.model.family)?,
+                quantization: policy(config, self.model.family.spec(), 0)?,
             }),
         };
         let tokenizer = Tokenizer::from_json(&self.tokenizer_json, self.model.tokens)

@@ -7,8 +7,8 @@ use crate::graph::random::{self, RandomKey};
 use crate::graph::{Binary, Builder, GraphError, Op, Tensor, grad};
 use crate::host_tensor::HostTensor;
 use crate::lowering::Traced;
-use crate::models::DiffusionModel;
-use crate::models::unet::{TextTime, UNetConditioning, UNetInputs};
+use crate::models::unet::{TextTime, UNetConditioning};
+use crate::models::{Conditioning, Denoiser, DenoiserInputs, DiffusionModel};
 use crate::quant::{Policy, QuantError, ROUNDING_KEY};
 use crate::schedulers::{NoiseSchedule, PredictionType, SchedulerError};
 use crate::shape::Shape;
@@ -126,16 +126,8 @@ pub fn trace(model: &DiffusionModel, options: &StepOptions) -> Result<Traced, St
     )?;
     let conditioning = conditioning(&b, model, options, batch)?;
     let noised = add_noise(&b.root("noise"), model, options, key, clean)?;
-    let prediction = model.predict(
-        &b,
-        UNetInputs {
-            sample: noised.sample,
-            timestep: noised.timestep,
-            conditioning,
-            additional_residuals: None,
-            image_prompt: None,
-        },
-    )?;
+    let inputs = DenoiserInputs::new(noised.sample, noised.timestep, conditioning);
+    let prediction = model.predict(&b, inputs)?;
     let loss = mean_squared_error(&b.root("loss"), prediction, noised.target, noised.weight)?;
 
     b.output(names::LOSS, loss, None)?;
@@ -189,19 +181,25 @@ fn weights(b: &Builder) -> Vec<(String, Tensor, Vec<Option<&'static str>>)> {
     })
 }
 
-/// The conditioning of the UNet: the text encoder's output, or inputs in its place.
+/// The conditioning of the denoiser: the text encoder's output, or inputs in its place.
 fn conditioning(
     b: &Builder,
     model: &DiffusionModel,
     options: &StepOptions,
     batch: usize,
-) -> Result<UNetConditioning, GraphError> {
+) -> Result<Conditioning, GraphError> {
     if !options.train_text_encoder {
-        return model.declare_conditioning(b, batch, model.tokens);
+        return model.declare_conditioning(b, batch, model.tokens, None);
     }
-    let ids = model.declare_input_ids(b, batch)?;
+    let ids = model.declare_input_ids(b, 0, batch)?;
     let encoded = model.encode(b, 0, ids)?;
-    let pooled = model.pooled_encoder()?.and(encoded.text_embeds);
+    let (Denoiser::Unet(_), Some(hidden)) = (&model.denoiser, encoded.encoder_hidden_states) else {
+        return Err(b.invalid(format!(
+            "the text encoder of {} cannot be trained",
+            model.family.title()
+        )));
+    };
+    let pooled = model.pooled_encoder()?.and(encoded.pooled);
     let text_time = match pooled {
         None => None,
         Some(text_embeds) => {
@@ -214,10 +212,10 @@ fn conditioning(
             })
         }
     };
-    Ok(UNetConditioning {
-        encoder_hidden_states: encoded.encoder_hidden_states,
+    Ok(Conditioning::Unet(UNetConditioning {
+        encoder_hidden_states: hidden,
         text_time,
-    })
+    }))
 }
 
 struct Noised {
@@ -331,7 +329,7 @@ fn mean_squared_error(
     // A difference would broadcast.
     if b.dims(prediction) != dims {
         return Err(b.invalid(format!(
-            "the model predicts {} for a target {}: the UNet's out_channels must be its in_channels",
+            "the model predicts {} for a target {}: the denoiser's out_channels must be its in_channels",
             b.shape(prediction),
             b.shape(target)
         )));

@@ -4,13 +4,14 @@ use crate::common::{Golden, golden};
 use maxdiff::data::Tokenizer;
 use maxdiff::emit::DotPrecision;
 use maxdiff::host_tensor::HostTensor;
-use maxdiff::models::clip::ClipTextConfig;
 use maxdiff::models::clip::vision::ClipVisionConfig;
 use maxdiff::models::controlnet;
 use maxdiff::models::ip_adapter::{self, IpAdapterConfig};
-use maxdiff::models::unet::UNet2DConditionConfig;
 use maxdiff::models::vae::{self, Autoencoder};
-use maxdiff::models::{DiffusionModel, HiddenState, MicroConditioning, Part, TextEncoder};
+use maxdiff::models::{
+    Denoiser, DenoiserKind, DiffusionModel, HiddenState, MicroConditioning, Part, TextEncoder,
+    TextEncoderConfig, TextEncoderKind,
+};
 use maxdiff::nn::{Precision, Remat};
 use maxdiff::pipelines::generator::{CompiledModel, ModelOutput, SamplingOptions};
 use maxdiff::pipelines::prompt::{PromptSyntax, encode_prompt};
@@ -60,24 +61,24 @@ impl Case {
         let source = ModelSource::open(&golden(&folder)).unwrap();
         let config = |part: Part| source.component(part).unwrap().config.clone();
         let is_xl = name == "sdxl";
-        let mut text_encoders = vec![TextEncoder {
-            part: Part::TextEncoder,
-            config: ClipTextConfig::from_map(config(Part::TextEncoder)).unwrap(),
-            hidden: HiddenState::Normed { skip: 0 },
-        }];
+        let text_encoder = |part: Part, hidden: HiddenState| TextEncoder {
+            part,
+            config: TextEncoderConfig::from_map(TextEncoderKind::Clip, config(part)).unwrap(),
+            hidden,
+            tokens: 77,
+        };
+        let normed = HiddenState::Normed { skip: 0 };
+        let mut text_encoders = vec![text_encoder(Part::TextEncoder, normed)];
         let mut tokenizers = vec![tokenizer("<|endoftext|>")];
         if is_xl {
             text_encoders[0].hidden = HiddenState::Raw { skip: 1 };
-            text_encoders.push(TextEncoder {
-                part: Part::TextEncoder2,
-                config: ClipTextConfig::from_map(config(Part::TextEncoder2)).unwrap(),
-                hidden: HiddenState::Raw { skip: 1 },
-            });
+            let raw = HiddenState::Raw { skip: 1 };
+            text_encoders.push(text_encoder(Part::TextEncoder2, raw));
             tokenizers.push(tokenizer("!"));
         }
         let model = DiffusionModel {
             family: source.family,
-            unet: UNet2DConditionConfig::from_map(config(Part::Unet)).unwrap(),
+            denoiser: Denoiser::from_map(DenoiserKind::Unet, config(Part::Unet)).unwrap(),
             text_encoders,
             controlnets: Vec::new(),
             ip_adapter: None,
@@ -112,7 +113,8 @@ impl Case {
         let file = Checkpoint::open(&golden(&case.adapter)).unwrap();
         let vision = Golden::text("ip_adapter/image_encoder/config.json");
         let vision = ClipVisionConfig::from_json(&vision).unwrap();
-        let features = case.model.unet.cross_attention_dim.get(0).unwrap();
+        let unet = case.model.denoiser.unet().unwrap();
+        let features = unet.cross_attention_dim.get(0).unwrap();
         let sizes = |name: &str| file.info(name).map(|shape| shape.dims.clone());
         case.model.ip_adapter = Some(IpAdapterConfig::new(vision, features, &sizes).unwrap());
         case
@@ -123,7 +125,8 @@ impl Case {
         let mut case = Case::read(name, Precision::F32);
         case.unet = "unet_inpainting";
         let config = Golden::text(&format!("pipeline_{name}/{}/config.json", case.unet));
-        case.model.unet = UNet2DConditionConfig::from_json(&config).unwrap();
+        let config = serde_json::from_str(&config).unwrap();
+        case.model.denoiser = Denoiser::from_map(DenoiserKind::Unet, config).unwrap();
         case
     }
 
@@ -145,13 +148,13 @@ impl Case {
         }
         case.model = DiffusionModel {
             family: source.family,
-            unet: UNet2DConditionConfig::from_map(unet).unwrap(),
+            denoiser: Denoiser::from_map(DenoiserKind::Unet, unet).unwrap(),
             text_encoders: case.model.text_encoders.split_off(1),
             scheduler: SchedulerConfig::from_map(source.scheduler.as_ref().unwrap()).unwrap(),
             micro_conditioning,
             ..case.model
         };
-        case.model.check_time_ids().unwrap();
+        case.model.check_conditioning().unwrap();
         case.tokenizers.remove(0);
         case.is_xl = false;
         case.unet = "../pipeline_refiner/unet";

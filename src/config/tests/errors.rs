@@ -242,7 +242,10 @@ fn a_recipe_of_a_family_that_is_not_here_has_one_error() {
         ("pretrained_model_name_or_path: 'Lightricks/LTX-2'", "LTX-2"),
         ("model_name: z_image", "Z-Image"),
         ("flux_name: flux2klein_9B", "FLUX.2"),
-        ("flux_name: flux-schnell", "FLUX.1"),
+        (
+            "pretrained_model_name_or_path: black-forest-labs/FLUX.1-Kontext-dev",
+            "FLUX.1 Kontext",
+        ),
     ] {
         let found = errors(&format!("frame_rate: 30\n{sign}\n"), &["zzz=1"], None);
         assert_eq!(found.len(), 1, "{found:?}");

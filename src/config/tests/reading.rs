@@ -107,13 +107,13 @@ fn a_part_of_unet_config_changes_the_chosen_model() {
         "unet_config.transformer_layers_per_block=[1, 1, 2]",
         "pretrained_model_name_or_path=stabilityai/stable-diffusion-xl-base-1.0",
     ]);
-    let dict = c.unet_config_json().unwrap();
+    let dict = c.denoiser_config_json().unwrap();
     assert_eq!(dict["transformer_layers_per_block"], json!([1, 1, 2]));
     assert_eq!(dict["cross_attention_dim"], 2048);
     let file = "train_new_unet: True\nunet_config:\n  in_channels: 3\n";
     let c = load(file, &["unet_config.act_fn=silu"], None).config;
     assert_eq!(
-        serde_json::Value::Object(c.unet_config_json().unwrap()),
+        serde_json::Value::Object(c.denoiser_config_json().unwrap()),
         json!({"in_channels": 3, "act_fn": "silu"})
     );
     assert_eq!(
@@ -146,9 +146,9 @@ fn a_model_file_counts_from_the_configuration_file() {
     let file = folder.path().join("run.yml");
     std::fs::write(&file, "unet_config: models/u.json\n").unwrap();
     let c = Config::load(&file, &[], None).unwrap().config;
-    assert_eq!(c.unet_config_json().unwrap()["in_channels"], 3);
+    assert_eq!(c.denoiser_config_json().unwrap()["in_channels"], 3);
     std::fs::write(folder.path().join("models/u.json"), "[1]").unwrap();
-    let message = c.unet_config_json().unwrap_err().to_string();
+    let message = c.denoiser_config_json().unwrap_err().to_string();
     assert!(
         message.contains("u.json") && message.contains("unet_config"),
         "{message}"

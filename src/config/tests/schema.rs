@@ -81,7 +81,7 @@ fn named_in(condition: Condition) -> Vec<(&'static str, Vec<&'static str>)> {
             assert_ne!(readers.count(), 0, "no sampler reads {field}");
             Vec::new()
         }
-        Condition::FamilyTakesAestheticScore => vec![("model_family", Vec::new())],
+        Condition::FamilyHas(_) => vec![("model_family", Vec::new())],
         Condition::Both(a, b) | Condition::Either(a, b) => [named_in(*a), named_in(*b)].concat(),
     }
 }

@@ -160,11 +160,11 @@ fn a_model_of_another_family_is_refused_before_its_weights() {
     }
     assert!(hub.server.log().iter().all(|r| !r.elsewhere));
     let mut repository = pipeline();
-    let flux = r#"{"_class_name": "FluxPipeline", "transformer": ["diffusers", "X"]}"#;
+    let flux = r#"{"_class_name": "FluxKontextPipeline", "transformer": ["diffusers", "X"]}"#;
     repository.insert("model_index.json".to_owned(), flux.into());
     let error = Hub::of(repository).error(MODEL);
     assert!(
-        error.contains("this is FLUX.1, which is not supported"),
+        error.contains("this is FLUX.1 Kontext, which is not supported"),
         "{error}"
     );
 }

@@ -18,7 +18,7 @@ const NO_PROJECTION: &str = "the projection, which this text encoder's model doe
 fn is_projected(part: Part) -> bool {
     match part {
         Part::TextEncoder2 => true,
-        Part::TextEncoder | Part::Unet | Part::Vae => false,
+        Part::TextEncoder | Part::Unet | Part::Transformer | Part::Vae => false,
     }
 }
 

@@ -1,20 +1,25 @@
 //! Small images without an autoencoder: a UNet on their pixels, or on blocks of them, with a CLIP text encoder that is
 //! trained beside it. The quickstart's family.
 
-use super::spec::{FamilySpec, HiddenState, TextEncoderSpec};
-use super::{Part, unet};
+use super::spec::{FamilySpec, GuidanceKind, HiddenState, TextEncoderKind, TextEncoderSpec};
+use super::{DenoiserKind, Part, unet};
 
 pub const SPEC: FamilySpec = FamilySpec {
     title: "a pixel-space model",
     recipe: "quickstart",
     published: None,
+    denoiser: DenoiserKind::Unet,
     text_encoders: &[TextEncoderSpec {
         part: Part::TextEncoder,
+        kind: TextEncoderKind::Clip,
         hidden: HiddenState::Normed { skip: 0 },
     }],
     aesthetic_score: false,
     zero_empty_prompts: false,
+    guidance: GuidanceKind::ClassifierFree,
+    prompt_weights: true,
     controlnets: false,
+    loras: true,
     lora_names: &[],
     int8_float_layers: &unet::INT8_FLOAT_LAYERS,
     claims: |signs| {

@@ -1,9 +1,12 @@
 //! Stable Diffusion 1.x: a UNet on latents, conditioned by CLIP-L.
 
 use super::original::{DENOISER_PREFIX, Root};
-use super::spec::{Claim, FamilySpec, HiddenState, Published, SingleFile, TextEncoderSpec};
+use super::spec::{
+    Claim, FamilySpec, GuidanceKind, HiddenState, Published, SingleFile, TextEncoderKind,
+    TextEncoderSpec,
+};
 use super::unet::original::Signature;
-use super::{Part, clip, unet, vae};
+use super::{DenoiserKind, Part, clip, unet, vae};
 
 /// The features of CLIP-L.
 const TEXT_FEATURES: usize = 768;
@@ -19,7 +22,7 @@ pub const SPEC: FamilySpec = FamilySpec {
         ],
         epsilon: &[],
         text_features: TEXT_FEATURES,
-        unet: include_str!("unet.json"),
+        denoiser: include_str!("unet.json"),
         vae: include_str!("vae.json"),
         scheduler: include_str!("scheduler.json"),
         pipeline: "StableDiffusionPipeline",
@@ -48,13 +51,18 @@ pub const SPEC: FamilySpec = FamilySpec {
             unknown_prediction: None,
         },
     }),
+    denoiser: DenoiserKind::Unet,
     text_encoders: &[TextEncoderSpec {
         part: Part::TextEncoder,
+        kind: TextEncoderKind::Clip,
         hidden: HiddenState::Normed { skip: 0 },
     }],
     aesthetic_score: false,
     zero_empty_prompts: false,
+    guidance: GuidanceKind::ClassifierFree,
+    prompt_weights: true,
     controlnets: true,
+    loras: true,
     lora_names: &[],
     int8_float_layers: &unet::INT8_FLOAT_LAYERS,
     // What no other family claims.

@@ -4,10 +4,11 @@ use serde_json::Value;
 
 use super::original::{DENOISER_PREFIX, Root};
 use super::spec::{
-    Claim, FamilySpec, HiddenState, Published, SingleFile, TextEncoderSpec, UnknownPrediction,
+    Claim, FamilySpec, GuidanceKind, HiddenState, Published, SingleFile, TextEncoderKind,
+    TextEncoderSpec, UnknownPrediction,
 };
 use super::unet::original::Signature;
-use super::{Part, clip, unet, vae};
+use super::{DenoiserKind, Part, clip, unet, vae};
 
 /// The features of OpenCLIP-H.
 const TEXT_FEATURES: usize = 1024;
@@ -34,7 +35,7 @@ pub const SPEC: FamilySpec = FamilySpec {
             "stabilityai/sd-turbo",
         ],
         text_features: TEXT_FEATURES,
-        unet: include_str!("unet.json"),
+        denoiser: include_str!("unet.json"),
         vae: include_str!("vae.json"),
         scheduler: include_str!("scheduler.json"),
         pipeline: "StableDiffusionPipeline",
@@ -75,17 +76,22 @@ pub const SPEC: FamilySpec = FamilySpec {
             }),
         },
     }),
+    denoiser: DenoiserKind::Unet,
     text_encoders: &[TextEncoderSpec {
         part: Part::TextEncoder,
+        kind: TextEncoderKind::Clip,
         hidden: HiddenState::Normed { skip: 0 },
     }],
     aesthetic_score: false,
     zero_empty_prompts: false,
+    guidance: GuidanceKind::ClassifierFree,
+    prompt_weights: true,
     controlnets: true,
+    loras: true,
     lora_names: &[],
     int8_float_layers: &unet::INT8_FLOAT_LAYERS,
     claims: |signs| {
-        let linear = signs.unet.get("use_linear_projection") == Some(&Value::Bool(true));
+        let linear = signs.denoiser.get("use_linear_projection") == Some(&Value::Bool(true));
         signs.number("cross_attention_dim") == Some(TEXT_FEATURES as u64) || linear
     },
 };

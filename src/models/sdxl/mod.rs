@@ -2,9 +2,12 @@
 //! image's sizes.
 
 use super::original::{DENOISER_PREFIX, Root};
-use super::spec::{Claim, FamilySpec, HiddenState, Published, SingleFile, TextEncoderSpec};
+use super::spec::{
+    Claim, FamilySpec, GuidanceKind, HiddenState, Published, SingleFile, TextEncoderKind,
+    TextEncoderSpec,
+};
 use super::unet::original::Signature;
-use super::{Part, clip, unet, vae};
+use super::{DenoiserKind, Part, clip, unet, vae};
 
 /// The features of CLIP-L and OpenCLIP-bigG side by side.
 const TEXT_FEATURES: usize = 2048;
@@ -19,7 +22,7 @@ pub const SPEC: FamilySpec = FamilySpec {
         ],
         epsilon: &[],
         text_features: TEXT_FEATURES,
-        unet: include_str!("unet.json"),
+        denoiser: include_str!("unet.json"),
         vae: include_str!("vae.json"),
         scheduler: include_str!("scheduler.json"),
         pipeline: "StableDiffusionXLPipeline",
@@ -55,19 +58,25 @@ pub const SPEC: FamilySpec = FamilySpec {
             unknown_prediction: None,
         },
     }),
+    denoiser: DenoiserKind::Unet,
     text_encoders: &[
         TextEncoderSpec {
             part: Part::TextEncoder,
+            kind: TextEncoderKind::Clip,
             hidden: HiddenState::Raw { skip: 1 },
         },
         TextEncoderSpec {
             part: Part::TextEncoder2,
+            kind: TextEncoderKind::Clip,
             hidden: HiddenState::Raw { skip: 1 },
         },
     ],
     aesthetic_score: false,
     zero_empty_prompts: true,
+    guidance: GuidanceKind::ClassifierFree,
+    prompt_weights: true,
     controlnets: true,
+    loras: true,
     // kohya's trainers number text encoders only where there are two, and use the original block names for SDXL alone.
     lora_names: &[
         "lora_te1_",

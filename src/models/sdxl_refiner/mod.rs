@@ -1,9 +1,12 @@
 //! SDXL's refiner: takes the last steps of SDXL's samples, conditioned by OpenCLIP-bigG alone and an aesthetic score.
 
 use super::original::{DENOISER_PREFIX, Root};
-use super::spec::{Claim, FamilySpec, HiddenState, Published, SingleFile, TextEncoderSpec};
+use super::spec::{
+    Claim, FamilySpec, GuidanceKind, HiddenState, Published, SingleFile, TextEncoderKind,
+    TextEncoderSpec,
+};
 use super::unet::original::Signature;
-use super::{Part, clip, unet, vae};
+use super::{DenoiserKind, Part, clip, unet, vae};
 
 /// The features of OpenCLIP-bigG.
 const TEXT_FEATURES: usize = 1280;
@@ -15,7 +18,7 @@ pub const SPEC: FamilySpec = FamilySpec {
         repositories: &["stabilityai/stable-diffusion-xl-refiner-1.0"],
         epsilon: &[],
         text_features: TEXT_FEATURES,
-        unet: include_str!("unet.json"),
+        denoiser: include_str!("unet.json"),
         vae: include_str!("vae.json"),
         scheduler: include_str!("scheduler.json"),
         pipeline: "StableDiffusionXLImg2ImgPipeline",
@@ -44,14 +47,19 @@ pub const SPEC: FamilySpec = FamilySpec {
             unknown_prediction: None,
         },
     }),
+    denoiser: DenoiserKind::Unet,
     text_encoders: &[TextEncoderSpec {
         part: Part::TextEncoder2,
+        kind: TextEncoderKind::Clip,
         hidden: HiddenState::Raw { skip: 1 },
     }],
     aesthetic_score: true,
     zero_empty_prompts: false,
     // ControlNets are made for UNets of another size.
+    guidance: GuidanceKind::ClassifierFree,
+    prompt_weights: true,
     controlnets: false,
+    loras: true,
     lora_names: &[],
     int8_float_layers: &unet::INT8_FLOAT_LAYERS,
     // It has the larger of SDXL's text encoders only.

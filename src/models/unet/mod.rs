@@ -555,7 +555,7 @@ mod tests {
             ),
         ] {
             let published = family.spec().published.as_ref().unwrap();
-            let config = UNet2DConditionConfig::from_json(published.unet).unwrap();
+            let config = UNet2DConditionConfig::from_json(published.denoiser).unwrap();
             let places = cross_attentions(&config);
             assert_eq!(places.len(), count);
             assert_eq!(places[count - 1], last);

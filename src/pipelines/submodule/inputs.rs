@@ -6,6 +6,8 @@ use std::path::Path;
 use crate::dtype::DType;
 use crate::host_tensor::HostTensor;
 use crate::models::clip::INPUT_IDS;
+use crate::models::flux::{POSITION_AXES, names as flux_names};
+use crate::models::t5::ATTENTION_MASK;
 use crate::models::unet::{AdditionEmbedType, SIZE_TIME_IDS, names};
 use crate::shape::Shape;
 use crate::weights::{Checkpoint, cast};
@@ -28,6 +30,7 @@ impl SubmoduleInputs {
     pub(super) fn read(network: &Network, path: &Path) -> Result<Self, SubmoduleError> {
         let file = Checkpoint::open(path).map_err(PipelineError::from)?;
         let mut wanted = wanted(network);
+        wanted.retain(|input| input.name != ATTENTION_MASK || file.info(input.name).is_some());
         if let Network::Vae(_) = network {
             // Each half of a VAE runs alone too.
             wanted.retain(|input| file.info(input.name).is_some());
@@ -57,8 +60,13 @@ fn read(
     file: &Checkpoint,
 ) -> Result<HostTensor, SubmoduleError> {
     let found = file.read(input.name).map_err(PipelineError::from)?;
-    if let Network::ClipText(config) = network {
-        check_ids(file.path(), input.name, &found, config.vocab_size)?;
+    let vocabulary = match network {
+        Network::ClipText(config) => Some(config.vocab_size),
+        Network::T5(config) if input.name == INPUT_IDS => Some(config.vocab_size),
+        Network::T5(_) | Network::UNet(_) | Network::Flux(_) | Network::Vae(_) => None,
+    };
+    if let Some(vocabulary) = vocabulary {
+        check_ids(file.path(), input.name, &found, vocabulary)?;
     }
     let tensor = cast(found, input.dtype()).map_err(PipelineError::from)?;
     if !input.is_for_all(&tensor.shape.dims) {
@@ -143,6 +151,44 @@ fn wanted(network: &Network) -> Vec<Wanted> {
             }
             inputs
         }
+        Network::Flux(config) => {
+            let (image, text) = (Named("image"), Named("text"));
+            let mut inputs = vec![
+                input(
+                    flux_names::HIDDEN_STATES,
+                    Elements::Floats,
+                    &[batch, image, Is(config.in_channels)],
+                ),
+                input(
+                    flux_names::ENCODER_HIDDEN_STATES,
+                    Elements::Floats,
+                    &[batch, text, Is(config.joint_attention_dim)],
+                ),
+                input(
+                    flux_names::POOLED_PROJECTIONS,
+                    Elements::Floats,
+                    &[batch, Is(config.pooled_projection_dim)],
+                ),
+                input(flux_names::TIMESTEP, Elements::Numbers, &[batch]),
+                input(
+                    flux_names::IMG_IDS,
+                    Elements::Numbers,
+                    &[image, Is(POSITION_AXES)],
+                ),
+                input(
+                    flux_names::TXT_IDS,
+                    Elements::Numbers,
+                    &[text, Is(POSITION_AXES)],
+                ),
+            ];
+            if config.guidance_embeds {
+                inputs.push(input(flux_names::GUIDANCE, Elements::Numbers, &[batch]));
+            }
+            inputs
+        }
+        Network::T5(_) => [INPUT_IDS, ATTENTION_MASK]
+            .map(|name| input(name, Elements::Integers, &[batch, Named("length")]))
+            .into(),
         Network::ClipText(_) => vec![input(
             INPUT_IDS,
             Elements::Integers,
@@ -209,9 +255,9 @@ impl Wanted {
         }
     }
 
-    /// Whether one value may stand for the whole batch, as diffusers has it for timesteps.
+    /// Whether one value may stand for the whole batch, as diffusers has it for timesteps and guidance.
     fn is_for_all(&self, dims: &[usize]) -> bool {
-        self.name == names::TIMESTEP && matches!(dims, [] | [1])
+        [names::TIMESTEP, flux_names::GUIDANCE].contains(&self.name) && matches!(dims, [] | [1])
     }
 
     fn dims(&self, sizes: &Sizes) -> Vec<usize> {

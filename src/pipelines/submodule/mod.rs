@@ -14,7 +14,7 @@ use crate::emit::DotPrecision;
 use crate::graph::Builder;
 use crate::host_tensor::HostTensor;
 use crate::lowering::Traced;
-use crate::models::ModelConfigError;
+use crate::models::{Family, FamilySpec, ModelConfigError};
 use crate::nn::Precision;
 use crate::quant::Policy;
 use crate::runtime::{RuntimeError, Session, Slot};
@@ -53,7 +53,7 @@ impl SubmoduleError {
     }
 }
 
-/// A UNet, a VAE or a text encoder: a folder in diffusers' layout.
+/// A denoiser, a VAE or a text encoder: a folder in diffusers' layout.
 pub struct Submodule {
     network: Network,
     checkpoint: Checkpoint,
@@ -97,6 +97,17 @@ impl Submodule {
     /// The name of its class in diffusers or transformers.
     pub fn class(&self) -> &'static str {
         self.network.class()
+    }
+
+    /// A family with such a denoiser, which says what of it stays in float; for other parts it does not matter which.
+    pub fn family(&self) -> &'static FamilySpec {
+        let family = match self.network {
+            Network::Flux(_) => Family::FluxDev,
+            Network::UNet(_) | Network::ClipText(_) | Network::T5(_) | Network::Vae(_) => {
+                Family::Sd1
+            }
+        };
+        family.spec()
     }
 
     /// How its weights are stored, if some are quantized.

@@ -10,6 +10,8 @@ use crate::graph::{Builder, GraphError, Tensor};
 use crate::host_tensor::HostTensor;
 use crate::models::Part;
 use crate::models::clip::{ClipTextConfig, INPUT_IDS, clip_text};
+use crate::models::flux::{self, FluxTransformer2DConfig};
+use crate::models::t5::{ATTENTION_MASK, T5EncoderConfig, t5_encoder};
 use crate::models::unet::{self, UNet2DConditionConfig};
 use crate::models::vae::{self, Autoencoder, EncodedImages};
 use crate::nn::{Precision, Remat};
@@ -27,7 +29,9 @@ pub const CONFIG: &str = "config.json";
 /// A part of a model, by its configuration.
 pub enum Network {
     UNet(Box<UNet2DConditionConfig>),
+    Flux(Box<FluxTransformer2DConfig>),
     ClipText(Box<ClipTextConfig>),
+    T5(Box<T5EncoderConfig>),
     Vae(Box<Autoencoder>),
 }
 
@@ -79,6 +83,12 @@ impl Network {
         let network = if is("UNet2DConditionModel") {
             let config = UNet2DConditionConfig::from_map(fields.clone()).map_err(model)?;
             Network::UNet(Box::new(config))
+        } else if is("FluxTransformer2DModel") {
+            let config = FluxTransformer2DConfig::from_map(fields.clone()).map_err(model)?;
+            Network::Flux(Box::new(config))
+        } else if is("T5EncoderModel") {
+            let config = T5EncoderConfig::from_map(fields.clone()).map_err(model)?;
+            Network::T5(Box::new(config))
         } else if is("CLIPTextModel") || is("CLIPTextModelWithProjection") {
             let config = ClipTextConfig::from_map(fields.clone()).map_err(model)?;
             Network::ClipText(Box::new(config))
@@ -92,7 +102,7 @@ impl Network {
                 format!("of {}, which is not here", classes.join(", "))
             };
             return Err(fail(format!(
-                "{found}; supported: UNet2DConditionModel, AutoencoderKL, AutoencoderTiny, CLIPTextModel, CLIPTextModelWithProjection"
+                "{found}; supported: UNet2DConditionModel, FluxTransformer2DModel, AutoencoderKL, AutoencoderTiny, CLIPTextModel, CLIPTextModelWithProjection, T5EncoderModel"
             )));
         };
         Ok((network, fields))
@@ -101,6 +111,8 @@ impl Network {
     pub fn class(&self) -> &'static str {
         match self {
             Network::UNet(_) => "UNet2DConditionModel",
+            Network::Flux(_) => "FluxTransformer2DModel",
+            Network::T5(_) => "T5EncoderModel",
             Network::ClipText(config) if config.has_projection() => "CLIPTextModelWithProjection",
             Network::ClipText(_) => "CLIPTextModel",
             Network::Vae(config) => config.class(),
@@ -111,13 +123,14 @@ impl Network {
     pub fn root(&self) -> &'static str {
         match self {
             Network::UNet(_) => unet::ROOT,
-            Network::ClipText(_) => Part::TextEncoder.name(),
+            Network::Flux(_) => flux::ROOT,
+            Network::ClipText(_) | Network::T5(_) => Part::TextEncoder.name(),
             Network::Vae(_) => vae::ROOT,
         }
     }
 
-    /// Declares inputs of these sizes and gives the results by name, in `f32`. A VAE has the results of the inputs that
-    /// are in `tensors`.
+    /// Declares inputs of these sizes and gives the results by name, in `f32`. Of inputs that may be left out, those
+    /// that are in `tensors` are declared: a VAE has their results.
     ///
     /// # Errors
     /// When sizes do not fit the network.
@@ -129,6 +142,10 @@ impl Network {
         precision: Precision,
     ) -> Result<Vec<(&'static str, Tensor)>, GraphError> {
         let size = |name: &str| sizes.get(name).copied().unwrap_or_default();
+        let integers = |name: &str| {
+            let shape = Shape::new(DType::S32, ["batch", "length"].map(size));
+            b.input(name, shape, &[Some("activation_batch"), None])
+        };
         let outputs = match self {
             Network::UNet(config) => {
                 let dims = ["batch", "height", "width", "length"].map(size);
@@ -138,12 +155,28 @@ impl Network {
                     unet::unet(b, config, inputs, precision, Remat::None)?,
                 )]
             }
+            Network::Flux(config) => {
+                let dims = ["batch", "image", "text"].map(size);
+                let inputs = flux::declare_inputs(b, config, dims)?;
+                vec![(
+                    "sample",
+                    flux::flux_transformer(b, config, inputs, precision, Remat::None)?,
+                )]
+            }
+            Network::T5(config) => {
+                let ids = integers(INPUT_IDS)?;
+                let mask = match tensors.contains_key(ATTENTION_MASK) {
+                    true => Some(integers(ATTENTION_MASK)?),
+                    false => None,
+                };
+                let root = self.root();
+                vec![(
+                    "last_hidden_state",
+                    t5_encoder(b, root, config, ids, mask, precision, Remat::None)?,
+                )]
+            }
             Network::ClipText(config) => {
-                let ids = b.input(
-                    INPUT_IDS,
-                    Shape::new(DType::S32, ["batch", "length"].map(size)),
-                    &[Some("activation_batch"), None],
-                )?;
+                let ids = integers(INPUT_IDS)?;
                 let y = clip_text(
                     b,
                     Part::TextEncoder.name(),

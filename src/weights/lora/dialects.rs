@@ -126,7 +126,8 @@ pub(super) fn aliases(part: Part, path: &str, blocks: &Blocks) -> Vec<String> {
             );
         }
         // No file is for it.
-        Part::Vae => {}
+        // No file for it is read.
+        Part::Vae | Part::Transformer => {}
         Part::TextEncoder | Part::TextEncoder2 => {
             // transformers 5 has no `text_model` around an encoder without projection.
             names.extend(path.strip_prefix("text_model.").map(str::to_owned));

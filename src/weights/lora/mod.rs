@@ -158,7 +158,7 @@ impl From<f32> for LoraScale {
 impl LoraScale {
     fn of(self, part: Part) -> f32 {
         match part {
-            Part::Unet => self.unet,
+            Part::Unet | Part::Transformer => self.unet,
             Part::TextEncoder | Part::TextEncoder2 => self.text_encoder,
             // No LoRA is for it.
             Part::Vae => 0.0,

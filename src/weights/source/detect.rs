@@ -110,7 +110,8 @@ fn refuse_other_kinds(file: &Checkpoint) -> Result<(), SourceError> {
     }
     for prefix in ["", DENOISER_PREFIX] {
         let has = |name: &str| has(&format!("{prefix}{name}"));
-        if let Some(unsupported) = UNSUPPORTED.iter().find(|family| has(family.tensor)) {
+        let is_of = |sign: Option<&str>| sign.is_some_and(has);
+        if let Some(unsupported) = UNSUPPORTED.iter().find(|family| is_of(family.tensor)) {
             return Err(SourceError::UnsupportedFamily {
                 path: path(),
                 family: unsupported.name,

@@ -12,16 +12,19 @@ use super::{
 use crate::models::family::UNSUPPORTED;
 use crate::models::original::{Converted, Transform};
 use crate::models::spec::Signs;
-use crate::models::{Family, Part, clip, vae};
+use crate::models::{Family, Part, clip, t5, vae};
 use crate::weights::{Checkpoint, WeightsError};
 
 const INDEX: &str = "model_index.json";
 pub(super) const SCHEDULER: &str = "scheduler/scheduler_config.json";
 const PICKLES: [&str; 3] = ["ckpt", "pt", "bin"];
+/// The parts that may denoise, of which a model has one.
+pub(crate) const DENOISERS: [Part; 2] = [Part::Unet, Part::Transformer];
 
 /// Whether a folder has the parts of a model in subfolders.
 pub(super) fn is_pipeline(dir: &Path) -> bool {
-    dir.join(INDEX).is_file() || dir.join("unet/config.json").is_file()
+    let has_config = |part: Part| dir.join(part.name()).join("config.json").is_file();
+    dir.join(INDEX).is_file() || DENOISERS.into_iter().any(has_config)
 }
 
 /// Opens the parts that are there.
@@ -38,11 +41,12 @@ pub(super) fn open(dir: &Path) -> Result<ModelSource, SourceError> {
             components.insert(part, component(&folder, part)?);
         }
     }
-    let Some(unet) = components.get(&Part::Unet) else {
-        return Err(no_unet(dir, &index, entries(dir)?));
+    let mut denoisers = DENOISERS.iter().filter_map(|part| components.get(part));
+    let Some(denoiser) = denoisers.next() else {
+        return Err(no_denoiser(dir, &index, entries(dir)?));
     };
     let family = Family::of_folder(&Signs {
-        unet: &unet.config,
+        denoiser: &denoiser.config,
         has: &|part| components.contains_key(&part),
     });
     let scheduler = dir.join(SCHEDULER);
@@ -50,7 +54,7 @@ pub(super) fn open(dir: &Path) -> Result<ModelSource, SourceError> {
         path: dir.to_owned(),
         layout: Layout::Pipeline,
         family,
-        inpaint: is_inpainting(&unet.config),
+        inpaint: is_inpainting(&denoiser.config),
         scheduler: match scheduler.is_file() {
             true => Some(read_scheduler(&scheduler)?),
             false => None,
@@ -89,11 +93,20 @@ pub(crate) fn check_class(path: &Path, index: &Map<String, Value>) -> Result<(),
     }
 }
 
-/// The error for a pipeline without UNet that has `found` beside its index.
-pub(crate) fn no_unet(path: &Path, index: &Map<String, Value>, found: Vec<String>) -> SourceError {
+/// The error for a pipeline without denoiser that has `found` beside its index.
+pub(crate) fn no_denoiser(
+    path: &Path,
+    index: &Map<String, Value>,
+    found: Vec<String>,
+) -> SourceError {
     let path = path.to_owned();
+    let is_known = |class: &str| {
+        ["StableDiffusion", "Flux"]
+            .iter()
+            .any(|s| class.starts_with(s))
+    };
     match index.get("_class_name").and_then(Value::as_str) {
-        Some(class) if !class.starts_with("StableDiffusion") => SourceError::UnknownPipeline {
+        Some(class) if !is_known(class) => SourceError::UnknownPipeline {
             path,
             class: class.to_owned(),
         },
@@ -130,6 +143,7 @@ pub(super) fn component(folder: &Path, part: Part) -> Result<Component, SourceEr
     let place = folder.join("config.json");
     let config = read_json(&place)?;
     let file = Checkpoint::open(folder)?;
+    let is_t5 = config.get("model_type") == Some(&Value::from("t5"));
     let projected = config.get("architectures").is_some_and(|classes| {
         let classes = classes.as_array().map_or(&[][..], Vec::as_slice);
         classes.contains(&Value::from("CLIPTextModelWithProjection"))
@@ -137,7 +151,8 @@ pub(super) fn component(folder: &Path, part: Part) -> Result<Component, SourceEr
     let mut map = Vec::new();
     for (name, shape) in file.iter() {
         let converted = match part {
-            Part::Unet => Converted::Unknown,
+            Part::Unet | Part::Transformer => Converted::Unknown,
+            Part::TextEncoder | Part::TextEncoder2 if is_t5 => t5::original::of_transformers(name),
             Part::Vae => vae::original::of_diffusers(name, shape),
             Part::TextEncoder | Part::TextEncoder2 => {
                 clip::original::of_transformers(name, projected)
@@ -197,7 +212,7 @@ fn entries(dir: &Path) -> Result<Vec<String>, SourceError> {
     Ok(names)
 }
 
-/// Whether a UNet with this configuration takes a mask and a masked image beside the sample.
+/// Whether a denoiser with this configuration takes a mask and a masked image beside the sample.
 pub(super) fn is_inpainting(unet: &Map<String, Value>) -> bool {
     // Both are 4 where a configuration does not say.
     let channels = |field: &str| unet.get(field).and_then(Value::as_u64).unwrap_or(4);

@@ -1,4 +1,4 @@
-//! The parts of a Stable Diffusion model, whichever layout it comes in.
+//! The parts of a model, whichever layout it comes in.
 //!
 //! [`ModelSource::open`] takes a diffusers pipeline folder or a single file in the original layout (LDM's for
 //! Stable Diffusion 1 and 2, SGM's for SDXL) and gives each part a configuration and a [`Checkpoint`] by the names of
@@ -29,7 +29,7 @@ use crate::util::files;
 use crate::util::text::listed;
 
 pub use detect::is_lora;
-pub(crate) use folder::{check_class, is_null, no_unet};
+pub(crate) use folder::{DENOISERS, check_class, is_null, no_denoiser};
 pub use quantize::{QuantizedTensor, UNetQuantization};
 pub use write::WrittenPart;
 
@@ -81,7 +81,7 @@ pub struct ModelSource {
     pub path: PathBuf,
     pub layout: Layout,
     pub family: Family,
-    /// Whether the UNet takes a mask and a masked image beside the sample: nine channels.
+    /// Whether the denoiser takes a mask and a masked image beside the sample: nine channels.
     pub inpaint: bool,
     /// The parts that the source has. Use [`ModelSource::component`] for one that is needed.
     pub components: BTreeMap<Part, Component>,
@@ -115,8 +115,8 @@ pub enum SourceError {
     #[error("{path}: {reason}")]
     Json { path: PathBuf, reason: String },
     #[error(
-        "{path}: no model in this folder: looked for model_index.json, unet/config.json or one .safetensors file of a \
-         whole model; it has {}",
+        "{path}: no model in this folder: looked for model_index.json, unet/config.json, transformer/config.json or one \
+         .safetensors file of a whole model; it has {}",
         listed(found, SHOWN)
     )]
     NotAModel { path: PathBuf, found: Vec<String> },
@@ -299,22 +299,23 @@ impl ModelSource {
     /// # Errors
     /// When the file cannot be opened or has no such denoiser, or this model has none.
     pub fn replace_denoiser(&mut self, path: &Path) -> Result<(), SourceError> {
-        self.component(Part::Unet)?;
+        let part = self.family.spec().denoiser.part();
+        self.component(part)?;
         let file = Checkpoint::open(path)?;
         let checkpoint = match detect::is_denoiser_of_diffusers(&file) {
             true => file,
             false => {
                 let mut other = single_file::open(path)?;
                 other.expect_family(self.family, &self.path.display().to_string())?;
-                other.component(Part::Unet)?;
-                match other.components.remove(&Part::Unet) {
-                    Some(unet) => unet.checkpoint,
+                other.component(part)?;
+                match other.components.remove(&part) {
+                    Some(denoiser) => denoiser.checkpoint,
                     None => file,
                 }
             }
         };
-        if let Some(unet) = self.components.get_mut(&Part::Unet) {
-            unet.checkpoint = checkpoint;
+        if let Some(denoiser) = self.components.get_mut(&part) {
+            denoiser.checkpoint = checkpoint;
         }
         Ok(())
     }

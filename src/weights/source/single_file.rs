@@ -42,8 +42,8 @@ pub(super) fn open(path: &Path) -> Result<ModelSource, SourceError> {
         components.insert(root.part, component);
     }
     let inpaint = components
-        .get(&Part::Unet)
-        .is_some_and(|unet| is_inpainting(&unet.config));
+        .get(&family.spec().denoiser.part())
+        .is_some_and(|denoiser| is_inpainting(&denoiser.config));
     let mut notes = Vec::new();
     let scheduler = scheduler(&file, published, inpaint, &mut notes)?;
     Ok(ModelSource {
@@ -133,7 +133,7 @@ fn convert(
     ignored: &mut Unused,
 ) -> Result<Component, SourceError> {
     let published = match root.part {
-        Part::Unet => built_in(file.path(), published.unet)?,
+        Part::Unet | Part::Transformer => built_in(file.path(), published.denoiser)?,
         Part::Vae => built_in(file.path(), published.vae)?,
         Part::TextEncoder | Part::TextEncoder2 => Map::new(),
     };

@@ -56,10 +56,10 @@ fn files_of_other_kinds_are_named() {
     let model = "model.diffusion_model.";
     let flux = "double_blocks.0.img_attn.norm.key_norm.scale";
     for (name, expected) in [
-        (flux.to_owned(), "this is FLUX.1, which is not supported"),
+        (flux.to_owned(), "transformer: img_in.weight is missing"),
         (
             format!("{model}{flux}"),
-            "this is FLUX.1, which is not supported",
+            "transformer: model.diffusion_model.img_in.weight is missing",
         ),
         (
             format!("{model}joint_blocks.0.context_block.adaLN_modulation.1.bias"),
@@ -258,7 +258,9 @@ fn folders_without_a_model_say_what_was_looked_for() {
     fs::write(at("README.md"), "").unwrap();
     let found = error(dir.path());
     assert!(
-        found.contains("looked for model_index.json, unet/config.json or one .safetensors file")
+        found.contains(
+            "looked for model_index.json, unet/config.json, transformer/config.json or one .safetensors file",
+        )
             && found.ends_with("it has README.md"),
         "{found}"
     );
@@ -269,8 +271,9 @@ fn folders_without_a_model_say_what_was_looked_for() {
     let found = error(&at("v1-5.ckpt"));
     assert!(found.contains("a PyTorch pickle"), "{found}");
 
-    fs::write(at("model_index.json"), r#"{"_class_name": "FluxPipeline"}"#).unwrap();
-    assert!(error(dir.path()).contains("this is FLUX.1"));
+    let text = r#"{"_class_name": "FluxFillPipeline"}"#;
+    fs::write(at("model_index.json"), text).unwrap();
+    assert!(error(dir.path()).contains("this is FLUX.1 Fill"));
     let text = r#"{"_class_name": "StableDiffusion3Pipeline"}"#;
     fs::write(at("model_index.json"), text).unwrap();
     assert!(error(dir.path()).contains("this is Stable Diffusion 3.x"));

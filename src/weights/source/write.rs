@@ -10,7 +10,7 @@ use serde_json::{Map, Value, json};
 use super::quantize::{QuantizedTensor, UNetQuantization};
 use super::{Component, ModelSource, SourceError, built_in, io_error};
 use crate::dtype::DType;
-use crate::models::{Part, Published};
+use crate::models::{Part, Published, TextEncoderKind};
 use crate::shape::Shape;
 use crate::util::files::{AtomicDir, parent_of, sync_dir, write_synced};
 use crate::weights::cast::has_infinity;
@@ -89,6 +89,7 @@ impl ModelSource {
             });
         };
         let index = self.index(published)?;
+        let denoiser = self.family.spec().denoiser.part();
         let specs = self
             .components
             .iter()
@@ -100,7 +101,7 @@ impl ModelSource {
                 let specs = specs(component, &types)?;
                 Ok((
                     part,
-                    match quantization.filter(|_| part == Part::Unet) {
+                    match quantization.filter(|_| part == denoiser) {
                         None => specs,
                         Some(quantization) => quantization.specs(specs),
                     },
@@ -133,7 +134,7 @@ impl ModelSource {
             };
             let folder = temp.path().join(part.name());
             make_dir(&folder)?;
-            match quantization.filter(|_| *part == Part::Unet) {
+            match quantization.filter(|_| *part == denoiser) {
                 None => {
                     write_json(&folder.join("config.json"), &component.config)?;
                     overflown.extend(write_part(&folder, *part, component, specs, &mut wrote)?);
@@ -200,14 +201,24 @@ impl ModelSource {
             ("scheduler".to_owned(), entry(scheduler)),
         ]);
         // A pipeline also lists the text encoder that it does not have before one that it has.
-        let last = self.family.spec().text_encoders.last().map(|e| e.part);
-        for part in Part::ALL.into_iter().filter(|part| Some(*part) <= last) {
+        let spec = self.family.spec();
+        let last = spec.text_encoders.last().map(|e| e.part);
+        let is_listed = |part: &Part| match part {
+            Part::Unet | Part::Transformer => *part == spec.denoiser.part(),
+            Part::Vae | Part::TextEncoder | Part::TextEncoder2 => Some(*part) <= last,
+        };
+        for part in Part::ALL.into_iter().filter(is_listed) {
             let component = self.components.get(&part);
             let class = component.map(|component| class_of(part, component));
             entries.insert(part.name().to_owned(), entry(class.transpose()?));
             if let Some(tokenizer) = part.tokenizer() {
                 let has = self.tokenizers.contains_key(&part);
-                let class = has.then_some(["transformers", "CLIPTokenizer"]);
+                let encoder = spec.text_encoders.iter().find(|e| e.part == part);
+                let class = match encoder.map(|encoder| encoder.kind) {
+                    Some(TextEncoderKind::T5 { .. }) => "T5TokenizerFast",
+                    Some(TextEncoderKind::Clip) | None => "CLIPTokenizer",
+                };
+                let class = has.then_some(["transformers", class]);
                 entries.insert(tokenizer.to_owned(), entry(class));
             }
         }
@@ -222,7 +233,11 @@ impl ModelSource {
 /// When its configuration is of a class that is not supported.
 fn class_of(part: Part, component: &Component) -> Result<[&'static str; 2], SourceError> {
     let (library, classes) = part.classes();
-    let found = component.config.get("_class_name").and_then(Value::as_str);
+    let config = &component.config;
+    let class = config.get("_class_name").and_then(Value::as_str);
+    // transformers names a T5 so; of CLIP's two classes the part decides.
+    let is_t5 = config.get("model_type") == Some(&json!("t5"));
+    let found = class.or(is_t5.then_some("T5EncoderModel"));
     let mut supported = classes.iter();
     match supported.find(|class| found.is_none_or(|found| found == **class)) {
         Some(class) => Ok([library, class]),
@@ -273,7 +288,7 @@ fn write_part(
     wrote: &mut dyn FnMut(u64),
 ) -> Result<Vec<(String, usize)>, SourceError> {
     let file = match part {
-        Part::Unet | Part::Vae => DIFFUSERS_FILE,
+        Part::Unet | Part::Transformer | Part::Vae => DIFFUSERS_FILE,
         Part::TextEncoder | Part::TextEncoder2 => TRANSFORMERS_FILE,
     };
     let mut overflown = Vec::new();

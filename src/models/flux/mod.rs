@@ -1,0 +1,14 @@
+//! FLUX.1: a transformer on packed latents of 16 channels, trained by flow matching and conditioned by CLIP-L's pooled
+//! output and by T5. `dev` takes the guidance scale as an input; `schnell` was distilled to few steps without guidance.
+
+mod config;
+pub mod family;
+mod latents;
+mod original;
+mod transformer;
+
+pub use config::{FluxTransformer2DConfig, POSITION_AXES};
+pub use latents::{FluxLatents, PATCH, denoise_latents};
+pub use transformer::{
+    FluxConditioning, FluxInputs, ROOT, declare_inputs, flux_transformer, names,
+};
