@@ -6,7 +6,7 @@ use std::error::Error;
 use std::ops::ControlFlow;
 use std::path::Path;
 
-use maxdiff::config::{Config, Verb};
+use maxdiff::config::{Config, Loaded, Verb};
 use maxdiff::pjrt::install::Trial;
 use maxdiff::recipe::{self, Notice};
 use maxdiff::train::{TrainEvent, Trainer};
@@ -16,10 +16,10 @@ fn main() -> Result<(), Box<dyn Error>> {
     let (file, overrides) = words
         .split_first()
         .ok_or("give CONFIG.yml [KEY=VALUE]...")?;
-    let config = Config::load(Path::new(file), overrides, Some(Verb::Train))?.config;
+    let Loaded { config, given, .. } = Config::load(Path::new(file), overrides, Some(Verb::Train))?;
     let mut notify = |notice: Notice<'_>| eprintln!("{notice:?}");
 
-    let training = recipe::training(&config, &mut notify)?;
+    let training = recipe::training(&config, &given, Path::new(file), &mut notify)?;
     let session = recipe::open_session(&config, &|_| Trial::Unknown, &mut notify)?.session;
     let options = training.options(&session, &mut notify)?;
     let outcome = Trainer::new(session, options)?.run(&mut |event| {

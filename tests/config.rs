@@ -167,9 +167,10 @@ fn a_whole_file_of_maxdiffusion_loads() {
     let Loaded {
         config, warnings, ..
     } = load(&path, &[], None);
-    assert_eq!(warnings.len(), 2, "{warnings:?}");
+    assert_eq!(warnings.len(), 3, "{warnings:?}");
     assert!(warnings[0].ends_with("enable_mllog: given twice with the same value"));
-    assert!(warnings[1].contains("controlnet_image: has no effect"));
+    assert!(warnings[1].contains("center_crop: has no effect: it needs dataset_type=folder"));
+    assert!(warnings[2].contains("controlnet_image: has no effect"));
     assert_eq!(config.hardware, Hardware::Tpu);
     assert_eq!(config.sampler(), SchedulerKind::Euler);
     assert_eq!(config.learning_rate, 4e-7);
@@ -190,6 +191,9 @@ fn a_whole_file_of_maxdiffusion_loads() {
     .config;
     same.controlnet_image = Default::default();
     same.norm_num_groups = None;
+    // MaxDiffusion ignores the one, and its folder for the other is one in /tmp.
+    same.center_crop = true;
+    same.dataset_save_location = String::new();
     assert_eq!(same, Config::from_text("", "", &[], None).unwrap().config);
 }
 

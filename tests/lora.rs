@@ -271,7 +271,7 @@ fn two_files_with_different_scales_match_diffusers() {
     let recorded = Golden::read("lora/io.safetensors");
     for part in &parts {
         let ranks = of_root(&adapter, part.root);
-        let graph = beside(&part.graph, &ranks).unwrap();
+        let graph = beside(&part.graph, &ranks, 1.0).unwrap();
         assert_eq!(
             graph.inputs.len(),
             part.graph.inputs.len() + 2 * ranks.len()
@@ -308,7 +308,8 @@ fn beside_an_int8_base_the_update_stays_in_float() {
         )
     };
     let int8 = quant::lower(&part.graph).unwrap();
-    let with = quant::lower(&beside(&part.graph, &of_root(&adapter, "unet")).unwrap()).unwrap();
+    let with =
+        quant::lower(&beside(&part.graph, &of_root(&adapter, "unet"), 1.0).unwrap()).unwrap();
     let without = error(part.run(&int8, &|key, shape| part.weights.tensor(key, shape)));
     let merged = error(part.run_merged(&int8, &adapter));
     let beside = error(part.run_beside(&with, &adapter));

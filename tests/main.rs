@@ -9,6 +9,7 @@ mod common;
 mod config;
 mod controlnet;
 mod derivatives;
+mod finetune;
 mod flux;
 mod generate;
 mod kernel_calls;

@@ -1,6 +1,6 @@
 //! Whole text-to-image pipelines against diffusers, from the same noise.
 
-mod case;
+pub mod case;
 mod images;
 
 use std::path::Path;

@@ -10,10 +10,10 @@ use std::time::Instant;
 use clap::Args;
 use serde_json::json;
 
-use crate::config::Verb;
+use crate::config::{Loaded, Verb};
 use crate::metrics::Progress;
 use crate::recipe;
-use crate::train::{Outcome, TrainEvent, Trainer};
+use crate::train::{Encoded, Outcome, TrainEvent, Trainer};
 
 use super::doctor::try_load;
 use super::{CliError, RecipeArgs, notices, print, progress, status};
@@ -33,11 +33,11 @@ pub struct TrainArgs {
 /// # Errors
 /// When the configuration is wrong, or training fails; the error says where the last state is saved.
 pub fn run(args: &TrainArgs) -> Result<ExitCode, CliError> {
-    let config = args.recipe.load(Verb::Train)?;
+    let Loaded { config, given, .. } = args.recipe.load_given(Verb::Train)?;
     let started = Instant::now();
     let mut notify = notices();
     status::spin("reading the data");
-    let training = recipe::training(&config, &mut notify)?;
+    let training = recipe::training(&config, &given, &args.recipe.config, &mut notify)?;
     status::spin("opening the devices");
     let opened = recipe::open_session(&config, &try_load, &mut notify)?;
     progress(&format!("devices: {}", opened.chosen));
@@ -105,6 +105,19 @@ fn print_nothing_to_do(
     })
 }
 
+/// Shows how much of the dataset is encoded.
+fn show_encoding(what: Encoded, done: usize, total: usize) {
+    let what = match what {
+        Encoded::Images => "images",
+        Encoded::Captions => "captions",
+    };
+    match done {
+        done if done == total => progress(&format!("encoded {total} {what}")),
+        0 => status::spin(&format!("encoding {total} {what}")),
+        done => status::rename(&format!("encoding {what}: {done} of {total}")),
+    }
+}
+
 /// Shows how far the run is.
 struct TrainProgress {
     log_period: u64,
@@ -115,6 +128,8 @@ struct TrainProgress {
 impl TrainProgress {
     fn show(&mut self, event: TrainEvent<'_>) {
         match event {
+            TrainEvent::Hashing => status::spin("comparing the data with what is encoded"),
+            TrainEvent::Encoding { what, done, total } => show_encoding(what, done, total),
             TrainEvent::Quantized { policy, decisions } => {
                 progress(&recipe::quantization_summary(policy, decisions));
             }

@@ -11,6 +11,7 @@ use crate::schedulers::{
     AlgorithmType, BetaSchedule, FinalSigmas, PredictionType, SchedulerKind, TimestepSpacing,
 };
 use crate::shard::{Axis, LogicalAxisRules};
+use crate::train::ATTENTION_PROJECTIONS;
 use crate::train::schedule::Decay;
 
 use super::condition::Condition::{
@@ -52,7 +53,7 @@ const ANY_PROGRAM: &[Verb] = &[
     Verb::ModuleRun,
 ];
 /// Verbs that open published models.
-const OPENS: &[Verb] = &[Verb::Generate, Verb::Quantize];
+const OPENS: &[Verb] = &[Verb::Train, Verb::Generate, Verb::Quantize];
 /// Verbs of keys that choose the model.
 const MODEL: &[Verb] = &[
     Verb::Train,
@@ -84,6 +85,9 @@ const SCALED: Condition = Either(&GUIDED, &FamilyHas(Trait::EmbeddedGuidance));
 const HIRES: Condition = Given("hires_scale");
 const IP_ADAPTER: Condition = Given("ip_adapter_path");
 const CONTROLNET: Condition = Is("use_controlnet", &["True"]);
+const FINE_TUNING: Condition = Is("train_new_unet", &["False"]);
+const FOLDER: Condition = Is("dataset_type", &["folder"]);
+const LORA_TRAINING: Condition = Positive("lora_rank");
 /// One of the models is, or may be, SDXL's refiner.
 const MAY_REFINE: Condition = Either(
     &Given("refiner_model_name_or_path"),
@@ -125,15 +129,15 @@ schema! {
         jit_initializers: bool = true, NoEffect("initial state is made on the host"), TRAIN;
 
         group "Model";
-        /// Folder of a model in diffusers' layout, or its name on the hub, which `generate` and `quantize`
-        /// download. The architectures of the known models are built in: enough for `lower` and
+        /// Folder of a model in diffusers' layout, a single file, the folder of a fine-tuning run, or a name on the hub, which
+        /// `train`, `generate` and `quantize` download. The architectures of the known models are built in: enough for `lower` and
         /// `compile`, which need no weights.
         pretrained_model_name_or_path: String = "stabilityai/stable-diffusion-xl-base-1.0".into(), Used, MODEL, is [FixedOnResume, NotAnOption];
         /// Required family of the model `pretrained_model_name_or_path`. Empty: any.
-        model_family: Option<Family> = None, Ours, &[Verb::Generate, Verb::Compile, Verb::Lower, Verb::Quantize];
+        model_family: Option<Family> = None, Ours, MODEL;
         /// Autoencoder in place of the model's own, `AutoencoderKL` or `AutoencoderTiny` (TAESD): a folder in diffusers' layout,
         /// an original file, or a name on the hub. Empty: the model's own.
-        vae_model_name_or_path: String = String::new(), Ours, GENERATE;
+        vae_model_name_or_path: String = String::new(), Ours, TRAIN_GENERATE, is [FixedOnResume];
         /// A UNet architecture of your own, with the keys of diffusers' config.json: a dict, or the path of
         /// a JSON file (in a configuration file: relative to its folder). Empty: the model named
         /// by `pretrained_model_name_or_path`.
@@ -144,7 +148,7 @@ schema! {
         /// Folder or file of the tokenizer, or (for `generate`) its name on the hub. Empty: beside the model, or built from the captions
         /// when the text encoder is trained from scratch.
         tokenizer_model_name_or_path: String = String::new(), Used, PROGRAM, is [FixedOnResume];
-        /// Start from random weights instead of those of `pretrained_model_name_or_path`.
+        /// Start from random weights, on pixels, instead of fine-tuning `pretrained_model_name_or_path` in its latents.
         train_new_unet: bool = false, Used, TRAIN;
         /// Train the text encoder with the UNet. Refused for SDXL, as in MaxDiffusion.
         train_text_encoder: bool = false, Used, TRAIN_STEP, is [FixedOnResume];
@@ -310,10 +314,12 @@ schema! {
         dataset_name: String = "diffusers/pokemon-gpt4-captions".into(), NoEffect(OTHER_DATASETS), TRAIN;
         /// Split of that dataset.
         train_split: String = "train".into(), NoEffect(OTHER_DATASETS), TRAIN;
-        /// Keep latents and text embeddings instead of images and captions.
-        cache_latents_text_encoder_outputs: bool = true, NoEffect(OTHER_DATASETS), TRAIN;
-        /// Where the prepared dataset is kept.
-        dataset_save_location: String = "/tmp/pokemon-gpt4-captions_xl".into(), NoEffect(OTHER_DATASETS), TRAIN;
+        /// Encode images and captions once, before training, and keep latents and text embeddings on disk. False, which
+        /// encodes in every step, is not here yet.
+        cache_latents_text_encoder_outputs: bool = true, Used, TRAIN, when FINE_TUNING;
+        /// Folder of these latents and embeddings; runs may share it. Empty: `encoded` in `output_dir`. MaxDiffusion's
+        /// default is a folder in `/tmp`.
+        dataset_save_location: String = String::new(), Used, TRAIN, when FINE_TUNING, is [NotAnOption];
         /// Data directory of a hub dataset.
         hf_data_dir: String = String::new(), NoEffect(OTHER_DATASETS), TRAIN;
         /// Files of a hub dataset.
@@ -334,10 +340,11 @@ schema! {
         reuse_example_batch: bool = false, NotYet("training on one batch over and over"), TRAIN;
         /// Configuration of a hub dataset.
         dataset_config_name: String = String::new(), IgnoredByMaxDiffusion, TRAIN;
-        /// Crop from the middle.
-        center_crop: bool = false, IgnoredByMaxDiffusion, TRAIN;
-        /// Mirror images at random.
-        random_flip: bool = false, IgnoredByMaxDiffusion, TRAIN;
+        /// Keep the square in the middle of an image. False: a square at a place that the seed and the image decide, the
+        /// same in every epoch. MaxDiffusion has the key, with the default False, and ignores it.
+        center_crop: bool = true, Used, TRAIN, when FOLDER, is [FixedOnResume];
+        /// Mirror an image left to right in half of its uses. MaxDiffusion has the key and ignores it.
+        random_flip: bool = false, Used, TRAIN, when FOLDER, is [FixedOnResume];
         /// Processes that tokenize.
         tokenize_captions_num_proc: u64 = 4, IgnoredByMaxDiffusion, TRAIN;
         /// Processes that prepare images.
@@ -378,6 +385,15 @@ schema! {
             when Is("opt_enable_grad_global_norm_clipping", &["True"]), is [FixedOnResume];
         /// Decay of the moving average of the weights, which samples use. 0: no average.
         ema_decay: f64 = 0.0, Ours, TRAIN_STEP, in HalfOpen(0.0, 1.0), is [FixedOnResume];
+        /// Rank of the low-rank updates (LoRA) that are trained in place of the UNet's weights. 0: the weights themselves.
+        lora_rank: u64 = 0, Ours, TRAIN_STEP, in Between(0.0, 4096.0), is [FixedOnResume];
+        /// Updates count `lora_alpha / lora_rank` times. 0: the rank.
+        lora_alpha: f64 = 0.0, Ours, TRAIN_STEP, in AtLeast(0.0), when LORA_TRAINING, is [FixedOnResume];
+        /// Layers of the UNet that have an update: regular expressions that match the whole path, or an end of it after a dot.
+        lora_target_modules: OneOrMore<String> = OneOrMore(ATTENTION_PROJECTIONS.map(str::to_owned).to_vec()), Ours, TRAIN_STEP,
+            when LORA_TRAINING, is [FixedOnResume];
+        /// Write a file with kohya's names beside that with diffusers', for web interfaces.
+        lora_kohya: bool = false, Ours, TRAIN, when LORA_TRAINING;
         /// Number of steps in a row whose loss or gradient may be infinite or NaN; each leaves the weights
         /// unchanged, one more ends the run.
         max_nonfinite_steps: u64 = 10, Ours, TRAIN;
@@ -400,6 +416,9 @@ schema! {
         checkpoints_total_limit: i64 = -1, Ours, TRAIN, in MinusOneOr(1.0);
         /// Folder of the checkpoints. Empty: `checkpoints` in the run's folder.
         checkpoint_dir: String = String::new(), Ours, TRAIN_GENERATE;
+        /// Copy what fine-tuning does not change (autoencoder, text encoders, tokenizers) into every checkpoint, instead of
+        /// linking the files.
+        checkpoint_copies: bool = false, Ours, TRAIN, when FINE_TUNING;
         /// What to do with existing checkpoints.
         resume: Resume = Resume::Auto, Ours, TRAIN;
         /// Read checkpoints on one replica and broadcast.
@@ -485,7 +504,7 @@ schema! {
         vae_tiling: bool = false, Ours, GENERATE;
         /// Number of last layers of the text encoders to skip. For SDXL's two a list of two, of which the refiner has the
         /// second; a single value applies to both.
-        clip_skip: OneOrMore<u64> = OneOrMore::from(0), Ours, GENERATE, in Between(0.0, 1000.0);
+        clip_skip: OneOrMore<u64> = OneOrMore::from(0), Ours, TRAIN_GENERATE, in Between(0.0, 1000.0), is [FixedOnResume];
         /// File with the initial noise, instead of noise from the seeds: safetensors with a tensor `latents`
         /// of unit normal values, one row for each image.
         latents: String = String::new(), Ours, GENERATE;

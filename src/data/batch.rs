@@ -1,11 +1,7 @@
-//! Batches by step, and a thread that makes them ahead of time.
+//! Batches by step.
 
-use std::any::Any;
 use std::collections::HashSet;
-use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::JoinHandle;
+use std::sync::{Mutex, PoisonError};
 
 use rayon::prelude::*;
 
@@ -24,6 +20,71 @@ pub struct BatchOptions {
     pub caption_dropout: f64,
     /// Mirror each image left to right with probability one half.
     pub random_flip: bool,
+}
+
+/// A row of a batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Row {
+    /// Its sample in the dataset.
+    pub index: usize,
+    /// Whether the empty caption stands in place of its own.
+    pub drops_caption: bool,
+    /// Whether its image is mirrored left to right.
+    pub is_flipped: bool,
+}
+
+impl BatchOptions {
+    /// # Errors
+    /// [`DataError::Option`] for an empty batch, a dropout outside 0 to 1, or flips of images
+    /// whose captions say left and right.
+    pub fn check(&self, dataset: &Dataset) -> Result<(), DataError> {
+        let refuse = |option, value: String, expected: &str| {
+            Err(DataError::Option {
+                option,
+                value,
+                expected: expected.into(),
+            })
+        };
+        if self.batch_size == 0 {
+            return refuse("batch_size", "0".into(), "at least 1");
+        }
+        if !(0.0..=1.0).contains(&self.caption_dropout) {
+            return refuse(
+                "caption_dropout",
+                self.caption_dropout.to_string(),
+                "0 to 1",
+            );
+        }
+        if self.random_flip && matches!(dataset, Dataset::Shapes(_)) {
+            let expected = "False for dataset_type shapes, whose captions say left and right";
+            return refuse("random_flip", "True".into(), expected);
+        }
+        Ok(())
+    }
+
+    /// The rows of `step`: the next `batch_size` samples of an endless sequence of epochs, each a
+    /// new order of the whole dataset of `len` samples; a batch may span two epochs.
+    pub fn rows(&self, len: usize, step: u64) -> Vec<Row> {
+        let len = len.max(1);
+        let first = step.saturating_mul(self.batch_size as u64);
+        let mut epoch = first / len as u64;
+        let mut permutation = Permutation::new(self.seed, epoch, len);
+        (0..self.batch_size as u64)
+            .map(|row| {
+                let number = first.saturating_add(row);
+                if number / len as u64 != epoch {
+                    epoch = number / len as u64;
+                    permutation = Permutation::new(self.seed, epoch, len);
+                }
+                let draw = |stream| KeyedRng::new(self.seed, stream, step, row).unit();
+                Row {
+                    index: permutation.index((number % len as u64) as usize),
+                    drops_caption: draw(Stream::CaptionDropout) < self.caption_dropout,
+                    is_flipped: self.random_flip && draw(Stream::Flip) < 0.5,
+                }
+            })
+            .collect()
+    }
 }
 
 /// The input of one training step.
@@ -49,34 +110,13 @@ pub struct Batcher {
 
 impl Batcher {
     /// # Errors
-    /// [`DataError::Option`] for an empty batch, a dropout outside 0 to 1, or flips of images
-    /// whose captions say left and right.
+    /// As [`BatchOptions::check`].
     pub fn new(
         dataset: Dataset,
         tokenizer: Tokenizer,
         options: BatchOptions,
     ) -> Result<Self, DataError> {
-        let refuse = |option, value: String, expected: &str| {
-            Err(DataError::Option {
-                option,
-                value,
-                expected: expected.into(),
-            })
-        };
-        if options.batch_size == 0 {
-            return refuse("batch_size", "0".into(), "at least 1");
-        }
-        if !(0.0..=1.0).contains(&options.caption_dropout) {
-            return refuse(
-                "caption_dropout",
-                options.caption_dropout.to_string(),
-                "0 to 1",
-            );
-        }
-        if options.random_flip && matches!(dataset, Dataset::Shapes(_)) {
-            let expected = "False for dataset_type shapes, whose captions say left and right";
-            return refuse("random_flip", "True".into(), expected);
-        }
+        options.check(&dataset)?;
         Ok(Self {
             dataset,
             tokenizer,
@@ -97,50 +137,29 @@ impl Batcher {
         &self.options
     }
 
-    /// The batch of `step`. Its rows are the next `batch_size` samples of an endless sequence of
-    /// epochs, each a new order of the whole dataset; a batch may span two epochs.
+    /// The batch of `step`, with the rows of [`BatchOptions::rows`].
     ///
     /// # Errors
     /// Errors of [`Dataset::get`] and [`Tokenizer::encode`].
     pub fn batch(&self, step: u64) -> Result<Batch, DataError> {
-        let BatchOptions {
-            batch_size,
-            seed,
-            caption_dropout,
-            random_flip,
-        } = self.options;
-        let len = self.dataset.len() as u64;
-        let first = step.saturating_mul(batch_size as u64);
-        let mut epoch = first / len;
-        let mut permutation = Permutation::new(seed, epoch, len as usize);
-        let indices: Vec<usize> = (0..batch_size as u64)
-            .map(|row| {
-                let number = first.saturating_add(row);
-                if number / len != epoch {
-                    epoch = number / len;
-                    permutation = Permutation::new(seed, epoch, len as usize);
-                }
-                permutation.index((number % len) as usize)
-            })
-            .collect();
-        let rows: Vec<(Vec<f32>, Vec<i32>, String)> = indices
+        let rows: Vec<(Vec<f32>, Vec<i32>, String)> = self
+            .options
+            .rows(self.dataset.len(), step)
             .into_par_iter()
-            .enumerate()
-            .map(|(row, index)| {
-                let sample = self.dataset.get(index)?;
-                let draw = |stream| KeyedRng::new(seed, stream, step, row as u64).unit();
-                let dropped = draw(Stream::CaptionDropout) < caption_dropout;
-                let caption = if dropped {
-                    String::new()
-                } else {
-                    sample.caption
+            .map(|row| {
+                let mut sample = self.dataset.get(row.index)?;
+                if row.is_flipped {
+                    sample.flip();
+                }
+                let caption = match row.drops_caption {
+                    true => String::new(),
+                    false => sample.caption,
                 };
                 let encoded = self.tokenizer.encode(&caption)?;
                 for warning in encoded.warnings() {
                     self.warn_once(&caption, warning);
                 }
-                let flip = random_flip && draw(Stream::Flip) < 0.5;
-                let pixels = to_unit(&sample.pixels, sample.resolution, flip);
+                let pixels = sample.pixels.iter().map(to_unit).collect();
                 Ok((pixels, encoded.ids, caption))
             })
             .collect::<Result<_, DataError>>()?;
@@ -168,105 +187,9 @@ impl Batcher {
     }
 }
 
-/// `0..=255` to `-1..=1`, optionally mirrored left to right.
-fn to_unit(pixels: &[u8], resolution: usize, flip: bool) -> Vec<f32> {
-    let unit = |&value: &u8| f32::from(value) / 127.5 - 1.0;
-    if !flip {
-        return pixels.iter().map(unit).collect();
-    }
-    pixels
-        .chunks_exact(resolution * 3)
-        .flat_map(|row| row.chunks_exact(3).rev().flatten().map(unit))
-        .collect()
-}
-
-/// A thread that makes batches ahead of the training loop, in order.
-#[derive(Debug)]
-pub struct Prefetcher {
-    receiver: Option<Receiver<Result<Batch, DataError>>>,
-    thread: Option<JoinHandle<()>>,
-}
-
-impl Prefetcher {
-    /// Starts at `first_step`; at most `depth` finished batches wait.
-    ///
-    /// # Errors
-    /// [`DataError::Loader`] if the thread cannot be started.
-    pub fn spawn(batcher: Arc<Batcher>, first_step: u64, depth: usize) -> Result<Self, DataError> {
-        Self::spawn_with(first_step, depth, move |step| batcher.batch(step))
-    }
-
-    fn spawn_with(
-        first_step: u64,
-        depth: usize,
-        make: impl Fn(u64) -> Result<Batch, DataError> + Send + 'static,
-    ) -> Result<Self, DataError> {
-        let (sender, receiver) = sync_channel(depth.max(1));
-        let thread = std::thread::Builder::new()
-            .name("prefetch".into())
-            .spawn(move || produce(first_step, &make, &sender))
-            .map_err(|e| DataError::Loader {
-                message: format!("cannot start its thread: {e}"),
-            })?;
-        Ok(Self {
-            receiver: Some(receiver),
-            thread: Some(thread),
-        })
-    }
-
-    /// The next batch, waiting for it if need be.
-    ///
-    /// # Errors
-    /// The error of [`Batcher::batch`]; [`DataError::Loader`] with the panic's message if it
-    /// panicked, and on every call after an error.
-    pub fn next_batch(&mut self) -> Result<Batch, DataError> {
-        match self.receiver.as_ref().map(Receiver::recv) {
-            Some(Ok(result)) => result,
-            Some(Err(_)) | None => Err(DataError::Loader {
-                message: "it ended after the error reported before".into(),
-            }),
-        }
-    }
-}
-
-fn produce(
-    first_step: u64,
-    make: &dyn Fn(u64) -> Result<Batch, DataError>,
-    sender: &SyncSender<Result<Batch, DataError>>,
-) {
-    for step in first_step.. {
-        // Unwind safety: after a panic nothing of the batcher is used again by this thread, and
-        // its only mutable state, the set of warnings, is behind a lock.
-        let result = catch_unwind(AssertUnwindSafe(|| make(step))).unwrap_or_else(|panic| {
-            Err(DataError::Loader {
-                message: panic_message(&*panic),
-            })
-        });
-        let failed = result.is_err();
-        // A closed channel means that the training loop has ended.
-        if sender.send(result).is_err() || failed {
-            return;
-        }
-    }
-}
-
-fn panic_message(panic: &(dyn Any + Send)) -> String {
-    let text = panic
-        .downcast_ref::<&str>()
-        .copied()
-        .or_else(|| panic.downcast_ref::<String>().map(String::as_str));
-    format!("panic: {}", text.unwrap_or("without a message"))
-}
-
-impl Drop for Prefetcher {
-    fn drop(&mut self) {
-        // The thread may wait for room in the channel: close it before joining.
-        self.receiver = None;
-        if let Some(thread) = self.thread.take() {
-            // A panic was already turned into an error inside the thread.
-            let _ = thread.join();
-        }
-    }
+/// `0..=255` to `-1..=1`.
+fn to_unit(value: &u8) -> f32 {
+    f32::from(*value) / 127.5 - 1.0
 }
 
 #[cfg(test)]
@@ -274,7 +197,7 @@ mod tests {
     use std::collections::BTreeMap;
 
     use super::*;
-    use crate::data::{Folder, FolderOptions, Shapes, ShapesOptions, word_level_json};
+    use crate::data::{Folder, FolderOptions, Prefetcher, Shapes, ShapesOptions, word_level_json};
 
     fn options() -> BatchOptions {
         BatchOptions {
@@ -304,13 +227,18 @@ mod tests {
     #[test]
     fn a_resumed_run_sees_the_same_batches() {
         let first = batcher(20, options());
-        let mut whole = Prefetcher::spawn(Arc::new(batcher(20, options())), 0, 2).unwrap();
-        let all: Vec<Batch> = (0..9).map(|_| whole.next_batch().unwrap()).collect();
-        let mut resumed = Prefetcher::spawn(Arc::new(batcher(20, options())), 5, 1).unwrap();
+        let ahead = |first, depth| {
+            let batcher = batcher(20, options());
+            Prefetcher::<_, DataError>::spawn(first, depth, move |step| batcher.batch(step))
+                .unwrap()
+        };
+        let mut whole = ahead(0, 2);
+        let all: Vec<Batch> = (0..9).map(|_| whole.next().unwrap()).collect();
+        let mut resumed = ahead(5, 1);
         for (step, batch) in all.iter().enumerate() {
             assert_eq!(batch, &first.batch(step as u64).unwrap());
             if step >= 5 {
-                assert_eq!(batch, &resumed.next_batch().unwrap());
+                assert_eq!(batch, &resumed.next().unwrap());
             }
         }
         assert_ne!(all[0].pixels, all[1].pixels);
@@ -322,12 +250,7 @@ mod tests {
         assert_eq!(batch.pixels.len(), 6 * 32 * 32 * 3);
         assert_eq!((batch.token_ids.len(), batch.captions.len()), (6 * 16, 6));
         assert!(batch.pixels.iter().all(|v| (-1.0..=1.0).contains(v)));
-        assert_eq!(
-            to_unit(&[0, 255, 51, 1, 2, 3], 2, false)[..3],
-            [-1.0, 1.0, -0.6]
-        );
-        let flipped = to_unit(&[0, 255, 51, 1, 2, 3], 2, true);
-        assert_eq!(flipped[3..], [-1.0, 1.0, -0.6]);
+        assert_eq!([0, 255, 51].map(|v| to_unit(&v)), [-1.0, 1.0, -0.6]);
     }
 
     #[test]
@@ -396,45 +319,11 @@ mod tests {
     }
 
     #[test]
-    fn panics_and_errors_of_the_thread_reach_the_caller() {
-        let mut loader = Prefetcher::spawn_with(0, 2, |step| {
-            assert!(step < 1, "broken at {step}");
-            Ok(Batch {
-                step,
-                pixels: vec![],
-                token_ids: vec![],
-                captions: vec![],
-            })
-        })
-        .unwrap();
-        assert_eq!(loader.next_batch().unwrap().step, 0);
-        let message = loader.next_batch().unwrap_err().to_string();
-        assert!(message.contains("broken at 1"), "{message}");
-        assert!(
-            loader
-                .next_batch()
-                .unwrap_err()
-                .to_string()
-                .contains("reported before")
-        );
-
-        let mut loader = Prefetcher::spawn_with(3, 2, |index| {
-            Err(DataError::Index {
-                index: index as usize,
-                len: 0,
-            })
-        })
-        .unwrap();
-        assert!(matches!(
-            loader.next_batch(),
-            Err(DataError::Index { index: 3, .. })
-        ));
-    }
-
-    #[test]
     fn dropping_a_full_loader_does_not_hang() {
-        let mut loader = Prefetcher::spawn(Arc::new(batcher(20, options())), 0, 1).unwrap();
-        loader.next_batch().unwrap();
+        let batcher = batcher(20, options());
+        let mut loader =
+            Prefetcher::<_, DataError>::spawn(0, 1, move |step| batcher.batch(step)).unwrap();
+        loader.next().unwrap();
         drop(loader);
     }
 

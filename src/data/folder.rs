@@ -7,22 +7,15 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
-use std::io::{BufRead, BufReader, Cursor, Read};
+use std::io::{BufRead, BufReader, Read};
 use std::path::{Component, Path, PathBuf};
 
-use image::imageops::{self, FilterType};
-use image::{DynamicImage, ImageDecoder, ImageReader, Limits, RgbImage};
 use rayon::prelude::*;
 
+use super::picture::{self, Crop, Picture};
 use super::{DataError, NAMED, Sample};
 use crate::util::files;
 
-/// Longest side that is decoded.
-const MAX_SIDE: u32 = 16_384;
-/// Most memory that decoding one image may take.
-const MAX_DECODED_BYTES: u64 = 1 << 30;
-/// Largest image file.
-const MAX_FILE_BYTES: u64 = 256 << 20;
 /// Longest caption, and longest line of metadata.jsonl.
 const MAX_CAPTION_BYTES: u64 = 64 << 10;
 const MAX_LINE_BYTES: u64 = 1 << 20;
@@ -31,8 +24,10 @@ const MAX_LINE_BYTES: u64 = 1 << 20;
 #[derive(Clone, Debug, PartialEq)]
 pub struct FolderOptions {
     pub root: PathBuf,
-    /// Side to which images are cropped (a square about the centre) and resized (Lanczos).
+    /// Side to which the largest square of an image is resized (Lanczos).
     pub resolution: usize,
+    /// Where that square lies.
+    pub crop: Crop,
     /// Share of the images that may be unreadable; these are skipped with a warning.
     pub max_bad_image_fraction: f64,
     /// Most memory for decoded images. When all fit they are decoded once; otherwise each is
@@ -41,11 +36,12 @@ pub struct FolderOptions {
 }
 
 impl FolderOptions {
-    /// One bad image in a hundred, and 2 GiB of cache.
+    /// Crops about the centre, one bad image in a hundred, and 2 GiB of cache.
     pub fn new(root: impl Into<PathBuf>, resolution: usize) -> Self {
         Self {
             root: root.into(),
             resolution,
+            crop: Crop::Center,
             max_bad_image_fraction: 0.01,
             cache_bytes: 2 << 30,
         }
@@ -56,6 +52,7 @@ impl FolderOptions {
 struct Entry {
     path: PathBuf,
     caption: String,
+    picture: Picture,
     /// RGB at the dataset's resolution, when the whole dataset fits the cache.
     pixels: Option<Vec<u8>>,
 }
@@ -109,18 +106,18 @@ impl Folder {
                 options.cache_bytes >> 20,
             );
         }
+        let load = |path: &Path| picture::load(path, options.resolution, options.crop);
         let decoded: Vec<Result<Entry, (PathBuf, DataError)>> = captions
             .into_par_iter()
-            .map(
-                |(path, caption)| match load(&root.join(&path), options.resolution) {
-                    Ok(image) => Ok(Entry {
-                        path,
-                        caption,
-                        pixels: keep.then(|| image.into_raw()),
-                    }),
-                    Err(error) => Err((path, error)),
-                },
-            )
+            .map(|(path, caption)| match load(&root.join(&path)) {
+                Ok((image, picture)) => Ok(Entry {
+                    path,
+                    caption,
+                    picture,
+                    pixels: keep.then(|| image.into_raw()),
+                }),
+                Err(error) => Err((path, error)),
+            })
             .collect();
         let mut entries = Vec::new();
         let mut bad = Vec::new();
@@ -180,6 +177,12 @@ impl Folder {
         self.entries.iter().map(|entry| entry.caption.as_str())
     }
 
+    /// The caption of sample `index` and what is known of its picture; `None` past the end.
+    pub fn entry(&self, index: usize) -> Option<(&str, Picture)> {
+        let entry = self.entries.get(index)?;
+        Some((&entry.caption, entry.picture))
+    }
+
     /// Sample `index`.
     ///
     /// # Errors
@@ -194,7 +197,17 @@ impl Folder {
         let resolution = self.options.resolution;
         let pixels = match &entry.pixels {
             Some(pixels) => pixels.clone(),
-            None => load(&self.options.root.join(&entry.path), resolution)?.into_raw(),
+            None => {
+                let path = self.options.root.join(&entry.path);
+                let (image, found) = picture::load(&path, resolution, self.options.crop)?;
+                if found != entry.picture {
+                    return Err(DataError::Image {
+                        path,
+                        message: "it changed since training began; start again".into(),
+                    });
+                }
+                image.into_raw()
+            }
         };
         Ok(Sample {
             pixels,
@@ -452,66 +465,9 @@ fn read_metadata(root: &Path, path: &Path) -> Result<BTreeMap<PathBuf, String>, 
     Ok(captions)
 }
 
-/// Decodes an image, turns it as its EXIF orientation says, lays it on white, crops the largest
-/// square about its centre and resizes that to `resolution`.
-fn load(path: &Path, resolution: usize) -> Result<RgbImage, DataError> {
-    let error = |message: String| DataError::Image {
-        path: path.to_owned(),
-        message,
-    };
-    let mut bytes = Vec::new();
-    files::open(path)
-        .and_then(|file| file.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes))
-        .map_err(|e| io("read the image", path, e))?;
-    if bytes.len() as u64 > MAX_FILE_BYTES {
-        return Err(error(format!("larger than {} MiB", MAX_FILE_BYTES >> 20)));
-    }
-    let image = decode(&bytes).map_err(|e| error(e.to_string()))?;
-    Ok(square(&on_white(image), resolution as u32))
-}
-
-fn decode(bytes: &[u8]) -> image::ImageResult<DynamicImage> {
-    let mut limits = Limits::default();
-    limits.max_image_width = Some(MAX_SIDE);
-    limits.max_image_height = Some(MAX_SIDE);
-    limits.max_alloc = Some(MAX_DECODED_BYTES);
-    let mut reader = ImageReader::new(Cursor::new(bytes)).with_guessed_format()?;
-    reader.limits(limits);
-    let mut decoder = reader.into_decoder()?;
-    let orientation = decoder.orientation()?;
-    let mut image = DynamicImage::from_decoder(decoder)?;
-    image.apply_orientation(orientation);
-    Ok(image)
-}
-
-/// Transparent pixels over white; done before resizing, so that hidden colours do not bleed.
-fn on_white(image: DynamicImage) -> RgbImage {
-    if !image.color().has_alpha() {
-        return image.into_rgb8();
-    }
-    let rgba = image.into_rgba8();
-    let mut rgb = RgbImage::new(rgba.width(), rgba.height());
-    for (to, from) in rgb.pixels_mut().zip(rgba.pixels()) {
-        let [r, g, b, a] = from.0.map(u32::from);
-        to.0 = [r, g, b].map(|v| ((v * a + 255 * (255 - a) + 127) / 255) as u8);
-    }
-    rgb
-}
-
-fn square(image: &RgbImage, resolution: u32) -> RgbImage {
-    let (width, height) = image.dimensions();
-    let side = width.min(height);
-    let crop =
-        imageops::crop_imm(image, (width - side) / 2, (height - side) / 2, side, side).to_image();
-    if side == resolution {
-        return crop;
-    }
-    imageops::resize(&crop, resolution, resolution, FilterType::Lanczos3)
-}
-
 #[cfg(test)]
 mod tests {
-    use image::{ImageFormat, Rgb, Rgba, RgbaImage};
+    use image::{Rgb, RgbImage};
     use tempfile::TempDir;
 
     use super::*;
@@ -727,72 +683,5 @@ mod tests {
             with(1.0),
             Err(DataError::TooManyBadImages { count: 4, .. })
         ));
-    }
-
-    #[test]
-    fn a_header_that_claims_a_huge_image_is_refused() {
-        let mut bytes = Vec::new();
-        let image = RgbImage::new(4, 4);
-        image
-            .write_to(&mut Cursor::new(&mut bytes), ImageFormat::Png)
-            .unwrap();
-        // Width of the IHDR chunk, with its checksum made right again.
-        bytes[16..20].copy_from_slice(&100_000u32.to_be_bytes());
-        let crc = bytes[12..29].iter().fold(!0u32, |crc, &byte| {
-            (0..8).fold(crc ^ u32::from(byte), |c, _| {
-                if c & 1 == 1 {
-                    (c >> 1) ^ 0xedb8_8320
-                } else {
-                    c >> 1
-                }
-            })
-        });
-        bytes[29..33].copy_from_slice(&(!crc).to_be_bytes());
-        let error = decode(&bytes).unwrap_err();
-        assert!(matches!(error, image::ImageError::Limits(_)), "{error}");
-    }
-
-    #[test]
-    fn transparency_is_white_and_the_centre_is_kept() {
-        let mut image = RgbaImage::from_pixel(20, 10, Rgba([255, 0, 0, 0]));
-        for y in 0..10 {
-            for x in 5..15 {
-                image.put_pixel(x, y, Rgba([0, 0, 0, 51]));
-            }
-        }
-        let flat = on_white(DynamicImage::ImageRgba8(image));
-        assert_eq!(flat.get_pixel(0, 0).0, [255; 3]);
-        let cropped = square(&flat, 5);
-        assert_eq!(cropped.dimensions(), (5, 5));
-        // 51 / 255 of black on white everywhere: the transparent sides are cut off.
-        assert!(cropped.pixels().all(|p| p.0 == [204; 3]));
-    }
-
-    #[test]
-    fn exif_orientation_is_applied() {
-        // A 16 x 8 JPEG, left half red, right half blue, marked as to be turned by 90 degrees
-        // clockwise (orientation 6): red comes out at the top.
-        let mut image = RgbImage::from_pixel(16, 8, Rgb([255, 0, 0]));
-        for y in 0..8 {
-            for x in 8..16 {
-                image.put_pixel(x, y, Rgb([0, 0, 255]));
-            }
-        }
-        let mut bytes = Vec::new();
-        image
-            .write_to(&mut Cursor::new(&mut bytes), ImageFormat::Jpeg)
-            .unwrap();
-        let exif: &[u8] = &[
-            b'E', b'x', b'i', b'f', 0, 0, b'M', b'M', 0, 42, 0, 0, 0, 8, 0, 1, 0x01, 0x12, 0, 3, 0,
-            0, 0, 1, 0, 6, 0, 0, 0, 0, 0, 0,
-        ];
-        let mut segment = vec![0xff, 0xe1];
-        segment.extend(((exif.len() + 2) as u16).to_be_bytes());
-        segment.extend(exif);
-        bytes.splice(2..2, segment);
-        let turned = on_white(decode(&bytes).unwrap());
-        assert_eq!(turned.dimensions(), (8, 16));
-        let [r, _, b] = turned.get_pixel(4, 2).0;
-        assert!(r > 200 && b < 60, "top is {:?}", turned.get_pixel(4, 2));
     }
 }

@@ -8,15 +8,21 @@
 mod batch;
 mod folder;
 mod order;
+mod picture;
+mod prefetch;
 mod rng;
 pub mod shapes;
 mod tokenizer;
 
 use std::path::PathBuf;
 
-pub use batch::{Batch, BatchOptions, Batcher, Prefetcher};
+use crate::util::hash::Sha256;
+
+pub use batch::{Batch, BatchOptions, Batcher, Row};
 pub use folder::{Folder, FolderOptions};
 pub use order::Permutation;
+pub use picture::{Crop, Picture};
+pub use prefetch::Prefetcher;
 pub use shapes::{Shapes, ShapesOptions, Split};
 pub use tokenizer::{Encoded, Piece, Tokenizer, word_level_json};
 
@@ -30,6 +36,14 @@ pub struct Sample {
 }
 
 impl Sample {
+    /// Mirrored left to right.
+    pub fn flip(&mut self) {
+        for row in self.pixels.chunks_exact_mut(3 * self.resolution.max(1)) {
+            let mirrored: Vec<u8> = row.chunks_exact(3).rev().flatten().copied().collect();
+            row.copy_from_slice(&mirrored);
+        }
+    }
+
     /// The pixels as an image; black where `pixels` is shorter than the resolution says.
     pub fn image(&self) -> image::RgbImage {
         let side = self.resolution as u32;
@@ -72,6 +86,35 @@ impl Dataset {
         match self {
             Self::Shapes(shapes) => Ok(shapes.get(index)),
             Self::Folder(folder) => folder.get(index),
+        }
+    }
+
+    /// The caption of sample `index`, below [`Dataset::len`], and the origin of its pixels.
+    ///
+    /// # Errors
+    /// [`DataError::Index`] past the end of a folder.
+    pub fn entry(&self, index: usize) -> Result<(String, Picture), DataError> {
+        match self {
+            Self::Shapes(shapes) => {
+                let Sample {
+                    pixels,
+                    resolution,
+                    caption,
+                } = shapes.get(index);
+                let picture = Picture {
+                    content: Sha256::of(pixels),
+                    original_size: [resolution; 2],
+                    corner: [0; 2],
+                    side: resolution,
+                };
+                Ok((caption, picture))
+            }
+            Self::Folder(folder) => {
+                let len = folder.count();
+                let entry = folder.entry(index);
+                let (caption, picture) = entry.ok_or(DataError::Index { index, len })?;
+                Ok((caption.to_owned(), picture))
+            }
         }
     }
 

@@ -16,6 +16,7 @@ pub(crate) enum Stream {
     Order = 4,
     CaptionDropout = 5,
     Flip = 6,
+    Crop = 7,
 }
 
 /// A ChaCha8 generator whose whole state is its address.

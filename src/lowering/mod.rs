@@ -130,8 +130,7 @@ pub fn lower(
             stage(&graph, &traced.request())?
         }
         Some(update) => {
-            let graph = differentiate(&traced.graph, update)?;
-            let graph = quantize(&graph, traced)?;
+            let graph = trained(traced, update)?;
             let graph = backend.claim_training(&graph)?;
             Staged {
                 load: Vec::new(),
@@ -155,9 +154,12 @@ pub fn whole(
 ) -> Result<LoweredProgram, LowerError> {
     let graph = match &traced.update {
         None => Cow::Borrowed(&traced.graph),
-        Some(update) => Cow::Owned(differentiate(&traced.graph, update)?),
+        Some(update) => Cow::Owned(trained(traced, update)?),
     };
-    let graph = quantize(&graph, traced)?;
+    let graph = match &traced.update {
+        None => quantize(&graph, traced)?,
+        Some(_) => graph,
+    };
     LoweredProgram::whole(&traced.name, &graph, backend, options)
 }
 
@@ -167,6 +169,23 @@ fn quantize<'g>(graph: &'g Graph, traced: &Traced) -> Result<Cow<'g, Graph>, Qua
         None => Ok(Cow::Borrowed(graph)),
         Some(_) => quant::lower(graph).map(Cow::Owned),
     }
+}
+
+/// The forward pass with the derivative and the update, quantized.
+fn trained(traced: &Traced, update: &Update) -> Result<Graph, LowerError> {
+    let is_stored = traced
+        .policy
+        .as_ref()
+        .is_some_and(|policy| !policy.stored.is_empty());
+    Ok(match is_stored {
+        // The derivative multiplies the integers of the checkpoint too, and not the floats that they stand for: the
+        // scale of an output feature, which it contracts, goes to the gradient.
+        true => {
+            let forward = quantize(&traced.graph, traced)?;
+            differentiate(&forward, update)?
+        }
+        false => quantize(&differentiate(&traced.graph, update)?, traced)?.into_owned(),
+    })
 }
 
 /// The forward pass with the derivative and the update that `update` adds to it.

@@ -297,6 +297,17 @@ impl DiffusionModel {
         }
     }
 
+    /// SDXL's time ids of a training image: its height and width before it was cropped, the crop's corner after it was
+    /// resized, then what [`MicroConditioning`] says of an image with a prompt.
+    pub fn time_ids_of(&self, original_size: [usize; 2], crop_top_left: [usize; 2]) -> Vec<f32> {
+        let last = match self.micro_conditioning {
+            MicroConditioning::TargetSize => self.image_size.map(|side| side as f32).to_vec(),
+            MicroConditioning::AestheticScore { score, .. } => vec![score],
+        };
+        let places = original_size.into_iter().chain(crop_top_left);
+        places.map(|place| place as f32).chain(last).collect()
+    }
+
     /// SDXL's time ids of an image that was neither resized nor cropped: original size, top left corner, then what
     /// [`MicroConditioning`] says. Those without the prompt, then those with it.
     pub fn time_ids(&self) -> [Vec<f32>; 2] {

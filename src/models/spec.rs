@@ -94,6 +94,19 @@ pub struct Published {
     /// The other entries of `model_index.json`, as a JSON object.
     pub index: &'static str,
     pub single_file: SingleFile,
+    /// `None` where no LoRA is trained.
+    pub kohya: Option<KohyaSpec>,
+}
+
+/// What kohya's trainers write of a family into LoRA files.
+#[derive(Clone, Copy, Debug)]
+pub struct KohyaSpec {
+    /// `ss_base_model_version`, of models that predict the noise and of those that predict the velocity.
+    pub versions: [&'static str; 2],
+    /// `modelspec.architecture` of the same, without `/lora`.
+    pub architectures: [&'static str; 2],
+    /// Whether the denoiser's blocks have the names of the original code.
+    pub original_names: bool,
 }
 
 /// How one of a family's text encoders conditions the denoiser.

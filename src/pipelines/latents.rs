@@ -5,7 +5,7 @@ use crate::emit::DotPrecision;
 use crate::graph::{Builder, GraphError};
 use crate::host_tensor::HostTensor;
 use crate::lowering::{Lowered, Traced};
-use crate::models::vae::EncodedImages;
+use crate::models::vae::{Autoencoder, EncodedImages};
 use crate::models::{DiffusionModel, vae};
 use crate::runtime::{Prepared, Session};
 use crate::shape::Shape;
@@ -47,13 +47,7 @@ pub fn trace_decode(
 /// When the model has no VAE, or the images do not fit it.
 pub fn trace_encode_image(model: &DiffusionModel) -> Result<Traced, GraphError> {
     let b = Builder::new();
-    let Some(config) = &model.vae else {
-        return Err(b.invalid("this model has no VAE: its samples are images"));
-    };
-    let [height, width] = model.image_size;
-    let images = Shape::new(DType::F32, [1, config.in_channels(), height, width]);
-    let images = b.input(names::IMAGES, images, &[])?;
-    let encoded = vae::encode(&b, vae::ROOT, config, images, model.precision)?;
+    let (config, encoded) = encoded(&b, model)?;
     let latents = match encoded {
         EncodedImages::Latents(latents) => latents,
         EncodedImages::Distribution(distribution) => {
@@ -66,6 +60,47 @@ pub fn trace_encode_image(model: &DiffusionModel) -> Result<Traced, GraphError> 
     let latents = config.latent_scale().apply(&b, latents)?;
     b.output(names::LATENTS, b.convert(latents, DType::F32)?, None)?;
     Ok(Traced::new("encode_image", b.finish()))
+}
+
+/// Traces the encoder of images for later draws: `images` `f32[1, 3, height, width]` in [-1, 1] to the distribution of
+/// `latents` as denoising takes them, their mean, and `latents_deviation`. A VAE that gives latents and no distribution
+/// has no second result.
+///
+/// # Errors
+/// When the model has no VAE, or the images do not fit it.
+pub fn trace_encode_distribution(model: &DiffusionModel) -> Result<Traced, GraphError> {
+    let b = Builder::new();
+    let (config, encoded) = encoded(&b, model)?;
+    let scale = config.latent_scale();
+    let (mean, deviation) = match encoded {
+        EncodedImages::Latents(latents) => (latents, None),
+        EncodedImages::Distribution(distribution) => {
+            (distribution.mean, Some(distribution.deviation(&b)?))
+        }
+    };
+    let mean = scale.apply(&b, mean)?;
+    b.output(names::LATENTS, b.convert(mean, DType::F32)?, None)?;
+    if let Some(deviation) = deviation {
+        let scaled = b.mul_scalar(deviation, scale.factor)?;
+        let scaled = b.convert(scaled, DType::F32)?;
+        b.output(names::LATENTS_DEVIATION, scaled, None)?;
+    }
+    Ok(Traced::new("encode_distribution", b.finish()))
+}
+
+/// Declares `images`, one of the model's size, and encodes it.
+fn encoded<'m>(
+    b: &Builder,
+    model: &'m DiffusionModel,
+) -> Result<(&'m Autoencoder, EncodedImages), GraphError> {
+    let Some(config) = &model.vae else {
+        return Err(b.invalid("this model has no VAE: its samples are images"));
+    };
+    let [height, width] = model.image_size;
+    let images = Shape::new(DType::F32, [1, config.in_channels(), height, width]);
+    let images = b.input(names::IMAGES, images, &[])?;
+    let encoded = vae::encode(b, vae::ROOT, config, images, model.precision)?;
+    Ok((config, encoded))
 }
 
 /// The compiled encoder of images.

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 use crate::dtype::DType;
+use crate::graph::Graph;
 use crate::host_tensor::HostTensor;
 use crate::models::unet::ROOT as UNET;
 use crate::models::vae::{PREVIEW_ROOT, ROOT as VAE};
@@ -109,8 +110,22 @@ impl ModelFiles {
     /// # Errors
     /// When a part is missing, or its tensors are not those of the program.
     pub(super) fn open(&mut self, traced: &TracedModel) -> Result<(), PipelineError> {
+        self.open_all(traced.graphs(), traced.denoiser, &traced.stored_formats())
+    }
+
+    /// As [`TracedModel`]s are opened, for any programs: each those of one part of the model, the denoiser with weights
+    /// stored in the formats `stored`.
+    ///
+    /// # Errors
+    /// When a part is missing, or its tensors are not those of the program.
+    pub fn open_all<'g>(
+        &mut self,
+        graphs: impl IntoIterator<Item = &'g Graph>,
+        denoiser: Part,
+        stored: &StoredFormats,
+    ) -> Result<(), PipelineError> {
         let mut parts: Vec<(&str, Expected<'_>)> = Vec::new();
-        for graph in traced.graphs() {
+        for graph in graphs {
             let first = parts.len();
             for (_, weight) in graph.weights() {
                 let (root, key) = root_and_key(&weight.name);
@@ -128,8 +143,7 @@ impl ModelFiles {
             }
             check(root, &expected, self.get(root)?)?;
         }
-        let denoiser = self.get(traced.denoiser.name())?;
-        check_stored(denoiser, &traced.stored_formats())
+        check_stored(self.get(denoiser.name())?, stored)
     }
 
     /// Refuses updates of weights that are stored as integers.
@@ -169,8 +183,19 @@ impl ModelFiles {
         }
     }
 
+    /// The published model that the files are of; `None` for those that training on pixels writes.
+    pub fn published(&self) -> Option<&ModelSource> {
+        match &self.origin {
+            Origin::Folders { .. } => None,
+            Origin::Source(source) => Some(source),
+        }
+    }
+
     /// The checkpoint with the weights under `root`.
-    fn get(&self, root: &str) -> Result<&Checkpoint, PipelineError> {
+    ///
+    /// # Errors
+    /// When there is no such part.
+    pub fn get(&self, root: &str) -> Result<&Checkpoint, PipelineError> {
         if let Some(checkpoint) = self.opened.get(root) {
             return Ok(checkpoint);
         }
@@ -201,6 +226,19 @@ impl ModelFiles {
             shape.map(|shape| shape.dtype)
         };
         Ok(traced.with_stored_weights(&stored)?)
+    }
+
+    /// Reads the weights `slots`, as the files have them, and gives their arrays to `take`.
+    ///
+    /// # Errors
+    /// When a weight is missing, cannot be read or put on the devices; errors of `take`.
+    pub fn read_unchanged(
+        &self,
+        session: &Session,
+        slots: &[Slot],
+        take: &mut TakeWeight<'_>,
+    ) -> Result<(), PipelineError> {
+        self.read(session, WeightChanges::default(), slots, take)
     }
 
     /// Reads the weights `slots` while those before them are put on the devices, applies `changes`, and gives their

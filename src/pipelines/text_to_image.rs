@@ -55,6 +55,8 @@ pub mod names {
 
     /// The VAE's programs: samples to images, and images to samples.
     pub const LATENTS: &str = "latents";
+    /// The standard deviation of latents that an image is encoded to.
+    pub const LATENTS_DEVIATION: &str = "latents_deviation";
     pub const IMAGES: &str = "images";
 }
 

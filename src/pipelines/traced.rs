@@ -8,6 +8,7 @@ use crate::lowering::{Lowered, Traced};
 use crate::models::{DiffusionModel, Part, vae};
 use crate::quant::{Decision, Policy, StoredFormats};
 use crate::runtime::{RuntimeError, Session};
+use crate::weights::lora::{self, LoraRanks};
 
 use super::PipelineError;
 use super::latents::{trace_decode, trace_encode_image};
@@ -219,6 +220,20 @@ impl TracedModel {
         for traced in all {
             traced.graph = traced.graph.with_stored_weights(stored)?;
         }
+        Ok(self)
+    }
+
+    /// The same with low-rank updates beside weights of the denoiser ([`lora::beside`]).
+    ///
+    /// # Errors
+    /// When a weight is no linear layer's or convolution's of the denoiser.
+    pub fn with_lora_beside(
+        mut self,
+        ranks: &LoraRanks,
+        scale: f64,
+    ) -> Result<TracedModel, GraphError> {
+        let denoiser = &mut self.denoise.model;
+        denoiser.graph = lora::beside(&denoiser.graph, ranks, scale)?;
         Ok(self)
     }
 

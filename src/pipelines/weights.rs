@@ -12,11 +12,17 @@ pub type TakeWeight<'a> = dyn FnMut(Array) -> Result<(), PipelineError> + 'a;
 pub type ReadWeights<'a> = dyn Fn(&[Slot], &mut TakeWeight<'_>) -> Result<(), PipelineError> + 'a;
 
 /// Where weights are when a program needs them.
+#[derive(Clone, Copy)]
 pub enum WeightSource<'a> {
     /// On the devices already.
     Devices(&'a dyn Fn(&str) -> Option<&'a Array>),
     /// In files.
     Files(&'a ReadWeights<'a>),
+    /// Those of one part of the model on the devices, the others in files.
+    Trained {
+        on_devices: &'a dyn Fn(&str) -> Option<&'a Array>,
+        files: &'a ReadWeights<'a>,
+    },
 }
 
 impl<'a> WeightSource<'a> {
@@ -30,7 +36,17 @@ impl<'a> WeightSource<'a> {
         observer: &mut Observer<'_>,
     ) -> Result<Prepared<'a>, PipelineError> {
         let mut preparation = program.preparation();
-        match self {
+        let first = program.weights().first();
+        let from = match *self {
+            WeightSource::Trained { on_devices, files } => {
+                match first.is_none_or(|slot| on_devices(&slot.name).is_some()) {
+                    true => WeightSource::Devices(on_devices),
+                    false => WeightSource::Files(files),
+                }
+            }
+            other => other,
+        };
+        match from {
             WeightSource::Devices(lookup) => {
                 for slot in program.weights() {
                     let Some(array) = lookup(&slot.name) else {
@@ -39,7 +55,7 @@ impl<'a> WeightSource<'a> {
                     preparation.take(Value::Borrow(array))?;
                 }
             }
-            WeightSource::Files(read) => {
+            WeightSource::Files(read) | WeightSource::Trained { files: read, .. } => {
                 let slots = program.weights();
                 let sizes = || slots.iter().map(|slot| slot.shape.bytes() as u64);
                 let part = slots.first().and_then(|slot| slot.name.split('/').next());

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use crate::config::{Config, DatasetType};
 use crate::data::{
-    Dataset, Folder, FolderOptions, Shapes, ShapesOptions, Split, Tokenizer, word_level_json,
+    Crop, Dataset, Folder, FolderOptions, Shapes, ShapesOptions, Split, Tokenizer, word_level_json,
 };
 use crate::util::files;
 
@@ -28,6 +28,14 @@ pub fn dataset(config: &Config) -> Result<Dataset, RecipeError> {
             let mut options =
                 FolderOptions::new(&config.train_data_dir, config.resolution as usize);
             options.max_bad_image_fraction = config.max_bad_image_fraction;
+            if !config.center_crop {
+                let seed = config.seed.0;
+                options.crop = Crop::Random { seed };
+            }
+            if !config.train_new_unet {
+                // Pixels are encoded once, and not needed afterwards.
+                options.cache_bytes = 0;
+            }
             Ok(Dataset::Folder(
                 Folder::open(options).map_err(RecipeError::failed)?,
             ))

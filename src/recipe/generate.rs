@@ -65,6 +65,7 @@ pub fn generation(
         source.family(),
         loras.is_empty() && inversions.is_empty(),
     )?;
+    loras.extend(source.trained_lora());
     match Distilled::open(config)? {
         None => {}
         Some(Distilled::Denoiser(path)) => source.replace_denoiser(&path)?,

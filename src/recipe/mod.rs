@@ -7,6 +7,7 @@ pub mod data;
 mod described;
 mod distilled;
 mod error;
+mod fine_tune;
 mod formats;
 mod generate;
 pub mod hub;
@@ -31,6 +32,7 @@ mod training;
 pub use checkpoints::newest_checkpoint;
 pub use described::{check_formats, described_policy};
 pub use error::RecipeError;
+pub use fine_tune::stored_policy;
 pub use formats::{mode_name, policy, policy_of_checkpoint, precision, quantization_summary};
 pub use generate::{Generation, generation, guidance};
 pub use mesh::{compile_topology, parallelism};
@@ -40,7 +42,7 @@ pub use overrides::{Overrides, Repeat};
 pub use program::{Step, compile_options, compiler, lowering_target, memory_advice, trace};
 pub use quantize::{QuantizeReport, RuleMatch, check_quantize, quantize};
 pub use session::{Opened, has_hardware, open_session, program_cache};
-pub use step::{check_training, loss_weighting, optimizer, step_options};
+pub use step::{check_fine_tuning, check_training, loss_weighting, optimizer, step_options};
 pub use training::{Training, training};
 
 use std::path::Path;
@@ -66,6 +68,15 @@ pub fn check(
     let config = &loaded.config;
     match verb {
         Some(Verb::Generate) => check_generation(config, &loaded.given, recipe_file, notify),
+        Some(Verb::Train) if !config.train_new_unet => {
+            check_fine_tuning(config)?;
+            if is_described(config) {
+                let model = model(config, None)?;
+                policy(config, model.family.spec(), 0)?;
+                check_sampling(config, &model)?;
+            }
+            Ok(())
+        }
         Some(Verb::Train) => {
             let model = model(config, None)?;
             policy(config, model.family.spec(), 0)?;

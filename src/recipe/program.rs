@@ -15,7 +15,7 @@ use crate::train::step;
 
 use super::{
     Notice, Notify, RecipeError, check_formats, compile_topology, data, described_policy, guidance,
-    mode_name, model, open_session, parallelism, step_options,
+    mode_name, model, open_session, parallelism, step_options, stored_policy,
 };
 
 /// Which program of a recipe.
@@ -49,7 +49,12 @@ pub fn trace(config: &Config, step: Step, mesh: &Mesh) -> Result<Traced, RecipeE
             check_local_shard_count(derived.total_train_batch_size, shards)?;
             let tokenizer = data::tokenizer_for_vocab_size(config)?;
             let model = model(config, tokenizer.as_ref())?;
-            let options = step_options(config, &model, batch, shards as usize)?;
+            let mut options = step_options(config, &model, batch, shards as usize)?;
+            if let Some(policy) = described_policy(config, model.family.spec())?
+                && !policy.stored.is_empty()
+            {
+                options.quantization = Some(stored_policy(config, policy)?);
+            }
             step::trace(&model, &options).map_err(RecipeError::usage)
         }
         Step::Denoise => {

@@ -8,17 +8,25 @@ use crate::models::{Denoiser, DiffusionModel, Part};
 use crate::pipelines::model_files::{TEXT_ENCODER_FILE, UNET_FILE};
 use crate::train::checkpoint::SavedCheckpoint;
 use crate::train::schedule::LearningRate;
-use crate::train::{EMA_SUFFIX, RunOptions, SCHEDULE_STEPS};
+use crate::train::{EMA_SUFFIX, LoraRecord, RunOptions, SCHEDULE_STEPS, UnchangedFile};
 
 use super::checkpoints::newest_checkpoint;
 use super::{Notice, Notify, RecipeError};
+
+/// What checkpoints hold beside weights, state and the configuration.
+#[derive(Default)]
+pub(super) struct Recorded {
+    /// Files by path.
+    pub files: Vec<(String, Vec<u8>)>,
+    pub unchanged: Vec<UnchangedFile>,
+    pub lora: Option<LoraRecord>,
+}
 
 /// How the loop runs, and what it records.
 pub(super) fn run_options(
     config: &Config,
     derived: &Derived,
-    model: &DiffusionModel,
-    tokenizer_json: &str,
+    recorded: Recorded,
 ) -> Result<RunOptions, RecipeError> {
     let mut deciding = config.fixed_on_resume();
     // The same batch over another number of devices is the same training; a larger one is not.
@@ -53,7 +61,13 @@ pub(super) fn run_options(
             "use_qwix_quantization": config.use_qwix_quantization,
             "quantization_local_shard_count": config.quantization_local_shard_count,
         }),
-        files: files(config, model, tokenizer_json)?,
+        files: {
+            let own = ("config.json".to_string(), json(&config.to_json())?);
+            [own].into_iter().chain(recorded.files).collect()
+        },
+        unchanged: recorded.unchanged,
+        copies_unchanged: config.checkpoint_copies,
+        lora: recorded.lora,
         weight_files: vec![
             (UNET.to_string(), UNET_FILE.to_string()),
             (Part::TextEncoder.to_string(), TEXT_ENCODER_FILE.to_string()),
@@ -61,15 +75,16 @@ pub(super) fn run_options(
     })
 }
 
-/// The files of every checkpoint beside weights and state.
-fn files(
+fn json(value: &serde_json::Value) -> Result<Vec<u8>, RecipeError> {
+    serde_json::to_vec_pretty(value).map_err(RecipeError::failed)
+}
+
+/// The files of a new model's checkpoints.
+pub(super) fn of_new_model(
     config: &Config,
     model: &DiffusionModel,
     tokenizer_json: &str,
-) -> Result<Vec<(String, Vec<u8>)>, RecipeError> {
-    let json = |value: &serde_json::Value| -> Result<Vec<u8>, RecipeError> {
-        serde_json::to_vec_pretty(value).map_err(RecipeError::failed)
-    };
+) -> Result<Recorded, RecipeError> {
     let unet = match &model.denoiser {
         Denoiser::Unet(config) => serde_json::to_value(config),
         Denoiser::Flux(config) => serde_json::to_value(config),
@@ -77,7 +92,6 @@ fn files(
     let mut unet = unet.map_err(RecipeError::failed)?;
     unet["_class_name"] = json!(model.denoiser.class());
     let mut files = vec![
-        ("config.json".to_string(), json(&config.to_json())?),
         (
             "tokenizer.json".to_string(),
             tokenizer_json.as_bytes().to_vec(),
@@ -98,7 +112,10 @@ fn files(
             ));
         }
     }
-    Ok(files)
+    Ok(Recorded {
+        files,
+        ..Recorded::default()
+    })
 }
 
 /// Steps between two of something; `None` for never.

@@ -15,14 +15,14 @@ use crate::models::{
     TextEncoderConfig,
 };
 use crate::nn::Remat;
-use crate::pipelines::model_files::ModelFiles;
-use crate::pipelines::{PipelineModel, TextualInversions};
+use crate::pipelines::model_files::{ModelFiles, UNET_FILE};
+use crate::pipelines::{LoraChoice, PipelineModel, TextualInversions};
 use crate::schedulers::SchedulerConfig;
-use crate::train::EMA_SUFFIX;
-use crate::train::checkpoint::SavedCheckpoint;
+use crate::train::checkpoint::{Check, SavedCheckpoint, latest};
+use crate::train::{EMA_SUFFIX, LORA_FILE};
 use crate::util::files;
 use crate::weights::Checkpoint;
-use crate::weights::source::{Component, ModelSource};
+use crate::weights::source::{Component, ModelSource, is_pipeline};
 
 use super::model::{image_size, prompt_tokens};
 use super::scheduler::{OwnScheduler, SCHEDULER, scheduler, scheduler_of};
@@ -31,6 +31,12 @@ use super::{
     micro_conditioning, newest_checkpoint, policy, policy_of_checkpoint, precision,
 };
 
+/// The index of a diffusers folder.
+pub(super) const INDEX: &str = "model_index.json";
+/// The folder of checkpoints in that of a run.
+const CHECKPOINTS: &str = "checkpoints";
+/// The moving average of low-rank updates in a checkpoint.
+const AVERAGED_LORA: &str = "ema/pytorch_lora_weights.safetensors";
 /// The key of another autoencoder.
 const VAE_KEY: &str = "vae_model_name_or_path";
 
@@ -46,6 +52,8 @@ pub enum Source {
         source: Box<ModelSource>,
         /// The repository that it is of.
         repo: Option<RepoId>,
+        /// The checkpoint with the low-rank updates that a run has trained for it.
+        lora: Option<PathBuf>,
     },
 }
 
@@ -62,6 +70,22 @@ impl Source {
     ) -> Result<Source, RecipeError> {
         if let Some(saved) = newest_checkpoint(config, notify)? {
             check_trained(config, &saved)?;
+            let dir = saved.dir();
+            if dir.join(INDEX).is_file() {
+                return fine_tuned(dir);
+            }
+            if dir.join(LORA_FILE).is_file() {
+                let (source, repo) = find_model(config, recipe_file, notify)?;
+                let averaged = dir.join(AVERAGED_LORA);
+                return Ok(Source::Model {
+                    source: Box::new(source),
+                    repo,
+                    lora: Some(match averaged.is_file() {
+                        true => averaged,
+                        false => dir.to_owned(),
+                    }),
+                });
+            }
             let averaged = saved.dir().join(format!("{UNET}{EMA_SUFFIX}")).is_dir();
             return Ok(Source::Run {
                 dir: saved.dir().to_owned(),
@@ -84,6 +108,22 @@ impl Source {
         Ok(Source::Model {
             source: Box::new(source),
             repo,
+            lora: None,
+        })
+    }
+
+    /// The low-rank updates that a run has trained for the model.
+    pub fn trained_lora(&self) -> Option<LoraChoice> {
+        let Source::Model {
+            lora: Some(path), ..
+        } = self
+        else {
+            return None;
+        };
+        Some(LoraChoice {
+            path: path.clone(),
+            name: path.display().to_string(),
+            scale: 1.0,
         })
     }
 
@@ -171,6 +211,7 @@ impl Source {
         Ok(Some(Source::Model {
             source: Box::new(source),
             repo: None,
+            lora: None,
         }))
     }
 
@@ -281,7 +322,10 @@ pub(super) fn find_model(
         )));
     }
     let path = found.as_ref().map_or(folder, |found| &found.path);
-    let source = ModelSource::open(path).map_err(RecipeError::failed)?;
+    let newest = newest_of_run(path)?;
+    let path = newest.as_deref().unwrap_or(path);
+    let mut source = ModelSource::open(path).map_err(RecipeError::failed)?;
+    take_average(&mut source)?;
     if let Some((expected, file)) = expected {
         source
             .expect_family(expected, file)
@@ -294,6 +338,41 @@ pub(super) fn find_model(
         tracing::info!("not used: {ignored}");
     }
     Ok((source, found.map(|found| found.repo)))
+}
+
+/// The newest checkpoint in the folder of a fine-tuning run; `None` if the path is none.
+fn newest_of_run(path: &Path) -> Result<Option<PathBuf>, RecipeError> {
+    let checkpoints = path.join(CHECKPOINTS);
+    if !checkpoints.is_dir() || is_pipeline(path) {
+        return Ok(None);
+    }
+    let found = latest(&checkpoints, Check::Sizes).map_err(RecipeError::failed)?;
+    Ok(found.checkpoint.map(|saved| saved.dir().to_owned()))
+}
+
+/// The whole model of a checkpoint.
+fn fine_tuned(dir: &Path) -> Result<Source, RecipeError> {
+    let mut source = ModelSource::open(dir).map_err(RecipeError::failed)?;
+    take_average(&mut source)?;
+    Ok(Source::Model {
+        source: Box::new(source),
+        repo: None,
+        lora: None,
+    })
+}
+
+/// Takes the moving average of the denoiser's weights where a checkpoint has one.
+fn take_average(source: &mut ModelSource) -> Result<(), RecipeError> {
+    let averaged = source
+        .path
+        .join(format!("{UNET}{EMA_SUFFIX}"))
+        .join(UNET_FILE);
+    match averaged.is_file() {
+        true => source
+            .replace_denoiser(&averaged)
+            .map_err(RecipeError::failed),
+        false => Ok(()),
+    }
 }
 
 /// The ControlNets that the configuration uses.

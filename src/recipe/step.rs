@@ -2,33 +2,55 @@
 
 use crate::config::{self, Config};
 use crate::models::DiffusionModel;
+use crate::train::LoraOptions;
 use crate::train::optimizer::OptimizerOptions;
-use crate::train::step::{LossWeighting, StepOptions, Timesteps};
+use crate::train::step::{CleanSamples, Draws, LossWeighting, StepOptions, Timesteps};
 
 use super::RecipeError;
 use super::formats::policy;
 use super::model::check_pixels;
 
-/// Refuses to train what cannot be trained yet.
+/// Refuses a new model that cannot be trained.
 ///
 /// # Errors
 /// Says what is missing.
 pub fn check_training(config: &Config, model: &DiffusionModel) -> Result<(), RecipeError> {
-    if !config.train_new_unet {
-        return Err(RecipeError::Usage(
-            "train_new_unet=False: starting from the weights of pretrained_model_name_or_path is not here yet; set \
-             train_new_unet=True to train from scratch"
-                .to_string(),
-        ));
+    if config.lora_rank > 0 {
+        return Err(RecipeError::Usage(format!(
+            "lora_rank={}: train_new_unet=True trains a new model from random weights, which has nothing to update; leave one of \
+             the two out",
+            config.lora_rank
+        )));
     }
     if model.text_encoders.is_empty() || !config.train_text_encoder {
         return Err(RecipeError::Usage(
-            "training works on prompts: give text_encoder_config and train_text_encoder=True (training on cached \
-             text embeddings is not here yet)"
+            "a new model works on prompts: give text_encoder_config and train_text_encoder=True"
                 .to_string(),
         ));
     }
     check_pixels(model)
+}
+
+/// Refuses what fine-tuning cannot do yet, as far as the configuration alone tells.
+///
+/// # Errors
+/// Names the key.
+pub fn check_fine_tuning(config: &Config) -> Result<(), RecipeError> {
+    if config.train_text_encoder {
+        return Err(RecipeError::Usage(
+            "train_text_encoder=True: fine-tuning trains the UNet; training the text encoders of published models is not here \
+             yet: set it to False"
+                .to_string(),
+        ));
+    }
+    if !config.cache_latents_text_encoder_outputs {
+        return Err(RecipeError::Usage(
+            "cache_latents_text_encoder_outputs=False: encoding images and captions in every step is not here yet: leave it \
+             out; captions can be dropped and images mirrored with what is kept"
+                .to_string(),
+        ));
+    }
+    Ok(())
 }
 
 /// The training step of `model` for `batch` samples over all devices.
@@ -40,11 +62,30 @@ pub fn step_options(
 ) -> Result<StepOptions, RecipeError> {
     Ok(StepOptions {
         batch,
+        clean: match model.family.spec().published {
+            Some(_) => CleanSamples::Distributions,
+            None => CleanSamples::Given,
+        },
+        draws: Draws::Program,
+        lora: lora_options(config),
         optimizer: optimizer(config),
-        timesteps: timesteps(config),
+        timesteps: timesteps(config, model.scheduler.num_train_timesteps),
         loss_weighting: loss_weighting(config),
         train_text_encoder: config.train_text_encoder,
         quantization: policy(config, model.family.spec(), local_shards)?,
+    })
+}
+
+/// The low-rank updates to train, if any.
+pub fn lora_options(config: &Config) -> Option<LoraOptions> {
+    let rank = config.lora_rank as usize;
+    (rank > 0).then(|| LoraOptions {
+        rank,
+        alpha: match config.lora_alpha > 0.0 {
+            true => config.lora_alpha,
+            false => rank as f64,
+        },
+        target_modules: config.lora_target_modules.0.clone(),
     })
 }
 
@@ -66,9 +107,8 @@ pub fn optimizer(config: &Config) -> OptimizerOptions {
 }
 
 /// The timesteps that training draws: diffusers' `generate_timestep_weights`.
-fn timesteps(config: &Config) -> Timesteps {
+fn timesteps(config: &Config, steps: usize) -> Timesteps {
     let bias = &config.timestep_bias;
-    let steps = config.diffusion_scheduler_config.num_train_timesteps as usize;
     let portion = (bias.portion * steps as f64) as usize;
     let biased = match bias.strategy {
         config::BiasStrategy::None => return Timesteps::Uniform,
@@ -101,8 +141,7 @@ mod tests {
     #[test]
     fn timesteps_are_biased_as_asked() {
         let mut config = Config::default();
-        assert_eq!(timesteps(&config), Timesteps::Uniform);
-        config.diffusion_scheduler_config.num_train_timesteps = 8;
+        assert_eq!(timesteps(&config, 8), Timesteps::Uniform);
         config.timestep_bias.multiplier = 3.0;
         config.timestep_bias.begin = 2;
         config.timestep_bias.end = 4;
@@ -114,7 +153,7 @@ mod tests {
             config.timestep_bias.strategy = strategy;
             let mut expected = vec![1.0; 8];
             expected[biased].fill(3.0);
-            assert_eq!(timesteps(&config), Timesteps::Weighted(expected));
+            assert_eq!(timesteps(&config, 8), Timesteps::Weighted(expected));
         }
     }
 }

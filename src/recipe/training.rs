@@ -1,22 +1,23 @@
 //! The options of a training run: model, data and output.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use crate::config::{Config, check_local_shard_count};
+use crate::config::{Config, Given, check_local_shard_count};
 use crate::data::{BatchOptions, Batcher, Dataset, Tokenizer};
 use crate::models::DiffusionModel;
-use crate::pipelines::ImageRequest;
 use crate::pipelines::image_file::check_output_dir;
+use crate::pipelines::{ImageRequest, PipelineModel};
 use crate::runtime::Session;
 use crate::schedulers::SamplingPlan;
 use crate::train::checkpoint::{CheckpointFolder, SavedCheckpoint};
-use crate::train::{MetricsFiles, SampleOptions, TrainerOptions};
+use crate::train::{FineTune, MetricsFiles, SampleOptions, Task, TrainerOptions};
 
-use super::record::{check_saved, every, run_options, saved_checkpoint};
+use super::fine_tune::{self, cache_folder};
+use super::record::{check_saved, every, of_new_model, run_options, saved_checkpoint};
 use super::scheduler::{check_sampler_keys, sampling_plan};
 use super::{
-    Notify, RecipeError, Step, check_training, data, guidance, memory_advice, model, policy,
-    step_options,
+    Notify, RecipeError, Step, check_fine_tuning, check_training, data, guidance, memory_advice,
+    model, policy, step_options,
 };
 
 /// A training run as configured, before it has devices. Its checkpoint folder is locked, if there is one; nothing is
@@ -26,36 +27,72 @@ pub struct Training {
     checkpoints: CheckpointFolder,
     saved: Option<SavedCheckpoint>,
     dataset: Dataset,
-    tokenizer_json: String,
-    model: DiffusionModel,
+    start: Start,
     /// The sampler of sample images, if there are any.
     plan: Option<SamplingPlan>,
 }
 
-/// Finds the folders and the data of a run. All that can be wrong with them, and with the sampler of the first grid of
-/// samples, is found here, before anything is computed.
+/// What a run starts from.
+enum Start {
+    New {
+        model: Box<DiffusionModel>,
+        tokenizer_json: String,
+    },
+    Published(Box<PipelineModel>),
+}
+
+impl Start {
+    fn model(&self) -> &DiffusionModel {
+        match self {
+            Start::New { model, .. } => model,
+            Start::Published(base) => &base.model,
+        }
+    }
+}
+
+/// Finds the folders, the model and the data of a run. All that can be wrong with them, and with the sampler of the
+/// first grid of samples, is found here, before anything is computed. `given` holds the keys that the configuration sets
+/// explicitly, `recipe_file` the file that it was read from.
 ///
 /// # Errors
-/// When a folder cannot be written or is another run's, the data cannot be read, or the model cannot be trained.
-pub fn training(config: &Config, notify: &mut Notify<'_>) -> Result<Training, RecipeError> {
-    check_training(config, &model(config, None)?)?;
+/// When a folder cannot be written or is another run's, the data or the model cannot be read, or the model cannot be
+/// trained.
+pub fn training(
+    config: &Config,
+    given: &Given,
+    recipe_file: &Path,
+    notify: &mut Notify<'_>,
+) -> Result<Training, RecipeError> {
+    match config.train_new_unet {
+        true => check_training(config, &model(config, None)?)?,
+        false => check_fine_tuning(config)?,
+    }
     check_output_dir(&config.run_dir()).map_err(RecipeError::failed)?;
     if config.sample_every > 0 {
         check_output_dir(&samples_dir(config)).map_err(RecipeError::failed)?;
     }
+    if !config.train_new_unet {
+        check_output_dir(&cache_folder(config)).map_err(RecipeError::failed)?;
+    }
     let checkpoints =
         CheckpointFolder::find(&config.checkpoint_folder()).map_err(RecipeError::failed)?;
     let saved = saved_checkpoint(config, notify)?;
-    let dataset = data::dataset(config)?;
-    let tokenizer_json = tokenizer_json(config, &dataset, saved.as_ref())?;
-    let probe =
-        Tokenizer::from_json(&tokenizer_json, usize::MAX >> 1).map_err(RecipeError::failed)?;
-    let model = model(config, Some(&probe))?;
-    check_training(config, &model)?;
+    let (dataset, start) = match config.train_new_unet {
+        true => {
+            let dataset = data::dataset(config)?;
+            let start = new_model(config, &dataset, saved.as_ref())?;
+            (dataset, start)
+        }
+        false => {
+            let base = fine_tune::base(config, given, recipe_file, saved.as_ref(), notify)?;
+            (data::dataset(config)?, Start::Published(Box::new(base)))
+        }
+    };
     let plan = match config.sample_every > 0 {
         false => None,
         true => {
             let steps = config.num_inference_steps as usize;
+            let model = start.model();
             check_sampler_keys(config, &model.scheduler)?;
             Some(sampling_plan(
                 config,
@@ -70,9 +107,25 @@ pub fn training(config: &Config, notify: &mut Notify<'_>) -> Result<Training, Re
         checkpoints,
         saved,
         dataset,
-        tokenizer_json,
-        model,
+        start,
         plan,
+    })
+}
+
+/// A new model, whose vocabulary is that of the captions where the configuration does not say another.
+fn new_model(
+    config: &Config,
+    dataset: &Dataset,
+    saved: Option<&SavedCheckpoint>,
+) -> Result<Start, RecipeError> {
+    let tokenizer_json = tokenizer_json(config, dataset, saved)?;
+    let probe =
+        Tokenizer::from_json(&tokenizer_json, usize::MAX >> 1).map_err(RecipeError::failed)?;
+    let model = model(config, Some(&probe))?;
+    check_training(config, &model)?;
+    Ok(Start::New {
+        model: Box::new(model),
+        tokenizer_json,
     })
 }
 
@@ -92,10 +145,24 @@ impl Training {
         let shards = derived.quantization_local_shard_count;
         check_local_shard_count(derived.total_train_batch_size, shards)?;
         let batch = derived.total_train_batch_size as usize;
-        let run = run_options(config, &derived, &self.model, &self.tokenizer_json)?;
+        let recorded = match &self.start {
+            Start::New {
+                model,
+                tokenizer_json,
+            } => of_new_model(config, model, tokenizer_json)?,
+            Start::Published(base) => fine_tune::recorded(config, base)?,
+        };
+        let run = run_options(config, &derived, recorded)?;
         if let Some(saved) = &self.saved {
             check_saved(saved, config, &run, notify)?;
         }
+        let mut step = step_options(config, self.start.model(), batch, shards as usize)?;
+        let stored = match &self.start {
+            Start::Published(base) => base.quantization.as_ref(),
+            Start::New { .. } => None,
+        };
+        let stored = stored.filter(|policy| !policy.stored.is_empty()).cloned();
+        let family = self.start.model().family;
         let samples = match self.plan {
             None => None,
             Some(plan) => Some(SampleOptions {
@@ -103,24 +170,27 @@ impl Training {
                 dir: samples_dir(config),
                 images: sample_images(config, &self.dataset)?,
                 plan,
-                guidance: guidance(config, self.model.family)?,
-                quantization: policy(config, self.model.family.spec(), 0)?,
+                guidance: guidance(config, family)?,
+                quantization: match &stored {
+                    Some(policy) => Some(policy.clone()),
+                    None => policy(config, family.spec(), 0)?,
+                },
             }),
         };
-        let tokenizer = Tokenizer::from_json(&self.tokenizer_json, self.model.tokens)
-            .map_err(RecipeError::failed)?;
-        let options = BatchOptions {
+        if stored.is_some() {
+            step.quantization = stored;
+        }
+        let batches = BatchOptions {
             batch_size: batch,
             seed: config.seed.0,
             caption_dropout: config.caption_dropout,
-            random_flip: false,
+            random_flip: config.random_flip,
         };
         Ok(TrainerOptions {
-            step: step_options(config, &self.model, batch, shards as usize)?,
+            step,
             precision: config.precision,
             metrics: metrics(config),
-            batcher: Batcher::new(self.dataset, tokenizer, options).map_err(RecipeError::failed)?,
-            model: self.model,
+            task: task(config, self.start, self.dataset, batches)?,
             run,
             checkpoints: self.checkpoints,
             resume: self.saved,
@@ -128,6 +198,39 @@ impl Training {
             memory_advice: memory_advice(config, Step::Train),
         })
     }
+}
+
+/// What is trained, and on what.
+fn task(
+    config: &Config,
+    start: Start,
+    dataset: Dataset,
+    batches: BatchOptions,
+) -> Result<Task, RecipeError> {
+    Ok(match start {
+        Start::New {
+            model,
+            tokenizer_json,
+        } => {
+            let tokenizer =
+                Tokenizer::from_json(&tokenizer_json, model.tokens).map_err(RecipeError::failed)?;
+            Task::New {
+                batcher: Box::new(
+                    Batcher::new(dataset, tokenizer, batches).map_err(RecipeError::failed)?,
+                ),
+                model,
+            }
+        }
+        Start::Published(base) => {
+            batches.check(&dataset).map_err(RecipeError::failed)?;
+            Task::FineTune(Box::new(FineTune {
+                base: *base,
+                dataset,
+                batches,
+                cache: cache_folder(config),
+            }))
+        }
+    })
 }
 
 /// The tokenizer that the weights were trained with, or a new run's: one made anew from captions that have changed
@@ -161,7 +264,7 @@ fn samples_dir(config: &Config) -> PathBuf {
 fn sample_images(config: &Config, dataset: &Dataset) -> Result<Vec<ImageRequest>, RecipeError> {
     let prompts = match config.sample_prompts.0.as_slice() {
         [] | [_] if config.sample_prompts.0.concat().is_empty() => (0..8.min(dataset.len()))
-            .map(|i| Ok(dataset.get(i).map_err(RecipeError::failed)?.caption))
+            .map(|i| Ok(dataset.entry(i).map_err(RecipeError::failed)?.0))
             .collect::<Result<Vec<_>, RecipeError>>()?,
         given => given.to_vec(),
     };

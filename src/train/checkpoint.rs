@@ -71,6 +71,8 @@ pub enum Content<'a> {
         metadata: BTreeMap<String, String>,
         fetch: Fetch<'a>,
     },
+    /// Another file, which nobody changes: linked where the file system can and `copy` does not forbid it.
+    File { from: PathBuf, copy: bool },
 }
 
 /// A file of a checkpoint, by its path inside it (`unet/config.json`).
@@ -121,6 +123,8 @@ pub struct CheckpointWriter {
     lock: Lock,
     /// The checkpoints that this process committed and did not delete, oldest first.
     committed: Vec<PathBuf>,
+    /// Sizes and hashes of the files that were taken from elsewhere, by their paths in a checkpoint.
+    taken: BTreeMap<String, (u64, String)>,
 }
 
 impl CheckpointWriter {
@@ -137,6 +141,7 @@ impl CheckpointWriter {
             root: root.to_owned(),
             lock,
             committed: Vec::new(),
+            taken: BTreeMap::new(),
         })
     }
 
@@ -168,7 +173,7 @@ impl CheckpointWriter {
         let prefix = format!("{name}.tmp-{}-", std::process::id());
         let temp = AtomicDir::create_as(&self.root.join(name), OsStr::new(&prefix), "")
             .map_err(|e| io_error(&self.root, e))?;
-        let manifest = write_files(temp.path(), state, files)?;
+        let manifest = write_files(temp.path(), state, files, &mut self.taken)?;
         durable_file(&temp.path().join(Manifest::FILE), 0, |out| {
             Ok(out.write_all(manifest.to_text().as_bytes())?)
         })?;
@@ -291,6 +296,7 @@ fn write_files(
     dir: &Path,
     state: &TrainState,
     files: Vec<CheckpointFile>,
+    taken: &mut BTreeMap<String, (u64, String)>,
 ) -> Result<Manifest, CheckpointError> {
     let state_text = format!("{:#}\n", serde_json::json!(state));
     let mut total = state_text.len() as u64;
@@ -300,6 +306,10 @@ fn write_files(
             Content::Tensors {
                 specs, metadata, ..
             } => FilePlan::new(&dir.join(&file.path), specs, metadata)?.bytes,
+            Content::File { copy: false, .. } => 0,
+            Content::File { from, copy: true } => {
+                fs::metadata(from).map_err(|e| io_error(from, e))?.len()
+            }
         };
     }
     check_free_space(dir, dir, total)?;
@@ -332,6 +342,16 @@ fn write_files(
                     plan.write(&path, out, fetch).map_err(WriteFailure::Weights)
                 })?
             }
+            Content::File { from, copy } => {
+                take_file(&from, &path, copy)?;
+                match taken.get(&file.path) {
+                    Some(known) => known.clone(),
+                    None => taken
+                        .entry(file.path.clone())
+                        .or_insert(measure(&path)?)
+                        .clone(),
+                }
+            }
         };
         manifest.files.push(ManifestFile {
             path: file.path,
@@ -340,6 +360,26 @@ fn write_files(
         });
     }
     Ok(manifest)
+}
+
+/// Makes `to` the same file as `from`, or a copy of it.
+fn take_file(from: &Path, to: &Path, copy: bool) -> Result<(), CheckpointError> {
+    // A link to a symbolic link would point to nothing from here.
+    let from = from.canonicalize().map_err(|e| io_error(from, e))?;
+    if !copy && fs::hard_link(&from, to).is_ok() {
+        return Ok(());
+    }
+    let copied = fs::copy(&from, to).and_then(|_| File::open(to)?.sync_all());
+    copied.map_err(|e| write_error(to, 0, e).into())
+}
+
+/// The size and the hash of a file.
+fn measure(path: &Path) -> Result<(u64, String), CheckpointError> {
+    let measured = fs::metadata(path).and_then(|metadata| {
+        let hash = Sha256::of_file(path)?;
+        Ok((metadata.len(), hash.to_string()))
+    });
+    measured.map_err(|e| io_error(path, e))
 }
 
 /// Makes the entries of `dir` and of the folders below durable.

@@ -7,11 +7,14 @@ use crate::footprint::OutOfMemory;
 use crate::host_tensor::HostTensorError;
 use crate::lowering::LowerError;
 use crate::metrics::MetricsError;
+use crate::pipelines::PipelineError;
 use crate::runtime::RuntimeError;
 use crate::shape::Shape;
 use crate::shard::ShardError;
+use crate::weights::WeightsError;
 
 use super::checkpoint::CheckpointError;
+use super::encoded::StoreError;
 use super::samples::SampleError;
 use super::step::StepError;
 
@@ -34,6 +37,18 @@ pub enum TrainError {
     Metrics(#[from] MetricsError),
     #[error(transparent)]
     HostTensor(#[from] HostTensorError),
+    #[error(transparent)]
+    Weights(#[from] WeightsError),
+    #[error("the latents and text embeddings of the dataset: {0}")]
+    Store(#[from] StoreError),
+    #[error("encoding the dataset: {0}")]
+    Encode(#[source] Box<PipelineError>),
+    #[error(
+        "stopped while the dataset was encoded; what is encoded stays, and the same command goes on from there"
+    )]
+    EncodingStopped,
+    #[error("the model to start from: {0}")]
+    Model(#[source] Box<PipelineError>),
     #[error("the checkpoint {path}: {name}: expected {expected}, found {found}")]
     Resume {
         path: PathBuf,
@@ -68,11 +83,21 @@ pub enum TrainError {
 }
 
 impl TrainError {
+    /// An error of an encoder of the dataset.
+    pub(super) fn encode(error: impl Into<PipelineError>) -> TrainError {
+        TrainError::Encode(Box::new(error.into()))
+    }
+
+    /// An error of the files of the model that training starts from.
+    pub(super) fn model(error: impl Into<PipelineError>) -> TrainError {
+        TrainError::Model(Box::new(error.into()))
+    }
+
     /// Whether the model or its options are wrong, rather than a file, a device or a compiler.
     pub fn is_usage(&self) -> bool {
         matches!(
             self,
             TrainError::Step(_) | TrainError::Lower(_) | TrainError::Shard(_)
-        )
+        ) || matches!(self, TrainError::Encode(error) if error.is_usage())
     }
 }

@@ -3,7 +3,10 @@
 //! [`Trainer`] trains a model on data, and writes checkpoints.
 
 pub mod checkpoint;
+mod encoded;
 mod error;
+mod feed;
+mod lora;
 mod observer;
 pub mod optimizer;
 mod run;
@@ -13,9 +16,11 @@ mod state;
 pub mod step;
 mod trainer;
 
+pub use encoded::{EncodedDataset, StepInputs, StoreError};
 pub use error::TrainError;
-pub use observer::{TrainEvent, TrainObserver};
+pub use lora::{ATTENTION_PROJECTIONS, LORA_FILE, LoraOptions, LoraRecord, LoraTargetError};
+pub use observer::{Encoded, TrainEvent, TrainObserver};
 pub use run::Outcome;
 pub use samples::{SampleError, SampleOptions};
-pub use state::{EMA_SUFFIX, RunOptions, SCHEDULE_STEPS};
-pub use trainer::{MetricsFiles, Trainer, TrainerOptions};
+pub use state::{EMA_SUFFIX, RunOptions, SCHEDULE_STEPS, UnchangedFile, UnchangedOrigin};
+pub use trainer::{FineTune, MetricsFiles, Task, Trainer, TrainerOptions};

@@ -7,6 +7,13 @@ use crate::footprint::Footprint;
 use crate::metrics::StepReport;
 use crate::quant::{Decision, Policy};
 
+/// What is encoded of a dataset.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Encoded {
+    Images,
+    Captions,
+}
+
 /// An event during training.
 #[derive(Clone, Copy, Debug)]
 pub enum TrainEvent<'a> {
@@ -14,6 +21,14 @@ pub enum TrainEvent<'a> {
     Quantized {
         policy: &'a Policy,
         decisions: &'a [Decision],
+    },
+    /// The files and captions of the dataset are compared with what is encoded already.
+    Hashing,
+    /// Of what the dataset needs and no earlier run has encoded, `done` of `total` are.
+    Encoding {
+        what: Encoded,
+        done: usize,
+        total: usize,
     },
     /// The step is traced, and compiles next. `batch` is the number of samples of a step over all devices.
     Traced {

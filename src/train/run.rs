@@ -7,19 +7,20 @@ use std::time::Instant;
 use rand::{RngCore, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use crate::data::{Batch, Batcher, Prefetcher};
+use crate::data::Prefetcher;
 use crate::dtype::DType;
 use crate::graph::{Graph, InputKind, flops};
 use crate::host_tensor::HostTensor;
 use crate::metrics::{self, MetricsWriter, StepReport};
-use crate::models::clip::INPUT_IDS;
-use crate::pipelines::pixels::to_samples;
 use crate::quant::ROUNDING_KEY;
 use crate::runtime::{Array, Program, Session, Value};
 use crate::shape::Shape;
+use crate::weights::source::ModelSource;
 
 use super::checkpoint::CheckpointWriter;
+use super::encoded::StepInputs;
 use super::error::TrainError;
+use super::feed::Feed;
 use super::observer::{TrainEvent, TrainObserver};
 use super::samples::Samples;
 use super::state::{RunOptions, TrainingState, save};
@@ -48,8 +49,10 @@ pub(super) struct TrainingLoop<'a, 'o> {
     pub session: &'a Session,
     pub graph: &'a Graph,
     pub program: &'a Program,
-    pub batcher: Arc<Batcher>,
+    pub feed: Arc<Feed>,
     pub options: &'a RunOptions,
+    /// The model that training started from, if it was not a new one.
+    pub base: Option<&'a ModelSource>,
     pub checkpoints: &'a mut CheckpointWriter,
     pub metrics: MetricsWriter,
     pub samples: Option<Samples<'a>>,
@@ -96,7 +99,9 @@ impl TrainingLoop<'_, '_> {
         let (first, total) = (state.step, options.max_train_steps);
         self.tell(TrainEvent::Started { first, total });
         let tflops = flops(self.graph) as f64 / self.session.devices().len() as f64 / 1e12;
-        let mut prefetcher = Prefetcher::spawn(Arc::clone(&self.batcher), state.step, 2)?;
+        let feed = Arc::clone(&self.feed);
+        let mut ahead: Prefetcher<StepInputs, TrainError> =
+            Prefetcher::spawn(state.step, 2, move |step| feed.inputs(step))?;
         let mut failed_in_a_row = 0;
         while state.step < total {
             if self.is_stopped {
@@ -107,8 +112,8 @@ impl TrainingLoop<'_, '_> {
                 });
             }
             let step = state.step;
-            let batch = prefetcher.next_batch()?;
-            let result = self.take_step(state, &batch)?;
+            let inputs = ahead.next()?;
+            let result = self.take_step(state, &inputs)?;
             if result.finite {
                 failed_in_a_row = 0;
             } else {
@@ -165,7 +170,7 @@ impl TrainingLoop<'_, '_> {
 
     /// Tells metrics and observer of a step that costs `tflops` on each device.
     fn report(&mut self, tflops: f64, result: &StepResult, skipped: u64) -> Result<(), TrainError> {
-        let samples = self.batcher.options().batch_size as u64;
+        let samples = self.feed.batch_size() as u64;
         let rate = tflops / result.seconds;
         self.metrics.scalars(
             result.step,
@@ -206,7 +211,13 @@ impl TrainingLoop<'_, '_> {
             return Ok(path.clone());
         }
         self.tell(TrainEvent::Saving);
-        let path = save(self.session, state, self.options, self.checkpoints)?;
+        let path = save(
+            self.session,
+            state,
+            self.options,
+            self.base,
+            self.checkpoints,
+        )?;
         if let Some(limit) = self.options.checkpoints_total_limit
             && let Err(error) = self.checkpoints.keep_last(limit)
         {
@@ -220,20 +231,26 @@ impl TrainingLoop<'_, '_> {
     fn take_step(
         &self,
         state: &mut TrainingState,
-        batch: &Batch,
+        inputs: &StepInputs,
     ) -> Result<StepResult, TrainError> {
         let start = Instant::now();
         let learning_rate = self.options.learning_rate.at(state.step);
-        let data = self.step_data(state, batch, learning_rate)?;
-        let mut arguments = Vec::with_capacity(state.inputs.len());
-        for (index, data) in data.into_iter().enumerate() {
-            let array = match data {
-                Some(array) => array,
-                None => state.arrays[index]
-                    .take()
-                    .ok_or_else(|| TrainError::UnknownInput(state.inputs[index].name.clone()))?,
-            };
-            arguments.push(Value::Donate(array));
+        let mut given = self.step_data(state, inputs, learning_rate)?;
+        for (index, array) in given.iter_mut().enumerate() {
+            if array.is_none() && !state.frozen[index] {
+                *array = state.arrays[index].take();
+            }
+        }
+        let mut arguments = Vec::with_capacity(given.len());
+        for (index, array) in given.into_iter().enumerate() {
+            arguments.push(match (array, &state.arrays[index]) {
+                (Some(array), _) => Value::Donate(array),
+                (None, Some(frozen)) => Value::Borrow(frozen),
+                (None, None) => {
+                    let name = state.inputs[index].name.clone();
+                    return Err(TrainError::UnknownInput(name));
+                }
+            });
         }
         let mut result = StepResult {
             step: state.step,
@@ -275,33 +292,24 @@ impl TrainingLoop<'_, '_> {
     fn step_data(
         &self,
         state: &TrainingState,
-        batch: &Batch,
+        inputs: &StepInputs,
         learning_rate: f64,
     ) -> Result<Vec<Option<Array>>, TrainError> {
         let [key, rounding] = keys(self.options.seed, state.step);
         let words =
             |w: [u32; 2]| HostTensor::from_f64(Shape::new(DType::U32, [2]), &w.map(f64::from));
-        let unshuffle = self.options.pixel_unshuffle;
         let mut data = Vec::with_capacity(state.inputs.len());
         for (input, slot) in state.inputs.iter().zip(self.program.inputs()) {
-            let dims = &input.shape.dims;
             let host = match (&input.kind, input.name.as_str()) {
                 (InputKind::Data, names::KEY) => words(key)?,
                 (InputKind::Data, ROUNDING_KEY) => words(rounding)?,
                 (InputKind::Data, names::LEARNING_RATE) => {
                     HostTensor::from_f32([], &[learning_rate as f32])?
                 }
-                (InputKind::Data, names::SAMPLE) => {
-                    let side = dims[2] * unshuffle;
-                    let samples = to_samples(&batch.pixels, dims[0], side, unshuffle);
-                    HostTensor::from_f32(dims.clone(), &samples)?
-                }
-                (InputKind::Data, INPUT_IDS) => {
-                    HostTensor::from_i32(dims.clone(), &batch.token_ids)?
-                }
-                (InputKind::Data, other) => {
-                    return Err(TrainError::UnknownInput(other.to_string()));
-                }
+                (InputKind::Data, name) => match inputs.get(name) {
+                    Some(tensor) => tensor.clone(),
+                    None => return Err(TrainError::UnknownInput(name.to_string())),
+                },
                 (InputKind::Weight(_) | InputKind::State, _) => {
                     data.push(None);
                     continue;

@@ -10,10 +10,13 @@ use crate::pipelines::image_file::{ImageFileError, labelled_grid, visible_scale,
 use crate::pipelines::prompt::PromptSyntax;
 use crate::pipelines::text_to_image::{DenoiseOptions, Guidance};
 use crate::pipelines::traced::TracedModel;
-use crate::pipelines::{ImageRequest, PipelineError, WeightSource, tokenize};
+use crate::pipelines::{
+    ImageRequest, PipelineError, ReadWeights, TokenizedImage, WeightSource, tokenize,
+};
 use crate::quant::Policy;
 use crate::runtime::{Array, Session};
 use crate::schedulers::SamplingPlan;
+use crate::weights::lora::LoraRanks;
 
 /// Why sample images could not be generated.
 #[derive(Debug, thiserror::Error)]
@@ -51,7 +54,13 @@ pub(super) struct Samples<'a> {
     pub session: &'a Session,
     /// With the element types of the weights that generate the images.
     pub model: &'a DiffusionModel,
-    pub tokenizer: &'a Tokenizer,
+    pub tokenizers: Vec<&'a Tokenizer>,
+    /// The weights of the parts that are not trained; `None` where all are.
+    pub files: Option<&'a ReadWeights<'a>>,
+    /// Whether an empty negative prompt is zeros instead of the encoding of an empty text.
+    pub zero_empty_prompts: bool,
+    /// Low-rank updates beside the denoiser's weights, and their factor.
+    pub lora: Option<(LoraRanks, f64)>,
     pub precision: DotPrecision,
     pub pixel_unshuffle: usize,
     pub options: &'a SampleOptions,
@@ -59,32 +68,40 @@ pub(super) struct Samples<'a> {
     pub compiled: Option<CompiledModel>,
 }
 
-impl Samples<'_> {
+impl<'a> Samples<'a> {
     /// Writes the grid of step `step`, and gives the bytes of its PNG file.
     ///
     /// # Errors
     /// When a program does not compile or fails, or the file cannot be written.
-    pub fn make(&mut self, step: u64, weights: Weights<'_>) -> Result<Vec<u8>, SampleError> {
-        let compiled = match self.compiled.take() {
-            Some(compiled) => compiled,
-            None => self.compile()?,
-        };
-        let compiled = self.compiled.insert(compiled);
+    pub fn make<'w>(&mut self, step: u64, weights: Weights<'w>) -> Result<Vec<u8>, SampleError>
+    where
+        'a: 'w,
+    {
         let options = self.options;
         let images = tokenize(
-            &[self.tokenizer],
+            &self.tokenizers,
             &options.images,
             &[],
             PromptSyntax::Plain,
             &mut |_| Ok(()),
         )?;
-        let output = compiled.run(
-            self.session,
-            &WeightSource::Devices(weights),
-            &images,
-            &SamplingOptions::new(std::slice::from_ref(&options.plan)),
-            &mut |_| Ok(()),
-        )?;
+        let compiled = match self.compiled.take() {
+            Some(compiled) => compiled,
+            None => self.compile(&images)?,
+        };
+        let compiled = self.compiled.insert(compiled);
+        let source = match self.files {
+            None => WeightSource::Devices(weights),
+            Some(files) => WeightSource::Trained {
+                on_devices: weights,
+                files,
+            },
+        };
+        let sampling = SamplingOptions {
+            zero_empty_prompts: self.zero_empty_prompts,
+            ..SamplingOptions::new(std::slice::from_ref(&options.plan))
+        };
+        let output = compiled.run(self.session, &source, &images, &sampling, &mut |_| Ok(()))?;
         let columns = 4.min(output.images.len()) as u32;
         let scale = output
             .images
@@ -96,14 +113,19 @@ impl Samples<'_> {
         read(&path)
     }
 
-    fn compile(&self) -> Result<CompiledModel, PipelineError> {
+    fn compile(&self, images: &[TokenizedImage]) -> Result<CompiledModel, PipelineError> {
+        let first = images.first().and_then(|image| image.prompt.first());
+        let chunks = first.map_or(1, |tokens| tokens.chunks.len());
         let options = DenoiseOptions {
             batch: self.options.images.len(),
-            tokens: self.model.tokens,
+            tokens: self.model.tokens * chunks,
             guidance: self.options.guidance,
             quantization: self.options.quantization.clone(),
         };
-        let traced = TracedModel::new(self.model, options, false)?;
+        let mut traced = TracedModel::new(self.model, options, false)?;
+        if let Some((ranks, scale)) = &self.lora {
+            traced = traced.with_lora_beside(ranks, *scale)?;
+        }
         let (session, unshuffle) = (self.session, self.pixel_unshuffle);
         let lowered = traced.lower(session)?;
         CompiledModel::compile(session, self.model, lowered, self.precision, unshuffle)

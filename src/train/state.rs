@@ -1,20 +1,26 @@
 //! The state of training: weights, optimizer and counters, on the devices and in checkpoints.
 
 use std::borrow::Cow;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
 use serde_json::Value as Json;
 
 use crate::graph::{Graph, Input, InputKind};
 use crate::host_tensor::HostTensor;
-use crate::runtime::{Array, Program, Session};
+use crate::models::Part;
+use crate::pipelines::model_files::ModelFiles;
+use crate::runtime::{Array, Program, Session, Slot};
+use crate::shape::Shape;
 use crate::weights::TensorSpec;
+use crate::weights::save::pytorch_metadata;
+use crate::weights::source::ModelSource;
 
 use super::checkpoint::{
     CheckpointError, CheckpointFile, CheckpointWriter, Content, SavedCheckpoint, TrainState,
 };
 use super::error::TrainError;
+use super::lora::{self, LORA_FILE, LoraRecord, is_factor};
 use super::optimizer::{EMA, FIRST_MOMENT, SECOND_MOMENT, UPDATES};
 use super::schedule::LearningRate;
 
@@ -41,9 +47,32 @@ pub struct RunOptions {
     pub quantization: Json,
     /// Files that go into every checkpoint as they are, by path.
     pub files: Vec<(String, Vec<u8>)>,
+    /// Files of the model that training does not change and that go into every checkpoint.
+    pub unchanged: Vec<UnchangedFile>,
+    /// Whether these are copied, or linked where the file system can.
+    pub copies_unchanged: bool,
     /// For each model root (`unet`), the path of its weights file in a checkpoint, without and with the prefix of the
     /// moving average, e.g. `unet/diffusion_pytorch_model.safetensors`.
     pub weight_files: Vec<(String, String)>,
+    /// The low-rank updates that are trained, if any, as their files describe them.
+    pub lora: Option<LoraRecord>,
+}
+
+/// A file of a model that training does not change.
+#[derive(Clone, Debug)]
+pub struct UnchangedFile {
+    /// Its path in a checkpoint.
+    pub path: String,
+    pub origin: UnchangedOrigin,
+}
+
+/// Where such a file comes from.
+#[derive(Clone, Debug)]
+pub enum UnchangedOrigin {
+    /// It is this file.
+    File(PathBuf),
+    /// It holds the weights of a part of the model, which have other names or types where they are.
+    Weights(Part),
 }
 
 /// The state of training on the devices.
@@ -51,6 +80,8 @@ pub struct TrainingState {
     /// In the order of the program's inputs; `None` where an input is data.
     pub(super) arrays: Vec<Option<Array>>,
     pub(super) inputs: Vec<Input>,
+    /// Which inputs are weights that are not trained.
+    pub(super) frozen: Vec<bool>,
     pub(super) step: u64,
     pub(super) skipped: u64,
     /// The newest checkpoint of this state's run, and its step.
@@ -58,53 +89,78 @@ pub struct TrainingState {
 }
 
 impl TrainingState {
-    /// New weights from `seed`, and an empty optimizer.
+    /// The weights of `files`, new ones from `seed` where it has none or there are no files, and an empty optimizer.
     ///
     /// # Errors
-    /// When a transfer fails.
+    /// When a weight cannot be read, or a transfer fails.
     pub fn new(
         session: &Session,
         graph: &Graph,
         program: &Program,
         seed: u64,
+        files: Option<&ModelFiles>,
     ) -> Result<TrainingState, TrainError> {
-        let mut weights: BTreeMap<String, HostTensor> = BTreeMap::new();
-        for input in &graph.inputs {
-            if let InputKind::Weight(init) = input.kind {
+        let mut weights = match files {
+            Some(files) => read_weights(session, program, files, &|slot: &Slot| {
+                !is_factor(&slot.name)
+            })?,
+            None => BTreeMap::new(),
+        };
+        for (input, slot) in graph.inputs.iter().zip(program.inputs()) {
+            if let (InputKind::Weight(init), false) =
+                (input.kind.clone(), weights.contains_key(&input.name))
+            {
                 let values = init.sample(seed, &input.name, input.shape.count());
                 let value = HostTensor::from_f32(input.shape.dims.clone(), &values)?
                     .convert(input.shape.dtype)?;
-                weights.insert(input.name.clone(), value);
+                weights.insert(input.name.clone(), session.put(&value, &slot.spec)?);
             }
         }
-        let mut arrays = Vec::with_capacity(graph.inputs.len());
-        for (input, slot) in graph.inputs.iter().zip(program.inputs()) {
-            let value = match input.kind {
-                InputKind::Data => None,
-                InputKind::Weight(_) => weights.get(&input.name).cloned(),
-                InputKind::State => Some(match input.name.strip_prefix(EMA) {
-                    Some(weight) => weights
-                        .get(weight)
-                        .ok_or_else(|| TrainError::UnknownInput(input.name.clone()))?
-                        .convert(input.shape.dtype)?,
-                    None => HostTensor::zeros(input.shape.clone()),
-                }),
+        let mut state = TrainingState::empty(graph);
+        for (index, slot) in program.inputs().iter().enumerate() {
+            let InputKind::State = state.inputs[index].kind else {
+                continue;
             };
-            arrays.push(match value {
-                None => None,
-                Some(tensor) => Some(session.put(&tensor, &slot.spec)?),
-            });
+            let input = &state.inputs[index];
+            let value = match input.name.strip_prefix(EMA) {
+                Some(weight) => weights
+                    .get(weight)
+                    .ok_or_else(|| TrainError::UnknownInput(input.name.clone()))?
+                    .to_host(session.mesh())?
+                    .convert(input.shape.dtype)?,
+                None => HostTensor::zeros(input.shape.clone()),
+            };
+            state.arrays[index] = Some(session.put(&value, &slot.spec)?);
         }
-        Ok(TrainingState {
-            arrays,
+        state.take_weights(&mut weights);
+        Ok(state)
+    }
+
+    /// The state of `graph` before its first step, without arrays.
+    fn empty(graph: &Graph) -> TrainingState {
+        let is_updated = |index| graph.outputs.iter().any(|o| o.alias == Some(index));
+        let frozen = graph.inputs.iter().enumerate();
+        let frozen = frozen.map(|(index, input)| input.is_weight() && !is_updated(index));
+        TrainingState {
+            arrays: graph.inputs.iter().map(|_| None).collect(),
+            frozen: frozen.collect(),
             inputs: graph.inputs.clone(),
             step: 0,
             skipped: 0,
             saved: None,
-        })
+        }
     }
 
-    /// The state of a saved checkpoint, whose files were checked when it was opened.
+    fn take_weights(&mut self, weights: &mut BTreeMap<String, Array>) {
+        for (array, input) in self.arrays.iter_mut().zip(&self.inputs) {
+            if let Some(weight) = weights.remove(&input.name) {
+                *array = Some(weight);
+            }
+        }
+    }
+
+    /// The state of a saved checkpoint, whose files were checked when it was opened. Weights that are not trained come
+    /// from `files`.
     ///
     /// # Errors
     /// When the checkpoint lacks a tensor of the program or has it in another shape.
@@ -114,36 +170,47 @@ impl TrainingState {
         program: &Program,
         saved: &SavedCheckpoint,
         options: &RunOptions,
+        files: Option<&ModelFiles>,
     ) -> Result<TrainingState, TrainError> {
+        let mut state = TrainingState::empty(graph);
+        state.step = saved.state().step;
+        state.skipped = saved.state().counters.get("skipped").copied().unwrap_or(0);
+        state.saved = Some((state.step, saved.dir().to_owned()));
         let mut open = BTreeMap::new();
-        let mut arrays = Vec::with_capacity(graph.inputs.len());
-        for (input, slot) in graph.inputs.iter().zip(program.inputs()) {
-            if input.kind == InputKind::Data {
-                arrays.push(None);
+        let places = places(options, &state);
+        for (index, slot) in program.inputs().iter().enumerate() {
+            let (Some(place), input) = (&places[index], &state.inputs[index]) else {
                 continue;
+            };
+            if !open.contains_key(&place.file) {
+                open.insert(place.file.clone(), saved.tensors(&place.file)?);
             }
-            let (file, name) = place(options, &input.name);
-            if !open.contains_key(&file) {
-                open.insert(file.clone(), saved.tensors(&file)?);
-            }
-            let tensor = open[&file].read(&name).map_err(CheckpointError::from)?;
-            if tensor.shape != input.shape {
+            let tensor = open[&place.file]
+                .read(&place.name)
+                .map_err(CheckpointError::from)?;
+            if tensor.shape != place.shape {
                 return Err(TrainError::Resume {
                     path: saved.dir().to_owned(),
                     name: input.name.clone(),
-                    expected: input.shape.clone(),
+                    expected: place.shape.clone(),
                     found: tensor.shape.to_string(),
                 });
             }
-            arrays.push(Some(session.put(&tensor, &slot.spec)?));
+            let tensor = HostTensor::new(input.shape.clone(), tensor.data)?;
+            state.arrays[index] = Some(session.put(&tensor, &slot.spec)?);
         }
-        Ok(TrainingState {
-            arrays,
-            inputs: graph.inputs.clone(),
-            step: saved.state().step,
-            skipped: saved.state().counters.get("skipped").copied().unwrap_or(0),
-            saved: Some((saved.state().step, saved.dir().to_owned())),
-        })
+        if let Some(files) = files {
+            let frozen: BTreeSet<&str> = state
+                .inputs
+                .iter()
+                .zip(&state.frozen)
+                .filter_map(|(input, frozen)| frozen.then_some(input.name.as_str()))
+                .collect();
+            let is_frozen = |slot: &Slot| frozen.contains(slot.name.as_str());
+            let mut weights = read_weights(session, program, files, &is_frozen)?;
+            state.take_weights(&mut weights);
+        }
+        Ok(state)
     }
 
     /// Whether no array was given to a step that failed.
@@ -162,8 +229,67 @@ impl TrainingState {
     }
 }
 
-/// The checkpoint file of an input, and its name there.
-fn place(options: &RunOptions, input: &str) -> (String, String) {
+/// The weights among the inputs of `program` that `wanted` chooses, as `files` have them, by name.
+fn read_weights(
+    session: &Session,
+    program: &Program,
+    files: &ModelFiles,
+    wanted: &dyn Fn(&Slot) -> bool,
+) -> Result<BTreeMap<String, Array>, TrainError> {
+    let weights = program.inputs().iter().filter(|slot| slot.weight);
+    let slots: Vec<Slot> = weights.filter(|slot| wanted(slot)).cloned().collect();
+    let mut names = slots.iter().map(|slot| slot.name.clone());
+    let mut weights = BTreeMap::new();
+    files
+        .read_unchanged(session, &slots, &mut |array| {
+            weights.extend(names.next().map(|name| (name, array)));
+            Ok(())
+        })
+        .map_err(TrainError::model)?;
+    Ok(weights)
+}
+
+/// Where a checkpoint has the value of an input.
+struct Place {
+    file: String,
+    /// Its name there.
+    name: String,
+    /// Its shape there, which has as many elements as the input.
+    shape: Shape,
+}
+
+/// The places of all inputs; none of data and of weights that are not trained.
+fn places(options: &RunOptions, state: &TrainingState) -> Vec<Option<Place>> {
+    let dims: BTreeMap<&str, &[usize]> = state
+        .inputs
+        .iter()
+        .map(|input| (input.name.as_str(), input.shape.dims.as_slice()))
+        .collect();
+    let place = |(input, frozen): (&Input, &bool)| {
+        if input.kind == InputKind::Data || *frozen {
+            return None;
+        }
+        let weight = input.name.strip_prefix(EMA).unwrap_or(&input.name);
+        let Some(name) = lora::file_place(weight) else {
+            let (file, name) = whole_place(options, &input.name);
+            let shape = input.shape.clone();
+            return Some(Place { file, name, shape });
+        };
+        let file_dims = lora::file_dims(weight, &input.shape.dims, &dims);
+        Some(Place {
+            file: match weight == input.name {
+                true => LORA_FILE.to_owned(),
+                false => format!("{EMA}{LORA_FILE}"),
+            },
+            name,
+            shape: input.shape.with_dims(file_dims),
+        })
+    };
+    state.inputs.iter().zip(&state.frozen).map(place).collect()
+}
+
+/// The checkpoint file of an input that is no factor, and its name there.
+fn whole_place(options: &RunOptions, input: &str) -> (String, String) {
     if input == UPDATES || input.starts_with(FIRST_MOMENT) || input.starts_with(SECOND_MOMENT) {
         return ("optimizer.safetensors".to_string(), input.to_string());
     }
@@ -180,6 +306,83 @@ fn place(options: &RunOptions, input: &str) -> (String, String) {
     (format!("{root}{suffix}/{file}"), key.to_string())
 }
 
+/// A safetensors file of a checkpoint.
+struct TensorFile {
+    path: String,
+    /// Tensors with the inputs that they are the values of.
+    tensors: Vec<(TensorSpec, usize)>,
+    constants: BTreeMap<String, HostTensor>,
+    metadata: BTreeMap<String, String>,
+}
+
+impl TensorFile {
+    fn content<'a>(self, session: &'a Session, state: &'a TrainingState) -> CheckpointFile<'a> {
+        let (specs, indices): (Vec<TensorSpec>, Vec<usize>) = self.tensors.into_iter().unzip();
+        let names = specs.iter().map(|spec| spec.name.clone());
+        let index: BTreeMap<String, usize> = names.zip(indices).collect();
+        let constants = self.constants;
+        let of_constants = constants.iter().map(|(name, tensor)| TensorSpec {
+            name: name.clone(),
+            shape: tensor.shape.clone(),
+        });
+        CheckpointFile {
+            path: self.path,
+            content: Content::Tensors {
+                specs: specs.into_iter().chain(of_constants).collect(),
+                metadata: self.metadata,
+                fetch: Box::new(move |spec| {
+                    if let Some(constant) = constants.get(&spec.name) {
+                        return Ok(Cow::Owned(constant.data.clone()));
+                    }
+                    let array = index
+                        .get(&spec.name)
+                        .and_then(|at| state.arrays[*at].as_ref());
+                    let array = array.ok_or("the array was given away")?;
+                    Ok(Cow::Owned(array.to_host(session.mesh())?.data))
+                }),
+            },
+        }
+    }
+}
+
+/// A file that training does not change: as the last checkpoint has it, otherwise from the model.
+fn unchanged<'a>(
+    file: &UnchangedFile,
+    state: &TrainingState,
+    options: &RunOptions,
+    base: Option<&'a ModelSource>,
+) -> Result<CheckpointFile<'a>, TrainError> {
+    let last = state.saved.as_ref().map(|(_, dir)| dir.join(&file.path));
+    let link = |from: PathBuf| Content::File {
+        from,
+        copy: options.copies_unchanged,
+    };
+    let content = match (&file.origin, last.filter(|path| path.is_file())) {
+        (_, Some(last)) => link(last),
+        (UnchangedOrigin::File(from), None) => link(from.clone()),
+        (UnchangedOrigin::Weights(part), None) => {
+            let unknown = || TrainError::UnknownInput(file.path.clone());
+            let component = base.ok_or_else(unknown)?.component(*part);
+            let checkpoint = &component.map_err(TrainError::model)?.checkpoint;
+            Content::Tensors {
+                specs: checkpoint
+                    .iter()
+                    .map(|(name, shape)| TensorSpec {
+                        name: name.to_owned(),
+                        shape: shape.clone(),
+                    })
+                    .collect(),
+                metadata: pytorch_metadata(),
+                fetch: Box::new(move |spec| Ok(Cow::Owned(checkpoint.read(&spec.name)?.data))),
+            }
+        }
+    };
+    Ok(CheckpointFile {
+        path: file.path.clone(),
+        content,
+    })
+}
+
 /// Writes a checkpoint of `state`, and gives its folder.
 ///
 /// # Errors
@@ -188,6 +391,7 @@ pub(super) fn save(
     session: &Session,
     state: &TrainingState,
     options: &RunOptions,
+    base: Option<&ModelSource>,
     writer: &mut CheckpointWriter,
 ) -> Result<PathBuf, TrainError> {
     let mut files: Vec<CheckpointFile<'_>> = options
@@ -198,36 +402,42 @@ pub(super) fn save(
             content: Content::Bytes(Cow::Borrowed(bytes)),
         })
         .collect();
+    for file in &options.unchanged {
+        files.push(unchanged(file, state, options, base)?);
+    }
     let mut groups: BTreeMap<String, Vec<(TensorSpec, usize)>> = BTreeMap::new();
-    for (index, input) in state.inputs.iter().enumerate() {
-        if input.kind != InputKind::Data {
-            let (file, name) = place(options, &input.name);
-            let spec = TensorSpec {
-                name,
-                shape: input.shape.clone(),
-            };
+    for (index, place) in places(options, state).into_iter().enumerate() {
+        if let Some(Place { file, name, shape }) = place {
+            let spec = TensorSpec { name, shape };
             groups.entry(file).or_default().push((spec, index));
         }
     }
+    if let (Some(record), Some(factors)) = (&options.lora, groups.get(LORA_FILE)) {
+        let specs: Vec<&TensorSpec> = factors.iter().map(|(spec, _)| spec).collect();
+        if let Some(file) = record.kohya(&specs) {
+            let indices = factors.iter().map(|(_, index)| *index);
+            let file = TensorFile {
+                path: lora::KOHYA_FILE.to_owned(),
+                tensors: file.factors.into_iter().zip(indices).collect(),
+                constants: file.alphas,
+                metadata: file.metadata,
+            };
+            files.push(file.content(session, state));
+        }
+    }
     for (path, tensors) in groups {
-        let index: BTreeMap<String, usize> = tensors
-            .iter()
-            .map(|(spec, index)| (spec.name.clone(), *index))
-            .collect();
-        let specs = tensors.into_iter().map(|(spec, _)| spec).collect();
-        files.push(CheckpointFile {
+        let mut metadata = pytorch_metadata();
+        if let (Some(record), true) = (&options.lora, path.ends_with(LORA_FILE)) {
+            metadata
+                .extend(record.peft_metadata(tensors.iter().map(|(spec, _)| spec.name.as_str())));
+        }
+        let tensors = TensorFile {
             path,
-            content: Content::Tensors {
-                specs,
-                metadata: BTreeMap::from([("format".to_string(), "pt".to_string())]),
-                fetch: Box::new(move |spec| {
-                    let array = state.arrays[index[&spec.name]]
-                        .as_ref()
-                        .ok_or("the array was given away")?;
-                    Ok(Cow::Owned(array.to_host(session.mesh())?.data))
-                }),
-            },
-        });
+            tensors,
+            constants: BTreeMap::new(),
+            metadata,
+        };
+        files.push(tensors.content(session, state));
     }
     let mut record = TrainState::new(state.step, options.config.clone());
     record.seeds.insert("seed".to_string(), options.seed);

@@ -12,8 +12,13 @@ use crate::models::{Conditioning, Denoiser, DenoiserInputs, DiffusionModel};
 use crate::quant::{Policy, QuantError, ROUNDING_KEY};
 use crate::schedulers::{NoiseSchedule, PredictionType, SchedulerError};
 use crate::shape::Shape;
+use crate::weights::lora::beside;
 
+use super::lora::{LoraOptions, LoraTargetError, is_factor};
 use super::optimizer::{OptimizerOptions, Trained, adamw};
+
+/// The logical axes of samples.
+const SAMPLE_AXES: [Option<&str>; 4] = [Some("activation_batch"), None, None, None];
 
 /// Which timesteps training draws.
 #[derive(Clone, Debug, PartialEq)]
@@ -60,11 +65,33 @@ impl LossWeighting {
     }
 }
 
+/// The clean samples that a step is given.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CleanSamples {
+    /// The samples themselves.
+    Given,
+    /// A normal distribution for each, such as a VAE encodes an image to: every step draws anew.
+    Distributions,
+}
+
+/// Where the noise and the timesteps of a step come from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Draws {
+    /// The program draws them by the step's key.
+    Program,
+    /// They are inputs: to compare steps with those of other trainers.
+    Inputs,
+}
+
 /// The settings of the step, beside the model.
 #[derive(Clone, Debug)]
 pub struct StepOptions {
     /// Samples of one step over all devices.
     pub batch: usize,
+    pub clean: CleanSamples,
+    pub draws: Draws,
+    /// Low-rank updates to train in place of the denoiser's weights.
+    pub lora: Option<LoraOptions>,
     pub optimizer: OptimizerOptions,
     pub timesteps: Timesteps,
     pub loss_weighting: LossWeighting,
@@ -75,8 +102,13 @@ pub struct StepOptions {
 
 /// Names of the step's run-time inputs and of the results that are read on the host.
 pub mod names {
-    /// Noise-free samples in [-1, 1] or latents: `f32[batch, channels, rows, columns]`.
+    /// Noise-free samples in [-1, 1] or latents: `f32[batch, channels, rows, columns]`. Of distributions their means.
     pub const SAMPLE: &str = "clean_sample";
+    /// The standard deviations of distributions, shaped as their means.
+    pub const DEVIATION: &str = "clean_sample_deviation";
+    /// With [`super::Draws::Inputs`]: unit normal noise of the samples' shape, and `s32[batch]`.
+    pub const NOISE: &str = "noise";
+    pub const TIMESTEP: &str = "timestep";
     /// The step's key for noise and timesteps: `u32[2]`.
     pub const KEY: &str = "key";
     pub const LEARNING_RATE: &str = "learning_rate";
@@ -100,6 +132,8 @@ pub enum StepError {
          is pure noise: predict the velocity or the sample, or leave rescale_zero_terminal_snr off"
     )]
     LossWeight { timestep: usize },
+    #[error(transparent)]
+    Lora(#[from] LoraTargetError),
 }
 
 /// Traces the training step: the forward pass and the loss, to which lowering adds the gradient and the update.
@@ -112,38 +146,42 @@ pub enum StepError {
 pub fn trace(model: &DiffusionModel, options: &StepOptions) -> Result<Traced, StepError> {
     let b = Builder::new();
     let batch = options.batch;
-    let mut sample_axes = vec![None; 4];
-    sample_axes[0] = Some("activation_batch");
     let key = b.input(names::KEY, Shape::new(DType::U32, [2]), &[])?;
     if options.quantization.is_some() {
         b.input(ROUNDING_KEY, Shape::new(DType::U32, [2]), &[])?;
     }
     b.input(names::LEARNING_RATE, Shape::scalar(DType::F32), &[])?;
-    let clean = b.input(
-        names::SAMPLE,
-        Shape::new(DType::F32, model.sample_dims(batch)),
-        &sample_axes,
-    )?;
+    let key = random_key(&b, key)?;
+    let clean = clean_samples(&b, model, options, key)?;
     let conditioning = conditioning(&b, model, options, batch)?;
-    let noised = add_noise(&b.root("noise"), model, options, key, clean)?;
+    let drawn = draw(&b, model, options, key)?;
+    let noised = add_noise(&b.root("noise"), model, options, clean, drawn)?;
     let inputs = DenoiserInputs::new(noised.sample, noised.timestep, conditioning);
     let prediction = model.predict(&b, inputs)?;
     let loss = mean_squared_error(&b.root("loss"), prediction, noised.target, noised.weight)?;
 
     b.output(names::LOSS, loss, None)?;
-    let traced = Traced::new("train_step", b.finish()).quantized(options.quantization.as_ref())?;
-    let optimizer = options.optimizer;
-    Ok(traced.trained(Arc::new(move |b| update(b, &optimizer))))
+    let mut traced =
+        Traced::new("train_step", b.finish()).quantized(options.quantization.as_ref())?;
+    if let Some(lora) = &options.lora {
+        let ranks = lora.ranks(&traced.graph)?;
+        traced.graph = beside(&traced.graph, &ranks, lora.scale())?;
+    }
+    let (optimizer, of_lora) = (options.optimizer, options.lora.is_some());
+    let add_update = move |b: &Builder| update(b, &optimizer, of_lora);
+    Ok(traced.trained(Arc::new(add_update)))
 }
 
-/// Adds the gradient of the loss, which is the only output so far, and the optimizer's update of all weights.
-fn update(b: &Builder, optimizer: &OptimizerOptions) -> Result<(), GraphError> {
+/// Adds the gradient of the loss, which is the only output so far, and the optimizer's update of all weights, or of the
+/// factors of low-rank updates alone.
+fn update(b: &Builder, optimizer: &OptimizerOptions, of_lora: bool) -> Result<(), GraphError> {
     let outputs = b.take_outputs();
     let [(_, loss)] = outputs[..] else {
         return Err(b.invalid("a training step has one output before its update: the loss"));
     };
     let learning_rate = b.input(names::LEARNING_RATE, Shape::scalar(DType::F32), &[])?;
-    let weights = weights(b);
+    let mut weights = weights(b);
+    weights.retain(|(name, _, _)| !of_lora || is_factor(name));
     let wrt: Vec<Tensor> = weights.iter().map(|(_, t, _)| *t).collect();
     let gradients = grad(b, loss, &wrt)?;
     let trained: Vec<Trained> = weights
@@ -218,6 +256,71 @@ fn conditioning(
     }))
 }
 
+/// The two words of `key`, `u32[2]`, as scalars.
+fn random_key(b: &Builder, key: Tensor) -> Result<RandomKey, GraphError> {
+    let b = b.root("noise");
+    let word = |i| b.reshape(b.slice_dim(key, 0, i, i + 1)?, &[]);
+    Ok(RandomKey {
+        high: word(0)?,
+        low: word(1)?,
+    })
+}
+
+/// Declares the clean samples, or draws them from the distributions that are declared.
+fn clean_samples(
+    b: &Builder,
+    model: &DiffusionModel,
+    options: &StepOptions,
+    key: RandomKey,
+) -> Result<Tensor, GraphError> {
+    let dims = model.sample_dims(options.batch);
+    let input = |name| b.input(name, Shape::new(DType::F32, dims), &SAMPLE_AXES);
+    let mean = input(names::SAMPLE)?;
+    match options.clean {
+        CleanSamples::Given => Ok(mean),
+        CleanSamples::Distributions => {
+            let deviation = input(names::DEVIATION)?;
+            let b = b.root("clean_sample");
+            let noise = random::normal(&b, random::fold_in(&b, key, 2)?, &dims)?;
+            b.add(mean, b.mul(deviation, noise)?)
+        }
+    }
+}
+
+/// The noise of a batch and its timesteps, `s32[batch]`.
+struct Drawn {
+    noise: Tensor,
+    timestep: Tensor,
+}
+
+fn draw(
+    b: &Builder,
+    model: &DiffusionModel,
+    options: &StepOptions,
+    key: RandomKey,
+) -> Result<Drawn, GraphError> {
+    let dims = model.sample_dims(options.batch);
+    Ok(match options.draws {
+        Draws::Inputs => Drawn {
+            noise: b.input(names::NOISE, Shape::new(DType::F32, dims), &SAMPLE_AXES)?,
+            timestep: b.input(
+                names::TIMESTEP,
+                Shape::new(DType::S32, [options.batch]),
+                &SAMPLE_AXES[..1],
+            )?,
+        },
+        Draws::Program => {
+            let b = &b.root("noise");
+            let steps = model.scheduler.num_train_timesteps;
+            let uniform = random::uniform(b, random::fold_in(b, key, 0)?, &[options.batch])?;
+            Drawn {
+                noise: random::normal(b, random::fold_in(b, key, 1)?, &dims)?,
+                timestep: draw_timesteps(b, uniform, steps, &options.timesteps)?,
+            }
+        }
+    })
+}
+
 struct Noised {
     sample: Tensor,
     timestep: Tensor,
@@ -230,20 +333,12 @@ fn add_noise(
     b: &Builder,
     model: &DiffusionModel,
     options: &StepOptions,
-    key: Tensor,
     clean: Tensor,
+    Drawn { noise, timestep }: Drawn,
 ) -> Result<Noised, StepError> {
     let schedule = NoiseSchedule::new(&model.scheduler)?;
     let batch = options.batch;
-    let word = |i| b.reshape(b.slice_dim(key, 0, i, i + 1)?, &[]);
-    let key = RandomKey {
-        high: word(0)?,
-        low: word(1)?,
-    };
-    let uniform = random::uniform(b, random::fold_in(b, key, 0)?, &[batch])?;
-    let noise = random::normal(b, random::fold_in(b, key, 1)?, &model.sample_dims(batch))?;
     let steps = schedule.alphas_cumprod.len();
-    let timestep = draw_timesteps(b, uniform, steps, &options.timesteps)?;
 
     let mut columns: [Vec<f32>; 4] = Default::default();
     let mut weights = Vec::new();

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use crate::data::Batcher;
+use crate::data::{BatchOptions, Batcher, Dataset, Tokenizer};
 use crate::dtype::DType;
 use crate::emit::DotPrecision;
 use crate::footprint::Footprint;
@@ -11,11 +11,17 @@ use crate::lowering;
 use crate::metrics::{MetricsOptions, MetricsWriter};
 use crate::models::DiffusionModel;
 use crate::pipelines::image_file::prepare_output_dir;
+use crate::pipelines::latents::trace_encode_distribution;
+use crate::pipelines::text_to_image::trace_encode;
+use crate::pipelines::{PipelineModel, ReadWeights, TakeWeight};
 use crate::quant::Decision;
-use crate::runtime::{Program, ProgramOptions, Session};
+use crate::runtime::{Program, ProgramOptions, Session, Slot};
 
 use super::checkpoint::{CheckpointFolder, SavedCheckpoint};
+use super::encoded::EncodedDataset;
 use super::error::TrainError;
+use super::feed::Feed;
+use super::lora;
 use super::observer::{TrainEvent, TrainObserver};
 use super::run::{Outcome, TrainingLoop};
 use super::samples::{SampleError, SampleOptions, Samples};
@@ -35,10 +41,38 @@ pub struct MetricsFiles {
     pub flush_every: u64,
 }
 
-/// The model, data and settings of a training run.
+/// What a run trains, and on what.
+pub enum Task {
+    /// A new model of pixels, with the text encoder beside it, from random weights.
+    New {
+        model: Box<DiffusionModel>,
+        batcher: Box<Batcher>,
+    },
+    /// The denoiser of a published model, or low-rank updates of it, in latents.
+    FineTune(Box<FineTune>),
+}
+
+/// Training that starts from published weights.
+pub struct FineTune {
+    pub base: PipelineModel,
+    pub dataset: Dataset,
+    pub batches: BatchOptions,
+    /// The folder of latents and text embeddings, which other runs may share.
+    pub cache: PathBuf,
+}
+
+impl Task {
+    fn model(&self) -> &DiffusionModel {
+        match self {
+            Task::New { model, .. } => model,
+            Task::FineTune(tuning) => &tuning.base.model,
+        }
+    }
+}
+
+/// The task, settings and outputs of a training run.
 pub struct TrainerOptions {
-    pub model: DiffusionModel,
-    pub batcher: Batcher,
+    pub task: Task,
     pub step: StepOptions,
     pub precision: DotPrecision,
     pub run: RunOptions,
@@ -64,10 +98,13 @@ impl Trainer {
     /// Traces the training step for the devices of `session`. Nothing is written.
     ///
     /// # Errors
-    /// When the model's parts do not fit together, quantization is refused, or the batch does not divide over the
-    /// devices; [`TrainError::OutOfMemory`] when weights and state alone do not fit their memory.
-    pub fn new(session: Session, options: TrainerOptions) -> Result<Trainer, TrainError> {
-        let traced = step::trace(&options.model, &options.step)?;
+    /// When the model's parts do not fit together or are not in its files, quantization is refused, or the batch does
+    /// not divide over the devices; [`TrainError::OutOfMemory`] when weights and state alone do not fit their memory.
+    pub fn new(session: Session, mut options: TrainerOptions) -> Result<Trainer, TrainError> {
+        let traced = step::trace(options.task.model(), &options.step)?;
+        if let Task::FineTune(tuning) = &mut options.task {
+            tuning.open_files(&options.step)?;
+        }
         let mesh = session.mesh();
         let lowered = session.lower(&traced)?;
         lowered.step.plan.check_batch(&lowered.step.graph, mesh)?;
@@ -114,37 +151,63 @@ impl Trainer {
             first_step,
             flush_every: files.flush_every,
         })?;
+        let (session, graph) = (&self.session, &self.step.graph);
+        let step = &self.options.step;
+        let Prepared {
+            feed,
+            mut model,
+            base,
+        } = match self.options.task {
+            Task::New { model, batcher } => Prepared {
+                feed: Feed::Pixels {
+                    batcher,
+                    unshuffle: self.options.run.pixel_unshuffle,
+                },
+                model: *model,
+                base: None,
+            },
+            Task::FineTune(tuning) => tuning.encode(session, self.options.precision, observer)?,
+        };
         let mut is_stopped = false;
         let mut tell = |event: TrainEvent<'_>| is_stopped |= observer(event).is_break();
-        let program = self.compile(&mut tell)?;
-        let TrainerOptions {
-            model,
-            batcher,
-            precision,
-            run,
-            samples,
-            ..
-        } = self.options;
-        let (session, graph) = (&self.session, &self.step.graph);
+        let traced = TracedStep {
+            options: step,
+            lowered: &self.step,
+            decisions: &self.decisions,
+            footprint: &self.footprint,
+        };
+        let program = compile(session, &traced, self.options.precision, &mut tell)?;
+        let run = &self.options.run;
+        let files = base.as_ref().map(|base| &base.files);
         let state = match &resumed {
             Some(saved) => {
                 let checkpoint = saved.dir();
                 tell(TrainEvent::Resumed { checkpoint });
-                TrainingState::resume(session, graph, &program, saved, &run)?
+                TrainingState::resume(session, graph, &program, saved, run, files)?
             }
-            None => TrainingState::new(session, graph, &program, run.seed)?,
+            None => TrainingState::new(session, graph, &program, run.seed, files)?,
         };
         // Samples are made with the moving averages, which are kept in float32.
-        let mut sampled = model;
-        if self.options.step.optimizer.ema_decay.is_some() {
-            sampled.precision.weights = DType::F32;
+        if step.optimizer.ema_decay.is_some() && step.lora.is_none() {
+            model.precision.weights = DType::F32;
         }
-        let batcher = Arc::new(batcher);
-        let samples = samples.as_ref().map(|options| Samples {
+        let feed = Arc::new(feed);
+        let read = files.map(|files| {
+            move |slots: &[Slot], take: &mut TakeWeight<'_>| {
+                files.read_unchanged(session, slots, take)
+            }
+        });
+        let samples = self.options.samples.as_ref().map(|options| Samples {
             session,
-            model: &sampled,
-            tokenizer: batcher.tokenizer(),
-            precision,
+            model: &model,
+            tokenizers: tokenizers(&feed, base.as_ref()),
+            files: read.as_ref().map(|read| read as &ReadWeights<'_>),
+            zero_empty_prompts: base.as_ref().is_some_and(|base| base.zero_empty_prompts),
+            lora: step
+                .lora
+                .as_ref()
+                .map(|lora| (lora::ranks_of(graph), lora.scale())),
+            precision: self.options.precision,
             pixel_unshuffle: run.pixel_unshuffle,
             options,
             compiled: None,
@@ -153,8 +216,9 @@ impl Trainer {
             session,
             graph,
             program: &program,
-            batcher: Arc::clone(&batcher),
-            options: &run,
+            feed: Arc::clone(&feed),
+            options: run,
+            base: files.and_then(|files| files.published()),
             checkpoints: &mut checkpoints,
             metrics,
             samples,
@@ -163,29 +227,114 @@ impl Trainer {
         };
         training.run(state)
     }
+}
 
-    fn compile(&self, tell: &mut dyn FnMut(TrainEvent<'_>)) -> Result<Program, TrainError> {
-        let TrainerOptions {
-            step, precision, ..
-        } = &self.options;
-        let decisions = &self.decisions;
-        if let Some(policy) = &step.quantization {
-            tell(TrainEvent::Quantized { policy, decisions });
+/// What a task is when its data are ready.
+struct Prepared {
+    feed: Feed,
+    model: DiffusionModel,
+    /// The model that training starts from.
+    base: Option<PipelineModel>,
+}
+
+impl FineTune {
+    /// Opens the files of all weights that are read, and compares them with what the programs declare.
+    fn open_files(&mut self, step: &StepOptions) -> Result<(), TrainError> {
+        let model = &self.base.model;
+        // Factors of low-rank updates are in no file.
+        let denoiser = step::trace(
+            model,
+            &StepOptions {
+                lora: None,
+                ..step.clone()
+            },
+        )?;
+        let mut parts = vec![
+            denoiser,
+            trace_encode_distribution(model).map_err(TrainError::model)?,
+        ];
+        for which in 0..model.text_encoders.len() {
+            parts.push(trace_encode(model, which, 1).map_err(TrainError::model)?);
         }
-        tell(TrainEvent::Traced {
-            parameters: self.step.graph.parameter_count(),
-            batch: step.batch,
-            footprint: &self.footprint,
-        });
-        let options = ProgramOptions {
-            precision: *precision,
-        };
-        let program = Program::of_step(&self.session, &self.step, &options)?;
-        let timings = program.timings();
-        tell(TrainEvent::Compiled {
-            seconds: timings.compile,
-            from_cache: timings.from_cache,
-        });
-        Ok(program)
+        let stored = step.quantization.as_ref();
+        let stored = stored
+            .map(|policy| policy.stored.clone())
+            .unwrap_or_default();
+        let graphs = parts.iter().map(|traced| &traced.graph);
+        self.base
+            .files
+            .open_all(graphs, model.denoiser.part(), &stored)
+            .map_err(TrainError::model)
     }
+
+    /// Encodes what no earlier run has encoded of the dataset.
+    fn encode(
+        self,
+        session: &Session,
+        precision: DotPrecision,
+        observer: &mut TrainObserver<'_>,
+    ) -> Result<Prepared, TrainError> {
+        let FineTune {
+            base,
+            dataset,
+            batches,
+            cache,
+        } = self;
+        let encoded = EncodedDataset::new(
+            session, &base, precision, dataset, batches, &cache, observer,
+        )?;
+        Ok(Prepared {
+            feed: Feed::Encoded(encoded),
+            model: base.model.clone(),
+            base: Some(base),
+        })
+    }
+}
+
+/// One for each text encoder.
+fn tokenizers<'a>(feed: &'a Feed, base: Option<&'a PipelineModel>) -> Vec<&'a Tokenizer> {
+    match (feed, base) {
+        (Feed::Pixels { batcher, .. }, _) => vec![batcher.tokenizer()],
+        (Feed::Encoded(_), Some(base)) => base.tokenizers.iter().collect(),
+        (Feed::Encoded(_), None) => Vec::new(),
+    }
+}
+
+/// Compiles the step, and tells of it.
+fn compile(
+    session: &Session,
+    traced: &TracedStep<'_>,
+    precision: DotPrecision,
+    tell: &mut dyn FnMut(TrainEvent<'_>),
+) -> Result<Program, TrainError> {
+    let TracedStep {
+        options,
+        lowered,
+        decisions,
+        footprint,
+    } = *traced;
+    if let Some(policy) = &options.quantization {
+        tell(TrainEvent::Quantized { policy, decisions });
+    }
+    tell(TrainEvent::Traced {
+        parameters: lowered.graph.parameter_count(),
+        batch: options.batch,
+        footprint,
+    });
+    let program = Program::of_step(session, lowered, &ProgramOptions { precision })?;
+    let timings = program.timings();
+    tell(TrainEvent::Compiled {
+        seconds: timings.compile,
+        from_cache: timings.from_cache,
+    });
+    Ok(program)
+}
+
+/// A traced step, and what is told of it.
+#[derive(Clone, Copy)]
+struct TracedStep<'a> {
+    options: &'a StepOptions,
+    lowered: &'a lowering::LoweredProgram,
+    decisions: &'a [Decision],
+    footprint: &'a Footprint,
 }

@@ -280,6 +280,19 @@ pub fn sync_dir(dir: &Path) -> io::Result<()> {
     File::open(dir)?.sync_all()
 }
 
+/// The names in a folder, sorted; those that are not UTF-8 are left out.
+///
+/// # Errors
+/// When it cannot be listed.
+pub fn sorted_entries(dir: &Path) -> io::Result<Vec<String>> {
+    let mut names = Vec::new();
+    for entry in fs::read_dir(dir)? {
+        names.extend(entry?.file_name().into_string().ok());
+    }
+    names.sort();
+    Ok(names)
+}
+
 /// The folder that holds `path`.
 pub fn parent_of(path: &Path) -> &Path {
     match path.parent() {

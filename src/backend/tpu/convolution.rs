@@ -362,7 +362,10 @@ impl CustomCall for Convolution {
         let Some((kernel, result)) = kernel else {
             return Configuration::Text(String::new());
         };
-        let operand_bytes: u64 = operands[self.side - 1..].iter().map(|s| s.bytes() as u64).sum();
+        let operand_bytes: u64 = operands[self.side - 1..]
+            .iter()
+            .map(|s| s.bytes() as u64)
+            .sum();
         let cost = CostEstimate {
             flops: self.flops(operands, &result),
             transcendentals: 0,

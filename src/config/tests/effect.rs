@@ -5,17 +5,17 @@ use super::*;
 #[test]
 fn what_maxdiffusion_ignores_warns_and_what_is_not_here_is_refused() {
     let loaded = load(
-        "center_crop: True\nscale_lr: False\n",
-        &["random_flip=False"],
+        "scale_lr: True\nenable_mllog: False\n",
+        &["max_train_samples=-1"],
         None,
     );
     assert_eq!(
         loaded.warnings,
-        ["run.yml:1: center_crop: has no effect: MaxDiffusion ignores it too"]
+        ["run.yml:1: scale_lr: has no effect: MaxDiffusion ignores it too"]
     );
     assert_eq!(
-        errors("", &["random_flip=True"], None),
-        ["command line: random_flip: has no effect: MaxDiffusion ignores it too"]
+        errors("", &["scale_lr=True"], None),
+        ["command line: scale_lr: has no effect: MaxDiffusion ignores it too"]
     );
     assert_eq!(
         errors(

@@ -2,8 +2,8 @@
 
 use super::original::{DENOISER_PREFIX, Root};
 use super::spec::{
-    Claim, FamilySpec, GuidanceKind, HiddenState, Published, SingleFile, TextEncoderKind,
-    TextEncoderSpec,
+    Claim, FamilySpec, GuidanceKind, HiddenState, KohyaSpec, Published, SingleFile,
+    TextEncoderKind, TextEncoderSpec,
 };
 use super::unet::original::Signature;
 use super::{DenoiserKind, Part, clip, unet, vae};
@@ -50,6 +50,11 @@ pub const SPEC: FamilySpec = FamilySpec {
             }],
             unknown_prediction: None,
         },
+        kohya: Some(KohyaSpec {
+            versions: ["sd_v1", "sd_v1_v"],
+            architectures: ["stable-diffusion-v1"; 2],
+            original_names: false,
+        }),
     }),
     denoiser: DenoiserKind::Unet,
     text_encoders: &[TextEncoderSpec {

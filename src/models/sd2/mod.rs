@@ -4,8 +4,8 @@ use serde_json::Value;
 
 use super::original::{DENOISER_PREFIX, Root};
 use super::spec::{
-    Claim, FamilySpec, GuidanceKind, HiddenState, Published, SingleFile, TextEncoderKind,
-    TextEncoderSpec, UnknownPrediction,
+    Claim, FamilySpec, GuidanceKind, HiddenState, KohyaSpec, Published, SingleFile,
+    TextEncoderKind, TextEncoderSpec, UnknownPrediction,
 };
 use super::unet::original::Signature;
 use super::{DenoiserKind, Part, clip, unet, vae};
@@ -75,6 +75,11 @@ pub const SPEC: FamilySpec = FamilySpec {
                        2.1 at 768 pixels; for a model of 512 pixels set prediction_type=epsilon",
             }),
         },
+        kohya: Some(KohyaSpec {
+            versions: ["sd_v2", "sd_v2_v"],
+            architectures: ["stable-diffusion-v2-512", "stable-diffusion-v2-768-v"],
+            original_names: false,
+        }),
     }),
     denoiser: DenoiserKind::Unet,
     text_encoders: &[TextEncoderSpec {

@@ -2,8 +2,8 @@
 
 use super::original::{DENOISER_PREFIX, Root};
 use super::spec::{
-    Claim, FamilySpec, GuidanceKind, HiddenState, Published, SingleFile, TextEncoderKind,
-    TextEncoderSpec,
+    Claim, FamilySpec, GuidanceKind, HiddenState, KohyaSpec, Published, SingleFile,
+    TextEncoderKind, TextEncoderSpec,
 };
 use super::unet::original::Signature;
 use super::{DenoiserKind, Part, clip, unet, vae};
@@ -46,6 +46,11 @@ pub const SPEC: FamilySpec = FamilySpec {
             }],
             unknown_prediction: None,
         },
+        kohya: Some(KohyaSpec {
+            versions: ["sdxl_base_v1-0"; 2],
+            architectures: ["stable-diffusion-xl-v1-refiner"; 2],
+            original_names: true,
+        }),
     }),
     denoiser: DenoiserKind::Unet,
     text_encoders: &[TextEncoderSpec {

@@ -226,7 +226,7 @@ fn block_name(key: &str, layers: usize) -> Option<String> {
 ///
 /// There, `input_blocks` holds `conv_in`, then each block's layers and its downsampler; `output_blocks` holds each
 /// block's layers, the last of which has the upsampler.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct Blocks {
     /// The place in `input_blocks` of each down block's first layer.
     down: Vec<usize>,

@@ -175,10 +175,16 @@ impl LatentDistribution {
     /// # Errors
     /// When `noise` has another shape or type.
     pub fn sample(self, b: &Builder, noise: Tensor) -> Result<Tensor> {
-        let half = b.mul_scalar(self.logvar, 0.5)?;
-        let deviation = b.exp(half)?;
-        let spread = b.mul(deviation, noise)?;
+        let spread = b.mul(self.deviation(b)?, noise)?;
         b.add(self.mean, spread)
+    }
+
+    /// The standard deviation, `exp(logvar / 2)`, shaped like `mean`.
+    ///
+    /// # Errors
+    /// None for a distribution that an encoder gave.
+    pub fn deviation(self, b: &Builder) -> Result<Tensor> {
+        b.exp(b.mul_scalar(self.logvar, 0.5)?)
     }
 }
 

@@ -1,6 +1,6 @@
 //! Low-rank updates beside the weights of a traced program.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::LoraRanks;
 use crate::dtype::DType;
@@ -9,7 +9,11 @@ use crate::shape::Shape;
 
 type Result<T> = std::result::Result<T, GraphError>;
 
-/// The graph with `up @ (down @ x)` added to every dot and convolution of the weights that `ranks` names.
+/// The scopes of an update's factors below their layer's.
+const DOWN: &str = "lora_down";
+const UP: &str = "lora_up";
+
+/// The graph with `scale * up @ (down @ x)` added to every dot and convolution of the weights that `ranks` names.
 ///
 /// The factors are new weights of type `f32`, for a weight `<path>.weight` called `<path>.lora_down.weight` and
 /// `<path>.lora_up.weight`, with the shapes that [`super::Factors`] have. Both products are of the type of `x` and
@@ -18,7 +22,7 @@ type Result<T> = std::result::Result<T, GraphError>;
 ///
 /// # Errors
 /// When no dot or convolution has one of the weights as its right operand, in the layout of [`crate::nn`].
-pub fn beside(graph: &Graph, ranks: &LoraRanks) -> Result<Graph> {
+pub fn beside(graph: &Graph, ranks: &LoraRanks, scale: f64) -> Result<Graph> {
     let mut used = BTreeSet::new();
     let result = graph.rewrite(&mut |b, node, operands| {
         let Some(weight) = contracted_weight(b, node, operands) else {
@@ -29,6 +33,10 @@ pub fn beside(graph: &Graph, ranks: &LoraRanks) -> Result<Graph> {
         };
         let base = b.copy_node(node, operands)?;
         let update = low_rank(b, node, operands[0], &weight, rank)?;
+        let update = match scale == 1.0 {
+            true => update,
+            false => b.mul_scalar(update, scale)?,
+        };
         used.insert(weight.name);
         b.add(base, update).map(Some)
     })?;
@@ -42,20 +50,38 @@ pub fn beside(graph: &Graph, ranks: &LoraRanks) -> Result<Graph> {
 
 /// The weight that a contraction's right operand is, maybe converted.
 fn contracted_weight(b: &Builder, node: &Node, operands: &[Tensor]) -> Option<Input> {
-    if !matches!(node.op, Op::DotGeneral { .. } | Op::Convolution { .. }) {
+    if !is_contraction(node) {
         return None;
     }
-    b.with_graph(|g| {
-        let mut node = &g.nodes[operands.get(1)?.index()];
-        while let Op::Convert(_) = node.op {
-            node = &g.nodes[*node.operands.first()? as usize];
-        }
-        let Op::Parameter(index) = node.op else {
-            return None;
-        };
-        let input = &g.inputs[index];
-        matches!(input.kind, InputKind::Weight(_)).then(|| input.clone())
-    })
+    b.with_graph(|g| weight_behind(g, operands.get(1)?.index()).cloned())
+}
+
+fn is_contraction(node: &Node) -> bool {
+    matches!(node.op, Op::DotGeneral { .. } | Op::Convolution { .. })
+}
+
+/// The weight that a node is, maybe converted.
+fn weight_behind(graph: &Graph, id: usize) -> Option<&Input> {
+    let mut node = &graph.nodes[id];
+    while let Op::Convert(_) = node.op {
+        node = &graph.nodes[*node.operands.first()? as usize];
+    }
+    let Op::Parameter(index) = node.op else {
+        return None;
+    };
+    let input = &graph.inputs[index];
+    matches!(input.kind, InputKind::Weight(_)).then_some(input)
+}
+
+/// The weights that [`beside`] can put an update beside, by their names: those of linear layers and convolutions.
+pub fn adaptable(graph: &Graph) -> BTreeMap<&str, &Shape> {
+    let contractions = graph.nodes.iter().filter(|node| is_contraction(node));
+    let weights =
+        contractions.filter_map(|node| weight_behind(graph, *node.operands.get(1)? as usize));
+    let weights = weights.filter(|weight| weight.shape.rank() >= 2);
+    weights
+        .map(|weight| (weight.name.as_str(), &weight.shape))
+        .collect()
 }
 
 /// `up @ (down @ x)` in the shape and type of `node`, the product of `x` with `weight`.
@@ -84,13 +110,12 @@ fn low_rank(b: &Builder, node: &Node, x: Tensor, weight: &Input, rank: usize) ->
         down_axes.extend(of_in);
         up_axes.extend([*of_out, None]);
     }
-    // An update of zero until the factors are loaded.
-    let init = match weight.kind {
-        InputKind::Weight(init) => init,
-        InputKind::State | InputKind::Data => Init::Zeros,
+    // PEFT's `gaussian`; an update of zero until the factors are loaded or trained.
+    let init = Init::Normal {
+        std: 1.0 / rank as f32,
     };
-    let down = factor("lora_down", down_dims, down_axes, init)?;
-    let up = factor("lora_up", vec![out, rank], up_axes, Init::Zeros)?;
+    let down = factor(DOWN, down_dims, down_axes, init)?;
+    let up = factor(UP, vec![out, rank], up_axes, Init::Zeros)?;
 
     let (inner, result) = match &node.op {
         Op::DotGeneral { dims, result, .. } => {
@@ -102,7 +127,7 @@ fn low_rank(b: &Builder, node: &Node, x: Tensor, weight: &Input, rank: usize) ->
             {
                 return Err(layout());
             }
-            let at = b.scope("lora_down");
+            let at = b.scope(DOWN);
             (at.dot_general(x, down, dims.clone(), DType::F32)?, *result)
         }
         Op::Convolution { dims, result, .. } => {
@@ -114,13 +139,13 @@ fn low_rank(b: &Builder, node: &Node, x: Tensor, weight: &Input, rank: usize) ->
             {
                 return Err(layout());
             }
-            let at = b.scope("lora_down");
+            let at = b.scope(DOWN);
             let inner = at.convolution(x, down, (**dims).clone(), DType::F32)?;
             (inner, *result)
         }
         _ => return Err(layout()),
     };
-    let at = b.scope("lora_up");
+    let at = b.scope(UP);
     let inner = at.convert(inner, dtype)?;
     let last = b.dims(inner).len() - 1;
     let dims = DotDims {

@@ -12,6 +12,7 @@ mod beside;
 mod config;
 mod dialects;
 mod file;
+mod kohya;
 mod merge;
 mod mismatch;
 mod resolve;
@@ -19,9 +20,10 @@ mod resolve;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-pub use beside::beside;
+pub use beside::{adaptable, beside};
 pub use file::LoraFile;
 pub(crate) use file::{CONFIG_FILE, FILES};
+pub use kohya::KohyaNames;
 pub use merge::{Adapter, Factors};
 pub use mismatch::{LoraFamily, LoraMismatch, MisshapenModule, UnmatchedModule};
 

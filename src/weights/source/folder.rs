@@ -1,7 +1,6 @@
 //! diffusers pipeline folders.
 
 use std::collections::BTreeMap;
-use std::fs;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
@@ -13,6 +12,7 @@ use crate::models::family::UNSUPPORTED;
 use crate::models::original::{Converted, Transform};
 use crate::models::spec::Signs;
 use crate::models::{Family, Part, clip, t5, vae};
+use crate::util::files::sorted_entries;
 use crate::weights::{Checkpoint, WeightsError};
 
 const INDEX: &str = "model_index.json";
@@ -22,7 +22,7 @@ const PICKLES: [&str; 3] = ["ckpt", "pt", "bin"];
 pub(crate) const DENOISERS: [Part; 2] = [Part::Unet, Part::Transformer];
 
 /// Whether a folder has the parts of a model in subfolders.
-pub(super) fn is_pipeline(dir: &Path) -> bool {
+pub fn is_pipeline(dir: &Path) -> bool {
     let has_config = |part: Part| dir.join(part.name()).join("config.json").is_file();
     dir.join(INDEX).is_file() || DENOISERS.into_iter().any(has_config)
 }
@@ -203,13 +203,7 @@ pub(super) fn only_file(dir: &Path) -> Result<PathBuf, SourceError> {
 
 /// The names in a folder, sorted.
 fn entries(dir: &Path) -> Result<Vec<String>, SourceError> {
-    let mut names = Vec::new();
-    for entry in fs::read_dir(dir).map_err(|e| io_error(dir, e))? {
-        let name = entry.map_err(|e| io_error(dir, e))?.file_name();
-        names.extend(name.into_string().ok());
-    }
-    names.sort();
-    Ok(names)
+    sorted_entries(dir).map_err(|e| io_error(dir, e))
 }
 
 /// Whether a denoiser with this configuration takes a mask and a masked image beside the sample.

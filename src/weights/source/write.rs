@@ -81,14 +81,7 @@ impl ModelSource {
                 path: dir.to_owned(),
             });
         }
-        let Some(published) = &self.family.spec().published else {
-            return Err(SourceError::OtherKind {
-                path: self.path.clone(),
-                what: self.family.title(),
-                advice: "diffusers has no pipeline for it; name the folder as it is",
-            });
-        };
-        let index = self.index(published)?;
+        let index = self.index_fields()?;
         let denoiser = self.family.spec().denoiser.part();
         let specs = self
             .components
@@ -184,6 +177,22 @@ impl ModelSource {
     }
 
     /// The content of `model_index.json`.
+    ///
+    /// # Errors
+    /// When a part is of a class that is not supported, or the model has none for pipelines.
+    pub fn index_fields(&self) -> Result<Map<String, Value>, SourceError> {
+        self.index(self.published()?)
+    }
+
+    fn published(&self) -> Result<&'static Published, SourceError> {
+        let published = self.family.spec().published.as_ref();
+        published.ok_or_else(|| SourceError::OtherKind {
+            path: self.path.clone(),
+            what: self.family.title(),
+            advice: "diffusers has no pipeline for it; name the folder as it is",
+        })
+    }
+
     fn index(&self, published: &Published) -> Result<Map<String, Value>, SourceError> {
         let class = match self.inpaint {
             true => published.inpaint_pipeline,

@@ -265,14 +265,14 @@ fn beside_a_weight_the_product_is_that_of_the_merged_weight() {
             evaluate(graph, &inputs).unwrap().remove(0)
         };
         let float = layer_program(kernel, Precision::F32, false).finish();
-        let with = beside(&float, &ranks).unwrap();
+        let with = beside(&float, &ranks, 1.0).unwrap();
         let sum = run(&float, &merged).to_f64_vec().unwrap();
         assert_near(&run(&with, &w), &sum, 1e-5);
 
         // The integers of the base do not change, and the update is not rounded to any.
         let int8 = layer_program(kernel, Precision::F32, true).finish();
         let base = run(&quant::lower(&int8).unwrap(), &w).to_f64_vec().unwrap();
-        let with = beside(&int8, &ranks).unwrap();
+        let with = beside(&int8, &ranks, 1.0).unwrap();
         let float_base = run(&float, &w).to_f64_vec().unwrap();
         let update: Vec<f64> = sum
             .iter()
@@ -313,7 +313,12 @@ fn beside_a_weight_products_are_of_the_activations_type() {
         activations: DType::BF16,
     };
     let ranks = BTreeMap::from([("unet/block.layer.weight".to_owned(), 2)]);
-    let graph = beside(&layer_program(false, precision, false).finish(), &ranks).unwrap();
+    let graph = beside(
+        &layer_program(false, precision, false).finish(),
+        &ranks,
+        1.0,
+    )
+    .unwrap();
     let dots: Vec<_> = graph
         .nodes
         .iter()
@@ -334,7 +339,7 @@ fn beside_a_weight_products_are_of_the_activations_type() {
 fn a_weight_that_no_contraction_takes_is_named() {
     let graph = layer_program(false, Precision::F32, false).finish();
     let ranks = |name: &str| BTreeMap::from([(name.to_owned(), 2)]);
-    let text = beside(&graph, &ranks("unet/block.layer.bias"))
+    let text = beside(&graph, &ranks("unet/block.layer.bias"), 1.0)
         .unwrap_err()
         .to_string();
     assert!(

@@ -1,0 +1,258 @@
+//! Training that starts from published weights: the model, and the files of its checkpoints.
+
+use std::path::{Path, PathBuf};
+
+use serde_json::{Map, Value};
+
+use crate::config::{self, Config, Given, LoraConfig};
+use crate::models::unet::ROOT as UNET;
+use crate::models::{DenoiserKind, Part};
+use crate::pipelines::PipelineModel;
+use crate::pipelines::model_files::{TEXT_ENCODER_FILE, UNET_FILE};
+use crate::quant::Policy;
+use crate::train::checkpoint::SavedCheckpoint;
+use crate::train::{EMA_SUFFIX, LORA_FILE, LoraRecord, UnchangedFile, UnchangedOrigin};
+use crate::util::files::sorted_entries;
+use crate::weights::lora::KohyaNames;
+use crate::weights::source::{Component, ModelSource};
+
+use super::record::Recorded;
+use super::source::{INDEX, Source, find_model};
+use super::step::lora_options;
+use super::{Notify, RecipeError, check_fine_tuning, hub};
+
+/// The model that the run starts from: that of the checkpoint which it continues, if this has a whole one, else the
+/// published one.
+///
+/// # Errors
+/// When it is not here, is not one that can be trained, or contradicts the configuration.
+pub(super) fn base(
+    config: &Config,
+    given: &Given,
+    recipe_file: &Path,
+    saved: Option<&SavedCheckpoint>,
+    notify: &mut Notify<'_>,
+) -> Result<PipelineModel, RecipeError> {
+    check_fine_tuning(config)?;
+    let config = without_steering(config);
+    let mut source = match saved {
+        None => published(&config, recipe_file, notify)?,
+        Some(saved) if config.lora_rank > 0 => {
+            check_saved(
+                saved,
+                saved.dir().join(LORA_FILE).is_file(),
+                "low-rank updates",
+            )?;
+            published(&config, recipe_file, notify)?
+        }
+        Some(saved) => {
+            check_saved(
+                saved,
+                saved.dir().join(INDEX).is_file(),
+                "a fine-tuned model",
+            )?;
+            let source = ModelSource::open(saved.dir()).map_err(RecipeError::failed)?;
+            Source::Model {
+                source: Box::new(source),
+                repo: None,
+                lora: None,
+            }
+        }
+    };
+    let config = hub::with_paths(config, notify)?;
+    if saved.is_none() || config.lora_rank > 0 {
+        source.replace_autoencoder(&config)?;
+    }
+    let mut base = source.model(&config, given, notify)?;
+    if base.model.denoiser.kind() != DenoiserKind::Unet {
+        return Err(RecipeError::Usage(format!(
+            "{}: training of {} is not here yet; Stable Diffusion 1.x, 2.x and SDXL can be fine-tuned",
+            base.files.path().display(),
+            base.model.family.title()
+        )));
+    }
+    if base.model.is_inpainting() {
+        return Err(RecipeError::Usage(format!(
+            "{}: fine-tuning of models for inpainting is not here yet; name the model that it was made from",
+            base.files.path().display()
+        )));
+    }
+    base.model.remat = config.remat_policy;
+    base.quantization = match base.quantization.take() {
+        Some(policy) if !policy.stored.is_empty() => Some(stored_policy(&config, policy)?),
+        other => other,
+    };
+    Ok(base)
+}
+
+fn published(
+    config: &Config,
+    recipe_file: &Path,
+    notify: &mut Notify<'_>,
+) -> Result<Source, RecipeError> {
+    let (source, repo) = find_model(config, recipe_file, notify)?;
+    Ok(Source::Model {
+        source: Box::new(source),
+        repo,
+        lora: None,
+    })
+}
+
+/// The configuration without what a file may have for `generate`: sizes, previews, and what steers or refines.
+fn without_steering(config: &Config) -> Config {
+    Config {
+        width: 0,
+        height: 0,
+        use_controlnet: false,
+        ip_adapter_path: String::new(),
+        preview_steps: 0,
+        preview_vae_model_name_or_path: String::new(),
+        refiner_model_name_or_path: String::new(),
+        lightning_repo: String::new(),
+        lora_config: LoraConfig::default(),
+        ..config.clone()
+    }
+}
+
+fn check_saved(saved: &SavedCheckpoint, fits: bool, expected: &str) -> Result<(), RecipeError> {
+    if fits {
+        return Ok(());
+    }
+    Err(RecipeError::Usage(format!(
+        "{} is a checkpoint of other training, expected one of {expected}: choose another run_name or output_dir",
+        saved.dir().display()
+    )))
+}
+
+/// How a step trains on weights that are stored quantized: beside them, and with activations in float.
+///
+/// # Errors
+/// When the weights themselves are to be trained, or int8 activations are asked for.
+pub fn stored_policy(config: &Config, policy: Policy) -> Result<Policy, RecipeError> {
+    let refuse = |problem: &str| Err(RecipeError::Usage(problem.to_owned()));
+    if config.lora_rank == 0 {
+        return refuse(
+            "the weights of this checkpoint are stored in int8 and cannot be trained: train low-rank updates beside them with \
+             lora_rank=16, or name the float checkpoint",
+        );
+    }
+    if config.quantization == config::Quantization::Int8 {
+        return refuse(
+            "quantization=int8: beside weights that are stored in int8, training has float activations: leave it out, or set \
+             quantization=int8_w8a16",
+        );
+    }
+    let mut policy = policy;
+    policy.formats.activation = None;
+    Ok(policy)
+}
+
+/// What checkpoints of the run hold beside weights and state: low-rank updates alone, or the whole model.
+///
+/// # Errors
+/// When a file of the model cannot be found.
+pub(super) fn recorded(config: &Config, base: &PipelineModel) -> Result<Recorded, RecipeError> {
+    let Some(source) = base.files.published() else {
+        return Err(RecipeError::Usage(format!(
+            "{} is no published model",
+            base.files.path().display()
+        )));
+    };
+    let Some(options) = lora_options(config) else {
+        return whole_model(config, source);
+    };
+    let unet = &source
+        .component(Part::Unet)
+        .map_err(RecipeError::failed)?
+        .checkpoint;
+    let published = source.family.spec().published.as_ref();
+    let spec = published.and_then(|published| published.kohya);
+    let kohya = spec.filter(|_| config.lora_kohya).map(|spec| {
+        let name = match config.run_name.as_str() {
+            "" => "lora",
+            name => name,
+        };
+        let prediction = base.model.scheduler.prediction_type;
+        KohyaNames::new(spec, prediction, unet.names(), name.to_owned())
+    });
+    Ok(Recorded {
+        lora: Some(LoraRecord { options, kohya }),
+        ..Recorded::default()
+    })
+}
+
+/// A diffusers folder: the denoiser's configuration, and all that training does not change.
+fn whole_model(config: &Config, source: &ModelSource) -> Result<Recorded, RecipeError> {
+    let mut files = vec![(
+        "model_index.json".to_owned(),
+        json(&source.index_fields().map_err(RecipeError::failed)?)?,
+    )];
+    if let Some(scheduler) = &source.scheduler {
+        let path = "scheduler/scheduler_config.json".to_owned();
+        files.push((path, json(scheduler)?));
+    }
+    let mut unchanged = Vec::new();
+    for (part, component) in &source.components {
+        files.push((format!("{part}/config.json"), json(&component.config)?));
+        match part {
+            Part::Unet if config.ema_decay > 0.0 => {
+                let path = format!("{UNET}{EMA_SUFFIX}/config.json");
+                files.push((path, json(&component.config)?));
+            }
+            Part::Unet => {}
+            _ => unchanged.push(weights(source, *part, component)),
+        }
+    }
+    for (part, folder) in &source.tokenizers {
+        let Some(name) = part.tokenizer() else {
+            continue;
+        };
+        for file in sorted_entries(folder).map_err(RecipeError::at(folder.display()))? {
+            let from = folder.join(&file);
+            if from.is_file() {
+                unchanged.push(UnchangedFile {
+                    path: format!("{name}/{file}"),
+                    origin: UnchangedOrigin::File(from),
+                });
+            }
+        }
+    }
+    Ok(Recorded {
+        files,
+        unchanged,
+        lora: None,
+    })
+}
+
+/// The weights of a part that is not trained: its one file in diffusers' layout, or its tensors.
+fn weights(source: &ModelSource, part: Part, component: &Component) -> UnchangedFile {
+    let file = match part {
+        Part::Unet | Part::Transformer | Part::Vae => UNET_FILE,
+        Part::TextEncoder | Part::TextEncoder2 => TEXT_ENCODER_FILE,
+    };
+    let folder = source.path.join(part.name());
+    let files: Vec<&Path> = component.checkpoint.files().collect();
+    let own = match files.as_slice() {
+        [one] if one.parent() == Some(&folder) => Some(one.to_path_buf()),
+        _ => None,
+    };
+    UnchangedFile {
+        path: format!("{part}/{file}"),
+        origin: match own {
+            Some(file) => UnchangedOrigin::File(file),
+            None => UnchangedOrigin::Weights(part),
+        },
+    }
+}
+
+fn json(fields: &Map<String, Value>) -> Result<Vec<u8>, RecipeError> {
+    serde_json::to_vec_pretty(fields).map_err(RecipeError::failed)
+}
+
+/// The folder of latents and text embeddings.
+pub(super) fn cache_folder(config: &Config) -> PathBuf {
+    match config.dataset_save_location.as_str() {
+        "" => Path::new(&config.output_dir).join("encoded"),
+        given => PathBuf::from(given),
+    }
+}

@@ -1,0 +1,216 @@
+//! Running the autoencoder and the text encoders over a dataset.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use crate::data::{DataError, Dataset, Prefetcher, Sample};
+use crate::emit::DotPrecision;
+use crate::host_tensor::HostTensor;
+use crate::pipelines::conditioning::{Conditioning, Encoder};
+use crate::pipelines::init_image::signed_planes;
+use crate::pipelines::latents::trace_encode_distribution;
+use crate::pipelines::text_to_image::{names, trace_encode};
+use crate::pipelines::{PartProgram, PipelineModel, TakeWeight, WeightSource};
+use crate::runtime::{Prepared, Session, Slot};
+use crate::shape::Shape;
+
+use super::store::{Entry, Store};
+use super::{DEVIATION, HIDDEN, MEAN, POOLED, stop_on_break};
+use crate::train::error::TrainError;
+use crate::train::observer::{Encoded, TrainEvent, TrainObserver};
+
+/// Captions that are encoded at once, on each device.
+const CAPTIONS: usize = 4;
+/// Images that are read ahead.
+const AHEAD: usize = 4;
+/// Bytes of the entries of a shard; the last entry goes beyond.
+const SHARD_BYTES: usize = 32 << 20;
+
+/// What encodes, and where the results go.
+pub(super) struct Encoding<'a, 'o, 'i> {
+    pub session: &'a Session,
+    pub base: &'a PipelineModel,
+    pub precision: DotPrecision,
+    pub store: &'a mut Store,
+    pub observer: &'o mut TrainObserver<'i>,
+}
+
+/// Entries on their way to a shard.
+#[derive(Default)]
+struct Shard {
+    entries: BTreeMap<String, Entry>,
+    bytes: usize,
+}
+
+impl Encoding<'_, '_, '_> {
+    /// Encodes captions, the token ids for each text encoder by the keys of their entries.
+    pub fn captions(&mut self, work: BTreeMap<String, Vec<Vec<i32>>>) -> Result<(), TrainError> {
+        if work.is_empty() {
+            return Ok(());
+        }
+        let model = &self.base.model;
+        let total = work.len();
+        let mut shard = Shard::default();
+        self.tell((Encoded::Captions, 0, total), &mut shard)?;
+        let (session, files) = (self.session, &self.base.files);
+        let read =
+            |slots: &[Slot], take: &mut TakeWeight<'_>| files.read_unchanged(session, slots, take);
+        let weights = WeightSource::Files(&read);
+        let rows = CAPTIONS * session.devices().len();
+        let mut encoders = Vec::with_capacity(model.text_encoders.len());
+        for which in 0..model.text_encoders.len() {
+            let traced = trace_encode(model, which, rows).map_err(TrainError::encode)?;
+            let lowered = self.session.lower(&traced)?;
+            let sizes = [rows, model.tokens];
+            let encoder = Encoder::compile(self.session, lowered, sizes, self.precision)
+                .map_err(TrainError::encode)?;
+            let prepared = weights.prepare(encoder.program().stages(), &mut |_| Ok(()));
+            let prepared = prepared.map_err(TrainError::encode)?;
+            encoders.push((encoder, prepared));
+        }
+        let work: Vec<(String, Vec<Vec<i32>>)> = work.into_iter().collect();
+        let mut done = 0;
+        for captions in work.chunks(rows) {
+            let mut parts = Vec::with_capacity(encoders.len());
+            for (which, (encoder, prepared)) in encoders.iter().enumerate() {
+                // A batch that is not full is filled up with its first caption.
+                let of_row = |row: usize| captions.get(row).unwrap_or(&captions[0]);
+                let ids: Vec<i32> = (0..rows)
+                    .flat_map(|row| of_row(row).1[which].iter().copied())
+                    .collect();
+                let part = encoder.run(session, prepared, &ids);
+                parts.push(part.map_err(TrainError::encode)?);
+            }
+            let Some(joined) = Conditioning::join(parts).map_err(TrainError::encode)? else {
+                continue;
+            };
+            for (row, (key, _)) in captions.iter().enumerate() {
+                let entry = self.embeddings(&joined, row)?;
+                shard.add(key.clone(), entry, self.store)?;
+            }
+            done += captions.len();
+            self.tell((Encoded::Captions, done, total), &mut shard)?;
+        }
+        shard.write(self.store)
+    }
+
+    /// The entry of one row: what the encoders computed has no more digits than their activations.
+    fn embeddings(&self, joined: &Conditioning, row: usize) -> Result<Entry, TrainError> {
+        let dtype = self.base.model.precision.activations;
+        let pooled = match &joined.pooled {
+            Some(pooled) => of_row(pooled, row)?.convert(dtype)?,
+            None => HostTensor::zeros(Shape::new(dtype, [0])),
+        };
+        let hidden = of_row(&joined.hidden, row)?.convert(dtype)?;
+        Ok(Entry::from([(HIDDEN, hidden), (POOLED, pooled)]))
+    }
+
+    /// Encodes images, each the number of a sample and whether it is mirrored, by the keys of their entries.
+    pub fn images(
+        &mut self,
+        work: BTreeMap<String, (usize, bool)>,
+        dataset: Arc<Dataset>,
+    ) -> Result<(), TrainError> {
+        if work.is_empty() {
+            return Ok(());
+        }
+        let total = work.len();
+        let mut shard = Shard::default();
+        self.tell((Encoded::Images, 0, total), &mut shard)?;
+        let traced = trace_encode_distribution(&self.base.model).map_err(TrainError::encode)?;
+        let (session, files) = (self.session, &self.base.files);
+        let read =
+            |slots: &[Slot], take: &mut TakeWeight<'_>| files.read_unchanged(session, slots, take);
+        let program = PartProgram::compile(session, session.lower(&traced)?, self.precision)
+            .map_err(TrainError::encode)?;
+        let prepared = WeightSource::Files(&read)
+            .prepare(program.stages(), &mut |_| Ok(()))
+            .map_err(TrainError::encode)?;
+        let (keys, wanted): (Vec<String>, Vec<(usize, bool)>) = work.into_iter().unzip();
+        let mut samples: Prefetcher<Sample, DataError> =
+            Prefetcher::spawn(0, AHEAD, move |at| match wanted.get(at as usize) {
+                Some(&(index, is_flipped)) => {
+                    let mut sample = dataset.get(index)?;
+                    if is_flipped {
+                        sample.flip();
+                    }
+                    Ok(sample)
+                }
+                // After the last: nobody asks for it.
+                None => Err(DataError::Index {
+                    index: at as usize,
+                    len: wanted.len(),
+                }),
+            })?;
+        for (done, key) in keys.into_iter().enumerate() {
+            let entry = self.latents(&program, &prepared, &samples.next()?)?;
+            shard.add(key, entry, self.store)?;
+            self.tell((Encoded::Images, done + 1, total), &mut shard)?;
+        }
+        shard.write(self.store)
+    }
+
+    fn latents(
+        &self,
+        program: &PartProgram,
+        prepared: &Prepared<'_>,
+        sample: &Sample,
+    ) -> Result<Entry, TrainError> {
+        let dtype = self.base.model.precision.activations;
+        let mut inputs = program.inputs(self.session);
+        inputs
+            .set(names::IMAGES, &signed_planes(&sample.image())?)
+            .map_err(TrainError::encode)?;
+        let mut results = program
+            .run(prepared, &inputs)
+            .map_err(TrainError::encode)?
+            .into_iter();
+        let mean = results
+            .next()
+            .ok_or_else(|| TrainError::UnknownOutput(names::LATENTS.to_owned()))?;
+        let mean = of_row(&mean, 0)?.convert(dtype)?;
+        let deviation = match results.next() {
+            Some(deviation) => of_row(&deviation, 0)?.convert(dtype)?,
+            None => HostTensor::zeros(mean.shape.clone()),
+        };
+        Ok(Entry::from([(MEAN, mean), (DEVIATION, deviation)]))
+    }
+
+    /// Tells of `done` of `total`. If the observer asks to stop, what is in `shard` is written first.
+    fn tell(
+        &mut self,
+        (what, done, total): (Encoded, usize, usize),
+        shard: &mut Shard,
+    ) -> Result<(), TrainError> {
+        let flow = (self.observer)(TrainEvent::Encoding { what, done, total });
+        if flow.is_break() {
+            std::mem::take(shard).write(self.store)?;
+        }
+        stop_on_break(flow)
+    }
+}
+
+impl Shard {
+    /// Takes an entry, and writes the shard when it is large enough.
+    fn add(&mut self, key: String, entry: Entry, store: &mut Store) -> Result<(), TrainError> {
+        self.bytes += entry.values().map(|t| t.data.len()).sum::<usize>();
+        self.entries.insert(key, entry);
+        match self.bytes >= SHARD_BYTES {
+            true => std::mem::take(self).write(store),
+            false => Ok(()),
+        }
+    }
+
+    fn write(self, store: &mut Store) -> Result<(), TrainError> {
+        Ok(store.add(&self.entries)?)
+    }
+}
+
+/// Row `row` of a batch, without its dimension.
+fn of_row(batch: &HostTensor, row: usize) -> Result<HostTensor, TrainError> {
+    let dims = batch.shape.dims.get(1..).unwrap_or_default().to_vec();
+    let shape = batch.shape.with_dims(dims);
+    let bytes = shape.bytes();
+    let data = batch.data[row * bytes..(row + 1) * bytes].to_vec();
+    Ok(HostTensor::new(shape, data)?)
+}

@@ -1,0 +1,322 @@
+//! A dataset as latents and text embeddings, which are computed once and kept in files.
+//!
+//! An entry is called by the hash of all that decides it: of latents the picture, its crop, whether it is mirrored, the
+//! autoencoder and its precision; of embeddings the token ids, the text encoders and their precision.
+
+mod encode;
+mod store;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::ControlFlow;
+use std::path::Path;
+use std::sync::Arc;
+
+use rayon::prelude::*;
+use serde_json::{Value, json};
+
+use crate::data::{BatchOptions, Dataset, Tokenizer};
+use crate::dtype::DType;
+use crate::emit::DotPrecision;
+use crate::host_tensor::HostTensor;
+use crate::models::unet::names as unet;
+use crate::models::vae;
+use crate::pipelines::PipelineModel;
+use crate::runtime::Session;
+use crate::shape::Shape;
+use crate::util::hash::{Hasher, Sha256};
+use crate::weights::{Checkpoint, WeightsError};
+
+use super::error::TrainError;
+use super::observer::{TrainEvent, TrainObserver};
+use super::step::names;
+
+use store::Store;
+pub use store::StoreError;
+
+/// The inputs of a training step that come from the dataset, by their names.
+pub type StepInputs = BTreeMap<&'static str, HostTensor>;
+
+/// The tensors of an entry: the distribution of latents, and the results of the text encoders.
+const MEAN: &str = "mean";
+const DEVIATION: &str = "deviation";
+const HIDDEN: &str = "hidden";
+const POOLED: &str = "pooled";
+
+/// The version of keys and entries: it changes with what they mean.
+const VERSION: u32 = 1;
+
+/// What of the model decides latents and embeddings.
+struct Encoders {
+    vae: Value,
+    text: Value,
+}
+
+/// The keys of a sample's entries, and its time ids.
+#[derive(Debug)]
+struct SampleKeys {
+    caption: String,
+    /// As the picture is, and mirrored if mirrored ones are drawn.
+    latents: Vec<String>,
+    time_ids: Vec<Vec<f32>>,
+}
+
+/// A dataset whose samples are encoded.
+#[derive(Debug)]
+pub struct EncodedDataset {
+    store: Store,
+    samples: Vec<SampleKeys>,
+    empty_caption: String,
+    options: BatchOptions,
+}
+
+/// What is to be encoded, by the keys of its entries.
+struct Work {
+    /// Sample and whether it is mirrored.
+    images: BTreeMap<String, (usize, bool)>,
+    /// Token ids for each text encoder.
+    captions: BTreeMap<String, Vec<Vec<i32>>>,
+}
+
+impl EncodedDataset {
+    /// Encodes what `dir` does not hold yet of the dataset's images and captions. `observer` hears of it, and may stop it.
+    ///
+    /// # Errors
+    /// When a caption cannot be tokenized, an image cannot be read any more, an encoder fails, or the folder cannot be
+    /// written; [`TrainError::EncodingStopped`] when `observer` asks to stop: what is encoded by then stays.
+    pub fn new(
+        session: &Session,
+        base: &PipelineModel,
+        precision: DotPrecision,
+        dataset: Dataset,
+        options: BatchOptions,
+        dir: &Path,
+        observer: &mut TrainObserver<'_>,
+    ) -> Result<EncodedDataset, TrainError> {
+        stop_on_break(observer(TrainEvent::Hashing))?;
+        let encoders = Encoders::of(base, precision)?;
+        let mut work = Work {
+            images: BTreeMap::new(),
+            captions: BTreeMap::new(),
+        };
+        let empty_caption = work.caption("", &base.tokenizers, &encoders)?;
+        let mut samples = Vec::with_capacity(dataset.len());
+        for index in 0..dataset.len() {
+            samples.push(work.sample(index, &dataset, base, &options, &encoders)?);
+        }
+        let wanted: BTreeSet<String> = work.keys().cloned().collect();
+        let mut store = Store::open(dir, &wanted)?;
+        for (path, reason) in store.damaged() {
+            tracing::warn!("{}: {reason}; it is made again", path.display());
+        }
+        work.images.retain(|key, _| !store.has(key));
+        work.captions.retain(|key, _| !store.has(key));
+        let mut encoding = encode::Encoding {
+            session,
+            base,
+            precision,
+            store: &mut store,
+            observer,
+        };
+        encoding.captions(work.captions)?;
+        encoding.images(work.images, Arc::new(dataset))?;
+        store.remove_damaged()?;
+        Ok(EncodedDataset {
+            store,
+            samples,
+            empty_caption,
+            options,
+        })
+    }
+
+    /// Samples of a batch.
+    pub fn batch_size(&self) -> usize {
+        self.options.batch_size
+    }
+
+    /// The inputs of step `step`: latents, embeddings and time ids of the rows of [`BatchOptions::rows`].
+    ///
+    /// # Errors
+    /// When an entry cannot be read.
+    pub fn inputs(&self, step: u64) -> Result<StepInputs, TrainError> {
+        let rows = self.options.rows(self.samples.len(), step);
+        let rows = rows
+            .into_par_iter()
+            .map(|row| {
+                let sample = &self.samples[row.index];
+                let flipped = usize::from(row.is_flipped);
+                let caption = match row.drops_caption {
+                    true => &self.empty_caption,
+                    false => &sample.caption,
+                };
+                let mut inputs = self.row(&sample.latents[flipped], caption)?;
+                if inputs.contains_key(unet::TEXT_EMBEDS) {
+                    let ids = &sample.time_ids[flipped];
+                    let ids = HostTensor::from_f32([ids.len()], ids)?;
+                    inputs.insert(unet::TIME_IDS, ids);
+                }
+                Ok(inputs)
+            })
+            .collect::<Result<Vec<_>, TrainError>>()?;
+        stacked(rows)
+    }
+
+    /// The inputs of one sample, without a dimension of the batch.
+    fn row(&self, latents: &str, caption: &str) -> Result<StepInputs, TrainError> {
+        let read = |key: &str, name| -> Result<HostTensor, TrainError> {
+            Ok(self.store.read(key, name)?.convert(DType::F32)?)
+        };
+        let mut row = StepInputs::from([
+            (names::SAMPLE, read(latents, MEAN)?),
+            (names::DEVIATION, read(latents, DEVIATION)?),
+            (unet::ENCODER_HIDDEN_STATES, read(caption, HIDDEN)?),
+        ]);
+        let pooled = read(caption, POOLED)?;
+        // Of encoders without a pooled result it has no elements.
+        if pooled.shape.count() > 0 {
+            row.insert(unet::TEXT_EMBEDS, pooled);
+        }
+        Ok(row)
+    }
+}
+
+impl Work {
+    fn keys(&self) -> impl Iterator<Item = &String> {
+        self.images.keys().chain(self.captions.keys())
+    }
+
+    /// The keys of sample `index`, which are to be made.
+    fn sample(
+        &mut self,
+        index: usize,
+        dataset: &Dataset,
+        base: &PipelineModel,
+        options: &BatchOptions,
+        encoders: &Encoders,
+    ) -> Result<SampleKeys, TrainError> {
+        let (caption, picture) = dataset.entry(index)?;
+        let resolution = dataset.resolution();
+        let mut latents = Vec::new();
+        let mut time_ids = Vec::new();
+        for is_flipped in [false, true] {
+            if is_flipped && !options.random_flip {
+                continue;
+            }
+            let key = key(&json!({
+                "vae": encoders.vae,
+                "picture": picture.content.to_string(),
+                "corner": picture.corner,
+                "side": picture.side,
+                "resolution": resolution,
+                "is_flipped": is_flipped,
+            }));
+            self.images.insert(key.clone(), (index, is_flipped));
+            latents.push(key);
+            let corner = picture.crop_top_left(resolution, is_flipped);
+            time_ids.push(base.model.time_ids_of(picture.original_size, corner));
+        }
+        Ok(SampleKeys {
+            caption: self.caption(&caption, &base.tokenizers, encoders)?,
+            latents,
+            time_ids,
+        })
+    }
+
+    /// The key of a caption, which is to be made.
+    fn caption(
+        &mut self,
+        caption: &str,
+        tokenizers: &[Tokenizer],
+        encoders: &Encoders,
+    ) -> Result<String, TrainError> {
+        let mut ids = Vec::with_capacity(tokenizers.len());
+        for tokenizer in tokenizers {
+            let encoded = tokenizer.encode(caption)?;
+            for warning in encoded.warnings() {
+                tracing::warn!("caption \"{caption}\": {warning}");
+            }
+            ids.push(encoded.ids);
+        }
+        let key = key(&json!({ "text": encoders.text, "ids": ids }));
+        self.captions.insert(key.clone(), ids);
+        Ok(key)
+    }
+}
+
+impl Encoders {
+    /// # Errors
+    /// When a file of the model cannot be read.
+    fn of(base: &PipelineModel, dot_precision: DotPrecision) -> Result<Encoders, TrainError> {
+        let model = &base.model;
+        let fingerprint = |root: &str| -> Result<String, TrainError> {
+            let checkpoint = base.files.get(root).map_err(TrainError::encode)?;
+            Ok(fingerprint(checkpoint)?.to_string())
+        };
+        let precision = json!([
+            model.precision.weights.to_string(),
+            model.precision.activations.to_string(),
+            format!("{dot_precision:?}"),
+        ]);
+        let text = model
+            .text_encoders
+            .iter()
+            .map(|encoder| {
+                Ok(json!({
+                    "weights": fingerprint(encoder.part.name())?,
+                    "config": format!("{:?}", encoder.config),
+                    "hidden": format!("{:?}", encoder.hidden),
+                }))
+            })
+            .collect::<Result<Vec<_>, TrainError>>()?;
+        Ok(Encoders {
+            vae: json!({
+                "version": VERSION,
+                "weights": fingerprint(vae::ROOT)?,
+                "config": format!("{:?}", model.vae),
+                "precision": precision,
+            }),
+            text: json!({ "version": VERSION, "encoders": text, "precision": precision }),
+        })
+    }
+}
+
+/// SHA-256 of what decides an entry, whose fields are always in the same order.
+fn key(decides: &Value) -> String {
+    Sha256::of(decides.to_string()).to_string()
+}
+
+/// SHA-256 of a checkpoint's tensors, the same in every layout.
+fn fingerprint(checkpoint: &Checkpoint) -> Result<Sha256, WeightsError> {
+    let mut hasher = Hasher::default();
+    for (name, shape) in checkpoint.iter() {
+        hasher.update(format!("{name} {shape}\n"));
+        hasher.update(checkpoint.read(name)?.data);
+    }
+    Ok(hasher.finish())
+}
+
+/// The error of an observer that asks to stop.
+fn stop_on_break(flow: ControlFlow<()>) -> Result<(), TrainError> {
+    match flow {
+        ControlFlow::Continue(()) => Ok(()),
+        ControlFlow::Break(()) => Err(TrainError::EncodingStopped),
+    }
+}
+
+/// Rows with the same inputs as a batch.
+fn stacked(rows: Vec<StepInputs>) -> Result<StepInputs, TrainError> {
+    let Some(first) = rows.first() else {
+        return Ok(StepInputs::new());
+    };
+    let stack = |name: &&'static str| {
+        let shape = &first[name].shape;
+        let mut data = Vec::with_capacity(rows.len() * shape.bytes());
+        for row in &rows {
+            let tensor = row.get(name).filter(|tensor| tensor.shape == *shape);
+            let tensor = tensor.ok_or_else(|| TrainError::UnknownInput((*name).to_owned()))?;
+            data.extend(&tensor.data);
+        }
+        let dims = [&[rows.len()], shape.dims.as_slice()].concat();
+        Ok((*name, HostTensor::new(Shape::new(shape.dtype, dims), data)?))
+    };
+    first.keys().map(stack).collect()
+}

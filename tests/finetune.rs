@@ -1,0 +1,270 @@
+//! Fine-tuning in latents against the arithmetic of diffusers' training scripts, and as a user runs it.
+
+mod runs;
+
+use std::collections::BTreeMap;
+
+use crate::common::{self, Golden, assert_close, distance, keeping_session};
+use crate::pipelines::case::Case;
+use maxdiff::dtype::DType;
+use maxdiff::graph::Graph;
+use maxdiff::host_tensor::HostTensor;
+use maxdiff::models::unet::UNet2DConditionConfig;
+use maxdiff::models::{Denoiser, Part};
+use maxdiff::nn::Precision;
+use maxdiff::pipelines::init_image::signed_planes;
+use maxdiff::pipelines::latents::trace_encode_distribution;
+use maxdiff::runtime::{Array, Program, ProgramOptions, Session, Value};
+use maxdiff::train::LoraOptions;
+use maxdiff::train::optimizer::{FIRST_MOMENT, OptimizerOptions};
+use maxdiff::train::step::{
+    self, CleanSamples, Draws, LossWeighting, StepOptions, Timesteps, names,
+};
+use maxdiff::weights::Checkpoint;
+
+const CASES: [&str; 3] = ["sd15", "sd21", "sdxl"];
+const STEPS: usize = 5;
+const TOKENS: usize = 6;
+const BATCH: usize = 2;
+/// AdamW divides by the root of squared gradients, so that where gradients are small their rounding counts.
+const TOLERANCE: f64 = 1e-4;
+
+/// A recorded run, and the step that should compute the same.
+struct Run<'a> {
+    name: &'static str,
+    session: &'a Session,
+    golden: Golden,
+    graph: Graph,
+    program: Program,
+    state: BTreeMap<String, HostTensor>,
+}
+
+impl<'a> Run<'a> {
+    fn new(session: &'a Session, name: &'static str, lora: Option<LoraOptions>) -> Run<'a> {
+        let mut case = Case::read(name, Precision::F32);
+        case.model.tokens = TOKENS;
+        let unet = Golden::text(&format!("finetune/{name}/unet/config.json"));
+        let unet = UNet2DConditionConfig::from_json(&unet).unwrap();
+        case.model.denoiser = Denoiser::Unet(unet.into());
+        let golden = Golden::read(&format!("finetune/{name}/steps.safetensors"));
+        let meta = |key: &str| golden.meta[key].as_f64().unwrap();
+        let options = StepOptions {
+            batch: BATCH,
+            clean: CleanSamples::Given,
+            draws: Draws::Inputs,
+            optimizer: OptimizerOptions {
+                adam_b1: 0.9,
+                adam_b2: 0.999,
+                adam_eps: 1e-8,
+                adam_weight_decay: meta("weight_decay"),
+                max_grad_value: None,
+                max_grad_norm: Some(meta("max_grad_norm")),
+                ema_decay: None,
+            },
+            timesteps: Timesteps::Uniform,
+            loss_weighting: match golden.meta["snr_gamma"].as_f64() {
+                Some(gamma) if lora.is_none() => LossWeighting::MinSnr { gamma },
+                _ => LossWeighting::None,
+            },
+            lora,
+            train_text_encoder: false,
+            quantization: None,
+        };
+        let traced = step::trace(&case.model, &options).unwrap();
+        let lowered = session.lower(&traced).unwrap().step;
+        let program = Program::of_step(session, &lowered, &ProgramOptions::default()).unwrap();
+        let unet = Checkpoint::open(&common::golden(&format!("finetune/{name}/unet"))).unwrap();
+        let mut state = BTreeMap::new();
+        for slot in program.inputs() {
+            let value = match slot.name.strip_prefix("unet/") {
+                Some(key) if unet.info(key).is_some() => unet.read_as(key, DType::F32).unwrap(),
+                Some(factor) => {
+                    let recorded = format!("in/lora/{}", recorded_factor(factor));
+                    golden.tensor(&recorded, &slot.shape)
+                }
+                None => HostTensor::zeros(slot.shape.clone()),
+            };
+            state.insert(slot.name.clone(), value);
+        }
+        let rate = HostTensor::scalar_f32(DType::F32, meta("learning_rate") as f32).unwrap();
+        state.insert(names::LEARNING_RATE.to_owned(), rate);
+        Run {
+            name,
+            session,
+            golden,
+            graph: lowered.graph,
+            program,
+            state,
+        }
+    }
+
+    /// Takes step `step`; its loss and the norm of its gradient.
+    fn step(&mut self, step: usize) -> [f64; 2] {
+        for input in self.graph.inputs.iter().map(|input| &input.name) {
+            let recorded = match input.as_str() {
+                names::SAMPLE => "in/latents".to_owned(),
+                names::TIMESTEP => "in/timesteps".to_owned(),
+                other => format!("in/{other}"),
+            };
+            if self.golden.has(&recorded) {
+                let slot = self.state.get_mut(input).unwrap();
+                let count = slot.shape.count();
+                let values = &self.golden.values(&recorded)[step * count..][..count];
+                *slot = HostTensor::from_f64(slot.shape.clone(), values).unwrap();
+            }
+        }
+        let arrays: Vec<Array> = self
+            .program
+            .inputs()
+            .iter()
+            .map(|slot| {
+                self.session
+                    .put(&self.state[&slot.name], &slot.spec)
+                    .unwrap()
+            })
+            .collect();
+        let arguments = arrays.iter().map(Value::Borrow).collect();
+        let results = self.program.run(arguments).unwrap();
+        let mut told = BTreeMap::new();
+        for (slot, array) in self.program.outputs().iter().zip(&results) {
+            let value = array.to_host(self.session.mesh()).unwrap();
+            match self.state.get_mut(&slot.name) {
+                Some(state) => *state = value,
+                None => {
+                    told.insert(slot.name.clone(), value.to_f64_vec().unwrap()[0]);
+                }
+            }
+        }
+        assert_eq!(told[names::FINITE], 1.0);
+        [told[names::LOSS], told[names::GRAD_NORM]]
+    }
+
+    /// Takes all steps, and compares losses, norms, the first gradients and the last weights with those of `run`.
+    fn check(mut self, run: &str, recorded: &dyn Fn(&str) -> String) -> usize {
+        let place = |what: &str| format!("out/{run}/{what}");
+        let mut first = BTreeMap::new();
+        for step in 0..STEPS {
+            let found = self.step(step);
+            for (found, what) in found.iter().zip(["loss", "grad_norm"]) {
+                let expected = self.golden.values(&place(what))[step];
+                let error = (found - expected).abs() / expected;
+                let name = self.name;
+                assert!(
+                    error < TOLERANCE,
+                    "{name} {run} {what} {step}: {found} {expected}"
+                );
+            }
+            if step == 0 {
+                first = self.state.clone();
+            }
+        }
+        let limit = self.golden.meta["max_grad_norm"].as_f64().unwrap();
+        let norm = self.golden.values(&place("grad_norm"))[0];
+        let clip = (limit / norm).min(1.0);
+        let mut compared = 0;
+        for (name, weight) in &self.state {
+            let Some(key) = name.strip_prefix("unet/") else {
+                continue;
+            };
+            let key = recorded(key);
+            if !self.golden.has(&place(&key)) {
+                continue;
+            }
+            assert_close(&place(&key), weight, &self.golden, TOLERANCE);
+            // After one step the first moment is a tenth of the clipped gradient.
+            let moment = first[&format!("{FIRST_MOMENT}{name}")]
+                .to_f64_vec()
+                .unwrap();
+            let gradient: Vec<f64> = moment.iter().map(|m| m / (1.0 - 0.9) / clip).collect();
+            let gradient = distance(
+                &gradient,
+                self.golden.values(&place(&format!("grad/{key}"))),
+            );
+            assert!(
+                gradient < TOLERANCE,
+                "{run} gradient of {key}: {gradient:e}"
+            );
+            compared += 1;
+        }
+        compared
+    }
+}
+
+/// The recorded name of a factor: its layer's with `.down` or `.up`.
+fn recorded_factor(key: &str) -> String {
+    let layer = key.strip_suffix(".weight").unwrap_or(key);
+    layer.replace(".lora_", ".")
+}
+
+#[test]
+fn five_steps_of_the_whole_unet_are_those_of_diffusers_scripts() {
+    let session = keeping_session();
+    for name in CASES {
+        let run = Run::new(&session, name, None);
+        let compared = run.check("full", &str::to_owned);
+        assert!(compared >= 6, "{name}: {compared} weights are recorded");
+    }
+}
+
+#[test]
+fn five_steps_of_low_rank_updates_are_those_of_peft() {
+    let session = keeping_session();
+    for name in CASES {
+        let golden = Golden::read(&format!("finetune/{name}/steps.safetensors"));
+        let lora = LoraOptions {
+            rank: golden.meta["rank"].as_u64().unwrap() as usize,
+            alpha: golden.meta["alpha"].as_f64().unwrap(),
+            target_modules: ["to_[kqv]", "to_out.0", "proj_in"]
+                .map(str::to_owned)
+                .to_vec(),
+        };
+        let run = Run::new(&session, name, Some(lora));
+        let factors = golden.shapes();
+        let factors = factors
+            .iter()
+            .filter(|(name, _)| name.starts_with("in/lora/"));
+        assert_eq!(
+            run.check("lora", &recorded_factor),
+            factors.count(),
+            "{name}"
+        );
+    }
+}
+
+#[test]
+fn the_distribution_of_latents_is_diffusers() {
+    let session = keeping_session();
+    for name in CASES {
+        let case = Case::read(name, Precision::F32);
+        let golden = Golden::read(&format!("finetune/{name}/steps.safetensors"));
+        let bytes = golden.values("in/image").iter().map(|v| *v as u8).collect();
+        let image = image::RgbImage::from_raw(16, 16, bytes).unwrap();
+        let image = signed_planes(&image).unwrap();
+        let traced = trace_encode_distribution(&case.model).unwrap();
+        let vae = &case.source.components[&Part::Vae].checkpoint;
+        let arguments: Vec<HostTensor> = traced
+            .graph
+            .inputs
+            .iter()
+            .map(|input| match input.is_weight() {
+                true => vae.read_as(input.key(), DType::F32).unwrap(),
+                false => image.clone(),
+            })
+            .collect();
+        let results = common::run_on(&session, &traced.graph, &arguments);
+        let [mean, deviation] = [0, 1].map(|i: usize| results[i].to_f64_vec().unwrap());
+        let noise = golden.values("in/image_noise");
+        let drawn = mean.iter().zip(&deviation).zip(noise);
+        let sample: Vec<f64> = drawn.map(|((m, d), n)| m + d * n).collect();
+        assert!(
+            distance(&sample, golden.values("out/sample")) < 1e-5,
+            "{name}"
+        );
+        let factor = case.model.vae.as_ref().unwrap().latent_scale().factor;
+        for (found, what) in [(&mean, "out/mean"), (&deviation, "out/deviation")] {
+            let unscaled: Vec<f64> = found.iter().map(|v| v / factor).collect();
+            let error = distance(&unscaled, golden.values(what));
+            assert!(error < 1e-5, "{name} {what}: {error:e}");
+        }
+    }
+}

@@ -1,0 +1,492 @@
+//! Fine-tuning from the outside: one command from pictures to a model, or to low-rank updates of one.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use crate::common::{golden, keep_programs, text, without_optimizations};
+use maxdiff::dtype::DType;
+use maxdiff::metrics::read_json_lines;
+use maxdiff::weights::Checkpoint;
+use maxdiff::weights::lora::{LoraFile, LoraScale, LoraTarget};
+
+/// A recorded model with tokenizers, and six captioned pictures.
+struct Place {
+    dir: tempfile::TempDir,
+    case: &'static str,
+}
+
+impl Place {
+    fn new(case: &'static str) -> Place {
+        let dir = tempfile::tempdir().unwrap();
+        let model = dir.path().join("model");
+        copy(&golden(&format!("pipeline_{case}")), &model);
+        copy(
+            &golden(&format!("finetune/{case}/unet")),
+            &model.join("unet"),
+        );
+        for (name, pad) in [("tokenizer", "<|endoftext|>"), ("tokenizer_2", "!")] {
+            let folder = model.join(name);
+            copy(&golden("tokenizer"), &folder);
+            let config = serde_json::json!({
+                "tokenizer_class": "CLIPTokenizer", "model_max_length": 77, "pad_token": pad,
+            });
+            fs::write(folder.join("tokenizer_config.json"), config.to_string()).unwrap();
+        }
+        let data = dir.path().join("data");
+        fs::create_dir(&data).unwrap();
+        for at in 0..6u8 {
+            let picture = image::RgbImage::from_fn(20, 16, |x, y| {
+                image::Rgb([x as u8 * 12, y as u8 * 15, at * 40])
+            });
+            picture.save(data.join(format!("{at}.png"))).unwrap();
+            fs::write(data.join(format!("{at}.txt")), format!("a picture of {at}")).unwrap();
+        }
+        Place { dir, case }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    fn model(&self) -> String {
+        format!(
+            "pretrained_model_name_or_path={}",
+            self.path("model").display()
+        )
+    }
+
+    /// `verb` with the outputs in the folder `out`.
+    fn command(&self, verb: &str, out: &str, words: &[&str]) -> Command {
+        let recipe = match self.case {
+            "sdxl" => "configs/base_xl.yml",
+            _ => "configs/base15.yml",
+        };
+        let mut command = Command::new(env!("CARGO_BIN_EXE_maxdiff-rs"));
+        without_optimizations(&mut command)
+            .arg(verb)
+            .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join(recipe))
+            .args(words)
+            .args(["hardware=cpu", "resolution=16", "num_inference_steps=3"])
+            .arg(format!("output_dir={}", self.path(out).display()))
+            .arg(keep_programs())
+            .env("HF_HUB_OFFLINE", "1")
+            .stdin(Stdio::null());
+        for (key, value) in [
+            (
+                "pretrained_model_name_or_path=",
+                self.path("model").display().to_string(),
+            ),
+            ("activations_dtype=", "float32".to_owned()),
+        ] {
+            if !words.iter().any(|word| word.starts_with(key)) {
+                command.arg(format!("{key}{value}"));
+            }
+        }
+        command
+    }
+
+    /// `train` on the pictures; what it writes to standard error.
+    fn train(&self, out: &str, words: &[&str]) -> String {
+        let (code, log) = self.try_train(out, words);
+        assert_eq!(code, Some(0), "{words:?}: {log}");
+        log
+    }
+
+    fn try_train(&self, out: &str, words: &[&str]) -> (Option<i32>, String) {
+        let data = format!("train_data_dir={}", self.path("data").display());
+        let cache = format!("dataset_save_location={}", self.path("encoded").display());
+        let own = [
+            "dataset_type=folder",
+            data.as_str(),
+            "learning_rate=1e-2",
+            "log_period=1",
+        ];
+        let mut command = self.command("train", out, &[&own, words].concat());
+        if !words
+            .iter()
+            .any(|word| word.starts_with("dataset_save_location"))
+        {
+            command.arg(cache);
+        }
+        let output = command.output().unwrap();
+        (output.status.code(), text(&output.stderr).to_owned())
+    }
+
+    fn generate(&self, out: &str, words: &[&str]) -> image::RgbImage {
+        let words = [&["prompt=a picture", "seed=3"], words].concat();
+        let output = self.command("generate", out, &words).output().unwrap();
+        let error = text(&output.stderr);
+        assert!(output.status.success(), "{words:?}: {error}");
+        image::open(text(&output.stdout).trim()).unwrap().to_rgb8()
+    }
+
+    fn checkpoint(&self, out: &str, step: u64) -> PathBuf {
+        self.path(out).join(format!("checkpoints/step-{step:08}"))
+    }
+
+    fn losses(&self, out: &str) -> Vec<f64> {
+        let lines = read_json_lines(&self.path(out).join("metrics.jsonl")).unwrap();
+        let lines = lines.lines.iter();
+        lines
+            .map(|line| line["learning/loss"].as_f64().unwrap())
+            .collect()
+    }
+
+    fn shards(&self) -> BTreeSet<PathBuf> {
+        let entries = fs::read_dir(self.path("encoded")).unwrap();
+        entries.map(|entry| entry.unwrap().path()).collect()
+    }
+}
+
+fn copy(from: &Path, to: &Path) {
+    fs::create_dir_all(to).unwrap();
+    for entry in fs::read_dir(from).unwrap() {
+        let entry = entry.unwrap();
+        let target = to.join(entry.file_name());
+        match entry.file_type().unwrap().is_dir() {
+            true => copy(&entry.path(), &target),
+            false => drop(fs::copy(entry.path(), target).unwrap()),
+        }
+    }
+}
+
+/// SDXL, with dropped captions, mirrored pictures and crops at random: all that is drawn comes from seed and step, also
+/// after a pause and with what another run has encoded.
+#[test]
+fn a_fine_tuned_model_is_a_whole_one_and_its_run_continues_bit_for_bit() {
+    let place = Place::new("sdxl");
+    let words = |more: &[&'static str]| {
+        let own = [
+            "caption_dropout=0.3",
+            "random_flip=True",
+            "center_crop=False",
+            "per_device_batch_size=2",
+            "learning_rate_schedule_steps=4",
+        ];
+        [&own, more].concat()
+    };
+    let log = place.train("whole", &words(&["max_train_steps=4"]));
+    // The empty caption, and pictures as they are and mirrored.
+    assert!(log.contains("encoded 7 captions"), "{log}");
+    assert!(log.contains("encoded 12 images"), "{log}");
+    let log = place.train("parts", &words(&["max_train_steps=2"]));
+    assert!(!log.contains("encoded"), "{log}");
+    // A shard that is damaged is made again, as it was.
+    let shards = place.shards();
+    let damaged = shards
+        .iter()
+        .max_by_key(|path| fs::metadata(path).unwrap().len())
+        .unwrap();
+    let bytes = fs::read(damaged).unwrap();
+    fs::write(damaged, &bytes[..bytes.len() / 2]).unwrap();
+    let log = place.train("parts", &words(&["max_train_steps=4"]));
+    assert!(
+        log.contains("it is made again") && log.contains("continuing from"),
+        "{log}"
+    );
+    assert_eq!(fs::read(damaged).unwrap(), bytes);
+    assert_eq!(place.losses("whole"), place.losses("parts"));
+    for file in [
+        "unet/diffusion_pytorch_model.safetensors",
+        "optimizer.safetensors",
+    ] {
+        let [a, b] =
+            ["whole", "parts"].map(|out| fs::read(place.checkpoint(out, 4).join(file)).unwrap());
+        assert!(a == b, "{file} differs between the runs");
+    }
+
+    // What is not trained is the model's own file, here and in the checkpoint of the continued run.
+    for file in [
+        "vae/diffusion_pytorch_model.safetensors",
+        "tokenizer_2/merges.txt",
+    ] {
+        let inode = |dir: PathBuf| fs::metadata(dir.join(file)).unwrap().ino();
+        let own = inode(place.path("model"));
+        assert_eq!(own, inode(place.checkpoint("whole", 4)), "{file}");
+        assert_eq!(own, inode(place.checkpoint("parts", 4)), "{file}");
+    }
+    let run = format!(
+        "pretrained_model_name_or_path={}",
+        place.path("whole").display()
+    );
+    let drawn = place.generate("images", &[&run]);
+    assert_ne!(drawn, place.generate("images", &[&place.model()]));
+    // By the run's own configuration, and as a model of its own.
+    assert_eq!(drawn, place.generate("whole", &[]));
+    let folder = format!(
+        "pretrained_model_name_or_path={}",
+        place.checkpoint("whole", 4).display()
+    );
+    assert_eq!(drawn, place.generate("images", &[&folder]));
+
+    let (code, log) = place.try_train("parts", &words(&["max_train_steps=6", "random_flip=False"]));
+    assert_eq!(code, Some(1), "{log}");
+    assert!(log.contains("random_flip: saved true, now false"), "{log}");
+    let (code, log) = place.try_train("parts", &["max_train_steps=6", "lora_rank=2"]);
+    assert_eq!(code, Some(2), "{log}");
+    assert!(log.contains("a checkpoint of other training"), "{log}");
+}
+
+#[test]
+fn another_autoencoder_has_latents_of_its_own() {
+    let place = Place::new("sd15");
+    let words = [
+        "max_train_steps=1",
+        "per_device_batch_size=6",
+        "checkpoint_copies=True",
+    ];
+    place.train("first", &words);
+    let vae = "vae/diffusion_pytorch_model.safetensors";
+    let [own, copied] =
+        [place.path("model"), place.checkpoint("first", 1)].map(|dir| dir.join(vae));
+    assert_ne!(
+        fs::metadata(&own).unwrap().ino(),
+        fs::metadata(&copied).unwrap().ino()
+    );
+    assert_eq!(fs::read(&own).unwrap(), fs::read(&copied).unwrap());
+
+    let other = place.path("vae");
+    copy(&golden("pipeline_sdxl").join("vae"), &other);
+    let other = format!("vae_model_name_or_path={}", other.display());
+    let log = place.train("second", &[&words[..], &[other.as_str()]].concat());
+    assert!(
+        log.contains("encoded 6 images") && !log.contains("captions"),
+        "{log}"
+    );
+    assert_ne!(place.losses("first"), place.losses("second"));
+}
+
+/// Updates of SDXL's UNet in float32, and of one whose weights are stored in int8: both are loaded as they were trained.
+#[test]
+fn low_rank_updates_are_loaded_as_they_were_trained() {
+    let place = Place::new("sdxl");
+    let words = [
+        "lora_rank=2",
+        "lora_alpha=3",
+        "lora_kohya=True",
+        "per_device_batch_size=2",
+        "learning_rate_schedule_steps=4",
+    ];
+    let grid = [
+        "sample_every=4",
+        "sample_prompts=a picture",
+        "seed=3",
+        "do_classifier_free_guidance=False",
+    ];
+    let with = |more: &[&'static str]| [&words[..], &grid, more].concat();
+    place.train("whole", &with(&["max_train_steps=4"]));
+    place.train("parts", &with(&["max_train_steps=2"]));
+    place.train("parts", &with(&["max_train_steps=4"]));
+    assert_eq!(place.losses("whole"), place.losses("parts"));
+    let saved = place.checkpoint("whole", 4);
+    let names: BTreeSet<String> = fs::read_dir(&saved)
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
+    let expected = [
+        "config.json",
+        "kohya_lora.safetensors",
+        "manifest.json",
+        "optimizer.safetensors",
+        "pytorch_lora_weights.safetensors",
+        "state.json",
+    ];
+    assert_eq!(names, expected.map(str::to_owned).into());
+    same_updates(&place.path("model"), &saved);
+
+    // The image that was drawn while the model was trained is the upper left corner of the last grid.
+    let drawn = place.generate("whole", &["do_classifier_free_guidance=False"]);
+    let grid = image::open(place.path("whole").join("samples/step-00000004-00001.png")).unwrap();
+    assert!(in_grid(&drawn, &grid.to_rgb8()));
+    let lora = format!(
+        "lora_config.lora_model_name_or_path=['{}']",
+        saved.display()
+    );
+    let loaded = place.generate("images", &["do_classifier_free_guidance=False", &lora]);
+    assert_eq!(loaded, drawn);
+    let base = place.generate("images", &["do_classifier_free_guidance=False"]);
+    assert!(!in_grid(&base, &grid.to_rgb8()));
+}
+
+/// Whether the grid shows the image, enlarged by whole numbers, up to rounding.
+fn in_grid(image: &image::RgbImage, grid: &image::RgbImage) -> bool {
+    let scale = maxdiff::pipelines::image_file::visible_scale(image.width());
+    let [width, height] = [image.width() * scale, image.height() * scale];
+    (0..=grid.width() - width).any(|left| {
+        (0..=grid.height().min(height + 64) - height).any(|top| {
+            image.enumerate_pixels().all(|(x, y, pixel)| {
+                let shown = grid.get_pixel(left + x * scale, top + y * scale);
+                pixel.0.iter().zip(shown.0).all(|(a, b)| a.abs_diff(b) <= 1)
+            })
+        })
+    })
+}
+
+/// The files of both dialects hold the same updates.
+fn same_updates(model: &Path, saved: &Path) {
+    let unet = Checkpoint::open(&model.join("unet")).unwrap();
+    let targets: Vec<LoraTarget<'_>> = unet
+        .iter()
+        .map(|(key, shape)| LoraTarget {
+            root: "unet",
+            key,
+            dims: &shape.dims,
+        })
+        .collect();
+    let [peft, kohya] =
+        ["pytorch_lora_weights.safetensors", "kohya_lora.safetensors"].map(|file| {
+            let file = LoraFile::open(&saved.join(file)).unwrap();
+            file.resolve(&targets, LoraScale::from(1.0)).unwrap()
+        });
+    assert_eq!(peft.ranks(), kohya.ranks());
+    assert!(peft.ranks().len() >= 16, "{:?}", peft.ranks());
+    let file = Checkpoint::open(&saved.join("pytorch_lora_weights.safetensors")).unwrap();
+    for (weight, rank) in peft.ranks() {
+        assert_eq!(rank, 2);
+        let key = weight.strip_prefix("unet/").unwrap();
+        let [a, b] = [&peft, &kohya].map(|adapter| adapter.factors("unet", key).unwrap().unwrap());
+        assert_eq!((&a.down, &a.up), (&b.down, &b.up), "{key}");
+        let layer = key.strip_suffix(".weight").unwrap();
+        let up = file
+            .read_as(&format!("unet.{layer}.lora_B.weight"), DType::F32)
+            .unwrap();
+        let [up, scaled] = [&up, &a.up].map(|tensor| tensor.to_f32_vec().unwrap());
+        // Alpha 3, rank 2.
+        assert!(
+            up.iter()
+                .zip(&scaled)
+                .all(|(up, scaled)| up * 1.5 == *scaled),
+            "{key}"
+        );
+    }
+}
+
+#[test]
+fn updates_beside_stored_integers_follow_those_beside_floats() {
+    let place = Place::new("sd15");
+    let int8 = place.path("int8");
+    let output = Command::new(env!("CARGO_BIN_EXE_maxdiff-rs"))
+        .arg("quantize")
+        .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("configs/base15.yml"))
+        .args([
+            "quantization=int8_w8a16",
+            "activations_dtype=float32",
+            &place.model(),
+        ])
+        .arg("--output")
+        .arg(&int8)
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", text(&output.stderr));
+
+    let lora = [
+        "lora_rank=2",
+        "per_device_batch_size=6",
+        "max_train_steps=4",
+        "learning_rate=1e-3",
+    ];
+    place.train("float", &lora);
+    let stored = format!("pretrained_model_name_or_path={}", int8.display());
+    let own = [&lora[..], &[stored.as_str()]].concat();
+    place.train("stored", &own);
+    let (float, stored_losses) = (place.losses("float"), place.losses("stored"));
+    for (float, stored) in float.iter().zip(&stored_losses) {
+        // Weights of 8 bits: at most half a step of 1/127 of a row's largest in each.
+        assert!(
+            float != stored && (float - stored).abs() < 0.02 * float,
+            "{float} {stored}"
+        );
+    }
+    // Nothing but the factors has an optimizer.
+    let optimizer = place.checkpoint("stored", 4).join("optimizer.safetensors");
+    let optimizer = Checkpoint::open(&optimizer).unwrap();
+    let moments: Vec<&str> = optimizer
+        .names()
+        .filter(|name| name.starts_with("optimizer/m/"))
+        .collect();
+    assert!(
+        !moments.is_empty() && moments.iter().all(|name| name.contains(".lora_")),
+        "{moments:?}"
+    );
+
+    let (code, log) = place.try_train("full", &["max_train_steps=1", &stored]);
+    assert_eq!(code, Some(2), "{log}");
+    assert!(log.contains("lora_rank=16"), "{log}");
+    let words = [&own[..], &["quantization=int8"]].concat();
+    let (code, log) = place.try_train("int8", &words);
+    assert_eq!(code, Some(2), "{log}");
+    assert!(log.contains("int8_w8a16"), "{log}");
+}
+
+#[test]
+fn int8_products_follow_the_float_ones() {
+    let place = Place::new("sd15");
+    let words = [
+        "per_device_batch_size=6",
+        "max_train_steps=4",
+        "learning_rate=1e-3",
+    ];
+    place.train("float", &words);
+    let log = place.train("int8", &[&words[..], &["quantization=int8"]].concat());
+    assert!(log.contains("int8 (AQT numerics)"), "{log}");
+    for (float, int8) in place.losses("float").iter().zip(&place.losses("int8")) {
+        assert!(
+            float != int8 && (float - int8).abs() < 0.05 * float,
+            "{float} {int8}"
+        );
+    }
+}
+
+/// Sharded over devices, weights too: the same sums in another order.
+#[test]
+fn fsdp_computes_what_one_device_computes() {
+    let place = Place::new("sd15");
+    let words = ["max_train_steps=2", "learning_rate=1e-3"];
+    place.train("one", &[&words[..], &["per_device_batch_size=6"]].concat());
+    let two = [
+        "per_device_batch_size=3",
+        "num_devices=2",
+        "ici_fsdp_parallelism=2",
+        "ici_data_parallelism=1",
+    ];
+    place.train("two", &[&words[..], &two].concat());
+    for (one, two) in place.losses("one").iter().zip(&place.losses("two")) {
+        assert!((one - two).abs() < 1e-4 * one, "{one} {two}");
+    }
+}
+
+#[test]
+fn what_cannot_be_trained_is_named_before_anything_is_computed() {
+    let place = Place::new("sd15");
+    for (words, code, expected) in [
+        (
+            &["lora_rank=2", "lora_target_modules=to_qq"][..],
+            2,
+            "'to_qq' matches no linear layer",
+        ),
+        (&["lora_rank=64"], 2, "has rank 8 at most"),
+        (
+            &["lora_rank=2", "lora_target_modules=('"],
+            2,
+            "lora_target_modules",
+        ),
+        (&["model_family=sdxl"], 2, "expects SDXL"),
+        (&["train_text_encoder=True"], 2, "train_text_encoder=True"),
+        (
+            &["cache_latents_text_encoder_outputs=False"],
+            2,
+            "cache_latents_text_encoder_outputs=False",
+        ),
+        (&["lora_alpha=4"], 2, "it needs lora_rank above 0"),
+        (&["resume=must"], 2, "resume=must"),
+    ] {
+        let (found, log) = place.try_train("none", words);
+        assert_eq!(found, Some(code), "{words:?}: {log}");
+        assert!(log.contains(expected), "{words:?}: {log}");
+        assert!(!log.contains("compiled in"), "{words:?}: {log}");
+    }
+    assert!(!place.path("none").exists());
+}
