@@ -135,13 +135,18 @@ impl TrainProgress {
             }
             TrainEvent::Traced {
                 parameters,
+                trained,
                 batch,
                 footprint,
             } => {
                 let memory = footprint.describe();
                 progress(&format!("memory of each device: {memory}"));
+                let trained = match trained == parameters {
+                    true => String::new(),
+                    false => format!(", {trained} of them trained"),
+                };
                 progress(&format!(
-                    "{parameters} parameters, {batch} samples a step; compiling"
+                    "{parameters} parameters{trained}, {batch} samples a step; compiling"
                 ));
                 status::spin("compiling the training step");
             }

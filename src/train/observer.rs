@@ -33,6 +33,8 @@ pub enum TrainEvent<'a> {
     /// The step is traced, and compiles next. `batch` is the number of samples of a step over all devices.
     Traced {
         parameters: usize,
+        /// How many of them are trained.
+        trained: usize,
         batch: usize,
         footprint: &'a Footprint,
     },

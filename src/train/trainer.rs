@@ -7,6 +7,7 @@ use crate::data::{BatchOptions, Batcher, Dataset, Tokenizer};
 use crate::dtype::DType;
 use crate::emit::DotPrecision;
 use crate::footprint::Footprint;
+use crate::graph::Graph;
 use crate::lowering;
 use crate::metrics::{MetricsOptions, MetricsWriter};
 use crate::models::DiffusionModel;
@@ -318,6 +319,7 @@ fn compile(
     }
     tell(TrainEvent::Traced {
         parameters: lowered.graph.parameter_count(),
+        trained: trained_count(&lowered.graph),
         batch: options.batch,
         footprint,
     });
@@ -328,6 +330,13 @@ fn compile(
         from_cache: timings.from_cache,
     });
     Ok(program)
+}
+
+/// The elements of the weights that a step gives new values.
+fn trained_count(graph: &Graph) -> usize {
+    let is_updated = |index| graph.outputs.iter().any(|o| o.alias == Some(index));
+    let trained = graph.weights().filter(|(index, _)| is_updated(*index));
+    trained.map(|(_, input)| input.shape.count()).sum()
 }
 
 /// A traced step, and what is told of it.

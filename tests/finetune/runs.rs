@@ -257,6 +257,13 @@ fn another_autoencoder_has_latents_of_its_own() {
         "{log}"
     );
     assert_ne!(place.losses("first"), place.losses("second"));
+    // The checkpoint has the autoencoder that it was trained with.
+    let [own, saved] = [golden("pipeline_sdxl"), place.checkpoint("second", 1)].map(|dir| {
+        let file = Checkpoint::open(&dir.join("vae")).unwrap();
+        let read = |name: &str| (name.to_owned(), file.read(name).unwrap());
+        file.names().map(read).collect::<Vec<_>>()
+    });
+    assert!(!own.is_empty() && own == saved);
 }
 
 /// Updates of SDXL's UNet in float32, and of one whose weights are stored in int8: both are loaded as they were trained.
@@ -277,7 +284,8 @@ fn low_rank_updates_are_loaded_as_they_were_trained() {
         "do_classifier_free_guidance=False",
     ];
     let with = |more: &[&'static str]| [&words[..], &grid, more].concat();
-    place.train("whole", &with(&["max_train_steps=4"]));
+    let log = place.train("whole", &with(&["max_train_steps=4"]));
+    assert!(log.contains("of them trained"), "{log}");
     place.train("parts", &with(&["max_train_steps=2"]));
     place.train("parts", &with(&["max_train_steps=4"]));
     assert_eq!(place.losses("whole"), place.losses("parts"));
