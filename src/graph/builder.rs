@@ -140,6 +140,17 @@ impl Builder {
         }
     }
 
+    /// This builder in a recomputation region of another graph that is copied.
+    pub(crate) fn in_region(&self, region: Option<u32>) -> Builder {
+        let known = self.inner.remat_count.get();
+        let next = region.map_or(0, |region| region + 1);
+        self.inner.remat_count.set(known.max(next));
+        Builder {
+            remat: region,
+            ..self.clone()
+        }
+    }
+
     /// This builder outside any recomputation region.
     pub(crate) fn without_remat(&self) -> Builder {
         Builder {

@@ -58,7 +58,8 @@ impl Graph {
         })
     }
 
-    /// A copy in which `replace` may put other nodes in an operation's place.
+    /// A copy in which `replace` may put other nodes in an operation's place. What stands in its place is recomputed where
+    /// it was.
     ///
     /// `replace` gets a builder at the node's scope, the node, and its operands in the copy. `None` keeps the node.
     /// Loop bodies are rewritten by the same function.
@@ -109,7 +110,7 @@ impl Graph {
                 });
                 continue;
             }
-            let at = b.at(self.path(node).to_string());
+            let at = b.at(self.path(node).to_string()).in_region(node.remat);
             let copy = match replace(&at, i, &copies)? {
                 Some(t) => t,
                 None => {

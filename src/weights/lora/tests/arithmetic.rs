@@ -1,7 +1,7 @@
 //! What is computed: merged weights, stacked factors, products beside weights.
 
 use super::*;
-use crate::graph::{Builder, evaluate};
+use crate::graph::{Builder, Init, evaluate};
 use crate::nn::{Conv2d, Linear, Precision, conv2d, linear};
 use crate::quant::{self, Policy};
 use crate::shape::Shape;
@@ -345,5 +345,32 @@ fn a_weight_that_no_contraction_takes_is_named() {
     assert!(
         text.contains("no dot or convolution takes unet/block.layer.bias"),
         "{text}"
+    );
+}
+
+/// With recomputation of activations, what stands beside a layer is recomputed with it.
+#[test]
+fn updates_are_recomputed_where_their_layer_is() {
+    let b = Builder::new();
+    let x = b.input("x", Shape::new(DType::F32, [2, 4]), &[]).unwrap();
+    let layer = b.root("unet").checkpoint();
+    let shape = Shape::new(DType::F32, [3, 4]);
+    let weight = layer.param("weight", shape, Init::Zeros, &[]).unwrap();
+    let dims = crate::graph::DotDims {
+        lhs_contract: vec![1],
+        rhs_contract: vec![1],
+        ..Default::default()
+    };
+    let y = layer.dot_general(x, weight, dims, DType::F32).unwrap();
+    b.output("y", y, None).unwrap();
+    let graph = b.finish();
+    let ranks = LoraRanks::from([(graph.inputs[1].name.clone(), 2)]);
+    let with = beside(&graph, &ranks, 3.0).unwrap();
+    let computed = with.nodes.iter().filter(|node| !node.operands.is_empty());
+    let regions: Vec<Option<u32>> = computed.map(|node| node.remat).collect();
+    assert!(regions.len() >= 5, "{regions:?}");
+    assert!(
+        regions.iter().all(|region| *region == Some(0)),
+        "{regions:?}"
     );
 }
