@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use crate::common::{Golden, assert_close, distance, rel_l2, run_on, unoptimized_session};
+use crate::common::{Golden, assert_close, distance, keeping_session, rel_l2, run_on};
 use maxdiff::dtype::DType;
 use maxdiff::graph::{Builder, Graph, InputKind};
 use maxdiff::host_tensor::HostTensor;
@@ -106,7 +106,7 @@ impl Part {
                 _ => self.io.tensor(&format!("in/{}", input.name), &input.shape),
             })
             .collect();
-        run_on(&unoptimized_session(), graph, &arguments).remove(0)
+        run_on(&keeping_session(), graph, &arguments).remove(0)
     }
 
     fn run_merged(&self, graph: &Graph, adapter: &Adapter) -> HostTensor {

@@ -11,12 +11,14 @@ use std::path::{Path, PathBuf};
 use rayon::prelude::*;
 
 use crate::host_tensor::HostTensor;
-use crate::util::files::is_partial;
 use crate::util::hash::{Hasher, Sha256};
 use crate::weights::{Checkpoint, TensorView, WeightsError, save};
 
 /// The metadata with the hash of a shard's tensors.
 const HASH: &str = "sha256";
+/// Hexadecimal digits of a shard's name.
+const NAME_LENGTH: usize = 32;
+const EXTENSION: &str = "safetensors";
 
 /// Why an entry could not be kept or read.
 #[derive(Debug, thiserror::Error)]
@@ -58,8 +60,7 @@ impl Store {
         let mut paths = Vec::new();
         for entry in fs::read_dir(dir).map_err(io)? {
             let path = entry.map_err(io)?.path();
-            let is_shard = path.extension().is_some_and(|e| e == "safetensors");
-            if is_shard && !is_partial(&path) {
+            if is_shard(&path) {
                 paths.push(path);
             }
         }
@@ -132,7 +133,8 @@ impl Store {
         let metadata = BTreeMap::from([(HASH.to_owned(), hasher.finish().to_string())]);
         let keys: Vec<&str> = entries.keys().map(String::as_str).collect();
         let name = Sha256::of(keys.concat()).to_string();
-        let path = self.dir.join(format!("{}.safetensors", &name[..32]));
+        let name = format!("{}.{EXTENSION}", &name[..NAME_LENGTH]);
+        let path = self.dir.join(name);
         let views = tensors.iter().map(|(name, tensor)| TensorView {
             name,
             dtype: tensor.shape.dtype,
@@ -165,6 +167,17 @@ impl Store {
         }
         self.shards.push(shard);
     }
+}
+
+/// Whether a file is called as shards are. Others in the folder are the user's: they are neither read nor removed.
+fn is_shard(path: &Path) -> bool {
+    let is_name =
+        |name: &str| name.len() == NAME_LENGTH && name.bytes().all(|byte| byte.is_ascii_hexdigit());
+    path.extension().is_some_and(|e| e == EXTENSION)
+        && path
+            .file_stem()
+            .and_then(|n| n.to_str())
+            .is_some_and(is_name)
 }
 
 fn key_of(tensor: &str) -> &str {
@@ -268,10 +281,13 @@ mod tests {
         store.remove_damaged().unwrap();
         assert_eq!(fs::read(&path).unwrap(), whole);
         // One that nothing replaced goes.
-        let other = dir.path().join("other.safetensors");
+        let other = dir.path().join(format!("{}.safetensors", "0a".repeat(16)));
         fs::write(&other, &whole[..9]).unwrap();
+        // One of another name is not this program's.
+        let foreign = dir.path().join("lora.safetensors");
+        fs::write(&foreign, &whole[..9]).unwrap();
         let mut store = Store::open(dir.path(), &wanted).unwrap();
         store.remove_damaged().unwrap();
-        assert!(!other.exists() && path.exists());
+        assert!(!other.exists() && path.exists() && foreign.exists());
     }
 }
