@@ -4,7 +4,7 @@ mod runs;
 
 use std::collections::BTreeMap;
 
-use crate::common::{self, Golden, assert_close, distance, keeping_session};
+use crate::common::{self, Golden, assert_close, distance, keeping_session, put_state};
 use crate::pipelines::case::Case;
 use maxdiff::dtype::DType;
 use maxdiff::graph::Graph;
@@ -14,7 +14,7 @@ use maxdiff::models::{Denoiser, Part};
 use maxdiff::nn::Precision;
 use maxdiff::pipelines::init_image::signed_planes;
 use maxdiff::pipelines::latents::trace_encode_distribution;
-use maxdiff::runtime::{Array, Program, ProgramOptions, Session, Value};
+use maxdiff::runtime::{Program, ProgramOptions, Session, Value};
 use maxdiff::train::LoraOptions;
 use maxdiff::train::optimizer::{FIRST_MOMENT, OptimizerOptions};
 use maxdiff::train::step::{
@@ -113,16 +113,7 @@ impl<'a> Run<'a> {
                 *slot = HostTensor::from_f64(slot.shape.clone(), values).unwrap();
             }
         }
-        let arrays: Vec<Array> = self
-            .program
-            .inputs()
-            .iter()
-            .map(|slot| {
-                self.session
-                    .put(&self.state[&slot.name], &slot.spec)
-                    .unwrap()
-            })
-            .collect();
+        let arrays = put_state(self.session, &self.program, &self.state);
         let arguments = arrays.iter().map(Value::Borrow).collect();
         let results = self.program.run(arguments).unwrap();
         let mut told = BTreeMap::new();

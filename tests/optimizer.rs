@@ -2,11 +2,11 @@
 
 use std::collections::BTreeMap;
 
-use crate::common::{Golden, cpu_session};
+use crate::common::{Golden, cpu_session, put_state};
 use maxdiff::dtype::DType;
 use maxdiff::graph::{Builder, Graph, Init};
 use maxdiff::host_tensor::HostTensor;
-use maxdiff::runtime::{Array, Program, ProgramOptions, Session, Value};
+use maxdiff::runtime::{Program, ProgramOptions, Session, Value};
 use maxdiff::shape::Shape;
 use maxdiff::train::optimizer::{
     EMA, FIRST_MOMENT, OptimizerOptions, SECOND_MOMENT, Trained, UPDATES, adamw,
@@ -95,16 +95,7 @@ impl<'a> Run<'a> {
     }
 
     fn run(&mut self) -> BTreeMap<String, HostTensor> {
-        let arrays: Vec<Array> = self
-            .program
-            .inputs()
-            .iter()
-            .map(|slot| {
-                self.session
-                    .put(&self.state[&slot.name], &slot.spec)
-                    .unwrap()
-            })
-            .collect();
+        let arrays = put_state(self.session, &self.program, &self.state);
         let results = self
             .program
             .run(arrays.into_iter().map(Value::Donate).collect())

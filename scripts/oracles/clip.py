@@ -20,7 +20,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
-from common import GOLDEN, normal, report, rng, write
+from common import GOLDEN, normal, rel_l2, report, rng, write
 
 SHARED = dict(vocab_size=64, hidden_size=16, intermediate_size=40, num_hidden_layers=3, num_attention_heads=2,
               max_position_embeddings=11, bos_token_id=62, pad_token_id=63)
@@ -70,10 +70,6 @@ def run(model, ids: np.ndarray, cotangents: dict, dtype: torch.dtype) -> dict:
         assert np.abs(tensors[key]).max() < 1e-7, key
         tensors[key] = np.zeros_like(tensors[key])
     return tensors
-
-
-def rel_l2(a, b):
-    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
 
 def main():

@@ -35,5 +35,30 @@ def write(path: pathlib.Path, tensors: dict, meta: dict) -> None:
     report(path)
 
 
+def rel_l2(a, b) -> float:
+    """The relative L2 distance of `a` from `b`."""
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+def record_denoiser(folder: pathlib.Path, model, ins: dict, single: dict, double: dict, with_gradients=True) -> None:
+    """Writes a model's inputs and its results in float64, `single` being those in float32, beside its weights."""
+    import torch
+
+    grads = [k for k in double if k.startswith("grad/param/")]
+    meta = {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "pytorch_float32_rel_l2": {
+            "out/sample": rel_l2(single["out/sample"], double["out/sample"]),
+            "worst_grad": max(rel_l2(single[k], double[k]) for k in grads),
+        },
+        "versions": {"diffusers": json.load(open(folder / "config.json"))["_diffusers_version"],
+                     "torch": torch.__version__.split("+")[0]},
+    }
+    print(folder.name, meta)
+    kept = {k: v for k, v in double.items() if with_gradients or k not in grads}
+    tensors = {f"in/{k}": v for k, v in ins.items()} | {k: v.astype(np.float32) for k, v in kept.items()}
+    write(folder / "io.safetensors", tensors, meta)
+
+
 def report(path: pathlib.Path) -> None:
     print(f"{path.relative_to(ROOT)}: {path.stat().st_size:,} bytes")

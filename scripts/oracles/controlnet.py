@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from diffusers import ControlNetModel, UNet2DConditionModel
 
-from common import GOLDEN, normal, report, rng, write
+from common import GOLDEN, normal, rel_l2, report, rng, write
 
 SHARED = dict(in_channels=4, layers_per_block=1, block_out_channels=(4, 8), norm_num_groups=2)
 # What a ControlNet and its UNet have in common; what only the UNet has; what only the ControlNet has.
@@ -90,10 +90,6 @@ def run(unet, controlnet, ins: dict, dtype: torch.dtype) -> dict:
                "sample_2": controlled([a + b for a, b in zip(down, down_2)], mid + mid_2),
                "mid_block_res_sample": mid} | {f"down_block_res_samples.{i}": d for i, d in enumerate(down)}
     return {f"out/{k}": v.double().numpy() for k, v in out.items()}
-
-
-def rel_l2(a, b):
-    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
 
 def main():

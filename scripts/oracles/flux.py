@@ -11,7 +11,6 @@ Values are computed in float64 from the float32 weights and rounded once; the me
 run is from them.
 """
 
-import json
 import math
 import shutil
 import sys
@@ -20,7 +19,7 @@ import numpy as np
 import torch
 from diffusers import FluxTransformer2DModel
 
-from common import GOLDEN, normal, report, rng, write
+from common import GOLDEN, normal, record_denoiser, report, rng, write
 
 CONFIGS = {
     "dev": dict(in_channels=16, num_layers=1, num_single_layers=2, attention_head_dim=8, num_attention_heads=2,
@@ -86,10 +85,6 @@ def run(model, ins, dtype):
     return {k: v.double().numpy() for k, v in tensors.items()}
 
 
-def rel_l2(a, b):
-    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
-
-
 def main():
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -101,21 +96,7 @@ def main():
         model.save_pretrained(folder, max_shard_size="60KB" if name == "odd" else "5GB")
         ins = inputs(name)
         single, double = run(model, ins, torch.float32), run(model, ins, torch.float64)
-        grads = [k for k in double if k.startswith("grad/param/")]
-        meta = {
-            "parameters": sum(p.numel() for p in model.parameters()),
-            "pytorch_float32_rel_l2": {
-                "out/sample": rel_l2(single["out/sample"], double["out/sample"]),
-                "worst_grad": max(rel_l2(single[k], double[k]) for k in grads),
-            },
-            "versions": {"diffusers": json.load(open(folder / "config.json"))["_diffusers_version"],
-                         "torch": torch.__version__.split("+")[0]},
-        }
-        print(name, meta)
-        if name != "dev":
-            double = {k: v for k, v in double.items() if k not in grads}
-        tensors = {f"in/{k}": v for k, v in ins.items()} | {k: v.astype(np.float32) for k, v in double.items()}
-        write(folder / "io.safetensors", tensors, meta)
+        record_denoiser(folder, model, ins, single, double, with_gradients=name == "dev")
         for path in sorted(folder.iterdir()):
             if path.name != "io.safetensors":
                 report(path)

@@ -38,7 +38,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
-from common import GOLDEN, normal, report, rng, write
+from common import GOLDEN, normal, rel_l2, report, rng, write
 
 FOLDER = GOLDEN / "lora"
 SCALE = 0.7
@@ -255,10 +255,6 @@ def save_with_diffusers(name: str, models: Models) -> None:
 
 def at(scale):
     return {"default_0": {"unet": scale, "text_encoder": scale}}
-
-
-def rel_l2(a, b):
-    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
 
 def same(case: str, dialect: str, found: dict, expected: dict) -> None:

@@ -12,7 +12,6 @@ Values are computed in float64 from the float32 weights and rounded once; the me
 float32 run is from them.
 """
 
-import json
 import math
 import shutil
 import sys
@@ -21,7 +20,7 @@ import numpy as np
 import torch
 from diffusers import UNet2DConditionModel
 
-from common import GOLDEN, normal, report, rng, write
+from common import GOLDEN, normal, record_denoiser, report, rng, write
 
 # Every key in which the released configurations of the three kinds differ from the defaults, made small.
 SHARED = dict(in_channels=4, out_channels=4, sample_size=8, layers_per_block=2, block_out_channels=(8, 16, 16),
@@ -102,10 +101,6 @@ def run(model: UNet2DConditionModel, ins: dict, dtype: torch.dtype):
     return {k: v.double().numpy() for k, v in tensors.items()}
 
 
-def rel_l2(a, b):
-    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
-
-
 def main():
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -118,19 +113,7 @@ def main():
         model.save_pretrained(folder, max_shard_size="250KB" if name == "sdxl" else "5GB")
         ins = inputs(name)
         single, double = run(model, ins, torch.float32), run(model, ins, torch.float64)
-        grads = [k for k in double if k.startswith("grad/param/")]
-        meta = {
-            "parameters": sum(p.numel() for p in model.parameters()),
-            "pytorch_float32_rel_l2": {
-                "out/sample": rel_l2(single["out/sample"], double["out/sample"]),
-                "worst_grad": max(rel_l2(single[k], double[k]) for k in grads),
-            },
-            "versions": {"diffusers": json.load(open(folder / "config.json"))["_diffusers_version"],
-                         "torch": torch.__version__.split("+")[0]},
-        }
-        print(name, meta)
-        tensors = {f"in/{k}": v for k, v in ins.items()} | {k: v.astype(np.float32) for k, v in double.items()}
-        write(folder / "io.safetensors", tensors, meta)
+        record_denoiser(folder, model, ins, single, double)
         if name == "sd15":
             # Sides that no halving keeps whole: 9 -> 5 -> 3 and 7 -> 4 -> 2.
             ins = {k: v for k, v in inputs(name).items() if k != "cotangent"}

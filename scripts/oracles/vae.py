@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from diffusers import AutoencoderKL
 
-from common import GOLDEN, normal, report, rng, write
+from common import GOLDEN, normal, rel_l2, report, rng, write
 
 CONFIGS = {
     "sd": dict(block_out_channels=(8, 8, 16, 16), layers_per_block=1, latent_channels=4, norm_num_groups=4,
@@ -58,10 +58,6 @@ def run(model: AutoencoderKL, ins: dict, dtype: torch.dtype) -> dict:
         images = model.decode(t["latents"] / scale + shift).sample
     out = {"mean": posterior.mean, "logvar": posterior.logvar, "latents": latents, "images": images}
     return {f"out/{k}": v.double().numpy() for k, v in out.items()}
-
-
-def rel_l2(a, b):
-    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
 
 def main():

@@ -65,8 +65,7 @@ impl Config {
 
     /// The denoiser's configuration in the folder `pretrained_model_name_or_path`, if it is one of a model.
     pub fn folder_denoiser_config(&self) -> Option<PathBuf> {
-        let kinds = [DenoiserKind::Unet, DenoiserKind::Flux];
-        let mut files = kinds
+        let mut files = DenoiserKind::ALL
             .map(|kind| self.folder_config(kind.part().name()))
             .into_iter();
         files.find(|file| !self.pretrained_model_name_or_path.is_empty() && file.is_file())

@@ -9,7 +9,7 @@ use super::error::{Fault, HubError, SelectError};
 use super::name::RepoId;
 use crate::models::spec::Signs;
 use crate::models::{Family, Part};
-use crate::weights::source::{DENOISERS, SourceError, check_class, is_null, no_denoiser};
+use crate::weights::source::{SourceError, check_class, denoisers, is_null, no_denoiser};
 use crate::weights::{Choice, choose, is_pickle, lora, parse_index};
 
 const INDEX: &str = "model_index.json";
@@ -165,8 +165,8 @@ impl Chosen<'_> {
             self.needed.push(INDEX.to_owned());
             index = object(INDEX, &read(INDEX)?)?;
             check_class(&at, &index).map_err(SelectError::Model)?;
-        } else if !DENOISERS.into_iter().any(|part| self.has(&config_of(part))) {
-            let mut configs = DENOISERS.into_iter().map(config_of);
+        } else if !denoisers().any(|part| self.has(&config_of(part))) {
+            let mut configs = denoisers().map(config_of);
             if self.is_no_layout(INDEX) && configs.all(|name| self.is_no_layout(&name)) {
                 return self.single_file();
             }
@@ -190,7 +190,7 @@ impl Chosen<'_> {
             .filter(|name| TOKENIZER.iter().any(|file| listed(name, file)))
             .collect();
         let scheduler = listed("scheduler", "scheduler_config.json");
-        let Some(denoiser) = DENOISERS.into_iter().find(|part| parts.contains(part)) else {
+        let Some(denoiser) = denoisers().find(|part| parts.contains(part)) else {
             let found = self.listing.names.iter().cloned().collect();
             return Err(SelectError::Model(no_denoiser(&at, &index, found)).into());
         };

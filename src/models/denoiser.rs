@@ -5,18 +5,20 @@ use serde_json::{Map, Value};
 use crate::dtype::DType;
 use crate::graph::{Builder, GraphError, Tensor};
 use crate::nn::{Precision, Remat};
+use crate::util::named;
 
 use super::flux::{self, FluxConditioning, FluxLatents, FluxTransformer2DConfig};
 use super::unet::{self, UNet2DConditionConfig, UNetConditioning, UNetInputs};
 use super::{ModelConfigError, Part};
 
-/// A kind of network that denoises.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum DenoiserKind {
-    /// diffusers' `UNet2DConditionModel`.
-    Unet,
-    /// diffusers' `FluxTransformer2DModel`.
-    Flux,
+named! {
+    /// A kind of network that denoises, by its class in diffusers.
+    pub enum DenoiserKind {
+        /// Of Stable Diffusion.
+        Unet = "UNet2DConditionModel",
+        /// Of FLUX.1.
+        Flux = "FluxTransformer2DModel",
+    }
 }
 
 impl DenoiserKind {
@@ -81,10 +83,7 @@ impl Denoiser {
 
     /// The name of its class in diffusers.
     pub fn class(&self) -> &'static str {
-        match self {
-            Denoiser::Unet(_) => "UNet2DConditionModel",
-            Denoiser::Flux(_) => "FluxTransformer2DModel",
-        }
+        self.kind().name()
     }
 
     /// The UNet's configuration, if it is one.

@@ -30,6 +30,14 @@ impl Part {
         }
     }
 
+    /// The file of its weights in diffusers' layout.
+    pub const fn weights_file(self) -> &'static str {
+        match self {
+            Part::Unet | Part::Transformer | Part::Vae => "diffusion_pytorch_model.safetensors",
+            Part::TextEncoder | Part::TextEncoder2 => "model.safetensors",
+        }
+    }
+
     /// The library and the classes that `model_index.json` may name; the first is that of a `config.json` without a
     /// name.
     pub const fn classes(self) -> (&'static str, &'static [&'static str]) {

@@ -6,7 +6,6 @@ use std::path::{Path, PathBuf};
 use crate::dtype::DType;
 use crate::graph::Graph;
 use crate::host_tensor::HostTensor;
-use crate::models::unet::ROOT as UNET;
 use crate::models::vae::{PREVIEW_ROOT, ROOT as VAE};
 use crate::models::{Part, ip_adapter};
 use crate::quant::StoredFormats;
@@ -19,10 +18,6 @@ use super::PipelineError;
 use super::textual_inversion::EmbeddingRows;
 use super::traced::TracedModel;
 use super::weights::TakeWeight;
-
-/// The files of the denoiser's and of a text encoder's weights in the folders that training writes.
-pub const UNET_FILE: &str = "diffusion_pytorch_model.safetensors";
-pub const TEXT_ENCODER_FILE: &str = "model.safetensors";
 
 /// The parts of a VAE: encoder and decoder.
 const VAE_PARTS: [&str; 4] = ["encoder.", "quant_conv.", "decoder.", "post_quant_conv."];
@@ -170,15 +165,9 @@ impl ModelFiles {
         match &self.origin {
             Origin::Source(_) => None,
             Origin::Folders { dir, suffix } => {
-                let file = match root {
-                    UNET => UNET_FILE,
-                    _ => TEXT_ENCODER_FILE,
-                };
                 let folder = dir.join(format!("{root}{suffix}"));
-                match folder.join(file) {
-                    path if path.is_file() => Some(path),
-                    _ => Some(folder),
-                }
+                let file = Part::from_name(root).map(|part| folder.join(part.weights_file()));
+                Some(file.filter(|file| file.is_file()).unwrap_or(folder))
             }
         }
     }

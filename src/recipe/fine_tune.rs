@@ -8,7 +8,6 @@ use crate::config::{self, Config, Given, LoraConfig};
 use crate::models::unet::ROOT as UNET;
 use crate::models::{DenoiserKind, Part};
 use crate::pipelines::PipelineModel;
-use crate::pipelines::model_files::{TEXT_ENCODER_FILE, UNET_FILE};
 use crate::quant::Policy;
 use crate::train::checkpoint::SavedCheckpoint;
 use crate::train::{EMA_SUFFIX, LORA_FILE, LoraRecord, UnchangedFile, UnchangedOrigin};
@@ -226,10 +225,6 @@ fn whole_model(config: &Config, source: &ModelSource) -> Result<Recorded, Recipe
 
 /// The weights of a part that is not trained: its one file in diffusers' layout, or its tensors.
 fn weights(source: &ModelSource, part: Part, component: &Component) -> UnchangedFile {
-    let file = match part {
-        Part::Unet | Part::Transformer | Part::Vae => UNET_FILE,
-        Part::TextEncoder | Part::TextEncoder2 => TEXT_ENCODER_FILE,
-    };
     let folder = source.path.join(part.name());
     let files: Vec<&Path> = component.checkpoint.files().collect();
     let own = match files.as_slice() {
@@ -237,7 +232,7 @@ fn weights(source: &ModelSource, part: Part, component: &Component) -> Unchanged
         _ => None,
     };
     UnchangedFile {
-        path: format!("{part}/{file}"),
+        path: format!("{part}/{}", part.weights_file()),
         origin: match own {
             Some(file) => UnchangedOrigin::File(file),
             None => UnchangedOrigin::Weights(part),

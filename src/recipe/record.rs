@@ -5,7 +5,6 @@ use serde_json::json;
 use crate::config::{Config, Derived, Quantization, Resume};
 use crate::models::unet::ROOT as UNET;
 use crate::models::{Denoiser, DiffusionModel, Part};
-use crate::pipelines::model_files::{TEXT_ENCODER_FILE, UNET_FILE};
 use crate::train::checkpoint::SavedCheckpoint;
 use crate::train::schedule::LearningRate;
 use crate::train::{EMA_SUFFIX, LoraRecord, RunOptions, SCHEDULE_STEPS, UnchangedFile};
@@ -68,10 +67,9 @@ pub(super) fn run_options(
         unchanged: recorded.unchanged,
         copies_unchanged: config.checkpoint_copies,
         lora: recorded.lora,
-        weight_files: vec![
-            (UNET.to_string(), UNET_FILE.to_string()),
-            (Part::TextEncoder.to_string(), TEXT_ENCODER_FILE.to_string()),
-        ],
+        weight_files: [Part::Unet, Part::TextEncoder]
+            .map(|part| (part.to_string(), part.weights_file().to_string()))
+            .to_vec(),
     })
 }
 

@@ -15,7 +15,7 @@ use crate::models::{
     TextEncoderConfig,
 };
 use crate::nn::Remat;
-use crate::pipelines::model_files::{ModelFiles, UNET_FILE};
+use crate::pipelines::model_files::ModelFiles;
 use crate::pipelines::{LoraChoice, PipelineModel, TextualInversions};
 use crate::schedulers::SchedulerConfig;
 use crate::train::checkpoint::{Check, SavedCheckpoint, latest};
@@ -366,7 +366,7 @@ fn take_average(source: &mut ModelSource) -> Result<(), RecipeError> {
     let averaged = source
         .path
         .join(format!("{UNET}{EMA_SUFFIX}"))
-        .join(UNET_FILE);
+        .join(Part::Unet.weights_file());
     match averaged.is_file() {
         true => source
             .replace_denoiser(&averaged)

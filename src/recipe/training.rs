@@ -157,12 +157,15 @@ impl Training {
             check_saved(saved, config, &run, notify)?;
         }
         let mut step = step_options(config, self.start.model(), batch, shards as usize)?;
-        let stored = match &self.start {
-            Start::Published(base) => base.quantization.as_ref(),
-            Start::New { .. } => None,
-        };
-        let stored = stored.filter(|policy| !policy.stored.is_empty()).cloned();
         let family = self.start.model().family;
+        // Samples are drawn as `generate` would draw them.
+        let drawing = match &self.start {
+            Start::Published(base) => base.quantization.clone(),
+            Start::New { .. } => policy(config, family.spec(), 0)?,
+        };
+        if let Some(policy) = drawing.as_ref().filter(|policy| !policy.stored.is_empty()) {
+            step.quantization = Some(policy.clone());
+        }
         let samples = match self.plan {
             None => None,
             Some(plan) => Some(SampleOptions {
@@ -171,15 +174,9 @@ impl Training {
                 images: sample_images(config, &self.dataset)?,
                 plan,
                 guidance: guidance(config, family)?,
-                quantization: match &stored {
-                    Some(policy) => Some(policy.clone()),
-                    None => policy(config, family.spec(), 0)?,
-                },
+                quantization: drawing,
             }),
         };
-        if stored.is_some() {
-            step.quantization = stored;
-        }
         let batches = BatchOptions {
             batch_size: batch,
             seed: config.seed.0,

@@ -15,6 +15,7 @@ use maxdiff::pjrt::{Client, NamedValue, OptionValue, Plugin};
 use maxdiff::quant::{Policy, annotate, lower};
 use maxdiff::runtime::{Array, ExecutableCache, Program, ProgramOptions, Session, Value};
 use maxdiff::shard::{LogicalAxisRules, Parallelism};
+use std::collections::BTreeMap;
 
 /// Where compiled programs are kept between the tests: beside what Cargo builds, not in the user's cache. A program is
 /// compiled once in a run of all tests, and loaded in the next run.
@@ -86,6 +87,18 @@ pub fn keeping_session() -> Session {
         .keep_programs(cache)
         .unwrap_or_else(|error| panic!("{error}"));
     session
+}
+
+/// The values of a program's inputs, by their names, on a session's devices.
+pub fn put_state(
+    session: &Session,
+    program: &Program,
+    state: &BTreeMap<String, HostTensor>,
+) -> Vec<Array> {
+    let slots = program.inputs().iter();
+    slots
+        .map(|slot| session.put(&state[&slot.name], &slot.spec).unwrap())
+        .collect()
 }
 
 /// The graph's outputs, compiled and run on a session's devices.

@@ -11,7 +11,7 @@ use super::{
 use crate::models::family::UNSUPPORTED;
 use crate::models::original::{Converted, Transform};
 use crate::models::spec::Signs;
-use crate::models::{Family, Part, clip, t5, vae};
+use crate::models::{DenoiserKind, Family, Part, clip, t5, vae};
 use crate::util::files::sorted_entries;
 use crate::weights::{Checkpoint, WeightsError};
 
@@ -19,12 +19,14 @@ const INDEX: &str = "model_index.json";
 pub(super) const SCHEDULER: &str = "scheduler/scheduler_config.json";
 const PICKLES: [&str; 3] = ["ckpt", "pt", "bin"];
 /// The parts that may denoise, of which a model has one.
-pub(crate) const DENOISERS: [Part; 2] = [Part::Unet, Part::Transformer];
+pub(crate) fn denoisers() -> impl Iterator<Item = Part> {
+    DenoiserKind::ALL.into_iter().map(DenoiserKind::part)
+}
 
 /// Whether a folder has the parts of a model in subfolders.
 pub fn is_pipeline(dir: &Path) -> bool {
     let has_config = |part: Part| dir.join(part.name()).join("config.json").is_file();
-    dir.join(INDEX).is_file() || DENOISERS.into_iter().any(has_config)
+    dir.join(INDEX).is_file() || denoisers().any(has_config)
 }
 
 /// Opens the parts that are there.
@@ -41,7 +43,7 @@ pub(super) fn open(dir: &Path) -> Result<ModelSource, SourceError> {
             components.insert(part, component(&folder, part)?);
         }
     }
-    let mut denoisers = DENOISERS.iter().filter_map(|part| components.get(part));
+    let mut denoisers = denoisers().filter_map(|part| components.get(&part));
     let Some(denoiser) = denoisers.next() else {
         return Err(no_denoiser(dir, &index, entries(dir)?));
     };

@@ -30,7 +30,7 @@ use crate::util::text::listed;
 
 pub use detect::is_lora;
 pub use folder::is_pipeline;
-pub(crate) use folder::{DENOISERS, check_class, is_null, no_denoiser};
+pub(crate) use folder::{check_class, denoisers, is_null, no_denoiser};
 pub use quantize::{QuantizedTensor, UNetQuantization};
 pub use write::WrittenPart;
 

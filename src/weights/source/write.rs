@@ -18,10 +18,6 @@ use crate::weights::matching::is_parameter;
 use crate::weights::save::{check_free_space, pytorch_metadata, write_error};
 use crate::weights::{TensorSpec, WeightsError, save_streaming};
 
-/// The name of a denoiser's or an autoencoder's weights, and of a text encoder's.
-const DIFFUSERS_FILE: &str = "diffusion_pytorch_model.safetensors";
-const TRANSFORMERS_FILE: &str = "model.safetensors";
-
 /// The files written for one part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WrittenPart {
@@ -135,7 +131,7 @@ impl ModelSource {
                 Some(quantization) => {
                     let config = quantization.config(&component.config);
                     write_json(&folder.join("config.json"), &config)?;
-                    let file = folder.join(DIFFUSERS_FILE);
+                    let file = folder.join(part.weights_file());
                     quantized = quantization.write(component, specs, &file, &mut wrote)?;
                 }
             }
@@ -296,22 +292,23 @@ fn write_part(
     specs: &[TensorSpec],
     wrote: &mut dyn FnMut(u64),
 ) -> Result<Vec<(String, usize)>, SourceError> {
-    let file = match part {
-        Part::Unet | Part::Transformer | Part::Vae => DIFFUSERS_FILE,
-        Part::TextEncoder | Part::TextEncoder2 => TRANSFORMERS_FILE,
-    };
     let mut overflown = Vec::new();
-    save_streaming(&folder.join(file), specs, &pytorch_metadata(), |spec| {
-        let tensor = component.checkpoint.read_as(&spec.name, spec.shape.dtype)?;
-        if has_infinity(&tensor) {
-            // The source's values are finite: others are not read.
-            let values = tensor.to_f32_vec()?;
-            let count = values.iter().filter(|value| value.is_infinite()).count();
-            overflown.push((format!("{part}/{}", spec.name), count));
-        }
-        wrote(tensor.data.len() as u64);
-        Ok(tensor.data.into())
-    })
+    save_streaming(
+        &folder.join(part.weights_file()),
+        specs,
+        &pytorch_metadata(),
+        |spec| {
+            let tensor = component.checkpoint.read_as(&spec.name, spec.shape.dtype)?;
+            if has_infinity(&tensor) {
+                // The source's values are finite: others are not read.
+                let values = tensor.to_f32_vec()?;
+                let count = values.iter().filter(|value| value.is_infinite()).count();
+                overflown.push((format!("{part}/{}", spec.name), count));
+            }
+            wrote(tensor.data.len() as u64);
+            Ok(tensor.data.into())
+        },
+    )
     .map_err(|error| match error {
         // The file that is read is to blame, not the one that is written.
         WeightsError::Fetch {
