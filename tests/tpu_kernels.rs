@@ -232,6 +232,13 @@ fn a_convolution_takes_the_sum_that_follows_it() {
     let conv = |name: &str| conv2d(&m.scope(name), x, Conv2d::same(24, 3), precision).unwrap();
     let two = b.add(conv("one"), conv("two")).unwrap();
     let y = b.add(conv("three"), b.add(x, two).unwrap()).unwrap();
+    // The same for all pixels of an image.
+    let time = b
+        .input("time", Shape::new(DType::BF16, [2, 24]), &[])
+        .unwrap();
+    let over_pixels = b.broadcast_in_dim(time, &[0, 3], &[2, 4, 32, 24]).unwrap();
+    let four = b.add(conv("four"), over_pixels).unwrap();
+    let y = b.add(y, four).unwrap();
     b.output("y", y, None).unwrap();
     let policy = Policy::aqt_int8("m/", 1, Vec::new(), &[]).unwrap();
     let traced = Traced::new("layer", b.finish());
@@ -240,9 +247,83 @@ fn a_convolution_takes_the_sum_that_follows_it() {
     let nodes = kernel.nodes.iter().zip(kernel.live_nodes());
     let is_sum = |op: &Op| matches!(op, Op::Binary(Binary::Add));
     let left = nodes.filter(|(node, live)| *live && is_sum(&node.op));
-    // Each convolution with its range; what is left is `x + two`.
-    assert_eq!((calls(&kernel), left.count()), (6, 1));
+    // Each convolution with its range; what is left is `x + two` and the last sum.
+    assert_eq!((calls(&kernel), left.count()), (8, 2));
     assert_eq!(distance(&graph, &kernel), 0.0);
+}
+
+/// A layer of images alone, by its dimensions in order.
+fn of_images(layer: Layer, dims: &[usize]) -> Graph {
+    let names = layer.dims().iter().map(|(name, _)| name);
+    let pairs = names.zip(dims);
+    let given: Vec<String> = pairs.map(|(name, size)| format!("{name}={size}")).collect();
+    let case = Case::new(layer, &given, false).unwrap();
+    lower(&case.traced().unwrap().graph).unwrap()
+}
+
+#[test]
+fn a_group_norm_is_its_body() {
+    // Several images and blocks; channels that fill no register, several parts of channels, a group that crosses them.
+    let cases = [
+        [3, 4, 8, 24, 3],
+        [1, 64, 64, 320, 32],
+        [2, 4, 4, 1280, 32],
+        [1, 2, 8, 640, 5],
+    ];
+    for case in cases {
+        for (layer, limit) in [(Layer::GroupNorm, 1e-3), (Layer::GroupNormSilu, 4e-3)] {
+            let graph = of_images(layer, &case);
+            let kernel = claim(&graph, true).unwrap();
+            assert_eq!(calls(&kernel), 2, "{case:?}");
+            // Where sums in another order round otherwise; the body rounds within SiLU too, the kernel after it.
+            let error = distance(&graph, &kernel);
+            assert!(error <= limit, "{layer} {case:?}: {error}");
+        }
+    }
+    // Pixels that fill no tile.
+    let graph = of_images(Layer::GroupNorm, &[1, 3, 5, 32, 4]);
+    assert_eq!(calls(&claim(&graph, true).unwrap()), 0);
+}
+
+#[test]
+fn silu_of_numbers_far_from_zero_is_its_body() {
+    let graph = of_images(Layer::GroupNormSilu, &[1, 16, 16, 1, 1]);
+    let kernel = claim(&graph, true).unwrap();
+    let mut inputs = inputs(&graph);
+    for (input, value) in graph.inputs.iter().zip(&mut inputs) {
+        let count = input.shape.count();
+        let values = match input.name.as_str() {
+            // Up to 11 deviations from the mean.
+            "x" => (0..count)
+                .map(|i| [1.0, -1.0][i % 2] * f64::from(u8::from(i < 2)))
+                .collect(),
+            _ => vec![1e5; count],
+        };
+        *value = HostTensor::from_f64(input.shape.clone(), &values).unwrap();
+    }
+    let [expected, found] =
+        [&graph, &kernel].map(|g| evaluate(g, &inputs).unwrap()[0].to_f64_vec().unwrap());
+    assert!(
+        expected[0] > 1e6 && expected[1].abs() < 1e-30,
+        "{:?}",
+        &expected[..2]
+    );
+    for (expected, found) in expected.iter().zip(&found) {
+        let near = (expected - found).abs() <= 4e-3 * expected.abs() + 1e-30;
+        assert!(near, "{expected} {found}");
+    }
+}
+
+#[test]
+fn upsampling_is_its_body() {
+    for case in [[2, 3, 16, 24], [1, 1, 48, 320]] {
+        let graph = of_images(Layer::UpsampleNearest2x, &case);
+        let kernel = claim(&graph, false).unwrap();
+        assert_eq!(calls(&kernel), 1, "{case:?}");
+        assert_eq!(distance(&graph, &kernel), 0.0, "{case:?}");
+    }
+    let graph = of_images(Layer::UpsampleNearest2x, &[1, 3, 5, 8]);
+    assert_eq!(calls(&claim(&graph, false).unwrap()), 0);
 }
 
 /// An int8 layer of 32 outputs, and what follows it.

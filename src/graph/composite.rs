@@ -24,6 +24,8 @@ pub enum Composite {
     LayerNorm { epsilon: f64 },
     /// The first half of the last dimension times the exact GELU of the second half.
     GatedGelu,
+    /// Twice the height and width of an image `[batch, height, width, channels]`: every pixel twice in both directions.
+    UpsampleNearest2x,
     /// The scale of a tensor in `format`: one for each index of the `kept` dimensions (ascending).
     FindScale {
         kept: Vec<usize>,
@@ -65,6 +67,7 @@ impl Composite {
             Composite::GroupNorm { silu: true, .. } => "group_norm_silu",
             Composite::LayerNorm { .. } => "layer_norm",
             Composite::GatedGelu => "gated_gelu",
+            Composite::UpsampleNearest2x => "upsample_nearest_2x",
             Composite::FindScale { .. } => "find_scale",
             Composite::RoundingNoise { .. } => "rounding_noise",
             Composite::Quantize { .. } => "quantize",

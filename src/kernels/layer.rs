@@ -21,6 +21,7 @@ named! {
         GroupNormSilu = "group_norm_silu",
         LayerNorm = "layer_norm",
         GatedGelu = "gated_gelu",
+        UpsampleNearest2x = "upsample_nearest_2x",
         Linear = "linear",
         Conv2d = "conv2d",
         /// Norms, attention and the feed-forward layer of a transformer block, with the text's keys and values as
@@ -60,6 +61,12 @@ impl Layer {
             ],
             Layer::LayerNorm => &[("batch", 2), ("tokens", 4096), ("features", 640)],
             Layer::GatedGelu => &[("batch", 2), ("tokens", 4096), ("features", 5120)],
+            Layer::UpsampleNearest2x => &[
+                ("batch", 2),
+                ("height", 64),
+                ("width", 64),
+                ("channels", 640),
+            ],
             Layer::Linear => &[
                 ("batch", 2),
                 ("tokens", 1024),
@@ -181,6 +188,9 @@ impl Case {
             }
             (Layer::GatedGelu, &[batch, tokens, features]) => {
                 nn::gated_gelu(&m, input("x", &[batch, tokens, features])?)?
+            }
+            (Layer::UpsampleNearest2x, &[batch, height, width, channels]) => {
+                nn::upsample_nearest_2x(&m, input("x", &[batch, height, width, channels])?)?
             }
             (Layer::Linear, &[batch, tokens, inputs, outputs]) => {
                 let x = input("x", &[batch, tokens, inputs])?;

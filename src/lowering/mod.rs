@@ -12,7 +12,7 @@ use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
 use crate::backend::Backend;
-use crate::graph::{Builder, Graph, GraphError, Staged, stage};
+use crate::graph::{Builder, Graph, GraphError, Op, Staged, stage};
 use crate::quant::{self, QuantError};
 use crate::shard::{Axis, LogicalAxisRules, Mesh, ShardError, ShardPlan};
 
@@ -124,7 +124,8 @@ pub fn lower(
 ) -> Result<Lowered, LowerError> {
     let staged = match &traced.update {
         None => {
-            let graph = quantize(&traced.graph, traced)?;
+            let graph = unconstrained(&traced.graph, options)?;
+            let graph = quantize(&graph, traced)?;
             let graph = backend.claim(&graph)?;
             let graph = backend.rewrite(inline(&graph))?;
             stage(&graph, &traced.request())?
@@ -193,6 +194,22 @@ fn differentiate(graph: &Graph, update: &Update) -> Result<Graph, GraphError> {
     let b = Builder::resume(inline(graph));
     update(&b)?;
     Ok(b.finish())
+}
+
+/// The graph without shardings that a mesh of one device does not have: what stands on both sides of one is then one claim.
+fn unconstrained<'g>(
+    graph: &'g Graph,
+    options: &Options<'_>,
+) -> Result<Cow<'g, Graph>, GraphError> {
+    if options.mesh.num_devices() > 1 {
+        return Ok(Cow::Borrowed(graph));
+    }
+    let graph = graph.substitute(&mut |_, i, copies| {
+        let node = &graph.nodes[i];
+        let is_constraint = matches!(node.op, Op::ShardingConstraint(_));
+        Ok(is_constraint.then(|| copies[node.operands[0] as usize]))
+    })?;
+    Ok(Cow::Owned(graph))
 }
 
 fn inline(graph: &Graph) -> Graph {

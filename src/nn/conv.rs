@@ -1,7 +1,7 @@
 //! Convolution and resampling of images `[batch, height, width, channels]`.
 
 use crate::dtype::DType;
-use crate::graph::{Builder, ConvDims, ConvLayout, Init, Tensor};
+use crate::graph::{Builder, Composite, ConvDims, ConvLayout, Init, Tensor};
 use crate::shape::Shape;
 
 use super::linear::{add_bias, uniform_fan_in};
@@ -136,15 +136,26 @@ pub fn upsample_2x(
     size: [usize; 2],
     precision: Precision,
 ) -> Result<Tensor> {
-    let [n, h, w, c] = dims(b, "upsample", x)?;
-    let repeated = b.broadcast_in_dim(x, &[0, 1, 3, 5], &[n, h, 2, w, 2, c])?;
-    let mut doubled = b.reshape(repeated, &[n, 2 * h, 2 * w, c])?;
+    let mut doubled = upsample_nearest_2x(b, x)?;
+    let channels = b.dims(doubled)[3];
     for (dim, size) in [(1, size[0]), (2, size[1])] {
         doubled = b.slice_dim(doubled, dim, 0, size)?;
     }
     let b = b.scope("conv");
-    let y = conv2d(&b, doubled, Conv2d::same(c, 3), precision)?;
+    let y = conv2d(&b, doubled, Conv2d::same(channels, 3), precision)?;
     constrain_image(&b, y)
+}
+
+/// Repeats every pixel of an image `[batch, height, width, channels]` twice in both directions.
+///
+/// # Errors
+/// When `x` is not of rank 4.
+pub fn upsample_nearest_2x(b: &Builder, x: Tensor) -> Result<Tensor> {
+    let [n, h, w, c] = dims(b, "upsample", x)?;
+    b.composite(Composite::UpsampleNearest2x, &[x], |b, operands| {
+        let repeated = b.broadcast_in_dim(operands[0], &[0, 1, 3, 5], &[n, h, 2, w, 2, c])?;
+        b.reshape(repeated, &[n, 2 * h, 2 * w, c])
+    })
 }
 
 #[cfg(test)]

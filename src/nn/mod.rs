@@ -14,7 +14,7 @@ mod rotary;
 
 pub use activation::{Activation, gated_gelu, gelu, gelu_tanh, quick_gelu, silu};
 pub use attention::{Attention, attention, biased_attention};
-pub use conv::{Conv2d, conv2d, downsample_2x, upsample_2x};
+pub use conv::{Conv2d, conv2d, downsample_2x, upsample_2x, upsample_nearest_2x};
 pub use embedding::{TimestepEmbedding, embedding, sinusoidal_embedding};
 pub use linear::{Linear, linear, linear_f32};
 pub use norm::{GroupNorm, group_norm, layer_norm, plain_layer_norm, rms_norm};

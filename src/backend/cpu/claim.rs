@@ -145,6 +145,7 @@ impl<'a> Claims<'a> {
             | Composite::GroupNorm { .. }
             | Composite::LayerNorm { .. }
             | Composite::GatedGelu
+            | Composite::UpsampleNearest2x
             | Composite::FindScale { .. }
             | Composite::RoundingNoise { .. }
             | Composite::Quantize { .. }

@@ -174,7 +174,7 @@ impl Attention {
             _ => results[0],
         };
         let result = k.convert(result, DType::BF16);
-        k.store(result, 0);
+        k.store(result, [0, 0]);
     }
 
     /// Which lanes are those of the first of two heads.

@@ -28,15 +28,24 @@ const MOST_COLUMNS: usize = 1280;
 /// Operands: the image `side` times, `bf16[batch, height * width, inputs]`; the kernel `s8[1, side * outputs, side *
 /// padded inputs]`, for each block of [`Convolution::columns`] outputs the kernel's rows one after the other, and for each
 /// place in a row the inputs, with zeros up to [`Convolution::padded_inputs`]; the inverse scale `f32[batch, 1,
-/// inputs]`, the same for each; and `f32[batch, 3, outputs]`: the image's scale, the outputs' scales and biases. If
-/// `residual`, the last operand is of the result's shape and is added to the rounded result. The result is `bf16[batch,
-/// height * width, outputs]`.
+/// inputs]`, the same for each; and `f32[batch, 3, outputs]`: the image's scale, the outputs' scales and biases; and what
+/// `added` says. The result is `bf16[batch, height * width, outputs]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Convolution {
     pub height: usize,
     pub width: usize,
     pub side: usize,
-    pub residual: bool,
+    pub added: Added,
+}
+
+/// What is added to a convolution that is rounded to bf16. The sum is rounded too.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Added {
+    Nothing,
+    /// A last operand of the result's shape.
+    Image,
+    /// The same for all pixels of an image: a fourth row beside the biases.
+    Row,
 }
 
 /// What a step computes: some rows of an image, some outputs.
@@ -124,8 +133,16 @@ impl Convolution {
         windows.window_bytes() + integers + (self.side + 2) * sums
     }
 
+    /// Rows of what each output is scaled with.
+    fn rows_of_columns(&self) -> usize {
+        match self.added {
+            Added::Nothing | Added::Image => 3,
+            Added::Row => 4,
+        }
+    }
+
     /// The image, its rows before and behind the block if the kernel's side is 3, then number `side` the kernel, the
-    /// inverse scale, what each output is scaled with, the residual and the result.
+    /// inverse scale, what each output is scaled with, an image to add and the result.
     fn windows(&self, block: Block, sizes: Sizes) -> Vec<Window> {
         let Sizes {
             batch,
@@ -166,10 +183,11 @@ impl Convolution {
             index: [Some(0), None, None],
             place: Place::Own,
         };
+        let rows = self.rows_of_columns();
         let of_columns = Window {
             dtype: DType::F32,
-            array: [batch, 3, outputs],
-            block: [3, columns],
+            array: [batch, rows, outputs],
+            block: [rows, columns],
             index: [Some(0), None, several.then_some(2)],
             place: Place::Own,
         };
@@ -185,7 +203,7 @@ impl Convolution {
             _ => vec![x, before, behind],
         };
         windows.extend([weights, inverse, of_columns]);
-        if self.residual {
+        if self.added == Added::Image {
             windows.push(result);
         }
         windows.push(result);
@@ -228,23 +246,31 @@ impl Convolution {
             sums = k.add(sums, right);
         }
         let y = k.convert(sums, DType::F32);
-        let [image_scale, scale, bias] = [0, 1, 2].map(|row| {
+        let of_columns = |k: &mut Kernel, row: usize| {
             let row = k.row(row);
             let row = k.load_part(self.side + 2, row, 1, 0..columns);
             k.broadcast_row(row, pixels)
-        });
+        };
+        let [image_scale, scale, bias] = [0, 1, 2].map(|row| of_columns(k, row));
         let y = k.mul(y, image_scale);
         let y = k.mul(y, scale);
         let y = k.add(y, bias);
         let mut y = k.convert(y, DType::BF16);
-        if self.residual {
-            let first = k.row(0);
-            let residual = k.load(self.side + 3, first, pixels);
-            let [wide, residual] = [y, residual].map(|x| k.convert(x, DType::F32));
-            let sum = k.add(wide, residual);
+        let added = match self.added {
+            Added::Nothing => None,
+            Added::Image => {
+                let first = k.row(0);
+                let image = k.load(self.side + 3, first, pixels);
+                Some(k.convert(image, DType::F32))
+            }
+            Added::Row => Some(of_columns(k, 3)),
+        };
+        if let Some(added) = added {
+            let wide = k.convert(y, DType::F32);
+            let sum = k.add(wide, added);
             y = k.convert(sum, DType::BF16);
         }
-        k.store(y, 0);
+        k.store(y, [0, 0]);
     }
 
     /// The products with one column of the convolution's kernel, the number `place`: sums over its rows, `s32[pixels,

@@ -1,17 +1,19 @@
 //! The TPU compiler's backend: kernels of this program, as Mosaic text in the module that calls them.
 
-mod absmax;
 mod attention;
+mod channels;
 mod claim;
 mod convolution;
 pub mod mosaic;
 mod product;
+mod upsample;
 
-pub use absmax::AbsMax;
 pub use attention::Attention;
+pub use channels::{OfChannels, ScaleShift};
 pub use claim::claim;
-pub use convolution::Convolution;
+pub use convolution::{Added, Convolution};
 pub use product::Product;
+pub use upsample::Upsample;
 
 /// Switches of libtpu. By itself it folds rows or columns of images into the batch of 3x3 convolutions and keeps this
 /// layout through norms and sums, at the price of padding, transposes and widened images around them: a resnet pair of

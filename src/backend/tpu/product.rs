@@ -206,7 +206,7 @@ impl Product {
                 let sum = k.add(wide, residual);
                 y = k.convert(sum, DType::BF16);
             }
-            k.store(y, at);
+            k.store(y, [0, at]);
         }
     }
 
@@ -554,7 +554,7 @@ mod tests {
         let first = k.row(0);
         let x = k.load(0, first, 8);
         let y = gelu(&mut k, x);
-        k.store(y, 0);
+        k.store(y, [0, 0]);
         let numbers: Vec<f32> = (0..8 * LANES)
             .map(|i| (i as f32 - 512.0) / 512.0 * 5.0)
             .collect();

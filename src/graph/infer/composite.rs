@@ -86,6 +86,13 @@ fn result_dims(kind: &Composite, operands: &[&Shape]) -> Dims {
                 _ => Err(format!("{} has no halves", operands[0])),
             }
         }
+        Composite::UpsampleNearest2x => {
+            count(1)?;
+            match operands[0].dims[..] {
+                [n, h, w, c] => Ok(vec![n, 2 * h, 2 * w, c]),
+                _ => Err(format!("{} is no image", operands[0])),
+            }
+        }
         Composite::FindScale { kept, .. } => {
             count(1)?;
             kept_dims(operands[0], kept)

@@ -5,7 +5,7 @@ use serde_json::{Map, Value, json};
 
 use crate::graph::{Builder, Tensor};
 use crate::models::{ModelConfigError, check_class, check_sizes, each_size, take_fixed};
-use crate::nn::{Conv2d, Precision, Result, constrain_image, conv2d, dims};
+use crate::nn::{Conv2d, Precision, Result, constrain_image, conv2d, upsample_nearest_2x};
 
 use super::LatentScale;
 
@@ -213,7 +213,7 @@ pub(super) fn decode(
         x = match stage == last {
             true => layers.conv(x, Conv2d::same(config.out_channels, 3))?,
             false => {
-                let doubled = layers.double(x)?;
+                let doubled = upsample_nearest_2x(&layers.scope(), x)?;
                 layers.conv(doubled, Conv2d::same(channels, 3).without_bias())?
             }
         };
@@ -284,14 +284,6 @@ impl Layers {
 
     fn relu(&self, x: Tensor) -> Result<Tensor> {
         relu(&self.scope(), x)
-    }
-
-    /// Repeats each pixel twice in both directions.
-    fn double(&self, x: Tensor) -> Result<Tensor> {
-        let b = self.scope();
-        let [n, height, width, channels] = dims(&b, "upsample", x)?;
-        let x = b.broadcast_in_dim(x, &[0, 1, 3, 5], &[n, height, 2, width, 2, channels])?;
-        b.reshape(x, &[n, 2 * height, 2 * width, channels])
     }
 
     /// `AutoencoderTinyBlock`: three convolutions beside the input.

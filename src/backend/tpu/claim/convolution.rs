@@ -8,7 +8,7 @@ use crate::dtype::DType;
 use crate::graph::{Binary, Builder, Comparison, Contraction, ConvDims, ConvLayout, Op, Tensor};
 use crate::shape::Shape;
 
-use super::super::Convolution;
+use super::super::{Added, Convolution};
 use super::{Claims, Result};
 
 /// A convolution of int8 with what belongs to it. Numbers are nodes.
@@ -21,7 +21,8 @@ pub(super) struct Found {
     weights: u32,
     scale: u32,
     bias: Option<u32>,
-    residual: Option<u32>,
+    /// What [`Convolution::added`] adds, `[batch, outputs]` if it is a row.
+    added: Option<u32>,
     /// The shape of the result.
     shape: Shape,
 }
@@ -44,7 +45,7 @@ impl Claims<'_> {
         let with_sums = alone.iter().map(|(root, found)| {
             let sum = self.with_sum(*root, found).filter(|(sum, with)| {
                 // Of two convolutions that are added, the later takes the other's result.
-                let other = with.residual.map(|other| other as usize);
+                let other = with.added.map(|other| other as usize);
                 let is_later =
                     other.is_none_or(|other| other < *root || !alone.contains_key(&other));
                 is_later && !products.contains_key(sum)
@@ -75,7 +76,7 @@ impl Claims<'_> {
             height,
             width,
             side,
-            residual: false,
+            added: Added::Nothing,
         };
         let takes = **dims == same_size(side)
             && kernel.dims == [outputs, inputs, side, side]
@@ -89,7 +90,7 @@ impl Claims<'_> {
             weights,
             scale,
             bias: None,
-            residual: None,
+            added: None,
             shape: node.shape.clone(),
         })
     }
@@ -101,15 +102,24 @@ impl Claims<'_> {
         if !matches!(node.op, Op::Binary(Binary::Add)) {
             return None;
         }
+        let other = follow::other_term(root as u32, node)?;
+        let (added, other) = match &self.node(other).op {
+            Op::BroadcastInDim { dims, .. }
+                if dims[..] == [0, 3] && self.node(other).shape.dtype == DType::BF16 =>
+            {
+                (Added::Row, self.node(other).operands[0])
+            }
+            _ => (Added::Image, other),
+        };
         let kernel = Convolution {
-            residual: true,
+            added,
             ..alone.kernel
         };
         let [inputs, outputs] = [alone.x, root as u32].map(|id| self.node(id).shape.dims[3]);
         kernel.fits(inputs, outputs).then_some(())?;
         let found = Found {
             kernel,
-            residual: Some(follow::other_term(root as u32, node)?),
+            added: Some(other),
             ..alone.clone()
         };
         Some((sum, found))
@@ -148,12 +158,17 @@ impl Claims<'_> {
             Some(bias) => row(copy(bias), 2)?,
             None => b.full(&Shape::new(DType::F32, [batch, 1, outputs]), 0.0)?,
         };
-        let rows = [row(image_scale, 0)?, row(copy(found.scale), 2)?, bias];
+        let mut rows = vec![row(image_scale, 0)?, row(copy(found.scale), 2)?, bias];
+        let added = found.added.map(copy);
+        if let (Added::Row, Some(added)) = (found.kernel.added, added) {
+            let added = b.convert(added, DType::F32)?;
+            rows.push(b.reshape(added, &[batch, 1, outputs])?);
+        }
         let of_columns = b.concatenate(&rows, 1)?;
         let mut operands = vec![x; side];
         operands.extend([weights, inverse, of_columns]);
-        if let Some(residual) = found.residual {
-            operands.push(b.reshape(copy(residual), &[batch, height * width, outputs])?);
+        if let (Added::Image, Some(added)) = (found.kernel.added, added) {
+            operands.push(b.reshape(added, &[batch, height * width, outputs])?);
         }
         let y = b.push(Op::CustomCall(Arc::new(found.kernel)), &operands)?;
         b.reshape(y, &found.shape.dims)

@@ -1,6 +1,7 @@
 //! What the TPU kernels stand for: one table of claims.
 
 mod convolution;
+mod image;
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -9,12 +10,11 @@ use crate::backend::follow;
 use crate::dtype::DType;
 use crate::graph::{
     Binary, Builder, Composite, Contraction, Graph, GraphError, Node, NumericsConvention, Op,
-    PadDim, Reduction, Tensor, TensorFormat,
+    PadDim, Tensor, TensorFormat,
 };
-use crate::quant::scale_of;
 use crate::shape::Shape;
 
-use super::{AbsMax, Attention, Product};
+use super::{Attention, Product};
 
 /// Rows from which the product is the kernel's, those of one int8 tile: 160 rows of SDXL's 1280 x 1280 take 8,317
 /// cycles on v5e, the compiler's operations for them 23,700.
@@ -30,7 +30,8 @@ type Result<T> = std::result::Result<T, GraphError>;
 ///   rounding to bf16 and the gated GELU or the sum after them,
 /// - 3x3 convolutions of bf16 images that AQT's int8 quantizes, a scale an image, with int8 weights, together with the
 ///   rounding before them, and the bias, the rounding to bf16 and the sum after them,
-/// - the ranges of bf16 images that int8 quantizes, a scale an image.
+/// - the ranges of bf16 images that int8 quantizes, a scale an image,
+/// - group norms and nearest upsampling of bf16 images.
 ///
 /// For programs of one partition. Products are left to the compiler where `int8` is false: the chip's matrix units do
 /// not multiply int8, and Mosaic refuses it.
@@ -68,8 +69,24 @@ pub fn claim(graph: &Graph, int8: bool) -> Result<Graph> {
             (Composite::FindScale { kept, format }, &[x])
                 if int8 && kept[..] == [0] && !claims.of_weights[i] =>
             {
-                scale_of_images(b, x, *format)
+                image::scale_of_images(b, x, *format)
             }
+            (
+                Composite::GroupNorm {
+                    groups,
+                    epsilon,
+                    silu,
+                },
+                &[x, weight, bias],
+            ) => {
+                let norm = image::GroupNorm {
+                    groups: *groups,
+                    epsilon: *epsilon,
+                    silu: *silu,
+                };
+                image::group_norm(b, [x, weight, bias], norm)
+            }
+            (Composite::UpsampleNearest2x, &[x]) => image::upsample(b, x),
             _ => Ok(None),
         }
     })
@@ -220,6 +237,13 @@ impl<'a> Claims<'a> {
             return None;
         }
         let fused = self.only_user(root).and_then(|(user, node)| {
+            // Tokens may become an image before the image is added that they come from.
+            let (root, (user, node)) = match &node.op {
+                Op::Reshape(_) if node.shape.dims.last() == found.shape.dims.last() => {
+                    (user, self.only_user(user)?)
+                }
+                _ => (root, (user, node)),
+            };
             let kind = match &node.op {
                 Op::Composite { kind, .. } => Some(kind),
                 _ => None,
@@ -422,22 +446,6 @@ fn in_turns(b: &Builder, x: Tensor, dim: usize, block: usize) -> Result<Tensor> 
     let x = b.reshape(x, &split)?;
     let x = b.transpose(x, &order)?;
     b.reshape(x, &dims)
-}
-
-/// The scales of the images `x` in `format`; `None` where no kernel finds their largest magnitudes.
-fn scale_of_images(b: &Builder, x: Tensor, format: TensorFormat) -> Result<Option<Tensor>> {
-    let shape = b.shape(x);
-    let &[batch, height, width, channels] = &shape.dims[..] else {
-        return Ok(None);
-    };
-    if shape.dtype != DType::BF16 || !AbsMax::fits(height * width, channels) {
-        return Ok(None);
-    }
-    let x = b.reshape(x, &[batch, height * width, channels])?;
-    let highest = b.push(Op::CustomCall(Arc::new(AbsMax)), &[x])?;
-    let highest = b.reduce(Reduction::Max, highest, &[1, 2])?;
-    let highest = b.convert(highest, DType::BF16)?;
-    scale_of(b, highest, format).map(Some)
 }
 
 /// The kernel for q `[batch, queries, heads, size]`, k and v `[batch, keys, heads, size]`; `None` where there is none.

@@ -140,8 +140,9 @@ impl Run<'_> {
                 let row = self.get(*row).data[0] as usize;
                 matrix(self.load(*window, [row, *column], [rows, columns]))
             }
-            Op::Store(value, first) => {
-                self.store(*value, *first);
+            Op::Store(value, row, column) => {
+                let row = self.get(*row).data[0] as usize;
+                self.store(*value, [row, *column]);
                 None
             }
             Op::Kept(scratch, row, column) => {
@@ -201,7 +202,7 @@ impl Run<'_> {
             }
             Op::Broadcast(x) => {
                 let x = self.get(*x);
-                let of_column = x.columns == 1;
+                let of_column = x.columns == 1 && x.data.len() == rows;
                 let at = |i: usize| if of_column { i / columns } else { i % columns };
                 matrix((0..rows * columns).map(|i| x.data[at(i)]).collect())
             }
@@ -214,6 +215,11 @@ impl Run<'_> {
                         .copied()
                         .collect(),
                 )
+            }
+            Op::Twice(x) => {
+                let x = self.get(*x);
+                let lines = x.data.chunks(x.columns);
+                matrix(lines.flat_map(|line| [line, line].concat()).collect())
             }
             Op::MatMul {
                 lhs,
@@ -273,13 +279,14 @@ impl Run<'_> {
         data
     }
 
-    fn store(&mut self, value: Value, first: usize) {
+    fn store(&mut self, value: Value, first: [usize; 2]) {
         let window = self.kernel.windows.len() - 1;
         let [batch, row, column] = self.origin(window);
         let w = &self.kernel.windows[window];
         let value = &self.values[value.0];
         for (r, line) in value.data.chunks(value.columns).enumerate() {
-            let at = (batch * w.array[1] + row + r) * w.array[2] + column + first;
+            let row = row + first[0] + r;
+            let at = (batch * w.array[1] + row) * w.array[2] + column + first[1];
             self.out[at..at + line.len()].copy_from_slice(line);
         }
     }

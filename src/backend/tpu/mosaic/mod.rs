@@ -102,8 +102,8 @@ enum Op {
         row: Value,
         column: usize,
     },
-    /// Columns of the result's block, from the given one.
-    Store(Value, usize),
+    /// A part of the result's block, from a row and a column.
+    Store(Value, Value, usize),
     /// A part of what a scratch memory holds, from a row and a column.
     Kept(Scratch, Value, usize),
     /// Puts a value into a scratch memory, from a row and a column.
@@ -128,6 +128,8 @@ enum Op {
     Broadcast(Value),
     /// Columns of a matrix from the given one, a multiple of [`LANES`].
     Slice(Value, usize),
+    /// Each row of a matrix of bf16 twice.
+    Twice(Value),
     /// `lhs rhs + start`, or with the rhs transposed: `f32` of floats, `s32` of `s8`.
     MatMul {
         lhs: Value,
@@ -326,11 +328,17 @@ impl Kernel {
         self.push(of, op)
     }
 
-    /// Stores all rows of the result's block, from column `first` on, a multiple of [`LANES`].
-    pub fn store(&mut self, value: Value, first: usize) {
+    /// Stores a part of the result's block, from a row and a column. The column is a multiple of [`LANES`].
+    pub fn store(&mut self, value: Value, [row, column]: [usize; 2]) {
+        let row = self.row(row);
+        self.store_at(value, row, column);
+    }
+
+    /// Stores a part of the result's block, from a row that may depend on a counter.
+    pub fn store_at(&mut self, value: Value, row: Value, column: usize) {
         self.body.push(Statement {
             results: Vec::new(),
-            op: Op::Store(value, first),
+            op: Op::Store(value, row, column),
         });
     }
 
@@ -530,6 +538,17 @@ impl Kernel {
     /// `count` columns from `first`; both are multiples of [`LANES`].
     pub fn slice(&mut self, x: Value, first: usize, count: usize) -> Value {
         self.push(self.matrix(x, None, Some(count)), Op::Slice(x, first))
+    }
+
+    /// Each row of a matrix of bf16 twice, one after the other.
+    pub fn twice(&mut self, x: Value) -> Value {
+        let [rows, columns] = self.size(x);
+        let of = Type::Matrix {
+            dtype: DType::BF16,
+            rows: 2 * rows,
+            columns,
+        };
+        self.push(of, Op::Twice(x))
     }
 
     /// `lhs rhs^T + start`.

@@ -168,15 +168,18 @@ impl Kernel {
                     self::name(*row)
                 )
             }
-            Op::Store(value, first) => {
+            Op::Store(value, row, column) => {
                 let (window, x) = (self.windows.len() - 1, self::name(*value));
                 let memory = memref(&self.windows[window]);
                 let of = self.vector(*value);
                 let block = block_of(&of);
+                // One value may go to several places.
+                let place = format!("{x}_r{}", row.0);
                 format!(
-                    "{x}_to = vector.shape_cast {x} : {of} to {block}\n\
-                     {x}_at = arith.constant {first} : index\n\
-                     vector.store {x}_to, %w{window}[%zero, %zero, {x}_at] : {memory}, {block}"
+                    "{place}_b = vector.shape_cast {x} : {of} to {block}\n\
+                     {place}_c = arith.constant {column} : index\n\
+                     vector.store {place}_b, %w{window}[%zero, {}, {place}_c] : {memory}, {block}",
+                    self::name(*row)
                 )
             }
             Op::Kept(scratch, row, column) => {
@@ -295,6 +298,20 @@ impl Kernel {
                 format!(
                     "{name} = \"vector.extract_strided_slice\"({}) {{offsets = [0, {first}], \
                      sizes = [{rows}, {columns}], strides = [1, 1]}} : ({from}) -> {of}",
+                    self::name(*x)
+                )
+            }
+            Op::Twice(x) => {
+                let from = self.vector(*x);
+                let [wide, bits] = ["xf32>", "xi32>"].map(|to| from.replace("xbf16>", to));
+                // Two rows share a register's lanes: the first is the lower half of 32 bits. A value in f32 is the upper.
+                format!(
+                    "{name}_f = arith.extf {} : {from} to {wide}\n\
+                     {name}_u = tpu.bitcast {name}_f : {wide} -> {bits}\n\
+                     {name}_s = arith.constant dense<16> : {bits}\n\
+                     {name}_l = arith.shrui {name}_u, {name}_s : {bits}\n\
+                     {name}_b = arith.ori {name}_u, {name}_l : {bits}\n\
+                     {name} = tpu.bitcast {name}_b : {bits} -> {of}",
                     self::name(*x)
                 )
             }
