@@ -8,8 +8,8 @@ use maxdiff::host_tensor::HostTensor;
 use maxdiff::kernels::{Case, Layer};
 use maxdiff::lowering::Traced;
 use maxdiff::nn::{
-    Attention, Conv2d, Linear, Precision, attention, conv2d, gated_gelu, layer_norm,
-    linear as linear_layer,
+    Activation, Attention, Conv2d, GroupNorm, Linear, Precision, attention, conv2d, gated_gelu,
+    group_norm, layer_norm, linear as linear_layer, upsample_nearest_2x,
 };
 use maxdiff::pjrt::{CompileOptions, Topology};
 use maxdiff::quant::{Policy, lower};
@@ -37,8 +37,10 @@ fn layer([batch, heads, queries, keys, size]: [usize; 5], causal: bool) -> Graph
 }
 
 fn calls(graph: &Graph) -> usize {
+    let nodes = graph.nodes.iter().zip(graph.live_nodes());
     let is_call = |op: &Op| matches!(op, Op::CustomCall(_));
-    graph.nodes.iter().filter(|node| is_call(&node.op)).count()
+    let calls = nodes.filter(|(node, live)| *live && is_call(&node.op));
+    calls.count()
 }
 
 /// Uniform in [-3, 3], so that some keys count and others do not.
@@ -285,6 +287,70 @@ fn a_group_norm_is_its_body() {
     assert_eq!(calls(&claim(&graph, true).unwrap()), 0);
 }
 
+/// The norm and the int8 convolution of two images' channels, one after the other.
+fn joined(channels: [usize; 2]) -> Graph {
+    let b = Builder::new();
+    let images = ["a", "c"].into_iter().zip(channels);
+    let images = images.map(|(name, channels)| {
+        let shape = Shape::new(DType::BF16, [2, 4, 32, channels]);
+        b.input(name, shape, &[]).unwrap()
+    });
+    let images: Vec<Tensor> = images.collect();
+    let x = b.concatenate(&images, 3).unwrap();
+    let precision = Precision {
+        weights: DType::BF16,
+        activations: DType::BF16,
+    };
+    let m = b.root("m");
+    let norm = GroupNorm {
+        groups: 4,
+        epsilon: 1e-5,
+        activation: Some(Activation::Silu),
+    };
+    let y = group_norm(&m.scope("norm"), x, norm, precision).unwrap();
+    let y = conv2d(&m.scope("conv"), y, Conv2d::same(24, 3), precision).unwrap();
+    b.output("y", y, None).unwrap();
+    let policy = Policy::aqt_int8("m/", 1, Vec::new(), &[]).unwrap();
+    let traced = Traced::new("layer", b.finish());
+    lower(&traced.quantized(Some(&policy)).unwrap().graph).unwrap()
+}
+
+#[test]
+fn channels_side_by_side_are_their_concatenation() {
+    // Norm and convolution are two kernels each; channels that fill no register are left to the compiler.
+    for (channels, expected) in [([128, 24], 5), ([24, 128], 4)] {
+        let graph = joined(channels);
+        let kernel = claim(&graph, true).unwrap();
+        assert_eq!(calls(&kernel), expected, "{channels:?}");
+        // A number of the norm that rounds otherwise may be another integer.
+        let error = distance(&graph, &kernel);
+        assert!(error <= 1e-2, "{channels:?}: {error}");
+    }
+}
+
+#[test]
+fn norms_between_the_compilers_convolutions_stay() {
+    let b = Builder::new();
+    let x = b
+        .input("x", Shape::new(DType::BF16, [1, 4, 32, 16]), &[])
+        .unwrap();
+    let precision = Precision {
+        weights: DType::BF16,
+        activations: DType::BF16,
+    };
+    let norm = GroupNorm {
+        groups: 4,
+        epsilon: 1e-5,
+        activation: None,
+    };
+    let m = b.root("m");
+    let y = group_norm(&m.scope("norm"), x, norm, precision).unwrap();
+    let y = upsample_nearest_2x(&m, y).unwrap();
+    let y = conv2d(&m.scope("conv"), y, Conv2d::same(16, 3), precision).unwrap();
+    b.output("y", y, None).unwrap();
+    assert_eq!(calls(&claim(&b.finish(), true).unwrap()), 0);
+}
+
 #[test]
 fn silu_of_numbers_far_from_zero_is_its_body() {
     let graph = of_images(Layer::GroupNormSilu, &[1, 16, 16, 1, 1]);
@@ -429,6 +495,38 @@ fn a_layer_norm_with_another_reader_stays() {
     let graph = normed([40, 32], |m, x| m.add(project(m, "q", x, 32), x).unwrap());
     let kernel = claim(&graph, true).unwrap();
     assert_eq!((calls(&kernel), norms(&kernel)), (1, 1));
+}
+
+/// Attention in int8 of 128 tokens, whose queries are of a norm, and keys and values of what `text` makes of it.
+fn self_attention(text: impl FnOnce(&Builder, Tensor) -> Tensor) -> Graph {
+    normed([128, 128], |m, x| {
+        let of = text(m, x);
+        let [q, k, v] = [("q", x), ("k", of), ("v", of)].map(|(name, x)| project(m, name, x, 128));
+        let precision = Precision {
+            weights: DType::BF16,
+            activations: DType::BF16,
+        };
+        let layer = Attention {
+            heads: 2,
+            causal: false,
+        };
+        attention(m, [q, k, v], layer, precision).unwrap()
+    })
+}
+
+#[test]
+fn queries_keys_and_values_are_one_product() {
+    let graph = self_attention(|_, x| x);
+    let kernel = claim(&graph, true).unwrap();
+    assert_eq!((calls(&kernel), norms(&kernel)), (2, 0));
+    let error = distance(&graph, &kernel);
+    assert!(error <= 4e-3, "{error}");
+    // Those of two activations are not.
+    let graph = self_attention(|m, x| m.add(x, x).unwrap());
+    let kernel = claim(&graph, true).unwrap();
+    assert_eq!(calls(&kernel), 4);
+    let error = distance(&graph, &kernel);
+    assert!(error <= 4e-3, "{error}");
 }
 
 #[test]

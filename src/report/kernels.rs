@@ -72,9 +72,12 @@ impl KernelCall {
         }
         let text = program.backend_config(instruction);
         let configuration: Value = serde_json::from_slice(text).ok()?;
-        let operands = program.operands(site);
-        let operands = operands.map(|operand| program.instruction(operand).shape.as_ref());
-        let operands: Vec<&ShapeProto> = operands.collect::<Option<_>>()?;
+        let sites: Vec<Site> = program.operands(site).collect();
+        let shape = |site: &Site| program.instruction(*site).shape.as_ref();
+        let operands: Vec<&ShapeProto> = sites.iter().map(shape).collect::<Option<_>>()?;
+        // An array that is an operand several times has parts that are read by themselves.
+        let distinct: BTreeSet<Site> = sites.iter().copied().collect();
+        let read = distinct.iter().filter_map(shape);
         let result = instruction.shape.as_ref()?;
         let path = op_name(instruction);
         Some(KernelCall {
@@ -86,7 +89,7 @@ impl KernelCall {
             })
             .to_string(),
             flops: BackendConfig::parse(text).kernel_flops().unwrap_or(0),
-            bytes: operands.iter().copied().chain([result]).map(bytes).sum(),
+            bytes: read.chain([result]).map(bytes).sum(),
             operands: operands
                 .into_iter()
                 .map(stablehlo_type)

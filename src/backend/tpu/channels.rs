@@ -70,6 +70,7 @@ impl OfChannels {
             block: found,
             index: [Some(0), None, None],
             place: Place::Own,
+            first_column: 0,
         };
         let steps = rows / block;
         let mut kernel = Kernel::new(vec![batch, steps], vec![image(sizes, block), result]);
@@ -130,6 +131,7 @@ impl ScaleShift {
             block: [2, channels],
             index: [Some(0), None, None],
             place: Place::Own,
+            first_column: 0,
         };
         let windows = vec![image(sizes, block), of_channels, image(sizes, block)];
         let mut kernel = Kernel::new(vec![batch, rows / block], windows);
@@ -164,6 +166,56 @@ impl ScaleShift {
     }
 }
 
+/// The channels of two images, one after the other.
+///
+/// Operands: `bf16[batch, rows, channels]` of two numbers of channels, the first a multiple of [`LANES`]. The result has the
+/// sum of both.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SideBySide;
+
+impl SideBySide {
+    /// Whether rows make whole tiles of which a core can hold some, and the second image begins a register.
+    pub fn fits(rows: usize, [first, second]: [usize; 2]) -> bool {
+        let both = first.saturating_add(second);
+        first.is_multiple_of(LANES)
+            && second > 0
+            && block_rows([rows, both], READ_AND_WRITTEN).is_some()
+    }
+
+    fn kernel([batch, rows]: [usize; 2], [first, second]: [usize; 2]) -> Option<Kernel> {
+        let block = block_rows([rows, first + second], READ_AND_WRITTEN)?;
+        let of = |channels: usize| image([batch, rows, channels], block);
+        let windows = vec![of(first), of(second), of(first + second)];
+        let mut kernel = Kernel::new(vec![batch, rows / block], windows);
+        for (window, to, channels) in [(0, 0, first), (1, first, second)] {
+            for part in parts(channels) {
+                kernel.repeat(block / TILE, Vec::new(), |k, counter, _| {
+                    let row = k.row_of(counter, TILE, 0);
+                    let x = k.load_part(window, row, TILE, part.clone());
+                    k.store_at(x, row, to + part.start);
+                    Vec::new()
+                });
+            }
+        }
+        Some(kernel)
+    }
+
+    /// Batch and rows, and both numbers of channels.
+    fn sizes(operands: &[&Shape]) -> Option<([usize; 2], [usize; 2])> {
+        let &[a, c] = operands else {
+            return None;
+        };
+        let [[batch, rows, first], [_, _, second]] = [image_sizes(a)?, image_sizes(c)?];
+        let fits = a.dims[..2] == c.dims[..2] && SideBySide::fits(rows, [first, second]);
+        fits.then_some(([batch, rows], [first, second]))
+    }
+
+    fn of_shapes(operands: &[&Shape]) -> Option<Kernel> {
+        let (rows, channels) = SideBySide::sizes(operands)?;
+        SideBySide::kernel(rows, channels)
+    }
+}
+
 /// `bf16[batch, rows, channels]`, in blocks of rows that the grid's second dimension counts.
 fn image([batch, rows, channels]: [usize; 3], block: usize) -> Window {
     Window {
@@ -172,6 +224,7 @@ fn image([batch, rows, channels]: [usize; 3], block: usize) -> Window {
         block: [block, channels],
         index: [Some(0), Some(1), None],
         place: Place::Own,
+        first_column: 0,
     }
 }
 
@@ -339,5 +392,38 @@ impl CustomCall for ScaleShift {
         let shapes: Vec<&Shape> = operands.iter().map(|operand| &operand.shape).collect();
         let kernel = ScaleShift::sizes(&shapes).and_then(|sizes| self.kernel(sizes));
         evaluated(kernel.as_ref(), operands, result)
+    }
+}
+
+impl CustomCall for SideBySide {
+    fn target(&self) -> &'static str {
+        "tpu_custom_call"
+    }
+
+    fn name(&self) -> &'static str {
+        "side_by_side"
+    }
+
+    fn configuration(&self, operands: &[&Shape]) -> Configuration {
+        let read: u64 = operands.iter().map(|shape| shape.bytes() as u64).sum();
+        configuration(SideBySide::of_shapes(operands), 0, 2 * read)
+    }
+
+    fn infer(&self, operands: &[&Shape]) -> Result<Shape, InferError> {
+        match SideBySide::sizes(operands) {
+            Some(([batch, rows], [first, second])) => {
+                Ok(Shape::new(DType::BF16, [batch, rows, first + second]))
+            }
+            None => Err(refused(self.name(), operands)),
+        }
+    }
+
+    fn flops(&self, _: &[&Shape], _: &Shape) -> u64 {
+        0
+    }
+
+    fn evaluate(&self, operands: &[&Value], result: Shape) -> Value {
+        let shapes: Vec<&Shape> = operands.iter().map(|operand| &operand.shape).collect();
+        evaluated(SideBySide::of_shapes(&shapes).as_ref(), operands, result)
     }
 }

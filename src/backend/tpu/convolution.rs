@@ -161,6 +161,7 @@ impl Convolution {
             block: [image_rows * self.width, inputs],
             index: [Some(0), Some(1), None],
             place: Place::Own,
+            first_column: 0,
         };
         let row = |place| Window {
             block: [self.width, inputs],
@@ -175,6 +176,7 @@ impl Convolution {
             block: [self.side * columns, terms],
             index: [None, several.then_some(2), None],
             place: Place::Own,
+            first_column: 0,
         };
         let inverse = Window {
             dtype: DType::F32,
@@ -182,6 +184,7 @@ impl Convolution {
             block: [1, inputs],
             index: [Some(0), None, None],
             place: Place::Own,
+            first_column: 0,
         };
         let rows = self.rows_of_columns();
         let of_columns = Window {
@@ -190,6 +193,7 @@ impl Convolution {
             block: [rows, columns],
             index: [Some(0), None, several.then_some(2)],
             place: Place::Own,
+            first_column: 0,
         };
         let result = Window {
             dtype: DType::BF16,
@@ -197,6 +201,7 @@ impl Convolution {
             block: [image_rows * self.width, columns],
             index: [Some(0), Some(1), several.then_some(2)],
             place: Place::Own,
+            first_column: 0,
         };
         let mut windows = match self.side {
             1 => vec![x],

@@ -9,7 +9,7 @@ mod product;
 mod upsample;
 
 pub use attention::Attention;
-pub use channels::{OfChannels, ScaleShift};
+pub use channels::{OfChannels, ScaleShift, SideBySide};
 pub use claim::claim;
 pub use convolution::{Added, Convolution};
 pub use product::Product;

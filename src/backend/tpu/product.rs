@@ -127,6 +127,7 @@ impl Product {
             block: [rows, terms],
             index: [None, Some(0), None],
             place: Place::Own,
+            first_column: 0,
         };
         let weights = Window {
             dtype: DType::S8,
@@ -134,6 +135,7 @@ impl Product {
             block: [width, terms],
             index: [None, column_index, None],
             place: Place::Own,
+            first_column: 0,
         };
         let of_columns = Window {
             dtype: DType::F32,
@@ -141,6 +143,7 @@ impl Product {
             block: [2, width],
             index: [None, None, column_index],
             place: Place::Own,
+            first_column: 0,
         };
         let result = Window {
             dtype: DType::BF16,
@@ -148,6 +151,7 @@ impl Product {
             block: [rows, columns],
             index: [None, Some(0), column_index],
             place: Place::Own,
+            first_column: 0,
         };
         let of_features = Window {
             dtype: DType::F32,
@@ -155,6 +159,7 @@ impl Product {
             block: [2, terms],
             index: [None; 3],
             place: Place::Own,
+            first_column: 0,
         };
         let mut windows = vec![x, weights, of_columns];
         if self.norm.is_some() {
@@ -549,6 +554,7 @@ mod tests {
             block: [8, LANES],
             index: [None; 3],
             place: Place::Own,
+            first_column: 0,
         };
         let mut k = Kernel::new(vec![1], vec![window; 2]);
         let first = k.row(0);

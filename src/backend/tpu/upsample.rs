@@ -34,6 +34,7 @@ impl Upsample {
             block: [scale * self.width, channels],
             index: [Some(0), Some(1), None],
             place: Place::Own,
+            first_column: 0,
         };
         let mut kernel = Kernel::new(vec![batch, pixels / self.width], vec![window(1), window(4)]);
         kernel.repeat(self.width / TILE, Vec::new(), |k, counter, _| {

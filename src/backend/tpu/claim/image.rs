@@ -7,7 +7,7 @@ use crate::graph::{Builder, Op, Reduction, Tensor, TensorFormat};
 use crate::quant::scale_of;
 
 use super::super::channels::TILE;
-use super::super::{OfChannels, ScaleShift, Upsample};
+use super::super::{OfChannels, ScaleShift, SideBySide, Upsample};
 use super::Result;
 
 /// The attributes of a group norm.
@@ -91,6 +91,24 @@ pub(super) fn upsample(b: &Builder, x: Tensor) -> Result<Option<Tensor>> {
     let pixels = b.reshape(x, &[batch, height * width, channels])?;
     let y = b.push(Op::CustomCall(Arc::new(kernel)), &[pixels])?;
     b.reshape(y, &[batch, 2 * height, 2 * width, channels])
+        .map(Some)
+}
+
+/// The images `a` and `c` along dimension `dim`; `None` where the kernel does not take them: channels alone, the first of
+/// which fill registers.
+pub(super) fn concatenate(b: &Builder, images: [Tensor; 2], dim: usize) -> Result<Option<Tensor>> {
+    let [Some(first), Some(second)] = images.map(|x| of_bf16(b, x)) else {
+        return Ok(None);
+    };
+    let [batch, height, width, channels] = first;
+    let pixels = height * width;
+    if dim != 3 || !SideBySide::fits(pixels, [channels, second[3]]) {
+        return Ok(None);
+    }
+    let image = |x: Tensor, channels: usize| b.reshape(x, &[batch, pixels, channels]);
+    let operands = [image(images[0], channels)?, image(images[1], second[3])?];
+    let y = b.push(Op::CustomCall(Arc::new(SideBySide)), &operands)?;
+    b.reshape(y, &[batch, height, width, channels + second[3]])
         .map(Some)
 }
 

@@ -31,7 +31,8 @@ type Result<T> = std::result::Result<T, GraphError>;
 /// - 3x3 convolutions of bf16 images that AQT's int8 quantizes, a scale an image, with int8 weights, together with the
 ///   rounding before them, and the bias, the rounding to bf16 and the sum after them,
 /// - the ranges of bf16 images that int8 quantizes, a scale an image,
-/// - group norms and nearest upsampling of bf16 images.
+/// - group norms, nearest upsampling and pairs of channels of bf16 images that are quantized next,
+/// - products that give the queries, keys and values of one attention, as one product.
 ///
 /// For programs of one partition. Products are left to the compiler where `int8` is false: the chip's matrix units do
 /// not multiply int8, and Mosaic refuses it.
@@ -52,18 +53,28 @@ pub fn claim(graph: &Graph, int8: bool) -> Result<Graph> {
         true => claims.convolutions(&products),
         false => HashMap::new(),
     };
+    let self_attentions = claims.self_attentions(&products);
     graph.substitute(&mut |b, i, copies| {
+        if let Some(qkv) = self_attentions.get(&i) {
+            return claims.self_attention_call(b, i, qkv, copies).map(Some);
+        }
         if let Some(found) = products.get(&i) {
-            return claims.product_call(b, found, copies).map(Some);
+            let y = claims.product_call(b, &[found], copies)?;
+            return b.reshape(y, &found.shape.dims).map(Some);
         }
         if let Some(found) = convolutions.get(&i) {
             return claims.convolution_call(b, found, copies).map(Some);
         }
         let node = &graph.nodes[i];
-        let Op::Composite { kind, .. } = &node.op else {
-            return Ok(None);
+        let operands = node.operands.iter().map(|o| copies[*o as usize]);
+        let operands: Vec<Tensor> = operands.collect();
+        let kind = match (&node.op, &operands[..]) {
+            (Op::Composite { kind, .. }, _) => kind,
+            (Op::Concatenate(dim), &[a, c]) if claims.is_read_by_kernels(i) => {
+                return image::concatenate(b, [a, c], *dim);
+            }
+            _ => return Ok(None),
         };
-        let operands: Vec<Tensor> = node.operands.iter().map(|o| copies[*o as usize]).collect();
         match (kind, &operands[..]) {
             (Composite::Attention { causal: false }, &[q, k, v]) => attention(b, [q, k, v]),
             (Composite::FindScale { kept, format }, &[x])
@@ -78,7 +89,9 @@ pub fn claim(graph: &Graph, int8: bool) -> Result<Graph> {
                     silu,
                 },
                 &[x, weight, bias],
-            ) => {
+            ) if claims.is_read_by_kernels(i)
+                || convolutions.contains_key(&(node.operands[0] as usize)) =>
+            {
                 let norm = image::GroupNorm {
                     groups: *groups,
                     epsilon: *epsilon,
@@ -86,7 +99,9 @@ pub fn claim(graph: &Graph, int8: bool) -> Result<Graph> {
                 };
                 image::group_norm(b, [x, weight, bias], norm)
             }
-            (Composite::UpsampleNearest2x, &[x]) => image::upsample(b, x),
+            (Composite::UpsampleNearest2x, &[x]) if claims.is_read_by_kernels(i) => {
+                image::upsample(b, x)
+            }
             _ => Ok(None),
         }
     })
@@ -347,6 +362,23 @@ impl<'a> Claims<'a> {
         (self.node(x).shape.dtype == DType::BF16 && self.fits(&normed)).then_some(normed)
     }
 
+    /// Whether node `i` is quantized or the program's result, itself or after a group norm. What the compiler reads it lays
+    /// out as it likes: between its convolutions of floats, copies to a kernel and back take longer than its own
+    /// operations.
+    fn is_read_by_kernels(&self, i: usize) -> bool {
+        self.users[i].iter().all(|user| {
+            user.is_none_or(|user| match &self.graph.nodes[user].op {
+                Op::Reshape(_) | Op::Slice { .. } => self.is_read_by_kernels(user),
+                Op::Composite { kind, .. } => match kind {
+                    Composite::GroupNorm { .. } => self.is_read_by_kernels(user),
+                    Composite::FindScale { .. } | Composite::Quantize { .. } => true,
+                    _ => false,
+                },
+                _ => false,
+            })
+        })
+    }
+
     /// The only node that reads node `i`.
     fn only_user(&self, i: usize) -> Option<(usize, &'a Node)> {
         match self.users[i][..] {
@@ -364,24 +396,106 @@ impl<'a> Claims<'a> {
         rows >= LEAST_ROWS && found.kernel.fits(rows, *terms, *columns)
     }
 
-    /// The kernel's call in place of a product and what belongs to it.
-    fn product_call(&self, b: &Builder, found: &Found, copies: &[Tensor]) -> Result<Tensor> {
+    /// The attentions whose queries, keys and values are products of the same rows that one kernel computes side by
+    /// side: rows are then normalized and rounded once.
+    fn self_attentions(&self, products: &HashMap<usize, Found>) -> HashMap<usize, [Found; 3]> {
+        let nodes = self.graph.nodes.iter().enumerate();
+        let found = nodes.filter_map(|(i, node)| {
+            let is_attention = matches!(
+                node.op,
+                Op::Composite {
+                    kind: Composite::Attention { causal: false },
+                    ..
+                }
+            );
+            if !is_attention || self.users[i].is_empty() {
+                return None;
+            }
+            let qkv = node.operands.iter().map(|operand| {
+                let reshape = *operand as usize;
+                let heads = &self.graph.nodes[reshape];
+                let product = *heads.operands.first()? as usize;
+                let alone = [reshape, product].map(|id| self.only_user(id).map(|(user, _)| user));
+                let follows =
+                    matches!(heads.op, Op::Reshape(_)) && alone == [Some(i), Some(reshape)];
+                follows.then(|| products.get(&product).cloned()).flatten()
+            });
+            let qkv: Option<Vec<Found>> = qkv.collect();
+            let qkv: [Found; 3] = qkv?.try_into().ok()?;
+            self.lie_side_by_side(&qkv, &node.shape).then_some((i, qkv))
+        });
+        found.collect()
+    }
+
+    /// Whether one kernel can compute the products, and another reads them as the queries, keys and values of attention
+    /// `[batch, length, heads, size]`.
+    fn lie_side_by_side(&self, qkv: &[Found; 3], attention: &Shape) -> bool {
+        let [q, ..] = qkv;
+        let same = qkv.iter().all(|found| {
+            (found.kernel, found.x, found.norm, &found.shape) == (q.kernel, q.x, q.norm, &q.shape)
+        });
+        let [batch, length, heads, size] = [0, 1, 2, 3].map(|d| attention.dims[d]);
+        let columns = heads * size;
+        let kernel = self_attention(attention);
+        let fills_blocks = kernel.size == size
+            && Attention::padded(length, length) == [length; 2]
+            && (size > 64 || heads.is_multiple_of(2));
+        let x = &self.node(q.x).shape;
+        let rows = batch * length;
+        let terms = x.dims.last().copied().unwrap_or(0);
+        let alone = Shape::new(DType::BF16, [batch, length, columns]);
+        let plain = !q.kernel.gated && !q.kernel.residual;
+        same && plain
+            && fills_blocks
+            && kernel.fits(&alone, &alone)
+            && q.kernel.padded_rows(rows, terms, 3 * columns) == Some(rows)
+    }
+
+    /// The kernels' calls in place of attention and of the products before it.
+    fn self_attention_call(
+        &self,
+        b: &Builder,
+        attention: usize,
+        qkv: &[Found; 3],
+        copies: &[Tensor],
+    ) -> Result<Tensor> {
+        let shape = &self.graph.nodes[attention].shape;
+        let [batch, length, heads, size] = [0, 1, 2, 3].map(|d| shape.dims[d]);
+        let y = self.product_call(b, &qkv.each_ref(), copies)?;
+        let y = b.reshape(y, &[batch, length, 3 * heads * size])?;
+        let kernel = Arc::new(self_attention(shape));
+        let y = b.push(Op::CustomCall(kernel), &[y; 3])?;
+        b.reshape(y, &shape.dims)
+    }
+
+    /// The kernel's call in place of products of the same rows and what belongs to them, `[1, rows, columns]`, with the
+    /// columns of each product side by side. Several products are neither gated nor added to anything.
+    fn product_call(&self, b: &Builder, products: &[&Found], copies: &[Tensor]) -> Result<Tensor> {
         let copy = |id: u32| copies[id as usize];
-        let columns = found.shape.dims.last().copied().unwrap_or(1);
+        let found = products[0];
+        let each = found.shape.dims.last().copied().unwrap_or(1);
+        let columns = products.len() * each;
         let block = match found.kernel.gated {
             true => Product::gated_block(columns),
             false => None,
         };
-        let mut weights = copy(found.weights);
-        if found.contracted == 0 || block.is_some() {
-            // What is stored of a weight is its packed form.
-            weights = self.before_storage(found.weights, copies);
-        }
-        if found.contracted == 0 {
-            weights = b.transpose(weights, &[1, 0])?;
-        }
+        let weights = products.iter().map(|found| {
+            let mut weights = copy(found.weights);
+            if found.contracted == 0 || block.is_some() || products.len() > 1 {
+                // What is stored of a weight is its packed form.
+                weights = self.before_storage(found.weights, copies);
+            }
+            match found.contracted {
+                0 => b.transpose(weights, &[1, 0]),
+                _ => Ok(weights),
+            }
+        });
+        let mut weights = side_by_side(b, weights, 0)?;
         let terms = b.dims(weights)[1];
-        let mut scales = of_columns(b, copy(found.column_scale), found.bias.map(copy))?;
+        let scales = products
+            .iter()
+            .map(|found| of_columns(b, copy(found.column_scale), found.bias.map(copy)));
+        let mut scales = side_by_side(b, scales, 1)?;
         if let Some(block) = block {
             weights = in_turns(b, weights, 0, block)?;
             scales = in_turns(b, scales, 1, block)?;
@@ -389,7 +503,7 @@ impl<'a> Claims<'a> {
         let all_columns = b.dims(weights)[0];
         let weights = b.reshape(weights, &[1, all_columns, terms])?;
         let scales = b.reshape(scales, &[1, 2, all_columns])?;
-        let rows = found.shape.count() / columns;
+        let rows = found.shape.count() / each;
         let padded = found.kernel.padded_rows(rows, terms, columns);
         let padded = padded.unwrap_or(rows);
         let matrix = |x: Tensor, columns: usize| -> Result<Tensor> {
@@ -405,11 +519,10 @@ impl<'a> Claims<'a> {
             operands.push(matrix(copy(residual), columns)?);
         }
         let y = b.push(Op::CustomCall(Arc::new(found.kernel)), &operands)?;
-        let y = match padded == rows {
-            true => y,
-            false => b.slice_dim(y, 1, 0, rows)?,
-        };
-        b.reshape(y, &found.shape.dims)
+        match padded == rows {
+            true => Ok(y),
+            false => b.slice_dim(y, 1, 0, rows),
+        }
     }
 
     /// The value that is marked as stored at `id`: packed, it is what is stored.
@@ -418,6 +531,30 @@ impl<'a> Claims<'a> {
             Op::Stored => copies[self.node(id).operands[0] as usize],
             _ => copies[id as usize],
         }
+    }
+}
+
+/// The parts one after the other along `dim`; a part alone as it is.
+fn side_by_side(
+    b: &Builder,
+    parts: impl Iterator<Item = Result<Tensor>>,
+    dim: usize,
+) -> Result<Tensor> {
+    let parts = parts.collect::<Result<Vec<Tensor>>>()?;
+    match parts[..] {
+        [alone] => Ok(alone),
+        _ => b.concatenate(&parts, dim),
+    }
+}
+
+/// The kernel for attention `[batch, length, heads, size]` of queries, keys and values that lie side by side.
+fn self_attention(attention: &Shape) -> Attention {
+    let [length, size] = [1, 3].map(|d| attention.dims[d]);
+    Attention {
+        scale: 1.0 / (size as f64).sqrt(),
+        size: Attention::padded_size(size),
+        keys: length,
+        side_by_side: true,
     }
 }
 
@@ -460,6 +597,7 @@ fn attention(b: &Builder, qkv: [Tensor; 3]) -> Result<Option<Tensor>> {
         scale: 1.0 / (size as f64).sqrt(),
         size: Attention::padded_size(size),
         keys,
+        side_by_side: false,
     };
     // Two heads of 64 share the lanes of a register.
     let all_heads = match kernel.size {

@@ -216,6 +216,15 @@ impl Run<'_> {
                         .collect(),
                 )
             }
+            Op::Rotate(x, count) => {
+                let lines = self.get(*x).data.chunks(columns);
+                let moved = lines.flat_map(|line| {
+                    let mut line = line.to_vec();
+                    line.rotate_right(*count);
+                    line
+                });
+                matrix(moved.collect())
+            }
             Op::Twice(x) => {
                 let x = self.get(*x);
                 let lines = x.data.chunks(x.columns);
@@ -264,6 +273,7 @@ impl Run<'_> {
             Place::Before(blocks) => (at[1] * blocks).saturating_sub(1),
             Place::Behind(blocks) => ((at[1] + 1) * blocks).min(last),
         };
+        at[2] += window.first_column;
         [at[0], at[1] * window.block[0], at[2] * window.block[1]]
     }
 

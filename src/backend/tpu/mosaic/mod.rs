@@ -45,6 +45,8 @@ pub struct Window {
     pub index: [Option<usize>; 3],
     /// Which block along the rows it is.
     pub place: Place,
+    /// The block of columns that is counted as the first.
+    pub first_column: usize,
 }
 
 /// Which block along the rows a step sees.
@@ -128,6 +130,8 @@ enum Op {
     Broadcast(Value),
     /// Columns of a matrix from the given one, a multiple of [`LANES`].
     Slice(Value, usize),
+    /// Columns moved to the right by a number, those at the end to the start.
+    Rotate(Value, usize),
     /// Each row of a matrix of bf16 twice.
     Twice(Value),
     /// `lhs rhs + start`, or with the rhs transposed: `f32` of floats, `s32` of `s8`.
@@ -538,6 +542,11 @@ impl Kernel {
     /// `count` columns from `first`; both are multiples of [`LANES`].
     pub fn slice(&mut self, x: Value, first: usize, count: usize) -> Value {
         self.push(self.matrix(x, None, Some(count)), Op::Slice(x, first))
+    }
+
+    /// Columns moved to the right by `count`, those at the end to the start.
+    pub fn rotate(&mut self, x: Value, count: usize) -> Value {
+        self.push(self.type_of(x), Op::Rotate(x, count))
     }
 
     /// Each row of a matrix of bf16 twice, one after the other.

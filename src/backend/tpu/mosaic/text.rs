@@ -102,7 +102,15 @@ impl Kernel {
             if neighbour.is_some() {
                 at[1] = "%row".to_string();
             }
-            let neighbour = neighbour.unwrap_or_default();
+            let mut neighbour = neighbour.unwrap_or_default();
+            if window.first_column > 0 {
+                let _ = writeln!(
+                    neighbour,
+                    "%beside = arith.constant {} : i32\n%column = arith.addi {}, %beside : i32",
+                    window.first_column, at[2]
+                );
+                at[2] = "%column".to_string();
+            }
             let _ = writeln!(
                 text,
                 "func.func @at{i}({}) -> (i32, i32, i32) {{\n%none = arith.constant 0 : i32\n{neighbour}\
@@ -301,6 +309,11 @@ impl Kernel {
                     self::name(*x)
                 )
             }
+            Op::Rotate(x, count) => format!(
+                "{name}_n = arith.constant {count} : i32\n\
+                 {name} = \"tpu.dynamic_rotate\"({}, {name}_n) {{dimension = 1 : si32}} : ({of}, i32) -> {of}",
+                self::name(*x)
+            ),
             Op::Twice(x) => {
                 let from = self.vector(*x);
                 let [wide, bits] = ["xf32>", "xi32>"].map(|to| from.replace("xbf16>", to));
