@@ -12,9 +12,10 @@ use std::path::{Component, Path, PathBuf};
 
 use rayon::prelude::*;
 
-use super::picture::{self, Crop, Picture};
+use super::picture::{self, Crop, Note, Picture};
 use super::{DataError, NAMED, Sample};
 use crate::util::files;
+use crate::util::known::Known;
 
 /// Longest caption, and longest line of metadata.jsonl.
 const MAX_CAPTION_BYTES: u64 = 64 << 10;
@@ -33,6 +34,9 @@ pub struct FolderOptions {
     /// Most memory for decoded images. When all fit they are decoded once; otherwise each is
     /// decoded again whenever it is asked for.
     pub cache_bytes: u64,
+    /// The file in which [`Folder::remember`] keeps which images can be decoded. One that has not changed since is not
+    /// read when the folder is opened, unless decoded images are kept in memory.
+    pub known: Option<PathBuf>,
 }
 
 impl FolderOptions {
@@ -44,6 +48,7 @@ impl FolderOptions {
             crop: Crop::Center,
             max_bad_image_fraction: 0.01,
             cache_bytes: 2 << 30,
+            known: None,
         }
     }
 }
@@ -63,6 +68,8 @@ pub struct Folder {
     options: FolderOptions,
     entries: Vec<Entry>,
     bad: Vec<PathBuf>,
+    /// What is not in the file of known images yet.
+    found: Vec<Note>,
 }
 
 impl Folder {
@@ -106,24 +113,41 @@ impl Folder {
                 options.cache_bytes >> 20,
             );
         }
-        let load = |path: &Path| picture::load(path, options.resolution, options.crop);
-        let decoded: Vec<Result<Entry, (PathBuf, DataError)>> = captions
+        let known = options.known.as_deref().map(Known::read);
+        let load = |path: &Path| match &known {
+            Some(known) if !keep => {
+                let (picture, found) = picture::find(path, options.crop, known)?;
+                Ok((picture, None, found))
+            }
+            _ => {
+                let (image, picture) = picture::load(path, options.resolution, options.crop)?;
+                Ok((picture, keep.then(|| image.into_raw()), None))
+            }
+        };
+        let decoded: Vec<Result<(Entry, Option<Note>), (PathBuf, DataError)>> = captions
             .into_par_iter()
             .map(|(path, caption)| match load(&root.join(&path)) {
-                Ok((image, picture)) => Ok(Entry {
-                    path,
-                    caption,
-                    picture,
-                    pixels: keep.then(|| image.into_raw()),
-                }),
+                Ok((picture, pixels, found)) => Ok((
+                    Entry {
+                        path,
+                        caption,
+                        picture,
+                        pixels,
+                    },
+                    found,
+                )),
                 Err(error) => Err((path, error)),
             })
             .collect();
         let mut entries = Vec::new();
         let mut bad = Vec::new();
+        let mut found = Vec::new();
         for result in decoded {
             match result {
-                Ok(entry) => entries.push(entry),
+                Ok((entry, new)) => {
+                    entries.push(entry);
+                    found.extend(new);
+                }
                 Err((path, error)) => {
                     tracing::warn!("skipped: {error}");
                     bad.push(path);
@@ -154,7 +178,29 @@ impl Folder {
             options: FolderOptions { root, ..options },
             entries,
             bad,
+            found,
         })
+    }
+
+    /// Keeps what was found out about the images in [`FolderOptions::known`], whose folder must exist.
+    ///
+    /// # Errors
+    /// When the file cannot be written.
+    pub fn remember(&self) -> Result<(), DataError> {
+        let Some(path) = self
+            .options
+            .known
+            .as_deref()
+            .filter(|_| !self.found.is_empty())
+        else {
+            return Ok(());
+        };
+        let mut known = Known::read(path);
+        for [key, text] in &self.found {
+            known.insert(key.clone(), text.clone());
+        }
+        let write = known.write();
+        write.map_err(|source| io("write what is known of the images", path, source))
     }
 
     /// The options, with the folder's canonical path.
@@ -528,6 +574,55 @@ mod tests {
         );
         fs::remove_file(dir.path().join("a.png")).unwrap();
         assert!(folder.get(0).unwrap_err().to_string().contains("a.png"));
+    }
+
+    /// The content of a file that seems unchanged does not matter, so it is not read; a file that changed is.
+    #[test]
+    fn known_images_are_not_read_again() {
+        use std::time::{Duration, SystemTime};
+
+        let dir = TempDir::new().unwrap();
+        let known = dir.path().join(".known");
+        let then = SystemTime::now() - Duration::from_secs(60);
+        let settle = |name: &str, time| {
+            let file = fs::File::options()
+                .write(true)
+                .open(dir.path().join(name))
+                .unwrap();
+            file.set_modified(time).unwrap();
+        };
+        for name in ["a", "b"] {
+            save_image(dir.path(), &format!("{name}.png"), [1, 2, 3]);
+            text(dir.path(), &format!("{name}.txt"), "x");
+        }
+        settle("a.png", then);
+        let open = || {
+            Folder::open(FolderOptions {
+                cache_bytes: 0,
+                max_bad_image_fraction: 0.5,
+                known: Some(known.clone()),
+                ..FolderOptions::new(dir.path(), 8)
+            })
+            .unwrap()
+        };
+        let first = open();
+        first.remember().unwrap();
+        let damage = |name: &str| {
+            let bytes = fs::read(dir.path().join(name)).unwrap();
+            fs::write(dir.path().join(name), vec![b'x'; bytes.len()]).unwrap();
+        };
+        damage("a.png");
+        settle("a.png", then);
+        let again = open();
+        assert_eq!((again.count(), again.entry(0)), (2, first.entry(0)));
+        // What it holds is found wrong when it is used.
+        assert!(again.get(0).unwrap_err().to_string().contains("a.png"));
+        // The other was written to just before it was read, so nothing is known of it.
+        damage("b.png");
+        assert_eq!(open().bad_images(), [PathBuf::from("b.png")]);
+        settle("a.png", then + Duration::from_secs(1));
+        save_image(dir.path(), "b.png", [1, 2, 3]);
+        assert_eq!(open().bad_images(), [PathBuf::from("a.png")]);
     }
 
     #[test]

@@ -118,6 +118,17 @@ impl Dataset {
         }
     }
 
+    /// Keeps what was found out about files, so that it is not found out again at the next start.
+    ///
+    /// # Errors
+    /// When it cannot be written.
+    pub fn remember(&self) -> Result<(), DataError> {
+        match self {
+            Self::Shapes(_) => Ok(()),
+            Self::Folder(folder) => folder.remember(),
+        }
+    }
+
     /// Captions whose words are all the words of the dataset, to build a tokenizer from.
     pub fn vocabulary_captions(&self) -> Vec<String> {
         match self {

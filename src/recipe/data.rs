@@ -6,8 +6,10 @@ use crate::config::{Config, DatasetType};
 use crate::data::{
     Crop, Dataset, Folder, FolderOptions, Shapes, ShapesOptions, Split, Tokenizer, word_level_json,
 };
+use crate::train::KNOWN_FILES;
 use crate::util::files;
 
+use super::fine_tune::cache_folder;
 use super::{Notice, Notify, RecipeError};
 
 /// Opens the training split of the configured dataset.
@@ -35,6 +37,7 @@ pub fn dataset(config: &Config) -> Result<Dataset, RecipeError> {
             if !config.train_new_unet {
                 // Pixels are encoded once, and not needed afterwards.
                 options.cache_bytes = 0;
+                options.known = Some(cache_folder(config).join(KNOWN_FILES));
             }
             Ok(Dataset::Folder(
                 Folder::open(options).map_err(RecipeError::failed)?,
