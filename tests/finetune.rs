@@ -16,7 +16,7 @@ use maxdiff::pipelines::init_image::signed_planes;
 use maxdiff::pipelines::latents::trace_encode_distribution;
 use maxdiff::runtime::{Program, ProgramOptions, Session, Value};
 use maxdiff::train::LoraOptions;
-use maxdiff::train::optimizer::{FIRST_MOMENT, OptimizerOptions};
+use maxdiff::train::optimizer::{AdamOptions, FIRST_MOMENT, Optimizer, OptimizerOptions};
 use maxdiff::train::step::{
     self, CleanSamples, Draws, LossWeighting, StepOptions, Timesteps, names,
 };
@@ -53,10 +53,16 @@ impl<'a> Run<'a> {
             clean: CleanSamples::Given,
             draws: Draws::Inputs,
             optimizer: OptimizerOptions {
-                adam_b1: 0.9,
-                adam_b2: 0.999,
-                adam_eps: 1e-8,
-                adam_weight_decay: meta("weight_decay"),
+                optimizer: Optimizer::AdamW {
+                    adam: AdamOptions {
+                        b1: 0.9,
+                        b2: 0.999,
+                        eps: 1e-8,
+                    },
+                    moments: DType::F32,
+                },
+                weight_decay: meta("weight_decay"),
+                stochastic_rounding: false,
                 max_grad_value: None,
                 max_grad_norm: Some(meta("max_grad_norm")),
                 ema_decay: None,

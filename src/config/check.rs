@@ -81,6 +81,13 @@ pub(super) fn conflicts(config: &Config, verb: Option<Verb>) -> Vec<Conflict> {
     if verb == Some(Verb::Train) {
         training(config, &mut found);
     }
+    if config.stochastic_rounding && config.lora_rank > 0 {
+        found.push((
+            vec!["stochastic_rounding", "lora_rank"],
+            "low-rank updates are trained in float32, where nothing is rounded at random: leave stochastic_rounding out"
+                .into(),
+        ));
+    }
     if config.use_controlnet
         && verb.is_none_or(|v| v == Verb::Generate)
         && config.controlnet_image.0.iter().any(String::is_empty)

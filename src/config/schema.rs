@@ -365,14 +365,34 @@ schema! {
         learning_rate_schedule: Decay = Decay::Constant, Ours, TRAIN, is [FixedOnResume];
         /// Length of the schedule in steps. -1: `max_train_steps`.
         learning_rate_schedule_steps: i64 = -1, Used, TRAIN, in MinusOneOr(1.0), is [FixedOnResume];
-        /// AdamW: decay of the mean of gradients.
-        adam_b1: f64 = 0.9, Used, TRAIN_STEP, in HalfOpen(0.0, 1.0), is [FixedOnResume];
-        /// AdamW: decay of the mean of squared gradients.
-        adam_b2: f64 = 0.999, Used, TRAIN_STEP, in HalfOpen(0.0, 1.0), is [FixedOnResume];
-        /// AdamW: added to the denominator.
-        adam_eps: f64 = 1e-8, Used, TRAIN_STEP, in Above(0.0), is [FixedOnResume];
-        /// AdamW: weight decay.
+        /// How weights follow their gradients: AdamW, AdamW8bit (moments of 8 bits, as bitsandbytes), Adafactor, Lion, or
+        /// Prodigy, which finds its learning rate itself and takes `learning_rate=1`.
+        optimizer_type: OptimizerType = OptimizerType::AdamW, Ours, TRAIN_STEP, is [FixedOnResume];
+        /// Element type of the moments of AdamW and Lion. bfloat16 is rounded at random, so that small changes count on average.
+        optimizer_state_dtype: FloatType = FloatType::Float32, Ours, TRAIN_STEP,
+            when Is("optimizer_type", &["AdamW", "Lion"]), is [FixedOnResume];
+        /// Round weights in bfloat16 up or down at random after each update, so that they follow small updates on average.
+        stochastic_rounding: bool = false, Ours, TRAIN_STEP, when Is("weights_dtype", &["bfloat16"]), is [FixedOnResume];
+        /// AdamW, Lion and Prodigy: decay of the mean of gradients.
+        adam_b1: f64 = 0.9, Used, TRAIN_STEP, in HalfOpen(0.0, 1.0),
+            when IsNot("optimizer_type", "Adafactor"), is [FixedOnResume];
+        /// AdamW and Prodigy: decay of the mean of squared gradients. Lion: decay of the mean of gradients that is kept, for
+        /// which its authors take 0.99.
+        adam_b2: f64 = 0.999, Used, TRAIN_STEP, in HalfOpen(0.0, 1.0),
+            when IsNot("optimizer_type", "Adafactor"), is [FixedOnResume];
+        /// AdamW and Prodigy: added to the denominator.
+        adam_eps: f64 = 1e-8, Used, TRAIN_STEP, in Above(0.0),
+            when Is("optimizer_type", &["AdamW", "AdamW8bit", "Prodigy"]), is [FixedOnResume];
+        /// Share of the weights, times the learning rate, that every update takes away.
         adam_weight_decay: f64 = 1e-2, Used, TRAIN_STEP, in AtLeast(0.0), is [FixedOnResume];
+        /// Adafactor: multiply the learning rate with the root mean square of each weight.
+        adafactor_scale_parameter: bool = false, Ours, TRAIN_STEP, when Is("optimizer_type", &["Adafactor"]), is [FixedOnResume];
+        /// Prodigy: factor of the learning rate that it finds.
+        prodigy_d_coef: f64 = 1.0, Ours, TRAIN_STEP, in Above(0.0), when Is("optimizer_type", &["Prodigy"]), is [FixedOnResume];
+        /// Prodigy: correct moments for their start at 0, as Adam does.
+        prodigy_use_bias_correction: bool = true, Ours, TRAIN_STEP, when Is("optimizer_type", &["Prodigy"]), is [FixedOnResume];
+        /// Prodigy: leave the learning rate out of its estimate, so that warm-up does not enlarge it.
+        prodigy_safeguard_warmup: bool = true, Ours, TRAIN_STEP, when Is("optimizer_type", &["Prodigy"]), is [FixedOnResume];
         /// Clip each element of the gradient to `max_grad_value`.
         opt_enable_grad_clipping: bool = false, Used, TRAIN_STEP, is [FixedOnResume];
         /// Largest absolute value of an element of the gradient.

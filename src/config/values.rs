@@ -84,6 +84,21 @@ named! {
 }
 
 named! {
+    /// How weights follow their gradients, by kohya's names.
+    pub enum OptimizerType {
+        AdamW = "AdamW",
+        /// AdamW with moments of 8 bits, in blocks of 256, as bitsandbytes.
+        AdamW8bit = "AdamW8bit",
+        /// Mean squares of rows and columns instead of moments, as transformers' Adafactor with a learning rate.
+        Adafactor = "Adafactor",
+        /// One moment, of which the sign counts.
+        Lion = "Lion",
+        /// Finds its learning rate: give learning_rate=1.
+        Prodigy = "Prodigy",
+    }
+}
+
+named! {
     /// How much the error of a sample counts at its timestep.
     pub enum LossWeighting {
         /// As it is, or by min-SNR where `snr_gamma` is given.

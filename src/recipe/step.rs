@@ -3,7 +3,7 @@
 use crate::config::{self, Config};
 use crate::models::DiffusionModel;
 use crate::train::LoraOptions;
-use crate::train::optimizer::OptimizerOptions;
+use crate::train::optimizer::{AdamOptions, Optimizer, OptimizerOptions};
 use crate::train::step::{CleanSamples, Draws, LossWeighting, StepOptions, Timesteps};
 
 use super::RecipeError;
@@ -91,11 +91,35 @@ pub fn lora_options(config: &Config) -> Option<LoraOptions> {
 
 /// The settings of the update.
 pub fn optimizer(config: &Config) -> OptimizerOptions {
+    let adam = AdamOptions {
+        b1: config.adam_b1,
+        b2: config.adam_b2,
+        eps: config.adam_eps,
+    };
     OptimizerOptions {
-        adam_b1: config.adam_b1,
-        adam_b2: config.adam_b2,
-        adam_eps: config.adam_eps,
-        adam_weight_decay: config.adam_weight_decay,
+        optimizer: match config.optimizer_type {
+            config::OptimizerType::AdamW => Optimizer::AdamW {
+                adam,
+                moments: config.optimizer_state_dtype.into(),
+            },
+            config::OptimizerType::AdamW8bit => Optimizer::AdamW8bit { adam },
+            config::OptimizerType::Adafactor => Optimizer::Adafactor {
+                scale_parameter: config.adafactor_scale_parameter,
+            },
+            config::OptimizerType::Lion => Optimizer::Lion {
+                b1: adam.b1,
+                b2: adam.b2,
+                moment: config.optimizer_state_dtype.into(),
+            },
+            config::OptimizerType::Prodigy => Optimizer::Prodigy {
+                adam,
+                d_coef: config.prodigy_d_coef,
+                use_bias_correction: config.prodigy_use_bias_correction,
+                safeguard_warmup: config.prodigy_safeguard_warmup,
+            },
+        },
+        weight_decay: config.adam_weight_decay,
+        stochastic_rounding: config.stochastic_rounding,
         max_grad_value: config
             .opt_enable_grad_clipping
             .then_some(config.max_grad_value),

@@ -21,7 +21,7 @@ use super::checkpoint::{
 };
 use super::error::TrainError;
 use super::lora::{self, LORA_FILE, LoraRecord, is_factor};
-use super::optimizer::{EMA, FIRST_MOMENT, SECOND_MOMENT, UPDATES};
+use super::optimizer::{EMA, INITIAL, STATE};
 use super::schedule::LearningRate;
 
 /// The counter of a checkpoint that holds the length of the learning-rate schedule.
@@ -89,7 +89,8 @@ pub struct TrainingState {
 }
 
 impl TrainingState {
-    /// The weights of `files`, new ones from `seed` where it has none or there are no files, and an empty optimizer.
+    /// The weights of `files`, new ones from `seed` where it has none or there are no files, and an optimizer before its
+    /// first update.
     ///
     /// # Errors
     /// When a weight cannot be read, or a transfer fails.
@@ -122,7 +123,8 @@ impl TrainingState {
                 continue;
             };
             let input = &state.inputs[index];
-            let value = match input.name.strip_prefix(EMA) {
+            let of_weight = [EMA, INITIAL].map(|prefix| input.name.strip_prefix(prefix));
+            let value = match of_weight.into_iter().flatten().next() {
                 Some(weight) => weights
                     .get(weight)
                     .ok_or_else(|| TrainError::UnknownInput(input.name.clone()))?
@@ -290,7 +292,7 @@ fn places(options: &RunOptions, state: &TrainingState) -> Vec<Option<Place>> {
 
 /// The checkpoint file of an input that is no factor, and its name there.
 fn whole_place(options: &RunOptions, input: &str) -> (String, String) {
-    if input == UPDATES || input.starts_with(FIRST_MOMENT) || input.starts_with(SECOND_MOMENT) {
+    if input.starts_with(STATE) {
         return ("optimizer.safetensors".to_string(), input.to_string());
     }
     let (suffix, weight) = match input.strip_prefix(EMA) {

@@ -15,7 +15,7 @@ use crate::shape::Shape;
 use crate::weights::lora::beside;
 
 use super::lora::{LoraOptions, LoraTargetError, is_factor};
-use super::optimizer::{OptimizerOptions, Trained, adamw};
+use super::optimizer::{self, OptimizerOptions, Trained, UpdateInputs};
 
 /// The logical axes of samples.
 const SAMPLE_AXES: [Option<&str>; 4] = [Some("activation_batch"), None, None, None];
@@ -147,8 +147,8 @@ pub fn trace(model: &DiffusionModel, options: &StepOptions) -> Result<Traced, St
     let b = Builder::new();
     let batch = options.batch;
     let key = b.input(names::KEY, Shape::new(DType::U32, [2]), &[])?;
-    if options.quantization.is_some() {
-        b.input(ROUNDING_KEY, Shape::new(DType::U32, [2]), &[])?;
+    if options.quantization.is_some() || options.optimizer.rounds() {
+        rounding_key(&b)?;
     }
     b.input(names::LEARNING_RATE, Shape::scalar(DType::F32), &[])?;
     let key = random_key(&b, key)?;
@@ -194,7 +194,16 @@ fn update(b: &Builder, optimizer: &OptimizerOptions, of_lora: bool) -> Result<()
             logical_axes,
         })
         .collect();
-    let update = adamw(b, &trained, loss, learning_rate, optimizer)?;
+    let rounding = match optimizer.rounds() {
+        true => Some(random_key(b, rounding_key(b)?)?),
+        false => None,
+    };
+    let inputs = UpdateInputs {
+        loss,
+        learning_rate,
+        rounding,
+    };
+    let update = optimizer::update(b, &trained, inputs, optimizer)?;
     b.output(names::LOSS, loss, None)?;
     b.output(names::GRAD_NORM, update.grad_norm, None)?;
     b.output(names::FINITE, b.convert(update.finite, DType::F32)?, None)?;
@@ -254,6 +263,10 @@ fn conditioning(
         encoder_hidden_states: hidden,
         text_time,
     }))
+}
+
+fn rounding_key(b: &Builder) -> Result<Tensor, GraphError> {
+    b.input(ROUNDING_KEY, Shape::new(DType::U32, [2]), &[])
 }
 
 /// The two words of `key`, `u32[2]`, as scalars.
