@@ -43,6 +43,7 @@ fn update(weights: &[(String, Shape)], options: &OptimizerOptions) -> Graph {
     let inputs = UpdateInputs {
         loss: scalar("loss"),
         learning_rate: scalar("learning_rate"),
+        is_last: None,
         rounding: options.rounds().then(|| RandomKey {
             high: word("key"),
             low: word("key_low"),
@@ -179,6 +180,8 @@ fn options(golden: &Golden, case: &str) -> OptimizerOptions {
             moments: DType::F32,
         },
         weight_decay: number("weight_decay").unwrap(),
+        decays_vectors: true,
+        accumulated: 1,
         stochastic_rounding: false,
         max_grad_value: None,
         max_grad_norm: number("max_norm"),

@@ -6,7 +6,7 @@ Writes tests/golden/optimizers.safetensors. Gradients are inputs:
   in/<param>; in/grad_<param>: [5, ...]; in/large and in/grad_large for 8 bits; in/steady_<param>: [12, ...] for Prodigy
   out/<case>/<param>: [5 or 12, ...] after each step; out/<case>/<state>_<param> after the last
   out/adamw8bit/qmap1, qmap2: bitsandbytes' code books
-  out/rates/<name>: [17], the learning rates of diffusers' schedules
+  out/rates/<name>: [15], the learning rates of diffusers' schedules
 Cases are in the metadata. Lion is lion-pytorch's, Adafactor transformers', Prodigy prodigyopt's, AdamW8bit bitsandbytes'
 (whose kernel for the CPU decays weights before the step, as torch.optim.AdamW does; its kernel for CUDA after it). Codes are
 the nearest, as in bitsandbytes' kernels for CUDA and in plain PyTorch: that for the CPU takes a shortcut, which misses the
@@ -94,14 +94,14 @@ RATES_OF = {"peak": 0.25, "warmup_steps": 3, "total_steps": 14, "num_cycles": 2,
 
 
 def learning_rates(name):
-    """The rates of diffusers' schedulers before each of 17 steps."""
+    """The rates of diffusers' schedulers of all steps and at the end."""
     weight = torch.nn.Parameter(torch.zeros(1))
     opt = torch.optim.SGD([weight], lr=RATES_OF["peak"])
     scheduler = get_scheduler(name, opt, num_warmup_steps=RATES_OF["warmup_steps"],
                               num_training_steps=RATES_OF["total_steps"], num_cycles=RATES_OF["num_cycles"],
                               power=RATES_OF["power"])
     rates = []
-    for _ in range(17):
+    for _ in range(RATES_OF["total_steps"] + 1):
         rates.append(opt.param_groups[0]["lr"])
         opt.step()
         scheduler.step()

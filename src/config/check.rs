@@ -56,8 +56,16 @@ pub(super) fn conflicts(config: &Config, verb: Option<Verb>) -> Vec<Conflict> {
             ),
         ));
     }
-    let weighted = config.loss_weighting != LossWeighting::None;
-    if config.snr_gamma <= 0.0 && (config.snr_gamma != -1.0 || weighted) {
+    let weighted = config.loss_weighting == LossWeighting::SnrPlusOne;
+    if config.loss_weighting == LossWeighting::Debiased && config.snr_gamma != -1.0 {
+        found.push((
+            vec!["snr_gamma", "loss_weighting"],
+            format!(
+                "loss_weighting=debiased has a weight of its own, which snr_gamma={} does not cap",
+                config.snr_gamma
+            ),
+        ));
+    } else if config.snr_gamma <= 0.0 && (config.snr_gamma != -1.0 || weighted) {
         let weighting = config.loss_weighting;
         let message = match weighted {
             true => format!(
@@ -80,6 +88,12 @@ pub(super) fn conflicts(config: &Config, verb: Option<Verb>) -> Vec<Conflict> {
     }
     if verb == Some(Verb::Train) {
         training(config, &mut found);
+    }
+    if config.lr_warmup_steps > 0 && config.warmup_steps_fraction > 0.0 {
+        found.push((
+            vec!["lr_warmup_steps", "warmup_steps_fraction"],
+            "both say how long the learning rate rises: give one of them".into(),
+        ));
     }
     if config.stochastic_rounding && config.lora_rank > 0 {
         found.push((

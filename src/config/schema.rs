@@ -209,8 +209,15 @@ schema! {
         /// 2023), or the cap of `loss_weighting`. -1 is off.
         snr_gamma: f64 = -1.0, Used, TRAIN_STEP, is [FixedOnResume];
         /// Weight of the loss at each timestep: `snr_plus_one` measures the error of the velocity,
-        /// whatever the model predicts, with the ratio capped at `snr_gamma`.
+        /// whatever the model predicts, with the ratio capped at `snr_gamma`; `debiased` divides that of the noise by the root
+        /// of the ratio, and that of the velocity by the ratio and 1 (kohya's debiased_estimation_loss).
         loss_weighting: LossWeighting = LossWeighting::None, Ours, TRAIN_STEP, is [FixedOnResume];
+        /// Add a random constant of this deviation to the noise of each channel, so that the model learns to change an image's
+        /// brightness (diffusers' and kohya's).
+        noise_offset: f64 = 0.0, Ours, TRAIN_STEP, in Between(0.0, 1.0), is [FixedOnResume];
+        /// Add noise of this deviation to the noise in the model's input, but not to what it is to predict (Ning et al. 2023;
+        /// diffusers').
+        input_perturbation: f64 = 0.0, Ours, TRAIN_STEP, in Between(0.0, 1.0), is [FixedOnResume];
         /// Draws some timesteps more often than others.
         timestep_bias: TimestepBias = TimestepBias::default(), Used, TRAIN_STEP, is [FixedOnResume];
 
@@ -357,12 +364,21 @@ schema! {
         max_train_steps: u64 = 200, Used, TRAIN, in AtLeast(1.0);
         /// Examples for each device and step; a fraction, if the total over all devices is whole.
         per_device_batch_size: f64 = 2.0, Used, PROGRAM, in AboveUpTo(0.0, MOST);
+        /// Batches whose gradients are averaged for one update, which is one step. Each is `per_device_batch_size` on each device.
+        gradient_accumulation_steps: u64 = 1, Ours, TRAIN_STEP, in Between(1.0, MOST), is [FixedOnResume];
         /// Highest learning rate.
         learning_rate: f64 = 4e-7, Used, TRAIN, in AtLeast(0.0), is [FixedOnResume];
         /// Fraction of the steps over which the learning rate rises from zero.
         warmup_steps_fraction: f64 = 0.0, Used, TRAIN, in Between(0.0, 1.0), is [FixedOnResume];
+        /// Steps over which the learning rate rises from zero, in place of `warmup_steps_fraction`. 0: those of the fraction.
+        lr_warmup_steps: u64 = 0, Ours, TRAIN, is [FixedOnResume];
         /// The learning rate after warm-up; MaxDiffusion has constant only.
         learning_rate_schedule: Decay = Decay::Constant, Ours, TRAIN, is [FixedOnResume];
+        /// Cosines of cosine_with_restarts.
+        lr_num_cycles: u64 = 1, Ours, TRAIN, in AtLeast(1.0),
+            when Is("learning_rate_schedule", &["cosine_with_restarts"]), is [FixedOnResume];
+        /// Exponent of polynomial.
+        lr_power: f64 = 1.0, Ours, TRAIN, in Above(0.0), when Is("learning_rate_schedule", &["polynomial"]), is [FixedOnResume];
         /// Length of the schedule in steps. -1: `max_train_steps`.
         learning_rate_schedule_steps: i64 = -1, Used, TRAIN, in MinusOneOr(1.0), is [FixedOnResume];
         /// How weights follow their gradients: AdamW, AdamW8bit (moments of 8 bits, as bitsandbytes), Adafactor, Lion, or
@@ -385,6 +401,8 @@ schema! {
             when Is("optimizer_type", &["AdamW", "AdamW8bit", "Prodigy"]), is [FixedOnResume];
         /// Share of the weights, times the learning rate, that every update takes away.
         adam_weight_decay: f64 = 1e-2, Used, TRAIN_STEP, in AtLeast(0.0), is [FixedOnResume];
+        /// Whether norms and biases decay as well as all other weights.
+        decay_norms_and_biases: bool = true, Ours, TRAIN_STEP, when Positive("adam_weight_decay"), is [FixedOnResume];
         /// Adafactor: multiply the learning rate with the root mean square of each weight.
         adafactor_scale_parameter: bool = false, Ours, TRAIN_STEP, when Is("optimizer_type", &["Adafactor"]), is [FixedOnResume];
         /// Prodigy: factor of the learning rate that it finds.

@@ -105,6 +105,8 @@ named! {
         None = "none",
         /// `min(SNR, snr_gamma) + 1` times the error of the clean sample (Salimans and Ho 2022).
         SnrPlusOne = "snr_plus_one",
+        /// `1 / sqrt(SNR)` times the error of the noise, `1 / (SNR + 1)` times that of the velocity (Yu et al. 2024).
+        Debiased = "debiased",
     }
 }
 

@@ -62,6 +62,9 @@ struct Entry {
     pixels: Option<Vec<u8>>,
 }
 
+/// An image with what to remember of it, or why it cannot be decoded.
+type Decoded = Result<(Entry, Option<Note>), (PathBuf, DataError)>;
+
 /// The images of a folder that could be read, with their captions.
 #[derive(Debug)]
 pub struct Folder {
@@ -124,7 +127,7 @@ impl Folder {
                 Ok((picture, keep.then(|| image.into_raw()), None))
             }
         };
-        let decoded: Vec<Result<(Entry, Option<Note>), (PathBuf, DataError)>> = captions
+        let decoded: Vec<Decoded> = captions
             .into_par_iter()
             .map(|(path, caption)| match load(&root.join(&path)) {
                 Ok((picture, pixels, found)) => Ok((

@@ -71,6 +71,8 @@ pub fn step_options(
         optimizer: optimizer(config),
         timesteps: timesteps(config, model.scheduler.num_train_timesteps),
         loss_weighting: loss_weighting(config),
+        noise_offset: config.noise_offset,
+        input_perturbation: config.input_perturbation,
         train_text_encoder: config.train_text_encoder,
         quantization: policy(config, model.family.spec(), local_shards)?,
     })
@@ -119,6 +121,8 @@ pub fn optimizer(config: &Config) -> OptimizerOptions {
             },
         },
         weight_decay: config.adam_weight_decay,
+        decays_vectors: config.decay_norms_and_biases,
+        accumulated: config.gradient_accumulation_steps as usize,
         stochastic_rounding: config.stochastic_rounding,
         max_grad_value: config
             .opt_enable_grad_clipping
@@ -152,6 +156,7 @@ pub fn loss_weighting(config: &Config) -> LossWeighting {
     let gamma = config.snr_gamma;
     match config.loss_weighting {
         config::LossWeighting::SnrPlusOne => LossWeighting::SnrPlusOne { gamma },
+        config::LossWeighting::Debiased => LossWeighting::Debiased,
         config::LossWeighting::None if gamma > 0.0 => LossWeighting::MinSnr { gamma },
         config::LossWeighting::None => LossWeighting::None,
     }

@@ -215,7 +215,12 @@ fn a_fine_tuned_model_is_a_whole_one_and_its_run_continues_bit_for_bit() {
             "caption_dropout=0.3",
             "random_flip=True",
             "center_crop=False",
-            "per_device_batch_size=2",
+            "per_device_batch_size=1",
+            "gradient_accumulation_steps=2",
+            "optimizer_type=Lion",
+            "optimizer_state_dtype=bfloat16",
+            "noise_offset=0.1",
+            "input_perturbation=0.1",
             "learning_rate_schedule_steps=4",
         ];
         [&own, more].concat()
@@ -277,45 +282,20 @@ fn a_fine_tuned_model_is_a_whole_one_and_its_run_continues_bit_for_bit() {
     let (code, log) = place.try_train("parts", &words(&["max_train_steps=6", "random_flip=False"]));
     assert_eq!(code, Some(1), "{log}");
     assert!(log.contains("random_flip: saved true, now false"), "{log}");
+    let adam = words(&["max_train_steps=6"]);
+    let adam: Vec<&str> = adam
+        .into_iter()
+        .filter(|word| !word.starts_with("optimizer_"))
+        .collect();
+    let (code, log) = place.try_train("parts", &adam);
+    assert_eq!(code, Some(1), "{log}");
+    assert!(
+        log.contains("optimizer_type: saved \"Lion\", now \"AdamW\""),
+        "{log}"
+    );
     let (code, log) = place.try_train("parts", &["max_train_steps=6", "lora_rank=2"]);
     assert_eq!(code, Some(2), "{log}");
     assert!(log.contains("a checkpoint of other training"), "{log}");
-}
-
-#[test]
-fn another_autoencoder_has_latents_of_its_own() {
-    let place = Place::new("sd15");
-    let words = [
-        "max_train_steps=1",
-        "per_device_batch_size=6",
-        "checkpoint_copies=True",
-    ];
-    place.train("first", &words);
-    let vae = "vae/diffusion_pytorch_model.safetensors";
-    let [own, copied] =
-        [place.path("model"), place.checkpoint("first", 1)].map(|dir| dir.join(vae));
-    assert_ne!(
-        fs::metadata(&own).unwrap().ino(),
-        fs::metadata(&copied).unwrap().ino()
-    );
-    assert_eq!(fs::read(&own).unwrap(), fs::read(&copied).unwrap());
-
-    let other = place.path("vae");
-    copy(&golden("pipeline_sdxl").join("vae"), &other);
-    let other = format!("vae_model_name_or_path={}", other.display());
-    let log = place.train("second", &[&words[..], &[other.as_str()]].concat());
-    assert!(
-        log.contains("encoded 6 images") && !log.contains("captions"),
-        "{log}"
-    );
-    assert_ne!(place.losses("first"), place.losses("second"));
-    // The checkpoint has the autoencoder that it was trained with.
-    let [own, saved] = [golden("pipeline_sdxl"), place.checkpoint("second", 1)].map(|dir| {
-        let file = Checkpoint::open(&dir.join("vae")).unwrap();
-        let read = |name: &str| (name.to_owned(), file.read(name).unwrap());
-        file.names().map(read).collect::<Vec<_>>()
-    });
-    assert!(!own.is_empty() && own == saved);
 }
 
 /// Updates of SDXL's UNet in float32, and of one whose weights are stored in int8: both are loaded as they were trained.
@@ -494,31 +474,37 @@ fn updates_beside_stored_integers_follow_those_beside_floats() {
     assert!(log.contains("int8_w8a16"), "{log}");
 }
 
+/// One run, beside the same in int8, over two devices with weights sharded too, and with another autoencoder.
 #[test]
-fn int8_products_follow_the_float_ones() {
+fn variants_of_a_run_follow_it() {
     let place = Place::new("sd15");
     let words = [
-        "per_device_batch_size=6",
         "max_train_steps=4",
         "learning_rate=1e-3",
+        "checkpoint_copies=True",
     ];
-    place.train("float", &words);
-    let log = place.train("int8", &[&words[..], &["quantization=int8"]].concat());
+    let of_six = [&words[..], &["per_device_batch_size=6"]].concat();
+    place.train("float", &of_six);
+    let float = place.losses("float");
+    let vae = "vae/diffusion_pytorch_model.safetensors";
+    let [own, copied] =
+        [place.path("model"), place.checkpoint("float", 4)].map(|dir| dir.join(vae));
+    assert_ne!(
+        fs::metadata(&own).unwrap().ino(),
+        fs::metadata(&copied).unwrap().ino()
+    );
+    assert_eq!(fs::read(&own).unwrap(), fs::read(&copied).unwrap());
+
+    let log = place.train("int8", &[&of_six[..], &["quantization=int8"]].concat());
     assert!(log.contains("int8 (AQT numerics)"), "{log}");
-    for (float, int8) in place.losses("float").iter().zip(&place.losses("int8")) {
+    for (float, int8) in float.iter().zip(&place.losses("int8")) {
         assert!(
             float != int8 && (float - int8).abs() < 0.05 * float,
             "{float} {int8}"
         );
     }
-}
 
-/// Sharded over devices, weights too: the same sums in another order.
-#[test]
-fn fsdp_computes_what_one_device_computes() {
-    let place = Place::new("sd15");
-    let words = ["max_train_steps=2", "learning_rate=1e-3"];
-    place.train("one", &[&words[..], &["per_device_batch_size=6"]].concat());
+    // The same sums in another order.
     let two = [
         "per_device_batch_size=3",
         "num_devices=2",
@@ -526,9 +512,26 @@ fn fsdp_computes_what_one_device_computes() {
         "ici_data_parallelism=1",
     ];
     place.train("two", &[&words[..], &two].concat());
-    for (one, two) in place.losses("one").iter().zip(&place.losses("two")) {
+    for (one, two) in float.iter().zip(&place.losses("two")) {
         assert!((one - two).abs() < 1e-4 * one, "{one} {two}");
     }
+
+    let other = place.path("vae");
+    copy(&golden("pipeline_sdxl").join("vae"), &other);
+    let other = format!("vae_model_name_or_path={}", other.display());
+    let log = place.train("other", &[&of_six[..], &[other.as_str()]].concat());
+    assert!(
+        log.contains("encoded 6 images") && !log.contains("captions"),
+        "{log}"
+    );
+    assert_ne!(float, place.losses("other"));
+    // The checkpoint has the autoencoder that it was trained with.
+    let [own, saved] = [golden("pipeline_sdxl"), place.checkpoint("other", 4)].map(|dir| {
+        let file = Checkpoint::open(&dir.join("vae")).unwrap();
+        let read = |name: &str| (name.to_owned(), file.read(name).unwrap());
+        file.names().map(read).collect::<Vec<_>>()
+    });
+    assert!(!own.is_empty() && own == saved);
 }
 
 #[test]

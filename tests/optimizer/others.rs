@@ -8,6 +8,8 @@ use maxdiff::train::optimizer::{
     AdamOptions, FIRST_MOMENT, Optimizer, OptimizerOptions, SECOND_MOMENT,
 };
 
+use maxdiff::train::schedule::{Decay, LearningRate};
+
 use super::{Run, assert_near, recorded};
 use crate::common::{Golden, cpu_session};
 
@@ -19,6 +21,8 @@ fn options(optimizer: Optimizer, weight_decay: f64) -> OptimizerOptions {
     OptimizerOptions {
         optimizer,
         weight_decay,
+        decays_vectors: true,
+        accumulated: 1,
         stochastic_rounding: false,
         max_grad_value: None,
         max_grad_norm: None,
@@ -58,6 +62,15 @@ fn of_case(golden: &Golden, name: &str) -> OptimizerOptions {
 
 /// A run of a recorded case on the weights `keys`.
 fn run<'a>(session: &'a Session, golden: &Golden, name: &str, keys: &[&str]) -> Run<'a> {
+    run_with(session, golden, &of_case(golden, name), keys)
+}
+
+fn run_with<'a>(
+    session: &'a Session,
+    golden: &Golden,
+    options: &OptimizerOptions,
+    keys: &[&str],
+) -> Run<'a> {
     let weights: Vec<(String, Shape)> = keys
         .iter()
         .map(|key| {
@@ -66,7 +79,7 @@ fn run<'a>(session: &'a Session, golden: &Golden, name: &str, keys: &[&str]) -> 
         })
         .collect();
     let value = |key: &str, shape: &Shape| golden.tensor(&format!("in/{key}"), shape);
-    Run::of(session, &weights, &of_case(golden, name), &value)
+    Run::of(session, &weights, options, &value)
 }
 
 fn rates(golden: &Golden, name: &str) -> Vec<f32> {
@@ -143,6 +156,66 @@ fn lion_adafactor_and_prodigy_are_those_of_their_authors() {
                 relative,
             );
         }
+    }
+}
+
+/// Warm-up over 3 steps of 14, as the metadata says.
+#[test]
+fn learning_rates_are_those_of_diffusers() {
+    let golden = golden();
+    let number = |key: &str| golden.meta["rates"][key].as_f64().unwrap();
+    let count = |key: &str| golden.meta["rates"][key].as_u64().unwrap();
+    for decay in Decay::ALL {
+        let rate = LearningRate {
+            peak: number("peak"),
+            warmup_steps: count("warmup_steps"),
+            total_steps: count("total_steps"),
+            decay,
+            num_cycles: count("num_cycles"),
+            power: number("power"),
+        };
+        let place = format!("out/rates/{decay}");
+        if decay == Decay::Rex {
+            assert!(!golden.has(&place), "diffusers has it now");
+            continue;
+        }
+        for (step, expected) in golden.values(&place).iter().enumerate() {
+            let found = rate.at(step as u64);
+            assert!(
+                (found - expected).abs() < 3e-8,
+                "{decay} {step}: {found} {expected}"
+            );
+        }
+    }
+}
+
+/// Norms and biases without decay are as with none; all else is as with all decaying.
+#[test]
+fn weights_of_one_dimension_decay_only_if_asked() {
+    let golden = golden();
+    let session = cpu_session(1);
+    for name in ["lion", "adafactor", "adamw8bit", "prodigy"] {
+        let all = of_case(&golden, name);
+        let none = OptimizerOptions {
+            weight_decay: 0.0,
+            ..all
+        };
+        let matrices = OptimizerOptions {
+            decays_vectors: false,
+            ..all
+        };
+        let run = |options: &OptimizerOptions| {
+            let keys = ["weight", "bias"];
+            let mut run = run_with(&session, &golden, options, &keys);
+            run.step(&golden, 0, 1e-2, 0.5);
+            keys.map(|key| run.state[&format!("m/{key}")].clone())
+        };
+        let [all, none, matrices] = [run(&all), run(&none), run(&matrices)];
+        assert!(
+            all[0] != none[0] && all[1] != none[1] || name == "prodigy",
+            "{name}"
+        );
+        assert_eq!([&matrices[0], &matrices[1]], [&all[0], &none[1]], "{name}");
     }
 }
 

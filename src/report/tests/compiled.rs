@@ -71,6 +71,8 @@ fn compiled_training_step() -> CompileReport {
             moments: DType::F32,
         },
         weight_decay: 0.0,
+        decays_vectors: true,
+        accumulated: 1,
         stochastic_rounding: false,
         max_grad_value: None,
         max_grad_norm: None,
@@ -79,6 +81,7 @@ fn compiled_training_step() -> CompileReport {
     let inputs = UpdateInputs {
         loss,
         learning_rate: rate,
+        is_last: None,
         rounding: None,
     };
     update(&b, &trained, inputs, &options).unwrap();

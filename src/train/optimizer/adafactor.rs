@@ -47,16 +47,16 @@ pub fn update(
         let update = b.mul(scaled, gradient)?;
         let one = b.scalar(DType::F32, 1.0)?;
         let excess = b.max(b.mul_scalar(rms(b, update)?, 1.0 / CLIP)?, one)?;
-        let weight = b.convert(trained.weight, DType::F32)?;
         let rate = match scale_parameter {
             false => frame.learning_rate,
             true => {
                 let least = b.scalar(DType::F32, LEAST_SCALE)?;
+                let weight = b.convert(trained.weight, DType::F32)?;
                 b.mul(b.max(rms(b, weight)?, least)?, frame.learning_rate)?
             }
         };
         let update = b.mul(b.div(update, excess)?, rate)?;
-        changed.push(b.sub(frame.decayed(b, weight, rate)?, update)?);
+        changed.push(b.sub(frame.decayed(b, trained, rate)?, update)?);
     }
     Ok(changed)
 }

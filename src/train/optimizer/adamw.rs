@@ -128,7 +128,7 @@ impl Step {
         let numerator = b.div(m, self.corrections[0])?;
         let root = b.sqrt(b.div(v, self.corrections[1])?)?;
         let step = b.div(numerator, b.add_scalar(root, self.adam.eps)?)?;
-        let decayed = b.add(step, b.mul_scalar(weight, frame.weight_decay)?)?;
+        let decayed = b.add(step, b.mul_scalar(weight, frame.weight_decay(trained))?)?;
         b.sub(weight, b.mul(decayed, frame.learning_rate)?)
     }
 }

@@ -22,8 +22,7 @@ pub fn update(
         let (name, m) = moment(b, trained, FIRST_MOMENT, dtype)?;
         let old = b.convert(m, DType::F32)?;
         let direction = b.unary(Unary::Sign, mix(b, old, gradient, b1)?)?;
-        let weight = b.convert(trained.weight, DType::F32)?;
-        let decayed = frame.decayed(b, weight, frame.learning_rate)?;
+        let decayed = frame.decayed(b, trained, frame.learning_rate)?;
         changed.push(b.sub(decayed, b.mul(direction, frame.learning_rate)?)?);
         let new = mix(b, old, gradient, b2)?;
         frame.keep(b, &name, new, m)?;

@@ -1,5 +1,6 @@
 //! The update of weights, as part of the training program: optimizers, gradient clipping, and the moving average.
 
+mod accumulate;
 mod adafactor;
 mod adamw;
 mod blockwise;
@@ -12,6 +13,7 @@ use crate::graph::random::RandomKey;
 use crate::graph::{Binary, Builder, Comparison, GraphError, Tensor, Unary, scopes};
 use crate::shape::Shape;
 
+pub use accumulate::ACCUMULATED;
 pub use adamw::{FIRST_MOMENT, SECOND_MOMENT};
 pub use state::{EMA, INITIAL, STATE, UPDATES};
 
@@ -72,6 +74,10 @@ impl Optimizer {
 pub struct OptimizerOptions {
     pub optimizer: Optimizer,
     pub weight_decay: f64,
+    /// Whether weights of one dimension, norms and biases, decay too.
+    pub decays_vectors: bool,
+    /// How many batches have their gradients averaged for one update; 1 updates after each.
+    pub accumulated: usize,
     /// Round weights in bfloat16 up or down at random, so that they follow small updates on average.
     pub stochastic_rounding: bool,
     /// Clip each element of the gradient to this absolute value.
@@ -102,6 +108,8 @@ pub struct Trained {
 pub struct UpdateInputs {
     pub loss: Tensor,
     pub learning_rate: Tensor,
+    /// Whether the batch is the last one before an update, as `f32` 1 or 0; where [`OptimizerOptions::accumulated`] is above 1.
+    pub is_last: Option<Tensor>,
     /// Where [`OptimizerOptions::rounds`].
     pub rounding: Option<RandomKey>,
 }
@@ -122,7 +130,8 @@ pub struct Update {
 /// With both kinds of clipping, elements are clipped first and the norm is that of what they leave, as in
 /// `optax.chain(clip, clip_by_global_norm)`.
 ///
-/// Where loss or gradient is not finite, nothing changes.
+/// Where loss or gradient is not finite, nothing changes. Of several batches that are averaged, the last one's run of the
+/// program makes the update; the others add to sums, which are 0 after it.
 ///
 /// # Errors
 /// When a weight is given twice, or random numbers are needed and there is no key.
@@ -138,14 +147,20 @@ pub fn update(
         .iter()
         .map(|t| b.convert(t.gradient, DType::F32))
         .collect::<Result<Vec<_>>>()?;
+    let averaged = accumulate::averaged(b, trained, gradients, inputs, options.accumulated)?;
+    let gradients = averaged.gradients;
     let grad_norm = global_norm(b, &gradients)?;
-    let finite_loss = b.unary(Unary::IsFinite, inputs.loss)?;
+    let finite_loss = b.unary(Unary::IsFinite, averaged.loss)?;
     let finite_norm = b.unary(Unary::IsFinite, grad_norm)?;
     let finite = b.binary(Binary::And, finite_loss, finite_norm)?;
     let gradients = clip(b, gradients, grad_norm, options)?;
 
     let next = b.add(updates, b.scalar(DType::S32, 1.0)?)?;
-    let mut frame = Frame::new(b, next, finite, inputs, options)?;
+    let applies = match averaged.is_last {
+        Some(is_last) => b.binary(Binary::And, finite, is_last)?,
+        None => finite,
+    };
+    let mut frame = Frame::new(b, next, applies, inputs, options)?;
     let changed = match options.optimizer {
         Optimizer::AdamW { adam, moments } => {
             adamw::update(&mut frame, trained, &gradients, adam, moments)?

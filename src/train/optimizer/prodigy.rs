@@ -96,11 +96,10 @@ impl Prodigy {
         let mut changed = Vec::with_capacity(trained.len());
         for (trained, moments) in trained.iter().zip(moments) {
             let b = &frame.at(trained);
-            let weight = b.convert(trained.weight, DType::F32)?;
             let eps = b.mul_scalar(new_d, self.adam.eps)?;
             let root = b.add(b.sqrt(moments.second)?, eps)?;
             let step = b.mul(b.div(moments.first, root)?, rate)?;
-            changed.push(b.sub(frame.decayed(b, weight, rate)?, step)?);
+            changed.push(b.sub(frame.decayed(b, trained, rate)?, step)?);
         }
         Ok(changed)
     }

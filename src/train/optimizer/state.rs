@@ -32,7 +32,8 @@ pub(super) struct Frame {
     pub learning_rate: Tensor,
     /// Whether the update counts; otherwise all state stays as it was.
     pub applies: Tensor,
-    pub weight_decay: f64,
+    weight_decay: f64,
+    decays_vectors: bool,
     rounds_weights: bool,
     key: Option<RandomKey>,
     /// How many tensors are rounded so far.
@@ -43,7 +44,7 @@ impl Frame {
     pub fn new(
         b: &Builder,
         next: Tensor,
-        finite: Tensor,
+        applies: Tensor,
         inputs: UpdateInputs,
         options: &OptimizerOptions,
     ) -> Result<Frame> {
@@ -56,8 +57,9 @@ impl Frame {
             b: b.clone(),
             t: b.convert(next, DType::F32)?,
             learning_rate: inputs.learning_rate,
-            applies: finite,
+            applies,
             weight_decay: options.weight_decay,
+            decays_vectors: options.decays_vectors,
             rounds_weights: options.stochastic_rounding,
             key,
             rounded: 0,
@@ -76,12 +78,22 @@ impl Frame {
         b.div(b.mul_scalar(h, 2.0)?, b.add_scalar(h, 1.0)?)
     }
 
-    /// `weight (1 - rate decay)`.
-    pub fn decayed(&self, b: &Builder, weight: Tensor, rate: Tensor) -> Result<Tensor> {
-        if self.weight_decay == 0.0 {
+    /// How much a weight decays, relative to its learning rate.
+    pub fn weight_decay(&self, trained: &Trained) -> f64 {
+        match self.decays_vectors || self.b.dims(trained.weight).len() > 1 {
+            true => self.weight_decay,
+            false => 0.0,
+        }
+    }
+
+    /// The value of a weight, in f32, times `1 - rate decay`.
+    pub fn decayed(&self, b: &Builder, trained: &Trained, rate: Tensor) -> Result<Tensor> {
+        let weight = b.convert(trained.weight, DType::F32)?;
+        let decay = self.weight_decay(trained);
+        if decay == 0.0 {
             return Ok(weight);
         }
-        let lost = b.mul_scalar(rate, self.weight_decay)?;
+        let lost = b.mul_scalar(rate, decay)?;
         b.mul(weight, b.add_scalar(b.neg(lost)?, 1.0)?)
     }
 
