@@ -282,11 +282,14 @@ fn twice(axes: &[Axis]) -> bool {
 fn training(config: &Config, found: &mut Vec<Conflict>) {
     match config.dataset_type {
         DatasetType::Shapes => {}
-        DatasetType::Folder if config.train_data_dir.is_empty() => found.push((
-            vec!["train_data_dir", "dataset_type"],
-            "dataset_type=folder needs train_data_dir".into(),
-        )),
-        DatasetType::Folder => {}
+        own @ (DatasetType::Folder | DatasetType::Webdataset) => {
+            if config.train_data_dir.is_empty() {
+                found.push((
+                    vec!["train_data_dir", "dataset_type"],
+                    format!("dataset_type={own} needs train_data_dir"),
+                ));
+            }
+        }
         other @ (DatasetType::Tf
         | DatasetType::Hf
         | DatasetType::Tfrecord
@@ -294,7 +297,7 @@ fn training(config: &Config, found: &mut Vec<Conflict>) {
         | DatasetType::Synthetic) => found.push((
             vec!["dataset_type"],
             format!(
-                "{other} is a dataset type of MaxDiffusion that is not here yet; supported: shapes, folder"
+                "{other} is a dataset type of MaxDiffusion that is not here yet; supported: shapes, folder, webdataset"
             ),
         )),
     }

@@ -86,7 +86,7 @@ const HIRES: Condition = Given("hires_scale");
 const IP_ADAPTER: Condition = Given("ip_adapter_path");
 const CONTROLNET: Condition = Is("use_controlnet", &["True"]);
 const FINE_TUNING: Condition = Is("train_new_unet", &["False"]);
-const FOLDER: Condition = Is("dataset_type", &["folder"]);
+const FOLDER: Condition = Is("dataset_type", &["folder", "webdataset"]);
 const LORA_TRAINING: Condition = Positive("lora_rank");
 /// One of the models is, or may be, SDXL's refiner.
 const MAY_REFINE: Condition = Either(
@@ -286,11 +286,11 @@ schema! {
         jax_cache_dir: String = "auto".into(), Used, RUNS, is [NotAnOption];
 
         group "Data";
-        /// Source of the training examples. Supported: shapes (made by the program) and folder.
+        /// Source of the training examples. Supported: shapes (made by the program), folder, and webdataset (tar archives).
         dataset_type: DatasetType = DatasetType::Tf, Used, PROGRAM, is [FixedOnResume];
-        /// Folder of images with captions: `NAME.txt` beside each image, or `metadata.jsonl`.
-        train_data_dir: String = String::new(), Used, TRAIN_STEP,
-            when Is("dataset_type", &["folder"]), is [FixedOnResume];
+        /// Folder of images with captions: `NAME.txt` beside each image, or `metadata.jsonl`; for webdataset of `.tar` files, with
+        /// `NAME.txt` and the image in the same one.
+        train_data_dir: String = String::new(), Used, TRAIN_STEP, when FOLDER, is [FixedOnResume];
         /// Field of `metadata.jsonl` that names the image file.
         image_column: String = "image".into(), NoEffect(IMAGE_FOLDER), TRAIN;
         /// Field of `metadata.jsonl` that holds the caption.
@@ -316,7 +316,7 @@ schema! {
         caption_dropout: f64 = 0.0, Ours, TRAIN, in Between(0.0, 1.0), is [FixedOnResume];
         /// Fraction of images that may be unreadable: each is named and skipped, more are an error.
         max_bad_image_fraction: f64 = 0.01, Ours, TRAIN, in Between(0.0, 1.0),
-            when Is("dataset_type", &["folder"]), is [FixedOnResume];
+            when FOLDER, is [FixedOnResume];
         /// Dataset on the hub.
         dataset_name: String = "diffusers/pokemon-gpt4-captions".into(), NoEffect(OTHER_DATASETS), TRAIN;
         /// Split of that dataset.

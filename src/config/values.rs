@@ -69,12 +69,14 @@ named! {
 }
 
 named! {
-    /// Where the training examples come from. `Shapes` and `Folder` exist here.
+    /// Where the training examples come from.
     pub enum DatasetType {
         /// Images of coloured shapes, made by the program.
         Shapes = "shapes",
         /// A folder of images with captions.
         Folder = "folder",
+        /// A folder of tar archives of images with captions.
+        Webdataset = "webdataset",
         Tf = "tf",
         Hf = "hf",
         Tfrecord = "tfrecord",

@@ -19,7 +19,7 @@ use std::path::PathBuf;
 use crate::util::hash::Sha256;
 
 pub use batch::{Batch, BatchOptions, Batcher, Row};
-pub use folder::{Folder, FolderOptions};
+pub use folder::{Folder, FolderOptions, Layout};
 pub use order::Permutation;
 pub use picture::{Crop, Picture};
 pub use prefetch::Prefetcher;
@@ -203,6 +203,10 @@ pub enum DataError {
     },
     #[error("caption file {}: {message}", path.display())]
     CaptionFile { path: PathBuf, message: String },
+    #[error("{} holds no .tar files, each with images and captions of one name: 0001.jpg, 0001.txt", root.display())]
+    NoArchives { root: PathBuf },
+    #[error("archive {}: {message}", path.display())]
+    Archive { path: PathBuf, message: String },
     #[error("{} leads outside the dataset folder {}; copy the file into the folder", path.display(), root.display())]
     PathEscape { path: PathBuf, root: PathBuf },
     #[error(

@@ -2,8 +2,8 @@
 
 use std::fmt;
 use std::fs;
-use std::io::{Cursor, Read};
-use std::path::Path;
+use std::io::{self, Cursor, Read, Seek, SeekFrom};
+use std::path::PathBuf;
 
 use image::imageops::{self, FilterType};
 use image::{DynamicImage, ImageDecoder, ImageReader, Limits, RgbImage};
@@ -28,6 +28,51 @@ pub enum Crop {
     Center,
     /// At a place that `seed` and the image's content decide.
     Random { seed: u64 },
+}
+
+/// Where the bytes of an image are.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ImageFile {
+    pub path: PathBuf,
+    /// Which part of the file, for an image in an archive.
+    pub part: Option<FilePart>,
+}
+
+/// An entry of an archive.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FilePart {
+    pub name: String,
+    /// Its first byte in the archive.
+    pub offset: u64,
+    pub size: u64,
+}
+
+impl ImageFile {
+    /// A file of its own.
+    pub fn of(path: PathBuf) -> ImageFile {
+        ImageFile { path, part: None }
+    }
+
+    /// The path for messages, with the name in the archive.
+    pub fn shown(&self) -> PathBuf {
+        match &self.part {
+            None => self.path.clone(),
+            Some(part) => self.path.join(&part.name),
+        }
+    }
+
+    /// All bytes, or a few more than [`MAX_FILE_BYTES`].
+    fn bytes(&self) -> io::Result<Vec<u8>> {
+        let mut file = files::open(&self.path)?;
+        let mut size = MAX_FILE_BYTES + 1;
+        if let Some(part) = &self.part {
+            file.seek(SeekFrom::Start(part.offset))?;
+            size = size.min(part.size);
+        }
+        let mut bytes = Vec::new();
+        file.take(size).read_to_end(&mut bytes)?;
+        Ok(bytes)
+    }
 }
 
 /// The origin of a sample's pixels.
@@ -62,8 +107,12 @@ impl Picture {
 ///
 /// # Errors
 /// When the file cannot be read, is too large, or is no image.
-pub fn load(path: &Path, resolution: usize, crop: Crop) -> Result<(RgbImage, Picture), DataError> {
-    let (image, source) = read(path)?;
+pub fn load(
+    file: &ImageFile,
+    resolution: usize,
+    crop: Crop,
+) -> Result<(RgbImage, Picture), DataError> {
+    let (image, source) = read(file)?;
     let picture = source.place(crop);
     Ok((square(&image, &picture, resolution as u32), picture))
 }
@@ -75,17 +124,25 @@ pub type Note = [String; 2];
 ///
 /// # Errors
 /// As [`load`].
-pub fn find(path: &Path, crop: Crop, known: &Known) -> Result<(Picture, Option<Note>), DataError> {
+pub fn find(
+    file: &ImageFile,
+    crop: Crop,
+    known: &Known,
+) -> Result<(Picture, Option<Note>), DataError> {
     let key = || {
-        let stamp = Stamp::of(&fs::metadata(path).ok()?)?;
-        Some(format!("picture {} {stamp}", path.display()))
+        let stamp = Stamp::of(&fs::metadata(&file.path).ok()?)?;
+        let offset = file.part.as_ref().map_or(0, |part| part.offset);
+        Some(format!(
+            "picture {} {offset} {stamp}",
+            file.shown().display()
+        ))
     };
     let before = key();
     let text = before.as_deref().and_then(|key| known.get(key));
     if let Some(source) = text.and_then(Source::parse) {
         return Ok((source.place(crop), None));
     }
-    let (_, source) = read(path)?;
+    let (_, source) = read(file)?;
     let unchanged = before.filter(|before| key().as_ref() == Some(before));
     let entry = unchanged.map(|key| [key, source.to_string()]);
     Ok((source.place(crop), entry))
@@ -140,19 +197,16 @@ impl fmt::Display for Source {
 }
 
 /// The whole image of a file, upright and on white.
-fn read(path: &Path) -> Result<(RgbImage, Source), DataError> {
+fn read(file: &ImageFile) -> Result<(RgbImage, Source), DataError> {
     let error = |message: String| DataError::Image {
-        path: path.to_owned(),
+        path: file.shown(),
         message,
     };
-    let mut bytes = Vec::new();
-    files::open(path)
-        .and_then(|file| file.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes))
-        .map_err(|source| DataError::Io {
-            action: "read the image",
-            path: path.to_owned(),
-            source,
-        })?;
+    let bytes = file.bytes().map_err(|source| DataError::Io {
+        action: "read the image",
+        path: file.shown(),
+        source,
+    })?;
     if bytes.len() as u64 > MAX_FILE_BYTES {
         return Err(error(format!("larger than {} MiB", MAX_FILE_BYTES >> 20)));
     }

@@ -4,7 +4,8 @@ use std::path::Path;
 
 use crate::config::{Config, DatasetType};
 use crate::data::{
-    Crop, Dataset, Folder, FolderOptions, Shapes, ShapesOptions, Split, Tokenizer, word_level_json,
+    Crop, Dataset, Folder, FolderOptions, Layout, Shapes, ShapesOptions, Split, Tokenizer,
+    word_level_json,
 };
 use crate::train::KNOWN_FILES;
 use crate::util::files;
@@ -19,7 +20,7 @@ use super::{Notice, Notify, RecipeError};
 pub fn dataset(config: &Config) -> Result<Dataset, RecipeError> {
     match config.dataset_type {
         DatasetType::Shapes => Ok(Dataset::Shapes(shapes(config, Split::Train)?)),
-        DatasetType::Folder => {
+        own @ (DatasetType::Folder | DatasetType::Webdataset) => {
             if !Path::new(&config.train_data_dir).is_dir() {
                 return Err(RecipeError::Usage(format!(
                     "train_data_dir={}: no such folder; it should hold images with .txt captions or a metadata.jsonl \
@@ -29,6 +30,9 @@ pub fn dataset(config: &Config) -> Result<Dataset, RecipeError> {
             }
             let mut options =
                 FolderOptions::new(&config.train_data_dir, config.resolution as usize);
+            if own == DatasetType::Webdataset {
+                options.layout = Layout::Tars;
+            }
             options.max_bad_image_fraction = config.max_bad_image_fraction;
             if !config.center_crop {
                 let seed = config.seed.0;
@@ -44,7 +48,7 @@ pub fn dataset(config: &Config) -> Result<Dataset, RecipeError> {
             ))
         }
         other => Err(RecipeError::Usage(format!(
-            "dataset_type={}: not here yet; supported: shapes, folder",
+            "dataset_type={}: not here yet; supported: shapes, folder, webdataset",
             other.name()
         ))),
     }

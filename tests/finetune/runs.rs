@@ -66,6 +66,20 @@ impl Place {
         }
     }
 
+    /// Puts the pictures and captions into two archives.
+    fn archive(&self) {
+        fs::create_dir(self.path("archives")).unwrap();
+        for (name, numbers) in [("a", 0..4), ("b", 4..6)] {
+            let file = fs::File::create(self.path("archives").join(format!("{name}.tar")));
+            let mut builder = tar::Builder::new(file.unwrap());
+            for name in numbers.flat_map(|at| [format!("{at}.png"), format!("{at}.txt")]) {
+                let path = self.path("data").join(&name);
+                builder.append_path_with_name(path, name).unwrap();
+            }
+            builder.finish().unwrap();
+        }
+    }
+
     fn modified(&self, name: &str) -> SystemTime {
         let metadata = fs::metadata(self.path(name)).unwrap();
         metadata.modified().unwrap()
@@ -148,14 +162,14 @@ impl Place {
     }
 
     fn try_train(&self, out: &str, words: &[&str]) -> (Option<i32>, String) {
-        let data = format!("train_data_dir={}", self.path("data").display());
+        let is_archive = words.contains(&"dataset_type=webdataset");
+        let data = self.path(if is_archive { "archives" } else { "data" });
+        let data = format!("train_data_dir={}", data.display());
         let cache = format!("dataset_save_location={}", self.path("encoded").display());
-        let own = [
-            "dataset_type=folder",
-            data.as_str(),
-            "learning_rate=1e-2",
-            "log_period=1",
-        ];
+        let mut own = vec![data.as_str(), "learning_rate=1e-2", "log_period=1"];
+        if !is_archive {
+            own.push("dataset_type=folder");
+        }
         let mut command = self.command("train", out, &[&own, words].concat());
         if !words
             .iter()
@@ -474,7 +488,8 @@ fn updates_beside_stored_integers_follow_those_beside_floats() {
     assert!(log.contains("int8_w8a16"), "{log}");
 }
 
-/// One run, beside the same in int8, over two devices with weights sharded too, and with another autoencoder.
+/// One run, beside the same in int8, over two devices with weights sharded too and from archives, and with another
+/// autoencoder.
 #[test]
 fn variants_of_a_run_follow_it() {
     let place = Place::new("sd15");
@@ -504,14 +519,17 @@ fn variants_of_a_run_follow_it() {
         );
     }
 
-    // The same sums in another order.
+    // The same sums in another order, and the same pictures in the same order from an archive, as what is encoded tells.
+    place.archive();
     let two = [
+        "dataset_type=webdataset",
         "per_device_batch_size=3",
         "num_devices=2",
         "ici_fsdp_parallelism=2",
         "ici_data_parallelism=1",
     ];
-    place.train("two", &[&words[..], &two].concat());
+    let log = place.train("two", &[&words[..], &two].concat());
+    assert!(!log.contains("encoded"), "{log}");
     for (one, two) in float.iter().zip(&place.losses("two")) {
         assert!((one - two).abs() < 1e-4 * one, "{one} {two}");
     }
