@@ -1,42 +1,55 @@
-//! The AdamW update against optax over five steps, on the CPU device.
+//! The update of weights on the CPU device: AdamW against optax over five steps, and the other optimizers.
+
+mod others;
 
 use std::collections::BTreeMap;
 
 use crate::common::{Golden, cpu_session, put_state};
 use maxdiff::dtype::DType;
+use maxdiff::graph::random::RandomKey;
 use maxdiff::graph::{Builder, Graph, Init};
 use maxdiff::host_tensor::HostTensor;
 use maxdiff::runtime::{Program, ProgramOptions, Session, Value};
 use maxdiff::shape::Shape;
 use maxdiff::train::optimizer::{
-    EMA, FIRST_MOMENT, OptimizerOptions, SECOND_MOMENT, Trained, UPDATES, adamw,
+    self, AdamOptions, EMA, FIRST_MOMENT, INITIAL, Optimizer, OptimizerOptions, SECOND_MOMENT,
+    Trained, UPDATES, UpdateInputs,
 };
 
 const STEPS: usize = 5;
 const WEIGHTS: [&str; 2] = ["weight", "bias"];
 
-/// The update of `m/weight` and `m/bias` with gradients, loss and learning rate as inputs.
-fn update(golden: &Golden, options: &OptimizerOptions) -> Graph {
+/// The update of weights `m/<name>` with gradients, loss and learning rate as inputs.
+fn update(weights: &[(String, Shape)], options: &OptimizerOptions) -> Graph {
     let b = Builder::new();
-    let trained: Vec<Trained> = WEIGHTS
+    let trained: Vec<Trained> = weights
         .iter()
-        .map(|key| {
-            let shape = Shape::new(DType::F32, golden.dims(&format!("in/{key}")));
+        .map(|(key, shape)| {
             let weight = b
                 .root("m")
                 .param(key, shape.clone(), Init::Zeros, &[])
                 .unwrap();
+            let gradient = shape.with_dtype(DType::F32);
             Trained {
                 name: format!("m/{key}"),
                 weight,
-                gradient: b.input(&format!("grad_{key}"), shape, &[]).unwrap(),
+                gradient: b.input(&format!("grad_{key}"), gradient, &[]).unwrap(),
                 logical_axes: Vec::new(),
             }
         })
         .collect();
     let scalar = |name| b.input(name, Shape::scalar(DType::F32), &[]).unwrap();
-    let (loss, learning_rate) = (scalar("loss"), scalar("learning_rate"));
-    let update = adamw(&b, &trained, loss, learning_rate, options).unwrap();
+    let word = |name| b.input(name, Shape::scalar(DType::U32), &[]).unwrap();
+    let inputs = UpdateInputs {
+        loss: scalar("loss"),
+        learning_rate: scalar("learning_rate"),
+        is_last: None,
+        rounding: options.rounds().then(|| RandomKey {
+            high: word("key"),
+            low: word("key_low"),
+        }),
+    };
+    let update = optimizer::update(&b, &trained, inputs, options).unwrap();
     b.output("grad_norm", update.grad_norm, None).unwrap();
     let finite = b.convert(update.finite, DType::F32).unwrap();
     b.output("finite", finite, None).unwrap();
@@ -52,15 +65,32 @@ struct Run<'a> {
 
 impl<'a> Run<'a> {
     fn new(session: &'a Session, golden: &Golden, options: &OptimizerOptions) -> Self {
-        let graph = update(golden, options);
+        let shapes = WEIGHTS.map(|key| {
+            let shape = Shape::new(DType::F32, golden.dims(&format!("in/{key}")));
+            (key.to_owned(), shape)
+        });
+        Run::of(session, &shapes, options, &|key, shape| {
+            golden.tensor(&format!("in/{key}"), shape)
+        })
+    }
+
+    /// The update of `weights`, whose values `value` gives.
+    fn of(
+        session: &'a Session,
+        weights: &[(String, Shape)],
+        options: &OptimizerOptions,
+        value: &dyn Fn(&str, &Shape) -> HostTensor,
+    ) -> Self {
+        let graph = update(weights, options);
         let program =
             Program::compile(session, &graph, "update", &ProgramOptions::default()).unwrap();
         let mut state = BTreeMap::new();
         for slot in program.inputs() {
-            // The moving average starts at the weights, everything else at zero.
+            // The moving average and the initial value start at the weights, everything else at zero.
             let name = slot.name.trim_start_matches(EMA);
+            let name = name.trim_start_matches(INITIAL);
             let value = match name.strip_prefix("m/") {
-                Some(key) => golden.tensor(&format!("in/{key}"), &slot.shape),
+                Some(key) => value(key, &slot.shape),
                 None => HostTensor::zeros(slot.shape.clone()),
             };
             state.insert(slot.name.clone(), value);
@@ -80,12 +110,22 @@ impl<'a> Run<'a> {
         learning_rate: f32,
         loss: f32,
     ) -> BTreeMap<String, HostTensor> {
-        for key in WEIGHTS {
-            let all = golden.values(&format!("in/grad_{key}"));
-            let slot = self.state.get_mut(&format!("grad_{key}")).unwrap();
-            let count = slot.shape.count();
-            let step = &all[index * count..(index + 1) * count];
-            *slot = HostTensor::from_f64(slot.shape.clone(), step).unwrap();
+        self.step_on(learning_rate, loss, &|key, shape| {
+            recorded(golden, &format!("in/grad_{key}"), index, shape)
+        })
+    }
+
+    /// One step on the gradients that `gradient` gives.
+    fn step_on(
+        &mut self,
+        learning_rate: f32,
+        loss: f32,
+        gradient: &dyn Fn(&str, &Shape) -> HostTensor,
+    ) -> BTreeMap<String, HostTensor> {
+        for (name, value) in &mut self.state {
+            if let Some(key) = name.strip_prefix("grad_") {
+                *value = gradient(key, &value.shape);
+            }
         }
         let scalar = |value| HostTensor::scalar_f32(DType::F32, value).unwrap();
         self.state.insert("loss".to_string(), scalar(loss));
@@ -120,14 +160,29 @@ impl<'a> Run<'a> {
     }
 }
 
+/// Entry `index` of what was recorded of every step.
+fn recorded(golden: &Golden, name: &str, index: usize, shape: &Shape) -> HostTensor {
+    let count = shape.count();
+    let values = &golden.values(name)[index * count..(index + 1) * count];
+    HostTensor::from_f64(shape.clone(), values).unwrap()
+}
+
 fn options(golden: &Golden, case: &str) -> OptimizerOptions {
     let case = &golden.meta["cases"][case];
     let number = |key: &str| case[key].as_f64();
     OptimizerOptions {
-        adam_b1: number("b1").unwrap(),
-        adam_b2: number("b2").unwrap(),
-        adam_eps: number("eps").unwrap(),
-        adam_weight_decay: number("weight_decay").unwrap(),
+        optimizer: Optimizer::AdamW {
+            adam: AdamOptions {
+                b1: number("b1").unwrap(),
+                b2: number("b2").unwrap(),
+                eps: number("eps").unwrap(),
+            },
+            moments: DType::F32,
+        },
+        weight_decay: number("weight_decay").unwrap(),
+        decays_vectors: true,
+        accumulated: 1,
+        stochastic_rounding: false,
         max_grad_value: None,
         max_grad_norm: number("max_norm"),
         ema_decay: number("ema"),

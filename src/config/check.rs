@@ -56,8 +56,16 @@ pub(super) fn conflicts(config: &Config, verb: Option<Verb>) -> Vec<Conflict> {
             ),
         ));
     }
-    let weighted = config.loss_weighting != LossWeighting::None;
-    if config.snr_gamma <= 0.0 && (config.snr_gamma != -1.0 || weighted) {
+    let weighted = config.loss_weighting == LossWeighting::SnrPlusOne;
+    if config.loss_weighting == LossWeighting::Debiased && config.snr_gamma != -1.0 {
+        found.push((
+            vec!["snr_gamma", "loss_weighting"],
+            format!(
+                "loss_weighting=debiased has a weight of its own, which snr_gamma={} does not cap",
+                config.snr_gamma
+            ),
+        ));
+    } else if config.snr_gamma <= 0.0 && (config.snr_gamma != -1.0 || weighted) {
         let weighting = config.loss_weighting;
         let message = match weighted {
             true => format!(
@@ -80,6 +88,19 @@ pub(super) fn conflicts(config: &Config, verb: Option<Verb>) -> Vec<Conflict> {
     }
     if verb == Some(Verb::Train) {
         training(config, &mut found);
+    }
+    if config.lr_warmup_steps > 0 && config.warmup_steps_fraction > 0.0 {
+        found.push((
+            vec!["lr_warmup_steps", "warmup_steps_fraction"],
+            "both say how long the learning rate rises: give one of them".into(),
+        ));
+    }
+    if config.stochastic_rounding && config.lora_rank > 0 {
+        found.push((
+            vec!["stochastic_rounding", "lora_rank"],
+            "low-rank updates are trained in float32, where nothing is rounded at random: leave stochastic_rounding out"
+                .into(),
+        ));
     }
     if config.use_controlnet
         && verb.is_none_or(|v| v == Verb::Generate)
@@ -261,11 +282,14 @@ fn twice(axes: &[Axis]) -> bool {
 fn training(config: &Config, found: &mut Vec<Conflict>) {
     match config.dataset_type {
         DatasetType::Shapes => {}
-        DatasetType::Folder if config.train_data_dir.is_empty() => found.push((
-            vec!["train_data_dir", "dataset_type"],
-            "dataset_type=folder needs train_data_dir".into(),
-        )),
-        DatasetType::Folder => {}
+        own @ (DatasetType::Folder | DatasetType::Webdataset) => {
+            if config.train_data_dir.is_empty() {
+                found.push((
+                    vec!["train_data_dir", "dataset_type"],
+                    format!("dataset_type={own} needs train_data_dir"),
+                ));
+            }
+        }
         other @ (DatasetType::Tf
         | DatasetType::Hf
         | DatasetType::Tfrecord
@@ -273,7 +297,7 @@ fn training(config: &Config, found: &mut Vec<Conflict>) {
         | DatasetType::Synthetic) => found.push((
             vec!["dataset_type"],
             format!(
-                "{other} is a dataset type of MaxDiffusion that is not here yet; supported: shapes, folder"
+                "{other} is a dataset type of MaxDiffusion that is not here yet; supported: shapes, folder, webdataset"
             ),
         )),
     }

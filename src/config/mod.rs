@@ -33,9 +33,9 @@ pub use recipes::{RECIPES, Recipe};
 pub use schema::{Config, LoraConfig, MOST_IMAGES, SchedulerConfig, TimestepBias};
 pub use values::{
     Attention, BiasStrategy, DataSharding, DatasetType, FloatType, FreeDict, FreeList, Hardware,
-    LossWeighting, MeshAxes, ModelConfig, OneOrMore, Prompts, QuantRule, QuantRuleType, QuantRules,
-    Quantization, Resume, Seed, TextEncoderConfig, TextualInversionFile, TextualInversionFiles,
-    UNetConfig,
+    LossWeighting, MeshAxes, ModelConfig, OneOrMore, OptimizerType, Prompts, QuantRule,
+    QuantRuleType, QuantRules, Quantization, Resume, Seed, TextEncoderConfig, TextualInversionFile,
+    TextualInversionFiles, UNetConfig,
 };
 pub use verb::Verb;
 

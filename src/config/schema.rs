@@ -86,7 +86,7 @@ const HIRES: Condition = Given("hires_scale");
 const IP_ADAPTER: Condition = Given("ip_adapter_path");
 const CONTROLNET: Condition = Is("use_controlnet", &["True"]);
 const FINE_TUNING: Condition = Is("train_new_unet", &["False"]);
-const FOLDER: Condition = Is("dataset_type", &["folder"]);
+const FOLDER: Condition = Is("dataset_type", &["folder", "webdataset"]);
 const LORA_TRAINING: Condition = Positive("lora_rank");
 /// One of the models is, or may be, SDXL's refiner.
 const MAY_REFINE: Condition = Either(
@@ -209,8 +209,15 @@ schema! {
         /// 2023), or the cap of `loss_weighting`. -1 is off.
         snr_gamma: f64 = -1.0, Used, TRAIN_STEP, is [FixedOnResume];
         /// Weight of the loss at each timestep: `snr_plus_one` measures the error of the velocity,
-        /// whatever the model predicts, with the ratio capped at `snr_gamma`.
+        /// whatever the model predicts, with the ratio capped at `snr_gamma`; `debiased` divides that of the noise by the root
+        /// of the ratio, and that of the velocity by the ratio and 1 (kohya's debiased_estimation_loss).
         loss_weighting: LossWeighting = LossWeighting::None, Ours, TRAIN_STEP, is [FixedOnResume];
+        /// Add a random constant of this deviation to the noise of each channel, so that the model learns to change an image's
+        /// brightness (diffusers' and kohya's).
+        noise_offset: f64 = 0.0, Ours, TRAIN_STEP, in Between(0.0, 1.0), is [FixedOnResume];
+        /// Add noise of this deviation to the noise in the model's input, but not to what it is to predict (Ning et al. 2023;
+        /// diffusers').
+        input_perturbation: f64 = 0.0, Ours, TRAIN_STEP, in Between(0.0, 1.0), is [FixedOnResume];
         /// Draws some timesteps more often than others.
         timestep_bias: TimestepBias = TimestepBias::default(), Used, TRAIN_STEP, is [FixedOnResume];
 
@@ -279,11 +286,11 @@ schema! {
         jax_cache_dir: String = "auto".into(), Used, RUNS, is [NotAnOption];
 
         group "Data";
-        /// Source of the training examples. Supported: shapes (made by the program) and folder.
+        /// Source of the training examples. Supported: shapes (made by the program), folder, and webdataset (tar archives).
         dataset_type: DatasetType = DatasetType::Tf, Used, PROGRAM, is [FixedOnResume];
-        /// Folder of images with captions: `NAME.txt` beside each image, or `metadata.jsonl`.
-        train_data_dir: String = String::new(), Used, TRAIN_STEP,
-            when Is("dataset_type", &["folder"]), is [FixedOnResume];
+        /// Folder of images with captions: `NAME.txt` beside each image, or `metadata.jsonl`; for webdataset of `.tar` files, with
+        /// `NAME.txt` and the image in the same one.
+        train_data_dir: String = String::new(), Used, TRAIN_STEP, when FOLDER, is [FixedOnResume];
         /// Field of `metadata.jsonl` that names the image file.
         image_column: String = "image".into(), NoEffect(IMAGE_FOLDER), TRAIN;
         /// Field of `metadata.jsonl` that holds the caption.
@@ -309,7 +316,7 @@ schema! {
         caption_dropout: f64 = 0.0, Ours, TRAIN, in Between(0.0, 1.0), is [FixedOnResume];
         /// Fraction of images that may be unreadable: each is named and skipped, more are an error.
         max_bad_image_fraction: f64 = 0.01, Ours, TRAIN, in Between(0.0, 1.0),
-            when Is("dataset_type", &["folder"]), is [FixedOnResume];
+            when FOLDER, is [FixedOnResume];
         /// Dataset on the hub.
         dataset_name: String = "diffusers/pokemon-gpt4-captions".into(), NoEffect(OTHER_DATASETS), TRAIN;
         /// Split of that dataset.
@@ -357,22 +364,53 @@ schema! {
         max_train_steps: u64 = 200, Used, TRAIN, in AtLeast(1.0);
         /// Examples for each device and step; a fraction, if the total over all devices is whole.
         per_device_batch_size: f64 = 2.0, Used, PROGRAM, in AboveUpTo(0.0, MOST);
+        /// Batches whose gradients are averaged for one update, which is one step. Each is `per_device_batch_size` on each device.
+        gradient_accumulation_steps: u64 = 1, Ours, TRAIN_STEP, in Between(1.0, MOST), is [FixedOnResume];
         /// Highest learning rate.
         learning_rate: f64 = 4e-7, Used, TRAIN, in AtLeast(0.0), is [FixedOnResume];
         /// Fraction of the steps over which the learning rate rises from zero.
         warmup_steps_fraction: f64 = 0.0, Used, TRAIN, in Between(0.0, 1.0), is [FixedOnResume];
+        /// Steps over which the learning rate rises from zero, in place of `warmup_steps_fraction`. 0: those of the fraction.
+        lr_warmup_steps: u64 = 0, Ours, TRAIN, is [FixedOnResume];
         /// The learning rate after warm-up; MaxDiffusion has constant only.
         learning_rate_schedule: Decay = Decay::Constant, Ours, TRAIN, is [FixedOnResume];
+        /// Cosines of cosine_with_restarts.
+        lr_num_cycles: u64 = 1, Ours, TRAIN, in AtLeast(1.0),
+            when Is("learning_rate_schedule", &["cosine_with_restarts"]), is [FixedOnResume];
+        /// Exponent of polynomial.
+        lr_power: f64 = 1.0, Ours, TRAIN, in Above(0.0), when Is("learning_rate_schedule", &["polynomial"]), is [FixedOnResume];
         /// Length of the schedule in steps. -1: `max_train_steps`.
         learning_rate_schedule_steps: i64 = -1, Used, TRAIN, in MinusOneOr(1.0), is [FixedOnResume];
-        /// AdamW: decay of the mean of gradients.
-        adam_b1: f64 = 0.9, Used, TRAIN_STEP, in HalfOpen(0.0, 1.0), is [FixedOnResume];
-        /// AdamW: decay of the mean of squared gradients.
-        adam_b2: f64 = 0.999, Used, TRAIN_STEP, in HalfOpen(0.0, 1.0), is [FixedOnResume];
-        /// AdamW: added to the denominator.
-        adam_eps: f64 = 1e-8, Used, TRAIN_STEP, in Above(0.0), is [FixedOnResume];
-        /// AdamW: weight decay.
+        /// How weights follow their gradients: AdamW, AdamW8bit (moments of 8 bits, as bitsandbytes), Adafactor, Lion, or
+        /// Prodigy, which finds its learning rate itself and takes `learning_rate=1`.
+        optimizer_type: OptimizerType = OptimizerType::AdamW, Ours, TRAIN_STEP, is [FixedOnResume];
+        /// Element type of the moments of AdamW and Lion. bfloat16 is rounded at random, so that small changes count on average.
+        optimizer_state_dtype: FloatType = FloatType::Float32, Ours, TRAIN_STEP,
+            when Is("optimizer_type", &["AdamW", "Lion"]), is [FixedOnResume];
+        /// Round weights in bfloat16 up or down at random after each update, so that they follow small updates on average.
+        stochastic_rounding: bool = false, Ours, TRAIN_STEP, when Is("weights_dtype", &["bfloat16"]), is [FixedOnResume];
+        /// AdamW, Lion and Prodigy: decay of the mean of gradients.
+        adam_b1: f64 = 0.9, Used, TRAIN_STEP, in HalfOpen(0.0, 1.0),
+            when IsNot("optimizer_type", "Adafactor"), is [FixedOnResume];
+        /// AdamW and Prodigy: decay of the mean of squared gradients. Lion: decay of the mean of gradients that is kept, for
+        /// which its authors take 0.99.
+        adam_b2: f64 = 0.999, Used, TRAIN_STEP, in HalfOpen(0.0, 1.0),
+            when IsNot("optimizer_type", "Adafactor"), is [FixedOnResume];
+        /// AdamW and Prodigy: added to the denominator.
+        adam_eps: f64 = 1e-8, Used, TRAIN_STEP, in Above(0.0),
+            when Is("optimizer_type", &["AdamW", "AdamW8bit", "Prodigy"]), is [FixedOnResume];
+        /// Share of the weights, times the learning rate, that every update takes away.
         adam_weight_decay: f64 = 1e-2, Used, TRAIN_STEP, in AtLeast(0.0), is [FixedOnResume];
+        /// Whether norms and biases decay as well as all other weights.
+        decay_norms_and_biases: bool = true, Ours, TRAIN_STEP, when Positive("adam_weight_decay"), is [FixedOnResume];
+        /// Adafactor: multiply the learning rate with the root mean square of each weight.
+        adafactor_scale_parameter: bool = false, Ours, TRAIN_STEP, when Is("optimizer_type", &["Adafactor"]), is [FixedOnResume];
+        /// Prodigy: factor of the learning rate that it finds.
+        prodigy_d_coef: f64 = 1.0, Ours, TRAIN_STEP, in Above(0.0), when Is("optimizer_type", &["Prodigy"]), is [FixedOnResume];
+        /// Prodigy: correct moments for their start at 0, as Adam does.
+        prodigy_use_bias_correction: bool = true, Ours, TRAIN_STEP, when Is("optimizer_type", &["Prodigy"]), is [FixedOnResume];
+        /// Prodigy: leave the learning rate out of its estimate, so that warm-up does not enlarge it.
+        prodigy_safeguard_warmup: bool = true, Ours, TRAIN_STEP, when Is("optimizer_type", &["Prodigy"]), is [FixedOnResume];
         /// Clip each element of the gradient to `max_grad_value`.
         opt_enable_grad_clipping: bool = false, Used, TRAIN_STEP, is [FixedOnResume];
         /// Largest absolute value of an element of the gradient.

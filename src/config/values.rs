@@ -69,17 +69,34 @@ named! {
 }
 
 named! {
-    /// Where the training examples come from. `Shapes` and `Folder` exist here.
+    /// Where the training examples come from.
     pub enum DatasetType {
         /// Images of coloured shapes, made by the program.
         Shapes = "shapes",
         /// A folder of images with captions.
         Folder = "folder",
+        /// A folder of tar archives of images with captions.
+        Webdataset = "webdataset",
         Tf = "tf",
         Hf = "hf",
         Tfrecord = "tfrecord",
         Grain = "grain",
         Synthetic = "synthetic",
+    }
+}
+
+named! {
+    /// How weights follow their gradients, by kohya's names.
+    pub enum OptimizerType {
+        AdamW = "AdamW",
+        /// AdamW with moments of 8 bits, in blocks of 256, as bitsandbytes.
+        AdamW8bit = "AdamW8bit",
+        /// Mean squares of rows and columns instead of moments, as transformers' Adafactor with a learning rate.
+        Adafactor = "Adafactor",
+        /// One moment, of which the sign counts.
+        Lion = "Lion",
+        /// Finds its learning rate: give learning_rate=1.
+        Prodigy = "Prodigy",
     }
 }
 
@@ -90,6 +107,8 @@ named! {
         None = "none",
         /// `min(SNR, snr_gamma) + 1` times the error of the clean sample (Salimans and Ho 2022).
         SnrPlusOne = "snr_plus_one",
+        /// `1 / sqrt(SNR)` times the error of the noise, `1 / (SNR + 1)` times that of the velocity (Yu et al. 2024).
+        Debiased = "debiased",
     }
 }
 

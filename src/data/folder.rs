@@ -1,29 +1,43 @@
-//! `dataset_type: folder`: image files with captions beside them.
+//! `dataset_type: folder` and `webdataset`: image files with captions beside them, in a folder or in tar archives.
 //!
-//! Captions come from `metadata.jsonl` at the top of the folder (`{"file_name": ..., "text": ...}`
+//! In a folder captions come from `metadata.jsonl` at the top of the folder (`{"file_name": ..., "text": ...}`
 //! per line) where there is one, and otherwise from a `.txt` file of the same name as each image.
 //! Subfolders are searched; names that begin with a dot are skipped. The order of samples is
 //! that of their paths.
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::fs;
-use std::io::{BufRead, BufReader, Read};
-use std::path::{Component, Path, PathBuf};
+mod list;
+mod tars;
+
+use std::path::{Path, PathBuf};
 
 use rayon::prelude::*;
 
-use super::picture::{self, Crop, Picture};
+use super::picture::{self, Crop, ImageFile, Note, Picture};
 use super::{DataError, NAMED, Sample};
-use crate::util::files;
+use crate::util::known::Known;
 
-/// Longest caption, and longest line of metadata.jsonl.
-const MAX_CAPTION_BYTES: u64 = 64 << 10;
-const MAX_LINE_BYTES: u64 = 1 << 20;
+/// How a folder holds images and captions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Layout {
+    /// As files.
+    Files,
+    /// In tar archives, as WebDataset writes them.
+    Tars,
+}
 
-/// Options of `dataset_type: folder`.
+/// An image that a folder lists.
+struct Listed {
+    /// Its path relative to the folder.
+    name: PathBuf,
+    image: ImageFile,
+    caption: String,
+}
+
+/// Options of a folder.
 #[derive(Clone, Debug, PartialEq)]
 pub struct FolderOptions {
     pub root: PathBuf,
+    pub layout: Layout,
     /// Side to which the largest square of an image is resized (Lanczos).
     pub resolution: usize,
     /// Where that square lies.
@@ -33,6 +47,9 @@ pub struct FolderOptions {
     /// Most memory for decoded images. When all fit they are decoded once; otherwise each is
     /// decoded again whenever it is asked for.
     pub cache_bytes: u64,
+    /// The file in which [`Folder::remember`] keeps which images can be decoded. One that has not changed since is not
+    /// read when the folder is opened, unless decoded images are kept in memory.
+    pub known: Option<PathBuf>,
 }
 
 impl FolderOptions {
@@ -40,22 +57,27 @@ impl FolderOptions {
     pub fn new(root: impl Into<PathBuf>, resolution: usize) -> Self {
         Self {
             root: root.into(),
+            layout: Layout::Files,
             resolution,
             crop: Crop::Center,
             max_bad_image_fraction: 0.01,
             cache_bytes: 2 << 30,
+            known: None,
         }
     }
 }
 
 #[derive(Debug)]
 struct Entry {
-    path: PathBuf,
+    image: ImageFile,
     caption: String,
     picture: Picture,
     /// RGB at the dataset's resolution, when the whole dataset fits the cache.
     pixels: Option<Vec<u8>>,
 }
+
+/// An image with what to remember of it, or why it cannot be decoded.
+type Decoded = Result<(Entry, Option<Note>), (PathBuf, DataError)>;
 
 /// The images of a folder that could be read, with their captions.
 #[derive(Debug)]
@@ -63,6 +85,8 @@ pub struct Folder {
     options: FolderOptions,
     entries: Vec<Entry>,
     bad: Vec<PathBuf>,
+    /// What is not in the file of known images yet.
+    found: Vec<Note>,
 }
 
 impl Folder {
@@ -93,8 +117,11 @@ impl Folder {
             .root
             .canonicalize()
             .map_err(|source| io("open the dataset folder", &options.root, source))?;
-        let captions = captioned_images(&root)?;
-        let total = captions.len();
+        let listed = match options.layout {
+            Layout::Files => list::captioned_images(&root)?,
+            Layout::Tars => tars::captioned_images(&root)?,
+        };
+        let total = listed.len();
         let bytes_per_image = 3 * (options.resolution as u64).pow(2);
         let keep = bytes_per_image.saturating_mul(total as u64) <= options.cache_bytes;
         if !keep {
@@ -106,24 +133,41 @@ impl Folder {
                 options.cache_bytes >> 20,
             );
         }
-        let load = |path: &Path| picture::load(path, options.resolution, options.crop);
-        let decoded: Vec<Result<Entry, (PathBuf, DataError)>> = captions
+        let known = options.known.as_deref().map(Known::read);
+        let load = |image: &ImageFile| match &known {
+            Some(known) if !keep => {
+                let (picture, found) = picture::find(image, options.crop, known)?;
+                Ok((picture, None, found))
+            }
+            _ => {
+                let (pixels, picture) = picture::load(image, options.resolution, options.crop)?;
+                Ok((picture, keep.then(|| pixels.into_raw()), None))
+            }
+        };
+        let decoded: Vec<Decoded> = listed
             .into_par_iter()
-            .map(|(path, caption)| match load(&root.join(&path)) {
-                Ok((image, picture)) => Ok(Entry {
-                    path,
-                    caption,
-                    picture,
-                    pixels: keep.then(|| image.into_raw()),
-                }),
-                Err(error) => Err((path, error)),
+            .map(|listed| match load(&listed.image) {
+                Ok((picture, pixels, found)) => Ok((
+                    Entry {
+                        image: listed.image,
+                        caption: listed.caption,
+                        picture,
+                        pixels,
+                    },
+                    found,
+                )),
+                Err(error) => Err((listed.name, error)),
             })
             .collect();
         let mut entries = Vec::new();
         let mut bad = Vec::new();
+        let mut found = Vec::new();
         for result in decoded {
             match result {
-                Ok(entry) => entries.push(entry),
+                Ok((entry, new)) => {
+                    entries.push(entry);
+                    found.extend(new);
+                }
                 Err((path, error)) => {
                     tracing::warn!("skipped: {error}");
                     bad.push(path);
@@ -154,7 +198,29 @@ impl Folder {
             options: FolderOptions { root, ..options },
             entries,
             bad,
+            found,
         })
+    }
+
+    /// Keeps what was found out about the images in [`FolderOptions::known`], whose folder must exist.
+    ///
+    /// # Errors
+    /// When the file cannot be written.
+    pub fn remember(&self) -> Result<(), DataError> {
+        let Some(path) = self
+            .options
+            .known
+            .as_deref()
+            .filter(|_| !self.found.is_empty())
+        else {
+            return Ok(());
+        };
+        let mut known = Known::read(path);
+        for [key, text] in &self.found {
+            known.insert(key.clone(), text.clone());
+        }
+        let write = known.write();
+        write.map_err(|source| io("write what is known of the images", path, source))
     }
 
     /// The options, with the folder's canonical path.
@@ -198,11 +264,10 @@ impl Folder {
         let pixels = match &entry.pixels {
             Some(pixels) => pixels.clone(),
             None => {
-                let path = self.options.root.join(&entry.path);
-                let (image, found) = picture::load(&path, resolution, self.options.crop)?;
+                let (image, found) = picture::load(&entry.image, resolution, self.options.crop)?;
                 if found != entry.picture {
                     return Err(DataError::Image {
-                        path,
+                        path: entry.image.shown(),
                         message: "it changed since training began; start again".into(),
                     });
                 }
@@ -225,248 +290,10 @@ fn io(action: &'static str, path: &Path, source: std::io::Error) -> DataError {
     }
 }
 
-fn extension(path: &Path) -> String {
-    path.extension()
-        .map(|e| e.to_string_lossy().to_lowercase())
-        .unwrap_or_default()
-}
-
-fn is_image(path: &Path) -> bool {
-    matches!(extension(path).as_str(), "png" | "jpg" | "jpeg" | "webp")
-}
-
-/// Images relative to `root` with their captions, by path.
-fn captioned_images(root: &Path) -> Result<Vec<(PathBuf, String)>, DataError> {
-    let mut files = BTreeSet::new();
-    list(root, Path::new(""), &mut files)?;
-    let images: BTreeSet<&PathBuf> = files.iter().filter(|path| is_image(path)).collect();
-    let texts: BTreeSet<&PathBuf> = files
-        .iter()
-        .filter(|path| extension(path) == "txt")
-        .collect();
-    let metadata = root.join("metadata.jsonl");
-    let captions = if metadata.is_file() {
-        let twice: Vec<&PathBuf> = images
-            .iter()
-            .filter(|image| {
-                texts
-                    .iter()
-                    .any(|text| *text == &image.with_extension("txt"))
-            })
-            .copied()
-            .collect();
-        if !twice.is_empty() {
-            let (names, count) = names_of(&twice);
-            return Err(DataError::TwoCaptions {
-                root: root.to_owned(),
-                names,
-                count,
-            });
-        }
-        read_metadata(root, &metadata)?
-    } else {
-        let stems: BTreeSet<PathBuf> = images.iter().map(|p| p.with_extension("")).collect();
-        let orphans: Vec<&PathBuf> = texts
-            .iter()
-            .filter(|text| !stems.contains(&text.with_extension("")))
-            .copied()
-            .collect();
-        if !orphans.is_empty() {
-            let (names, count) = names_of(&orphans);
-            return Err(DataError::CaptionWithoutImage {
-                root: root.to_owned(),
-                names,
-                count,
-            });
-        }
-        let text_of: BTreeMap<PathBuf, &PathBuf> = texts
-            .iter()
-            .map(|text| (text.with_extension(""), *text))
-            .collect();
-        let mut captions = BTreeMap::new();
-        for image in &images {
-            if let Some(text) = text_of.get(&image.with_extension("")) {
-                let caption = read_caption(&root.join(text))?;
-                captions.insert((*image).clone(), caption);
-            }
-        }
-        captions
-    };
-    if images.is_empty() && captions.is_empty() {
-        return Err(DataError::EmptyFolder {
-            root: root.to_owned(),
-        });
-    }
-    let missing: Vec<&PathBuf> = images
-        .iter()
-        .filter(|image| !captions.contains_key(**image))
-        .copied()
-        .collect();
-    if !missing.is_empty() {
-        let (names, count) = names_of(&missing);
-        return Err(DataError::ImageWithoutCaption {
-            root: root.to_owned(),
-            names,
-            count,
-        });
-    }
-    Ok(captions.into_iter().collect())
-}
-
-fn names_of(paths: &[&PathBuf]) -> (Vec<String>, usize) {
-    (
-        paths
-            .iter()
-            .take(NAMED)
-            .map(|p| p.display().to_string())
-            .collect(),
-        paths.len(),
-    )
-}
-
-/// Collects the files below `root/relative`, each checked to lie inside `root`.
-fn list(root: &Path, relative: &Path, files: &mut BTreeSet<PathBuf>) -> Result<(), DataError> {
-    let folder = root.join(relative);
-    let entries = fs::read_dir(&folder).map_err(|e| io("list the folder", &folder, e))?;
-    for entry in entries {
-        let entry = entry.map_err(|e| io("list the folder", &folder, e))?;
-        if entry.file_name().to_string_lossy().starts_with('.') {
-            continue;
-        }
-        let path = relative.join(entry.file_name());
-        let kind = entry
-            .file_type()
-            .map_err(|e| io("inspect", &root.join(&path), e))?;
-        if kind.is_dir() {
-            list(root, &path, files)?;
-        } else if kind.is_symlink() {
-            let target = inside(root, &path)?;
-            // A linked folder inside the root is listed at its own place.
-            if target.is_file() {
-                files.insert(path);
-            }
-        } else {
-            files.insert(path);
-        }
-    }
-    Ok(())
-}
-
-/// The canonical form of `root/path`, refused when links lead outside `root`.
-fn inside(root: &Path, path: &Path) -> Result<PathBuf, DataError> {
-    let full = root.join(path);
-    let target = full.canonicalize().map_err(|e| io("resolve", &full, e))?;
-    if !target.starts_with(root) {
-        return Err(DataError::PathEscape {
-            path: full,
-            root: root.to_owned(),
-        });
-    }
-    Ok(target)
-}
-
-fn read_caption(path: &Path) -> Result<String, DataError> {
-    let error = |message: &str| DataError::CaptionFile {
-        path: path.to_owned(),
-        message: message.to_owned(),
-    };
-    let mut bytes = Vec::new();
-    files::open(path)
-        .and_then(|file| file.take(MAX_CAPTION_BYTES + 1).read_to_end(&mut bytes))
-        .map_err(|e| io("read the caption", path, e))?;
-    if bytes.len() as u64 > MAX_CAPTION_BYTES {
-        return Err(error("longer than 64 KiB"));
-    }
-    let text = String::from_utf8(bytes).map_err(|_| error("not UTF-8 text"))?;
-    let text = text.trim_start_matches('\u{feff}').trim();
-    if text.is_empty() {
-        return Err(error("empty; write the caption into it"));
-    }
-    Ok(text.to_owned())
-}
-
-/// Captions of metadata.jsonl by image path.
-fn read_metadata(root: &Path, path: &Path) -> Result<BTreeMap<PathBuf, String>, DataError> {
-    let file = files::open(path).map_err(|e| io("read", path, e))?;
-    let mut reader = BufReader::new(file);
-    let mut captions = BTreeMap::new();
-    let mut absent: Vec<String> = Vec::new();
-    let mut number = 0;
-    loop {
-        number += 1;
-        let error = |message: String| DataError::Metadata {
-            path: path.to_owned(),
-            line: number,
-            message,
-        };
-        let mut bytes = Vec::new();
-        let count = reader
-            .by_ref()
-            .take(MAX_LINE_BYTES + 1)
-            .read_until(b'\n', &mut bytes)
-            .map_err(|e| io("read", path, e))?;
-        if count == 0 {
-            break;
-        }
-        if count as u64 > MAX_LINE_BYTES {
-            return Err(error("longer than 1 MiB".into()));
-        }
-        if bytes.trim_ascii().is_empty() {
-            continue;
-        }
-        let value: serde_json::Value =
-            serde_json::from_slice(&bytes).map_err(|e| error(format!("not a JSON object: {e}")))?;
-        let field = |name: &str| match value.get(name) {
-            Some(serde_json::Value::String(text)) if !text.trim().is_empty() => {
-                Ok(text.trim().to_owned())
-            }
-            Some(other) => Err(error(format!("`{name}` is {other}, expected a text"))),
-            None => Err(error(format!(
-                "`{name}` is missing, expected {{\"file_name\": \"...\", \"text\": \"...\"}}"
-            ))),
-        };
-        let (name, caption) = (field("file_name")?, field("text")?);
-        let relative: PathBuf = Path::new(&name)
-            .components()
-            .filter(|c| *c != Component::CurDir)
-            .collect();
-        if !relative
-            .components()
-            .all(|c| matches!(c, Component::Normal(_)))
-        {
-            return Err(DataError::PathEscape {
-                path: PathBuf::from(name),
-                root: root.to_owned(),
-            });
-        }
-        if !is_image(&relative) {
-            return Err(error(format!(
-                "{name} is not a .png, .jpg, .jpeg or .webp file"
-            )));
-        }
-        if !root.join(&relative).is_file() {
-            absent.push(format!("{name} (line {number})"));
-            continue;
-        }
-        inside(root, &relative)?;
-        if captions.insert(relative, caption).is_some() {
-            return Err(error(format!("{name} is listed a second time")));
-        }
-    }
-    if !absent.is_empty() {
-        let count = absent.len();
-        absent.truncate(NAMED);
-        return Err(DataError::CaptionWithoutImage {
-            root: root.to_owned(),
-            names: absent,
-            count,
-        });
-    }
-    Ok(captions)
-}
-
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use image::{Rgb, RgbImage};
     use tempfile::TempDir;
 
@@ -528,6 +355,55 @@ mod tests {
         );
         fs::remove_file(dir.path().join("a.png")).unwrap();
         assert!(folder.get(0).unwrap_err().to_string().contains("a.png"));
+    }
+
+    /// The content of a file that seems unchanged does not matter, so it is not read; a file that changed is.
+    #[test]
+    fn known_images_are_not_read_again() {
+        use std::time::{Duration, SystemTime};
+
+        let dir = TempDir::new().unwrap();
+        let known = dir.path().join(".known");
+        let then = SystemTime::now() - Duration::from_secs(60);
+        let settle = |name: &str, time| {
+            let file = fs::File::options()
+                .write(true)
+                .open(dir.path().join(name))
+                .unwrap();
+            file.set_modified(time).unwrap();
+        };
+        for name in ["a", "b"] {
+            save_image(dir.path(), &format!("{name}.png"), [1, 2, 3]);
+            text(dir.path(), &format!("{name}.txt"), "x");
+        }
+        settle("a.png", then);
+        let open = || {
+            Folder::open(FolderOptions {
+                cache_bytes: 0,
+                max_bad_image_fraction: 0.5,
+                known: Some(known.clone()),
+                ..FolderOptions::new(dir.path(), 8)
+            })
+            .unwrap()
+        };
+        let first = open();
+        first.remember().unwrap();
+        let damage = |name: &str| {
+            let bytes = fs::read(dir.path().join(name)).unwrap();
+            fs::write(dir.path().join(name), vec![b'x'; bytes.len()]).unwrap();
+        };
+        damage("a.png");
+        settle("a.png", then);
+        let again = open();
+        assert_eq!((again.count(), again.entry(0)), (2, first.entry(0)));
+        // What it holds is found wrong when it is used.
+        assert!(again.get(0).unwrap_err().to_string().contains("a.png"));
+        // The other was written to just before it was read, so nothing is known of it.
+        damage("b.png");
+        assert_eq!(open().bad_images(), [PathBuf::from("b.png")]);
+        settle("a.png", then + Duration::from_secs(1));
+        save_image(dir.path(), "b.png", [1, 2, 3]);
+        assert_eq!(open().bad_images(), [PathBuf::from("a.png")]);
     }
 
     #[test]

@@ -19,7 +19,7 @@ use std::path::PathBuf;
 use crate::util::hash::Sha256;
 
 pub use batch::{Batch, BatchOptions, Batcher, Row};
-pub use folder::{Folder, FolderOptions};
+pub use folder::{Folder, FolderOptions, Layout};
 pub use order::Permutation;
 pub use picture::{Crop, Picture};
 pub use prefetch::Prefetcher;
@@ -118,6 +118,17 @@ impl Dataset {
         }
     }
 
+    /// Keeps what was found out about files, so that it is not found out again at the next start.
+    ///
+    /// # Errors
+    /// When it cannot be written.
+    pub fn remember(&self) -> Result<(), DataError> {
+        match self {
+            Self::Shapes(_) => Ok(()),
+            Self::Folder(folder) => folder.remember(),
+        }
+    }
+
     /// Captions whose words are all the words of the dataset, to build a tokenizer from.
     pub fn vocabulary_captions(&self) -> Vec<String> {
         match self {
@@ -192,6 +203,10 @@ pub enum DataError {
     },
     #[error("caption file {}: {message}", path.display())]
     CaptionFile { path: PathBuf, message: String },
+    #[error("{} holds no .tar files, each with images and captions of one name: 0001.jpg, 0001.txt", root.display())]
+    NoArchives { root: PathBuf },
+    #[error("archive {}: {message}", path.display())]
+    Archive { path: PathBuf, message: String },
     #[error("{} leads outside the dataset folder {}; copy the file into the folder", path.display(), root.display())]
     PathEscape { path: PathBuf, root: PathBuf },
     #[error(

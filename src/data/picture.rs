@@ -1,7 +1,9 @@
 //! Pictures of files: decoded, cropped to a square and resized.
 
-use std::io::{Cursor, Read};
-use std::path::Path;
+use std::fmt;
+use std::fs;
+use std::io::{self, Cursor, Read, Seek, SeekFrom};
+use std::path::PathBuf;
 
 use image::imageops::{self, FilterType};
 use image::{DynamicImage, ImageDecoder, ImageReader, Limits, RgbImage};
@@ -10,6 +12,7 @@ use super::DataError;
 use super::rng::{KeyedRng, Stream};
 use crate::util::files;
 use crate::util::hash::Sha256;
+use crate::util::known::{Known, Stamp};
 
 /// Longest side that is decoded.
 const MAX_SIDE: u32 = 16_384;
@@ -25,6 +28,51 @@ pub enum Crop {
     Center,
     /// At a place that `seed` and the image's content decide.
     Random { seed: u64 },
+}
+
+/// Where the bytes of an image are.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ImageFile {
+    pub path: PathBuf,
+    /// Which part of the file, for an image in an archive.
+    pub part: Option<FilePart>,
+}
+
+/// An entry of an archive.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FilePart {
+    pub name: String,
+    /// Its first byte in the archive.
+    pub offset: u64,
+    pub size: u64,
+}
+
+impl ImageFile {
+    /// A file of its own.
+    pub fn of(path: PathBuf) -> ImageFile {
+        ImageFile { path, part: None }
+    }
+
+    /// The path for messages, with the name in the archive.
+    pub fn shown(&self) -> PathBuf {
+        match &self.part {
+            None => self.path.clone(),
+            Some(part) => self.path.join(&part.name),
+        }
+    }
+
+    /// All bytes, or a few more than [`MAX_FILE_BYTES`].
+    fn bytes(&self) -> io::Result<Vec<u8>> {
+        let mut file = files::open(&self.path)?;
+        let mut size = MAX_FILE_BYTES + 1;
+        if let Some(part) = &self.part {
+            file.seek(SeekFrom::Start(part.offset))?;
+            size = size.min(part.size);
+        }
+        let mut bytes = Vec::new();
+        file.take(size).read_to_end(&mut bytes)?;
+        Ok(bytes)
+    }
 }
 
 /// The origin of a sample's pixels.
@@ -59,46 +107,116 @@ impl Picture {
 ///
 /// # Errors
 /// When the file cannot be read, is too large, or is no image.
-pub fn load(path: &Path, resolution: usize, crop: Crop) -> Result<(RgbImage, Picture), DataError> {
+pub fn load(
+    file: &ImageFile,
+    resolution: usize,
+    crop: Crop,
+) -> Result<(RgbImage, Picture), DataError> {
+    let (image, source) = read(file)?;
+    let picture = source.place(crop);
+    Ok((square(&image, &picture, resolution as u32), picture))
+}
+
+/// What to remember of a file: the key and the text of an entry of [`Known`].
+pub type Note = [String; 2];
+
+/// The picture of a file that can be decoded, and what to remember of it. The file is not read if `known` has it.
+///
+/// # Errors
+/// As [`load`].
+pub fn find(
+    file: &ImageFile,
+    crop: Crop,
+    known: &Known,
+) -> Result<(Picture, Option<Note>), DataError> {
+    let key = || {
+        let stamp = Stamp::of(&fs::metadata(&file.path).ok()?)?;
+        let offset = file.part.as_ref().map_or(0, |part| part.offset);
+        Some(format!(
+            "picture {} {offset} {stamp}",
+            file.shown().display()
+        ))
+    };
+    let before = key();
+    let text = before.as_deref().and_then(|key| known.get(key));
+    if let Some(source) = text.and_then(Source::parse) {
+        return Ok((source.place(crop), None));
+    }
+    let (_, source) = read(file)?;
+    let unchanged = before.filter(|before| key().as_ref() == Some(before));
+    let entry = unchanged.map(|key| [key, source.to_string()]);
+    Ok((source.place(crop), entry))
+}
+
+/// What of a file decides where it is cropped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Source {
+    content: Sha256,
+    /// Height and width.
+    size: [usize; 2],
+}
+
+impl Source {
+    /// Which square of the image is kept.
+    fn place(self, crop: Crop) -> Picture {
+        let [height, width] = self.size;
+        let side = width.min(height);
+        let room = [height - side, width - side];
+        let corner = match crop {
+            Crop::Center => room.map(|room| room / 2),
+            Crop::Random { seed } => {
+                let first = self.content.bytes().first_chunk();
+                let first = u64::from_le_bytes(first.copied().unwrap_or_default());
+                let mut rng = KeyedRng::new(seed, Stream::Crop, first, 0);
+                room.map(|room| rng.below(room + 1))
+            }
+        };
+        Picture {
+            content: self.content,
+            original_size: self.size,
+            corner,
+            side,
+        }
+    }
+
+    /// What [`Source::to_string`] gave.
+    fn parse(text: &str) -> Option<Source> {
+        let mut words = text.split(' ');
+        let content = Sha256::parse(words.next()?)?;
+        let mut side = || words.next()?.parse::<usize>().ok();
+        let size = [side()?, side()?];
+        Some(Source { content, size })
+    }
+}
+
+impl fmt::Display for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [height, width] = self.size;
+        write!(f, "{} {height} {width}", self.content)
+    }
+}
+
+/// The whole image of a file, upright and on white.
+fn read(file: &ImageFile) -> Result<(RgbImage, Source), DataError> {
     let error = |message: String| DataError::Image {
-        path: path.to_owned(),
+        path: file.shown(),
         message,
     };
-    let mut bytes = Vec::new();
-    files::open(path)
-        .and_then(|file| file.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes))
-        .map_err(|source| DataError::Io {
-            action: "read the image",
-            path: path.to_owned(),
-            source,
-        })?;
+    let bytes = file.bytes().map_err(|source| DataError::Io {
+        action: "read the image",
+        path: file.shown(),
+        source,
+    })?;
     if bytes.len() as u64 > MAX_FILE_BYTES {
         return Err(error(format!("larger than {} MiB", MAX_FILE_BYTES >> 20)));
     }
     let image = on_white(decode(&bytes).map_err(|e| error(e.to_string()))?);
-    let picture = place(&image, Sha256::of(&bytes), crop);
-    Ok((square(&image, &picture, resolution as u32), picture))
-}
-
-/// Which square of an image is kept.
-fn place(image: &RgbImage, content: Sha256, crop: Crop) -> Picture {
     let (width, height) = image.dimensions();
-    let side = width.min(height);
-    let room = [height - side, width - side].map(|room| room as usize);
-    let corner = match crop {
-        Crop::Center => room.map(|room| room / 2),
-        Crop::Random { seed } => {
-            let first = content.bytes().first_chunk().copied().unwrap_or_default();
-            let mut rng = KeyedRng::new(seed, Stream::Crop, u64::from_le_bytes(first), 0);
-            room.map(|room| rng.below(room + 1))
-        }
+    let source = Source {
+        content: Sha256::of(&bytes),
+        size: [height as usize, width as usize],
     };
-    Picture {
-        content,
-        original_size: [height as usize, width as usize],
-        corner,
-        side: side as usize,
-    }
+    Ok((image, source))
 }
 
 fn decode(bytes: &[u8]) -> image::ImageResult<DynamicImage> {
@@ -150,15 +268,19 @@ mod tests {
     #[test]
     fn crops_are_where_they_say() {
         let image = RgbImage::from_fn(9, 6, |x, y| Rgb([x as u8, y as u8, 0]));
-        let content = Sha256::of("wide");
-        let center = place(&image, content, Crop::Center);
+        let wide = |content: &str| Source {
+            content: Sha256::of(content),
+            size: [6, 9],
+        };
+        assert_eq!(Source::parse(&wide("x").to_string()), Some(wide("x")));
+        let center = wide("wide").place(Crop::Center);
         assert_eq!((center.corner, center.side), ([0, 1], 6));
         assert_eq!(square(&image, &center, 6).get_pixel(0, 0).0, [1, 0, 0]);
         assert_eq!(center.crop_top_left(12, false), [0, 2]);
         // Mirrored, the same square begins 2 pixels from the left.
         assert_eq!(center.crop_top_left(12, true), [0, 4]);
 
-        let of = |content: &str, seed| place(&image, Sha256::of(content), Crop::Random { seed });
+        let of = |content: &str, seed| wide(content).place(Crop::Random { seed });
         assert_eq!(of("wide", 1), of("wide", 1));
         let mut seen = [0; 4];
         for picture in 0..400 {
@@ -206,7 +328,11 @@ mod tests {
         }
         let flat = on_white(DynamicImage::ImageRgba8(image));
         assert_eq!(flat.get_pixel(0, 0).0, [255; 3]);
-        let picture = place(&flat, Sha256::of(""), Crop::Center);
+        let source = Source {
+            content: Sha256::of(""),
+            size: [10, 20],
+        };
+        let picture = source.place(Crop::Center);
         let cropped = square(&flat, &picture, 5);
         assert_eq!(cropped.dimensions(), (5, 5));
         // 51 / 255 of black on white everywhere: the transparent sides are cut off.

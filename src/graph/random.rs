@@ -124,11 +124,22 @@ pub fn normal(b: &Builder, key: RandomKey, dims: &[usize]) -> Result<Tensor> {
     b.mul(radius, b.cos(angle)?)
 }
 
-/// Uniform `f32` noise in `[-0.5, 0.5)` for stochastic rounding.
+/// Uniform `f32` noise in `[-0.5, 0.5)` for stochastic rounding, from [`rounding_bits`].
+pub fn rounding_noise(
+    b: &Builder,
+    key: RandomKey,
+    stream: RoundingStream,
+    dims: &[usize],
+) -> Result<Tensor> {
+    let bits = rounding_bits(b, key, stream, dims)?;
+    b.add_scalar(unit(b, bits)?, -0.5)
+}
+
+/// Uniform bits for stochastic rounding, `u32`.
 ///
 /// Rounding needs noise that is cheap and unbiased, not Threefry's 20 rounds: each element's position is mixed with
 /// both key words by a two-multiply integer hash (Wellons, "Prospecting for hash functions", 2018: `lowbias32`).
-pub fn rounding_noise(
+pub fn rounding_bits(
     b: &Builder,
     key: RandomKey,
     stream: RoundingStream,
@@ -150,8 +161,7 @@ pub fn rounding_noise(
     x = shift_xor(x, 15)?;
     x = b.add(x, low)?;
     x = b.mul(x, word(b, x, 0x846C_A68B)?)?;
-    x = shift_xor(x, 16)?;
-    b.add_scalar(unit(b, x)?, -0.5)
+    shift_xor(x, 16)
 }
 
 /// [`rounding_noise`] of the element at `position` of a tensor of at most 2^32 elements, by the key's high and low

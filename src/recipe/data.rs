@@ -4,10 +4,13 @@ use std::path::Path;
 
 use crate::config::{Config, DatasetType};
 use crate::data::{
-    Crop, Dataset, Folder, FolderOptions, Shapes, ShapesOptions, Split, Tokenizer, word_level_json,
+    Crop, Dataset, Folder, FolderOptions, Layout, Shapes, ShapesOptions, Split, Tokenizer,
+    word_level_json,
 };
+use crate::train::KNOWN_FILES;
 use crate::util::files;
 
+use super::fine_tune::cache_folder;
 use super::{Notice, Notify, RecipeError};
 
 /// Opens the training split of the configured dataset.
@@ -17,7 +20,7 @@ use super::{Notice, Notify, RecipeError};
 pub fn dataset(config: &Config) -> Result<Dataset, RecipeError> {
     match config.dataset_type {
         DatasetType::Shapes => Ok(Dataset::Shapes(shapes(config, Split::Train)?)),
-        DatasetType::Folder => {
+        own @ (DatasetType::Folder | DatasetType::Webdataset) => {
             if !Path::new(&config.train_data_dir).is_dir() {
                 return Err(RecipeError::Usage(format!(
                     "train_data_dir={}: no such folder; it should hold images with .txt captions or a metadata.jsonl \
@@ -27,6 +30,9 @@ pub fn dataset(config: &Config) -> Result<Dataset, RecipeError> {
             }
             let mut options =
                 FolderOptions::new(&config.train_data_dir, config.resolution as usize);
+            if own == DatasetType::Webdataset {
+                options.layout = Layout::Tars;
+            }
             options.max_bad_image_fraction = config.max_bad_image_fraction;
             if !config.center_crop {
                 let seed = config.seed.0;
@@ -35,13 +41,14 @@ pub fn dataset(config: &Config) -> Result<Dataset, RecipeError> {
             if !config.train_new_unet {
                 // Pixels are encoded once, and not needed afterwards.
                 options.cache_bytes = 0;
+                options.known = Some(cache_folder(config).join(KNOWN_FILES));
             }
             Ok(Dataset::Folder(
                 Folder::open(options).map_err(RecipeError::failed)?,
             ))
         }
         other => Err(RecipeError::Usage(format!(
-            "dataset_type={}: not here yet; supported: shapes, folder",
+            "dataset_type={}: not here yet; supported: shapes, folder, webdataset",
             other.name()
         ))),
     }

@@ -45,15 +45,21 @@ pub(super) fn run_options(
         max_train_steps: config.max_train_steps,
         learning_rate: LearningRate {
             peak: config.learning_rate,
-            warmup_steps: (total as f64 * config.warmup_steps_fraction) as u64,
+            warmup_steps: match config.lr_warmup_steps {
+                0 => (total as f64 * config.warmup_steps_fraction) as u64,
+                steps => steps,
+            },
             total_steps: total,
             decay: config.learning_rate_schedule,
+            num_cycles: config.lr_num_cycles,
+            power: config.lr_power,
         },
         seed: config.seed.0,
         pixel_unshuffle: config.pixel_unshuffle as usize,
         checkpoint_every: every(config.checkpoint_every),
         checkpoints_total_limit: usize::try_from(config.checkpoints_total_limit).ok(),
         max_nonfinite_steps: config.max_nonfinite_steps,
+        gradient_accumulation_steps: config.gradient_accumulation_steps,
         config: deciding,
         quantization: json!({
             "quantization": config.quantization.name(),

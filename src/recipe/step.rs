@@ -3,7 +3,7 @@
 use crate::config::{self, Config};
 use crate::models::DiffusionModel;
 use crate::train::LoraOptions;
-use crate::train::optimizer::OptimizerOptions;
+use crate::train::optimizer::{AdamOptions, Optimizer, OptimizerOptions};
 use crate::train::step::{CleanSamples, Draws, LossWeighting, StepOptions, Timesteps};
 
 use super::RecipeError;
@@ -71,6 +71,8 @@ pub fn step_options(
         optimizer: optimizer(config),
         timesteps: timesteps(config, model.scheduler.num_train_timesteps),
         loss_weighting: loss_weighting(config),
+        noise_offset: config.noise_offset,
+        input_perturbation: config.input_perturbation,
         train_text_encoder: config.train_text_encoder,
         quantization: policy(config, model.family.spec(), local_shards)?,
     })
@@ -91,11 +93,37 @@ pub fn lora_options(config: &Config) -> Option<LoraOptions> {
 
 /// The settings of the update.
 pub fn optimizer(config: &Config) -> OptimizerOptions {
+    let adam = AdamOptions {
+        b1: config.adam_b1,
+        b2: config.adam_b2,
+        eps: config.adam_eps,
+    };
     OptimizerOptions {
-        adam_b1: config.adam_b1,
-        adam_b2: config.adam_b2,
-        adam_eps: config.adam_eps,
-        adam_weight_decay: config.adam_weight_decay,
+        optimizer: match config.optimizer_type {
+            config::OptimizerType::AdamW => Optimizer::AdamW {
+                adam,
+                moments: config.optimizer_state_dtype.into(),
+            },
+            config::OptimizerType::AdamW8bit => Optimizer::AdamW8bit { adam },
+            config::OptimizerType::Adafactor => Optimizer::Adafactor {
+                scale_parameter: config.adafactor_scale_parameter,
+            },
+            config::OptimizerType::Lion => Optimizer::Lion {
+                b1: adam.b1,
+                b2: adam.b2,
+                moment: config.optimizer_state_dtype.into(),
+            },
+            config::OptimizerType::Prodigy => Optimizer::Prodigy {
+                adam,
+                d_coef: config.prodigy_d_coef,
+                use_bias_correction: config.prodigy_use_bias_correction,
+                safeguard_warmup: config.prodigy_safeguard_warmup,
+            },
+        },
+        weight_decay: config.adam_weight_decay,
+        decays_vectors: config.decay_norms_and_biases,
+        accumulated: config.gradient_accumulation_steps as usize,
+        stochastic_rounding: config.stochastic_rounding,
         max_grad_value: config
             .opt_enable_grad_clipping
             .then_some(config.max_grad_value),
@@ -128,6 +156,7 @@ pub fn loss_weighting(config: &Config) -> LossWeighting {
     let gamma = config.snr_gamma;
     match config.loss_weighting {
         config::LossWeighting::SnrPlusOne => LossWeighting::SnrPlusOne { gamma },
+        config::LossWeighting::Debiased => LossWeighting::Debiased,
         config::LossWeighting::None if gamma > 0.0 => LossWeighting::MinSnr { gamma },
         config::LossWeighting::None => LossWeighting::None,
     }

@@ -16,7 +16,7 @@ mod state;
 pub mod step;
 mod trainer;
 
-pub use encoded::{EncodedDataset, StepInputs, StoreError};
+pub use encoded::{EncodedDataset, KNOWN_FILES, StepInputs, StoreError};
 pub use error::TrainError;
 pub use lora::{ATTENTION_PROJECTIONS, LORA_FILE, LoraOptions, LoraRecord, LoraTargetError};
 pub use observer::{Encoded, TrainEvent, TrainObserver};

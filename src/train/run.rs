@@ -98,10 +98,12 @@ impl TrainingLoop<'_, '_> {
         let options = self.options;
         let (first, total) = (state.step, options.max_train_steps);
         self.tell(TrainEvent::Started { first, total });
-        let tflops = flops(self.graph) as f64 / self.session.devices().len() as f64 / 1e12;
+        let batches = options.gradient_accumulation_steps;
+        let of_batch = flops(self.graph) as f64 / self.session.devices().len() as f64 / 1e12;
+        let tflops = of_batch * batches as f64;
         let feed = Arc::clone(&self.feed);
         let mut ahead: Prefetcher<StepInputs, TrainError> =
-            Prefetcher::spawn(state.step, 2, move |step| feed.inputs(step))?;
+            Prefetcher::spawn(state.step * batches, 2, move |batch| feed.inputs(batch))?;
         let mut failed_in_a_row = 0;
         while state.step < total {
             if self.is_stopped {
@@ -112,8 +114,7 @@ impl TrainingLoop<'_, '_> {
                 });
             }
             let step = state.step;
-            let inputs = ahead.next()?;
-            let result = self.take_step(state, &inputs)?;
+            let result = self.take_step(state, &mut ahead)?;
             if result.finite {
                 failed_in_a_row = 0;
             } else {
@@ -170,7 +171,7 @@ impl TrainingLoop<'_, '_> {
 
     /// Tells metrics and observer of a step that costs `tflops` on each device.
     fn report(&mut self, tflops: f64, result: &StepResult, skipped: u64) -> Result<(), TrainError> {
-        let samples = self.feed.batch_size() as u64;
+        let samples = self.feed.batch_size() as u64 * self.options.gradient_accumulation_steps;
         let rate = tflops / result.seconds;
         self.metrics.scalars(
             result.step,
@@ -227,15 +228,58 @@ impl TrainingLoop<'_, '_> {
         Ok(path)
     }
 
-    /// Runs one step; `state` has its results, and its counter is one further.
+    /// Runs one step on the next batches; `state` has its results, and its counter is one further.
     fn take_step(
         &self,
         state: &mut TrainingState,
-        inputs: &StepInputs,
+        batches: &mut Prefetcher<StepInputs, TrainError>,
     ) -> Result<StepResult, TrainError> {
-        let start = Instant::now();
-        let learning_rate = self.options.learning_rate.at(state.step);
-        let mut given = self.step_data(state, inputs, learning_rate)?;
+        let count = self.options.gradient_accumulation_steps;
+        let mut result = StepResult {
+            step: state.step,
+            seconds: 0.0,
+            learning_rate: self.options.learning_rate.at(state.step),
+            loss: 0.0,
+            grad_norm: f64::NAN,
+            finite: false,
+        };
+        let mut loss = 0.0;
+        for at in 0..count {
+            let inputs = batches.next()?;
+            let start = Instant::now();
+            let batch = BatchOfStep {
+                number: state.step * count + at,
+                is_last: at + 1 == count,
+                learning_rate: result.learning_rate,
+            };
+            let told = self.run_program(state, &inputs, batch)?;
+            if batch.is_last {
+                // The arrays are the next step's from here on, also if its results cannot be read.
+                state.step += 1;
+            }
+            for (name, array) in told {
+                let value = array.to_host(self.session.mesh())?.to_f64_vec()?[0];
+                match name {
+                    names::LOSS => loss += value,
+                    names::GRAD_NORM => result.grad_norm = value,
+                    names::FINITE => result.finite = value != 0.0,
+                    other => return Err(TrainError::UnknownOutput(other.to_string())),
+                }
+            }
+            result.seconds += start.elapsed().as_secs_f64();
+        }
+        result.loss = loss / count as f64;
+        Ok(result)
+    }
+
+    /// Runs the program on one batch: `state` has its results, but for those that are told.
+    fn run_program(
+        &self,
+        state: &mut TrainingState,
+        inputs: &StepInputs,
+        batch: BatchOfStep,
+    ) -> Result<Vec<(&str, Array)>, TrainError> {
+        let mut given = self.step_data(state, inputs, batch)?;
         for (index, array) in given.iter_mut().enumerate() {
             if array.is_none() && !state.frozen[index] {
                 *array = state.arrays[index].take();
@@ -252,39 +296,15 @@ impl TrainingLoop<'_, '_> {
                 }
             });
         }
-        let mut result = StepResult {
-            step: state.step,
-            seconds: 0.0,
-            learning_rate,
-            loss: f64::NAN,
-            grad_norm: f64::NAN,
-            finite: false,
-        };
+        let results = self.program.run(arguments)?;
         let mut told = Vec::new();
-        for (array, output) in self
-            .program
-            .run(arguments)?
-            .into_iter()
-            .zip(&self.graph.outputs)
-        {
+        for (array, output) in results.into_iter().zip(&self.graph.outputs) {
             match output.alias {
                 Some(input) => state.arrays[input] = Some(array),
                 None => told.push((output.name.as_str(), array)),
             }
         }
-        // The arrays are the next step's from here on, also if its results cannot be read.
-        state.step += 1;
-        for (name, array) in told {
-            let value = array.to_host(self.session.mesh())?.to_f64_vec()?[0];
-            match name {
-                names::LOSS => result.loss = value,
-                names::GRAD_NORM => result.grad_norm = value,
-                names::FINITE => result.finite = value != 0.0,
-                other => return Err(TrainError::UnknownOutput(other.to_string())),
-            }
-        }
-        result.seconds = start.elapsed().as_secs_f64();
-        Ok(result)
+        Ok(told)
     }
 
     /// The step's data on the devices, one for each input of the program: the batch, the keys of the random numbers and
@@ -293,9 +313,9 @@ impl TrainingLoop<'_, '_> {
         &self,
         state: &TrainingState,
         inputs: &StepInputs,
-        learning_rate: f64,
+        batch: BatchOfStep,
     ) -> Result<Vec<Option<Array>>, TrainError> {
-        let [key, rounding] = keys(self.options.seed, state.step);
+        let [key, rounding] = keys(self.options.seed, batch.number);
         let words =
             |w: [u32; 2]| HostTensor::from_f64(Shape::new(DType::U32, [2]), &w.map(f64::from));
         let mut data = Vec::with_capacity(state.inputs.len());
@@ -304,7 +324,10 @@ impl TrainingLoop<'_, '_> {
                 (InputKind::Data, names::KEY) => words(key)?,
                 (InputKind::Data, ROUNDING_KEY) => words(rounding)?,
                 (InputKind::Data, names::LEARNING_RATE) => {
-                    HostTensor::from_f32([], &[learning_rate as f32])?
+                    HostTensor::from_f32([], &[batch.learning_rate as f32])?
+                }
+                (InputKind::Data, names::IS_LAST) => {
+                    HostTensor::from_f32([], &[f32::from(u8::from(batch.is_last))])?
                 }
                 (InputKind::Data, name) => match inputs.get(name) {
                     Some(tensor) => tensor.clone(),
@@ -321,6 +344,15 @@ impl TrainingLoop<'_, '_> {
     }
 }
 
+/// One of the batches of a step.
+#[derive(Clone, Copy)]
+struct BatchOfStep {
+    /// Counted over all steps.
+    number: u64,
+    is_last: bool,
+    learning_rate: f64,
+}
+
 /// The reported results of one step.
 struct StepResult {
     step: u64,
@@ -332,10 +364,10 @@ struct StepResult {
     finite: bool,
 }
 
-/// The step's two keys: words of a ChaCha stream that depends on seed and step alone.
-fn keys(seed: u64, step: u64) -> [[u32; 2]; 2] {
+/// The two keys of a batch: words of a ChaCha stream that depends on its seed and number alone.
+fn keys(seed: u64, batch: u64) -> [[u32; 2]; 2] {
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
-    rng.set_stream(step);
+    rng.set_stream(batch);
     let mut word = || rng.next_u32();
     [[word(), word()], [word(), word()]]
 }

@@ -21,7 +21,7 @@ use super::checkpoint::{
 };
 use super::error::TrainError;
 use super::lora::{self, LORA_FILE, LoraRecord, is_factor};
-use super::optimizer::{EMA, FIRST_MOMENT, SECOND_MOMENT, UPDATES};
+use super::optimizer::{ACCUMULATED, EMA, INITIAL, STATE};
 use super::schedule::LearningRate;
 
 /// The counter of a checkpoint that holds the length of the learning-rate schedule.
@@ -42,6 +42,8 @@ pub struct RunOptions {
     /// Newest checkpoints of this run that are kept; `None` keeps all.
     pub checkpoints_total_limit: Option<usize>,
     pub max_nonfinite_steps: u64,
+    /// Batches of one step, whose gradients are averaged.
+    pub gradient_accumulation_steps: u64,
     /// The configuration values that decide what is computed; a run continues only with the same ones.
     pub config: BTreeMap<String, Json>,
     pub quantization: Json,
@@ -89,7 +91,8 @@ pub struct TrainingState {
 }
 
 impl TrainingState {
-    /// The weights of `files`, new ones from `seed` where it has none or there are no files, and an empty optimizer.
+    /// The weights of `files`, new ones from `seed` where it has none or there are no files, and an optimizer before its
+    /// first update.
     ///
     /// # Errors
     /// When a weight cannot be read, or a transfer fails.
@@ -122,7 +125,8 @@ impl TrainingState {
                 continue;
             };
             let input = &state.inputs[index];
-            let value = match input.name.strip_prefix(EMA) {
+            let of_weight = [EMA, INITIAL].map(|prefix| input.name.strip_prefix(prefix));
+            let value = match of_weight.into_iter().flatten().next() {
                 Some(weight) => weights
                     .get(weight)
                     .ok_or_else(|| TrainError::UnknownInput(input.name.clone()))?
@@ -179,7 +183,12 @@ impl TrainingState {
         let mut open = BTreeMap::new();
         let places = places(options, &state);
         for (index, slot) in program.inputs().iter().enumerate() {
-            let (Some(place), input) = (&places[index], &state.inputs[index]) else {
+            let input = &state.inputs[index];
+            if input.name.starts_with(ACCUMULATED) {
+                let nothing = HostTensor::zeros(input.shape.clone());
+                state.arrays[index] = Some(session.put(&nothing, &slot.spec)?);
+            }
+            let Some(place) = &places[index] else {
                 continue;
             };
             if !open.contains_key(&place.file) {
@@ -266,7 +275,7 @@ fn places(options: &RunOptions, state: &TrainingState) -> Vec<Option<Place>> {
         .map(|input| (input.name.as_str(), input.shape.dims.as_slice()))
         .collect();
     let place = |(input, frozen): (&Input, &bool)| {
-        if input.kind == InputKind::Data || *frozen {
+        if input.kind == InputKind::Data || *frozen || input.name.starts_with(ACCUMULATED) {
             return None;
         }
         let weight = input.name.strip_prefix(EMA).unwrap_or(&input.name);
@@ -290,7 +299,7 @@ fn places(options: &RunOptions, state: &TrainingState) -> Vec<Option<Place>> {
 
 /// The checkpoint file of an input that is no factor, and its name there.
 fn whole_place(options: &RunOptions, input: &str) -> (String, String) {
-    if input == UPDATES || input.starts_with(FIRST_MOMENT) || input.starts_with(SECOND_MOMENT) {
+    if input.starts_with(STATE) {
         return ("optimizer.safetensors".to_string(), input.to_string());
     }
     let (suffix, weight) = match input.strip_prefix(EMA) {

@@ -15,7 +15,7 @@ use crate::shape::Shape;
 use crate::weights::lora::beside;
 
 use super::lora::{LoraOptions, LoraTargetError, is_factor};
-use super::optimizer::{OptimizerOptions, Trained, adamw};
+use super::optimizer::{self, OptimizerOptions, Trained, UpdateInputs};
 
 /// The logical axes of samples.
 const SAMPLE_AXES: [Option<&str>; 4] = [Some("activation_batch"), None, None, None];
@@ -43,7 +43,13 @@ pub enum LossWeighting {
     /// `min(SNR, gamma) + 1`: the error of the velocity (Salimans and Ho 2022, section 4, "SNR+1"), capped alike. At
     /// high noise it does not vanish, as min-SNR's does.
     SnrPlusOne { gamma: f64 },
+    /// The error of the noise times `1 / sqrt(SNR)`, that of the velocity times `1 / (SNR + 1)`, with the ratio capped at
+    /// 1000: kohya's `debiased_estimation_loss`, after Yu et al., "Unmasking bias in diffusion model training", 2024.
+    Debiased,
 }
+
+/// The cap of the ratio in [`LossWeighting::Debiased`].
+const DEBIASED_CAP: f64 = 1000.0;
 
 impl LossWeighting {
     /// The factor of the prediction's squared error where the schedule has `alpha_cumprod`; `None` for no weighting.
@@ -53,6 +59,14 @@ impl LossWeighting {
             LossWeighting::None => return None,
             LossWeighting::MinSnr { gamma } => snr.min(gamma),
             LossWeighting::SnrPlusOne { gamma } => snr.min(gamma) + 1.0,
+            LossWeighting::Debiased => {
+                let snr = snr.min(DEBIASED_CAP);
+                return Some(match prediction {
+                    PredictionType::Epsilon => 1.0 / snr.sqrt(),
+                    PredictionType::VPrediction => 1.0 / (snr + 1.0),
+                    PredictionType::Sample | PredictionType::FlowPrediction => f64::NAN,
+                });
+            }
         };
         Some(match prediction {
             PredictionType::Sample => clean,
@@ -95,6 +109,10 @@ pub struct StepOptions {
     pub optimizer: OptimizerOptions,
     pub timesteps: Timesteps,
     pub loss_weighting: LossWeighting,
+    /// The deviation of a constant that is added to the noise of each channel.
+    pub noise_offset: f64,
+    /// The deviation of noise that is added to the noise in the model's input alone.
+    pub input_perturbation: f64,
     /// Whether the text encoder is traced and trained, or its outputs are inputs.
     pub train_text_encoder: bool,
     pub quantization: Option<Policy>,
@@ -112,6 +130,8 @@ pub mod names {
     /// The step's key for noise and timesteps: `u32[2]`.
     pub const KEY: &str = "key";
     pub const LEARNING_RATE: &str = "learning_rate";
+    /// Whether the batch is the last one before an update, as `f32` 1 or 0.
+    pub const IS_LAST: &str = "is_last_batch";
     pub const LOSS: &str = "loss";
     pub const GRAD_NORM: &str = "grad_norm";
     /// Whether loss and gradient were finite, as `f32` 1 or 0.
@@ -128,10 +148,14 @@ pub enum StepError {
     #[error(transparent)]
     Scheduler(#[from] SchedulerError),
     #[error(
-        "loss_weighting=snr_plus_one has no finite weight for a prediction of the noise at timestep {timestep}, which \
-         is pure noise: predict the velocity or the sample, or leave rescale_zero_terminal_snr off"
+        "this loss_weighting has no finite weight for a prediction of the noise at timestep {timestep}, which is pure noise: \
+         predict the velocity, or leave rescale_zero_terminal_snr off"
     )]
     LossWeight { timestep: usize },
+    #[error(
+        "loss_weighting=debiased weighs predictions of the noise and of the velocity; this model predicts {0}"
+    )]
+    Debiased(PredictionType),
     #[error(transparent)]
     Lora(#[from] LoraTargetError),
 }
@@ -147,15 +171,18 @@ pub fn trace(model: &DiffusionModel, options: &StepOptions) -> Result<Traced, St
     let b = Builder::new();
     let batch = options.batch;
     let key = b.input(names::KEY, Shape::new(DType::U32, [2]), &[])?;
-    if options.quantization.is_some() {
-        b.input(ROUNDING_KEY, Shape::new(DType::U32, [2]), &[])?;
+    if options.quantization.is_some() || options.optimizer.rounds() {
+        rounding_key(&b)?;
     }
     b.input(names::LEARNING_RATE, Shape::scalar(DType::F32), &[])?;
+    if options.optimizer.accumulated > 1 {
+        b.input(names::IS_LAST, Shape::scalar(DType::F32), &[])?;
+    }
     let key = random_key(&b, key)?;
     let clean = clean_samples(&b, model, options, key)?;
     let conditioning = conditioning(&b, model, options, batch)?;
     let drawn = draw(&b, model, options, key)?;
-    let noised = add_noise(&b.root("noise"), model, options, clean, drawn)?;
+    let noised = add_noise(&b.root("noise"), model, options, clean, drawn, key)?;
     let inputs = DenoiserInputs::new(noised.sample, noised.timestep, conditioning);
     let prediction = model.predict(&b, inputs)?;
     let loss = mean_squared_error(&b.root("loss"), prediction, noised.target, noised.weight)?;
@@ -194,7 +221,21 @@ fn update(b: &Builder, optimizer: &OptimizerOptions, of_lora: bool) -> Result<()
             logical_axes,
         })
         .collect();
-    let update = adamw(b, &trained, loss, learning_rate, optimizer)?;
+    let rounding = match optimizer.rounds() {
+        true => Some(random_key(b, rounding_key(b)?)?),
+        false => None,
+    };
+    let is_last = match optimizer.accumulated > 1 {
+        true => Some(b.input(names::IS_LAST, Shape::scalar(DType::F32), &[])?),
+        false => None,
+    };
+    let inputs = UpdateInputs {
+        loss,
+        learning_rate,
+        is_last,
+        rounding,
+    };
+    let update = optimizer::update(b, &trained, inputs, optimizer)?;
     b.output(names::LOSS, loss, None)?;
     b.output(names::GRAD_NORM, update.grad_norm, None)?;
     b.output(names::FINITE, b.convert(update.finite, DType::F32)?, None)?;
@@ -256,6 +297,10 @@ fn conditioning(
     }))
 }
 
+fn rounding_key(b: &Builder) -> Result<Tensor, GraphError> {
+    b.input(ROUNDING_KEY, Shape::new(DType::U32, [2]), &[])
+}
+
 /// The two words of `key`, `u32[2]`, as scalars.
 fn random_key(b: &Builder, key: Tensor) -> Result<RandomKey, GraphError> {
     let b = b.root("noise");
@@ -314,11 +359,43 @@ fn draw(
             let steps = model.scheduler.num_train_timesteps;
             let uniform = random::uniform(b, random::fold_in(b, key, 0)?, &[options.batch])?;
             Drawn {
-                noise: random::normal(b, random::fold_in(b, key, 1)?, &dims)?,
+                noise: {
+                    let noise = random::normal(b, random::fold_in(b, key, 1)?, &dims)?;
+                    with_offset(b, key, noise, options.noise_offset)?
+                },
                 timestep: draw_timesteps(b, uniform, steps, &options.timesteps)?,
             }
         }
     })
+}
+
+/// `noise`, with a constant of deviation `offset` on each channel of each sample.
+fn with_offset(
+    b: &Builder,
+    key: RandomKey,
+    noise: Tensor,
+    offset: f64,
+) -> Result<Tensor, GraphError> {
+    if offset == 0.0 {
+        return Ok(noise);
+    }
+    let dims = b.dims(noise);
+    let constants = random::normal(b, random::fold_in(b, key, 3)?, &[dims[0], dims[1], 1, 1])?;
+    b.add(noise, b.mul_scalar(constants, offset)?)
+}
+
+/// `noise` with more noise, of deviation `perturbation`.
+fn perturbed(
+    b: &Builder,
+    key: RandomKey,
+    noise: Tensor,
+    perturbation: f64,
+) -> Result<Tensor, GraphError> {
+    if perturbation == 0.0 {
+        return Ok(noise);
+    }
+    let more = random::normal(b, random::fold_in(b, key, 4)?, &b.dims(noise))?;
+    b.add(noise, b.mul_scalar(more, perturbation)?)
 }
 
 struct Noised {
@@ -335,7 +412,17 @@ fn add_noise(
     options: &StepOptions,
     clean: Tensor,
     Drawn { noise, timestep }: Drawn,
+    key: RandomKey,
 ) -> Result<Noised, StepError> {
+    let prediction = model.scheduler.prediction_type;
+    if options.loss_weighting == LossWeighting::Debiased
+        && !matches!(
+            prediction,
+            PredictionType::Epsilon | PredictionType::VPrediction
+        )
+    {
+        return Err(StepError::Debiased(prediction));
+    }
     let schedule = NoiseSchedule::new(&model.scheduler)?;
     let batch = options.batch;
     let steps = schedule.alphas_cumprod.len();
@@ -343,7 +430,6 @@ fn add_noise(
     let mut columns: [Vec<f32>; 4] = Default::default();
     let mut weights = Vec::new();
     for t in 0..steps {
-        let prediction = model.scheduler.prediction_type;
         let alpha_cumprod = f64::from(schedule.alphas_cumprod[t]);
         if let Some(weight) = options.loss_weighting.factor(prediction, alpha_cumprod) {
             if !weight.is_finite() {
@@ -368,13 +454,14 @@ fn add_noise(
         true => None,
         false => Some(b.reshape(pick(&weights)?, &[batch])?),
     };
-    let mix = |first: &[f32], second: &[f32]| {
+    let mix = |first: &[f32], second: &[f32], noise: Tensor| {
         b.add(b.mul(pick(first)?, clean)?, b.mul(pick(second)?, noise)?)
     };
+    let seen = perturbed(b, key, noise, options.input_perturbation)?;
     Ok(Noised {
-        sample: mix(&columns[0], &columns[1])?,
+        sample: mix(&columns[0], &columns[1], seen)?,
         timestep: b.convert(timestep, DType::F32)?,
-        target: mix(&columns[2], &columns[3])?,
+        target: mix(&columns[2], &columns[3], noise)?,
         weight,
     })
 }
@@ -471,6 +558,49 @@ mod tests {
         assert_eq!(drawn(&weights), [100, 400, 400, 100, 0]);
     }
 
+    /// An offset is one number for each channel, a perturbation one for each element; both have the deviation asked for.
+    #[test]
+    fn offsets_and_perturbations_are_what_diffusers_adds() {
+        let dims = [16, 4, 8, 8];
+        let b = Builder::new();
+        let word = |v: f64| b.scalar(DType::U32, v).unwrap();
+        let key = RandomKey {
+            high: word(3.0),
+            low: word(5.0),
+        };
+        let noise = b.full(&Shape::new(DType::F32, dims), 0.25).unwrap();
+        assert_eq!(with_offset(&b, key, noise, 0.0).unwrap(), noise);
+        assert_eq!(perturbed(&b, key, noise, 0.0).unwrap(), noise);
+        for (name, tensor) in [
+            ("offset", with_offset(&b, key, noise, 0.1)),
+            ("perturbed", perturbed(&b, key, noise, 0.1)),
+        ] {
+            b.output(name, tensor.unwrap(), None).unwrap();
+        }
+        let found = evaluate(&b.finish(), &[]).unwrap();
+        let [offset, perturbed] = [0, 1].map(|i: usize| found[i].to_f64_vec().unwrap());
+        assert!(
+            offset
+                .chunks(64)
+                .all(|channel| channel.iter().all(|v| *v == channel[0]))
+        );
+        assert!(
+            perturbed
+                .chunks(64)
+                .all(|channel| channel[1..].iter().all(|v| *v != channel[0]))
+        );
+        let constants: Vec<f64> = offset.chunks(64).map(|channel| channel[0]).collect();
+        for (values, sigmas) in [(constants, 5.0), (perturbed, 5.0)] {
+            let count = values.len() as f64;
+            let square = values.iter().map(|v| (v - 0.25).powi(2)).sum::<f64>() / count;
+            let deviation = square.sqrt() / 0.1 - 1.0;
+            assert!(
+                deviation.abs() < sigmas / (2.0 * count).sqrt(),
+                "{deviation}"
+            );
+        }
+    }
+
     /// The factors turn the error of any prediction into the same weighted error of the clean sample: with
     /// `x_t = a x + s n`, an error `e` of the sample is one of `e a / s` of the noise and of `e / s` of the velocity.
     #[test]
@@ -493,6 +623,12 @@ mod tests {
             gamma: f64::INFINITY,
         };
         assert!((uncapped.factor(VPrediction, 0.9).unwrap() - 1.0).abs() < 1e-12);
+        // kohya's apply_debiased_estimation.
+        let debiased = |prediction, alpha| super::LossWeighting::Debiased.factor(prediction, alpha);
+        assert!((debiased(Epsilon, 0.8).unwrap() - 0.5).abs() < 1e-12);
+        assert!((debiased(VPrediction, 0.8).unwrap() - 0.2).abs() < 1e-12);
+        assert_eq!(debiased(Epsilon, 1.0), Some(1.0 / 1000f64.sqrt()));
+        assert!(!debiased(Epsilon, 0.0).unwrap().is_finite());
         // Pure noise: min-SNR has a limit for a prediction of the noise, SNR + 1 has none.
         assert_eq!(MinSnr { gamma: 5.0 }.factor(Epsilon, 0.0), Some(1.0));
         assert!(!uncapped.factor(Epsilon, 0.0).unwrap().is_finite());

@@ -32,6 +32,18 @@ impl Sha256 {
     pub fn bytes(&self) -> &[u8; 32] {
         &self.0
     }
+
+    /// The hash that is displayed as `digits`.
+    pub fn parse(digits: &str) -> Option<Self> {
+        let mut bytes = [0; 32];
+        if digits.len() != 64 || !digits.is_ascii() {
+            return None;
+        }
+        for (at, byte) in bytes.iter_mut().enumerate() {
+            *byte = u8::from_str_radix(&digits[2 * at..2 * at + 2], 16).ok()?;
+        }
+        Some(Sha256(bytes))
+    }
 }
 
 impl fmt::Display for Sha256 {
@@ -81,6 +93,10 @@ mod tests {
     #[test]
     fn bytes_pieces_and_files_have_the_published_hash() {
         assert_eq!(Sha256::of("abc").to_string(), ABC);
+        assert_eq!(Sha256::parse(ABC), Some(Sha256::of("abc")));
+        for wrong in ["", &ABC[1..], &ABC.replace('b', "g")] {
+            assert_eq!(Sha256::parse(wrong), None);
+        }
         let mut hasher = Hasher::default();
         hasher.update("a");
         hasher.update("bc");

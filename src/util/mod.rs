@@ -2,6 +2,7 @@
 
 pub mod files;
 pub mod hash;
+pub mod known;
 pub mod memory;
 mod named;
 pub mod names;

@@ -14,6 +14,8 @@ use super::header::{self, MAX_HEADER_BYTES, UniqueMap};
 use super::quantized::Quantization;
 use crate::shape::Shape;
 use crate::util::files;
+use crate::util::hash::{Hasher, Sha256};
+use crate::util::known::Stamp;
 use crate::util::names::nearest;
 
 /// Names that diffusers and transformers give their weights, in the order they are looked for.
@@ -131,6 +133,26 @@ impl Checkpoint {
     /// The free-form metadata of the header; of several shards the first one's entry holds.
     pub fn metadata(&self) -> &BTreeMap<String, String> {
         &self.opened.metadata
+    }
+
+    /// The hash of all that decides the tensors: their names and places, and the stamps of the files. The same while
+    /// these stay as they are, and for links to them. `None` when a file was written to just now.
+    ///
+    /// # Errors
+    /// When a file's metadata cannot be read.
+    pub fn stamp(&self) -> Result<Option<Sha256>, WeightsError> {
+        let mut hasher = Hasher::default();
+        for (path, file) in &self.opened.files {
+            let metadata = file.metadata().map_err(|e| io(path, e))?;
+            let Some(stamp) = Stamp::of(&metadata) else {
+                return Ok(None);
+            };
+            hasher.update(format!("{stamp}\n"));
+        }
+        for (name, location) in &self.tensors {
+            hasher.update(format!("{name} {location:?}\n"));
+        }
+        Ok(Some(hasher.finish()))
     }
 
     /// Names and shapes, sorted by name.

@@ -5,6 +5,7 @@ use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::time::SystemTime;
 
 use crate::common::{golden, keep_programs, text, without_optimizations};
 use maxdiff::dtype::DType;
@@ -44,7 +45,72 @@ impl Place {
             picture.save(data.join(format!("{at}.png"))).unwrap();
             fs::write(data.join(format!("{at}.txt")), format!("a picture of {at}")).unwrap();
         }
-        Place { dir, case }
+        let place = Place { dir, case };
+        place.settle("data");
+        place.settle("model");
+        place
+    }
+
+    /// Files as they would be an hour later: what was written just now may change again within one tick of the clock.
+    fn settle(&self, name: &str) {
+        let path = self.path(name);
+        if path.is_dir() {
+            for entry in fs::read_dir(&path).unwrap() {
+                let entry = entry.unwrap().file_name();
+                self.settle(&format!("{name}/{}", entry.to_str().unwrap()));
+            }
+        } else {
+            let hour = std::time::Duration::from_secs(3600);
+            let written = self.modified(name);
+            self.set_modified(name, written - hour);
+        }
+    }
+
+    /// Puts the pictures and captions into two archives.
+    fn archive(&self) {
+        fs::create_dir(self.path("archives")).unwrap();
+        for (name, numbers) in [("a", 0..4), ("b", 4..6)] {
+            let file = fs::File::create(self.path("archives").join(format!("{name}.tar")));
+            let mut builder = tar::Builder::new(file.unwrap());
+            for name in numbers.flat_map(|at| [format!("{at}.png"), format!("{at}.txt")]) {
+                let path = self.path("data").join(&name);
+                builder.append_path_with_name(path, name).unwrap();
+            }
+            builder.finish().unwrap();
+        }
+    }
+
+    fn modified(&self, name: &str) -> SystemTime {
+        let metadata = fs::metadata(self.path(name)).unwrap();
+        metadata.modified().unwrap()
+    }
+
+    fn set_modified(&self, name: &str, time: SystemTime) {
+        let file = fs::File::options().write(true).open(self.path(name));
+        file.unwrap().set_modified(time).unwrap();
+    }
+
+    /// Overwrites the end of files, whose times stay, while `then` runs.
+    fn while_spoiled(&self, names: &[String], then: impl FnOnce()) {
+        let write = |name: &String, bytes: &[u8]| {
+            let time = self.modified(name);
+            fs::write(self.path(name), bytes).unwrap();
+            self.set_modified(name, time);
+        };
+        let whole: Vec<Vec<u8>> = names
+            .iter()
+            .map(|name| fs::read(self.path(name)).unwrap())
+            .collect();
+        for (name, bytes) in names.iter().zip(&whole) {
+            let mut spoiled = bytes.clone();
+            let end = spoiled.len() - 16;
+            spoiled[end..].fill(7);
+            write(name, &spoiled);
+        }
+        then();
+        for (name, bytes) in names.iter().zip(&whole) {
+            write(name, bytes);
+        }
     }
 
     fn path(&self, name: &str) -> PathBuf {
@@ -96,14 +162,14 @@ impl Place {
     }
 
     fn try_train(&self, out: &str, words: &[&str]) -> (Option<i32>, String) {
-        let data = format!("train_data_dir={}", self.path("data").display());
+        let is_archive = words.contains(&"dataset_type=webdataset");
+        let data = self.path(if is_archive { "archives" } else { "data" });
+        let data = format!("train_data_dir={}", data.display());
         let cache = format!("dataset_save_location={}", self.path("encoded").display());
-        let own = [
-            "dataset_type=folder",
-            data.as_str(),
-            "learning_rate=1e-2",
-            "log_period=1",
-        ];
+        let mut own = vec![data.as_str(), "learning_rate=1e-2", "log_period=1"];
+        if !is_archive {
+            own.push("dataset_type=folder");
+        }
         let mut command = self.command("train", out, &[&own, words].concat());
         if !words
             .iter()
@@ -163,7 +229,12 @@ fn a_fine_tuned_model_is_a_whole_one_and_its_run_continues_bit_for_bit() {
             "caption_dropout=0.3",
             "random_flip=True",
             "center_crop=False",
-            "per_device_batch_size=2",
+            "per_device_batch_size=1",
+            "gradient_accumulation_steps=2",
+            "optimizer_type=Lion",
+            "optimizer_state_dtype=bfloat16",
+            "noise_offset=0.1",
+            "input_perturbation=0.1",
             "learning_rate_schedule_steps=4",
         ];
         [&own, more].concat()
@@ -225,45 +296,20 @@ fn a_fine_tuned_model_is_a_whole_one_and_its_run_continues_bit_for_bit() {
     let (code, log) = place.try_train("parts", &words(&["max_train_steps=6", "random_flip=False"]));
     assert_eq!(code, Some(1), "{log}");
     assert!(log.contains("random_flip: saved true, now false"), "{log}");
+    let adam = words(&["max_train_steps=6"]);
+    let adam: Vec<&str> = adam
+        .into_iter()
+        .filter(|word| !word.starts_with("optimizer_"))
+        .collect();
+    let (code, log) = place.try_train("parts", &adam);
+    assert_eq!(code, Some(1), "{log}");
+    assert!(
+        log.contains("optimizer_type: saved \"Lion\", now \"AdamW\""),
+        "{log}"
+    );
     let (code, log) = place.try_train("parts", &["max_train_steps=6", "lora_rank=2"]);
     assert_eq!(code, Some(2), "{log}");
     assert!(log.contains("a checkpoint of other training"), "{log}");
-}
-
-#[test]
-fn another_autoencoder_has_latents_of_its_own() {
-    let place = Place::new("sd15");
-    let words = [
-        "max_train_steps=1",
-        "per_device_batch_size=6",
-        "checkpoint_copies=True",
-    ];
-    place.train("first", &words);
-    let vae = "vae/diffusion_pytorch_model.safetensors";
-    let [own, copied] =
-        [place.path("model"), place.checkpoint("first", 1)].map(|dir| dir.join(vae));
-    assert_ne!(
-        fs::metadata(&own).unwrap().ino(),
-        fs::metadata(&copied).unwrap().ino()
-    );
-    assert_eq!(fs::read(&own).unwrap(), fs::read(&copied).unwrap());
-
-    let other = place.path("vae");
-    copy(&golden("pipeline_sdxl").join("vae"), &other);
-    let other = format!("vae_model_name_or_path={}", other.display());
-    let log = place.train("second", &[&words[..], &[other.as_str()]].concat());
-    assert!(
-        log.contains("encoded 6 images") && !log.contains("captions"),
-        "{log}"
-    );
-    assert_ne!(place.losses("first"), place.losses("second"));
-    // The checkpoint has the autoencoder that it was trained with.
-    let [own, saved] = [golden("pipeline_sdxl"), place.checkpoint("second", 1)].map(|dir| {
-        let file = Checkpoint::open(&dir.join("vae")).unwrap();
-        let read = |name: &str| (name.to_owned(), file.read(name).unwrap());
-        file.names().map(read).collect::<Vec<_>>()
-    });
-    assert!(!own.is_empty() && own == saved);
 }
 
 /// Updates of SDXL's UNet in float32, and of one whose weights are stored in int8: both are loaded as they were trained.
@@ -286,7 +332,20 @@ fn low_rank_updates_are_loaded_as_they_were_trained() {
     let with = |more: &[&'static str]| [&words[..], &grid, more].concat();
     let log = place.train("whole", &with(&["max_train_steps=4"]));
     assert!(log.contains("of them trained"), "{log}");
-    place.train("parts", &with(&["max_train_steps=2"]));
+    // With all encoded, a start reads neither pictures nor the encoders' weights.
+    let pictures = (0..6).map(|at| format!("data/{at}.png"));
+    let parts = [
+        "vae/diffusion_pytorch_model",
+        "text_encoder/model",
+        "text_encoder_2/model",
+    ];
+    let parts = parts.map(|part| format!("model/{part}.safetensors"));
+    let unread: Vec<String> = pictures.chain(parts).collect();
+    place.while_spoiled(&unread, || {
+        let first = [&words[..], &["seed=3", "max_train_steps=2"]].concat();
+        let log = place.train("parts", &first);
+        assert!(!log.contains("encoded"), "{log}");
+    });
     place.train("parts", &with(&["max_train_steps=4"]));
     assert_eq!(place.losses("whole"), place.losses("parts"));
     let saved = place.checkpoint("whole", 4);
@@ -429,41 +488,68 @@ fn updates_beside_stored_integers_follow_those_beside_floats() {
     assert!(log.contains("int8_w8a16"), "{log}");
 }
 
+/// One run, beside the same in int8, over two devices with weights sharded too and from archives, and with another
+/// autoencoder.
 #[test]
-fn int8_products_follow_the_float_ones() {
+fn variants_of_a_run_follow_it() {
     let place = Place::new("sd15");
     let words = [
-        "per_device_batch_size=6",
         "max_train_steps=4",
         "learning_rate=1e-3",
+        "checkpoint_copies=True",
     ];
-    place.train("float", &words);
-    let log = place.train("int8", &[&words[..], &["quantization=int8"]].concat());
+    let of_six = [&words[..], &["per_device_batch_size=6"]].concat();
+    place.train("float", &of_six);
+    let float = place.losses("float");
+    let vae = "vae/diffusion_pytorch_model.safetensors";
+    let [own, copied] =
+        [place.path("model"), place.checkpoint("float", 4)].map(|dir| dir.join(vae));
+    assert_ne!(
+        fs::metadata(&own).unwrap().ino(),
+        fs::metadata(&copied).unwrap().ino()
+    );
+    assert_eq!(fs::read(&own).unwrap(), fs::read(&copied).unwrap());
+
+    let log = place.train("int8", &[&of_six[..], &["quantization=int8"]].concat());
     assert!(log.contains("int8 (AQT numerics)"), "{log}");
-    for (float, int8) in place.losses("float").iter().zip(&place.losses("int8")) {
+    for (float, int8) in float.iter().zip(&place.losses("int8")) {
         assert!(
             float != int8 && (float - int8).abs() < 0.05 * float,
             "{float} {int8}"
         );
     }
-}
 
-/// Sharded over devices, weights too: the same sums in another order.
-#[test]
-fn fsdp_computes_what_one_device_computes() {
-    let place = Place::new("sd15");
-    let words = ["max_train_steps=2", "learning_rate=1e-3"];
-    place.train("one", &[&words[..], &["per_device_batch_size=6"]].concat());
+    // The same sums in another order, and the same pictures in the same order from an archive, as what is encoded tells.
+    place.archive();
     let two = [
+        "dataset_type=webdataset",
         "per_device_batch_size=3",
         "num_devices=2",
         "ici_fsdp_parallelism=2",
         "ici_data_parallelism=1",
     ];
-    place.train("two", &[&words[..], &two].concat());
-    for (one, two) in place.losses("one").iter().zip(&place.losses("two")) {
+    let log = place.train("two", &[&words[..], &two].concat());
+    assert!(!log.contains("encoded"), "{log}");
+    for (one, two) in float.iter().zip(&place.losses("two")) {
         assert!((one - two).abs() < 1e-4 * one, "{one} {two}");
     }
+
+    let other = place.path("vae");
+    copy(&golden("pipeline_sdxl").join("vae"), &other);
+    let other = format!("vae_model_name_or_path={}", other.display());
+    let log = place.train("other", &[&of_six[..], &[other.as_str()]].concat());
+    assert!(
+        log.contains("encoded 6 images") && !log.contains("captions"),
+        "{log}"
+    );
+    assert_ne!(float, place.losses("other"));
+    // The checkpoint has the autoencoder that it was trained with.
+    let [own, saved] = [golden("pipeline_sdxl"), place.checkpoint("other", 4)].map(|dir| {
+        let file = Checkpoint::open(&dir.join("vae")).unwrap();
+        let read = |name: &str| (name.to_owned(), file.read(name).unwrap());
+        file.names().map(read).collect::<Vec<_>>()
+    });
+    assert!(!own.is_empty() && own == saved);
 }
 
 #[test]

@@ -9,7 +9,9 @@ use crate::quant::{Policy, ROUNDING_KEY, annotate, lower};
 use crate::runtime::{Program, ProgramOptions, Session};
 use crate::shape::Shape;
 use crate::shard::{LogicalAxisRules, Parallelism};
-use crate::train::optimizer::{OptimizerOptions, Trained, adamw};
+use crate::train::optimizer::{
+    AdamOptions, Optimizer, OptimizerOptions, Trained, UpdateInputs, update,
+};
 
 /// The report of a step of two layers on four devices in two slices, made as the training program is: traced,
 /// quantized, differentiated, given an optimizer and compiled.
@@ -60,15 +62,29 @@ fn compiled_training_step() -> CompileReport {
         })
         .collect();
     let options = OptimizerOptions {
-        adam_b1: 0.9,
-        adam_b2: 0.999,
-        adam_eps: 1e-8,
-        adam_weight_decay: 0.0,
+        optimizer: Optimizer::AdamW {
+            adam: AdamOptions {
+                b1: 0.9,
+                b2: 0.999,
+                eps: 1e-8,
+            },
+            moments: DType::F32,
+        },
+        weight_decay: 0.0,
+        decays_vectors: true,
+        accumulated: 1,
+        stochastic_rounding: false,
         max_grad_value: None,
         max_grad_norm: None,
         ema_decay: None,
     };
-    adamw(&b, &trained, loss, rate, &options).unwrap();
+    let inputs = UpdateInputs {
+        loss,
+        learning_rate: rate,
+        is_last: None,
+        rounding: None,
+    };
+    update(&b, &trained, inputs, &options).unwrap();
     let graph = lower(&b.finish()).unwrap();
 
     let plugin = install::locate(PluginKind::Cpu).unwrap_or_else(|error| panic!("{error}"));

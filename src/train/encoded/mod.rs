@@ -24,6 +24,7 @@ use crate::pipelines::PipelineModel;
 use crate::runtime::Session;
 use crate::shape::Shape;
 use crate::util::hash::{Hasher, Sha256};
+use crate::util::known::Known;
 use crate::weights::{Checkpoint, WeightsError};
 
 use super::error::TrainError;
@@ -41,6 +42,9 @@ const MEAN: &str = "mean";
 const DEVIATION: &str = "deviation";
 const HIDDEN: &str = "hidden";
 const POOLED: &str = "pooled";
+
+/// The file beside the shards with what is known of pictures and weights, so that a start reads neither.
+pub const KNOWN_FILES: &str = "known.json";
 
 /// The version of keys and entries: it changes with what they mean.
 const VERSION: u32 = 1;
@@ -93,7 +97,8 @@ impl EncodedDataset {
         observer: &mut TrainObserver<'_>,
     ) -> Result<EncodedDataset, TrainError> {
         stop_on_break(observer(TrainEvent::Hashing))?;
-        let encoders = Encoders::of(base, precision)?;
+        let mut known = Known::read(&dir.join(KNOWN_FILES));
+        let encoders = Encoders::of(base, precision, &mut known)?;
         let mut work = Work {
             images: BTreeMap::new(),
             captions: BTreeMap::new(),
@@ -105,6 +110,11 @@ impl EncodedDataset {
         }
         let wanted: BTreeSet<String> = work.keys().cloned().collect();
         let mut store = Store::open(dir, &wanted)?;
+        known.write().map_err(|source| StoreError::Io {
+            path: dir.join(KNOWN_FILES),
+            source,
+        })?;
+        dataset.remember()?;
         for (path, reason) in store.damaged() {
             tracing::warn!("{}: {reason}; it is made again", path.display());
         }
@@ -245,11 +255,15 @@ impl Work {
 impl Encoders {
     /// # Errors
     /// When a file of the model cannot be read.
-    fn of(base: &PipelineModel, dot_precision: DotPrecision) -> Result<Encoders, TrainError> {
+    fn of(
+        base: &PipelineModel,
+        dot_precision: DotPrecision,
+        known: &mut Known,
+    ) -> Result<Encoders, TrainError> {
         let model = &base.model;
-        let fingerprint = |root: &str| -> Result<String, TrainError> {
+        let mut fingerprint = |root: &str| -> Result<String, TrainError> {
             let checkpoint = base.files.get(root).map_err(TrainError::encode)?;
-            Ok(fingerprint(checkpoint)?.to_string())
+            Ok(fingerprint(checkpoint, known)?)
         };
         let precision = json!([
             model.precision.weights.to_string(),
@@ -284,14 +298,28 @@ fn key(decides: &Value) -> String {
     Sha256::of(decides.to_string()).to_string()
 }
 
-/// SHA-256 of a checkpoint's tensors, the same in every layout.
-fn fingerprint(checkpoint: &Checkpoint) -> Result<Sha256, WeightsError> {
+/// SHA-256 of a checkpoint's tensors, the same in every layout; they are read if it is not known.
+fn fingerprint(checkpoint: &Checkpoint, known: &mut Known) -> Result<String, WeightsError> {
+    let key = || {
+        let stamp = checkpoint.stamp()?;
+        Ok::<_, WeightsError>(stamp.map(|stamp| format!("weights {stamp}")))
+    };
+    let before = key()?;
+    if let Some(found) = before.as_deref().and_then(|key| known.get(key)) {
+        return Ok(found.to_owned());
+    }
     let mut hasher = Hasher::default();
     for (name, shape) in checkpoint.iter() {
         hasher.update(format!("{name} {shape}\n"));
         hasher.update(checkpoint.read(name)?.data);
     }
-    Ok(hasher.finish())
+    let fingerprint = hasher.finish().to_string();
+    if let Some(before) = before
+        && key()?.as_ref() == Some(&before)
+    {
+        known.insert(before, fingerprint.clone());
+    }
+    Ok(fingerprint)
 }
 
 /// The error of an observer that asks to stop.

@@ -1,0 +1,31 @@
+//! Lion.
+
+use crate::dtype::DType;
+use crate::graph::{GraphError, Tensor, Unary};
+
+use super::Trained;
+use super::adamw::FIRST_MOMENT;
+use super::state::{Frame, mix, moment};
+
+/// The new values of the weights, in f32: `w = w (1 - rate decay) - rate sign(b1 m + (1 - b1) g)`, then
+/// `m = b2 m + (1 - b2) g`, as lion-pytorch computes it.
+pub fn update(
+    frame: &mut Frame,
+    trained: &[Trained],
+    gradients: &[Tensor],
+    [b1, b2]: [f64; 2],
+    dtype: DType,
+) -> Result<Vec<Tensor>, GraphError> {
+    let mut changed = Vec::with_capacity(trained.len());
+    for (trained, &gradient) in trained.iter().zip(gradients) {
+        let b = &frame.at(trained);
+        let (name, m) = moment(b, trained, FIRST_MOMENT, dtype)?;
+        let old = b.convert(m, DType::F32)?;
+        let direction = b.unary(Unary::Sign, mix(b, old, gradient, b1)?)?;
+        let decayed = frame.decayed(b, trained, frame.learning_rate)?;
+        changed.push(b.sub(decayed, b.mul(direction, frame.learning_rate)?)?);
+        let new = mix(b, old, gradient, b2)?;
+        frame.keep(b, &name, new, m)?;
+    }
+    Ok(changed)
+}

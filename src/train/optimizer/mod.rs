@@ -1,0 +1,245 @@
+//! The update of weights, as part of the training program: optimizers, gradient clipping, and the moving average.
+
+mod accumulate;
+mod adafactor;
+mod adamw;
+mod blockwise;
+mod lion;
+mod prodigy;
+mod state;
+
+use crate::dtype::DType;
+use crate::graph::random::RandomKey;
+use crate::graph::{Binary, Builder, Comparison, GraphError, Tensor, Unary, scopes};
+use crate::shape::Shape;
+
+pub use accumulate::ACCUMULATED;
+pub use adamw::{FIRST_MOMENT, SECOND_MOMENT};
+pub use state::{EMA, INITIAL, STATE, UPDATES};
+
+use state::{Frame, declare};
+
+type Result<T> = std::result::Result<T, GraphError>;
+
+/// The decays of the two moments of Adam and of what is made like it, and what is added to its denominator.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AdamOptions {
+    pub b1: f64,
+    pub b2: f64,
+    pub eps: f64,
+}
+
+/// How weights follow their gradients.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Optimizer {
+    /// Loshchilov and Hutter, "Decoupled weight decay regularization", 2019, with moments of this type.
+    AdamW { adam: AdamOptions, moments: DType },
+    /// The same with moments in blocks of 8-bit codes (Dettmers et al., "8-bit optimizers via block-wise quantization",
+    /// 2022).
+    AdamW8bit { adam: AdamOptions },
+    /// Shazeer and Stern, "Adafactor: adaptive learning rates with sublinear memory cost", 2018, without a first moment
+    /// and with the learning rate that is given.
+    Adafactor {
+        /// Multiply the learning rate with the root mean square of each weight.
+        scale_parameter: bool,
+    },
+    /// Chen et al., "Symbolic discovery of optimization algorithms", 2023.
+    Lion { b1: f64, b2: f64, moment: DType },
+    /// Mishchenko and Defazio, "Prodigy: an expeditiously adaptive parameter-free learner", 2023.
+    Prodigy {
+        adam: AdamOptions,
+        /// Factor of the estimated distance.
+        d_coef: f64,
+        use_bias_correction: bool,
+        /// Leave the learning rate out of the estimate of the distance.
+        safeguard_warmup: bool,
+    },
+}
+
+impl Optimizer {
+    /// Whether its state is rounded at random.
+    fn rounds(self) -> bool {
+        match self {
+            Optimizer::AdamW { moments, .. } => moments == DType::BF16,
+            Optimizer::Lion { moment, .. } => moment == DType::BF16,
+            Optimizer::AdamW8bit { .. }
+            | Optimizer::Adafactor { .. }
+            | Optimizer::Prodigy { .. } => false,
+        }
+    }
+}
+
+/// Settings of the update.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct OptimizerOptions {
+    pub optimizer: Optimizer,
+    pub weight_decay: f64,
+    /// Whether weights of one dimension, norms and biases, decay too.
+    pub decays_vectors: bool,
+    /// How many batches have their gradients averaged for one update; 1 updates after each.
+    pub accumulated: usize,
+    /// Round weights in bfloat16 up or down at random, so that they follow small updates on average.
+    pub stochastic_rounding: bool,
+    /// Clip each element of the gradient to this absolute value.
+    pub max_grad_value: Option<f64>,
+    /// Scale the whole gradient down to this L2 norm.
+    pub max_grad_norm: Option<f64>,
+    /// Decay of the moving average of weights; `None` keeps none.
+    pub ema_decay: Option<f64>,
+}
+
+impl OptimizerOptions {
+    /// Whether the update needs random numbers.
+    pub fn rounds(&self) -> bool {
+        self.stochastic_rounding || self.optimizer.rounds()
+    }
+}
+
+/// One trained weight: its value and its gradient.
+pub struct Trained {
+    pub name: String,
+    pub weight: Tensor,
+    pub gradient: Tensor,
+    pub logical_axes: Vec<Option<&'static str>>,
+}
+
+/// What an update is made of beside the weights: scalars.
+#[derive(Clone, Copy)]
+pub struct UpdateInputs {
+    pub loss: Tensor,
+    pub learning_rate: Tensor,
+    /// Whether the batch is the last one before an update, as `f32` 1 or 0; where [`OptimizerOptions::accumulated`] is above 1.
+    pub is_last: Option<Tensor>,
+    /// Where [`OptimizerOptions::rounds`].
+    pub rounding: Option<RandomKey>,
+}
+
+/// The report of an update.
+pub struct Update {
+    /// L2 norm of the gradient before clipping.
+    pub grad_norm: Tensor,
+    /// Whether loss and gradient were finite; otherwise all state stays as it was.
+    pub finite: Tensor,
+}
+
+/// Adds one step of the optimizer on all of `trained`, with outputs that take over the buffers of weights and state.
+///
+/// The moving average is diffusers' `EMAModel`: it is a copy of the weights at the first update, and its decay at
+/// update `t` is `min(ema_decay, t / (9 + t))` after it.
+///
+/// With both kinds of clipping, elements are clipped first and the norm is that of what they leave, as in
+/// `optax.chain(clip, clip_by_global_norm)`.
+///
+/// Where loss or gradient is not finite, nothing changes. Of several batches that are averaged, the last one's run of the
+/// program makes the update; the others add to sums, which are 0 after it.
+///
+/// # Errors
+/// When a weight is given twice, or random numbers are needed and there is no key.
+pub fn update(
+    b: &Builder,
+    trained: &[Trained],
+    inputs: UpdateInputs,
+    options: &OptimizerOptions,
+) -> Result<Update> {
+    let b = &b.root(scopes::OPTIMIZER);
+    let updates = declare(b, UPDATES, Shape::scalar(DType::S32), &[])?;
+    let gradients = trained
+        .iter()
+        .map(|t| b.convert(t.gradient, DType::F32))
+        .collect::<Result<Vec<_>>>()?;
+    let averaged = accumulate::averaged(b, trained, gradients, inputs, options.accumulated)?;
+    let gradients = averaged.gradients;
+    let grad_norm = global_norm(b, &gradients)?;
+    let finite_loss = b.unary(Unary::IsFinite, averaged.loss)?;
+    let finite_norm = b.unary(Unary::IsFinite, grad_norm)?;
+    let finite = b.binary(Binary::And, finite_loss, finite_norm)?;
+    let gradients = clip(b, gradients, grad_norm, options)?;
+
+    let next = b.add(updates, b.scalar(DType::S32, 1.0)?)?;
+    let applies = match averaged.is_last {
+        Some(is_last) => b.binary(Binary::And, finite, is_last)?,
+        None => finite,
+    };
+    let mut frame = Frame::new(b, next, applies, inputs, options)?;
+    let changed = match options.optimizer {
+        Optimizer::AdamW { adam, moments } => {
+            adamw::update(&mut frame, trained, &gradients, adam, moments)?
+        }
+        Optimizer::AdamW8bit { adam } => adamw::update_8bit(&mut frame, trained, &gradients, adam)?,
+        Optimizer::Adafactor { scale_parameter } => {
+            adafactor::update(&mut frame, trained, &gradients, scale_parameter)?
+        }
+        Optimizer::Lion { b1, b2, moment } => {
+            lion::update(&mut frame, trained, &gradients, [b1, b2], moment)?
+        }
+        Optimizer::Prodigy {
+            adam,
+            d_coef,
+            use_bias_correction,
+            safeguard_warmup,
+        } => {
+            let prodigy = prodigy::Prodigy {
+                adam,
+                d_coef,
+                use_bias_correction,
+                safeguard_warmup,
+            };
+            prodigy.update(&mut frame, trained, &gradients)?
+        }
+    };
+    let ema = options.ema_decay.map(|decay| frame.ema_keep(decay));
+    let ema = ema.transpose()?;
+    for (trained, weight) in trained.iter().zip(changed) {
+        frame.keep_weight(trained, weight, ema)?;
+    }
+    let counted = b.select(frame.applies, next, updates)?;
+    b.output(UPDATES, counted, Some(updates))?;
+    Ok(Update { grad_norm, finite })
+}
+
+/// The gradients, clipped where `options` ask for it.
+fn clip(
+    b: &Builder,
+    gradients: Vec<Tensor>,
+    grad_norm: Tensor,
+    options: &OptimizerOptions,
+) -> Result<Vec<Tensor>> {
+    let (gradients, clipped_norm) = match options.max_grad_value {
+        None => (gradients, grad_norm),
+        Some(limit) => {
+            let clipped = gradients
+                .into_iter()
+                .map(|g| b.clamp(g, -limit, limit))
+                .collect::<Result<Vec<_>>>()?;
+            let norm = match options.max_grad_norm {
+                None => grad_norm,
+                Some(_) => global_norm(b, &clipped)?,
+            };
+            (clipped, norm)
+        }
+    };
+    let Some(limit) = options.max_grad_norm else {
+        return Ok(gradients);
+    };
+    // optax.clip_by_global_norm: unchanged below the limit, g / norm * limit above it.
+    let limit = b.scalar(DType::F32, limit)?;
+    let one = b.scalar(DType::F32, 1.0)?;
+    let above = b.compare(Comparison::Gt, clipped_norm, limit)?;
+    let factor = b.select(above, b.div(limit, clipped_norm)?, one)?;
+    gradients.into_iter().map(|g| b.mul(g, factor)).collect()
+}
+
+fn global_norm(b: &Builder, gradients: &[Tensor]) -> Result<Tensor> {
+    let b = &b.at("optimizer/global_norm".to_string());
+    let mut total = b.scalar(DType::F32, 0.0)?;
+    for &g in gradients {
+        total = b.add(total, sum_all(b, b.square(g)?)?)?;
+    }
+    b.sqrt(total)
+}
+
+/// The sum of all elements.
+fn sum_all(b: &Builder, x: Tensor) -> Result<Tensor> {
+    let dims: Vec<usize> = (0..b.dims(x).len()).collect();
+    b.sum(x, &dims)
+}

@@ -1,0 +1,194 @@
+//! The state of optimizers: declared, rounded, and kept where an update does not count.
+
+use crate::dtype::DType;
+use crate::graph::random::RandomKey;
+use crate::graph::random::{fold_in, rounding_bits};
+use crate::graph::{
+    Binary, Builder, Comparison, GraphError, Input, InputKind, Op, RoundingStream, Tensor, scopes,
+};
+use crate::shape::Shape;
+
+use super::{OptimizerOptions, Trained, UpdateInputs};
+
+type Result<T> = std::result::Result<T, GraphError>;
+
+/// Before the name of every optimizer's state.
+pub const STATE: &str = "optimizer/";
+/// The number of updates applied so far: `s32`, 0 before the first.
+pub const UPDATES: &str = "optimizer/updates";
+/// Before a weight's name: its value before the first update.
+pub const INITIAL: &str = "optimizer/p0/";
+/// Before a weight's name: its moving average.
+pub const EMA: &str = "ema/";
+
+/// The stream of random numbers that rounding weights and state has of the rounding key, beside quantization's.
+const STREAM: u32 = 0x0071;
+
+/// What the updates of all weights share.
+pub(super) struct Frame {
+    pub b: Builder,
+    /// The number of updates with this one, in f32.
+    pub t: Tensor,
+    pub learning_rate: Tensor,
+    /// Whether the update counts; otherwise all state stays as it was.
+    pub applies: Tensor,
+    weight_decay: f64,
+    decays_vectors: bool,
+    rounds_weights: bool,
+    key: Option<RandomKey>,
+    /// How many tensors are rounded so far.
+    rounded: u32,
+}
+
+impl Frame {
+    pub fn new(
+        b: &Builder,
+        next: Tensor,
+        applies: Tensor,
+        inputs: UpdateInputs,
+        options: &OptimizerOptions,
+    ) -> Result<Frame> {
+        let key = match (options.rounds(), inputs.rounding) {
+            (false, _) => None,
+            (true, Some(key)) => Some(fold_in(b, key, STREAM)?),
+            (true, None) => return Err(b.invalid("rounding at random needs a key")),
+        };
+        Ok(Frame {
+            b: b.clone(),
+            t: b.convert(next, DType::F32)?,
+            learning_rate: inputs.learning_rate,
+            applies,
+            weight_decay: options.weight_decay,
+            decays_vectors: options.decays_vectors,
+            rounds_weights: options.stochastic_rounding,
+            key,
+            rounded: 0,
+        })
+    }
+
+    /// A builder in the scope of a weight's update.
+    pub fn at(&self, trained: &Trained) -> Builder {
+        self.b.at(format!("{}/{}", scopes::OPTIMIZER, trained.name))
+    }
+
+    /// `1 - decay^t` without cancellation: with `h = tanh(-t ln(decay) / 2)`, `decay^t` is `(1 - h) / (1 + h)`.
+    pub fn correction(&self, decay: f64) -> Result<Tensor> {
+        let b = &self.b;
+        let h = b.tanh(b.mul_scalar(self.t, -decay.ln() / 2.0)?)?;
+        b.div(b.mul_scalar(h, 2.0)?, b.add_scalar(h, 1.0)?)
+    }
+
+    /// How much a weight decays, relative to its learning rate.
+    pub fn weight_decay(&self, trained: &Trained) -> f64 {
+        match self.decays_vectors || self.b.dims(trained.weight).len() > 1 {
+            true => self.weight_decay,
+            false => 0.0,
+        }
+    }
+
+    /// The value of a weight, in f32, times `1 - rate decay`.
+    pub fn decayed(&self, b: &Builder, trained: &Trained, rate: Tensor) -> Result<Tensor> {
+        let weight = b.convert(trained.weight, DType::F32)?;
+        let decay = self.weight_decay(trained);
+        if decay == 0.0 {
+            return Ok(weight);
+        }
+        let lost = b.mul_scalar(rate, decay)?;
+        b.mul(weight, b.add_scalar(b.neg(lost)?, 1.0)?)
+    }
+
+    /// Gives the state `of`, called `name`, the value `new` if the update counts. Values in bfloat16 are rounded at
+    /// random.
+    pub fn keep(&mut self, b: &Builder, name: &str, new: Tensor, of: Tensor) -> Result<()> {
+        let new = match (b.dtype(new), b.dtype(of)) {
+            (DType::F32, DType::BF16) => self.round(b, new)?,
+            (_, dtype) => b.convert(new, dtype)?,
+        };
+        b.output(name, b.select(self.applies, new, of)?, Some(of))
+    }
+
+    /// The same for a weight, and for its moving average, of which `ema_keep` is kept.
+    pub fn keep_weight(
+        &mut self,
+        trained: &Trained,
+        new: Tensor,
+        ema_keep: Option<Tensor>,
+    ) -> Result<()> {
+        let b = &self.at(trained);
+        let (name, weight) = (&trained.name, trained.weight);
+        let rounded = match self.rounds_weights && b.dtype(weight) == DType::BF16 {
+            true => self.round(b, new)?,
+            false => b.convert(new, b.dtype(weight))?,
+        };
+        b.output(name, b.select(self.applies, rounded, weight)?, Some(weight))?;
+        let Some(keep) = ema_keep else {
+            return Ok(());
+        };
+        let shape = b.shape(weight).with_dtype(DType::F32);
+        let ema_name = format!("{EMA}{name}");
+        let ema = declare(b, &ema_name, shape, &trained.logical_axes)?;
+        // ema + (1 - keep) (w - ema): one rounding less than two products.
+        let drop = b.add_scalar(b.neg(keep)?, 1.0)?;
+        let moved = b.add(ema, b.mul(b.sub(new, ema)?, drop)?)?;
+        self.keep(b, &ema_name, moved, ema)
+    }
+
+    /// How much of the moving average is kept. diffusers counts from 0, where its decay is 0.
+    pub fn ema_keep(&self, decay: f64) -> Result<Tensor> {
+        let (b, t) = (&self.b, self.t);
+        let warm = b.div(t, b.add_scalar(t, 9.0)?)?;
+        let kept = b.min(warm, b.scalar(DType::F32, decay)?)?;
+        let later = b.compare(Comparison::Gt, t, b.scalar(DType::F32, 1.0)?)?;
+        b.select(later, kept, b.scalar(DType::F32, 0.0)?)
+    }
+
+    /// `x` in bfloat16, rounded up with the probability of its distance from the number below: 16 random bits are added
+    /// to those that are cut off.
+    fn round(&mut self, b: &Builder, x: Tensor) -> Result<Tensor> {
+        let Some(key) = self.key else {
+            return Err(b.invalid("rounding at random needs a key"));
+        };
+        self.rounded += 1;
+        let bits = rounding_bits(b, key, RoundingStream(self.rounded), &b.dims(x))?;
+        let word = |value: u32| b.full(&b.shape(bits), f64::from(value));
+        let low = b.binary(Binary::ShiftRightLogical, bits, word(16)?)?;
+        let sum = b.add(b.push(Op::BitcastConvert(DType::U32), &[x])?, low)?;
+        let high = b.binary(Binary::And, sum, word(0xFFFF_0000)?)?;
+        b.convert(
+            b.push(Op::BitcastConvert(DType::F32), &[high])?,
+            DType::BF16,
+        )
+    }
+}
+
+/// `old decay + new (1 - decay)`.
+pub(super) fn mix(b: &Builder, old: Tensor, new: Tensor, decay: f64) -> Result<Tensor> {
+    b.add(b.mul_scalar(old, decay)?, b.mul_scalar(new, 1.0 - decay)?)
+}
+
+pub(super) fn declare(
+    b: &Builder,
+    name: &str,
+    shape: Shape,
+    axes: &[Option<&'static str>],
+) -> Result<Tensor> {
+    b.declare(Input {
+        name: name.to_string(),
+        kind: InputKind::State,
+        shape,
+        logical_axes: axes.to_vec(),
+    })
+}
+
+/// The state of one weight, of its shape: its name and its tensor in `dtype`.
+pub(super) fn moment(
+    b: &Builder,
+    trained: &Trained,
+    prefix: &str,
+    dtype: DType,
+) -> Result<(String, Tensor)> {
+    let name = format!("{prefix}{}", trained.name);
+    let shape = b.shape(trained.weight).with_dtype(dtype);
+    let tensor = declare(b, &name, shape, &trained.logical_axes)?;
+    Ok((name, tensor))
+}
