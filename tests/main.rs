@@ -27,6 +27,7 @@ mod program_cache;
 mod quant_golden;
 mod quantize;
 mod schedulers;
+mod sd3;
 mod shell;
 mod stops;
 mod t5;

@@ -160,9 +160,13 @@ schema! {
         activations_dtype: FloatType = FloatType::Bfloat16, Used, EVERY, is [FixedOnResume];
         /// `jax.lax.Precision` of dots and convolutions in float.
         precision: DotPrecision = DotPrecision::Default, Used, ANY_PROGRAM, is [FixedOnResume];
-        /// Tokens that prompts are padded to for T5, and cut at. Empty: the family's, 512 for FLUX.1 dev and 256 for schnell.
+        /// Tokens that prompts are padded to for T5, and cut at. Empty: the family's, 512 for FLUX.1 dev, 256 for schnell and
+        /// Stable Diffusion 3.
         max_sequence_length: Option<u64> = None, Used, DENOISE, in Between(3.0, 512.0),
             when FamilyHas(Trait::SequenceLength);
+        /// Read prompts by the third text encoder, T5, too. False: zeros are in the place of its results, as in diffusers with
+        /// `text_encoder_3=None`, and its files need not be there.
+        use_text_encoder_3: bool = true, Ours, GENERATE, when FamilyHas(Trait::OptionalTextEncoder);
         /// Groups of the UNet's group norms. Empty: as in the model.
         norm_num_groups: Option<u64> = None, Used, MODEL, in AtLeast(1.0), is [FixedOnResume];
         /// Attention kernel. MaxDiffusion's other kernels compute the same function: a file that
@@ -449,6 +453,19 @@ schema! {
         /// half the memory.
         guidance_in_two_passes: bool = false, Ours, DENOISE,
             when GUIDED, is [NotAnOption];
+        /// Layers of the transformer that skip-layer guidance leaves out: 7, 8 and 9 for Stable Diffusion 3.5 medium. It leads
+        /// samples away from what the model predicts without them, and takes guidance in passes of one row. Empty: off.
+        skip_guidance_layers: Option<OneOrMore<u64>> = None, Ours, DENOISE,
+            when Both(&GUIDED, &FamilyHas(Trait::SkipLayers));
+        /// How strongly.
+        skip_layer_guidance_scale: f64 = 2.8, Ours, GENERATE, in Between(0.0, 100.0),
+            when Given("skip_guidance_layers");
+        /// Fraction of the steps after which it starts.
+        skip_layer_guidance_start: f64 = 0.01, Ours, GENERATE, in Between(0.0, 1.0),
+            when Given("skip_guidance_layers");
+        /// Fraction of the steps at which it stops.
+        skip_layer_guidance_stop: f64 = 0.2, Ours, GENERATE, in Between(0.0, 1.0),
+            when Given("skip_guidance_layers");
         /// Denoising steps.
         num_inference_steps: u64 = 20, Used, TRAIN_GENERATE, in Between(1.0, 1000.0), is [NotAnOption];
         /// Fresh noise that DDIM and TCD add in each step, relative to the amount that keeps the noise level.

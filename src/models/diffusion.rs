@@ -6,6 +6,7 @@ use crate::models::clip::{ClipTextConfig, INPUT_IDS, clip_text, final_layer_norm
 use crate::models::controlnet::{self, Control, ControlNetConfig};
 use crate::models::flux::{self, FluxConditioning};
 use crate::models::ip_adapter::IpAdapterConfig;
+use crate::models::joint;
 use crate::models::t5::{T5EncoderConfig, t5_encoder};
 use crate::models::unet::{
     self, AdditionEmbedType, ResSamples, SIZE_TIME_IDS, UNet2DConditionConfig, UNetInputs,
@@ -13,7 +14,7 @@ use crate::models::unet::{
 use crate::models::vae::Autoencoder;
 use crate::models::{
     Conditioning, Denoiser, DenoiserInputs, Family, HiddenState, ModelConfigError, Part,
-    TextEncoderKind,
+    TextEncoderKind, TextPlace, sd3,
 };
 use crate::nn::{Precision, Remat};
 use crate::schedulers::SchedulerConfig;
@@ -32,7 +33,7 @@ pub struct DiffusionModel {
     pub controlnets: Vec<ControlNetConfig>,
     /// An IP-Adapter for the UNet, with its image encoder.
     pub ip_adapter: Option<IpAdapterConfig>,
-    /// Empty where programs take finished text embeddings. The results of several stand side by side.
+    /// Empty where programs take finished text embeddings.
     pub text_encoders: Vec<TextEncoder>,
     /// The VAE that decodes the denoiser's samples; `None` if samples are pixels.
     pub vae: Option<Autoencoder>,
@@ -86,6 +87,7 @@ pub struct TextEncoder {
     pub part: Part,
     pub config: TextEncoderConfig,
     pub hidden: HiddenState,
+    pub place: TextPlace,
     /// Tokens that it takes at once.
     pub tokens: usize,
 }
@@ -261,39 +263,57 @@ impl DiffusionModel {
         })
     }
 
-    /// The text encoder whose pooled output the denoiser takes, if it takes one.
+    /// The text encoders whose pooled outputs the denoiser takes, side by side in this order.
     ///
     /// # Errors
     /// When it wants one, and no encoder gives it.
-    pub fn pooled_encoder(&self) -> Result<Option<usize>> {
-        let encoders = self.text_encoders.iter();
-        let unet = match &self.denoiser {
-            Denoiser::Unet(config) => config,
-            Denoiser::Flux(_) => {
-                let pooled = encoders
-                    .clone()
-                    .position(|e| e.hidden == HiddenState::Pooled);
-                return match pooled {
-                    Some(which) => Ok(Some(which)),
-                    None => Err(Builder::new().root(flux::ROOT).invalid(
-                        "pooled_projections are the pooled output of a text encoder, and there is none that gives it",
-                    )),
-                };
-            }
-        };
+    pub fn pooled_encoders(&self) -> Result<Vec<usize>> {
+        let encoders = self.text_encoders.iter().enumerate();
         let projecting = encoders
             .clone()
-            .rposition(|e| e.config.projection_dim().is_some());
-        match (unet.addition_embed_type, projecting) {
-            (None, _) => Ok(None),
-            (Some(AdditionEmbedType::TextTime), Some(which)) => Ok(Some(which)),
-            (Some(AdditionEmbedType::TextTime), None) => {
-                Err(Builder::new().root(unet::ROOT).invalid(
-                    "addition_embed_type = text_time needs text_embeds, which none of the text encoders computes: \
-                     give one \
-                     architectures: [CLIPTextModelWithProjection] and projection_dim",
-                ))
-            }
+            .filter(|(_, encoder)| encoder.config.projection_dim().is_some())
+            .map(|(which, _)| which);
+        let missing = |root: &str, message: &str| Err(Builder::new().root(root).invalid(message));
+        let found: Vec<usize> = match &self.denoiser {
+            Denoiser::Unet(unet) => match unet.addition_embed_type {
+                None => return Ok(Vec::new()),
+                Some(AdditionEmbedType::TextTime) => projecting.rev().take(1).collect(),
+            },
+            Denoiser::Flux(_) => encoders
+                .filter(|(_, encoder)| encoder.hidden == HiddenState::Pooled)
+                .map(|(which, _)| which)
+                .collect(),
+            Denoiser::Sd3(_) => projecting.collect(),
+        };
+        match (&self.denoiser, found.is_empty()) {
+            (_, false) => Ok(found),
+            (Denoiser::Unet(_), true) => missing(
+                unet::ROOT,
+                "addition_embed_type = text_time needs text_embeds, which none of the text encoders computes: give one \
+                 architectures: [CLIPTextModelWithProjection] and projection_dim",
+            ),
+            (Denoiser::Flux(_) | Denoiser::Sd3(_), true) => missing(
+                flux::ROOT,
+                "pooled_projections are the pooled output of a text encoder, and there is none that gives it",
+            ),
+        }
+    }
+
+    /// Features of the pooled text: those of [`DiffusionModel::pooled_encoders`].
+    fn pooled_features(&self) -> Result<usize> {
+        let features = |which: usize| {
+            let config = &self.text_encoders[which].config;
+            config.projection_dim().unwrap_or(config.features())
+        };
+        Ok(self.pooled_encoders()?.into_iter().map(features).sum())
+    }
+
+    /// Features of the text where hidden states of different sizes follow one another, or may be left out: those that
+    /// others are filled up to with zeros.
+    pub fn padded_features(&self) -> Option<usize> {
+        match &self.denoiser {
+            Denoiser::Unet(_) | Denoiser::Flux(_) => None,
+            Denoiser::Sd3(config) => Some(config.joint_attention_dim),
         }
     }
 
@@ -330,40 +350,50 @@ impl DiffusionModel {
     /// # Errors
     /// Says both, where they differ.
     pub fn check_conditioning(&self) -> Result<()> {
-        let pooled = self
-            .pooled_encoder()?
-            .map(|which| &self.text_encoders[which]);
-        match &self.denoiser {
-            Denoiser::Unet(config) => {
-                self.check_time_ids(config, pooled.and_then(|e| e.config.projection_dim()))
-            }
-            Denoiser::Flux(config) => {
-                for encoder in &self.text_encoders {
-                    let (field, expected) = match encoder.hidden {
-                        HiddenState::Pooled => {
-                            ("pooled_projection_dim", config.pooled_projection_dim)
-                        }
-                        HiddenState::Normed { .. } | HiddenState::Raw { .. } => {
-                            ("joint_attention_dim", config.joint_attention_dim)
-                        }
-                    };
-                    let found = encoder.config.features();
-                    if found != expected {
-                        return Err(Builder::new().root(flux::ROOT).invalid(format!(
-                            "{field} = {expected}, but {} gives {found} features",
-                            encoder.part
-                        )));
-                    }
-                }
-                Ok(())
-            }
+        let pooled = self.pooled_features()?;
+        let check =
+            |field: &str, expected: usize, found: usize, place: &str| match found == expected {
+                true => Ok(()),
+                false => Err(Builder::new().root(self.denoiser.part()).invalid(format!(
+                    "{field} = {expected}, but {place} gives {found} features"
+                ))),
+            };
+        let encoders = self.text_encoders.iter();
+        let (dim, pooled_dim) = match &self.denoiser {
+            Denoiser::Unet(config) => return self.check_time_ids(config, pooled),
+            Denoiser::Flux(config) => (config.joint_attention_dim, config.pooled_projection_dim),
+            Denoiser::Sd3(config) => (config.joint_attention_dim, config.pooled_projection_dim),
+        };
+        let part = |which: &usize| self.text_encoders[*which].part.name();
+        let names: Vec<&str> = self.pooled_encoders()?.iter().map(part).collect();
+        check(
+            "pooled_projection_dim",
+            pooled_dim,
+            pooled,
+            &names.join(" with "),
+        )?;
+        let attended = encoders.filter(|encoder| encoder.hidden != HiddenState::Pooled);
+        let beside: Vec<&TextEncoder> = attended
+            .clone()
+            .filter(|encoder| encoder.place == TextPlace::Beside)
+            .collect();
+        for encoder in attended.filter(|encoder| encoder.place == TextPlace::After) {
+            let found = encoder.config.features();
+            check("joint_attention_dim", dim, found, encoder.part.name())?;
+        }
+        let found = beside.iter().map(|e| e.config.features()).sum();
+        let names: Vec<&str> = beside.iter().map(|e| e.part.name()).collect();
+        match self.padded_features() {
+            // Filled up with zeros.
+            Some(_) if found <= dim => Ok(()),
+            Some(_) | None => check("joint_attention_dim", dim, found, &names.join(" with ")),
         }
     }
 
-    fn check_time_ids(&self, unet: &UNet2DConditionConfig, text: Option<usize>) -> Result<()> {
-        let Some(text) = text else {
+    fn check_time_ids(&self, unet: &UNet2DConditionConfig, text: usize) -> Result<()> {
+        if unet.addition_embed_type.is_none() {
             return Ok(());
-        };
+        }
         let each = unet.addition_time_embed_dim.unwrap_or_default();
         let ids = self.micro_conditioning.ids();
         let expected = unet
@@ -393,7 +423,7 @@ impl DiffusionModel {
         )
     }
 
-    /// Declares finished text conditioning of `tokens` tokens as inputs: hidden states, for SDXL and FLUX pooled
+    /// Declares finished text conditioning of `tokens` tokens as inputs: hidden states, for SDXL and transformers pooled
     /// embeddings, and for SDXL time ids. `guidance` is the guidance scale `[batch]`, for a denoiser that takes it.
     ///
     /// # Errors
@@ -420,12 +450,16 @@ impl DiffusionModel {
                 let (joint, pooled) = (config.joint_attention_dim, config.pooled_projection_dim);
                 Ok(Conditioning::Flux(FluxConditioning {
                     encoder_hidden_states: input(
-                        flux::names::ENCODER_HIDDEN_STATES,
+                        joint::names::ENCODER_HIDDEN_STATES,
                         &[batch, tokens, joint],
                     )?,
-                    pooled_projections: input(flux::names::POOLED_PROJECTIONS, &[batch, pooled])?,
+                    pooled_projections: input(joint::names::POOLED_PROJECTIONS, &[batch, pooled])?,
                     guidance,
                 }))
+            }
+            Denoiser::Sd3(config) => {
+                let declared = sd3::declare_conditioning(b, config, [batch, tokens])?;
+                Ok(Conditioning::Sd3(declared))
             }
         }
     }

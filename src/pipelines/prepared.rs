@@ -2,7 +2,7 @@
 
 use crate::data::Tokenizer;
 use crate::models::TextEncoder;
-use crate::schedulers::{PlanOptions, SamplingPlan, SchedulerConfig, Start};
+use crate::schedulers::{FlowLevels, PlanOptions, SamplingPlan, SchedulerConfig, Start};
 
 use super::PipelineError;
 use super::batch::TokenizedImage;
@@ -39,6 +39,7 @@ pub(super) struct PromptReader<'a> {
     pub scheduler: &'a SchedulerConfig,
     /// The tokens of an image, on which its noise levels may depend.
     pub image_seq_len: Option<usize>,
+    pub flow_levels: FlowLevels,
 }
 
 impl PromptReader<'_> {
@@ -89,6 +90,7 @@ pub(super) fn prepare(
             reader.scheduler.plan(&PlanOptions {
                 end,
                 image_seq_len: reader.image_seq_len,
+                flow_levels: reader.flow_levels,
                 ..options(*steps, start)
             })
         };
@@ -101,6 +103,7 @@ pub(super) fn prepare(
                 let steps = hires.steps.unwrap_or(*steps);
                 base.scheduler.plan(&PlanOptions {
                     image_seq_len: hires.image_seq_len,
+                    flow_levels: base.flow_levels,
                     ..options(steps, Start::Strength(hires.strength))
                 })
             };

@@ -15,7 +15,7 @@ use crate::train::step;
 
 use super::{
     Notice, Notify, RecipeError, check_formats, compile_topology, data, described_policy, guidance,
-    mode_name, model, open_session, parallelism, step_options, stored_policy,
+    mode_name, model, open_session, parallelism, skip_layers, step_options, stored_policy,
 };
 
 /// Which program of a recipe.
@@ -64,6 +64,7 @@ pub fn trace(config: &Config, step: Step, mesh: &Mesh) -> Result<Traced, RecipeE
                 batch,
                 tokens: model.tokens,
                 guidance: guidance(config, model.family)?,
+                skip_layers: skip_layers(config, &model)?,
                 quantization: described_policy(config, model.family.spec())?,
             };
             let traced = trace_denoise(&model, &options).map_err(RecipeError::usage)?;

@@ -120,6 +120,7 @@ impl<'a> Samples<'a> {
             batch: self.options.images.len(),
             tokens: self.model.tokens * chunks,
             guidance: self.options.guidance,
+            skip_layers: Vec::new(),
             quantization: self.options.quantization.clone(),
         };
         let mut traced = TracedModel::new(self.model, options, false)?;
