@@ -2,6 +2,7 @@
 
 mod convert;
 mod flux;
+mod pixart;
 mod quantize;
 mod sd3;
 

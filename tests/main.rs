@@ -21,6 +21,7 @@ mod module_run;
 mod ops_golden;
 mod optimizer;
 mod pipelines;
+mod pixart;
 mod pjrt;
 mod plugin;
 mod program_cache;

@@ -1,8 +1,8 @@
-"""Layouts of Stable Diffusion and FLUX checkpoints: which tensors of a single file are which of diffusers' and transformers'.
+"""Layouts of Stable Diffusion, FLUX and PixArt checkpoints: which tensors of a single file are which of diffusers' and transformers'.
 
 Usage: python layouts.py
 
-Writes tests/golden/layouts/{sd1,sd2,sdxl,sdxl_refiner,flux,sd35}.json, each of one tiny model:
+Writes tests/golden/layouts/{sd1,sd2,sdxl,sdxl_refiner,flux,sd35,pixart}.json, each of one tiny model:
 
     file    [name, dtype, dims] of every tensor of the single file, in the original names, with what published files
             carry besides (averaged weights, noise schedule, positions)
@@ -11,7 +11,7 @@ Writes tests/golden/layouts/{sd1,sd2,sdxl,sdxl_refiner,flux,sd35}.json, each of 
 
 No values are stored: tensor number i of `file` holds the bytes of the 16-bit numbers that `pattern` makes of i, so a
 test writes the same file. Expected tensors are what diffusers' own conversion makes of that file
-(`convert_ldm_unet_checkpoint` and its siblings); that they are exactly the parameters of the models is asserted here,
+(`convert_ldm_unet_checkpoint` and its siblings; for PixArt it is a script outside of the package, whose names are here); that they are exactly the parameters of the models is asserted here,
 as is that the names made here for the file are those that diffusers reads.
 
 Widths that tell the families apart are the real ones (768, 1024, 2048, 1280); everything else is tiny.
@@ -24,7 +24,8 @@ import re
 
 import numpy as np
 import torch
-from diffusers import AutoencoderKL, FluxTransformer2DModel, SD3Transformer2DModel, UNet2DConditionModel
+from diffusers import (AutoencoderKL, FluxTransformer2DModel, PixArtTransformer2DModel, SD3Transformer2DModel,
+                       UNet2DConditionModel)
 from diffusers.loaders import single_file_utils as single
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, T5Config, T5EncoderModel
 
@@ -87,6 +88,12 @@ MODELS = {
         "text_encoder_2": dict(TEXT, hidden_act="gelu", hidden_size=20, projection_dim=12),
         "text_encoder_3": dict(vocab_size=10, d_model=12, d_kv=4, d_ff=20, num_layers=2, num_heads=3,
                                relative_attention_num_buckets=8, feed_forward_proj="gated-gelu"),
+    },
+    "pixart": {
+        # The real size of a head, which no tensor tells.
+        "transformer": dict(in_channels=4, out_channels=8, num_layers=2, attention_head_dim=72, num_attention_heads=1,
+                            cross_attention_dim=72, caption_channels=6, sample_size=8, interpolation_scale=0.125,
+                            use_additional_conditions=False),
     },
 }
 # The prefixes of text encoders in files that keep the names of transformers.
@@ -247,6 +254,29 @@ def mmdit(shapes: dict) -> dict:
     return out
 
 
+PIXART = (("pos_embed.proj.", "x_embedder.proj."), ("caption_projection.linear_1.", "y_embedder.y_proj.fc1."),
+          ("caption_projection.linear_2.", "y_embedder.y_proj.fc2."),
+          ("adaln_single.emb.timestep_embedder.linear_1.", "t_embedder.mlp.0."),
+          ("adaln_single.emb.timestep_embedder.linear_2.", "t_embedder.mlp.2."),
+          ("adaln_single.linear.", "t_block.1."), ("attn1.to_out.0.", "attn.proj."), ("attn2.to_q.", "cross_attn.q_linear."),
+          ("attn2.to_out.0.", "cross_attn.proj."), ("ff.net.0.proj.", "mlp.fc1."), ("ff.net.2.", "mlp.fc2."),
+          ("attn1.to_", "attn.qkv."), ("attn2.to_", "cross_attn.kv_linear."), ("proj_out.", "final_layer.linear."))
+
+
+def pixart(name: str) -> tuple[str, int, int]:
+    """The name in `PixArtMS`, and which of how many equal parts of that tensor it is."""
+    if name == "scale_shift_table":
+        return "final_layer.scale_shift_table", 0, 1
+    key = name.replace("transformer_blocks.", "blocks.")
+    for new, old in PIXART:
+        if new in key:
+            letter = key.split(new)[1][0]
+            key = re.sub(r"\.(qkv|kv_linear)\.[qkv]\.", r".\1.", key.replace(new, old))
+            fused = {"attn1.to_": "qkv", "attn2.to_": "kv"}.get(new)
+            return (key, fused.index(letter), len(fused)) if fused else (key, 0, 1)
+    return key, 0, 1
+
+
 def convert_flux(file: dict, config: dict) -> dict:
     """diffusers' conversion, which knows one width only."""
     source = inspect.getsource(single.convert_flux_transformer_checkpoint_to_diffusers)
@@ -271,7 +301,8 @@ def build(part: str, config: dict) -> torch.nn.Module:
         if part == "unet":
             return UNet2DConditionModel(**config)
         if part == "transformer":
-            return (SD3Transformer2DModel if "pos_embed_max_size" in config else FluxTransformer2DModel)(**config)
+            kinds = {"pos_embed_max_size": SD3Transformer2DModel, "caption_channels": PixArtTransformer2DModel}
+            return next((kinds[key] for key in kinds if key in config), FluxTransformer2DModel)(**config)
         if part == "vae":
             return AutoencoderKL(**config)
         if "d_ff" in config:
@@ -283,6 +314,12 @@ def build(part: str, config: dict) -> torch.nn.Module:
 def single_file(name: str, shapes: dict) -> dict:
     """Names, element types and shapes of the single file."""
     file = {}
+    if name == "pixart":
+        for key, dims in shapes["transformer"].items():
+            old, _, parts = pixart(key)
+            file[old] = (dims[0] * parts, *dims[1:])
+        file |= {"pos_embed": (1, 16, 72), "y_embedder.y_embedding": (300, 6)}
+        return {key: ("F16", dims) for key, dims in sorted(file.items())}
     for key, dims in shapes.get("unet", {}).items():
         file["model.diffusion_model." + ldm_unet(key, MODELS[name]["unet"])] = dims
     for key, dims in (mmdit if name == "sd35" else bfl)(shapes.get("transformer", {})).items():
@@ -332,6 +369,9 @@ def fill(file: dict) -> dict:
 
 def converted(name: str, file: dict, models: dict) -> dict:
     """The parts' tensors, as diffusers converts them."""
+    if name == "pixart":
+        placed = {key: pixart(key) for key in shapes_of(models["transformer"], "transformer")}
+        return {"transformer": {key: file[old].chunk(parts)[which] for key, (old, which, parts) in placed.items()}}
     config = {part: dict(model.config) if part in ("unet", "vae") else None for part, model in models.items()}
     if name in TEXT_PREFIXES:
         under = {part: f"text_encoders.{prefix}.transformer." for part, prefix in TEXT_PREFIXES[name].items()}

@@ -37,6 +37,8 @@ pub const RECIPES: &[Recipe] = recipes! {
     "sd35-large-turbo": "sd35_large_turbo.yml",
     "flux-dev": "base_flux_dev.yml",
     "flux-schnell": "base_flux_schnell.yml",
+    "pixart-alpha": "pixart_alpha.yml",
+    "pixart-sigma": "pixart_sigma.yml",
 };
 
 impl Recipe {

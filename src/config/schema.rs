@@ -161,7 +161,7 @@ schema! {
         /// `jax.lax.Precision` of dots and convolutions in float.
         precision: DotPrecision = DotPrecision::Default, Used, ANY_PROGRAM, is [FixedOnResume];
         /// Tokens that prompts are padded to for T5, and cut at. Empty: the family's, 512 for FLUX.1 dev, 256 for schnell and
-        /// Stable Diffusion 3.
+        /// Stable Diffusion 3, 120 for PixArt-alpha, 300 for Sigma.
         max_sequence_length: Option<u64> = None, Used, DENOISE, in Between(3.0, 512.0),
             when FamilyHas(Trait::SequenceLength);
         /// Read prompts by the third text encoder, T5, too. False: zeros are in the place of its results, as in diffusers with

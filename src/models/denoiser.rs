@@ -9,6 +9,7 @@ use crate::schedulers::FlowLevels;
 use crate::util::named;
 
 use super::flux::{self, FluxConditioning, FluxLatents, FluxTransformer2DConfig};
+use super::pixart::{self, PixArtConditioning, PixArtInputs, PixArtTransformer2DConfig};
 use super::sd3::{self, Sd3Conditioning, Sd3Inputs, Sd3Transformer2DConfig};
 use super::unet::{self, UNet2DConditionConfig, UNetConditioning, UNetInputs};
 use super::{ModelConfigError, Part};
@@ -22,6 +23,8 @@ named! {
         Flux = "FluxTransformer2DModel",
         /// Of Stable Diffusion 3 and 3.5.
         Sd3 = "SD3Transformer2DModel",
+        /// Of PixArt; published checkpoints name the class that it was before it had its own.
+        PixArt = "PixArtTransformer2DModel" | "Transformer2DModel",
     }
 }
 
@@ -30,7 +33,7 @@ impl DenoiserKind {
     pub const fn part(self) -> Part {
         match self {
             DenoiserKind::Unet => Part::Unet,
-            DenoiserKind::Flux | DenoiserKind::Sd3 => Part::Transformer,
+            DenoiserKind::Flux | DenoiserKind::Sd3 | DenoiserKind::PixArt => Part::Transformer,
         }
     }
 
@@ -40,13 +43,14 @@ impl DenoiserKind {
             DenoiserKind::Unet => 1,
             DenoiserKind::Flux => flux::PATCH,
             DenoiserKind::Sd3 => sd3::PATCH,
+            DenoiserKind::PixArt => pixart::PATCH,
         }
     }
 
     /// The noise levels that diffusers' pipeline gives its sampler, where that is one of flow matching.
     pub const fn flow_levels(self) -> FlowLevels {
         match self {
-            DenoiserKind::Unet | DenoiserKind::Flux => FlowLevels::OfSteps,
+            DenoiserKind::Unet | DenoiserKind::Flux | DenoiserKind::PixArt => FlowLevels::OfSteps,
             DenoiserKind::Sd3 => FlowLevels::OfTraining,
         }
     }
@@ -54,7 +58,7 @@ impl DenoiserKind {
     /// The tokens of samples of these rows and columns, on which its noise levels may depend; a UNet has none.
     pub fn image_seq_len(self, [rows, columns]: [usize; 2]) -> Option<usize> {
         match self {
-            DenoiserKind::Unet => None,
+            DenoiserKind::Unet | DenoiserKind::PixArt => None,
             DenoiserKind::Flux | DenoiserKind::Sd3 => {
                 Some((rows / self.patch()) * (columns / self.patch()))
             }
@@ -68,6 +72,7 @@ pub enum Denoiser {
     Unet(Box<UNet2DConditionConfig>),
     Flux(Box<FluxTransformer2DConfig>),
     Sd3(Box<Sd3Transformer2DConfig>),
+    PixArt(Box<PixArtTransformer2DConfig>),
 }
 
 impl Denoiser {
@@ -83,6 +88,9 @@ impl Denoiser {
             DenoiserKind::Unet => Denoiser::Unet(UNet2DConditionConfig::from_map(fields)?.into()),
             DenoiserKind::Flux => Denoiser::Flux(FluxTransformer2DConfig::from_map(fields)?.into()),
             DenoiserKind::Sd3 => Denoiser::Sd3(Sd3Transformer2DConfig::from_map(fields)?.into()),
+            DenoiserKind::PixArt => {
+                Denoiser::PixArt(PixArtTransformer2DConfig::from_map(fields)?.into())
+            }
         })
     }
 
@@ -91,6 +99,7 @@ impl Denoiser {
             Denoiser::Unet(_) => DenoiserKind::Unet,
             Denoiser::Flux(_) => DenoiserKind::Flux,
             Denoiser::Sd3(_) => DenoiserKind::Sd3,
+            Denoiser::PixArt(_) => DenoiserKind::PixArt,
         }
     }
 
@@ -108,7 +117,7 @@ impl Denoiser {
     pub fn unet(&self) -> Option<&UNet2DConditionConfig> {
         match self {
             Denoiser::Unet(config) => Some(config),
-            Denoiser::Flux(_) | Denoiser::Sd3(_) => None,
+            Denoiser::Flux(_) | Denoiser::Sd3(_) | Denoiser::PixArt(_) => None,
         }
     }
 
@@ -118,13 +127,14 @@ impl Denoiser {
             Denoiser::Unet(config) => config.out_channels,
             Denoiser::Flux(config) => config.out_channels() / (flux::PATCH * flux::PATCH),
             Denoiser::Sd3(config) => config.out_channels(),
+            Denoiser::PixArt(config) => config.in_channels,
         }
     }
 
     /// Most rows and columns of a sample, where it has positions for so many only.
     pub fn largest_side(&self) -> Option<usize> {
         match self {
-            Denoiser::Unet(_) | Denoiser::Flux(_) => None,
+            Denoiser::Unet(_) | Denoiser::Flux(_) | Denoiser::PixArt(_) => None,
             Denoiser::Sd3(config) => Some(config.largest_side()),
         }
     }
@@ -133,14 +143,14 @@ impl Denoiser {
     pub fn smallest_side(&self) -> usize {
         match self {
             Denoiser::Unet(config) => config.spatial_multiple(),
-            Denoiser::Flux(_) | Denoiser::Sd3(_) => self.kind().patch(),
+            Denoiser::Flux(_) | Denoiser::Sd3(_) | Denoiser::PixArt(_) => self.kind().patch(),
         }
     }
 
     /// Blocks that skip-layer guidance may leave out; `None` where it is not built.
     pub fn skippable_layers(&self) -> Option<usize> {
         match self {
-            Denoiser::Unet(_) | Denoiser::Flux(_) => None,
+            Denoiser::Unet(_) | Denoiser::Flux(_) | Denoiser::PixArt(_) => None,
             Denoiser::Sd3(config) => Some(config.num_layers),
         }
     }
@@ -150,21 +160,21 @@ impl Denoiser {
     pub fn is_inpainting(&self) -> bool {
         match self {
             Denoiser::Unet(config) => config.in_channels == 2 * config.out_channels + 1,
-            Denoiser::Flux(_) | Denoiser::Sd3(_) => false,
+            Denoiser::Flux(_) | Denoiser::Sd3(_) | Denoiser::PixArt(_) => false,
         }
     }
 
     /// Whether the guidance scale is one of its inputs.
     pub fn takes_guidance(&self) -> bool {
         match self {
-            Denoiser::Unet(_) | Denoiser::Sd3(_) => false,
+            Denoiser::Unet(_) | Denoiser::Sd3(_) | Denoiser::PixArt(_) => false,
             Denoiser::Flux(config) => config.guidance_embeds,
         }
     }
 
     /// Declares the inputs of diffusers' `forward` by its names, and gives the prediction for them in `f32`. `size` gives
     /// what the configuration leaves open: `batch`; for a UNet `height`, `width` and `length`, the tokens of the text;
-    /// for FLUX.1 the tokens `image` and `text`; for Stable Diffusion 3 `height`, `width` and `text`.
+    /// for FLUX.1 the tokens `image` and `text`; for the other transformers `height`, `width` and `text`.
     ///
     /// # Errors
     /// When the sizes do not fit the network.
@@ -188,6 +198,11 @@ impl Denoiser {
                 let dims = ["batch", "height", "width", "text"].map(size);
                 let inputs = sd3::declare_inputs(b, config, dims)?;
                 sd3::sd3_transformer(b, config, inputs, precision, Remat::None)?
+            }
+            Denoiser::PixArt(config) => {
+                let dims = ["batch", "height", "width", "text"].map(size);
+                let inputs = pixart::declare_inputs(b, config, dims)?;
+                pixart::pixart_transformer(b, config, inputs, precision, Remat::None)?
             }
         };
         b.convert(out, DType::F32)
@@ -214,7 +229,10 @@ impl Denoiser {
             (Denoiser::Sd3(config), DenoiserInputs::Sd3(inputs)) => {
                 sd3::sd3_transformer(b, config, inputs, precision, remat)?
             }
-            (Denoiser::Unet(_) | Denoiser::Flux(_) | Denoiser::Sd3(_), _) => {
+            (Denoiser::PixArt(config), DenoiserInputs::PixArt(inputs)) => {
+                pixart::predict_sample(b, config, inputs, precision, remat)?
+            }
+            (Denoiser::Unet(_) | Denoiser::Flux(_) | Denoiser::Sd3(_) | Denoiser::PixArt(_), _) => {
                 return Err(b
                     .root(self.part())
                     .invalid(format!("the inputs are not those of a {}", self.class())));
@@ -230,6 +248,7 @@ pub enum Conditioning {
     Unet(UNetConditioning),
     Flux(FluxConditioning),
     Sd3(Sd3Conditioning),
+    PixArt(PixArtConditioning),
 }
 
 /// The inputs of a denoiser.
@@ -238,6 +257,7 @@ pub enum DenoiserInputs {
     Unet(UNetInputs),
     Flux(FluxLatents),
     Sd3(Sd3Inputs),
+    PixArt(PixArtInputs),
 }
 
 impl DenoiserInputs {
@@ -262,6 +282,11 @@ impl DenoiserInputs {
                 timestep,
                 conditioning,
                 skip_layers: None,
+            }),
+            Conditioning::PixArt(conditioning) => DenoiserInputs::PixArt(PixArtInputs {
+                hidden_states: sample,
+                timestep,
+                conditioning,
             }),
         }
     }

@@ -1,7 +1,7 @@
 //! A text-to-image model as a whole: what training and generation trace alike.
 
 use crate::dtype::DType;
-use crate::graph::{Builder, GraphError, Tensor};
+use crate::graph::{Builder, Comparison, GraphError, Tensor};
 use crate::models::clip::{ClipTextConfig, INPUT_IDS, clip_text, final_layer_norm};
 use crate::models::controlnet::{self, Control, ControlNetConfig};
 use crate::models::flux::{self, FluxConditioning};
@@ -14,7 +14,7 @@ use crate::models::unet::{
 use crate::models::vae::Autoencoder;
 use crate::models::{
     Conditioning, Denoiser, DenoiserInputs, Family, HiddenState, ModelConfigError, Part,
-    TextEncoderKind, TextPlace, sd3,
+    TextEncoderKind, TextPlace, pixart, sd3,
 };
 use crate::nn::{Precision, Remat};
 use crate::schedulers::SchedulerConfig;
@@ -23,6 +23,12 @@ use crate::shape::Shape;
 use serde_json::{Map, Value};
 
 type Result<T> = std::result::Result<T, GraphError>;
+
+/// The token that fills T5's prompts up.
+const T5_PADDING: f64 = 0.0;
+
+/// The field of a transformer's configuration with the features of the text.
+const JOINT: &str = "joint_attention_dim";
 
 /// The parts of a text-to-image model and how they compute.
 #[derive(Clone, Debug)]
@@ -88,6 +94,8 @@ pub struct TextEncoder {
     pub config: TextEncoderConfig,
     pub hidden: HiddenState,
     pub place: TextPlace,
+    /// Whether neither it nor the denoiser attends to the tokens that fill a prompt up.
+    pub masked: bool,
     /// Tokens that it takes at once.
     pub tokens: usize,
 }
@@ -162,6 +170,15 @@ pub struct TextConditioning {
     pub encoder_hidden_states: Option<Tensor>,
     /// The pooled output `[batch, features]`, projected where the encoder has a projection.
     pub pooled: Option<Tensor>,
+    /// `f32[batch, tokens]`: 0 for tokens that fill a prompt up, where the denoiser does not attend to them.
+    pub mask: Option<Tensor>,
+}
+
+/// 1 for tokens of a prompt and 0 for those that fill it up, of T5's token ids.
+fn is_no_padding(b: &Builder, input_ids: Tensor) -> Result<Tensor> {
+    let padding = b.scalar(b.dtype(input_ids), T5_PADDING)?;
+    let is_text = b.compare(Comparison::Ne, input_ids, padding)?;
+    b.convert(is_text, b.dtype(input_ids))
 }
 
 impl DiffusionModel {
@@ -212,12 +229,18 @@ impl DiffusionModel {
         match &encoder.config {
             TextEncoderConfig::Clip(config) => self.encode_clip(b, encoder, config, input_ids),
             TextEncoderConfig::T5(config) => match encoder.hidden {
-                HiddenState::Normed { skip: 0 } => Ok(TextConditioning {
-                    encoder_hidden_states: Some(t5_encoder(
-                        b, root, config, input_ids, None, precision, remat,
-                    )?),
-                    pooled: None,
-                }),
+                HiddenState::Normed { skip: 0 } => {
+                    let mask = match encoder.masked {
+                        true => Some(is_no_padding(b, input_ids)?),
+                        false => None,
+                    };
+                    let y = t5_encoder(b, root, config, input_ids, mask, precision, remat)?;
+                    Ok(TextConditioning {
+                        encoder_hidden_states: Some(y),
+                        pooled: None,
+                        mask: mask.map(|mask| b.convert(mask, DType::F32)).transpose()?,
+                    })
+                }
                 HiddenState::Normed { .. } | HiddenState::Raw { .. } | HiddenState::Pooled => {
                     Err(b.root(root).invalid("T5 gives its last hidden state alone"))
                 }
@@ -240,6 +263,7 @@ impl DiffusionModel {
                 return Ok(TextConditioning {
                     encoder_hidden_states: None,
                     pooled: Some(output.pooler_output),
+                    mask: None,
                 });
             }
         };
@@ -260,6 +284,7 @@ impl DiffusionModel {
         Ok(TextConditioning {
             encoder_hidden_states: Some(hidden),
             pooled: output.text_embeds,
+            mask: None,
         })
     }
 
@@ -284,6 +309,7 @@ impl DiffusionModel {
                 .map(|(which, _)| which)
                 .collect(),
             Denoiser::Sd3(_) => projecting.collect(),
+            Denoiser::PixArt(_) => return Ok(Vec::new()),
         };
         match (&self.denoiser, found.is_empty()) {
             (_, false) => Ok(found),
@@ -292,7 +318,7 @@ impl DiffusionModel {
                 "addition_embed_type = text_time needs text_embeds, which none of the text encoders computes: give one \
                  architectures: [CLIPTextModelWithProjection] and projection_dim",
             ),
-            (Denoiser::Flux(_) | Denoiser::Sd3(_), true) => missing(
+            (Denoiser::Flux(_) | Denoiser::Sd3(_) | Denoiser::PixArt(_), true) => missing(
                 flux::ROOT,
                 "pooled_projections are the pooled output of a text encoder, and there is none that gives it",
             ),
@@ -312,7 +338,7 @@ impl DiffusionModel {
     /// others are filled up to with zeros.
     pub fn padded_features(&self) -> Option<usize> {
         match &self.denoiser {
-            Denoiser::Unet(_) | Denoiser::Flux(_) => None,
+            Denoiser::Unet(_) | Denoiser::Flux(_) | Denoiser::PixArt(_) => None,
             Denoiser::Sd3(config) => Some(config.joint_attention_dim),
         }
     }
@@ -359,19 +385,28 @@ impl DiffusionModel {
                 ))),
             };
         let encoders = self.text_encoders.iter();
-        let (dim, pooled_dim) = match &self.denoiser {
+        let ((field, dim), pooled_dim) = match &self.denoiser {
             Denoiser::Unet(config) => return self.check_time_ids(config, pooled),
-            Denoiser::Flux(config) => (config.joint_attention_dim, config.pooled_projection_dim),
-            Denoiser::Sd3(config) => (config.joint_attention_dim, config.pooled_projection_dim),
+            Denoiser::Flux(config) => (
+                (JOINT, config.joint_attention_dim),
+                Some(config.pooled_projection_dim),
+            ),
+            Denoiser::Sd3(config) => (
+                (JOINT, config.joint_attention_dim),
+                Some(config.pooled_projection_dim),
+            ),
+            Denoiser::PixArt(config) => (("caption_channels", config.caption_channels), None),
         };
-        let part = |which: &usize| self.text_encoders[*which].part.name();
-        let names: Vec<&str> = self.pooled_encoders()?.iter().map(part).collect();
-        check(
-            "pooled_projection_dim",
-            pooled_dim,
-            pooled,
-            &names.join(" with "),
-        )?;
+        if let Some(expected) = pooled_dim {
+            let part = |which: &usize| self.text_encoders[*which].part.name();
+            let names: Vec<&str> = self.pooled_encoders()?.iter().map(part).collect();
+            check(
+                "pooled_projection_dim",
+                expected,
+                pooled,
+                &names.join(" with "),
+            )?;
+        }
         let attended = encoders.filter(|encoder| encoder.hidden != HiddenState::Pooled);
         let beside: Vec<&TextEncoder> = attended
             .clone()
@@ -379,14 +414,14 @@ impl DiffusionModel {
             .collect();
         for encoder in attended.filter(|encoder| encoder.place == TextPlace::After) {
             let found = encoder.config.features();
-            check("joint_attention_dim", dim, found, encoder.part.name())?;
+            check(field, dim, found, encoder.part.name())?;
         }
         let found = beside.iter().map(|e| e.config.features()).sum();
         let names: Vec<&str> = beside.iter().map(|e| e.part.name()).collect();
         match self.padded_features() {
             // Filled up with zeros.
             Some(_) if found <= dim => Ok(()),
-            Some(_) | None => check("joint_attention_dim", dim, found, &names.join(" with ")),
+            Some(_) | None => check(field, dim, found, &names.join(" with ")),
         }
     }
 
@@ -456,6 +491,15 @@ impl DiffusionModel {
                     pooled_projections: input(joint::names::POOLED_PROJECTIONS, &[batch, pooled])?,
                     guidance,
                 }))
+            }
+            Denoiser::PixArt(config) => {
+                let size = match config.takes_size() {
+                    true => Some(pixart::ImageSize::constant(b, batch, self.image_size)?),
+                    false => None,
+                };
+                let sizes = [batch, tokens];
+                let declared = pixart::declare_conditioning(b, config, sizes, size)?;
+                Ok(Conditioning::PixArt(declared))
             }
             Denoiser::Sd3(config) => {
                 let declared = sd3::declare_conditioning(b, config, [batch, tokens])?;

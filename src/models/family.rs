@@ -2,7 +2,7 @@
 //! pipelines and training read the descriptions, and none of them names a family for itself.
 
 use super::spec::{FamilySpec, Published, Signs};
-use super::{flux, pixels, sd1, sd2, sd3, sdxl, sdxl_refiner};
+use super::{flux, pixart, pixels, sd1, sd2, sd3, sdxl, sdxl_refiner};
 use crate::util::named;
 
 named! {
@@ -26,6 +26,10 @@ named! {
         FluxDev = "flux_dev",
         /// FLUX.1 schnell.
         FluxSchnell = "flux_schnell",
+        /// PixArt-alpha.
+        PixArtAlpha = "pixart_alpha",
+        /// PixArt-Sigma.
+        PixArtSigma = "pixart_sigma",
         /// A UNet on the pixels of small images.
         Pixels = "pixels",
     }
@@ -44,6 +48,8 @@ impl Family {
             Family::Sd35Large => (&sd3::family::LARGE_35, &[]),
             Family::FluxDev => (&flux::family::DEV, &[]),
             Family::FluxSchnell => (&flux::family::SCHNELL, &[]),
+            Family::PixArtAlpha => (&pixart::family::ALPHA, &[]),
+            Family::PixArtSigma => (&pixart::family::SIGMA, &[]),
             Family::Pixels => (&pixels::SPEC, &[]),
         }
     }
@@ -201,6 +207,7 @@ mod tests {
             let name = match &denoiser {
                 Denoiser::Unet(_) => "cross_attention_dim",
                 Denoiser::Flux(_) | Denoiser::Sd3(_) => "joint_attention_dim",
+                Denoiser::PixArt(_) => "caption_channels",
             };
             let features = fields[name].as_u64().unwrap() as usize;
             assert_eq!(published.text_features, features, "{family}");

@@ -14,7 +14,7 @@ pub const EPSILON: f64 = 1e-6;
 /// Features between two feed-forward layers, over those of a token.
 pub const MLP_RATIO: usize = 4;
 /// Features of the sinusoidal embedding of a number.
-const TIME_FEATURES: usize = 256;
+pub const TIME_FEATURES: usize = 256;
 
 /// Names of run-time inputs that all such transformers take: the parameters of diffusers' `forward`.
 pub mod names {

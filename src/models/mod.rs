@@ -10,6 +10,7 @@ pub mod ip_adapter;
 pub mod joint;
 pub mod original;
 mod part;
+pub mod pixart;
 mod pixels;
 mod sd1;
 mod sd2;

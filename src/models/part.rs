@@ -48,12 +48,21 @@ impl Part {
             Part::Unet => ("diffusers", &["UNet2DConditionModel"]),
             Part::Transformer => (
                 "diffusers",
-                &["FluxTransformer2DModel", "SD3Transformer2DModel"],
+                &[
+                    "FluxTransformer2DModel",
+                    "SD3Transformer2DModel",
+                    "PixArtTransformer2DModel",
+                    "Transformer2DModel",
+                ],
             ),
             Part::Vae => ("diffusers", &["AutoencoderKL", "AutoencoderTiny"]),
             Part::TextEncoder => (
                 "transformers",
-                &["CLIPTextModel", "CLIPTextModelWithProjection"],
+                &[
+                    "CLIPTextModel",
+                    "CLIPTextModelWithProjection",
+                    "T5EncoderModel",
+                ],
             ),
             Part::TextEncoder2 => (
                 "transformers",

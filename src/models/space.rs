@@ -53,6 +53,8 @@ impl SampleSpace {
             Denoiser::Unet(config) => (config.in_channels, config.out_channels),
             Denoiser::Flux(config) => (config.in_channels, config.out_channels()),
             Denoiser::Sd3(config) => (config.in_channels, config.out_channels()),
+            // Without the variance that some predict too.
+            Denoiser::PixArt(config) => (config.in_channels, config.in_channels),
         };
         let ((taken, expected), made) = match (denoiser, self) {
             (Denoiser::Flux(_), _) => {
@@ -61,7 +63,7 @@ impl SampleSpace {
                     format!("{packed}, the {channels} channels of {PATCH}x{PATCH} latents");
                 ((vec![packed], expected), packed)
             }
-            (Denoiser::Sd3(_), _) => {
+            (Denoiser::Sd3(_) | Denoiser::PixArt(_), _) => {
                 let expected = format!("{channels}, the channels of the autoencoder's latents");
                 ((vec![channels], expected), channels)
             }

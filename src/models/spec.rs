@@ -26,6 +26,8 @@ pub struct FamilySpec {
     pub guidance: GuidanceKind,
     /// Whether prompts may have weights, and as many chunks as they need: what web interfaces do with CLIP alone.
     pub prompt_weights: bool,
+    /// Whether prompts are read in lower case, without spaces around them.
+    pub lower_case_prompts: bool,
     /// Whether there are ControlNets for its denoiser, and IP-Adapters.
     pub controlnets: bool,
     /// Whether LoRAs and textual inversions for it are read.
@@ -136,6 +138,8 @@ pub struct TextEncoderSpec {
     pub place: TextPlace,
     /// Whether a model may go without it. Zeros are in the place of its hidden states then.
     pub optional: bool,
+    /// Whether neither it nor the denoiser attends to the tokens that fill a prompt up.
+    pub masked: bool,
 }
 
 impl TextEncoderSpec {
@@ -147,6 +151,7 @@ impl TextEncoderSpec {
             hidden,
             place: TextPlace::Beside,
             optional: false,
+            masked: false,
         }
     }
 
@@ -158,6 +163,7 @@ impl TextEncoderSpec {
             hidden: HiddenState::Normed { skip: 0 },
             place: TextPlace::Beside,
             optional: false,
+            masked: false,
         }
     }
 }

@@ -17,13 +17,13 @@ mod rotary;
 
 pub use activation::{Activation, gated_gelu, gelu, gelu_tanh, quick_gelu, silu};
 pub use adaptive::{gated, modulated, modulation, parts};
-pub use attention::{Attention, attention, biased_attention};
+pub use attention::{Attention, attention, biased_attention, masked_attention};
 pub use conv::{Conv2d, conv2d, downsample_2x, upsample_2x, upsample_nearest_2x};
 pub use embedding::{TimestepEmbedding, embedding, sinusoidal_embedding};
 pub use feed_forward::feed_forward;
 pub use linear::{Linear, linear, linear_f32};
 pub use norm::{GroupNorm, group_norm, layer_norm, plain_layer_norm, rms_norm};
-pub use patches::{check_patches, patch_embedding, unpatch};
+pub use patches::{check_patches, patch_embedding, sine_positions, unpatch};
 pub use rotary::RotaryTables;
 
 use crate::dtype::DType;

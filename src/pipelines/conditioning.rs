@@ -27,6 +27,8 @@ pub struct Conditioning {
     pub hidden: HostTensor,
     /// `f32[rows, features]`, for a denoiser that takes pooled embeddings.
     pub pooled: Option<HostTensor>,
+    /// `f32[rows, tokens]`, for a denoiser that does not attend to the tokens that fill a prompt up: 0 for those.
+    pub mask: Option<HostTensor>,
 }
 
 /// What one encoder gives for the prompts.
@@ -36,6 +38,8 @@ pub struct EncodedPart {
     pub hidden: Option<HostTensor>,
     /// `f32[rows, features]`
     pub pooled: Option<HostTensor>,
+    /// `f32[rows, tokens]`, if padding is masked.
+    pub mask: Option<HostTensor>,
 }
 
 /// How the results of a model's text encoders make its conditioning.
@@ -63,12 +67,13 @@ impl TextLayout {
     /// When their numbers of prompts or tokens differ, or there are more tokens or features than the model takes.
     pub fn join(&self, parts: Vec<EncodedPart>) -> Result<Option<Conditioning>, PipelineError> {
         let mut segments: Vec<HostTensor> = Vec::new();
-        let mut pooled = None;
+        let (mut pooled, mut mask) = (None, None);
         for (place, part) in self.places.iter().zip(parts) {
             pooled = match (pooled, part.pooled) {
                 (Some(left), Some(right)) => Some(side_by_side(left, right)?),
                 (left, right) => left.or(right),
             };
+            mask = part.mask.or(mask);
             let Some(hidden) = part.hidden else {
                 continue;
             };
@@ -82,7 +87,11 @@ impl TextLayout {
             Some(dims) if !segments.is_empty() => Some(fill(&segments, dims)?),
             Some(_) | None => segments.pop(),
         };
-        Ok(hidden.map(|hidden| Conditioning { hidden, pooled }))
+        Ok(hidden.map(|hidden| Conditioning {
+            hidden,
+            pooled,
+            mask,
+        }))
     }
 }
 
@@ -213,7 +222,7 @@ impl Encoder {
         let row_ids = sequences * self.tokens;
         let mut hidden: Vec<Vec<f32>> = vec![Vec::new(); self.rows];
         let mut features = 0;
-        let mut pooled = None;
+        let (mut pooled, mut mask) = (None, None);
         for sequence in 0..sequences {
             let ids: Vec<i32> = (0..self.rows)
                 .flat_map(|row| &ids[row * row_ids + sequence * self.tokens..][..self.tokens])
@@ -224,9 +233,16 @@ impl Encoder {
             let results = self.program.run(weights, &inputs)?;
             let slots = self.program.stages().step().outputs();
             for (slot, result) in slots.iter().zip(results) {
-                if slot.name != names::ENCODER_HIDDEN_STATES {
-                    pooled.get_or_insert(result);
-                    continue;
+                match slot.name.as_str() {
+                    names::ENCODER_HIDDEN_STATES => {}
+                    names::ENCODER_ATTENTION_MASK => {
+                        mask.get_or_insert(result);
+                        continue;
+                    }
+                    _ => {
+                        pooled.get_or_insert(result);
+                        continue;
+                    }
                 }
                 features = result.shape.dims[2];
                 let values = result.to_f32_vec()?;
@@ -242,6 +258,7 @@ impl Encoder {
                 _ => Some(HostTensor::from_f32(dims, &hidden.concat())?),
             },
             pooled,
+            mask,
         })
     }
 }

@@ -299,6 +299,9 @@ impl Denoiser {
                 };
                 own.set(name, &rows(pooled)?)?;
             }
+            if let Some(mask) = &conditioning.mask {
+                own.set(names::ENCODER_ATTENTION_MASK, &rows(mask)?)?;
+            }
             if takes(names::TIME_IDS) {
                 own.set(names::TIME_IDS, &rows(&time_ids)?)?;
             }

@@ -1,5 +1,7 @@
 //! The parts of a request for each model of a pipeline.
 
+use std::borrow::Cow;
+
 use crate::data::Tokenizer;
 use crate::models::TextEncoder;
 use crate::schedulers::{FlowLevels, PlanOptions, SamplingPlan, SchedulerConfig, Start};
@@ -40,6 +42,8 @@ pub(super) struct PromptReader<'a> {
     /// The tokens of an image, on which its noise levels may depend.
     pub image_seq_len: Option<usize>,
     pub flow_levels: FlowLevels,
+    /// Whether prompts are read in lower case.
+    pub lower_case: bool,
 }
 
 impl PromptReader<'_> {
@@ -68,9 +72,10 @@ pub(super) fn prepare(
     // All tokenizers at once, so that the prompts of all models have the same number of chunks.
     let refining = refiner.into_iter().flat_map(|refiner| refiner.tokenizers);
     let tokenizers: Vec<&Tokenizer> = base.tokenizers.iter().chain(refining).collect();
+    let requests = requests_of(&request.images, base.lower_case);
     let mut images = tokenize(
         &tokenizers,
-        &request.images,
+        &requests,
         &steps,
         request.prompt_syntax,
         observer,
@@ -132,6 +137,20 @@ pub(super) fn prepare(
         }),
     };
     Ok((base, refiner))
+}
+
+/// The images with their prompts as the model reads them.
+fn requests_of(images: &[ImageRequest], lower_case: bool) -> Cow<'_, [ImageRequest]> {
+    if !lower_case {
+        return Cow::Borrowed(images);
+    }
+    let lower = |text: &str| text.trim().to_lowercase();
+    let read = |image: &ImageRequest| ImageRequest {
+        prompt: lower(&image.prompt),
+        negative_prompt: lower(&image.negative_prompt),
+        ..image.clone()
+    };
+    images.iter().map(read).collect()
 }
 
 /// Images with the tokens of their prompts for every text encoder, all with the same number of chunks. `observer` gets

@@ -30,6 +30,7 @@ pub mod names {
     pub const SKIP_LAYERS: &str = "skip_layers";
     /// The text encoders' results, which are the denoising step's conditioning.
     pub use crate::models::joint::names::POOLED_PROJECTIONS;
+    pub use crate::models::pixart::names::ENCODER_ATTENTION_MASK;
     pub use crate::models::unet::names::{ENCODER_HIDDEN_STATES, TEXT_EMBEDS, TIME_IDS};
     /// The further inputs of an inpainting model: `f32[batch, 1, rows, columns]`, 1 where it draws, and the latents of
     /// the image without that part, of the sample's shape.
@@ -117,7 +118,8 @@ pub struct DenoiseStep<T> {
 }
 
 /// The inputs of the denoising step that are known before its first run, beside the images for ControlNets.
-const REQUEST: [&str; 7] = [
+const REQUEST: [&str; 8] = [
+    names::ENCODER_ATTENTION_MASK,
     names::ENCODER_HIDDEN_STATES,
     names::IMAGE_TOKENS,
     names::MASK,
@@ -360,6 +362,9 @@ pub fn trace_encode(
     if let Some(hidden) = encoded.encoder_hidden_states {
         let hidden = b.convert(hidden, DType::F32)?;
         b.output(names::ENCODER_HIDDEN_STATES, hidden, None)?;
+    }
+    if let Some(mask) = encoded.mask {
+        b.output(names::ENCODER_ATTENTION_MASK, mask, None)?;
     }
     if model.pooled_encoders()?.contains(&which)
         && let Some(embeds) = encoded.pooled

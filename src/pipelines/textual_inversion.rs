@@ -424,6 +424,7 @@ mod tests {
             config: clip(features, 1).into(),
             hidden: HiddenState::Normed { skip: 0 },
             place: TextPlace::Beside,
+            masked: false,
             tokens: 6,
         }
     }

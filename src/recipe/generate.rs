@@ -381,7 +381,9 @@ fn check_family(config: &Config, family: Family, unchanged: bool) -> Result<(), 
     ];
     match (spec.denoiser, keys.iter().find(|(_, is_asked)| *is_asked)) {
         (DenoiserKind::Unet, _) | (_, None) => Ok(()),
-        (DenoiserKind::Flux | DenoiserKind::Sd3, Some((key, _))) => refuse(key, "it is not built"),
+        (DenoiserKind::Flux | DenoiserKind::Sd3 | DenoiserKind::PixArt, Some((key, _))) => {
+            refuse(key, "it is not built")
+        }
     }
 }
 

@@ -6,12 +6,11 @@ use serde_json::{Map, Value};
 
 use crate::config::{Config, ModelConfig};
 use crate::data::Tokenizer;
-use crate::models::clip::ClipTextConfig;
 use crate::models::spec::Signs;
 use crate::models::vae::{Autoencoder, AutoencoderKlConfig};
 use crate::models::{
     Denoiser, DiffusionModel, Family, MicroConditioning, Part, SampleSpace, TextEncoder,
-    TextEncoderConfig,
+    TextEncoderConfig, TextEncoderKind,
 };
 
 use super::RecipeError;
@@ -41,19 +40,21 @@ pub fn model(
     let family = family(config, &fields);
     let denoiser = Denoiser::from_map(family.spec().denoiser, fields)
         .map_err(RecipeError::at(config.denoiser_config_place()))?;
-    let text_encoder = match config.text_encoder_config_json()? {
+    let encoder = family.spec().text_encoders.iter();
+    let encoder = encoder.copied().find(|e| e.part == Part::TextEncoder);
+    let text_encoder = match encoder.zip(config.text_encoder_config_json()?) {
         None => None,
-        Some(mut fields) => {
-            if let Some(tokenizer) = tokenizer {
+        Some((encoder, mut fields)) => {
+            if let (TextEncoderKind::Clip, Some(tokenizer)) = (encoder.kind, tokenizer) {
                 let mut or_insert = |field: &str, value: serde_json::Value| {
                     fields.entry(field).or_insert(value);
                 };
                 or_insert("vocab_size", tokenizer.vocabulary_size().into());
                 or_insert("eos_token_id", tokenizer.end_id().into());
             }
-            let text = ClipTextConfig::from_map(fields)
+            let text = TextEncoderConfig::from_map(encoder.kind, fields)
                 .map_err(RecipeError::at(config.text_encoder_config_place()))?;
-            Some(TextEncoderConfig::from(text))
+            Some(text)
         }
     };
     if let (Some(text), Some(tokenizer)) = (&text_encoder, tokenizer) {
@@ -68,25 +69,27 @@ pub fn model(
     };
     check_positions(&denoiser, space.factor(), image_size)?;
     let clip = text_encoder.as_ref().and_then(TextEncoderConfig::clip);
-    let encoder = family.spec().text_encoders.iter();
-    let encoder = encoder.copied().find(|e| e.part == Part::TextEncoder);
+    let tokens = prompt_tokens(
+        config,
+        family,
+        clip.map(|clip| clip.max_position_embeddings),
+    )?;
     Ok(DiffusionModel {
         family,
-        tokens: prompt_tokens(
-            config,
-            family,
-            clip.map(|clip| clip.max_position_embeddings),
-        )?
-        .all,
+        tokens: tokens.all,
         denoiser,
         text_encoders: encoder
             .zip(text_encoder.clone())
             .map(|(encoder, config)| TextEncoder {
                 part: encoder.part,
-                tokens: clip.map_or(CLIP_TOKENS, |clip| clip.max_position_embeddings),
+                tokens: match encoder.kind {
+                    TextEncoderKind::Clip => tokens.clip,
+                    TextEncoderKind::T5 { .. } => tokens.t5,
+                },
                 config,
                 hidden: encoder.hidden,
                 place: encoder.place,
+                masked: encoder.masked,
             })
             .into_iter()
             .collect(),
@@ -291,7 +294,8 @@ pub fn check_pixels(model: &DiffusionModel) -> Result<(), RecipeError> {
              pixels: give a UNet with in_channels=3, or 3 * pixel_unshuffle^2",
             match &model.denoiser {
                 Denoiser::Unet(config) => format!("in_channels={}", config.in_channels),
-                Denoiser::Flux(_) | Denoiser::Sd3(_) => model.denoiser.class().to_owned(),
+                Denoiser::Flux(_) | Denoiser::Sd3(_) | Denoiser::PixArt(_) =>
+                    model.denoiser.class().to_owned(),
             },
             model.family.title()
         ))),

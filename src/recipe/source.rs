@@ -435,6 +435,7 @@ fn published(
                 config: config.map_err(at(encoder.part))?,
                 hidden: encoder.hidden.earlier(skip),
                 place: encoder.place,
+                masked: encoder.masked,
                 tokens: 0,
             })
         })

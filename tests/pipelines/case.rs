@@ -66,6 +66,7 @@ impl Case {
             config: TextEncoderConfig::from_map(TextEncoderKind::Clip, config(part)).unwrap(),
             hidden,
             place: TextPlace::Beside,
+            masked: false,
             tokens: 77,
         };
         let normed = HiddenState::Normed { skip: 0 };

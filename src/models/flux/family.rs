@@ -61,6 +61,7 @@ pub const SCHNELL: FamilySpec = FamilySpec {
     zero_empty_prompts: false,
     guidance: GuidanceKind::None,
     prompt_weights: false,
+    lower_case_prompts: false,
     controlnets: false,
     loras: false,
     lora_names: &[],

@@ -90,6 +90,7 @@ pub const SPEC: FamilySpec = FamilySpec {
     zero_empty_prompts: false,
     guidance: GuidanceKind::ClassifierFree,
     prompt_weights: true,
+    lower_case_prompts: false,
     controlnets: true,
     loras: true,
     lora_names: &[],

@@ -67,6 +67,7 @@ const fn family(
         zero_empty_prompts: false,
         guidance: GuidanceKind::ClassifierFree,
         prompt_weights: false,
+        lower_case_prompts: false,
         controlnets: false,
         loras: false,
         lora_names: &[],

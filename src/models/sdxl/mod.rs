@@ -74,6 +74,7 @@ pub const SPEC: FamilySpec = FamilySpec {
     zero_empty_prompts: true,
     guidance: GuidanceKind::ClassifierFree,
     prompt_weights: true,
+    lower_case_prompts: false,
     controlnets: true,
     loras: true,
     // kohya's trainers number text encoders only where there are two, and use the original block names for SDXL alone.

@@ -61,6 +61,7 @@ pub const SPEC: FamilySpec = FamilySpec {
     // ControlNets are made for UNets of another size.
     guidance: GuidanceKind::ClassifierFree,
     prompt_weights: true,
+    lower_case_prompts: false,
     controlnets: false,
     loras: true,
     lora_names: &[],

@@ -9,6 +9,7 @@ use crate::models::Denoiser;
 use crate::models::clip::INPUT_IDS;
 use crate::models::flux::{POSITION_AXES, names as flux_names};
 use crate::models::joint::names as joint;
+use crate::models::pixart::names as pixart;
 use crate::models::t5::ATTENTION_MASK;
 use crate::models::unet::{AdditionEmbedType, SIZE_TIME_IDS, names};
 use crate::shape::Shape;
@@ -176,6 +177,42 @@ fn wanted(network: &Network) -> Vec<Wanted> {
             ),
             input(joint::TIMESTEP, Elements::Numbers, &[batch]),
         ],
+        Network::Denoiser(Denoiser::PixArt(config)) => {
+            let text = Named("text");
+            let latents = [
+                batch,
+                Is(config.in_channels),
+                Named("height"),
+                Named("width"),
+            ];
+            let mut inputs = vec![
+                input(joint::HIDDEN_STATES, Elements::Floats, &latents),
+                input(
+                    joint::ENCODER_HIDDEN_STATES,
+                    Elements::Floats,
+                    &[batch, text, Is(config.caption_channels)],
+                ),
+                input(
+                    pixart::ENCODER_ATTENTION_MASK,
+                    Elements::Numbers,
+                    &[batch, text],
+                ),
+                input(joint::TIMESTEP, Elements::Numbers, &[batch]),
+            ];
+            if config.takes_size() {
+                inputs.push(input(
+                    pixart::RESOLUTION,
+                    Elements::Numbers,
+                    &[batch, Is(2)],
+                ));
+                inputs.push(input(
+                    pixart::ASPECT_RATIO,
+                    Elements::Numbers,
+                    &[batch, Is(1)],
+                ));
+            }
+            inputs
+        }
         Network::Denoiser(Denoiser::Flux(config)) => {
             let (image, text) = (Named("image"), Named("text"));
             let mut inputs = vec![

@@ -77,7 +77,9 @@ impl Network {
             path: path.clone(),
             source,
         };
-        let denoiser = DenoiserKind::ALL.into_iter().find(|kind| is(kind.name()));
+        let denoiser = classes
+            .iter()
+            .find_map(|class| DenoiserKind::from_name(class));
         let network = if let Some(kind) = denoiser {
             Network::Denoiser(Denoiser::from_map(kind, fields.clone()).map_err(model)?)
         } else if is("T5EncoderModel") {

@@ -103,7 +103,7 @@ pub(crate) fn no_denoiser(
 ) -> SourceError {
     let path = path.to_owned();
     let is_known = |class: &str| {
-        ["StableDiffusion", "Flux"]
+        ["StableDiffusion", "Flux", "PixArt"]
             .iter()
             .any(|s| class.starts_with(s))
     };
