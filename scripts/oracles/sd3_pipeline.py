@@ -2,7 +2,8 @@
 
 Usage: python sd3_pipeline.py (after tokenizer.py and t5_tokenizer.py, whose vocabularies it uses)
 
-Writes tests/golden/pipeline_sd3/ (without T5) and pipeline_sd35/ (with T5 and skip-layer guidance): the folder of a pipeline
+Writes tests/golden/pipeline_sd3/ (without T5) and pipeline_sd35/ (with T5, skip-layer guidance and another prompt for the
+second text encoder): the folder of a pipeline
 (float16 weights; left out are the tokenizers, which are those of tests/golden/tokenizer and tests/golden/t5_tokenizer, T5,
 which is that of pipeline_flux_dev, and what pipeline_sd3 has already) and io.safetensors with in/latents (unit normal),
 out/latents after the last step and out/images (decoded, in [0, 1]). The metadata has the prompts, the negative prompt, the
@@ -37,7 +38,8 @@ KINDS = {
     "sd3": dict(transformer={}, t5=False, call=dict(guidance_scale=7.0)),
     "sd35": dict(transformer=dict(qk_norm="rms_norm", dual_attention_layers=(0, 1)), t5=True,
                  call=dict(guidance_scale=5.0, skip_guidance_layers=[1], skip_layer_guidance_scale=2.5,
-                           skip_layer_guidance_start=0.1, skip_layer_guidance_stop=0.4)),
+                           skip_layer_guidance_start=0.1, skip_layer_guidance_stop=0.4,
+                           prompt_2="a green hill")),
 }
 STEPS = 20
 
@@ -85,6 +87,8 @@ def main():
                                           (len(PROMPTS), 4, HEIGHT // 2, WIDTH // 2)))
         shared = dict(prompt=PROMPTS, negative_prompt=[NEGATIVE] * len(PROMPTS), height=HEIGHT, width=WIDTH,
                       num_inference_steps=STEPS, max_sequence_length=LENGTH, latents=latents, **kind["call"])
+        if "prompt_2" in shared:
+            shared["prompt_2"] = [shared["prompt_2"]] * len(PROMPTS)
         with torch.no_grad():
             made = pipe(**shared, output_type="latent").images
             images = pipe(**shared, output_type="pt").images

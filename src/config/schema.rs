@@ -75,6 +75,7 @@ const SAFETENSORS: &str =
 const IMAGE_FOLDER: &str = "metadata.jsonl has the fields file_name and text, as in an image folder of the datasets library";
 const FLASH: &str = "kernels of attention choose their own blocks and mask their own padding";
 const OWN_ENCODERS: &str = "text encoders and tokenizers are those beside the model";
+const CUSTOM_REMAT: &str = "only remat_policy=CUSTOM reads it, which is not here yet";
 const PROFILER: &str = "there is no profiler here yet";
 
 const INT8: Condition = Is("quantization", &["int8"]);
@@ -150,6 +151,8 @@ schema! {
         tokenizer_model_name_or_path: String = String::new(), Used, PROGRAM, is [FixedOnResume];
         /// Start from random weights, on pixels, instead of fine-tuning `pretrained_model_name_or_path` in its latents.
         train_new_unet: bool = false, Used, TRAIN;
+        /// The same for FLUX.1.
+        train_new_flux: bool = false, NotYet("training FLUX.1"), TRAIN;
         /// Train the text encoder with the UNet. Refused for SDXL, as in MaxDiffusion.
         train_text_encoder: bool = false, Used, TRAIN_STEP, is [FixedOnResume];
         /// Learning rate of the text encoder.
@@ -174,6 +177,10 @@ schema! {
         attention: Attention = Attention::DotProduct, Used, PROGRAM;
         /// Activations that the backward pass recomputes: FULL recomputes each block.
         remat_policy: Remat = Remat::None, Used, TRAIN_STEP;
+        /// Values that `remat_policy=CUSTOM` keeps.
+        names_which_can_be_saved: FreeList = FreeList::default(), NoEffect(CUSTOM_REMAT), TRAIN_STEP;
+        /// Values that `remat_policy=CUSTOM` keeps in the host's memory.
+        names_which_can_be_offloaded: FreeList = FreeList::default(), NoEffect(CUSTOM_REMAT), TRAIN_STEP;
         /// MaxDiffusion's name of the model.
         flux_name: String = String::new(), NoEffect("the model is the one that pretrained_model_name_or_path names"), PROGRAM;
         /// Repository of CLIP for FLUX.1.
@@ -197,6 +204,10 @@ schema! {
         mask_padding_tokens: bool = true, NoEffect(FLASH), PROGRAM;
         /// Block sizes of flash attention.
         flash_block_sizes: FreeDict = FreeDict::default(), NoEffect(FLASH), PROGRAM;
+        /// Compute softmax with powers of 2 in flash attention.
+        use_base2_exp: bool = false, NoEffect(FLASH), PROGRAM;
+        /// Another scheduler of instructions for flash attention.
+        use_experimental_scheduler: bool = false, NoEffect(FLASH), PROGRAM;
         /// Sequence length below which flash attention falls back to dot_product.
         flash_min_seq_length: u64 = 4096, NoEffect(FLASH), PROGRAM;
         /// Shard the sequence in the same way in self and cross attention.
@@ -340,6 +351,8 @@ schema! {
         tfrecords_dir: String = String::new(), NoEffect(PREPROCESSING), TRAIN;
         /// Examples of a TFRecord.
         no_records_per_shard: u64 = 1000, NoEffect(PREPROCESSING), TRAIN;
+        /// Number of examples made for `dataset_type=synthetic`.
+        synthetic_num_samples: Option<u64> = Some(1000), NoEffect(OTHER_DATASETS), TRAIN;
         /// Train on one batch over and over.
         reuse_example_batch: bool = false, NotYet("training on one batch over and over"), TRAIN;
         /// Configuration of a hub dataset.
@@ -425,12 +438,17 @@ schema! {
         checkpoint_copies: bool = false, Ours, TRAIN, when FINE_TUNING;
         /// What to do with existing checkpoints.
         resume: Resume = Resume::Auto, Ours, TRAIN;
+        /// Write a checkpoint after the last step.
+        save_final_checkpoint: bool = false, NoEffect("a run always ends with a checkpoint"), TRAIN;
         /// Read checkpoints on one replica and broadcast.
         enable_single_replica_ckpt_restoring: bool = false, NotYet("restoring on a single replica"), TRAIN;
 
         group "Generation";
         /// What the images show: one prompt or a list.
         prompt: Prompts = Prompts::default(), Used, GENERATE, is [NotAnOption];
+        /// What the second text encoder reads in its place: T5 of FLUX.1, bigG of SDXL and Stable Diffusion 3. Empty: `prompt`.
+        prompt_2: String = String::new(), Used, GENERATE,
+            when FamilyHas(Trait::SecondTextEncoder);
         /// A file with one prompt in each line, instead of `prompt`. After a prompt may follow `--n negative prompt`,
         /// `--d seed`, `--l guidance scale`, `--s steps`, `--w width` and `--h height`; all lines have one size.
         prompts_file: String = String::new(), Ours, GENERATE, is [NotAnOption];
@@ -591,6 +609,8 @@ schema! {
         skip_first_n_steps_for_profiler: u64 = 5, NoEffect(PROFILER), TRAIN_GENERATE;
         /// Steps to profile.
         profiler_steps: u64 = 10, NoEffect(PROFILER), TRAIN_GENERATE;
+        /// Which profiler.
+        profiler: String = String::new(), NoEffect(PROFILER), TRAIN_GENERATE;
         /// Bucket for profiles.
         profiler_gcs_path: String = String::new(), NoEffect(PROFILER), TRAIN_GENERATE;
         /// Serve profiles on demand.

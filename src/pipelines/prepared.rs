@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 
 use crate::data::Tokenizer;
-use crate::models::TextEncoder;
+use crate::models::{Part, TextEncoder};
 use crate::schedulers::{FlowLevels, PlanOptions, SamplingPlan, SchedulerConfig, Start};
 
 use super::PipelineError;
@@ -72,9 +72,15 @@ pub(super) fn prepare(
     // All tokenizers at once, so that the prompts of all models have the same number of chunks.
     let refining = refiner.into_iter().flat_map(|refiner| refiner.tokenizers);
     let tokenizers: Vec<&Tokenizer> = base.tokenizers.iter().chain(refining).collect();
+    let refining = refiner
+        .into_iter()
+        .flat_map(|refiner| refiner.text_encoders);
+    let parts = base.text_encoders.iter().chain(refining);
+    let is_second: Vec<bool> = parts.map(|e| e.part == Part::TextEncoder2).collect();
     let requests = requests_of(&request.images, base.lower_case);
     let mut images = tokenize(
         &tokenizers,
+        &is_second,
         &requests,
         &steps,
         request.prompt_syntax,
@@ -147,38 +153,46 @@ fn requests_of(images: &[ImageRequest], lower_case: bool) -> Cow<'_, [ImageReque
     let lower = |text: &str| text.trim().to_lowercase();
     let read = |image: &ImageRequest| ImageRequest {
         prompt: lower(&image.prompt),
+        prompt_2: image.prompt_2.as_deref().map(lower),
         negative_prompt: lower(&image.negative_prompt),
         ..image.clone()
     };
     images.iter().map(read).collect()
 }
 
-/// Images with the tokens of their prompts for every text encoder, all with the same number of chunks. `observer` gets
-/// a warning for each part of a prompt that is lost.
+/// Images with the tokens of their prompts for every text encoder, all with the same number of chunks. Those for which
+/// `is_second` says so read [`ImageRequest::prompt_2`], where there is one. `observer` gets a warning for each part of a
+/// prompt that is lost.
 ///
 /// # Errors
 /// When a prompt cannot be read or encoded; errors of `observer`.
 pub fn tokenize(
     tokenizers: &[&Tokenizer],
+    is_second: &[bool],
     requests: &[ImageRequest],
     steps: &[usize],
     syntax: PromptSyntax,
     observer: &mut Observer<'_>,
 ) -> Result<Vec<TokenizedImage>, PipelineError> {
     let mut told = Vec::new();
-    let mut encode = |text: &str| -> Result<Vec<PromptTokens>, PipelineError> {
-        let tokens = tokenizers
-            .iter()
-            .map(|tokenizer| encode_prompt(tokenizer, text, syntax))
-            .collect::<Result<Vec<_>, _>>()?;
-        for warning in tokens.iter().flat_map(|t| &t.warnings) {
-            let warning = format!("'{text}': {warning}");
-            if !told.contains(&warning) {
-                observer(Event::Warning(&warning)).map_err(PipelineError::Observer)?;
-                told.push(warning);
+    let mut encode = |text: &str, second: &str| -> Result<Vec<PromptTokens>, PipelineError> {
+        let mut all = Vec::with_capacity(tokenizers.len());
+        for (which, tokenizer) in tokenizers.iter().enumerate() {
+            let text = match is_second.get(which) {
+                Some(true) => second,
+                Some(false) | None => text,
+            };
+            let tokens = encode_prompt(tokenizer, text, syntax)?;
+            for warning in &tokens.warnings {
+                let warning = format!("'{text}': {warning}");
+                if !told.contains(&warning) {
+                    observer(Event::Warning(&warning)).map_err(PipelineError::Observer)?;
+                    told.push(warning);
+                }
             }
+            all.push(tokens);
         }
-        Ok(tokens)
+        Ok(all)
     };
     let mut images = requests
         .iter()
@@ -186,8 +200,11 @@ pub fn tokenize(
             Ok(TokenizedImage {
                 plan: steps.iter().position(|s| *s == request.steps).unwrap_or(0),
                 guidance_scale: request.guidance_scale as f32,
-                prompt: encode(&request.prompt)?,
-                negative: encode(&request.negative_prompt)?,
+                prompt: encode(
+                    &request.prompt,
+                    request.prompt_2.as_ref().unwrap_or(&request.prompt),
+                )?,
+                negative: encode(&request.negative_prompt, &request.negative_prompt)?,
                 negative_is_empty: request.negative_prompt.is_empty(),
                 seed: request.seed,
                 init: request.init,

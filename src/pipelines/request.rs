@@ -12,6 +12,8 @@ use super::upscaler::HiresUpscaler;
 #[derive(Clone, Debug, PartialEq)]
 pub struct ImageRequest {
     pub prompt: String,
+    /// What the second text encoder reads; `prompt` where there is none.
+    pub prompt_2: Option<String>,
     pub negative_prompt: String,
     pub seed: u64,
     pub guidance_scale: f64,
@@ -25,6 +27,7 @@ impl ImageRequest {
     pub fn new(prompt: impl Into<String>) -> Self {
         ImageRequest {
             prompt: prompt.into(),
+            prompt_2: None,
             negative_prompt: String::new(),
             seed: 0,
             guidance_scale: 7.5,

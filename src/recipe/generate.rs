@@ -169,7 +169,11 @@ pub fn check_generation(
 fn check_words(config: &Config, given: &Given, images: &[ImageRequest]) -> Result<(), RecipeError> {
     if config.prompt_syntax == PromptSyntax::Weighted {
         for image in images {
-            for text in [&image.prompt, &image.negative_prompt] {
+            let second = image.prompt_2.as_ref();
+            for text in [&image.prompt, &image.negative_prompt]
+                .into_iter()
+                .chain(second)
+            {
                 let (text, _) = split_lora_tags(text).map_err(RecipeError::usage)?;
                 parse_weighted(&text).map_err(RecipeError::usage)?;
             }

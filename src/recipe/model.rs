@@ -9,8 +9,8 @@ use crate::data::Tokenizer;
 use crate::models::spec::Signs;
 use crate::models::vae::{Autoencoder, AutoencoderKlConfig};
 use crate::models::{
-    Denoiser, DiffusionModel, Family, MicroConditioning, Part, SampleSpace, TextEncoder,
-    TextEncoderConfig, TextEncoderKind,
+    Denoiser, DenoiserKind, DiffusionModel, Family, MicroConditioning, Part, SampleSpace,
+    TextEncoder, TextEncoderConfig, TextEncoderKind,
 };
 
 use super::RecipeError;
@@ -280,6 +280,22 @@ pub fn check_tokenizer(text: &TextEncoderConfig, tokenizer: &Tokenizer) -> Resul
         )));
     }
     Ok(())
+}
+
+/// Refuses a model whose training is not built; `place` is where it is from.
+///
+/// # Errors
+/// Names the family.
+pub fn check_trainable(model: &DiffusionModel, place: &str) -> Result<(), RecipeError> {
+    match model.denoiser.kind() {
+        DenoiserKind::Unet => Ok(()),
+        DenoiserKind::Flux | DenoiserKind::Sd3 | DenoiserKind::PixArt => {
+            Err(RecipeError::Usage(format!(
+                "{place}: training of {} is not here yet; Stable Diffusion 1.x, 2.x and SDXL can be fine-tuned",
+                model.family.title()
+            )))
+        }
+    }
 }
 
 /// Refuses a latent model: training, and generating from its checkpoints, work in pixel space.

@@ -80,6 +80,7 @@ impl<'a> Samples<'a> {
         let options = self.options;
         let images = tokenize(
             &self.tokenizers,
+            &[],
             &options.images,
             &[],
             PromptSyntax::Plain,

@@ -168,7 +168,10 @@ impl RecordedPipeline {
             words.push(format!("negative_prompt={negative}"));
         }
         let call = meta["call"].as_object().into_iter().flatten();
-        words.extend(call.map(|(key, value)| format!("{key}={value}")));
+        words.extend(call.map(|(key, value)| match value.as_str() {
+            Some(text) => format!("{key}={text}"),
+            None => format!("{key}={value}"),
+        }));
         words
     }
 

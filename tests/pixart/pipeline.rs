@@ -91,9 +91,9 @@ fn modules_run_on_named_tensors() {
 /// The program of a denoising step at full size, for one chip and split over eight; from a folder too.
 #[test]
 fn full_size_models_are_lowered_from_the_recipe_alone() {
-    let out = tempfile::tempdir().unwrap();
     let lower = |recipe: &str, more: &[&str]| {
-        let file = out.path().join(format!("{recipe}.mlir"));
+        let out = tempfile::tempdir().unwrap();
+        let file = out.path().join("step.mlir");
         let output = file.display().to_string();
         let args = ["lower", recipe, "--output", &output, "--json"];
         let args = args.into_iter().chain(more.iter().copied());

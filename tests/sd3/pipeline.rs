@@ -15,7 +15,7 @@ const MEDIUM: RecordedPipeline = RecordedPipeline {
     t5_tokenizer: None,
 };
 
-/// With T5, and guided away from the model without a layer.
+/// With T5, guided away from the model without a layer, with another prompt for the second text encoder.
 const MEDIUM_35: RecordedPipeline = RecordedPipeline {
     name: "sd35",
     recipe: "sd35-medium",
@@ -65,6 +65,7 @@ fn what_cannot_be_is_refused_with_what_to_do() {
             "it needs skip_guidance_layers",
         ),
         ("sd3", "max_sequence_length=513", "max_sequence_length"),
+        ("sd15", "prompt_2=x", "it needs model_family=sdxl, sd3"),
         (
             "sd35-large-turbo",
             "guidance_scale=3",
