@@ -18,14 +18,14 @@ pub fn modulation<const N: usize>(
     let layer = Linear::new(N * features, "embed", "mlp");
     let all = linear(&b.scope("linear"), embedding, layer, precision)?;
     let all = b.reshape(all, &[batch, 1, N * features])?;
-    parts(b, all)
+    modulation_parts(b, all)
 }
 
 /// `N` equal parts of the last dimension of `all` `[batch, 1, N * features]`.
 ///
 /// # Errors
 /// When `N` does not divide it.
-pub fn parts<const N: usize>(b: &Builder, all: Tensor) -> Result<[Tensor; N]> {
+pub fn modulation_parts<const N: usize>(b: &Builder, all: Tensor) -> Result<[Tensor; N]> {
     let parts = b.split(all, 2, N)?;
     parts
         .try_into()

@@ -16,7 +16,7 @@ mod patches;
 mod rotary;
 
 pub use activation::{Activation, gated_gelu, gelu, gelu_tanh, quick_gelu, silu};
-pub use adaptive::{gated, modulated, modulation, parts};
+pub use adaptive::{gated, modulated, modulation, modulation_parts};
 pub use attention::{Attention, attention, biased_attention, masked_attention};
 pub use conv::{Conv2d, conv2d, downsample_2x, upsample_2x, upsample_nearest_2x};
 pub use embedding::{TimestepEmbedding, embedding, sinusoidal_embedding};

@@ -292,7 +292,10 @@ pub(super) fn find_model(
     let file = recipe_file.file_name().unwrap_or(recipe_file.as_os_str());
     let file = file.to_string_lossy();
     let expected = config.model_family.map(|family| (family, file.as_ref()));
-    let wanted = Wanted::Model { expected };
+    let wanted = Wanted::Model {
+        expected,
+        without: (!config.use_text_encoder_3).then_some(Part::TextEncoder3),
+    };
     // A recipe with its own UNet does not mean the schema's default model.
     let found = match config.unet_config.0 {
         ModelConfig::Unset => hub::find(

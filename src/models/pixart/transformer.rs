@@ -8,7 +8,7 @@ use crate::models::joint::{EPSILON, MLP_RATIO, TIME_FEATURES, names as joint, ou
 use crate::nn::{
     Activation, Attention, Linear, Precision, Remat, Result, TimestepEmbedding, attention,
     constrain_residual, constrain_tokens, dims, feed_forward, gated, gelu_tanh, linear,
-    masked_attention, modulated, parts, patch_embedding, silu, sine_positions,
+    masked_attention, modulated, modulation_parts, patch_embedding, silu, sine_positions,
     sinusoidal_embedding, unpatch,
 };
 use crate::shape::Shape;
@@ -226,7 +226,7 @@ fn table_parts<const N: usize>(
     let table = b.param("scale_shift_table", shape, init, &[None, Some("norm")])?;
     let table = b.convert(table, precision.activations)?;
     let table = b.reshape(table, &[1, 1, N * inner])?;
-    parts(b, b.add(all, table)?)
+    modulation_parts(b, b.add(all, table)?)
 }
 
 /// The values that all blocks of one forward pass share.
