@@ -64,6 +64,7 @@ fn denoise_graph(session: &Session, config: &Config) -> Outcome<Graph> {
         tokens: model.tokens,
         batch: config.derived(1, 1)?.total_train_batch_size as usize,
         guidance: Guidance::OneBatch,
+        skip_layers: Vec::new(),
         quantization: recipe::policy(config, model.family.spec(), 0)?,
     };
     let traced = trace_denoise(&model, &options)?.model;

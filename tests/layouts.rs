@@ -2,7 +2,9 @@
 
 mod convert;
 mod flux;
+mod pixart;
 mod quantize;
+mod sd3;
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -188,7 +190,9 @@ fn declared(part: Part, config: &Map<String, Value>) -> Vec<(String, Vec<usize>)
                 .unwrap();
             clip_text(&b, part.name(), &config, ids, Precision::F32, Remat::None).unwrap();
         }
-        Part::Vae | Part::Transformer => unreachable!("compared with the recorded names"),
+        Part::Vae | Part::Transformer | Part::TextEncoder3 => {
+            unreachable!("compared with the recorded names")
+        }
     }
     let graph: Graph = b.finish();
     graph
@@ -475,7 +479,7 @@ fn a_unet_alone_is_opened_and_a_vae_alone_is_refused() {
                 Family::Sdxl => vec!["vae", "text_encoder", "text_encoder_2"],
                 Family::SdxlRefiner => vec!["vae", "text_encoder_2"],
                 Family::Sd1 | Family::Sd2 | Family::Pixels => vec!["vae", "text_encoder"],
-                Family::FluxDev | Family::FluxSchnell => unreachable!("not among them"),
+                other => unreachable!("{other} is not among them"),
             };
             let expected = format!(
                 "incomplete: {} needs {}; expected them in the same file, as in a file of a whole model; found unet",

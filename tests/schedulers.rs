@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use crate::common::{Golden, distance};
 use maxdiff::schedulers::{
-    NOISE, NoiseSchedule, OUTPUT, PlanOptions, PredictionType, STATES, SamplingPlan,
+    FlowLevels, NOISE, NoiseSchedule, OUTPUT, PlanOptions, PredictionType, STATES, SamplingPlan,
     SchedulerConfig, SchedulerKind, Start, Step,
 };
 use serde_json::{Map, Value};
@@ -364,6 +364,10 @@ fn every_step_of_flow_matching_is_diffusers() {
         let steps = case["steps"].as_u64().unwrap() as usize;
         let plan = config.plan(&PlanOptions {
             image_seq_len: case["image_seq_len"].as_u64().map(|n| n as usize),
+            flow_levels: match case["own_levels"].as_bool().unwrap() {
+                true => FlowLevels::OfTraining,
+                false => FlowLevels::OfSteps,
+            },
             ..PlanOptions::new(steps)
         });
         let plan = plan.unwrap_or_else(|error| panic!("{case}: {error}"));

@@ -1,4 +1,5 @@
-"""Sampling sequences of diffusers' FlowMatchEulerDiscreteScheduler, with the noise levels that FluxPipeline gives it.
+"""Sampling sequences of diffusers' FlowMatchEulerDiscreteScheduler, with the noise levels that FluxPipeline gives it and with
+its own, as StableDiffusion3Pipeline takes it.
 
 Usage: python flow_match.py
 
@@ -26,7 +27,17 @@ SCHNELL = dict(shift=1.0)
 
 
 def cases():
-    """(configuration, steps, tokens of the image)"""
+    """(configuration, steps, tokens of the image, whether the noise levels are its own)"""
+    for case in given_levels():
+        yield *case, False
+    for steps in (1, 4, 28):
+        yield dict(shift=3.0), steps, None, True
+    yield dict(shift=1.0), 5, None, True
+    yield DEV, 6, 1024, True
+    yield dict(shift=3.0, shift_terminal=0.1), 5, None, True
+
+
+def given_levels():
     for steps in (1, 2, 4, 28):
         yield SCHNELL, steps, None
         for tokens in (64, 256, 1024, 4096, 9216):
@@ -44,13 +55,14 @@ def cases():
     yield dict(DEV, stochastic_sampling=True), 9, 1024
 
 
-def sample(config, steps, tokens, t):
+def sample(config, steps, tokens, own, t):
     scheduler = FlowMatchEulerDiscreteScheduler(**config)
     c = scheduler.config
     mu = None
     if tokens is not None:
         mu = calculate_shift(tokens, c.base_image_seq_len, c.max_image_seq_len, c.base_shift, c.max_shift)
-    scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
+    levels = dict(num_inference_steps=steps) if own else dict(sigmas=np.linspace(1.0, 1 / steps, steps))
+    scheduler.set_timesteps(**levels, mu=mu)
     assert scheduler.sigmas.dtype == torch.float32 and len(scheduler.timesteps) == steps
     scheduler.sigmas = scheduler.sigmas.double()
     scheduler.set_begin_index(0)
@@ -82,9 +94,9 @@ def main():
     t = {k: torch.from_numpy(v).double() for k, v in ins.items()}
     tensors = {f"in/{k}": v for k, v in ins.items()}
     described, records = [], []
-    for config, steps, tokens in cases():
-        records.append(sample(config, steps, tokens, t))
-        described.append({"config": config, "steps": steps, "image_seq_len": tokens})
+    for config, steps, tokens, own in cases():
+        records.append(sample(config, steps, tokens, own, t))
+        described.append({"config": config, "steps": steps, "image_seq_len": tokens, "own_levels": own})
     for key in ("timesteps", "samples", "noised"):
         tensors[f"out/{key}"] = np.concatenate([record[key] for record in records])
         assert np.all(np.isfinite(tensors[f"out/{key}"])), key

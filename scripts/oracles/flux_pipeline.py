@@ -53,6 +53,12 @@ def randomize(model, name):
     return model.eval()
 
 
+def tiny_t5():
+    return randomize(T5EncoderModel(T5Config(
+        vocab_size=448, d_model=20, d_kv=6, d_ff=28, num_layers=2, num_heads=3, feed_forward_proj="gated-gelu",
+        dropout_rate=0.0, tie_word_embeddings=False)), "t5")
+
+
 def main():
     torch.set_num_threads(1)
     clip_tokenizer = CLIPTokenizer(vocab=str(GOLDEN / "tokenizer/vocab.json"),
@@ -65,9 +71,7 @@ def main():
         vocab_size=len(clip_tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
         max_position_embeddings=77, hidden_act="quick_gelu", projection_dim=16, bos_token_id=end - 1, eos_token_id=2,
         pad_token_id=1)), "clip")
-    t5 = randomize(T5EncoderModel(T5Config(
-        vocab_size=448, d_model=20, d_kv=6, d_ff=28, num_layers=2, num_heads=3, feed_forward_proj="gated-gelu",
-        dropout_rate=0.0, tie_word_embeddings=False)), "t5")
+    t5 = tiny_t5()
     vae = randomize(AutoencoderKL(**VAE), "vae")
     for name, kind in KINDS.items():
         transformer = randomize(FluxTransformer2DModel(**TRANSFORMER, guidance_embeds=kind["guidance_embeds"]), name)

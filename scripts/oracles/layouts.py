@@ -1,8 +1,8 @@
-"""Layouts of Stable Diffusion and FLUX checkpoints: which tensors of a single file are which of diffusers' and transformers'.
+"""Layouts of Stable Diffusion, FLUX and PixArt checkpoints: which tensors of a single file are which of diffusers' and transformers'.
 
 Usage: python layouts.py
 
-Writes tests/golden/layouts/{sd1,sd2,sdxl,sdxl_refiner,flux}.json, each of one tiny model:
+Writes tests/golden/layouts/{sd1,sd2,sdxl,sdxl_refiner,flux,sd35,pixart}.json, each of one tiny model:
 
     file    [name, dtype, dims] of every tensor of the single file, in the original names, with what published files
             carry besides (averaged weights, noise schedule, positions)
@@ -11,7 +11,7 @@ Writes tests/golden/layouts/{sd1,sd2,sdxl,sdxl_refiner,flux}.json, each of one t
 
 No values are stored: tensor number i of `file` holds the bytes of the 16-bit numbers that `pattern` makes of i, so a
 test writes the same file. Expected tensors are what diffusers' own conversion makes of that file
-(`convert_ldm_unet_checkpoint` and its siblings); that they are exactly the parameters of the models is asserted here,
+(`convert_ldm_unet_checkpoint` and its siblings; for PixArt it is a script outside of the package, whose names are here); that they are exactly the parameters of the models is asserted here,
 as is that the names made here for the file are those that diffusers reads.
 
 Widths that tell the families apart are the real ones (768, 1024, 2048, 1280); everything else is tiny.
@@ -24,7 +24,8 @@ import re
 
 import numpy as np
 import torch
-from diffusers import AutoencoderKL, FluxTransformer2DModel, UNet2DConditionModel
+from diffusers import (AutoencoderKL, FluxTransformer2DModel, PixArtTransformer2DModel, SD3Transformer2DModel,
+                       UNet2DConditionModel)
 from diffusers.loaders import single_file_utils as single
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, T5Config, T5EncoderModel
 
@@ -78,6 +79,27 @@ MODELS = {
         "text_encoder_2": dict(vocab_size=10, d_model=12, d_kv=4, d_ff=20, num_layers=2, num_heads=3,
                                relative_attention_num_buckets=8, feed_forward_proj="gated-gelu"),
     },
+    "sd35": {
+        "transformer": dict(in_channels=4, out_channels=4, num_layers=3, attention_head_dim=8, num_attention_heads=2,
+                            joint_attention_dim=12, caption_projection_dim=16, pooled_projection_dim=28,
+                            pos_embed_max_size=3, qk_norm="rms_norm", dual_attention_layers=(0, 1)),
+        "vae": dict(VAE, use_quant_conv=False, use_post_quant_conv=False),
+        "text_encoder": dict(TEXT, hidden_act="quick_gelu", projection_dim=16),
+        "text_encoder_2": dict(TEXT, hidden_act="gelu", hidden_size=20, projection_dim=12),
+        "text_encoder_3": dict(vocab_size=10, d_model=12, d_kv=4, d_ff=20, num_layers=2, num_heads=3,
+                               relative_attention_num_buckets=8, feed_forward_proj="gated-gelu"),
+    },
+    "pixart": {
+        # The real size of a head, which no tensor tells.
+        "transformer": dict(in_channels=4, out_channels=8, num_layers=2, attention_head_dim=72, num_attention_heads=1,
+                            cross_attention_dim=72, caption_channels=6, sample_size=8, interpolation_scale=0.125,
+                            use_additional_conditions=False),
+    },
+}
+# The prefixes of text encoders in files that keep the names of transformers.
+TEXT_PREFIXES = {
+    "flux": {"text_encoder": "clip_l", "text_encoder_2": "t5xxl"},
+    "sd35": {"text_encoder": "clip_l", "text_encoder_2": "clip_g", "text_encoder_3": "t5xxl"},
 }
 
 
@@ -199,6 +221,62 @@ def bfl(shapes: dict) -> dict:
     return out
 
 
+def mmdit(shapes: dict) -> dict:
+    """Names and shapes of Stability AI's `MMDiT` for a transformer of diffusers."""
+    out = {}
+    for name, dims in shapes.items():
+        key = re.sub(r"^transformer_blocks\.", "joint_blocks.", name)
+        of_text = any(part in key for part in ("_context.", ".add_", "_added_", ".to_add_out."))
+        side = "context_block." if of_text else "x_block."
+        for new, old in (("pos_embed.proj.", "x_embedder.proj."), ("pos_embed.pos_embed", "pos_embed"),
+                         ("time_text_embed.timestep_embedder.linear_1.", "t_embedder.mlp.0."),
+                         ("time_text_embed.timestep_embedder.linear_2.", "t_embedder.mlp.2."),
+                         ("time_text_embed.text_embedder.linear_1.", "y_embedder.mlp.0."),
+                         ("time_text_embed.text_embedder.linear_2.", "y_embedder.mlp.2."),
+                         ("norm_out.linear.", "final_layer.adaLN_modulation.1."),
+                         ("norm1.linear.", side + "adaLN_modulation.1."),
+                         ("norm1_context.linear.", side + "adaLN_modulation.1."),
+                         ("attn.norm_added_q.", side + "attn.ln_q."), ("attn.norm_added_k.", side + "attn.ln_k."),
+                         ("attn.norm_q.", side + "attn.ln_q."), ("attn.norm_k.", side + "attn.ln_k."),
+                         ("attn2.norm_q.", side + "attn2.ln_q."), ("attn2.norm_k.", side + "attn2.ln_k."),
+                         ("attn.to_out.0.", side + "attn.proj."), ("attn2.to_out.0.", side + "attn2.proj."),
+                         ("attn.to_add_out.", side + "attn.proj."), ("attn.to_q.", side + "attn.qkv."),
+                         ("attn2.to_q.", side + "attn2.qkv."), ("attn.add_q_proj.", side + "attn.qkv."),
+                         ("ff.net.0.proj.", side + "mlp.fc1."), ("ff.net.2.", side + "mlp.fc2."),
+                         ("ff_context.net.0.proj.", side + "mlp.fc1."), ("ff_context.net.2.", side + "mlp.fc2."),
+                         ("proj_out.", "final_layer.linear.")):
+            if new in key:
+                key = key.replace(new, old)
+                break
+        if re.search(r"\.(to_[kv]|add_[kv]_proj)\.", key):
+            continue
+        out[key] = (dims[0] * 3, *dims[1:]) if ".qkv." in key else dims
+    return out
+
+
+PIXART = (("pos_embed.proj.", "x_embedder.proj."), ("caption_projection.linear_1.", "y_embedder.y_proj.fc1."),
+          ("caption_projection.linear_2.", "y_embedder.y_proj.fc2."),
+          ("adaln_single.emb.timestep_embedder.linear_1.", "t_embedder.mlp.0."),
+          ("adaln_single.emb.timestep_embedder.linear_2.", "t_embedder.mlp.2."),
+          ("adaln_single.linear.", "t_block.1."), ("attn1.to_out.0.", "attn.proj."), ("attn2.to_q.", "cross_attn.q_linear."),
+          ("attn2.to_out.0.", "cross_attn.proj."), ("ff.net.0.proj.", "mlp.fc1."), ("ff.net.2.", "mlp.fc2."),
+          ("attn1.to_", "attn.qkv."), ("attn2.to_", "cross_attn.kv_linear."), ("proj_out.", "final_layer.linear."))
+
+
+def pixart(name: str) -> tuple[str, int, int]:
+    """The name in `PixArtMS`, and which of how many equal parts of that tensor it is."""
+    if name == "scale_shift_table":
+        return "final_layer.scale_shift_table", 0, 1
+    key = name.replace("transformer_blocks.", "blocks.")
+    for new, old in PIXART:
+        if new in key:
+            letter = key.split(new)[1][0]
+            key = re.sub(r"\.(qkv|kv_linear)\.[qkv]\.", r".\1.", key.replace(new, old))
+            fused = {"attn1.to_": "qkv", "attn2.to_": "kv"}.get(new)
+            return (key, fused.index(letter), len(fused)) if fused else (key, 0, 1)
+    return key, 0, 1
+
+
 def convert_flux(file: dict, config: dict) -> dict:
     """diffusers' conversion, which knows one width only."""
     source = inspect.getsource(single.convert_flux_transformer_checkpoint_to_diffusers)
@@ -214,7 +292,8 @@ def convert_flux(file: dict, config: dict) -> dict:
 def shapes_of(model: torch.nn.Module, part: str) -> dict:
     """The parameters by the names of published checkpoints; transformers 5 leaves `text_model.` out in memory."""
     prefix = "text_model." if type(model) is CLIPTextModel else ""
-    return {prefix + k: tuple(v.shape) for k, v in model.named_parameters()}
+    tensors = model.state_dict() if type(model) is SD3Transformer2DModel else dict(model.named_parameters())
+    return {prefix + k: tuple(v.shape) for k, v in tensors.items()}
 
 
 def build(part: str, config: dict) -> torch.nn.Module:
@@ -222,29 +301,38 @@ def build(part: str, config: dict) -> torch.nn.Module:
         if part == "unet":
             return UNet2DConditionModel(**config)
         if part == "transformer":
-            return FluxTransformer2DModel(**config)
+            kinds = {"pos_embed_max_size": SD3Transformer2DModel, "caption_channels": PixArtTransformer2DModel}
+            return next((kinds[key] for key in kinds if key in config), FluxTransformer2DModel)(**config)
         if part == "vae":
             return AutoencoderKL(**config)
         if "d_ff" in config:
             return T5EncoderModel(T5Config(**config))
-        kind = CLIPTextModelWithProjection if part == "text_encoder_2" else CLIPTextModel
+        kind = CLIPTextModelWithProjection if "projection_dim" in config else CLIPTextModel
         return kind(CLIPTextConfig(**config))
 
 
 def single_file(name: str, shapes: dict) -> dict:
     """Names, element types and shapes of the single file."""
     file = {}
+    if name == "pixart":
+        for key, dims in shapes["transformer"].items():
+            old, _, parts = pixart(key)
+            file[old] = (dims[0] * parts, *dims[1:])
+        file |= {"pos_embed": (1, 16, 72), "y_embedder.y_embedding": (300, 6)}
+        return {key: ("F16", dims) for key, dims in sorted(file.items())}
     for key, dims in shapes.get("unet", {}).items():
         file["model.diffusion_model." + ldm_unet(key, MODELS[name]["unet"])] = dims
-    for key, dims in bfl(shapes.get("transformer", {})).items():
+    for key, dims in (mmdit if name == "sd35" else bfl)(shapes.get("transformer", {})).items():
         file["model.diffusion_model." + key] = dims
     first_stage = "vae." if name == "flux" else "first_stage_model."
     for key, dims in shapes["vae"].items():
         linear = ".mid_block.attentions.0.to_" in key and key.endswith(".weight")
         file[first_stage + ldm_vae(key, MODELS[name]["vae"])] = (*dims, 1, 1) if linear else dims
-    if name == "flux":
-        for part, prefix in (("text_encoder", "clip_l"), ("text_encoder_2", "t5xxl")):
-            file |= {f"text_encoders.{prefix}.transformer.{key}": dims for key, dims in shapes[part].items()}
+    for part, prefix in TEXT_PREFIXES.get(name, {}).items():
+        file |= {f"text_encoders.{prefix}.transformer.{key}": dims for key, dims in shapes[part].items()}
+    if name == "sd35":
+        # Its pooled output is used as it is.
+        del file["text_encoders.clip_l.transformer.text_projection.weight"]
     if name in ("sd1", "sdxl"):
         prefix = "cond_stage_model.transformer." if name == "sd1" else "conditioner.embedders.0.transformer."
         file |= {prefix + key: dims for key, dims in shapes["text_encoder"].items()}
@@ -261,7 +349,7 @@ def single_file(name: str, shapes: dict) -> dict:
         file |= {key: ("F32", (10,)) for key in ("alphas_cumprod", "betas", "sqrt_one_minus_alphas_cumprod")}
         file |= {"model_ema.decay": ("F32", ()), "model_ema.num_updates": ("I32", ())}
         file |= {"model_ema.diffusion_modeltime_embed0bias": ("F32", (32,))}
-    elif name != "flux":
+    elif name not in TEXT_PREFIXES:
         file |= {"denoiser.sigmas": ("F32", (10,))}
     if name == "sd1":
         file["cond_stage_model.transformer.text_model.embeddings.position_ids"] = ("I64", (1, 5))
@@ -281,14 +369,26 @@ def fill(file: dict) -> dict:
 
 def converted(name: str, file: dict, models: dict) -> dict:
     """The parts' tensors, as diffusers converts them."""
+    if name == "pixart":
+        placed = {key: pixart(key) for key in shapes_of(models["transformer"], "transformer")}
+        return {"transformer": {key: file[old].chunk(parts)[which] for key, (old, which, parts) in placed.items()}}
     config = {part: dict(model.config) if part in ("unet", "vae") else None for part, model in models.items()}
-    if name == "flux":
-        under = {part: f"text_encoders.{prefix}.transformer."
-                 for part, prefix in (("text_encoder", "clip_l"), ("text_encoder_2", "t5xxl"))}
+    if name in TEXT_PREFIXES:
+        under = {part: f"text_encoders.{prefix}.transformer." for part, prefix in TEXT_PREFIXES[name].items()}
         parts = {part: {key.removeprefix(prefix): value for key, value in file.items() if key.startswith(prefix)}
                  for part, prefix in under.items()}
         # diffusers leaves these to transformers, whose names they have.
-        return parts | {"transformer": convert_flux(file, MODELS[name]["transformer"]),
+        if name == "sd35":
+            for part in ("text_encoder", "text_encoder_2"):
+                parts[part] = single.convert_ldm_clip_checkpoint(dict(file), under[part])
+            # As `create_diffusers_clip_model_from_ldm` does.
+            parts["text_encoder"]["text_projection.weight"] = torch.eye(TEXT["hidden_size"], dtype=torch.float16)
+            prefix = "model.diffusion_model."
+            transformer = single.convert_sd3_transformer_checkpoint_to_diffusers(
+                {key: value for key, value in file.items() if key.startswith(prefix)})
+        else:
+            transformer = convert_flux(file, MODELS[name]["transformer"])
+        return parts | {"transformer": transformer,
                         "vae": single.convert_ldm_vae_checkpoint(dict(file), config["vae"])}
     parts = {"unet": single.convert_ldm_unet_checkpoint(dict(file), config["unet"]),
              "vae": single.convert_ldm_vae_checkpoint(dict(file), config["vae"])}

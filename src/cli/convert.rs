@@ -43,7 +43,10 @@ pub fn run(args: &ConvertArgs) -> Result<ExitCode, CliError> {
         return Err(CliError::usage(SourceError::Exists { path }));
     }
     let name = args.source.to_str().unwrap_or_default();
-    let wanted = Wanted::Model { expected: None };
+    let wanted = Wanted::Model {
+        expected: None,
+        without: None,
+    };
     let found = hub::find(
         name,
         revision.unwrap_or_default(),

@@ -36,7 +36,9 @@ enum ModuleCommand {
     /// UNet2DConditionModel takes `sample`, `timestep` and `encoder_hidden_states`, for SDXL also `text_embeds` and
     /// `time_ids`, and gives `sample`. FluxTransformer2DModel takes `hidden_states`, `encoder_hidden_states`,
     /// `pooled_projections`, `timestep`, `img_ids`, `txt_ids` and, if it was distilled with it, `guidance`, and gives
-    /// `sample`. T5EncoderModel takes `input_ids`, and `attention_mask` if there is one, and gives `last_hidden_state`.
+    /// `sample`. SD3Transformer2DModel takes `hidden_states`, `encoder_hidden_states`, `pooled_projections` and `timestep`,
+    /// PixArtTransformer2DModel `hidden_states`, `encoder_hidden_states`, `encoder_attention_mask`, `timestep` and, if it
+    /// takes the size, `resolution` and `aspect_ratio`; both give `sample`. T5EncoderModel takes `input_ids`, and `attention_mask` if there is one, and gives `last_hidden_state`.
     /// CLIPTextModel takes `input_ids` and gives `last_hidden_state` and
     /// `pooler_output`, with a projection also `text_embeds`. AutoencoderKL takes images in [-1, 1] as `x` and gives `mean` and
     /// `logvar` of their latents, or takes unscaled latents as `z` and gives `sample`, or both; AutoencoderTiny gives `latents`

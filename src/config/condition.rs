@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde_json::Value;
 
-use crate::models::{Family, GuidanceKind};
+use crate::models::{DenoiserKind, Family, GuidanceKind, Part};
 use crate::schedulers::SchedulerKind;
 
 use super::text::show;
@@ -38,6 +38,12 @@ pub enum Trait {
     EmbeddedGuidance,
     /// Prompts have a length of their own for one of its text encoders.
     SequenceLength,
+    /// It has a text encoder beside its first.
+    SecondTextEncoder,
+    /// It may go without one of its text encoders.
+    OptionalTextEncoder,
+    /// Guidance may leave out layers of its denoiser.
+    SkipLayers,
 }
 
 impl Trait {
@@ -47,6 +53,12 @@ impl Trait {
             Trait::AestheticScore => spec.aesthetic_score,
             Trait::EmbeddedGuidance => spec.guidance == GuidanceKind::Embedded,
             Trait::SequenceLength => spec.prompt_lengths().is_some(),
+            Trait::SecondTextEncoder => {
+                let mut encoders = spec.text_encoders.iter();
+                encoders.len() > 1 && encoders.any(|e| e.part == Part::TextEncoder2)
+            }
+            Trait::OptionalTextEncoder => spec.text_encoders.iter().any(|e| e.optional),
+            Trait::SkipLayers => spec.denoiser == DenoiserKind::Sd3,
         }
     }
 }

@@ -28,6 +28,11 @@ use super::yaml::{Document, join, parse_document, parse_flow};
 
 /// Largest configuration file, in bytes. MaxDiffusion's largest has about 20 thousand.
 const LARGEST_FILE: u64 = 1 << 20;
+/// Keys whose values all compute the same, with what is computed for those that are not here.
+const SAME_RESULT: [(&str, &str); 2] = [
+    ("attention", "'dot_product'"),
+    ("remat_policy", "NONE, the default"),
+];
 
 /// A configuration that passed every check, and what was remarked on the way.
 #[derive(Debug, Clone, PartialEq)]
@@ -510,13 +515,14 @@ impl Loader {
         config.read_map(&self.values, "", &mut problems);
         for (path, problem) in problems {
             let place = self.origins.place(&path);
-            // A kernel is a way to compute the same function, so a file that names another one
-            // is still right; asking for it on the command line is not.
-            if path == "attention"
-                && let (Place::File { .. }, Problem::ValueNotYet { found, .. }) = (&place, &problem)
+            // A kernel, or what is computed twice, is a way to compute the same function, so a file that names another
+            // one is still right; asking for it on the command line is not.
+            let same = SAME_RESULT.iter().find(|(key, _)| *key == path);
+            if let (Some((_, instead)), Place::File { .. }, Problem::ValueNotYet { found, .. }) =
+                (same, &place, &problem)
             {
                 self.warnings.push(format!(
-                    "{place}: attention: {found} is not here yet; computed as 'dot_product', which gives the same result"
+                    "{place}: {path}: {found} is not here yet; computed as {instead}, which gives the same result"
                 ));
                 continue;
             }

@@ -17,7 +17,7 @@ pub fn builtin_unet_config(pretrained_model_name_or_path: &str) -> Option<&'stat
     let (family, published) = Family::of_repository(pretrained_model_name_or_path)?;
     match family.spec().denoiser {
         DenoiserKind::Unet => Some(published.denoiser),
-        DenoiserKind::Flux => None,
+        DenoiserKind::Flux | DenoiserKind::Sd3 | DenoiserKind::PixArt => None,
     }
 }
 

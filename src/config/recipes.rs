@@ -31,8 +31,14 @@ pub const RECIPES: &[Recipe] = recipes! {
     "sdxl-lightning": "base_xl_lightning.yml",
     "sdxl-lcm": "base_xl_lcm.yml",
     "sdxl-turbo": "sdxl_turbo.yml",
+    "sd3": "base_sd3.yml",
+    "sd35-medium": "base_sd35_medium.yml",
+    "sd35-large": "base_sd35_large.yml",
+    "sd35-large-turbo": "sd35_large_turbo.yml",
     "flux-dev": "base_flux_dev.yml",
     "flux-schnell": "base_flux_schnell.yml",
+    "pixart-alpha": "pixart_alpha.yml",
+    "pixart-sigma": "pixart_sigma.yml",
 };
 
 impl Recipe {

@@ -75,6 +75,7 @@ const SAFETENSORS: &str =
 const IMAGE_FOLDER: &str = "metadata.jsonl has the fields file_name and text, as in an image folder of the datasets library";
 const FLASH: &str = "kernels of attention choose their own blocks and mask their own padding";
 const OWN_ENCODERS: &str = "text encoders and tokenizers are those beside the model";
+const CUSTOM_REMAT: &str = "only remat_policy=CUSTOM reads it, which is not here yet";
 const PROFILER: &str = "there is no profiler here yet";
 
 const INT8: Condition = Is("quantization", &["int8"]);
@@ -150,6 +151,8 @@ schema! {
         tokenizer_model_name_or_path: String = String::new(), Used, PROGRAM, is [FixedOnResume];
         /// Start from random weights, on pixels, instead of fine-tuning `pretrained_model_name_or_path` in its latents.
         train_new_unet: bool = false, Used, TRAIN;
+        /// The same for FLUX.1.
+        train_new_flux: bool = false, NotYet("training FLUX.1"), TRAIN;
         /// Train the text encoder with the UNet. Refused for SDXL, as in MaxDiffusion.
         train_text_encoder: bool = false, Used, TRAIN_STEP, is [FixedOnResume];
         /// Learning rate of the text encoder.
@@ -160,9 +163,13 @@ schema! {
         activations_dtype: FloatType = FloatType::Bfloat16, Used, EVERY, is [FixedOnResume];
         /// `jax.lax.Precision` of dots and convolutions in float.
         precision: DotPrecision = DotPrecision::Default, Used, ANY_PROGRAM, is [FixedOnResume];
-        /// Tokens that prompts are padded to for T5, and cut at. Empty: the family's, 512 for FLUX.1 dev and 256 for schnell.
+        /// Tokens that prompts are padded to for T5, and cut at. Empty: the family's, 512 for FLUX.1 dev, 256 for schnell and
+        /// Stable Diffusion 3, 120 for PixArt-alpha, 300 for Sigma.
         max_sequence_length: Option<u64> = None, Used, DENOISE, in Between(3.0, 512.0),
             when FamilyHas(Trait::SequenceLength);
+        /// Read prompts by the third text encoder, T5, too. False: zeros are in the place of its results, as in diffusers with
+        /// `text_encoder_3=None`, and its files need not be there.
+        use_text_encoder_3: bool = true, Ours, GENERATE, when FamilyHas(Trait::OptionalTextEncoder);
         /// Groups of the UNet's group norms. Empty: as in the model.
         norm_num_groups: Option<u64> = None, Used, MODEL, in AtLeast(1.0), is [FixedOnResume];
         /// Attention kernel. MaxDiffusion's other kernels compute the same function: a file that
@@ -170,6 +177,10 @@ schema! {
         attention: Attention = Attention::DotProduct, Used, PROGRAM;
         /// Activations that the backward pass recomputes: FULL recomputes each block.
         remat_policy: Remat = Remat::None, Used, TRAIN_STEP;
+        /// Values that `remat_policy=CUSTOM` keeps.
+        names_which_can_be_saved: FreeList = FreeList::default(), NoEffect(CUSTOM_REMAT), TRAIN_STEP;
+        /// Values that `remat_policy=CUSTOM` keeps in the host's memory.
+        names_which_can_be_offloaded: FreeList = FreeList::default(), NoEffect(CUSTOM_REMAT), TRAIN_STEP;
         /// MaxDiffusion's name of the model.
         flux_name: String = String::new(), NoEffect("the model is the one that pretrained_model_name_or_path names"), PROGRAM;
         /// Repository of CLIP for FLUX.1.
@@ -193,6 +204,10 @@ schema! {
         mask_padding_tokens: bool = true, NoEffect(FLASH), PROGRAM;
         /// Block sizes of flash attention.
         flash_block_sizes: FreeDict = FreeDict::default(), NoEffect(FLASH), PROGRAM;
+        /// Compute softmax with powers of 2 in flash attention.
+        use_base2_exp: bool = false, NoEffect(FLASH), PROGRAM;
+        /// Another scheduler of instructions for flash attention.
+        use_experimental_scheduler: bool = false, NoEffect(FLASH), PROGRAM;
         /// Sequence length below which flash attention falls back to dot_product.
         flash_min_seq_length: u64 = 4096, NoEffect(FLASH), PROGRAM;
         /// Shard the sequence in the same way in self and cross attention.
@@ -343,6 +358,8 @@ schema! {
         tfrecords_dir: String = String::new(), NoEffect(PREPROCESSING), TRAIN;
         /// Examples of a TFRecord.
         no_records_per_shard: u64 = 1000, NoEffect(PREPROCESSING), TRAIN;
+        /// Number of examples made for `dataset_type=synthetic`.
+        synthetic_num_samples: Option<u64> = Some(1000), NoEffect(OTHER_DATASETS), TRAIN;
         /// Train on one batch over and over.
         reuse_example_batch: bool = false, NotYet("training on one batch over and over"), TRAIN;
         /// Configuration of a hub dataset.
@@ -459,12 +476,17 @@ schema! {
         checkpoint_copies: bool = false, Ours, TRAIN, when FINE_TUNING;
         /// What to do with existing checkpoints.
         resume: Resume = Resume::Auto, Ours, TRAIN;
+        /// Write a checkpoint after the last step.
+        save_final_checkpoint: bool = false, NoEffect("a run always ends with a checkpoint"), TRAIN;
         /// Read checkpoints on one replica and broadcast.
         enable_single_replica_ckpt_restoring: bool = false, NotYet("restoring on a single replica"), TRAIN;
 
         group "Generation";
         /// What the images show: one prompt or a list.
         prompt: Prompts = Prompts::default(), Used, GENERATE, is [NotAnOption];
+        /// What the second text encoder reads in its place: T5 of FLUX.1, bigG of SDXL and Stable Diffusion 3. Empty: `prompt`.
+        prompt_2: String = String::new(), Used, GENERATE,
+            when FamilyHas(Trait::SecondTextEncoder);
         /// A file with one prompt in each line, instead of `prompt`. After a prompt may follow `--n negative prompt`,
         /// `--d seed`, `--l guidance scale`, `--s steps`, `--w width` and `--h height`; all lines have one size.
         prompts_file: String = String::new(), Ours, GENERATE, is [NotAnOption];
@@ -487,6 +509,19 @@ schema! {
         /// half the memory.
         guidance_in_two_passes: bool = false, Ours, DENOISE,
             when GUIDED, is [NotAnOption];
+        /// Layers of the transformer that skip-layer guidance leaves out: 7, 8 and 9 for Stable Diffusion 3.5 medium. It leads
+        /// samples away from what the model predicts without them, and takes guidance in passes of one row. Empty: off.
+        skip_guidance_layers: Option<OneOrMore<u64>> = None, Ours, DENOISE,
+            when Both(&GUIDED, &FamilyHas(Trait::SkipLayers));
+        /// How strongly.
+        skip_layer_guidance_scale: f64 = 2.8, Ours, GENERATE, in Between(0.0, 100.0),
+            when Given("skip_guidance_layers");
+        /// Fraction of the steps after which it starts.
+        skip_layer_guidance_start: f64 = 0.01, Ours, GENERATE, in Between(0.0, 1.0),
+            when Given("skip_guidance_layers");
+        /// Fraction of the steps at which it stops.
+        skip_layer_guidance_stop: f64 = 0.2, Ours, GENERATE, in Between(0.0, 1.0),
+            when Given("skip_guidance_layers");
         /// Denoising steps.
         num_inference_steps: u64 = 20, Used, TRAIN_GENERATE, in Between(1.0, 1000.0), is [NotAnOption];
         /// Fresh noise that DDIM and TCD add in each step, relative to the amount that keeps the noise level.
@@ -612,6 +647,8 @@ schema! {
         skip_first_n_steps_for_profiler: u64 = 5, NoEffect(PROFILER), TRAIN_GENERATE;
         /// Steps to profile.
         profiler_steps: u64 = 10, NoEffect(PROFILER), TRAIN_GENERATE;
+        /// Which profiler.
+        profiler: String = String::new(), NoEffect(PROFILER), TRAIN_GENERATE;
         /// Bucket for profiles.
         profiler_gcs_path: String = String::new(), NoEffect(PROFILER), TRAIN_GENERATE;
         /// Serve profiles on demand.

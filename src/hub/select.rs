@@ -25,8 +25,11 @@ const TOKENIZER_OPTIONS: [&str; 3] = [
 #[derive(Clone, Copy, Debug)]
 pub enum Wanted<'a> {
     /// A whole model: a pipeline in diffusers' layout, or one `.safetensors` file. With `expected`, of this family and
-    /// no other, as the configuration file of this name wants it.
-    Model { expected: Option<(Family, &'a str)> },
+    /// no other, as the configuration file of this name wants it. The part `without` and its tokenizer are left out.
+    Model {
+        expected: Option<(Family, &'a str)>,
+        without: Option<Part>,
+    },
     /// One part of a model, such as a ControlNet: `config.json` and weights.
     Part,
     /// The files of a tokenizer, or of the folder `tokenizer`.
@@ -75,7 +78,7 @@ pub(super) fn plan(
         absent: Vec::new(),
     };
     let open = match wanted {
-        Wanted::Model { expected } => chosen.model(*expected, read)?,
+        Wanted::Model { expected, without } => chosen.model(*expected, *without, read)?,
         Wanted::Part => {
             chosen.part("", read)?;
             String::new()
@@ -158,7 +161,12 @@ impl Chosen<'_> {
         }
     }
 
-    fn model(&mut self, expected: Option<(Family, &str)>, read: Read<'_>) -> Result<String, Fault> {
+    fn model(
+        &mut self,
+        expected: Option<(Family, &str)>,
+        without: Option<Part>,
+        read: Read<'_>,
+    ) -> Result<String, Fault> {
         let at = Path::new(&self.listing.repo.to_string()).to_owned();
         let mut index = Map::new();
         if self.has(INDEX) {
@@ -213,11 +221,14 @@ impl Chosen<'_> {
                 .into());
             }
         }
-        for part in parts {
+        for part in parts.into_iter().filter(|part| Some(*part) != without) {
             self.part(part.name(), read)?;
         }
+        let left_out = without.and_then(Part::tokenizer);
         for name in tokenizers {
-            self.tokenizer(name, false);
+            if Some(name) != left_out {
+                self.tokenizer(name, false);
+            }
         }
         if scheduler && !self.is_absent(SCHEDULER) {
             self.need(SCHEDULER.to_owned());

@@ -12,7 +12,10 @@ use server::{COMMIT, Fault, REPO, Request, Server, etag, sha256};
 
 const UNET: &str = "unet/diffusion_pytorch_model.safetensors";
 const VAE: &str = "vae/diffusion_pytorch_model.safetensors";
-const MODEL: Wanted<'static> = Wanted::Model { expected: None };
+const MODEL: Wanted<'static> = Wanted::Model {
+    expected: None,
+    without: None,
+};
 
 fn files(entries: &[(&str, &str)]) -> BTreeMap<String, Vec<u8>> {
     let entry = |(name, text): &(&str, &str)| ((*name).to_owned(), text.as_bytes().to_vec());

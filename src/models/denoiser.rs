@@ -5,9 +5,12 @@ use serde_json::{Map, Value};
 use crate::dtype::DType;
 use crate::graph::{Builder, GraphError, Tensor};
 use crate::nn::{Precision, Remat};
+use crate::schedulers::FlowLevels;
 use crate::util::named;
 
 use super::flux::{self, FluxConditioning, FluxLatents, FluxTransformer2DConfig};
+use super::pixart::{self, PixArtConditioning, PixArtInputs, PixArtTransformer2DConfig};
+use super::sd3::{self, Sd3Conditioning, Sd3Inputs, Sd3Transformer2DConfig};
 use super::unet::{self, UNet2DConditionConfig, UNetConditioning, UNetInputs};
 use super::{ModelConfigError, Part};
 
@@ -18,6 +21,10 @@ named! {
         Unet = "UNet2DConditionModel",
         /// Of FLUX.1.
         Flux = "FluxTransformer2DModel",
+        /// Of Stable Diffusion 3 and 3.5.
+        Sd3 = "SD3Transformer2DModel",
+        /// Of PixArt; published checkpoints name the class that it was before it had its own.
+        PixArt = "PixArtTransformer2DModel" | "Transformer2DModel",
     }
 }
 
@@ -26,7 +33,7 @@ impl DenoiserKind {
     pub const fn part(self) -> Part {
         match self {
             DenoiserKind::Unet => Part::Unet,
-            DenoiserKind::Flux => Part::Transformer,
+            DenoiserKind::Flux | DenoiserKind::Sd3 | DenoiserKind::PixArt => Part::Transformer,
         }
     }
 
@@ -35,14 +42,26 @@ impl DenoiserKind {
         match self {
             DenoiserKind::Unet => 1,
             DenoiserKind::Flux => flux::PATCH,
+            DenoiserKind::Sd3 => sd3::PATCH,
+            DenoiserKind::PixArt => pixart::PATCH,
+        }
+    }
+
+    /// The noise levels that diffusers' pipeline gives its sampler, where that is one of flow matching.
+    pub const fn flow_levels(self) -> FlowLevels {
+        match self {
+            DenoiserKind::Unet | DenoiserKind::Flux | DenoiserKind::PixArt => FlowLevels::OfSteps,
+            DenoiserKind::Sd3 => FlowLevels::OfTraining,
         }
     }
 
     /// The tokens of samples of these rows and columns, on which its noise levels may depend; a UNet has none.
     pub fn image_seq_len(self, [rows, columns]: [usize; 2]) -> Option<usize> {
         match self {
-            DenoiserKind::Unet => None,
-            DenoiserKind::Flux => Some((rows / flux::PATCH) * (columns / flux::PATCH)),
+            DenoiserKind::Unet | DenoiserKind::PixArt => None,
+            DenoiserKind::Flux | DenoiserKind::Sd3 => {
+                Some((rows / self.patch()) * (columns / self.patch()))
+            }
         }
     }
 }
@@ -52,6 +71,8 @@ impl DenoiserKind {
 pub enum Denoiser {
     Unet(Box<UNet2DConditionConfig>),
     Flux(Box<FluxTransformer2DConfig>),
+    Sd3(Box<Sd3Transformer2DConfig>),
+    PixArt(Box<PixArtTransformer2DConfig>),
 }
 
 impl Denoiser {
@@ -66,6 +87,10 @@ impl Denoiser {
         Ok(match kind {
             DenoiserKind::Unet => Denoiser::Unet(UNet2DConditionConfig::from_map(fields)?.into()),
             DenoiserKind::Flux => Denoiser::Flux(FluxTransformer2DConfig::from_map(fields)?.into()),
+            DenoiserKind::Sd3 => Denoiser::Sd3(Sd3Transformer2DConfig::from_map(fields)?.into()),
+            DenoiserKind::PixArt => {
+                Denoiser::PixArt(PixArtTransformer2DConfig::from_map(fields)?.into())
+            }
         })
     }
 
@@ -73,6 +98,8 @@ impl Denoiser {
         match self {
             Denoiser::Unet(_) => DenoiserKind::Unet,
             Denoiser::Flux(_) => DenoiserKind::Flux,
+            Denoiser::Sd3(_) => DenoiserKind::Sd3,
+            Denoiser::PixArt(_) => DenoiserKind::PixArt,
         }
     }
 
@@ -90,7 +117,7 @@ impl Denoiser {
     pub fn unet(&self) -> Option<&UNet2DConditionConfig> {
         match self {
             Denoiser::Unet(config) => Some(config),
-            Denoiser::Flux(_) => None,
+            Denoiser::Flux(_) | Denoiser::Sd3(_) | Denoiser::PixArt(_) => None,
         }
     }
 
@@ -99,6 +126,32 @@ impl Denoiser {
         match self {
             Denoiser::Unet(config) => config.out_channels,
             Denoiser::Flux(config) => config.out_channels() / (flux::PATCH * flux::PATCH),
+            Denoiser::Sd3(config) => config.out_channels(),
+            Denoiser::PixArt(config) => config.in_channels,
+        }
+    }
+
+    /// Most rows and columns of a sample, where it has positions for so many only.
+    pub fn largest_side(&self) -> Option<usize> {
+        match self {
+            Denoiser::Unet(_) | Denoiser::Flux(_) | Denoiser::PixArt(_) => None,
+            Denoiser::Sd3(config) => Some(config.largest_side()),
+        }
+    }
+
+    /// Rows and columns of the smallest sample.
+    pub fn smallest_side(&self) -> usize {
+        match self {
+            Denoiser::Unet(config) => config.spatial_multiple(),
+            Denoiser::Flux(_) | Denoiser::Sd3(_) | Denoiser::PixArt(_) => self.kind().patch(),
+        }
+    }
+
+    /// Blocks that skip-layer guidance may leave out; `None` where it is not built.
+    pub fn skippable_layers(&self) -> Option<usize> {
+        match self {
+            Denoiser::Unet(_) | Denoiser::Flux(_) | Denoiser::PixArt(_) => None,
+            Denoiser::Sd3(config) => Some(config.num_layers),
         }
     }
 
@@ -107,16 +160,52 @@ impl Denoiser {
     pub fn is_inpainting(&self) -> bool {
         match self {
             Denoiser::Unet(config) => config.in_channels == 2 * config.out_channels + 1,
-            Denoiser::Flux(_) => false,
+            Denoiser::Flux(_) | Denoiser::Sd3(_) | Denoiser::PixArt(_) => false,
         }
     }
 
     /// Whether the guidance scale is one of its inputs.
     pub fn takes_guidance(&self) -> bool {
         match self {
-            Denoiser::Unet(_) => false,
+            Denoiser::Unet(_) | Denoiser::Sd3(_) | Denoiser::PixArt(_) => false,
             Denoiser::Flux(config) => config.guidance_embeds,
         }
+    }
+
+    /// Declares the inputs of diffusers' `forward` by its names, and gives the prediction for them in `f32`. `size` gives
+    /// what the configuration leaves open: `batch`; for a UNet `height`, `width` and `length`, the tokens of the text;
+    /// for FLUX.1 the tokens `image` and `text`; for the other transformers `height`, `width` and `text`.
+    ///
+    /// # Errors
+    /// When the sizes do not fit the network.
+    pub fn declare_forward(
+        &self,
+        b: &Builder,
+        size: &dyn Fn(&str) -> usize,
+        precision: Precision,
+    ) -> Result<Tensor, GraphError> {
+        let out = match self {
+            Denoiser::Unet(config) => {
+                let dims = ["batch", "height", "width", "length"].map(size);
+                let inputs = unet::declare_inputs(b, config, dims, DType::F32)?;
+                unet::unet(b, config, inputs, precision, Remat::None)?
+            }
+            Denoiser::Flux(config) => {
+                let inputs = flux::declare_inputs(b, config, ["batch", "image", "text"].map(size))?;
+                flux::flux_transformer(b, config, inputs, precision, Remat::None)?
+            }
+            Denoiser::Sd3(config) => {
+                let dims = ["batch", "height", "width", "text"].map(size);
+                let inputs = sd3::declare_inputs(b, config, dims)?;
+                sd3::sd3_transformer(b, config, inputs, precision, Remat::None)?
+            }
+            Denoiser::PixArt(config) => {
+                let dims = ["batch", "height", "width", "text"].map(size);
+                let inputs = pixart::declare_inputs(b, config, dims)?;
+                pixart::pixart_transformer(b, config, inputs, precision, Remat::None)?
+            }
+        };
+        b.convert(out, DType::F32)
     }
 
     /// The prediction for `inputs`, in `f32` and of the sample's rows and columns.
@@ -137,7 +226,13 @@ impl Denoiser {
             (Denoiser::Flux(config), DenoiserInputs::Flux(inputs)) => {
                 flux::denoise_latents(b, config, inputs, precision, remat)?
             }
-            (Denoiser::Unet(_) | Denoiser::Flux(_), _) => {
+            (Denoiser::Sd3(config), DenoiserInputs::Sd3(inputs)) => {
+                sd3::sd3_transformer(b, config, inputs, precision, remat)?
+            }
+            (Denoiser::PixArt(config), DenoiserInputs::PixArt(inputs)) => {
+                pixart::predict_sample(b, config, inputs, precision, remat)?
+            }
+            (Denoiser::Unet(_) | Denoiser::Flux(_) | Denoiser::Sd3(_) | Denoiser::PixArt(_), _) => {
                 return Err(b
                     .root(self.part())
                     .invalid(format!("the inputs are not those of a {}", self.class())));
@@ -152,6 +247,8 @@ impl Denoiser {
 pub enum Conditioning {
     Unet(UNetConditioning),
     Flux(FluxConditioning),
+    Sd3(Sd3Conditioning),
+    PixArt(PixArtConditioning),
 }
 
 /// The inputs of a denoiser.
@@ -159,6 +256,8 @@ pub enum Conditioning {
 pub enum DenoiserInputs {
     Unet(UNetInputs),
     Flux(FluxLatents),
+    Sd3(Sd3Inputs),
+    PixArt(PixArtInputs),
 }
 
 impl DenoiserInputs {
@@ -175,6 +274,17 @@ impl DenoiserInputs {
             }),
             Conditioning::Flux(conditioning) => DenoiserInputs::Flux(FluxLatents {
                 sample,
+                timestep,
+                conditioning,
+            }),
+            Conditioning::Sd3(conditioning) => DenoiserInputs::Sd3(Sd3Inputs {
+                hidden_states: sample,
+                timestep,
+                conditioning,
+                skip_layers: None,
+            }),
+            Conditioning::PixArt(conditioning) => DenoiserInputs::PixArt(PixArtInputs {
+                hidden_states: sample,
                 timestep,
                 conditioning,
             }),

@@ -1,11 +1,12 @@
 //! A text-to-image model as a whole: what training and generation trace alike.
 
 use crate::dtype::DType;
-use crate::graph::{Builder, GraphError, Tensor};
+use crate::graph::{Builder, Comparison, GraphError, Tensor};
 use crate::models::clip::{ClipTextConfig, INPUT_IDS, clip_text, final_layer_norm};
 use crate::models::controlnet::{self, Control, ControlNetConfig};
 use crate::models::flux::{self, FluxConditioning};
 use crate::models::ip_adapter::IpAdapterConfig;
+use crate::models::joint;
 use crate::models::t5::{T5EncoderConfig, t5_encoder};
 use crate::models::unet::{
     self, AdditionEmbedType, ResSamples, SIZE_TIME_IDS, UNet2DConditionConfig, UNetInputs,
@@ -13,7 +14,7 @@ use crate::models::unet::{
 use crate::models::vae::Autoencoder;
 use crate::models::{
     Conditioning, Denoiser, DenoiserInputs, Family, HiddenState, ModelConfigError, Part,
-    TextEncoderKind,
+    TextEncoderKind, TextPlace, pixart, sd3,
 };
 use crate::nn::{Precision, Remat};
 use crate::schedulers::SchedulerConfig;
@@ -22,6 +23,12 @@ use crate::shape::Shape;
 use serde_json::{Map, Value};
 
 type Result<T> = std::result::Result<T, GraphError>;
+
+/// The token that fills T5's prompts up.
+const T5_PADDING: f64 = 0.0;
+
+/// The field of a transformer's configuration with the features of the text.
+const JOINT: &str = "joint_attention_dim";
 
 /// The parts of a text-to-image model and how they compute.
 #[derive(Clone, Debug)]
@@ -32,7 +39,7 @@ pub struct DiffusionModel {
     pub controlnets: Vec<ControlNetConfig>,
     /// An IP-Adapter for the UNet, with its image encoder.
     pub ip_adapter: Option<IpAdapterConfig>,
-    /// Empty where programs take finished text embeddings. The results of several stand side by side.
+    /// Empty where programs take finished text embeddings.
     pub text_encoders: Vec<TextEncoder>,
     /// The VAE that decodes the denoiser's samples; `None` if samples are pixels.
     pub vae: Option<Autoencoder>,
@@ -86,6 +93,9 @@ pub struct TextEncoder {
     pub part: Part,
     pub config: TextEncoderConfig,
     pub hidden: HiddenState,
+    pub place: TextPlace,
+    /// Whether neither it nor the denoiser attends to the tokens that fill a prompt up.
+    pub masked: bool,
     /// Tokens that it takes at once.
     pub tokens: usize,
 }
@@ -160,6 +170,15 @@ pub struct TextConditioning {
     pub encoder_hidden_states: Option<Tensor>,
     /// The pooled output `[batch, features]`, projected where the encoder has a projection.
     pub pooled: Option<Tensor>,
+    /// `f32[batch, tokens]`: 0 for tokens that fill a prompt up, where the denoiser does not attend to them.
+    pub mask: Option<Tensor>,
+}
+
+/// 1 for tokens of a prompt and 0 for those that fill it up, of T5's token ids.
+fn is_no_padding(b: &Builder, input_ids: Tensor) -> Result<Tensor> {
+    let padding = b.scalar(b.dtype(input_ids), T5_PADDING)?;
+    let is_text = b.compare(Comparison::Ne, input_ids, padding)?;
+    b.convert(is_text, b.dtype(input_ids))
 }
 
 impl DiffusionModel {
@@ -210,12 +229,18 @@ impl DiffusionModel {
         match &encoder.config {
             TextEncoderConfig::Clip(config) => self.encode_clip(b, encoder, config, input_ids),
             TextEncoderConfig::T5(config) => match encoder.hidden {
-                HiddenState::Normed { skip: 0 } => Ok(TextConditioning {
-                    encoder_hidden_states: Some(t5_encoder(
-                        b, root, config, input_ids, None, precision, remat,
-                    )?),
-                    pooled: None,
-                }),
+                HiddenState::Normed { skip: 0 } => {
+                    let mask = match encoder.masked {
+                        true => Some(is_no_padding(b, input_ids)?),
+                        false => None,
+                    };
+                    let y = t5_encoder(b, root, config, input_ids, mask, precision, remat)?;
+                    Ok(TextConditioning {
+                        encoder_hidden_states: Some(y),
+                        pooled: None,
+                        mask: mask.map(|mask| b.convert(mask, DType::F32)).transpose()?,
+                    })
+                }
                 HiddenState::Normed { .. } | HiddenState::Raw { .. } | HiddenState::Pooled => {
                     Err(b.root(root).invalid("T5 gives its last hidden state alone"))
                 }
@@ -238,6 +263,7 @@ impl DiffusionModel {
                 return Ok(TextConditioning {
                     encoder_hidden_states: None,
                     pooled: Some(output.pooler_output),
+                    mask: None,
                 });
             }
         };
@@ -258,42 +284,62 @@ impl DiffusionModel {
         Ok(TextConditioning {
             encoder_hidden_states: Some(hidden),
             pooled: output.text_embeds,
+            mask: None,
         })
     }
 
-    /// The text encoder whose pooled output the denoiser takes, if it takes one.
+    /// The text encoders whose pooled outputs the denoiser takes, side by side in this order.
     ///
     /// # Errors
     /// When it wants one, and no encoder gives it.
-    pub fn pooled_encoder(&self) -> Result<Option<usize>> {
-        let encoders = self.text_encoders.iter();
-        let unet = match &self.denoiser {
-            Denoiser::Unet(config) => config,
-            Denoiser::Flux(_) => {
-                let pooled = encoders
-                    .clone()
-                    .position(|e| e.hidden == HiddenState::Pooled);
-                return match pooled {
-                    Some(which) => Ok(Some(which)),
-                    None => Err(Builder::new().root(flux::ROOT).invalid(
-                        "pooled_projections are the pooled output of a text encoder, and there is none that gives it",
-                    )),
-                };
-            }
-        };
+    pub fn pooled_encoders(&self) -> Result<Vec<usize>> {
+        let encoders = self.text_encoders.iter().enumerate();
         let projecting = encoders
             .clone()
-            .rposition(|e| e.config.projection_dim().is_some());
-        match (unet.addition_embed_type, projecting) {
-            (None, _) => Ok(None),
-            (Some(AdditionEmbedType::TextTime), Some(which)) => Ok(Some(which)),
-            (Some(AdditionEmbedType::TextTime), None) => {
-                Err(Builder::new().root(unet::ROOT).invalid(
-                    "addition_embed_type = text_time needs text_embeds, which none of the text encoders computes: \
-                     give one \
-                     architectures: [CLIPTextModelWithProjection] and projection_dim",
-                ))
-            }
+            .filter(|(_, encoder)| encoder.config.projection_dim().is_some())
+            .map(|(which, _)| which);
+        let missing = |root: &str, message: &str| Err(Builder::new().root(root).invalid(message));
+        let found: Vec<usize> = match &self.denoiser {
+            Denoiser::Unet(unet) => match unet.addition_embed_type {
+                None => return Ok(Vec::new()),
+                Some(AdditionEmbedType::TextTime) => projecting.rev().take(1).collect(),
+            },
+            Denoiser::Flux(_) => encoders
+                .filter(|(_, encoder)| encoder.hidden == HiddenState::Pooled)
+                .map(|(which, _)| which)
+                .collect(),
+            Denoiser::Sd3(_) => projecting.collect(),
+            Denoiser::PixArt(_) => return Ok(Vec::new()),
+        };
+        match (&self.denoiser, found.is_empty()) {
+            (_, false) => Ok(found),
+            (Denoiser::Unet(_), true) => missing(
+                unet::ROOT,
+                "addition_embed_type = text_time needs text_embeds, which none of the text encoders computes: give one \
+                 architectures: [CLIPTextModelWithProjection] and projection_dim",
+            ),
+            (Denoiser::Flux(_) | Denoiser::Sd3(_) | Denoiser::PixArt(_), true) => missing(
+                flux::ROOT,
+                "pooled_projections are the pooled output of a text encoder, and there is none that gives it",
+            ),
+        }
+    }
+
+    /// Features of the pooled text: those of [`DiffusionModel::pooled_encoders`].
+    fn pooled_features(&self) -> Result<usize> {
+        let features = |which: usize| {
+            let config = &self.text_encoders[which].config;
+            config.projection_dim().unwrap_or(config.features())
+        };
+        Ok(self.pooled_encoders()?.into_iter().map(features).sum())
+    }
+
+    /// Features of the text where hidden states of different sizes follow one another, or may be left out: those that
+    /// others are filled up to with zeros.
+    pub fn padded_features(&self) -> Option<usize> {
+        match &self.denoiser {
+            Denoiser::Unet(_) | Denoiser::Flux(_) | Denoiser::PixArt(_) => None,
+            Denoiser::Sd3(config) => Some(config.joint_attention_dim),
         }
     }
 
@@ -330,40 +376,59 @@ impl DiffusionModel {
     /// # Errors
     /// Says both, where they differ.
     pub fn check_conditioning(&self) -> Result<()> {
-        let pooled = self
-            .pooled_encoder()?
-            .map(|which| &self.text_encoders[which]);
-        match &self.denoiser {
-            Denoiser::Unet(config) => {
-                self.check_time_ids(config, pooled.and_then(|e| e.config.projection_dim()))
-            }
-            Denoiser::Flux(config) => {
-                for encoder in &self.text_encoders {
-                    let (field, expected) = match encoder.hidden {
-                        HiddenState::Pooled => {
-                            ("pooled_projection_dim", config.pooled_projection_dim)
-                        }
-                        HiddenState::Normed { .. } | HiddenState::Raw { .. } => {
-                            ("joint_attention_dim", config.joint_attention_dim)
-                        }
-                    };
-                    let found = encoder.config.features();
-                    if found != expected {
-                        return Err(Builder::new().root(flux::ROOT).invalid(format!(
-                            "{field} = {expected}, but {} gives {found} features",
-                            encoder.part
-                        )));
-                    }
-                }
-                Ok(())
-            }
+        let pooled = self.pooled_features()?;
+        let check =
+            |field: &str, expected: usize, found: usize, place: &str| match found == expected {
+                true => Ok(()),
+                false => Err(Builder::new().root(self.denoiser.part()).invalid(format!(
+                    "{field} = {expected}, but {place} gives {found} features"
+                ))),
+            };
+        let encoders = self.text_encoders.iter();
+        let ((field, dim), pooled_dim) = match &self.denoiser {
+            Denoiser::Unet(config) => return self.check_time_ids(config, pooled),
+            Denoiser::Flux(config) => (
+                (JOINT, config.joint_attention_dim),
+                Some(config.pooled_projection_dim),
+            ),
+            Denoiser::Sd3(config) => (
+                (JOINT, config.joint_attention_dim),
+                Some(config.pooled_projection_dim),
+            ),
+            Denoiser::PixArt(config) => (("caption_channels", config.caption_channels), None),
+        };
+        if let Some(expected) = pooled_dim {
+            let part = |which: &usize| self.text_encoders[*which].part.name();
+            let names: Vec<&str> = self.pooled_encoders()?.iter().map(part).collect();
+            check(
+                "pooled_projection_dim",
+                expected,
+                pooled,
+                &names.join(" with "),
+            )?;
+        }
+        let attended = encoders.filter(|encoder| encoder.hidden != HiddenState::Pooled);
+        let beside: Vec<&TextEncoder> = attended
+            .clone()
+            .filter(|encoder| encoder.place == TextPlace::Beside)
+            .collect();
+        for encoder in attended.filter(|encoder| encoder.place == TextPlace::After) {
+            let found = encoder.config.features();
+            check(field, dim, found, encoder.part.name())?;
+        }
+        let found = beside.iter().map(|e| e.config.features()).sum();
+        let names: Vec<&str> = beside.iter().map(|e| e.part.name()).collect();
+        match self.padded_features() {
+            // Filled up with zeros.
+            Some(_) if found <= dim => Ok(()),
+            Some(_) | None => check(field, dim, found, &names.join(" with ")),
         }
     }
 
-    fn check_time_ids(&self, unet: &UNet2DConditionConfig, text: Option<usize>) -> Result<()> {
-        let Some(text) = text else {
+    fn check_time_ids(&self, unet: &UNet2DConditionConfig, text: usize) -> Result<()> {
+        if unet.addition_embed_type.is_none() {
             return Ok(());
-        };
+        }
         let each = unet.addition_time_embed_dim.unwrap_or_default();
         let ids = self.micro_conditioning.ids();
         let expected = unet
@@ -393,7 +458,7 @@ impl DiffusionModel {
         )
     }
 
-    /// Declares finished text conditioning of `tokens` tokens as inputs: hidden states, for SDXL and FLUX pooled
+    /// Declares finished text conditioning of `tokens` tokens as inputs: hidden states, for SDXL and transformers pooled
     /// embeddings, and for SDXL time ids. `guidance` is the guidance scale `[batch]`, for a denoiser that takes it.
     ///
     /// # Errors
@@ -420,12 +485,25 @@ impl DiffusionModel {
                 let (joint, pooled) = (config.joint_attention_dim, config.pooled_projection_dim);
                 Ok(Conditioning::Flux(FluxConditioning {
                     encoder_hidden_states: input(
-                        flux::names::ENCODER_HIDDEN_STATES,
+                        joint::names::ENCODER_HIDDEN_STATES,
                         &[batch, tokens, joint],
                     )?,
-                    pooled_projections: input(flux::names::POOLED_PROJECTIONS, &[batch, pooled])?,
+                    pooled_projections: input(joint::names::POOLED_PROJECTIONS, &[batch, pooled])?,
                     guidance,
                 }))
+            }
+            Denoiser::PixArt(config) => {
+                let size = match config.takes_size() {
+                    true => Some(pixart::ImageSize::constant(b, batch, self.image_size)?),
+                    false => None,
+                };
+                let sizes = [batch, tokens];
+                let declared = pixart::declare_conditioning(b, config, sizes, size)?;
+                Ok(Conditioning::PixArt(declared))
+            }
+            Denoiser::Sd3(config) => {
+                let declared = sd3::declare_conditioning(b, config, [batch, tokens])?;
+                Ok(Conditioning::Sd3(declared))
             }
         }
     }

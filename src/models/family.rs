@@ -2,7 +2,7 @@
 //! pipelines and training read the descriptions, and none of them names a family for itself.
 
 use super::spec::{FamilySpec, Published, Signs};
-use super::{flux, pixels, sd1, sd2, sdxl, sdxl_refiner};
+use super::{flux, pixart, pixels, sd1, sd2, sd3, sdxl, sdxl_refiner};
 use crate::util::named;
 
 named! {
@@ -16,10 +16,20 @@ named! {
         Sdxl = "sdxl",
         /// SDXL's refiner.
         SdxlRefiner = "sdxl_refiner",
+        /// Stable Diffusion 3 medium.
+        Sd3 = "sd3",
+        /// Stable Diffusion 3.5 medium.
+        Sd35Medium = "sd35_medium",
+        /// Stable Diffusion 3.5 large.
+        Sd35Large = "sd35_large",
         /// FLUX.1 dev.
         FluxDev = "flux_dev",
         /// FLUX.1 schnell.
         FluxSchnell = "flux_schnell",
+        /// PixArt-alpha.
+        PixArtAlpha = "pixart_alpha",
+        /// PixArt-Sigma.
+        PixArtSigma = "pixart_sigma",
         /// A UNet on the pixels of small images.
         Pixels = "pixels",
     }
@@ -33,8 +43,13 @@ impl Family {
             Family::Sd2 => (&sd2::SPEC, &[]),
             Family::Sdxl => (&sdxl::SPEC, &[Family::SdxlRefiner, Family::Sdxl]),
             Family::SdxlRefiner => (&sdxl_refiner::SPEC, &[]),
+            Family::Sd3 => (&sd3::family::MEDIUM, &[]),
+            Family::Sd35Medium => (&sd3::family::MEDIUM_35, &[]),
+            Family::Sd35Large => (&sd3::family::LARGE_35, &[]),
             Family::FluxDev => (&flux::family::DEV, &[]),
             Family::FluxSchnell => (&flux::family::SCHNELL, &[]),
+            Family::PixArtAlpha => (&pixart::family::ALPHA, &[]),
+            Family::PixArtSigma => (&pixart::family::SIGMA, &[]),
             Family::Pixels => (&pixels::SPEC, &[]),
         }
     }
@@ -94,13 +109,7 @@ const REPOSITORY: &str = "pretrained_model_name_or_path";
 
 /// The families that are known and not built: the first whose sign is there is meant. Facts: diffusers'
 /// `loaders/single_file_utils.py`, and MaxDiffusion's recipes at 7cfb8801.
-pub const UNSUPPORTED: [Unsupported; 10] = [
-    Unsupported {
-        name: "Stable Diffusion 3.x",
-        pipeline: "StableDiffusion3",
-        tensor: Some("joint_blocks.0.context_block.adaLN_modulation.1.bias"),
-        recipe: &[(REPOSITORY, "stabilityai/stable-diffusion-3")],
-    },
+pub const UNSUPPORTED: [Unsupported; 9] = [
     Unsupported {
         name: "FLUX.2",
         pipeline: "Flux2",
@@ -197,7 +206,8 @@ mod tests {
             object(published.index);
             let name = match &denoiser {
                 Denoiser::Unet(_) => "cross_attention_dim",
-                Denoiser::Flux(_) => "joint_attention_dim",
+                Denoiser::Flux(_) | Denoiser::Sd3(_) => "joint_attention_dim",
+                Denoiser::PixArt(_) => "caption_channels",
             };
             let features = fields[name].as_u64().unwrap() as usize;
             assert_eq!(published.text_features, features, "{family}");

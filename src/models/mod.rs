@@ -7,11 +7,14 @@ mod diffusion;
 pub mod family;
 pub mod flux;
 pub mod ip_adapter;
+pub mod joint;
 pub mod original;
 mod part;
+pub mod pixart;
 mod pixels;
 mod sd1;
 mod sd2;
+pub mod sd3;
 mod sdxl;
 mod sdxl_refiner;
 mod space;
@@ -27,7 +30,7 @@ pub use diffusion::{
 pub use family::Family;
 pub use part::Part;
 pub use space::{RGB, SampleSpace};
-pub use spec::{FamilySpec, GuidanceKind, HiddenState, Published, TextEncoderKind};
+pub use spec::{FamilySpec, GuidanceKind, HiddenState, Published, TextEncoderKind, TextPlace};
 
 use std::fmt::Display;
 

@@ -71,6 +71,8 @@ pub enum Transform {
     SwapHalves,
     /// Other dimensions of the same number of elements.
     Reshape(Vec<usize>),
+    /// The unit matrix with a row for each element, whatever their values.
+    UnitMatrix,
 }
 
 /// Why the tensors of a part do not make a network.

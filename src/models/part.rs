@@ -13,10 +13,12 @@ named! {
         Transformer = "transformer",
         /// The autoencoder.
         Vae = "vae",
-        /// The text encoder, of two the first.
+        /// The text encoder, of several the first.
         TextEncoder = "text_encoder",
         /// The second text encoder.
         TextEncoder2 = "text_encoder_2",
+        /// The third text encoder.
+        TextEncoder3 = "text_encoder_3",
     }
 }
 
@@ -27,6 +29,7 @@ impl Part {
             Part::Unet | Part::Transformer | Part::Vae => None,
             Part::TextEncoder => Some("tokenizer"),
             Part::TextEncoder2 => Some("tokenizer_2"),
+            Part::TextEncoder3 => Some("tokenizer_3"),
         }
     }
 
@@ -34,7 +37,7 @@ impl Part {
     pub const fn weights_file(self) -> &'static str {
         match self {
             Part::Unet | Part::Transformer | Part::Vae => "diffusion_pytorch_model.safetensors",
-            Part::TextEncoder | Part::TextEncoder2 => "model.safetensors",
+            Part::TextEncoder | Part::TextEncoder2 | Part::TextEncoder3 => "model.safetensors",
         }
     }
 
@@ -43,13 +46,29 @@ impl Part {
     pub const fn classes(self) -> (&'static str, &'static [&'static str]) {
         match self {
             Part::Unet => ("diffusers", &["UNet2DConditionModel"]),
-            Part::Transformer => ("diffusers", &["FluxTransformer2DModel"]),
+            Part::Transformer => (
+                "diffusers",
+                &[
+                    "FluxTransformer2DModel",
+                    "SD3Transformer2DModel",
+                    "PixArtTransformer2DModel",
+                    "Transformer2DModel",
+                ],
+            ),
             Part::Vae => ("diffusers", &["AutoencoderKL", "AutoencoderTiny"]),
-            Part::TextEncoder => ("transformers", &["CLIPTextModel"]),
+            Part::TextEncoder => (
+                "transformers",
+                &[
+                    "CLIPTextModel",
+                    "CLIPTextModelWithProjection",
+                    "T5EncoderModel",
+                ],
+            ),
             Part::TextEncoder2 => (
                 "transformers",
                 &["CLIPTextModelWithProjection", "T5EncoderModel"],
             ),
+            Part::TextEncoder3 => ("transformers", &["T5EncoderModel"]),
         }
     }
 }

@@ -52,6 +52,9 @@ impl SampleSpace {
         let (found, out) = match denoiser {
             Denoiser::Unet(config) => (config.in_channels, config.out_channels),
             Denoiser::Flux(config) => (config.in_channels, config.out_channels()),
+            Denoiser::Sd3(config) => (config.in_channels, config.out_channels()),
+            // Without the variance that some predict too.
+            Denoiser::PixArt(config) => (config.in_channels, config.in_channels),
         };
         let ((taken, expected), made) = match (denoiser, self) {
             (Denoiser::Flux(_), _) => {
@@ -59,6 +62,10 @@ impl SampleSpace {
                 let expected =
                     format!("{packed}, the {channels} channels of {PATCH}x{PATCH} latents");
                 ((vec![packed], expected), packed)
+            }
+            (Denoiser::Sd3(_) | Denoiser::PixArt(_), _) => {
+                let expected = format!("{channels}, the channels of the autoencoder's latents");
+                ((vec![channels], expected), channels)
             }
             (Denoiser::Unet(_), SampleSpace::Pixels { block }) => (
                 (

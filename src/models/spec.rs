@@ -15,7 +15,7 @@ pub struct FamilySpec {
     /// Its published models; `None` for a family that is only trained here.
     pub published: Option<Published>,
     pub denoiser: DenoiserKind,
-    /// The text encoders. The features of their hidden states stand side by side in this order.
+    /// The text encoders, in the order in which their hidden states and pooled outputs stand.
     pub text_encoders: &'static [TextEncoderSpec],
     /// Whether the time ids of the image end in an aesthetic score and not in the target size, where
     /// `model_index.json` does not say (`requires_aesthetics_score`).
@@ -26,6 +26,8 @@ pub struct FamilySpec {
     pub guidance: GuidanceKind,
     /// Whether prompts may have weights, and as many chunks as they need: what web interfaces do with CLIP alone.
     pub prompt_weights: bool,
+    /// Whether prompts are read in lower case, without spaces around them.
+    pub lower_case_prompts: bool,
     /// Whether there are ControlNets for its denoiser, and IP-Adapters.
     pub controlnets: bool,
     /// Whether LoRAs and textual inversions for it are read.
@@ -51,10 +53,27 @@ impl FamilySpec {
             })
     }
 
-    /// The parts of a model of this family.
+    /// The tokens that the denoiser attends to, where CLIP takes `clip` and T5 `t5`.
+    pub fn text_tokens(&self, clip: usize, t5: usize) -> usize {
+        let attended = self.text_encoders.iter();
+        let attended = attended.filter(|encoder| encoder.hidden != HiddenState::Pooled);
+        attended.fold(0, |sum, encoder| {
+            let own = match encoder.kind {
+                TextEncoderKind::Clip => clip,
+                TextEncoderKind::T5 { .. } => t5,
+            };
+            match encoder.place {
+                TextPlace::Beside => sum.max(own),
+                TextPlace::After => sum + own,
+            }
+        })
+    }
+
+    /// The parts that every model of this family has.
     pub fn parts(&self) -> Vec<Part> {
         let autoencoder = self.published.as_ref().map(|_| Part::Vae);
-        let encoders = self.text_encoders.iter().map(|encoder| encoder.part);
+        let encoders = self.text_encoders.iter().filter(|e| !e.optional);
+        let encoders = encoders.map(|encoder| encoder.part);
         let parts = [self.denoiser.part()].into_iter().chain(autoencoder);
         parts.chain(encoders).collect()
     }
@@ -116,6 +135,46 @@ pub struct TextEncoderSpec {
     pub kind: TextEncoderKind,
     /// The hidden state that the denoiser attends to.
     pub hidden: HiddenState,
+    pub place: TextPlace,
+    /// Whether a model may go without it. Zeros are in the place of its hidden states then.
+    pub optional: bool,
+    /// Whether neither it nor the denoiser attends to the tokens that fill a prompt up.
+    pub masked: bool,
+}
+
+impl TextEncoderSpec {
+    /// A CLIP whose hidden states stand beside those of the encoder before.
+    pub const fn clip(part: Part, hidden: HiddenState) -> TextEncoderSpec {
+        TextEncoderSpec {
+            part,
+            kind: TextEncoderKind::Clip,
+            hidden,
+            place: TextPlace::Beside,
+            optional: false,
+            masked: false,
+        }
+    }
+
+    /// A T5 of so many tokens, and at most so many.
+    pub const fn t5(part: Part, [tokens, most]: [usize; 2]) -> TextEncoderSpec {
+        TextEncoderSpec {
+            part,
+            kind: TextEncoderKind::T5 { tokens, most },
+            hidden: HiddenState::Normed { skip: 0 },
+            place: TextPlace::Beside,
+            optional: false,
+            masked: false,
+        }
+    }
+}
+
+/// Where the hidden states of a text encoder stand.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TextPlace {
+    /// Its features follow those of the encoder before, for the same tokens.
+    Beside,
+    /// Its tokens follow those of the encoders before, whose features are filled up with zeros.
+    After,
 }
 
 /// A kind of text encoder.

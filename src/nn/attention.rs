@@ -113,14 +113,54 @@ pub fn biased_attention(
     let all = [batch, heads, queries, keys];
     let mut scores = b.add(scores, b.broadcast_in_dim(bias, &[1, 2, 3], &all)?)?;
     if let Some(mask) = mask {
-        let none = b.scalar(b.dtype(mask), 0.0)?;
-        let visible = b.compare(Comparison::Ne, mask, none)?;
-        let visible = b.broadcast_in_dim(visible, &[0, 3], &all)?;
-        let lowest = b.scalar(DType::F32, f64::from(f32::MIN))?;
-        scores = b.select(visible, scores, lowest)?;
+        scores = hidden(b, scores, mask)?;
     }
     let y = softmax_product(b, scores, split(v, keys)?, precision)?;
     b.reshape(y, &[batch, queries, features])
+}
+
+/// [`attention`] of `heads` heads in which no query sees the keys where `mask` `[batch, keys]` is 0.
+///
+/// # Errors
+/// When the shapes do not fit each other.
+pub fn masked_attention(
+    b: &Builder,
+    [q, k, v]: [Tensor; 3],
+    mask: Tensor,
+    heads: usize,
+    precision: Precision,
+) -> Result<Tensor> {
+    let [batch, queries, features] = dims(b, "attention query", q)?;
+    let key_dims: [usize; 3] = dims(b, "attention key", k)?;
+    let keys = key_dims[1];
+    let fits = key_dims == [batch, keys, features]
+        && b.dims(v) == key_dims
+        && b.dims(mask) == [batch, keys];
+    if !fits || heads == 0 || !features.is_multiple_of(heads) {
+        return Err(b.invalid(format!(
+            "attention: query {}, key {}, value {} and mask {} do not fit each other and {heads} heads",
+            b.shape(q),
+            b.shape(k),
+            b.shape(v),
+            b.shape(mask)
+        )));
+    }
+    let size = features / heads;
+    let split = |x: Tensor, length: usize| b.reshape(x, &[batch, length, heads, size]);
+    let scores = scores(b, split(q, queries)?, split(k, keys)?)?;
+    let scores = b.mul_scalar(scores, 1.0 / (size as f64).sqrt())?;
+    let scores = hidden(b, scores, mask)?;
+    let y = softmax_product(b, scores, split(v, keys)?, precision)?;
+    b.reshape(y, &[batch, queries, features])
+}
+
+/// The lowest number in place of scores `[batch, heads, queries, keys]` of keys where `mask` `[batch, keys]` is 0.
+fn hidden(b: &Builder, scores: Tensor, mask: Tensor) -> Result<Tensor> {
+    let none = b.scalar(b.dtype(mask), 0.0)?;
+    let visible = b.compare(Comparison::Ne, mask, none)?;
+    let visible = b.broadcast_in_dim(visible, &[0, 3], &b.dims(scores))?;
+    let lowest = b.scalar(DType::F32, f64::from(f32::MIN))?;
+    b.select(visible, scores, lowest)
 }
 
 /// `q k^T` of each head, in `f32`: `[batch, heads, queries, keys]`.

@@ -5,19 +5,25 @@
 //! Weights default to PyTorch's initial distributions.
 
 mod activation;
+mod adaptive;
 mod attention;
 mod conv;
 mod embedding;
+mod feed_forward;
 mod linear;
 mod norm;
+mod patches;
 mod rotary;
 
 pub use activation::{Activation, gated_gelu, gelu, gelu_tanh, quick_gelu, silu};
-pub use attention::{Attention, attention, biased_attention};
+pub use adaptive::{gated, modulated, modulation, modulation_parts};
+pub use attention::{Attention, attention, biased_attention, masked_attention};
 pub use conv::{Conv2d, conv2d, downsample_2x, upsample_2x, upsample_nearest_2x};
 pub use embedding::{TimestepEmbedding, embedding, sinusoidal_embedding};
+pub use feed_forward::feed_forward;
 pub use linear::{Linear, linear, linear_f32};
 pub use norm::{GroupNorm, group_norm, layer_norm, plain_layer_norm, rms_norm};
+pub use patches::{check_patches, patch_embedding, sine_positions, unpatch};
 pub use rotary::RotaryTables;
 
 use crate::dtype::DType;
@@ -102,6 +108,18 @@ pub fn constrain_tokens(b: &Builder, x: Tensor) -> Result<Tensor> {
             Some("activation_length"),
             Some("activation_heads"),
         ],
+    )
+}
+
+/// Pins the sharding of tokens `[batch, length, features]` between layers: every device has all features of its tokens,
+/// over which the next norm takes its mean.
+///
+/// # Errors
+/// When `x` has another rank.
+pub fn constrain_residual(b: &Builder, x: Tensor) -> Result<Tensor> {
+    b.constrain(
+        x,
+        &[Some("activation_batch"), Some("activation_length"), None],
     )
 }
 

@@ -8,7 +8,7 @@ use crate::dtype::DType;
 use crate::emit::DotPrecision;
 use crate::host_tensor::HostTensor;
 use crate::lowering::Lowered;
-use crate::models::DiffusionModel;
+use crate::models::{DiffusionModel, TextPlace};
 use crate::runtime::{Prepared, Session};
 use crate::shape::Shape;
 
@@ -27,6 +27,8 @@ pub struct Conditioning {
     pub hidden: HostTensor,
     /// `f32[rows, features]`, for a denoiser that takes pooled embeddings.
     pub pooled: Option<HostTensor>,
+    /// `f32[rows, tokens]`, for a denoiser that does not attend to the tokens that fill a prompt up: 0 for those.
+    pub mask: Option<HostTensor>,
 }
 
 /// What one encoder gives for the prompts.
@@ -36,27 +38,97 @@ pub struct EncodedPart {
     pub hidden: Option<HostTensor>,
     /// `f32[rows, features]`
     pub pooled: Option<HostTensor>,
+    /// `f32[rows, tokens]`, if padding is masked.
+    pub mask: Option<HostTensor>,
 }
 
-impl Conditioning {
-    /// The features of several encoders side by side, with the pooled embeddings of the last that has any. `None`
-    /// without hidden states.
+/// How the results of a model's text encoders make its conditioning.
+#[derive(Clone, Debug)]
+pub struct TextLayout {
+    /// Of each encoder.
+    places: Vec<TextPlace>,
+    /// Tokens and features that are filled up with zeros.
+    filled: Option<[usize; 2]>,
+}
+
+impl TextLayout {
+    /// That of `model` for prompts of `tokens` tokens.
+    pub fn of(model: &DiffusionModel, tokens: usize) -> TextLayout {
+        let encoders = model.text_encoders.iter();
+        TextLayout {
+            places: encoders.map(|encoder| encoder.place).collect(),
+            filled: model.padded_features().map(|features| [tokens, features]),
+        }
+    }
+
+    /// The results of all encoders together; `None` without hidden states.
     ///
     /// # Errors
-    /// When their numbers of prompts or tokens differ.
-    pub fn join(parts: Vec<EncodedPart>) -> Result<Option<Conditioning>, PipelineError> {
-        let mut joined = EncodedPart::default();
-        for part in parts {
-            joined.pooled = part.pooled.or(joined.pooled);
-            joined.hidden = match (joined.hidden, part.hidden) {
+    /// When their numbers of prompts or tokens differ, or there are more tokens or features than the model takes.
+    pub fn join(&self, parts: Vec<EncodedPart>) -> Result<Option<Conditioning>, PipelineError> {
+        let mut segments: Vec<HostTensor> = Vec::new();
+        let (mut pooled, mut mask) = (None, None);
+        for (place, part) in self.places.iter().zip(parts) {
+            pooled = match (pooled, part.pooled) {
                 (Some(left), Some(right)) => Some(side_by_side(left, right)?),
                 (left, right) => left.or(right),
             };
+            mask = part.mask.or(mask);
+            let Some(hidden) = part.hidden else {
+                continue;
+            };
+            let last = segments.pop();
+            match (place, last) {
+                (TextPlace::Beside, Some(last)) => segments.push(side_by_side(last, hidden)?),
+                (_, last) => segments.extend(last.into_iter().chain([hidden])),
+            }
         }
-        let EncodedPart { hidden, pooled } = joined;
-        Ok(hidden.map(|hidden| Conditioning { hidden, pooled }))
+        let hidden = match self.filled {
+            Some(dims) if !segments.is_empty() => Some(fill(&segments, dims)?),
+            Some(_) | None => segments.pop(),
+        };
+        Ok(hidden.map(|hidden| Conditioning {
+            hidden,
+            pooled,
+            mask,
+        }))
     }
+}
 
+/// Tokens of one prompt after another, with zeros for the features and tokens that there are not.
+fn fill(segments: &[HostTensor], dims: [usize; 2]) -> Result<HostTensor, PipelineError> {
+    let [tokens, features] = dims;
+    let rows = segments.first().map_or(0, |first| first.shape.dims[0]);
+    let mut values = vec![0.0; rows * tokens * features];
+    let mut before = 0;
+    for segment in segments {
+        let [own_rows, own, width] = segment.shape.dims[..] else {
+            return Err(misfit(vec![rows, tokens, features], segment));
+        };
+        if own_rows != rows || before + own > tokens || width > features {
+            return Err(misfit(vec![rows, tokens - before, features], segment));
+        }
+        let source = segment.to_f32_vec()?;
+        for (at, token) in source.chunks(width).enumerate() {
+            let (row, token_at) = (at / own, before + at % own);
+            let start = (row * tokens + token_at) * features;
+            values[start..start + width].copy_from_slice(token);
+        }
+        before += own;
+    }
+    Ok(HostTensor::from_f32([rows, tokens, features], &values)?)
+}
+
+/// The error for conditioning of other sizes.
+fn misfit(expected: Vec<usize>, found: &HostTensor) -> PipelineError {
+    PipelineError::Shape {
+        what: names::ENCODER_HIDDEN_STATES,
+        expected: found.shape.with_dims(expected),
+        found: found.shape.clone(),
+    }
+}
+
+impl Conditioning {
     /// Sets the rows `rows` to zero, which is SDXL's conditioning for no prompt.
     pub fn zero(&mut self, rows: impl Iterator<Item = usize>) {
         let rows: Vec<usize> = rows.collect();
@@ -72,21 +144,21 @@ impl Conditioning {
     }
 }
 
-/// The features of two tensors of the same prompts and tokens.
+/// The features of two tensors of the same prompts and, for hidden states, tokens.
 fn side_by_side(left: HostTensor, right: HostTensor) -> Result<HostTensor, PipelineError> {
-    let (of_left, of_right) = (&left.shape.dims, &right.shape.dims);
-    if of_left[..2] != of_right[..2] {
-        return Err(PipelineError::Shape {
-            what: names::ENCODER_HIDDEN_STATES,
-            expected: left.shape,
-            found: right.shape,
-        });
+    let (Some((of_left, same)), Some((of_right, others))) =
+        (left.shape.dims.split_last(), right.shape.dims.split_last())
+    else {
+        return Err(misfit(left.shape.dims.clone(), &right));
+    };
+    if same != others {
+        return Err(misfit(left.shape.dims.clone(), &right));
     }
-    let dims = [of_left[0], of_left[1], of_left[2] + of_right[2]];
+    let dims = [same, &[of_left + of_right]].concat();
     let (a, b) = (left.to_f32_vec()?, right.to_f32_vec()?);
     let values: Vec<f32> = a
-        .chunks(of_left[2])
-        .zip(b.chunks(of_right[2]))
+        .chunks(*of_left)
+        .zip(b.chunks(*of_right))
         .flat_map(|(a, b)| a.iter().chain(b).copied())
         .collect();
     Ok(HostTensor::from_f32(dims, &values)?)
@@ -150,7 +222,7 @@ impl Encoder {
         let row_ids = sequences * self.tokens;
         let mut hidden: Vec<Vec<f32>> = vec![Vec::new(); self.rows];
         let mut features = 0;
-        let mut pooled = None;
+        let (mut pooled, mut mask) = (None, None);
         for sequence in 0..sequences {
             let ids: Vec<i32> = (0..self.rows)
                 .flat_map(|row| &ids[row * row_ids + sequence * self.tokens..][..self.tokens])
@@ -161,9 +233,16 @@ impl Encoder {
             let results = self.program.run(weights, &inputs)?;
             let slots = self.program.stages().step().outputs();
             for (slot, result) in slots.iter().zip(results) {
-                if slot.name != names::ENCODER_HIDDEN_STATES {
-                    pooled.get_or_insert(result);
-                    continue;
+                match slot.name.as_str() {
+                    names::ENCODER_HIDDEN_STATES => {}
+                    names::ENCODER_ATTENTION_MASK => {
+                        mask.get_or_insert(result);
+                        continue;
+                    }
+                    _ => {
+                        pooled.get_or_insert(result);
+                        continue;
+                    }
                 }
                 features = result.shape.dims[2];
                 let values = result.to_f32_vec()?;
@@ -179,6 +258,7 @@ impl Encoder {
                 _ => Some(HostTensor::from_f32(dims, &hidden.concat())?),
             },
             pooled,
+            mask,
         })
     }
 }
@@ -186,6 +266,7 @@ impl Encoder {
 /// The text encoders of one model.
 pub struct PromptEncoders {
     encoders: Vec<Encoder>,
+    layout: TextLayout,
     batch: usize,
     guidance: bool,
 }
@@ -220,6 +301,7 @@ impl PromptEncoders {
                     Encoder::compile(session, encoder, sizes, precision)
                 })
                 .collect::<Result<_, _>>()?,
+            layout: TextLayout::of(model, options.tokens),
             batch: options.batch,
             guidance: options.guidance != Guidance::Off,
         })
@@ -257,7 +339,7 @@ impl PromptEncoders {
             phases.encode += start.elapsed().as_secs_f64();
         }
         let joined = parts.into_iter().map(|parts| {
-            let joined = Conditioning::join(parts)?;
+            let joined = self.layout.join(parts)?;
             joined
                 .ok_or_else(|| PipelineError::Request("the model has no text encoder".to_string()))
         });

@@ -55,6 +55,34 @@ impl ControlImage {
     }
 }
 
+/// Skip-layer guidance: how strongly samples are led away from the model's output without some layers, and the fractions
+/// of the steps between which they are (diffusers' `skip_layer_guidance_start` and `skip_layer_guidance_stop`).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct SkipLayerGuidance {
+    pub scale: f32,
+    pub start: f64,
+    pub stop: f64,
+}
+
+impl Default for SkipLayerGuidance {
+    /// diffusers' values, which Stability AI recommends for Stable Diffusion 3.5 medium.
+    fn default() -> Self {
+        SkipLayerGuidance {
+            scale: 2.8,
+            start: 0.01,
+            stop: 0.2,
+        }
+    }
+}
+
+impl SkipLayerGuidance {
+    /// Whether step `step` of `steps` is between the two.
+    fn acts(self, step: usize, steps: usize) -> bool {
+        let (step, steps) = (step as f64, steps as f64);
+        step > steps * self.start && step < steps * self.stop
+    }
+}
+
 /// The images of one batch: as many as the denoiser's.
 #[derive(Debug)]
 pub struct DenoiseInputs<'a> {
@@ -74,6 +102,8 @@ pub struct DenoiseInputs<'a> {
     pub image_tokens: Option<(HostTensor, f32)>,
     pub guidance_scale: f32,
     pub guidance_rescale: f32,
+    /// Read by a step that was traced with layers to skip.
+    pub skip_layer_guidance: SkipLayerGuidance,
     pub plan: &'a SamplingPlan,
 }
 
@@ -173,8 +203,18 @@ impl Denoiser {
                 shared.set(sampler_names::NOISE, &silence)?;
             }
             silent = !step.is_noisy();
+            let skips = self.skips() && inputs.skip_layer_guidance.acts(done, steps);
+            if self.skips() {
+                let scale = if skips {
+                    inputs.skip_layer_guidance.scale
+                } else {
+                    0.0
+                };
+                let scale = HostTensor::from_f32([], &[scale])?;
+                shared.set(names::SKIP_LAYER_GUIDANCE_SCALE, &scale)?;
+            }
             let predicted;
-            (state, predicted) = self.step(weights, &shared, &passes, state)?;
+            (state, predicted) = self.step(weights, &shared, &passes, skips, state)?;
             if let Some(Inpainting::PutBack {
                 latents,
                 noise,
@@ -220,6 +260,10 @@ impl Denoiser {
             let scale = HostTensor::from_f32([], &[scale])?;
             shared.set(names::IMAGE_TOKENS_SCALE, &scale)?;
         }
+        if self.skips() {
+            // Of the pass that leaves them out; the others have a value of their own.
+            shared.set(names::SKIP_LAYERS, &HostTensor::from_f32([], &[1.0])?)?;
+        }
         for (name, value) in [
             (names::GUIDANCE_SCALE, inputs.guidance_scale),
             (names::GUIDANCE_RESCALE, inputs.guidance_rescale),
@@ -255,11 +299,17 @@ impl Denoiser {
                 };
                 own.set(name, &rows(pooled)?)?;
             }
+            if let Some(mask) = &conditioning.mask {
+                own.set(names::ENCODER_ATTENTION_MASK, &rows(mask)?)?;
+            }
             if takes(names::TIME_IDS) {
                 own.set(names::TIME_IDS, &rows(&time_ids)?)?;
             }
             if let Some((tokens, _)) = &inputs.image_tokens {
                 own.set(names::IMAGE_TOKENS, &rows(tokens)?)?;
+            }
+            if self.skips() {
+                own.set(names::SKIP_LAYERS, &HostTensor::from_f32([], &[0.0])?)?;
             }
             let early = self
                 .program
@@ -270,7 +320,12 @@ impl Denoiser {
         Ok(passes)
     }
 
-    /// Runs of the model in a step.
+    /// Whether a further pass may leave layers out.
+    fn skips(&self) -> bool {
+        self.program.input(names::SKIP_LAYERS).is_some()
+    }
+
+    /// Rows of the embeddings for each image: the passes of a step, without one that leaves layers out.
     fn passes(&self) -> usize {
         1 + usize::from(self.advance.is_some())
     }
@@ -288,6 +343,7 @@ impl Denoiser {
         weights: &Prepared<'_>,
         shared: &Inputs<'_>,
         passes: &[Inputs<'_>],
+        skips: bool,
         state: SamplerState,
     ) -> Result<(SamplerState, Array), RuntimeError> {
         let SamplerState { sample, history } = state;
@@ -305,9 +361,19 @@ impl Denoiser {
                     };
                     predictions.extend(self.program.step().call(&find, Vec::new())?);
                 }
+                if let (true, Some(pass)) = (skips, passes.last()) {
+                    let find = |name: &str| match name {
+                        sampler_names::SAMPLE => Some(&sample),
+                        names::SKIP_LAYERS => shared.get(name),
+                        _ => find(weights, shared, pass, name),
+                    };
+                    predictions.extend(self.program.step().call(&find, Vec::new())?);
+                }
                 let find = |name: &str| match name {
                     names::WITHOUT_PROMPT => predictions.first(),
                     names::WITH_PROMPT => predictions.get(1),
+                    // Where no layer is left out, its scale is 0.
+                    names::WITH_SKIPPED_LAYERS => predictions.last(),
                     _ => shared.get(name),
                 };
                 advance.step().call(&find, vec![sample, history])?

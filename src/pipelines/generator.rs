@@ -16,7 +16,7 @@ use super::PipelineError;
 use super::batch::{Batch, Phases, TokenizedImage, batches, one_row};
 use super::conditioning::{Conditioning, Encoded, PromptEncoders};
 use super::decoded::{check_samples, decoded_to_image, pixels_to_image};
-use super::denoiser::{ControlImage, DenoiseInputs};
+use super::denoiser::{ControlImage, DenoiseInputs, SkipLayerGuidance};
 use super::hires::{Hires, Place, noised};
 use super::image_prompt::{ImagePrompt, ImageTokens, of_batch};
 use super::latents::{Decoder, ImageEncoder};
@@ -37,6 +37,7 @@ pub struct SamplingOptions<'a> {
     /// The samplers of all images.
     pub plans: &'a [SamplingPlan],
     pub guidance_rescale: f32,
+    pub skip_layer_guidance: SkipLayerGuidance,
     /// Whether an empty negative prompt is zeros instead of the encoding of an empty text
     /// (`force_zeros_for_empty_prompt` of SDXL's `model_index.json`).
     pub zero_empty_prompts: bool,
@@ -65,6 +66,7 @@ impl<'a> SamplingOptions<'a> {
         SamplingOptions {
             plans,
             guidance_rescale: 0.0,
+            skip_layer_guidance: SkipLayerGuidance::default(),
             zero_empty_prompts: false,
             images: &[],
             mask: None,
@@ -633,6 +635,7 @@ impl ImageGenerator {
             controls: steps.controls,
             guidance_scale: first.guidance_scale,
             guidance_rescale: options.guidance_rescale,
+            skip_layer_guidance: options.skip_layer_guidance,
             plan,
         };
         progress.enter(Phase::Denoise)?;

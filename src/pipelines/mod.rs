@@ -41,6 +41,7 @@ mod upscaler;
 mod weights;
 
 pub use batch::{Phases, TokenizedImage};
+pub use denoiser::SkipLayerGuidance;
 pub use error::{BoxError, PipelineError};
 pub use inputs::Inputs;
 pub use lora::LoraChoice;

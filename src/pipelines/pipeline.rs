@@ -61,6 +61,8 @@ impl PipelineModel {
             inversions: &self.inversions,
             scheduler: &self.model.scheduler,
             image_seq_len: self.model.image_seq_len(),
+            flow_levels: self.model.denoiser.kind().flow_levels(),
+            lower_case: self.model.family.spec().lower_case_prompts,
         }
     }
 }
@@ -73,6 +75,8 @@ pub struct PipelineOptions {
     /// For the base model's weights.
     pub loras: Vec<LoraChoice>,
     pub guidance: Guidance,
+    /// Layers of the base model that skip-layer guidance leaves out; only with [`Guidance::TwoPasses`].
+    pub skip_layers: Vec<usize>,
     pub precision: DotPrecision,
     /// Side of the blocks of pixels that a pixel-space model sees as one position; 1 for latent models.
     pub pixel_unshuffle: usize,
@@ -265,6 +269,7 @@ impl Pipeline {
         let inits = request.init_images.as_ref();
         let sampling = SamplingOptions {
             guidance_rescale: request.guidance_rescale,
+            skip_layer_guidance: request.skip_layer_guidance,
             zero_empty_prompts: options.base.zero_empty_prompts,
             images: inits.map_or(&[], |inits| &inits.images),
             mask: inits.and_then(|inits| inits.mask.as_ref()),
@@ -405,6 +410,7 @@ impl Pipeline {
             batch: sizes.batch,
             tokens: model.model.tokens * sizes.chunks,
             guidance: options.guidance,
+            skip_layers: options.skip_layers.clone(),
             quantization: model.quantization.clone(),
         };
         let model = &options.base.model;

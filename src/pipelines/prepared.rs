@@ -1,8 +1,10 @@
 //! The parts of a request for each model of a pipeline.
 
+use std::borrow::Cow;
+
 use crate::data::Tokenizer;
-use crate::models::TextEncoder;
-use crate::schedulers::{PlanOptions, SamplingPlan, SchedulerConfig, Start};
+use crate::models::{Part, TextEncoder};
+use crate::schedulers::{FlowLevels, PlanOptions, SamplingPlan, SchedulerConfig, Start};
 
 use super::PipelineError;
 use super::batch::TokenizedImage;
@@ -39,6 +41,9 @@ pub(super) struct PromptReader<'a> {
     pub scheduler: &'a SchedulerConfig,
     /// The tokens of an image, on which its noise levels may depend.
     pub image_seq_len: Option<usize>,
+    pub flow_levels: FlowLevels,
+    /// Whether prompts are read in lower case.
+    pub lower_case: bool,
 }
 
 impl PromptReader<'_> {
@@ -67,9 +72,16 @@ pub(super) fn prepare(
     // All tokenizers at once, so that the prompts of all models have the same number of chunks.
     let refining = refiner.into_iter().flat_map(|refiner| refiner.tokenizers);
     let tokenizers: Vec<&Tokenizer> = base.tokenizers.iter().chain(refining).collect();
+    let refining = refiner
+        .into_iter()
+        .flat_map(|refiner| refiner.text_encoders);
+    let parts = base.text_encoders.iter().chain(refining);
+    let is_second: Vec<bool> = parts.map(|e| e.part == Part::TextEncoder2).collect();
+    let requests = requests_of(&request.images, base.lower_case);
     let mut images = tokenize(
         &tokenizers,
-        &request.images,
+        &is_second,
+        &requests,
         &steps,
         request.prompt_syntax,
         observer,
@@ -89,6 +101,7 @@ pub(super) fn prepare(
             reader.scheduler.plan(&PlanOptions {
                 end,
                 image_seq_len: reader.image_seq_len,
+                flow_levels: reader.flow_levels,
                 ..options(*steps, start)
             })
         };
@@ -101,6 +114,7 @@ pub(super) fn prepare(
                 let steps = hires.steps.unwrap_or(*steps);
                 base.scheduler.plan(&PlanOptions {
                     image_seq_len: hires.image_seq_len,
+                    flow_levels: base.flow_levels,
                     ..options(steps, Start::Strength(hires.strength))
                 })
             };
@@ -131,32 +145,54 @@ pub(super) fn prepare(
     Ok((base, refiner))
 }
 
-/// Images with the tokens of their prompts for every text encoder, all with the same number of chunks. `observer` gets
-/// a warning for each part of a prompt that is lost.
+/// The images with their prompts as the model reads them.
+fn requests_of(images: &[ImageRequest], lower_case: bool) -> Cow<'_, [ImageRequest]> {
+    if !lower_case {
+        return Cow::Borrowed(images);
+    }
+    let lower = |text: &str| text.trim().to_lowercase();
+    let read = |image: &ImageRequest| ImageRequest {
+        prompt: lower(&image.prompt),
+        prompt_2: image.prompt_2.as_deref().map(lower),
+        negative_prompt: lower(&image.negative_prompt),
+        ..image.clone()
+    };
+    images.iter().map(read).collect()
+}
+
+/// Images with the tokens of their prompts for every text encoder, all with the same number of chunks. Those for which
+/// `is_second` says so read [`ImageRequest::prompt_2`], where there is one. `observer` gets a warning for each part of a
+/// prompt that is lost.
 ///
 /// # Errors
 /// When a prompt cannot be read or encoded; errors of `observer`.
 pub fn tokenize(
     tokenizers: &[&Tokenizer],
+    is_second: &[bool],
     requests: &[ImageRequest],
     steps: &[usize],
     syntax: PromptSyntax,
     observer: &mut Observer<'_>,
 ) -> Result<Vec<TokenizedImage>, PipelineError> {
     let mut told = Vec::new();
-    let mut encode = |text: &str| -> Result<Vec<PromptTokens>, PipelineError> {
-        let tokens = tokenizers
-            .iter()
-            .map(|tokenizer| encode_prompt(tokenizer, text, syntax))
-            .collect::<Result<Vec<_>, _>>()?;
-        for warning in tokens.iter().flat_map(|t| &t.warnings) {
-            let warning = format!("'{text}': {warning}");
-            if !told.contains(&warning) {
-                observer(Event::Warning(&warning)).map_err(PipelineError::Observer)?;
-                told.push(warning);
+    let mut encode = |text: &str, second: &str| -> Result<Vec<PromptTokens>, PipelineError> {
+        let mut all = Vec::with_capacity(tokenizers.len());
+        for (which, tokenizer) in tokenizers.iter().enumerate() {
+            let text = match is_second.get(which) {
+                Some(true) => second,
+                Some(false) | None => text,
+            };
+            let tokens = encode_prompt(tokenizer, text, syntax)?;
+            for warning in &tokens.warnings {
+                let warning = format!("'{text}': {warning}");
+                if !told.contains(&warning) {
+                    observer(Event::Warning(&warning)).map_err(PipelineError::Observer)?;
+                    told.push(warning);
+                }
             }
+            all.push(tokens);
         }
-        Ok(tokens)
+        Ok(all)
     };
     let mut images = requests
         .iter()
@@ -164,8 +200,11 @@ pub fn tokenize(
             Ok(TokenizedImage {
                 plan: steps.iter().position(|s| *s == request.steps).unwrap_or(0),
                 guidance_scale: request.guidance_scale as f32,
-                prompt: encode(&request.prompt)?,
-                negative: encode(&request.negative_prompt)?,
+                prompt: encode(
+                    &request.prompt,
+                    request.prompt_2.as_ref().unwrap_or(&request.prompt),
+                )?,
+                negative: encode(&request.negative_prompt, &request.negative_prompt)?,
                 negative_is_empty: request.negative_prompt.is_empty(),
                 seed: request.seed,
                 init: request.init,

@@ -2,7 +2,7 @@
 
 use crate::host_tensor::HostTensor;
 
-use super::denoiser::ControlImage;
+use super::denoiser::{ControlImage, SkipLayerGuidance};
 use super::image_prompt::ImagePrompt;
 use super::init_image::InitImages;
 use super::prompt::PromptSyntax;
@@ -12,6 +12,8 @@ use super::upscaler::HiresUpscaler;
 #[derive(Clone, Debug, PartialEq)]
 pub struct ImageRequest {
     pub prompt: String,
+    /// What the second text encoder reads; `prompt` where there is none.
+    pub prompt_2: Option<String>,
     pub negative_prompt: String,
     pub seed: u64,
     pub guidance_scale: f64,
@@ -25,6 +27,7 @@ impl ImageRequest {
     pub fn new(prompt: impl Into<String>) -> Self {
         ImageRequest {
             prompt: prompt.into(),
+            prompt_2: None,
             negative_prompt: String::new(),
             seed: 0,
             guidance_scale: 7.5,
@@ -42,6 +45,8 @@ pub struct GenerateRequest {
     pub prompt_syntax: PromptSyntax,
     /// How much of the guided output's deviation is brought back to that of the prompt's alone.
     pub guidance_rescale: f32,
+    /// How layers act that [`super::PipelineOptions`] says to skip.
+    pub skip_layer_guidance: SkipLayerGuidance,
     /// Fresh noise in each step, for samplers that read it: 0 for none.
     pub eta: f64,
     pub init_images: Option<InitImages>,
@@ -91,6 +96,7 @@ impl GenerateRequest {
             images,
             prompt_syntax: PromptSyntax::Weighted,
             guidance_rescale: 0.0,
+            skip_layer_guidance: SkipLayerGuidance::default(),
             eta: 0.0,
             init_images: None,
             strength: 1.0,

@@ -9,6 +9,7 @@ use crate::lowering::Traced;
 use crate::models::clip::vision::PIXEL_VALUES;
 use crate::models::controlnet::Control;
 use crate::models::ip_adapter::image_tokens;
+use crate::models::sd3::SkipLayers;
 use crate::models::unet::{ImagePrompt, UNetInputs};
 use crate::models::{DenoiserInputs, DiffusionModel};
 use crate::quant::Policy;
@@ -24,8 +25,12 @@ pub mod names {
     pub const GUIDANCE_SCALE: &str = "guidance_scale";
     /// How much of the guided output's deviation is brought back to that of the prompt's alone.
     pub const GUIDANCE_RESCALE: &str = "guidance_rescale";
+    /// Skip-layer guidance: a scalar, and whether a run leaves the layers out (1) or not (0).
+    pub const SKIP_LAYER_GUIDANCE_SCALE: &str = "skip_layer_guidance_scale";
+    pub const SKIP_LAYERS: &str = "skip_layers";
     /// The text encoders' results, which are the denoising step's conditioning.
-    pub use crate::models::flux::names::POOLED_PROJECTIONS;
+    pub use crate::models::joint::names::POOLED_PROJECTIONS;
+    pub use crate::models::pixart::names::ENCODER_ATTENTION_MASK;
     pub use crate::models::unet::names::{ENCODER_HIDDEN_STATES, TEXT_EMBEDS, TIME_IDS};
     /// The further inputs of an inpainting model: `f32[batch, 1, rows, columns]`, 1 where it draws, and the latents of
     /// the image without that part, of the sample's shape.
@@ -44,6 +49,7 @@ pub mod names {
     pub const PREDICTION: &str = "prediction";
     pub const WITHOUT_PROMPT: &str = "prediction_without_prompt";
     pub const WITH_PROMPT: &str = "prediction_with_prompt";
+    pub const WITH_SKIPPED_LAYERS: &str = "prediction_with_skipped_layers";
 
     /// The name of ControlNet `which`'s input.
     pub fn numbered(name: &str, which: usize) -> String {
@@ -79,6 +85,8 @@ pub struct DenoiseOptions {
     /// Tokens of a prompt: a multiple of what a text encoder takes at once.
     pub tokens: usize,
     pub guidance: Guidance,
+    /// Layers that skip-layer guidance leaves out in a third pass; only with [`Guidance::TwoPasses`].
+    pub skip_layers: Vec<usize>,
     pub quantization: Option<Policy>,
 }
 
@@ -110,7 +118,8 @@ pub struct DenoiseStep<T> {
 }
 
 /// The inputs of the denoising step that are known before its first run, beside the images for ControlNets.
-const REQUEST: [&str; 7] = [
+const REQUEST: [&str; 8] = [
+    names::ENCODER_ATTENTION_MASK,
     names::ENCODER_HIDDEN_STATES,
     names::IMAGE_TOKENS,
     names::MASK,
@@ -126,10 +135,11 @@ const REQUEST: [&str; 7] = [
 /// the other: wherever a device's images are, so are both rows. (diffusers puts all rows without prompts first; over a
 /// sharded batch that sends every sample to another device.) With guidance, the model's output is
 /// `without + guidance_scale * (with - without)` (Ho and Salimans 2022, equation 6, in diffusers' scale), then rescaled
-/// by [`names::GUIDANCE_RESCALE`] (Lin et al. 2023, section 3.4; 0 leaves it as it is).
+/// by [`names::GUIDANCE_RESCALE`] (Lin et al. 2023, section 3.4; 0 leaves it as it is). Skip-layer guidance adds
+/// `skip_layer_guidance_scale * (with - with_skipped_layers)`, as in diffusers' `StableDiffusion3Pipeline`.
 ///
 /// # Errors
-/// When the model's parts do not fit together, or quantization is refused.
+/// When the model's parts do not fit together, quantization is refused, or layers are to be skipped that cannot be.
 pub fn trace_denoise(
     model: &DiffusionModel,
     options: &DenoiseOptions,
@@ -166,9 +176,14 @@ pub fn trace_denoise(
             let sampler = sampler(&b)?;
             let passes = [
                 b.input(names::WITHOUT_PROMPT, shape.clone(), &axes)?,
-                b.input(names::WITH_PROMPT, shape, &axes)?,
+                b.input(names::WITH_PROMPT, shape.clone(), &axes)?,
             ];
-            sampler.advance(&b, guide(&b, passes)?)?;
+            let mut guided = guide(&b, passes)?;
+            if !options.skip_layers.is_empty() {
+                let skipped = b.input(names::WITH_SKIPPED_LAYERS, shape, &axes)?;
+                guided = away_from(&b, guided, passes[1], skipped)?;
+            }
+            sampler.advance(&b, guided)?;
             advance = Some(Traced::new("advance", b.finish()));
         }
     }
@@ -230,6 +245,20 @@ fn predict(
             inputs.sample = b.concatenate(&[inputs.sample, seen], 1)?;
         }
     }
+    if !options.skip_layers.is_empty() {
+        let skip = SkipLayers {
+            layers: options.skip_layers.clone(),
+            are_skipped: scalar(names::SKIP_LAYERS)?,
+        };
+        match (&mut inputs, options.guidance) {
+            (DenoiserInputs::Sd3(inputs), Guidance::TwoPasses) => inputs.skip_layers = Some(skip),
+            _ => {
+                let what =
+                    "skip-layer guidance is for Stable Diffusion 3 guided in passes of one row";
+                return Err(b.invalid(what).into());
+            }
+        }
+    }
     Ok(model.predict(b, inputs)?)
 }
 
@@ -287,6 +316,19 @@ fn guide(b: &Builder, [without, with]: [Tensor; 2]) -> Result<Tensor, GraphError
     b.mul(guided, b.add(change, one)?)
 }
 
+/// `guided` led away from the model's output without some layers; declares the scale.
+fn away_from(
+    b: &Builder,
+    guided: Tensor,
+    with: Tensor,
+    skipped: Tensor,
+) -> Result<Tensor, GraphError> {
+    let scalar = Shape::scalar(DType::F32);
+    let scale = b.input(names::SKIP_LAYER_GUIDANCE_SCALE, scalar, &[])?;
+    let b = &b.root("guidance");
+    b.add(guided, b.mul(b.sub(with, skipped)?, scale)?)
+}
+
 /// Traces the program that makes tokens of an IP-Adapter's image: `pixel_values` `f32[1, 3, side, side]` to
 /// `f32[2, tokens, features]`, those of no image and those of the image; `None` without an adapter.
 ///
@@ -321,7 +363,10 @@ pub fn trace_encode(
         let hidden = b.convert(hidden, DType::F32)?;
         b.output(names::ENCODER_HIDDEN_STATES, hidden, None)?;
     }
-    if model.pooled_encoder()? == Some(which)
+    if let Some(mask) = encoded.mask {
+        b.output(names::ENCODER_ATTENTION_MASK, mask, None)?;
+    }
+    if model.pooled_encoders()?.contains(&which)
         && let Some(embeds) = encoded.pooled
     {
         b.output(names::TEXT_EMBEDS, b.convert(embeds, DType::F32)?, None)?;

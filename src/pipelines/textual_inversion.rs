@@ -382,6 +382,7 @@ mod tests {
     use super::*;
     use crate::data::word_level_json;
     use crate::models::HiddenState;
+    use crate::models::TextPlace;
     use crate::models::clip::ClipTextConfig;
     use crate::pipelines::prompt::{PromptSyntax, encode_prompt};
     use crate::weights::{TensorView, save};
@@ -422,6 +423,8 @@ mod tests {
             part,
             config: clip(features, 1).into(),
             hidden: HiddenState::Normed { skip: 0 },
+            place: TextPlace::Beside,
+            masked: false,
             tokens: 6,
         }
     }

@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value};
 
 use crate::config::{self, Config, Given, LoraConfig};
+use crate::models::Part;
 use crate::models::unet::ROOT as UNET;
-use crate::models::{DenoiserKind, Part};
 use crate::pipelines::PipelineModel;
 use crate::quant::Policy;
 use crate::train::checkpoint::SavedCheckpoint;
@@ -18,7 +18,7 @@ use crate::weights::source::{Component, ModelSource};
 use super::record::Recorded;
 use super::source::{INDEX, Source, find_model};
 use super::step::lora_options;
-use super::{Notify, RecipeError, check_fine_tuning, hub};
+use super::{Notify, RecipeError, check_fine_tuning, check_trainable, hub};
 
 /// The model that the run starts from: that of the checkpoint which it continues, if this has a whole one, else the
 /// published one.
@@ -63,13 +63,7 @@ pub(super) fn base(
         source.replace_autoencoder(&config)?;
     }
     let mut base = source.model(&config, given, notify)?;
-    if base.model.denoiser.kind() != DenoiserKind::Unet {
-        return Err(RecipeError::Usage(format!(
-            "{}: training of {} is not here yet; Stable Diffusion 1.x, 2.x and SDXL can be fine-tuned",
-            base.files.path().display(),
-            base.model.family.title()
-        )));
-    }
+    check_trainable(&base.model, &base.files.path().display().to_string())?;
     if base.model.is_inpainting() {
         return Err(RecipeError::Usage(format!(
             "{}: fine-tuning of models for inpainting is not here yet; name the model that it was made from",

@@ -13,7 +13,7 @@ use crate::pipelines::prompt::{PromptSyntax, parse_weighted, split_lora_tags};
 use crate::pipelines::text_to_image::Guidance;
 use crate::pipelines::{
     GenerateRequest, Handover, HiresRequest, ImageRequest, MemoryAdvice, PipelineModel,
-    PipelineOptions,
+    PipelineOptions, SkipLayerGuidance,
 };
 use crate::schedulers::scheduler_fields;
 use crate::weights::Checkpoint;
@@ -96,6 +96,7 @@ pub fn generation(
     check_guidance_scales(&base.model, given, &images)?;
     let memory_advice = memory_advice(config, &base)?;
     let options = PipelineOptions {
+        skip_layers: skip_layers(config, &base.model)?,
         base,
         refiner,
         loras,
@@ -168,7 +169,11 @@ pub fn check_generation(
 fn check_words(config: &Config, given: &Given, images: &[ImageRequest]) -> Result<(), RecipeError> {
     if config.prompt_syntax == PromptSyntax::Weighted {
         for image in images {
-            for text in [&image.prompt, &image.negative_prompt] {
+            let second = image.prompt_2.as_ref();
+            for text in [&image.prompt, &image.negative_prompt]
+                .into_iter()
+                .chain(second)
+            {
                 let (text, _) = split_lora_tags(text).map_err(RecipeError::usage)?;
                 parse_weighted(&text).map_err(RecipeError::usage)?;
             }
@@ -236,6 +241,11 @@ fn request(
         prompt_syntax: config.prompt_syntax,
         // MaxDiffusion's recipe of SDXL-Lightning has -1: it rescales above 0 only.
         guidance_rescale: config.guidance_rescale.max(0.0) as f32,
+        skip_layer_guidance: SkipLayerGuidance {
+            scale: config.skip_layer_guidance_scale as f32,
+            start: config.skip_layer_guidance_start,
+            stop: config.skip_layer_guidance_stop,
+        },
         eta: config.eta,
         init_images: images::read(config, &base.model, &name)?,
         strength: config.strength,
@@ -281,13 +291,33 @@ fn hires(config: &Config, model: &DiffusionModel) -> Result<Option<HiresRequest>
     }))
 }
 
-/// How a denoising step of a model of `family` is guided.
+/// The layers that skip-layer guidance of `model` leaves out.
+///
+/// # Errors
+/// When the model has no such layers.
+pub fn skip_layers(config: &Config, model: &DiffusionModel) -> Result<Vec<usize>, RecipeError> {
+    let Some(layers) = &config.skip_guidance_layers else {
+        return Ok(Vec::new());
+    };
+    let count = model.denoiser.skippable_layers().unwrap_or(0) as u64;
+    match layers.0.iter().find(|layer| **layer >= count) {
+        None => Ok(layers.0.iter().map(|layer| *layer as usize).collect()),
+        Some(layer) => Err(RecipeError::Usage(format!(
+            "skip_guidance_layers has {layer}, but the {} of {} has {count} layers that can be left out, counted from 0",
+            model.denoiser.class(),
+            model.family.title()
+        ))),
+    }
+}
+
+/// How a denoising step of a model of `family` is guided. Skip-layer guidance takes passes of one row.
 ///
 /// # Errors
 /// When the configuration asks for classifier-free guidance, and the family goes without.
 pub fn guidance(config: &Config, family: Family) -> Result<Guidance, RecipeError> {
     let asked = config.do_classifier_free_guidance;
-    match (family.spec().guidance, asked, config.guidance_in_two_passes) {
+    let in_two_passes = config.guidance_in_two_passes || config.skip_guidance_layers.is_some();
+    match (family.spec().guidance, asked, in_two_passes) {
         (_, false, _) => Ok(Guidance::Off),
         (GuidanceKind::ClassifierFree, true, false) => Ok(Guidance::OneBatch),
         (GuidanceKind::ClassifierFree, true, true) => Ok(Guidance::TwoPasses),
@@ -354,8 +384,10 @@ fn check_family(config: &Config, family: Family, unchanged: bool) -> Result<(), 
         ("lightning_repo", !config.lightning_repo.is_empty()),
     ];
     match (spec.denoiser, keys.iter().find(|(_, is_asked)| *is_asked)) {
-        (DenoiserKind::Flux, Some((key, _))) => refuse(key, "it is not built"),
-        (DenoiserKind::Flux, None) | (DenoiserKind::Unet, _) => Ok(()),
+        (DenoiserKind::Unet, _) | (_, None) => Ok(()),
+        (DenoiserKind::Flux | DenoiserKind::Sd3 | DenoiserKind::PixArt, Some((key, _))) => {
+            refuse(key, "it is not built")
+        }
     }
 }
 

@@ -150,7 +150,10 @@ pub fn with_paths(mut config: Config, notify: &mut Notify<'_>) -> Result<Config,
             }
         }
     }
-    let wanted = Wanted::Model { expected: None };
+    let wanted = Wanted::Model {
+        expected: None,
+        without: None,
+    };
     if let Some(path) = find(&config.refiner_model_name_or_path, wanted)? {
         config.refiner_model_name_or_path = path;
     }

@@ -34,9 +34,11 @@ pub use described::{check_formats, described_policy};
 pub use error::RecipeError;
 pub use fine_tune::stored_policy;
 pub use formats::{mode_name, policy, policy_of_checkpoint, precision, quantization_summary};
-pub use generate::{Generation, generation, guidance};
+pub use generate::{Generation, generation, guidance, skip_layers};
 pub use mesh::{compile_topology, parallelism};
-pub use model::{CLIP_TOKENS, check_pixels, check_tokenizer, micro_conditioning, model};
+pub use model::{
+    CLIP_TOKENS, check_pixels, check_tokenizer, check_trainable, micro_conditioning, model,
+};
 pub use notice::{Notice, Notify};
 pub use overrides::{Overrides, Repeat};
 pub use program::{Step, compile_options, compiler, lowering_target, memory_advice, trace};

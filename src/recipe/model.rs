@@ -6,12 +6,11 @@ use serde_json::{Map, Value};
 
 use crate::config::{Config, ModelConfig};
 use crate::data::Tokenizer;
-use crate::models::clip::ClipTextConfig;
 use crate::models::spec::Signs;
 use crate::models::vae::{Autoencoder, AutoencoderKlConfig};
 use crate::models::{
-    Denoiser, DiffusionModel, Family, MicroConditioning, Part, SampleSpace, TextEncoder,
-    TextEncoderConfig,
+    Denoiser, DenoiserKind, DiffusionModel, Family, MicroConditioning, Part, SampleSpace,
+    TextEncoder, TextEncoderConfig, TextEncoderKind,
 };
 
 use super::RecipeError;
@@ -41,19 +40,21 @@ pub fn model(
     let family = family(config, &fields);
     let denoiser = Denoiser::from_map(family.spec().denoiser, fields)
         .map_err(RecipeError::at(config.denoiser_config_place()))?;
-    let text_encoder = match config.text_encoder_config_json()? {
+    let encoder = family.spec().text_encoders.iter();
+    let encoder = encoder.copied().find(|e| e.part == Part::TextEncoder);
+    let text_encoder = match encoder.zip(config.text_encoder_config_json()?) {
         None => None,
-        Some(mut fields) => {
-            if let Some(tokenizer) = tokenizer {
+        Some((encoder, mut fields)) => {
+            if let (TextEncoderKind::Clip, Some(tokenizer)) = (encoder.kind, tokenizer) {
                 let mut or_insert = |field: &str, value: serde_json::Value| {
                     fields.entry(field).or_insert(value);
                 };
                 or_insert("vocab_size", tokenizer.vocabulary_size().into());
                 or_insert("eos_token_id", tokenizer.end_id().into());
             }
-            let text = ClipTextConfig::from_map(fields)
+            let text = TextEncoderConfig::from_map(encoder.kind, fields)
                 .map_err(RecipeError::at(config.text_encoder_config_place()))?;
-            Some(TextEncoderConfig::from(text))
+            Some(text)
         }
     };
     if let (Some(text), Some(tokenizer)) = (&text_encoder, tokenizer) {
@@ -66,24 +67,29 @@ pub fn model(
         Some(_) => image_size(config, multiple)?,
         None => [image_side("resolution", config.resolution, multiple)?; 2],
     };
+    check_positions(&denoiser, space.factor(), image_size)?;
     let clip = text_encoder.as_ref().and_then(TextEncoderConfig::clip);
-    let encoder = family.spec().text_encoders.iter();
-    let encoder = encoder.copied().find(|e| e.part == Part::TextEncoder);
+    let tokens = prompt_tokens(
+        config,
+        family,
+        clip.map(|clip| clip.max_position_embeddings),
+    )?;
     Ok(DiffusionModel {
         family,
-        tokens: prompt_tokens(
-            config,
-            family,
-            clip.map(|clip| clip.max_position_embeddings),
-        )?,
+        tokens: tokens.all,
         denoiser,
         text_encoders: encoder
             .zip(text_encoder.clone())
             .map(|(encoder, config)| TextEncoder {
                 part: encoder.part,
-                tokens: clip.map_or(CLIP_TOKENS, |clip| clip.max_position_embeddings),
+                tokens: match encoder.kind {
+                    TextEncoderKind::Clip => tokens.clip,
+                    TextEncoderKind::T5 { .. } => tokens.t5,
+                },
                 config,
                 hidden: encoder.hidden,
+                place: encoder.place,
+                masked: encoder.masked,
             })
             .into_iter()
             .collect(),
@@ -101,8 +107,18 @@ pub fn model(
     })
 }
 
-/// Tokens of the text that the denoiser of `family` attends to, for a prompt of one chunk; `clip` is how many CLIP takes,
-/// where that is known.
+/// Tokens of a prompt of one chunk.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct PromptTokens {
+    /// For a CLIP.
+    pub clip: usize,
+    /// For T5.
+    pub t5: usize,
+    /// Those that the denoiser attends to.
+    pub all: usize,
+}
+
+/// Tokens of a prompt for a model of `family`; `clip` is how many CLIP takes, where that is known.
 ///
 /// # Errors
 /// When the configuration asks for more than the family takes.
@@ -110,13 +126,24 @@ pub(super) fn prompt_tokens(
     config: &Config,
     family: Family,
     clip: Option<usize>,
-) -> Result<usize, RecipeError> {
-    let Some([tokens, most]) = family.spec().prompt_lengths() else {
-        return Ok(clip.unwrap_or(CLIP_TOKENS));
+) -> Result<PromptTokens, RecipeError> {
+    let spec = family.spec();
+    let clip = clip.unwrap_or(CLIP_TOKENS);
+    let Some([tokens, most]) = spec.prompt_lengths() else {
+        return Ok(PromptTokens {
+            clip,
+            t5: 0,
+            all: spec.text_tokens(clip, 0),
+        });
+    };
+    let with = |t5: usize| PromptTokens {
+        clip,
+        t5,
+        all: spec.text_tokens(clip, t5),
     };
     match config.max_sequence_length {
-        None => Ok(tokens),
-        Some(asked) if asked <= most as u64 => Ok(asked as usize),
+        None => Ok(with(tokens)),
+        Some(asked) if asked <= most as u64 => Ok(with(asked as usize)),
         Some(asked) => Err(RecipeError::Usage(format!(
             "max_sequence_length={asked}: {} takes prompts of at most {most} tokens",
             family.title()
@@ -193,6 +220,24 @@ pub(super) fn image_size(config: &Config, scale: usize) -> Result<[usize; 2], Re
     Ok([side("height", config.height)?, side("width", config.width)?])
 }
 
+/// Refuses images with more rows or columns than the denoiser has positions for; `factor` pixels are one.
+///
+/// # Errors
+/// Says the largest.
+pub(super) fn check_positions(
+    denoiser: &Denoiser,
+    factor: usize,
+    [height, width]: [usize; 2],
+) -> Result<(), RecipeError> {
+    match denoiser.largest_side().map(|side| side * factor) {
+        Some(most) if height > most || width > most => Err(RecipeError::Usage(format!(
+            "height={height} width={width}: the transformer has positions for at most {most} pixels a side \
+             (pos_embed_max_size)"
+        ))),
+        Some(_) | None => Ok(()),
+    }
+}
+
 /// `side`, the value of `key`, of an image of which `scale x scale` pixels are what the denoiser takes together.
 fn image_side(key: &str, side: u64, scale: usize) -> Result<usize, RecipeError> {
     let side = side as usize;
@@ -237,6 +282,22 @@ pub fn check_tokenizer(text: &TextEncoderConfig, tokenizer: &Tokenizer) -> Resul
     Ok(())
 }
 
+/// Refuses a model whose training is not built; `place` is where it is from.
+///
+/// # Errors
+/// Names the family.
+pub fn check_trainable(model: &DiffusionModel, place: &str) -> Result<(), RecipeError> {
+    match model.denoiser.kind() {
+        DenoiserKind::Unet => Ok(()),
+        DenoiserKind::Flux | DenoiserKind::Sd3 | DenoiserKind::PixArt => {
+            Err(RecipeError::Usage(format!(
+                "{place}: training of {} is not here yet; Stable Diffusion 1.x, 2.x and SDXL can be fine-tuned",
+                model.family.title()
+            )))
+        }
+    }
+}
+
 /// Refuses a latent model: training, and generating from its checkpoints, work in pixel space.
 ///
 /// # Errors
@@ -249,7 +310,8 @@ pub fn check_pixels(model: &DiffusionModel) -> Result<(), RecipeError> {
              pixels: give a UNet with in_channels=3, or 3 * pixel_unshuffle^2",
             match &model.denoiser {
                 Denoiser::Unet(config) => format!("in_channels={}", config.in_channels),
-                Denoiser::Flux(_) => model.denoiser.class().to_owned(),
+                Denoiser::Flux(_) | Denoiser::Sd3(_) | Denoiser::PixArt(_) =>
+                    model.denoiser.class().to_owned(),
             },
             model.family.title()
         ))),

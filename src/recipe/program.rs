@@ -14,8 +14,9 @@ use crate::shard::{DeviceDescription, Mesh};
 use crate::train::step;
 
 use super::{
-    Notice, Notify, RecipeError, check_formats, compile_topology, data, described_policy, guidance,
-    mode_name, model, open_session, parallelism, step_options, stored_policy,
+    Notice, Notify, RecipeError, check_formats, check_trainable, compile_topology, data,
+    described_policy, guidance, mode_name, model, open_session, parallelism, skip_layers,
+    step_options, stored_policy,
 };
 
 /// Which program of a recipe.
@@ -49,6 +50,7 @@ pub fn trace(config: &Config, step: Step, mesh: &Mesh) -> Result<Traced, RecipeE
             check_local_shard_count(derived.total_train_batch_size, shards)?;
             let tokenizer = data::tokenizer_for_vocab_size(config)?;
             let model = model(config, tokenizer.as_ref())?;
+            check_trainable(&model, &config.pretrained_model_name_or_path)?;
             let mut options = step_options(config, &model, batch, shards as usize)?;
             if let Some(policy) = described_policy(config, model.family.spec())?
                 && !policy.stored.is_empty()
@@ -64,6 +66,7 @@ pub fn trace(config: &Config, step: Step, mesh: &Mesh) -> Result<Traced, RecipeE
                 batch,
                 tokens: model.tokens,
                 guidance: guidance(config, model.family)?,
+                skip_layers: skip_layers(config, &model)?,
                 quantization: described_policy(config, model.family.spec())?,
             };
             let traced = trace_denoise(&model, &options).map_err(RecipeError::usage)?;

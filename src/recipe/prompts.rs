@@ -48,6 +48,7 @@ pub fn image_requests(
             let counted = config.seed.0.wrapping_add(requests.len() as u64);
             requests.push(ImageRequest {
                 prompt: line.prompt.clone(),
+                prompt_2: Some(config.prompt_2.clone()).filter(|text| !text.is_empty()),
                 negative_prompt: line
                     .negative
                     .clone()

@@ -4,11 +4,9 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 use crate::config::{Config, ModelConfig};
-use crate::dtype::DType;
 use crate::graph::{Builder, Graph, Range, TensorFormat};
 use crate::hub::RepoId;
-use crate::models::{Denoiser, Family, FamilySpec, Part, flux, unet};
-use crate::nn::Remat;
+use crate::models::{Family, FamilySpec, Part, unet};
 use crate::quant::{Action, Decision, Policy, Rule, StoredFormats, annotate};
 use crate::weights::match_parameters;
 use crate::weights::quantized::{Quantization, weight_name};
@@ -17,7 +15,7 @@ use crate::weights::source::{
 };
 
 use super::source::{denoiser, find_model};
-use super::{CLIP_TOKENS, Notify, RecipeError, policy, precision};
+use super::{Notify, RecipeError, policy, precision};
 
 /// What [`quantize`] did.
 #[derive(Debug)]
@@ -179,20 +177,11 @@ fn decisions(
 ) -> Result<(Graph, Vec<Decision>), RecipeError> {
     let denoiser = denoiser(config, source)?;
     let b = Builder::new();
-    let precision = precision(config);
-    let sample = match &denoiser {
-        Denoiser::Unet(unet_config) => {
-            let side = unet_config.spatial_multiple();
-            let dims = [1, side, side, CLIP_TOKENS];
-            unet::declare_inputs(&b, unet_config, dims, DType::F32)
-                .and_then(|inputs| unet::unet(&b, unet_config, inputs, precision, Remat::None))
-        }
-        Denoiser::Flux(flux_config) => {
-            flux::declare_inputs(&b, flux_config, [1, 1, 1]).and_then(|inputs| {
-                flux::flux_transformer(&b, flux_config, inputs, precision, Remat::None)
-            })
-        }
+    let size = |name: &str| match name {
+        "height" | "width" => denoiser.smallest_side(),
+        _ => 1,
     };
+    let sample = denoiser.declare_forward(&b, &size, precision(config));
     let sample = sample.map_err(RecipeError::usage)?;
     b.output(unet::names::SAMPLE, sample, None)
         .map_err(RecipeError::usage)?;

@@ -92,6 +92,8 @@ pub(super) fn of_new_model(
     let unet = match &model.denoiser {
         Denoiser::Unet(config) => serde_json::to_value(config),
         Denoiser::Flux(config) => serde_json::to_value(config),
+        Denoiser::Sd3(config) => serde_json::to_value(config),
+        Denoiser::PixArt(config) => serde_json::to_value(config),
     };
     let mut unet = unet.map_err(RecipeError::failed)?;
     unet["_class_name"] = json!(model.denoiser.class());

@@ -8,11 +8,12 @@ use crate::config::{Config, Given, ModelConfig};
 use crate::data::Tokenizer;
 use crate::hub::{RepoId, Wanted};
 use crate::models::controlnet::{self, ControlNetConfig};
+use crate::models::spec::TextEncoderSpec;
 use crate::models::unet::ROOT as UNET;
 use crate::models::vae::{Autoencoder, ROOT as VAE};
 use crate::models::{
     Denoiser, DenoiserKind, DiffusionModel, Family, HiddenState, Part, SampleSpace, TextEncoder,
-    TextEncoderConfig,
+    TextEncoderConfig, TextEncoderKind,
 };
 use crate::nn::Remat;
 use crate::pipelines::model_files::ModelFiles;
@@ -24,7 +25,7 @@ use crate::util::files;
 use crate::weights::Checkpoint;
 use crate::weights::source::{Component, ModelSource, is_pipeline};
 
-use super::model::{image_size, prompt_tokens};
+use super::model::{check_positions, image_size, prompt_tokens};
 use super::scheduler::{OwnScheduler, SCHEDULER, scheduler, scheduler_of};
 use super::{
     Notice, Notify, RecipeError, check_pixels, check_tokenizer, hub, ip_adapter,
@@ -291,7 +292,10 @@ pub(super) fn find_model(
     let file = recipe_file.file_name().unwrap_or(recipe_file.as_os_str());
     let file = file.to_string_lossy();
     let expected = config.model_family.map(|family| (family, file.as_ref()));
-    let wanted = Wanted::Model { expected };
+    let wanted = Wanted::Model {
+        expected,
+        without: (!config.use_text_encoder_3).then_some(Part::TextEncoder3),
+    };
     // A recipe with its own UNet does not mean the schema's default model.
     let found = match config.unet_config.0 {
         ModelConfig::Unset => hub::find(
@@ -425,13 +429,16 @@ fn published(
         .text_encoders
         .iter()
         .zip(skips)
+        .filter(|(encoder, _)| !encoder.optional || config.use_text_encoder_3)
         .map(|(encoder, skip)| {
-            let fields = part(encoder.part)?.config.clone();
+            let fields = text_encoder(config, &source, encoder)?;
             let config = TextEncoderConfig::from_map(encoder.kind, fields);
             Ok(TextEncoder {
                 part: encoder.part,
                 config: config.map_err(at(encoder.part))?,
                 hidden: encoder.hidden.earlier(skip),
+                place: encoder.place,
+                masked: encoder.masked,
                 tokens: 0,
             })
         })
@@ -445,8 +452,8 @@ fn published(
         .into_iter()
         .map(|encoder| TextEncoder {
             tokens: match encoder.config {
-                TextEncoderConfig::Clip(_) => clip_tokens.unwrap_or(super::CLIP_TOKENS),
-                TextEncoderConfig::T5(_) => tokens,
+                TextEncoderConfig::Clip(_) => tokens.clip,
+                TextEncoderConfig::T5(_) => tokens.t5,
             },
             ..encoder
         })
@@ -462,6 +469,7 @@ fn published(
     space.check(&denoiser).map_err(at(denoiser.part()))?;
     let scale = space.factor();
     let image_size = image_size(config, scale * denoiser.kind().patch())?;
+    check_positions(&denoiser, scale, image_size)?;
     let precision = precision(config);
     // SDXL's refiner takes neither.
     let adapter = match denoiser.unet().filter(|_| spec.controlnets) {
@@ -487,7 +495,7 @@ fn published(
         precision,
         remat: Remat::None,
         scheduler: published_scheduler(config, given, &source, notify)?,
-        tokens,
+        tokens: tokens.all,
     };
     model.check_conditioning().map_err(RecipeError::usage)?;
     let names = config.controlnet_model_name_or_path.0.iter();
@@ -509,6 +517,26 @@ fn published(
         files,
         inversions: TextualInversions::default(),
     })
+}
+
+/// The configuration of a text encoder of a published model.
+///
+/// # Errors
+/// When the model has none, with what to do without one that it may go without.
+fn text_encoder(
+    config: &Config,
+    source: &ModelSource,
+    encoder: &TextEncoderSpec,
+) -> Result<Map<String, Value>, RecipeError> {
+    match source.component(encoder.part) {
+        Ok(component) => Ok(component.config.clone()),
+        Err(error) if encoder.optional && config.use_text_encoder_3 => {
+            Err(RecipeError::Usage(format!(
+                "{error}; to draw without it, with zeros in the place of its results, give use_text_encoder_3=False"
+            )))
+        }
+        Err(error) => Err(RecipeError::failed(error)),
+    }
 }
 
 /// The denoiser of a published model, as configured.
@@ -565,8 +593,9 @@ fn preview_autoencoder(
 /// two.
 fn clip_skips(config: &Config, family: Family) -> Result<Vec<usize>, RecipeError> {
     let encoders = family.spec().text_encoders;
+    let clips = encoders.iter().filter(|e| e.kind == TextEncoderKind::Clip);
     let place = |part: Part| usize::from(part == Part::TextEncoder2);
-    let entries = encoders.iter().map(|encoder| place(encoder.part) + 1);
+    let entries = clips.map(|encoder| place(encoder.part) + 1);
     let (expected, found) = (entries.max().unwrap_or(1), config.clip_skip.0.len());
     if ![1, expected].contains(&found) {
         return Err(RecipeError::Usage(format!(
@@ -583,7 +612,10 @@ fn clip_skips(config: &Config, family: Family) -> Result<Vec<usize>, RecipeError
             family.title()
         )));
     }
-    let skips = encoders.iter().map(|encoder| skip(encoder.part) as usize);
+    let skips = encoders.iter().map(|encoder| match encoder.kind {
+        TextEncoderKind::Clip => skip(encoder.part) as usize,
+        TextEncoderKind::T5 { .. } => 0,
+    });
     Ok(skips.collect())
 }
 

@@ -4,10 +4,11 @@
 use super::timesteps::check_steps;
 use super::value::{FRESH, MODEL, SAMPLE, predicted_clean};
 use super::{
-    FlowShift, PlanOptions, SamplingPlan, SchedulerConfig, SchedulerError, Step, TimeShiftType,
+    FlowLevels, FlowShift, PlanOptions, SamplingPlan, SchedulerConfig, SchedulerError, Step,
+    TimeShiftType,
 };
 
-/// The plan of diffusers' `FlowMatchEulerDiscreteScheduler` for the noise levels that `FluxPipeline` gives it.
+/// The plan of diffusers' `FlowMatchEulerDiscreteScheduler` for the noise levels that `options` says.
 ///
 /// # Errors
 /// When the steps do not fit the schedule, or the noise levels cannot be shifted as the configuration says.
@@ -37,13 +38,20 @@ pub(super) fn flow_match_euler(
     )
 }
 
-/// The noise level of each run: `steps` of them, evenly from 1 to `1 / steps`, then shifted.
+/// The noise level of each run: `steps` of them, evenly from 1 to the last that the options say, then shifted.
 fn sigmas(config: &SchedulerConfig, options: &PlanOptions) -> Result<Vec<f32>, SchedulerError> {
     let steps = options.steps;
     check_steps(steps, "num_train_timesteps", config.num_train_timesteps)?;
     let factor = shift_factor(&config.flow, options.image_seq_len)?;
+    let slope = match options.flow_levels {
+        FlowLevels::OfSteps => 1.0 / steps as f64,
+        FlowLevels::OfTraining if steps == 1 => 0.0,
+        FlowLevels::OfTraining => {
+            (1.0 - f64::from(lowest_of_training(config))) / (steps - 1) as f64
+        }
+    };
     let level = |i: usize| {
-        let even = 1.0 - i as f64 / steps as f64;
+        let even = 1.0 - i as f64 * slope;
         factor / (factor + (1.0 / even - 1.0))
     };
     let mut sigmas: Vec<f64> = (0..steps).map(level).collect();
@@ -54,6 +62,16 @@ fn sigmas(config: &SchedulerConfig, options: &PlanOptions) -> Result<Vec<f32>, S
         sigmas = space(sigmas[0], sigmas[steps - 1], steps);
     }
     Ok(sigmas.into_iter().map(|sigma| sigma as f32).collect())
+}
+
+/// The lowest noise level of training, which diffusers shifts already, in float32, where it does not depend on the image.
+fn lowest_of_training(config: &SchedulerConfig) -> f32 {
+    let lowest = 1.0 / config.num_train_timesteps as f32;
+    let shift = config.flow.shift as f32;
+    match config.flow.use_dynamic_shifting {
+        true => lowest,
+        false => shift * lowest / (1.0 + (shift - 1.0) * lowest),
+    }
 }
 
 /// What `sigma / (1 - sigma)` is multiplied with.

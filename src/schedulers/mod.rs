@@ -47,7 +47,7 @@ pub use config::{
     scheduler_fields,
 };
 pub use noise::{NoiseSchedule, betas};
-pub use options::{PlanOptions, Start};
+pub use options::{FlowLevels, PlanOptions, Start};
 
 use std::ops::Range;
 

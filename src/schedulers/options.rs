@@ -29,6 +29,17 @@ pub struct PlanOptions {
     pub use_clipped_model_output: bool,
     /// Tokens of an image, for a schedule that depends on them (`use_dynamic_shifting`).
     pub image_seq_len: Option<usize>,
+    pub flow_levels: FlowLevels,
+}
+
+/// The noise levels of flow matching before they are shifted: evenly from 1 to the last, before the clean sample.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum FlowLevels {
+    /// That is the share of a step, `1 / steps`: what `FluxPipeline` gives its scheduler.
+    #[default]
+    OfSteps,
+    /// That is the lowest of training, shifted: what `FlowMatchEulerDiscreteScheduler` takes where it is given none.
+    OfTraining,
 }
 
 impl PlanOptions {
@@ -41,6 +52,7 @@ impl PlanOptions {
             eta: 0.0,
             use_clipped_model_output: false,
             image_seq_len: None,
+            flow_levels: FlowLevels::default(),
         }
     }
 

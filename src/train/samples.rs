@@ -80,6 +80,7 @@ impl<'a> Samples<'a> {
         let options = self.options;
         let images = tokenize(
             &self.tokenizers,
+            &[],
             &options.images,
             &[],
             PromptSyntax::Plain,
@@ -120,6 +121,7 @@ impl<'a> Samples<'a> {
             batch: self.options.images.len(),
             tokens: self.model.tokens * chunks,
             guidance: self.options.guidance,
+            skip_layers: Vec::new(),
             quantization: self.options.quantization.clone(),
         };
         let mut traced = TracedModel::new(self.model, options, false)?;

@@ -278,7 +278,8 @@ fn conditioning(
             model.family.title()
         )));
     };
-    let pooled = model.pooled_encoder()?.and(encoded.pooled);
+    let takes_pooled = !model.pooled_encoders()?.is_empty();
+    let pooled = encoded.pooled.filter(|_| takes_pooled);
     let text_time = match pooled {
         None => None,
         Some(text_embeds) => {

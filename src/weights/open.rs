@@ -59,6 +59,8 @@ pub(super) enum Order {
     Transposed,
     /// With the halves of the first dimension swapped.
     HalvesSwapped,
+    /// Not at all: it is the unit matrix.
+    UnitMatrix,
 }
 
 impl Checkpoint {

@@ -10,6 +10,7 @@ use super::open::{Checkpoint, Location, Order, io};
 use super::{WeightsError, cast};
 use crate::dtype::DType;
 use crate::host_tensor::HostTensor;
+use crate::shape::Shape;
 
 /// Bytes that one thread reads at a time.
 const READ_CHUNK: usize = 8 << 20;
@@ -101,6 +102,9 @@ impl Checkpoint {
 
     /// Reads a tensor as it is into `buffer`, or into new memory where it does not fit.
     fn read_into(&self, location: &Location, buffer: Vec<u8>) -> Result<HostTensor, WeightsError> {
+        if location.order == Order::UnitMatrix {
+            return unit_matrix(&location.shape);
+        }
         let mut data = sized(buffer, location.shape.bytes());
         if data.len() <= READ_CHUNK {
             self.read_range(location, 0, &mut data)?;
@@ -110,7 +114,7 @@ impl Checkpoint {
                 .try_for_each(|(i, chunk)| self.read_range(location, i * READ_CHUNK, chunk))?;
         }
         match location.order {
-            Order::AsShown => {}
+            Order::AsShown | Order::UnitMatrix => {}
             Order::Transposed => data = transpose(&data, location),
             Order::HalvesSwapped => {
                 let half = data.len() / 2;
@@ -276,6 +280,21 @@ fn transpose(data: &[u8], location: &Location) -> Vec<u8> {
             });
     }
     out
+}
+
+/// The unit matrix of these rows and columns.
+fn unit_matrix(shape: &Shape) -> Result<HostTensor, WeightsError> {
+    let columns = shape.dims.last().copied().unwrap_or(1);
+    let is_one = |i: usize| i / columns == i % columns;
+    let values: Vec<f32> = (0..shape.count())
+        .map(|i| f32::from(u8::from(is_one(i))))
+        .collect();
+    let made = HostTensor::from_f32(shape.dims.clone(), &values);
+    made.and_then(|tensor| cast::cast(tensor, shape.dtype))
+        .map_err(|source| WeightsError::Cast {
+            name: "a unit matrix".to_owned(),
+            source,
+        })
 }
 
 #[cfg(test)]

@@ -48,6 +48,10 @@ impl Location {
         let bits = shape.dtype.bits();
         match transform {
             Transform::Identity => {}
+            // What is made here is not made of anything that could be shown otherwise.
+            _ if self.order == Order::UnitMatrix => {
+                return Err(format!("{shape} is a unit matrix, which no file holds"));
+            }
             Transform::Transpose if self.order == Order::HalvesSwapped => {
                 return Err(format!("the halves of {shape} are swapped already"));
             }
@@ -61,7 +65,7 @@ impl Location {
                 result.shape.dims = vec![columns, rows];
                 result.order = match self.order {
                     Order::Transposed => Order::AsShown,
-                    Order::AsShown | Order::HalvesSwapped => Order::Transposed,
+                    Order::AsShown | Order::HalvesSwapped | Order::UnitMatrix => Order::Transposed,
                 };
             }
             // Few tensors of the known layouts are stored in another order, and they are not cut: reading some rows
@@ -94,6 +98,13 @@ impl Location {
                 }
                 result.offset += (rows.start * (row_bits / 8)) as u64;
                 result.shape.dims[0] = rows.len();
+            }
+            Transform::UnitMatrix => {
+                if !shape.dtype.is_float() {
+                    return Err(format!("{shape} has no floats"));
+                }
+                result.shape.dims = vec![shape.count(); 2];
+                result.order = Order::UnitMatrix;
             }
             Transform::Reshape(dims) => {
                 let count = dims.iter().try_fold(1_usize, |n, &d| n.checked_mul(d));
@@ -160,6 +171,7 @@ mod tests {
                 ("turned", "a", Transform::Transpose),
                 ("flat", "a", Transform::Reshape(vec![2, 6])),
                 ("swapped", "a", Transform::SwapHalves),
+                ("unit", "a", Transform::UnitMatrix),
                 ("last", "b", Transform::Rows(1..2)),
                 ("column", "b", Transform::Reshape(vec![8, 1, 1])),
             ]))
@@ -177,6 +189,7 @@ mod tests {
                 "none f32[0,3]",
                 "swapped f32[4,3]",
                 "turned f32[3,4]",
+                "unit f32[12,12]",
             ]
         );
         assert_eq!(view.info("middle").unwrap().dims, [2, 3]);
@@ -195,6 +208,10 @@ mod tests {
         assert_eq!(values("turned"), turned);
         let swapped = [&values("all")[6..], &values("all")[..6]].concat();
         assert_eq!(values("swapped"), swapped);
+        let unit: Vec<f32> = (0..144).map(|i| f32::from(i % 13 == 0)).collect();
+        assert_eq!(values("unit"), unit);
+        let cast = view.read_as("unit", DType::BF16).unwrap();
+        assert_eq!(cast.to_f32_vec().unwrap(), unit);
         let cast = view.read_as("swapped", DType::BF16).unwrap();
         assert_eq!(cast.to_f32_vec().unwrap(), swapped);
         assert_eq!(view.read("last").unwrap().data, [4, 5, 6, 7]);
@@ -246,6 +263,7 @@ mod tests {
         for (source, transform, expected) in [
             ("a", Transform::Rows(0..5), "f32[4,3] has no rows 0..5"),
             ("b", Transform::Transpose, "u8[2,2,2] is no matrix"),
+            ("b", Transform::UnitMatrix, "u8[2,2,2] has no floats"),
             ("p", Transform::SwapHalves, "has no halves of whole bytes"),
             (
                 "a",

@@ -3,9 +3,11 @@
 mod golden;
 mod plugins;
 mod program;
+mod transformers;
 
 pub use golden::*;
 pub use program::*;
+pub use transformers::*;
 
 use maxdiff::graph::{Builder, Graph, InputKind, Tensor};
 use maxdiff::host_tensor::HostTensor;

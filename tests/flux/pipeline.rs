@@ -3,153 +3,43 @@
 use std::fs;
 use std::path::Path;
 
-use crate::common::{
-    Golden, distance, golden, json, keeping_session, program, text, without_optimizations,
-};
-use crate::t5::t5_tokenizer_json;
+use crate::common::{RecordedPipeline, check_module, error_of, json, program};
 use maxdiff::config::{Config, Verb};
-use maxdiff::dtype::DType;
-use maxdiff::host_tensor::HostTensor;
-use maxdiff::pipelines::{Generated, Pipeline};
-use maxdiff::recipe::{self, Notice, RecipeError};
-use maxdiff::shape::Shape;
 
-/// A recorded pipeline with the recorded tokenizers.
-fn folder(name: &str) -> tempfile::TempDir {
-    let dir = tempfile::tempdir().unwrap();
-    copy(&golden(&format!("pipeline_flux_{name}")), dir.path());
-    for part in ["vae", "text_encoder", "text_encoder_2"] {
-        let target = dir.path().join(part);
-        if !target.exists() {
-            fs::create_dir(&target).unwrap();
-            copy(&golden("pipeline_flux_dev").join(part), &target);
-        }
-    }
-    fs::create_dir(dir.path().join("tokenizer")).unwrap();
-    for file in ["vocab.json", "merges.txt"] {
-        let from = golden("tokenizer").join(file);
-        fs::copy(from, dir.path().join("tokenizer").join(file)).unwrap();
-    }
+const DEV: RecordedPipeline = RecordedPipeline {
+    name: "flux_dev",
+    recipe: "flux-dev",
+    shared: &[],
+    clip_tokenizers: &["tokenizer"],
     // One family's from either file.
-    let (file, bytes) = match name {
-        "dev" => (
-            "spiece.model",
-            fs::read(golden("t5_tokenizer/spiece.model")).unwrap(),
-        ),
-        _ => ("tokenizer.json", t5_tokenizer_json().into_bytes()),
-    };
-    let folder = dir.path().join("tokenizer_2");
-    fs::create_dir(&folder).unwrap();
-    fs::write(folder.join(file), bytes).unwrap();
-    dir
-}
+    t5_tokenizer: Some(("tokenizer_2", "spiece.model")),
+};
 
-fn copy(from: &Path, to: &Path) {
-    for entry in fs::read_dir(from).unwrap() {
-        let path = entry.unwrap().path();
-        let target = to.join(path.file_name().unwrap());
-        match path.is_dir() {
-            true => {
-                fs::create_dir(&target).unwrap();
-                copy(&path, &target);
-            }
-            false => drop(fs::copy(&path, &target).unwrap()),
-        }
-    }
-}
-
-/// The overrides for the recorded prompts and sizes.
-fn words(name: &str, dir: &Path, golden: &Golden) -> Vec<String> {
-    let meta = &golden.meta;
-    let mut words = vec![
-        format!("pretrained_model_name_or_path={}", dir.display()),
-        format!("prompt=[{}, {}]", meta["prompts"][0], meta["prompts"][1]),
-        format!("height={}", meta["image_size"][0]),
-        format!("width={}", meta["image_size"][1]),
-        format!("max_sequence_length={}", meta["length"]),
-        format!("num_inference_steps={}", meta["steps"]),
-        "weights_dtype=float32".to_owned(),
-        "activations_dtype=float32".to_owned(),
-    ];
-    if name == "dev" {
-        words.push(format!("guidance_scale={}", meta["guidance_scale"]));
-    }
-    words
-}
-
-/// What `more` overrides make of the recorded pipeline.
-fn generate(name: &str, more: &[&str]) -> Result<Generated, RecipeError> {
-    let dir = folder(name);
-    let golden = Golden::read(&format!("pipeline_flux_{name}/io.safetensors"));
-    let mut words = words(name, dir.path(), &golden);
-    words.extend(more.iter().map(|word| (*word).to_owned()));
-    let recipe = format!("flux-{name}");
-    let recipe = Path::new(&recipe);
-    let loaded = Config::load(recipe, &words, Some(Verb::Generate)).unwrap();
-    let mut notify = |_: Notice<'_>| {};
-    let mut made = recipe::generation(&loaded.config, &loaded.given, recipe, &mut notify)?;
-    let shape = Shape::new(DType::F32, golden.dims("in/latents"));
-    made.request.latents = Some(golden.tensor("in/latents", &shape));
-    for (which, tokenizer) in made.options.base.tokenizers.iter().enumerate() {
-        let expected = golden.values(&format!("in/prompt_ids.{which}"));
-        let prompts = made.request.images.iter();
-        let ids = prompts.flat_map(|image| tokenizer.encode(&image.prompt).unwrap().ids);
-        let ids: Vec<f64> = ids.map(f64::from).collect();
-        assert_eq!(ids, expected, "{name} {which}");
-    }
-    let mut pipeline = Pipeline::open(keeping_session(), made.options).unwrap();
-    Ok(pipeline.generate(&made.request, &mut |_| Ok(())).unwrap())
-}
-
-fn samples(made: &Generated) -> Vec<f64> {
-    let samples = made.samples.iter();
-    samples
-        .flat_map(|s: &HostTensor| s.to_f64_vec().unwrap())
-        .collect()
-}
+const SCHNELL: RecordedPipeline = RecordedPipeline {
+    name: "flux_schnell",
+    recipe: "flux-schnell",
+    shared: &[
+        ("vae", "pipeline_flux_dev/vae"),
+        ("text_encoder", "pipeline_flux_dev/text_encoder"),
+        ("text_encoder_2", "pipeline_flux_dev/text_encoder_2"),
+    ],
+    t5_tokenizer: Some(("tokenizer_2", "tokenizer.json")),
+    ..DEV
+};
 
 #[test]
 fn latents_and_images_are_diffusers() {
-    for name in ["dev", "schnell"] {
-        let made = generate(name, &[]).unwrap();
-        let golden = Golden::read(&format!("pipeline_flux_{name}/io.safetensors"));
-        let error = distance(&samples(&made), golden.values("out/latents"));
-        eprintln!("{name}: {error:.1e}");
-        assert!(error < 1e-4, "{name}: relative L2 error {error:e}");
-        let expected = golden.values("out/images");
-        let [count, _, height, width] = golden.dims("out/images").try_into().unwrap();
-        assert_eq!(made.images.len(), count);
-        for (n, image) in made.images.iter().enumerate() {
-            assert_eq!(
-                (image.height() as usize, image.width() as usize),
-                (height, width)
-            );
-            for (x, y, pixel) in image.enumerate_pixels() {
-                for (c, byte) in pixel.0.iter().enumerate() {
-                    let at = ((n * 3 + c) * height + y as usize) * width + x as usize;
-                    let value = expected[at] * 255.0;
-                    assert!(
-                        (f64::from(*byte) - value).abs() < 0.6,
-                        "{name} {n}: {x}, {y}"
-                    );
-                }
-            }
-        }
-    }
+    DEV.check(&["guidance_scale=3.5"]);
+    SCHNELL.check(&[]);
 }
 
 /// bf16, int8 and int8 weights, against diffusers in float32: bounds of twice what was measured.
 #[test]
 fn bf16_and_int8_stay_near_float32() {
-    let golden = Golden::read("pipeline_flux_schnell/io.safetensors");
-    let error = |more: &[&str]| {
-        let made = generate("schnell", more).unwrap();
-        distance(&samples(&made), golden.values("out/latents"))
-    };
     let bf16 = ["activations_dtype=bfloat16"].as_slice();
     let int8 = ["quantization=int8"].as_slice();
     let weights = ["quantization=int8_w8a16"].as_slice();
-    let errors = [bf16, int8, weights].map(error);
+    let errors = [bf16, int8, weights].map(|more| SCHNELL.error(more));
     eprintln!("{errors:?}");
     for (error, most) in errors.into_iter().zip([5e-3, 2e-3, 2e-3]) {
         assert!((1e-5..most).contains(&error), "{errors:?}");
@@ -178,58 +68,34 @@ fn what_has_no_effect_is_refused_with_the_reason() {
         let error = loaded.err().unwrap_or_else(|| panic!("{word}")).to_string();
         assert!(error.contains(expected), "{word}: {error}");
     }
-    for (name, word, expected) in [
+    DEV.refuses(&[
         (
-            "dev",
             "do_classifier_free_guidance=True",
             "true guidance) is not built",
         ),
-        ("dev", "width=18", "width=18 is not a multiple of 4"),
-        ("dev", "prompt_syntax=weighted", "give prompt_syntax=plain"),
+        ("width=18", "width=18 is not a multiple of 4"),
+        ("prompt_syntax=weighted", "give prompt_syntax=plain"),
+        ("scheduler=euler", "give scheduler= one of flow_match_euler"),
+        ("clip_skip=1", "clip_skip has no effect"),
         (
-            "dev",
-            "scheduler=euler",
-            "give scheduler= one of flow_match_euler",
-        ),
-        ("dev", "clip_skip=1", "clip_skip has no effect"),
-        (
-            "dev",
             "hires_scale=2",
             "hires_scale: it is not built for FLUX.1 dev",
         ),
+    ]);
+    SCHNELL.refuses(&[
         (
-            "schnell",
             "lora_config.lora_model_name_or_path=['x.safetensors']",
             "LoRAs",
         ),
-        ("schnell", "refiner_model_name_or_path=x", "has no refiner"),
-    ] {
-        let error = generate(name, &[word])
-            .err()
-            .unwrap_or_else(|| panic!("{word}"))
-            .to_string();
-        assert!(error.contains(expected), "{word}: {error}");
-    }
+        ("refiner_model_name_or_path=x", "has no refiner"),
+    ]);
 }
 
 /// A model of the other kind, and a folder that lacks something, are named with what to do.
 #[test]
 fn wrong_and_incomplete_folders_are_named() {
-    let dir = folder("schnell");
-    let open = |recipe: &str, words: &[String]| {
-        let words: Vec<String> = [
-            format!("pretrained_model_name_or_path={}", dir.path().display()),
-            "prompt=x".to_owned(),
-            "resolution=16".to_owned(),
-        ]
-        .into_iter()
-        .chain(words.iter().cloned())
-        .collect();
-        let recipe = Path::new(recipe);
-        let loaded = Config::load(recipe, &words, Some(Verb::Generate)).unwrap();
-        let made = recipe::generation(&loaded.config, &loaded.given, recipe, &mut |_| {});
-        made.err().map(|error| error.to_string())
-    };
+    let dir = SCHNELL.folder();
+    let open = |recipe: &str, words: &[&str]| error_of(recipe, dir.path(), words);
     assert_eq!(open("flux-schnell", &[]), None);
     let error = open("flux-dev", &[]).unwrap();
     assert!(
@@ -247,9 +113,9 @@ fn wrong_and_incomplete_folders_are_named() {
         "{error}"
     );
     // The tokenizers of another model's folder.
-    let other = folder("dev");
+    let other = DEV.folder();
     let word = format!("tokenizer_model_name_or_path={}", other.path().display());
-    assert_eq!(open("flux-schnell", &[word]), None);
+    assert_eq!(open("flux-schnell", &[&word]), None);
 
     fs::remove_dir_all(dir.path().join("text_encoder_2")).unwrap();
     let error = open("flux-schnell", &[]).unwrap();
@@ -259,7 +125,7 @@ fn wrong_and_incomplete_folders_are_named() {
 /// `convert` writes a folder that is the same model, with its names in `model_index.json`.
 #[test]
 fn a_converted_folder_has_the_same_tensors() {
-    let dir = folder("dev");
+    let dir = DEV.folder();
     let out = tempfile::tempdir().unwrap();
     let target = out.path().join("converted");
     let args = [
@@ -299,48 +165,8 @@ fn a_converted_folder_has_the_same_tensors() {
 /// The transformer and T5 alone, by the names of diffusers and transformers.
 #[test]
 fn modules_run_on_named_tensors() {
-    let out = tempfile::tempdir().unwrap();
-    for (name, output, recorded) in [
-        ("flux_dev", "sample", "out/sample"),
-        ("t5_odd", "last_hidden_state", "out/masked"),
-    ] {
-        let io = Golden::read(&format!("{name}/io.safetensors"));
-        let inputs = out.path().join(format!("{name}.safetensors"));
-        let bytes = fs::read(golden(name).join("io.safetensors")).unwrap();
-        let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
-        let named = file.iter().filter_map(|(name, view)| {
-            let name = name
-                .strip_prefix("in/")
-                .filter(|name| *name != "cotangent")?;
-            Some((name.to_owned(), view))
-        });
-        safetensors::serialize_to_file(named.collect::<Vec<_>>(), None, &inputs).unwrap();
-        let outputs = out.path().join(format!("{name}_out.safetensors"));
-        let args = [
-            "module".to_owned(),
-            "run".to_owned(),
-            golden(name).display().to_string(),
-            "--inputs".to_owned(),
-            inputs.display().to_string(),
-            "--outputs".to_owned(),
-            outputs.display().to_string(),
-            "hardware=cpu".to_owned(),
-            "activations_dtype=float32".to_owned(),
-        ];
-        let run = without_optimizations(&mut program(&args)).output().unwrap();
-        assert!(run.status.success(), "{}", text(&run.stderr));
-        let bytes = fs::read(&outputs).unwrap();
-        let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
-        let found: Vec<f64> = file
-            .tensor(output)
-            .unwrap()
-            .data()
-            .chunks_exact(4)
-            .map(|b| f64::from(f32::from_le_bytes(b.try_into().unwrap())))
-            .collect();
-        let error = distance(&found, io.values(recorded));
-        assert!(error < 1e-5, "{name}: {error:e}");
-    }
+    check_module("flux_dev", "sample", "out/sample");
+    check_module("t5_odd", "last_hidden_state", "out/masked");
 }
 
 /// The program of a denoising step at full size, for one chip and split over eight.

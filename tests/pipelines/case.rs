@@ -10,7 +10,7 @@ use maxdiff::models::ip_adapter::{self, IpAdapterConfig};
 use maxdiff::models::vae::{self, Autoencoder};
 use maxdiff::models::{
     Denoiser, DenoiserKind, DiffusionModel, HiddenState, MicroConditioning, Part, TextEncoder,
-    TextEncoderConfig, TextEncoderKind,
+    TextEncoderConfig, TextEncoderKind, TextPlace,
 };
 use maxdiff::nn::{Precision, Remat};
 use maxdiff::pipelines::generator::{CompiledModel, ModelOutput, SamplingOptions};
@@ -65,6 +65,8 @@ impl Case {
             part,
             config: TextEncoderConfig::from_map(TextEncoderKind::Clip, config(part)).unwrap(),
             hidden,
+            place: TextPlace::Beside,
+            masked: false,
             tokens: 77,
         };
         let normed = HiddenState::Normed { skip: 0 };
@@ -194,6 +196,7 @@ impl Case {
             batch,
             tokens: 77,
             guidance: Guidance::OneBatch,
+            skip_layers: Vec::new(),
             quantization: self.quantization.clone(),
         }
     }

@@ -320,6 +320,7 @@ fn a_refiner_goes_on_as_in_diffusers() {
         batch,
         tokens: 77,
         guidance: Guidance::OneBatch,
+        skip_layers: Vec::new(),
         quantization: None,
     };
     let compile = |case: &Case, traced: &TracedModel| {

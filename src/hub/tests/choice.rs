@@ -1,7 +1,7 @@
 //! Which files of a repository are taken.
 
 use super::*;
-use crate::models::Family;
+use crate::models::{Family, Part};
 
 #[test]
 fn shards_are_those_of_the_index() {
@@ -46,6 +46,33 @@ fn shards_are_those_of_the_index() {
         "{error}"
     );
     assert!(hub.server.log().iter().all(|r| !r.elsewhere));
+}
+
+/// A text encoder that a model may go without is not downloaded, and neither is its tokenizer.
+#[test]
+fn a_part_may_be_left_out() {
+    let mut repository = pipeline();
+    let index = String::from_utf8(repository["model_index.json"].clone()).unwrap();
+    let third = r#"{"text_encoder_3": ["transformers", "T5EncoderModel"], "tokenizer_3": ["transformers", "T"],"#;
+    let index = index.replacen('{', third, 1);
+    repository.insert("model_index.json".to_owned(), index.into());
+    repository.extend(files(&[
+        ("text_encoder_3/config.json", "{}"),
+        ("text_encoder_3/model.safetensors", "the weights of T5"),
+        ("tokenizer_3/spiece.model", "pieces"),
+    ]));
+    let hub = Hub::of(repository);
+    let of_third = |name: &String| name.contains("_3/");
+    let without = Some(Part::TextEncoder3);
+    hub.fetch(Wanted::Model {
+        expected: None,
+        without,
+    })
+    .unwrap();
+    assert!(!names(&hub.snapshot()).iter().any(of_third));
+    hub.fetch(MODEL).unwrap();
+    let found = names(&hub.snapshot());
+    assert_eq!(found.iter().filter(|name| of_third(name)).count(), 3);
 }
 
 #[test]
@@ -150,6 +177,7 @@ fn a_model_of_another_family_is_refused_before_its_weights() {
     let hub = Hub::of(pipeline());
     let wanted = Wanted::Model {
         expected: Some((Family::Sdxl, "base_xl.yml")),
+        without: None,
     };
     for _ in 0..2 {
         let error = hub.error(wanted);

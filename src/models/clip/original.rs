@@ -2,7 +2,6 @@
 
 use serde_json::{Map, Value, json};
 
-use crate::models::Part;
 use crate::models::original::{
     Converted, OriginalPart, OriginalTensors, StructureError, Transform, number, renamed, set,
 };
@@ -11,22 +10,31 @@ use crate::shape::Shape;
 /// Channels of one attention head in all of CLIP's text encoders.
 const HEAD_CHANNELS: usize = 64;
 
+const PROJECTION: &str = "text_projection.weight";
+
 const TRAINING: &str = "used in training only";
 const NO_PROJECTION: &str = "the projection, which this text encoder's model does not use";
 
-/// Whether the pooled output is projected: the second text encoder's is.
-fn is_projected(part: Part) -> bool {
-    match part {
-        Part::TextEncoder2 => true,
-        Part::TextEncoder | Part::Unet | Part::Transformer | Part::Vae => false,
-    }
+/// The projection of a text encoder's pooled output.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Projection {
+    /// There is none.
+    None,
+    /// That of the file.
+    Stored,
+    /// One that changes nothing, whatever the file has.
+    Unit,
 }
 
-/// Reads the tensors of transformers' text encoder.
+/// Reads the tensors of transformers' text encoder, whose activation no tensor tells.
 ///
 /// # Errors
 /// When a tensor is missing.
-pub fn read<'a>(tensors: &OriginalTensors<'a>) -> Result<OriginalPart<'a>, StructureError> {
+pub fn read<'a>(
+    tensors: &OriginalTensors<'a>,
+    activation: &'static str,
+    projection: Projection,
+) -> Result<OriginalPart<'a>, StructureError> {
     // Some versions of transformers leave the first word out.
     let root = if tensors.has("text_model.embeddings.token_embedding.weight") {
         "text_model."
@@ -37,38 +45,49 @@ pub fn read<'a>(tensors: &OriginalTensors<'a>) -> Result<OriginalPart<'a>, Struc
     let layer = |i: usize| format!("{root}encoder.layers.{i}.mlp.fc1.weight");
     let hidden = tensors.dim(&table, 1)?;
     let sizes = Sizes {
-        activation: "quick_gelu",
+        activation,
         vocabulary: tensors.dim(&table, 0)?,
         hidden,
         intermediate: tensors.dim(&layer(0), 0)?,
-        projection: hidden,
+        projection: match projection {
+            Projection::None | Projection::Unit => hidden,
+            Projection::Stored => tensors.dim(PROJECTION, 0)?,
+        },
         layers: tensors.count(layer),
         positions: tensors.dim(&format!("{root}embeddings.position_embedding.weight"), 0)?,
     };
-    let projected = is_projected(tensors.part);
+    let mut converted =
+        tensors.converted(|key, _| of_transformers(key, projection == Projection::Stored));
+    if projection == Projection::Unit {
+        // No tensor of the file holds it: it has the size of one that every encoder has.
+        let norm = format!("{root}final_layer_norm.weight");
+        for (name, converted) in &mut converted {
+            if let (true, Converted::To(new)) = (*name == norm, converted) {
+                new.push((PROJECTION.to_owned(), Transform::UnitMatrix));
+            }
+        }
+    }
     Ok(OriginalPart {
-        config: sizes.config(projected),
-        tensors: tensors.converted(|key, _| of_transformers(key, projected)),
+        config: sizes.config(projection != Projection::None),
+        tensors: converted,
     })
 }
 
-/// Reads the tensors of OpenCLIP's text tower, of which the first layers are used: all, or at most `used`. The first
-/// text encoder of a model goes without the projection.
+/// Reads the tensors of OpenCLIP's text tower, of which the first layers are used: all, or at most `used`; with the
+/// projection or without.
 ///
 /// # Errors
 /// When a tensor is missing.
 pub fn read_open_clip<'a>(
     tensors: &OriginalTensors<'a>,
     used: Option<usize>,
+    projected: bool,
 ) -> Result<OriginalPart<'a>, StructureError> {
     let layer = |i: usize| format!("transformer.resblocks.{i}.mlp.c_fc.weight");
     let all = tensors.count(layer);
     let layers = used.map_or(all, |used| all.min(used));
-    let projected = is_projected(tensors.part);
     let projection = match projected {
-        true if tensors.has("text_projection.weight") => {
-            tensors.dim("text_projection.weight", 0)?
-        }
+        true if tensors.has(PROJECTION) => tensors.dim(PROJECTION, 0)?,
         true => tensors.dim("text_projection", 1)?,
         // What SD 2's published configuration says.
         false => 512,
@@ -145,7 +164,7 @@ pub fn of_transformers(key: &str, with_projection: bool) -> Converted {
             Converted::Ignored("the numbers of the positions, which are no weights")
         }
         "logit_scale" => Converted::Ignored(TRAINING),
-        "text_projection.weight" if !with_projection => Converted::Ignored(NO_PROJECTION),
+        PROJECTION if !with_projection => Converted::Ignored(NO_PROJECTION),
         _ => Some(key).into(),
     }
 }
@@ -162,15 +181,15 @@ fn of_open_clip(key: &str, shape: &Shape, with_projection: bool, layers: usize) 
     ];
     match key {
         "logit_scale" => return Converted::Ignored(TRAINING),
-        "text_projection" | "text_projection.weight" if !with_projection => {
+        "text_projection" | PROJECTION if !with_projection => {
             return Converted::Ignored(NO_PROJECTION);
         }
         // A parameter that is multiplied from the right, where a linear layer's weight is from the left.
         "text_projection" => {
-            let name = "text_projection.weight".to_owned();
+            let name = PROJECTION.to_owned();
             return Converted::To(vec![(name, Transform::Transpose)]);
         }
-        "text_projection.weight" => return Some(key.to_owned()).into(),
+        PROJECTION => return Some(key.to_owned()).into(),
         _ => {}
     }
     if let Some(name) = renamed(&FIXED, key) {

@@ -2,10 +2,10 @@
 
 use super::original;
 use super::transformer::INT8_FLOAT_LAYERS;
+use crate::models::clip::original::Projection;
 use crate::models::original::{DENOISER_PREFIX, OriginalTensors, Root};
 use crate::models::spec::{
-    Claim, FamilySpec, GuidanceKind, HiddenState, Published, SingleFile, TextEncoderKind,
-    TextEncoderSpec,
+    Claim, FamilySpec, GuidanceKind, HiddenState, Published, SingleFile, TextEncoderSpec,
 };
 use crate::models::{DenoiserKind, Part, clip, t5, vae};
 
@@ -61,6 +61,7 @@ pub const SCHNELL: FamilySpec = FamilySpec {
     zero_empty_prompts: false,
     guidance: GuidanceKind::None,
     prompt_weights: false,
+    lower_case_prompts: false,
     controlnets: false,
     loras: false,
     lora_names: &[],
@@ -83,7 +84,7 @@ const fn single_file(claims: fn(&OriginalTensors) -> Claim) -> SingleFile {
             Root {
                 prefix: "text_encoders.clip_l.transformer.",
                 part: Part::TextEncoder,
-                read: |tensors, _| clip::original::read(tensors),
+                read: |tensors, _| clip::original::read(tensors, "quick_gelu", Projection::None),
             },
             Root {
                 prefix: "text_encoders.t5xxl.transformer.",
@@ -98,19 +99,8 @@ const fn single_file(claims: fn(&OriginalTensors) -> Claim) -> SingleFile {
 /// CLIP's pooled output, and T5's hidden states of so many tokens.
 const fn text_encoders(tokens: usize) -> [TextEncoderSpec; 2] {
     [
-        TextEncoderSpec {
-            part: Part::TextEncoder,
-            kind: TextEncoderKind::Clip,
-            hidden: HiddenState::Pooled,
-        },
-        TextEncoderSpec {
-            part: Part::TextEncoder2,
-            kind: TextEncoderKind::T5 {
-                tokens,
-                most: MOST_TOKENS,
-            },
-            hidden: HiddenState::Normed { skip: 0 },
-        },
+        TextEncoderSpec::clip(Part::TextEncoder, HiddenState::Pooled),
+        TextEncoderSpec::t5(Part::TextEncoder2, [tokens, MOST_TOKENS]),
     ]
 }
 

@@ -2,7 +2,7 @@
 
 use crate::dtype::DType;
 use crate::graph::{Builder, Tensor};
-use crate::nn::{Precision, Remat, Result, dims};
+use crate::nn::{Precision, Remat, Result, check_patches, dims};
 use crate::shape::Shape;
 
 use super::config::{FluxTransformer2DConfig, POSITION_AXES};
@@ -54,12 +54,7 @@ pub fn denoise_latents(
 /// Tokens of 2 x 2 latents `[B, channels, rows, columns]`, row by row: `[B, rows * columns / 4, 4 * channels]`.
 fn pack(b: &Builder, latents: Tensor) -> Result<Tensor> {
     let [batch, channels, rows, columns] = dims(b, "latents", latents)?;
-    if !rows.is_multiple_of(PATCH) || !columns.is_multiple_of(PATCH) {
-        return Err(b.invalid(format!(
-            "latents {}: rows and columns must be multiples of {PATCH}, the side of a token",
-            b.shape(latents)
-        )));
-    }
+    check_patches(b, latents, PATCH)?;
     let (down, across) = (rows / PATCH, columns / PATCH);
     let x = b.reshape(latents, &[batch, channels, down, PATCH, across, PATCH])?;
     let x = b.transpose(x, &[0, 2, 4, 1, 3, 5])?;

@@ -1,7 +1,7 @@
 //! Small images without an autoencoder: a UNet on their pixels, or on blocks of them, with a CLIP text encoder that is
 //! trained beside it. The quickstart's family.
 
-use super::spec::{FamilySpec, GuidanceKind, HiddenState, TextEncoderKind, TextEncoderSpec};
+use super::spec::{FamilySpec, GuidanceKind, HiddenState, TextEncoderSpec};
 use super::{DenoiserKind, Part, unet};
 
 pub const SPEC: FamilySpec = FamilySpec {
@@ -9,15 +9,15 @@ pub const SPEC: FamilySpec = FamilySpec {
     recipe: "quickstart",
     published: None,
     denoiser: DenoiserKind::Unet,
-    text_encoders: &[TextEncoderSpec {
-        part: Part::TextEncoder,
-        kind: TextEncoderKind::Clip,
-        hidden: HiddenState::Normed { skip: 0 },
-    }],
+    text_encoders: &[TextEncoderSpec::clip(
+        Part::TextEncoder,
+        HiddenState::Normed { skip: 0 },
+    )],
     aesthetic_score: false,
     zero_empty_prompts: false,
     guidance: GuidanceKind::ClassifierFree,
     prompt_weights: true,
+    lower_case_prompts: false,
     controlnets: false,
     loras: true,
     lora_names: &[],

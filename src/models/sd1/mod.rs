@@ -1,9 +1,9 @@
 //! Stable Diffusion 1.x: a UNet on latents, conditioned by CLIP-L.
 
+use super::clip::original::Projection;
 use super::original::{DENOISER_PREFIX, Root};
 use super::spec::{
-    Claim, FamilySpec, GuidanceKind, HiddenState, KohyaSpec, Published, SingleFile,
-    TextEncoderKind, TextEncoderSpec,
+    Claim, FamilySpec, GuidanceKind, HiddenState, KohyaSpec, Published, SingleFile, TextEncoderSpec,
 };
 use super::unet::original::Signature;
 use super::{DenoiserKind, Part, clip, unet, vae};
@@ -46,7 +46,7 @@ pub const SPEC: FamilySpec = FamilySpec {
             text_encoders: &[Root {
                 prefix: "cond_stage_model.transformer.",
                 part: Part::TextEncoder,
-                read: |tensors, _| clip::original::read(tensors),
+                read: |tensors, _| clip::original::read(tensors, "quick_gelu", Projection::None),
             }],
             unknown_prediction: None,
         },
@@ -57,15 +57,15 @@ pub const SPEC: FamilySpec = FamilySpec {
         }),
     }),
     denoiser: DenoiserKind::Unet,
-    text_encoders: &[TextEncoderSpec {
-        part: Part::TextEncoder,
-        kind: TextEncoderKind::Clip,
-        hidden: HiddenState::Normed { skip: 0 },
-    }],
+    text_encoders: &[TextEncoderSpec::clip(
+        Part::TextEncoder,
+        HiddenState::Normed { skip: 0 },
+    )],
     aesthetic_score: false,
     zero_empty_prompts: false,
     guidance: GuidanceKind::ClassifierFree,
     prompt_weights: true,
+    lower_case_prompts: false,
     controlnets: true,
     loras: true,
     lora_names: &[],

@@ -5,7 +5,7 @@ use serde_json::Value;
 use super::original::{DENOISER_PREFIX, Root};
 use super::spec::{
     Claim, FamilySpec, GuidanceKind, HiddenState, KohyaSpec, Published, SingleFile,
-    TextEncoderKind, TextEncoderSpec, UnknownPrediction,
+    TextEncoderSpec, UnknownPrediction,
 };
 use super::unet::original::Signature;
 use super::{DenoiserKind, Part, clip, unet, vae};
@@ -67,7 +67,7 @@ pub const SPEC: FamilySpec = FamilySpec {
                 prefix: "cond_stage_model.model.",
                 part: Part::TextEncoder,
                 // OpenCLIP-H has 24 layers; the denoiser attends to what the last but one gives.
-                read: |tensors, _| clip::original::read_open_clip(tensors, Some(23)),
+                read: |tensors, _| clip::original::read_open_clip(tensors, Some(23), false),
             }],
             unknown_prediction: Some(UnknownPrediction {
                 inpaint: "epsilon",
@@ -82,15 +82,15 @@ pub const SPEC: FamilySpec = FamilySpec {
         }),
     }),
     denoiser: DenoiserKind::Unet,
-    text_encoders: &[TextEncoderSpec {
-        part: Part::TextEncoder,
-        kind: TextEncoderKind::Clip,
-        hidden: HiddenState::Normed { skip: 0 },
-    }],
+    text_encoders: &[TextEncoderSpec::clip(
+        Part::TextEncoder,
+        HiddenState::Normed { skip: 0 },
+    )],
     aesthetic_score: false,
     zero_empty_prompts: false,
     guidance: GuidanceKind::ClassifierFree,
     prompt_weights: true,
+    lower_case_prompts: false,
     controlnets: true,
     loras: true,
     lora_names: &[],

@@ -1,10 +1,10 @@
 //! SDXL base: a UNet on latents, conditioned by CLIP-L and OpenCLIP-bigG side by side, bigG's pooled output and the
 //! image's sizes.
 
+use super::clip::original::Projection;
 use super::original::{DENOISER_PREFIX, Root};
 use super::spec::{
-    Claim, FamilySpec, GuidanceKind, HiddenState, KohyaSpec, Published, SingleFile,
-    TextEncoderKind, TextEncoderSpec,
+    Claim, FamilySpec, GuidanceKind, HiddenState, KohyaSpec, Published, SingleFile, TextEncoderSpec,
 };
 use super::unet::original::Signature;
 use super::{DenoiserKind, Part, clip, unet, vae};
@@ -47,12 +47,14 @@ pub const SPEC: FamilySpec = FamilySpec {
                 Root {
                     prefix: "conditioner.embedders.0.transformer.",
                     part: Part::TextEncoder,
-                    read: |tensors, _| clip::original::read(tensors),
+                    read: |tensors, _| {
+                        clip::original::read(tensors, "quick_gelu", Projection::None)
+                    },
                 },
                 Root {
                     prefix: "conditioner.embedders.1.model.",
                     part: Part::TextEncoder2,
-                    read: |tensors, _| clip::original::read_open_clip(tensors, None),
+                    read: |tensors, _| clip::original::read_open_clip(tensors, None, true),
                 },
             ],
             unknown_prediction: None,
@@ -65,21 +67,14 @@ pub const SPEC: FamilySpec = FamilySpec {
     }),
     denoiser: DenoiserKind::Unet,
     text_encoders: &[
-        TextEncoderSpec {
-            part: Part::TextEncoder,
-            kind: TextEncoderKind::Clip,
-            hidden: HiddenState::Raw { skip: 1 },
-        },
-        TextEncoderSpec {
-            part: Part::TextEncoder2,
-            kind: TextEncoderKind::Clip,
-            hidden: HiddenState::Raw { skip: 1 },
-        },
+        TextEncoderSpec::clip(Part::TextEncoder, HiddenState::Raw { skip: 1 }),
+        TextEncoderSpec::clip(Part::TextEncoder2, HiddenState::Raw { skip: 1 }),
     ],
     aesthetic_score: false,
     zero_empty_prompts: true,
     guidance: GuidanceKind::ClassifierFree,
     prompt_weights: true,
+    lower_case_prompts: false,
     controlnets: true,
     loras: true,
     // kohya's trainers number text encoders only where there are two, and use the original block names for SDXL alone.

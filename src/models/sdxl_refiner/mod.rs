@@ -2,8 +2,7 @@
 
 use super::original::{DENOISER_PREFIX, Root};
 use super::spec::{
-    Claim, FamilySpec, GuidanceKind, HiddenState, KohyaSpec, Published, SingleFile,
-    TextEncoderKind, TextEncoderSpec,
+    Claim, FamilySpec, GuidanceKind, HiddenState, KohyaSpec, Published, SingleFile, TextEncoderSpec,
 };
 use super::unet::original::Signature;
 use super::{DenoiserKind, Part, clip, unet, vae};
@@ -42,7 +41,7 @@ pub const SPEC: FamilySpec = FamilySpec {
             text_encoders: &[Root {
                 prefix: "conditioner.embedders.0.model.",
                 part: Part::TextEncoder2,
-                read: |tensors, _| clip::original::read_open_clip(tensors, None),
+                read: |tensors, _| clip::original::read_open_clip(tensors, None, true),
             }],
             unknown_prediction: None,
         },
@@ -53,16 +52,16 @@ pub const SPEC: FamilySpec = FamilySpec {
         }),
     }),
     denoiser: DenoiserKind::Unet,
-    text_encoders: &[TextEncoderSpec {
-        part: Part::TextEncoder2,
-        kind: TextEncoderKind::Clip,
-        hidden: HiddenState::Raw { skip: 1 },
-    }],
+    text_encoders: &[TextEncoderSpec::clip(
+        Part::TextEncoder2,
+        HiddenState::Raw { skip: 1 },
+    )],
     aesthetic_score: true,
     zero_empty_prompts: false,
     // ControlNets are made for UNets of another size.
     guidance: GuidanceKind::ClassifierFree,
     prompt_weights: true,
+    lower_case_prompts: false,
     controlnets: false,
     loras: true,
     lora_names: &[],

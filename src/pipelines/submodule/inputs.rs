@@ -5,8 +5,11 @@ use std::path::Path;
 
 use crate::dtype::DType;
 use crate::host_tensor::HostTensor;
+use crate::models::Denoiser;
 use crate::models::clip::INPUT_IDS;
 use crate::models::flux::{POSITION_AXES, names as flux_names};
+use crate::models::joint::names as joint;
+use crate::models::pixart::names as pixart;
 use crate::models::t5::ATTENTION_MASK;
 use crate::models::unet::{AdditionEmbedType, SIZE_TIME_IDS, names};
 use crate::shape::Shape;
@@ -63,7 +66,7 @@ fn read(
     let vocabulary = match network {
         Network::ClipText(config) => Some(config.vocab_size),
         Network::T5(config) if input.name == INPUT_IDS => Some(config.vocab_size),
-        Network::T5(_) | Network::UNet(_) | Network::Flux(_) | Network::Vae(_) => None,
+        Network::T5(_) | Network::Denoiser(_) | Network::Vae(_) => None,
     };
     if let Some(vocabulary) = vocabulary {
         check_ids(file.path(), input.name, &found, vocabulary)?;
@@ -111,7 +114,7 @@ fn wanted(network: &Network) -> Vec<Wanted> {
     };
     let batch = Named("batch");
     match network {
-        Network::UNet(config) => {
+        Network::Denoiser(Denoiser::Unet(config)) => {
             let features = config.cross_attention_dim.get(0).unwrap_or_default();
             let mut inputs = vec![
                 input(
@@ -151,25 +154,84 @@ fn wanted(network: &Network) -> Vec<Wanted> {
             }
             inputs
         }
-        Network::Flux(config) => {
+        Network::Denoiser(Denoiser::Sd3(config)) => vec![
+            input(
+                joint::HIDDEN_STATES,
+                Elements::Floats,
+                &[
+                    batch,
+                    Is(config.in_channels),
+                    Named("height"),
+                    Named("width"),
+                ],
+            ),
+            input(
+                joint::ENCODER_HIDDEN_STATES,
+                Elements::Floats,
+                &[batch, Named("text"), Is(config.joint_attention_dim)],
+            ),
+            input(
+                joint::POOLED_PROJECTIONS,
+                Elements::Floats,
+                &[batch, Is(config.pooled_projection_dim)],
+            ),
+            input(joint::TIMESTEP, Elements::Numbers, &[batch]),
+        ],
+        Network::Denoiser(Denoiser::PixArt(config)) => {
+            let text = Named("text");
+            let latents = [
+                batch,
+                Is(config.in_channels),
+                Named("height"),
+                Named("width"),
+            ];
+            let mut inputs = vec![
+                input(joint::HIDDEN_STATES, Elements::Floats, &latents),
+                input(
+                    joint::ENCODER_HIDDEN_STATES,
+                    Elements::Floats,
+                    &[batch, text, Is(config.caption_channels)],
+                ),
+                input(
+                    pixart::ENCODER_ATTENTION_MASK,
+                    Elements::Numbers,
+                    &[batch, text],
+                ),
+                input(joint::TIMESTEP, Elements::Numbers, &[batch]),
+            ];
+            if config.takes_size() {
+                inputs.push(input(
+                    pixart::RESOLUTION,
+                    Elements::Numbers,
+                    &[batch, Is(2)],
+                ));
+                inputs.push(input(
+                    pixart::ASPECT_RATIO,
+                    Elements::Numbers,
+                    &[batch, Is(1)],
+                ));
+            }
+            inputs
+        }
+        Network::Denoiser(Denoiser::Flux(config)) => {
             let (image, text) = (Named("image"), Named("text"));
             let mut inputs = vec![
                 input(
-                    flux_names::HIDDEN_STATES,
+                    joint::HIDDEN_STATES,
                     Elements::Floats,
                     &[batch, image, Is(config.in_channels)],
                 ),
                 input(
-                    flux_names::ENCODER_HIDDEN_STATES,
+                    joint::ENCODER_HIDDEN_STATES,
                     Elements::Floats,
                     &[batch, text, Is(config.joint_attention_dim)],
                 ),
                 input(
-                    flux_names::POOLED_PROJECTIONS,
+                    joint::POOLED_PROJECTIONS,
                     Elements::Floats,
                     &[batch, Is(config.pooled_projection_dim)],
                 ),
-                input(flux_names::TIMESTEP, Elements::Numbers, &[batch]),
+                input(joint::TIMESTEP, Elements::Numbers, &[batch]),
                 input(
                     flux_names::IMG_IDS,
                     Elements::Numbers,

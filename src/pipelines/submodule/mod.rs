@@ -14,7 +14,7 @@ use crate::emit::DotPrecision;
 use crate::graph::Builder;
 use crate::host_tensor::HostTensor;
 use crate::lowering::Traced;
-use crate::models::{Family, FamilySpec, ModelConfigError};
+use crate::models::{DenoiserKind, Family, FamilySpec, ModelConfigError};
 use crate::nn::Precision;
 use crate::quant::Policy;
 use crate::runtime::{RuntimeError, Session, Slot};
@@ -101,13 +101,13 @@ impl Submodule {
 
     /// A family with such a denoiser, which says what of it stays in float; for other parts it does not matter which.
     pub fn family(&self) -> &'static FamilySpec {
-        let family = match self.network {
-            Network::Flux(_) => Family::FluxDev,
-            Network::UNet(_) | Network::ClipText(_) | Network::T5(_) | Network::Vae(_) => {
-                Family::Sd1
-            }
+        let kind = match &self.network {
+            Network::Denoiser(denoiser) => denoiser.kind(),
+            Network::ClipText(_) | Network::T5(_) | Network::Vae(_) => DenoiserKind::Unet,
         };
-        family.spec()
+        let mut specs = Family::ALL.into_iter().map(Family::spec);
+        let found = specs.find(|spec| spec.denoiser == kind);
+        found.unwrap_or(Family::ALL[0].spec())
     }
 
     /// How its weights are stored, if some are quantized.

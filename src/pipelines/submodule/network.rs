@@ -8,12 +8,10 @@ use serde_json::{Map, Value as Json};
 use crate::dtype::DType;
 use crate::graph::{Builder, GraphError, Tensor};
 use crate::host_tensor::HostTensor;
-use crate::models::Part;
 use crate::models::clip::{ClipTextConfig, INPUT_IDS, clip_text};
-use crate::models::flux::{self, FluxTransformer2DConfig};
 use crate::models::t5::{ATTENTION_MASK, T5EncoderConfig, t5_encoder};
-use crate::models::unet::{self, UNet2DConditionConfig};
 use crate::models::vae::{self, Autoencoder, EncodedImages};
+use crate::models::{Denoiser, DenoiserKind, Part};
 use crate::nn::{Precision, Remat};
 use crate::shape::Shape;
 use crate::util::files;
@@ -28,8 +26,7 @@ pub const CONFIG: &str = "config.json";
 
 /// A part of a model, by its configuration.
 pub enum Network {
-    UNet(Box<UNet2DConditionConfig>),
-    Flux(Box<FluxTransformer2DConfig>),
+    Denoiser(Denoiser),
     ClipText(Box<ClipTextConfig>),
     T5(Box<T5EncoderConfig>),
     Vae(Box<Autoencoder>),
@@ -80,12 +77,11 @@ impl Network {
             path: path.clone(),
             source,
         };
-        let network = if is("UNet2DConditionModel") {
-            let config = UNet2DConditionConfig::from_map(fields.clone()).map_err(model)?;
-            Network::UNet(Box::new(config))
-        } else if is("FluxTransformer2DModel") {
-            let config = FluxTransformer2DConfig::from_map(fields.clone()).map_err(model)?;
-            Network::Flux(Box::new(config))
+        let denoiser = classes
+            .iter()
+            .find_map(|class| DenoiserKind::from_name(class));
+        let network = if let Some(kind) = denoiser {
+            Network::Denoiser(Denoiser::from_map(kind, fields.clone()).map_err(model)?)
         } else if is("T5EncoderModel") {
             let config = T5EncoderConfig::from_map(fields.clone()).map_err(model)?;
             Network::T5(Box::new(config))
@@ -101,8 +97,9 @@ impl Network {
             } else {
                 format!("of {}, which is not here", classes.join(", "))
             };
+            let denoisers = DenoiserKind::ALL.map(DenoiserKind::name).join(", ");
             return Err(fail(format!(
-                "{found}; supported: UNet2DConditionModel, FluxTransformer2DModel, AutoencoderKL, AutoencoderTiny, CLIPTextModel, CLIPTextModelWithProjection, T5EncoderModel"
+                "{found}; supported: {denoisers}, AutoencoderKL, AutoencoderTiny, CLIPTextModel, CLIPTextModelWithProjection, T5EncoderModel"
             )));
         };
         Ok((network, fields))
@@ -110,8 +107,7 @@ impl Network {
 
     pub fn class(&self) -> &'static str {
         match self {
-            Network::UNet(_) => "UNet2DConditionModel",
-            Network::Flux(_) => "FluxTransformer2DModel",
+            Network::Denoiser(denoiser) => denoiser.class(),
             Network::T5(_) => "T5EncoderModel",
             Network::ClipText(config) if config.has_projection() => "CLIPTextModelWithProjection",
             Network::ClipText(_) => "CLIPTextModel",
@@ -122,8 +118,7 @@ impl Network {
     /// The root of the parameter paths.
     pub fn root(&self) -> &'static str {
         match self {
-            Network::UNet(_) => unet::ROOT,
-            Network::Flux(_) => flux::ROOT,
+            Network::Denoiser(denoiser) => denoiser.part().name(),
             Network::ClipText(_) | Network::T5(_) => Part::TextEncoder.name(),
             Network::Vae(_) => vae::ROOT,
         }
@@ -147,21 +142,8 @@ impl Network {
             b.input(name, shape, &[Some("activation_batch"), None])
         };
         let outputs = match self {
-            Network::UNet(config) => {
-                let dims = ["batch", "height", "width", "length"].map(size);
-                let inputs = unet::declare_inputs(b, config, dims, DType::F32)?;
-                vec![(
-                    "sample",
-                    unet::unet(b, config, inputs, precision, Remat::None)?,
-                )]
-            }
-            Network::Flux(config) => {
-                let dims = ["batch", "image", "text"].map(size);
-                let inputs = flux::declare_inputs(b, config, dims)?;
-                vec![(
-                    "sample",
-                    flux::flux_transformer(b, config, inputs, precision, Remat::None)?,
-                )]
+            Network::Denoiser(denoiser) => {
+                vec![("sample", denoiser.declare_forward(b, &size, precision)?)]
             }
             Network::T5(config) => {
                 let ids = integers(INPUT_IDS)?;

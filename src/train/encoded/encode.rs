@@ -6,7 +6,7 @@ use std::sync::Arc;
 use crate::data::{DataError, Dataset, Prefetcher, Sample};
 use crate::emit::DotPrecision;
 use crate::host_tensor::HostTensor;
-use crate::pipelines::conditioning::{Conditioning, Encoder};
+use crate::pipelines::conditioning::{Conditioning, Encoder, TextLayout};
 use crate::pipelines::init_image::signed_planes;
 use crate::pipelines::latents::trace_encode_distribution;
 use crate::pipelines::text_to_image::{names, trace_encode};
@@ -57,6 +57,7 @@ impl Encoding<'_, '_, '_> {
             |slots: &[Slot], take: &mut TakeWeight<'_>| files.read_unchanged(session, slots, take);
         let weights = WeightSource::Files(&read);
         let rows = CAPTIONS * session.devices().len();
+        let layout = TextLayout::of(model, model.tokens);
         let mut encoders = Vec::with_capacity(model.text_encoders.len());
         for which in 0..model.text_encoders.len() {
             let traced = trace_encode(model, which, rows).map_err(TrainError::encode)?;
@@ -81,7 +82,7 @@ impl Encoding<'_, '_, '_> {
                 let part = encoder.run(session, prepared, &ids);
                 parts.push(part.map_err(TrainError::encode)?);
             }
-            let Some(joined) = Conditioning::join(parts).map_err(TrainError::encode)? else {
+            let Some(joined) = layout.join(parts).map_err(TrainError::encode)? else {
                 continue;
             };
             for (row, (key, _)) in captions.iter().enumerate() {

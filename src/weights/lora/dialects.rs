@@ -128,7 +128,7 @@ pub(super) fn aliases(part: Part, path: &str, blocks: &Blocks) -> Vec<String> {
         // No file is for it.
         // No file for it is read.
         Part::Vae | Part::Transformer => {}
-        Part::TextEncoder | Part::TextEncoder2 => {
+        Part::TextEncoder | Part::TextEncoder2 | Part::TextEncoder3 => {
             // transformers 5 has no `text_model` around an encoder without projection.
             names.extend(path.strip_prefix("text_model.").map(str::to_owned));
             for (ours, theirs) in [

@@ -161,7 +161,7 @@ impl LoraScale {
     fn of(self, part: Part) -> f32 {
         match part {
             Part::Unet | Part::Transformer => self.unet,
-            Part::TextEncoder | Part::TextEncoder2 => self.text_encoder,
+            Part::TextEncoder | Part::TextEncoder2 | Part::TextEncoder3 => self.text_encoder,
             // No LoRA is for it.
             Part::Vae => 0.0,
         }

@@ -103,7 +103,7 @@ pub(crate) fn no_denoiser(
 ) -> SourceError {
     let path = path.to_owned();
     let is_known = |class: &str| {
-        ["StableDiffusion", "Flux"]
+        ["StableDiffusion", "Flux", "PixArt"]
             .iter()
             .any(|s| class.starts_with(s))
     };
@@ -154,9 +154,11 @@ pub(super) fn component(folder: &Path, part: Part) -> Result<Component, SourceEr
     for (name, shape) in file.iter() {
         let converted = match part {
             Part::Unet | Part::Transformer => Converted::Unknown,
-            Part::TextEncoder | Part::TextEncoder2 if is_t5 => t5::original::of_transformers(name),
+            Part::TextEncoder | Part::TextEncoder2 | Part::TextEncoder3 if is_t5 => {
+                t5::original::of_transformers(name)
+            }
             Part::Vae => vae::original::of_diffusers(name, shape),
-            Part::TextEncoder | Part::TextEncoder2 => {
+            Part::TextEncoder | Part::TextEncoder2 | Part::TextEncoder3 => {
                 clip::original::of_transformers(name, projected)
             }
         };

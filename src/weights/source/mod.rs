@@ -1,9 +1,9 @@
 //! The parts of a model, whichever layout it comes in.
 //!
 //! [`ModelSource::open`] takes a diffusers pipeline folder or a single file in the original layout (LDM's for
-//! Stable Diffusion 1 and 2, SGM's for SDXL) and gives each part a configuration and a [`Checkpoint`] by the names of
-//! diffusers and transformers. Nothing is copied: the tensors of a single file are renamed and cut by
-//! [`Checkpoint::view`].
+//! Stable Diffusion 1 and 2, SGM's for SDXL, that of its own code for each transformer) and gives each part a
+//! configuration and a [`Checkpoint`] by the names of diffusers and transformers. Nothing is copied: the tensors of a
+//! single file are renamed and cut by [`Checkpoint::view`].
 //!
 //! The tensors alone tell the kind of a single file (facts: diffusers' `loaders/single_file_utils.py`).
 
@@ -235,8 +235,8 @@ impl ModelSource {
     /// Opens a diffusers pipeline folder, a single `.safetensors` file in the original layout, or a folder that holds
     /// exactly one such file.
     ///
-    /// Single files may be Stable Diffusion 1.x or 2.x, SDXL base or refiner, each also for inpainting, whole or the
-    /// UNet alone. Of a folder the parts that are there are opened.
+    /// Single files may be Stable Diffusion 1.x or 2.x, SDXL base or refiner, each also for inpainting, Stable Diffusion 3
+    /// or 3.5, FLUX.1 or PixArt, whole or the denoiser alone. Of a folder the parts that are there are opened.
     ///
     /// # Errors
     /// When there is no model, it is of a kind that is not supported, or a file of it cannot be opened; pickles are

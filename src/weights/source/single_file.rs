@@ -135,7 +135,7 @@ fn convert(
     let published = match root.part {
         Part::Unet | Part::Transformer => built_in(file.path(), published.denoiser)?,
         Part::Vae => built_in(file.path(), published.vae)?,
-        Part::TextEncoder | Part::TextEncoder2 => Map::new(),
+        Part::TextEncoder | Part::TextEncoder2 | Part::TextEncoder3 => Map::new(),
     };
     let read = (root.read)(&tensors(file, root), published);
     let OriginalPart { config, tensors } = read.map_err(|e| SourceError::Structure {

@@ -63,7 +63,11 @@ fn files_of_other_kinds_are_named() {
         ),
         (
             format!("{model}joint_blocks.0.context_block.adaLN_modulation.1.bias"),
-            "this is Stable Diffusion 3.x, which is not supported; supported are Stable Diffusion 1.x,",
+            "transformer: model.diffusion_model.x_embedder.proj.weight is missing",
+        ),
+        (
+            format!("{model}single_stream_modulation.lin.weight"),
+            "this is FLUX.2, which is not supported; supported are Stable Diffusion 1.x,",
         ),
         ("lora_unet_mid.lora_down.weight".into(), "this is a LoRA"),
         ("unet.mid_block.to_q.lora_A.weight".into(), "this is a LoRA"),
@@ -276,7 +280,7 @@ fn folders_without_a_model_say_what_was_looked_for() {
     assert!(error(dir.path()).contains("this is FLUX.1 Fill"));
     let text = r#"{"_class_name": "StableDiffusion3Pipeline"}"#;
     fs::write(at("model_index.json"), text).unwrap();
-    assert!(error(dir.path()).contains("this is Stable Diffusion 3.x"));
+    assert!(error(dir.path()).contains("no model in this folder"));
     fs::write(at("model_index.json"), r#"{"_class_name": "SanaPipeline"}"#).unwrap();
     assert!(error(dir.path()).contains("of a SanaPipeline, which is not supported"));
     fs::write(

@@ -210,7 +210,9 @@ impl ModelSource {
         let last = spec.text_encoders.last().map(|e| e.part);
         let is_listed = |part: &Part| match part {
             Part::Unet | Part::Transformer => *part == spec.denoiser.part(),
-            Part::Vae | Part::TextEncoder | Part::TextEncoder2 => Some(*part) <= last,
+            Part::Vae | Part::TextEncoder | Part::TextEncoder2 | Part::TextEncoder3 => {
+                Some(*part) <= last
+            }
         };
         for part in Part::ALL.into_iter().filter(is_listed) {
             let component = self.components.get(&part);
@@ -240,9 +242,13 @@ fn class_of(part: Part, component: &Component) -> Result<[&'static str; 2], Sour
     let (library, classes) = part.classes();
     let config = &component.config;
     let class = config.get("_class_name").and_then(Value::as_str);
-    // transformers names a T5 so; of CLIP's two classes the part decides.
+    // transformers names it so, where it does not name a larger model that the encoder is of.
+    let architecture = config.get("architectures").and_then(|names| names.get(0));
+    let architecture = architecture.and_then(Value::as_str);
     let is_t5 = config.get("model_type") == Some(&json!("t5"));
-    let found = class.or(is_t5.then_some("T5EncoderModel"));
+    let found = class
+        .or(architecture.filter(|name| classes.contains(name)))
+        .or(is_t5.then_some("T5EncoderModel"));
     let mut supported = classes.iter();
     match supported.find(|class| found.is_none_or(|found| found == **class)) {
         Some(class) => Ok([library, class]),
