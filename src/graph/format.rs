@@ -12,6 +12,8 @@ named! {
         Aqt = "aqt",
         /// Google Qwix: scale absmax/127.5, divide, round, saturate at -128 and 127.
         Qwix = "qwix",
+        /// AMD Quark: scale absmax/127.5, multiply by the reciprocal, round, saturate at -128 and 127; with zero points too.
+        Quark = "quark",
     }
 }
 
@@ -58,6 +60,12 @@ pub struct TensorFormat {
 }
 
 impl TensorFormat {
+    /// Whether its scales multiply the results of a contraction. Otherwise an operand is multiplied as `(integers - zero
+    /// point) * scale`.
+    pub fn scales_results(self) -> bool {
+        !self.zero_point && !matches!(self.granularity, Granularity::Group(_))
+    }
+
     /// int8 with one dynamic symmetric scale a channel, rounded to nearest.
     pub fn int8(convention: NumericsConvention) -> Self {
         TensorFormat {

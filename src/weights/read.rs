@@ -7,7 +7,7 @@ use std::sync::mpsc::{Receiver, sync_channel};
 use rayon::prelude::*;
 
 use super::open::{Checkpoint, Location, Order, io};
-use super::{WeightsError, cast};
+use super::{WeightsError, cast, quantized};
 use crate::dtype::DType;
 use crate::host_tensor::HostTensor;
 
@@ -115,6 +115,9 @@ impl Checkpoint {
             Order::HalvesSwapped => {
                 let half = data.len() / 2;
                 data.rotate_left(half);
+            }
+            Order::PairedFeatures => {
+                return Ok(quantized::of_file_order(location.shape.clone(), data));
             }
         }
         Ok(HostTensor {

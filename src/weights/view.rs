@@ -48,6 +48,9 @@ impl Location {
         let bits = shape.dtype.bits();
         match transform {
             Transform::Identity => {}
+            _ if self.order == Order::PairedFeatures => {
+                return Err(format!("features of {shape} share bytes"));
+            }
             Transform::Transpose if self.order == Order::HalvesSwapped => {
                 return Err(format!("the halves of {shape} are swapped already"));
             }
@@ -61,7 +64,9 @@ impl Location {
                 result.shape.dims = vec![columns, rows];
                 result.order = match self.order {
                     Order::Transposed => Order::AsShown,
-                    Order::AsShown | Order::HalvesSwapped => Order::Transposed,
+                    Order::AsShown | Order::HalvesSwapped | Order::PairedFeatures => {
+                        Order::Transposed
+                    }
                 };
             }
             // Few tensors of the known layouts are stored in another order, and they are not cut: reading some rows

@@ -149,6 +149,7 @@ impl<'a> Claims<'a> {
             | Composite::FindScale { .. }
             | Composite::RoundingNoise { .. }
             | Composite::Quantize { .. }
+            | Composite::Dequantize { .. }
             | Composite::ScaledContraction { .. } => None,
         };
         kernel.map(Claim::Kernel)
