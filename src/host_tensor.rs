@@ -1,5 +1,7 @@
 //! Tensors in host memory.
 
+pub mod float8;
+
 use std::borrow::Cow;
 
 use half::{bf16, f16};
@@ -84,7 +86,7 @@ impl HostTensor {
     /// The elements as `f32`, rounded to nearest where the type is wider.
     ///
     /// # Errors
-    /// For float types of 4 and 8 bits, which need their own codecs.
+    /// For float types of 4 and 8 bits but `f8E4M3FN`.
     pub fn to_f32_vec(&self) -> Result<Vec<f32>, HostTensorError> {
         Ok(self.to_f64_vec()?.into_iter().map(|v| v as f32).collect())
     }
@@ -92,7 +94,7 @@ impl HostTensor {
     /// The elements as `f64`.
     ///
     /// # Errors
-    /// For float types of 4 and 8 bits, which need their own codecs.
+    /// For float types of 4 and 8 bits but `f8E4M3FN`.
     pub fn to_f64_vec(&self) -> Result<Vec<f64>, HostTensorError> {
         fn read<const N: usize>(data: &[u8], value: impl Fn([u8; N]) -> f64) -> Vec<f64> {
             data.chunks_exact(N)
@@ -125,7 +127,8 @@ impl HostTensor {
             DType::BF16 => read::<2>(data, |b| bf16::from_le_bytes(b).to_f64()),
             DType::F32 => read::<4>(data, |b| f64::from(f32::from_le_bytes(b))),
             DType::F64 => read::<8>(data, f64::from_le_bytes),
-            from @ (DType::F4E2M1Fn | DType::F8E4M3Fn | DType::F8E5M2 | DType::F8E8M0Fnu) => {
+            DType::F8E4M3Fn => read::<1>(data, |b| f64::from(float8::decode(b[0]))),
+            from @ (DType::F4E2M1Fn | DType::F8E5M2 | DType::F8E8M0Fnu) => {
                 return Err(HostTensorError::Conversion {
                     from,
                     to: DType::F64,
@@ -137,7 +140,7 @@ impl HostTensor {
     /// A tensor of `shape` from `f64` values: floats round to nearest even, integers truncate and saturate.
     ///
     /// # Errors
-    /// For float types of 4 and 8 bits, and when the element count differs.
+    /// For float types of 4 and 8 bits but `f8E4M3FN`, and when the element count differs.
     pub fn from_f64(shape: Shape, values: &[f64]) -> Result<Self, HostTensorError> {
         let write = |f: &dyn Fn(f64, &mut Vec<u8>)| {
             let mut data = Vec::with_capacity(shape.bytes());
@@ -163,7 +166,8 @@ impl HostTensor {
             DType::BF16 => write(&|v, d| d.extend(bf16::from_f32(v as f32).to_le_bytes())),
             DType::F32 => write(&|v, d| d.extend((v as f32).to_le_bytes())),
             DType::F64 => write(&|v, d| d.extend(v.to_le_bytes())),
-            to @ (DType::F4E2M1Fn | DType::F8E4M3Fn | DType::F8E5M2 | DType::F8E8M0Fnu) => {
+            DType::F8E4M3Fn => write(&|v, d| d.push(float8::encode(v as f32))),
+            to @ (DType::F4E2M1Fn | DType::F8E5M2 | DType::F8E8M0Fnu) => {
                 return Err(HostTensorError::Conversion {
                     from: DType::F64,
                     to,
@@ -219,7 +223,7 @@ impl HostTensor {
     /// The same elements in another type (see [`HostTensor::from_f64`] for the rounding).
     ///
     /// # Errors
-    /// For float types of 4 and 8 bits.
+    /// For float types of 4 and 8 bits but `f8E4M3FN`.
     pub fn convert(&self, dtype: DType) -> Result<Self, HostTensorError> {
         if dtype == self.shape.dtype {
             return Ok(self.clone());

@@ -25,6 +25,7 @@ mod pjrt;
 mod plugin;
 mod program_cache;
 mod quant_golden;
+mod quant_quark;
 mod quant_weights;
 mod quantize;
 mod schedulers;

@@ -41,7 +41,12 @@ fn formats() -> Vec<TensorFormat> {
             }
         }
     }
-    formats
+    let fp8 = [Granularity::Tensor, Granularity::Channel].map(|granularity| TensorFormat {
+        element: DType::F8E4M3Fn,
+        granularity,
+        ..TensorFormat::int8(NumericsConvention::Quark)
+    });
+    formats.into_iter().chain(fp8).collect()
 }
 
 /// One linear layer for each format, each with the same weight, which it takes in `dtype`. Beside the products, all that

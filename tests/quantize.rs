@@ -486,7 +486,7 @@ fn a_quantized_checkpoint_that_contradicts_itself_is_refused() {
     let element = opened(&|config| config["formats"][0]["weight"]["element"] = "int3".into());
     has(
         element,
-        "element is \"int3\", which is not read here; read are int8 and int4",
+        "element is \"int3\", which is not read here; read are int8, int4, float8_e4m3fn",
     );
     let numerics = opened(&|config| config["formats"][0]["weight"]["numerics"] = "none".into());
     has(numerics, "expected one of `aqt`, `qwix`, `quark`");
@@ -554,11 +554,11 @@ fn formats_that_do_not_fit_are_refused_before_anything_is_written() {
         ),
         (
             &["quantization=int8", "quantization_granularity=32"],
-            "it needs quantization=int8_w8a16 or w4a16",
+            "it needs quantization=int8_w8a16, w4a16 or fp8_w8a16",
         ),
         (
             &["quantization=w4a16", "quantization_symmetric=False"],
-            "it needs quantization=int8_w8a16 or w4a16 and quantization_numerics=quark",
+            "it needs quantization=int8_w8a16, w4a16 or fp8_w8a16 and quantization_numerics=quark",
         ),
         (
             &[

@@ -80,8 +80,11 @@ const OWN_ENCODERS: &str = "text encoders and tokenizers are those beside the mo
 const PROFILER: &str = "there is no profiler here yet";
 
 const INT8: Condition = Is("quantization", &["int8"]);
-const QUANTIZED: Condition = Is("quantization", &["int8", "int8_w8a16", "w4a16"]);
-const WEIGHTS_ONLY: Condition = Is("quantization", &["int8_w8a16", "w4a16"]);
+const QUANTIZED: Condition = Is(
+    "quantization",
+    &["int8", "int8_w8a16", "w4a16", "fp8_w8a16"],
+);
+const WEIGHTS_ONLY: Condition = Is("quantization", &["int8_w8a16", "w4a16", "fp8_w8a16"]);
 const GUIDED: Condition = Is("do_classifier_free_guidance", &["True"]);
 /// The guidance scale has an effect.
 const SCALED: Condition = Either(&GUIDED, &FamilyHas(Trait::EmbeddedGuidance));
@@ -235,7 +238,7 @@ schema! {
         /// Qwix's rules and numerics instead of AQT's.
         use_qwix_quantization: bool = false, Used, EVERY,
             when QUANTIZED, is [FixedOnResume];
-        /// How values become integers: AQT's, Qwix's or AMD Quark's conventions.
+        /// How values become integers: AQT's, Qwix's or AMD Quark's conventions. fp8_w8a16 has Quark's alone.
         quantization_numerics: NumericsConvention = NumericsConvention::Aqt, Ours, EVERY,
             when Both(&QUANTIZED, &Is("use_qwix_quantization", &["False"])), is [FixedOnResume];
         /// Which elements of a weight share a scale: all (`tensor`), those of an output feature (`channel`), or of it so many

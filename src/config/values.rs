@@ -26,6 +26,8 @@ named! {
         Int8W8A16 = "int8_w8a16",
         /// Weights of dots and convolutions in 4-bit integers, activations in float.
         W4A16 = "w4a16",
+        /// Weights of dots and convolutions in 8-bit floats, activations in wider floats.
+        Fp8W8A16 = "fp8_w8a16",
     }
     not_yet ["fp8", "fp8_full"]
 }

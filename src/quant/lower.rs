@@ -403,7 +403,7 @@ fn grouped_of_size(
 }
 
 /// `lhs rhs`, times the scales that follow it in `operands`, in `result`. Integers accumulate in `s32`; where one
-/// operand is float, the integers of the other are converted to its type.
+/// operand is float, what the other is stored as is converted to its type.
 fn scaled_product(
     b: &Builder,
     operands: &[Tensor],
@@ -413,7 +413,7 @@ fn scaled_product(
 ) -> Result<Tensor> {
     let (mut lhs, mut rhs) = (operands[0], operands[1]);
     let types = [b.dtype(lhs), b.dtype(rhs)];
-    let floats = types.map(DType::is_float);
+    let floats = types.map(|dtype| dtype.is_float() && dtype.bits() > 8);
     let accumulator = if floats == [false; 2] {
         DType::S32
     } else {
@@ -482,17 +482,20 @@ pub fn scale_of(b: &Builder, absmax: Tensor, format: TensorFormat) -> Result<Ten
         }
         NumericsConvention::Qwix | NumericsConvention::Quark => absmax,
     };
-    let (lowest, highest) = format.element.integer_range();
-    let half = (highest - lowest) / 2.0;
+    let bound = format.bound();
     let scale = match format.convention {
         NumericsConvention::Aqt | NumericsConvention::Qwix => {
-            b.mul_scalar(b.convert(absmax, DType::F32)?, 1.0 / half)?
+            b.mul_scalar(b.convert(absmax, DType::F32)?, 1.0 / bound)?
         }
-        NumericsConvention::Quark => divided(b, absmax, half)?,
+        NumericsConvention::Quark => divided(b, absmax, bound)?,
     };
     let scale = b.convert(scale, shape.dtype)?;
     match format.convention {
         NumericsConvention::Aqt => Ok(scale),
+        NumericsConvention::Quark if format.element.is_float() => {
+            let zero = b.compare(Comparison::Eq, scale, b.full(&shape, 0.0)?)?;
+            b.select(zero, b.full(&shape, QUARK_SMALLEST)?, scale)
+        }
         NumericsConvention::Quark => b.max(scale, b.full(&shape, QUARK_SMALLEST)?),
         NumericsConvention::Qwix => {
             // Qwix takes 1 where the scale is below the square root of the smallest normal number.
@@ -562,6 +565,14 @@ fn scaled_values(
             let inverse = b.broadcast_in_dim(inverse, kept, &shape.dims)?;
             b.convert(b.mul(b.convert(x, DType::F32)?, inverse)?, shape.dtype)
         }
+        // A quotient in float64, which XLA makes a product with the reciprocal, rounds to the same float32 as the division:
+        // none is near a tie.
+        NumericsConvention::Quark if format.element.is_float() => {
+            let scale = b.convert(scale, DType::F64)?;
+            let scale = b.broadcast_in_dim(scale, kept, &shape.dims)?;
+            let quotient = b.div(b.convert(x, DType::F64)?, scale)?;
+            b.convert(b.convert(quotient, DType::F32)?, shape.dtype)
+        }
         NumericsConvention::Quark => {
             let wide = b.convert(scale, DType::F32)?;
             let inverse = b.div(one(wide)?, wide)?;
@@ -572,6 +583,11 @@ fn scaled_values(
 }
 
 fn rounded(b: &Builder, scaled: Tensor, format: TensorFormat) -> Result<Tensor> {
+    if format.element.is_float() {
+        // XLA's conversion rounds to nearest, and gives NaN for what is beyond the largest number.
+        let bound = format.bound();
+        return b.convert(b.clamp(scaled, -bound, bound)?, format.element);
+    }
     let (lowest, highest) = format.element.integer_range();
     let rounded = match format.convention {
         NumericsConvention::Aqt => {

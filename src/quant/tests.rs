@@ -311,7 +311,12 @@ fn formats_of_weights() -> Vec<TensorFormat> {
             }
         }
     }
-    formats
+    let fp8 = [Granularity::Tensor, Granularity::Channel].map(|granularity| TensorFormat {
+        element: DType::F8E4M3Fn,
+        granularity,
+        ..TensorFormat::int8(NumericsConvention::Quark)
+    });
+    formats.into_iter().chain(fp8).collect()
 }
 
 /// `x W^T` in the weight's format, and in float: results on the host, with how the lowered graph looks.
@@ -353,6 +358,8 @@ fn a_weight_alone_is_quantized_in_every_format() {
         // largest is clipped; over 16 products with |x| <= 1.
         let most = match format.element {
             DType::S4 => 16.0 / 7.5,
+            // Half of a step is 1/16 of a number.
+            DType::F8E4M3Fn => 16.0 / 16.0,
             _ => 16.0 * 0.5 / 127.5 * 1.01,
         };
         let worst = found.iter().zip(&expected).map(|(a, b)| (a - b).abs());

@@ -5,7 +5,7 @@ use rayon::prelude::*;
 
 use crate::dtype::DType;
 use crate::graph::{Granularity, NumericsConvention, Rounding, TensorFormat};
-use crate::host_tensor::{HostTensor, packed};
+use crate::host_tensor::{HostTensor, float8, packed};
 use crate::shape::Shape;
 
 /// Elements that one thread quantizes at a time.
@@ -97,16 +97,20 @@ pub fn scale_dims(dims: &[usize], granularity: Granularity) -> Option<Vec<usize>
 /// Quantizes a weight `[out, in, ..]` of finite `f32` or `bf16`. Every operation rounds to that type, as in the graph.
 ///
 /// # Errors
-/// When values are infinite, groups do not divide the input features, or the format is none of int8 and int4 rounded to
-/// nearest.
+/// When values are infinite, groups do not divide the input features, or the format is none of int8, int4 and, in AMD
+/// Quark's numerics, fp8, rounded to nearest.
 pub fn quantize_weight(
     weight: &HostTensor,
     format: TensorFormat,
 ) -> Result<QuantizedWeight, WeightQuantError> {
     let dtype = weight.shape.dtype;
-    let is_known = [DType::S8, DType::S4].contains(&format.element)
-        && (!format.zero_point || format.convention == NumericsConvention::Quark)
-        && format.rounding == Rounding::NearestEven;
+    let is_quark = format.convention == NumericsConvention::Quark;
+    let is_known = match format.element {
+        DType::S8 | DType::S4 => !format.zero_point || is_quark,
+        DType::F8E4M3Fn => !format.zero_point && is_quark,
+        _ => false,
+    };
+    let is_known = is_known && format.rounding == Rounding::NearestEven;
     match dtype {
         DType::BF16 if is_known => quantized::<[u8; 2]>(weight, format),
         DType::F32 if is_known => quantized::<[u8; 4]>(weight, format),
@@ -304,22 +308,37 @@ struct RunRounding {
     zero_point: f32,
     /// The lowest and the highest integer.
     bounds: [f32; 2],
-    /// Whether the product is rounded to the weight's type.
-    rounds_product: bool,
+    becomes: Becomes,
+}
+
+/// What is rounded.
+#[derive(Clone, Copy)]
+enum Becomes {
+    /// An integer: of the product with the inverse in the weight's type.
+    OfTyped,
+    /// An integer: of the product in `f32`.
+    OfProduct,
+    /// `f8E4M3FN`: of the quotient with the scale in the weight's type.
+    Float8,
 }
 
 impl RunRounding {
     fn new<T: Element>(extent: Extent, format: TensorFormat) -> RunRounding {
-        let (lowest, highest) = format.element.integer_range();
-        let (lowest, highest) = (lowest as f32, highest as f32);
-        let half = (highest - lowest) / 2.0;
+        let half = format.bound() as f32;
+        let (lowest, highest) = match format.element.is_float() {
+            true => (-half, half),
+            false => {
+                let (lowest, highest) = format.element.integer_range();
+                (lowest as f32, highest as f32)
+            }
+        };
         let absmax = extent.highest;
         let mut rounding = RunRounding {
             scale: 1.0,
             inverse: 1.0,
             zero_point: 0.0,
             bounds: [lowest, highest],
-            rounds_product: true,
+            becomes: Becomes::OfTyped,
         };
         match format.convention {
             NumericsConvention::Aqt => {
@@ -341,6 +360,15 @@ impl RunRounding {
                     (rounding.scale, rounding.inverse) = (scale, scale.recip());
                 }
             }
+            NumericsConvention::Quark if format.element.is_float() => {
+                let scale = T::rounded(absmax / half);
+                rounding.scale = if scale == 0.0 {
+                    QUARK_SMALLEST as f32
+                } else {
+                    scale
+                };
+                rounding.becomes = Becomes::Float8;
+            }
             NumericsConvention::Quark => {
                 let scale = match format.zero_point {
                     false => absmax / half,
@@ -348,7 +376,7 @@ impl RunRounding {
                 };
                 let scale = T::rounded(scale).max(QUARK_SMALLEST as f32);
                 (rounding.scale, rounding.inverse) = (scale, scale.recip());
-                rounding.rounds_product = false;
+                rounding.becomes = Becomes::OfProduct;
                 if format.zero_point {
                     let quotient = match format.granularity {
                         // PyTorch promotes numbers with no dimensions.
@@ -371,30 +399,38 @@ impl RunRounding {
 
     /// Quantizes elements of this scale.
     fn run<T: Element>(self, elements: &[T], out: &mut [u8]) -> Sums {
+        let [lowest, highest] = self.bounds;
+        // The integer is in the lowest byte of a number so large that it has no fraction.
+        let integer = |y: f32| {
+            let y = (nearest_even(y) + self.zero_point).clamp(lowest, highest);
+            ((y + WHOLE).to_bits() as u8, y - self.zero_point)
+        };
+        let float8 = |y: f32| {
+            let code = float8::encode(y.clamp(lowest, highest));
+            (code, float8::decode(code))
+        };
         let parts = elements.chunks(SUMMED).zip(out.chunks_mut(SUMMED));
-        let sums = parts.map(|(elements, out)| match self.rounds_product {
-            true => self.part(elements, out, T::rounded),
-            false => self.part(elements, out, |product| product),
+        let sums = parts.map(|(elements, out)| match self.becomes {
+            Becomes::OfTyped => self.part(elements, out, |x| integer(T::rounded(x * self.inverse))),
+            Becomes::OfProduct => self.part(elements, out, |x| integer(x * self.inverse)),
+            Becomes::Float8 => self.part(elements, out, |x| float8(T::rounded(x / self.scale))),
         });
         sums.fold(Sums::default(), Sums::add)
     }
 
-    /// `product` gives the product of an element with the inverse of the scale as it is rounded.
+    /// `quantize` gives what is stored of an element, and how many scales that is worth.
     fn part<T: Element>(
         self,
         elements: &[T],
         out: &mut [u8],
-        product: impl Fn(f32) -> f32,
+        quantize: impl Fn(f32) -> (u8, f32),
     ) -> Sums {
-        let [lowest, highest] = self.bounds;
         let (mut signal, mut noise) = ([0.0; LANES], [0.0; LANES]);
         let one = |element: T, out: &mut u8, signal: &mut f32, noise: &mut f32| {
             let x = element.value();
-            let y = nearest_even(product(x * self.inverse)) + self.zero_point;
-            let y = y.clamp(lowest, highest);
-            // The integer is in the lowest byte of a number so large that it has no fraction.
-            *out = (y + WHOLE).to_bits() as u8;
-            let error = x - (y - self.zero_point) * self.scale;
+            let (stored, steps) = quantize(x);
+            *out = stored;
+            let error = x - steps * self.scale;
             *signal += x * x;
             *noise += error * error;
         };

@@ -81,6 +81,7 @@ fn rule_layers<'a>(config: &Config, rule: &'a config::QuantRule) -> Option<Layer
         config::QuantRuleMode::Int8 => config::Quantization::Int8,
         config::QuantRuleMode::Int8W8A16 => config::Quantization::Int8W8A16,
         config::QuantRuleMode::W4A16 => config::Quantization::W4A16,
+        config::QuantRuleMode::Fp8W8A16 => config::Quantization::Fp8W8A16,
     };
     Some(Layers {
         key: &rule.path,
@@ -126,6 +127,19 @@ fn formats(layers: &Layers<'_>, local_shards: usize) -> Result<Formats, RecipeEr
         }
         config::Quantization::Int8W8A16 => (DType::S8, Granularity::Channel),
         config::Quantization::W4A16 => (DType::S4, Granularity::Group(INT4_GROUP)),
+        config::Quantization::Fp8W8A16 => {
+            let is_here = numerics == NumericsConvention::Quark
+                && symmetric
+                && !matches!(granularity, Some(Granularity::Group(_)));
+            if !is_here {
+                return refuse(
+                    "fp8 weights are here in AMD Quark's numerics, symmetric, with one scale (tensor) or one an output feature \
+                     (channel): set numerics to quark, and leave symmetric and groups out"
+                        .into(),
+                );
+            }
+            (DType::F8E4M3Fn, Granularity::Tensor)
+        }
     };
     if !symmetric && numerics != NumericsConvention::Quark {
         return refuse(format!(
@@ -199,6 +213,7 @@ pub fn policy_of_checkpoint(
             config::Quantization::Off => true,
             config::Quantization::Int8W8A16 => layer.weight.element == DType::S8,
             config::Quantization::W4A16 => layer.weight.element == DType::S4,
+            config::Quantization::Fp8W8A16 => layer.weight.element == DType::F8E4M3Fn,
             config::Quantization::Int8 => {
                 TensorFormat {
                     range: Range::Dynamic,
@@ -215,7 +230,9 @@ pub fn policy_of_checkpoint(
         }
         layer.activation = match mode {
             config::Quantization::Off => layer.activation,
-            config::Quantization::Int8W8A16 | config::Quantization::W4A16 => None,
+            config::Quantization::Int8W8A16
+            | config::Quantization::W4A16
+            | config::Quantization::Fp8W8A16 => None,
             config::Quantization::Int8 => Some(int8),
         };
     }
@@ -234,7 +251,10 @@ fn title(convention: NumericsConvention) -> &'static str {
 
 /// `int8, a scale a channel, aqt`
 pub fn format_text(format: TensorFormat) -> String {
-    let bits = format.element.bits();
+    let element = match format.element {
+        DType::F8E4M3Fn => "fp8".to_owned(),
+        integers => format!("int{}", integers.bits()),
+    };
     let granularity = match format.granularity {
         Granularity::Tensor => "one scale".to_owned(),
         Granularity::Channel => "a scale a channel".to_owned(),
@@ -246,7 +266,7 @@ pub fn format_text(format: TensorFormat) -> String {
         ""
     };
     format!(
-        "int{bits}, {granularity}{zero_point}, {}",
+        "{element}, {granularity}{zero_point}, {}",
         format.convention
     )
 }
@@ -259,6 +279,7 @@ pub fn mode_of(formats: &Formats) -> config::Quantization {
     ) {
         (Some(_), _) => config::Quantization::Int8,
         (None, Some(DType::S4)) => config::Quantization::W4A16,
+        (None, Some(DType::F8E4M3Fn)) => config::Quantization::Fp8W8A16,
         (None, _) => config::Quantization::Int8W8A16,
     }
 }

@@ -109,7 +109,11 @@ struct Written {
 const SCALE_TYPES: [(&str, DType); 2] = [("float32", DType::F32), ("bfloat16", DType::BF16)];
 
 /// The elements of weights.
-const ELEMENTS: [(&str, DType); 2] = [("int8", DType::S8), ("int4", DType::S4)];
+const ELEMENTS: [(&str, DType); 3] = [
+    ("int8", DType::S8),
+    ("int4", DType::S4),
+    ("float8_e4m3fn", DType::F8E4M3Fn),
+];
 
 fn name_of(known: &[(&'static str, DType)], dtype: DType) -> String {
     let named = known.iter().find(|(_, known)| *known == dtype);
@@ -121,7 +125,7 @@ fn type_of(known: &[(&'static str, DType)], key: &str, name: &str) -> Result<DTy
     let named = known.iter().find(|(known, _)| *known == name);
     named.map(|(_, dtype)| *dtype).ok_or_else(|| {
         let names: Vec<&str> = known.iter().map(|(name, _)| *name).collect();
-        unknown(key, name, &names.join(" and "))
+        unknown(key, name, &names.join(", "))
     })
 }
 
@@ -173,8 +177,20 @@ impl WrittenFormat {
                 self.numerics
             ));
         }
+        let element = type_of(&ELEMENTS, "element", &self.element)?;
+        let is_float = element.is_float();
+        if is_float
+            && (!self.symmetric
+                || matches!(granularity, Granularity::Group(_))
+                || self.numerics != NumericsConvention::Quark)
+        {
+            return Err(format!(
+                "{:?} is read with numerics \"quark\", symmetric and without groups",
+                self.element
+            ));
+        }
         Ok(TensorFormat {
-            element: type_of(&ELEMENTS, "element", &self.element)?,
+            element,
             granularity,
             zero_point: !self.symmetric,
             range: match &self.scale_dtype {
@@ -326,6 +342,7 @@ impl Quantization {
         }
         for (name, shape) in tensors {
             let is_quantized = !shape.dtype.is_float()
+                || shape.dtype.bits() < 16
                 || name.ends_with(".weight_scale")
                 || name.ends_with(".weight_zero_point");
             if is_quantized && !expected.contains_key(*name) {

@@ -212,6 +212,9 @@ fn is_finite(dtype: DType, bytes: &[u8]) -> bool {
             let numbers = bytes.as_chunks().0.iter().map(|b| u32::from_le_bytes(*b));
             !numbers.fold(false, |found, bits| found | (bits & EXPONENT == EXPONENT))
         }
+        DType::F8E4M3Fn => !bytes
+            .iter()
+            .fold(false, |found, byte| found | (byte & 0x7f == 0x7f)),
         _ => true,
     }
 }
