@@ -31,6 +31,7 @@ mod quantize;
 mod schedulers;
 mod shell;
 mod stops;
+mod stored_kernels;
 mod t5;
 mod tokenizer;
 mod tpu_kernels;
