@@ -439,7 +439,10 @@ fn int8_products_follow_the_float_ones() {
     ];
     place.train("float", &words);
     let log = place.train("int8", &[&words[..], &["quantization=int8"]].concat());
-    assert!(log.contains("int8 (AQT numerics)"), "{log}");
+    assert!(
+        log.contains("in int8 (int8, a scale a channel, aqt)"),
+        "{log}"
+    );
     for (float, int8) in place.losses("float").iter().zip(&place.losses("int8")) {
         assert!(
             float != int8 && (float - int8).abs() < 0.05 * float,
