@@ -272,7 +272,30 @@ void Contract(Call& call) {
   c.lhs.channels = lhs.Dim(-1);
 
   const int64_t blocks = (c.columns + 15) / 16;
-  c.packed = call.Operand("packed rhs", {is_int8 ? kS8 : kBf16}, {blocks, taps * c.lhs.channels / group, 16, group}).data;
+  const int64_t groups_of_k = taps * c.lhs.channels / group;
+  Widened group_scale, zero_point;
+  if (call.Has("stored_bits")) {
+    // Integers that become bf16.
+    const int64_t bits = call.Int("stored_bits", 4, 8);
+    const bool is_int4 = bits == 4;
+    if (bits != 4 && bits != 8) call.Fail("attribute stored_bits is ", bits, ", expected 4 or 8");
+    if (is_int8) call.Fail("operand 0 (lhs): expected BF16 for weights that are stored in integers, found ", ShapeText(lhs));
+    c.stored = is_int4 ? kernels::Stored::kInt4 : kernels::Stored::kInt8;
+    c.packed = is_int4 ? call.Operand("packed rhs", {kU8}, {blocks, groups_of_k, 16}).data
+                       : call.Operand("packed rhs", {kS8}, {blocks, groups_of_k, 16, group}).data;
+    c.scale_groups = call.Int("scale_groups", 0, std::max<int64_t>(c.lhs.channels / group, 0));
+    if (c.scale_groups > 0) {
+      if (c.lhs.channels / group % c.scale_groups != 0) {
+        call.Fail("attribute scale_groups is ", c.scale_groups, ", which does not divide ", c.lhs.channels / group,
+                  " pairs of channels");
+      }
+      const Dims dims = {blocks, c.scale_groups, 16};
+      c.group_scale = group_scale.Of(call.Operand("group_scale", {kF32, kBf16}, dims));
+      if (call.Flag("zero_point")) c.zero_point = zero_point.Of(call.Operand("zero_point", {kF32, kBf16}, dims));
+    }
+  } else {
+    c.packed = call.Operand("packed rhs", {is_int8 ? kS8 : kBf16}, {blocks, groups_of_k, 16, group}).data;
+  }
   if (is_int8) c.start = static_cast<const int32_t*>(call.Operand("start", {kS32}, {blocks * 16}).data);
   Widened row_scale, column_scale, bias;
   if (call.Flag("row_scale")) {

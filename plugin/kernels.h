@@ -17,6 +17,11 @@ namespace maxdiff::kernels {
 
 enum class Element { kBf16, kInt8 };
 
+// How packed weights are stored: as they are multiplied, or, for products of bf16, in integers that become bf16 where they
+// are multiplied. They lie in the same order, int8 as bytes; of int4 the two values of a group share a byte, the first in
+// its lower half.
+enum class Stored { kAsMultiplied, kInt8, kInt4 };
+
 // Rows of the lhs, or patches of an image: of kernel places `taps`, each `channels` long. A matrix [rows, k] is one
 // tap of k channels. An image is [batch, height, width, channels]; its rows are the output's pixels.
 struct Patches {
@@ -34,11 +39,19 @@ struct Patches {
 // out[r, n] = (start[n] + sum_k lhs[r, k] rhs[k, n]) * row_scale[r] * column_scale[n] + bias[n], each step rounded to
 // f32, and the end to the result's type. What is null is left out. An int8 lhs is unsigned: the value plus 128, with
 // padding of 128; `start` takes the 128 out again.
+//
+// Where weights are stored in integers, rhs is (integer - zero_point) * scale, in f32 and rounded to bf16, for each of
+// `scale_groups` parts of the channels of a kernel place: [columns / 16][scale_groups][16], the zero points may be null. Without
+// `group_scale` it is the integer.
 struct Contraction {
   Element element;
+  Stored stored;
   Patches lhs;
   int64_t columns;
   const void* packed;
+  int64_t scale_groups;
+  const float* group_scale;
+  const float* zero_point;
   const int32_t* start;
   const float* row_scale;
   const float* column_scale;

@@ -80,6 +80,15 @@ impl DType {
         self.is_signed_int() || self.is_unsigned_int()
     }
 
+    /// The lowest and the highest value of an integer type.
+    pub fn integer_range(self) -> (f64, f64) {
+        let values = 2f64.powi(self.bits() as i32);
+        match self.is_signed_int() {
+            true => (-values / 2.0, values / 2.0 - 1.0),
+            false => (0.0, values - 1.0),
+        }
+    }
+
     /// The name in StableHLO text, e.g. `f32`, `i8`, `ui32`, `i1`, `f8E4M3FN`.
     pub fn stablehlo(self) -> &'static str {
         match self {

@@ -1,11 +1,16 @@
 //! Tensors in host memory.
 
+pub mod float8;
+
+use std::borrow::Cow;
+
 use half::{bf16, f16};
+use rayon::prelude::*;
 
 use crate::dtype::DType;
 use crate::shape::Shape;
 
-/// A dense, row-major tensor in host memory, little-endian.
+/// A dense, row-major tensor in host memory, little-endian; integers of 4 bits two to a byte, the first in the lower half.
 ///
 /// `data.len()` is always `shape.bytes()`.
 #[derive(Clone, Debug, PartialEq)]
@@ -81,7 +86,7 @@ impl HostTensor {
     /// The elements as `f32`, rounded to nearest where the type is wider.
     ///
     /// # Errors
-    /// For 4-bit and 8-bit float types, which need their own codecs.
+    /// For float types of 4 and 8 bits but `f8E4M3FN`.
     pub fn to_f32_vec(&self) -> Result<Vec<f32>, HostTensorError> {
         Ok(self.to_f64_vec()?.into_iter().map(|v| v as f32).collect())
     }
@@ -89,7 +94,7 @@ impl HostTensor {
     /// The elements as `f64`.
     ///
     /// # Errors
-    /// For 4-bit and 8-bit float types, which need their own codecs.
+    /// For float types of 4 and 8 bits but `f8E4M3FN`.
     pub fn to_f64_vec(&self) -> Result<Vec<f64>, HostTensorError> {
         fn read<const N: usize>(data: &[u8], value: impl Fn([u8; N]) -> f64) -> Vec<f64> {
             data.chunks_exact(N)
@@ -103,6 +108,13 @@ impl HostTensor {
         let data = &self.data;
         Ok(match self.shape.dtype {
             DType::Pred => read::<1>(data, |b| f64::from(b[0] != 0)),
+            DType::S4 | DType::U4 => {
+                let values = self.bytes_of_integers().into_iter();
+                match self.shape.dtype.is_signed_int() {
+                    true => values.map(|v| f64::from(v as i8)).collect(),
+                    false => values.map(f64::from).collect(),
+                }
+            }
             DType::S8 => read::<1>(data, |b| f64::from(i8::from_le_bytes(b))),
             DType::U8 => read::<1>(data, |b| f64::from(b[0])),
             DType::S16 => read::<2>(data, |b| f64::from(i16::from_le_bytes(b))),
@@ -115,12 +127,8 @@ impl HostTensor {
             DType::BF16 => read::<2>(data, |b| bf16::from_le_bytes(b).to_f64()),
             DType::F32 => read::<4>(data, |b| f64::from(f32::from_le_bytes(b))),
             DType::F64 => read::<8>(data, f64::from_le_bytes),
-            from @ (DType::S4
-            | DType::U4
-            | DType::F4E2M1Fn
-            | DType::F8E4M3Fn
-            | DType::F8E5M2
-            | DType::F8E8M0Fnu) => {
+            DType::F8E4M3Fn => read::<1>(data, |b| f64::from(float8::decode(b[0]))),
+            from @ (DType::F4E2M1Fn | DType::F8E5M2 | DType::F8E8M0Fnu) => {
                 return Err(HostTensorError::Conversion {
                     from,
                     to: DType::F64,
@@ -132,7 +140,7 @@ impl HostTensor {
     /// A tensor of `shape` from `f64` values: floats round to nearest even, integers truncate and saturate.
     ///
     /// # Errors
-    /// For 4-bit and 8-bit float types, and when the element count differs.
+    /// For float types of 4 and 8 bits but `f8E4M3FN`, and when the element count differs.
     pub fn from_f64(shape: Shape, values: &[f64]) -> Result<Self, HostTensorError> {
         let write = |f: &dyn Fn(f64, &mut Vec<u8>)| {
             let mut data = Vec::with_capacity(shape.bytes());
@@ -143,6 +151,8 @@ impl HostTensor {
         };
         let data = match shape.dtype {
             DType::Pred => write(&|v, d| d.push(u8::from(v != 0.0))),
+            DType::S4 => packed(&write(&|v, d| d.push(v.clamp(-8.0, 7.0) as i8 as u8))),
+            DType::U4 => packed(&write(&|v, d| d.push(v.clamp(0.0, 15.0) as u8))),
             DType::S8 => write(&|v, d| d.extend((v as i8).to_le_bytes())),
             DType::U8 => write(&|v, d| d.push(v as u8)),
             DType::S16 => write(&|v, d| d.extend((v as i16).to_le_bytes())),
@@ -156,12 +166,8 @@ impl HostTensor {
             DType::BF16 => write(&|v, d| d.extend(bf16::from_f32(v as f32).to_le_bytes())),
             DType::F32 => write(&|v, d| d.extend((v as f32).to_le_bytes())),
             DType::F64 => write(&|v, d| d.extend(v.to_le_bytes())),
-            to @ (DType::S4
-            | DType::U4
-            | DType::F4E2M1Fn
-            | DType::F8E4M3Fn
-            | DType::F8E5M2
-            | DType::F8E8M0Fnu) => {
+            DType::F8E4M3Fn => write(&|v, d| d.push(float8::encode(v as f32))),
+            to @ (DType::F4E2M1Fn | DType::F8E5M2 | DType::F8E8M0Fnu) => {
                 return Err(HostTensorError::Conversion {
                     from: DType::F64,
                     to,
@@ -171,10 +177,53 @@ impl HostTensor {
         HostTensor::new(shape, data)
     }
 
+    /// The elements, each in a byte of its own, with its sign: what PJRT takes and gives for types of 4 bits. The bytes as
+    /// they are for all other types.
+    pub fn whole_bytes(&self) -> Cow<'_, [u8]> {
+        match self.shape.dtype {
+            DType::S4 | DType::U4 => Cow::Owned(self.bytes_of_integers()),
+            _ => Cow::Borrowed(&self.data),
+        }
+    }
+
+    /// The tensor of elements that [`HostTensor::whole_bytes`] gives.
+    ///
+    /// # Errors
+    /// When `data` has another length.
+    pub fn of_whole_bytes(shape: Shape, data: Vec<u8>) -> Result<Self, HostTensorError> {
+        match shape.dtype {
+            DType::S4 | DType::U4 if data.len() == shape.count() => {
+                let data = packed(&data);
+                Ok(HostTensor { shape, data })
+            }
+            _ => HostTensor::new(shape, data),
+        }
+    }
+
+    /// Integers of 4 bits, each in a byte of its own.
+    fn bytes_of_integers(&self) -> Vec<u8> {
+        let count = self.shape.count();
+        let mut bytes = vec![0; 2 * self.data.len()];
+        let pairs = bytes.as_chunks_mut::<2>().0.par_chunks_mut(TASK);
+        let pairs = pairs.zip(self.data.par_chunks(TASK));
+        let is_signed = self.shape.dtype.is_signed_int();
+        pairs.for_each(|(pairs, data)| {
+            for (pair, byte) in pairs.iter_mut().zip(data) {
+                *pair = match is_signed {
+                    // A shift to the right keeps the sign.
+                    true => [((byte << 4) as i8 >> 4) as u8, (*byte as i8 >> 4) as u8],
+                    false => [byte & 0xf, byte >> 4],
+                };
+            }
+        });
+        bytes.truncate(count);
+        bytes
+    }
+
     /// The same elements in another type (see [`HostTensor::from_f64`] for the rounding).
     ///
     /// # Errors
-    /// For 4-bit and 8-bit float types.
+    /// For float types of 4 and 8 bits but `f8E4M3FN`.
     pub fn convert(&self, dtype: DType) -> Result<Self, HostTensorError> {
         if dtype == self.shape.dtype {
             return Ok(self.clone());
@@ -183,9 +232,38 @@ impl HostTensor {
     }
 }
 
+/// Bytes that one thread packs or unpacks at a time.
+const TASK: usize = 1 << 16;
+
+/// The lower halves of bytes, two to a byte, the first in the lower half.
+pub(crate) fn packed(bytes: &[u8]) -> Vec<u8> {
+    let mut packed = vec![0; bytes.len().div_ceil(2)];
+    let parts = packed.par_chunks_mut(TASK).zip(bytes.par_chunks(2 * TASK));
+    parts.for_each(|(packed, bytes)| {
+        for (byte, pair) in packed.iter_mut().zip(bytes.chunks(2)) {
+            *byte = pair[0] & 0xf | pair.get(1).map_or(0, |second| second << 4);
+        }
+    });
+    packed
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn integers_of_four_bits_share_bytes() {
+        let values = [-8.0, 7.0, -1.0, 3.0, 0.0];
+        let shape = Shape::new(DType::S4, [5]);
+        let t = HostTensor::from_f64(shape.clone(), &values).unwrap();
+        assert_eq!(t.data, [0x78, 0x3f, 0x00]);
+        assert_eq!(t.to_f64_vec().unwrap(), values);
+        let bytes = t.whole_bytes().into_owned();
+        assert_eq!(bytes, [0xf8, 7, 0xff, 3, 0]);
+        assert_eq!(HostTensor::of_whole_bytes(shape, bytes).unwrap(), t);
+        let unsigned = HostTensor::from_f64(Shape::new(DType::U4, [2]), &[15.0, 9.0]).unwrap();
+        assert_eq!(unsigned.to_f64_vec().unwrap(), [15.0, 9.0]);
+    }
 
     #[test]
     fn converts_between_widths_with_round_to_nearest_even() {

@@ -11,6 +11,7 @@ use crate::common::tpu_plugin;
 use maxdiff::aot::Compiled;
 use maxdiff::bundle::{Bundle, PayloadKind};
 use maxdiff::config::{Config, Verb};
+use maxdiff::dtype::DType;
 use maxdiff::pjrt::OptimizationLevel;
 use maxdiff::pjrt::install::Trial;
 use maxdiff::proto::xla::PrimitiveType;
@@ -47,21 +48,74 @@ fn config_file() -> (tempfile::TempDir, PathBuf) {
 }
 
 fn compiled(overrides: &[&str]) -> Compiled {
+    step_compiled(Step::Train, overrides)
+}
+
+fn step_compiled(step: Step, overrides: &[&str]) -> Compiled {
     // Loads the plugin that MAXDIFF_PLUGIN_DIR names, or fails.
     tpu_plugin();
     let (_folder, path) = config_file();
     let overrides: Vec<String> = overrides.iter().map(|o| (*o).to_owned()).collect();
     let loaded = Config::load(&path, &overrides, Some(Verb::Compile)).unwrap();
-    compile(&loaded.config).unwrap_or_else(|error| panic!("{error}"))
+    compile(step, &loaded.config).unwrap_or_else(|error| panic!("{error}"))
 }
 
-fn compile(config: &Config) -> Result<Compiled, RecipeError> {
+fn compile(step: Step, config: &Config) -> Result<Compiled, RecipeError> {
     // What is asked of these programs does not depend on how well each operation is compiled, which takes most of the time.
     let compiler = recipe::compiler(config, &|_| Trial::Unknown, &mut |_| {})?
         .with_optimization_level(OptimizationLevel::O0);
-    let traced = recipe::trace(config, Step::Train, compiler.mesh())?;
-    let options = recipe::compile_options(config, Step::Train, &traced);
+    let traced = recipe::trace(config, step, compiler.mesh())?;
+    let options = recipe::compile_options(config, step, &traced);
     Ok(compiler.compile(&traced, &options, &mut |_| {})?)
+}
+
+/// Weights of every format, on every chip: the compiled programs take the integers of each layer as they are stored.
+#[test]
+fn weights_alone_are_stored_as_integers_on_every_chip() {
+    let rules = r"quant_rules=[{path: '.*\.ff\..*', mode: int8_w8a16, granularity: 8}, {path: '.*attn1.*', mode: w4a16, numerics: quark, symmetric: False, granularity: channel}, {path: '.*proj_out', mode: fp8_w8a16, numerics: quark}, {path: '.*proj_in', mode: none}]";
+    for topology in ["v5e-1", "v6e-1", "tpu7x-2"] {
+        let topology = format!("compile_topology={topology}");
+        let words = [
+            "quantization=w4a16",
+            "quantization_granularity=8",
+            rules,
+            &topology,
+        ];
+        let compiled = step_compiled(Step::Denoise, &words);
+        let mut counts: BTreeMap<PrimitiveType, usize> = BTreeMap::new();
+        for program in [&compiled.step].into_iter().chain(&compiled.request) {
+            let module = program.executable.optimized_hlo().unwrap();
+            let mut computations = module.computations.iter();
+            let entry = computations.find(|c| c.id == module.entry_computation_id);
+            let instructions = entry.unwrap().instructions.iter();
+            for parameter in instructions.filter(|i| i.opcode == "parameter") {
+                let element = parameter.shape.as_ref().unwrap().element_type();
+                *counts.entry(element).or_default() += 1;
+            }
+        }
+        let formats = compiled.decisions.iter().filter_map(|d| d.formats?.weight);
+        let count = |element: DType| formats.clone().filter(|f| f.element == element).count();
+        let zero_points = formats.clone().filter(|f| f.zero_point).count();
+        assert!(zero_points > 0 && count(DType::S8) > 0);
+        assert_eq!(
+            counts[&PrimitiveType::S4],
+            count(DType::S4),
+            "{topology}: {counts:?}"
+        );
+        assert!(count(DType::F8E4M3Fn) > 0);
+        assert_eq!(
+            counts[&PrimitiveType::F8e4m3fn],
+            count(DType::F8E4M3Fn),
+            "{topology}: {counts:?}"
+        );
+        // Zero points are of int8.
+        let of_int8 = count(DType::S8) + zero_points;
+        assert_eq!(
+            counts[&PrimitiveType::S8],
+            of_int8,
+            "{topology}: {counts:?}"
+        );
+    }
 }
 
 fn int8(more: &[&str]) -> Compiled {
@@ -144,7 +198,11 @@ fn assert_every_eligible_dot_is_int8(compiled: &Compiled) {
     let report = &compiled.step.report;
     let contractions = contractions(compiled);
     let (mut forward, mut dlhs, mut drhs) = (0, 0, 0);
-    let quantized: Vec<_> = compiled.decisions.iter().filter(|d| d.quantized).collect();
+    let quantized: Vec<_> = compiled
+        .decisions
+        .iter()
+        .filter(|d| d.quantized())
+        .collect();
     assert!(quantized.iter().any(|d| d.op == "convolution"));
     for decision in quantized {
         let path = format!("unet/{}/", decision.path);
@@ -167,7 +225,7 @@ fn assert_every_eligible_dot_is_int8(compiled: &Compiled) {
         }
     }
     let count = |op| {
-        let quantized = compiled.decisions.iter().filter(|d| d.quantized);
+        let quantized = compiled.decisions.iter().filter(|d| d.quantized());
         quantized.filter(|d| d.op == op).count()
     };
     let dots = count("dot_general");

@@ -287,6 +287,48 @@ fn calls() -> Vec<(Call, &'static [&'static str])> {
             ),
             &["lhs", "rhs"],
         ),
+        (
+            call(
+                "contract",
+                &[
+                    bf16(&[2, 3, 8]),
+                    Type(DType::U8, vec![2, 4, 16]),
+                    bf16(&[2, 2, 16]),
+                    f32(&[2, 2, 16]),
+                    f32(&[20]),
+                ],
+                bf16(&[2, 3, 20]),
+                &[
+                    ("row_scale", OFF),
+                    ("column_scale", OFF),
+                    ("bias", ON),
+                    ("stored_bits", "4 : i64"),
+                    ("scale_groups", "2 : i64"),
+                    ("zero_point", ON),
+                ],
+            ),
+            &["lhs", "packed rhs", "group_scale", "zero_point", "bias"],
+        ),
+        (
+            call(
+                "contract",
+                &[
+                    bf16(&[2, 3, 8]),
+                    Type(DType::S8, vec![2, 4, 16, 2]),
+                    f32(&[20]),
+                    f32(&[20]),
+                ],
+                bf16(&[2, 3, 20]),
+                &[
+                    ("row_scale", OFF),
+                    ("column_scale", ON),
+                    ("bias", ON),
+                    ("stored_bits", "8 : i64"),
+                    ("scale_groups", OFF),
+                ],
+            ),
+            &["lhs", "packed rhs", "column_scale", "bias"],
+        ),
     ]
 }
 
@@ -336,9 +378,10 @@ fn operands_that_do_not_fit_are_refused_by_name() {
         for i in 0..call.attributes.len() {
             let mut without = call.clone();
             let (name, _) = without.attributes.remove(i);
-            // Without its first attribute a window is none, and the operands are those of no matrix.
+            // Without its first attribute a window is none, and the operands are those of no matrix; nor are stored
+            // weights any without theirs.
             let expected = match name {
-                "kernel_height" => "expected ",
+                "kernel_height" | "stored_bits" => "expected ",
                 _ => &format!("attribute {name}"),
             };
             without.is_refused(expected);
@@ -371,6 +414,13 @@ fn shapes_that_contradict_attributes_are_refused() {
     image
         .with_attribute("kernel_width", "12 : i64")
         .is_refused("a window of 3x12 is larger than the padded image of 7x9");
+    let stored = calls().into_iter().rev().nth(1).unwrap().0;
+    stored
+        .with_attribute("scale_groups", "3 : i64")
+        .is_refused("attribute scale_groups is 3, which does not divide 4 pairs of channels");
+    stored
+        .with_attribute("stored_bits", "6 : i64")
+        .is_refused("attribute stored_bits is 6, expected 4 or 8");
     let mut odd = attention;
     odd.operands = vec![bf16(&[2, 5, 3, 7]); 3];
     odd.result = bf16(&[2, 5, 3, 7]);

@@ -241,7 +241,7 @@ fn settings_are_obeyed() {
 
     let rules = with(&[
         "quantization=int8",
-        r"quant_rules=[{path: 'down_blocks\..*', dtype: none}]",
+        r"quant_rules=[{path: 'down_blocks\..*', mode: none}]",
     ]);
     assert!((1e-4..0.1).contains(&distance(&rules)), "{rules:?}");
     assert!(rules.0["contractions"]["quantized"].as_u64().unwrap() < quantized);
@@ -418,7 +418,7 @@ fn settings_that_do_not_fit_are_refused() {
     let rules = [
         F32[0],
         "quantization=int8",
-        "quant_rules=[{path: 'nowhere', dtype: int8}]",
+        "quant_rules=[{path: 'nowhere', mode: int8}]",
     ];
     let output = Inputs::sd15().run(folder.path(), &golden("unet_sd15"), &rules);
     assert_eq!(output.status.code(), Some(2));

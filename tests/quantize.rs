@@ -130,6 +130,12 @@ fn a_quantized_checkpoint_runs_as_the_source_that_is_quantized_while_it_is_loade
     let half = dir.path().join("half");
     convert(&source, &half, "bf16");
     let w8a16 = "quantization=int8_w8a16";
+    let w4a16 = "quantization=w4a16";
+    let group = "quantization_granularity=4";
+    let tensor = "quantization_granularity=tensor";
+    let quark = "quantization_numerics=quark";
+    let affine = "quantization_symmetric=False";
+    let mixed = r"quant_rules=[{path: '.*\.ff\..*', mode: w4a16, granularity: 8}, {path: '.*conv1', mode: int8_w8a16}, {path: 'mid.*', mode: none}]";
     let int8 = "quantization=int8";
     let f32 = "activations_dtype=float32";
     let qwix = "use_qwix_quantization=True";
@@ -139,11 +145,20 @@ fn a_quantized_checkpoint_runs_as_the_source_that_is_quantized_while_it_is_loade
         &'a [&'a str],
         &'a [(&'a [&'a str], &'a [&'a str])],
     );
-    let cases: [Case<'_>; 4] = [
+    let cases: [Case<'_>; 8] = [
         (&half, &[w8a16], &[(&[], &[w8a16]), (&[int8], &[int8])]),
         (&source, &[int8], &[(&[], &[int8])]),
         (&source, &[w8a16, f32], &[(&[f32], &[w8a16, f32])]),
         (&source, &[w8a16, qwix], &[(&[], &[w8a16, qwix])]),
+        // int4 in groups, in bf16; asymmetric; int8 in one scale; layers of several formats.
+        (&source, &[w4a16, group], &[(&[], &[w4a16, group])]),
+        (
+            &source,
+            &[w4a16, group, quark, affine, f32],
+            &[(&[f32], &[w4a16, group, quark, affine, f32])],
+        ),
+        (&source, &[w8a16, tensor], &[(&[], &[w8a16, tensor])]),
+        (&source, &[int8, mixed], &[(&[], &[int8, mixed])]),
     ];
     for (i, (source, words, runs)) in cases.into_iter().enumerate() {
         let output = dir.path().join(i.to_string());
@@ -195,11 +210,11 @@ fn generate_and_lower_take_a_quantized_checkpoint() {
         .checkpoint
         .quantization()
         .unwrap()
-        .weights
+        .layers
         .len();
     assert_eq!(lowered["quantized"], json!(tensors));
 
-    let rules = "quant_rules=[{path: 'mid_block.*', dtype: none}]";
+    let rules = "quant_rules=[{path: 'mid_block.*', mode: none}]";
     let with_rules = generate::command(
         dir.path(),
         &[&small[..], &[&named, "quantization=int8_w8a16", rules]].concat(),
@@ -224,7 +239,7 @@ fn what_is_written_is_what_the_source_has() {
     let dir = tempfile::tempdir().unwrap();
     let source = model(dir.path());
     let output = dir.path().join("out");
-    let rule = "quant_rules=[{path: 'mid_block.*', dtype: none}]";
+    let rule = "quant_rules=[{path: 'mid_block.*', mode: none}]";
     let report = quantized(&source, &output, &["quantization=int8_w8a16", rule]);
     assert_eq!(names(dir.path()), ["model", "out"]);
     let [before, after] = [&source, &output].map(|path| ModelSource::open(path).unwrap());
@@ -294,8 +309,8 @@ fn what_is_written_is_what_the_source_has() {
     let again = dir.path().join("again");
     let told = quantize(&source, &again, &["quantization=int8_w8a16", rule]);
     let told = text(&told.stdout);
-    assert!(told.contains("  float  mid_block.*: "), "{told}");
-    let count = quantization.weights.len();
+    assert!(told.contains("  float       mid_block.*: "), "{told}");
+    let count = quantization.layers.len();
     assert!(told.contains(&format!("{count} of ")), "{told}");
 }
 
@@ -334,14 +349,14 @@ fn a_model_that_cannot_be_quantized_leaves_nothing() {
     refused(&quantize(&source, &taken, &[w8a16]), 2, "exists already");
     let nowhere = dir.path().join("no/parent");
     refused(&quantize(&source, &nowhere, &[w8a16]), 1, "No such file");
-    let stray = "quant_rules=[{path: 'nowhere.*', dtype: none}]";
+    let stray = "quant_rules=[{path: 'nowhere.*', mode: none}]";
     let stray = quantize(&source, &output, &[w8a16, stray]);
     refused(
         &stray,
         2,
         "quantization rule 'nowhere.*' matches no contraction of unet",
     );
-    let all = "quant_rules=[{path: '.*', dtype: none}]";
+    let all = "quant_rules=[{path: '.*', mode: none}]";
     refused(
         &quantize(&source, &output, &[w8a16, all]),
         2,
@@ -439,18 +454,18 @@ fn a_quantized_checkpoint_that_contradicts_itself_is_refused() {
         error
     };
     let has = |error: String, expected: &str| assert!(error.contains(expected), "{error}");
-    let layers = |config: &Value| config["weights"][0]["layers"].as_array().unwrap().clone();
+    let layers = |config: &Value| config["formats"][0]["layers"].as_array().unwrap().clone();
     let first = layers(&whole["quantization_config"])[0]
         .as_str()
         .unwrap()
         .to_owned();
     let lacking = opened(&|config| {
-        config["weights"][0]["layers"] = layers(config)[1..].into();
+        config["formats"][0]["layers"] = layers(config)[1..].into();
     });
     has(lacking, &format!("{first}.weight s8["));
     let more = opened(&|config| {
         let more = [layers(config), vec![json!("nowhere")]].concat();
-        config["weights"][0]["layers"] = more.into();
+        config["formats"][0]["layers"] = more.into();
     });
     has(
         more,
@@ -458,30 +473,47 @@ fn a_quantized_checkpoint_that_contradicts_itself_is_refused() {
     );
     let twice = opened(&|config| {
         let more = [layers(config), vec![json!(first)]].concat();
-        config["weights"][0]["layers"] = more.into();
+        config["formats"][0]["layers"] = more.into();
     });
     has(twice, &format!("the layer {first} stands twice"));
-    let granularity = opened(&|config| config["weights"][0]["granularity"] = "tensor".into());
+    let granularity =
+        opened(&|config| config["formats"][0]["weight"]["granularity"] = "tensor".into());
     has(granularity, "_scale is bf16[");
-    let scale = opened(&|config| config["weights"][0]["scale_dtype"] = "float32".into());
+    let scale = opened(&|config| config["formats"][0]["weight"]["scale_dtype"] = "float32".into());
     has(scale, ", expected f32[");
-    let dtype = opened(&|config| config["weights"][0]["scale_dtype"] = "float8".into());
+    let dtype = opened(&|config| config["formats"][0]["weight"]["scale_dtype"] = "float8".into());
     has(dtype, "scale_dtype is \"float8\", which is not read here");
-    let element = opened(&|config| config["weights"][0]["element"] = "int3".into());
+    let element = opened(&|config| config["formats"][0]["weight"]["element"] = "int3".into());
     has(
         element,
-        "element is \"int3\", which is not read here; read are int8",
+        "element is \"int3\", which is not read here; read are int8, int4, float8_e4m3fn",
     );
-    let numerics = opened(&|config| config["weights"][0]["numerics"] = "none".into());
-    has(numerics, "expected `aqt` or `qwix`");
-    let version = opened(&|config| config["version"] = 2.into());
-    has(version, "has version 2, this program reads version 1");
+    let numerics = opened(&|config| config["formats"][0]["weight"]["numerics"] = "none".into());
+    has(numerics, "expected one of `aqt`, `qwix`, `quark`");
+    let group = opened(&|config| {
+        let weight = &mut config["formats"][0]["weight"];
+        (weight["granularity"], weight["group_size"]) = ("group".into(), 4.into());
+    });
+    has(group, "_scale is bf16[");
+    let no_size = opened(&|config| config["formats"][0]["weight"]["granularity"] = "group".into());
+    has(no_size, "expected a number above 0");
+    let int4 = opened(&|config| config["formats"][0]["weight"]["element"] = "int4".into());
+    has(int4, "is s8[");
+    let affine = opened(&|config| config["formats"][0]["weight"]["symmetric"] = false.into());
+    has(affine, "symmetric is false, and aqt has no zero points");
+    let affine = opened(&|config| {
+        let weight = &mut config["formats"][0]["weight"];
+        (weight["symmetric"], weight["numerics"]) = (false.into(), "quark".into());
+    });
+    has(affine, "_zero_point is missing");
+    let version = opened(&|config| config["version"] = 3.into());
+    has(version, "has version 3, this program reads version 2");
     let foreign = opened(&|config| config["quant_method"] = "quark".into());
     has(
         foreign,
         "quantized by \"quark\", whose files are not read here",
     );
-    let nothing = opened(&|config| config["weights"] = json!([]));
+    let nothing = opened(&|config| config["formats"] = json!([]));
     has(nothing, "no layer is quantized");
     let unknown = opened(&|config| config["zero_points"] = true.into());
     has(unknown, "unknown field `zero_points`");
@@ -503,4 +535,117 @@ fn a_quantized_checkpoint_that_contradicts_itself_is_refused() {
         .output()
         .unwrap();
     refused(&run, 1, "expected floating-point numbers, found s8");
+}
+
+/// What `quantize` is told of formats that do not fit together, or do not fit a layer.
+#[test]
+fn formats_that_do_not_fit_are_refused_before_anything_is_written() {
+    let dir = tempfile::tempdir().unwrap();
+    let source = model(dir.path());
+    let output = dir.path().join("out");
+    for (words, expected) in [
+        (
+            &["quantization=w4a16"][..],
+            "unet/down_blocks.0.resnets.0.conv1: groups of 64 do not divide its 8 input features; nearest: 8; a rule",
+        ),
+        (
+            &["quantization=w4a16", "quantization_granularity=0"],
+            "expected tensor, channel, or a number of input features",
+        ),
+        (
+            &["quantization=int8", "quantization_granularity=32"],
+            "it needs quantization=int8_w8a16, w4a16 or fp8_w8a16",
+        ),
+        (
+            &["quantization=w4a16", "quantization_symmetric=False"],
+            "it needs quantization=int8_w8a16, w4a16 or fp8_w8a16 and quantization_numerics=quark",
+        ),
+        (
+            &[
+                "quantization=int8",
+                "quant_rules=[{path: 'mid.*', mode: w4a16, granularity: 4, symmetric: False}]",
+            ],
+            "mid.*: AQT has no zero points",
+        ),
+        (
+            &[
+                "quantization=w4a16",
+                "quant_rules=[{path: 'mid.*', mode: int8, granularity: 4}]",
+            ],
+            "mid.*: mode int8 multiplies integers",
+        ),
+        (
+            &["quantization=int8", "quantization_numerics=quark"],
+            "AMD Quark's numerics are here for weights alone",
+        ),
+        (
+            &[
+                "quantization=w4a16",
+                "quant_rules=[{path: 'mid.*', mode: w4a16, group: 4}]",
+            ],
+            "quant_rules.group: no such key",
+        ),
+    ] {
+        refused(&quantize(&source, &output, words), 2, expected);
+    }
+    assert_eq!(names(dir.path()), ["model"]);
+}
+
+/// int4 in the file: two input features a byte, for convolutions too, and the bits that are told.
+#[test]
+fn int4_weights_share_bytes() {
+    let dir = tempfile::tempdir().unwrap();
+    let source = model(dir.path());
+    let output = dir.path().join("out");
+    let words = [
+        "quantization=w4a16",
+        "quantization_granularity=4",
+        "quantization_numerics=quark",
+        "quant_rules=[{path: '.*conv2', mode: int8_w8a16, granularity: tensor}]",
+    ];
+    let report = quantized(&source, &output, &words);
+    let file = Checkpoint::open(&output.join("unet")).unwrap();
+    let described = ModelSource::open(&output).unwrap();
+    let described = &described.components[&Part::Unet].checkpoint;
+    let floats = Checkpoint::open(&source.join("unet")).unwrap();
+    let name = "down_blocks.0.resnets.0.conv1.weight";
+    let shape = floats.info(name).unwrap();
+    let [out, inputs, height, width] = shape.dims[..] else {
+        panic!("{shape}");
+    };
+    assert_eq!(
+        file.info(name).unwrap().to_string(),
+        format!("u8[{out},{},{height},{width}]", inputs / 2)
+    );
+    let float = cast(floats.read(name).unwrap(), DType::BF16).unwrap();
+    let format = TensorFormat {
+        element: DType::S4,
+        granularity: Granularity::Group(4),
+        ..TensorFormat::int8(NumericsConvention::Quark)
+    };
+    let expected = quantize_weight(&float, format).unwrap();
+    let found = described.read(name).unwrap();
+    assert_eq!(found, expected.values);
+    // The second input feature of the first output feature is in the upper half of the first byte.
+    let byte = file.read(name).unwrap().data[0];
+    let values = found.to_f64_vec().unwrap();
+    assert_eq!(f64::from((byte << 4) as i8 >> 4), values[0]);
+    assert_eq!(f64::from(byte as i8 >> 4), values[height * width]);
+
+    let formats = report["formats"].as_array().unwrap();
+    let told: Vec<(&str, f64)> = formats
+        .iter()
+        .map(|f| (f["format"].as_str().unwrap(), f["bits"].as_f64().unwrap()))
+        .collect();
+    let [(int4, of_int4), (int8, of_int8)] = told[..] else {
+        panic!("{told:?}");
+    };
+    assert_eq!(
+        [int4, int8],
+        ["int4, a scale for 4, quark", "int8, one scale, quark"]
+    );
+    // A bf16 scale for 4 features of a linear layer, or for 36 numbers of a convolution; one for a whole weight.
+    assert!((4.0 + 16.0 / 36.0..8.0).contains(&of_int4), "{of_int4}");
+    assert!((8.0..8.1).contains(&of_int8), "{of_int8}");
+    assert_eq!(report["bits_of_source"].as_f64().unwrap(), 32.0);
 }

@@ -96,7 +96,10 @@ fn a_continued_run_is_bit_for_bit_the_uninterrupted_one() {
     let output = succeed(&mut run("train", &parts, &[schedule, "max_train_steps=4"]));
     let log = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(log.contains("continuing from"), "{log}");
-    assert!(log.contains("int8 (AQT numerics)"), "{log}");
+    assert!(
+        log.contains("in int8 (int8, a scale a channel, aqt)"),
+        "{log}"
+    );
     assert_eq!(losses(&whole), losses(&parts));
     // `tensor_files` gives the same files in the same order.
     for ((name, a), (_, b)) in tensor_files(&checkpoint(&whole, 4))

@@ -31,7 +31,7 @@ pub struct Options {
     /// The names of the settings that the program was traced with, for the bundle.
     pub weights_dtype: &'static str,
     pub activations_dtype: &'static str,
-    pub quantization: &'static str,
+    pub quantization: String,
     /// Advice for a program that does not fit its devices, in the message of [`crate::footprint::OutOfMemory`].
     pub memory_advice: Vec<String>,
 }

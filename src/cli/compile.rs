@@ -100,7 +100,7 @@ fn report(compiled: &Compiled, setup: f64, trace: f64) -> Value {
     let more = json!({
         "step": program.step,
         "quantization": program.quantization,
-        "quantized": compiled.decisions.iter().filter(|d| d.quantized).count(),
+        "quantized": compiled.decisions.iter().filter(|d| d.quantized()).count(),
         "topology": {
             "name": target.name,
             "num_slices": target.num_slices,

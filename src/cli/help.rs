@@ -158,7 +158,7 @@ pub const QUANTIZE: &str = concat!(
     "Examples:
   maxdiff-rs quantize sdxl quantization=int8_w8a16 --output sdxl-int8
   maxdiff-rs quantize sd15 pretrained_model_name_or_path=model.safetensors quantization=int8_w8a16 \\
-      quant_rules=\"[{path: 'mid_block.*', dtype: none}]\" --output sd15-int8
+      quant_rules=\"[{path: 'mid_block.*', mode: none}]\" --output sd15-int8
   maxdiff-rs generate sdxl pretrained_model_name_or_path=sdxl-int8 prompt=\"a lighthouse\"
 ",
     codes!(),

@@ -97,7 +97,7 @@ pub fn run(args: &LowerArgs) -> Result<ExitCode, CliError> {
         "ops": ops,
         "flops": graphs().map(flops).fold(0, u64::saturating_add),
         "bytes": text.len(),
-        "quantized": traced.decisions.iter().filter(|d| d.quantized).count(),
+        "quantized": traced.decisions.iter().filter(|d| d.quantized()).count(),
         "seconds": {
             "config": loaded,
             "trace": trace_seconds,

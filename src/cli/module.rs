@@ -104,7 +104,7 @@ pub fn run(args: ModuleArgs) -> Result<ExitCode, CliError> {
     let run = submodule.run(&opened.session, &traced, config.precision, &inputs)?;
     status::clear();
     let nonfinite = warn_of_nonfinite(&run.outputs)?;
-    let mode = recipe::mode_name(traced.policy.as_ref());
+    let mode = &recipe::mode_name(decisions);
     let settings = settings(&config, submodule.class(), mode);
     write(&args.outputs, &run.outputs, &settings)?;
 
@@ -125,8 +125,8 @@ pub fn run(args: ModuleArgs) -> Result<ExitCode, CliError> {
             "settings": settings,
             "kernels": run.kernels,
             "contractions": {
-                "quantized": decisions.iter().filter(|d| d.quantized).count(),
-                "float": decisions.iter().filter(|d| !d.quantized).map(|d| &d.path).collect::<Vec<_>>(),
+                "quantized": decisions.iter().filter(|d| d.quantized()).count(),
+                "float": decisions.iter().filter(|d| !d.quantized()).map(|d| &d.path).collect::<Vec<_>>(),
             },
             "output": args.outputs,
             "tensors": tensors,

@@ -9,9 +9,8 @@ use serde_json::{Value as Json, json};
 
 use super::{CliError, RecipeArgs, exists, notices, print, status};
 use crate::config::Verb;
-use crate::graph::{Granularity, TensorFormat};
 use crate::quant::Action;
-use crate::recipe::{self, QuantizeReport, RuleMatch};
+use crate::recipe::{self, QuantizeReport, RuleMatch, format_text, mode_of};
 use crate::weights::source::{QuantizedTensor, WrittenPart};
 
 /// `quantize ...`
@@ -22,7 +21,7 @@ pub struct QuantizeArgs {
     /// Folder for the result; an existing one is not touched
     #[arg(long, value_name = "DIR")]
     output: PathBuf,
-    /// Print JSON: every quantized tensor, rules and what they matched, bits a weight, parts, seconds
+    /// Print JSON: every quantized tensor, formats, rules and what they matched, bits a weight, parts, seconds
     #[arg(long)]
     json: bool,
 }
@@ -61,30 +60,28 @@ pub fn run(args: &QuantizeArgs) -> Result<ExitCode, CliError> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// `int8, a scale a channel, aqt`
-fn format_text(format: TensorFormat) -> String {
-    let bits = format.element.bits();
-    let granularity = match format.granularity {
-        Granularity::Tensor => "one scale".to_owned(),
-        Granularity::Channel => "a scale a channel".to_owned(),
-        Granularity::Group(size) => format!("a scale for {size}"),
-    };
-    format!("int{bits}, {granularity}, {}", format.convention)
-}
+/// Layers that the text shows: the worst.
+const SHOWN: usize = 10;
 
-/// The table, the worst first, then what is told of all.
+/// What was done, the worst layers first.
 fn summary(args: &QuantizeArgs, report: &QuantizeReport, seconds: f64) -> String {
     let mut rows: Vec<&QuantizedTensor> = report.tensors.iter().collect();
     rows.sort_by(|a, b| a.sqnr_db.total_cmp(&b.sqnr_db));
+    rows.truncate(SHOWN);
     let width = rows.iter().map(|row| row.layer.len()).max().unwrap_or(0);
     let mut text = format!(
-        "{:<width$}  {:<28}  {:>23}  {:>8}  {:>12}\n",
-        "layer", "format", "scales", "SQNR", "bytes"
+        "the layers that changed most, of {}:\n{:<width$}  {:<36}  {:>23}  {:>8}  {:>12}\n",
+        report.tensors.len(),
+        "layer",
+        "format",
+        "scales",
+        "SQNR",
+        "bytes"
     );
     for row in rows {
         let [lowest, highest] = row.scale_range;
         text.push_str(&format!(
-            "{:<width$}  {:<28}  {:>10.3e} .. {:>9.3e}  {:>5.1} dB  {:>12}\n",
+            "{:<width$}  {:<36}  {:>10.3e} .. {:>9.3e}  {:>5.1} dB  {:>12}\n",
             row.layer,
             format_text(row.format),
             lowest,
@@ -93,10 +90,21 @@ fn summary(args: &QuantizeArgs, report: &QuantizeReport, seconds: f64) -> String
             row.bytes,
         ));
     }
+    text.push_str("formats:\n");
+    for sum in report.formats() {
+        text.push_str(&format!(
+            "  {}: {} layers, {:.3} bits a weight with scales, {:.1} MB from {:.1} MB\n",
+            format_text(sum.format),
+            sum.layers,
+            sum.bits(),
+            sum.bytes as f64 / 1e6,
+            sum.source_bytes as f64 / 1e6,
+        ));
+    }
     text.push_str("rules, of which the first that matches decides:\n");
     for rule in &report.rules {
         text.push_str(&format!(
-            "  {}  {}: {} layers, {:.2} % of the UNet's weights\n",
+            "  {:<10}  {}: {} layers, {:.2} % of the UNet's weights\n",
             action(rule.action),
             rule.pattern,
             rule.layers.len(),
@@ -111,9 +119,10 @@ fn summary(args: &QuantizeArgs, report: &QuantizeReport, seconds: f64) -> String
         report.contractions,
     ));
     text.push_str(&format!(
-        "{:.3} bits a quantized weight with its scales, {:.3} bits a weight of the UNet\n",
+        "{:.3} bits a quantized weight with its scales, {:.3} bits a weight of the UNet, which had {:.3}\n",
         report.bits_of_quantized(),
-        report.bits_of_unet()
+        report.bits_of_unet(),
+        report.bits_of_source(),
     ));
     for WrittenPart {
         part,
@@ -127,10 +136,11 @@ fn summary(args: &QuantizeArgs, report: &QuantizeReport, seconds: f64) -> String
     text
 }
 
+/// The mode that a rule gives.
 fn action(action: Action) -> &'static str {
     match action {
         Action::Float => "float",
-        Action::Quantize => "int8 ",
+        Action::Quantize(formats) => mode_of(&formats).name(),
     }
 }
 
@@ -152,10 +162,21 @@ fn to_json(args: &QuantizeArgs, report: &QuantizeReport, seconds: f64) -> Json {
             "bytes": row.bytes,
         })
     });
+    let formats = report.formats();
+    let formats = formats.iter().map(|sum| {
+        json!({
+            "format": format_text(sum.format),
+            "layers": sum.layers,
+            "parameters": sum.parameters,
+            "bits": sum.bits(),
+            "bytes": sum.bytes,
+            "source_bytes": sum.source_bytes,
+        })
+    });
     let rules = report.rules.iter().map(|rule| {
         json!({
             "pattern": rule.pattern,
-            "action": action(rule.action).trim(),
+            "mode": action(rule.action),
             "layers": rule.layers,
             "share_percent": share(report, rule),
         })
@@ -170,12 +191,15 @@ fn to_json(args: &QuantizeArgs, report: &QuantizeReport, seconds: f64) -> Json {
         "family": report.family.title(),
         "quantization_config": report.stored.to_config(),
         "tensors": tensors.collect::<Vec<_>>(),
+        "formats": formats.collect::<Vec<_>>(),
         "rules": rules.collect::<Vec<_>>(),
         "contractions": report.contractions,
         "parameters": report.parameters,
         "quantized_parameters": report.quantized_parameters(),
         "bits_of_quantized": report.bits_of_quantized(),
         "bits_of_unet": report.bits_of_unet(),
+        "bits_of_source": report.bits_of_source(),
+        "source_bytes": report.source_bytes,
         "parts": parts.collect::<serde_json::Map<_, _>>(),
         "seconds": seconds,
     })

@@ -21,7 +21,8 @@ pub(super) fn conflicts(config: &Config, verb: Option<Verb>) -> Vec<Conflict> {
     if config.use_qwix_quantization && config.quantization == Quantization::Off {
         found.push((
             vec!["use_qwix_quantization", "quantization"],
-            "use_qwix_quantization=True needs a quantization; valid: int8, int8_w8a16".into(),
+            "use_qwix_quantization=True needs a quantization; valid: int8, int8_w8a16, w4a16, fp8_w8a16"
+                .into(),
         ));
     }
     if let (ModelConfig::Inline(dict), Some(groups)) =

@@ -14,6 +14,7 @@ mod key;
 mod load;
 mod meant;
 mod model;
+mod quant;
 mod recipes;
 mod schema;
 mod text;
@@ -29,13 +30,13 @@ pub use explain::{
 pub use load::{Given, Loaded};
 pub use meant::meant;
 pub use model::builtin_unet_config;
+pub use quant::{QuantRule, QuantRuleMode, QuantRules, WeightGranularity};
 pub use recipes::{RECIPES, Recipe};
 pub use schema::{Config, LoraConfig, MOST_IMAGES, SchedulerConfig, TimestepBias};
 pub use values::{
     Attention, BiasStrategy, DataSharding, DatasetType, FloatType, FreeDict, FreeList, Hardware,
-    LossWeighting, MeshAxes, ModelConfig, OneOrMore, OptimizerType, Prompts, QuantRule,
-    QuantRuleType, QuantRules, Quantization, Resume, Seed, TextEncoderConfig, TextualInversionFile,
-    TextualInversionFiles, UNetConfig,
+    LossWeighting, MeshAxes, ModelConfig, OneOrMore, OptimizerType, Prompts, Quantization, Resume,
+    Seed, TextEncoderConfig, TextualInversionFile, TextualInversionFiles, UNetConfig,
 };
 pub use verb::Verb;
 

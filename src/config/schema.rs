@@ -4,6 +4,7 @@
 //! meanings and the defaults of its `base_xl.yml`.
 
 use crate::emit::DotPrecision;
+use crate::graph::NumericsConvention;
 use crate::nn::Remat;
 use crate::pipelines::HiresUpscaler;
 use crate::pipelines::prompt::PromptSyntax;
@@ -24,6 +25,7 @@ use super::key::Range::{
     Above, AboveUpTo, AtLeast, Between, HalfOpen, MinusOneOr, MinusOneOrBetween,
 };
 use super::key::Status::{IgnoredByMaxDiffusion, NoEffect, NotYet, Ours, Used};
+use super::quant::{QuantRules, WeightGranularity};
 use super::values::*;
 use super::verb::Verb;
 use crate::models::Family;
@@ -79,7 +81,11 @@ const CUSTOM_REMAT: &str = "only remat_policy=CUSTOM reads it, which is not here
 const PROFILER: &str = "there is no profiler here yet";
 
 const INT8: Condition = Is("quantization", &["int8"]);
-const QUANTIZED: Condition = Is("quantization", &["int8", "int8_w8a16"]);
+const QUANTIZED: Condition = Is(
+    "quantization",
+    &["int8", "int8_w8a16", "w4a16", "fp8_w8a16"],
+);
+const WEIGHTS_ONLY: Condition = Is("quantization", &["int8_w8a16", "w4a16", "fp8_w8a16"]);
 const GUIDED: Condition = Is("do_classifier_free_guidance", &["True"]);
 /// The guidance scale has an effect.
 const SCALED: Condition = Either(&GUIDED, &FamilyHas(Trait::EmbeddedGuidance));
@@ -254,8 +260,19 @@ schema! {
         /// Qwix's rules and numerics instead of AQT's.
         use_qwix_quantization: bool = false, Used, EVERY,
             when QUANTIZED, is [FixedOnResume];
-        /// Rules that come before the mode's own: the element type of dots and convolutions whose path
-        /// matches a pattern, or none for float. The first match wins.
+        /// How values become integers: AQT's, Qwix's or AMD Quark's conventions. fp8_w8a16 has Quark's alone.
+        quantization_numerics: NumericsConvention = NumericsConvention::Aqt, Ours, EVERY,
+            when Both(&QUANTIZED, &Is("use_qwix_quantization", &["False"])), is [FixedOnResume];
+        /// Which elements of a weight share a scale: all (`tensor`), those of an output feature (`channel`), or of it so many
+        /// input features. Empty: `channel`, for w4a16 64.
+        quantization_granularity: WeightGranularity = WeightGranularity::default(), Ours, EVERY,
+            when WEIGHTS_ONLY, is [FixedOnResume];
+        /// Whether integers lie around zero; otherwise each scale of a weight has a zero point, as AMD Quark's have.
+        quantization_symmetric: bool = true, Ours, EVERY,
+            when Both(&WEIGHTS_ONLY, &Is("quantization_numerics", &["quark"])), is [FixedOnResume];
+        /// Rules that come before the mode's own: the mode of dots and convolutions whose path matches a pattern, or none for
+        /// float. The first match wins. A rule has the mode's own granularity, numerics as above, and is symmetric, unless
+        /// it says otherwise.
         quant_rules: QuantRules = QuantRules::default(), Ours, EVERY,
             when QUANTIZED, is [FixedOnResume];
 

@@ -24,6 +24,10 @@ named! {
         Int8 = "int8",
         /// Weights of dots and convolutions in 8-bit integers, activations in float.
         Int8W8A16 = "int8_w8a16",
+        /// Weights of dots and convolutions in 4-bit integers, activations in float.
+        W4A16 = "w4a16",
+        /// Weights of dots and convolutions in 8-bit floats, activations in wider floats.
+        Fp8W8A16 = "fp8_w8a16",
     }
     not_yet ["fp8", "fp8_full"]
 }
@@ -135,16 +139,6 @@ named! {
         /// Continues; refuses to start anew.
         Must = "must",
     }
-}
-
-named! {
-    /// The element type that a quantization rule gives the contractions it matches.
-    pub enum QuantRuleType {
-        /// Stays in float.
-        None = "none",
-        Int8 = "int8",
-    }
-    not_yet ["fp8", "fp8_full"]
 }
 
 /// A seed. -1 draws one when it is read.
@@ -337,67 +331,6 @@ impl Field for LogicalAxisRules {
                 };
                 Value::Array(vec![Value::from(rule.logical.as_str()), mesh])
             })
-            .collect()
-    }
-}
-
-/// The element type of the contractions under a path. The quantization pass defines the form of the pattern.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct QuantRule {
-    pub path: String,
-    pub dtype: QuantRuleType,
-}
-
-/// Explicit quantization rules; the first that matches wins.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct QuantRules(pub Vec<QuantRule>);
-
-impl QuantRule {
-    fn parse(item: &Value, path: &str, problems: &mut Problems) -> Option<Self> {
-        let Some(map) = item.as_object() else {
-            let problem = wrong_type("a dict {path: pattern, dtype: int8 or none}", item);
-            problems.push((path.to_owned(), problem));
-            return None;
-        };
-        let before = problems.len();
-        for name in map
-            .keys()
-            .filter(|n| !["path", "dtype"].contains(&n.as_str()))
-        {
-            let nearest = nearest(name, ["path", "dtype"]);
-            problems.push((join(path, name), Problem::UnknownKey { nearest }));
-        }
-        let given = |name: &str| map.get(name).unwrap_or(&Value::Null);
-        let pattern = String::parse(given("path"), &join(path, "path"), problems);
-        let dtype = match map.get("dtype") {
-            Some(Value::Null) => Some(QuantRuleType::None),
-            _ => QuantRuleType::parse(given("dtype"), &join(path, "dtype"), problems),
-        };
-        let rule = QuantRule {
-            path: pattern?,
-            dtype: dtype?,
-        };
-        (problems.len() == before).then_some(rule)
-    }
-}
-
-impl Field for QuantRules {
-    const TY: Ty = Ty::List("list of {path: pattern, dtype: int8 or none}");
-
-    fn parse(value: &Value, path: &str, problems: &mut Problems) -> Option<Self> {
-        let Some(items) = value.as_array() else {
-            return refuse(value, path, problems);
-        };
-        let read: Vec<_> = items
-            .iter()
-            .map(|item| QuantRule::parse(item, path, problems))
-            .collect();
-        read.into_iter().collect::<Option<_>>().map(QuantRules)
-    }
-    fn show(&self) -> Value {
-        self.0
-            .iter()
-            .map(|r| serde_json::json!({"path": r.path, "dtype": r.dtype.name()}))
             .collect()
     }
 }

@@ -5,6 +5,8 @@
 //! kernel in its place ([`crate::backend`]); [`Graph::inline_composites`](super::Graph::inline_composites) puts the
 //! body in place of all others.
 
+use crate::dtype::DType;
+
 use super::{ConvDims, DotDims, RoundingStream, TensorFormat};
 
 /// The computation of a composite, with its attributes.
@@ -42,6 +44,14 @@ pub enum Composite {
         kept: Vec<usize>,
         format: TensorFormat,
     },
+    /// `(integers - zero point) * scale` in `f32`, rounded to `result`. Operands: the integers, the scale, which lies
+    /// `along` dimensions of them (ascending), and an `s8` zero point of the scale's dimensions if `zero_point`. Where a
+    /// dimension of the scale is smaller, each of its values is that of a group of integers.
+    Dequantize {
+        along: Vec<usize>,
+        zero_point: bool,
+        result: DType,
+    },
     /// A contraction of quantized operands, in the result's float type. Operands: lhs, rhs, then the lhs's scale if
     /// `lhs_scale`, then the rhs's if `rhs_scale`; a scale lies along its operand's kept dimensions.
     ScaledContraction {
@@ -71,6 +81,7 @@ impl Composite {
             Composite::FindScale { .. } => "find_scale",
             Composite::RoundingNoise { .. } => "rounding_noise",
             Composite::Quantize { .. } => "quantize",
+            Composite::Dequantize { .. } => "dequantize",
             Composite::ScaledContraction {
                 contraction: Contraction::Dot(_),
                 ..

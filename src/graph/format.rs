@@ -1,6 +1,7 @@
 //! How the operands of a contraction are quantized.
 
 use crate::dtype::DType;
+use crate::host_tensor::float8;
 use crate::util::named;
 
 named! {
@@ -12,6 +13,8 @@ named! {
         Aqt = "aqt",
         /// Google Qwix: scale absmax/127.5, divide, round, saturate at -128 and 127.
         Qwix = "qwix",
+        /// AMD Quark: scale absmax/127.5, multiply by the reciprocal, round, saturate at -128 and 127; with zero points too.
+        Quark = "quark",
     }
 }
 
@@ -58,6 +61,24 @@ pub struct TensorFormat {
 }
 
 impl TensorFormat {
+    /// What the largest magnitude becomes before it is rounded: half a step above the largest integer, or the largest
+    /// number of a float type.
+    pub fn bound(self) -> f64 {
+        match self.element {
+            DType::F8E4M3Fn => f64::from(float8::LARGEST),
+            integers => {
+                let (lowest, highest) = integers.integer_range();
+                (highest - lowest) / 2.0
+            }
+        }
+    }
+
+    /// Whether its scales multiply the results of a contraction. Otherwise an operand is multiplied as `(integers - zero
+    /// point) * scale`.
+    pub fn scales_results(self) -> bool {
+        !self.zero_point && !matches!(self.granularity, Granularity::Group(_))
+    }
+
     /// int8 with one dynamic symmetric scale a channel, rounded to nearest.
     pub fn int8(convention: NumericsConvention) -> Self {
         TensorFormat {

@@ -113,7 +113,7 @@ fn report(case: &Case, compiler: &Compiler) -> Result<CompileReport, KernelError
         precision: DotPrecision::Default,
         weights_dtype: "bfloat16",
         activations_dtype: "bfloat16",
-        quantization: if case.int8 { "int8" } else { "" },
+        quantization: if case.int8 { "int8" } else { "" }.to_owned(),
         memory_advice: Vec::new(),
     };
     Ok(compiler

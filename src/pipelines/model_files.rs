@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 use crate::dtype::DType;
-use crate::graph::Graph;
+use crate::graph::{Graph, TensorFormat};
 use crate::host_tensor::HostTensor;
 use crate::models::vae::{PREVIEW_ROOT, ROOT as VAE};
 use crate::models::{Part, ip_adapter};
@@ -271,8 +271,14 @@ pub(super) fn check_stored(
     formats: &StoredFormats,
 ) -> Result<(), PipelineError> {
     let none = StoredFormats::new();
-    let stored = checkpoint.quantization().map_or(&none, |q| &q.weights);
-    match stored == formats {
+    let stored = checkpoint.quantization().map_or(&none, |q| &q.layers);
+    // A program may take other activations than the checkpoint asks for.
+    fn weights(layers: &StoredFormats) -> impl Iterator<Item = (&str, TensorFormat)> {
+        layers
+            .iter()
+            .map(|(path, layer)| (path.as_str(), layer.weight))
+    }
+    match weights(stored).eq(weights(formats)) {
         true => Ok(()),
         false => Err(PipelineError::Stored {
             path: checkpoint.path().to_owned(),

@@ -12,6 +12,7 @@ use crate::shard::LOCAL_SHARDS;
 
 use super::QuantError;
 use super::stored::{is_stored, with_stored_weights};
+use super::weight::{QUARK_SMALLEST, nearest_groups};
 
 type Result<T> = std::result::Result<T, GraphError>;
 
@@ -97,13 +98,21 @@ pub fn lower_with_noise(
             Ok::<_, GraphError>(match stored {
                 Some(weight) => Operand {
                     values: copies[weight.node as usize],
+                    float: weight.float,
                     is_weight: true,
-                    scale: Some(b.declare(weight.scale.clone())?),
+                    stored: Some(StoredScale {
+                        scale: b.declare(weight.scale.clone())?,
+                        zero_point: match &weight.zero_point {
+                            Some(input) => Some(b.declare(input.clone())?),
+                            None => None,
+                        },
+                    }),
                 },
                 None => Operand {
                     values: copies[id as usize],
+                    float: graph.nodes[id as usize].shape.dtype,
                     is_weight: of_weights[id as usize],
-                    scale: None,
+                    stored: None,
                 },
             })
         };
@@ -126,10 +135,19 @@ fn is_annotated(node: &Node) -> bool {
 #[derive(Clone, Copy)]
 struct Operand {
     values: Tensor,
+    /// The type in which it is multiplied unless it is multiplied as integers.
+    float: DType,
     /// Whether it is computed from weights alone.
     is_weight: bool,
-    /// The scale, where the values are integers of the checkpoint.
-    scale: Option<Tensor>,
+    /// What belongs to values that are integers of the checkpoint.
+    stored: Option<StoredScale>,
+}
+
+/// A scale of the checkpoint, and its zero point.
+#[derive(Clone, Copy)]
+struct StoredScale {
+    scale: Tensor,
+    zero_point: Option<Tensor>,
 }
 
 /// An operand as the contraction multiplies it.
@@ -137,6 +155,15 @@ struct Quantized {
     values: Tensor,
     /// One for each index of the kept dimensions, in ascending order; `None` where values are floats.
     scale: Option<Tensor>,
+}
+
+/// The integers of an operand, in its shape, with the scale along some of its dimensions.
+struct Integers {
+    values: Tensor,
+    scale: Tensor,
+    zero_point: Option<Tensor>,
+    /// The dimensions along which scale and zero point lie, ascending; they divide those of the values.
+    along: Vec<usize>,
 }
 
 /// Lowers one contraction, at its scope.
@@ -202,89 +229,139 @@ impl Lowering<'_, '_> {
         contraction: &Contraction,
     ) -> Result<Quantized> {
         let b = self.b;
-        let x = operand.values;
         let Some(format) = format else {
             return Ok(Quantized {
-                values: x,
+                values: operand.values,
                 scale: None,
             });
         };
-        if let Some(scale) = operand.scale {
-            let sizes: Vec<usize> = kept.iter().map(|d| b.dims(x)[*d]).collect();
+        let mut integers = self.integers(operand, kept, format, contraction)?;
+        if !format.scales_results() {
+            let mark = |t: Tensor| stored(b, t, operand.is_weight);
+            integers.scale = mark(integers.scale)?;
+            integers.zero_point = integers.zero_point.map(mark).transpose()?;
             return Ok(Quantized {
-                values: b.stored(x)?,
-                scale: Some(b.broadcast_to(scale, &sizes)?),
-            });
-        }
-        if format.zero_point || matches!(format.granularity, Granularity::Group(_)) {
-            let values = self.dequantized(operand, kept, format, contraction)?;
-            return Ok(Quantized {
-                values,
+                values: dequantized(b, &integers, operand.float)?,
                 scale: None,
             });
         }
-        let along = match format.granularity {
-            Granularity::Tensor => &[][..],
-            _ => kept,
-        };
-        let scale = find_scale(b, x, along, format)?;
-        let values = quantize(b, x, scale, along, format, self.noise)?;
-        let sizes: Vec<usize> = kept.iter().map(|d| b.dims(x)[*d]).collect();
+        let sizes: Vec<usize> = kept.iter().map(|d| b.dims(integers.values)[*d]).collect();
         Ok(Quantized {
-            values: stored(b, values, operand.is_weight)?,
-            scale: Some(b.broadcast_to(scale, &sizes)?),
+            scale: Some(b.broadcast_to(integers.scale, &sizes)?),
+            values: integers.values,
         })
     }
 
-    /// The values of a format whose scales do not leave the sum of a contraction: `(integers - zero point) * scale`,
-    /// in the operand's type. What is stored of a weight is its integers.
-    fn dequantized(
+    /// The integers of the checkpoint, or of values that are rounded here. Those of a weight are what is stored of it.
+    fn integers(
         &mut self,
         operand: Operand,
         kept: &[usize],
         format: TensorFormat,
         contraction: &Contraction,
-    ) -> Result<Tensor> {
+    ) -> Result<Integers> {
         let b = self.b;
-        let shape = b.shape(operand.values);
-        // Groups become a dimension of their own, before their elements.
-        let (x, along) = match format.granularity {
+        let dims = b.dims(operand.values);
+        let grouped = match format.granularity {
             Granularity::Group(size) => {
-                let at = grouped_dimension(b, kept, &shape.dims, size, contraction)?;
-                let mut dims = shape.dims.clone();
-                dims[at] = size;
-                dims.insert(at, shape.dims[at] / size);
-                let grouped = (0..dims.len()).filter(|d| *d != at + 1);
-                let in_kept = |d: usize| d == at || kept.contains(&(d - usize::from(d > at)));
-                let along = grouped.filter(|d| in_kept(*d)).collect();
-                (b.reshape(operand.values, &dims)?, along)
+                Some((grouped_of_size(b, kept, &dims, size, contraction)?, size))
             }
-            Granularity::Tensor => (operand.values, Vec::new()),
-            Granularity::Channel => (operand.values, kept.to_vec()),
+            Granularity::Tensor | Granularity::Channel => None,
         };
-        let dims = b.dims(x);
-        let spread = |t: Tensor| b.broadcast_in_dim(t, &along, &dims);
-        let float = if format.zero_point {
-            let affine = Affine::new(b, x, &along, format)?;
-            let values = affine.quantize(b, x, &along, format.element)?;
-            let values = stored(b, values, operand.is_weight)?;
-            let wide = b.convert(values, DType::F32)?;
-            b.mul(
-                b.sub(wide, spread(affine.zero_point)?)?,
-                spread(affine.scale)?,
-            )?
-        } else {
-            let scale = find_scale(b, x, &along, format)?;
-            let values = quantize(b, x, scale, &along, format, self.noise)?;
-            let values = stored(b, values, operand.is_weight)?;
-            let scale = b.convert(scale, DType::F32)?;
-            b.mul(b.convert(values, DType::F32)?, spread(scale)?)?
+        let along: Vec<usize> = match format.granularity {
+            Granularity::Tensor => Vec::new(),
+            _ => {
+                let is_along =
+                    |d: &usize| kept.contains(d) || grouped.is_some_and(|(g, _)| g == *d);
+                (0..dims.len()).filter(is_along).collect()
+            }
         };
-        b.convert(b.reshape(float, &shape.dims)?, shape.dtype)
+        if let Some(StoredScale { scale, zero_point }) = operand.stored {
+            return Ok(Integers {
+                values: b.stored(operand.values)?,
+                scale,
+                zero_point,
+                along,
+            });
+        }
+        // Groups become a dimension of their own, before their elements.
+        let (x, of_x) = match grouped {
+            None => (operand.values, along.clone()),
+            Some((at, size)) => {
+                let mut split = dims.clone();
+                split[at] = size;
+                split.insert(at, dims[at] / size);
+                let of_x = along.iter().map(|d| d + usize::from(*d > at)).collect();
+                (b.reshape(operand.values, &split)?, of_x)
+            }
+        };
+        let (values, scale, zero_point) = match format.zero_point {
+            true => {
+                let affine = Affine::new(b, x, &of_x, format)?;
+                let values = affine.quantize(b, x, &of_x, format.element)?;
+                (values, affine.scale, Some(affine.zero_point))
+            }
+            false => {
+                let scale = find_scale(b, x, &of_x, format)?;
+                let values = quantize(b, x, scale, &of_x, format, self.noise)?;
+                (values, scale, None)
+            }
+        };
+        let values = match grouped {
+            None => values,
+            Some(_) => b.reshape(values, &dims)?,
+        };
+        Ok(Integers {
+            values: stored(b, values, operand.is_weight)?,
+            scale,
+            zero_point,
+            along,
+        })
     }
 }
 
-/// Marks the integers of a weight as what stays in memory.
+/// `(integers - zero point) * scale` in `f32`, rounded to `float`: where scales do not leave the sum of a contraction.
+fn dequantized(b: &Builder, integers: &Integers, float: DType) -> Result<Tensor> {
+    let kind = Composite::Dequantize {
+        along: integers.along.clone(),
+        zero_point: integers.zero_point.is_some(),
+        result: float,
+    };
+    let mut operands = vec![integers.values, integers.scale];
+    operands.extend(integers.zero_point);
+    let along = &integers.along;
+    b.composite(kind, &operands, |b, operands| {
+        let shape = b.shape(operands[0]);
+        // A dimension with groups becomes two.
+        let sizes = b.dims(operands[1]);
+        let (mut split, mut places) = (Vec::new(), Vec::new());
+        for (d, size) in shape.dims.iter().enumerate() {
+            match along.iter().position(|at| *at == d) {
+                Some(at) if sizes[at] != *size => {
+                    places.push(split.len());
+                    split.extend([sizes[at], size / sizes[at]]);
+                }
+                at => {
+                    places.extend(at.map(|_| split.len()));
+                    split.push(*size);
+                }
+            }
+        }
+        let wide = b.reshape(b.convert(operands[0], DType::F32)?, &split)?;
+        let spread = |t: Tensor| {
+            let wide = b.convert(t, DType::F32)?;
+            b.broadcast_in_dim(wide, &places, &split)
+        };
+        let steps = match operands.get(2) {
+            Some(zero_point) => b.sub(wide, spread(*zero_point)?)?,
+            None => wide,
+        };
+        let value = b.mul(steps, spread(operands[1])?)?;
+        b.convert(b.reshape(value, &shape.dims)?, float)
+    })
+}
+
+/// Marks what stays in memory of a weight.
 fn stored(b: &Builder, values: Tensor, is_weight: bool) -> Result<Tensor> {
     match is_weight {
         true => b.stored(values),
@@ -292,32 +369,41 @@ fn stored(b: &Builder, values: Tensor, is_weight: bool) -> Result<Tensor> {
     }
 }
 
-/// The contracting dimension that groups of `size` elements divide.
-fn grouped_dimension(
+/// The dimension of an operand of `rank` dimensions that groups divide: the contracted one, of a convolution's kernel the
+/// input channels, whose groups have all positions of the kernel. `None` where there is no such one.
+pub(super) fn grouped_dimension(
+    contraction: &Contraction,
+    kept: &[usize],
+    rank: usize,
+) -> Option<usize> {
+    let mut contracted = match contraction {
+        Contraction::Dot(_) => (0..rank).filter(|d| !kept.contains(d)).collect(),
+        Contraction::Convolution(conv) => vec![conv.rhs.feature],
+    };
+    contracted.pop().filter(|_| contracted.is_empty())
+}
+
+/// The dimension that groups of `size` elements divide.
+fn grouped_of_size(
     b: &Builder,
     kept: &[usize],
     dims: &[usize],
     size: usize,
     contraction: &Contraction,
 ) -> Result<usize> {
-    let contracted: Vec<usize> = match contraction {
-        Contraction::Dot(_) => (0..dims.len()).filter(|d| !kept.contains(d)).collect(),
-        // Input channels; groups do not cross the kernel's positions.
-        Contraction::Convolution(conv) => vec![conv.rhs.feature],
-    };
-    match contracted[..] {
-        [at] if size > 0 && dims[at].is_multiple_of(size) => Ok(at),
-        [at] => Err(b.invalid(format!(
-            "groups of {size} do not divide the {} elements along the contracting dimension; take a group size that \
-             does, or one scale a channel",
-            dims[at]
+    match grouped_dimension(contraction, kept, dims.len()) {
+        Some(at) if size > 0 && dims[at].is_multiple_of(size) => Ok(at),
+        Some(at) => Err(b.invalid(format!(
+            "groups of {size} do not divide the {} elements along the contracting dimension; {}",
+            dims[at],
+            nearest_groups(dims[at], size)
         ))),
-        _ => Err(b.invalid("groups need one contracting dimension")),
+        None => Err(b.invalid("groups need one contracting dimension")),
     }
 }
 
 /// `lhs rhs`, times the scales that follow it in `operands`, in `result`. Integers accumulate in `s32`; where one
-/// operand is float, the integers of the other are converted to its type.
+/// operand is float, what the other is stored as is converted to its type.
 fn scaled_product(
     b: &Builder,
     operands: &[Tensor],
@@ -327,7 +413,7 @@ fn scaled_product(
 ) -> Result<Tensor> {
     let (mut lhs, mut rhs) = (operands[0], operands[1]);
     let types = [b.dtype(lhs), b.dtype(rhs)];
-    let floats = types.map(DType::is_float);
+    let floats = types.map(|dtype| dtype.is_float() && dtype.bits() > 8);
     let accumulator = if floats == [false; 2] {
         DType::S32
     } else {
@@ -394,14 +480,23 @@ pub fn scale_of(b: &Builder, absmax: Tensor, format: TensorFormat) -> Result<Ten
             let empty = b.compare(Comparison::Eq, absmax, zero)?;
             b.select(empty, one, absmax)?
         }
-        NumericsConvention::Qwix => absmax,
+        NumericsConvention::Qwix | NumericsConvention::Quark => absmax,
     };
-    let (lowest, highest) = integer_range(format.element);
-    let half = (highest - lowest) / 2.0;
-    let scale = b.mul_scalar(b.convert(absmax, DType::F32)?, 1.0 / half)?;
+    let bound = format.bound();
+    let scale = match format.convention {
+        NumericsConvention::Aqt | NumericsConvention::Qwix => {
+            b.mul_scalar(b.convert(absmax, DType::F32)?, 1.0 / bound)?
+        }
+        NumericsConvention::Quark => divided(b, absmax, bound)?,
+    };
     let scale = b.convert(scale, shape.dtype)?;
     match format.convention {
         NumericsConvention::Aqt => Ok(scale),
+        NumericsConvention::Quark if format.element.is_float() => {
+            let zero = b.compare(Comparison::Eq, scale, b.full(&shape, 0.0)?)?;
+            b.select(zero, b.full(&shape, QUARK_SMALLEST)?, scale)
+        }
+        NumericsConvention::Quark => b.max(scale, b.full(&shape, QUARK_SMALLEST)?),
         NumericsConvention::Qwix => {
             // Qwix takes 1 where the scale is below the square root of the smallest normal number.
             let smallest = smallest_normal(shape.dtype).sqrt();
@@ -411,13 +506,11 @@ pub fn scale_of(b: &Builder, absmax: Tensor, format: TensorFormat) -> Result<Ten
     }
 }
 
-/// The lowest and the highest value of an integer type.
-fn integer_range(element: DType) -> (f64, f64) {
-    let values = 2f64.powi(element.bits() as i32);
-    match element.is_signed_int() {
-        true => (-values / 2.0, values / 2.0 - 1.0),
-        false => (0.0, values - 1.0),
-    }
+/// `x / divisor` rounded to `f32`, of `x` in `f32` or less. XLA makes a product of a division by a constant; in `f64` the
+/// product with the reciprocal rounds to the same `f32`, because no such quotient is near a tie.
+fn divided(b: &Builder, x: Tensor, divisor: f64) -> Result<Tensor> {
+    let wide = b.mul_scalar(b.convert(x, DType::F64)?, 1.0 / divisor)?;
+    b.convert(wide, DType::F32)
 }
 
 /// `x` as integers of `format`, by its scale along `kept`.
@@ -447,7 +540,7 @@ fn quantize(
     })
 }
 
-/// `x / scale`, in the type of `x`.
+/// `x / scale`, in the type of `x`, by AMD Quark in `f32`.
 fn scaled_values(
     b: &Builder,
     x: Tensor,
@@ -472,25 +565,44 @@ fn scaled_values(
             let inverse = b.broadcast_in_dim(inverse, kept, &shape.dims)?;
             b.convert(b.mul(b.convert(x, DType::F32)?, inverse)?, shape.dtype)
         }
+        // A quotient in float64, which XLA makes a product with the reciprocal, rounds to the same float32 as the division:
+        // none is near a tie.
+        NumericsConvention::Quark if format.element.is_float() => {
+            let scale = b.convert(scale, DType::F64)?;
+            let scale = b.broadcast_in_dim(scale, kept, &shape.dims)?;
+            let quotient = b.div(b.convert(x, DType::F64)?, scale)?;
+            b.convert(b.convert(quotient, DType::F32)?, shape.dtype)
+        }
+        NumericsConvention::Quark => {
+            let wide = b.convert(scale, DType::F32)?;
+            let inverse = b.div(one(wide)?, wide)?;
+            let inverse = b.broadcast_in_dim(inverse, kept, &shape.dims)?;
+            b.mul(b.convert(x, DType::F32)?, inverse)
+        }
     }
 }
 
 fn rounded(b: &Builder, scaled: Tensor, format: TensorFormat) -> Result<Tensor> {
-    let (lowest, highest) = integer_range(format.element);
+    if format.element.is_float() {
+        // XLA's conversion rounds to nearest, and gives NaN for what is beyond the largest number.
+        let bound = format.bound();
+        return b.convert(b.clamp(scaled, -bound, bound)?, format.element);
+    }
+    let (lowest, highest) = format.element.integer_range();
     let rounded = match format.convention {
         NumericsConvention::Aqt => {
             b.unary(Unary::RoundNearestEven, b.clamp(scaled, -highest, highest)?)?
         }
-        NumericsConvention::Qwix => {
+        NumericsConvention::Qwix | NumericsConvention::Quark => {
             b.clamp(b.unary(Unary::RoundNearestEven, scaled)?, lowest, highest)?
         }
     };
     b.convert(rounded, format.element)
 }
 
-/// Scale and zero point, both `f32`, of values between their lowest and highest: `scale = (highest - lowest) / (qmax -
-/// qmin)`, at least 2^-23, and `zero_point = clamp(qmin - round(lowest / scale))`, where zero is always among the
-/// values (AMD Quark's asymmetric integers).
+/// Scale and zero point of values between their lowest and highest: `scale = (highest - lowest) / (qmax - qmin)`, at
+/// least 2^-23, in the type of the values, and `zero_point = clamp(qmin - round(lowest / scale))`, an int8, where zero is
+/// always among the values (AMD Quark's asymmetric integers).
 struct Affine {
     scale: Tensor,
     zero_point: Tensor,
@@ -498,28 +610,42 @@ struct Affine {
 
 impl Affine {
     fn new(b: &Builder, x: Tensor, kept: &[usize], format: TensorFormat) -> Result<Affine> {
+        if format.convention != NumericsConvention::Quark {
+            return Err(b.invalid(format!(
+                "{} has no zero points; take AMD Quark's numerics",
+                format.convention
+            )));
+        }
         if format.range != Range::Dynamic {
             return Err(b.invalid(
                 "a recorded largest magnitude gives no zero point; take a symmetric format, or a dynamic range",
             ));
         }
-        let (qmin, qmax) = integer_range(format.element);
+        let (qmin, qmax) = format.element.integer_range();
         let rank = b.dims(x).len();
         let reduced: Vec<usize> = (0..rank).filter(|d| !kept.contains(d)).collect();
         let range = &b.at(format!("{}/{RANGE_FINDING}", b.path()));
-        let wide = range.convert(x, DType::F32)?;
-        let lowest = range.reduce(Reduction::Min, wide, &reduced)?;
-        let highest = range.reduce(Reduction::Max, wide, &reduced)?;
-        let zero = b.full(&b.shape(lowest), 0.0)?;
+        let lowest = range.reduce(Reduction::Min, x, &reduced)?;
+        let highest = range.reduce(Reduction::Max, x, &reduced)?;
+        let shape = b.shape(lowest);
+        let zero = b.full(&shape, 0.0)?;
         let lowest = b.binary(crate::graph::Binary::Min, lowest, zero)?;
         let highest = b.max(highest, zero)?;
-        let scale = b.mul_scalar(b.sub(highest, lowest)?, 1.0 / (qmax - qmin))?;
-        let scale = b.max(scale, b.full(&b.shape(scale), 2f64.powi(-23))?)?;
-        let steps = b.unary(Unary::RoundNearestEven, b.div(lowest, scale)?)?;
+        let scale = divided(b, b.sub(highest, lowest)?, qmax - qmin)?;
+        let scale = b.convert(scale, shape.dtype)?;
+        let scale = b.max(scale, b.full(&shape, QUARK_SMALLEST)?)?;
+        let wide = |t: Tensor| b.convert(t, DType::F32);
+        let quotient = b.div(wide(lowest)?, wide(scale)?)?;
+        // PyTorch promotes numbers with no dimensions.
+        let quotient = match kept.is_empty() {
+            true => quotient,
+            false => wide(b.convert(quotient, shape.dtype)?)?,
+        };
+        let steps = b.unary(Unary::RoundNearestEven, quotient)?;
         let zero_point = b.sub(b.full(&b.shape(steps), qmin)?, steps)?;
         Ok(Affine {
             scale,
-            zero_point: b.clamp(zero_point, qmin, qmax)?,
+            zero_point: b.convert(b.clamp(zero_point, qmin, qmax)?, DType::S8)?,
         })
     }
 
@@ -527,12 +653,13 @@ impl Affine {
     fn quantize(&self, b: &Builder, x: Tensor, kept: &[usize], element: DType) -> Result<Tensor> {
         let dims = b.dims(x);
         let spread = |t: Tensor| b.broadcast_in_dim(t, kept, &dims);
-        let (qmin, qmax) = integer_range(element);
-        let one = b.full(&b.shape(self.scale), 1.0)?;
-        let inverse = b.div(one, self.scale)?;
+        let (qmin, qmax) = element.integer_range();
+        let scale = b.convert(self.scale, DType::F32)?;
+        let inverse = b.div(b.full(&b.shape(scale), 1.0)?, scale)?;
         let scaled = b.mul(b.convert(x, DType::F32)?, spread(inverse)?)?;
         let steps = b.unary(Unary::RoundNearestEven, scaled)?;
-        let shifted = b.add(steps, spread(self.zero_point)?)?;
+        let zero_point = b.convert(self.zero_point, DType::F32)?;
+        let shifted = b.add(steps, spread(zero_point)?)?;
         b.convert(b.clamp(shifted, qmin, qmax)?, element)
     }
 }

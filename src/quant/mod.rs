@@ -10,17 +10,18 @@ mod weight;
 
 pub use lower::{NoiseSource, ROUNDING_KEY, lower, lower_with_noise, scale_of};
 
-pub use stored::scale_name;
-pub use weight::{QuantizedWeight, WeightQuantError, quantize_weight, scale_dims};
+pub use stored::{scale_name, zero_point_name};
+pub use weight::{QuantizedWeight, WeightQuantError, nearest_groups, quantize_weight, scale_dims};
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use regex::Regex;
 
 use crate::graph::{
-    Builder, ContractionQuant, Graph, GraphError, NumericsConvention, Op, QuantDot, Rounding,
-    TensorFormat,
+    Builder, Contraction, ContractionQuant, Granularity, Graph, GraphError, NumericsConvention, Op,
+    QuantDot, Rounding, TensorFormat,
 };
+use crate::shape::Shape;
 use crate::util::text::listed;
 
 /// Why a graph could not be quantized.
@@ -58,6 +59,16 @@ pub enum QuantError {
         listed(layers, 4)
     )]
     NoSuchLayers { model: String, layers: Vec<String> },
+    #[error(
+        "{layer}: groups of {group} do not divide its {elements} input features; {}; a rule of quant_rules gives this layer \
+         others, or one scale a channel",
+        nearest_groups(*elements, *group)
+    )]
+    Group {
+        layer: String,
+        group: usize,
+        elements: usize,
+    },
     #[error(transparent)]
     Graph(#[from] GraphError),
 }
@@ -66,8 +77,18 @@ pub enum QuantError {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
     Float,
-    /// Quantizes them in the policy's formats.
-    Quantize,
+    Quantize(Formats),
+}
+
+impl Action {
+    /// Whether the rule is asked about a contraction, of which an operand is a weight, or none is.
+    fn concerns(self, has_weight: bool) -> bool {
+        has_weight
+            || match self {
+                Action::Float => true,
+                Action::Quantize(formats) => formats.activation.is_some(),
+            }
+    }
 }
 
 /// One rule: the first whose pattern matches a contraction's whole path decides.
@@ -119,15 +140,22 @@ pub struct Policy {
     pub slash_paths: bool,
     /// Whether contractions of two activations (attention scores and values) are quantized as well.
     pub activations: bool,
-    pub formats: Formats,
-    /// The formats that weights have in their checkpoint already, by the paths of their layers: where there are any,
-    /// these are the contractions that are quantized, and no rule is asked.
+    /// The formats of layers whose weights are quantized in their checkpoint already: where there are any, these are the
+    /// contractions that are quantized, and no rule is asked.
     pub stored: StoredFormats,
 }
 
-/// Formats of weights that are quantized in a checkpoint, by the paths of their layers: checkpoint keys without
-/// `.weight`.
-pub type StoredFormats = BTreeMap<String, TensorFormat>;
+/// The formats of layers whose weights are quantized in a checkpoint, by their paths: checkpoint keys without `.weight`.
+pub type StoredFormats = BTreeMap<String, StoredLayer>;
+
+/// The formats of a layer whose weight is quantized in a checkpoint.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StoredLayer {
+    /// Of range [`Range::Stored`](crate::graph::Range::Stored).
+    pub weight: TensorFormat,
+    /// `None` is float.
+    pub activation: Option<TensorFormat>,
+}
 
 /// The formats of the operands of a contraction and of its derivative.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -150,10 +178,41 @@ pub struct Backward {
 }
 
 impl Formats {
-    /// The numerics of weights, or where they stay in float, of activations.
-    pub fn convention(&self) -> NumericsConvention {
-        let format = self.weight.or(self.activation);
-        format.map_or(NumericsConvention::Aqt, |format| format.convention)
+    /// Weights and activations in int8 with AQT's numerics, forward and in both backward dots (MaxDiffusion's
+    /// `config_v3(fwd_bits=8, dlhs_bits=8, drhs_bits=8)`).
+    pub fn aqt_int8(local_shards: usize) -> Formats {
+        let nearest = TensorFormat::int8(NumericsConvention::Aqt);
+        Formats {
+            weight: Some(nearest),
+            activation: Some(nearest),
+            backward: Some(Backward {
+                gradient: TensorFormat {
+                    rounding: Rounding::Stochastic,
+                    ..nearest
+                },
+                residual: nearest,
+                local_shards,
+            }),
+        }
+    }
+
+    /// Weights and activations in int8 with Qwix's numerics; the backward pass stays in float.
+    pub fn qwix_int8() -> Formats {
+        let format = TensorFormat::int8(NumericsConvention::Qwix);
+        Formats {
+            weight: Some(format),
+            activation: Some(format),
+            backward: None,
+        }
+    }
+
+    /// Weights alone; activations and the backward pass stay in float.
+    pub fn of_weights(weight: TensorFormat) -> Formats {
+        Formats {
+            weight: Some(weight),
+            activation: None,
+            backward: None,
+        }
     }
 
     /// The annotation of a contraction whose rhs is the weight, or whose lhs is.
@@ -184,10 +243,28 @@ impl Formats {
 }
 
 impl Policy {
-    /// `quantization=int8` with AQT's numerics (MaxDiffusion's `config_v3(fwd_bits=8, dlhs_bits=8, drhs_bits=8)`).
+    /// `rules`, then all other contractions with a weight in `formats`, but those of `float_layers`: the paths below the
+    /// model's root, as regular expressions, of what its family leaves in float.
     ///
-    /// `rules` come before those for `float_layers`: the paths below the model's root, as regular expressions, of what
-    /// its family leaves in float.
+    /// # Errors
+    /// When a pattern is no regular expression.
+    pub fn of_layers(
+        model: &str,
+        mut rules: Vec<Rule>,
+        float_layers: &[&str],
+        formats: Formats,
+    ) -> Result<Policy, QuantError> {
+        rules.extend(rules_of_mode(float_layers, formats)?);
+        Ok(Policy {
+            model: model.to_string(),
+            rules,
+            slash_paths: false,
+            activations: false,
+            stored: StoredFormats::new(),
+        })
+    }
+
+    /// [`Policy::of_layers`] of [`Formats::aqt_int8`]: `quantization=int8`.
     ///
     /// # Errors
     /// When a pattern is no regular expression.
@@ -197,78 +274,11 @@ impl Policy {
         rules: Vec<Rule>,
         float_layers: &[&str],
     ) -> Result<Policy, QuantError> {
-        let nearest = TensorFormat::int8(NumericsConvention::Aqt);
-        let formats = Formats {
-            weight: Some(nearest),
-            activation: Some(nearest),
-            backward: Some(Backward {
-                gradient: TensorFormat {
-                    rounding: Rounding::Stochastic,
-                    ..nearest
-                },
-                residual: nearest,
-                local_shards,
-            }),
-        };
-        Policy::of_layers(model, rules, float_layers, formats)
-    }
-
-    /// `quantization=int8_w8a16`: weights in int8 with one scale an output channel, activations in float.
-    ///
-    /// `rules` come before those for `float_layers`, as in [`Policy::aqt_int8`].
-    ///
-    /// # Errors
-    /// When a pattern is no regular expression.
-    pub fn int8_w8a16(
-        model: &str,
-        convention: NumericsConvention,
-        rules: Vec<Rule>,
-        float_layers: &[&str],
-    ) -> Result<Policy, QuantError> {
-        let formats = Formats {
-            weight: Some(TensorFormat::int8(convention)),
-            activation: None,
-            backward: None,
-        };
-        Policy::of_layers(model, rules, float_layers, formats)
-    }
-
-    /// Weights as a checkpoint has them, and activations in `activation`, or in float.
-    pub fn stored(model: &str, stored: StoredFormats, activation: Option<TensorFormat>) -> Policy {
-        Policy {
-            model: model.to_string(),
-            rules: Vec::new(),
-            slash_paths: false,
-            activations: false,
-            formats: Formats {
-                weight: stored.values().next().copied(),
-                activation,
-                backward: None,
-            },
-            stored,
-        }
-    }
-
-    /// `rules`, then the family's layers in float, and all other contractions with a weight in `formats`.
-    fn of_layers(
-        model: &str,
-        mut rules: Vec<Rule>,
-        float_layers: &[&str],
-        formats: Formats,
-    ) -> Result<Policy, QuantError> {
-        rules.extend(rules_of_mode(float_layers)?);
-        Ok(Policy {
-            model: model.to_string(),
-            rules,
-            slash_paths: false,
-            activations: false,
-            formats,
-            stored: StoredFormats::new(),
-        })
+        Policy::of_layers(model, rules, float_layers, Formats::aqt_int8(local_shards))
     }
 
     /// `quantization=int8 use_qwix_quantization=True`: Qwix's `QtRule` with int8 weights and activations on every
-    /// dot and convolution whose module path `module_path` matches wholly; the backward pass stays in float.
+    /// dot and convolution whose module path `module_path` matches wholly.
     ///
     /// `rules` come before it.
     ///
@@ -279,27 +289,33 @@ impl Policy {
         module_path: &str,
         mut rules: Vec<Rule>,
     ) -> Result<Policy, QuantError> {
-        rules.push(Rule::new(module_path, Action::Quantize, true)?);
-        let format = TensorFormat::int8(NumericsConvention::Qwix);
+        let action = Action::Quantize(Formats::qwix_int8());
+        rules.push(Rule::new(module_path, action, true)?);
         Ok(Policy {
             model: model.to_string(),
             rules,
             slash_paths: true,
             activations: true,
-            formats: Formats {
-                weight: Some(format),
-                activation: Some(format),
-                backward: None,
-            },
             stored: StoredFormats::new(),
         })
+    }
+
+    /// Weights as a checkpoint has them.
+    pub fn stored(model: &str, stored: StoredFormats) -> Policy {
+        Policy {
+            model: model.to_string(),
+            rules: Vec::new(),
+            slash_paths: false,
+            activations: false,
+            stored,
+        }
     }
 }
 
 /// The rules after those of a user: the family's layers stay in float, all others are quantized.
-fn rules_of_mode(float_layers: &[&str]) -> Result<Vec<Rule>, QuantError> {
+fn rules_of_mode(float_layers: &[&str], formats: Formats) -> Result<Vec<Rule>, QuantError> {
     let float = float_layers.iter().map(|pattern| (*pattern, Action::Float));
-    let rules = float.chain([(".*", Action::Quantize)]);
+    let rules = float.chain([(".*", Action::Quantize(formats))]);
     rules
         .map(|(pattern, action)| Rule::new(pattern, action, false))
         .collect()
@@ -310,28 +326,43 @@ fn rules_of_mode(float_layers: &[&str]) -> Result<Vec<Rule>, QuantError> {
 pub struct Decision {
     pub path: String,
     pub op: &'static str,
-    pub quantized: bool,
-    /// The pattern that decided, or `None` where no operand is a weight.
+    /// `None` is float.
+    pub formats: Option<Formats>,
+    /// The pattern that decided, or `None` where no rule was asked.
     pub rule: Option<String>,
+}
+
+impl Decision {
+    pub fn quantized(&self) -> bool {
+        self.formats.is_some()
+    }
 }
 
 /// Annotates the model's contractions by the policy's rules and returns every decision, in graph order.
 ///
 /// # Errors
-/// When a user's rule matches nothing, a stored layer is none of the model's, or nothing at all is quantized.
+/// When a user's rule matches nothing, groups do not divide a layer's input features, a stored layer is none of the
+/// model's, or nothing at all is quantized.
 pub fn annotate(b: &Builder, policy: &Policy) -> Result<Vec<Decision>, QuantError> {
     let mut annotation = Annotation {
         policy,
         used: vec![false; policy.rules.len()],
         decisions: Vec::new(),
+        undivided: None,
     };
     b.with_graph_mut(|g| {
         let inputs = g.inputs.iter().map(|i| i.is_weight()).collect::<Vec<_>>();
         annotation.graph(g, &inputs);
     });
     let Annotation {
-        used, decisions, ..
+        used,
+        decisions,
+        undivided,
+        ..
     } = annotation;
+    if let Some(error) = undivided {
+        return Err(error);
+    }
     let paths: BTreeSet<&str> = decisions.iter().map(|d| d.path.as_str()).collect();
     let unknown = policy
         .stored
@@ -367,7 +398,7 @@ pub fn annotate(b: &Builder, policy: &Policy) -> Result<Vec<Decision>, QuantErro
             });
         }
     }
-    if !decisions.iter().any(|d| d.quantized) {
+    if !decisions.iter().any(Decision::quantized) {
         return Err(QuantError::Nothing {
             model: policy.model.trim_end_matches('/').to_string(),
         });
@@ -381,6 +412,17 @@ struct Annotation<'a> {
     /// Which rules have decided something.
     used: Vec<bool>,
     decisions: Vec<Decision>,
+    /// The first weight whose groups do not divide.
+    undivided: Option<QuantError>,
+}
+
+/// A contraction of the model.
+struct Site<'a> {
+    /// Below the model's root.
+    path: &'a str,
+    /// Of each operand.
+    shapes: [Shape; 2],
+    of_weights: [bool; 2],
 }
 
 impl Annotation<'_> {
@@ -394,11 +436,22 @@ impl Annotation<'_> {
                 .map(|o| of_weights[*o as usize])
                 .collect();
             let path = g.path(&g.nodes[i]).to_string();
-            match &mut g.nodes[i].op {
-                Op::Composite { body, .. } => self.graph(body, &operands),
-                op @ (Op::DotGeneral { .. } | Op::Convolution { .. }) => {
-                    if let Some(path) = path.strip_prefix(&self.policy.model) {
-                        self.contraction(path, op, &operands);
+            let shape = |at: usize| g.nodes[g.nodes[i].operands[at] as usize].shape.clone();
+            match &g.nodes[i].op {
+                Op::DotGeneral { .. } | Op::Convolution { .. } => {
+                    let Some(path) = path.strip_prefix(&self.policy.model) else {
+                        continue;
+                    };
+                    let site = Site {
+                        path,
+                        shapes: [shape(0), shape(1)],
+                        of_weights: [operands[0], operands[1]],
+                    };
+                    self.contraction(&site, &mut g.nodes[i].op);
+                }
+                Op::Composite { .. } => {
+                    if let Op::Composite { body, .. } = &mut g.nodes[i].op {
+                        self.graph(body, &operands);
                     }
                 }
                 _ => {}
@@ -406,57 +459,84 @@ impl Annotation<'_> {
         }
     }
 
-    fn contraction(&mut self, path: &str, op: &mut Op, of_weights: &[bool]) {
+    /// Decides about a contraction and marks it.
+    fn contraction(&mut self, site: &Site<'_>, op: &mut Op) {
         let policy = self.policy;
-        if !policy.stored.is_empty() {
-            return self.stored(path, op, of_weights);
-        }
+        let has_weight = site.of_weights.contains(&true);
         let path = match policy.slash_paths {
-            true => path.replace('.', "/"),
-            false => path.to_string(),
+            true => site.path.replace('.', "/"),
+            false => site.path.to_string(),
         };
-        let asked = policy.activations || of_weights.contains(&true);
-        let rules = &policy.rules;
-        let rule = rules
-            .iter()
-            .position(|r| asked && r.pattern.is_match(&path));
-        if let Some(rule) = rule {
-            self.used[rule] = true;
-        }
-        let quantized = rule.is_some_and(|rule| rules[rule].action == Action::Quantize);
+        let (formats, rule) = match policy.stored.is_empty() {
+            true => self.asked(&path, has_weight),
+            false => {
+                let layer = policy.stored.get(site.path).filter(|_| has_weight);
+                let formats = layer.map(|layer| Formats {
+                    activation: layer.activation,
+                    ..Formats::of_weights(layer.weight)
+                });
+                (formats, None)
+            }
+        };
         self.decisions.push(Decision {
             path,
             op: op.name(),
-            quantized,
-            rule: rule.map(|rule| rules[rule].text.clone()),
+            formats,
+            rule,
         });
-        mark(op, of_weights, quantized.then_some(policy.formats));
+        let is_dot = matches!(op, Op::DotGeneral { .. });
+        let annotation = formats.map(|f| f.of(is_dot, site.of_weights == [true, false]));
+        if let Some(annotation) = &annotation {
+            self.check_groups(site, op, annotation);
+        }
+        if let Op::DotGeneral { quant, .. } | Op::Convolution { quant, .. } = op {
+            *quant = annotation.map(Box::new);
+        }
     }
 
-    /// Annotates a contraction whose weight is stored quantized, and no other.
-    fn stored(&mut self, path: &str, op: &mut Op, of_weights: &[bool]) {
-        let weight = self.policy.stored.get(path).copied();
-        let formats = weight
-            .filter(|_| of_weights.contains(&true))
-            .map(|_| Formats {
-                weight,
-                ..self.policy.formats
-            });
-        self.decisions.push(Decision {
-            path: path.to_string(),
-            op: op.name(),
-            quantized: formats.is_some(),
-            rule: None,
-        });
-        mark(op, of_weights, formats);
+    /// What the first rule that matches says, and its pattern.
+    fn asked(&mut self, path: &str, has_weight: bool) -> (Option<Formats>, Option<String>) {
+        let policy = self.policy;
+        let is_asked =
+            |rule: &Rule| (has_weight || policy.activations) && rule.action.concerns(has_weight);
+        let mut rules = policy.rules.iter();
+        let Some(at) = rules.position(|r| is_asked(r) && r.pattern.is_match(path)) else {
+            return (None, None);
+        };
+        self.used[at] = true;
+        let rule = &policy.rules[at];
+        let formats = match rule.action {
+            Action::Float => None,
+            Action::Quantize(formats) => Some(formats),
+        };
+        (formats, Some(rule.text.clone()))
     }
-}
 
-/// Puts formats on a contraction, or takes them off.
-fn mark(op: &mut Op, of_weights: &[bool], formats: Option<Formats>) {
-    let is_dot = matches!(op, Op::DotGeneral { .. });
-    if let Op::DotGeneral { quant, .. } | Op::Convolution { quant, .. } = op {
-        *quant = formats.map(|formats| Box::new(formats.of(is_dot, of_weights == [true, false])));
+    /// Notes an operand whose groups do not divide its contracted dimension.
+    fn check_groups(&mut self, site: &Site<'_>, op: &Op, annotation: &QuantDot) {
+        let contraction = match op {
+            Op::DotGeneral { dims, .. } => Contraction::Dot(dims.clone()),
+            Op::Convolution { dims, .. } => Contraction::Convolution(dims.clone()),
+            _ => return,
+        };
+        let ranks = [0, 1].map(|at| site.shapes[at].rank());
+        let kept = contraction.kept(ranks);
+        let formats = [annotation.forward.lhs, annotation.forward.rhs];
+        for (at, format) in formats.into_iter().enumerate() {
+            let Some(Granularity::Group(group)) = format.map(|f| f.granularity) else {
+                continue;
+            };
+            let dims = &site.shapes[at].dims;
+            if let Some(dim) = lower::grouped_dimension(&contraction, &kept[at], dims.len())
+                && (group == 0 || !dims[dim].is_multiple_of(group))
+            {
+                self.undivided.get_or_insert(QuantError::Group {
+                    layer: format!("{}{}", self.policy.model, site.path),
+                    group,
+                    elements: dims[dim],
+                });
+            }
+        }
     }
 }
 

@@ -2,8 +2,9 @@
 
 use std::collections::{BTreeMap, HashMap};
 
+use crate::dtype::DType;
 use crate::graph::{
-    Builder, Contraction, Graph, GraphError, Init, Input, Node, Op, Range, TensorFormat,
+    Builder, Contraction, Graph, GraphError, Init, Input, InputKind, Node, Op, Range, TensorFormat,
 };
 use crate::shape::Shape;
 
@@ -12,6 +13,11 @@ use super::weight::scale_dims;
 /// The name of the scale of a weight, as a program's input and in a checkpoint.
 pub fn scale_name(weight: &str) -> String {
     format!("{weight}_scale")
+}
+
+/// The name of the zero point of a weight, likewise.
+pub fn zero_point_name(weight: &str) -> String {
+    format!("{weight}_zero_point")
 }
 
 /// Whether the integers and the scale of a tensor come from a checkpoint.
@@ -24,8 +30,12 @@ pub(super) fn is_stored(format: TensorFormat) -> bool {
 pub(super) struct StoredWeight {
     /// The node of the integers.
     pub node: u32,
+    /// The type of the float that they stand for.
+    pub float: DType,
     /// The input that its scale is.
     pub scale: Input,
+    /// The input that its zero point is, `s8` of the scale's dimensions.
+    pub zero_point: Option<Input>,
 }
 
 /// The graph with integers as the inputs of weights that contractions take as they are stored, and those weights by
@@ -38,6 +48,7 @@ pub(super) fn with_stored_weights(
 ) -> Result<(Graph, HashMap<u32, StoredWeight>), GraphError> {
     let parameters = weights_behind(&graph);
     let stored = stored_weights(&graph, &parameters)?;
+    let floats: Vec<DType> = graph.nodes.iter().map(|node| node.shape.dtype).collect();
     let mut nodes = HashMap::new();
     for (&parameter, weight) in &stored {
         let node = &mut graph.nodes[parameter as usize];
@@ -50,7 +61,9 @@ pub(super) fn with_stored_weights(
         if let Some((parameter, weight)) = parameter.and_then(|p| Some((p, stored.get(&p)?))) {
             let stored = StoredWeight {
                 node: parameter,
+                float: floats[id],
                 scale: weight.scale.clone(),
+                zero_point: weight.zero_point.clone(),
             };
             nodes.insert(id as u32, stored);
         }
@@ -76,6 +89,7 @@ struct Stored {
     /// The integers' shape.
     element: Shape,
     scale: Input,
+    zero_point: Option<Input>,
 }
 
 /// The weights that contractions take as they are stored, by their inputs' nodes.
@@ -162,17 +176,20 @@ impl Stored {
         };
         let dims = scale_dims(&weight.shape.dims, format.granularity)?;
         let axes = weight.logical_axes.iter().copied().chain([None, None]);
+        let beside = |name: String, dtype: DType| Input {
+            name,
+            kind: InputKind::Weight(Init::Ones),
+            logical_axes: match weight.logical_axes.is_empty() {
+                true => Vec::new(),
+                false => axes.clone().take(dims.len()).collect(),
+            },
+            shape: Shape::new(dtype, dims.clone()),
+        };
+        let zero_point = || beside(zero_point_name(&weight.name), DType::S8);
         Some(Stored {
             element: weight.shape.with_dtype(format.element),
-            scale: Input {
-                name: scale_name(&weight.name),
-                kind: crate::graph::InputKind::Weight(Init::Ones),
-                logical_axes: match weight.logical_axes.is_empty() {
-                    true => Vec::new(),
-                    false => axes.take(dims.len()).collect(),
-                },
-                shape: Shape::new(dtype, dims),
-            },
+            scale: beside(scale_name(&weight.name), dtype),
+            zero_point: format.zero_point.then(zero_point),
         })
     }
 }

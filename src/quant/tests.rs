@@ -53,7 +53,7 @@ fn rules_decide_by_path_and_built_in_ones_keep_sensitive_layers_in_float() {
     let decisions = annotate(&b, &policy).unwrap();
     let quantized: Vec<&str> = decisions
         .iter()
-        .filter(|d| d.quantized)
+        .filter(|d| d.quantized())
         .map(|d| d.path.as_str())
         .collect();
     assert_eq!(quantized, ["down_blocks.0.to_q"]);
@@ -90,7 +90,7 @@ fn a_rule_for_a_product_of_activations_is_told_of_qwix() {
     };
     let scores = unet.scope("attn").scope("qk_product");
     scores.dot_general(q, q, dims, DType::F32).unwrap();
-    let rule = Rule::new(".*qk_product", Action::Quantize, true).unwrap();
+    let rule = Rule::new(".*qk_product", Action::Quantize(Formats::aqt_int8(1)), true).unwrap();
     let error = annotate(
         &b,
         &Policy::aqt_int8(
@@ -281,6 +281,44 @@ fn a_zero_operand_gives_zero_and_no_nan() {
     }
 }
 
+/// The policy of weights alone in a format.
+fn of_weights(format: TensorFormat) -> Policy {
+    Policy::of_layers("unet/", vec![], &[], Formats::of_weights(format)).unwrap()
+}
+
+/// Every format of weights alone, with groups of 4.
+fn formats_of_weights() -> Vec<TensorFormat> {
+    let mut formats = Vec::new();
+    for element in [DType::S8, DType::S4] {
+        for granularity in [
+            Granularity::Tensor,
+            Granularity::Channel,
+            Granularity::Group(4),
+        ] {
+            for convention in NumericsConvention::ALL {
+                let format = TensorFormat {
+                    element,
+                    granularity,
+                    ..TensorFormat::int8(convention)
+                };
+                formats.push(format);
+                if convention == NumericsConvention::Quark {
+                    formats.push(TensorFormat {
+                        zero_point: true,
+                        ..format
+                    });
+                }
+            }
+        }
+    }
+    let fp8 = [Granularity::Tensor, Granularity::Channel].map(|granularity| TensorFormat {
+        element: DType::F8E4M3Fn,
+        granularity,
+        ..TensorFormat::int8(NumericsConvention::Quark)
+    });
+    formats.into_iter().chain(fp8).collect()
+}
+
 /// `x W^T` in the weight's format, and in float: results on the host, with how the lowered graph looks.
 fn weight_only(format: TensorFormat) -> (crate::graph::Graph, Vec<f64>, Vec<f64>) {
     let trace = |policy: Option<Policy>| {
@@ -293,8 +331,7 @@ fn weight_only(format: TensorFormat) -> (crate::graph::Graph, Vec<f64>, Vec<f64>
         b.output("y", y, None).unwrap();
         lower(&b.finish()).unwrap()
     };
-    let mut policy = Policy::int8_w8a16("unet/", NumericsConvention::Aqt, vec![], &[]).unwrap();
-    policy.formats.weight = Some(format);
+    let policy = of_weights(format);
     let inputs = [
         HostTensor::from_f32([1, 4, 16], &wave(64, 0.7)).unwrap(),
         HostTensor::from_f32([6, 16], &wave(96, 2.1)).unwrap(),
@@ -310,62 +347,68 @@ fn weight_only(format: TensorFormat) -> (crate::graph::Graph, Vec<f64>, Vec<f64>
 }
 
 #[test]
-fn a_weight_alone_is_quantized_in_any_granularity_and_with_a_zero_point() {
-    let int8 = TensorFormat::int8(NumericsConvention::Aqt);
-    let group = |size| TensorFormat {
-        granularity: Granularity::Group(size),
-        ..int8
+fn a_weight_alone_is_quantized_in_every_format() {
+    let fixed = TensorFormat {
+        range: Range::Static(1f32.to_bits()),
+        ..TensorFormat::int8(NumericsConvention::Aqt)
     };
-    let formats = [
-        int8,
-        TensorFormat {
-            granularity: Granularity::Tensor,
-            ..int8
-        },
-        group(4),
-        TensorFormat {
-            zero_point: true,
-            ..int8
-        },
-        TensorFormat {
-            zero_point: true,
-            ..group(8)
-        },
-        TensorFormat {
-            range: Range::Static(1f32.to_bits()),
-            ..int8
-        },
-    ];
-    for format in formats {
+    for format in formats_of_weights().into_iter().chain([fixed]) {
         let (_, found, expected) = weight_only(format);
-        // A step is 1/127.5 of at most 1, an element is off by half of one at most, over 16 products with |x| <= 1.
-        let most = 16.0 * 0.5 / 127.5 * 1.01;
+        // A step is 1/127.5 or 1/7.5 of at most 1, an element is off by half of one at most, or a whole one where the
+        // largest is clipped; over 16 products with |x| <= 1.
+        let most = match format.element {
+            DType::S4 => 16.0 / 7.5,
+            // Half of a step is 1/16 of a number.
+            DType::F8E4M3Fn => 16.0 / 16.0,
+            _ => 16.0 * 0.5 / 127.5 * 1.01,
+        };
         let worst = found.iter().zip(&expected).map(|(a, b)| (a - b).abs());
         let worst = worst.fold(0.0, f64::max);
         assert!(worst > 0.0 && worst < most, "{format:?}: {worst}");
     }
-    let int4 = TensorFormat {
-        element: DType::S4,
-        ..group(4)
-    };
-    let (_, found, expected) = weight_only(int4);
-    let worst = found.iter().zip(&expected).map(|(a, b)| (a - b).abs());
-    assert!(worst.fold(0.0, f64::max) < 16.0 * 1.0 / 7.5);
+}
+
+/// What is multiplied is what the integers stand for: `(integers - zero point) * scale` in float.
+#[test]
+fn a_quantized_weight_is_worth_its_integers_times_scales() {
+    let x = wave(64, 0.7);
+    let weight = HostTensor::from_f32([6, 16], &wave(96, 2.1)).unwrap();
+    for format in formats_of_weights() {
+        let (_, found, _) = weight_only(format);
+        let quantized = quantize_weight(&weight, format).unwrap();
+        let values = quantized.values.to_f64_vec().unwrap();
+        let scales = quantized.scale.to_f64_vec().unwrap();
+        let zero_points = match &quantized.zero_point {
+            Some(zero_point) => zero_point.to_f64_vec().unwrap(),
+            None => vec![0.0; scales.len()],
+        };
+        let run = 96 / scales.len();
+        for (at, found) in found.iter().enumerate() {
+            let (token, out) = (at / 6, at % 6);
+            let term = |i: usize| {
+                let place = out * 16 + i;
+                let steps = values[place] - zero_points[place / run];
+                f64::from(x[token * 16 + i]) * steps * scales[place / run]
+            };
+            let expected: f64 = (0..16).map(term).sum();
+            // Sums of 16 products of at most 1, in f32.
+            assert!(
+                (found - expected).abs() < 1e-6 * 4.0,
+                "{format:?}: {found} {expected}"
+            );
+        }
+    }
 }
 
 #[test]
 fn what_is_kept_of_a_weight_is_its_integers() {
-    for granularity in [Granularity::Channel, Granularity::Group(4)] {
-        let format = TensorFormat {
-            granularity,
-            ..TensorFormat::int8(NumericsConvention::Aqt)
-        };
-        let (graph, _, expected) = weight_only(format);
+    for format in formats_of_weights() {
+        let (graph, expected, _) = weight_only(format);
         let graph = graph.inline_composites(&|_, _| true);
         let staged = crate::graph::stage(&graph, &[]).unwrap();
         let largest = staged.step.inputs.iter().filter(|i| i.is_weight());
         let largest = largest.max_by_key(|i| i.shape.count()).unwrap();
-        assert_eq!(largest.shape.dtype, DType::S8, "{granularity:?}");
+        assert_eq!(largest.shape.dtype, format.element, "{format:?}");
         let ranges = |graph: &crate::graph::Graph| {
             let paths = graph.nodes.iter().map(|node| graph.path(node));
             paths.filter(|path| path.ends_with("range_finding")).count()
@@ -392,9 +435,7 @@ fn what_is_kept_of_a_weight_is_its_integers() {
             })
             .collect();
         let found = evaluate(&staged.step, &inputs).unwrap().remove(0);
-        for (a, b) in found.to_f64_vec().unwrap().iter().zip(&expected) {
-            assert!((a - b).abs() < 16.0 * 0.5 / 127.5 * 1.01);
-        }
+        assert_eq!(found.to_f64_vec().unwrap(), expected, "{format:?}");
     }
 }
 
@@ -403,17 +444,15 @@ fn groups_that_do_not_divide_are_refused() {
     let b = Builder::new();
     let x = b.input("x", f32s(&[1, 4, 16]), &[]).unwrap();
     let y = linear(&b.root("unet").scope("to_q"), x, 16, 6);
-    let mut policy = Policy::int8_w8a16("unet/", NumericsConvention::Aqt, vec![], &[]).unwrap();
-    policy.formats.weight = Some(TensorFormat {
+    let policy = of_weights(TensorFormat {
         granularity: Granularity::Group(5),
         ..TensorFormat::int8(NumericsConvention::Aqt)
     });
-    annotate(&b, &policy).unwrap();
     b.output("y", y, None).unwrap();
     assert_eq!(
-        lower(&b.finish()).unwrap_err().to_string(),
-        "unet/to_q: groups of 5 do not divide the 16 elements along the contracting dimension; take a group size that \
-         does, or one scale a channel"
+        annotate(&b, &policy).unwrap_err().to_string(),
+        "unet/to_q: groups of 5 do not divide its 16 input features; nearest: 4 and 8; a rule of quant_rules gives this \
+         layer others, or one scale a channel"
     );
 }
 
@@ -455,46 +494,41 @@ fn weight() -> HostTensor {
 /// The integers and scales of the host are those that the load stage computes, in every granularity.
 #[test]
 fn weights_are_quantized_on_the_host_as_in_the_graph() {
-    for (dtype, convention, granularity) in
-        [DType::F32, DType::BF16].into_iter().flat_map(|dtype| {
-            NumericsConvention::ALL
-                .into_iter()
-                .flat_map(move |convention| {
-                    [
-                        Granularity::Tensor,
-                        Granularity::Channel,
-                        Granularity::Group(4),
-                    ]
-                    .map(|granularity| (dtype, convention, granularity))
-                })
-        })
-    {
-        let format = TensorFormat {
-            granularity,
-            ..TensorFormat::int8(convention)
-        };
-        let mut policy = Policy::int8_w8a16("unet/", convention, vec![], &[]).unwrap();
-        policy.formats.weight = Some(format);
+    let formats = formats_of_weights().into_iter();
+    let cases = formats.flat_map(|format| [DType::F32, DType::BF16].map(|dtype| (dtype, format)));
+    for (dtype, format) in cases {
+        let policy = of_weights(format);
         let staged = crate::graph::stage(&lowered_linear(&policy, dtype), &[]).unwrap();
         let kept = evaluate(&staged.load[0], &[weight()]).unwrap();
         let cast = crate::weights::cast(weight(), dtype).unwrap();
         let found = quantize_weight(&cast, format).unwrap();
-        let integers = |tensor: &&HostTensor| tensor.shape.dtype == DType::S8;
-        let (values, scales): (Vec<&HostTensor>, Vec<&HostTensor>) =
-            kept.iter().partition(integers);
-        let what = format!("{dtype} {convention} {granularity:?}");
-        assert_eq!(values.len(), 1, "{what}");
-        assert_eq!(found.values.shape.dims, [6, 16]);
-        assert_eq!(found.values.data, values[0].data, "{what}");
-        let [scale] = scales[..] else {
-            panic!("{what}: {} scales", scales.len());
+        let what = format!("{dtype} {format:?}");
+        let of_shape = |shape: &Shape| {
+            let mut kept = kept
+                .iter()
+                .filter(|tensor| tensor.shape.dtype == shape.dtype);
+            let tensor = kept.find(|tensor| tensor.shape.count() == shape.count());
+            tensor.unwrap_or_else(|| panic!("{what}: no {shape}"))
         };
-        let expected = scale.to_f64_vec().unwrap();
-        assert_eq!(found.scale.to_f64_vec().unwrap(), expected, "{what}");
-        let range = expected
-            .iter()
-            .fold((f64::MAX, 0f64), |(l, h), s| (l.min(*s), h.max(*s)));
-        assert_eq!(found.scale_range.map(f64::from), [range.0, range.1]);
+        assert_eq!(found.values.shape, Shape::new(format.element, [6, 16]));
+        assert_eq!(
+            found.values.data,
+            of_shape(&found.values.shape).data,
+            "{what}"
+        );
+        assert_eq!(
+            found.scale.data,
+            of_shape(&found.scale.shape).data,
+            "{what}"
+        );
+        if let Some(zero_point) = &found.zero_point {
+            assert_eq!(zero_point.data, of_shape(&zero_point.shape).data, "{what}");
+        }
+        assert_eq!(kept.len(), 2 + usize::from(format.zero_point), "{what}");
+        let scales = found.scale.to_f64_vec().unwrap();
+        let lowest = scales.iter().copied().fold(f64::MAX, f64::min);
+        let highest = scales.iter().copied().fold(0.0, f64::max);
+        assert_eq!(found.scale_range.map(f64::from), [lowest, highest]);
     }
 }
 
@@ -562,52 +596,112 @@ fn weights_without_the_format_are_refused() {
     assert!(
         error(&HostTensor::zeros(Shape::scalar(DType::F32)), int8).contains("no output features")
     );
-    let int4 = TensorFormat {
-        element: DType::S4,
-        ..int8
-    };
-    assert!(error(&weight(), int4).contains("not quantized here"));
+    for unknown in [
+        TensorFormat {
+            element: DType::U8,
+            ..int8
+        },
+        TensorFormat {
+            zero_point: true,
+            ..int8
+        },
+    ] {
+        assert!(error(&weight(), unknown).contains("not quantized here"));
+    }
 }
 
 /// A weight that its checkpoint stores in int8 is an input with its scale: nothing is computed while it is loaded.
 #[test]
 fn stored_weights_are_inputs_with_their_scales() {
-    for granularity in [Granularity::Tensor, Granularity::Channel] {
-        let format = TensorFormat {
-            granularity,
-            ..TensorFormat::int8(NumericsConvention::Aqt)
-        };
-        let mut policy = Policy::int8_w8a16("unet/", NumericsConvention::Aqt, vec![], &[]).unwrap();
-        policy.formats.weight = Some(format);
+    let formats = formats_of_weights().into_iter();
+    let cases = formats.flat_map(|format| [DType::F32, DType::BF16].map(|dtype| (dtype, format)));
+    for (dtype, format) in cases {
+        let policy = of_weights(format);
         let x = HostTensor::from_f32([1, 4, 16], &wave(64, 0.7)).unwrap();
-        let x = crate::weights::cast(x, DType::BF16).unwrap();
-        let graph = lowered_linear(&policy, DType::BF16);
+        let x = crate::weights::cast(x, dtype).unwrap();
+        let graph = lowered_linear(&policy, dtype);
         let expected = evaluate(&graph, &[x.clone(), weight()]).unwrap();
 
-        let stored = TensorFormat {
-            range: Range::Stored(DType::BF16),
+        let weight_format = TensorFormat {
+            range: Range::Stored(dtype),
             ..format
         };
-        let formats = StoredFormats::from([("to_q".to_string(), stored)]);
-        let policy = Policy::stored("unet/", formats, None);
-        let graph = lowered_linear(&policy, DType::BF16);
-        let names: Vec<&str> = graph.inputs.iter().map(|i| i.name.as_str()).collect();
-        assert_eq!(names, ["x", "unet/to_q.weight", "unet/to_q.weight_scale"]);
-        let cast = crate::weights::cast(weight(), DType::BF16).unwrap();
+        let layer = StoredLayer {
+            weight: weight_format,
+            activation: None,
+        };
+        let policy = Policy::stored("unet/", [("to_q".to_string(), layer)].into());
+        let graph = lowered_linear(&policy, dtype);
+        let cast = crate::weights::cast(weight(), dtype).unwrap();
         let quantized = quantize_weight(&cast, format).unwrap();
-        assert_eq!(graph.inputs[1].shape, quantized.values.shape);
-        assert_eq!(graph.inputs[2].shape, quantized.scale.shape);
-        let found = evaluate(&graph, &[x, quantized.values, quantized.scale]).unwrap();
-        assert_eq!(found, expected, "{granularity:?}");
+        let mut tensors = vec![x, quantized.values, quantized.scale];
+        tensors.extend(quantized.zero_point);
+        let inputs = graph.inputs.iter().map(|i| (i.name.as_str(), &i.shape));
+        let names = ["", "", "_scale", "_zero_point"].map(|end| format!("unet/to_q.weight{end}"));
+        let shapes = tensors.iter().map(|tensor| &tensor.shape);
+        let expected_inputs = names.iter().map(String::as_str).zip(shapes).skip(1);
+        assert!(inputs.skip(1).eq(expected_inputs), "{dtype} {format:?}");
+        let found = evaluate(&graph, &tensors).unwrap();
+        assert_eq!(found, expected, "{dtype} {format:?}");
 
         let staged = crate::graph::stage(&graph, &[]).unwrap();
         assert!(staged.load.is_empty());
-        let inputs = staged.step.inputs.iter().map(|i| i.shape.dtype);
-        assert_eq!(
-            inputs.collect::<Vec<_>>(),
-            [DType::BF16, DType::S8, DType::BF16]
-        );
+        let types = |graph: &crate::graph::Graph| -> Vec<DType> {
+            graph.inputs.iter().map(|i| i.shape.dtype).collect()
+        };
+        assert_eq!(types(&staged.step), types(&graph));
     }
+}
+
+/// The first rule that matches gives a layer its formats; a product of two activations has none of a weight alone.
+#[test]
+fn rules_give_layers_formats_of_their_own() {
+    let b = Builder::new();
+    let x = b.input("x", f32s(&[2, 3, 8]), &[]).unwrap();
+    let unet = b.root("unet");
+    let of = |name: &str| linear(&unet.scope("blocks").scope(name), x, 8, 8);
+    let [q, k, _] = ["to_q", "to_k", "ff"].map(of);
+    let dims = DotDims {
+        lhs_batch: vec![0],
+        rhs_batch: vec![0],
+        lhs_contract: vec![2],
+        rhs_contract: vec![2],
+    };
+    let scores = unet.scope("blocks").scope("scores");
+    scores.dot_general(q, k, dims, DType::F32).unwrap();
+    let int8 = Formats::aqt_int8(0);
+    let int4 = Formats::of_weights(TensorFormat {
+        element: DType::S4,
+        granularity: Granularity::Group(4),
+        ..TensorFormat::int8(NumericsConvention::Quark)
+    });
+    let rule = |pattern: &str, action| Rule::new(pattern, action, true).unwrap();
+    let rules = vec![
+        rule(r".*\.to_k", Action::Float),
+        rule(r"blocks\.to_.*", Action::Quantize(int8)),
+        rule(".*", Action::Quantize(int4)),
+    ];
+    let policy = Policy::of_layers("unet/", rules, &[], Formats::aqt_int8(1)).unwrap();
+    let decisions = annotate(&b, &policy).unwrap();
+    let found: Vec<(&str, Option<Formats>)> = decisions
+        .iter()
+        .map(|d| (d.path.as_str(), d.formats))
+        .collect();
+    let expected = [
+        ("blocks.to_q", Some(int8)),
+        ("blocks.to_k", None),
+        ("blocks.ff", Some(int4)),
+        ("blocks.scores", None),
+    ];
+    assert_eq!(found, expected);
+
+    let all = vec![rule(r".*scores", Action::Quantize(int4))];
+    let qwix = Policy::qwix_int8("unet/", ".*", all).unwrap();
+    let error = annotate(&b, &qwix).unwrap_err().to_string();
+    assert!(
+        error.contains("'.*scores' matches no contraction of unet"),
+        "{error}"
+    );
 }
 
 #[test]
@@ -620,8 +714,12 @@ fn stored_layers_that_do_not_fit_the_model_are_refused() {
         let b = Builder::new();
         let x = b.input("x", f32s(&[1, 4, 16]), &[]).unwrap();
         let y = linear(&b.root("unet").scope("to_q"), x, 16, 6);
-        let formats = paths.iter().map(|path| ((*path).to_string(), stored));
-        let policy = Policy::stored("unet/", formats.collect(), None);
+        let layer = StoredLayer {
+            weight: stored,
+            activation: None,
+        };
+        let layers = paths.iter().map(|path| ((*path).to_string(), layer));
+        let policy = Policy::stored("unet/", layers.collect());
         let decisions = annotate(&b, &policy);
         b.output("y", y, None).unwrap();
         (decisions, b)

@@ -5,7 +5,7 @@ use rayon::prelude::*;
 
 use crate::dtype::DType;
 use crate::graph::{Granularity, NumericsConvention, Rounding, TensorFormat};
-use crate::host_tensor::HostTensor;
+use crate::host_tensor::{HostTensor, float8, packed};
 use crate::shape::Shape;
 
 /// Elements that one thread quantizes at a time.
@@ -14,6 +14,9 @@ const TASK: usize = 1 << 16;
 const SUMMED: usize = 1 << 12;
 /// Elements at a time: each has a sum of its own, so that sums are vectorized.
 const LANES: usize = 16;
+
+/// The smallest scale of AMD Quark, 2^-23.
+pub(super) const QUARK_SMALLEST: f64 = f32::EPSILON as f64;
 
 /// Why a weight could not be quantized.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -24,16 +27,23 @@ pub enum WeightQuantError {
     Overflow { dtype: DType },
     #[error("{dtype} elements in this format are not quantized here")]
     Unsupported { dtype: DType },
-    #[error("its {elements} input features are not a multiple of the group size {group}; {}", nearest(*elements, *group))]
+    #[error("its {elements} input features are not a multiple of the group size {group}; {}", nearest_groups(*elements, *group))]
     Group { elements: usize, group: usize },
+    #[error(
+        "two input features share a byte in this format, and there are {elements}; leave the layer in float or int8 by a rule \
+         of quant_rules"
+    )]
+    Odd { elements: usize },
     #[error("a weight without dimensions has no output features")]
     Scalar,
 }
 
 /// The group sizes next to `group` that divide, for messages.
-fn nearest(elements: usize, group: usize) -> String {
+pub fn nearest_groups(elements: usize, group: usize) -> String {
     let divides = |size: &usize| elements.is_multiple_of(*size);
-    let below = (1..group.min(elements)).rev().find(divides);
+    let below = (1..=elements.min(group.saturating_sub(1)))
+        .rev()
+        .find(divides);
     let above = (group + 1..=elements).find(divides);
     let sizes: Vec<String> = below
         .into_iter()
@@ -50,6 +60,8 @@ pub struct QuantizedWeight {
     pub values: HostTensor,
     /// In the type of the weight, with the dimensions of [`scale_dims`].
     pub scale: HostTensor,
+    /// `s8`, with the dimensions of the scale, where the format has zero points.
+    pub zero_point: Option<HostTensor>,
     /// The lowest and the highest scale.
     pub scale_range: [f32; 2],
     /// Sum of the squares of the weight.
@@ -85,16 +97,20 @@ pub fn scale_dims(dims: &[usize], granularity: Granularity) -> Option<Vec<usize>
 /// Quantizes a weight `[out, in, ..]` of finite `f32` or `bf16`. Every operation rounds to that type, as in the graph.
 ///
 /// # Errors
-/// When values are infinite, groups do not divide the input features, or the format is none of symmetric int8 rounded
-/// to nearest.
+/// When values are infinite, groups do not divide the input features, or the format is none of int8, int4 and, in AMD
+/// Quark's numerics, fp8, rounded to nearest.
 pub fn quantize_weight(
     weight: &HostTensor,
     format: TensorFormat,
 ) -> Result<QuantizedWeight, WeightQuantError> {
     let dtype = weight.shape.dtype;
-    let is_known = format.element == DType::S8
-        && !format.zero_point
-        && format.rounding == Rounding::NearestEven;
+    let is_quark = format.convention == NumericsConvention::Quark;
+    let is_known = match format.element {
+        DType::S8 | DType::S4 => !format.zero_point || is_quark,
+        DType::F8E4M3Fn => !format.zero_point && is_quark,
+        _ => false,
+    };
+    let is_known = is_known && format.rounding == Rounding::NearestEven;
     match dtype {
         DType::BF16 if is_known => quantized::<[u8; 2]>(weight, format),
         DType::F32 if is_known => quantized::<[u8; 4]>(weight, format),
@@ -181,13 +197,16 @@ fn quantized<T: Element>(
     let run = (elements.len() / count.max(1)).max(1);
     let mut values = vec![0; elements.len()];
     let mut scales = vec![0.0; count];
+    let mut zero_points = vec![0; count];
     let sums = match count {
         // One scale for many elements.
         1 => {
             let parts = elements.par_chunks(TASK);
-            let absmax = parts.map(absmax).reduce(|| 0.0, f32::max);
-            let rounding = RunRounding::new::<T>(absmax, format.convention);
-            scales[0] = rounding.scale;
+            let range = parts
+                .map(|part| Extent::of(part, format))
+                .reduce(Extent::default, Extent::with);
+            let rounding = RunRounding::new::<T>(range, format);
+            (scales[0], zero_points[0]) = rounding.parameters();
             let parts = values.par_chunks_mut(TASK).zip(elements.par_chunks(TASK));
             let sums = parts.map(|(out, elements)| rounding.run(elements, out));
             sums.reduce(Sums::default, Sums::add)
@@ -197,12 +216,14 @@ fn quantized<T: Element>(
             let parts = values.par_chunks_mut(runs * run);
             let parts = parts.zip(elements.par_chunks(runs * run));
             let parts = parts.zip(scales.par_chunks_mut(runs));
-            let sums = parts.map(|((out, elements), scales)| {
+            let parts = parts.zip(zero_points.par_chunks_mut(runs));
+            let sums = parts.map(|(((out, elements), scales), zero_points)| {
                 let runs = out.chunks_mut(run).zip(elements.chunks(run));
-                runs.zip(scales)
-                    .map(|((out, elements), scale)| {
-                        let rounding = RunRounding::new::<T>(absmax(elements), format.convention);
-                        *scale = rounding.scale;
+                runs.zip(scales.iter_mut().zip(zero_points))
+                    .map(|((out, elements), parameters)| {
+                        let extent = Extent::of(elements, format);
+                        let rounding = RunRounding::new::<T>(extent, format);
+                        (*parameters.0, *parameters.1) = rounding.parameters();
                         rounding.run(elements, out)
                     })
                     .fold(Sums::default(), Sums::add)
@@ -215,19 +236,59 @@ fn quantized<T: Element>(
     }
     let lowest = scales.iter().copied().fold(f32::INFINITY, f32::min);
     let highest = scales.iter().copied().fold(0.0, f32::max);
+    let scale_shape = Shape::new(*dtype, scale_dims);
     Ok(QuantizedWeight {
         values: HostTensor {
             shape: weight.shape.with_dtype(format.element),
-            data: values,
+            data: match format.element {
+                DType::S4 => packed(&values),
+                _ => values,
+            },
         },
+        zero_point: format.zero_point.then(|| HostTensor {
+            shape: scale_shape.with_dtype(DType::S8),
+            data: zero_points,
+        }),
         scale: HostTensor {
-            shape: Shape::new(*dtype, scale_dims),
             data: T::bytes(&scales),
+            shape: scale_shape,
         },
         scale_range: [lowest, highest],
         signal: sums.signal,
         noise: sums.noise,
     })
+}
+
+/// What decides a scale.
+#[derive(Clone, Copy, Default)]
+struct Extent {
+    /// The lowest value, at most 0; of a symmetric format 0.
+    lowest: f32,
+    /// The highest value, at least 0; of a symmetric format the largest magnitude.
+    highest: f32,
+}
+
+impl Extent {
+    fn of<T: Element>(elements: &[T], format: TensorFormat) -> Extent {
+        if !format.zero_point {
+            return Extent {
+                lowest: 0.0,
+                highest: absmax(elements),
+            };
+        }
+        let values = elements.iter().map(|e| e.value());
+        values.fold(Extent::default(), |extent, x| Extent {
+            lowest: extent.lowest.min(x),
+            highest: extent.highest.max(x),
+        })
+    }
+
+    fn with(self, other: Extent) -> Extent {
+        Extent {
+            lowest: self.lowest.min(other.lowest),
+            highest: self.highest.max(other.highest),
+        }
+    }
 }
 
 /// The largest magnitude. Bits of numbers without sign have the numbers' order.
@@ -241,59 +302,135 @@ fn absmax<T: Element>(elements: &[T]) -> f32 {
 /// How the elements that share a scale become integers.
 #[derive(Clone, Copy)]
 struct RunRounding {
-    convention: NumericsConvention,
     scale: f32,
     /// What elements are multiplied with.
     inverse: f32,
+    zero_point: f32,
+    /// The lowest and the highest integer.
+    bounds: [f32; 2],
+    becomes: Becomes,
+}
+
+/// What is rounded.
+#[derive(Clone, Copy)]
+enum Becomes {
+    /// An integer: of the product with the inverse in the weight's type.
+    OfTyped,
+    /// An integer: of the product in `f32`.
+    OfProduct,
+    /// `f8E4M3FN`: of the quotient with the scale in the weight's type.
+    Float8,
 }
 
 impl RunRounding {
-    fn new<T: Element>(absmax: f32, convention: NumericsConvention) -> RunRounding {
-        const HALF_RANGE: f32 = 127.5;
-        // The square root of the smallest normal number, of bf16 as of f32.
-        let smallest = f32::MIN_POSITIVE.sqrt();
-        let range = match convention {
-            NumericsConvention::Aqt if absmax == 0.0 => 1.0,
-            NumericsConvention::Aqt | NumericsConvention::Qwix => absmax,
+    fn new<T: Element>(extent: Extent, format: TensorFormat) -> RunRounding {
+        let half = format.bound() as f32;
+        let (lowest, highest) = match format.element.is_float() {
+            true => (-half, half),
+            false => {
+                let (lowest, highest) = format.element.integer_range();
+                (lowest as f32, highest as f32)
+            }
         };
-        let scale = T::rounded(range * HALF_RANGE.recip());
-        let (scale, inverse) = match convention {
-            NumericsConvention::Aqt => match T::rounded(scale.recip()) {
-                f32::INFINITY => (scale, 1.0),
-                inverse => (scale, inverse),
-            },
-            NumericsConvention::Qwix if scale < smallest => (1.0, 1.0),
-            NumericsConvention::Qwix => (scale, scale.recip()),
+        let absmax = extent.highest;
+        let mut rounding = RunRounding {
+            scale: 1.0,
+            inverse: 1.0,
+            zero_point: 0.0,
+            bounds: [lowest, highest],
+            becomes: Becomes::OfTyped,
         };
-        RunRounding {
-            convention,
-            scale,
-            inverse,
+        match format.convention {
+            NumericsConvention::Aqt => {
+                let range = if absmax == 0.0 { 1.0 } else { absmax };
+                rounding.scale = T::rounded(range * half.recip());
+                let inverse = T::rounded(rounding.scale.recip());
+                rounding.inverse = if inverse == f32::INFINITY {
+                    1.0
+                } else {
+                    inverse
+                };
+                rounding.bounds[0] = -highest;
+            }
+            NumericsConvention::Qwix => {
+                // The square root of the smallest normal number, of bf16 as of f32.
+                let smallest = f32::MIN_POSITIVE.sqrt();
+                let scale = T::rounded(absmax * half.recip());
+                if scale >= smallest {
+                    (rounding.scale, rounding.inverse) = (scale, scale.recip());
+                }
+            }
+            NumericsConvention::Quark if format.element.is_float() => {
+                let scale = T::rounded(absmax / half);
+                rounding.scale = if scale == 0.0 {
+                    QUARK_SMALLEST as f32
+                } else {
+                    scale
+                };
+                rounding.becomes = Becomes::Float8;
+            }
+            NumericsConvention::Quark => {
+                let scale = match format.zero_point {
+                    false => absmax / half,
+                    true => T::rounded(extent.highest - extent.lowest) / (highest - lowest),
+                };
+                let scale = T::rounded(scale).max(QUARK_SMALLEST as f32);
+                (rounding.scale, rounding.inverse) = (scale, scale.recip());
+                rounding.becomes = Becomes::OfProduct;
+                if format.zero_point {
+                    let quotient = match format.granularity {
+                        // PyTorch promotes numbers with no dimensions.
+                        Granularity::Tensor => extent.lowest / scale,
+                        Granularity::Channel | Granularity::Group(_) => {
+                            T::rounded(extent.lowest / scale)
+                        }
+                    };
+                    rounding.zero_point = (lowest - nearest_even(quotient)).clamp(lowest, highest);
+                }
+            }
         }
+        rounding
+    }
+
+    /// Scale and zero point, as they are stored.
+    fn parameters(self) -> (f32, u8) {
+        (self.scale, self.zero_point as i8 as u8)
     }
 
     /// Quantizes elements of this scale.
     fn run<T: Element>(self, elements: &[T], out: &mut [u8]) -> Sums {
+        let [lowest, highest] = self.bounds;
+        // The integer is in the lowest byte of a number so large that it has no fraction.
+        let integer = |y: f32| {
+            let y = (nearest_even(y) + self.zero_point).clamp(lowest, highest);
+            ((y + WHOLE).to_bits() as u8, y - self.zero_point)
+        };
+        let float8 = |y: f32| {
+            let code = float8::encode(y.clamp(lowest, highest));
+            (code, float8::decode(code))
+        };
         let parts = elements.chunks(SUMMED).zip(out.chunks_mut(SUMMED));
-        let sums = parts.map(|(elements, out)| match self.convention {
-            NumericsConvention::Aqt => {
-                self.part(elements, out, |y| nearest_even(y.clamp(-127.0, 127.0)))
-            }
-            NumericsConvention::Qwix => {
-                self.part(elements, out, |y| nearest_even(y).clamp(-128.0, 127.0))
-            }
+        let sums = parts.map(|(elements, out)| match self.becomes {
+            Becomes::OfTyped => self.part(elements, out, |x| integer(T::rounded(x * self.inverse))),
+            Becomes::OfProduct => self.part(elements, out, |x| integer(x * self.inverse)),
+            Becomes::Float8 => self.part(elements, out, |x| float8(T::rounded(x / self.scale))),
         });
         sums.fold(Sums::default(), Sums::add)
     }
 
-    fn part<T: Element>(self, elements: &[T], out: &mut [u8], round: impl Fn(f32) -> f32) -> Sums {
+    /// `quantize` gives what is stored of an element, and how many scales that is worth.
+    fn part<T: Element>(
+        self,
+        elements: &[T],
+        out: &mut [u8],
+        quantize: impl Fn(f32) -> (u8, f32),
+    ) -> Sums {
         let (mut signal, mut noise) = ([0.0; LANES], [0.0; LANES]);
         let one = |element: T, out: &mut u8, signal: &mut f32, noise: &mut f32| {
             let x = element.value();
-            let y = round(T::rounded(x * self.inverse));
-            // The integer is in the lowest byte of a number so large that it has no fraction.
-            *out = (y + WHOLE).to_bits() as u8;
-            let error = x - y * self.scale;
+            let (stored, steps) = quantize(x);
+            *out = stored;
+            let error = x - steps * self.scale;
             *signal += x * x;
             *noise += error * error;
         };

@@ -45,25 +45,28 @@ pub fn check_formats(
     chip: Chip,
     notify: &mut Notify<'_>,
 ) -> Result<(), RecipeError> {
-    let mode = match (config.quantization, described_quantization(config)?) {
-        (config::Quantization::Off, Some(stored)) if stored.activations.is_some() => {
-            config::Quantization::Int8
-        }
-        (mode, _) => mode,
-    };
-    match mode {
+    let is_int8 = match (config.quantization, described_quantization(config)?) {
+        (config::Quantization::Off, Some(stored)) => stored
+            .layers
+            .values()
+            .any(|layer| layer.activation.is_some()),
         // Integers of weights alone are multiplied in the activations' type.
-        config::Quantization::Off | config::Quantization::Int8W8A16 => Ok(()),
-        config::Quantization::Int8 => {
-            let speedup = chip
-                .speedup(Format::Int8)
-                .map_err(|e| RecipeError::Usage(format!("quantization=int8: {e}")))?;
-            if speedup <= 1.0 {
-                notify(Notice::Warning(&format!(
-                    "quantization=int8 saves memory but no time on {chip}: int8 runs at the rate of bf16 there"
-                )));
-            }
-            Ok(())
+        (mode, _) => {
+            let mut rules = config.quant_rules.0.iter();
+            mode == config::Quantization::Int8
+                || rules.any(|rule| rule.mode == config::QuantRuleMode::Int8)
         }
+    };
+    if !is_int8 {
+        return Ok(());
     }
+    let speedup = chip
+        .speedup(Format::Int8)
+        .map_err(|e| RecipeError::Usage(format!("quantization=int8: {e}")))?;
+    if speedup <= 1.0 {
+        notify(Notice::Warning(&format!(
+            "quantization=int8 saves memory but no time on {chip}: int8 runs at the rate of bf16 there"
+        )));
+    }
+    Ok(())
 }

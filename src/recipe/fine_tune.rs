@@ -125,18 +125,20 @@ pub fn stored_policy(config: &Config, policy: Policy) -> Result<Policy, RecipeEr
     let refuse = |problem: &str| Err(RecipeError::Usage(problem.to_owned()));
     if config.lora_rank == 0 {
         return refuse(
-            "the weights of this checkpoint are stored in int8 and cannot be trained: train low-rank updates beside them with \
+            "the weights of this checkpoint are stored as integers and cannot be trained: train low-rank updates beside them with \
              lora_rank=16, or name the float checkpoint",
         );
     }
     if config.quantization == config::Quantization::Int8 {
         return refuse(
-            "quantization=int8: beside weights that are stored in int8, training has float activations: leave it out, or set \
+            "quantization=int8: beside weights that are stored as integers, training has float activations: leave it out, or set \
              quantization=int8_w8a16",
         );
     }
     let mut policy = policy;
-    policy.formats.activation = None;
+    for layer in policy.stored.values_mut() {
+        layer.activation = None;
+    }
     Ok(policy)
 }
 

@@ -1,13 +1,14 @@
 //! Element types, precision and quantization.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use crate::config::{self, Config};
-use crate::graph::{NumericsConvention, TensorFormat};
+use crate::dtype::DType;
+use crate::graph::{Granularity, NumericsConvention, Range, Rounding, TensorFormat};
 use crate::models::FamilySpec;
 use crate::nn::Precision;
-use crate::quant::{Action, Decision, Policy, Rule};
+use crate::quant::{Action, Decision, Formats, Policy, Rule};
 use crate::weights::quantized::Quantization;
 
 use super::RecipeError;
@@ -32,27 +33,128 @@ pub fn policy(
     let float_layers = family.int8_float_layers;
     let mut rules = Vec::new();
     for rule in &config.quant_rules.0 {
-        let action = match rule.dtype {
-            config::QuantRuleType::None => Action::Float,
-            config::QuantRuleType::Int8 => Action::Quantize,
+        let action = match rule_layers(config, rule) {
+            None => Action::Float,
+            Some(layers) => Action::Quantize(formats(&layers, local_shards)?),
         };
         rules.push(Rule::new(&rule.path, action, true).map_err(RecipeError::usage)?);
     }
-    let policy = match (config.quantization, config.use_qwix_quantization) {
+    let layers = Layers {
+        key: "quantization",
+        mode: config.quantization,
+        granularity: config.quantization_granularity.0,
+        symmetric: config.quantization_symmetric,
+        numerics: numerics(config),
+    };
+    let policy = match (config.quantization, layers.numerics) {
         (config::Quantization::Off, _) => return Ok(None),
-        (config::Quantization::Int8, false) => {
-            Policy::aqt_int8(&root, local_shards, rules, float_layers)
+        (config::Quantization::Int8, NumericsConvention::Qwix) => {
+            Policy::qwix_int8(&root, ".*", rules)
         }
-        (config::Quantization::Int8, true) => Policy::qwix_int8(&root, ".*", rules),
-        (config::Quantization::Int8W8A16, qwix) => {
-            let convention = match qwix {
-                false => NumericsConvention::Aqt,
-                true => NumericsConvention::Qwix,
-            };
-            Policy::int8_w8a16(&root, convention, rules, float_layers)
-        }
+        _ => Policy::of_layers(&root, rules, float_layers, formats(&layers, local_shards)?),
     };
     policy.map(Some).map_err(RecipeError::usage)
+}
+
+/// The numerics of all layers to which no rule gives others.
+fn numerics(config: &Config) -> NumericsConvention {
+    match config.use_qwix_quantization {
+        true => NumericsConvention::Qwix,
+        false => config.quantization_numerics,
+    }
+}
+
+/// What a configuration says of some layers.
+struct Layers<'a> {
+    /// Where it says it, for messages.
+    key: &'a str,
+    mode: config::Quantization,
+    granularity: Option<Granularity>,
+    symmetric: bool,
+    numerics: NumericsConvention,
+}
+
+/// What a rule says of the layers that it matches; `None` is float.
+fn rule_layers<'a>(config: &Config, rule: &'a config::QuantRule) -> Option<Layers<'a>> {
+    let mode = match rule.mode {
+        config::QuantRuleMode::None => return None,
+        config::QuantRuleMode::Int8 => config::Quantization::Int8,
+        config::QuantRuleMode::Int8W8A16 => config::Quantization::Int8W8A16,
+        config::QuantRuleMode::W4A16 => config::Quantization::W4A16,
+        config::QuantRuleMode::Fp8W8A16 => config::Quantization::Fp8W8A16,
+    };
+    Some(Layers {
+        key: &rule.path,
+        mode,
+        granularity: rule.granularity.0,
+        symmetric: rule.symmetric.unwrap_or(true),
+        numerics: rule.numerics.unwrap_or_else(|| numerics(config)),
+    })
+}
+
+/// The input features that share a scale in `w4a16`: those of AMD Quark's `int4_wo_64`.
+const INT4_GROUP: usize = 64;
+
+/// The formats of layers.
+///
+/// # Errors
+/// When what the configuration says of them does not fit together.
+fn formats(layers: &Layers<'_>, local_shards: usize) -> Result<Formats, RecipeError> {
+    let Layers {
+        key,
+        mode,
+        granularity,
+        symmetric,
+        numerics,
+    } = *layers;
+    let refuse = |problem: String| Err(RecipeError::Usage(format!("{key}: {problem}")));
+    let (element, own) = match mode {
+        config::Quantization::Int8 | config::Quantization::Off => {
+            if granularity.is_some_and(|g| g != Granularity::Channel) || !symmetric {
+                return refuse(
+                    "mode int8 multiplies integers, so its weights are symmetric with one scale an output feature; leave \
+                     granularity and symmetric out, or take int8_w8a16"
+                        .into(),
+                );
+            }
+            return match numerics {
+                NumericsConvention::Aqt => Ok(Formats::aqt_int8(local_shards)),
+                NumericsConvention::Qwix => Ok(Formats::qwix_int8()),
+                NumericsConvention::Quark => refuse(
+                    "AMD Quark's numerics are here for weights alone: take int8_w8a16 or w4a16, or aqt or qwix".into(),
+                ),
+            };
+        }
+        config::Quantization::Int8W8A16 => (DType::S8, Granularity::Channel),
+        config::Quantization::W4A16 => (DType::S4, Granularity::Group(INT4_GROUP)),
+        config::Quantization::Fp8W8A16 => {
+            let is_here = numerics == NumericsConvention::Quark
+                && symmetric
+                && !matches!(granularity, Some(Granularity::Group(_)));
+            if !is_here {
+                return refuse(
+                    "fp8 weights are here in AMD Quark's numerics, symmetric, with one scale (tensor) or one an output feature \
+                     (channel): set numerics to quark, and leave symmetric and groups out"
+                        .into(),
+                );
+            }
+            (DType::F8E4M3Fn, Granularity::Tensor)
+        }
+    };
+    if !symmetric && numerics != NumericsConvention::Quark {
+        return refuse(format!(
+            "{} has no zero points: leave symmetric out, or take AMD Quark's numerics",
+            title(numerics)
+        ));
+    }
+    Ok(Formats::of_weights(TensorFormat {
+        element,
+        granularity: granularity.unwrap_or(own),
+        zero_point: !symmetric,
+        range: Range::Dynamic,
+        rounding: Rounding::NearestEven,
+        convention: numerics,
+    }))
 }
 
 /// The quantization policy for a UNet to run whose weights are as the checkpoint at `place` stores them: quantized, or
@@ -70,73 +172,145 @@ pub fn policy_of_checkpoint(
         return policy(config, family, 0);
     };
     let place = place.display();
-    if !config.quant_rules.0.is_empty() {
-        return Err(RecipeError::Usage(format!(
-            "quant_rules has no effect: {place} is quantized already, and its layers were chosen then; leave quant_rules \
-             out, or give it to `maxdiff-rs quantize` with the float checkpoint"
-        )));
-    }
-    let conventions: BTreeSet<&str> = stored
-        .weights
-        .values()
-        .map(|f| f.convention.name())
-        .collect();
-    let only = |convention: NumericsConvention| conventions.iter().eq([&convention.name()]);
-    if config.use_qwix_quantization && !only(NumericsConvention::Qwix) {
-        return Err(RecipeError::Usage(format!(
-            "use_qwix_quantization=True: the weights of {place} were quantized with AQT's numerics; leave it out, or quantize \
-             the float checkpoint with it"
-        )));
-    }
-    let activations = match config.quantization {
-        config::Quantization::Off => stored.activations,
-        config::Quantization::Int8W8A16 => None,
-        config::Quantization::Int8 if only(NumericsConvention::Aqt) => {
-            Some(TensorFormat::int8(NumericsConvention::Aqt))
+    let refuse = |problem: String| Err(RecipeError::Usage(problem));
+    for (key, is_given) in [
+        ("quant_rules", !config.quant_rules.0.is_empty()),
+        (
+            "quantization_granularity",
+            config.quantization_granularity.0.is_some(),
+        ),
+        ("quantization_symmetric", !config.quantization_symmetric),
+    ] {
+        if is_given {
+            return refuse(format!(
+                "{key} has no effect: {place} is quantized already, and its formats were chosen then; leave {key} out, or give \
+                 it to `maxdiff-rs quantize` with the float checkpoint"
+            ));
         }
-        config::Quantization::Int8 => {
-            return Err(RecipeError::Usage(format!(
-                "quantization=int8: the weights of {place} were quantized with Qwix's numerics, whose int8 also quantizes \
-                 products of two activations; leave quantization out, or name the float checkpoint"
-            )));
-        }
+    }
+    let weights = || stored.layers.values().map(|layer| layer.weight);
+    let (asked, convention) = match (config.use_qwix_quantization, config.quantization_numerics) {
+        (true, _) => ("use_qwix_quantization=True", NumericsConvention::Qwix),
+        // The default asks for nothing.
+        (false, NumericsConvention::Aqt) => ("", NumericsConvention::Aqt),
+        (false, other) => ("quantization_numerics", other),
     };
+    if let Some(other) = weights()
+        .find(|w| w.convention != convention)
+        .filter(|_| !asked.is_empty())
+    {
+        return refuse(format!(
+            "{asked}: weights of {place} were quantized with {}'s numerics; leave it out, or quantize the float checkpoint \
+             with it",
+            title(other.convention)
+        ));
+    }
+    let mode = config.quantization;
+    let mut layers = stored.layers.clone();
+    let int8 = TensorFormat::int8(NumericsConvention::Aqt);
+    for (path, layer) in &mut layers {
+        let fits = match mode {
+            config::Quantization::Off => true,
+            config::Quantization::Int8W8A16 => layer.weight.element == DType::S8,
+            config::Quantization::W4A16 => layer.weight.element == DType::S4,
+            config::Quantization::Fp8W8A16 => layer.weight.element == DType::F8E4M3Fn,
+            config::Quantization::Int8 => {
+                TensorFormat {
+                    range: Range::Dynamic,
+                    ..layer.weight
+                } == int8
+            }
+        };
+        if !fits {
+            return refuse(format!(
+                "quantization={mode}: the weight {path} of {place} is stored as {}, which has no such mode; leave \
+                 quantization out, or name the float checkpoint",
+                format_text(layer.weight)
+            ));
+        }
+        layer.activation = match mode {
+            config::Quantization::Off => layer.activation,
+            config::Quantization::Int8W8A16
+            | config::Quantization::W4A16
+            | config::Quantization::Fp8W8A16 => None,
+            config::Quantization::Int8 => Some(int8),
+        };
+    }
     let root = format!("{}/", family.denoiser.part());
-    Ok(Some(Policy::stored(
-        &root,
-        stored.weights.clone(),
-        activations,
-    )))
+    Ok(Some(Policy::stored(&root, layers)))
 }
 
-/// The name of the mode that a policy is.
-pub fn mode_name(policy: Option<&Policy>) -> &'static str {
-    let mode = match policy.map(|policy| policy.formats.activation) {
-        None => config::Quantization::Off,
-        Some(None) => config::Quantization::Int8W8A16,
-        Some(Some(_)) => config::Quantization::Int8,
+/// Whose numerics they are.
+fn title(convention: NumericsConvention) -> &'static str {
+    match convention {
+        NumericsConvention::Aqt => "AQT",
+        NumericsConvention::Qwix => "Qwix",
+        NumericsConvention::Quark => "AMD Quark",
+    }
+}
+
+/// `int8, a scale a channel, aqt`
+pub fn format_text(format: TensorFormat) -> String {
+    let element = match format.element {
+        DType::F8E4M3Fn => "fp8".to_owned(),
+        integers => format!("int{}", integers.bits()),
     };
-    mode.name()
+    let granularity = match format.granularity {
+        Granularity::Tensor => "one scale".to_owned(),
+        Granularity::Channel => "a scale a channel".to_owned(),
+        Granularity::Group(size) => format!("a scale for {size}"),
+    };
+    let zero_point = if format.zero_point {
+        " and a zero point"
+    } else {
+        ""
+    };
+    format!(
+        "{element}, {granularity}{zero_point}, {}",
+        format.convention
+    )
+}
+
+/// The mode that formats are.
+pub fn mode_of(formats: &Formats) -> config::Quantization {
+    match (
+        formats.activation,
+        formats.weight.map(|weight| weight.element),
+    ) {
+        (Some(_), _) => config::Quantization::Int8,
+        (None, Some(DType::S4)) => config::Quantization::W4A16,
+        (None, Some(DType::F8E4M3Fn)) => config::Quantization::Fp8W8A16,
+        (None, _) => config::Quantization::Int8W8A16,
+    }
+}
+
+/// The modes of a program's contractions, `int8_w8a16+w4a16` where they have several; empty is float.
+pub fn mode_name(decisions: &[Decision]) -> String {
+    let modes = decisions.iter().filter_map(|d| d.formats.as_ref());
+    let names: BTreeSet<&str> = modes.map(|formats| mode_of(formats).name()).collect();
+    names.into_iter().collect::<Vec<_>>().join("+")
 }
 
 /// One line that says what quantization does.
 pub fn quantization_summary(policy: &Policy, decisions: &[Decision]) -> String {
-    let quantized = decisions.iter().filter(|d| d.quantized).count();
-    let convention = match policy.formats.convention() {
-        NumericsConvention::Aqt => "AQT",
-        NumericsConvention::Qwix => "Qwix",
-    };
-    let what = match policy.formats.activation {
-        Some(_) => "int8",
-        None => "int8 weights",
-    };
+    let mut counts: BTreeMap<String, usize> = BTreeMap::new();
+    for formats in decisions.iter().filter_map(|d| d.formats.as_ref()) {
+        let mode = mode_of(formats);
+        let weight = formats.weight.map_or_else(String::new, format_text);
+        *counts.entry(format!("{mode} ({weight})")).or_default() += 1;
+    }
+    let counts: Vec<String> = counts
+        .into_iter()
+        .map(|(format, count)| format!("{count} in {format}"))
+        .collect();
     let stored = match policy.stored.is_empty() {
         true => "",
         false => ", weights as stored",
     };
     format!(
-        "{what} ({convention} numerics{stored}): {quantized} of {} dots and convolutions of {}",
+        "of {} dots and convolutions of {}: {}{stored}",
         decisions.len(),
-        policy.model.trim_end_matches('/')
+        policy.model.trim_end_matches('/'),
+        counts.join(", ")
     )
 }

@@ -33,7 +33,9 @@ pub use checkpoints::newest_checkpoint;
 pub use described::{check_formats, described_policy};
 pub use error::RecipeError;
 pub use fine_tune::stored_policy;
-pub use formats::{mode_name, policy, policy_of_checkpoint, precision, quantization_summary};
+pub use formats::{
+    format_text, mode_name, mode_of, policy, policy_of_checkpoint, precision, quantization_summary,
+};
 pub use generate::{Generation, generation, guidance, skip_layers};
 pub use mesh::{compile_topology, parallelism};
 pub use model::{

@@ -145,7 +145,7 @@ pub fn compile_options(config: &Config, step: Step, traced: &Traced) -> aot::Opt
         precision: config.precision,
         weights_dtype: config.weights_dtype.name(),
         activations_dtype: config.activations_dtype.name(),
-        quantization: mode_name(traced.policy.as_ref()),
+        quantization: mode_name(&traced.decisions),
         memory_advice: memory_advice(config, step),
     }
 }

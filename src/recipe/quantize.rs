@@ -7,7 +7,7 @@ use crate::config::{Config, ModelConfig};
 use crate::graph::{Builder, Graph, Range, TensorFormat};
 use crate::hub::RepoId;
 use crate::models::{Family, FamilySpec, Part, unet};
-use crate::quant::{Action, Decision, Policy, Rule, StoredFormats, annotate};
+use crate::quant::{Action, Decision, Policy, Rule, StoredLayer, annotate};
 use crate::weights::match_parameters;
 use crate::weights::quantized::{Quantization, weight_name};
 use crate::weights::source::{
@@ -34,6 +34,28 @@ pub struct QuantizeReport {
     pub contractions: usize,
     /// Weights of the UNet, as single numbers.
     pub parameters: usize,
+    /// Bytes of the UNet in the source.
+    pub source_bytes: u64,
+}
+
+/// The layers of one format, together.
+#[derive(Clone, Copy, Debug)]
+pub struct FormatSum {
+    pub format: TensorFormat,
+    pub layers: usize,
+    /// Numbers in their weights.
+    pub parameters: usize,
+    /// With their scales.
+    pub bytes: u64,
+    /// Bytes in the source.
+    pub source_bytes: u64,
+}
+
+impl FormatSum {
+    /// Bits of a weight, with its share of the scales.
+    pub fn bits(&self) -> f64 {
+        8.0 * self.bytes as f64 / self.parameters as f64
+    }
 }
 
 /// The layers that a rule decided.
@@ -47,6 +69,32 @@ pub struct RuleMatch {
 }
 
 impl QuantizeReport {
+    /// What is in each format, in the order in which layers have them.
+    pub fn formats(&self) -> Vec<FormatSum> {
+        let mut sums: Vec<FormatSum> = Vec::new();
+        for tensor in &self.tensors {
+            let at = match sums.iter().position(|sum| sum.format == tensor.format) {
+                Some(at) => at,
+                None => {
+                    sums.push(FormatSum {
+                        format: tensor.format,
+                        layers: 0,
+                        parameters: 0,
+                        bytes: 0,
+                        source_bytes: 0,
+                    });
+                    sums.len() - 1
+                }
+            };
+            let sum = &mut sums[at];
+            sum.layers += 1;
+            sum.parameters += tensor.dims.iter().product::<usize>();
+            sum.bytes += tensor.bytes;
+            sum.source_bytes += tensor.source_bytes;
+        }
+        sums
+    }
+
     /// Numbers in the weights that were quantized.
     pub fn quantized_parameters(&self) -> usize {
         let sizes = self
@@ -67,6 +115,11 @@ impl QuantizeReport {
         let is_denoiser = |part: Part| part == self.family.spec().denoiser.part();
         let unet = self.parts.iter().find(|written| is_denoiser(written.part));
         8.0 * unet.map_or(0, |unet| unet.bytes) as f64 / self.parameters as f64
+    }
+
+    /// Bits of a weight of the UNet in the source.
+    pub fn bits_of_source(&self) -> f64 {
+        8.0 * self.source_bytes as f64 / self.parameters as f64
     }
 }
 
@@ -97,7 +150,7 @@ pub fn check_quantize(config: &Config) -> Result<(), RecipeError> {
 fn weight_policy(config: &Config, family: &FamilySpec) -> Result<Policy, RecipeError> {
     let policy = policy(config, family, 0)?.ok_or_else(|| {
         RecipeError::Usage(
-            "quantization is not set, so nothing would be quantized; give quantization=int8_w8a16, or quantization=int8 to \
+            "quantization is not set, so nothing would be quantized; give quantization=int8_w8a16 or w4a16, or quantization=int8 to \
              compute in int8 as well"
                 .to_owned(),
         )
@@ -149,7 +202,12 @@ pub fn quantize(
         .iter()
         .map(|(key, dims)| (*key, dims.iter().product()))
         .collect();
-    let stored = stored(config, &policy, &decisions);
+    let stored = stored(config, &decisions);
+    let source_bytes = denoiser
+        .checkpoint
+        .iter()
+        .map(|(_, shape)| shape.bytes() as u64);
+    let source_bytes = source_bytes.sum();
     let quantization = UNetQuantization {
         stored: stored.clone(),
         weights_dtype: config.weights_dtype.into(),
@@ -165,6 +223,7 @@ pub fn quantize(
         rules: rule_matches(&policy, &decisions, &sizes),
         contractions: decisions.len(),
         parameters: sizes.values().sum(),
+        source_bytes,
         source: source.path,
     })
 }
@@ -190,19 +249,18 @@ fn decisions(
 }
 
 /// The formats in which the decisions have weights stored.
-fn stored(config: &Config, policy: &Policy, decisions: &[Decision]) -> Quantization {
-    let mut weights = StoredFormats::new();
-    if let Some(weight) = policy.formats.weight {
-        let format = TensorFormat {
+fn stored(config: &Config, decisions: &[Decision]) -> Quantization {
+    let stored = |decision: &Decision| {
+        let formats = decision.formats?;
+        let weight = TensorFormat {
             range: Range::Stored(config.activations_dtype.into()),
-            ..weight
+            ..formats.weight?
         };
-        let quantized = decisions.iter().filter(|decision| decision.quantized);
-        weights.extend(quantized.map(|decision| (decision.path.clone(), format)));
-    }
+        let activation = formats.activation;
+        Some((decision.path.clone(), StoredLayer { weight, activation }))
+    };
     Quantization {
-        weights,
-        activations: policy.formats.activation,
+        layers: decisions.iter().filter_map(stored).collect(),
     }
 }
 

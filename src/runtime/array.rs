@@ -1,5 +1,6 @@
 //! Tensors on the devices of a mesh.
 
+use crate::dtype::DType;
 use crate::host_tensor::HostTensor;
 use crate::pjrt::Buffer;
 use crate::shape::{Shape, row_major_strides};
@@ -33,6 +34,7 @@ impl Array {
         let kind = element_type(tensor.shape.dtype)?;
         let local = spec.local_shape("the tensor", &tensor.shape.dims, mesh)?;
         let dims: Vec<i64> = local.iter().map(|d| *d as i64).collect();
+        let data = tensor.whole_bytes();
         let parts = session
             .devices
             .iter()
@@ -40,9 +42,9 @@ impl Array {
             .map(|(device, handle)| {
                 let start = part_start(mesh, spec, &local, device);
                 let buffer = if local == tensor.shape.dims {
-                    Buffer::from_host(&session.client, &tensor.data, kind, &dims, handle)
+                    Buffer::from_host(&session.client, &data, kind, &dims, handle)
                 } else {
-                    let part = copy_part(tensor, &start, &local);
+                    let part = copy_part(&tensor.shape, &data, &start, &local);
                     Buffer::from_host(&session.client, &part, kind, &dims, handle)
                 };
                 buffer.map_err(RuntimeError::from)
@@ -64,23 +66,25 @@ impl Array {
             .spec
             .local_shape("the tensor", &self.shape.dims, mesh)?;
         if local == self.shape.dims {
-            return Ok(HostTensor::new(
-                self.shape.clone(),
-                self.parts[0].to_host()?,
-            )?);
+            let data = self.parts[0].to_host()?;
+            return Ok(HostTensor::of_whole_bytes(self.shape.clone(), data)?);
         }
-        let mut whole = HostTensor::zeros(self.shape.clone());
+        let mut whole = vec![0; self.shape.count() * element_bytes(self.shape.dtype)];
         let mut seen = Vec::new();
         for (device, part) in self.parts.iter().enumerate() {
             let start = part_start(mesh, &self.spec, &local, device);
             if !seen.contains(&start) {
-                let part = HostTensor::new(self.shape.with_dims(local.clone()), part.to_host()?)?;
-                place_part(&mut whole, &part, &start);
+                place_part(&self.shape, &mut whole, &part.to_host()?, &start, &local);
                 seen.push(start);
             }
         }
-        Ok(whole)
+        Ok(HostTensor::of_whole_bytes(self.shape.clone(), whole)?)
     }
+}
+
+/// Bytes of one element where PJRT takes and gives it.
+fn element_bytes(dtype: DType) -> usize {
+    dtype.bits().div_ceil(8)
 }
 
 /// Where the part of mesh position `device` starts in the whole tensor.
@@ -109,7 +113,7 @@ fn for_each_row(
     mut visit: impl FnMut(usize, usize, usize),
 ) {
     let rank = local.len();
-    let width = whole.dtype.bits() / 8;
+    let width = element_bytes(whole.dtype);
     let strides = row_major_strides(&whole.dims);
     let row = local.last().copied().unwrap_or(1) * width;
     let rows: usize = local[..rank.saturating_sub(1)].iter().product();
@@ -127,18 +131,19 @@ fn for_each_row(
     }
 }
 
-fn copy_part(tensor: &HostTensor, start: &[usize], local: &[usize]) -> Vec<u8> {
-    let mut part = vec![0; tensor.shape.with_dims(local).bytes()];
-    for_each_row(&tensor.shape, start, local, |whole, at, length| {
-        part[at..at + length].copy_from_slice(&tensor.data[whole..whole + length]);
+/// The part of a tensor, whose elements are whole bytes.
+fn copy_part(shape: &Shape, data: &[u8], start: &[usize], local: &[usize]) -> Vec<u8> {
+    let count: usize = local.iter().product();
+    let mut part = vec![0; count * element_bytes(shape.dtype)];
+    for_each_row(shape, start, local, |whole, at, length| {
+        part[at..at + length].copy_from_slice(&data[whole..whole + length]);
     });
     part
 }
 
-fn place_part(whole: &mut HostTensor, part: &HostTensor, start: &[usize]) {
-    let shape = whole.shape.clone();
-    for_each_row(&shape, start, &part.shape.dims, |at, from, length| {
-        whole.data[at..at + length].copy_from_slice(&part.data[from..from + length]);
+fn place_part(shape: &Shape, whole: &mut [u8], part: &[u8], start: &[usize], local: &[usize]) {
+    for_each_row(shape, start, local, |at, from, length| {
+        whole[at..at + length].copy_from_slice(&part[from..from + length]);
     });
 }
 
@@ -161,10 +166,10 @@ mod tests {
         let whole = HostTensor::from_i32([4, 6], &values).unwrap();
         let local = spec.local_shape("x", &[4, 6], &mesh).unwrap();
         assert_eq!(local, [2, 3]);
-        let mut again = HostTensor::zeros(whole.shape.clone());
+        let mut again = vec![0; whole.data.len()];
         for device in 0..4 {
             let start = part_start(&mesh, &spec, &local, device);
-            let data = copy_part(&whole, &start, &local);
+            let data = copy_part(&whole.shape, &whole.data, &start, &local);
             if device == 1 {
                 // Data position 0, tensor position 1: rows 2 and 3, columns 0 to 2.
                 let expected: Vec<u8> = [12, 13, 14, 18, 19, 20]
@@ -173,9 +178,8 @@ mod tests {
                     .collect();
                 assert_eq!(data, expected);
             }
-            let part = HostTensor::new(whole.shape.with_dims(local.clone()), data).unwrap();
-            place_part(&mut again, &part, &start);
+            place_part(&whole.shape, &mut again, &data, &start, &local);
         }
-        assert_eq!(again, whole);
+        assert_eq!(again, whole.data);
     }
 }

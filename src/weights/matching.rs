@@ -123,7 +123,7 @@ pub fn match_parameters(
     let extra: Vec<(String, Vec<usize>)> = found
         .iter()
         .filter(|(name, _)| !expected.contains_key(*name))
-        .filter(|(name, _)| is_parameter(name) && !quantization.is_some_and(|q| q.is_scale(name)))
+        .filter(|(name, _)| is_parameter(name) && !quantization.is_some_and(|q| q.is_beside(name)))
         .map(|(name, dims)| ((*name).to_owned(), dims.to_vec()))
         .collect();
     let mut missing = Vec::new();

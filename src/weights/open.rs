@@ -11,7 +11,7 @@ use serde_json::{Map, Value};
 
 use super::WeightsError;
 use super::header::{self, MAX_HEADER_BYTES, UniqueMap};
-use super::quantized::Quantization;
+use super::quantized::{self, Quantization};
 use crate::shape::Shape;
 use crate::util::files;
 use crate::util::hash::{Hasher, Sha256};
@@ -61,6 +61,8 @@ pub(super) enum Order {
     HalvesSwapped,
     /// Not at all: it is the unit matrix.
     UnitMatrix,
+    /// With two input features of a weight in a byte ([`super::quantized`]).
+    PairedFeatures,
 }
 
 impl Checkpoint {
@@ -107,13 +109,21 @@ impl Checkpoint {
         place: &Path,
         config: &Map<String, Value>,
     ) -> Result<Self, WeightsError> {
-        self.quantization = match Quantization::of_config(place, config)? {
-            None => None,
-            Some(quantization) => {
-                quantization.check(self.path(), &self.iter().collect())?;
-                Some(Arc::new(quantization))
-            }
+        let Some(quantization) = Quantization::of_config(place, config)? else {
+            return Ok(self);
         };
+        quantization.check(self.path(), &self.iter().collect())?;
+        for (name, location) in &mut self.tensors {
+            let format = quantization
+                .format_of(name)
+                .filter(|f| f.element.bits() < 8);
+            let shape = format.and_then(|f| quantized::of_file(&location.shape, f.element));
+            if let Some(shape) = shape {
+                location.shape = shape;
+                location.order = Order::PairedFeatures;
+            }
+        }
+        self.quantization = Some(Arc::new(quantization));
         Ok(self)
     }
 

@@ -1,18 +1,23 @@
 //! Quantized checkpoints: this program's layout.
 //!
-//! Beside the integers of `<layer>.weight`, in the shape of the weight, stands their scale, `<layer>.weight_scale`.
-//! `quantization_config` in the part's `config.json` says which layers are stored in which format, and what the program
-//! does with activations unless it is told otherwise. Other tensors are as in any checkpoint.
+//! Beside the integers of `<layer>.weight`, in the shape of the weight, stands their scale, `<layer>.weight_scale`, and where
+//! the format has one the zero point, `<layer>.weight_zero_point`. Two input features of an int4 weight share a byte, the
+//! first in its lower half: `u8[out, in / 2, ..]`. `quantization_config` in the part's `config.json` says which layers are
+//! stored in which format, and what the program does with activations unless it is told otherwise. Other tensors are as in
+//! any checkpoint.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::borrow::Cow;
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use crate::dtype::DType;
 use crate::graph::{Granularity, NumericsConvention, Range, Rounding, TensorFormat};
-use crate::quant::{StoredFormats, scale_dims, scale_name};
+use crate::host_tensor::{HostTensor, packed};
+use crate::quant::{StoredFormats, StoredLayer, scale_dims, scale_name, zero_point_name};
 use crate::shape::Shape;
 use crate::util::text::listed;
 
@@ -20,18 +25,16 @@ use crate::util::text::listed;
 pub const CONFIG_KEY: &str = "quantization_config";
 /// The value of `quant_method` in it.
 const METHOD: &str = "maxdiff-rs";
-/// Of the layout.
-const VERSION: u64 = 1;
+/// Of the layout. Version 1 had one format of activations for all layers.
+const VERSION: u64 = 2;
 /// How many problems an error shows.
 const SHOWN: usize = 8;
 
 /// How the weights of a checkpoint are stored.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Quantization {
-    /// The formats of weights, by the paths of their layers; of range [`Range::Stored`].
-    pub weights: StoredFormats,
-    /// The format of activations unless a configuration says otherwise; `None` is float.
-    pub activations: Option<TensorFormat>,
+    /// The formats of layers: of their weights, and of activations unless a configuration says otherwise.
+    pub layers: StoredFormats,
 }
 
 /// Why a quantized checkpoint is refused.
@@ -60,7 +63,7 @@ pub enum QuantizedError {
     },
 }
 
-/// A format as it is written, with the layers that have it.
+/// A format as it is written.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 struct WrittenFormat {
@@ -72,7 +75,14 @@ struct WrittenFormat {
     numerics: NumericsConvention,
     /// The type of the scales, in which weights were quantized; `null` for what is found at run time.
     scale_dtype: Option<String>,
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+}
+
+/// The formats of some layers.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+struct WrittenLayers {
+    weight: WrittenFormat,
+    activation: Option<WrittenFormat>,
     layers: Vec<String>,
 }
 
@@ -92,79 +102,127 @@ struct Written {
     _version: u64,
     #[serde(rename = "producer")]
     _producer: String,
-    activations: Option<WrittenFormat>,
-    weights: Vec<WrittenFormat>,
+    formats: Vec<WrittenLayers>,
 }
 
 /// The types of scales, by the names of `weights_dtype`.
 const SCALE_TYPES: [(&str, DType); 2] = [("float32", DType::F32), ("bfloat16", DType::BF16)];
 
+/// The elements of weights.
+const ELEMENTS: [(&str, DType); 3] = [
+    ("int8", DType::S8),
+    ("int4", DType::S4),
+    ("float8_e4m3fn", DType::F8E4M3Fn),
+];
+
+fn name_of(known: &[(&'static str, DType)], dtype: DType) -> String {
+    let named = known.iter().find(|(_, known)| *known == dtype);
+    named.map_or_else(|| dtype.to_string(), |(name, _)| (*name).to_owned())
+}
+
+/// The type of a name, or which names there are.
+fn type_of(known: &[(&'static str, DType)], key: &str, name: &str) -> Result<DType, String> {
+    let named = known.iter().find(|(known, _)| *known == name);
+    named.map(|(_, dtype)| *dtype).ok_or_else(|| {
+        let names: Vec<&str> = known.iter().map(|(name, _)| *name).collect();
+        unknown(key, name, &names.join(", "))
+    })
+}
+
+fn unknown(key: &str, value: &str, known: &str) -> String {
+    format!("{key} is {value:?}, which is not read here; read are {known}")
+}
+
 impl WrittenFormat {
-    fn new(format: TensorFormat, layers: Vec<String>) -> WrittenFormat {
+    fn new(format: TensorFormat) -> WrittenFormat {
         let (granularity, group_size) = match format.granularity {
             Granularity::Tensor => ("tensor", None),
             Granularity::Channel => ("channel", None),
             Granularity::Group(size) => ("group", Some(size)),
         };
-        let scale = match format.range {
-            Range::Stored(dtype) => SCALE_TYPES.iter().find(|(_, known)| *known == dtype),
-            Range::Dynamic | Range::Static(_) => None,
-        };
         WrittenFormat {
-            element: element_name(format.element),
+            element: name_of(&ELEMENTS, format.element),
             granularity: granularity.to_owned(),
             group_size,
             symmetric: !format.zero_point,
             numerics: format.convention,
-            scale_dtype: scale.map(|(name, _)| (*name).to_owned()),
-            layers,
+            scale_dtype: match format.range {
+                Range::Stored(dtype) => Some(name_of(&SCALE_TYPES, dtype)),
+                Range::Dynamic | Range::Static(_) => None,
+            },
         }
     }
 
     fn read(&self) -> Result<TensorFormat, String> {
-        let unknown = |key: &str, value: &str, known: &str| {
-            Err(format!(
-                "{key} is {value:?}, which is not read here; read are {known}"
-            ))
-        };
-        if self.element != element_name(DType::S8) {
-            return unknown("element", &self.element, "int8");
-        }
-        if !self.symmetric {
-            return unknown("symmetric", "false", "true");
-        }
         let granularity = match (self.granularity.as_str(), self.group_size) {
             ("tensor", None) => Granularity::Tensor,
             ("channel", None) => Granularity::Channel,
-            (other, None) => return unknown("granularity", other, "tensor and channel"),
-            (other, Some(size)) => {
-                let value = format!("{other} of {size}");
-                return unknown("granularity", &value, "tensor and channel");
+            ("group", Some(size)) if size > 0 => Granularity::Group(size),
+            ("group", size) => {
+                return Err(format!(
+                    "granularity is \"group\" with group_size {size:?}; expected a number above 0"
+                ));
             }
+            ("tensor" | "channel", Some(_)) => {
+                return Err(format!(
+                    "granularity {:?} has no group_size",
+                    self.granularity
+                ));
+            }
+            (other, _) => return Err(unknown("granularity", other, "tensor, channel and group")),
         };
-        let range = match &self.scale_dtype {
-            None => Range::Dynamic,
-            Some(name) => match SCALE_TYPES.iter().find(|(known, _)| known == name) {
-                Some((_, dtype)) => Range::Stored(*dtype),
-                None => return unknown("scale_dtype", name, "float32 and bfloat16"),
-            },
-        };
+        if !self.symmetric && self.numerics != NumericsConvention::Quark {
+            return Err(format!(
+                "symmetric is false, and {} has no zero points",
+                self.numerics
+            ));
+        }
+        let element = type_of(&ELEMENTS, "element", &self.element)?;
+        let is_float = element.is_float();
+        if is_float
+            && (!self.symmetric
+                || matches!(granularity, Granularity::Group(_))
+                || self.numerics != NumericsConvention::Quark)
+        {
+            return Err(format!(
+                "{:?} is read with numerics \"quark\", symmetric and without groups",
+                self.element
+            ));
+        }
         Ok(TensorFormat {
-            element: DType::S8,
+            element,
             granularity,
-            zero_point: false,
-            range,
+            zero_point: !self.symmetric,
+            range: match &self.scale_dtype {
+                None => Range::Dynamic,
+                Some(name) => Range::Stored(type_of(&SCALE_TYPES, "scale_dtype", name)?),
+            },
             rounding: Rounding::NearestEven,
             convention: self.numerics,
         })
     }
 }
 
-/// `int8` for `s8`, as configurations name it.
-fn element_name(dtype: DType) -> String {
-    match dtype.is_signed_int() {
-        true => format!("int{}", dtype.bits()),
-        false => dtype.to_string(),
+impl WrittenLayers {
+    fn read(&self) -> Result<StoredLayer, String> {
+        let weight = self.weight.read()?;
+        if !matches!(weight.range, Range::Stored(_)) {
+            return Err("a format of weights has no scale_dtype".into());
+        }
+        let activation = self.activation.as_ref();
+        let activation = activation.map(WrittenFormat::read).transpose()?;
+        if let Some(format) = activation
+            && format != TensorFormat::int8(format.convention)
+        {
+            return Err(
+                "activation: expected int8 with a scale for each channel that is found at run time"
+                    .into(),
+            );
+        }
+        if activation.is_some() && (weight.element != DType::S8 || !weight.scales_results()) {
+            return Err("activation: int8 activations are multiplied with symmetric int8 weights that have no groups".into());
+        }
+        Ok(StoredLayer { weight, activation })
     }
 }
 
@@ -213,57 +271,44 @@ impl Quantization {
     }
 
     fn of_written(written: &Written) -> Result<Quantization, String> {
-        let mut weights = StoredFormats::new();
-        for group in &written.weights {
-            let format = group.read()?;
-            if !matches!(format.range, Range::Stored(_)) {
-                return Err("a format of weights has no scale_dtype".into());
-            }
+        let mut layers = StoredFormats::new();
+        for group in &written.formats {
+            let formats = group.read()?;
             for layer in &group.layers {
-                if weights.insert(layer.clone(), format).is_some() {
+                if layers.insert(layer.clone(), formats).is_some() {
                     return Err(format!("the layer {layer} stands twice"));
                 }
             }
         }
-        if weights.is_empty() {
-            return Err("no layer is quantized".into());
+        match layers.is_empty() {
+            true => Err("no layer is quantized".into()),
+            false => Ok(Quantization { layers }),
         }
-        let activations = written.activations.as_ref();
-        let activations = activations.map(WrittenFormat::read).transpose()?;
-        if let Some(format) = activations
-            && format != TensorFormat::int8(format.convention)
-        {
-            return Err("activations: expected int8 with a scale for each channel that is found at run time".into());
-        }
-        Ok(Quantization {
-            weights,
-            activations,
-        })
     }
 
     /// What [`Quantization::of_config`] reads.
     pub fn to_config(&self) -> Value {
-        let mut groups: Vec<(TensorFormat, Vec<String>)> = Vec::new();
-        for (layer, format) in &self.weights {
-            match groups.iter_mut().find(|(known, _)| known == format) {
+        let mut groups: Vec<(StoredLayer, Vec<String>)> = Vec::new();
+        for (layer, formats) in &self.layers {
+            match groups.iter_mut().find(|(known, _)| known == formats) {
                 Some((_, layers)) => layers.push(layer.clone()),
-                None => groups.push((*format, vec![layer.clone()])),
+                None => groups.push((*formats, vec![layer.clone()])),
             }
         }
-        let groups = groups.into_iter();
-        let weights = groups.map(|(format, layers)| WrittenFormat::new(format, layers));
-        let activations = self.activations.map(|f| WrittenFormat::new(f, Vec::new()));
+        let written = groups.into_iter().map(|(formats, layers)| WrittenLayers {
+            weight: WrittenFormat::new(formats.weight),
+            activation: formats.activation.map(WrittenFormat::new),
+            layers,
+        });
         json!({
             "quant_method": METHOD,
             "version": VERSION,
             "producer": concat!("maxdiff-rs ", env!("CARGO_PKG_VERSION")),
-            "activations": activations,
-            "weights": weights.collect::<Vec<_>>(),
+            "formats": written.collect::<Vec<_>>(),
         })
     }
 
-    /// Checks that the tensors of a checkpoint are as described, and no others are integers or scales. `path` is for
-    /// messages.
+    /// Checks that the tensors of files are as described, and no others are integers or scales. `path` is for messages.
     ///
     /// # Errors
     /// Names every tensor that is not.
@@ -274,20 +319,17 @@ impl Quantization {
     ) -> Result<(), QuantizedError> {
         let mut expected: BTreeMap<String, Shape> = BTreeMap::new();
         let mut problems = Vec::new();
-        for (layer, format) in &self.weights {
+        for (layer, StoredLayer { weight: format, .. }) in &self.layers {
             let weight = weight_name(layer);
             let Some(found) = tensors.get(weight.as_str()) else {
                 problems.push(format!("{weight} is missing"));
                 continue;
             };
-            let (Range::Stored(dtype), Some(dims)) =
-                (format.range, scale_dims(&found.dims, format.granularity))
-            else {
-                problems.push(format!("{weight} {found} cannot be of its format"));
-                continue;
-            };
-            expected.insert(scale_name(&weight), Shape::new(dtype, dims));
-            expected.insert(weight, found.with_dtype(format.element));
+            let shape = of_file(found, format.element);
+            match shape.and_then(|shape| stored_tensors(&weight, &shape, *format)) {
+                Some(tensors) => expected.extend(tensors),
+                None => problems.push(format!("{weight} {found} cannot be of its format")),
+            }
         }
         for (name, expected) in &expected {
             match tensors.get(name.as_str()) {
@@ -298,10 +340,12 @@ impl Quantization {
                 Some(_) => {}
             }
         }
-        let described: BTreeSet<&str> = expected.keys().map(String::as_str).collect();
         for (name, shape) in tensors {
-            let is_quantized = !shape.dtype.is_float() || name.ends_with(".weight_scale");
-            if is_quantized && !described.contains(name) {
+            let is_quantized = !shape.dtype.is_float()
+                || shape.dtype.bits() < 16
+                || name.ends_with(".weight_scale")
+                || name.ends_with(".weight_zero_point");
+            if is_quantized && !expected.contains_key(*name) {
                 problems.push(format!("{name} {shape} is of no layer that is described"));
             }
         }
@@ -314,20 +358,138 @@ impl Quantization {
         }
     }
 
-    /// Whether a tensor of this name is the scale of a weight.
-    pub fn is_scale(&self, name: &str) -> bool {
-        let layer = name.strip_suffix(".weight_scale");
-        layer.is_some_and(|layer| self.weights.contains_key(layer))
+    /// Whether a tensor of this name is the scale or the zero point of a weight.
+    pub fn is_beside(&self, name: &str) -> bool {
+        let layer = name
+            .strip_suffix(".weight_scale")
+            .or_else(|| name.strip_suffix(".weight_zero_point"));
+        layer.is_some_and(|layer| self.layers.contains_key(layer))
     }
 
     /// The format of a tensor that holds the integers of a weight.
     pub fn format_of(&self, name: &str) -> Option<TensorFormat> {
         let layer = name.strip_suffix(".weight")?;
-        self.weights.get(layer).copied()
+        self.layers.get(layer).map(|layer| layer.weight)
+    }
+}
+
+/// The tensors of a file that hold the weight `name` of this shape in a format of range [`Range::Stored`]; `None` where
+/// the shape has no such format.
+pub(super) fn stored_tensors(
+    name: &str,
+    shape: &Shape,
+    format: TensorFormat,
+) -> Option<Vec<(String, Shape)>> {
+    let Range::Stored(scale_type) = format.range else {
+        return None;
+    };
+    let dims = scale_dims(&shape.dims, format.granularity)?;
+    let mut tensors = vec![
+        (name.to_owned(), in_file(shape, format.element)?),
+        (scale_name(name), Shape::new(scale_type, dims.clone())),
+    ];
+    if format.zero_point {
+        tensors.push((zero_point_name(name), Shape::new(DType::S8, dims)));
+    }
+    Some(tensors)
+}
+
+/// The shape in a file of a weight's elements; `None` where its input features share no bytes.
+fn in_file(shape: &Shape, element: DType) -> Option<Shape> {
+    if element.bits() >= 8 {
+        return Some(shape.with_dtype(element));
+    }
+    let mut packed = shape.with_dtype(DType::U8);
+    let inputs = packed.dims.get_mut(1).filter(|n| n.is_multiple_of(2))?;
+    *inputs /= 2;
+    Some(packed)
+}
+
+/// The shape of a weight, of elements of this type, that lies in a file as `found`.
+pub(super) fn of_file(found: &Shape, element: DType) -> Option<Shape> {
+    let mut shape = found.with_dtype(element);
+    if element.bits() < 8 {
+        *shape.dims.get_mut(1)? *= 2;
+    }
+    Some(shape)
+}
+
+/// Positions of a convolution's kernel: elements of each input feature.
+fn positions(shape: &Shape) -> usize {
+    shape.dims.iter().skip(2).product()
+}
+
+/// Elements in the order of a file, of those in the order of a tensor: elements of 4 bits share bytes otherwise.
+pub(super) fn to_file_order(tensor: &HostTensor) -> Cow<'_, [u8]> {
+    match (positions(&tensor.shape), tensor.shape.dtype.bits()) {
+        (1, _) | (_, 8..) => Cow::Borrowed(&tensor.data),
+        (positions, _) => {
+            let bytes = tensor.whole_bytes();
+            let mut ordered = vec![0; bytes.len()];
+            let parts = ordered.par_chunks_mut(2 * positions);
+            parts
+                .zip(bytes.par_chunks(2 * positions))
+                .for_each(|(out, pair)| {
+                    let (first, second) = pair.split_at(positions);
+                    for (out, (a, b)) in out.chunks_mut(2).zip(first.iter().zip(second)) {
+                        out.copy_from_slice(&[*a, *b]);
+                    }
+                });
+            Cow::Owned(packed(&ordered))
+        }
+    }
+}
+
+/// The other way round, of elements of 4 bits.
+pub(super) fn of_file_order(shape: Shape, data: Vec<u8>) -> HostTensor {
+    let tensor = HostTensor { shape, data };
+    match positions(&tensor.shape) {
+        1 => tensor,
+        positions => {
+            let pairs = tensor.whole_bytes();
+            let mut bytes = vec![0; pairs.len()];
+            let parts = bytes.par_chunks_mut(2 * positions);
+            parts
+                .zip(pairs.par_chunks(2 * positions))
+                .for_each(|(out, pairs)| {
+                    let (first, second) = out.split_at_mut(positions);
+                    for (pair, (a, b)) in pairs.chunks(2).zip(first.iter_mut().zip(second)) {
+                        (*a, *b) = (pair[0], pair[1]);
+                    }
+                });
+            HostTensor {
+                data: packed(&bytes),
+                shape: tensor.shape,
+            }
+        }
     }
 }
 
 /// The name of a layer's weight.
 pub fn weight_name(layer: &str) -> String {
     format!("{layer}.weight")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn input_features_share_bytes_at_each_position_of_a_kernel() {
+        let shape = Shape::new(DType::S4, [1, 2, 1, 3]);
+        let tensor =
+            HostTensor::from_f64(shape.clone(), &[1.0, 2.0, 3.0, -1.0, -2.0, -3.0]).unwrap();
+        let file = to_file_order(&tensor).into_owned();
+        assert_eq!(file, [0xf1, 0xe2, 0xd3]);
+        assert_eq!(of_file_order(shape.clone(), file), tensor);
+        assert_eq!(
+            in_file(&shape, DType::S4),
+            Some(Shape::new(DType::U8, [1, 1, 1, 3]))
+        );
+        assert_eq!(
+            of_file(&Shape::new(DType::U8, [1, 1, 1, 3]), DType::S4),
+            Some(shape)
+        );
+        assert_eq!(in_file(&Shape::new(DType::S4, [2, 3]), DType::S4), None);
+    }
 }

@@ -7,7 +7,7 @@ use std::sync::mpsc::{Receiver, sync_channel};
 use rayon::prelude::*;
 
 use super::open::{Checkpoint, Location, Order, io};
-use super::{WeightsError, cast};
+use super::{WeightsError, cast, quantized};
 use crate::dtype::DType;
 use crate::host_tensor::HostTensor;
 use crate::shape::Shape;
@@ -120,6 +120,9 @@ impl Checkpoint {
                 let half = data.len() / 2;
                 data.rotate_left(half);
             }
+            Order::PairedFeatures => {
+                return Ok(quantized::of_file_order(location.shape.clone(), data));
+            }
         }
         Ok(HostTensor {
             shape: location.shape.clone(),
@@ -213,6 +216,9 @@ fn is_finite(dtype: DType, bytes: &[u8]) -> bool {
             let numbers = bytes.as_chunks().0.iter().map(|b| u32::from_le_bytes(*b));
             !numbers.fold(false, |found, bits| found | (bits & EXPONENT == EXPONENT))
         }
+        DType::F8E4M3Fn => !bytes
+            .iter()
+            .fold(false, |found, byte| found | (byte & 0x7f == 0x7f)),
         _ => true,
     }
 }

@@ -52,6 +52,9 @@ impl Location {
             _ if self.order == Order::UnitMatrix => {
                 return Err(format!("{shape} is a unit matrix, which no file holds"));
             }
+            _ if self.order == Order::PairedFeatures => {
+                return Err(format!("features of {shape} share bytes"));
+            }
             Transform::Transpose if self.order == Order::HalvesSwapped => {
                 return Err(format!("the halves of {shape} are swapped already"));
             }
@@ -65,7 +68,10 @@ impl Location {
                 result.shape.dims = vec![columns, rows];
                 result.order = match self.order {
                     Order::Transposed => Order::AsShown,
-                    Order::AsShown | Order::HalvesSwapped | Order::UnitMatrix => Order::Transposed,
+                    Order::AsShown
+                    | Order::HalvesSwapped
+                    | Order::UnitMatrix
+                    | Order::PairedFeatures => Order::Transposed,
                 };
             }
             // Few tensors of the known layouts are stored in another order, and they are not cut: reading some rows

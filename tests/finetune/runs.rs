@@ -511,7 +511,10 @@ fn variants_of_a_run_follow_it() {
     assert_eq!(fs::read(&own).unwrap(), fs::read(&copied).unwrap());
 
     let log = place.train("int8", &[&of_six[..], &["quantization=int8"]].concat());
-    assert!(log.contains("int8 (AQT numerics)"), "{log}");
+    assert!(
+        log.contains("in int8 (int8, a scale a channel, aqt)"),
+        "{log}"
+    );
     for (float, int8) in float.iter().zip(&place.losses("int8")) {
         assert!(
             float != int8 && (float - int8).abs() < 0.05 * float,

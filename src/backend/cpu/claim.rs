@@ -12,7 +12,7 @@ use crate::graph::{
 use crate::quant::scale_of;
 use crate::shape::Shape;
 
-use super::kernel::{Contract, Kernel, LANES, Window, group};
+use super::kernel::{Contract, Kernel, LANES, Stored, Window, group};
 use super::quantized::MOST_INT8_TERMS;
 use super::rewrite::is_plain_convolution;
 
@@ -21,7 +21,8 @@ type Result<T> = std::result::Result<T, GraphError>;
 /// The graph with the CPU plugin's kernels in place of
 ///
 /// - products of bf16 or int8 activations with weights that are known when they are loaded, and convolutions of images
-///   whose channels come last, together with their scales, the bias and the rounding that follow them,
+///   whose channels come last, together with their scales, the bias and the rounding that follow them; weights that are
+///   stored in int8 or int4 stay so,
 /// - in bf16: attention, norms (with SiLU after them), gated GELU, the range finding and rounding of int8.
 ///
 /// Weights are packed for the kernels by operations on weights alone, which [`crate::graph::stage`] moves to where
@@ -73,12 +74,23 @@ struct Product {
     contraction: Contraction,
     lhs: u32,
     rhs: u32,
+    /// The scales and zero points of a rhs whose integers are made floats before they are multiplied.
+    dequantized: Option<Dequantized>,
     row_scale: Option<u32>,
     column_scale: Option<u32>,
     bias: Option<u32>,
     /// The product itself, whose shape leads to that of the result.
     node: usize,
     result: DType,
+}
+
+/// What a rhs of integers stands for.
+#[derive(Clone)]
+struct Dequantized {
+    /// The dimensions of the rhs along which scales lie.
+    along: Vec<usize>,
+    scale: u32,
+    zero_point: Option<u32>,
 }
 
 /// Decides what the kernels take, by attributes, types and shapes.
@@ -149,6 +161,7 @@ impl<'a> Claims<'a> {
             | Composite::FindScale { .. }
             | Composite::RoundingNoise { .. }
             | Composite::Quantize { .. }
+            | Composite::Dequantize { .. }
             | Composite::ScaledContraction { .. } => None,
         };
         kernel.map(Claim::Kernel)
@@ -169,7 +182,7 @@ impl<'a> Claims<'a> {
         products
     }
 
-    /// Node `i` as a product of bf16, or of int8 with both scales.
+    /// Node `i` as a product of bf16, of int8 with both scales, or of bf16 with weights in integers.
     fn product(&self, i: usize) -> Option<Product> {
         let node = &self.graph.nodes[i];
         let contraction = match &node.op {
@@ -180,32 +193,57 @@ impl<'a> Claims<'a> {
                 dims, quant: None, ..
             } => Contraction::Convolution(dims.clone()),
             Op::Composite {
-                kind:
-                    Composite::ScaledContraction {
-                        contraction,
-                        lhs_scale: true,
-                        rhs_scale: true,
-                    },
+                kind: Composite::ScaledContraction { contraction, .. },
                 ..
             } => contraction.clone(),
             _ => return None,
         };
-        let [lhs, rhs] = [node.operands[0], node.operands[1]];
+        let [lhs, mut rhs] = [node.operands[0], node.operands[1]];
+        let dequantized = self.dequantized(rhs);
+        if dequantized.is_some() {
+            rhs = self.node(rhs).operands[0];
+        }
         let types = [lhs, rhs].map(|id| self.shape(id).dtype);
-        let scales = node.operands.get(2..4);
-        let has_kernel = match scales {
-            None => types == [DType::BF16; 2],
-            Some(_) => types == [DType::S8; 2],
+        let is_stored = [DType::S8, DType::S4].contains(&types[1]);
+        let (row_scale, column_scale) = match node.operands[2..] {
+            [] if types == [DType::BF16; 2] => (None, None),
+            [] if types[0] == DType::BF16 && dequantized.is_some() && is_stored => (None, None),
+            [column] if types[0] == DType::BF16 && is_stored => (None, Some(column)),
+            [row, column] if types == [DType::S8; 2] => (Some(row), Some(column)),
+            _ => return None,
         };
-        (has_kernel && node.shape.dtype == DType::F32).then(|| Product {
+        (node.shape.dtype == DType::F32).then_some(Product {
             contraction,
             lhs,
             rhs,
-            row_scale: scales.map(|scales| scales[0]),
-            column_scale: scales.map(|scales| scales[1]),
+            dequantized,
+            row_scale,
+            column_scale,
             bias: None,
             node: i,
             result: DType::F32,
+        })
+    }
+
+    /// The integers and scales that node `id` is made of.
+    fn dequantized(&self, id: u32) -> Option<Dequantized> {
+        let node = self.node(id);
+        let Op::Composite {
+            kind:
+                Composite::Dequantize {
+                    along,
+                    result: DType::BF16,
+                    ..
+                },
+            ..
+        } = &node.op
+        else {
+            return None;
+        };
+        Some(Dequantized {
+            along: along.clone(),
+            scale: node.operands[1],
+            zero_point: node.operands.get(2).copied(),
         })
     }
 
@@ -237,7 +275,27 @@ impl<'a> Claims<'a> {
         };
         let exact = lhs.dtype == DType::BF16 || terms <= MOST_INT8_TERMS;
         let groups = group(lhs.dtype).is_some_and(|group| channels.is_multiple_of(group));
-        exact && groups && self.graph.nodes[product.node].shape.count() > 0 && terms > 0
+        // A pair of channels has one scale.
+        let scales = product
+            .dequantized
+            .as_ref()
+            .is_none_or(|stored| (channels / 2).is_multiple_of(self.scale_groups(product, stored)));
+        exact && groups && scales && self.graph.nodes[product.node].shape.count() > 0 && terms > 0
+    }
+
+    /// The dimensions of a rhs that are its columns and its channels.
+    fn columns_and_channels(&self, product: &Product) -> [usize; 2] {
+        match &product.contraction {
+            Contraction::Dot(dims) => [1 - dims.rhs_contract[0], dims.rhs_contract[0]],
+            Contraction::Convolution(dims) => [dims.rhs.batch, dims.rhs.feature],
+        }
+    }
+
+    /// Parts of the channels that have a scale of their own.
+    fn scale_groups(&self, product: &Product, stored: &Dequantized) -> usize {
+        let [_, channels] = self.columns_and_channels(product);
+        let place = stored.along.iter().position(|d| *d == channels);
+        place.map_or(1, |place| self.shape(stored.scale).dims[place])
     }
 
     /// The product with the bias and the rounding to bf16 that are its value's only use, and the last node of them.
@@ -268,10 +326,11 @@ impl<'a> Claims<'a> {
     fn contract(&self, b: &Builder, product: &Product, copies: &[Tensor]) -> Result<Tensor> {
         let copy = |id: u32| copies[id as usize];
         // What is stored of a weight is its packed form.
-        let rhs = match self.node(product.rhs).op {
-            Op::Stored => self.node(product.rhs).operands[0],
-            _ => product.rhs,
+        let unmarked = |id: u32| match self.node(id).op {
+            Op::Stored => self.node(id).operands[0],
+            _ => id,
         };
+        let rhs = unmarked(product.rhs);
         let (matrix, window) = match &product.contraction {
             Contraction::Convolution(dims) => columns_of_kernel(b, copy(rhs), dims)?,
             Contraction::Dot(dims) => match dims.rhs_contract[..] {
@@ -280,7 +339,30 @@ impl<'a> Claims<'a> {
             },
         };
         let columns = b.dims(matrix)[0];
-        let mut operands = vec![copy(product.lhs), packed(b, matrix)?];
+        let element = b.dtype(matrix);
+        let is_stored = b.dtype(copy(product.lhs)) == DType::BF16 && element != DType::BF16;
+        let mut operands = vec![copy(product.lhs)];
+        operands.push(match is_stored {
+            true => packed_integers(b, matrix)?,
+            false => packed(b, matrix)?,
+        });
+        if let Some(stored) = &product.dequantized {
+            let groups = self.scale_groups(product, stored);
+            let places = self.columns_and_channels(product);
+            for id in [Some(stored.scale), stored.zero_point]
+                .into_iter()
+                .flatten()
+            {
+                let scale = copy(unmarked(id));
+                operands.push(packed_scales(
+                    b,
+                    scale,
+                    &stored.along,
+                    places,
+                    [columns, groups],
+                )?);
+            }
+        }
         if b.dtype(operands[0]) == DType::S8 {
             operands[0] = self.unsigned(b, product.lhs, copies)?;
             operands.push(start(b, matrix)?);
@@ -302,6 +384,14 @@ impl<'a> Claims<'a> {
         let kernel = Kernel::Contract(Contract {
             columns,
             window,
+            stored: is_stored.then(|| {
+                let dequantized = product.dequantized.as_ref();
+                Stored {
+                    element,
+                    scale_groups: dequantized.map_or(0, |s| self.scale_groups(product, s)),
+                    zero_point: dequantized.is_some_and(|s| s.zero_point.is_some()),
+                }
+            }),
             row_scale: product.row_scale.is_some(),
             column_scale: product.column_scale.is_some(),
             bias: product.bias.is_some(),
@@ -397,6 +487,64 @@ fn packed(b: &Builder, matrix: Tensor) -> Result<Tensor> {
     let [columns, k] = [0, 1].map(|d| b.dims(matrix)[d]);
     let blocks = b.reshape(matrix, &[columns / LANES, LANES, k / group, group])?;
     b.transpose(blocks, &[0, 2, 1, 3])
+}
+
+/// The same of integers that are multiplied as bf16: two of a column share a lane, and of 4 bits a byte.
+fn packed_integers(b: &Builder, matrix: Tensor) -> Result<Tensor> {
+    let matrix = padded(b, matrix)?;
+    let [columns, k] = [0, 1].map(|d| b.dims(matrix)[d]);
+    let blocks = b.reshape(matrix, &[columns / LANES, LANES, k / 2, 2])?;
+    let pairs = b.transpose(blocks, &[0, 2, 1, 3])?;
+    if b.dtype(pairs) == DType::S8 {
+        return Ok(pairs);
+    }
+    let bytes = b.push(
+        Op::BitcastConvert(DType::U8),
+        &[b.convert(pairs, DType::S8)?],
+    )?;
+    let half = |at| {
+        b.reshape(
+            b.slice_dim(bytes, 3, at, at + 1)?,
+            &[columns / LANES, k / 2, LANES],
+        )
+    };
+    let (first, second) = (half(0)?, half(1)?);
+    let full = |value| b.full(&b.shape(first), value);
+    let first = b.binary(Binary::And, first, full(15.0)?)?;
+    let second = b.binary(Binary::ShiftLeft, second, full(4.0)?)?;
+    b.binary(Binary::Or, first, second)
+}
+
+/// Scales, or zero points, that lie `along` dimensions of a rhs whose columns and channels are at `places`, as
+/// `[columns / 16, groups, 16]` of the given columns and groups; zero points as bf16.
+fn packed_scales(
+    b: &Builder,
+    scales: Tensor,
+    along: &[usize],
+    places: [usize; 2],
+    sizes: [usize; 2],
+) -> Result<Tensor> {
+    let scales = match b.dtype(scales) {
+        DType::S8 => b.convert(scales, DType::BF16)?,
+        _ => scales,
+    };
+    let mut to = Vec::with_capacity(along.len());
+    for d in along {
+        match places.iter().position(|place| place == d) {
+            Some(place) => to.push(place),
+            None => return Err(b.invalid("scales lie along columns and channels of a weight")),
+        }
+    }
+    // Where channels come first.
+    let (scales, to) = match to[..] {
+        [1, 0] => (b.transpose(scales, &[1, 0])?, vec![0, 1]),
+        _ => (scales, to),
+    };
+    let matrix = b.broadcast_in_dim(scales, &to, &sizes)?;
+    let matrix = padded(b, matrix)?;
+    let blocks = b.dims(matrix)[0] / LANES;
+    let matrix = b.reshape(matrix, &[blocks, LANES, sizes[1]])?;
+    b.transpose(matrix, &[0, 2, 1])
 }
 
 /// The correction of the sums for the 128 that was added to every value of the lhs.

@@ -20,8 +20,8 @@ pub enum Kernel {
     ///
     /// Operands: the lhs, `[.., k]` or an image `[batch, height, width, k]`, of bf16 or `u8` (an int8 plus 128); the
     /// packed rhs, bf16 or int8 ([`packed_shape`]); for `u8` then `start`, `s32[columns]` up to the next multiple of
-    /// [`LANES`]: -128 times the sum of each column; then what the attributes ask for: `row_scale` of the result's
-    /// leading dimensions, `column_scale` and `bias` `[columns]`, each `f32` or bf16.
+    /// [`LANES`]: -128 times the sum of each column; then what the attributes ask for: of a [`Stored`] rhs scales and zero
+    /// points, `row_scale` of the result's leading dimensions, `column_scale` and `bias` `[columns]`, each `f32` or bf16.
     Contract(Contract),
     /// `lhs rhs * row_scale * column_scale + bias` in `f32`, of `f32` operands that are rounded to int8 by AQT's
     /// numerics first: a range for each row of the lhs, or image of it, and for each column. Operands: lhs and rhs, the
@@ -56,11 +56,40 @@ pub struct Contract {
     pub columns: usize,
     /// The window of a convolution; `None` for a matrix product.
     pub window: Option<Window>,
+    /// The rhs is integers, which become bf16 where they are multiplied with a bf16 lhs.
+    pub stored: Option<Stored>,
     pub row_scale: bool,
     pub column_scale: bool,
     pub bias: bool,
     /// `F32` or `BF16`.
     pub result: DType,
+}
+
+/// How the integers of a rhs become bf16: as they are, or as `(integer - zero point) * scale` in `f32`, rounded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stored {
+    /// `S8`, packed as bf16 is, or `S4`, of which both values of a lane share a byte of `u8[columns / 16, k / 2, 16]`.
+    pub element: DType,
+    /// Parts of the channels of a kernel place, each of which has a scale `[columns / 16, groups, 16]`; 0 without scales.
+    pub scale_groups: usize,
+    /// Whether zero points follow the scales, with their dimensions.
+    pub zero_point: bool,
+}
+
+impl Stored {
+    /// The packed rhs.
+    fn packed_shape(self, k: usize, columns: usize) -> Option<Shape> {
+        let mut shape = packed_shape(DType::BF16, k, columns)?;
+        if self.element == DType::S4 {
+            shape.dims.pop();
+            return Some(shape.with_dtype(DType::U8));
+        }
+        Some(shape.with_dtype(self.element))
+    }
+
+    fn scale_dims(self, columns: usize) -> Vec<usize> {
+        vec![columns.div_ceil(LANES), self.scale_groups, LANES]
+    }
 }
 
 /// Values along `k` that one 32-bit lane holds: 2 of bf16, 4 of 8 bits; `None` for types that no kernel takes.
@@ -94,6 +123,13 @@ impl Kernel {
                 ];
                 if let Some(w) = &c.window {
                     attributes.extend(w.attributes());
+                }
+                if let Some(stored) = &c.stored {
+                    attributes.extend([
+                        ("stored_bits", size(stored.element.bits())),
+                        ("scale_groups", size(stored.scale_groups)),
+                        ("zero_point", flag(stored.zero_point)),
+                    ]);
                 }
                 attributes
             }
@@ -207,7 +243,15 @@ impl CustomCall for Kernel {
 
     fn flops(&self, operands: &[&Shape], result: &Shape) -> u64 {
         let terms = match self {
-            Kernel::Contract(_) => operands[1].dims[1] * operands[1].dims[3],
+            Kernel::Contract(c) => {
+                let packed = operands[1];
+                // Two values share a byte of int4.
+                let group = match c.stored {
+                    Some(_) => 2,
+                    None => packed.dims[3],
+                };
+                packed.dims[1] * group
+            }
             Kernel::QuantizedProduct(product) => product.terms(operands),
             Kernel::Attention { .. } => 2 * operands[1].dims[1],
             Kernel::AbsMax { .. }
@@ -321,7 +365,16 @@ impl CustomCall for Kernel {
 impl Contract {
     fn infer(&self, operands: &[&Shape]) -> Result<Shape, InferError> {
         let is_int8 = operands.first().is_some_and(|lhs| lhs.dtype == DType::U8);
-        let flags = [is_int8, self.row_scale, self.column_scale, self.bias];
+        let scales = self.stored.is_some_and(|stored| stored.scale_groups > 0);
+        let zero_points = self.stored.is_some_and(|stored| stored.zero_point);
+        let flags = [
+            is_int8,
+            scales,
+            zero_points,
+            self.row_scale,
+            self.column_scale,
+            self.bias,
+        ];
         let expected = 2 + flags.iter().filter(|f| **f).count();
         if operands.len() != expected {
             return Err(InferError::OperandCount {
@@ -339,7 +392,19 @@ impl Contract {
             other => other,
         };
         let taps = self.window.as_ref().map_or(1, Window::taps);
-        if packed_shape(rhs, taps * channels, self.columns).as_ref() != Some(packed)
+        let rhs_shape = match self.stored {
+            None => packed_shape(rhs, taps * channels, self.columns),
+            Some(stored) => stored.packed_shape(taps * channels, self.columns),
+        };
+        let stored_fits = self.stored.is_none_or(|stored| {
+            let groups = stored.scale_groups;
+            lhs.dtype == DType::BF16
+                && [DType::S8, DType::S4].contains(&stored.element)
+                && (groups == 0 || (channels / 2).is_multiple_of(groups))
+                && (groups > 0 || !stored.zero_point)
+        });
+        if rhs_shape.as_ref() != Some(packed)
+            || !stored_fits
             || !group(lhs.dtype).is_some_and(|group| channels.is_multiple_of(group))
         {
             return Err(wrong(format!(
@@ -362,8 +427,12 @@ impl Contract {
         let start = vec![packed.dims[0] * LANES];
         let columns = vec![self.columns];
         const FLOATS: &[DType] = &[DType::F32, DType::BF16];
+        let of_stored = self.stored.map(|stored| stored.scale_dims(self.columns));
+        let of_stored = of_stored.unwrap_or_default();
         let expected = [
             (&[DType::S32][..], start),
+            (FLOATS, of_stored.clone()),
+            (FLOATS, of_stored),
             (FLOATS, rows),
             (FLOATS, columns.clone()),
             (FLOATS, columns),
@@ -384,15 +453,35 @@ impl Contract {
         let mut rest = operands[2..].iter();
         let mut next = |flag: bool| flag.then(|| rest.next()).flatten();
         let start = next(is_int8);
+        let scales = next(self.stored.is_some_and(|stored| stored.scale_groups > 0));
+        let zero_points = next(self.stored.is_some_and(|stored| stored.zero_point));
         let row_scale = next(self.row_scale);
         let column_scale = next(self.column_scale);
         let bias = next(self.bias);
         let channels = lhs.shape.dims.last().copied().unwrap_or(1);
-        let [_, groups, lanes, group] = packed.shape.dims[..] else {
+        let [_, groups, lanes, ..] = packed.shape.dims[..] else {
             return Value::zeros(shape);
         };
+        let group = packed.shape.dims.get(3).copied().unwrap_or(2);
+        let value = |k: usize, n: usize| {
+            let lane = (n / lanes * groups + k / group) * lanes + n % lanes;
+            match self.stored.map(|stored| stored.element) {
+                Some(DType::S4) => {
+                    let half = packed.int(lane) >> (4 * (k % group));
+                    (((half & 0xf) ^ 8) - 8) as f64
+                }
+                _ => packed.float(lane * group + k % group),
+            }
+        };
         let weight = |k: usize, n: usize| {
-            packed.float(((n / lanes * groups + k / group) * lanes + n % lanes) * group + k % group)
+            let (Some(stored), Some(scales)) = (self.stored, scales) else {
+                return value(k, n);
+            };
+            let part = k % channels / (channels / stored.scale_groups);
+            let place = (n / lanes * stored.scale_groups + part) * lanes + n % lanes;
+            let steps = value(k, n) - zero_points.map_or(0.0, |points| points.float(place));
+            let value = (steps as f32) * (scales.float(place) as f32);
+            f64::from(half::bf16::from_f32(value))
         };
         let round = |x: f64| f64::from(x as f32);
         let mut out = Vec::with_capacity(shape.count());

@@ -73,9 +73,9 @@ fn lists_come_as_json_or_python() {
     );
     let rules = with(&[
         "quantization=int8",
-        "quant_rules=[{path: 'mid_block.*', dtype: none}, {path: '.*', dtype: int8}]",
+        "quant_rules=[{path: 'mid_block.*', mode: none}, {path: '.*', mode: int8}]",
     ]);
-    assert_eq!(rules.quant_rules.0[0].dtype, QuantRuleType::None);
+    assert_eq!(rules.quant_rules.0[0].mode, QuantRuleMode::None);
     assert_eq!(rules.quant_rules.0[1].path, ".*");
 }
 

@@ -3,7 +3,7 @@
 use half::{bf16, f16};
 
 use crate::dtype::DType;
-use crate::host_tensor::{HostTensor, HostTensorError};
+use crate::host_tensor::{HostTensor, HostTensorError, float8};
 use crate::shape::Shape;
 
 /// Elements of one value in row-major order: floats in `F`, integers and predicates in `I`.
@@ -120,6 +120,7 @@ fn round_float(dtype: DType, x: f64) -> f64 {
         // By way of f32: from_f64 looks at the upper half of the number only, and misses what breaks a tie.
         DType::BF16 => bf16::from_f32(x as f32).to_f64(),
         DType::F16 => f16::from_f64(x).to_f64(),
+        DType::F8E4M3Fn => f64::from(float8::decode(float8::encode(x as f32))),
         _ => x,
     }
 }

@@ -120,6 +120,30 @@ fn result_dims(kind: &Composite, operands: &[&Shape]) -> Dims {
             }
             Ok(operands[0].dims.clone())
         }
+        Composite::Dequantize {
+            along, zero_point, ..
+        } => {
+            count(2 + usize::from(*zero_point))?;
+            let (integers, scale) = (operands[0], operands[1]);
+            let sizes = kept_dims(integers, along)?;
+            let divides =
+                |(size, groups): (&usize, &usize)| *groups > 0 && size.is_multiple_of(*groups);
+            let fits = scale.rank() == sizes.len() && sizes.iter().zip(&scale.dims).all(divides);
+            if !fits {
+                return Err(format!(
+                    "the scale {scale} does not divide dimensions {along:?} of {integers}"
+                ));
+            }
+            if let Some(found) = operands.get(2)
+                && **found != scale.with_dtype(DType::S8)
+            {
+                return Err(format!(
+                    "takes the zero point {}, found {found}",
+                    scale.with_dtype(DType::S8)
+                ));
+            }
+            Ok(integers.dims.clone())
+        }
         Composite::ScaledContraction {
             contraction,
             lhs_scale,

@@ -54,6 +54,7 @@ pub(super) const SOURCES: &[(&str, &str)] = &sources![
     "set_avx_vnni.cc",
     "set_emulated.cc",
     "status.h",
+    "stored.inc",
     "stubs/mlir/IR/BuiltinOps.h",
     "threads.cc",
     "threads.h",

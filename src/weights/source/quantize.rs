@@ -9,10 +9,12 @@ use super::{Component, SourceError};
 use crate::dtype::DType;
 use crate::graph::{Range, TensorFormat};
 use crate::host_tensor::HostTensor;
-use crate::quant::{QuantizedWeight, WeightQuantError, quantize_weight, scale_dims, scale_name};
+use crate::quant::{
+    QuantizedWeight, WeightQuantError, quantize_weight, scale_name, zero_point_name,
+};
 use crate::shape::Shape;
 use crate::weights::cast::has_infinity;
-use crate::weights::quantized::{CONFIG_KEY, Quantization};
+use crate::weights::quantized::{CONFIG_KEY, Quantization, stored_tensors, to_file_order};
 use crate::weights::save::{ScatteredFile, pytorch_metadata};
 use crate::weights::{Checkpoint, TensorSpec, cast};
 
@@ -60,26 +62,18 @@ impl UNetQuantization {
 
     /// The tensors that are written, of those of the float UNet.
     pub(super) fn specs(&self, floats: Vec<TensorSpec>) -> Vec<TensorSpec> {
-        let mut specs = Vec::with_capacity(floats.len() + self.stored.weights.len());
+        let mut specs = Vec::with_capacity(2 * floats.len());
         for spec in floats {
             let format = self.stored.format_of(&spec.name);
-            let scale = format.and_then(|format| {
-                let dims = scale_dims(&spec.shape.dims, format.granularity)?;
-                Some((format, Shape::new(scale_type(format)?, dims)))
-            });
-            // One that has no such scale is refused when it is quantized.
-            let Some((format, shape)) = scale else {
-                specs.push(spec);
-                continue;
-            };
-            specs.push(TensorSpec {
-                name: scale_name(&spec.name),
-                shape,
-            });
-            specs.push(TensorSpec {
-                shape: spec.shape.with_dtype(format.element),
-                name: spec.name,
-            });
+            let stored = format.and_then(|f| stored_tensors(&spec.name, &spec.shape, f));
+            match stored {
+                Some(tensors) => {
+                    let tensors = tensors.into_iter();
+                    specs.extend(tensors.map(|(name, shape)| TensorSpec { name, shape }));
+                }
+                // One that is in float, or is refused when it is quantized.
+                None => specs.push(spec),
+            }
         }
         specs
     }
@@ -125,9 +119,13 @@ impl UNetQuantization {
                 return Ok(());
             };
             let weight = self.quantized(checkpoint, name, tensor, format)?;
-            file.write(name, &weight.values.data)?;
+            file.write(name, &to_file_order(&weight.values))?;
             file.write(&scale_name(name), &weight.scale.data)?;
-            let bytes = (weight.values.data.len() + weight.scale.data.len()) as u64;
+            let mut bytes = (weight.values.data.len() + weight.scale.data.len()) as u64;
+            if let Some(zero_point) = &weight.zero_point {
+                file.write(&zero_point_name(name), &zero_point.data)?;
+                bytes += zero_point.data.len() as u64;
+            }
             wrote(bytes);
             let source = checkpoint.info(name).map_or(0, Shape::bytes);
             let layer = name.trim_end_matches(".weight").to_owned();
@@ -179,6 +177,10 @@ impl UNetQuantization {
             layer: name.trim_end_matches(".weight").to_owned(),
             source,
         };
+        let elements = tensor.shape.dims.get(1).copied().unwrap_or(1);
+        if format.element.bits() < 8 && !elements.is_multiple_of(2) {
+            return Err(fail(WeightQuantError::Odd { elements }));
+        }
         match scale_type(format) {
             Some(scale) if scale != tensor.shape.dtype => {
                 let data = std::mem::take(&mut tensor.data);

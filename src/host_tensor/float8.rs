@@ -1,0 +1,90 @@
+//! Floats of 8 bits, `f8E4M3FN`: a sign, 4 bits of exponent, 3 of mantissa, no infinities; 0x7f and 0xff are NaN.
+
+/// The largest number.
+pub const LARGEST: f32 = 448.0;
+/// 2^-6, below which numbers are 2^-9 apart.
+const SMALLEST_NORMAL: u32 = 0x3c80_0000;
+/// Numbers near it are 2^-9 apart.
+const SUBNORMAL_STEPS: f32 = 16384.0;
+
+/// The nearest number, ties to even; NaN from 464 on, as XLA converts.
+pub fn encode(x: f32) -> u8 {
+    let bits = x.to_bits();
+    let sign = (bits >> 24) as u8 & 0x80;
+    let magnitude = bits & 0x7fff_ffff;
+    let code = if magnitude < SMALLEST_NORMAL {
+        (f32::from_bits(magnitude) + SUBNORMAL_STEPS).to_bits() - SUBNORMAL_STEPS.to_bits()
+    } else {
+        // The exponent's bias is 7 in place of 127; 20 bits of the mantissa go.
+        let odd = (magnitude >> 20) & 1;
+        (magnitude - (120 << 23)).saturating_add(0x7_ffff + odd) >> 20
+    };
+    sign | code.min(0x7f) as u8
+}
+
+/// The number of a code.
+pub fn decode(code: u8) -> f32 {
+    VALUES[usize::from(code)]
+}
+
+const VALUES: [f32; 256] = {
+    let mut values = [0.0; 256];
+    let mut code = 0;
+    while code < 256 {
+        values[code] = value(code as u32);
+        code += 1;
+    }
+    values
+};
+
+const fn value(code: u32) -> f32 {
+    let sign = (code & 0x80) << 24;
+    let magnitude = code & 0x7f;
+    if magnitude == 0x7f {
+        return f32::NAN;
+    }
+    if magnitude < 8 {
+        let value = magnitude as f32 / 512.0;
+        return f32::from_bits(value.to_bits() | sign);
+    }
+    f32::from_bits(sign | ((magnitude << 20) + (120 << 23)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn codes_are_their_numbers() {
+        for code in 0..=255u8 {
+            let value = decode(code);
+            match code & 0x7f {
+                0x7f => assert!(value.is_nan()),
+                _ => assert_eq!(encode(value), code, "{value}"),
+            }
+        }
+        assert_eq!(decode(0x7e), LARGEST);
+        assert_eq!(
+            [decode(1), decode(8), decode(0x38)],
+            [1.0 / 512.0, 1.0 / 64.0, 1.0]
+        );
+    }
+
+    #[test]
+    fn what_lies_between_goes_to_the_nearest_or_the_even_one() {
+        for code in 0..0x7e_u8 {
+            let [low, high] = [decode(code), decode(code + 1)];
+            let middle = (low + high) / 2.0;
+            let even = code + (code & 1);
+            assert_eq!(encode(middle), even);
+            assert_eq!(encode(-middle), even | 0x80);
+            assert_eq!(encode(f32::from_bits(middle.to_bits() - 1)), code);
+            assert_eq!(encode(f32::from_bits(middle.to_bits() + 1)), code + 1);
+        }
+        assert_eq!(
+            [encode(463.9), encode(464.1), encode(f32::INFINITY)],
+            [0x7e, 0x7f, 0x7f]
+        );
+        assert_eq!(encode(f32::NAN) & 0x7f, 0x7f);
+    }
+}
