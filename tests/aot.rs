@@ -72,7 +72,7 @@ fn compile(step: Step, config: &Config) -> Result<Compiled, RecipeError> {
 /// Weights of every format, on every chip: the compiled programs take the integers of each layer as they are stored.
 #[test]
 fn weights_alone_are_stored_as_integers_on_every_chip() {
-    let rules = r"quant_rules=[{path: '.*\.ff\..*', mode: int8_w8a16, granularity: 8}, {path: '.*attn1.*', mode: w4a16, numerics: quark, symmetric: False, granularity: channel}, {path: '.*proj_out', mode: fp8_w8a16, numerics: quark}, {path: '.*proj_in', mode: none}]";
+    let rules = r"quant_rules=[{path: '.*\.ff\..*', mode: int8_w8a16, granularity: 8}, {path: '.*attn1.*', mode: w4a16, numerics: quark, symmetric: False, granularity: channel}, {path: '.*proj_out', mode: fp8_w8a16}, {path: '.*proj_in', mode: none}]";
     for topology in ["v5e-1", "v6e-1", "tpu7x-2"] {
         let topology = format!("compile_topology={topology}");
         let words = [

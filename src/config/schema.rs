@@ -260,8 +260,9 @@ schema! {
         /// Qwix's rules and numerics instead of AQT's.
         use_qwix_quantization: bool = false, Used, EVERY,
             when QUANTIZED, is [FixedOnResume];
-        /// How values become integers: AQT's, Qwix's or AMD Quark's conventions. fp8_w8a16 has Quark's alone.
-        quantization_numerics: NumericsConvention = NumericsConvention::Aqt, Ours, EVERY,
+        /// How values become integers: AQT's, Qwix's or AMD Quark's conventions. Empty: AQT's, for fp8_w8a16 Quark's, which has no
+        /// others.
+        quantization_numerics: Option<NumericsConvention> = None, Ours, EVERY,
             when Both(&QUANTIZED, &Is("use_qwix_quantization", &["False"])), is [FixedOnResume];
         /// Which elements of a weight share a scale: all (`tensor`), those of an output feature (`channel`), or of it so many
         /// input features. Empty: `channel`, for w4a16 64.

@@ -44,7 +44,7 @@ pub fn policy(
         mode: config.quantization,
         granularity: config.quantization_granularity.0,
         symmetric: config.quantization_symmetric,
-        numerics: numerics(config),
+        numerics: numerics(config, config.quantization),
     };
     let policy = match (config.quantization, layers.numerics) {
         (config::Quantization::Off, _) => return Ok(None),
@@ -56,11 +56,13 @@ pub fn policy(
     policy.map(Some).map_err(RecipeError::usage)
 }
 
-/// The numerics of all layers to which no rule gives others.
-fn numerics(config: &Config) -> NumericsConvention {
-    match config.use_qwix_quantization {
-        true => NumericsConvention::Qwix,
-        false => config.quantization_numerics,
+/// The numerics of layers in `mode` to which no rule gives others.
+fn numerics(config: &Config, mode: config::Quantization) -> NumericsConvention {
+    match (config.use_qwix_quantization, config.quantization_numerics) {
+        (true, _) => NumericsConvention::Qwix,
+        (false, Some(asked)) => asked,
+        (false, None) if mode == config::Quantization::Fp8W8A16 => NumericsConvention::Quark,
+        (false, None) => NumericsConvention::Aqt,
     }
 }
 
@@ -88,7 +90,7 @@ fn rule_layers<'a>(config: &Config, rule: &'a config::QuantRule) -> Option<Layer
         mode,
         granularity: rule.granularity.0,
         symmetric: rule.symmetric.unwrap_or(true),
-        numerics: rule.numerics.unwrap_or_else(|| numerics(config)),
+        numerics: rule.numerics.unwrap_or_else(|| numerics(config, mode)),
     })
 }
 
@@ -134,7 +136,7 @@ fn formats(layers: &Layers<'_>, local_shards: usize) -> Result<Formats, RecipeEr
             if !is_here {
                 return refuse(
                     "fp8 weights are here in AMD Quark's numerics, symmetric, with one scale (tensor) or one an output feature \
-                     (channel): set numerics to quark, and leave symmetric and groups out"
+                     (channel): leave other numerics, symmetric and groups out"
                         .into(),
                 );
             }
@@ -189,18 +191,15 @@ pub fn policy_of_checkpoint(
         }
     }
     let weights = || stored.layers.values().map(|layer| layer.weight);
-    let (asked, convention) = match (config.use_qwix_quantization, config.quantization_numerics) {
-        (true, _) => ("use_qwix_quantization=True", NumericsConvention::Qwix),
-        // The default asks for nothing.
-        (false, NumericsConvention::Aqt) => ("", NumericsConvention::Aqt),
-        (false, other) => ("quantization_numerics", other),
+    let asked = match (config.use_qwix_quantization, config.quantization_numerics) {
+        (true, _) => Some(("use_qwix_quantization=True", NumericsConvention::Qwix)),
+        (false, asked) => asked.map(|asked| ("quantization_numerics", asked)),
     };
-    if let Some(other) = weights()
-        .find(|w| w.convention != convention)
-        .filter(|_| !asked.is_empty())
+    if let Some((key, asked)) = asked
+        && let Some(other) = weights().find(|w| w.convention != asked)
     {
         return refuse(format!(
-            "{asked}: weights of {place} were quantized with {}'s numerics; leave it out, or quantize the float checkpoint \
+            "{key}: weights of {place} were quantized with {}'s numerics; leave it out, or quantize the float checkpoint \
              with it",
             title(other.convention)
         ));
