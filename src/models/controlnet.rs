@@ -10,7 +10,7 @@ use crate::graph::{Builder, Init, Tensor};
 use crate::nn::{Conv2d, Precision, Remat, Result, conv2d, dims, silu};
 
 use super::unet::{self, ResSamples, UNet2DConditionConfig, UNetInputs};
-use super::{ModelConfigError, check_class, check_sizes, each_size, take_fixed};
+use super::{ModelConfigError, check_class, check_sizes, each_size, parse_error, take_fixed};
 
 const MODEL: &str = "ControlNetModel";
 
@@ -106,7 +106,7 @@ impl ControlNetConfig {
     /// # Errors
     /// When it is not JSON of the expected types, asks for something that is not built here, or contradicts itself.
     pub fn from_json(text: &str) -> std::result::Result<Self, ModelConfigError> {
-        Self::from_map(serde_json::from_str(text).map_err(parse_error)?)
+        Self::from_map(serde_json::from_str(text).map_err(parse_error(MODEL))?)
     }
 
     /// Reads and checks the fields of a `config.json`: refuses by name what is unknown or not built here, and ignores
@@ -121,7 +121,8 @@ impl ControlNetConfig {
             .partition(|(name, _)| SHARED_FIELDS.contains(&name.as_str()));
         own.retain(|name, value| !name.starts_with('_') && !value.is_null());
         take_fixed(MODEL, &mut own, "global_pool_conditions", &[json!(false)])?;
-        let condition = ConditionConfig::deserialize(Value::Object(own)).map_err(parse_error)?;
+        let condition =
+            ConditionConfig::deserialize(Value::Object(own)).map_err(parse_error(MODEL))?;
 
         // A UNet has as many up blocks; a ControlNet's configuration does not list them.
         if let Some(down) = unet.get("down_block_types").and_then(Value::as_array) {
@@ -173,13 +174,6 @@ impl ControlNetConfig {
         );
         let channels = each_size("conditioning_embedding_out_channels", channels);
         check_sizes(MODEL, std::iter::once(single).chain(channels))
-    }
-}
-
-fn parse_error(source: serde_json::Error) -> ModelConfigError {
-    ModelConfigError::Parse {
-        model: MODEL,
-        source,
     }
 }
 

@@ -91,6 +91,29 @@ fn check_sizes<F: Display>(
     Ok(())
 }
 
+/// Most layers or blocks of a kind. Each becomes operations of the program, so a slip of the keyboard would be traced for
+/// hours.
+const LARGEST_DEPTH: usize = 1000;
+
+/// Refuses more blocks than any model has, each number with the name of its field.
+fn check_depth<const N: usize>(
+    model: &'static str,
+    depths: [(&str, usize); N],
+) -> Result<(), ModelConfigError> {
+    match depths.into_iter().find(|(_, depth)| *depth > LARGEST_DEPTH) {
+        None => Ok(()),
+        Some((field, depth)) => Err(ModelConfigError::Inconsistent {
+            model,
+            message: format!("{field} = {depth}; expected at most {LARGEST_DEPTH}"),
+        }),
+    }
+}
+
+/// What `serde_json` found wrong with the configuration of `model`.
+fn parse_error(model: &'static str) -> impl Fn(serde_json::Error) -> ModelConfigError {
+    move |source| ModelConfigError::Parse { model, source }
+}
+
 /// The sizes of a list, each with its place in the list.
 fn each_size<'a>(
     field: &'static str,

@@ -14,7 +14,7 @@ use crate::nn::{
 };
 use crate::shape::Shape;
 
-use super::{ModelConfigError, check_sizes, take_fixed};
+use super::{ModelConfigError, check_depth, check_sizes, parse_error, take_fixed};
 
 const MODEL: &str = "CLIPTextModel";
 
@@ -68,16 +68,13 @@ impl Default for ClipTextConfig {
     }
 }
 
-/// Most layers.
-const LARGEST_DEPTH: usize = 1000;
-
 impl ClipTextConfig {
     /// Reads and checks a `config.json`.
     ///
     /// # Errors
     /// When it is not JSON of the expected types, asks for something that is not built here, or contradicts itself.
     pub fn from_json(text: &str) -> std::result::Result<Self, ModelConfigError> {
-        Self::from_map(serde_json::from_str(text).map_err(parse_error)?)
+        Self::from_map(serde_json::from_str(text).map_err(parse_error(MODEL))?)
     }
 
     /// Reads and checks the fields of a `config.json`.
@@ -105,7 +102,7 @@ impl ClipTextConfig {
         for field in ["attention_dropout", "dropout"] {
             take_fixed(MODEL, &mut fields, field, &[json!(0.0), json!(0)])?;
         }
-        let config = Self::deserialize(Value::Object(fields)).map_err(parse_error)?;
+        let config = Self::deserialize(Value::Object(fields)).map_err(parse_error(MODEL))?;
         config.check()?;
         Ok(config)
     }
@@ -160,21 +157,7 @@ impl ClipTextConfig {
                 self.num_attention_heads, self.hidden_size
             ));
         }
-        // Each layer becomes operations of the program, so a slip of the keyboard would be traced for hours.
-        if self.num_hidden_layers > LARGEST_DEPTH {
-            return inconsistent(format!(
-                "num_hidden_layers = {}; expected at most {LARGEST_DEPTH}",
-                self.num_hidden_layers
-            ));
-        }
-        Ok(())
-    }
-}
-
-fn parse_error(source: serde_json::Error) -> ModelConfigError {
-    ModelConfigError::Parse {
-        model: MODEL,
-        source,
+        check_depth(MODEL, [("num_hidden_layers", self.num_hidden_layers)])
     }
 }
 

@@ -5,11 +5,11 @@ use serde_json::{Map, Value, json};
 
 use crate::dtype::DType;
 use crate::graph::{Builder, DotDims, Init, Tensor};
-use crate::models::{ModelConfigError, check_sizes, take_fixed};
+use crate::models::{LARGEST_DEPTH, ModelConfigError, check_sizes, take_fixed};
 use crate::nn::{Activation, Attention, Linear, Precision, Result, dims, layer_norm, linear};
 use crate::shape::Shape;
 
-use super::{EncoderLayer, LARGEST_DEPTH, encoder_layer};
+use super::{EncoderLayer, encoder_layer};
 
 const MODEL: &str = "CLIPVisionModelWithProjection";
 

@@ -3,7 +3,9 @@
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
-use crate::models::{ModelConfigError, check_class, check_sizes, take_fixed};
+use crate::models::{
+    ModelConfigError, check_class, check_depth, check_sizes, parse_error, take_fixed,
+};
 
 pub const MODEL: &str = "FluxTransformer2DModel";
 
@@ -54,16 +56,13 @@ impl Default for FluxTransformer2DConfig {
 /// Axes of a position: one that is always 0, row and column.
 pub const POSITION_AXES: usize = 3;
 
-/// Most blocks of a kind.
-const LARGEST_DEPTH: usize = 1000;
-
 impl FluxTransformer2DConfig {
     /// Reads and checks a `config.json`.
     ///
     /// # Errors
     /// When it is not JSON of the expected types, asks for something that is not built here, or contradicts itself.
     pub fn from_json(text: &str) -> Result<Self, ModelConfigError> {
-        Self::from_map(serde_json::from_str(text).map_err(parse_error)?)
+        Self::from_map(serde_json::from_str(text).map_err(parse_error(MODEL))?)
     }
 
     /// Reads and checks the fields of a `config.json`.
@@ -75,7 +74,7 @@ impl FluxTransformer2DConfig {
         fields.retain(|name, value| !name.starts_with('_') && !value.is_null());
         fields.remove("quantization_config");
         take_fixed(MODEL, &mut fields, "patch_size", &[json!(1)])?;
-        let config = Self::deserialize(Value::Object(fields)).map_err(parse_error)?;
+        let config = Self::deserialize(Value::Object(fields)).map_err(parse_error(MODEL))?;
         config.check()?;
         Ok(config)
     }
@@ -113,17 +112,11 @@ impl FluxTransformer2DConfig {
                 ("num_attention_heads * attention_head_dim", self.inner_dim()),
             ],
         )?;
-        // Each block becomes operations of the program, so a slip of the keyboard would be traced for hours.
-        for (field, blocks) in [
+        let depths = [
             ("num_layers", self.num_layers),
             ("num_single_layers", self.num_single_layers),
-        ] {
-            if blocks > LARGEST_DEPTH {
-                return inconsistent(format!(
-                    "{field} = {blocks}; expected at most {LARGEST_DEPTH}"
-                ));
-            }
-        }
+        ];
+        check_depth(MODEL, depths)?;
         let axes = &self.axes_dims_rope;
         let sum = axes
             .iter()
@@ -136,13 +129,6 @@ impl FluxTransformer2DConfig {
             ));
         }
         Ok(())
-    }
-}
-
-fn parse_error(source: serde_json::Error) -> ModelConfigError {
-    ModelConfigError::Parse {
-        model: MODEL,
-        source,
     }
 }
 

@@ -80,21 +80,19 @@ const fn single_file(claims: fn(&OriginalTensors) -> Claim) -> SingleFile {
             read: original::read,
         },
         autoencoder: &vae::original::ROOTS,
-        text_encoders: &[
-            Root {
-                prefix: "text_encoders.clip_l.transformer.",
-                part: Part::TextEncoder,
-                read: |tensors, _| clip::original::read(tensors, "quick_gelu", Projection::None),
-            },
-            Root {
-                prefix: "text_encoders.t5xxl.transformer.",
-                part: Part::TextEncoder2,
-                read: |tensors, _| t5::original::read(tensors),
-            },
-        ],
+        text_encoders: &TEXT_ROOTS,
         unknown_prediction: None,
     }
 }
+
+const TEXT_ROOTS: [Root; 2] = [
+    Root {
+        prefix: "text_encoders.clip_l.transformer.",
+        part: Part::TextEncoder,
+        read: |tensors, _| clip::original::read(tensors, "quick_gelu", Projection::None),
+    },
+    t5::original::root(Part::TextEncoder2),
+];
 
 /// CLIP's pooled output, and T5's hidden states of so many tokens.
 const fn text_encoders(tokens: usize) -> [TextEncoderSpec; 2] {

@@ -3,7 +3,9 @@
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
-use crate::models::{ModelConfigError, check_class, check_sizes, take_fixed};
+use crate::models::{
+    ModelConfigError, check_class, check_depth, check_sizes, parse_error, take_fixed,
+};
 
 pub const MODEL: &str = "PixArtTransformer2DModel";
 
@@ -12,9 +14,6 @@ pub const OLD_CLASS: &str = "Transformer2DModel";
 
 /// Rows and columns of latents in a token.
 pub const PATCH: usize = 2;
-
-/// Most blocks.
-const LARGEST_DEPTH: usize = 1000;
 
 /// Latents of a side at 1024 x 1024 pixels, for which diffusers' default is to take the size.
 const SIDE_OF_1024: usize = 128;
@@ -69,7 +68,7 @@ impl PixArtTransformer2DConfig {
     /// # Errors
     /// When it is not JSON of the expected types, asks for something that is not built here, or contradicts itself.
     pub fn from_json(text: &str) -> Result<Self, ModelConfigError> {
-        Self::from_map(serde_json::from_str(text).map_err(parse_error)?)
+        Self::from_map(serde_json::from_str(text).map_err(parse_error(MODEL))?)
     }
 
     /// Reads and checks the fields of a `config.json`.
@@ -102,7 +101,7 @@ impl PixArtTransformer2DConfig {
         ] {
             take_fixed(MODEL, &mut fields, field, &[only])?;
         }
-        let config = Self::deserialize(Value::Object(fields)).map_err(parse_error)?;
+        let config = Self::deserialize(Value::Object(fields)).map_err(parse_error(MODEL))?;
         config.check()?;
         Ok(config)
     }
@@ -176,20 +175,7 @@ impl PixArtTransformer2DConfig {
                 self.sample_size
             ));
         }
-        // Each block becomes operations of the program, so a slip of the keyboard would be traced for hours.
-        match self.num_layers {
-            layers if layers > LARGEST_DEPTH => inconsistent(format!(
-                "num_layers = {layers}; expected at most {LARGEST_DEPTH}"
-            )),
-            _ => Ok(()),
-        }
-    }
-}
-
-fn parse_error(source: serde_json::Error) -> ModelConfigError {
-    ModelConfigError::Parse {
-        model: MODEL,
-        source,
+        check_depth(MODEL, [("num_layers", self.num_layers)])
     }
 }
 

@@ -96,11 +96,7 @@ const fn published(
     }
 }
 
-const T5_ROOT: [Root; 1] = [Root {
-    prefix: "text_encoders.t5xxl.transformer.",
-    part: Part::TextEncoder,
-    read: |tensors, _| t5::original::read(tensors),
-}];
+const T5_ROOT: [Root; 1] = [t5::original::root(Part::TextEncoder)];
 
 /// Whether a folder's transformer is PixArt's, and of Sigma: its configurations say that there are no additional
 /// conditions, while alpha's leave open whether there are.

@@ -3,15 +3,14 @@
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
-use crate::models::{ModelConfigError, check_class, check_sizes, take_fixed};
+use crate::models::{
+    ModelConfigError, check_class, check_depth, check_sizes, parse_error, take_fixed,
+};
 
 pub const MODEL: &str = "SD3Transformer2DModel";
 
 /// Rows and columns of latents in a token.
 pub const PATCH: usize = 2;
-
-/// Most blocks.
-const LARGEST_DEPTH: usize = 1000;
 
 /// Attributes of the transformer, with the names and defaults of diffusers' `SD3Transformer2DModel`.
 ///
@@ -74,7 +73,7 @@ impl Sd3Transformer2DConfig {
     /// # Errors
     /// When it is not JSON of the expected types, asks for something that is not built here, or contradicts itself.
     pub fn from_json(text: &str) -> Result<Self, ModelConfigError> {
-        Self::from_map(serde_json::from_str(text).map_err(parse_error)?)
+        Self::from_map(serde_json::from_str(text).map_err(parse_error(MODEL))?)
     }
 
     /// Reads and checks the fields of a `config.json`.
@@ -87,7 +86,7 @@ impl Sd3Transformer2DConfig {
         fields.retain(|name, value| !name.starts_with('_') && !value.is_null());
         fields.remove("quantization_config");
         take_fixed(MODEL, &mut fields, "patch_size", &[json!(PATCH)])?;
-        let mut config = Self::deserialize(Value::Object(fields)).map_err(parse_error)?;
+        let mut config = Self::deserialize(Value::Object(fields)).map_err(parse_error(MODEL))?;
         if has_no_out_channels {
             config.out_channels = None;
         }
@@ -142,26 +141,14 @@ impl Sd3Transformer2DConfig {
                 self.caption_projection_dim
             ));
         }
-        // Each block becomes operations of the program, so a slip of the keyboard would be traced for hours.
         let layers = self.num_layers;
-        if layers > LARGEST_DEPTH {
-            return inconsistent(format!(
-                "num_layers = {layers}; expected at most {LARGEST_DEPTH}"
-            ));
-        }
+        check_depth(MODEL, [("num_layers", layers)])?;
         if let Some(layer) = self.dual_attention_layers.iter().find(|l| **l >= layers) {
             return inconsistent(format!(
                 "dual_attention_layers has {layer}, but num_layers = {layers}"
             ));
         }
         Ok(())
-    }
-}
-
-fn parse_error(source: serde_json::Error) -> ModelConfigError {
-    ModelConfigError::Parse {
-        model: MODEL,
-        source,
     }
 }
 

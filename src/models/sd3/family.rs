@@ -129,11 +129,7 @@ const TEXT_ROOTS: [Root; 3] = [
         part: Part::TextEncoder2,
         read: |tensors, _| clip::original::read(tensors, "gelu", Projection::Stored),
     },
-    Root {
-        prefix: "text_encoders.t5xxl.transformer.",
-        part: Part::TextEncoder3,
-        read: |tensors, _| t5::original::read(tensors),
-    },
+    t5::original::root(Part::TextEncoder3),
 ];
 
 /// Whether queries and keys are normed, and whether there are layers with a second attention, in a folder.

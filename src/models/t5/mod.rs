@@ -15,7 +15,7 @@ use crate::nn::{
 use crate::shape::Shape;
 
 use super::clip::INPUT_IDS;
-use super::{ModelConfigError, check_sizes, take_fixed};
+use super::{LARGEST_DEPTH, ModelConfigError, check_sizes, parse_error, take_fixed};
 
 const MODEL: &str = "T5EncoderModel";
 
@@ -62,16 +62,13 @@ impl Default for T5EncoderConfig {
     }
 }
 
-/// Most layers.
-const LARGEST_DEPTH: usize = 1000;
-
 impl T5EncoderConfig {
     /// Reads and checks a `config.json`.
     ///
     /// # Errors
     /// When it is not JSON of the expected types, asks for something that is not built here, or contradicts itself.
     pub fn from_json(text: &str) -> std::result::Result<Self, ModelConfigError> {
-        Self::from_map(serde_json::from_str(text).map_err(parse_error)?)
+        Self::from_map(serde_json::from_str(text).map_err(parse_error(MODEL))?)
     }
 
     /// Reads and checks the fields of a `config.json`.
@@ -91,7 +88,7 @@ impl T5EncoderConfig {
                 expected: "\"gated-gelu\", that of T5 v1.1".to_string(),
             });
         }
-        let config = Self::deserialize(Value::Object(fields)).map_err(parse_error)?;
+        let config = Self::deserialize(Value::Object(fields)).map_err(parse_error(MODEL))?;
         config.check()?;
         Ok(config)
     }
@@ -167,13 +164,6 @@ impl T5EncoderConfig {
         };
         let last = length as i64 - 1;
         (-last..=last).map(bucket).collect()
-    }
-}
-
-fn parse_error(source: serde_json::Error) -> ModelConfigError {
-    ModelConfigError::Parse {
-        model: MODEL,
-        source,
     }
 }
 

@@ -2,7 +2,19 @@
 
 use serde_json::{Map, json};
 
-use crate::models::original::{Converted, OriginalPart, OriginalTensors, StructureError, set};
+use crate::models::Part;
+use crate::models::original::{
+    Converted, OriginalPart, OriginalTensors, Root, StructureError, set,
+};
+
+/// Where files of whole models have T5-XXL, which becomes this part.
+pub const fn root(part: Part) -> Root {
+    Root {
+        prefix: "text_encoders.t5xxl.transformer.",
+        part,
+        read: |tensors, _| read(tensors),
+    }
+}
 
 /// Reads the tensors of an encoder.
 ///

@@ -3,7 +3,9 @@
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use serde_json::{Map, Value, json};
 
-use crate::models::{ModelConfigError, check_class, check_sizes, each_size, take_fixed};
+use crate::models::{
+    LARGEST_DEPTH, ModelConfigError, check_class, check_sizes, each_size, parse_error, take_fixed,
+};
 use crate::nn::Activation;
 
 const MODEL: &str = "UNet2DConditionModel";
@@ -204,16 +206,13 @@ const LARGEST_LEVELS: usize = 16;
 /// Largest side of a convolution's kernel.
 const LARGEST_KERNEL: usize = 99;
 
-/// Largest number of layers of the down blocks, those of transformers included.
-const LARGEST_DEPTH: usize = 1000;
-
 impl UNet2DConditionConfig {
     /// Reads and checks a `config.json`.
     ///
     /// # Errors
     /// When it is not JSON of the expected types, asks for something that is not built here, or contradicts itself.
     pub fn from_json(text: &str) -> Result<Self, ModelConfigError> {
-        let fields = serde_json::from_str(text).map_err(parse_error)?;
+        let fields = serde_json::from_str(text).map_err(parse_error(MODEL))?;
         Self::from_map(fields)
     }
 
@@ -249,7 +248,7 @@ impl UNet2DConditionConfig {
             }
             take_fixed(MODEL, &mut fields, field, &allowed)?;
         }
-        let config = Self::deserialize(Value::Object(fields)).map_err(parse_error)?;
+        let config = Self::deserialize(Value::Object(fields)).map_err(parse_error(MODEL))?;
         config.check()?;
         Ok(config)
     }
@@ -409,13 +408,6 @@ fn inconsistent(message: impl Into<String>) -> Result<(), ModelConfigError> {
         model: MODEL,
         message: message.into(),
     })
-}
-
-fn parse_error(source: serde_json::Error) -> ModelConfigError {
-    ModelConfigError::Parse {
-        model: MODEL,
-        source,
-    }
 }
 
 impl<'de> Deserialize<'de> for UNet2DConditionConfig {

@@ -4,7 +4,9 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use serde_json::{Map, Value};
 
 use crate::models::unet::SampleSize;
-use crate::models::{ModelConfigError, check_class, check_sizes, each_size, take_fixed};
+use crate::models::{
+    LARGEST_DEPTH, ModelConfigError, check_class, check_sizes, each_size, parse_error, take_fixed,
+};
 use crate::nn::Activation;
 
 use super::LatentScale;
@@ -86,16 +88,13 @@ impl Default for AutoencoderKlConfig {
 /// Largest number of blocks of the encoder or the decoder: each halves height and width.
 const LARGEST_LEVELS: usize = 16;
 
-/// Largest number of layers of all blocks of the encoder or the decoder.
-const LARGEST_DEPTH: usize = 1000;
-
 impl AutoencoderKlConfig {
     /// Reads and checks a `config.json`.
     ///
     /// # Errors
     /// When it is not JSON of the expected types, asks for something that is not built here, or contradicts itself.
     pub fn from_json(text: &str) -> Result<Self, ModelConfigError> {
-        Self::from_map(serde_json::from_str(text).map_err(parse_error)?)
+        Self::from_map(serde_json::from_str(text).map_err(parse_error(MODEL))?)
     }
 
     /// Reads and checks the fields of a `config.json`.
@@ -109,7 +108,7 @@ impl AutoencoderKlConfig {
         for field in ["latents_mean", "latents_std"] {
             take_fixed(MODEL, &mut fields, field, &[Value::Null])?;
         }
-        let config = Self::deserialize(Value::Object(fields)).map_err(parse_error)?;
+        let config = Self::deserialize(Value::Object(fields)).map_err(parse_error(MODEL))?;
         config.check()?;
         Ok(config)
     }
@@ -208,13 +207,6 @@ impl AutoencoderKlConfig {
             ));
         }
         Ok(())
-    }
-}
-
-fn parse_error(source: serde_json::Error) -> ModelConfigError {
-    ModelConfigError::Parse {
-        model: MODEL,
-        source,
     }
 }
 

@@ -4,7 +4,9 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use crate::graph::{Builder, Tensor};
-use crate::models::{ModelConfigError, check_class, check_sizes, each_size, take_fixed};
+use crate::models::{
+    LARGEST_DEPTH, ModelConfigError, check_class, check_sizes, each_size, take_fixed,
+};
 use crate::nn::{Conv2d, Precision, Result, constrain_image, conv2d, upsample_nearest_2x};
 
 use super::LatentScale;
@@ -13,8 +15,6 @@ const MODEL: &str = "AutoencoderTiny";
 
 /// Largest number of stages: each but one halves height and width.
 const LARGEST_LEVELS: usize = 16;
-/// Largest number of blocks of the encoder or the decoder.
-const LARGEST_DEPTH: usize = 1000;
 /// The side in pixels of the tiles that diffusers decodes large latents in.
 const TILE: usize = 512;
 /// Latents are bounded to about this on their way into the decoder.
