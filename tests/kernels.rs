@@ -99,7 +99,7 @@ fn graph_of(build: impl Fn(&Builder) -> Vec<Tensor>, int8: bool) -> Graph {
 
 /// With kernels where they run.
 fn on_device(session: &Session, graph: &Graph) -> Graph {
-    let found = session.backend().claim(graph).unwrap().into_owned();
+    let found = session.backend().claim(graph, 1).unwrap().into_owned();
     assert_eq!(kernels(&found).is_empty(), !kernels_run());
     found
 }
@@ -704,5 +704,5 @@ fn silu(b: &Builder, x: Tensor) -> Tensor {
 fn partitioned_programs_have_no_kernels() {
     let graph = graph_of(contractions, false);
     let session = cpu_session(2);
-    assert!(kernels(&session.backend().claim(&graph).unwrap()).is_empty());
+    assert!(kernels(&session.backend().claim(&graph, 1).unwrap()).is_empty());
 }

@@ -90,8 +90,13 @@ fn a_new_client_loads_the_same_program() {
     for (dtype, int8, devices) in kinds {
         let graph = graph(dtype, int8);
         let inputs = inputs(&graph);
-        let run =
-            |session: &Session| run_on(session, &session.backend().claim(&graph).unwrap(), &inputs);
+        let run = |session: &Session| {
+            run_on(
+                session,
+                &session.backend().claim(&graph, 1).unwrap(),
+                &inputs,
+            )
+        };
         let plain = run(&cpu_session(devices));
 
         let first = session(devices, dir.path());

@@ -165,7 +165,7 @@ fn every_instruction_set_widens_stored_weights() {
         for format in [bytes, halves] {
             let graph = graph(format);
             let inputs = inputs(&graph);
-            let with = session.backend().claim(&graph).unwrap().into_owned();
+            let with = session.backend().claim(&graph, 1).unwrap().into_owned();
             assert_eq!(contracts(&with).len(), 6);
             let expected = evaluate(&graph, &inputs).unwrap();
             let found = run_on(&session, &with, &inputs);

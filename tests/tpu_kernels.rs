@@ -1,8 +1,9 @@
 //! The TPU kernels against the graphs that they stand for, on the host; and that the TPU compiler takes them.
 
+use maxdiff::aot::{self, Compiled, Compiler};
 use maxdiff::backend::tpu::claim;
 use maxdiff::dtype::DType;
-use maxdiff::emit::{EmitOptions, stablehlo};
+use maxdiff::emit::{DotPrecision, EmitOptions, stablehlo};
 use maxdiff::graph::{Binary, Builder, Composite, Graph, Init, Op, Tensor, evaluate};
 use maxdiff::host_tensor::HostTensor;
 use maxdiff::kernels::{Case, Layer};
@@ -14,6 +15,7 @@ use maxdiff::nn::{
 use maxdiff::pjrt::{CompileOptions, Topology};
 use maxdiff::quant::{Policy, lower};
 use maxdiff::shape::Shape;
+use maxdiff::shard::{Axis, LogicalAxisRules, Parallelism};
 use maxdiff::topology::Accelerator;
 use serde_json::json;
 
@@ -80,7 +82,7 @@ fn attention_is_its_body() {
     ];
     for case in cases {
         let graph = layer(case, false);
-        let kernel = claim(&graph, true).unwrap();
+        let kernel = claim(&graph, true, 1).unwrap();
         assert_eq!(calls(&kernel), 1, "{case:?}");
         let error = distance(&graph, &kernel);
         // Each rounds its weights and its result to bf16, by up to 2^-9 (2e-3), and the weights differ by a factor: the
@@ -92,7 +94,7 @@ fn attention_is_its_body() {
 #[test]
 fn a_query_without_a_number_has_no_result_and_the_others_have() {
     let graph = layer([1, 2, 19, 77, 64], false);
-    let kernel = claim(&graph, true).unwrap();
+    let kernel = claim(&graph, true, 1).unwrap();
     let mut inputs = inputs(&graph);
     let mut values = inputs[0].to_f64_vec().unwrap();
     // The second head of the third query.
@@ -113,17 +115,47 @@ fn what_no_kernel_takes_stays() {
     let causal = layer([1, 2, 16, 16, 64], true);
     let many = layer([1, 2, 16, 40_000, 64], false);
     for graph in [causal, many] {
-        assert_eq!(calls(&claim(&graph, true).unwrap()), 0);
+        assert_eq!(calls(&claim(&graph, true, 1).unwrap()), 0);
     }
+}
+
+/// A layer by its dimensions in order, in int8 or in bf16.
+fn alone(layer: Layer, dims: &[usize], int8: bool) -> Graph {
+    let pairs = layer.dims().iter().zip(dims);
+    let given: Vec<String> = pairs
+        .map(|((name, _), size)| format!("{name}={size}"))
+        .collect();
+    let case = Case::new(layer, &given, int8).unwrap();
+    lower(&case.traced().unwrap().graph).unwrap()
 }
 
 /// A linear layer in int8: batch, tokens, inputs, outputs.
 fn linear(dims: [usize; 4]) -> Graph {
-    let names = ["batch", "tokens", "inputs", "outputs"];
-    let pairs = names.iter().zip(dims);
-    let given: Vec<String> = pairs.map(|(name, size)| format!("{name}={size}")).collect();
-    let case = Case::new(Layer::Linear, &given, true).unwrap();
-    lower(&case.traced().unwrap().graph).unwrap()
+    alone(Layer::Linear, &dims, true)
+}
+
+#[test]
+fn products_and_convolutions_of_bf16_are_their_bodies() {
+    // Rows, terms and columns that fill no block; several blocks of columns. The convolutions: several images, channels that
+    // fill no register; several blocks of outputs. Smaller ones stay.
+    let layers: [(Layer, &[usize], usize); 7] = [
+        (Layer::Linear, &[2, 25, 136, 200], 1),
+        (Layer::Linear, &[1, 32, 128, 1408], 1),
+        (Layer::Linear, &[1, 32, 128, 64], 0),
+        (Layer::Conv2d, &[2, 2, 32, 136, 130, 3], 1),
+        (Layer::Conv2d, &[1, 1, 32, 128, 1408, 1], 1),
+        (Layer::Conv2d, &[1, 1, 32, 64, 128, 3], 0),
+        (Layer::Conv2d, &[1, 1, 40, 128, 128, 1], 0),
+    ];
+    for (layer, dims, count) in layers {
+        let graph = alone(layer, dims, false);
+        // Every chip multiplies bf16.
+        let kernel = claim(&graph, false, 1).unwrap();
+        assert_eq!(calls(&kernel), count, "{layer} {dims:?}");
+        // Sums in another order are rounded to bf16.
+        let error = distance(&graph, &kernel);
+        assert!(error <= 5e-4, "{layer} {dims:?}: {error}");
+    }
 }
 
 #[test]
@@ -137,7 +169,7 @@ fn an_int8_product_is_its_body() {
     ];
     for case in cases {
         let graph = linear(case);
-        let kernel = claim(&graph, true).unwrap();
+        let kernel = claim(&graph, true, 1).unwrap();
         assert_eq!(calls(&kernel), 1, "{case:?}");
         let mut inputs = inputs(&graph);
         let mut x = inputs[0].to_f64_vec().unwrap();
@@ -163,11 +195,7 @@ fn convolution([batch, height, width, inputs, outputs]: [usize; 5]) -> Graph {
 
 /// A convolution of int8 with its bias; the last of the sizes is the kernel's side.
 fn convolution_of(dims: [usize; 6]) -> Graph {
-    let names = ["batch", "height", "width", "inputs", "outputs", "kernel"];
-    let pairs = names.iter().zip(dims);
-    let given: Vec<String> = pairs.map(|(name, size)| format!("{name}={size}")).collect();
-    let case = Case::new(Layer::Conv2d, &given, true).unwrap();
-    lower(&case.traced().unwrap().graph).unwrap()
+    alone(Layer::Conv2d, &dims, true)
 }
 
 #[test]
@@ -187,7 +215,7 @@ fn an_int8_convolution_is_its_body() {
     ];
     for case in cases {
         let graph = convolution_of(case);
-        let kernel = claim(&graph, true).unwrap();
+        let kernel = claim(&graph, true, 1).unwrap();
         assert_eq!(calls(&kernel), 2, "{case:?}");
         let mut inputs = inputs(&graph);
         let mut x = inputs[0].to_f64_vec().unwrap();
@@ -216,42 +244,58 @@ fn convolutions_that_the_kernel_does_not_compute_stay() {
         ([1, 4, 32, 8, 8], false, 0),
     ];
     for (case, int8, ranges) in cases {
-        let kernel = claim(&convolution(case), int8).unwrap();
+        let kernel = claim(&convolution(case), int8, 1).unwrap();
         assert_eq!(calls(&kernel), ranges, "{case:?}");
     }
 }
 
-#[test]
-fn a_convolution_takes_the_sum_that_follows_it() {
+/// Convolutions of `channels` channels, in int8 or in bf16, with a kernel of `side`, and what is added to them.
+fn sums_of_convolutions(channels: usize, side: usize, int8: bool) -> Graph {
     let b = Builder::new();
-    let shape = Shape::new(DType::BF16, [2, 4, 32, 24]);
-    let x = b.input("x", shape, &[]).unwrap();
+    let image = [2, 4, 32, channels];
+    let x = b.input("x", Shape::new(DType::BF16, image), &[]).unwrap();
     let precision = Precision {
         weights: DType::BF16,
         activations: DType::BF16,
     };
     let m = b.root("m");
-    let conv = |name: &str| conv2d(&m.scope(name), x, Conv2d::same(24, 3), precision).unwrap();
+    let conv =
+        |name: &str| conv2d(&m.scope(name), x, Conv2d::same(channels, side), precision).unwrap();
     let two = b.add(conv("one"), conv("two")).unwrap();
     let y = b.add(conv("three"), b.add(x, two).unwrap()).unwrap();
     // The same for all pixels of an image.
-    let time = b
-        .input("time", Shape::new(DType::BF16, [2, 24]), &[])
-        .unwrap();
-    let over_pixels = b.broadcast_in_dim(time, &[0, 3], &[2, 4, 32, 24]).unwrap();
+    let time = Shape::new(DType::BF16, [2, channels]);
+    let time = b.input("time", time, &[]).unwrap();
+    let over_pixels = b.broadcast_in_dim(time, &[0, 3], &image).unwrap();
     let four = b.add(conv("four"), over_pixels).unwrap();
     let y = b.add(y, four).unwrap();
     b.output("y", y, None).unwrap();
-    let policy = Policy::aqt_int8("m/", 1, Vec::new(), &[]).unwrap();
+    lowered(b, int8)
+}
+
+/// The program of `b`, whose layers are under `m/`, quantized to int8 if asked for.
+fn lowered(b: Builder, int8: bool) -> Graph {
     let traced = Traced::new("layer", b.finish());
-    let graph = lower(&traced.quantized(Some(&policy)).unwrap().graph).unwrap();
-    let kernel = claim(&graph, true).unwrap();
-    let nodes = kernel.nodes.iter().zip(kernel.live_nodes());
-    let is_sum = |op: &Op| matches!(op, Op::Binary(Binary::Add));
-    let left = nodes.filter(|(node, live)| *live && is_sum(&node.op));
-    // Each convolution with its range; what is left is `x + two` and the last sum.
-    assert_eq!((calls(&kernel), left.count()), (8, 2));
-    assert_eq!(distance(&graph, &kernel), 0.0);
+    let policy = Policy::aqt_int8("m/", 1, Vec::new(), &[]).unwrap();
+    let traced = traced.quantized(int8.then_some(&policy)).unwrap();
+    lower(&traced.graph).unwrap()
+}
+
+#[test]
+fn a_convolution_takes_the_sum_that_follows_it() {
+    // In int8 each convolution has its range beside it.
+    let cases = [(24, 3, true, 8, 0.0), (128, 1, false, 4, 2e-3)];
+    for (channels, side, int8, count, tolerance) in cases {
+        let graph = sums_of_convolutions(channels, side, int8);
+        let kernel = claim(&graph, true, 1).unwrap();
+        let nodes = kernel.nodes.iter().zip(kernel.live_nodes());
+        let is_sum = |op: &Op| matches!(op, Op::Binary(Binary::Add));
+        let left = nodes.filter(|(node, live)| *live && is_sum(&node.op));
+        // What is left is `x + two` and the last sum.
+        assert_eq!((calls(&kernel), left.count()), (count, 2));
+        let error = distance(&graph, &kernel);
+        assert!(error <= tolerance, "{channels} channels: {error}");
+    }
 }
 
 /// A layer of images alone, by its dimensions in order.
@@ -275,7 +319,7 @@ fn a_group_norm_is_its_body() {
     for case in cases {
         for (layer, limit) in [(Layer::GroupNorm, 1e-3), (Layer::GroupNormSilu, 4e-3)] {
             let graph = of_images(layer, &case);
-            let kernel = claim(&graph, true).unwrap();
+            let kernel = claim(&graph, true, 1).unwrap();
             assert_eq!(calls(&kernel), 2, "{case:?}");
             // Where sums in another order round otherwise; the body rounds within SiLU too, the kernel after it.
             let error = distance(&graph, &kernel);
@@ -284,7 +328,7 @@ fn a_group_norm_is_its_body() {
     }
     // Pixels that fill no tile.
     let graph = of_images(Layer::GroupNorm, &[1, 3, 5, 32, 4]);
-    assert_eq!(calls(&claim(&graph, true).unwrap()), 0);
+    assert_eq!(calls(&claim(&graph, true, 1).unwrap()), 0);
 }
 
 /// The norm and the int8 convolution of two images' channels, one after the other.
@@ -310,9 +354,7 @@ fn joined(channels: [usize; 2]) -> Graph {
     let y = group_norm(&m.scope("norm"), x, norm, precision).unwrap();
     let y = conv2d(&m.scope("conv"), y, Conv2d::same(24, 3), precision).unwrap();
     b.output("y", y, None).unwrap();
-    let policy = Policy::aqt_int8("m/", 1, Vec::new(), &[]).unwrap();
-    let traced = Traced::new("layer", b.finish());
-    lower(&traced.quantized(Some(&policy)).unwrap().graph).unwrap()
+    lowered(b, true)
 }
 
 #[test]
@@ -320,7 +362,7 @@ fn channels_side_by_side_are_their_concatenation() {
     // Norm and convolution are two kernels each; channels that fill no register are left to the compiler.
     for (channels, expected) in [([128, 24], 5), ([24, 128], 4)] {
         let graph = joined(channels);
-        let kernel = claim(&graph, true).unwrap();
+        let kernel = claim(&graph, true, 1).unwrap();
         assert_eq!(calls(&kernel), expected, "{channels:?}");
         // A number of the norm that rounds otherwise may be another integer.
         let error = distance(&graph, &kernel);
@@ -348,13 +390,13 @@ fn norms_between_the_compilers_convolutions_stay() {
     let y = upsample_nearest_2x(&m, y).unwrap();
     let y = conv2d(&m.scope("conv"), y, Conv2d::same(16, 3), precision).unwrap();
     b.output("y", y, None).unwrap();
-    assert_eq!(calls(&claim(&b.finish(), true).unwrap()), 0);
+    assert_eq!(calls(&claim(&b.finish(), true, 1).unwrap()), 0);
 }
 
 #[test]
 fn silu_of_numbers_far_from_zero_is_its_body() {
     let graph = of_images(Layer::GroupNormSilu, &[1, 16, 16, 1, 1]);
-    let kernel = claim(&graph, true).unwrap();
+    let kernel = claim(&graph, true, 1).unwrap();
     let mut inputs = inputs(&graph);
     for (input, value) in graph.inputs.iter().zip(&mut inputs) {
         let count = input.shape.count();
@@ -384,12 +426,12 @@ fn silu_of_numbers_far_from_zero_is_its_body() {
 fn upsampling_is_its_body() {
     for case in [[2, 3, 16, 24], [1, 1, 48, 320]] {
         let graph = of_images(Layer::UpsampleNearest2x, &case);
-        let kernel = claim(&graph, false).unwrap();
+        let kernel = claim(&graph, false, 1).unwrap();
         assert_eq!(calls(&kernel), 1, "{case:?}");
         assert_eq!(distance(&graph, &kernel), 0.0, "{case:?}");
     }
     let graph = of_images(Layer::UpsampleNearest2x, &[1, 3, 5, 8]);
-    assert_eq!(calls(&claim(&graph, false).unwrap()), 0);
+    assert_eq!(calls(&claim(&graph, false, 1).unwrap()), 0);
 }
 
 /// An int8 layer of 32 outputs, and what follows it.
@@ -417,7 +459,7 @@ fn an_int8_product_takes_what_follows_it() {
     let sum = followed(|b, y, other| b.add(other, y).unwrap());
     let gated = followed(|b, y, _| gated_gelu(&b.root("m"), y).unwrap());
     for (graph, tolerance) in [(sum, 0.0), (gated, 8e-3)] {
-        let kernel = claim(&graph, true).unwrap();
+        let kernel = claim(&graph, true, 1).unwrap();
         let is_left = |op: &Op| match op {
             Op::Composite { kind, .. } => *kind == Composite::GatedGelu,
             op => matches!(op, Op::Binary(Binary::Add)),
@@ -430,8 +472,12 @@ fn an_int8_product_takes_what_follows_it() {
     }
 }
 
-/// Layer norm of rows, and what reads it, in int8.
-fn normed([rows, features]: [usize; 2], read: impl FnOnce(&Builder, Tensor) -> Tensor) -> Graph {
+/// Layer norm of rows, and what reads it, in int8 or in bf16.
+fn normed_in(
+    int8: bool,
+    [rows, features]: [usize; 2],
+    read: impl FnOnce(&Builder, Tensor) -> Tensor,
+) -> Graph {
     let b = Builder::new();
     let shape = Shape::new(DType::BF16, [1, rows, features]);
     let x = b.input("x", shape, &[]).unwrap();
@@ -443,9 +489,12 @@ fn normed([rows, features]: [usize; 2], read: impl FnOnce(&Builder, Tensor) -> T
     let y = layer_norm(&m.scope("norm"), x, 1e-5, precision).unwrap();
     let y = read(&m, y);
     b.output("y", y, None).unwrap();
-    let policy = Policy::aqt_int8("m/", 1, Vec::new(), &[]).unwrap();
-    let traced = Traced::new("layer", b.finish());
-    lower(&traced.quantized(Some(&policy)).unwrap().graph).unwrap()
+    lowered(b, int8)
+}
+
+/// The same in int8.
+fn normed(dims: [usize; 2], read: impl FnOnce(&Builder, Tensor) -> Tensor) -> Graph {
+    normed_in(true, dims, read)
 }
 
 /// The layer `name` of bf16.
@@ -483,7 +532,7 @@ fn an_int8_product_takes_the_layer_norm_before_it() {
     });
     // Sums in another order change what is rounded to bf16, and with it some integers by 1.
     for (graph, products, tolerance) in [(two, 2, 2e-3), (wide, 1, 2e-3), (gated, 1, 1e-2)] {
-        let kernel = claim(&graph, true).unwrap();
+        let kernel = claim(&graph, true, 1).unwrap();
         assert_eq!((calls(&kernel), norms(&kernel)), (products, 0));
         let error = distance(&graph, &kernel);
         assert!(error <= tolerance, "{products} products: {error}");
@@ -491,9 +540,42 @@ fn an_int8_product_takes_the_layer_norm_before_it() {
 }
 
 #[test]
+fn a_product_of_bf16_takes_what_is_around_it() {
+    // Norms and gated GELU; several blocks of columns; queries, keys and values; a sum.
+    let wide = normed_in(false, [32, 128], |m, x| project(m, "q", x, 1408));
+    let gated = normed_in(false, [40, 128], |m, x| {
+        gated_gelu(m, project(m, "q", x, 256)).unwrap()
+    });
+    let qkv = normed_in(false, [128, 128], |m, x| {
+        let [q, k, v] = ["q", "k", "v"].map(|name| project(m, name, x, 128));
+        let precision = Precision {
+            weights: DType::BF16,
+            activations: DType::BF16,
+        };
+        let layer = Attention {
+            heads: 2,
+            causal: false,
+        };
+        let y = attention(m, [q, k, v], layer, precision).unwrap();
+        m.add(project(m, "out", y, 128), y).unwrap()
+    });
+    for (graph, count) in [(wide, 1), (gated, 1), (qkv, 3)] {
+        let kernel = claim(&graph, true, 1).unwrap();
+        assert_eq!((calls(&kernel), norms(&kernel)), (count, 0));
+        let error = distance(&graph, &kernel);
+        assert!(error <= 1e-2, "{count} calls: {error}");
+    }
+    let graph = normed_in(false, [40, 128], |m, x| {
+        m.add(project(m, "q", x, 128), x).unwrap()
+    });
+    let kernel = claim(&graph, true, 1).unwrap();
+    assert_eq!((calls(&kernel), norms(&kernel)), (1, 1));
+}
+
+#[test]
 fn a_layer_norm_with_another_reader_stays() {
     let graph = normed([40, 32], |m, x| m.add(project(m, "q", x, 32), x).unwrap());
-    let kernel = claim(&graph, true).unwrap();
+    let kernel = claim(&graph, true, 1).unwrap();
     assert_eq!((calls(&kernel), norms(&kernel)), (1, 1));
 }
 
@@ -517,13 +599,13 @@ fn self_attention(text: impl FnOnce(&Builder, Tensor) -> Tensor) -> Graph {
 #[test]
 fn queries_keys_and_values_are_one_product() {
     let graph = self_attention(|_, x| x);
-    let kernel = claim(&graph, true).unwrap();
+    let kernel = claim(&graph, true, 1).unwrap();
     assert_eq!((calls(&kernel), norms(&kernel)), (2, 0));
     let error = distance(&graph, &kernel);
     assert!(error <= 4e-3, "{error}");
     // Those of two activations are not.
     let graph = self_attention(|m, x| m.add(x, x).unwrap());
-    let kernel = claim(&graph, true).unwrap();
+    let kernel = claim(&graph, true, 1).unwrap();
     assert_eq!(calls(&kernel), 4);
     let error = distance(&graph, &kernel);
     assert!(error <= 4e-3, "{error}");
@@ -532,7 +614,7 @@ fn queries_keys_and_values_are_one_product() {
 #[test]
 fn small_products_stay() {
     let graph = linear([1, 31, 128, 128]);
-    assert_eq!(calls(&claim(&graph, true).unwrap()), 0);
+    assert_eq!(calls(&claim(&graph, true, 1).unwrap()), 0);
 }
 
 #[test]
@@ -547,21 +629,29 @@ fn every_chip_takes_the_kernels() {
     // Several blocks of rows, of channels that fill no register.
     let convolution = convolution([2, 64, 32, 40, 24]);
     let products = [vec![gated, convolution], products.to_vec()].concat();
+    let of_bf16 = [
+        normed_in(false, [256, 640], |m, x| {
+            gated_gelu(m, project(m, "proj", x, 2560)).unwrap()
+        }),
+        alone(Layer::Conv2d, &[2, 64, 32, 136, 140, 3], false),
+    ];
     for name in ["v4-8", "v5e-1", "v5p-8", "v6e-1", "tpu7x-8"] {
         let accelerator = Accelerator::lookup(name).unwrap();
         let options = accelerator.create_options(1).unwrap();
         let topology =
             Topology::create(&plugin, accelerator.pjrt_topology_name(), &options).unwrap();
         // The matrix units of a v4 and of a v7x do not take int8.
-        let backend = accelerator.backend(1);
+        let backend = accelerator.backend();
         let int8 = !["v4-8", "tpu7x-8"].contains(&name);
         let count = products
             .iter()
-            .map(|graph| calls(&backend.claim(graph).unwrap()));
+            .map(|graph| calls(&backend.claim(graph, 1).unwrap()));
         assert_eq!(count.sum::<usize>(), if int8 { 5 } else { 0 }, "{name}");
-        let graphs = products.iter().filter(|_| int8).chain([&attention]);
+        let graphs = products.iter().filter(|_| int8).chain(&of_bf16);
+        let graphs = graphs.chain([&attention]);
         for (i, graph) in graphs.enumerate() {
-            let claimed = backend.claim(graph).unwrap();
+            let claimed = backend.claim(graph, 1).unwrap();
+            assert_ne!(calls(&claimed), 0, "{name}, program {i}");
             let graph = claimed.inline_composites(&|_, _| true);
             let text = stablehlo(&graph, "kernel", &EmitOptions::default());
             let compiled = topology.compile(&text, &CompileOptions::new(1, 1));
@@ -572,6 +662,63 @@ fn every_chip_takes_the_kernels() {
             assert_eq!(kernels.count(), calls(&claimed), "{name}, program {i}");
         }
     }
+}
+
+/// Attention between projections, with activations split over the batch, and the text of its program on four devices.
+fn on_four_devices(axis: Axis, batch: usize) -> (Compiled, String) {
+    let b = Builder::new();
+    let dims = [batch, 256, 128];
+    let axes = [Some("activation_batch"), None, Some("activation_heads")];
+    let x = b.input("x", Shape::new(DType::BF16, dims), &axes).unwrap();
+    let precision = Precision {
+        weights: DType::BF16,
+        activations: DType::BF16,
+    };
+    let m = b.root("m");
+    let [q, k, v] = ["q", "k", "v"].map(|name| project(&m, name, x, 128));
+    let layer = Attention {
+        heads: 2,
+        causal: false,
+    };
+    let y = attention(&m, [q, k, v], layer, precision).unwrap();
+    let y = m.add(project(&m, "out", y, 128), x).unwrap();
+    let y = m.constrain(y, &axes).unwrap();
+    b.output("y", y, None).unwrap();
+    let traced = Traced::new("layer", b.finish());
+
+    let accelerator = Accelerator::lookup("v5e-4").unwrap();
+    let mut parallelism = Parallelism::default();
+    parallelism.ici = Axis::ALL.map(|of| if of == axis { 4 } else { 1 });
+    let rules = LogicalAxisRules::default();
+    let compiler = Compiler::for_topology(accelerator, 1, &parallelism, rules).unwrap();
+    let options = aot::Options {
+        step: "layer",
+        precision: DotPrecision::Default,
+        weights_dtype: "bfloat16",
+        activations_dtype: "bfloat16",
+        quantization: String::new(),
+        memory_advice: Vec::new(),
+    };
+    let compiled = compiler.compile(&traced, &options, &mut |_| {}).unwrap();
+    let text = compiled.step.executable.optimized_hlo().unwrap();
+    (compiled, format!("{text:?}"))
+}
+
+#[test]
+fn devices_run_kernels_on_their_parts_of_a_batch() {
+    tpu_plugin();
+    let (compiled, hlo) = on_four_devices(Axis::Fsdp, 8);
+    let expected = [("attention", 1), ("product", 2)];
+    assert_eq!(compiled.step.kernels, expected.into());
+    // Two of eight images each: weights alone are gathered.
+    assert!(hlo.contains("tpu_custom_call"));
+    let report = &compiled.step.report;
+    let gathered = report.ici_bytes.activation + report.ici_bytes.parameter;
+    assert_eq!(gathered, 4 * 128 * 128 * 2);
+    // Devices that share more than a batch have the compiler's operations.
+    let (compiled, hlo) = on_four_devices(Axis::Tensor, 8);
+    assert_eq!(compiled.step.kernels, [].into());
+    assert!(!hlo.contains("tpu_custom_call"));
 }
 
 #[test]

@@ -94,7 +94,7 @@ impl Compiler {
         mesh: Mesh,
         rules: LogicalAxisRules,
     ) -> Compiler {
-        let backend = accelerator.backend(mesh.num_devices());
+        let backend = accelerator.backend();
         Compiler {
             plugin_id: PluginId {
                 platform: topology.platform_name().to_owned(),

@@ -23,8 +23,7 @@ pub enum Backend {
     },
     Gpu,
     Tpu {
-        /// Whether this program's kernels may be used: the program is not partitioned, because the partitioner would
-        /// gather their operands on every device.
+        /// Whether this program's kernels may be used.
         kernels: bool,
         /// Whether the chip's matrix units multiply int8, as kernels may then.
         int8: bool,
@@ -40,12 +39,17 @@ impl Backend {
                 kernels: plugin_kernels && devices == 1,
             },
             "tpu" => Backend::Tpu {
-                kernels: devices == 1,
+                kernels: true,
                 // As `Chip::multiplies_int8` says.
                 int8: kind.starts_with("TPU v5") || kind.starts_with("TPU v6"),
             },
             _ => Backend::Gpu,
         }
+    }
+
+    /// Whether kernels run on parts of a batch, so that a program over several devices may have them.
+    pub fn splits_kernels(&self) -> bool {
+        matches!(self, Backend::Tpu { kernels: true, .. })
     }
 
     /// The same with no kernels.
@@ -62,17 +66,17 @@ impl Backend {
 
     /// The graph with this backend's kernels in place of the composites and contractions that it claims. Weights are
     /// brought into the kernels' layout by operations on weights alone, which [`crate::graph::stage`] moves to where
-    /// weights are loaded.
+    /// weights are loaded. The devices compute `parts` parts of the batch, each without the others.
     ///
     /// # Errors
     /// When the graph is ill-typed.
-    pub fn claim<'g>(&self, graph: &'g Graph) -> Result<Cow<'g, Graph>, GraphError> {
+    pub fn claim<'g>(&self, graph: &'g Graph, parts: usize) -> Result<Cow<'g, Graph>, GraphError> {
         match self {
             Backend::Cpu { kernels: true } => cpu::claim(graph).map(Cow::Owned),
             Backend::Tpu {
                 kernels: true,
                 int8,
-            } => tpu::claim(graph, *int8).map(Cow::Owned),
+            } => tpu::claim(graph, *int8, parts).map(Cow::Owned),
             Backend::Cpu { kernels: false }
             | Backend::Gpu
             | Backend::Tpu { kernels: false, .. } => Ok(Cow::Borrowed(graph)),

@@ -14,7 +14,7 @@ use std::fmt::Write;
 use std::rc::Rc;
 
 use crate::graph::Graph;
-use crate::shard::ShardingText;
+use crate::shard::{CallSharding, ShardingText};
 use crate::util::named;
 
 use ops::Names;
@@ -41,6 +41,12 @@ pub struct EmitOptions {
 }
 
 impl EmitOptions {
+    /// How devices share the kernel's call at node `index`.
+    fn call(&self, index: usize, main: bool) -> Option<&CallSharding> {
+        let sharding = self.sharding.as_ref().filter(|_| main)?;
+        sharding.calls.get(&(index as u32))
+    }
+
     /// The sharding of the constraint at node `index`; loop bodies carry none.
     fn constraint(&self, index: usize, main: bool) -> Option<&str> {
         let sharding = self.sharding.as_ref().filter(|_| main)?;

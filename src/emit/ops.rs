@@ -7,9 +7,11 @@ use std::rc::Rc;
 
 use crate::dtype::DType;
 use crate::graph::{
-    Attribute, Configuration, ConvDims, ConvLayout, Graph, Node, Op, Reduction, ScatterKind, Unary,
+    Attribute, Configuration, ConvDims, ConvLayout, CustomCall, Graph, Node, Op, Reduction,
+    ScatterKind, Unary,
 };
 use crate::shape::Shape;
+use crate::shard::CallSharding;
 
 use super::types::dense;
 use super::{DotPrecision, Emitter, Scopes};
@@ -308,39 +310,11 @@ impl Emitter<'_> {
             }
             Op::CustomCall(call) => {
                 let shapes: Vec<&Shape> = (0..node.operands.len()).map(shape_of).collect();
-                let row_major = |rank: usize| {
-                    let order = list((0..rank).rev());
-                    match rank {
-                        0 => "dense<> : tensor<0xindex>".to_string(),
-                        _ => format!("dense<{order}> : tensor<{rank}xindex>"),
-                    }
-                };
-                let config = match call.configuration(&shapes) {
-                    Configuration::Attributes(attributes) => {
-                        let attributes = attributes.into_iter().map(|(name, value)| match value {
-                            Attribute::I64(value) => format!("{name} = {value} : i64"),
-                            Attribute::F32(value) => {
-                                format!("{name} = {:#010x} : f32", value.to_bits())
-                            }
-                        });
-                        let attributes: Vec<String> = attributes.collect();
-                        format!(
-                            "api_version = 4 : i32, backend_config = {{{}}}",
-                            attributes.join(", ")
-                        )
-                    }
-                    Configuration::Text(text) => {
-                        let text = text.replace('\\', "\\5C").replace('"', "\\22");
-                        format!("backend_config = \"{text}\"")
-                    }
-                };
-                format!(
-                    "stablehlo.custom_call @{}({}) {{{config}, operand_layouts = {}, result_layouts = {}}} : {signature}",
-                    call.target(),
-                    all.join(", "),
-                    list(shapes.iter().map(|s| row_major(s.rank()))),
-                    list([row_major(node.shape.rank())]),
-                )
+                let call = call.as_ref();
+                match self.options.call(index, main) {
+                    None => custom_call(call, &all, &shapes, &node.shape, &signature),
+                    Some(sharding) => self.shared_call(call, &all, &shapes, node, sharding, scope),
+                }
             }
             Op::While { cond, body } => {
                 self.while_loop(graph, node, names, name, [cond, body]);
@@ -357,6 +331,58 @@ impl Emitter<'_> {
         };
         let location = self.location(scope, op);
         let _ = writeln!(self.text, "    {name} = {line} loc(#loc{location})");
+    }
+
+    /// The call of a kernel on the parts of a batch that devices have.
+    fn shared_call(
+        &mut self,
+        call: &dyn CustomCall,
+        operands: &[&str],
+        shapes: &[&Shape],
+        node: &Node,
+        sharding: &CallSharding,
+        scope: usize,
+    ) -> String {
+        let own = |shape: &Shape, batch| {
+            (
+                sharding.part(shape, batch),
+                sharding.spec(shape.rank(), batch),
+            )
+        };
+        let pairs = shapes.iter().zip(&sharding.batch.operands);
+        let (parts, specs): (Vec<Shape>, Vec<String>) =
+            pairs.map(|(shape, batch)| own(shape, *batch)).unzip();
+        let (result, out) = own(&node.shape, Some(sharding.batch.result));
+        let types: Vec<Rc<str>> = parts.iter().map(|part| self.types.of(part)).collect();
+        let result_type = self.types.of(&result);
+        let prefix = self.region_prefix();
+        let names: Vec<String> = (0..parts.len()).map(|i| format!("{prefix}{i}")).collect();
+        let names: Vec<&str> = names.iter().map(String::as_str).collect();
+        let arguments = names.iter().zip(&types);
+        let arguments: Vec<String> = arguments
+            .map(|(name, of)| format!("{name}: {of}"))
+            .collect();
+        let parts: Vec<&Shape> = parts.iter().collect();
+        let inner = Signature {
+            operands: &types,
+            result: &result_type,
+        };
+        let inner = custom_call(call, &names, &parts, &result, &inner);
+        let location = self.location(scope, call.name());
+        let wholes: Vec<Rc<str>> = shapes.iter().map(|shape| self.types.of(shape)).collect();
+        let outer = Signature {
+            operands: &wholes,
+            result: &self.types.of(&node.shape),
+        };
+        format!(
+            "sdy.manual_computation({}) in_shardings={} out_shardings=[{out}] manual_axes={{{}}} ({}) {{\n      \
+             {prefix}call = {inner} loc(#loc{location})\n      sdy.return {prefix}call : {result_type} loc(#loc{location})\n    \
+             }} : {outer}",
+            operands.join(", "),
+            list(specs),
+            sharding.axes,
+            arguments.join(", "),
+        )
     }
 
     /// A convolution's lhs of this shape, its type, and the convolution's attributes, after negative padding was made a
@@ -463,6 +489,49 @@ impl Emitter<'_> {
         let location = self.location(names.scopes[node.scope as usize], "while");
         let _ = writeln!(self.text, "    }} loc(#loc{location})");
     }
+}
+
+/// The call of a kernel, whose operands and result lie in row-major order.
+fn custom_call(
+    call: &dyn CustomCall,
+    operands: &[&str],
+    shapes: &[&Shape],
+    result: &Shape,
+    signature: &Signature<'_>,
+) -> String {
+    let row_major = |rank: usize| {
+        let order = list((0..rank).rev());
+        match rank {
+            0 => "dense<> : tensor<0xindex>".to_string(),
+            _ => format!("dense<{order}> : tensor<{rank}xindex>"),
+        }
+    };
+    let config = match call.configuration(shapes) {
+        Configuration::Attributes(attributes) => {
+            let attributes = attributes.into_iter().map(|(name, value)| match value {
+                Attribute::I64(value) => format!("{name} = {value} : i64"),
+                Attribute::F32(value) => {
+                    format!("{name} = {:#010x} : f32", value.to_bits())
+                }
+            });
+            let attributes: Vec<String> = attributes.collect();
+            format!(
+                "api_version = 4 : i32, backend_config = {{{}}}",
+                attributes.join(", ")
+            )
+        }
+        Configuration::Text(text) => {
+            let text = text.replace('\\', "\\5C").replace('"', "\\22");
+            format!("backend_config = \"{text}\"")
+        }
+    };
+    format!(
+        "stablehlo.custom_call @{}({}) {{{config}, operand_layouts = {}, result_layouts = {}}} : {signature}",
+        call.target(),
+        operands.join(", "),
+        list(shapes.iter().map(|s| row_major(s.rank()))),
+        list([row_major(result.rank())]),
+    )
 }
 
 fn compare_type(dtype: DType) -> &'static str {

@@ -67,6 +67,7 @@ fn shardings_reach_the_signature_and_the_constraints() {
                 constraint,
                 r#"#sdy.sharding<@mesh, [{"data"}, {}]>"#.to_string(),
             )]),
+            ..ShardingText::default()
         }),
         ..EmitOptions::default()
     };

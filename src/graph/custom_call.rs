@@ -26,6 +26,14 @@ pub enum Configuration {
     Text(String),
 }
 
+/// The dimensions of a call's operands and of its result along which batch entries lie.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Batch {
+    /// `None` for an operand that every entry needs whole.
+    pub operands: Vec<Option<usize>>,
+    pub result: usize,
+}
+
 /// A kernel with its attributes.
 ///
 /// The one open set of the graph: which kernels there are is for each backend to say, and backends stand above the
@@ -37,6 +45,12 @@ pub trait CustomCall: Any + Debug + Send + Sync {
     /// The name in reports and in the operation's location.
     fn name(&self) -> &'static str {
         self.target()
+    }
+
+    /// Where parts of the batch lie, if the call of a part is a part of the call. Several devices then share it.
+    fn batch(&self, operands: &[&Shape]) -> Option<Batch> {
+        let _ = operands;
+        None
     }
 
     /// The configuration of a call with these operands, which fit the kernel.

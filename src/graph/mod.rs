@@ -27,7 +27,7 @@ pub use attributes::{
 };
 pub use builder::Builder;
 pub use composite::{Composite, Contraction};
-pub use custom_call::{Attribute, Configuration, CustomCall};
+pub use custom_call::{Attribute, Batch, Configuration, CustomCall};
 pub use error::{GraphError, InferError, constraint};
 pub use eval::{EvalError, evaluate};
 pub use flops::flops;
@@ -164,6 +164,16 @@ impl Graph {
             };
         }
         result
+    }
+
+    /// Which nodes are marks of stored values ([`Op::Stored`]), or computed from one.
+    pub fn from_stored(&self) -> Vec<bool> {
+        let mut from_stored = Vec::with_capacity(self.nodes.len());
+        for node in &self.nodes {
+            let of_operands = node.operands.iter().any(|o| from_stored[*o as usize]);
+            from_stored.push(matches!(node.op, Op::Stored) || of_operands);
+        }
+        from_stored
     }
 
     /// The same program without the names of anything: equal for programs that differ in names alone.

@@ -50,7 +50,7 @@ pub fn stage(graph: &Graph, request: &[&str]) -> Result<Staged, GraphError> {
     let splitter = Splitter {
         graph,
         stages: &stages,
-        from_stored: from_stored(graph),
+        from_stored: graph.from_stored(),
         names: names(graph),
         axes: axes(graph),
     };
@@ -107,16 +107,6 @@ fn stages(graph: &Graph, request: &[&str]) -> Vec<Stage> {
         });
     }
     stages
-}
-
-/// Which nodes are marks of stored values ([`Op::Stored`]), or computed from one.
-fn from_stored(graph: &Graph) -> Vec<bool> {
-    let mut from_stored = Vec::with_capacity(graph.nodes.len());
-    for node in &graph.nodes {
-        let of_operands = node.operands.iter().any(|o| from_stored[*o as usize]);
-        from_stored.push(matches!(node.op, Op::Stored) || of_operands);
-    }
-    from_stored
 }
 
 /// A name for each node, should it become an input: its scope and operation, counted.

@@ -59,7 +59,7 @@ pub fn claimed(
     backend: Backend,
 ) -> Result<BTreeMap<&'static str, usize>, KernelError> {
     let graph = quant::lower(&case.traced()?.graph)?;
-    let graph = backend.claim(&graph)?;
+    let graph = backend.claim(&graph, 1)?;
     Ok(kernel_counts(&graph))
 }
 
@@ -103,7 +103,7 @@ pub fn compare(
 }
 
 fn has_kernel(case: &Case, accelerator: &Accelerator) -> Result<bool, KernelError> {
-    Ok(!claimed(case, accelerator.backend(1))?.is_empty())
+    Ok(!claimed(case, accelerator.backend())?.is_empty())
 }
 
 /// The report of the step program; what is computed from weights alone is not in it.

@@ -124,9 +124,16 @@ pub fn lower(
 ) -> Result<Lowered, LowerError> {
     let staged = match &traced.update {
         None => {
-            let graph = unconstrained(&traced.graph, options)?;
-            let graph = quantize(&graph, traced)?;
-            let graph = backend.claim(&graph)?;
+            let parts = options.rules.batch_parts(options.mesh)?;
+            let parts = parts.filter(|parts| *parts == 1 || backend.splits_kernels());
+            let graph = match parts {
+                Some(_) => Cow::Owned(unconstrained(&traced.graph)?),
+                None => Cow::Borrowed(&traced.graph),
+            };
+            let mut graph = quantize(&graph, traced)?;
+            if let Some(parts) = parts {
+                graph = Cow::Owned(backend.claim(&graph, parts)?.into_owned());
+            }
             let graph = backend.rewrite(inline(&graph))?;
             stage(&graph, &traced.request())?
         }
@@ -196,20 +203,14 @@ fn differentiate(graph: &Graph, update: &Update) -> Result<Graph, GraphError> {
     Ok(b.finish())
 }
 
-/// The graph without shardings that a mesh of one device does not have: what stands on both sides of one is then one claim.
-fn unconstrained<'g>(
-    graph: &'g Graph,
-    options: &Options<'_>,
-) -> Result<Cow<'g, Graph>, GraphError> {
-    if options.mesh.num_devices() > 1 {
-        return Ok(Cow::Borrowed(graph));
-    }
-    let graph = graph.substitute(&mut |_, i, copies| {
+/// The graph without shardings, where devices share nothing but the batch, which the inputs split: what stands on both sides
+/// of one is then one claim.
+fn unconstrained(graph: &Graph) -> Result<Graph, GraphError> {
+    graph.substitute(&mut |_, i, copies| {
         let node = &graph.nodes[i];
         let is_constraint = matches!(node.op, Op::ShardingConstraint(_));
         Ok(is_constraint.then(|| copies[node.operands[0] as usize]))
-    })?;
-    Ok(Cow::Owned(graph))
+    })
 }
 
 fn inline(graph: &Graph) -> Graph {

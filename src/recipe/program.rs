@@ -93,7 +93,7 @@ pub fn lowering_target(
     let devices = DeviceDescription::numbered(devices_per_slice, slices);
     let mesh = Mesh::new(&parallelism(config), &devices).map_err(RecipeError::usage)?;
     let backend = match (topology, config.hardware) {
-        (Some((accelerator, _)), _) => accelerator.backend(mesh.num_devices()),
+        (Some((accelerator, _)), _) => accelerator.backend(),
         (None, Hardware::Cpu) => Backend::Cpu {
             kernels: cpu::missing_features().is_empty() && mesh.num_devices() == 1,
         },

@@ -2,10 +2,13 @@
 
 use std::collections::{HashMap, HashSet};
 
-use crate::graph::{Graph, InputKind, Op};
+use crate::graph::{Batch, Graph, InputKind, Op};
+use crate::shape::Shape;
 
 use super::local::{local_shards, misaligned};
-use super::{Axis, LOCAL_SHARDS, LogicalAxisRules, Mesh, PartitionSpec, ShardError, Unsharded};
+use super::{
+    Axis, LOCAL_SHARDS, LogicalAxisRules, MESH_NAME, Mesh, PartitionSpec, ShardError, Unsharded,
+};
 
 /// The shardings of one program as Shardy text: what emission writes.
 ///
@@ -20,6 +23,39 @@ pub struct ShardingText {
     pub outputs: Vec<String>,
     /// By node index of the main graph, for each sharding constraint.
     pub constraints: HashMap<u32, String>,
+    /// By node index of the main graph, for each kernel's call.
+    pub calls: HashMap<u32, CallSharding>,
+}
+
+/// How the devices share a kernel's call: each computes a part of the batch.
+#[derive(Clone, Debug)]
+pub struct CallSharding {
+    /// Parts of the batch.
+    pub parts: usize,
+    pub batch: Batch,
+    /// The mesh axes that split the batch, e.g. `"data", "fsdp"`.
+    pub axes: String,
+}
+
+impl CallSharding {
+    /// The Shardy attribute's body for an operand or result of this rank that is split along dimension `batch`.
+    pub fn spec(&self, rank: usize, batch: Option<usize>) -> String {
+        let dim = |d| match Some(d) == batch {
+            true => format!("{{{}}}", self.axes),
+            false => "{}".to_string(),
+        };
+        let dims: Vec<String> = (0..rank).map(dim).collect();
+        format!("<@{MESH_NAME}, [{}]>", dims.join(", "))
+    }
+
+    /// The part of an operand or result on one device.
+    pub fn part(&self, shape: &Shape, batch: Option<usize>) -> Shape {
+        let mut dims = shape.dims.clone();
+        if let Some(batch) = batch {
+            dims[batch] /= self.parts;
+        }
+        Shape::new(shape.dtype, dims)
+    }
 }
 
 /// How each input, output and constraint of one program is split over a mesh.
@@ -29,6 +65,8 @@ pub struct ShardPlan {
     pub outputs: Vec<PartitionSpec>,
     /// Shardy text by node index.
     constraints: HashMap<u32, String>,
+    /// By node index.
+    calls: HashMap<u32, CallSharding>,
     /// The mesh axes over which the rules would split something.
     pub asked: HashSet<Axis>,
     /// Dimensions the rules would split but whose size does not divide.
@@ -97,7 +135,7 @@ impl ShardPlan {
                 ),
             })
             .collect::<Result<Vec<_>, _>>()?;
-        let batch_axes = rules.spec("the batch", &[Some("activation_batch")])?.dims()[0].clone();
+        let batch_axes = rules.batch_axes()?;
         let mut note = None;
         let mut constraints = HashMap::new();
         for (id, node) in graph.nodes.iter().enumerate() {
@@ -118,6 +156,7 @@ impl ShardPlan {
             inputs,
             outputs,
             constraints,
+            calls: calls(graph, mesh, &batch_axes),
             unsharded,
             misaligned: note,
         })
@@ -135,6 +174,31 @@ impl ShardPlan {
             inputs: texts(&self.inputs),
             outputs: texts(&self.outputs),
             constraints: self.constraints.clone(),
+            calls: self.calls.clone(),
         })
+    }
+}
+
+/// The kernels' calls that devices share, by node.
+fn calls(graph: &Graph, mesh: &Mesh, batch_axes: &[Axis]) -> HashMap<u32, CallSharding> {
+    let axes = batch_axes.iter().filter(|axis| mesh.size(**axis) > 1);
+    let axes: Vec<String> = axes.map(|axis| format!("\"{}\"", axis.name())).collect();
+    let parts = mesh.product(batch_axes);
+    let calls = graph.nodes.iter().enumerate().filter_map(|(id, node)| {
+        let Op::CustomCall(call) = &node.op else {
+            return None;
+        };
+        let operands = node.operands.iter();
+        let operands: Vec<&Shape> = operands.map(|o| &graph.nodes[*o as usize].shape).collect();
+        let sharding = CallSharding {
+            parts,
+            batch: call.batch(&operands)?,
+            axes: axes.join(", "),
+        };
+        Some((id as u32, sharding))
+    });
+    match parts {
+        1 => HashMap::new(),
+        _ => calls.collect(),
     }
 }

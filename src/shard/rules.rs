@@ -116,6 +116,24 @@ impl LogicalAxisRules {
         )
     }
 
+    /// The mesh axes over which the rules split a batch.
+    ///
+    /// # Errors
+    /// As [`LogicalAxisRules::spec`].
+    pub fn batch_axes(&self) -> Result<Vec<Axis>, ShardError> {
+        Ok(self.spec("the batch", &[Some("activation_batch")])?.dims()[0].clone())
+    }
+
+    /// The parts of a batch on the devices of `mesh`, if nothing else of activations is split: then each device computes its
+    /// part without the others. `None` where they share more.
+    ///
+    /// # Errors
+    /// As [`LogicalAxisRules::spec`].
+    pub fn batch_parts(&self, mesh: &Mesh) -> Result<Option<usize>, ShardError> {
+        let parts = mesh.product(&self.batch_axes()?);
+        Ok((parts == mesh.num_devices()).then_some(parts))
+    }
+
     /// [`LogicalAxisRules::spec`] for a tensor of a given shape: a dimension whose size the mesh
     /// does not divide stays whole, and is reported.
     ///

@@ -101,11 +101,11 @@ impl Accelerator {
         names::all().collect()
     }
 
-    /// The backend that programs for `devices` of it are lowered for.
-    pub fn backend(&self, devices: usize) -> Backend {
+    /// The backend that programs for it are lowered for.
+    pub fn backend(&self) -> Backend {
         match self.platform {
             Platform::Tpu => Backend::Tpu {
-                kernels: devices == 1,
+                kernels: true,
                 int8: self.chip.multiplies_int8(),
             },
             Platform::Gpu => Backend::Gpu,

@@ -5,7 +5,7 @@ use std::f64::consts::LOG2_E;
 
 use crate::dtype::DType;
 use crate::graph::eval::Value;
-use crate::graph::{Configuration, CustomCall, InferError, constraint};
+use crate::graph::{Batch, Configuration, CustomCall, InferError, constraint};
 use crate::shape::Shape;
 
 use super::mosaic::{
@@ -379,6 +379,13 @@ impl CustomCall for Attention {
 
     fn name(&self) -> &'static str {
         "attention"
+    }
+
+    fn batch(&self, operands: &[&Shape]) -> Option<Batch> {
+        Some(Batch {
+            operands: vec![Some(0); operands.len()],
+            result: 0,
+        })
     }
 
     fn configuration(&self, operands: &[&Shape]) -> Configuration {

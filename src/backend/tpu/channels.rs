@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use crate::dtype::DType;
 use crate::graph::eval::Value;
-use crate::graph::{Configuration, CustomCall, InferError, constraint};
+use crate::graph::{Batch, Configuration, CustomCall, InferError, constraint};
 use crate::shape::Shape;
 
 use super::mosaic::{
@@ -328,6 +328,13 @@ impl CustomCall for OfChannels {
         }
     }
 
+    fn batch(&self, operands: &[&Shape]) -> Option<Batch> {
+        Some(Batch {
+            operands: vec![Some(0); operands.len()],
+            result: 0,
+        })
+    }
+
     fn configuration(&self, operands: &[&Shape]) -> Configuration {
         let kernel = OfChannels::sizes(operands).and_then(|sizes| self.kernel(sizes));
         let read = operands.iter().map(|shape| shape.bytes() as u64).sum();
@@ -367,6 +374,13 @@ impl CustomCall for ScaleShift {
         }
     }
 
+    fn batch(&self, operands: &[&Shape]) -> Option<Batch> {
+        Some(Batch {
+            operands: vec![Some(0); operands.len()],
+            result: 0,
+        })
+    }
+
     fn configuration(&self, operands: &[&Shape]) -> Configuration {
         let sizes = ScaleShift::sizes(operands);
         let elements = sizes.map_or(0, |sizes| sizes.iter().product::<usize>() as u64);
@@ -402,6 +416,13 @@ impl CustomCall for SideBySide {
 
     fn name(&self) -> &'static str {
         "side_by_side"
+    }
+
+    fn batch(&self, operands: &[&Shape]) -> Option<Batch> {
+        Some(Batch {
+            operands: vec![Some(0); operands.len()],
+            result: 0,
+        })
     }
 
     fn configuration(&self, operands: &[&Shape]) -> Configuration {

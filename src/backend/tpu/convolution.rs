@@ -1,17 +1,17 @@
-//! 3x3 and 1x1 convolutions of int8 as products: an image is rounded to integers on the chip, each of the kernel's places
-//! is a product of rows that lie one after the other, and the sums of the places on the left and on the right move by a
-//! pixel.
+//! 3x3 and 1x1 convolutions as products: each of the kernel's places is a product of rows that lie one after the other, and
+//! the sums of the places on the left and on the right move by a pixel. In int8 the image is rounded to integers on the
+//! chip.
 
 use crate::dtype::DType;
 use crate::graph::eval::Value;
-use crate::graph::{Configuration, CustomCall, InferError, constraint};
+use crate::graph::{Batch, Configuration, CustomCall, InferError, constraint};
 use crate::shape::Shape;
 
 use super::mosaic::{
     CostEstimate, Kernel, LANES, Place, Scratch, VMEM_BYTES, Value as KernelValue, Window,
     evaluated,
 };
-use super::product::{MOST_TERMS, block_of_columns, rounded_to_integers};
+use super::product::{Arithmetic, MOST_TERMS, block_of_columns, rounded_to_integers};
 
 /// Rows of an int8 tile, and of an `f32` one.
 const TILE_ROWS: [usize; 2] = [32, 8];
@@ -22,16 +22,18 @@ const BEHIND: usize = 2;
 const MOST_PIXELS: usize = 1024;
 const MOST_COLUMNS: usize = 1280;
 
-/// The convolution of an image that AQT's int8 quantizes, one scale an image, with a kernel of int8 of `side` rows and
-/// columns, 1 or 3, a stride of 1 and zeros around the image for each to keep its size; times the scales of the image and of the result's channels, plus the bias; in bf16.
+/// The convolution of an image with a kernel of `side` rows and columns, 1 or 3, a stride of 1 and zeros around the image
+/// for each to keep its size, plus the bias; in bf16. In int8 the image is quantized as AQT does it, one scale an image,
+/// and the sums are multiplied with its scale and those of the result's channels.
 ///
-/// Operands: the image `side` times, `bf16[batch, height * width, inputs]`; the kernel `s8[1, side * outputs, side *
+/// Operands: the image `side` times, `bf16[batch, height * width, inputs]`; the kernel `[1, side * outputs, side *
 /// padded inputs]`, for each block of [`Convolution::columns`] outputs the kernel's rows one after the other, and for each
-/// place in a row the inputs, with zeros up to [`Convolution::padded_inputs`]; the inverse scale `f32[batch, 1,
-/// inputs]`, the same for each; and `f32[batch, 3, outputs]`: the image's scale, the outputs' scales and biases; and what
-/// `added` says. The result is `bf16[batch, height * width, outputs]`.
+/// place in a row the inputs, with zeros up to [`Convolution::padded_inputs`]; in int8 the inverse scale `f32[batch, 1,
+/// inputs]`, the same for each; `f32[batch, 3, outputs]`: the image's scale, the outputs' scales and biases, or in bf16
+/// `f32[batch, 1, outputs]`, the biases; and what `added` says. The result is `bf16[batch, height * width, outputs]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Convolution {
+    pub arithmetic: Arithmetic,
     pub height: usize,
     pub width: usize,
     pub side: usize,
@@ -44,7 +46,7 @@ pub enum Added {
     Nothing,
     /// A last operand of the result's shape.
     Image,
-    /// The same for all pixels of an image: a fourth row beside the biases.
+    /// The same for all pixels of an image: a row behind the biases.
     Row,
 }
 
@@ -114,8 +116,21 @@ impl Convolution {
         let row = 2 * self.width * sizes.inputs;
         let blocks = self.height / block.image_rows;
         let inputs = Convolution::padded_inputs(sizes.inputs);
-        let kernel = self.side * self.side * inputs * sizes.outputs;
+        let numbers = self.side * self.side * inputs * sizes.outputs;
+        let kernel = self.arithmetic.operand().bits() / 8 * numbers;
         blocks * (self.rows_seen(block) * row + kernel)
+    }
+
+    /// Bytes of operands that Mosaic copies before it multiplies them: in bf16 those of two products, and more where inputs fill
+    /// no register and the rest is masked. Found by what it refused; in int8 it refused nothing.
+    fn copied(&self, block: Block, inputs: usize) -> usize {
+        let copies = match (self.arithmetic, inputs.is_multiple_of(LANES)) {
+            (Arithmetic::Int8, _) => return 0,
+            (Arithmetic::Bf16, true) => 2,
+            (Arithmetic::Bf16, false) => 4,
+        };
+        let rows = block.image_rows * self.width + block.columns;
+        copies * rows * Convolution::padded_inputs(inputs) * self.arithmetic.operand().bits() / 8
     }
 
     /// Rows of the image that a block is computed from.
@@ -123,26 +138,48 @@ impl Convolution {
         block.image_rows + self.side - 1
     }
 
-    /// Bytes of the core's memory: windows, integers, and the sums of the kernel's columns, of which two are moved.
+    /// Bytes of the core's memory: windows, the rows of the image as they are multiplied, and the sums of the kernel's
+    /// columns, of which two are moved.
     fn bytes(&self, block: Block, sizes: Sizes) -> usize {
         let windows = Kernel::new(Vec::new(), self.windows(block, sizes));
         let pixels = block.image_rows * self.width;
         let inputs = sizes.inputs.next_multiple_of(LANES);
-        let integers = self.rows_seen(block) * self.width * inputs;
-        let sums = pixels * block.columns.next_multiple_of(LANES) * 4;
-        windows.window_bytes() + integers + (self.side + 2) * sums
+        let image = self.rows_seen(block) * self.width * inputs;
+        let image = self.arithmetic.operand().bits() / 8 * image;
+        // Those that are moved have a tile of rows before and behind them.
+        let rows = (self.side + 2) * pixels + 4 * TILE_ROWS[1];
+        let sums = rows * block.columns.next_multiple_of(LANES) * 4;
+        windows.window_bytes() + image + sums + self.copied(block, sizes.inputs)
+    }
+
+    /// The row of biases in what each output is scaled with. Before it are scales, behind it what is added.
+    fn row_of_biases(&self) -> usize {
+        match self.arithmetic {
+            Arithmetic::Int8 => 2,
+            Arithmetic::Bf16 => 0,
+        }
     }
 
     /// Rows of what each output is scaled with.
     fn rows_of_columns(&self) -> usize {
-        match self.added {
-            Added::Nothing | Added::Image => 3,
-            Added::Row => 4,
-        }
+        self.row_of_biases()
+            + match self.added {
+                Added::Nothing | Added::Image => 1,
+                Added::Row => 2,
+            }
     }
 
-    /// The image, its rows before and behind the block if the kernel's side is 3, then number `side` the kernel, the
-    /// inverse scale, what each output is scaled with, an image to add and the result.
+    /// The window of what each output is scaled with; before it is the inverse scale in int8.
+    fn window_of_columns(&self) -> usize {
+        self.side
+            + match self.arithmetic {
+                Arithmetic::Int8 => 2,
+                Arithmetic::Bf16 => 1,
+            }
+    }
+
+    /// The image, its rows before and behind the block if the kernel's side is 3, then number `side` the kernel, in int8
+    /// the inverse scale, what each output is scaled with, an image to add and the result.
     fn windows(&self, block: Block, sizes: Sizes) -> Vec<Window> {
         let Sizes {
             batch,
@@ -171,7 +208,7 @@ impl Convolution {
         let before = row(Place::Before(image_rows));
         let behind = row(Place::Behind(image_rows));
         let weights = Window {
-            dtype: DType::S8,
+            dtype: self.arithmetic.operand(),
             array: [1, self.side * outputs, terms],
             block: [self.side * columns, terms],
             index: [None, several.then_some(2), None],
@@ -207,7 +244,11 @@ impl Convolution {
             1 => vec![x],
             _ => vec![x, before, behind],
         };
-        windows.extend([weights, inverse, of_columns]);
+        windows.push(weights);
+        if self.arithmetic == Arithmetic::Int8 {
+            windows.push(inverse);
+        }
+        windows.push(of_columns);
         if self.added == Added::Image {
             windows.push(result);
         }
@@ -235,40 +276,42 @@ impl Convolution {
             columns,
         } = block;
         let pixels = image_rows * self.width;
-        let of_integers = [self.rows_seen(block) * self.width, inputs];
-        let integers = k.scratch(DType::S8, of_integers);
+        let rows = [self.rows_seen(block) * self.width, inputs];
+        let image = k.scratch(self.arithmetic.operand(), rows);
         match outputs > columns {
-            false => self.quantize(k, image_rows, integers),
-            true => k.when_first(2, |k| self.quantize(k, image_rows, integers)),
+            false => self.keep_image(k, image_rows, image),
+            true => k.when_first(2, |k| self.keep_image(k, image_rows, image)),
         }
-        let mut sums = self.column(k, integers, self.side / 2, block);
+        let mut sums = self.column(k, image, self.side / 2, block);
         if self.side > 1 {
             // What the pixels on the left and on the right of each pixel add to it stands in the place of those pixels.
-            let [left, right] = [0, 2].map(|place| self.column(k, integers, place, block));
+            let [left, right] = [0, 2].map(|place| self.column(k, image, place, block));
             let left = self.moved(k, left, -1, 0.0);
             let right = self.moved(k, right, 1, self.width as f64 - 1.0);
             sums = k.add(sums, left);
             sums = k.add(sums, right);
         }
-        let y = k.convert(sums, DType::F32);
+        let mut y = k.convert(sums, DType::F32);
         let of_columns = |k: &mut Kernel, row: usize| {
             let row = k.row(row);
-            let row = k.load_part(self.side + 2, row, 1, 0..columns);
+            let row = k.load_part(self.window_of_columns(), row, 1, 0..columns);
             k.broadcast_row(row, pixels)
         };
-        let [image_scale, scale, bias] = [0, 1, 2].map(|row| of_columns(k, row));
-        let y = k.mul(y, image_scale);
-        let y = k.mul(y, scale);
+        for scale in 0..self.row_of_biases() {
+            let scale = of_columns(k, scale);
+            y = k.mul(y, scale);
+        }
+        let bias = of_columns(k, self.row_of_biases());
         let y = k.add(y, bias);
         let mut y = k.convert(y, DType::BF16);
         let added = match self.added {
             Added::Nothing => None,
             Added::Image => {
                 let first = k.row(0);
-                let image = k.load(self.side + 3, first, pixels);
+                let image = k.load(self.window_of_columns() + 1, first, pixels);
                 Some(k.convert(image, DType::F32))
             }
-            Added::Row => Some(of_columns(k, 3)),
+            Added::Row => Some(of_columns(k, self.row_of_biases() + 1)),
         };
         if let Some(added) = added {
             let wide = k.convert(y, DType::F32);
@@ -278,14 +321,14 @@ impl Convolution {
         k.store(y, [0, 0]);
     }
 
-    /// The products with one column of the convolution's kernel, the number `place`: sums over its rows, `s32[pixels,
+    /// The products with one column of the convolution's kernel, the number `place`: sums over its rows, `[pixels,
     /// columns]`.
-    fn column(&self, k: &mut Kernel, integers: Scratch, place: usize, block: Block) -> KernelValue {
+    fn column(&self, k: &mut Kernel, image: Scratch, place: usize, block: Block) -> KernelValue {
         let pixels = block.image_rows * self.width;
-        let [_, inputs] = k.scratch_size(integers);
-        let zero = k.splat(DType::S32, [pixels, block.columns], 0.0);
+        let [_, inputs] = k.scratch_size(image);
+        let zero = k.splat(self.arithmetic.sum(), [pixels, block.columns], 0.0);
         (0..self.side).fold(zero, |sums, kernel_row| {
-            let x = k.kept_part(integers, [kernel_row * self.width, 0], [pixels, inputs]);
+            let x = k.kept_part(image, [kernel_row * self.width, 0], [pixels, inputs]);
             let first = place * Convolution::padded_inputs(inputs);
             let row = k.row(kernel_row * block.columns);
             let weights = k.load_part(self.side, row, block.columns, first..first + inputs);
@@ -298,11 +341,11 @@ impl Convolution {
     fn moved(&self, k: &mut Kernel, x: KernelValue, step: isize, outermost: f64) -> KernelValue {
         let size = k.size(x);
         let [rows, columns] = size;
-        let memory = k.scratch(DType::S32, [rows + 2 * TILE_ROWS[1], columns]);
+        let memory = k.scratch(self.arithmetic.sum(), [rows + 2 * TILE_ROWS[1], columns]);
         k.keep(memory, x, [TILE_ROWS[1], 0]);
         let moved = k.kept_part(memory, [TILE_ROWS[1].saturating_add_signed(step), 0], size);
         let place = k.rows(self.width, size);
-        let zero = k.splat(DType::S32, size, 0.0);
+        let zero = k.splat(self.arithmetic.sum(), size, 0.0);
         let limit = k.splat(DType::S32, size, outermost);
         let [low, high] = match step < 0 {
             true => [limit, place],
@@ -312,12 +355,12 @@ impl Convolution {
         k.select(inside, moved, zero)
     }
 
-    /// Rounds the rows of the block, the one before it and the one behind it.
-    fn quantize(&self, k: &mut Kernel, image_rows: usize, integers: Scratch) {
+    /// Keeps the rows of the block, the one before it and the one behind it as they are multiplied.
+    fn keep_image(&self, k: &mut Kernel, image_rows: usize, image: Scratch) {
         k.repeat(image_rows, Vec::new(), |k, counter, _| {
             let row = k.row_of(counter, self.width, 0);
             let to = k.row_of(counter, self.width, self.side / 2 * self.width);
-            self.quantize_row(k, 0, [row, to], integers);
+            self.keep_row(k, 0, [row, to], image);
             Vec::new()
         });
         if self.side == 1 {
@@ -327,38 +370,40 @@ impl Convolution {
         for (window, row, edge) in [(BEFORE, 0, 0), (BEHIND, image_rows + 1, last)] {
             let row = row * self.width;
             let places = [0, row].map(|row| k.row(row));
-            self.quantize_row(k, window, places, integers);
+            self.keep_row(k, window, places, image);
             // Outside the image are zeros.
             k.when(1, edge, |k| {
-                let [_, inputs] = k.scratch_size(integers);
-                let zeros = k.splat(DType::S8, [self.width, inputs], 0.0);
-                k.keep(integers, zeros, [row, 0]);
+                let [_, inputs] = k.scratch_size(image);
+                let zeros = k.splat(self.arithmetic.operand(), [self.width, inputs], 0.0);
+                k.keep(image, zeros, [row, 0]);
             });
         }
     }
 
-    /// Rounds one row of the image.
-    fn quantize_row(
+    /// Keeps one row of the image, in int8 rounded.
+    fn keep_row(
         &self,
         k: &mut Kernel,
         window: usize,
         [from, to]: [KernelValue; 2],
-        integers: Scratch,
+        image: Scratch,
     ) {
-        let x = k.load(window, from, self.width);
-        let first = k.row(0);
-        let inverse = k.load(self.side + 1, first, 1);
-        let inverse = k.broadcast_row(inverse, self.width);
-        let x = k.convert(x, DType::F32);
-        let x = rounded_to_integers(k, x, inverse);
-        let x = k.convert(x, DType::S8);
-        k.keep_at(integers, x, to, 0);
+        let mut x = k.load(window, from, self.width);
+        if self.arithmetic == Arithmetic::Int8 {
+            let first = k.row(0);
+            let inverse = k.load(self.side + 1, first, 1);
+            let inverse = k.broadcast_row(inverse, self.width);
+            let wide = k.convert(x, DType::F32);
+            let integers = rounded_to_integers(k, wide, inverse);
+            x = k.convert(integers, DType::S8);
+        }
+        k.keep_at(image, x, to, 0);
     }
 
     /// The sizes that operands tell.
     fn sizes(&self, operands: &[&Shape]) -> Option<Sizes> {
-        let (images, others) = operands.split_at_checked(self.side)?;
-        let (x, of_columns) = (images.first()?, others.get(2)?);
+        let images = operands.get(..self.side)?;
+        let (x, of_columns) = (images.first()?, operands.get(self.window_of_columns())?);
         let sizes = Sizes {
             batch: *x.dims.first()?,
             inputs: *x.dims.get(2)?,
@@ -382,7 +427,20 @@ impl CustomCall for Convolution {
     }
 
     fn name(&self) -> &'static str {
-        "int8_convolution"
+        match self.arithmetic {
+            Arithmetic::Int8 => "int8_convolution",
+            Arithmetic::Bf16 => "convolution",
+        }
+    }
+
+    fn batch(&self, operands: &[&Shape]) -> Option<Batch> {
+        let mut of_operands = vec![Some(0); operands.len()];
+        // Every image has the same kernel.
+        of_operands[self.side] = None;
+        Some(Batch {
+            operands: of_operands,
+            result: 0,
+        })
     }
 
     fn configuration(&self, operands: &[&Shape]) -> Configuration {
@@ -411,7 +469,7 @@ impl CustomCall for Convolution {
         let sizes = sizes.ok_or_else(|| {
             let found: Vec<String> = operands.iter().map(ToString::to_string).collect();
             constraint(
-                "int8 convolution kernel",
+                "convolution kernel",
                 format!(
                     "{} are not the operands of {self:?}, or no block fits the core's memory",
                     found.join(", ")

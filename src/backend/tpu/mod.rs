@@ -12,7 +12,7 @@ pub use attention::Attention;
 pub use channels::{OfChannels, ScaleShift, SideBySide};
 pub use claim::claim;
 pub use convolution::{Added, Convolution};
-pub use product::Product;
+pub use product::{Arithmetic, Product};
 pub use upsample::Upsample;
 
 /// Switches of libtpu. By itself it folds rows or columns of images into the batch of 3x3 convolutions and keeps this

@@ -1,10 +1,10 @@
-//! Products of int8 weights with activations of bf16 that are quantized inside: the range of each row, its scale and
-//! its integers are found once for a block of rows and kept on the chip, after the layer norm of the row where one
-//! comes before.
+//! Products of weights with activations of bf16. For int8 weights activations are quantized inside: the range of each row,
+//! its scale and its integers are found once for a block of rows and kept on the chip. So is the layer norm of the row
+//! where one comes before.
 
 use crate::dtype::DType;
 use crate::graph::eval::Value;
-use crate::graph::{Configuration, CustomCall, InferError, constraint};
+use crate::graph::{Batch, Configuration, CustomCall, InferError, constraint};
 use crate::shape::Shape;
 
 use super::mosaic::{
@@ -28,16 +28,44 @@ const TAIL_SLOPE: f64 = 0.44;
 /// Multiply-adds of int8 products that cannot overflow 32 bits: 127 * 127 * 130,000 < 2^31.
 pub(super) const MOST_TERMS: usize = 130_000;
 
-/// `x` as AQT's int8 times the transposed weights, times the scales of rows and columns, plus the bias; in bf16.
+/// What the matrix units multiply.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Arithmetic {
+    /// AQT's int8, with scales.
+    Int8,
+    Bf16,
+}
+
+impl Arithmetic {
+    /// The type of weights, and of activations when they are multiplied.
+    pub(super) fn operand(self) -> DType {
+        match self {
+            Arithmetic::Int8 => DType::S8,
+            Arithmetic::Bf16 => DType::BF16,
+        }
+    }
+
+    /// The type of sums.
+    pub(super) fn sum(self) -> DType {
+        match self {
+            Arithmetic::Int8 => DType::S32,
+            Arithmetic::Bf16 => DType::F32,
+        }
+    }
+}
+
+/// `x` times the transposed weights, plus the bias; in bf16. In int8 `x` is quantized as AQT does it, and the product
+/// multiplied with the scales of rows and columns.
 ///
-/// Operands: x `bf16[1, rows, terms]`, weights `s8[1, columns, terms]`, and `f32[1, 2, columns]`, the scales and the
-/// biases of columns. Rows are padded to whole blocks ([`Product::padded_rows`]). With `norm`, the next operand is
+/// Operands: x `bf16[1, rows, terms]`, weights `[1, columns, terms]`, and `f32[1, 2, columns]`, the scales and the
+/// biases of columns; in bf16 `f32[1, 1, columns]`, the biases. Rows are padded to whole blocks ([`Product::padded_rows`]). With `norm`, the next operand is
 /// `f32[1, 2, terms]`, the weight and the bias of the layer norm that `x` goes through first, rounded to bf16. If
 /// `gated`, the weights have twice the result's columns, in blocks of values and of gates in turn
 /// ([`Product::gated_block`]), and values are multiplied by the exact GELU of their gates. If `residual`, the last
 /// operand is `bf16[1, rows, columns]`, which is added to the rounded result.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Product {
+    pub arithmetic: Arithmetic,
     /// The epsilon of the layer norm.
     pub norm: Option<f64>,
     pub gated: bool,
@@ -110,6 +138,14 @@ impl Product {
         }
     }
 
+    /// Rows of what each column is scaled with: scales and biases, or biases alone.
+    pub fn rows_of_columns(&self) -> usize {
+        match self.arithmetic {
+            Arithmetic::Int8 => 2,
+            Arithmetic::Bf16 => 1,
+        }
+    }
+
     fn kernel(&self, blocks: Blocks, terms: usize) -> Kernel {
         let Blocks {
             rows,
@@ -130,7 +166,7 @@ impl Product {
             first_column: 0,
         };
         let weights = Window {
-            dtype: DType::S8,
+            dtype: self.arithmetic.operand(),
             array: [1, self.parts() * all_columns, terms],
             block: [width, terms],
             index: [None, column_index, None],
@@ -139,8 +175,8 @@ impl Product {
         };
         let of_columns = Window {
             dtype: DType::F32,
-            array: [1, 2, self.parts() * all_columns],
-            block: [2, width],
+            array: [1, self.rows_of_columns(), self.parts() * all_columns],
+            block: [self.rows_of_columns(), width],
             index: [None, None, column_index],
             place: Place::Own,
             first_column: 0,
@@ -176,19 +212,7 @@ impl Product {
 
     fn step(&self, k: &mut Kernel, blocks: Blocks, terms: usize) {
         let Blocks { rows, columns, .. } = blocks;
-        let integers = k.scratch(DType::S8, [rows, terms]);
-        let scale = k.scratch(DType::F32, [rows, 1]);
-        let normed = self.norm.map(|_| k.scratch(DType::BF16, [rows, terms]));
-        let kept = Kept {
-            integers,
-            scale,
-            normed,
-        };
-        match blocks.grid[1] {
-            1 => self.quantize(k, kept, [rows, terms]),
-            _ => k.when_first(1, |k| self.quantize(k, kept, [rows, terms])),
-        }
-        let (integers, scale) = (k.kept(integers), k.kept(scale));
+        let activation = self.activation(k, blocks, terms);
         let first = k.row(0);
         let width = match self.gated {
             true => block_of_columns(columns, GATED_COLUMNS).unwrap_or(columns),
@@ -199,9 +223,9 @@ impl Product {
             k.load(window, first, rows)
         });
         for at in (0..columns).step_by(width) {
-            let mut y = self.product(k, [integers, scale], at, width);
+            let mut y = self.product(k, activation, at, width);
             if self.gated {
-                let gates = self.product(k, [integers, scale], columns + at, width);
+                let gates = self.product(k, activation, columns + at, width);
                 y = gated(k, y, gates);
             }
             if let Some(residual) = residual {
@@ -215,28 +239,71 @@ impl Product {
         }
     }
 
+    /// The rows as they are multiplied. What has to be computed of them is computed in the first step of a block of rows.
+    fn activation(&self, k: &mut Kernel, blocks: Blocks, terms: usize) -> Activation {
+        let size = [blocks.rows, terms];
+        let once = |k: &mut Kernel, compute: &dyn Fn(&mut Kernel)| match blocks.grid[1] {
+            1 => compute(k),
+            _ => k.when_first(1, |k| compute(k)),
+        };
+        let normed = |k: &mut Kernel| self.norm.map(|_| k.scratch(DType::BF16, size));
+        match (self.arithmetic, self.norm) {
+            (Arithmetic::Int8, _) => {
+                let kept = Kept {
+                    integers: k.scratch(DType::S8, size),
+                    scale: k.scratch(DType::F32, [blocks.rows, 1]),
+                    normed: normed(k),
+                };
+                once(k, &|k| self.quantize(k, kept, size));
+                Activation {
+                    rows: k.kept(kept.integers),
+                    scale: Some(k.kept(kept.scale)),
+                }
+            }
+            (Arithmetic::Bf16, Some(epsilon)) => {
+                let normed = k.scratch(DType::BF16, size);
+                once(k, &|k| normalize(k, normed, size, epsilon));
+                Activation {
+                    rows: k.kept(normed),
+                    scale: None,
+                }
+            }
+            (Arithmetic::Bf16, None) => {
+                let first = k.row(0);
+                Activation {
+                    rows: k.load(0, first, blocks.rows),
+                    scale: None,
+                }
+            }
+        }
+    }
+
     /// Columns of the product from `first` on, scaled, with their biases, in bf16.
     fn product(
         &self,
         k: &mut Kernel,
-        [integers, scale]: [KernelValue; 2],
+        activation: Activation,
         first: usize,
         columns: usize,
     ) -> KernelValue {
-        let [rows, _] = k.size(integers);
+        let [rows, _] = k.size(activation.rows);
         let row = k.row(first);
         let weights = k.load(1, row, columns);
-        let zero = k.splat(DType::S32, [rows, columns], 0.0);
-        let sums = k.matmul_transposed(integers, weights, zero);
-        let sums = k.convert(sums, DType::F32);
-        let scale = k.broadcast(scale, columns);
-        let y = k.mul(sums, scale);
-        let [column_scale, bias] = [0, 1].map(|row| {
+        let zero = k.splat(self.arithmetic.sum(), [rows, columns], 0.0);
+        let sums = k.matmul_transposed(activation.rows, weights, zero);
+        let mut y = k.convert(sums, DType::F32);
+        let of_columns = |k: &mut Kernel, row: usize| {
             let row = k.row(row);
             let row = k.load_part(2, row, 1, first..first + columns);
             k.broadcast_row(row, rows)
-        });
-        let y = k.mul(y, column_scale);
+        };
+        if let Some(scale) = activation.scale {
+            let scale = k.broadcast(scale, columns);
+            y = k.mul(y, scale);
+            let column_scale = of_columns(k, 0);
+            y = k.mul(y, column_scale);
+        }
+        let bias = of_columns(k, self.rows_of_columns() - 1);
         let y = k.add(y, bias);
         k.convert(y, DType::BF16)
     }
@@ -292,7 +359,15 @@ impl Product {
     }
 }
 
-/// What a step keeps of its rows.
+/// Rows as they are multiplied.
+#[derive(Clone, Copy)]
+struct Activation {
+    rows: KernelValue,
+    /// The scale of each row.
+    scale: Option<KernelValue>,
+}
+
+/// What a step keeps of its rows in int8.
 #[derive(Clone, Copy)]
 struct Kept {
     /// `s8[rows, terms]`
@@ -301,6 +376,22 @@ struct Kept {
     scale: Scratch,
     /// The rows after their layer norm, `bf16[rows, terms]`.
     normed: Option<Scratch>,
+}
+
+/// Puts the rows after their layer norm into `normed`, some rows and columns at a time: what is between fits the registers.
+fn normalize(k: &mut Kernel, normed: Scratch, [rows, terms]: [usize; 2], epsilon: f64) {
+    let width = block_of_columns(terms, MOST_COLUMNS).unwrap_or(terms);
+    for row in (0..rows).step_by(TILE_ROWS) {
+        let count = TILE_ROWS.min(rows - row);
+        let parts = || (0..terms).step_by(width).map(|at| [at, width]);
+        let norm = statistics(k, [row, count], parts(), terms, epsilon);
+        for [at, width] in parts() {
+            let x = load(k, [row, count], [at, width]);
+            let y = normalized(k, x, norm, at);
+            let y = k.convert(y, DType::BF16);
+            k.keep(normed, y, [row, at]);
+        }
+    }
 }
 
 /// A part of the activation, in `f32`.
@@ -459,12 +550,29 @@ impl CustomCall for Product {
     }
 
     fn name(&self) -> &'static str {
-        match (self.norm.is_some(), self.gated) {
-            (true, true) => "layer_norm_int8_gated_product",
-            (true, false) => "layer_norm_int8_product",
-            (false, true) => "int8_gated_product",
-            (false, false) => "int8_product",
+        match (self.arithmetic, self.norm.is_some(), self.gated) {
+            (Arithmetic::Int8, true, true) => "layer_norm_int8_gated_product",
+            (Arithmetic::Int8, true, false) => "layer_norm_int8_product",
+            (Arithmetic::Int8, false, true) => "int8_gated_product",
+            (Arithmetic::Int8, false, false) => "int8_product",
+            (Arithmetic::Bf16, true, true) => "layer_norm_gated_product",
+            (Arithmetic::Bf16, true, false) => "layer_norm_product",
+            (Arithmetic::Bf16, false, true) => "gated_product",
+            (Arithmetic::Bf16, false, false) => "product",
         }
+    }
+
+    fn batch(&self, operands: &[&Shape]) -> Option<Batch> {
+        let mut of_operands = vec![None; operands.len()];
+        // Rows, and what is added to them.
+        of_operands[0] = Some(1);
+        if self.residual {
+            of_operands[operands.len() - 1] = Some(1);
+        }
+        Some(Batch {
+            operands: of_operands,
+            result: 1,
+        })
     }
 
     fn configuration(&self, operands: &[&Shape]) -> Configuration {
@@ -498,12 +606,15 @@ impl CustomCall for Product {
         let [x, weights, of_columns] = [0, 1, 2].map(|i| operands[i]);
         let result = || {
             let is_matrix = |s: &Shape, dtype| s.rank() == 3 && s.dims[0] == 1 && s.dtype == dtype;
-            if !is_matrix(x, DType::BF16) || !is_matrix(weights, DType::S8) {
+            if !is_matrix(x, DType::BF16) || !is_matrix(weights, self.arithmetic.operand()) {
                 return None;
             }
             let [rows, terms, columns] = [x.dims[1], x.dims[2], weights.dims[1] / self.parts()];
             let result = Shape::new(DType::BF16, [1, rows, columns]);
-            let mut rest = vec![Shape::new(DType::F32, [1, 2, weights.dims[1]])];
+            let mut rest = vec![Shape::new(
+                DType::F32,
+                [1, self.rows_of_columns(), weights.dims[1]],
+            )];
             if self.norm.is_some() {
                 rest.push(Shape::new(DType::F32, [1, 2, terms]));
             }
@@ -518,11 +629,13 @@ impl CustomCall for Product {
         };
         result().ok_or_else(|| {
             constraint(
-                "int8 product kernel",
+                "product kernel",
                 format!(
                     "x {x}, weights {weights}, scales and biases {of_columns} are not bf16[1, rows, terms] in whole blocks, \
-                     s8[1, columns, terms] and f32[1, 2, columns], with f32[1, 2, terms] of a norm and a term like the \
-                     result, or no block fits the core's memory"
+                     {}[1, columns, terms] and f32[1, {}, columns], with f32[1, 2, terms] of a norm and a term like the \
+                     result, or no block fits the core's memory",
+                    self.arithmetic.operand(),
+                    self.rows_of_columns()
                 ),
             )
         })

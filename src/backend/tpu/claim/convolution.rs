@@ -5,26 +5,35 @@ use std::sync::Arc;
 
 use crate::backend::follow;
 use crate::dtype::DType;
-use crate::graph::{Binary, Builder, Comparison, Contraction, ConvDims, ConvLayout, Op, Tensor};
+use crate::graph::{Binary, Builder, Comparison, ConvDims, ConvLayout, Op, Tensor};
 use crate::shape::Shape;
 
-use super::super::{Added, Convolution};
-use super::{Claims, Result};
+use super::super::mosaic::LANES;
+use super::super::{Added, Arithmetic, Convolution};
+use super::{Claims, ContractedDims, Result};
 
-/// A convolution of int8 with what belongs to it. Numbers are nodes.
+/// A convolution with what belongs to it. Numbers are nodes.
 #[derive(Clone)]
 pub(super) struct Found {
     kernel: Convolution,
-    /// The image, before it is quantized.
+    contraction: usize,
+    /// The image, before it is quantized if it is.
     x: u32,
-    image_scale: u32,
     weights: u32,
-    scale: u32,
+    /// Those of images and of outputs, in int8.
+    scales: Option<[u32; 2]>,
     bias: Option<u32>,
     /// What [`Convolution::added`] adds, `[batch, outputs]` if it is a row.
     added: Option<u32>,
     /// The shape of the result.
     shape: Shape,
+}
+
+impl Found {
+    /// The node of the convolution alone.
+    pub(super) fn contraction(&self) -> usize {
+        self.contraction
+    }
 }
 
 impl Claims<'_> {
@@ -55,40 +64,40 @@ impl Claims<'_> {
         with_sums.collect()
     }
 
-    /// Node `i` as a convolution of a quantized image with weights.
+    /// Node `i` as a convolution of an image with weights.
     fn convolution(&self, i: usize) -> Option<Found> {
         let node = &self.graph.nodes[i];
-        let (Contraction::Convolution(dims), [lhs, weights, image_scale, scale]) =
-            self.scaled_contraction(i)?
-        else {
+        let contracted = self.contracted(i)?;
+        let ContractedDims::Convolution(dims) = contracted.dims else {
             return None;
         };
-        let x = self.quantized(lhs, image_scale, &[0])?;
-        let [image, kernel] = [x, weights].map(|id| &self.node(id).shape);
+        let x = self.activation(&contracted, &[0])?;
+        let [image, kernel] = [x, contracted.weights].map(|id| &self.node(id).shape);
         let &[_, height, width, inputs] = &image.dims[..] else {
             return None;
         };
         let outputs = *node.shape.dims.last()?;
-        let types = [image.dtype, kernel.dtype, node.shape.dtype];
-        let known = [weights, scale].map(|id| self.of_weights[id as usize]);
         let side = *kernel.dims.last()?;
+        let arithmetic = contracted.arithmetic();
         let found = Convolution {
+            arithmetic,
             height,
             width,
             side,
             added: Added::Nothing,
         };
-        let takes = **dims == same_size(side)
+        let fills_lanes = arithmetic == Arithmetic::Int8 || inputs >= LANES && outputs >= LANES;
+        let takes = self.is_split(&node.shape)
+            && *dims == same_size(side)
             && kernel.dims == [outputs, inputs, side, side]
-            && types == [DType::BF16, DType::S8, DType::F32]
-            && known == [true; 2]
+            && fills_lanes
             && found.fits(inputs, outputs);
         takes.then(|| Found {
             kernel: found,
+            contraction: i,
             x,
-            image_scale,
-            weights,
-            scale,
+            weights: contracted.weights,
+            scales: contracted.scales,
             bias: None,
             added: None,
             shape: node.shape.clone(),
@@ -135,44 +144,53 @@ impl Claims<'_> {
         let copy = |id: u32| copies[id as usize];
         let x = copy(found.x);
         let [batch, height, width, inputs] = [0, 1, 2, 3].map(|d| b.dims(x)[d]);
-        let outputs = b.dims(copy(found.scale))[0];
+        let outputs = found.shape.dims[3];
         let x = b.reshape(x, &[batch, height * width, inputs])?;
         let side = found.kernel.side;
         let weights = self.before_storage(found.weights, copies);
         let block = found.kernel.columns(inputs, outputs).unwrap_or(outputs);
-        let weights = in_rows(b, weights, side, block)?;
+        let mut operands = vec![x; side];
+        operands.push(in_rows(b, weights, side, block)?);
 
-        let image_scale = copy(found.image_scale);
-        let one = b.full(&b.shape(image_scale), 1.0)?;
-        let inverse = b.div(one, image_scale)?;
-        let infinity = b.full(&b.shape(inverse), f64::INFINITY)?;
-        let overflown = b.compare(Comparison::Eq, inverse, infinity)?;
-        let inverse = b.select(overflown, one, inverse)?;
-        let inverse = b.convert(inverse, DType::F32)?;
-        let inverse = b.broadcast_in_dim(inverse, &[0], &[batch, 1, inputs])?;
         let row = |x: Tensor, dim: usize| -> Result<Tensor> {
             let x = b.convert(x, DType::F32)?;
             b.broadcast_in_dim(x, &[dim], &[batch, 1, outputs])
         };
-        let bias = match found.bias {
+        let mut rows = Vec::new();
+        if let Some([image, columns]) = found.scales.map(|scales| scales.map(copy)) {
+            let inverse = inverse_scale(b, image)?;
+            operands.push(b.broadcast_in_dim(inverse, &[0], &[batch, 1, inputs])?);
+            rows.extend([row(image, 0)?, row(columns, 2)?]);
+        }
+        rows.push(match found.bias {
             Some(bias) => row(copy(bias), 2)?,
             None => b.full(&Shape::new(DType::F32, [batch, 1, outputs]), 0.0)?,
-        };
-        let mut rows = vec![row(image_scale, 0)?, row(copy(found.scale), 2)?, bias];
+        });
         let added = found.added.map(copy);
         if let (Added::Row, Some(added)) = (found.kernel.added, added) {
             let added = b.convert(added, DType::F32)?;
             rows.push(b.reshape(added, &[batch, 1, outputs])?);
         }
-        let of_columns = b.concatenate(&rows, 1)?;
-        let mut operands = vec![x; side];
-        operands.extend([weights, inverse, of_columns]);
+        operands.push(match rows[..] {
+            [alone] => alone,
+            _ => b.concatenate(&rows, 1)?,
+        });
         if let (Added::Image, Some(added)) = (found.kernel.added, added) {
             operands.push(b.reshape(added, &[batch, height * width, outputs])?);
         }
         let y = b.push(Op::CustomCall(Arc::new(found.kernel)), &operands)?;
         b.reshape(y, &found.shape.dims)
     }
+}
+
+/// What AQT's numerics multiply images with that have this scale, in `f32`.
+fn inverse_scale(b: &Builder, scale: Tensor) -> Result<Tensor> {
+    let one = b.full(&b.shape(scale), 1.0)?;
+    let inverse = b.div(one, scale)?;
+    let infinity = b.full(&b.shape(inverse), f64::INFINITY)?;
+    let overflown = b.compare(Comparison::Eq, inverse, infinity)?;
+    let inverse = b.select(overflown, one, inverse)?;
+    b.convert(inverse, DType::F32)
 }
 
 /// The convolution of an image, channels last, with PyTorch's order of a square kernel, that keeps the image's size.

@@ -9,12 +9,13 @@ use std::sync::Arc;
 use crate::backend::follow;
 use crate::dtype::DType;
 use crate::graph::{
-    Binary, Builder, Composite, Contraction, Graph, GraphError, Node, NumericsConvention, Op,
-    PadDim, Tensor, TensorFormat,
+    Binary, Builder, Composite, Contraction, ConvDims, DotDims, Graph, GraphError, Node,
+    NumericsConvention, Op, PadDim, Tensor, TensorFormat,
 };
 use crate::shape::Shape;
 
-use super::{Attention, Product};
+use super::mosaic::LANES;
+use super::{Arithmetic, Attention, Product};
 
 /// Rows from which the product is the kernel's, those of one int8 tile: 160 rows of SDXL's 1280 x 1280 take 8,317
 /// cycles on v5e, the compiler's operations for them 23,700.
@@ -25,34 +26,34 @@ type Result<T> = std::result::Result<T, GraphError>;
 /// The graph with this program's TPU kernels in place of
 ///
 /// - attention in bf16 that is not causal, of as many keys as a core can hold,
-/// - products of bf16 activations that AQT's int8 quantizes, a scale a row, with int8 weights, together with the range
-///   finding and the rounding before them, the layer norm before that if such products alone read it, and the bias, the
-///   rounding to bf16 and the gated GELU or the sum after them,
-/// - 3x3 convolutions of bf16 images that AQT's int8 quantizes, a scale an image, with int8 weights, together with the
-///   rounding before them, and the bias, the rounding to bf16 and the sum after them,
+/// - products of bf16 activations with weights, together with the layer norm before them if such products alone read it,
+///   and the bias, the rounding to bf16 and the gated GELU or the sum after them; where AQT's int8 quantizes both, a scale a
+///   row, together with the range finding and the rounding,
+/// - 3x3 and 1x1 convolutions of bf16 images, together with the bias, the rounding to bf16 and the sum after them; where
+///   AQT's int8 quantizes image and weights, a scale an image, together with the rounding,
 /// - the ranges of bf16 images that int8 quantizes, a scale an image,
-/// - group norms, nearest upsampling and pairs of channels of bf16 images that are quantized next,
+/// - group norms, nearest upsampling and pairs of channels of bf16 images that these kernels read,
 /// - products that give the queries, keys and values of one attention, as one product.
 ///
-/// For programs of one partition. Products are left to the compiler where `int8` is false: the chip's matrix units do
-/// not multiply int8, and Mosaic refuses it.
+/// The devices compute `parts` parts of the batch, which kernels take if each part is one of whole blocks. What int8 quantizes is left to the compiler where `int8` is false: the chip's matrix units
+/// do not multiply it, and Mosaic refuses it.
 ///
 /// # Errors
 /// When the graph is ill-typed.
-pub fn claim(graph: &Graph, int8: bool) -> Result<Graph> {
+pub fn claim(graph: &Graph, int8: bool, parts: usize) -> Result<Graph> {
     let claims = Claims {
         graph,
+        int8,
+        parts,
         of_weights: graph.weight_only(),
+        from_stored: graph.from_stored(),
         users: follow::users(graph),
     };
-    let products = match int8 {
-        true => claims.with_norms(claims.products()),
-        false => HashMap::new(),
-    };
-    let convolutions = match int8 {
-        true => claims.convolutions(&products),
-        false => HashMap::new(),
-    };
+    let products = claims.with_norms(claims.products());
+    let convolutions = claims.convolutions(&products);
+    let readers = products.values().map(|found| found.contraction);
+    let readers = readers.chain(convolutions.values().map(convolution::Found::contraction));
+    let readers: HashSet<usize> = readers.collect();
     let self_attentions = claims.self_attentions(&products);
     graph.substitute(&mut |b, i, copies| {
         if let Some(qkv) = self_attentions.get(&i) {
@@ -70,11 +71,16 @@ pub fn claim(graph: &Graph, int8: bool) -> Result<Graph> {
         let operands: Vec<Tensor> = operands.collect();
         let kind = match (&node.op, &operands[..]) {
             (Op::Composite { kind, .. }, _) => kind,
-            (Op::Concatenate(dim), &[a, c]) if claims.is_read_by_kernels(i) => {
+            (Op::Concatenate(dim), &[a, c])
+                if claims.is_split(&node.shape) && claims.is_read_by_kernels(i, &readers) =>
+            {
                 return image::concatenate(b, [a, c], *dim);
             }
             _ => return Ok(None),
         };
+        if !claims.is_split(&node.shape) {
+            return Ok(None);
+        }
         match (kind, &operands[..]) {
             (Composite::Attention { causal: false }, &[q, k, v]) => attention(b, [q, k, v]),
             (Composite::FindScale { kept, format }, &[x])
@@ -89,7 +95,7 @@ pub fn claim(graph: &Graph, int8: bool) -> Result<Graph> {
                     silu,
                 },
                 &[x, weight, bias],
-            ) if claims.is_read_by_kernels(i)
+            ) if claims.is_read_by_kernels(i, &readers)
                 || convolutions.contains_key(&(node.operands[0] as usize)) =>
             {
                 let norm = image::GroupNorm {
@@ -99,7 +105,7 @@ pub fn claim(graph: &Graph, int8: bool) -> Result<Graph> {
                 };
                 image::group_norm(b, [x, weight, bias], norm)
             }
-            (Composite::UpsampleNearest2x, &[x]) if claims.is_read_by_kernels(i) => {
+            (Composite::UpsampleNearest2x, &[x]) if claims.is_read_by_kernels(i, &readers) => {
                 image::upsample(b, x)
             }
             _ => Ok(None),
@@ -107,18 +113,18 @@ pub fn claim(graph: &Graph, int8: bool) -> Result<Graph> {
     })
 }
 
-/// A product of int8 with what belongs to it. Numbers are nodes.
+/// A product with what belongs to it. Numbers are nodes.
 #[derive(Clone)]
 struct Found {
     kernel: Product,
-    /// The product of integers.
     contraction: usize,
-    /// The activation, before it is quantized, and before its norm if the kernel has one.
+    /// The activation, before it is quantized if it is, and before its norm if the kernel has one.
     x: u32,
     /// The weight and the bias of the norm.
     norm: Option<[u32; 2]>,
     weights: u32,
-    column_scale: u32,
+    /// The scale of each column in int8.
+    column_scale: Option<u32>,
     bias: Option<u32>,
     residual: Option<u32>,
     /// The dimension of the weights that is contracted.
@@ -127,11 +133,44 @@ struct Found {
     shape: Shape,
 }
 
+/// Attributes and operands of a contraction of bf16, or of integers that both have scales. Numbers are nodes.
+struct Contracted<'a> {
+    dims: ContractedDims<'a>,
+    lhs: u32,
+    weights: u32,
+    /// The scales of the lhs and of the weights.
+    scales: Option<[u32; 2]>,
+}
+
+enum ContractedDims<'a> {
+    Dot(&'a DotDims),
+    Convolution(&'a ConvDims),
+}
+
 /// Decides which products the kernel takes, by attributes, types and shapes.
 struct Claims<'a> {
     graph: &'a Graph,
+    /// Whether the chip's matrix units multiply int8.
+    int8: bool,
+    /// Parts of the batch.
+    parts: usize,
     of_weights: Vec<bool>,
+    /// What is computed from stored weights, in every run.
+    from_stored: Vec<bool>,
     users: Vec<Vec<Option<usize>>>,
+}
+
+impl Contracted<'_> {
+    fn arithmetic(&self) -> Arithmetic {
+        Contracted::arithmetic_of(self.scales)
+    }
+
+    fn arithmetic_of(scales: Option<[u32; 2]>) -> Arithmetic {
+        match scales {
+            Some(_) => Arithmetic::Int8,
+            None => Arithmetic::Bf16,
+        }
+    }
 }
 
 impl<'a> Claims<'a> {
@@ -147,22 +186,59 @@ impl<'a> Claims<'a> {
             .collect()
     }
 
-    /// Node `i` as a contraction of integers that both have scales, with its operands: the integers, then the scales.
-    fn scaled_contraction(&self, i: usize) -> Option<(&'a Contraction, [u32; 4])> {
+    /// Node `i` as a contraction with weights that a kernel may compute.
+    fn contracted(&self, i: usize) -> Option<Contracted<'a>> {
         let node = &self.graph.nodes[i];
-        let Op::Composite {
-            kind:
-                Composite::ScaledContraction {
-                    contraction,
-                    lhs_scale: true,
-                    rhs_scale: true,
-                },
-            ..
-        } = &node.op
-        else {
+        let (dims, scales) = match &node.op {
+            Op::Composite {
+                kind:
+                    Composite::ScaledContraction {
+                        contraction,
+                        lhs_scale: true,
+                        rhs_scale: true,
+                    },
+                ..
+            } if self.int8 => {
+                let dims = match contraction {
+                    Contraction::Dot(dims) => ContractedDims::Dot(dims),
+                    Contraction::Convolution(dims) => ContractedDims::Convolution(dims),
+                };
+                (dims, Some([*node.operands.get(2)?, *node.operands.get(3)?]))
+            }
+            Op::DotGeneral {
+                dims, quant: None, ..
+            } => (ContractedDims::Dot(dims), None),
+            Op::Convolution {
+                dims, quant: None, ..
+            } => (ContractedDims::Convolution(dims), None),
+            _ => return None,
+        };
+        let &[lhs, weights, ..] = &node.operands[..] else {
             return None;
         };
-        Some((contraction, node.operands[..].try_into().ok()?))
+        let known = [Some(weights), scales.map(|[_, weights]| weights)];
+        let known = known.into_iter().flatten();
+        // The compiler widens a stored weight while it multiplies, a kernel's operand is widened to memory in every run.
+        let takes = node.shape.dtype == DType::F32
+            && known.clone().all(|id| self.of_weights[id as usize])
+            && (scales.is_some() || !self.from_stored[weights as usize])
+            && self.node(weights).shape.dtype == Contracted::arithmetic_of(scales).operand();
+        takes.then_some(Contracted {
+            dims,
+            lhs,
+            weights,
+            scales,
+        })
+    }
+
+    /// The activation of a contraction, before it is quantized along the dimensions `kept` if it is. `None` where it is not
+    /// in bf16.
+    fn activation(&self, found: &Contracted<'a>, kept: &[usize]) -> Option<u32> {
+        let x = match found.scales {
+            Some([scale, _]) => self.quantized(found.lhs, scale, kept)?,
+            None => found.lhs,
+        };
+        (self.node(x).shape.dtype == DType::BF16).then_some(x)
     }
 
     /// The bias that follows node `i`, if one does, and the rounding to bf16 after it, which has to follow.
@@ -176,29 +252,26 @@ impl<'a> Claims<'a> {
         matches!(node.op, Op::Convert(DType::BF16)).then_some((bias, user))
     }
 
-    /// Node `i` as a product of quantized rows with weights.
+    /// Node `i` as a product of rows with weights.
     fn product(&self, i: usize) -> Option<Found> {
         let node = &self.graph.nodes[i];
-        let (Contraction::Dot(dims), [lhs, weights, row_scale, column_scale]) =
-            self.scaled_contraction(i)?
-        else {
+        let contracted = self.contracted(i)?;
+        let ContractedDims::Dot(dims) = contracted.dims else {
             return None;
         };
-        let rows: Vec<usize> = (0..self.node(lhs).shape.rank().checked_sub(1)?).collect();
-        let x = self.quantized(lhs, row_scale, &rows)?;
-        let shape = &self.node(x).shape;
-        let last = shape.rank() - 1;
-        let &[contracted] = &dims.rhs_contract[..] else {
+        let last = self.node(contracted.lhs).shape.rank().checked_sub(1)?;
+        let rows: Vec<usize> = (0..last).collect();
+        let x = self.activation(&contracted, &rows)?;
+        let &[of_weights] = &dims.rhs_contract[..] else {
             return None;
         };
-        let is_matrix = dims.lhs_batch.is_empty()
+        let is_matrix = self.is_split(&node.shape)
+            && dims.lhs_batch.is_empty()
             && dims.lhs_contract == [last]
-            && self.node(weights).shape.rank() == 2;
-        let types = [x, weights].map(|id| self.node(id).shape.dtype);
-        let known = [weights, column_scale].map(|id| self.of_weights[id as usize]);
-        let takes = is_matrix && types == [DType::BF16, DType::S8] && known == [true; 2];
-        (takes && node.shape.dtype == DType::F32).then(|| Found {
+            && self.node(contracted.weights).shape.rank() == 2;
+        is_matrix.then(|| Found {
             kernel: Product {
+                arithmetic: contracted.arithmetic(),
                 norm: None,
                 gated: false,
                 residual: false,
@@ -206,11 +279,11 @@ impl<'a> Claims<'a> {
             contraction: i,
             x,
             norm: None,
-            weights,
-            column_scale,
+            weights: contracted.weights,
+            column_scale: contracted.scales.map(|[_, columns]| columns),
             bias: None,
             residual: None,
-            contracted,
+            contracted: of_weights,
             shape: node.shape.clone(),
         })
     }
@@ -320,19 +393,20 @@ impl<'a> Claims<'a> {
         products
     }
 
-    /// Whether nothing but these products of quantized values reads node `x`.
-    fn is_read_by(&self, x: u32, contractions: Vec<usize>) -> bool {
-        let parts = contractions.iter().flat_map(|contraction| {
+    /// Whether nothing but these contractions reads node `x`, quantized or as it is.
+    fn is_read_by(&self, x: u32, contractions: HashSet<usize>) -> bool {
+        // The integers and their scales.
+        let rounded = contractions.iter().flat_map(|contraction| {
             let operands = &self.graph.nodes[*contraction].operands;
-            // The integers and their scales.
-            [*contraction, operands[0] as usize, operands[2] as usize]
+            [Some(&operands[0]), operands.get(2)].into_iter().flatten()
         });
-        let parts: HashSet<usize> = parts.collect();
+        let rounded: HashSet<usize> = rounded.map(|id| *id as usize).collect();
+        let is_part = |user: usize| rounded.contains(&user) || contractions.contains(&user);
         self.users[x as usize].iter().all(|user| {
             user.is_some_and(|user| {
                 let mut readers = self.users[user].iter();
-                parts.contains(&user)
-                    && readers.all(|reader| reader.is_some_and(|reader| parts.contains(&reader)))
+                contractions.contains(&user)
+                    || rounded.contains(&user) && readers.all(|reader| reader.is_some_and(is_part))
             })
         })
     }
@@ -362,15 +436,16 @@ impl<'a> Claims<'a> {
         (self.node(x).shape.dtype == DType::BF16 && self.fits(&normed)).then_some(normed)
     }
 
-    /// Whether node `i` is quantized or the program's result, itself or after a group norm. What the compiler reads it lays
-    /// out as it likes: between its convolutions of floats, copies to a kernel and back take longer than its own
-    /// operations.
-    fn is_read_by_kernels(&self, i: usize) -> bool {
+    /// Whether node `i` is quantized, read by the contractions `readers`, which kernels compute, or the program's result,
+    /// itself or after a group norm. What the compiler reads it lays out as it likes: between its own convolutions, copies to
+    /// a kernel and back take longer than its own operations.
+    fn is_read_by_kernels(&self, i: usize, readers: &HashSet<usize>) -> bool {
         self.users[i].iter().all(|user| {
             user.is_none_or(|user| match &self.graph.nodes[user].op {
-                Op::Reshape(_) | Op::Slice { .. } => self.is_read_by_kernels(user),
+                Op::Reshape(_) | Op::Slice { .. } => self.is_read_by_kernels(user, readers),
+                _ if readers.contains(&user) => true,
                 Op::Composite { kind, .. } => match kind {
-                    Composite::GroupNorm { .. } => self.is_read_by_kernels(user),
+                    Composite::GroupNorm { .. } => self.is_read_by_kernels(user, readers),
                     Composite::FindScale { .. } | Composite::Quantize { .. } => true,
                     _ => false,
                 },
@@ -393,7 +468,21 @@ impl<'a> Claims<'a> {
             return false;
         };
         let rows = found.shape.count() / (*columns).max(1);
-        rows >= LEAST_ROWS && found.kernel.fits(rows, *terms, *columns)
+        let fills_lanes =
+            found.kernel.arithmetic == Arithmetic::Int8 || *terms >= LANES && *columns >= LANES;
+        // Rows are padded behind the last one only.
+        let own = rows / self.parts;
+        let fills_blocks = |rows| found.kernel.padded_rows(rows, *terms, *columns) == Some(rows);
+        let is_split = self.parts == 1 || fills_blocks(own) && fills_blocks(rows);
+        own >= LEAST_ROWS && fills_lanes && is_split && found.kernel.fits(own, *terms, *columns)
+    }
+
+    /// Whether the parts of the batch, the first dimension, are as large as each other.
+    fn is_split(&self, shape: &Shape) -> bool {
+        shape
+            .dims
+            .first()
+            .is_some_and(|batch| batch.is_multiple_of(self.parts))
     }
 
     /// The attentions whose queries, keys and values are products of the same rows that one kernel computes side by
@@ -408,7 +497,7 @@ impl<'a> Claims<'a> {
                     ..
                 }
             );
-            if !is_attention || self.users[i].is_empty() {
+            if !is_attention || self.users[i].is_empty() || !self.is_split(&node.shape) {
                 return None;
             }
             let qkv = node.operands.iter().map(|operand| {
@@ -448,7 +537,9 @@ impl<'a> Claims<'a> {
         same && plain
             && fills_blocks
             && kernel.fits(&alone, &alone)
-            && q.kernel.padded_rows(rows, terms, 3 * columns) == Some(rows)
+            && [rows, rows / self.parts]
+                .iter()
+                .all(|rows| q.kernel.padded_rows(*rows, terms, 3 * columns) == Some(*rows))
     }
 
     /// The kernels' calls in place of attention and of the products before it.
@@ -492,9 +583,11 @@ impl<'a> Claims<'a> {
         });
         let mut weights = side_by_side(b, weights, 0)?;
         let terms = b.dims(weights)[1];
-        let scales = products
-            .iter()
-            .map(|found| of_columns(b, copy(found.column_scale), found.bias.map(copy)));
+        let scales = products.iter().map(|found| {
+            let own = self.node(found.weights).shape.dims[1 - found.contracted];
+            let [scale, bias] = [found.column_scale, found.bias].map(|id| id.map(copy));
+            of_columns(b, own, [scale, bias])
+        });
         let mut scales = side_by_side(b, scales, 1)?;
         if let Some(block) = block {
             weights = in_turns(b, weights, 0, block)?;
@@ -502,7 +595,7 @@ impl<'a> Claims<'a> {
         }
         let all_columns = b.dims(weights)[0];
         let weights = b.reshape(weights, &[1, all_columns, terms])?;
-        let scales = b.reshape(scales, &[1, 2, all_columns])?;
+        let scales = b.reshape(scales, &[1, found.kernel.rows_of_columns(), all_columns])?;
         let rows = found.shape.count() / each;
         let padded = found.kernel.padded_rows(rows, terms, columns);
         let padded = padded.unwrap_or(rows);
@@ -512,7 +605,7 @@ impl<'a> Claims<'a> {
         };
         let mut operands = vec![matrix(copy(found.x), terms)?, weights, scales];
         if let Some([weight, bias]) = found.norm {
-            let of_features = of_columns(b, copy(weight), Some(copy(bias)))?;
+            let of_features = of_columns(b, terms, [weight, bias].map(|id| Some(copy(id))))?;
             operands.push(b.reshape(of_features, &[1, 2, terms])?);
         }
         if let Some(residual) = found.residual {
@@ -558,19 +651,18 @@ fn self_attention(attention: &Shape) -> Attention {
     }
 }
 
-/// Scales and biases of columns, or weights and biases of features, `f32[2, columns]`. Without a bias they are zeros.
-fn of_columns(b: &Builder, scale: Tensor, bias: Option<Tensor>) -> Result<Tensor> {
-    let scale = b.convert(scale, DType::F32)?;
+/// Scales, where there are any, and biases of columns, or weights and biases of features, `f32[1 or 2, columns]`. Without a
+/// bias they are zeros.
+fn of_columns(b: &Builder, columns: usize, [scale, bias]: [Option<Tensor>; 2]) -> Result<Tensor> {
+    let row = |x: Tensor| b.reshape(b.convert(x, DType::F32)?, &[1, columns]);
     let bias = match bias {
-        Some(bias) => b.convert(bias, DType::F32)?,
-        None => b.full(&b.shape(scale), 0.0)?,
+        Some(bias) => row(bias)?,
+        None => b.full(&Shape::new(DType::F32, [1, columns]), 0.0)?,
     };
-    let columns = b.dims(scale)[0];
-    let rows = [
-        b.reshape(scale, &[1, columns])?,
-        b.reshape(bias, &[1, columns])?,
-    ];
-    b.concatenate(&rows, 0)
+    match scale {
+        Some(scale) => b.concatenate(&[row(scale)?, bias], 0),
+        None => Ok(bias),
+    }
 }
 
 /// The matrix `x` with blocks of `block` from the first and from the second half of dimension `dim` in turn.

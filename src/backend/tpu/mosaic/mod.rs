@@ -190,12 +190,15 @@ impl Kernel {
         }
     }
 
-    /// Bytes of the core's memory for blocks: each twice, because one is copied while another is computed with, unless
-    /// all steps see the same.
+    /// Bytes of the core's memory for blocks, in whole tiles: each twice, because one is copied while another is computed
+    /// with, unless all steps see the same.
     pub fn window_bytes(&self) -> usize {
         let bytes = |w: &Window| {
             let copies = if w.index == [None; 3] { 1 } else { 2 };
-            copies * w.dtype.bits() * w.block[0] * w.block[1] / 8
+            let [rows, columns] = w.block;
+            let tile_rows = 8 * 32 / w.dtype.bits();
+            let numbers = rows.next_multiple_of(tile_rows) * columns.next_multiple_of(LANES);
+            copies * w.dtype.bits() * numbers / 8
         };
         self.windows.iter().map(bytes).sum()
     }
