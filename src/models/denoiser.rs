@@ -9,6 +9,7 @@ use crate::schedulers::FlowLevels;
 use crate::util::named;
 
 use super::flux::{self, FluxConditioning, FluxLatents, FluxTransformer2DConfig};
+use super::original::OriginalLayer;
 use super::pixart::{self, PixArtConditioning, PixArtInputs, PixArtTransformer2DConfig};
 use super::sd3::{self, Sd3Conditioning, Sd3Inputs, Sd3Transformer2DConfig};
 use super::unet::{self, UNet2DConditionConfig, UNetConditioning, UNetInputs};
@@ -62,6 +63,39 @@ impl DenoiserKind {
             DenoiserKind::Flux | DenoiserKind::Sd3 => {
                 Some((rows / self.patch()) * (columns / self.patch()))
             }
+        }
+    }
+}
+
+impl DenoiserKind {
+    /// The models that have it, for messages.
+    pub const fn models(self) -> &'static str {
+        match self {
+            DenoiserKind::Unet => "Stable Diffusion",
+            DenoiserKind::Flux => "FLUX.1",
+            DenoiserKind::Sd3 => "Stable Diffusion 3",
+            DenoiserKind::PixArt => "PixArt",
+        }
+    }
+
+    /// The kind of transformer whose layers are `paths`; `None` for a UNet.
+    pub fn of_transformer(paths: &[&str]) -> Option<DenoiserKind> {
+        let has = |path: &str| paths.contains(&path);
+        match (has("x_embedder"), has("context_embedder")) {
+            (true, true) => Some(DenoiserKind::Flux),
+            (false, true) => Some(DenoiserKind::Sd3),
+            _ => has("adaln_single.linear").then_some(DenoiserKind::PixArt),
+        }
+    }
+
+    /// The layers of a transformer whose diffusers' layers are `paths`, by the names of the original code. A UNet's
+    /// names are [`unet::original::Blocks`]'.
+    pub fn original_layers(self, paths: &[&str]) -> Vec<OriginalLayer> {
+        match self {
+            DenoiserKind::Unet => Vec::new(),
+            DenoiserKind::Flux => flux::original::layers(paths),
+            DenoiserKind::Sd3 => sd3::original::layers(paths),
+            DenoiserKind::PixArt => pixart::original::layers(paths),
         }
     }
 }

@@ -30,8 +30,8 @@ pub struct FamilySpec {
     pub lower_case_prompts: bool,
     /// Whether there are ControlNets for its denoiser, and IP-Adapters.
     pub controlnets: bool,
-    /// Whether LoRAs and textual inversions for it are read.
-    pub loras: bool,
+    /// Whether textual inversions for it are read.
+    pub textual_inversions: bool,
     /// Starts of module names that only LoRA files for this family have.
     pub lora_names: &'static [&'static str],
     /// Paths below the denoiser's root (regular expressions) of the layers that stay in float under

@@ -430,7 +430,7 @@ impl Pipeline {
         if let (Some(model), Some(traced)) = (&mut options.refiner, &refiner) {
             model.files.open(traced)?;
         }
-        let adapter = adapter(&options.loras, &base, observer)?;
+        let adapter = adapter(&options.loras, &base, model.family, observer)?;
         if let Some(adapter) = &adapter {
             options.base.files.check_changeable(adapter)?;
         }

@@ -60,11 +60,7 @@ pub fn generation(
     let config = &hub::with_paths(config.clone(), notify)?;
     let model_name = source.name();
     let mut loras = lora::loras(config)?;
-    check_family(
-        config,
-        source.family(),
-        loras.is_empty() && inversions.is_empty(),
-    )?;
+    check_family(config, source.family(), !inversions.is_empty())?;
     loras.extend(source.trained_lora());
     match Distilled::open(config)? {
         None => {}
@@ -353,9 +349,8 @@ fn check_guidance_scales(
     }
 }
 
-/// Refuses what is not built for models of `family`. `unchanged` says that there are neither LoRAs nor textual
-/// inversions.
-fn check_family(config: &Config, family: Family, unchanged: bool) -> Result<(), RecipeError> {
+/// Refuses what is not built for models of `family`.
+fn check_family(config: &Config, family: Family, has_inversions: bool) -> Result<(), RecipeError> {
     let spec = family.spec();
     let refuse = |what: &str, reason: &str| {
         Err(RecipeError::Usage(format!(
@@ -363,11 +358,8 @@ fn check_family(config: &Config, family: Family, unchanged: bool) -> Result<(), 
             family.title()
         )))
     };
-    if !spec.loras && !unchanged {
-        return refuse(
-            "lora_config, textual_inversions",
-            "LoRAs and textual inversions are not built",
-        );
+    if !spec.textual_inversions && has_inversions {
+        return refuse("textual_inversions", "textual inversions are not built");
     }
     if !spec.prompt_weights && config.prompt_syntax == PromptSyntax::Weighted {
         return Err(RecipeError::Usage(format!(

@@ -83,10 +83,6 @@ fn what_has_no_effect_is_refused_with_the_reason() {
         ),
     ]);
     SCHNELL.refuses(&[
-        (
-            "lora_config.lora_model_name_or_path=['x.safetensors']",
-            "LoRAs",
-        ),
         ("refiner_model_name_or_path=x", "has no refiner"),
     ]);
 }

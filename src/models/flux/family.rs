@@ -63,7 +63,7 @@ pub const SCHNELL: FamilySpec = FamilySpec {
     prompt_weights: false,
     lower_case_prompts: false,
     controlnets: false,
-    loras: false,
+    textual_inversions: false,
     lora_names: &[],
     int8_float_layers: &INT8_FLOAT_LAYERS,
     claims: |signs| signs.is_class("FluxTransformer2DModel") && !signs.is_true("guidance_embeds"),

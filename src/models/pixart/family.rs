@@ -49,7 +49,7 @@ pub const SIGMA: FamilySpec = FamilySpec {
     prompt_weights: false,
     lower_case_prompts: true,
     controlnets: false,
-    loras: false,
+    textual_inversions: false,
     lora_names: &[],
     int8_float_layers: &INT8_FLOAT_LAYERS,
     claims: |signs| is_of(signs, true),

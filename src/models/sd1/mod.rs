@@ -67,7 +67,7 @@ pub const SPEC: FamilySpec = FamilySpec {
     prompt_weights: true,
     lower_case_prompts: false,
     controlnets: true,
-    loras: true,
+    textual_inversions: true,
     lora_names: &[],
     int8_float_layers: &unet::INT8_FLOAT_LAYERS,
     // What no other family claims.

@@ -69,7 +69,7 @@ const fn family(
         prompt_weights: false,
         lower_case_prompts: false,
         controlnets: false,
-        loras: false,
+        textual_inversions: false,
         lora_names: &[],
         int8_float_layers: &INT8_FLOAT_LAYERS,
         claims,

@@ -76,7 +76,7 @@ pub const SPEC: FamilySpec = FamilySpec {
     prompt_weights: true,
     lower_case_prompts: false,
     controlnets: true,
-    loras: true,
+    textual_inversions: true,
     // kohya's trainers number text encoders only where there are two, and use the original block names for SDXL alone.
     lora_names: &[
         "lora_te1_",
