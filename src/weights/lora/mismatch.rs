@@ -37,11 +37,13 @@ impl LoraFamily {
 
     /// The family that modules' names in a file tell: the denoiser's, where it is a transformer, before those of text
     /// encoders.
-    pub(super) fn of_names<'a>(modules: impl Iterator<Item = &'a str> + Clone) -> Option<LoraFamily> {
+    pub(super) fn of_names<'a>(
+        modules: impl Iterator<Item = &'a str> + Clone,
+    ) -> Option<LoraFamily> {
         let transformer = modules.clone().find_map(Self::of_transformer);
         transformer.or_else(|| {
             let has = |start: &&str| modules.clone().any(|module| module.starts_with(start));
-            let of = |family: &Family| family.spec().lora_names.iter().any(|start| has(&start));
+            let of = |family: &Family| family.spec().lora_names.iter().any(has);
             Family::ALL.into_iter().find(of).map(LoraFamily::Known)
         })
     }
@@ -58,7 +60,9 @@ impl LoraFamily {
             ("lora_transformer_", LoraFamily::OtherTransformer),
         ];
         let named = TRANSFORMERS.iter().find(|(part, _)| module.contains(part));
-        let other = module.starts_with("transformer.").then_some(LoraFamily::OtherTransformer);
+        let other = module
+            .starts_with("transformer.")
+            .then_some(LoraFamily::OtherTransformer);
         named.map(|(_, family)| *family).or(other)
     }
 }
