@@ -1,5 +1,7 @@
 //! The networks that denoise: a closed set, which the compiler follows to every place that tells them apart.
 
+use std::cmp::Ordering;
+
 use serde_json::{Map, Value};
 
 use crate::dtype::DType;
@@ -100,6 +102,18 @@ impl DenoiserKind {
     }
 }
 
+/// An image that a denoiser sees beside the sample, in further channels of its input.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SeenImage {
+    /// A mask of one channel, then the latents of the image without the masked part: inpainting UNets.
+    Masked,
+    /// The latents of the image without the masked part, then a channel for each of the `pixels` of the mask that a latent
+    /// stands for: FLUX.1 Fill.
+    Filled { pixels: usize },
+    /// The latents of an image that steers: FLUX.1 Canny and Depth.
+    Control,
+}
+
 /// A network that denoises, by its configuration.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Denoiser {
@@ -189,12 +203,32 @@ impl Denoiser {
         }
     }
 
-    /// Whether it also sees a mask and the masked image: the nine channels of an inpainting UNet are those of the sample,
-    /// one of the mask, and those of the masked image's latents.
-    pub fn is_inpainting(&self) -> bool {
+    /// The image that it sees beside the sample, if there is one: the width of its input tells.
+    pub fn seen_image(&self) -> Option<SeenImage> {
         match self {
-            Denoiser::Unet(config) => config.in_channels == 2 * config.out_channels + 1,
-            Denoiser::Flux(_) | Denoiser::Sd3(_) | Denoiser::PixArt(_) => false,
+            Denoiser::Unet(config) => {
+                let is_masked = config.in_channels == 2 * config.out_channels + 1;
+                is_masked.then_some(SeenImage::Masked)
+            }
+            Denoiser::Flux(config) => {
+                let (taken, made) = (config.in_channels, config.out_channels());
+                match taken.cmp(&(2 * made)) {
+                    Ordering::Less => None,
+                    Ordering::Equal => Some(SeenImage::Control),
+                    Ordering::Greater => Some(SeenImage::Filled {
+                        pixels: taken / (flux::PATCH * flux::PATCH) - 2 * self.out_channels(),
+                    }),
+                }
+            }
+            Denoiser::Sd3(_) | Denoiser::PixArt(_) => None,
+        }
+    }
+
+    /// Whether it also sees a mask and the masked image.
+    pub fn is_inpainting(&self) -> bool {
+        match self.seen_image() {
+            Some(SeenImage::Masked | SeenImage::Filled { .. }) => true,
+            Some(SeenImage::Control) | None => false,
         }
     }
 

@@ -110,6 +110,8 @@ pub struct Published {
     pub pipeline: &'static str,
     /// The pipeline's class of inpainting models.
     pub inpaint_pipeline: &'static str,
+    /// The pipeline's class of models that see an image that steers, where there are any.
+    pub control_pipeline: Option<&'static str>,
     /// The other entries of `model_index.json`, as a JSON object.
     pub index: &'static str,
     pub single_file: SingleFile,

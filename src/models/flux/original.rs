@@ -19,15 +19,9 @@ const GUIDANCE: &str = "guidance_in.in_layer.weight";
 
 /// Whether a transformer is one that takes the guidance scale, or that does not, as `with_guidance` says.
 pub fn claim(tensors: &OriginalTensors, with_guidance: bool) -> Claim {
-    let of = |name: &str, dimension: usize| tensors.get(name)?.get(dimension).copied();
-    // Fill's and the control models' transformers see more than the latents that they predict.
-    match (of(IMAGE, 1), of(LAST, 0)) {
-        (Some(taken), Some(made)) if taken > made => Claim::Lookalike {
-            name: "FLUX.1 Fill, or FLUX.1 with a control image",
-            advice: "name FLUX.1 dev or schnell",
-        },
-        _ if tensors.has(GUIDANCE) == with_guidance => Claim::Yes,
-        _ => Claim::No,
+    match tensors.has(GUIDANCE) == with_guidance {
+        true => Claim::Yes,
+        false => Claim::No,
     }
 }
 
@@ -44,7 +38,11 @@ pub fn read<'a>(
     let heads = inner.checked_div(head);
     let heads =
         heads.ok_or_else(|| StructureError(format!("{}{SIGN} is empty", tensors.prefix)))?;
-    let in_channels = tensors.dim(IMAGE, 1)?;
+    let (in_channels, out_channels) = (tensors.dim(IMAGE, 1)?, tensors.dim(LAST, 0)?);
+    // Those of Fill and with a control image see more than the latents that they predict.
+    if in_channels != out_channels {
+        set(&mut config, [("out_channels", json!(out_channels))]);
+    }
     let double = tensors.count(|i| format!("double_blocks.{i}.img_attn.qkv.weight"));
     let single = tensors.count(|i| format!("single_blocks.{i}.linear1.weight"));
     set(

@@ -79,6 +79,7 @@ const fn published(
         scheduler: include_str!("scheduler.json"),
         pipeline,
         inpaint_pipeline,
+        control_pipeline: None,
         index: "{}",
         single_file: SingleFile {
             sign: original::SIGN,

@@ -40,6 +40,7 @@ pub const SPEC: FamilySpec = FamilySpec {
         scheduler: include_str!("scheduler.json"),
         pipeline: "StableDiffusionPipeline",
         inpaint_pipeline: "StableDiffusionInpaintPipeline",
+        control_pipeline: None,
         index: r#"{"requires_safety_checker": false, "safety_checker": [null, null]}"#,
         single_file: SingleFile {
             sign: unet::original::SIGN,

@@ -90,6 +90,7 @@ const fn published(
         scheduler: include_str!("scheduler.json"),
         pipeline: "StableDiffusion3Pipeline",
         inpaint_pipeline: "StableDiffusion3InpaintPipeline",
+        control_pipeline: None,
         index: "{}",
         single_file: SingleFile {
             sign: original::SIGN,

@@ -27,6 +27,7 @@ pub const SPEC: FamilySpec = FamilySpec {
         scheduler: include_str!("scheduler.json"),
         pipeline: "StableDiffusionXLPipeline",
         inpaint_pipeline: "StableDiffusionXLInpaintPipeline",
+        control_pipeline: None,
         index: r#"{"force_zeros_for_empty_prompt": true}"#,
         single_file: SingleFile {
             sign: unet::original::SIGN,
