@@ -19,7 +19,7 @@ use maxdiff::models::unet::{UNet2DConditionConfig, declare_inputs, unet};
 use maxdiff::models::{Family, Part};
 use maxdiff::nn::{Precision, Remat};
 use maxdiff::shape::Shape;
-use maxdiff::weights::source::{Layout, ModelSource};
+use maxdiff::weights::source::{Layout, ModelSource, PipelineKind};
 use maxdiff::weights::{Checkpoint, TensorSpec, TensorView, match_parameters, save};
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
@@ -211,7 +211,7 @@ fn single_files_hold_what_diffusers_makes_of_them() {
         let source = ModelSource::open(&path).unwrap();
         assert_eq!(source.family, family);
         assert_eq!(source.layout, Layout::SingleFile);
-        assert!(!source.inpaint);
+        assert_eq!(source.kind, PipelineKind::Text);
         assert!(source.tokenizers.is_empty());
         recorded.assert_holds(&source);
         for (part, component) in &source.components {
@@ -404,7 +404,10 @@ fn nine_channels_are_for_inpainting() {
         let path = dir.path().join(format!("{name}.safetensors"));
         Recorded::read(name).write(&path, &[], |tensors| for_inpainting(tensors));
         let source = ModelSource::open(&path).unwrap();
-        assert!(source.inpaint && source.family == family);
+        assert_eq!(
+            (source.kind, source.family),
+            (PipelineKind::Inpaint, family)
+        );
         let unet = source.component(Part::Unet).unwrap();
         assert_eq!(unet.config["in_channels"], json!(9));
         match_parameters(&declared(Part::Unet, &unet.config), &unet.checkpoint).unwrap();

@@ -1,5 +1,7 @@
 //! LoRA files in every dialect against what diffusers and PEFT compute with them.
 
+mod transformers;
+
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
@@ -134,17 +136,23 @@ impl Part {
     }
 }
 
-fn resolve(parts: &[Part], file: &str, scale: impl Into<LoraScale>) -> Adapter {
-    let targets: Vec<LoraTarget> = parts
-        .iter()
-        .flat_map(|part| {
-            part.graph.weights().map(|(_, w)| LoraTarget {
-                root: part.root,
-                key: w.key(),
-                dims: &w.shape.dims,
-            })
+/// All weights of a model.
+fn targets_of(parts: &[Part]) -> Vec<LoraTarget<'_>> {
+    let weights = parts.iter().flat_map(|part| {
+        let weights = part.graph.weights();
+        weights.map(|(_, weight)| (part.root, weight))
+    });
+    weights
+        .map(|(root, weight)| LoraTarget {
+            root,
+            key: weight.key(),
+            dims: &weight.shape.dims,
         })
-        .collect();
+        .collect()
+}
+
+fn resolve(parts: &[Part], file: &str, scale: impl Into<LoraScale>) -> Adapter {
+    let targets = targets_of(parts);
     let file = LoraFile::open(&lora(file)).unwrap_or_else(|e| panic!("{e}"));
     file.resolve(&targets, scale.into())
         .unwrap_or_else(|e| panic!("{e}"))

@@ -403,6 +403,58 @@ fn every_step_of_flow_matching_is_diffusers() {
     assert!(timesteps.is_empty() && samples.is_empty() && noised.is_empty());
 }
 
+/// The other samplers of flow matching: Heun's, that of consistency models, and those that are for betas too.
+#[test]
+fn every_solver_of_flow_matching_is_diffusers() {
+    let golden = Golden::read("flow_solvers.safetensors");
+    let offset = golden.values("in/model_offset");
+    let noise = golden.values("in/variance_noise");
+    let (mut timesteps, mut samples, mut sigmas) = (
+        golden.values("out/timesteps"),
+        golden.values("out/samples"),
+        golden.values("out/sigmas"),
+    );
+    for case in golden.meta["cases"].as_array().unwrap() {
+        let mut fields = object(&case["config"]);
+        fields.insert("_class_name".to_string(), case["class"].clone());
+        let config = SchedulerConfig::from_map(&fields).unwrap();
+        assert!(config.is_flow());
+        let plan = config.plan(&PlanOptions {
+            image_seq_len: case["image_seq_len"].as_u64().map(|n| n as usize),
+            flow_levels: FlowLevels::OfTraining,
+            ..PlanOptions::new(case["steps"].as_u64().unwrap() as usize)
+        });
+        let plan = plan.unwrap_or_else(|error| panic!("{case}: {error}"));
+        let runs = plan.steps.len();
+        let timesteps = take(&mut timesteps, 1, runs)[0];
+        let samples = take(&mut samples, runs + 1, offset.len());
+        let sigmas = take(&mut sigmas, 1, runs)[0];
+        let check = |what: &str, found: &[f64], expected: &[f64]| {
+            let error = distance(found, expected);
+            assert!(error < TOLERANCE, "{case}: {what}: error {error:e}");
+        };
+        let found: Vec<f64> = plan.steps.iter().map(|step| step.timestep.into()).collect();
+        check("timesteps", &found, timesteps);
+        let mut states = vec![[0.0; STATES]; offset.len()];
+        for (states, &sample) in states.iter_mut().zip(samples[0]) {
+            states[0] = sample;
+        }
+        let mut noised = plan.noised.map(f64::from);
+        for (i, step) in plan.steps.iter().enumerate() {
+            check("noised", &noised, &[1.0 - sigmas[i], sigmas[i]]);
+            noised = step.noised.map(f64::from);
+            for (j, states) in states.iter_mut().enumerate() {
+                let values = (offset[j], noise[i * offset.len() + j]);
+                (*states, _) = advance(step, false, *states, values, |x| x);
+            }
+            let sample: Vec<f64> = states.iter().map(|states| states[0]).collect();
+            check(&format!("run {i}"), &sample, samples[i + 1]);
+        }
+        assert_eq!(noised, [1.0, 0.0]);
+    }
+    assert!(timesteps.is_empty() && samples.is_empty() && sigmas.is_empty());
+}
+
 #[test]
 fn flow_matching_that_is_not_built_or_has_no_meaning_is_refused() {
     let plan = |fields: Value, tokens: Option<usize>, steps: usize| {
@@ -456,6 +508,25 @@ fn flow_matching_that_is_not_built_or_has_no_meaning_is_refused() {
         .unwrap_err()
         .to_string();
     assert!(error.contains("take flow_match_euler"), "{error}");
+    for (fields, expected) in [
+        (
+            serde_json::json!({"use_flow_sigmas": true}),
+            "flow_prediction, because",
+        ),
+        (
+            serde_json::json!({"use_flow_sigmas": true, "prediction_type": "flow_prediction", "use_karras_sigmas": true}),
+            "choose one",
+        ),
+        (
+            serde_json::json!({"use_flow_sigmas": true, "prediction_type": "flow_prediction", "predict_x0": false}),
+            "predict_x0 = false",
+        ),
+    ] {
+        let mut fields = object(&fields);
+        fields.insert("_class_name".to_string(), "unipc".into());
+        let error = SchedulerConfig::from_map(&fields).unwrap_err().to_string();
+        assert!(error.contains(expected), "{error}");
+    }
     let error = NoiseSchedule::new(&SchedulerConfig::new(SchedulerKind::FlowMatchEuler));
     assert!(
         error

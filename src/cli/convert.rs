@@ -11,7 +11,7 @@ use super::{CliError, completions, notices, print, progress, status, tell};
 use crate::dtype::DType;
 use crate::hub::Wanted;
 use crate::recipe::hub;
-use crate::weights::source::{Layout, ModelSource, SourceError, WrittenPart};
+use crate::weights::source::{Layout, ModelSource, PipelineKind, SourceError, WrittenPart};
 
 /// `convert ...`
 #[derive(Debug, Args)]
@@ -130,9 +130,13 @@ fn summary(
     parts: &[WrittenPart],
     seconds: f64,
 ) -> String {
-    let inpaint = if source.inpaint { ", inpainting" } else { "" };
+    let kind = match source.kind {
+        PipelineKind::Text => "",
+        PipelineKind::Inpaint => ", inpainting",
+        PipelineKind::Control => ", with a control image",
+    };
     let mut text = format!(
-        "{}: {}{inpaint}, in {seconds:.1} s\n",
+        "{}: {}{kind}, in {seconds:.1} s\n",
         args.output.display(),
         source.family.title()
     );
@@ -168,7 +172,7 @@ fn report(args: &ConvertArgs, source: &ModelSource, parts: &[WrittenPart], secon
             Layout::Pipeline => "pipeline",
             Layout::SingleFile => "single_file",
         },
-        "inpaint": source.inpaint,
+        "inpaint": source.kind == PipelineKind::Inpaint,
         "parts": parts,
         "ignored": ignored,
         "notes": source.notes,

@@ -18,8 +18,8 @@ pub enum Condition {
     IsNot(&'static str, &'static str),
     /// There is a value, and it is not an empty text.
     Given(&'static str),
-    /// The number is above 0.
-    Positive(&'static str),
+    /// The number is above this one.
+    MoreThan(&'static str, u8),
     /// The sampler reads this field of diffusers' `scheduler_config.json`, or `eta`. Holds where `scheduler` is not
     /// set: the model's own files say then which sampler it is.
     SamplerReads(&'static str),
@@ -36,6 +36,8 @@ pub enum Trait {
     AestheticScore,
     /// Its denoiser takes the guidance scale.
     EmbeddedGuidance,
+    /// Its denoiser was distilled from guided outputs.
+    Distilled,
     /// Prompts have a length of their own for one of its text encoders.
     SequenceLength,
     /// It has a text encoder beside its first.
@@ -44,6 +46,8 @@ pub enum Trait {
     OptionalTextEncoder,
     /// Guidance may leave out layers of its denoiser.
     SkipLayers,
+    /// There are models of it that see an image that steers.
+    ControlImage,
 }
 
 impl Trait {
@@ -52,6 +56,7 @@ impl Trait {
         match self {
             Trait::AestheticScore => spec.aesthetic_score,
             Trait::EmbeddedGuidance => spec.guidance == GuidanceKind::Embedded,
+            Trait::Distilled => spec.guidance != GuidanceKind::ClassifierFree,
             Trait::SequenceLength => spec.prompt_lengths().is_some(),
             Trait::SecondTextEncoder => {
                 let mut encoders = spec.text_encoders.iter();
@@ -59,6 +64,7 @@ impl Trait {
             }
             Trait::OptionalTextEncoder => spec.text_encoders.iter().any(|e| e.optional),
             Trait::SkipLayers => spec.denoiser == DenoiserKind::Sd3,
+            Trait::ControlImage => spec.denoiser == DenoiserKind::Flux,
         }
     }
 }
@@ -75,7 +81,10 @@ impl Condition {
             Condition::Is(path, values) => values.iter().any(|v| is(path, v)),
             Condition::IsNot(path, text) => !is(path, text),
             Condition::Given(path) => !is(path, "") && !value(path).is_null(),
-            Condition::Positive(path) => value(path).as_f64().is_some_and(|v| v > 0.0),
+            Condition::MoreThan(path, least) => {
+                let number = value(path).as_f64();
+                number.is_some_and(|number| number > f64::from(*least))
+            }
             Condition::SamplerReads(field) => value("scheduler")
                 .as_str()
                 .and_then(SchedulerKind::from_name)
@@ -98,7 +107,7 @@ impl Condition {
             Condition::Is(..)
             | Condition::IsNot(..)
             | Condition::Given(_)
-            | Condition::Positive(_)
+            | Condition::MoreThan(..)
             | Condition::FamilyHas(_) => true,
         }
     }
@@ -111,7 +120,7 @@ impl fmt::Display for Condition {
             Condition::Is(path, values) => write!(f, "{path}={}", alternatives(values)),
             Condition::IsNot(path, value) => write!(f, "{path} other than {value}"),
             Condition::Given(path) => f.write_str(path),
-            Condition::Positive(path) => write!(f, "{path} above 0"),
+            Condition::MoreThan(path, least) => write!(f, "{path} above {least}"),
             Condition::SamplerReads(field) => {
                 let (read_by, others): (Vec<_>, Vec<_>) = SchedulerKind::ALL
                     .iter()

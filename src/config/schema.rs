@@ -16,7 +16,7 @@ use crate::train::ATTENTION_PROJECTIONS;
 use crate::train::schedule::Decay;
 
 use super::condition::Condition::{
-    self, Both, Either, FamilyHas, Given, Is, IsNot, Positive, SamplerReads,
+    self, Both, Either, FamilyHas, Given, Is, IsNot, MoreThan, SamplerReads,
 };
 use super::condition::Trait;
 use super::field::schema;
@@ -86,15 +86,18 @@ const QUANTIZED: Condition = Is(
     &["int8", "int8_w8a16", "w4a16", "fp8_w8a16"],
 );
 const WEIGHTS_ONLY: Condition = Is("quantization", &["int8_w8a16", "w4a16", "fp8_w8a16"]);
-const GUIDED: Condition = Is("do_classifier_free_guidance", &["True"]);
+const CLASSIFIER_FREE: Condition = Is("do_classifier_free_guidance", &["True"]);
+/// A step runs the model with and without the prompt.
+const GUIDED: Condition = Either(&CLASSIFIER_FREE, &MoreThan("true_cfg_scale", 1));
 /// The guidance scale has an effect.
-const SCALED: Condition = Either(&GUIDED, &FamilyHas(Trait::EmbeddedGuidance));
+const SCALED: Condition = Either(&CLASSIFIER_FREE, &FamilyHas(Trait::EmbeddedGuidance));
 const HIRES: Condition = Given("hires_scale");
 const IP_ADAPTER: Condition = Given("ip_adapter_path");
 const CONTROLNET: Condition = Is("use_controlnet", &["True"]);
+const CONTROLLED: Condition = Either(&CONTROLNET, &FamilyHas(Trait::ControlImage));
 const FINE_TUNING: Condition = Is("train_new_unet", &["False"]);
 const FOLDER: Condition = Is("dataset_type", &["folder", "webdataset"]);
-const LORA_TRAINING: Condition = Positive("lora_rank");
+const LORA_TRAINING: Condition = MoreThan("lora_rank", 0);
 /// One of the models is, or may be, SDXL's refiner.
 const MAY_REFINE: Condition = Either(
     &Given("refiner_model_name_or_path"),
@@ -437,7 +440,7 @@ schema! {
         /// Share of the weights, times the learning rate, that every update takes away.
         adam_weight_decay: f64 = 1e-2, Used, TRAIN_STEP, in AtLeast(0.0), is [FixedOnResume];
         /// Whether norms and biases decay as well as all other weights.
-        decay_norms_and_biases: bool = true, Ours, TRAIN_STEP, when Positive("adam_weight_decay"), is [FixedOnResume];
+        decay_norms_and_biases: bool = true, Ours, TRAIN_STEP, when MoreThan("adam_weight_decay", 0), is [FixedOnResume];
         /// Adafactor: multiply the learning rate with the root mean square of each weight.
         adafactor_scale_parameter: bool = false, Ours, TRAIN_STEP, when Is("optimizer_type", &["Adafactor"]), is [FixedOnResume];
         /// Prodigy: factor of the learning rate that it finds.
@@ -473,7 +476,7 @@ schema! {
         /// Steps between two grids of sample images. -1: none.
         sample_every: i64 = -1, Ours, TRAIN, in MinusOneOr(1.0);
         /// Prompts of the sample images. Empty: captions of the dataset.
-        sample_prompts: Prompts = Prompts::default(), Ours, TRAIN, when Positive("sample_every");
+        sample_prompts: Prompts = Prompts::default(), Ours, TRAIN, when MoreThan("sample_every", 0);
         /// Scale the learning rate with the batch.
         scale_lr: bool = false, IgnoredByMaxDiffusion, TRAIN;
         /// Examples to train on.
@@ -517,8 +520,13 @@ schema! {
             when GUIDED, is [NotAnOption];
         /// Images for each prompt.
         num_images_per_prompt: u64 = 1, Ours, GENERATE, in Between(1.0, MOST_IMAGES as f64), is [NotAnOption];
-        /// Classifier-free guidance: run the model with and without the prompt and extrapolate.
+        /// Classifier-free guidance: run the model with and without the prompt and extrapolate. FLUX.1 was distilled from such
+        /// predictions, and has `true_cfg_scale` for it: this key has no effect there, as in MaxDiffusion.
         do_classifier_free_guidance: bool = true, Used, PROGRAM;
+        /// True guidance of FLUX.1, with diffusers' name: above 1 it is the factor of the difference between the predictions
+        /// with the prompt and with the negative one, beside `guidance_scale`, which both take. A step runs the model twice.
+        true_cfg_scale: f64 = 1.0, Ours, PROGRAM, in Between(1.0, 100.0),
+            when FamilyHas(Trait::Distilled);
         /// Factor of the difference between the conditional and the unconditional prediction; 1 is the conditional one alone.
         /// FLUX.1 dev takes it as an input instead: it was distilled from such predictions.
         guidance_scale: f64 = 9.0, Used, TRAIN_GENERATE, in AtLeast(0.0),
@@ -530,7 +538,7 @@ schema! {
         /// Layers of the transformer that skip-layer guidance leaves out: 7, 8 and 9 for Stable Diffusion 3.5 medium. It leads
         /// samples away from what the model predicts without them, and takes guidance in passes of one row. Empty: off.
         skip_guidance_layers: Option<OneOrMore<u64>> = None, Ours, DENOISE,
-            when Both(&GUIDED, &FamilyHas(Trait::SkipLayers));
+            when Both(&CLASSIFIER_FREE, &FamilyHas(Trait::SkipLayers));
         /// How strongly.
         skip_layer_guidance_scale: f64 = 2.8, Ours, GENERATE, in Between(0.0, 100.0),
             when Given("skip_guidance_layers");
@@ -553,7 +561,7 @@ schema! {
         preview_steps: u64 = 0, Ours, GENERATE, in Between(0.0, 1000.0), is [NotAnOption];
         /// Autoencoder that decodes previews, as `vae_model_name_or_path`: TAESD takes a fraction of the time and memory. Empty:
         /// that of the images.
-        preview_vae_model_name_or_path: String = String::new(), Ours, GENERATE, when Positive("preview_steps"), is [NotAnOption];
+        preview_vae_model_name_or_path: String = String::new(), Ours, GENERATE, when MoreThan("preview_steps", 0), is [NotAnOption];
         /// Height of the images in pixels, for latent models. 0: `resolution`.
         height: u64 = 0, Ours, DENOISE, in Between(0.0, 65536.0), is [NotAnOption];
         /// Width of the images in pixels, for latent models. 0: `resolution`.
@@ -623,8 +631,9 @@ schema! {
         use_controlnet: bool = false, Ours, GENERATE;
         /// Conditioning image of the ControlNet, scaled to the output size. For several ControlNets a list, as for the
         /// other keys; a single value applies to all.
+        /// FLUX.1 Canny and Depth see it too, without a ControlNet.
         controlnet_image: OneOrMore<String> = OneOrMore::default(), Used, GENERATE,
-            when CONTROLNET;
+            when CONTROLLED;
         /// Folder of the ControlNet in diffusers' layout, or its name on the hub, or a list of several.
         controlnet_model_name_or_path: OneOrMore<String> = OneOrMore::from("diffusers/controlnet-canny-sdxl-1.0".to_owned()), Used, GENERATE,
             when CONTROLNET;
@@ -634,7 +643,7 @@ schema! {
         controlnet_conditioning_scale: OneOrMore<f64> = OneOrMore::from(0.5), Used, GENERATE, in Between(0.0, 10.0),
             when CONTROLNET;
         /// Replace `controlnet_image` by its Canny edges, for ControlNets that were trained on them.
-        controlnet_canny: OneOrMore<bool> = OneOrMore::default(), Ours, GENERATE, when CONTROLNET;
+        controlnet_canny: OneOrMore<bool> = OneOrMore::default(), Ours, GENERATE, when CONTROLLED;
         /// Fraction of the steps after which the ControlNet starts to act.
         control_guidance_start: OneOrMore<f64> = OneOrMore::from(0.0), Ours, GENERATE, in Between(0.0, 1.0),
             when CONTROLNET;

@@ -1,5 +1,7 @@
 //! The networks that denoise: a closed set, which the compiler follows to every place that tells them apart.
 
+use std::cmp::Ordering;
+
 use serde_json::{Map, Value};
 
 use crate::dtype::DType;
@@ -9,6 +11,7 @@ use crate::schedulers::FlowLevels;
 use crate::util::named;
 
 use super::flux::{self, FluxConditioning, FluxLatents, FluxTransformer2DConfig};
+use super::original::OriginalLayer;
 use super::pixart::{self, PixArtConditioning, PixArtInputs, PixArtTransformer2DConfig};
 use super::sd3::{self, Sd3Conditioning, Sd3Inputs, Sd3Transformer2DConfig};
 use super::unet::{self, UNet2DConditionConfig, UNetConditioning, UNetInputs};
@@ -64,6 +67,51 @@ impl DenoiserKind {
             }
         }
     }
+}
+
+impl DenoiserKind {
+    /// The models that have it, for messages.
+    pub const fn models(self) -> &'static str {
+        match self {
+            DenoiserKind::Unet => "Stable Diffusion",
+            DenoiserKind::Flux => "FLUX.1",
+            DenoiserKind::Sd3 => "Stable Diffusion 3",
+            DenoiserKind::PixArt => "PixArt",
+        }
+    }
+
+    /// The kind of transformer whose layers are `paths`; `None` for a UNet.
+    pub fn of_transformer(paths: &[&str]) -> Option<DenoiserKind> {
+        let has = |path: &str| paths.contains(&path);
+        match (has("x_embedder"), has("context_embedder")) {
+            (true, true) => Some(DenoiserKind::Flux),
+            (false, true) => Some(DenoiserKind::Sd3),
+            _ => has("adaln_single.linear").then_some(DenoiserKind::PixArt),
+        }
+    }
+
+    /// The layers of a transformer whose diffusers' layers are `paths`, by the names of the original code. A UNet's
+    /// names are [`unet::original::Blocks`]'.
+    pub fn original_layers(self, paths: &[&str]) -> Vec<OriginalLayer> {
+        match self {
+            DenoiserKind::Unet => Vec::new(),
+            DenoiserKind::Flux => flux::original::layers(paths),
+            DenoiserKind::Sd3 => sd3::original::layers(paths),
+            DenoiserKind::PixArt => pixart::original::layers(paths),
+        }
+    }
+}
+
+/// An image that a denoiser sees beside the sample, in further channels of its input.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SeenImage {
+    /// A mask of one channel, then the latents of the image without the masked part: inpainting UNets.
+    Masked,
+    /// The latents of the image without the masked part, then a channel for each of the `pixels` of the mask that a latent
+    /// stands for: FLUX.1 Fill.
+    Filled { pixels: usize },
+    /// The latents of an image that steers: FLUX.1 Canny and Depth.
+    Control,
 }
 
 /// A network that denoises, by its configuration.
@@ -155,12 +203,32 @@ impl Denoiser {
         }
     }
 
-    /// Whether it also sees a mask and the masked image: the nine channels of an inpainting UNet are those of the sample,
-    /// one of the mask, and those of the masked image's latents.
-    pub fn is_inpainting(&self) -> bool {
+    /// The image that it sees beside the sample, if there is one: the width of its input tells.
+    pub fn seen_image(&self) -> Option<SeenImage> {
         match self {
-            Denoiser::Unet(config) => config.in_channels == 2 * config.out_channels + 1,
-            Denoiser::Flux(_) | Denoiser::Sd3(_) | Denoiser::PixArt(_) => false,
+            Denoiser::Unet(config) => {
+                let is_masked = config.in_channels == 2 * config.out_channels + 1;
+                is_masked.then_some(SeenImage::Masked)
+            }
+            Denoiser::Flux(config) => {
+                let (taken, made) = (config.in_channels, config.out_channels());
+                match taken.cmp(&(2 * made)) {
+                    Ordering::Less => None,
+                    Ordering::Equal => Some(SeenImage::Control),
+                    Ordering::Greater => Some(SeenImage::Filled {
+                        pixels: taken / (flux::PATCH * flux::PATCH) - 2 * self.out_channels(),
+                    }),
+                }
+            }
+            Denoiser::Sd3(_) | Denoiser::PixArt(_) => None,
+        }
+    }
+
+    /// Whether it also sees a mask and the masked image.
+    pub fn is_inpainting(&self) -> bool {
+        match self.seen_image() {
+            Some(SeenImage::Masked | SeenImage::Filled { .. }) => true,
+            Some(SeenImage::Control) | None => false,
         }
     }
 

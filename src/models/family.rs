@@ -109,7 +109,7 @@ const REPOSITORY: &str = "pretrained_model_name_or_path";
 
 /// The families that are known and not built: the first whose sign is there is meant. Facts: diffusers'
 /// `loaders/single_file_utils.py`, and MaxDiffusion's recipes at 7cfb8801.
-pub const UNSUPPORTED: [Unsupported; 9] = [
+pub const UNSUPPORTED: [Unsupported; 7] = [
     Unsupported {
         name: "FLUX.2",
         pipeline: "Flux2",
@@ -124,21 +124,6 @@ pub const UNSUPPORTED: [Unsupported; 9] = [
         pipeline: "FluxKontext",
         tensor: None,
         recipe: &[(REPOSITORY, "black-forest-labs/FLUX.1-Kontext")],
-    },
-    Unsupported {
-        name: "FLUX.1 Fill",
-        pipeline: "FluxFill",
-        tensor: None,
-        recipe: &[(REPOSITORY, "black-forest-labs/FLUX.1-Fill")],
-    },
-    Unsupported {
-        name: "FLUX.1 with a control image",
-        pipeline: "FluxControl",
-        tensor: None,
-        recipe: &[
-            (REPOSITORY, "black-forest-labs/FLUX.1-Canny"),
-            (REPOSITORY, "black-forest-labs/FLUX.1-Depth"),
-        ],
     },
     Unsupported {
         name: "FLUX.1 Redux",

@@ -23,7 +23,7 @@ pub mod t5;
 pub mod unet;
 pub mod vae;
 
-pub use denoiser::{Conditioning, Denoiser, DenoiserInputs, DenoiserKind};
+pub use denoiser::{Conditioning, Denoiser, DenoiserInputs, DenoiserKind, SeenImage};
 pub use diffusion::{
     DiffusionModel, MicroConditioning, TextConditioning, TextEncoder, TextEncoderConfig,
 };

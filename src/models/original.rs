@@ -6,6 +6,7 @@ use std::ops::Range;
 use serde_json::{Map, Value, json};
 
 use super::Part;
+use crate::dtype::DType;
 use crate::shape::Shape;
 
 /// Where a file of a whole model has the denoiser: LDM's name, which the code of later models kept.
@@ -73,6 +74,57 @@ pub enum Transform {
     Reshape(Vec<usize>),
     /// The unit matrix with a row for each element, whatever their values.
     UnitMatrix,
+}
+
+/// A layer by its original name, and the layers of diffusers' that its rows became, in their order. How many rows of
+/// several each has, their weights tell: the ranges in [`Transform::Rows`] are empty.
+#[derive(Clone, Debug, PartialEq)]
+pub struct OriginalLayer {
+    pub name: String,
+    pub parts: Vec<(String, Transform)>,
+}
+
+impl OriginalLayer {
+    /// What `convert` makes of the weight of the layer `name`.
+    pub(super) fn new(
+        name: &str,
+        convert: impl Fn(&str, &Shape) -> Converted,
+    ) -> Option<OriginalLayer> {
+        const WEIGHT: &str = ".weight";
+        let nothing = Shape::new(DType::F32, [0, 0]);
+        let Converted::To(parts) = convert(&format!("{name}{WEIGHT}"), &nothing) else {
+            return None;
+        };
+        let layer = |(name, transform): (String, Transform)| {
+            Some((name.strip_suffix(WEIGHT)?.to_owned(), transform))
+        };
+        Some(OriginalLayer {
+            name: name.to_owned(),
+            parts: parts.into_iter().map(layer).collect::<Option<_>>()?,
+        })
+    }
+}
+
+/// The layers that `table` renames: of its first column what ends in a dot, without it.
+pub(super) fn layer_names<'a>(table: &'a [(&str, &str)]) -> impl Iterator<Item = &'a str> {
+    table.iter().filter_map(|(from, _)| from.strip_suffix('.'))
+}
+
+/// `leaves`, with or without a dot at their ends, in each of `count` blocks.
+pub(super) fn numbered(blocks: &str, count: usize, leaves: &[&str]) -> Vec<String> {
+    let leaf =
+        |index: usize, leaf: &str| format!("{blocks}.{index}.{}", leaf.trim_end_matches('.'));
+    (0..count)
+        .flat_map(|index| leaves.iter().map(move |name| leaf(index, name)))
+        .collect()
+}
+
+/// One more than the largest number behind `prefix`.
+pub(super) fn count_blocks(paths: &[&str], prefix: &str) -> usize {
+    let numbers = paths
+        .iter()
+        .filter_map(|path| number(path.strip_prefix(prefix)?));
+    numbers.map(|(index, _)| index + 1).max().unwrap_or(0)
 }
 
 /// Why the tensors of a part do not make a network.

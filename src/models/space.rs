@@ -41,8 +41,10 @@ impl SampleSpace {
         }
     }
 
-    /// Checks that a denoiser's inputs and outputs are samples of this space; an inpainting UNet also takes a mask and
-    /// the latents of the masked image.
+    /// Checks that a denoiser's inputs and outputs are samples of this space, the inputs maybe with what [`SeenImage`]
+    /// says.
+    ///
+    /// [`SeenImage`]: super::SeenImage
     ///
     /// # Errors
     /// Names the channels that were found and those that are expected.
@@ -58,10 +60,14 @@ impl SampleSpace {
         };
         let ((taken, expected), made) = match (denoiser, self) {
             (Denoiser::Flux(_), _) => {
-                let packed = channels * PATCH * PATCH;
-                let expected =
-                    format!("{packed}, the {channels} channels of {PATCH}x{PATCH} latents");
-                ((vec![packed], expected), packed)
+                let packed = |channels: usize| channels * PATCH * PATCH;
+                let own = packed(channels);
+                let [control, fill] = [2 * own, 2 * own + packed(self.factor() * self.factor())];
+                let expected = format!(
+                    "{own}, the {channels} channels of {PATCH}x{PATCH} latents, {control} with a control image, or {fill} \
+                     with a masked image and the pixels of its mask"
+                );
+                ((vec![own, control, fill], expected), own)
             }
             (Denoiser::Sd3(_) | Denoiser::PixArt(_), _) => {
                 let expected = format!("{channels}, the channels of the autoencoder's latents");

@@ -30,8 +30,8 @@ pub struct FamilySpec {
     pub lower_case_prompts: bool,
     /// Whether there are ControlNets for its denoiser, and IP-Adapters.
     pub controlnets: bool,
-    /// Whether LoRAs and textual inversions for it are read.
-    pub loras: bool,
+    /// Whether textual inversions for it are read.
+    pub textual_inversions: bool,
     /// Starts of module names that only LoRA files for this family have.
     pub lora_names: &'static [&'static str],
     /// Paths below the denoiser's root (regular expressions) of the layers that stay in float under
@@ -110,6 +110,8 @@ pub struct Published {
     pub pipeline: &'static str,
     /// The pipeline's class of inpainting models.
     pub inpaint_pipeline: &'static str,
+    /// The pipeline's class of models that see an image that steers, where there are any.
+    pub control_pipeline: Option<&'static str>,
     /// The other entries of `model_index.json`, as a JSON object.
     pub index: &'static str,
     pub single_file: SingleFile,

@@ -96,11 +96,15 @@ pub struct DenoiseInputs<'a> {
     pub sample: &'a HostTensor,
     /// An inpainting model needs [`Inpainting::Seen`].
     pub inpainting: Option<&'a Inpainting>,
+    /// For a model that sees an image that steers: its latents, of the sample's shape.
+    pub control_latents: Option<&'a HostTensor>,
     /// One for each of the model's ControlNets.
     pub controls: &'a [ControlImage],
     /// For a model with an IP-Adapter: its image's tokens `f32[prompts, tokens, features]`, and their scale.
     pub image_tokens: Option<(HostTensor, f32)>,
     pub guidance_scale: f32,
+    /// Read by a denoiser that was distilled from guided samples and is guided again.
+    pub true_cfg_scale: f32,
     pub guidance_rescale: f32,
     /// Read by a step that was traced with layers to skip.
     pub skip_layer_guidance: SkipLayerGuidance,
@@ -256,6 +260,9 @@ impl Denoiser {
             shared.set(names::MASK, mask)?;
             shared.set(names::MASKED_IMAGE_LATENTS, masked_image_latents)?;
         }
+        if let Some(latents) = inputs.control_latents {
+            shared.set(names::CONTROL_LATENTS, latents)?;
+        }
         if let Some((_, scale)) = inputs.image_tokens {
             let scale = HostTensor::from_f32([], &[scale])?;
             shared.set(names::IMAGE_TOKENS_SCALE, &scale)?;
@@ -266,6 +273,7 @@ impl Denoiser {
         }
         for (name, value) in [
             (names::GUIDANCE_SCALE, inputs.guidance_scale),
+            (names::TRUE_CFG_SCALE, inputs.true_cfg_scale),
             (names::GUIDANCE_RESCALE, inputs.guidance_rescale),
         ] {
             shared.set(name, &HostTensor::from_f32([], &[value])?)?;

@@ -4,13 +4,11 @@ use std::time::Instant;
 
 use image::RgbImage;
 
-use crate::dtype::DType;
 use crate::emit::DotPrecision;
 use crate::host_tensor::HostTensor;
-use crate::models::{DiffusionModel, vae};
+use crate::models::{DiffusionModel, SeenImage, vae};
 use crate::runtime::{Array, Prepared, Session, StagedProgram, StagedTimings};
 use crate::schedulers::SamplingPlan;
-use crate::shape::Shape;
 
 use super::PipelineError;
 use super::batch::{Batch, Phases, TokenizedImage, batches, one_row};
@@ -25,7 +23,7 @@ use super::observer::{Event, Observer, PassSteps, Phase};
 use super::part_program::PartProgram;
 use super::pass::Pass;
 use super::progress::Progress;
-use super::start::{BatchStart, StartEncoder, StartSource};
+use super::start::{BatchStart, StartEncoder, StartSource, rows_of};
 use super::text_to_image::Guidance;
 use super::tiling::TilePlan;
 use super::traced::{Ending, LoweredModel};
@@ -36,6 +34,7 @@ use super::weights::WeightSource;
 pub struct SamplingOptions<'a> {
     /// The samplers of all images.
     pub plans: &'a [SamplingPlan],
+    pub true_cfg_scale: f32,
     pub guidance_rescale: f32,
     pub skip_layer_guidance: SkipLayerGuidance,
     /// Whether an empty negative prompt is zeros instead of the encoding of an empty text
@@ -45,6 +44,8 @@ pub struct SamplingOptions<'a> {
     pub images: &'a [HostTensor],
     /// `f32[1, 1, height, width]` of these images: 1 where it is generated anew, 0 where it is kept.
     pub mask: Option<&'a HostTensor>,
+    /// The image that steers a model that sees one, `f32[1, 3, height, width]` in [-1, 1].
+    pub control_image: Option<&'a HostTensor>,
     /// The conditioning images of the model's ControlNets, one for each.
     pub controls: &'a [ControlImage],
     /// Unit normal noise to start from, `f32[images, channels, rows, columns]`, in place of the seeds'.
@@ -65,11 +66,13 @@ impl<'a> SamplingOptions<'a> {
     pub fn new(plans: &'a [SamplingPlan]) -> Self {
         SamplingOptions {
             plans,
+            true_cfg_scale: 1.0,
             guidance_rescale: 0.0,
             skip_layer_guidance: SkipLayerGuidance::default(),
             zero_empty_prompts: false,
             images: &[],
             mask: None,
+            control_image: None,
             controls: &[],
             latents: None,
             continues: None,
@@ -205,7 +208,7 @@ pub struct ImageGenerator {
     image_encoder: Option<ImageEncoder>,
     image_tokens: Option<ImageTokens>,
     guidance: bool,
-    is_inpainting: bool,
+    seen: Option<SeenImage>,
     pixel_unshuffle: usize,
 }
 
@@ -283,7 +286,7 @@ impl ImageGenerator {
             image_encoder: image_encoder?,
             image_tokens: image_tokens?,
             guidance: options.guidance != Guidance::Off,
-            is_inpainting: model.is_inpainting(),
+            seen: model.denoiser.seen_image(),
             pixel_unshuffle,
         })
     }
@@ -568,18 +571,24 @@ impl ImageGenerator {
                 seeds.map(NoiseGenerator::new).collect()
             })
             .collect();
+        let has_images = !options.images.is_empty();
+        let sample_dims = self.pass.denoiser.sample_dims();
         let source = StartSource {
+            has_images,
+            control: options.control_image,
             encoder: match &self.image_encoder {
-                Some(encoder) if !options.images.is_empty() => Some(StartEncoder {
-                    session,
-                    encoder,
-                    prepared: progress.prepare(weights, encoder.program().stages())?,
-                }),
+                Some(encoder) if has_images || options.control_image.is_some() => {
+                    Some(StartEncoder {
+                        session,
+                        encoder,
+                        prepared: progress.prepare(weights, encoder.program().stages())?,
+                    })
+                }
                 _ => None,
             },
             mask: options.mask,
-            is_inpainting: self.is_inpainting,
-            sample_dims: self.pass.denoiser.sample_dims(),
+            seen: self.seen,
+            sample_dims,
         };
         progress.enter(Phase::Encode)?;
         let start = Instant::now();
@@ -588,7 +597,7 @@ impl ImageGenerator {
             .zip(&mut generators)
             .map(|(batch, generators)| {
                 let noise = match options.latents {
-                    Some(all) => Some(self.rows_of(all, batch.start, size)?),
+                    Some(all) => Some(rows_of(all, sample_dims, batch.start, size)?),
                     None => None,
                 };
                 let plan = plan_of(options.plans, &images[batch.start])?;
@@ -632,8 +641,10 @@ impl ImageGenerator {
             generators,
             sample: &start.sample,
             inpainting: start.inpainting.as_ref(),
+            control_latents: start.control.as_ref(),
             controls: steps.controls,
             guidance_scale: first.guidance_scale,
+            true_cfg_scale: options.true_cfg_scale,
             guidance_rescale: options.guidance_rescale,
             skip_layer_guidance: options.skip_layer_guidance,
             plan,
@@ -722,33 +733,9 @@ impl ImageGenerator {
         let start = |sample| BatchStart {
             sample,
             inpainting: None,
+            control: None,
         };
         Ok(samples.map(start).collect())
-    }
-
-    /// Rows `start..start + count` of given noise; rows that fill a batch up repeat its first.
-    fn rows_of(
-        &self,
-        all: &HostTensor,
-        start: usize,
-        count: usize,
-    ) -> Result<HostTensor, PipelineError> {
-        let dims = self.pass.denoiser.sample_dims();
-        let each: usize = dims[1..].iter().product();
-        let values = all.to_f32_vec()?;
-        let given = values.len() / each.max(1);
-        if all.shape.dims.get(1..) != Some(&dims[1..]) || start >= given {
-            return Err(PipelineError::Shape {
-                what: "latents of all images",
-                expected: Shape::new(DType::F32, [[start + 1].as_slice(), &dims[1..]].concat()),
-                found: all.shape.clone(),
-            });
-        }
-        let rows: Vec<f32> = (start..start + count)
-            .map(|row| if row < given { row } else { start })
-            .flat_map(|row| values[row * each..(row + 1) * each].iter().copied())
-            .collect();
-        Ok(HostTensor::from_f32(dims, &rows)?)
     }
 }
 

@@ -175,5 +175,6 @@ pub(super) fn noised(
     Ok(BatchStart {
         sample: mix(latents, &noise, coefficients)?,
         inpainting: None,
+        control: None,
     })
 }

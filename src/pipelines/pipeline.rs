@@ -119,6 +119,7 @@ impl PipelineOptions {
             None => return Ok(()),
             Some(_) if request.init_images.is_some() => "an image to start from",
             Some(_) if self.refiner.is_some() => "a refiner",
+            Some(_) if request.control_image.is_some() => "an image that the model sees",
             Some(_) => return Ok(()),
         };
         Err(PipelineError::Request(format!(
@@ -241,7 +242,7 @@ impl Pipeline {
         let sizes = ProgramSizes {
             batch: count.max(1).next_multiple_of(devices),
             chunks: base.chunks(),
-            from_image: request.init_images.is_some(),
+            from_image: request.init_images.is_some() || request.control_image.is_some(),
             hires: request
                 .hires
                 .as_ref()
@@ -268,11 +269,13 @@ impl Pipeline {
             |slots: &[Slot], take: &mut TakeWeight<'_>| files.read(session, changes, slots, take);
         let inits = request.init_images.as_ref();
         let sampling = SamplingOptions {
+            true_cfg_scale: request.true_cfg_scale,
             guidance_rescale: request.guidance_rescale,
             skip_layer_guidance: request.skip_layer_guidance,
             zero_empty_prompts: options.base.zero_empty_prompts,
             images: inits.map_or(&[], |inits| &inits.images),
             mask: inits.and_then(|inits| inits.mask.as_ref()),
+            control_image: request.control_image.as_ref(),
             controls: &request.controls,
             latents: request.latents.as_ref(),
             image_prompt: request.image_prompt.as_ref(),
@@ -430,7 +433,7 @@ impl Pipeline {
         if let (Some(model), Some(traced)) = (&mut options.refiner, &refiner) {
             model.files.open(traced)?;
         }
-        let adapter = adapter(&options.loras, &base, observer)?;
+        let adapter = adapter(&options.loras, &base, model.family, observer)?;
         if let Some(adapter) = &adapter {
             options.base.files.check_changeable(adapter)?;
         }

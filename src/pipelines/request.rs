@@ -43,6 +43,8 @@ impl ImageRequest {
 pub struct GenerateRequest {
     pub images: Vec<ImageRequest>,
     pub prompt_syntax: PromptSyntax,
+    /// The scale of true guidance, for a model that was distilled from guided samples.
+    pub true_cfg_scale: f32,
     /// How much of the guided output's deviation is brought back to that of the prompt's alone.
     pub guidance_rescale: f32,
     /// How layers act that [`super::PipelineOptions`] says to skip.
@@ -52,6 +54,8 @@ pub struct GenerateRequest {
     pub init_images: Option<InitImages>,
     /// The share of the steps that are taken from an initial image.
     pub strength: f64,
+    /// The image that steers a model that sees one, `f32[1, 3, height, width]` in [-1, 1]: FLUX.1 Canny and Depth.
+    pub control_image: Option<HostTensor>,
     /// One for each of the base model's ControlNets.
     pub controls: Vec<ControlImage>,
     /// The image for the base model's IP-Adapter.
@@ -95,11 +99,13 @@ impl GenerateRequest {
         GenerateRequest {
             images,
             prompt_syntax: PromptSyntax::Weighted,
+            true_cfg_scale: 1.0,
             guidance_rescale: 0.0,
             skip_layer_guidance: SkipLayerGuidance::default(),
             eta: 0.0,
             init_images: None,
             strength: 1.0,
+            control_image: None,
             controls: Vec::new(),
             image_prompt: None,
             latents: None,

@@ -1,8 +1,11 @@
 //! The start of denoising: noise, an image, or an image with a mask that keeps a part of it.
 
+use crate::dtype::DType;
 use crate::host_tensor::HostTensor;
+use crate::models::SeenImage;
 use crate::runtime::{Prepared, Session};
 use crate::schedulers::SamplingPlan;
+use crate::shape::Shape;
 
 use super::PipelineError;
 use super::batch::joined;
@@ -15,6 +18,8 @@ pub(super) struct BatchStart {
     /// `f32[batch, channels, rows, columns]`
     pub sample: HostTensor,
     pub inpainting: Option<Inpainting>,
+    /// The latents of the image that steers, for a model that sees one.
+    pub control: Option<HostTensor>,
 }
 
 /// The ready program that encodes images.
@@ -43,20 +48,24 @@ impl StartEncoder<'_> {
 pub(super) struct StartSource<'a> {
     /// None without images.
     pub encoder: Option<StartEncoder<'a>>,
+    /// Whether samples start from images.
+    pub has_images: bool,
     /// `f32[1, 1, height, width]` of the images: 1 where it is generated anew.
     pub mask: Option<&'a HostTensor>,
-    /// Whether the model sees mask and image itself.
-    pub is_inpainting: bool,
+    /// `f32[1, 3, height, width]` in [-1, 1], for a model that sees an image that steers.
+    pub control: Option<&'a HostTensor>,
+    /// The image that the model sees beside the sample.
+    pub seen: Option<SeenImage>,
     pub sample_dims: [usize; 4],
 }
 
 impl StartSource<'_> {
     /// The start of the steps of a batch, whose rows start from `images`. Noise is drawn in the order of diffusers'
-    /// pipelines: for the latents of the image, for the first sample (unless `noise` is given), for the latents of the
-    /// masked image.
+    /// pipelines: for the latents of the image that steers, for those of the image, for the first sample (unless `noise` is
+    /// given), for the latents of the masked image.
     ///
     /// # Errors
-    /// When a model for inpainting has no image or mask, these do not fit, or the encoder fails.
+    /// When a model that sees an image has none, or no mask, these do not fit, or the encoder fails.
     pub fn begin(
         &self,
         images: &[Option<&HostTensor>],
@@ -69,8 +78,22 @@ impl StartSource<'_> {
         // With a mask, all steps start from noise alone: the model sees the image, or what is kept is put back.
         let from_noise = self.mask.is_some() && plan.is_whole;
         let images = images.iter().flatten().copied();
+        let control = match (&self.encoder, self.control) {
+            (Some(encoder), Some(control)) => {
+                let each = std::iter::repeat_n(control, generators.len());
+                Some(encoder.latents(each, generators)?)
+            }
+            _ if self.seen == Some(SeenImage::Control) => {
+                return Err(PipelineError::Request(
+                    "the model takes an image that steers".to_string(),
+                ));
+            }
+            _ => None,
+        };
+        // diffusers' inpainting pipeline of UNets does not encode the whole image for nothing.
+        let is_unread = self.seen == Some(SeenImage::Masked) && from_noise;
         let latents = match &self.encoder {
-            Some(encoder) if !(self.is_inpainting && from_noise) => {
+            Some(encoder) if self.has_images && !is_unread => {
                 Some(encoder.latents(images.clone(), generators)?)
             }
             Some(_) | None => None,
@@ -91,15 +114,21 @@ impl StartSource<'_> {
             }
         };
         let inpainting = match (&self.encoder, self.mask, latents) {
-            (Some(encoder), Some(mask), _) if self.is_inpainting => {
+            (Some(encoder), Some(mask), _) if self.is_inpainting() => {
                 let masked = images.map(|image| without(image, mask));
                 let masked = masked.collect::<Result<Vec<_>, _>>()?;
+                let small = match self.seen {
+                    Some(SeenImage::Filled { .. }) => pixels(mask, [rows, columns])?,
+                    Some(SeenImage::Masked | SeenImage::Control) | None => {
+                        nearest(mask, [rows, columns])?
+                    }
+                };
                 Some(Inpainting::Seen {
-                    mask: repeat(&nearest(mask, [rows, columns])?, generators.len())?,
+                    mask: repeat(&small, generators.len())?,
                     masked_image_latents: encoder.latents(masked.iter(), generators)?,
                 })
             }
-            _ if self.is_inpainting => {
+            _ if self.is_inpainting() => {
                 return Err(PipelineError::Request(
                     "an inpainting model takes an image and a mask".to_string(),
                 ));
@@ -118,8 +147,44 @@ impl StartSource<'_> {
             }
             _ => None,
         };
-        Ok(BatchStart { sample, inpainting })
+        Ok(BatchStart {
+            sample,
+            inpainting,
+            control,
+        })
     }
+
+    /// Whether the model sees mask and image itself.
+    fn is_inpainting(&self) -> bool {
+        match self.seen {
+            Some(SeenImage::Masked | SeenImage::Filled { .. }) => true,
+            Some(SeenImage::Control) | None => false,
+        }
+    }
+}
+
+/// `mask` `[1, 1, height, width]` with a channel for each pixel that a place of `rows x columns` stands for, row by row.
+fn pixels(mask: &HostTensor, [rows, columns]: [usize; 2]) -> Result<HostTensor, PipelineError> {
+    let &[1, 1, height, width] = mask.shape.dims.as_slice() else {
+        return Err(PipelineError::Request(format!(
+            "mask {}; expected [1, 1, height, width]",
+            mask.shape
+        )));
+    };
+    let values = mask.to_f32_vec()?;
+    let (down, across) = (height / rows, width / columns);
+    let mut places = Vec::with_capacity(values.len());
+    for pixel in 0..down * across {
+        for place in 0..rows * columns {
+            let y = place / columns * down + pixel / across;
+            let x = place % columns * across + pixel % across;
+            places.push(values[y * width + x]);
+        }
+    }
+    Ok(HostTensor::from_f32(
+        [1, down * across, rows, columns],
+        &places,
+    )?)
 }
 
 /// `mask` `[1, 1, height, width]` at another size: of each place the pixel at its upper left, PyTorch's `nearest`.
@@ -167,4 +232,31 @@ fn repeat(row: &HostTensor, count: usize) -> Result<HostTensor, PipelineError> {
         row.shape.with_dims(dims),
         row.data.repeat(count),
     )?)
+}
+
+/// Rows `start..start + count` of given noise for samples `dims`; rows that fill a batch up repeat its first.
+///
+/// # Errors
+/// When there is none for the first row, or it is for other samples.
+pub(super) fn rows_of(
+    all: &HostTensor,
+    dims: [usize; 4],
+    start: usize,
+    count: usize,
+) -> Result<HostTensor, PipelineError> {
+    let each: usize = dims[1..].iter().product();
+    let values = all.to_f32_vec()?;
+    let given = values.len() / each.max(1);
+    if all.shape.dims.get(1..) != Some(&dims[1..]) || start >= given {
+        return Err(PipelineError::Shape {
+            what: "latents of all images",
+            expected: Shape::new(DType::F32, [[start + 1].as_slice(), &dims[1..]].concat()),
+            found: all.shape.clone(),
+        });
+    }
+    let rows: Vec<f32> = (start..start + count)
+        .map(|row| if row < given { row } else { start })
+        .flat_map(|row| values[row * each..(row + 1) * each].iter().copied())
+        .collect();
+    Ok(HostTensor::from_f32(dims, &rows)?)
 }

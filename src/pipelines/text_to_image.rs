@@ -11,7 +11,7 @@ use crate::models::controlnet::Control;
 use crate::models::ip_adapter::image_tokens;
 use crate::models::sd3::SkipLayers;
 use crate::models::unet::{ImagePrompt, UNetInputs};
-use crate::models::{DenoiserInputs, DiffusionModel};
+use crate::models::{DenoiserInputs, DenoiserKind, DiffusionModel, GuidanceKind, SeenImage};
 use crate::quant::Policy;
 use crate::shape::Shape;
 
@@ -23,6 +23,8 @@ pub mod names {
     pub use crate::models::clip::INPUT_IDS;
     /// A scalar: that of classifier-free guidance, or an input of a denoiser that was distilled from guided samples.
     pub const GUIDANCE_SCALE: &str = "guidance_scale";
+    /// A scalar: that of guidance of a denoiser that was distilled from guided samples.
+    pub const TRUE_CFG_SCALE: &str = "true_cfg_scale";
     /// How much of the guided output's deviation is brought back to that of the prompt's alone.
     pub const GUIDANCE_RESCALE: &str = "guidance_rescale";
     /// Skip-layer guidance: a scalar, and whether a run leaves the layers out (1) or not (0).
@@ -32,10 +34,12 @@ pub mod names {
     pub use crate::models::joint::names::POOLED_PROJECTIONS;
     pub use crate::models::pixart::names::ENCODER_ATTENTION_MASK;
     pub use crate::models::unet::names::{ENCODER_HIDDEN_STATES, TEXT_EMBEDS, TIME_IDS};
-    /// The further inputs of an inpainting model: `f32[batch, 1, rows, columns]`, 1 where it draws, and the latents of
-    /// the image without that part, of the sample's shape.
+    /// The further inputs of an inpainting model: `f32[batch, 1, rows, columns]`, 1 where it draws, or with a channel for
+    /// each of the mask's pixels, and the latents of the image without that part, of the sample's shape.
     pub const MASK: &str = "mask";
     pub const MASKED_IMAGE_LATENTS: &str = "masked_image_latents";
+    /// The latents of an image that steers, of the sample's shape: FLUX.1 Canny and Depth.
+    pub const CONTROL_LATENTS: &str = "control_latents";
     /// The image that steers the first ControlNet, `f32[rows, 3, height, width]` in [0, 1], and how strongly. Those of
     /// further ones end in their number ([`numbered`]).
     pub const CONTROL_IMAGE: &str = "control_image";
@@ -118,7 +122,8 @@ pub struct DenoiseStep<T> {
 }
 
 /// The inputs of the denoising step that are known before its first run, beside the images for ControlNets.
-const REQUEST: [&str; 8] = [
+const REQUEST: [&str; 9] = [
+    names::CONTROL_LATENTS,
     names::ENCODER_ATTENTION_MASK,
     names::ENCODER_HIDDEN_STATES,
     names::IMAGE_TOKENS,
@@ -150,6 +155,10 @@ pub fn trace_denoise(
     let axes = [Some("activation_batch"), None, None, None];
     let sampler = |b: &Builder| SamplerStep::declare(b, dims, model.scheduler.clip_sample);
     let mut advance = None;
+    let scale = match model.family.spec().guidance {
+        GuidanceKind::ClassifierFree => names::GUIDANCE_SCALE,
+        GuidanceKind::Embedded | GuidanceKind::None => names::TRUE_CFG_SCALE,
+    };
     match options.guidance {
         Guidance::Off => {
             let sampler = sampler(&b)?;
@@ -164,7 +173,7 @@ pub fn trace_denoise(
                 let row = b.slice_dim(pairs, 1, which, which + 1)?;
                 b.reshape(row, &dims)
             };
-            sampler.advance(&b, guide(&b, [row(0)?, row(1)?])?)?;
+            sampler.advance(&b, guide(&b, scale, [row(0)?, row(1)?])?)?;
         }
         Guidance::TwoPasses => {
             let shape = Shape::new(DType::F32, dims);
@@ -178,7 +187,7 @@ pub fn trace_denoise(
                 b.input(names::WITHOUT_PROMPT, shape.clone(), &axes)?,
                 b.input(names::WITH_PROMPT, shape.clone(), &axes)?,
             ];
-            let mut guided = guide(&b, passes)?;
+            let mut guided = guide(&b, scale, passes)?;
             if !options.skip_layers.is_empty() {
                 let skipped = b.input(names::WITH_SKIPPED_LAYERS, shape, &axes)?;
                 guided = away_from(&b, guided, passes[1], skipped)?;
@@ -218,7 +227,7 @@ fn predict(
     };
     let conditioning = model.declare_conditioning(b, rows, options.tokens, guidance)?;
     let scaled = b.mul(sample, in_scale)?;
-    let [batch, channels, height, width] = model.sample_dims(options.batch);
+    let [batch, _, height, width] = model.sample_dims(options.batch);
     let each_row = |x: Tensor| {
         if rows == batch {
             return Ok(x);
@@ -228,19 +237,18 @@ fn predict(
         b.reshape(pairs, &[rows, channels, height, width])
     };
     let timestep = b.broadcast_to(timestep, &[rows])?;
-    let mut inputs = DenoiserInputs::new(each_row(scaled)?, timestep, conditioning);
+    let seen = seen_image(b, model, options.batch)?;
+    let sample = match (&seen, model.denoiser.kind()) {
+        // A UNet's after ControlNets, which see the sample alone.
+        (Some(seen), DenoiserKind::Flux | DenoiserKind::Sd3 | DenoiserKind::PixArt) => {
+            b.concatenate(&[&[scaled], seen.as_slice()].concat(), 1)?
+        }
+        (Some(_), DenoiserKind::Unet) | (None, _) => scaled,
+    };
+    let mut inputs = DenoiserInputs::new(each_row(sample)?, timestep, conditioning);
     if let DenoiserInputs::Unet(inputs) = &mut inputs {
         steer(b, model, rows, inputs)?;
-        if model.is_inpainting() {
-            let input = |name: &str, channels: usize| {
-                let dims = [batch, channels, height, width];
-                let axes = [Some("activation_batch"), None, None, None];
-                b.input(name, Shape::new(DType::F32, dims), &axes)
-            };
-            let seen = [
-                input(names::MASK, 1)?,
-                input(names::MASKED_IMAGE_LATENTS, channels)?,
-            ];
+        if let Some(seen) = seen {
             let seen = each_row(b.concatenate(&seen, 1)?)?;
             inputs.sample = b.concatenate(&[inputs.sample, seen], 1)?;
         }
@@ -260,6 +268,33 @@ fn predict(
         }
     }
     Ok(model.predict(b, inputs)?)
+}
+
+/// The further channels of a denoiser that sees an image beside the sample, each `f32[batch, .., rows, columns]`.
+fn seen_image(
+    b: &Builder,
+    model: &DiffusionModel,
+    batch: usize,
+) -> Result<Option<Vec<Tensor>>, GraphError> {
+    let [batch, channels, height, width] = model.sample_dims(batch);
+    let input = |name: &str, channels: usize| {
+        let dims = [batch, channels, height, width];
+        let axes = [Some("activation_batch"), None, None, None];
+        b.input(name, Shape::new(DType::F32, dims), &axes)
+    };
+    let latents = |name: &str| input(name, channels);
+    Ok(match model.denoiser.seen_image() {
+        None => None,
+        Some(SeenImage::Masked) => Some(vec![
+            input(names::MASK, 1)?,
+            latents(names::MASKED_IMAGE_LATENTS)?,
+        ]),
+        Some(SeenImage::Filled { pixels }) => Some(vec![
+            latents(names::MASKED_IMAGE_LATENTS)?,
+            input(names::MASK, pixels)?,
+        ]),
+        Some(SeenImage::Control) => Some(vec![latents(names::CONTROL_LATENTS)?]),
+    })
 }
 
 /// Adds what steers a UNet beside the text: ControlNets and an IP-Adapter. Declares their inputs.
@@ -292,9 +327,10 @@ fn steer(
     Ok(())
 }
 
-/// Classifier-free guidance of the model's outputs without and with the prompt; declares its scales.
-fn guide(b: &Builder, [without, with]: [Tensor; 2]) -> Result<Tensor, GraphError> {
-    let scale = b.input(names::GUIDANCE_SCALE, Shape::scalar(DType::F32), &[])?;
+/// Classifier-free guidance of the model's outputs without and with the prompt; declares its scales, the first of which
+/// is the input `scale`.
+fn guide(b: &Builder, scale: &str, [without, with]: [Tensor; 2]) -> Result<Tensor, GraphError> {
+    let scale = b.input(scale, Shape::scalar(DType::F32), &[])?;
     let rescale = b.input(names::GUIDANCE_RESCALE, Shape::scalar(DType::F32), &[])?;
     let b = &b.root("guidance");
     let guided = b.add(without, b.mul(b.sub(with, without)?, scale)?)?;

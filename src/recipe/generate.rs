@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use crate::config::{Config, Given, ModelConfig};
+use crate::config::{Config, Given, ModelConfig, Place};
 use crate::dtype::DType;
 use crate::host_tensor::HostTensor;
 use crate::models::vae::AutoencoderKlConfig;
@@ -20,14 +20,15 @@ use crate::weights::Checkpoint;
 
 use super::distilled::Distilled;
 use super::inversions::textual_inversions;
-use super::model::{image_size, is_described};
+use super::model::{check_positions, image_size, is_described};
 use super::prompts::image_requests;
 use super::scheduler::{
     OwnScheduler, check_redraw, check_sampler_keys, sampling_plan, scheduler_of,
 };
 use super::source::Source;
 use super::{
-    Notify, RecipeError, check_sampling, described_policy, hub, images, ip_adapter, lora, model,
+    Notice, Notify, RecipeError, check_sampling, described_policy, hub, images, ip_adapter, lora,
+    model,
 };
 
 /// Most images made at once.
@@ -60,11 +61,8 @@ pub fn generation(
     let config = &hub::with_paths(config.clone(), notify)?;
     let model_name = source.name();
     let mut loras = lora::loras(config)?;
-    check_family(
-        config,
-        source.family(),
-        loras.is_empty() && inversions.is_empty(),
-    )?;
+    check_family(config, source.family(), !inversions.is_empty())?;
+    check_distilled(config, given, source.family(), &images, notify)?;
     loras.extend(source.trained_lora());
     match Distilled::open(config)? {
         None => {}
@@ -100,7 +98,7 @@ pub fn generation(
         base,
         refiner,
         loras,
-        guidance: guidance(config, family)?,
+        guidance: guidance(config, family),
         precision: config.precision,
         pixel_unshuffle: config.pixel_unshuffle as usize,
         max_batch: MAX_BATCH,
@@ -125,7 +123,7 @@ fn memory_advice(config: &Config, base: &PipelineModel) -> Result<MemoryAdvice, 
     if base.quantization.is_none() {
         model.push("quantization=int8_w8a16".to_owned());
     }
-    if guidance(config, base.model.family)? == Guidance::OneBatch {
+    if guidance(config, base.model.family) == Guidance::OneBatch {
         model.push("guidance_in_two_passes=True".to_owned());
     }
     let mut images = Vec::new();
@@ -189,10 +187,18 @@ fn check_words(config: &Config, given: &Given, images: &[ImageRequest]) -> Resul
     if let (true, Some((family, published))) = (is_published, Family::of_repository(name)) {
         let vae = AutoencoderKlConfig::from_json(published.vae).map_err(RecipeError::usage)?;
         let factor = SampleSpace::latents(&vae.into()).factor();
+        if let Some(expected) = config.model_family.filter(|expected| *expected != family) {
+            return Err(RecipeError::Usage(format!(
+                "{name}: this is {}, but the recipe is for {}; use {}",
+                family.title(),
+                expected.title(),
+                family.spec().recipe
+            )));
+        }
+        check_distilled(config, given, family, images, &mut |_| {})?;
         let kind = family.spec().denoiser;
         let size = image_size(config, factor * kind.patch())?;
         let tokens = kind.image_seq_len(size.map(|side| side / factor));
-        guidance(config, family)?;
         let own = scheduler_fields(published.scheduler).map_err(RecipeError::usage)?;
         let own = OwnScheduler {
             fields: &own,
@@ -206,7 +212,7 @@ fn check_words(config: &Config, given: &Given, images: &[ImageRequest]) -> Resul
             tokens,
             config.num_inference_steps as usize,
         )?;
-        check_redraw(config, &scheduler)?;
+        check_redraw(config, &scheduler, tokens)?;
     }
     Ok(())
 }
@@ -241,6 +247,7 @@ fn request(
         prompt_syntax: config.prompt_syntax,
         // MaxDiffusion's recipe of SDXL-Lightning has -1: it rescales above 0 only.
         guidance_rescale: config.guidance_rescale.max(0.0) as f32,
+        true_cfg_scale: config.true_cfg_scale as f32,
         skip_layer_guidance: SkipLayerGuidance {
             scale: config.skip_layer_guidance_scale as f32,
             start: config.skip_layer_guidance_start,
@@ -249,6 +256,7 @@ fn request(
         eta: config.eta,
         init_images: images::read(config, &base.model, &name)?,
         strength: config.strength,
+        control_image: images::read_control_image(config, &base.model, &name)?,
         controls: images::read_controls(config, &base.model)?,
         image_prompt: ip_adapter::image_prompt(config, base.model.ip_adapter.as_ref(), &name)?,
         latents: latents(config, &base.model)?,
@@ -271,16 +279,23 @@ fn hires(config: &Config, model: &DiffusionModel) -> Result<Option<HiresRequest>
             "hires_scale={scale}: a pixel-space model draws images of one size; name a latent model"
         )));
     }
-    let sample_size = model.sample_size.map(|side| (side as f64 * scale) as usize);
+    let patch = model.denoiser.kind().patch();
+    let larger = |side: usize| (side as f64 * scale) as usize / patch * patch;
+    let sample_size = model.sample_size.map(larger);
     let large = model.resized(sample_size);
+    let [height, width] = model.image_size;
     if sample_size == model.sample_size {
-        let [height, width] = model.image_size;
         return Err(RecipeError::Usage(format!(
             "hires_scale={scale} leaves images of height={height} width={width} at their size: their sides grow by \
              {} pixels at least; give a larger scale",
-            height / model.sample_size[0]
+            height / model.sample_size[0] * patch
         )));
     }
+    check_positions(
+        &model.denoiser,
+        height / model.sample_size[0],
+        large.image_size,
+    )?;
     Ok(Some(HiresRequest {
         sample_size,
         image_seq_len: large.image_seq_len(),
@@ -311,22 +326,60 @@ pub fn skip_layers(config: &Config, model: &DiffusionModel) -> Result<Vec<usize>
 }
 
 /// How a denoising step of a model of `family` is guided. Skip-layer guidance takes passes of one row.
+pub fn guidance(config: &Config, family: Family) -> Guidance {
+    let is_guided = match family.spec().guidance {
+        GuidanceKind::ClassifierFree => config.do_classifier_free_guidance,
+        GuidanceKind::Embedded | GuidanceKind::None => config.true_cfg_scale > 1.0,
+    };
+    let in_two_passes = config.guidance_in_two_passes || config.skip_guidance_layers.is_some();
+    match (is_guided, in_two_passes) {
+        (false, _) => Guidance::Off,
+        (true, false) => Guidance::OneBatch,
+        (true, true) => Guidance::TwoPasses,
+    }
+}
+
+/// Refuses guidance that a distilled model does not have, where it is asked for now; in a file, which may be one of
+/// MaxDiffusion's, it is told.
 ///
 /// # Errors
-/// When the configuration asks for classifier-free guidance, and the family goes without.
-pub fn guidance(config: &Config, family: Family) -> Result<Guidance, RecipeError> {
-    let asked = config.do_classifier_free_guidance;
-    let in_two_passes = config.guidance_in_two_passes || config.skip_guidance_layers.is_some();
-    match (family.spec().guidance, asked, in_two_passes) {
-        (_, false, _) => Ok(Guidance::Off),
-        (GuidanceKind::ClassifierFree, true, false) => Ok(Guidance::OneBatch),
-        (GuidanceKind::ClassifierFree, true, true) => Ok(Guidance::TwoPasses),
-        (GuidanceKind::Embedded | GuidanceKind::None, true, _) => Err(RecipeError::Usage(format!(
-            "do_classifier_free_guidance=True: {} was distilled from guided outputs and takes no negative prompt; guidance \
-             of it by two runs of the model (true guidance) is not built: give do_classifier_free_guidance=False",
-            family.title()
-        ))),
+/// Names the key, and the one that has an effect.
+fn check_distilled(
+    config: &Config,
+    given: &Given,
+    family: Family,
+    images: &[ImageRequest],
+    notify: &mut Notify<'_>,
+) -> Result<(), RecipeError> {
+    if family.spec().guidance == GuidanceKind::ClassifierFree || config.true_cfg_scale > 1.0 {
+        return Ok(());
     }
+    let has_negative = images.iter().any(|image| !image.negative_prompt.is_empty());
+    for (key, is_asked) in [
+        (
+            "do_classifier_free_guidance",
+            config.do_classifier_free_guidance,
+        ),
+        ("negative_prompt", has_negative),
+    ] {
+        if !is_asked || given.get(key).is_none() && key != "negative_prompt" {
+            continue;
+        }
+        let problem = format!(
+            "{key} has no effect: {} was distilled from guided outputs, and a step runs it with the prompt alone; guidance \
+             by a negative prompt in a second run (true guidance) is asked for by true_cfg_scale above 1",
+            family.title()
+        );
+        match given.get(key).map(|_| given.place(key)) {
+            Some(place @ Place::File { .. }) => {
+                notify(Notice::Warning(&format!("{place}: {problem}")))
+            }
+            Some(Place::CommandLine | Place::Default) | None => {
+                return Err(RecipeError::Usage(problem));
+            }
+        }
+    }
+    Ok(())
 }
 
 /// Refuses a guidance scale where the denoiser was distilled without one. 0 and 1 stand for none.
@@ -353,9 +406,8 @@ fn check_guidance_scales(
     }
 }
 
-/// Refuses what is not built for models of `family`. `unchanged` says that there are neither LoRAs nor textual
-/// inversions.
-fn check_family(config: &Config, family: Family, unchanged: bool) -> Result<(), RecipeError> {
+/// Refuses what is not built for models of `family`.
+fn check_family(config: &Config, family: Family, has_inversions: bool) -> Result<(), RecipeError> {
     let spec = family.spec();
     let refuse = |what: &str, reason: &str| {
         Err(RecipeError::Usage(format!(
@@ -363,11 +415,8 @@ fn check_family(config: &Config, family: Family, unchanged: bool) -> Result<(), 
             family.title()
         )))
     };
-    if !spec.loras && !unchanged {
-        return refuse(
-            "lora_config, textual_inversions",
-            "LoRAs and textual inversions are not built",
-        );
+    if !spec.textual_inversions && has_inversions {
+        return refuse("textual_inversions", "textual inversions are not built");
     }
     if !spec.prompt_weights && config.prompt_syntax == PromptSyntax::Weighted {
         return Err(RecipeError::Usage(format!(
@@ -376,11 +425,13 @@ fn check_family(config: &Config, family: Family, unchanged: bool) -> Result<(), 
             family.title()
         )));
     }
+    // diffusers has no image to image of PixArt.
+    let from_noise = spec.denoiser == DenoiserKind::PixArt;
     let keys = [
         ("use_controlnet", config.use_controlnet),
         ("ip_adapter_path", !config.ip_adapter_path.is_empty()),
-        ("image", !config.input_images().is_empty()),
-        ("hires_scale", config.hires_scale.is_some()),
+        ("image", from_noise && !config.input_images().is_empty()),
+        ("hires_scale", from_noise && config.hires_scale.is_some()),
         ("lightning_repo", !config.lightning_repo.is_empty()),
     ];
     match (spec.denoiser, keys.iter().find(|(_, is_asked)| *is_asked)) {

@@ -6,10 +6,11 @@ use std::path::Path;
 use image::{DynamicImage, ImageReader, Limits, RgbImage};
 
 use crate::config::{Config, OneOrMore};
-use crate::models::{DiffusionModel, MicroConditioning};
+use crate::host_tensor::HostTensor;
+use crate::models::{DenoiserKind, DiffusionModel, MicroConditioning, SeenImage};
 use crate::pipelines::canny::{THRESHOLDS, canny};
 use crate::pipelines::denoiser::ControlImage;
-use crate::pipelines::init_image::{InitImages, scaled, unit_planes};
+use crate::pipelines::init_image::{InitImages, scaled, signed_planes, unit_planes};
 use crate::util::files;
 
 use super::RecipeError;
@@ -32,8 +33,8 @@ pub fn read(
     let paths = config.input_images();
     if model.is_inpainting() && (paths.is_empty() || config.mask_image.is_empty()) {
         return Err(RecipeError::Usage(format!(
-            "{name}: an inpainting model (its UNet takes nine channels: sample, mask and masked image) needs an \
-             image: give image=FILE and mask_image=FILE, white where it should change; found image='{}', mask_image='{}'",
+            "{name}: an inpainting model (its {} takes mask and masked image beside the sample) needs an image: give image=FILE and mask_image=FILE, white where it should change; found image='{}', mask_image='{}'",
+            model.denoiser.part(),
             paths.join(", "),
             config.mask_image
         )));
@@ -86,6 +87,41 @@ pub fn check_files(config: &Config) -> Result<(), RecipeError> {
             .map_err(|e| RecipeError::Usage(format!("{key}={path}: {e}")))?;
     }
     Ok(())
+}
+
+/// Reads the image that steers a model that sees one, scaled to the size of its images: `f32[1, 3, height, width]` in [-1, 1].
+///
+/// # Errors
+/// When the model needs one that is not given, or takes none that is, or the file is no image that can be read.
+pub fn read_control_image(
+    config: &Config,
+    model: &DiffusionModel,
+    name: &str,
+) -> Result<Option<HostTensor>, RecipeError> {
+    let path = config
+        .controlnet_image
+        .get(0)
+        .filter(|path| !path.is_empty());
+    match (model.denoiser.seen_image(), path) {
+        (Some(SeenImage::Control), Some(path)) => {
+            let image = open("controlnet_image", path, model)?;
+            let image = match config.controlnet_canny.get(0) {
+                Some(true) => edges(&image)?,
+                Some(false) | None => image,
+            };
+            Ok(Some(signed_planes(&image).map_err(RecipeError::failed)?))
+        }
+        (Some(SeenImage::Control), None) => Err(RecipeError::Usage(format!(
+            "{name}: its transformer takes an image that steers beside the sample: give controlnet_image=FILE, with \
+             controlnet_canny=True if its edges are to be found"
+        ))),
+        (_, Some(path)) if model.denoiser.kind() == DenoiserKind::Flux => {
+            Err(RecipeError::Usage(format!(
+                "controlnet_image={path} has no effect: {name} takes no image that steers; FLUX.1 Canny and Depth do"
+            )))
+        }
+        _ => Ok(None),
+    }
 }
 
 /// Reads what steers each ControlNet, scaled to the size of the images; nothing without `use_controlnet`.

@@ -65,7 +65,7 @@ pub fn trace(config: &Config, step: Step, mesh: &Mesh) -> Result<Traced, RecipeE
             let options = DenoiseOptions {
                 batch,
                 tokens: model.tokens,
-                guidance: guidance(config, model.family)?,
+                guidance: guidance(config, model.family),
                 skip_layers: skip_layers(config, &model)?,
                 quantization: described_policy(config, model.family.spec())?,
             };

@@ -3,7 +3,9 @@
 use serde_json::{Map, Value};
 
 use crate::config::{Config, Given, Place, is_read_with};
-use crate::schedulers::{PlanOptions, SamplingPlan, SchedulerConfig, SchedulerKind, Start};
+use crate::schedulers::{
+    PlanOptions, PredictionType, SamplingPlan, SchedulerConfig, SchedulerKind, Start,
+};
 
 use super::{Notice, Notify, RecipeError};
 
@@ -70,17 +72,33 @@ pub fn scheduler_of(
     if let (Some(own_kind), Some(asked)) = (kind(own.fields), kind(&fields))
         && own_kind.is_flow() != asked.is_flow()
     {
-        return Err(RecipeError::Usage(format!(
-            "scheduler={asked}: the model's own sampler is {}, and a model of flow matching cannot take the steps of one \
+        if !own_kind.is_flow() || !asked.takes_flow_sigmas() {
+            let fits = |kind: &&SchedulerKind| {
+                kind.is_flow() == own_kind.is_flow()
+                    || own_kind.is_flow() && kind.takes_flow_sigmas()
+            };
+            return Err(RecipeError::Usage(format!(
+                "scheduler={asked}: the model's own sampler is {}, and a model of flow matching cannot take the steps of one \
              with betas, nor the other way round; leave it out, or give scheduler= one of {}",
-            own_kind.class_name(),
-            SchedulerKind::ALL
-                .iter()
-                .filter(|kind| kind.is_flow() == own_kind.is_flow())
-                .map(|kind| kind.name())
-                .collect::<Vec<_>>()
-                .join(", ")
-        )));
+                own_kind.class_name(),
+                SchedulerKind::ALL
+                    .iter()
+                    .filter(fits)
+                    .map(|kind| kind.name())
+                    .collect::<Vec<_>>()
+                    .join(", ")
+            )));
+        }
+        // Its steps are those of flow matching, at the noise levels of the model's own.
+        let shift = fields.get("shift").cloned().unwrap_or(Value::from(1.0));
+        fields.extend([
+            ("use_flow_sigmas".to_owned(), true.into()),
+            ("flow_shift".to_owned(), shift),
+            (
+                "prediction_type".to_owned(),
+                PredictionType::FlowPrediction.name().into(),
+            ),
+        ]);
     }
     let scheduler = SchedulerConfig::from_map(&fields).map_err(|error| {
         let keys: Vec<String> = changed
@@ -149,6 +167,19 @@ fn scheduler_fields(config: &Config) -> Map<String, Value> {
 /// Names the key and the samplers that read it.
 pub fn check_sampler_keys(config: &Config, scheduler: &SchedulerConfig) -> Result<(), RecipeError> {
     let from = &config.diffusion_scheduler_config;
+    let shifts = [
+        ("time_shift", config.time_shift.is_some()),
+        ("base_shift", config.base_shift.is_some()),
+        ("max_shift", config.max_shift.is_some()),
+    ];
+    if let Some((key, _)) = shifts.into_iter().find(|(_, is_given)| *is_given)
+        && scheduler.kind.takes_flow_sigmas()
+        && !scheduler.is_flow()
+    {
+        return Err(RecipeError::Usage(format!(
+            "{key} has no effect: the model is none of flow matching, whose noise levels it moves; leave it out"
+        )));
+    }
     let [karras, exponential, beta] = SIGMA_SPACINGS;
     for (name, is_asked) in [
         (karras, from.use_karras_sigmas),
@@ -200,11 +231,16 @@ pub fn sampling_plan(
     scheduler.plan(&options).map_err(RecipeError::usage)
 }
 
-/// Checks the steps of the second pass of a hi-res fix, if the configuration asks for one.
+/// Checks the steps of the second pass of a hi-res fix, if the configuration asks for one; images of the first have so many
+/// tokens.
 ///
 /// # Errors
 /// When they do not fit the schedule, or none is left to run.
-pub fn check_redraw(config: &Config, scheduler: &SchedulerConfig) -> Result<(), RecipeError> {
+pub fn check_redraw(
+    config: &Config,
+    scheduler: &SchedulerConfig,
+    image_seq_len: Option<usize>,
+) -> Result<(), RecipeError> {
     if config.hires_scale.is_none() {
         return Ok(());
     }
@@ -214,6 +250,7 @@ pub fn check_redraw(config: &Config, scheduler: &SchedulerConfig) -> Result<(), 
     };
     let options = PlanOptions {
         start: Start::Strength(config.hires_strength),
+        image_seq_len,
         ..PlanOptions::new(steps as usize)
     };
     let plan = scheduler.plan(&options);

@@ -23,7 +23,7 @@ use crate::train::checkpoint::{Check, SavedCheckpoint, latest};
 use crate::train::{EMA_SUFFIX, LORA_FILE};
 use crate::util::files;
 use crate::weights::Checkpoint;
-use crate::weights::source::{Component, ModelSource, is_pipeline};
+use crate::weights::source::{Component, ModelSource, PipelineKind, is_pipeline};
 
 use super::model::{check_positions, image_size, prompt_tokens};
 use super::scheduler::{OwnScheduler, SCHEDULER, scheduler, scheduler_of};
@@ -196,11 +196,11 @@ impl Source {
             )));
         }
         let source = ModelSource::open(Path::new(name)).map_err(|e| usage(e.to_string()))?;
-        if !refiners.contains(&source.family) || source.inpaint {
-            let kind = if source.inpaint {
-                " for inpainting"
-            } else {
-                ""
+        if !refiners.contains(&source.family) || source.kind != PipelineKind::Text {
+            let kind = match source.kind {
+                PipelineKind::Text => "",
+                PipelineKind::Inpaint => " for inpainting",
+                PipelineKind::Control => " with a control image",
             };
             let names: Vec<&str> = refiners.iter().map(|family| family.title()).collect();
             return Err(usage(format!(

@@ -173,7 +173,7 @@ impl Training {
                 dir: samples_dir(config),
                 images: sample_images(config, &self.dataset)?,
                 plan,
-                guidance: guidance(config, family)?,
+                guidance: guidance(config, family),
                 quantization: drawing,
             }),
         };

@@ -26,6 +26,8 @@ named! {
         Lcm = "lcm" | "LCMScheduler",
         Tcd = "tcd" | "TCDScheduler",
         FlowMatchEuler = "flow_match_euler" | "FlowMatchEulerDiscreteScheduler",
+        FlowMatchHeun = "flow_match_heun" | "FlowMatchHeunDiscreteScheduler",
+        FlowMatchLcm = "flow_match_lcm" | "FlowMatchLCMScheduler",
     }
 }
 
@@ -36,9 +38,17 @@ impl SchedulerKind {
     }
 
     /// Whether it is for models of flow matching (Lipman et al., 2022, arXiv:2210.02747), whose noisy samples lie on a
-    /// straight line from the clean sample to the noise. The others are for models with a schedule of betas.
+    /// straight line from the clean sample to the noise. The others are for models with a schedule of betas, and some
+    /// of them for both.
     pub const fn is_flow(self) -> bool {
-        matches!(self, SchedulerKind::FlowMatchEuler)
+        use SchedulerKind::{FlowMatchEuler, FlowMatchHeun, FlowMatchLcm};
+        matches!(self, FlowMatchEuler | FlowMatchHeun | FlowMatchLcm)
+    }
+
+    /// Whether it can take the steps of flow matching although it is also for models with betas (`use_flow_sigmas`).
+    pub const fn takes_flow_sigmas(self) -> bool {
+        use SchedulerKind::{DpmMultistep, DpmSinglestep, UniPc};
+        matches!(self, DpmMultistep | DpmSinglestep | UniPc)
     }
 
     /// Whether diffusers' class has this field and reads it; it drops the others, which are those of another scheduler.
@@ -51,22 +61,28 @@ impl SchedulerKind {
                 !self.is_flow()
             }
             "timestep_spacing" | "steps_offset" => {
-                !matches!(self, DpmSinglestep | Lcm | Tcd | FlowMatchEuler)
+                !matches!(self, DpmSinglestep | Lcm | Tcd) && !self.is_flow()
             }
-            "rescale_betas_zero_snr" => !matches!(
-                self,
-                Pndm | Heun | Kdpm2 | Kdpm2Ancestral | Lms | DpmSinglestep | FlowMatchEuler
-            ),
-            "shift"
-            | "use_dynamic_shifting"
+            "rescale_betas_zero_snr" => {
+                !matches!(
+                    self,
+                    Pndm | Heun | Kdpm2 | Kdpm2Ancestral | Lms | DpmSinglestep
+                ) && !self.is_flow()
+            }
+            "shift" => self.is_flow(),
+            "use_dynamic_shifting"
             | "base_shift"
             | "max_shift"
             | "base_image_seq_len"
             | "max_image_seq_len"
-            | "shift_terminal"
-            | "time_shift_type"
-            | "stochastic_sampling"
-            | "invert_sigmas" => self.is_flow(),
+            | "time_shift_type" => {
+                matches!(self, FlowMatchEuler | FlowMatchLcm) || self.takes_flow_sigmas()
+            }
+            "shift_terminal" => matches!(self, FlowMatchEuler | FlowMatchLcm | UniPc),
+            "stochastic_sampling" => self == FlowMatchEuler,
+            "invert_sigmas" => matches!(self, FlowMatchEuler | FlowMatchLcm),
+            "scale_factors" => self == FlowMatchLcm,
+            "use_flow_sigmas" | "flow_shift" => self.takes_flow_sigmas(),
             "set_alpha_to_one" => matches!(self, Ddim | Pndm),
             "skip_prk_steps" => self == Pndm,
             "clip_sample" => matches!(self, Ddim | Ddpm | Heun | Lcm),
@@ -88,11 +104,12 @@ impl SchedulerKind {
                     | DpmSinglestep
                     | UniPc
                     | FlowMatchEuler
+                    | FlowMatchLcm
             ),
             "final_sigmas_type" => matches!(self, Euler | DpmMultistep | DpmSinglestep | UniPc),
             "sigma_min" | "sigma_max" => matches!(self, Euler | UniPc),
             "timestep_type" | "interpolation_type" => self == Euler,
-            "solver_order" | "solver_type" | "lower_order_final" | "use_flow_sigmas" => {
+            "solver_order" | "solver_type" | "lower_order_final" => {
                 matches!(self, DpmMultistep | DpmSinglestep | UniPc)
             }
             "algorithm_type" | "lambda_min_clipped" => matches!(self, DpmMultistep | DpmSinglestep),
@@ -279,6 +296,8 @@ pub struct FlowShift {
     pub shift_terminal: Option<f64>,
     /// Whether each step adds fresh noise to the predicted clean sample, instead of going along the line.
     pub stochastic_sampling: bool,
+    /// Whether a sampler that is also for models with betas takes the steps of flow matching.
+    pub use_flow_sigmas: bool,
 }
 
 impl SchedulerConfig {
@@ -299,7 +318,7 @@ impl SchedulerConfig {
                 _ => BetaSchedule::Linear,
             },
             prediction_type: match kind {
-                FlowMatchEuler => PredictionType::FlowPrediction,
+                kind if kind.is_flow() => PredictionType::FlowPrediction,
                 _ => PredictionType::Epsilon,
             },
             timestep_spacing: match kind {
@@ -339,9 +358,15 @@ impl SchedulerConfig {
                 max_image_seq_len: 4096,
                 time_shift_type: TimeShiftType::Exponential,
                 shift_terminal: None,
-                stochastic_sampling: false,
+                stochastic_sampling: kind == FlowMatchLcm,
+                use_flow_sigmas: false,
             },
         }
+    }
+
+    /// Whether its steps are those of flow matching.
+    pub const fn is_flow(&self) -> bool {
+        self.kind.is_flow() || self.flow.use_flow_sigmas
     }
 
     /// Stable Diffusion's schedule, as its files give it to any sampler.
@@ -409,7 +434,39 @@ impl SchedulerConfig {
                     .to_string(),
             ));
         }
+        config.check_flow_sigmas()?;
         Ok(config)
+    }
+
+    /// Refuses steps of flow matching for another prediction or with spacings for betas, and that prediction without them.
+    fn check_flow_sigmas(&self) -> Result<(), SchedulerError> {
+        let predicts_flow = self.prediction_type == PredictionType::FlowPrediction;
+        if self.is_flow() != predicts_flow {
+            return Err(SchedulerError::Unsupported {
+                field: "prediction_type".to_string(),
+                found: self.prediction_type.name().to_string(),
+                expected: match self.is_flow() {
+                    true => "flow_prediction, because use_flow_sigmas is true".to_string(),
+                    false => "epsilon, v_prediction or sample; models of flow matching take flow_match_euler, or \
+                              use_flow_sigmas = true"
+                        .to_string(),
+                },
+            });
+        }
+        if self.flow.use_flow_sigmas && !self.predict_x0 {
+            return Err(SchedulerError::Unsupported {
+                field: "predict_x0".to_string(),
+                found: "false".to_string(),
+                expected: "true where use_flow_sigmas is".to_string(),
+            });
+        }
+        match self.sigma_spacing() {
+            Some(_) if self.flow.use_flow_sigmas => Err(SchedulerError::Invalid(
+                "use_flow_sigmas is true beside another spacing of the noise levels; choose one"
+                    .to_string(),
+            )),
+            Some(_) | None => Ok(()),
+        }
     }
 
     /// Takes the value of a field of this class.
@@ -419,12 +476,7 @@ impl SchedulerConfig {
             "beta_start" => self.beta_start = read(field, value)?,
             "beta_end" => self.beta_end = read(field, value)?,
             "beta_schedule" => self.beta_schedule = read(field, value)?,
-            "prediction_type" => {
-                let is_flow = value == PredictionType::FlowPrediction.name();
-                let expected = "epsilon, v_prediction or sample; models of flow matching take flow_match_euler";
-                require(!is_flow, field, value, expected)?;
-                self.prediction_type = read(field, value)?;
-            }
+            "prediction_type" => self.prediction_type = read(field, value)?,
             "timestep_spacing" => self.timestep_spacing = read(field, value)?,
             "steps_offset" => self.steps_offset = read(field, value)?,
             "rescale_betas_zero_snr" => self.rescale_betas_zero_snr = read(field, value)?,
@@ -454,7 +506,8 @@ impl SchedulerConfig {
             "disable_corrector" => self.disable_corrector = read(field, value)?,
             "original_inference_steps" => self.original_inference_steps = read(field, value)?,
             "timestep_scaling" => self.timestep_scaling = read(field, value)?,
-            "shift" => self.flow.shift = read(field, value)?,
+            "shift" | "flow_shift" => self.flow.shift = read(field, value)?,
+            "use_flow_sigmas" => self.flow.use_flow_sigmas = read(field, value)?,
             "use_dynamic_shifting" => self.flow.use_dynamic_shifting = read(field, value)?,
             "base_shift" => self.flow.base_shift = read(field, value)?,
             "max_shift" => self.flow.max_shift = read(field, value)?,
@@ -467,8 +520,10 @@ impl SchedulerConfig {
             }
             "stochastic_sampling" => self.flow.stochastic_sampling = read(field, value)?,
             "invert_sigmas" => require(value == false, field, value, "false")?,
-            "use_flow_sigmas" | "use_lu_lambdas" => require(value == false, field, value, "false")?,
-            "lambda_min_clipped" | "solver_p" => require(false, field, value, "null")?,
+            "use_lu_lambdas" => require(value == false, field, value, "false")?,
+            "lambda_min_clipped" | "solver_p" | "scale_factors" => {
+                require(false, field, value, "null")?
+            }
             "trained_betas" => require(false, field, value, "null")?,
             "thresholding" => require(value == false, field, value, "false")?,
             "interpolation_type" => require(value == "linear", field, value, "linear")?,

@@ -1,6 +1,6 @@
 //! DPM-Solver++ with earlier predictions (Lu et al., 2022, arXiv:2211.01095, algorithm 2 and appendix B).
 
-use super::exponential::{Integrals, lambda, noised};
+use super::exponential::{Integrals, Path};
 use super::sigmas::Sigmas;
 use super::value::{FRESH, SAMPLE, Value, predicted_clean};
 use super::{FinalSigmas, PlanOptions, SamplingPlan, SchedulerConfig, SchedulerError, Step};
@@ -14,19 +14,20 @@ pub(super) fn dpm_multistep(
     options: &PlanOptions,
 ) -> Result<SamplingPlan, SchedulerError> {
     let order = config.solver_order()?;
-    let levels = Sigmas::new(config, options.steps)?;
+    let levels = Sigmas::new(config, options)?;
     let sigmas = &levels.sigmas;
-    let runs = options.runs(&levels.timesteps, 1, config.num_train_timesteps)?;
+    let path = Path::of(config);
+    let runs = options.runs(&levels.timesteps, 1, config)?;
     let lower = config.lower_order_final && options.steps < 15;
     let step = |i: usize| {
-        let lambda = |level: usize| lambda(sigmas[level]);
+        let lambda = |level: usize| path.lambda(sigmas[level]);
         let to_zero = config.final_sigmas_type == FinalSigmas::Zero;
         let most = match options.steps - i {
             1 if config.euler_at_final || lower || to_zero => 1,
             2 if lower => 2,
             _ => 3,
         };
-        let [signal, deviation] = noised(sigmas[i]);
+        let [signal, deviation] = path.noised(sigmas[i]);
         let clean = predicted_clean(config.prediction_type, signal, deviation);
         let [before, earlier] = [0, 1].map(Value::remembered);
         let c = Integrals::new(config, sigmas[i], sigmas[i + 1]);
@@ -52,7 +53,7 @@ pub(super) fn dpm_multistep(
         runs.clone(),
         options.steps,
         1.0,
-        |i| noised(sigmas[i]),
+        |i| path.noised(sigmas[i]),
         step,
     )
 }

@@ -1,6 +1,6 @@
 //! DPM-Solver++ in blocks of steps (Lu et al., 2022, arXiv:2211.01095, algorithm 1 and appendix B).
 
-use super::exponential::{Integrals, lambda, noised};
+use super::exponential::{Integrals, Path};
 use super::sigmas::Sigmas;
 use super::value::{FRESH, SAMPLE, Value, predicted_clean};
 use super::{
@@ -18,9 +18,10 @@ pub(super) fn dpm_singlestep(
     options: &PlanOptions,
 ) -> Result<SamplingPlan, SchedulerError> {
     let order = config.solver_order()?;
-    let levels = Sigmas::new(config, options.steps)?;
+    let levels = Sigmas::new(config, options)?;
     let sigmas = &levels.sigmas;
-    let runs = options.runs(&levels.timesteps, 1, config.num_train_timesteps)?;
+    let path = Path::of(config);
+    let runs = options.runs(&levels.timesteps, 1, config)?;
     let whole_blocks = options.steps.is_multiple_of(order);
     let to_zero = config.final_sigmas_type == FinalSigmas::Zero;
     // Where blocks do not fill the steps, the last one is shorter anyway.
@@ -30,13 +31,14 @@ pub(super) fn dpm_singlestep(
         false => (i % order + 1).min(i - runs.start + 1),
     };
     let step = |i: usize| {
-        let [signal, deviation] = noised(sigmas[i]);
+        let [signal, deviation] = path.noised(sigmas[i]);
         let clean = predicted_clean(config.prediction_type, signal, deviation);
         let [before, earlier, kept] = [0, 1, 2].map(Value::remembered);
         let order = order_at(i);
         let from = i + 1 - order;
         let c = Integrals::new(config, sigmas[from], sigmas[i + 1]);
-        let part = |level: usize| (lambda(sigmas[level]) - lambda(sigmas[from])) / c.h;
+        let lambda = |level: usize| path.lambda(sigmas[level]);
+        let part = |level: usize| (lambda(level) - lambda(from)) / c.h;
         let begin = match order {
             1 => SAMPLE,
             _ => kept,
@@ -73,7 +75,7 @@ pub(super) fn dpm_singlestep(
         runs.clone(),
         options.steps,
         1.0,
-        |i| noised(sigmas[i]),
+        |i| path.noised(sigmas[i]),
         step,
     )
 }

@@ -17,7 +17,7 @@ pub(super) fn euler_ancestral(
     options: &PlanOptions,
 ) -> Result<SamplingPlan, SchedulerError> {
     config.predicts_noise_or_velocity()?;
-    let levels = Sigmas::new(config, options.steps)?;
+    let levels = Sigmas::new(config, options)?;
     let step = |i: usize| {
         let (sigma, next) = (levels.sigmas[i], levels.sigmas[i + 1]);
         let clean = predicted_clean_at(config.prediction_type, sigma);
@@ -27,7 +27,7 @@ pub(super) fn euler_ancestral(
         Step::new(levels.timesteps[i], 1.0 / sigma.hypot(1.0), clean, [next])
     };
     SamplingPlan::of_runs(
-        options.runs(&levels.timesteps, 1, config.num_train_timesteps)?,
+        options.runs(&levels.timesteps, 1, config)?,
         options.steps,
         levels.init_noise_sigma(config),
         |i| [1.0, levels.sigmas[i]],

@@ -1,18 +1,44 @@
 //! The common part of the solvers that integrate the linear part of the ODE exactly (Lu et al., 2022,
-//! arXiv:2211.01095): samples that keep the variance of training's noisy ones, and steps of `lambda`, the logarithm of
-//! signal over noise.
+//! arXiv:2211.01095): samples that keep the variance of training's noisy ones, or lie on the line of flow matching, and
+//! steps of `lambda`, the logarithm of signal over noise.
 
 use super::{AlgorithmType, SchedulerConfig, SolverType};
 
-/// Coefficients of a clean sample and of noise, whose squares add up to 1, at a noise level.
-pub(super) fn noised(sigma: f64) -> [f64; 2] {
-    let alpha = 1.0 / sigma.hypot(1.0);
-    [alpha, sigma * alpha]
+/// What a noise level says of a sample.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Path {
+    /// The quotient of noise over signal, whose squares add up to 1.
+    KeepsVariance,
+    /// The noise; the signal is the rest of 1.
+    Flow,
 }
 
-/// `lambda` at a noise level.
-pub(super) fn lambda(sigma: f64) -> f64 {
-    -sigma.ln()
+impl Path {
+    pub fn of(config: &SchedulerConfig) -> Path {
+        match config.is_flow() {
+            true => Path::Flow,
+            false => Path::KeepsVariance,
+        }
+    }
+
+    /// Coefficients of a clean sample and of noise.
+    pub fn noised(self, sigma: f64) -> [f64; 2] {
+        match self {
+            Path::KeepsVariance => {
+                let alpha = 1.0 / sigma.hypot(1.0);
+                [alpha, sigma * alpha]
+            }
+            Path::Flow => [1.0 - sigma, sigma],
+        }
+    }
+
+    /// `lambda` at a noise level.
+    pub fn lambda(self, sigma: f64) -> f64 {
+        match self {
+            Path::KeepsVariance => -sigma.ln(),
+            Path::Flow => (1.0 - sigma).ln() - sigma.ln(),
+        }
+    }
 }
 
 /// Coefficients of DPM-Solver++'s step from one noise level to another: of the sample, of fresh noise and
@@ -35,8 +61,9 @@ pub(super) struct Integrals {
 
 impl Integrals {
     pub fn new(config: &SchedulerConfig, from: f64, to: f64) -> Integrals {
-        let ([alpha, deviation], [_, deviation_from]) = (noised(to), noised(from));
-        let h = lambda(to) - lambda(from);
+        let path = Path::of(config);
+        let ([alpha, deviation], [_, deviation_from]) = (path.noised(to), path.noised(from));
+        let h = path.lambda(to) - path.lambda(from);
         let ratio = deviation / deviation_from;
         let (z, sample, noise, half) = match config.algorithm_type {
             AlgorithmType::DpmSolverPlusPlus => (h, ratio, 0.0, 0.5),

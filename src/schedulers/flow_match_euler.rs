@@ -8,7 +8,8 @@ use super::{
     TimeShiftType,
 };
 
-/// The plan of diffusers' `FlowMatchEulerDiscreteScheduler` for the noise levels that `options` says.
+/// The plan of diffusers' `FlowMatchEulerDiscreteScheduler` for the noise levels that `options` says; with fresh noise in
+/// each step also that of its `FlowMatchLCMScheduler`.
 ///
 /// # Errors
 /// When the steps do not fit the schedule, or the noise levels cannot be shifted as the configuration says.
@@ -30,7 +31,7 @@ pub(super) fn flow_match_euler(
         Step::new(timesteps[i], 1.0, clean, [next])
     };
     SamplingPlan::of_runs(
-        options.runs(&timesteps, 1, train)?,
+        options.runs(&timesteps, 1, config)?,
         options.steps,
         1.0,
         |i| [1.0 - sigma(i), sigma(i)],
@@ -38,8 +39,11 @@ pub(super) fn flow_match_euler(
     )
 }
 
-/// The noise level of each run: `steps` of them, evenly from 1 to the last that the options say, then shifted.
-fn sigmas(config: &SchedulerConfig, options: &PlanOptions) -> Result<Vec<f32>, SchedulerError> {
+/// The noise level of each step: `steps` of them, evenly from 1 to the last that the options say, then shifted.
+pub(super) fn sigmas(
+    config: &SchedulerConfig,
+    options: &PlanOptions,
+) -> Result<Vec<f32>, SchedulerError> {
     let steps = options.steps;
     check_steps(steps, "num_train_timesteps", config.num_train_timesteps)?;
     let factor = shift_factor(&config.flow, options.image_seq_len)?;
@@ -75,7 +79,10 @@ fn lowest_of_training(config: &SchedulerConfig) -> f32 {
 }
 
 /// What `sigma / (1 - sigma)` is multiplied with.
-fn shift_factor(flow: &FlowShift, image_seq_len: Option<usize>) -> Result<f64, SchedulerError> {
+pub(super) fn shift_factor(
+    flow: &FlowShift,
+    image_seq_len: Option<usize>,
+) -> Result<f64, SchedulerError> {
     let (base, most) = (flow.base_image_seq_len, flow.max_image_seq_len);
     let factor = match (flow.use_dynamic_shifting, image_seq_len) {
         (false, _) => flow.shift,
@@ -108,7 +115,7 @@ fn shift_factor(flow: &FlowShift, image_seq_len: Option<usize>) -> Result<f64, S
 }
 
 /// Stretches the distances from 1 so that the last level is `terminal`.
-fn stretch(sigmas: &mut [f64], terminal: f64) -> Result<(), SchedulerError> {
+pub(super) fn stretch(sigmas: &mut [f64], terminal: f64) -> Result<(), SchedulerError> {
     let distance = sigmas.last().map_or(0.0, |last| 1.0 - last);
     if !(0.0..1.0).contains(&terminal) || distance <= 0.0 {
         return Err(SchedulerError::Invalid(format!(
@@ -116,8 +123,10 @@ fn stretch(sigmas: &mut [f64], terminal: f64) -> Result<(), SchedulerError> {
             sigmas.len()
         )));
     }
+    // In diffusers' order: samplers that cut timesteps to whole numbers show the last bit.
+    let scale = distance / (1.0 - terminal);
     for sigma in sigmas {
-        *sigma = 1.0 - (1.0 - *sigma) * (1.0 - terminal) / distance;
+        *sigma = 1.0 - (1.0 - *sigma) / scale;
     }
     Ok(())
 }

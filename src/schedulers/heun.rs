@@ -15,7 +15,7 @@ pub(super) fn heun(
     config: &SchedulerConfig,
     options: &PlanOptions,
 ) -> Result<SamplingPlan, SchedulerError> {
-    let levels = Sigmas::new(config, options.steps)?;
+    let levels = Sigmas::new(config, options)?;
     let Sigmas { timesteps, sigmas } = &levels;
     let count = 2 * options.steps - 1;
     // The noise level at which a run is made: after the first, each level has the end of a step and the start of one.
@@ -37,7 +37,7 @@ pub(super) fn heun(
         }
     };
     SamplingPlan::of_runs(
-        options.runs(&runs, 2, config.num_train_timesteps)?,
+        options.runs(&runs, 2, config)?,
         count,
         levels.init_noise_sigma(config),
         |run| [1.0, sigmas[level(run)]],

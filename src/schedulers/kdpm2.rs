@@ -22,7 +22,7 @@ pub(super) fn kdpm2(
     options: &PlanOptions,
 ) -> Result<SamplingPlan, SchedulerError> {
     config.predicts_noise_or_velocity()?;
-    let levels = Sigmas::new(config, options.steps)?;
+    let levels = Sigmas::new(config, options)?;
     let Sigmas { timesteps, sigmas } = &levels;
     let logs = LogSigmas::new(config)?;
     let count = 2 * options.steps - 1;
@@ -58,7 +58,7 @@ pub(super) fn kdpm2(
         }
     };
     SamplingPlan::of_runs(
-        options.runs(&runs, 2, config.num_train_timesteps)?,
+        options.runs(&runs, 2, config)?,
         count,
         levels.init_noise_sigma(config),
         |run| [1.0, sigma_of(run)],

@@ -19,8 +19,8 @@ pub(super) fn lms(
     config: &SchedulerConfig,
     options: &PlanOptions,
 ) -> Result<SamplingPlan, SchedulerError> {
-    let levels = Sigmas::new(config, options.steps)?;
-    let runs = options.runs(&levels.timesteps, 1, config.num_train_timesteps)?;
+    let levels = Sigmas::new(config, options)?;
+    let runs = options.runs(&levels.timesteps, 1, config)?;
     let step = |i: usize| {
         let sigma = levels.sigmas[i];
         let clean = predicted_clean_at(config.prediction_type, sigma);

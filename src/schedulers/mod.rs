@@ -28,6 +28,7 @@ mod euler;
 mod euler_ancestral;
 mod exponential;
 mod flow_match_euler;
+mod flow_match_heun;
 mod heun;
 mod kdpm2;
 mod lcm;
@@ -144,7 +145,10 @@ impl SchedulerConfig {
             SchedulerKind::UniPc => unipc::unipc(self, options),
             SchedulerKind::Lcm => lcm::lcm(self, options),
             SchedulerKind::Tcd => tcd::tcd(self, options),
-            SchedulerKind::FlowMatchEuler => flow_match_euler::flow_match_euler(self, options),
+            SchedulerKind::FlowMatchEuler | SchedulerKind::FlowMatchLcm => {
+                flow_match_euler::flow_match_euler(self, options)
+            }
+            SchedulerKind::FlowMatchHeun => flow_match_heun::flow_match_heun(self, options),
         }
     }
 }

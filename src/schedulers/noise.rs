@@ -20,7 +20,7 @@ impl NoiseSchedule {
     /// When there are no timesteps or absurdly many, a beta is outside [0, 1], or the scheduler is one of flow matching,
     /// which has no betas.
     pub fn new(config: &SchedulerConfig) -> Result<Self, SchedulerError> {
-        if config.kind.is_flow() {
+        if config.is_flow() {
             return Err(SchedulerError::Unsupported {
                 field: "_class_name".to_string(),
                 found: config.kind.class_name().to_string(),

@@ -2,12 +2,13 @@
 
 use std::ops::Range;
 
-use super::SchedulerError;
+use super::{SchedulerConfig, SchedulerError};
 
 /// Where in its schedule a sampler starts.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Start {
-    /// So that this share of the steps is run, rounded down: image-to-image's `strength`. 1 runs all of them.
+    /// So that this share of the steps is run, rounded down, by samplers of flow matching rounded up, as diffusers'
+    /// pipelines do: image-to-image's `strength`. 1 runs all of them.
     Strength(f64),
     /// After this share of the training timesteps: diffusers' `denoising_start`, for a model that continues where
     /// another stopped.
@@ -62,21 +63,26 @@ impl PlanOptions {
     }
 
     /// Which of the runs of the model are made, of those at `timesteps`. A step is `order` runs, but the last, which is
-    /// one; `train` is the number of training timesteps.
+    /// one; `config` is the sampler's.
     ///
     /// As in diffusers, a run is before a share of the training timesteps when its own timestep is.
     pub(super) fn runs(
         &self,
         timesteps: &[f64],
         order: usize,
-        train: usize,
+        config: &SchedulerConfig,
     ) -> Result<Range<usize>, SchedulerError> {
-        let train = train as f64;
+        let train = config.num_train_timesteps as f64;
         let cutoff = |share: f64| (train - share * train).round_ties_even();
         let start = match self.start {
             Start::Strength(strength) => {
-                let kept = (self.steps as f64 * share("strength", strength)?) as usize;
-                (self.steps - kept.min(self.steps)) * order
+                let steps = self.steps as f64;
+                let kept = steps * share("strength", strength)?;
+                let first = match config.is_flow() {
+                    true => (steps - kept) as usize,
+                    false => self.steps - (kept as usize).min(self.steps),
+                };
+                first * order
             }
             Start::After(after) => {
                 let cutoff = cutoff(share("the start", after)?);
@@ -126,6 +132,7 @@ fn share(what: &str, value: f64) -> Result<f64, SchedulerError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::schedulers::SchedulerKind;
 
     /// Five steps, with their timesteps.
     const TIMESTEPS: [f64; 5] = [801.0, 601.0, 401.0, 201.0, 1.0];
@@ -136,7 +143,7 @@ mod tests {
             end,
             ..PlanOptions::new(5)
         };
-        options.runs(&TIMESTEPS, 1, 1000)
+        options.runs(&TIMESTEPS, 1, &SchedulerConfig::new(SchedulerKind::Ddim))
     }
 
     #[test]
@@ -159,11 +166,26 @@ mod tests {
                 start,
                 ..PlanOptions::new(3)
             };
-            options.runs(&timesteps, 2, 1000).unwrap()
+            let config = SchedulerConfig::new(SchedulerKind::Heun);
+            options.runs(&timesteps, 2, &config).unwrap()
         };
         assert_eq!(runs(Start::Strength(0.7)), 2..5);
         assert_eq!(runs(Start::After(0.6)), 2..5);
         assert_eq!(runs(Start::After(0.2)), 0..5);
+    }
+
+    /// diffusers' `get_timesteps` for flow matching: `int(max(steps - steps * strength, 0))` is left out.
+    #[test]
+    fn flow_matching_takes_the_step_that_strength_cuts() {
+        let config = SchedulerConfig::new(SchedulerKind::FlowMatchEuler);
+        for (strength, first) in [(1.0, 0), (0.8, 1), (0.7, 1), (0.5, 2), (0.1, 4)] {
+            let options = PlanOptions {
+                start: Start::Strength(strength),
+                ..PlanOptions::new(5)
+            };
+            let runs = options.runs(&TIMESTEPS, 1, &config).unwrap();
+            assert_eq!(runs, first..5, "{strength}");
+        }
     }
 
     #[test]

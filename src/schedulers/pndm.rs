@@ -28,7 +28,7 @@ pub(super) fn pndm(
     }
     let alphas = Alphas::new(config, &timesteps, config.set_alpha_to_one)?;
     let stride = (config.num_train_timesteps / options.steps) as f64;
-    let runs = options.runs(&timesteps, 1, config.num_train_timesteps)?;
+    let runs = options.runs(&timesteps, 1, config)?;
     let step = |i: usize| {
         let t = timesteps[i];
         let done = i - runs.start;

@@ -1,10 +1,11 @@
 //! Noise levels: sigma is the deviation of the noise beside a clean sample of scale 1, `sqrt((1 - alpha) / alpha)`.
 
-use super::timesteps::Grid;
+use super::flow_match_euler::{shift_factor, stretch};
+use super::timesteps::{Grid, check_steps};
 use super::value::{MODEL, SAMPLE, Value};
 use super::{
-    BetaSchedule, FinalSigmas, NoiseSchedule, PredictionType, SchedulerConfig, SchedulerError,
-    SchedulerKind, TimestepSpacing, TimestepType,
+    BetaSchedule, FinalSigmas, NoiseSchedule, PlanOptions, PredictionType, SchedulerConfig,
+    SchedulerError, SchedulerKind, TimestepSpacing, TimestepType,
 };
 
 /// The noise levels that a sampler goes through.
@@ -16,12 +17,16 @@ pub(super) struct Sigmas {
 }
 
 impl Sigmas {
-    /// The levels of `steps` steps.
+    /// The levels of the steps that `options` asks for.
     ///
     /// # Errors
-    /// When `steps` does not fit the schedule.
-    pub fn new(config: &SchedulerConfig, steps: usize) -> Result<Sigmas, SchedulerError> {
+    /// When their number does not fit the schedule.
+    pub fn new(config: &SchedulerConfig, options: &PlanOptions) -> Result<Sigmas, SchedulerError> {
         use SchedulerKind::{DpmMultistep, DpmSinglestep, UniPc};
+        if config.flow.use_flow_sigmas {
+            return Sigmas::of_flow(config, options);
+        }
+        let steps = options.steps;
         let training = training_sigmas(config)?;
         let between_steps = matches!(config.kind, DpmMultistep | DpmSinglestep | UniPc);
         let mut timesteps = match between_steps {
@@ -65,6 +70,48 @@ impl Sigmas {
             timesteps = sigmas[..steps].iter().map(|s| 0.25 * s.ln()).collect();
         }
         let timesteps = timesteps.into_iter().map(rounded).collect();
+        Ok(Sigmas { timesteps, sigmas })
+    }
+
+    /// The levels of flow matching that samplers for models with betas make: evenly from 1 (UniPC) or from the level
+    /// before it, and without a last one, then shifted.
+    fn of_flow(config: &SchedulerConfig, options: &PlanOptions) -> Result<Sigmas, SchedulerError> {
+        /// UniPC does not start at 1, where there is no signal to take the logarithm of.
+        const BELOW_ONE: f64 = 1e-6;
+        let (steps, train) = (options.steps, config.num_train_timesteps);
+        check_steps(steps, "num_train_timesteps", train)?;
+        let factor = shift_factor(&config.flow, options.image_seq_len)?;
+        let (lowest, is_unipc) = (1.0 / train as f64, config.kind == SchedulerKind::UniPc);
+        let level = |i: usize| {
+            let passed = i as f64 / steps as f64 * (1.0 - lowest);
+            let even = match is_unipc {
+                true => 1.0 - passed,
+                false => 1.0 - lowest - passed,
+            };
+            factor * even / (1.0 + (factor - 1.0) * even)
+        };
+        let mut sigmas: Vec<f64> = (0..steps).map(level).collect();
+        if let Some(terminal) = config.flow.shift_terminal {
+            stretch(&mut sigmas, terminal)?;
+        }
+        if is_unipc && 1.0 - sigmas[0] < BELOW_ONE {
+            sigmas[0] -= BELOW_ONE;
+        }
+        let timesteps = sigmas.iter().map(|s| (s * train as f64).trunc()).collect();
+        sigmas.push(match config.final_sigmas_type {
+            FinalSigmas::Zero => 0.0,
+            FinalSigmas::SigmaMin if is_unipc => sigmas[steps - 1],
+            FinalSigmas::SigmaMin => {
+                return Err(SchedulerError::Unsupported {
+                    field: "final_sigmas_type".to_string(),
+                    found: "sigma_min".to_string(),
+                    expected:
+                        "zero: the lowest level of a schedule of betas is none of flow matching"
+                            .to_string(),
+                });
+            }
+        });
+        let sigmas = sigmas.into_iter().map(rounded).collect();
         Ok(Sigmas { timesteps, sigmas })
     }
 

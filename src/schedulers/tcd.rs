@@ -32,7 +32,7 @@ pub(super) fn tcd(
         Step::new(timesteps[i], 1.0, clean, [next])
     };
     SamplingPlan::of_runs(
-        options.runs(&timesteps, 1, config.num_train_timesteps)?,
+        options.runs(&timesteps, 1, config)?,
         timesteps.len(),
         1.0,
         |i| alphas.noised(timesteps[i]),

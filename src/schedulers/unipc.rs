@@ -1,6 +1,6 @@
 //! UniPC (Zhao et al., 2023, arXiv:2302.04867).
 
-use super::exponential::{lambda, noised};
+use super::exponential::Path;
 use super::sigmas::Sigmas;
 use super::value::{SAMPLE, Value, predicted_clean, predicted_noise};
 use super::{
@@ -28,15 +28,16 @@ pub(super) fn unipc(
                 .to_string(),
         });
     }
-    let levels = Sigmas::new(config, options.steps)?;
+    let levels = Sigmas::new(config, options)?;
     let sigmas = &levels.sigmas;
-    let runs = options.runs(&levels.timesteps, 1, config.num_train_timesteps)?;
+    let path = Path::of(config);
+    let runs = options.runs(&levels.timesteps, 1, config)?;
     let order_at = |i: usize| match config.lower_order_final {
         true => order.min(options.steps - i).min(i - runs.start + 1),
         false => order.min(i - runs.start + 1),
     };
     let step = |i: usize| {
-        let [signal, deviation] = noised(sigmas[i]);
+        let [signal, deviation] = path.noised(sigmas[i]);
         let clean = predicted_clean(config.prediction_type, signal, deviation);
         let output = match config.predict_x0 {
             true => clean,
@@ -67,7 +68,7 @@ pub(super) fn unipc(
         runs.clone(),
         options.steps,
         1.0,
-        |i| noised(sigmas[i]),
+        |i| path.noised(sigmas[i]),
         step,
     )
 }
@@ -89,9 +90,11 @@ fn update(
     outputs: [Value; 3],
     reached: Option<Value>,
 ) -> Value {
+    let path = Path::of(config);
     let ([signal_from, deviation_from], [signal, deviation]) =
-        (noised(sigmas[i]), noised(sigmas[i + 1]));
-    let h = lambda(sigmas[i + 1]) - lambda(sigmas[i]);
+        (path.noised(sigmas[i]), path.noised(sigmas[i + 1]));
+    let lambda = |level: usize| path.lambda(sigmas[level]);
+    let h = lambda(i + 1) - lambda(i);
     // The linear part is integrated exactly; the rest is `scale` times an integral over steps of length `z`.
     let (z, scale, newest) = match config.predict_x0 {
         true => (-h, signal, -signal * (-h).exp_m1()),
@@ -110,7 +113,7 @@ fn update(
 
     let mut points: Vec<(f64, Value)> = (1..order)
         .map(|k| {
-            let r = (lambda(sigmas[i - k]) - lambda(sigmas[i])) / h;
+            let r = (lambda(i - k) - lambda(i)) / h;
             (r, (outputs[k] - outputs[0]) * (1.0 / r))
         })
         .collect();

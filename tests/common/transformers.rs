@@ -12,7 +12,7 @@ use maxdiff::config::{Config, Verb};
 use maxdiff::dtype::DType;
 use maxdiff::graph::{Builder, Tensor, vjp};
 use maxdiff::host_tensor::HostTensor;
-use maxdiff::pipelines::{Generated, Pipeline};
+use maxdiff::pipelines::{Generated, Observer, Pipeline};
 use maxdiff::recipe::{self, Notice, RecipeError};
 use maxdiff::shape::Shape;
 
@@ -110,6 +110,8 @@ pub fn check_module(name: &str, output: &str, recorded: &str) {
 pub struct RecordedPipeline {
     /// The folder of tests/golden, after `pipeline_`.
     pub name: &'static str,
+    /// The folder of tests/golden, after `pipeline_`, whose prompts and sizes it has.
+    pub recorded: &'static str,
     pub recipe: &'static str,
     /// Parts that another recorded pipeline has, each with its folder in tests/golden.
     pub shared: &'static [(&'static str, &'static str)],
@@ -120,7 +122,7 @@ pub struct RecordedPipeline {
 
 impl RecordedPipeline {
     pub fn golden(&self) -> Golden {
-        Golden::read(&format!("pipeline_{}/io.safetensors", self.name))
+        Golden::read(&format!("pipeline_{}/io.safetensors", self.recorded))
     }
 
     /// The whole folder.
@@ -175,8 +177,27 @@ impl RecordedPipeline {
         words
     }
 
-    /// What `more` overrides make of it.
+    /// What `more` overrides make of it, from the recorded noise.
     pub fn generate(&self, more: &[&str]) -> Result<Generated, RecipeError> {
+        self.generate_from(more, true)
+    }
+
+    /// The same from the noise of the images' seeds, which count up from 0.
+    pub fn generate_from_seeds(&self, more: &[&str]) -> Result<Generated, RecipeError> {
+        self.generate_from(more, false)
+    }
+
+    fn generate_from(&self, more: &[&str], is_recorded: bool) -> Result<Generated, RecipeError> {
+        self.generate_observed(more, is_recorded, &mut |_| Ok(()))
+    }
+
+    /// The same, with what `observer` is told.
+    pub fn generate_observed(
+        &self,
+        more: &[&str],
+        is_recorded: bool,
+        observer: &mut Observer<'_>,
+    ) -> Result<Generated, RecipeError> {
         let dir = self.folder();
         let golden = self.golden();
         let mut words = self.words(dir.path(), &golden);
@@ -186,7 +207,7 @@ impl RecordedPipeline {
         let mut notify = |_: Notice<'_>| {};
         let mut made = recipe::generation(&loaded.config, &loaded.given, recipe, &mut notify)?;
         let shape = Shape::new(DType::F32, golden.dims("in/latents"));
-        made.request.latents = Some(golden.tensor("in/latents", &shape));
+        made.request.latents = is_recorded.then(|| golden.tensor("in/latents", &shape));
         for (which, tokenizer) in made.options.base.tokenizers.iter().enumerate() {
             let name = format!("in/prompt_ids.{which}");
             if golden.has(&name) {
@@ -197,7 +218,50 @@ impl RecordedPipeline {
             }
         }
         let mut pipeline = Pipeline::open(keeping_session(), made.options).unwrap();
-        Ok(pipeline.generate(&made.request, &mut |_| Ok(())).unwrap())
+        Ok(pipeline.generate(&made.request, observer).unwrap())
+    }
+
+    /// Images to images, masks, and what else is recorded in `images.safetensors`: last samples within 1e-4 of diffusers'.
+    pub fn check_images(&self, cases: &[(&str, &[&str])]) {
+        let golden = Golden::read(&format!("pipeline_{}/images.safetensors", self.name));
+        let dir = tempfile::tempdir().unwrap();
+        let bytes = |name: &str| {
+            golden
+                .values(name)
+                .iter()
+                .map(|v| *v as u8)
+                .collect::<Vec<u8>>()
+        };
+        let [height, width] = golden.dims("in/mask").try_into().unwrap();
+        let (height, width) = (height as u32, width as u32);
+        let [image, mask] = ["image", "mask"].map(|name| dir.path().join(format!("{name}.png")));
+        let pixels = image::RgbImage::from_raw(width, height, bytes("in/image")).unwrap();
+        pixels.save(&image).unwrap();
+        let pixels = image::GrayImage::from_raw(width, height, bytes("in/mask")).unwrap();
+        pixels.save(&mask).unwrap();
+        let image = format!("image={}", image.display());
+        let control = image.replace("image=", "controlnet_image=");
+        let mask = format!("mask_image={}", mask.display());
+        for (case, words) in cases {
+            let mut words = words.to_vec();
+            if case.starts_with("image") || case.starts_with("mask") {
+                words.push(&image);
+            }
+            if case.starts_with("mask") {
+                words.push(&mask);
+            }
+            if *case == "control" {
+                words.push(&control);
+            }
+            let made = match *case {
+                "true_cfg" => self.generate(&words),
+                _ => self.generate_from_seeds(&words),
+            };
+            let expected = golden.values(&format!("out/{case}"));
+            let error = distance(&samples(&made.unwrap()), expected);
+            eprintln!("{} {case}: {error:.1e}", self.name);
+            assert!(error < 1e-4, "{case}: relative L2 error {error:e}");
+        }
     }
 
     /// The distance of the last samples from diffusers'.

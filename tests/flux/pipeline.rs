@@ -3,11 +3,13 @@
 use std::fs;
 use std::path::Path;
 
-use crate::common::{RecordedPipeline, check_module, error_of, json, program};
+use crate::common::{RecordedPipeline, check_module, error_of, golden, json, program};
 use maxdiff::config::{Config, Verb};
+use maxdiff::pipelines::Event;
 
 const DEV: RecordedPipeline = RecordedPipeline {
     name: "flux_dev",
+    recorded: "flux_dev",
     recipe: "flux-dev",
     shared: &[],
     clip_tokenizers: &["tokenizer"],
@@ -17,6 +19,7 @@ const DEV: RecordedPipeline = RecordedPipeline {
 
 const SCHNELL: RecordedPipeline = RecordedPipeline {
     name: "flux_schnell",
+    recorded: "flux_schnell",
     recipe: "flux-schnell",
     shared: &[
         ("vae", "pipeline_flux_dev/vae"),
@@ -31,6 +34,128 @@ const SCHNELL: RecordedPipeline = RecordedPipeline {
 fn latents_and_images_are_diffusers() {
     DEV.check(&["guidance_scale=3.5"]);
     SCHNELL.check(&[]);
+}
+
+/// From an image, with a mask that keeps a part of it, and by a hi-res fix; the noise is that of each image's seed.
+#[test]
+fn images_from_images_are_diffusers() {
+    let guidance = "guidance_scale=3.5";
+    DEV.check_images(&[
+        (
+            "image_0.6",
+            &["num_inference_steps=10", "strength=0.6", guidance],
+        ),
+        (
+            "image_0.65",
+            &["num_inference_steps=10", "strength=0.65", guidance],
+        ),
+        (
+            "image_1.0",
+            &["num_inference_steps=10", "strength=1", guidance],
+        ),
+        (
+            "mask_0.6",
+            &["num_inference_steps=10", "strength=0.6", guidance],
+        ),
+        (
+            "mask_1.0",
+            &["num_inference_steps=10", "strength=1", guidance],
+        ),
+        (
+            "latent_bicubic",
+            &[
+                "num_inference_steps=8",
+                "hires_scale=1.5",
+                "hires_upscaler=latent_bicubic",
+                "hires_strength=0.55",
+                "hires_steps=10",
+                guidance,
+            ],
+        ),
+    ]);
+}
+
+const FILL: RecordedPipeline = RecordedPipeline {
+    name: "flux_fill",
+    recorded: "flux_dev",
+    shared: SCHNELL.shared,
+    ..DEV
+};
+
+/// FLUX.1 Fill sees the pixels of the mask, and the control models an image that steers.
+#[test]
+fn images_that_the_model_sees_make_the_latents_of_diffusers() {
+    let guidance = "guidance_scale=3.5";
+    let steps = "num_inference_steps=10";
+    FILL.check_images(&[
+        ("mask_0.6", &[steps, "strength=0.6", guidance]),
+        ("mask_1.0", &[steps, "strength=1", guidance]),
+    ]);
+    FILL.refuses(&[("seed=1", "give image=FILE and mask_image=FILE")]);
+    let control = RecordedPipeline {
+        name: "flux_control",
+        ..FILL
+    };
+    control.check_images(&[("control", &[steps, guidance])]);
+    control.refuses(&[("seed=1", "give controlnet_image=FILE")]);
+    DEV.refuses(&[("controlnet_image=x.png", "takes no image that steers")]);
+}
+
+/// A LoRA that was trained on dev has schnell's tensors: it draws, with a warning.
+#[test]
+fn a_lora_of_the_other_model_is_warned_of() {
+    let file = golden("lora_transformers/fluxattention_xlabs.safetensors");
+    let bytes = fs::read(file).unwrap();
+    let tensors = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("style.safetensors");
+    let origin = (
+        "ss_sd_model_name".to_owned(),
+        "flux1-dev.safetensors".to_owned(),
+    );
+    safetensors::serialize_to_file(tensors.iter(), Some([origin].into()), &path).unwrap();
+    let lora = format!("lora_config.lora_model_name_or_path=['{}']", path.display());
+    for (model, expected) in [
+        (
+            &SCHNELL,
+            Some("was trained on FLUX.1 dev; FLUX.1 schnell has the same tensors"),
+        ),
+        (&DEV, None),
+    ] {
+        let (mut warnings, mut changed) = (Vec::new(), 0);
+        let mut observer = |event: Event<'_>| {
+            match event {
+                Event::Warning(text) => warnings.push(text.to_owned()),
+                Event::Lora { weights, .. } => changed = weights,
+                _ => {}
+            }
+            Ok(())
+        };
+        let words = [lora.as_str(), "num_inference_steps=1"];
+        model
+            .generate_observed(&words, true, &mut observer)
+            .unwrap();
+        assert_eq!(changed, 8);
+        let found = warnings.iter().find(|text| text.contains("trained on"));
+        assert_eq!(found.is_some(), expected.is_some(), "{warnings:?}");
+        if let (Some(found), Some(expected)) = (found, expected) {
+            assert!(found.contains(expected), "{found}");
+        }
+    }
+}
+
+/// Two runs of the model in a step, as one batch or one after the other, which both take the guidance scale.
+#[test]
+fn true_guidance_is_diffusers() {
+    let words = [
+        "num_inference_steps=6",
+        "guidance_scale=3.5",
+        "true_cfg_scale=2.5",
+        "negative_prompt=fog",
+    ];
+    DEV.check_images(&[("true_cfg", &words)]);
+    let in_two_passes = [words.as_slice(), &["guidance_in_two_passes=True"]].concat();
+    DEV.check_images(&[("true_cfg", &in_two_passes)]);
 }
 
 /// bf16, int8 and int8 weights, against diffusers in float32: bounds of twice what was measured.
@@ -57,8 +182,9 @@ fn what_has_no_effect_is_refused_with_the_reason() {
         (
             "dev",
             "negative_prompt=blurry",
-            "it needs do_classifier_free_guidance=True",
+            "it needs do_classifier_free_guidance=True or true_cfg_scale above 1",
         ),
+        ("dev", "true_cfg_scale=0.5", "true_cfg_scale"),
         ("dev", "max_sequence_length=513", "max_sequence_length"),
         ("dev", "eta=0.5", "eta"),
     ] {
@@ -71,24 +197,18 @@ fn what_has_no_effect_is_refused_with_the_reason() {
     DEV.refuses(&[
         (
             "do_classifier_free_guidance=True",
-            "true guidance) is not built",
+            "asked for by true_cfg_scale above 1",
         ),
         ("width=18", "width=18 is not a multiple of 4"),
         ("prompt_syntax=weighted", "give prompt_syntax=plain"),
-        ("scheduler=euler", "give scheduler= one of flow_match_euler"),
+        (
+            "scheduler=euler",
+            "give scheduler= one of dpm_multistep, dpm_singlestep, unipc, flow_match_euler",
+        ),
         ("clip_skip=1", "clip_skip has no effect"),
-        (
-            "hires_scale=2",
-            "hires_scale: it is not built for FLUX.1 dev",
-        ),
+        ("image=x.png", "x.png"),
     ]);
-    SCHNELL.refuses(&[
-        (
-            "lora_config.lora_model_name_or_path=['x.safetensors']",
-            "LoRAs",
-        ),
-        ("refiner_model_name_or_path=x", "has no refiner"),
-    ]);
+    SCHNELL.refuses(&[("refiner_model_name_or_path=x", "has no refiner")]);
 }
 
 /// A model of the other kind, and a folder that lacks something, are named with what to do.

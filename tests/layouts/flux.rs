@@ -10,7 +10,7 @@ use maxdiff::models::{Family, Part};
 use maxdiff::nn::{Precision, Remat};
 use maxdiff::shape::Shape;
 use maxdiff::weights::match_parameters;
-use maxdiff::weights::source::{Layout, ModelSource};
+use maxdiff::weights::source::{Layout, ModelSource, PipelineKind};
 use serde_json::{Value, json};
 
 use super::convert::converted;
@@ -100,15 +100,18 @@ fn a_transformer_alone_tells_which_it_is() {
     let config = &source.components[&Part::Transformer].config;
     assert_eq!(config["guidance_embeds"], json!(false));
 
-    recorded.write(&path, &[], |tensors| {
-        let name = format!("{DENOISER}img_in.weight");
-        let tensor = tensors.iter_mut().find(|(n, _)| *n == name).unwrap();
-        let shape = Shape::new(DType::F16, [24, 96]);
-        tensor.1 = HostTensor::new(shape, vec![0; 2 * 24 * 96]).unwrap();
-    });
-    let error = ModelSource::open(&path).unwrap_err().to_string();
-    assert!(
-        error.contains("this is FLUX.1 Fill, or FLUX.1 with a control image"),
-        "{error}"
-    );
+    // Those of Fill and with a control image see more than the 16 channels that they make.
+    for (taken, kind) in [(96, PipelineKind::Inpaint), (32, PipelineKind::Control)] {
+        recorded.write(&path, &[], |tensors| {
+            let name = format!("{DENOISER}img_in.weight");
+            let tensor = tensors.iter_mut().find(|(n, _)| *n == name).unwrap();
+            let shape = Shape::new(DType::F16, [24, taken]);
+            tensor.1 = HostTensor::new(shape, vec![0; 2 * 24 * taken]).unwrap();
+        });
+        let source = ModelSource::open(&path).unwrap();
+        assert_eq!((source.family, source.kind), (Family::FluxDev, kind));
+        let config = &source.components[&Part::Transformer].config;
+        assert_eq!(config["in_channels"], json!(taken));
+        assert_eq!(config["out_channels"], json!(16));
+    }
 }

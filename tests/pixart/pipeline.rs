@@ -8,6 +8,7 @@ use maxdiff::config::{Config, Verb};
 
 const ALPHA: RecordedPipeline = RecordedPipeline {
     name: "pixart_alpha",
+    recorded: "pixart_alpha",
     recipe: "pixart-alpha",
     shared: &[
         ("vae", "pipeline_sd15/vae"),
@@ -19,6 +20,7 @@ const ALPHA: RecordedPipeline = RecordedPipeline {
 
 const SIGMA: RecordedPipeline = RecordedPipeline {
     name: "pixart_sigma",
+    recorded: "pixart_sigma",
     recipe: "pixart-sigma",
     t5_tokenizer: Some(("tokenizer", "tokenizer.json")),
     ..ALPHA

@@ -9,6 +9,7 @@ use maxdiff::config::{Config, Verb};
 /// Without T5, whose place zeros take.
 const MEDIUM: RecordedPipeline = RecordedPipeline {
     name: "sd3",
+    recorded: "sd3",
     recipe: "sd3",
     shared: &[],
     clip_tokenizers: &["tokenizer", "tokenizer_2"],
@@ -18,6 +19,7 @@ const MEDIUM: RecordedPipeline = RecordedPipeline {
 /// With T5, guided away from the model without a layer, with another prompt for the second text encoder.
 const MEDIUM_35: RecordedPipeline = RecordedPipeline {
     name: "sd35",
+    recorded: "sd35",
     recipe: "sd35-medium",
     shared: &[
         ("vae", "pipeline_sd3/vae"),
@@ -33,6 +35,25 @@ const MEDIUM_35: RecordedPipeline = RecordedPipeline {
 fn latents_and_images_are_diffusers() {
     MEDIUM.check(&["use_text_encoder_3=False"]);
     MEDIUM_35.check(&[]);
+}
+
+/// From an image, and with a mask that keeps a part of it; the noise is that of each image's seed.
+#[test]
+fn images_from_images_are_diffusers() {
+    for (case, strength) in [
+        ("image_0.6", "strength=0.6"),
+        ("image_0.65", "strength=0.65"),
+        ("image_1.0", "strength=1"),
+        ("mask_0.6", "strength=0.6"),
+        ("mask_1.0", "strength=1"),
+    ] {
+        let words = [
+            "use_text_encoder_3=False",
+            "num_inference_steps=10",
+            strength,
+        ];
+        MEDIUM.check_images(&[(case, &words)]);
+    }
 }
 
 /// Both rows of an image in one batch or one after the other.
@@ -85,9 +106,12 @@ fn what_cannot_be_is_refused_with_what_to_do() {
         ("width=18", "width=18 is not a multiple of 4"),
         ("height=32", "positions for at most 28 pixels a side"),
         ("prompt_syntax=weighted", "give prompt_syntax=plain"),
-        ("scheduler=euler", "give scheduler= one of flow_match_euler"),
+        (
+            "scheduler=euler",
+            "give scheduler= one of dpm_multistep, dpm_singlestep, unipc, flow_match_euler",
+        ),
         ("image=x.png", "x.png"),
-        ("hires_scale=2", "hires_scale: it is not built"),
+        ("hires_scale=2", "positions for at most 28 pixels a side"),
     ]);
 }
 

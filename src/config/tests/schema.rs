@@ -75,7 +75,7 @@ fn named_in(condition: Condition) -> Vec<(&'static str, Vec<&'static str>)> {
     match condition {
         Condition::Is(path, values) => vec![(path, values.to_vec())],
         Condition::IsNot(path, value) => vec![(path, vec![value])],
-        Condition::Given(path) | Condition::Positive(path) => vec![(path, Vec::new())],
+        Condition::Given(path) | Condition::MoreThan(path, _) => vec![(path, Vec::new())],
         Condition::SamplerReads(field) => {
             let readers = SchedulerKind::ALL.iter().filter(|kind| kind.reads(field));
             assert_ne!(readers.count(), 0, "no sampler reads {field}");

@@ -4,7 +4,7 @@
 mod config;
 pub mod family;
 mod latents;
-mod original;
+pub(super) mod original;
 mod transformer;
 
 pub use config::{FluxTransformer2DConfig, POSITION_AXES};

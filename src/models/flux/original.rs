@@ -3,7 +3,8 @@
 use serde_json::{Map, Value, json};
 
 use crate::models::original::{
-    Converted, OriginalPart, OriginalTensors, StructureError, Transform, number, renamed, set,
+    Converted, OriginalLayer, OriginalPart, OriginalTensors, StructureError, Transform,
+    count_blocks, layer_names, number, numbered, renamed, set,
 };
 use crate::models::spec::Claim;
 use crate::shape::Shape;
@@ -18,15 +19,9 @@ const GUIDANCE: &str = "guidance_in.in_layer.weight";
 
 /// Whether a transformer is one that takes the guidance scale, or that does not, as `with_guidance` says.
 pub fn claim(tensors: &OriginalTensors, with_guidance: bool) -> Claim {
-    let of = |name: &str, dimension: usize| tensors.get(name)?.get(dimension).copied();
-    // Fill's and the control models' transformers see more than the latents that they predict.
-    match (of(IMAGE, 1), of(LAST, 0)) {
-        (Some(taken), Some(made)) if taken > made => Claim::Lookalike {
-            name: "FLUX.1 Fill, or FLUX.1 with a control image",
-            advice: "name FLUX.1 dev or schnell",
-        },
-        _ if tensors.has(GUIDANCE) == with_guidance => Claim::Yes,
-        _ => Claim::No,
+    match tensors.has(GUIDANCE) == with_guidance {
+        true => Claim::Yes,
+        false => Claim::No,
     }
 }
 
@@ -43,7 +38,11 @@ pub fn read<'a>(
     let heads = inner.checked_div(head);
     let heads =
         heads.ok_or_else(|| StructureError(format!("{}{SIGN} is empty", tensors.prefix)))?;
-    let in_channels = tensors.dim(IMAGE, 1)?;
+    let (in_channels, out_channels) = (tensors.dim(IMAGE, 1)?, tensors.dim(LAST, 0)?);
+    // Those of Fill and with a control image see more than the latents that they predict.
+    if in_channels != out_channels {
+        set(&mut config, [("out_channels", json!(out_channels))]);
+    }
     let double = tensors.count(|i| format!("double_blocks.{i}.img_attn.qkv.weight"));
     let single = tensors.count(|i| format!("single_blocks.{i}.linear1.weight"));
     set(
@@ -68,39 +67,131 @@ pub fn read<'a>(
     })
 }
 
+/// Layers outside the blocks.
+const FIXED: [(&str, &str); 10] = [
+    ("img_in.", "x_embedder."),
+    ("txt_in.", "context_embedder."),
+    (
+        "time_in.in_layer.",
+        "time_text_embed.timestep_embedder.linear_1.",
+    ),
+    (
+        "time_in.out_layer.",
+        "time_text_embed.timestep_embedder.linear_2.",
+    ),
+    (
+        "guidance_in.in_layer.",
+        "time_text_embed.guidance_embedder.linear_1.",
+    ),
+    (
+        "guidance_in.out_layer.",
+        "time_text_embed.guidance_embedder.linear_2.",
+    ),
+    (
+        "vector_in.in_layer.",
+        "time_text_embed.text_embedder.linear_1.",
+    ),
+    (
+        "vector_in.out_layer.",
+        "time_text_embed.text_embedder.linear_2.",
+    ),
+    ("final_layer.linear.", "proj_out."),
+    // The shift comes first there, diffusers' scale.
+    ("final_layer.adaLN_modulation.1.", "norm_out.linear."),
+];
+
+/// Layers of a double block.
+const DOUBLE: [(&str, &str); 12] = [
+    ("img_mod.lin.", "norm1.linear."),
+    ("txt_mod.lin.", "norm1_context.linear."),
+    ("img_attn.norm.query_norm.scale", "attn.norm_q.weight"),
+    ("img_attn.norm.key_norm.scale", "attn.norm_k.weight"),
+    ("txt_attn.norm.query_norm.scale", "attn.norm_added_q.weight"),
+    ("txt_attn.norm.key_norm.scale", "attn.norm_added_k.weight"),
+    ("img_attn.proj.", "attn.to_out.0."),
+    ("txt_attn.proj.", "attn.to_add_out."),
+    ("img_mlp.0.", "ff.net.0.proj."),
+    ("img_mlp.2.", "ff.net.2."),
+    ("txt_mlp.0.", "ff_context.net.0.proj."),
+    ("txt_mlp.2.", "ff_context.net.2."),
+];
+
+/// Layers of a double block that became one for each of these.
+const DOUBLE_FUSED: [(&str, [&str; 3]); 2] = [
+    ("img_attn.qkv.", ["to_q", "to_k", "to_v"]),
+    ("txt_attn.qkv.", ["add_q_proj", "add_k_proj", "add_v_proj"]),
+];
+
+/// Layers of a single block.
+const SINGLE: [(&str, &str); 4] = [
+    ("modulation.lin.", "norm.linear."),
+    ("norm.query_norm.scale", "attn.norm_q.weight"),
+    ("norm.key_norm.scale", "attn.norm_k.weight"),
+    ("linear2.", "proj_out."),
+];
+
+/// The layer of a single block that makes queries, keys, values and the entry of the feed-forward layer.
+const SINGLE_FUSED: &str = "linear1.";
+
+/// The layers of a transformer whose diffusers' layers are `paths`, by the names of the original code.
+pub fn layers(paths: &[&str]) -> Vec<OriginalLayer> {
+    let of_blocks = |blocks: &str, original: &str, leaves: Vec<&str>| {
+        numbered(original, count_blocks(paths, blocks), &leaves)
+    };
+    let fused = DOUBLE_FUSED.iter().map(|(fused, _)| *fused);
+    let of_double = layer_names(&DOUBLE).chain(fused).collect();
+    let of_single = layer_names(&SINGLE).chain([SINGLE_FUSED]).collect();
+    let outer = layer_names(&FIXED).map(str::to_owned);
+    let names = outer
+        .chain(of_blocks("transformer_blocks.", "double_blocks", of_double))
+        .chain(of_blocks(
+            "single_transformer_blocks.",
+            "single_blocks",
+            of_single,
+        ));
+    let converted =
+        names.map(|name| OriginalLayer::new(&name, |key, shape| convert(key, shape, 0)));
+    converted.flatten().chain(xlabs_layers(paths)).collect()
+}
+
+/// The same for the names that XLabs-AI's trainer gives the layers of attention: its processors'.
+fn xlabs_layers(paths: &[&str]) -> Vec<OriginalLayer> {
+    let layer = |name: String, block: &str, parts: &[&str]| OriginalLayer {
+        name,
+        parts: parts
+            .iter()
+            .map(|part| (format!("{block}.{part}"), Transform::Rows(0..0)))
+            .collect(),
+    };
+    let mut layers = Vec::new();
+    for index in 0..count_blocks(paths, "transformer_blocks.") {
+        let (of, block) = (
+            format!("double_blocks.{index}"),
+            format!("transformer_blocks.{index}.attn"),
+        );
+        for (name, parts) in [
+            ("qkv_lora1", &["to_q", "to_k", "to_v"][..]),
+            ("proj_lora1", &["to_out.0"]),
+            ("qkv_lora2", &["add_q_proj", "add_k_proj", "add_v_proj"]),
+            ("proj_lora2", &["to_add_out"]),
+        ] {
+            layers.push(layer(format!("{of}.{name}"), &block, parts));
+        }
+    }
+    for index in 0..count_blocks(paths, "single_transformer_blocks.") {
+        let (of, block) = (
+            format!("single_blocks.{index}"),
+            format!("single_transformer_blocks.{index}"),
+        );
+        let qkv = ["attn.to_q", "attn.to_k", "attn.to_v"];
+        layers.push(layer(format!("{of}.qkv"), &block, &qkv));
+        layers.push(layer(format!("{of}.proj"), &block, &["proj_out"]));
+    }
+    layers
+}
+
 /// What becomes of a tensor of a transformer whose tokens have `inner` features.
 fn convert(key: &str, shape: &Shape, inner: usize) -> Converted {
-    const FIXED: [(&str, &str); 10] = [
-        ("img_in.", "x_embedder."),
-        ("txt_in.", "context_embedder."),
-        (
-            "time_in.in_layer.",
-            "time_text_embed.timestep_embedder.linear_1.",
-        ),
-        (
-            "time_in.out_layer.",
-            "time_text_embed.timestep_embedder.linear_2.",
-        ),
-        (
-            "guidance_in.in_layer.",
-            "time_text_embed.guidance_embedder.linear_1.",
-        ),
-        (
-            "guidance_in.out_layer.",
-            "time_text_embed.guidance_embedder.linear_2.",
-        ),
-        (
-            "vector_in.in_layer.",
-            "time_text_embed.text_embedder.linear_1.",
-        ),
-        (
-            "vector_in.out_layer.",
-            "time_text_embed.text_embedder.linear_2.",
-        ),
-        ("final_layer.linear.", "proj_out."),
-        // The shift comes first there, diffusers' scale.
-        ("final_layer.adaLN_modulation.1.", "norm_out.linear."),
-    ];
     if let Some(name) = renamed(&FIXED, key) {
         let transform = match name.starts_with("norm_out.") {
             true => Transform::SwapHalves,
@@ -125,24 +216,7 @@ fn convert(key: &str, shape: &Shape, inner: usize) -> Converted {
 }
 
 fn double(block: &str, leaf: &str, inner: usize) -> Converted {
-    const LEAVES: [(&str, &str); 12] = [
-        ("img_mod.lin.", "norm1.linear."),
-        ("txt_mod.lin.", "norm1_context.linear."),
-        ("img_attn.norm.query_norm.scale", "attn.norm_q.weight"),
-        ("img_attn.norm.key_norm.scale", "attn.norm_k.weight"),
-        ("txt_attn.norm.query_norm.scale", "attn.norm_added_q.weight"),
-        ("txt_attn.norm.key_norm.scale", "attn.norm_added_k.weight"),
-        ("img_attn.proj.", "attn.to_out.0."),
-        ("txt_attn.proj.", "attn.to_add_out."),
-        ("img_mlp.0.", "ff.net.0.proj."),
-        ("img_mlp.2.", "ff.net.2."),
-        ("txt_mlp.0.", "ff_context.net.0.proj."),
-        ("txt_mlp.2.", "ff_context.net.2."),
-    ];
-    for (fused, names) in [
-        ("img_attn.qkv.", ["to_q", "to_k", "to_v"]),
-        ("txt_attn.qkv.", ["add_q_proj", "add_k_proj", "add_v_proj"]),
-    ] {
+    for (fused, names) in DOUBLE_FUSED {
         if let Some(kind) = leaf.strip_prefix(fused) {
             let third = |(i, name)| {
                 let name = format!("{block}.attn.{name}.{kind}");
@@ -151,20 +225,14 @@ fn double(block: &str, leaf: &str, inner: usize) -> Converted {
             return Converted::To(names.into_iter().enumerate().map(third).collect());
         }
     }
-    renamed(&LEAVES, leaf)
+    renamed(&DOUBLE, leaf)
         .map(|leaf| format!("{block}.{leaf}"))
         .into()
 }
 
 /// `rows` are those of the tensor: its first layer has queries, keys and values, and the feed-forward layer's entry.
 fn single(block: &str, leaf: &str, rows: usize, inner: usize) -> Converted {
-    const LEAVES: [(&str, &str); 4] = [
-        ("modulation.lin.", "norm.linear."),
-        ("norm.query_norm.scale", "attn.norm_q.weight"),
-        ("norm.key_norm.scale", "attn.norm_k.weight"),
-        ("linear2.", "proj_out."),
-    ];
-    if let Some(kind) = leaf.strip_prefix("linear1.") {
+    if let Some(kind) = leaf.strip_prefix(SINGLE_FUSED) {
         let part = |name: &str, rows| (format!("{block}.{name}.{kind}"), Transform::Rows(rows));
         return Converted::To(vec![
             part("attn.to_q", 0..inner),
@@ -173,7 +241,7 @@ fn single(block: &str, leaf: &str, rows: usize, inner: usize) -> Converted {
             part("proj_mlp", 3 * inner..rows),
         ]);
     }
-    renamed(&LEAVES, leaf)
+    renamed(&SINGLE, leaf)
         .map(|leaf| format!("{block}.{leaf}"))
         .into()
 }

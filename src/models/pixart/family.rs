@@ -49,7 +49,7 @@ pub const SIGMA: FamilySpec = FamilySpec {
     prompt_weights: false,
     lower_case_prompts: true,
     controlnets: false,
-    loras: false,
+    textual_inversions: false,
     lora_names: &[],
     int8_float_layers: &INT8_FLOAT_LAYERS,
     claims: |signs| is_of(signs, true),
@@ -79,6 +79,7 @@ const fn published(
         scheduler: include_str!("scheduler.json"),
         pipeline,
         inpaint_pipeline,
+        control_pipeline: None,
         index: "{}",
         single_file: SingleFile {
             sign: original::SIGN,

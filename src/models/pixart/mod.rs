@@ -3,7 +3,7 @@
 
 mod config;
 pub mod family;
-mod original;
+pub(super) mod original;
 mod transformer;
 
 pub use config::{OLD_CLASS, PATCH, PixArtTransformer2DConfig};

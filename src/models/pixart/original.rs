@@ -3,7 +3,8 @@
 use serde_json::{Map, Value, json};
 
 use crate::models::original::{
-    Converted, OriginalPart, OriginalTensors, StructureError, Transform, number, renamed, set,
+    Converted, OriginalLayer, OriginalPart, OriginalTensors, StructureError, Transform,
+    count_blocks, layer_names, number, numbered, renamed, set,
 };
 use crate::shape::Shape;
 
@@ -79,40 +80,69 @@ pub fn read<'a>(
     })
 }
 
+/// Layers outside the blocks.
+const FIXED: [(&str, &str); 12] = [
+    ("x_embedder.proj.", "pos_embed.proj."),
+    ("y_embedder.y_proj.fc1.", "caption_projection.linear_1."),
+    ("y_embedder.y_proj.fc2.", "caption_projection.linear_2."),
+    (
+        "t_embedder.mlp.0.",
+        "adaln_single.emb.timestep_embedder.linear_1.",
+    ),
+    (
+        "t_embedder.mlp.2.",
+        "adaln_single.emb.timestep_embedder.linear_2.",
+    ),
+    (
+        "csize_embedder.mlp.0.",
+        "adaln_single.emb.resolution_embedder.linear_1.",
+    ),
+    (
+        "csize_embedder.mlp.2.",
+        "adaln_single.emb.resolution_embedder.linear_2.",
+    ),
+    (
+        "ar_embedder.mlp.0.",
+        "adaln_single.emb.aspect_ratio_embedder.linear_1.",
+    ),
+    (
+        "ar_embedder.mlp.2.",
+        "adaln_single.emb.aspect_ratio_embedder.linear_2.",
+    ),
+    ("t_block.1.", "adaln_single.linear."),
+    ("final_layer.linear.", "proj_out."),
+    ("final_layer.scale_shift_table", "scale_shift_table"),
+];
+
+/// Layers of a block.
+const LEAVES: [(&str, &str); 6] = [
+    ("scale_shift_table", "scale_shift_table"),
+    ("attn.proj.", "attn1.to_out.0."),
+    ("cross_attn.q_linear.", "attn2.to_q."),
+    ("cross_attn.proj.", "attn2.to_out.0."),
+    ("mlp.fc1.", "ff.net.0.proj."),
+    ("mlp.fc2.", "ff.net.2."),
+];
+
+/// Layers of a block that became one for each of these.
+const FUSED: [(&str, &[&str]); 2] = [
+    ("attn.qkv.", &["attn1.to_q", "attn1.to_k", "attn1.to_v"]),
+    ("cross_attn.kv_linear.", &["attn2.to_k", "attn2.to_v"]),
+];
+
+/// The layers of a transformer whose diffusers' layers are `paths`, by the names of the original code.
+pub fn layers(paths: &[&str]) -> Vec<OriginalLayer> {
+    let fused = FUSED.iter().map(|(fused, _)| *fused);
+    let of_block: Vec<&str> = layer_names(&LEAVES).chain(fused).collect();
+    let count = count_blocks(paths, "transformer_blocks.");
+    let names = layer_names(&FIXED).map(str::to_owned);
+    let names = names.chain(numbered("blocks", count, &of_block));
+    let converted = names.map(|name| OriginalLayer::new(&name, convert));
+    converted.flatten().collect()
+}
+
 /// What becomes of a tensor.
 fn convert(key: &str, shape: &Shape) -> Converted {
-    const FIXED: [(&str, &str); 12] = [
-        ("x_embedder.proj.", "pos_embed.proj."),
-        ("y_embedder.y_proj.fc1.", "caption_projection.linear_1."),
-        ("y_embedder.y_proj.fc2.", "caption_projection.linear_2."),
-        (
-            "t_embedder.mlp.0.",
-            "adaln_single.emb.timestep_embedder.linear_1.",
-        ),
-        (
-            "t_embedder.mlp.2.",
-            "adaln_single.emb.timestep_embedder.linear_2.",
-        ),
-        (
-            "csize_embedder.mlp.0.",
-            "adaln_single.emb.resolution_embedder.linear_1.",
-        ),
-        (
-            "csize_embedder.mlp.2.",
-            "adaln_single.emb.resolution_embedder.linear_2.",
-        ),
-        (
-            "ar_embedder.mlp.0.",
-            "adaln_single.emb.aspect_ratio_embedder.linear_1.",
-        ),
-        (
-            "ar_embedder.mlp.2.",
-            "adaln_single.emb.aspect_ratio_embedder.linear_2.",
-        ),
-        ("t_block.1.", "adaln_single.linear."),
-        ("final_layer.linear.", "proj_out."),
-        ("final_layer.scale_shift_table", "scale_shift_table"),
-    ];
     match key {
         POSITIONS => return Converted::Ignored("positions, which follow from their number"),
         NO_CAPTION => return Converted::Ignored("used in training only"),
@@ -126,10 +156,7 @@ fn convert(key: &str, shape: &Shape) -> Converted {
     };
     let block = format!("transformer_blocks.{index}");
     let rows = shape.dims.first().copied().unwrap_or(0);
-    for (fused, names) in [
-        ("attn.qkv.", &["attn1.to_q", "attn1.to_k", "attn1.to_v"][..]),
-        ("cross_attn.kv_linear.", &["attn2.to_k", "attn2.to_v"]),
-    ] {
+    for (fused, names) in FUSED {
         if let Some(kind) = leaf.strip_prefix(fused) {
             let each = rows / names.len();
             let part = |(i, name): (usize, &&str)| {
@@ -139,14 +166,6 @@ fn convert(key: &str, shape: &Shape) -> Converted {
             return Converted::To(names.iter().enumerate().map(part).collect());
         }
     }
-    const LEAVES: [(&str, &str); 6] = [
-        ("scale_shift_table", "scale_shift_table"),
-        ("attn.proj.", "attn1.to_out.0."),
-        ("cross_attn.q_linear.", "attn2.to_q."),
-        ("cross_attn.proj.", "attn2.to_out.0."),
-        ("mlp.fc1.", "ff.net.0.proj."),
-        ("mlp.fc2.", "ff.net.2."),
-    ];
     renamed(&LEAVES, leaf)
         .map(|leaf| format!("{block}.{leaf}"))
         .into()

@@ -19,7 +19,7 @@ pub const SPEC: FamilySpec = FamilySpec {
     prompt_weights: true,
     lower_case_prompts: false,
     controlnets: false,
-    loras: true,
+    textual_inversions: true,
     lora_names: &[],
     int8_float_layers: &unet::INT8_FLOAT_LAYERS,
     claims: |signs| {

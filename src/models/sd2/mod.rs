@@ -40,6 +40,7 @@ pub const SPEC: FamilySpec = FamilySpec {
         scheduler: include_str!("scheduler.json"),
         pipeline: "StableDiffusionPipeline",
         inpaint_pipeline: "StableDiffusionInpaintPipeline",
+        control_pipeline: None,
         index: r#"{"requires_safety_checker": false, "safety_checker": [null, null]}"#,
         single_file: SingleFile {
             sign: unet::original::SIGN,
@@ -92,7 +93,7 @@ pub const SPEC: FamilySpec = FamilySpec {
     prompt_weights: true,
     lower_case_prompts: false,
     controlnets: true,
-    loras: true,
+    textual_inversions: true,
     lora_names: &[],
     int8_float_layers: &unet::INT8_FLOAT_LAYERS,
     claims: |signs| {

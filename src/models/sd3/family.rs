@@ -69,7 +69,7 @@ const fn family(
         prompt_weights: false,
         lower_case_prompts: false,
         controlnets: false,
-        loras: false,
+        textual_inversions: false,
         lora_names: &[],
         int8_float_layers: &INT8_FLOAT_LAYERS,
         claims,
@@ -90,6 +90,7 @@ const fn published(
         scheduler: include_str!("scheduler.json"),
         pipeline: "StableDiffusion3Pipeline",
         inpaint_pipeline: "StableDiffusion3InpaintPipeline",
+        control_pipeline: None,
         index: "{}",
         single_file: SingleFile {
             sign: original::SIGN,

@@ -3,7 +3,7 @@
 
 mod config;
 pub mod family;
-mod original;
+pub(super) mod original;
 mod transformer;
 
 pub use config::{PATCH, QkNorm, Sd3Transformer2DConfig};

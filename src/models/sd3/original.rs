@@ -3,7 +3,8 @@
 use serde_json::{Map, Value, json};
 
 use crate::models::original::{
-    Converted, OriginalPart, OriginalTensors, StructureError, Transform, number, renamed, set,
+    Converted, OriginalLayer, OriginalPart, OriginalTensors, StructureError, Transform,
+    count_blocks, layer_names, number, numbered, renamed, set,
 };
 use crate::shape::Shape;
 
@@ -80,30 +81,74 @@ pub fn read<'a>(
     })
 }
 
+/// Layers outside the blocks.
+const FIXED: [(&str, &str); 8] = [
+    ("x_embedder.proj.", "pos_embed.proj."),
+    ("context_embedder.", "context_embedder."),
+    (
+        "t_embedder.mlp.0.",
+        "time_text_embed.timestep_embedder.linear_1.",
+    ),
+    (
+        "t_embedder.mlp.2.",
+        "time_text_embed.timestep_embedder.linear_2.",
+    ),
+    (
+        "y_embedder.mlp.0.",
+        "time_text_embed.text_embedder.linear_1.",
+    ),
+    (
+        "y_embedder.mlp.2.",
+        "time_text_embed.text_embedder.linear_2.",
+    ),
+    ("final_layer.linear.", "proj_out."),
+    ("final_layer.adaLN_modulation.1.", "norm_out.linear."),
+];
+
+/// Layers of a block.
+const LEAVES: [(&str, &str); 15] = [
+    ("x_block.adaLN_modulation.1.", "norm1.linear."),
+    ("context_block.adaLN_modulation.1.", "norm1_context.linear."),
+    ("x_block.attn.ln_q.", "attn.norm_q."),
+    ("x_block.attn.ln_k.", "attn.norm_k."),
+    ("x_block.attn2.ln_q.", "attn2.norm_q."),
+    ("x_block.attn2.ln_k.", "attn2.norm_k."),
+    ("context_block.attn.ln_q.", "attn.norm_added_q."),
+    ("context_block.attn.ln_k.", "attn.norm_added_k."),
+    ("x_block.attn.proj.", "attn.to_out.0."),
+    ("x_block.attn2.proj.", "attn2.to_out.0."),
+    ("context_block.attn.proj.", "attn.to_add_out."),
+    ("x_block.mlp.fc1.", "ff.net.0.proj."),
+    ("x_block.mlp.fc2.", "ff.net.2."),
+    ("context_block.mlp.fc1.", "ff_context.net.0.proj."),
+    ("context_block.mlp.fc2.", "ff_context.net.2."),
+];
+
+/// Layers of a block that became one for each of these.
+const FUSED: [(&str, &str, [&str; 3]); 3] = [
+    ("x_block.attn.qkv.", "attn", ["to_q", "to_k", "to_v"]),
+    ("x_block.attn2.qkv.", "attn2", ["to_q", "to_k", "to_v"]),
+    (
+        "context_block.attn.qkv.",
+        "attn",
+        ["add_q_proj", "add_k_proj", "add_v_proj"],
+    ),
+];
+
+/// The layers of a transformer whose diffusers' layers are `paths`, by the names of the original code.
+pub fn layers(paths: &[&str]) -> Vec<OriginalLayer> {
+    let count = count_blocks(paths, "transformer_blocks.");
+    let fused = FUSED.iter().map(|(fused, ..)| *fused);
+    let of_block: Vec<&str> = layer_names(&LEAVES).chain(fused).collect();
+    let names = layer_names(&FIXED).map(str::to_owned);
+    let names = names.chain(numbered("joint_blocks", count, &of_block));
+    let converted =
+        names.map(|name| OriginalLayer::new(&name, |key, shape| convert(key, shape, count)));
+    converted.flatten().collect()
+}
+
 /// What becomes of a tensor of a transformer of so many layers.
 fn convert(key: &str, shape: &Shape, layers: usize) -> Converted {
-    const FIXED: [(&str, &str); 8] = [
-        ("x_embedder.proj.", "pos_embed.proj."),
-        ("context_embedder.", "context_embedder."),
-        (
-            "t_embedder.mlp.0.",
-            "time_text_embed.timestep_embedder.linear_1.",
-        ),
-        (
-            "t_embedder.mlp.2.",
-            "time_text_embed.timestep_embedder.linear_2.",
-        ),
-        (
-            "y_embedder.mlp.0.",
-            "time_text_embed.text_embedder.linear_1.",
-        ),
-        (
-            "y_embedder.mlp.2.",
-            "time_text_embed.text_embedder.linear_2.",
-        ),
-        ("final_layer.linear.", "proj_out."),
-        ("final_layer.adaLN_modulation.1.", "norm_out.linear."),
-    ];
     if key == POSITIONS {
         return Some("pos_embed.pos_embed".to_owned()).into();
     }
@@ -115,15 +160,7 @@ fn convert(key: &str, shape: &Shape, layers: usize) -> Converted {
     };
     let block = format!("transformer_blocks.{index}");
     let third = shape.dims.first().copied().unwrap_or(0) / 3;
-    for (fused, layer, names) in [
-        ("x_block.attn.qkv.", "attn", ["to_q", "to_k", "to_v"]),
-        ("x_block.attn2.qkv.", "attn2", ["to_q", "to_k", "to_v"]),
-        (
-            "context_block.attn.qkv.",
-            "attn",
-            ["add_q_proj", "add_k_proj", "add_v_proj"],
-        ),
-    ] {
+    for (fused, layer, names) in FUSED {
         if let Some(kind) = leaf.strip_prefix(fused) {
             let part = |(i, name)| {
                 let rows = Transform::Rows(i * third..(i + 1) * third);
@@ -132,23 +169,6 @@ fn convert(key: &str, shape: &Shape, layers: usize) -> Converted {
             return Converted::To(names.into_iter().enumerate().map(part).collect());
         }
     }
-    const LEAVES: [(&str, &str); 15] = [
-        ("x_block.adaLN_modulation.1.", "norm1.linear."),
-        ("context_block.adaLN_modulation.1.", "norm1_context.linear."),
-        ("x_block.attn.ln_q.", "attn.norm_q."),
-        ("x_block.attn.ln_k.", "attn.norm_k."),
-        ("x_block.attn2.ln_q.", "attn2.norm_q."),
-        ("x_block.attn2.ln_k.", "attn2.norm_k."),
-        ("context_block.attn.ln_q.", "attn.norm_added_q."),
-        ("context_block.attn.ln_k.", "attn.norm_added_k."),
-        ("x_block.attn.proj.", "attn.to_out.0."),
-        ("x_block.attn2.proj.", "attn2.to_out.0."),
-        ("context_block.attn.proj.", "attn.to_add_out."),
-        ("x_block.mlp.fc1.", "ff.net.0.proj."),
-        ("x_block.mlp.fc2.", "ff.net.2."),
-        ("context_block.mlp.fc1.", "ff_context.net.0.proj."),
-        ("context_block.mlp.fc2.", "ff_context.net.2."),
-    ];
     let Some(leaf) = renamed(&LEAVES, leaf) else {
         return Converted::Unknown;
     };

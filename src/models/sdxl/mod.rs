@@ -27,6 +27,7 @@ pub const SPEC: FamilySpec = FamilySpec {
         scheduler: include_str!("scheduler.json"),
         pipeline: "StableDiffusionXLPipeline",
         inpaint_pipeline: "StableDiffusionXLInpaintPipeline",
+        control_pipeline: None,
         index: r#"{"force_zeros_for_empty_prompt": true}"#,
         single_file: SingleFile {
             sign: unet::original::SIGN,
@@ -76,7 +77,7 @@ pub const SPEC: FamilySpec = FamilySpec {
     prompt_weights: true,
     lower_case_prompts: false,
     controlnets: true,
-    loras: true,
+    textual_inversions: true,
     // kohya's trainers number text encoders only where there are two, and use the original block names for SDXL alone.
     lora_names: &[
         "lora_te1_",

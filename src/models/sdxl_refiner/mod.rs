@@ -22,6 +22,7 @@ pub const SPEC: FamilySpec = FamilySpec {
         scheduler: include_str!("scheduler.json"),
         pipeline: "StableDiffusionXLImg2ImgPipeline",
         inpaint_pipeline: "StableDiffusionXLImg2ImgPipeline",
+        control_pipeline: None,
         index: r#"{"force_zeros_for_empty_prompt": false, "requires_aesthetics_score": true}"#,
         single_file: SingleFile {
             sign: unet::original::SIGN,
@@ -63,7 +64,7 @@ pub const SPEC: FamilySpec = FamilySpec {
     prompt_weights: true,
     lower_case_prompts: false,
     controlnets: false,
-    loras: true,
+    textual_inversions: true,
     lora_names: &[],
     int8_float_layers: &unet::INT8_FLOAT_LAYERS,
     // It has the larger of SDXL's text encoders only.

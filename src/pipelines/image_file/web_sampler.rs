@@ -46,7 +46,7 @@ const fn solver(
 
 /// The samplers of both. `DPM++ 2S`, `TCD`, `DDPM` and `Euler FlowMatch` are names of programs that follow
 /// AUTOMATIC1111's.
-pub(super) const KNOWN: [Known; 17] = {
+pub(super) const KNOWN: [Known; 19] = {
     use AlgorithmType::{DpmSolverPlusPlus as Ode, SdeDpmSolverPlusPlus as Sde};
     use SchedulerKind::*;
     [
@@ -67,16 +67,15 @@ pub(super) const KNOWN: [Known; 17] = {
         plain("TCD", Tcd, "Automatic"),
         plain("DDPM", Ddpm, "Automatic"),
         plain("Euler FlowMatch", FlowMatchEuler, "Automatic"),
+        plain("Heun FlowMatch", FlowMatchHeun, "Automatic"),
+        plain("LCM FlowMatch", FlowMatchLcm, "Automatic"),
     ]
 };
 
 /// Whether the web interface's sampler of this kind steps between noise levels that a schedule type spaces.
 pub(super) fn has_schedule(kind: SchedulerKind) -> bool {
     use SchedulerKind::*;
-    !matches!(
-        kind,
-        Ddim | Ddpm | Pndm | UniPc | Lcm | Tcd | FlowMatchEuler
-    )
+    !matches!(kind, Ddim | Ddpm | Pndm | UniPc | Lcm | Tcd) && !kind.is_flow()
 }
 
 /// A sampler with its settings, as people of web interfaces and k-diffusion name them together.

@@ -4,7 +4,7 @@
 //! root, with dots or (kohya) with underscores in their place, in diffusers' block names or those of the original code
 //! (LDM, in SDXL's repository SGM). Underscores can not be turned back into dots, so it is done the other way round:
 //! [`aliases`] gives every name that a weight of the model goes by, with underscores, and a file's names are looked up
-//! among them.
+//! among them. Where the original code has one layer and diffusers several, [`OriginalLayer`] says so.
 
 use crate::models::Part;
 use crate::models::unet::original::Blocks;
@@ -26,7 +26,7 @@ pub(super) enum Role {
 }
 
 /// `_lora.down` is that of diffusers' first attention processors: `to_q_lora.down.weight` belongs to `to_q`.
-const SUFFIXES: [(&str, Role); 11] = [
+const SUFFIXES: [(&str, Role); 15] = [
     (".lora_down.weight", Role::Down),
     (".lora_up.weight", Role::Up),
     (".lora_A.weight", Role::Down),
@@ -37,14 +37,24 @@ const SUFFIXES: [(&str, Role); 11] = [
     (".lora_linear_layer.up.weight", Role::Up),
     ("_lora.down.weight", Role::Down),
     ("_lora.up.weight", Role::Up),
+    // XLabs-AI's: one for the image and one for the text.
+    ("_lora1.down.weight", Role::Down),
+    ("_lora1.up.weight", Role::Up),
+    ("_lora2.down.weight", Role::Down),
+    ("_lora2.up.weight", Role::Up),
     (".alpha", Role::Alpha),
 ];
 
 /// The module's name as the file has it, and what the tensor is for it. `None` for what is no LoRA tensor.
 pub(super) fn split_role(tensor: &str) -> Option<(&str, Role)> {
-    let known = SUFFIXES
-        .iter()
-        .find_map(|(suffix, role)| Some((tensor.strip_suffix(suffix)?, *role)));
+    let known = SUFFIXES.iter().find_map(|(suffix, role)| {
+        let module = tensor.strip_suffix(suffix)?;
+        // Which of XLabs-AI's two it is belongs to the module's name.
+        let kept = ["_lora1", "_lora2"]
+            .into_iter()
+            .find(|kept| suffix.starts_with(kept));
+        Some((&tensor[..module.len() + kept.map_or(0, str::len)], *role))
+    });
     known.or_else(|| {
         // PEFT inside a model names the adapter too: `to_q.lora_A.default.weight`.
         let (module, _adapter) = tensor.strip_suffix(".weight")?.rsplit_once('.')?;
@@ -82,18 +92,26 @@ pub(super) fn other_kind(tensor: &str) -> Option<&'static str> {
         .find_map(|(part, kind)| tensor.contains(part).then_some(*kind))
 }
 
-/// The part of the model that a module's name says it belongs to, if it does, and the name below that.
+/// The part of the model that a module's name says it belongs to, if it does, and the name below that. Names that say
+/// only that it is the denoiser's, or T5's, give the part of the first models that had one: see [`stands_for`].
 pub(super) fn split_part(module: &str) -> (Option<Part>, &str) {
     const WRAPPER: &str = "base_model.model.";
     let prefixes = [
+        ("lora_transformer_", Part::Transformer),
+        ("transformer.", Part::Transformer),
         ("lora_unet_", Part::Unet),
         ("lora_te1_", Part::TextEncoder),
         ("lora_te2_", Part::TextEncoder2),
+        ("lora_te3_", Part::TextEncoder3),
         ("lora_te_", Part::TextEncoder),
         ("unet.", Part::Unet),
+        ("text_encoder_3.", Part::TextEncoder3),
         ("text_encoder_2.", Part::TextEncoder2),
         ("text_encoder.", Part::TextEncoder),
         ("diffusion_model.", Part::Unet),
+        ("text_encoders.clip_l.transformer.", Part::TextEncoder),
+        ("text_encoders.clip_g.transformer.", Part::TextEncoder2),
+        ("text_encoders.t5xxl.transformer.", Part::TextEncoder3),
     ];
     let unwrapped = |name| str::strip_prefix(name, WRAPPER).unwrap_or(name);
     let module = unwrapped(module);
@@ -103,6 +121,17 @@ pub(super) fn split_part(module: &str) -> (Option<Part>, &str) {
     match found {
         Some((part, below)) => (Some(part), unwrapped(below)),
         None => (None, module),
+    }
+}
+
+/// The part of a model that a name of `named` means where the model has no such part: trainers and ComfyUI call every
+/// denoiser `unet` or `diffusion_model`, and kohya's call T5 the third text encoder, in FLUX.1 too, where it is the
+/// second.
+pub(super) fn stands_for(named: Part) -> Option<Part> {
+    match named {
+        Part::Unet => Some(Part::Transformer),
+        Part::TextEncoder3 => Some(Part::TextEncoder2),
+        Part::Transformer | Part::Vae | Part::TextEncoder | Part::TextEncoder2 => None,
     }
 }
 
@@ -125,8 +154,7 @@ pub(super) fn aliases(part: Part, path: &str, blocks: &Blocks) -> Vec<String> {
                     .map(|m| format!("{m}.to_out")),
             );
         }
-        // No file is for it.
-        // No file for it is read.
+        // No file is for the first; the original names of the second are those of whole layers.
         Part::Vae | Part::Transformer => {}
         Part::TextEncoder | Part::TextEncoder2 | Part::TextEncoder3 => {
             // transformers 5 has no `text_model` around an encoder without projection.

@@ -10,7 +10,8 @@ use super::LoraError;
 use super::config::Config;
 use super::dialects::{self, Role};
 use crate::dtype::DType;
-use crate::models::Part;
+use crate::models::original::Transform;
+use crate::models::{Family, Part};
 use crate::util::files;
 use crate::weights::{Checkpoint, WeightsError};
 
@@ -25,6 +26,13 @@ pub(crate) const CONFIG_FILE: &str = "adapter_config.json";
 const METADATA_KEY: &str = "lora_adapter_metadata";
 /// A configuration is a page of text; more is something else.
 const MAX_CONFIG_BYTES: u64 = 16 << 20;
+
+/// The metadata that names the model a file was trained on.
+const ORIGINS: [&str; 3] = [
+    "modelspec.architecture",
+    "ss_base_model_version",
+    "ss_sd_model_name",
+];
 
 /// An open LoRA file: names and shapes read, factors still on disk.
 #[derive(Debug)]
@@ -46,7 +54,7 @@ pub(super) struct Module {
     pub up_dims: Vec<usize>,
 }
 
-/// One update: names of the factors' tensors, and what their product is multiplied with.
+/// One update: names of the factors' tensors, what their product is multiplied with, and the part of it that counts.
 #[derive(Clone, Debug)]
 pub(super) struct Layer {
     /// Index of the file.
@@ -55,6 +63,8 @@ pub(super) struct Layer {
     pub up: String,
     pub rank: usize,
     pub scale: f64,
+    /// Of the rows of the up factor.
+    pub of_up: Transform,
 }
 
 /// The tensors of one module, while they are collected.
@@ -87,6 +97,20 @@ impl LoraFile {
             checkpoint,
             modules,
         })
+    }
+
+    /// The family of the model that the file says it was trained on, in the metadata of kohya's trainers.
+    pub fn trained_on(&self) -> Option<Family> {
+        let said = ORIGINS
+            .iter()
+            .filter_map(|key| self.checkpoint.metadata().get(*key));
+        let said: Vec<String> = said.map(|value| letters(value)).collect();
+        let is_named = |family: &Family| {
+            let title = letters(family.title());
+            said.iter().any(|value| value.contains(&title))
+        };
+        let named = Family::ALL.into_iter().filter(is_named);
+        named.max_by_key(|family| family.title().len())
     }
 
     /// The file's path.
@@ -140,12 +164,19 @@ impl Module {
                 up,
                 rank,
                 scale: multiplier.unwrap_or(1.0),
+                of_up: Transform::Identity,
             },
             name,
             down_dims,
             up_dims,
         })
     }
+}
+
+/// Letters and digits of a name, in lower case: `flux-1-dev` and `FLUX.1 dev` are the same.
+fn letters(name: &str) -> String {
+    let kept = name.chars().filter(char::is_ascii_alphanumeric);
+    kept.map(|c| c.to_ascii_lowercase()).collect()
 }
 
 /// The file itself, or that of a folder.

@@ -3,13 +3,14 @@
 use std::collections::BTreeMap;
 
 use ndarray::linalg::general_mat_mul;
-use ndarray::{Array2, ArrayViewMut2};
+use ndarray::{Array2, ArrayViewMut2, Axis};
 use rayon::prelude::*;
 
 use super::file::{Layer, LoraFile};
 use super::{LoraError, LoraRanks, weight_name};
 use crate::dtype::DType;
 use crate::host_tensor::HostTensor;
+use crate::models::original::Transform;
 use crate::shape::Shape;
 use crate::weights::cast;
 
@@ -194,13 +195,29 @@ impl Adapter {
             let rows = rows.unwrap_or(tensor.shape.count() / layer.rank);
             matrix(weight, f32_values(weight, tensor)?, rows)
         };
-        Ok((read(&layer.down, Some(layer.rank))?, read(&layer.up, None)?))
+        let up = part_of(read(&layer.up, None)?, &layer.of_up);
+        Ok((read(&layer.down, Some(layer.rank))?, up))
     }
 }
 
 impl Patched {
     fn rank(&self) -> usize {
         self.layers.iter().map(|l| l.rank).sum()
+    }
+}
+
+/// The rows of an up factor that are for a weight.
+fn part_of(up: Array2<f32>, part: &Transform) -> Array2<f32> {
+    match part {
+        Transform::Rows(rows) => up.slice(ndarray::s![rows.clone(), ..]).to_owned(),
+        Transform::SwapHalves => {
+            let (first, second) = up.view().split_at(Axis(0), up.nrows() / 2);
+            ndarray::concatenate![Axis(0), second, first]
+        }
+        Transform::Identity
+        | Transform::Transpose
+        | Transform::Reshape(_)
+        | Transform::UnitMatrix => up,
     }
 }
 

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::path::PathBuf;
 
-use crate::models::Family;
+use crate::models::{DenoiserKind, Family};
 
 /// How many modules of each kind an error shows.
 const SHOWN: usize = 20;
@@ -12,15 +12,18 @@ const SHOWN: usize = 20;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LoraFamily {
     Known(Family),
-    /// A model without a UNet: Flux, SD 3, PixArt and others.
-    Transformer,
+    /// A model with such a transformer.
+    Transformer(DenoiserKind),
+    /// A model without a UNet.
+    OtherTransformer,
 }
 
 impl fmt::Display for LoraFamily {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         match self {
             LoraFamily::Known(family) => f.write_str(family.title()),
-            LoraFamily::Transformer => f.write_str("a transformer such as Flux or SD 3"),
+            LoraFamily::Transformer(kind) => f.write_str(kind.models()),
+            LoraFamily::OtherTransformer => f.write_str("a transformer such as Flux or SD 3"),
         }
     }
 }
@@ -32,23 +35,35 @@ impl LoraFamily {
         Some(LoraFamily::Known(family))
     }
 
-    /// The family that a module's name in a file tells.
-    pub(super) fn of_name(module: &str) -> Option<LoraFamily> {
-        const TRANSFORMER: [&str; 5] = [
-            "double_blocks",
-            "single_blocks",
-            "single_transformer_blocks",
-            "joint_blocks",
-            "lora_transformer_",
+    /// The family that modules' names in a file tell: the denoiser's, where it is a transformer, before those of text
+    /// encoders.
+    pub(super) fn of_names<'a>(
+        modules: impl Iterator<Item = &'a str> + Clone,
+    ) -> Option<LoraFamily> {
+        let transformer = modules.clone().find_map(Self::of_transformer);
+        transformer.or_else(|| {
+            let has = |start: &&str| modules.clone().any(|module| module.starts_with(start));
+            let of = |family: &Family| family.spec().lora_names.iter().any(has);
+            Family::ALL.into_iter().find(of).map(LoraFamily::Known)
+        })
+    }
+
+    fn of_transformer(module: &str) -> Option<LoraFamily> {
+        const TRANSFORMERS: [(&str, LoraFamily); 5] = [
+            ("double_blocks", LoraFamily::Transformer(DenoiserKind::Flux)),
+            ("single_blocks", LoraFamily::Transformer(DenoiserKind::Flux)),
+            (
+                "single_transformer_blocks",
+                LoraFamily::Transformer(DenoiserKind::Flux),
+            ),
+            ("joint_blocks", LoraFamily::Transformer(DenoiserKind::Sd3)),
+            ("lora_transformer_", LoraFamily::OtherTransformer),
         ];
-        if TRANSFORMER.iter().any(|part| module.contains(part))
-            || module.starts_with("transformer.")
-        {
-            return Some(LoraFamily::Transformer);
-        }
-        let names = |family: &Family| family.spec().lora_names.iter();
-        let of = |family: &Family| names(family).any(|start| module.starts_with(start));
-        Family::ALL.into_iter().find(of).map(LoraFamily::Known)
+        let named = TRANSFORMERS.iter().find(|(part, _)| module.contains(part));
+        let other = module
+            .starts_with("transformer.")
+            .then_some(LoraFamily::OtherTransformer);
+        named.map(|(_, family)| *family).or(other)
     }
 }
 
@@ -100,6 +115,7 @@ impl fmt::Display for LoraMismatch {
             self.misshapen.len()
         )?;
         match (self.lora_family, self.model_family) {
+            (Some(LoraFamily::OtherTransformer), Some(LoraFamily::Transformer(_))) => {}
             (Some(lora), Some(model)) if lora != model => {
                 write!(f, "; it is a LoRA for {lora}, the model is {model}")?;
             }

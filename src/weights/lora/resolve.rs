@@ -1,4 +1,4 @@
-//! Fitting a LoRA file to a model: which weight each module changes.
+//! Fitting a LoRA file to a model: which weights each module changes.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -7,16 +7,19 @@ use super::file::{LoraFile, Module};
 use super::merge::{Adapter, Patched};
 use super::mismatch::{LoraFamily, LoraMismatch, MisshapenModule, UnmatchedModule};
 use super::{LoraError, LoraScale, LoraTarget, weight_name};
-use crate::models::Part;
+use crate::models::original::{OriginalLayer, Transform};
 use crate::models::unet::original::Blocks;
+use crate::models::{DenoiserKind, Part};
 
 impl LoraFile {
-    /// Finds the weight of every module among `targets`: all weights of the model, each once.
+    /// Finds the weights of every module among `targets`: all weights of the model, each once. A module has several where
+    /// the original code had one layer for them.
     ///
     /// Modules of a part whose scale is zero are left out, whether the model has that part or not.
     ///
     /// # Errors
-    /// When a module matches no weight, several, or one of another shape (all of them are listed), or a weight twice.
+    /// When a module matches no weight, several by one name, or one of another shape (all of them are listed), or a weight
+    /// twice.
     pub fn resolve(
         self,
         targets: &[LoraTarget<'_>],
@@ -43,10 +46,10 @@ impl LoraFile {
             }
             mismatch.modules += 1;
             let found = names.find(module);
-            let fitting: Vec<usize> = found
+            let fitting: Vec<&Place> = found
                 .iter()
                 .copied()
-                .filter(|&i| module.fits(targets[i].dims))
+                .filter(|place| module.fits(place, targets))
                 .collect();
             match (found.as_slice(), fitting.as_slice()) {
                 ([], _) => mismatch.unmatched.push(UnmatchedModule {
@@ -58,38 +61,38 @@ impl LoraFile {
                     module: module.name.clone(),
                     down: module.down_dims.clone(),
                     up: module.up_dims.clone(),
-                    weight: weight_name(targets[*first].root, targets[*first].key),
-                    expected: targets[*first].dims.to_vec(),
+                    weight: first.weight(targets),
+                    expected: first.dims(targets),
                 }),
-                (_, &[index]) => {
-                    let target = &targets[index];
-                    if let Some(first) = taken.insert(index, module.name.clone()) {
-                        return Err(LoraError::Duplicate {
-                            path,
-                            weight: weight_name(target.root, target.key),
-                            first,
-                            second: module.name.clone(),
-                        });
+                (_, &[place]) => {
+                    for (index, part) in place.parts(targets) {
+                        let target = &targets[index];
+                        if let Some(first) = taken.insert(index, module.name.clone()) {
+                            return Err(LoraError::Duplicate {
+                                path,
+                                weight: weight_name(target.root, target.key),
+                                first,
+                                second: module.name.clone(),
+                            });
+                        }
+                        let root = dialects::part_of_root(target.root);
+                        let mut layer = module.factors.clone();
+                        layer.scale *= root.map_or(1.0, |part| f64::from(scale.of(part)));
+                        layer.of_up = part;
+                        adapter.patched.insert(
+                            weight_name(target.root, target.key),
+                            Patched {
+                                dims: target.dims.to_vec(),
+                                layers: vec![layer],
+                            },
+                        );
                     }
-                    let part = dialects::part_of_root(target.root);
-                    let mut layer = module.factors.clone();
-                    layer.scale *= part.map_or(1.0, |part| f64::from(scale.of(part)));
-                    adapter.patched.insert(
-                        weight_name(target.root, target.key),
-                        Patched {
-                            dims: target.dims.to_vec(),
-                            layers: vec![layer],
-                        },
-                    );
                 }
                 (_, several) => {
                     return Err(LoraError::Ambiguous {
                         path,
                         module: module.name.clone(),
-                        weights: several
-                            .iter()
-                            .map(|&i| weight_name(targets[i].root, targets[i].key))
-                            .collect(),
+                        weights: several.iter().map(|place| place.weight(targets)).collect(),
                     });
                 }
             }
@@ -108,18 +111,21 @@ impl LoraFile {
             .iter()
             .filter(|m| reads_text(&m.comparable) && m.part.is_none_or(|p| p == Part::Unet))
             .find_map(|m| LoraFamily::of_text_features(*m.down_dims.get(1)?));
-        of_shape.or_else(|| {
-            self.modules
-                .iter()
-                .find_map(|m| LoraFamily::of_name(&m.name))
-        })
+        of_shape.or_else(|| LoraFamily::of_names(self.modules.iter().map(|m| m.name.as_str())))
     }
 }
 
 impl Module {
+    /// Whether the factors make an update of the weights of `place`.
+    fn fits(&self, place: &Place, targets: &[LoraTarget<'_>]) -> bool {
+        let dims = place.dims(targets);
+        let same_columns = |index: &usize| targets[*index].dims.get(1..) == dims.get(1..);
+        place.targets().all(|index| same_columns(&index)) && self.fits_one(&dims)
+    }
+
     /// Whether the factors make an update of a weight with dimensions `[out, in]` or `[out, in, k, k]`. Those of a
     /// 1x1 convolution and of a linear layer may be written for each other.
-    fn fits(&self, weight: &[usize]) -> bool {
+    fn fits_one(&self, weight: &[usize]) -> bool {
         let &[out, fan_in, ref kernel @ ..] = weight else {
             return false;
         };
@@ -136,16 +142,63 @@ impl Module {
     }
 }
 
+/// What a module is for: targets by index, with the part of the module's rows that each has. The ranges of
+/// [`Transform::Rows`] follow from the targets' dimensions.
+#[derive(Clone, Debug, PartialEq)]
+struct Place(Vec<(usize, Transform)>);
+
+impl Place {
+    fn targets(&self) -> impl Iterator<Item = usize> {
+        self.0.iter().map(|(index, _)| *index)
+    }
+
+    /// The dimensions of the weight that the original code had.
+    fn dims(&self, targets: &[LoraTarget<'_>]) -> Vec<usize> {
+        let rows = self
+            .targets()
+            .map(|index| targets[index].dims.first().unwrap_or(&0));
+        let rows = rows.sum();
+        let first = self.targets().next().map(|index| targets[index].dims);
+        let columns = first.and_then(|dims| dims.get(1..)).unwrap_or_default();
+        [&[rows], columns].concat()
+    }
+
+    /// Names of the weights, for messages.
+    fn weight(&self, targets: &[LoraTarget<'_>]) -> String {
+        let names = self
+            .targets()
+            .map(|index| weight_name(targets[index].root, targets[index].key));
+        names.collect::<Vec<_>>().join(" + ")
+    }
+
+    /// The targets, each with its part of the rows.
+    fn parts(&self, targets: &[LoraTarget<'_>]) -> Vec<(usize, Transform)> {
+        let mut first = 0;
+        let of = |(index, part): &(usize, Transform)| {
+            let rows = targets[*index].dims.first().copied().unwrap_or(0);
+            let range = first..first + rows;
+            first = range.end;
+            let part = match part {
+                Transform::Rows(_) => Transform::Rows(range),
+                other => other.clone(),
+            };
+            (*index, part)
+        };
+        self.0.iter().map(of).collect()
+    }
+}
+
 /// The names that the model's weights go by.
 struct Names {
-    parts: BTreeMap<Part, HashMap<String, Vec<usize>>>,
+    parts: BTreeMap<Part, HashMap<String, Vec<Place>>>,
 }
 
 impl Names {
     fn of(targets: &[LoraTarget<'_>]) -> Names {
         let unet = targets.iter().filter(|t| t.root == Part::Unet.name());
         let blocks = Blocks::of(unet.map(|t| t.key));
-        let mut parts: BTreeMap<Part, HashMap<String, Vec<usize>>> = BTreeMap::new();
+        let mut parts: BTreeMap<Part, HashMap<String, Vec<Place>>> = BTreeMap::new();
+        let mut transformer: HashMap<&str, usize> = HashMap::new();
         for (index, target) in targets.iter().enumerate() {
             let (Some(part), Some(path)) = (
                 dialects::part_of_root(target.root),
@@ -153,23 +206,52 @@ impl Names {
             ) else {
                 continue;
             };
+            if part == Part::Transformer {
+                transformer.insert(path, index);
+            }
             let names = parts.entry(part).or_default();
             for alias in dialects::aliases(part, path, &blocks) {
-                names.entry(alias).or_default().push(index);
+                let place = Place(vec![(index, Transform::Identity)]);
+                names.entry(alias).or_default().push(place);
             }
         }
-        Names { parts }
+        let mut names = Names { parts };
+        let paths: Vec<&str> = transformer.keys().copied().collect();
+        if let Some(kind) = DenoiserKind::of_transformer(&paths) {
+            names.add_original(&kind.original_layers(&paths), &transformer);
+        }
+        names
     }
 
-    /// The targets that a module may be for.
-    fn find(&self, module: &Module) -> Vec<usize> {
-        let mut found: Vec<usize> = self
+    /// The names of a transformer's original code.
+    fn add_original(&mut self, layers: &[OriginalLayer], targets: &HashMap<&str, usize>) {
+        let names = self.parts.entry(Part::Transformer).or_default();
+        for layer in layers {
+            let index = |path: &str| targets.get(path).copied();
+            let parts = layer.parts.iter();
+            let parts = parts.map(|(path, part)| Some((index(path)?, part.clone())));
+            // Absent: a second attention, or the guidance of a model that goes without.
+            if let Some(parts) = parts.collect::<Option<Vec<_>>>() {
+                let places = names.entry(dialects::comparable(&layer.name)).or_default();
+                places.push(Place(parts));
+            }
+        }
+    }
+
+    /// The places that a module may be for.
+    fn find(&self, module: &Module) -> Vec<&Place> {
+        let named = module
+            .part
+            .map(|named| match self.parts.contains_key(&named) {
+                true => named,
+                false => dialects::stands_for(named).unwrap_or(named),
+            });
+        let mut found: Vec<&Place> = self
             .parts
             .iter()
-            .filter(|(part, _)| module.part.is_none_or(|p| p == **part))
+            .filter(|(part, _)| named.is_none_or(|named| named == **part))
             .filter_map(|(_, names)| names.get(&module.comparable))
             .flatten()
-            .copied()
             .collect();
         // A weight may go by one name twice.
         found.dedup();
@@ -183,8 +265,12 @@ fn reads_text(comparable: &str) -> bool {
 }
 
 fn model_family(targets: &[LoraTarget<'_>]) -> Option<LoraFamily> {
-    targets
-        .iter()
-        .find(|t| t.root == Part::Unet.name() && t.key.ends_with(".attn2.to_k.weight"))
-        .and_then(|t| LoraFamily::of_text_features(*t.dims.get(1)?))
+    let of_root = |part: Part| targets.iter().filter(move |t| t.root == part.name());
+    let text = of_root(Part::Unet).find(|t| t.key.ends_with(".attn2.to_k.weight"));
+    let of_unet = text.and_then(|t| LoraFamily::of_text_features(*t.dims.get(1)?));
+    of_unet.or_else(|| {
+        let paths = of_root(Part::Transformer).filter_map(|t| t.key.strip_suffix(".weight"));
+        let kind = DenoiserKind::of_transformer(&paths.collect::<Vec<_>>())?;
+        Some(LoraFamily::Transformer(kind))
+    })
 }

@@ -548,15 +548,23 @@ fn a_lora_for_another_family_is_told_as_such() {
         xl
     );
     assert_eq!(families("lora_unet_input_blocks_8_1_proj_in", 1280), xl);
-    let transformer = other("a transformer such as Flux or SD 3");
-    assert_eq!(
-        families("transformer.single_transformer_blocks.0.attn.to_q", 3072),
-        transformer
-    );
-    assert_eq!(
-        families("lora_unet_double_blocks_0_img_attn_proj", 3072),
-        transformer
-    );
+    for (module, family) in [
+        (
+            "transformer.single_transformer_blocks.0.attn.to_q",
+            "FLUX.1",
+        ),
+        ("lora_unet_double_blocks_0_img_attn_proj", "FLUX.1"),
+        (
+            "lora_unet_joint_blocks_0_x_block_attn_qkv",
+            "Stable Diffusion 3",
+        ),
+        (
+            "transformer.transformer_blocks.0.attn.to_q",
+            "a transformer such as Flux or SD 3",
+        ),
+    ] {
+        assert_eq!(families(module, 3072), other(family));
+    }
 }
 
 #[test]

@@ -1,12 +1,14 @@
 //! diffusers pipeline folders.
 
+use std::cmp::Ordering;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
 
 use super::{
-    Component, Ignored, Layout, ModelSource, SourceError, io_error, read_json, read_scheduler,
+    Component, Ignored, Layout, ModelSource, PipelineKind, SourceError, io_error, read_json,
+    read_scheduler,
 };
 use crate::models::family::UNSUPPORTED;
 use crate::models::original::{Converted, Transform};
@@ -56,7 +58,7 @@ pub(super) fn open(dir: &Path) -> Result<ModelSource, SourceError> {
         path: dir.to_owned(),
         layout: Layout::Pipeline,
         family,
-        inpaint: is_inpainting(&denoiser.config),
+        kind: pipeline_kind(&denoiser.config),
         scheduler: match scheduler.is_file() {
             true => Some(read_scheduler(&scheduler)?),
             false => None,
@@ -210,9 +212,23 @@ fn entries(dir: &Path) -> Result<Vec<String>, SourceError> {
     sorted_entries(dir).map_err(|e| io_error(dir, e))
 }
 
-/// Whether a denoiser with this configuration takes a mask and a masked image beside the sample.
-pub(super) fn is_inpainting(unet: &Map<String, Value>) -> bool {
+/// The pipeline that a denoiser with this configuration is for, by the width of its input beside that of its result.
+pub(super) fn pipeline_kind(denoiser: &Map<String, Value>) -> PipelineKind {
+    let channels = |field: &str| denoiser.get(field).and_then(Value::as_u64);
+    if denoiser.get("_class_name").and_then(Value::as_str) == Some(DenoiserKind::Flux.name()) {
+        let taken = channels("in_channels");
+        let made = channels("out_channels").or(taken).map(|made| 2 * made);
+        return match taken.cmp(&made) {
+            Ordering::Less => PipelineKind::Text,
+            Ordering::Equal if taken.is_none() => PipelineKind::Text,
+            Ordering::Equal => PipelineKind::Control,
+            Ordering::Greater => PipelineKind::Inpaint,
+        };
+    }
     // Both are 4 where a configuration does not say.
-    let channels = |field: &str| unet.get(field).and_then(Value::as_u64).unwrap_or(4);
-    channels("in_channels") == 2 * channels("out_channels") + 1
+    let [taken, made] = ["in_channels", "out_channels"].map(|field| channels(field).unwrap_or(4));
+    match taken == 2 * made + 1 {
+        true => PipelineKind::Inpaint,
+        false => PipelineKind::Text,
+    }
 }

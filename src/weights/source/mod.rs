@@ -75,6 +75,16 @@ impl fmt::Display for Ignored {
     }
 }
 
+/// What a model's pipeline takes beside text.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PipelineKind {
+    Text,
+    /// A mask and a masked image, which the denoiser sees beside the sample: an inpainting UNet, FLUX.1 Fill.
+    Inpaint,
+    /// An image that steers, which the denoiser sees beside the sample: FLUX.1 Canny and Depth.
+    Control,
+}
+
 /// An open model: headers and configurations read, tensors still on disk.
 #[derive(Debug)]
 pub struct ModelSource {
@@ -82,8 +92,7 @@ pub struct ModelSource {
     pub path: PathBuf,
     pub layout: Layout,
     pub family: Family,
-    /// Whether the denoiser takes a mask and a masked image beside the sample: nine channels.
-    pub inpaint: bool,
+    pub kind: PipelineKind,
     /// The parts that the source has. Use [`ModelSource::component`] for one that is needed.
     pub components: BTreeMap<Part, Component>,
     /// The content of `scheduler_config.json`; for a single file the family's, with what the file says of it.

@@ -6,8 +6,8 @@ use std::path::Path;
 use serde_json::{Map, Value, json};
 
 use super::detect::{Detected, detect, tensors};
-use super::folder::{component, is_inpainting, only_file};
-use super::{Component, Ignored, Layout, ModelSource, SourceError, built_in};
+use super::folder::{component, only_file, pipeline_kind};
+use super::{Component, Ignored, Layout, ModelSource, PipelineKind, SourceError, built_in};
 use crate::models::original::{Converted, OriginalPart, Root, Transform};
 use crate::models::{Part, Published};
 use crate::weights::Checkpoint;
@@ -41,16 +41,18 @@ pub(super) fn open(path: &Path) -> Result<ModelSource, SourceError> {
         let component = convert(&file, root, published, &mut ignored)?;
         components.insert(root.part, component);
     }
-    let inpaint = components
-        .get(&family.spec().denoiser.part())
-        .is_some_and(|denoiser| is_inpainting(&denoiser.config));
+    let denoiser = components.get(&family.spec().denoiser.part());
+    let kind = denoiser.map_or(PipelineKind::Text, |denoiser| {
+        pipeline_kind(&denoiser.config)
+    });
+    let inpaint = kind == PipelineKind::Inpaint;
     let mut notes = Vec::new();
     let scheduler = scheduler(&file, published, inpaint, &mut notes)?;
     Ok(ModelSource {
         path: path.to_owned(),
         layout: Layout::SingleFile,
         family,
-        inpaint,
+        kind,
         components,
         scheduler: Some(scheduler),
         zero_empty_prompts: family.spec().zero_empty_prompts,

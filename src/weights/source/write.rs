@@ -8,7 +8,7 @@ use std::path::Path;
 use serde_json::{Map, Value, json};
 
 use super::quantize::{QuantizedTensor, UNetQuantization};
-use super::{Component, ModelSource, SourceError, built_in, io_error};
+use super::{Component, ModelSource, PipelineKind, SourceError, built_in, io_error};
 use crate::dtype::DType;
 use crate::models::{Part, Published, TextEncoderKind};
 use crate::shape::Shape;
@@ -190,9 +190,10 @@ impl ModelSource {
     }
 
     fn index(&self, published: &Published) -> Result<Map<String, Value>, SourceError> {
-        let class = match self.inpaint {
-            true => published.inpaint_pipeline,
-            false => published.pipeline,
+        let class = match self.kind {
+            PipelineKind::Text => published.pipeline,
+            PipelineKind::Inpaint => published.inpaint_pipeline,
+            PipelineKind::Control => published.control_pipeline.unwrap_or(published.pipeline),
         };
         let entry = |class: Option<[&str; 2]>| json!(class.map_or([None; 2], |c| c.map(Some)));
         let scheduler = self.scheduler.as_ref().map(|config| {
