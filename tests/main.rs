@@ -11,6 +11,7 @@ mod controlnet;
 mod derivatives;
 mod finetune;
 mod flux;
+mod foreign;
 mod generate;
 mod kernel_calls;
 mod kernels;

@@ -145,6 +145,15 @@ schema! {
         /// Autoencoder in place of the model's own, `AutoencoderKL` or `AutoencoderTiny` (TAESD): a folder in diffusers' layout,
         /// an original file, or a name on the hub. Empty: the model's own.
         vae_model_name_or_path: String = String::new(), Ours, TRAIN_GENERATE, is [FixedOnResume];
+        /// Denoiser in place of the model's own, of the same family: a file of the UNet or transformer alone, safetensors or GGUF,
+        /// also quantized, or a name on the hub. Empty: the model's own.
+        denoiser_model_name_or_path: String = String::new(), Ours, GENERATE;
+        /// T5 text encoder in place of the model's own: a file of its own, safetensors or GGUF, a folder in transformers' layout,
+        /// or a name on the hub. Empty: the model's own.
+        t5_model_name_or_path: String = String::new(), Ours, GENERATE;
+        /// Widen weights that files have quantized in other programs' formats to floats while they are read, also where a
+        /// program could multiply them as they are stored. LoRAs can then be merged into them.
+        dequantize: bool = false, Ours, GENERATE;
         /// A UNet architecture of your own, with the keys of diffusers' config.json: a dict, or the path of
         /// a JSON file (in a configuration file: relative to its folder). Empty: the model named
         /// by `pretrained_model_name_or_path`.

@@ -8,6 +8,8 @@ use crate::graph::{Granularity, NumericsConvention, Rounding, TensorFormat};
 use crate::host_tensor::{HostTensor, float8, packed};
 use crate::shape::Shape;
 
+use super::codes;
+
 /// Elements that one thread quantizes at a time.
 const TASK: usize = 1 << 16;
 /// Elements whose errors are summed in `f32`.
@@ -62,6 +64,8 @@ pub struct QuantizedWeight {
     pub scale: HostTensor,
     /// `s8`, with the dimensions of the scale, where the format has zero points.
     pub zero_point: Option<HostTensor>,
+    /// What multiplies all scales, where the format has it.
+    pub tensor_scale: Option<HostTensor>,
     /// The lowest and the highest scale.
     pub scale_range: [f32; 2],
     /// Sum of the squares of the weight.
@@ -98,15 +102,28 @@ pub fn scale_dims(dims: &[usize], granularity: Granularity) -> Option<Vec<usize>
 ///
 /// # Errors
 /// When values are infinite, groups do not divide the input features, or the format is none of int8, int4 and, in AMD
-/// Quark's numerics, fp8, rounded to nearest.
+/// Quark's numerics, fp8, rounded to nearest, or of a weight in `f32` one of [`codes`].
 pub fn quantize_weight(
     weight: &HostTensor,
     format: TensorFormat,
 ) -> Result<QuantizedWeight, WeightQuantError> {
     let dtype = weight.shape.dtype;
+    let is_coded = match (format.convention, format.element) {
+        (NumericsConvention::Gguf, DType::S8 | DType::S4) => !format.zero_point,
+        (NumericsConvention::Nf4 | NumericsConvention::Nv, DType::U4) => true,
+        (NumericsConvention::Mx, DType::U4 | DType::F8E4M3Fn) => true,
+        _ => false,
+    };
+    if is_coded && dtype == DType::F32 {
+        return codes::quantized(weight, format, dims_of_scale(weight, format)?);
+    }
     let is_quark = format.convention == NumericsConvention::Quark;
+    let of_integers = matches!(
+        format.convention,
+        NumericsConvention::Aqt | NumericsConvention::Qwix | NumericsConvention::Quark
+    );
     let is_known = match format.element {
-        DType::S8 | DType::S4 => !format.zero_point || is_quark,
+        DType::S8 | DType::S4 => of_integers && (!format.zero_point || is_quark),
         DType::F8E4M3Fn => !format.zero_point && is_quark,
         _ => false,
     };
@@ -180,18 +197,26 @@ impl Sums {
     }
 }
 
-fn quantized<T: Element>(
+fn dims_of_scale(
     weight: &HostTensor,
     format: TensorFormat,
-) -> Result<QuantizedWeight, WeightQuantError> {
-    let Shape { dtype, dims } = &weight.shape;
-    let scale_dims = scale_dims(dims, format.granularity).ok_or(match format.granularity {
+) -> Result<Vec<usize>, WeightQuantError> {
+    let dims = &weight.shape.dims;
+    scale_dims(dims, format.granularity).ok_or(match format.granularity {
         Granularity::Group(group) if dims.len() > 1 => WeightQuantError::Group {
             elements: dims[1],
             group,
         },
         _ => WeightQuantError::Scalar,
-    })?;
+    })
+}
+
+fn quantized<T: Element>(
+    weight: &HostTensor,
+    format: TensorFormat,
+) -> Result<QuantizedWeight, WeightQuantError> {
+    let dtype = &weight.shape.dtype;
+    let scale_dims = dims_of_scale(weight, format)?;
     let count: usize = scale_dims.iter().product();
     let elements = T::all(&weight.data);
     let run = (elements.len() / count.max(1)).max(1);
@@ -253,6 +278,7 @@ fn quantized<T: Element>(
             data: T::bytes(&scales),
             shape: scale_shape,
         },
+        tensor_scale: None,
         scale_range: [lowest, highest],
         signal: sums.signal,
         noise: sums.noise,
@@ -388,6 +414,11 @@ impl RunRounding {
                     rounding.zero_point = (lowest - nearest_even(quotient)).clamp(lowest, highest);
                 }
             }
+            // `quantize_weight` gives these to others.
+            NumericsConvention::Gguf
+            | NumericsConvention::Nf4
+            | NumericsConvention::Mx
+            | NumericsConvention::Nv => {}
         }
         rounding
     }

@@ -1,4 +1,4 @@
-//! Checkpoint files: safetensors, alone or in a diffusers directory.
+//! Checkpoint files: safetensors, alone or in a diffusers directory, and GGUF.
 //!
 //! [`Checkpoint::open`] reads and checks headers only; tensors are read when asked for, with
 //! positioned reads in parallel. [`Checkpoint::view`] shows them under other names.
@@ -10,6 +10,7 @@
 //! code when they are loaded (pickle) are refused.
 
 mod cast;
+mod gguf;
 mod header;
 pub mod lora;
 mod matching;
@@ -18,6 +19,7 @@ pub mod quantized;
 mod read;
 pub(crate) mod save;
 pub mod source;
+mod stored;
 mod view;
 
 use std::path::PathBuf;
@@ -53,6 +55,8 @@ pub enum WeightsError {
     },
     #[error("{path}: not a safetensors file: {reason}")]
     Header { path: PathBuf, reason: String },
+    #[error("{path}: not a GGUF file that is read here: {reason}")]
+    Gguf { path: PathBuf, reason: String },
     #[error("{path}: tensor {tensor}: {reason}")]
     Tensor {
         path: PathBuf,
