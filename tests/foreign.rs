@@ -3,6 +3,9 @@
 mod bitsandbytes;
 mod comfy;
 mod gguf;
+mod modes;
+mod quark;
+mod torchao;
 
 use std::path::Path;
 

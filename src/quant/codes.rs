@@ -9,7 +9,9 @@ use crate::graph::{FP4, NF4, NumericsConvention, TensorFormat};
 use crate::host_tensor::{HostTensor, float8, packed};
 use crate::shape::Shape;
 
-use super::weight::{QUARK_SMALLEST, QuantizedWeight, WeightQuantError};
+use super::weight::{
+    QUARK_SMALLEST, QuantizedWeight, WeightQuantError, dims_of_scale, quantize_integers,
+};
 
 /// Runs that one thread quantizes at a time.
 const TASK: usize = 1 << 9;
@@ -22,9 +24,31 @@ struct Run {
     value: f32,
 }
 
+/// Quantizes a weight `[out, in, ..]` of finite `f32`, or for integers and AMD Quark's fp8 `bf16`, whose operations all round to
+/// that type, as in the graph.
+///
+/// # Errors
+/// When values are infinite, groups do not divide the input features, or there is no such format: of integers int8 and
+/// int4, of fp8 AMD Quark's, and in `f32` those of this file, each rounded to nearest.
+pub fn quantize_weight(
+    weight: &HostTensor,
+    format: TensorFormat,
+) -> Result<QuantizedWeight, WeightQuantError> {
+    let is_here = match (format.convention, format.element) {
+        (NumericsConvention::Gguf, DType::S8 | DType::S4) => !format.zero_point,
+        (NumericsConvention::Nf4 | NumericsConvention::Nv, DType::U4) => true,
+        (NumericsConvention::Mx, DType::U4 | DType::F8E4M3Fn) => true,
+        _ => false,
+    };
+    match is_here && weight.shape.dtype == DType::F32 {
+        true => quantized(weight, format, dims_of_scale(weight, format)?),
+        false => quantize_integers(weight, format),
+    }
+}
+
 /// Quantizes a weight of finite `f32` in runs that share a scale, in a format of one of these conventions; `scale_dims`
 /// are the dimensions of its scales.
-pub(super) fn quantized(
+fn quantized(
     weight: &HostTensor,
     format: TensorFormat,
     scale_dims: Vec<usize>,
@@ -225,5 +249,9 @@ fn nearest_fp4(x: f32) -> u8 {
             _ => magnitude >= middle,
         }
     });
-    passed.count() as u8 | u8::from(x.is_sign_negative()) << 3
+    // As Quark writes it, a zero has no sign.
+    match passed.count() as u8 {
+        0 => 0,
+        code => code | u8::from(x < 0.0) << 3,
+    }
 }

@@ -11,8 +11,9 @@ mod weight;
 
 pub use lower::{NoiseSource, ROUNDING_KEY, lower, lower_with_noise, scale_of};
 
+pub use codes::quantize_weight;
 pub use stored::{scale_name, tensor_scale_name, zero_point_name};
-pub use weight::{QuantizedWeight, WeightQuantError, nearest_groups, quantize_weight, scale_dims};
+pub use weight::{QuantizedWeight, WeightQuantError, nearest_groups, scale_dims};
 
 use std::collections::{BTreeMap, BTreeSet};
 

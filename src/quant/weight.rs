@@ -8,8 +8,6 @@ use crate::graph::{Granularity, NumericsConvention, Rounding, TensorFormat};
 use crate::host_tensor::{HostTensor, float8, packed};
 use crate::shape::Shape;
 
-use super::codes;
-
 /// Elements that one thread quantizes at a time.
 const TASK: usize = 1 << 16;
 /// Elements whose errors are summed in `f32`.
@@ -98,25 +96,16 @@ pub fn scale_dims(dims: &[usize], granularity: Granularity) -> Option<Vec<usize>
     }
 }
 
-/// Quantizes a weight `[out, in, ..]` of finite `f32` or `bf16`. Every operation rounds to that type, as in the graph.
+/// Quantizes a weight of finite `f32` or `bf16` as integers, or in AMD Quark's numerics as fp8. Every operation rounds to
+/// its type, as in the graph.
 ///
 /// # Errors
-/// When values are infinite, groups do not divide the input features, or the format is none of int8, int4 and, in AMD
-/// Quark's numerics, fp8, rounded to nearest, or of a weight in `f32` one of [`codes`].
-pub fn quantize_weight(
+/// When values are infinite, groups do not divide the input features, or the format is another.
+pub(super) fn quantize_integers(
     weight: &HostTensor,
     format: TensorFormat,
 ) -> Result<QuantizedWeight, WeightQuantError> {
     let dtype = weight.shape.dtype;
-    let is_coded = match (format.convention, format.element) {
-        (NumericsConvention::Gguf, DType::S8 | DType::S4) => !format.zero_point,
-        (NumericsConvention::Nf4 | NumericsConvention::Nv, DType::U4) => true,
-        (NumericsConvention::Mx, DType::U4 | DType::F8E4M3Fn) => true,
-        _ => false,
-    };
-    if is_coded && dtype == DType::F32 {
-        return codes::quantized(weight, format, dims_of_scale(weight, format)?);
-    }
     let is_quark = format.convention == NumericsConvention::Quark;
     let of_integers = matches!(
         format.convention,
@@ -197,7 +186,8 @@ impl Sums {
     }
 }
 
-fn dims_of_scale(
+/// The dimensions of the scale of a weight.
+pub(super) fn dims_of_scale(
     weight: &HostTensor,
     format: TensorFormat,
 ) -> Result<Vec<usize>, WeightQuantError> {
@@ -414,7 +404,7 @@ impl RunRounding {
                     rounding.zero_point = (lowest - nearest_even(quotient)).clamp(lowest, highest);
                 }
             }
-            // `quantize_weight` gives these to others.
+            // They are refused before.
             NumericsConvention::Gguf
             | NumericsConvention::Nf4
             | NumericsConvention::Mx

@@ -282,6 +282,13 @@ struct Source<'a> {
 }
 
 impl Source<'_> {
+    fn io(&self, source: std::io::Error) -> WeightsError {
+        WeightsError::Io {
+            path: self.path.to_owned(),
+            source,
+        }
+    }
+
     fn bad(&self, reason: String) -> WeightsError {
         WeightsError::Gguf {
             path: self.path.to_owned(),
@@ -306,7 +313,7 @@ impl Source<'_> {
     fn fill(&mut self, out: &mut [u8]) -> Result<(), WeightsError> {
         self.claim(out.len() as u64)?;
         let read = self.file.read_exact(out);
-        read.map_err(|e| super::open::io(self.path, e))
+        read.map_err(|e| self.io(e))
     }
 
     fn take<const N: usize>(&mut self) -> Result<[u8; N], WeightsError> {
@@ -319,7 +326,7 @@ impl Source<'_> {
         self.claim(bytes)?;
         let steps = i64::try_from(bytes).map_err(|_| self.bad("a length overflows".into()))?;
         let skipped = self.file.seek_relative(steps);
-        skipped.map_err(|e| super::open::io(self.path, e))
+        skipped.map_err(|e| self.io(e))
     }
 
     fn u32(&mut self) -> Result<u32, WeightsError> {

@@ -12,6 +12,7 @@
 mod cast;
 mod gguf;
 mod header;
+mod location;
 pub mod lora;
 mod matching;
 mod open;

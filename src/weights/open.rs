@@ -12,8 +12,9 @@ use serde_json::{Map, Value};
 use super::WeightsError;
 use super::gguf;
 use super::header::{self, MAX_HEADER_BYTES, UniqueMap};
+use super::location::{Location, Order, Parts};
 use super::quantized::{self, Quantization};
-use super::stored::{BlockPart, BlockType, Parts};
+use super::stored::BlockPart;
 use crate::shape::Shape;
 use crate::util::files;
 use crate::util::hash::{Hasher, Sha256};
@@ -40,41 +41,6 @@ pub(super) struct Opened {
     path: PathBuf,
     pub files: Vec<(PathBuf, File)>,
     metadata: BTreeMap<String, String>,
-}
-
-/// Where a tensor's bytes are.
-#[derive(Clone, Debug)]
-pub(super) struct Location {
-    pub file: usize,
-    /// From the start of the file.
-    pub offset: u64,
-    /// As it is read.
-    pub shape: Shape,
-    pub order: Order,
-    /// Of a weight that is stored as codes: what its floats are computed from.
-    pub parts: Option<Arc<Parts>>,
-}
-
-/// How the bytes of a tensor are stored, beside the shape that is shown.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Order {
-    AsShown,
-    /// As the transposed matrix.
-    Transposed,
-    /// With the halves of the first dimension swapped.
-    HalvesSwapped,
-    /// Not at all: it is the unit matrix.
-    UnitMatrix,
-    /// With two input features of a weight in a byte ([`super::quantized`]).
-    PairedFeatures,
-    /// With the first of the two elements in a byte in its upper half.
-    HighFirst,
-    /// With other parts of the weight, in blocks.
-    Blocks(BlockType, BlockPart),
-    /// Not at all: every element is the `f32` of these bits.
-    Constant(u32),
-    /// As `f32`s that are shown times the one of these bits.
-    Times(u32),
 }
 
 impl Checkpoint {
@@ -122,6 +88,10 @@ impl Checkpoint {
         place: &Path,
         config: &Map<String, Value>,
     ) -> Result<Self, WeightsError> {
+        if let Some((method, description)) = quantized::foreign(config) {
+            self.described_by_others(place, method, description)?;
+            return Ok(self);
+        }
         let Some(quantization) = Quantization::of_config(place, config)? else {
             return Ok(self);
         };

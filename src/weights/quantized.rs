@@ -43,8 +43,8 @@ pub struct Quantization {
 #[derive(Debug, thiserror::Error)]
 pub enum QuantizedError {
     #[error(
-        "{path}: quantized by {method:?}, whose files are not read here; take the model's own checkpoint, and quantize it \
-         with `maxdiff-rs quantize`"
+        "{path}: quantized by {method:?}, whose files are not read here; read are those of bitsandbytes, torchao and AMD Quark, \
+         GGUF and ComfyUI's files; take one of these, or the model's own checkpoint, and quantize it with `maxdiff-rs quantize`"
     )]
     Foreign { path: PathBuf, method: String },
     #[error(
@@ -66,6 +66,8 @@ pub enum QuantizedError {
         listed(missing, SHOWN)
     )]
     Scales { path: PathBuf, missing: Vec<String> },
+    #[error("{path}: not as its {CONFIG_KEY} says: {reason}; files of two models may be mixed")]
+    Disagrees { path: PathBuf, reason: String },
     #[error("{path}: {CONFIG_KEY}: {reason}")]
     Config { path: PathBuf, reason: String },
     #[error(
@@ -77,6 +79,13 @@ pub enum QuantizedError {
         path: PathBuf,
         problems: Vec<String>,
     },
+}
+
+/// The description of another program's weights in a `config.json`, and what it says of the program.
+pub(super) fn foreign(config: &Map<String, Value>) -> Option<(&str, &Map<String, Value>)> {
+    let description = config.get(CONFIG_KEY)?.as_object()?;
+    let method = description.get("quant_method")?.as_str()?;
+    (method != METHOD).then_some((method, description))
 }
 
 /// A format as it is written.

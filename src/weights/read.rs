@@ -6,10 +6,11 @@ use std::sync::mpsc::{Receiver, sync_channel};
 
 use rayon::prelude::*;
 
-use super::open::{Checkpoint, Location, Order, io};
+use super::location::{Location, Order, Words};
+use super::open::{Checkpoint, io};
 use super::{WeightsError, cast, quantized};
 use crate::dtype::DType;
-use crate::host_tensor::HostTensor;
+use crate::host_tensor::{HostTensor, packed};
 use crate::shape::Shape;
 
 /// Bytes that one thread reads at a time.
@@ -216,6 +217,7 @@ impl Checkpoint {
 fn stored_bytes(location: &Location) -> usize {
     match location.order {
         Order::Blocks(kind, part) => location.shape.count() / kind.values(part) * kind.bytes(),
+        Order::Words(_) => location.shape.count() / 2,
         _ => location.shape.bytes(),
     }
 }
@@ -239,10 +241,44 @@ fn in_order(location: &Location, mut data: Vec<u8>) -> HostTensor {
         }
         Order::HighFirst => data.iter_mut().for_each(|byte| *byte = byte.rotate_left(4)),
         Order::Blocks(kind, part) => data = kind.extract(part, &data),
+        Order::Words(words) => data = of_words(words, &location.shape, &data),
     }
     HostTensor {
         shape: location.shape.clone(),
         data,
+    }
+}
+
+/// The integers of a tensor that lie in words.
+fn of_words(words: Words, shape: &Shape, data: &[u8]) -> Vec<u8> {
+    const REORDERED: [usize; 8] = [0, 2, 4, 6, 1, 3, 5, 7];
+    let columns = shape.dims.last().copied().unwrap_or(1).max(1);
+    let rows = shape.count() / columns;
+    let mut integers = vec![0; shape.count()];
+    for (at, word) in data.as_chunks::<4>().0.iter().enumerate() {
+        let word = u32::from_le_bytes(*word);
+        for nibble in 0..8 {
+            let place = if words.reordered {
+                REORDERED[nibble]
+            } else {
+                nibble
+            };
+            let i = 8 * at + place;
+            let i = match words.transposed {
+                true => i % rows * columns + i / rows,
+                false => i,
+            };
+            // A shift to the right keeps the sign.
+            integers[i] = (((word >> (4 * nibble)) as u8) << 4) as i8 >> 4;
+        }
+    }
+    let bytes: Vec<u8> = integers
+        .into_iter()
+        .map(|integer: i8| integer as u8)
+        .collect();
+    match shape.dtype.bits() {
+        4 => packed(&bytes),
+        _ => bytes,
     }
 }
 

@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::WeightsError;
-use super::open::{Checkpoint, Location, Order};
+use super::location::{Location, Order};
+use super::open::Checkpoint;
 use crate::models::original::Transform;
 
 impl Checkpoint {
@@ -59,6 +60,7 @@ impl Location {
                     | Order::Blocks(..)
                     | Order::Constant(_)
                     | Order::Times(_)
+                    | Order::Words(_)
             ) =>
             {
                 return Err(format!("features of {shape} share bytes"));
@@ -83,7 +85,8 @@ impl Location {
                     | Order::HighFirst
                     | Order::Blocks(..)
                     | Order::Constant(_)
-                    | Order::Times(_) => Order::Transposed,
+                    | Order::Times(_)
+                    | Order::Words(_) => Order::Transposed,
                 };
             }
             // Few tensors of the known layouts are stored in another order, and they are not cut: reading some rows

@@ -3,13 +3,13 @@
 
 use serde::Deserialize;
 
-use super::Parts;
 use super::comfy::names;
 use crate::dtype::DType;
 use crate::graph::{Granularity, NF4, NumericsConvention, Range, TensorFormat};
 use crate::shape::Shape;
 use crate::weights::WeightsError;
-use crate::weights::open::{Checkpoint, Location, Order};
+use crate::weights::location::{Location, Order, Parts};
+use crate::weights::open::Checkpoint;
 use crate::weights::quantized::QuantizedError;
 
 /// Before the name of the code, at the end of a tensor's name.

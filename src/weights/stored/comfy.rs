@@ -8,10 +8,10 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde::Deserialize;
 
-use super::Parts;
 use crate::dtype::DType;
 use crate::weights::WeightsError;
-use crate::weights::open::{Checkpoint, Location};
+use crate::weights::location::{Location, Parts};
+use crate::weights::open::Checkpoint;
 use crate::weights::quantized::QuantizedError;
 
 /// The mark of older files.

@@ -7,13 +7,21 @@
 mod bitsandbytes;
 mod blocks;
 mod comfy;
-mod parts;
+mod decode;
+mod quark;
+mod torchao;
+
+use std::path::Path;
+
+use serde_json::{Map, Value};
 
 use super::WeightsError;
-use super::open::{Checkpoint, Location};
+use super::location::Location;
+use super::open::Checkpoint;
+use super::quantized::QuantizedError;
+use crate::dtype::DType;
 
 pub(super) use blocks::{BlockPart, BlockType};
-pub(super) use parts::Parts;
 
 impl Checkpoint {
     /// The same with weights in place of the codes and scales that other programs store, where the tensors say so.
@@ -23,7 +31,57 @@ impl Checkpoint {
     pub(super) fn with_foreign_weights(mut self) -> Result<Checkpoint, WeightsError> {
         comfy::recognize(&mut self)?;
         bitsandbytes::recognize(&mut self)?;
-        Ok(self)
+        torchao::recognize(&mut self)?;
+        let mut names = self.names();
+        let packed = names.find_map(|name| Some(name.strip_suffix(".wscales")?.to_owned()));
+        drop(names);
+        match packed {
+            None => Ok(self),
+            Some(layer) => Err(QuantizedError::Format {
+                path: self.path().to_owned(),
+                layer: layer.to_owned(),
+                format:
+                    "nunchaku's packing of SVDQuant, whose order of bits belongs to its GPU kernels"
+                        .to_owned(),
+                read: "GGUF, and the files of ComfyUI, bitsandbytes, AMD Quark and torchao"
+                    .to_owned(),
+            }
+            .into()),
+        }
+    }
+
+    /// The same where `config.json` describes weights of another program; `method` is what it says of the program.
+    ///
+    /// # Errors
+    /// When such weights are not read here, or the tensors are not as it says.
+    pub(super) fn described_by_others(
+        &mut self,
+        place: &Path,
+        method: &str,
+        description: &Map<String, Value>,
+    ) -> Result<(), WeightsError> {
+        match method {
+            "quark" => quark::recognize(self, description),
+            // Its tensors say all, and were recognized.
+            "bitsandbytes" | "torchao" if self.widened() > 0 => Ok(()),
+            "bitsandbytes" | "torchao" => {
+                Err(self.disagrees(format!("no tensor is quantized by {method}")))
+            }
+            _ => Err(QuantizedError::Foreign {
+                path: place.to_owned(),
+                method: method.to_owned(),
+            }
+            .into()),
+        }
+    }
+
+    /// The error of tensors that are not as a description says.
+    fn disagrees(&self, reason: String) -> WeightsError {
+        QuantizedError::Disagrees {
+            path: self.path().to_owned(),
+            reason,
+        }
+        .into()
     }
 
     /// The bytes of a tensor that describes something.
@@ -50,5 +108,28 @@ impl Checkpoint {
             name: name.to_owned(),
             source,
         })
+    }
+}
+
+/// The zero points of the weight `name`, where one is not zero.
+fn shifted(
+    file: &Checkpoint,
+    name: &str,
+    zero_point: Option<Location>,
+) -> Result<Option<Location>, WeightsError> {
+    let Some(location) = zero_point else {
+        return Ok(None);
+    };
+    let tensor = file.read_location(&location)?;
+    match tensor.shape.dtype {
+        DType::S8 => Ok(tensor
+            .data
+            .iter()
+            .any(|byte| *byte != 0)
+            .then_some(location)),
+        _ => Err(file.wrong(
+            name,
+            format!("its zero points are {}, expected s8", tensor.shape),
+        )),
     }
 }
