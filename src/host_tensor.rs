@@ -86,7 +86,7 @@ impl HostTensor {
     /// The elements as `f32`, rounded to nearest where the type is wider.
     ///
     /// # Errors
-    /// For float types of 4 and 8 bits but `f8E4M3FN`.
+    /// For floats of 4 bits.
     pub fn to_f32_vec(&self) -> Result<Vec<f32>, HostTensorError> {
         Ok(self.to_f64_vec()?.into_iter().map(|v| v as f32).collect())
     }
@@ -94,7 +94,7 @@ impl HostTensor {
     /// The elements as `f64`.
     ///
     /// # Errors
-    /// For float types of 4 and 8 bits but `f8E4M3FN`.
+    /// For floats of 4 bits.
     pub fn to_f64_vec(&self) -> Result<Vec<f64>, HostTensorError> {
         fn read<const N: usize>(data: &[u8], value: impl Fn([u8; N]) -> f64) -> Vec<f64> {
             data.chunks_exact(N)
@@ -128,7 +128,9 @@ impl HostTensor {
             DType::F32 => read::<4>(data, |b| f64::from(f32::from_le_bytes(b))),
             DType::F64 => read::<8>(data, f64::from_le_bytes),
             DType::F8E4M3Fn => read::<1>(data, |b| f64::from(float8::decode(b[0]))),
-            from @ (DType::F4E2M1Fn | DType::F8E5M2 | DType::F8E8M0Fnu) => {
+            DType::F8E5M2 => read::<1>(data, |b| f64::from(float8::decode_e5m2(b[0]))),
+            DType::F8E8M0Fnu => read::<1>(data, |b| f64::from(float8::decode_e8m0(b[0]))),
+            from @ DType::F4E2M1Fn => {
                 return Err(HostTensorError::Conversion {
                     from,
                     to: DType::F64,

@@ -12,6 +12,7 @@ mod derivatives;
 mod finetune;
 mod flux;
 mod full_width;
+mod foreign;
 mod generate;
 mod kernel_calls;
 mod kernels;

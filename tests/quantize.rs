@@ -17,7 +17,7 @@ use maxdiff::weights::{Checkpoint, TensorView, cast, save};
 use serde_json::{Value, json};
 
 /// A small Stable Diffusion 1.x in `dir`: the UNet that is recorded alone, with the other parts of a pipeline.
-fn model(dir: &Path) -> PathBuf {
+pub fn model(dir: &Path) -> PathBuf {
     let model = dir.join("model");
     for (from, to, files) in [
         ("pipeline_sd15", "", &["model_index.json"][..]),
@@ -50,7 +50,7 @@ fn model(dir: &Path) -> PathBuf {
     model
 }
 
-fn quantize(model: &Path, output: &Path, words: &[&str]) -> Output {
+pub fn quantize(model: &Path, output: &Path, words: &[&str]) -> Output {
     program(["quantize", "sd15"])
         .arg(format!("pretrained_model_name_or_path={}", model.display()))
         .arg("--output")
@@ -61,13 +61,13 @@ fn quantize(model: &Path, output: &Path, words: &[&str]) -> Output {
 }
 
 /// Quantizes what must succeed; the report.
-fn quantized(model: &Path, output: &Path, words: &[&str]) -> Value {
+pub fn quantized(model: &Path, output: &Path, words: &[&str]) -> Value {
     json(&quantize(model, output, &[words, &["--json"]].concat()))
 }
 
 /// The last line of the errors of a call that must end with `code`.
 #[track_caller]
-fn refused(output: &Output, code: i32, expected: &str) {
+pub fn refused(output: &Output, code: i32, expected: &str) {
     let error = text(&output.stderr);
     assert_eq!(output.status.code(), Some(code), "{error}");
     assert!(error.contains(expected), "{error}");
@@ -75,7 +75,7 @@ fn refused(output: &Output, code: i32, expected: &str) {
 }
 
 /// Runs a model's UNet; the bytes of the result, and how many contractions were quantized.
-fn run(model: &Path, words: &[&str]) -> (Vec<u8>, u64) {
+pub fn run(model: &Path, words: &[&str]) -> (Vec<u8>, u64) {
     let dir = tempfile::tempdir().unwrap();
     let out = dir.path().join("out.safetensors");
     let mut command = program(["module", "run", "--json"]);
@@ -489,7 +489,10 @@ fn a_quantized_checkpoint_that_contradicts_itself_is_refused() {
         "element is \"int3\", which is not read here; read are int8, int4, float8_e4m3fn",
     );
     let numerics = opened(&|config| config["formats"][0]["weight"]["numerics"] = "none".into());
-    has(numerics, "expected one of `aqt`, `qwix`, `quark`");
+    has(
+        numerics,
+        "expected one of `aqt`, `qwix`, `quark`, `gguf`, `nf4`, `mx`, `nv`",
+    );
     let group = opened(&|config| {
         let weight = &mut config["formats"][0]["weight"];
         (weight["granularity"], weight["group_size"]) = ("group".into(), 4.into());
@@ -508,10 +511,10 @@ fn a_quantized_checkpoint_that_contradicts_itself_is_refused() {
     has(affine, "_zero_point is missing");
     let version = opened(&|config| config["version"] = 3.into());
     has(version, "has version 3, this program reads version 2");
-    let foreign = opened(&|config| config["quant_method"] = "quark".into());
+    let foreign = opened(&|config| config["quant_method"] = "gptq".into());
     has(
         foreign,
-        "quantized by \"quark\", whose files are not read here",
+        "quantized by \"gptq\", whose files are not read here",
     );
     let nothing = opened(&|config| config["formats"] = json!([]));
     has(nothing, "no layer is quantized");
@@ -554,7 +557,7 @@ fn formats_that_do_not_fit_are_refused_before_anything_is_written() {
         ),
         (
             &["quantization=int8", "quantization_granularity=32"],
-            "it needs quantization=int8_w8a16, w4a16 or fp8_w8a16",
+            "it needs quantization=int8_w8a16, w4a16, fp8_w8a16, nf4, mxfp4, mxfp8 or nvfp4",
         ),
         (
             &["quantization=w4a16", "quantization_symmetric=False"],

@@ -20,6 +20,10 @@ named! {
         Int8W8A16 = "int8_w8a16",
         W4A16 = "w4a16",
         Fp8W8A16 = "fp8_w8a16",
+        Nf4 = "nf4",
+        MxFp4 = "mxfp4",
+        MxFp8 = "mxfp8",
+        NvFp4 = "nvfp4",
     }
     not_yet ["fp8", "fp8_full"]
 }
@@ -141,7 +145,7 @@ fn optional<T: Field>(
 
 impl Field for QuantRules {
     const TY: Ty = Ty::List(
-        "list of {path: pattern, mode: int8, int8_w8a16, w4a16, fp8_w8a16 or none, granularity, symmetric, numerics}",
+        "list of {path: pattern, mode: int8, int8_w8a16, w4a16, fp8_w8a16, nf4, mxfp4, mxfp8, nvfp4 or none, granularity, symmetric, numerics}",
     );
 
     fn parse(value: &Value, path: &str, problems: &mut Problems) -> Option<Self> {

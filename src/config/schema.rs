@@ -83,7 +83,29 @@ const PROFILER: &str = "there is no profiler here yet";
 const INT8: Condition = Is("quantization", &["int8"]);
 const QUANTIZED: Condition = Is(
     "quantization",
-    &["int8", "int8_w8a16", "w4a16", "fp8_w8a16"],
+    &[
+        "int8",
+        "int8_w8a16",
+        "w4a16",
+        "fp8_w8a16",
+        "nf4",
+        "mxfp4",
+        "mxfp8",
+        "nvfp4",
+    ],
+);
+/// Weights alone are quantized.
+const OF_WEIGHTS: Condition = Is(
+    "quantization",
+    &[
+        "int8_w8a16",
+        "w4a16",
+        "fp8_w8a16",
+        "nf4",
+        "mxfp4",
+        "mxfp8",
+        "nvfp4",
+    ],
 );
 const WEIGHTS_ONLY: Condition = Is("quantization", &["int8_w8a16", "w4a16", "fp8_w8a16"]);
 const CLASSIFIER_FREE: Condition = Is("do_classifier_free_guidance", &["True"]);
@@ -148,6 +170,15 @@ schema! {
         /// Autoencoder in place of the model's own, `AutoencoderKL` or `AutoencoderTiny` (TAESD): a folder in diffusers' layout,
         /// an original file, or a name on the hub. Empty: the model's own.
         vae_model_name_or_path: String = String::new(), Ours, TRAIN_GENERATE, is [FixedOnResume];
+        /// Denoiser in place of the model's own, of the same family: a file of the UNet or transformer alone, safetensors or GGUF,
+        /// also quantized, or a name on the hub. Empty: the model's own.
+        denoiser_model_name_or_path: String = String::new(), Ours, GENERATE;
+        /// T5 text encoder in place of the model's own: a file of its own, safetensors or GGUF, a folder in transformers' layout,
+        /// or a name on the hub. Empty: the model's own.
+        t5_model_name_or_path: String = String::new(), Ours, GENERATE;
+        /// Widen weights that files have quantized in other programs' formats to floats while they are read, also where a
+        /// program could multiply them as they are stored. LoRAs can then be merged into them.
+        dequantize: bool = false, Ours, GENERATE;
         /// A UNet architecture of your own, with the keys of diffusers' config.json: a dict, or the path of
         /// a JSON file (in a configuration file: relative to its folder). Empty: the model named
         /// by `pretrained_model_name_or_path`.
@@ -263,14 +294,14 @@ schema! {
         /// Qwix's rules and numerics instead of AQT's.
         use_qwix_quantization: bool = false, Used, EVERY,
             when QUANTIZED, is [FixedOnResume];
-        /// How values become integers: AQT's, Qwix's or AMD Quark's conventions. Empty: AQT's, for fp8_w8a16 Quark's, which has no
-        /// others.
+        /// How values become integers: AQT's, Qwix's or AMD Quark's conventions, or with `quantize` llama.cpp's blocks (`gguf`, for
+        /// int8_w8a16 and w4a16 with a number as granularity). Empty: AQT's; fp8_w8a16, nf4, mxfp4, mxfp8 and nvfp4 have their own.
         quantization_numerics: Option<NumericsConvention> = None, Ours, EVERY,
             when Both(&QUANTIZED, &Is("use_qwix_quantization", &["False"])), is [FixedOnResume];
         /// Which elements of a weight share a scale: all (`tensor`), those of an output feature (`channel`), or of it so many
-        /// input features. Empty: `channel`, for w4a16 64.
+        /// input features. Empty: `channel`; for w4a16 and nf4 64, mxfp4 and mxfp8 32, nvfp4 16.
         quantization_granularity: WeightGranularity = WeightGranularity::default(), Ours, EVERY,
-            when WEIGHTS_ONLY, is [FixedOnResume];
+            when OF_WEIGHTS, is [FixedOnResume];
         /// Whether integers lie around zero; otherwise each scale of a weight has a zero point, as AMD Quark's have.
         quantization_symmetric: bool = true, Ours, EVERY,
             when Both(&WEIGHTS_ONLY, &Is("quantization_numerics", &["quark"])), is [FixedOnResume];

@@ -28,6 +28,14 @@ named! {
         W4A16 = "w4a16",
         /// Weights of dots and convolutions in 8-bit floats, activations in wider floats.
         Fp8W8A16 = "fp8_w8a16",
+        /// Weights of dots and convolutions in bitsandbytes' NF4, a scale for 64 input features; activations in float.
+        Nf4 = "nf4",
+        /// Weights in OCP's MXFP4, a power of two for 32 input features; activations in float.
+        MxFp4 = "mxfp4",
+        /// Weights in OCP's MXFP8 (`f8E4M3FN`), a power of two for 32 input features; activations in float.
+        MxFp8 = "mxfp8",
+        /// Weights in NVIDIA's NVFP4, a scale in fp8 for 16 input features; activations in float.
+        NvFp4 = "nvfp4",
     }
     not_yet ["fp8", "fp8_full"]
 }

@@ -46,7 +46,8 @@ pub enum Composite {
     },
     /// `(integers - zero point) * scale` in `f32`, rounded to `result`. Operands: the integers, the scale, which lies
     /// `along` dimensions of them (ascending), and an `s8` zero point of the scale's dimensions if `zero_point`. Where a
-    /// dimension of the scale is smaller, each of its values is that of a group of integers.
+    /// dimension of the scale is smaller, each of its values is that of a group of integers. A zero point that is a float
+    /// is added to `integers * scale` instead; and codes may stand for other numbers than themselves, as the body says.
     Dequantize {
         along: Vec<usize>,
         zero_point: bool,

@@ -15,6 +15,14 @@ named! {
         Qwix = "qwix",
         /// AMD Quark: scale absmax/127.5, multiply by the reciprocal, round, saturate at -128 and 127; with zero points too.
         Quark = "quark",
+        /// llama.cpp's blocks: a scale in f16; where there is a minimum, it is a float that is added to `integer * scale`.
+        Gguf = "gguf",
+        /// bitsandbytes' NF4: codes of 16 quantiles of the normal distribution, times the largest magnitude.
+        Nf4 = "nf4",
+        /// OCP's microscaling formats: scales that are powers of two; `u4` are the codes of fp4.
+        Mx = "mx",
+        /// NVIDIA's NVFP4: codes of fp4, scales in fp8 with one number that multiplies them.
+        Nv = "nv",
     }
 }
 
@@ -60,12 +68,89 @@ pub struct TensorFormat {
     pub convention: NumericsConvention,
 }
 
+/// bitsandbytes' NF4, by its codes (`create_normal_map` rounded to `f32`; QLoRA, Dettmers et al., 2023, appendix E).
+#[allow(clippy::excessive_precision)]
+pub const NF4: [f32; 16] = [
+    -1.0,
+    -0.696_192_8,
+    -0.525_073_05,
+    -0.394_917_5,
+    -0.284_441_38,
+    -0.184_773_43,
+    -0.091_050_036,
+    0.0,
+    0.079_580_3,
+    0.160_930_2,
+    0.246_112_3,
+    0.337_915_24,
+    0.440_709_83,
+    0.562_617,
+    0.722_956_84,
+    1.0,
+];
+
+/// Floats of 4 bits, `f4E2M1FN`, by their codes: a sign, 2 bits of exponent, 1 of mantissa.
+pub const FP4: [f32; 16] = [
+    0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0,
+];
+
 impl TensorFormat {
+    /// The numbers that the 16 codes of `u4` stand for, where those are not the codes themselves.
+    pub fn codebook(self) -> Option<&'static [f32; 16]> {
+        match (self.convention, self.element) {
+            (NumericsConvention::Nf4, DType::U4) => Some(&NF4),
+            (NumericsConvention::Mx | NumericsConvention::Nv, DType::U4) => Some(&FP4),
+            _ => None,
+        }
+    }
+
+    /// Whether one number multiplies all scales of a tensor.
+    pub fn has_tensor_scale(self) -> bool {
+        self.convention == NumericsConvention::Nv
+    }
+
+    /// The same for weights that are stored, their scales in `scale` unless the convention has a type for them.
+    pub fn stored(self, scale: DType) -> TensorFormat {
+        let scale = match self.convention {
+            NumericsConvention::Aqt | NumericsConvention::Qwix | NumericsConvention::Quark => scale,
+            NumericsConvention::Gguf => DType::F16,
+            NumericsConvention::Nf4 => DType::F32,
+            // It holds the powers of two, and every device has it.
+            NumericsConvention::Mx => DType::BF16,
+            NumericsConvention::Nv => DType::F8E4M3Fn,
+        };
+        TensorFormat {
+            range: Range::Stored(scale),
+            ..self
+        }
+    }
+
+    /// The type of scales in files.
+    pub fn scale_type_in_files(self) -> DType {
+        match (self.convention, self.stored(DType::F32).range, self.range) {
+            (NumericsConvention::Mx, _, _) => DType::F8E8M0Fnu,
+            (_, _, Range::Stored(scale)) | (_, Range::Stored(scale), _) => scale,
+            (_, Range::Dynamic | Range::Static(_), _) => DType::F32,
+        }
+    }
+
+    /// The type of zero points: of integers an integer, of GGUF's blocks a float that is added.
+    pub fn zero_point_type(self) -> DType {
+        match (self.convention, self.range) {
+            (NumericsConvention::Gguf, Range::Stored(scale)) => scale,
+            _ => DType::S8,
+        }
+    }
+
     /// What the largest magnitude becomes before it is rounded: half a step above the largest integer, or the largest
     /// number of a float type.
     pub fn bound(self) -> f64 {
         match self.element {
             DType::F8E4M3Fn => f64::from(float8::LARGEST),
+            _ if self.codebook().is_some() => match self.convention {
+                NumericsConvention::Nf4 => 1.0,
+                _ => 6.0,
+            },
             integers => {
                 let (lowest, highest) = integers.integer_range();
                 (highest - lowest) / 2.0

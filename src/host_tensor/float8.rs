@@ -1,4 +1,6 @@
-//! Floats of 8 bits, `f8E4M3FN`: a sign, 4 bits of exponent, 3 of mantissa, no infinities; 0x7f and 0xff are NaN.
+//! Floats of 8 bits. Most here is of `f8E4M3FN`: a sign, 4 bits of exponent, 3 of mantissa, no infinities; 0x7f and 0xff are NaN.
+
+use half::f16;
 
 /// The largest number.
 pub const LARGEST: f32 = 448.0;
@@ -25,6 +27,21 @@ pub fn encode(x: f32) -> u8 {
 /// The number of a code.
 pub fn decode(code: u8) -> f32 {
     VALUES[usize::from(code)]
+}
+
+/// The number of a code of `f8E5M2`, which is the upper half of an `f16`.
+pub fn decode_e5m2(code: u8) -> f32 {
+    f16::from_bits(u16::from(code) << 8).to_f32()
+}
+
+/// The number of a code of `f8E8M0FNU`: a power of two; 0xff is NaN.
+pub fn decode_e8m0(code: u8) -> f32 {
+    match code {
+        // 2^-127 is subnormal.
+        0 => f32::from_bits(1 << 22),
+        0xff => f32::NAN,
+        _ => f32::from_bits(u32::from(code) << 23),
+    }
 }
 
 const VALUES: [f32; 256] = {

@@ -106,6 +106,10 @@ pub fn lower_with_noise(
                             Some(input) => Some(b.declare(input.clone())?),
                             None => None,
                         },
+                        tensor_scale: match &weight.tensor_scale {
+                            Some(input) => Some(b.declare(input.clone())?),
+                            None => None,
+                        },
                     }),
                 },
                 None => Operand {
@@ -148,6 +152,7 @@ struct Operand {
 struct StoredScale {
     scale: Tensor,
     zero_point: Option<Tensor>,
+    tensor_scale: Option<Tensor>,
 }
 
 /// An operand as the contraction multiplies it.
@@ -162,6 +167,8 @@ struct Integers {
     values: Tensor,
     scale: Tensor,
     zero_point: Option<Tensor>,
+    /// What multiplies the scale.
+    tensor_scale: Option<Tensor>,
     /// The dimensions along which scale and zero point lie, ascending; they divide those of the values.
     along: Vec<usize>,
 }
@@ -241,7 +248,7 @@ impl Lowering<'_, '_> {
             integers.scale = mark(integers.scale)?;
             integers.zero_point = integers.zero_point.map(mark).transpose()?;
             return Ok(Quantized {
-                values: dequantized(b, &integers, operand.float)?,
+                values: dequantized(b, &integers, format, operand.float)?,
                 scale: None,
             });
         }
@@ -276,11 +283,12 @@ impl Lowering<'_, '_> {
                 (0..dims.len()).filter(is_along).collect()
             }
         };
-        if let Some(StoredScale { scale, zero_point }) = operand.stored {
+        if let Some(stored) = operand.stored {
             return Ok(Integers {
                 values: b.stored(operand.values)?,
-                scale,
-                zero_point,
+                scale: stored.scale,
+                zero_point: stored.zero_point,
+                tensor_scale: stored.tensor_scale,
                 along,
             });
         }
@@ -315,19 +323,33 @@ impl Lowering<'_, '_> {
             values: stored(b, values, operand.is_weight)?,
             scale,
             zero_point,
+            tensor_scale: None,
             along,
         })
     }
 }
 
-/// `(integers - zero point) * scale` in `f32`, rounded to `float`: where scales do not leave the sum of a contraction.
-fn dequantized(b: &Builder, integers: &Integers, float: DType) -> Result<Tensor> {
+/// `(integers - zero point) * scale` in `f32`, rounded to `float`: where scales do not leave the sum of a contraction. In
+/// GGUF's numerics `integers * scale + zero point`; codes of a codebook become its numbers first.
+fn dequantized(
+    b: &Builder,
+    integers: &Integers,
+    format: TensorFormat,
+    float: DType,
+) -> Result<Tensor> {
     let kind = Composite::Dequantize {
         along: integers.along.clone(),
         zero_point: integers.zero_point.is_some(),
         result: float,
     };
-    let mut operands = vec![integers.values, integers.scale];
+    let scale = match integers.tensor_scale {
+        None => integers.scale,
+        Some(one) => {
+            let wide = b.convert(integers.scale, DType::F32)?;
+            b.mul(wide, b.broadcast_to(one, &b.dims(wide))?)?
+        }
+    };
+    let mut operands = vec![integers.values, scale];
     operands.extend(integers.zero_point);
     let along = &integers.along;
     b.composite(kind, &operands, |b, operands| {
@@ -347,18 +369,40 @@ fn dequantized(b: &Builder, integers: &Integers, float: DType) -> Result<Tensor>
                 }
             }
         }
-        let wide = b.reshape(b.convert(operands[0], DType::F32)?, &split)?;
+        let codes = b.convert(operands[0], DType::F32)?;
+        let wide = match format.codebook() {
+            None => codes,
+            Some(codebook) => looked_up(b, codes, codebook, 0)?,
+        };
+        let wide = b.reshape(wide, &split)?;
         let spread = |t: Tensor| {
             let wide = b.convert(t, DType::F32)?;
             b.broadcast_in_dim(wide, &places, &split)
         };
-        let steps = match operands.get(2) {
-            Some(zero_point) => b.sub(wide, spread(*zero_point)?)?,
-            None => wide,
+        let scale = spread(operands[1])?;
+        let value = match operands.get(2) {
+            None => b.mul(wide, scale)?,
+            Some(zero_point) => match format.convention {
+                NumericsConvention::Gguf => b.add(b.mul(wide, scale)?, spread(*zero_point)?)?,
+                _ => b.mul(b.sub(wide, spread(*zero_point)?)?, scale)?,
+            },
         };
-        let value = b.mul(steps, spread(operands[1])?)?;
         b.convert(b.reshape(value, &shape.dims)?, float)
     })
+}
+
+/// The numbers of a codebook, of codes from `first` on in `f32`. A tree of selections: it becomes part of what multiplies
+/// the weight on every backend, where a gather would not.
+fn looked_up(b: &Builder, codes: Tensor, codebook: &[f32], first: usize) -> Result<Tensor> {
+    let shape = b.shape(codes);
+    if let [one] = codebook {
+        return b.full(&shape, f64::from(*one));
+    }
+    let (low, high) = codebook.split_at(codebook.len() / 2);
+    let middle = first + low.len();
+    let is_low = b.compare(Comparison::Lt, codes, b.full(&shape, middle as f64)?)?;
+    let low = looked_up(b, codes, low, first)?;
+    b.select(is_low, low, looked_up(b, codes, high, middle)?)
 }
 
 /// Marks what stays in memory of a weight.
@@ -481,6 +525,12 @@ pub fn scale_of(b: &Builder, absmax: Tensor, format: TensorFormat) -> Result<Ten
             b.select(empty, one, absmax)?
         }
         NumericsConvention::Qwix | NumericsConvention::Quark => absmax,
+        NumericsConvention::Gguf
+        | NumericsConvention::Nf4
+        | NumericsConvention::Mx
+        | NumericsConvention::Nv => {
+            return Err(on_host(b, format));
+        }
     };
     let bound = format.bound();
     let scale = match format.convention {
@@ -488,6 +538,12 @@ pub fn scale_of(b: &Builder, absmax: Tensor, format: TensorFormat) -> Result<Ten
             b.mul_scalar(b.convert(absmax, DType::F32)?, 1.0 / bound)?
         }
         NumericsConvention::Quark => divided(b, absmax, bound)?,
+        NumericsConvention::Gguf
+        | NumericsConvention::Nf4
+        | NumericsConvention::Mx
+        | NumericsConvention::Nv => {
+            return Err(on_host(b, format));
+        }
     };
     let scale = b.convert(scale, shape.dtype)?;
     match format.convention {
@@ -503,7 +559,19 @@ pub fn scale_of(b: &Builder, absmax: Tensor, format: TensorFormat) -> Result<Ten
             let tiny = b.compare(Comparison::Lt, scale, b.full(&shape, smallest)?)?;
             b.select(tiny, one, scale)
         }
+        NumericsConvention::Gguf
+        | NumericsConvention::Nf4
+        | NumericsConvention::Mx
+        | NumericsConvention::Nv => Err(on_host(b, format)),
     }
+}
+
+/// The error of a convention whose weights are quantized on the host alone.
+fn on_host(b: &Builder, format: TensorFormat) -> GraphError {
+    b.invalid(format!(
+        "weights in {}'s numerics are quantized by `maxdiff-rs quantize` alone: give it this mode, and run what it writes",
+        format.convention
+    ))
 }
 
 /// `x / divisor` rounded to `f32`, of `x` in `f32` or less. XLA makes a product of a division by a constant; in `f64` the
@@ -579,6 +647,10 @@ fn scaled_values(
             let inverse = b.broadcast_in_dim(inverse, kept, &shape.dims)?;
             b.mul(b.convert(x, DType::F32)?, inverse)
         }
+        NumericsConvention::Gguf
+        | NumericsConvention::Nf4
+        | NumericsConvention::Mx
+        | NumericsConvention::Nv => Err(on_host(b, format)),
     }
 }
 
@@ -595,6 +667,12 @@ fn rounded(b: &Builder, scaled: Tensor, format: TensorFormat) -> Result<Tensor> 
         }
         NumericsConvention::Qwix | NumericsConvention::Quark => {
             b.clamp(b.unary(Unary::RoundNearestEven, scaled)?, lowest, highest)?
+        }
+        NumericsConvention::Gguf
+        | NumericsConvention::Nf4
+        | NumericsConvention::Mx
+        | NumericsConvention::Nv => {
+            return Err(on_host(b, format));
         }
     };
     b.convert(rounded, format.element)

@@ -4,14 +4,16 @@
 //! derivative of an annotated dot makes annotated dots), finish the graph, [`lower`]. Models do not mention
 //! quantization. `docs/quantization.md` gives the formulas.
 
+mod codes;
 mod lower;
 mod stored;
 mod weight;
 
 pub use lower::{NoiseSource, ROUNDING_KEY, lower, lower_with_noise, scale_of};
 
-pub use stored::{scale_name, zero_point_name};
-pub use weight::{QuantizedWeight, WeightQuantError, nearest_groups, quantize_weight, scale_dims};
+pub use codes::quantize_weight;
+pub use stored::{scale_name, tensor_scale_name, zero_point_name};
+pub use weight::{QuantizedWeight, WeightQuantError, nearest_groups, scale_dims};
 
 use std::collections::{BTreeMap, BTreeSet};
 

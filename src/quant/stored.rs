@@ -20,6 +20,11 @@ pub fn zero_point_name(weight: &str) -> String {
     format!("{weight}_zero_point")
 }
 
+/// The name of the number that multiplies all scales of a weight, likewise.
+pub fn tensor_scale_name(weight: &str) -> String {
+    format!("{weight}_scale_2")
+}
+
 /// Whether the integers and the scale of a tensor come from a checkpoint.
 pub(super) fn is_stored(format: TensorFormat) -> bool {
     matches!(format.range, Range::Stored(_))
@@ -34,8 +39,10 @@ pub(super) struct StoredWeight {
     pub float: DType,
     /// The input that its scale is.
     pub scale: Input,
-    /// The input that its zero point is, `s8` of the scale's dimensions.
+    /// The input that its zero point is, of the scale's dimensions.
     pub zero_point: Option<Input>,
+    /// The input that multiplies its scale, `f32[]`.
+    pub tensor_scale: Option<Input>,
 }
 
 /// The graph with integers as the inputs of weights that contractions take as they are stored, and those weights by
@@ -64,6 +71,7 @@ pub(super) fn with_stored_weights(
                 float: floats[id],
                 scale: weight.scale.clone(),
                 zero_point: weight.zero_point.clone(),
+                tensor_scale: weight.tensor_scale.clone(),
             };
             nodes.insert(id as u32, stored);
         }
@@ -90,6 +98,7 @@ struct Stored {
     element: Shape,
     scale: Input,
     zero_point: Option<Input>,
+    tensor_scale: Option<Input>,
 }
 
 /// The weights that contractions take as they are stored, by their inputs' nodes.
@@ -185,11 +194,18 @@ impl Stored {
             },
             shape: Shape::new(dtype, dims.clone()),
         };
-        let zero_point = || beside(zero_point_name(&weight.name), DType::S8);
+        let zero_point = || beside(zero_point_name(&weight.name), format.zero_point_type());
+        let tensor_scale = || Input {
+            name: tensor_scale_name(&weight.name),
+            kind: InputKind::Weight(Init::Ones),
+            logical_axes: Vec::new(),
+            shape: Shape::scalar(DType::F32),
+        };
         Some(Stored {
             element: weight.shape.with_dtype(format.element),
             scale: beside(scale_name(&weight.name), dtype),
             zero_point: format.zero_point.then(zero_point),
+            tensor_scale: format.has_tensor_scale().then(tensor_scale),
         })
     }
 }

@@ -62,6 +62,8 @@ pub struct QuantizedWeight {
     pub scale: HostTensor,
     /// `s8`, with the dimensions of the scale, where the format has zero points.
     pub zero_point: Option<HostTensor>,
+    /// What multiplies all scales, where the format has it.
+    pub tensor_scale: Option<HostTensor>,
     /// The lowest and the highest scale.
     pub scale_range: [f32; 2],
     /// Sum of the squares of the weight.
@@ -94,19 +96,23 @@ pub fn scale_dims(dims: &[usize], granularity: Granularity) -> Option<Vec<usize>
     }
 }
 
-/// Quantizes a weight `[out, in, ..]` of finite `f32` or `bf16`. Every operation rounds to that type, as in the graph.
+/// Quantizes a weight of finite `f32` or `bf16` as integers, or in AMD Quark's numerics as fp8. Every operation rounds to
+/// its type, as in the graph.
 ///
 /// # Errors
-/// When values are infinite, groups do not divide the input features, or the format is none of int8, int4 and, in AMD
-/// Quark's numerics, fp8, rounded to nearest.
-pub fn quantize_weight(
+/// When values are infinite, groups do not divide the input features, or the format is another.
+pub(super) fn quantize_integers(
     weight: &HostTensor,
     format: TensorFormat,
 ) -> Result<QuantizedWeight, WeightQuantError> {
     let dtype = weight.shape.dtype;
     let is_quark = format.convention == NumericsConvention::Quark;
+    let of_integers = matches!(
+        format.convention,
+        NumericsConvention::Aqt | NumericsConvention::Qwix | NumericsConvention::Quark
+    );
     let is_known = match format.element {
-        DType::S8 | DType::S4 => !format.zero_point || is_quark,
+        DType::S8 | DType::S4 => of_integers && (!format.zero_point || is_quark),
         DType::F8E4M3Fn => !format.zero_point && is_quark,
         _ => false,
     };
@@ -180,18 +186,27 @@ impl Sums {
     }
 }
 
-fn quantized<T: Element>(
+/// The dimensions of the scale of a weight.
+pub(super) fn dims_of_scale(
     weight: &HostTensor,
     format: TensorFormat,
-) -> Result<QuantizedWeight, WeightQuantError> {
-    let Shape { dtype, dims } = &weight.shape;
-    let scale_dims = scale_dims(dims, format.granularity).ok_or(match format.granularity {
+) -> Result<Vec<usize>, WeightQuantError> {
+    let dims = &weight.shape.dims;
+    scale_dims(dims, format.granularity).ok_or(match format.granularity {
         Granularity::Group(group) if dims.len() > 1 => WeightQuantError::Group {
             elements: dims[1],
             group,
         },
         _ => WeightQuantError::Scalar,
-    })?;
+    })
+}
+
+fn quantized<T: Element>(
+    weight: &HostTensor,
+    format: TensorFormat,
+) -> Result<QuantizedWeight, WeightQuantError> {
+    let dtype = &weight.shape.dtype;
+    let scale_dims = dims_of_scale(weight, format)?;
     let count: usize = scale_dims.iter().product();
     let elements = T::all(&weight.data);
     let run = (elements.len() / count.max(1)).max(1);
@@ -253,6 +268,7 @@ fn quantized<T: Element>(
             data: T::bytes(&scales),
             shape: scale_shape,
         },
+        tensor_scale: None,
         scale_range: [lowest, highest],
         signal: sums.signal,
         noise: sums.noise,
@@ -388,6 +404,11 @@ impl RunRounding {
                     rounding.zero_point = (lowest - nearest_even(quotient)).clamp(lowest, highest);
                 }
             }
+            // They are refused before.
+            NumericsConvention::Gguf
+            | NumericsConvention::Nf4
+            | NumericsConvention::Mx
+            | NumericsConvention::Nv => {}
         }
         rounding
     }

@@ -61,8 +61,21 @@ fn numerics(config: &Config, mode: config::Quantization) -> NumericsConvention {
     match (config.use_qwix_quantization, config.quantization_numerics) {
         (true, _) => NumericsConvention::Qwix,
         (false, Some(asked)) => asked,
-        (false, None) if mode == config::Quantization::Fp8W8A16 => NumericsConvention::Quark,
-        (false, None) => NumericsConvention::Aqt,
+        (false, None) => own_numerics(mode),
+    }
+}
+
+/// The numerics of a mode where a configuration names none; of some modes the only ones.
+fn own_numerics(mode: config::Quantization) -> NumericsConvention {
+    match mode {
+        config::Quantization::Off
+        | config::Quantization::Int8
+        | config::Quantization::Int8W8A16
+        | config::Quantization::W4A16 => NumericsConvention::Aqt,
+        config::Quantization::Fp8W8A16 => NumericsConvention::Quark,
+        config::Quantization::Nf4 => NumericsConvention::Nf4,
+        config::Quantization::MxFp4 | config::Quantization::MxFp8 => NumericsConvention::Mx,
+        config::Quantization::NvFp4 => NumericsConvention::Nv,
     }
 }
 
@@ -84,6 +97,10 @@ fn rule_layers<'a>(config: &Config, rule: &'a config::QuantRule) -> Option<Layer
         config::QuantRuleMode::Int8W8A16 => config::Quantization::Int8W8A16,
         config::QuantRuleMode::W4A16 => config::Quantization::W4A16,
         config::QuantRuleMode::Fp8W8A16 => config::Quantization::Fp8W8A16,
+        config::QuantRuleMode::Nf4 => config::Quantization::Nf4,
+        config::QuantRuleMode::MxFp4 => config::Quantization::MxFp4,
+        config::QuantRuleMode::MxFp8 => config::Quantization::MxFp8,
+        config::QuantRuleMode::NvFp4 => config::Quantization::NvFp4,
     };
     Some(Layers {
         key: &rule.path,
@@ -96,6 +113,11 @@ fn rule_layers<'a>(config: &Config, rule: &'a config::QuantRule) -> Option<Layer
 
 /// The input features that share a scale in `w4a16`: those of AMD Quark's `int4_wo_64`.
 const INT4_GROUP: usize = 64;
+
+/// The input features that share a scale in bitsandbytes' NF4, in OCP's microscaling formats, and in NVFP4.
+const NF4_GROUP: usize = 64;
+const MX_GROUP: usize = 32;
+const NV_GROUP: usize = 16;
 
 /// The formats of layers.
 ///
@@ -122,9 +144,10 @@ fn formats(layers: &Layers<'_>, local_shards: usize) -> Result<Formats, RecipeEr
             return match numerics {
                 NumericsConvention::Aqt => Ok(Formats::aqt_int8(local_shards)),
                 NumericsConvention::Qwix => Ok(Formats::qwix_int8()),
-                NumericsConvention::Quark => refuse(
-                    "AMD Quark's numerics are here for weights alone: take int8_w8a16 or w4a16, or aqt or qwix".into(),
-                ),
+                other => refuse(format!(
+                    "{}'s numerics are here for weights alone: take int8_w8a16 or w4a16, or aqt or qwix",
+                    title(other)
+                )),
             };
         }
         config::Quantization::Int8W8A16 => (DType::S8, Granularity::Channel),
@@ -142,7 +165,41 @@ fn formats(layers: &Layers<'_>, local_shards: usize) -> Result<Formats, RecipeEr
             }
             (DType::F8E4M3Fn, Granularity::Tensor)
         }
+        config::Quantization::Nf4 => (DType::U4, Granularity::Group(NF4_GROUP)),
+        config::Quantization::MxFp4 => (DType::U4, Granularity::Group(MX_GROUP)),
+        config::Quantization::MxFp8 => (DType::F8E4M3Fn, Granularity::Group(MX_GROUP)),
+        config::Quantization::NvFp4 => (DType::U4, Granularity::Group(NV_GROUP)),
     };
+    let granularity = granularity.unwrap_or(own);
+    let is_group = matches!(granularity, Granularity::Group(_));
+    match numerics {
+        NumericsConvention::Aqt | NumericsConvention::Qwix | NumericsConvention::Quark => {
+            let own = own_numerics(mode);
+            if ![NumericsConvention::Aqt, NumericsConvention::Quark].contains(&own) {
+                return refuse(format!(
+                    "mode {mode} has numerics of its own: leave {numerics} out"
+                ));
+            }
+        }
+        NumericsConvention::Gguf => {
+            if !is_group || !symmetric || own_numerics(mode) != NumericsConvention::Aqt {
+                return refuse(
+                    "llama.cpp's blocks are here in int8_w8a16 (q8_0) and w4a16 (q4_0), symmetric, with a granularity in input \
+                     features: give quantization_granularity=32"
+                        .into(),
+                );
+            }
+        }
+        NumericsConvention::Nf4 | NumericsConvention::Mx | NumericsConvention::Nv => {
+            if own_numerics(mode) != numerics || !is_group || !symmetric {
+                return refuse(format!(
+                    "{}'s numerics belong to its own mode, symmetric and with groups of input features: leave numerics and \
+                     symmetric out",
+                    title(numerics)
+                ));
+            }
+        }
+    }
     if !symmetric && numerics != NumericsConvention::Quark {
         return refuse(format!(
             "{} has no zero points: leave symmetric out, or take AMD Quark's numerics",
@@ -151,7 +208,7 @@ fn formats(layers: &Layers<'_>, local_shards: usize) -> Result<Formats, RecipeEr
     }
     Ok(Formats::of_weights(TensorFormat {
         element,
-        granularity: granularity.unwrap_or(own),
+        granularity,
         zero_point: !symmetric,
         range: Range::Dynamic,
         rounding: Rounding::NearestEven,
@@ -210,9 +267,13 @@ pub fn policy_of_checkpoint(
     for (path, layer) in &mut layers {
         let fits = match mode {
             config::Quantization::Off => true,
-            config::Quantization::Int8W8A16 => layer.weight.element == DType::S8,
-            config::Quantization::W4A16 => layer.weight.element == DType::S4,
-            config::Quantization::Fp8W8A16 => layer.weight.element == DType::F8E4M3Fn,
+            config::Quantization::Int8W8A16
+            | config::Quantization::W4A16
+            | config::Quantization::Fp8W8A16
+            | config::Quantization::Nf4
+            | config::Quantization::MxFp4
+            | config::Quantization::MxFp8
+            | config::Quantization::NvFp4 => weight_mode(layer.weight) == mode,
             config::Quantization::Int8 => {
                 TensorFormat {
                     range: Range::Dynamic,
@@ -223,7 +284,7 @@ pub fn policy_of_checkpoint(
         if !fits {
             return refuse(format!(
                 "quantization={mode}: the weight {path} of {place} is stored as {}, which has no such mode; leave \
-                 quantization out, or name the float checkpoint",
+                 quantization out, name the float checkpoint, or widen the weights first with dequantize=True",
                 format_text(layer.weight)
             ));
         }
@@ -231,7 +292,11 @@ pub fn policy_of_checkpoint(
             config::Quantization::Off => layer.activation,
             config::Quantization::Int8W8A16
             | config::Quantization::W4A16
-            | config::Quantization::Fp8W8A16 => None,
+            | config::Quantization::Fp8W8A16
+            | config::Quantization::Nf4
+            | config::Quantization::MxFp4
+            | config::Quantization::MxFp8
+            | config::Quantization::NvFp4 => None,
             config::Quantization::Int8 => Some(int8),
         };
     }
@@ -245,13 +310,22 @@ fn title(convention: NumericsConvention) -> &'static str {
         NumericsConvention::Aqt => "AQT",
         NumericsConvention::Qwix => "Qwix",
         NumericsConvention::Quark => "AMD Quark",
+        NumericsConvention::Gguf => "llama.cpp",
+        NumericsConvention::Nf4 => "bitsandbytes",
+        NumericsConvention::Mx => "OCP",
+        NumericsConvention::Nv => "NVIDIA",
     }
 }
 
 /// `int8, a scale a channel, aqt`
 pub fn format_text(format: TensorFormat) -> String {
     let element = match format.element {
+        _ if format.codebook().is_some() => match format.convention {
+            NumericsConvention::Nf4 => "nf4".to_owned(),
+            _ => "fp4".to_owned(),
+        },
         DType::F8E4M3Fn => "fp8".to_owned(),
+        DType::F8E5M2 => "fp8 (e5m2)".to_owned(),
         integers => format!("int{}", integers.bits()),
     };
     let granularity = match format.granularity {
@@ -272,14 +346,23 @@ pub fn format_text(format: TensorFormat) -> String {
 
 /// The mode that formats are.
 pub fn mode_of(formats: &Formats) -> config::Quantization {
-    match (
-        formats.activation,
-        formats.weight.map(|weight| weight.element),
-    ) {
+    match (formats.activation, formats.weight) {
         (Some(_), _) => config::Quantization::Int8,
-        (None, Some(DType::S4)) => config::Quantization::W4A16,
-        (None, Some(DType::F8E4M3Fn)) => config::Quantization::Fp8W8A16,
-        (None, _) => config::Quantization::Int8W8A16,
+        (None, Some(weight)) => weight_mode(weight),
+        (None, None) => config::Quantization::Off,
+    }
+}
+
+/// The mode of weights in a format, with activations in float.
+fn weight_mode(weight: TensorFormat) -> config::Quantization {
+    match (weight.convention, weight.element) {
+        (NumericsConvention::Nf4, _) => config::Quantization::Nf4,
+        (NumericsConvention::Nv, _) => config::Quantization::NvFp4,
+        (NumericsConvention::Mx, DType::U4) => config::Quantization::MxFp4,
+        (NumericsConvention::Mx, _) => config::Quantization::MxFp8,
+        (_, DType::F8E4M3Fn | DType::F8E5M2) => config::Quantization::Fp8W8A16,
+        (_, DType::S4 | DType::U4) => config::Quantization::W4A16,
+        (_, _) => config::Quantization::Int8W8A16,
     }
 }
 

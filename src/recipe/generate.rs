@@ -69,6 +69,7 @@ pub fn generation(
         Some(Distilled::Denoiser(path)) => source.replace_denoiser(&path)?,
         Some(Distilled::Lora(lora)) => loras.push(lora),
     }
+    source.replace_parts(config)?;
     let mut refiner = source.refiner(config)?;
     for source in [Some(&mut source), refiner.as_mut()].into_iter().flatten() {
         source.replace_autoencoder(config)?;

@@ -61,6 +61,8 @@ pub fn names_repositories(config: &Config) -> bool {
         &config.tokenizer_model_name_or_path,
         &config.lightning_repo,
         &config.vae_model_name_or_path,
+        &config.denoiser_model_name_or_path,
+        &config.t5_model_name_or_path,
         &config.preview_vae_model_name_or_path,
     ];
     names
@@ -71,13 +73,18 @@ pub fn names_repositories(config: &Config) -> bool {
         .any(|name| !Path::new(name).exists() && RepoId::parse(name).is_some())
 }
 
-/// Refuses autoencoders that are neither here nor the name of a repository, before anything is downloaded.
+/// Refuses parts that are neither here nor the name of a repository, before anything is downloaded.
 ///
 /// # Errors
 /// Names the key.
 pub fn check_autoencoders(config: &Config) -> Result<(), RecipeError> {
     let named = [
         ("vae_model_name_or_path", &config.vae_model_name_or_path),
+        (
+            "denoiser_model_name_or_path",
+            &config.denoiser_model_name_or_path,
+        ),
+        ("t5_model_name_or_path", &config.t5_model_name_or_path),
         (
             "preview_vae_model_name_or_path",
             &config.preview_vae_model_name_or_path,
@@ -159,6 +166,8 @@ pub fn with_paths(mut config: Config, notify: &mut Notify<'_>) -> Result<Config,
     }
     for name in [
         &mut config.vae_model_name_or_path,
+        &mut config.denoiser_model_name_or_path,
+        &mut config.t5_model_name_or_path,
         &mut config.preview_vae_model_name_or_path,
     ] {
         if let Some(path) = find(name, Wanted::Part)? {

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 use crate::config::{Config, ModelConfig};
-use crate::graph::{Builder, Graph, Range, TensorFormat};
+use crate::graph::{Builder, Graph, TensorFormat};
 use crate::hub::RepoId;
 use crate::models::{Family, FamilySpec, Part, unet};
 use crate::quant::{Action, Decision, Policy, Rule, StoredLayer, annotate};
@@ -252,10 +252,7 @@ fn decisions(
 fn stored(config: &Config, decisions: &[Decision]) -> Quantization {
     let stored = |decision: &Decision| {
         let formats = decision.formats?;
-        let weight = TensorFormat {
-            range: Range::Stored(config.activations_dtype.into()),
-            ..formats.weight?
-        };
+        let weight = formats.weight?.stored(config.activations_dtype.into());
         let activation = formats.activation;
         Some((decision.path.clone(), StoredLayer { weight, activation }))
     };

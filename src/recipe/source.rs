@@ -38,8 +38,10 @@ pub(super) const INDEX: &str = "model_index.json";
 const CHECKPOINTS: &str = "checkpoints";
 /// The moving average of low-rank updates in a checkpoint.
 const AVERAGED_LORA: &str = "ema/pytorch_lora_weights.safetensors";
-/// The key of another autoencoder.
+/// The keys of another autoencoder, another denoiser and another T5.
 const VAE_KEY: &str = "vae_model_name_or_path";
+const DENOISER_KEY: &str = "denoiser_model_name_or_path";
+const T5_KEY: &str = "t5_model_name_or_path";
 
 /// Where weights come from.
 pub enum Source {
@@ -142,6 +144,38 @@ impl Source {
                 dir.display()
             ))),
         }
+    }
+
+    /// Takes the denoiser and T5 from the files that the configuration names, if it does.
+    ///
+    /// # Errors
+    /// When a file has no such part, or the model is a checkpoint of a run.
+    pub fn replace_parts(&mut self, config: &Config) -> Result<(), RecipeError> {
+        let replace: [(&str, &str, fn(&mut ModelSource, &Path) -> _); 2] = [
+            (
+                DENOISER_KEY,
+                &config.denoiser_model_name_or_path,
+                ModelSource::replace_denoiser,
+            ),
+            (
+                T5_KEY,
+                &config.t5_model_name_or_path,
+                ModelSource::replace_t5,
+            ),
+        ];
+        for (key, path, replace) in replace.into_iter().filter(|(_, path, _)| !path.is_empty()) {
+            match self {
+                Source::Model { source, .. } => replace(source, Path::new(path))
+                    .map_err(|error| RecipeError::Usage(format!("{key}={path}: {error}")))?,
+                Source::Run { dir, .. } => {
+                    return Err(RecipeError::Usage(format!(
+                        "{key} has no effect: {} is a checkpoint of a run, which has parts of its own",
+                        dir.display()
+                    )));
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Takes the autoencoder from the file or folder that the configuration names, if it does.
@@ -403,9 +437,19 @@ fn controlnets(config: &Config) -> Result<Vec<ControlNetConfig>, RecipeError> {
 fn published(
     config: &Config,
     given: &Given,
-    source: Box<ModelSource>,
+    mut source: Box<ModelSource>,
     notify: &mut Notify<'_>,
 ) -> Result<PipelineModel, RecipeError> {
+    match config.dequantize {
+        false => source.pack_denoiser(),
+        true if source.widen_denoiser() > 0 => {}
+        true => {
+            return Err(RecipeError::Usage(format!(
+                "dequantize has no effect: the denoiser of {} is not quantized; leave it out",
+                source.path.display()
+            )));
+        }
+    }
     if config.unet_config.0 != ModelConfig::Unset {
         return Err(RecipeError::Usage(format!(
             "unet_config has no effect: {} has a UNet of its own; leave one of the two out",

@@ -5,14 +5,14 @@ use half::{bf16, f16};
 use rayon::prelude::*;
 
 use crate::dtype::DType;
-use crate::host_tensor::{HostTensor, HostTensorError};
+use crate::host_tensor::{HostTensor, HostTensorError, float8};
 
 /// Elements converted at a time: they stay in the nearest cache.
 const CHUNK: usize = 4096;
 
 /// The elements of `tensor` as `dtype`, rounded to nearest, ties to even.
 ///
-/// Between `f32`, `bf16` and `f16` it runs in parallel without a copy in a wider type; other
+/// Between `f32`, `bf16` and `f16`, and from floats of 8 bits, it runs in parallel without a copy in a wider type; other
 /// pairs go through [`HostTensor::convert`]. A value past the range of `f16` becomes infinite.
 ///
 /// # Errors
@@ -35,11 +35,12 @@ pub fn cast(tensor: HostTensor, dtype: DType) -> Result<HostTensor, HostTensorEr
 
 /// Whether [`cast_bytes`] converts between the two.
 pub(super) fn is_direct(from: DType, to: DType) -> bool {
-    is_half_or_single(from) && is_half_or_single(to)
+    let is_float8 = matches!(from, DType::F8E4M3Fn | DType::F8E5M2);
+    (is_float8 || is_half_or_single(from)) && is_half_or_single(to)
 }
 
-/// Converts the elements of `input` into `out`, on this thread. Both types are `f32`, `bf16` or `f16`, and
-/// `out` has room for as many elements as `input` has.
+/// Converts the elements of `input` into `out`, on this thread. Both types are `f32`, `bf16` or `f16`, or the first
+/// `f8E4M3FN` or `f8E5M2`, and `out` has room for as many elements as `input` has.
 pub(super) fn cast_bytes(from: DType, input: &[u8], to: DType, out: &mut [u8]) {
     let mut values = [0.0_f32; CHUNK];
     let chunks = input.chunks(CHUNK * from.storage_bytes(1));
@@ -103,6 +104,16 @@ fn read_chunk(from: DType, input: &[u8], values: &mut [f32]) {
         DType::BF16 => {
             for (v, bits) in values.iter_mut().zip(pairs) {
                 *v = f32::from_bits(u32::from(bits) << 16);
+            }
+        }
+        DType::F8E4M3Fn => {
+            for (v, code) in values.iter_mut().zip(input) {
+                *v = float8::decode(*code);
+            }
+        }
+        DType::F8E5M2 => {
+            for (v, code) in values.iter_mut().zip(input) {
+                *v = float8::decode_e5m2(*code);
             }
         }
         _ => {

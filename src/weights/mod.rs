@@ -1,4 +1,4 @@
-//! Checkpoint files: safetensors, alone or in a diffusers directory.
+//! Checkpoint files: safetensors, alone or in a diffusers directory, and GGUF.
 //!
 //! [`Checkpoint::open`] reads and checks headers only; tensors are read when asked for, with
 //! positioned reads in parallel. [`Checkpoint::view`] shows them under other names.
@@ -10,7 +10,9 @@
 //! code when they are loaded (pickle) are refused.
 
 mod cast;
+mod gguf;
 mod header;
+mod location;
 pub mod lora;
 mod matching;
 mod open;
@@ -18,6 +20,7 @@ pub mod quantized;
 mod read;
 pub(crate) mod save;
 pub mod source;
+mod stored;
 mod view;
 
 use std::path::PathBuf;
@@ -53,6 +56,8 @@ pub enum WeightsError {
     },
     #[error("{path}: not a safetensors file: {reason}")]
     Header { path: PathBuf, reason: String },
+    #[error("{path}: not a GGUF file that is read here: {reason}")]
+    Gguf { path: PathBuf, reason: String },
     #[error("{path}: tensor {tensor}: {reason}")]
     Tensor {
         path: PathBuf,

@@ -10,8 +10,11 @@ use serde::Deserialize;
 use serde_json::{Map, Value};
 
 use super::WeightsError;
+use super::gguf;
 use super::header::{self, MAX_HEADER_BYTES, UniqueMap};
+use super::location::{Location, Order, Parts};
 use super::quantized::{self, Quantization};
+use super::stored::BlockPart;
 use crate::shape::Shape;
 use crate::util::files;
 use crate::util::hash::{Hasher, Sha256};
@@ -40,34 +43,9 @@ pub(super) struct Opened {
     metadata: BTreeMap<String, String>,
 }
 
-/// Where a tensor's bytes are.
-#[derive(Clone, Debug)]
-pub(super) struct Location {
-    pub file: usize,
-    /// From the start of the file.
-    pub offset: u64,
-    /// As it is read.
-    pub shape: Shape,
-    pub order: Order,
-}
-
-/// How the bytes of a tensor are stored, beside the shape that is shown.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Order {
-    AsShown,
-    /// As the transposed matrix.
-    Transposed,
-    /// With the halves of the first dimension swapped.
-    HalvesSwapped,
-    /// Not at all: it is the unit matrix.
-    UnitMatrix,
-    /// With two input features of a weight in a byte ([`super::quantized`]).
-    PairedFeatures,
-}
-
 impl Checkpoint {
-    /// Opens a `.safetensors` file, a `.safetensors.index.json` with its shards, or a submodule
-    /// directory in diffusers' or transformers' layout.
+    /// Opens a `.safetensors` file, a `.safetensors.index.json` with its shards, a `.gguf` file, or a submodule
+    /// directory in diffusers' or transformers' layout. Quantized tensors of a `.gguf` file are shown in `f32`.
     ///
     /// In a directory an index goes before a single file, as in diffusers, and the default variant
     /// before others; a variant (`.fp16`) is taken when it is the only one.
@@ -93,11 +71,12 @@ impl Checkpoint {
         } else {
             opened.add_file(&mut tensors, &file, None)?;
         }
-        Ok(Checkpoint {
+        let checkpoint = Checkpoint {
             opened: Arc::new(opened),
             tensors,
             quantization: None,
-        })
+        };
+        checkpoint.with_foreign_weights()
     }
 
     /// The same as the part's `config.json`, of the path `place`, describes it: quantized or not.
@@ -109,6 +88,10 @@ impl Checkpoint {
         place: &Path,
         config: &Map<String, Value>,
     ) -> Result<Self, WeightsError> {
+        if let Some((method, description)) = quantized::foreign(config) {
+            self.described_by_others(place, method, description)?;
+            return Ok(self);
+        }
         let Some(quantization) = Quantization::of_config(place, config)? else {
             return Ok(self);
         };
@@ -202,6 +185,9 @@ impl Opened {
         listed: Option<&[&str]>,
     ) -> Result<(), WeightsError> {
         let file = files::open(path).map_err(|e| io(path, e))?;
+        if is_gguf(path, &file)? {
+            return self.add_gguf(tensors, path, file);
+        }
         let header = read_header(path, &file)?;
         if let Some(listed) = listed {
             check_listed(path, listed, &header)?;
@@ -217,6 +203,55 @@ impl Opened {
                 offset: tensor.offset,
                 shape: tensor.shape,
                 order: Order::AsShown,
+                parts: None,
+            };
+            tensors.insert(tensor.name, location);
+        }
+        Ok(())
+    }
+
+    /// Adds the tensors of a GGUF file.
+    fn add_gguf(
+        &mut self,
+        tensors: &mut BTreeMap<String, Location>,
+        path: &Path,
+        file: File,
+    ) -> Result<(), WeightsError> {
+        let bytes = file.metadata().map_err(|e| io(path, e))?.len();
+        let header = gguf::read(path, &file, bytes)?;
+        let index = self.files.len();
+        self.files.push((path.to_owned(), file));
+        self.metadata.extend(header.metadata);
+        for tensor in header.tensors {
+            let at = |shape: Shape, order: Order| Location {
+                file: index,
+                offset: tensor.offset,
+                shape,
+                order,
+                parts: None,
+            };
+            let location = match tensor.kind {
+                gguf::Kind::Plain(dtype) => at(Shape::new(dtype, tensor.dims), Order::AsShown),
+                gguf::Kind::Blocks(kind) => {
+                    let blocks = tensor.dims.iter().product::<usize>() / kind.elements();
+                    let run = kind.group();
+                    let part = |part: BlockPart, dims: Vec<usize>| {
+                        at(
+                            Shape::new(kind.dtype(part), dims),
+                            Order::Blocks(kind, part),
+                        )
+                    };
+                    let beside = |which| part(which, vec![blocks * kind.values(which)]);
+                    Location::of_parts(Parts {
+                        format: kind.format(),
+                        codes: part(BlockPart::Codes, tensor.dims),
+                        scale: beside(BlockPart::Scales),
+                        zero_point: kind.has_minimums().then(|| beside(BlockPart::Minimums)),
+                        tensor_scale: None,
+                        table: None,
+                        run,
+                    })
+                }
             };
             tensors.insert(tensor.name, location);
         }
@@ -286,6 +321,16 @@ fn check_listed(path: &Path, listed: &[&str], header: &header::Header) -> Result
         }
     }
     Ok(())
+}
+
+/// Whether a file begins as GGUF files do.
+fn is_gguf(path: &Path, file: &File) -> Result<bool, WeightsError> {
+    let mut magic = [0; 4];
+    match file.read_exact_at(&mut magic, 0) {
+        Ok(()) => Ok(&magic == gguf::MAGIC),
+        Err(e) if e.kind() == std::io::ErrorKind::UnexpectedEof => Ok(false),
+        Err(e) => Err(io(path, e)),
+    }
 }
 
 fn read_header(path: &Path, file: &File) -> Result<header::Header, WeightsError> {

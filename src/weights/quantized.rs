@@ -17,7 +17,9 @@ use serde_json::{Map, Value, json};
 use crate::dtype::DType;
 use crate::graph::{Granularity, NumericsConvention, Range, Rounding, TensorFormat};
 use crate::host_tensor::{HostTensor, packed};
-use crate::quant::{StoredFormats, StoredLayer, scale_dims, scale_name, zero_point_name};
+use crate::quant::{
+    StoredFormats, StoredLayer, scale_dims, scale_name, tensor_scale_name, zero_point_name,
+};
 use crate::shape::Shape;
 use crate::util::text::listed;
 
@@ -41,15 +43,31 @@ pub struct Quantization {
 #[derive(Debug, thiserror::Error)]
 pub enum QuantizedError {
     #[error(
-        "{path}: quantized by {method:?}, whose files are not read here; take the model's own checkpoint, and quantize it \
-         with `maxdiff-rs quantize`"
+        "{path}: quantized by {method:?}, whose files are not read here; read are those of bitsandbytes, torchao and AMD Quark, \
+         GGUF and ComfyUI's files; take one of these, or the model's own checkpoint, and quantize it with `maxdiff-rs quantize`"
     )]
     Foreign { path: PathBuf, method: String },
     #[error(
-        "{path}: {CONFIG_KEY} has version {found}, this program reads version {VERSION}; take a newer maxdiff-rs, or \
-         quantize the model again"
+        "{path}: {CONFIG_KEY} has version {found}, this program reads version {VERSION}; {}quantize the model again",
+        if *found > VERSION { "take a newer maxdiff-rs, or " } else { "" }
     )]
     Version { path: PathBuf, found: u64 },
+    #[error("{path}: {layer} is stored in {format}, which is not read here; read are {read}")]
+    Format {
+        path: PathBuf,
+        layer: String,
+        format: String,
+        read: String,
+    },
+    #[error(
+        "{path}: {} weights in fp8 have no scale (.scale_weight), although the file says that they are scaled: {}; it is not \
+         whole: take it again",
+        missing.len(),
+        listed(missing, SHOWN)
+    )]
+    Scales { path: PathBuf, missing: Vec<String> },
+    #[error("{path}: not as its {CONFIG_KEY} says: {reason}; files of two models may be mixed")]
+    Disagrees { path: PathBuf, reason: String },
     #[error("{path}: {CONFIG_KEY}: {reason}")]
     Config { path: PathBuf, reason: String },
     #[error(
@@ -61,6 +79,13 @@ pub enum QuantizedError {
         path: PathBuf,
         problems: Vec<String>,
     },
+}
+
+/// The description of another program's weights in a `config.json`, and what it says of the program.
+pub(super) fn foreign(config: &Map<String, Value>) -> Option<(&str, &Map<String, Value>)> {
+    let description = config.get(CONFIG_KEY)?.as_object()?;
+    let method = description.get("quant_method")?.as_str()?;
+    (method != METHOD).then_some((method, description))
 }
 
 /// A format as it is written.
@@ -105,15 +130,32 @@ struct Written {
     formats: Vec<WrittenLayers>,
 }
 
-/// The types of scales, by the names of `weights_dtype`.
-const SCALE_TYPES: [(&str, DType); 2] = [("float32", DType::F32), ("bfloat16", DType::BF16)];
+/// The types of scales in files, by the names of PyTorch.
+const SCALE_TYPES: [(&str, DType); 5] = [
+    ("float32", DType::F32),
+    ("bfloat16", DType::BF16),
+    ("float16", DType::F16),
+    ("float8_e4m3fn", DType::F8E4M3Fn),
+    ("float8_e8m0fnu", DType::F8E8M0Fnu),
+];
 
 /// The elements of weights.
-const ELEMENTS: [(&str, DType); 3] = [
+const ELEMENTS: [(&str, DType); 5] = [
     ("int8", DType::S8),
     ("int4", DType::S4),
     ("float8_e4m3fn", DType::F8E4M3Fn),
+    ("nf4", DType::U4),
+    ("float4_e2m1fn", DType::U4),
 ];
+
+/// The name of a format's elements. Codes of 4 bits have that of their numbers.
+fn element_name(format: TensorFormat) -> String {
+    match (format.codebook(), format.convention) {
+        (Some(_), NumericsConvention::Nf4) => "nf4".to_owned(),
+        (Some(_), _) => "float4_e2m1fn".to_owned(),
+        (None, _) => name_of(&ELEMENTS, format.element),
+    }
+}
 
 fn name_of(known: &[(&'static str, DType)], dtype: DType) -> String {
     let named = known.iter().find(|(_, known)| *known == dtype);
@@ -141,13 +183,13 @@ impl WrittenFormat {
             Granularity::Group(size) => ("group", Some(size)),
         };
         WrittenFormat {
-            element: name_of(&ELEMENTS, format.element),
+            element: element_name(format),
             granularity: granularity.to_owned(),
             group_size,
             symmetric: !format.zero_point,
             numerics: format.convention,
             scale_dtype: match format.range {
-                Range::Stored(dtype) => Some(name_of(&SCALE_TYPES, dtype)),
+                Range::Stored(_) => Some(name_of(&SCALE_TYPES, format.scale_type_in_files())),
                 Range::Dynamic | Range::Static(_) => None,
             },
         }
@@ -178,7 +220,7 @@ impl WrittenFormat {
             ));
         }
         let element = type_of(&ELEMENTS, "element", &self.element)?;
-        let is_float = element.is_float();
+        let is_float = element.is_float() && self.numerics != NumericsConvention::Mx;
         if is_float
             && (!self.symmetric
                 || matches!(granularity, Granularity::Group(_))
@@ -189,17 +231,44 @@ impl WrittenFormat {
                 self.element
             ));
         }
-        Ok(TensorFormat {
+        let scale = self.scale_dtype.as_ref();
+        let scale = scale.map(|name| type_of(&SCALE_TYPES, "scale_dtype", name));
+        let format = TensorFormat {
             element,
             granularity,
             zero_point: !self.symmetric,
-            range: match &self.scale_dtype {
-                None => Range::Dynamic,
-                Some(name) => Range::Stored(type_of(&SCALE_TYPES, "scale_dtype", name)?),
-            },
+            range: Range::Dynamic,
             rounding: Rounding::NearestEven,
             convention: self.numerics,
-        })
+        };
+        let Some(scale) = scale.transpose()? else {
+            return Ok(format);
+        };
+        let format = format.stored(scale);
+        // What the convention leaves open is as it is said; what it does not is checked.
+        if element_name(format) != self.element || format.scale_type_in_files() != scale {
+            return Err(format!(
+                "numerics {} has no {:?} with scales in {:?}",
+                self.numerics,
+                self.element,
+                self.scale_dtype.as_deref().unwrap_or_default()
+            ));
+        }
+        let of_integers = matches!(
+            self.numerics,
+            NumericsConvention::Aqt | NumericsConvention::Qwix | NumericsConvention::Quark
+        );
+        if of_integers && ![DType::F32, DType::BF16].contains(&scale) {
+            return Err(unknown(
+                "scale_dtype",
+                &name_of(&SCALE_TYPES, scale),
+                "float32 and bfloat16",
+            ));
+        }
+        if !of_integers && !matches!(granularity, Granularity::Group(_)) {
+            return Err(format!("numerics {} has groups alone", self.numerics));
+        }
+        Ok(format)
     }
 }
 
@@ -344,6 +413,7 @@ impl Quantization {
             let is_quantized = !shape.dtype.is_float()
                 || shape.dtype.bits() < 16
                 || name.ends_with(".weight_scale")
+                || name.ends_with(".weight_scale_2")
                 || name.ends_with(".weight_zero_point");
             if is_quantized && !expected.contains_key(*name) {
                 problems.push(format!("{name} {shape} is of no layer that is described"));
@@ -362,6 +432,7 @@ impl Quantization {
     pub fn is_beside(&self, name: &str) -> bool {
         let layer = name
             .strip_suffix(".weight_scale")
+            .or_else(|| name.strip_suffix(".weight_scale_2"))
             .or_else(|| name.strip_suffix(".weight_zero_point"));
         layer.is_some_and(|layer| self.layers.contains_key(layer))
     }
@@ -380,9 +451,10 @@ pub(super) fn stored_tensors(
     shape: &Shape,
     format: TensorFormat,
 ) -> Option<Vec<(String, Shape)>> {
-    let Range::Stored(scale_type) = format.range else {
+    let Range::Stored(_) = format.range else {
         return None;
     };
+    let scale_type = format.scale_type_in_files();
     let dims = scale_dims(&shape.dims, format.granularity)?;
     let mut tensors = vec![
         (name.to_owned(), in_file(shape, format.element)?),
@@ -390,6 +462,9 @@ pub(super) fn stored_tensors(
     ];
     if format.zero_point {
         tensors.push((zero_point_name(name), Shape::new(DType::S8, dims)));
+    }
+    if format.has_tensor_scale() {
+        tensors.push((tensor_scale_name(name), Shape::scalar(DType::F32)));
     }
     Some(tensors)
 }

@@ -6,10 +6,11 @@ use std::sync::mpsc::{Receiver, sync_channel};
 
 use rayon::prelude::*;
 
-use super::open::{Checkpoint, Location, Order, io};
+use super::location::{Location, Order, Words};
+use super::open::{Checkpoint, io};
 use super::{WeightsError, cast, quantized};
 use crate::dtype::DType;
-use crate::host_tensor::HostTensor;
+use crate::host_tensor::{HostTensor, packed};
 use crate::shape::Shape;
 
 /// Bytes that one thread reads at a time.
@@ -100,12 +101,28 @@ impl Checkpoint {
         })
     }
 
+    /// Reads what lies at a place, as it is shown.
+    pub(super) fn read_location(&self, location: &Location) -> Result<HostTensor, WeightsError> {
+        self.read_into(location, Vec::new())
+    }
+
     /// Reads a tensor as it is into `buffer`, or into new memory where it does not fit.
     fn read_into(&self, location: &Location, buffer: Vec<u8>) -> Result<HostTensor, WeightsError> {
         if location.order == Order::UnitMatrix {
             return unit_matrix(&location.shape);
         }
-        let mut data = sized(buffer, location.shape.bytes());
+        if let Order::Constant(bits) = location.order {
+            let values = vec![f32::from_bits(bits); location.shape.count()];
+            let data = bytemuck::cast_slice(&values).to_vec();
+            let shape = location.shape.clone();
+            return Ok(HostTensor { shape, data });
+        }
+        if let Some(parts) = &location.parts {
+            let name = "a weight that is stored as codes";
+            let tensor = self.read_parts(name, parts, location.shape.dtype, |_| Ok(()))?;
+            return Ok(in_order(location, tensor.data));
+        }
+        let mut data = sized(buffer, stored_bytes(location));
         if data.len() <= READ_CHUNK {
             self.read_range(location, 0, &mut data)?;
         } else {
@@ -113,21 +130,7 @@ impl Checkpoint {
                 .enumerate()
                 .try_for_each(|(i, chunk)| self.read_range(location, i * READ_CHUNK, chunk))?;
         }
-        match location.order {
-            Order::AsShown | Order::UnitMatrix => {}
-            Order::Transposed => data = transpose(&data, location),
-            Order::HalvesSwapped => {
-                let half = data.len() / 2;
-                data.rotate_left(half);
-            }
-            Order::PairedFeatures => {
-                return Ok(quantized::of_file_order(location.shape.clone(), data));
-            }
-        }
-        Ok(HostTensor {
-            shape: location.shape.clone(),
-            data,
-        })
+        Ok(in_order(location, data))
     }
 
     fn read_as_into(
@@ -138,6 +141,15 @@ impl Checkpoint {
     ) -> Result<HostTensor, WeightsError> {
         let location = self.locate(name)?;
         let from = location.shape.dtype;
+        if let Some(parts) = &location.parts
+            && location.order == Order::AsShown
+        {
+            let mut tensor = self.read_parts(name, parts, dtype, |bytes| {
+                self.check_finite(name, location, bytes)
+            })?;
+            tensor.shape.dims.clone_from(&location.shape.dims);
+            return Ok(tensor);
+        }
         if from == dtype || location.order != Order::AsShown || !cast::is_direct(from, dtype) {
             let tensor = self.read_into(location, buffer)?;
             tensor
@@ -201,6 +213,75 @@ impl Checkpoint {
     }
 }
 
+/// The bytes of the file that a tensor is read from.
+fn stored_bytes(location: &Location) -> usize {
+    match location.order {
+        Order::Blocks(kind, part) => location.shape.count() / kind.values(part) * kind.bytes(),
+        Order::Words(_) => location.shape.count() / 2,
+        _ => location.shape.bytes(),
+    }
+}
+
+/// The tensor of the bytes that are read for it.
+fn in_order(location: &Location, mut data: Vec<u8>) -> HostTensor {
+    match location.order {
+        Order::AsShown | Order::UnitMatrix | Order::Constant(_) => {}
+        Order::Transposed => data = transpose(&data, location),
+        Order::HalvesSwapped => {
+            let half = data.len() / 2;
+            data.rotate_left(half);
+        }
+        Order::PairedFeatures => {
+            return quantized::of_file_order(location.shape.clone(), data);
+        }
+        Order::Times(bits) => {
+            for value in data.as_chunks_mut().0 {
+                *value = (f32::from_le_bytes(*value) * f32::from_bits(bits)).to_le_bytes();
+            }
+        }
+        Order::HighFirst => data.iter_mut().for_each(|byte| *byte = byte.rotate_left(4)),
+        Order::Blocks(kind, part) => data = kind.extract(part, &data),
+        Order::Words(words) => data = of_words(words, &location.shape, &data),
+    }
+    HostTensor {
+        shape: location.shape.clone(),
+        data,
+    }
+}
+
+/// The integers of a tensor that lie in words.
+fn of_words(words: Words, shape: &Shape, data: &[u8]) -> Vec<u8> {
+    const REORDERED: [usize; 8] = [0, 2, 4, 6, 1, 3, 5, 7];
+    let columns = shape.dims.last().copied().unwrap_or(1).max(1);
+    let rows = shape.count() / columns;
+    let mut integers = vec![0; shape.count()];
+    for (at, word) in data.as_chunks::<4>().0.iter().enumerate() {
+        let word = u32::from_le_bytes(*word);
+        for nibble in 0..8 {
+            let place = if words.reordered {
+                REORDERED[nibble]
+            } else {
+                nibble
+            };
+            let i = 8 * at + place;
+            let i = match words.transposed {
+                true => i % rows * columns + i / rows,
+                false => i,
+            };
+            // A shift to the right keeps the sign.
+            integers[i] = (((word >> (4 * nibble)) as u8) << 4) as i8 >> 4;
+        }
+    }
+    let bytes: Vec<u8> = integers
+        .into_iter()
+        .map(|integer: i8| integer as u8)
+        .collect();
+    match shape.dtype.bits() {
+        4 => packed(&bytes),
+        _ => bytes,
+    }
+}
+
 /// Whether all numbers are finite: in the others all bits of the exponent are set. Looks at every number, because a
 /// loop that ends early is not vectorized.
 fn is_finite(dtype: DType, bytes: &[u8]) -> bool {
@@ -219,6 +300,9 @@ fn is_finite(dtype: DType, bytes: &[u8]) -> bool {
         DType::F8E4M3Fn => !bytes
             .iter()
             .fold(false, |found, byte| found | (byte & 0x7f == 0x7f)),
+        DType::F8E5M2 => !bytes
+            .iter()
+            .fold(false, |found, byte| found | (byte & 0x7c == 0x7c)),
         _ => true,
     }
 }

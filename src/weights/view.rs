@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::WeightsError;
-use super::open::{Checkpoint, Location, Order};
+use super::location::{Location, Order};
+use super::open::Checkpoint;
 use crate::models::original::Transform;
 
 impl Checkpoint {
@@ -52,7 +53,16 @@ impl Location {
             _ if self.order == Order::UnitMatrix => {
                 return Err(format!("{shape} is a unit matrix, which no file holds"));
             }
-            _ if self.order == Order::PairedFeatures => {
+            _ if matches!(
+                self.order,
+                Order::PairedFeatures
+                    | Order::HighFirst
+                    | Order::Blocks(..)
+                    | Order::Constant(_)
+                    | Order::Times(_)
+                    | Order::Words(_)
+            ) =>
+            {
                 return Err(format!("features of {shape} share bytes"));
             }
             Transform::Transpose if self.order == Order::HalvesSwapped => {
@@ -71,7 +81,12 @@ impl Location {
                     Order::AsShown
                     | Order::HalvesSwapped
                     | Order::UnitMatrix
-                    | Order::PairedFeatures => Order::Transposed,
+                    | Order::PairedFeatures
+                    | Order::HighFirst
+                    | Order::Blocks(..)
+                    | Order::Constant(_)
+                    | Order::Times(_)
+                    | Order::Words(_) => Order::Transposed,
                 };
             }
             // Few tensors of the known layouts are stored in another order, and they are not cut: reading some rows
@@ -102,8 +117,11 @@ impl Location {
                 if !row_bits.is_multiple_of(8) {
                     return Err(format!("rows of {shape} share bytes"));
                 }
-                result.offset += (rows.start * (row_bits / 8)) as u64;
                 result.shape.dims[0] = rows.len();
+                match &self.parts {
+                    None => result.offset += (rows.start * (row_bits / 8)) as u64,
+                    Some(parts) => result.parts = Some(Arc::new(parts.rows(rows)?)),
+                }
             }
             Transform::UnitMatrix => {
                 if !shape.dtype.is_float() {
@@ -111,6 +129,7 @@ impl Location {
                 }
                 result.shape.dims = vec![shape.count(); 2];
                 result.order = Order::UnitMatrix;
+                result.parts = None;
             }
             Transform::Reshape(dims) => {
                 let count = dims.iter().try_fold(1_usize, |n, &d| n.checked_mul(d));
@@ -118,6 +137,9 @@ impl Location {
                     return Err(format!("{shape} does not have the elements of {dims:?}"));
                 }
                 result.shape.dims.clone_from(dims);
+                if let Some(parts) = &mut result.parts {
+                    Arc::make_mut(parts).codes.shape.dims.clone_from(dims);
+                }
             }
         }
         Ok(result)

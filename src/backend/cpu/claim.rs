@@ -200,6 +200,11 @@ impl<'a> Claims<'a> {
         };
         let [lhs, mut rhs] = [node.operands[0], node.operands[1]];
         let dequantized = self.dequantized(rhs);
+        // A float that is added is no zero point of the kernel.
+        let zero_point = dequantized.as_ref().and_then(|d| d.zero_point);
+        if zero_point.is_some_and(|id| self.shape(id).dtype != DType::S8) {
+            return None;
+        }
         if dequantized.is_some() {
             rhs = self.node(rhs).operands[0];
         }
@@ -526,6 +531,7 @@ fn packed_scales(
 ) -> Result<Tensor> {
     let scales = match b.dtype(scales) {
         DType::S8 => b.convert(scales, DType::BF16)?,
+        DType::F16 => b.convert(scales, DType::F32)?,
         _ => scales,
     };
     let mut to = Vec::with_capacity(along.len());

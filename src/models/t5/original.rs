@@ -4,7 +4,7 @@ use serde_json::{Map, json};
 
 use crate::models::Part;
 use crate::models::original::{
-    Converted, OriginalPart, OriginalTensors, Root, StructureError, set,
+    Converted, OriginalPart, OriginalTensors, Root, StructureError, number, renamed, set,
 };
 
 /// Where files of whole models have T5-XXL, which becomes this part.
@@ -59,11 +59,42 @@ pub fn read<'a>(tensors: &OriginalTensors<'a>) -> Result<OriginalPart<'a>, Struc
     })
 }
 
+/// The name in transformers of a tensor of llama.cpp's files; `None` where it is none of an encoder's (facts: gguf-py's
+/// `constants.py`, `MODEL_ARCH.T5ENCODER`).
+pub fn of_llama_cpp(key: &str) -> Option<String> {
+    const LEAVES: [(&str, &str); 10] = [
+        ("attn_q.", "layer.0.SelfAttention.q."),
+        ("attn_k.", "layer.0.SelfAttention.k."),
+        ("attn_v.", "layer.0.SelfAttention.v."),
+        ("attn_o.", "layer.0.SelfAttention.o."),
+        ("attn_norm.", "layer.0.layer_norm."),
+        (
+            "attn_rel_b.",
+            "layer.0.SelfAttention.relative_attention_bias.",
+        ),
+        ("ffn_gate.", "layer.1.DenseReluDense.wi_0."),
+        ("ffn_up.", "layer.1.DenseReluDense.wi_1."),
+        ("ffn_down.", "layer.1.DenseReluDense.wo."),
+        ("ffn_norm.", "layer.1.layer_norm."),
+    ];
+    const FIXED: [(&str, &str); 2] = [
+        ("token_embd.", "shared."),
+        ("enc.output_norm.", "encoder.final_layer_norm."),
+    ];
+    if let Some((block, leaf)) = key.strip_prefix("enc.blk.").and_then(number) {
+        return renamed(&LEAVES, leaf).map(|leaf| format!("encoder.block.{block}.{leaf}"));
+    }
+    renamed(&FIXED, key)
+}
+
 /// What becomes of a tensor of transformers; files such as `t5xxl_fp16.safetensors` have the same names.
 pub fn of_transformers(key: &str) -> Converted {
     match key.split_once('.') {
         Some(("decoder" | "lm_head", _)) => {
             Converted::Ignored("the decoder, which makes no embeddings")
+        }
+        _ if key == "spiece_model" => {
+            Converted::Ignored("the tokenizer, which is read from its own file")
         }
         _ if key == "encoder.embed_tokens.weight" => Converted::Ignored("a copy of shared.weight"),
         _ => Some(key.to_owned()).into(),

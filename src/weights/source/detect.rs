@@ -91,6 +91,7 @@ fn unknown(file: &Checkpoint) -> SourceError {
     SourceError::UnknownFamily {
         path: file.path().to_owned(),
         names: file.names().map(str::to_owned).collect(),
+        architecture: file.metadata().get("general.architecture").cloned(),
     }
 }
 

@@ -178,7 +178,7 @@ pub(super) fn component(folder: &Path, part: Part) -> Result<Component, SourceEr
     Ok(Component { config, checkpoint })
 }
 
-/// The one safetensors file of a folder without parts.
+/// The one safetensors or GGUF file of a folder without parts.
 pub(super) fn only_file(dir: &Path) -> Result<PathBuf, SourceError> {
     let found = entries(dir)?;
     let with = |suffixes: &[&str]| -> Vec<String> {
@@ -188,7 +188,7 @@ pub(super) fn only_file(dir: &Path) -> Result<PathBuf, SourceError> {
         };
         found.iter().filter(matches).cloned().collect()
     };
-    let files = with(&["safetensors"]);
+    let files = with(&["safetensors", "gguf"]);
     match files.as_slice() {
         [one] => Ok(dir.join(one)),
         [] => match with(&PICKLES).first() {

@@ -126,7 +126,7 @@ pub enum SourceError {
     Json { path: PathBuf, reason: String },
     #[error(
         "{path}: no model in this folder: looked for model_index.json, unet/config.json, transformer/config.json or one \
-         .safetensors file of a whole model; it has {}",
+         .safetensors or .gguf file of a whole model; it has {}",
         listed(found, SHOWN)
     )]
     NotAModel { path: PathBuf, found: Vec<String> },
@@ -141,10 +141,18 @@ pub enum SourceError {
     )]
     SeveralFiles { path: PathBuf, found: Vec<String> },
     #[error(
-        "{path}: its tensors belong to no known model ({}); among the {} are {}",
-        known(), names.len(), listed(names, SHOWN)
+        "{path}: its tensors belong to no known model ({}){}; among the {} are {}",
+        known(),
+        architecture.as_ref().map_or_else(String::new, |name| format!("; its general.architecture is {name}")),
+        names.len(),
+        listed(names, SHOWN)
     )]
-    UnknownFamily { path: PathBuf, names: Vec<String> },
+    UnknownFamily {
+        path: PathBuf,
+        names: Vec<String>,
+        /// What a GGUF file says it is.
+        architecture: Option<String>,
+    },
     #[error(
         "{path}: this is {family}, which is not supported; supported are {}",
         known()
@@ -241,8 +249,8 @@ fn known() -> String {
 }
 
 impl ModelSource {
-    /// Opens a diffusers pipeline folder, a single `.safetensors` file in the original layout, or a folder that holds
-    /// exactly one such file.
+    /// Opens a diffusers pipeline folder, a single `.safetensors` or `.gguf` file in the original layout, or a folder that
+    /// holds exactly one such file.
     ///
     /// Single files may be Stable Diffusion 1.x or 2.x, SDXL base or refiner, each also for inpainting, Stable Diffusion 3
     /// or 3.5, FLUX.1 or PixArt, whole or the denoiser alone. Of a folder the parts that are there are opened.
@@ -328,6 +336,24 @@ impl ModelSource {
             denoiser.checkpoint = checkpoint;
         }
         Ok(())
+    }
+
+    /// Shows the denoiser's weights as they are stored, where programs can take them so; others stay the floats that they
+    /// stand for.
+    pub fn pack_denoiser(&mut self) {
+        let part = self.family.spec().denoiser.part();
+        if let Some(denoiser) = self.components.get_mut(&part) {
+            denoiser.checkpoint.pack();
+        }
+    }
+
+    /// Shows the denoiser's weights as the floats that they stand for; how many there are that are stored otherwise.
+    pub fn widen_denoiser(&mut self) -> usize {
+        let part = self.family.spec().denoiser.part();
+        self.components.get_mut(&part).map_or(0, |denoiser| {
+            denoiser.checkpoint.widen();
+            denoiser.checkpoint.widened()
+        })
     }
 
     /// Checks that the model is of the family that `config`, the name of a configuration file, is for.

@@ -7,10 +7,11 @@ use serde_json::{Map, Value};
 
 use super::{Component, SourceError};
 use crate::dtype::DType;
-use crate::graph::{Range, TensorFormat};
+use crate::graph::{NumericsConvention, Range, TensorFormat};
 use crate::host_tensor::HostTensor;
 use crate::quant::{
-    QuantizedWeight, WeightQuantError, quantize_weight, scale_name, zero_point_name,
+    QuantizedWeight, WeightQuantError, quantize_weight, scale_name, tensor_scale_name,
+    zero_point_name,
 };
 use crate::shape::Shape;
 use crate::weights::cast::has_infinity;
@@ -122,9 +123,14 @@ impl UNetQuantization {
             file.write(name, &to_file_order(&weight.values))?;
             file.write(&scale_name(name), &weight.scale.data)?;
             let mut bytes = (weight.values.data.len() + weight.scale.data.len()) as u64;
-            if let Some(zero_point) = &weight.zero_point {
-                file.write(&zero_point_name(name), &zero_point.data)?;
-                bytes += zero_point.data.len() as u64;
+            for (name, beside) in [
+                (zero_point_name(name), &weight.zero_point),
+                (tensor_scale_name(name), &weight.tensor_scale),
+            ] {
+                if let Some(beside) = beside {
+                    file.write(&name, &beside.data)?;
+                    bytes += beside.data.len() as u64;
+                }
             }
             wrote(bytes);
             let source = checkpoint.info(name).map_or(0, Shape::bytes);
@@ -198,10 +204,15 @@ impl UNetQuantization {
     }
 }
 
-/// The type of the scales of a format that is stored.
+/// The type in which weights of a format that is stored are quantized: that of their scales, where the convention leaves it
+/// open.
 fn scale_type(format: TensorFormat) -> Option<DType> {
-    match format.range {
-        Range::Stored(dtype) => Some(dtype),
-        Range::Dynamic | Range::Static(_) => None,
+    match (format.range, format.convention) {
+        (
+            Range::Stored(dtype),
+            NumericsConvention::Aqt | NumericsConvention::Qwix | NumericsConvention::Quark,
+        ) => Some(dtype),
+        (Range::Stored(_), _) => Some(DType::F32),
+        (Range::Dynamic | Range::Static(_), _) => None,
     }
 }

@@ -9,7 +9,7 @@ use super::detect::{Detected, detect, tensors};
 use super::folder::{component, only_file, pipeline_kind};
 use super::{Component, Ignored, Layout, ModelSource, PipelineKind, SourceError, built_in};
 use crate::models::original::{Converted, OriginalPart, Root, Transform};
-use crate::models::{Part, Published};
+use crate::models::{Part, Published, TextEncoderKind, t5};
 use crate::weights::Checkpoint;
 
 /// Tensors that are marks: the model predicts the velocity; its noise schedule ends in pure noise. ComfyUI's and
@@ -92,6 +92,29 @@ impl ModelSource {
         }
     }
 
+    /// Takes the T5 text encoder from elsewhere, also where the model has none: a folder in transformers' layout, or a file
+    /// by the names of transformers or of llama.cpp.
+    ///
+    /// # Errors
+    /// When the family has no T5, there is none, or a file cannot be opened.
+    pub fn replace_t5(&mut self, path: &Path) -> Result<(), SourceError> {
+        let mut encoders = self.family.spec().text_encoders.iter();
+        let t5 = encoders.find(|e| matches!(e.kind, TextEncoderKind::T5 { .. }));
+        let Some(part) = t5.map(|encoder| encoder.part) else {
+            return Err(SourceError::OtherKind {
+                path: self.path.clone(),
+                what: self.family.title(),
+                advice: "it reads prompts without T5",
+            });
+        };
+        let encoder = match path.join(CONFIG).is_file() {
+            true => component(path, part)?,
+            false => t5_of_file(path, part)?,
+        };
+        self.components.insert(part, encoder);
+        Ok(())
+    }
+
     /// The autoencoder of a file by the names of the original code.
     fn autoencoder(&self, path: &Path) -> Result<Component, SourceError> {
         let file = Checkpoint::open(path)?;
@@ -127,6 +150,34 @@ impl ModelSource {
     }
 }
 
+/// T5's encoder in a file of its own.
+fn t5_of_file(path: &Path, part: Part) -> Result<Component, SourceError> {
+    let mut file = Checkpoint::open(path)?;
+    if file.info("token_embd.weight").is_some() {
+        let renamed = |name: &str| {
+            let new = t5::original::of_llama_cpp(name);
+            (
+                new.unwrap_or_else(|| name.to_owned()),
+                (name.to_owned(), Transform::Identity),
+            )
+        };
+        file = file.view(file.names().map(renamed).collect::<Vec<_>>())?;
+    }
+    let root = Root {
+        prefix: "",
+        ..t5::original::root(part)
+    };
+    match file.info("shared.weight") {
+        Some(_) => of_root(&file, root, Map::new(), &mut Unused::default()),
+        None => Err(SourceError::OtherKind {
+            path: path.to_owned(),
+            what: "no T5 text encoder",
+            advice: "name a folder in transformers' layout, or a file such as t5xxl_fp16.safetensors or \
+                     t5-v1_1-xxl-encoder-Q8_0.gguf",
+        }),
+    }
+}
+
 /// One part by the names of diffusers or transformers.
 fn convert(
     file: &Checkpoint,
@@ -139,6 +190,16 @@ fn convert(
         Part::Vae => built_in(file.path(), published.vae)?,
         Part::TextEncoder | Part::TextEncoder2 | Part::TextEncoder3 => Map::new(),
     };
+    of_root(file, root, published, ignored)
+}
+
+/// One part whose published configuration is `published`.
+fn of_root(
+    file: &Checkpoint,
+    root: Root,
+    published: Map<String, Value>,
+    ignored: &mut Unused,
+) -> Result<Component, SourceError> {
     let read = (root.read)(&tensors(file, root), published);
     let OriginalPart { config, tensors } = read.map_err(|e| SourceError::Structure {
         path: file.path().to_owned(),

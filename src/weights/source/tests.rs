@@ -263,7 +263,8 @@ fn folders_without_a_model_say_what_was_looked_for() {
     let found = error(dir.path());
     assert!(
         found.contains(
-            "looked for model_index.json, unet/config.json, transformer/config.json or one .safetensors file",
+            "looked for model_index.json, unet/config.json, transformer/config.json or one .safetensors or .gguf \
+             file",
         )
             && found.ends_with("it has README.md"),
         "{found}"

@@ -15,6 +15,7 @@ use crate::shape::Shape;
 use crate::util::files::{AtomicDir, parent_of, sync_dir, write_synced};
 use crate::weights::cast::has_infinity;
 use crate::weights::matching::is_parameter;
+use crate::weights::quantized::CONFIG_KEY;
 use crate::weights::save::{check_free_space, pytorch_metadata, write_error};
 use crate::weights::{TensorSpec, WeightsError, save_streaming};
 
@@ -125,7 +126,10 @@ impl ModelSource {
             make_dir(&folder)?;
             match quantization.filter(|_| *part == denoiser) {
                 None => {
-                    write_json(&folder.join("config.json"), &component.config)?;
+                    // What it says of the files that were read is not true of those that are written.
+                    let mut config = component.config.clone();
+                    config.remove(CONFIG_KEY);
+                    write_json(&folder.join("config.json"), &config)?;
                     overflown.extend(write_part(&folder, *part, component, specs, &mut wrote)?);
                 }
                 Some(quantization) => {

@@ -1,0 +1,170 @@
+//! AMD Quark's export, against the library (`scripts/oracles/quark_export.py`).
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use crate::common::{Golden, golden};
+use maxdiff::dtype::DType;
+use maxdiff::graph::{Granularity, NumericsConvention, TensorFormat};
+use maxdiff::host_tensor::HostTensor;
+use maxdiff::quant::quantize_weight;
+use maxdiff::weights::{Checkpoint, WeightsError};
+use serde_json::{Map, Value, json};
+
+const CASES: [&str; 9] = [
+    "fp8_tensor",
+    "int4_channel",
+    "int4_group",
+    "int4_group_asymmetric",
+    "int8_channel",
+    "int8_tensor",
+    "int8_tensor_asymmetric",
+    "mxfp4",
+    "nvfp4",
+];
+
+fn open(folder: &Path) -> Result<Checkpoint, WeightsError> {
+    let place = folder.join("config.json");
+    let config = fs::read_to_string(&place).unwrap();
+    let config: Map<String, Value> = serde_json::from_str(&config).unwrap();
+    Checkpoint::open(folder)?.described_by(&place, &config)
+}
+
+#[test]
+fn weights_are_the_floats_of_quark() {
+    let expected = Golden::read("quark/floats.safetensors");
+    for case in CASES {
+        let mut file = open(&golden(&format!("quark/{case}"))).unwrap();
+        let names: Vec<&str> = file.names().collect();
+        assert_eq!(
+            names,
+            ["head.bias", "head.weight", "linear.bias", "linear.weight"],
+            "{case}"
+        );
+        let found = file.read_as("linear.weight", DType::F32).unwrap();
+        assert_eq!(found.shape.dims, [16, 128], "{case}");
+        assert_eq!(
+            found,
+            expected.tensor(&format!("out/{case}"), &found.shape),
+            "{case}"
+        );
+        // Packed, they stand for the same.
+        file.pack();
+        assert_eq!(file.quantization().unwrap().layers.len(), 1, "{case}");
+        file.widen();
+        assert_eq!(file.read("linear.weight").unwrap(), found, "{case}");
+    }
+}
+
+/// What Quark stores is what `quantize` stores, and its microscaling formats stand for the same floats.
+#[test]
+fn weights_become_what_quark_exports() {
+    let recorded = Golden::read("quark/floats.safetensors");
+    let values: Vec<f32> = recorded
+        .values("in/weight")
+        .iter()
+        .map(|x| *x as f32)
+        .collect();
+    let weight = HostTensor::from_f32([16, 128], &values).unwrap();
+    let format = |convention, element, granularity, zero_point| TensorFormat {
+        element,
+        granularity,
+        zero_point,
+        ..TensorFormat::int8(convention)
+    };
+    use Granularity::{Channel, Group, Tensor};
+    use NumericsConvention::{Mx, Nv, Quark};
+    for (case, format) in [
+        ("fp8_tensor", format(Quark, DType::F8E4M3Fn, Tensor, false)),
+        ("int4_channel", format(Quark, DType::S4, Channel, false)),
+        ("int4_group", format(Quark, DType::S4, Group(64), false)),
+        (
+            "int4_group_asymmetric",
+            format(Quark, DType::S4, Group(64), true),
+        ),
+        ("int8_channel", format(Quark, DType::S8, Channel, false)),
+        ("int8_tensor", format(Quark, DType::S8, Tensor, false)),
+        (
+            "int8_tensor_asymmetric",
+            format(Quark, DType::S8, Tensor, true),
+        ),
+        ("mxfp4", format(Mx, DType::U4, Group(32), false)),
+        ("nvfp4", format(Nv, DType::U4, Group(16), false)),
+    ] {
+        let mut file = open(&golden(&format!("quark/{case}"))).unwrap();
+        file.pack();
+        let found = quantize_weight(&weight, format).unwrap();
+        let stored = |end: &str| file.read(&format!("linear.weight{end}")).unwrap();
+        assert_eq!(found.values, stored(""), "{case}");
+        assert_eq!(found.scale, stored("_scale"), "{case}");
+        if let Some(zero_point) = found.zero_point {
+            assert_eq!(zero_point, stored("_zero_point"), "{case}");
+        }
+        if let Some(scale) = found.tensor_scale {
+            assert_eq!(scale, stored("_scale_2"), "{case}");
+        }
+    }
+    // Quark does not pack it.
+    let found = quantize_weight(&weight, format(Mx, DType::F8E4M3Fn, Group(32), false)).unwrap();
+    let codes = found.values.to_f32_vec().unwrap();
+    let scales = found.scale.to_f32_vec().unwrap();
+    let floats: Vec<f64> = (0..codes.len())
+        .map(|i| f64::from(codes[i] * scales[i / 32]))
+        .collect();
+    assert_eq!(floats, recorded.values("out/mxfp8"));
+}
+
+/// A copy of a case with its description changed.
+fn changed(dir: &Path, case: &str, change: impl FnOnce(&mut Value)) -> PathBuf {
+    let from = golden(&format!("quark/{case}"));
+    let weights = "diffusion_pytorch_model.safetensors";
+    fs::copy(from.join(weights), dir.join(weights)).unwrap();
+    let config = fs::read_to_string(from.join("config.json")).unwrap();
+    let mut config: Value = serde_json::from_str(&config).unwrap();
+    change(&mut config["quantization_config"]);
+    fs::write(dir.join("config.json"), config.to_string()).unwrap();
+    dir.to_owned()
+}
+
+#[test]
+fn descriptions_that_disagree_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    type Change = fn(&mut Value);
+    let cases: [(&str, Change, &str); 6] = [
+        (
+            "int8_tensor",
+            |c| c["global_quant_config"]["weight"]["dtype"] = json!("int4"),
+            "linear is stored in AMD Quark's \"int4\" with weights in s8 and scales in f32, which is not read here",
+        ),
+        (
+            "int4_group",
+            |c| c["global_quant_config"]["weight"]["dtype"] = json!("uint4"),
+            "AMD Quark's \"uint4\" with weights in s32",
+        ),
+        (
+            "int8_tensor",
+            |c| c["export"]["weight_format"] = json!("other"),
+            "weight_format is \"other\"; read are real_quantized and fake_quantized",
+        ),
+        (
+            "int8_tensor",
+            |c| c["export"] = Value::Null,
+            "not as its quantization_config says: export:",
+        ),
+        (
+            "int8_tensor",
+            |c| c["quant_method"] = json!("gptq"),
+            "quantized by \"gptq\", whose files are not read here; read are those of bitsandbytes, torchao and AMD Quark",
+        ),
+        (
+            "int8_tensor",
+            |c| c["quant_method"] = json!("bitsandbytes"),
+            "no tensor is quantized by bitsandbytes",
+        ),
+    ];
+    for (case, change, expected) in cases {
+        let folder = changed(dir.path(), case, change);
+        let error = open(&folder).unwrap_err().to_string();
+        assert!(error.contains(expected), "{expected}: {error}");
+    }
+}
