@@ -1,5 +1,6 @@
 //! Fine-tuning in latents against the arithmetic of diffusers' training scripts, and as a user runs it.
 
+mod buckets;
 mod runs;
 
 use std::collections::BTreeMap;

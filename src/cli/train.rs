@@ -128,6 +128,13 @@ struct TrainProgress {
 impl TrainProgress {
     fn show(&mut self, event: TrainEvent<'_>) {
         match event {
+            TrainEvent::Buckets(sizes) => {
+                let sizes = sizes.iter().map(|([height, width], images)| {
+                    format!("{width}x{height} ({images})")
+                });
+                let sizes: Vec<String> = sizes.collect();
+                progress(&format!("{} buckets: {}", sizes.len(), sizes.join(", ")));
+            }
             TrainEvent::Hashing => status::spin("comparing the data with what is encoded"),
             TrainEvent::Encoding { what, done, total } => show_encoding(what, done, total),
             TrainEvent::Quantized { policy, decisions } => {

@@ -283,7 +283,7 @@ fn twice(axes: &[Axis]) -> bool {
 fn training(config: &Config, found: &mut Vec<Conflict>) {
     match config.dataset_type {
         DatasetType::Shapes => {}
-        own @ (DatasetType::Folder | DatasetType::Webdataset) => {
+        own @ (DatasetType::Folder | DatasetType::Webdataset | DatasetType::Hf) => {
             if config.train_data_dir.is_empty() {
                 found.push((
                     vec!["train_data_dir", "dataset_type"],
@@ -292,13 +292,12 @@ fn training(config: &Config, found: &mut Vec<Conflict>) {
             }
         }
         other @ (DatasetType::Tf
-        | DatasetType::Hf
         | DatasetType::Tfrecord
         | DatasetType::Grain
         | DatasetType::Synthetic) => found.push((
             vec!["dataset_type"],
             format!(
-                "{other} is a dataset type of MaxDiffusion that is not here yet; supported: shapes, folder, webdataset"
+                "{other} is a dataset type of MaxDiffusion that is not here yet; supported: shapes, folder, webdataset, hf"
             ),
         )),
     }

@@ -69,12 +69,13 @@ const RUNS: &[Verb] = &[Verb::Train, Verb::Generate, Verb::ModuleRun];
 /// Verbs of keys that change only the denoising step's program.
 const DENOISE: &[Verb] = &[Verb::Generate, Verb::Compile, Verb::Lower];
 
-const OTHER_DATASETS: &str = "only the dataset types of MaxDiffusion that are not here yet (tf, hf, tfrecord, grain) read it";
+const OTHER_DATASETS: &str =
+    "only the dataset types of MaxDiffusion that are not here yet (tf, tfrecord, grain) read it";
+const LOCAL_TABLES: &str = "dataset_type=hf reads the parquet files in train_data_dir";
 const PREPROCESSING: &str = "only the scripts of MaxDiffusion that prepare datasets read it";
 const DREAMBOOTH: &str = "only DreamBooth training reads it, which is not here yet";
 const SAFETENSORS: &str =
     "models are read from safetensors, which are the same for PyTorch and Flax";
-const IMAGE_FOLDER: &str = "metadata.jsonl has the fields file_name and text, as in an image folder of the datasets library";
 const FLASH: &str = "kernels of attention choose their own blocks and mask their own padding";
 const OWN_ENCODERS: &str = "text encoders and tokenizers are those beside the model";
 const CUSTOM_REMAT: &str = "only remat_policy=CUSTOM reads it, which is not here yet";
@@ -93,7 +94,9 @@ const HIRES: Condition = Given("hires_scale");
 const IP_ADAPTER: Condition = Given("ip_adapter_path");
 const CONTROLNET: Condition = Is("use_controlnet", &["True"]);
 const FINE_TUNING: Condition = Is("train_new_unet", &["False"]);
-const FOLDER: Condition = Is("dataset_type", &["folder", "webdataset"]);
+const FOLDER: Condition = Is("dataset_type", &["folder", "webdataset", "hf"]);
+const TABLES: Condition = Is("dataset_type", &["hf"]);
+const BUCKETS: Condition = Is("enable_bucket", &["True"]);
 const LORA_TRAINING: Condition = Positive("lora_rank");
 /// One of the models is, or may be, SDXL's refiner.
 const MAY_REFINE: Condition = Either(
@@ -319,15 +322,16 @@ schema! {
         jax_cache_dir: String = "auto".into(), Used, RUNS, is [NotAnOption];
 
         group "Data";
-        /// Source of the training examples. Supported: shapes (made by the program), folder, and webdataset (tar archives).
+        /// Source of the training examples. Supported: shapes (made by the program), folder, webdataset (tar archives), and hf
+        /// (parquet files on this machine).
         dataset_type: DatasetType = DatasetType::Tf, Used, PROGRAM, is [FixedOnResume];
         /// Folder of images with captions: `NAME.txt` beside each image, or `metadata.jsonl`; for webdataset of `.tar` files, with
-        /// `NAME.txt` and the image in the same one.
+        /// `NAME.txt` and the image in the same one; for hf of `.parquet` files, or one such file.
         train_data_dir: String = String::new(), Used, TRAIN_STEP, when FOLDER, is [FixedOnResume];
-        /// Field of `metadata.jsonl` that names the image file.
-        image_column: String = "image".into(), NoEffect(IMAGE_FOLDER), TRAIN;
-        /// Field of `metadata.jsonl` that holds the caption.
-        caption_column: String = "text".into(), NoEffect(IMAGE_FOLDER), TRAIN;
+        /// Column of a parquet file with the images: bytes, paths beside it, or both as Hugging Face's `datasets` writes them.
+        image_column: String = "image".into(), Used, TRAIN, when TABLES, is [FixedOnResume];
+        /// Column of a parquet file with the captions: texts or lists of texts.
+        caption_column: String = "text".into(), Used, TRAIN, when TABLES, is [FixedOnResume];
         /// Side of the images in pixels. A model with four input channels works on latents of an
         /// eighth of that side, any other on pixels.
         resolution: u64 = 1024, Used, PROGRAM, in Between(8.0, 8192.0), is [FixedOnResume];
@@ -351,9 +355,9 @@ schema! {
         max_bad_image_fraction: f64 = 0.01, Ours, TRAIN, in Between(0.0, 1.0),
             when FOLDER, is [FixedOnResume];
         /// Dataset on the hub.
-        dataset_name: String = "diffusers/pokemon-gpt4-captions".into(), NoEffect(OTHER_DATASETS), TRAIN;
-        /// Split of that dataset.
-        train_split: String = "train".into(), NoEffect(OTHER_DATASETS), TRAIN;
+        dataset_name: String = "diffusers/pokemon-gpt4-captions".into(), NoEffect(LOCAL_TABLES), TRAIN;
+        /// Split of the dataset, where the names of parquet files or of their folders tell it: `train-00000-of-00002.parquet`.
+        train_split: String = "train".into(), Used, TRAIN, when TABLES, is [FixedOnResume];
         /// Encode images and captions once, before training, and keep latents and text embeddings on disk. False, which
         /// encodes in every step, is not here yet.
         cache_latents_text_encoder_outputs: bool = true, Used, TRAIN, when FINE_TUNING;
@@ -361,9 +365,9 @@ schema! {
         /// default is a folder in `/tmp`.
         dataset_save_location: String = String::new(), Used, TRAIN, when FINE_TUNING, is [NotAnOption];
         /// Data directory of a hub dataset.
-        hf_data_dir: String = String::new(), NoEffect(OTHER_DATASETS), TRAIN;
+        hf_data_dir: String = String::new(), NoEffect(LOCAL_TABLES), TRAIN;
         /// Files of a hub dataset.
-        hf_train_files: String = String::new(), NoEffect(OTHER_DATASETS), TRAIN;
+        hf_train_files: String = String::new(), NoEffect(LOCAL_TABLES), TRAIN;
         /// ArrayRecord files of a Grain dataset.
         grain_train_files: String = String::new(), NoEffect(OTHER_DATASETS), TRAIN;
         /// Processes that read a Grain dataset.
@@ -382,11 +386,22 @@ schema! {
         reuse_example_batch: bool = false, NotYet("training on one batch over and over"), TRAIN;
         /// Configuration of a hub dataset.
         dataset_config_name: String = String::new(), IgnoredByMaxDiffusion, TRAIN;
-        /// Keep the square in the middle of an image. False: a square at a place that the seed and the image decide, the
+        /// Keep the middle of an image. False: a part at a place that the seed and the image decide, the
         /// same in every epoch. MaxDiffusion has the key, with the default False, and ignores it.
         center_crop: bool = true, Used, TRAIN, when FOLDER, is [FixedOnResume];
         /// Mirror an image left to right in half of its uses. MaxDiffusion has the key and ignores it.
         random_flip: bool = false, Used, TRAIN, when FOLDER, is [FixedOnResume];
+        /// Crop pictures to the size nearest to their shape, of all whose area is at most that of `resolution`, instead of to
+        /// squares (aspect-ratio bucketing, NovelAI's and kohya's rule). Each size is a program of its own.
+        enable_bucket: bool = false, Ours, TRAIN, when Both(&FINE_TUNING, &FOLDER), is [FixedOnResume];
+        /// Shortest side of these sizes. A picture with a shorter side counts as unreadable. Empty: half of `resolution`.
+        min_bucket_reso: Option<u64> = None, Ours, TRAIN, in Between(8.0, 8192.0), when BUCKETS, is [FixedOnResume];
+        /// Longest side. Empty: twice `resolution`.
+        max_bucket_reso: Option<u64> = None, Ours, TRAIN, in Between(8.0, 16384.0), when BUCKETS, is [FixedOnResume];
+        /// What their sides are multiples of.
+        bucket_reso_steps: u64 = 64, Ours, TRAIN, in Between(8.0, 8192.0), when BUCKETS, is [FixedOnResume];
+        /// A folder called `10_name` has its pictures ten times in an epoch, as in kohya's trainers.
+        folder_repeats: bool = false, Ours, TRAIN, when Is("dataset_type", &["folder"]), is [FixedOnResume];
         /// Processes that tokenize.
         tokenize_captions_num_proc: u64 = 4, IgnoredByMaxDiffusion, TRAIN;
         /// Processes that prepare images.

@@ -4,8 +4,8 @@ use std::path::Path;
 
 use crate::config::{Config, DatasetType};
 use crate::data::{
-    Crop, Dataset, Folder, FolderOptions, Layout, Shapes, ShapesOptions, Split, Tokenizer,
-    word_level_json,
+    BucketOptions, Buckets, Crop, Dataset, Folder, FolderOptions, Layout, Shapes, ShapesOptions,
+    Sizes, Split, TableOptions, Tokenizer, word_level_json,
 };
 use crate::train::KNOWN_FILES;
 use crate::util::files;
@@ -20,8 +20,10 @@ use super::{Notice, Notify, RecipeError};
 pub fn dataset(config: &Config) -> Result<Dataset, RecipeError> {
     match config.dataset_type {
         DatasetType::Shapes => Ok(Dataset::Shapes(shapes(config, Split::Train)?)),
-        own @ (DatasetType::Folder | DatasetType::Webdataset) => {
-            if !Path::new(&config.train_data_dir).is_dir() {
+        own @ (DatasetType::Folder | DatasetType::Webdataset | DatasetType::Hf) => {
+            let path = Path::new(&config.train_data_dir);
+            let is_there = path.is_dir() || own == DatasetType::Hf && path.is_file();
+            if !is_there {
                 return Err(RecipeError::Usage(format!(
                     "train_data_dir={}: no such folder; it should hold images with .txt captions or a metadata.jsonl \
                      (scripts/emoji_dataset makes one)",
@@ -30,28 +32,51 @@ pub fn dataset(config: &Config) -> Result<Dataset, RecipeError> {
             }
             let mut options =
                 FolderOptions::new(&config.train_data_dir, config.resolution as usize);
-            if own == DatasetType::Webdataset {
-                options.layout = Layout::Tars;
+            match own {
+                DatasetType::Webdataset => options.layout = Layout::Tars,
+                DatasetType::Hf => {
+                    options.layout = Layout::Tables(TableOptions {
+                        image_column: config.image_column.clone(),
+                        caption_column: config.caption_column.clone(),
+                        split: config.train_split.clone(),
+                    });
+                }
+                _ => {}
             }
             options.max_bad_image_fraction = config.max_bad_image_fraction;
             if !config.center_crop {
                 let seed = config.seed.0;
-                options.crop = Crop::Random { seed };
+                options.framing.crop = Crop::Random { seed };
             }
+            if config.enable_bucket {
+                options.framing.sizes = Sizes::Buckets(buckets(config)?);
+            }
+            options.folder_repeats = config.folder_repeats;
             if !config.train_new_unet {
                 // Pixels are encoded once, and not needed afterwards.
                 options.cache_bytes = 0;
                 options.known = Some(cache_folder(config).join(KNOWN_FILES));
             }
-            Ok(Dataset::Folder(
-                Folder::open(options).map_err(RecipeError::failed)?,
-            ))
+            let folder = Folder::open(options).map_err(RecipeError::failed)?;
+            Ok(Dataset::Folder(Box::new(folder)))
         }
         other => Err(RecipeError::Usage(format!(
-            "dataset_type={}: not here yet; supported: shapes, folder, webdataset",
+            "dataset_type={}: not here yet; supported: shapes, folder, webdataset, hf",
             other.name()
         ))),
     }
+}
+
+fn buckets(config: &Config) -> Result<Buckets, RecipeError> {
+    let (resolution, steps) = (config.resolution, config.bucket_reso_steps);
+    let half = (resolution / 2).max(steps);
+    let options = BucketOptions {
+        resolution: resolution as usize,
+        min_side: config.min_bucket_reso.unwrap_or(half) as usize,
+        max_side: config.max_bucket_reso.unwrap_or(resolution * 2) as usize,
+        steps: steps as usize,
+    };
+    Buckets::new(options).map_err(RecipeError::usage)
 }
 
 fn shapes(config: &Config, split: Split) -> Result<Shapes, RecipeError> {
