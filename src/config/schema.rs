@@ -12,8 +12,8 @@ use crate::schedulers::{
     AlgorithmType, BetaSchedule, FinalSigmas, PredictionType, SchedulerKind, TimestepSpacing,
 };
 use crate::shard::{Axis, LogicalAxisRules};
-use crate::train::ATTENTION_PROJECTIONS;
 use crate::train::schedule::Decay;
+use crate::train::{ATTENTION_PROJECTIONS, TEXT_PROJECTIONS};
 
 use super::condition::Condition::{
     self, Both, Either, FamilyHas, Given, Is, IsNot, Positive, SamplerReads,
@@ -70,10 +70,9 @@ const RUNS: &[Verb] = &[Verb::Train, Verb::Generate, Verb::ModuleRun];
 const DENOISE: &[Verb] = &[Verb::Generate, Verb::Compile, Verb::Lower];
 
 const OTHER_DATASETS: &str =
-    "only the dataset types of MaxDiffusion that are not here yet (tf, tfrecord, grain) read it";
+    "only dataset types of MaxDiffusion that are not here yet (tf, tfrecord, grain) read it";
 const LOCAL_TABLES: &str = "dataset_type=hf reads the parquet files in train_data_dir";
 const PREPROCESSING: &str = "only the scripts of MaxDiffusion that prepare datasets read it";
-const DREAMBOOTH: &str = "only DreamBooth training reads it, which is not here yet";
 const SAFETENSORS: &str =
     "models are read from safetensors, which are the same for PyTorch and Flax";
 const FLASH: &str = "kernels of attention choose their own blocks and mask their own padding";
@@ -94,10 +93,14 @@ const HIRES: Condition = Given("hires_scale");
 const IP_ADAPTER: Condition = Given("ip_adapter_path");
 const CONTROLNET: Condition = Is("use_controlnet", &["True"]);
 const FINE_TUNING: Condition = Is("train_new_unet", &["False"]);
-const FOLDER: Condition = Is("dataset_type", &["folder", "webdataset", "hf"]);
+const FOLDER_TYPES: Condition = Is("dataset_type", &["folder", "webdataset", "hf"]);
+const DREAMBOOTH: Condition = Given("instance_data_dir");
+const FOLDER: Condition = Either(&FOLDER_TYPES, &DREAMBOOTH);
+const PRIOR: Condition = Is("with_prior_preservation", &["True"]);
 const TABLES: Condition = Is("dataset_type", &["hf"]);
 const BUCKETS: Condition = Is("enable_bucket", &["True"]);
 const LORA_TRAINING: Condition = Positive("lora_rank");
+const TUNED_TEXT: Condition = Both(&Is("train_text_encoder", &["True"]), &FINE_TUNING);
 /// One of the models is, or may be, SDXL's refiner.
 const MAY_REFINE: Condition = Either(
     &Given("refiner_model_name_or_path"),
@@ -162,10 +165,14 @@ schema! {
         train_new_unet: bool = false, Used, TRAIN;
         /// The same for FLUX.1.
         train_new_flux: bool = false, NotYet("training FLUX.1"), TRAIN;
-        /// Train the text encoder with the UNet. Refused for SDXL, as in MaxDiffusion.
+        /// Train the text encoders with the UNet, or low-rank updates of both. MaxDiffusion never trains those of SDXL.
         train_text_encoder: bool = false, Used, TRAIN_STEP, is [FixedOnResume];
-        /// Learning rate of the text encoder.
-        text_encoder_learning_rate: f64 = 4.25e-6, NotYet("a learning rate of its own for the text encoder (it trains with learning_rate)"), TRAIN;
+        /// Highest learning rate of published text encoders; that of new ones is `learning_rate`.
+        text_encoder_learning_rate: f64 = 4.25e-6, Used, TRAIN, in AtLeast(0.0),
+            when TUNED_TEXT, is [FixedOnResume];
+        /// That of the second text encoder. Empty: that of the first.
+        text_encoder_2_learning_rate: Option<f64> = None, Ours, TRAIN, in AtLeast(0.0),
+            when Both(&TUNED_TEXT, &FamilyHas(Trait::SecondTextEncoder)), is [FixedOnResume];
         /// Element type of the weights. `quantize` rounds weights to it first, and stores none in a wider type.
         weights_dtype: FloatType = FloatType::Float32, Used, EVERY, is [FixedOnResume];
         /// Element type of the activations. `quantize` finds scales in it, and stores them so.
@@ -244,7 +251,6 @@ schema! {
         input_perturbation: f64 = 0.0, Ours, TRAIN_STEP, in Between(0.0, 1.0), is [FixedOnResume];
         /// Draws some timesteps more often than others.
         timestep_bias: TimestepBias = TimestepBias::default(), Used, TRAIN_STEP, is [FixedOnResume];
-
         /// Move noise levels by the image's size, for flow matching (`use_dynamic_shifting`). Empty: as in the model's files.
         time_shift: Option<bool> = None, Used, GENERATE, when SamplerReads("use_dynamic_shifting");
         /// How far they move for an image of 256 tokens. Empty: as in the model's files.
@@ -327,8 +333,8 @@ schema! {
         dataset_type: DatasetType = DatasetType::Tf, Used, PROGRAM, is [FixedOnResume];
         /// Folder of images with captions: `NAME.txt` beside each image, or `metadata.jsonl`; for webdataset of `.tar` files, with
         /// `NAME.txt` and the image in the same one; for hf of `.parquet` files, or one such file.
-        train_data_dir: String = String::new(), Used, TRAIN_STEP, when FOLDER, is [FixedOnResume];
-        /// Column of a parquet file with the images: bytes, paths beside it, or both as Hugging Face's `datasets` writes them.
+        train_data_dir: String = String::new(), Used, TRAIN_STEP, when FOLDER_TYPES, is [FixedOnResume];
+        /// Column of a parquet file with the images: bytes, paths beside it, or both as `datasets` writes them.
         image_column: String = "image".into(), Used, TRAIN, when TABLES, is [FixedOnResume];
         /// Column of a parquet file with the captions: texts or lists of texts.
         caption_column: String = "text".into(), Used, TRAIN, when TABLES, is [FixedOnResume];
@@ -391,10 +397,9 @@ schema! {
         center_crop: bool = true, Used, TRAIN, when FOLDER, is [FixedOnResume];
         /// Mirror an image left to right in half of its uses. MaxDiffusion has the key and ignores it.
         random_flip: bool = false, Used, TRAIN, when FOLDER, is [FixedOnResume];
-        /// Crop pictures to the size nearest to their shape, of all whose area is at most that of `resolution`, instead of to
-        /// squares (aspect-ratio bucketing, NovelAI's and kohya's rule). Each size is a program of its own.
+        /// Crop pictures to the nearest of sizes with about the area of `resolution` (aspect-ratio buckets, kohya's rule).
         enable_bucket: bool = false, Ours, TRAIN, when Both(&FINE_TUNING, &FOLDER), is [FixedOnResume];
-        /// Shortest side of these sizes. A picture with a shorter side counts as unreadable. Empty: half of `resolution`.
+        /// Shortest side of these sizes; a picture with a shorter one counts as unreadable. Empty: half of `resolution`.
         min_bucket_reso: Option<u64> = None, Ours, TRAIN, in Between(8.0, 8192.0), when BUCKETS, is [FixedOnResume];
         /// Longest side. Empty: twice `resolution`.
         max_bucket_reso: Option<u64> = None, Ours, TRAIN, in Between(8.0, 16384.0), when BUCKETS, is [FixedOnResume];
@@ -480,6 +485,9 @@ schema! {
         /// Layers of the UNet that have an update: regular expressions that match the whole path, or an end of it after a dot.
         lora_target_modules: OneOrMore<String> = OneOrMore(ATTENTION_PROJECTIONS.map(str::to_owned).to_vec()), Ours, TRAIN_STEP,
             when LORA_TRAINING, is [FixedOnResume];
+        /// The same of the text encoders, with `train_text_encoder`.
+        lora_text_encoder_target_modules: OneOrMore<String> = OneOrMore(TEXT_PROJECTIONS.map(str::to_owned).to_vec()), Ours,
+            TRAIN_STEP, when Both(&LORA_TRAINING, &TUNED_TEXT), is [FixedOnResume];
         /// Write a file with kohya's names beside that with diffusers', for web interfaces.
         lora_kohya: bool = false, Ours, TRAIN, when LORA_TRAINING;
         /// Number of steps in a row whose loss or gradient may be infinite or NaN; each leaves the weights
@@ -658,20 +666,22 @@ schema! {
             when CONTROLNET;
 
         group "DreamBooth";
-        /// Images of the subject.
-        instance_data_dir: String = String::new(), NoEffect(DREAMBOOTH), TRAIN;
-        /// Images of the class.
-        class_data_dir: String = String::new(), NoEffect(DREAMBOOTH), TRAIN;
-        /// Prompt of the subject.
-        instance_prompt: String = String::new(), NoEffect(DREAMBOOTH), TRAIN;
-        /// Prompt of the class.
-        class_prompt: String = String::new(), NoEffect(DREAMBOOTH), TRAIN;
-        /// Weight of the prior preservation loss.
-        prior_loss_weight: f64 = 1.0, NoEffect(DREAMBOOTH), TRAIN;
-        /// Images of the class to make.
-        num_class_images: u64 = 100, NoEffect(DREAMBOOTH), TRAIN;
+        /// Folder of pictures of the subject, in place of `train_data_dir`. Those without a caption of their own have `instance_prompt`.
+        instance_data_dir: String = String::new(), Used, TRAIN, when FINE_TUNING, is [FixedOnResume];
+        /// Train on pictures of the class too, so that the model does not forget it: as many as others, in each batch.
+        with_prior_preservation: bool = false, Ours, TRAIN, when DREAMBOOTH, is [FixedOnResume];
+        /// Folder of pictures of the class; what it lacks is drawn before training. Empty: `class` in `output_dir`.
+        class_data_dir: String = String::new(), Used, TRAIN, when PRIOR, is [FixedOnResume];
+        /// Caption of the subject: 'a photo of sks dog'.
+        instance_prompt: String = String::new(), Used, TRAIN, when DREAMBOOTH, is [FixedOnResume];
+        /// Caption of the class: 'a photo of a dog'.
+        class_prompt: String = String::new(), Used, TRAIN, when PRIOR, is [FixedOnResume];
+        /// How much the error of class pictures counts.
+        prior_loss_weight: f64 = 1.0, Used, TRAIN, in AtLeast(0.0), when PRIOR, is [FixedOnResume];
+        /// Pictures of the class.
+        num_class_images: u64 = 100, Used, TRAIN, in Between(1.0, 100_000.0), when PRIOR, is [FixedOnResume];
         /// Keep the prepared dataset.
-        cache_dreambooth_dataset: bool = false, NoEffect(DREAMBOOTH), TRAIN;
+        cache_dreambooth_dataset: bool = false, NoEffect("latents are always kept on disk"), TRAIN;
 
         group "Profiling and diagnostics";
         /// Profile some steps.

@@ -18,6 +18,7 @@ use rayon::prelude::*;
 use super::picture::{self, Crop, Framing, ImageFile, Note, Picture, Sizes};
 use super::{DataError, MOST_REPEATS, NAMED, Sample, io};
 use crate::util::known::Known;
+pub use list::is_image;
 pub use tables::TableOptions;
 
 /// How a folder holds images and captions.
@@ -45,6 +46,8 @@ struct Listed {
 pub struct FolderOptions {
     pub root: PathBuf,
     pub layout: Layout,
+    /// The caption of images of [`Layout::Files`] that have none of their own; `None` refuses those.
+    pub caption: Option<String>,
     /// What is kept of each image.
     pub framing: Framing,
     /// Share of the images that may be unreadable; these are skipped with a warning.
@@ -65,6 +68,7 @@ impl FolderOptions {
         Self {
             root: root.into(),
             layout: Layout::Files,
+            caption: None,
             framing: Framing {
                 sizes: Sizes::Square(resolution),
                 crop: Crop::Center,
@@ -96,6 +100,8 @@ type Decoded = Result<(Entry, Option<Note>), (PathBuf, DataError)>;
 pub struct Folder {
     options: FolderOptions,
     entries: Vec<Entry>,
+    /// The first of the class images, which come after all others.
+    first_class: Option<usize>,
     bad: Vec<PathBuf>,
     /// What is not in the file of known images yet.
     found: Vec<Note>,
@@ -131,7 +137,7 @@ impl Folder {
             .canonicalize()
             .map_err(|source| io("open the dataset folder", &options.root, source))?;
         let listed = match &options.layout {
-            Layout::Files => list::captioned_images(&root)?,
+            Layout::Files => list::captioned_images(&root, options.caption.as_deref())?,
             Layout::Tars => tars::captioned_images(&root)?,
             Layout::Tables(tables) => tables::captioned_images(&root, tables)?,
         };
@@ -220,9 +226,25 @@ impl Folder {
         Ok(Self {
             options: FolderOptions { root, ..options },
             entries,
+            first_class: None,
             bad,
             found,
         })
+    }
+
+    /// The same with the first `count` images of another folder, which has the same framing, as class images for prior
+    /// preservation.
+    pub fn with_class_images(mut self, classes: Folder, count: usize) -> Folder {
+        self.first_class = Some(self.entries.len());
+        self.entries.extend(classes.entries.into_iter().take(count));
+        self.bad.extend(classes.bad);
+        self.found.extend(classes.found);
+        self
+    }
+
+    /// Whether sample `index` is a class image.
+    pub fn is_class(&self, index: usize) -> bool {
+        self.first_class.is_some_and(|first| index >= first)
     }
 
     /// Keeps what was found out about the images in [`FolderOptions::known`], whose folder must exist.

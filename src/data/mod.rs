@@ -24,7 +24,7 @@ use crate::util::hash::Sha256;
 
 pub use batch::{Batch, Batcher};
 pub use buckets::{BucketOptions, Buckets};
-pub use folder::{Folder, FolderOptions, Layout, TableOptions};
+pub use folder::{Folder, FolderOptions, Layout, TableOptions, is_image};
 pub use order::Permutation;
 pub use picture::{Crop, Framing, Picture, Sizes};
 pub use prefetch::Prefetcher;
@@ -153,10 +153,24 @@ impl Dataset {
         sizes
     }
 
-    /// The samples of each of `sizes`, each as often as an epoch has it.
+    /// Whether sample `index` is a class image, which prior preservation puts beside each other sample.
+    fn is_class(&self, index: usize) -> bool {
+        match self {
+            Self::Shapes(_) => false,
+            Self::Folder(folder) => folder.is_class(index),
+        }
+    }
+
+    /// The class images.
+    pub fn classes(&self) -> Vec<usize> {
+        let samples = 0..self.len();
+        samples.filter(|index| self.is_class(*index)).collect()
+    }
+
+    /// The samples of each of `sizes`, each as often as an epoch has it, without class images.
     pub fn groups(&self, sizes: &[[usize; 2]]) -> Vec<Vec<usize>> {
         let mut groups = vec![Vec::new(); sizes.len()];
-        for index in 0..self.len() {
+        for index in (0..self.len()).filter(|index| !self.is_class(*index)) {
             let size = self.size_of(index);
             if let Some(group) = sizes.iter().position(|s| *s == size) {
                 groups[group].extend(std::iter::repeat_n(index, self.repeats(index)));

@@ -47,6 +47,9 @@ impl BatchOptions {
     }
 }
 
+/// The order of class images, among those of groups.
+const CLASSES: u64 = u64::MAX;
+
 /// A row of a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Row {
@@ -81,13 +84,25 @@ pub struct Rows {
     options: BatchOptions,
     /// Samples that go together into a batch, such as those of one size; a sample may be there several times.
     groups: Vec<Vec<usize>>,
+    /// Class images, one of which follows each sample of a batch; none without prior preservation.
+    classes: Vec<usize>,
 }
 
 impl Rows {
     /// Batches of the samples of one of `groups` each. Groups without samples have no batches; at least one must have a
     /// sample.
     pub fn new(options: BatchOptions, groups: Vec<Vec<usize>>) -> Rows {
-        Rows { options, groups }
+        Rows {
+            options,
+            groups,
+            classes: Vec::new(),
+        }
+    }
+
+    /// The same with every second row of a batch one of `classes`, if there are any.
+    #[must_use]
+    pub fn with_classes(self, classes: Vec<usize>) -> Rows {
+        Rows { classes, ..self }
     }
 
     /// Batches of all samples of `dataset`, each as often as an epoch has it.
@@ -105,25 +120,26 @@ impl Rows {
         &self.groups
     }
 
-    /// The rows of batch `number`: the next `batch_size` of an endless sequence of epochs of its group, each a new order
-    /// of all its samples; a batch may span two epochs.
+    /// The rows of batch `number`: the next of an endless sequence of epochs of its group, each a new order of all its
+    /// samples; a batch may span two epochs.
     pub fn batch(&self, number: u64) -> BatchRows {
         let (group, of_group) = self.slot(number);
-        let (seed, samples) = (self.options.seed, &self.groups[group]);
-        let len = samples.len().max(1);
-        let first = of_group.saturating_mul(self.options.batch_size as u64);
-        let order = |epoch| Permutation::new(seed, epoch, group as u64, len);
-        let mut epoch = first / len as u64;
-        let mut permutation = order(epoch);
-        let rows = (0..self.options.batch_size as u64).map(|row| {
-            let place = first.saturating_add(row);
-            if place / len as u64 != epoch {
-                epoch = place / len as u64;
-                permutation = order(epoch);
-            }
+        let count = self.own_rows();
+        let samples = self.next(&self.groups[group], group as u64, of_group, count);
+        let classes = self.next(&self.classes, CLASSES, number, count);
+        let indices: Vec<usize> = match classes.is_empty() {
+            true => samples,
+            false => samples
+                .into_iter()
+                .zip(classes)
+                .flat_map(|(own, class)| [own, class])
+                .collect(),
+        };
+        let seed = self.options.seed;
+        let rows = indices.into_iter().zip(0..).map(|(index, row)| {
             let draw = |stream| KeyedRng::new(seed, stream, number, row);
             Row {
-                index: samples[permutation.index((place % len as u64) as usize)],
+                index,
                 caption: (draw(Stream::Caption).next_u64() >> 32) as u32,
                 drops_caption: draw(Stream::CaptionDropout).unit() < self.options.caption_dropout,
                 is_flipped: self.options.random_flip && draw(Stream::Flip).unit() < 0.5,
@@ -135,13 +151,42 @@ impl Rows {
         }
     }
 
+    /// The rows of a batch that are no class images.
+    fn own_rows(&self) -> usize {
+        match self.classes.is_empty() {
+            true => self.options.batch_size,
+            false => self.options.batch_size / 2,
+        }
+    }
+
+    /// The samples of the batch `number` of `count` of them; none of no samples.
+    fn next(&self, samples: &[usize], group: u64, number: u64, count: usize) -> Vec<usize> {
+        let len = samples.len() as u64;
+        if len == 0 {
+            return Vec::new();
+        }
+        let first = number.saturating_mul(count as u64);
+        let order = |epoch| Permutation::new(self.options.seed, epoch, group, samples.len());
+        let mut epoch = first / len;
+        let mut permutation = order(epoch);
+        let places = (0..count as u64).map(|row| first.saturating_add(row));
+        let next = places.map(|place| {
+            if place / len != epoch {
+                epoch = place / len;
+                permutation = order(epoch);
+            }
+            samples[permutation.index((place % len) as usize)]
+        });
+        next.collect()
+    }
+
     /// The group of batch `number`, and its number among the batches of that group. In the first `n` epochs a group has
     /// its samples `n` times, rounded down to whole batches, and the groups take turns at random.
     fn slot(&self, number: u64) -> (usize, u64) {
         let [_, _, ..] = self.groups[..] else {
             return (0, number);
         };
-        let size = self.options.batch_size.max(1) as u128;
+        let size = self.own_rows().max(1) as u128;
         let of_group = |group: &Vec<usize>, epoch: u64| {
             (u128::from(epoch) * group.len() as u128 / size) as u64
         };
@@ -237,6 +282,31 @@ mod tests {
             let found: Vec<usize> = batch.rows.iter().map(|row| row.index).collect();
             assert_eq!((batch.group, found), (0, expected));
         }
+    }
+
+    #[test]
+    fn a_class_image_follows_every_sample() {
+        let rows = Rows::new(options(6), vec![(0..5).collect()]).with_classes(vec![7, 8]);
+        let plain = Rows::new(options(3), vec![(0..5).collect()]);
+        let mut classes = [0; 2];
+        for number in 0..20 {
+            let batch: Vec<usize> = rows
+                .batch(number)
+                .rows
+                .iter()
+                .map(|row| row.index)
+                .collect();
+            let own: Vec<usize> = batch.iter().copied().step_by(2).collect();
+            let expected = plain.batch(number).rows;
+            assert_eq!(
+                own,
+                expected.iter().map(|row| row.index).collect::<Vec<_>>()
+            );
+            for class in batch.iter().skip(1).step_by(2) {
+                classes[class - 7] += 1;
+            }
+        }
+        assert_eq!(classes, [30, 30]);
     }
 
     #[test]

@@ -10,7 +10,7 @@ use crate::data::{
 use crate::train::KNOWN_FILES;
 use crate::util::files;
 
-use super::fine_tune::cache_folder;
+use super::fine_tune::{cache_folder, class_folder};
 use super::{Notice, Notify, RecipeError};
 
 /// Opens the training split of the configured dataset.
@@ -18,6 +18,9 @@ use super::{Notice, Notify, RecipeError};
 /// # Errors
 /// When the dataset type is not here, or the data cannot be read.
 pub fn dataset(config: &Config) -> Result<Dataset, RecipeError> {
+    if !config.instance_data_dir.is_empty() {
+        return dreambooth(config);
+    }
     match config.dataset_type {
         DatasetType::Shapes => Ok(Dataset::Shapes(shapes(config, Split::Train)?)),
         own @ (DatasetType::Folder | DatasetType::Webdataset | DatasetType::Hf) => {
@@ -30,8 +33,7 @@ pub fn dataset(config: &Config) -> Result<Dataset, RecipeError> {
                     config.train_data_dir
                 )));
             }
-            let mut options =
-                FolderOptions::new(&config.train_data_dir, config.resolution as usize);
+            let mut options = folder_options(config, path)?;
             match own {
                 DatasetType::Webdataset => options.layout = Layout::Tars,
                 DatasetType::Hf => {
@@ -43,20 +45,6 @@ pub fn dataset(config: &Config) -> Result<Dataset, RecipeError> {
                 }
                 _ => {}
             }
-            options.max_bad_image_fraction = config.max_bad_image_fraction;
-            if !config.center_crop {
-                let seed = config.seed.0;
-                options.framing.crop = Crop::Random { seed };
-            }
-            if config.enable_bucket {
-                options.framing.sizes = Sizes::Buckets(buckets(config)?);
-            }
-            options.folder_repeats = config.folder_repeats;
-            if !config.train_new_unet {
-                // Pixels are encoded once, and not needed afterwards.
-                options.cache_bytes = 0;
-                options.known = Some(cache_folder(config).join(KNOWN_FILES));
-            }
             let folder = Folder::open(options).map_err(RecipeError::failed)?;
             Ok(Dataset::Folder(Box::new(folder)))
         }
@@ -65,6 +53,50 @@ pub fn dataset(config: &Config) -> Result<Dataset, RecipeError> {
             other.name()
         ))),
     }
+}
+
+/// How a folder of images is read.
+fn folder_options(config: &Config, root: &Path) -> Result<FolderOptions, RecipeError> {
+    let mut options = FolderOptions::new(root, config.resolution as usize);
+    options.max_bad_image_fraction = config.max_bad_image_fraction;
+    if !config.center_crop {
+        let seed = config.seed.0;
+        options.framing.crop = Crop::Random { seed };
+    }
+    if config.enable_bucket {
+        options.framing.sizes = Sizes::Buckets(buckets(config)?);
+    }
+    options.folder_repeats = config.folder_repeats;
+    if !config.train_new_unet {
+        // Pixels are encoded once, and not needed afterwards.
+        options.cache_bytes = 0;
+        options.known = Some(cache_folder(config).join(KNOWN_FILES));
+    }
+    Ok(options)
+}
+
+/// Pictures of one thing, and of its class if prior preservation is asked for.
+fn dreambooth(config: &Config) -> Result<Dataset, RecipeError> {
+    let open = |key: &str, dir: &Path, prompt: &str| {
+        if !dir.is_dir() {
+            let dir = dir.display();
+            return Err(RecipeError::Usage(format!("{key}={dir}: no such folder")));
+        }
+        let mut options = folder_options(config, dir)?;
+        options.caption = Some(prompt.to_owned()).filter(|prompt| !prompt.is_empty());
+        Folder::open(options).map_err(RecipeError::failed)
+    };
+    let dir = Path::new(&config.instance_data_dir);
+    let mut folder = open("instance_data_dir", dir, &config.instance_prompt)?;
+    if config.with_prior_preservation {
+        let classes = open(
+            "class_data_dir",
+            &class_folder(config),
+            &config.class_prompt,
+        )?;
+        folder = folder.with_class_images(classes, config.num_class_images as usize);
+    }
+    Ok(Dataset::Folder(Box::new(folder)))
 }
 
 fn buckets(config: &Config) -> Result<Buckets, RecipeError> {

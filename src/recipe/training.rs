@@ -158,7 +158,11 @@ impl Training {
         let derived = config.derived(mesh.num_devices() as u64, mesh.num_slices() as u64)?;
         let shards = derived.quantization_local_shard_count;
         check_local_shard_count(derived.total_train_batch_size, shards)?;
-        let batch = derived.total_train_batch_size as usize;
+        let mut batch = derived.total_train_batch_size as usize;
+        if config.with_prior_preservation {
+            // As many class pictures.
+            batch *= 2;
+        }
         let recorded = match &self.start {
             Start::New {
                 model,

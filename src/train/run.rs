@@ -23,6 +23,7 @@ use super::error::TrainError;
 use super::feed::Feed;
 use super::observer::{TrainEvent, TrainObserver};
 use super::samples::Samples;
+use super::schedule::LearningRate;
 use super::state::{RunOptions, TrainingState, save};
 use super::step::names;
 
@@ -263,6 +264,7 @@ impl TrainingLoop<'_, '_> {
             let start = Instant::now();
             let batch = BatchOfStep {
                 number: state.step * count + at,
+                step: state.step,
                 is_last: at + 1 == count,
                 learning_rate: result.learning_rate,
             };
@@ -343,6 +345,14 @@ impl TrainingLoop<'_, '_> {
                 (InputKind::Data, names::LEARNING_RATE) => {
                     HostTensor::from_f32([], &[batch.learning_rate as f32])?
                 }
+                (InputKind::Data, name) if names::TEXT_LEARNING_RATES.contains(&name) => {
+                    let which = usize::from(name == names::TEXT_LEARNING_RATES[1]);
+                    let rate = LearningRate {
+                        peak: self.options.text_learning_rates[which],
+                        ..self.options.learning_rate
+                    };
+                    HostTensor::from_f32([], &[rate.at(batch.step) as f32])?
+                }
                 (InputKind::Data, names::IS_LAST) => {
                     HostTensor::from_f32([], &[f32::from(u8::from(batch.is_last))])?
                 }
@@ -366,6 +376,7 @@ impl TrainingLoop<'_, '_> {
 struct BatchOfStep {
     /// Counted over all steps.
     number: u64,
+    step: u64,
     is_last: bool,
     learning_rate: f64,
 }

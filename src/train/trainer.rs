@@ -204,7 +204,13 @@ impl Trainer {
             },
             Task::FineTune(tuning) => {
                 let sizes = sizes.into_iter().map(|(size, _)| size).collect::<Vec<_>>();
-                tuning.encode(session, self.options.precision, &sizes, observer)?
+                tuning.encode(
+                    session,
+                    &self.options.step,
+                    self.options.precision,
+                    &sizes,
+                    observer,
+                )?
             }
         };
         let mut tell = |event: TrainEvent<'_>| is_stopped |= observer(event).is_break();
@@ -309,6 +315,7 @@ impl FineTune {
     fn encode(
         self,
         session: &Session,
+        step: &StepOptions,
         precision: DotPrecision,
         sizes: &[[usize; 2]],
         observer: &mut TrainObserver<'_>,
@@ -323,6 +330,7 @@ impl FineTune {
             dataset,
             options: batches,
             sizes,
+            keeps_ids: step.train_text_encoder,
             dir: &cache,
         };
         let encoded = EncodedDataset::new(session, &base, precision, samples, observer)?;

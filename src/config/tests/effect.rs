@@ -131,12 +131,13 @@ fn what_a_verb_needs_is_asked_for() {
     );
     assert_eq!(
         errors(
-            "dataset_type: shapes\ntrain_text_encoder: True\n",
+            "instance_data_dir: dogs\nwith_prior_preservation: True\n",
             &[],
             Some(Verb::Train)
-        )
-        .len(),
-        1
+        ),
+        [
+            "run.yml:2: with_prior_preservation, class_prompt: prior preservation without class prompt: say what the class is, as in class_prompt='a photo of a dog'"
+        ]
     );
     // A value that was refused brings no second error about what it would have meant.
     assert_eq!(

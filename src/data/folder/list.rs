@@ -20,12 +20,15 @@ pub(super) fn extension(path: &Path) -> String {
         .unwrap_or_default()
 }
 
-pub(super) fn is_image(path: &Path) -> bool {
+pub fn is_image(path: &Path) -> bool {
     matches!(extension(path).as_str(), "png" | "jpg" | "jpeg" | "webp")
 }
 
-/// The images below `root` with their captions, by path.
-pub(super) fn captioned_images(root: &Path) -> Result<Vec<Listed>, DataError> {
+/// The images below `root` with their captions, by path. Those that have none of their own have `common`, if there is one.
+pub(super) fn captioned_images(
+    root: &Path,
+    common: Option<&str>,
+) -> Result<Vec<Listed>, DataError> {
     let mut files = BTreeSet::new();
     list(root, Path::new(""), &mut files)?;
     let images: BTreeSet<&PathBuf> = files.iter().filter(|path| is_image(path)).collect();
@@ -34,7 +37,7 @@ pub(super) fn captioned_images(root: &Path) -> Result<Vec<Listed>, DataError> {
         .filter(|path| extension(path) == "txt")
         .collect();
     let metadata = root.join("metadata.jsonl");
-    let captions = if metadata.is_file() {
+    let mut captions = if metadata.is_file() {
         let twice: Vec<&PathBuf> = images
             .iter()
             .filter(|image| {
@@ -84,6 +87,12 @@ pub(super) fn captioned_images(root: &Path) -> Result<Vec<Listed>, DataError> {
         return Err(DataError::EmptyFolder {
             root: root.to_owned(),
         });
+    }
+    if let Some(common) = common {
+        for image in &images {
+            let own = captions.entry((*image).clone());
+            own.or_insert_with(|| vec![common.to_owned()]);
+        }
     }
     let missing: Vec<&PathBuf> = images
         .iter()

@@ -70,6 +70,8 @@ pub struct EncodedDataset {
     store: Store,
     samples: Vec<SampleKeys>,
     empty_caption: String,
+    /// For text encoders that are trained: the token ids for each of them, by the keys of captions.
+    ids: Option<BTreeMap<String, Vec<Vec<i32>>>>,
     rows: Rows,
 }
 
@@ -79,6 +81,8 @@ pub struct Samples<'a> {
     pub options: BatchOptions,
     /// The heights and widths of images, of which a batch has one.
     pub sizes: &'a [[usize; 2]],
+    /// Whether steps take token ids, so that captions are not encoded.
+    pub keeps_ids: bool,
     pub dir: &'a Path,
 }
 
@@ -94,8 +98,8 @@ struct Work {
 }
 
 impl EncodedDataset {
-    /// Encodes what the folder does not hold yet of the dataset's images and captions. `observer` hears of it, and may stop
-    /// it.
+    /// Encodes what the folder does not hold yet of the dataset's images and, unless steps take token ids, captions.
+    /// `observer` hears of it, and may stop it.
     ///
     /// # Errors
     /// When a caption cannot be tokenized, an image cannot be read any more, an encoder fails, or the folder cannot be
@@ -111,6 +115,7 @@ impl EncodedDataset {
             dataset,
             options,
             sizes,
+            keeps_ids,
             dir,
         } = samples;
         stop_on_break(observer(TrainEvent::Hashing))?;
@@ -125,7 +130,8 @@ impl EncodedDataset {
         for index in 0..dataset.len() {
             samples.push(work.sample(index, &dataset, base, &options, &encoders)?);
         }
-        let rows = Rows::new(options, dataset.groups(sizes));
+        let rows = Rows::new(options, dataset.groups(sizes)).with_classes(dataset.classes());
+        let ids = keeps_ids.then(|| std::mem::take(&mut work.captions));
         let wanted: BTreeSet<String> = work.keys().cloned().collect();
         let mut store = Store::open(dir, &wanted)?;
         known.write().map_err(|source| StoreError::Io {
@@ -154,6 +160,7 @@ impl EncodedDataset {
             store,
             samples,
             empty_caption,
+            ids,
             rows,
         })
     }
@@ -180,11 +187,10 @@ impl EncodedDataset {
                     false => &sample.captions[row.pick(sample.captions.len())],
                 };
                 let mut inputs = self.row(&sample.latents[flipped], caption)?;
-                if inputs.contains_key(unet::TEXT_EMBEDS) {
-                    let ids = &sample.time_ids[flipped];
-                    let ids = HostTensor::from_f32([ids.len()], ids)?;
-                    inputs.insert(unet::TIME_IDS, ids);
-                }
+                // Only SDXL's step has them as an input.
+                let ids = &sample.time_ids[flipped];
+                let ids = HostTensor::from_f32([ids.len()], ids)?;
+                inputs.insert(unet::TIME_IDS, ids);
                 Ok(inputs)
             })
             .collect::<Result<Vec<_>, TrainError>>()?;
@@ -199,8 +205,15 @@ impl EncodedDataset {
         let mut row = StepInputs::from([
             (names::SAMPLE, read(latents, MEAN)?),
             (names::DEVIATION, read(latents, DEVIATION)?),
-            (unet::ENCODER_HIDDEN_STATES, read(caption, HIDDEN)?),
         ]);
+        if let Some(ids) = &self.ids {
+            let ids = ids.get(caption).into_iter().flatten();
+            for (name, ids) in names::INPUT_IDS.into_iter().zip(ids) {
+                row.insert(name, HostTensor::from_i32([ids.len()], ids)?);
+            }
+            return Ok(row);
+        }
+        row.insert(unet::ENCODER_HIDDEN_STATES, read(caption, HIDDEN)?);
         let pooled = read(caption, POOLED)?;
         // Of encoders without a pooled result it has no elements.
         if pooled.shape.count() > 0 {
