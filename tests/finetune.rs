@@ -1,6 +1,10 @@
 //! Fine-tuning in latents against the arithmetic of diffusers' training scripts, and as a user runs it.
 
+mod buckets;
+mod dreambooth;
+mod kills;
 mod runs;
+mod text;
 
 use std::collections::BTreeMap;
 
@@ -15,11 +19,11 @@ use maxdiff::nn::Precision;
 use maxdiff::pipelines::init_image::signed_planes;
 use maxdiff::pipelines::latents::trace_encode_distribution;
 use maxdiff::runtime::{Program, ProgramOptions, Session, Value};
-use maxdiff::train::LoraOptions;
 use maxdiff::train::optimizer::{AdamOptions, FIRST_MOMENT, Optimizer, OptimizerOptions};
 use maxdiff::train::step::{
     self, CleanSamples, Draws, LossWeighting, StepOptions, Timesteps, names,
 };
+use maxdiff::train::{LoraOptions, TEXT_PROJECTIONS};
 use maxdiff::weights::Checkpoint;
 
 const CASES: [&str; 3] = ["sd15", "sd21", "sdxl"];
@@ -48,6 +52,9 @@ impl<'a> Run<'a> {
         lora: Option<LoraOptions>,
         batches: usize,
     ) -> Run<'a> {
+        let trains_text = lora
+            .as_ref()
+            .is_some_and(|lora| !lora.text_modules.is_empty());
         let mut case = Case::read(name, Precision::F32);
         case.model.tokens = TOKENS;
         let unet = Golden::text(&format!("finetune/{name}/unet/config.json"));
@@ -83,8 +90,9 @@ impl<'a> Run<'a> {
             },
             noise_offset: 0.0,
             input_perturbation: 0.0,
+            prior_loss_weight: None,
             lora,
-            train_text_encoder: false,
+            train_text_encoder: trains_text,
             quantization: None,
         };
         let traced = step::trace(&case.model, &options).unwrap();
@@ -93,15 +101,32 @@ impl<'a> Run<'a> {
         let unet = Checkpoint::open(&common::golden(&format!("finetune/{name}/unet"))).unwrap();
         let mut state = BTreeMap::new();
         for slot in program.inputs() {
-            let value = match slot.name.strip_prefix("unet/") {
-                Some(key) if unet.info(key).is_some() => unet.read_as(key, DType::F32).unwrap(),
-                Some(factor) => {
-                    let recorded = format!("in/lora/{}", recorded_factor(factor));
+            let (root, key) = slot.name.split_once('/').unwrap_or(("", &slot.name));
+            let file = match Part::from_name(root) {
+                None => None,
+                Some(Part::Unet) => Some(&unet),
+                Some(part) => Some(&case.source.components[&part].checkpoint),
+            };
+            let value = match file {
+                Some(file) if file.info(key).is_some() => file.read_as(key, DType::F32).unwrap(),
+                Some(_) => {
+                    let recorded = match root {
+                        "unet" => format!("in/lora/{}", recorded_factor(key)),
+                        _ => format!("in/text/{}", recorded_factor(&slot.name)),
+                    };
                     golden.tensor(&recorded, &slot.shape)
                 }
                 None => HostTensor::zeros(slot.shape.clone()),
             };
             state.insert(slot.name.clone(), value);
+        }
+        for (name, part) in names::TEXT_LEARNING_RATES
+            .iter()
+            .zip(["text_encoder", "text_encoder_2"])
+        {
+            let rate = golden.meta["text_rates"][part].as_f64().unwrap();
+            let rate = HostTensor::scalar_f32(DType::F32, rate as f32).unwrap();
+            state.insert((*name).to_owned(), rate);
         }
         let rate = HostTensor::scalar_f32(DType::F32, meta("learning_rate") as f32).unwrap();
         state.insert(names::LEARNING_RATE.to_owned(), rate);
@@ -137,6 +162,8 @@ impl<'a> Run<'a> {
             let recorded = match input.as_str() {
                 names::SAMPLE => "in/latents".to_owned(),
                 names::TIMESTEP => "in/timesteps".to_owned(),
+                "input_ids" => "in/ids".to_owned(),
+                "input_ids_2" => "in/ids_2".to_owned(),
                 other => format!("in/{other}"),
             };
             if self.golden.has(&recorded) {
@@ -187,10 +214,7 @@ impl<'a> Run<'a> {
         let clip = (limit / norm).min(1.0);
         let mut compared = 0;
         for (name, weight) in &self.state {
-            let Some(key) = name.strip_prefix("unet/") else {
-                continue;
-            };
-            let key = recorded(key);
+            let key = recorded(name.strip_prefix("unet/").unwrap_or(name));
             if !self.golden.has(&place(&key)) {
                 continue;
             }
@@ -241,6 +265,7 @@ fn five_steps_of_low_rank_updates_are_those_of_peft() {
             target_modules: ["to_[kqv]", "to_out.0", "proj_in"]
                 .map(str::to_owned)
                 .to_vec(),
+            text_modules: Vec::new(),
         };
         // Of one case the two samples of a batch come one after the other, and their gradients are averaged.
         let batches = if name == "sd15" { 2 } else { 1 };
@@ -254,6 +279,34 @@ fn five_steps_of_low_rank_updates_are_those_of_peft() {
             factors.count(),
             "{name}"
         );
+    }
+}
+
+/// Updates of the UNet and of all text encoders, each part with its own learning rate.
+#[test]
+fn five_steps_of_text_encoders_are_those_of_peft() {
+    let session = keeping_session();
+    for name in ["sd15", "sdxl"] {
+        let golden = Golden::read(&format!("finetune/{name}/steps.safetensors"));
+        let lora = LoraOptions {
+            rank: golden.meta["rank"].as_u64().unwrap() as usize,
+            alpha: golden.meta["alpha"].as_f64().unwrap(),
+            target_modules: ["to_[kqv]", "to_out.0", "proj_in"]
+                .map(str::to_owned)
+                .to_vec(),
+            text_modules: TEXT_PROJECTIONS.map(str::to_owned).to_vec(),
+        };
+        let run = Run::new(&session, name, Some(lora), 1);
+        let factors = golden.shapes();
+        let of = |prefix: &str| {
+            factors
+                .iter()
+                .filter(|(name, _)| name.starts_with(prefix))
+                .count()
+        };
+        let (unet, text) = (of("in/lora/"), of("in/text/"));
+        assert!(text >= 24, "{name}: {text}");
+        assert_eq!(run.check("text", &recorded_factor), unet + text, "{name}");
     }
 }
 

@@ -34,6 +34,7 @@ fn update(weights: &[(String, Shape)], options: &OptimizerOptions) -> Graph {
                 name: format!("m/{key}"),
                 weight,
                 gradient: b.input(&format!("grad_{key}"), gradient, &[]).unwrap(),
+                learning_rate: None,
                 logical_axes: Vec::new(),
             }
         })

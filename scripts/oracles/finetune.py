@@ -9,7 +9,11 @@ velocity) and SDXL have them, for use with the other parts of pipeline_<case>; a
   out/<run>/loss, out/<run>/grad_norm: [5]; out/<run>/grad/<name> of the first step; out/<run>/<name> after all steps
 Runs: `full` trains the whole UNet by `train_text_to_image.py` and `train_text_to_image_sdxl.py` (mean squared error, clipping
 to norm 1, AdamW; sd21 with --snr_gamma 5), `lora` only low-rank updates (alpha / rank * up @ down, as PEFT adds them) whose
-initial factors are in/lora/<layer>.down and .up. `full` records some weights, `lora` all factors.
+initial factors are in/lora/<layer>.down and .up. `full` records some weights, `lora` all factors. `text` (sd15, sdxl) trains
+updates of the UNet and of the text encoders of pipeline_<case> together, as `train_dreambooth_lora.py --train_text_encoder`
+and `train_text_to_image_lora_sdxl.py` do, each part with a learning rate of its own: in/ids and in/ids_2 are its token ids,
+in/text/<part>/<layer>.down and .up the factors, and those of the UNet in/lora. Of layers that the loss does not depend on
+(the last one of SDXL's first encoder) nothing is recorded.
 Also in/image (bytes, rows first), in/image_noise, and what the autoencoder makes of them: out/mean and out/deviation
 (unscaled), and out/sample, drawn with the noise and scaled.
 """
@@ -22,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel
 from diffusers.training_utils import compute_snr
+from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
 from common import GOLDEN, normal, report, rng, write
 from pipeline import randomize
@@ -29,6 +34,8 @@ from pipeline import randomize
 STEPS, BATCH, TOKENS = 5, 2, 6
 RATE, DECAY, NORM, GAMMA = 1e-3, 1e-2, 1.0, 5.0
 RANK, ALPHA = 2, 6.0
+TEXT_RATES = {"text_encoder": 5e-4, "text_encoder_2": 2e-4}
+TEXT_TARGETS = re.compile(r".*\.(q_proj|k_proj|v_proj|out_proj)")
 TARGETS = re.compile(r"(.*\.)?(to_k|to_q|to_v|to_out\.0|proj_in)")
 RECORDED = re.compile(r"conv_in\.weight|conv_out\.bias|time_embedding\.linear_1\.weight|add_embedding\.linear_2\.bias|"
                       r"down_blocks\.0\.attentions\.0\.transformer_blocks\.0\.attn2\.to_k\.weight|"
@@ -101,14 +108,14 @@ def train(unet, scheduler, data, parameters, gamma=None):
     return np.float32(losses), np.float32(norms), gradients
 
 
-def low_rank(unet, case):
+def low_rank(model, targets, *key):
     """Puts updates beside the targets; their factors by name."""
     factors = {}
-    for name, layer in unet.named_modules():
-        if not (TARGETS.fullmatch(name) and isinstance(layer, (torch.nn.Linear, torch.nn.Conv2d))):
+    for name, layer in model.named_modules():
+        if not (targets.fullmatch(name) and isinstance(layer, (torch.nn.Linear, torch.nn.Conv2d))):
             continue
         out, *rest = layer.weight.shape
-        gen = rng("finetune", case, "lora", name)
+        gen = rng("finetune", *key, name)
         down = torch.nn.Parameter(torch.from_numpy(normal(gen, (RANK, *rest), scale=1 / RANK)))
         # PEFT begins with zeros, for which the first step's gradient of `down` is zero.
         up = torch.nn.Parameter(torch.from_numpy(normal(gen, (out, RANK), scale=0.1)))
@@ -135,6 +142,57 @@ def record(tensors, run, results, parameters, wanted=lambda name: True):
             tensors[f"out/{run}/{name}"] = parameter.detach().numpy().copy()
 
 
+def text_and_unet(case, folder, unet, scheduler, data, tensors):
+    """The run `text`."""
+    factors = {"": low_rank(unet, TARGETS, case, "lora")}
+    encoders = {}
+    for part in TEXT_RATES:
+        if (folder / part).is_dir():
+            kind = CLIPTextModel if part == "text_encoder" else CLIPTextModelWithProjection
+            encoder = kind.from_pretrained(folder / part, torch_dtype=torch.float32).requires_grad_(False)
+            encoders[part] = encoder
+            # transformers 5 has no `text_model` around an encoder without projection.
+            path = lambda name: name if name.startswith("text_model.") else f"text_model.{name}"
+            made = low_rank(encoder, TEXT_TARGETS, case, part)
+            factors[part] = {path(name): factor for name, factor in made.items()}
+    ids = {part: rng("finetune", case, part).integers(3, 2000, (STEPS, BATCH, TOKENS)).astype(np.int32) for part in encoders}
+    for values in ids.values():
+        values[..., 0], values[..., 4:] = 2012, 2013
+
+    groups = [{"params": own.values(), "lr": TEXT_RATES.get(part, RATE)} for part, own in factors.items()]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), weight_decay=DECAY, eps=1e-8)
+    trained = {(part, name): p for part, own in factors.items() for name, p in own.items()}
+    initial = {key: p.detach().numpy().copy() for key, p in trained.items()}
+    losses, norms, gradients = [], [], {}
+    for step in range(STEPS):
+        at = {name: torch.from_numpy(values[step]) for name, values in data.items()}
+        outputs = [encoder(torch.from_numpy(ids[part][step]).long(), output_hidden_states=True)
+                   for part, encoder in encoders.items()]
+        if "text_embeds" in at:
+            at["encoder_hidden_states"] = torch.cat([output.hidden_states[-2] for output in outputs], -1)
+            at["text_embeds"] = outputs[-1].text_embeds
+        else:
+            at["encoder_hidden_states"] = outputs[0].last_hidden_state
+        loss = loss_of(unet, scheduler, at, None)
+        loss.backward()
+        if step == 0:
+            trained = {key: p for key, p in trained.items() if p.grad is not None}
+            gradients = {key: p.grad.clone().numpy() for key, p in trained.items()}
+        norms.append(float(torch.nn.utils.clip_grad_norm_(list(trained.values()), NORM)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    for at, values in enumerate(ids.values()):
+        tensors[f"in/ids{'_2' if at else ''}"] = values
+    tensors["out/text/loss"], tensors["out/text/grad_norm"] = np.float32(losses), np.float32(norms)
+    for (part, name), parameter in trained.items():
+        key = f"{part}/{name}" if part else name
+        if part:
+            tensors[f"in/text/{key}"] = initial[part, name]
+        tensors[f"out/text/grad/{key}"] = gradients[part, name]
+        tensors[f"out/text/{key}"] = parameter.detach().numpy().copy()
+
+
 def encoded(case, folder, tensors):
     vae = AutoencoderKL.from_pretrained(folder / "vae", torch_dtype=torch.float32)
     image = rng("finetune", case, "image").integers(0, 256, (16, 16, 3), dtype=np.uint8)
@@ -159,13 +217,15 @@ def main():
         parameters = dict(unet.named_parameters())
         record(tensors, "full", train(unet, scheduler, data, parameters, gamma), parameters, RECORDED.fullmatch)
         unet = model().requires_grad_(False)
-        factors = low_rank(unet, case)
+        factors = low_rank(unet, TARGETS, case, "lora")
         tensors |= {f"in/lora/{name}": factor.detach().numpy().copy() for name, factor in factors.items()}
         record(tensors, "lora", train(unet, scheduler, data, factors), factors)
+        if case != "sd21":
+            text_and_unet(case, parts, model().requires_grad_(False), scheduler, data, tensors)
         encoded(case, parts, tensors)
         write(folder / "steps.safetensors", tensors, {
             "steps": STEPS, "learning_rate": RATE, "weight_decay": DECAY, "max_grad_norm": NORM, "snr_gamma": gamma,
-            "rank": RANK, "alpha": ALPHA, "prediction_type": scheduler.config.prediction_type,
+            "text_rates": TEXT_RATES, "rank": RANK, "alpha": ALPHA, "prediction_type": scheduler.config.prediction_type,
             "versions": {"diffusers": diffusers.__version__, "torch": torch.__version__.split("+")[0]}})
         report(folder / "unet/diffusion_pytorch_model.safetensors")
 

@@ -36,6 +36,17 @@ pub fn run(args: &TrainArgs) -> Result<ExitCode, CliError> {
     let Loaded { config, given, .. } = args.recipe.load_given(Verb::Train)?;
     let started = Instant::now();
     let mut notify = notices();
+    recipe::class_pictures(
+        &config,
+        &given,
+        &args.recipe.config,
+        &try_load,
+        &mut notify,
+        &mut |done, total| match done == total {
+            true => progress(&format!("{total} class pictures")),
+            false => status::spin(&format!("drawing class pictures: {done} of {total}")),
+        },
+    )?;
     status::spin("reading the data");
     let training = recipe::training(&config, &given, &args.recipe.config, &mut notify)?;
     status::spin("opening the devices");
@@ -128,6 +139,13 @@ struct TrainProgress {
 impl TrainProgress {
     fn show(&mut self, event: TrainEvent<'_>) {
         match event {
+            TrainEvent::Buckets(sizes) => {
+                let sizes = sizes.iter().map(|([height, width], images)| {
+                    format!("{width}x{height} ({images})")
+                });
+                let sizes: Vec<String> = sizes.collect();
+                progress(&format!("{} buckets: {}", sizes.len(), sizes.join(", ")));
+            }
             TrainEvent::Hashing => status::spin("comparing the data with what is encoded"),
             TrainEvent::Encoding { what, done, total } => show_encoding(what, done, total),
             TrainEvent::Quantized { policy, decisions } => {

@@ -8,7 +8,9 @@ use crate::shard::Axis;
 use super::error::{ConfigError, ConfigErrors, Place, Problem};
 use super::model::builtin_prediction;
 use super::schema::Config;
-use super::values::{BiasStrategy, DatasetType, LossWeighting, ModelConfig, Quantization};
+use super::values::{
+    BiasStrategy, DatasetType, LossWeighting, ModelConfig, OptimizerType, Quantization,
+};
 use super::verb::Verb;
 
 /// The keys involved and what is wrong.
@@ -281,9 +283,11 @@ fn twice(axes: &[Axis]) -> bool {
 }
 
 fn training(config: &Config, found: &mut Vec<Conflict>) {
+    let is_dreambooth = !config.instance_data_dir.is_empty();
     match config.dataset_type {
+        _ if is_dreambooth => dreambooth(config, found),
         DatasetType::Shapes => {}
-        own @ (DatasetType::Folder | DatasetType::Webdataset) => {
+        own @ (DatasetType::Folder | DatasetType::Webdataset | DatasetType::Hf) => {
             if config.train_data_dir.is_empty() {
                 found.push((
                     vec!["train_data_dir", "dataset_type"],
@@ -292,31 +296,62 @@ fn training(config: &Config, found: &mut Vec<Conflict>) {
             }
         }
         other @ (DatasetType::Tf
-        | DatasetType::Hf
         | DatasetType::Tfrecord
         | DatasetType::Grain
         | DatasetType::Synthetic) => found.push((
             vec!["dataset_type"],
             format!(
-                "{other} is a dataset type of MaxDiffusion that is not here yet; supported: shapes, folder, webdataset"
+                "{other} is a dataset type of MaxDiffusion that is not here yet; supported: shapes, folder, webdataset, hf"
             ),
         )),
     }
-    if config.train_text_encoder
-        && config.unet_config.0 == ModelConfig::Unset
-        && config
-            .pretrained_model_name_or_path
-            .contains("stable-diffusion-xl")
+    let rates = [
+        config.text_encoder_learning_rate,
+        config
+            .text_encoder_2_learning_rate
+            .unwrap_or(config.text_encoder_learning_rate),
+    ];
+    if config.optimizer_type == OptimizerType::Prodigy
+        && config.train_text_encoder
+        && !config.train_new_unet
+        && rates != [config.learning_rate; 2]
     {
         found.push((
-            vec!["train_text_encoder"],
-            "the text encoders of SDXL cannot be trained, as in MaxDiffusion".into(),
+            vec!["text_encoder_learning_rate", "optimizer_type"],
+            format!(
+                "Prodigy finds one learning rate for all weights: give the text encoders learning_rate, {}",
+                config.learning_rate
+            ),
         ));
     }
     if config.unet_config.0 != ModelConfig::Unset && !config.train_new_unet {
         found.push((
             vec!["unet_config", "train_new_unet"],
             "unet_config gives a new architecture, which starts from random weights: set train_new_unet=True, or leave unet_config out".into(),
+        ));
+    }
+}
+
+fn dreambooth(config: &Config, found: &mut Vec<Conflict>) {
+    if !config.train_data_dir.is_empty() {
+        found.push((
+            vec!["instance_data_dir", "train_data_dir"],
+            "two folders of pictures: give one of the two".into(),
+        ));
+    }
+    if !config.with_prior_preservation {
+        return;
+    }
+    if config.class_prompt.is_empty() {
+        found.push((
+            vec!["with_prior_preservation", "class_prompt"],
+            "prior preservation without class prompt: say what the class is, as in class_prompt='a photo of a dog'".into(),
+        ));
+    }
+    if config.enable_bucket {
+        found.push((
+            vec!["with_prior_preservation", "enable_bucket"],
+            "class pictures are squares, and a batch has pictures of one size: leave one of the two out".into(),
         ));
     }
 }

@@ -12,8 +12,8 @@ use crate::schedulers::{
     AlgorithmType, BetaSchedule, FinalSigmas, PredictionType, SchedulerKind, TimestepSpacing,
 };
 use crate::shard::{Axis, LogicalAxisRules};
-use crate::train::ATTENTION_PROJECTIONS;
 use crate::train::schedule::Decay;
+use crate::train::{ATTENTION_PROJECTIONS, TEXT_PROJECTIONS};
 
 use super::condition::Condition::{
     self, Both, Either, FamilyHas, Given, Is, IsNot, MoreThan, SamplerReads,
@@ -69,12 +69,12 @@ const RUNS: &[Verb] = &[Verb::Train, Verb::Generate, Verb::ModuleRun];
 /// Verbs of keys that change only the denoising step's program.
 const DENOISE: &[Verb] = &[Verb::Generate, Verb::Compile, Verb::Lower];
 
-const OTHER_DATASETS: &str = "only the dataset types of MaxDiffusion that are not here yet (tf, hf, tfrecord, grain) read it";
+const OTHER_DATASETS: &str =
+    "only dataset types of MaxDiffusion that are not here yet (tf, tfrecord, grain) read it";
+const LOCAL_TABLES: &str = "dataset_type=hf reads the parquet files in train_data_dir";
 const PREPROCESSING: &str = "only the scripts of MaxDiffusion that prepare datasets read it";
-const DREAMBOOTH: &str = "only DreamBooth training reads it, which is not here yet";
 const SAFETENSORS: &str =
     "models are read from safetensors, which are the same for PyTorch and Flax";
-const IMAGE_FOLDER: &str = "metadata.jsonl has the fields file_name and text, as in an image folder of the datasets library";
 const FLASH: &str = "kernels of attention choose their own blocks and mask their own padding";
 const OWN_ENCODERS: &str = "text encoders and tokenizers are those beside the model";
 const CUSTOM_REMAT: &str = "only remat_policy=CUSTOM reads it, which is not here yet";
@@ -118,8 +118,14 @@ const IP_ADAPTER: Condition = Given("ip_adapter_path");
 const CONTROLNET: Condition = Is("use_controlnet", &["True"]);
 const CONTROLLED: Condition = Either(&CONTROLNET, &FamilyHas(Trait::ControlImage));
 const FINE_TUNING: Condition = Is("train_new_unet", &["False"]);
-const FOLDER: Condition = Is("dataset_type", &["folder", "webdataset"]);
+const FOLDER_TYPES: Condition = Is("dataset_type", &["folder", "webdataset", "hf"]);
+const DREAMBOOTH: Condition = Given("instance_data_dir");
+const FOLDER: Condition = Either(&FOLDER_TYPES, &DREAMBOOTH);
+const PRIOR: Condition = Is("with_prior_preservation", &["True"]);
+const TABLES: Condition = Is("dataset_type", &["hf"]);
+const BUCKETS: Condition = Is("enable_bucket", &["True"]);
 const LORA_TRAINING: Condition = MoreThan("lora_rank", 0);
+const TUNED_TEXT: Condition = Both(&Is("train_text_encoder", &["True"]), &FINE_TUNING);
 /// One of the models is, or may be, SDXL's refiner.
 const MAY_REFINE: Condition = Either(
     &Given("refiner_model_name_or_path"),
@@ -193,10 +199,14 @@ schema! {
         train_new_unet: bool = false, Used, TRAIN;
         /// The same for FLUX.1.
         train_new_flux: bool = false, NotYet("training FLUX.1"), TRAIN;
-        /// Train the text encoder with the UNet. Refused for SDXL, as in MaxDiffusion.
+        /// Train the text encoders with the UNet, or low-rank updates of both. MaxDiffusion never trains those of SDXL.
         train_text_encoder: bool = false, Used, TRAIN_STEP, is [FixedOnResume];
-        /// Learning rate of the text encoder.
-        text_encoder_learning_rate: f64 = 4.25e-6, NotYet("a learning rate of its own for the text encoder (it trains with learning_rate)"), TRAIN;
+        /// Highest learning rate of published text encoders; that of new ones is `learning_rate`.
+        text_encoder_learning_rate: f64 = 4.25e-6, Used, TRAIN, in AtLeast(0.0),
+            when TUNED_TEXT, is [FixedOnResume];
+        /// That of the second text encoder. Empty: that of the first.
+        text_encoder_2_learning_rate: Option<f64> = None, Ours, TRAIN, in AtLeast(0.0),
+            when Both(&TUNED_TEXT, &FamilyHas(Trait::SecondTextEncoder)), is [FixedOnResume];
         /// Element type of the weights. `quantize` rounds weights to it first, and stores none in a wider type.
         weights_dtype: FloatType = FloatType::Float32, Used, EVERY, is [FixedOnResume];
         /// Element type of the activations. `quantize` finds scales in it, and stores them so.
@@ -275,7 +285,6 @@ schema! {
         input_perturbation: f64 = 0.0, Ours, TRAIN_STEP, in Between(0.0, 1.0), is [FixedOnResume];
         /// Draws some timesteps more often than others.
         timestep_bias: TimestepBias = TimestepBias::default(), Used, TRAIN_STEP, is [FixedOnResume];
-
         /// Move noise levels by the image's size, for flow matching (`use_dynamic_shifting`). Empty: as in the model's files.
         time_shift: Option<bool> = None, Used, GENERATE, when SamplerReads("use_dynamic_shifting");
         /// How far they move for an image of 256 tokens. Empty: as in the model's files.
@@ -353,15 +362,16 @@ schema! {
         jax_cache_dir: String = "auto".into(), Used, RUNS, is [NotAnOption];
 
         group "Data";
-        /// Source of the training examples. Supported: shapes (made by the program), folder, and webdataset (tar archives).
+        /// Source of the training examples. Supported: shapes (made by the program), folder, webdataset (tar archives), and hf
+        /// (parquet files on this machine).
         dataset_type: DatasetType = DatasetType::Tf, Used, PROGRAM, is [FixedOnResume];
         /// Folder of images with captions: `NAME.txt` beside each image, or `metadata.jsonl`; for webdataset of `.tar` files, with
-        /// `NAME.txt` and the image in the same one.
-        train_data_dir: String = String::new(), Used, TRAIN_STEP, when FOLDER, is [FixedOnResume];
-        /// Field of `metadata.jsonl` that names the image file.
-        image_column: String = "image".into(), NoEffect(IMAGE_FOLDER), TRAIN;
-        /// Field of `metadata.jsonl` that holds the caption.
-        caption_column: String = "text".into(), NoEffect(IMAGE_FOLDER), TRAIN;
+        /// `NAME.txt` and the image in the same one; for hf of `.parquet` files, or one such file.
+        train_data_dir: String = String::new(), Used, TRAIN_STEP, when FOLDER_TYPES, is [FixedOnResume];
+        /// Column of a parquet file with the images: bytes, paths beside it, or both as `datasets` writes them.
+        image_column: String = "image".into(), Used, TRAIN, when TABLES, is [FixedOnResume];
+        /// Column of a parquet file with the captions: texts or lists of texts.
+        caption_column: String = "text".into(), Used, TRAIN, when TABLES, is [FixedOnResume];
         /// Side of the images in pixels. A model with four input channels works on latents of an
         /// eighth of that side, any other on pixels.
         resolution: u64 = 1024, Used, PROGRAM, in Between(8.0, 8192.0), is [FixedOnResume];
@@ -385,9 +395,9 @@ schema! {
         max_bad_image_fraction: f64 = 0.01, Ours, TRAIN, in Between(0.0, 1.0),
             when FOLDER, is [FixedOnResume];
         /// Dataset on the hub.
-        dataset_name: String = "diffusers/pokemon-gpt4-captions".into(), NoEffect(OTHER_DATASETS), TRAIN;
-        /// Split of that dataset.
-        train_split: String = "train".into(), NoEffect(OTHER_DATASETS), TRAIN;
+        dataset_name: String = "diffusers/pokemon-gpt4-captions".into(), NoEffect(LOCAL_TABLES), TRAIN;
+        /// Split of the dataset, where the names of parquet files or of their folders tell it: `train-00000-of-00002.parquet`.
+        train_split: String = "train".into(), Used, TRAIN, when TABLES, is [FixedOnResume];
         /// Encode images and captions once, before training, and keep latents and text embeddings on disk. False, which
         /// encodes in every step, is not here yet.
         cache_latents_text_encoder_outputs: bool = true, Used, TRAIN, when FINE_TUNING;
@@ -395,9 +405,9 @@ schema! {
         /// default is a folder in `/tmp`.
         dataset_save_location: String = String::new(), Used, TRAIN, when FINE_TUNING, is [NotAnOption];
         /// Data directory of a hub dataset.
-        hf_data_dir: String = String::new(), NoEffect(OTHER_DATASETS), TRAIN;
+        hf_data_dir: String = String::new(), NoEffect(LOCAL_TABLES), TRAIN;
         /// Files of a hub dataset.
-        hf_train_files: String = String::new(), NoEffect(OTHER_DATASETS), TRAIN;
+        hf_train_files: String = String::new(), NoEffect(LOCAL_TABLES), TRAIN;
         /// ArrayRecord files of a Grain dataset.
         grain_train_files: String = String::new(), NoEffect(OTHER_DATASETS), TRAIN;
         /// Processes that read a Grain dataset.
@@ -416,11 +426,21 @@ schema! {
         reuse_example_batch: bool = false, NotYet("training on one batch over and over"), TRAIN;
         /// Configuration of a hub dataset.
         dataset_config_name: String = String::new(), IgnoredByMaxDiffusion, TRAIN;
-        /// Keep the square in the middle of an image. False: a square at a place that the seed and the image decide, the
+        /// Keep the middle of an image. False: a part at a place that the seed and the image decide, the
         /// same in every epoch. MaxDiffusion has the key, with the default False, and ignores it.
         center_crop: bool = true, Used, TRAIN, when FOLDER, is [FixedOnResume];
         /// Mirror an image left to right in half of its uses. MaxDiffusion has the key and ignores it.
         random_flip: bool = false, Used, TRAIN, when FOLDER, is [FixedOnResume];
+        /// Crop pictures to the nearest of sizes with about the area of `resolution` (aspect-ratio buckets, kohya's rule).
+        enable_bucket: bool = false, Ours, TRAIN, when Both(&FINE_TUNING, &FOLDER), is [FixedOnResume];
+        /// Shortest side of these sizes; a picture with a shorter one counts as unreadable. Empty: half of `resolution`.
+        min_bucket_reso: Option<u64> = None, Ours, TRAIN, in Between(8.0, 8192.0), when BUCKETS, is [FixedOnResume];
+        /// Longest side. Empty: twice `resolution`.
+        max_bucket_reso: Option<u64> = None, Ours, TRAIN, in Between(8.0, 16384.0), when BUCKETS, is [FixedOnResume];
+        /// What their sides are multiples of.
+        bucket_reso_steps: u64 = 64, Ours, TRAIN, in Between(8.0, 8192.0), when BUCKETS, is [FixedOnResume];
+        /// A folder called `10_name` has its pictures ten times in an epoch, as in kohya's trainers.
+        folder_repeats: bool = false, Ours, TRAIN, when Is("dataset_type", &["folder"]), is [FixedOnResume];
         /// Processes that tokenize.
         tokenize_captions_num_proc: u64 = 4, IgnoredByMaxDiffusion, TRAIN;
         /// Processes that prepare images.
@@ -499,6 +519,9 @@ schema! {
         /// Layers of the UNet that have an update: regular expressions that match the whole path, or an end of it after a dot.
         lora_target_modules: OneOrMore<String> = OneOrMore(ATTENTION_PROJECTIONS.map(str::to_owned).to_vec()), Ours, TRAIN_STEP,
             when LORA_TRAINING, is [FixedOnResume];
+        /// The same of the text encoders, with `train_text_encoder`.
+        lora_text_encoder_target_modules: OneOrMore<String> = OneOrMore(TEXT_PROJECTIONS.map(str::to_owned).to_vec()), Ours,
+            TRAIN_STEP, when Both(&LORA_TRAINING, &TUNED_TEXT), is [FixedOnResume];
         /// Write a file with kohya's names beside that with diffusers', for web interfaces.
         lora_kohya: bool = false, Ours, TRAIN, when LORA_TRAINING;
         /// Number of steps in a row whose loss or gradient may be infinite or NaN; each leaves the weights
@@ -683,20 +706,22 @@ schema! {
             when CONTROLNET;
 
         group "DreamBooth";
-        /// Images of the subject.
-        instance_data_dir: String = String::new(), NoEffect(DREAMBOOTH), TRAIN;
-        /// Images of the class.
-        class_data_dir: String = String::new(), NoEffect(DREAMBOOTH), TRAIN;
-        /// Prompt of the subject.
-        instance_prompt: String = String::new(), NoEffect(DREAMBOOTH), TRAIN;
-        /// Prompt of the class.
-        class_prompt: String = String::new(), NoEffect(DREAMBOOTH), TRAIN;
-        /// Weight of the prior preservation loss.
-        prior_loss_weight: f64 = 1.0, NoEffect(DREAMBOOTH), TRAIN;
-        /// Images of the class to make.
-        num_class_images: u64 = 100, NoEffect(DREAMBOOTH), TRAIN;
+        /// Folder of pictures of the subject, in place of `train_data_dir`. Those without a caption of their own have `instance_prompt`.
+        instance_data_dir: String = String::new(), Used, TRAIN, when FINE_TUNING, is [FixedOnResume];
+        /// Train on pictures of the class too, so that the model does not forget it: as many as others, in each batch.
+        with_prior_preservation: bool = false, Ours, TRAIN, when DREAMBOOTH, is [FixedOnResume];
+        /// Folder of pictures of the class; what it lacks is drawn before training. Empty: `class` in `output_dir`.
+        class_data_dir: String = String::new(), Used, TRAIN, when PRIOR, is [FixedOnResume];
+        /// Caption of the subject: 'a photo of sks dog'.
+        instance_prompt: String = String::new(), Used, TRAIN, when DREAMBOOTH, is [FixedOnResume];
+        /// Caption of the class: 'a photo of a dog'.
+        class_prompt: String = String::new(), Used, TRAIN, when PRIOR, is [FixedOnResume];
+        /// How much the error of class pictures counts.
+        prior_loss_weight: f64 = 1.0, Used, TRAIN, in AtLeast(0.0), when PRIOR, is [FixedOnResume];
+        /// Pictures of the class.
+        num_class_images: u64 = 100, Used, TRAIN, in Between(1.0, 100_000.0), when PRIOR, is [FixedOnResume];
         /// Keep the prepared dataset.
-        cache_dreambooth_dataset: bool = false, NoEffect(DREAMBOOTH), TRAIN;
+        cache_dreambooth_dataset: bool = false, NoEffect("latents are always kept on disk"), TRAIN;
 
         group "Profiling and diagnostics";
         /// Profile some steps.

@@ -89,8 +89,9 @@ named! {
         Folder = "folder",
         /// A folder of tar archives of images with captions.
         Webdataset = "webdataset",
-        Tf = "tf",
+        /// Parquet files, as Hugging Face's `datasets` writes them.
         Hf = "hf",
+        Tf = "tf",
         Tfrecord = "tfrecord",
         Grain = "grain",
         Synthetic = "synthetic",

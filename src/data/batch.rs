@@ -5,87 +5,7 @@ use std::sync::{Mutex, PoisonError};
 
 use rayon::prelude::*;
 
-use super::order::Permutation;
-use super::rng::{KeyedRng, Stream};
-use super::{DataError, Dataset, Tokenizer};
-
-/// The options of batches, beside the dataset and the tokenizer.
-#[derive(Clone, Debug, PartialEq)]
-pub struct BatchOptions {
-    pub batch_size: usize,
-    /// Seed of the order, the caption dropout and the flips.
-    pub seed: u64,
-    /// Probability that a row's caption is replaced by the empty one, for classifier-free guidance
-    /// (Ho and Salimans, "Classifier-free diffusion guidance", 2022).
-    pub caption_dropout: f64,
-    /// Mirror each image left to right with probability one half.
-    pub random_flip: bool,
-}
-
-/// A row of a batch.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Row {
-    /// Its sample in the dataset.
-    pub index: usize,
-    /// Whether the empty caption stands in place of its own.
-    pub drops_caption: bool,
-    /// Whether its image is mirrored left to right.
-    pub is_flipped: bool,
-}
-
-impl BatchOptions {
-    /// # Errors
-    /// [`DataError::Option`] for an empty batch, a dropout outside 0 to 1, or flips of images
-    /// whose captions say left and right.
-    pub fn check(&self, dataset: &Dataset) -> Result<(), DataError> {
-        let refuse = |option, value: String, expected: &str| {
-            Err(DataError::Option {
-                option,
-                value,
-                expected: expected.into(),
-            })
-        };
-        if self.batch_size == 0 {
-            return refuse("batch_size", "0".into(), "at least 1");
-        }
-        if !(0.0..=1.0).contains(&self.caption_dropout) {
-            return refuse(
-                "caption_dropout",
-                self.caption_dropout.to_string(),
-                "0 to 1",
-            );
-        }
-        if self.random_flip && matches!(dataset, Dataset::Shapes(_)) {
-            let expected = "False for dataset_type shapes, whose captions say left and right";
-            return refuse("random_flip", "True".into(), expected);
-        }
-        Ok(())
-    }
-
-    /// The rows of `step`: the next `batch_size` samples of an endless sequence of epochs, each a
-    /// new order of the whole dataset of `len` samples; a batch may span two epochs.
-    pub fn rows(&self, len: usize, step: u64) -> Vec<Row> {
-        let len = len.max(1);
-        let first = step.saturating_mul(self.batch_size as u64);
-        let mut epoch = first / len as u64;
-        let mut permutation = Permutation::new(self.seed, epoch, len);
-        (0..self.batch_size as u64)
-            .map(|row| {
-                let number = first.saturating_add(row);
-                if number / len as u64 != epoch {
-                    epoch = number / len as u64;
-                    permutation = Permutation::new(self.seed, epoch, len);
-                }
-                let draw = |stream| KeyedRng::new(self.seed, stream, step, row).unit();
-                Row {
-                    index: permutation.index((number % len as u64) as usize),
-                    drops_caption: draw(Stream::CaptionDropout) < self.caption_dropout,
-                    is_flipped: self.random_flip && draw(Stream::Flip) < 0.5,
-                }
-            })
-            .collect()
-    }
-}
+use super::{BatchOptions, DataError, Dataset, Rows, Tokenizer};
 
 /// The input of one training step.
 #[derive(Clone, Debug, PartialEq)]
@@ -104,7 +24,7 @@ pub struct Batch {
 pub struct Batcher {
     dataset: Dataset,
     tokenizer: Tokenizer,
-    options: BatchOptions,
+    rows: Rows,
     warned: Mutex<HashSet<String>>,
 }
 
@@ -117,10 +37,11 @@ impl Batcher {
         options: BatchOptions,
     ) -> Result<Self, DataError> {
         options.check(&dataset)?;
+        let rows = Rows::of_all(options, &dataset);
         Ok(Self {
             dataset,
             tokenizer,
-            options,
+            rows,
             warned: Mutex::default(),
         })
     }
@@ -134,17 +55,18 @@ impl Batcher {
     }
 
     pub fn options(&self) -> &BatchOptions {
-        &self.options
+        self.rows.options()
     }
 
-    /// The batch of `step`, with the rows of [`BatchOptions::rows`].
+    /// The batch of `step`, with the rows of [`Rows::batch`].
     ///
     /// # Errors
     /// Errors of [`Dataset::get`] and [`Tokenizer::encode`].
     pub fn batch(&self, step: u64) -> Result<Batch, DataError> {
         let rows: Vec<(Vec<f32>, Vec<i32>, String)> = self
-            .options
-            .rows(self.dataset.len(), step)
+            .rows
+            .batch(step)
+            .rows
             .into_par_iter()
             .map(|row| {
                 let mut sample = self.dataset.get(row.index)?;
@@ -153,7 +75,10 @@ impl Batcher {
                 }
                 let caption = match row.drops_caption {
                     true => String::new(),
-                    false => sample.caption,
+                    false => {
+                        let own = row.pick(sample.captions.len());
+                        sample.captions.swap_remove(own)
+                    }
                 };
                 let encoded = self.tokenizer.encode(&caption)?;
                 for warning in encoded.warnings() {
@@ -270,7 +195,7 @@ mod tests {
         }
         for index in 0..20 {
             *expected
-                .entry(batcher.dataset().get(index).unwrap().caption)
+                .entry(batcher.dataset().get(index).unwrap().captions.remove(0))
                 .or_default() += 3;
         }
         assert_eq!(seen, expected);
@@ -300,7 +225,7 @@ mod tests {
         image.save(dir.path().join("a.png")).unwrap();
         std::fs::write(dir.path().join("a.txt"), "a dot").unwrap();
         let folder = Folder::open(FolderOptions::new(dir.path(), 8)).unwrap();
-        let dataset = Dataset::Folder(folder);
+        let dataset = Dataset::Folder(Box::new(folder));
         let tokenizer = tokenizer(&dataset.vocabulary_captions());
         let options = BatchOptions {
             random_flip: true,

@@ -1,28 +1,35 @@
-//! `dataset_type: folder` and `webdataset`: image files with captions beside them, in a folder or in tar archives.
+//! `dataset_type: folder`, `webdataset` and `hf`: images with captions, as files of a folder, in tar archives or in parquet
+//! files.
 //!
-//! In a folder captions come from `metadata.jsonl` at the top of the folder (`{"file_name": ..., "text": ...}`
-//! per line) where there is one, and otherwise from a `.txt` file of the same name as each image.
+//! An image may have several captions, of which each use draws one. In a folder captions come from `metadata.jsonl` at the top of the folder (`{"file_name": ..., "text": ...}`
+//! per line, or a list of texts) where there is one, and otherwise from a `.txt` file of the same name as each image, a
+//! caption in each line.
 //! Subfolders are searched; names that begin with a dot are skipped. The order of samples is
 //! that of their paths.
 
 mod list;
+mod tables;
 mod tars;
 
 use std::path::{Path, PathBuf};
 
 use rayon::prelude::*;
 
-use super::picture::{self, Crop, ImageFile, Note, Picture};
-use super::{DataError, NAMED, Sample};
+use super::picture::{self, Crop, Framing, ImageFile, Note, Picture, Sizes};
+use super::{DataError, MOST_REPEATS, NAMED, Sample, io};
 use crate::util::known::Known;
+pub use list::is_image;
+pub use tables::TableOptions;
 
 /// How a folder holds images and captions.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Layout {
     /// As files.
     Files,
     /// In tar archives, as WebDataset writes them.
     Tars,
+    /// In parquet files, as Hugging Face's `datasets` writes them; `root` may be one such file.
+    Tables(TableOptions),
 }
 
 /// An image that a folder lists.
@@ -30,7 +37,8 @@ struct Listed {
     /// Its path relative to the folder.
     name: PathBuf,
     image: ImageFile,
-    caption: String,
+    /// At least one.
+    captions: Vec<String>,
 }
 
 /// Options of a folder.
@@ -38,12 +46,14 @@ struct Listed {
 pub struct FolderOptions {
     pub root: PathBuf,
     pub layout: Layout,
-    /// Side to which the largest square of an image is resized (Lanczos).
-    pub resolution: usize,
-    /// Where that square lies.
-    pub crop: Crop,
+    /// The caption of images of [`Layout::Files`] that have none of their own; `None` refuses those.
+    pub caption: Option<String>,
+    /// What is kept of each image.
+    pub framing: Framing,
     /// Share of the images that may be unreadable; these are skipped with a warning.
     pub max_bad_image_fraction: f64,
+    /// Whether a folder called `10_name` has its images ten times in an epoch, as in kohya's trainers.
+    pub folder_repeats: bool,
     /// Most memory for decoded images. When all fit they are decoded once; otherwise each is
     /// decoded again whenever it is asked for.
     pub cache_bytes: u64,
@@ -53,14 +63,18 @@ pub struct FolderOptions {
 }
 
 impl FolderOptions {
-    /// Crops about the centre, one bad image in a hundred, and 2 GiB of cache.
+    /// Squares of `resolution` pixels about the centre, one bad image in a hundred, and 2 GiB of cache.
     pub fn new(root: impl Into<PathBuf>, resolution: usize) -> Self {
         Self {
             root: root.into(),
             layout: Layout::Files,
-            resolution,
-            crop: Crop::Center,
+            caption: None,
+            framing: Framing {
+                sizes: Sizes::Square(resolution),
+                crop: Crop::Center,
+            },
             max_bad_image_fraction: 0.01,
+            folder_repeats: false,
             cache_bytes: 2 << 30,
             known: None,
         }
@@ -70,9 +84,11 @@ impl FolderOptions {
 #[derive(Debug)]
 struct Entry {
     image: ImageFile,
-    caption: String,
+    captions: Vec<String>,
+    /// How often an epoch has it.
+    repeats: usize,
     picture: Picture,
-    /// RGB at the dataset's resolution, when the whole dataset fits the cache.
+    /// RGB at the picture's size, when the whole dataset fits the cache.
     pixels: Option<Vec<u8>>,
 }
 
@@ -84,6 +100,8 @@ type Decoded = Result<(Entry, Option<Note>), (PathBuf, DataError)>;
 pub struct Folder {
     options: FolderOptions,
     entries: Vec<Entry>,
+    /// The first of the class images, which come after all others.
+    first_class: Option<usize>,
     bad: Vec<PathBuf>,
     /// What is not in the file of known images yet.
     found: Vec<Note>,
@@ -99,10 +117,11 @@ impl Folder {
     /// its number); a path that leads outside the folder; more unreadable images than
     /// `max_bad_image_fraction` allows.
     pub fn open(options: FolderOptions) -> Result<Self, DataError> {
-        if !(1..=4096).contains(&options.resolution) {
+        let [side, _] = options.framing.sizes.usual();
+        if !(1..=4096).contains(&side) {
             return Err(DataError::Option {
                 option: "resolution",
-                value: options.resolution.to_string(),
+                value: side.to_string(),
                 expected: "1 to 4096".into(),
             });
         }
@@ -117,12 +136,13 @@ impl Folder {
             .root
             .canonicalize()
             .map_err(|source| io("open the dataset folder", &options.root, source))?;
-        let listed = match options.layout {
-            Layout::Files => list::captioned_images(&root)?,
+        let listed = match &options.layout {
+            Layout::Files => list::captioned_images(&root, options.caption.as_deref())?,
             Layout::Tars => tars::captioned_images(&root)?,
+            Layout::Tables(tables) => tables::captioned_images(&root, tables)?,
         };
         let total = listed.len();
-        let bytes_per_image = 3 * (options.resolution as u64).pow(2);
+        let bytes_per_image = 3 * (side as u64).pow(2);
         let keep = bytes_per_image.saturating_mul(total as u64) <= options.cache_bytes;
         if !keep {
             tracing::info!(
@@ -133,24 +153,33 @@ impl Folder {
                 options.cache_bytes >> 20,
             );
         }
+        let repeats: Vec<usize> = match options.folder_repeats {
+            false => vec![1; total],
+            true => listed
+                .iter()
+                .map(|listed| repeats(&listed.name))
+                .collect::<Result<_, _>>()?,
+        };
         let known = options.known.as_deref().map(Known::read);
         let load = |image: &ImageFile| match &known {
             Some(known) if !keep => {
-                let (picture, found) = picture::find(image, options.crop, known)?;
+                let (picture, found) = picture::find(image, &options.framing, known)?;
                 Ok((picture, None, found))
             }
             _ => {
-                let (pixels, picture) = picture::load(image, options.resolution, options.crop)?;
+                let (pixels, picture) = picture::load(image, &options.framing)?;
                 Ok((picture, keep.then(|| pixels.into_raw()), None))
             }
         };
         let decoded: Vec<Decoded> = listed
             .into_par_iter()
-            .map(|listed| match load(&listed.image) {
+            .zip(repeats)
+            .map(|(listed, repeats)| match load(&listed.image) {
                 Ok((picture, pixels, found)) => Ok((
                     Entry {
                         image: listed.image,
-                        caption: listed.caption,
+                        captions: listed.captions,
+                        repeats,
                         picture,
                         pixels,
                     },
@@ -197,9 +226,25 @@ impl Folder {
         Ok(Self {
             options: FolderOptions { root, ..options },
             entries,
+            first_class: None,
             bad,
             found,
         })
+    }
+
+    /// The same with the first `count` images of another folder, which has the same framing, as class images for prior
+    /// preservation.
+    pub fn with_class_images(mut self, classes: Folder, count: usize) -> Folder {
+        self.first_class = Some(self.entries.len());
+        self.entries.extend(classes.entries.into_iter().take(count));
+        self.bad.extend(classes.bad);
+        self.found.extend(classes.found);
+        self
+    }
+
+    /// Whether sample `index` is a class image.
+    pub fn is_class(&self, index: usize) -> bool {
+        self.first_class.is_some_and(|first| index >= first)
     }
 
     /// Keeps what was found out about the images in [`FolderOptions::known`], whose folder must exist.
@@ -238,15 +283,21 @@ impl Folder {
         &self.bad
     }
 
-    /// Captions in the order of the samples.
+    /// All captions, in the order of the samples.
     pub fn captions(&self) -> impl Iterator<Item = &str> {
-        self.entries.iter().map(|entry| entry.caption.as_str())
+        let captions = self.entries.iter().flat_map(|entry| &entry.captions);
+        captions.map(String::as_str)
     }
 
-    /// The caption of sample `index` and what is known of its picture; `None` past the end.
-    pub fn entry(&self, index: usize) -> Option<(&str, Picture)> {
+    /// The captions of sample `index` and what is known of its picture; `None` past the end.
+    pub fn entry(&self, index: usize) -> Option<(&[String], Picture)> {
         let entry = self.entries.get(index)?;
-        Some((&entry.caption, entry.picture))
+        Some((&entry.captions, entry.picture))
+    }
+
+    /// How often an epoch has sample `index`; 0 past the end.
+    pub fn repeats(&self, index: usize) -> usize {
+        self.entries.get(index).map_or(0, |entry| entry.repeats)
     }
 
     /// Sample `index`.
@@ -260,11 +311,10 @@ impl Folder {
             .entries
             .get(index)
             .ok_or(DataError::Index { index, len })?;
-        let resolution = self.options.resolution;
         let pixels = match &entry.pixels {
             Some(pixels) => pixels.clone(),
             None => {
-                let (image, found) = picture::load(&entry.image, resolution, self.options.crop)?;
+                let (image, found) = picture::load(&entry.image, &self.options.framing)?;
                 if found != entry.picture {
                     return Err(DataError::Image {
                         path: entry.image.shown(),
@@ -276,18 +326,27 @@ impl Folder {
         };
         Ok(Sample {
             pixels,
-            resolution,
-            caption: entry.caption.clone(),
+            size: entry.picture.size,
+            captions: entry.captions.clone(),
         })
     }
 }
 
-fn io(action: &'static str, path: &Path, source: std::io::Error) -> DataError {
-    DataError::Io {
-        action,
-        path: path.to_owned(),
-        source,
-    }
+/// How often an epoch has an image, by the number before the first underscore of its folder's name, if there is one.
+fn repeats(name: &Path) -> Result<usize, DataError> {
+    let folder = name.parent().unwrap_or(Path::new(""));
+    let own = folder.file_name().unwrap_or_default().to_string_lossy();
+    let number = own.split_once('_').map(|(number, _)| number);
+    let is_number = |text: &&str| !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
+    let Some(number) = number.filter(is_number) else {
+        return Ok(1);
+    };
+    let repeats = number.parse().ok();
+    let repeats = repeats.filter(|n| (1..=MOST_REPEATS).contains(n));
+    repeats.ok_or_else(|| DataError::Repeats {
+        path: folder.to_owned(),
+        found: number.to_owned(),
+    })
 }
 
 #[cfg(test)]
@@ -298,6 +357,7 @@ mod tests {
     use tempfile::TempDir;
 
     use super::*;
+    use crate::data::{BucketOptions, Buckets, Dataset};
 
     fn save_image(dir: &Path, name: &str, colour: [u8; 3]) {
         let path = dir.join(name);
@@ -422,6 +482,79 @@ mod tests {
             .map(String::from)
             .collect();
         assert_eq!(captions, ["two", "one"]);
+    }
+
+    #[test]
+    fn images_have_several_captions_and_folders_repeat_them() {
+        let dir = TempDir::new().unwrap();
+        for name in ["10_cats/a.png", "2_x_y/b.png", "c_3/c.png", "d.png"] {
+            save_image(dir.path(), name, [9, 9, 9]);
+            text(dir.path(), &name.replace("png", "txt"), " one \n\n two\r\n");
+        }
+        let with = |folder_repeats| {
+            Folder::open(FolderOptions {
+                folder_repeats,
+                ..FolderOptions::new(dir.path(), 8)
+            })
+        };
+        let repeats = |folder: &Folder| [0, 1, 2, 3, 4].map(|index| folder.repeats(index));
+        let folder = with(true).unwrap();
+        assert_eq!(folder.entry(2).unwrap().0, ["one", "two"]);
+        assert_eq!(folder.get(2).unwrap().captions, ["one", "two"]);
+        assert_eq!(repeats(&folder), [10, 2, 1, 1, 0]);
+        assert_eq!(repeats(&with(false).unwrap()), [1, 1, 1, 1, 0]);
+        save_image(dir.path(), "0_x/e.png", [9, 9, 9]);
+        text(dir.path(), "0_x/e.txt", "x");
+        let error = with(true).unwrap_err().to_string();
+        assert!(
+            error.contains("folder 0_x") && error.contains("0 times"),
+            "{error}"
+        );
+
+        let listed = TempDir::new().unwrap();
+        save_image(listed.path(), "a.png", [9, 9, 9]);
+        let line = "{\"file_name\": \"a.png\", \"text\": [\"one\", \" two \"]}";
+        text(listed.path(), "metadata.jsonl", line);
+        assert_eq!(
+            open(listed.path()).unwrap().entry(0).unwrap().0,
+            ["one", "two"]
+        );
+    }
+
+    /// Each image keeps as much as its bucket shows of it; one below the smallest bucket is named and left out.
+    #[test]
+    fn images_have_the_sizes_of_their_buckets() {
+        let dir = TempDir::new().unwrap();
+        for (name, width, height) in [("a", 40, 20), ("b", 20, 20), ("c", 21, 43), ("d", 60, 7)] {
+            let path = dir.path().join(format!("{name}.png"));
+            RgbImage::new(width, height).save(path).unwrap();
+            text(dir.path(), &format!("{name}.txt"), "x");
+        }
+        let buckets = Buckets::new(BucketOptions {
+            resolution: 16,
+            min_side: 8,
+            max_side: 32,
+            steps: 4,
+        });
+        let folder = Folder::open(FolderOptions {
+            framing: Framing {
+                sizes: Sizes::Buckets(buckets.unwrap()),
+                crop: Crop::Center,
+            },
+            max_bad_image_fraction: 0.25,
+            ..FolderOptions::new(dir.path(), 16)
+        })
+        .unwrap();
+        let sizes = [0, 1, 2].map(|index| folder.get(index).unwrap().size);
+        assert_eq!(sizes, [[12, 20], [16, 16], [20, 12]]);
+        for (index, size) in sizes.iter().enumerate() {
+            let sample = folder.get(index).unwrap();
+            assert_eq!(sample.pixels.len(), size[0] * size[1] * 3);
+        }
+        assert_eq!(folder.bad_images(), [PathBuf::from("d.png")]);
+        let dataset = Dataset::Folder(Box::new(folder));
+        let sizes: Vec<[usize; 2]> = dataset.sizes().into_keys().collect();
+        assert_eq!(dataset.groups(&sizes), [vec![0], vec![1], vec![2]]);
     }
 
     #[test]

@@ -6,49 +6,57 @@
 //! one, bit for bit.
 
 mod batch;
+mod buckets;
 mod folder;
 mod order;
 mod picture;
 mod prefetch;
 mod rng;
+mod rows;
 pub mod shapes;
+mod table;
 mod tokenizer;
 
-use std::path::PathBuf;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
 
 use crate::util::hash::Sha256;
 
-pub use batch::{Batch, BatchOptions, Batcher, Row};
-pub use folder::{Folder, FolderOptions, Layout};
+pub use batch::{Batch, Batcher};
+pub use buckets::{BucketOptions, Buckets};
+pub use folder::{Folder, FolderOptions, Layout, TableOptions, is_image};
 pub use order::Permutation;
-pub use picture::{Crop, Picture};
+pub use picture::{Crop, Framing, Picture, Sizes};
 pub use prefetch::Prefetcher;
+pub use rows::{BatchOptions, BatchRows, Row, Rows};
 pub use shapes::{Shapes, ShapesOptions, Split};
 pub use tokenizer::{Encoded, Piece, Tokenizer, word_level_json};
 
 /// One image with its caption.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Sample {
-    /// RGB, row-major HWC, `resolution x resolution x 3`.
+    /// RGB, row-major HWC.
     pub pixels: Vec<u8>,
-    pub resolution: usize,
-    pub caption: String,
+    /// Height and width.
+    pub size: [usize; 2],
+    /// At least one.
+    pub captions: Vec<String>,
 }
 
 impl Sample {
     /// Mirrored left to right.
     pub fn flip(&mut self) {
-        for row in self.pixels.chunks_exact_mut(3 * self.resolution.max(1)) {
+        for row in self.pixels.chunks_exact_mut(3 * self.size[1].max(1)) {
             let mirrored: Vec<u8> = row.chunks_exact(3).rev().flatten().copied().collect();
             row.copy_from_slice(&mirrored);
         }
     }
 
-    /// The pixels as an image; black where `pixels` is shorter than the resolution says.
+    /// The pixels as an image; black where `pixels` is shorter than the size says.
     pub fn image(&self) -> image::RgbImage {
-        let side = self.resolution as u32;
-        image::RgbImage::from_raw(side, side, self.pixels.clone())
-            .unwrap_or_else(|| image::RgbImage::new(side, side))
+        let [height, width] = self.size.map(|side| side as u32);
+        image::RgbImage::from_raw(width, height, self.pixels.clone())
+            .unwrap_or_else(|| image::RgbImage::new(width, height))
     }
 }
 
@@ -56,7 +64,7 @@ impl Sample {
 #[derive(Debug)]
 pub enum Dataset {
     Shapes(Shapes),
-    Folder(Folder),
+    Folder(Box<Folder>),
 }
 
 impl Dataset {
@@ -69,11 +77,11 @@ impl Dataset {
         }
     }
 
-    /// Side of the images in pixels.
-    pub fn resolution(&self) -> usize {
+    /// Height and width of the images in pixels, of most if they have several sizes.
+    pub fn size(&self) -> [usize; 2] {
         match self {
-            Self::Shapes(shapes) => shapes.options().resolution,
-            Self::Folder(folder) => folder.options().resolution,
+            Self::Shapes(shapes) => [shapes.options().resolution; 2],
+            Self::Folder(folder) => folder.options().framing.sizes.usual(),
         }
     }
 
@@ -89,33 +97,86 @@ impl Dataset {
         }
     }
 
-    /// The caption of sample `index`, below [`Dataset::len`], and the origin of its pixels.
+    /// The captions of sample `index`, below [`Dataset::len`], and the origin of its pixels.
     ///
     /// # Errors
     /// [`DataError::Index`] past the end of a folder.
-    pub fn entry(&self, index: usize) -> Result<(String, Picture), DataError> {
+    pub fn entry(&self, index: usize) -> Result<(Vec<String>, Picture), DataError> {
         match self {
             Self::Shapes(shapes) => {
                 let Sample {
                     pixels,
-                    resolution,
-                    caption,
+                    size,
+                    captions,
                 } = shapes.get(index);
                 let picture = Picture {
                     content: Sha256::of(pixels),
-                    original_size: [resolution; 2],
+                    original_size: size,
                     corner: [0; 2],
-                    side: resolution,
+                    extent: size,
+                    size,
                 };
-                Ok((caption, picture))
+                Ok((captions, picture))
             }
             Self::Folder(folder) => {
                 let len = folder.count();
                 let entry = folder.entry(index);
-                let (caption, picture) = entry.ok_or(DataError::Index { index, len })?;
-                Ok((caption.to_owned(), picture))
+                let (captions, picture) = entry.ok_or(DataError::Index { index, len })?;
+                Ok((captions.to_vec(), picture))
             }
         }
+    }
+
+    /// How often an epoch has sample `index`; 0 past the end.
+    pub fn repeats(&self, index: usize) -> usize {
+        match self {
+            Self::Shapes(_) => 1,
+            Self::Folder(folder) => folder.repeats(index),
+        }
+    }
+
+    /// Height and width of sample `index`.
+    fn size_of(&self, index: usize) -> [usize; 2] {
+        let own = match self {
+            Self::Shapes(_) => None,
+            Self::Folder(folder) => folder.entry(index),
+        };
+        own.map_or(self.size(), |(_, picture)| picture.size)
+    }
+
+    /// The heights and widths that images have, ascending, each with the number of its images.
+    pub fn sizes(&self) -> BTreeMap<[usize; 2], usize> {
+        let mut sizes = BTreeMap::new();
+        for index in 0..self.len() {
+            *sizes.entry(self.size_of(index)).or_default() += 1;
+        }
+        sizes
+    }
+
+    /// Whether sample `index` is a class image, which prior preservation puts beside each other sample.
+    fn is_class(&self, index: usize) -> bool {
+        match self {
+            Self::Shapes(_) => false,
+            Self::Folder(folder) => folder.is_class(index),
+        }
+    }
+
+    /// The class images.
+    pub fn classes(&self) -> Vec<usize> {
+        let samples = 0..self.len();
+        samples.filter(|index| self.is_class(*index)).collect()
+    }
+
+    /// The samples of each of `sizes`, each as often as an epoch has it, without class images.
+    pub fn groups(&self, sizes: &[[usize; 2]]) -> Vec<Vec<usize>> {
+        let mut groups = vec![Vec::new(); sizes.len()];
+        for index in (0..self.len()).filter(|index| !self.is_class(*index)) {
+            let size = self.size_of(index);
+            if let Some(group) = sizes.iter().position(|s| *s == size) {
+                groups[group].extend(std::iter::repeat_n(index, self.repeats(index)));
+            }
+        }
+        groups
     }
 
     /// Keeps what was found out about files, so that it is not found out again at the next start.
@@ -163,6 +224,8 @@ pub enum DataError {
     },
     #[error("image {} cannot be decoded: {message}", path.display())]
     Image { path: PathBuf, message: String },
+    #[error("image {}: {message}", path.display())]
+    Size { path: PathBuf, message: String },
     #[error("{} holds no images: expected .png, .jpg, .jpeg or .webp files with captions beside them", root.display())]
     EmptyFolder { root: PathBuf },
     #[error(
@@ -201,12 +264,26 @@ pub enum DataError {
         line: usize,
         message: String,
     },
+    #[error(
+        "folder {}: a picture is repeated {found} times, expected 1 to {MOST_REPEATS}; rename the folder, or leave \
+         folder_repeats out",
+        path.display()
+    )]
+    Repeats { path: PathBuf, found: String },
     #[error("caption file {}: {message}", path.display())]
     CaptionFile { path: PathBuf, message: String },
     #[error("{} holds no .tar files, each with images and captions of one name: 0001.jpg, 0001.txt", root.display())]
     NoArchives { root: PathBuf },
     #[error("archive {}: {message}", path.display())]
     Archive { path: PathBuf, message: String },
+    #[error("{}: no table of the split {split}: {found}; train_split names the split", root.display())]
+    NoTables {
+        root: PathBuf,
+        split: String,
+        found: String,
+    },
+    #[error("table {}: {message}", path.display())]
+    Table { path: PathBuf, message: String },
     #[error("{} leads outside the dataset folder {}; copy the file into the folder", path.display(), root.display())]
     PathEscape { path: PathBuf, root: PathBuf },
     #[error(
@@ -245,6 +322,30 @@ pub enum DataError {
     },
     #[error("the data loader stopped: {message}")]
     Loader { message: String },
+}
+
+/// Most times that an epoch has a sample.
+const MOST_REPEATS: usize = 10_000;
+
+/// The canonical form of `root/path`, refused when links lead outside `root`.
+fn inside(root: &Path, path: &Path) -> Result<PathBuf, DataError> {
+    let full = root.join(path);
+    let target = full.canonicalize().map_err(|e| io("resolve", &full, e))?;
+    if !target.starts_with(root) {
+        return Err(DataError::PathEscape {
+            path: full,
+            root: root.to_owned(),
+        });
+    }
+    Ok(target)
+}
+
+fn io(action: &'static str, path: &Path, source: std::io::Error) -> DataError {
+    DataError::Io {
+        action,
+        path: path.to_owned(),
+        source,
+    }
 }
 
 /// How many names a message lists.

@@ -20,9 +20,17 @@ pub struct Permutation {
 }
 
 impl Permutation {
-    /// The permutation of epoch `epoch` under `seed` for a dataset of `len` samples.
-    pub fn new(seed: u64, epoch: u64, len: usize) -> Self {
-        let mut rng = KeyedRng::new(seed, Stream::Order, epoch, 0);
+    /// The permutation of epoch `epoch` under `seed` for the `len` samples of `group`.
+    pub fn new(seed: u64, epoch: u64, group: u64, len: usize) -> Self {
+        Permutation::drawn(KeyedRng::new(seed, Stream::Order, epoch, group), len)
+    }
+
+    /// The order in which groups of samples take turns in the `len` batches of epoch `epoch`.
+    pub(super) fn of_turns(seed: u64, epoch: u64, len: usize) -> Self {
+        Permutation::drawn(KeyedRng::new(seed, Stream::Turns, epoch, 0), len)
+    }
+
+    fn drawn(mut rng: KeyedRng, len: usize) -> Self {
         let len = len as u64;
         let bits = 64 - len.saturating_sub(1).leading_zeros();
         Self {
@@ -73,7 +81,7 @@ mod tests {
     fn each_epoch_visits_every_sample_once() {
         for len in [1usize, 2, 3, 4, 5, 16, 17, 100, 1000, 4097] {
             for epoch in 0..3 {
-                let permutation = Permutation::new(9, epoch, len);
+                let permutation = Permutation::new(9, epoch, 0, len);
                 let mut seen = vec![false; len];
                 for position in 0..len {
                     let index = permutation.index(position);
@@ -87,7 +95,7 @@ mod tests {
     #[test]
     fn order_differs_by_epoch_and_seed_and_is_shuffled() {
         let list = |seed, epoch| -> Vec<usize> {
-            let permutation = Permutation::new(seed, epoch, 1000);
+            let permutation = Permutation::new(seed, epoch, 0, 1000);
             (0..1000).map(|p| permutation.index(p)).collect()
         };
         let base = list(1, 0);

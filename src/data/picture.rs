@@ -1,4 +1,4 @@
-//! Pictures of files: decoded, cropped to a square and resized.
+//! Pictures of files: decoded, cropped and resized.
 
 use std::fmt;
 use std::fs;
@@ -9,7 +9,9 @@ use image::imageops::{self, FilterType};
 use image::{DynamicImage, ImageDecoder, ImageReader, Limits, RgbImage};
 
 use super::DataError;
+use super::buckets::Buckets;
 use super::rng::{KeyedRng, Stream};
+use super::table::{RowImage, TableRow};
 use crate::util::files;
 use crate::util::hash::Sha256;
 use crate::util::known::{Known, Stamp};
@@ -21,7 +23,7 @@ const MAX_DECODED_BYTES: u64 = 1 << 30;
 /// Largest image file.
 const MAX_FILE_BYTES: u64 = 256 << 20;
 
-/// Where the square that is kept of an image lies.
+/// Where the part that is kept of an image lies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Crop {
     /// About the centre.
@@ -31,11 +33,18 @@ pub enum Crop {
 }
 
 /// Where the bytes of an image are.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub struct ImageFile {
     pub path: PathBuf,
-    /// Which part of the file, for an image in an archive.
-    pub part: Option<FilePart>,
+    /// Which part of the file, if not all of it.
+    pub part: Option<Part>,
+}
+
+/// A part of a file that is an image.
+#[derive(Clone, Debug)]
+pub enum Part {
+    Entry(FilePart),
+    Row(TableRow),
 }
 
 /// An entry of an archive.
@@ -53,22 +62,45 @@ impl ImageFile {
         ImageFile { path, part: None }
     }
 
-    /// The path for messages, with the name in the archive.
+    /// The path for messages, with the name in the archive or the number of the row.
     pub fn shown(&self) -> PathBuf {
         match &self.part {
             None => self.path.clone(),
-            Some(part) => self.path.join(&part.name),
+            Some(Part::Entry(part)) => self.path.join(&part.name),
+            Some(Part::Row(row)) => self.path.join(row.number.to_string()),
         }
     }
 
-    /// All bytes, or a few more than [`MAX_FILE_BYTES`].
-    fn bytes(&self) -> io::Result<Vec<u8>> {
-        let mut file = files::open(&self.path)?;
-        let mut size = MAX_FILE_BYTES + 1;
-        if let Some(part) = &self.part {
-            file.seek(SeekFrom::Start(part.offset))?;
-            size = size.min(part.size);
+    /// All bytes.
+    ///
+    /// # Errors
+    /// When they cannot be read, or are more than 256 MiB.
+    pub fn bytes(&self) -> Result<Vec<u8>, DataError> {
+        let bytes = match &self.part {
+            None => self.range(0, MAX_FILE_BYTES + 1),
+            Some(Part::Entry(part)) => self.range(part.offset, part.size.min(MAX_FILE_BYTES + 1)),
+            Some(Part::Row(row)) => match row.image()? {
+                RowImage::Bytes(bytes) => return Ok(bytes),
+                RowImage::File(path) => return ImageFile::of(path).bytes(),
+            },
+        };
+        let bytes = bytes.map_err(|source| DataError::Io {
+            action: "read the image",
+            path: self.shown(),
+            source,
+        })?;
+        if bytes.len() as u64 > MAX_FILE_BYTES {
+            return Err(DataError::Image {
+                path: self.shown(),
+                message: format!("larger than {} MiB", MAX_FILE_BYTES >> 20),
+            });
         }
+        Ok(bytes)
+    }
+
+    fn range(&self, offset: u64, size: u64) -> io::Result<Vec<u8>> {
+        let mut file = files::open(&self.path)?;
+        file.seek(SeekFrom::Start(offset))?;
         let mut bytes = Vec::new();
         file.take(size).read_to_end(&mut bytes)?;
         Ok(bytes)
@@ -82,39 +114,71 @@ pub struct Picture {
     pub content: Sha256,
     /// Height and width before it was cropped and resized.
     pub original_size: [usize; 2],
-    /// Row and column of the corner of the square that was kept.
+    /// Row and column of the corner of the part that was kept.
     pub corner: [usize; 2],
-    /// Side of that square.
-    pub side: usize,
+    /// Height and width of that part.
+    pub extent: [usize; 2],
+    /// Height and width that it is resized to.
+    pub size: [usize; 2],
 }
 
 impl Picture {
-    /// Row and column of the crop's corner in the picture whose shorter side is resized to `resolution`, as SDXL is told
-    /// it (Podell et al. 2023, section 2.2). `is_flipped` says that the picture was mirrored left to right before.
-    pub fn crop_top_left(&self, resolution: usize, is_flipped: bool) -> [usize; 2] {
-        let [top, left] = self.corner;
-        let left = match is_flipped {
-            true => self.original_size[1] - left - self.side,
-            false => left,
-        };
-        let resized = |place: usize| (place * resolution + self.side / 2) / self.side.max(1);
-        [resized(top), resized(left)]
+    /// Row and column of the crop's corner in the picture after it was resized, as SDXL is told it (Podell et al. 2023,
+    /// section 2.2). `is_flipped` says that the picture was mirrored left to right before.
+    pub fn crop_top_left(&self, is_flipped: bool) -> [usize; 2] {
+        let mut corner = self.corner;
+        if is_flipped {
+            corner[1] = self.original_size[1] - corner[1] - self.extent[1];
+        }
+        std::array::from_fn(|at| {
+            let extent = self.extent[at].max(1);
+            (corner[at] * self.size[at] + extent / 2) / extent
+        })
     }
 }
 
-/// Decodes an image, turns it as its EXIF orientation says, lays it on white, crops the largest square and resizes that
-/// to `resolution`.
+/// The sizes that pictures are cropped and resized to.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Sizes {
+    /// Squares of this side.
+    Square(usize),
+    Buckets(Buckets),
+}
+
+impl Sizes {
+    /// The height and width that a picture of this height and width is given.
+    fn of(&self, size: [usize; 2]) -> [usize; 2] {
+        match self {
+            Sizes::Square(side) => [*side; 2],
+            Sizes::Buckets(buckets) => buckets.of(size),
+        }
+    }
+
+    /// The height and width of most pictures.
+    pub fn usual(&self) -> [usize; 2] {
+        match self {
+            Sizes::Square(side) => [*side; 2],
+            Sizes::Buckets(buckets) => [buckets.options().resolution; 2],
+        }
+    }
+}
+
+/// Which part of each picture is kept, and at which size.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Framing {
+    pub sizes: Sizes,
+    pub crop: Crop,
+}
+
+/// Decodes an image, turns it as its EXIF orientation says, lays it on white, crops the largest part of the shape that
+/// `framing` gives it and resizes that (Lanczos).
 ///
 /// # Errors
-/// When the file cannot be read, is too large, or is no image.
-pub fn load(
-    file: &ImageFile,
-    resolution: usize,
-    crop: Crop,
-) -> Result<(RgbImage, Picture), DataError> {
+/// When the file cannot be read, is too large, is no image, or is smaller than every bucket.
+pub fn load(file: &ImageFile, framing: &Framing) -> Result<(RgbImage, Picture), DataError> {
     let (image, source) = read(file)?;
-    let picture = source.place(crop);
-    Ok((square(&image, &picture, resolution as u32), picture))
+    let picture = source.framed(file, framing)?;
+    Ok((framed(&image, &picture), picture))
 }
 
 /// What to remember of a file: the key and the text of an entry of [`Known`].
@@ -126,12 +190,15 @@ pub type Note = [String; 2];
 /// As [`load`].
 pub fn find(
     file: &ImageFile,
-    crop: Crop,
+    framing: &Framing,
     known: &Known,
 ) -> Result<(Picture, Option<Note>), DataError> {
     let key = || {
         let stamp = Stamp::of(&fs::metadata(&file.path).ok()?)?;
-        let offset = file.part.as_ref().map_or(0, |part| part.offset);
+        let offset = match &file.part {
+            Some(Part::Entry(part)) => part.offset,
+            Some(Part::Row(_)) | None => 0,
+        };
         Some(format!(
             "picture {} {offset} {stamp}",
             file.shown().display()
@@ -140,12 +207,12 @@ pub fn find(
     let before = key();
     let text = before.as_deref().and_then(|key| known.get(key));
     if let Some(source) = text.and_then(Source::parse) {
-        return Ok((source.place(crop), None));
+        return Ok((source.framed(file, framing)?, None));
     }
     let (_, source) = read(file)?;
     let unchanged = before.filter(|before| key().as_ref() == Some(before));
     let entry = unchanged.map(|key| [key, source.to_string()]);
-    Ok((source.place(crop), entry))
+    Ok((source.framed(file, framing)?, entry))
 }
 
 /// What of a file decides where it is cropped.
@@ -157,11 +224,34 @@ struct Source {
 }
 
 impl Source {
-    /// Which square of the image is kept.
-    fn place(self, crop: Crop) -> Picture {
+    /// Which part of the image is kept.
+    ///
+    /// # Errors
+    /// When the image is smaller than every bucket.
+    fn framed(self, file: &ImageFile, framing: &Framing) -> Result<Picture, DataError> {
+        let problem = match &framing.sizes {
+            Sizes::Square(_) => None,
+            Sizes::Buckets(buckets) => buckets.too_small(self.size),
+        };
+        match problem {
+            None => Ok(self.place(framing.sizes.of(self.size), framing.crop)),
+            Some(message) => Err(DataError::Size {
+                path: file.shown(),
+                message,
+            }),
+        }
+    }
+
+    /// The largest part of the shape of `size`.
+    fn place(self, size: [usize; 2], crop: Crop) -> Picture {
         let [height, width] = self.size;
-        let side = width.min(height);
-        let room = [height - side, width - side];
+        // In exact numbers: the side that binds is kept whole.
+        let is_wide = width * size[0] > height * size[1];
+        let extent = match is_wide {
+            true => [height, rounded(height * size[1], size[0]).min(width)],
+            false => [rounded(width * size[0], size[1]).min(height), width],
+        };
+        let room = [height - extent[0], width - extent[1]];
         let corner = match crop {
             Crop::Center => room.map(|room| room / 2),
             Crop::Random { seed } => {
@@ -175,7 +265,8 @@ impl Source {
             content: self.content,
             original_size: self.size,
             corner,
-            side,
+            extent,
+            size,
         }
     }
 
@@ -202,14 +293,7 @@ fn read(file: &ImageFile) -> Result<(RgbImage, Source), DataError> {
         path: file.shown(),
         message,
     };
-    let bytes = file.bytes().map_err(|source| DataError::Io {
-        action: "read the image",
-        path: file.shown(),
-        source,
-    })?;
-    if bytes.len() as u64 > MAX_FILE_BYTES {
-        return Err(error(format!("larger than {} MiB", MAX_FILE_BYTES >> 20)));
-    }
+    let bytes = file.bytes()?;
     let image = on_white(decode(&bytes).map_err(|e| error(e.to_string()))?);
     let (width, height) = image.dimensions();
     let source = Source {
@@ -247,15 +331,21 @@ fn on_white(image: DynamicImage) -> RgbImage {
     rgb
 }
 
-/// The square that `picture` keeps of `image`, at another size.
-fn square(image: &RgbImage, picture: &Picture, resolution: u32) -> RgbImage {
+/// `value / by`, to the nearest whole number, at least 1.
+fn rounded(value: usize, by: usize) -> usize {
+    ((value + by / 2) / by.max(1)).max(1)
+}
+
+/// The part that `picture` keeps of `image`, at its new size.
+fn framed(image: &RgbImage, picture: &Picture) -> RgbImage {
     let [top, left] = picture.corner.map(|place| place as u32);
-    let side = picture.side as u32;
-    let crop = imageops::crop_imm(image, left, top, side, side).to_image();
-    if side == resolution {
+    let [rows, columns] = picture.extent.map(|side| side as u32);
+    let crop = imageops::crop_imm(image, left, top, columns, rows).to_image();
+    let [height, width] = picture.size.map(|side| side as u32);
+    if [rows, columns] == [height, width] {
         return crop;
     }
-    imageops::resize(&crop, resolution, resolution, FilterType::Lanczos3)
+    imageops::resize(&crop, width, height, FilterType::Lanczos3)
 }
 
 #[cfg(test)]
@@ -273,21 +363,30 @@ mod tests {
             size: [6, 9],
         };
         assert_eq!(Source::parse(&wide("x").to_string()), Some(wide("x")));
-        let center = wide("wide").place(Crop::Center);
-        assert_eq!((center.corner, center.side), ([0, 1], 6));
-        assert_eq!(square(&image, &center, 6).get_pixel(0, 0).0, [1, 0, 0]);
-        assert_eq!(center.crop_top_left(12, false), [0, 2]);
+        let center = wide("wide").place([6, 6], Crop::Center);
+        assert_eq!((center.corner, center.extent), ([0, 1], [6, 6]));
+        assert_eq!(framed(&image, &center).get_pixel(0, 0).0, [1, 0, 0]);
+        let doubled = wide("wide").place([12, 12], Crop::Center);
+        assert_eq!(doubled.crop_top_left(false), [0, 2]);
         // Mirrored, the same square begins 2 pixels from the left.
-        assert_eq!(center.crop_top_left(12, true), [0, 4]);
+        assert_eq!(doubled.crop_top_left(true), [0, 4]);
+        // Of the shape that is asked for as much as there is.
+        let high = wide("wide").place([12, 4], Crop::Center);
+        assert_eq!((high.corner, high.extent), ([0, 3], [6, 2]));
+        assert_eq!(high.crop_top_left(false), [0, 6]);
+        assert_eq!(framed(&image, &high).dimensions(), (4, 12));
+        let flat = wide("wide").place([3, 9], Crop::Center);
+        assert_eq!((flat.corner, flat.extent), ([1, 0], [3, 9]));
+        assert_eq!(framed(&image, &flat).get_pixel(8, 0).0, [8, 1, 0]);
 
-        let of = |content: &str, seed| wide(content).place(Crop::Random { seed });
+        let of = |content: &str, seed| wide(content).place([6, 6], Crop::Random { seed });
         assert_eq!(of("wide", 1), of("wide", 1));
         let mut seen = [0; 4];
         for picture in 0..400 {
             let found = of(&picture.to_string(), 1);
-            assert_eq!((found.corner[0], found.side), (0, 6));
+            assert_eq!((found.corner[0], found.extent), (0, [6, 6]));
             seen[found.corner[1]] += 1;
-            let cropped = square(&image, &found, 6);
+            let cropped = framed(&image, &found);
             assert_eq!(cropped.get_pixel(0, 0).0[0] as usize, found.corner[1]);
         }
         // 100 expected each, standard deviation 8.7: 5 sigma.
@@ -332,8 +431,8 @@ mod tests {
             content: Sha256::of(""),
             size: [10, 20],
         };
-        let picture = source.place(Crop::Center);
-        let cropped = square(&flat, &picture, 5);
+        let picture = source.place([5, 5], Crop::Center);
+        let cropped = framed(&flat, &picture);
         assert_eq!(cropped.dimensions(), (5, 5));
         // 51 / 255 of black on white everywhere: the transparent sides are cut off.
         assert!(cropped.pixels().all(|p| p.0 == [204; 3]));

@@ -17,6 +17,8 @@ pub(crate) enum Stream {
     CaptionDropout = 5,
     Flip = 6,
     Crop = 7,
+    Caption = 8,
+    Turns = 9,
 }
 
 /// A ChaCha8 generator whose whole state is its address.

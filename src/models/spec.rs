@@ -128,6 +128,8 @@ pub struct KohyaSpec {
     pub architectures: [&'static str; 2],
     /// Whether the denoiser's blocks have the names of the original code.
     pub original_names: bool,
+    /// How many text encoders there are: of several, names have a number.
+    pub text_encoders: usize,
 }
 
 /// How one of a family's text encoders conditions the denoiser.

@@ -223,17 +223,25 @@ impl TracedModel {
         Ok(self)
     }
 
-    /// The same with low-rank updates beside weights of the denoiser ([`lora::beside`]).
+    /// The same with low-rank updates beside weights of the denoiser and of text encoders ([`lora::beside`]).
     ///
     /// # Errors
-    /// When a weight is no linear layer's or convolution's of the denoiser.
+    /// When a weight is no linear layer's or convolution's of its part.
     pub fn with_lora_beside(
         mut self,
         ranks: &LoraRanks,
         scale: f64,
     ) -> Result<TracedModel, GraphError> {
-        let denoiser = &mut self.denoise.model;
-        denoiser.graph = lora::beside(&denoiser.graph, ranks, scale)?;
+        for traced in self.encoders.iter_mut().chain([&mut self.denoise.model]) {
+            let weights = traced.graph.weights();
+            let own: LoraRanks = weights
+                .filter_map(|(_, weight)| ranks.get_key_value(&weight.name))
+                .map(|(name, rank)| (name.clone(), *rank))
+                .collect();
+            if !own.is_empty() {
+                traced.graph = lora::beside(&traced.graph, &own, scale)?;
+            }
+        }
         Ok(self)
     }
 

@@ -4,13 +4,13 @@ use std::path::Path;
 
 use crate::config::{Config, DatasetType};
 use crate::data::{
-    Crop, Dataset, Folder, FolderOptions, Layout, Shapes, ShapesOptions, Split, Tokenizer,
-    word_level_json,
+    BucketOptions, Buckets, Crop, Dataset, Folder, FolderOptions, Layout, Shapes, ShapesOptions,
+    Sizes, Split, TableOptions, Tokenizer, word_level_json,
 };
 use crate::train::KNOWN_FILES;
 use crate::util::files;
 
-use super::fine_tune::cache_folder;
+use super::fine_tune::{cache_folder, class_folder};
 use super::{Notice, Notify, RecipeError};
 
 /// Opens the training split of the configured dataset.
@@ -18,40 +18,97 @@ use super::{Notice, Notify, RecipeError};
 /// # Errors
 /// When the dataset type is not here, or the data cannot be read.
 pub fn dataset(config: &Config) -> Result<Dataset, RecipeError> {
+    if !config.instance_data_dir.is_empty() {
+        return dreambooth(config);
+    }
     match config.dataset_type {
         DatasetType::Shapes => Ok(Dataset::Shapes(shapes(config, Split::Train)?)),
-        own @ (DatasetType::Folder | DatasetType::Webdataset) => {
-            if !Path::new(&config.train_data_dir).is_dir() {
+        own @ (DatasetType::Folder | DatasetType::Webdataset | DatasetType::Hf) => {
+            let path = Path::new(&config.train_data_dir);
+            let is_there = path.is_dir() || own == DatasetType::Hf && path.is_file();
+            if !is_there {
                 return Err(RecipeError::Usage(format!(
                     "train_data_dir={}: no such folder; it should hold images with .txt captions or a metadata.jsonl \
                      (scripts/emoji_dataset makes one)",
                     config.train_data_dir
                 )));
             }
-            let mut options =
-                FolderOptions::new(&config.train_data_dir, config.resolution as usize);
-            if own == DatasetType::Webdataset {
-                options.layout = Layout::Tars;
+            let mut options = folder_options(config, path)?;
+            match own {
+                DatasetType::Webdataset => options.layout = Layout::Tars,
+                DatasetType::Hf => {
+                    options.layout = Layout::Tables(TableOptions {
+                        image_column: config.image_column.clone(),
+                        caption_column: config.caption_column.clone(),
+                        split: config.train_split.clone(),
+                    });
+                }
+                _ => {}
             }
-            options.max_bad_image_fraction = config.max_bad_image_fraction;
-            if !config.center_crop {
-                let seed = config.seed.0;
-                options.crop = Crop::Random { seed };
-            }
-            if !config.train_new_unet {
-                // Pixels are encoded once, and not needed afterwards.
-                options.cache_bytes = 0;
-                options.known = Some(cache_folder(config).join(KNOWN_FILES));
-            }
-            Ok(Dataset::Folder(
-                Folder::open(options).map_err(RecipeError::failed)?,
-            ))
+            let folder = Folder::open(options).map_err(RecipeError::failed)?;
+            Ok(Dataset::Folder(Box::new(folder)))
         }
         other => Err(RecipeError::Usage(format!(
-            "dataset_type={}: not here yet; supported: shapes, folder, webdataset",
+            "dataset_type={}: not here yet; supported: shapes, folder, webdataset, hf",
             other.name()
         ))),
     }
+}
+
+/// How a folder of images is read.
+fn folder_options(config: &Config, root: &Path) -> Result<FolderOptions, RecipeError> {
+    let mut options = FolderOptions::new(root, config.resolution as usize);
+    options.max_bad_image_fraction = config.max_bad_image_fraction;
+    if !config.center_crop {
+        let seed = config.seed.0;
+        options.framing.crop = Crop::Random { seed };
+    }
+    if config.enable_bucket {
+        options.framing.sizes = Sizes::Buckets(buckets(config)?);
+    }
+    options.folder_repeats = config.folder_repeats;
+    if !config.train_new_unet {
+        // Pixels are encoded once, and not needed afterwards.
+        options.cache_bytes = 0;
+        options.known = Some(cache_folder(config).join(KNOWN_FILES));
+    }
+    Ok(options)
+}
+
+/// Pictures of one thing, and of its class if prior preservation is asked for.
+fn dreambooth(config: &Config) -> Result<Dataset, RecipeError> {
+    let open = |key: &str, dir: &Path, prompt: &str| {
+        if !dir.is_dir() {
+            let dir = dir.display();
+            return Err(RecipeError::Usage(format!("{key}={dir}: no such folder")));
+        }
+        let mut options = folder_options(config, dir)?;
+        options.caption = Some(prompt.to_owned()).filter(|prompt| !prompt.is_empty());
+        Folder::open(options).map_err(RecipeError::failed)
+    };
+    let dir = Path::new(&config.instance_data_dir);
+    let mut folder = open("instance_data_dir", dir, &config.instance_prompt)?;
+    if config.with_prior_preservation {
+        let classes = open(
+            "class_data_dir",
+            &class_folder(config),
+            &config.class_prompt,
+        )?;
+        folder = folder.with_class_images(classes, config.num_class_images as usize);
+    }
+    Ok(Dataset::Folder(Box::new(folder)))
+}
+
+fn buckets(config: &Config) -> Result<Buckets, RecipeError> {
+    let (resolution, steps) = (config.resolution, config.bucket_reso_steps);
+    let half = (resolution / 2).max(steps);
+    let options = BucketOptions {
+        resolution: resolution as usize,
+        min_side: config.min_bucket_reso.unwrap_or(half) as usize,
+        max_side: config.max_bucket_reso.unwrap_or(resolution * 2) as usize,
+        steps: steps as usize,
+    };
+    Buckets::new(options).map_err(RecipeError::usage)
 }
 
 fn shapes(config: &Config, split: Split) -> Result<Shapes, RecipeError> {

@@ -92,7 +92,7 @@ fn published(
 }
 
 /// The configuration without what a file may have for `generate`: sizes, previews, and what steers or refines.
-fn without_steering(config: &Config) -> Config {
+pub(super) fn without_steering(config: &Config) -> Config {
     Config {
         width: 0,
         height: 0,
@@ -186,7 +186,7 @@ fn whole_model(config: &Config, source: &ModelSource) -> Result<Recorded, Recipe
         let path = "scheduler/scheduler_config.json".to_owned();
         files.push((path, json(scheduler)?));
     }
-    let mut unchanged = Vec::new();
+    let (mut unchanged, mut completed) = (Vec::new(), Vec::new());
     for (part, component) in &source.components {
         files.push((format!("{part}/config.json"), json(&component.config)?));
         match part {
@@ -195,6 +195,9 @@ fn whole_model(config: &Config, source: &ModelSource) -> Result<Recorded, Recipe
                 files.push((path, json(&component.config)?));
             }
             Part::Unet => {}
+            Part::TextEncoder | Part::TextEncoder2 if config.train_text_encoder => {
+                completed.push(*part);
+            }
             _ => unchanged.push(weights(source, *part, component)),
         }
     }
@@ -215,6 +218,7 @@ fn whole_model(config: &Config, source: &ModelSource) -> Result<Recorded, Recipe
     Ok(Recorded {
         files,
         unchanged,
+        completed,
         lora: None,
     })
 }
@@ -244,6 +248,14 @@ fn json(fields: &Map<String, Value>) -> Result<Vec<u8>, RecipeError> {
 pub(super) fn cache_folder(config: &Config) -> PathBuf {
     match config.dataset_save_location.as_str() {
         "" => Path::new(&config.output_dir).join("encoded"),
+        given => PathBuf::from(given),
+    }
+}
+
+/// The folder of class pictures.
+pub(super) fn class_folder(config: &Config) -> PathBuf {
+    match config.class_data_dir.as_str() {
+        "" => Path::new(&config.output_dir).join("class"),
         given => PathBuf::from(given),
     }
 }

@@ -3,6 +3,7 @@
 //! Nothing here prints: messages go to a [`Notify`].
 
 mod checkpoints;
+mod class_pictures;
 pub mod data;
 mod described;
 mod distilled;
@@ -30,6 +31,7 @@ mod step;
 mod training;
 
 pub use checkpoints::newest_checkpoint;
+pub use class_pictures::class_pictures;
 pub use described::{check_formats, described_policy};
 pub use error::RecipeError;
 pub use fine_tune::stored_policy;

@@ -18,6 +18,8 @@ pub(super) struct Recorded {
     /// Files by path.
     pub files: Vec<(String, Vec<u8>)>,
     pub unchanged: Vec<UnchangedFile>,
+    /// Trained parts, of which not every weight is.
+    pub completed: Vec<Part>,
     pub lora: Option<LoraRecord>,
 }
 
@@ -54,6 +56,13 @@ pub(super) fn run_options(
             num_cycles: config.lr_num_cycles,
             power: config.lr_power,
         },
+        text_learning_rates: {
+            let first = match config.train_new_unet {
+                true => config.learning_rate,
+                false => config.text_encoder_learning_rate,
+            };
+            [first, config.text_encoder_2_learning_rate.unwrap_or(first)]
+        },
         seed: config.seed.0,
         pixel_unshuffle: config.pixel_unshuffle as usize,
         checkpoint_every: every(config.checkpoint_every),
@@ -72,8 +81,9 @@ pub(super) fn run_options(
         },
         unchanged: recorded.unchanged,
         copies_unchanged: config.checkpoint_copies,
+        completed: recorded.completed,
         lora: recorded.lora,
-        weight_files: [Part::Unet, Part::TextEncoder]
+        weight_files: [Part::Unet, Part::TextEncoder, Part::TextEncoder2]
             .map(|part| (part.to_string(), part.weights_file().to_string()))
             .to_vec(),
     })

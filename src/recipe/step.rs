@@ -36,12 +36,12 @@ pub fn check_training(config: &Config, model: &DiffusionModel) -> Result<(), Rec
 /// # Errors
 /// Names the key.
 pub fn check_fine_tuning(config: &Config) -> Result<(), RecipeError> {
-    if config.train_text_encoder {
-        return Err(RecipeError::Usage(
-            "train_text_encoder=True: fine-tuning trains the UNet; training the text encoders of published models is not here \
-             yet: set it to False"
-                .to_string(),
-        ));
+    if config.train_text_encoder && config.ema_decay > 0.0 {
+        return Err(RecipeError::Usage(format!(
+            "ema_decay={}: a moving average of published text encoders is not here yet: leave it out, or set \
+             train_text_encoder=False",
+            config.ema_decay
+        )));
     }
     if !config.cache_latents_text_encoder_outputs {
         return Err(RecipeError::Usage(
@@ -73,6 +73,9 @@ pub fn step_options(
         loss_weighting: loss_weighting(config),
         noise_offset: config.noise_offset,
         input_perturbation: config.input_perturbation,
+        prior_loss_weight: config
+            .with_prior_preservation
+            .then_some(config.prior_loss_weight),
         train_text_encoder: config.train_text_encoder,
         quantization: policy(config, model.family.spec(), local_shards)?,
     })
@@ -88,6 +91,10 @@ pub fn lora_options(config: &Config) -> Option<LoraOptions> {
             false => rank as f64,
         },
         target_modules: config.lora_target_modules.0.clone(),
+        text_modules: match config.train_text_encoder {
+            true => config.lora_text_encoder_target_modules.0.clone(),
+            false => Vec::new(),
+        },
     })
 }
 

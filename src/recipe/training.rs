@@ -85,6 +85,7 @@ pub fn training(
         }
         false => {
             let base = fine_tune::base(config, given, recipe_file, saved.as_ref(), notify)?;
+            check_bucket_steps(config, &base.model)?;
             (data::dataset(config)?, Start::Published(Box::new(base)))
         }
     };
@@ -110,6 +111,19 @@ pub fn training(
         start,
         plan,
     })
+}
+
+/// Refuses buckets whose sides are no whole numbers of latents.
+fn check_bucket_steps(config: &Config, model: &DiffusionModel) -> Result<(), RecipeError> {
+    let steps = config.bucket_reso_steps;
+    let factor = (model.image_size[0] / model.sample_size[0].max(1)) as u64;
+    if !config.enable_bucket || steps.is_multiple_of(factor.max(1)) {
+        return Ok(());
+    }
+    Err(RecipeError::Usage(format!(
+        "bucket_reso_steps={steps} is not a multiple of {factor}, the side in pixels of one latent; the nearest is {}",
+        steps.next_multiple_of(factor)
+    )))
 }
 
 /// A new model, whose vocabulary is that of the captions where the configuration does not say another.
@@ -144,7 +158,11 @@ impl Training {
         let derived = config.derived(mesh.num_devices() as u64, mesh.num_slices() as u64)?;
         let shards = derived.quantization_local_shard_count;
         check_local_shard_count(derived.total_train_batch_size, shards)?;
-        let batch = derived.total_train_batch_size as usize;
+        let mut batch = derived.total_train_batch_size as usize;
+        if config.with_prior_preservation {
+            // As many class pictures.
+            batch *= 2;
+        }
         let recorded = match &self.start {
             Start::New {
                 model,
@@ -261,7 +279,13 @@ fn samples_dir(config: &Config) -> PathBuf {
 fn sample_images(config: &Config, dataset: &Dataset) -> Result<Vec<ImageRequest>, RecipeError> {
     let prompts = match config.sample_prompts.0.as_slice() {
         [] | [_] if config.sample_prompts.0.concat().is_empty() => (0..8.min(dataset.len()))
-            .map(|i| Ok(dataset.entry(i).map_err(RecipeError::failed)?.0))
+            .map(|i| {
+                Ok(dataset
+                    .entry(i)
+                    .map_err(RecipeError::failed)?
+                    .0
+                    .swap_remove(0))
+            })
             .collect::<Result<Vec<_>, RecipeError>>()?,
         given => given.to_vec(),
     };

@@ -18,7 +18,7 @@ pub(super) enum Feed {
         unshuffle: usize,
     },
     /// Latents and text embeddings.
-    Encoded(EncodedDataset),
+    Encoded(Box<EncodedDataset>),
 }
 
 impl Feed {
@@ -30,17 +30,18 @@ impl Feed {
         }
     }
 
-    /// The inputs of step `step`, by name.
+    /// The inputs of batch `number`, by name, and which of the sizes its images have.
     ///
     /// # Errors
     /// When data cannot be read.
-    pub fn inputs(&self, step: u64) -> Result<StepInputs, TrainError> {
+    pub fn inputs(&self, number: u64) -> Result<(usize, StepInputs), TrainError> {
         match self {
             Feed::Pixels { batcher, unshuffle } => {
-                let side = batcher.dataset().resolution();
-                pixels(&batcher.batch(step)?, side, *unshuffle)
+                let [side, _] = batcher.dataset().size();
+                let inputs = pixels(&batcher.batch(number)?, side, *unshuffle)?;
+                Ok((0, inputs))
             }
-            Feed::Encoded(dataset) => dataset.inputs(step),
+            Feed::Encoded(dataset) => dataset.inputs(number),
         }
     }
 }

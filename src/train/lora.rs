@@ -3,11 +3,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use regex::Regex;
-use serde_json::json;
+use serde_json::{Map, Value, json};
 
 use crate::graph::Graph;
 use crate::host_tensor::HostTensor;
-use crate::models::unet::ROOT as UNET;
+use crate::models::Part;
 use crate::shape::Shape;
 use crate::util::text::listed;
 use crate::weights::TensorSpec;
@@ -25,29 +25,34 @@ pub struct LoraOptions {
     /// Regular expressions; a layer is a target if one of them matches its whole path below the denoiser's root, or an
     /// end of it that begins after a dot: `to_q`, `attn2\.to_[kv]`, `.*`.
     pub target_modules: Vec<String>,
+    /// The same for the layers of text encoders, where these are trained.
+    pub text_modules: Vec<String>,
 }
 
 /// Why low-rank updates cannot be put beside a model's layers.
 #[derive(Debug, thiserror::Error)]
 pub enum LoraTargetError {
-    #[error("lora_target_modules: '{pattern}': {source}")]
+    #[error("{key}: '{pattern}': {source}")]
     Pattern {
+        key: &'static str,
         pattern: String,
         source: Box<regex::Error>,
     },
     #[error(
-        "lora_target_modules: '{pattern}' matches no linear layer and no convolution of the UNet; paths look like {}",
+        "{key}: '{pattern}' matches no linear layer and no convolution {of} that the loss depends on; paths look like {}",
         listed(examples, 3)
     )]
     Unmatched {
+        key: &'static str,
+        of: &'static str,
         pattern: String,
         examples: Vec<String>,
     },
     #[error(
-        "lora_rank={rank}: {layer} {shape} has rank {largest} at most; give a smaller rank, or leave the layer out of \
-         lora_target_modules"
+        "lora_rank={rank}: {layer} {shape} has rank {largest} at most; give a smaller rank, or leave the layer out of {key}"
     )]
     Rank {
+        key: &'static str,
         rank: usize,
         layer: String,
         shape: Shape,
@@ -58,46 +63,93 @@ pub enum LoraTargetError {
 /// The default of PEFT's trainers for diffusers' UNets: the projections of all attentions.
 pub const ATTENTION_PROJECTIONS: [&str; 4] = ["to_k", "to_q", "to_v", "to_out.0"];
 
+/// The same for text encoders, as in diffusers' scripts.
+pub const TEXT_PROJECTIONS: [&str; 4] = ["q_proj", "k_proj", "v_proj", "out_proj"];
+
+/// The parts whose layers have updates.
+const PARTS: [Part; 3] = [Part::Unet, Part::TextEncoder, Part::TextEncoder2];
+
+/// Which layers a list of patterns is about.
+struct Targets<'a> {
+    key: &'static str,
+    of: &'static str,
+    patterns: &'a [String],
+    is_denoiser: bool,
+}
+
 impl LoraOptions {
     /// The factor of each update.
     pub fn scale(&self) -> f64 {
         self.alpha / self.rank as f64
     }
 
-    /// The ranks of the denoiser's weights that have an update, by their names in `graph`.
+    /// The ranks of the weights that have an update, by their names in `graph`: of those that its outputs depend on.
     ///
     /// # Errors
     /// When a pattern is no regular expression or matches nothing, or a layer is smaller than the rank.
     pub fn ranks(&self, graph: &Graph) -> Result<LoraRanks, LoraTargetError> {
-        let weights = adaptable(graph);
-        let layers: Vec<(&str, &str, &Shape)> = weights
-            .into_iter()
-            .filter_map(|(name, shape)| Some((name, layer(name)?, shape)))
-            .collect();
         let mut ranks = LoraRanks::new();
-        for pattern in &self.target_modules {
+        for targets in [
+            Targets {
+                key: "lora_target_modules",
+                of: "of the UNet",
+                patterns: &self.target_modules,
+                is_denoiser: true,
+            },
+            Targets {
+                key: "lora_text_encoder_target_modules",
+                of: "of a text encoder",
+                patterns: &self.text_modules,
+                is_denoiser: false,
+            },
+        ] {
+            self.add_ranks(graph, &targets, &mut ranks)?;
+        }
+        Ok(ranks)
+    }
+
+    fn add_ranks(
+        &self,
+        graph: &Graph,
+        targets: &Targets<'_>,
+        ranks: &mut LoraRanks,
+    ) -> Result<(), LoraTargetError> {
+        let key = targets.key;
+        let weights = adaptable(graph).into_iter();
+        let layers: Vec<(&str, &str, &Shape)> = weights
+            .filter_map(|(name, shape)| {
+                let (part, path) = layer(name)?;
+                let is_wanted = (part == Part::Unet) == targets.is_denoiser;
+                is_wanted.then_some((name, path, shape))
+            })
+            .collect();
+        for pattern in targets.patterns {
             let regex = Regex::new(&format!("^(?:.*\\.)?(?:{pattern})$")).map_err(|source| {
                 LoraTargetError::Pattern {
+                    key,
                     pattern: pattern.clone(),
                     source: Box::new(source),
                 }
             })?;
-            let mut targets = layers
+            let mut found = layers
                 .iter()
                 .filter(|(_, path, _)| regex.is_match(path))
                 .peekable();
-            if targets.peek().is_none() {
+            if found.peek().is_none() {
                 let paths = layers.iter().map(|(_, path, _)| (*path).to_owned());
                 return Err(LoraTargetError::Unmatched {
+                    key,
+                    of: targets.of,
                     pattern: pattern.clone(),
                     examples: paths.collect(),
                 });
             }
-            for (name, path, shape) in targets {
+            for (name, path, shape) in found {
                 let inputs = shape.dims[1..].iter().product::<usize>();
                 let largest = shape.dims[0].min(inputs);
                 if self.rank > largest {
                     return Err(LoraTargetError::Rank {
+                        key,
                         rank: self.rank,
                         layer: (*path).to_owned(),
                         shape: (*shape).clone(),
@@ -107,14 +159,21 @@ impl LoraOptions {
                 ranks.insert((*name).to_owned(), self.rank);
             }
         }
-        Ok(ranks)
+        Ok(())
     }
 }
 
-/// The path below the denoiser's root of the layer whose weight is called `name`.
-fn layer(name: &str) -> Option<&str> {
-    let key = name.strip_prefix(UNET)?.strip_prefix('/')?;
-    key.strip_suffix(".weight")
+/// The part that the weight called `name` is of, and its key there.
+fn part_and_key(name: &str) -> Option<(Part, &str)> {
+    let (root, key) = name.split_once('/')?;
+    let part = PARTS.into_iter().find(|part| part.name() == root)?;
+    Some((part, key))
+}
+
+/// The part and the path below its root of the layer whose weight is called `name`.
+fn layer(name: &str) -> Option<(Part, &str)> {
+    let (part, key) = part_and_key(name)?;
+    Some((part, key.strip_suffix(".weight")?))
 }
 
 /// The ends of the names of an update's factors: here and in kohya's files, and in PEFT's.
@@ -126,14 +185,21 @@ pub fn is_factor(name: &str) -> bool {
     [DOWN, UP].iter().any(|[own, _]| name.ends_with(own))
 }
 
-/// The name of a factor of the denoiser in PEFT's files; `None` for other weights.
+/// The name of a factor in PEFT's files; `None` for other weights.
 pub fn file_place(weight: &str) -> Option<String> {
-    let key = weight.strip_prefix(UNET)?.strip_prefix('/')?;
+    let (part, key) = part_and_key(weight)?;
     let renamed = |[own, peft]: [&str; 2]| {
         let layer = key.strip_suffix(own)?;
-        Some(format!("{UNET}.{layer}{peft}"))
+        Some(format!("{part}.{layer}{peft}"))
     };
     renamed(DOWN).or_else(|| renamed(UP))
+}
+
+/// The part and the path of a layer by its name in PEFT's files.
+fn file_layer(name: &str) -> Option<(Part, &str)> {
+    let (root, layer) = name.split_once('.')?;
+    let part = PARTS.into_iter().find(|part| part.name() == root)?;
+    Some((part, layer))
 }
 
 /// The ranks of the updates of `graph`, by the names of the weights that they stand beside.
@@ -181,26 +247,31 @@ impl LoraRecord {
         &self,
         names: impl Iterator<Item = &'n str>,
     ) -> BTreeMap<String, String> {
-        let layers: BTreeSet<&str> = names
-            .filter_map(|name| {
-                name.strip_suffix(DOWN[1])?
-                    .strip_prefix(UNET)?
-                    .strip_prefix('.')
-            })
-            .collect();
-        let config = json!({
-            "unet.peft_type": "LORA",
-            "unet.r": self.options.rank,
-            "unet.lora_alpha": self.options.alpha,
-            "unet.target_modules": layers,
-            "unet.bias": "none",
-            "unet.lora_dropout": 0.0,
-            "unet.init_lora_weights": true,
-            "unet.use_dora": false,
-            "unet.use_rslora": false,
-            "unet.rank_pattern": {},
-            "unet.alpha_pattern": {},
-        });
+        let mut layers: BTreeMap<Part, BTreeSet<&str>> = BTreeMap::new();
+        for name in names {
+            if let Some((part, layer)) = name.strip_suffix(DOWN[1]).and_then(file_layer) {
+                layers.entry(part).or_default().insert(layer);
+            }
+        }
+        let mut config = Map::new();
+        for (part, layers) in layers {
+            for (field, value) in [
+                ("peft_type", json!("LORA")),
+                ("r", json!(self.options.rank)),
+                ("lora_alpha", json!(self.options.alpha)),
+                ("target_modules", json!(layers)),
+                ("bias", json!("none")),
+                ("lora_dropout", json!(0.0)),
+                ("init_lora_weights", json!(true)),
+                ("use_dora", json!(false)),
+                ("use_rslora", json!(false)),
+                ("rank_pattern", json!({})),
+                ("alpha_pattern", json!({})),
+            ] {
+                config.insert(format!("{part}.{field}"), value);
+            }
+        }
+        let config = Value::Object(config);
         BTreeMap::from([("lora_adapter_metadata".to_owned(), config.to_string())])
     }
 
@@ -215,8 +286,8 @@ impl LoraRecord {
         for spec in factors {
             let of = |[own, peft]: [&'static str; 2]| Some((spec.name.strip_suffix(peft)?, own));
             let (module, end) = of(DOWN).or_else(|| of(UP))?;
-            let layer = module.strip_prefix(UNET)?.strip_prefix('.')?;
-            let module = names.module(layer);
+            let (part, layer) = file_layer(module)?;
+            let module = names.module(part, layer);
             file.factors.push(TensorSpec {
                 name: format!("{module}{end}"),
                 shape: spec.shape.clone(),

@@ -18,7 +18,9 @@ mod trainer;
 
 pub use encoded::{EncodedDataset, KNOWN_FILES, StepInputs, StoreError};
 pub use error::TrainError;
-pub use lora::{ATTENTION_PROJECTIONS, LORA_FILE, LoraOptions, LoraRecord, LoraTargetError};
+pub use lora::{
+    ATTENTION_PROJECTIONS, LORA_FILE, LoraOptions, LoraRecord, LoraTargetError, TEXT_PROJECTIONS,
+};
 pub use observer::{Encoded, TrainEvent, TrainObserver};
 pub use run::Outcome;
 pub use samples::{SampleError, SampleOptions};

@@ -22,6 +22,8 @@ pub enum TrainEvent<'a> {
         policy: &'a Policy,
         decisions: &'a [Decision],
     },
+    /// Images have several heights and widths, each with its number of images.
+    Buckets(&'a [([usize; 2], usize)]),
     /// The files and captions of the dataset are compared with what is encoded already.
     Hashing,
     /// Of what the dataset needs and no earlier run has encoded, `done` of `total` are.

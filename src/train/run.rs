@@ -23,6 +23,7 @@ use super::error::TrainError;
 use super::feed::Feed;
 use super::observer::{TrainEvent, TrainObserver};
 use super::samples::Samples;
+use super::schedule::LearningRate;
 use super::state::{RunOptions, TrainingState, save};
 use super::step::names;
 
@@ -44,11 +45,17 @@ pub enum Outcome {
     },
 }
 
+/// A compiled training step.
+pub(super) struct StepProgram {
+    pub graph: Graph,
+    pub program: Program,
+}
+
 /// A compiled training step with its data, and where its results go.
 pub(super) struct TrainingLoop<'a, 'o> {
     pub session: &'a Session,
-    pub graph: &'a Graph,
-    pub program: &'a Program,
+    /// For each size of images. They differ in their data alone.
+    pub programs: &'a [StepProgram],
     pub feed: Arc<Feed>,
     pub options: &'a RunOptions,
     /// The model that training started from, if it was not a new one.
@@ -99,10 +106,14 @@ impl TrainingLoop<'_, '_> {
         let (first, total) = (state.step, options.max_train_steps);
         self.tell(TrainEvent::Started { first, total });
         let batches = options.gradient_accumulation_steps;
-        let of_batch = flops(self.graph) as f64 / self.session.devices().len() as f64 / 1e12;
-        let tflops = of_batch * batches as f64;
+        let devices = self.session.devices().len() as f64;
+        let tflops = self
+            .programs
+            .iter()
+            .map(|of_size| flops(&of_size.graph) as f64 / devices / 1e12);
+        let tflops: Vec<f64> = tflops.collect();
         let feed = Arc::clone(&self.feed);
-        let mut ahead: Prefetcher<StepInputs, TrainError> =
+        let mut ahead: Prefetcher<(usize, StepInputs), TrainError> =
             Prefetcher::spawn(state.step * batches, 2, move |batch| feed.inputs(batch))?;
         let mut failed_in_a_row = 0;
         while state.step < total {
@@ -114,7 +125,7 @@ impl TrainingLoop<'_, '_> {
                 });
             }
             let step = state.step;
-            let result = self.take_step(state, &mut ahead)?;
+            let result = self.take_step(state, &mut ahead, &tflops)?;
             if result.finite {
                 failed_in_a_row = 0;
             } else {
@@ -127,7 +138,7 @@ impl TrainingLoop<'_, '_> {
                     skipped: state.skipped,
                 });
             }
-            self.report(tflops, &result, state.skipped)?;
+            self.report(&result, state.skipped)?;
             if failed_in_a_row > options.max_nonfinite_steps {
                 // Skipped updates left the state as it was before the first of them.
                 let checkpoint = self.save(state)?;
@@ -169,8 +180,9 @@ impl TrainingLoop<'_, '_> {
         self.is_stopped |= (self.observer)(event).is_break();
     }
 
-    /// Tells metrics and observer of a step that costs `tflops` on each device.
-    fn report(&mut self, tflops: f64, result: &StepResult, skipped: u64) -> Result<(), TrainError> {
+    /// Tells metrics and observer of a step.
+    fn report(&mut self, result: &StepResult, skipped: u64) -> Result<(), TrainError> {
+        let tflops = result.tflops;
         let samples = self.feed.batch_size() as u64 * self.options.gradient_accumulation_steps;
         let rate = tflops / result.seconds;
         self.metrics.scalars(
@@ -232,12 +244,14 @@ impl TrainingLoop<'_, '_> {
     fn take_step(
         &self,
         state: &mut TrainingState,
-        batches: &mut Prefetcher<StepInputs, TrainError>,
+        batches: &mut Prefetcher<(usize, StepInputs), TrainError>,
+        tflops: &[f64],
     ) -> Result<StepResult, TrainError> {
         let count = self.options.gradient_accumulation_steps;
         let mut result = StepResult {
             step: state.step,
             seconds: 0.0,
+            tflops: 0.0,
             learning_rate: self.options.learning_rate.at(state.step),
             loss: 0.0,
             grad_norm: f64::NAN,
@@ -245,14 +259,17 @@ impl TrainingLoop<'_, '_> {
         };
         let mut loss = 0.0;
         for at in 0..count {
-            let inputs = batches.next()?;
+            let (size, inputs) = batches.next()?;
+            result.tflops += tflops[size];
             let start = Instant::now();
             let batch = BatchOfStep {
                 number: state.step * count + at,
+                step: state.step,
                 is_last: at + 1 == count,
                 learning_rate: result.learning_rate,
             };
-            let told = self.run_program(state, &inputs, batch)?;
+            let of_size = &self.programs[size];
+            let told = self.run_program(of_size, state, &inputs, batch)?;
             if batch.is_last {
                 // The arrays are the next step's from here on, also if its results cannot be read.
                 state.step += 1;
@@ -273,13 +290,14 @@ impl TrainingLoop<'_, '_> {
     }
 
     /// Runs the program on one batch: `state` has its results, but for those that are told.
-    fn run_program(
+    fn run_program<'p>(
         &self,
+        of_size: &'p StepProgram,
         state: &mut TrainingState,
         inputs: &StepInputs,
         batch: BatchOfStep,
-    ) -> Result<Vec<(&str, Array)>, TrainError> {
-        let mut given = self.step_data(state, inputs, batch)?;
+    ) -> Result<Vec<(&'p str, Array)>, TrainError> {
+        let mut given = self.step_data(of_size, inputs, batch)?;
         for (index, array) in given.iter_mut().enumerate() {
             if array.is_none() && !state.frozen[index] {
                 *array = state.arrays[index].take();
@@ -296,9 +314,9 @@ impl TrainingLoop<'_, '_> {
                 }
             });
         }
-        let results = self.program.run(arguments)?;
+        let results = of_size.program.run(arguments)?;
         let mut told = Vec::new();
-        for (array, output) in results.into_iter().zip(&self.graph.outputs) {
+        for (array, output) in results.into_iter().zip(&of_size.graph.outputs) {
             match output.alias {
                 Some(input) => state.arrays[input] = Some(array),
                 None => told.push((output.name.as_str(), array)),
@@ -311,20 +329,29 @@ impl TrainingLoop<'_, '_> {
     /// the learning rate. `None` for weights and state.
     fn step_data(
         &self,
-        state: &TrainingState,
+        of_size: &StepProgram,
         inputs: &StepInputs,
         batch: BatchOfStep,
     ) -> Result<Vec<Option<Array>>, TrainError> {
         let [key, rounding] = keys(self.options.seed, batch.number);
         let words =
             |w: [u32; 2]| HostTensor::from_f64(Shape::new(DType::U32, [2]), &w.map(f64::from));
-        let mut data = Vec::with_capacity(state.inputs.len());
-        for (input, slot) in state.inputs.iter().zip(self.program.inputs()) {
+        let declared = &of_size.graph.inputs;
+        let mut data = Vec::with_capacity(declared.len());
+        for (input, slot) in declared.iter().zip(of_size.program.inputs()) {
             let host = match (&input.kind, input.name.as_str()) {
                 (InputKind::Data, names::KEY) => words(key)?,
                 (InputKind::Data, ROUNDING_KEY) => words(rounding)?,
                 (InputKind::Data, names::LEARNING_RATE) => {
                     HostTensor::from_f32([], &[batch.learning_rate as f32])?
+                }
+                (InputKind::Data, name) if names::TEXT_LEARNING_RATES.contains(&name) => {
+                    let which = usize::from(name == names::TEXT_LEARNING_RATES[1]);
+                    let rate = LearningRate {
+                        peak: self.options.text_learning_rates[which],
+                        ..self.options.learning_rate
+                    };
+                    HostTensor::from_f32([], &[rate.at(batch.step) as f32])?
                 }
                 (InputKind::Data, names::IS_LAST) => {
                     HostTensor::from_f32([], &[f32::from(u8::from(batch.is_last))])?
@@ -349,6 +376,7 @@ impl TrainingLoop<'_, '_> {
 struct BatchOfStep {
     /// Counted over all steps.
     number: u64,
+    step: u64,
     is_last: bool,
     learning_rate: f64,
 }
@@ -358,6 +386,8 @@ struct StepResult {
     step: u64,
     /// From the batch on the host to the loss on the host.
     seconds: f64,
+    /// Of each device.
+    tflops: f64,
     learning_rate: f64,
     loss: f64,
     grad_norm: f64,

@@ -34,6 +34,8 @@ pub const EMA_SUFFIX: &str = "_ema";
 pub struct RunOptions {
     pub max_train_steps: u64,
     pub learning_rate: LearningRate,
+    /// The highest learning rates of text encoders that are trained.
+    pub text_learning_rates: [f64; 2],
     pub seed: u64,
     /// Side of the blocks of pixels that are one position of the model's sample.
     pub pixel_unshuffle: usize,
@@ -56,6 +58,8 @@ pub struct RunOptions {
     /// For each model root (`unet`), the path of its weights file in a checkpoint, without and with the prefix of the
     /// moving average, e.g. `unet/diffusion_pytorch_model.safetensors`.
     pub weight_files: Vec<(String, String)>,
+    /// Published parts that are trained and of which the loss does not use every weight: their files hold those too.
+    pub completed: Vec<Part>,
     /// The low-rank updates that are trained, if any, as their files describe them.
     pub lora: Option<LoraRecord>,
 }
@@ -392,6 +396,28 @@ fn unchanged<'a>(
     })
 }
 
+/// The weights of the published model that belong into the file `path` and are not trained.
+fn unused_weights(
+    path: &str,
+    trained: &[(TensorSpec, usize)],
+    options: &RunOptions,
+    base: Option<&ModelSource>,
+) -> Result<BTreeMap<String, HostTensor>, TrainError> {
+    let is_of = |part: &&Part| path == format!("{part}/{}", part.weights_file());
+    let (Some(part), Some(base)) = (options.completed.iter().find(is_of), base) else {
+        return Ok(BTreeMap::new());
+    };
+    let component = base.component(*part).map_err(TrainError::model)?;
+    let mut unused = BTreeMap::new();
+    for name in component.checkpoint.names() {
+        if !trained.iter().any(|(spec, _)| spec.name == name) {
+            let tensor = component.checkpoint.read(name);
+            unused.insert(name.to_owned(), tensor.map_err(TrainError::model)?);
+        }
+    }
+    Ok(unused)
+}
+
 /// Writes a checkpoint of `state`, and gives its folder.
 ///
 /// # Errors
@@ -441,9 +467,9 @@ pub(super) fn save(
                 .extend(record.peft_metadata(tensors.iter().map(|(spec, _)| spec.name.as_str())));
         }
         let tensors = TensorFile {
+            constants: unused_weights(&path, &tensors, options, base)?,
             path,
             tensors,
-            constants: BTreeMap::new(),
             metadata,
         };
         files.push(tensors.content(session, state));

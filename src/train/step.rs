@@ -4,11 +4,11 @@ use std::sync::Arc;
 
 use crate::dtype::DType;
 use crate::graph::random::{self, RandomKey};
-use crate::graph::{Binary, Builder, GraphError, Op, Tensor, grad};
+use crate::graph::{Binary, Builder, Graph, GraphError, Op, Tensor, grad};
 use crate::host_tensor::HostTensor;
 use crate::lowering::Traced;
-use crate::models::unet::{TextTime, UNetConditioning};
-use crate::models::{Conditioning, Denoiser, DenoiserInputs, DiffusionModel};
+use crate::models::unet::{TextTime, UNetConditioning, names as unet};
+use crate::models::{Conditioning, Denoiser, DenoiserInputs, DiffusionModel, HiddenState, Part};
 use crate::quant::{Policy, QuantError, ROUNDING_KEY};
 use crate::schedulers::{NoiseSchedule, PredictionType, SchedulerError};
 use crate::shape::Shape;
@@ -113,7 +113,9 @@ pub struct StepOptions {
     pub noise_offset: f64,
     /// The deviation of noise that is added to the noise in the model's input alone.
     pub input_perturbation: f64,
-    /// Whether the text encoder is traced and trained, or its outputs are inputs.
+    /// With prior preservation, where every second row is a class image: how much its error counts.
+    pub prior_loss_weight: Option<f64>,
+    /// Whether the text encoders are traced and trained, or their outputs are inputs.
     pub train_text_encoder: bool,
     pub quantization: Option<Policy>,
 }
@@ -130,6 +132,11 @@ pub mod names {
     /// The step's key for noise and timesteps: `u32[2]`.
     pub const KEY: &str = "key";
     pub const LEARNING_RATE: &str = "learning_rate";
+    /// Those of text encoders, by the order of the model's encoders.
+    pub const TEXT_LEARNING_RATES: [&str; 2] =
+        ["learning_rate_text_encoder", "learning_rate_text_encoder_2"];
+    /// Token ids for trained text encoders, in the same order.
+    pub const INPUT_IDS: [&str; 2] = [crate::models::clip::INPUT_IDS, "input_ids_2"];
     /// Whether the batch is the last one before an update, as `f32` 1 or 0.
     pub const IS_LAST: &str = "is_last_batch";
     pub const LOSS: &str = "loss";
@@ -180,12 +187,19 @@ pub fn trace(model: &DiffusionModel, options: &StepOptions) -> Result<Traced, St
     }
     let key = random_key(&b, key)?;
     let clean = clean_samples(&b, model, options, key)?;
-    let conditioning = conditioning(&b, model, options, batch)?;
+    let conditioning = match options.train_text_encoder {
+        true => encoded_text(&b, model, batch)?,
+        false => model.declare_conditioning(&b, batch, model.tokens, None)?,
+    };
     let drawn = draw(&b, model, options, key)?;
     let noised = add_noise(&b.root("noise"), model, options, clean, drawn, key)?;
     let inputs = DenoiserInputs::new(noised.sample, noised.timestep, conditioning);
     let prediction = model.predict(&b, inputs)?;
-    let loss = mean_squared_error(&b.root("loss"), prediction, noised.target, noised.weight)?;
+    let weight = match options.prior_loss_weight {
+        Some(prior) => Some(with_prior(&b.root("loss"), batch, prior, noised.weight)?),
+        None => noised.weight,
+    };
+    let loss = mean_squared_error(&b.root("loss"), prediction, noised.target, weight)?;
 
     b.output(names::LOSS, loss, None)?;
     let mut traced =
@@ -195,32 +209,45 @@ pub fn trace(model: &DiffusionModel, options: &StepOptions) -> Result<Traced, St
         traced.graph = beside(&traced.graph, &ranks, lora.scale())?;
     }
     let (optimizer, of_lora) = (options.optimizer, options.lora.is_some());
-    let add_update = move |b: &Builder| update(b, &optimizer, of_lora);
+    // Of a published text encoder the loss may not depend on all layers; those stay as they are.
+    let is_published = model.family.spec().published.is_some();
+    let add_update = move |b: &Builder| update(b, &optimizer, of_lora, is_published);
     Ok(traced.trained(Arc::new(add_update)))
 }
 
 /// Adds the gradient of the loss, which is the only output so far, and the optimizer's update of all weights, or of the
 /// factors of low-rank updates alone.
-fn update(b: &Builder, optimizer: &OptimizerOptions, of_lora: bool) -> Result<(), GraphError> {
+fn update(
+    b: &Builder,
+    optimizer: &OptimizerOptions,
+    of_lora: bool,
+    used_alone: bool,
+) -> Result<(), GraphError> {
+    let live = b.with_graph(Graph::live_nodes);
     let outputs = b.take_outputs();
     let [(_, loss)] = outputs[..] else {
         return Err(b.invalid("a training step has one output before its update: the loss"));
     };
     let learning_rate = b.input(names::LEARNING_RATE, Shape::scalar(DType::F32), &[])?;
     let mut weights = weights(b);
-    weights.retain(|(name, _, _)| !of_lora || is_factor(name));
+    weights.retain(|(name, weight, _)| {
+        (!of_lora || is_factor(name)) && (!used_alone || live[weight.index()])
+    });
     let wrt: Vec<Tensor> = weights.iter().map(|(_, t, _)| *t).collect();
     let gradients = grad(b, loss, &wrt)?;
     let trained: Vec<Trained> = weights
         .into_iter()
         .zip(gradients)
-        .map(|((name, weight, logical_axes), gradient)| Trained {
-            name,
-            weight,
-            gradient,
-            logical_axes,
+        .map(|((name, weight, logical_axes), gradient)| {
+            Ok(Trained {
+                learning_rate: text_learning_rate(b, &name)?,
+                name,
+                weight,
+                gradient,
+                logical_axes,
+            })
         })
-        .collect();
+        .collect::<Result<_, GraphError>>()?;
     let rounding = match optimizer.rounds() {
         true => Some(random_key(b, rounding_key(b)?)?),
         false => None,
@@ -242,6 +269,18 @@ fn update(b: &Builder, optimizer: &OptimizerOptions, of_lora: bool) -> Result<()
     Ok(())
 }
 
+/// The learning rate of a text encoder's weight.
+fn text_learning_rate(b: &Builder, weight: &str) -> Result<Option<Tensor>, GraphError> {
+    let root = weight.split('/').next();
+    let parts = [Part::TextEncoder, Part::TextEncoder2];
+    let which = parts.iter().position(|part| Some(part.name()) == root);
+    let declare = |which: usize| {
+        let name = names::TEXT_LEARNING_RATES[which];
+        b.input(name, Shape::scalar(DType::F32), &[])
+    };
+    which.map(declare).transpose()
+}
+
 /// All weights with their logical axes.
 fn weights(b: &Builder) -> Vec<(String, Tensor, Vec<Option<&'static str>>)> {
     b.with_graph(|g| {
@@ -260,42 +299,60 @@ fn weights(b: &Builder) -> Vec<(String, Tensor, Vec<Option<&'static str>>)> {
     })
 }
 
-/// The conditioning of the denoiser: the text encoder's output, or inputs in its place.
-fn conditioning(
+/// The conditioning of the denoiser by the text encoders, whose token ids are declared.
+fn encoded_text(
     b: &Builder,
     model: &DiffusionModel,
-    options: &StepOptions,
     batch: usize,
 ) -> Result<Conditioning, GraphError> {
-    if !options.train_text_encoder {
-        return model.declare_conditioning(b, batch, model.tokens, None);
-    }
-    let ids = model.declare_input_ids(b, 0, batch)?;
-    let encoded = model.encode(b, 0, ids)?;
-    let (Denoiser::Unet(_), Some(hidden)) = (&model.denoiser, encoded.encoder_hidden_states) else {
-        return Err(b.invalid(format!(
-            "the text encoder of {} cannot be trained",
-            model.family.title()
-        )));
+    let unsupported = || {
+        let family = model.family.title();
+        b.invalid(format!("the text encoders of {family} cannot be trained"))
     };
-    let takes_pooled = !model.pooled_encoders()?.is_empty();
-    let pooled = encoded.pooled.filter(|_| takes_pooled);
-    let text_time = match pooled {
-        None => None,
-        Some(text_embeds) => {
-            let [_, ids] = model.time_ids();
-            let count = ids.len();
-            let ids = b.constant(HostTensor::from_f32([1, count], &ids)?)?;
-            Some(TextTime {
-                text_embeds,
-                time_ids: b.broadcast_to(ids, &[batch, count])?,
-            })
-        }
+    let Denoiser::Unet(_) = &model.denoiser else {
+        return Err(unsupported());
+    };
+    let pooled_encoders = model.pooled_encoders()?;
+    let (mut hidden, mut pooled) = (Vec::new(), Vec::new());
+    for (which, encoder) in model.text_encoders.iter().enumerate() {
+        let name = names::INPUT_IDS.get(which).ok_or_else(unsupported)?;
+        let ids = Shape::new(DType::S32, [batch, encoder.tokens.min(model.tokens)]);
+        let ids = b.input(name, ids, &[Some("activation_batch"), None])?;
+        let encoded = model.encode(b, which, ids)?;
+        hidden.extend(encoded.encoder_hidden_states);
+        pooled.extend(encoded.pooled.filter(|_| pooled_encoders.contains(&which)));
+    }
+    if hidden.is_empty()
+        || model
+            .text_encoders
+            .iter()
+            .any(|e| e.hidden == HiddenState::Pooled)
+    {
+        return Err(unsupported());
+    }
+    let text_time = match pooled.is_empty() {
+        true => None,
+        false => Some(TextTime {
+            text_embeds: b.concatenate(&pooled, 1)?,
+            time_ids: time_ids(b, model, batch)?,
+        }),
     };
     Ok(Conditioning::Unet(UNetConditioning {
-        encoder_hidden_states: hidden,
+        encoder_hidden_states: b.concatenate(&hidden, 2)?,
         text_time,
     }))
+}
+
+/// SDXL's time ids: an input of images of published models, which had other sizes before.
+fn time_ids(b: &Builder, model: &DiffusionModel, batch: usize) -> Result<Tensor, GraphError> {
+    let [_, ids] = model.time_ids();
+    let dims = [batch, ids.len()];
+    if model.family.spec().published.is_some() {
+        let axes = [Some("activation_batch"), None];
+        return b.input(unet::TIME_IDS, Shape::new(DType::F32, dims), &axes);
+    }
+    let ids = b.constant(HostTensor::from_f32([1, ids.len()], &ids)?)?;
+    b.broadcast_to(ids, &dims)
 }
 
 fn rounding_key(b: &Builder) -> Result<Tensor, GraphError> {
@@ -502,6 +559,30 @@ fn draw_timesteps(
     b.binary(Binary::Min, drawn, last)
 }
 
+/// The weights of rows of which every second is a class image's, so that the mean over all rows is that over the others and
+/// `prior` times that over class images (Ruiz et al. 2022, equation 2).
+fn with_prior(
+    b: &Builder,
+    batch: usize,
+    prior: f64,
+    weight: Option<Tensor>,
+) -> Result<Tensor, GraphError> {
+    let of_rows: Vec<f32> = (0..batch)
+        .map(|row| {
+            if row % 2 == 0 {
+                2.0
+            } else {
+                2.0 * prior as f32
+            }
+        })
+        .collect();
+    let of_rows = b.constant(HostTensor::from_f32([batch], &of_rows)?)?;
+    match weight {
+        Some(weight) => b.mul(weight, of_rows),
+        None => Ok(of_rows),
+    }
+}
+
 fn mean_squared_error(
     b: &Builder,
     prediction: Tensor,
@@ -533,6 +614,36 @@ mod tests {
     use super::PredictionType::{Epsilon, Sample, VPrediction};
     use super::*;
     use crate::graph::evaluate;
+
+    /// The loss is the mean over the even rows, and a share of the mean over the odd ones.
+    #[test]
+    fn class_images_count_by_their_weight() {
+        let b = Builder::new();
+        let full = |value: f64| {
+            b.full(&Shape::new(DType::F32, [4, 1, 2, 2]), value)
+                .unwrap()
+        };
+        let errors: Vec<f32> = [1.0, 2.0, 3.0, 5.0].iter().flat_map(|e| [*e; 4]).collect();
+        let errors = HostTensor::from_f32([4, 1, 2, 2], &errors).unwrap();
+        let prediction = b.constant(errors).unwrap();
+        let rows = b
+            .constant(HostTensor::from_f32([4], &[1.0, 1.0, 2.0, 1.0]).unwrap())
+            .unwrap();
+        for (name, weight) in [("plain", None), ("weighted", Some(rows))] {
+            let weight = with_prior(&b, 4, 0.5, weight).unwrap();
+            let loss = mean_squared_error(&b, prediction, full(0.0), Some(weight)).unwrap();
+            b.output(name, loss, None).unwrap();
+        }
+        let found = evaluate(&b.finish(), &[]).unwrap();
+        let found = [0, 1].map(|i: usize| found[i].to_f64_vec().unwrap()[0]);
+        assert_eq!(
+            found,
+            [
+                (1.0 + 9.0) / 2.0 + 0.5 * (4.0 + 25.0) / 2.0,
+                (1.0 + 18.0) / 2.0 + 0.5 * (4.0 + 25.0) / 2.0
+            ]
+        );
+    }
 
     /// Of 1,000 evenly spread uniform numbers, each timestep gets its share.
     #[test]

@@ -1,5 +1,6 @@
 //! Training from a model and data to checkpoints.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -19,12 +20,12 @@ use crate::quant::Decision;
 use crate::runtime::{Program, ProgramOptions, Session, Slot};
 
 use super::checkpoint::{CheckpointFolder, SavedCheckpoint};
-use super::encoded::EncodedDataset;
+use super::encoded::{self, EncodedDataset, of_size};
 use super::error::TrainError;
 use super::feed::Feed;
 use super::lora;
 use super::observer::{TrainEvent, TrainObserver};
-use super::run::{Outcome, TrainingLoop};
+use super::run::{Outcome, StepProgram, TrainingLoop};
 use super::samples::{SampleError, SampleOptions, Samples};
 use super::state::{RunOptions, TrainingState};
 use super::step::{self, StepOptions};
@@ -91,32 +92,57 @@ pub struct Trainer {
     session: Session,
     options: TrainerOptions,
     decisions: Vec<Decision>,
-    step: lowering::LoweredProgram,
+    /// For each size of images, at least one.
+    steps: Vec<SizedStep>,
+}
+
+/// The training step for images of one size.
+struct SizedStep {
+    /// Their height and width.
+    size: [usize; 2],
+    /// How many there are of it.
+    images: usize,
+    lowered: lowering::LoweredProgram,
     footprint: Footprint,
 }
 
 impl Trainer {
-    /// Traces the training step for the devices of `session`. Nothing is written.
+    /// Traces the training step for the devices of `session`, for each size of the images. Nothing is written.
     ///
     /// # Errors
     /// When the model's parts do not fit together or are not in its files, quantization is refused, or the batch does
     /// not divide over the devices; [`TrainError::OutOfMemory`] when weights and state alone do not fit their memory.
     pub fn new(session: Session, mut options: TrainerOptions) -> Result<Trainer, TrainError> {
-        let traced = step::trace(options.task.model(), &options.step)?;
         if let Task::FineTune(tuning) = &mut options.task {
             tuning.open_files(&options.step)?;
         }
-        let mesh = session.mesh();
-        let lowered = session.lower(&traced)?;
-        lowered.step.plan.check_batch(&lowered.step.graph, mesh)?;
-        let fit = session.fit(&options.memory_advice);
-        let footprint = fit.check("the training step", &lowered.step)?;
+        let sizes = match &options.task {
+            Task::New { model, batcher } => {
+                BTreeMap::from([(model.image_size, batcher.dataset().len())])
+            }
+            Task::FineTune(tuning) => tuning.dataset.sizes(),
+        };
+        let mut decisions = Vec::new();
+        let mut steps = Vec::with_capacity(sizes.len());
+        for (size, images) in sizes {
+            let traced = step::trace(&of_size(options.task.model(), size), &options.step)?;
+            let lowered = session.lower(&traced)?.step;
+            lowered.plan.check_batch(&lowered.graph, session.mesh())?;
+            let fit = session.fit(&options.memory_advice);
+            let footprint = fit.check("the training step", &lowered)?;
+            decisions = traced.decisions;
+            steps.push(SizedStep {
+                size,
+                images,
+                lowered,
+                footprint,
+            });
+        }
         Ok(Trainer {
             session,
             options,
-            decisions: traced.decisions,
-            step: lowered.step,
-            footprint,
+            decisions,
+            steps,
         })
     }
 
@@ -152,7 +178,16 @@ impl Trainer {
             first_step,
             flush_every: files.flush_every,
         })?;
-        let (session, graph) = (&self.session, &self.step.graph);
+        let session = &self.session;
+        let sizes: Vec<([usize; 2], usize)> = self
+            .steps
+            .iter()
+            .map(|step| (step.size, step.images))
+            .collect();
+        let mut is_stopped = false;
+        if sizes.len() > 1 {
+            is_stopped |= observer(TrainEvent::Buckets(&sizes)).is_break();
+        }
         let step = &self.options.step;
         let Prepared {
             feed,
@@ -167,26 +202,35 @@ impl Trainer {
                 model: *model,
                 base: None,
             },
-            Task::FineTune(tuning) => tuning.encode(session, self.options.precision, observer)?,
+            Task::FineTune(tuning) => {
+                let sizes = sizes.into_iter().map(|(size, _)| size).collect::<Vec<_>>();
+                tuning.encode(
+                    session,
+                    &self.options.step,
+                    self.options.precision,
+                    &sizes,
+                    observer,
+                )?
+            }
         };
-        let mut is_stopped = false;
         let mut tell = |event: TrainEvent<'_>| is_stopped |= observer(event).is_break();
-        let traced = TracedStep {
+        let traced = TracedSteps {
             options: step,
-            lowered: &self.step,
+            steps: self.steps,
             decisions: &self.decisions,
-            footprint: &self.footprint,
         };
-        let program = compile(session, &traced, self.options.precision, &mut tell)?;
+        let programs = compile(session, traced, self.options.precision, &mut tell)?;
+        // Those of all sizes have the same weights and state.
+        let StepProgram { graph, program } = &programs[0];
         let run = &self.options.run;
         let files = base.as_ref().map(|base| &base.files);
         let state = match &resumed {
             Some(saved) => {
                 let checkpoint = saved.dir();
                 tell(TrainEvent::Resumed { checkpoint });
-                TrainingState::resume(session, graph, &program, saved, run, files)?
+                TrainingState::resume(session, graph, program, saved, run, files)?
             }
-            None => TrainingState::new(session, graph, &program, run.seed, files)?,
+            None => TrainingState::new(session, graph, program, run.seed, files)?,
         };
         // Samples are made with the moving averages, which are kept in float32.
         if step.optimizer.ema_decay.is_some() && step.lora.is_none() {
@@ -215,8 +259,7 @@ impl Trainer {
         });
         let training = TrainingLoop {
             session,
-            graph,
-            program: &program,
+            programs: &programs,
             feed: Arc::clone(&feed),
             options: run,
             base: files.and_then(|files| files.published()),
@@ -272,7 +315,9 @@ impl FineTune {
     fn encode(
         self,
         session: &Session,
+        step: &StepOptions,
         precision: DotPrecision,
+        sizes: &[[usize; 2]],
         observer: &mut TrainObserver<'_>,
     ) -> Result<Prepared, TrainError> {
         let FineTune {
@@ -281,11 +326,16 @@ impl FineTune {
             batches,
             cache,
         } = self;
-        let encoded = EncodedDataset::new(
-            session, &base, precision, dataset, batches, &cache, observer,
-        )?;
+        let samples = encoded::Samples {
+            dataset,
+            options: batches,
+            sizes,
+            keeps_ids: step.train_text_encoder,
+            dir: &cache,
+        };
+        let encoded = EncodedDataset::new(session, &base, precision, samples, observer)?;
         Ok(Prepared {
-            feed: Feed::Encoded(encoded),
+            feed: Feed::Encoded(Box::new(encoded)),
             model: base.model.clone(),
             base: Some(base),
         })
@@ -301,35 +351,45 @@ fn tokenizers<'a>(feed: &'a Feed, base: Option<&'a PipelineModel>) -> Vec<&'a To
     }
 }
 
-/// Compiles the step, and tells of it.
+/// Compiles the step for each size of images, and tells of it.
 fn compile(
     session: &Session,
-    traced: &TracedStep<'_>,
+    traced: TracedSteps<'_>,
     precision: DotPrecision,
     tell: &mut dyn FnMut(TrainEvent<'_>),
-) -> Result<Program, TrainError> {
-    let TracedStep {
+) -> Result<Vec<StepProgram>, TrainError> {
+    let TracedSteps {
         options,
-        lowered,
+        steps,
         decisions,
-        footprint,
-    } = *traced;
+    } = traced;
     if let Some(policy) = &options.quantization {
         tell(TrainEvent::Quantized { policy, decisions });
     }
-    tell(TrainEvent::Traced {
-        parameters: lowered.graph.parameter_count(),
-        trained: trained_count(&lowered.graph),
-        batch: options.batch,
-        footprint,
-    });
-    let program = Program::of_step(session, lowered, &ProgramOptions { precision })?;
-    let timings = program.timings();
+    if let Some(largest) = steps.iter().max_by_key(|step| step.footprint.activations) {
+        let graph = &largest.lowered.graph;
+        tell(TrainEvent::Traced {
+            parameters: graph.parameter_count(),
+            trained: trained_count(graph),
+            batch: options.batch,
+            footprint: &largest.footprint,
+        });
+    }
+    let (mut seconds, mut from_cache) = (0.0, true);
+    let mut programs = Vec::with_capacity(steps.len());
+    for SizedStep { lowered, .. } in steps {
+        let program = Program::of_step(session, &lowered, &ProgramOptions { precision })?;
+        let timings = program.timings();
+        seconds += timings.compile;
+        from_cache &= timings.from_cache;
+        let graph = lowered.graph;
+        programs.push(StepProgram { graph, program });
+    }
     tell(TrainEvent::Compiled {
-        seconds: timings.compile,
-        from_cache: timings.from_cache,
+        seconds,
+        from_cache,
     });
-    Ok(program)
+    Ok(programs)
 }
 
 /// The elements of the weights that a step gives new values.
@@ -339,11 +399,9 @@ fn trained_count(graph: &Graph) -> usize {
     trained.map(|(_, input)| input.shape.count()).sum()
 }
 
-/// A traced step, and what is told of it.
-#[derive(Clone, Copy)]
-struct TracedStep<'a> {
+/// The traced steps, and what is told of them.
+struct TracedSteps<'a> {
     options: &'a StepOptions,
-    lowered: &'a lowering::LoweredProgram,
+    steps: Vec<SizedStep>,
     decisions: &'a [Decision],
-    footprint: &'a Footprint,
 }

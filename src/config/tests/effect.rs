@@ -90,7 +90,7 @@ fn an_override_for_another_verb_is_refused() {
         ),
         [
             "command line: max_grad_norm: has no effect: it needs opt_enable_grad_global_norm_clipping=True",
-            "command line: train_data_dir: has no effect: it needs dataset_type=folder or webdataset",
+            "command line: train_data_dir: has no effect: it needs dataset_type=folder, webdataset or hf",
         ]
     );
     load(
@@ -108,7 +108,7 @@ fn what_a_verb_needs_is_asked_for() {
     assert_eq!(
         errors("", &[], Some(Verb::Train)),
         [
-            "dataset_type: tf is a dataset type of MaxDiffusion that is not here yet; supported: shapes, folder, webdataset"
+            "dataset_type: tf is a dataset type of MaxDiffusion that is not here yet; supported: shapes, folder, webdataset, hf"
         ]
     );
     assert_eq!(
@@ -131,12 +131,13 @@ fn what_a_verb_needs_is_asked_for() {
     );
     assert_eq!(
         errors(
-            "dataset_type: shapes\ntrain_text_encoder: True\n",
+            "instance_data_dir: dogs\nwith_prior_preservation: True\n",
             &[],
             Some(Verb::Train)
-        )
-        .len(),
-        1
+        ),
+        [
+            "run.yml:2: with_prior_preservation, class_prompt: prior preservation without class prompt: say what the class is, as in class_prompt='a photo of a dog'"
+        ]
     );
     // A value that was refused brings no second error about what it would have meant.
     assert_eq!(

@@ -5,9 +5,9 @@ use std::fs;
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Component, Path, PathBuf};
 
-use super::{Listed, io};
+use super::Listed;
 use crate::data::picture::ImageFile;
-use crate::data::{DataError, NAMED};
+use crate::data::{DataError, NAMED, inside, io};
 use crate::util::files;
 
 /// Longest caption, and longest line of metadata.jsonl.
@@ -20,12 +20,15 @@ pub(super) fn extension(path: &Path) -> String {
         .unwrap_or_default()
 }
 
-pub(super) fn is_image(path: &Path) -> bool {
+pub fn is_image(path: &Path) -> bool {
     matches!(extension(path).as_str(), "png" | "jpg" | "jpeg" | "webp")
 }
 
-/// The images below `root` with their captions, by path.
-pub(super) fn captioned_images(root: &Path) -> Result<Vec<Listed>, DataError> {
+/// The images below `root` with their captions, by path. Those that have none of their own have `common`, if there is one.
+pub(super) fn captioned_images(
+    root: &Path,
+    common: Option<&str>,
+) -> Result<Vec<Listed>, DataError> {
     let mut files = BTreeSet::new();
     list(root, Path::new(""), &mut files)?;
     let images: BTreeSet<&PathBuf> = files.iter().filter(|path| is_image(path)).collect();
@@ -34,7 +37,7 @@ pub(super) fn captioned_images(root: &Path) -> Result<Vec<Listed>, DataError> {
         .filter(|path| extension(path) == "txt")
         .collect();
     let metadata = root.join("metadata.jsonl");
-    let captions = if metadata.is_file() {
+    let mut captions = if metadata.is_file() {
         let twice: Vec<&PathBuf> = images
             .iter()
             .filter(|image| {
@@ -75,8 +78,7 @@ pub(super) fn captioned_images(root: &Path) -> Result<Vec<Listed>, DataError> {
         let mut captions = BTreeMap::new();
         for image in &images {
             if let Some(text) = text_of.get(&image.with_extension("")) {
-                let caption = read_caption(&root.join(text))?;
-                captions.insert((*image).clone(), caption);
+                captions.insert((*image).clone(), read_captions(&root.join(text))?);
             }
         }
         captions
@@ -85,6 +87,12 @@ pub(super) fn captioned_images(root: &Path) -> Result<Vec<Listed>, DataError> {
         return Err(DataError::EmptyFolder {
             root: root.to_owned(),
         });
+    }
+    if let Some(common) = common {
+        for image in &images {
+            let own = captions.entry((*image).clone());
+            own.or_insert_with(|| vec![common.to_owned()]);
+        }
     }
     let missing: Vec<&PathBuf> = images
         .iter()
@@ -99,10 +107,10 @@ pub(super) fn captioned_images(root: &Path) -> Result<Vec<Listed>, DataError> {
             count,
         });
     }
-    let listed = |(name, caption): (PathBuf, String)| Listed {
+    let listed = |(name, captions): (PathBuf, Vec<String>)| Listed {
         image: ImageFile::of(root.join(&name)),
         name,
-        caption,
+        captions,
     };
     Ok(captions.into_iter().map(listed).collect())
 }
@@ -119,7 +127,11 @@ pub(super) fn names_of(paths: &[&PathBuf]) -> (Vec<String>, usize) {
 }
 
 /// Collects the files below `root/relative`, each checked to lie inside `root`.
-fn list(root: &Path, relative: &Path, files: &mut BTreeSet<PathBuf>) -> Result<(), DataError> {
+pub(super) fn list(
+    root: &Path,
+    relative: &Path,
+    files: &mut BTreeSet<PathBuf>,
+) -> Result<(), DataError> {
     let folder = root.join(relative);
     let entries = fs::read_dir(&folder).map_err(|e| io("list the folder", &folder, e))?;
     for entry in entries {
@@ -146,20 +158,7 @@ fn list(root: &Path, relative: &Path, files: &mut BTreeSet<PathBuf>) -> Result<(
     Ok(())
 }
 
-/// The canonical form of `root/path`, refused when links lead outside `root`.
-fn inside(root: &Path, path: &Path) -> Result<PathBuf, DataError> {
-    let full = root.join(path);
-    let target = full.canonicalize().map_err(|e| io("resolve", &full, e))?;
-    if !target.starts_with(root) {
-        return Err(DataError::PathEscape {
-            path: full,
-            root: root.to_owned(),
-        });
-    }
-    Ok(target)
-}
-
-fn read_caption(path: &Path) -> Result<String, DataError> {
+fn read_captions(path: &Path) -> Result<Vec<String>, DataError> {
     let error = |message: &str| DataError::CaptionFile {
         path: path.to_owned(),
         message: message.to_owned(),
@@ -168,24 +167,28 @@ fn read_caption(path: &Path) -> Result<String, DataError> {
     files::open(path)
         .and_then(|file| file.take(MAX_CAPTION_BYTES + 1).read_to_end(&mut bytes))
         .map_err(|e| io("read the caption", path, e))?;
-    caption_of(bytes).map_err(error)
+    captions_of(bytes).map_err(error)
 }
 
-/// The text of a caption, or what is wrong with it. Longer ones need not be read to the end.
-pub(super) fn caption_of(bytes: Vec<u8>) -> Result<String, &'static str> {
+/// The captions of a text file, one in each line, or what is wrong with it. Longer ones need not be read to the end.
+pub(super) fn captions_of(bytes: Vec<u8>) -> Result<Vec<String>, &'static str> {
     if bytes.len() as u64 > MAX_CAPTION_BYTES {
         return Err("longer than 64 KiB");
     }
     let text = String::from_utf8(bytes).map_err(|_| "not UTF-8 text")?;
-    let text = text.trim_start_matches('\u{feff}').trim();
-    match text.is_empty() {
+    let lines = text.trim_start_matches('\u{feff}').lines().map(str::trim);
+    let captions: Vec<String> = lines
+        .filter(|line| !line.is_empty())
+        .map(str::to_owned)
+        .collect();
+    match captions.is_empty() {
         true => Err("empty; write the caption into it"),
-        false => Ok(text.to_owned()),
+        false => Ok(captions),
     }
 }
 
 /// Captions of metadata.jsonl by image path.
-fn read_metadata(root: &Path, path: &Path) -> Result<BTreeMap<PathBuf, String>, DataError> {
+fn read_metadata(root: &Path, path: &Path) -> Result<BTreeMap<PathBuf, Vec<String>>, DataError> {
     let file = files::open(path).map_err(|e| io("read", path, e))?;
     let mut reader = BufReader::new(file);
     let mut captions = BTreeMap::new();
@@ -215,16 +218,28 @@ fn read_metadata(root: &Path, path: &Path) -> Result<BTreeMap<PathBuf, String>, 
         }
         let value: serde_json::Value =
             serde_json::from_slice(&bytes).map_err(|e| error(format!("not a JSON object: {e}")))?;
-        let field = |name: &str| match value.get(name) {
-            Some(serde_json::Value::String(text)) if !text.trim().is_empty() => {
+        let field = |name: &str| {
+            let missing = || {
+                error(format!(
+                    "`{name}` is missing, expected {{\"file_name\": \"...\", \"text\": \"...\"}}"
+                ))
+            };
+            value.get(name).ok_or_else(missing)
+        };
+        let text = |name: &str, value: &serde_json::Value| match value {
+            serde_json::Value::String(text) if !text.trim().is_empty() => {
                 Ok(text.trim().to_owned())
             }
-            Some(other) => Err(error(format!("`{name}` is {other}, expected a text"))),
-            None => Err(error(format!(
-                "`{name}` is missing, expected {{\"file_name\": \"...\", \"text\": \"...\"}}"
-            ))),
+            other => Err(error(format!("`{name}` is {other}, expected a text"))),
         };
-        let (name, caption) = (field("file_name")?, field("text")?);
+        let name = text("file_name", field("file_name")?)?;
+        let own = match field("text")? {
+            serde_json::Value::Array(several) if !several.is_empty() => several
+                .iter()
+                .map(|value| text("text", value))
+                .collect::<Result<Vec<_>, _>>()?,
+            one => vec![text("text", one)?],
+        };
         let relative: PathBuf = Path::new(&name)
             .components()
             .filter(|c| *c != Component::CurDir)
@@ -248,7 +263,7 @@ fn read_metadata(root: &Path, path: &Path) -> Result<BTreeMap<PathBuf, String>, 
             continue;
         }
         inside(root, &relative)?;
-        if captions.insert(relative, caption).is_some() {
+        if captions.insert(relative, own).is_some() {
             return Err(error(format!("{name} is listed a second time")));
         }
     }

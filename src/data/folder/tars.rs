@@ -7,10 +7,10 @@ use std::path::{Path, PathBuf};
 
 use rayon::prelude::*;
 
-use super::list::{MAX_CAPTION_BYTES, caption_of, extension, is_image, names_of};
-use super::{Listed, io};
-use crate::data::DataError;
-use crate::data::picture::{FilePart, ImageFile};
+use super::Listed;
+use super::list::{MAX_CAPTION_BYTES, captions_of, extension, is_image, names_of};
+use crate::data::picture::{FilePart, ImageFile, Part};
+use crate::data::{DataError, io};
 use crate::util::files;
 
 /// Bytes of a header, and what entries are filled up to.
@@ -32,14 +32,14 @@ pub(super) fn captioned_images(root: &Path) -> Result<Vec<Listed>, DataError> {
     let (mut listed, mut orphans, mut bare) = (Vec::new(), Vec::new(), Vec::new());
     for (archive, sample) in archives?.into_iter().flat_map(Archive::into_samples) {
         let name = |entry: &str| PathBuf::from(&archive).join(entry);
-        match (sample.image, sample.caption) {
-            (Some(part), Some(caption)) => listed.push(Listed {
+        match (sample.image, sample.captions) {
+            (Some(part), Some(captions)) => listed.push(Listed {
                 name: name(&part.name),
                 image: ImageFile {
                     path: root.join(&archive),
-                    part: Some(part),
+                    part: Some(Part::Entry(part)),
                 },
-                caption,
+                captions,
             }),
             (Some(part), None) => bare.push(name(&part.name)),
             (None, _) => orphans.push(name(&sample.key)),
@@ -64,7 +64,7 @@ pub(super) fn captioned_images(root: &Path) -> Result<Vec<Listed>, DataError> {
 struct Sample {
     key: String,
     image: Option<FilePart>,
-    caption: Option<String>,
+    captions: Option<Vec<String>>,
 }
 
 struct Archive {
@@ -127,8 +127,8 @@ impl Archive {
                 let mut bytes = Vec::new();
                 let mut limited = (&mut entry).take(MAX_CAPTION_BYTES + 1);
                 limited.read_to_end(&mut bytes).map_err(read)?;
-                let caption = caption_of(bytes).map_err(|e| error(format!("{name}: {e}")))?;
-                sample.caption.replace(caption).is_some()
+                let captions = captions_of(bytes).map_err(|e| error(format!("{name}: {e}")))?;
+                sample.captions.replace(captions).is_some()
             } else {
                 let name = name.clone();
                 sample
@@ -156,7 +156,7 @@ impl Archive {
             self.samples.push(Sample {
                 key: key.to_owned(),
                 image: None,
-                caption: None,
+                captions: None,
             });
         }
         &mut self.samples[place]

@@ -285,8 +285,8 @@ impl Shapes {
         let resolution = self.options.resolution;
         Sample {
             pixels: scene.render(resolution),
-            resolution,
-            caption: caption.to_string(),
+            size: [resolution; 2],
+            captions: vec![caption.to_string()],
         }
     }
 
@@ -405,7 +405,7 @@ mod tests {
         assert_ne!(a.get(7), Shapes::new(options).unwrap().get(7));
         // Recorded: a change of the drawing order or of the renderer changes every trained model.
         let sum = Sha256::of(a.get(7).pixels).to_string();
-        assert_eq!((a.get(7).caption.as_str(), &sum[..8]), RECORDED);
+        assert_eq!((a.get(7).captions[0].as_str(), &sum[..8]), RECORDED);
     }
 
     const RECORDED: (&str, &str) = (

@@ -55,6 +55,7 @@ pub const SPEC: FamilySpec = FamilySpec {
             versions: ["sd_v1", "sd_v1_v"],
             architectures: ["stable-diffusion-v1"; 2],
             original_names: false,
+            text_encoders: 1,
         }),
     }),
     denoiser: DenoiserKind::Unet,

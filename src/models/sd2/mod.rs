@@ -80,6 +80,7 @@ pub const SPEC: FamilySpec = FamilySpec {
             versions: ["sd_v2", "sd_v2_v"],
             architectures: ["stable-diffusion-v2-512", "stable-diffusion-v2-768-v"],
             original_names: false,
+            text_encoders: 1,
         }),
     }),
     denoiser: DenoiserKind::Unet,

@@ -64,6 +64,7 @@ pub const SPEC: FamilySpec = FamilySpec {
             versions: ["sdxl_base_v1-0"; 2],
             architectures: ["stable-diffusion-xl-v1-base"; 2],
             original_names: true,
+            text_encoders: 2,
         }),
     }),
     denoiser: DenoiserKind::Unet,

@@ -50,6 +50,7 @@ pub const SPEC: FamilySpec = FamilySpec {
             versions: ["sdxl_base_v1-0"; 2],
             architectures: ["stable-diffusion-xl-v1-refiner"; 2],
             original_names: true,
+            text_encoders: 2,
         }),
     }),
     denoiser: DenoiserKind::Unet,

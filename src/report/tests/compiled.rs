@@ -58,6 +58,7 @@ fn compiled_training_step() -> CompileReport {
             name,
             weight,
             gradient,
+            learning_rate: None,
             logical_axes: vec![None, None],
         })
         .collect();

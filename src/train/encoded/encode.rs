@@ -15,7 +15,7 @@ use crate::runtime::{Prepared, Session, Slot};
 use crate::shape::Shape;
 
 use super::store::{Entry, Store};
-use super::{DEVIATION, HIDDEN, MEAN, POOLED, stop_on_break};
+use super::{DEVIATION, HIDDEN, Image, MEAN, POOLED, of_size, stop_on_break};
 use crate::train::error::TrainError;
 use crate::train::observer::{Encoded, TrainEvent, TrainObserver};
 
@@ -106,19 +106,36 @@ impl Encoding<'_, '_, '_> {
         Ok(Entry::from([(HIDDEN, hidden), (POOLED, pooled)]))
     }
 
-    /// Encodes images, each the number of a sample and whether it is mirrored, by the keys of their entries.
+    /// Encodes images of several heights and widths, by the keys of their entries.
     pub fn images(
         &mut self,
-        work: BTreeMap<String, (usize, bool)>,
-        dataset: Arc<Dataset>,
+        work: BTreeMap<[usize; 2], BTreeMap<String, Image>>,
+        dataset: &Arc<Dataset>,
     ) -> Result<(), TrainError> {
-        if work.is_empty() {
+        let total = work.values().map(BTreeMap::len).sum();
+        if total == 0 {
             return Ok(());
         }
-        let total = work.len();
         let mut shard = Shard::default();
         self.tell((Encoded::Images, 0, total), &mut shard)?;
-        let traced = trace_encode_distribution(&self.base.model).map_err(TrainError::encode)?;
+        let mut done = 0;
+        for (size, images) in work {
+            if !images.is_empty() {
+                self.images_of_size((size, images), dataset, &mut shard, (&mut done, total))?;
+            }
+        }
+        shard.write(self.store)
+    }
+
+    fn images_of_size(
+        &mut self,
+        (size, work): ([usize; 2], BTreeMap<String, Image>),
+        dataset: &Arc<Dataset>,
+        shard: &mut Shard,
+        (done, total): (&mut usize, usize),
+    ) -> Result<(), TrainError> {
+        let model = of_size(&self.base.model, size);
+        let traced = trace_encode_distribution(&model).map_err(TrainError::encode)?;
         let (session, files) = (self.session, &self.base.files);
         let read =
             |slots: &[Slot], take: &mut TakeWeight<'_>| files.read_unchanged(session, slots, take);
@@ -127,7 +144,11 @@ impl Encoding<'_, '_, '_> {
         let prepared = WeightSource::Files(&read)
             .prepare(program.stages(), &mut |_| Ok(()))
             .map_err(TrainError::encode)?;
-        let (keys, wanted): (Vec<String>, Vec<(usize, bool)>) = work.into_iter().unzip();
+        // In the order of the samples: those of one file are read together.
+        let mut work: Vec<(String, Image)> = work.into_iter().collect();
+        work.sort_by_key(|(_, image)| *image);
+        let (keys, wanted): (Vec<String>, Vec<Image>) = work.into_iter().unzip();
+        let dataset = Arc::clone(dataset);
         let mut samples: Prefetcher<Sample, DataError> =
             Prefetcher::spawn(0, AHEAD, move |at| match wanted.get(at as usize) {
                 Some(&(index, is_flipped)) => {
@@ -143,12 +164,13 @@ impl Encoding<'_, '_, '_> {
                     len: wanted.len(),
                 }),
             })?;
-        for (done, key) in keys.into_iter().enumerate() {
+        for key in keys {
             let entry = self.latents(&program, &prepared, &samples.next()?)?;
             shard.add(key, entry, self.store)?;
-            self.tell((Encoded::Images, done + 1, total), &mut shard)?;
+            *done += 1;
+            self.tell((Encoded::Images, *done, total), shard)?;
         }
-        shard.write(self.store)
+        Ok(())
     }
 
     fn latents(

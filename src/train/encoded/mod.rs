@@ -14,12 +14,12 @@ use std::sync::Arc;
 use rayon::prelude::*;
 use serde_json::{Value, json};
 
-use crate::data::{BatchOptions, Dataset, Tokenizer};
+use crate::data::{BatchOptions, BatchRows, Dataset, Rows, Tokenizer};
 use crate::dtype::DType;
 use crate::emit::DotPrecision;
 use crate::host_tensor::HostTensor;
 use crate::models::unet::names as unet;
-use crate::models::vae;
+use crate::models::{DiffusionModel, vae};
 use crate::pipelines::PipelineModel;
 use crate::runtime::Session;
 use crate::shape::Shape;
@@ -47,7 +47,7 @@ const POOLED: &str = "pooled";
 pub const KNOWN_FILES: &str = "known.json";
 
 /// The version of keys and entries: it changes with what they mean.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 
 /// What of the model decides latents and embeddings.
 struct Encoders {
@@ -58,7 +58,7 @@ struct Encoders {
 /// The keys of a sample's entries, and its time ids.
 #[derive(Debug)]
 struct SampleKeys {
-    caption: String,
+    captions: Vec<String>,
     /// As the picture is, and mirrored if mirrored ones are drawn.
     latents: Vec<String>,
     time_ids: Vec<Vec<f32>>,
@@ -70,19 +70,36 @@ pub struct EncodedDataset {
     store: Store,
     samples: Vec<SampleKeys>,
     empty_caption: String,
-    options: BatchOptions,
+    /// For text encoders that are trained: the token ids for each of them, by the keys of captions.
+    ids: Option<BTreeMap<String, Vec<Vec<i32>>>>,
+    rows: Rows,
 }
+
+/// What is encoded, and where it is kept.
+pub struct Samples<'a> {
+    pub dataset: Dataset,
+    pub options: BatchOptions,
+    /// The heights and widths of images, of which a batch has one.
+    pub sizes: &'a [[usize; 2]],
+    /// Whether steps take token ids, so that captions are not encoded.
+    pub keeps_ids: bool,
+    pub dir: &'a Path,
+}
+
+/// An image to be encoded: its sample and whether it is mirrored.
+type Image = (usize, bool);
 
 /// What is to be encoded, by the keys of its entries.
 struct Work {
-    /// Sample and whether it is mirrored.
-    images: BTreeMap<String, (usize, bool)>,
+    /// By their heights and widths.
+    images: BTreeMap<[usize; 2], BTreeMap<String, Image>>,
     /// Token ids for each text encoder.
     captions: BTreeMap<String, Vec<Vec<i32>>>,
 }
 
 impl EncodedDataset {
-    /// Encodes what `dir` does not hold yet of the dataset's images and captions. `observer` hears of it, and may stop it.
+    /// Encodes what the folder does not hold yet of the dataset's images and, unless steps take token ids, captions.
+    /// `observer` hears of it, and may stop it.
     ///
     /// # Errors
     /// When a caption cannot be tokenized, an image cannot be read any more, an encoder fails, or the folder cannot be
@@ -91,11 +108,16 @@ impl EncodedDataset {
         session: &Session,
         base: &PipelineModel,
         precision: DotPrecision,
-        dataset: Dataset,
-        options: BatchOptions,
-        dir: &Path,
+        samples: Samples<'_>,
         observer: &mut TrainObserver<'_>,
     ) -> Result<EncodedDataset, TrainError> {
+        let Samples {
+            dataset,
+            options,
+            sizes,
+            keeps_ids,
+            dir,
+        } = samples;
         stop_on_break(observer(TrainEvent::Hashing))?;
         let mut known = Known::read(&dir.join(KNOWN_FILES));
         let encoders = Encoders::of(base, precision, &mut known)?;
@@ -108,6 +130,8 @@ impl EncodedDataset {
         for index in 0..dataset.len() {
             samples.push(work.sample(index, &dataset, base, &options, &encoders)?);
         }
+        let rows = Rows::new(options, dataset.groups(sizes)).with_classes(dataset.classes());
+        let ids = keeps_ids.then(|| std::mem::take(&mut work.captions));
         let wanted: BTreeSet<String> = work.keys().cloned().collect();
         let mut store = Store::open(dir, &wanted)?;
         known.write().map_err(|source| StoreError::Io {
@@ -118,7 +142,9 @@ impl EncodedDataset {
         for (path, reason) in store.damaged() {
             tracing::warn!("{}: {reason}; it is made again", path.display());
         }
-        work.images.retain(|key, _| !store.has(key));
+        for images in work.images.values_mut() {
+            images.retain(|key, _| !store.has(key));
+        }
         work.captions.retain(|key, _| !store.has(key));
         let mut encoding = encode::Encoding {
             session,
@@ -128,27 +154,29 @@ impl EncodedDataset {
             observer,
         };
         encoding.captions(work.captions)?;
-        encoding.images(work.images, Arc::new(dataset))?;
+        encoding.images(work.images, &Arc::new(dataset))?;
         store.remove_damaged()?;
         Ok(EncodedDataset {
             store,
             samples,
             empty_caption,
-            options,
+            ids,
+            rows,
         })
     }
 
     /// Samples of a batch.
     pub fn batch_size(&self) -> usize {
-        self.options.batch_size
+        self.rows.options().batch_size
     }
 
-    /// The inputs of step `step`: latents, embeddings and time ids of the rows of [`BatchOptions::rows`].
+    /// The inputs of batch `number`: latents, embeddings and time ids of the rows of [`Rows::batch`]. Also which of the
+    /// sizes that the dataset was opened with its images have.
     ///
     /// # Errors
     /// When an entry cannot be read.
-    pub fn inputs(&self, step: u64) -> Result<StepInputs, TrainError> {
-        let rows = self.options.rows(self.samples.len(), step);
+    pub fn inputs(&self, number: u64) -> Result<(usize, StepInputs), TrainError> {
+        let BatchRows { group, rows } = self.rows.batch(number);
         let rows = rows
             .into_par_iter()
             .map(|row| {
@@ -156,18 +184,17 @@ impl EncodedDataset {
                 let flipped = usize::from(row.is_flipped);
                 let caption = match row.drops_caption {
                     true => &self.empty_caption,
-                    false => &sample.caption,
+                    false => &sample.captions[row.pick(sample.captions.len())],
                 };
                 let mut inputs = self.row(&sample.latents[flipped], caption)?;
-                if inputs.contains_key(unet::TEXT_EMBEDS) {
-                    let ids = &sample.time_ids[flipped];
-                    let ids = HostTensor::from_f32([ids.len()], ids)?;
-                    inputs.insert(unet::TIME_IDS, ids);
-                }
+                // Only SDXL's step has them as an input.
+                let ids = &sample.time_ids[flipped];
+                let ids = HostTensor::from_f32([ids.len()], ids)?;
+                inputs.insert(unet::TIME_IDS, ids);
                 Ok(inputs)
             })
             .collect::<Result<Vec<_>, TrainError>>()?;
-        stacked(rows)
+        Ok((group, stacked(rows)?))
     }
 
     /// The inputs of one sample, without a dimension of the batch.
@@ -178,8 +205,15 @@ impl EncodedDataset {
         let mut row = StepInputs::from([
             (names::SAMPLE, read(latents, MEAN)?),
             (names::DEVIATION, read(latents, DEVIATION)?),
-            (unet::ENCODER_HIDDEN_STATES, read(caption, HIDDEN)?),
         ]);
+        if let Some(ids) = &self.ids {
+            let ids = ids.get(caption).into_iter().flatten();
+            for (name, ids) in names::INPUT_IDS.into_iter().zip(ids) {
+                row.insert(name, HostTensor::from_i32([ids.len()], ids)?);
+            }
+            return Ok(row);
+        }
+        row.insert(unet::ENCODER_HIDDEN_STATES, read(caption, HIDDEN)?);
         let pooled = read(caption, POOLED)?;
         // Of encoders without a pooled result it has no elements.
         if pooled.shape.count() > 0 {
@@ -191,7 +225,8 @@ impl EncodedDataset {
 
 impl Work {
     fn keys(&self) -> impl Iterator<Item = &String> {
-        self.images.keys().chain(self.captions.keys())
+        let images = self.images.values().flat_map(BTreeMap::keys);
+        images.chain(self.captions.keys())
     }
 
     /// The keys of sample `index`, which are to be made.
@@ -203,8 +238,9 @@ impl Work {
         options: &BatchOptions,
         encoders: &Encoders,
     ) -> Result<SampleKeys, TrainError> {
-        let (caption, picture) = dataset.entry(index)?;
-        let resolution = dataset.resolution();
+        let (captions, picture) = dataset.entry(index)?;
+        let model = of_size(&base.model, picture.size);
+        let images = self.images.entry(picture.size).or_default();
         let mut latents = Vec::new();
         let mut time_ids = Vec::new();
         for is_flipped in [false, true] {
@@ -215,17 +251,19 @@ impl Work {
                 "vae": encoders.vae,
                 "picture": picture.content.to_string(),
                 "corner": picture.corner,
-                "side": picture.side,
-                "resolution": resolution,
+                "extent": picture.extent,
+                "size": picture.size,
                 "is_flipped": is_flipped,
             }));
-            self.images.insert(key.clone(), (index, is_flipped));
+            images.insert(key.clone(), (index, is_flipped));
             latents.push(key);
-            let corner = picture.crop_top_left(resolution, is_flipped);
-            time_ids.push(base.model.time_ids_of(picture.original_size, corner));
+            let corner = picture.crop_top_left(is_flipped);
+            time_ids.push(model.time_ids_of(picture.original_size, corner));
         }
+        let captions = captions.iter();
+        let captions = captions.map(|text| self.caption(text, &base.tokenizers, encoders));
         Ok(SampleKeys {
-            caption: self.caption(&caption, &base.tokenizers, encoders)?,
+            captions: captions.collect::<Result<_, _>>()?,
             latents,
             time_ids,
         })
@@ -291,6 +329,12 @@ impl Encoders {
             text: json!({ "version": VERSION, "encoders": text, "precision": precision }),
         })
     }
+}
+
+/// The same model for images of this height and width.
+pub(super) fn of_size(model: &DiffusionModel, size: [usize; 2]) -> DiffusionModel {
+    let pixels = |which: usize| model.image_size[which] / model.sample_size[which].max(1);
+    model.resized([0, 1].map(|which| size[which] / pixels(which).max(1)))
 }
 
 /// SHA-256 of what decides an entry, whose fields are always in the same order.

@@ -48,11 +48,11 @@ pub fn update(
         let one = b.scalar(DType::F32, 1.0)?;
         let excess = b.max(b.mul_scalar(rms(b, update)?, 1.0 / CLIP)?, one)?;
         let rate = match scale_parameter {
-            false => frame.learning_rate,
+            false => frame.rate(trained),
             true => {
                 let least = b.scalar(DType::F32, LEAST_SCALE)?;
                 let weight = b.convert(trained.weight, DType::F32)?;
-                b.mul(b.max(rms(b, weight)?, least)?, frame.learning_rate)?
+                b.mul(b.max(rms(b, weight)?, least)?, frame.rate(trained))?
             }
         };
         let update = b.mul(b.div(update, excess)?, rate)?;

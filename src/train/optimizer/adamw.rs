@@ -129,6 +129,6 @@ impl Step {
         let root = b.sqrt(b.div(v, self.corrections[1])?)?;
         let step = b.div(numerator, b.add_scalar(root, self.adam.eps)?)?;
         let decayed = b.add(step, b.mul_scalar(weight, frame.weight_decay(trained))?)?;
-        b.sub(weight, b.mul(decayed, frame.learning_rate)?)
+        b.sub(weight, b.mul(decayed, frame.rate(trained))?)
     }
 }

@@ -22,8 +22,9 @@ pub fn update(
         let (name, m) = moment(b, trained, FIRST_MOMENT, dtype)?;
         let old = b.convert(m, DType::F32)?;
         let direction = b.unary(Unary::Sign, mix(b, old, gradient, b1)?)?;
-        let decayed = frame.decayed(b, trained, frame.learning_rate)?;
-        changed.push(b.sub(decayed, b.mul(direction, frame.learning_rate)?)?);
+        let rate = frame.rate(trained);
+        let decayed = frame.decayed(b, trained, rate)?;
+        changed.push(b.sub(decayed, b.mul(direction, rate)?)?);
         let new = mix(b, old, gradient, b2)?;
         frame.keep(b, &name, new, m)?;
     }

@@ -100,6 +100,8 @@ pub struct Trained {
     pub name: String,
     pub weight: Tensor,
     pub gradient: Tensor,
+    /// Its own learning rate, where that is not the common one.
+    pub learning_rate: Option<Tensor>,
     pub logical_axes: Vec<Option<&'static str>>,
 }
 

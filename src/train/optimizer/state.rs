@@ -78,6 +78,11 @@ impl Frame {
         b.div(b.mul_scalar(h, 2.0)?, b.add_scalar(h, 1.0)?)
     }
 
+    /// The learning rate of a weight.
+    pub fn rate(&self, trained: &Trained) -> Tensor {
+        trained.learning_rate.unwrap_or(self.learning_rate)
+    }
+
     /// How much a weight decays, relative to its learning rate.
     pub fn weight_decay(&self, trained: &Trained) -> f64 {
         match self.decays_vectors || self.b.dims(trained.weight).len() > 1 {

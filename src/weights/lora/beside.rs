@@ -73,9 +73,13 @@ fn weight_behind(graph: &Graph, id: usize) -> Option<&Input> {
     matches!(input.kind, InputKind::Weight(_)).then_some(input)
 }
 
-/// The weights that [`beside`] can put an update beside, by their names: those of linear layers and convolutions.
+/// The weights that [`beside`] can put an update beside, by their names: those of linear layers and convolutions that
+/// outputs depend on.
 pub fn adaptable(graph: &Graph) -> BTreeMap<&str, &Shape> {
-    let contractions = graph.nodes.iter().filter(|node| is_contraction(node));
+    let live = graph.live_nodes();
+    let nodes = graph.nodes.iter().zip(live);
+    let contractions =
+        nodes.filter_map(|(node, live)| (live && is_contraction(node)).then_some(node));
     let weights =
         contractions.filter_map(|node| weight_behind(graph, *node.operands.get(1)? as usize));
     let weights = weights.filter(|weight| weight.shape.rank() >= 2);

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::dialects::comparable;
+use crate::models::Part;
 use crate::models::spec::KohyaSpec;
 use crate::models::unet::original::Blocks;
 use crate::schedulers::PredictionType;
@@ -34,8 +35,16 @@ impl KohyaNames {
         }
     }
 
-    /// The module of the denoiser's layer `path`.
-    pub fn module(&self, path: &str) -> String {
+    /// The module of the layer `path` of the denoiser or of a text encoder.
+    pub fn module(&self, part: Part, path: &str) -> String {
+        if part != Part::Unet {
+            let which = match (self.spec.text_encoders, part) {
+                (1, _) => "",
+                (_, Part::TextEncoder2) => "2",
+                _ => "1",
+            };
+            return format!("lora_te{which}_{}", comparable(path));
+        }
         let original = self
             .blocks
             .as_ref()
