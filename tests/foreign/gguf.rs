@@ -17,6 +17,7 @@ use super::check_products;
 
 const FLUX: RecordedPipeline = RecordedPipeline {
     name: "flux_schnell",
+    recorded: "flux_schnell",
     recipe: "flux-schnell",
     shared: &[
         ("vae", "pipeline_flux_dev/vae"),
