@@ -46,8 +46,14 @@ fn layers(file: &Checkpoint, dtype: DType) -> (Graph, Vec<String>) {
 /// The device multiplies the weights of a file as they are stored: products are those with the floats that they stand for.
 #[track_caller]
 fn check_products(path: &Path, expected: &[&str]) {
-    let floats = Checkpoint::open(path).unwrap();
-    let mut packed = Checkpoint::open(path).unwrap();
+    check_products_of(&|| Checkpoint::open(path).unwrap(), expected);
+}
+
+/// The same of the file that `open` opens.
+#[track_caller]
+fn check_products_of(open: &dyn Fn() -> Checkpoint, expected: &[&str]) {
+    let floats = open();
+    let mut packed = open();
     packed.pack();
     let session = cpu_session(1);
     // A weight is rounded to bf16.

@@ -75,7 +75,7 @@ pub fn refused(output: &Output, code: i32, expected: &str) {
 }
 
 /// Runs a model's UNet; the bytes of the result, and how many contractions were quantized.
-pub fn run(model: &Path, words: &[&str]) -> (Vec<u8>, u64) {
+fn run(model: &Path, words: &[&str]) -> (Vec<u8>, u64) {
     let dir = tempfile::tempdir().unwrap();
     let out = dir.path().join("out.safetensors");
     let mut command = program(["module", "run", "--json"]);

@@ -206,7 +206,8 @@ fn quantize_run(
             // The largest magnitude is rounded to the mantissa first: by its bits, since a power of two is wanted exactly.
             let rounded = absmax.to_bits() + (1 << (23 - mantissa - 1));
             let exponent = (rounded >> 23) as i32 - 127 - largest;
-            let code = (exponent.clamp(-127, 127) + 127) as u8;
+            // 2^-126 is the smallest that is no subnormal number; zeros have it.
+            let code = (exponent.clamp(-126, 127) + 127) as u8;
             let scale = float8::decode_e8m0(code);
             match is_fp4 {
                 true => each(&|x| nearest_fp4(x / scale)),

@@ -23,7 +23,7 @@ use crate::train::checkpoint::{Check, SavedCheckpoint, latest};
 use crate::train::{EMA_SUFFIX, LORA_FILE};
 use crate::util::files;
 use crate::weights::Checkpoint;
-use crate::weights::source::{Component, ModelSource, PipelineKind, is_pipeline};
+use crate::weights::source::{Component, ModelSource, PipelineKind, SourceError, is_pipeline};
 
 use super::model::{check_positions, image_size, prompt_tokens};
 use super::scheduler::{OwnScheduler, SCHEDULER, scheduler, scheduler_of};
@@ -151,7 +151,8 @@ impl Source {
     /// # Errors
     /// When a file has no such part, or the model is a checkpoint of a run.
     pub fn replace_parts(&mut self, config: &Config) -> Result<(), RecipeError> {
-        let replace: [(&str, &str, fn(&mut ModelSource, &Path) -> _); 2] = [
+        type Replace = fn(&mut ModelSource, &Path) -> Result<(), SourceError>;
+        let parts: [(&str, &str, Replace); 2] = [
             (
                 DENOISER_KEY,
                 &config.denoiser_model_name_or_path,
@@ -163,7 +164,7 @@ impl Source {
                 ModelSource::replace_t5,
             ),
         ];
-        for (key, path, replace) in replace.into_iter().filter(|(_, path, _)| !path.is_empty()) {
+        for (key, path, replace) in parts.into_iter().filter(|(_, path, _)| !path.is_empty()) {
             match self {
                 Source::Model { source, .. } => replace(source, Path::new(path))
                     .map_err(|error| RecipeError::Usage(format!("{key}={path}: {error}")))?,

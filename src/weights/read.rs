@@ -257,12 +257,8 @@ fn of_words(words: Words, shape: &Shape, data: &[u8]) -> Vec<u8> {
     let mut integers = vec![0; shape.count()];
     for (at, word) in data.as_chunks::<4>().0.iter().enumerate() {
         let word = u32::from_le_bytes(*word);
-        for nibble in 0..8 {
-            let place = if words.reordered {
-                REORDERED[nibble]
-            } else {
-                nibble
-            };
+        for (nibble, reordered) in REORDERED.into_iter().enumerate() {
+            let place = if words.reordered { reordered } else { nibble };
             let i = 8 * at + place;
             let i = match words.transposed {
                 true => i % rows * columns + i / rows,

@@ -1,34 +1,26 @@
 //! The modes of `quantize` whose formats are those of other libraries.
 
-use crate::common::distance;
-use crate::quantize::{model, quantized, refused, run};
+use crate::quantize::{model, quantized, refused};
 use maxdiff::dtype::DType;
 use maxdiff::models::Part;
 use maxdiff::quant::quantize_weight;
 use maxdiff::weights::source::ModelSource;
 
-const F32: &str = "activations_dtype=float32";
-
 #[test]
-fn what_is_written_is_what_the_host_quantizes_and_runs_as_the_floats_that_it_stands_for() {
+fn what_is_written_is_what_the_host_quantizes() {
     let dir = tempfile::tempdir().unwrap();
     let source = model(dir.path());
     let floats = ModelSource::open(&source).unwrap();
     let floats = &floats.component(Part::Unet).unwrap().checkpoint;
     let gguf = "quantization_numerics=gguf";
-    use DType::{F8E4M3Fn, F8E8M0Fnu, F16, F32 as Single, S4, S8, U4};
-    for (name, words, types, runs) in [
-        ("nf4", &["quantization=nf4"][..], [U4, Single], true),
-        ("mxfp4", &["quantization=mxfp4"], [U4, F8E8M0Fnu], false),
-        (
-            "mxfp8",
-            &["quantization=mxfp8"],
-            [F8E4M3Fn, F8E8M0Fnu],
-            false,
-        ),
-        ("nvfp4", &["quantization=nvfp4"], [U4, F8E4M3Fn], true),
-        ("q8_0", &["quantization=int8_w8a16", gguf], [S8, F16], false),
-        ("q4_0", &["quantization=w4a16", gguf], [S4, F16], false),
+    use DType::{F8E4M3Fn, F8E8M0Fnu, F16, F32, S4, S8, U4};
+    for (name, words, types) in [
+        ("nf4", &["quantization=nf4"][..], [U4, F32]),
+        ("mxfp4", &["quantization=mxfp4"], [U4, F8E8M0Fnu]),
+        ("mxfp8", &["quantization=mxfp8"], [F8E4M3Fn, F8E8M0Fnu]),
+        ("nvfp4", &["quantization=nvfp4"], [U4, F8E4M3Fn]),
+        ("q8_0", &["quantization=int8_w8a16", gguf], [S8, F16]),
+        ("q4_0", &["quantization=w4a16", gguf], [S4, F16]),
     ] {
         let output = dir.path().join(name);
         let words = [words, &["quantization_granularity=4"]].concat();
@@ -50,24 +42,7 @@ fn what_is_written_is_what_the_host_quantizes_and_runs_as_the_floats_that_it_sta
             let found = [&found.values, &found.scale].map(|tensor| tensor.shape.dtype);
             assert_eq!(found, types, "{name}");
         }
-        if !runs {
-            continue;
-        }
         assert_eq!(written.widen_denoiser(), layers.len());
-        let widened = dir.path().join(format!("{name}_widened"));
-        written
-            .write_pipeline(&widened, None, &mut |_, _| {})
-            .unwrap();
-        let values = |bytes: Vec<u8>| -> Vec<f64> {
-            let values = bytes.as_chunks().0.iter();
-            values.map(|b| f64::from(f32::from_le_bytes(*b))).collect()
-        };
-        let (packed, count) = run(&output, &[F32]);
-        assert_eq!(count as usize, layers.len());
-        let (float, count) = run(&widened, &[F32]);
-        assert_eq!(count, 0);
-        let error = distance(&values(packed), &values(float));
-        assert!(error < 1e-6, "{name}: {error:e}");
     }
 }
 

@@ -11,6 +11,8 @@ use maxdiff::quant::quantize_weight;
 use maxdiff::weights::{Checkpoint, WeightsError};
 use serde_json::{Map, Value, json};
 
+use super::check_products_of;
+
 const CASES: [&str; 9] = [
     "fp8_tensor",
     "int4_channel",
@@ -53,6 +55,14 @@ fn weights_are_the_floats_of_quark() {
         assert_eq!(file.quantization().unwrap().layers.len(), 1, "{case}");
         file.widen();
         assert_eq!(file.read("linear.weight").unwrap(), found, "{case}");
+    }
+}
+
+#[test]
+fn programs_multiply_what_quark_exports() {
+    for case in ["int4_group_asymmetric", "mxfp4", "nvfp4"] {
+        let folder = golden(&format!("quark/{case}"));
+        check_products_of(&|| open(&folder).unwrap(), &["linear"]);
     }
 }
 

@@ -106,7 +106,7 @@ pub enum LoraError {
     },
     #[error(
         "{weight}: a LoRA cannot be merged into elements of type {dtype}, only f32, bf16 and f16; merge it before \
-         they are quantized, or use the float checkpoint with quantization=int8_w8a16, which merges it first"
+         they are quantized, give dequantize=True, or use the float checkpoint with quantization=int8_w8a16, which merges it first"
     )]
     NotFloat {
         weight: String,

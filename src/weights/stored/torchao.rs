@@ -42,11 +42,10 @@ pub(super) fn recognize(file: &mut Checkpoint) -> Result<(), WeightsError> {
             return Err(file.disagrees(format!("{scale} is missing")));
         };
         let zero_point = of(&format!("{layer}._weight_zero_point"));
-        let fits = match (kind.as_str(), of_codes.shape.dtype) {
-            ("Int8Tensor", DType::S8) => true,
-            ("Float8Tensor", DType::F8E4M3Fn | DType::F8E5M2) => true,
-            _ => false,
-        };
+        let fits = matches!(
+            (kind.as_str(), of_codes.shape.dtype),
+            ("Int8Tensor", DType::S8) | ("Float8Tensor", DType::F8E4M3Fn | DType::F8E5M2)
+        );
         if !fits {
             return Err(QuantizedError::Format {
                 path: file.path().to_owned(),
