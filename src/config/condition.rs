@@ -46,8 +46,6 @@ pub enum Trait {
     OptionalTextEncoder,
     /// Guidance may leave out layers of its denoiser.
     SkipLayers,
-    /// There are models of it that see an image that steers.
-    ControlImage,
 }
 
 impl Trait {
@@ -64,7 +62,6 @@ impl Trait {
             }
             Trait::OptionalTextEncoder => spec.text_encoders.iter().any(|e| e.optional),
             Trait::SkipLayers => spec.denoiser == DenoiserKind::Sd3,
-            Trait::ControlImage => spec.denoiser == DenoiserKind::Flux,
         }
     }
 }

@@ -116,7 +116,8 @@ const SCALED: Condition = Either(&CLASSIFIER_FREE, &FamilyHas(Trait::EmbeddedGui
 const HIRES: Condition = Given("hires_scale");
 const IP_ADAPTER: Condition = Given("ip_adapter_path");
 const CONTROLNET: Condition = Is("use_controlnet", &["True"]);
-const CONTROLLED: Condition = Either(&CONTROLNET, &FamilyHas(Trait::ControlImage));
+/// Where the family is not said, a file is one of MaxDiffusion's, for UNets.
+const CONTROLLED: Condition = Either(&CONTROLNET, &Is("model_family", &["flux_dev", "flux_schnell"]));
 const FINE_TUNING: Condition = Is("train_new_unet", &["False"]);
 const FOLDER_TYPES: Condition = Is("dataset_type", &["folder", "webdataset", "hf"]);
 const DREAMBOOTH: Condition = Given("instance_data_dir");

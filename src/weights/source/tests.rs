@@ -276,9 +276,9 @@ fn folders_without_a_model_say_what_was_looked_for() {
     let found = error(&at("v1-5.ckpt"));
     assert!(found.contains("a PyTorch pickle"), "{found}");
 
-    let text = r#"{"_class_name": "FluxFillPipeline"}"#;
+    let text = r#"{"_class_name": "FluxKontextPipeline"}"#;
     fs::write(at("model_index.json"), text).unwrap();
-    assert!(error(dir.path()).contains("this is FLUX.1 Fill"));
+    assert!(error(dir.path()).contains("this is FLUX.1 Kontext"));
     let text = r#"{"_class_name": "StableDiffusion3Pipeline"}"#;
     fs::write(at("model_index.json"), text).unwrap();
     assert!(error(dir.path()).contains("no model in this folder"));
