@@ -204,6 +204,17 @@ impl TrainProgress {
             TrainEvent::Saved { checkpoint } => {
                 self.with(|steps| steps.message(&format!("saved {}", checkpoint.display())));
             }
+            TrainEvent::Validated { step, loss } => {
+                let of = |(from, loss): &(usize, f64)| format!("{loss:.4} from timestep {from}");
+                let levels: Vec<String> = loss.levels.iter().map(of).collect();
+                self.with(|steps| {
+                    steps.message(&format!(
+                        "step {step}: validation loss {:.4}: {}",
+                        loss.mean,
+                        levels.join(", ")
+                    ));
+                });
+            }
             TrainEvent::Sampled { .. } => {}
         }
     }

@@ -530,6 +530,11 @@ schema! {
         max_nonfinite_steps: u64 = 10, Ours, TRAIN;
         /// Steps between two grids of sample images. -1: none.
         sample_every: i64 = -1, Ours, TRAIN, in MinusOneOr(1.0);
+        /// Pictures that are held out of training, to measure the loss on: each at four noise levels, with noise that is always the
+        /// same.
+        validation_images: u64 = 0, Ours, TRAIN, in Between(0.0, 100_000.0), when Both(&FINE_TUNING, &FOLDER), is [FixedOnResume];
+        /// Steps between two measurements; there is one after the last step too. -1: only that.
+        validation_every: i64 = -1, Ours, TRAIN, in MinusOneOr(1.0), when MoreThan("validation_images", 0);
         /// Prompts of the sample images. Empty: captions of the dataset.
         sample_prompts: Prompts = Prompts::default(), Ours, TRAIN, when MoreThan("sample_every", 0);
         /// Scale the learning rate with the batch.

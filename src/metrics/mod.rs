@@ -25,6 +25,7 @@ pub mod names {
     pub const LOSS: &str = "learning/loss";
     pub const CURRENT_LEARNING_RATE: &str = "learning/current_learning_rate";
     pub const GRAD_NORM: &str = "learning/grad_norm";
+    pub const VALIDATION_LOSS: &str = "learning/validation_loss";
     pub const SKIPPED_STEPS: &str = "learning/skipped_steps";
 }
 

@@ -10,7 +10,9 @@ use crate::pipelines::{ImageRequest, PipelineModel};
 use crate::runtime::Session;
 use crate::schedulers::SamplingPlan;
 use crate::train::checkpoint::{CheckpointFolder, SavedCheckpoint};
-use crate::train::{FineTune, MetricsFiles, SampleOptions, Task, TrainerOptions};
+use crate::train::{
+    FineTune, MetricsFiles, SampleOptions, Task, TrainerOptions, ValidationOptions,
+};
 
 use super::fine_tune::{self, cache_folder};
 use super::record::{check_saved, every, of_new_model, run_options, saved_checkpoint};
@@ -195,6 +197,10 @@ impl Training {
                 quantization: drawing,
             }),
         };
+        let validation = (config.validation_images > 0).then(|| ValidationOptions {
+            samples: config.validation_images as usize,
+            every: every(config.validation_every).unwrap_or(u64::MAX),
+        });
         let batches = BatchOptions {
             batch_size: batch,
             seed: config.seed.0,
@@ -210,6 +216,7 @@ impl Training {
             checkpoints: self.checkpoints,
             resume: self.saved,
             samples,
+            validation,
             memory_advice: memory_advice(config, Step::Train),
         })
     }

@@ -47,6 +47,12 @@ pub enum TrainError {
         "stopped while the dataset was encoded; what is encoded stays, and the same command goes on from there"
     )]
     EncodingStopped,
+    #[error(
+        "validation_images={count}: there are {all} pictures, of which at least one has to be left for training; hold out fewer"
+    )]
+    HeldOut { count: usize, all: usize },
+    #[error("the validation loss: {0}")]
+    Validation(#[source] Box<PipelineError>),
     #[error("the model to start from: {0}")]
     Model(#[source] Box<PipelineError>),
     #[error("the checkpoint {path}: {name}: expected {expected}, found {found}")]
@@ -88,6 +94,11 @@ impl TrainError {
         TrainError::Encode(Box::new(error.into()))
     }
 
+    /// An error of measuring the loss on what is held out.
+    pub(super) fn validation(error: impl Into<PipelineError>) -> TrainError {
+        TrainError::Validation(Box::new(error.into()))
+    }
+
     /// An error of the files of the model that training starts from.
     pub(super) fn model(error: impl Into<PipelineError>) -> TrainError {
         TrainError::Model(Box::new(error.into()))
@@ -97,7 +108,10 @@ impl TrainError {
     pub fn is_usage(&self) -> bool {
         matches!(
             self,
-            TrainError::Step(_) | TrainError::Lower(_) | TrainError::Shard(_)
+            TrainError::Step(_)
+                | TrainError::Lower(_)
+                | TrainError::Shard(_)
+                | TrainError::HeldOut { .. }
         ) || matches!(self, TrainError::Encode(error) if error.is_usage())
     }
 }

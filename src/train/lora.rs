@@ -250,6 +250,11 @@ impl LoraRecord {
         let mut layers: BTreeMap<Part, BTreeSet<&str>> = BTreeMap::new();
         for name in names {
             if let Some((part, layer)) = name.strip_suffix(DOWN[1]).and_then(file_layer) {
+                // transformers 5 has no `text_model` before the paths of some encoders: the ends of paths fit both.
+                let layer = match part {
+                    Part::Unet => layer,
+                    _ => layer.rsplit('.').next().unwrap_or(layer),
+                };
                 layers.entry(part).or_default().insert(layer);
             }
         }

@@ -15,14 +15,16 @@ pub mod schedule;
 mod state;
 pub mod step;
 mod trainer;
+mod validation;
 
 pub use encoded::{EncodedDataset, KNOWN_FILES, StepInputs, StoreError};
 pub use error::TrainError;
 pub use lora::{
     ATTENTION_PROJECTIONS, LORA_FILE, LoraOptions, LoraRecord, LoraTargetError, TEXT_PROJECTIONS,
 };
-pub use observer::{Encoded, TrainEvent, TrainObserver};
+pub use observer::{Encoded, TrainEvent, TrainObserver, ValidationLoss};
 pub use run::Outcome;
 pub use samples::{SampleError, SampleOptions};
 pub use state::{EMA_SUFFIX, RunOptions, SCHEDULE_STEPS, UnchangedFile, UnchangedOrigin};
 pub use trainer::{FineTune, MetricsFiles, Task, Trainer, TrainerOptions};
+pub use validation::ValidationOptions;

@@ -14,6 +14,15 @@ pub enum Encoded {
     Captions,
 }
 
+/// Mean squared errors of what the model predicts.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ValidationLoss {
+    /// Over all samples and levels.
+    pub mean: f64,
+    /// At each level, from little to much noise: the first timestep of its part, and the mean over all samples.
+    pub levels: Vec<(usize, f64)>,
+}
+
 /// An event during training.
 #[derive(Clone, Copy, Debug)]
 pub enum TrainEvent<'a> {
@@ -66,6 +75,11 @@ pub enum TrainEvent<'a> {
     /// A checkpoint was written between two steps.
     Saved {
         checkpoint: &'a Path,
+    },
+    /// The loss on what is held out was measured after `step` steps.
+    Validated {
+        step: u64,
+        loss: &'a ValidationLoss,
     },
     /// Images of the sample prompts are generated next.
     Sampling,

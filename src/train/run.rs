@@ -26,6 +26,7 @@ use super::samples::Samples;
 use super::schedule::LearningRate;
 use super::state::{RunOptions, TrainingState, save};
 use super::step::names;
+use super::validation::Validation;
 
 /// How a run ended, errors apart.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -63,6 +64,7 @@ pub(super) struct TrainingLoop<'a, 'o> {
     pub checkpoints: &'a mut CheckpointWriter,
     pub metrics: MetricsWriter,
     pub samples: Option<Samples<'a>>,
+    pub validation: Option<Validation<'a>>,
     pub observer: &'a mut TrainObserver<'o>,
     /// Whether the observer has asked to stop.
     pub is_stopped: bool,
@@ -164,6 +166,23 @@ impl TrainingLoop<'_, '_> {
             self.tell(TrainEvent::Saved {
                 checkpoint: &checkpoint,
             });
+        }
+        if let Some(validation) = &mut self.validation
+            && (is_last || is_due(validation.options.every))
+        {
+            let loss = validation.measure(&|name| state.weight(name))?;
+            let of_level = |(from, loss): &(usize, f64)| {
+                (
+                    format!("{}_from_{from}", metrics::names::VALIDATION_LOSS),
+                    *loss,
+                )
+            };
+            let levels: Vec<(String, f64)> = loss.levels.iter().map(of_level).collect();
+            let mut scalars = vec![(metrics::names::VALIDATION_LOSS, loss.mean)];
+            scalars.extend(levels.iter().map(|(name, loss)| (name.as_str(), *loss)));
+            self.metrics.scalars(step, &scalars)?;
+            let loss = &loss;
+            self.tell(TrainEvent::Validated { step, loss });
         }
         if let Some(samples) = &mut self.samples
             && (is_last || is_due(samples.options.every))

@@ -1,5 +1,7 @@
 //! The training step as one program: noise, forward pass, loss, gradient and update.
 
+mod text;
+
 use std::sync::Arc;
 
 use crate::dtype::DType;
@@ -7,8 +9,7 @@ use crate::graph::random::{self, RandomKey};
 use crate::graph::{Binary, Builder, Graph, GraphError, Op, Tensor, grad};
 use crate::host_tensor::HostTensor;
 use crate::lowering::Traced;
-use crate::models::unet::{TextTime, UNetConditioning, names as unet};
-use crate::models::{Conditioning, Denoiser, DenoiserInputs, DiffusionModel, HiddenState, Part};
+use crate::models::{DenoiserInputs, DiffusionModel};
 use crate::quant::{Policy, QuantError, ROUNDING_KEY};
 use crate::schedulers::{NoiseSchedule, PredictionType, SchedulerError};
 use crate::shape::Shape;
@@ -186,20 +187,16 @@ pub fn trace(model: &DiffusionModel, options: &StepOptions) -> Result<Traced, St
         b.input(names::IS_LAST, Shape::scalar(DType::F32), &[])?;
     }
     let key = random_key(&b, key)?;
-    let clean = clean_samples(&b, model, options, key)?;
-    let conditioning = match options.train_text_encoder {
-        true => encoded_text(&b, model, batch)?,
-        false => model.declare_conditioning(&b, batch, model.tokens, None)?,
-    };
-    let drawn = draw(&b, model, options, key)?;
-    let noised = add_noise(&b.root("noise"), model, options, clean, drawn, key)?;
-    let inputs = DenoiserInputs::new(noised.sample, noised.timestep, conditioning);
-    let prediction = model.predict(&b, inputs)?;
+    let Predicted {
+        prediction,
+        target,
+        weight,
+    } = predict(&b, model, options, key)?;
     let weight = match options.prior_loss_weight {
-        Some(prior) => Some(with_prior(&b.root("loss"), batch, prior, noised.weight)?),
-        None => noised.weight,
+        Some(prior) => Some(with_prior(&b.root("loss"), batch, prior, weight)?),
+        None => weight,
     };
-    let loss = mean_squared_error(&b.root("loss"), prediction, noised.target, weight)?;
+    let loss = mean_squared_error(&b.root("loss"), prediction, target, weight)?;
 
     b.output(names::LOSS, loss, None)?;
     let mut traced =
@@ -213,6 +210,76 @@ pub fn trace(model: &DiffusionModel, options: &StepOptions) -> Result<Traced, St
     let is_published = model.family.spec().published.is_some();
     let add_update = move |b: &Builder| update(b, &optimizer, of_lora, is_published);
     Ok(traced.trained(Arc::new(add_update)))
+}
+
+/// Traces the mean squared errors of `rows` samples, which are inputs as noise and timesteps are: the loss of each without
+/// weights, and without what else changes noise.
+///
+/// # Errors
+/// As [`trace`].
+pub fn trace_validation(
+    model: &DiffusionModel,
+    options: &StepOptions,
+    rows: usize,
+) -> Result<Traced, StepError> {
+    let options = &StepOptions {
+        batch: rows,
+        clean: CleanSamples::Given,
+        draws: Draws::Inputs,
+        loss_weighting: LossWeighting::None,
+        input_perturbation: 0.0,
+        ..options.clone()
+    };
+    let b = Builder::new();
+    // Nothing is drawn.
+    let word = b.scalar(DType::U32, 0.0)?;
+    let key = RandomKey {
+        high: word,
+        low: word,
+    };
+    let predicted = predict(&b, model, options, key)?;
+    let Predicted {
+        prediction, target, ..
+    } = predicted;
+    let errors = squared_errors(&b.root("loss"), prediction, target)?;
+    let count = b.dims(target)[1..].iter().product::<usize>();
+    b.output(names::LOSS, b.mul_scalar(errors, 1.0 / count as f64)?, None)?;
+    let mut traced =
+        Traced::new("validation", b.finish()).quantized(options.quantization.as_ref())?;
+    if let Some(lora) = &options.lora {
+        let ranks = lora.ranks(&traced.graph)?;
+        traced.graph = beside(&traced.graph, &ranks, lora.scale())?;
+    }
+    Ok(traced)
+}
+
+/// What the model predicts of a batch, what it should have, and the weight of each row.
+struct Predicted {
+    prediction: Tensor,
+    target: Tensor,
+    weight: Option<Tensor>,
+}
+
+fn predict(
+    b: &Builder,
+    model: &DiffusionModel,
+    options: &StepOptions,
+    key: RandomKey,
+) -> Result<Predicted, StepError> {
+    let batch = options.batch;
+    let clean = clean_samples(b, model, options, key)?;
+    let conditioning = match options.train_text_encoder {
+        true => text::encoded_text(b, model, batch)?,
+        false => model.declare_conditioning(b, batch, model.tokens, None)?,
+    };
+    let drawn = draw(b, model, options, key)?;
+    let noised = add_noise(&b.root("noise"), model, options, clean, drawn, key)?;
+    let inputs = DenoiserInputs::new(noised.sample, noised.timestep, conditioning);
+    Ok(Predicted {
+        prediction: model.predict(b, inputs)?,
+        target: noised.target,
+        weight: noised.weight,
+    })
 }
 
 /// Adds the gradient of the loss, which is the only output so far, and the optimizer's update of all weights, or of the
@@ -240,7 +307,7 @@ fn update(
         .zip(gradients)
         .map(|((name, weight, logical_axes), gradient)| {
             Ok(Trained {
-                learning_rate: text_learning_rate(b, &name)?,
+                learning_rate: text::learning_rate(b, &name)?,
                 name,
                 weight,
                 gradient,
@@ -269,18 +336,6 @@ fn update(
     Ok(())
 }
 
-/// The learning rate of a text encoder's weight.
-fn text_learning_rate(b: &Builder, weight: &str) -> Result<Option<Tensor>, GraphError> {
-    let root = weight.split('/').next();
-    let parts = [Part::TextEncoder, Part::TextEncoder2];
-    let which = parts.iter().position(|part| Some(part.name()) == root);
-    let declare = |which: usize| {
-        let name = names::TEXT_LEARNING_RATES[which];
-        b.input(name, Shape::scalar(DType::F32), &[])
-    };
-    which.map(declare).transpose()
-}
-
 /// All weights with their logical axes.
 fn weights(b: &Builder) -> Vec<(String, Tensor, Vec<Option<&'static str>>)> {
     b.with_graph(|g| {
@@ -297,62 +352,6 @@ fn weights(b: &Builder) -> Vec<(String, Tensor, Vec<Option<&'static str>>)> {
             })
             .collect()
     })
-}
-
-/// The conditioning of the denoiser by the text encoders, whose token ids are declared.
-fn encoded_text(
-    b: &Builder,
-    model: &DiffusionModel,
-    batch: usize,
-) -> Result<Conditioning, GraphError> {
-    let unsupported = || {
-        let family = model.family.title();
-        b.invalid(format!("the text encoders of {family} cannot be trained"))
-    };
-    let Denoiser::Unet(_) = &model.denoiser else {
-        return Err(unsupported());
-    };
-    let pooled_encoders = model.pooled_encoders()?;
-    let (mut hidden, mut pooled) = (Vec::new(), Vec::new());
-    for (which, encoder) in model.text_encoders.iter().enumerate() {
-        let name = names::INPUT_IDS.get(which).ok_or_else(unsupported)?;
-        let ids = Shape::new(DType::S32, [batch, encoder.tokens.min(model.tokens)]);
-        let ids = b.input(name, ids, &[Some("activation_batch"), None])?;
-        let encoded = model.encode(b, which, ids)?;
-        hidden.extend(encoded.encoder_hidden_states);
-        pooled.extend(encoded.pooled.filter(|_| pooled_encoders.contains(&which)));
-    }
-    if hidden.is_empty()
-        || model
-            .text_encoders
-            .iter()
-            .any(|e| e.hidden == HiddenState::Pooled)
-    {
-        return Err(unsupported());
-    }
-    let text_time = match pooled.is_empty() {
-        true => None,
-        false => Some(TextTime {
-            text_embeds: b.concatenate(&pooled, 1)?,
-            time_ids: time_ids(b, model, batch)?,
-        }),
-    };
-    Ok(Conditioning::Unet(UNetConditioning {
-        encoder_hidden_states: b.concatenate(&hidden, 2)?,
-        text_time,
-    }))
-}
-
-/// SDXL's time ids: an input of images of published models, which had other sizes before.
-fn time_ids(b: &Builder, model: &DiffusionModel, batch: usize) -> Result<Tensor, GraphError> {
-    let [_, ids] = model.time_ids();
-    let dims = [batch, ids.len()];
-    if model.family.spec().published.is_some() {
-        let axes = [Some("activation_batch"), None];
-        return b.input(unet::TIME_IDS, Shape::new(DType::F32, dims), &axes);
-    }
-    let ids = b.constant(HostTensor::from_f32([1, ids.len()], &ids)?)?;
-    b.broadcast_to(ids, &dims)
 }
 
 fn rounding_key(b: &Builder) -> Result<Tensor, GraphError> {
@@ -590,6 +589,17 @@ fn mean_squared_error(
     weight: Option<Tensor>,
 ) -> Result<Tensor, GraphError> {
     let dims = b.dims(target);
+    let mut errors = squared_errors(b, prediction, target)?;
+    if let Some(weight) = weight {
+        errors = b.mul(errors, weight)?;
+    }
+    let sum = b.sum(errors, &[0])?;
+    b.mul_scalar(sum, 1.0 / dims.iter().product::<usize>() as f64)
+}
+
+/// The sum of the squared errors of each row.
+fn squared_errors(b: &Builder, prediction: Tensor, target: Tensor) -> Result<Tensor, GraphError> {
+    let dims = b.dims(target);
     // A difference would broadcast.
     if b.dims(prediction) != dims {
         return Err(b.invalid(format!(
@@ -600,12 +610,7 @@ fn mean_squared_error(
     }
     let difference = b.sub(prediction, target)?;
     let features: Vec<usize> = (1..dims.len()).collect();
-    let mut errors = b.sum(b.square(difference)?, &features)?;
-    if let Some(weight) = weight {
-        errors = b.mul(errors, weight)?;
-    }
-    let sum = b.sum(errors, &[0])?;
-    b.mul_scalar(sum, 1.0 / dims.iter().product::<usize>() as f64)
+    b.sum(b.square(difference)?, &features)
 }
 
 #[cfg(test)]

@@ -29,6 +29,7 @@ use super::run::{Outcome, StepProgram, TrainingLoop};
 use super::samples::{SampleError, SampleOptions, Samples};
 use super::state::{RunOptions, TrainingState};
 use super::step::{self, StepOptions};
+use super::validation::{Validation, ValidationOptions};
 
 /// The outputs of a run's metrics.
 #[derive(Clone, Debug, Default)]
@@ -83,6 +84,7 @@ pub struct TrainerOptions {
     pub resume: Option<SavedCheckpoint>,
     pub metrics: MetricsFiles,
     pub samples: Option<SampleOptions>,
+    pub validation: Option<ValidationOptions>,
     /// What makes a step smaller, for the message that it does not fit the memory.
     pub memory_advice: Vec<String>,
 }
@@ -188,6 +190,8 @@ impl Trainer {
         if sizes.len() > 1 {
             is_stopped |= observer(TrainEvent::Buckets(&sizes)).is_break();
         }
+        let sizes: Vec<[usize; 2]> = sizes.into_iter().map(|(size, _)| size).collect();
+        let held_out = self.options.validation.map_or(0, |held| held.samples);
         let step = &self.options.step;
         let Prepared {
             feed,
@@ -202,16 +206,14 @@ impl Trainer {
                 model: *model,
                 base: None,
             },
-            Task::FineTune(tuning) => {
-                let sizes = sizes.into_iter().map(|(size, _)| size).collect::<Vec<_>>();
-                tuning.encode(
-                    session,
-                    &self.options.step,
-                    self.options.precision,
-                    &sizes,
-                    observer,
-                )?
-            }
+            Task::FineTune(tuning) => tuning.encode(
+                session,
+                &self.options.step,
+                self.options.precision,
+                &sizes,
+                held_out,
+                observer,
+            )?,
         };
         let mut tell = |event: TrainEvent<'_>| is_stopped |= observer(event).is_break();
         let traced = TracedSteps {
@@ -257,6 +259,21 @@ impl Trainer {
             options,
             compiled: None,
         });
+        let validation = match (&*feed, self.options.validation) {
+            (Feed::Encoded(dataset), Some(options)) => Some(Validation {
+                session,
+                model: &model,
+                step,
+                files: read.as_ref().map(|read| read as &ReadWeights<'_>),
+                precision: self.options.precision,
+                dataset,
+                sizes: &sizes,
+                seed: run.seed,
+                options,
+                programs: sizes.iter().map(|_| None).collect(),
+            }),
+            _ => None,
+        };
         let training = TrainingLoop {
             session,
             programs: &programs,
@@ -266,6 +283,7 @@ impl Trainer {
             checkpoints: &mut checkpoints,
             metrics,
             samples,
+            validation,
             observer,
             is_stopped,
         };
@@ -318,6 +336,7 @@ impl FineTune {
         step: &StepOptions,
         precision: DotPrecision,
         sizes: &[[usize; 2]],
+        held_out: usize,
         observer: &mut TrainObserver<'_>,
     ) -> Result<Prepared, TrainError> {
         let FineTune {
@@ -331,6 +350,7 @@ impl FineTune {
             options: batches,
             sizes,
             keeps_ids: step.train_text_encoder,
+            held_out,
             dir: &cache,
         };
         let encoded = EncodedDataset::new(session, &base, precision, samples, observer)?;

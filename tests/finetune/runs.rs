@@ -219,7 +219,7 @@ impl Place {
         let lines = read_json_lines(&self.path(out).join("metrics.jsonl")).unwrap();
         let lines = lines.lines.iter();
         lines
-            .filter_map(|line| line["learning/loss"].as_f64())
+            .filter_map(|line| line.get("learning/loss")?.as_f64())
             .collect()
     }
 

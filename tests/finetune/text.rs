@@ -4,7 +4,10 @@ use std::collections::BTreeSet;
 use std::path::Path;
 
 use super::runs::{Place, in_grid};
+use serde_json::{Map, Value};
+
 use maxdiff::dtype::DType;
+use maxdiff::metrics::read_json_lines;
 use maxdiff::weights::Checkpoint;
 
 fn names(file: &Path) -> BTreeSet<String> {
@@ -99,6 +102,8 @@ fn trained_text_encoders_are_whole() {
             "optimizer_type=Lion",
             "learning_rate=1e-3",
             "text_encoder_learning_rate=1e-3",
+            "validation_images=2",
+            "validation_every=1",
         ];
         [&own, more].concat()
     };
@@ -106,6 +111,30 @@ fn trained_text_encoders_are_whole() {
     place.train("parts", &words(&["max_train_steps=1"]));
     place.train("parts", &words(&["max_train_steps=2"]));
     assert_eq!(place.losses("whole"), place.losses("parts"));
+    // Two pictures are held out, and measured after each step alike.
+    let measured = |out: &str| {
+        let lines = read_json_lines(&place.path(out).join("metrics.jsonl")).unwrap();
+        let measured = |line: &Map<String, Value>| {
+            let names = ["", "_from_0", "_from_250", "_from_500", "_from_750"];
+            let of = |name: &str| {
+                line.get(&format!("learning/validation_loss{name}"))?
+                    .as_f64()
+            };
+            names.map(of).into_iter().collect::<Option<Vec<f64>>>()
+        };
+        lines.lines.iter().filter_map(measured).collect::<Vec<_>>()
+    };
+    let found = measured("whole");
+    assert_eq!((found.len(), &found), (2, &measured("parts")));
+    for losses in &found {
+        assert!(
+            (losses[0] - losses[1..].iter().sum::<f64>() / 4.0).abs() < 1e-6,
+            "{losses:?}"
+        );
+        assert!(losses.iter().all(|loss| *loss > 0.0), "{losses:?}");
+    }
+    assert_ne!(found[0], found[1]);
+
     let read = |dir: &Path| {
         let file = Checkpoint::open(&dir.join("text_encoder")).unwrap();
         // transformers 5 writes the recorded encoder without `text_model.`
@@ -142,6 +171,10 @@ fn trained_text_encoders_are_whole() {
             "lora_text_encoder_target_modules: 'q_prox' matches no linear layer and no convolution of a text encoder",
         ),
         (&["ema_decay=0.9"], "ema_decay=0.9"),
+        (
+            &["validation_images=6"],
+            "validation_images=6: there are 6 pictures",
+        ),
         (
             &["optimizer_type=Prodigy", "learning_rate=1"],
             "Prodigy finds one learning rate",

@@ -14,7 +14,7 @@ use std::sync::Arc;
 use rayon::prelude::*;
 use serde_json::{Value, json};
 
-use crate::data::{BatchOptions, BatchRows, Dataset, Rows, Tokenizer};
+use crate::data::{BatchOptions, BatchRows, Dataset, Permutation, Rows, Tokenizer};
 use crate::dtype::DType;
 use crate::emit::DotPrecision;
 use crate::host_tensor::HostTensor;
@@ -72,6 +72,8 @@ pub struct EncodedDataset {
     empty_caption: String,
     /// For text encoders that are trained: the token ids for each of them, by the keys of captions.
     ids: Option<BTreeMap<String, Vec<Vec<i32>>>>,
+    /// The samples of each size that training does not see.
+    held_out: Vec<Vec<usize>>,
     rows: Rows,
 }
 
@@ -83,6 +85,8 @@ pub struct Samples<'a> {
     pub sizes: &'a [[usize; 2]],
     /// Whether steps take token ids, so that captions are not encoded.
     pub keeps_ids: bool,
+    /// How many samples are held out of training.
+    pub held_out: usize,
     pub dir: &'a Path,
 }
 
@@ -116,6 +120,7 @@ impl EncodedDataset {
             options,
             sizes,
             keeps_ids,
+            held_out,
             dir,
         } = samples;
         stop_on_break(observer(TrainEvent::Hashing))?;
@@ -130,7 +135,9 @@ impl EncodedDataset {
         for index in 0..dataset.len() {
             samples.push(work.sample(index, &dataset, base, &options, &encoders)?);
         }
-        let rows = Rows::new(options, dataset.groups(sizes)).with_classes(dataset.classes());
+        let mut groups = dataset.groups(sizes);
+        let held_out = hold_out(&mut groups, held_out, options.seed)?;
+        let rows = Rows::new(options, groups).with_classes(dataset.classes());
         let ids = keeps_ids.then(|| std::mem::take(&mut work.captions));
         let wanted: BTreeSet<String> = work.keys().cloned().collect();
         let mut store = Store::open(dir, &wanted)?;
@@ -161,6 +168,7 @@ impl EncodedDataset {
             samples,
             empty_caption,
             ids,
+            held_out,
             rows,
         })
     }
@@ -195,6 +203,25 @@ impl EncodedDataset {
             })
             .collect::<Result<Vec<_>, TrainError>>()?;
         Ok((group, stacked(rows)?))
+    }
+
+    /// The samples of one of the sizes that training does not see.
+    pub fn held_out(&self, size: usize) -> &[usize] {
+        self.held_out.get(size).map_or(&[], Vec::as_slice)
+    }
+
+    /// The mean of a sample's latents, with the first of its captions.
+    ///
+    /// # Errors
+    /// When an entry cannot be read.
+    pub fn held_out_row(&self, sample: usize) -> Result<StepInputs, TrainError> {
+        let sample = &self.samples[sample];
+        let mut row = self.row(&sample.latents[0], &sample.captions[0])?;
+        row.remove(names::DEVIATION);
+        let ids = &sample.time_ids[0];
+        let ids = HostTensor::from_f32([ids.len()], ids)?;
+        row.insert(unet::TIME_IDS, ids);
+        Ok(row)
     }
 
     /// The inputs of one sample, without a dimension of the batch.
@@ -331,6 +358,31 @@ impl Encoders {
     }
 }
 
+/// Takes `count` samples out of `groups`, which seed and number decide: those of each group.
+fn hold_out(
+    groups: &mut [Vec<usize>],
+    count: usize,
+    seed: u64,
+) -> Result<Vec<Vec<usize>>, TrainError> {
+    let all: BTreeSet<usize> = groups.iter().flatten().copied().collect();
+    if count > 0 && count >= all.len() {
+        return Err(TrainError::HeldOut {
+            count,
+            all: all.len(),
+        });
+    }
+    let order = Permutation::new(seed, u64::MAX, 0, all.len());
+    let all: Vec<usize> = all.into_iter().collect();
+    let held: BTreeSet<usize> = (0..count).map(|at| all[order.index(at)]).collect();
+    let mut found = Vec::with_capacity(groups.len());
+    for group in groups {
+        let own: BTreeSet<usize> = group.iter().copied().filter(|s| held.contains(s)).collect();
+        group.retain(|sample| !held.contains(sample));
+        found.push(own.into_iter().collect());
+    }
+    Ok(found)
+}
+
 /// The same model for images of this height and width.
 pub(super) fn of_size(model: &DiffusionModel, size: [usize; 2]) -> DiffusionModel {
     let pixels = |which: usize| model.image_size[which] / model.sample_size[which].max(1);
@@ -375,7 +427,7 @@ fn stop_on_break(flow: ControlFlow<()>) -> Result<(), TrainError> {
 }
 
 /// Rows with the same inputs as a batch.
-fn stacked(rows: Vec<StepInputs>) -> Result<StepInputs, TrainError> {
+pub(super) fn stacked(rows: Vec<StepInputs>) -> Result<StepInputs, TrainError> {
     let Some(first) = rows.first() else {
         return Ok(StepInputs::new());
     };
