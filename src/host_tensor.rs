@@ -88,7 +88,19 @@ impl HostTensor {
     /// # Errors
     /// For floats of 4 bits.
     pub fn to_f32_vec(&self) -> Result<Vec<f32>, HostTensorError> {
-        Ok(self.to_f64_vec()?.into_iter().map(|v| v as f32).collect())
+        Ok(match self.shape.dtype {
+            DType::F32 => {
+                let values = self.data.as_chunks().0.iter();
+                values.map(|bytes| f32::from_le_bytes(*bytes)).collect()
+            }
+            DType::BF16 => {
+                let values = self.data.as_chunks().0.iter();
+                values
+                    .map(|bytes| bf16::from_le_bytes(*bytes).to_f32())
+                    .collect()
+            }
+            _ => self.to_f64_vec()?.into_iter().map(|v| v as f32).collect(),
+        })
     }
 
     /// The elements as `f64`.

@@ -3,6 +3,7 @@
 mod aot;
 mod architecture;
 mod bad_inputs;
+mod calibrate;
 mod checkpoint_faults;
 mod cli;
 mod common;
@@ -27,7 +28,9 @@ mod pixart;
 mod pjrt;
 mod plugin;
 mod program_cache;
+mod quant_calibrated;
 mod quant_golden;
+mod quant_observers;
 mod quant_quark;
 mod quant_weights;
 mod quantize;

@@ -99,7 +99,7 @@ fn keys_and_values_are_completed() {
     assert_eq!(of(&["train", "x.yml", "enable_prof"]), [""; 0]);
     assert_eq!(
         of(&["module", "run", "d", "quantization=i"]),
-        ["quantization=int8", "quantization=int8_w8a16"]
+        ["quantization=int8", "quantization=int8_w8a16", "quantization=int8_w8a8_static"]
     );
     assert_eq!(of(&["config", "explain", "guidance_s"]), ["guidance_scale"]);
     assert_eq!(of(&["convert", "a", "b", "dtype=b"]), ["dtype=bf16"]);
@@ -140,7 +140,7 @@ fn every_shell_has_a_script_and_bash_joins_words() {
     };
     assert_eq!(
         stdout(&output),
-        "euler euler_ancestral\nint8 int8_w8a16 w4a16 fp8_w8a16 nf4 mxfp4 mxfp8 nvfp4\nscheduler=euler scheduler=euler_ancestral\n",
+        "euler euler_ancestral\nint8 int8_w8a16 w4a16 fp8_w8a16 nf4 mxfp4 mxfp8 nvfp4 int8_w8a8_static svdquant_w4a16\nscheduler=euler scheduler=euler_ancestral\n",
         "{}",
         String::from_utf8_lossy(&output.stderr)
     );

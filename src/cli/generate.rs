@@ -305,6 +305,8 @@ impl GenerateProgress<'_> {
             Event::Quantized { policy, decisions } => {
                 super::progress(&recipe::quantization_summary(policy, decisions));
             }
+            // Nothing is watched here.
+            Event::Watched(_) | Event::Statistics(_) => {}
             Event::Phase(phase) => self.enter(phase),
             Event::Read { bytes } => status::advance(bytes),
             Event::Started { passes } => self.steps = StepTimes::new(passes),

@@ -159,6 +159,8 @@ pub const QUANTIZE: &str = concat!(
   maxdiff-rs quantize sdxl quantization=int8_w8a16 --output sdxl-int8
   maxdiff-rs quantize sd15 pretrained_model_name_or_path=model.safetensors quantization=int8_w8a16 \\
       quant_rules=\"[{path: 'mid_block.*', mode: none}]\" --output sd15-int8
+  maxdiff-rs quantize sdxl quantization=int8_w8a8_static --output sdxl-static \\
+      calibration=\"{prompts: [a lighthouse at sunrise, a bowl of fruit], steps: 20}\"
   maxdiff-rs generate sdxl pretrained_model_name_or_path=sdxl-int8 prompt=\"a lighthouse\"
 ",
     codes!(),

@@ -7,6 +7,7 @@ use std::time::Instant;
 use clap::Args;
 use serde_json::{Value as Json, json};
 
+use super::doctor::try_load;
 use super::{CliError, RecipeArgs, exists, notices, print, status};
 use crate::config::Verb;
 use crate::quant::Action;
@@ -32,7 +33,7 @@ pub struct QuantizeArgs {
 /// When the configuration is wrong, there is no such model, a weight is not finite, or the folder exists or cannot be
 /// written.
 pub fn run(args: &QuantizeArgs) -> Result<ExitCode, CliError> {
-    let config = args.recipe.load(Verb::Quantize)?;
+    let loaded = args.recipe.load_given(Verb::Quantize)?;
     if args.output.symlink_metadata().is_ok() {
         // Before a download.
         return Err(exists(&args.output));
@@ -45,9 +46,10 @@ pub fn run(args: &QuantizeArgs) -> Result<ExitCode, CliError> {
     let mut notify = notices();
     let recipe_file = &args.recipe.config;
     let report = recipe::quantize(
-        &config,
+        &loaded,
         recipe_file,
         &args.output,
+        &try_load,
         &mut notify,
         &mut observe,
     )?;
@@ -70,23 +72,26 @@ fn summary(args: &QuantizeArgs, report: &QuantizeReport, seconds: f64) -> String
     rows.truncate(SHOWN);
     let width = rows.iter().map(|row| row.layer.len()).max().unwrap_or(0);
     let mut text = format!(
-        "the layers that changed most, of {}:\n{:<width$}  {:<36}  {:>23}  {:>8}  {:>12}\n",
+        "the layers that changed most, of {}:\n{:<width$}  {:<36}  {:>23}  {:>8}  {:>9}  {:>12}\n",
         report.tensors.len(),
         "layer",
         "format",
         "scales",
         "SQNR",
+        "of output",
         "bytes"
     );
     for row in rows {
         let [lowest, highest] = row.scale_range;
         text.push_str(&format!(
-            "{:<width$}  {:<36}  {:>10.3e} .. {:>9.3e}  {:>5.1} dB  {:>12}\n",
+            "{:<width$}  {:<36}  {:>10.3e} .. {:>9.3e}  {:>5.1} dB  {:>9}  {:>12}\n",
             row.layer,
             format_text(row.format),
             lowest,
             highest,
             row.sqnr_db,
+            row.output_sqnr_db
+                .map_or_else(String::new, |ratio| format!("{ratio:.1} dB")),
             row.bytes,
         ));
     }
@@ -158,6 +163,8 @@ fn to_json(args: &QuantizeArgs, report: &QuantizeReport, seconds: f64) -> Json {
             "scale_range": row.scale_range,
             // JSON has no infinity: null is a weight that did not change.
             "sqnr_db": row.sqnr_db.is_finite().then_some(row.sqnr_db),
+            "output_sqnr_db": row.output_sqnr_db.filter(|ratio| ratio.is_finite()),
+            "low_rank_alpha": row.low_rank_alpha,
             "source_bytes": row.source_bytes,
             "bytes": row.bytes,
         })
@@ -200,6 +207,7 @@ fn to_json(args: &QuantizeArgs, report: &QuantizeReport, seconds: f64) -> Json {
         "bits_of_unet": report.bits_of_unet(),
         "bits_of_source": report.bits_of_source(),
         "source_bytes": report.source_bytes,
+        "calibration_steps": report.calibration_steps,
         "parts": parts.collect::<serde_json::Map<_, _>>(),
         "seconds": seconds,
     })

@@ -23,7 +23,7 @@ pub(super) fn conflicts(config: &Config, verb: Option<Verb>) -> Vec<Conflict> {
     if config.use_qwix_quantization && config.quantization == Quantization::Off {
         found.push((
             vec!["use_qwix_quantization", "quantization"],
-            "use_qwix_quantization=True needs a quantization; valid: int8, int8_w8a16, w4a16, fp8_w8a16"
+            "use_qwix_quantization=True needs a quantization; valid: int8, int8_w8a16, w4a16"
                 .into(),
         ));
     }

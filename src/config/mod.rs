@@ -32,7 +32,7 @@ pub use meant::meant;
 pub use model::builtin_unet_config;
 pub use quant::{QuantRule, QuantRuleMode, QuantRules, WeightGranularity};
 pub use recipes::{RECIPES, Recipe};
-pub use schema::{Config, LoraConfig, MOST_IMAGES, SchedulerConfig, TimestepBias};
+pub use schema::{Calibration, Config, LoraConfig, MOST_IMAGES, SchedulerConfig, TimestepBias};
 pub use values::{
     Attention, BiasStrategy, DataSharding, DatasetType, FloatType, FreeDict, FreeList, Hardware,
     LossWeighting, MeshAxes, ModelConfig, OneOrMore, OptimizerType, Prompts, Quantization, Resume,

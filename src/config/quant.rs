@@ -24,6 +24,8 @@ named! {
         MxFp4 = "mxfp4",
         MxFp8 = "mxfp8",
         NvFp4 = "nvfp4",
+        Int8W8A8Static = "int8_w8a8_static",
+        SvdQuantW4A16 = "svdquant_w4a16",
     }
     not_yet ["fp8", "fp8_full"]
 }
@@ -53,7 +55,7 @@ impl Field for WeightGranularity {
 
     fn show(&self) -> Value {
         match self.0 {
-            None => Value::from(""),
+            None | Some(Granularity::Feature) => Value::from(""),
             Some(Granularity::Tensor) => Value::from("tensor"),
             Some(Granularity::Channel) => Value::from("channel"),
             Some(Granularity::Group(size)) => Value::from(size),
@@ -145,7 +147,8 @@ fn optional<T: Field>(
 
 impl Field for QuantRules {
     const TY: Ty = Ty::List(
-        "list of {path: pattern, mode: int8, int8_w8a16, w4a16, fp8_w8a16, nf4, mxfp4, mxfp8, nvfp4 or none, granularity, symmetric, numerics}",
+        "list of {path: pattern, mode: int8, int8_w8a16, w4a16, fp8_w8a16, nf4, mxfp4, mxfp8, nvfp4, int8_w8a8_static, svdquant_w4a16 or \
+         none, granularity, symmetric, numerics}",
     );
 
     fn parse(value: &Value, path: &str, problems: &mut Problems) -> Option<Self> {

@@ -8,6 +8,7 @@ use crate::graph::NumericsConvention;
 use crate::nn::Remat;
 use crate::pipelines::HiresUpscaler;
 use crate::pipelines::prompt::PromptSyntax;
+use crate::quant::ObserverKind;
 use crate::schedulers::{
     AlgorithmType, BetaSchedule, FinalSigmas, PredictionType, SchedulerKind, TimestepSpacing,
 };
@@ -38,6 +39,7 @@ pub const MOST_IMAGES: u64 = 100_000;
 
 const TRAIN: &[Verb] = &[Verb::Train];
 const GENERATE: &[Verb] = &[Verb::Generate];
+const QUANTIZE: &[Verb] = &[Verb::Quantize];
 const TRAIN_GENERATE: &[Verb] = &[Verb::Train, Verb::Generate];
 const WRITES: &[Verb] = &[Verb::Train, Verb::Generate, Verb::Compile];
 /// Verbs of keys that change the training step's program.
@@ -65,7 +67,7 @@ const MODEL: &[Verb] = &[
     Verb::Quantize,
 ];
 /// Verbs that run programs on this machine.
-const RUNS: &[Verb] = &[Verb::Train, Verb::Generate, Verb::ModuleRun];
+const RUNS: &[Verb] = &[Verb::Train, Verb::Generate, Verb::ModuleRun, Verb::Quantize];
 /// Verbs of keys that change only the denoising step's program.
 const DENOISE: &[Verb] = &[Verb::Generate, Verb::Compile, Verb::Lower];
 
@@ -92,6 +94,8 @@ const QUANTIZED: Condition = Is(
         "mxfp4",
         "mxfp8",
         "nvfp4",
+        "int8_w8a8_static",
+        "svdquant_w4a16",
     ],
 );
 /// Weights alone are quantized.
@@ -105,9 +109,31 @@ const OF_WEIGHTS: Condition = Is(
         "mxfp4",
         "mxfp8",
         "nvfp4",
+        "int8_w8a8_static",
+        "svdquant_w4a16",
     ],
 );
-const WEIGHTS_ONLY: Condition = Is("quantization", &["int8_w8a16", "w4a16", "fp8_w8a16"]);
+/// Modes whose weights have other formats on demand.
+const WEIGHTS_ONLY: Condition = Is(
+    "quantization",
+    &[
+        "int8_w8a16",
+        "w4a16",
+        "fp8_w8a16",
+        "int8_w8a8_static",
+        "svdquant_w4a16",
+    ],
+);
+/// Modes whose activations are calibrated, maybe by a rule alone.
+const CALIBRATED: Condition = Either(
+    &Is("quantization", &["int8_w8a8_static", "svdquant_w4a16"]),
+    &Given("quant_rules"),
+);
+const LOW_RANK: Condition = Either(
+    &Is("quantization", &["svdquant_w4a16"]),
+    &Given("quant_rules"),
+);
+const PERCENTILE: Condition = Is("quantization_observer", &["percentile"]);
 const CLASSIFIER_FREE: Condition = Is("do_classifier_free_guidance", &["True"]);
 /// A step runs the model with and without the prompt.
 const GUIDED: Condition = Either(&CLASSIFIER_FREE, &MoreThan("true_cfg_scale", 1));
@@ -195,7 +221,7 @@ schema! {
         text_encoder_config: TextEncoderConfig = TextEncoderConfig::default(), Ours, PROGRAM, is [FixedOnResume];
         /// Folder or file of the tokenizer, or (for `generate`) its name on the hub. Empty: beside the model, or built from the captions
         /// when the text encoder is trained from scratch.
-        tokenizer_model_name_or_path: String = String::new(), Used, PROGRAM, is [FixedOnResume];
+        tokenizer_model_name_or_path: String = String::new(), Used, MODEL, is [FixedOnResume];
         /// Start from random weights, on pixels, instead of fine-tuning `pretrained_model_name_or_path` in its latents.
         train_new_unet: bool = false, Used, TRAIN;
         /// The same for FLUX.1.
@@ -305,7 +331,8 @@ schema! {
         use_qwix_quantization: bool = false, Used, EVERY,
             when QUANTIZED, is [FixedOnResume];
         /// How values become integers: AQT's, Qwix's or AMD Quark's conventions, or with `quantize` llama.cpp's blocks (`gguf`, for
-        /// int8_w8a16 and w4a16 with a number as granularity). Empty: AQT's; fp8_w8a16, nf4, mxfp4, mxfp8 and nvfp4 have their own.
+        /// int8_w8a16 and w4a16 with a number as granularity). Empty: AQT's; for int8_w8a8_static and svdquant_w4a16 AMD Quark's;
+        /// fp8_w8a16, nf4, mxfp4, mxfp8 and nvfp4 have their own.
         quantization_numerics: Option<NumericsConvention> = None, Ours, EVERY,
             when Both(&QUANTIZED, &Is("use_qwix_quantization", &["False"])), is [FixedOnResume];
         /// Which elements of a weight share a scale: all (`tensor`), those of an output feature (`channel`), or of it so many
@@ -320,6 +347,22 @@ schema! {
         /// it says otherwise.
         quant_rules: QuantRules = QuantRules::default(), Ours, EVERY,
             when QUANTIZED, is [FixedOnResume];
+        /// What decides the range of a weight's scale.
+        quantization_observer: ObserverKind = ObserverKind::MinMax, Ours, QUANTIZE, when WEIGHTS_ONLY;
+        /// Percent of a weight's values that its scale covers.
+        quantization_percentile: f64 = 99.99, Ours, QUANTIZE, in AboveUpTo(0.0, 100.0), when PERCENTILE;
+        /// SmoothQuant: the share of the activations' range in the factors that weights take over from them. Empty: none.
+        quantization_smooth_alpha: Option<f64> = None, Ours, QUANTIZE, in Between(0.0, 1.0),
+            when Either(&Is("quantization", &["int8_w8a8_static"]), &Given("quant_rules"));
+        /// Rank of the product in float beside a layer's quantized weight.
+        svd_rank: u64 = 32, Ours, QUANTIZE, in Between(1.0, 1024.0), when LOW_RANK;
+        /// The share of the activations' range in what the low-rank product is chosen by. With -1 the best of 1/20 to 19/20 is
+        /// taken.
+        svd_alpha: f64 = 0.5, Ours, QUANTIZE, in MinusOneOrBetween(0.0, 1.0), when LOW_RANK;
+        /// Times that the low-rank product is chosen anew for what quantizing leaves. 1: AMD Quark's.
+        svd_iterations: u64 = 1, Ours, QUANTIZE, in Between(1.0, 100.0), when LOW_RANK;
+        /// The pipeline's runs that find the range of activations.
+        calibration: Calibration = Calibration::default(), Ours, QUANTIZE, when CALIBRATED;
 
         group "Hardware and parallelism";
         /// Hardware to run on, or to compile for.
@@ -822,6 +865,34 @@ schema! {
         /// Share of the timesteps that earlier and later bias.
         portion: f64 = 0.25, Used, TRAIN_STEP, in Between(0.0, 1.0),
             when Is("timestep_bias.strategy", &["earlier", "later"]);
+    }
+}
+
+schema! {
+    /// `calibration`: the images that are drawn to find the range of activations.
+    pub struct Calibration {
+        group "calibration";
+        /// The prompts of the images.
+        prompts: Prompts = Prompts::default(), Ours, QUANTIZE;
+        /// File of prompts: one a line, or COCO's captions.tsv, of which the third column is read.
+        prompts_file: String = String::new(), Ours, QUANTIZE;
+        /// Prompts of the file that are taken, from the first on.
+        max_prompts: u64 = 128, Ours, QUANTIZE, in Between(1.0, 100_000.0), when Given("calibration.prompts_file");
+        /// Denoising steps of each image.
+        steps: u64 = 20, Ours, QUANTIZE, in Between(1.0, 1000.0);
+        /// Empty: the recipe's.
+        guidance_scale: Option<f64> = None, Ours, QUANTIZE, in AtLeast(0.0);
+        /// In pixels. 0: the recipe's resolution.
+        height: u64 = 0, Ours, QUANTIZE, in Between(0.0, 65536.0);
+        /// In pixels. 0: the recipe's resolution.
+        width: u64 = 0, Ours, QUANTIZE, in Between(0.0, 65536.0);
+        /// Of every image: each prompt starts from the same noise, as AMD Quark's do.
+        seed: u64 = 42, Ours, QUANTIZE;
+        /// What decides the range of an activation's scale.
+        observer: ObserverKind = ObserverKind::MinMax, Ours, QUANTIZE;
+        /// Percent of an activation's values that its scale covers.
+        percentile: f64 = 99.99, Ours, QUANTIZE, in AboveUpTo(0.0, 100.0),
+            when Is("calibration.observer", &["percentile"]);
     }
 }
 

@@ -36,6 +36,10 @@ named! {
         MxFp8 = "mxfp8",
         /// Weights in NVIDIA's NVFP4, a scale in fp8 for 16 input features; activations in float.
         NvFp4 = "nvfp4",
+        /// 8-bit integers on dots and convolutions, with scales of activations that calibration finds.
+        Int8W8A8Static = "int8_w8a8_static",
+        /// As w4a16, of what a low-rank product in float beside each linear layer leaves.
+        SvdQuantW4A16 = "svdquant_w4a16",
     }
     not_yet ["fp8", "fp8_full"]
 }

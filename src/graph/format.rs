@@ -43,6 +43,9 @@ pub enum Granularity {
     Channel,
     /// Each run of so many elements along the contracting dimension of a channel.
     Group(usize),
+    /// Elements with the same index of the contracting dimension: a feature of all tokens of an activation. The weight is
+    /// multiplied by these scales before it is quantized, so that nothing follows the product.
+    Feature,
 }
 
 /// The source of a scale.
@@ -52,7 +55,8 @@ pub enum Range {
     Dynamic,
     /// From a recorded largest magnitude, by its bits as `f32`: the same in every run.
     Static(u32),
-    /// Of a weight that is quantized in its checkpoint: the scale stands there beside the integers, in this type.
+    /// The scale stands in the checkpoint, in this type: of a weight that is quantized there, beside the integers; of an
+    /// activation that which calibration found.
     Stored(DType),
 }
 
@@ -161,7 +165,11 @@ impl TensorFormat {
     /// Whether its scales multiply the results of a contraction. Otherwise an operand is multiplied as `(integers - zero
     /// point) * scale`.
     pub fn scales_results(self) -> bool {
-        !self.zero_point && !matches!(self.granularity, Granularity::Group(_))
+        !self.zero_point
+            && !matches!(
+                self.granularity,
+                Granularity::Group(_) | Granularity::Feature
+            )
     }
 
     /// int8 with one dynamic symmetric scale a channel, rounded to nearest.

@@ -38,7 +38,8 @@ impl Traced {
         }
     }
 
-    /// The same with contractions annotated by the policy's rules.
+    /// The same with contractions annotated by the policy's rules, and with what stored layers multiply beside their
+    /// weights.
     ///
     /// # Errors
     /// When a rule of the policy matches nothing, or nothing at all is quantized.
@@ -47,6 +48,11 @@ impl Traced {
             let b = Builder::resume(self.graph);
             self.decisions = quant::annotate(&b, policy)?;
             self.graph = b.finish();
+            let ranks = policy.low_ranks();
+            if !ranks.is_empty() {
+                let names = quant::LOW_RANK;
+                self.graph = quant::low_rank_beside(&self.graph, &ranks, names, 1.0)?;
+            }
             self.policy = Some(policy.clone());
         }
         Ok(self)

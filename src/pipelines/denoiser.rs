@@ -111,6 +111,9 @@ pub struct DenoiseInputs<'a> {
     pub plan: &'a SamplingPlan,
 }
 
+/// What follows a step: see [`Denoiser::run`].
+pub type AfterStep<'a> = dyn FnMut(usize, &Array, &[Vec<Array>]) -> Result<(), PipelineError> + 'a;
+
 /// What one step gives the next.
 struct SamplerState {
     sample: Array,
@@ -169,7 +172,8 @@ impl Denoiser {
 
     /// Makes the samples of `inputs`: `f32[batch, channels, rows, columns]` in the model's own range.
     ///
-    /// `after_step` gets the number of finished steps and the predicted clean samples.
+    /// `after_step` gets the number of finished steps, the predicted clean samples, and what each run of the model's program
+    /// told of its activations ([`crate::quant::watch`]).
     ///
     /// # Errors
     /// When a weight is missing, an input has another shape, or a program fails; errors of `after_step`.
@@ -178,7 +182,7 @@ impl Denoiser {
         session: &Session,
         weights: &Prepared<'_>,
         inputs: DenoiseInputs<'_>,
-        after_step: &mut dyn FnMut(usize, &Array) -> Result<(), PipelineError>,
+        after_step: &mut AfterStep<'_>,
     ) -> Result<HostTensor, PipelineError> {
         let mut shared = self.request_inputs(session, &inputs)?;
         let passes = self.pass_inputs(session, weights, &inputs, &shared)?;
@@ -217,8 +221,8 @@ impl Denoiser {
                 let scale = HostTensor::from_f32([], &[scale])?;
                 shared.set(names::SKIP_LAYER_GUIDANCE_SCALE, &scale)?;
             }
-            let predicted;
-            (state, predicted) = self.step(weights, &shared, &passes, skips, state)?;
+            let (predicted, statistics);
+            (state, predicted, statistics) = self.step(weights, &shared, &passes, skips, state)?;
             if let Some(Inpainting::PutBack {
                 latents,
                 noise,
@@ -231,7 +235,7 @@ impl Denoiser {
                 let sample = HostTensor::from_f32(self.sample_dims, &sample)?;
                 state.sample = put(sampler_names::SAMPLE, &sample)?;
             }
-            after_step(done + 1, &predicted)?;
+            after_step(done + 1, &predicted, &statistics)?;
         }
         Ok(state.sample.to_host(session.mesh())?)
     }
@@ -345,7 +349,7 @@ impl Denoiser {
         Ok(HostTensor::from_f32(self.sample_dims, &fresh)?)
     }
 
-    /// One step on `state`. Gives the next state and the predicted clean sample.
+    /// One step on `state`. Gives the next state, the predicted clean sample, and the statistics of each run of the model.
     fn step(
         &self,
         weights: &Prepared<'_>,
@@ -353,12 +357,20 @@ impl Denoiser {
         passes: &[Inputs<'_>],
         skips: bool,
         state: SamplerState,
-    ) -> Result<(SamplerState, Array), RuntimeError> {
+    ) -> Result<(SamplerState, Array, Vec<Vec<Array>>), RuntimeError> {
         let SamplerState { sample, history } = state;
+        let mut statistics = Vec::new();
+        let mut without_statistics = |mut results: Vec<Array>, own: usize| {
+            if results.len() > own {
+                statistics.push(results.split_off(own));
+            }
+            results
+        };
         let results = match &self.advance {
             None => {
                 let find = |name: &str| find(weights, shared, &passes[0], name);
-                self.program.step().call(&find, vec![sample, history])?
+                let results = self.program.step().call(&find, vec![sample, history])?;
+                without_statistics(results, 3)
             }
             Some(advance) => {
                 let mut predictions = Vec::with_capacity(passes.len());
@@ -367,7 +379,8 @@ impl Denoiser {
                         sampler_names::SAMPLE => Some(&sample),
                         _ => find(weights, shared, pass, name),
                     };
-                    predictions.extend(self.program.step().call(&find, Vec::new())?);
+                    let results = self.program.step().call(&find, Vec::new())?;
+                    predictions.extend(without_statistics(results, 1));
                 }
                 if let (true, Some(pass)) = (skips, passes.last()) {
                     let find = |name: &str| match name {
@@ -375,7 +388,8 @@ impl Denoiser {
                         names::SKIP_LAYERS => shared.get(name),
                         _ => find(weights, shared, pass, name),
                     };
-                    predictions.extend(self.program.step().call(&find, Vec::new())?);
+                    let results = self.program.step().call(&find, Vec::new())?;
+                    predictions.extend(without_statistics(results, 1));
                 }
                 let find = |name: &str| match name {
                     names::WITHOUT_PROMPT => predictions.first(),
@@ -389,7 +403,9 @@ impl Denoiser {
         };
         let found = results.len();
         match <[Array; 3]>::try_from(results) {
-            Ok([sample, history, predicted]) => Ok((SamplerState { sample, history }, predicted)),
+            Ok([sample, history, predicted]) => {
+                Ok((SamplerState { sample, history }, predicted, statistics))
+            }
             Err(_) => Err(RuntimeError::ResultCount {
                 program: "the denoising step",
                 expected: 3,

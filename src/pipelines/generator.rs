@@ -651,7 +651,8 @@ impl ImageGenerator {
         };
         progress.enter(Phase::Denoise)?;
         let mut previewing = 0.0;
-        let mut after_step = |done: usize, predicted: &Array| {
+        let mut after_step = |done: usize, predicted: &Array, statistics: &[Vec<Array>]| {
+            progress.tell_statistics(session, statistics)?;
             progress.tell(Event::Step)?;
             // After the last step there is the image itself.
             let previews = previews

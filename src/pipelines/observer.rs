@@ -2,7 +2,8 @@
 
 use image::RgbImage;
 
-use crate::quant::{Decision, Policy};
+use crate::host_tensor::HostTensor;
+use crate::quant::{Decision, Policy, Watched};
 
 use super::error::{BoxError, PipelineError};
 
@@ -22,6 +23,10 @@ pub enum Event<'a> {
         policy: &'a Policy,
         decisions: &'a [Decision],
     },
+    /// Which activations are watched ([`super::PipelineOptions::watch`]).
+    Watched(&'a Watched),
+    /// Their statistics in one run of the denoiser, for [`crate::quant::Statistics::add`].
+    Statistics(&'a [HostTensor]),
     /// What the call does until the next phase.
     Phase(Phase<'a>),
     /// Bytes of weights that were read since the phase began or the last such event.

@@ -9,7 +9,7 @@ use crate::data::Tokenizer;
 use crate::emit::DotPrecision;
 use crate::host_tensor::HostTensor;
 use crate::models::DiffusionModel;
-use crate::quant::Policy;
+use crate::quant::{Policy, Watch};
 use crate::runtime::{Session, Slot};
 use crate::weights::lora::Adapter;
 
@@ -83,6 +83,8 @@ pub struct PipelineOptions {
     /// Largest number of images in a batch.
     pub max_batch: usize,
     pub memory_advice: MemoryAdvice,
+    /// The layers of the base model's denoiser whose inputs are watched ([`Event::Watched`]). No images are made then.
+    pub watch: Option<Watch>,
 }
 
 impl PipelineOptions {
@@ -437,7 +439,12 @@ impl Pipeline {
         if let Some(adapter) = &adapter {
             options.base.files.check_changeable(adapter)?;
         }
-        let base = options.base.files.as_stored(base, adapter.as_ref())?;
+        let mut base = options.base.files.as_stored(base, adapter.as_ref())?;
+        if let Some(watch) = &options.watch {
+            let watched;
+            (base, watched) = base.watched(watch)?;
+            observer(Event::Watched(&watched)).map_err(PipelineError::Observer)?;
+        }
         let refiner = match (&options.refiner, refiner) {
             (Some(model), Some(traced)) => Some(model.files.as_stored(traced, None)?),
             _ => None,

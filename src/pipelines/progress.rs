@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use crate::runtime::{Prepared, StagedProgram};
+use crate::runtime::{Array, Prepared, Session, StagedProgram};
 
 use super::PipelineError;
 use super::batch::Phases;
@@ -30,6 +30,23 @@ impl Progress<'_, '_> {
     /// What the observer fails with.
     pub fn tell(&mut self, event: Event<'_>) -> Result<(), PipelineError> {
         (self.observer)(event).map_err(PipelineError::Observer)
+    }
+
+    /// Tells what each run of a denoiser's program said of its activations.
+    ///
+    /// # Errors
+    /// When they cannot be read, and what the observer fails with.
+    pub fn tell_statistics(
+        &mut self,
+        session: &Session,
+        runs: &[Vec<Array>],
+    ) -> Result<(), PipelineError> {
+        for results in runs {
+            let results = results.iter().map(|array| array.to_host(session.mesh()));
+            let results = results.collect::<Result<Vec<_>, _>>()?;
+            self.tell(Event::Statistics(&results))?;
+        }
+        Ok(())
     }
 
     /// The weights of `program` as its stages take them.

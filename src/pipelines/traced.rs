@@ -6,7 +6,7 @@ use crate::dtype::DType;
 use crate::graph::{Graph, GraphError};
 use crate::lowering::{Lowered, Traced};
 use crate::models::{DiffusionModel, Part, vae};
-use crate::quant::{Decision, Policy, StoredFormats};
+use crate::quant::{self, Decision, Policy, StoredFormats, Watch, Watched};
 use crate::runtime::{RuntimeError, Session};
 use crate::weights::lora::{self, LoraRanks};
 
@@ -243,6 +243,19 @@ impl TracedModel {
             }
         }
         Ok(self)
+    }
+
+    /// The same with statistics of what layers of the denoiser read as further results of its program, and without the
+    /// decoder. All of the program then runs in every step.
+    ///
+    /// # Errors
+    /// When a layer is none of the denoiser's.
+    pub fn watched(mut self, watch: &Watch) -> Result<(TracedModel, Watched), GraphError> {
+        let denoiser = &mut self.denoise.model;
+        let (graph, watched) = quant::watch(denoiser.graph.clone(), watch)?;
+        denoiser.graph = graph;
+        denoiser.request_inputs.clear();
+        Ok((self.handed_on(), watched))
     }
 
     /// Lowers every program for the devices of `session`, side by side.

@@ -9,6 +9,7 @@ use crate::graph::{FP4, NF4, NumericsConvention, TensorFormat};
 use crate::host_tensor::{HostTensor, float8, packed};
 use crate::shape::Shape;
 
+use super::observer::Observer;
 use super::weight::{
     QUARK_SMALLEST, QuantizedWeight, WeightQuantError, dims_of_scale, quantize_integers,
 };
@@ -34,6 +35,19 @@ pub fn quantize_weight(
     weight: &HostTensor,
     format: TensorFormat,
 ) -> Result<QuantizedWeight, WeightQuantError> {
+    quantize_observed(weight, format, Observer::default())
+}
+
+/// [`quantize_weight`] where `observer` decides the range of each scale of integers and of AMD Quark's fp8; the other formats
+/// have ranges of their own.
+///
+/// # Errors
+/// As [`quantize_weight`].
+pub fn quantize_observed(
+    weight: &HostTensor,
+    format: TensorFormat,
+    observer: Observer,
+) -> Result<QuantizedWeight, WeightQuantError> {
     let is_here = match (format.convention, format.element) {
         (NumericsConvention::Gguf, DType::S8 | DType::S4) => !format.zero_point,
         (NumericsConvention::Nf4 | NumericsConvention::Nv, DType::U4) => true,
@@ -42,7 +56,7 @@ pub fn quantize_weight(
     };
     match is_here && weight.shape.dtype == DType::F32 {
         true => quantized(weight, format, dims_of_scale(weight, format)?),
-        false => quantize_integers(weight, format),
+        false => quantize_integers(weight, format, observer),
     }
 }
 

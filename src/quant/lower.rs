@@ -11,6 +11,7 @@ use crate::graph::{
 use crate::shard::LOCAL_SHARDS;
 
 use super::QuantError;
+use super::recorded::{RecordedScales, activation_feature, times_whole};
 use super::stored::{is_stored, with_stored_weights};
 use super::weight::{QUARK_SMALLEST, nearest_groups};
 
@@ -76,6 +77,7 @@ pub fn lower_with_noise(
     let graph = graph.inline_composites(&|_, body| body.nodes.iter().any(is_annotated));
     let (graph, stored) = with_stored_weights(graph)?;
     let of_weights = graph.weight_only();
+    let mut recorded = RecordedScales::default();
     let lowered = graph.substitute(&mut |b, i, copies| {
         let node = &graph.nodes[i];
         let (contraction, result, quant) = match &node.op {
@@ -91,7 +93,7 @@ pub fn lower_with_noise(
             } => (Contraction::Convolution(dims.clone()), *result, quant),
             _ => return Ok(None),
         };
-        let operand = |i: usize| {
+        let mut operand = |i: usize| {
             let id = node.operands[i];
             let quantized = [quant.forward.lhs, quant.forward.rhs][i];
             let stored = stored.get(&id).filter(|_| quantized.is_some_and(is_stored));
@@ -111,12 +113,19 @@ pub fn lower_with_noise(
                             None => None,
                         },
                     }),
+                    recorded: None,
                 },
                 None => Operand {
                     values: copies[id as usize],
                     float: graph.nodes[id as usize].shape.dtype,
                     is_weight: of_weights[id as usize],
                     stored: None,
+                    recorded: match quantized {
+                        Some(format) if is_stored(format) && !of_weights[id as usize] => {
+                            Some(recorded.of(b, &graph, node, i, format)?)
+                        }
+                        _ => None,
+                    },
                 },
             })
         };
@@ -145,6 +154,8 @@ struct Operand {
     is_weight: bool,
     /// What belongs to values that are integers of the checkpoint.
     stored: Option<StoredScale>,
+    /// The scale that calibration found for an activation.
+    recorded: Option<Tensor>,
 }
 
 /// A scale of the checkpoint, and its zero point.
@@ -158,8 +169,10 @@ struct StoredScale {
 /// An operand as the contraction multiplies it.
 struct Quantized {
     values: Tensor,
-    /// One for each index of the kept dimensions, in ascending order; `None` where values are floats.
+    /// One for each index of the kept dimensions, in ascending order; `None` where values are floats, or `whole` is it.
     scale: Option<Tensor>,
+    /// The one scale of all values, known before the program runs.
+    whole: Option<Tensor>,
 }
 
 /// The integers of an operand, in its shape, with the scale along some of its dimensions.
@@ -205,8 +218,14 @@ impl Lowering<'_, '_> {
         }
         let ranks = [lhs, rhs].map(|operand| b.dims(operand.values).len());
         let kept = contraction.kept(ranks);
-        let l = self.operand(lhs, &kept[0], quant.lhs, &contraction)?;
-        let r = self.operand(rhs, &kept[1], quant.rhs, &contraction)?;
+        let mut l = self.operand(lhs, &kept[0], quant.lhs, &contraction)?;
+        let mut r = self.operand(rhs, &kept[1], quant.rhs, &contraction)?;
+        let wholes = [l.whole, r.whole];
+        for (whole, other) in wholes.into_iter().zip([&mut r, &mut l]) {
+            if let Some(whole) = whole {
+                other.scale = Some(times_whole(b, other.scale, whole, result)?);
+            }
+        }
         let kind = Composite::ScaledContraction {
             contraction: contraction.clone(),
             lhs_scale: l.scale.is_some(),
@@ -240,8 +259,12 @@ impl Lowering<'_, '_> {
             return Ok(Quantized {
                 values: operand.values,
                 scale: None,
+                whole: None,
             });
         };
+        if let Some(scale) = operand.recorded {
+            return self.recorded(operand.values, scale, format, contraction);
+        }
         let mut integers = self.integers(operand, kept, format, contraction)?;
         if !format.scales_results() {
             let mark = |t: Tensor| stored(b, t, operand.is_weight);
@@ -250,12 +273,35 @@ impl Lowering<'_, '_> {
             return Ok(Quantized {
                 values: dequantized(b, &integers, format, operand.float)?,
                 scale: None,
+                whole: None,
             });
         }
         let sizes: Vec<usize> = kept.iter().map(|d| b.dims(integers.values)[*d]).collect();
         Ok(Quantized {
             scale: Some(b.broadcast_to(integers.scale, &sizes)?),
             values: integers.values,
+            whole: None,
+        })
+    }
+
+    /// An activation by the scale that calibration found: one for all of it, or one for each feature, which the weight
+    /// has taken over.
+    fn recorded(
+        &mut self,
+        x: Tensor,
+        scale: Tensor,
+        format: TensorFormat,
+        contraction: &Contraction,
+    ) -> Result<Quantized> {
+        let b = self.b;
+        let along = match format.granularity {
+            Granularity::Feature => vec![activation_feature(b, contraction)?],
+            _ => Vec::new(),
+        };
+        Ok(Quantized {
+            values: quantize(b, x, scale, &along, format, self.noise)?,
+            scale: None,
+            whole: along.is_empty().then_some(scale),
         })
     }
 
@@ -274,6 +320,9 @@ impl Lowering<'_, '_> {
                 Some((grouped_of_size(b, kept, &dims, size, contraction)?, size))
             }
             Granularity::Tensor | Granularity::Channel => None,
+            Granularity::Feature => {
+                return Err(b.invalid("a scale for each feature is recorded, not found"));
+            }
         };
         let along: Vec<usize> = match format.granularity {
             Granularity::Tensor => Vec::new(),

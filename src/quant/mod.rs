@@ -4,15 +4,26 @@
 //! derivative of an annotated dot makes annotated dots), finish the graph, [`lower`]. Models do not mention
 //! quantization. `docs/quantization.md` gives the formulas.
 
+mod calibration;
 mod codes;
+mod low_rank;
 mod lower;
+mod observer;
+mod recorded;
 mod stored;
+mod svd;
 mod weight;
 
+pub use low_rank::{LOW_RANK, contracted_weights, low_rank_beside};
 pub use lower::{NoiseSource, ROUNDING_KEY, lower, lower_with_noise, scale_of};
 
-pub use codes::quantize_weight;
-pub use stored::{scale_name, tensor_scale_name, zero_point_name};
+pub use calibration::{ActivationStatistics, CalibrationError, Statistics, Watch, Watched, watch};
+pub use codes::{quantize_observed, quantize_weight};
+pub use observer::{Observer, ObserverKind};
+pub use stored::{input_scale_name, scale_name, tensor_scale_name, zero_point_name};
+pub use svd::{
+    LowRankError, LowRankOptions, LowRankWeight, balance, largest_of_features, with_low_rank,
+};
 pub use weight::{QuantizedWeight, WeightQuantError, nearest_groups, scale_dims};
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -157,6 +168,8 @@ pub struct StoredLayer {
     pub weight: TensorFormat,
     /// `None` is float.
     pub activation: Option<TensorFormat>,
+    /// The rank of what is multiplied in float beside the weight ([`low_rank`]); `None` without.
+    pub low_rank: Option<usize>,
 }
 
 /// The formats of the operands of a contraction and of its derivative.
@@ -166,6 +179,8 @@ pub struct Formats {
     pub weight: Option<TensorFormat>,
     pub activation: Option<TensorFormat>,
     pub backward: Option<Backward>,
+    /// Whether a low-rank product in float is to stand beside that with the weight.
+    pub low_rank: bool,
 }
 
 /// The formats of the two contractions of a dot's derivative. Derivatives of convolutions stay in float.
@@ -195,6 +210,7 @@ impl Formats {
                 residual: nearest,
                 local_shards,
             }),
+            low_rank: false,
         }
     }
 
@@ -205,6 +221,7 @@ impl Formats {
             weight: Some(format),
             activation: Some(format),
             backward: None,
+            low_rank: false,
         }
     }
 
@@ -214,6 +231,7 @@ impl Formats {
             weight: Some(weight),
             activation: None,
             backward: None,
+            low_rank: false,
         }
     }
 
@@ -300,6 +318,15 @@ impl Policy {
             activations: true,
             stored: StoredFormats::new(),
         })
+    }
+
+    /// The ranks of what is multiplied in float beside weights, by the names of the weights.
+    pub fn low_ranks(&self) -> BTreeMap<String, usize> {
+        let layers = self.stored.iter();
+        let ranks = layers.filter_map(|(path, layer)| {
+            Some((format!("{}{path}.weight", self.model), layer.low_rank?))
+        });
+        ranks.collect()
     }
 
     /// Weights as a checkpoint has them.
@@ -475,6 +502,7 @@ impl Annotation<'_> {
                 let layer = policy.stored.get(site.path).filter(|_| has_weight);
                 let formats = layer.map(|layer| Formats {
                     activation: layer.activation,
+                    low_rank: layer.low_rank.is_some(),
                     ..Formats::of_weights(layer.weight)
                 });
                 (formats, None)

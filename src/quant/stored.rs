@@ -25,6 +25,12 @@ pub fn tensor_scale_name(weight: &str) -> String {
     format!("{weight}_scale_2")
 }
 
+/// The name of the scale that calibration found for the activation of a layer, as a program's input and in a checkpoint.
+/// `layer` is its path.
+pub fn input_scale_name(layer: &str) -> String {
+    format!("{layer}.input_scale")
+}
+
 /// Whether the integers and the scale of a tensor come from a checkpoint.
 pub(super) fn is_stored(format: TensorFormat) -> bool {
     matches!(format.range, Range::Stored(_))
@@ -107,6 +113,11 @@ fn stored_weights(
     parameters: &[Option<u32>],
 ) -> Result<BTreeMap<u32, Stored>, GraphError> {
     let live = graph.live_nodes();
+    let of_weights = graph.weight_only();
+    let formats = |node: &Node| -> Vec<(usize, TensorFormat)> {
+        let is_weight = |at: usize| of_weights[node.operands[at] as usize];
+        formats(node).filter(|(at, _)| is_weight(*at)).collect()
+    };
     let nodes = || graph.nodes.iter().zip(&live).filter(|(_, live)| **live);
     let invalid = |node: &Node, reason: String| {
         let at = Builder::new().at(graph.path(node).to_string());
@@ -138,7 +149,7 @@ fn stored_weights(
         }
     }
     for (node, _) in nodes() {
-        let taken: Vec<usize> = formats(node).map(|(operand, _)| operand).collect();
+        let taken: Vec<usize> = formats(node).iter().map(|(operand, _)| *operand).collect();
         let is_convert = matches!(node.op, Op::Convert(_));
         for (at, operand) in node.operands.iter().enumerate() {
             let parameter = parameters[*operand as usize];

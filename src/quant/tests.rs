@@ -633,6 +633,7 @@ fn stored_weights_are_inputs_with_their_scales() {
         let layer = StoredLayer {
             weight: weight_format,
             activation: None,
+            low_rank: None,
         };
         let policy = Policy::stored("unet/", [("to_q".to_string(), layer)].into());
         let graph = lowered_linear(&policy, dtype);
@@ -721,6 +722,7 @@ fn stored_layers_that_do_not_fit_the_model_are_refused() {
         let layer = StoredLayer {
             weight: stored,
             activation: None,
+            low_rank: None,
         };
         let layers = paths.iter().map(|path| ((*path).to_string(), layer));
         let policy = Policy::stored("unet/", layers.collect());

@@ -5,8 +5,10 @@ use rayon::prelude::*;
 
 use crate::dtype::DType;
 use crate::graph::{Granularity, NumericsConvention, Rounding, TensorFormat};
-use crate::host_tensor::{HostTensor, float8, packed};
+use crate::host_tensor::{HostTensor, HostTensorError, float8, packed};
 use crate::shape::Shape;
+
+use super::observer::{Extent, Observer};
 
 /// Elements that one thread quantizes at a time.
 const TASK: usize = 1 << 16;
@@ -73,6 +75,31 @@ pub struct QuantizedWeight {
 }
 
 impl QuantizedWeight {
+    /// The values that the integers stand for, `(integers - zero point) * scale`.
+    ///
+    /// # Errors
+    /// None for a weight that was quantized here.
+    pub fn dequantized(&self) -> Result<Vec<f32>, HostTensorError> {
+        let mut values: Vec<f32> = match self.values.shape.dtype {
+            DType::S8 | DType::S4 => {
+                let bytes = self.values.whole_bytes();
+                bytes.iter().map(|byte| f32::from(*byte as i8)).collect()
+            }
+            _ => self.values.to_f32_vec()?,
+        };
+        let scales = self.scale.to_f32_vec()?;
+        let zero_points = match &self.zero_point {
+            Some(zero_point) => zero_point.to_f32_vec()?,
+            None => vec![0.0; scales.len()],
+        };
+        let run = (values.len() / scales.len().max(1)).max(1);
+        let parameters = scales.iter().zip(&zero_points);
+        for (run, (scale, zero_point)) in values.chunks_mut(run).zip(parameters) {
+            run.iter_mut().for_each(|x| *x = (*x - zero_point) * scale);
+        }
+        Ok(values)
+    }
+
     /// `10 log10(signal / noise)` in decibels; infinite where nothing was changed.
     pub fn sqnr_db(&self) -> f64 {
         match self.noise == 0.0 {
@@ -88,6 +115,7 @@ pub fn scale_dims(dims: &[usize], granularity: Granularity) -> Option<Vec<usize>
     match granularity {
         Granularity::Tensor => Some(Vec::new()),
         Granularity::Channel => Some(vec![*dims.first()?]),
+        Granularity::Feature => None,
         Granularity::Group(size) => {
             let (out, elements) = (*dims.first()?, *dims.get(1)?);
             let divides = size > 0 && elements.is_multiple_of(size);
@@ -104,6 +132,7 @@ pub fn scale_dims(dims: &[usize], granularity: Granularity) -> Option<Vec<usize>
 pub(super) fn quantize_integers(
     weight: &HostTensor,
     format: TensorFormat,
+    observer: Observer,
 ) -> Result<QuantizedWeight, WeightQuantError> {
     let dtype = weight.shape.dtype;
     let is_quark = format.convention == NumericsConvention::Quark;
@@ -118,14 +147,14 @@ pub(super) fn quantize_integers(
     };
     let is_known = is_known && format.rounding == Rounding::NearestEven;
     match dtype {
-        DType::BF16 if is_known => quantized::<[u8; 2]>(weight, format),
-        DType::F32 if is_known => quantized::<[u8; 4]>(weight, format),
+        DType::BF16 if is_known => quantized::<[u8; 2]>(weight, format, observer),
+        DType::F32 if is_known => quantized::<[u8; 4]>(weight, format, observer),
         _ => Err(WeightQuantError::Unsupported { dtype }),
     }
 }
 
 /// One element of a weight, little-endian.
-trait Element: Copy + Sync {
+pub(super) trait Element: Copy + Sync {
     fn all(data: &[u8]) -> &[Self];
     fn value(self) -> f32;
     /// The nearest value of this type.
@@ -172,9 +201,10 @@ impl Element for [u8; 2] {
 
 /// Sums over a part of a weight.
 #[derive(Clone, Copy, Default)]
-struct Sums {
-    signal: f64,
-    noise: f64,
+pub(super) struct Sums {
+    pub signal: f64,
+    /// The sum of squared errors.
+    pub noise: f64,
 }
 
 impl Sums {
@@ -204,6 +234,7 @@ pub(super) fn dims_of_scale(
 fn quantized<T: Element>(
     weight: &HostTensor,
     format: TensorFormat,
+    observer: Observer,
 ) -> Result<QuantizedWeight, WeightQuantError> {
     let dtype = &weight.shape.dtype;
     let scale_dims = dims_of_scale(weight, format)?;
@@ -220,11 +251,20 @@ fn quantized<T: Element>(
             let range = parts
                 .map(|part| Extent::of(part, format))
                 .reduce(Extent::default, Extent::with);
-            let rounding = RunRounding::new::<T>(range, format);
+            let mut round = |range: Extent| {
+                let rounding = RunRounding::new::<T>(range, format);
+                let parts = values.par_chunks_mut(TASK).zip(elements.par_chunks(TASK));
+                let sums = parts.map(|(out, elements)| rounding.run(elements, out));
+                (rounding, sums.reduce(Sums::default, Sums::add))
+            };
+            let mut tried = |range: Extent| {
+                let (rounding, sums) = round(range);
+                (rounding.scale, sums.noise)
+            };
+            let range = observer.extent(range, occurring(elements), &mut tried, format);
+            let (rounding, sums) = round(range);
             (scales[0], zero_points[0]) = rounding.parameters();
-            let parts = values.par_chunks_mut(TASK).zip(elements.par_chunks(TASK));
-            let sums = parts.map(|(out, elements)| rounding.run(elements, out));
-            sums.reduce(Sums::default, Sums::add)
+            sums
         }
         _ => {
             let runs = (TASK / run).max(1);
@@ -237,6 +277,12 @@ fn quantized<T: Element>(
                 runs.zip(scales.iter_mut().zip(zero_points))
                     .map(|((out, elements), parameters)| {
                         let extent = Extent::of(elements, format);
+                        let mut tried = |range: Extent| {
+                            let rounding = RunRounding::new::<T>(range, format);
+                            (rounding.scale, rounding.run(elements, out).noise)
+                        };
+                        let values = occurring(elements);
+                        let extent = observer.extent(extent, values, &mut tried, format);
                         let rounding = RunRounding::new::<T>(extent, format);
                         (*parameters.0, *parameters.1) = rounding.parameters();
                         rounding.run(elements, out)
@@ -275,13 +321,9 @@ fn quantized<T: Element>(
     })
 }
 
-/// What decides a scale.
-#[derive(Clone, Copy, Default)]
-struct Extent {
-    /// The lowest value, at most 0; of a symmetric format 0.
-    lowest: f32,
-    /// The highest value, at least 0; of a symmetric format the largest magnitude.
-    highest: f32,
+/// Values, each of which occurs once.
+fn occurring<T: Element>(elements: &[T]) -> impl Iterator<Item = (f32, f64)> + Clone {
+    elements.iter().map(|element| (element.value(), 1.0))
 }
 
 impl Extent {
@@ -317,7 +359,7 @@ fn absmax<T: Element>(elements: &[T]) -> f32 {
 
 /// How the elements that share a scale become integers.
 #[derive(Clone, Copy)]
-struct RunRounding {
+pub(super) struct RunRounding {
     scale: f32,
     /// What elements are multiplied with.
     inverse: f32,
@@ -339,7 +381,7 @@ enum Becomes {
 }
 
 impl RunRounding {
-    fn new<T: Element>(extent: Extent, format: TensorFormat) -> RunRounding {
+    pub fn new<T: Element>(extent: Extent, format: TensorFormat) -> RunRounding {
         let half = format.bound() as f32;
         let (lowest, highest) = match format.element.is_float() {
             true => (-half, half),
@@ -397,7 +439,7 @@ impl RunRounding {
                     let quotient = match format.granularity {
                         // PyTorch promotes numbers with no dimensions.
                         Granularity::Tensor => extent.lowest / scale,
-                        Granularity::Channel | Granularity::Group(_) => {
+                        Granularity::Channel | Granularity::Group(_) | Granularity::Feature => {
                             T::rounded(extent.lowest / scale)
                         }
                     };
@@ -414,12 +456,12 @@ impl RunRounding {
     }
 
     /// Scale and zero point, as they are stored.
-    fn parameters(self) -> (f32, u8) {
+    pub fn parameters(self) -> (f32, u8) {
         (self.scale, self.zero_point as i8 as u8)
     }
 
     /// Quantizes elements of this scale.
-    fn run<T: Element>(self, elements: &[T], out: &mut [u8]) -> Sums {
+    pub fn run<T: Element>(self, elements: &[T], out: &mut [u8]) -> Sums {
         let [lowest, highest] = self.bounds;
         // The integer is in the lowest byte of a number so large that it has no fraction.
         let integer = |y: f32| {

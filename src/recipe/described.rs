@@ -8,7 +8,7 @@ use crate::quant::Policy;
 use crate::topology::{Chip, Format};
 use crate::weights::quantized::Quantization;
 
-use super::formats::policy_of_checkpoint;
+use super::formats::{Recorded, check_weights_alone, policy, policy_of_checkpoint};
 use super::model::is_described;
 use super::{Notice, Notify, RecipeError};
 
@@ -32,6 +32,12 @@ pub fn described_policy(
     family: &FamilySpec,
 ) -> Result<Option<Policy>, RecipeError> {
     let stored = described_quantization(config)?;
+    if stored.is_none() {
+        // Recorded scales are inputs of the program, whose values it need not know.
+        let policy = policy(config, family, 0)?;
+        check_weights_alone(policy.as_ref(), Recorded::AreInputs)?;
+        return Ok(policy);
+    }
     let place = config.denoiser_config_place();
     policy_of_checkpoint(config, stored.as_ref(), Path::new(&place), family)
 }
@@ -54,7 +60,14 @@ pub fn check_formats(
         (mode, _) => {
             let mut rules = config.quant_rules.0.iter();
             mode == config::Quantization::Int8
-                || rules.any(|rule| rule.mode == config::QuantRuleMode::Int8)
+                || mode == config::Quantization::Int8W8A8Static
+                || rules.any(|rule| {
+                    [
+                        config::QuantRuleMode::Int8,
+                        config::QuantRuleMode::Int8W8A8Static,
+                    ]
+                    .contains(&rule.mode)
+                })
         }
     };
     if !is_int8 {

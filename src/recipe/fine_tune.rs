@@ -15,6 +15,7 @@ use crate::util::files::sorted_entries;
 use crate::weights::lora::KohyaNames;
 use crate::weights::source::{Component, ModelSource};
 
+use super::formats::takes_over_scales;
 use super::record::Recorded;
 use super::source::{INDEX, Source, find_model};
 use super::step::lora_options;
@@ -136,6 +137,13 @@ pub fn stored_policy(config: &Config, policy: Policy) -> Result<Policy, RecipeEr
         );
     }
     let mut policy = policy;
+    let mut layers = policy.stored.iter();
+    if let Some((path, _)) = layers.find(|(_, layer)| takes_over_scales(layer)) {
+        return Err(RecipeError::Usage(format!(
+            "the weight of {path} takes over the scales of int8 activations (quantization_smooth_alpha), and training has float \
+             ones: train beside a checkpoint that was quantized without"
+        )));
+    }
     for layer in policy.stored.values_mut() {
         layer.activation = None;
     }

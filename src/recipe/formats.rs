@@ -8,7 +8,7 @@ use crate::dtype::DType;
 use crate::graph::{Granularity, NumericsConvention, Range, Rounding, TensorFormat};
 use crate::models::FamilySpec;
 use crate::nn::Precision;
-use crate::quant::{Action, Decision, Formats, Policy, Rule};
+use crate::quant::{Action, Decision, Formats, Policy, Rule, StoredLayer};
 use crate::weights::quantized::Quantization;
 
 use super::RecipeError;
@@ -35,7 +35,7 @@ pub fn policy(
     for rule in &config.quant_rules.0 {
         let action = match rule_layers(config, rule) {
             None => Action::Float,
-            Some(layers) => Action::Quantize(formats(&layers, local_shards)?),
+            Some(layers) => Action::Quantize(formats(config, &layers, local_shards)?),
         };
         rules.push(Rule::new(&rule.path, action, true).map_err(RecipeError::usage)?);
     }
@@ -51,7 +51,12 @@ pub fn policy(
         (config::Quantization::Int8, NumericsConvention::Qwix) => {
             Policy::qwix_int8(&root, ".*", rules)
         }
-        _ => Policy::of_layers(&root, rules, float_layers, formats(&layers, local_shards)?),
+        _ => Policy::of_layers(
+            &root,
+            rules,
+            float_layers,
+            formats(config, &layers, local_shards)?,
+        ),
     };
     policy.map(Some).map_err(RecipeError::usage)
 }
@@ -72,7 +77,9 @@ fn own_numerics(mode: config::Quantization) -> NumericsConvention {
         | config::Quantization::Int8
         | config::Quantization::Int8W8A16
         | config::Quantization::W4A16 => NumericsConvention::Aqt,
-        config::Quantization::Fp8W8A16 => NumericsConvention::Quark,
+        config::Quantization::Fp8W8A16
+        | config::Quantization::Int8W8A8Static
+        | config::Quantization::SvdQuantW4A16 => NumericsConvention::Quark,
         config::Quantization::Nf4 => NumericsConvention::Nf4,
         config::Quantization::MxFp4 | config::Quantization::MxFp8 => NumericsConvention::Mx,
         config::Quantization::NvFp4 => NumericsConvention::Nv,
@@ -101,6 +108,8 @@ fn rule_layers<'a>(config: &Config, rule: &'a config::QuantRule) -> Option<Layer
         config::QuantRuleMode::MxFp4 => config::Quantization::MxFp4,
         config::QuantRuleMode::MxFp8 => config::Quantization::MxFp8,
         config::QuantRuleMode::NvFp4 => config::Quantization::NvFp4,
+        config::QuantRuleMode::Int8W8A8Static => config::Quantization::Int8W8A8Static,
+        config::QuantRuleMode::SvdQuantW4A16 => config::Quantization::SvdQuantW4A16,
     };
     Some(Layers {
         key: &rule.path,
@@ -123,7 +132,11 @@ const NV_GROUP: usize = 16;
 ///
 /// # Errors
 /// When what the configuration says of them does not fit together.
-fn formats(layers: &Layers<'_>, local_shards: usize) -> Result<Formats, RecipeError> {
+fn formats(
+    config: &Config,
+    layers: &Layers<'_>,
+    local_shards: usize,
+) -> Result<Formats, RecipeError> {
     let Layers {
         key,
         mode,
@@ -151,7 +164,22 @@ fn formats(layers: &Layers<'_>, local_shards: usize) -> Result<Formats, RecipeEr
             };
         }
         config::Quantization::Int8W8A16 => (DType::S8, Granularity::Channel),
-        config::Quantization::W4A16 => (DType::S4, Granularity::Group(INT4_GROUP)),
+        config::Quantization::W4A16 | config::Quantization::SvdQuantW4A16 => {
+            (DType::S4, Granularity::Group(INT4_GROUP))
+        }
+        config::Quantization::Int8W8A8Static => {
+            let is_here = numerics == NumericsConvention::Quark
+                && symmetric
+                && !matches!(granularity, Some(Granularity::Group(_)));
+            if !is_here {
+                return refuse(
+                    "int8 by recorded scales is here in AMD Quark's numerics, symmetric, and its weights have one scale (tensor) \
+                     or one an output feature (channel): leave other numerics, symmetric and groups out"
+                        .into(),
+                );
+            }
+            (DType::S8, Granularity::Channel)
+        }
         config::Quantization::Fp8W8A16 => {
             let is_here = numerics == NumericsConvention::Quark
                 && symmetric
@@ -206,14 +234,27 @@ fn formats(layers: &Layers<'_>, local_shards: usize) -> Result<Formats, RecipeEr
             title(numerics)
         ));
     }
-    Ok(Formats::of_weights(TensorFormat {
+    let weight = TensorFormat {
         element,
         granularity,
         zero_point: !symmetric,
         range: Range::Dynamic,
         rounding: Rounding::NearestEven,
         convention: numerics,
-    }))
+    };
+    let activation = TensorFormat {
+        granularity: match config.quantization_smooth_alpha {
+            Some(_) => Granularity::Feature,
+            None => Granularity::Tensor,
+        },
+        range: Range::Stored(config.activations_dtype.into()),
+        ..TensorFormat::int8(numerics)
+    };
+    Ok(Formats {
+        activation: (mode == config::Quantization::Int8W8A8Static).then_some(activation),
+        low_rank: mode == config::Quantization::SvdQuantW4A16,
+        ..Formats::of_weights(weight)
+    })
 }
 
 /// The quantization policy for a UNet to run whose weights are as the checkpoint at `place` stores them: quantized, or
@@ -228,7 +269,9 @@ pub fn policy_of_checkpoint(
     family: &FamilySpec,
 ) -> Result<Option<Policy>, RecipeError> {
     let Some(stored) = stored else {
-        return policy(config, family, 0);
+        let policy = policy(config, family, 0)?;
+        check_weights_alone(policy.as_ref(), Recorded::AreMissing)?;
+        return Ok(policy);
     };
     let place = place.display();
     let refuse = |problem: String| Err(RecipeError::Usage(problem));
@@ -273,7 +316,15 @@ pub fn policy_of_checkpoint(
             | config::Quantization::Nf4
             | config::Quantization::MxFp4
             | config::Quantization::MxFp8
-            | config::Quantization::NvFp4 => weight_mode(layer.weight) == mode,
+            | config::Quantization::NvFp4 => {
+                weight_mode(layer.weight) == mode
+                    && !takes_over_scales(layer)
+                    && layer.low_rank.is_none()
+            }
+            config::Quantization::Int8W8A8Static => layer.activation.is_some_and(is_recorded),
+            config::Quantization::SvdQuantW4A16 => {
+                weight_mode(layer.weight) == config::Quantization::W4A16
+            }
             config::Quantization::Int8 => {
                 TensorFormat {
                     range: Range::Dynamic,
@@ -289,9 +340,10 @@ pub fn policy_of_checkpoint(
             ));
         }
         layer.activation = match mode {
-            config::Quantization::Off => layer.activation,
+            config::Quantization::Off | config::Quantization::Int8W8A8Static => layer.activation,
             config::Quantization::Int8W8A16
             | config::Quantization::W4A16
+            | config::Quantization::SvdQuantW4A16
             | config::Quantization::Fp8W8A16
             | config::Quantization::Nf4
             | config::Quantization::MxFp4
@@ -302,6 +354,55 @@ pub fn policy_of_checkpoint(
     }
     let root = format!("{}/", family.denoiser.part());
     Ok(Some(Policy::stored(&root, layers)))
+}
+
+/// Whether the scale of activations of this format is in the checkpoint.
+fn is_recorded(activation: TensorFormat) -> bool {
+    matches!(activation.range, Range::Stored(_))
+}
+
+/// Whether a layer's weight has been multiplied by the scales of its activation's features, so that it means nothing without
+/// them.
+pub(super) fn takes_over_scales(layer: &StoredLayer) -> bool {
+    let activation = layer.activation.filter(|format| is_recorded(*format));
+    activation.is_some_and(|format| format.granularity == Granularity::Feature)
+}
+
+/// The scales of activations that calibration finds, where there are float weights.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Recorded {
+    AreMissing,
+    /// Nothing runs, and the program has them as inputs.
+    AreInputs,
+}
+
+/// Refuses modes that need more than the weights of a float checkpoint.
+///
+/// # Errors
+/// When a rule or the mode needs calibration or a decomposition, which `quantize` does.
+pub(super) fn check_weights_alone(
+    policy: Option<&Policy>,
+    recorded: Recorded,
+) -> Result<(), RecipeError> {
+    let rules = policy.iter().flat_map(|policy| &policy.rules);
+    for rule in rules {
+        let Action::Quantize(formats) = rule.action() else {
+            continue;
+        };
+        let is_static = formats.activation.is_some_and(is_recorded);
+        let needs_scales = is_static && recorded == Recorded::AreMissing;
+        let problem = match (needs_scales, formats.low_rank) {
+            (true, _) => "needs the scales of activations, which calibration finds",
+            (false, true) => "needs the low-rank parts of weights",
+            (false, false) => continue,
+        };
+        return Err(RecipeError::Usage(format!(
+            "quantization={}: it {problem}; run `maxdiff-rs quantize` with this mode, and name the folder that \
+             it writes",
+            mode_of(&formats)
+        )));
+    }
+    Ok(())
 }
 
 /// Whose numerics they are.
@@ -332,6 +433,7 @@ pub fn format_text(format: TensorFormat) -> String {
         Granularity::Tensor => "one scale".to_owned(),
         Granularity::Channel => "a scale a channel".to_owned(),
         Granularity::Group(size) => format!("a scale for {size}"),
+        Granularity::Feature => "a scale a feature".to_owned(),
     };
     let zero_point = if format.zero_point {
         " and a zero point"
@@ -347,7 +449,9 @@ pub fn format_text(format: TensorFormat) -> String {
 /// The mode that formats are.
 pub fn mode_of(formats: &Formats) -> config::Quantization {
     match (formats.activation, formats.weight) {
+        (Some(activation), _) if is_recorded(activation) => config::Quantization::Int8W8A8Static,
         (Some(_), _) => config::Quantization::Int8,
+        (None, Some(_)) if formats.low_rank => config::Quantization::SvdQuantW4A16,
         (None, Some(weight)) => weight_mode(weight),
         (None, None) => config::Quantization::Off,
     }

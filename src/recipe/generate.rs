@@ -104,6 +104,7 @@ pub fn generation(
         pixel_unshuffle: config.pixel_unshuffle as usize,
         max_batch: MAX_BATCH,
         memory_advice,
+        watch: None,
     };
     let request = request(config, &options.base, images)?;
     options.check(&request).map_err(RecipeError::usage)?;

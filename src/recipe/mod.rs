@@ -2,6 +2,7 @@
 //!
 //! Nothing here prints: messages go to a [`Notify`].
 
+mod calibrate;
 mod checkpoints;
 mod class_pictures;
 pub mod data;

@@ -3,17 +3,19 @@
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-use crate::config::{Config, ModelConfig};
+use crate::config::{Config, Loaded, ModelConfig};
 use crate::graph::{Builder, Graph, TensorFormat};
 use crate::hub::RepoId;
 use crate::models::{Family, FamilySpec, Part, unet};
-use crate::quant::{Action, Decision, Policy, Rule, StoredLayer, annotate};
+use crate::pjrt::install::TryLoad;
+use crate::quant::{Action, Decision, Observer, Policy, Rule, StoredLayer, annotate};
 use crate::weights::match_parameters;
 use crate::weights::quantized::{Quantization, weight_name};
 use crate::weights::source::{
     ModelSource, QuantizedTensor, SourceError, UNetQuantization, WrittenPart,
 };
 
+use super::calibrate::{Run, calibrate, calibrated, check_calibration, plans};
 use super::source::{denoiser, find_model};
 use super::{Notify, RecipeError, policy, precision};
 
@@ -36,6 +38,8 @@ pub struct QuantizeReport {
     pub parameters: usize,
     /// Bytes of the UNet in the source.
     pub source_bytes: u64,
+    /// Runs of the denoiser that calibration saw; `None` without calibration.
+    pub calibration_steps: Option<usize>,
 }
 
 /// The layers of one format, together.
@@ -143,7 +147,8 @@ pub fn check_quantize(config: &Config) -> Result<(), RecipeError> {
         )));
     }
     let family = config.model_family.unwrap_or(Family::ALL[0]);
-    weight_policy(config, family.spec()).map(drop)
+    let policy = weight_policy(config, family.spec())?;
+    check_calibration(config, &policy)
 }
 
 /// The policy that decides which weights are quantized.
@@ -175,12 +180,14 @@ fn weight_policy(config: &Config, family: &FamilySpec) -> Result<Policy, RecipeE
 /// When there is no such model, it is quantized already, a rule matches nothing, a weight is not finite, or a file cannot
 /// be read or written.
 pub fn quantize(
-    config: &Config,
+    loaded: &Loaded,
     recipe_file: &Path,
     output: &Path,
+    try_load: &TryLoad<'_>,
     notify: &mut Notify<'_>,
     observe: &mut dyn FnMut(u64, u64),
 ) -> Result<QuantizeReport, RecipeError> {
+    let config = &loaded.config;
     check_quantize(config)?;
     let (source, _) = find_model(config, recipe_file, notify)?;
     let family = source.family.spec();
@@ -202,7 +209,20 @@ pub fn quantize(
         .iter()
         .map(|(key, dims)| (*key, dims.iter().product()))
         .collect();
-    let stored = stored(config, &decisions);
+    let stored = stored(config, &decisions, &graph);
+    let calibrated = calibrated(config, &policy, &stored);
+    let statistics = match calibrated {
+        None => None,
+        Some(watch) => {
+            let run = Run {
+                loaded,
+                recipe_file,
+                try_load,
+            };
+            Some(calibrate(&run, watch, notify)?)
+        }
+    };
+    let plans = plans(config, &stored, statistics.as_ref(), &denoiser.checkpoint)?;
     let source_bytes = denoiser
         .checkpoint
         .iter()
@@ -211,6 +231,11 @@ pub fn quantize(
     let quantization = UNetQuantization {
         stored: stored.clone(),
         weights_dtype: config.weights_dtype.into(),
+        observer: Observer {
+            kind: config.quantization_observer,
+            percentile: config.quantization_percentile,
+        },
+        plans,
     };
     let (parts, tensors) = source
         .write_quantized(output, &quantization, observe)
@@ -225,6 +250,7 @@ pub fn quantize(
         parameters: sizes.values().sum(),
         source_bytes,
         source: source.path,
+        calibration_steps: statistics.map(|statistics| statistics.steps()),
     })
 }
 
@@ -248,13 +274,28 @@ fn decisions(
     Ok((b.finish(), decisions))
 }
 
-/// The formats in which the decisions have weights stored.
-fn stored(config: &Config, decisions: &[Decision]) -> Quantization {
+/// The formats in which the decisions have weights stored. A low-rank product stands beside the linear layers of `graph`
+/// that are larger than its rank.
+fn stored(config: &Config, decisions: &[Decision], graph: &Graph) -> Quantization {
+    let sizes: HashMap<&str, &[usize]> = graph
+        .weights()
+        .map(|(_, weight)| (weight.key(), weight.shape.dims.as_slice()))
+        .collect();
+    let rank = config.svd_rank as usize;
+    let is_large = |layer: &str| match sizes.get(weight_name(layer).as_str()) {
+        Some(&[out, inputs]) => *out.min(inputs) > rank,
+        _ => false,
+    };
     let stored = |decision: &Decision| {
         let formats = decision.formats?;
         let weight = formats.weight?.stored(config.activations_dtype.into());
         let activation = formats.activation;
-        Some((decision.path.clone(), StoredLayer { weight, activation }))
+        let stored = StoredLayer {
+            weight,
+            activation,
+            low_rank: (formats.low_rank && is_large(&decision.path)).then_some(rank),
+        };
+        Some((decision.path.clone(), stored))
     };
     Quantization {
         layers: decisions.iter().filter_map(stored).collect(),

@@ -25,6 +25,7 @@ use crate::util::files;
 use crate::weights::Checkpoint;
 use crate::weights::source::{Component, ModelSource, PipelineKind, SourceError, is_pipeline};
 
+use super::formats::{Recorded, check_weights_alone};
 use super::model::{check_positions, image_size, prompt_tokens};
 use super::scheduler::{OwnScheduler, SCHEDULER, scheduler, scheduler_of};
 use super::{
@@ -300,8 +301,10 @@ impl Source {
                 check_pixels(&model)?;
                 let tokenizer =
                     Tokenizer::from_file(&file, model.tokens).map_err(RecipeError::failed)?;
+                let quantization = policy(config, model.family.spec(), 0)?;
+                check_weights_alone(quantization.as_ref(), Recorded::AreMissing)?;
                 Ok(PipelineModel {
-                    quantization: policy(config, model.family.spec(), 0)?,
+                    quantization,
                     model,
                     tokenizers: vec![tokenizer],
                     zero_empty_prompts: false,

@@ -7,7 +7,7 @@ use crate::train::optimizer::{AdamOptions, Optimizer, OptimizerOptions};
 use crate::train::step::{CleanSamples, Draws, LossWeighting, StepOptions, Timesteps};
 
 use super::RecipeError;
-use super::formats::policy;
+use super::formats::{Recorded, check_weights_alone, policy};
 use super::model::check_pixels;
 
 /// Refuses a new model that cannot be trained.
@@ -60,6 +60,8 @@ pub fn step_options(
     batch: usize,
     local_shards: usize,
 ) -> Result<StepOptions, RecipeError> {
+    let quantization = policy(config, model.family.spec(), local_shards)?;
+    check_weights_alone(quantization.as_ref(), Recorded::AreMissing)?;
     Ok(StepOptions {
         batch,
         clean: match model.family.spec().published {
@@ -77,7 +79,7 @@ pub fn step_options(
             .with_prior_preservation
             .then_some(config.prior_loss_weight),
         train_text_encoder: config.train_text_encoder,
-        quantization: policy(config, model.family.spec(), local_shards)?,
+        quantization,
     })
 }
 

@@ -3,8 +3,9 @@
 //! Beside the integers of `<layer>.weight`, in the shape of the weight, stands their scale, `<layer>.weight_scale`, and where
 //! the format has one the zero point, `<layer>.weight_zero_point`. Two input features of an int4 weight share a byte, the
 //! first in its lower half: `u8[out, in / 2, ..]`. `quantization_config` in the part's `config.json` says which layers are
-//! stored in which format, and what the program does with activations unless it is told otherwise. Other tensors are as in
-//! any checkpoint.
+//! stored in which format, and what the program does with activations unless it is told otherwise. Where calibration found
+//! the scale of an activation, it is `<layer>.input_scale`; layers of one parent that read the same activation have the same.
+//! Low-rank factors are `<layer>.svd_down.weight` and `<layer>.svd_up.weight`. Other tensors are as in any checkpoint.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -18,7 +19,8 @@ use crate::dtype::DType;
 use crate::graph::{Granularity, NumericsConvention, Range, Rounding, TensorFormat};
 use crate::host_tensor::{HostTensor, packed};
 use crate::quant::{
-    StoredFormats, StoredLayer, scale_dims, scale_name, tensor_scale_name, zero_point_name,
+    LOW_RANK, StoredFormats, StoredLayer, input_scale_name, scale_dims, scale_name,
+    tensor_scale_name, zero_point_name,
 };
 use crate::shape::Shape;
 use crate::util::text::listed;
@@ -108,6 +110,9 @@ struct WrittenFormat {
 struct WrittenLayers {
     weight: WrittenFormat,
     activation: Option<WrittenFormat>,
+    /// Of what is multiplied in float beside the weight.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    low_rank: Option<usize>,
     layers: Vec<String>,
 }
 
@@ -181,6 +186,7 @@ impl WrittenFormat {
             Granularity::Tensor => ("tensor", None),
             Granularity::Channel => ("channel", None),
             Granularity::Group(size) => ("group", Some(size)),
+            Granularity::Feature => ("feature", None),
         };
         WrittenFormat {
             element: element_name(format),
@@ -199,19 +205,26 @@ impl WrittenFormat {
         let granularity = match (self.granularity.as_str(), self.group_size) {
             ("tensor", None) => Granularity::Tensor,
             ("channel", None) => Granularity::Channel,
+            ("feature", None) => Granularity::Feature,
             ("group", Some(size)) if size > 0 => Granularity::Group(size),
             ("group", size) => {
                 return Err(format!(
                     "granularity is \"group\" with group_size {size:?}; expected a number above 0"
                 ));
             }
-            ("tensor" | "channel", Some(_)) => {
+            ("tensor" | "channel" | "feature", Some(_)) => {
                 return Err(format!(
                     "granularity {:?} has no group_size",
                     self.granularity
                 ));
             }
-            (other, _) => return Err(unknown("granularity", other, "tensor, channel and group")),
+            (other, _) => {
+                return Err(unknown(
+                    "granularity",
+                    other,
+                    "tensor, channel, group and, of activations, feature",
+                ));
+            }
         };
         if !self.symmetric && self.numerics != NumericsConvention::Quark {
             return Err(format!(
@@ -278,21 +291,46 @@ impl WrittenLayers {
         if !matches!(weight.range, Range::Stored(_)) {
             return Err("a format of weights has no scale_dtype".into());
         }
+        if weight.granularity == Granularity::Feature {
+            return Err("a weight has no scale for each feature".into());
+        }
         let activation = self.activation.as_ref();
         let activation = activation.map(WrittenFormat::read).transpose()?;
         if let Some(format) = activation
             && format != TensorFormat::int8(format.convention)
+            && !is_recorded_int8(format)
         {
             return Err(
-                "activation: expected int8 with a scale for each channel that is found at run time"
+                "activation: expected int8 with a scale for each channel that is found at run time, or with one scale or one \
+                 for each feature that is stored, in quark's numerics"
                     .into(),
             );
+        }
+        if self.low_rank == Some(0) {
+            return Err("low_rank is 0; expected a number above, or none".into());
         }
         if activation.is_some() && (weight.element != DType::S8 || !weight.scales_results()) {
             return Err("activation: int8 activations are multiplied with symmetric int8 weights that have no groups".into());
         }
-        Ok(StoredLayer { weight, activation })
+        Ok(StoredLayer {
+            weight,
+            activation,
+            low_rank: self.low_rank,
+        })
     }
+}
+
+/// Whether activations have this format by a scale that calibration found.
+fn is_recorded_int8(format: TensorFormat) -> bool {
+    let recorded = |granularity| {
+        TensorFormat {
+            granularity,
+            range: format.range,
+            ..TensorFormat::int8(NumericsConvention::Quark)
+        } == format
+    };
+    matches!(format.range, Range::Stored(_))
+        && (recorded(Granularity::Tensor) || recorded(Granularity::Feature))
 }
 
 impl Quantization {
@@ -367,6 +405,7 @@ impl Quantization {
         let written = groups.into_iter().map(|(formats, layers)| WrittenLayers {
             weight: WrittenFormat::new(formats.weight),
             activation: formats.activation.map(WrittenFormat::new),
+            low_rank: formats.low_rank,
             layers,
         });
         json!({
@@ -388,14 +427,15 @@ impl Quantization {
     ) -> Result<(), QuantizedError> {
         let mut expected: BTreeMap<String, Shape> = BTreeMap::new();
         let mut problems = Vec::new();
-        for (layer, StoredLayer { weight: format, .. }) in &self.layers {
+        for (layer, formats) in &self.layers {
+            let format = &formats.weight;
             let weight = weight_name(layer);
             let Some(found) = tensors.get(weight.as_str()) else {
                 problems.push(format!("{weight} is missing"));
                 continue;
             };
             let shape = of_file(found, format.element);
-            match shape.and_then(|shape| stored_tensors(&weight, &shape, *format)) {
+            match shape.and_then(|shape| layer_tensors(layer, &shape, formats)) {
                 Some(tensors) => expected.extend(tensors),
                 None => problems.push(format!("{weight} {found} cannot be of its format")),
             }
@@ -412,9 +452,7 @@ impl Quantization {
         for (name, shape) in tensors {
             let is_quantized = !shape.dtype.is_float()
                 || shape.dtype.bits() < 16
-                || name.ends_with(".weight_scale")
-                || name.ends_with(".weight_scale_2")
-                || name.ends_with(".weight_zero_point");
+                || BESIDE.iter().any(|end| name.ends_with(end));
             if is_quantized && !expected.contains_key(*name) {
                 problems.push(format!("{name} {shape} is of no layer that is described"));
             }
@@ -428,29 +466,67 @@ impl Quantization {
         }
     }
 
-    /// Whether a tensor of this name is the scale or the zero point of a weight.
+    /// Whether a tensor of this name is a scale, a zero point or a factor of a layer whose weight is quantized.
     pub fn is_beside(&self, name: &str) -> bool {
-        let layer = name
-            .strip_suffix(".weight_scale")
-            .or_else(|| name.strip_suffix(".weight_scale_2"))
-            .or_else(|| name.strip_suffix(".weight_zero_point"));
+        let layer = BESIDE.iter().find_map(|end| name.strip_suffix(end));
         layer.is_some_and(|layer| self.layers.contains_key(layer))
     }
 
     /// The format of a tensor that holds the integers of a weight.
     pub fn format_of(&self, name: &str) -> Option<TensorFormat> {
-        let layer = name.strip_suffix(".weight")?;
-        self.layers.get(layer).map(|layer| layer.weight)
+        self.layer_of(name).map(|(_, layer)| layer.weight)
     }
+
+    /// The layer whose weight `name` is, with its path.
+    pub(super) fn layer_of<'n>(&self, name: &'n str) -> Option<(&'n str, &StoredLayer)> {
+        let layer = name.strip_suffix(".weight")?;
+        Some((layer, self.layers.get(layer)?))
+    }
+}
+
+/// The ends of the names of what stands beside a weight, after its layer's path.
+const BESIDE: [&str; 6] = [
+    ".weight_scale",
+    ".weight_scale_2",
+    ".weight_zero_point",
+    ".input_scale",
+    ".svd_down.weight",
+    ".svd_up.weight",
+];
+
+/// The tensors of a file that a layer has whose weight has this shape; `None` where the shape has no such formats.
+pub(super) fn layer_tensors(
+    layer: &str,
+    shape: &Shape,
+    formats: &StoredLayer,
+) -> Option<Vec<(String, Shape)>> {
+    let mut tensors = stored_tensors(&weight_name(layer), shape, formats.weight)?;
+    if let Some(TensorFormat {
+        range: Range::Stored(dtype),
+        granularity,
+        ..
+    }) = formats.activation
+    {
+        let dims = match granularity {
+            Granularity::Feature => vec![*shape.dims.get(1)?],
+            Granularity::Tensor | Granularity::Channel | Granularity::Group(_) => Vec::new(),
+        };
+        tensors.push((input_scale_name(layer), Shape::new(dtype, dims)));
+    }
+    if let Some(rank) = formats.low_rank {
+        let (mut down, up) = (shape.dims.clone(), vec![*shape.dims.first()?, rank]);
+        down[0] = rank;
+        for (name, dims) in LOW_RANK.into_iter().zip([down, up]) {
+            let name = format!("{layer}.{name}.weight");
+            tensors.push((name, Shape::new(DType::BF16, dims)));
+        }
+    }
+    Some(tensors)
 }
 
 /// The tensors of a file that hold the weight `name` of this shape in a format of range [`Range::Stored`]; `None` where
 /// the shape has no such format.
-pub(super) fn stored_tensors(
-    name: &str,
-    shape: &Shape,
-    format: TensorFormat,
-) -> Option<Vec<(String, Shape)>> {
+fn stored_tensors(name: &str, shape: &Shape, format: TensorFormat) -> Option<Vec<(String, Shape)>> {
     let Range::Stored(_) = format.range else {
         return None;
     };

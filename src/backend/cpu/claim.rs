@@ -215,6 +215,8 @@ impl<'a> Claims<'a> {
             [] if types[0] == DType::BF16 && dequantized.is_some() && is_stored => (None, None),
             [column] if types[0] == DType::BF16 && is_stored => (None, Some(column)),
             [row, column] if types == [DType::S8; 2] => (Some(row), Some(column)),
+            // The scale of the activation is recorded, and that of the columns has it.
+            [column] if types == [DType::S8; 2] => (None, Some(column)),
             _ => return None,
         };
         (node.shape.dtype == DType::F32).then_some(Product {

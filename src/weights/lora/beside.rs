@@ -1,161 +1,32 @@
 //! Low-rank updates beside the weights of a traced program.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 use super::LoraRanks;
-use crate::dtype::DType;
-use crate::graph::{Builder, DotDims, Graph, GraphError, Init, Input, InputKind, Node, Op, Tensor};
+use crate::graph::{Graph, GraphError};
+use crate::quant::{self, contracted_weights};
 use crate::shape::Shape;
 
-type Result<T> = std::result::Result<T, GraphError>;
-
 /// The scopes of an update's factors below their layer's.
-const DOWN: &str = "lora_down";
-const UP: &str = "lora_up";
+const NAMES: [&str; 2] = ["lora_down", "lora_up"];
 
-/// The graph with `scale * up @ (down @ x)` added to every dot and convolution of the weights that `ranks` names.
+/// The graph with `scale * up @ (down @ x)` added to every dot and convolution of the weights that `ranks` names
+/// ([`quant::low_rank_beside`]).
 ///
-/// The factors are new weights of type `f32`, for a weight `<path>.weight` called `<path>.lora_down.weight` and
-/// `<path>.lora_up.weight`, with the shapes that [`super::Factors`] have. Both products are of the type of `x` and
-/// accumulate in `f32`, as those with the weight itself. They are not quantized: this comes after
-/// [`crate::quant::annotate`] and before [`crate::quant::lower`], and needs a graph that is no derivative.
+/// For a weight `<path>.weight` the factors are `<path>.lora_down.weight` and `<path>.lora_up.weight`, with the shapes that
+/// [`super::Factors`] have.
 ///
 /// # Errors
 /// When no dot or convolution has one of the weights as its right operand, in the layout of [`crate::nn`].
-pub fn beside(graph: &Graph, ranks: &LoraRanks, scale: f64) -> Result<Graph> {
-    let mut used = BTreeSet::new();
-    let result = graph.rewrite(&mut |b, node, operands| {
-        let Some(weight) = contracted_weight(b, node, operands) else {
-            return Ok(None);
-        };
-        let Some(&rank) = ranks.get(&weight.name) else {
-            return Ok(None);
-        };
-        let base = b.copy_node(node, operands)?;
-        let update = low_rank(b, node, operands[0], &weight, rank)?;
-        let update = match scale == 1.0 {
-            true => update,
-            false => b.mul_scalar(update, scale)?,
-        };
-        used.insert(weight.name);
-        b.add(base, update).map(Some)
-    })?;
-    match ranks.keys().find(|name| !used.contains(*name)) {
-        None => Ok(result),
-        Some(name) => Err(Builder::new().invalid(format!(
-            "no dot or convolution takes {name}, which a LoRA is to be put beside"
-        ))),
-    }
-}
-
-/// The weight that a contraction's right operand is, maybe converted.
-fn contracted_weight(b: &Builder, node: &Node, operands: &[Tensor]) -> Option<Input> {
-    if !is_contraction(node) {
-        return None;
-    }
-    b.with_graph(|g| weight_behind(g, operands.get(1)?.index()).cloned())
-}
-
-fn is_contraction(node: &Node) -> bool {
-    matches!(node.op, Op::DotGeneral { .. } | Op::Convolution { .. })
-}
-
-/// The weight that a node is, maybe converted.
-fn weight_behind(graph: &Graph, id: usize) -> Option<&Input> {
-    let mut node = &graph.nodes[id];
-    while let Op::Convert(_) = node.op {
-        node = &graph.nodes[*node.operands.first()? as usize];
-    }
-    let Op::Parameter(index) = node.op else {
-        return None;
-    };
-    let input = &graph.inputs[index];
-    matches!(input.kind, InputKind::Weight(_)).then_some(input)
+pub fn beside(graph: &Graph, ranks: &LoraRanks, scale: f64) -> Result<Graph, GraphError> {
+    quant::low_rank_beside(graph, ranks, NAMES, scale)
 }
 
 /// The weights that [`beside`] can put an update beside, by their names: those of linear layers and convolutions that
 /// outputs depend on.
 pub fn adaptable(graph: &Graph) -> BTreeMap<&str, &Shape> {
-    let live = graph.live_nodes();
-    let nodes = graph.nodes.iter().zip(live);
-    let contractions =
-        nodes.filter_map(|(node, live)| (live && is_contraction(node)).then_some(node));
-    let weights =
-        contractions.filter_map(|node| weight_behind(graph, *node.operands.get(1)? as usize));
-    let weights = weights.filter(|weight| weight.shape.rank() >= 2);
+    let weights = contracted_weights(graph).filter(|weight| weight.shape.rank() >= 2);
     weights
         .map(|weight| (weight.name.as_str(), &weight.shape))
         .collect()
-}
-
-/// `up @ (down @ x)` in the shape and type of `node`, the product of `x` with `weight`.
-fn low_rank(b: &Builder, node: &Node, x: Tensor, weight: &Input, rank: usize) -> Result<Tensor> {
-    let layout = || {
-        b.invalid(format!(
-            "{} {}: a LoRA stands beside linear layers and convolutions only",
-            weight.name, weight.shape
-        ))
-    };
-    let [out, _, ..] = weight.shape.dims[..] else {
-        return Err(layout());
-    };
-    let axes = weight.logical_axes.as_slice();
-    let dtype = b.dtype(x);
-    let factor = |name: &str, dims: Vec<usize>, axes: Vec<_>, init: Init| {
-        let shape = Shape::new(DType::F32, dims);
-        let factor = b.scope(name).param("weight", shape, init, &axes)?;
-        b.convert(factor, dtype)
-    };
-    let mut down_dims = weight.shape.dims.clone();
-    down_dims[0] = rank;
-    let (mut down_axes, mut up_axes) = (Vec::new(), Vec::new());
-    if let [of_out, of_in @ ..] = axes {
-        down_axes.push(None);
-        down_axes.extend(of_in);
-        up_axes.extend([*of_out, None]);
-    }
-    // PEFT's `gaussian`; an update of zero until the factors are loaded or trained.
-    let init = Init::Normal {
-        std: 1.0 / rank as f32,
-    };
-    let down = factor(DOWN, down_dims, down_axes, init)?;
-    let up = factor(UP, vec![out, rank], up_axes, Init::Zeros)?;
-
-    let (inner, result) = match &node.op {
-        Op::DotGeneral { dims, result, .. } => {
-            let last = b.dims(x).len().checked_sub(1);
-            if dims.rhs_contract != [1]
-                || Some(dims.lhs_contract.as_slice()) != last.as_ref().map(std::slice::from_ref)
-                || !dims.rhs_batch.is_empty()
-                || weight.shape.rank() != 2
-            {
-                return Err(layout());
-            }
-            let at = b.scope(DOWN);
-            (at.dot_general(x, down, dims.clone(), DType::F32)?, *result)
-        }
-        Op::Convolution { dims, result, .. } => {
-            let channels_last = dims.out.feature + 1 == node.shape.rank();
-            if dims.rhs.batch != 0
-                || dims.rhs.feature != 1
-                || !channels_last
-                || dims.feature_groups != 1
-            {
-                return Err(layout());
-            }
-            let at = b.scope(DOWN);
-            let inner = at.convolution(x, down, (**dims).clone(), DType::F32)?;
-            (inner, *result)
-        }
-        _ => return Err(layout()),
-    };
-    let at = b.scope(UP);
-    let inner = at.convert(inner, dtype)?;
-    let last = b.dims(inner).len() - 1;
-    let dims = DotDims {
-        lhs_contract: vec![last],
-        rhs_contract: vec![1],
-        ..DotDims::default()
-    };
-    at.dot_general(inner, up, dims, result)
 }

@@ -23,7 +23,7 @@ use serde_json::{Map, Value};
 use super::{Checkpoint, WeightsError};
 use crate::dtype::DType;
 use crate::models::{Family, Part};
-use crate::quant::WeightQuantError;
+use crate::quant::LowRankError;
 use crate::schedulers::scheduler_fields;
 use crate::util::files;
 use crate::util::text::listed;
@@ -31,7 +31,7 @@ use crate::util::text::listed;
 pub use detect::is_lora;
 pub use folder::is_pipeline;
 pub(crate) use folder::{check_class, denoisers, is_null, no_denoiser};
-pub use quantize::{QuantizedTensor, UNetQuantization};
+pub use quantize::{LayerPlan, QuantizedTensor, UNetQuantization};
 pub use write::WrittenPart;
 
 /// More than any configuration of a published model.
@@ -208,7 +208,7 @@ pub enum SourceError {
     Quantize {
         path: PathBuf,
         layer: String,
-        source: WeightQuantError,
+        source: LowRankError,
     },
     #[error(
         "{path}: its weights are quantized already; name the checkpoint that it was made from, or use it as it is"

@@ -3,19 +3,21 @@
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
+use rayon::prelude::*;
 use serde_json::{Map, Value};
 
 use super::{Component, SourceError};
 use crate::dtype::DType;
 use crate::graph::{NumericsConvention, Range, TensorFormat};
-use crate::host_tensor::HostTensor;
+use crate::host_tensor::{HostTensor, HostTensorError};
 use crate::quant::{
-    QuantizedWeight, WeightQuantError, quantize_weight, scale_name, tensor_scale_name,
+    LOW_RANK, LowRankError, LowRankOptions, Observer, QuantizedWeight, WeightQuantError,
+    input_scale_name, quantize_observed, scale_name, tensor_scale_name, with_low_rank,
     zero_point_name,
 };
 use crate::shape::Shape;
 use crate::weights::cast::has_infinity;
-use crate::weights::quantized::{CONFIG_KEY, Quantization, stored_tensors, to_file_order};
+use crate::weights::quantized::{CONFIG_KEY, Quantization, layer_tensors, to_file_order};
 use crate::weights::save::{ScatteredFile, pytorch_metadata};
 use crate::weights::{Checkpoint, TensorSpec, cast};
 
@@ -26,6 +28,22 @@ pub struct UNetQuantization {
     pub stored: Quantization,
     /// Weights are rounded to this type first, and those that stay in float are not wider.
     pub weights_dtype: DType,
+    /// What decides the ranges of weights.
+    pub observer: Observer,
+    /// What is done with the weights of some layers beside, by their paths.
+    pub plans: BTreeMap<String, LayerPlan>,
+}
+
+/// What is done with the weight of a layer before it is quantized.
+#[derive(Clone, Debug, Default)]
+pub struct LayerPlan {
+    /// What its input features are multiplied with: the scales of an activation, which it takes over.
+    pub factors: Option<Vec<f32>>,
+    /// What is written as the scale of its activation.
+    pub input_scale: Option<HostTensor>,
+    pub low_rank: Option<LowRankOptions>,
+    /// The mean square of each input feature.
+    pub squares: Option<Vec<f32>>,
 }
 
 /// A weight that was quantized.
@@ -39,6 +57,11 @@ pub struct QuantizedTensor {
     pub scale_range: [f32; 2],
     /// The ratio of the weight's power to that of its error, in decibels; infinite without an error.
     pub sqnr_db: f64,
+    /// The same ratio of what the layer computes of activations like those of calibration, if the weight alone is rounded and
+    /// their features are independent. `None` without calibration.
+    pub output_sqnr_db: Option<f64>,
+    /// [`LowRankOptions::alphas`]' best, where a low-rank product stands beside the weight.
+    pub low_rank_alpha: Option<f64>,
     /// Bytes of the weight in the source.
     pub source_bytes: u64,
     /// Bytes of the integers and their scales.
@@ -65,8 +88,9 @@ impl UNetQuantization {
     pub(super) fn specs(&self, floats: Vec<TensorSpec>) -> Vec<TensorSpec> {
         let mut specs = Vec::with_capacity(2 * floats.len());
         for spec in floats {
-            let format = self.stored.format_of(&spec.name);
-            let stored = format.and_then(|f| stored_tensors(&spec.name, &spec.shape, f));
+            let layer = self.stored.layer_of(&spec.name);
+            let stored =
+                layer.and_then(|(layer, formats)| layer_tensors(layer, &spec.shape, formats));
             match stored {
                 Some(tensors) => {
                     let tensors = tensors.into_iter();
@@ -84,9 +108,9 @@ impl UNetQuantization {
         SourceError::Quantize {
             path: path.to_owned(),
             layer: tensor.to_owned(),
-            source: WeightQuantError::Overflow {
+            source: LowRankError::Weight(WeightQuantError::Overflow {
                 dtype: self.weights_dtype,
-            },
+            }),
         }
     }
 
@@ -119,7 +143,13 @@ impl UNetQuantization {
                 wrote(tensor.data.len() as u64);
                 return Ok(());
             };
-            let weight = self.quantized(checkpoint, name, tensor, format)?;
+            let layer = name.trim_end_matches(".weight").to_owned();
+            let QuantizedLayer {
+                weight,
+                beside,
+                output_sqnr_db,
+                low_rank_alpha,
+            } = self.quantized(checkpoint, name, tensor, format)?;
             file.write(name, &to_file_order(&weight.values))?;
             file.write(&scale_name(name), &weight.scale.data)?;
             let mut bytes = (weight.values.data.len() + weight.scale.data.len()) as u64;
@@ -132,14 +162,19 @@ impl UNetQuantization {
                     bytes += beside.data.len() as u64;
                 }
             }
+            for (name, tensor) in &beside {
+                file.write(name, &tensor.data)?;
+                bytes += tensor.data.len() as u64;
+            }
             wrote(bytes);
             let source = checkpoint.info(name).map_or(0, Shape::bytes);
-            let layer = name.trim_end_matches(".weight").to_owned();
             let row = QuantizedTensor {
                 dims: weight.values.shape.dims.clone(),
                 format,
                 scale_range: weight.scale_range,
                 sqnr_db: weight.sqnr_db(),
+                output_sqnr_db,
+                low_rank_alpha,
                 source_bytes: source as u64,
                 bytes,
                 layer: layer.clone(),
@@ -160,7 +195,9 @@ impl UNetQuantization {
     ) -> Vec<(&'a str, DType)> {
         let of = |(name, shape): (&'a str, &Shape)| {
             let scale = self.stored.format_of(name).and_then(scale_type);
-            let is_exact = shape.dtype.bits() <= 32 && self.weights_dtype == DType::F32;
+            let layer = name.strip_suffix(".weight");
+            let is_plain = layer.is_none_or(|layer| !self.plans.contains_key(layer));
+            let is_exact = shape.dtype.bits() <= 32 && self.weights_dtype == DType::F32 && is_plain;
             let dtype = match scale {
                 Some(scale) if is_exact => scale,
                 Some(_) => self.weights_dtype,
@@ -177,31 +214,142 @@ impl UNetQuantization {
         name: &str,
         tensor: &mut HostTensor,
         format: TensorFormat,
-    ) -> Result<QuantizedWeight, SourceError> {
+    ) -> Result<QuantizedLayer, SourceError> {
+        let layer = name.trim_end_matches(".weight");
         let fail = |source| SourceError::Quantize {
             path: checkpoint.path().to_owned(),
-            layer: name.trim_end_matches(".weight").to_owned(),
+            layer: layer.to_owned(),
             source,
         };
         let elements = tensor.shape.dims.get(1).copied().unwrap_or(1);
         if format.element.bits() < 8 && !elements.is_multiple_of(2) {
-            return Err(fail(WeightQuantError::Odd { elements }));
+            return Err(fail(WeightQuantError::Odd { elements }.into()));
         }
-        match scale_type(format) {
-            Some(scale) if scale != tensor.shape.dtype => {
-                let data = std::mem::take(&mut tensor.data);
-                let shape = tensor.shape.clone();
-                let tensor = cast(HostTensor { shape, data }, scale).map_err(|source| {
-                    crate::weights::WeightsError::Cast {
-                        name: name.to_owned(),
-                        source,
-                    }
-                })?;
-                quantize_weight(&tensor, format).map_err(fail)
+        let plan = self.plans.get(layer);
+        let float = plan
+            .is_some_and(|plan| plan.squares.is_some())
+            .then(|| tensor.clone());
+        let mut tensor = HostTensor {
+            data: std::mem::take(&mut tensor.data),
+            shape: tensor.shape.clone(),
+        };
+        let scale_type = scale_type(format).unwrap_or(tensor.shape.dtype);
+        let as_scale = |tensor: HostTensor| match tensor.shape.dtype == scale_type {
+            true => Ok(tensor),
+            false => cast(tensor, scale_type).map_err(|source| {
+                SourceError::from(crate::weights::WeightsError::Cast {
+                    name: name.to_owned(),
+                    source,
+                })
+            }),
+        };
+        let mut beside = Vec::new();
+        if let Some(scale) = plan.and_then(|plan| plan.input_scale.clone()) {
+            beside.push((input_scale_name(layer), scale));
+        }
+        if let Some(factors) = plan.and_then(|plan| plan.factors.as_ref()) {
+            tensor = times_features(&tensor, factors).map_err(|e| fail(e.into()))?;
+        }
+        let options = plan.and_then(|plan| plan.low_rank.as_ref());
+        let (weight, low_rank_alpha) = match options {
+            None => {
+                let tensor = as_scale(tensor)?;
+                let weight = quantize_observed(&tensor, format, self.observer);
+                (weight.map_err(|e| fail(e.into()))?, None)
             }
-            _ => quantize_weight(tensor, format).map_err(fail),
+            Some(options) => {
+                let found = with_low_rank(&tensor, format, self.observer, options, scale_type);
+                let found = found.map_err(fail)?;
+                for (end, factor) in LOW_RANK.into_iter().zip([found.down, found.up]) {
+                    let factor = factor.convert(DType::BF16).map_err(|e| fail(e.into()))?;
+                    beside.push((format!("{layer}.{end}.weight"), factor));
+                }
+                (found.weight, Some(found.alpha))
+            }
+        };
+        let squares = plan.and_then(|plan| plan.squares.as_ref());
+        let output_sqnr_db = match (float, squares) {
+            (Some(float), Some(squares)) => {
+                let factors = plan.and_then(|plan| plan.factors.as_deref());
+                let ratio = output_sqnr_db(&float, &weight, &beside, squares, factors);
+                Some(ratio.map_err(|e| fail(e.into()))?)
+            }
+            _ => None,
+        };
+        Ok(QuantizedLayer {
+            weight,
+            beside,
+            output_sqnr_db,
+            low_rank_alpha,
+        })
+    }
+}
+
+/// A layer as it is written.
+struct QuantizedLayer {
+    weight: QuantizedWeight,
+    /// Further tensors, by their names.
+    beside: Vec<(String, HostTensor)>,
+    output_sqnr_db: Option<f64>,
+    low_rank_alpha: Option<f64>,
+}
+
+/// `f32` values of a weight `[out, in, ..]` times a factor for each input feature.
+fn times_features(weight: &HostTensor, factors: &[f32]) -> Result<HostTensor, HostTensorError> {
+    let positions = weight.shape.dims.iter().skip(2).product::<usize>().max(1);
+    let mut values = weight.to_f32_vec()?;
+    for row in values.chunks_mut(factors.len() * positions) {
+        for (values, factor) in row.chunks_mut(positions).zip(factors) {
+            values.iter_mut().for_each(|x| *x *= factor);
         }
     }
+    HostTensor::from_f32(weight.shape.dims.clone(), &values)
+}
+
+/// [`QuantizedTensor::output_sqnr_db`] of the weight `float`, whose integers have taken over `factors`.
+fn output_sqnr_db(
+    float: &HostTensor,
+    weight: &QuantizedWeight,
+    beside: &[(String, HostTensor)],
+    squares: &[f32],
+    factors: Option<&[f32]>,
+) -> Result<f64, HostTensorError> {
+    let dims = &float.shape.dims;
+    let float = float.to_f32_vec()?;
+    let mut left = weight.dequantized()?;
+    let tensor = |end: &str| beside.iter().find(|(name, _)| name.contains(end));
+    if let [Some((_, down)), Some((_, up))] = LOW_RANK.map(tensor) {
+        let rank = down.shape.dims[0];
+        let (down, up) = (down.to_f32_vec()?, up.to_f32_vec()?);
+        let inputs = dims[1];
+        for (row, up) in left.chunks_mut(inputs).zip(up.chunks(rank)) {
+            for (down, up) in down.chunks(inputs).zip(up) {
+                row.iter_mut().zip(down).for_each(|(x, d)| *x += up * d);
+            }
+        }
+    }
+    let positions = dims.iter().skip(2).product::<usize>().max(1);
+    let row = squares.len() * positions;
+    let of_row = |(row, left): (&[f32], &[f32])| {
+        let (mut signal, mut noise) = (0.0, 0.0);
+        let features = row.chunks(positions).zip(left.chunks(positions));
+        for (feature, (row, left)) in features.enumerate() {
+            let factor = factors.map_or(1.0, |factors| factors[feature]);
+            let square = f64::from(squares[feature]);
+            for (x, left) in row.iter().zip(left) {
+                signal += f64::from(x * x) * square;
+                noise += f64::from(x - left / factor).powi(2) * square;
+            }
+        }
+        [signal, noise]
+    };
+    let rows = float.par_chunks(row).zip(left.par_chunks(row));
+    let sums = rows.map(of_row);
+    let [signal, noise] = sums.reduce(|| [0.0; 2], |a, b| [a[0] + b[0], a[1] + b[1]]);
+    Ok(match noise == 0.0 {
+        true => f64::INFINITY,
+        false => 10.0 * (signal / noise).log10(),
+    })
 }
 
 /// The type in which weights of a format that is stored are quantized: that of their scales, where the convention leaves it

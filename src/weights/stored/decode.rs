@@ -36,7 +36,14 @@ impl Checkpoint {
             match (layer, stored) {
                 (Some(layer), Some((weight, stored))) => {
                     let activation = None;
-                    layers.insert(layer.to_owned(), StoredLayer { weight, activation });
+                    layers.insert(
+                        layer.to_owned(),
+                        StoredLayer {
+                            weight,
+                            activation,
+                            low_rank: None,
+                        },
+                    );
                     tensors.extend(stored);
                 }
                 _ => {

@@ -1,0 +1,388 @@
+//! Calibration: statistics of the activations that layers read. A pass adds them to a program as results, reduced where
+//! it runs, and they are summed up over its runs; no activation is kept.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::dtype::DType;
+use crate::graph::{
+    Binary, Builder, Graph, GraphError, Op, Range, Reduction, ScatterDims, ScatterKind, Tensor,
+    TensorFormat,
+};
+use crate::host_tensor::{HostTensor, HostTensorError};
+use crate::shape::Shape;
+
+use super::observer::{Extent, MovingRange, Observer, ObserverKind};
+use super::weight::{Element, RunRounding};
+
+/// Names of the results.
+mod names {
+    /// `f32[activations, 2]`: the lowest and the highest value of each.
+    pub const RANGES: &str = "statistics/ranges";
+    /// `f32[features of all activations]`: the largest magnitude of each feature.
+    pub const FEATURES: &str = "statistics/features";
+    /// `f32[features of all activations]`: the mean square of each feature.
+    pub const SQUARES: &str = "statistics/squares";
+    /// `s32[activations, BINS]`: how many values of each are in each bin.
+    pub const COUNTS: &str = "statistics/counts";
+}
+
+/// Magnitudes from 2^-32 to 2^32 have a bin each, those of bf16; smaller ones share that of zero. Half of the bins are for
+/// negative numbers.
+const BINS: usize = 2 * MAGNITUDES;
+const MAGNITUDES: usize = 64 << 7;
+/// The bits of 2^-32 as bf16.
+const FIRST: u32 = (127 - 32) << 7;
+
+/// Why calibration gave nothing.
+#[derive(Debug, thiserror::Error)]
+pub enum CalibrationError {
+    #[error(
+        "calibration captured nothing: no denoising step ran; give it prompts and at least one step"
+    )]
+    Nothing,
+    #[error(
+        "{layer}: its input has NaN or infinity in step {step} of calibration; take float32 as activations_dtype, or leave \
+         the layer in float by a rule of quant_rules"
+    )]
+    NotFinite { layer: String, step: usize },
+    #[error("calibration did not see the inputs of {layer}")]
+    NoLayer { layer: String },
+    #[error(transparent)]
+    Host(#[from] HostTensorError),
+}
+
+/// The layers whose inputs are watched.
+#[derive(Clone, Debug)]
+pub struct Watch {
+    /// The root scope of their model, e.g. `unet/`.
+    pub model: String,
+    /// Their paths below it.
+    pub layers: BTreeSet<String>,
+    /// Whether values are counted. Without, there are the lowest and highest ones, and each feature's.
+    pub counts: bool,
+}
+
+/// What a program tells of its activations, in the order in which it computes them.
+#[derive(Clone, Debug, Default)]
+pub struct Watched {
+    /// The features of each.
+    features: Vec<usize>,
+    /// Which activation a layer reads.
+    of_layer: BTreeMap<String, usize>,
+    counts: bool,
+}
+
+impl Watched {
+    /// The layers that read activation `at`.
+    fn readers(&self, at: usize) -> impl Iterator<Item = &String> {
+        let readers = self.of_layer.iter().filter(move |(_, read)| **read == at);
+        readers.map(|(layer, _)| layer)
+    }
+}
+
+/// The graph with statistics of what the layers read as further results, after its own. Layers that read the same value
+/// share them.
+///
+/// # Errors
+/// When a layer is no dot or convolution of an activation with a weight.
+pub fn watch(graph: Graph, watch: &Watch) -> Result<(Graph, Watched), GraphError> {
+    let of_weights = graph.weight_only();
+    let mut watched = Watched {
+        counts: watch.counts,
+        ..Watched::default()
+    };
+    let mut activations: Vec<(u32, usize)> = Vec::new();
+    for node in &graph.nodes {
+        let path = graph.path(node).strip_prefix(&watch.model);
+        let Some(path) = path.filter(|path| watch.layers.contains(*path)) else {
+            continue;
+        };
+        if !matches!(node.op, Op::DotGeneral { .. } | Op::Convolution { .. }) {
+            continue;
+        }
+        let known = [0, 1].map(|at| of_weights[node.operands[at] as usize]);
+        let at = match known {
+            [false, true] => 0,
+            [true, false] => 1,
+            _ => continue,
+        };
+        let feature = match (&node.op, at) {
+            (Op::Convolution { dims, .. }, 0) => dims.lhs.feature,
+            (Op::DotGeneral { dims, .. }, _) => {
+                match [&dims.lhs_contract, &dims.rhs_contract][at][..] {
+                    [feature] => feature,
+                    _ => continue,
+                }
+            }
+            _ => continue,
+        };
+        let read = (node.operands[at], feature);
+        let place = activations.iter().position(|known| *known == read);
+        let place = place.unwrap_or_else(|| {
+            activations.push(read);
+            let shape = &graph.nodes[read.0 as usize].shape;
+            watched.features.push(shape.dims[feature]);
+            activations.len() - 1
+        });
+        watched.of_layer.insert(path.to_owned(), place);
+    }
+    let unseen = |layer: &&String| !watched.of_layer.contains_key(*layer);
+    if let Some(layer) = watch.layers.iter().find(unseen) {
+        let reason = format!("{layer} multiplies no activation with a weight");
+        return Err(Builder::new()
+            .at(watch.model.trim_end_matches('/').to_owned())
+            .invalid(reason));
+    }
+    let b = Builder::resume(graph);
+    let of_each = activations
+        .iter()
+        .map(|(node, feature)| statistics(&b.root("statistics"), b.tensor(*node), *feature));
+    let of_each = of_each.collect::<Result<Vec<_>, _>>()?;
+    let b = b.root("statistics");
+    let joined = |which: usize| {
+        let parts: Vec<Tensor> = of_each.iter().map(|parts| parts[which]).collect();
+        b.concatenate(&parts, 0)
+    };
+    if !activations.is_empty() {
+        b.output(names::RANGES, joined(0)?, None)?;
+        b.output(names::FEATURES, joined(1)?, None)?;
+        b.output(names::SQUARES, joined(2)?, None)?;
+    }
+    if watch.counts && !activations.is_empty() {
+        let counts = activations
+            .iter()
+            .map(|(node, _)| counts(&b, b.tensor(*node)));
+        let counts = counts.collect::<Result<Vec<_>, _>>()?;
+        b.output(names::COUNTS, b.concatenate(&counts, 0)?, None)?;
+    }
+    Ok((b.finish(), watched))
+}
+
+/// The range `f32[1, 2]`, and the largest magnitude and the mean square of each feature, of one activation.
+fn statistics(b: &Builder, x: Tensor, feature: usize) -> Result<[Tensor; 3], GraphError> {
+    let rank = b.dims(x).len();
+    let all: Vec<usize> = (0..rank).collect();
+    let others: Vec<usize> = (0..rank).filter(|d| *d != feature).collect();
+    let end = |kind: Reduction| -> Result<Tensor, GraphError> {
+        let end = b.convert(b.reduce(kind, x, &all)?, DType::F32)?;
+        b.reshape(end, &[1, 1])
+    };
+    let range = b.concatenate(&[end(Reduction::Min)?, end(Reduction::Max)?], 1)?;
+    let features = b.reduce(Reduction::Max, b.abs(x)?, &others)?;
+    let count: usize = others.iter().map(|d| b.dims(x)[*d]).product();
+    let squares = b.sum(b.square(b.convert(x, DType::F32)?)?, &others)?;
+    let squares = b.mul_scalar(squares, 1.0 / count as f64)?;
+    Ok([range, b.convert(features, DType::F32)?, squares])
+}
+
+/// How many values are in each bin, `s32[1, BINS]`.
+fn counts(b: &Builder, x: Tensor) -> Result<Tensor, GraphError> {
+    let count = b.shape(x).count();
+    let rounded = b.convert(b.convert(x, DType::BF16)?, DType::F32)?;
+    let bits = b.push(Op::BitcastConvert(DType::U32), &[rounded])?;
+    let bits = b.reshape(bits, &[count])?;
+    let full = |value: u32| b.full(&b.shape(bits), f64::from(value));
+    let high = b.binary(Binary::ShiftRightLogical, bits, full(16)?)?;
+    let magnitude = b.binary(Binary::And, high, full(0x7fff)?)?;
+    let sign = b.binary(Binary::ShiftRightLogical, high, full(15)?)?;
+    let last = FIRST + MAGNITUDES as u32 - 1;
+    let magnitude = b.min(b.max(magnitude, full(FIRST)?)?, full(last)?)?;
+    let bin = b.sub(magnitude, full(FIRST)?)?;
+    let bin = b.add(bin, b.mul(sign, full(MAGNITUDES as u32)?)?)?;
+    let bin = b.reshape(b.convert(bin, DType::S32)?, &[count, 1])?;
+    let zeros = b.full(&Shape::new(DType::S32, [BINS]), 0.0)?;
+    let ones = b.full(&Shape::new(DType::S32, [count]), 1.0)?;
+    let dims = ScatterDims {
+        update_window_dims: Vec::new(),
+        inserted_window_dims: vec![0],
+        scatter_dims_to_operand_dims: vec![0],
+        index_vector_dim: 1,
+    };
+    let counts = b.scatter(ScatterKind::Add, zeros, bin, ones, dims)?;
+    b.reshape(counts, &[1, BINS])
+}
+
+/// The number that a bin is of.
+fn value_of(bin: usize) -> f32 {
+    let magnitude = bin % MAGNITUDES;
+    let value = match magnitude {
+        0 => 0.0,
+        _ => f32::from_bits((FIRST + magnitude as u32) << 16),
+    };
+    if bin < MAGNITUDES { value } else { -value }
+}
+
+/// What is known of one activation.
+#[derive(Clone, Debug, Default)]
+pub struct ActivationStatistics {
+    lowest: f32,
+    highest: f32,
+    moving: MovingRange,
+    /// The largest magnitude of each feature.
+    features: Vec<f32>,
+    /// The sum over steps of each feature's mean square.
+    squares: Vec<f64>,
+    steps: usize,
+    /// Empty where values are not counted.
+    counts: Vec<u64>,
+}
+
+impl ActivationStatistics {
+    /// The lowest and the highest value of all steps.
+    pub fn range(&self) -> [f32; 2] {
+        [self.lowest, self.highest]
+    }
+
+    /// The largest magnitude of each feature.
+    pub fn features(&self) -> &[f32] {
+        &self.features
+    }
+
+    /// The mean square of each feature.
+    pub fn squares(&self) -> Vec<f32> {
+        let steps = self.steps.max(1) as f64;
+        self.squares
+            .iter()
+            .map(|sum| (sum / steps) as f32)
+            .collect()
+    }
+
+    /// The scale of the range that `observer` finds, for a format with one scale. It is of the type of the format's range
+    /// [`Range::Stored`].
+    pub fn scale(&self, observer: Observer, format: TensorFormat) -> f32 {
+        match format.range {
+            Range::Stored(DType::BF16) => self.scale_in::<[u8; 2]>(observer, format),
+            Range::Stored(_) | Range::Dynamic | Range::Static(_) => {
+                self.scale_in::<[u8; 4]>(observer, format)
+            }
+        }
+    }
+
+    fn scale_in<T: Element>(&self, observer: Observer, format: TensorFormat) -> f32 {
+        let [lowest, highest] = match observer.kind {
+            ObserverKind::Ema => self.moving.range(),
+            _ => self.range(),
+        };
+        let whole = Extent { lowest, highest }.in_format(format);
+        let counts = self.counts.iter().enumerate();
+        let counts = counts.filter(|(_, count)| **count > 0);
+        let values = counts.map(|(bin, count)| {
+            // The ends are known exactly.
+            (
+                value_of(bin).clamp(self.lowest, self.highest),
+                *count as f64,
+            )
+        });
+        let mut tried = |extent: Extent| {
+            let rounding = RunRounding::new::<T>(extent, format);
+            let errors = values.clone().map(|(x, count)| {
+                let bytes = T::bytes(&[x]);
+                rounding.run(T::all(&bytes), &mut [0]).noise * count
+            });
+            (rounding.parameters().0, errors.sum())
+        };
+        let extent = observer.extent(whole, values.clone(), &mut tried, format);
+        RunRounding::new::<T>(extent, format).parameters().0
+    }
+}
+
+/// The statistics of a program's runs.
+#[derive(Clone, Debug)]
+pub struct Statistics {
+    watched: Watched,
+    activations: Vec<ActivationStatistics>,
+    steps: usize,
+}
+
+impl Statistics {
+    /// Of a program that has not run.
+    pub fn new(watched: Watched) -> Statistics {
+        let activations = watched
+            .features
+            .iter()
+            .map(|features| ActivationStatistics {
+                lowest: f32::INFINITY,
+                highest: f32::NEG_INFINITY,
+                features: vec![0.0; *features],
+                squares: vec![0.0; *features],
+                counts: vec![0; if watched.counts { BINS } else { 0 }],
+                ..ActivationStatistics::default()
+            });
+        Statistics {
+            activations: activations.collect(),
+            watched,
+            steps: 0,
+        }
+    }
+
+    /// Runs that were added.
+    pub fn steps(&self) -> usize {
+        self.steps
+    }
+
+    /// Adds the further results of one run.
+    ///
+    /// # Errors
+    /// When an activation is not finite, or there are other results.
+    pub fn add(&mut self, results: &[HostTensor]) -> Result<(), CalibrationError> {
+        self.steps += 1;
+        let [ranges, features, squares, counts @ ..] = results else {
+            return Err(CalibrationError::Nothing);
+        };
+        let (ranges, features) = (ranges.to_f32_vec()?, features.to_f32_vec()?);
+        let mut features = features.into_iter();
+        let mut squares = squares.to_f32_vec()?.into_iter();
+        let activations = self.activations.iter_mut().enumerate();
+        for ((at, activation), range) in activations.zip(ranges.as_chunks().0) {
+            let [lowest, highest] = *range;
+            let largest = features.by_ref().take(activation.features.len());
+            for (known, found) in activation.features.iter_mut().zip(largest) {
+                *known = known.max(found);
+            }
+            let squares = squares.by_ref().take(activation.squares.len());
+            for (sum, square) in activation.squares.iter_mut().zip(squares) {
+                *sum += f64::from(square);
+            }
+            activation.steps += 1;
+            if !lowest.is_finite() || !highest.is_finite() {
+                let layer = self.watched.readers(at).next().cloned();
+                return Err(CalibrationError::NotFinite {
+                    layer: layer.unwrap_or_default(),
+                    step: self.steps,
+                });
+            }
+            activation.lowest = activation.lowest.min(lowest);
+            activation.highest = activation.highest.max(highest);
+            activation.moving.add(*range);
+        }
+        for counts in counts {
+            let each = counts.data.as_chunks().0.chunks(BINS);
+            for (activation, counts) in self.activations.iter_mut().zip(each) {
+                for (sum, count) in activation.counts.iter_mut().zip(counts) {
+                    *sum += u64::from(u32::from_le_bytes(*count));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// What the layer at `path` reads.
+    ///
+    /// # Errors
+    /// When nothing ran, or the layer was not watched.
+    pub fn of_layer(&self, path: &str) -> Result<&ActivationStatistics, CalibrationError> {
+        if self.steps == 0 {
+            return Err(CalibrationError::Nothing);
+        }
+        let at = self.watched.of_layer.get(path);
+        let found = at.and_then(|at| self.activations.get(*at));
+        found.ok_or_else(|| CalibrationError::NoLayer {
+            layer: path.to_owned(),
+        })
+    }
+
+    /// A number for what the layer at `path` reads: that of other layers which read the same.
+    pub fn activation(&self, path: &str) -> Option<usize> {
+        self.watched.of_layer.get(path).copied()
+    }
+}

@@ -1,0 +1,339 @@
+//! Calibration: the pipeline draws images on the CPU, and what layers read of them gives the scales of activations.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+
+use crate::config::{self, Config, Hardware, Loaded, Prompts, QuantRules, WeightGranularity};
+use crate::graph::{Granularity, NumericsConvention, Range, TensorFormat};
+use crate::host_tensor::HostTensor;
+use crate::pipelines::prompt_file::read_prompts;
+use crate::pipelines::{Event, Pipeline};
+use crate::pjrt::install::TryLoad;
+use crate::pjrt::prepare_process;
+use crate::quant::{
+    Action, CalibrationError, LowRankOptions, Observer, ObserverKind, Policy, Statistics,
+    StoredLayer, Watch, balance, largest_of_features,
+};
+use crate::util::files;
+use crate::weights::Checkpoint;
+use crate::weights::quantized::{Quantization, weight_name};
+use crate::weights::source::LayerPlan;
+
+use super::generate::generation;
+use super::session::open_session;
+use super::{Notice, Notify, RecipeError};
+
+/// What the pipeline is opened with.
+pub(super) struct Run<'a> {
+    pub loaded: &'a Loaded,
+    pub recipe_file: &'a Path,
+    pub try_load: &'a TryLoad<'a>,
+}
+
+/// Largest file of captions that is read.
+const MAX_CAPTION_BYTES: u64 = 256 << 20;
+/// The column of a caption in COCO's `captions.tsv`, whose first line names the columns.
+const CAPTION_COLUMN: usize = 2;
+
+/// The formats of activations whose scale calibration finds.
+fn is_recorded(format: TensorFormat) -> bool {
+    matches!(format.range, Range::Stored(_))
+}
+
+/// Checks what the configuration alone says of calibration.
+///
+/// # Errors
+/// When there is a mode with recorded scales and no prompt, or calibration has no effect.
+pub(super) fn check_calibration(config: &Config, policy: &Policy) -> Result<(), RecipeError> {
+    let calibration = &config.calibration;
+    let refuse = |problem: &str| Err(RecipeError::Usage(problem.to_owned()));
+    let actions = policy.rules.iter().map(|rule| rule.action());
+    let formats = actions.filter_map(|action| match action {
+        Action::Float => None,
+        Action::Quantize(formats) => Some(formats),
+    });
+    let formats: Vec<_> = formats.collect();
+    let is_static = formats
+        .iter()
+        .any(|formats| formats.activation.is_some_and(is_recorded));
+    let has_low_rank = formats.iter().any(|formats| formats.low_rank);
+    let own_ranges = formats
+        .iter()
+        .filter_map(|formats| formats.weight)
+        .any(|weight| {
+            !matches!(
+                weight.convention,
+                NumericsConvention::Aqt | NumericsConvention::Qwix | NumericsConvention::Quark
+            )
+        });
+    if own_ranges && config.quantization_observer != ObserverKind::MinMax {
+        return refuse(
+            "quantization_observer has no effect on llama.cpp's blocks, nf4, mxfp4, mxfp8 and nvfp4, which have ranges of their \
+             own: leave it out",
+        );
+    }
+    let has_prompts = !calibration.prompts.0.is_empty() || !calibration.prompts_file.is_empty();
+    if !calibration.prompts.0.is_empty() && !calibration.prompts_file.is_empty() {
+        return refuse("calibration has both prompts and prompts_file: give one of the two");
+    }
+    match (is_static, has_low_rank, has_prompts) {
+        (true, _, false) => refuse(
+            "quantization=int8_w8a8_static needs calibration: give prompts, such as calibration='{prompts: [a lighthouse at \
+             sunrise, a bowl of fruit], steps: 20}', or calibration.prompts_file",
+        ),
+        (false, false, true) => refuse(
+            "calibration has no effect: no mode reads activations; leave it out, or take int8_w8a8_static or svdquant_w4a16",
+        ),
+        _ if config.svd_alpha < 0.0 && has_low_rank && !has_prompts => refuse(
+            "svd_alpha=-1 tries how activations and weights share their range, which needs calibration: give calibration \
+             prompts, or leave svd_alpha out",
+        ),
+        _ if config.quantization_smooth_alpha.is_some()
+            && calibration.observer != ObserverKind::MinMax =>
+        {
+            refuse(
+                "quantization_smooth_alpha takes the largest magnitude of each feature: leave calibration.observer out",
+            )
+        }
+        _ if config.quantization_smooth_alpha.is_some() && !is_static => {
+            refuse("quantization_smooth_alpha has no effect: no rule has mode int8_w8a8_static")
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The layers to watch; `None` where nothing is calibrated.
+pub(super) fn calibrated(config: &Config, policy: &Policy, stored: &Quantization) -> Option<Watch> {
+    let calibration = &config.calibration;
+    if calibration.prompts.0.is_empty() && calibration.prompts_file.is_empty() {
+        return None;
+    }
+    let reads =
+        |layer: &StoredLayer| layer.low_rank.is_some() || layer.activation.is_some_and(is_recorded);
+    let layers = stored.layers.iter().filter(|(_, layer)| reads(layer));
+    let layers: BTreeSet<String> = layers.map(|(path, _)| path.clone()).collect();
+    let observer = Observer::of(calibration.observer);
+    (!layers.is_empty()).then(|| Watch {
+        model: policy.model.clone(),
+        layers,
+        counts: observer.reads_counts(),
+    })
+}
+
+/// Draws the images of `calibration`, and gives the statistics of what the layers read.
+///
+/// # Errors
+/// When there are no prompts, the model cannot be opened or run, or an activation is not finite.
+pub(super) fn calibrate(
+    run: &Run<'_>,
+    watch: Watch,
+    notify: &mut Notify<'_>,
+) -> Result<Statistics, RecipeError> {
+    let config = run_config(&run.loaded.config)?;
+    let seed = config.calibration.seed;
+    let mut generation = generation(&config, &run.loaded.given, run.recipe_file, notify)?;
+    // An image at a time, from the same noise.
+    generation.options.max_batch = 1;
+    generation.options.watch = Some(watch);
+    generation
+        .request
+        .images
+        .iter_mut()
+        .for_each(|image| image.seed = seed);
+    let count = generation.request.images.len();
+    prepare_process().map_err(RecipeError::failed)?;
+    let opened = open_session(&config, run.try_load, notify)?;
+    notify(Notice::Progress(&format!(
+        "calibrating with {count} prompts of {} steps",
+        config.num_inference_steps
+    )));
+    let mut pipeline =
+        Pipeline::open(opened.session, generation.options).map_err(RecipeError::failed)?;
+    let mut statistics: Option<Statistics> = None;
+    let generated = pipeline.generate(&generation.request, &mut |event| {
+        match (event, &mut statistics) {
+            (Event::Watched(watched), _) => statistics = Some(Statistics::new(watched.clone())),
+            (Event::Statistics(results), Some(statistics)) => statistics.add(results)?,
+            (Event::Warning(text), _) => notify(Notice::Warning(text)),
+            _ => {}
+        }
+        Ok(())
+    });
+    generated.map_err(RecipeError::failed)?;
+    match statistics.filter(|statistics| statistics.steps() > 0) {
+        Some(statistics) => Ok(statistics),
+        None => Err(RecipeError::failed(CalibrationError::Nothing)),
+    }
+}
+
+/// The configuration of the float pipeline that draws the images.
+fn run_config(config: &Config) -> Result<Config, RecipeError> {
+    let calibration = &config.calibration;
+    let prompts = match calibration.prompts_file.as_str() {
+        "" => calibration.prompts.0.clone(),
+        file => captions(Path::new(file), calibration.max_prompts as usize)?,
+    };
+    Ok(Config {
+        quantization: config::Quantization::Off,
+        quant_rules: QuantRules::default(),
+        quantization_granularity: WeightGranularity::default(),
+        quantization_numerics: None,
+        quantization_symmetric: true,
+        use_qwix_quantization: false,
+        prompt: Prompts(prompts),
+        num_inference_steps: calibration.steps,
+        guidance_scale: calibration.guidance_scale.unwrap_or(config.guidance_scale),
+        height: calibration.height,
+        width: calibration.width,
+        hardware: Hardware::Cpu,
+        ..config.clone()
+    })
+}
+
+/// The first prompts of a file: one a line, or of COCO's `captions.tsv`.
+fn captions(path: &Path, count: usize) -> Result<Vec<String>, RecipeError> {
+    let usage = |problem: String| {
+        RecipeError::Usage(format!(
+            "calibration.prompts_file={}: {problem}",
+            path.display()
+        ))
+    };
+    if path.extension().is_none_or(|extension| extension != "tsv") {
+        let lines = read_prompts(path).map_err(RecipeError::usage)?;
+        let prompts = lines.into_iter().map(|line| line.prompt).take(count);
+        return Ok(prompts.collect());
+    }
+    let size = std::fs::metadata(path).map_err(|e| usage(e.to_string()))?;
+    if size.len() > MAX_CAPTION_BYTES {
+        return Err(usage(format!(
+            "larger than {} MiB",
+            MAX_CAPTION_BYTES >> 20
+        )));
+    }
+    let text = files::read_to_string(path).map_err(|e| usage(e.to_string()))?;
+    let captions = text.lines().skip(1).filter_map(|line| {
+        let caption = line.split('\t').nth(CAPTION_COLUMN)?.trim();
+        (!caption.is_empty()).then(|| caption.to_owned())
+    });
+    let captions: Vec<String> = captions.take(count).collect();
+    match captions.is_empty() {
+        true => Err(usage(
+            "no line has a caption in its third column; expected COCO's captions.tsv".to_owned(),
+        )),
+        false => Ok(captions),
+    }
+}
+
+/// What is done with the weights of layers, by their paths.
+///
+/// # Errors
+/// When a layer was not seen, or a weight cannot be read.
+pub(super) fn plans(
+    config: &Config,
+    stored: &Quantization,
+    statistics: Option<&Statistics>,
+    checkpoint: &Checkpoint,
+) -> Result<BTreeMap<String, LayerPlan>, RecipeError> {
+    let mut plans = BTreeMap::new();
+    let smooth = match (config.quantization_smooth_alpha, statistics) {
+        (Some(alpha), Some(statistics)) => smooth_scales(alpha, stored, statistics, checkpoint)?,
+        _ => BTreeMap::new(),
+    };
+    for (path, layer) in &stored.layers {
+        let recorded = layer.activation.filter(|format| is_recorded(*format));
+        if recorded.is_none() && layer.low_rank.is_none() {
+            continue;
+        }
+        let known = match statistics {
+            None => None,
+            Some(statistics) => Some(statistics.of_layer(path).map_err(RecipeError::failed)?),
+        };
+        let mut plan = LayerPlan {
+            squares: known.map(|known| known.squares()),
+            ..LayerPlan::default()
+        };
+        if let (Some(format), Some(known)) = (recorded, known) {
+            let scales = match (format.granularity, smooth.get(path)) {
+                (Granularity::Feature, Some(scales)) => scales.clone(),
+                _ => {
+                    let observer = Observer {
+                        kind: config.calibration.observer,
+                        percentile: config.calibration.percentile,
+                    };
+                    vec![known.scale(observer, format)]
+                }
+            };
+            let dims = match format.granularity {
+                Granularity::Feature => vec![scales.len()],
+                Granularity::Tensor | Granularity::Channel | Granularity::Group(_) => Vec::new(),
+            };
+            let scale = HostTensor::from_f32(dims, &scales).map_err(RecipeError::failed)?;
+            let scale = match format.range {
+                Range::Stored(dtype) => scale.convert(dtype).map_err(RecipeError::failed)?,
+                Range::Dynamic | Range::Static(_) => scale,
+            };
+            if format.granularity == Granularity::Feature {
+                // The weight takes over what is stored.
+                plan.factors = Some(scale.to_f32_vec().map_err(RecipeError::failed)?);
+            }
+            plan.input_scale = Some(scale);
+        }
+        plan.low_rank = layer.low_rank.map(|rank| LowRankOptions {
+            rank,
+            iterations: config.svd_iterations as usize,
+            alphas: match config.svd_alpha {
+                alpha if alpha < 0.0 => (1..20).map(|i| f64::from(i) / 20.0).collect(),
+                alpha => vec![alpha],
+            },
+            features: known.map(|known| [known.features().to_vec(), known.squares()]),
+        });
+        plans.insert(path.clone(), plan);
+    }
+    Ok(plans)
+}
+
+/// SmoothQuant: the scale of each feature of what layers read. Layers of one parent that read the same activation share
+/// them: the largest of their weights decide.
+fn smooth_scales(
+    alpha: f64,
+    stored: &Quantization,
+    statistics: &Statistics,
+    checkpoint: &Checkpoint,
+) -> Result<BTreeMap<String, Vec<f32>>, RecipeError> {
+    let mut groups: BTreeMap<(usize, &str), Vec<&String>> = BTreeMap::new();
+    for (path, layer) in &stored.layers {
+        let is_smooth = layer.activation.is_some_and(|format| {
+            is_recorded(format) && format.granularity == Granularity::Feature
+        });
+        let parent = path.rsplit_once('.').map_or("", |(parent, _)| parent);
+        if let Some(activation) = statistics.activation(path).filter(|_| is_smooth) {
+            groups.entry((activation, parent)).or_default().push(path);
+        }
+    }
+    let mut scales = BTreeMap::new();
+    for layers in groups.into_values() {
+        let known = statistics
+            .of_layer(layers[0])
+            .map_err(RecipeError::failed)?;
+        let mut largest = vec![0f32; known.features().len()];
+        for layer in &layers {
+            let weight = checkpoint
+                .read_as(&weight_name(layer), crate::dtype::DType::F32)
+                .map_err(RecipeError::failed)?;
+            let values = weight.to_f32_vec().map_err(RecipeError::failed)?;
+            let of_layer = largest_of_features(&values, &weight.shape.dims);
+            let both = largest.iter_mut().zip(of_layer);
+            both.for_each(|(largest, own)| *largest = largest.max(own));
+        }
+        let factors = balance(known.features(), &largest, alpha);
+        let smoothed = known.features().iter().zip(&factors);
+        let highest = smoothed.fold(0f32, |highest, (a, factor)| highest.max(a / factor));
+        // What is read divided by the factors becomes 127.5 at most.
+        let step = (highest / 127.5).max(f32::EPSILON);
+        let shared: Vec<f32> = factors.iter().map(|factor| factor * step).collect();
+        for layer in layers {
+            scales.insert(layer.clone(), shared.clone());
+        }
+    }
+    Ok(scales)
+}

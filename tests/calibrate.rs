@@ -1,0 +1,187 @@
+//! `quantize` with calibration from the outside, and what `generate` and `lower` do with its results.
+
+use std::fs;
+use std::path::Path;
+use std::process::Output;
+
+use crate::common::{
+    cpu_plugin, golden, json, keep_programs, program, text, without_optimizations,
+};
+use crate::generate;
+use maxdiff::models::Part;
+use maxdiff::weights::source::ModelSource;
+use serde_json::Value;
+
+fn quantize(output: &Path, words: &[&str]) -> Output {
+    cpu_plugin();
+    let tokenizer = golden("tokenizer");
+    without_optimizations(&mut program(["quantize", "sd21", "model_family="]))
+        .arg(format!(
+            "pretrained_model_name_or_path={}",
+            golden("pipeline_sd21").display()
+        ))
+        .arg(format!(
+            "tokenizer_model_name_or_path={}",
+            tokenizer.display()
+        ))
+        .args(["activations_dtype=float32", &keep_programs()])
+        .arg("--output")
+        .arg(output)
+        .args(words)
+        .output()
+        .unwrap()
+}
+
+fn quantized(output: &Path, words: &[&str]) -> Value {
+    json(&quantize(output, &[words, &["--json"]].concat()))
+}
+
+fn drawn(dir: &Path, words: &[&str]) -> image::RgbImage {
+    let small = [
+        "prompt=a cat",
+        "height=16",
+        "width=16",
+        "num_inference_steps=2",
+        "--json",
+    ];
+    let words = [&small[..], words].concat();
+    let report = json(&generate::command(dir, &words).output().unwrap());
+    let path = report["images"][0]["path"].as_str().unwrap().to_owned();
+    image::open(path).unwrap().to_rgb8()
+}
+
+/// The mean distance of two images' numbers.
+fn distance(a: &image::RgbImage, b: &image::RgbImage) -> f64 {
+    let both = a.as_raw().iter().zip(b.as_raw());
+    let sum: f64 = both.map(|(a, b)| f64::from(a.abs_diff(*b))).sum();
+    sum / a.as_raw().len() as f64
+}
+
+const SMALL: &str = "calibration={prompts: [a cat, a red dog], steps: 2, height: 16, width: 16}";
+
+#[test]
+fn a_calibrated_checkpoint_draws_nearly_what_its_source_draws() {
+    let dir = tempfile::tempdir().unwrap();
+    let output = dir.path().join("static");
+    let captions = dir.path().join("captions.tsv");
+    fs::write(
+        &captions,
+        "id\timage_id\tcaption\n1\t7\ta cat\n2\t8\t a red dog \n3\t9\tno\n",
+    )
+    .unwrap();
+    let of_file = format!(
+        "calibration={{prompts_file: '{}', max_prompts: 2, steps: 2, height: 16, width: 16, observer: mse}}",
+        captions.display()
+    );
+    let report = quantized(&output, &["quantization=int8_w8a8_static", &of_file]);
+    // Guidance is on, and both of its rows are in one run.
+    assert_eq!(report["calibration_steps"], 4);
+    let tensors = report["tensors"].as_array().unwrap();
+    for row in tensors {
+        let ratio = row["output_sqnr_db"].as_f64().unwrap();
+        assert!((30.0..60.0).contains(&ratio), "{row}");
+    }
+    let [layers] = &report["quantization_config"]["formats"].as_array().unwrap()[..] else {
+        panic!("one format");
+    };
+    assert_eq!(layers["activation"]["granularity"], "tensor");
+    let stored = ModelSource::open(&output).unwrap();
+    let checkpoint = &stored.components[&Part::Unet].checkpoint;
+    let scale = |name: &str| {
+        let path = format!("down_blocks.0.attentions.0.transformer_blocks.0.{name}.input_scale");
+        checkpoint.read(&path).unwrap().to_f32_vec().unwrap()
+    };
+    // What reads the same has the same scale.
+    assert_eq!(scale("attn1.to_q"), scale("attn1.to_v"));
+    assert_ne!(scale("attn1.to_q"), scale("attn1.to_out.0"));
+
+    let named = format!("pretrained_model_name_or_path={}", output.display());
+    let float = drawn(dir.path(), &[]);
+    let found = distance(&drawn(dir.path(), &[&named]), &float);
+    assert!(found < 12.0, "{found}");
+    let mut command = program(["lower", "sd21", "--json", "resolution=16", "hardware=cpu"]);
+    let lowered = json(&command.args([&named, "model_family="]).output().unwrap());
+    assert_eq!(lowered["quantized"], tensors.len());
+}
+
+#[test]
+fn low_rank_products_stand_beside_int4() {
+    let dir = tempfile::tempdir().unwrap();
+    let output = dir.path().join("svd");
+    let words = [
+        "quantization=svdquant_w4a16",
+        "svd_rank=4",
+        "quantization_granularity=4",
+    ];
+    let report = quantized(&output, &[&words[..], &[SMALL]].concat());
+    let tensors = report["tensors"].as_array().unwrap();
+    let is_number = |row: &&Value, key: &str| row[key].is_number();
+    let with = tensors
+        .iter()
+        .filter(|row| is_number(row, "low_rank_alpha"));
+    let with: Vec<&Value> = with.collect();
+    // Linear layers have one, convolutions none.
+    assert!(with.len() > 20 && with.len() < tensors.len());
+    for row in with {
+        let [rest, output] = ["sqnr_db", "output_sqnr_db"].map(|key| row[key].as_f64().unwrap());
+        // What is left of a weight is smaller than the weight, and so is its error.
+        assert!(output > rest, "{row}");
+    }
+    let named = format!("pretrained_model_name_or_path={}", output.display());
+    let float = drawn(dir.path(), &[]);
+    let found = distance(&drawn(dir.path(), &[&named]), &float);
+    assert!(found < 16.0, "{found}");
+}
+
+#[test]
+fn calibration_that_cannot_be_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let output = dir.path().join("out");
+    let static_int8 = "quantization=int8_w8a8_static";
+    for (words, expected) in [
+        (&[static_int8][..], "int8_w8a8_static needs calibration"),
+        (
+            &["quantization=svdquant_w4a16", "svd_alpha=-1"],
+            "svd_alpha=-1 tries how activations and weights share their range",
+        ),
+        (
+            &[static_int8, "calibration={prompts: a, prompts_file: b}"],
+            "calibration has both prompts and prompts_file",
+        ),
+        (
+            &[static_int8, "calibration={prompts_file: nowhere.tsv}"],
+            "calibration.prompts_file=nowhere.tsv: ",
+        ),
+        (
+            &[static_int8, SMALL, "quantization_granularity=8"],
+            "int8 by recorded scales is here in AMD Quark's numerics",
+        ),
+        (
+            &[
+                "quantization=w4a16",
+                "quant_rules=[{path: mid.*, mode: none}]",
+                SMALL,
+            ],
+            "calibration has no effect",
+        ),
+        (
+            &[static_int8, SMALL, "quantization_observer=entropy"],
+            "valid: min_max, percentile, histogram",
+        ),
+    ] {
+        let refused = quantize(&output, words);
+        let error = text(&refused.stderr);
+        assert_eq!(refused.status.code(), Some(2), "{error}");
+        assert!(error.contains(expected), "{error}");
+        assert!(!output.exists());
+    }
+    let float = generate::command(dir.path(), &[static_int8])
+        .output()
+        .unwrap();
+    let error = text(&float.stderr);
+    assert_eq!(float.status.code(), Some(2), "{error}");
+    assert!(
+        error.contains("needs the scales of activations, which calibration finds"),
+        "{error}"
+    );
+}

@@ -1,0 +1,303 @@
+//! A layer that amd-quark 0.13 calibrated: static int8 of weight and activation, and SVDQuant's low-rank product beside int4.
+
+use crate::common::Golden;
+use maxdiff::dtype::DType;
+use maxdiff::graph::{
+    Builder, DotDims, Granularity, Graph, Init, NumericsConvention, Range, TensorFormat, evaluate,
+};
+use maxdiff::host_tensor::HostTensor;
+use maxdiff::lowering::Traced;
+use maxdiff::quant::{
+    ActivationStatistics, LowRankOptions, LowRankWeight, Observer, Policy, Statistics, StoredLayer,
+    Watch, balance, largest_of_features, lower, quantize_weight, watch, with_low_rank,
+};
+use maxdiff::shape::Shape;
+use maxdiff::weights::cast;
+
+const OUTPUTS: usize = 96;
+const INPUTS: usize = 128;
+const ROWS: usize = 16;
+const BATCHES: usize = 3;
+
+fn tensor(golden: &Golden, name: &str, dims: &[usize]) -> HostTensor {
+    golden.tensor(name, &Shape::new(DType::F32, dims))
+}
+
+fn of_type(tensor: &HostTensor, dtype: DType) -> HostTensor {
+    cast(tensor.clone(), dtype).unwrap()
+}
+
+/// `x w^T` of the layer `unet/to_q`.
+fn linear(dtype: DType) -> Graph {
+    let b = Builder::new();
+    let x = b
+        .input("x", Shape::new(dtype, [ROWS, INPUTS]), &[])
+        .unwrap();
+    let at = b.root("unet").scope("to_q");
+    let weight = Shape::new(dtype, [OUTPUTS, INPUTS]);
+    let weight = at.param("weight", weight, Init::Ones, &[]).unwrap();
+    let dims = DotDims {
+        lhs_contract: vec![1],
+        rhs_contract: vec![1],
+        ..DotDims::default()
+    };
+    let y = at.dot_general(x, weight, dims, DType::F32).unwrap();
+    b.output("y", y, None).unwrap();
+    b.finish()
+}
+
+/// The statistics of the recorded batches.
+fn calibrated(golden: &Golden, dtype: DType) -> ActivationStatistics {
+    let asked = Watch {
+        model: "unet/".into(),
+        layers: ["to_q".to_owned()].into(),
+        counts: false,
+    };
+    let (graph, watched) = watch(linear(dtype), &asked).unwrap();
+    let mut statistics = Statistics::new(watched);
+    let weight = of_type(&tensor(golden, "in/weight", &[OUTPUTS, INPUTS]), dtype);
+    let batches = tensor(golden, "in/batches", &[BATCHES, ROWS, INPUTS]);
+    for batch in batches.to_f32_vec().unwrap().chunks(ROWS * INPUTS) {
+        let x = HostTensor::from_f32([ROWS, INPUTS], batch).unwrap();
+        let results = evaluate(&graph, &[of_type(&x, dtype), weight.clone()]).unwrap();
+        statistics.add(&results[1..]).unwrap();
+    }
+    statistics.of_layer("to_q").unwrap().clone()
+}
+
+fn distance(found: &[f32], expected: &[f32]) -> f64 {
+    assert_eq!(found.len(), expected.len());
+    let square = |x: f32| f64::from(x).powi(2);
+    let difference: f64 = found.iter().zip(expected).map(|(a, b)| square(a - b)).sum();
+    (difference / expected.iter().map(|x| square(*x)).sum::<f64>()).sqrt()
+}
+
+/// The result of the layer for the recorded x, of a weight and an activation in these formats.
+fn result(
+    golden: &Golden,
+    dtype: DType,
+    layer: StoredLayer,
+    weight: &HostTensor,
+    input_scale: &[f32],
+) -> Vec<f32> {
+    let policy = Policy::stored("unet/", [("to_q".to_owned(), layer)].into());
+    let traced = Traced::new("layer", linear(dtype));
+    let graph = lower(&traced.quantized(Some(&policy)).unwrap().graph).unwrap();
+    let quantized = quantize_weight(weight, layer.weight).unwrap();
+    let x = of_type(&tensor(golden, "in/x", &[ROWS, INPUTS]), dtype);
+    let inputs = graph.inputs.iter().map(|input| match input.name.as_str() {
+        "x" => x.clone(),
+        "unet/to_q.weight" => quantized.values.clone(),
+        "unet/to_q.weight_scale" => quantized.scale.clone(),
+        "unet/to_q.input_scale" => {
+            let dims = input.shape.dims.clone();
+            of_type(&HostTensor::from_f32(dims, input_scale).unwrap(), dtype)
+        }
+        other => panic!("{other}"),
+    });
+    let inputs: Vec<HostTensor> = inputs.collect();
+    evaluate(&graph, &inputs).unwrap()[0].to_f32_vec().unwrap()
+}
+
+fn int8(granularity: Granularity, dtype: DType) -> TensorFormat {
+    TensorFormat {
+        granularity,
+        range: Range::Stored(dtype),
+        ..TensorFormat::int8(NumericsConvention::Quark)
+    }
+}
+
+#[test]
+fn static_int8_is_quarks() {
+    let golden = Golden::read("quant_calibrated.safetensors");
+    for (name, dtype, limit) in [("f32", DType::F32, 1e-6), ("bf16", DType::BF16, 5e-3)] {
+        let statistics = calibrated(&golden, dtype);
+        let weight = of_type(&tensor(&golden, "in/weight", &[OUTPUTS, INPUTS]), dtype);
+        for (kind, granularity, scales) in [
+            ("tensor", Granularity::Tensor, 1),
+            ("channel", Granularity::Channel, OUTPUTS),
+        ] {
+            let case = format!("out/static_{name}_{kind}");
+            let recorded = |key: &str, dims: &[usize]| {
+                let tensor = tensor(&golden, &format!("{case}/{key}"), dims);
+                tensor.to_f32_vec().unwrap()
+            };
+            let activation = int8(Granularity::Tensor, dtype);
+            let input_scale = statistics.scale(Observer::default(), activation);
+            assert_eq!([input_scale], recorded("input_scale", &[1])[..], "{case}");
+            let format = int8(granularity, dtype);
+            let quantized = quantize_weight(&weight, format).unwrap();
+            let found = quantized.scale.to_f32_vec().unwrap();
+            assert_eq!(found, recorded("weight_scale", &[scales]), "{case}");
+            let layer = StoredLayer {
+                weight: format,
+                activation: Some(activation),
+                low_rank: None,
+            };
+            let found = result(&golden, dtype, layer, &weight, &[input_scale]);
+            // In bf16 Quark multiplies what integers stand for, each rounded.
+            let error = distance(&found, &recorded("y", &[ROWS, OUTPUTS]));
+            assert!(error <= limit, "{case}: {error}");
+        }
+    }
+}
+
+/// With a scale for each feature the error of outlier features leaves the others alone.
+#[test]
+fn weights_take_over_the_scales_of_features() {
+    let golden = Golden::read("quant_calibrated.safetensors");
+    let dtype = DType::F32;
+    let statistics = calibrated(&golden, dtype);
+    let weight = tensor(&golden, "in/weight", &[OUTPUTS, INPUTS]);
+    let values = weight.to_f32_vec().unwrap();
+    let x = tensor(&golden, "in/x", &[ROWS, INPUTS])
+        .to_f32_vec()
+        .unwrap();
+    let exact: Vec<f32> = x
+        .chunks(INPUTS)
+        .flat_map(|x| {
+            let rows = values.chunks(INPUTS);
+            rows.map(|w| x.iter().zip(w).map(|(x, w)| x * w).sum::<f32>())
+        })
+        .collect();
+    let largest = largest_of_features(&values, &[OUTPUTS, INPUTS]);
+    let factors = balance(statistics.features(), &largest, 0.5);
+    let magnitudes = statistics.features().iter().zip(&factors);
+    let step = magnitudes.fold(0f32, |highest, (a, f)| highest.max(a / f)) / 127.5;
+    let scales: Vec<f32> = factors.iter().map(|factor| factor * step).collect();
+    let taken: Vec<f32> = values
+        .iter()
+        .enumerate()
+        .map(|(at, w)| w * scales[at % INPUTS])
+        .collect();
+    let taken = HostTensor::from_f32([OUTPUTS, INPUTS], &taken).unwrap();
+    let error = |granularity, weight: &HostTensor, scales: &[f32]| {
+        let layer = StoredLayer {
+            weight: int8(Granularity::Channel, dtype),
+            activation: Some(int8(granularity, dtype)),
+            low_rank: None,
+        };
+        distance(&result(&golden, dtype, layer, weight, scales), &exact)
+    };
+    let plain = statistics.scale(Observer::default(), int8(Granularity::Tensor, dtype));
+    let plain = error(Granularity::Tensor, &weight, &[plain]);
+    let smooth = error(Granularity::Feature, &taken, &scales);
+    assert!(smooth < 0.5 * plain, "{smooth}, without {plain}");
+}
+
+const INT4: TensorFormat = TensorFormat {
+    element: DType::S4,
+    granularity: Granularity::Group(64),
+    zero_point: false,
+    range: Range::Stored(DType::BF16),
+    rounding: maxdiff::graph::Rounding::NearestEven,
+    convention: NumericsConvention::Quark,
+};
+
+fn decomposed(weight: &HostTensor, options: &LowRankOptions) -> LowRankWeight {
+    with_low_rank(weight, INT4, Observer::default(), options, DType::BF16).unwrap()
+}
+
+fn product(up: &HostTensor, down: &HostTensor) -> Vec<f32> {
+    let rank = down.shape.dims[0];
+    let [up, down] = [up, down].map(|factor| factor.to_f32_vec().unwrap());
+    let rows = up.chunks(rank).flat_map(|up| {
+        (0..INPUTS).map(|column| {
+            let terms = up.iter().zip(down[column..].iter().step_by(INPUTS));
+            terms.map(|(u, d)| u * d).sum::<f32>()
+        })
+    });
+    rows.collect()
+}
+
+fn sum(a: &[f32], b: &[f32]) -> Vec<f32> {
+    a.iter().zip(b).map(|(a, b)| a + b).collect()
+}
+
+#[test]
+fn svdquant_is_quarks() {
+    let golden = Golden::read("quant_calibrated.safetensors");
+    let rank = golden.meta["rank"].as_u64().unwrap() as usize;
+    let statistics = calibrated(&golden, DType::BF16);
+    let weight = tensor(&golden, "in/weight", &[OUTPUTS, INPUTS]);
+    let exact = weight.to_f32_vec().unwrap();
+    let options = |rank, alphas: &[f64]| LowRankOptions {
+        rank,
+        iterations: 1,
+        alphas: alphas.to_vec(),
+        features: Some([statistics.features().to_vec(), statistics.squares()]),
+    };
+    let found = decomposed(&weight, &options(rank, &[0.5]));
+    let recorded =
+        |key: &str, dims: &[usize]| tensor(&golden, &format!("out/svdquant/{key}"), dims);
+    let [up, down] = [
+        recorded("up", &[OUTPUTS, rank]),
+        recorded("down", &[rank, INPUTS]),
+    ];
+    let [found_product, quarks_product] = [product(&found.up, &found.down), product(&up, &down)];
+    // Of directions that are nearly as strong as others the product may have others.
+    let error = distance(&found_product, &quarks_product);
+    assert!(error <= 2e-2, "{error}");
+    let quarks = sum(
+        &recorded("weight", &[OUTPUTS, INPUTS]).to_f32_vec().unwrap(),
+        &quarks_product,
+    );
+    let own = sum(&found.weight.dequantized().unwrap(), &found_product);
+    let [own, quarks] = [distance(&own, &exact), distance(&quarks, &exact)];
+    assert!(own <= 1.01 * quarks, "{own}, AMD Quark {quarks}");
+
+    // Without the product, of a higher rank, chosen several times, and with the best of several alphas.
+    let plain = quantize_weight(&of_type(&weight, DType::BF16), INT4).unwrap();
+    let plain = distance(&plain.dequantized().unwrap(), &exact);
+    assert!(own < 0.9 * plain, "{own}, without {plain}");
+    let of = |options: &LowRankOptions| {
+        let found = decomposed(&weight, options);
+        let both = sum(
+            &found.weight.dequantized().unwrap(),
+            &product(&found.up, &found.down),
+        );
+        distance(&both, &exact)
+    };
+    let higher = of(&options(2 * rank, &[0.5]));
+    assert!(higher < own, "{higher}, {own}");
+    let unweighted = |iterations| LowRankOptions {
+        iterations,
+        features: None,
+        ..options(rank, &[0.5])
+    };
+    let [once, often] = [1, 8].map(|iterations| of(&unweighted(iterations)));
+    assert!(often < once, "{often}, {once}");
+    let best = decomposed(&weight, &options(rank, &[0.05, 0.5, 0.95])).alpha;
+    assert!([0.05, 0.5, 0.95].contains(&best));
+}
+
+/// The randomized decomposition against the exact one.
+#[test]
+fn the_product_is_nearly_the_best_of_its_rank() {
+    let golden = Golden::read("quant_calibrated.safetensors");
+    let weight = tensor(&golden, "in/weight", &[OUTPUTS, INPUTS]);
+    let noise = Init::Normal { std: 1.0 }.sample(7, "w", OUTPUTS * INPUTS);
+    let noise = HostTensor::from_f32([OUTPUTS, INPUTS], &noise).unwrap();
+    for weight in [weight, noise] {
+        let values = weight.to_f32_vec().unwrap();
+        let matrix = nalgebra::DMatrix::from_row_slice(OUTPUTS, INPUTS, &values);
+        let mut singular: Vec<f32> = matrix.singular_values().iter().copied().collect();
+        singular.sort_by(|a, b| b.total_cmp(a));
+        for rank in [1, 8, 32] {
+            let options = LowRankOptions {
+                rank,
+                iterations: 1,
+                alphas: vec![0.5],
+                features: None,
+            };
+            let found = decomposed(&weight, &options);
+            let squares = |values: &mut dyn Iterator<Item = f32>| {
+                values.map(|x| f64::from(x).powi(2)).sum::<f64>().sqrt()
+            };
+            let left = product(&found.up, &found.down);
+            let left = squares(&mut values.iter().zip(&left).map(|(a, b)| a - b));
+            let best = squares(&mut singular[rank..].iter().copied());
+            assert!(left <= 1.02 * best, "rank {rank}: {left}, best {best}");
+        }
+    }
+}
