@@ -42,6 +42,7 @@ mod stored_kernels;
 mod t5;
 mod tokenizer;
 mod tpu_kernels;
+mod tpu_recorded;
 mod train;
 mod vae;
 

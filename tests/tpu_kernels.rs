@@ -38,7 +38,7 @@ fn layer([batch, heads, queries, keys, size]: [usize; 5], causal: bool) -> Graph
     lower(&b.finish()).unwrap()
 }
 
-fn calls(graph: &Graph) -> usize {
+pub fn calls(graph: &Graph) -> usize {
     let nodes = graph.nodes.iter().zip(graph.live_nodes());
     let is_call = |op: &Op| matches!(op, Op::CustomCall(_));
     let calls = nodes.filter(|(node, live)| *live && is_call(&node.op));
@@ -46,7 +46,7 @@ fn calls(graph: &Graph) -> usize {
 }
 
 /// Uniform in [-3, 3], so that some keys count and others do not.
-fn inputs(graph: &Graph) -> Vec<HostTensor> {
+pub fn inputs(graph: &Graph) -> Vec<HostTensor> {
     let inputs = graph.inputs.iter().enumerate();
     let values = inputs.map(|(i, input)| {
         let values = Init::Uniform { bound: 3.0 }.sample(i as u64, "x", input.shape.count());
@@ -498,7 +498,7 @@ fn normed(dims: [usize; 2], read: impl FnOnce(&Builder, Tensor) -> Tensor) -> Gr
 }
 
 /// The layer `name` of bf16.
-fn project(m: &Builder, name: &str, x: Tensor, outputs: usize) -> Tensor {
+pub fn project(m: &Builder, name: &str, x: Tensor, outputs: usize) -> Tensor {
     let precision = Precision {
         weights: DType::BF16,
         activations: DType::BF16,
@@ -508,7 +508,7 @@ fn project(m: &Builder, name: &str, x: Tensor, outputs: usize) -> Tensor {
 }
 
 /// How many layer norms a graph computes outside kernels.
-fn norms(graph: &Graph) -> usize {
+pub fn norms(graph: &Graph) -> usize {
     let nodes = graph.nodes.iter().zip(graph.live_nodes());
     let is_norm = |op: &Op| match op {
         Op::Composite { kind, .. } => matches!(kind, Composite::LayerNorm { .. }),

@@ -24,7 +24,8 @@ const MOST_COLUMNS: usize = 1280;
 
 /// The convolution of an image with a kernel of `side` rows and columns, 1 or 3, a stride of 1 and zeros around the image
 /// for each to keep its size, plus the bias; in bf16. In int8 the image is quantized as AQT does it, one scale an image,
-/// and the sums are multiplied with its scale and those of the result's channels.
+/// and the sums are multiplied with its scale and those of the result's channels; by recorded scales as AMD Quark does, with 1 as the
+/// scale of images.
 ///
 /// Operands: the image `side` times, `bf16[batch, height * width, inputs]`; the kernel `[1, side * outputs, side *
 /// padded inputs]`, for each block of [`Convolution::columns`] outputs the kernel's rows one after the other, and for each
@@ -125,7 +126,7 @@ impl Convolution {
     /// no register and the rest is masked. Found by what it refused; in int8 it refused nothing.
     fn copied(&self, block: Block, inputs: usize) -> usize {
         let copies = match (self.arithmetic, inputs.is_multiple_of(LANES)) {
-            (Arithmetic::Int8, _) => return 0,
+            (Arithmetic::Int8 | Arithmetic::RecordedInt8, _) => return 0,
             (Arithmetic::Bf16, true) => 2,
             (Arithmetic::Bf16, false) => 4,
         };
@@ -155,7 +156,7 @@ impl Convolution {
     /// The row of biases in what each output is scaled with. Before it are scales, behind it what is added.
     fn row_of_biases(&self) -> usize {
         match self.arithmetic {
-            Arithmetic::Int8 => 2,
+            Arithmetic::Int8 | Arithmetic::RecordedInt8 => 2,
             Arithmetic::Bf16 => 0,
         }
     }
@@ -173,7 +174,7 @@ impl Convolution {
     fn window_of_columns(&self) -> usize {
         self.side
             + match self.arithmetic {
-                Arithmetic::Int8 => 2,
+                Arithmetic::Int8 | Arithmetic::RecordedInt8 => 2,
                 Arithmetic::Bf16 => 1,
             }
     }
@@ -245,7 +246,7 @@ impl Convolution {
             _ => vec![x, before, behind],
         };
         windows.push(weights);
-        if self.arithmetic == Arithmetic::Int8 {
+        if self.arithmetic != Arithmetic::Bf16 {
             windows.push(inverse);
         }
         windows.push(of_columns);
@@ -389,12 +390,12 @@ impl Convolution {
         image: Scratch,
     ) {
         let mut x = k.load(window, from, self.width);
-        if self.arithmetic == Arithmetic::Int8 {
+        if self.arithmetic != Arithmetic::Bf16 {
             let first = k.row(0);
             let inverse = k.load(self.side + 1, first, 1);
             let inverse = k.broadcast_row(inverse, self.width);
             let wide = k.convert(x, DType::F32);
-            let integers = rounded_to_integers(k, wide, inverse);
+            let integers = rounded_to_integers(k, wide, inverse, self.arithmetic);
             x = k.convert(integers, DType::S8);
         }
         k.keep_at(image, x, to, 0);
@@ -428,7 +429,7 @@ impl CustomCall for Convolution {
 
     fn name(&self) -> &'static str {
         match self.arithmetic {
-            Arithmetic::Int8 => "int8_convolution",
+            Arithmetic::Int8 | Arithmetic::RecordedInt8 => "int8_convolution",
             Arithmetic::Bf16 => "convolution",
         }
     }

@@ -25,7 +25,7 @@ const TILE_ROWS: usize = 32;
 /// `Phi(-a) exp(a^2 / 2)` in powers of `1 / (1 + TAIL_SLOPE a)`, the highest first.
 const TAIL: [f64; 5] = [-0.12696277, 0.35263383, 0.08005087, 0.19596667, -0.00168689];
 const TAIL_SLOPE: f64 = 0.44;
-/// Multiply-adds of int8 products that cannot overflow 32 bits: 127 * 127 * 130,000 < 2^31.
+/// Multiply-adds of int8 products that cannot overflow 32 bits: 128 * 128 * 130,000 < 2^31.
 pub(super) const MOST_TERMS: usize = 130_000;
 
 /// What the matrix units multiply.
@@ -33,6 +33,8 @@ pub(super) const MOST_TERMS: usize = 130_000;
 pub enum Arithmetic {
     /// AQT's int8, with scales.
     Int8,
+    /// AMD Quark's int8, with scales of activations that are recorded.
+    RecordedInt8,
     Bf16,
 }
 
@@ -40,7 +42,7 @@ impl Arithmetic {
     /// The type of weights, and of activations when they are multiplied.
     pub(super) fn operand(self) -> DType {
         match self {
-            Arithmetic::Int8 => DType::S8,
+            Arithmetic::Int8 | Arithmetic::RecordedInt8 => DType::S8,
             Arithmetic::Bf16 => DType::BF16,
         }
     }
@@ -48,7 +50,7 @@ impl Arithmetic {
     /// The type of sums.
     pub(super) fn sum(self) -> DType {
         match self {
-            Arithmetic::Int8 => DType::S32,
+            Arithmetic::Int8 | Arithmetic::RecordedInt8 => DType::S32,
             Arithmetic::Bf16 => DType::F32,
         }
     }
@@ -59,7 +61,9 @@ impl Arithmetic {
 ///
 /// Operands: x `bf16[1, rows, terms]`, weights `[1, columns, terms]`, and `f32[1, 2, columns]`, the scales and the
 /// biases of columns; in bf16 `f32[1, 1, columns]`, the biases. Rows are padded to whole blocks ([`Product::padded_rows`]). With `norm`, the next operand is
-/// `f32[1, 2, terms]`, the weight and the bias of the layer norm that `x` goes through first, rounded to bf16. If
+/// `f32[1, 2, terms]`, the weight and the bias of the layer norm that `x` goes through first, rounded to bf16. In
+/// [`Arithmetic::RecordedInt8`] the next operand is `f32[1, 1, terms]`, the inverse scales of the features of `x`; rows have
+/// no scales, and those of columns are for the whole product. If
 /// `gated`, the weights have twice the result's columns, in blocks of values and of gates in turn
 /// ([`Product::gated_block`]), and values are multiplied by the exact GELU of their gates. If `residual`, the last
 /// operand is `bf16[1, rows, columns]`, which is added to the rounded result.
@@ -141,7 +145,7 @@ impl Product {
     /// Rows of what each column is scaled with: scales and biases, or biases alone.
     pub fn rows_of_columns(&self) -> usize {
         match self.arithmetic {
-            Arithmetic::Int8 => 2,
+            Arithmetic::Int8 | Arithmetic::RecordedInt8 => 2,
             Arithmetic::Bf16 => 1,
         }
     }
@@ -201,6 +205,13 @@ impl Product {
         if self.norm.is_some() {
             windows.push(of_features);
         }
+        if self.is_recorded() {
+            windows.push(Window {
+                array: [1, 1, terms],
+                block: [1, terms],
+                ..of_features
+            });
+        }
         if self.residual {
             windows.push(result);
         }
@@ -219,7 +230,7 @@ impl Product {
             false => columns,
         };
         let residual = self.residual.then(|| {
-            let window = 3 + usize::from(self.norm.is_some());
+            let window = 3 + usize::from(self.norm.is_some()) + usize::from(self.is_recorded());
             k.load(window, first, rows)
         });
         for at in (0..columns).step_by(width) {
@@ -258,6 +269,14 @@ impl Product {
                 Activation {
                     rows: k.kept(kept.integers),
                     scale: Some(k.kept(kept.scale)),
+                }
+            }
+            (Arithmetic::RecordedInt8, _) => {
+                let integers = k.scratch(DType::S8, size);
+                once(k, &|k| self.round(k, integers, size));
+                Activation {
+                    rows: k.kept(integers),
+                    scale: None,
                 }
             }
             (Arithmetic::Bf16, Some(epsilon)) => {
@@ -300,12 +319,44 @@ impl Product {
         if let Some(scale) = activation.scale {
             let scale = k.broadcast(scale, columns);
             y = k.mul(y, scale);
+        }
+        if self.arithmetic != Arithmetic::Bf16 {
             let column_scale = of_columns(k, 0);
             y = k.mul(y, column_scale);
         }
         let bias = of_columns(k, self.rows_of_columns() - 1);
         let y = k.add(y, bias);
         k.convert(y, DType::BF16)
+    }
+
+    fn is_recorded(&self) -> bool {
+        self.arithmetic == Arithmetic::RecordedInt8
+    }
+
+    /// Rounds the rows to integers by recorded scales.
+    fn round(&self, k: &mut Kernel, integers: Scratch, [rows, terms]: [usize; 2]) {
+        let width = block_of_columns(terms, MOST_COLUMNS).unwrap_or(terms);
+        let window = 3 + usize::from(self.norm.is_some());
+        for row in (0..rows).step_by(TILE_ROWS) {
+            let count = TILE_ROWS.min(rows - row);
+            let parts = || (0..terms).step_by(width).map(|at| [at, width]);
+            let norm = self
+                .norm
+                .map(|epsilon| statistics(k, [row, count], parts(), terms, epsilon));
+            for [at, width] in parts() {
+                let mut x = load(k, [row, count], [at, width]);
+                if let Some(norm) = norm {
+                    let y = normalized(k, x, norm, at);
+                    x = rounded(k, y);
+                }
+                let first = k.row(0);
+                let inverse = k.load_part(window, first, 1, at..at + width);
+                let inverse = k.broadcast_row(inverse, count);
+                let y = rounded_to_integers(k, x, inverse, self.arithmetic);
+                let y = k.convert(y, DType::S8);
+                k.keep(integers, y, [row, at]);
+            }
+        }
     }
 
     /// Rounds the rows to integers, with their scales, some rows and columns at a time: what is between fits the
@@ -351,7 +402,7 @@ impl Product {
                     None => load(k, [row, count], [at, width]),
                 };
                 let inverse = k.broadcast(inverse, width);
-                let integers = rounded_to_integers(k, x, inverse);
+                let integers = rounded_to_integers(k, x, inverse, self.arithmetic);
                 let integers = k.convert(integers, DType::S8);
                 k.keep(kept.integers, integers, [row, at]);
             }
@@ -486,17 +537,22 @@ fn scales(k: &mut Kernel, absmax: KernelValue) -> (KernelValue, KernelValue) {
     (k.select(overflown, one, inverse), scale)
 }
 
-/// `x` times inverse scales, rounded to AQT's int8; in `f32`.
+/// `x` times inverse scales, rounded to int8, by AQT's numerics to bf16 first; in `f32`.
 pub(super) fn rounded_to_integers(
     k: &mut Kernel,
     x: KernelValue,
     inverse: KernelValue,
+    arithmetic: Arithmetic,
 ) -> KernelValue {
     let size = k.size(x);
-    let y = k.mul(x, inverse);
-    let y = rounded(k, y);
+    let mut y = k.mul(x, inverse);
+    let mut lowest = -127.0;
+    match arithmetic {
+        Arithmetic::Int8 => y = rounded(k, y),
+        Arithmetic::RecordedInt8 | Arithmetic::Bf16 => lowest = -128.0,
+    }
     let highest = k.splat(DType::F32, size, 127.0);
-    let lowest = k.splat(DType::F32, size, -127.0);
+    let lowest = k.splat(DType::F32, size, lowest);
     let y = k.min(y, highest);
     let y = k.max(y, lowest);
     k.round_even(y)
@@ -551,10 +607,12 @@ impl CustomCall for Product {
 
     fn name(&self) -> &'static str {
         match (self.arithmetic, self.norm.is_some(), self.gated) {
-            (Arithmetic::Int8, true, true) => "layer_norm_int8_gated_product",
-            (Arithmetic::Int8, true, false) => "layer_norm_int8_product",
-            (Arithmetic::Int8, false, true) => "int8_gated_product",
-            (Arithmetic::Int8, false, false) => "int8_product",
+            (Arithmetic::Int8 | Arithmetic::RecordedInt8, true, true) => {
+                "layer_norm_int8_gated_product"
+            }
+            (Arithmetic::Int8 | Arithmetic::RecordedInt8, true, false) => "layer_norm_int8_product",
+            (Arithmetic::Int8 | Arithmetic::RecordedInt8, false, true) => "int8_gated_product",
+            (Arithmetic::Int8 | Arithmetic::RecordedInt8, false, false) => "int8_product",
             (Arithmetic::Bf16, true, true) => "layer_norm_gated_product",
             (Arithmetic::Bf16, true, false) => "layer_norm_product",
             (Arithmetic::Bf16, false, true) => "gated_product",
@@ -596,7 +654,8 @@ impl CustomCall for Product {
     }
 
     fn infer(&self, operands: &[&Shape]) -> Result<Shape, InferError> {
-        let expected = 3 + usize::from(self.norm.is_some()) + usize::from(self.residual);
+        let more = [self.norm.is_some(), self.is_recorded(), self.residual];
+        let expected = 3 + more.into_iter().map(usize::from).sum::<usize>();
         if operands.len() != expected {
             return Err(InferError::OperandCount {
                 expected,
@@ -618,6 +677,9 @@ impl CustomCall for Product {
             if self.norm.is_some() {
                 rest.push(Shape::new(DType::F32, [1, 2, terms]));
             }
+            if self.is_recorded() {
+                rest.push(Shape::new(DType::F32, [1, 1, terms]));
+            }
             if self.residual {
                 rest.push(result.clone());
             }
@@ -632,8 +694,8 @@ impl CustomCall for Product {
                 "product kernel",
                 format!(
                     "x {x}, weights {weights}, scales and biases {of_columns} are not bf16[1, rows, terms] in whole blocks, \
-                     {}[1, columns, terms] and f32[1, {}, columns], with f32[1, 2, terms] of a norm and a term like the \
-                     result, or no block fits the core's memory",
+                     {}[1, columns, terms] and f32[1, {}, columns], with f32[1, 2, terms] of a norm, f32[1, 1, terms] of \
+                     recorded scales and a term like the result, or no block fits the core's memory",
                     self.arithmetic.operand(),
                     self.rows_of_columns()
                 ),

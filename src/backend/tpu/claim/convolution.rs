@@ -10,7 +10,7 @@ use crate::shape::Shape;
 
 use super::super::mosaic::LANES;
 use super::super::{Added, Arithmetic, Convolution};
-use super::{Claims, ContractedDims, Result};
+use super::{Claims, ContractedDims, Result, Scales, inverse_of_features};
 
 /// A convolution with what belongs to it. Numbers are nodes.
 #[derive(Clone)]
@@ -21,7 +21,7 @@ pub(super) struct Found {
     x: u32,
     weights: u32,
     /// Those of images and of outputs, in int8.
-    scales: Option<[u32; 2]>,
+    scales: Scales,
     bias: Option<u32>,
     /// What [`Convolution::added`] adds, `[batch, outputs]` if it is a row.
     added: Option<u32>,
@@ -78,7 +78,7 @@ impl Claims<'_> {
         };
         let outputs = *node.shape.dims.last()?;
         let side = *kernel.dims.last()?;
-        let arithmetic = contracted.arithmetic();
+        let arithmetic = contracted.scales.arithmetic();
         let found = Convolution {
             arithmetic,
             height,
@@ -86,7 +86,7 @@ impl Claims<'_> {
             side,
             added: Added::Nothing,
         };
-        let fills_lanes = arithmetic == Arithmetic::Int8 || inputs >= LANES && outputs >= LANES;
+        let fills_lanes = arithmetic != Arithmetic::Bf16 || inputs >= LANES && outputs >= LANES;
         let takes = self.is_split(&node.shape)
             && *dims == same_size(side)
             && kernel.dims == [outputs, inputs, side, side]
@@ -157,10 +157,20 @@ impl Claims<'_> {
             b.broadcast_in_dim(x, &[dim], &[batch, 1, outputs])
         };
         let mut rows = Vec::new();
-        if let Some([image, columns]) = found.scales.map(|scales| scales.map(copy)) {
-            let inverse = inverse_scale(b, image)?;
-            operands.push(b.broadcast_in_dim(inverse, &[0], &[batch, 1, inputs])?);
-            rows.extend([row(image, 0)?, row(columns, 2)?]);
+        match found.scales {
+            Scales::None => {}
+            Scales::Found(scales) => {
+                let [image, columns] = scales.map(copy);
+                let inverse = inverse_scale(b, image)?;
+                operands.push(b.broadcast_in_dim(inverse, &[0], &[batch, 1, inputs])?);
+                rows.extend([row(image, 0)?, row(columns, 2)?]);
+            }
+            Scales::Recorded(scales) => {
+                let [scale, columns] = scales.map(copy);
+                let one = b.full(&Shape::new(DType::F32, [batch]), 1.0)?;
+                operands.push(inverse_of_features(b, scale, &[batch, 1, inputs])?);
+                rows.extend([row(one, 0)?, row(columns, 2)?]);
+            }
         }
         rows.push(match found.bias {
             Some(bias) => row(copy(bias), 2)?,

@@ -9,8 +9,8 @@ use std::sync::Arc;
 use crate::backend::follow;
 use crate::dtype::DType;
 use crate::graph::{
-    Binary, Builder, Composite, Contraction, ConvDims, DotDims, Graph, GraphError, Node,
-    NumericsConvention, Op, PadDim, Tensor, TensorFormat,
+    Binary, Builder, Composite, Contraction, ConvDims, DotDims, Granularity, Graph, GraphError,
+    Node, NumericsConvention, Op, PadDim, Tensor, TensorFormat,
 };
 use crate::shape::Shape;
 
@@ -123,8 +123,8 @@ struct Found {
     /// The weight and the bias of the norm.
     norm: Option<[u32; 2]>,
     weights: u32,
-    /// The scale of each column in int8.
-    column_scale: Option<u32>,
+    /// The scales in int8.
+    scales: Scales,
     bias: Option<u32>,
     residual: Option<u32>,
     /// The dimension of the weights that is contracted.
@@ -138,8 +138,43 @@ struct Contracted<'a> {
     dims: ContractedDims<'a>,
     lhs: u32,
     weights: u32,
-    /// The scales of the lhs and of the weights.
-    scales: Option<[u32; 2]>,
+    scales: Scales,
+}
+
+/// The scales of the lhs and of the weights.
+#[derive(Clone, Copy, PartialEq)]
+enum Scales {
+    /// Those of bf16.
+    None,
+    /// That of the lhs is found while the program runs.
+    Found([u32; 2]),
+    /// That of the lhs is recorded, and that of the weights is for the whole product.
+    Recorded([u32; 2]),
+}
+
+impl Scales {
+    fn arithmetic(self) -> Arithmetic {
+        match self {
+            Scales::None => Arithmetic::Bf16,
+            Scales::Found(_) => Arithmetic::Int8,
+            Scales::Recorded(_) => Arithmetic::RecordedInt8,
+        }
+    }
+
+    /// That of the weights.
+    fn of_columns(self) -> Option<u32> {
+        match self {
+            Scales::None => None,
+            Scales::Found([_, columns]) | Scales::Recorded([_, columns]) => Some(columns),
+        }
+    }
+
+    fn recorded(self) -> Option<u32> {
+        match self {
+            Scales::None | Scales::Found(_) => None,
+            Scales::Recorded([scale, _]) => Some(scale),
+        }
+    }
 }
 
 enum ContractedDims<'a> {
@@ -158,19 +193,6 @@ struct Claims<'a> {
     /// What is computed from stored weights, in every run.
     from_stored: Vec<bool>,
     users: Vec<Vec<Option<usize>>>,
-}
-
-impl Contracted<'_> {
-    fn arithmetic(&self) -> Arithmetic {
-        Contracted::arithmetic_of(self.scales)
-    }
-
-    fn arithmetic_of(scales: Option<[u32; 2]>) -> Arithmetic {
-        match scales {
-            Some(_) => Arithmetic::Int8,
-            None => Arithmetic::Bf16,
-        }
-    }
 }
 
 impl<'a> Claims<'a> {
@@ -194,8 +216,8 @@ impl<'a> Claims<'a> {
                 kind:
                     Composite::ScaledContraction {
                         contraction,
-                        lhs_scale: true,
                         rhs_scale: true,
+                        ..
                     },
                 ..
             } if self.int8 => {
@@ -203,26 +225,31 @@ impl<'a> Claims<'a> {
                     Contraction::Dot(dims) => ContractedDims::Dot(dims),
                     Contraction::Convolution(dims) => ContractedDims::Convolution(dims),
                 };
-                (dims, Some([*node.operands.get(2)?, *node.operands.get(3)?]))
+                let scales = match node.operands[2..] {
+                    [found, columns] => Scales::Found([found, columns]),
+                    [columns] => Scales::Recorded([self.recorded(node.operands[0])?, columns]),
+                    _ => return None,
+                };
+                (dims, scales)
             }
             Op::DotGeneral {
                 dims, quant: None, ..
-            } => (ContractedDims::Dot(dims), None),
+            } => (ContractedDims::Dot(dims), Scales::None),
             Op::Convolution {
                 dims, quant: None, ..
-            } => (ContractedDims::Convolution(dims), None),
+            } => (ContractedDims::Convolution(dims), Scales::None),
             _ => return None,
         };
         let &[lhs, weights, ..] = &node.operands[..] else {
             return None;
         };
-        let known = [Some(weights), scales.map(|[_, weights]| weights)];
+        let known = [Some(weights), scales.of_columns()];
         let known = known.into_iter().flatten();
         // The compiler widens a stored weight while it multiplies, a kernel's operand is widened to memory in every run.
         let takes = node.shape.dtype == DType::F32
             && known.clone().all(|id| self.of_weights[id as usize])
-            && (scales.is_some() || !self.from_stored[weights as usize])
-            && self.node(weights).shape.dtype == Contracted::arithmetic_of(scales).operand();
+            && (scales != Scales::None || !self.from_stored[weights as usize])
+            && self.node(weights).shape.dtype == scales.arithmetic().operand();
         takes.then_some(Contracted {
             dims,
             lhs,
@@ -235,8 +262,9 @@ impl<'a> Claims<'a> {
     /// in bf16.
     fn activation(&self, found: &Contracted<'a>, kept: &[usize]) -> Option<u32> {
         let x = match found.scales {
-            Some([scale, _]) => self.quantized(found.lhs, scale, kept)?,
-            None => found.lhs,
+            Scales::None => found.lhs,
+            Scales::Found([scale, _]) => self.quantized(found.lhs, scale, kept)?,
+            Scales::Recorded(_) => self.node(found.lhs).operands[0],
         };
         (self.node(x).shape.dtype == DType::BF16).then_some(x)
     }
@@ -271,7 +299,7 @@ impl<'a> Claims<'a> {
             && self.node(contracted.weights).shape.rank() == 2;
         is_matrix.then(|| Found {
             kernel: Product {
-                arithmetic: contracted.arithmetic(),
+                arithmetic: contracted.scales.arithmetic(),
                 norm: None,
                 gated: false,
                 residual: false,
@@ -280,12 +308,37 @@ impl<'a> Claims<'a> {
             x,
             norm: None,
             weights: contracted.weights,
-            column_scale: contracted.scales.map(|[_, columns]| columns),
+            scales: contracted.scales,
             bias: None,
             residual: None,
             contracted: of_weights,
             shape: node.shape.clone(),
         })
+    }
+
+    /// The scale by which AMD Quark's int8 quantized `lhs`, if it is recorded: one, or one for each of its features, which
+    /// are its last dimension.
+    fn recorded(&self, lhs: u32) -> Option<u32> {
+        let node = self.node(lhs);
+        let Op::Composite {
+            kind: Composite::Quantize { kept, format },
+            ..
+        } = &node.op
+        else {
+            return None;
+        };
+        let granularity = match kept[..] {
+            [] => Granularity::Tensor,
+            [last] if last + 1 == node.shape.rank() => Granularity::Feature,
+            _ => return None,
+        };
+        let recorded = TensorFormat {
+            granularity,
+            range: format.range,
+            ..TensorFormat::int8(NumericsConvention::Quark)
+        };
+        let scale = *node.operands.get(1)?;
+        (*format == recorded && self.of_weights[scale as usize]).then_some(scale)
     }
 
     /// What `lhs` was before AQT's int8 quantized it with the scales `scale`, which were found in it, along the
@@ -469,7 +522,7 @@ impl<'a> Claims<'a> {
         };
         let rows = found.shape.count() / (*columns).max(1);
         let fills_lanes =
-            found.kernel.arithmetic == Arithmetic::Int8 || *terms >= LANES && *columns >= LANES;
+            found.kernel.arithmetic != Arithmetic::Bf16 || *terms >= LANES && *columns >= LANES;
         // Rows are padded behind the last one only.
         let own = rows / self.parts;
         let fills_blocks = |rows| found.kernel.padded_rows(rows, *terms, *columns) == Some(rows);
@@ -521,7 +574,10 @@ impl<'a> Claims<'a> {
     fn lie_side_by_side(&self, qkv: &[Found; 3], attention: &Shape) -> bool {
         let [q, ..] = qkv;
         let same = qkv.iter().all(|found| {
-            (found.kernel, found.x, found.norm, &found.shape) == (q.kernel, q.x, q.norm, &q.shape)
+            let recorded = found.scales.recorded() == q.scales.recorded();
+            recorded
+                && (found.kernel, found.x, found.norm, &found.shape)
+                    == (q.kernel, q.x, q.norm, &q.shape)
         });
         let [batch, length, heads, size] = [0, 1, 2, 3].map(|d| attention.dims[d]);
         let columns = heads * size;
@@ -585,7 +641,7 @@ impl<'a> Claims<'a> {
         let terms = b.dims(weights)[1];
         let scales = products.iter().map(|found| {
             let own = self.node(found.weights).shape.dims[1 - found.contracted];
-            let [scale, bias] = [found.column_scale, found.bias].map(|id| id.map(copy));
+            let [scale, bias] = [found.scales.of_columns(), found.bias].map(|id| id.map(copy));
             of_columns(b, own, [scale, bias])
         });
         let mut scales = side_by_side(b, scales, 1)?;
@@ -607,6 +663,9 @@ impl<'a> Claims<'a> {
         if let Some([weight, bias]) = found.norm {
             let of_features = of_columns(b, terms, [weight, bias].map(|id| Some(copy(id))))?;
             operands.push(b.reshape(of_features, &[1, 2, terms])?);
+        }
+        if let Some(scale) = found.scales.recorded() {
+            operands.push(inverse_of_features(b, copy(scale), &[1, 1, terms])?);
         }
         if let Some(residual) = found.residual {
             operands.push(matrix(copy(residual), columns)?);
@@ -649,6 +708,15 @@ fn self_attention(attention: &Shape) -> Attention {
         keys: length,
         side_by_side: true,
     }
+}
+
+/// The reciprocals of recorded scales in `f32`, as AMD Quark's numerics have them: one, or one for each of the features that
+/// are the last of `dims`.
+fn inverse_of_features(b: &Builder, scale: Tensor, dims: &[usize]) -> Result<Tensor> {
+    let scale = b.convert(scale, DType::F32)?;
+    let inverse = b.div(b.full(&b.shape(scale), 1.0)?, scale)?;
+    let places: Vec<usize> = b.dims(inverse).iter().map(|_| dims.len() - 1).collect();
+    b.broadcast_in_dim(inverse, &places, dims)
 }
 
 /// Scales, where there are any, and biases of columns, or weights and biases of features, `f32[1 or 2, columns]`. Without a
