@@ -687,8 +687,10 @@ fn on_four_devices(axis: Axis, batch: usize) -> (Compiled, String) {
     let traced = Traced::new("layer", b.finish());
 
     let accelerator = Accelerator::lookup("v5e-4").unwrap();
-    let mut parallelism = Parallelism::default();
-    parallelism.ici = Axis::ALL.map(|of| if of == axis { 4 } else { 1 });
+    let parallelism = Parallelism {
+        ici: Axis::ALL.map(|of| if of == axis { 4 } else { 1 }),
+        ..Parallelism::default()
+    };
     let rules = LogicalAxisRules::default();
     let compiler = Compiler::for_topology(accelerator, 1, &parallelism, rules).unwrap();
     let options = aot::Options {
