@@ -10,9 +10,7 @@ use crate::host_tensor::{HostTensor, float8, packed};
 use crate::shape::Shape;
 
 use super::observer::Observer;
-use super::weight::{
-    QUARK_SMALLEST, QuantizedWeight, WeightQuantError, dims_of_scale, quantize_integers,
-};
+use super::weight::{QuantizedWeight, WeightQuantError, dims_of_scale, quantize_integers};
 
 /// Runs that one thread quantizes at a time.
 const TASK: usize = 1 << 9;
@@ -199,11 +197,14 @@ fn quantize_run(
             let of_all = tensor_scale.unwrap_or(1.0);
             let quotient = absmax / 6.0 / of_all;
             let stored = float8::encode(quotient.clamp(-float8::LARGEST, float8::LARGEST));
-            let value = float8::decode(stored);
-            let scale = match value * of_all {
-                0.0 => QUARK_SMALLEST as f32,
-                scale => scale,
+            // A scale of nothing is 1, as Quark stores it: its codes are zeros either way.
+            let stored = if stored == 0 {
+                float8::encode(1.0)
+            } else {
+                stored
             };
+            let value = float8::decode(stored);
+            let scale = value * of_all;
             each(&|x| nearest_fp4(x / scale));
             Run {
                 scale: [stored, 0, 0, 0],
