@@ -117,7 +117,10 @@ const HIRES: Condition = Given("hires_scale");
 const IP_ADAPTER: Condition = Given("ip_adapter_path");
 const CONTROLNET: Condition = Is("use_controlnet", &["True"]);
 /// Where the family is not said, a file is one of MaxDiffusion's, for UNets.
-const CONTROLLED: Condition = Either(&CONTROLNET, &Is("model_family", &["flux_dev", "flux_schnell"]));
+const CONTROLLED: Condition = Either(
+    &CONTROLNET,
+    &Is("model_family", &["flux_dev", "flux_schnell"]),
+);
 const FINE_TUNING: Condition = Is("train_new_unet", &["False"]);
 const FOLDER_TYPES: Condition = Is("dataset_type", &["folder", "webdataset", "hf"]);
 const DREAMBOOTH: Condition = Given("instance_data_dir");
