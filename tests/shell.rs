@@ -99,7 +99,11 @@ fn keys_and_values_are_completed() {
     assert_eq!(of(&["train", "x.yml", "enable_prof"]), [""; 0]);
     assert_eq!(
         of(&["module", "run", "d", "quantization=i"]),
-        ["quantization=int8", "quantization=int8_w8a16", "quantization=int8_w8a8_static"]
+        [
+            "quantization=int8",
+            "quantization=int8_w8a16",
+            "quantization=int8_w8a8_static"
+        ]
     );
     assert_eq!(of(&["config", "explain", "guidance_s"]), ["guidance_scale"]);
     assert_eq!(of(&["convert", "a", "b", "dtype=b"]), ["dtype=bf16"]);

@@ -122,7 +122,10 @@ fn an_inpainting_model_needs_an_image_and_a_mask() {
     let words = [&SMALL[..], &[&pretrained]].concat();
     let found = error(2, &words);
     assert!(found.contains("an inpainting model"), "{found}");
-    assert!(found.contains("its unet takes mask and masked image"), "{found}");
+    assert!(
+        found.contains("its unet takes mask and masked image"),
+        "{found}"
+    );
     let found = error(2, &[&words[..], &[&image]].concat());
     assert!(found.contains("mask_image=''"), "{found}");
 
