@@ -76,9 +76,11 @@ pub(super) fn weight_behind(graph: &Graph, id: usize) -> Option<&Input> {
     matches!(input.kind, InputKind::Weight(_)).then_some(input)
 }
 
-/// The weights that dots and convolutions have as their right operands.
+/// The weights that dots and convolutions have as their right operands, of those that outputs depend on.
 pub fn contracted_weights(graph: &Graph) -> impl Iterator<Item = &Input> {
-    let contractions = graph.nodes.iter().filter(|node| is_contraction(node));
+    let nodes = graph.nodes.iter().zip(graph.live_nodes());
+    let contractions =
+        nodes.filter_map(|(node, live)| (live && is_contraction(node)).then_some(node));
     contractions.filter_map(|node| weight_behind(graph, *node.operands.get(1)? as usize))
 }
 
