@@ -83,36 +83,21 @@ const CUSTOM_REMAT: &str = "only remat_policy=CUSTOM reads it, which is not here
 const PROFILER: &str = "there is no profiler here yet";
 
 const INT8: Condition = Is("quantization", &["int8"]);
-const QUANTIZED: Condition = Is(
-    "quantization",
-    &[
-        "int8",
-        "int8_w8a16",
-        "w4a16",
-        "fp8_w8a16",
-        "nf4",
-        "mxfp4",
-        "mxfp8",
-        "nvfp4",
-        "int8_w8a8_static",
-        "svdquant_w4a16",
-    ],
-);
-/// Weights alone are quantized.
-const OF_WEIGHTS: Condition = Is(
-    "quantization",
-    &[
-        "int8_w8a16",
-        "w4a16",
-        "fp8_w8a16",
-        "nf4",
-        "mxfp4",
-        "mxfp8",
-        "nvfp4",
-        "int8_w8a8_static",
-        "svdquant_w4a16",
-    ],
-);
+const MODES: &[&str] = &[
+    "int8",
+    "int8_w8a16",
+    "w4a16",
+    "fp8_w8a16",
+    "nf4",
+    "mxfp4",
+    "mxfp8",
+    "nvfp4",
+    "int8_w8a8_static",
+    "svdquant_w4a16",
+];
+const QUANTIZED: Condition = Is("quantization", MODES);
+/// Weights are quantized once: all modes but int8, which is the first.
+const OF_WEIGHTS: Condition = Is("quantization", MODES.split_at(1).1);
 /// Modes whose weights have other formats on demand.
 const WEIGHTS_ONLY: Condition = Is(
     "quantization",

@@ -34,6 +34,16 @@ pub struct Batch {
     pub result: usize,
 }
 
+impl Batch {
+    /// The first dimension of the result and of each of `operands` operands.
+    pub fn first(operands: usize) -> Batch {
+        Batch {
+            operands: vec![Some(0); operands],
+            result: 0,
+        }
+    }
+}
+
 /// A kernel with its attributes.
 ///
 /// The one open set of the graph: which kernels there are is for each backend to say, and backends stand above the

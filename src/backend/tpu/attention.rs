@@ -382,10 +382,7 @@ impl CustomCall for Attention {
     }
 
     fn batch(&self, operands: &[&Shape]) -> Option<Batch> {
-        Some(Batch {
-            operands: vec![Some(0); operands.len()],
-            result: 0,
-        })
+        Some(Batch::first(operands.len()))
     }
 
     fn configuration(&self, operands: &[&Shape]) -> Configuration {

@@ -329,10 +329,7 @@ impl CustomCall for OfChannels {
     }
 
     fn batch(&self, operands: &[&Shape]) -> Option<Batch> {
-        Some(Batch {
-            operands: vec![Some(0); operands.len()],
-            result: 0,
-        })
+        Some(Batch::first(operands.len()))
     }
 
     fn configuration(&self, operands: &[&Shape]) -> Configuration {
@@ -375,10 +372,7 @@ impl CustomCall for ScaleShift {
     }
 
     fn batch(&self, operands: &[&Shape]) -> Option<Batch> {
-        Some(Batch {
-            operands: vec![Some(0); operands.len()],
-            result: 0,
-        })
+        Some(Batch::first(operands.len()))
     }
 
     fn configuration(&self, operands: &[&Shape]) -> Configuration {
@@ -419,10 +413,7 @@ impl CustomCall for SideBySide {
     }
 
     fn batch(&self, operands: &[&Shape]) -> Option<Batch> {
-        Some(Batch {
-            operands: vec![Some(0); operands.len()],
-            result: 0,
-        })
+        Some(Batch::first(operands.len()))
     }
 
     fn configuration(&self, operands: &[&Shape]) -> Configuration {

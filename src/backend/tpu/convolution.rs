@@ -435,13 +435,10 @@ impl CustomCall for Convolution {
     }
 
     fn batch(&self, operands: &[&Shape]) -> Option<Batch> {
-        let mut of_operands = vec![Some(0); operands.len()];
+        let mut batch = Batch::first(operands.len());
         // Every image has the same kernel.
-        of_operands[self.side] = None;
-        Some(Batch {
-            operands: of_operands,
-            result: 0,
-        })
+        batch.operands[self.side] = None;
+        Some(batch)
     }
 
     fn configuration(&self, operands: &[&Shape]) -> Configuration {

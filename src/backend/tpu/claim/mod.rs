@@ -35,8 +35,9 @@ type Result<T> = std::result::Result<T, GraphError>;
 /// - group norms, nearest upsampling and pairs of channels of bf16 images that these kernels read,
 /// - products that give the queries, keys and values of one attention, as one product.
 ///
-/// The devices compute `parts` parts of the batch, which kernels take if each part is one of whole blocks. What int8 quantizes is left to the compiler where `int8` is false: the chip's matrix units
-/// do not multiply it, and Mosaic refuses it.
+/// The devices compute `parts` parts of the batch, which kernels take if each part is one of whole blocks. What int8
+/// quantizes is left to the compiler where `int8` is false: the chip's matrix units do not multiply it, and Mosaic refuses
+/// it.
 ///
 /// # Errors
 /// When the graph is ill-typed.
