@@ -10,7 +10,8 @@ use crate::shape::Shape;
 
 use super::super::mosaic::LANES;
 use super::super::{Added, Arithmetic, Convolution};
-use super::{Claims, ContractedDims, Result, Scales, inverse_of_features};
+use super::contracted::{ContractedDims, Scales};
+use super::{Claims, Result, inverse_of_features};
 
 /// A convolution with what belongs to it. Numbers are nodes.
 #[derive(Clone)]

@@ -1,5 +1,6 @@
 //! What the TPU kernels stand for: one table of claims.
 
+mod contracted;
 mod convolution;
 mod image;
 
@@ -8,14 +9,13 @@ use std::sync::Arc;
 
 use crate::backend::follow;
 use crate::dtype::DType;
-use crate::graph::{
-    Binary, Builder, Composite, Contraction, ConvDims, DotDims, Granularity, Graph, GraphError,
-    Node, NumericsConvention, Op, PadDim, Tensor, TensorFormat,
-};
+use crate::graph::{Binary, Builder, Composite, Graph, GraphError, Node, Op, PadDim, Tensor};
 use crate::shape::Shape;
 
 use super::mosaic::LANES;
 use super::{Arithmetic, Attention, Product};
+
+use contracted::{ContractedDims, Scales};
 
 /// Rows from which the product is the kernel's, those of one int8 tile: 160 rows of SDXL's 1280 x 1280 take 8,317
 /// cycles on v5e, the compiler's operations for them 23,700.
@@ -134,55 +134,6 @@ struct Found {
     shape: Shape,
 }
 
-/// Attributes and operands of a contraction of bf16, or of integers that both have scales. Numbers are nodes.
-struct Contracted<'a> {
-    dims: ContractedDims<'a>,
-    lhs: u32,
-    weights: u32,
-    scales: Scales,
-}
-
-/// The scales of the lhs and of the weights.
-#[derive(Clone, Copy, PartialEq)]
-enum Scales {
-    /// Those of bf16.
-    None,
-    /// That of the lhs is found while the program runs.
-    Found([u32; 2]),
-    /// That of the lhs is recorded, and that of the weights is for the whole product.
-    Recorded([u32; 2]),
-}
-
-impl Scales {
-    fn arithmetic(self) -> Arithmetic {
-        match self {
-            Scales::None => Arithmetic::Bf16,
-            Scales::Found(_) => Arithmetic::Int8,
-            Scales::Recorded(_) => Arithmetic::RecordedInt8,
-        }
-    }
-
-    /// That of the weights.
-    fn of_columns(self) -> Option<u32> {
-        match self {
-            Scales::None => None,
-            Scales::Found([_, columns]) | Scales::Recorded([_, columns]) => Some(columns),
-        }
-    }
-
-    fn recorded(self) -> Option<u32> {
-        match self {
-            Scales::None | Scales::Found(_) => None,
-            Scales::Recorded([scale, _]) => Some(scale),
-        }
-    }
-}
-
-enum ContractedDims<'a> {
-    Dot(&'a DotDims),
-    Convolution(&'a ConvDims),
-}
-
 /// Decides which products the kernel takes, by attributes, types and shapes.
 struct Claims<'a> {
     graph: &'a Graph,
@@ -207,67 +158,6 @@ impl<'a> Claims<'a> {
         let live = nodes.filter(|i| !self.users[*i].is_empty() && !self.of_weights[*i]);
         live.filter_map(|i| self.with_what_follows(i, self.product(i)?))
             .collect()
-    }
-
-    /// Node `i` as a contraction with weights that a kernel may compute.
-    fn contracted(&self, i: usize) -> Option<Contracted<'a>> {
-        let node = &self.graph.nodes[i];
-        let (dims, scales) = match &node.op {
-            Op::Composite {
-                kind:
-                    Composite::ScaledContraction {
-                        contraction,
-                        rhs_scale: true,
-                        ..
-                    },
-                ..
-            } if self.int8 => {
-                let dims = match contraction {
-                    Contraction::Dot(dims) => ContractedDims::Dot(dims),
-                    Contraction::Convolution(dims) => ContractedDims::Convolution(dims),
-                };
-                let scales = match node.operands[2..] {
-                    [found, columns] => Scales::Found([found, columns]),
-                    [columns] => Scales::Recorded([self.recorded(node.operands[0])?, columns]),
-                    _ => return None,
-                };
-                (dims, scales)
-            }
-            Op::DotGeneral {
-                dims, quant: None, ..
-            } => (ContractedDims::Dot(dims), Scales::None),
-            Op::Convolution {
-                dims, quant: None, ..
-            } => (ContractedDims::Convolution(dims), Scales::None),
-            _ => return None,
-        };
-        let &[lhs, weights, ..] = &node.operands[..] else {
-            return None;
-        };
-        let known = [Some(weights), scales.of_columns()];
-        let known = known.into_iter().flatten();
-        // The compiler widens a stored weight while it multiplies, a kernel's operand is widened to memory in every run.
-        let takes = node.shape.dtype == DType::F32
-            && known.clone().all(|id| self.of_weights[id as usize])
-            && (scales != Scales::None || !self.from_stored[weights as usize])
-            && self.node(weights).shape.dtype == scales.arithmetic().operand();
-        takes.then_some(Contracted {
-            dims,
-            lhs,
-            weights,
-            scales,
-        })
-    }
-
-    /// The activation of a contraction, before it is quantized along the dimensions `kept` if it is. `None` where it is not
-    /// in bf16.
-    fn activation(&self, found: &Contracted<'a>, kept: &[usize]) -> Option<u32> {
-        let x = match found.scales {
-            Scales::None => found.lhs,
-            Scales::Found([scale, _]) => self.quantized(found.lhs, scale, kept)?,
-            Scales::Recorded(_) => self.node(found.lhs).operands[0],
-        };
-        (self.node(x).shape.dtype == DType::BF16).then_some(x)
     }
 
     /// The bias that follows node `i`, if one does, and the rounding to bf16 after it, which has to follow.
@@ -315,59 +205,6 @@ impl<'a> Claims<'a> {
             contracted: of_weights,
             shape: node.shape.clone(),
         })
-    }
-
-    /// The scale by which AMD Quark's int8 quantized `lhs`, if it is recorded: one, or one for each of its features, which
-    /// are its last dimension.
-    fn recorded(&self, lhs: u32) -> Option<u32> {
-        let node = self.node(lhs);
-        let Op::Composite {
-            kind: Composite::Quantize { kept, format },
-            ..
-        } = &node.op
-        else {
-            return None;
-        };
-        let granularity = match kept[..] {
-            [] => Granularity::Tensor,
-            [last] if last + 1 == node.shape.rank() => Granularity::Feature,
-            _ => return None,
-        };
-        let recorded = TensorFormat {
-            granularity,
-            range: format.range,
-            ..TensorFormat::int8(NumericsConvention::Quark)
-        };
-        let scale = *node.operands.get(1)?;
-        (*format == recorded && self.of_weights[scale as usize]).then_some(scale)
-    }
-
-    /// What `lhs` was before AQT's int8 quantized it with the scales `scale`, which were found in it, along the
-    /// dimensions `kept`.
-    fn quantized(&self, lhs: u32, scale: u32, kept: &[usize]) -> Option<u32> {
-        let aqt = TensorFormat::int8(NumericsConvention::Aqt);
-        let rounding = self.node(lhs);
-        let finding = self.node(scale);
-        let kinds = [rounding, finding].map(|node| match &node.op {
-            Op::Composite { kind, .. } => Some(kind),
-            _ => None,
-        });
-        let [
-            Some(Composite::Quantize {
-                kept: rounded,
-                format,
-            }),
-            Some(Composite::FindScale {
-                kept: found,
-                format: found_format,
-            }),
-        ] = kinds
-        else {
-            return None;
-        };
-        let fits = [rounded, found].iter().all(|own| own[..] == *kept);
-        let same = rounding.operands[1] == scale && rounding.operands[0] == finding.operands[0];
-        (fits && same && [*format, *found_format] == [aqt; 2]).then_some(rounding.operands[0])
     }
 
     /// The product with the bias, the rounding to bf16, and the gated GELU or the sum that follow it, and the last node
