@@ -1,11 +1,12 @@
-"""MaxDiffusion's SDXL UNet and this program's for one v5e, compiled by the same libtpu: predicted milliseconds a step.
+"""MaxDiffusion's SDXL UNet and this program's for one TPU, compiled by the same libtpu: predicted milliseconds a step.
 
-Usage: python predicted.py FOLDER [--program target/release/maxdiff-rs] [--only maxdiffusion|bf16|int8]
+Usage: python predicted.py FOLDER [--chip v5e|v5p|v6e] [--program target/release/maxdiff-rs]
+                           [--only maxdiffusion|bf16|int8]
 
 FOLDER is a checkout of MaxDiffusion (AI-Hypercomputer/maxdiffusion), whose `src` is imported. Needs jax, flax and libtpu
 of requirements-predicted.txt; no TPU. 1024x1024, batch 2 (guidance), weights and activations in bfloat16,
 `attention=dot_product`, MaxDiffusion's default split of heads. Each compiles in a process of its own, one after the
-other. Milliseconds are the sum of the `estimated_cycles` of the optimized program over the chip's 1.5 GHz; this program
+other. Milliseconds are the sum of the `estimated_cycles` of the optimized program over the chip's clock; this program
 adds the simulation of its kernels. Prints a line of Markdown table for each.
 """
 
@@ -21,8 +22,12 @@ import tempfile
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-CLOCK = 1.5e9
+# Of one chip: the topology and the configuration as libtpu names them, and the clock, as in src/topology.
+CHIPS = {"v5e": ("v5e:1x1", "default", 1.5e9), "v5p": ("v5:1x1x1", "megacore", 1.75e9),
+         "v6e": ("v6e:1x1", "default", 1.75e9)}
 BATCH, SIDE, TOKENS = 2, 128, 77
+# The same as `compile_topology`; a v5p's name counts its two cores.
+SINGLE = {"v5e": "v5e-1", "v5p": "v5p-2", "v6e": "v6e-1"}
 CASES = ("maxdiffusion", "bf16", "int8")
 
 
@@ -40,14 +45,15 @@ def unet():
                                     **fields)
 
 
-def maxdiffusion():
+def maxdiffusion(chip):
     import jax
     import jax.numpy as jnp
     from jax.experimental import topologies
     from jax.sharding import SingleDeviceSharding
 
+    name, config, clock = CHIPS[chip]
     topology = topologies.get_topology_desc(
-        platform="tpu", topology_name="v5e:1x1", chip_config_name="default", chips_per_host_bounds=[1, 1, 1],
+        platform="tpu", topology_name=name, chip_config_name=config, chips_per_host_bounds=[1, 1, 1],
         num_slices=1, wrap=(False, False, False))
     model = unet()
     device = SingleDeviceSharding(topology.devices[0])
@@ -80,13 +86,13 @@ def maxdiffusion():
         sys.exit("the program has loops, whose bodies would count once")
     # Operations inside fusions have no cycles of their own.
     cycles = sum(int(found) for found in re.findall(r'"estimated_cycles":"(\d+)"', text))
-    return {"parameters": count, "ms": cycles / CLOCK * 1e3, "seconds": seconds}
+    return {"parameters": count, "ms": cycles / clock * 1e3, "seconds": seconds}
 
 
-def ours(program, quantization):
+def ours(program, chip, quantization):
     with tempfile.TemporaryDirectory() as folder:
         found = subprocess.run(
-            [program, "compile", ROOT / "configs/base_xl.yml", "compile_topology=v5e-1", "weights_dtype=bfloat16",
+            [program, "compile", ROOT / "configs/base_xl.yml", f"compile_topology={SINGLE[chip]}", "weights_dtype=bfloat16",
              f"quantization={quantization}", f"output_dir={folder}", "run_name=predicted", "--json"],
             stdout=subprocess.PIPE, check=True)
     report = json.loads(found.stdout)
@@ -97,16 +103,17 @@ def ours(program, quantization):
 def main():
     arguments = argparse.ArgumentParser()
     arguments.add_argument("folder", type=pathlib.Path)
+    arguments.add_argument("--chip", choices=CHIPS, default="v5e")
     arguments.add_argument("--program", default=ROOT / "target/release/maxdiff-rs")
     arguments.add_argument("--only", action="append", choices=CASES)
     arguments.add_argument("--alone", choices=CASES, help=argparse.SUPPRESS)
     arguments = arguments.parse_args()
     if arguments.alone == "maxdiffusion":
         sys.path.insert(0, str(arguments.folder.resolve() / "src"))
-        print(json.dumps(maxdiffusion()))
+        print(json.dumps(maxdiffusion(arguments.chip)))
         return
     if arguments.alone:
-        print(json.dumps(ours(arguments.program, {"bf16": "", "int8": "int8"}[arguments.alone])))
+        print(json.dumps(ours(arguments.program, arguments.chip, {"bf16": "", "int8": "int8"}[arguments.alone])))
         return
     print("| | ms a step | over MaxDiffusion's | seconds to compile the step | processor seconds in all | no estimate |")
     print("|---|---|---|---|---|---|", flush=True)
@@ -116,7 +123,8 @@ def main():
     for name in arguments.only or CASES:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         found = subprocess.run(
-            [sys.executable, __file__, arguments.folder, "--program", arguments.program, "--alone", name],
+            [sys.executable, __file__, arguments.folder, "--program", arguments.program, "--chip", arguments.chip,
+             "--alone", name],
             stdout=subprocess.PIPE, text=True, check=True, env=environment)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         processor = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

@@ -96,6 +96,17 @@ impl Backend {
         }
     }
 
+    /// The shortest run of equal blocks that is compiled as a loop; `None` if none is. A step that trains has three to
+    /// four times the operations.
+    pub fn shortest_scan(&self, trains: bool) -> Option<usize> {
+        match (self, trains) {
+            // Calls in loops cost what they cost outside, but each trip copies its weights.
+            (Backend::Cpu { .. }, _) => None,
+            (Backend::Tpu { .. } | Backend::Gpu, false) => Some(16),
+            (Backend::Tpu { .. } | Backend::Gpu, true) => Some(2),
+        }
+    }
+
     /// Switches of this backend's compiler that its programs are compiled with, in place of the compiler's own choice.
     pub fn compiler_switches(&self) -> &'static [(&'static str, bool)] {
         match self {
@@ -116,13 +127,18 @@ impl Backend {
     }
 }
 
-/// How many of a backend's kernels a graph calls, by name.
+/// How many of a backend's kernels a graph calls, by name; those in loops once.
 pub fn kernel_counts(graph: &Graph) -> BTreeMap<&'static str, usize> {
     let live = graph.live_nodes();
     let mut counts = BTreeMap::new();
     for (node, _) in graph.nodes.iter().zip(live).filter(|(_, live)| *live) {
         if let Op::CustomCall(call) = &node.op {
             *counts.entry(call.name()).or_default() += 1;
+        }
+        for region in node.op.loop_regions() {
+            for (name, count) in kernel_counts(region) {
+                *counts.entry(name).or_default() += count;
+            }
         }
     }
     counts

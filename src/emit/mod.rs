@@ -13,7 +13,8 @@ use std::collections::HashMap;
 use std::fmt::Write;
 use std::rc::Rc;
 
-use crate::graph::Graph;
+use crate::graph::{CustomCall, Graph, Node, Op};
+use crate::shape::Shape;
 use crate::shard::{CallSharding, ShardingText};
 use crate::util::named;
 
@@ -41,19 +42,20 @@ pub struct EmitOptions {
 }
 
 impl EmitOptions {
-    /// How devices share the kernel's call at node `index`.
-    fn call(&self, index: usize, main: bool) -> Option<&CallSharding> {
-        let sharding = self.sharding.as_ref().filter(|_| main)?;
-        sharding.calls.get(&(index as u32))
+    /// How devices share the call of a kernel on operands of these shapes.
+    fn call(&self, call: &dyn CustomCall, operands: &[&Shape]) -> Option<CallSharding<'_>> {
+        let calls = self.sharding.as_ref()?.calls.as_ref()?;
+        calls.of(call, operands)
     }
 
-    /// The sharding of the constraint at node `index`; loop bodies carry none.
-    fn constraint(&self, index: usize, main: bool) -> Option<&str> {
-        let sharding = self.sharding.as_ref().filter(|_| main)?;
-        sharding
-            .constraints
-            .get(&(index as u32))
-            .map(String::as_str)
+    /// The sharding of the constraint `node`.
+    fn constraint(&self, node: &Node) -> Option<&str> {
+        let Op::ShardingConstraint(axes) = &node.op else {
+            return None;
+        };
+        let constraints = &self.sharding.as_ref()?.constraints;
+        let text = constraints.get(&(axes.clone(), node.shape.dims.clone()))?;
+        Some(text)
     }
 }
 
@@ -159,10 +161,10 @@ impl Emitter<'_> {
     /// Emits the live nodes of `graph` and its return. `prefix` starts the names of its values.
     fn body(&mut self, graph: &Graph, arguments: &[String], prefix: &str, main: bool) {
         let options = self.options;
-        let names = Names::new(graph, arguments, prefix, &mut self.scopes, &|index| {
-            options.constraint(index, main).is_some()
+        let names = Names::new(graph, arguments, prefix, &mut self.scopes, &|node| {
+            options.constraint(node).is_some()
         });
-        self.nodes(graph, &names, main);
+        self.nodes(graph, &names);
         let results: Vec<&str> = names.results(graph).collect();
         let types: Vec<Rc<str>> = graph
             .outputs
@@ -179,10 +181,10 @@ impl Emitter<'_> {
     }
 
     /// Emits the live nodes of `graph`, whose values are called `names`.
-    fn nodes(&mut self, graph: &Graph, names: &Names, main: bool) {
+    fn nodes(&mut self, graph: &Graph, names: &Names) {
         let live = graph.live_nodes();
         for index in (0..graph.nodes.len()).filter(|index| live[*index]) {
-            self.node(graph, index, names, main);
+            self.node(graph, index, names);
         }
     }
 

@@ -32,7 +32,7 @@ impl Names {
         arguments: &[String],
         prefix: &str,
         scopes: &mut Scopes,
-        constrained: &dyn Fn(usize) -> bool,
+        constrained: &dyn Fn(&Node) -> bool,
     ) -> Self {
         let mut values: Vec<String> = Vec::with_capacity(graph.nodes.len());
         let mut bodies = HashMap::new();
@@ -42,7 +42,7 @@ impl Names {
                 Op::Parameter(i) => arguments[*i].clone(),
                 Op::GetTupleElement(i) => format!("{}#{i}", operand(0)),
                 Op::Stored => operand(0),
-                Op::ShardingConstraint(_) if !constrained(index) => operand(0),
+                Op::ShardingConstraint(_) if !constrained(node) => operand(0),
                 Op::Composite { body, .. } => {
                     let arguments: Vec<String> = (0..node.operands.len()).map(operand).collect();
                     let prefix = format!("{prefix}{index}_");
@@ -103,7 +103,7 @@ impl fmt::Display for Signature<'_> {
 }
 
 impl Emitter<'_> {
-    pub(super) fn node(&mut self, graph: &Graph, index: usize, names: &Names, main: bool) {
+    pub(super) fn node(&mut self, graph: &Graph, index: usize, names: &Names) {
         let node = &graph.nodes[index];
         let operand = |i: usize| names.values[node.operands[i] as usize].as_str();
         let shape_of = |i: usize| &graph.nodes[node.operands[i] as usize].shape;
@@ -130,7 +130,7 @@ impl Emitter<'_> {
             Op::Parameter(_) | Op::GetTupleElement(_) | Op::Stored => return,
             Op::Composite { body, .. } => {
                 if let Some(names) = names.bodies.get(&index) {
-                    self.nodes(body, names, false);
+                    self.nodes(body, names);
                 }
                 return;
             }
@@ -311,16 +311,16 @@ impl Emitter<'_> {
             Op::CustomCall(call) => {
                 let shapes: Vec<&Shape> = (0..node.operands.len()).map(shape_of).collect();
                 let call = call.as_ref();
-                match self.options.call(index, main) {
+                match self.options.call(call, &shapes) {
                     None => custom_call(call, &all, &shapes, &node.shape, &signature),
-                    Some(sharding) => self.shared_call(call, &all, &shapes, node, sharding, scope),
+                    Some(sharding) => self.shared_call(call, &all, &shapes, node, &sharding, scope),
                 }
             }
             Op::While { cond, body } => {
                 self.while_loop(graph, node, names, name, [cond, body]);
                 return;
             }
-            Op::ShardingConstraint(_) => match self.options.constraint(index, main) {
+            Op::ShardingConstraint(_) => match self.options.constraint(node) {
                 Some(spec) => {
                     // The operation takes the attribute's body alone.
                     let body = spec.trim_start_matches("#sdy.sharding");
@@ -340,7 +340,7 @@ impl Emitter<'_> {
         operands: &[&str],
         shapes: &[&Shape],
         node: &Node,
-        sharding: &CallSharding,
+        sharding: &CallSharding<'_>,
         scope: usize,
     ) -> String {
         let own = |shape: &Shape, batch| {

@@ -56,7 +56,6 @@ fn shardings_reach_the_signature_and_the_constraints() {
     let y = b.constrain(x, &[Some("batch"), None]).unwrap();
     b.output("y", y, None).unwrap();
     let graph = b.finish();
-    let constraint = graph.outputs[0].node;
     let options = EmitOptions {
         sharding: Some(ShardingText {
             mesh: r#"sdy.mesh @mesh = <["data"=2]>"#.to_string(),
@@ -64,7 +63,7 @@ fn shardings_reach_the_signature_and_the_constraints() {
             inputs: vec![r#"#sdy.sharding<@mesh, [{"data"}, {}]>"#.to_string()],
             outputs: vec![r#"#sdy.sharding<@mesh, [{}, {}]>"#.to_string()],
             constraints: HashMap::from([(
-                constraint,
+                (vec![Some("batch"), None], vec![8, 3]),
                 r#"#sdy.sharding<@mesh, [{"data"}, {}]>"#.to_string(),
             )]),
             ..ShardingText::default()

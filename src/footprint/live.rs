@@ -1,5 +1,6 @@
 //! The most memory that intermediate values take at once.
 
+use super::split::Parts;
 use crate::graph::{Graph, Op};
 
 /// Where most is in use, and how much.
@@ -14,8 +15,9 @@ pub(super) struct Peak {
 /// dimensions of values are split.
 ///
 /// Views and values that compilers compute where they are used take no memory, but what they are made of stays for
-/// them. Results that take over an input's memory take none. The bodies of loops are not looked at.
-pub(super) fn peak(graph: &Graph, parts: &[Vec<usize>]) -> Peak {
+/// them. Results that take over an input's memory take none. A loop has the values of its carry that it changes, and
+/// while it runs those of its body.
+pub(super) fn peak(graph: &Graph, parts: &Parts) -> Peak {
     let live = graph.live_nodes();
     let is_kept = kept(graph, &live);
     let mut in_place = vec![false; graph.nodes.len()];
@@ -36,9 +38,15 @@ pub(super) fn peak(graph: &Graph, parts: &[Vec<usize>]) -> Peak {
             *last = (*last).max(until);
         }
     }
-    let bytes = |i: usize| {
-        let parts: usize = parts[i].iter().product();
+    let part_of = |i: usize| {
+        let parts: usize = parts.nodes[i].iter().product();
         (graph.nodes[i].shape.bytes() / parts.max(1)) as u64
+    };
+    let bytes = |i: usize| match &graph.nodes[i].op {
+        Op::While { body, .. } => changed(body)
+            .map(|at| part_of(graph.nodes[i].operands[at] as usize))
+            .fold(0, u64::saturating_add),
+        _ => part_of(i),
     };
     let mut freed: Vec<Vec<usize>> = vec![Vec::new(); graph.nodes.len() + 1];
     let mut used = 0u64;
@@ -48,9 +56,14 @@ pub(super) fn peak(graph: &Graph, parts: &[Vec<usize>]) -> Peak {
             used = used.saturating_add(bytes(i));
             freed[last[i]].push(i);
         }
-        if used > peak.bytes {
+        let inside = match (&graph.nodes[i].op, parts.bodies.get(&i)) {
+            (Op::While { body, .. }, Some(parts)) if live[i] => self::peak(body, parts).bytes,
+            _ => 0,
+        };
+        let now = used.saturating_add(inside);
+        if now > peak.bytes {
             peak = Peak {
-                bytes: used,
+                bytes: now,
                 node: Some(i),
             };
         }
@@ -59,6 +72,16 @@ pub(super) fn peak(graph: &Graph, parts: &[Vec<usize>]) -> Peak {
         }
     }
     peak
+}
+
+/// The elements of a loop's carry that its body changes.
+fn changed(body: &Graph) -> impl Iterator<Item = usize> {
+    let is_kept = |(at, node): &(usize, u32)| {
+        let op = &body.nodes[*node as usize].op;
+        !matches!(op, Op::Parameter(index) if index == at)
+    };
+    let results = body.outputs.iter().map(|output| output.node);
+    results.enumerate().filter(is_kept).map(|(at, _)| at)
 }
 
 /// Which values take memory.
@@ -83,7 +106,6 @@ fn kept(graph: &Graph, live: &[bool]) -> Vec<bool> {
         | Op::BroadcastInDim { .. }
         | Op::GetTupleElement(_)
         | Op::OptimizationBarrier
-        | Op::While { .. }
         | Op::Stored
         | Op::ShardingConstraint(_) => false,
         Op::Unary(_)
@@ -106,6 +128,7 @@ fn kept(graph: &Graph, live: &[bool]) -> Vec<bool> {
         | Op::DotGeneral { .. }
         | Op::Convolution { .. }
         | Op::Composite { .. }
+        | Op::While { .. }
         | Op::CustomCall(_) => true,
     };
     (0..graph.nodes.len())
@@ -117,17 +140,18 @@ fn kept(graph: &Graph, live: &[bool]) -> Vec<bool> {
 mod tests {
     use super::*;
     use crate::dtype::DType;
-    use crate::graph::{Builder, DotDims};
+    use crate::footprint::split::parts;
+    use crate::graph::{Builder, Comparison, DotDims};
     use crate::shape::Shape;
+    use crate::shard::{DeviceDescription, LogicalAxisRules, Mesh, Parallelism, ShardPlan};
 
     fn peak_of(b: Builder) -> Peak {
         let graph = b.finish();
-        let whole: Vec<_> = graph
-            .nodes
-            .iter()
-            .map(|n| vec![1; n.shape.rank()])
-            .collect();
-        peak(&graph, &whole)
+        let devices = DeviceDescription::numbered(1, 1);
+        let mesh = Mesh::new(&Parallelism::default(), &devices).unwrap();
+        let rules = LogicalAxisRules::default();
+        let plan = ShardPlan::new(&graph, &mesh, &rules).unwrap();
+        peak(&graph, &parts(&graph, &plan, &mesh, &rules))
     }
 
     /// Two products in a row: while the second is computed, both results are there, and what is added to the first is
@@ -149,5 +173,31 @@ mod tests {
         let kib = 16 * 16 * 4;
         // The first product lives until its sum is made; sum and second product are there together.
         assert_eq!(peak_of(b).bytes, 2 * kib);
+    }
+
+    /// A loop that hands on a matrix beside one that stays as it is, with one more product inside.
+    #[test]
+    fn loops_have_what_they_change_and_their_body() {
+        let b = Builder::new();
+        let x = b.input("x", Shape::new(DType::F32, [16, 16]), &[]).unwrap();
+        let dims = DotDims {
+            lhs_contract: vec![1],
+            rhs_contract: vec![0],
+            ..DotDims::default()
+        };
+        let zero = b.scalar(DType::S32, 0.0).unwrap();
+        let holds = |r: &Builder, carry: &[_]| {
+            r.compare(Comparison::Lt, carry[0], r.scalar(DType::S32, 3.0)?)
+        };
+        let body = |r: &Builder, carry: &[_]| {
+            let y = r.dot_general(carry[1], carry[2], dims, DType::F32)?;
+            let next = r.add(carry[0], r.scalar(DType::S32, 1.0)?)?;
+            Ok(vec![next, y, carry[2]])
+        };
+        let results = b.while_loop(&[zero, x, x], holds, body).unwrap();
+        b.output("y", results[1], None).unwrap();
+        let kib = 16 * 16 * 4;
+        // The counter and the matrix, and the product of a trip.
+        assert_eq!(peak_of(b).bytes, 2 * kib + 4);
     }
 }

@@ -1,33 +1,61 @@
 //! Into how many parts the dimensions of values are split.
 
+use std::collections::HashMap;
+
 use crate::graph::{Graph, Node, Op};
 use crate::shard::{LogicalAxisRules, Mesh, PartitionSpec, ShardPlan};
 
-/// The number of parts of each dimension of each node, as far as inputs and constraints decide it. Where nothing is
-/// known, a dimension is whole.
+/// The number of parts of each dimension of each value of a graph, as far as inputs and constraints decide it. Where
+/// nothing is known, a dimension is whole.
+pub(super) struct Parts {
+    pub nodes: Vec<Vec<usize>>,
+    /// By node, those of the bodies of loops.
+    pub bodies: HashMap<usize, Parts>,
+}
+
+/// The parts of a planned program.
 pub(super) fn parts(
     graph: &Graph,
     plan: &ShardPlan,
     mesh: &Mesh,
     rules: &LogicalAxisRules,
-) -> Vec<Vec<usize>> {
+) -> Parts {
     let of_spec = |spec: &PartitionSpec| -> Vec<usize> {
         spec.dims().iter().map(|axes| mesh.product(axes)).collect()
     };
-    let mut parts: Vec<Vec<usize>> = Vec::with_capacity(graph.nodes.len());
-    for node in &graph.nodes {
-        let asked = match &node.op {
-            Op::Parameter(index) => plan.inputs.get(*index).map(&of_spec),
-            Op::ShardingConstraint(axes) => rules
-                .spec_for_shape(graph.path(node), axes, &node.shape.dims, mesh)
-                .ok()
-                .map(|(spec, _)| of_spec(&spec)),
-            _ => None,
-        };
-        let of_node = asked.unwrap_or_else(|| of_operands(graph, node, &parts));
-        parts.push(of_node);
+    let of_constraint = |node: &Node, path: &str| match &node.op {
+        Op::ShardingConstraint(axes) => rules
+            .spec_for_shape(path, axes, &node.shape.dims, mesh)
+            .ok()
+            .map(|(spec, _)| of_spec(&spec)),
+        _ => None,
+    };
+    let inputs: Vec<_> = plan.inputs.iter().map(of_spec).collect();
+    Parts::of(graph, &inputs, &of_constraint)
+}
+
+impl Parts {
+    fn of(
+        graph: &Graph,
+        inputs: &[Vec<usize>],
+        of_constraint: &dyn Fn(&Node, &str) -> Option<Vec<usize>>,
+    ) -> Parts {
+        let mut nodes: Vec<Vec<usize>> = Vec::with_capacity(graph.nodes.len());
+        let mut bodies = HashMap::new();
+        for (id, node) in graph.nodes.iter().enumerate() {
+            let asked = match &node.op {
+                Op::Parameter(index) => inputs.get(*index).cloned(),
+                _ => of_constraint(node, graph.path(node)),
+            };
+            if let Op::While { body, .. } = &node.op {
+                let carry = node.operands.iter();
+                let carry: Vec<_> = carry.map(|o| nodes[*o as usize].clone()).collect();
+                bodies.insert(id, Parts::of(body, &carry, of_constraint));
+            }
+            nodes.push(asked.unwrap_or_else(|| of_operands(graph, node, &nodes)));
+        }
+        Parts { nodes, bodies }
     }
-    parts
 }
 
 /// The parts that a result has from its operands.

@@ -3,7 +3,7 @@
 use super::{Graph, Op};
 
 /// Floating-point or integer operations of all dots and convolutions that outputs depend on; a multiply and an
-/// add are two. A loop counts once, whatever its trip count. Counts past 64 bits stay at the largest.
+/// add are two. A loop whose trips are not known counts once. Counts past 64 bits stay at the largest.
 pub fn flops(graph: &Graph) -> u64 {
     let live = graph.live_nodes();
     let mut total = 0u64;
@@ -32,7 +32,10 @@ pub fn flops(graph: &Graph) -> u64 {
                 let operands: Vec<_> = node.operands.iter().map(shape).collect();
                 call.flops(&operands, &node.shape)
             }
-            Op::While { cond, body } => flops(cond).saturating_add(flops(body)),
+            Op::While { cond, body } => {
+                let trip = flops(cond).saturating_add(flops(body));
+                trip.saturating_mul(node.op.trips().unwrap_or(1))
+            }
             _ => 0,
         });
     }

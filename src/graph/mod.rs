@@ -17,6 +17,7 @@ mod init;
 mod op;
 pub mod random;
 mod rewrite;
+mod roll;
 pub mod scopes;
 mod stage;
 mod vjp;
@@ -38,6 +39,7 @@ pub use format::{
 pub use init::Init;
 pub use op::Op;
 pub use rewrite::{Replace, Substitute};
+pub use roll::roll;
 pub use stage::{Staged, stage};
 pub use vjp::{grad, vjp};
 
@@ -58,7 +60,7 @@ impl Tensor {
 }
 
 /// One operation, its operands (indices of earlier nodes) and its result's shape.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Node {
     pub op: Op,
     pub operands: Vec<u32>,
@@ -81,7 +83,7 @@ pub enum InputKind {
 }
 
 /// One input of the program, in argument order.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Input {
     /// For a weight `model/checkpoint.key`; otherwise a plain name.
     pub name: String,
@@ -105,7 +107,7 @@ impl Input {
 }
 
 /// One result of the program, in result order.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Output {
     pub name: String,
     pub node: u32,
@@ -116,7 +118,7 @@ pub struct Output {
 }
 
 /// A finished program: nodes in topological order, inputs and outputs.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Graph {
     pub nodes: Vec<Node>,
     pub inputs: Vec<Input>,

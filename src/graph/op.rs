@@ -11,7 +11,7 @@ use super::{
 };
 
 /// One operation with its attributes.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq)]
 pub enum Op {
     /// Input `index` of the graph or region.
     Parameter(usize),
@@ -142,6 +142,32 @@ impl Op {
                 quant: None,
             },
         }
+    }
+
+    /// How often a loop runs that counts its first carry up from 0 to a constant, as [`super::roll`] writes them; `None` for
+    /// other loops and operations.
+    pub fn trips(&self) -> Option<u64> {
+        let Op::While { cond, .. } = self else {
+            return None;
+        };
+        let holds = &cond.nodes[cond.outputs.first()?.node as usize];
+        let operand = |at: usize| &cond.nodes[holds.operands[at] as usize].op;
+        match (&holds.op, operand(0), operand(1)) {
+            (Op::Compare(Comparison::Lt), Op::Parameter(0), Op::Constant(end)) => {
+                let end = end.to_f64_vec().ok()?.first().copied()?;
+                Some(end as u64)
+            }
+            _ => None,
+        }
+    }
+
+    /// The regions of a loop: its condition and its body.
+    pub fn loop_regions(&self) -> impl Iterator<Item = &Graph> {
+        let regions = match self {
+            Op::While { cond, body } => [Some(cond), Some(body)],
+            _ => [None, None],
+        };
+        regions.into_iter().flatten().map(Box::as_ref)
     }
 
     /// The same operation with each of its regions replaced.

@@ -46,11 +46,11 @@ const SMALL: usize = 1 << 16;
 /// # Errors
 /// When the graph is ill-typed.
 pub fn stage(graph: &Graph, request: &[&str]) -> Result<Staged, GraphError> {
-    let stages = stages(graph, request);
+    let known = Known::new(graph, request);
+    let stages = &known.stages;
     let splitter = Splitter {
         graph,
-        stages: &stages,
-        from_stored: graph.from_stored(),
+        known: &known,
         names: names(graph),
         axes: axes(graph),
     };
@@ -145,6 +145,13 @@ fn axes(graph: &Graph) -> Vec<Vec<Option<&'static str>>> {
                 .unwrap_or_default()
                 .to_vec(),
             Op::Clamp => of_operand(1).to_vec(),
+            Op::Concatenate(dim) => {
+                let mut all = of_operand(0).to_vec();
+                if let Some(axis) = all.get_mut(*dim) {
+                    *axis = None;
+                }
+                all
+            }
             Op::Transpose(perm) => match of_operand(0) {
                 [] => Vec::new(),
                 axes => perm.iter().map(|d| axes[*d]).collect(),
@@ -178,11 +185,65 @@ fn axes(graph: &Graph) -> Vec<Vec<Option<&'static str>>> {
     axes
 }
 
-struct Splitter<'a> {
+/// When each value of a graph is known.
+pub(super) struct Known<'a> {
     graph: &'a Graph,
-    stages: &'a [Stage],
+    stages: Vec<Stage>,
     /// Which nodes are computed from values that are marked as stored, or are such marks.
     from_stored: Vec<bool>,
+}
+
+impl Known<'_> {
+    /// `request` names the run-time inputs that are known before the others.
+    pub(super) fn new<'a>(graph: &'a Graph, request: &[&str]) -> Known<'a> {
+        Known {
+            graph,
+            stages: stages(graph, request),
+            from_stored: graph.from_stored(),
+        }
+    }
+
+    /// Of a program without stages: what no input decides is a constant, all else is computed in every run.
+    pub(super) fn in_one_stage(graph: &Graph) -> Known<'_> {
+        let mut known = Known::new(graph, &[]);
+        for stage in known
+            .stages
+            .iter_mut()
+            .filter(|stage| **stage != Stage::Constant)
+        {
+            *stage = Stage::Step;
+        }
+        known
+    }
+
+    /// Whether a node cannot be computed before a run.
+    pub(super) fn is_of_step(&self, id: u32) -> bool {
+        self.stages[id as usize] == Stage::Step
+    }
+
+    /// Whether a node is computed in every run.
+    pub(super) fn is_in_step(&self, id: u32) -> bool {
+        self.is_of_step(id) || self.is_made_again(id)
+    }
+
+    /// Whether a node of an earlier stage is made again where it is used, instead of being kept.
+    fn is_made_again(&self, id: u32) -> bool {
+        let node = &self.graph.nodes[id as usize];
+        match node.op {
+            Op::BroadcastInDim { .. } | Op::Reshape(_) | Op::ShardingConstraint(_) => true,
+            _ if self.from_stored[id as usize] && self.stages[id as usize] <= Stage::Load => true,
+            Op::Convert(to) => {
+                let from = self.graph.nodes[node.operands[0] as usize].shape.dtype;
+                from.is_float() && to.bits() > from.bits() && node.shape.count() <= SMALL
+            }
+            _ => self.stages[id as usize] == Stage::Constant,
+        }
+    }
+}
+
+struct Splitter<'a> {
+    graph: &'a Graph,
+    known: &'a Known<'a>,
     names: Vec<String>,
     /// The logical axes of each node.
     axes: Vec<Vec<Option<&'static str>>>,
@@ -191,20 +252,6 @@ struct Splitter<'a> {
 impl Splitter<'_> {
     fn node(&self, id: u32) -> &Node {
         &self.graph.nodes[id as usize]
-    }
-
-    /// Whether a node of an earlier stage is made again where it is used, instead of being kept.
-    fn is_made_again(&self, id: u32) -> bool {
-        let node = self.node(id);
-        match node.op {
-            Op::BroadcastInDim { .. } | Op::Reshape(_) | Op::ShardingConstraint(_) => true,
-            _ if self.from_stored[id as usize] && self.stages[id as usize] <= Stage::Load => true,
-            Op::Convert(to) => {
-                let from = self.node(node.operands[0]).shape.dtype;
-                from.is_float() && to.bits() > from.bits() && node.shape.count() <= SMALL
-            }
-            _ => self.stages[id as usize] == Stage::Constant,
-        }
     }
 
     /// The program of one stage, and the nodes of earlier stages that are its inputs. `results` are nodes of the stage;
@@ -226,7 +273,7 @@ impl Splitter<'_> {
                 continue;
             }
             let is_input = matches!(self.node(id).op, Op::Parameter(_));
-            if self.stages[id as usize] >= stage || self.is_made_again(id) {
+            if self.known.stages[id as usize] >= stage || self.known.is_made_again(id) {
                 open.extend(&self.node(id).operands);
             } else if !is_input {
                 cuts.push(id);
@@ -290,7 +337,7 @@ impl Splitter<'_> {
     fn kept(&self, id: u32) -> Input {
         Input {
             name: self.names[id as usize].clone(),
-            kind: match self.stages[id as usize] {
+            kind: match self.known.stages[id as usize] {
                 Stage::Constant | Stage::Load => InputKind::Weight(Init::Zeros),
                 Stage::Request | Stage::Step => InputKind::Data,
             },

@@ -12,7 +12,7 @@ use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
 use crate::backend::Backend;
-use crate::graph::{Builder, Graph, GraphError, Op, Staged, stage};
+use crate::graph::{Builder, Graph, GraphError, Op, Staged, roll, stage};
 use crate::quant::{self, QuantError};
 use crate::shard::{Axis, LogicalAxisRules, Mesh, ShardError, ShardPlan};
 
@@ -134,7 +134,7 @@ pub fn lower(
             if let Some(parts) = parts {
                 graph = Cow::Owned(backend.claim(&graph, parts)?.into_owned());
             }
-            let graph = backend.rewrite(inline(&graph))?;
+            let graph = scanned(backend.rewrite(inline(&graph))?, traced, backend)?;
             stage(&graph, &traced.request())?
         }
         Some(update) => {
@@ -143,7 +143,7 @@ pub fn lower(
             Staged {
                 load: Vec::new(),
                 request: None,
-                step: backend.rewrite(inline(&graph))?,
+                step: scanned(backend.rewrite(inline(&graph))?, traced, backend)?,
             }
         }
     };
@@ -167,6 +167,10 @@ pub fn whole(
     let graph = match &traced.update {
         None => quantize(&graph, traced)?,
         Some(_) => graph,
+    };
+    let graph = match traced.scan_layers {
+        Some(true) => Cow::Owned(roll(inline(&graph), None, 2)?),
+        Some(false) | None => graph,
     };
     LoweredProgram::whole(&traced.name, &graph, backend, options)
 }
@@ -211,6 +215,21 @@ fn unconstrained(graph: &Graph) -> Result<Graph, GraphError> {
         let is_constraint = matches!(node.op, Op::ShardingConstraint(_));
         Ok(is_constraint.then(|| copies[node.operands[0] as usize]))
     })
+}
+
+/// The graph with loops in place of long runs of equal blocks.
+fn scanned(graph: Graph, traced: &Traced, backend: Backend) -> Result<Graph, GraphError> {
+    let shortest = match traced.scan_layers {
+        Some(true) => Some(2),
+        Some(false) => None,
+        None => backend.shortest_scan(traced.update.is_some()),
+    };
+    let request = traced.request();
+    let stages = traced.update.is_none().then_some(&request[..]);
+    match shortest {
+        Some(shortest) => roll(graph, stages, shortest),
+        None => Ok(graph),
+    }
 }
 
 fn inline(graph: &Graph) -> Graph {

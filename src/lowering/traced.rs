@@ -21,6 +21,8 @@ pub struct Traced {
     pub decisions: Vec<Decision>,
     /// The run-time inputs that are known before the others and stay for a request, such as a prompt's embeddings.
     pub request_inputs: Vec<String>,
+    /// Whether runs of equal blocks become loops; `None`: as the backend says.
+    pub scan_layers: Option<bool>,
     /// Weights are trained; `None` for a program that only reads them.
     pub update: Option<Update>,
 }
@@ -34,6 +36,7 @@ impl Traced {
             policy: None,
             decisions: Vec::new(),
             request_inputs: Vec::new(),
+            scan_layers: None,
             update: None,
         }
     }
@@ -62,6 +65,12 @@ impl Traced {
     /// no input of the program have no effect.
     pub fn with_request_inputs<'a>(mut self, names: impl IntoIterator<Item = &'a str>) -> Traced {
         self.request_inputs = names.into_iter().map(str::to_string).collect();
+        self
+    }
+
+    /// The same with runs of equal blocks as loops, or not.
+    pub fn with_scan_layers(mut self, scan_layers: Option<bool>) -> Traced {
+        self.scan_layers = scan_layers;
         self
     }
 

@@ -49,6 +49,8 @@ pub struct DiffusionModel {
     /// whose range SDXL's activations leave; bf16 has the range of f32.
     pub precision: Precision,
     pub remat: Remat,
+    /// Whether equal blocks are compiled as one loop; `None`: where the devices' compiler gains from it.
+    pub scan_layers: Option<bool>,
     pub scheduler: SchedulerConfig,
     /// Rows and columns of the denoiser's sample.
     pub sample_size: [usize; 2],

@@ -205,7 +205,8 @@ pub fn trace_denoise(
     Ok(DenoiseStep {
         model: Traced::new("denoise", graph)
             .quantized(options.quantization.as_ref())?
-            .with_request_inputs(REQUEST.into_iter().chain(images).chain(guidance)),
+            .with_request_inputs(REQUEST.into_iter().chain(images).chain(guidance))
+            .with_scan_layers(model.scan_layers),
         advance,
     })
 }

@@ -99,6 +99,7 @@ pub fn model(
         ip_adapter: None,
         precision: precision(config),
         remat: config.remat_policy,
+        scan_layers: config.scan_layers,
         scheduler: scheduler(config)?,
         sample_size: image_size.map(|side| side / space.factor()),
         image_size,

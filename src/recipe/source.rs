@@ -542,6 +542,7 @@ fn published(
         micro_conditioning: micro_conditioning(config, source.requires_aesthetics_score),
         precision,
         remat: Remat::None,
+        scan_layers: config.scan_layers,
         scheduler: published_scheduler(config, given, &source, notify)?,
         tokens: tokens.all,
     };

@@ -13,7 +13,7 @@ mod spec;
 
 pub use layout::DeviceDescription;
 pub use mesh::{Mesh, Parallelism};
-pub use plan::{CallSharding, ShardPlan, ShardingText};
+pub use plan::{CallSharding, Constraints, ShardPlan, ShardingText, SharedCalls};
 pub use rules::{LogicalAxisRule, LogicalAxisRules, Unsharded};
 pub use spec::PartitionSpec;
 

@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, HashSet};
 
-use crate::graph::{Batch, Graph, InputKind, Op};
+use crate::graph::{Batch, CustomCall, Graph, InputKind, Op};
 use crate::shape::Shape;
 
 use super::local::{local_shards, misaligned};
@@ -21,23 +21,45 @@ pub struct ShardingText {
     pub num_partitions: usize,
     pub inputs: Vec<String>,
     pub outputs: Vec<String>,
-    /// By node index of the main graph, for each sharding constraint.
-    pub constraints: HashMap<u32, String>,
-    /// By node index of the main graph, for each kernel's call.
-    pub calls: HashMap<u32, CallSharding>,
+    /// Of each sharding constraint, here and in loops.
+    pub constraints: Constraints,
+    /// How devices share the calls of kernels, where they share anything.
+    pub calls: Option<SharedCalls>,
+}
+
+/// The sharding of each constraint, which its logical axes and dimensions decide.
+pub type Constraints = HashMap<(Vec<Option<&'static str>>, Vec<usize>), String>;
+
+/// The mesh axes that split a batch over `parts` parts.
+#[derive(Clone, Debug)]
+pub struct SharedCalls {
+    pub parts: usize,
+    /// For example `"data", "fsdp"`.
+    pub axes: String,
+}
+
+impl SharedCalls {
+    /// How devices share a kernel's call on operands of these shapes. `None` if the kernel cannot compute a part of it.
+    pub fn of(&self, call: &dyn CustomCall, operands: &[&Shape]) -> Option<CallSharding<'_>> {
+        Some(CallSharding {
+            parts: self.parts,
+            batch: call.batch(operands)?,
+            axes: &self.axes,
+        })
+    }
 }
 
 /// How the devices share a kernel's call: each computes a part of the batch.
 #[derive(Clone, Debug)]
-pub struct CallSharding {
+pub struct CallSharding<'a> {
     /// Parts of the batch.
     pub parts: usize,
     pub batch: Batch,
-    /// The mesh axes that split the batch, e.g. `"data", "fsdp"`.
-    pub axes: String,
+    /// The mesh axes that split the batch.
+    pub axes: &'a str,
 }
 
-impl CallSharding {
+impl CallSharding<'_> {
     /// The Shardy attribute's body for an operand or result of this rank that is split along dimension `batch`.
     pub fn spec(&self, rank: usize, batch: Option<usize>) -> String {
         let dim = |d| match Some(d) == batch {
@@ -63,10 +85,8 @@ impl CallSharding {
 pub struct ShardPlan {
     pub inputs: Vec<PartitionSpec>,
     pub outputs: Vec<PartitionSpec>,
-    /// Shardy text by node index.
-    constraints: HashMap<u32, String>,
-    /// By node index.
-    calls: HashMap<u32, CallSharding>,
+    constraints: Constraints,
+    calls: Option<SharedCalls>,
     /// The mesh axes over which the rules would split something.
     pub asked: HashSet<Axis>,
     /// Dimensions the rules would split but whose size does not divide.
@@ -138,25 +158,29 @@ impl ShardPlan {
         let batch_axes = rules.batch_axes()?;
         let mut note = None;
         let mut constraints = HashMap::new();
-        for (id, node) in graph.nodes.iter().enumerate() {
-            let Op::ShardingConstraint(axes) = &node.op else {
-                continue;
-            };
-            let dims = &node.shape.dims;
-            let text = if axes.first() == Some(&Some(LOCAL_SHARDS)) {
-                note = note.or_else(|| misaligned(mesh, &batch_axes, dims[0]));
-                local_shards(mesh, &batch_axes, dims)
-            } else {
-                spec(graph.path(node), axes, dims)?.to_sdy()
-            };
-            constraints.insert(id as u32, text);
+        let mut open = vec![graph];
+        while let Some(graph) = open.pop() {
+            for node in &graph.nodes {
+                open.extend(node.op.loop_regions());
+                let Op::ShardingConstraint(axes) = &node.op else {
+                    continue;
+                };
+                let dims = &node.shape.dims;
+                let text = if axes.first() == Some(&Some(LOCAL_SHARDS)) {
+                    note = note.or_else(|| misaligned(mesh, &batch_axes, dims[0]));
+                    local_shards(mesh, &batch_axes, dims)
+                } else {
+                    spec(graph.path(node), axes, dims)?.to_sdy()
+                };
+                constraints.insert((axes.clone(), dims.clone()), text);
+            }
         }
         Ok(Self {
             asked,
             inputs,
             outputs,
             constraints,
-            calls: calls(graph, mesh, &batch_axes),
+            calls: shared_calls(mesh, &batch_axes),
             unsharded,
             misaligned: note,
         })
@@ -179,26 +203,11 @@ impl ShardPlan {
     }
 }
 
-/// The kernels' calls that devices share, by node.
-fn calls(graph: &Graph, mesh: &Mesh, batch_axes: &[Axis]) -> HashMap<u32, CallSharding> {
+/// How devices share the calls of kernels; `None` if each computes the whole batch.
+fn shared_calls(mesh: &Mesh, batch_axes: &[Axis]) -> Option<SharedCalls> {
+    let parts = mesh.product(batch_axes);
     let axes = batch_axes.iter().filter(|axis| mesh.size(**axis) > 1);
     let axes: Vec<String> = axes.map(|axis| format!("\"{}\"", axis.name())).collect();
-    let parts = mesh.product(batch_axes);
-    let calls = graph.nodes.iter().enumerate().filter_map(|(id, node)| {
-        let Op::CustomCall(call) = &node.op else {
-            return None;
-        };
-        let operands = node.operands.iter();
-        let operands: Vec<&Shape> = operands.map(|o| &graph.nodes[*o as usize].shape).collect();
-        let sharding = CallSharding {
-            parts,
-            batch: call.batch(&operands)?,
-            axes: axes.join(", "),
-        };
-        Some((id as u32, sharding))
-    });
-    match parts {
-        1 => HashMap::new(),
-        _ => calls.collect(),
-    }
+    let axes = axes.join(", ");
+    (parts > 1).then_some(SharedCalls { parts, axes })
 }

@@ -209,7 +209,9 @@ pub fn trace(model: &DiffusionModel, options: &StepOptions) -> Result<Traced, St
     // Of a published text encoder the loss may not depend on all layers; those stay as they are.
     let is_published = model.family.spec().published.is_some();
     let add_update = move |b: &Builder| update(b, &optimizer, of_lora, is_published);
-    Ok(traced.trained(Arc::new(add_update)))
+    Ok(traced
+        .with_scan_layers(model.scan_layers)
+        .trained(Arc::new(add_update)))
 }
 
 /// Traces the mean squared errors of `rows` samples, which are inputs as noise and timesteps are: the loss of each without

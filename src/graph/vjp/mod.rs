@@ -220,7 +220,9 @@ impl<'a> Pass<'a> {
         });
         let mut values = vec![self.cotangents[&(id, element)]];
         values.extend(outside.iter().map(|&o| self.b.tensor(o)));
-        let barred = self.b.without_remat().optimization_barrier(&values)?;
+        let path = format!("{BACKWARD}/{}", self.site(id).path);
+        let b = self.b.without_remat().at(path);
+        let barred = b.optimization_barrier(&values)?;
         self.cotangents.insert((id, element), barred[0]);
         self.regions.insert(
             region,

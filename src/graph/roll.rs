@@ -1,0 +1,780 @@
+//! Runs of equal blocks as loops.
+//!
+//! A transformer is dozens of blocks that differ in their weights alone. As one loop they are compiled once, and the
+//! program is as small as one of them. The pass looks at the finished graph, so no model says what repeats: the
+//! derivative's blocks are rolled as those of the forward pass are, and values go from one loop to the other as stacks.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+
+use super::stage::Known;
+use super::{Builder, Comparison, Graph, GraphError, Node, Op, Output, Tensor};
+use crate::dtype::DType;
+
+type Result<T> = std::result::Result<T, GraphError>;
+
+/// The graph with a loop in place of each run of at least `shortest` equal blocks, of which each takes what the one
+/// before it gives. Blocks are lists in the checkpoint, `transformer_blocks.0`, `transformer_blocks.1` and so on, and equal
+/// if they have the same operations in the same places.
+///
+/// What is known before the step ([`super::stage`], with the inputs of a `request`) stays outside: stacks of weights, along a
+/// new first dimension, are made once. `None` for a program without stages, where all is computed in every run.
+///
+/// # Errors
+/// None for a well-typed graph.
+pub fn roll(graph: Graph, request: Option<&[&str]>, shortest: usize) -> Result<Graph> {
+    let shortest = shortest.max(2);
+    let mut graph = graph;
+    for list in lists(&graph, shortest) {
+        // A loop changes the numbers of all nodes.
+        while let Some(rolled) = Blocks::of(&graph, request, &list).rolled(shortest)? {
+            graph = rolled;
+        }
+    }
+    Ok(graph)
+}
+
+/// The paths of all lists with `shortest` entries whose numbers follow each other, longer ones after those that they begin
+/// with.
+fn lists(graph: &Graph, shortest: usize) -> Vec<String> {
+    let mut numbers: BTreeMap<&str, BTreeSet<usize>> = BTreeMap::new();
+    for path in &graph.scopes {
+        for (dot, _) in path.match_indices('.') {
+            let list = &path[..dot];
+            if let Some((number, _)) = entry(path, list) {
+                numbers.entry(list).or_default().insert(number);
+            }
+        }
+    }
+    let is_long = |numbers: &BTreeSet<usize>| {
+        let mut length = 0;
+        let mut before = None;
+        numbers.iter().any(|number| {
+            let follows = number
+                .checked_sub(1)
+                .is_some_and(|last| before == Some(last));
+            length = if follows { length + 1 } else { 1 };
+            before = Some(*number);
+            length >= shortest
+        })
+    };
+    let mut lists: Vec<&str> = numbers
+        .iter()
+        .filter(|(_, numbers)| is_long(numbers))
+        .map(|(list, _)| *list)
+        .collect();
+    lists.sort_by_key(|list| list.len());
+    lists.into_iter().map(str::to_string).collect()
+}
+
+/// The entry of `list` that a path lies in, and what follows it.
+fn entry<'p>(path: &'p str, list: &str) -> Option<(usize, &'p str)> {
+    let rest = path.strip_prefix(list)?.strip_prefix('.')?;
+    let end = rest
+        .find(|c: char| !c.is_ascii_digit())
+        .unwrap_or(rest.len());
+    let number = rest[..end].parse().ok()?;
+    let rest = &rest[end..];
+    let is_whole = rest.is_empty() || rest.starts_with(['.', '/']);
+    is_whole.then_some((number, rest))
+}
+
+/// The blocks of one list.
+struct Blocks<'g> {
+    graph: &'g Graph,
+    list: &'g str,
+    /// By the number of a block, its nodes in the order of the graph.
+    nodes: BTreeMap<usize, Vec<u32>>,
+    /// For each node in a block, the block and the place in it.
+    places: HashMap<u32, (usize, usize)>,
+    /// By scope, what follows the block's number.
+    rests: Vec<Option<(usize, &'g str)>>,
+    live: Vec<bool>,
+    known: Known<'g>,
+}
+
+/// A value that a block takes from outside.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Taken {
+    /// The same in each block.
+    Invariant,
+    /// What the block before computes at this place; the first takes something else.
+    Carried(usize),
+    /// One for each block.
+    Stacked,
+}
+
+/// What is used of a block's value outside the run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Given {
+    /// That of the last block.
+    Last,
+    /// Those of all.
+    All,
+}
+
+/// Equal blocks that can be a loop.
+struct Run<'g> {
+    list: &'g str,
+    /// The number of the first and of the last block.
+    range: [usize; 2],
+    /// Whether the loop begins with the last block.
+    descends: bool,
+    /// The nodes of each block, in the loop's order.
+    blocks: Vec<Vec<u32>>,
+    /// For each operand from outside, by its block's node and the operand's number, its number in `taken`.
+    slots: HashMap<(usize, usize), usize>,
+    /// What comes from outside: the nodes, in the loop's order, and how.
+    taken: Vec<(Vec<u32>, Taken)>,
+    /// What is used outside, by place.
+    given: BTreeMap<usize, Given>,
+    /// By scope, what follows the block's number.
+    rests: Vec<Option<(usize, &'g str)>>,
+    /// Nodes that depend on the run, or are in it.
+    after: Vec<bool>,
+    live: Vec<bool>,
+}
+
+impl<'g> Blocks<'g> {
+    fn of(graph: &'g Graph, request: Option<&[&str]>, list: &'g str) -> Blocks<'g> {
+        let known = match request {
+            Some(request) => Known::new(graph, request),
+            None => Known::in_one_stage(graph),
+        };
+        let live = graph.live_nodes();
+        let rests: Vec<_> = graph.scopes.iter().map(|path| entry(path, list)).collect();
+        let mut nodes: BTreeMap<usize, Vec<u32>> = BTreeMap::new();
+        let mut places = HashMap::new();
+        for (id, node) in graph.nodes.iter().enumerate() {
+            let Some((block, _)) = rests[node.scope as usize] else {
+                continue;
+            };
+            let id = id as u32;
+            let is_input = matches!(node.op, Op::Parameter(_));
+            if !is_input && live[id as usize] && known.is_in_step(id) {
+                let block_nodes = nodes.entry(block).or_default();
+                places.insert(id, (block, block_nodes.len()));
+                block_nodes.push(id);
+            }
+        }
+        Blocks {
+            graph,
+            list,
+            nodes,
+            places,
+            rests,
+            live,
+            known,
+        }
+    }
+
+    /// The graph with a loop in place of the first run that can be one.
+    fn rolled(&self, shortest: usize) -> Result<Option<Graph>> {
+        let mut ranges: Vec<[usize; 2]> = Vec::new();
+        for &block in self.nodes.keys() {
+            match ranges.last_mut() {
+                Some([_, last]) if *last + 1 == block && self.are_equal(*last, block) => {
+                    *last = block;
+                }
+                _ => ranges.push([block, block]),
+            }
+        }
+        let mut long = ranges
+            .into_iter()
+            .filter(|[first, last]| last - first + 1 >= shortest);
+        let run = long.find_map(|range| self.run(range, false).or_else(|| self.run(range, true)));
+        run.map(|run| run.rolled(self.graph)).transpose()
+    }
+
+    /// Whether two blocks have the same operations in the same places.
+    fn are_equal(&self, one: usize, other: usize) -> bool {
+        let [one, other] = [one, other].map(|block| &self.nodes[&block]);
+        let place_in = |block: u32, operand: u32| {
+            let (own, _) = self.places[&block];
+            self.places
+                .get(&operand)
+                .filter(|(block, _)| *block == own)
+                .map(|(_, place)| *place)
+        };
+        one.len() == other.len()
+            && one.iter().zip(other).all(|(&a, &b)| {
+                let [left, right] = [a, b].map(|id| &self.graph.nodes[id as usize]);
+                let rest = |node: &Node| self.rests[node.scope as usize].map(|(_, rest)| rest);
+                let operands = left.operands.iter().zip(&right.operands);
+                left.shape == right.shape
+                    && rest(left) == rest(right)
+                    && left.operands.len() == right.operands.len()
+                    && operands
+                        .into_iter()
+                        .all(|(&x, &y)| place_in(a, x) == place_in(b, y))
+                    && left.op == right.op
+            })
+    }
+
+    /// The run of blocks `first` to `last`, if it is a chain in this order.
+    fn run(&self, [first, last]: [usize; 2], descends: bool) -> Option<Run<'g>> {
+        let mut blocks: Vec<&Vec<u32>> = (first..=last).map(|block| &self.nodes[&block]).collect();
+        if descends {
+            blocks.reverse();
+        }
+        let step = |id: u32| {
+            let (block, place) = *self.places.get(&id)?;
+            let at = (first..=last).contains(&block).then_some(block)?;
+            Some((if descends { last - at } else { at - first }, place))
+        };
+        let after = self.after(&blocks);
+        let mut slots = HashMap::new();
+        let mut taken: Vec<(Vec<u32>, Taken)> = Vec::new();
+        let mut known: HashMap<Vec<u32>, usize> = HashMap::new();
+        for (place, id) in blocks[0].iter().enumerate() {
+            let operands = &self.graph.nodes[*id as usize].operands;
+            for number in 0..operands.len() {
+                let of =
+                    |block: &Vec<u32>| self.graph.nodes[block[place] as usize].operands[number];
+                if step(of(blocks[0])).is_some_and(|(at, _)| at == 0) {
+                    continue;
+                }
+                let values: Vec<u32> = blocks.iter().map(|block| of(block)).collect();
+                let slot = match known.get(&values) {
+                    Some(slot) => *slot,
+                    None => {
+                        let how = self.taken(&values, &step, &after)?;
+                        known.insert(values.clone(), taken.len());
+                        taken.push((values, how));
+                        taken.len() - 1
+                    }
+                };
+                slots.insert((place, number), slot);
+            }
+        }
+        let is_chain = taken
+            .iter()
+            .any(|(_, how)| matches!(how, Taken::Carried(_)));
+        is_chain.then_some(())?;
+        let given = self.given(&blocks, &step, &after)?;
+        Some(Run {
+            list: self.list,
+            range: [first, last],
+            descends,
+            blocks: blocks.into_iter().cloned().collect(),
+            slots,
+            taken,
+            given,
+            rests: self.rests.clone(),
+            after,
+            live: self.live.clone(),
+        })
+    }
+
+    /// Which nodes are of the step and in `blocks`, or depend on such nodes. What else is in blocks is made again in the loop,
+    /// and stays for what uses it outside.
+    fn after(&self, blocks: &[&Vec<u32>]) -> Vec<bool> {
+        let mut after = vec![false; self.graph.nodes.len()];
+        for id in blocks.iter().copied().flatten() {
+            after[*id as usize] = self.known.is_of_step(*id);
+        }
+        for (id, node) in self.graph.nodes.iter().enumerate() {
+            after[id] |= node.operands.iter().any(|operand| after[*operand as usize]);
+        }
+        after
+    }
+
+    /// How the blocks take these values, one each. `None` if no loop can: a block needs what another one than that before
+    /// it computes, or what is computed from it outside.
+    fn taken(
+        &self,
+        values: &[u32],
+        step: &dyn Fn(u32) -> Option<(usize, usize)>,
+        after: &[bool],
+    ) -> Option<Taken> {
+        let is_before = |id: &u32| !after[*id as usize];
+        let is_value = |id: &u32| {
+            let op = &self.graph.nodes[*id as usize].op;
+            !matches!(op, Op::OptimizationBarrier | Op::While { .. })
+        };
+        if !values.iter().all(is_value) {
+            return None;
+        }
+        let first = values[0];
+        if let Some((0, place)) = values.get(1).and_then(|id| step(*id)) {
+            let mut rest = values.iter().enumerate().skip(1);
+            let follows = rest.all(|(at, id)| step(*id) == Some((at - 1, place)));
+            return (follows && is_before(&first)).then_some(Taken::Carried(place));
+        }
+        match values.iter().all(is_before) {
+            true if values.iter().all(|id| *id == first) => Some(Taken::Invariant),
+            true => Some(Taken::Stacked),
+            false => None,
+        }
+    }
+
+    /// The places whose values are used outside the run. `None` if one of them has several results.
+    fn given(
+        &self,
+        blocks: &[&Vec<u32>],
+        step: &dyn Fn(u32) -> Option<(usize, usize)>,
+        after: &[bool],
+    ) -> Option<BTreeMap<usize, Given>> {
+        let mut given: BTreeMap<usize, Given> = BTreeMap::new();
+        let nodes = self.graph.nodes.iter().enumerate();
+        let is_outside = |id: usize| step(id as u32).is_none() || !after[id];
+        let users = nodes.filter(|(id, _)| self.live[*id] && is_outside(*id));
+        let used = users.flat_map(|(_, node)| node.operands.iter().copied());
+        let results = self.graph.outputs.iter().map(|output| output.node);
+        for id in used.chain(results) {
+            let Some((at, place)) = step(id).filter(|_| after[id as usize]) else {
+                continue;
+            };
+            if matches!(
+                self.graph.nodes[id as usize].op,
+                Op::OptimizationBarrier | Op::While { .. }
+            ) {
+                return None;
+            }
+            let how = match at + 1 == blocks.len() {
+                true => Given::Last,
+                false => Given::All,
+            };
+            let known = given.entry(place).or_insert(how);
+            if how == Given::All {
+                *known = how;
+            }
+        }
+        Some(given)
+    }
+}
+
+impl Run<'_> {
+    fn count(&self) -> usize {
+        self.blocks.len()
+    }
+
+    /// The graph with the loop in place of the run.
+    fn rolled(&self, graph: &Graph) -> Result<Graph> {
+        let b = Builder::new();
+        // Entries of nodes that are dead or in the loop are never read.
+        let mut copies = vec![
+            Tensor {
+                graph: u32::MAX,
+                id: 0
+            };
+            graph.nodes.len()
+        ];
+        let inputs = graph.inputs.iter();
+        let inputs = inputs
+            .map(|input| b.declare(input.clone()))
+            .collect::<Result<Vec<_>>>()?;
+        let copy = |copies: &mut [Tensor], is_chosen: &dyn Fn(usize) -> bool| -> Result<()> {
+            for (id, node) in graph
+                .nodes
+                .iter()
+                .enumerate()
+                .filter(|(id, _)| is_chosen(*id))
+            {
+                copies[id] = match node.op {
+                    Op::Parameter(index) => inputs[index],
+                    _ => {
+                        let operands: Vec<Tensor> =
+                            node.operands.iter().map(|o| copies[*o as usize]).collect();
+                        let at = b.at(graph.path(node).to_string()).in_region(node.remat);
+                        at.copy_node(node, &operands)?
+                    }
+                };
+            }
+            Ok(())
+        };
+        let in_run: HashSet<u32> = self.blocks.iter().flatten().copied().collect();
+        copy(&mut copies, &|id| self.live[id] && !self.after[id])?;
+        for (id, tensor) in self.call(&b, graph, &copies)? {
+            copies[id as usize] = tensor;
+        }
+        copy(&mut copies, &|id| {
+            self.live[id] && self.after[id] && !in_run.contains(&(id as u32))
+        })?;
+        for output in &graph.outputs {
+            b.push_output(Output {
+                node: copies[output.node as usize].index() as u32,
+                ..output.clone()
+            });
+        }
+        Ok(b.finish())
+    }
+
+    /// The loop, and what stands for the values that are used outside.
+    fn call(&self, b: &Builder, graph: &Graph, copies: &[Tensor]) -> Result<Vec<(u32, Tensor)>> {
+        let [first, last] = self.range;
+        let path = format!("{}.{first}-{last}", self.list);
+        let b = &b.at(path.clone());
+        let copy = |id: u32| copies[id as usize];
+        // The carry: the counter, what blocks take, what they give.
+        let mut carry = vec![b.scalar(DType::S32, 0.0)?];
+        for (values, how) in &self.taken {
+            carry.push(match how {
+                Taken::Invariant | Taken::Carried(_) => copy(values[0]),
+                Taken::Stacked => {
+                    let mut values: Vec<Tensor> = values.iter().map(|id| copy(*id)).collect();
+                    if self.descends {
+                        values.reverse();
+                    }
+                    stack(b, &values)?
+                }
+            });
+        }
+        for (place, how) in self.kept() {
+            let mut shape = graph.nodes[self.blocks[0][place] as usize].shape.clone();
+            if how == Given::All {
+                shape.dims.insert(0, self.count());
+            }
+            carry.push(b.full(&shape, 0.0)?);
+        }
+        let holds = |r: &Builder, carry: &[Tensor]| {
+            let end = r.scalar(DType::S32, self.count() as f64)?;
+            r.compare(Comparison::Lt, carry[0], end)
+        };
+        let body = |r: &Builder, carry: &[Tensor]| self.body(r, graph, &path, carry);
+        let results = b.while_loop(&carry, holds, body)?;
+        let mut outside = Vec::new();
+        let last_block = &self.blocks[self.count() - 1];
+        for ((_, how), result) in self.taken.iter().zip(&results[1..]) {
+            if let Taken::Carried(place) = how {
+                outside.push((last_block[*place], *result));
+            }
+        }
+        for ((place, how), result) in self.kept().zip(&results[1 + self.taken.len()..]) {
+            match how {
+                Given::Last => outside.push((last_block[place], *result)),
+                Given::All => {
+                    for (at, block) in self.blocks.iter().enumerate() {
+                        outside.push((block[place], entry_of(b, *result, self.number(at))?));
+                    }
+                }
+            }
+        }
+        Ok(outside)
+    }
+
+    /// What is used outside and has a place of its own in the carry: all but the last values of what blocks hand on.
+    fn kept(&self) -> impl Iterator<Item = (usize, Given)> {
+        let carried = |place: usize| {
+            let mut taken = self.taken.iter();
+            taken.any(|(_, how)| *how == Taken::Carried(place))
+        };
+        let given = self.given.iter().map(|(place, how)| (*place, *how));
+        given.filter(move |(place, how)| *how == Given::All || !carried(*place))
+    }
+
+    /// The place in stacks of the block that the loop comes to at `at`.
+    fn number(&self, at: usize) -> usize {
+        match self.descends {
+            true => self.count() - 1 - at,
+            false => at,
+        }
+    }
+
+    /// One block: the next carry.
+    fn body(
+        &self,
+        r: &Builder,
+        graph: &Graph,
+        path: &str,
+        carry: &[Tensor],
+    ) -> Result<Vec<Tensor>> {
+        let counter = carry[0];
+        let number = match self.descends {
+            true => r.sub(r.scalar(DType::S32, self.count() as f64 - 1.0)?, counter)?,
+            false => counter,
+        };
+        let mut values: Vec<Option<Tensor>> = vec![None; self.taken.len()];
+        let mut copies: Vec<Tensor> = Vec::with_capacity(self.blocks[0].len());
+        let places: HashMap<u32, usize> = self.blocks[0]
+            .iter()
+            .enumerate()
+            .map(|(place, id)| (*id, place))
+            .collect();
+        for (place, id) in self.blocks[0].iter().enumerate() {
+            let node = &graph.nodes[*id as usize];
+            let mut operands = Vec::with_capacity(node.operands.len());
+            for (at, operand) in node.operands.iter().enumerate() {
+                operands.push(match self.slots.get(&(place, at)) {
+                    None => copies[places[operand]],
+                    Some(&slot) => match values[slot] {
+                        Some(value) => value,
+                        None => {
+                            let value = match self.taken[slot].1 {
+                                Taken::Stacked => dynamic_entry(r, carry[1 + slot], number)?,
+                                Taken::Invariant | Taken::Carried(_) => carry[1 + slot],
+                            };
+                            *values[slot].insert(value)
+                        }
+                    },
+                });
+            }
+            let rest = self.rests[node.scope as usize].map_or("", |(_, rest)| rest);
+            copies.push(r.at(format!("{path}{rest}")).copy_node(node, &operands)?);
+        }
+        let one = r.scalar(DType::S32, 1.0)?;
+        let mut next = vec![r.add(counter, one)?];
+        for (slot, (_, how)) in self.taken.iter().enumerate() {
+            next.push(match how {
+                Taken::Carried(place) => copies[*place],
+                Taken::Invariant | Taken::Stacked => carry[1 + slot],
+            });
+        }
+        let before = &carry[1 + self.taken.len()..];
+        for ((place, how), before) in self.kept().zip(before) {
+            next.push(match how {
+                Given::Last => copies[place],
+                Given::All => with_entry(r, *before, copies[place], number)?,
+            });
+        }
+        Ok(next)
+    }
+}
+
+/// Values of one shape along a new first dimension.
+fn stack(b: &Builder, values: &[Tensor]) -> Result<Tensor> {
+    if let Some(whole) = stack_of(b, values)? {
+        return Ok(whole);
+    }
+    // The mark of what is stored goes behind the stack, so that the stack is what is stored.
+    let stored = |value: &Tensor| {
+        b.with_graph(|graph| {
+            let node = &graph.nodes[value.index()];
+            matches!(node.op, Op::Stored).then(|| b.tensor(node.operands[0]))
+        })
+    };
+    if let Some(values) = values.iter().map(stored).collect::<Option<Vec<_>>>() {
+        return b.stored(stack(b, &values)?);
+    }
+    let entries = values.iter().map(|value| {
+        let dims = b.dims(*value);
+        let places: Vec<usize> = (1..=dims.len()).collect();
+        b.broadcast_in_dim(*value, &places, &[&[1], &dims[..]].concat())
+    });
+    b.concatenate(&entries.collect::<Result<Vec<_>>>()?, 0)
+}
+
+/// The stack whose entries these values are, in order.
+fn stack_of(b: &Builder, values: &[Tensor]) -> Result<Option<Tensor>> {
+    let found = b.with_graph(|graph| {
+        let entry = |value: &Tensor| {
+            let node = &graph.nodes[value.index()];
+            let (Op::Reshape(_), [slice]) = (&node.op, &node.operands[..]) else {
+                return None;
+            };
+            let slice = &graph.nodes[*slice as usize];
+            let (Op::Slice { start, limit, .. }, [whole]) = (&slice.op, &slice.operands[..]) else {
+                return None;
+            };
+            let dims = &graph.nodes[*whole as usize].shape.dims;
+            let is_entry = dims[1..] == node.shape.dims && limit[0] == start[0] + 1;
+            is_entry.then_some((*whole, start[0], dims[0]))
+        };
+        let (whole, first, count) = entry(values.first()?)?;
+        let mut entries = values.iter().enumerate();
+        let in_order = entries.all(|(at, value)| entry(value) == Some((whole, first + at, count)));
+        in_order.then(|| (b.tensor(whole), first, count))
+    });
+    Ok(match found {
+        None => None,
+        Some((whole, 0, count)) if count == values.len() => Some(whole),
+        Some((whole, first, _)) => Some(b.slice_dim(whole, 0, first, first + values.len())?),
+    })
+}
+
+/// Entry `number` of a stack.
+fn entry_of(b: &Builder, stack: Tensor, number: usize) -> Result<Tensor> {
+    let entry = b.slice_dim(stack, 0, number, number + 1)?;
+    b.reshape(entry, &b.dims(stack)[1..])
+}
+
+/// The same, where only the program knows the number.
+fn dynamic_entry(b: &Builder, stack: Tensor, number: Tensor) -> Result<Tensor> {
+    let mut dims = b.dims(stack);
+    dims[0] = 1;
+    let entry = b.dynamic_slice(stack, &start(b, number, dims.len())?, &dims)?;
+    b.reshape(entry, &dims[1..])
+}
+
+/// The stack with another entry `number`.
+fn with_entry(b: &Builder, stack: Tensor, value: Tensor, number: Tensor) -> Result<Tensor> {
+    let mut dims = b.dims(stack);
+    dims[0] = 1;
+    let value = b.reshape(value, &dims)?;
+    b.dynamic_update_slice(stack, value, &start(b, number, dims.len())?)
+}
+
+fn start(b: &Builder, number: Tensor, rank: usize) -> Result<Vec<Tensor>> {
+    let zero = b.scalar(DType::S32, 0.0)?;
+    let mut start = vec![zero; rank];
+    start[0] = number;
+    Ok(start)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::graph::{DotDims, Init, InputKind, evaluate, grad, stage};
+    use crate::host_tensor::HostTensor;
+    use crate::shape::Shape;
+
+    const BLOCKS: usize = 4;
+    const WIDTH: usize = 3;
+
+    fn f32(dims: &[usize]) -> Shape {
+        Shape::new(DType::F32, dims)
+    }
+
+    /// `x + tanh(x W_k) * prompt + b_k` four times, between two layers of their own. Values of two blocks are results too.
+    fn blocks(b: &Builder) -> (Tensor, Vec<Tensor>) {
+        let model = b.root("m");
+        let x = b.input("x", f32(&[2, WIDTH]), &[]).unwrap();
+        let prompt = b.input("prompt", f32(&[WIDTH]), &[]).unwrap();
+        let mut weights = Vec::new();
+        let mut x = model.scope("before").tanh(x).unwrap();
+        for k in 0..BLOCKS {
+            let at = model.scope("blocks").scope(k).checkpoint();
+            let inner = at.scope("dot");
+            let w = inner
+                .param(
+                    "weight",
+                    f32(&[WIDTH, WIDTH]),
+                    Init::Zeros,
+                    &[None, Some("out")],
+                )
+                .unwrap();
+            let bias = inner
+                .param("bias", f32(&[WIDTH]), Init::Zeros, &[])
+                .unwrap();
+            weights.extend([w, bias]);
+            let dims = DotDims {
+                lhs_contract: vec![1],
+                rhs_contract: vec![0],
+                ..DotDims::default()
+            };
+            let y = inner.dot_general(x, w, dims, DType::F32).unwrap();
+            let y = at.add(at.tanh(y).unwrap(), bias).unwrap();
+            let scaled = at.mul(y, prompt).unwrap();
+            x = at.add(x, scaled).unwrap();
+            if k == 1 {
+                b.output("between", y, None).unwrap();
+            }
+        }
+        (model.scope("after").tanh(x).unwrap(), weights)
+    }
+
+    fn values(graph: &Graph) -> Vec<HostTensor> {
+        let inputs = graph.inputs.iter().enumerate();
+        inputs
+            .map(|(i, input)| {
+                let count = input.shape.count();
+                let values: Vec<f32> = (0..count).map(|j| ((7 * i + j) as f32).sin()).collect();
+                HostTensor::from_f32(&input.shape.dims[..], &values).unwrap()
+            })
+            .collect()
+    }
+
+    fn loops(graph: &Graph) -> usize {
+        let nodes = graph.nodes.iter();
+        nodes
+            .filter(|node| matches!(node.op, Op::While { .. }))
+            .count()
+    }
+
+    fn same_results(graph: &Graph, rolled: &Graph) {
+        let inputs = values(graph);
+        assert_eq!(
+            evaluate(graph, &inputs).unwrap(),
+            evaluate(rolled, &inputs).unwrap()
+        );
+    }
+
+    #[test]
+    fn a_chain_of_equal_blocks_is_a_loop() {
+        let b = Builder::new();
+        let (y, _) = blocks(&b);
+        b.output("y", y, None).unwrap();
+        let graph = b.finish();
+        let rolled = roll(graph.clone(), Some(&[]), 2).unwrap();
+        assert_eq!(loops(&rolled), 1);
+        assert!(
+            rolled.scopes.iter().any(|path| path == "m/blocks.0-3"),
+            "{:?}",
+            rolled.scopes
+        );
+        same_results(&graph, &rolled);
+        let long = roll(graph.clone(), Some(&[]), BLOCKS + 1).unwrap();
+        assert_eq!(loops(&long), 0);
+    }
+
+    #[test]
+    fn weights_are_stacked_before_the_step() {
+        let b = Builder::new();
+        let (y, _) = blocks(&b);
+        b.output("y", y, None).unwrap();
+        let rolled = roll(b.finish(), Some(&["prompt"]), 2).unwrap();
+        let staged = stage(&rolled, &["prompt"]).unwrap();
+        let stacks: Vec<_> = staged.load.iter().flat_map(|load| &load.outputs).collect();
+        assert_eq!(stacks.len(), 2);
+        let [weights] = stacks
+            .iter()
+            .filter(|s| !s.logical_axes.is_empty())
+            .collect::<Vec<_>>()[..]
+        else {
+            panic!("{stacks:?}");
+        };
+        assert_eq!(weights.logical_axes, [None, None, Some("out")]);
+        let of_step = staged.step.inputs.iter();
+        let known: Vec<_> = of_step
+            .filter(|i| matches!(i.kind, InputKind::Weight(_)))
+            .collect();
+        assert_eq!(known.len(), 2, "{known:?}");
+    }
+
+    #[test]
+    fn the_derivative_is_a_loop_in_the_other_direction() {
+        let b = Builder::new();
+        let (y, weights) = blocks(&b);
+        let loss = b.reduce(crate::graph::Reduction::Sum, y, &[0, 1]).unwrap();
+        let gradients = grad(&b, loss, &weights).unwrap();
+        for (i, gradient) in gradients.into_iter().enumerate() {
+            b.output(&format!("gradient{i}"), gradient, None).unwrap();
+        }
+        let graph = b.finish();
+        let rolled = roll(graph.clone(), None, 2).unwrap();
+        assert_eq!(loops(&rolled), 2);
+        same_results(&graph, &rolled);
+        // What the forward pass keeps for the derivative goes as a stack from loop to loop.
+        let slices = |graph: &Graph| {
+            let nodes = graph.nodes.iter();
+            nodes
+                .filter(|node| matches!(node.op, Op::Slice { .. }))
+                .count()
+        };
+        let live = rolled.inline_composites(&|_, _| true);
+        assert!(
+            slices(&live) <= gradients_and_results(),
+            "{}",
+            slices(&live)
+        );
+    }
+
+    /// One slice for each gradient, and one for the result between the blocks.
+    fn gradients_and_results() -> usize {
+        2 * BLOCKS + 1
+    }
+
+    #[test]
+    fn blocks_that_something_outside_connects_stay() {
+        let b = Builder::new();
+        let model = b.root("m");
+        let mut x = b.input("x", f32(&[WIDTH]), &[]).unwrap();
+        for k in 0..BLOCKS {
+            let at = model.scope("blocks").scope(k);
+            x = at.mul(at.tanh(x).unwrap(), x).unwrap();
+            x = model.scope("between").abs(x).unwrap();
+        }
+        b.output("y", x, None).unwrap();
+        let rolled = roll(b.finish(), Some(&[]), 2).unwrap();
+        assert_eq!(loops(&rolled), 0);
+    }
+}
