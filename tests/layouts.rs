@@ -1,6 +1,7 @@
 //! Layouts of Stable Diffusion checkpoints against what diffusers makes of them (`scripts/oracles/layouts.py`).
 
 mod convert;
+mod file;
 mod flux;
 mod pixart;
 mod quantize;

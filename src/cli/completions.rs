@@ -145,7 +145,13 @@ pub fn keys() -> ArgValueCompleter {
 pub fn convert_options() -> ArgValueCompleter {
     ArgValueCompleter::new(|current: &OsStr| {
         let current = current.to_string_lossy();
-        let words = ["dtype=fp16", "dtype=bf16", "dtype=fp32", "revision="];
+        let words = [
+            "dtype=fp16",
+            "dtype=bf16",
+            "dtype=fp32",
+            "parts=denoiser",
+            "revision=",
+        ];
         let words = words.iter().filter(|word| word.starts_with(&*current));
         words.map(CompletionCandidate::new).collect()
     })

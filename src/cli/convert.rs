@@ -1,4 +1,4 @@
-//! `convert`: a model in any layout as a diffusers folder.
+//! `convert`: a model in any layout as a diffusers folder, or as one file with the names of the original code.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -20,10 +20,11 @@ pub struct ConvertArgs {
     /// repository on the hub
     #[arg(value_name = "IN")]
     source: PathBuf,
-    /// Folder for the result; an existing one is not touched
-    #[arg(value_name = "OUT_DIR")]
+    /// diffusers folder for the result, or a .safetensors file with the original code's names; an existing one is not touched
+    #[arg(value_name = "OUT")]
     output: PathBuf,
-    /// dtype=fp16, bf16 or fp32: the type of the floats (default: as in the source); revision=NAME: of the repository
+    /// dtype=fp16, bf16 or fp32: the type of the floats (default: as in the source); revision=NAME: of the repository;
+    /// parts=denoiser: of a file, the UNet or transformer alone (default: all)
     #[arg(value_name = "KEY=VALUE", add = completions::convert_options())]
     options: Vec<String>,
     /// Print JSON: family, parts, ignored tensors, seconds
@@ -36,7 +37,18 @@ pub struct ConvertArgs {
 /// # Errors
 /// When the source is no model that is supported, the folder exists or cannot be written, or an option is unknown.
 pub fn run(args: &ConvertArgs) -> Result<ExitCode, CliError> {
-    let Options { dtype, revision } = options(&args.options)?;
+    let Options {
+        dtype,
+        revision,
+        denoiser_alone,
+    } = options(&args.options)?;
+    let single_file = args.output.extension().is_some_and(|e| e == "safetensors");
+    if denoiser_alone.is_some() && !single_file {
+        return Err(CliError::Usage(
+            "parts has no effect: a folder has all parts; for the denoiser alone name a file that ends in .safetensors"
+                .to_owned(),
+        ));
+    }
     if args.output.exists() {
         // Before a download.
         let path = args.output.clone();
@@ -66,7 +78,12 @@ pub fn run(args: &ConvertArgs) -> Result<ExitCode, CliError> {
     for note in &source.notes {
         tell(&format!("note: {note}"));
     }
-    if source.tokenizers.is_empty() {
+    if single_file && !source.tokenizers.is_empty() {
+        tell(
+            "note: the file has no tokenizer; programs that need one must be given it, as this one is by \
+             tokenizer_model_name_or_path=FOLDER",
+        );
+    } else if source.tokenizers.is_empty() {
         tell(
             "note: there is no tokenizer to copy; programs that need one must be given it, as diffusers is by \
              from_pretrained(DIR, tokenizer=...)",
@@ -79,12 +96,24 @@ pub fn run(args: &ConvertArgs) -> Result<ExitCode, CliError> {
         0 => status::count_bytes("writing", total),
         _ => status::set_position(done),
     };
-    let parts = source
-        .write_pipeline(&args.output, dtype, &mut observe)
-        .map_err(|error| match error {
-            SourceError::Exists { .. } => CliError::usage(error),
-            _ => CliError::failed(error),
-        })?;
+    let written = match single_file {
+        true => {
+            let alone = denoiser_alone.unwrap_or(false);
+            source.write_single_file(&args.output, dtype, alone, &mut observe)
+        }
+        false => source.write_pipeline(&args.output, dtype, &mut observe),
+    };
+    let parts = written.map_err(|error| match error {
+        SourceError::Exists { .. } => CliError::usage(error),
+        _ => CliError::failed(error),
+    })?;
+    let left_out = source.components.keys();
+    let left_out = left_out.filter(|part| parts.iter().all(|written| written.part != **part));
+    for part in left_out {
+        progress(&format!(
+            "ignored: {part}: not in a file of the denoiser alone"
+        ));
+    }
     status::clear();
     let seconds = start.elapsed().as_secs_f64();
     if args.json {
@@ -100,6 +129,8 @@ pub fn run(args: &ConvertArgs) -> Result<ExitCode, CliError> {
 struct Options<'a> {
     dtype: Option<DType>,
     revision: Option<&'a str>,
+    /// Whether the file has the denoiser alone, where that is said.
+    denoiser_alone: Option<bool>,
 }
 
 fn options(words: &[String]) -> Result<Options<'_>, CliError> {
@@ -110,10 +141,13 @@ fn options(words: &[String]) -> Result<Options<'_>, CliError> {
             ("dtype", "fp16") => options.dtype.replace(DType::F16).is_some(),
             ("dtype", "bf16") => options.dtype.replace(DType::BF16).is_some(),
             ("dtype", "fp32") => options.dtype.replace(DType::F32).is_some(),
+            ("parts", "all") => options.denoiser_alone.replace(false).is_some(),
+            ("parts", "denoiser") => options.denoiser_alone.replace(true).is_some(),
             ("revision", name) if !name.is_empty() => options.revision.replace(name).is_some(),
             _ => {
                 return Err(CliError::Usage(format!(
-                    "'{word}' is not an option of convert; it takes dtype=fp16, dtype=bf16 or dtype=fp32, and revision=NAME"
+                    "'{word}' is not an option of convert; it takes dtype=fp16, dtype=bf16 or dtype=fp32, \
+                     parts=all or parts=denoiser, and revision=NAME"
                 )));
             }
         };

@@ -11,7 +11,7 @@ use crate::schedulers::FlowLevels;
 use crate::util::named;
 
 use super::flux::{self, FluxConditioning, FluxLatents, FluxTransformer2DConfig};
-use super::original::OriginalLayer;
+use super::original::Original;
 use super::pixart::{self, PixArtConditioning, PixArtInputs, PixArtTransformer2DConfig};
 use super::sd3::{self, Sd3Conditioning, Sd3Inputs, Sd3Transformer2DConfig};
 use super::unet::{self, UNet2DConditionConfig, UNetConditioning, UNetInputs};
@@ -92,7 +92,7 @@ impl DenoiserKind {
 
     /// The layers of a transformer whose diffusers' layers are `paths`, by the names of the original code. A UNet's
     /// names are [`unet::original::Blocks`]'.
-    pub fn original_layers(self, paths: &[&str]) -> Vec<OriginalLayer> {
+    pub fn original_layers(self, paths: &[&str]) -> Vec<Original> {
         match self {
             DenoiserKind::Unet => Vec::new(),
             DenoiserKind::Flux => flux::original::layers(paths),

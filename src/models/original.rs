@@ -12,6 +12,12 @@ use crate::shape::Shape;
 /// Where a file of a whole model has the denoiser: LDM's name, which the code of later models kept.
 pub const DENOISER_PREFIX: &str = "model.diffusion_model.";
 
+/// What files say of themselves, by the keys of ModelSpec: the family; the pixels of a sample in training, `512x512`; what
+/// the denoiser predicts, `epsilon` or `v`.
+pub const ARCHITECTURE: &str = "modelspec.architecture";
+pub const RESOLUTION: &str = "modelspec.resolution";
+pub const PREDICTION: &str = "modelspec.prediction_type";
+
 /// Where the tensors of one part are in a single file.
 #[derive(Clone, Copy, Debug)]
 pub struct Root {
@@ -20,6 +26,9 @@ pub struct Root {
     /// Reads the original names. The second argument is the family's published configuration of the part, which is
     /// right where no tensor says otherwise; text encoders have none.
     pub read: Read,
+    /// The tensors that the original code may have for a network whose tensors have these names of diffusers or
+    /// transformers; `None` where a network here lacks some of the original's.
+    pub originals: Option<fn(&[&str]) -> Vec<Original>>,
 }
 
 /// See [`Root::read`].
@@ -76,46 +85,88 @@ pub enum Transform {
     UnitMatrix,
 }
 
-/// A layer by its original name, and the layers of diffusers' that its rows became, in their order. How many rows of
-/// several each has, their weights tell: the ranges in [`Transform::Rows`] are empty.
+/// A layer or a tensor by its original name, and those of diffusers' that its rows became, in their order. How many rows
+/// of several each has, their weights tell: the ranges in [`Transform::Rows`] say nothing.
 #[derive(Clone, Debug, PartialEq)]
-pub struct OriginalLayer {
+pub struct Original {
     pub name: String,
     pub parts: Vec<(String, Transform)>,
 }
 
-impl OriginalLayer {
-    /// What `convert` makes of the weight of the layer `name`.
-    pub(super) fn new(
-        name: &str,
+impl Original {
+    /// The tensor `name`, of which `convert` makes something for this shape.
+    pub(super) fn tensor(
+        name: String,
+        shape: &Shape,
         convert: impl Fn(&str, &Shape) -> Converted,
-    ) -> Option<OriginalLayer> {
+    ) -> Option<Original> {
+        match convert(&name, shape) {
+            Converted::To(parts) => Some(Original { name, parts }),
+            Converted::Ignored(_) | Converted::Unknown => None,
+        }
+    }
+
+    /// The layer `name`, of whose weight `convert` makes something.
+    fn layer(name: &str, convert: impl Fn(&str, &Shape) -> Converted) -> Option<Original> {
         const WEIGHT: &str = ".weight";
         let nothing = Shape::new(DType::F32, [0, 0]);
-        let Converted::To(parts) = convert(&format!("{name}{WEIGHT}"), &nothing) else {
-            return None;
-        };
+        let Original { parts, .. } =
+            Original::tensor(format!("{name}{WEIGHT}"), &nothing, convert)?;
         let layer = |(name, transform): (String, Transform)| {
             Some((name.strip_suffix(WEIGHT)?.to_owned(), transform))
         };
-        Some(OriginalLayer {
+        Some(Original {
             name: name.to_owned(),
             parts: parts.into_iter().map(layer).collect::<Option<_>>()?,
         })
     }
 }
 
-/// The layers that `table` renames: of its first column what ends in a dot, without it.
-pub(super) fn layer_names<'a>(table: &'a [(&str, &str)]) -> impl Iterator<Item = &'a str> {
-    table.iter().filter_map(|(from, _)| from.strip_suffix('.'))
+/// The layers among `names`, which end in a dot, with what `convert` makes of their weights.
+pub(super) fn layers_of(
+    names: &[String],
+    convert: impl Fn(&str, &Shape) -> Converted,
+) -> Vec<Original> {
+    let layers = names.iter().filter_map(|name| name.strip_suffix('.'));
+    layers
+        .filter_map(|name| Original::layer(name, &convert))
+        .collect()
 }
 
-/// `leaves`, with or without a dot at their ends, in each of `count` blocks.
+/// The tensors that `names` may stand for, with what `convert` makes of them: a layer, which ends in a dot, has a weight
+/// and a bias; others are tensors.
+pub(super) fn tensors_of(
+    names: &[String],
+    convert: impl Fn(&str, &Shape) -> Converted,
+) -> Vec<Original> {
+    let of_name = |name: &String| match name.ends_with('.') {
+        true => vec![format!("{name}weight"), format!("{name}bias")],
+        false => vec![name.clone()],
+    };
+    let nothing = Shape::new(DType::F32, [0, 0]);
+    let tensors = names.iter().flat_map(of_name);
+    tensors
+        .filter_map(|name| Original::tensor(name, &nothing, &convert))
+        .collect()
+}
+
+/// The names that `table` renames: its first column.
+pub(super) fn originals<'a>(table: &'a [(&str, &str)]) -> impl Iterator<Item = &'a str> {
+    table.iter().map(|(from, _)| *from)
+}
+
+/// Names that are the same in the original code.
+pub(super) fn same(paths: &[&str]) -> Vec<String> {
+    paths.iter().map(|path| (*path).to_owned()).collect()
+}
+
+/// `leaves` in each of `count` blocks.
 pub(super) fn numbered(blocks: &str, count: usize, leaves: &[&str]) -> Vec<String> {
-    let leaf =
-        |index: usize, leaf: &str| format!("{blocks}.{index}.{}", leaf.trim_end_matches('.'));
     (0..count)
-        .flat_map(|index| leaves.iter().map(move |name| leaf(index, name)))
+        .flat_map(|index| {
+            let leaves = leaves.iter();
+            leaves.map(move |leaf| format!("{blocks}.{index}.{leaf}"))
+        })
         .collect()
 }
 
@@ -140,6 +191,8 @@ pub struct OriginalTensors<'a> {
     pub prefix: &'a str,
     /// Shapes by the names below the prefix.
     pub shapes: BTreeMap<&'a str, &'a Shape>,
+    /// What the file says of itself.
+    pub metadata: &'a BTreeMap<String, String>,
 }
 
 impl<'a> OriginalTensors<'a> {

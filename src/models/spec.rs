@@ -199,7 +199,7 @@ pub struct SingleFile {
     pub claims: fn(&OriginalTensors) -> Claim,
     /// Where the denoiser is. A file of a denoiser alone has it without the prefix.
     pub denoiser: Root,
-    /// Where the autoencoder may be; of several the first is taken.
+    /// Where the autoencoder may be; of several the first is taken, and the first is written.
     pub autoencoder: &'static [Root],
     pub text_encoders: &'static [Root],
     /// Where models that predict different things are published under the same tensors.

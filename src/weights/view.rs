@@ -65,6 +65,9 @@ impl Location {
             {
                 return Err(format!("features of {shape} share bytes"));
             }
+            Transform::SwapHalves if self.order == Order::HalvesSwapped => {
+                result.order = Order::AsShown;
+            }
             Transform::Transpose if self.order == Order::HalvesSwapped => {
                 return Err(format!("the halves of {shape} are swapped already"));
             }

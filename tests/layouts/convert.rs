@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 
 use super::{MODELS, Recorded};
 
-fn convert(input: &Path, output: &Path, options: &[&str]) -> Output {
+pub fn convert(input: &Path, output: &Path, options: &[&str]) -> Output {
     program(["convert"])
         .arg(input)
         .arg(output)
@@ -22,7 +22,7 @@ fn convert(input: &Path, output: &Path, options: &[&str]) -> Output {
         .unwrap()
 }
 
-fn stderr(output: &Output) -> &str {
+pub fn stderr(output: &Output) -> &str {
     text(&output.stderr)
 }
 

@@ -3,7 +3,8 @@
 use serde_json::{Map, Value, json};
 
 use crate::models::original::{
-    Converted, OriginalPart, OriginalTensors, StructureError, Transform, number, renamed, set,
+    Converted, Original, OriginalPart, OriginalTensors, StructureError, Transform, count_blocks,
+    number, numbered, originals, renamed, same, set, tensors_of,
 };
 use crate::shape::Shape;
 
@@ -169,30 +170,66 @@ pub fn of_transformers(key: &str, with_projection: bool) -> Converted {
     }
 }
 
+/// The tensors of transformers' text encoder in files that have its names.
+pub fn tensors(paths: &[&str], projection: Projection) -> Vec<Original> {
+    let is_stored = projection == Projection::Stored;
+    let mut tensors = tensors_of(&same(paths), |key, _| of_transformers(key, is_stored));
+    if projection == Projection::Unit {
+        let norm = |tensor: &&mut Original| tensor.name == "text_model.final_layer_norm.weight";
+        if let Some(norm) = tensors.iter_mut().find(norm) {
+            norm.parts
+                .push((PROJECTION.to_owned(), Transform::UnitMatrix));
+        }
+    }
+    tensors
+}
+
+/// The tensors that OpenCLIP has of a text encoder with these names in transformers, all of whose layers are used.
+pub fn open_clip_tensors(paths: &[&str]) -> Vec<Original> {
+    let layers = count_blocks(paths, "text_model.encoder.layers.");
+    let leaves: Vec<&str> = originals(&OPEN_CLIP_LAYER).chain(FUSED).collect();
+    let outer = originals(&OPEN_CLIP).chain([OPEN_CLIP_PROJECTION]);
+    let mut names: Vec<String> = outer.map(str::to_owned).collect();
+    names.extend(numbered("transformer.resblocks", layers, &leaves));
+    tensors_of(&names, |key, shape| of_open_clip(key, shape, true, layers))
+}
+
+/// Outside layers.
+const OPEN_CLIP: [(&str, &str); 3] = [
+    (
+        "positional_embedding",
+        "text_model.embeddings.position_embedding.weight",
+    ),
+    ("token_embedding.", "text_model.embeddings.token_embedding."),
+    ("ln_final.", "text_model.final_layer_norm."),
+];
+const OPEN_CLIP_LAYER: [(&str, &str); 5] = [
+    ("ln_1.", "layer_norm1."),
+    ("ln_2.", "layer_norm2."),
+    ("mlp.c_fc.", "mlp.fc1."),
+    ("mlp.c_proj.", "mlp.fc2."),
+    ("attn.out_proj.", "self_attn.out_proj."),
+];
+/// Queries, keys and values in one, one below the other.
+const FUSED: [&str; 2] = ["attn.in_proj_weight", "attn.in_proj_bias"];
+/// A parameter that is multiplied from the right, where a linear layer's weight is from the left.
+const OPEN_CLIP_PROJECTION: &str = "text_projection";
+
 /// What becomes of a tensor of OpenCLIP, of which the first `layers` are used.
 fn of_open_clip(key: &str, shape: &Shape, with_projection: bool, layers: usize) -> Converted {
-    const FIXED: [(&str, &str); 3] = [
-        (
-            "positional_embedding",
-            "text_model.embeddings.position_embedding.weight",
-        ),
-        ("token_embedding.", "text_model.embeddings.token_embedding."),
-        ("ln_final.", "text_model.final_layer_norm."),
-    ];
     match key {
         "logit_scale" => return Converted::Ignored(TRAINING),
-        "text_projection" | PROJECTION if !with_projection => {
+        OPEN_CLIP_PROJECTION | PROJECTION if !with_projection => {
             return Converted::Ignored(NO_PROJECTION);
         }
-        // A parameter that is multiplied from the right, where a linear layer's weight is from the left.
-        "text_projection" => {
+        OPEN_CLIP_PROJECTION => {
             let name = PROJECTION.to_owned();
             return Converted::To(vec![(name, Transform::Transpose)]);
         }
         PROJECTION => return Some(key.to_owned()).into(),
         _ => {}
     }
-    if let Some(name) = renamed(&FIXED, key) {
+    if let Some(name) = renamed(&OPEN_CLIP, key) {
         return Some(name).into();
     }
     let Some((layer, leaf)) = key.strip_prefix("transformer.resblocks.").and_then(number) else {
@@ -205,14 +242,6 @@ fn of_open_clip(key: &str, shape: &Shape, with_projection: bool, layers: usize) 
 }
 
 fn open_clip_layer(layer: &str, leaf: &str, shape: &Shape) -> Converted {
-    const LAYER: [(&str, &str); 5] = [
-        ("ln_1.", "layer_norm1."),
-        ("ln_2.", "layer_norm2."),
-        ("mlp.c_fc.", "mlp.fc1."),
-        ("mlp.c_proj.", "mlp.fc2."),
-        ("attn.out_proj.", "self_attn.out_proj."),
-    ];
-    // Queries, keys and values in one matrix, one below the other.
     if let Some(kind) = leaf.strip_prefix("attn.in_proj_") {
         let rows = shape.dims.first().copied().unwrap_or(0) / 3;
         let third = |i: usize, name: &str| {
@@ -225,7 +254,7 @@ fn open_clip_layer(layer: &str, leaf: &str, shape: &Shape) -> Converted {
             third(2, "v_proj"),
         ]);
     }
-    renamed(&LAYER, leaf)
+    renamed(&OPEN_CLIP_LAYER, leaf)
         .map(|leaf| format!("{layer}.{leaf}"))
         .into()
 }

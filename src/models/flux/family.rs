@@ -80,8 +80,9 @@ const fn single_file(claims: fn(&OriginalTensors) -> Claim) -> SingleFile {
             prefix: DENOISER_PREFIX,
             part: Part::Transformer,
             read: original::read,
+            originals: Some(original::tensors),
         },
-        autoencoder: &vae::original::ROOTS,
+        autoencoder: &vae::original::COMFY_ROOTS,
         text_encoders: &TEXT_ROOTS,
         unknown_prediction: None,
     }
@@ -92,6 +93,7 @@ const TEXT_ROOTS: [Root; 2] = [
         prefix: "text_encoders.clip_l.transformer.",
         part: Part::TextEncoder,
         read: |tensors, _| clip::original::read(tensors, "quick_gelu", Projection::None),
+        originals: Some(|paths| clip::original::tensors(paths, Projection::None)),
     },
     t5::original::root(Part::TextEncoder2),
 ];

@@ -3,8 +3,8 @@
 use serde_json::{Map, Value, json};
 
 use crate::models::original::{
-    Converted, OriginalLayer, OriginalPart, OriginalTensors, StructureError, Transform,
-    count_blocks, layer_names, number, numbered, renamed, set,
+    Converted, Original, OriginalPart, OriginalTensors, StructureError, Transform, count_blocks,
+    layers_of, number, numbered, originals, renamed, set, tensors_of,
 };
 use crate::models::spec::Claim;
 use crate::shape::Shape;
@@ -134,29 +134,39 @@ const SINGLE: [(&str, &str); 4] = [
 const SINGLE_FUSED: &str = "linear1.";
 
 /// The layers of a transformer whose diffusers' layers are `paths`, by the names of the original code.
-pub fn layers(paths: &[&str]) -> Vec<OriginalLayer> {
+pub fn layers(paths: &[&str]) -> Vec<Original> {
+    let mut layers = layers_of(&names(paths), |key, shape| convert(key, shape, 0));
+    layers.extend(xlabs_layers(paths));
+    layers
+}
+
+/// The same for tensors.
+pub fn tensors(paths: &[&str]) -> Vec<Original> {
+    tensors_of(&names(paths), |key, shape| convert(key, shape, 0))
+}
+
+/// The layers, which end in a dot, and the other tensors of a transformer of so many blocks.
+fn names(paths: &[&str]) -> Vec<String> {
     let of_blocks = |blocks: &str, original: &str, leaves: Vec<&str>| {
         numbered(original, count_blocks(paths, blocks), &leaves)
     };
     let fused = DOUBLE_FUSED.iter().map(|(fused, _)| *fused);
-    let of_double = layer_names(&DOUBLE).chain(fused).collect();
-    let of_single = layer_names(&SINGLE).chain([SINGLE_FUSED]).collect();
-    let outer = layer_names(&FIXED).map(str::to_owned);
-    let names = outer
+    let of_double = originals(&DOUBLE).chain(fused).collect();
+    let of_single = originals(&SINGLE).chain([SINGLE_FUSED]).collect();
+    let outer = originals(&FIXED).map(str::to_owned);
+    outer
         .chain(of_blocks("transformer_blocks.", "double_blocks", of_double))
         .chain(of_blocks(
             "single_transformer_blocks.",
             "single_blocks",
             of_single,
-        ));
-    let converted =
-        names.map(|name| OriginalLayer::new(&name, |key, shape| convert(key, shape, 0)));
-    converted.flatten().chain(xlabs_layers(paths)).collect()
+        ))
+        .collect()
 }
 
-/// The same for the names that XLabs-AI's trainer gives the layers of attention: its processors'.
-fn xlabs_layers(paths: &[&str]) -> Vec<OriginalLayer> {
-    let layer = |name: String, block: &str, parts: &[&str]| OriginalLayer {
+/// The same layers by the names that XLabs-AI's trainer gives those of attention: its processors'.
+fn xlabs_layers(paths: &[&str]) -> Vec<Original> {
+    let layer = |name: String, block: &str, parts: &[&str]| Original {
         name,
         parts: parts
             .iter()

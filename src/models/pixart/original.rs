@@ -3,8 +3,8 @@
 use serde_json::{Map, Value, json};
 
 use crate::models::original::{
-    Converted, OriginalLayer, OriginalPart, OriginalTensors, StructureError, Transform,
-    count_blocks, layer_names, number, numbered, renamed, set,
+    ARCHITECTURE, Converted, Original, OriginalPart, OriginalTensors, RESOLUTION, StructureError,
+    Transform, count_blocks, layers_of, number, numbered, originals, renamed, set, tensors_of,
 };
 use crate::shape::Shape;
 
@@ -22,12 +22,28 @@ const SIDE_OF_512: usize = 64;
 /// The embedding of no caption, with a row for each token.
 const NO_CAPTION: &str = "y_embedder.y_embedding";
 
-/// Whether it is of Sigma: captions have 300 tokens there and 120 in alpha, which may also take the size.
+/// Whether it is of Sigma: captions have 300 tokens there and 120 in alpha, which may also take the size. Files that were
+/// written from diffusers' tensors have no such captions.
 pub fn is_sigma(tensors: &OriginalTensors) -> bool {
-    match tensors.get(NO_CAPTION) {
-        Some([tokens, ..]) => *tokens > 120,
-        Some([]) | None => !tensors.has(SIZE),
+    let said = tensors.metadata.get(ARCHITECTURE);
+    match (tensors.get(NO_CAPTION), said) {
+        (Some([tokens, ..]), _) => *tokens > 120,
+        (Some([]) | None, Some(said)) => !said.contains("alpha"),
+        (Some([]) | None, None) => !tensors.has(SIZE),
     }
+}
+
+/// Latents of a side in training, as far as the file tells.
+fn side(tensors: &OriginalTensors) -> Option<usize> {
+    if let Some([_, tokens, _]) = tensors.get(POSITIONS) {
+        return Some(tokens.isqrt() * PATCH);
+    }
+    let said = tensors.metadata.get(RESOLUTION);
+    let pixels = said.and_then(|said| said.split_once('x')?.0.parse::<usize>().ok());
+    // Alpha takes the size where it is for 1024 x 1024 pixels.
+    let without_size = !is_sigma(tensors) && !tensors.has(SIZE);
+    let latents = pixels.map(|pixels| pixels * SIDE_OF_512 / 512);
+    latents.or(without_size.then_some(SIDE_OF_512))
 }
 
 /// Reads the tensors of a transformer. Fields that no tensor tells are those of `config`.
@@ -58,12 +74,7 @@ pub fn read<'a>(
             ("patch_size", json!(tensors.dim(IMAGE, 2)?)),
         ],
     );
-    let side = match tensors.get(POSITIONS) {
-        Some([_, tokens, _]) => Some(tokens.isqrt() * PATCH),
-        // Alpha takes the size where it is for 1024 x 1024 pixels.
-        _ if !is_sigma(tensors) && !tensors.has(SIZE) => Some(SIDE_OF_512),
-        _ => None,
-    };
+    let side = side(tensors);
     if let Some(side) = side {
         set(&mut config, [("sample_size", json!(side))]);
     }
@@ -131,14 +142,22 @@ const FUSED: [(&str, &[&str]); 2] = [
 ];
 
 /// The layers of a transformer whose diffusers' layers are `paths`, by the names of the original code.
-pub fn layers(paths: &[&str]) -> Vec<OriginalLayer> {
+pub fn layers(paths: &[&str]) -> Vec<Original> {
+    layers_of(&names(paths), convert)
+}
+
+/// The same for tensors, without those that diffusers leaves out.
+pub fn tensors(paths: &[&str]) -> Vec<Original> {
+    tensors_of(&names(paths), convert)
+}
+
+/// The layers, which end in a dot, and the other tensors of a transformer of so many blocks.
+fn names(paths: &[&str]) -> Vec<String> {
     let fused = FUSED.iter().map(|(fused, _)| *fused);
-    let of_block: Vec<&str> = layer_names(&LEAVES).chain(fused).collect();
+    let of_block: Vec<&str> = originals(&LEAVES).chain(fused).collect();
     let count = count_blocks(paths, "transformer_blocks.");
-    let names = layer_names(&FIXED).map(str::to_owned);
-    let names = names.chain(numbered("blocks", count, &of_block));
-    let converted = names.map(|name| OriginalLayer::new(&name, convert));
-    converted.flatten().collect()
+    let outer = originals(&FIXED).map(str::to_owned);
+    outer.chain(numbered("blocks", count, &of_block)).collect()
 }
 
 /// What becomes of a tensor.

@@ -62,6 +62,7 @@ pub const SPEC: FamilySpec = FamilySpec {
                 prefix: DENOISER_PREFIX,
                 part: Part::Unet,
                 read: |tensors, config| unet::original::read(tensors, config, Some(64)),
+                originals: Some(unet::original::tensors),
             },
             autoencoder: &vae::original::ROOTS,
             text_encoders: &[Root {
@@ -69,6 +70,8 @@ pub const SPEC: FamilySpec = FamilySpec {
                 part: Part::TextEncoder,
                 // OpenCLIP-H has 24 layers; the denoiser attends to what the last but one gives.
                 read: |tensors, _| clip::original::read_open_clip(tensors, Some(23), false),
+                // diffusers' folders lack the last layer.
+                originals: None,
             }],
             unknown_prediction: Some(UnknownPrediction {
                 inpaint: "epsilon",

@@ -99,6 +99,7 @@ const fn published(
                 prefix: DENOISER_PREFIX,
                 part: Part::Transformer,
                 read: original::read,
+                originals: Some(original::tensors),
             },
             autoencoder: &vae::original::ROOTS,
             text_encoders: &TEXT_ROOTS,
@@ -124,11 +125,13 @@ const TEXT_ROOTS: [Root; 3] = [
         part: Part::TextEncoder,
         // Its pooled output is used as it is. diffusers' model has a projection there that changes nothing.
         read: |tensors, _| clip::original::read(tensors, "quick_gelu", Projection::Unit),
+        originals: Some(|paths| clip::original::tensors(paths, Projection::Unit)),
     },
     Root {
         prefix: "text_encoders.clip_g.transformer.",
         part: Part::TextEncoder2,
         read: |tensors, _| clip::original::read(tensors, "gelu", Projection::Stored),
+        originals: Some(|paths| clip::original::tensors(paths, Projection::Stored)),
     },
     t5::original::root(Part::TextEncoder3),
 ];

@@ -3,14 +3,16 @@
 use serde_json::{Map, Value, json};
 
 use crate::models::original::{
-    Converted, OriginalLayer, OriginalPart, OriginalTensors, StructureError, Transform,
-    count_blocks, layer_names, number, numbered, renamed, set,
+    Converted, Original, OriginalPart, OriginalTensors, StructureError, Transform, count_blocks,
+    layers_of, number, numbered, originals, renamed, set, tensors_of,
 };
 use crate::shape::Shape;
 
 /// A tensor of every such transformer.
 pub const SIGN: &str = "joint_blocks.0.context_block.adaLN_modulation.1.bias";
 
+/// diffusers' name of the blocks.
+const BLOCKS: &str = "transformer_blocks.";
 const POSITIONS: &str = "pos_embed";
 const IMAGE: &str = "x_embedder.proj.weight";
 const LAST: &str = "final_layer.linear.weight";
@@ -136,15 +138,25 @@ const FUSED: [(&str, &str, [&str; 3]); 3] = [
 ];
 
 /// The layers of a transformer whose diffusers' layers are `paths`, by the names of the original code.
-pub fn layers(paths: &[&str]) -> Vec<OriginalLayer> {
-    let count = count_blocks(paths, "transformer_blocks.");
+pub fn layers(paths: &[&str]) -> Vec<Original> {
+    let count = count_blocks(paths, BLOCKS);
+    layers_of(&names(count), |key, shape| convert(key, shape, count))
+}
+
+/// The same for tensors.
+pub fn tensors(paths: &[&str]) -> Vec<Original> {
+    let count = count_blocks(paths, BLOCKS);
+    tensors_of(&names(count), |key, shape| convert(key, shape, count))
+}
+
+/// The layers, which end in a dot, and the other tensors of a transformer of `count` blocks.
+fn names(count: usize) -> Vec<String> {
     let fused = FUSED.iter().map(|(fused, ..)| *fused);
-    let of_block: Vec<&str> = layer_names(&LEAVES).chain(fused).collect();
-    let names = layer_names(&FIXED).map(str::to_owned);
-    let names = names.chain(numbered("joint_blocks", count, &of_block));
-    let converted =
-        names.map(|name| OriginalLayer::new(&name, |key, shape| convert(key, shape, count)));
-    converted.flatten().collect()
+    let of_block: Vec<&str> = originals(&LEAVES).chain(fused).collect();
+    let outer = originals(&FIXED).chain([POSITIONS]).map(str::to_owned);
+    outer
+        .chain(numbered("joint_blocks", count, &of_block))
+        .collect()
 }
 
 /// What becomes of a tensor of a transformer of so many layers.

@@ -42,6 +42,7 @@ pub const SPEC: FamilySpec = FamilySpec {
                 prefix: DENOISER_PREFIX,
                 part: Part::Unet,
                 read: |tensors, config| unet::original::read(tensors, config, Some(64)),
+                originals: Some(unet::original::tensors),
             },
             autoencoder: &vae::original::ROOTS,
             text_encoders: &[
@@ -51,11 +52,13 @@ pub const SPEC: FamilySpec = FamilySpec {
                     read: |tensors, _| {
                         clip::original::read(tensors, "quick_gelu", Projection::None)
                     },
+                    originals: Some(|paths| clip::original::tensors(paths, Projection::None)),
                 },
                 Root {
                     prefix: "conditioner.embedders.1.model.",
                     part: Part::TextEncoder2,
                     read: |tensors, _| clip::original::read_open_clip(tensors, None, true),
+                    originals: Some(clip::original::open_clip_tensors),
                 },
             ],
             unknown_prediction: None,

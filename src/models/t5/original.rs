@@ -4,7 +4,8 @@ use serde_json::{Map, json};
 
 use crate::models::Part;
 use crate::models::original::{
-    Converted, OriginalPart, OriginalTensors, Root, StructureError, number, renamed, set,
+    Converted, OriginalPart, OriginalTensors, Root, StructureError, number, renamed, same, set,
+    tensors_of,
 };
 
 /// Where files of whole models have T5-XXL, which becomes this part.
@@ -13,6 +14,7 @@ pub const fn root(part: Part) -> Root {
         prefix: "text_encoders.t5xxl.transformer.",
         part,
         read: |tensors, _| read(tensors),
+        originals: Some(|paths| tensors_of(&same(paths), |key, _| of_transformers(key))),
     }
 }
 

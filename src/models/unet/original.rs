@@ -7,7 +7,8 @@ use std::collections::BTreeMap;
 use serde_json::{Map, Value, json};
 
 use crate::models::original::{
-    OriginalPart, OriginalTensors, StructureError, number, per_block, renamed, set,
+    Original, OriginalPart, OriginalTensors, StructureError, Transform, number, per_block, renamed,
+    set,
 };
 
 /// A tensor that every UNet with these names has.
@@ -220,6 +221,19 @@ fn block_name(key: &str, layers: usize) -> Option<String> {
         }
         _ => None,
     }
+}
+
+/// The tensors that the original code has of a UNet whose tensors have these names in diffusers.
+pub fn tensors(paths: &[&str]) -> Vec<Original> {
+    let blocks = Blocks::of(paths.iter().copied());
+    let of_path = |path: &&str| {
+        let (module, leaf) = path.rsplit_once('.')?;
+        Some(Original {
+            name: format!("{}.{leaf}", blocks.original_name(module)?),
+            parts: vec![((*path).to_owned(), Transform::Identity)],
+        })
+    };
+    paths.iter().filter_map(of_path).collect()
 }
 
 /// Where a UNet's blocks stand in the original code's flat lists of blocks.

@@ -2,20 +2,25 @@
 
 use serde_json::{Map, Value, json};
 
+use crate::dtype::DType;
 use crate::models::Part;
 use crate::models::original::{
-    Converted, OriginalPart, OriginalTensors, Root, StructureError, Transform, number, renamed, set,
+    Converted, Original, OriginalPart, OriginalTensors, Root, StructureError, Transform,
+    count_blocks, number, numbered, originals, renamed, set, tensors_of,
 };
 use crate::shape::Shape;
 
 /// Where a file of a whole model has its autoencoder.
 pub const ROOTS: [Root; 2] = [root("first_stage_model."), root("vae.")];
+/// The same in files that ComfyUI's users put together.
+pub const COMFY_ROOTS: [Root; 2] = [root("vae."), root("first_stage_model.")];
 
 const fn root(prefix: &'static str) -> Root {
     Root {
         prefix,
         part: Part::Vae,
         read,
+        originals: Some(tensors),
     }
 }
 
@@ -72,28 +77,82 @@ pub fn read<'a>(
     })
 }
 
+/// Layers of the encoder and of the decoder outside blocks.
+const LAYERS: [(&str, &str); 3] = [
+    ("conv_in.", "conv_in."),
+    ("conv_out.", "conv_out."),
+    ("norm_out.", "conv_norm_out."),
+];
+/// The resnets of the middle block.
+const MIDDLE: [(&str, &str); 2] = [
+    ("mid.block_1.", "mid_block.resnets.0."),
+    ("mid.block_2.", "mid_block.resnets.1."),
+];
+/// The attention of the middle block, and its layers.
+const ATTENTION_BLOCK: &str = "mid.attn_1.";
+const ATTENTION: [(&str, &str); 5] = [
+    ("norm.", "group_norm."),
+    ("q.", "to_q."),
+    ("k.", "to_k."),
+    ("v.", "to_v."),
+    ("proj_out.", "to_out.0."),
+];
+/// Layers of a resnet.
+const RESNET: [&str; 5] = ["norm1.", "conv1.", "norm2.", "conv2.", "nin_shortcut."];
+/// Layers beside the encoder and the decoder.
+const OUTER: [&str; 2] = ["quant_conv.", "post_quant_conv."];
+
+/// The tensors that LDM has of an autoencoder whose tensors have these names in diffusers.
+fn tensors(paths: &[&str]) -> Vec<Original> {
+    let levels = count_blocks(paths, "decoder.up_blocks.");
+    let mut names: Vec<String> = OUTER.iter().map(|name| (*name).to_owned()).collect();
+    for (side, blocks, theirs, sampler) in [
+        ("encoder", "down_blocks", "down", "downsample.conv."),
+        ("decoder", "up_blocks", "up", "upsample.conv."),
+    ] {
+        let layers = originals(&LAYERS).map(|layer| format!("{side}.{layer}"));
+        names.extend(layers);
+        for (block, _) in MIDDLE {
+            names.extend(RESNET.map(|layer| format!("{side}.{block}{layer}")));
+        }
+        names.push(format!("{side}.{ATTENTION_BLOCK}{}", ATTENTION[0].0));
+        for level in 0..levels {
+            let resnets = count_blocks(paths, &format!("{side}.{blocks}.{level}.resnets."));
+            let level = format!("{side}.{theirs}.{level}");
+            names.extend(numbered(&format!("{level}.block"), resnets, &RESNET));
+            names.push(format!("{level}.{sampler}"));
+        }
+    }
+    let convert = |key: &str, shape: &Shape| convert(key, shape, levels);
+    let mut tensors = tensors_of(&names, convert);
+    for side in ["encoder", "decoder"] {
+        for (layer, _) in &ATTENTION[1..] {
+            let name = format!("{side}.{ATTENTION_BLOCK}{layer}");
+            let pointwise = Shape::new(DType::F32, [1; 4]);
+            tensors.extend(Original::tensor(
+                format!("{name}weight"),
+                &pointwise,
+                convert,
+            ));
+            tensors.extend(tensors_of(&[format!("{name}bias")], convert));
+        }
+    }
+    tensors
+}
+
 /// What becomes of a tensor of an autoencoder with `levels` resolutions, which LDM's decoder counts from the other end
 /// than diffusers does.
 fn convert(key: &str, shape: &Shape, levels: usize) -> Converted {
     if key.starts_with("loss.") || key.starts_with("model_ema.") {
         return Converted::Ignored("used in training only");
     }
-    for same in ["quant_conv.", "post_quant_conv."] {
-        if key.starts_with(same) {
-            return Some(key.to_owned()).into();
-        }
+    if OUTER.iter().any(|same| key.starts_with(same)) {
+        return Some(key.to_owned()).into();
     }
     let Some((side @ ("encoder" | "decoder"), rest)) = key.split_once('.') else {
         return Converted::Unknown;
     };
-    if let Some(leaf) = rest.strip_prefix("mid.attn_1.") {
-        const ATTENTION: [(&str, &str); 5] = [
-            ("norm.", "group_norm."),
-            ("q.", "to_q."),
-            ("k.", "to_k."),
-            ("v.", "to_v."),
-            ("proj_out.", "to_out.0."),
-        ];
+    if let Some(leaf) = rest.strip_prefix(ATTENTION_BLOCK) {
         return match renamed(&ATTENTION, leaf) {
             Some(leaf) => {
                 let name = format!("{side}.mid_block.attentions.0.{leaf}");
@@ -102,14 +161,8 @@ fn convert(key: &str, shape: &Shape, levels: usize) -> Converted {
             None => Converted::Unknown,
         };
     }
-    const FIXED: [(&str, &str); 5] = [
-        ("conv_in.", "conv_in."),
-        ("conv_out.", "conv_out."),
-        ("norm_out.", "conv_norm_out."),
-        ("mid.block_1.", "mid_block.resnets.0."),
-        ("mid.block_2.", "mid_block.resnets.1."),
-    ];
-    renamed(&FIXED, rest)
+    renamed(&LAYERS, rest)
+        .or_else(|| renamed(&MIDDLE, rest))
         .map(|leaf| leaf.replace(".nin_shortcut.", ".conv_shortcut."))
         .or_else(|| block_name(rest, levels))
         .map(|rest| format!("{side}.{rest}"))

@@ -4,7 +4,7 @@
 //! root, with dots or (kohya) with underscores in their place, in diffusers' block names or those of the original code
 //! (LDM, in SDXL's repository SGM). Underscores can not be turned back into dots, so it is done the other way round:
 //! [`aliases`] gives every name that a weight of the model goes by, with underscores, and a file's names are looked up
-//! among them. Where the original code has one layer and diffusers several, [`OriginalLayer`] says so.
+//! among them. Where the original code has one layer and diffusers several, [`Original`] says so.
 
 use crate::models::Part;
 use crate::models::unet::original::Blocks;

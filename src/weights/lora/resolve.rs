@@ -7,7 +7,7 @@ use super::file::{LoraFile, Module};
 use super::merge::{Adapter, Patched};
 use super::mismatch::{LoraFamily, LoraMismatch, MisshapenModule, UnmatchedModule};
 use super::{LoraError, LoraScale, LoraTarget, weight_name};
-use crate::models::original::{OriginalLayer, Transform};
+use crate::models::original::{Original, Transform};
 use crate::models::unet::original::Blocks;
 use crate::models::{DenoiserKind, Part};
 
@@ -224,7 +224,7 @@ impl Names {
     }
 
     /// The names of a transformer's original code.
-    fn add_original(&mut self, layers: &[OriginalLayer], targets: &HashMap<&str, usize>) {
+    fn add_original(&mut self, layers: &[Original], targets: &HashMap<&str, usize>) {
         let names = self.parts.entry(Part::Transformer).or_default();
         for layer in layers {
             let index = |path: &str| targets.get(path).copied();

@@ -47,6 +47,7 @@ pub(super) fn tensors(file: &Checkpoint, root: Root) -> OriginalTensors<'_> {
     OriginalTensors {
         part: root.part,
         prefix: root.prefix,
+        metadata: file.metadata(),
         shapes: shapes
             .filter_map(|(name, shape)| Some((name.strip_prefix(root.prefix)?, shape)))
             .collect(),

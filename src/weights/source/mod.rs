@@ -12,6 +12,7 @@ mod folder;
 mod quantize;
 mod single_file;
 mod write;
+mod write_file;
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -214,6 +215,13 @@ pub enum SourceError {
         "{path}: its weights are quantized already; name the checkpoint that it was made from, or use it as it is"
     )]
     QuantizedAlready { path: PathBuf },
+    #[error("{path}: {tensor} has no place in files with the names of the original code: {reason}")]
+    NotOriginal {
+        path: PathBuf,
+        /// A part, or a tensor of it.
+        tensor: String,
+        reason: String,
+    },
     #[error("{path}: exists already; choose another name or remove it")]
     Exists { path: PathBuf },
     #[error("{path}: {part}: {reason}")]

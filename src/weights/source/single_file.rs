@@ -8,7 +8,7 @@ use serde_json::{Map, Value, json};
 use super::detect::{Detected, detect, tensors};
 use super::folder::{component, only_file, pipeline_kind};
 use super::{Component, Ignored, Layout, ModelSource, PipelineKind, SourceError, built_in};
-use crate::models::original::{Converted, OriginalPart, Root, Transform};
+use crate::models::original::{Converted, OriginalPart, PREDICTION, Root, Transform};
 use crate::models::{Part, Published, TextEncoderKind, t5};
 use crate::weights::Checkpoint;
 
@@ -273,7 +273,7 @@ fn scheduler(
         config.insert(key.to_owned(), value);
     };
     let marked = file.info(VELOCITY).is_some();
-    let said = file.metadata().get("modelspec.prediction_type");
+    let said = file.metadata().get(PREDICTION);
     let prediction = match (marked, said.map(String::as_str)) {
         (true, _) | (false, Some("v" | "v_prediction")) => Some("v_prediction"),
         (false, Some("epsilon")) => Some("epsilon"),

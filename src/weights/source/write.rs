@@ -10,6 +10,7 @@ use serde_json::{Map, Value, json};
 use super::quantize::{QuantizedTensor, UNetQuantization};
 use super::{Component, ModelSource, PipelineKind, SourceError, built_in, io_error};
 use crate::dtype::DType;
+use crate::host_tensor::{HostTensor, HostTensorError};
 use crate::models::{Part, Published, TextEncoderKind};
 use crate::shape::Shape;
 use crate::util::files::{AtomicDir, parent_of, sync_dir, write_synced};
@@ -17,7 +18,7 @@ use crate::weights::cast::has_infinity;
 use crate::weights::matching::is_parameter;
 use crate::weights::quantized::CONFIG_KEY;
 use crate::weights::save::{check_free_space, pytorch_metadata, write_error};
-use crate::weights::{TensorSpec, WeightsError, save_streaming};
+use crate::weights::{Checkpoint, TensorSpec, WeightsError, save_streaming};
 
 /// The files written for one part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,6 +27,21 @@ pub struct WrittenPart {
     pub tensors: usize,
     /// Bytes of the tensors.
     pub bytes: u64,
+}
+
+impl WrittenPart {
+    pub(super) fn of<'a>(part: Part, specs: impl Iterator<Item = &'a TensorSpec>) -> WrittenPart {
+        let mut written = WrittenPart {
+            part,
+            tensors: 0,
+            bytes: 0,
+        };
+        for spec in specs {
+            written.tensors += 1;
+            written.bytes += spec.shape.bytes() as u64;
+        }
+        written
+    }
 }
 
 impl ModelSource {
@@ -88,7 +104,7 @@ impl ModelSource {
                     None => dtype.unwrap_or(shape.dtype),
                     Some(quantization) => quantization.float_type(shape.dtype),
                 };
-                let specs = specs(component, &types)?;
+                let specs = specs(&component.checkpoint, &types)?;
                 Ok((
                     part,
                     match quantization.filter(|_| part == denoiser) {
@@ -100,11 +116,7 @@ impl ModelSource {
             .collect::<Result<BTreeMap<Part, Vec<TensorSpec>>, SourceError>>()?;
         let written: Vec<WrittenPart> = specs
             .iter()
-            .map(|(&part, specs)| WrittenPart {
-                part,
-                tensors: specs.len(),
-                bytes: specs.iter().map(|s| s.shape.bytes() as u64).sum(),
-            })
+            .map(|(&part, specs)| WrittenPart::of(part, specs.iter()))
             .collect();
         let total = written.iter().map(|w| w.bytes).sum();
         check_free_space(dir, parent_of(dir), total)?;
@@ -184,7 +196,7 @@ impl ModelSource {
         self.index(self.published()?)
     }
 
-    fn published(&self) -> Result<&'static Published, SourceError> {
+    pub(super) fn published(&self) -> Result<&'static Published, SourceError> {
         let published = self.family.spec().published.as_ref();
         published.ok_or_else(|| SourceError::OtherKind {
             path: self.path.clone(),
@@ -270,11 +282,10 @@ fn class_of(part: Part, component: &Component) -> Result<[&'static str; 2], Sour
 }
 
 /// The tensors of a part as they are written: `types` says in which type a float is.
-fn specs(
-    component: &Component,
+pub(super) fn specs(
+    checkpoint: &Checkpoint,
     types: &dyn Fn(&Shape) -> DType,
 ) -> Result<Vec<TensorSpec>, SourceError> {
-    let checkpoint = &component.checkpoint;
     let spec = |(name, shape): (&str, &Shape)| {
         if !shape.dtype.is_float() && is_parameter(name) {
             return Err(SourceError::NotFloat {
@@ -310,18 +321,30 @@ fn write_part(
         &pytorch_metadata(),
         |spec| {
             let tensor = component.checkpoint.read_as(&spec.name, spec.shape.dtype)?;
-            if has_infinity(&tensor) {
-                // The source's values are finite: others are not read.
-                let values = tensor.to_f32_vec()?;
-                let count = values.iter().filter(|value| value.is_infinite()).count();
+            if let Some(count) = infinities(&tensor)? {
                 overflown.push((format!("{part}/{}", spec.name), count));
             }
             wrote(tensor.data.len() as u64);
             Ok(tensor.data.into())
         },
     )
-    .map_err(|error| match error {
-        // The file that is read is to blame, not the one that is written.
+    .map_err(blame_source)?;
+    Ok(overflown)
+}
+
+/// How many values of a tensor became infinite; those of the file that it was read from are finite, because others are
+/// not read.
+pub(super) fn infinities(tensor: &HostTensor) -> Result<Option<usize>, HostTensorError> {
+    if !has_infinity(tensor) {
+        return Ok(None);
+    }
+    let values = tensor.to_f32_vec()?;
+    Ok(Some(values.iter().filter(|v| v.is_infinite()).count()))
+}
+
+/// The error of a file that is read while another is written.
+pub(super) fn blame_source(error: WeightsError) -> WeightsError {
+    match error {
         WeightsError::Fetch {
             path,
             tensor,
@@ -335,8 +358,7 @@ fn write_part(
             },
         },
         other => other,
-    })?;
-    Ok(overflown)
+    }
 }
 
 fn make_dir(path: &Path) -> Result<(), SourceError> {
