@@ -1,5 +1,6 @@
 //! FLUX.1 against diffusers: the transformer, the autoencoder's size, and the whole pipeline.
 
+mod controlnet;
 mod pipeline;
 
 use crate::common::{Golden, check_denoiser};

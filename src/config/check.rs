@@ -127,6 +127,7 @@ pub(super) fn conflicts(config: &Config, verb: Option<Verb>) -> Vec<Conflict> {
             config.control_guidance_start.0.len(),
         ),
         ("control_guidance_end", config.control_guidance_end.0.len()),
+        ("control_mode", config.control_mode.0.len()),
     ] {
         if config.use_controlnet && ![1, nets].contains(&count) {
             found.push((

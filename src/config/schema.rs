@@ -738,6 +738,9 @@ schema! {
             when CONTROLNET;
         /// Replace `controlnet_image` by its Canny edges, for ControlNets that were trained on them.
         controlnet_canny: OneOrMore<bool> = OneOrMore::default(), Ours, GENERATE, when CONTROLLED;
+        /// The kind of `controlnet_image`, for ControlNets of FLUX.1 that know several (`num_mode` in their configuration). In a
+        /// list, -1 is for those that know one.
+        control_mode: OneOrMore<i64> = OneOrMore::from(-1), Ours, GENERATE, in MinusOneOrBetween(0.0, MOST), when CONTROLNET;
         /// Fraction of the steps after which the ControlNet starts to act.
         control_guidance_start: OneOrMore<f64> = OneOrMore::from(0.0), Ours, GENERATE, in Between(0.0, 1.0),
             when CONTROLNET;

@@ -344,6 +344,7 @@ impl DenoiserInputs {
                 sample,
                 timestep,
                 conditioning,
+                controls: Vec::new(),
             }),
             Conditioning::Sd3(conditioning) => DenoiserInputs::Sd3(Sd3Inputs {
                 hidden_states: sample,

@@ -13,8 +13,8 @@ use crate::models::unet::{
 };
 use crate::models::vae::Autoencoder;
 use crate::models::{
-    Conditioning, Denoiser, DenoiserInputs, Family, HiddenState, ModelConfigError, Part,
-    TextEncoderKind, TextPlace, pixart, sd3,
+    Conditioning, ControlNet, Denoiser, DenoiserInputs, Family, HiddenState, ModelConfigError,
+    Part, TextEncoderKind, TextPlace, pixart, sd3,
 };
 use crate::nn::{Precision, Remat};
 use crate::schedulers::SchedulerConfig;
@@ -35,8 +35,8 @@ const JOINT: &str = "joint_attention_dim";
 pub struct DiffusionModel {
     pub family: Family,
     pub denoiser: Denoiser,
-    /// ControlNets that add residuals to the UNet, each with its conditioning image.
-    pub controlnets: Vec<ControlNetConfig>,
+    /// ControlNets that add residuals to the denoiser, each with its conditioning image.
+    pub controlnets: Vec<ControlNet>,
     /// An IP-Adapter for the UNet, with its image encoder.
     pub ip_adapter: Option<IpAdapterConfig>,
     /// Empty where programs take finished text embeddings.
@@ -510,10 +510,10 @@ impl DiffusionModel {
         }
     }
 
-    /// The sum of all ControlNets' residuals for `inputs`; `None` without one. `declare` gives each its image.
+    /// The sum of all ControlNets' residuals for a UNet's `inputs`; `None` without one. `declare` gives each its image.
     ///
     /// # Errors
-    /// When an input's shape does not fit, or a ControlNet is one of another UNet.
+    /// When an input's shape does not fit, or a ControlNet is one of another denoiser.
     pub fn control(
         &self,
         b: &Builder,
@@ -521,9 +521,14 @@ impl DiffusionModel {
         declare: impl Fn(usize, &ControlNetConfig) -> Result<Control>,
     ) -> Result<Option<ResSamples>> {
         let mut sum: Option<ResSamples> = None;
-        for (which, config) in self.controlnets.iter().enumerate() {
-            let control = declare(which, config)?;
+        for (which, net) in self.controlnets.iter().enumerate() {
             let root = controlnet::root(which);
+            let ControlNet::Unet(config) = net else {
+                return Err(b
+                    .root(&root)
+                    .invalid("it is a ControlNet of another denoiser"));
+            };
+            let control = declare(which, config)?;
             let (precision, remat) = (self.precision, self.remat);
             let added =
                 controlnet::controlnet(b, &root, config, inputs, control, precision, remat)?;

@@ -19,6 +19,7 @@ mod sdxl;
 mod sdxl_refiner;
 mod space;
 pub mod spec;
+mod steering;
 pub mod t5;
 pub mod unet;
 pub mod vae;
@@ -31,6 +32,7 @@ pub use family::Family;
 pub use part::Part;
 pub use space::{RGB, SampleSpace};
 pub use spec::{FamilySpec, GuidanceKind, HiddenState, Published, TextEncoderKind, TextPlace};
+pub use steering::ControlNet;
 
 use std::fmt::Display;
 

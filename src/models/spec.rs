@@ -28,7 +28,7 @@ pub struct FamilySpec {
     pub prompt_weights: bool,
     /// Whether prompts are read in lower case, without spaces around them.
     pub lower_case_prompts: bool,
-    /// Whether there are ControlNets for its denoiser, and IP-Adapters.
+    /// Whether there are ControlNets for its denoiser, and where that is a UNet IP-Adapters.
     pub controlnets: bool,
     /// Whether textual inversions for it are read.
     pub textual_inversions: bool,

@@ -36,8 +36,10 @@ pub enum Inpainting {
 /// The conditioning image of a ControlNet.
 #[derive(Clone, Debug)]
 pub struct ControlImage {
-    /// `f32[1, 3, height, width]` in [0, 1].
+    /// `f32[1, 3, height, width]`: in [0, 1] for a ControlNet that sees pixels, in [-1, 1] for one that sees latents.
     pub image: HostTensor,
+    /// The kind of the image, for a ControlNet of several.
+    pub mode: Option<i32>,
     pub scale: f32,
     /// The fractions of the steps at which it starts and stops to act.
     pub range: [f64; 2],
@@ -97,7 +99,7 @@ pub struct DenoiseInputs<'a> {
     /// An inpainting model needs [`Inpainting::Seen`].
     pub inpainting: Option<&'a Inpainting>,
     /// For a model that sees an image that steers: its latents, of the sample's shape.
-    pub control_latents: Option<&'a HostTensor>,
+    pub control_latents: &'a [HostTensor],
     /// One for each of the model's ControlNets.
     pub controls: &'a [ControlImage],
     /// For a model with an IP-Adapter: its image's tokens `f32[prompts, tokens, features]`, and their scale.
@@ -255,6 +257,11 @@ impl Denoiser {
             let data = control.image.data.repeat(rows);
             let name = names::numbered(names::CONTROL_IMAGE, which);
             shared.set(&name, &HostTensor::new(shape, data)?)?;
+            if let Some(mode) = control.mode {
+                let name = names::numbered(names::CONTROL_MODE, which);
+                let data = mode.to_le_bytes().to_vec();
+                shared.set(&name, &HostTensor::new(Shape::scalar(DType::S32), data)?)?;
+            }
         }
         if let Some(Inpainting::Seen {
             mask,
@@ -264,8 +271,8 @@ impl Denoiser {
             shared.set(names::MASK, mask)?;
             shared.set(names::MASKED_IMAGE_LATENTS, masked_image_latents)?;
         }
-        if let Some(latents) = inputs.control_latents {
-            shared.set(names::CONTROL_LATENTS, latents)?;
+        for (which, latents) in inputs.control_latents.iter().enumerate() {
+            shared.set(&names::numbered(names::CONTROL_LATENTS, which), latents)?;
         }
         if let Some((_, scale)) = inputs.image_tokens {
             let scale = HostTensor::from_f32([], &[scale])?;

@@ -6,7 +6,7 @@ use image::RgbImage;
 
 use crate::emit::DotPrecision;
 use crate::host_tensor::HostTensor;
-use crate::models::{DiffusionModel, SeenImage, vae};
+use crate::models::{ControlNet, DiffusionModel, SeenImage, vae};
 use crate::runtime::{Array, Prepared, Session, StagedProgram, StagedTimings};
 use crate::schedulers::SamplingPlan;
 
@@ -209,6 +209,8 @@ pub struct ImageGenerator {
     image_tokens: Option<ImageTokens>,
     guidance: bool,
     seen: Option<SeenImage>,
+    /// Whether the ControlNets see latents.
+    nets_see_latents: bool,
     pixel_unshuffle: usize,
 }
 
@@ -287,6 +289,7 @@ impl ImageGenerator {
             image_tokens: image_tokens?,
             guidance: options.guidance != Guidance::Off,
             seen: model.denoiser.seen_image(),
+            nets_see_latents: model.controlnets.iter().any(ControlNet::sees_latents),
             pixel_unshuffle,
         })
     }
@@ -573,19 +576,20 @@ impl ImageGenerator {
             .collect();
         let has_images = !options.images.is_empty();
         let sample_dims = self.pass.denoiser.sample_dims();
+        let nets = options.controls.iter().filter(|_| self.nets_see_latents);
+        let controls = options.control_image.into_iter();
+        let controls: Vec<&HostTensor> = controls.chain(nets.map(|net| &net.image)).collect();
         let source = StartSource {
             has_images,
-            control: options.control_image,
             encoder: match &self.image_encoder {
-                Some(encoder) if has_images || options.control_image.is_some() => {
-                    Some(StartEncoder {
-                        session,
-                        encoder,
-                        prepared: progress.prepare(weights, encoder.program().stages())?,
-                    })
-                }
+                Some(encoder) if has_images || !controls.is_empty() => Some(StartEncoder {
+                    session,
+                    encoder,
+                    prepared: progress.prepare(weights, encoder.program().stages())?,
+                }),
                 _ => None,
             },
+            controls,
             mask: options.mask,
             seen: self.seen,
             sample_dims,
@@ -641,7 +645,7 @@ impl ImageGenerator {
             generators,
             sample: &start.sample,
             inpainting: start.inpainting.as_ref(),
-            control_latents: start.control.as_ref(),
+            control_latents: &start.controls,
             controls: steps.controls,
             guidance_scale: first.guidance_scale,
             true_cfg_scale: options.true_cfg_scale,
@@ -734,7 +738,7 @@ impl ImageGenerator {
         let start = |sample| BatchStart {
             sample,
             inpainting: None,
-            control: None,
+            controls: Vec::new(),
         };
         Ok(samples.map(start).collect())
     }

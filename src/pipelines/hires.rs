@@ -175,6 +175,6 @@ pub(super) fn noised(
     Ok(BatchStart {
         sample: mix(latents, &noise, coefficients)?,
         inpainting: None,
-        control: None,
+        controls: Vec::new(),
     })
 }

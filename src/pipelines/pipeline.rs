@@ -8,7 +8,7 @@ use image::RgbImage;
 use crate::data::Tokenizer;
 use crate::emit::DotPrecision;
 use crate::host_tensor::HostTensor;
-use crate::models::DiffusionModel;
+use crate::models::{ControlNet, DiffusionModel};
 use crate::quant::{Policy, Watch};
 use crate::runtime::{Session, Slot};
 use crate::weights::lora::Adapter;
@@ -116,12 +116,19 @@ impl PipelineOptions {
         )))
     }
 
+    /// Whether the ControlNets see the latents of their images.
+    fn nets_see_latents(&self) -> bool {
+        let mut nets = self.base.model.controlnets.iter();
+        nets.any(ControlNet::sees_latents)
+    }
+
     fn check_hires(&self, request: &GenerateRequest) -> Result<(), PipelineError> {
         let other = match &request.hires {
             None => return Ok(()),
             Some(_) if request.init_images.is_some() => "an image to start from",
             Some(_) if self.refiner.is_some() => "a refiner",
             Some(_) if request.control_image.is_some() => "an image that the model sees",
+            Some(_) if self.nets_see_latents() => "ControlNets that see an image's latents",
             Some(_) => return Ok(()),
         };
         Err(PipelineError::Request(format!(
@@ -244,7 +251,9 @@ impl Pipeline {
         let sizes = ProgramSizes {
             batch: count.max(1).next_multiple_of(devices),
             chunks: base.chunks(),
-            from_image: request.init_images.is_some() || request.control_image.is_some(),
+            from_image: request.init_images.is_some()
+                || request.control_image.is_some()
+                || self.options.nets_see_latents(),
             hires: request
                 .hires
                 .as_ref()

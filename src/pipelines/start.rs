@@ -18,8 +18,8 @@ pub(super) struct BatchStart {
     /// `f32[batch, channels, rows, columns]`
     pub sample: HostTensor,
     pub inpainting: Option<Inpainting>,
-    /// The latents of the image that steers, for a model that sees one.
-    pub control: Option<HostTensor>,
+    /// The latents of the images that steer, of the model or of its ControlNets.
+    pub controls: Vec<HostTensor>,
 }
 
 /// The ready program that encodes images.
@@ -52,8 +52,8 @@ pub(super) struct StartSource<'a> {
     pub has_images: bool,
     /// `f32[1, 1, height, width]` of the images: 1 where it is generated anew.
     pub mask: Option<&'a HostTensor>,
-    /// `f32[1, 3, height, width]` in [-1, 1], for a model that sees an image that steers.
-    pub control: Option<&'a HostTensor>,
+    /// Images that steer by their latents, each `f32[1, 3, height, width]` in [-1, 1].
+    pub controls: Vec<&'a HostTensor>,
     /// The image that the model sees beside the sample.
     pub seen: Option<SeenImage>,
     pub sample_dims: [usize; 4],
@@ -61,7 +61,7 @@ pub(super) struct StartSource<'a> {
 
 impl StartSource<'_> {
     /// The start of the steps of a batch, whose rows start from `images`. Noise is drawn in the order of diffusers'
-    /// pipelines: for the latents of the image that steers, for those of the image, for the first sample (unless `noise` is
+    /// pipelines: for the latents of the images that steer, for those of the image, for the first sample (unless `noise` is
     /// given), for the latents of the masked image.
     ///
     /// # Errors
@@ -78,18 +78,18 @@ impl StartSource<'_> {
         // With a mask, all steps start from noise alone: the model sees the image, or what is kept is put back.
         let from_noise = self.mask.is_some() && plan.is_whole;
         let images = images.iter().flatten().copied();
-        let control = match (&self.encoder, self.control) {
-            (Some(encoder), Some(control)) => {
-                let each = std::iter::repeat_n(control, generators.len());
-                Some(encoder.latents(each, generators)?)
+        let mut controls = Vec::with_capacity(self.controls.len());
+        if let Some(encoder) = &self.encoder {
+            for control in &self.controls {
+                let each = std::iter::repeat_n(*control, generators.len());
+                controls.push(encoder.latents(each, generators)?);
             }
-            _ if self.seen == Some(SeenImage::Control) => {
-                return Err(PipelineError::Request(
-                    "the model takes an image that steers".to_string(),
-                ));
-            }
-            _ => None,
-        };
+        }
+        if self.seen == Some(SeenImage::Control) && controls.is_empty() {
+            return Err(PipelineError::Request(
+                "the model takes an image that steers".to_string(),
+            ));
+        }
         // diffusers' inpainting pipeline of UNets does not encode the whole image for nothing.
         let is_unread = self.seen == Some(SeenImage::Masked) && from_noise;
         let latents = match &self.encoder {
@@ -150,7 +150,7 @@ impl StartSource<'_> {
         Ok(BatchStart {
             sample,
             inpainting,
-            control,
+            controls,
         })
     }
 

@@ -7,11 +7,14 @@ use crate::dtype::DType;
 use crate::graph::{Builder, Comparison, GraphError, Reduction, Tensor};
 use crate::lowering::Traced;
 use crate::models::clip::vision::PIXEL_VALUES;
-use crate::models::controlnet::Control;
+use crate::models::controlnet::{self, Control};
+use crate::models::flux::FluxControl;
 use crate::models::ip_adapter::image_tokens;
 use crate::models::sd3::SkipLayers;
 use crate::models::unet::{ImagePrompt, UNetInputs};
-use crate::models::{DenoiserInputs, DenoiserKind, DiffusionModel, GuidanceKind, SeenImage};
+use crate::models::{
+    ControlNet, DenoiserInputs, DenoiserKind, DiffusionModel, GuidanceKind, SeenImage,
+};
 use crate::quant::Policy;
 use crate::shape::Shape;
 
@@ -38,12 +41,15 @@ pub mod names {
     /// each of the mask's pixels, and the latents of the image without that part, of the sample's shape.
     pub const MASK: &str = "mask";
     pub const MASKED_IMAGE_LATENTS: &str = "masked_image_latents";
-    /// The latents of an image that steers, of the sample's shape: FLUX.1 Canny and Depth.
+    /// The latents of an image that steers, of the sample's shape: FLUX.1 Canny and Depth, and its ControlNets, of which the
+    /// names of further ones end in their number.
     pub const CONTROL_LATENTS: &str = "control_latents";
     /// The image that steers the first ControlNet, `f32[rows, 3, height, width]` in [0, 1], and how strongly. Those of
     /// further ones end in their number ([`numbered`]).
     pub const CONTROL_IMAGE: &str = "control_image";
     pub const CONTROL_SCALE: &str = "control_scale";
+    /// The kind of the image, `s32[]`, for a ControlNet of several.
+    pub const CONTROL_MODE: &str = "control_mode";
 
     /// The tokens of an IP-Adapter's image, `f32[rows, tokens, features]`, and how much attention to them counts.
     pub const IMAGE_TOKENS: &str = "image_tokens";
@@ -121,9 +127,8 @@ pub struct DenoiseStep<T> {
     pub advance: Option<T>,
 }
 
-/// The inputs of the denoising step that are known before its first run, beside the images for ControlNets.
-const REQUEST: [&str; 9] = [
-    names::CONTROL_LATENTS,
+/// The inputs of the denoising step that are known before its first run, beside those of [`CONTROLS`].
+const REQUEST: [&str; 8] = [
     names::ENCODER_ATTENTION_MASK,
     names::ENCODER_HIDDEN_STATES,
     names::IMAGE_TOKENS,
@@ -132,6 +137,13 @@ const REQUEST: [&str; 9] = [
     names::POOLED_PROJECTIONS,
     names::TEXT_EMBEDS,
     names::TIME_IDS,
+];
+
+/// What the names of inputs that steer begin with and that are known then too.
+const CONTROLS: [&str; 3] = [
+    names::CONTROL_IMAGE,
+    names::CONTROL_LATENTS,
+    names::CONTROL_MODE,
 ];
 
 /// Traces one denoising step: the model on the scaled sample, then the sampler's update.
@@ -198,14 +210,14 @@ pub fn trace_denoise(
     }
     let graph = b.finish();
     let inputs: Vec<String> = graph.inputs.iter().map(|i| i.name.clone()).collect();
-    let images = inputs.iter().map(String::as_str);
-    let images = images.filter(|name| name.starts_with(names::CONTROL_IMAGE));
+    let is_control = |name: &&str| CONTROLS.iter().any(|control| name.starts_with(control));
+    let controls = inputs.iter().map(String::as_str).filter(is_control);
     let takes_guidance = model.denoiser.takes_guidance();
     let guidance = takes_guidance.then_some(names::GUIDANCE_SCALE);
     Ok(DenoiseStep {
         model: Traced::new("denoise", graph)
             .quantized(options.quantization.as_ref())?
-            .with_request_inputs(REQUEST.into_iter().chain(images).chain(guidance))
+            .with_request_inputs(REQUEST.into_iter().chain(controls).chain(guidance))
             .with_scan_layers(model.scan_layers),
         advance,
     })
@@ -247,12 +259,23 @@ fn predict(
         (Some(_), DenoiserKind::Unet) | (None, _) => scaled,
     };
     let mut inputs = DenoiserInputs::new(each_row(sample)?, timestep, conditioning);
-    if let DenoiserInputs::Unet(inputs) = &mut inputs {
-        steer(b, model, rows, inputs)?;
-        if let Some(seen) = seen {
-            let seen = each_row(b.concatenate(&seen, 1)?)?;
-            inputs.sample = b.concatenate(&[inputs.sample, seen], 1)?;
+    match &mut inputs {
+        DenoiserInputs::Unet(inputs) => {
+            steer(b, model, rows, inputs)?;
+            if let Some(seen) = seen {
+                let seen = each_row(b.concatenate(&seen, 1)?)?;
+                inputs.sample = b.concatenate(&[inputs.sample, seen], 1)?;
+            }
         }
+        DenoiserInputs::Flux(inputs) => {
+            // diffusers' rows without the prompt have the residuals of those with it.
+            if !model.controlnets.is_empty() && options.guidance != Guidance::Off {
+                let what = "true guidance of FLUX.1 with ControlNets is not built";
+                return Err(b.invalid(what).into());
+            }
+            inputs.controls = flux_controls(b, model, options.batch, &each_row)?;
+        }
+        DenoiserInputs::Sd3(_) | DenoiserInputs::PixArt(_) => {}
     }
     if !options.skip_layers.is_empty() {
         let skip = SkipLayers {
@@ -326,6 +349,38 @@ fn steer(
         });
     }
     Ok(())
+}
+
+/// The ControlNets of FLUX.1's transformer; declares their inputs, which `each_row` repeats for the rows of an image.
+fn flux_controls(
+    b: &Builder,
+    model: &DiffusionModel,
+    batch: usize,
+    each_row: &dyn Fn(Tensor) -> Result<Tensor, GraphError>,
+) -> Result<Vec<FluxControl>, GraphError> {
+    let mut controls = Vec::with_capacity(model.controlnets.len());
+    for (which, net) in model.controlnets.iter().enumerate() {
+        let root = controlnet::root(which);
+        let ControlNet::Flux(config) = net else {
+            return Err(b
+                .root(&root)
+                .invalid("it is a ControlNet of another denoiser"));
+        };
+        let name = |name: &str| names::numbered(name, which);
+        let scalar = |name: &str, dtype| b.input(name, Shape::scalar(dtype), &[]);
+        let latents = Shape::new(DType::F32, model.sample_dims(batch));
+        let axes = [Some("activation_batch"), None, None, None];
+        let mode = config.num_mode;
+        let mode = mode.map(|_| scalar(&name(names::CONTROL_MODE), DType::S32));
+        controls.push(FluxControl {
+            root,
+            config: config.as_ref().clone(),
+            latents: each_row(b.input(&name(names::CONTROL_LATENTS), latents, &axes)?)?,
+            scale: scalar(&name(names::CONTROL_SCALE), DType::F32)?,
+            mode: mode.transpose()?,
+        });
+    }
+    Ok(controls)
 }
 
 /// Classifier-free guidance of the model's outputs without and with the prompt; declares its scales, the first of which

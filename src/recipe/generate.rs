@@ -430,7 +430,7 @@ fn check_family(config: &Config, family: Family, has_inversions: bool) -> Result
     // diffusers has no image to image of PixArt.
     let from_noise = spec.denoiser == DenoiserKind::PixArt;
     let keys = [
-        ("use_controlnet", config.use_controlnet),
+        ("use_controlnet", config.use_controlnet && !spec.controlnets),
         ("ip_adapter_path", !config.ip_adapter_path.is_empty()),
         ("image", from_noise && !config.input_images().is_empty()),
         ("hires_scale", from_noise && config.hires_scale.is_some()),

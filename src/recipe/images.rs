@@ -7,7 +7,7 @@ use image::{DynamicImage, ImageReader, Limits, RgbImage};
 
 use crate::config::{Config, OneOrMore};
 use crate::host_tensor::HostTensor;
-use crate::models::{DenoiserKind, DiffusionModel, MicroConditioning, SeenImage};
+use crate::models::{ControlNet, DenoiserKind, DiffusionModel, MicroConditioning, SeenImage};
 use crate::pipelines::canny::{THRESHOLDS, canny};
 use crate::pipelines::denoiser::ControlImage;
 use crate::pipelines::init_image::{InitImages, scaled, signed_planes, unit_planes};
@@ -115,9 +115,12 @@ pub fn read_control_image(
             "{name}: its transformer takes an image that steers beside the sample: give controlnet_image=FILE, with \
              controlnet_canny=True if its edges are to be found"
         ))),
-        (_, Some(path)) if model.denoiser.kind() == DenoiserKind::Flux => {
+        (_, Some(path))
+            if model.denoiser.kind() == DenoiserKind::Flux && !config.use_controlnet =>
+        {
             Err(RecipeError::Usage(format!(
-                "controlnet_image={path} has no effect: {name} takes no image that steers; FLUX.1 Canny and Depth do"
+                "controlnet_image={path} has no effect: {name} takes no image that steers; FLUX.1 Canny and Depth do, and \
+                 ControlNets (use_controlnet=True)"
             )))
         }
         _ => Ok(None),
@@ -141,8 +144,21 @@ pub fn read_controls(
                 .to_string(),
         ));
     }
-    (0..model.controlnets.len())
-        .map(|which| read_control(config, model, which))
+    if config.true_cfg_scale > 1.0 && model.denoiser.kind() == DenoiserKind::Flux {
+        return Err(RecipeError::Usage(format!(
+            "true_cfg_scale={} with use_controlnet=True is not built for {}; leave one of the two out",
+            config.true_cfg_scale,
+            model.family.title()
+        )));
+    }
+    if model.denoiser.seen_image().is_some() && model.denoiser.kind() == DenoiserKind::Flux {
+        return Err(RecipeError::Usage(format!(
+            "use_controlnet=True is not built for models of {} that see an image beside the sample; leave it out",
+            model.family.title()
+        )));
+    }
+    let nets = model.controlnets.iter().enumerate();
+    nets.map(|(which, net)| read_control(config, model, net, which))
         .collect()
 }
 
@@ -150,6 +166,7 @@ pub fn read_controls(
 fn read_control(
     config: &Config,
     model: &DiffusionModel,
+    net: &ControlNet,
     which: usize,
 ) -> Result<ControlImage, RecipeError> {
     let missing = || RecipeError::Usage(format!("there are no settings for ControlNet {which}"));
@@ -170,11 +187,43 @@ fn read_control(
         Some(true) => edges(&image)?,
         Some(false) | None => image,
     };
+    let image = match net.sees_latents() {
+        true => signed_planes(&image),
+        false => unit_planes(&image),
+    };
     Ok(ControlImage {
-        image: unit_planes(&image).map_err(RecipeError::failed)?,
+        image: image.map_err(RecipeError::failed)?,
+        mode: control_mode(config, net, which)?,
         scale: number(&config.controlnet_conditioning_scale)? as f32,
         range,
     })
+}
+
+/// The kind of the image that ControlNet `which` sees.
+fn control_mode(
+    config: &Config,
+    net: &ControlNet,
+    which: usize,
+) -> Result<Option<i32>, RecipeError> {
+    let name = config.controlnet_model_name_or_path.get(which);
+    let name = name.map_or("", String::as_str);
+    let given = config.control_mode.get(which).filter(|mode| **mode != -1);
+    let refuse = |message: String| Err(RecipeError::Usage(message));
+    match (net.modes(), given) {
+        (None, None) => Ok(None),
+        (Some(modes), Some(mode)) if (0..modes as i64).contains(mode) => Ok(Some(*mode as i32)),
+        (Some(modes), Some(mode)) => refuse(format!(
+            "control_mode={mode}: {name} knows {modes} kinds of images, from 0 to {}",
+            modes - 1
+        )),
+        (Some(modes), None) => refuse(format!(
+            "{name} knows {modes} kinds of images: say with control_mode=NUMBER which one controlnet_image is; its model card \
+             has the numbers"
+        )),
+        (None, Some(mode)) => refuse(format!(
+            "control_mode={mode} has no effect: {name} knows one kind of images; leave it out"
+        )),
+    }
 }
 
 /// The edges of an image, for ControlNets that are trained on them.

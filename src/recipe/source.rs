@@ -7,13 +7,13 @@ use serde_json::{Map, Value};
 use crate::config::{Config, Given, ModelConfig};
 use crate::data::Tokenizer;
 use crate::hub::{RepoId, Wanted};
-use crate::models::controlnet::{self, ControlNetConfig};
+use crate::models::controlnet;
 use crate::models::spec::TextEncoderSpec;
 use crate::models::unet::ROOT as UNET;
 use crate::models::vae::{Autoencoder, ROOT as VAE};
 use crate::models::{
-    Denoiser, DenoiserKind, DiffusionModel, Family, HiddenState, Part, SampleSpace, TextEncoder,
-    TextEncoderConfig, TextEncoderKind,
+    ControlNet, Denoiser, DenoiserKind, DiffusionModel, Family, HiddenState, Part, SampleSpace,
+    TextEncoder, TextEncoderConfig, TextEncoderKind,
 };
 use crate::nn::Remat;
 use crate::pipelines::model_files::ModelFiles;
@@ -418,7 +418,7 @@ fn take_average(source: &mut ModelSource) -> Result<(), RecipeError> {
 }
 
 /// The ControlNets that the configuration uses.
-fn controlnets(config: &Config) -> Result<Vec<ControlNetConfig>, RecipeError> {
+fn controlnets(config: &Config, kind: DenoiserKind) -> Result<Vec<ControlNet>, RecipeError> {
     if !config.use_controlnet {
         return Ok(Vec::new());
     }
@@ -431,7 +431,7 @@ fn controlnets(config: &Config) -> Result<Vec<ControlNetConfig>, RecipeError> {
                 path.display()
             ))
         })?;
-        ControlNetConfig::from_json(&text).map_err(RecipeError::at(path.display()))
+        ControlNet::from_json(kind, &text).map_err(RecipeError::at(path.display()))
     };
     let names = &config.controlnet_model_name_or_path.0;
     names.iter().map(read).collect()
@@ -535,7 +535,7 @@ fn published(
         vae: Some(vae),
         preview_vae,
         controlnets: match spec.controlnets {
-            true => controlnets(config)?,
+            true => controlnets(config, spec.denoiser)?,
             false => Vec::new(),
         },
         ip_adapter,

@@ -321,7 +321,8 @@ pub fn error_of(recipe: &str, dir: &Path, words: &[&str]) -> Option<String> {
     made.err().map(|error| error.to_string())
 }
 
-fn samples(made: &Generated) -> Vec<f64> {
+/// The last samples of all images.
+pub fn samples(made: &Generated) -> Vec<f64> {
     let samples = made.samples.iter();
     samples
         .flat_map(|s: &HostTensor| s.to_f64_vec().unwrap())

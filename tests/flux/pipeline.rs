@@ -7,7 +7,7 @@ use crate::common::{RecordedPipeline, check_module, error_of, golden, json, prog
 use maxdiff::config::{Config, Verb};
 use maxdiff::pipelines::Event;
 
-const DEV: RecordedPipeline = RecordedPipeline {
+pub const DEV: RecordedPipeline = RecordedPipeline {
     name: "flux_dev",
     recorded: "flux_dev",
     recipe: "flux-dev",

@@ -5,8 +5,9 @@ use image::RgbImage;
 use crate::common::{self, Golden, distance, keeping_session};
 use maxdiff::emit::DotPrecision;
 use maxdiff::host_tensor::HostTensor;
-use maxdiff::models::controlnet::{self, ControlNetConfig};
+use maxdiff::models::controlnet;
 use maxdiff::models::vae::Autoencoder;
+use maxdiff::models::{ControlNet, DenoiserKind};
 use maxdiff::nn::Precision;
 use maxdiff::pipelines::denoiser::ControlImage;
 use maxdiff::pipelines::generator::{CompiledModel, ModelOutput, Redraw, SamplingOptions};
@@ -122,6 +123,7 @@ fn controlnets_steer_as_in_diffusers() {
             .collect();
         ControlImage {
             image: HostTensor::from_f32([1, 3, 16, 16], &values).unwrap(),
+            mode: None,
             scale: number(scale) as f32,
             range,
         }
@@ -136,7 +138,7 @@ fn controlnets_steer_as_in_diffusers() {
             .map(|which| {
                 let folder = controlnet::root(which);
                 let config = Golden::text(&format!("pipeline_sd15/{folder}/config.json"));
-                ControlNetConfig::from_json(&config).unwrap()
+                ControlNet::from_json(DenoiserKind::Unet, &config).unwrap()
             })
             .collect();
         let plan = PlanOptions::new(number("steps") as usize);

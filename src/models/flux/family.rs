@@ -64,7 +64,7 @@ pub const SCHNELL: FamilySpec = FamilySpec {
     guidance: GuidanceKind::None,
     prompt_weights: false,
     lower_case_prompts: false,
-    controlnets: false,
+    controlnets: true,
     textual_inversions: false,
     lora_names: &[],
     int8_float_layers: &INT8_FLOAT_LAYERS,

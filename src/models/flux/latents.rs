@@ -6,19 +6,23 @@ use crate::nn::{Precision, Remat, Result, check_patches, dims};
 use crate::shape::Shape;
 
 use super::config::{FluxTransformer2DConfig, POSITION_AXES};
+use super::controlnet::{FluxControl, flux_controlnet};
+use super::residuals::FluxResiduals;
 use super::transformer::{FluxConditioning, FluxInputs, ROOT, flux_transformer, names};
 
 /// Rows and columns of latents in a token.
 pub const PATCH: usize = 2;
 
 /// The inputs of the transformer, with the image as latents.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct FluxLatents {
     /// Noisy latents `[B, channels, rows, columns]`.
     pub sample: Tensor,
     /// Training timesteps `[B]`, from 0 to 1000.
     pub timestep: Tensor,
     pub conditioning: FluxConditioning,
+    /// ControlNets, whose images' latents are of the sample's shape.
+    pub controls: Vec<FluxControl>,
 }
 
 /// The transformer's prediction for latents: `[B, channels, rows, columns]` in `precision.activations`.
@@ -40,13 +44,27 @@ pub fn denoise_latents(
         names::ENCODER_HIDDEN_STATES,
         conditioning.encoder_hidden_states,
     )?;
-    let inputs = FluxInputs {
+    let mut inputs = FluxInputs {
         hidden_states: pack(b, latents.sample)?,
         timestep: b.mul_scalar(latents.timestep, 1e-3)?,
         img_ids: image_ids(b, [rows / PATCH, columns / PATCH])?,
         txt_ids: b.full(&Shape::new(DType::F32, [text, POSITION_AXES]), 0.0)?,
         conditioning,
+        residuals: None,
     };
+    let mut residuals: Option<FluxResiduals> = None;
+    for control in &latents.controls {
+        let control = FluxControl {
+            latents: pack(b, control.latents)?,
+            ..control.clone()
+        };
+        let added = flux_controlnet(b, &inputs, &control, precision, remat)?;
+        residuals = Some(match residuals {
+            None => added,
+            Some(sum) => sum.add(&b.root(&control.root), &added)?,
+        });
+    }
+    inputs.residuals = residuals.as_ref();
     let tokens = flux_transformer(b, config, inputs, precision, remat)?;
     unpack(b, tokens, [rows, columns])
 }

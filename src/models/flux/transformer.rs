@@ -11,6 +11,7 @@ use crate::nn::{
 use crate::shape::Shape;
 
 use super::config::{FluxTransformer2DConfig, POSITION_AXES};
+use super::residuals::FluxResiduals;
 
 /// The root of the transformer's parameter paths.
 pub const ROOT: &str = Part::Transformer.name();
@@ -40,7 +41,7 @@ const TIME_SCALE: f64 = 1000.0;
 
 /// The inputs of the transformer. `B` is the batch.
 #[derive(Clone, Copy, Debug)]
-pub struct FluxInputs {
+pub struct FluxInputs<'a> {
     /// Tokens of noisy latents `[B, image, in_channels]`.
     pub hidden_states: Tensor,
     /// Noise levels from 0 to 1, `[B]`.
@@ -50,6 +51,8 @@ pub struct FluxInputs {
     /// Positions of the text's tokens `[text, 3]`.
     pub txt_ids: Tensor,
     pub conditioning: FluxConditioning,
+    /// What ControlNets add after the blocks.
+    pub residuals: Option<&'a FluxResiduals>,
 }
 
 /// The conditioning of the transformer on text.
@@ -73,13 +76,49 @@ pub struct FluxConditioning {
 pub fn flux_transformer(
     b: &Builder,
     config: &FluxTransformer2DConfig,
-    inputs: FluxInputs,
+    inputs: FluxInputs<'_>,
     precision: Precision,
     remat: Remat,
 ) -> Result<Tensor> {
     let b = b.root(ROOT);
+    let embedded = embed(&b, config, &inputs, None, precision)?;
+    let mut add = |block, x: Tensor| {
+        let residual = inputs.residuals.and_then(|residuals| match block {
+            Block::Double(index) => {
+                FluxResiduals::after(&residuals.double, index, config.num_layers)
+            }
+            Block::Single(index) => {
+                FluxResiduals::after(&residuals.single, index, config.num_single_layers)
+            }
+        });
+        residual.map(|residual| b.add(x, residual)).transpose()
+    };
+    let after: Option<&mut AfterBlock<'_>> = match inputs.residuals {
+        Some(_) => Some(&mut add),
+        None => None,
+    };
+    let (blocks, x) = run_blocks(&b, config, embedded, remat, after)?;
+    blocks.last(&b, x, config.out_channels())
+}
+
+/// What the blocks share, and the tokens before them.
+pub(super) struct Embedded {
+    pub blocks: Blocks,
+    pub image: Tensor,
+    pub context: Tensor,
+}
+
+/// The tokens of `inputs` before the blocks. `first` `[B, 1, inner_dim]` stands before those of the text, at the position of
+/// the first.
+pub(super) fn embed(
+    b: &Builder,
+    config: &FluxTransformer2DConfig,
+    inputs: &FluxInputs<'_>,
+    first: Option<Tensor>,
+    precision: Precision,
+) -> Result<Embedded> {
     config.check().map_err(|e| b.invalid(e.to_string()))?;
-    let [image, text] = check_inputs(&b, config, &inputs)?;
+    let [_, text] = check_inputs(b, config, inputs)?;
     let inner = config.inner_dim();
     let conditioning = inputs.conditioning;
     let scaled = |value: Tensor| b.mul_scalar(b.convert(value, DType::F32)?, TIME_SCALE);
@@ -88,14 +127,13 @@ pub fn flux_transformer(
         numbers.push(("guidance_embedder", scaled(guidance)?));
     }
     let pooled = conditioning.pooled_projections;
-    let embedding = time_text_embedding(&b, &numbers, pooled, inner, precision)?;
-    let ids = b.concatenate(
-        &[
-            b.convert(inputs.txt_ids, DType::F32)?,
-            b.convert(inputs.img_ids, DType::F32)?,
-        ],
-        0,
-    )?;
+    let embedding = time_text_embedding(b, &numbers, pooled, inner, precision)?;
+    let txt_ids = b.convert(inputs.txt_ids, DType::F32)?;
+    let mut ids = vec![txt_ids, b.convert(inputs.img_ids, DType::F32)?];
+    if first.is_some() {
+        ids.insert(0, b.slice_dim(txt_ids, 0, 0, 1)?);
+    }
+    let ids = b.concatenate(&ids, 0)?;
     let rotary = RotaryTables::new(&b.scope("pos_embed"), ids, &config.axes_dims_rope)?;
     let blocks = Blocks {
         num_attention_heads: config.num_attention_heads,
@@ -103,28 +141,73 @@ pub fn flux_transformer(
         qk_norm: true,
         precision,
         // Every block starts its modulation with this activation; it is the same value in all of them.
-        embedding: silu(&b, embedding)?,
+        embedding: silu(b, embedding)?,
         rotary: Some(rotary),
-        text,
+        text: text + usize::from(first.is_some()),
     };
     let embed = |name: &str, x: Tensor| {
-        let y = outer_linear(&b, name, x, inner, precision)?;
-        constrain_residual(&b, y)
+        let y = outer_linear(b, name, x, inner, precision)?;
+        constrain_residual(b, y)
     };
-    let mut x = embed("x_embedder", inputs.hidden_states)?;
+    let image = embed("x_embedder", inputs.hidden_states)?;
     let mut context = embed("context_embedder", conditioning.encoder_hidden_states)?;
+    if let Some(first) = first {
+        context = b.concatenate(&[first, context], 1)?;
+    }
+    Ok(Embedded {
+        blocks,
+        image,
+        context,
+    })
+}
+
+/// A block by its number.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Block {
+    Double(usize),
+    Single(usize),
+}
+
+/// Takes the image's tokens after a block, and may give others for them.
+pub(super) type AfterBlock<'a> = dyn FnMut(Block, Tensor) -> Result<Option<Tensor>> + 'a;
+
+/// Runs all blocks; what they share, and the image's tokens after them.
+pub(super) fn run_blocks(
+    b: &Builder,
+    config: &FluxTransformer2DConfig,
+    embedded: Embedded,
+    remat: Remat,
+    mut after: Option<&mut AfterBlock<'_>>,
+) -> Result<(Blocks, Tensor)> {
+    let Embedded {
+        blocks,
+        image: mut x,
+        mut context,
+    } = embedded;
     for index in 0..config.num_layers {
         let b = remat.block(&b.scope("transformer_blocks").scope(index));
         let (image, text) = blocks.joint(&b, JointBlock::default(), x, context)?;
         (x, context) = (image, text.unwrap_or(context));
+        if let Some(after) = &mut after {
+            x = after(Block::Double(index), x)?.unwrap_or(x);
+        }
     }
+    let text = blocks.text;
+    let all = text + b.dims(x)[1];
     let mut joint = b.concatenate(&[context, x], 1)?;
     for index in 0..config.num_single_layers {
         let b = remat.block(&b.scope("single_transformer_blocks").scope(index));
         joint = single(&blocks, &b, joint)?;
+        if let Some(after) = &mut after {
+            let image = b.slice_dim(joint, 1, text, all)?;
+            if let Some(image) = after(Block::Single(index), image)? {
+                let context = b.slice_dim(joint, 1, 0, text)?;
+                joint = b.concatenate(&[context, image], 1)?;
+            }
+        }
     }
-    let x = b.slice_dim(joint, 1, text, text + image)?;
-    blocks.last(&b, x, config.out_channels())
+    let x = b.slice_dim(joint, 1, text, all)?;
+    Ok((blocks, x))
 }
 
 /// `FluxSingleTransformerBlock`, on text and image as one sequence: attention and feed-forward layer side by side.
@@ -149,7 +232,7 @@ fn single(blocks: &Blocks, b: &Builder, x: Tensor) -> Result<Tensor> {
 fn check_inputs(
     b: &Builder,
     config: &FluxTransformer2DConfig,
-    inputs: &FluxInputs,
+    inputs: &FluxInputs<'_>,
 ) -> Result<[usize; 2]> {
     let FluxConditioning {
         encoder_hidden_states,
@@ -203,7 +286,7 @@ pub fn declare_inputs(
     b: &Builder,
     config: &FluxTransformer2DConfig,
     [batch, image, text]: [usize; 3],
-) -> Result<FluxInputs> {
+) -> Result<FluxInputs<'static>> {
     let batch_axis = Some("activation_batch");
     let input = |name: &str, sizes: &[usize]| {
         let is_of_batch = ![names::IMG_IDS, names::TXT_IDS].contains(&name);
@@ -231,5 +314,6 @@ pub fn declare_inputs(
             )?,
             guidance,
         },
+        residuals: None,
     })
 }
