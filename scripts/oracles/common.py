@@ -60,5 +60,44 @@ def record_denoiser(folder: pathlib.Path, model, ins: dict, single: dict, double
     write(folder / "io.safetensors", tensors, meta)
 
 
+def record_sampling(name: str, runs: int, recorded) -> None:
+    """Writes tests/golden/<name>.safetensors: sequences of samplers on one sample and one model of no weights, with the noise of
+    at most `runs` runs. `recorded` makes of the inputs, in float64, the description of each case and its arrays by name; the
+    cases' arrays lie one after the other."""
+    import diffusers
+    import torch
+
+    torch.set_num_threads(1)
+    shape, gen = (1, 2, 1, 3), rng(name)
+    ins = {"noise": normal(gen, shape), "model_offset": normal(gen, shape, scale=0.5),
+           "variance_noise": normal(gen, (runs, *shape))}
+    described, records = zip(*recorded({k: torch.from_numpy(v).double() for k, v in ins.items()}))
+    tensors = {f"in/{k}": v for k, v in ins.items()}
+    for key in records[0]:
+        tensors[f"out/{key}"] = np.concatenate([record[key] for record in records])
+        assert np.all(np.isfinite(tensors[f"out/{key}"])), key
+    print(len(records), "cases")
+    versions = {"diffusers": diffusers.__version__, "torch": torch.__version__.split("+")[0]}
+    write(GOLDEN / f"{name}.safetensors", tensors, {"cases": list(described), "versions": versions})
+
+
+def record_loras(folder: pathlib.Path, cases: dict, plain) -> None:
+    """Writes the results of models with LoRAs, by case, as `io.safetensors` of `folder`. The metadata says how far they are from
+    those without, `plain(case)`; weights, which are no results, are not compared."""
+    import diffusers
+    import peft
+    import torch
+    import transformers
+
+    changes = {f"{case}/{k}": rel_l2(v, plain(case)[k])
+               for case, values in cases.items() for k, v in values.items() if not k.startswith("weight/")}
+    print(changes)
+    meta = {"change_rel_l2": changes,
+            "versions": {"diffusers": diffusers.__version__, "peft": peft.__version__,
+                         "transformers": transformers.__version__, "torch": torch.__version__.split("+")[0]}}
+    write(folder / "io.safetensors",
+          {f"out/{case}/{k}": v.astype(np.float32) for case, values in cases.items() for k, v in values.items()}, meta)
+
+
 def report(path: pathlib.Path) -> None:
     print(f"{path.relative_to(ROOT)}: {path.stat().st_size:,} bytes")

@@ -12,16 +12,14 @@ The model is model(x) = 0.5 * x + in/model_offset. x starts as in/noise. Run i a
 stochastic. Noise levels are float32, as diffusers makes them; from there on it computes in float64.
 """
 
-import diffusers
 import numpy as np
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from diffusers.schedulers import scheduling_flow_match_euler_discrete as module
 
-from common import GOLDEN, normal, rng, write
+from common import record_sampling
 
-SHAPE = (1, 2, 1, 3)
 DEV = dict(shift=3.0, use_dynamic_shifting=True)
 SCHNELL = dict(shift=1.0)
 
@@ -86,25 +84,11 @@ def sample(config, steps, tokens, own, t):
     return {k: v.numpy().astype(np.float32) for k, v in record.items()}
 
 
-def main():
-    torch.set_num_threads(1)
-    gen = rng("flow_match")
-    ins = {"noise": normal(gen, SHAPE), "model_offset": normal(gen, SHAPE, scale=0.5),
-           "variance_noise": normal(gen, (28, *SHAPE))}
-    t = {k: torch.from_numpy(v).double() for k, v in ins.items()}
-    tensors = {f"in/{k}": v for k, v in ins.items()}
-    described, records = [], []
+def recorded(t):
     for config, steps, tokens, own in cases():
-        records.append(sample(config, steps, tokens, own, t))
-        described.append({"config": config, "steps": steps, "image_seq_len": tokens, "own_levels": own})
-    for key in ("timesteps", "samples", "noised"):
-        tensors[f"out/{key}"] = np.concatenate([record[key] for record in records])
-        assert np.all(np.isfinite(tensors[f"out/{key}"])), key
-    print(len(records), "cases")
-    write(GOLDEN / "flow_match.safetensors", tensors,
-          {"cases": described,
-           "versions": {"diffusers": diffusers.__version__, "torch": torch.__version__.split("+")[0]}})
+        described = {"config": config, "steps": steps, "image_seq_len": tokens, "own_levels": own}
+        yield described, sample(config, steps, tokens, own, t)
 
 
 if __name__ == "__main__":
-    main()
+    record_sampling("flow_match", 28, recorded)

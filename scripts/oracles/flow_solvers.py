@@ -10,7 +10,6 @@ The model is model(x) = 0.5 * x + in/model_offset. x starts as in/noise. Run i a
 stochastic. Noise levels are float32, as diffusers makes them; from there on it computes in float64.
 """
 
-import diffusers
 import numpy as np
 import torch
 from diffusers import (DPMSolverMultistepScheduler, DPMSolverSinglestepScheduler, FlowMatchHeunDiscreteScheduler,
@@ -19,9 +18,8 @@ from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from diffusers.schedulers import (scheduling_dpmsolver_multistep, scheduling_dpmsolver_singlestep,
                                   scheduling_flow_match_lcm)
 
-from common import GOLDEN, normal, rng, write
+from common import record_sampling
 
-SHAPE = (1, 2, 1, 3)
 FLOW = dict(use_flow_sigmas=True, prediction_type="flow_prediction")
 DYNAMIC = dict(use_dynamic_shifting=True)
 SDE = dict(algorithm_type="sde-dpmsolver++")
@@ -78,25 +76,11 @@ def sample(kind, config, steps, tokens, t):
     return {k: v.numpy().astype(np.float32) for k, v in record.items()}
 
 
-def main():
-    torch.set_num_threads(1)
-    gen = rng("flow_solvers")
-    ins = {"noise": normal(gen, SHAPE), "model_offset": normal(gen, SHAPE, scale=0.5),
-           "variance_noise": normal(gen, (20, *SHAPE))}
-    t = {k: torch.from_numpy(v).double() for k, v in ins.items()}
-    tensors = {f"in/{k}": v for k, v in ins.items()}
-    described, records = [], []
+def recorded(t):
     for kind, config, steps, tokens in cases():
-        records.append(sample(kind, config, steps, tokens, t))
-        described.append({"class": kind.__name__, "config": config, "steps": steps, "image_seq_len": tokens})
-    for key in ("timesteps", "samples", "sigmas"):
-        tensors[f"out/{key}"] = np.concatenate([record[key] for record in records])
-        assert np.all(np.isfinite(tensors[f"out/{key}"])), key
-    print(len(records), "cases")
-    write(GOLDEN / "flow_solvers.safetensors", tensors,
-          {"cases": described,
-           "versions": {"diffusers": diffusers.__version__, "torch": torch.__version__.split("+")[0]}})
+        described = {"class": kind.__name__, "config": config, "steps": steps, "image_seq_len": tokens}
+        yield described, sample(kind, config, steps, tokens, t)
 
 
 if __name__ == "__main__":
-    main()
+    record_sampling("flow_solvers", 20, recorded)

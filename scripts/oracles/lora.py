@@ -24,7 +24,6 @@ import shutil
 import tempfile
 from pathlib import Path
 
-import diffusers
 import numpy as np
 import peft
 import torch
@@ -38,7 +37,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
-from common import GOLDEN, normal, rel_l2, report, rng, write
+from common import GOLDEN, normal, record_loras, rel_l2, report, rng
 
 FOLDER = GOLDEN / "lora"
 SCALE = 0.7
@@ -348,14 +347,7 @@ def main():
             assert rel_l2((base.double() + update).detach().numpy(), cases[case][key]) < 1e-12, key
 
     base = {name: Models(name).results() for name in ("sd15", "sdxl")}
-    changes = {f"{case}/{k}": rel_l2(v, base["sdxl" if case == "sdxl" else "sd15"][k])
-               for case, values in cases.items() for k, v in values.items() if not k.startswith("weight/")}
-    print(changes)
-    meta = {"change_rel_l2": changes,
-            "versions": {"diffusers": diffusers.__version__, "peft": peft.__version__,
-                         "transformers": transformers.__version__, "torch": torch.__version__.split("+")[0]}}
-    write(FOLDER / "io.safetensors",
-          {f"out/{case}/{k}": v.astype(np.float32) for case, values in cases.items() for k, v in values.items()}, meta)
+    record_loras(FOLDER, cases, lambda case: base["sdxl" if case == "sdxl" else "sd15"])
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ import shutil
 import tempfile
 from pathlib import Path
 
-import diffusers
 import numpy as np
 import peft
 import torch
@@ -38,7 +37,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import CLIPTextModel
 
-from common import GOLDEN, normal, rel_l2, report, rng, write
+from common import GOLDEN, normal, record_loras, rel_l2, report, rng
 
 FOLDER = GOLDEN / "lora_transformers"
 SCALE = 0.7
@@ -360,14 +359,7 @@ def main():
 
     names = {"sd3": "sd3_dual", "pixart": "pixart_sigma"}
     plain = {model: Models(model).results() for model in CLASSES}
-    changes = {f"{case}/{k}": rel_l2(v, plain[names.get(case, "flux_dev")][k])
-               for case, values in cases.items() for k, v in values.items()}
-    print(changes)
-    meta = {"change_rel_l2": changes,
-            "versions": {"diffusers": diffusers.__version__, "peft": peft.__version__,
-                         "transformers": transformers.__version__, "torch": torch.__version__.split("+")[0]}}
-    write(FOLDER / "io.safetensors",
-          {f"out/{case}/{k}": v.astype(np.float32) for case, values in cases.items() for k, v in values.items()}, meta)
+    record_loras(FOLDER, cases, lambda case: plain[names.get(case, "flux_dev")])
 
 
 if __name__ == "__main__":
