@@ -160,7 +160,7 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
     let mut pipeline = Pipeline::open(opened.session, options)?;
     let opened = start.elapsed().as_secs_f64();
     let base = &pipeline.options().base;
-    let [height, width] = base.model.image_size;
+    let [height, width] = request.image_size.unwrap_or(base.model.image_size);
     let common = GenerationSettings {
         scheduler: base.model.scheduler.kind.class_name().to_string(),
         web_sampler: Some(WebSampler::of(&base.model.scheduler)),

@@ -46,6 +46,8 @@ pub enum Trait {
     OptionalTextEncoder,
     /// Guidance may leave out layers of its denoiser.
     SkipLayers,
+    /// It was trained with a table of sizes.
+    ResolutionBins,
 }
 
 impl Trait {
@@ -62,6 +64,7 @@ impl Trait {
             }
             Trait::OptionalTextEncoder => spec.text_encoders.iter().any(|e| e.optional),
             Trait::SkipLayers => spec.denoiser == DenoiserKind::Sd3,
+            Trait::ResolutionBins => spec.denoiser == DenoiserKind::PixArt,
         }
     }
 }

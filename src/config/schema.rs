@@ -642,6 +642,10 @@ schema! {
         /// Fraction of the steps at which it stops.
         skip_layer_guidance_stop: f64 = 0.2, Ours, GENERATE, in Between(0.0, 1.0),
             when Given("skip_guidance_layers");
+        /// Draw in the size nearest in shape among those that PixArt was trained with, then scale and crop the image to the size
+        /// that is asked for, as diffusers' pipelines do where nothing else is said.
+        use_resolution_binning: bool = false, Ours, GENERATE,
+            when FamilyHas(Trait::ResolutionBins);
         /// Denoising steps.
         num_inference_steps: u64 = 20, Used, TRAIN_GENERATE, in Between(1.0, 1000.0), is [NotAnOption];
         /// Fresh noise that DDIM and TCD add in each step, relative to the amount that keeps the noise level.

@@ -17,6 +17,7 @@ use super::decoded::{check_samples, decoded_to_image, pixels_to_image};
 use super::denoiser::{ControlImage, DenoiseInputs, SkipLayerGuidance};
 use super::hires::{Hires, Place, noised};
 use super::image_prompt::{ImagePrompt, ImageTokens, of_batch};
+use super::interpolate::resize_and_crop;
 use super::latents::{Decoder, ImageEncoder};
 use super::noise::NoiseGenerator;
 use super::observer::{Event, Observer, PassSteps, Phase};
@@ -57,6 +58,8 @@ pub struct SamplingOptions<'a> {
     pub image_prompt: Option<&'a ImagePrompt>,
     /// The second pass of a hi-res fix; the model must be traced for it.
     pub redraw: Option<Redraw<'a>>,
+    /// Height and width that images are scaled and cropped to; without, they have the model's.
+    pub image_size: Option<[usize; 2]>,
     /// Steps from one preview of an image to the next.
     pub preview_every: Option<usize>,
 }
@@ -78,6 +81,7 @@ impl<'a> SamplingOptions<'a> {
             continues: None,
             image_prompt: None,
             redraw: None,
+            image_size: None,
             preview_every: None,
         }
     }
@@ -538,7 +542,7 @@ impl ImageGenerator {
                 progress.enter(Phase::Decode { image })?;
             }
             let start = Instant::now();
-            let pixels = self.image(call.session, &self.ending, decoding, sample, row)?;
+            let pixels = self.image(call, &self.ending, decoding, sample, row)?;
             progress.phases.decode += start.elapsed().as_secs_f64();
             let Some(pixels) = pixels else {
                 continue;
@@ -673,7 +677,7 @@ impl ImageGenerator {
                 let Previews {
                     ending, decoding, ..
                 } = *previews;
-                let Some(preview) = self.image(session, ending, decoding, &predicted, row)? else {
+                let Some(preview) = self.image(call, ending, decoding, &predicted, row)? else {
                     continue;
                 };
                 progress.tell(Event::Preview {
@@ -696,7 +700,7 @@ impl ImageGenerator {
     /// The image of one row of `sample` by `ending`; none if another model continues with it.
     fn image(
         &self,
-        session: &Session,
+        call: &Call<'_, '_>,
         ending: &Ending<Decoder>,
         decoding: Option<&Prepared<'_>>,
         sample: &HostTensor,
@@ -707,8 +711,11 @@ impl ImageGenerator {
             (Ending::Pixels, _) => pixels_to_image(&sample, self.pixel_unshuffle).map(Some),
             (Ending::Decoded(decoder), Some(prepared)) => {
                 check_samples(&sample)?;
-                let decoded = decoder.run(session, prepared, &sample)?;
+                let mut decoded = decoder.run(call.session, prepared, &sample)?;
                 vae::check_finite(&decoded)?;
+                if let Some(size) = call.options.image_size {
+                    decoded = resize_and_crop(&decoded, size)?;
+                }
                 decoded_to_image(&decoded).map(Some)
             }
             (Ending::Decoded(_), None) | (Ending::Handed, _) => Ok(None),

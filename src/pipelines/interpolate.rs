@@ -88,6 +88,39 @@ pub fn interpolate(
     Ok(HostTensor::from_f32(dims, &resized)?)
 }
 
+/// `images` `f32[batch, channels, height, width]` at another size: scaled by the least that covers it, then the middle cut out,
+/// as diffusers' `PixArtImageProcessor.resize_and_crop_tensor` does it.
+///
+/// # Errors
+/// When `images` have other dimensions.
+pub fn resize_and_crop(
+    images: &HostTensor,
+    [rows, columns]: [usize; 2],
+) -> Result<HostTensor, PipelineError> {
+    let &[batch, channels, height, width] = images.shape.dims.as_slice() else {
+        return Err(PipelineError::Request(format!(
+            "images {} to scale; expected [batch, channels, height, width]",
+            images.shape
+        )));
+    };
+    if [height, width] == [rows, columns] {
+        return Ok(images.clone());
+    }
+    let scale = f64::max(rows as f64 / height as f64, columns as f64 / width as f64);
+    let larger = |side: usize, least: usize| ((side as f64 * scale) as usize).max(least);
+    let [tall, wide] = [larger(height, rows), larger(width, columns)];
+    let scaled = interpolate(images, [tall, wide], Interpolation::Bilinear)?.to_f32_vec()?;
+    let [top, left] = [(tall - rows) / 2, (wide - columns) / 2];
+    let mut values = Vec::with_capacity(batch * channels * rows * columns);
+    for plane in scaled.chunks_exact(tall * wide) {
+        for row in plane.chunks_exact(wide).skip(top).take(rows) {
+            values.extend_from_slice(&row[left..left + columns]);
+        }
+    }
+    let dims = [batch, channels, rows, columns];
+    Ok(HostTensor::from_f32(dims, &values)?)
+}
+
 fn sum(taps: &Taps, value: impl Fn(usize) -> f32) -> f32 {
     taps.iter().map(|(at, weight)| weight * value(*at)).sum()
 }
@@ -131,6 +164,28 @@ mod tests {
                     (found - expected).abs() < 2e-5,
                     "{interpolation:?}: {found} {expected}"
                 );
+            }
+        }
+    }
+
+    /// diffusers 0.42's `PixArtImageProcessor.resize_and_crop_tensor` of a channel whose values are the squares of 0 to 11
+    /// over 100.
+    #[test]
+    fn the_middle_is_cut_out_of_what_covers_it() {
+        const WIDE: [f32; 10] = [
+            0.0, 0.007, 0.025, 0.055, 0.09, 0.16, 0.223, 0.305, 0.399, 0.49,
+        ];
+        const TALL: [f32; 15] = [
+            0.005, 0.015, 0.035, 0.085, 0.116_333, 0.157_667, 0.205, 0.268_333, 0.341_667, 0.517,
+            0.612_333, 0.717_667, 0.725, 0.841_667, 0.968_333,
+        ];
+        let squares: Vec<f32> = (0..12).map(|i| (i * i) as f32 / 100.0).collect();
+        let x = HostTensor::from_f32([1, 1, 3, 4], &squares).unwrap();
+        for (size, expected) in [([2, 5], &WIDE[..]), ([5, 3], &TALL), ([3, 4], &squares)] {
+            let found = resize_and_crop(&x, size).unwrap();
+            assert_eq!(found.shape.dims[2..], size);
+            for (found, expected) in found.to_f32_vec().unwrap().iter().zip(expected) {
+                assert!((found - expected).abs() < 2e-6, "{found} {expected}");
             }
         }
     }

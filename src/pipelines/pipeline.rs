@@ -294,6 +294,7 @@ impl Pipeline {
                 plans: &base.redraw_plans,
                 controls: &hires.controls,
             }),
+            image_size: request.image_size,
             preview_every: request.preview_every,
             ..SamplingOptions::new(&base.plans)
         };

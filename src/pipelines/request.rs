@@ -66,6 +66,8 @@ pub struct GenerateRequest {
     pub handover: Handover,
     /// The second pass of a hi-res fix: not with `init_images`, and not with a refiner.
     pub hires: Option<HiresRequest>,
+    /// Height and width that images are scaled and cropped to; without, they have the model's.
+    pub image_size: Option<[usize; 2]>,
     /// Steps from one preview of an image to the next.
     pub preview_every: Option<usize>,
 }
@@ -114,6 +116,7 @@ impl GenerateRequest {
                 denoising_start: 0.8,
             },
             hires: None,
+            image_size: None,
             preview_every: None,
         }
     }

@@ -20,7 +20,7 @@ use crate::weights::Checkpoint;
 
 use super::distilled::Distilled;
 use super::inversions::textual_inversions;
-use super::model::{check_positions, image_size, is_described};
+use super::model::{asked_size, check_positions, image_size, is_described};
 use super::prompts::image_requests;
 use super::scheduler::{
     OwnScheduler, check_redraw, check_sampler_keys, sampling_plan, scheduler_of,
@@ -199,7 +199,11 @@ fn check_words(config: &Config, given: &Given, images: &[ImageRequest]) -> Resul
         }
         check_distilled(config, given, family, images, &mut |_| {})?;
         let kind = family.spec().denoiser;
-        let size = image_size(config, factor * kind.patch())?;
+        let size = match config.use_resolution_binning {
+            // Which depends on the transformer's own configuration.
+            true => asked_size(config),
+            false => image_size(config, factor * kind.patch())?,
+        };
         let tokens = kind.image_seq_len(size.map(|side| side / factor));
         let own = scheduler_fields(published.scheduler).map_err(RecipeError::usage)?;
         let own = OwnScheduler {
@@ -267,6 +271,7 @@ fn request(
             denoising_end: config.denoising_end,
             denoising_start: config.denoising_start.unwrap_or(config.denoising_end),
         },
+        image_size: config.use_resolution_binning.then(|| asked_size(config)),
         preview_every: (config.preview_steps > 0).then_some(config.preview_steps as usize),
     })
 }

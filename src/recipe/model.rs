@@ -6,6 +6,7 @@ use serde_json::{Map, Value};
 
 use crate::config::{Config, ModelConfig};
 use crate::data::Tokenizer;
+use crate::models::pixart::resolution_bin;
 use crate::models::spec::Signs;
 use crate::models::vae::{Autoencoder, AutoencoderKlConfig};
 use crate::models::{
@@ -219,6 +220,42 @@ pub(super) fn image_size(config: &Config, scale: usize) -> Result<[usize; 2], Re
         given => image_side(key, given, scale),
     };
     Ok([side("height", config.height)?, side("width", config.width)?])
+}
+
+/// Height and width that the configuration asks for.
+pub(super) fn asked_size(config: &Config) -> [usize; 2] {
+    [config.height, config.width].map(|side| match side {
+        0 => config.resolution as usize,
+        given => given as usize,
+    })
+}
+
+/// Height and width of the images that `denoiser` makes: with `use_resolution_binning` those that it was trained with and
+/// that are nearest in shape to what is asked for. `scale x scale` pixels are what it takes together.
+///
+/// # Errors
+/// As for [`image_size`]; when it was trained with no table of sizes.
+pub(super) fn drawn_size(
+    config: &Config,
+    denoiser: &Denoiser,
+    scale: usize,
+) -> Result<[usize; 2], RecipeError> {
+    if !config.use_resolution_binning {
+        return image_size(config, scale);
+    }
+    let Denoiser::PixArt(pixart) = denoiser else {
+        return Err(RecipeError::Usage(format!(
+            "use_resolution_binning has no effect: a {} was trained with no table of sizes, as PixArt was; leave it out",
+            denoiser.class()
+        )));
+    };
+    resolution_bin(pixart.sample_size, asked_size(config)).ok_or_else(|| {
+        RecipeError::Usage(format!(
+            "use_resolution_binning: there are tables for transformers of sample_size 32, 64, 128 and 256, and this one has \
+             {}; leave it out",
+            pixart.sample_size
+        ))
+    })
 }
 
 /// Refuses images with more rows or columns than the denoiser has positions for; `factor` pixels are one.

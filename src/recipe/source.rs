@@ -26,7 +26,7 @@ use crate::weights::Checkpoint;
 use crate::weights::source::{Component, ModelSource, PipelineKind, SourceError, is_pipeline};
 
 use super::formats::{Recorded, check_weights_alone};
-use super::model::{check_positions, image_size, prompt_tokens};
+use super::model::{check_positions, drawn_size, prompt_tokens};
 use super::scheduler::{OwnScheduler, SCHEDULER, scheduler, scheduler_of};
 use super::{
     Notice, Notify, RecipeError, check_pixels, check_tokenizer, hub, ip_adapter,
@@ -516,7 +516,7 @@ fn published(
     let space = SampleSpace::latents(&vae);
     space.check(&denoiser).map_err(at(denoiser.part()))?;
     let scale = space.factor();
-    let image_size = image_size(config, scale * denoiser.kind().patch())?;
+    let image_size = drawn_size(config, &denoiser, scale * denoiser.kind().patch())?;
     check_positions(&denoiser, scale, image_size)?;
     let precision = precision(config);
     // SDXL's refiner takes neither.

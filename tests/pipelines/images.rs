@@ -151,6 +151,19 @@ fn controlnets_steer_as_in_diffusers() {
         let pipeline = case.compile(&session, 2, false);
         let made = case.run(&session, &pipeline, &options);
         check_samples(&made, &golden, kind);
+        // The same samples, their images scaled and cropped.
+        let image_size = Some([9, 14]);
+        let options = SamplingOptions {
+            image_size,
+            ..options
+        };
+        let made = case.run(&session, &pipeline, &options);
+        check_samples(&made, &golden, kind);
+        assert!(
+            made.images
+                .iter()
+                .all(|image| image.dimensions() == (14, 9))
+        );
     }
 }
 

@@ -5,6 +5,7 @@ use std::path::Path;
 
 use crate::common::{RecordedPipeline, check_module, error_of, json, program};
 use maxdiff::config::{Config, Verb};
+use maxdiff::recipe;
 
 const ALPHA: RecordedPipeline = RecordedPipeline {
     name: "pixart_alpha",
@@ -123,4 +124,33 @@ fn full_size_models_are_lowered_from_the_recipe_alone() {
     // Keys and values of the text are computed before the first step.
     assert!(text.contains("transformer_blocks.1.attn2.to_q/dot_general"));
     assert!(!text.contains("attn2.to_v/dot_general"));
+}
+
+/// Drawn in the nearest of the sizes for 256 pixels, then scaled and cropped to what is asked for.
+#[test]
+fn the_nearest_of_a_table_of_sizes_is_drawn() {
+    let dir = SIGMA.folder();
+    let config = dir.path().join("transformer/config.json");
+    let text = fs::read_to_string(&config).unwrap();
+    let mut fields: serde_json::Value = serde_json::from_str(&text).unwrap();
+    fields["sample_size"] = 32.into();
+    fs::write(&config, fields.to_string()).unwrap();
+    let words = [
+        format!("pretrained_model_name_or_path={}", dir.path().display()),
+        "prompt=x".to_owned(),
+        "height=99".to_owned(),
+        "width=66".to_owned(),
+        "use_resolution_binning=True".to_owned(),
+    ];
+    let recipe = Path::new(SIGMA.recipe);
+    let loaded = Config::load(recipe, &words, Some(Verb::Generate)).unwrap();
+    let made = recipe::generation(&loaded.config, &loaded.given, recipe, &mut |_| {}).unwrap();
+    let model = &made.options.base.model;
+    assert_eq!(model.image_size, [304, 208]);
+    assert_eq!(model.sample_size, [152, 104]);
+    assert_eq!(made.request.image_size, Some([99, 66]));
+    SIGMA.refuses(&[(
+        "use_resolution_binning=True",
+        "tables for transformers of sample_size 32",
+    )]);
 }
