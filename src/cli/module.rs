@@ -58,6 +58,9 @@ struct RunArgs {
     /// Safetensors file for the results; an existing one is not replaced
     #[arg(long, value_name = "FILE")]
     outputs: PathBuf,
+    /// Run the module so many times; the time of a run is the least
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
+    runs: u32,
     /// Keys such as hardware=cpu weights_dtype=bfloat16 quantization=int8
     #[arg(value_name = "KEY=VALUE", add = completions::overrides())]
     overrides: Vec<String>,
@@ -101,7 +104,8 @@ pub fn run(args: ModuleArgs) -> Result<ExitCode, CliError> {
         progress(&recipe::quantization_summary(policy, decisions));
     }
     status::spin("compiling and running");
-    let run = submodule.run(&opened.session, &traced, config.precision, &inputs)?;
+    let (session, precision) = (&opened.session, config.precision);
+    let run = submodule.run(session, &traced, precision, &inputs, args.runs)?;
     status::clear();
     let nonfinite = warn_of_nonfinite(&run.outputs)?;
     let mode = &recipe::mode_name(decisions);
