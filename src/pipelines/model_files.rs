@@ -10,9 +10,9 @@ use crate::models::vae::{PREVIEW_ROOT, ROOT as VAE};
 use crate::models::{Part, ip_adapter};
 use crate::quant::StoredFormats;
 use crate::runtime::{Session, Slot};
-use crate::weights::lora::{Adapter, LoraError};
+use crate::weights::lora::{Adapter, LoraRanks};
 use crate::weights::source::ModelSource;
-use crate::weights::{Checkpoint, MismatchError, match_parameters};
+use crate::weights::{Checkpoint, MismatchError, cast, match_parameters};
 
 use super::PipelineError;
 use super::textual_inversion::EmbeddingRows;
@@ -37,13 +37,28 @@ pub struct ModelFiles {
 /// Changes of weights on their way to the devices.
 #[derive(Clone, Copy, Default)]
 pub(super) struct WeightChanges<'a> {
-    /// LoRAs to merge.
+    /// LoRAs to merge, or to put beside weights that are stored as codes.
     pub adapter: Option<&'a Adapter>,
     /// Vectors of textual inversions.
     pub rows: &'a [EmbeddingRows],
 }
 
 impl WeightChanges<'_> {
+    /// Whether a weight is a factor of a LoRA beside another.
+    fn is_factor(&self, slot: &Slot) -> bool {
+        let (root, key) = root_and_key(&slot.name);
+        self.adapter
+            .is_some_and(|adapter| adapter.has_factor(root, key))
+    }
+
+    fn factor(&self, slot: &Slot) -> Result<HostTensor, PipelineError> {
+        let (root, key) = root_and_key(&slot.name);
+        let factor = self.adapter.map(|adapter| adapter.factor(root, key));
+        let factor = factor.transpose()?.flatten();
+        let factor = factor.ok_or_else(|| PipelineError::UnknownPart(slot.name.clone()))?;
+        Ok(cast(factor, slot.shape.dtype)?)
+    }
+
     fn apply(&self, root: &str, key: &str, tensor: &mut HostTensor) -> Result<(), PipelineError> {
         if let Some(adapter) = self.adapter {
             let data = std::mem::take(&mut tensor.data);
@@ -141,19 +156,17 @@ impl ModelFiles {
         check_stored(self.get(denoiser.name())?, stored)
     }
 
-    /// Refuses updates of weights that are stored as integers.
-    pub(super) fn check_changeable(&self, adapter: &Adapter) -> Result<(), PipelineError> {
-        for weight in adapter.ranks().into_keys() {
+    /// The updates of weights that are stored as codes, by the weights' names.
+    pub(super) fn stored(&self, adapter: &Adapter) -> Result<LoraRanks, PipelineError> {
+        let mut stored = LoraRanks::new();
+        for (weight, rank) in adapter.ranks() {
             let (root, key) = root_and_key(&weight);
             let quantization = self.get(root)?.quantization();
-            if let Some(format) = quantization.and_then(|q| q.format_of(key)) {
-                return Err(PipelineError::Lora(LoraError::NotFloat {
-                    weight,
-                    dtype: format.element,
-                }));
+            if quantization.and_then(|q| q.format_of(key)).is_some() {
+                stored.insert(weight, rank);
             }
         }
-        Ok(())
+        Ok(stored)
     }
 
     /// The file or folder to open for the weights under `root`; `None` where the source has opened it already.
@@ -245,8 +258,16 @@ impl ModelFiles {
         fn root(slot: &Slot) -> &str {
             root_and_key(&slot.name).0
         }
-        for slots in slots.chunk_by(|a, b| root(a) == root(b)) {
+        let is_factor = |slot: &Slot| changes.is_factor(slot);
+        let together = |a: &Slot, b: &Slot| root(a) == root(b) && is_factor(a) == is_factor(b);
+        for slots in slots.chunk_by(together) {
             let root = root(&slots[0]);
+            if is_factor(&slots[0]) {
+                for slot in slots {
+                    take(session.put(&changes.factor(slot)?, &slot.spec)?)?;
+                }
+                continue;
+            }
             let wanted: Vec<(&str, DType)> = slots
                 .iter()
                 .map(|slot| (root_and_key(&slot.name).1, slot.shape.dtype))

@@ -445,10 +445,16 @@ impl Pipeline {
         if let (Some(model), Some(traced)) = (&mut options.refiner, &refiner) {
             model.files.open(traced)?;
         }
-        let adapter = adapter(&options.loras, &base, model.family, observer)?;
-        if let Some(adapter) = &adapter {
-            options.base.files.check_changeable(adapter)?;
-        }
+        let mut adapter = adapter(&options.loras, &base, model.family, observer)?;
+        let base = match &mut adapter {
+            // Integers cannot take an update: its products stand beside theirs.
+            Some(adapter) => {
+                let stored = options.base.files.stored(adapter)?;
+                adapter.leave(&stored);
+                base.with_lora_beside(&stored, 1.0)?
+            }
+            None => base,
+        };
         let mut base = options.base.files.as_stored(base, adapter.as_ref())?;
         if let Some(watch) = &options.watch {
             let watched;

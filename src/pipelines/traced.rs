@@ -232,7 +232,9 @@ impl TracedModel {
         ranks: &LoraRanks,
         scale: f64,
     ) -> Result<TracedModel, GraphError> {
-        for traced in self.encoders.iter_mut().chain([&mut self.denoise.model]) {
+        let hires = self.hires.iter_mut().map(|hires| &mut hires.denoise.model);
+        let encoders = self.encoders.iter_mut();
+        for traced in encoders.chain([&mut self.denoise.model]).chain(hires) {
             let weights = traced.graph.weights();
             let own: LoraRanks = weights
                 .filter_map(|(_, weight)| ranks.get_key_value(&weight.name))

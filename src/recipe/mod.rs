@@ -5,6 +5,7 @@
 mod calibrate;
 mod checkpoints;
 mod class_pictures;
+mod control_lora;
 pub mod data;
 mod described;
 mod distilled;

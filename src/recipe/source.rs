@@ -29,7 +29,7 @@ use super::formats::{Recorded, check_weights_alone};
 use super::model::{check_positions, drawn_size, prompt_tokens};
 use super::scheduler::{OwnScheduler, SCHEDULER, scheduler, scheduler_of};
 use super::{
-    Notice, Notify, RecipeError, check_pixels, check_tokenizer, hub, ip_adapter,
+    Notice, Notify, RecipeError, check_pixels, check_tokenizer, control_lora, hub, ip_adapter,
     micro_conditioning, newest_checkpoint, policy, policy_of_checkpoint, precision,
 };
 
@@ -460,6 +460,7 @@ fn published(
             source.path.display()
         )));
     }
+    control_lora::widen_tokens(config, &mut source)?;
     let part = |part: Part| source.component(part).map_err(RecipeError::failed);
     let at = |part: Part| RecipeError::at(source.config_path(part).display().to_string());
     let denoiser = denoiser(config, &source)?;

@@ -44,6 +44,8 @@ pub(super) enum Order {
     Times(u32),
     /// As 4-bit integers, eight of a row in a word of 32 bits.
     Words(Words),
+    /// As a matrix of so many columns; the others are zeros.
+    ZeroColumns(usize),
 }
 
 /// How 4-bit integers lie in words.

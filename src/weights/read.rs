@@ -218,6 +218,10 @@ fn stored_bytes(location: &Location) -> usize {
     match location.order {
         Order::Blocks(kind, part) => location.shape.count() / kind.values(part) * kind.bytes(),
         Order::Words(_) => location.shape.count() / 2,
+        Order::ZeroColumns(own) => {
+            let rows = location.shape.dims.first().copied().unwrap_or(0);
+            location.shape.dtype.storage_bytes(rows * own)
+        }
         _ => location.shape.bytes(),
     }
 }
@@ -242,11 +246,24 @@ fn in_order(location: &Location, mut data: Vec<u8>) -> HostTensor {
         Order::HighFirst => data.iter_mut().for_each(|byte| *byte = byte.rotate_left(4)),
         Order::Blocks(kind, part) => data = kind.extract(part, &data),
         Order::Words(words) => data = of_words(words, &location.shape, &data),
+        Order::ZeroColumns(own) => data = with_zeros(own, &location.shape, &data),
     }
     HostTensor {
         shape: location.shape.clone(),
         data,
     }
+}
+
+/// The rows of a matrix of `own` columns with zeros after them.
+fn with_zeros(own: usize, shape: &Shape, data: &[u8]) -> Vec<u8> {
+    let bytes = |columns: usize| shape.dtype.storage_bytes(columns).max(1);
+    let columns = shape.dims.last().copied().unwrap_or(0);
+    let mut wide = vec![0; shape.bytes()];
+    let rows = wide.chunks_exact_mut(bytes(columns));
+    for (wide, row) in rows.zip(data.chunks_exact(bytes(own))) {
+        wide[..row.len()].copy_from_slice(row);
+    }
+    wide
 }
 
 /// The integers of a tensor that lie in words.

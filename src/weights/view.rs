@@ -42,6 +42,32 @@ impl Checkpoint {
     }
 }
 
+impl Checkpoint {
+    /// Shows the matrix `name` with zeros in columns after its own, so that there are `columns`.
+    ///
+    /// # Errors
+    /// When there is no such tensor, or it is no matrix of fewer columns as the file has it.
+    pub fn widen_columns(&mut self, name: &str, columns: usize) -> Result<(), WeightsError> {
+        let path = self.path().to_owned();
+        self.locate(name)?;
+        let Some(location) = self.tensors.get_mut(name) else {
+            return Ok(());
+        };
+        match (&mut location.shape.dims[..], location.order) {
+            ([_, own], Order::AsShown) if *own < columns => {
+                location.order = Order::ZeroColumns(*own);
+                *own = columns;
+                Ok(())
+            }
+            _ => Err(WeightsError::Tensor {
+                path,
+                tensor: name.to_owned(),
+                reason: format!("{} cannot be shown with {columns} columns", location.shape),
+            }),
+        }
+    }
+}
+
 impl Location {
     fn transformed(&self, transform: &Transform) -> Result<Location, String> {
         let mut result = self.clone();
@@ -61,6 +87,7 @@ impl Location {
                     | Order::Constant(_)
                     | Order::Times(_)
                     | Order::Words(_)
+                    | Order::ZeroColumns(_)
             ) =>
             {
                 return Err(format!("features of {shape} share bytes"));
@@ -89,7 +116,8 @@ impl Location {
                     | Order::Blocks(..)
                     | Order::Constant(_)
                     | Order::Times(_)
-                    | Order::Words(_) => Order::Transposed,
+                    | Order::Words(_)
+                    | Order::ZeroColumns(_) => Order::Transposed,
                 };
             }
             // Few tensors of the known layouts are stored in another order, and they are not cut: reading some rows

@@ -135,9 +135,25 @@ const SINGLE_FUSED: &str = "linear1.";
 
 /// The layers of a transformer whose diffusers' layers are `paths`, by the names of the original code.
 pub fn layers(paths: &[&str]) -> Vec<Original> {
-    let mut layers = layers_of(&names(paths), |key, shape| convert(key, shape, 0));
+    let names = names(paths);
+    let convert = |key: &str, shape: &Shape| convert(key, shape, 0);
+    let mut layers = layers_of(&names, convert);
     layers.extend(xlabs_layers(paths));
+    layers.extend(norms(&tensors_of(&names, convert)));
     layers
+}
+
+/// The norms among `tensors`, as layers.
+fn norms(tensors: &[Original]) -> impl Iterator<Item = Original> {
+    tensors.iter().filter_map(|tensor| {
+        let layer = |(name, transform): &(String, Transform)| {
+            Some((name.strip_suffix(".weight")?.to_owned(), transform.clone()))
+        };
+        Some(Original {
+            name: tensor.name.strip_suffix(".scale")?.to_owned(),
+            parts: tensor.parts.iter().map(layer).collect::<Option<_>>()?,
+        })
+    })
 }
 
 /// The same for tensors.

@@ -10,6 +10,13 @@ use crate::shape::Shape;
 /// The scopes of an update's factors below their layer's.
 const NAMES: [&str; 2] = ["lora_down", "lora_up"];
 
+/// The layer that a weight beside it is a factor of, and whether that is the second factor; `None` for other weights.
+pub(super) fn factor_layer(key: &str) -> Option<(&str, bool)> {
+    let (layer, factor) = key.strip_suffix(".weight")?.rsplit_once('.')?;
+    let which = NAMES.iter().position(|name| *name == factor)?;
+    Some((layer, which == 1))
+}
+
 /// The graph with `scale * up @ (down @ x)` added to every dot and convolution of the weights that `ranks` names
 /// ([`quant::low_rank_beside`]).
 ///

@@ -23,14 +23,17 @@ pub(super) enum Role {
     Up,
     /// A scalar.
     Alpha,
+    /// `[out]`, which is added to the layer's own: PEFT's `lora_bias`.
+    Bias,
 }
 
 /// `_lora.down` is that of diffusers' first attention processors: `to_q_lora.down.weight` belongs to `to_q`.
-const SUFFIXES: [(&str, Role); 15] = [
+const SUFFIXES: [(&str, Role); 16] = [
     (".lora_down.weight", Role::Down),
     (".lora_up.weight", Role::Up),
     (".lora_A.weight", Role::Down),
     (".lora_B.weight", Role::Up),
+    (".lora_B.bias", Role::Bias),
     (".lora.down.weight", Role::Down),
     (".lora.up.weight", Role::Up),
     (".lora_linear_layer.down.weight", Role::Down),
@@ -60,6 +63,23 @@ pub(super) fn split_role(tensor: &str) -> Option<(&str, Role)> {
         let (module, _adapter) = tensor.strip_suffix(".weight")?.rsplit_once('.')?;
         let down = module.strip_suffix(".lora_A").map(|m| (m, Role::Down));
         down.or_else(|| module.strip_suffix(".lora_B").map(|m| (m, Role::Up)))
+    })
+}
+
+/// The layer that a tensor is a whole weight of, by its name in the file: norms of queries and keys, which FLUX.1's control
+/// LoRAs replace. The names are Black Forest Labs' or diffusers'.
+pub(super) fn replaced_layer(tensor: &str) -> Option<&str> {
+    const NORMS: [(&str, &str); 6] = [
+        (".query_norm", ".scale"),
+        (".key_norm", ".scale"),
+        (".norm_q", ".weight"),
+        (".norm_k", ".weight"),
+        (".norm_added_q", ".weight"),
+        (".norm_added_k", ".weight"),
+    ];
+    NORMS.iter().find_map(|(norm, weight)| {
+        let layer = tensor.strip_suffix(weight)?;
+        layer.ends_with(norm).then_some(layer)
     })
 }
 

@@ -39,6 +39,19 @@ const ORIGINS: [&str; 3] = [
 pub struct LoraFile {
     pub(super) checkpoint: Checkpoint,
     pub(super) modules: Vec<Module>,
+    /// Weights that it has whole, in place of the model's.
+    pub(super) replacements: Vec<Replacement>,
+}
+
+/// A weight in place of the model's.
+#[derive(Debug)]
+pub(super) struct Replacement {
+    /// Its name in the file.
+    pub tensor: String,
+    pub part: Option<Part>,
+    /// The layer's name below the part, in the form that names are compared in.
+    pub comparable: String,
+    pub dims: Vec<usize>,
 }
 
 /// The factors of one module.
@@ -52,6 +65,8 @@ pub(super) struct Module {
     pub factors: Layer,
     pub down_dims: Vec<usize>,
     pub up_dims: Vec<usize>,
+    /// The tensor that is added to the layer's bias.
+    pub bias: Option<String>,
 }
 
 /// One update: names of the factors' tensors, what their product is multiplied with, and the part of it that counts.
@@ -73,6 +88,16 @@ struct Tensors {
     down: Option<String>,
     up: Option<String>,
     alpha: Option<String>,
+    bias: Option<String>,
+}
+
+/// The tensors of a file.
+#[derive(Default)]
+struct Grouped {
+    /// By module, sorted by name.
+    modules: BTreeMap<String, Tensors>,
+    /// Tensors that replace weights, each with its layer.
+    replacements: Vec<(String, String)>,
 }
 
 impl LoraFile {
@@ -87,16 +112,41 @@ impl LoraFile {
     pub fn open(path: &Path) -> Result<LoraFile, LoraError> {
         let path = file_of(path)?;
         let checkpoint = Checkpoint::open(&path)?;
-        let modules = group(&path, &checkpoint)?;
+        let Grouped {
+            modules,
+            replacements,
+        } = group(&path, &checkpoint)?;
         let config = config_of(&path, &checkpoint, &modules)?;
         let modules = modules
             .into_iter()
             .map(|(name, tensors)| Module::new(&checkpoint, &config, name, tensors))
             .collect::<Result<_, _>>()?;
+        let replacements = replacements
+            .into_iter()
+            .map(|(tensor, layer)| {
+                let (part, below) = dialects::split_part(&layer);
+                let shape = checkpoint.info(&tensor);
+                Replacement {
+                    part,
+                    comparable: dialects::comparable(below),
+                    dims: shape.map(|s| s.dims.clone()).unwrap_or_default(),
+                    tensor,
+                }
+            })
+            .collect();
         Ok(LoraFile {
             checkpoint,
             modules,
+            replacements,
         })
+    }
+
+    /// The features that it takes of a token of FLUX.1's sample, if it changes the layer that reads them. Those of an image
+    /// that steers are among them where they are more than the model's.
+    pub fn token_features(&self) -> Option<usize> {
+        let is_input = |module: &&Module| ["img_in", "x_embedder"].contains(&&*module.comparable);
+        let input = self.modules.iter().find(is_input)?;
+        input.down_dims.get(1).copied()
     }
 
     /// The family of the model that the file says it was trained on, in the metadata of kohya's trainers.
@@ -169,6 +219,7 @@ impl Module {
             name,
             down_dims,
             up_dims,
+            bias: tensors.bias,
         })
     }
 }
@@ -194,11 +245,18 @@ fn file_of(path: &Path) -> Result<PathBuf, LoraError> {
 }
 
 /// The tensors by module, sorted by name. All of them must be a LoRA's.
-fn group(path: &Path, checkpoint: &Checkpoint) -> Result<BTreeMap<String, Tensors>, LoraError> {
-    let mut modules: BTreeMap<String, Tensors> = BTreeMap::new();
+fn group(path: &Path, checkpoint: &Checkpoint) -> Result<Grouped, LoraError> {
+    let Grouped {
+        mut modules,
+        mut replacements,
+    } = Grouped::default();
     let mut others: BTreeMap<&'static str, Vec<&str>> = BTreeMap::new();
     let mut unknown: Vec<String> = Vec::new();
     for name in checkpoint.names() {
+        if let Some(layer) = dialects::replaced_layer(name) {
+            replacements.push((name.to_owned(), layer.to_owned()));
+            continue;
+        }
         let Some((module, role)) = dialects::split_role(name) else {
             match dialects::other_kind(name) {
                 Some(kind) => others.entry(kind).or_default().push(name),
@@ -211,6 +269,7 @@ fn group(path: &Path, checkpoint: &Checkpoint) -> Result<BTreeMap<String, Tensor
             Role::Down => &mut tensors.down,
             Role::Up => &mut tensors.up,
             Role::Alpha => &mut tensors.alpha,
+            Role::Bias => &mut tensors.bias,
         };
         if let Some(first) = place.replace(name.to_owned()) {
             return Err(LoraError::Duplicate {
@@ -236,7 +295,10 @@ fn group(path: &Path, checkpoint: &Checkpoint) -> Result<BTreeMap<String, Tensor
             unknown,
         });
     }
-    Ok(modules)
+    Ok(Grouped {
+        modules,
+        replacements,
+    })
 }
 
 /// The configuration in the file's metadata, or beside a file of PEFT's.

@@ -1,13 +1,14 @@
 //! Adapters: what is added to which weight.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use ndarray::linalg::general_mat_mul;
 use ndarray::{Array2, ArrayViewMut2, Axis};
 use rayon::prelude::*;
 
+use super::beside::factor_layer;
 use super::file::{Layer, LoraFile};
-use super::{LoraError, LoraRanks, weight_name};
+use super::{LoraError, LoraRanks, LoraTarget, weight_name};
 use crate::dtype::DType;
 use crate::host_tensor::HostTensor;
 use crate::models::original::Transform;
@@ -23,6 +24,8 @@ pub struct Adapter {
     pub(super) files: Vec<LoraFile>,
     /// By the weight's full name.
     pub(super) patched: BTreeMap<String, Patched>,
+    /// The weights that stay as they are: their updates stand beside them.
+    beside: BTreeSet<String>,
 }
 
 /// A weight and its updates.
@@ -30,6 +33,65 @@ pub struct Adapter {
 pub(super) struct Patched {
     pub dims: Vec<usize>,
     pub layers: Vec<Layer>,
+    /// What is added to a bias.
+    pub added: Vec<Added>,
+    /// The tensor of a file that it is in place of, by the file's index.
+    pub replaced: Option<(usize, String)>,
+}
+
+/// A part of a file's tensor that is added to a bias, times a scale.
+#[derive(Clone, Debug)]
+pub(super) struct Added {
+    /// Index of the file.
+    pub file: usize,
+    pub tensor: String,
+    pub part: Transform,
+    pub scale: f64,
+}
+
+impl Added {
+    /// `tensor` for the bias of `layer`.
+    pub fn of(layer: &Layer, tensor: &str) -> Added {
+        Added {
+            file: layer.file,
+            tensor: tensor.to_owned(),
+            part: layer.of_up.clone(),
+            scale: layer.scale,
+        }
+    }
+}
+
+impl Patched {
+    fn new(target: &LoraTarget<'_>) -> Patched {
+        Patched {
+            dims: target.dims.to_vec(),
+            layers: Vec::new(),
+            added: Vec::new(),
+            replaced: None,
+        }
+    }
+
+    pub fn of_layer(target: &LoraTarget<'_>, layer: Layer) -> Patched {
+        Patched {
+            layers: vec![layer],
+            ..Patched::new(target)
+        }
+    }
+
+    pub fn of_bias(target: &LoraTarget<'_>, added: Added) -> Patched {
+        Patched {
+            added: vec![added],
+            ..Patched::new(target)
+        }
+    }
+
+    /// `tensor` of the first file in place of the weight.
+    pub fn whole(target: &LoraTarget<'_>, tensor: String) -> Patched {
+        Patched {
+            replaced: Some((0, tensor)),
+            ..Patched::new(target)
+        }
+    }
 }
 
 /// The factors of a weight's whole update `up @ down`, in `f32`.
@@ -51,13 +113,25 @@ impl Adapter {
         for adapter in adapters {
             let first = all.files.len();
             all.files.extend(adapter.files);
+            all.beside.extend(adapter.beside);
             for (name, mut patched) in adapter.patched {
-                for layer in &mut patched.layers {
-                    layer.file += first;
-                }
+                patched
+                    .layers
+                    .iter_mut()
+                    .for_each(|layer| layer.file += first);
+                patched
+                    .added
+                    .iter_mut()
+                    .for_each(|added| added.file += first);
+                patched.replaced = patched.replaced.map(|(file, name)| (file + first, name));
                 match all.patched.get_mut(&name) {
+                    Some(before) if before.replaced.is_some() && patched.replaced.is_some() => {
+                        return Err(LoraError::Replaced { weight: name });
+                    }
                     Some(before) if before.dims == patched.dims => {
                         before.layers.extend(patched.layers);
+                        before.added.extend(patched.added);
+                        before.replaced = before.replaced.take().or(patched.replaced);
                     }
                     Some(before) => {
                         return Err(LoraError::Dims {
@@ -75,21 +149,29 @@ impl Adapter {
         Ok(all)
     }
 
-    /// The weights that are changed, by full name, with the ranks of their updates: the sums over all files.
+    /// The weights with low-rank updates, by full name, with the ranks of these: the sums over all files.
     pub fn ranks(&self) -> LoraRanks {
-        self.patched
-            .iter()
+        let patched = self.patched.iter();
+        patched
+            .filter(|(_, patched)| !patched.layers.is_empty())
             .map(|(name, patched)| (name.clone(), patched.rank()))
             .collect()
     }
 
-    /// Whether a file changes the weight `key` of `root`.
-    pub fn changes(&self, root: &str, key: &str) -> bool {
-        self.patched.contains_key(&weight_name(root, key))
+    /// Leaves the weights whose names `ranks` has as they are, because their updates stand beside them ([`super::beside`]).
+    pub fn leave(&mut self, ranks: &LoraRanks) {
+        self.beside.extend(ranks.keys().cloned());
     }
 
-    /// The weight `key` of `root` with its updates added, in `f32` and rounded once to the element type of `tensor`.
-    /// A weight that no file changes is given back as it is.
+    /// Whether a file changes the weight `key` of `root` itself.
+    pub fn changes(&self, root: &str, key: &str) -> bool {
+        let weight = weight_name(root, key);
+        self.patched.contains_key(&weight) && !self.beside.contains(&weight)
+    }
+
+    /// The weight `key` of `root` with its updates added, in `f32` and rounded once to the element type of `tensor`, or the
+    /// one in its place. A weight that no file changes, or whose update
+    /// stands beside it, is given back as it is.
     ///
     /// # Errors
     /// When `tensor` is not `f32`, `bf16` or `f16`, has other dimensions than the target had, or a file cannot be
@@ -101,7 +183,8 @@ impl Adapter {
         mut tensor: HostTensor,
     ) -> Result<HostTensor, LoraError> {
         let weight = weight_name(root, key);
-        let Some(patched) = self.patched.get(&weight) else {
+        let patched = self.patched.get(&weight);
+        let Some(patched) = patched.filter(|_| !self.beside.contains(&weight)) else {
             return Ok(tensor);
         };
         let Shape { dtype, dims } = &tensor.shape;
@@ -117,6 +200,9 @@ impl Adapter {
                 weight,
                 dtype: *dtype,
             });
+        }
+        if patched.layers.is_empty() {
+            return self.apply_whole(&weight, patched, tensor);
         }
         let updates = patched
             .layers
@@ -145,6 +231,55 @@ impl Adapter {
             })
             .map_err(|source| LoraError::Matrix { weight, source })?;
         Ok(tensor)
+    }
+
+    /// A weight without low-rank updates: a bias that is added to, or a weight that is replaced.
+    fn apply_whole(
+        &self,
+        weight: &str,
+        patched: &Patched,
+        tensor: HostTensor,
+    ) -> Result<HostTensor, LoraError> {
+        let failed = |source| LoraError::HostTensor {
+            weight: weight.to_owned(),
+            source,
+        };
+        let Shape { dtype, dims } = tensor.shape.clone();
+        let mut values = match &patched.replaced {
+            Some((file, name)) => f32_values(weight, self.files[*file].checkpoint.read(name)?)?,
+            None => f32_values(weight, tensor)?,
+        };
+        for added in &patched.added {
+            let bias = self.files[added.file].checkpoint.read(&added.tensor)?;
+            let bias = matrix(weight, f32_values(weight, bias)?, None)?;
+            let bias = part_of(bias, &added.part);
+            for (value, bias) in values.iter_mut().zip(&bias) {
+                *value += added.scale as f32 * bias;
+            }
+        }
+        let whole = HostTensor::from_f32(dims, &values).map_err(failed)?;
+        cast::cast(whole, dtype).map_err(failed)
+    }
+
+    /// Whether a weight is a factor of an update beside another ([`super::beside`]).
+    pub fn has_factor(&self, root: &str, key: &str) -> bool {
+        let layer = factor_layer(key).map(|(layer, _)| format!("{layer}.weight"));
+        layer.is_some_and(|key| self.beside.contains(&weight_name(root, &key)))
+    }
+
+    /// The factor of an update beside a weight, by its own root and key ([`super::beside`]); `None` for other weights.
+    ///
+    /// # Errors
+    /// When a file cannot be read.
+    pub fn factor(&self, root: &str, key: &str) -> Result<Option<HostTensor>, LoraError> {
+        let Some((layer, is_up)) = factor_layer(key) else {
+            return Ok(None);
+        };
+        let factors = self.factors(root, &format!("{layer}.weight"))?;
+        Ok(factors.map(|factors| match is_up {
+            true => factors.up,
+            false => factors.down,
+        }))
     }
 
     /// The factors of a weight's update, those of all files stacked along the rank and their scales folded into `up`.
@@ -193,7 +328,7 @@ impl Adapter {
         let read = |name: &str, rows: Option<usize>| {
             let tensor = self.files[layer.file].checkpoint.read(name)?;
             let rows = rows.unwrap_or(tensor.shape.count() / layer.rank);
-            matrix(weight, f32_values(weight, tensor)?, rows)
+            matrix(weight, f32_values(weight, tensor)?, Some(rows))
         };
         let up = part_of(read(&layer.up, None)?, &layer.of_up);
         Ok((read(&layer.down, Some(layer.rank))?, up))
@@ -232,7 +367,9 @@ fn f32_values(weight: &str, tensor: HostTensor) -> Result<Vec<f32>, LoraError> {
     Ok(values)
 }
 
-fn matrix(weight: &str, values: Vec<f32>, rows: usize) -> Result<Array2<f32>, LoraError> {
+/// A matrix of so many rows, or of one column.
+fn matrix(weight: &str, values: Vec<f32>, rows: Option<usize>) -> Result<Array2<f32>, LoraError> {
+    let rows = rows.unwrap_or(values.len());
     let columns = values.len() / rows.max(1);
     Array2::from_shape_vec((rows, columns), values).map_err(|source| LoraError::Matrix {
         weight: weight.to_owned(),

@@ -112,6 +112,8 @@ pub enum LoraError {
         weight: String,
         dtype: crate::dtype::DType,
     },
+    #[error("{weight}: two LoRAs replace it; use one of them")]
+    Replaced { weight: String },
     #[error("{weight}: {source}")]
     HostTensor {
         weight: String,

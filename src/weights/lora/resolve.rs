@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 
 use super::dialects;
 use super::file::{LoraFile, Module};
-use super::merge::{Adapter, Patched};
+use super::merge::{Adapter, Added, Patched};
 use super::mismatch::{LoraFamily, LoraMismatch, MisshapenModule, UnmatchedModule};
 use super::{LoraError, LoraScale, LoraTarget, weight_name};
 use crate::models::original::{Original, Transform};
@@ -45,7 +45,7 @@ impl LoraFile {
                 continue;
             }
             mismatch.modules += 1;
-            let found = names.find(module);
+            let found = names.find(module.part, &module.comparable);
             let fitting: Vec<&Place> = found
                 .iter()
                 .copied()
@@ -79,13 +79,24 @@ impl LoraFile {
                         let mut layer = module.factors.clone();
                         layer.scale *= root.map_or(1.0, |part| f64::from(scale.of(part)));
                         layer.of_up = part;
-                        adapter.patched.insert(
-                            weight_name(target.root, target.key),
-                            Patched {
-                                dims: target.dims.to_vec(),
-                                layers: vec![layer],
-                            },
-                        );
+                        if let Some(tensor) = &module.bias {
+                            match bias_of(targets, target) {
+                                Some(bias) => {
+                                    let added = Added::of(&layer, tensor);
+                                    let name = weight_name(bias.root, bias.key);
+                                    adapter.patched.insert(name, Patched::of_bias(bias, added));
+                                }
+                                None => mismatch.unmatched.push(UnmatchedModule {
+                                    module: tensor.clone(),
+                                    down: Vec::new(),
+                                    up: module.up_dims.clone(),
+                                }),
+                            }
+                        }
+                        let name = weight_name(target.root, target.key);
+                        adapter
+                            .patched
+                            .insert(name, Patched::of_layer(target, layer));
                     }
                 }
                 (_, several) => {
@@ -95,6 +106,37 @@ impl LoraFile {
                         weights: several.iter().map(|place| place.weight(targets)).collect(),
                     });
                 }
+            }
+        }
+        for replacement in &self.replacements {
+            let part = replacement.part;
+            if part.is_some_and(|part| scale.of(part) == 0.0) {
+                continue;
+            }
+            mismatch.modules += 1;
+            let found = names.find(part, &replacement.comparable);
+            let target = match found.as_slice() {
+                [place] => place.targets().next().map(|index| &targets[index]),
+                _ => None,
+            };
+            match target {
+                Some(target) if target.dims == replacement.dims => {
+                    let name = weight_name(target.root, target.key);
+                    let tensor = replacement.tensor.clone();
+                    adapter.patched.insert(name, Patched::whole(target, tensor));
+                }
+                Some(target) => mismatch.misshapen.push(MisshapenModule {
+                    module: replacement.tensor.clone(),
+                    down: Vec::new(),
+                    up: replacement.dims.clone(),
+                    weight: weight_name(target.root, target.key),
+                    expected: target.dims.to_vec(),
+                }),
+                None => mismatch.unmatched.push(UnmatchedModule {
+                    module: replacement.tensor.clone(),
+                    down: Vec::new(),
+                    up: replacement.dims.clone(),
+                }),
             }
         }
         if !mismatch.unmatched.is_empty() || !mismatch.misshapen.is_empty() {
@@ -140,6 +182,16 @@ impl Module {
         let rank = self.factors.rank;
         of(&self.down_dims, rank, fan_in, kernel) && of(&self.up_dims, out, rank, &[])
     }
+}
+
+/// The bias of the layer whose weight is `weight`.
+fn bias_of<'a>(
+    targets: &'a [LoraTarget<'a>],
+    weight: &LoraTarget<'_>,
+) -> Option<&'a LoraTarget<'a>> {
+    let key = format!("{}.bias", weight.key.strip_suffix(".weight")?);
+    let mut biases = targets.iter().filter(|t| t.root == weight.root);
+    biases.find(|target| target.key == key)
 }
 
 /// What a module is for: targets by index, with the part of the module's rows that each has. The ranges of
@@ -238,19 +290,17 @@ impl Names {
         }
     }
 
-    /// The places that a module may be for.
-    fn find(&self, module: &Module) -> Vec<&Place> {
-        let named = module
-            .part
-            .map(|named| match self.parts.contains_key(&named) {
-                true => named,
-                false => dialects::stands_for(named).unwrap_or(named),
-            });
+    /// The places that a layer may be for, which is called `comparable` below the part that it names.
+    fn find(&self, part: Option<Part>, comparable: &str) -> Vec<&Place> {
+        let named = part.map(|named| match self.parts.contains_key(&named) {
+            true => named,
+            false => dialects::stands_for(named).unwrap_or(named),
+        });
         let mut found: Vec<&Place> = self
             .parts
             .iter()
             .filter(|(part, _)| named.is_none_or(|named| named == **part))
-            .filter_map(|(_, names)| names.get(&module.comparable))
+            .filter_map(|(_, names)| names.get(comparable))
             .flatten()
             .collect();
         // A weight may go by one name twice.

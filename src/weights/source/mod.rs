@@ -19,7 +19,7 @@ use std::fmt;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use super::{Checkpoint, WeightsError};
 use crate::dtype::DType;
@@ -37,6 +37,8 @@ pub use write::WrittenPart;
 
 /// More than any configuration of a published model.
 const LARGEST_CONFIG: u64 = 1 << 20;
+/// FLUX.1's layer of a sample's tokens.
+const TOKENS: &str = "x_embedder.weight";
 /// How many names an error shows.
 const SHOWN: usize = 12;
 
@@ -342,6 +344,33 @@ impl ModelSource {
         };
         if let Some(denoiser) = self.components.get_mut(&part) {
             denoiser.checkpoint = checkpoint;
+        }
+        Ok(())
+    }
+
+    /// Lets the denoiser of FLUX.1 take tokens of `features` of its sample, the further ones with weights of zero: those of an
+    /// image that steers, which a control LoRA gives weights.
+    ///
+    /// # Errors
+    /// When there is no such denoiser, or its layer cannot be widened.
+    pub fn widen_tokens(&mut self, features: usize) -> Result<(), SourceError> {
+        let part = self.family.spec().denoiser.part();
+        self.component(part)?;
+        if let Some(denoiser) = self.components.get_mut(&part) {
+            denoiser.checkpoint.widen_columns(TOKENS, features)?;
+            let own = denoiser
+                .config
+                .insert("in_channels".to_owned(), json!(features));
+            denoiser
+                .config
+                .entry("out_channels")
+                .and_modify(|found| {
+                    if found.is_null() {
+                        *found = json!(own);
+                    }
+                })
+                .or_insert(json!(own));
+            self.kind = folder::pipeline_kind(&denoiser.config);
         }
         Ok(())
     }
