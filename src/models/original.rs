@@ -28,8 +28,11 @@ pub struct Root {
     pub read: Read,
     /// The tensors that the original code may have for a network whose tensors have these names of diffusers or
     /// transformers; `None` where a network here lacks some of the original's.
-    pub originals: Option<fn(&[&str]) -> Vec<Original>>,
+    pub originals: Option<Originals>,
 }
+
+/// See [`Root::originals`].
+pub type Originals = fn(&[&str]) -> Vec<Original>;
 
 /// See [`Root::read`].
 ///
