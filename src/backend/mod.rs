@@ -125,6 +125,17 @@ impl Backend {
             Backend::Gpu | Backend::Tpu { .. } => Ok(graph),
         }
     }
+
+    /// The same for a training step.
+    ///
+    /// # Errors
+    /// When the graph is ill-typed.
+    pub fn rewrite_training(&self, graph: Graph) -> Result<Graph, GraphError> {
+        match self {
+            Backend::Tpu { .. } => tpu::products_of_patches(&graph),
+            Backend::Cpu { .. } | Backend::Gpu => self.rewrite(graph),
+        }
+    }
 }
 
 /// How many of a backend's kernels a graph calls, by name; those in loops once.

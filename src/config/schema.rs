@@ -240,7 +240,7 @@ schema! {
         /// Attention kernel. MaxDiffusion's other kernels compute the same function: a file that
         /// names one is computed as dot_product, with a warning.
         attention: Attention = Attention::DotProduct, Used, PROGRAM;
-        /// Compile equal blocks of the denoiser as one loop: a smaller program, sooner compiled. Empty: on TPUs, the blocks
+        /// Compile equal blocks of the denoiser as one loop: a smaller program, sooner compiled. Empty: on TPUs and GPUs, the blocks
         /// of transformers and those of training steps.
         scan_layers: Option<bool> = None, Used, ANY_PROGRAM;
         /// Activations that the backward pass recomputes: FULL recomputes each block.

@@ -38,15 +38,15 @@ pub(super) fn peak(graph: &Graph, parts: &Parts) -> Peak {
             *last = (*last).max(until);
         }
     }
-    let part_of = |i: usize| {
-        let parts: usize = parts.nodes[i].iter().product();
+    let part_of = |i: usize, parts: &[usize]| {
+        let parts: usize = parts.iter().product();
         (graph.nodes[i].shape.bytes() / parts.max(1)) as u64
     };
-    let bytes = |i: usize| match &graph.nodes[i].op {
-        Op::While { body, .. } => changed(body)
-            .map(|at| part_of(graph.nodes[i].operands[at] as usize))
+    let bytes = |i: usize| match (&graph.nodes[i].op, parts.carries.get(&i)) {
+        (Op::While { body, .. }, Some(carry)) => changed(body)
+            .map(|at| part_of(graph.nodes[i].operands[at] as usize, &carry[at]))
             .fold(0, u64::saturating_add),
-        _ => part_of(i),
+        _ => part_of(i, &parts.nodes[i]),
     };
     let mut freed: Vec<Vec<usize>> = vec![Vec::new(); graph.nodes.len() + 1];
     let mut used = 0u64;

@@ -11,6 +11,8 @@ pub(super) struct Parts {
     pub nodes: Vec<Vec<usize>>,
     /// By node, those of the bodies of loops.
     pub bodies: HashMap<usize, Parts>,
+    /// By node, those of what loops carry.
+    pub carries: HashMap<usize, Vec<Vec<usize>>>,
 }
 
 /// The parts of a planned program.
@@ -42,6 +44,7 @@ impl Parts {
     ) -> Parts {
         let mut nodes: Vec<Vec<usize>> = Vec::with_capacity(graph.nodes.len());
         let mut bodies = HashMap::new();
+        let mut carries: HashMap<usize, Vec<_>> = HashMap::new();
         for (id, node) in graph.nodes.iter().enumerate() {
             let asked = match &node.op {
                 Op::Parameter(index) => inputs.get(*index).cloned(),
@@ -49,12 +52,33 @@ impl Parts {
             };
             if let Op::While { body, .. } = &node.op {
                 let carry = node.operands.iter();
-                let carry: Vec<_> = carry.map(|o| nodes[*o as usize].clone()).collect();
+                let mut carry: Vec<_> = carry.map(|o| nodes[*o as usize].clone()).collect();
+                // A stack begins as zeros that nothing splits, and is split as what the body puts into it.
+                let first = Parts::of(body, &carry, of_constraint);
+                for (carry, output) in carry.iter_mut().zip(&body.outputs) {
+                    let result = &first.nodes[output.node as usize];
+                    for (before, after) in carry.iter_mut().zip(result) {
+                        *before = (*before).max(*after);
+                    }
+                }
                 bodies.insert(id, Parts::of(body, &carry, of_constraint));
+                carries.insert(id, carry);
             }
+            let of_loop = match node.op {
+                Op::GetTupleElement(at) => {
+                    let carry = carries.get(&(node.operands[0] as usize));
+                    carry.map(|carry| carry[at].clone())
+                }
+                _ => None,
+            };
+            let asked = asked.or(of_loop);
             nodes.push(asked.unwrap_or_else(|| of_operands(graph, node, &nodes)));
         }
-        Parts { nodes, bodies }
+        Parts {
+            nodes,
+            bodies,
+            carries,
+        }
     }
 }
 

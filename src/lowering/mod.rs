@@ -143,7 +143,7 @@ pub fn lower(
             Staged {
                 load: Vec::new(),
                 request: None,
-                step: scanned(backend.rewrite(inline(&graph))?, traced, backend)?,
+                step: scanned(backend.rewrite_training(inline(&graph))?, traced, backend)?,
             }
         }
     };

@@ -88,6 +88,7 @@ impl Case {
             preview_vae: None,
             precision,
             remat: Remat::None,
+            scan_layers: None,
             scheduler: SchedulerConfig::from_map(source.scheduler.as_ref().unwrap()).unwrap(),
             sample_size: [8, 8],
             image_size: [16, 16],

@@ -5,6 +5,7 @@ mod channels;
 mod claim;
 mod convolution;
 pub mod mosaic;
+mod patches;
 mod product;
 mod upsample;
 
@@ -12,6 +13,7 @@ pub use attention::Attention;
 pub use channels::{OfChannels, ScaleShift, SideBySide};
 pub use claim::claim;
 pub use convolution::{Added, Convolution};
+pub use patches::products_of_patches;
 pub use product::{Arithmetic, Product};
 pub use upsample::Upsample;
 
