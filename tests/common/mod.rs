@@ -79,6 +79,8 @@ pub fn unoptimized_session() -> Session {
     cpu_session(1)
         .with_compiler_option("xla_backend_optimization_level", OptionValue::Int(0))
         .with_compiler_option("xla_cpu_use_fusion_emitters", OptionValue::Bool(false))
+        .with_compiler_option("xla_llvm_disable_expensive_passes", OptionValue::Bool(true))
+        .with_compiler_option("xla_cpu_parallel_codegen_split_count", OptionValue::Int(1))
 }
 
 /// The same, keeping its compiled programs for the other tests.

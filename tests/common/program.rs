@@ -45,11 +45,13 @@ pub fn all_passed(output: &Output, count: usize) {
     );
 }
 
-/// Has a command compile its programs without LLVM's optimizations and with the older emitters: a quarter of the time.
+/// Has a command compile its programs without LLVM's optimizations, with the older emitters, and in one part, since the
+/// tests beside it take the other processors: a fifth of the time.
 /// For tests of what training and generating do; what they compute is compared with the oracles where programs are
 /// compiled as a user's are.
 pub fn without_optimizations(command: &mut Command) -> &mut Command {
-    let flags = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false";
+    let flags = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false \
+                 --xla_llvm_disable_expensive_passes=true --xla_cpu_parallel_codegen_split_count=1";
     command.env("XLA_FLAGS", flags)
 }
 
