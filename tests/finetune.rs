@@ -5,6 +5,7 @@ mod dreambooth;
 mod kills;
 mod runs;
 mod text;
+mod token;
 
 use std::collections::BTreeMap;
 
@@ -13,9 +14,11 @@ use crate::pipelines::case::Case;
 use maxdiff::dtype::DType;
 use maxdiff::graph::Graph;
 use maxdiff::host_tensor::HostTensor;
+use maxdiff::models::clip::TOKEN_EMBEDDING;
 use maxdiff::models::unet::UNet2DConditionConfig;
 use maxdiff::models::{Denoiser, Part};
 use maxdiff::nn::Precision;
+use maxdiff::pipelines::PipelineError;
 use maxdiff::pipelines::init_image::signed_planes;
 use maxdiff::pipelines::latents::trace_encode_distribution;
 use maxdiff::runtime::{Program, ProgramOptions, Session, Value};
@@ -23,7 +26,7 @@ use maxdiff::train::optimizer::{AdamOptions, FIRST_MOMENT, Optimizer, OptimizerO
 use maxdiff::train::step::{
     self, CleanSamples, Draws, LossWeighting, StepOptions, Timesteps, names,
 };
-use maxdiff::train::{LoraOptions, TEXT_PROJECTIONS};
+use maxdiff::train::{InversionOptions, LoraOptions, TEXT_PROJECTIONS};
 use maxdiff::weights::Checkpoint;
 
 const CASES: [&str; 3] = ["sd15", "sd21", "sdxl"];
@@ -32,6 +35,22 @@ const TOKENS: usize = 6;
 const BATCH: usize = 2;
 /// AdamW divides by the root of squared gradients, so that where gradients are small their rounding counts.
 const TOLERANCE: f64 = 1e-4;
+
+/// What a recorded run trains: the whole UNet, or what is given.
+#[derive(Default)]
+struct Trains {
+    lora: Option<LoraOptions>,
+    inversion: Option<InversionOptions>,
+}
+
+impl Trains {
+    fn lora(lora: LoraOptions) -> Trains {
+        Trains {
+            lora: Some(lora),
+            inversion: None,
+        }
+    }
+}
 
 /// A recorded run, and the step that should compute the same.
 struct Run<'a> {
@@ -49,7 +68,7 @@ impl<'a> Run<'a> {
     fn new(
         session: &'a Session,
         name: &'static str,
-        lora: Option<LoraOptions>,
+        Trains { lora, inversion }: Trains,
         batches: usize,
     ) -> Run<'a> {
         let trains_text = lora
@@ -60,7 +79,11 @@ impl<'a> Run<'a> {
         let unet = Golden::text(&format!("finetune/{name}/unet/config.json"));
         let unet = UNet2DConditionConfig::from_json(&unet).unwrap();
         case.model.denoiser = Denoiser::Unet(unet.into());
-        let golden = Golden::read(&format!("finetune/{name}/steps.safetensors"));
+        let initial = Golden::read(&format!("finetune/{name}/steps.safetensors"));
+        let golden = match &inversion {
+            Some(_) => Golden::read(&format!("finetune/{name}/token.safetensors")),
+            None => Golden::read(&format!("finetune/{name}/steps.safetensors")),
+        };
         let meta = |key: &str| golden.meta[key].as_f64().unwrap();
         let options = StepOptions {
             batch: BATCH / batches,
@@ -80,7 +103,7 @@ impl<'a> Run<'a> {
                 accumulated: batches,
                 stochastic_rounding: false,
                 max_grad_value: None,
-                max_grad_norm: Some(meta("max_grad_norm")),
+                max_grad_norm: golden.meta["max_grad_norm"].as_f64(),
                 ema_decay: None,
             },
             timesteps: Timesteps::Uniform,
@@ -92,6 +115,7 @@ impl<'a> Run<'a> {
             input_perturbation: 0.0,
             prior_loss_weight: None,
             lora,
+            inversion: inversion.clone(),
             train_text_encoder: trains_text,
             quantization: None,
         };
@@ -99,6 +123,14 @@ impl<'a> Run<'a> {
         let lowered = session.lower(&traced).unwrap().step;
         let program = Program::of_step(session, &lowered, &ProgramOptions::default()).unwrap();
         let unet = Checkpoint::open(&common::golden(&format!("finetune/{name}/unet"))).unwrap();
+        let mut vectors = BTreeMap::new();
+        if let Some(inversion) = &inversion {
+            let read = &mut |part: Part| -> Result<_, PipelineError> {
+                let file = &case.source.components[&part].checkpoint;
+                Ok(file.read_as(TOKEN_EMBEDDING, DType::F32)?)
+            };
+            vectors = inversion.initial(read).unwrap();
+        }
         let mut state = BTreeMap::new();
         for slot in program.inputs() {
             let (root, key) = slot.name.split_once('/').unwrap_or(("", &slot.name));
@@ -109,12 +141,13 @@ impl<'a> Run<'a> {
             };
             let value = match file {
                 Some(file) if file.info(key).is_some() => file.read_as(key, DType::F32).unwrap(),
+                Some(_) if vectors.contains_key(&slot.name) => vectors[&slot.name].clone(),
                 Some(_) => {
                     let recorded = match root {
                         "unet" => format!("in/lora/{}", recorded_factor(key)),
                         _ => format!("in/text/{}", recorded_factor(&slot.name)),
                     };
-                    golden.tensor(&recorded, &slot.shape)
+                    initial.tensor(&recorded, &slot.shape)
                 }
                 None => HostTensor::zeros(slot.shape.clone()),
             };
@@ -124,9 +157,14 @@ impl<'a> Run<'a> {
             .iter()
             .zip(["text_encoder", "text_encoder_2"])
         {
-            let rate = golden.meta["text_rates"][part].as_f64().unwrap();
+            let rate = initial.meta["text_rates"][part].as_f64().unwrap();
             let rate = HostTensor::scalar_f32(DType::F32, rate as f32).unwrap();
             state.insert((*name).to_owned(), rate);
+        }
+        if inversion.is_some() {
+            let rate = meta("token_learning_rate") as f32;
+            let rate = HostTensor::scalar_f32(DType::F32, rate).unwrap();
+            state.insert(names::TOKEN_LEARNING_RATE.to_owned(), rate);
         }
         let rate = HostTensor::scalar_f32(DType::F32, meta("learning_rate") as f32).unwrap();
         state.insert(names::LEARNING_RATE.to_owned(), rate);
@@ -209,7 +247,9 @@ impl<'a> Run<'a> {
                 first = self.state.clone();
             }
         }
-        let limit = self.golden.meta["max_grad_norm"].as_f64().unwrap();
+        let limit = self.golden.meta["max_grad_norm"]
+            .as_f64()
+            .unwrap_or(f64::INFINITY);
         let norm = self.golden.values(&place("grad_norm"))[0];
         let clip = (limit / norm).min(1.0);
         let mut compared = 0;
@@ -248,7 +288,7 @@ fn recorded_factor(key: &str) -> String {
 fn five_steps_of_the_whole_unet_are_those_of_diffusers_scripts() {
     let session = keeping_session();
     for name in CASES {
-        let run = Run::new(&session, name, None, 1);
+        let run = Run::new(&session, name, Trains::default(), 1);
         let compared = run.check("full", &str::to_owned);
         assert!(compared >= 6, "{name}: {compared} weights are recorded");
     }
@@ -269,7 +309,7 @@ fn five_steps_of_low_rank_updates_are_those_of_peft() {
         };
         // Of one case the two samples of a batch come one after the other, and their gradients are averaged.
         let batches = if name == "sd15" { 2 } else { 1 };
-        let run = Run::new(&session, name, Some(lora), batches);
+        let run = Run::new(&session, name, Trains::lora(lora), batches);
         let factors = golden.shapes();
         let factors = factors
             .iter()
@@ -296,7 +336,7 @@ fn five_steps_of_text_encoders_are_those_of_peft() {
                 .to_vec(),
             text_modules: TEXT_PROJECTIONS.map(str::to_owned).to_vec(),
         };
-        let run = Run::new(&session, name, Some(lora), 1);
+        let run = Run::new(&session, name, Trains::lora(lora), 1);
         let factors = golden.shapes();
         let of = |prefix: &str| {
             factors

@@ -325,6 +325,25 @@ fn training(config: &Config, found: &mut Vec<Conflict>) {
             ),
         ));
     }
+    if !config.placeholder_token.is_empty() && config.initializer_token.is_empty() {
+        found.push((
+            vec!["placeholder_token", "initializer_token"],
+            format!(
+                "{} needs a word that it starts from: give initializer_token, such as the class of what it names",
+                config.placeholder_token
+            ),
+        ));
+    }
+    if config.optimizer_type == OptimizerType::Prodigy
+        && config
+            .token_learning_rate
+            .is_some_and(|rate| rate != config.learning_rate)
+    {
+        found.push((
+            vec!["token_learning_rate", "optimizer_type"],
+            "Prodigy finds one learning rate for all weights: leave token_learning_rate out".into(),
+        ));
+    }
     if config.unet_config.0 != ModelConfig::Unset && !config.train_new_unet {
         found.push((
             vec!["unet_config", "train_new_unet"],

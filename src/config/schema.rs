@@ -139,6 +139,7 @@ const FOLDER: Condition = Either(&FOLDER_TYPES, &DREAMBOOTH);
 const PRIOR: Condition = Is("with_prior_preservation", &["True"]);
 const TABLES: Condition = Is("dataset_type", &["hf"]);
 const BUCKETS: Condition = Is("enable_bucket", &["True"]);
+const INVERSION: Condition = Given("placeholder_token");
 const LORA_TRAINING: Condition = MoreThan("lora_rank", 0);
 const TUNED_TEXT: Condition = Both(&Is("train_text_encoder", &["True"]), &FINE_TUNING);
 /// One of the models is, or may be, SDXL's refiner.
@@ -752,7 +753,7 @@ schema! {
         control_guidance_end: OneOrMore<f64> = OneOrMore::from(1.0), Ours, GENERATE, in Between(0.0, 1.0),
             when CONTROLNET;
 
-        group "DreamBooth";
+        group "DreamBooth and textual inversion";
         /// Folder of pictures of the subject, in place of `train_data_dir`. Those without a caption of their own have `instance_prompt`.
         instance_data_dir: String = String::new(), Used, TRAIN, when FINE_TUNING, is [FixedOnResume];
         /// Train on pictures of the class too, so that the model does not forget it: as many as others, in each batch.
@@ -767,6 +768,15 @@ schema! {
         prior_loss_weight: f64 = 1.0, Used, TRAIN, in AtLeast(0.0), when PRIOR, is [FixedOnResume];
         /// Pictures of the class.
         num_class_images: u64 = 100, Used, TRAIN, in Between(1.0, 100_000.0), when PRIOR, is [FixedOnResume];
+        /// Train vectors for a new word, `<cat>`, which captions name (textual inversion). The model's own weights stay as they are; with
+        /// `lora_rank` low-rank updates are trained with it (pivotal tuning).
+        placeholder_token: String = String::new(), Ours, TRAIN, when FINE_TUNING, is [FixedOnResume];
+        /// The word that the vectors start from, one token of the vocabulary: 'cat'.
+        initializer_token: String = String::new(), Ours, TRAIN, when INVERSION, is [FixedOnResume];
+        /// Vectors that the new word stands for.
+        num_vectors: u64 = 1, Ours, TRAIN, in Between(1.0, 75.0), when INVERSION, is [FixedOnResume];
+        /// Highest learning rate of the vectors. Empty: `learning_rate`.
+        token_learning_rate: Option<f64> = None, Ours, TRAIN, in AtLeast(0.0), when INVERSION, is [FixedOnResume];
         /// Keep the prepared dataset.
         cache_dreambooth_dataset: bool = false, NoEffect("latents are always kept on disk"), TRAIN;
 

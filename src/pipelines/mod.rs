@@ -34,7 +34,7 @@ pub mod sampler_step;
 mod start;
 pub mod submodule;
 pub mod text_to_image;
-mod textual_inversion;
+pub mod textual_inversion;
 pub mod tiling;
 pub mod traced;
 mod upscaler;

@@ -4,6 +4,7 @@
 //! a token that no prompt of the call has ([`TextualInversions::place`]). So programs are those without textual
 //! inversions.
 
+use std::borrow::Borrow;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
@@ -18,11 +19,13 @@ use crate::weights::{Checkpoint, WeightsError, is_pickle};
 use super::batch::TokenizedImage;
 
 /// The file that diffusers saves in a folder.
-const FILE: &str = "learned_embeds.safetensors";
+pub const FILE: &str = "learned_embeds.safetensors";
 /// The tensor of web interfaces' files for models with one text encoder.
 const WEB: &str = "emb_params";
+/// The metadata of files of this program: the token, which files for SDXL name nowhere else.
+pub const TOKEN: &str = "token";
 /// The tensors of files for SDXL.
-const SDXL: [(&str, Part); 2] = [
+pub const SDXL: [(&str, Part); 2] = [
     ("clip_g", Part::TextEncoder2),
     ("clip_l", Part::TextEncoder),
 ];
@@ -100,7 +103,7 @@ pub struct TextualInversion {
 
 impl TextualInversion {
     /// Reads a safetensors file of web interfaces, of diffusers (or a folder that it saved) or for SDXL. The token is
-    /// `token`, else the one that diffusers' file names, else the file's name without its ending.
+    /// `token`, else the one that diffusers' file or the metadata names, else the file's name without its ending.
     ///
     /// # Errors
     /// When it cannot be read, is a pickle, or holds something else.
@@ -129,6 +132,8 @@ impl TextualInversion {
             }
         };
         let stem = file.file_stem().unwrap_or_default().to_string_lossy();
+        let recorded = checkpoint.metadata().get(TOKEN).map(String::as_str);
+        let own = own.or(recorded);
         let mut tensors = BTreeMap::new();
         for name in &names {
             let mut tensor = checkpoint.read_as(name, DType::F32)?;
@@ -223,6 +228,16 @@ struct Added {
 }
 
 impl TextualInversions {
+    /// One in training, whose token the tokenizers know: for each text encoder the first of its ids, and
+    /// `f32[vectors, features]`.
+    pub fn in_training(token: String, vectors: Vec<(i32, HostTensor)>) -> TextualInversions {
+        TextualInversions(vec![Added {
+            path: PathBuf::new(),
+            token,
+            vectors,
+        }])
+    }
+
     /// Adds a textual inversion, and its token to the tokenizers of the text encoders.
     ///
     /// # Errors
@@ -281,7 +296,7 @@ impl TextualInversions {
     pub fn place(
         &self,
         encoders: &[TextEncoder],
-        tokenizers: &[Tokenizer],
+        tokenizers: &[impl Borrow<Tokenizer>],
         images: &mut [TokenizedImage],
     ) -> Result<Vec<EmbeddingRows>, InversionError> {
         let encoders = encoders.iter().zip(tokenizers).enumerate();
@@ -308,7 +323,7 @@ impl TextualInversions {
                 // An encoder that pools at the highest id has to find the end token there.
                 let pools_at = encoder.config.clip().map(|clip| clip.eos_token_id);
                 let rows = match pools_at {
-                    Some(POOLS_AT_HIGHEST) => tokenizer.end_id() as usize,
+                    Some(POOLS_AT_HIGHEST) => tokenizer.borrow().end_id() as usize,
                     Some(_) | None => encoder.config.vocab_size(),
                 };
                 let free = (0..rows).rev().filter(|row| !used.contains(&(*row as i32)));

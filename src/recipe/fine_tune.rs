@@ -10,7 +10,10 @@ use crate::models::unet::ROOT as UNET;
 use crate::pipelines::PipelineModel;
 use crate::quant::Policy;
 use crate::train::checkpoint::SavedCheckpoint;
-use crate::train::{EMA_SUFFIX, LORA_FILE, LoraRecord, UnchangedFile, UnchangedOrigin};
+use crate::train::{
+    EMA_SUFFIX, INVERSION_FILE, InversionOptions, LORA_FILE, LoraOptions, LoraRecord,
+    UnchangedFile, UnchangedOrigin,
+};
 use crate::util::files::sorted_entries;
 use crate::weights::lora::KohyaNames;
 use crate::weights::source::{Component, ModelSource};
@@ -37,12 +40,12 @@ pub(super) fn base(
     let config = without_steering(config);
     let mut source = match saved {
         None => published(&config, recipe_file, notify)?,
-        Some(saved) if config.lora_rank > 0 => {
-            check_saved(
-                saved,
-                saved.dir().join(LORA_FILE).is_file(),
-                "low-rank updates",
-            )?;
+        Some(saved) if trains_beside(&config) => {
+            let (file, what) = match config.lora_rank {
+                0 => (INVERSION_FILE, "a textual inversion"),
+                _ => (LORA_FILE, "low-rank updates"),
+            };
+            check_saved(saved, saved.dir().join(file).is_file(), what)?;
             published(&config, recipe_file, notify)?
         }
         Some(saved) => {
@@ -56,11 +59,12 @@ pub(super) fn base(
                 source: Box::new(source),
                 repo: None,
                 lora: None,
+                inversion: None,
             }
         }
     };
     let config = hub::with_paths(config, notify)?;
-    if saved.is_none() || config.lora_rank > 0 {
+    if saved.is_none() || trains_beside(&config) {
         source.replace_autoencoder(&config)?;
     }
     let mut base = source.model(&config, given, notify)?;
@@ -79,6 +83,11 @@ pub(super) fn base(
     Ok(base)
 }
 
+/// Whether the model's own weights stay as they are.
+fn trains_beside(config: &Config) -> bool {
+    config.lora_rank > 0 || !config.placeholder_token.is_empty()
+}
+
 fn published(
     config: &Config,
     recipe_file: &Path,
@@ -89,6 +98,7 @@ fn published(
         source: Box::new(source),
         repo,
         lora: None,
+        inversion: None,
     })
 }
 
@@ -124,7 +134,7 @@ fn check_saved(saved: &SavedCheckpoint, fits: bool, expected: &str) -> Result<()
 /// When the weights themselves are to be trained, or int8 activations are asked for.
 pub fn stored_policy(config: &Config, policy: Policy) -> Result<Policy, RecipeError> {
     let refuse = |problem: &str| Err(RecipeError::Usage(problem.to_owned()));
-    if config.lora_rank == 0 {
+    if !trains_beside(config) {
         return refuse(
             "the weights of this checkpoint are stored as integers and cannot be trained: train low-rank updates beside them with \
              lora_rank=16, or name the float checkpoint",
@@ -150,20 +160,40 @@ pub fn stored_policy(config: &Config, policy: Policy) -> Result<Policy, RecipeEr
     Ok(policy)
 }
 
-/// What checkpoints of the run hold beside weights and state: low-rank updates alone, or the whole model.
+/// What checkpoints of the run hold beside weights and state: what is trained beside the model's weights alone, or the
+/// whole model.
 ///
 /// # Errors
 /// When a file of the model cannot be found.
-pub(super) fn recorded(config: &Config, base: &PipelineModel) -> Result<Recorded, RecipeError> {
+pub(super) fn recorded(
+    config: &Config,
+    base: &PipelineModel,
+    inversion: Option<InversionOptions>,
+) -> Result<Recorded, RecipeError> {
     let Some(source) = base.files.published() else {
         return Err(RecipeError::Usage(format!(
             "{} is no published model",
             base.files.path().display()
         )));
     };
-    let Some(options) = lora_options(config) else {
-        return whole_model(config, source);
+    let lora = match lora_options(config) {
+        Some(options) => Some(lora_record(config, base, source, options)?),
+        None if inversion.is_none() => return whole_model(config, source),
+        None => None,
     };
+    Ok(Recorded {
+        lora,
+        inversion,
+        ..Recorded::default()
+    })
+}
+
+fn lora_record(
+    config: &Config,
+    base: &PipelineModel,
+    source: &ModelSource,
+    options: LoraOptions,
+) -> Result<LoraRecord, RecipeError> {
     let unet = &source
         .component(Part::Unet)
         .map_err(RecipeError::failed)?
@@ -178,10 +208,7 @@ pub(super) fn recorded(config: &Config, base: &PipelineModel) -> Result<Recorded
         let prediction = base.model.scheduler.prediction_type;
         KohyaNames::new(spec, prediction, unet.names(), name.to_owned())
     });
-    Ok(Recorded {
-        lora: Some(LoraRecord { options, kohya }),
-        ..Recorded::default()
-    })
+    Ok(LoraRecord { options, kohya })
 }
 
 /// A diffusers folder: the denoiser's configuration, and all that training does not change.
@@ -227,7 +254,7 @@ fn whole_model(config: &Config, source: &ModelSource) -> Result<Recorded, Recipe
         files,
         unchanged,
         completed,
-        lora: None,
+        ..Recorded::default()
     })
 }
 

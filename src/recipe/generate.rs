@@ -55,7 +55,7 @@ pub fn generation(
 ) -> Result<Generation, RecipeError> {
     let images = image_requests(config, given, notify)?;
     check_words(config, given, &images)?;
-    let inversions = textual_inversions(config)?;
+    let mut inversions = textual_inversions(config)?;
     let config = &lora::with_prompt_loras(config.clone(), &images)?;
     let mut source = Source::find(config, recipe_file, notify)?;
     let config = &hub::with_paths(config.clone(), notify)?;
@@ -64,6 +64,7 @@ pub fn generation(
     check_family(config, source.family(), !inversions.is_empty())?;
     check_distilled(config, given, source.family(), &images, notify)?;
     loras.extend(source.trained_lora());
+    inversions.extend(source.trained_inversion()?);
     match Distilled::open(config)? {
         None => {}
         Some(Distilled::Denoiser(path)) => source.replace_denoiser(&path)?,

@@ -7,7 +7,9 @@ use crate::models::unet::ROOT as UNET;
 use crate::models::{Denoiser, DiffusionModel, Part};
 use crate::train::checkpoint::SavedCheckpoint;
 use crate::train::schedule::LearningRate;
-use crate::train::{EMA_SUFFIX, LoraRecord, RunOptions, SCHEDULE_STEPS, UnchangedFile};
+use crate::train::{
+    EMA_SUFFIX, InversionOptions, LoraRecord, RunOptions, SCHEDULE_STEPS, UnchangedFile,
+};
 
 use super::checkpoints::newest_checkpoint;
 use super::{Notice, Notify, RecipeError};
@@ -21,6 +23,7 @@ pub(super) struct Recorded {
     /// Trained parts, of which not every weight is.
     pub completed: Vec<Part>,
     pub lora: Option<LoraRecord>,
+    pub inversion: Option<InversionOptions>,
 }
 
 /// How the loop runs, and what it records.
@@ -63,6 +66,7 @@ pub(super) fn run_options(
             };
             [first, config.text_encoder_2_learning_rate.unwrap_or(first)]
         },
+        token_learning_rate: config.token_learning_rate.unwrap_or(config.learning_rate),
         seed: config.seed.0,
         pixel_unshuffle: config.pixel_unshuffle as usize,
         checkpoint_every: every(config.checkpoint_every),
@@ -83,6 +87,7 @@ pub(super) fn run_options(
         copies_unchanged: config.checkpoint_copies,
         completed: recorded.completed,
         lora: recorded.lora,
+        inversion: recorded.inversion,
         weight_files: [Part::Unet, Part::TextEncoder, Part::TextEncoder2]
             .map(|part| (part.to_string(), part.weights_file().to_string()))
             .to_vec(),

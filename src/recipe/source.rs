@@ -17,10 +17,10 @@ use crate::models::{
 };
 use crate::nn::Remat;
 use crate::pipelines::model_files::ModelFiles;
-use crate::pipelines::{LoraChoice, PipelineModel, TextualInversions};
+use crate::pipelines::{LoraChoice, PipelineModel, TextualInversion, TextualInversions};
 use crate::schedulers::SchedulerConfig;
 use crate::train::checkpoint::{Check, SavedCheckpoint, latest};
-use crate::train::{EMA_SUFFIX, LORA_FILE};
+use crate::train::{EMA_SUFFIX, INVERSION_FILE, LORA_FILE};
 use crate::util::files;
 use crate::weights::Checkpoint;
 use crate::weights::source::{Component, ModelSource, PipelineKind, SourceError, is_pipeline};
@@ -58,6 +58,8 @@ pub enum Source {
         repo: Option<RepoId>,
         /// The checkpoint with the low-rank updates that a run has trained for it.
         lora: Option<PathBuf>,
+        /// The file of the token that a run has trained for it.
+        inversion: Option<PathBuf>,
     },
 }
 
@@ -78,16 +80,16 @@ impl Source {
             if dir.join(INDEX).is_file() {
                 return fine_tuned(dir);
             }
-            if dir.join(LORA_FILE).is_file() {
+            let [lora, inversion] = [LORA_FILE, INVERSION_FILE].map(|file| dir.join(file));
+            if lora.is_file() || inversion.is_file() {
                 let (source, repo) = find_model(config, recipe_file, notify)?;
                 let averaged = dir.join(AVERAGED_LORA);
+                let newest = if averaged.is_file() { averaged } else { lora };
                 return Ok(Source::Model {
                     source: Box::new(source),
                     repo,
-                    lora: Some(match averaged.is_file() {
-                        true => averaged,
-                        false => dir.to_owned(),
-                    }),
+                    lora: Some(newest).filter(|file| file.is_file()),
+                    inversion: Some(inversion).filter(|file| file.is_file()),
                 });
             }
             let averaged = saved.dir().join(format!("{UNET}{EMA_SUFFIX}")).is_dir();
@@ -113,6 +115,7 @@ impl Source {
             source: Box::new(source),
             repo,
             lora: None,
+            inversion: None,
         })
     }
 
@@ -129,6 +132,23 @@ impl Source {
             name: path.display().to_string(),
             scale: 1.0,
         })
+    }
+
+    /// The token that a run has trained for the model.
+    ///
+    /// # Errors
+    /// When its file cannot be read.
+    pub fn trained_inversion(&self) -> Result<Option<TextualInversion>, RecipeError> {
+        match self {
+            Source::Model {
+                inversion: Some(path),
+                ..
+            } => {
+                let inversion = TextualInversion::open(path, None);
+                Ok(Some(inversion.map_err(RecipeError::failed)?))
+            }
+            Source::Model { .. } | Source::Run { .. } => Ok(None),
+        }
     }
 
     /// Takes the denoiser's weights from another file.
@@ -249,6 +269,7 @@ impl Source {
             source: Box::new(source),
             repo: None,
             lora: None,
+            inversion: None,
         }))
     }
 
@@ -400,6 +421,7 @@ fn fine_tuned(dir: &Path) -> Result<Source, RecipeError> {
         source: Box::new(source),
         repo: None,
         lora: None,
+        inversion: None,
     })
 }
 

@@ -36,11 +36,19 @@ pub fn check_training(config: &Config, model: &DiffusionModel) -> Result<(), Rec
 /// # Errors
 /// Names the key.
 pub fn check_fine_tuning(config: &Config) -> Result<(), RecipeError> {
-    if config.train_text_encoder && config.ema_decay > 0.0 {
+    let trains_token = !config.placeholder_token.is_empty();
+    if (config.train_text_encoder || trains_token) && config.ema_decay > 0.0 {
         return Err(RecipeError::Usage(format!(
-            "ema_decay={}: a moving average of published text encoders is not here yet: leave it out, or set \
-             train_text_encoder=False",
+            "ema_decay={}: a moving average of published text encoders and of new tokens is not here yet: leave it out, or set \
+             train_text_encoder=False without placeholder_token",
             config.ema_decay
+        )));
+    }
+    if trains_token && config.train_text_encoder && config.lora_rank == 0 {
+        return Err(RecipeError::Usage(format!(
+            "placeholder_token={}: with a new token the model's own weights stay as they are: set train_text_encoder=False, or \
+             train low-rank updates of the text encoders with lora_rank=16",
+            config.placeholder_token
         )));
     }
     if !config.cache_latents_text_encoder_outputs {
@@ -70,6 +78,8 @@ pub fn step_options(
         },
         draws: Draws::Program,
         lora: lora_options(config),
+        // Its ids are those of a tokenizer.
+        inversion: None,
         optimizer: optimizer(config),
         timesteps: timesteps(config, model.scheduler.num_train_timesteps),
         loss_weighting: loss_weighting(config),

@@ -11,10 +11,12 @@ use crate::runtime::Session;
 use crate::schedulers::SamplingPlan;
 use crate::train::checkpoint::{CheckpointFolder, SavedCheckpoint};
 use crate::train::{
-    FineTune, MetricsFiles, SampleOptions, Task, TrainerOptions, ValidationOptions,
+    FineTune, InversionOptions, MetricsFiles, SampleOptions, Task, TrainerOptions,
+    ValidationOptions,
 };
 
 use super::fine_tune::{self, cache_folder};
+use super::inversions::{check_captions, new_token};
 use super::record::{check_saved, every, of_new_model, run_options, saved_checkpoint};
 use super::scheduler::{check_sampler_keys, sampling_plan};
 use super::{
@@ -30,6 +32,8 @@ pub struct Training {
     saved: Option<SavedCheckpoint>,
     dataset: Dataset,
     start: Start,
+    /// The new token to train, if any.
+    inversion: Option<InversionOptions>,
     /// The sampler of sample images, if there are any.
     plan: Option<SamplingPlan>,
 }
@@ -79,6 +83,7 @@ pub fn training(
     let checkpoints =
         CheckpointFolder::find(&config.checkpoint_folder()).map_err(RecipeError::failed)?;
     let saved = saved_checkpoint(config, notify)?;
+    let mut inversion = None;
     let (dataset, start) = match config.train_new_unet {
         true => {
             let dataset = data::dataset(config)?;
@@ -86,9 +91,14 @@ pub fn training(
             (dataset, start)
         }
         false => {
-            let base = fine_tune::base(config, given, recipe_file, saved.as_ref(), notify)?;
+            let mut base = fine_tune::base(config, given, recipe_file, saved.as_ref(), notify)?;
             check_bucket_steps(config, &base.model)?;
-            (data::dataset(config)?, Start::Published(Box::new(base)))
+            inversion = new_token(config, &mut base)?;
+            let dataset = data::dataset(config)?;
+            if let Some(inversion) = &inversion {
+                check_captions(inversion, &base, &dataset)?;
+            }
+            (dataset, Start::Published(Box::new(base)))
         }
     };
     let plan = match config.sample_every > 0 {
@@ -111,6 +121,7 @@ pub fn training(
         saved,
         dataset,
         start,
+        inversion,
         plan,
     })
 }
@@ -170,13 +181,14 @@ impl Training {
                 model,
                 tokenizer_json,
             } => of_new_model(config, model, tokenizer_json)?,
-            Start::Published(base) => fine_tune::recorded(config, base)?,
+            Start::Published(base) => fine_tune::recorded(config, base, self.inversion.clone())?,
         };
         let run = run_options(config, &derived, recorded)?;
         if let Some(saved) = &self.saved {
             check_saved(saved, config, &run, notify)?;
         }
         let mut step = step_options(config, self.start.model(), batch, shards as usize)?;
+        step.inversion = self.inversion;
         let family = self.start.model().family;
         // Samples are drawn as `generate` would draw them.
         let drawing = match &self.start {

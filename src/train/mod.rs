@@ -6,6 +6,7 @@ pub mod checkpoint;
 mod encoded;
 mod error;
 mod feed;
+mod inversion;
 mod lora;
 mod observer;
 pub mod optimizer;
@@ -17,8 +18,10 @@ pub mod step;
 mod trainer;
 mod validation;
 
+pub use crate::pipelines::textual_inversion::FILE as INVERSION_FILE;
 pub use encoded::{EncodedDataset, KNOWN_FILES, StepInputs, StoreError};
 pub use error::TrainError;
+pub use inversion::{InversionOptions, InversionPlace};
 pub use lora::{
     ATTENTION_PROJECTIONS, LORA_FILE, LoraOptions, LoraRecord, LoraTargetError, TEXT_PROJECTIONS,
 };

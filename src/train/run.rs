@@ -364,13 +364,12 @@ impl TrainingLoop<'_, '_> {
                 (InputKind::Data, names::LEARNING_RATE) => {
                     HostTensor::from_f32([], &[batch.learning_rate as f32])?
                 }
+                (InputKind::Data, names::TOKEN_LEARNING_RATE) => {
+                    self.rate(self.options.token_learning_rate, batch.step)?
+                }
                 (InputKind::Data, name) if names::TEXT_LEARNING_RATES.contains(&name) => {
                     let which = usize::from(name == names::TEXT_LEARNING_RATES[1]);
-                    let rate = LearningRate {
-                        peak: self.options.text_learning_rates[which],
-                        ..self.options.learning_rate
-                    };
-                    HostTensor::from_f32([], &[rate.at(batch.step) as f32])?
+                    self.rate(self.options.text_learning_rates[which], batch.step)?
                 }
                 (InputKind::Data, names::IS_LAST) => {
                     HostTensor::from_f32([], &[f32::from(u8::from(batch.is_last))])?
@@ -387,6 +386,15 @@ impl TrainingLoop<'_, '_> {
             data.push(Some(self.session.put(&host, &slot.spec)?));
         }
         Ok(data)
+    }
+
+    /// The learning rate in step `step` of what has `peak` in place of the denoiser's.
+    fn rate(&self, peak: f64, step: u64) -> Result<HostTensor, TrainError> {
+        let rate = LearningRate {
+            peak,
+            ..self.options.learning_rate
+        };
+        Ok(HostTensor::from_f32([], &[rate.at(step) as f32])?)
     }
 }
 

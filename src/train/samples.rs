@@ -1,22 +1,27 @@
 //! Sample images of a model while it is trained.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use crate::data::Tokenizer;
 use crate::emit::DotPrecision;
 use crate::models::DiffusionModel;
+use crate::models::clip::TOKEN_EMBEDDING;
 use crate::pipelines::generator::{CompiledModel, SamplingOptions};
 use crate::pipelines::image_file::{ImageFileError, labelled_grid, visible_scale, write_numbered};
 use crate::pipelines::prompt::PromptSyntax;
 use crate::pipelines::text_to_image::{DenoiseOptions, Guidance};
+use crate::pipelines::textual_inversion::TextualInversions;
 use crate::pipelines::traced::TracedModel;
 use crate::pipelines::{
     ImageRequest, PipelineError, ReadWeights, TokenizedImage, WeightSource, tokenize,
 };
 use crate::quant::Policy;
-use crate::runtime::{Array, Session};
+use crate::runtime::{Array, RuntimeError, Session};
 use crate::schedulers::SamplingPlan;
 use crate::weights::lora::LoraRanks;
+
+use super::inversion::InversionOptions;
 
 /// Why sample images could not be generated.
 #[derive(Debug, thiserror::Error)]
@@ -61,6 +66,8 @@ pub(super) struct Samples<'a> {
     pub zero_empty_prompts: bool,
     /// Low-rank updates beside the denoiser's weights, and their factor.
     pub lora: Option<(LoraRanks, f64)>,
+    /// The new token that is trained, if any.
+    pub inversion: Option<&'a InversionOptions>,
     pub precision: DotPrecision,
     pub pixel_unshuffle: usize,
     pub options: &'a SampleOptions,
@@ -78,7 +85,7 @@ impl<'a> Samples<'a> {
         'a: 'w,
     {
         let options = self.options;
-        let images = tokenize(
+        let mut images = tokenize(
             &self.tokenizers,
             &[],
             &options.images,
@@ -86,6 +93,11 @@ impl<'a> Samples<'a> {
             PromptSyntax::Plain,
             &mut |_| Ok(()),
         )?;
+        let tables = match self.inversion {
+            Some(inversion) => self.tables(inversion, &mut images, weights)?,
+            None => BTreeMap::new(),
+        };
+        let weights = &|name: &str| tables.get(name).or_else(|| weights(name));
         let compiled = match self.compiled.take() {
             Some(compiled) => compiled,
             None => self.compile(&images)?,
@@ -112,6 +124,40 @@ impl<'a> Samples<'a> {
         let grid = labelled_grid(&output.images, &labels, columns, scale)?;
         let path = write_numbered(&options.dir, &format!("step-{step:08}"), &grid, None)?;
         read(&path)
+    }
+
+    /// The embedding tables with the vectors of the new token, by name, in rows that no prompt needs; `images` have the ids of
+    /// these rows then.
+    fn tables(
+        &self,
+        inversion: &InversionOptions,
+        images: &mut [TokenizedImage],
+        weights: Weights<'_>,
+    ) -> Result<BTreeMap<String, Array>, SampleError> {
+        let array = |name: &str| {
+            let missing = || RuntimeError::MissingWeight(name.to_owned());
+            weights(name).ok_or_else(missing)
+        };
+        let host = |name: &str| array(name)?.to_host(self.session.mesh());
+        let places = inversion.places.iter();
+        let vectors = places.map(|place| Ok((place.first, host(&place.weight())?)));
+        let vectors = vectors.collect::<Result<_, RuntimeError>>();
+        let vectors = vectors.map_err(PipelineError::from)?;
+        let trained = TextualInversions::in_training(inversion.token.clone(), vectors);
+        let rows = trained
+            .place(&self.model.text_encoders, &self.tokenizers, images)
+            .map_err(PipelineError::from)?;
+        let mut tables = BTreeMap::new();
+        for (place, rows) in inversion.places.iter().zip(rows) {
+            let name = place.table();
+            let mut table = host(&name).map_err(PipelineError::from)?;
+            rows.apply(place.part.name(), TOKEN_EMBEDDING, &mut table)
+                .map_err(PipelineError::from)?;
+            let spec = array(&name).map_err(PipelineError::from)?.spec();
+            let table = self.session.put(&table, spec);
+            tables.insert(name, table.map_err(PipelineError::from)?);
+        }
+        Ok(tables)
     }
 
     fn compile(&self, images: &[TokenizedImage]) -> Result<CompiledModel, PipelineError> {

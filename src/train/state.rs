@@ -6,9 +6,11 @@ use std::path::PathBuf;
 
 use serde_json::Value as Json;
 
+use crate::dtype::DType;
 use crate::graph::{Graph, Input, InputKind};
 use crate::host_tensor::HostTensor;
 use crate::models::Part;
+use crate::models::clip::TOKEN_EMBEDDING;
 use crate::pipelines::model_files::ModelFiles;
 use crate::runtime::{Array, Program, Session, Slot};
 use crate::shape::Shape;
@@ -16,10 +18,12 @@ use crate::weights::TensorSpec;
 use crate::weights::save::pytorch_metadata;
 use crate::weights::source::ModelSource;
 
+use super::INVERSION_FILE;
 use super::checkpoint::{
     CheckpointError, CheckpointFile, CheckpointWriter, Content, SavedCheckpoint, TrainState,
 };
 use super::error::TrainError;
+use super::inversion::{InversionOptions, is_learned};
 use super::lora::{self, LORA_FILE, LoraRecord, is_factor};
 use super::optimizer::{ACCUMULATED, EMA, INITIAL, STATE};
 use super::schedule::LearningRate;
@@ -36,6 +40,8 @@ pub struct RunOptions {
     pub learning_rate: LearningRate,
     /// The highest learning rates of text encoders that are trained.
     pub text_learning_rates: [f64; 2],
+    /// That of the vectors of a new token.
+    pub token_learning_rate: f64,
     pub seed: u64,
     /// Side of the blocks of pixels that are one position of the model's sample.
     pub pixel_unshuffle: usize,
@@ -62,6 +68,8 @@ pub struct RunOptions {
     pub completed: Vec<Part>,
     /// The low-rank updates that are trained, if any, as their files describe them.
     pub lora: Option<LoraRecord>,
+    /// The new token that is trained, if any.
+    pub inversion: Option<InversionOptions>,
 }
 
 /// A file of a model that training does not change.
@@ -95,8 +103,8 @@ pub struct TrainingState {
 }
 
 impl TrainingState {
-    /// The weights of `files`, new ones from `seed` where it has none or there are no files, and an optimizer before its
-    /// first update.
+    /// The weights of `files`, those that `inversion` starts from, new ones from `seed` where there are no files, and an
+    /// optimizer before its first update.
     ///
     /// # Errors
     /// When a weight cannot be read, or a transfer fails.
@@ -106,13 +114,23 @@ impl TrainingState {
         program: &Program,
         seed: u64,
         files: Option<&ModelFiles>,
+        inversion: Option<&InversionOptions>,
     ) -> Result<TrainingState, TrainError> {
         let mut weights = match files {
             Some(files) => read_weights(session, program, files, &|slot: &Slot| {
-                !is_factor(&slot.name)
+                !is_factor(&slot.name) && !is_learned(&slot.name)
             })?,
             None => BTreeMap::new(),
         };
+        if let (Some(files), Some(inversion)) = (files, inversion) {
+            let mut initial = inversion.initial(&mut |part| table(files, part))?;
+            for slot in program.inputs() {
+                if let Some(vectors) = initial.remove(&slot.name) {
+                    let vectors = session.put(&vectors, &slot.spec)?;
+                    weights.insert(slot.name.clone(), vectors);
+                }
+            }
+        }
         for (input, slot) in graph.inputs.iter().zip(program.inputs()) {
             if let (InputKind::Weight(init), false) =
                 (input.kind.clone(), weights.contains_key(&input.name))
@@ -262,6 +280,12 @@ fn read_weights(
     Ok(weights)
 }
 
+/// The embedding table of a text encoder.
+fn table(files: &ModelFiles, part: Part) -> Result<HostTensor, TrainError> {
+    let checkpoint = files.get(part.name()).map_err(TrainError::model)?;
+    Ok(checkpoint.read_as(TOKEN_EMBEDDING, DType::F32)?)
+}
+
 /// Where a checkpoint has the value of an input.
 struct Place {
     file: String,
@@ -281,6 +305,14 @@ fn places(options: &RunOptions, state: &TrainingState) -> Vec<Option<Place>> {
     let place = |(input, frozen): (&Input, &bool)| {
         if input.kind == InputKind::Data || *frozen || input.name.starts_with(ACCUMULATED) {
             return None;
+        }
+        let inversion = options.inversion.as_ref();
+        if let Some(name) = inversion.and_then(|inversion| inversion.file_place(&input.name)) {
+            return Some(Place {
+                file: INVERSION_FILE.to_owned(),
+                name,
+                shape: input.shape.clone(),
+            });
         }
         let weight = input.name.strip_prefix(EMA).unwrap_or(&input.name);
         let Some(name) = lora::file_place(weight) else {
@@ -465,6 +497,9 @@ pub(super) fn save(
         if let (Some(record), true) = (&options.lora, path.ends_with(LORA_FILE)) {
             metadata
                 .extend(record.peft_metadata(tensors.iter().map(|(spec, _)| spec.name.as_str())));
+        }
+        if let (Some(inversion), INVERSION_FILE) = (&options.inversion, path.as_str()) {
+            metadata.extend(inversion.metadata());
         }
         let tensors = TensorFile {
             constants: unused_weights(&path, &tensors, options, base)?,

@@ -15,6 +15,7 @@ use crate::schedulers::{NoiseSchedule, PredictionType, SchedulerError};
 use crate::shape::Shape;
 use crate::weights::lora::beside;
 
+use super::inversion::{InversionOptions, is_learned};
 use super::lora::{LoraOptions, LoraTargetError, is_factor};
 use super::optimizer::{self, OptimizerOptions, Trained, UpdateInputs};
 
@@ -107,6 +108,8 @@ pub struct StepOptions {
     pub draws: Draws,
     /// Low-rank updates to train in place of the denoiser's weights.
     pub lora: Option<LoraOptions>,
+    /// The vectors of a new token to train, in place of the denoiser's weights or beside low-rank updates.
+    pub inversion: Option<InversionOptions>,
     pub optimizer: OptimizerOptions,
     pub timesteps: Timesteps,
     pub loss_weighting: LossWeighting,
@@ -116,9 +119,33 @@ pub struct StepOptions {
     pub input_perturbation: f64,
     /// With prior preservation, where every second row is a class image: how much its error counts.
     pub prior_loss_weight: Option<f64>,
-    /// Whether the text encoders are traced and trained, or their outputs are inputs.
+    /// Whether the text encoders are trained.
     pub train_text_encoder: bool,
     pub quantization: Option<Policy>,
+}
+
+impl StepOptions {
+    /// Whether the text encoders are a part of the step, which takes token ids then. Otherwise it takes what they make of them.
+    pub fn encodes_text(&self) -> bool {
+        self.train_text_encoder || self.inversion.is_some()
+    }
+
+    /// Whether weights beside those of the model are trained in their place.
+    fn trains_beside(&self) -> bool {
+        self.lora.is_some() || self.inversion.is_some()
+    }
+
+    /// The program with the weights that are trained beside those of the model.
+    fn beside(&self, mut graph: Graph) -> Result<Graph, StepError> {
+        if let Some(lora) = &self.lora {
+            let ranks = lora.ranks(&graph)?;
+            graph = beside(&graph, &ranks, lora.scale())?;
+        }
+        if let Some(inversion) = &self.inversion {
+            graph = inversion.beside(&graph)?;
+        }
+        Ok(graph)
+    }
 }
 
 /// Names of the step's run-time inputs and of the results that are read on the host.
@@ -136,7 +163,9 @@ pub mod names {
     /// Those of text encoders, by the order of the model's encoders.
     pub const TEXT_LEARNING_RATES: [&str; 2] =
         ["learning_rate_text_encoder", "learning_rate_text_encoder_2"];
-    /// Token ids for trained text encoders, in the same order.
+    /// That of the vectors of a new token.
+    pub const TOKEN_LEARNING_RATE: &str = "learning_rate_token";
+    /// Token ids for text encoders in the step, in the same order.
     pub const INPUT_IDS: [&str; 2] = [crate::models::clip::INPUT_IDS, "input_ids_2"];
     /// Whether the batch is the last one before an update, as `f32` 1 or 0.
     pub const IS_LAST: &str = "is_last_batch";
@@ -201,14 +230,11 @@ pub fn trace(model: &DiffusionModel, options: &StepOptions) -> Result<Traced, St
     b.output(names::LOSS, loss, None)?;
     let mut traced =
         Traced::new("train_step", b.finish()).quantized(options.quantization.as_ref())?;
-    if let Some(lora) = &options.lora {
-        let ranks = lora.ranks(&traced.graph)?;
-        traced.graph = beside(&traced.graph, &ranks, lora.scale())?;
-    }
-    let (optimizer, of_lora) = (options.optimizer, options.lora.is_some());
+    traced.graph = options.beside(traced.graph)?;
+    let (optimizer, beside) = (options.optimizer, options.trains_beside());
     // Of a published text encoder the loss may not depend on all layers; those stay as they are.
     let is_published = model.family.spec().published.is_some();
-    let add_update = move |b: &Builder| update(b, &optimizer, of_lora, is_published);
+    let add_update = move |b: &Builder| update(b, &optimizer, beside, is_published);
     Ok(traced
         .with_scan_layers(model.scan_layers)
         .trained(Arc::new(add_update)))
@@ -248,10 +274,7 @@ pub fn trace_validation(
     b.output(names::LOSS, b.mul_scalar(errors, 1.0 / count as f64)?, None)?;
     let mut traced =
         Traced::new("validation", b.finish()).quantized(options.quantization.as_ref())?;
-    if let Some(lora) = &options.lora {
-        let ranks = lora.ranks(&traced.graph)?;
-        traced.graph = beside(&traced.graph, &ranks, lora.scale())?;
-    }
+    traced.graph = options.beside(traced.graph)?;
     Ok(traced)
 }
 
@@ -270,7 +293,7 @@ fn predict(
 ) -> Result<Predicted, StepError> {
     let batch = options.batch;
     let clean = clean_samples(b, model, options, key)?;
-    let conditioning = match options.train_text_encoder {
+    let conditioning = match options.encodes_text() {
         true => text::encoded_text(b, model, batch)?,
         false => model.declare_conditioning(b, batch, model.tokens, None)?,
     };
@@ -284,12 +307,12 @@ fn predict(
     })
 }
 
-/// Adds the gradient of the loss, which is the only output so far, and the optimizer's update of all weights, or of the
-/// factors of low-rank updates alone.
+/// Adds the gradient of the loss, which is the only output so far, and the optimizer's update of all weights, or of those
+/// beside the model's alone.
 fn update(
     b: &Builder,
     optimizer: &OptimizerOptions,
-    of_lora: bool,
+    beside: bool,
     used_alone: bool,
 ) -> Result<(), GraphError> {
     let live = b.with_graph(Graph::live_nodes);
@@ -300,7 +323,8 @@ fn update(
     let learning_rate = b.input(names::LEARNING_RATE, Shape::scalar(DType::F32), &[])?;
     let mut weights = weights(b);
     weights.retain(|(name, weight, _)| {
-        (!of_lora || is_factor(name)) && (!used_alone || live[weight.index()])
+        let is_wanted = !beside || is_factor(name) || is_learned(name);
+        is_wanted && (!used_alone || live[weight.index()])
     });
     let wrt: Vec<Tensor> = weights.iter().map(|(_, t, _)| *t).collect();
     let gradients = grad(b, loss, &wrt)?;

@@ -232,7 +232,10 @@ impl Trainer {
                 tell(TrainEvent::Resumed { checkpoint });
                 TrainingState::resume(session, graph, program, saved, run, files)?
             }
-            None => TrainingState::new(session, graph, program, run.seed, files)?,
+            None => {
+                let inversion = step.inversion.as_ref();
+                TrainingState::new(session, graph, program, run.seed, files, inversion)?
+            }
         };
         // Samples are made with the moving averages, which are kept in float32.
         if step.optimizer.ema_decay.is_some() && step.lora.is_none() {
@@ -254,6 +257,7 @@ impl Trainer {
                 .lora
                 .as_ref()
                 .map(|lora| (lora::ranks_of(graph), lora.scale())),
+            inversion: step.inversion.as_ref(),
             precision: self.options.precision,
             pixel_unshuffle: run.pixel_unshuffle,
             options,
@@ -303,11 +307,12 @@ impl FineTune {
     /// Opens the files of all weights that are read, and compares them with what the programs declare.
     fn open_files(&mut self, step: &StepOptions) -> Result<(), TrainError> {
         let model = &self.base.model;
-        // Factors of low-rank updates are in no file.
+        // What is trained beside the model's weights is in no file.
         let denoiser = step::trace(
             model,
             &StepOptions {
                 lora: None,
+                inversion: None,
                 ..step.clone()
             },
         )?;
@@ -349,7 +354,7 @@ impl FineTune {
             dataset,
             options: batches,
             sizes,
-            keeps_ids: step.train_text_encoder,
+            keeps_ids: step.encodes_text(),
             held_out,
             dir: &cache,
         };

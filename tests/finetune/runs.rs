@@ -164,6 +164,14 @@ impl Place {
         command
     }
 
+    /// Gives every picture this caption.
+    pub fn caption(&self, caption: &str) {
+        for at in 0..6 {
+            fs::write(self.path("data").join(format!("{at}.txt")), caption).unwrap();
+        }
+        self.settle("data");
+    }
+
     /// `train` on the pictures; what it writes to standard error.
     pub fn train(&self, out: &str, words: &[&str]) -> String {
         let (code, log) = self.try_train(out, words);
@@ -204,7 +212,12 @@ impl Place {
     }
 
     pub fn generate(&self, out: &str, words: &[&str]) -> image::RgbImage {
-        let words = [&["prompt=a picture", "seed=3"], words].concat();
+        self.draw(out, "prompt=a picture", words)
+    }
+
+    /// `generate` of one prompt.
+    pub fn draw(&self, out: &str, prompt: &str, words: &[&str]) -> image::RgbImage {
+        let words = [&[prompt, "seed=3"], words].concat();
         let output = self.command("generate", out, &words).output().unwrap();
         let error = text(&output.stderr);
         assert!(output.status.success(), "{words:?}: {error}");
@@ -518,6 +531,7 @@ fn variants_of_a_run_follow_it() {
     let words = [
         "max_train_steps=4",
         "learning_rate=1e-3",
+        "optimizer_type=Lion",
         "checkpoint_copies=True",
     ];
     let of_six = [&words[..], &["per_device_batch_size=6"]].concat();

@@ -6,6 +6,7 @@ use crate::host_tensor::HostTensor;
 use crate::models::unet::{TextTime, UNetConditioning, names as unet};
 use crate::models::{Conditioning, Denoiser, DiffusionModel, HiddenState, Part};
 use crate::shape::Shape;
+use crate::train::inversion::is_learned;
 
 use super::names;
 
@@ -65,14 +66,15 @@ fn time_ids(b: &Builder, model: &DiffusionModel, batch: usize) -> Result<Tensor,
     b.broadcast_to(ids, &dims)
 }
 
-/// The learning rate of a text encoder's weight.
+/// The learning rate of a text encoder's weight, or of the vectors of a new token.
 pub(super) fn learning_rate(b: &Builder, weight: &str) -> Result<Option<Tensor>, GraphError> {
     let root = weight.split('/').next();
     let parts = [Part::TextEncoder, Part::TextEncoder2];
     let which = parts.iter().position(|part| Some(part.name()) == root);
-    let declare = |which: usize| {
-        let name = names::TEXT_LEARNING_RATES[which];
-        b.input(name, Shape::scalar(DType::F32), &[])
+    let name = match is_learned(weight) {
+        true => Some(names::TOKEN_LEARNING_RATE),
+        false => which.map(|which| names::TEXT_LEARNING_RATES[which]),
     };
-    which.map(declare).transpose()
+    let declare = |name: &str| b.input(name, Shape::scalar(DType::F32), &[]);
+    name.map(declare).transpose()
 }
