@@ -165,48 +165,82 @@ fn bf16_activations_train_on_the_cpu() {
     }
 }
 
+/// A signal between steps, and one while sample images are drawn, which would take a minute: the state is saved at once.
 #[test]
 fn a_signal_saves_and_ends_with_143() {
-    let dir = tempfile::tempdir().unwrap();
-    let out = dir.path().to_path_buf();
-    let mut child = maxdiff("train", &out, &["max_train_steps=1000000"])
-        .stdout(Stdio::piped())
-        .stderr(Stdio::null())
-        .spawn()
-        .unwrap();
-    let started = Instant::now();
-    let metrics = out.join("tiny/metrics.jsonl");
-    while fs::metadata(&metrics).map_or(0, |m| m.len()) == 0 {
-        assert!(
-            child.try_wait().unwrap().is_none(),
-            "training ended by itself"
-        );
-        assert!(
-            started.elapsed() < Duration::from_secs(300),
-            "no step in 300 s"
-        );
-        std::thread::sleep(Duration::from_millis(50));
+    for (overrides, last) in [
+        (&["max_train_steps=1000000"][..], None),
+        (
+            &[
+                "max_train_steps=2",
+                "sample_every=1",
+                "num_inference_steps=1000",
+            ],
+            Some(1),
+        ),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        let out = dir.path().to_path_buf();
+        let mut child = maxdiff("train", &out, overrides)
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        let started = Instant::now();
+        let metrics = out.join("tiny/metrics.jsonl");
+        while fs::metadata(&metrics).map_or(0, |m| m.len()) == 0 {
+            let is_over = child.try_wait().unwrap().is_some();
+            assert!(!is_over, "training ended by itself");
+            let waited = started.elapsed();
+            assert!(waited < Duration::from_secs(300), "no step in 300 s");
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        let id = child.id().to_string();
+        assert!(Command::new("kill").arg(id).status().unwrap().success());
+        let output = child.wait_with_output().unwrap();
+        assert_eq!(output.status.code(), Some(143));
+        let said = String::from_utf8_lossy(&output.stdout).into_owned();
+        assert!(said.contains("saved in"), "{said}");
+        let entries = fs::read_dir(out.join("tiny/checkpoints")).unwrap();
+        let names = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+        let saved: Vec<String> = names.filter(|name| name.starts_with("step-")).collect();
+        assert_eq!(saved.len(), 1);
+        if let Some(last) = last {
+            assert_eq!(saved, [format!("step-{last:08}")]);
+            assert_eq!(fs::read_dir(out.join("tiny/samples")).unwrap().count(), 0);
+        }
     }
-    let killed = Command::new("kill")
-        .arg(child.id().to_string())
-        .status()
+}
+
+/// Files that may not grow stand for a disk that is full. Training hears of it at one of the next steps.
+#[test]
+fn a_checkpoint_that_cannot_be_written_ends_the_run() {
+    let dir = tempfile::tempdir().unwrap();
+    let words = [
+        "max_train_steps=500",
+        "checkpoint_every=1",
+        "write_metrics=False",
+    ];
+    let command = maxdiff("train", dir.path(), &words);
+    let variables = command
+        .get_envs()
+        .filter_map(|(key, value)| Some((key, value?)));
+    let output = Command::new("sh")
+        .args(["-c", "trap '' XFSZ; ulimit -f 16; exec \"$0\" \"$@\""])
+        .arg(command.get_program())
+        .args(command.get_args())
+        .envs(variables)
+        .stdin(Stdio::null())
+        .output()
         .unwrap();
-    assert!(killed.success());
-    let output = child.wait_with_output().unwrap();
-    assert_eq!(output.status.code(), Some(143));
-    let said = String::from_utf8_lossy(&output.stdout).into_owned();
-    assert!(said.contains("saved in"), "{said}");
-    let saved = fs::read_dir(out.join("tiny/checkpoints"))
-        .unwrap()
-        .filter(|e| {
-            e.as_ref()
-                .unwrap()
-                .file_name()
-                .to_string_lossy()
-                .starts_with("step-")
-        })
-        .count();
-    assert_eq!(saved, 1);
+    let log = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(1), "{log}");
+    assert!(log.contains("no space left on the device"), "{log}");
+    assert!(!log.contains("completed step: 400"), "{log}");
+    // Nothing is left of it.
+    let entries = fs::read_dir(dir.path().join("tiny/checkpoints")).unwrap();
+    let names: Vec<_> = entries.map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!(names, [".lock"]);
 }
 
 #[test]

@@ -200,6 +200,7 @@ impl TrainProgress {
                 ));
             }),
             TrainEvent::Saving => self.with(|steps| steps.between("saving a checkpoint")),
+            TrainEvent::Validating => self.with(|steps| steps.between("measuring the validation loss")),
             TrainEvent::Sampling => self.with(|steps| steps.between("drawing sample images")),
             TrainEvent::Saved { checkpoint } => {
                 self.with(|steps| steps.message(&format!("saved {}", checkpoint.display())));

@@ -9,6 +9,7 @@
 //!     optimizer.safetensors     whatever else the run names
 //!     state.json                step, seeds, data position, configuration
 //!     manifest.json             size and sha256 of every other file
+//!   best -> step-00001000       the lowest validation loss, where it is measured
 //!   step-00002000.tmp-4711-x7Qa2K/   left by process 4711, killed while saving
 //! ```
 //!
@@ -25,6 +26,7 @@ use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Read, Write};
+use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 
 use rayon::prelude::*;
@@ -40,6 +42,8 @@ use state::{Manifest, ManifestFile, check_paths};
 const STATE_FILE: &str = "state.json";
 const PREFIX: &str = "step-";
 const DELETING: &str = "deleting";
+/// The symbolic link to the checkpoint with the lowest validation loss.
+pub const BEST: &str = "best";
 
 /// Why a checkpoint could not be saved or loaded.
 #[derive(Debug, thiserror::Error)]
@@ -59,7 +63,7 @@ pub enum CheckpointError {
 }
 
 /// Gives a tensor's bytes when they are to be written.
-pub type Fetch<'a> = Box<dyn FnMut(&TensorSpec) -> Result<Cow<'a, [u8]>, FetchError> + 'a>;
+pub type Fetch<'a> = Box<dyn FnMut(&TensorSpec) -> Result<Cow<'a, [u8]>, FetchError> + Send + 'a>;
 
 /// The kinds of files in a checkpoint.
 pub enum Content<'a> {
@@ -123,6 +127,8 @@ pub struct CheckpointWriter {
     lock: Lock,
     /// The checkpoints that this process committed and did not delete, oldest first.
     committed: Vec<PathBuf>,
+    /// The checkpoint with the lowest validation loss, also of earlier runs.
+    best: Option<(f64, PathBuf)>,
     /// Sizes and hashes of the files that were taken from elsewhere, by their paths in a checkpoint.
     taken: BTreeMap<String, (u64, String)>,
 }
@@ -141,6 +147,7 @@ impl CheckpointWriter {
             root: root.to_owned(),
             lock,
             committed: Vec::new(),
+            best: best(root),
             taken: BTreeMap::new(),
         })
     }
@@ -180,19 +187,31 @@ impl CheckpointWriter {
         sync_tree(temp.path()).map_err(|e| io_error(temp.path(), e))?;
         let dir = commit(temp, &self.root, state.step)?;
         self.committed.push(dir.clone());
+        if let Some(loss) = state.validation_loss
+            && self.best.as_ref().is_none_or(|(lowest, _)| loss < *lowest)
+        {
+            self.best = Some((loss, dir.clone()));
+            if let Err(error) = link_best(&self.root, &dir) {
+                tracing::warn!("{BEST} does not lead to {}: {error}", dir.display());
+            }
+        }
         Ok(dir)
     }
 
-    /// Deletes the oldest checkpoints that this process committed, but for the newest `n`, and
-    /// returns what it deleted. Checkpoints of other processes are never touched, those of the run
+    /// Deletes the oldest checkpoints that this process committed, but for the newest `n` and the best by
+    /// validation, and returns what it deleted. Checkpoints of other processes are never touched, those of the run
     /// that this one continues included. At least one is kept.
     ///
     /// # Errors
     /// When a folder cannot be removed.
     pub fn keep_last(&mut self, n: usize) -> Result<Vec<PathBuf>, CheckpointError> {
         let mut deleted = Vec::new();
-        while self.committed.len() > n.max(1) {
-            let dir = self.committed.remove(0);
+        let old = self.committed.len().saturating_sub(n.max(1));
+        let best = self.best.as_ref().map(|(_, dir)| dir.clone());
+        let is_doomed = |dir: &&PathBuf| Some(*dir) != best.as_ref();
+        let doomed = self.committed[..old].iter().filter(is_doomed).cloned();
+        for dir in doomed.collect::<Vec<PathBuf>>() {
+            self.committed.retain(|own| *own != dir);
             // Renamed first: a process that is killed in between leaves no half checkpoint under a
             // committed name.
             let mut name = dir.clone().into_os_string();
@@ -207,6 +226,28 @@ impl CheckpointWriter {
         }
         Ok(deleted)
     }
+}
+
+/// The checkpoint that [`BEST`] leads to, with its validation loss.
+fn best(root: &Path) -> Option<(f64, PathBuf)> {
+    let dir = root.join(fs::read_link(root.join(BEST)).ok()?);
+    let saved = SavedCheckpoint::open(&dir).ok()?;
+    Some((saved.state.validation_loss?, dir))
+}
+
+/// Makes [`BEST`] lead to `dir`, by one rename.
+fn link_best(root: &Path, dir: &Path) -> io::Result<()> {
+    let Some(name) = dir.file_name() else {
+        return Ok(());
+    };
+    let fresh = root.join(format!("{BEST}.tmp-{}", std::process::id()));
+    // What a process of the same number left.
+    match fs::remove_file(&fresh) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
+        _ => {}
+    }
+    symlink(name, &fresh)?;
+    fs::rename(&fresh, root.join(BEST))
 }
 
 /// The name of a step's checkpoint; those after the first of a step are numbered.

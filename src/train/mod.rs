@@ -12,6 +12,7 @@ mod observer;
 pub mod optimizer;
 mod run;
 mod samples;
+mod saving;
 pub mod schedule;
 mod state;
 pub mod step;

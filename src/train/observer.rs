@@ -70,18 +70,20 @@ pub enum TrainEvent<'a> {
         grad_norm: f64,
         skipped: u64,
     },
-    /// A checkpoint is written next.
+    /// The state is copied for a checkpoint, which is written while training goes on, or after the last step at once.
     Saving,
-    /// A checkpoint was written between two steps.
+    /// A checkpoint is written, some steps after its own.
     Saved {
         checkpoint: &'a Path,
     },
+    /// The next samples that are held out are measured.
+    Validating,
     /// The loss on what is held out was measured after `step` steps.
     Validated {
         step: u64,
         loss: &'a ValidationLoss,
     },
-    /// Images of the sample prompts are generated next.
+    /// The next step of images of the sample prompts follows.
     Sampling,
     /// Images of the sample prompts were generated.
     Sampled {
@@ -89,6 +91,6 @@ pub enum TrainEvent<'a> {
     },
 }
 
-/// Takes events as they come. After `Break`, training ends before its next step: the state is saved, and the outcome is
+/// Takes events as they come. After `Break`, training ends before its next step, and measures and draws no more: the state is saved, and the outcome is
 /// [`super::Outcome::Stopped`]. `&mut |_| ControlFlow::Continue(())` ignores all.
 pub type TrainObserver<'a> = dyn FnMut(TrainEvent<'_>) -> ControlFlow<()> + 'a;

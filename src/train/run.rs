@@ -1,7 +1,7 @@
 //! The training loop: batches in, metrics and checkpoints out.
 
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use rand::{RngCore, SeedableRng};
@@ -23,8 +23,9 @@ use super::error::TrainError;
 use super::feed::Feed;
 use super::observer::{TrainEvent, TrainObserver};
 use super::samples::Samples;
+use super::saving::{Saved, Saver};
 use super::schedule::LearningRate;
-use super::state::{RunOptions, TrainingState, save};
+use super::state::{RunOptions, TrainingState};
 use super::step::names;
 use super::validation::Validation;
 
@@ -61,7 +62,6 @@ pub(super) struct TrainingLoop<'a, 'o> {
     pub options: &'a RunOptions,
     /// The model that training started from, if it was not a new one.
     pub base: Option<&'a ModelSource>,
-    pub checkpoints: &'a mut CheckpointWriter,
     pub metrics: MetricsWriter,
     pub samples: Option<Samples<'a>>,
     pub validation: Option<Validation<'a>>,
@@ -71,7 +71,7 @@ pub(super) struct TrainingLoop<'a, 'o> {
 }
 
 impl TrainingLoop<'_, '_> {
-    /// Trains from the state's step to the last, or until the observer asks to stop.
+    /// Trains from the state's step to the last, or until the observer asks to stop. Checkpoints go to `checkpoints`.
     ///
     /// The state of step `n` depends on the configuration and `n` alone: batches, noise and rounding are made from
     /// the seed and the step, so a run that was stopped and continued computes what one without the pause would have.
@@ -79,31 +79,49 @@ impl TrainingLoop<'_, '_> {
     /// # Errors
     /// When data cannot be read, a program fails, a file cannot be written, or steps keep failing to be finite.
     /// [`TrainError::Ended`] says where the steps before the error are saved.
-    pub fn run(mut self, mut state: TrainingState) -> Result<Outcome, TrainError> {
+    pub fn run(
+        mut self,
+        mut state: TrainingState,
+        checkpoints: CheckpointWriter,
+    ) -> Result<Outcome, TrainError> {
         let first = state.step;
-        self.steps(&mut state).map_err(|cause| {
-            if state.step == first || !state.is_whole() {
-                return cause;
-            }
-            // The first of the two errors is the one to fix; a failed save leaves older checkpoints intact.
-            let checkpoint = match cause {
-                TrainError::NotFinite { .. } | TrainError::Checkpoint(_) => return cause,
-                _ => self.save_state(&mut state),
-            };
-            match checkpoint {
-                Ok(checkpoint) => TrainError::Ended {
-                    cause: Box::new(cause),
-                    checkpoint,
-                },
-                Err(error) => {
-                    tracing::warn!("the steps since the last checkpoint are lost: {error}");
-                    cause
+        let writer = Mutex::new(checkpoints);
+        let saved = Saved {
+            session: self.session,
+            options: self.options,
+            base: self.base,
+            writer: &writer,
+        };
+        std::thread::scope(|scope| {
+            let mut saver = Saver::new(scope, saved);
+            self.steps(&mut state, &mut saver).map_err(|cause| {
+                if state.step == first || !state.is_whole() {
+                    return cause;
                 }
-            }
+                // The first of the two errors is the one to fix; a failed save leaves older checkpoints intact.
+                let checkpoint = match cause {
+                    TrainError::NotFinite { .. } | TrainError::Checkpoint(_) => return cause,
+                    _ => saver.finish(&mut state),
+                };
+                match checkpoint {
+                    Ok(checkpoint) => TrainError::Ended {
+                        cause: Box::new(cause),
+                        checkpoint,
+                    },
+                    Err(error) => {
+                        tracing::warn!("the steps since the last checkpoint are lost: {error}");
+                        cause
+                    }
+                }
+            })
         })
     }
 
-    fn steps(&mut self, state: &mut TrainingState) -> Result<Outcome, TrainError> {
+    fn steps(
+        &mut self,
+        state: &mut TrainingState,
+        saver: &mut Saver<'_, '_>,
+    ) -> Result<Outcome, TrainError> {
         let options = self.options;
         let (first, total) = (state.step, options.max_train_steps);
         self.tell(TrainEvent::Started { first, total });
@@ -119,8 +137,10 @@ impl TrainingLoop<'_, '_> {
             Prefetcher::spawn(state.step * batches, 2, move |batch| feed.inputs(batch))?;
         let mut failed_in_a_row = 0;
         while state.step < total {
+            let written = saver.poll(state)?;
+            self.tell_saved(written);
             if self.is_stopped {
-                let checkpoint = self.save(state)?;
+                let checkpoint = self.save(state, saver)?;
                 return Ok(Outcome::Stopped {
                     checkpoint,
                     step: state.step,
@@ -143,34 +163,40 @@ impl TrainingLoop<'_, '_> {
             self.report(&result, state.skipped)?;
             if failed_in_a_row > options.max_nonfinite_steps {
                 // Skipped updates left the state as it was before the first of them.
-                let checkpoint = self.save(state)?;
+                let checkpoint = self.save(state, saver)?;
                 return Err(TrainError::NotFinite {
                     step,
                     count: failed_in_a_row,
                     checkpoint,
                 });
             }
-            self.save_and_sample(state)?;
+            self.save_and_sample(state, saver)?;
         }
-        let checkpoint = self.save(state)?;
+        let checkpoint = self.save(state, saver)?;
         Ok(Outcome::Done { checkpoint })
     }
 
-    /// Writes the checkpoint and sample images that are due between two steps. The last step is saved separately.
-    fn save_and_sample(&mut self, state: &mut TrainingState) -> Result<(), TrainError> {
+    /// Measures, begins the checkpoint and draws the sample images that are due between two steps. The last step is saved
+    /// separately. Measuring and drawing end early when the observer asks to stop, so that the state is saved soon.
+    fn save_and_sample(
+        &mut self,
+        state: &mut TrainingState,
+        saver: &mut Saver<'_, '_>,
+    ) -> Result<(), TrainError> {
         let step = state.step;
         let is_last = step == self.options.max_train_steps;
         let is_due = |every: u64| step.is_multiple_of(every);
-        if !is_last && self.options.checkpoint_every.is_some_and(is_due) {
-            let checkpoint = self.save(state)?;
-            self.tell(TrainEvent::Saved {
-                checkpoint: &checkpoint,
-            });
-        }
         if let Some(validation) = &mut self.validation
             && (is_last || is_due(validation.options.every))
         {
-            let loss = validation.measure(&|name| state.weight(name))?;
+            let weights = &|name: &str| state.weight(name);
+            let measured =
+                validation.measure(weights, &mut || (self.observer)(TrainEvent::Validating))?;
+            let Some(loss) = measured else {
+                self.is_stopped = true;
+                return Ok(());
+            };
+            saver.validated(step, loss.mean);
             let of_level = |(from, loss): &(usize, f64)| {
                 (
                     format!("{}_from_{from}", metrics::names::VALIDATION_LOSS),
@@ -184,15 +210,33 @@ impl TrainingLoop<'_, '_> {
             let loss = &loss;
             self.tell(TrainEvent::Validated { step, loss });
         }
+        if !is_last && self.options.checkpoint_every.is_some_and(is_due) {
+            let written = saver.wait(state)?;
+            self.tell_saved(written);
+            self.metrics.flush()?;
+            self.tell(TrainEvent::Saving);
+            saver.begin(state)?;
+        }
         if let Some(samples) = &mut self.samples
             && (is_last || is_due(samples.options.every))
         {
-            self.is_stopped |= (self.observer)(TrainEvent::Sampling).is_break();
-            let png = samples.make(step, &|name| state.weight(name))?;
+            let weights = &|name: &str| state.weight(name);
+            let drawn =
+                samples.make(step, weights, &mut || (self.observer)(TrainEvent::Sampling))?;
+            let Some(png) = drawn else {
+                self.is_stopped = true;
+                return Ok(());
+            };
             self.metrics.image(step, "samples", &png)?;
             self.tell(TrainEvent::Sampled { step });
         }
         Ok(())
+    }
+
+    fn tell_saved(&mut self, written: Option<PathBuf>) {
+        if let Some(checkpoint) = &written {
+            self.tell(TrainEvent::Saved { checkpoint });
+        }
     }
 
     fn tell(&mut self, event: TrainEvent<'_>) {
@@ -230,33 +274,17 @@ impl TrainingLoop<'_, '_> {
         Ok(())
     }
 
-    /// Saves a checkpoint, and flushes the metrics so that both tell of the same steps.
-    fn save(&mut self, state: &mut TrainingState) -> Result<PathBuf, TrainError> {
+    /// Saves the last checkpoint of the run, and flushes the metrics so that both tell of the same steps.
+    fn save(
+        &mut self,
+        state: &mut TrainingState,
+        saver: &mut Saver<'_, '_>,
+    ) -> Result<PathBuf, TrainError> {
         self.metrics.flush()?;
-        self.save_state(state)
-    }
-
-    fn save_state(&mut self, state: &mut TrainingState) -> Result<PathBuf, TrainError> {
-        if let Some((step, path)) = &state.saved
-            && *step == state.step
-        {
-            return Ok(path.clone());
-        }
         self.tell(TrainEvent::Saving);
-        let path = save(
-            self.session,
-            state,
-            self.options,
-            self.base,
-            self.checkpoints,
-        )?;
-        if let Some(limit) = self.options.checkpoints_total_limit
-            && let Err(error) = self.checkpoints.keep_last(limit)
-        {
-            tracing::warn!("an old checkpoint stays: {error}");
-        }
-        state.saved = Some((state.step, path.clone()));
-        Ok(path)
+        let written = saver.wait(state)?;
+        self.tell_saved(written.filter(|_| state.saved.as_ref().map(|s| s.0) != Some(state.step)));
+        saver.finish(state)
     }
 
     /// Runs one step on the next batches; `state` has its results, and its counter is one further.

@@ -1,6 +1,7 @@
 //! Sample images of a model while it is trained.
 
 use std::collections::BTreeMap;
+use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
 use crate::data::Tokenizer;
@@ -76,11 +77,17 @@ pub(super) struct Samples<'a> {
 }
 
 impl<'a> Samples<'a> {
-    /// Writes the grid of step `step`, and gives the bytes of its PNG file.
+    /// Writes the grid of step `step`, and gives the bytes of its PNG file; nothing when `go_on`, which is asked at each
+    /// denoising step, says to stop.
     ///
     /// # Errors
     /// When a program does not compile or fails, or the file cannot be written.
-    pub fn make<'w>(&mut self, step: u64, weights: Weights<'w>) -> Result<Vec<u8>, SampleError>
+    pub fn make<'w>(
+        &mut self,
+        step: u64,
+        weights: Weights<'w>,
+        go_on: &mut dyn FnMut() -> ControlFlow<()>,
+    ) -> Result<Option<Vec<u8>>, SampleError>
     where
         'a: 'w,
     {
@@ -114,7 +121,18 @@ impl<'a> Samples<'a> {
             zero_empty_prompts: self.zero_empty_prompts,
             ..SamplingOptions::new(std::slice::from_ref(&options.plan))
         };
-        let output = compiled.run(self.session, &source, &images, &sampling, &mut |_| Ok(()))?;
+        let mut is_stopped = false;
+        let output = compiled.run(self.session, &source, &images, &sampling, &mut |_| {
+            is_stopped |= go_on().is_break();
+            match is_stopped {
+                true => Err("stopped".into()),
+                false => Ok(()),
+            }
+        });
+        if is_stopped {
+            return Ok(None);
+        }
+        let output = output?;
         let columns = 4.min(output.images.len()) as u32;
         let scale = output
             .images
@@ -123,7 +141,7 @@ impl<'a> Samples<'a> {
         let labels: Vec<String> = options.images.iter().map(|i| i.prompt.clone()).collect();
         let grid = labelled_grid(&output.images, &labels, columns, scale)?;
         let path = write_numbered(&options.dir, &format!("step-{step:08}"), &grid, None)?;
-        read(&path)
+        read(&path).map(Some)
     }
 
     /// The embedding tables with the vectors of the new token, by name, in rows that no prompt needs; `images` have the ids of

@@ -14,14 +14,12 @@ use crate::models::clip::TOKEN_EMBEDDING;
 use crate::pipelines::model_files::ModelFiles;
 use crate::runtime::{Array, Program, Session, Slot};
 use crate::shape::Shape;
-use crate::weights::TensorSpec;
 use crate::weights::save::pytorch_metadata;
 use crate::weights::source::ModelSource;
+use crate::weights::{FetchError, TensorSpec};
 
 use super::INVERSION_FILE;
-use super::checkpoint::{
-    CheckpointError, CheckpointFile, CheckpointWriter, Content, SavedCheckpoint, TrainState,
-};
+use super::checkpoint::{CheckpointError, CheckpointFile, Content, SavedCheckpoint, TrainState};
 use super::error::TrainError;
 use super::inversion::{InversionOptions, is_learned};
 use super::lora::{self, LORA_FILE, LoraRecord, is_factor};
@@ -250,6 +248,13 @@ impl TrainingState {
         parts.all(|(input, array)| input.kind == InputKind::Data || array.is_some())
     }
 
+    /// Bytes of what checkpoints hold of it: all but data and weights that are not trained.
+    pub(super) fn bytes(&self) -> usize {
+        let inputs = self.inputs.iter().zip(&self.frozen);
+        let saved = inputs.filter(|(input, frozen)| input.kind != InputKind::Data && !**frozen);
+        saved.map(|(input, _)| input.shape.bytes()).sum()
+    }
+
     pub(super) fn weight(&self, name: &str) -> Option<&Array> {
         let averaged = format!("{EMA}{name}");
         let find = |wanted: &str| {
@@ -352,7 +357,7 @@ fn whole_place(options: &RunOptions, input: &str) -> (String, String) {
 }
 
 /// A safetensors file of a checkpoint.
-struct TensorFile {
+pub(super) struct TensorFile {
     path: String,
     /// Tensors with the inputs that they are the values of.
     tensors: Vec<(TensorSpec, usize)>,
@@ -361,29 +366,61 @@ struct TensorFile {
 }
 
 impl TensorFile {
-    fn content<'a>(self, session: &'a Session, state: &'a TrainingState) -> CheckpointFile<'a> {
-        let (specs, indices): (Vec<TensorSpec>, Vec<usize>) = self.tensors.into_iter().unzip();
-        let names = specs.iter().map(|spec| spec.name.clone());
-        let index: BTreeMap<String, usize> = names.zip(indices).collect();
+    /// The file, for which the arrays of `state` are copied from the devices when they are written.
+    pub fn borrowed<'a>(
+        self,
+        session: &'a Session,
+        state: &'a TrainingState,
+    ) -> CheckpointFile<'a> {
+        let places = self.tensors.iter();
+        let places: BTreeMap<String, usize> = places
+            .map(|(spec, index)| (spec.name.clone(), *index))
+            .collect();
+        self.file(move |name| {
+            let array = places.get(name).and_then(|at| state.arrays[*at].as_ref());
+            let array = array.ok_or("the array was given away")?;
+            Ok(array.to_host(session.mesh())?.data)
+        })
+    }
+
+    /// The same with copies of the arrays.
+    ///
+    /// # Errors
+    /// When an array cannot be read from the devices.
+    pub fn copied<'f>(
+        self,
+        session: &Session,
+        state: &TrainingState,
+    ) -> Result<CheckpointFile<'f>, TrainError> {
+        let mut copies = BTreeMap::new();
+        for (spec, index) in &self.tensors {
+            let array = state.arrays[*index].as_ref();
+            let array = array.ok_or_else(|| TrainError::UnknownInput(spec.name.clone()))?;
+            copies.insert(spec.name.clone(), array.to_host(session.mesh())?.data);
+        }
+        Ok(self.file(move |name| Ok(copies.remove(name).ok_or("it was written before")?)))
+    }
+
+    fn file<'a>(
+        self,
+        mut bytes_of: impl FnMut(&str) -> Result<Vec<u8>, FetchError> + Send + 'a,
+    ) -> CheckpointFile<'a> {
         let constants = self.constants;
         let of_constants = constants.iter().map(|(name, tensor)| TensorSpec {
             name: name.clone(),
             shape: tensor.shape.clone(),
         });
+        let specs = self.tensors.into_iter().map(|(spec, _)| spec);
         CheckpointFile {
             path: self.path,
             content: Content::Tensors {
-                specs: specs.into_iter().chain(of_constants).collect(),
+                specs: specs.chain(of_constants).collect(),
                 metadata: self.metadata,
                 fetch: Box::new(move |spec| {
-                    if let Some(constant) = constants.get(&spec.name) {
-                        return Ok(Cow::Owned(constant.data.clone()));
-                    }
-                    let array = index
-                        .get(&spec.name)
-                        .and_then(|at| state.arrays[*at].as_ref());
-                    let array = array.ok_or("the array was given away")?;
-                    Ok(Cow::Owned(array.to_host(session.mesh())?.data))
+                    Ok(Cow::Owned(match constants.get(&spec.name) {
+                        Some(constant) => constant.data.clone(),
+                        None => bytes_of(&spec.name)?,
+                    }))
                 }),
             },
         }
@@ -450,18 +487,17 @@ fn unused_weights(
     Ok(unused)
 }
 
-/// Writes a checkpoint of `state`, and gives its folder.
+/// The files of a checkpoint of `state`. `content` makes those of its arrays.
 ///
 /// # Errors
-/// When an array cannot be read from the devices, or the files cannot be written.
-pub(super) fn save(
-    session: &Session,
+/// Errors of `content`, and when a file of the model cannot be read.
+pub(super) fn files<'f>(
     state: &TrainingState,
-    options: &RunOptions,
-    base: Option<&ModelSource>,
-    writer: &mut CheckpointWriter,
-) -> Result<PathBuf, TrainError> {
-    let mut files: Vec<CheckpointFile<'_>> = options
+    options: &'f RunOptions,
+    base: Option<&'f ModelSource>,
+    content: &dyn Fn(TensorFile) -> Result<CheckpointFile<'f>, TrainError>,
+) -> Result<Vec<CheckpointFile<'f>>, TrainError> {
+    let mut files: Vec<CheckpointFile<'f>> = options
         .files
         .iter()
         .map(|(path, bytes)| CheckpointFile {
@@ -483,13 +519,12 @@ pub(super) fn save(
         let specs: Vec<&TensorSpec> = factors.iter().map(|(spec, _)| spec).collect();
         if let Some(file) = record.kohya(&specs) {
             let indices = factors.iter().map(|(_, index)| *index);
-            let file = TensorFile {
+            files.push(content(TensorFile {
                 path: lora::KOHYA_FILE.to_owned(),
                 tensors: file.factors.into_iter().zip(indices).collect(),
                 constants: file.alphas,
                 metadata: file.metadata,
-            };
-            files.push(file.content(session, state));
+            })?);
         }
     }
     for (path, tensors) in groups {
@@ -501,14 +536,18 @@ pub(super) fn save(
         if let (Some(inversion), INVERSION_FILE) = (&options.inversion, path.as_str()) {
             metadata.extend(inversion.metadata());
         }
-        let tensors = TensorFile {
+        files.push(content(TensorFile {
             constants: unused_weights(&path, &tensors, options, base)?,
             path,
             tensors,
             metadata,
-        };
-        files.push(tensors.content(session, state));
+        })?);
     }
+    Ok(files)
+}
+
+/// The record of a checkpoint of `state`.
+pub(super) fn record(state: &TrainingState, options: &RunOptions) -> TrainState {
     let mut record = TrainState::new(state.step, options.config.clone());
     record.seeds.insert("seed".to_string(), options.seed);
     record.data = serde_json::json!({ "step": state.step });
@@ -518,5 +557,5 @@ pub(super) fn save(
         SCHEDULE_STEPS.to_string(),
         options.learning_rate.total_steps,
     );
-    Ok(writer.save(&record, files)?)
+    record
 }

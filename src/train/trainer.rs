@@ -165,7 +165,7 @@ impl Trainer {
                 step: first_step,
             });
         }
-        let mut checkpoints = self.options.checkpoints.writer()?;
+        let checkpoints = self.options.checkpoints.writer()?;
         if let Some(owner) = checkpoints.stale_owner() {
             tracing::warn!("{owner} ended without releasing the checkpoint folder; continuing");
         }
@@ -284,14 +284,13 @@ impl Trainer {
             feed: Arc::clone(&feed),
             options: run,
             base: files.and_then(|files| files.published()),
-            checkpoints: &mut checkpoints,
             metrics,
             samples,
             validation,
             observer,
             is_stopped,
         };
-        training.run(state)
+        training.run(state, checkpoints)
     }
 }
 

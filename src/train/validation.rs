@@ -1,5 +1,7 @@
 //! The loss on samples that training never sees, with noise and timesteps that are always the same.
 
+use std::ops::ControlFlow;
+
 use crate::emit::DotPrecision;
 use crate::host_tensor::HostTensor;
 use crate::models::DiffusionModel;
@@ -42,11 +44,15 @@ pub(super) struct Validation<'a> {
 }
 
 impl<'a> Validation<'a> {
-    /// The loss with the weights as they are.
+    /// The loss with the weights as they are; nothing when `go_on`, which is asked before each batch, says to stop.
     ///
     /// # Errors
     /// When a program does not compile or fails, or an entry of the dataset cannot be read.
-    pub fn measure<'w>(&mut self, weights: Weights<'w>) -> Result<ValidationLoss, TrainError>
+    pub fn measure<'w>(
+        &mut self,
+        weights: Weights<'w>,
+        go_on: &mut dyn FnMut() -> ControlFlow<()>,
+    ) -> Result<Option<ValidationLoss>, TrainError>
     where
         'a: 'w,
     {
@@ -77,6 +83,9 @@ impl<'a> Validation<'a> {
                 .flat_map(|sample| (0..LEVELS).map(|level| (*sample, level)))
                 .collect();
             for work in work.chunks(rows) {
+                if go_on().is_break() {
+                    return Ok(None);
+                }
                 // A batch that is not full is filled up with its first sample.
                 let of_row = |row: usize| *work.get(row).unwrap_or(&work[0]);
                 let inputs = (0..rows).map(|row| self.row(of_row(row), part, size));
@@ -95,12 +104,12 @@ impl<'a> Validation<'a> {
         }
         let count = self.options.samples.max(1) as f64;
         let levels = sums.into_iter().enumerate();
-        Ok(ValidationLoss {
+        Ok(Some(ValidationLoss {
             mean: sums.iter().sum::<f64>() / count / LEVELS as f64,
             levels: levels
                 .map(|(level, sum)| (level * part, sum / count))
                 .collect(),
-        })
+        }))
     }
 
     fn compile(&self, size: usize, rows: usize) -> Result<PartProgram, TrainError> {

@@ -23,6 +23,9 @@ pub struct TrainState {
     pub quantization: Value,
     /// Counters that continue, such as skipped steps.
     pub counters: BTreeMap<String, u64>,
+    /// The loss on what is held out of training, where it was measured at this step.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub validation_loss: Option<f64>,
     /// The configuration values that decide what the run computes.
     pub config: BTreeMap<String, Value>,
     /// SHA-256 of `config` in canonical form.
@@ -39,6 +42,7 @@ impl TrainState {
             data: Value::Null,
             quantization: Value::Null,
             counters: BTreeMap::new(),
+            validation_loss: None,
             config_sha256: config_sha256(&config),
             config,
             maxdiff_version: env!("CARGO_PKG_VERSION").to_owned(),

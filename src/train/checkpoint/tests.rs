@@ -157,6 +157,42 @@ fn only_own_checkpoints_are_deleted() {
     assert_eq!(found(root, Check::Hashes).0, Some(5));
 }
 
+/// The link leads to the lowest loss of all runs, and that checkpoint stays while its run goes on.
+#[test]
+fn the_best_by_validation_is_kept() {
+    let root = tempfile::tempdir().unwrap();
+    let root = root.path();
+    let best = || fs::read_link(root.join(BEST)).ok();
+    let mut writer = CheckpointWriter::open(root).unwrap();
+    let save = |writer: &mut CheckpointWriter, step, validation_loss| {
+        let state = TrainState {
+            validation_loss,
+            ..state(step)
+        };
+        writer.save(&state, files(step)).unwrap();
+        writer.keep_last(1).unwrap();
+    };
+    save(&mut writer, 1, None);
+    assert_eq!(best(), None);
+    for (step, loss, lowest) in [(2, 0.5, 2), (3, 0.4, 3), (4, 0.45, 3), (5, 0.6, 3)] {
+        save(&mut writer, step, Some(loss));
+        assert_eq!(best().unwrap(), Path::new(&format!("step-{lowest:08}")));
+    }
+    assert_eq!(
+        names(root),
+        [".lock", "best", "step-00000003", "step-00000005"]
+    );
+    assert_eq!(found(root, Check::Hashes), (Some(5), Vec::new()));
+    drop(writer);
+    let mut writer = CheckpointWriter::open(root).unwrap();
+    save(&mut writer, 6, Some(0.41));
+    assert_eq!(best().unwrap(), Path::new("step-00000003"));
+    save(&mut writer, 7, Some(0.3));
+    assert_eq!(best().unwrap(), Path::new("step-00000007"));
+    let saved = SavedCheckpoint::open(&root.join(BEST)).unwrap();
+    assert_eq!(saved.state().validation_loss, Some(0.3));
+}
+
 #[test]
 fn a_failure_while_saving_leaves_no_trace() {
     let root = tempfile::tempdir().unwrap();
