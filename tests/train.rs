@@ -354,6 +354,9 @@ fn samples_are_made_with_bfloat16_weights_and_an_average() {
         .unwrap()
         .count();
     assert_eq!(samples, 1);
+    // The page shows the curves and the grid.
+    let page = fs::read_to_string(dir.path().join("tiny/report.html")).unwrap();
+    assert!(page.contains("<h2>Loss</h2><svg") && page.contains("data:image/png;base64,"));
 }
 
 /// Ids go by how often a word is used: captions that change must not give a trained embedding another word.

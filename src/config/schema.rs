@@ -162,7 +162,7 @@ schema! {
         seed: Seed = Seed(0), Used, TRAIN_GENERATE, is [FixedOnResume, NotAnOption];
         /// Steps between two log lines (without a progress bar), and between two flushes of the metrics.
         log_period: u64 = 100, Used, TRAIN, in AtLeast(1.0);
-        /// Write loss, learning rate and speed as JSON lines and for TensorBoard.
+        /// Write loss, learning rate and speed as JSON lines and for TensorBoard, and a page with curves and samples, `report.html`.
         write_metrics: bool = true, Used, TRAIN;
         /// File of the JSON lines. Empty: `metrics.jsonl` in the run's folder.
         metrics_file: String = String::new(), Used, TRAIN, when Is("write_metrics", &["True"]);

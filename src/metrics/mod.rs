@@ -1,8 +1,10 @@
-//! Training metrics: JSON lines, TensorBoard event files and progress on the terminal.
+//! Training metrics: JSON lines, TensorBoard event files, a page of the run, and progress on the terminal.
 //!
 //! Nothing is overwritten: a resumed run appends to the JSON lines and makes an event file of its
 //! own.
 
+mod chart;
+mod page;
 mod progress;
 pub mod tensorboard;
 mod tfrecord;
@@ -13,6 +15,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
 
+pub use page::{PageSources, write_page};
 pub use progress::{Progress, StepReport, step_line};
 use tensorboard::EventWriter;
 

@@ -331,6 +331,7 @@ fn metrics(config: &Config) -> MetricsFiles {
         run_name: config.run_name.clone(),
         jsonl: config.write_metrics.then_some(jsonl),
         tensorboard: config.write_metrics.then_some(tensorboard),
+        page: config.write_metrics.then(|| run_dir.join("report.html")),
         flush_every: config.log_period,
     }
 }

@@ -27,8 +27,8 @@ pub use lora::{
     ATTENTION_PROJECTIONS, LORA_FILE, LoraOptions, LoraRecord, LoraTargetError, TEXT_PROJECTIONS,
 };
 pub use observer::{Encoded, TrainEvent, TrainObserver, ValidationLoss};
-pub use run::Outcome;
+pub use run::{MetricsFiles, Outcome};
 pub use samples::{SampleError, SampleOptions};
 pub use state::{EMA_SUFFIX, RunOptions, SCHEDULE_STEPS, UnchangedFile, UnchangedOrigin};
-pub use trainer::{FineTune, MetricsFiles, Task, Trainer, TrainerOptions};
+pub use trainer::{FineTune, Task, Trainer, TrainerOptions};
 pub use validation::ValidationOptions;

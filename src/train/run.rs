@@ -11,7 +11,7 @@ use crate::data::Prefetcher;
 use crate::dtype::DType;
 use crate::graph::{Graph, InputKind, flops};
 use crate::host_tensor::HostTensor;
-use crate::metrics::{self, MetricsWriter, StepReport};
+use crate::metrics::{self, MetricsWriter, PageSources, StepReport, write_page};
 use crate::quant::ROUNDING_KEY;
 use crate::runtime::{Array, Program, Session, Value};
 use crate::shape::Shape;
@@ -28,6 +28,21 @@ use super::schedule::LearningRate;
 use super::state::{RunOptions, TrainingState};
 use super::step::names;
 use super::validation::Validation;
+
+/// The outputs of a run's metrics.
+#[derive(Clone, Debug, Default)]
+pub struct MetricsFiles {
+    /// Stands in every JSON line.
+    pub run_name: String,
+    /// The JSON lines file; an existing one is appended to.
+    pub jsonl: Option<PathBuf>,
+    /// The folder for TensorBoard's event files.
+    pub tensorboard: Option<PathBuf>,
+    /// The page of the run, which is made of the JSON lines.
+    pub page: Option<PathBuf>,
+    /// Steps between two flushes; 0 flushes at the end only.
+    pub flush_every: u64,
+}
 
 /// How a run ended, errors apart.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -63,6 +78,7 @@ pub(super) struct TrainingLoop<'a, 'o> {
     /// The model that training started from, if it was not a new one.
     pub base: Option<&'a ModelSource>,
     pub metrics: MetricsWriter,
+    pub files: &'a MetricsFiles,
     pub samples: Option<Samples<'a>>,
     pub validation: Option<Validation<'a>>,
     pub observer: &'a mut TrainObserver<'o>,
@@ -213,7 +229,7 @@ impl TrainingLoop<'_, '_> {
         if !is_last && self.options.checkpoint_every.is_some_and(is_due) {
             let written = saver.wait(state)?;
             self.tell_saved(written);
-            self.metrics.flush()?;
+            self.flush()?;
             self.tell(TrainEvent::Saving);
             saver.begin(state)?;
         }
@@ -233,6 +249,25 @@ impl TrainingLoop<'_, '_> {
         Ok(())
     }
 
+    /// Flushes the metrics, and writes the page of the run anew. One that cannot be written ends no run.
+    fn flush(&mut self) -> Result<(), TrainError> {
+        self.metrics.flush()?;
+        if let (Some(page), Some(jsonl)) = (&self.files.page, &self.files.jsonl) {
+            let sources = PageSources {
+                run_name: &self.files.run_name,
+                jsonl,
+                samples: self
+                    .samples
+                    .as_ref()
+                    .map(|samples| samples.options.dir.as_path()),
+            };
+            if let Err(error) = write_page(page, &sources) {
+                tracing::warn!("the page of the run is not written: {error}");
+            }
+        }
+        Ok(())
+    }
+
     fn tell_saved(&mut self, written: Option<PathBuf>) {
         if let Some(checkpoint) = &written {
             self.tell(TrainEvent::Saved { checkpoint });
@@ -248,22 +283,22 @@ impl TrainingLoop<'_, '_> {
         let tflops = result.tflops;
         let samples = self.feed.batch_size() as u64 * self.options.gradient_accumulation_steps;
         let rate = tflops / result.seconds;
-        self.metrics.scalars(
-            result.step,
-            &[
-                (metrics::names::STEP_TIME_SECONDS, result.seconds),
-                (metrics::names::PER_DEVICE_TFLOPS, tflops),
-                (metrics::names::PER_DEVICE_TFLOPS_PER_SEC, rate),
-                (
-                    metrics::names::SAMPLES_PER_SEC,
-                    samples as f64 / result.seconds,
-                ),
-                (metrics::names::CURRENT_LEARNING_RATE, result.learning_rate),
-                (metrics::names::LOSS, result.loss),
-                (metrics::names::GRAD_NORM, result.grad_norm),
-                (metrics::names::SKIPPED_STEPS, skipped as f64),
-            ],
-        )?;
+        let mut scalars = vec![
+            (metrics::names::STEP_TIME_SECONDS, result.seconds),
+            (metrics::names::PER_DEVICE_TFLOPS, tflops),
+            (metrics::names::PER_DEVICE_TFLOPS_PER_SEC, rate),
+            (
+                metrics::names::SAMPLES_PER_SEC,
+                samples as f64 / result.seconds,
+            ),
+            (metrics::names::CURRENT_LEARNING_RATE, result.learning_rate),
+            (metrics::names::LOSS, result.loss),
+            (metrics::names::GRAD_NORM, result.grad_norm),
+            (metrics::names::SKIPPED_STEPS, skipped as f64),
+        ];
+        let others = self.other_rates(result.step);
+        scalars.extend(others.iter().map(|(name, rate)| (name.as_str(), *rate)));
+        self.metrics.scalars(result.step, &scalars)?;
         self.tell(TrainEvent::Step(&StepReport {
             step: result.step,
             seconds: result.seconds,
@@ -280,7 +315,7 @@ impl TrainingLoop<'_, '_> {
         state: &mut TrainingState,
         saver: &mut Saver<'_, '_>,
     ) -> Result<PathBuf, TrainError> {
-        self.metrics.flush()?;
+        self.flush()?;
         self.tell(TrainEvent::Saving);
         let written = saver.wait(state)?;
         self.tell_saved(written.filter(|_| state.saved.as_ref().map(|s| s.0) != Some(state.step)));
@@ -392,19 +427,16 @@ impl TrainingLoop<'_, '_> {
                 (InputKind::Data, names::LEARNING_RATE) => {
                     HostTensor::from_f32([], &[batch.learning_rate as f32])?
                 }
-                (InputKind::Data, names::TOKEN_LEARNING_RATE) => {
-                    self.rate(self.options.token_learning_rate, batch.step)?
-                }
-                (InputKind::Data, name) if names::TEXT_LEARNING_RATES.contains(&name) => {
-                    let which = usize::from(name == names::TEXT_LEARNING_RATES[1]);
-                    self.rate(self.options.text_learning_rates[which], batch.step)?
-                }
                 (InputKind::Data, names::IS_LAST) => {
                     HostTensor::from_f32([], &[f32::from(u8::from(batch.is_last))])?
                 }
-                (InputKind::Data, name) => match inputs.get(name) {
-                    Some(tensor) => tensor.clone(),
-                    None => return Err(TrainError::UnknownInput(name.to_string())),
+                (InputKind::Data, name) => match (self.peak(name), inputs.get(name)) {
+                    (Some(peak), _) => {
+                        let rate = self.rate(peak, batch.step) as f32;
+                        HostTensor::from_f32([], &[rate])?
+                    }
+                    (None, Some(tensor)) => tensor.clone(),
+                    (None, None) => return Err(TrainError::UnknownInput(name.to_string())),
                 },
                 (InputKind::Weight(_) | InputKind::State, _) => {
                     data.push(None);
@@ -416,13 +448,38 @@ impl TrainingLoop<'_, '_> {
         Ok(data)
     }
 
+    /// The highest learning rate that an input is, of what has another than the denoiser.
+    fn peak(&self, input: &str) -> Option<f64> {
+        let mut text = names::TEXT_LEARNING_RATES.into_iter();
+        match text.position(|name| name == input) {
+            Some(which) => Some(self.options.text_learning_rates[which]),
+            None => {
+                (input == names::TOKEN_LEARNING_RATE).then_some(self.options.token_learning_rate)
+            }
+        }
+    }
+
     /// The learning rate in step `step` of what has `peak` in place of the denoiser's.
-    fn rate(&self, peak: f64, step: u64) -> Result<HostTensor, TrainError> {
+    fn rate(&self, peak: f64, step: u64) -> f64 {
         let rate = LearningRate {
             peak,
             ..self.options.learning_rate
         };
-        Ok(HostTensor::from_f32([], &[rate.at(step) as f32])?)
+        rate.at(step)
+    }
+
+    /// The learning rates of step `step` that are not the denoiser's, by the names of their scalars.
+    fn other_rates(&self, step: u64) -> Vec<(String, f64)> {
+        let inputs = self.programs.first().map(|of_size| &of_size.graph.inputs);
+        let rates = inputs.into_iter().flatten().filter_map(|input| {
+            let of = input.name.strip_prefix(names::LEARNING_RATE)?;
+            let rate = self.rate(self.peak(&input.name)?, step);
+            Some((
+                format!("{}{of}", metrics::names::CURRENT_LEARNING_RATE),
+                rate,
+            ))
+        });
+        rates.collect()
     }
 }
 

@@ -25,24 +25,11 @@ use super::error::TrainError;
 use super::feed::Feed;
 use super::lora;
 use super::observer::{TrainEvent, TrainObserver};
-use super::run::{Outcome, StepProgram, TrainingLoop};
+use super::run::{MetricsFiles, Outcome, StepProgram, TrainingLoop};
 use super::samples::{SampleError, SampleOptions, Samples};
 use super::state::{RunOptions, TrainingState};
 use super::step::{self, StepOptions};
 use super::validation::{Validation, ValidationOptions};
-
-/// The outputs of a run's metrics.
-#[derive(Clone, Debug, Default)]
-pub struct MetricsFiles {
-    /// Stands in every JSON line.
-    pub run_name: String,
-    /// The JSON lines file; an existing one is appended to.
-    pub jsonl: Option<PathBuf>,
-    /// The folder for TensorBoard's event files.
-    pub tensorboard: Option<PathBuf>,
-    /// Steps between two flushes; 0 flushes at the end only.
-    pub flush_every: u64,
-}
 
 /// What a run trains, and on what.
 pub enum Task {
@@ -285,6 +272,7 @@ impl Trainer {
             options: run,
             base: files.and_then(|files| files.published()),
             metrics,
+            files: &self.options.metrics,
             samples,
             validation,
             observer,
