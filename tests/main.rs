@@ -41,6 +41,7 @@ mod stops;
 mod stored_kernels;
 mod t5;
 mod tokenizer;
+mod tpu_heads;
 mod tpu_kernels;
 mod tpu_recorded;
 mod train;

@@ -57,7 +57,7 @@ pub fn inputs(graph: &Graph) -> Vec<HostTensor> {
 }
 
 /// The relative L2 distance between the results of two graphs.
-fn distance(graph: &Graph, kernel: &Graph) -> f64 {
+pub fn distance(graph: &Graph, kernel: &Graph) -> f64 {
     let inputs = inputs(graph);
     let [expected, found] =
         [graph, kernel].map(|g| evaluate(g, &inputs).unwrap()[0].to_f64_vec().unwrap());

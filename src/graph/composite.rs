@@ -24,6 +24,12 @@ pub enum Composite {
     },
     /// Over the last dimension. Operands: x, weight and bias `f32[features]`.
     LayerNorm { epsilon: f64 },
+    /// Division by the root of the mean square over the last dimension. Operands: x, weight `f32[features]`.
+    RmsNorm { epsilon: f64 },
+    /// Rotary position embedding of pairs of neighbours: each feature times `cos`, the next one times `next` and the previous one
+    /// times `previous`, which come round the ends. Operands: x `[batch, positions, heads, features]`, then `cos`, `next`
+    /// and `previous` `f32[positions, features]`.
+    Rotary,
     /// The first half of the last dimension times the exact GELU of the second half.
     GatedGelu,
     /// Twice the height and width of an image `[batch, height, width, channels]`: every pixel twice in both directions.
@@ -77,6 +83,8 @@ impl Composite {
             Composite::GroupNorm { silu: false, .. } => "group_norm",
             Composite::GroupNorm { silu: true, .. } => "group_norm_silu",
             Composite::LayerNorm { .. } => "layer_norm",
+            Composite::RmsNorm { .. } => "rms_norm",
+            Composite::Rotary => "rotary",
             Composite::GatedGelu => "gated_gelu",
             Composite::UpsampleNearest2x => "upsample_nearest_2x",
             Composite::FindScale { .. } => "find_scale",

@@ -152,13 +152,20 @@ pub fn rms_norm(b: &Builder, x: Tensor, epsilon: f64, precision: Precision) -> R
     let features = features(b, "rms_norm", x)?;
     let shape = Shape::new(precision.weights, [features]);
     let weight = b.param("weight", shape, Init::Ones, &[Some("norm")])?;
-    let x = b.convert(x, DType::F32)?;
-    let last = b.dims(x).len() - 1;
-    let sum = b.reduce_keep(Reduction::Sum, b.square(x)?, &[last])?;
-    let mean = b.mul_scalar(sum, 1.0 / features as f64)?;
-    let inverse = b.rsqrt(b.add_scalar(mean, epsilon)?)?;
-    let y = b.mul(b.mul(x, inverse)?, b.convert(weight, DType::F32)?)?;
-    b.convert(y, precision.activations)
+    let weight = b.convert(weight, DType::F32)?;
+    b.composite(
+        Composite::RmsNorm { epsilon },
+        &[x, weight],
+        |b, operands| {
+            let x = b.convert(operands[0], DType::F32)?;
+            let last = b.dims(x).len() - 1;
+            let sum = b.reduce_keep(Reduction::Sum, b.square(x)?, &[last])?;
+            let mean = b.mul_scalar(sum, 1.0 / features as f64)?;
+            let inverse = b.rsqrt(b.add_scalar(mean, epsilon)?)?;
+            let y = b.mul(b.mul(x, inverse)?, operands[1])?;
+            b.convert(y, precision.activations)
+        },
+    )
 }
 
 /// The size of the last dimension, which `layer` normalizes over.

@@ -1,7 +1,7 @@
 //! Rotary position embeddings (Su et al., 2021, arXiv:2104.09864) over several axes.
 
 use crate::dtype::DType;
-use crate::graph::{Builder, Tensor};
+use crate::graph::{Builder, Composite, Tensor};
 use crate::host_tensor::HostTensor;
 
 use super::{Result, dims};
@@ -87,19 +87,29 @@ impl RotaryTables {
                 b.shape(self.cos)
             )));
         }
-        let dtype = b.dtype(x);
-        let x = b.convert(x, DType::F32)?;
-        // Features that come round the end are multiplied with 0.
-        let rotated_by = |by: usize| {
-            let first = b.slice_dim(x, 3, by, features)?;
-            b.concatenate(&[first, b.slice_dim(x, 3, 0, by)?], 3)
-        };
-        let term =
-            |value: Tensor, table: Tensor| b.mul(value, b.broadcast_in_dim(table, &[1, 3], &size)?);
-        let y = b.add(term(x, self.cos)?, term(rotated_by(1)?, self.next)?)?;
-        let y = b.add(y, term(rotated_by(features - 1)?, self.previous)?)?;
-        b.convert(y, dtype)
+        let operands = [x, self.cos, self.next, self.previous];
+        b.composite(Composite::Rotary, &operands, rotated)
     }
+}
+
+/// [`Composite::Rotary`] of its operands.
+fn rotated(b: &Builder, operands: &[Tensor]) -> Result<Tensor> {
+    let &[x, cos, next, previous] = operands else {
+        return Err(b.invalid("rotary embedding: takes a tensor and three tables"));
+    };
+    let size = b.dims(x);
+    let features = size[3];
+    let dtype = b.dtype(x);
+    let x = b.convert(x, DType::F32)?;
+    let rotated_by = |by: usize| {
+        let first = b.slice_dim(x, 3, by, features)?;
+        b.concatenate(&[first, b.slice_dim(x, 3, 0, by)?], 3)
+    };
+    let term =
+        |value: Tensor, table: Tensor| b.mul(value, b.broadcast_in_dim(table, &[1, 3], &size)?);
+    let y = b.add(term(x, cos)?, term(rotated_by(1)?, next)?)?;
+    let y = b.add(y, term(rotated_by(features - 1)?, previous)?)?;
+    b.convert(y, dtype)
 }
 
 #[cfg(test)]

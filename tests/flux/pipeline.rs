@@ -308,7 +308,8 @@ fn full_size_models_are_lowered_from_the_recipe_alone() {
         let report = json(&program(args).output().unwrap());
         eprintln!("{report}");
         let text = fs::read_to_string(&file).unwrap();
-        assert!(text.contains("transformer/single_transformer_blocks.37.proj_out/dot_general"));
+        // Equal blocks are one loop.
+        assert!(text.contains("transformer/single_transformer_blocks.0-37.proj_out/dot_general"));
         assert!(text.contains("\"fsdp\""), "{recipe}: nothing is split");
     }
 }

@@ -115,7 +115,7 @@ fn full_size_models_are_lowered_from_the_recipe_alone() {
         ),
     ] {
         let text = lower(recipe, &more);
-        assert!(text.contains("transformer/transformer_blocks.27.ff.net.2/"));
+        assert!(text.contains("transformer/transformer_blocks.0-27.ff.net.2/"));
         assert!(text.contains("\"fsdp\""), "{recipe}: nothing is split");
     }
     let dir = SIGMA.folder();

@@ -156,6 +156,8 @@ impl<'a> Claims<'a> {
             Composite::Attention { .. }
             | Composite::GroupNorm { .. }
             | Composite::LayerNorm { .. }
+            | Composite::RmsNorm { .. }
+            | Composite::Rotary
             | Composite::GatedGelu
             | Composite::UpsampleNearest2x
             | Composite::FindScale { .. }

@@ -217,7 +217,7 @@ impl SideBySide {
 }
 
 /// `bf16[batch, rows, channels]`, in blocks of rows that the grid's second dimension counts.
-fn image([batch, rows, channels]: [usize; 3], block: usize) -> Window {
+pub(super) fn image([batch, rows, channels]: [usize; 3], block: usize) -> Window {
     Window {
         dtype: DType::BF16,
         array: [batch, rows, channels],
@@ -234,7 +234,7 @@ fn image_sizes(x: &Shape) -> Option<[usize; 3]> {
 }
 
 /// The most rows of a block that divide all, as whole tiles, where `windows` images lie beside each other.
-fn block_rows([rows, channels]: [usize; 2], windows: usize) -> Option<usize> {
+pub(super) fn block_rows([rows, channels]: [usize; 2], windows: usize) -> Option<usize> {
     // Blocks are there twice; a quarter of the memory is enough to hide the latency of transfers.
     let row = 2 * channels.next_multiple_of(LANES);
     let most = VMEM_BYTES / 8 / (windows * row).max(1);
@@ -251,7 +251,7 @@ fn parts(channels: usize) -> impl Iterator<Item = Range<usize>> {
 
 /// Runs `body` for each tile of the first window's block: it takes the carried values, the tile in `f32` and its first
 /// row, and gives the next carried values.
-fn each_tile(
+pub(super) fn each_tile(
     k: &mut Kernel,
     block: usize,
     part: &Range<usize>,
@@ -291,7 +291,7 @@ fn silu(k: &mut Kernel, x: KernelValue) -> KernelValue {
     k.convert(y, DType::BF16)
 }
 
-fn configuration(
+pub(super) fn configuration(
     kernel: Option<Kernel>,
     transcendentals: u64,
     bytes_accessed: u64,

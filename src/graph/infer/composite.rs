@@ -77,6 +77,22 @@ fn result_dims(kind: &Composite, operands: &[&Shape]) -> Dims {
             count(3)?;
             affine_dims(operands[0], &operands[1..])
         }
+        Composite::RmsNorm { .. } => {
+            count(2)?;
+            affine_dims(operands[0], &operands[1..])
+        }
+        Composite::Rotary => {
+            count(4)?;
+            let x = operands[0];
+            let [_, positions, _, features] = x.dims[..] else {
+                return Err(format!("{x} has no heads"));
+            };
+            let table = Shape::new(DType::F32, [positions, features]);
+            match operands[1..].iter().find(|found| ***found != table) {
+                None => Ok(x.dims.clone()),
+                Some(found) => Err(format!("takes tables {table}, found {found}")),
+            }
+        }
         Composite::GatedGelu => {
             count(1)?;
             match operands[0].dims.split_last() {

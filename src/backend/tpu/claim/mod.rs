@@ -13,7 +13,7 @@ use crate::graph::{Binary, Builder, Composite, Graph, GraphError, Node, Op, PadD
 use crate::shape::Shape;
 
 use super::mosaic::LANES;
-use super::{Arithmetic, Attention, Product};
+use super::{Arithmetic, Attention, Heads, Product};
 
 use contracted::{ContractedDims, Scales};
 
@@ -32,6 +32,7 @@ type Result<T> = std::result::Result<T, GraphError>;
 /// - 3x3 and 1x1 convolutions of bf16 images, together with the bias, the rounding to bf16 and the sum after them; where
 ///   AQT's int8 quantizes image and weights, a scale an image, together with the rounding,
 /// - the ranges of bf16 images that int8 quantizes, a scale an image,
+/// - RMS norms and rotary positions of heads of 128 features in bf16,
 /// - group norms, nearest upsampling and pairs of channels of bf16 images that these kernels read,
 /// - products that give the queries, keys and values of one attention, as one product.
 ///
@@ -84,6 +85,11 @@ pub fn claim(graph: &Graph, int8: bool, parts: usize) -> Result<Graph> {
         }
         match (kind, &operands[..]) {
             (Composite::Attention { causal: false }, &[q, k, v]) => attention(b, [q, k, v]),
+            (Composite::RmsNorm { epsilon }, &[x, weight]) => {
+                let kernel = Heads::RmsNorm { epsilon: *epsilon };
+                heads(b, kernel, x, &[weight])
+            }
+            (Composite::Rotary, &[x, ref tables @ ..]) => heads(b, Heads::Rotary, x, tables),
             (Composite::FindScale { kept, format }, &[x])
                 if int8 && kept[..] == [0] && !claims.of_weights[i] =>
             {
@@ -112,6 +118,26 @@ pub fn claim(graph: &Graph, int8: bool, parts: usize) -> Result<Graph> {
             _ => Ok(None),
         }
     })
+}
+
+/// What `kernel` computes of the heads `x` `[batch, positions, heads, features]` and of `others`, whose last dimension has the
+/// features too. `None` where the kernel does not take them.
+fn heads(b: &Builder, kernel: Heads, x: Tensor, others: &[Tensor]) -> Result<Option<Tensor>> {
+    let shape = b.shape(x);
+    let &[batch, positions, count, features] = &shape.dims[..] else {
+        return Ok(None);
+    };
+    let takes = shape.dtype == DType::BF16 && features == LANES;
+    if !takes || !kernel.fits(positions, count) {
+        return Ok(None);
+    }
+    let mut operands = vec![b.reshape(x, &[batch, positions, count * features])?];
+    for other in others {
+        let rows = b.shape(*other).count() / features;
+        operands.push(b.reshape(*other, &[1, rows, features])?);
+    }
+    let y = b.push(Op::CustomCall(Arc::new(kernel)), &operands)?;
+    b.reshape(y, &shape.dims).map(Some)
 }
 
 /// A product with what belongs to it. Numbers are nodes.
