@@ -133,6 +133,49 @@ fn low_rank_products_stand_beside_int4() {
     assert!(found < 16.0, "{found}");
 }
 
+/// Weights and activations in int4, alone and with a low-rank product in the paper's order, whose activations are divided by
+/// factors that layers of one parent share.
+#[test]
+fn int4_activations_draw_from_a_checkpoint() {
+    let dir = tempfile::tempdir().unwrap();
+    let float = drawn(dir.path(), &[]);
+    let group = "quantization_granularity=4";
+    let plain = dir.path().join("plain");
+    let report = quantized(&plain, &["quantization=w4a4", group]);
+    let formats = &report["quantization_config"]["formats"][0];
+    assert_eq!(formats["activation"]["element"], "int4");
+    assert_eq!(formats["activation"]["group_size"], 4);
+    let named = format!("pretrained_model_name_or_path={}", plain.display());
+    let found = distance(&drawn(dir.path(), &[&named]), &float);
+    assert!((0.1..50.0).contains(&found), "{found}");
+
+    let paper = dir.path().join("paper");
+    let words = [
+        "quantization=svdquant_w4a4",
+        "svd_rank=4",
+        "svd_order=paper",
+        group,
+    ];
+    let refused = quantize(&paper, &words);
+    let error = text(&refused.stderr);
+    assert!(
+        error.contains("svd_order=paper divides activations by factors"),
+        "{error}"
+    );
+    quantized(&paper, &[&words[..], &[SMALL]].concat());
+    let stored = ModelSource::open(&paper).unwrap();
+    let checkpoint = &stored.components[&Part::Unet].checkpoint;
+    let factors = |name: &str| {
+        let path = format!("down_blocks.0.attentions.0.transformer_blocks.0.{name}.smooth_factor");
+        checkpoint.read(&path).unwrap().to_f32_vec().unwrap()
+    };
+    assert_eq!(factors("attn1.to_q"), factors("attn1.to_v"));
+    assert_ne!(factors("attn1.to_q"), factors("attn1.to_out.0"));
+    let named = format!("pretrained_model_name_or_path={}", paper.display());
+    let found = distance(&drawn(dir.path(), &[&named]), &float);
+    assert!((0.1..50.0).contains(&found), "{found}");
+}
+
 #[test]
 fn calibration_that_cannot_be_is_refused() {
     let dir = tempfile::tempdir().unwrap();

@@ -36,7 +36,7 @@ pub use schema::{Calibration, Config, LoraConfig, MOST_IMAGES, SchedulerConfig, 
 pub use values::{
     Attention, BiasStrategy, DataSharding, DatasetType, FloatType, FreeDict, FreeList, Hardware,
     LossWeighting, MeshAxes, ModelConfig, OneOrMore, OptimizerType, Prompts, Quantization, Resume,
-    Seed, TextEncoderConfig, TextualInversionFile, TextualInversionFiles, UNetConfig,
+    Seed, SvdOrder, TextEncoderConfig, TextualInversionFile, TextualInversionFiles, UNetConfig,
 };
 pub use verb::Verb;
 

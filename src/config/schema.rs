@@ -94,6 +94,8 @@ const MODES: &[&str] = &[
     "nvfp4",
     "int8_w8a8_static",
     "svdquant_w4a16",
+    "w4a4",
+    "svdquant_w4a4",
 ];
 const QUANTIZED: Condition = Is("quantization", MODES);
 /// Weights are quantized once: all modes but int8, which is the first.
@@ -107,15 +109,20 @@ const WEIGHTS_ONLY: Condition = Is(
         "fp8_w8a16",
         "int8_w8a8_static",
         "svdquant_w4a16",
+        "w4a4",
+        "svdquant_w4a4",
     ],
 );
 /// Modes whose activations are calibrated, maybe by a rule alone.
 const CALIBRATED: Condition = Either(
-    &Is("quantization", &["int8_w8a8_static", "svdquant_w4a16"]),
+    &Is(
+        "quantization",
+        &["int8_w8a8_static", "svdquant_w4a16", "svdquant_w4a4"],
+    ),
     &Given("quant_rules"),
 );
 const LOW_RANK: Condition = Either(
-    &Is("quantization", &["svdquant_w4a16"]),
+    &Is("quantization", &["svdquant_w4a16", "svdquant_w4a4"]),
     &Given("quant_rules"),
 );
 const PERCENTILE: Condition = Is("quantization_observer", &["percentile"]);
@@ -323,12 +330,13 @@ schema! {
         use_qwix_quantization: bool = false, Used, EVERY,
             when QUANTIZED, is [FixedOnResume];
         /// How values become integers: AQT's, Qwix's or AMD Quark's conventions, or with `quantize` llama.cpp's blocks (`gguf`, for
-        /// int8_w8a16 and w4a16 with a number as granularity). Empty: AQT's; for int8_w8a8_static and svdquant_w4a16 AMD Quark's;
-        /// fp8_w8a16, nf4, mxfp4, mxfp8 and nvfp4 have their own.
+        /// int8_w8a16 and w4a16 with a number as granularity). Empty: AQT's; for int8_w8a8_static, w4a4 and the modes of SVDQuant
+        /// AMD Quark's; fp8_w8a16, nf4, mxfp4, mxfp8 and nvfp4 have their own.
         quantization_numerics: Option<NumericsConvention> = None, Ours, EVERY,
             when Both(&QUANTIZED, &Is("use_qwix_quantization", &["False"])), is [FixedOnResume];
         /// Which elements of a weight share a scale: all (`tensor`), those of an output feature (`channel`), or of it so many
-        /// input features. Empty: `channel`; for w4a16 and nf4 64, mxfp4 and mxfp8 32, nvfp4 16.
+        /// input features. Empty: `channel`; for w4a16, w4a4 and nf4 64, mxfp4 and mxfp8 32, nvfp4 16. With
+        /// w4a4 also which elements of an activation: those of a token, or of it so many features.
         quantization_granularity: WeightGranularity = WeightGranularity::default(), Ours, EVERY,
             when OF_WEIGHTS, is [FixedOnResume];
         /// Whether integers lie around zero; otherwise each scale of a weight has a zero point, as AMD Quark's have.
@@ -353,6 +361,9 @@ schema! {
         svd_alpha: f64 = 0.5, Ours, QUANTIZE, in MinusOneOrBetween(0.0, 1.0), when LOW_RANK;
         /// Times that the low-rank product is chosen anew for what quantizing leaves. 1: AMD Quark's.
         svd_iterations: u64 = 1, Ours, QUANTIZE, in Between(1.0, 100.0), when LOW_RANK;
+        /// Where the factors go that share ranges between activations and weights: `quark` divides them out of the weight
+        /// again, `paper` divides activations by them.
+        svd_order: SvdOrder = SvdOrder::Quark, Ours, QUANTIZE, when LOW_RANK;
         /// The pipeline's runs that find the range of activations.
         calibration: Calibration = Calibration::default(), Ours, QUANTIZE, when CALIBRATED;
 

@@ -40,8 +40,22 @@ named! {
         Int8W8A8Static = "int8_w8a8_static",
         /// As w4a16, of what a low-rank product in float beside each linear layer leaves.
         SvdQuantW4A16 = "svdquant_w4a16",
+        /// 4-bit integers on dots and convolutions, for weights and activations with a scale for as many input features.
+        W4A4 = "w4a4",
+        /// As w4a4, of what a low-rank product in float beside each linear layer leaves.
+        SvdQuantW4A4 = "svdquant_w4a4",
     }
     not_yet ["fp8", "fp8_full"]
+}
+
+named! {
+    /// Where the factors of SVDQuant go that features are weighted with before a weight is decomposed.
+    pub enum SvdOrder {
+        /// They are divided out of the weight again: they say which features the low-rank product fits best.
+        Quark = "quark",
+        /// Activations are divided by them before they are multiplied, with the weight and with the low-rank product.
+        Paper = "paper",
+    }
 }
 
 named! {

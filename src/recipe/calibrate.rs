@@ -3,7 +3,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-use crate::config::{self, Config, Hardware, Loaded, Prompts, QuantRules, WeightGranularity};
+use crate::config::{
+    self, Config, Hardware, Loaded, Prompts, QuantRules, SvdOrder, WeightGranularity,
+};
 use crate::graph::{Granularity, NumericsConvention, Range, TensorFormat};
 use crate::host_tensor::HostTensor;
 use crate::pipelines::prompt_file::read_prompts;
@@ -12,7 +14,7 @@ use crate::pjrt::install::TryLoad;
 use crate::pjrt::prepare_process;
 use crate::quant::{
     Action, CalibrationError, LowRankOptions, Observer, ObserverKind, Policy, Statistics,
-    StoredLayer, Watch, balance, largest_of_features,
+    StoredLayer, Watch, balance, input_scale_name, largest_of_features, smooth_factor_name,
 };
 use crate::util::files;
 use crate::weights::Checkpoint;
@@ -82,11 +84,20 @@ pub(super) fn check_calibration(config: &Config, policy: &Policy) -> Result<(), 
              sunrise, a bowl of fruit], steps: 20}', or calibration.prompts_file",
         ),
         (false, false, true) => refuse(
-            "calibration has no effect: no mode reads activations; leave it out, or take int8_w8a8_static or svdquant_w4a16",
+            "calibration has no effect: no mode reads activations; leave it out, or take int8_w8a8_static, svdquant_w4a16 or \
+             svdquant_w4a4",
         ),
         _ if config.svd_alpha < 0.0 && has_low_rank && !has_prompts => refuse(
             "svd_alpha=-1 tries how activations and weights share their range, which needs calibration: give calibration \
              prompts, or leave svd_alpha out",
+        ),
+        _ if config.svd_order == SvdOrder::Paper && has_low_rank && !has_prompts => refuse(
+            "svd_order=paper divides activations by factors, which need calibration: give calibration prompts, or leave \
+             svd_order out",
+        ),
+        _ if config.svd_order == SvdOrder::Paper && config.svd_alpha < 0.0 => refuse(
+            "svd_alpha=-1 tries factors for each layer, and with svd_order=paper layers that read the same activation share \
+             them: give svd_alpha a number from 0 to 1",
         ),
         _ if config.quantization_smooth_alpha.is_some()
             && calibration.observer != ObserverKind::MinMax =>
@@ -235,10 +246,16 @@ pub(super) fn plans(
     checkpoint: &Checkpoint,
 ) -> Result<BTreeMap<String, LayerPlan>, RecipeError> {
     let mut plans = BTreeMap::new();
-    let smooth = match (config.quantization_smooth_alpha, statistics) {
-        (Some(alpha), Some(statistics)) => smooth_scales(alpha, stored, statistics, checkpoint)?,
-        _ => BTreeMap::new(),
-    };
+    let shared =
+        |alpha: Option<f64>, reads: &dyn Fn(&StoredLayer) -> bool| match (alpha, statistics) {
+            (Some(alpha), Some(statistics)) => {
+                shared_factors(alpha, stored, reads, statistics, checkpoint)
+            }
+            _ => Ok(BTreeMap::new()),
+        };
+    let smooth = shared(config.quantization_smooth_alpha, &has_feature_scales)?;
+    let smooth = smooth_scales(smooth, statistics)?;
+    let paper = shared(Some(config.svd_alpha), &|layer| layer.smoothed)?;
     for (path, layer) in &stored.layers {
         let recorded = layer.activation.filter(|format| is_recorded(*format));
         if recorded.is_none() && layer.low_rank.is_none() {
@@ -276,7 +293,13 @@ pub(super) fn plans(
                 // The weight takes over what is stored.
                 plan.factors = Some(scale.to_f32_vec().map_err(RecipeError::failed)?);
             }
-            plan.input_scale = Some(scale);
+            plan.beside.push((input_scale_name(path), scale));
+        }
+        if let Some(factors) = paper.get(path) {
+            let tensor = HostTensor::from_f32([factors.len()], factors);
+            let tensor = tensor.map_err(RecipeError::failed)?;
+            plan.beside.push((smooth_factor_name(path), tensor));
+            plan.factors = Some(factors.clone());
         }
         plan.low_rank = layer.low_rank.map(|rank| LowRankOptions {
             rank,
@@ -285,32 +308,61 @@ pub(super) fn plans(
                 alpha if alpha < 0.0 => (1..20).map(|i| f64::from(i) / 20.0).collect(),
                 alpha => vec![alpha],
             },
-            features: known.map(|known| [known.features().to_vec(), known.squares()]),
+            // A weight that has taken factors over is decomposed as it is.
+            features: known
+                .filter(|_| !layer.smoothed)
+                .map(|known| [known.features().to_vec(), known.squares()]),
         });
         plans.insert(path.clone(), plan);
     }
     Ok(plans)
 }
 
-/// SmoothQuant: the scale of each feature of what layers read. Layers of one parent that read the same activation share
-/// them: the largest of their weights decide.
+/// Whether calibration finds a scale for each feature of what a layer reads.
+fn has_feature_scales(layer: &StoredLayer) -> bool {
+    layer
+        .activation
+        .is_some_and(|format| is_recorded(format) && format.granularity == Granularity::Feature)
+}
+
+/// SmoothQuant: the scales of the features of what layers read, of the factors by which they share their ranges. What is read
+/// divided by the factors becomes 127.5 at most.
 fn smooth_scales(
+    factors: BTreeMap<String, Vec<f32>>,
+    statistics: Option<&Statistics>,
+) -> Result<BTreeMap<String, Vec<f32>>, RecipeError> {
+    let mut scales = BTreeMap::new();
+    let Some(statistics) = statistics else {
+        return Ok(scales);
+    };
+    for (layer, mut factors) in factors {
+        let known = statistics.of_layer(&layer).map_err(RecipeError::failed)?;
+        let smoothed = known.features().iter().zip(&factors);
+        let highest = smoothed.fold(0f32, |highest, (a, factor)| highest.max(a / factor));
+        let step = (highest / 127.5).max(f32::EPSILON);
+        factors.iter_mut().for_each(|factor| *factor *= step);
+        scales.insert(layer, factors);
+    }
+    Ok(scales)
+}
+
+/// The factors ([`balance`]) by which the layers that `reads` takes share ranges with what they read. Layers of one parent that
+/// read the same activation share them: the largest of their weights decide.
+fn shared_factors(
     alpha: f64,
     stored: &Quantization,
+    reads: &dyn Fn(&StoredLayer) -> bool,
     statistics: &Statistics,
     checkpoint: &Checkpoint,
 ) -> Result<BTreeMap<String, Vec<f32>>, RecipeError> {
     let mut groups: BTreeMap<(usize, &str), Vec<&String>> = BTreeMap::new();
     for (path, layer) in &stored.layers {
-        let is_smooth = layer.activation.is_some_and(|format| {
-            is_recorded(format) && format.granularity == Granularity::Feature
-        });
         let parent = path.rsplit_once('.').map_or("", |(parent, _)| parent);
-        if let Some(activation) = statistics.activation(path).filter(|_| is_smooth) {
+        if let Some(activation) = statistics.activation(path).filter(|_| reads(layer)) {
             groups.entry((activation, parent)).or_default().push(path);
         }
     }
-    let mut scales = BTreeMap::new();
+    let mut factors = BTreeMap::new();
     for layers in groups.into_values() {
         let known = statistics
             .of_layer(layers[0])
@@ -325,15 +377,10 @@ fn smooth_scales(
             let both = largest.iter_mut().zip(of_layer);
             both.for_each(|(largest, own)| *largest = largest.max(own));
         }
-        let factors = balance(known.features(), &largest, alpha);
-        let smoothed = known.features().iter().zip(&factors);
-        let highest = smoothed.fold(0f32, |highest, (a, factor)| highest.max(a / factor));
-        // What is read divided by the factors becomes 127.5 at most.
-        let step = (highest / 127.5).max(f32::EPSILON);
-        let shared: Vec<f32> = factors.iter().map(|factor| factor * step).collect();
+        let shared = balance(known.features(), &largest, alpha);
         for layer in layers {
-            scales.insert(layer.clone(), shared.clone());
+            factors.insert(layer.clone(), shared.clone());
         }
     }
-    Ok(scales)
+    Ok(factors)
 }

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-use crate::config::{Config, Loaded, ModelConfig};
+use crate::config::{Config, Loaded, ModelConfig, SvdOrder};
 use crate::graph::{Builder, Graph, TensorFormat};
 use crate::hub::RepoId;
 use crate::models::{Family, FamilySpec, Part, unet};
@@ -290,10 +290,12 @@ fn stored(config: &Config, decisions: &[Decision], graph: &Graph) -> Quantizatio
         let formats = decision.formats?;
         let weight = formats.weight?.stored(config.activations_dtype.into());
         let activation = formats.activation;
+        let low_rank = (formats.low_rank && is_large(&decision.path)).then_some(rank);
         let stored = StoredLayer {
             weight,
             activation,
-            low_rank: (formats.low_rank && is_large(&decision.path)).then_some(rank),
+            low_rank,
+            smoothed: low_rank.is_some() && config.svd_order == SvdOrder::Paper,
         };
         Some((decision.path.clone(), stored))
     };

@@ -12,8 +12,7 @@ use crate::graph::{NumericsConvention, Range, TensorFormat};
 use crate::host_tensor::{HostTensor, HostTensorError};
 use crate::quant::{
     LOW_RANK, LowRankError, LowRankOptions, Observer, QuantizedWeight, WeightQuantError,
-    input_scale_name, quantize_observed, scale_name, tensor_scale_name, with_low_rank,
-    zero_point_name,
+    quantize_observed, scale_name, tensor_scale_name, with_low_rank, zero_point_name,
 };
 use crate::shape::Shape;
 use crate::weights::cast::has_infinity;
@@ -39,8 +38,8 @@ pub struct UNetQuantization {
 pub struct LayerPlan {
     /// What its input features are multiplied with: the scales of an activation, which it takes over.
     pub factors: Option<Vec<f32>>,
-    /// What is written as the scale of its activation.
-    pub input_scale: Option<HostTensor>,
+    /// What is written beside it, by names: the scale of its activation, or the factors that it is divided by.
+    pub beside: Vec<(String, HostTensor)>,
     pub low_rank: Option<LowRankOptions>,
     /// The mean square of each input feature.
     pub squares: Option<Vec<f32>>,
@@ -243,10 +242,7 @@ impl UNetQuantization {
                 })
             }),
         };
-        let mut beside = Vec::new();
-        if let Some(scale) = plan.and_then(|plan| plan.input_scale.clone()) {
-            beside.push((input_scale_name(layer), scale));
-        }
+        let mut beside = plan.map_or_else(Vec::new, |plan| plan.beside.clone());
         if let Some(factors) = plan.and_then(|plan| plan.factors.as_ref()) {
             tensor = times_features(&tensor, factors).map_err(|e| fail(e.into()))?;
         }
