@@ -672,6 +672,9 @@ schema! {
         /// Autoencoder that decodes previews, as `vae_model_name_or_path`: TAESD takes a fraction of the time and memory. Empty:
         /// that of the images.
         preview_vae_model_name_or_path: String = String::new(), Ours, GENERATE, when MoreThan("preview_steps", 0), is [NotAnOption];
+        /// Write the samples of every step beside each image, as `image-00001.latents.safetensors` with a tensor `latents`
+        /// `[steps, channels, rows, columns]`, which `evaluate` compares.
+        save_latents: bool = false, Ours, GENERATE, is [NotAnOption];
         /// Height of the images in pixels, for latent models. 0: `resolution`.
         height: u64 = 0, Ours, DENOISE, in Between(0.0, 65536.0), is [NotAnOption];
         /// Width of the images in pixels, for latent models. 0: `resolution`.
