@@ -41,7 +41,8 @@ const TRAIN: &[Verb] = &[Verb::Train];
 const GENERATE: &[Verb] = &[Verb::Generate];
 const QUANTIZE: &[Verb] = &[Verb::Quantize];
 const TRAIN_GENERATE: &[Verb] = &[Verb::Train, Verb::Generate];
-const WRITES: &[Verb] = &[Verb::Train, Verb::Generate, Verb::Compile];
+/// Verbs of keys that name the folder of a run.
+const RUN: &[Verb] = &[Verb::Train, Verb::Generate, Verb::Compile, Verb::Quantize];
 /// Verbs of keys that change the training step's program.
 const TRAIN_STEP: &[Verb] = &[Verb::Train, Verb::Compile, Verb::Lower];
 const AHEAD: &[Verb] = &[Verb::Compile, Verb::Lower];
@@ -161,9 +162,9 @@ schema! {
         group "Run and metrics";
         /// Name of the run: a folder inside `output_dir`. Empty: the environment variable
         /// `JOBSET_NAME`, or no folder of its own.
-        run_name: String = String::new(), Used, WRITES, is [NotAnOption];
+        run_name: String = String::new(), Used, RUN, is [NotAnOption];
         /// Folder for everything that a run writes.
-        output_dir: String = "sdxl-model-finetuned".into(), Used, WRITES, is [NotAnOption];
+        output_dir: String = "sdxl-model-finetuned".into(), Used, RUN, is [NotAnOption];
         /// Seed of initial weights, data order, noise and stochastic rounding. -1 draws one, which is written into
         /// images and checkpoints.
         seed: Seed = Seed(0), Used, TRAIN_GENERATE, is [FixedOnResume, NotAnOption];
