@@ -112,6 +112,7 @@ fn low_rank_products_stand_beside_int4() {
         "quantization=svdquant_w4a16",
         "svd_rank=4",
         "quantization_granularity=4",
+        "quantization_algorithm=gptq",
     ];
     let report = quantized(&output, &[&words[..], &[SMALL]].concat());
     let tensors = report["tensors"].as_array().unwrap();
@@ -184,6 +185,18 @@ fn calibration_that_cannot_be_is_refused() {
     for (words, expected) in [
         (&[static_int8][..], "int8_w8a8_static needs calibration"),
         (
+            &["quantization=w4a16", "quantization_algorithm=gptq"],
+            "quantization_algorithm=gptq needs calibration",
+        ),
+        (
+            &[
+                "quantization=fp8_w8a16",
+                "quantization_algorithm=gptq",
+                SMALL,
+            ],
+            "quantization_algorithm=gptq rounds to integers",
+        ),
+        (
             &["quantization=svdquant_w4a16", "svd_alpha=-1"],
             "svd_alpha=-1 tries how activations and weights share their range",
         ),
@@ -218,13 +231,24 @@ fn calibration_that_cannot_be_is_refused() {
         assert!(error.contains(expected), "{error}");
         assert!(!output.exists());
     }
-    let float = generate::command(dir.path(), &[static_int8])
-        .output()
-        .unwrap();
-    let error = text(&float.stderr);
-    assert_eq!(float.status.code(), Some(2), "{error}");
-    assert!(
-        error.contains("needs the scales of activations, which calibration finds"),
-        "{error}"
-    );
+    // A checkpoint of floats has not what these modes need.
+    for (mode, expected) in [
+        (
+            static_int8,
+            "needs the scales of activations, which calibration finds",
+        ),
+        (
+            "quantization=nf4",
+            "quantized by `maxdiff-rs quantize` alone",
+        ),
+        (
+            "quantization=svdquant_w4a4",
+            "needs the low-rank parts of weights",
+        ),
+    ] {
+        let float = generate::command(dir.path(), &[mode]).output().unwrap();
+        let error = text(&float.stderr);
+        assert_eq!(float.status.code(), Some(2), "{error}");
+        assert!(error.contains(expected), "{error}");
+    }
 }

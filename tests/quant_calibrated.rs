@@ -9,7 +9,8 @@ use maxdiff::host_tensor::HostTensor;
 use maxdiff::lowering::Traced;
 use maxdiff::quant::{
     ActivationStatistics, LowRankOptions, LowRankWeight, Observer, Policy, Statistics, StoredLayer,
-    Watch, balance, largest_of_features, lower, quantize_weight, watch, with_low_rank,
+    Watch, WeightRounding, balance, largest_of_features, lower, quantize_weight, watch,
+    with_low_rank,
 };
 use maxdiff::shape::Shape;
 use maxdiff::weights::cast;
@@ -52,6 +53,7 @@ fn calibrated(golden: &Golden, dtype: DType) -> ActivationStatistics {
         model: "unet/".into(),
         layers: ["to_q".to_owned()].into(),
         counts: false,
+        hessians: ["to_q".to_owned()].into(),
     };
     let (graph, watched) = watch(linear(dtype), &asked).unwrap();
     let mut statistics = Statistics::new(watched);
@@ -340,7 +342,14 @@ fn svdquant_with_int4_activations_is_quarks_and_the_papers() {
 }
 
 fn decomposed(weight: &HostTensor, options: &LowRankOptions) -> LowRankWeight {
-    with_low_rank(weight, INT4, Observer::default(), options, DType::BF16).unwrap()
+    with_low_rank(
+        weight,
+        INT4,
+        &WeightRounding::nearest(Observer::default()),
+        options,
+        DType::BF16,
+    )
+    .unwrap()
 }
 
 fn product(up: &HostTensor, down: &HostTensor) -> Vec<f32> {
@@ -414,6 +423,93 @@ fn svdquant_is_quarks() {
     assert!(often < once, "{often}, {once}");
     let best = decomposed(&weight, &options(rank, &[0.05, 0.5, 0.95])).alpha;
     assert!([0.05, 0.5, 0.95].contains(&best));
+}
+
+/// GPTQ against a computation in float64: integers, scales, and what the layer computes of the calibration's batches. Alone, and of
+/// what a low-rank product leaves.
+#[test]
+fn gptq_is_the_papers() {
+    let golden = Golden::read("quant_calibrated.safetensors");
+    let recorded = Golden::read("quant_gptq.safetensors");
+    let statistics = calibrated(&golden, DType::F32);
+    let hessian = statistics.hessian().unwrap();
+    let weight = tensor(&golden, "in/weight", &[OUTPUTS, INPUTS]);
+    let exact = weight.to_f32_vec().unwrap();
+    // tr(E H E^T), which is the squared error of the batches, of the whole.
+    let error = |left: &[f32]| {
+        let energy = |rows: &dyn Fn(usize) -> f64| -> f64 {
+            (0..OUTPUTS)
+                .map(|row| {
+                    let at = |column: usize| rows(row * INPUTS + column);
+                    let terms = (0..INPUTS * INPUTS).map(|i| {
+                        let (a, b) = (i / INPUTS, i % INPUTS);
+                        at(a) * f64::from(hessian[i]) * at(b)
+                    });
+                    terms.sum::<f64>()
+                })
+                .sum()
+        };
+        let changed = energy(&|i| f64::from(exact[i]) - f64::from(left[i]));
+        (changed / energy(&|i| f64::from(exact[i]))).sqrt()
+    };
+    let rounding = WeightRounding {
+        observer: Observer::default(),
+        hessian: Some(&hessian),
+    };
+    for (case, element, granularity, groups) in [
+        ("int4_group", DType::S4, Granularity::Group(64), 2),
+        ("int4_channel", DType::S4, Granularity::Channel, 1),
+        ("int8_channel", DType::S8, Granularity::Channel, 1),
+    ] {
+        let format = TensorFormat {
+            element,
+            granularity,
+            ..INT4.stored(DType::F32)
+        };
+        let found = rounding.quantize(&weight, format).unwrap();
+        let of = |key: &str, shape: Shape| recorded.tensor(&format!("out/{case}/{key}"), &shape);
+        let integers = of("integers", Shape::new(DType::S8, [OUTPUTS, INPUTS]));
+        let integers = integers.to_f32_vec().unwrap();
+        let own = found.values.to_f32_vec().unwrap();
+        // Sums in float32 round the other way at a tie, and what follows is other by a step.
+        let same = own.iter().zip(&integers).filter(|(a, b)| a == b).count();
+        assert!(same as f64 > 0.99 * own.len() as f64, "{case}: {same}");
+        let scale = of("scale", Shape::new(DType::F32, [OUTPUTS, groups]));
+        let scale = distance(
+            &found.scale.to_f32_vec().unwrap(),
+            &scale.to_f32_vec().unwrap(),
+        );
+        assert!(scale < 1e-3, "{case}: {scale}");
+        let number = |key: &str| of(key, Shape::new(DType::F32, [1])).to_f64_vec().unwrap()[0];
+        let own = error(&found.dequantized().unwrap());
+        assert!((own / number("error") - 1.0).abs() < 0.02, "{case}: {own}");
+        let nearest = quantize_weight(&weight, format).unwrap();
+        let nearest = error(&nearest.dequantized().unwrap());
+        assert!(
+            (nearest / number("nearest") - 1.0).abs() < 5e-3,
+            "{case}: {nearest}"
+        );
+        assert!(
+            own < 0.8 * nearest,
+            "{case}: {own}, to the nearest {nearest}"
+        );
+    }
+    let options = LowRankOptions {
+        rank: 8,
+        iterations: 1,
+        alphas: vec![0.5],
+        features: Some([statistics.features().to_vec(), statistics.squares()]),
+    };
+    let of = |rounding: &WeightRounding<'_>| {
+        let found = with_low_rank(&weight, INT4, rounding, &options, DType::BF16).unwrap();
+        error(&sum(
+            &found.weight.dequantized().unwrap(),
+            &product(&found.up, &found.down),
+        ))
+    };
+    let nearest = of(&WeightRounding::nearest(Observer::default()));
+    let own = of(&rounding);
+    assert!(own < 0.9 * nearest, "{own}, to the nearest {nearest}");
 }
 
 /// The randomized decomposition against the exact one.

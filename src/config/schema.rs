@@ -120,7 +120,10 @@ const CALIBRATED: Condition = Either(
         "quantization",
         &["int8_w8a8_static", "svdquant_w4a16", "svdquant_w4a4"],
     ),
-    &Given("quant_rules"),
+    &Either(
+        &Given("quant_rules"),
+        &Is("quantization_algorithm", &["gptq"]),
+    ),
 );
 const LOW_RANK: Condition = Either(
     &Is("quantization", &["svdquant_w4a16", "svdquant_w4a4"]),
@@ -348,6 +351,9 @@ schema! {
         /// it says otherwise.
         quant_rules: QuantRules = QuantRules::default(), Ours, EVERY,
             when QUANTIZED, is [FixedOnResume];
+        /// Which layers stay in float where no rule decides, and what calibration runs with where it does not say: the family's
+        /// choice, or that of AMD Quark's guide.
+        quantization_preset: QuantPreset = QuantPreset::Family, Ours, QUANTIZE, when QUANTIZED;
         /// What decides the range of a weight's scale.
         quantization_observer: ObserverKind = ObserverKind::MinMax, Ours, QUANTIZE, when WEIGHTS_ONLY;
         /// Percent of a weight's values that its scale covers.
@@ -355,6 +361,8 @@ schema! {
         /// SmoothQuant: the share of the activations' range in the factors that weights take over from them. Empty: none.
         quantization_smooth_alpha: Option<f64> = None, Ours, QUANTIZE, in Between(0.0, 1.0),
             when Either(&Is("quantization", &["int8_w8a8_static"]), &Given("quant_rules"));
+        /// How the weights of linear layers become integers: each to the nearest one, or by `gptq`, which calibration feeds.
+        quantization_algorithm: WeightAlgorithm = WeightAlgorithm::Nearest, Ours, QUANTIZE, when WEIGHTS_ONLY;
         /// Rank of the product in float beside a layer's quantized weight.
         svd_rank: u64 = 32, Ours, QUANTIZE, in Between(1.0, 1024.0), when LOW_RANK;
         /// The share of the activations' range in what the low-rank product is chosen by. With -1 the best of 1/20 to 19/20 is

@@ -49,6 +49,27 @@ named! {
 }
 
 named! {
+    /// Which layers stay in float, and what calibration runs with.
+    pub enum QuantPreset {
+        /// Those that are small and sensitive in the model's family; the recipe's guidance and size.
+        Family = "family",
+        /// Those of AMD Quark's guide, and its arguments.
+        Quark = "quark",
+    }
+}
+
+named! {
+    /// How the weights of linear layers are rounded to integers.
+    pub enum WeightAlgorithm {
+        /// Each to the nearest integer.
+        Nearest = "nearest",
+        /// Column by column, those that follow making up for the error of each, by what calibration sees.
+        Gptq = "gptq",
+    }
+    not_yet ["awq", "hqq"]
+}
+
+named! {
     /// Where the factors of SVDQuant go that features are weighted with before a weight is decomposed.
     pub enum SvdOrder {
         /// They are divided out of the weight again: they say which features the low-rank product fits best.

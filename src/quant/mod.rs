@@ -6,6 +6,7 @@
 
 mod calibration;
 mod codes;
+mod gptq;
 mod low_rank;
 mod lower;
 mod observer;
@@ -22,6 +23,7 @@ pub use rounding::{NoiseSource, scale_of};
 
 pub use calibration::{ActivationStatistics, CalibrationError, Statistics, Watch, Watched, watch};
 pub use codes::{quantize_observed, quantize_weight};
+pub use gptq::{WeightRounding, takes as gptq_takes};
 pub use observer::{Observer, ObserverKind};
 pub use smooth::{divided_by_factors, smooth_factor_name};
 pub use stored::{input_scale_name, scale_name, tensor_scale_name, zero_point_name};

@@ -12,6 +12,7 @@ use crate::quant::{Action, Decision, Formats, Policy, Rule, StoredLayer};
 use crate::weights::quantized::Quantization;
 
 use super::RecipeError;
+use super::preset::float_layers;
 
 /// Element types of weights and activations.
 pub fn precision(config: &Config) -> Precision {
@@ -30,7 +31,7 @@ pub fn policy(
     local_shards: usize,
 ) -> Result<Option<Policy>, RecipeError> {
     let root = format!("{}/", family.denoiser.part());
-    let float_layers = family.int8_float_layers;
+    let float_layers = float_layers(config, family);
     let mut rules = Vec::new();
     for rule in &config.quant_rules.0 {
         let action = match rule_layers(config, rule) {
@@ -442,10 +443,19 @@ pub(super) fn check_weights_alone(
         };
         let is_static = formats.activation.is_some_and(is_recorded);
         let needs_scales = is_static && recorded == Recorded::AreMissing;
-        let problem = match (needs_scales, formats.low_rank) {
-            (true, _) => "needs the scales of activations, which calibration finds",
-            (false, true) => "needs the low-rank parts of weights",
-            (false, false) => continue,
+        let on_host = formats.weight.is_some_and(|weight| {
+            !matches!(
+                weight.convention,
+                NumericsConvention::Aqt | NumericsConvention::Qwix | NumericsConvention::Quark
+            )
+        });
+        let problem = match (needs_scales, formats.low_rank, on_host) {
+            (true, _, _) => "needs the scales of activations, which calibration finds",
+            (false, true, _) => "needs the low-rank parts of weights",
+            (false, false, true) => {
+                "needs weights in these numerics, which are quantized by `maxdiff-rs quantize` alone"
+            }
+            (false, false, false) => continue,
         };
         return Err(RecipeError::Usage(format!(
             "quantization={}: it {problem}; run `maxdiff-rs quantize` with this mode, and name the folder that \

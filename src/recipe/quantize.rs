@@ -215,6 +215,7 @@ pub fn quantize(
                 loaded,
                 recipe_file,
                 try_load,
+                kind: family.denoiser,
             };
             Some(calibrate(&run, watch, notify)?)
         }
