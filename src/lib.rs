@@ -13,6 +13,7 @@ pub mod data;
 pub mod doctor;
 pub mod dtype;
 pub mod emit;
+pub mod evaluate;
 pub mod footprint;
 pub mod graph;
 pub mod host_tensor;

@@ -112,6 +112,7 @@ fn low_rank_products_stand_beside_int4() {
         "quantization=svdquant_w4a16",
         "svd_rank=4",
         "quantization_granularity=4",
+        "quantization_algorithm=gptq",
     ];
     let report = quantized(&output, &[&words[..], &[SMALL]].concat());
     let tensors = report["tensors"].as_array().unwrap();
@@ -133,6 +134,49 @@ fn low_rank_products_stand_beside_int4() {
     assert!(found < 16.0, "{found}");
 }
 
+/// Weights and activations in int4, alone and with a low-rank product in the paper's order, whose activations are divided by
+/// factors that layers of one parent share.
+#[test]
+fn int4_activations_draw_from_a_checkpoint() {
+    let dir = tempfile::tempdir().unwrap();
+    let float = drawn(dir.path(), &[]);
+    let group = "quantization_granularity=4";
+    let plain = dir.path().join("plain");
+    let report = quantized(&plain, &["quantization=w4a4", group]);
+    let formats = &report["quantization_config"]["formats"][0];
+    assert_eq!(formats["activation"]["element"], "int4");
+    assert_eq!(formats["activation"]["group_size"], 4);
+    let named = format!("pretrained_model_name_or_path={}", plain.display());
+    let found = distance(&drawn(dir.path(), &[&named]), &float);
+    assert!((0.1..50.0).contains(&found), "{found}");
+
+    let paper = dir.path().join("paper");
+    let words = [
+        "quantization=svdquant_w4a4",
+        "svd_rank=4",
+        "svd_order=paper",
+        group,
+    ];
+    let refused = quantize(&paper, &words);
+    let error = text(&refused.stderr);
+    assert!(
+        error.contains("svd_order=paper divides activations by factors"),
+        "{error}"
+    );
+    quantized(&paper, &[&words[..], &[SMALL]].concat());
+    let stored = ModelSource::open(&paper).unwrap();
+    let checkpoint = &stored.components[&Part::Unet].checkpoint;
+    let factors = |name: &str| {
+        let path = format!("down_blocks.0.attentions.0.transformer_blocks.0.{name}.smooth_factor");
+        checkpoint.read(&path).unwrap().to_f32_vec().unwrap()
+    };
+    assert_eq!(factors("attn1.to_q"), factors("attn1.to_v"));
+    assert_ne!(factors("attn1.to_q"), factors("attn1.to_out.0"));
+    let named = format!("pretrained_model_name_or_path={}", paper.display());
+    let found = distance(&drawn(dir.path(), &[&named]), &float);
+    assert!((0.1..50.0).contains(&found), "{found}");
+}
+
 #[test]
 fn calibration_that_cannot_be_is_refused() {
     let dir = tempfile::tempdir().unwrap();
@@ -140,6 +184,18 @@ fn calibration_that_cannot_be_is_refused() {
     let static_int8 = "quantization=int8_w8a8_static";
     for (words, expected) in [
         (&[static_int8][..], "int8_w8a8_static needs calibration"),
+        (
+            &["quantization=w4a16", "quantization_algorithm=gptq"],
+            "quantization_algorithm=gptq needs calibration",
+        ),
+        (
+            &[
+                "quantization=fp8_w8a16",
+                "quantization_algorithm=gptq",
+                SMALL,
+            ],
+            "quantization_algorithm=gptq rounds to integers",
+        ),
         (
             &["quantization=svdquant_w4a16", "svd_alpha=-1"],
             "svd_alpha=-1 tries how activations and weights share their range",
@@ -175,13 +231,24 @@ fn calibration_that_cannot_be_is_refused() {
         assert!(error.contains(expected), "{error}");
         assert!(!output.exists());
     }
-    let float = generate::command(dir.path(), &[static_int8])
-        .output()
-        .unwrap();
-    let error = text(&float.stderr);
-    assert_eq!(float.status.code(), Some(2), "{error}");
-    assert!(
-        error.contains("needs the scales of activations, which calibration finds"),
-        "{error}"
-    );
+    // A checkpoint of floats has not what these modes need.
+    for (mode, expected) in [
+        (
+            static_int8,
+            "needs the scales of activations, which calibration finds",
+        ),
+        (
+            "quantization=nf4",
+            "quantized by `maxdiff-rs quantize` alone",
+        ),
+        (
+            "quantization=svdquant_w4a4",
+            "needs the low-rank parts of weights",
+        ),
+    ] {
+        let float = generate::command(dir.path(), &[mode]).output().unwrap();
+        let error = text(&float.stderr);
+        assert_eq!(float.status.code(), Some(2), "{error}");
+        assert!(error.contains(expected), "{error}");
+    }
 }

@@ -10,6 +10,7 @@ mod common;
 mod config;
 mod controlnet;
 mod derivatives;
+mod evaluate;
 mod finetune;
 mod flux;
 mod foreign;

@@ -9,7 +9,8 @@ use maxdiff::host_tensor::HostTensor;
 use maxdiff::lowering::Traced;
 use maxdiff::quant::{
     ActivationStatistics, LowRankOptions, LowRankWeight, Observer, Policy, Statistics, StoredLayer,
-    Watch, balance, largest_of_features, lower, quantize_weight, watch, with_low_rank,
+    Watch, WeightRounding, balance, largest_of_features, lower, quantize_weight, watch,
+    with_low_rank,
 };
 use maxdiff::shape::Shape;
 use maxdiff::weights::cast;
@@ -52,6 +53,7 @@ fn calibrated(golden: &Golden, dtype: DType) -> ActivationStatistics {
         model: "unet/".into(),
         layers: ["to_q".to_owned()].into(),
         counts: false,
+        hessians: ["to_q".to_owned()].into(),
     };
     let (graph, watched) = watch(linear(dtype), &asked).unwrap();
     let mut statistics = Statistics::new(watched);
@@ -80,19 +82,36 @@ fn result(
     weight: &HostTensor,
     input_scale: &[f32],
 ) -> Vec<f32> {
+    let quantized = quantize_weight(weight, layer.weight).unwrap();
+    let stored = [&quantized.values, &quantized.scale];
+    run(golden, dtype, layer, stored, input_scale, None)
+}
+
+/// The same of integers and their scales, with the factors of a product beside them. `input_scale` are the scales of the
+/// activation, or what it is divided by.
+fn run(
+    golden: &Golden,
+    dtype: DType,
+    layer: StoredLayer,
+    [integers, scale]: [&HostTensor; 2],
+    input_scale: &[f32],
+    low_rank: Option<[&HostTensor; 2]>,
+) -> Vec<f32> {
     let policy = Policy::stored("unet/", [("to_q".to_owned(), layer)].into());
     let traced = Traced::new("layer", linear(dtype));
     let graph = lower(&traced.quantized(Some(&policy)).unwrap().graph).unwrap();
-    let quantized = quantize_weight(weight, layer.weight).unwrap();
     let x = of_type(&tensor(golden, "in/x", &[ROWS, INPUTS]), dtype);
     let inputs = graph.inputs.iter().map(|input| match input.name.as_str() {
         "x" => x.clone(),
-        "unet/to_q.weight" => quantized.values.clone(),
-        "unet/to_q.weight_scale" => quantized.scale.clone(),
-        "unet/to_q.input_scale" => {
+        "unet/to_q.weight" => integers.clone(),
+        "unet/to_q.weight_scale" => scale.clone(),
+        "unet/to_q.input_scale" | "unet/to_q.smooth_factor" => {
             let dims = input.shape.dims.clone();
-            of_type(&HostTensor::from_f32(dims, input_scale).unwrap(), dtype)
+            let scale = HostTensor::from_f32(dims, input_scale).unwrap();
+            of_type(&scale, input.shape.dtype)
         }
+        "unet/to_q.svd_down.weight" => low_rank.unwrap()[0].clone(),
+        "unet/to_q.svd_up.weight" => low_rank.unwrap()[1].clone(),
         other => panic!("{other}"),
     });
     let inputs: Vec<HostTensor> = inputs.collect();
@@ -133,6 +152,7 @@ fn static_int8_is_quarks() {
                 weight: format,
                 activation: Some(activation),
                 low_rank: None,
+                smoothed: false,
             };
             let found = result(&golden, dtype, layer, &weight, &[input_scale]);
             // In bf16 Quark multiplies what integers stand for, each rounded.
@@ -176,6 +196,7 @@ fn weights_take_over_the_scales_of_features() {
             weight: int8(Granularity::Channel, dtype),
             activation: Some(int8(granularity, dtype)),
             low_rank: None,
+            smoothed: false,
         };
         distance(&result(&golden, dtype, layer, weight, scales), &exact)
     };
@@ -194,8 +215,141 @@ const INT4: TensorFormat = TensorFormat {
     convention: NumericsConvention::Quark,
 };
 
+/// Weight and activation in int4 as AMD Quark computes them, with a scale for so many features, or one a channel and a token.
+#[test]
+fn int4_activations_are_quarks() {
+    let golden = Golden::read("quant_calibrated.safetensors");
+    for (name, dtype, limit) in [("f32", DType::F32, 1e-6), ("bf16", DType::BF16, 5e-3)] {
+        let weight = of_type(&tensor(&golden, "in/weight", &[OUTPUTS, INPUTS]), dtype);
+        for group in [0, 32, 64, 128] {
+            let format = TensorFormat {
+                granularity: match group {
+                    0 => Granularity::Channel,
+                    size => Granularity::Group(size),
+                },
+                ..INT4.stored(dtype)
+            };
+            let layer = StoredLayer {
+                weight: format,
+                activation: Some(TensorFormat {
+                    range: Range::Dynamic,
+                    ..format
+                }),
+                low_rank: None,
+                smoothed: false,
+            };
+            let found = result(&golden, dtype, layer, &weight, &[]);
+            let case = format!("out/w4a4_{name}_{group}/y");
+            let expected = tensor(&golden, &case, &[ROWS, OUTPUTS]);
+            let error = distance(&found, &expected.to_f32_vec().unwrap());
+            assert!(error <= limit, "{case}: {error}");
+        }
+    }
+}
+
+/// The layer's result without quantization.
+fn exact(golden: &Golden) -> Vec<f32> {
+    let weight = tensor(golden, "in/weight", &[OUTPUTS, INPUTS]);
+    let x = tensor(golden, "in/x", &[ROWS, INPUTS]);
+    let results = evaluate(&linear(DType::F32), &[x, weight]).unwrap();
+    results[0].to_f32_vec().unwrap()
+}
+
+/// SVDQuant with activations in int4: AMD Quark's layer of its own integers and factors, and both orders of ours beside it and
+/// beside the paper's.
+#[test]
+fn svdquant_with_int4_activations_is_quarks_and_the_papers() {
+    let golden = Golden::read("quant_calibrated.safetensors");
+    let dtype = DType::BF16;
+    let rank = golden.meta["rank"].as_u64().unwrap() as usize;
+    let exact = exact(&golden);
+    let layer = |smoothed| StoredLayer {
+        weight: INT4,
+        activation: Some(TensorFormat {
+            range: Range::Dynamic,
+            ..INT4
+        }),
+        low_rank: Some(rank),
+        smoothed,
+    };
+    let recorded =
+        |key: &str, dims: &[usize]| tensor(&golden, &format!("out/svdquant_w4a4/{key}"), dims);
+    let quarks = recorded("y", &[ROWS, OUTPUTS]).to_f32_vec().unwrap();
+
+    let scale = recorded("scale", &[OUTPUTS, INPUTS / 64]);
+    let (steps, scales) = (
+        recorded("weight", &[OUTPUTS, INPUTS]).to_f32_vec().unwrap(),
+        scale.to_f32_vec().unwrap(),
+    );
+    let integers = steps
+        .chunks(64)
+        .zip(&scales)
+        .flat_map(|(run, scale)| run.iter().map(move |w| f64::from((w / scale).round())));
+    let integers: Vec<f64> = integers.collect();
+    let integers = HostTensor::from_f64(Shape::new(DType::S4, [OUTPUTS, INPUTS]), &integers);
+    let factors = [
+        recorded("down", &[rank, INPUTS]),
+        recorded("up", &[OUTPUTS, rank]),
+    ];
+    let stored = [&integers.unwrap(), &of_type(&scale, dtype)];
+    let factors = factors.each_ref();
+    let found = run(&golden, dtype, layer(false), stored, &[], Some(factors));
+    let error = distance(&found, &quarks);
+    assert!(error <= 5e-3, "{error}");
+
+    // Our own decomposition, in both orders.
+    let statistics = calibrated(&golden, dtype);
+    let weight = tensor(&golden, "in/weight", &[OUTPUTS, INPUTS]);
+    let of = |weight: &HostTensor, features, smooth: &[f32]| {
+        let options = LowRankOptions {
+            rank,
+            iterations: 1,
+            alphas: vec![0.5],
+            features,
+        };
+        let found = decomposed(weight, &options);
+        let stored = [&found.weight.values, &found.weight.scale];
+        let low_rank = Some([&found.down, &found.up]);
+        let layer = layer(!smooth.is_empty());
+        run(&golden, dtype, layer, stored, smooth, low_rank)
+    };
+    let features = [statistics.features().to_vec(), statistics.squares()];
+    let own = distance(&of(&weight, Some(features), &[]), &exact);
+    let quarks = distance(&quarks, &exact);
+    assert!(
+        (own / quarks - 1.0).abs() < 0.03,
+        "{own}, AMD Quark {quarks}"
+    );
+
+    let values = weight.to_f32_vec().unwrap();
+    let largest = largest_of_features(&values, &[OUTPUTS, INPUTS]);
+    let smooth = balance(statistics.features(), &largest, 0.5);
+    let recorded = tensor(&golden, "out/paper/factors", &[INPUTS]);
+    let error = distance(&smooth, &recorded.to_f32_vec().unwrap());
+    assert!(error < 1e-6, "{error}");
+    let taken = values.iter().enumerate();
+    let taken: Vec<f32> = taken.map(|(at, w)| w * smooth[at % INPUTS]).collect();
+    let taken = HostTensor::from_f32([OUTPUTS, INPUTS], &taken).unwrap();
+    let own = distance(&of(&taken, None, &smooth), &exact);
+    let recorded = tensor(&golden, "out/paper/y", &[ROWS, OUTPUTS]);
+    let papers = distance(&recorded.to_f32_vec().unwrap(), &exact);
+    assert!(
+        (own / papers - 1.0).abs() < 0.05,
+        "{own}, the paper {papers}"
+    );
+    // Divided activations have fewer outliers.
+    assert!(own < 0.9 * quarks, "{own}, AMD Quark {quarks}");
+}
+
 fn decomposed(weight: &HostTensor, options: &LowRankOptions) -> LowRankWeight {
-    with_low_rank(weight, INT4, Observer::default(), options, DType::BF16).unwrap()
+    with_low_rank(
+        weight,
+        INT4,
+        &WeightRounding::nearest(Observer::default()),
+        options,
+        DType::BF16,
+    )
+    .unwrap()
 }
 
 fn product(up: &HostTensor, down: &HostTensor) -> Vec<f32> {
@@ -269,6 +423,93 @@ fn svdquant_is_quarks() {
     assert!(often < once, "{often}, {once}");
     let best = decomposed(&weight, &options(rank, &[0.05, 0.5, 0.95])).alpha;
     assert!([0.05, 0.5, 0.95].contains(&best));
+}
+
+/// GPTQ against a computation in float64: integers, scales, and what the layer computes of the calibration's batches. Alone, and of
+/// what a low-rank product leaves.
+#[test]
+fn gptq_is_the_papers() {
+    let golden = Golden::read("quant_calibrated.safetensors");
+    let recorded = Golden::read("quant_gptq.safetensors");
+    let statistics = calibrated(&golden, DType::F32);
+    let hessian = statistics.hessian().unwrap();
+    let weight = tensor(&golden, "in/weight", &[OUTPUTS, INPUTS]);
+    let exact = weight.to_f32_vec().unwrap();
+    // tr(E H E^T), which is the squared error of the batches, of the whole.
+    let error = |left: &[f32]| {
+        let energy = |rows: &dyn Fn(usize) -> f64| -> f64 {
+            (0..OUTPUTS)
+                .map(|row| {
+                    let at = |column: usize| rows(row * INPUTS + column);
+                    let terms = (0..INPUTS * INPUTS).map(|i| {
+                        let (a, b) = (i / INPUTS, i % INPUTS);
+                        at(a) * f64::from(hessian[i]) * at(b)
+                    });
+                    terms.sum::<f64>()
+                })
+                .sum()
+        };
+        let changed = energy(&|i| f64::from(exact[i]) - f64::from(left[i]));
+        (changed / energy(&|i| f64::from(exact[i]))).sqrt()
+    };
+    let rounding = WeightRounding {
+        observer: Observer::default(),
+        hessian: Some(&hessian),
+    };
+    for (case, element, granularity, groups) in [
+        ("int4_group", DType::S4, Granularity::Group(64), 2),
+        ("int4_channel", DType::S4, Granularity::Channel, 1),
+        ("int8_channel", DType::S8, Granularity::Channel, 1),
+    ] {
+        let format = TensorFormat {
+            element,
+            granularity,
+            ..INT4.stored(DType::F32)
+        };
+        let found = rounding.quantize(&weight, format).unwrap();
+        let of = |key: &str, shape: Shape| recorded.tensor(&format!("out/{case}/{key}"), &shape);
+        let integers = of("integers", Shape::new(DType::S8, [OUTPUTS, INPUTS]));
+        let integers = integers.to_f32_vec().unwrap();
+        let own = found.values.to_f32_vec().unwrap();
+        // Sums in float32 round the other way at a tie, and what follows is other by a step.
+        let same = own.iter().zip(&integers).filter(|(a, b)| a == b).count();
+        assert!(same as f64 > 0.99 * own.len() as f64, "{case}: {same}");
+        let scale = of("scale", Shape::new(DType::F32, [OUTPUTS, groups]));
+        let scale = distance(
+            &found.scale.to_f32_vec().unwrap(),
+            &scale.to_f32_vec().unwrap(),
+        );
+        assert!(scale < 1e-3, "{case}: {scale}");
+        let number = |key: &str| of(key, Shape::new(DType::F32, [1])).to_f64_vec().unwrap()[0];
+        let own = error(&found.dequantized().unwrap());
+        assert!((own / number("error") - 1.0).abs() < 0.02, "{case}: {own}");
+        let nearest = quantize_weight(&weight, format).unwrap();
+        let nearest = error(&nearest.dequantized().unwrap());
+        assert!(
+            (nearest / number("nearest") - 1.0).abs() < 5e-3,
+            "{case}: {nearest}"
+        );
+        assert!(
+            own < 0.8 * nearest,
+            "{case}: {own}, to the nearest {nearest}"
+        );
+    }
+    let options = LowRankOptions {
+        rank: 8,
+        iterations: 1,
+        alphas: vec![0.5],
+        features: Some([statistics.features().to_vec(), statistics.squares()]),
+    };
+    let of = |rounding: &WeightRounding<'_>| {
+        let found = with_low_rank(&weight, INT4, rounding, &options, DType::BF16).unwrap();
+        error(&sum(
+            &found.weight.dequantized().unwrap(),
+            &product(&found.up, &found.down),
+        ))
+    };
+    let nearest = of(&WeightRounding::nearest(Observer::default()));
+    let own = of(&rounding);
+    assert!(own < 0.9 * nearest, "{own}, to the nearest {nearest}");
 }
 
 /// The randomized decomposition against the exact one.

@@ -57,6 +57,7 @@ fn counted(batches: &[&[f32]], counts: bool) -> Result<Statistics, CalibrationEr
         model: "unet/".into(),
         layers: ["to_q".to_owned()].into(),
         counts,
+        hessians: Default::default(),
     };
     let (graph, watched) = watch(b.finish(), &asked).unwrap();
     let mut statistics = Statistics::new(watched);

@@ -6,6 +6,7 @@ use maxdiff::graph::{
     Builder, DotDims, Granularity, Graph, Init, NumericsConvention, Op, Output, TensorFormat,
 };
 use maxdiff::host_tensor::HostTensor;
+use maxdiff::nn::{Conv2d, Linear, Precision, conv2d, linear};
 use maxdiff::quant::{
     Action, Formats, Policy, QuantizedWeight, Rule, annotate, lower, quantize_weight,
 };
@@ -182,6 +183,131 @@ fn weights_in_every_format_are_on_the_device_as_on_the_host() {
                     "{what}: {found} {sum}"
                 );
             }
+        }
+    }
+}
+
+/// The weight and the activation of a layer, in the order of `[rows, features]`, and what multiplies them.
+struct Layer {
+    name: &'static str,
+    x: Vec<usize>,
+    weight: Vec<usize>,
+    format: TensorFormat,
+}
+
+fn int4(granularity: Granularity) -> TensorFormat {
+    TensorFormat {
+        element: DType::S4,
+        granularity,
+        ..TensorFormat::int8(NumericsConvention::Quark)
+    }
+}
+
+/// The values that a tensor of these dimensions stands for in int4, of rows `[count, features]`.
+fn fake_quantized(values: &[f32], features: usize, granularity: Granularity) -> HostTensor {
+    let rows = HostTensor::from_f32([values.len() / features, features], values).unwrap();
+    let quantized = quantize_weight(&rows, int4(granularity)).unwrap();
+    HostTensor::from_f32(
+        [values.len() / features, features],
+        &quantized.dequantized().unwrap(),
+    )
+    .unwrap()
+}
+
+/// Weights and activations in int4: a device's product of integers, and of groups of them, is the product of the floats that
+/// they stand for.
+#[test]
+fn products_in_int4_are_those_of_what_the_integers_stand_for() {
+    let layers = [Granularity::Channel, Granularity::Group(16)].map(|granularity| {
+        [
+            ("linear", vec![ROWS, 32], vec![OUTPUTS, 32]),
+            ("conv", vec![2, 3, 3, 32], vec![8, 32, 1, 1]),
+        ]
+        .map(|(name, x, weight)| Layer {
+            name,
+            x,
+            weight,
+            format: int4(granularity),
+        })
+    });
+    let session = cpu_session(1);
+    for layer in layers.iter().flatten() {
+        let float = |quantized: bool| {
+            let b = Builder::new();
+            let x = Shape::new(DType::F32, layer.x.clone());
+            let x = b.input("x", x, &[]).unwrap();
+            let at = b.root("m");
+            let precision = Precision {
+                weights: DType::F32,
+                activations: DType::F32,
+            };
+            let y = match layer.name {
+                "linear" => {
+                    let linear_layer = Linear::new(OUTPUTS, "embed", "heads").without_bias();
+                    linear(&at.scope("layer"), x, linear_layer, precision)
+                }
+                _ => {
+                    let conv = Conv2d::same(8, 1).without_bias();
+                    conv2d(&at.scope("layer"), x, conv, precision)
+                }
+            };
+            b.output("y", y.unwrap(), None).unwrap();
+            if quantized {
+                let formats = Formats {
+                    activation: Some(layer.format),
+                    ..Formats::of_weights(layer.format)
+                };
+                let policy = Policy::of_layers("m/", Vec::new(), &[], formats).unwrap();
+                annotate(&b, &policy).unwrap();
+            }
+            lower(&b.finish()).unwrap()
+        };
+        let random = |seed, dims: &[usize]| {
+            let count = dims.iter().product();
+            Init::Normal { std: 1.0 }.sample(seed, "x", count)
+        };
+        let (x, weight) = (random(1, &layer.x), random(2, &layer.weight));
+        // Channel is one scale an image of a convolution's activation.
+        let features = match (layer.name, layer.format.granularity) {
+            ("conv", Granularity::Channel) => layer.x[1..].iter().product(),
+            _ => 32,
+        };
+        let of = |tensor: HostTensor, dims: &[usize]| {
+            HostTensor::from_f32(dims.to_vec(), &tensor.to_f32_vec().unwrap()).unwrap()
+        };
+        let fake = [
+            of(
+                fake_quantized(&x, features, layer.format.granularity),
+                &layer.x,
+            ),
+            of(
+                fake_quantized(&weight, 32, layer.format.granularity),
+                &layer.weight,
+            ),
+        ];
+        let expected = &run_on(&session, &float(false), &fake)[0];
+        let inputs = [
+            HostTensor::from_f32(layer.x.clone(), &x).unwrap(),
+            HostTensor::from_f32(layer.weight.clone(), &weight).unwrap(),
+        ];
+        let graph = float(true);
+        // Where scales leave the sum, int8 is multiplied.
+        let dots = graph.inline_composites(&|_, _| true).nodes;
+        let dots = dots
+            .iter()
+            .filter(|node| matches!(node.op, Op::DotGeneral { .. } | Op::Convolution { .. }));
+        let accumulators: Vec<DType> = dots.map(|node| node.shape.dtype).collect();
+        let integers = layer.format.scales_results();
+        assert_eq!(
+            accumulators,
+            [if integers { DType::S32 } else { DType::F32 }]
+        );
+        let found = &run_on(&session, &graph, &inputs)[0];
+        let [found, expected] = [found, expected].map(|y| y.to_f64_vec().unwrap());
+        let largest = expected.iter().fold(0f64, |m, y| m.max(y.abs()));
+        for (found, expected) in found.iter().zip(&expected) {
+            let error = (found - expected).abs() / largest;
+            assert!(error <= 1e-6, "{} {:?}: {error}", layer.name, layer.format);
         }
     }
 }

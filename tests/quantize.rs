@@ -131,6 +131,8 @@ fn a_quantized_checkpoint_runs_as_the_source_that_is_quantized_while_it_is_loade
     convert(&source, &half, "bf16");
     let w8a16 = "quantization=int8_w8a16";
     let w4a16 = "quantization=w4a16";
+    let w4a4 = "quantization=w4a4";
+    let channel = "quantization_granularity=channel";
     let group = "quantization_granularity=4";
     let tensor = "quantization_granularity=tensor";
     let quark = "quantization_numerics=quark";
@@ -145,7 +147,7 @@ fn a_quantized_checkpoint_runs_as_the_source_that_is_quantized_while_it_is_loade
         &'a [&'a str],
         &'a [(&'a [&'a str], &'a [&'a str])],
     );
-    let cases: [Case<'_>; 8] = [
+    let cases: [Case<'_>; 10] = [
         (&half, &[w8a16], &[(&[], &[w8a16]), (&[int8], &[int8])]),
         (&source, &[int8], &[(&[], &[int8])]),
         (&source, &[w8a16, f32], &[(&[f32], &[w8a16, f32])]),
@@ -158,6 +160,13 @@ fn a_quantized_checkpoint_runs_as_the_source_that_is_quantized_while_it_is_loade
             &[(&[f32], &[w4a16, group, quark, affine, f32])],
         ),
         (&source, &[w8a16, tensor], &[(&[], &[w8a16, tensor])]),
+        // Activations in int4: by groups, and by tokens, whose integers are multiplied.
+        (
+            &source,
+            &[w4a4, group, f32],
+            &[(&[f32], &[w4a4, group, f32])],
+        ),
+        (&source, &[w4a4, channel], &[(&[], &[w4a4, channel])]),
         (&source, &[int8, mixed], &[(&[], &[int8, mixed])]),
     ];
     for (i, (source, words, runs)) in cases.into_iter().enumerate() {
@@ -557,11 +566,11 @@ fn formats_that_do_not_fit_are_refused_before_anything_is_written() {
         ),
         (
             &["quantization=int8", "quantization_granularity=32"],
-            "it needs quantization=int8_w8a16, w4a16, fp8_w8a16, nf4, mxfp4, mxfp8, nvfp4, int8_w8a8_static or svdquant_w4a16",
+            "it needs quantization=int8_w8a16, w4a16, fp8_w8a16, nf4, mxfp4, mxfp8, nvfp4, int8_w8a8_static, svdquant_w4a16, w4a4 or svdquant_w4a4",
         ),
         (
             &["quantization=w4a16", "quantization_symmetric=False"],
-            "it needs quantization=int8_w8a16, w4a16, fp8_w8a16, int8_w8a8_static or svdquant_w4a16 and quantization_numerics=quark",
+            "it needs quantization=int8_w8a16, w4a16, fp8_w8a16, int8_w8a8_static, svdquant_w4a16, w4a4 or svdquant_w4a4 and quantization_numerics=quark",
         ),
         (
             &[

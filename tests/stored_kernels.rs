@@ -143,6 +143,32 @@ fn products_with_stored_weights_become_one_kernel_each() {
     }
 }
 
+/// Products of int4 with int4 are those of int8, of weights that are packed as int8.
+#[test]
+fn int4_activations_take_the_kernel_of_int8() {
+    let int4 = format(DType::S4, Granularity::Channel, false);
+    let b = Builder::new();
+    for (i, y) in layers(&b).into_iter().enumerate() {
+        b.output(&format!("y{i}"), y, None).unwrap();
+    }
+    let formats = Formats {
+        activation: Some(int4),
+        ..Formats::of_weights(int4)
+    };
+    let policy = Policy::of_layers("m/", Vec::new(), &[], formats).unwrap();
+    annotate(&b, &policy).unwrap();
+    let graph = lower(&b.finish()).unwrap();
+    let with = claim(&graph).unwrap();
+    let found = contracts(&with);
+    assert_eq!(found.len(), 6);
+    for contract in found {
+        assert!(contract.stored.is_none() && contract.row_scale && contract.column_scale);
+    }
+    let inputs = inputs(&graph);
+    let expected = evaluate(&graph, &inputs).unwrap();
+    assert_eq!(evaluate(&with, &inputs).unwrap(), expected);
+}
+
 /// A process uses one instruction set, so each has a process of its own.
 #[test]
 fn every_instruction_set_widens_stored_weights() {

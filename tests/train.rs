@@ -324,6 +324,42 @@ fn pooled_text_is_trained_and_held_out_captions_are_scored() {
     }
 }
 
+/// Training whose forward pass rounds weights and activations to int4 gives a model that `quantize` stores so, and that draws
+/// what its floats draw when they are rounded while they are loaded.
+#[test]
+fn a_model_trained_in_int4_is_stored_in_int4() {
+    let dir = tempfile::tempdir().unwrap();
+    let int4 = ["quantization=w4a4", "quantization_granularity=4"];
+    let train = [&int4[..], &["max_train_steps=2"]].concat();
+    succeed(&mut maxdiff("train", dir.path(), &train));
+    let float = tempfile::tempdir().unwrap();
+    succeed(&mut maxdiff("train", float.path(), &["max_train_steps=2"]));
+    assert_ne!(losses(dir.path()), losses(float.path()));
+
+    let stored = dir.path().join("stored");
+    let output = stored.display().to_string();
+    let quantize = [&int4[..], &["--output", &output, "--json"]].concat();
+    let report = json(&succeed(&mut maxdiff("quantize", dir.path(), &quantize)));
+    let bits = report["bits_of_quantized"].as_f64().unwrap();
+    // A scale in float32 for four weights of four bits, and at each position of a kernel.
+    assert!((4.0 + 32.0 / 36.0..=12.0).contains(&bits), "{bits}");
+    assert!(stored.join("tokenizer/tokenizer.json").is_file());
+    assert!(!stored.join("tokenizer/manifest.json").exists());
+
+    let drawn = |out: &Path, words: &[&str]| {
+        let words = [
+            &["prompt=a large red circle on a white background", "--json"],
+            words,
+        ];
+        let report = json(&succeed(&mut maxdiff("generate", out, &words.concat())));
+        let path = report["images"][0]["path"].as_str().unwrap().to_owned();
+        image::open(path).unwrap().to_rgb8()
+    };
+    let elsewhere = tempfile::tempdir().unwrap();
+    let named = format!("pretrained_model_name_or_path={output}");
+    assert!(drawn(elsewhere.path(), &[&named]) == drawn(dir.path(), &int4));
+}
+
 /// A grid with so long a caption is larger than an image file can be: an error that comes up while training runs.
 #[test]
 fn after_an_error_the_steps_before_it_are_saved() {

@@ -101,3 +101,23 @@ def record_loras(folder: pathlib.Path, cases: dict, plain) -> None:
 
 def report(path: pathlib.Path) -> None:
     print(f"{path.relative_to(ROOT)}: {path.stat().st_size:,} bytes")
+
+
+def linear_model(w):
+    """A model of one linear layer without a bias, for AMD Quark."""
+    import torch
+
+    class Model(torch.nn.Module):
+        """Quark asks models for their device."""
+
+        device = torch.device("cpu")
+
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(w.shape[1], w.shape[0], bias=False, dtype=w.dtype)
+            self.linear.weight.data.copy_(w)
+
+        def forward(self, x):
+            return self.linear(x)
+
+    return Model()

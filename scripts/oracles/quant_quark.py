@@ -21,7 +21,7 @@ from quark.torch.quantization import (
     QTensorConfig,
 )
 
-from common import GOLDEN, normal, rng, write
+from common import GOLDEN, linear_model, normal, rng, write
 
 OUTPUTS, INPUTS, GROUP = 12, 128, 64
 STATIC = {"is_dynamic": False}
@@ -65,23 +65,9 @@ def weight() -> np.ndarray:
     return w
 
 
-class Layer(torch.nn.Module):
-    """Quark asks models for their device."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, w: torch.Tensor):
-        super().__init__()
-        self.linear = torch.nn.Linear(INPUTS, OUTPUTS, bias=False, dtype=w.dtype)
-        self.linear.weight.data.copy_(w)
-
-    def forward(self, x):
-        return self.linear(x)
-
-
 def quantized(w: torch.Tensor, case: str) -> dict:
     quantizer = ModelQuantizer(QConfig(global_quant_config=QLayerConfig(weight=spec_of(case))))
-    model = quantizer.quantize_model(Layer(w))
+    model = quantizer.quantize_model(linear_model(w))
     of_weight = model.linear._weight_quantizer
     result = {"scale": of_weight.scale.float().numpy()}
     if case.endswith("asymmetric"):

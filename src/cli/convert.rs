@@ -205,6 +205,7 @@ fn report(args: &ConvertArgs, source: &ModelSource, parts: &[WrittenPart], secon
         "layout": match source.layout {
             Layout::Pipeline => "pipeline",
             Layout::SingleFile => "single_file",
+            Layout::Run => "run",
         },
         "inpaint": source.kind == PipelineKind::Inpaint,
         "parts": parts,

@@ -316,6 +316,7 @@ impl GenerateProgress<'_> {
                     status::set_left(left);
                 }
             }
+            Event::Sample { image, sample, .. } => self.files.keep_sample(image, sample),
             Event::Preview {
                 image,
                 steps,

@@ -171,6 +171,16 @@ Environment:",
     hub!(),
 );
 
+pub const EVALUATE: &str = "Examples:
+  maxdiff-rs generate sdxl run_name=float prompts_file=prompts.txt save_latents=True
+  maxdiff-rs generate sdxl run_name=int8 prompts_file=prompts.txt save_latents=True pretrained_model_name_or_path=sdxl-int8
+  maxdiff-rs evaluate outputs/float outputs/int8 --html int8.html --require \"psnr>30\"
+
+Exit codes:
+  0  done, and every bound is met
+  1  a bound is not met, or a file cannot be read
+  2  wrong command line, or the runs are not of the same prompts, seeds and sizes";
+
 pub const PLUGIN_INSTALL: &str = concat!(
     "Examples:
   maxdiff-rs plugin install cpu

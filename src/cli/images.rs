@@ -1,20 +1,24 @@
 //! The images of `generate`, written as each is finished.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use image::RgbImage;
 use serde_json::{Value, json};
 
+use crate::host_tensor::HostTensor;
 use crate::pipelines::ImageRequest;
 use crate::pipelines::image_file::{
-    GenerationSettings, ImageFileError, labelled_grid, visible_scale, write_numbered,
+    GenerationSettings, ImageFileError, labelled_grid, visible_scale, write_latents, write_numbered,
 };
 
 /// The images of a call and their files. Clones are of the same call.
 #[derive(Clone)]
 pub struct ImageFiles {
     call: Arc<Call>,
+    /// The samples of unfinished images after each step, by their numbers, where they are to be written.
+    samples: Arc<Mutex<BTreeMap<usize, Vec<HostTensor>>>>,
     /// Held while a file is written, so that a stop leaves no half of one.
     written: Arc<Mutex<Vec<PathBuf>>>,
 }
@@ -89,7 +93,15 @@ impl ImageFiles {
                 inputs: Input::all(inputs),
             }),
             written: Arc::default(),
+            samples: Arc::default(),
         }
+    }
+
+    /// Keeps what image number `index` of the request is after one more step, for the file beside it.
+    pub fn keep_sample(&self, index: usize, sample: &HostTensor) {
+        let samples = self.samples.lock();
+        let mut samples = samples.unwrap_or_else(PoisonError::into_inner);
+        samples.entry(index).or_default().push(sample.clone());
     }
 
     /// Writes image number `index` of the request, and gives its path.
@@ -123,6 +135,13 @@ impl ImageFiles {
             None => "image".to_owned(),
         };
         let path = write_numbered(folder, &stem, image, settings.as_ref())?;
+        let samples = self.samples.lock();
+        let samples = samples
+            .unwrap_or_else(PoisonError::into_inner)
+            .remove(&index);
+        if let Some(samples) = samples {
+            write_latents(&path, &samples)?;
+        }
         written.push(path.clone());
         Ok(path)
     }

@@ -7,6 +7,7 @@ mod completions;
 mod config;
 mod convert;
 mod doctor;
+mod evaluate;
 mod generate;
 mod help;
 mod images;
@@ -98,6 +99,12 @@ enum Command {
     /// `generate`, `compile` and `module run` take as it is. The folder appears when it is complete; an error leaves none.
     #[command(after_long_help = help::QUANTIZE)]
     Quantize(quantize::QuantizeArgs),
+    /// Compare the pictures of runs with those of a reference
+    ///
+    /// Reads folders that `generate` wrote, of the same prompts and seeds, and tells how far each run is from the first one:
+    /// PSNR, SSIM, the drift of the samples where both saved them, and for prompts of `shapes` how many pictures are right.
+    #[command(after_long_help = help::EVALUATE)]
+    Evaluate(evaluate::EvaluateArgs),
     /// Install PJRT plugins, or list those that are installed
     Plugin(plugin::PluginArgs),
     /// Check what is installed, and say what is wrong and how to fix it
@@ -400,6 +407,7 @@ pub fn main() -> ExitCode {
         Command::Kernel(args) => kernel::run(args),
         Command::Convert(args) => convert::run(&args),
         Command::Quantize(args) => quantize::run(&args),
+        Command::Evaluate(args) => evaluate::run(&args),
         Command::Plugin(args) => plugin::run(args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Completions(args) => completions::run(&args),

@@ -35,8 +35,9 @@ pub use recipes::{RECIPES, Recipe};
 pub use schema::{Calibration, Config, LoraConfig, MOST_IMAGES, SchedulerConfig, TimestepBias};
 pub use values::{
     Attention, BiasStrategy, DataSharding, DatasetType, FloatType, FreeDict, FreeList, Hardware,
-    LossWeighting, MeshAxes, ModelConfig, OneOrMore, OptimizerType, Prompts, Quantization, Resume,
-    Seed, TextEncoderConfig, TextualInversionFile, TextualInversionFiles, UNetConfig,
+    LossWeighting, MeshAxes, ModelConfig, OneOrMore, OptimizerType, Prompts, QuantPreset,
+    Quantization, Resume, Seed, SvdOrder, TextEncoderConfig, TextualInversionFile,
+    TextualInversionFiles, UNetConfig, WeightAlgorithm,
 };
 pub use verb::Verb;
 

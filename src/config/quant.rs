@@ -26,6 +26,8 @@ named! {
         NvFp4 = "nvfp4",
         Int8W8A8Static = "int8_w8a8_static",
         SvdQuantW4A16 = "svdquant_w4a16",
+        W4A4 = "w4a4",
+        SvdQuantW4A4 = "svdquant_w4a4",
     }
     not_yet ["fp8", "fp8_full"]
 }
@@ -147,8 +149,8 @@ fn optional<T: Field>(
 
 impl Field for QuantRules {
     const TY: Ty = Ty::List(
-        "list of {path: pattern, mode: int8, int8_w8a16, w4a16, fp8_w8a16, nf4, mxfp4, mxfp8, nvfp4, int8_w8a8_static, svdquant_w4a16 or \
-         none, granularity, symmetric, numerics}",
+        "list of {path: pattern, mode: int8, int8_w8a16, w4a16, fp8_w8a16, nf4, mxfp4, mxfp8, nvfp4, int8_w8a8_static, \
+         svdquant_w4a16, w4a4, svdquant_w4a4 or none, granularity, symmetric, numerics}",
     );
 
     fn parse(value: &Value, path: &str, problems: &mut Problems) -> Option<Self> {

@@ -41,7 +41,8 @@ const TRAIN: &[Verb] = &[Verb::Train];
 const GENERATE: &[Verb] = &[Verb::Generate];
 const QUANTIZE: &[Verb] = &[Verb::Quantize];
 const TRAIN_GENERATE: &[Verb] = &[Verb::Train, Verb::Generate];
-const WRITES: &[Verb] = &[Verb::Train, Verb::Generate, Verb::Compile];
+/// Verbs of keys that name the folder of a run.
+const RUN: &[Verb] = &[Verb::Train, Verb::Generate, Verb::Compile, Verb::Quantize];
 /// Verbs of keys that change the training step's program.
 const TRAIN_STEP: &[Verb] = &[Verb::Train, Verb::Compile, Verb::Lower];
 const AHEAD: &[Verb] = &[Verb::Compile, Verb::Lower];
@@ -94,6 +95,8 @@ const MODES: &[&str] = &[
     "nvfp4",
     "int8_w8a8_static",
     "svdquant_w4a16",
+    "w4a4",
+    "svdquant_w4a4",
 ];
 const QUANTIZED: Condition = Is("quantization", MODES);
 /// Weights are quantized once: all modes but int8, which is the first.
@@ -107,15 +110,23 @@ const WEIGHTS_ONLY: Condition = Is(
         "fp8_w8a16",
         "int8_w8a8_static",
         "svdquant_w4a16",
+        "w4a4",
+        "svdquant_w4a4",
     ],
 );
 /// Modes whose activations are calibrated, maybe by a rule alone.
 const CALIBRATED: Condition = Either(
-    &Is("quantization", &["int8_w8a8_static", "svdquant_w4a16"]),
-    &Given("quant_rules"),
+    &Is(
+        "quantization",
+        &["int8_w8a8_static", "svdquant_w4a16", "svdquant_w4a4"],
+    ),
+    &Either(
+        &Given("quant_rules"),
+        &Is("quantization_algorithm", &["gptq"]),
+    ),
 );
 const LOW_RANK: Condition = Either(
-    &Is("quantization", &["svdquant_w4a16"]),
+    &Is("quantization", &["svdquant_w4a16", "svdquant_w4a4"]),
     &Given("quant_rules"),
 );
 const PERCENTILE: Condition = Is("quantization_observer", &["percentile"]);
@@ -154,9 +165,9 @@ schema! {
         group "Run and metrics";
         /// Name of the run: a folder inside `output_dir`. Empty: the environment variable
         /// `JOBSET_NAME`, or no folder of its own.
-        run_name: String = String::new(), Used, WRITES, is [NotAnOption];
+        run_name: String = String::new(), Used, RUN, is [NotAnOption];
         /// Folder for everything that a run writes.
-        output_dir: String = "sdxl-model-finetuned".into(), Used, WRITES, is [NotAnOption];
+        output_dir: String = "sdxl-model-finetuned".into(), Used, RUN, is [NotAnOption];
         /// Seed of initial weights, data order, noise and stochastic rounding. -1 draws one, which is written into
         /// images and checkpoints.
         seed: Seed = Seed(0), Used, TRAIN_GENERATE, is [FixedOnResume, NotAnOption];
@@ -323,12 +334,13 @@ schema! {
         use_qwix_quantization: bool = false, Used, EVERY,
             when QUANTIZED, is [FixedOnResume];
         /// How values become integers: AQT's, Qwix's or AMD Quark's conventions, or with `quantize` llama.cpp's blocks (`gguf`, for
-        /// int8_w8a16 and w4a16 with a number as granularity). Empty: AQT's; for int8_w8a8_static and svdquant_w4a16 AMD Quark's;
-        /// fp8_w8a16, nf4, mxfp4, mxfp8 and nvfp4 have their own.
+        /// int8_w8a16 and w4a16 with a number as granularity). Empty: AQT's; for int8_w8a8_static, w4a4 and the modes of SVDQuant
+        /// AMD Quark's; fp8_w8a16, nf4, mxfp4, mxfp8 and nvfp4 have their own.
         quantization_numerics: Option<NumericsConvention> = None, Ours, EVERY,
             when Both(&QUANTIZED, &Is("use_qwix_quantization", &["False"])), is [FixedOnResume];
         /// Which elements of a weight share a scale: all (`tensor`), those of an output feature (`channel`), or of it so many
-        /// input features. Empty: `channel`; for w4a16 and nf4 64, mxfp4 and mxfp8 32, nvfp4 16.
+        /// input features. Empty: `channel`; for w4a16, w4a4 and nf4 64, mxfp4 and mxfp8 32, nvfp4 16. With
+        /// w4a4 also which elements of an activation: those of a token, or of it so many features.
         quantization_granularity: WeightGranularity = WeightGranularity::default(), Ours, EVERY,
             when OF_WEIGHTS, is [FixedOnResume];
         /// Whether integers lie around zero; otherwise each scale of a weight has a zero point, as AMD Quark's have.
@@ -339,6 +351,9 @@ schema! {
         /// it says otherwise.
         quant_rules: QuantRules = QuantRules::default(), Ours, EVERY,
             when QUANTIZED, is [FixedOnResume];
+        /// Which layers stay in float where no rule decides, and what calibration runs with where it does not say: the family's
+        /// choice, or that of AMD Quark's guide.
+        quantization_preset: QuantPreset = QuantPreset::Family, Ours, QUANTIZE, when QUANTIZED;
         /// What decides the range of a weight's scale.
         quantization_observer: ObserverKind = ObserverKind::MinMax, Ours, QUANTIZE, when WEIGHTS_ONLY;
         /// Percent of a weight's values that its scale covers.
@@ -346,6 +361,8 @@ schema! {
         /// SmoothQuant: the share of the activations' range in the factors that weights take over from them. Empty: none.
         quantization_smooth_alpha: Option<f64> = None, Ours, QUANTIZE, in Between(0.0, 1.0),
             when Either(&Is("quantization", &["int8_w8a8_static"]), &Given("quant_rules"));
+        /// How the weights of linear layers become integers: each to the nearest one, or by `gptq`, which calibration feeds.
+        quantization_algorithm: WeightAlgorithm = WeightAlgorithm::Nearest, Ours, QUANTIZE, when WEIGHTS_ONLY;
         /// Rank of the product in float beside a layer's quantized weight.
         svd_rank: u64 = 32, Ours, QUANTIZE, in Between(1.0, 1024.0), when LOW_RANK;
         /// The share of the activations' range in what the low-rank product is chosen by. With -1 the best of 1/20 to 19/20 is
@@ -353,6 +370,9 @@ schema! {
         svd_alpha: f64 = 0.5, Ours, QUANTIZE, in MinusOneOrBetween(0.0, 1.0), when LOW_RANK;
         /// Times that the low-rank product is chosen anew for what quantizing leaves. 1: AMD Quark's.
         svd_iterations: u64 = 1, Ours, QUANTIZE, in Between(1.0, 100.0), when LOW_RANK;
+        /// Where the factors go that share ranges between activations and weights: `quark` divides them out of the weight
+        /// again, `paper` divides activations by them.
+        svd_order: SvdOrder = SvdOrder::Quark, Ours, QUANTIZE, when LOW_RANK;
         /// The pipeline's runs that find the range of activations.
         calibration: Calibration = Calibration::default(), Ours, QUANTIZE, when CALIBRATED;
 
@@ -661,6 +681,9 @@ schema! {
         /// Autoencoder that decodes previews, as `vae_model_name_or_path`: TAESD takes a fraction of the time and memory. Empty:
         /// that of the images.
         preview_vae_model_name_or_path: String = String::new(), Ours, GENERATE, when MoreThan("preview_steps", 0), is [NotAnOption];
+        /// Write the samples of every step beside each image, as `image-00001.latents.safetensors` with a tensor `latents`
+        /// `[steps, channels, rows, columns]`, which `evaluate` compares.
+        save_latents: bool = false, Ours, GENERATE, is [NotAnOption];
         /// Height of the images in pixels, for latent models. 0: `resolution`.
         height: u64 = 0, Ours, DENOISE, in Between(0.0, 65536.0), is [NotAnOption];
         /// Width of the images in pixels, for latent models. 0: `resolution`.

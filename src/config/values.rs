@@ -40,8 +40,43 @@ named! {
         Int8W8A8Static = "int8_w8a8_static",
         /// As w4a16, of what a low-rank product in float beside each linear layer leaves.
         SvdQuantW4A16 = "svdquant_w4a16",
+        /// 4-bit integers on dots and convolutions, for weights and activations with a scale for as many input features.
+        W4A4 = "w4a4",
+        /// As w4a4, of what a low-rank product in float beside each linear layer leaves.
+        SvdQuantW4A4 = "svdquant_w4a4",
     }
     not_yet ["fp8", "fp8_full"]
+}
+
+named! {
+    /// Which layers stay in float, and what calibration runs with.
+    pub enum QuantPreset {
+        /// Those that are small and sensitive in the model's family; the recipe's guidance and size.
+        Family = "family",
+        /// Those of AMD Quark's guide, and its arguments.
+        Quark = "quark",
+    }
+}
+
+named! {
+    /// How the weights of linear layers are rounded to integers.
+    pub enum WeightAlgorithm {
+        /// Each to the nearest integer.
+        Nearest = "nearest",
+        /// Column by column, those that follow making up for the error of each, by what calibration sees.
+        Gptq = "gptq",
+    }
+    not_yet ["awq", "hqq"]
+}
+
+named! {
+    /// Where the factors of SVDQuant go that features are weighted with before a weight is decomposed.
+    pub enum SvdOrder {
+        /// They are divided out of the weight again: they say which features the low-rank product fits best.
+        Quark = "quark",
+        /// Activations are divided by them before they are multiplied, with the weight and with the low-rank product.
+        Paper = "paper",
+    }
 }
 
 named! {

@@ -51,6 +51,10 @@ impl Traced {
             let b = Builder::resume(self.graph);
             self.decisions = quant::annotate(&b, policy)?;
             self.graph = b.finish();
+            let smoothed = policy.smoothed();
+            if !smoothed.is_empty() {
+                self.graph = quant::divided_by_factors(&self.graph, &smoothed)?;
+            }
             let ranks = policy.low_ranks();
             if !ranks.is_empty() {
                 let names = quant::LOW_RANK;

@@ -113,8 +113,20 @@ pub struct DenoiseInputs<'a> {
     pub plan: &'a SamplingPlan,
 }
 
-/// What follows a step: see [`Denoiser::run`].
-pub type AfterStep<'a> = dyn FnMut(usize, &Array, &[Vec<Array>]) -> Result<(), PipelineError> + 'a;
+/// What a step leaves.
+pub struct AfterStep<'a> {
+    /// Finished steps.
+    pub done: usize,
+    /// The samples.
+    pub sample: &'a Array,
+    /// The predicted clean samples.
+    pub predicted: &'a Array,
+    /// What each run of the model's program told of its activations ([`crate::quant::watch`]).
+    pub statistics: &'a [Vec<Array>],
+}
+
+/// Takes what each step leaves.
+pub type StepObserver<'a> = dyn FnMut(AfterStep<'_>) -> Result<(), PipelineError> + 'a;
 
 /// What one step gives the next.
 struct SamplerState {
@@ -174,9 +186,6 @@ impl Denoiser {
 
     /// Makes the samples of `inputs`: `f32[batch, channels, rows, columns]` in the model's own range.
     ///
-    /// `after_step` gets the number of finished steps, the predicted clean samples, and what each run of the model's program
-    /// told of its activations ([`crate::quant::watch`]).
-    ///
     /// # Errors
     /// When a weight is missing, an input has another shape, or a program fails; errors of `after_step`.
     pub fn run(
@@ -184,7 +193,7 @@ impl Denoiser {
         session: &Session,
         weights: &Prepared<'_>,
         inputs: DenoiseInputs<'_>,
-        after_step: &mut AfterStep<'_>,
+        after_step: &mut StepObserver<'_>,
     ) -> Result<HostTensor, PipelineError> {
         let mut shared = self.request_inputs(session, &inputs)?;
         let passes = self.pass_inputs(session, weights, &inputs, &shared)?;
@@ -237,7 +246,12 @@ impl Denoiser {
                 let sample = HostTensor::from_f32(self.sample_dims, &sample)?;
                 state.sample = put(sampler_names::SAMPLE, &sample)?;
             }
-            after_step(done + 1, &predicted, &statistics)?;
+            after_step(AfterStep {
+                done: done + 1,
+                sample: &state.sample,
+                predicted: &predicted,
+                statistics: &statistics,
+            })?;
         }
         Ok(state.sample.to_host(session.mesh())?)
     }

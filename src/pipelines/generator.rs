@@ -7,14 +7,14 @@ use image::RgbImage;
 use crate::emit::DotPrecision;
 use crate::host_tensor::HostTensor;
 use crate::models::{ControlNet, DiffusionModel, SeenImage, vae};
-use crate::runtime::{Array, Prepared, Session, StagedProgram, StagedTimings};
+use crate::runtime::{Prepared, Session, StagedProgram, StagedTimings};
 use crate::schedulers::SamplingPlan;
 
 use super::PipelineError;
 use super::batch::{Batch, Phases, TokenizedImage, batches, one_row};
 use super::conditioning::{Conditioning, Encoded, PromptEncoders};
 use super::decoded::{check_samples, decoded_to_image, pixels_to_image};
-use super::denoiser::{ControlImage, DenoiseInputs, SkipLayerGuidance};
+use super::denoiser::{AfterStep, ControlImage, DenoiseInputs, SkipLayerGuidance};
 use super::hires::{Hires, Place, noised};
 use super::image_prompt::{ImagePrompt, ImageTokens, of_batch};
 use super::interpolate::resize_and_crop;
@@ -38,8 +38,7 @@ pub struct SamplingOptions<'a> {
     pub true_cfg_scale: f32,
     pub guidance_rescale: f32,
     pub skip_layer_guidance: SkipLayerGuidance,
-    /// Whether an empty negative prompt is zeros instead of the encoding of an empty text
-    /// (`force_zeros_for_empty_prompt` of SDXL's `model_index.json`).
+    /// Whether an empty negative prompt is zeros: `force_zeros_for_empty_prompt` of SDXL's `model_index.json`.
     pub zero_empty_prompts: bool,
     /// The images to start from, each `f32[1, 3, height, width]` in [-1, 1]; the model must be traced for them.
     pub images: &'a [HostTensor],
@@ -62,6 +61,8 @@ pub struct SamplingOptions<'a> {
     pub image_size: Option<[usize; 2]>,
     /// Steps from one preview of an image to the next.
     pub preview_every: Option<usize>,
+    /// Whether [`Event::Sample`] tells of every step's samples.
+    pub tell_samples: bool,
 }
 
 impl<'a> SamplingOptions<'a> {
@@ -83,6 +84,7 @@ impl<'a> SamplingOptions<'a> {
             redraw: None,
             image_size: None,
             preview_every: None,
+            tell_samples: false,
         }
     }
 
@@ -659,9 +661,9 @@ impl ImageGenerator {
         };
         progress.enter(Phase::Denoise)?;
         let mut previewing = 0.0;
-        let mut after_step = |done: usize, predicted: &Array, statistics: &[Vec<Array>]| {
-            progress.tell_statistics(session, statistics)?;
-            progress.tell(Event::Step)?;
+        let mut after_step = |after: AfterStep<'_>| {
+            progress.tell_step(session, batch, &after, options.tell_samples)?;
+            let done = after.done;
             // After the last step there is the image itself.
             let previews = previews
                 .as_ref()
@@ -670,7 +672,7 @@ impl ImageGenerator {
                 return Ok(());
             };
             let start = Instant::now();
-            let predicted = predicted.to_host(session.mesh())?;
+            let predicted = after.predicted.to_host(session.mesh())?;
             for row in 0..batch.count {
                 let image = batch.start + row;
                 progress.enter(Phase::Decode { image })?;

@@ -1,5 +1,6 @@
 //! Images on disk: PNG files that carry their settings, and labelled grids of them.
 
+mod latents;
 mod recorded;
 mod settings;
 mod web_sampler;
@@ -17,6 +18,7 @@ use crate::util::files::{
     Access, AtomicFile, Durability, Existing, check_can_be_written, check_writable, is_full,
 };
 
+pub use latents::{LATENTS, latents_path, write_latents};
 pub use recorded::{Recorded, read_recorded};
 pub use settings::{GenerationSettings, HiresSettings};
 pub use web_sampler::{NamedSampler, WebSampler};
@@ -53,6 +55,11 @@ pub enum ImageFileError {
         path.display()
     )]
     NoSettings { path: PathBuf, found: String },
+    #[error("cannot write the samples of {}: {source}", path.display())]
+    Latents {
+        path: PathBuf,
+        source: Box<crate::weights::WeightsError>,
+    },
     #[error("the settings in {} are malformed: {message}", path.display())]
     Settings { path: PathBuf, message: String },
     #[error("file name stem `{stem}` must be a plain name without path separators")]

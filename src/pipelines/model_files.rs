@@ -27,7 +27,7 @@ pub(super) type Expected<'a> = Vec<(&'a str, &'a [usize])>;
 
 /// The files of a model's weights, by the root of their paths.
 pub struct ModelFiles {
-    origin: Origin,
+    source: Box<ModelSource>,
     /// The file or folder of each root beside the origin's: of ControlNets, of an IP-Adapter.
     beside: Vec<(String, PathBuf)>,
     /// Files that are not the origin's own.
@@ -72,25 +72,15 @@ impl WeightChanges<'_> {
     }
 }
 
-enum Origin {
-    /// A folder for each part.
-    Folders {
-        dir: PathBuf,
-        suffix: &'static str,
-    },
-    Source(Box<ModelSource>),
-}
-
 impl ModelFiles {
-    /// The files that training writes: `dir` with a folder for each part, whose names end in `suffix`.
-    pub fn folders(dir: PathBuf, suffix: &'static str) -> Self {
-        ModelFiles::new(Origin::Folders { dir, suffix }, Vec::new())
-    }
-
-    /// The files of a published model, and beside them a file or folder for the weights under each of other roots:
+    /// The files of a model, and beside them a file or folder for the weights under each of other roots:
     /// those of ControlNets, or of an IP-Adapter.
     pub fn source(source: Box<ModelSource>, beside: Vec<(String, PathBuf)>) -> Self {
-        ModelFiles::new(Origin::Source(source), beside)
+        ModelFiles {
+            source,
+            beside,
+            opened: HashMap::new(),
+        }
     }
 
     /// The same with the autoencoder that decodes previews.
@@ -99,20 +89,9 @@ impl ModelFiles {
         self
     }
 
-    fn new(origin: Origin, beside: Vec<(String, PathBuf)>) -> Self {
-        ModelFiles {
-            origin,
-            beside,
-            opened: HashMap::new(),
-        }
-    }
-
     /// The path for messages.
     pub fn path(&self) -> &Path {
-        match &self.origin {
-            Origin::Folders { dir, .. } => dir,
-            Origin::Source(source) => &source.path,
-        }
+        &self.source.path
     }
 
     /// Opens the files of every program's weights, and checks them against what the programs declare.
@@ -172,25 +151,13 @@ impl ModelFiles {
     /// The file or folder to open for the weights under `root`; `None` where the source has opened it already.
     fn own_file(&self, root: &str) -> Option<PathBuf> {
         let mut beside = self.beside.iter();
-        if let Some((_, path)) = beside.find(|(own, _)| own == root) {
-            return Some(path.clone());
-        }
-        match &self.origin {
-            Origin::Source(_) => None,
-            Origin::Folders { dir, suffix } => {
-                let folder = dir.join(format!("{root}{suffix}"));
-                let file = Part::from_name(root).map(|part| folder.join(part.weights_file()));
-                Some(file.filter(|file| file.is_file()).unwrap_or(folder))
-            }
-        }
+        let (_, path) = beside.find(|(own, _)| own == root)?;
+        Some(path.clone())
     }
 
     /// The published model that the files are of; `None` for those that training on pixels writes.
     pub fn published(&self) -> Option<&ModelSource> {
-        match &self.origin {
-            Origin::Folders { .. } => None,
-            Origin::Source(source) => Some(source),
-        }
+        Some(&*self.source).filter(|source| source.family.spec().published.is_some())
     }
 
     /// The checkpoint with the weights under `root`.
@@ -202,14 +169,8 @@ impl ModelFiles {
             return Ok(checkpoint);
         }
         let unknown = || PipelineError::UnknownPart(root.to_string());
-        match &self.origin {
-            Origin::Folders { .. } => Err(unknown()),
-            Origin::Source(source) => {
-                let part = Part::from_name(root).ok_or_else(unknown)?;
-                let component = source.component(part)?;
-                Ok(&component.checkpoint)
-            }
-        }
+        let part = Part::from_name(root).ok_or_else(unknown)?;
+        Ok(&self.source.component(part)?.checkpoint)
     }
 
     /// The programs for weights as the files have them, but for those that LoRAs are merged into.

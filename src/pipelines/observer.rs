@@ -35,6 +35,13 @@ pub enum Event<'a> {
     Started { passes: &'a [PassSteps] },
     /// A denoising step is done.
     Step,
+    /// The sample `f32[channels, rows, columns]` of image number `image` of the request after `steps` steps, where the request
+    /// asks for them.
+    Sample {
+        image: usize,
+        steps: usize,
+        sample: &'a HostTensor,
+    },
     /// Image number `image` of the request is finished.
     Image { image: usize, pixels: &'a RgbImage },
     /// The predicted clean image of image number `image` of the request after `steps` steps.

@@ -296,6 +296,7 @@ impl Pipeline {
             }),
             image_size: request.image_size,
             preview_every: request.preview_every,
+            tell_samples: request.tell_samples,
             ..SamplingOptions::new(&base.plans)
         };
         let mut passes = programs.base.steps(&base.images, &sampling);

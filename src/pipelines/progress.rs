@@ -2,10 +2,12 @@
 
 use std::time::Instant;
 
+use crate::host_tensor::HostTensor;
 use crate::runtime::{Array, Prepared, Session, StagedProgram};
 
 use super::PipelineError;
-use super::batch::Phases;
+use super::batch::{Batch, Phases};
+use super::denoiser::AfterStep;
 use super::observer::{Event, Observer, Phase, enter};
 use super::weights::WeightSource;
 
@@ -32,11 +34,27 @@ impl Progress<'_, '_> {
         (self.observer)(event).map_err(PipelineError::Observer)
     }
 
-    /// Tells what each run of a denoiser's program said of its activations.
+    /// Tells of a step: what each run of the denoiser's program said of its activations, that it is done, and with `samples` what
+    /// it left of a batch.
     ///
     /// # Errors
-    /// When they cannot be read, and what the observer fails with.
-    pub fn tell_statistics(
+    /// When arrays cannot be read, and what the observer fails with.
+    pub fn tell_step(
+        &mut self,
+        session: &Session,
+        batch: &Batch,
+        after: &AfterStep<'_>,
+        samples: bool,
+    ) -> Result<(), PipelineError> {
+        self.tell_statistics(session, after.statistics)?;
+        self.tell(Event::Step)?;
+        match samples {
+            true => self.tell_samples(session, batch, after.done, after.sample),
+            false => Ok(()),
+        }
+    }
+
+    fn tell_statistics(
         &mut self,
         session: &Session,
         runs: &[Vec<Array>],
@@ -45,6 +63,33 @@ impl Progress<'_, '_> {
             let results = results.iter().map(|array| array.to_host(session.mesh()));
             let results = results.collect::<Result<Vec<_>, _>>()?;
             self.tell(Event::Statistics(&results))?;
+        }
+        Ok(())
+    }
+
+    /// Tells the samples of a batch after `steps` steps.
+    fn tell_samples(
+        &mut self,
+        session: &Session,
+        batch: &Batch,
+        steps: usize,
+        samples: &Array,
+    ) -> Result<(), PipelineError> {
+        let samples = samples.to_host(session.mesh())?;
+        let size = samples.data.len() / samples.shape.dims[0].max(1);
+        for (row, data) in samples
+            .data
+            .chunks(size.max(1))
+            .take(batch.count)
+            .enumerate()
+        {
+            let dims = samples.shape.dims[1..].to_vec();
+            let sample = HostTensor::new(samples.shape.with_dims(dims), data.to_vec())?;
+            self.tell(Event::Sample {
+                image: batch.start + row,
+                steps,
+                sample: &sample,
+            })?;
         }
         Ok(())
     }

@@ -70,6 +70,8 @@ pub struct GenerateRequest {
     pub image_size: Option<[usize; 2]>,
     /// Steps from one preview of an image to the next.
     pub preview_every: Option<usize>,
+    /// Whether [`super::Event::Sample`] tells of every step's samples.
+    pub tell_samples: bool,
 }
 
 /// A hi-res fix: the images are enlarged and drawn again by the same model.
@@ -118,6 +120,7 @@ impl GenerateRequest {
             hires: None,
             image_size: None,
             preview_every: None,
+            tell_samples: false,
         }
     }
 }

@@ -2,11 +2,12 @@
 //! it runs, and they are summed up over its runs; no activation is kept.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 use crate::dtype::DType;
 use crate::graph::{
-    Binary, Builder, Graph, GraphError, Op, Range, Reduction, ScatterDims, ScatterKind, Tensor,
-    TensorFormat,
+    Binary, Builder, DotDims, Graph, GraphError, Op, Range, Reduction, ScatterDims, ScatterKind,
+    Tensor, TensorFormat,
 };
 use crate::host_tensor::{HostTensor, HostTensorError};
 use crate::shape::Shape;
@@ -24,6 +25,8 @@ mod names {
     pub const SQUARES: &str = "statistics/squares";
     /// `s32[activations, BINS]`: how many values of each are in each bin.
     pub const COUNTS: &str = "statistics/counts";
+    /// `f32[features, features]` of one activation, whose number follows: the mean of `x^T x`.
+    pub const HESSIAN: &str = "statistics/hessian";
 }
 
 /// Magnitudes from 2^-32 to 2^32 have a bin each, those of bf16; smaller ones share that of zero. Half of the bins are for
@@ -60,6 +63,8 @@ pub struct Watch {
     pub layers: BTreeSet<String>,
     /// Whether values are counted. Without, there are the lowest and highest ones, and each feature's.
     pub counts: bool,
+    /// Those of them that are linear and whose features are correlated: GPTQ reads that.
+    pub hessians: BTreeSet<String>,
 }
 
 /// What a program tells of its activations, in the order in which it computes them.
@@ -70,9 +75,17 @@ pub struct Watched {
     /// Which activation a layer reads.
     of_layer: BTreeMap<String, usize>,
     counts: bool,
+    /// The activations whose features are correlated.
+    hessians: BTreeSet<usize>,
 }
 
 impl Watched {
+    /// Bytes of the correlations of all activations.
+    pub fn hessian_bytes(&self) -> u64 {
+        let sizes = self.hessians.iter().map(|at| self.features[*at] as u64);
+        sizes.map(|size| 4 * size * size).sum()
+    }
+
     /// The layers that read activation `at`.
     fn readers(&self, at: usize) -> impl Iterator<Item = &String> {
         let readers = self.of_layer.iter().filter(move |(_, read)| **read == at);
@@ -124,6 +137,9 @@ pub fn watch(graph: Graph, watch: &Watch) -> Result<(Graph, Watched), GraphError
             watched.features.push(shape.dims[feature]);
             activations.len() - 1
         });
+        if watch.hessians.contains(path) && matches!(node.op, Op::DotGeneral { .. }) {
+            watched.hessians.insert(place);
+        }
         watched.of_layer.insert(path.to_owned(), place);
     }
     let unseen = |layer: &&String| !watched.of_layer.contains_key(*layer);
@@ -155,7 +171,25 @@ pub fn watch(graph: Graph, watch: &Watch) -> Result<(Graph, Watched), GraphError
         let counts = counts.collect::<Result<Vec<_>, _>>()?;
         b.output(names::COUNTS, b.concatenate(&counts, 0)?, None)?;
     }
+    for at in &watched.hessians {
+        let (node, feature) = activations[*at];
+        let hessian = correlation(&b, b.tensor(node), feature)?;
+        b.output(&format!("{}/{at}", names::HESSIAN), hessian, None)?;
+    }
     Ok((b.finish(), watched))
+}
+
+/// The mean of `x^T x` over all but the features of an activation, `f32[features, features]`.
+fn correlation(b: &Builder, x: Tensor, feature: usize) -> Result<Tensor, GraphError> {
+    let others: Vec<usize> = (0..b.dims(x).len()).filter(|d| *d != feature).collect();
+    let count: usize = others.iter().map(|d| b.dims(x)[*d]).product();
+    let dims = DotDims {
+        lhs_contract: others.clone(),
+        rhs_contract: others,
+        ..DotDims::default()
+    };
+    let sum = b.dot_general(x, x, dims, DType::F32)?;
+    b.mul_scalar(sum, 1.0 / count as f64)
 }
 
 /// The range `f32[1, 2]`, and the largest magnitude and the mean square of each feature, of one activation.
@@ -225,6 +259,8 @@ pub struct ActivationStatistics {
     steps: usize,
     /// Empty where values are not counted.
     counts: Vec<u64>,
+    /// The sum over steps of the mean of `x^T x`; empty where features are not correlated.
+    correlations: Arc<Vec<f32>>,
 }
 
 impl ActivationStatistics {
@@ -245,6 +281,11 @@ impl ActivationStatistics {
             .iter()
             .map(|sum| (sum / steps) as f32)
             .collect()
+    }
+
+    /// `x^T x`, `[features, features]`, up to a factor, which GPTQ does not depend on; `None` where it was not asked for.
+    pub fn hessian(&self) -> Option<Arc<Vec<f32>>> {
+        (!self.correlations.is_empty()).then(|| self.correlations.clone())
     }
 
     /// The scale of the range that `observer` finds, for a format with one scale. It is of the type of the format's range
@@ -297,17 +338,19 @@ pub struct Statistics {
 impl Statistics {
     /// Of a program that has not run.
     pub fn new(watched: Watched) -> Statistics {
-        let activations = watched
-            .features
-            .iter()
-            .map(|features| ActivationStatistics {
-                lowest: f32::INFINITY,
-                highest: f32::NEG_INFINITY,
-                features: vec![0.0; *features],
-                squares: vec![0.0; *features],
-                counts: vec![0; if watched.counts { BINS } else { 0 }],
-                ..ActivationStatistics::default()
-            });
+        let each = watched.features.iter().enumerate();
+        let activations = each.map(|(at, features)| ActivationStatistics {
+            lowest: f32::INFINITY,
+            highest: f32::NEG_INFINITY,
+            features: vec![0.0; *features],
+            squares: vec![0.0; *features],
+            counts: vec![0; if watched.counts { BINS } else { 0 }],
+            correlations: match watched.hessians.contains(&at) {
+                true => Arc::new(vec![0.0; features * features]),
+                false => Arc::default(),
+            },
+            ..ActivationStatistics::default()
+        });
         Statistics {
             activations: activations.collect(),
             watched,
@@ -326,9 +369,11 @@ impl Statistics {
     /// When an activation is not finite, or there are other results.
     pub fn add(&mut self, results: &[HostTensor]) -> Result<(), CalibrationError> {
         self.steps += 1;
-        let [ranges, features, squares, counts @ ..] = results else {
+        let [ranges, features, squares, rest @ ..] = results else {
             return Err(CalibrationError::Nothing);
         };
+        let (counts, correlations) =
+            rest.split_at(usize::from(self.watched.counts).min(rest.len()));
         let (ranges, features) = (ranges.to_f32_vec()?, features.to_f32_vec()?);
         let mut features = features.into_iter();
         let mut squares = squares.to_f32_vec()?.into_iter();
@@ -354,6 +399,12 @@ impl Statistics {
             activation.lowest = activation.lowest.min(lowest);
             activation.highest = activation.highest.max(highest);
             activation.moving.add(*range);
+        }
+        for (at, found) in self.watched.hessians.iter().zip(correlations) {
+            let sums = Arc::make_mut(&mut self.activations[*at].correlations);
+            let sums = sums.iter_mut();
+            sums.zip(found.to_f32_vec()?)
+                .for_each(|(sum, found)| *sum += found);
         }
         for counts in counts {
             let each = counts.data.as_chunks().0.chunks(BINS);

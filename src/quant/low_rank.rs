@@ -52,7 +52,7 @@ pub fn low_rank_beside(
 }
 
 /// The weight that a contraction's right operand is, maybe converted.
-fn contracted_weight(b: &Builder, node: &Node, operands: &[Tensor]) -> Option<Input> {
+pub(super) fn contracted_weight(b: &Builder, node: &Node, operands: &[Tensor]) -> Option<Input> {
     if !is_contraction(node) {
         return None;
     }

@@ -6,20 +6,26 @@
 
 mod calibration;
 mod codes;
+mod gptq;
 mod low_rank;
 mod lower;
 mod observer;
 mod recorded;
+mod rounding;
+mod smooth;
 mod stored;
 mod svd;
 mod weight;
 
 pub use low_rank::{LOW_RANK, contracted_weights, low_rank_beside};
-pub use lower::{NoiseSource, ROUNDING_KEY, lower, lower_with_noise, scale_of};
+pub use lower::{ROUNDING_KEY, lower, lower_with_noise};
+pub use rounding::{NoiseSource, scale_of};
 
 pub use calibration::{ActivationStatistics, CalibrationError, Statistics, Watch, Watched, watch};
 pub use codes::{quantize_observed, quantize_weight};
+pub use gptq::{WeightRounding, takes as gptq_takes};
 pub use observer::{Observer, ObserverKind};
+pub use smooth::{divided_by_factors, smooth_factor_name};
 pub use stored::{input_scale_name, scale_name, tensor_scale_name, zero_point_name};
 pub use svd::{
     LowRankError, LowRankOptions, LowRankWeight, balance, largest_of_features, with_low_rank,
@@ -168,8 +174,10 @@ pub struct StoredLayer {
     pub weight: TensorFormat,
     /// `None` is float.
     pub activation: Option<TensorFormat>,
-    /// The rank of what is multiplied in float beside the weight ([`low_rank`]); `None` without.
+    /// The rank of what is multiplied in float beside the weight ([`low_rank_beside`]); `None` without.
     pub low_rank: Option<usize>,
+    /// Whether what it reads is divided by factors first, which its weight has taken over ([`divided_by_factors`]).
+    pub smoothed: bool,
 }
 
 /// The formats of the operands of a contraction and of its derivative.
@@ -327,6 +335,14 @@ impl Policy {
             Some((format!("{}{path}.weight", self.model), layer.low_rank?))
         });
         ranks.collect()
+    }
+
+    /// The names of the weights that have taken over factors of what their layers read.
+    pub fn smoothed(&self) -> BTreeSet<String> {
+        let layers = self.stored.iter().filter(|(_, layer)| layer.smoothed);
+        layers
+            .map(|(path, _)| format!("{}{path}.weight", self.model))
+            .collect()
     }
 
     /// Weights as a checkpoint has them.
@@ -557,7 +573,12 @@ impl Annotation<'_> {
                 continue;
             };
             let dims = &site.shapes[at].dims;
-            if let Some(dim) = lower::grouped_dimension(&contraction, &kept[at], dims.len())
+            let place = lower::Place {
+                contraction: &contraction,
+                side: at,
+                kept: &kept[at],
+            };
+            if let Some(dim) = place.grouped_dimension(dims.len())
                 && (group == 0 || !dims[dim].is_multiple_of(group))
             {
                 self.undivided.get_or_insert(QuantError::Group {

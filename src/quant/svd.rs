@@ -12,8 +12,7 @@ use crate::graph::TensorFormat;
 use crate::host_tensor::{HostTensor, HostTensorError};
 use crate::shape::Shape;
 
-use super::codes::quantize_observed;
-use super::observer::Observer;
+use super::gptq::WeightRounding;
 use super::weight::{QuantizedWeight, WeightQuantError};
 
 /// Columns beyond the rank that the decomposition computes with.
@@ -91,11 +90,11 @@ pub fn largest_of_features(weight: &[f32], dims: &[usize]) -> Vec<f32> {
 /// What is left is quantized in `dtype`, `f32` or `bf16`.
 ///
 /// # Errors
-/// When the weight is no matrix, or the format is not one of [`quantize_observed`].
+/// When the weight is no matrix, or the format is not one of [`WeightRounding::quantize`].
 pub fn with_low_rank(
     weight: &HostTensor,
     format: TensorFormat,
-    observer: Observer,
+    rounding: &WeightRounding<'_>,
     options: &LowRankOptions,
     dtype: DType,
 ) -> Result<LowRankWeight, LowRankError> {
@@ -125,7 +124,7 @@ pub fn with_low_rank(
             let [up, down] = [up, down].map(|factor| factor.mapv(to_bf16));
             let residual = &whole - &product(up.view(), down.view());
             let residual = typed(&residual, dtype)?;
-            let quantized = quantize_observed(&residual, format, observer)?;
+            let quantized = rounding.quantize(&residual, format)?;
             if options.iterations > 1 {
                 let left = quantized.dequantized()?;
                 of = &whole - &Array2::from_shape_vec((out, inputs), left).unwrap_or_default();

@@ -634,6 +634,7 @@ fn stored_weights_are_inputs_with_their_scales() {
             weight: weight_format,
             activation: None,
             low_rank: None,
+            smoothed: false,
         };
         let policy = Policy::stored("unet/", [("to_q".to_string(), layer)].into());
         let graph = lowered_linear(&policy, dtype);
@@ -723,6 +724,7 @@ fn stored_layers_that_do_not_fit_the_model_are_refused() {
             weight: stored,
             activation: None,
             low_rank: None,
+            smoothed: false,
         };
         let layers = paths.iter().map(|path| ((*path).to_string(), layer));
         let policy = Policy::stored("unet/", layers.collect());

@@ -38,6 +38,11 @@ pub enum WeightQuantError {
     Odd { elements: usize },
     #[error("a weight without dimensions has no output features")]
     Scalar,
+    #[error(
+        "what calibration saw of its inputs gives no error feedback: a feature is not finite, or all are zero; take more prompts, or \
+         leave quantization_algorithm out"
+    )]
+    Hessian,
 }
 
 /// The group sizes next to `group` that divide, for messages.
@@ -460,14 +465,28 @@ impl RunRounding {
         (self.scale, self.zero_point as i8 as u8)
     }
 
+    /// What is stored of one number, and the number that it stands for. Of integers alone.
+    pub fn one<T: Element>(self, x: f32) -> (u8, f32) {
+        let x = T::rounded(x);
+        let (code, steps) = self.integer(match self.becomes {
+            Becomes::OfTyped => T::rounded(x * self.inverse),
+            Becomes::OfProduct | Becomes::Float8 => x * self.inverse,
+        });
+        (code, steps * self.scale)
+    }
+
+    /// The nearest integer to `y` steps, and how many steps it is from the zero point. The integer is in the lowest byte of a
+    /// number so large that it has no fraction.
+    fn integer(self, y: f32) -> (u8, f32) {
+        let [lowest, highest] = self.bounds;
+        let y = (nearest_even(y) + self.zero_point).clamp(lowest, highest);
+        ((y + WHOLE).to_bits() as u8, y - self.zero_point)
+    }
+
     /// Quantizes elements of this scale.
     pub fn run<T: Element>(self, elements: &[T], out: &mut [u8]) -> Sums {
         let [lowest, highest] = self.bounds;
-        // The integer is in the lowest byte of a number so large that it has no fraction.
-        let integer = |y: f32| {
-            let y = (nearest_even(y) + self.zero_point).clamp(lowest, highest);
-            ((y + WHOLE).to_bits() as u8, y - self.zero_point)
-        };
+        let integer = |y: f32| self.integer(y);
         let float8 = |y: f32| {
             let code = float8::encode(y.clamp(lowest, highest));
             (code, float8::decode(code))

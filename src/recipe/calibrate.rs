@@ -3,23 +3,30 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-use crate::config::{self, Config, Hardware, Loaded, Prompts, QuantRules, WeightGranularity};
+use crate::config::{
+    self, Config, Hardware, Loaded, Prompts, QuantRules, SvdOrder, WeightAlgorithm,
+    WeightGranularity,
+};
 use crate::graph::{Granularity, NumericsConvention, Range, TensorFormat};
 use crate::host_tensor::HostTensor;
+use crate::models::DenoiserKind;
 use crate::pipelines::prompt_file::read_prompts;
-use crate::pipelines::{Event, Pipeline};
+use crate::pipelines::{BoxError, Event, Pipeline};
 use crate::pjrt::install::TryLoad;
 use crate::pjrt::prepare_process;
 use crate::quant::{
     Action, CalibrationError, LowRankOptions, Observer, ObserverKind, Policy, Statistics,
-    StoredLayer, Watch, balance, largest_of_features,
+    StoredLayer, Watch, Watched, balance, gptq_takes, input_scale_name, largest_of_features,
+    smooth_factor_name,
 };
-use crate::util::files;
+use crate::util::text::binary_size;
+use crate::util::{files, memory};
 use crate::weights::Checkpoint;
 use crate::weights::quantized::{Quantization, weight_name};
 use crate::weights::source::LayerPlan;
 
 use super::generate::generation;
+use super::preset::with_arguments;
 use super::session::open_session;
 use super::{Notice, Notify, RecipeError};
 
@@ -28,6 +35,7 @@ pub(super) struct Run<'a> {
     pub loaded: &'a Loaded,
     pub recipe_file: &'a Path,
     pub try_load: &'a TryLoad<'a>,
+    pub kind: DenoiserKind,
 }
 
 /// Largest file of captions that is read.
@@ -57,6 +65,18 @@ pub(super) fn check_calibration(config: &Config, policy: &Policy) -> Result<(), 
         .iter()
         .any(|formats| formats.activation.is_some_and(is_recorded));
     let has_low_rank = formats.iter().any(|formats| formats.low_rank);
+    let is_gptq = config.quantization_algorithm == WeightAlgorithm::Gptq;
+    let mut weights = formats.iter().filter_map(|formats| formats.weight);
+    if is_gptq && !weights.all(gptq_takes) {
+        return refuse(
+            "quantization_algorithm=gptq rounds to integers, with aqt's, qwix's or quark's numerics: leave it out of other formats",
+        );
+    }
+    if is_gptq && config.quantization_observer != ObserverKind::MinMax {
+        return refuse(
+            "quantization_algorithm=gptq changes weights while it finds their ranges: leave quantization_observer out",
+        );
+    }
     let own_ranges = formats
         .iter()
         .filter_map(|formats| formats.weight)
@@ -81,12 +101,25 @@ pub(super) fn check_calibration(config: &Config, policy: &Policy) -> Result<(), 
             "quantization=int8_w8a8_static needs calibration: give prompts, such as calibration='{prompts: [a lighthouse at \
              sunrise, a bowl of fruit], steps: 20}', or calibration.prompts_file",
         ),
-        (false, false, true) => refuse(
-            "calibration has no effect: no mode reads activations; leave it out, or take int8_w8a8_static or svdquant_w4a16",
+        (_, _, false) if is_gptq => refuse(
+            "quantization_algorithm=gptq needs calibration: give prompts, such as calibration='{prompts: [a lighthouse at \
+             sunrise, a bowl of fruit], steps: 20}', or calibration.prompts_file",
+        ),
+        (false, false, true) if !is_gptq => refuse(
+            "calibration has no effect: no mode reads activations; leave it out, or take int8_w8a8_static, svdquant_w4a16, \
+             svdquant_w4a4 or quantization_algorithm=gptq",
         ),
         _ if config.svd_alpha < 0.0 && has_low_rank && !has_prompts => refuse(
             "svd_alpha=-1 tries how activations and weights share their range, which needs calibration: give calibration \
              prompts, or leave svd_alpha out",
+        ),
+        _ if config.svd_order == SvdOrder::Paper && has_low_rank && !has_prompts => refuse(
+            "svd_order=paper divides activations by factors, which need calibration: give calibration prompts, or leave \
+             svd_order out",
+        ),
+        _ if config.svd_order == SvdOrder::Paper && config.svd_alpha < 0.0 => refuse(
+            "svd_alpha=-1 tries factors for each layer, and with svd_order=paper layers that read the same activation share \
+             them: give svd_alpha a number from 0 to 1",
         ),
         _ if config.quantization_smooth_alpha.is_some()
             && calibration.observer != ObserverKind::MinMax =>
@@ -108,13 +141,19 @@ pub(super) fn calibrated(config: &Config, policy: &Policy, stored: &Quantization
     if calibration.prompts.0.is_empty() && calibration.prompts_file.is_empty() {
         return None;
     }
-    let reads =
-        |layer: &StoredLayer| layer.low_rank.is_some() || layer.activation.is_some_and(is_recorded);
+    let is_gptq = config.quantization_algorithm == WeightAlgorithm::Gptq;
+    let reads = |layer: &StoredLayer| {
+        is_gptq || layer.low_rank.is_some() || layer.activation.is_some_and(is_recorded)
+    };
     let layers = stored.layers.iter().filter(|(_, layer)| reads(layer));
     let layers: BTreeSet<String> = layers.map(|(path, _)| path.clone()).collect();
     let observer = Observer::of(calibration.observer);
     (!layers.is_empty()).then(|| Watch {
         model: policy.model.clone(),
+        hessians: match is_gptq {
+            true => layers.clone(),
+            false => BTreeSet::new(),
+        },
         layers,
         counts: observer.reads_counts(),
     })
@@ -129,7 +168,8 @@ pub(super) fn calibrate(
     watch: Watch,
     notify: &mut Notify<'_>,
 ) -> Result<Statistics, RecipeError> {
-    let config = run_config(&run.loaded.config)?;
+    let config = with_arguments(run.loaded.config.clone(), run.kind);
+    let config = run_config(&config)?;
     let seed = config.calibration.seed;
     let mut generation = generation(&config, &run.loaded.given, run.recipe_file, notify)?;
     // An image at a time, from the same noise.
@@ -152,7 +192,10 @@ pub(super) fn calibrate(
     let mut statistics: Option<Statistics> = None;
     let generated = pipeline.generate(&generation.request, &mut |event| {
         match (event, &mut statistics) {
-            (Event::Watched(watched), _) => statistics = Some(Statistics::new(watched.clone())),
+            (Event::Watched(watched), _) => {
+                check_memory(watched)?;
+                statistics = Some(Statistics::new(watched.clone()));
+            }
             (Event::Statistics(results), Some(statistics)) => statistics.add(results)?,
             (Event::Warning(text), _) => notify(Notice::Warning(text)),
             _ => {}
@@ -163,6 +206,21 @@ pub(super) fn calibrate(
     match statistics.filter(|statistics| statistics.steps() > 0) {
         Some(statistics) => Ok(statistics),
         None => Err(RecipeError::failed(CalibrationError::Nothing)),
+    }
+}
+
+/// Refuses correlations that do not fit the memory of this machine: they are summed up over all steps.
+fn check_memory(watched: &Watched) -> Result<(), BoxError> {
+    let needed = watched.hessian_bytes();
+    match memory::available() {
+        Some(left) if needed > left => Err(format!(
+            "quantization_algorithm=gptq needs {} for what layers read of each other's features, and {} are left: quantize some \
+             layers by a rule of quant_rules with another mode, or leave it out",
+            binary_size(needed),
+            binary_size(left)
+        )
+        .into()),
+        _ => Ok(()),
     }
 }
 
@@ -235,13 +293,20 @@ pub(super) fn plans(
     checkpoint: &Checkpoint,
 ) -> Result<BTreeMap<String, LayerPlan>, RecipeError> {
     let mut plans = BTreeMap::new();
-    let smooth = match (config.quantization_smooth_alpha, statistics) {
-        (Some(alpha), Some(statistics)) => smooth_scales(alpha, stored, statistics, checkpoint)?,
-        _ => BTreeMap::new(),
-    };
+    let shared =
+        |alpha: Option<f64>, reads: &dyn Fn(&StoredLayer) -> bool| match (alpha, statistics) {
+            (Some(alpha), Some(statistics)) => {
+                shared_factors(alpha, stored, reads, statistics, checkpoint)
+            }
+            _ => Ok(BTreeMap::new()),
+        };
+    let smooth = shared(config.quantization_smooth_alpha, &has_feature_scales)?;
+    let smooth = smooth_scales(smooth, statistics)?;
+    let paper = shared(Some(config.svd_alpha), &|layer| layer.smoothed)?;
+    let is_gptq = config.quantization_algorithm == WeightAlgorithm::Gptq;
     for (path, layer) in &stored.layers {
         let recorded = layer.activation.filter(|format| is_recorded(*format));
-        if recorded.is_none() && layer.low_rank.is_none() {
+        if recorded.is_none() && layer.low_rank.is_none() && !is_gptq {
             continue;
         }
         let known = match statistics {
@@ -250,6 +315,7 @@ pub(super) fn plans(
         };
         let mut plan = LayerPlan {
             squares: known.map(|known| known.squares()),
+            hessian: known.and_then(|known| known.hessian()),
             ..LayerPlan::default()
         };
         if let (Some(format), Some(known)) = (recorded, known) {
@@ -276,7 +342,13 @@ pub(super) fn plans(
                 // The weight takes over what is stored.
                 plan.factors = Some(scale.to_f32_vec().map_err(RecipeError::failed)?);
             }
-            plan.input_scale = Some(scale);
+            plan.beside.push((input_scale_name(path), scale));
+        }
+        if let Some(factors) = paper.get(path) {
+            let tensor = HostTensor::from_f32([factors.len()], factors);
+            let tensor = tensor.map_err(RecipeError::failed)?;
+            plan.beside.push((smooth_factor_name(path), tensor));
+            plan.factors = Some(factors.clone());
         }
         plan.low_rank = layer.low_rank.map(|rank| LowRankOptions {
             rank,
@@ -285,32 +357,61 @@ pub(super) fn plans(
                 alpha if alpha < 0.0 => (1..20).map(|i| f64::from(i) / 20.0).collect(),
                 alpha => vec![alpha],
             },
-            features: known.map(|known| [known.features().to_vec(), known.squares()]),
+            // A weight that has taken factors over is decomposed as it is.
+            features: known
+                .filter(|_| !layer.smoothed)
+                .map(|known| [known.features().to_vec(), known.squares()]),
         });
         plans.insert(path.clone(), plan);
     }
     Ok(plans)
 }
 
-/// SmoothQuant: the scale of each feature of what layers read. Layers of one parent that read the same activation share
-/// them: the largest of their weights decide.
+/// Whether calibration finds a scale for each feature of what a layer reads.
+fn has_feature_scales(layer: &StoredLayer) -> bool {
+    layer
+        .activation
+        .is_some_and(|format| is_recorded(format) && format.granularity == Granularity::Feature)
+}
+
+/// SmoothQuant: the scales of the features of what layers read, of the factors by which they share their ranges. What is read
+/// divided by the factors becomes 127.5 at most.
 fn smooth_scales(
+    factors: BTreeMap<String, Vec<f32>>,
+    statistics: Option<&Statistics>,
+) -> Result<BTreeMap<String, Vec<f32>>, RecipeError> {
+    let mut scales = BTreeMap::new();
+    let Some(statistics) = statistics else {
+        return Ok(scales);
+    };
+    for (layer, mut factors) in factors {
+        let known = statistics.of_layer(&layer).map_err(RecipeError::failed)?;
+        let smoothed = known.features().iter().zip(&factors);
+        let highest = smoothed.fold(0f32, |highest, (a, factor)| highest.max(a / factor));
+        let step = (highest / 127.5).max(f32::EPSILON);
+        factors.iter_mut().for_each(|factor| *factor *= step);
+        scales.insert(layer, factors);
+    }
+    Ok(scales)
+}
+
+/// The factors ([`balance`]) by which the layers that `reads` takes share ranges with what they read. Layers of one parent that
+/// read the same activation share them: the largest of their weights decide.
+fn shared_factors(
     alpha: f64,
     stored: &Quantization,
+    reads: &dyn Fn(&StoredLayer) -> bool,
     statistics: &Statistics,
     checkpoint: &Checkpoint,
 ) -> Result<BTreeMap<String, Vec<f32>>, RecipeError> {
     let mut groups: BTreeMap<(usize, &str), Vec<&String>> = BTreeMap::new();
     for (path, layer) in &stored.layers {
-        let is_smooth = layer.activation.is_some_and(|format| {
-            is_recorded(format) && format.granularity == Granularity::Feature
-        });
         let parent = path.rsplit_once('.').map_or("", |(parent, _)| parent);
-        if let Some(activation) = statistics.activation(path).filter(|_| is_smooth) {
+        if let Some(activation) = statistics.activation(path).filter(|_| reads(layer)) {
             groups.entry((activation, parent)).or_default().push(path);
         }
     }
-    let mut scales = BTreeMap::new();
+    let mut factors = BTreeMap::new();
     for layers in groups.into_values() {
         let known = statistics
             .of_layer(layers[0])
@@ -325,15 +426,10 @@ fn smooth_scales(
             let both = largest.iter_mut().zip(of_layer);
             both.for_each(|(largest, own)| *largest = largest.max(own));
         }
-        let factors = balance(known.features(), &largest, alpha);
-        let smoothed = known.features().iter().zip(&factors);
-        let highest = smoothed.fold(0f32, |highest, (a, factor)| highest.max(a / factor));
-        // What is read divided by the factors becomes 127.5 at most.
-        let step = (highest / 127.5).max(f32::EPSILON);
-        let shared: Vec<f32> = factors.iter().map(|factor| factor * step).collect();
+        let shared = balance(known.features(), &largest, alpha);
         for layer in layers {
-            scales.insert(layer.clone(), shared.clone());
+            factors.insert(layer.clone(), shared.clone());
         }
     }
-    Ok(scales)
+    Ok(factors)
 }

@@ -12,6 +12,7 @@ use crate::quant::{Action, Decision, Formats, Policy, Rule, StoredLayer};
 use crate::weights::quantized::Quantization;
 
 use super::RecipeError;
+use super::preset::float_layers;
 
 /// Element types of weights and activations.
 pub fn precision(config: &Config) -> Precision {
@@ -30,7 +31,7 @@ pub fn policy(
     local_shards: usize,
 ) -> Result<Option<Policy>, RecipeError> {
     let root = format!("{}/", family.denoiser.part());
-    let float_layers = family.int8_float_layers;
+    let float_layers = float_layers(config, family);
     let mut rules = Vec::new();
     for rule in &config.quant_rules.0 {
         let action = match rule_layers(config, rule) {
@@ -79,7 +80,9 @@ fn own_numerics(mode: config::Quantization) -> NumericsConvention {
         | config::Quantization::W4A16 => NumericsConvention::Aqt,
         config::Quantization::Fp8W8A16
         | config::Quantization::Int8W8A8Static
-        | config::Quantization::SvdQuantW4A16 => NumericsConvention::Quark,
+        | config::Quantization::SvdQuantW4A16
+        | config::Quantization::W4A4
+        | config::Quantization::SvdQuantW4A4 => NumericsConvention::Quark,
         config::Quantization::Nf4 => NumericsConvention::Nf4,
         config::Quantization::MxFp4 | config::Quantization::MxFp8 => NumericsConvention::Mx,
         config::Quantization::NvFp4 => NumericsConvention::Nv,
@@ -110,6 +113,8 @@ fn rule_layers<'a>(config: &Config, rule: &'a config::QuantRule) -> Option<Layer
         config::QuantRuleMode::NvFp4 => config::Quantization::NvFp4,
         config::QuantRuleMode::Int8W8A8Static => config::Quantization::Int8W8A8Static,
         config::QuantRuleMode::SvdQuantW4A16 => config::Quantization::SvdQuantW4A16,
+        config::QuantRuleMode::W4A4 => config::Quantization::W4A4,
+        config::QuantRuleMode::SvdQuantW4A4 => config::Quantization::SvdQuantW4A4,
     };
     Some(Layers {
         key: &rule.path,
@@ -165,6 +170,19 @@ fn formats(
         }
         config::Quantization::Int8W8A16 => (DType::S8, Granularity::Channel),
         config::Quantization::W4A16 | config::Quantization::SvdQuantW4A16 => {
+            (DType::S4, Granularity::Group(INT4_GROUP))
+        }
+        config::Quantization::W4A4 | config::Quantization::SvdQuantW4A4 => {
+            let is_here = numerics == NumericsConvention::Quark
+                && symmetric
+                && granularity != Some(Granularity::Tensor);
+            if !is_here {
+                return refuse(
+                    "activations in int4 are here in AMD Quark's numerics, symmetric, with a scale for so many features, or one a \
+                     token (channel): leave other numerics, symmetric and tensor out"
+                        .into(),
+                );
+            }
             (DType::S4, Granularity::Group(INT4_GROUP))
         }
         config::Quantization::Int8W8A8Static => {
@@ -242,7 +260,7 @@ fn formats(
         rounding: Rounding::NearestEven,
         convention: numerics,
     };
-    let activation = TensorFormat {
+    let recorded = TensorFormat {
         granularity: match config.quantization_smooth_alpha {
             Some(_) => Granularity::Feature,
             None => Granularity::Tensor,
@@ -250,10 +268,37 @@ fn formats(
         range: Range::Stored(config.activations_dtype.into()),
         ..TensorFormat::int8(numerics)
     };
+    let (activation, low_rank) = match mode {
+        config::Quantization::Int8W8A8Static => (Some(recorded), false),
+        config::Quantization::SvdQuantW4A16 => (None, true),
+        config::Quantization::W4A4 => (Some(weight), false),
+        config::Quantization::SvdQuantW4A4 => (Some(weight), true),
+        config::Quantization::Off
+        | config::Quantization::Int8
+        | config::Quantization::Int8W8A16
+        | config::Quantization::W4A16
+        | config::Quantization::Fp8W8A16
+        | config::Quantization::Nf4
+        | config::Quantization::MxFp4
+        | config::Quantization::MxFp8
+        | config::Quantization::NvFp4 => (None, false),
+    };
     Ok(Formats {
-        activation: (mode == config::Quantization::Int8W8A8Static).then_some(activation),
-        low_rank: mode == config::Quantization::SvdQuantW4A16,
+        activation,
+        low_rank,
         ..Formats::of_weights(weight)
+    })
+}
+
+/// The format of activations that are multiplied with int4 weights of this format in int4; `None` where there is none.
+fn int4_activation(weight: TensorFormat) -> Option<TensorFormat> {
+    let has = weight.element == DType::S4
+        && weight.convention == NumericsConvention::Quark
+        && !weight.zero_point
+        && weight.granularity != Granularity::Tensor;
+    has.then_some(TensorFormat {
+        range: Range::Dynamic,
+        ..weight
     })
 }
 
@@ -325,6 +370,10 @@ pub fn policy_of_checkpoint(
             config::Quantization::SvdQuantW4A16 => {
                 weight_mode(layer.weight) == config::Quantization::W4A16
             }
+            config::Quantization::W4A4 => {
+                int4_activation(layer.weight).is_some() && layer.low_rank.is_none()
+            }
+            config::Quantization::SvdQuantW4A4 => int4_activation(layer.weight).is_some(),
             config::Quantization::Int8 => {
                 TensorFormat {
                     range: Range::Dynamic,
@@ -349,6 +398,9 @@ pub fn policy_of_checkpoint(
             | config::Quantization::MxFp4
             | config::Quantization::MxFp8
             | config::Quantization::NvFp4 => None,
+            config::Quantization::W4A4 | config::Quantization::SvdQuantW4A4 => {
+                int4_activation(layer.weight)
+            }
             config::Quantization::Int8 => Some(int8),
         };
     }
@@ -391,10 +443,19 @@ pub(super) fn check_weights_alone(
         };
         let is_static = formats.activation.is_some_and(is_recorded);
         let needs_scales = is_static && recorded == Recorded::AreMissing;
-        let problem = match (needs_scales, formats.low_rank) {
-            (true, _) => "needs the scales of activations, which calibration finds",
-            (false, true) => "needs the low-rank parts of weights",
-            (false, false) => continue,
+        let on_host = formats.weight.is_some_and(|weight| {
+            !matches!(
+                weight.convention,
+                NumericsConvention::Aqt | NumericsConvention::Qwix | NumericsConvention::Quark
+            )
+        });
+        let problem = match (needs_scales, formats.low_rank, on_host) {
+            (true, _, _) => "needs the scales of activations, which calibration finds",
+            (false, true, _) => "needs the low-rank parts of weights",
+            (false, false, true) => {
+                "needs weights in these numerics, which are quantized by `maxdiff-rs quantize` alone"
+            }
+            (false, false, false) => continue,
         };
         return Err(RecipeError::Usage(format!(
             "quantization={}: it {problem}; run `maxdiff-rs quantize` with this mode, and name the folder that \
@@ -450,6 +511,10 @@ pub fn format_text(format: TensorFormat) -> String {
 pub fn mode_of(formats: &Formats) -> config::Quantization {
     match (formats.activation, formats.weight) {
         (Some(activation), _) if is_recorded(activation) => config::Quantization::Int8W8A8Static,
+        (Some(activation), _) if activation.element == DType::S4 => match formats.low_rank {
+            true => config::Quantization::SvdQuantW4A4,
+            false => config::Quantization::W4A4,
+        },
         (Some(_), _) => config::Quantization::Int8,
         (None, Some(_)) if formats.low_rank => config::Quantization::SvdQuantW4A16,
         (None, Some(weight)) => weight_mode(weight),

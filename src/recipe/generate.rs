@@ -274,6 +274,7 @@ fn request(
         },
         image_size: config.use_resolution_binning.then(|| asked_size(config)),
         preview_every: (config.preview_steps > 0).then_some(config.preview_steps as usize),
+        tell_samples: config.save_latents,
     })
 }
 

@@ -22,6 +22,7 @@ mod mesh;
 mod model;
 mod notice;
 mod overrides;
+mod preset;
 mod program;
 mod prompts;
 mod quantize;

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-use crate::config::{Config, Loaded, ModelConfig};
+use crate::config::{Config, Loaded, ModelConfig, Place, SvdOrder};
 use crate::graph::{Builder, Graph, TensorFormat};
 use crate::hub::RepoId;
 use crate::models::{Family, FamilySpec, Part, unet};
@@ -16,7 +16,7 @@ use crate::weights::source::{
 };
 
 use super::calibrate::{Run, calibrate, calibrated, check_calibration, plans};
-use super::source::{denoiser, find_model};
+use super::source::{Source, denoiser, find_model};
 use super::{Notify, RecipeError, policy, precision};
 
 /// What [`quantize`] did.
@@ -132,21 +132,18 @@ impl QuantizeReport {
 /// # Errors
 /// When there is no mode, or a key contradicts it.
 pub fn check_quantize(config: &Config) -> Result<(), RecipeError> {
-    if config.unet_config.0 != ModelConfig::Unset {
-        return Err(RecipeError::Usage(
-            "unet_config: `quantize` takes published models, which have a UNet of their own; leave it out, and name the model \
-             with pretrained_model_name_or_path"
-                .to_owned(),
-        ));
-    }
+    let of_run = config.unet_config.0 != ModelConfig::Unset;
     let name = &config.pretrained_model_name_or_path;
-    if !Path::new(name).exists() && RepoId::parse(name).is_none() {
+    if !of_run && !Path::new(name).exists() && RepoId::parse(name).is_none() {
         return Err(RecipeError::Usage(format!(
             "pretrained_model_name_or_path='{name}' is neither a file or folder here nor a repository's name \
              (organization/name)"
         )));
     }
-    let family = config.model_family.unwrap_or(Family::ALL[0]);
+    let family = match of_run {
+        true => Family::Pixels,
+        false => config.model_family.unwrap_or(Family::ALL[0]),
+    };
     let policy = weight_policy(config, family.spec())?;
     check_calibration(config, &policy)
 }
@@ -189,7 +186,7 @@ pub fn quantize(
 ) -> Result<QuantizeReport, RecipeError> {
     let config = &loaded.config;
     check_quantize(config)?;
-    let (source, _) = find_model(config, recipe_file, notify)?;
+    let source = model_to_quantize(loaded, recipe_file, notify)?;
     let family = source.family.spec();
     let denoiser = source
         .component(family.denoiser.part())
@@ -218,6 +215,7 @@ pub fn quantize(
                 loaded,
                 recipe_file,
                 try_load,
+                kind: family.denoiser,
             };
             Some(calibrate(&run, watch, notify)?)
         }
@@ -252,6 +250,33 @@ pub fn quantize(
         source: source.path,
         calibration_steps: statistics.map(|statistics| statistics.steps()),
     })
+}
+
+/// The model that `pretrained_model_name_or_path` names; of a recipe with a UNet of its own what `generate` would draw with.
+fn model_to_quantize(
+    Loaded { config, given, .. }: &Loaded,
+    recipe_file: &Path,
+    notify: &mut Notify<'_>,
+) -> Result<ModelSource, RecipeError> {
+    if config.unet_config.0 == ModelConfig::Unset {
+        let mut keys = ["run_name", "output_dir"].into_iter();
+        if let Some(key) = keys.find(|key| given.place(key) == Place::CommandLine) {
+            return Err(RecipeError::Usage(format!(
+                "{key} has no effect: `quantize` takes the model that pretrained_model_name_or_path names, or with a recipe that \
+                 has a unet_config the newest checkpoint of its run; leave it out"
+            )));
+        }
+        return Ok(find_model(config, recipe_file, notify)?.0);
+    }
+    match Source::find(config, recipe_file, notify)? {
+        Source::Run { dir, suffix } => {
+            ModelSource::of_run(&dir, suffix).map_err(RecipeError::failed)
+        }
+        Source::Model { source, .. } => Err(RecipeError::Usage(format!(
+            "unet_config: {} is a published model, which has a UNet of its own; leave unet_config out",
+            source.path.display()
+        ))),
+    }
 }
 
 /// The denoiser for one small sample, and what the policy's rules decide for its contractions.
@@ -290,10 +315,12 @@ fn stored(config: &Config, decisions: &[Decision], graph: &Graph) -> Quantizatio
         let formats = decision.formats?;
         let weight = formats.weight?.stored(config.activations_dtype.into());
         let activation = formats.activation;
+        let low_rank = (formats.low_rank && is_large(&decision.path)).then_some(rank);
         let stored = StoredLayer {
             weight,
             activation,
-            low_rank: (formats.low_rank && is_large(&decision.path)).then_some(rank),
+            low_rank,
+            smoothed: low_rank.is_some() && config.svd_order == SvdOrder::Paper,
         };
         Some((decision.path.clone(), stored))
     };

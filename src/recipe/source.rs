@@ -25,12 +25,11 @@ use crate::util::files;
 use crate::weights::Checkpoint;
 use crate::weights::source::{Component, ModelSource, PipelineKind, SourceError, is_pipeline};
 
-use super::formats::{Recorded, check_weights_alone};
 use super::model::{check_positions, drawn_size, prompt_tokens};
 use super::scheduler::{OwnScheduler, SCHEDULER, scheduler, scheduler_of};
 use super::{
     Notice, Notify, RecipeError, check_pixels, check_tokenizer, control_lora, hub, ip_adapter,
-    micro_conditioning, newest_checkpoint, policy, policy_of_checkpoint, precision,
+    micro_conditioning, newest_checkpoint, policy_of_checkpoint, precision,
 };
 
 /// The index of a diffusers folder.
@@ -322,14 +321,16 @@ impl Source {
                 check_pixels(&model)?;
                 let tokenizer =
                     Tokenizer::from_file(&file, model.tokens).map_err(RecipeError::failed)?;
-                let quantization = policy(config, model.family.spec(), 0)?;
-                check_weights_alone(quantization.as_ref(), Recorded::AreMissing)?;
+                let source = ModelSource::of_run(&dir, suffix).map_err(RecipeError::failed)?;
+                let denoiser = source.component(Part::Unet).map_err(RecipeError::failed)?;
+                let stored = denoiser.checkpoint.quantization();
+                let quantization = policy_of_checkpoint(config, stored, &dir, model.family.spec())?;
                 Ok(PipelineModel {
                     quantization,
                     model,
                     tokenizers: vec![tokenizer],
                     zero_empty_prompts: false,
-                    files: ModelFiles::folders(dir, suffix),
+                    files: ModelFiles::source(Box::new(source), Vec::new()),
                     inversions: TextualInversions::default(),
                 })
             }

@@ -5,6 +5,7 @@
 //! first in its lower half: `u8[out, in / 2, ..]`. `quantization_config` in the part's `config.json` says which layers are
 //! stored in which format, and what the program does with activations unless it is told otherwise. Where calibration found
 //! the scale of an activation, it is `<layer>.input_scale`; layers of one parent that read the same activation have the same.
+//! Factors that activations are divided by, and the weight is multiplied with, are `<layer>.smooth_factor`.
 //! Low-rank factors are `<layer>.svd_down.weight` and `<layer>.svd_up.weight`. Other tensors are as in any checkpoint.
 
 use std::borrow::Cow;
@@ -20,7 +21,7 @@ use crate::graph::{Granularity, NumericsConvention, Range, Rounding, TensorForma
 use crate::host_tensor::{HostTensor, packed};
 use crate::quant::{
     LOW_RANK, StoredFormats, StoredLayer, input_scale_name, scale_dims, scale_name,
-    tensor_scale_name, zero_point_name,
+    smooth_factor_name, tensor_scale_name, zero_point_name,
 };
 use crate::shape::Shape;
 use crate::util::text::listed;
@@ -113,6 +114,9 @@ struct WrittenLayers {
     /// Of what is multiplied in float beside the weight.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     low_rank: Option<usize>,
+    /// Whether activations are divided by factors that the weight has taken over.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    smoothed: bool,
     layers: Vec<String>,
 }
 
@@ -296,28 +300,51 @@ impl WrittenLayers {
         }
         let activation = self.activation.as_ref();
         let activation = activation.map(WrittenFormat::read).transpose()?;
+        let is_int4 = activation.is_some_and(|format| is_int4_beside(format, weight));
         if let Some(format) = activation
             && format != TensorFormat::int8(format.convention)
             && !is_recorded_int8(format)
+            && !is_int4
         {
             return Err(
                 "activation: expected int8 with a scale for each channel that is found at run time, or with one scale or one \
-                 for each feature that is stored, in quark's numerics"
+                 for each feature that is stored, in quark's numerics; or int4 as the weight, symmetric, in quark's numerics"
                     .into(),
             );
         }
         if self.low_rank == Some(0) {
             return Err("low_rank is 0; expected a number above, or none".into());
         }
-        if activation.is_some() && (weight.element != DType::S8 || !weight.scales_results()) {
+        if activation.is_some()
+            && !is_int4
+            && (weight.element != DType::S8 || !weight.scales_results())
+        {
             return Err("activation: int8 activations are multiplied with symmetric int8 weights that have no groups".into());
         }
         Ok(StoredLayer {
             weight,
             activation,
             low_rank: self.low_rank,
+            smoothed: self.smoothed,
         })
     }
+}
+
+/// Whether activations have this format, int4 that is found at run time, beside a weight in int4 with as many scales.
+fn is_int4_beside(format: TensorFormat, weight: TensorFormat) -> bool {
+    let has_groups = matches!(
+        weight.granularity,
+        Granularity::Channel | Granularity::Group(_)
+    );
+    weight.element == DType::S4
+        && weight.convention == NumericsConvention::Quark
+        && !weight.zero_point
+        && has_groups
+        && format
+            == TensorFormat {
+                range: Range::Dynamic,
+                ..weight
+            }
 }
 
 /// Whether activations have this format by a scale that calibration found.
@@ -406,6 +433,7 @@ impl Quantization {
             weight: WrittenFormat::new(formats.weight),
             activation: formats.activation.map(WrittenFormat::new),
             low_rank: formats.low_rank,
+            smoothed: formats.smoothed,
             layers,
         });
         json!({
@@ -485,11 +513,12 @@ impl Quantization {
 }
 
 /// The ends of the names of what stands beside a weight, after its layer's path.
-const BESIDE: [&str; 6] = [
+const BESIDE: [&str; 7] = [
     ".weight_scale",
     ".weight_scale_2",
     ".weight_zero_point",
     ".input_scale",
+    ".smooth_factor",
     ".svd_down.weight",
     ".svd_up.weight",
 ];
@@ -512,6 +541,10 @@ pub(super) fn layer_tensors(
             Granularity::Tensor | Granularity::Channel | Granularity::Group(_) => Vec::new(),
         };
         tensors.push((input_scale_name(layer), Shape::new(dtype, dims)));
+    }
+    if formats.smoothed {
+        let dims = [*shape.dims.get(1)?];
+        tensors.push((smooth_factor_name(layer), Shape::new(DType::F32, dims)));
     }
     if let Some(rank) = formats.low_rank {
         let (mut down, up) = (shape.dims.clone(), vec![*shape.dims.first()?, rank]);

@@ -339,12 +339,20 @@ impl<'a> Claims<'a> {
             Op::Stored => self.node(id).operands[0],
             _ => id,
         };
-        let rhs = unmarked(product.rhs);
+        // int4 that is multiplied as int8 is packed as that.
+        let narrow = matches!(self.node(product.rhs).op, Op::Convert(DType::S8));
+        let rhs = match narrow {
+            true => b.convert(
+                copy(unmarked(self.node(product.rhs).operands[0])),
+                DType::S8,
+            )?,
+            false => copy(unmarked(product.rhs)),
+        };
         let (matrix, window) = match &product.contraction {
-            Contraction::Convolution(dims) => columns_of_kernel(b, copy(rhs), dims)?,
+            Contraction::Convolution(dims) => columns_of_kernel(b, rhs, dims)?,
             Contraction::Dot(dims) => match dims.rhs_contract[..] {
-                [0] => (b.transpose(copy(rhs), &[1, 0])?, None),
-                _ => (copy(rhs), None),
+                [0] => (b.transpose(rhs, &[1, 0])?, None),
+                _ => (rhs, None),
             },
         };
         let columns = b.dims(matrix)[0];
@@ -379,7 +387,7 @@ impl<'a> Claims<'a> {
         let shape = &self.graph.nodes[product.node].shape;
         let leading = &shape.dims[..shape.rank() - 1];
         if let Some(scale) = product.row_scale {
-            let ranks = [product.lhs, rhs].map(|id| self.shape(id).rank());
+            let ranks = [product.lhs, product.rhs].map(|id| self.shape(id).rank());
             let [places, _] = product.contraction.places(ranks);
             let scale = copy(follow::widened(self.graph, scale));
             operands.push(b.broadcast_in_dim(scale, &places, leading)?);

@@ -31,6 +31,43 @@ pub fn is_pipeline(dir: &Path) -> bool {
     dir.join(INDEX).is_file() || denoisers().any(has_config)
 }
 
+/// The file of a tokenizer that `train` has built.
+const TOKENIZER: &str = "tokenizer.json";
+
+/// Opens what training on pixels writes.
+pub(super) fn of_run(dir: &Path, suffix: &str) -> Result<ModelSource, SourceError> {
+    let mut components = BTreeMap::new();
+    for part in Part::ALL {
+        let folder = dir.join(format!("{}{suffix}", part.name()));
+        if folder.is_dir() {
+            components.insert(part, component(&folder, part)?);
+        }
+    }
+    if !denoisers().any(|part| components.contains_key(&part)) {
+        return Err(no_denoiser(dir, &Map::new(), entries(dir)?));
+    }
+    // Checkpoints of `train` have it beside the models, folders of `quantize` in a folder of its own.
+    let place = match dir.join(TOKENIZER).is_file() {
+        true => dir.to_owned(),
+        false => dir.join("tokenizer"),
+    };
+    let tokenizer = place.is_dir().then_some((Part::TextEncoder, place));
+    let spec = Family::Pixels.spec();
+    Ok(ModelSource {
+        path: dir.to_owned(),
+        layout: Layout::Run,
+        family: Family::Pixels,
+        kind: PipelineKind::Text,
+        components,
+        scheduler: None,
+        zero_empty_prompts: spec.zero_empty_prompts,
+        requires_aesthetics_score: spec.aesthetic_score,
+        tokenizers: tokenizer.into_iter().collect(),
+        ignored: Vec::new(),
+        notes: Vec::new(),
+    })
+}
+
 /// Opens the parts that are there.
 pub(super) fn open(dir: &Path) -> Result<ModelSource, SourceError> {
     let index = match dir.join(INDEX) {

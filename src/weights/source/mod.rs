@@ -49,6 +49,9 @@ pub enum Layout {
     Pipeline,
     /// All parts in one safetensors file, with the names of the original code.
     SingleFile,
+    /// A checkpoint of `train` from random weights, or what `quantize` made of one: a folder for each part, maybe with a suffix,
+    /// and the tokenizer beside them or in a folder of its own.
+    Run,
 }
 
 /// One part of a model.
@@ -243,7 +246,7 @@ fn names(parts: &[Part]) -> String {
 fn expected_at(path: &Path, layout: Layout, parts: &[Part]) -> String {
     match layout {
         Layout::SingleFile => "them in the same file, as in a file of a whole model".to_owned(),
-        Layout::Pipeline => {
+        Layout::Pipeline | Layout::Run => {
             let folder = |part: &Part| format!("{}/", path.join(part.name()).display());
             let folders: Vec<String> = parts.iter().map(folder).collect();
             format!("in {}", listed(&folders, SHOWN))
@@ -284,6 +287,14 @@ impl ModelSource {
         single_file::open(&folder::only_file(path)?)
     }
 
+    /// Opens what training on pixels writes: `dir` with a folder for each part, whose names end in `suffix`.
+    ///
+    /// # Errors
+    /// When a part cannot be opened, or there is none that denoises.
+    pub fn of_run(dir: &Path, suffix: &str) -> Result<Self, SourceError> {
+        folder::of_run(dir, suffix)
+    }
+
     /// A part that is needed.
     ///
     /// # Errors
@@ -308,7 +319,7 @@ impl ModelSource {
     /// Where the configuration of a part comes from: its file, or the single file that it is told from.
     pub fn config_path(&self, part: Part) -> PathBuf {
         match self.layout {
-            Layout::Pipeline => self.path.join(part.name()).join("config.json"),
+            Layout::Pipeline | Layout::Run => self.path.join(part.name()).join("config.json"),
             Layout::SingleFile => self.path.clone(),
         }
     }
@@ -316,7 +327,7 @@ impl ModelSource {
     /// The file with the noise schedule; for a single file that file.
     pub fn scheduler_path(&self) -> PathBuf {
         match self.layout {
-            Layout::Pipeline => self.path.join(folder::SCHEDULER),
+            Layout::Pipeline | Layout::Run => self.path.join(folder::SCHEDULER),
             Layout::SingleFile => self.path.clone(),
         }
     }

@@ -1,7 +1,9 @@
 //! Writing a UNet with quantized weights.
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
+use std::sync::Arc;
 
 use rayon::prelude::*;
 use serde_json::{Map, Value};
@@ -12,8 +14,7 @@ use crate::graph::{NumericsConvention, Range, TensorFormat};
 use crate::host_tensor::{HostTensor, HostTensorError};
 use crate::quant::{
     LOW_RANK, LowRankError, LowRankOptions, Observer, QuantizedWeight, WeightQuantError,
-    input_scale_name, quantize_observed, scale_name, tensor_scale_name, with_low_rank,
-    zero_point_name,
+    WeightRounding, scale_name, tensor_scale_name, with_low_rank, zero_point_name,
 };
 use crate::shape::Shape;
 use crate::weights::cast::has_infinity;
@@ -39,11 +40,31 @@ pub struct UNetQuantization {
 pub struct LayerPlan {
     /// What its input features are multiplied with: the scales of an activation, which it takes over.
     pub factors: Option<Vec<f32>>,
-    /// What is written as the scale of its activation.
-    pub input_scale: Option<HostTensor>,
+    /// What is written beside it, by names: the scale of its activation, or the factors that it is divided by.
+    pub beside: Vec<(String, HostTensor)>,
     pub low_rank: Option<LowRankOptions>,
     /// The mean square of each input feature.
     pub squares: Option<Vec<f32>>,
+    /// `x^T x` of what it reads, up to a factor, for GPTQ.
+    pub hessian: Option<Arc<Vec<f32>>>,
+}
+
+impl LayerPlan {
+    /// The mean of `x^T x` of what the weight is multiplied with: features that it has taken factors over for are divided by
+    /// them.
+    fn hessian_of_input(&self) -> Option<Cow<'_, [f32]>> {
+        let hessian = self.hessian.as_deref()?.as_slice();
+        let Some(factors) = &self.factors else {
+            return Some(Cow::Borrowed(hessian));
+        };
+        let rows = hessian.chunks(factors.len()).zip(factors);
+        let divided = rows.flat_map(|(row, of_row)| {
+            row.iter()
+                .zip(factors)
+                .map(move |(x, factor)| x / (of_row * factor))
+        });
+        Some(Cow::Owned(divided.collect()))
+    }
 }
 
 /// A weight that was quantized.
@@ -243,22 +264,24 @@ impl UNetQuantization {
                 })
             }),
         };
-        let mut beside = Vec::new();
-        if let Some(scale) = plan.and_then(|plan| plan.input_scale.clone()) {
-            beside.push((input_scale_name(layer), scale));
-        }
+        let mut beside = plan.map_or_else(Vec::new, |plan| plan.beside.clone());
         if let Some(factors) = plan.and_then(|plan| plan.factors.as_ref()) {
             tensor = times_features(&tensor, factors).map_err(|e| fail(e.into()))?;
         }
         let options = plan.and_then(|plan| plan.low_rank.as_ref());
+        let hessian = plan.and_then(|plan| plan.hessian_of_input());
+        let rounding = WeightRounding {
+            observer: self.observer,
+            hessian: hessian.as_deref(),
+        };
         let (weight, low_rank_alpha) = match options {
             None => {
                 let tensor = as_scale(tensor)?;
-                let weight = quantize_observed(&tensor, format, self.observer);
+                let weight = rounding.quantize(&tensor, format);
                 (weight.map_err(|e| fail(e.into()))?, None)
             }
             Some(options) => {
-                let found = with_low_rank(&tensor, format, self.observer, options, scale_type);
+                let found = with_low_rank(&tensor, format, &rounding, options, scale_type);
                 let found = found.map_err(fail)?;
                 for (end, factor) in LOW_RANK.into_iter().zip([found.down, found.up]) {
                     let factor = factor.convert(DType::BF16).map_err(|e| fail(e.into()))?;

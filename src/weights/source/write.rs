@@ -8,7 +8,7 @@ use std::path::Path;
 use serde_json::{Map, Value, json};
 
 use super::quantize::{QuantizedTensor, UNetQuantization};
-use super::{Component, ModelSource, PipelineKind, SourceError, built_in, io_error};
+use super::{Component, Layout, ModelSource, PipelineKind, SourceError, built_in, io_error};
 use crate::dtype::DType;
 use crate::host_tensor::{HostTensor, HostTensorError};
 use crate::models::{Part, Published, TextEncoderKind};
@@ -94,7 +94,11 @@ impl ModelSource {
                 path: dir.to_owned(),
             });
         }
-        let index = self.index_fields()?;
+        // What training on pixels writes is no pipeline of diffusers.
+        let index = match self.layout {
+            Layout::Run => None,
+            Layout::Pipeline | Layout::SingleFile => Some(self.index_fields()?),
+        };
         let denoiser = self.family.spec().denoiser.part();
         let specs = self
             .components
@@ -174,10 +178,15 @@ impl ModelSource {
         }
         for (part, folder) in &self.tokenizers {
             if let Some(name) = part.tokenizer() {
-                copy_files(folder, &temp.path().join(name))?;
+                // Beside the tokenizer of a checkpoint lie the files of its training.
+                let is_tokenizers =
+                    |name: &str| self.layout != Layout::Run || name.starts_with("tokenizer");
+                copy_files(folder, &temp.path().join(name), &is_tokenizers)?;
             }
         }
-        write_json(&temp.path().join("model_index.json"), &index)?;
+        if let Some(index) = &index {
+            write_json(&temp.path().join("model_index.json"), index)?;
+        }
         sync(temp.path())?;
         temp.commit(dir).map_err(|e| match e.kind() {
             ErrorKind::AlreadyExists => SourceError::Exists {
@@ -375,13 +384,13 @@ fn write_json(path: &Path, object: &Map<String, Value>) -> Result<(), SourceErro
         .map_err(|e: io::Error| write_error(path, text.len() as u64, e).into())
 }
 
-/// Copies the files of a folder, not its subfolders.
-fn copy_files(from: &Path, to: &Path) -> Result<(), SourceError> {
+/// Copies the files of a folder whose names are `wanted`, not its subfolders.
+fn copy_files(from: &Path, to: &Path, wanted: &dyn Fn(&str) -> bool) -> Result<(), SourceError> {
     make_dir(to)?;
     for entry in fs::read_dir(from).map_err(|e| io_error(from, e))? {
         let entry = entry.map_err(|e| io_error(from, e))?;
         let (source, target) = (entry.path(), to.join(entry.file_name()));
-        if !source.is_file() {
+        if !source.is_file() || !wanted(&entry.file_name().to_string_lossy()) {
             continue;
         }
         let copied = fs::copy(&source, &target)

@@ -42,6 +42,7 @@ impl Checkpoint {
                             weight,
                             activation,
                             low_rank: None,
+                            smoothed: false,
                         },
                     );
                     tensors.extend(stored);
