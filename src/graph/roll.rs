@@ -23,14 +23,35 @@ type Result<T> = std::result::Result<T, GraphError>;
 /// None for a well-typed graph.
 pub fn roll(graph: Graph, request: Option<&[&str]>, shortest: usize) -> Result<Graph> {
     let shortest = shortest.max(2);
+    let lists = lists(&graph, shortest);
     let mut graph = graph;
-    for list in lists(&graph, shortest) {
-        // A loop changes the numbers of all nodes.
-        while let Some(rolled) = Blocks::of(&graph, request, &list).rolled(shortest)? {
-            graph = rolled;
-        }
+    let mut done = 0;
+    // A loop changes the numbers of all nodes.
+    while let Some((list, rolled)) = first_rolled(&graph, request, &lists[done..], shortest)? {
+        graph = rolled;
+        done += list;
     }
     Ok(graph)
+}
+
+/// The number of the first list with blocks that can be a loop, and the graph with that loop.
+fn first_rolled(
+    graph: &Graph,
+    request: Option<&[&str]>,
+    lists: &[String],
+    shortest: usize,
+) -> Result<Option<(usize, Graph)>> {
+    let known = match request {
+        Some(request) => Known::new(graph, request),
+        None => Known::in_one_stage(graph),
+    };
+    let live = graph.live_nodes();
+    for (number, list) in lists.iter().enumerate() {
+        if let Some(rolled) = Blocks::of(graph, &known, &live, list).rolled(shortest)? {
+            return Ok(Some((number, rolled)));
+        }
+    }
+    Ok(None)
 }
 
 /// The paths of all lists with `shortest` entries whose numbers follow each other, longer ones after those that they begin
@@ -88,8 +109,8 @@ struct Blocks<'g> {
     places: HashMap<u32, (usize, usize)>,
     /// By scope, what follows the block's number.
     rests: Vec<Option<(usize, &'g str)>>,
-    live: Vec<bool>,
-    known: Known<'g>,
+    live: &'g [bool],
+    known: &'g Known<'g>,
 }
 
 /// A value that a block takes from outside.
@@ -131,16 +152,11 @@ struct Run<'g> {
     rests: Vec<Option<(usize, &'g str)>>,
     /// Nodes that depend on the run, or are in it.
     after: Vec<bool>,
-    live: Vec<bool>,
+    live: &'g [bool],
 }
 
 impl<'g> Blocks<'g> {
-    fn of(graph: &'g Graph, request: Option<&[&str]>, list: &'g str) -> Blocks<'g> {
-        let known = match request {
-            Some(request) => Known::new(graph, request),
-            None => Known::in_one_stage(graph),
-        };
-        let live = graph.live_nodes();
+    fn of(graph: &'g Graph, known: &'g Known<'g>, live: &'g [bool], list: &'g str) -> Blocks<'g> {
         let rests: Vec<_> = graph.scopes.iter().map(|path| entry(path, list)).collect();
         let mut nodes: BTreeMap<usize, Vec<u32>> = BTreeMap::new();
         let mut places = HashMap::new();
@@ -261,7 +277,7 @@ impl<'g> Blocks<'g> {
             given,
             rests: self.rests.clone(),
             after,
-            live: self.live.clone(),
+            live: self.live,
         })
     }
 

@@ -25,6 +25,10 @@ pub enum LowerError {
     Quant(#[from] QuantError),
     #[error(transparent)]
     Shard(#[from] ShardError),
+    #[error(
+        "scan_layers=True: {program} has no two equal blocks of which one takes what the other gives; leave scan_layers out"
+    )]
+    NoEqualBlocks { program: String },
 }
 
 /// The devices that programs are lowered for.
@@ -169,7 +173,7 @@ pub fn whole(
         Some(_) => graph,
     };
     let graph = match traced.scan_layers {
-        Some(true) => Cow::Owned(roll(inline(&graph), None, 2)?),
+        Some(true) => Cow::Owned(scanned(inline(&graph), traced, backend)?),
         Some(false) | None => graph,
     };
     LoweredProgram::whole(&traced.name, &graph, backend, options)
@@ -218,18 +222,31 @@ fn unconstrained(graph: &Graph) -> Result<Graph, GraphError> {
 }
 
 /// The graph with loops in place of long runs of equal blocks.
-fn scanned(graph: Graph, traced: &Traced, backend: Backend) -> Result<Graph, GraphError> {
+fn scanned(graph: Graph, traced: &Traced, backend: Backend) -> Result<Graph, LowerError> {
+    let request = traced.request();
+    let stages = traced.update.is_none().then_some(&request[..]);
     let shortest = match traced.scan_layers {
         Some(true) => Some(2),
         Some(false) => None,
         None => backend.shortest_scan(traced.update.is_some()),
     };
-    let request = traced.request();
-    let stages = traced.update.is_none().then_some(&request[..]);
-    match shortest {
-        Some(shortest) => roll(graph, stages, shortest),
-        None => Ok(graph),
+    let Some(shortest) = shortest else {
+        return Ok(graph);
+    };
+    let loops = |graph: &Graph| {
+        let nodes = graph.nodes.iter();
+        nodes
+            .filter(|node| matches!(node.op, Op::While { .. }))
+            .count()
+    };
+    let before = loops(&graph);
+    let rolled = roll(graph, stages, shortest)?;
+    if traced.scan_layers == Some(true) && loops(&rolled) == before {
+        return Err(LowerError::NoEqualBlocks {
+            program: format!("the {} program", traced.name),
+        });
     }
+    Ok(rolled)
 }
 
 fn inline(graph: &Graph) -> Graph {
