@@ -200,6 +200,20 @@ impl Module {
                 });
             }
         };
+        if let Some(bias) = tensors.bias.as_deref()
+            && dims(bias) != up_dims[..1]
+        {
+            let reason = format!(
+                "{:?}; expected {:?}, the rows of the second factor",
+                dims(bias),
+                &up_dims[..1]
+            );
+            return Err(LoraError::Weights(WeightsError::Tensor {
+                path: path(),
+                tensor: bias.to_owned(),
+                reason,
+            }));
+        }
         let (part, below) = dialects::split_part(&name);
         let multiplier = match &tensors.alpha {
             Some(alpha) => Some(read_alpha(checkpoint, alpha)? / rank as f64),

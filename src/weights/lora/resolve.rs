@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, HashMap};
 
 use super::dialects;
-use super::file::{LoraFile, Module};
+use super::file::{LoraFile, Module, Replacement};
 use super::merge::{Adapter, Added, Patched};
 use super::mismatch::{LoraFamily, LoraMismatch, MisshapenModule, UnmatchedModule};
 use super::{LoraError, LoraScale, LoraTarget, weight_name};
@@ -30,115 +30,33 @@ impl LoraFile {
             return Err(LoraError::Scale { path, scale });
         }
         let names = Names::of(targets);
-        let mut adapter = Adapter::default();
-        let mut taken: HashMap<usize, String> = HashMap::new();
-        let mut mismatch = LoraMismatch {
-            path: path.clone(),
-            modules: 0,
-            unmatched: Vec::new(),
-            misshapen: Vec::new(),
-            lora_family: self.family(),
-            model_family: model_family(targets),
+        let mut resolution = Resolution {
+            targets,
+            names: &names,
+            scale,
+            adapter: Adapter::default(),
+            taken: HashMap::new(),
+            mismatch: LoraMismatch {
+                path,
+                modules: 0,
+                unmatched: Vec::new(),
+                misshapen: Vec::new(),
+                lora_family: self.family(),
+                model_family: model_family(targets),
+            },
         };
-        for module in &self.modules {
-            if module.part.is_some_and(|part| scale.of(part) == 0.0) {
-                continue;
-            }
-            mismatch.modules += 1;
-            let found = names.find(module.part, &module.comparable);
-            let fitting: Vec<&Place> = found
-                .iter()
-                .copied()
-                .filter(|place| module.fits(place, targets))
-                .collect();
-            match (found.as_slice(), fitting.as_slice()) {
-                ([], _) => mismatch.unmatched.push(UnmatchedModule {
-                    module: module.name.clone(),
-                    down: module.down_dims.clone(),
-                    up: module.up_dims.clone(),
-                }),
-                ([first, ..], []) => mismatch.misshapen.push(MisshapenModule {
-                    module: module.name.clone(),
-                    down: module.down_dims.clone(),
-                    up: module.up_dims.clone(),
-                    weight: first.weight(targets),
-                    expected: first.dims(targets),
-                }),
-                (_, &[place]) => {
-                    for (index, part) in place.parts(targets) {
-                        let target = &targets[index];
-                        if let Some(first) = taken.insert(index, module.name.clone()) {
-                            return Err(LoraError::Duplicate {
-                                path,
-                                weight: weight_name(target.root, target.key),
-                                first,
-                                second: module.name.clone(),
-                            });
-                        }
-                        let root = dialects::part_of_root(target.root);
-                        let mut layer = module.factors.clone();
-                        layer.scale *= root.map_or(1.0, |part| f64::from(scale.of(part)));
-                        layer.of_up = part;
-                        if let Some(tensor) = &module.bias {
-                            match bias_of(targets, target) {
-                                Some(bias) => {
-                                    let added = Added::of(&layer, tensor);
-                                    let name = weight_name(bias.root, bias.key);
-                                    adapter.patched.insert(name, Patched::of_bias(bias, added));
-                                }
-                                None => mismatch.unmatched.push(UnmatchedModule {
-                                    module: tensor.clone(),
-                                    down: Vec::new(),
-                                    up: module.up_dims.clone(),
-                                }),
-                            }
-                        }
-                        let name = weight_name(target.root, target.key);
-                        adapter
-                            .patched
-                            .insert(name, Patched::of_layer(target, layer));
-                    }
-                }
-                (_, several) => {
-                    return Err(LoraError::Ambiguous {
-                        path,
-                        module: module.name.clone(),
-                        weights: several.iter().map(|place| place.weight(targets)).collect(),
-                    });
-                }
-            }
+        let counts = |part: Option<Part>| part.is_none_or(|part| scale.of(part) != 0.0);
+        for module in self.modules.iter().filter(|m| counts(m.part)) {
+            resolution.place(module)?;
         }
-        for replacement in &self.replacements {
-            let part = replacement.part;
-            if part.is_some_and(|part| scale.of(part) == 0.0) {
-                continue;
-            }
-            mismatch.modules += 1;
-            let found = names.find(part, &replacement.comparable);
-            let target = match found.as_slice() {
-                [place] => place.targets().next().map(|index| &targets[index]),
-                _ => None,
-            };
-            match target {
-                Some(target) if target.dims == replacement.dims => {
-                    let name = weight_name(target.root, target.key);
-                    let tensor = replacement.tensor.clone();
-                    adapter.patched.insert(name, Patched::whole(target, tensor));
-                }
-                Some(target) => mismatch.misshapen.push(MisshapenModule {
-                    module: replacement.tensor.clone(),
-                    down: Vec::new(),
-                    up: replacement.dims.clone(),
-                    weight: weight_name(target.root, target.key),
-                    expected: target.dims.to_vec(),
-                }),
-                None => mismatch.unmatched.push(UnmatchedModule {
-                    module: replacement.tensor.clone(),
-                    down: Vec::new(),
-                    up: replacement.dims.clone(),
-                }),
-            }
+        for replacement in self.replacements.iter().filter(|r| counts(r.part)) {
+            resolution.replace(replacement);
         }
+        let Resolution {
+            mut adapter,
+            mismatch,
+            ..
+        } = resolution;
         if !mismatch.unmatched.is_empty() || !mismatch.misshapen.is_empty() {
             return Err(LoraError::Mismatch(Box::new(mismatch)));
         }
@@ -154,6 +72,115 @@ impl LoraFile {
             .filter(|m| reads_text(&m.comparable) && m.part.is_none_or(|p| p == Part::Unet))
             .find_map(|m| LoraFamily::of_text_features(*m.down_dims.get(1)?));
         of_shape.or_else(|| LoraFamily::of_names(self.modules.iter().map(|m| m.name.as_str())))
+    }
+}
+
+/// The weights of a file's modules, while they are found.
+struct Resolution<'a> {
+    targets: &'a [LoraTarget<'a>],
+    names: &'a Names,
+    scale: LoraScale,
+    adapter: Adapter,
+    /// The module of each target that has one.
+    taken: HashMap<usize, String>,
+    mismatch: LoraMismatch,
+}
+
+impl Resolution<'_> {
+    /// Finds the weights of a module.
+    fn place(&mut self, module: &Module) -> Result<(), LoraError> {
+        self.mismatch.modules += 1;
+        let (names, targets) = (self.names, self.targets);
+        let found = names.find(module.part, &module.comparable);
+        let fits = |place: &&Place| module.fits(place, targets);
+        let fitting: Vec<&Place> = found.iter().copied().filter(fits).collect();
+        match (found.as_slice(), fitting.as_slice()) {
+            ([], _) => self.unmatched(&module.name, &module.down_dims, &module.up_dims),
+            ([first, ..], []) => self.mismatch.misshapen.push(MisshapenModule {
+                module: module.name.clone(),
+                down: module.down_dims.clone(),
+                up: module.up_dims.clone(),
+                weight: first.weight(targets),
+                expected: first.dims(targets),
+            }),
+            (_, &[place]) => self.patch(module, place)?,
+            (_, several) => {
+                return Err(LoraError::Ambiguous {
+                    path: self.mismatch.path.clone(),
+                    module: module.name.clone(),
+                    weights: several.iter().map(|place| place.weight(targets)).collect(),
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// The updates of the weights of `place`, and of their biases.
+    fn patch(&mut self, module: &Module, place: &Place) -> Result<(), LoraError> {
+        let targets = self.targets;
+        for (index, part) in place.parts(targets) {
+            let target = &targets[index];
+            let weight = weight_name(target.root, target.key);
+            if let Some(first) = self.taken.insert(index, module.name.clone()) {
+                return Err(LoraError::Duplicate {
+                    path: self.mismatch.path.clone(),
+                    weight,
+                    first,
+                    second: module.name.clone(),
+                });
+            }
+            let root = dialects::part_of_root(target.root);
+            let mut layer = module.factors.clone();
+            layer.scale *= root.map_or(1.0, |part| f64::from(self.scale.of(part)));
+            layer.of_up = part;
+            if let Some(tensor) = &module.bias {
+                match bias_of(targets, target) {
+                    Some(bias) => {
+                        let patched = Patched::of_bias(bias, Added::of(&layer, tensor));
+                        let bias = weight_name(bias.root, bias.key);
+                        self.adapter.patched.insert(bias, patched);
+                    }
+                    None => self.unmatched(tensor, &[], &module.up_dims[..1]),
+                }
+            }
+            let patched = Patched::of_layer(target, layer);
+            self.adapter.patched.insert(weight, patched);
+        }
+        Ok(())
+    }
+
+    /// Finds the weight that a tensor replaces.
+    fn replace(&mut self, replacement: &Replacement) {
+        self.mismatch.modules += 1;
+        let (names, targets) = (self.names, self.targets);
+        let found = names.find(replacement.part, &replacement.comparable);
+        let target = match found.as_slice() {
+            [place] => place.targets().next().map(|index| &targets[index]),
+            _ => None,
+        };
+        match target {
+            Some(target) if target.dims == replacement.dims => {
+                let patched = Patched::whole(target, replacement.tensor.clone());
+                let weight = weight_name(target.root, target.key);
+                self.adapter.patched.insert(weight, patched);
+            }
+            Some(target) => self.mismatch.misshapen.push(MisshapenModule {
+                module: replacement.tensor.clone(),
+                down: Vec::new(),
+                up: replacement.dims.clone(),
+                weight: weight_name(target.root, target.key),
+                expected: target.dims.to_vec(),
+            }),
+            None => self.unmatched(&replacement.tensor, &[], &replacement.dims),
+        }
+    }
+
+    fn unmatched(&mut self, module: &str, down: &[usize], up: &[usize]) {
+        self.mismatch.unmatched.push(UnmatchedModule {
+            module: module.to_owned(),
+            down: down.to_vec(),
+            up: up.to_vec(),
+        });
     }
 }
 

@@ -96,9 +96,7 @@ impl ModelSource {
         }
         Ok(roots)
     }
-}
 
-impl ModelSource {
     /// What the file says of itself: where no tensor tells the family or the size, reading takes it from here.
     fn said_of_itself(&self) -> BTreeMap<String, String> {
         let mut metadata = pytorch_metadata();
@@ -173,47 +171,14 @@ impl Rewritten {
         component: &Component,
         dtype: Option<DType>,
     ) -> Result<Rewritten, SourceError> {
-        let Component { checkpoint, .. } = component;
-        let refused = |tensor: String, reason: String| SourceError::NotOriginal {
-            path: checkpoint.path().to_owned(),
-            tensor,
-            reason,
-        };
-        let Some(originals) = root.originals else {
-            let reason = "they have layers that this model lacks".to_owned();
-            return Err(refused(root.part.to_string(), reason));
-        };
-        let mut left: BTreeSet<&str> = checkpoint.names().collect();
-        let paths: Vec<&str> = checkpoint.names().collect();
-        let mut layout = Vec::new();
-        for Original { name, parts } in originals(&paths) {
-            let has = |(path, _): &&(String, Transform)| left.contains(path.as_str());
-            let missing = parts.iter().find(|part| !has(part));
-            match missing {
-                None => {}
-                Some(_) if !parts.iter().any(|part| has(&part)) => continue,
-                Some((missing, _)) => {
-                    let reason = format!("{name} is made of it and {missing}, which is missing");
-                    return Err(refused(parts[0].0.clone(), reason));
-                }
-            }
-            for (path, _) in &parts {
-                left.remove(path.as_str());
-            }
-            layout.push((format!("{}{name}", root.prefix), parts));
-        }
-        if let Some(name) = left.into_iter().next() {
-            let reason = "that code has no name for it".to_owned();
-            return Err(refused(format!("{}/{name}", root.part), reason));
-        }
+        let checkpoint = &component.checkpoint;
+        let layout = layout(root, checkpoint)?;
         let mut map = Vec::new();
-        for (path, transform) in layout.iter().flat_map(|(_, parts)| parts) {
+        for (path, transform) in layout.iter().flat_map(|original| &original.parts) {
             if *transform == Transform::UnitMatrix {
                 check_unit_matrix(checkpoint, path)
-                    .map_err(|reason| refused(format!("{}/{path}", root.part), reason))?;
-                continue;
-            }
-            if let Some(shape) = checkpoint.info(path) {
+                    .map_err(|reason| refused(root, checkpoint, path, reason))?;
+            } else if let Some(shape) = checkpoint.info(path) {
                 map.push((path.clone(), (path.clone(), inverse(transform, shape))));
             }
         }
@@ -223,14 +188,15 @@ impl Rewritten {
             .into_iter()
             .map(|spec| (spec.name, spec.shape))
             .collect();
-        let pieces = layout.into_iter().map(|(name, parts)| {
+        let pieces = layout.into_iter().map(|Original { name, parts }| {
             let sources: Vec<String> = parts
                 .into_iter()
                 .filter(|(_, transform)| *transform != Transform::UnitMatrix)
                 .map(|(path, _)| path)
                 .collect();
             let shape = stacked(sources.iter().filter_map(|path| shapes.get(path)));
-            let shape = shape.map_err(|reason| refused(name.clone(), reason))?;
+            let shape = shape.map_err(|reason| refused(root, checkpoint, &name, reason))?;
+            let name = format!("{}{name}", root.prefix);
             Ok((TensorSpec { name, shape }, sources))
         });
         Ok(Rewritten {
@@ -238,6 +204,54 @@ impl Rewritten {
             pieces: pieces.collect::<Result<_, SourceError>>()?,
             tensors,
         })
+    }
+}
+
+/// The tensors of the original code that those of a part make, each of which has its place in one.
+fn layout(root: Root, checkpoint: &Checkpoint) -> Result<Vec<Original>, SourceError> {
+    let Some(originals) = root.originals else {
+        return Err(SourceError::NotOriginal {
+            path: checkpoint.path().to_owned(),
+            tensor: root.part.to_string(),
+            reason: "they have layers that this model lacks".to_owned(),
+        });
+    };
+    let paths: Vec<&str> = checkpoint.names().collect();
+    let mut left: BTreeSet<&str> = paths.iter().copied().collect();
+    let mut layout = Vec::new();
+    for original in originals(&paths) {
+        let parts = &original.parts;
+        let has = |(path, _): &&(String, Transform)| left.contains(path.as_str());
+        let missing = parts.iter().find(|part| !has(part));
+        match (missing, parts.iter().find(has)) {
+            (None, _) => {}
+            (Some(_), None) => continue,
+            (Some((missing, _)), Some((found, _))) => {
+                let name = &original.name;
+                let reason = format!("{name} is made of it and {missing}, which is missing");
+                return Err(refused(root, checkpoint, found, reason));
+            }
+        }
+        for (path, _) in parts {
+            left.remove(path.as_str());
+        }
+        layout.push(original);
+    }
+    match left.into_iter().next() {
+        None => Ok(layout),
+        Some(path) => {
+            let reason = "that code has no name for it".to_owned();
+            Err(refused(root, checkpoint, path, reason))
+        }
+    }
+}
+
+/// The error of a tensor of a part.
+fn refused(root: Root, checkpoint: &Checkpoint, tensor: &str, reason: String) -> SourceError {
+    SourceError::NotOriginal {
+        path: checkpoint.path().to_owned(),
+        tensor: format!("{}/{tensor}", root.part),
+        reason,
     }
 }
 
