@@ -294,7 +294,6 @@ fn other_adapters_are_refused_by_name() {
         ("lora_unet_conv_in.lora_mid.weight", "Tucker"),
         ("lora_unet_conv_norm_out.diff_b", "differences"),
         ("lora_unet_conv_norm_out.w_norm", "trained norms"),
-        ("unet.conv_in.lora_B.bias", "with biases"),
         (
             "text_model.embeddings.token_embedding.lora_embedding_A",
             "embedding",
@@ -310,6 +309,10 @@ fn other_adapters_are_refused_by_name() {
             "{text}"
         );
     }
+    // A bias belongs to factors.
+    let alone = ("unet.conv_in.lora_B.bias", &[4][..]);
+    let text = message(open(&[pair[0], pair[1], alone], &[]));
+    assert_eq!(text, "module unet.conv_in has no down factor");
     let text = message(open(&[pair[0], pair[1], ("emb_params", &[4])], &[]));
     assert_eq!(
         text,
