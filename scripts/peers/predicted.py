@@ -26,8 +26,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 CHIPS = {"v5e": ("v5e:1x1", "default", 1.5e9), "v5p": ("v5:1x1x1", "megacore", 1.75e9),
          "v6e": ("v6e:1x1", "default", 1.75e9)}
 BATCH, SIDE, TOKENS = 2, 128, 77
-# The same as `compile_topology`; a v5p's name counts its two cores.
-SINGLE = {"v5e": "v5e-1", "v5p": "v5p-2", "v6e": "v6e-1"}
+# The same as `compile_topology`. The smallest of v5p has four chips, of which each computes an image and its guidance.
+TOPOLOGIES = {"v5e": "v5e-1", "v5p": "v5p-8", "v6e": "v6e-1"}
 CASES = ("maxdiffusion", "bf16", "int8")
 
 
@@ -92,7 +92,7 @@ def maxdiffusion(chip):
 def ours(program, chip, quantization):
     with tempfile.TemporaryDirectory() as folder:
         found = subprocess.run(
-            [program, "compile", ROOT / "configs/base_xl.yml", f"compile_topology={SINGLE[chip]}", "weights_dtype=bfloat16",
+            [program, "compile", ROOT / "configs/base_xl.yml", f"compile_topology={TOPOLOGIES[chip]}", "weights_dtype=bfloat16",
              f"quantization={quantization}", f"output_dir={folder}", "run_name=predicted", "--json"],
             stdout=subprocess.PIPE, check=True)
     report = json.loads(found.stdout)
