@@ -125,6 +125,23 @@ pub struct ConvDims {
     pub batch_groups: usize,
 }
 
+impl ConvDims {
+    /// Of an image, channels last, with a kernel in PyTorch's order, the same in both spatial dimensions.
+    pub fn of_image(stride: usize, padding: (i64, i64)) -> ConvDims {
+        ConvDims {
+            lhs: ConvLayout::channels_last(2),
+            rhs: ConvLayout::channels_first(2),
+            out: ConvLayout::channels_last(2),
+            strides: vec![stride; 2],
+            padding: vec![padding; 2],
+            lhs_dilation: vec![1; 2],
+            rhs_dilation: vec![1; 2],
+            feature_groups: 1,
+            batch_groups: 1,
+        }
+    }
+}
+
 /// Attributes of `gather`, as StableHLO defines them (without operand batching dimensions).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GatherDims {

@@ -294,6 +294,12 @@ impl<'g> Blocks<'g> {
         after
     }
 
+    /// Whether a node stands for several values, which a carry cannot hold as one.
+    fn has_several_results(&self, id: u32) -> bool {
+        let op = &self.graph.nodes[id as usize].op;
+        matches!(op, Op::OptimizationBarrier | Op::While { .. })
+    }
+
     /// How the blocks take these values, one each. `None` if no loop can: a block needs what another one than that before
     /// it computes, or what is computed from it outside.
     fn taken(
@@ -303,11 +309,7 @@ impl<'g> Blocks<'g> {
         after: &[bool],
     ) -> Option<Taken> {
         let is_before = |id: &u32| !after[*id as usize];
-        let is_value = |id: &u32| {
-            let op = &self.graph.nodes[*id as usize].op;
-            !matches!(op, Op::OptimizationBarrier | Op::While { .. })
-        };
-        if !values.iter().all(is_value) {
+        if values.iter().any(|id| self.has_several_results(*id)) {
             return None;
         }
         let first = values[0];
@@ -340,10 +342,7 @@ impl<'g> Blocks<'g> {
             let Some((at, place)) = step(id).filter(|_| after[id as usize]) else {
                 continue;
             };
-            if matches!(
-                self.graph.nodes[id as usize].op,
-                Op::OptimizationBarrier | Op::While { .. }
-            ) {
+            if self.has_several_results(id) {
                 return None;
             }
             let how = match at + 1 == blocks.len() {

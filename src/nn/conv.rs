@@ -1,7 +1,7 @@
 //! Convolution and resampling of images `[batch, height, width, channels]`.
 
 use crate::dtype::DType;
-use crate::graph::{Builder, Composite, ConvDims, ConvLayout, Init, Tensor};
+use crate::graph::{Builder, Composite, ConvDims, Init, Tensor};
 use crate::shape::Shape;
 
 use super::linear::{add_bias, uniform_fan_in};
@@ -81,22 +81,7 @@ pub fn conv2d(b: &Builder, x: Tensor, layer: Conv2d, precision: Precision) -> Re
     )?;
     let x = b.convert(x, precision.activations)?;
     let weight = b.convert(weight, precision.activations)?;
-    let y = b.convolution(
-        x,
-        weight,
-        ConvDims {
-            lhs: ConvLayout::channels_last(2),
-            rhs: ConvLayout::channels_first(2),
-            out: ConvLayout::channels_last(2),
-            strides: vec![stride; 2],
-            padding: vec![padding; 2],
-            lhs_dilation: vec![1; 2],
-            rhs_dilation: vec![1; 2],
-            feature_groups: 1,
-            batch_groups: 1,
-        },
-        DType::F32,
-    )?;
+    let y = b.convolution(x, weight, ConvDims::of_image(stride, padding), DType::F32)?;
     let y = match bias {
         true => add_bias(b, y, out_channels, init, precision)?,
         false => y,

@@ -307,17 +307,7 @@ mod tests {
             let shape = |dims: [usize; 4]| Shape::new(DType::BF16, dims);
             let x = b.input("x", shape([2, 4, 3, WIDE]), &[]).unwrap();
             let w = b.input("w", shape([5, WIDE, side, side]), &[]).unwrap();
-            let dims = ConvDims {
-                lhs: ConvLayout::channels_last(2),
-                rhs: ConvLayout::channels_first(2),
-                out: ConvLayout::channels_last(2),
-                strides: vec![1; 2],
-                padding: vec![(padding, padding); 2],
-                lhs_dilation: vec![1; 2],
-                rhs_dilation: vec![1; 2],
-                feature_groups: 1,
-                batch_groups: 1,
-            };
+            let dims = ConvDims::of_image(1, (padding, padding));
             let y = b.convolution(x, w, dims, DType::F32).unwrap();
             b.output("y", y, None).unwrap();
             let graph = b.finish();

@@ -181,7 +181,7 @@ impl<'a> Patches<'a> {
 mod tests {
     use super::*;
     use crate::dtype::DType;
-    use crate::graph::{ConvLayout, Reduction, evaluate, grad};
+    use crate::graph::{Reduction, evaluate, grad};
     use crate::host_tensor::HostTensor;
 
     /// A convolution of 3x3 places with this stride and both derivatives of its squares' sum, as they are and as products.
@@ -193,17 +193,7 @@ mod tests {
         let w = b
             .input("w", Shape::new(DType::F32, [5, 3, 3, 3]), &[])
             .unwrap();
-        let dims = ConvDims {
-            lhs: ConvLayout::channels_last(2),
-            rhs: ConvLayout::channels_first(2),
-            out: ConvLayout::channels_last(2),
-            strides: vec![stride; 2],
-            padding: vec![padding; 2],
-            lhs_dilation: vec![1; 2],
-            rhs_dilation: vec![1; 2],
-            feature_groups: 1,
-            batch_groups: 1,
-        };
+        let dims = ConvDims::of_image(stride, padding);
         let y = b.convolution(x, w, dims, DType::F32).unwrap();
         let squares = b.square(y).unwrap();
         let loss = b.reduce(Reduction::Sum, squares, &[0, 1, 2, 3]).unwrap();

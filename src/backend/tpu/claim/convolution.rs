@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use crate::backend::follow;
 use crate::dtype::DType;
-use crate::graph::{Binary, Builder, Comparison, ConvDims, ConvLayout, Op, Tensor};
+use crate::graph::{Binary, Builder, Comparison, ConvDims, Op, Tensor};
 use crate::shape::Shape;
 
 use super::super::mosaic::LANES;
@@ -80,6 +80,8 @@ impl Claims<'_> {
         let outputs = *node.shape.dims.last()?;
         let side = *kernel.dims.last()?;
         let arithmetic = contracted.scales.arithmetic();
+        let around = (side / 2) as i64;
+        let same_size = ConvDims::of_image(1, (around, around));
         let found = Convolution {
             arithmetic,
             height,
@@ -89,7 +91,7 @@ impl Claims<'_> {
         };
         let fills_lanes = arithmetic != Arithmetic::Bf16 || inputs >= LANES && outputs >= LANES;
         let takes = self.is_split(&node.shape)
-            && *dims == same_size(side)
+            && *dims == same_size
             && kernel.dims == [outputs, inputs, side, side]
             && fills_lanes
             && found.fits(inputs, outputs);
@@ -202,22 +204,6 @@ fn inverse_scale(b: &Builder, scale: Tensor) -> Result<Tensor> {
     let overflown = b.compare(Comparison::Eq, inverse, infinity)?;
     let inverse = b.select(overflown, one, inverse)?;
     b.convert(inverse, DType::F32)
-}
-
-/// The convolution of an image, channels last, with PyTorch's order of a square kernel, that keeps the image's size.
-fn same_size(side: usize) -> ConvDims {
-    let around = (side / 2) as i64;
-    ConvDims {
-        lhs: ConvLayout::channels_last(2),
-        rhs: ConvLayout::channels_first(2),
-        out: ConvLayout::channels_last(2),
-        strides: vec![1; 2],
-        padding: vec![(around, around); 2],
-        lhs_dilation: vec![1; 2],
-        rhs_dilation: vec![1; 2],
-        feature_groups: 1,
-        batch_groups: 1,
-    }
 }
 
 /// The kernel `[outputs, inputs, side, side]` as [`Convolution`] takes it, in blocks of `block` outputs.
