@@ -8,6 +8,9 @@
 //! The simulation takes about a second for 15,000 cycles, so of a large grid only some steps are simulated, and once
 //! more of them: the difference is what a step takes without the transfers before the first one and after the last. The
 //! simulation knows the latency of transfers but not the bandwidth of HBM, so no kernel is faster than its bytes.
+//!
+//! Two cores of a v4 or a v5p share the steps of a grid: simulated for a v5p, 1, 3 and 9 steps took as long as 1, 2 and
+//! 5 steps of one core. So the parts that are compared keep both busy.
 
 use std::fs;
 use std::io::Write;
@@ -82,8 +85,9 @@ impl Simulator {
             Ok::<f64, SimulationError>(cycles as f64)
         };
         let whole = grid_of(&call.configuration);
+        let cores = chip.cores_per_device();
         let parts = whole.and_then(|whole| {
-            let parts = whole.parts(product_cycles.max(hbm_cycles))?;
+            let parts = whole.parts(product_cycles.max(hbm_cycles), cores)?;
             Some((whole, parts))
         });
         let (cycles, simulated_share) = match parts {
@@ -93,7 +97,7 @@ impl Simulator {
                 let times: Vec<f64> = times.collect::<Result<_, _>>()?;
                 let most = parts.iter().map(Grid::steps).max().unwrap_or(1);
                 let share = most as f64 / whole.steps() as f64;
-                (whole.extrapolated(&parts, &times), share)
+                (whole.extrapolated(&parts, &times, cores), share)
             }
         };
         Ok(KernelCycles {
@@ -179,9 +183,10 @@ impl Grid {
         self.outer.iter().product()
     }
 
-    /// The parts that are simulated in place of the whole, which takes `cycles` at least: a small one and others that
-    /// have more steps, from which [`Grid::extrapolated`] tells what a step takes. `None` where that is the whole.
-    fn parts(&self, cycles: f64) -> Option<Vec<Grid>> {
+    /// The parts that are simulated in place of the whole, which takes `cycles` at least: a small one that
+    /// keeps all `cores` busy and others that have more steps, from which [`Grid::extrapolated`] tells what a step takes.
+    /// `None` where that is the whole.
+    fn parts(&self, cycles: f64, cores: u64) -> Option<Vec<Grid>> {
         if cycles <= MOST_CYCLES {
             return None;
         }
@@ -200,8 +205,12 @@ impl Grid {
             }
         };
         let outer_cycles = cycles / self.outer_steps() as f64;
+        let (outer, last) = match self.outer_steps() >= cores {
+            true => (cores as f64, 1),
+            false => (1.0, cores),
+        };
         let parts = if outer_cycles <= MOST_CYCLES_OF_LAST {
-            let mut steps = (MOST_CYCLES / outer_cycles).max(1.0);
+            let mut steps = (MOST_CYCLES / outer_cycles).max(outer);
             let part = with(steps, self.last);
             let mut more = part.clone();
             while more == part && more != *self {
@@ -210,7 +219,7 @@ impl Grid {
             }
             vec![part, more]
         } else {
-            let sizes = [(1.0, 1), (1.0, 2), (2.0, 1)];
+            let sizes = [(outer, last), (outer, 2 * last), (2.0 * outer, last)];
             sizes.map(|(steps, last)| with(steps, last)).to_vec()
         };
         let fits = |part: &Grid| part.last <= self.last && part.outer_steps() <= self.outer_steps();
@@ -220,37 +229,34 @@ impl Grid {
                 fitting.push(part);
             }
         }
-        (!fitting.contains(self)).then_some(fitting)
+        (!fitting.is_empty() && !fitting.contains(self)).then_some(fitting)
     }
 
-    /// What the whole takes if `parts` take `times`: `start + outer steps * (each + last steps * step)`. What the parts
-    /// do not tell counts as part of a step.
-    fn extrapolated(&self, parts: &[Grid], times: &[f64]) -> f64 {
+    /// What the whole takes if `parts` take `times`: `start + outer steps * each + steps * step`, where steps are those of
+    /// one of `cores`. What the parts do not tell counts as part of a step.
+    fn extrapolated(&self, parts: &[Grid], times: &[f64], cores: u64) -> f64 {
         let Some((first, first_time)) = parts.first().zip(times.first()) else {
             return 0.0;
         };
+        let steps = |grid: &Grid| grid.steps().div_ceil(cores) as f64;
+        let outer_steps = |grid: &Grid| steps(grid) / grid.last as f64;
         let others = || parts[1..].iter().zip(&times[1..]);
+        // What another step of the outer dimensions takes, with as many of the last as in the first part.
+        let outer_step = others()
+            .find(|(part, _)| part.outer_steps() > first.outer_steps())
+            .map(|(part, time)| (time - first_time) / (outer_steps(part) - outer_steps(first)));
         // What another step of the last dimension takes, in each step of the others.
         let step = others()
             .find(|(part, _)| part.last > first.last)
-            .map(|(part, time)| {
-                (time - first_time) / ((part.last - first.last) * first.outer_steps()) as f64
-            });
-        let more_outer = others().find(|(part, _)| part.outer_steps() > first.outer_steps());
-        // What another step of the outer dimensions takes, with as many of the last as in the first part.
-        let outer_step = match more_outer {
-            Some((part, time)) => {
-                (time - first_time) / (part.outer_steps() - first.outer_steps()) as f64
-            }
-            None => first_time / first.outer_steps() as f64,
-        };
-        let start = first_time - outer_step * first.outer_steps() as f64;
-        let missing = (self.last - first.last) as f64;
-        let missing = match step {
-            Some(step) => missing * step,
-            None => missing * outer_step / first.last as f64,
-        };
-        start + self.outer_steps() as f64 * (outer_step + missing)
+            .map(|(part, time)| (time - first_time) / (steps(part) - steps(first)));
+        let step = step.unwrap_or(match outer_step {
+            Some(outer_step) => outer_step / first.last as f64,
+            None => first_time / steps(first),
+        });
+        let each = outer_step.map_or(0.0, |outer_step| outer_step - step * first.last as f64);
+        first_time
+            + (steps(self) - steps(first)) * step
+            + (outer_steps(self) - outer_steps(first)) * each
     }
 }
 
@@ -361,7 +367,7 @@ mod tests {
 
     #[test]
     fn a_grid_is_shortened_from_outside() {
-        let parts = Grid::parts;
+        let parts = |whole: &Grid, cycles| whole.parts(cycles, 1);
         // Small enough.
         assert_eq!(parts(&grid(&[2, 5], 8), 10_000.0), None);
         // One of ten is more than is simulated at least.
@@ -383,24 +389,37 @@ mod tests {
     }
 
     #[test]
+    fn parts_keep_two_cores_busy() {
+        let parts = |whole: &Grid, cycles| whole.parts(cycles, 2);
+        let found = parts(&grid(&[2, 5], 8), 240_000.0).unwrap();
+        assert_eq!(found, [grid(&[1, 2], 8), grid(&[1, 4], 8)]);
+        // Steps of the last dimension are shared where there are no others.
+        let found = parts(&grid(&[], 64), 1e6).unwrap();
+        assert_eq!(found, [grid(&[], 2), grid(&[], 4)]);
+        assert_eq!(parts(&grid(&[1], 1), 1e6), None);
+    }
+
+    #[test]
     fn the_whole_is_extrapolated_from_its_parts() {
-        let time = |grid: &Grid| {
-            let outer = grid.outer_steps() as f64;
-            700.0 + outer * (90.0 + 11.0 * grid.last as f64)
+        let time = |grid: &Grid, cores| {
+            let steps = grid.steps().div_ceil(cores) as f64;
+            700.0 + steps / grid.last as f64 * 90.0 + steps * 11.0
         };
-        for whole in [
+        let wholes = [
             grid(&[2, 5], 8),
             grid(&[8], 5),
             grid(&[1, 16], 5),
-            grid(&[], 9),
-        ] {
+            grid(&[3, 3], 4),
+        ];
+        for (whole, cores) in wholes.iter().flat_map(|whole| [(whole, 1), (whole, 2)]) {
             for cycles in [4e4, 2e5, 1e6] {
-                let Some(parts) = whole.parts(cycles) else {
+                let Some(parts) = whole.parts(cycles, cores) else {
                     continue;
                 };
-                let times: Vec<f64> = parts.iter().map(time).collect();
-                let found = whole.extrapolated(&parts, &times);
-                assert!((found - time(&whole)).abs() < 1e-6, "{whole:?}: {found}");
+                let times: Vec<f64> = parts.iter().map(|part| time(part, cores)).collect();
+                let found = whole.extrapolated(&parts, &times, cores);
+                let expected = time(whole, cores);
+                assert!((found - expected).abs() < 1e-6, "{whole:?}: {found}");
             }
         }
     }

@@ -68,6 +68,14 @@ impl Chip {
         }
     }
 
+    /// Cores that share the work of one device: the steps of a kernel's grid, too.
+    pub fn cores_per_device(self) -> u64 {
+        match self {
+            Chip::V4 | Chip::V5p => 2,
+            Chip::V5e | Chip::V6e | Chip::Tpu7x | Chip::H100 | Chip::H200 => 1,
+        }
+    }
+
     /// Sources: the Cloud TPU pages of each version (v4: 275 in bf16 or int8; v5e 197/394;
     /// v5p 459/918; v6e 918/1836; TPU7x 2307, 4614 in fp8, fp8 of v5p and v6e as fast as their
     /// bf16), the int4 rates of JAX's Pallas TPU hardware table, and NVIDIA's data sheets of
