@@ -40,6 +40,7 @@ namespace ffi = xla::ffi;
 
 constexpr ffi::DataType kBf16 = ffi::DataType::BF16;
 constexpr ffi::DataType kF32 = ffi::DataType::F32;
+constexpr ffi::DataType kPred = ffi::DataType::PRED;
 constexpr ffi::DataType kS8 = ffi::DataType::S8;
 constexpr ffi::DataType kS32 = ffi::DataType::S32;
 constexpr ffi::DataType kU8 = ffi::DataType::U8;
@@ -98,6 +99,8 @@ class Call {
  public:
   Call(ffi::RemainingArgs in, ffi::RemainingRets out, ffi::Dictionary attributes)
       : in_(in), out_(out), attributes_(attributes) {}
+
+  bool HasMoreOperands() const { return next_ < in_.size(); }
 
   // The next operand, whatever it is; `name` is for messages.
   Array Operand(const char* name) {
@@ -373,6 +376,9 @@ void Attention(Call& call) {
   a.keys = k.Dim(1);
   a.scale = call.Float("scale");
   a.causal = call.Flag("causal");
+  if (!a.causal && call.HasMoreOperands()) {
+    a.visible = static_cast<const bool*>(call.Operand("mask", {kPred}, {a.batch, a.keys}).data);
+  }
   a.q = Bf16(q);
   a.k = Bf16(k);
   a.v = Bf16(v);

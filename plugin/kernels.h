@@ -90,9 +90,10 @@ struct QuantizedProduct {
 };
 
 // out = softmax(q k^T * scale) v for each head, all bf16: q and out [batch, queries, heads * size], k and v
-// [batch, keys, heads * size]; `size` is even. If causal, a query sees the keys up to its own place. Softmax runs over
-// blocks of keys, so no matrix of scores is stored. A query has NaN where a score of its is NaN or infinity, and where
-// all are -infinity.
+// [batch, keys, heads * size]; `size` is even. If causal, a query sees the keys up to its own place. If not, `visible`
+// [batch, keys] may say which keys queries see; where there are none, out is the mean of v. Softmax runs over blocks of
+// keys, so no matrix of scores is stored. A query has NaN where a score of its is NaN or infinity, and where all are
+// -infinity.
 struct Attention {
   int64_t batch, heads, queries, keys, size;
   float scale;
@@ -100,6 +101,7 @@ struct Attention {
   const uint16_t* q;
   const uint16_t* k;
   const uint16_t* v;
+  const bool* visible;
   uint16_t* out;
 };
 

@@ -12,7 +12,7 @@ use maxdiff::graph::{Builder, Graph, Init, Op, Tensor, evaluate, vjp};
 use maxdiff::host_tensor::HostTensor;
 use maxdiff::nn::{
     Activation, Attention, Conv2d, GroupNorm, Linear, Precision, attention, conv2d, gated_gelu,
-    group_norm, layer_norm, linear,
+    group_norm, layer_norm, linear, masked_attention,
 };
 use maxdiff::pjrt::{ISA, ISA_VARIABLE, UNUSABLE_ISAS, USABLE_ISAS};
 use maxdiff::quant::{Policy, ROUNDING_KEY, annotate, lower};
@@ -554,6 +554,50 @@ fn attention_becomes_a_kernel_in_blocks_of_keys() {
         let error = relative(&evaluate(&with, &inputs).unwrap()[0], &expected[0]);
         assert!(error <= 4e-3, "{error}");
         let session = cpu_session(1);
+        let found = run_on(&session, &on_device(&session, &graph), &inputs);
+        let error = relative(&found[0], &expected[0]);
+        assert!(error <= 4e-3, "{queries} queries, {keys} keys: {error}");
+    }
+}
+
+#[test]
+fn hidden_keys_have_no_part_in_attention() {
+    // Keys seen by each image: some, in more than a block and at odd places; one; none, where all count alike.
+    let masks = |keys: usize| -> Vec<i32> {
+        let image = |seen: fn(usize) -> bool| (0..keys).map(move |key| i32::from(seen(key)));
+        let images = [
+            image(|key| key % 3 != 1),
+            image(|key| key == 4),
+            image(|_| false),
+        ];
+        images.into_iter().flatten().collect()
+    };
+    let session = cpu_session(1);
+    for (heads, queries, keys, size) in [(2, 50, 77, 40), (1, 19, 900, 64)] {
+        let graph = graph_of(
+            |b| {
+                let x = |name: &str, length| {
+                    let shape = Shape::new(DType::BF16, [3, length, heads * size]);
+                    b.input(name, shape, &[]).unwrap()
+                };
+                let qkv = [x("q", queries), x("k", keys), x("v", keys)];
+                let mask = b.input("mask", Shape::new(DType::S32, [3, keys]), &[]);
+                vec![masked_attention(&b.root("m"), qkv, mask.unwrap(), heads, BF16).unwrap()]
+            },
+            false,
+        );
+        let with = claim(&graph).unwrap();
+        assert!(matches!(
+            kernels(&with)[..],
+            [Kernel::Attention { causal: false, .. }]
+        ));
+        let mut inputs = inputs(&graph);
+        let mask: Vec<f64> = masks(keys).into_iter().map(f64::from).collect();
+        let places: Vec<(usize, f64)> = mask.into_iter().enumerate().collect();
+        inputs[3] = with_values(&inputs[3], &places);
+        let expected = evaluate(&graph, &inputs).unwrap();
+        let error = relative(&evaluate(&with, &inputs).unwrap()[0], &expected[0]);
+        assert!(error <= 4e-3, "{error}");
         let found = run_on(&session, &on_device(&session, &graph), &inputs);
         let error = relative(&found[0], &expected[0]);
         assert!(error <= 4e-3, "{queries} queries, {keys} keys: {error}");

@@ -14,7 +14,7 @@ use super::{ConvDims, DotDims, RoundingStream, TensorFormat};
 pub enum Composite {
     /// `softmax(q k^T / sqrt(size)) v` for each head. Operands: q `[batch, queries, heads, size]`, k and v
     /// `[batch, keys, heads, size]`; the result has the dimensions of q. If `causal`, a query sees the keys up to its
-    /// own position.
+    /// own position. If not, there may be a fourth operand, `pred[batch, keys]`: the keys that queries see.
     Attention { causal: bool },
     /// Operands: an image `[batch, height, width, channels]`, weight and bias `f32[channels]`. With `silu`, SiLU of it.
     GroupNorm {

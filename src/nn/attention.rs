@@ -24,11 +24,40 @@ pub struct Attention {
 /// When the shapes do not fit each other, or `heads` does not divide the last dimension.
 pub fn attention(
     b: &Builder,
-    [q, k, v]: [Tensor; 3],
+    qkv: [Tensor; 3],
     attributes: Attention,
     precision: Precision,
 ) -> Result<Tensor> {
-    let Attention { heads, causal } = attributes;
+    seen(b, qkv, None, attributes, precision)
+}
+
+/// [`attention`] of `heads` heads in which no query sees the keys where `mask` `[batch, keys]` is 0. Where all of it is 0
+/// the result is the mean of `v`.
+///
+/// # Errors
+/// When the shapes do not fit each other.
+pub fn masked_attention(
+    b: &Builder,
+    qkv: [Tensor; 3],
+    mask: Tensor,
+    heads: usize,
+    precision: Precision,
+) -> Result<Tensor> {
+    let attributes = Attention {
+        heads,
+        causal: false,
+    };
+    seen(b, qkv, Some(visible(b, mask)?), attributes, precision)
+}
+
+/// [`attention`] to keys of which `visible`, `pred[batch, keys]`, says which queries see; all if there is none.
+fn seen(
+    b: &Builder,
+    [q, k, v]: [Tensor; 3],
+    visible: Option<Tensor>,
+    Attention { heads, causal }: Attention,
+    precision: Precision,
+) -> Result<Tensor> {
     let [batch, queries, features] = dims(b, "attention query", q)?;
     let key_dims: [usize; 3] = dims(b, "attention key", k)?;
     let keys = key_dims[1];
@@ -40,30 +69,39 @@ pub fn attention(
             b.shape(v)
         )));
     }
+    if let Some(visible) = visible
+        && b.dims(visible) != [batch, keys]
+    {
+        return Err(b.invalid(format!(
+            "attention: mask {} does not fit key {}",
+            b.shape(visible),
+            b.shape(k)
+        )));
+    }
     if heads == 0 || !features.is_multiple_of(heads) {
         return Err(b.invalid(format!(
             "attention: {heads} heads do not divide {features} features"
         )));
     }
     let head_dim = features / heads;
-    let q = b.reshape(q, &[batch, queries, heads, head_dim])?;
-    let k = b.reshape(k, &[batch, keys, heads, head_dim])?;
-    let v = b.reshape(v, &[batch, keys, heads, head_dim])?;
-
-    let y = b.composite(
-        Composite::Attention { causal },
-        &[q, k, v],
-        |b, operands| attend(b, operands, causal, precision),
-    )?;
+    let split = |x: Tensor, length: usize| b.reshape(x, &[batch, length, heads, head_dim]);
+    let mut operands = vec![split(q, queries)?, split(k, keys)?, split(v, keys)?];
+    operands.extend(visible);
+    let y = b.composite(Composite::Attention { causal }, &operands, |b, operands| {
+        attend(b, operands, causal, precision)
+    })?;
     b.reshape(y, &[batch, queries, features])
 }
 
-/// Attention of `[q, k, v]`, each `[batch, length, heads, head_dim]`.
+/// Attention of `[q, k, v]`, each `[batch, length, heads, head_dim]`, and of the keys that queries see if there is a
+/// fourth operand.
 fn attend(b: &Builder, operands: &[Tensor], causal: bool, precision: Precision) -> Result<Tensor> {
-    let &[q, k, v] = operands else {
-        return Err(b.invalid("attention: takes a query, a key and a value"));
+    let (q, k, v, visible) = match *operands {
+        [q, k, v] => (q, k, v, None),
+        [q, k, v, visible] => (q, k, v, Some(visible)),
+        _ => return Err(b.invalid("attention: takes a query, a key, a value, and perhaps a mask")),
     };
-    let [batch, queries, heads, head_dim] = dims(b, "attention query", q)?;
+    let [_, queries, _, head_dim] = dims(b, "attention query", q)?;
     let [_, keys, _, _] = dims(b, "attention key", k)?;
     let scores = scores(b, q, k)?;
     let mut scores = b.mul_scalar(scores, 1.0 / (head_dim as f64).sqrt())?;
@@ -71,12 +109,11 @@ fn attend(b: &Builder, operands: &[Tensor], causal: bool, precision: Precision) 
         let shape = Shape::new(DType::S32, [queries, keys]);
         let row = b.iota(shape.clone(), 0)?;
         let column = b.iota(shape, 1)?;
-        let visible = b.compare(Comparison::Ge, row, column)?;
-        let visible = b.broadcast_to(visible, &[batch, heads, queries, keys])?;
-        let lowest = b.scalar(DType::F32, f64::from(f32::MIN))?;
-        scores = b.select(visible, scores, lowest)?;
+        scores = hidden(b, scores, b.compare(Comparison::Ge, row, column)?, &[2, 3])?;
     }
-
+    if let Some(visible) = visible {
+        scores = hidden(b, scores, visible, &[0, 3])?;
+    }
     softmax_product(b, scores, v, precision)
 }
 
@@ -113,52 +150,21 @@ pub fn biased_attention(
     let all = [batch, heads, queries, keys];
     let mut scores = b.add(scores, b.broadcast_in_dim(bias, &[1, 2, 3], &all)?)?;
     if let Some(mask) = mask {
-        scores = hidden(b, scores, mask)?;
+        scores = hidden(b, scores, visible(b, mask)?, &[0, 3])?;
     }
     let y = softmax_product(b, scores, split(v, keys)?, precision)?;
     b.reshape(y, &[batch, queries, features])
 }
 
-/// [`attention`] of `heads` heads in which no query sees the keys where `mask` `[batch, keys]` is 0.
-///
-/// # Errors
-/// When the shapes do not fit each other.
-pub fn masked_attention(
-    b: &Builder,
-    [q, k, v]: [Tensor; 3],
-    mask: Tensor,
-    heads: usize,
-    precision: Precision,
-) -> Result<Tensor> {
-    let [batch, queries, features] = dims(b, "attention query", q)?;
-    let key_dims: [usize; 3] = dims(b, "attention key", k)?;
-    let keys = key_dims[1];
-    let fits = key_dims == [batch, keys, features]
-        && b.dims(v) == key_dims
-        && b.dims(mask) == [batch, keys];
-    if !fits || heads == 0 || !features.is_multiple_of(heads) {
-        return Err(b.invalid(format!(
-            "attention: query {}, key {}, value {} and mask {} do not fit each other and {heads} heads",
-            b.shape(q),
-            b.shape(k),
-            b.shape(v),
-            b.shape(mask)
-        )));
-    }
-    let size = features / heads;
-    let split = |x: Tensor, length: usize| b.reshape(x, &[batch, length, heads, size]);
-    let scores = scores(b, split(q, queries)?, split(k, keys)?)?;
-    let scores = b.mul_scalar(scores, 1.0 / (size as f64).sqrt())?;
-    let scores = hidden(b, scores, mask)?;
-    let y = softmax_product(b, scores, split(v, keys)?, precision)?;
-    b.reshape(y, &[batch, queries, features])
-}
-
-/// The lowest number in place of scores `[batch, heads, queries, keys]` of keys where `mask` `[batch, keys]` is 0.
-fn hidden(b: &Builder, scores: Tensor, mask: Tensor) -> Result<Tensor> {
+/// Where a mask is not 0.
+fn visible(b: &Builder, mask: Tensor) -> Result<Tensor> {
     let none = b.scalar(b.dtype(mask), 0.0)?;
-    let visible = b.compare(Comparison::Ne, mask, none)?;
-    let visible = b.broadcast_in_dim(visible, &[0, 3], &b.dims(scores))?;
+    b.compare(Comparison::Ne, mask, none)
+}
+
+/// The lowest number in place of scores `[batch, heads, queries, keys]` where `visible`, which lies along `dims`, is false.
+fn hidden(b: &Builder, scores: Tensor, visible: Tensor, dims: &[usize]) -> Result<Tensor> {
+    let visible = b.broadcast_in_dim(visible, dims, &b.dims(scores))?;
     let lowest = b.scalar(DType::F32, f64::from(f32::MIN))?;
     b.select(visible, scores, lowest)
 }

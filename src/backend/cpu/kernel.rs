@@ -28,7 +28,8 @@ pub enum Kernel {
     /// key of the noise `u32[2]` where the lhs is rounded stochastically, and the bias `f32[columns]` if there is one.
     QuantizedProduct(QuantizedProduct),
     /// `softmax(q k^T * scale) v` for each head; operands and result are bf16 `[batch, length, heads, size]`. If
-    /// `causal`, a query sees the keys up to its own place.
+    /// `causal`, a query sees the keys up to its own place. If not, there may be a fourth operand, `pred[batch, keys]`:
+    /// the keys that queries see; where there are none the result is the mean of v.
     Attention { scale: f32, causal: bool },
     /// The largest magnitude over all but the first `kept` dimensions of a bf16 tensor; with `scale` what int8's steps
     /// are worth then, by AQT: `magnitude * (1 / 127.5)` in `f32`, rounded to bf16, with 1 for a magnitude of 0.
@@ -175,13 +176,25 @@ impl CustomCall for Kernel {
         match self {
             Kernel::Contract(c) => c.infer(operands),
             Kernel::QuantizedProduct(product) => product.infer(operands),
-            Kernel::Attention { .. } => {
-                let [q, k, v] = operands else {
-                    return Err(InferError::OperandCount {
-                        expected: 3,
-                        found: operands.len(),
-                    });
+            Kernel::Attention { causal, .. } => {
+                let (q, k, v, visible) = match operands {
+                    [q, k, v] => (q, k, v, None),
+                    [q, k, v, visible] if !causal => (q, k, v, Some(visible)),
+                    _ => {
+                        return Err(InferError::OperandCount {
+                            expected: 3,
+                            found: operands.len(),
+                        });
+                    }
                 };
+                if let Some(visible) = visible
+                    && (visible.dtype != DType::Pred || !k.dims.starts_with(&visible.dims))
+                {
+                    return Err(constraint(
+                        "attention kernel",
+                        format!("mask {visible} is not pred[batch, keys] of key {k}"),
+                    ));
+                }
                 let fits = q.rank() == 4
                     && k.rank() == 4
                     && (q.dims[0], &q.dims[2..]) == (k.dims[0], &k.dims[2..])
@@ -526,6 +539,10 @@ fn attention(operands: &[&Value], scale: f64, causal: bool, shape: Shape) -> Val
         return Value::zeros(shape);
     };
     let keys = k.shape.dims[1];
+    let visible = |image: usize, j: usize| match operands.get(3) {
+        Some(mask) => mask.float(image * keys + j) != 0.0,
+        None => true,
+    };
     let mut out = vec![0.0; shape.count()];
     for image in 0..batch {
         for head in 0..heads {
@@ -533,12 +550,14 @@ fn attention(operands: &[&Value], scale: f64, causal: bool, shape: Shape) -> Val
             for i in 0..queries {
                 let at = ((image * queries + i) * heads + head) * size;
                 let seen = if causal { keys.min(i + 1) } else { keys };
-                let scores: Vec<f64> = (0..seen)
-                    .map(|j| {
+                let score = |j| match visible(image, j) {
+                    true => {
                         let products = (0..size).map(|d| q.float(at + d) * k.float(key_at(j) + d));
                         products.sum::<f64>() * scale
-                    })
-                    .collect();
+                    }
+                    false => f64::from(f32::MIN),
+                };
+                let scores: Vec<f64> = (0..seen).map(score).collect();
                 let highest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
                 let weights: Vec<f64> = scores.iter().map(|s| (s - highest).exp()).collect();
                 let total: f64 = weights.iter().sum();

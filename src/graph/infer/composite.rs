@@ -60,10 +60,20 @@ fn result_dims(kind: &Composite, operands: &[&Shape]) -> Dims {
         )),
     };
     match kind {
-        Composite::Attention { .. } => {
-            count(3)?;
-            attention_dims(operands[0], operands[1], operands[2])
-        }
+        Composite::Attention { causal } => match operands {
+            [q, k, v, visible] if !causal => {
+                let dims = attention_dims(q, k, v)?;
+                let expected = Shape::new(DType::Pred, [k.dims[0], k.dims[1]]);
+                match **visible == expected {
+                    true => Ok(dims),
+                    false => Err(format!("takes a mask {expected}, found {visible}")),
+                }
+            }
+            _ => {
+                count(3)?;
+                attention_dims(operands[0], operands[1], operands[2])
+            }
+        },
         Composite::GroupNorm { groups, .. } => {
             count(3)?;
             let x = operands[0];
