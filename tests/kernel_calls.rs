@@ -84,6 +84,7 @@ impl Call {
             .iter()
             .map(|Type(dtype, dims)| {
                 let ty = match dtype {
+                    DType::Pred => ElementType::Pred,
                     DType::BF16 => ElementType::Bf16,
                     DType::F32 => ElementType::F32,
                     DType::S8 => ElementType::S8,
@@ -214,7 +215,7 @@ fn calls() -> Vec<(Call, &'static [&'static str])> {
                     bf16(&[2, 7, 3, 8]),
                 ],
                 bf16(&[2, 5, 3, 8]),
-                &[("scale", ONE), ("causal", OFF)],
+                &[("scale", ONE), ("causal", ON)],
             ),
             &["query", "key", "value"],
         ),
@@ -330,6 +331,25 @@ fn calls() -> Vec<(Call, &'static [&'static str])> {
             &["lhs", "packed rhs", "column_scale", "bias"],
         ),
     ]
+}
+
+#[test]
+fn a_mask_that_does_not_fit_is_refused_by_name() {
+    if !kernels_run() {
+        return;
+    }
+    let (attention, _) = calls()
+        .into_iter()
+        .find(|(call, _)| call.kernel == "attention")
+        .unwrap();
+    let mut masked = attention.with_attribute("causal", "0 : i64");
+    masked.operands.push(Type(DType::Pred, vec![2, 7]));
+    masked.make().unwrap();
+    for wrong in [f32(&[2, 7]), Type(DType::Pred, vec![2, 5])] {
+        masked
+            .with_operand(3, wrong)
+            .is_refused("operand 3 (mask): expected PRED[2,7], found ");
+    }
 }
 
 #[test]

@@ -42,6 +42,7 @@ mod stops;
 mod stored_kernels;
 mod t5;
 mod tokenizer;
+mod tpu_gradients;
 mod tpu_heads;
 mod tpu_kernels;
 mod tpu_recorded;

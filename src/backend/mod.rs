@@ -11,7 +11,7 @@ pub mod tpu;
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 
-use crate::graph::{Graph, GraphError, Op};
+use crate::graph::{Composite, Graph, GraphError, Op};
 
 /// The hardware that programs are lowered for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -87,12 +87,26 @@ impl Backend {
     ///
     /// # Errors
     /// When the graph is ill-typed.
-    pub fn claim_training<'g>(&self, graph: &'g Graph) -> Result<Cow<'g, Graph>, GraphError> {
+    pub fn claim_training<'g>(
+        &self,
+        graph: &'g Graph,
+        parts: usize,
+    ) -> Result<Cow<'g, Graph>, GraphError> {
         match self {
             Backend::Cpu { kernels: true } => cpu::claim_training(graph).map(Cow::Owned),
-            Backend::Cpu { kernels: false } | Backend::Gpu | Backend::Tpu { .. } => {
-                Ok(Cow::Borrowed(graph))
-            }
+            Backend::Tpu { kernels: true, .. } => tpu::claim_training(graph, parts).map(Cow::Owned),
+            Backend::Cpu { kernels: false }
+            | Backend::Gpu
+            | Backend::Tpu { kernels: false, .. } => Ok(Cow::Borrowed(graph)),
+        }
+    }
+
+    /// Whether a composite of a training step's forward pass stays whole, for [`Backend::claim_training`]. Its derivative
+    /// then computes the body again.
+    pub fn claims_in_training(&self, kind: &Composite, body: &Graph) -> bool {
+        match self {
+            Backend::Tpu { kernels: true, .. } => tpu::claims_in_training(kind, body),
+            Backend::Cpu { .. } | Backend::Gpu | Backend::Tpu { kernels: false, .. } => false,
         }
     }
 

@@ -16,6 +16,9 @@ pub enum Composite {
     /// `[batch, keys, heads, size]`; the result has the dimensions of q. If `causal`, a query sees the keys up to its
     /// own position. If not, there may be a fourth operand, `pred[batch, keys]`: the keys that queries see.
     Attention { causal: bool },
+    /// The gradient of an operand of [`Composite::Attention`] without a mask, which is not causal: of q (0), k (1) or v (2).
+    /// Operands: q, k and v, the attention's result, and that one's gradient.
+    AttentionGradient { operand: usize },
     /// Operands: an image `[batch, height, width, channels]`, weight and bias `f32[channels]`. With `silu`, SiLU of it.
     GroupNorm {
         groups: usize,
@@ -80,6 +83,7 @@ impl Composite {
     pub fn name(&self) -> &'static str {
         match self {
             Composite::Attention { .. } => "attention",
+            Composite::AttentionGradient { .. } => "attention_gradient",
             Composite::GroupNorm { silu: false, .. } => "group_norm",
             Composite::GroupNorm { silu: true, .. } => "group_norm_silu",
             Composite::LayerNorm { .. } => "layer_norm",

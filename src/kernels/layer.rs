@@ -1,9 +1,10 @@
 //! Layers with dimensions, as programs of their own.
 
 use std::fmt;
+use std::sync::Arc;
 
 use crate::dtype::DType;
-use crate::graph::{Builder, GraphError, Tensor};
+use crate::graph::{Builder, GraphError, Op, Tensor, vjp};
 use crate::lowering::Traced;
 use crate::nn::{self, Activation, Attention, Conv2d, GroupNorm, Linear, Precision};
 use crate::quant::Policy;
@@ -17,6 +18,8 @@ named! {
     pub enum Layer {
         Attention = "attention",
         CausalAttention = "causal_attention",
+        /// Attention with its derivative, as a training step has it.
+        AttentionTraining = "attention_training",
         GroupNorm = "group_norm",
         GroupNormSilu = "group_norm_silu",
         LayerNorm = "layer_norm",
@@ -44,7 +47,7 @@ impl Layer {
     /// The names of its dimensions, with those of a layer of SDXL at 1024x1024 and two rows.
     pub fn dims(self) -> &'static [(&'static str, usize)] {
         match self {
-            Layer::Attention => &[
+            Layer::Attention | Layer::AttentionTraining => &[
                 ("batch", 2),
                 ("queries", 4096),
                 ("keys", 4096),
@@ -143,6 +146,9 @@ impl Case {
         let y = self.build(&b)?;
         b.output("y", y, None)?;
         let traced = Traced::new("kernel", b.finish());
+        if self.layer == Layer::AttentionTraining {
+            return Ok(traced.trained(Arc::new(derivative)));
+        }
         if !self.int8 {
             return Ok(traced);
         }
@@ -158,7 +164,7 @@ impl Case {
         };
         let m = b.root("m");
         let y = match (self.layer, &self.dims[..]) {
-            (Layer::Attention, &[batch, queries, keys, heads, size]) => {
+            (Layer::Attention | Layer::AttentionTraining, &[batch, queries, keys, heads, size]) => {
                 let of = |name, length| input(name, &[batch, length, heads * size]);
                 let qkv = [of("q", queries)?, of("k", keys)?, of("v", keys)?];
                 let causal = false;
@@ -215,6 +221,25 @@ impl Case {
         };
         Ok(y)
     }
+}
+
+/// Adds the gradients of all inputs, given that of the result.
+fn derivative(b: &Builder) -> Result<(), GraphError> {
+    let inputs: Vec<Tensor> = b.with_graph(|graph| {
+        let nodes = graph.nodes.iter().zip(0..);
+        let inputs = nodes.filter(|(node, _)| matches!(node.op, Op::Parameter(_)));
+        inputs.map(|(_, id)| b.tensor(id)).collect()
+    });
+    let outputs = b.take_outputs();
+    for (name, y) in outputs {
+        b.output(&name.name, y, None)?;
+        let gradient = b.input("gradient", b.shape(y), &[])?;
+        let gradients = vjp(b, &[(y, gradient)], &inputs)?;
+        for (place, gradient) in gradients.into_iter().enumerate() {
+            b.output(&format!("gradient.{place}"), gradient, None)?;
+        }
+    }
+    Ok(())
 }
 
 /// A block as UNets have it; k and v are of the text.

@@ -9,8 +9,10 @@ use crate::aot::{AotError, Compiler, Options, Simulator};
 use crate::backend::{Backend, kernel_counts};
 use crate::emit::DotPrecision;
 use crate::graph::GraphError;
-use crate::quant::{self, QuantError};
+use crate::lowering::{self, LowerError};
+use crate::quant::QuantError;
 use crate::report::CompileReport;
+use crate::shard::{DeviceDescription, LogicalAxisRules, Mesh, Parallelism, ShardError};
 use crate::topology::Accelerator;
 
 pub use layer::{Case, Layer};
@@ -33,6 +35,10 @@ pub enum KernelError {
     #[error(transparent)]
     Quant(#[from] QuantError),
     #[error(transparent)]
+    Lower(#[from] LowerError),
+    #[error(transparent)]
+    Shard(#[from] ShardError),
+    #[error(transparent)]
     Aot(#[from] AotError),
 }
 
@@ -44,7 +50,9 @@ impl KernelError {
             | KernelError::NoContraction { .. }
             | KernelError::NoKernel(_)
             | KernelError::Graph(_)
-            | KernelError::Quant(_) => true,
+            | KernelError::Quant(_)
+            | KernelError::Lower(_)
+            | KernelError::Shard(_) => true,
             KernelError::Aot(error) => error.is_usage(),
         }
     }
@@ -58,9 +66,19 @@ pub fn claimed(
     case: &Case,
     backend: Backend,
 ) -> Result<BTreeMap<&'static str, usize>, KernelError> {
-    let graph = quant::lower(&case.traced()?.graph)?;
-    let graph = backend.claim(&graph, 1)?;
-    Ok(kernel_counts(&graph))
+    let mesh = Mesh::new(&Parallelism::default(), &DeviceDescription::numbered(1, 1))?;
+    let options = lowering::Options {
+        mesh: &mesh,
+        rules: &LogicalAxisRules::default(),
+    };
+    let lowered = lowering::lower(&case.traced()?, backend, &options)?;
+    let mut counts = BTreeMap::new();
+    for program in lowered.programs() {
+        for (name, count) in kernel_counts(&program.graph) {
+            *counts.entry(name).or_default() += count;
+        }
+    }
+    Ok(counts)
 }
 
 /// Compiles a layer with this program's kernels for one device of `accelerator`.

@@ -142,8 +142,14 @@ pub fn lower(
             stage(&graph, &traced.request())?
         }
         Some(update) => {
-            let graph = trained(traced, update)?;
-            let graph = backend.claim_training(&graph)?;
+            let parts = options.rules.batch_parts(options.mesh)?;
+            let parts = parts.filter(|parts| *parts == 1 || backend.splits_kernels());
+            let kernels = match parts {
+                Some(_) => backend,
+                None => backend.without_kernels(),
+            };
+            let graph = trained(traced, update, kernels)?;
+            let graph = kernels.claim_training(&graph, parts.unwrap_or(1))?;
             Staged {
                 load: Vec::new(),
                 request: None,
@@ -166,7 +172,7 @@ pub fn whole(
 ) -> Result<LoweredProgram, LowerError> {
     let graph = match &traced.update {
         None => Cow::Borrowed(&traced.graph),
-        Some(update) => Cow::Owned(trained(traced, update)?),
+        Some(update) => Cow::Owned(trained(traced, update, backend.without_kernels())?),
     };
     let graph = match &traced.update {
         None => quantize(&graph, traced)?,
@@ -187,8 +193,9 @@ fn quantize<'g>(graph: &'g Graph, traced: &Traced) -> Result<Cow<'g, Graph>, Qua
     }
 }
 
-/// The forward pass with the derivative and the update, quantized.
-fn trained(traced: &Traced, update: &Update) -> Result<Graph, LowerError> {
+/// The forward pass with the derivative and the update, quantized. Of its composites there are those that `backend` claims
+/// then ([`Backend::claims_in_training`]).
+fn trained(traced: &Traced, update: &Update, backend: Backend) -> Result<Graph, LowerError> {
     let is_stored = traced
         .policy
         .as_ref()
@@ -198,15 +205,16 @@ fn trained(traced: &Traced, update: &Update) -> Result<Graph, LowerError> {
         // scale of an output feature, which it contracts, goes to the gradient.
         true => {
             let forward = quantize(&traced.graph, traced)?;
-            differentiate(&forward, update)?
+            differentiate(&forward, update, backend)?
         }
-        false => quantize(&differentiate(&traced.graph, update)?, traced)?.into_owned(),
+        false => quantize(&differentiate(&traced.graph, update, backend)?, traced)?.into_owned(),
     })
 }
 
 /// The forward pass with the derivative and the update that `update` adds to it.
-fn differentiate(graph: &Graph, update: &Update) -> Result<Graph, GraphError> {
-    let b = Builder::resume(inline(graph));
+fn differentiate(graph: &Graph, update: &Update, backend: Backend) -> Result<Graph, GraphError> {
+    let inlined = graph.inline_composites(&|kind, body| !backend.claims_in_training(kind, body));
+    let b = Builder::resume(inlined);
     update(&b)?;
     Ok(b.finish())
 }

@@ -154,6 +154,7 @@ impl<'a> Claims<'a> {
             }
             // The product that reads a rounded operand takes the rounding with it.
             Composite::Attention { .. }
+            | Composite::AttentionGradient { .. }
             | Composite::GroupNorm { .. }
             | Composite::LayerNorm { .. }
             | Composite::RmsNorm { .. }

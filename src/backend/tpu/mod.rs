@@ -1,6 +1,7 @@
 //! The TPU compiler's backend: kernels of this program, as Mosaic text in the module that calls them.
 
 mod attention;
+mod attention_gradient;
 mod channels;
 mod claim;
 mod convolution;
@@ -11,8 +12,9 @@ mod product;
 mod upsample;
 
 pub use attention::Attention;
+pub use attention_gradient::{AttentionGradient, Side};
 pub use channels::{OfChannels, ScaleShift, SideBySide};
-pub use claim::claim;
+pub use claim::{claim, claim_training, claims_in_training};
 pub use convolution::{Added, Convolution};
 pub use heads::Heads;
 pub use patches::products_of_patches;

@@ -74,6 +74,18 @@ fn result_dims(kind: &Composite, operands: &[&Shape]) -> Dims {
                 attention_dims(operands[0], operands[1], operands[2])
             }
         },
+        Composite::AttentionGradient { operand } => {
+            count(5)?;
+            let [q, k, v, y, gradient] = [0, 1, 2, 3, 4].map(|i| operands[i]);
+            attention_dims(q, k, v)?;
+            let of = operands[..3].get(*operand);
+            match of.filter(|_| y == q && gradient == q) {
+                Some(of) => Ok(of.dims.clone()),
+                None => Err(format!(
+                    "result {y} and gradient {gradient} are not those of query {q}, or operand {operand} is none of it"
+                )),
+            }
+        }
         Composite::GroupNorm { groups, .. } => {
             count(3)?;
             let x = operands[0];

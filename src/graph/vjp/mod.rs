@@ -10,7 +10,9 @@ use std::collections::HashMap;
 use crate::shape::Shape;
 
 use super::scopes::{BACKWARD, GRADIENT};
-use super::{Builder, Comparison, Graph, GraphError, Op, Reduction, ScatterKind, Tensor};
+use super::{
+    Builder, Comparison, Composite, Graph, GraphError, Op, Reduction, ScatterKind, Tensor,
+};
 use contract::{conv_lhs, conv_rhs, dot_lhs, dot_rhs};
 use index::{gather_operand, scatter_updates};
 
@@ -261,8 +263,13 @@ impl<'a> Pass<'a> {
         if let Op::GetTupleElement(element) = site.op {
             return self.accumulate(self.b, site.operands[0], element, g);
         }
-        if let Op::Composite { body, .. } = &site.op {
-            return self.through_body(&site, body, g);
+        if let Op::Composite { kind, body } = &site.op {
+            return match (kind, &site.operands[..]) {
+                (Composite::Attention { causal: false }, [_, _, _]) => {
+                    self.attention_gradients(id, &site, body, g)
+                }
+                _ => self.through_body(&site, body, g),
+            };
         }
         for (position, &operand) in site.operands.iter().enumerate() {
             if !self.active[operand as usize] {
@@ -279,6 +286,33 @@ impl<'a> Pass<'a> {
             if let Some(cotangent) = self.operand_cotangent(&b, id, &site, position, g)? {
                 self.accumulate(&b, operand, 0, cotangent)?;
             }
+        }
+        Ok(())
+    }
+
+    /// The cotangents of an attention's operands, each as a composite that a backend may have a kernel for.
+    fn attention_gradients(&mut self, id: u32, site: &Site, body: &Graph, g: Tensor) -> Result<()> {
+        let b = self.b.without_remat();
+        let b = b.at(format!("{BACKWARD}/{}", site.path));
+        let mut operands = Vec::with_capacity(5);
+        for operand in &site.operands {
+            operands.push(self.value(*operand)?);
+        }
+        operands.push(self.value(id)?);
+        operands.push(g);
+        for (position, operand) in site.operands.iter().enumerate() {
+            if !self.active[*operand as usize] {
+                continue;
+            }
+            let kind = Composite::AttentionGradient { operand: position };
+            let cotangent = b.composite(kind, &operands, |b, operands| {
+                let [q, k, v, _, g] = [0, 1, 2, 3, 4].map(|i| operands[i]);
+                let first = b.with_graph(|graph| graph.nodes.len());
+                let result = b.insert(body, &[q, k, v])?;
+                let cotangents = vjp_from(b, first, &[(result, g)], &[operands[position]])?;
+                Ok(cotangents[0])
+            })?;
+            self.accumulate(&b, *operand, 0, cotangent)?;
         }
         Ok(())
     }
