@@ -78,27 +78,19 @@ fn updates_of_flux_are_loaded_as_they_were_trained() {
     );
 }
 
-/// Stable Diffusion 3.5 with its three text encoders: the whole transformer and its moving average, over two devices with
-/// weights sharded too.
+/// Stable Diffusion 3.5 with its three text encoders: the whole transformer and its moving average.
 #[test]
 fn a_fine_tuned_transformer_is_a_whole_model() {
     let place = Place::of_transformer(&MEDIUM_35);
-    let words = ["max_train_steps=3", "learning_rate=1e-3", "ema_decay=0.5"];
-    let one = ["per_device_batch_size=4", "validation_images=1"];
-    let log = place.train("one", &with(&[&words, &one]));
-    assert!(log.contains("validation loss"), "{log}");
-    let two = [
-        "per_device_batch_size=2",
+    let words = [
+        "max_train_steps=3",
+        "learning_rate=1e-3",
+        "ema_decay=0.5",
+        "per_device_batch_size=4",
         "validation_images=1",
-        "num_devices=2",
-        "ici_fsdp_parallelism=2",
-        "ici_data_parallelism=1",
     ];
-    let log = place.train("two", &with(&[&words, &two]));
-    assert!(!log.contains("encoded"), "{log}");
-    for (one, two) in place.losses("one").iter().zip(&place.losses("two")) {
-        assert!((one - two).abs() < 1e-4 * one, "{one} {two}");
-    }
+    let log = place.train("one", &with(&[&words]));
+    assert!(log.contains("validation loss"), "{log}");
     // Positions are no parameters: they stay, in the average too.
     let open = |folder: &str| {
         let dir = place.checkpoint("one", 3).join(folder);
@@ -168,6 +160,55 @@ fn updates_of_pixart_beside_integers_follow_those_beside_floats() {
     }
     let drawn = place.generate("float", &SMALL);
     assert_ne!(drawn, place.generate("images", &SMALL));
+
+    // The whole transformer, over two devices with weights and state sharded too.
+    let whole = ["max_train_steps=2", "learning_rate=1e-3"];
+    place.train("one", &with(&[&whole, &["per_device_batch_size=6"]]));
+    let two = [
+        "per_device_batch_size=3",
+        "num_devices=2",
+        "ici_fsdp_parallelism=2",
+        "ici_data_parallelism=1",
+    ];
+    place.train("two", &with(&[&whole, &two]));
+    for (one, two) in place.losses("one").iter().zip(&place.losses("two")) {
+        assert!((one - two).abs() < 1e-4 * one, "{one} {two}");
+    }
+}
+
+/// The step for a pod, from the configuration alone: data split over all chips, weights by `fsdp`, products in int8.
+#[test]
+fn the_steps_of_transformers_lower_for_a_pod() {
+    for (pipeline, own) in [
+        (&DEV, "pooled_projections"),
+        (&MEDIUM_35, "pooled_projections"),
+        (&ALPHA, "encoder_attention_mask"),
+    ] {
+        let place = Place::of_transformer(pipeline);
+        let mut command = Command::new(env!("CARGO_BIN_EXE_maxdiff-rs"));
+        command
+            .args(["lower", pipeline.recipe, "--step", "train"])
+            .arg(place.model())
+            .args(["resolution=32", "per_device_batch_size=1"])
+            .args(["compile_topology=v5e-8", "ici_fsdp_parallelism=2"])
+            .args(["ici_data_parallelism=4", "remat_policy=FULL"])
+            .args(["quantization=int8", "gradient_accumulation_steps=2"])
+            .args(["lora_rank=2", SMALL[0]]);
+        let output = command.output().unwrap();
+        let program = text(&output.stdout);
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        for input in ["clean_sample", "encoder_hidden_states", own] {
+            let line = program
+                .split("%arg")
+                .find(|arg| arg.contains(&format!("loc(\"{input}\")")));
+            let line = line.unwrap_or_else(|| panic!("{}: {input}", pipeline.name));
+            assert!(line.contains(r#"[{"data", "fsdp"}, {}"#), "{line}");
+        }
+        let is_split =
+            |arg: &str| arg.contains("loc(\"transformer/") && arg.contains(r#"{"fsdp"}"#);
+        assert!(program.split("%arg").filter(|arg| is_split(arg)).count() > 10);
+        assert!(program.contains("xi8>"), "{}", pipeline.name);
+    }
 }
 
 #[test]
