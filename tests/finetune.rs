@@ -6,6 +6,9 @@ mod kills;
 mod runs;
 mod text;
 mod token;
+mod transformer_runs;
+
+mod transformers;
 
 use std::collections::BTreeMap;
 
@@ -24,7 +27,7 @@ use maxdiff::pipelines::latents::trace_encode_distribution;
 use maxdiff::runtime::{Program, ProgramOptions, Session, Value};
 use maxdiff::train::optimizer::{AdamOptions, FIRST_MOMENT, Optimizer, OptimizerOptions};
 use maxdiff::train::step::{
-    self, CleanSamples, Draws, LossWeighting, StepOptions, Timesteps, names,
+    self, CleanSamples, DdpmObjective, Draws, LossWeighting, Objective, StepOptions, names,
 };
 use maxdiff::train::{InversionOptions, LoraOptions, TEXT_PROJECTIONS};
 use maxdiff::weights::Checkpoint;
@@ -89,30 +92,15 @@ impl<'a> Run<'a> {
             batch: BATCH / batches,
             clean: CleanSamples::Given,
             draws: Draws::Inputs,
-            optimizer: OptimizerOptions {
-                optimizer: Optimizer::AdamW {
-                    adam: AdamOptions {
-                        b1: 0.9,
-                        b2: 0.999,
-                        eps: 1e-8,
-                    },
-                    moments: DType::F32,
+            optimizer: adamw(&golden, batches),
+            objective: Objective::Ddpm(DdpmObjective {
+                loss_weighting: match golden.meta["snr_gamma"].as_f64() {
+                    Some(gamma) if lora.is_none() => LossWeighting::MinSnr { gamma },
+                    _ => LossWeighting::None,
                 },
-                weight_decay: meta("weight_decay"),
-                decays_vectors: true,
-                accumulated: batches,
-                stochastic_rounding: false,
-                max_grad_value: None,
-                max_grad_norm: golden.meta["max_grad_norm"].as_f64(),
-                ema_decay: None,
-            },
-            timesteps: Timesteps::Uniform,
-            loss_weighting: match golden.meta["snr_gamma"].as_f64() {
-                Some(gamma) if lora.is_none() => LossWeighting::MinSnr { gamma },
-                _ => LossWeighting::None,
-            },
-            noise_offset: 0.0,
-            input_perturbation: 0.0,
+                ..DdpmObjective::default()
+            }),
+            guidance_scale: 1.0,
             prior_loss_weight: None,
             lora,
             inversion: inversion.clone(),
@@ -254,7 +242,8 @@ impl<'a> Run<'a> {
         let clip = (limit / norm).min(1.0);
         let mut compared = 0;
         for (name, weight) in &self.state {
-            let key = recorded(name.strip_prefix("unet/").unwrap_or(name));
+            let of_denoiser = ["unet/", "transformer/"].map(|root| name.strip_prefix(root));
+            let key = recorded(of_denoiser.into_iter().flatten().next().unwrap_or(name));
             if !self.golden.has(&place(&key)) {
                 continue;
             }
@@ -275,6 +264,27 @@ impl<'a> Run<'a> {
             compared += 1;
         }
         compared
+    }
+}
+
+/// AdamW as `golden` was recorded with.
+fn adamw(golden: &Golden, accumulated: usize) -> OptimizerOptions {
+    OptimizerOptions {
+        optimizer: Optimizer::AdamW {
+            adam: AdamOptions {
+                b1: 0.9,
+                b2: 0.999,
+                eps: 1e-8,
+            },
+            moments: DType::F32,
+        },
+        weight_decay: golden.meta["weight_decay"].as_f64().unwrap(),
+        decays_vectors: true,
+        accumulated,
+        stochastic_rounding: false,
+        max_grad_value: None,
+        max_grad_norm: golden.meta["max_grad_norm"].as_f64(),
+        ema_decay: None,
     }
 }
 

@@ -2,7 +2,7 @@
 
 mod controlnet;
 mod loras;
-mod pipeline;
+pub mod pipeline;
 
 use crate::common::{Golden, check_denoiser};
 use maxdiff::dtype::DType;

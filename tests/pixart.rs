@@ -1,6 +1,6 @@
 //! PixArt-alpha and -Sigma against diffusers: the transformer, and the whole pipeline.
 
-mod pipeline;
+pub mod pipeline;
 
 use crate::common::{Golden, check_denoiser};
 use maxdiff::graph::Builder;

@@ -1,6 +1,6 @@
 //! Stable Diffusion 3 and 3.5 against diffusers: the transformer, and the whole pipeline.
 
-mod pipeline;
+pub mod pipeline;
 
 use crate::common::{Golden, check_denoiser};
 use maxdiff::dtype::DType;

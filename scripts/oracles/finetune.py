@@ -92,12 +92,16 @@ def loss_of(unet, scheduler, at, gamma):
 
 
 def train(unet, scheduler, data, parameters, gamma=None):
+    return fit(data, parameters, lambda at: loss_of(unet, scheduler, at, gamma))
+
+
+def fit(data, parameters, loss_at):
     """Losses, gradient norms and the first step's gradients; `parameters` have the weights afterwards."""
     optimizer = torch.optim.AdamW(parameters.values(), lr=RATE, betas=(0.9, 0.999), weight_decay=DECAY, eps=1e-8)
     losses, norms, gradients = [], [], {}
     for step in range(STEPS):
         at = {name: torch.from_numpy(values[step]) for name, values in data.items()}
-        loss = loss_of(unet, scheduler, at, gamma)
+        loss = loss_at(at)
         loss.backward()
         if step == 0:
             gradients = {name: p.grad.clone().numpy() for name, p in parameters.items()}

@@ -48,6 +48,8 @@ pub enum Trait {
     SkipLayers,
     /// It was trained with a table of sizes.
     ResolutionBins,
+    /// It was trained by flow matching.
+    FlowMatching,
 }
 
 impl Trait {
@@ -65,6 +67,7 @@ impl Trait {
             Trait::OptionalTextEncoder => spec.text_encoders.iter().any(|e| e.optional),
             Trait::SkipLayers => spec.denoiser == DenoiserKind::Sd3,
             Trait::ResolutionBins => spec.denoiser == DenoiserKind::PixArt,
+            Trait::FlowMatching => spec.denoiser.is_flow(),
         }
     }
 }

@@ -37,7 +37,7 @@ pub use values::{
     Attention, BiasStrategy, DataSharding, DatasetType, FloatType, FreeDict, FreeList, Hardware,
     LossWeighting, MeshAxes, ModelConfig, OneOrMore, OptimizerType, Prompts, QuantPreset,
     Quantization, Resume, Seed, SvdOrder, TextEncoderConfig, TextualInversionFile,
-    TextualInversionFiles, UNetConfig, WeightAlgorithm,
+    TextualInversionFiles, UNetConfig, WeightAlgorithm, WeightingScheme,
 };
 pub use verb::Verb;
 

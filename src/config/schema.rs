@@ -13,8 +13,8 @@ use crate::schedulers::{
     AlgorithmType, BetaSchedule, FinalSigmas, PredictionType, SchedulerKind, TimestepSpacing,
 };
 use crate::shard::{Axis, LogicalAxisRules};
+use crate::train::TEXT_PROJECTIONS;
 use crate::train::schedule::Decay;
-use crate::train::{ATTENTION_PROJECTIONS, TEXT_PROJECTIONS};
 
 use super::condition::Condition::{
     self, Both, Either, FamilyHas, Given, Is, IsNot, MoreThan, SamplerReads,
@@ -143,6 +143,11 @@ const CONTROLLED: Condition = Either(
     &CONTROLNET,
     &Is("model_family", &["flux_dev", "flux_schnell"]),
 );
+const FLOW_MATCHING: Condition = FamilyHas(Trait::FlowMatching);
+const LOGIT_NORMAL: Condition = Both(
+    &FLOW_MATCHING,
+    &Is("weighting_scheme", &["", "logit_normal"]),
+);
 const FINE_TUNING: Condition = Is("train_new_unet", &["False"]);
 const FOLDER_TYPES: Condition = Is("dataset_type", &["folder", "webdataset", "hf"]);
 const DREAMBOOTH: Condition = Given("instance_data_dir");
@@ -225,7 +230,7 @@ schema! {
         /// Start from random weights, on pixels, instead of fine-tuning `pretrained_model_name_or_path` in its latents.
         train_new_unet: bool = false, Used, TRAIN;
         /// The same for FLUX.1.
-        train_new_flux: bool = false, NotYet("training FLUX.1"), TRAIN;
+        train_new_flux: bool = false, NotYet("training FLUX.1 from random weights; it is trained from published ones"), TRAIN;
         /// Train the text encoders with the UNet, or low-rank updates of both. MaxDiffusion never trains those of SDXL.
         train_text_encoder: bool = false, Used, TRAIN_STEP, is [FixedOnResume];
         /// Highest learning rate of published text encoders; that of new ones is `learning_rate`.
@@ -242,11 +247,11 @@ schema! {
         precision: DotPrecision = DotPrecision::Default, Used, ANY_PROGRAM, is [FixedOnResume];
         /// Tokens that prompts are padded to for T5, and cut at. Empty: the family's, 512 for FLUX.1 dev, 256 for schnell and
         /// Stable Diffusion 3, 120 for PixArt-alpha, 300 for Sigma.
-        max_sequence_length: Option<u64> = None, Used, DENOISE, in Between(3.0, 512.0),
-            when FamilyHas(Trait::SequenceLength);
+        max_sequence_length: Option<u64> = None, Used, PROGRAM, in Between(3.0, 512.0),
+            when FamilyHas(Trait::SequenceLength), is [FixedOnResume];
         /// Read prompts by the third text encoder, T5, too. False: zeros are in the place of its results, as in diffusers with
         /// `text_encoder_3=None`, and its files need not be there.
-        use_text_encoder_3: bool = true, Ours, GENERATE, when FamilyHas(Trait::OptionalTextEncoder);
+        use_text_encoder_3: bool = true, Ours, TRAIN_GENERATE, when FamilyHas(Trait::OptionalTextEncoder), is [FixedOnResume];
         /// Groups of the UNet's group norms. Empty: as in the model.
         norm_num_groups: Option<u64> = None, Used, MODEL, in AtLeast(1.0), is [FixedOnResume];
         /// Attention kernel. MaxDiffusion's other kernels compute the same function: a file that
@@ -313,6 +318,22 @@ schema! {
         /// Add noise of this deviation to the noise in the model's input, but not to what it is to predict (Ning et al. 2023;
         /// diffusers').
         input_perturbation: f64 = 0.0, Ours, TRAIN_STEP, in Between(0.0, 1.0), is [FixedOnResume];
+        /// For flow matching: which noise levels training draws how often, and how much their errors count, as in diffusers'
+        /// scripts. Empty: as there, none for FLUX.1 and logit_normal for Stable Diffusion 3.
+        weighting_scheme: Option<WeightingScheme> = None, Ours, TRAIN_STEP, when FLOW_MATCHING, is [FixedOnResume];
+        /// Mean of the normal draw of logit_normal; above 0 little noise is drawn more often.
+        logit_mean: f64 = 0.0, Ours, TRAIN_STEP, in Between(-10.0, 10.0), when LOGIT_NORMAL, is [FixedOnResume];
+        /// Deviation of the normal draw of logit_normal.
+        logit_std: f64 = 1.0, Ours, TRAIN_STEP, in AboveUpTo(0.0, 10.0), when LOGIT_NORMAL, is [FixedOnResume];
+        /// Scale of mode: how much more often levels in the middle are drawn, or below 0 those at the ends.
+        mode_scale: f64 = 1.29, Ours, TRAIN_STEP, in Between(-1.0, 1.75),
+            when Both(&FLOW_MATCHING, &Is("weighting_scheme", &["mode"])), is [FixedOnResume];
+        /// For flow matching: measure the error of the clean sample instead of the velocity, which counts little noise less. It is
+        /// the default of diffusers' scripts for Stable Diffusion 3.
+        precondition_outputs: bool = false, Ours, TRAIN_STEP, when FLOW_MATCHING, is [FixedOnResume];
+        /// Guidance scale that FLUX.1 dev is told in training. Empty: `guidance_scale`, as in diffusers' scripts and MaxDiffusion.
+        train_guidance_scale: Option<f64> = None, Ours, TRAIN_STEP, in Between(0.0, 100.0),
+            when FamilyHas(Trait::EmbeddedGuidance), is [FixedOnResume];
         /// Draws some timesteps more often than others.
         timestep_bias: TimestepBias = TimestepBias::default(), Used, TRAIN_STEP, is [FixedOnResume];
         /// Move noise levels by the image's size, for flow matching (`use_dynamic_shifting`). Empty: as in the model's files.
@@ -568,17 +589,18 @@ schema! {
             when Is("opt_enable_grad_global_norm_clipping", &["True"]), is [FixedOnResume];
         /// Decay of the moving average of the weights, which samples use. 0: no average.
         ema_decay: f64 = 0.0, Ours, TRAIN_STEP, in HalfOpen(0.0, 1.0), is [FixedOnResume];
-        /// Rank of the low-rank updates (LoRA) that are trained in place of the UNet's weights. 0: the weights themselves.
+        /// Rank of the low-rank updates (LoRA) that are trained in place of the denoiser's weights. 0: the weights themselves.
         lora_rank: u64 = 0, Ours, TRAIN_STEP, in Between(0.0, 4096.0), is [FixedOnResume];
         /// Updates count `lora_alpha / lora_rank` times. 0: the rank.
         lora_alpha: f64 = 0.0, Ours, TRAIN_STEP, in AtLeast(0.0), when LORA_TRAINING, is [FixedOnResume];
-        /// Layers of the UNet that have an update: regular expressions that match the whole path, or an end of it after a dot.
-        lora_target_modules: OneOrMore<String> = OneOrMore(ATTENTION_PROJECTIONS.map(str::to_owned).to_vec()), Ours, TRAIN_STEP,
+        /// Layers of the denoiser that have an update: regular expressions that match the whole path, or an end of it after a
+        /// dot. Empty: those of diffusers' scripts for the family.
+        lora_target_modules: Option<OneOrMore<String>> = None, Ours, TRAIN_STEP,
             when LORA_TRAINING, is [FixedOnResume];
         /// The same of the text encoders, with `train_text_encoder`.
         lora_text_encoder_target_modules: OneOrMore<String> = OneOrMore(TEXT_PROJECTIONS.map(str::to_owned).to_vec()), Ours,
             TRAIN_STEP, when Both(&LORA_TRAINING, &TUNED_TEXT), is [FixedOnResume];
-        /// Write a file with kohya's names beside that with diffusers', for web interfaces.
+        /// Write a file with kohya's names beside that with diffusers', for web interfaces: of Stable Diffusion and SDXL.
         lora_kohya: bool = false, Ours, TRAIN, when LORA_TRAINING;
         /// Number of steps in a row whose loss or gradient may be infinite or NaN; each leaves the weights
         /// unchanged, one more ends the run.

@@ -165,6 +165,22 @@ named! {
 }
 
 named! {
+    /// Which noise levels training by flow matching draws how often, and how much each counts.
+    pub enum WeightingScheme {
+        /// All alike.
+        None = "none",
+        /// All alike; errors count `1 / sigma^2` times.
+        SigmaSqrt = "sigma_sqrt",
+        /// The logistic function of a normal draw.
+        LogitNormal = "logit_normal",
+        /// A density with its mode in the middle.
+        Mode = "mode",
+        /// All alike; errors count `2 / (pi (1 - 2 sigma + 2 sigma^2))` times.
+        Cosmap = "cosmap",
+    }
+}
+
+named! {
     /// Which timesteps training draws more often.
     pub enum BiasStrategy {
         None = "none",

@@ -50,6 +50,14 @@ impl DenoiserKind {
         }
     }
 
+    /// Whether its published models were trained by flow matching, and not with a schedule of betas.
+    pub const fn is_flow(self) -> bool {
+        match self {
+            DenoiserKind::Flux | DenoiserKind::Sd3 => true,
+            DenoiserKind::Unet | DenoiserKind::PixArt => false,
+        }
+    }
+
     /// The noise levels that diffusers' pipeline gives its sampler, where that is one of flow matching.
     pub const fn flow_levels(self) -> FlowLevels {
         match self {
@@ -229,6 +237,14 @@ impl Denoiser {
         match self.seen_image() {
             Some(SeenImage::Masked | SeenImage::Filled { .. }) => true,
             Some(SeenImage::Control) | None => false,
+        }
+    }
+
+    /// Keys of weights that are no parameters of diffusers' class but buffers, which training leaves as they are.
+    pub fn buffers(&self) -> &'static [&'static str] {
+        match self {
+            Denoiser::Unet(_) | Denoiser::Flux(_) | Denoiser::PixArt(_) => &[],
+            Denoiser::Sd3(_) => &["pos_embed.pos_embed"],
         }
     }
 

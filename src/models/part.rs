@@ -23,6 +23,14 @@ named! {
 }
 
 impl Part {
+    /// Whether it is a network that denoises.
+    pub const fn is_denoiser(self) -> bool {
+        match self {
+            Part::Unet | Part::Transformer => true,
+            Part::Vae | Part::TextEncoder | Part::TextEncoder2 | Part::TextEncoder3 => false,
+        }
+    }
+
     /// The folder of a text encoder's tokenizer.
     pub const fn tokenizer(self) -> Option<&'static str> {
         match self {

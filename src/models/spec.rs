@@ -69,6 +69,14 @@ impl FamilySpec {
         })
     }
 
+    /// A prompt as the text encoders read it.
+    pub fn read_prompt(&self, prompt: &str) -> String {
+        match self.lower_case_prompts {
+            true => prompt.trim().to_lowercase(),
+            false => prompt.to_owned(),
+        }
+    }
+
     /// The parts that every model of this family has.
     pub fn parts(&self) -> Vec<Part> {
         let autoencoder = self.published.as_ref().map(|_| Part::Vae);

@@ -49,7 +49,7 @@ pub use memory::MemoryAdvice;
 pub use observer::{Event, Observer, PassSteps, Phase};
 pub use part_program::PartProgram;
 pub use pipeline::{GenerateSeconds, Generated, Pipeline, PipelineModel, PipelineOptions};
-pub use prepared::tokenize;
+pub use prepared::{requests_of, tokenize};
 pub use request::{GenerateRequest, Handover, HiresRequest, ImageRequest};
 pub use textual_inversion::{EmbeddingRows, InversionError, TextualInversion, TextualInversions};
 pub use upscaler::HiresUpscaler;

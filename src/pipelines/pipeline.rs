@@ -62,7 +62,7 @@ impl PipelineModel {
             scheduler: &self.model.scheduler,
             image_seq_len: self.model.image_seq_len(),
             flow_levels: self.model.denoiser.kind().flow_levels(),
-            lower_case: self.model.family.spec().lower_case_prompts,
+            family: self.model.family,
         }
     }
 }

@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 
 use crate::data::Tokenizer;
-use crate::models::{Part, TextEncoder};
+use crate::models::{Family, Part, TextEncoder};
 use crate::schedulers::{FlowLevels, PlanOptions, SamplingPlan, SchedulerConfig, Start};
 
 use super::PipelineError;
@@ -42,8 +42,7 @@ pub(super) struct PromptReader<'a> {
     /// The tokens of an image, on which its noise levels may depend.
     pub image_seq_len: Option<usize>,
     pub flow_levels: FlowLevels,
-    /// Whether prompts are read in lower case.
-    pub lower_case: bool,
+    pub family: Family,
 }
 
 impl PromptReader<'_> {
@@ -77,7 +76,7 @@ pub(super) fn prepare(
         .flat_map(|refiner| refiner.text_encoders);
     let parts = base.text_encoders.iter().chain(refining);
     let is_second: Vec<bool> = parts.map(|e| e.part == Part::TextEncoder2).collect();
-    let requests = requests_of(&request.images, base.lower_case);
+    let requests = requests_of(&request.images, base.family);
     let mut images = tokenize(
         &tokenizers,
         &is_second,
@@ -145,16 +144,17 @@ pub(super) fn prepare(
     Ok((base, refiner))
 }
 
-/// The images with their prompts as the model reads them.
-fn requests_of(images: &[ImageRequest], lower_case: bool) -> Cow<'_, [ImageRequest]> {
-    if !lower_case {
+/// The images with their prompts as models of the family read them.
+pub fn requests_of(images: &[ImageRequest], family: Family) -> Cow<'_, [ImageRequest]> {
+    let spec = family.spec();
+    if !spec.lower_case_prompts {
         return Cow::Borrowed(images);
     }
-    let lower = |text: &str| text.trim().to_lowercase();
+    let as_read = |text: &str| spec.read_prompt(text);
     let read = |image: &ImageRequest| ImageRequest {
-        prompt: lower(&image.prompt),
-        prompt_2: image.prompt_2.as_deref().map(lower),
-        negative_prompt: lower(&image.negative_prompt),
+        prompt: as_read(&image.prompt),
+        prompt_2: image.prompt_2.as_deref().map(as_read),
+        negative_prompt: as_read(&image.negative_prompt),
         ..image.clone()
     };
     images.iter().map(read).collect()

@@ -5,8 +5,7 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value};
 
 use crate::config::{self, Config, Given, LoraConfig};
-use crate::models::Part;
-use crate::models::unet::ROOT as UNET;
+use crate::models::{DenoiserKind, Part};
 use crate::pipelines::PipelineModel;
 use crate::quant::Policy;
 use crate::train::checkpoint::SavedCheckpoint;
@@ -19,6 +18,7 @@ use crate::weights::lora::KohyaNames;
 use crate::weights::source::{Component, ModelSource};
 
 use super::formats::takes_over_scales;
+use super::objective::objective;
 use super::record::Recorded;
 use super::source::{INDEX, Source, find_model};
 use super::step::lora_options;
@@ -68,13 +68,12 @@ pub(super) fn base(
         source.replace_autoencoder(&config)?;
     }
     let mut base = source.model(&config, given, notify)?;
-    check_trainable(&base.model, &base.files.path().display().to_string())?;
-    if base.model.is_inpainting() {
-        return Err(RecipeError::Usage(format!(
-            "{}: fine-tuning of models for inpainting is not here yet; name the model that it was made from",
-            base.files.path().display()
-        )));
-    }
+    check_trainable(
+        &config,
+        &base.model,
+        &base.files.path().display().to_string(),
+    )?;
+    objective(&config, &base.model)?;
     base.model.remat = config.remat_policy;
     base.quantization = match base.quantization.take() {
         Some(policy) if !policy.stored.is_empty() => Some(stored_policy(&config, policy)?),
@@ -176,9 +175,12 @@ pub(super) fn recorded(
             base.files.path().display()
         )));
     };
-    let lora = match lora_options(config) {
+    let kind = base.model.denoiser.kind();
+    let lora = match lora_options(config, kind) {
         Some(options) => Some(lora_record(config, base, source, options)?),
-        None if inversion.is_none() => return whole_model(config, source),
+        None if inversion.is_none() => {
+            return whole_model(config, kind, source);
+        }
         None => None,
     };
     Ok(Recorded {
@@ -194,10 +196,8 @@ fn lora_record(
     source: &ModelSource,
     options: LoraOptions,
 ) -> Result<LoraRecord, RecipeError> {
-    let unet = &source
-        .component(Part::Unet)
-        .map_err(RecipeError::failed)?
-        .checkpoint;
+    let denoiser = source.component(base.model.denoiser.part());
+    let denoiser = &denoiser.map_err(RecipeError::failed)?.checkpoint;
     let published = source.family.spec().published.as_ref();
     let spec = published.and_then(|published| published.kohya);
     let kohya = spec.filter(|_| config.lora_kohya).map(|spec| {
@@ -206,13 +206,17 @@ fn lora_record(
             name => name,
         };
         let prediction = base.model.scheduler.prediction_type;
-        KohyaNames::new(spec, prediction, unet.names(), name.to_owned())
+        KohyaNames::new(spec, prediction, denoiser.names(), name.to_owned())
     });
     Ok(LoraRecord { options, kohya })
 }
 
 /// A diffusers folder: the denoiser's configuration, and all that training does not change.
-fn whole_model(config: &Config, source: &ModelSource) -> Result<Recorded, RecipeError> {
+fn whole_model(
+    config: &Config,
+    kind: DenoiserKind,
+    source: &ModelSource,
+) -> Result<Recorded, RecipeError> {
     let mut files = vec![(
         "model_index.json".to_owned(),
         json(&source.index_fields().map_err(RecipeError::failed)?)?,
@@ -225,11 +229,15 @@ fn whole_model(config: &Config, source: &ModelSource) -> Result<Recorded, Recipe
     for (part, component) in &source.components {
         files.push((format!("{part}/config.json"), json(&component.config)?));
         match part {
-            Part::Unet if config.ema_decay > 0.0 => {
-                let path = format!("{UNET}{EMA_SUFFIX}/config.json");
-                files.push((path, json(&component.config)?));
+            part if *part == kind.part() => {
+                if config.ema_decay > 0.0 {
+                    let path = format!("{part}{EMA_SUFFIX}/config.json");
+                    files.push((path, json(&component.config)?));
+                }
+                if kind != DenoiserKind::Unet {
+                    completed.push(*part);
+                }
             }
-            Part::Unet => {}
             Part::TextEncoder | Part::TextEncoder2 if config.train_text_encoder => {
                 completed.push(*part);
             }

@@ -216,6 +216,7 @@ fn check_words(config: &Config, given: &Given, images: &[ImageRequest]) -> Resul
         sampling_plan(
             config,
             &scheduler,
+            kind,
             tokens,
             config.num_inference_steps as usize,
         )?;

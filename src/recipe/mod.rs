@@ -21,6 +21,7 @@ mod lora;
 mod mesh;
 mod model;
 mod notice;
+mod objective;
 mod overrides;
 mod preset;
 mod program;
@@ -43,15 +44,13 @@ pub use formats::{
 };
 pub use generate::{Generation, generation, guidance, skip_layers};
 pub use mesh::{compile_topology, parallelism};
-pub use model::{
-    CLIP_TOKENS, check_pixels, check_tokenizer, check_trainable, micro_conditioning, model,
-};
+pub use model::{CLIP_TOKENS, check_pixels, check_tokenizer, micro_conditioning, model};
 pub use notice::{Notice, Notify};
 pub use overrides::{Overrides, Repeat};
 pub use program::{Step, compile_options, compiler, lowering_target, memory_advice, trace};
 pub use quantize::{QuantizeReport, RuleMatch, check_quantize, quantize};
 pub use session::{Opened, has_hardware, open_session, program_cache};
-pub use step::{check_fine_tuning, check_training, loss_weighting, optimizer, step_options};
+pub use step::{check_fine_tuning, check_trainable, check_training, optimizer, step_options};
 pub use training::{Training, training};
 
 use std::path::Path;
@@ -61,6 +60,7 @@ use crate::models::DiffusionModel;
 
 use generate::check_generation;
 use model::is_described;
+use objective::objective;
 use scheduler::sampling_plan;
 
 /// Every error of a configuration for the verb that shows without data, devices, plugins or the network. `recipe_file`
@@ -82,6 +82,8 @@ pub fn check(
             if is_described(config) {
                 let model = model(config, None)?;
                 policy(config, model.family.spec(), 0)?;
+                check_trainable(config, &model, &config.pretrained_model_name_or_path)?;
+                objective(config, &model)?;
                 check_sampling(config, &model)?;
             }
             Ok(())
@@ -121,6 +123,7 @@ fn check_program(config: &Config, notify: &mut Notify<'_>) -> Result<(), RecipeE
 /// Checks that the configured sampler has the configured steps.
 fn check_sampling(config: &Config, model: &DiffusionModel) -> Result<(), RecipeError> {
     let steps = config.num_inference_steps as usize;
-    sampling_plan(config, &model.scheduler, model.image_seq_len(), steps)?;
+    let kind = model.denoiser.kind();
+    sampling_plan(config, &model.scheduler, kind, model.image_seq_len(), steps)?;
     Ok(())
 }

@@ -10,13 +10,13 @@ use crate::models::pixart::resolution_bin;
 use crate::models::spec::Signs;
 use crate::models::vae::{Autoencoder, AutoencoderKlConfig};
 use crate::models::{
-    Denoiser, DenoiserKind, DiffusionModel, Family, MicroConditioning, Part, SampleSpace,
-    TextEncoder, TextEncoderConfig, TextEncoderKind,
+    Denoiser, DiffusionModel, Family, MicroConditioning, Part, SampleSpace, TextEncoder,
+    TextEncoderConfig, TextEncoderKind,
 };
 
 use super::RecipeError;
 use super::formats::precision;
-use super::scheduler::scheduler;
+use super::scheduler::described_scheduler;
 
 /// Tokens of a prompt where no text encoder says otherwise: CLIP's.
 pub const CLIP_TOKENS: usize = 77;
@@ -101,7 +101,7 @@ pub fn model(
         precision: precision(config),
         remat: config.remat_policy,
         scan_layers: config.scan_layers,
-        scheduler: scheduler(config)?,
+        scheduler: described_scheduler(config, family)?,
         sample_size: image_size.map(|side| side / space.factor()),
         image_size,
         micro_conditioning: micro_conditioning(config, family.spec().aesthetic_score),
@@ -318,22 +318,6 @@ pub fn check_tokenizer(text: &TextEncoderConfig, tokenizer: &Tokenizer) -> Resul
         )));
     }
     Ok(())
-}
-
-/// Refuses a model whose training is not built; `place` is where it is from.
-///
-/// # Errors
-/// Names the family.
-pub fn check_trainable(model: &DiffusionModel, place: &str) -> Result<(), RecipeError> {
-    match model.denoiser.kind() {
-        DenoiserKind::Unet => Ok(()),
-        DenoiserKind::Flux | DenoiserKind::Sd3 | DenoiserKind::PixArt => {
-            Err(RecipeError::Usage(format!(
-                "{place}: training of {} is not here yet; Stable Diffusion 1.x, 2.x and SDXL can be fine-tuned",
-                model.family.title()
-            )))
-        }
-    }
 }
 
 /// Refuses a latent model: training, and generating from its checkpoints, work in pixel space.

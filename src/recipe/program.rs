@@ -50,7 +50,7 @@ pub fn trace(config: &Config, step: Step, mesh: &Mesh) -> Result<Traced, RecipeE
             check_local_shard_count(derived.total_train_batch_size, shards)?;
             let tokenizer = data::tokenizer_for_vocab_size(config)?;
             let model = model(config, tokenizer.as_ref())?;
-            check_trainable(&model, &config.pretrained_model_name_or_path)?;
+            check_trainable(config, &model, &config.pretrained_model_name_or_path)?;
             let mut options = step_options(config, &model, batch, shards as usize)?;
             if let Some(policy) = described_policy(config, model.family.spec())?
                 && !policy.stored.is_empty()

@@ -12,6 +12,8 @@ use crate::train::{
 };
 
 use super::checkpoints::newest_checkpoint;
+use super::objective::train_guidance_scale;
+use super::step::lora_targets;
 use super::{Notice, Notify, RecipeError};
 
 /// What checkpoints hold beside weights, state and the configuration.
@@ -30,9 +32,21 @@ pub(super) struct Recorded {
 pub(super) fn run_options(
     config: &Config,
     derived: &Derived,
+    denoiser: &Denoiser,
     recorded: Recorded,
 ) -> Result<RunOptions, RecipeError> {
     let mut deciding = config.fixed_on_resume();
+    // What follows from the family where the configuration leaves it open.
+    deciding.insert(
+        "lora_target_modules".to_string(),
+        lora_targets(config, denoiser.kind()).into(),
+    );
+    if denoiser.takes_guidance() {
+        deciding.insert(
+            "train_guidance_scale".to_string(),
+            train_guidance_scale(config).into(),
+        );
+    }
     // The same batch over another number of devices is the same training; a larger one is not.
     deciding.insert(
         "total_train_batch_size".to_string(),
@@ -88,7 +102,7 @@ pub(super) fn run_options(
         completed: recorded.completed,
         lora: recorded.lora,
         inversion: recorded.inversion,
-        weight_files: [Part::Unet, Part::TextEncoder, Part::TextEncoder2]
+        weight_files: [denoiser.part(), Part::TextEncoder, Part::TextEncoder2]
             .map(|part| (part.to_string(), part.weights_file().to_string()))
             .to_vec(),
     })

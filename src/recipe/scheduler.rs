@@ -3,8 +3,10 @@
 use serde_json::{Map, Value};
 
 use crate::config::{Config, Given, Place, is_read_with};
+use crate::models::{DenoiserKind, Family};
 use crate::schedulers::{
     PlanOptions, PredictionType, SamplingPlan, SchedulerConfig, SchedulerKind, Start,
+    scheduler_fields as fields_of_file,
 };
 
 use super::{Notice, Notify, RecipeError};
@@ -22,6 +24,22 @@ const SIGMA_SPACINGS: [&str; 3] = [
 /// The noise schedule by diffusers' names, from MaxDiffusion's.
 pub fn scheduler(config: &Config) -> Result<SchedulerConfig, RecipeError> {
     SchedulerConfig::from_map(&scheduler_fields(config)).map_err(RecipeError::usage)
+}
+
+/// The noise schedule of a model of `family` that the configuration alone describes. What no key says of noise levels of flow
+/// matching is as its models are published.
+pub fn described_scheduler(
+    config: &Config,
+    family: Family,
+) -> Result<SchedulerConfig, RecipeError> {
+    let published = family.spec().published.as_ref();
+    let Some(published) = published.filter(|_| config.sampler().is_flow()) else {
+        return scheduler(config);
+    };
+    let mut fields = fields_of_file(published.scheduler).map_err(RecipeError::usage)?;
+    let given = scheduler_fields(config).into_iter();
+    fields.extend(given.filter(|(_, value)| !value.is_null()));
+    SchedulerConfig::from_map(&fields).map_err(RecipeError::usage)
 }
 
 /// The fields of a model's own `scheduler_config.json`.
@@ -205,14 +223,15 @@ fn not_read(key: &str, name: &str, sampler: SchedulerKind) -> String {
     )
 }
 
-/// The coefficients of `steps` steps of the configured sampler, up to where a refiner goes on, for images of so many
-/// tokens.
+/// The coefficients of `steps` steps of the configured sampler for a denoiser of this kind, up to where a refiner goes on, for
+/// images of so many tokens.
 ///
 /// # Errors
 /// When they do not fit the schedule, or none is left to run.
 pub fn sampling_plan(
     config: &Config,
     scheduler: &SchedulerConfig,
+    kind: DenoiserKind,
     image_seq_len: Option<usize>,
     steps: usize,
 ) -> Result<SamplingPlan, RecipeError> {
@@ -226,6 +245,7 @@ pub fn sampling_plan(
         eta: config.eta,
         use_clipped_model_output: true,
         image_seq_len,
+        flow_levels: kind.flow_levels(),
         ..PlanOptions::new(steps)
     };
     scheduler.plan(&options).map_err(RecipeError::usage)

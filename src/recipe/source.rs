@@ -428,10 +428,11 @@ fn fine_tuned(dir: &Path) -> Result<Source, RecipeError> {
 
 /// Takes the moving average of the denoiser's weights where a checkpoint has one.
 fn take_average(source: &mut ModelSource) -> Result<(), RecipeError> {
+    let part = source.family.spec().denoiser.part();
     let averaged = source
         .path
-        .join(format!("{UNET}{EMA_SUFFIX}"))
-        .join(Part::Unet.weights_file());
+        .join(format!("{part}{EMA_SUFFIX}"))
+        .join(part.weights_file());
     match averaged.is_file() {
         true => source
             .replace_denoiser(&averaged)

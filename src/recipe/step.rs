@@ -1,14 +1,15 @@
 //! The options of a training step.
 
 use crate::config::{self, Config};
-use crate::models::DiffusionModel;
-use crate::train::LoraOptions;
+use crate::models::{DenoiserKind, DiffusionModel, SeenImage};
 use crate::train::optimizer::{AdamOptions, Optimizer, OptimizerOptions};
-use crate::train::step::{CleanSamples, Draws, LossWeighting, StepOptions, Timesteps};
+use crate::train::step::{CleanSamples, Draws, StepOptions};
+use crate::train::{LoraOptions, default_targets};
 
 use super::RecipeError;
 use super::formats::{Recorded, check_weights_alone, policy};
 use super::model::check_pixels;
+use super::objective::{objective, train_guidance_scale};
 
 /// Refuses a new model that cannot be trained.
 ///
@@ -29,6 +30,42 @@ pub fn check_training(config: &Config, model: &DiffusionModel) -> Result<(), Rec
         ));
     }
     check_pixels(model)
+}
+
+/// Refuses a model, or what is asked for of it, whose training is not built; `place` is where it is from.
+///
+/// # Errors
+/// Names the family, and the key if one asks for it.
+pub fn check_trainable(
+    config: &Config,
+    model: &DiffusionModel,
+    place: &str,
+) -> Result<(), RecipeError> {
+    let title = model.family.title();
+    let seen = match model.denoiser.seen_image() {
+        None => None,
+        Some(SeenImage::Masked | SeenImage::Filled { .. }) => Some("for inpainting"),
+        Some(SeenImage::Control) => Some("with a control image"),
+    };
+    if let Some(seen) = seen {
+        return Err(RecipeError::Usage(format!(
+            "{place}: fine-tuning of models {seen} is not here yet; name the model that it was made from"
+        )));
+    }
+    if config.train_text_encoder && model.denoiser.kind() != DenoiserKind::Unet {
+        return Err(RecipeError::Usage(format!(
+            "train_text_encoder=True: the text encoders of {title} stay as they are, because training them is not here yet; \
+             leave it out"
+        )));
+    }
+    let published = model.family.spec().published.as_ref();
+    if config.lora_kohya && published.is_some_and(|published| published.kohya.is_none()) {
+        return Err(RecipeError::Usage(format!(
+            "lora_kohya=True: kohya's names for layers of {title} are not written; leave it out: ComfyUI and web interfaces \
+             read the file with diffusers' names"
+        )));
+    }
+    Ok(())
 }
 
 /// Refuses what fine-tuning cannot do yet, as far as the configuration alone tells.
@@ -77,14 +114,12 @@ pub fn step_options(
             None => CleanSamples::Given,
         },
         draws: Draws::Program,
-        lora: lora_options(config),
+        lora: lora_options(config, model.denoiser.kind()),
         // Its ids are those of a tokenizer.
         inversion: None,
         optimizer: optimizer(config),
-        timesteps: timesteps(config, model.scheduler.num_train_timesteps),
-        loss_weighting: loss_weighting(config),
-        noise_offset: config.noise_offset,
-        input_perturbation: config.input_perturbation,
+        objective: objective(config, model)?,
+        guidance_scale: train_guidance_scale(config),
         prior_loss_weight: config
             .with_prior_preservation
             .then_some(config.prior_loss_weight),
@@ -94,7 +129,7 @@ pub fn step_options(
 }
 
 /// The low-rank updates to train, if any.
-pub fn lora_options(config: &Config) -> Option<LoraOptions> {
+pub fn lora_options(config: &Config, kind: DenoiserKind) -> Option<LoraOptions> {
     let rank = config.lora_rank as usize;
     (rank > 0).then(|| LoraOptions {
         rank,
@@ -102,12 +137,23 @@ pub fn lora_options(config: &Config) -> Option<LoraOptions> {
             true => config.lora_alpha,
             false => rank as f64,
         },
-        target_modules: config.lora_target_modules.0.clone(),
+        target_modules: lora_targets(config, kind),
         text_modules: match config.train_text_encoder {
             true => config.lora_text_encoder_target_modules.0.clone(),
             false => Vec::new(),
         },
     })
+}
+
+/// The patterns of the denoiser's layers that have an update.
+pub fn lora_targets(config: &Config, kind: DenoiserKind) -> Vec<String> {
+    match &config.lora_target_modules {
+        Some(given) => given.0.clone(),
+        None => default_targets(kind)
+            .iter()
+            .map(|layer| (*layer).to_owned())
+            .collect(),
+    }
 }
 
 /// The settings of the update.
@@ -150,58 +196,5 @@ pub fn optimizer(config: &Config) -> OptimizerOptions {
             .opt_enable_grad_global_norm_clipping
             .then_some(config.max_grad_norm),
         ema_decay: (config.ema_decay > 0.0).then_some(config.ema_decay),
-    }
-}
-
-/// The timesteps that training draws: diffusers' `generate_timestep_weights`.
-fn timesteps(config: &Config, steps: usize) -> Timesteps {
-    let bias = &config.timestep_bias;
-    let portion = (bias.portion * steps as f64) as usize;
-    let biased = match bias.strategy {
-        config::BiasStrategy::None => return Timesteps::Uniform,
-        config::BiasStrategy::Earlier => 0..portion,
-        config::BiasStrategy::Later => steps - portion..steps,
-        config::BiasStrategy::Range => bias.begin as usize..bias.end as usize,
-    };
-    let weight = |t| match biased.contains(&t) {
-        true => bias.multiplier,
-        false => 1.0,
-    };
-    Timesteps::Weighted((0..steps).map(weight).collect())
-}
-
-/// How the loss weighs timesteps: `snr_gamma` alone is min-SNR, as in MaxDiffusion.
-pub fn loss_weighting(config: &Config) -> LossWeighting {
-    let gamma = config.snr_gamma;
-    match config.loss_weighting {
-        config::LossWeighting::SnrPlusOne => LossWeighting::SnrPlusOne { gamma },
-        config::LossWeighting::Debiased => LossWeighting::Debiased,
-        config::LossWeighting::None if gamma > 0.0 => LossWeighting::MinSnr { gamma },
-        config::LossWeighting::None => LossWeighting::None,
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::config::BiasStrategy;
-
-    #[test]
-    fn timesteps_are_biased_as_asked() {
-        let mut config = Config::default();
-        assert_eq!(timesteps(&config, 8), Timesteps::Uniform);
-        config.timestep_bias.multiplier = 3.0;
-        config.timestep_bias.begin = 2;
-        config.timestep_bias.end = 4;
-        for (strategy, biased) in [
-            (BiasStrategy::Earlier, 0..2),
-            (BiasStrategy::Later, 6..8),
-            (BiasStrategy::Range, 2..4),
-        ] {
-            config.timestep_bias.strategy = strategy;
-            let mut expected = vec![1.0; 8];
-            expected[biased].fill(3.0);
-            assert_eq!(timesteps(&config, 8), Timesteps::Weighted(expected));
-        }
     }
 }

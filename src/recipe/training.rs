@@ -110,6 +110,7 @@ pub fn training(
             Some(sampling_plan(
                 config,
                 &model.scheduler,
+                model.denoiser.kind(),
                 model.image_seq_len(),
                 steps,
             )?)
@@ -183,7 +184,7 @@ impl Training {
             } => of_new_model(config, model, tokenizer_json)?,
             Start::Published(base) => fine_tune::recorded(config, base, self.inversion.clone())?,
         };
-        let run = run_options(config, &derived, recorded)?;
+        let run = run_options(config, &derived, &self.start.model().denoiser, recorded)?;
         if let Some(saved) = &self.saved {
             check_saved(saved, config, &run, notify)?;
         }

@@ -50,9 +50,7 @@ pub(super) fn sigmas(
     let slope = match options.flow_levels {
         FlowLevels::OfSteps => 1.0 / steps as f64,
         FlowLevels::OfTraining if steps == 1 => 0.0,
-        FlowLevels::OfTraining => {
-            (1.0 - f64::from(lowest_of_training(config))) / (steps - 1) as f64
-        }
+        FlowLevels::OfTraining => (1.0 - f64::from(training_sigma(config, 0))) / (steps - 1) as f64,
     };
     let level = |i: usize| {
         let even = 1.0 - i as f64 * slope;
@@ -68,13 +66,37 @@ pub(super) fn sigmas(
     Ok(sigmas.into_iter().map(|sigma| sigma as f32).collect())
 }
 
-/// The lowest noise level of training, which diffusers shifts already, in float32, where it does not depend on the image.
-fn lowest_of_training(config: &SchedulerConfig) -> f32 {
-    let lowest = 1.0 / config.num_train_timesteps as f32;
-    let shift = config.flow.shift as f32;
+/// The noise levels that a model of flow matching is trained at, from the lowest to 1: those of diffusers'
+/// `FlowMatchEulerDiscreteScheduler` before it is given steps, in float32. They are shifted where the shift does not
+/// depend on the image. Times `num_train_timesteps` they are what the model is told.
+///
+/// # Errors
+/// When the scheduler is one for models with betas, or there are no timesteps or absurdly many.
+pub fn training_sigmas(config: &SchedulerConfig) -> Result<Vec<f32>, SchedulerError> {
+    if !config.is_flow() {
+        return Err(SchedulerError::Unsupported {
+            field: "_class_name".to_string(),
+            found: config.kind.class_name().to_string(),
+            expected: "a scheduler of flow matching, such as FlowMatchEulerDiscreteScheduler"
+                .to_string(),
+        });
+    }
+    let count = config.num_train_timesteps;
+    if !(1..=1_000_000).contains(&count) {
+        return Err(SchedulerError::Invalid(format!(
+            "num_train_timesteps = {count}; expected 1 to 1000000"
+        )));
+    }
+    Ok((0..count).map(|t| training_sigma(config, t)).collect())
+}
+
+/// The noise level of training at a timestep, in diffusers' arithmetic.
+fn training_sigma(config: &SchedulerConfig, timestep: usize) -> f32 {
+    let even = (timestep + 1) as f32 / config.num_train_timesteps as f32;
+    let shift = config.flow.shift;
     match config.flow.use_dynamic_shifting {
-        true => lowest,
-        false => shift * lowest / (1.0 + (shift - 1.0) * lowest),
+        true => even,
+        false => shift as f32 * even / (1.0 + (shift - 1.0) as f32 * even),
     }
 }
 

@@ -47,6 +47,7 @@ pub use config::{
     SchedulerKind, SolverType, TimeShiftType, TimestepSpacing, TimestepType, VarianceType,
     scheduler_fields,
 };
+pub use flow_match_euler::training_sigmas;
 pub use noise::{NoiseSchedule, betas};
 pub use options::{FlowLevels, PlanOptions, Start};
 

@@ -24,8 +24,7 @@ impl NoiseSchedule {
             return Err(SchedulerError::Unsupported {
                 field: "_class_name".to_string(),
                 found: config.kind.class_name().to_string(),
-                expected: "a scheduler with betas: training by flow matching is not built"
-                    .to_string(),
+                expected: "a scheduler with betas, such as DDPMScheduler".to_string(),
             });
         }
         let alphas: Vec<f32> = betas(config)?.iter().map(|beta| 1.0 - beta).collect();

@@ -7,7 +7,7 @@ use serde_json::{Map, Value, json};
 
 use crate::graph::Graph;
 use crate::host_tensor::HostTensor;
-use crate::models::Part;
+use crate::models::{DenoiserKind, Part};
 use crate::shape::Shape;
 use crate::util::text::listed;
 use crate::weights::TensorSpec;
@@ -60,14 +60,44 @@ pub enum LoraTargetError {
     },
 }
 
-/// The default of PEFT's trainers for diffusers' UNets: the projections of all attentions.
-pub const ATTENTION_PROJECTIONS: [&str; 4] = ["to_k", "to_q", "to_v", "to_out.0"];
+/// The layers of a denoiser that have an update where nothing else is said: those of diffusers' scripts. For FLUX.1 and
+/// Stable Diffusion 3 these are the projections of the joint attentions, and for FLUX.1 the feed-forward layers of the double
+/// blocks too; for UNets, and for PixArt, which has no script there, the projections of all attentions.
+pub const fn default_targets(kind: DenoiserKind) -> &'static [&'static str] {
+    match kind {
+        DenoiserKind::Unet | DenoiserKind::PixArt => &["to_k", "to_q", "to_v", "to_out.0"],
+        DenoiserKind::Sd3 => JOINT_PROJECTIONS,
+        DenoiserKind::Flux => FLUX_LAYERS.as_slice(),
+    }
+}
 
-/// The same for text encoders, as in diffusers' scripts.
+const JOINT_PROJECTIONS: &[&str] = FLUX_LAYERS.split_at(8).0;
+
+const FLUX_LAYERS: [&str; 12] = [
+    "attn.to_k",
+    "attn.to_q",
+    "attn.to_v",
+    "attn.to_out.0",
+    "attn.add_k_proj",
+    "attn.add_q_proj",
+    "attn.add_v_proj",
+    "attn.to_add_out",
+    "ff.net.0.proj",
+    "ff.net.2",
+    "ff_context.net.0.proj",
+    "ff_context.net.2",
+];
+
+/// The same for text encoders.
 pub const TEXT_PROJECTIONS: [&str; 4] = ["q_proj", "k_proj", "v_proj", "out_proj"];
 
 /// The parts whose layers have updates.
-const PARTS: [Part; 3] = [Part::Unet, Part::TextEncoder, Part::TextEncoder2];
+const PARTS: [Part; 4] = [
+    Part::Unet,
+    Part::Transformer,
+    Part::TextEncoder,
+    Part::TextEncoder2,
+];
 
 /// Which layers a list of patterns is about.
 struct Targets<'a> {
@@ -92,7 +122,7 @@ impl LoraOptions {
         for targets in [
             Targets {
                 key: "lora_target_modules",
-                of: "of the UNet",
+                of: "of the denoiser",
                 patterns: &self.target_modules,
                 is_denoiser: true,
             },
@@ -119,7 +149,7 @@ impl LoraOptions {
         let layers: Vec<(&str, &str, &Shape)> = weights
             .filter_map(|(name, shape)| {
                 let (part, path) = layer(name)?;
-                let is_wanted = (part == Part::Unet) == targets.is_denoiser;
+                let is_wanted = part.is_denoiser() == targets.is_denoiser;
                 is_wanted.then_some((name, path, shape))
             })
             .collect();
@@ -251,9 +281,9 @@ impl LoraRecord {
         for name in names {
             if let Some((part, layer)) = name.strip_suffix(DOWN[1]).and_then(file_layer) {
                 // transformers 5 has no `text_model` before the paths of some encoders: the ends of paths fit both.
-                let layer = match part {
-                    Part::Unet => layer,
-                    _ => layer.rsplit('.').next().unwrap_or(layer),
+                let layer = match part.is_denoiser() {
+                    true => layer,
+                    false => layer.rsplit('.').next().unwrap_or(layer),
                 };
                 layers.entry(part).or_default().insert(layer);
             }

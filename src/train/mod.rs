@@ -24,7 +24,7 @@ pub use encoded::{EncodedDataset, KNOWN_FILES, StepInputs, StoreError};
 pub use error::TrainError;
 pub use inversion::{InversionOptions, InversionPlace};
 pub use lora::{
-    ATTENTION_PROJECTIONS, LORA_FILE, LoraOptions, LoraRecord, LoraTargetError, TEXT_PROJECTIONS,
+    LORA_FILE, LoraOptions, LoraRecord, LoraTargetError, TEXT_PROJECTIONS, default_targets,
 };
 pub use observer::{Encoded, TrainEvent, TrainObserver, ValidationLoss};
 pub use run::{MetricsFiles, Outcome};

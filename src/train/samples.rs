@@ -15,7 +15,7 @@ use crate::pipelines::text_to_image::{DenoiseOptions, Guidance};
 use crate::pipelines::textual_inversion::TextualInversions;
 use crate::pipelines::traced::TracedModel;
 use crate::pipelines::{
-    ImageRequest, PipelineError, ReadWeights, TokenizedImage, WeightSource, tokenize,
+    ImageRequest, PipelineError, ReadWeights, TokenizedImage, WeightSource, requests_of, tokenize,
 };
 use crate::quant::Policy;
 use crate::runtime::{Array, RuntimeError, Session};
@@ -92,10 +92,11 @@ impl<'a> Samples<'a> {
         'a: 'w,
     {
         let options = self.options;
+        let requests = requests_of(&options.images, self.model.family);
         let mut images = tokenize(
             &self.tokenizers,
             &[],
-            &options.images,
+            &requests,
             &[],
             PromptSyntax::Plain,
             &mut |_| Ok(()),

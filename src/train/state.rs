@@ -472,7 +472,11 @@ fn unused_weights(
     options: &RunOptions,
     base: Option<&ModelSource>,
 ) -> Result<BTreeMap<String, HostTensor>, TrainError> {
-    let is_of = |part: &&Part| path == format!("{part}/{}", part.weights_file());
+    let is_of = |part: &&Part| {
+        ["", EMA_SUFFIX]
+            .map(|suffix| format!("{part}{suffix}/{}", part.weights_file()))
+            .contains(&path.to_owned())
+    };
     let (Some(part), Some(base)) = (options.completed.iter().find(is_of), base) else {
         return Ok(BTreeMap::new());
     };

@@ -1,17 +1,19 @@
 //! The training step as one program: noise, forward pass, loss, gradient and update.
 
+mod noise;
+mod objective;
 mod text;
 
 use std::sync::Arc;
 
 use crate::dtype::DType;
-use crate::graph::random::{self, RandomKey};
-use crate::graph::{Binary, Builder, Graph, GraphError, Op, Tensor, grad};
+use crate::graph::random::RandomKey;
+use crate::graph::{Builder, Graph, GraphError, Op, Tensor, grad};
 use crate::host_tensor::HostTensor;
 use crate::lowering::Traced;
 use crate::models::{DenoiserInputs, DiffusionModel};
 use crate::quant::{Policy, QuantError, ROUNDING_KEY};
-use crate::schedulers::{NoiseSchedule, PredictionType, SchedulerError};
+use crate::schedulers::{PredictionType, SchedulerError};
 use crate::shape::Shape;
 use crate::weights::lora::beside;
 
@@ -19,67 +21,13 @@ use super::inversion::{InversionOptions, is_learned};
 use super::lora::{LoraOptions, LoraTargetError, is_factor};
 use super::optimizer::{self, OptimizerOptions, Trained, UpdateInputs};
 
+pub use noise::timesteps_at;
+pub use objective::{
+    DdpmObjective, FlowMatching, LossWeighting, Objective, Timesteps, WeightingScheme,
+};
+
 /// The logical axes of samples.
 const SAMPLE_AXES: [Option<&str>; 4] = [Some("activation_batch"), None, None, None];
-
-/// Which timesteps training draws.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Timesteps {
-    /// All alike.
-    Uniform,
-    /// Timestep `t` with probability `weights[t] / sum(weights)`.
-    Weighted(Vec<f64>),
-}
-
-/// The weight of a sample's error at its timestep.
-///
-/// Weights are of the squared error of the clean sample; that of another prediction is the clean sample's times `SNR`
-/// (noise), `SNR + 1` (velocity) or `(sqrt(SNR) + 1)^2` (velocity of flow matching), with
-/// `SNR = alphas_cumprod / (1 - alphas_cumprod)`.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum LossWeighting {
-    /// The squared error of what the model predicts, as it is.
-    None,
-    /// `min(SNR, gamma)`: Hang et al. 2023, section 3.4.
-    MinSnr { gamma: f64 },
-    /// `min(SNR, gamma) + 1`: the error of the velocity (Salimans and Ho 2022, section 4, "SNR+1"), capped alike. At
-    /// high noise it does not vanish, as min-SNR's does.
-    SnrPlusOne { gamma: f64 },
-    /// The error of the noise times `1 / sqrt(SNR)`, that of the velocity times `1 / (SNR + 1)`, with the ratio capped at
-    /// 1000: kohya's `debiased_estimation_loss`, after Yu et al., "Unmasking bias in diffusion model training", 2024.
-    Debiased,
-}
-
-/// The cap of the ratio in [`LossWeighting::Debiased`].
-const DEBIASED_CAP: f64 = 1000.0;
-
-impl LossWeighting {
-    /// The factor of the prediction's squared error where the schedule has `alpha_cumprod`; `None` for no weighting.
-    fn factor(self, prediction: PredictionType, alpha_cumprod: f64) -> Option<f64> {
-        let snr = alpha_cumprod / (1.0 - alpha_cumprod);
-        let clean = match self {
-            LossWeighting::None => return None,
-            LossWeighting::MinSnr { gamma } => snr.min(gamma),
-            LossWeighting::SnrPlusOne { gamma } => snr.min(gamma) + 1.0,
-            LossWeighting::Debiased => {
-                let snr = snr.min(DEBIASED_CAP);
-                return Some(match prediction {
-                    PredictionType::Epsilon => 1.0 / snr.sqrt(),
-                    PredictionType::VPrediction => 1.0 / (snr + 1.0),
-                    PredictionType::Sample | PredictionType::FlowPrediction => f64::NAN,
-                });
-            }
-        };
-        Some(match prediction {
-            PredictionType::Sample => clean,
-            // min(SNR, gamma) / SNR is 1 where SNR is 0; SnrPlusOne has no limit there.
-            PredictionType::Epsilon if snr == 0.0 && clean == 0.0 => 1.0,
-            PredictionType::Epsilon => clean / snr,
-            PredictionType::VPrediction => clean / (snr + 1.0),
-            PredictionType::FlowPrediction => clean / (snr.sqrt() + 1.0).powi(2),
-        })
-    }
-}
 
 /// The clean samples that a step is given.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -111,12 +59,9 @@ pub struct StepOptions {
     /// The vectors of a new token to train, in place of the denoiser's weights or beside low-rank updates.
     pub inversion: Option<InversionOptions>,
     pub optimizer: OptimizerOptions,
-    pub timesteps: Timesteps,
-    pub loss_weighting: LossWeighting,
-    /// The deviation of a constant that is added to the noise of each channel.
-    pub noise_offset: f64,
-    /// The deviation of noise that is added to the noise in the model's input alone.
-    pub input_perturbation: f64,
+    pub objective: Objective,
+    /// The guidance scale that a denoiser is told which takes it.
+    pub guidance_scale: f64,
     /// With prior preservation, where every second row is a class image: how much its error counts.
     pub prior_loss_weight: Option<f64>,
     /// Whether the text encoders are trained.
@@ -199,8 +144,9 @@ pub enum StepError {
 
 /// Traces the training step: the forward pass and the loss, to which lowering adds the gradient and the update.
 ///
-/// The loss is the mean squared error of the model's prediction against the schedule's target (noise, velocity or
-/// sample) at timesteps drawn for each sample; Ho et al. 2020, equation 14, and Salimans and Ho 2022, appendix D.
+/// The loss is the mean squared error of the model's prediction against the objective's target (noise, velocity or
+/// sample, or of flow matching noise less sample) at timesteps drawn for each sample; Ho et al. 2020, equation 14, and
+/// Salimans and Ho 2022, appendix D.
 ///
 /// # Errors
 /// When the model's parts do not fit together, or quantization is refused.
@@ -234,7 +180,12 @@ pub fn trace(model: &DiffusionModel, options: &StepOptions) -> Result<Traced, St
     let (optimizer, beside) = (options.optimizer, options.trains_beside());
     // Of a published text encoder the loss may not depend on all layers; those stay as they are.
     let is_published = model.family.spec().published.is_some();
-    let add_update = move |b: &Builder| update(b, &optimizer, beside, is_published);
+    let buffers = buffers(model);
+    let is_trained = move |name: &str, is_live: bool| {
+        let is_wanted = !beside || is_factor(name) || is_learned(name);
+        is_wanted && (!is_published || is_live) && !buffers.contains(&name.to_owned())
+    };
+    let add_update = move |b: &Builder| update(b, &optimizer, &is_trained);
     Ok(traced
         .with_scan_layers(model.scan_layers)
         .trained(Arc::new(add_update)))
@@ -254,8 +205,7 @@ pub fn trace_validation(
         batch: rows,
         clean: CleanSamples::Given,
         draws: Draws::Inputs,
-        loss_weighting: LossWeighting::None,
-        input_perturbation: 0.0,
+        objective: options.objective.plain(),
         ..options.clone()
     };
     let b = Builder::new();
@@ -292,13 +242,19 @@ fn predict(
     key: RandomKey,
 ) -> Result<Predicted, StepError> {
     let batch = options.batch;
-    let clean = clean_samples(b, model, options, key)?;
+    let clean = noise::clean_samples(b, model, options, key)?;
     let conditioning = match options.encodes_text() {
         true => text::encoded_text(b, model, batch)?,
-        false => model.declare_conditioning(b, batch, model.tokens, None)?,
+        false => {
+            let guidance = match model.denoiser.takes_guidance() {
+                true => Some(b.full(&Shape::new(DType::F32, [batch]), options.guidance_scale)?),
+                false => None,
+            };
+            model.declare_conditioning(b, batch, model.tokens, guidance)?
+        }
     };
-    let drawn = draw(b, model, options, key)?;
-    let noised = add_noise(&b.root("noise"), model, options, clean, drawn, key)?;
+    let drawn = noise::draw(b, model, options, key)?;
+    let noised = noise::add_noise(&b.root("noise"), model, options, clean, drawn, key)?;
     let inputs = DenoiserInputs::new(noised.sample, noised.timestep, conditioning);
     Ok(Predicted {
         prediction: model.predict(b, inputs)?,
@@ -307,13 +263,19 @@ fn predict(
     })
 }
 
-/// Adds the gradient of the loss, which is the only output so far, and the optimizer's update of all weights, or of those
-/// beside the model's alone.
+/// The names of the weights that no trainer changes.
+fn buffers(model: &DiffusionModel) -> Vec<String> {
+    let root = model.denoiser.part();
+    let keys = model.denoiser.buffers().iter();
+    keys.map(|key| format!("{root}/{key}")).collect()
+}
+
+/// Adds the gradient of the loss, which is the only output so far, and the optimizer's update of the weights that
+/// `is_trained` chooses by their names and whether outputs depend on them.
 fn update(
     b: &Builder,
     optimizer: &OptimizerOptions,
-    beside: bool,
-    used_alone: bool,
+    is_trained: &dyn Fn(&str, bool) -> bool,
 ) -> Result<(), GraphError> {
     let live = b.with_graph(Graph::live_nodes);
     let outputs = b.take_outputs();
@@ -322,10 +284,7 @@ fn update(
     };
     let learning_rate = b.input(names::LEARNING_RATE, Shape::scalar(DType::F32), &[])?;
     let mut weights = weights(b);
-    weights.retain(|(name, weight, _)| {
-        let is_wanted = !beside || is_factor(name) || is_learned(name);
-        is_wanted && (!used_alone || live[weight.index()])
-    });
+    weights.retain(|(name, weight, _)| is_trained(name, live[weight.index()]));
     let wrt: Vec<Tensor> = weights.iter().map(|(_, t, _)| *t).collect();
     let gradients = grad(b, loss, &wrt)?;
     let trained: Vec<Trained> = weights
@@ -394,196 +353,6 @@ fn random_key(b: &Builder, key: Tensor) -> Result<RandomKey, GraphError> {
     })
 }
 
-/// Declares the clean samples, or draws them from the distributions that are declared.
-fn clean_samples(
-    b: &Builder,
-    model: &DiffusionModel,
-    options: &StepOptions,
-    key: RandomKey,
-) -> Result<Tensor, GraphError> {
-    let dims = model.sample_dims(options.batch);
-    let input = |name| b.input(name, Shape::new(DType::F32, dims), &SAMPLE_AXES);
-    let mean = input(names::SAMPLE)?;
-    match options.clean {
-        CleanSamples::Given => Ok(mean),
-        CleanSamples::Distributions => {
-            let deviation = input(names::DEVIATION)?;
-            let b = b.root("clean_sample");
-            let noise = random::normal(&b, random::fold_in(&b, key, 2)?, &dims)?;
-            b.add(mean, b.mul(deviation, noise)?)
-        }
-    }
-}
-
-/// The noise of a batch and its timesteps, `s32[batch]`.
-struct Drawn {
-    noise: Tensor,
-    timestep: Tensor,
-}
-
-fn draw(
-    b: &Builder,
-    model: &DiffusionModel,
-    options: &StepOptions,
-    key: RandomKey,
-) -> Result<Drawn, GraphError> {
-    let dims = model.sample_dims(options.batch);
-    Ok(match options.draws {
-        Draws::Inputs => Drawn {
-            noise: b.input(names::NOISE, Shape::new(DType::F32, dims), &SAMPLE_AXES)?,
-            timestep: b.input(
-                names::TIMESTEP,
-                Shape::new(DType::S32, [options.batch]),
-                &SAMPLE_AXES[..1],
-            )?,
-        },
-        Draws::Program => {
-            let b = &b.root("noise");
-            let steps = model.scheduler.num_train_timesteps;
-            let uniform = random::uniform(b, random::fold_in(b, key, 0)?, &[options.batch])?;
-            Drawn {
-                noise: {
-                    let noise = random::normal(b, random::fold_in(b, key, 1)?, &dims)?;
-                    with_offset(b, key, noise, options.noise_offset)?
-                },
-                timestep: draw_timesteps(b, uniform, steps, &options.timesteps)?,
-            }
-        }
-    })
-}
-
-/// `noise`, with a constant of deviation `offset` on each channel of each sample.
-fn with_offset(
-    b: &Builder,
-    key: RandomKey,
-    noise: Tensor,
-    offset: f64,
-) -> Result<Tensor, GraphError> {
-    if offset == 0.0 {
-        return Ok(noise);
-    }
-    let dims = b.dims(noise);
-    let constants = random::normal(b, random::fold_in(b, key, 3)?, &[dims[0], dims[1], 1, 1])?;
-    b.add(noise, b.mul_scalar(constants, offset)?)
-}
-
-/// `noise` with more noise, of deviation `perturbation`.
-fn perturbed(
-    b: &Builder,
-    key: RandomKey,
-    noise: Tensor,
-    perturbation: f64,
-) -> Result<Tensor, GraphError> {
-    if perturbation == 0.0 {
-        return Ok(noise);
-    }
-    let more = random::normal(b, random::fold_in(b, key, 4)?, &b.dims(noise))?;
-    b.add(noise, b.mul_scalar(more, perturbation)?)
-}
-
-struct Noised {
-    sample: Tensor,
-    timestep: Tensor,
-    target: Tensor,
-    /// The weight of each sample's error: `f32[batch]`.
-    weight: Option<Tensor>,
-}
-
-fn add_noise(
-    b: &Builder,
-    model: &DiffusionModel,
-    options: &StepOptions,
-    clean: Tensor,
-    Drawn { noise, timestep }: Drawn,
-    key: RandomKey,
-) -> Result<Noised, StepError> {
-    let prediction = model.scheduler.prediction_type;
-    if options.loss_weighting == LossWeighting::Debiased
-        && !matches!(
-            prediction,
-            PredictionType::Epsilon | PredictionType::VPrediction
-        )
-    {
-        return Err(StepError::Debiased(prediction));
-    }
-    let schedule = NoiseSchedule::new(&model.scheduler)?;
-    let batch = options.batch;
-    let steps = schedule.alphas_cumprod.len();
-
-    let mut columns: [Vec<f32>; 4] = Default::default();
-    let mut weights = Vec::new();
-    for t in 0..steps {
-        let alpha_cumprod = f64::from(schedule.alphas_cumprod[t]);
-        if let Some(weight) = options.loss_weighting.factor(prediction, alpha_cumprod) {
-            if !weight.is_finite() {
-                return Err(StepError::LossWeight { timestep: t });
-            }
-            weights.push(weight as f32);
-        }
-        let (sample, noise) = schedule.noise_coefficients(t)?;
-        let (target_sample, target_noise) = schedule.target_coefficients(t)?;
-        for (column, value) in columns
-            .iter_mut()
-            .zip([sample, noise, target_sample, target_noise])
-        {
-            column.push(value);
-        }
-    }
-    let pick = |column: &[f32]| -> Result<Tensor, GraphError> {
-        let table = b.constant(HostTensor::from_f32([steps], column)?)?;
-        b.reshape(b.take(table, timestep)?, &[batch, 1, 1, 1])
-    };
-    let weight = match weights.is_empty() {
-        true => None,
-        false => Some(b.reshape(pick(&weights)?, &[batch])?),
-    };
-    let mix = |first: &[f32], second: &[f32], noise: Tensor| {
-        b.add(b.mul(pick(first)?, clean)?, b.mul(pick(second)?, noise)?)
-    };
-    let seen = perturbed(b, key, noise, options.input_perturbation)?;
-    Ok(Noised {
-        sample: mix(&columns[0], &columns[1], seen)?,
-        timestep: b.convert(timestep, DType::F32)?,
-        target: mix(&columns[2], &columns[3], noise)?,
-        weight,
-    })
-}
-
-/// Integer timesteps `s32[batch]` from uniform numbers in [0, 1).
-fn draw_timesteps(
-    b: &Builder,
-    uniform: Tensor,
-    steps: usize,
-    timesteps: &Timesteps,
-) -> Result<Tensor, GraphError> {
-    let drawn = match timesteps {
-        Timesteps::Uniform => {
-            let scaled = b.mul_scalar(uniform, steps as f64)?;
-            b.convert(scaled, DType::S32)?
-        }
-        Timesteps::Weighted(weights) => {
-            // The number of cumulative probabilities at or below the uniform number.
-            let total: f64 = weights.iter().sum();
-            let mut sum = 0.0;
-            let cumulative: Vec<f32> = weights
-                .iter()
-                .map(|w| {
-                    sum += w;
-                    (sum / total) as f32
-                })
-                .collect();
-            let table = b.constant(HostTensor::from_f32([1, steps], &cumulative)?)?;
-            let batch = b.dims(uniform)[0];
-            let column = b.reshape(uniform, &[batch, 1])?;
-            let passed = b.compare(crate::graph::Comparison::Ge, column, table)?;
-            b.sum(b.convert(passed, DType::S32)?, &[1])?
-        }
-    };
-    // f32 rounding may reach the upper end.
-    let last = b.full(&b.shape(drawn), steps as f64 - 1.0)?;
-    b.binary(Binary::Min, drawn, last)
-}
-
 /// The weights of rows of which every second is a class image's, so that the mean over all rows is that over the others and
 /// `prior` times that over class images (Ruiz et al. 2022, equation 2).
 fn with_prior(
@@ -641,8 +410,6 @@ fn squared_errors(b: &Builder, prediction: Tensor, target: Tensor) -> Result<Ten
 
 #[cfg(test)]
 mod tests {
-    use super::LossWeighting::{MinSnr, None as Unweighted, SnrPlusOne};
-    use super::PredictionType::{Epsilon, Sample, VPrediction};
     use super::*;
     use crate::graph::evaluate;
 
@@ -674,106 +441,5 @@ mod tests {
                 (1.0 + 18.0) / 2.0 + 0.5 * (4.0 + 25.0) / 2.0
             ]
         );
-    }
-
-    /// Of 1,000 evenly spread uniform numbers, each timestep gets its share.
-    #[test]
-    fn timesteps_are_drawn_by_their_weights() {
-        let drawn = |timesteps: &Timesteps| -> Vec<usize> {
-            let b = Builder::new();
-            let uniform = b
-                .input("uniform", Shape::new(DType::F32, [1000]), &[])
-                .unwrap();
-            let t = draw_timesteps(&b, uniform, 5, timesteps).unwrap();
-            b.output("t", b.convert(t, DType::F32).unwrap(), None)
-                .unwrap();
-            let grid: Vec<f32> = (0..1000).map(|i| (i as f32 + 0.5) / 1000.0).collect();
-            let grid = HostTensor::from_f32([1000], &grid).unwrap();
-            let values = evaluate(&b.finish(), &[grid]).unwrap()[0]
-                .to_f32_vec()
-                .unwrap();
-            (0..5)
-                .map(|t| values.iter().filter(|v| **v == t as f32).count())
-                .collect()
-        };
-        assert_eq!(drawn(&Timesteps::Uniform), [200; 5]);
-        let weights = Timesteps::Weighted(vec![1.0, 4.0, 4.0, 1.0, 0.0]);
-        assert_eq!(drawn(&weights), [100, 400, 400, 100, 0]);
-    }
-
-    /// An offset is one number for each channel, a perturbation one for each element; both have the deviation asked for.
-    #[test]
-    fn offsets_and_perturbations_are_what_diffusers_adds() {
-        let dims = [16, 4, 8, 8];
-        let b = Builder::new();
-        let word = |v: f64| b.scalar(DType::U32, v).unwrap();
-        let key = RandomKey {
-            high: word(3.0),
-            low: word(5.0),
-        };
-        let noise = b.full(&Shape::new(DType::F32, dims), 0.25).unwrap();
-        assert_eq!(with_offset(&b, key, noise, 0.0).unwrap(), noise);
-        assert_eq!(perturbed(&b, key, noise, 0.0).unwrap(), noise);
-        for (name, tensor) in [
-            ("offset", with_offset(&b, key, noise, 0.1)),
-            ("perturbed", perturbed(&b, key, noise, 0.1)),
-        ] {
-            b.output(name, tensor.unwrap(), None).unwrap();
-        }
-        let found = evaluate(&b.finish(), &[]).unwrap();
-        let [offset, perturbed] = [0, 1].map(|i: usize| found[i].to_f64_vec().unwrap());
-        assert!(
-            offset
-                .chunks(64)
-                .all(|channel| channel.iter().all(|v| *v == channel[0]))
-        );
-        assert!(
-            perturbed
-                .chunks(64)
-                .all(|channel| channel[1..].iter().all(|v| *v != channel[0]))
-        );
-        let constants: Vec<f64> = offset.chunks(64).map(|channel| channel[0]).collect();
-        for (values, sigmas) in [(constants, 5.0), (perturbed, 5.0)] {
-            let count = values.len() as f64;
-            let square = values.iter().map(|v| (v - 0.25).powi(2)).sum::<f64>() / count;
-            let deviation = square.sqrt() / 0.1 - 1.0;
-            assert!(
-                deviation.abs() < sigmas / (2.0 * count).sqrt(),
-                "{deviation}"
-            );
-        }
-    }
-
-    /// The factors turn the error of any prediction into the same weighted error of the clean sample: with
-    /// `x_t = a x + s n`, an error `e` of the sample is one of `e a / s` of the noise and of `e / s` of the velocity.
-    #[test]
-    fn weights_mean_the_same_for_every_prediction() {
-        for alpha_cumprod in [0.01, 0.3, 0.5, 0.9, 0.999] {
-            let snr: f64 = alpha_cumprod / (1.0 - alpha_cumprod);
-            for weighting in [MinSnr { gamma: 5.0 }, SnrPlusOne { gamma: 5.0 }] {
-                let of = |prediction| weighting.factor(prediction, alpha_cumprod).unwrap();
-                let clean = of(Sample);
-                assert!((of(Epsilon) * snr - clean).abs() < 1e-12);
-                assert!((of(VPrediction) * (snr + 1.0) - clean).abs() < 1e-12);
-            }
-            let of = |weighting: super::LossWeighting| weighting.factor(Sample, alpha_cumprod);
-            assert_eq!(of(Unweighted), None);
-            assert_eq!(of(MinSnr { gamma: 5.0 }), Some(snr.min(5.0)));
-            assert_eq!(of(SnrPlusOne { gamma: 5.0 }), Some(snr.min(5.0) + 1.0));
-        }
-        // Uncapped, SNR + 1 is the plain error of the velocity.
-        let uncapped = SnrPlusOne {
-            gamma: f64::INFINITY,
-        };
-        assert!((uncapped.factor(VPrediction, 0.9).unwrap() - 1.0).abs() < 1e-12);
-        // kohya's apply_debiased_estimation.
-        let debiased = |prediction, alpha| super::LossWeighting::Debiased.factor(prediction, alpha);
-        assert!((debiased(Epsilon, 0.8).unwrap() - 0.5).abs() < 1e-12);
-        assert!((debiased(VPrediction, 0.8).unwrap() - 0.2).abs() < 1e-12);
-        assert_eq!(debiased(Epsilon, 1.0), Some(1.0 / 1000f64.sqrt()));
-        assert!(!debiased(Epsilon, 0.0).unwrap().is_finite());
-        // Pure noise: min-SNR has a limit for a prediction of the noise, SNR + 1 has none.
-        assert_eq!(MinSnr { gamma: 5.0 }.factor(Epsilon, 0.0), Some(1.0));
-        assert!(!uncapped.factor(Epsilon, 0.0).unwrap().is_finite());
     }
 }

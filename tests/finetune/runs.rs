@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::SystemTime;
 
-use crate::common::{golden, keep_programs, text, without_optimizations};
+use crate::common::{RecordedPipeline, golden, keep_programs, text, without_optimizations};
 use maxdiff::dtype::DType;
 use maxdiff::metrics::read_json_lines;
 use maxdiff::weights::Checkpoint;
@@ -16,7 +16,7 @@ use maxdiff::weights::lora::{LoraFile, LoraScale, LoraTarget};
 /// A recorded model with tokenizers, and six captioned pictures.
 pub struct Place {
     dir: tempfile::TempDir,
-    case: &'static str,
+    recipe: &'static str,
 }
 
 impl Place {
@@ -36,6 +36,21 @@ impl Place {
             });
             fs::write(folder.join("tokenizer_config.json"), config.to_string()).unwrap();
         }
+        let recipe = match case {
+            "sdxl" => "sdxl",
+            _ => "sd15",
+        };
+        Place::with_pictures(dir, recipe)
+    }
+
+    /// The same for a recorded model with a transformer.
+    pub fn of_transformer(pipeline: &RecordedPipeline) -> Place {
+        let dir = tempfile::tempdir().unwrap();
+        copy(pipeline.folder().path(), &dir.path().join("model"));
+        Place::with_pictures(dir, pipeline.recipe)
+    }
+
+    fn with_pictures(dir: tempfile::TempDir, recipe: &'static str) -> Place {
         let data = dir.path().join("data");
         fs::create_dir(&data).unwrap();
         for at in 0..6u8 {
@@ -45,7 +60,7 @@ impl Place {
             picture.save(data.join(format!("{at}.png"))).unwrap();
             fs::write(data.join(format!("{at}.txt")), format!("a picture of {at}")).unwrap();
         }
-        let place = Place { dir, case };
+        let place = Place { dir, recipe };
         place.settle("data");
         place.settle("model");
         place
@@ -136,14 +151,10 @@ impl Place {
 
     /// `verb` with the outputs in the folder `out`.
     pub fn command(&self, verb: &str, out: &str, words: &[&str]) -> Command {
-        let recipe = match self.case {
-            "sdxl" => "configs/base_xl.yml",
-            _ => "configs/base15.yml",
-        };
         let mut command = Command::new(env!("CARGO_BIN_EXE_maxdiff-rs"));
         without_optimizations(&mut command)
             .arg(verb)
-            .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join(recipe))
+            .arg(self.recipe)
             .args(words)
             .args(["hardware=cpu", "resolution=16", "num_inference_steps=3"])
             .arg(format!("output_dir={}", self.path(out).display()))

@@ -7,7 +7,7 @@ use crate::common::{RecordedPipeline, check_module, error_of, json, program};
 use maxdiff::config::{Config, Verb};
 use maxdiff::recipe;
 
-const ALPHA: RecordedPipeline = RecordedPipeline {
+pub const ALPHA: RecordedPipeline = RecordedPipeline {
     name: "pixart_alpha",
     recorded: "pixart_alpha",
     recipe: "pixart-alpha",

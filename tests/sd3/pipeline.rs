@@ -17,7 +17,7 @@ const MEDIUM: RecordedPipeline = RecordedPipeline {
 };
 
 /// With T5, guided away from the model without a layer, with another prompt for the second text encoder.
-const MEDIUM_35: RecordedPipeline = RecordedPipeline {
+pub const MEDIUM_35: RecordedPipeline = RecordedPipeline {
     name: "sd35",
     recorded: "sd35",
     recipe: "sd35-medium",

@@ -15,7 +15,7 @@ use crate::runtime::{Prepared, Session, Slot};
 use crate::shape::Shape;
 
 use super::store::{Entry, Store};
-use super::{DEVIATION, HIDDEN, Image, MEAN, POOLED, of_size, stop_on_break};
+use super::{DEVIATION, HIDDEN, Image, MASK, MEAN, POOLED, of_size, stop_on_break};
 use crate::train::error::TrainError;
 use crate::train::observer::{Encoded, TrainEvent, TrainObserver};
 
@@ -62,7 +62,7 @@ impl Encoding<'_, '_, '_> {
         for which in 0..model.text_encoders.len() {
             let traced = trace_encode(model, which, rows).map_err(TrainError::encode)?;
             let lowered = self.session.lower(&traced)?;
-            let sizes = [rows, model.tokens];
+            let sizes = [rows, model.text_encoders[which].tokens];
             let encoder = Encoder::compile(self.session, lowered, sizes, self.precision)
                 .map_err(TrainError::encode)?;
             let prepared = weights.prepare(encoder.program().stages(), &mut |_| Ok(()));
@@ -103,7 +103,11 @@ impl Encoding<'_, '_, '_> {
             None => HostTensor::zeros(Shape::new(dtype, [0])),
         };
         let hidden = of_row(&joined.hidden, row)?.convert(dtype)?;
-        Ok(Entry::from([(HIDDEN, hidden), (POOLED, pooled)]))
+        let mut entry = Entry::from([(HIDDEN, hidden), (POOLED, pooled)]);
+        if let Some(mask) = &joined.mask {
+            entry.insert(MASK, of_row(mask, row)?.convert(dtype)?);
+        }
+        Ok(entry)
     }
 
     /// Encodes images of several heights and widths, by the keys of their entries.

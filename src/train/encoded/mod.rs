@@ -14,12 +14,14 @@ use std::sync::Arc;
 use rayon::prelude::*;
 use serde_json::{Value, json};
 
-use crate::data::{BatchOptions, BatchRows, Dataset, Permutation, Rows, Tokenizer};
+use crate::data::{BatchOptions, BatchRows, Dataset, Permutation, Rows};
 use crate::dtype::DType;
 use crate::emit::DotPrecision;
 use crate::host_tensor::HostTensor;
+use crate::models::joint::names as joint;
+use crate::models::pixart::names as pixart;
 use crate::models::unet::names as unet;
-use crate::models::{DiffusionModel, vae};
+use crate::models::{DenoiserKind, DiffusionModel, vae};
 use crate::pipelines::PipelineModel;
 use crate::runtime::Session;
 use crate::shape::Shape;
@@ -42,6 +44,8 @@ const MEAN: &str = "mean";
 const DEVIATION: &str = "deviation";
 const HIDDEN: &str = "hidden";
 const POOLED: &str = "pooled";
+/// Only where padding is masked.
+const MASK: &str = "mask";
 
 /// The file beside the shards with what is known of pictures and weights, so that a start reads neither.
 pub const KNOWN_FILES: &str = "known.json";
@@ -70,6 +74,10 @@ pub struct EncodedDataset {
     store: Store,
     samples: Vec<SampleKeys>,
     empty_caption: String,
+    /// The step's input of pooled text.
+    pooled_input: &'static str,
+    /// Whether captions have a mask of what fills them up.
+    is_masked: bool,
     /// For text encoders that are trained: the token ids for each of them, by the keys of captions.
     ids: Option<BTreeMap<String, Vec<Vec<i32>>>>,
     /// The samples of each size that training does not see.
@@ -130,7 +138,7 @@ impl EncodedDataset {
             images: BTreeMap::new(),
             captions: BTreeMap::new(),
         };
-        let empty_caption = work.caption("", &base.tokenizers, &encoders)?;
+        let empty_caption = work.caption("", base, &encoders)?;
         let mut samples = Vec::with_capacity(dataset.len());
         for index in 0..dataset.len() {
             samples.push(work.sample(index, &dataset, base, &options, &encoders)?);
@@ -167,6 +175,13 @@ impl EncodedDataset {
             store,
             samples,
             empty_caption,
+            pooled_input: match base.model.denoiser.kind() {
+                DenoiserKind::Unet => unet::TEXT_EMBEDS,
+                DenoiserKind::Flux | DenoiserKind::Sd3 | DenoiserKind::PixArt => {
+                    joint::POOLED_PROJECTIONS
+                }
+            },
+            is_masked: base.model.text_encoders.iter().any(|e| e.masked),
             ids,
             held_out,
             rows,
@@ -244,7 +259,10 @@ impl EncodedDataset {
         let pooled = read(caption, POOLED)?;
         // Of encoders without a pooled result it has no elements.
         if pooled.shape.count() > 0 {
-            row.insert(unet::TEXT_EMBEDS, pooled);
+            row.insert(self.pooled_input, pooled);
+        }
+        if self.is_masked {
+            row.insert(pixart::ENCODER_ATTENTION_MASK, read(caption, MASK)?);
         }
         Ok(row)
     }
@@ -288,7 +306,7 @@ impl Work {
             time_ids.push(model.time_ids_of(picture.original_size, corner));
         }
         let captions = captions.iter();
-        let captions = captions.map(|text| self.caption(text, &base.tokenizers, encoders));
+        let captions = captions.map(|text| self.caption(text, base, encoders));
         Ok(SampleKeys {
             captions: captions.collect::<Result<_, _>>()?,
             latents,
@@ -300,12 +318,13 @@ impl Work {
     fn caption(
         &mut self,
         caption: &str,
-        tokenizers: &[Tokenizer],
+        base: &PipelineModel,
         encoders: &Encoders,
     ) -> Result<String, TrainError> {
-        let mut ids = Vec::with_capacity(tokenizers.len());
-        for tokenizer in tokenizers {
-            let encoded = tokenizer.encode(caption)?;
+        let mut ids = Vec::with_capacity(base.tokenizers.len());
+        let read = base.model.family.spec().read_prompt(caption);
+        for tokenizer in &base.tokenizers {
+            let encoded = tokenizer.encode(&read)?;
             for warning in encoded.warnings() {
                 tracing::warn!("caption \"{caption}\": {warning}");
             }
@@ -339,11 +358,15 @@ impl Encoders {
             .text_encoders
             .iter()
             .map(|encoder| {
-                Ok(json!({
+                let mut decides = json!({
                     "weights": fingerprint(encoder.part.name())?,
                     "config": format!("{:?}", encoder.config),
                     "hidden": format!("{:?}", encoder.hidden),
-                }))
+                });
+                if encoder.masked {
+                    decides["masked"] = true.into();
+                }
+                Ok(decides)
             })
             .collect::<Result<Vec<_>, TrainError>>()?;
         Ok(Encoders {
@@ -353,7 +376,14 @@ impl Encoders {
                 "config": format!("{:?}", model.vae),
                 "precision": precision,
             }),
-            text: json!({ "version": VERSION, "encoders": text, "precision": precision }),
+            text: {
+                let mut text =
+                    json!({ "version": VERSION, "encoders": text, "precision": precision });
+                if let Some(features) = model.padded_features() {
+                    text["filled"] = json!([model.tokens, features]);
+                }
+                text
+            },
         })
     }
 }

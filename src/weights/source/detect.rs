@@ -156,7 +156,13 @@ pub fn is_lora(name: &str) -> bool {
 
 /// Whether a file is a denoiser by diffusers' names.
 pub(super) fn is_denoiser_of_diffusers(file: &Checkpoint) -> bool {
-    file.info("down_blocks.0.resnets.0.conv1.weight").is_some()
+    // Of a UNet, of FLUX.1 and Stable Diffusion 3, and of PixArt.
+    let signs = [
+        "down_blocks.0.resnets.0.conv1.weight",
+        "transformer_blocks.0.attn.to_q.weight",
+        "transformer_blocks.0.attn1.to_q.weight",
+    ];
+    signs.into_iter().any(|sign| file.info(sign).is_some())
 }
 
 /// A file without a denoiser of a known layout: often one part of something.
@@ -165,7 +171,7 @@ fn without_denoiser(file: &Checkpoint) -> SourceError {
     let path = file.path().to_owned();
     let diffusers = "name the folder with model_index.json that it belongs to";
     let (what, advice) = if is_denoiser_of_diffusers(file) {
-        ("the UNet of a diffusers folder", diffusers)
+        ("the denoiser of a diffusers folder", diffusers)
     } else if has("encoder.down_blocks.0.resnets.0.conv1.weight") {
         ("the VAE of a diffusers folder", diffusers)
     } else if vae::original::ROOTS

@@ -82,7 +82,7 @@ fn files_of_other_kinds_are_named() {
         ("edm_mean".into(), "Playground"),
         (
             "down_blocks.0.resnets.0.conv1.weight".into(),
-            "the UNet of a diffusers folder, not a whole model that is supported; name the folder",
+            "the denoiser of a diffusers folder, not a whole model that is supported; name the folder",
         ),
         (
             "encoder.down_blocks.0.resnets.0.conv1.weight".into(),
