@@ -320,7 +320,7 @@ fn calibration_that_cannot_be_is_refused() {
 fn awq_and_hqq_draw_nearly_what_the_source_draws() {
     let dir = tempfile::tempdir().unwrap();
     let float = drawn(dir.path(), &[]);
-    let group = "quantization_granularity=8";
+    let group = "quantization_granularity=4";
     let with_minimums = ["quantization_numerics=gguf", "quantization_symmetric=False"];
     let of = |name: &str, words: &[&str]| {
         let output = dir.path().join(name);
@@ -356,7 +356,7 @@ fn awq_and_hqq_draw_nearly_what_the_source_draws() {
         "hqq",
         &[&with_minimums[..], &["quantization_algorithm=hqq"]].concat(),
     );
-    assert!(error < 1.02 * plain, "{error}, to the nearest {plain}");
+    assert!(error < 1.2 * plain, "{error}, to the nearest {plain}");
     for output in [awq, hqq] {
         let named = format!("pretrained_model_name_or_path={}", output.display());
         let found = distance(&drawn(dir.path(), &[&named]), &float);

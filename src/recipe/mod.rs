@@ -17,6 +17,7 @@ pub mod hub;
 mod images;
 mod inversions;
 mod ip_adapter;
+mod layers;
 mod lora;
 mod mesh;
 mod model;

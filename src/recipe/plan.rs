@@ -1,16 +1,18 @@
 //! Mixed precision: the format of each layer under a budget, by what each costs in quality.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use crate::config::{Config, QuantRule, QuantRuleMode, QuantRules, WeightGranularity};
 use crate::graph::{Granularity, Graph};
-use crate::quant::{BudgetError, Choice, Decision, Formats, Statistics, StoredLayer, choose};
+use crate::quant::{
+    Action, BudgetError, Choice, Decision, Formats, Rule, Statistics, StoredLayer, choose,
+};
 use crate::weights::Checkpoint;
 use crate::weights::quantized::{Quantization, weight_name};
 use crate::weights::source::{QuantizedTensor, UNetQuantization};
 
 use super::formats::{mode_of, rule_formats};
-use super::quantize::{stored_layer, unet_quantization};
+use super::layers::{stored_layer, unet_quantization};
 use super::{Notice, Notify, RecipeError};
 
 /// What a plan may take.
@@ -187,7 +189,7 @@ pub(super) fn plan(
         Some(_) => Measure::Result,
         None => Measure::Weight,
     };
-    let mut layers = planning.unplanned(&open)?;
+    let mut layers = planning.unplanned(&open);
     for (at, rule) in candidates.iter().enumerate() {
         planning.measure(at, rule, &mut layers)?;
     }
@@ -213,23 +215,18 @@ pub(super) fn plan(
 
 impl Planning<'_> {
     /// The layers to choose formats for, in the order of names.
-    fn unplanned(&self, open: &[&str]) -> Result<Vec<PlannedLayer>, RecipeError> {
-        let mut layers: Vec<PlannedLayer> = Vec::with_capacity(open.len());
-        for layer in open
-            .iter()
-            .copied()
-            .collect::<std::collections::BTreeSet<_>>()
-        {
+    fn unplanned(&self, open: &[&str]) -> Vec<PlannedLayer> {
+        let names: BTreeSet<&str> = open.iter().copied().collect();
+        let layer = |layer: &str| {
             let shape = self.checkpoint.info(&weight_name(layer));
-            let parameters = shape.map_or(0, |shape| shape.dims.iter().product());
-            layers.push(PlannedLayer {
+            PlannedLayer {
                 layer: layer.to_owned(),
-                parameters,
+                parameters: shape.map_or(0, |shape| shape.dims.iter().product()),
                 candidates: Vec::new(),
                 chosen: 0,
-            });
-        }
-        Ok(layers)
+            }
+        };
+        names.into_iter().map(layer).collect()
     }
 
     /// Adds a rule to the candidates of the layers that may have it.
@@ -240,7 +237,7 @@ impl Planning<'_> {
         layers: &mut [PlannedLayer],
     ) -> Result<(), RecipeError> {
         let config = self.config;
-        let pattern = crate::quant::Rule::new(&rule.path, crate::quant::Action::Float, true);
+        let pattern = Rule::new(&rule.path, Action::Float, true);
         let pattern = pattern.map_err(RecipeError::usage)?;
         let formats = rule_formats(config, rule)?;
         if let Some(formats) = formats.filter(|formats| formats.activation.is_some()) {
@@ -303,7 +300,7 @@ impl Planning<'_> {
         let (bytes, others) = match budget {
             Budget::Bits(bits) => ((bits * parameters as f64 / 8.0) as u64, 0),
             Budget::Bytes(bytes) => {
-                let others = self.bytes_of_others(layers)?;
+                let others = self.bytes_of_others(layers);
                 (bytes.saturating_sub(others), others)
             }
         };
@@ -346,7 +343,7 @@ impl Planning<'_> {
     }
 
     /// Bytes of the denoiser's tensors that no plan decides.
-    fn bytes_of_others(&self, layers: &[PlannedLayer]) -> Result<u64, RecipeError> {
+    fn bytes_of_others(&self, layers: &[PlannedLayer]) -> u64 {
         let planned: Vec<String> = layers.iter().map(|l| weight_name(&l.layer)).collect();
         let plain = UNetQuantization {
             stored: self.stored.clone(),
@@ -359,7 +356,7 @@ impl Planning<'_> {
         let others = self.checkpoint.iter();
         let others =
             others.filter(|(name, _)| planned.binary_search_by(|p| p.as_str().cmp(name)).is_err());
-        Ok(others.map(|(name, shape)| plain.bytes(name, shape)).sum())
+        others.map(|(name, shape)| plain.bytes(name, shape)).sum()
     }
 }
 

@@ -1,27 +1,24 @@
 //! Quantizing a published model's weights, from file to file.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-use crate::config::{Config, Loaded, ModelConfig, Place, SvdOrder, WeightAlgorithm};
+use crate::config::{Config, Loaded, ModelConfig, Place, WeightAlgorithm};
 use crate::dtype::DType;
-use crate::graph::{Builder, Granularity, Graph, Range, TensorFormat};
+use crate::graph::{Builder, Graph, TensorFormat};
 use crate::hub::RepoId;
 use crate::models::{Family, FamilySpec, Part, unet};
 use crate::pjrt::install::TryLoad;
-use crate::quant::{
-    Action, Decision, Formats, ObserverKind, Policy, Rule, Statistics, StoredLayer, annotate,
-    joined_inputs, readers_of_input,
-};
+use crate::quant::{Action, Decision, ObserverKind, Policy, Rule, annotate};
 use crate::shape::Shape;
-use crate::weights::Checkpoint;
 use crate::weights::match_parameters;
 use crate::weights::quantized::{Quantization, QuantizedLayout, weight_name};
 use crate::weights::source::{
-    ModelSource, QuantizedTensor, SourceError, UNetQuantization, WrittenPart, check_quark_layer,
+    ModelSource, QuantizedTensor, SourceError, WrittenPart, check_quark_layer,
 };
 
-use super::calibrate::{Run, calibrate, calibrated, check_calibration, plans, weight_observer};
+use super::calibrate::{Run, calibrate, calibrated, check_calibration};
+use super::layers::{stored, unet_quantization};
 use super::plan::{Budget, Plan, Planning, plan};
 use super::source::{Source, denoiser, find_model};
 use super::{Notify, RecipeError, policy, precision};
@@ -248,6 +245,7 @@ pub fn quantize(
     let mut decided = Decided::new(config, &source)?;
     let weights: Vec<(&str, &[usize])> = decided.sizes();
     match_parameters(&weights, checkpoint).map_err(RecipeError::failed)?;
+    check_layout(config, &decided)?;
     let watch = calibrated(
         config,
         &decided.policy,
@@ -327,16 +325,8 @@ impl Decided {
     fn new(config: &Config, source: &ModelSource) -> Result<Decided, RecipeError> {
         let policy = weight_policy(config, source.family.spec())?;
         let (graph, decisions) = decisions(config, source, &policy)?;
-        let mut stored = stored(config, &decisions, &graph);
-        if config.calibration.text_in_float {
-            let text = unet::names::ENCODER_HIDDEN_STATES;
-            text_in_float(&mut stored, &readers_of_input(&graph, &policy.model, text))?;
-        }
-        if config.calibration.split_skips {
-            split_skips(&mut stored, &joined_inputs(&graph, &policy.model))?;
-        }
         Ok(Decided {
-            stored,
+            stored: stored(config, &policy.model, &decisions, &graph)?,
             policy,
             graph,
             decisions,
@@ -378,65 +368,6 @@ fn check_layout(config: &Config, decided: &Decided) -> Result<(), RecipeError> {
         }
     }
     Ok(())
-}
-
-/// Whether calibration finds the scale of what a layer reads.
-fn is_static(layer: &StoredLayer) -> bool {
-    let format = layer.activation;
-    format.is_some_and(|format| matches!(format.range, Range::Stored(_)))
-}
-
-/// Leaves the activations of layers with recorded scales that read text alone in float.
-fn text_in_float(stored: &mut Quantization, readers: &BTreeSet<String>) -> Result<(), RecipeError> {
-    let layers = stored.layers.iter_mut();
-    let layers = layers.filter(|(path, layer)| is_static(layer) && readers.contains(*path));
-    let count = layers.map(|(_, layer)| layer.activation = None).count();
-    match count {
-        0 => Err(RecipeError::Usage(
-            "calibration.text_in_float has no effect: no layer with a recorded scale (int8_w8a8_static) reads text alone"
-                .to_owned(),
-        )),
-        _ => Ok(()),
-    }
-}
-
-/// Gives the layers with recorded scales that read two joined activations a scale for each feature: that of its part.
-fn split_skips(
-    stored: &mut Quantization,
-    joined: &BTreeMap<String, usize>,
-) -> Result<(), RecipeError> {
-    let mut is_any = false;
-    for (path, layer) in &mut stored.layers {
-        let is_joined = is_static(layer) && joined.contains_key(path);
-        if let Some(format) = layer.activation.as_mut().filter(|_| is_joined) {
-            format.granularity = Granularity::Feature;
-            is_any = true;
-        }
-    }
-    match is_any {
-        true => Ok(()),
-        false => Err(RecipeError::Usage(
-            "calibration.split_skips has no effect: no layer with a recorded scale (int8_w8a8_static) reads two joined activations"
-                .to_owned(),
-        )),
-    }
-}
-
-/// How a UNet is quantized whose layers are stored so.
-pub(super) fn unet_quantization(
-    config: &Config,
-    stored: Quantization,
-    statistics: Option<&Statistics>,
-    checkpoint: &Checkpoint,
-) -> Result<UNetQuantization, RecipeError> {
-    Ok(UNetQuantization {
-        plans: plans(config, &stored, statistics, checkpoint)?,
-        stored,
-        weights_dtype: config.weights_dtype.into(),
-        observer: weight_observer(config),
-        is_hqq: config.quantization_algorithm == WeightAlgorithm::Hqq,
-        layout: config.quantized_layout,
-    })
 }
 
 /// The model that `pretrained_model_name_or_path` names; of a recipe with a UNet of its own what `generate` would draw with.
@@ -484,46 +415,6 @@ fn decisions(
         .map_err(RecipeError::usage)?;
     let decisions = annotate(&b, policy).map_err(RecipeError::usage)?;
     Ok((b.finish(), decisions))
-}
-
-/// The formats in which the decisions have weights stored.
-fn stored(config: &Config, decisions: &[Decision], graph: &Graph) -> Quantization {
-    let sizes: HashMap<&str, &[usize]> = graph
-        .weights()
-        .map(|(_, weight)| (weight.key(), weight.shape.dims.as_slice()))
-        .collect();
-    let stored = |decision: &Decision| {
-        let dims = sizes.get(weight_name(&decision.path).as_str());
-        let dims = dims.copied().unwrap_or_default();
-        let stored = stored_layer(config, decision.formats?, dims)?;
-        Some((decision.path.clone(), stored))
-    };
-    Quantization {
-        layers: decisions.iter().filter_map(stored).collect(),
-    }
-}
-
-/// How a layer with a weight of these dimensions is stored in these formats. A low-rank product stands beside linear layers that
-/// are larger than its rank.
-pub(super) fn stored_layer(
-    config: &Config,
-    formats: Formats,
-    dims: &[usize],
-) -> Option<StoredLayer> {
-    let rank = config.svd_rank as usize;
-    let is_large = matches!(dims, &[out, inputs] if out.min(inputs) > rank);
-    let low_rank = (formats.low_rank && is_large).then_some(rank);
-    Some(StoredLayer {
-        weight: formats.weight?.stored(config.activations_dtype.into()),
-        activation: formats.activation,
-        low_rank,
-        smoothed: match config.quantization_algorithm {
-            WeightAlgorithm::Awq => dims.len() == 2,
-            WeightAlgorithm::Nearest | WeightAlgorithm::Gptq | WeightAlgorithm::Hqq => {
-                low_rank.is_some() && config.svd_order == SvdOrder::Paper
-            }
-        },
-    })
 }
 
 /// What each rule decided; `sizes` has the numbers in each weight.

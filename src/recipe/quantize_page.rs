@@ -45,9 +45,9 @@ pub fn quantize_page(report: &QuantizeReport) -> String {
     ];
     for (title, lines) in sections {
         if let Some(chart) = svg(&lines) {
-            let _ = write!(
+            let _ = writeln!(
                 page,
-                "<section><h2>{}</h2>{chart}</section>\n",
+                "<section><h2>{}</h2>{chart}</section>",
                 escaped(title)
             );
         }
