@@ -12,7 +12,7 @@ use maxdiff::models::Part;
 use maxdiff::weights::source::ModelSource;
 use serde_json::Value;
 
-fn quantize(output: &Path, words: &[&str]) -> Output {
+pub fn quantize(output: &Path, words: &[&str]) -> Output {
     cpu_plugin();
     let tokenizer = golden("tokenizer");
     without_optimizations(&mut program(["quantize", "sd21", "model_family="]))
@@ -32,7 +32,7 @@ fn quantize(output: &Path, words: &[&str]) -> Output {
         .unwrap()
 }
 
-fn quantized(output: &Path, words: &[&str]) -> Value {
+pub fn quantized(output: &Path, words: &[&str]) -> Value {
     json(&quantize(output, &[words, &["--json"]].concat()))
 }
 
@@ -57,7 +57,8 @@ fn distance(a: &image::RgbImage, b: &image::RgbImage) -> f64 {
     sum / a.as_raw().len() as f64
 }
 
-const SMALL: &str = "calibration={prompts: [a cat, a red dog], steps: 2, height: 16, width: 16}";
+pub const SMALL: &str =
+    "calibration={prompts: [a cat, a red dog], steps: 2, height: 16, width: 16}";
 
 #[test]
 fn a_calibrated_checkpoint_draws_nearly_what_its_source_draws() {
@@ -102,6 +103,66 @@ fn a_calibrated_checkpoint_draws_nearly_what_its_source_draws() {
     let mut command = program(["lower", "sd21", "--json", "resolution=16", "hardware=cpu"]);
     let lowered = json(&command.args([&named, "model_family="]).output().unwrap());
     assert_eq!(lowered["quantized"], tensors.len());
+}
+
+/// `calibration.split_skips`: the layers of a UNet behind skip connections, and no others, have two scales. `text_in_float`: those
+/// that read text have none.
+#[test]
+fn ranges_behind_skip_connections_are_split() {
+    let dir = tempfile::tempdir().unwrap();
+    let output = dir.path().join("split");
+    let split = SMALL.replace('}', ", split_skips: True, text_in_float: True}");
+    let report = quantized(&output, &["quantization=int8_w8a8_static", &split]);
+    let formats = report["quantization_config"]["formats"].as_array().unwrap();
+    let of = |granularity: &str| {
+        let found = formats
+            .iter()
+            .find(|f| f["activation"]["granularity"] == granularity);
+        found.unwrap()["layers"].as_array().unwrap().clone()
+    };
+    let (with_parts, others) = (of("feature"), of("tensor"));
+    assert!(with_parts.len() < others.len());
+    // Those that read text alone.
+    let floats = formats.iter().find(|f| f["activation"].is_null()).unwrap();
+    let floats = floats["layers"].as_array().unwrap();
+    assert!(!floats.is_empty());
+    for layer in floats {
+        let layer = layer.as_str().unwrap();
+        assert!(
+            layer.ends_with("attn2.to_k") || layer.ends_with("attn2.to_v"),
+            "{layer}"
+        );
+    }
+    let stored = ModelSource::open(&output).unwrap();
+    let checkpoint = &stored.components[&Part::Unet].checkpoint;
+    for layer in &with_parts {
+        let layer = layer.as_str().unwrap();
+        assert!(layer.starts_with("up_blocks."), "{layer}");
+        assert!(
+            layer.ends_with("conv1") || layer.ends_with("conv_shortcut"),
+            "{layer}"
+        );
+        let scales = checkpoint.read(&format!("{layer}.input_scale")).unwrap();
+        let mut scales = scales.to_f32_vec().unwrap();
+        scales.dedup();
+        assert_eq!(scales.len(), 2, "{layer}");
+    }
+    let named = format!("pretrained_model_name_or_path={}", output.display());
+    let found = distance(&drawn(dir.path(), &[&named]), &drawn(dir.path(), &[]));
+    assert!(found < 12.0, "{found}");
+    let smooth = quantize(
+        &dir.path().join("out"),
+        &[
+            "quantization=int8_w8a8_static",
+            "quantization_smooth_alpha=0.5",
+            &split,
+        ],
+    );
+    let error = text(&smooth.stderr);
+    assert!(
+        error.contains("calibration.split_skips takes the largest magnitude of each part"),
+        "{error}"
+    );
 }
 
 #[test]
@@ -186,7 +247,7 @@ fn calibration_that_cannot_be_is_refused() {
         (&[static_int8][..], "int8_w8a8_static needs calibration"),
         (
             &["quantization=w4a16", "quantization_algorithm=gptq"],
-            "quantization_algorithm=gptq needs calibration",
+            "quantization_algorithm=gptq and awq need calibration",
         ),
         (
             &[
@@ -250,5 +311,80 @@ fn calibration_that_cannot_be_is_refused() {
         let error = text(&float.stderr);
         assert_eq!(float.status.code(), Some(2), "{error}");
         assert!(error.contains(expected), "{error}");
+    }
+}
+
+/// AWQ's checkpoint divides activations by factors that layers of one parent share, and HQQ's has floats beside codes; both draw
+/// nearly what the source draws, and a layer's error is smaller than that of rounding to nearest.
+#[test]
+fn awq_and_hqq_draw_nearly_what_the_source_draws() {
+    let dir = tempfile::tempdir().unwrap();
+    let float = drawn(dir.path(), &[]);
+    let group = "quantization_granularity=4";
+    let with_minimums = ["quantization_numerics=gguf", "quantization_symmetric=False"];
+    let of = |name: &str, words: &[&str]| {
+        let output = dir.path().join(name);
+        let report = quantized(
+            &output,
+            &[
+                &["quantization=w4a16", group, "--sensitivity", SMALL],
+                words,
+            ]
+            .concat(),
+        );
+        let tensors = report["tensors"].as_array().unwrap();
+        let ratios = tensors.iter().map(|row| {
+            let ratio = row["output_sqnr_db"].as_f64().unwrap();
+            10f64.powf(-ratio / 10.0)
+        });
+        let error = ratios.sum::<f64>() / tensors.len() as f64;
+        (output, error)
+    };
+    let (_, nearest) = of("nearest", &[]);
+    let (awq, error) = of("awq", &["quantization_algorithm=awq"]);
+    assert!(error < nearest, "{error}, to the nearest {nearest}");
+    let stored = ModelSource::open(&awq).unwrap();
+    let checkpoint = &stored.components[&Part::Unet].checkpoint;
+    let factors = |name: &str| {
+        let path = format!("down_blocks.0.attentions.0.transformer_blocks.0.{name}.smooth_factor");
+        checkpoint.read(&path).unwrap().to_f32_vec().unwrap()
+    };
+    assert_eq!(factors("attn1.to_q"), factors("attn1.to_v"));
+    assert_ne!(factors("attn1.to_q"), factors("attn1.to_out.0"));
+    let (_, plain) = of("q4_1", &with_minimums);
+    let (hqq, error) = of(
+        "hqq",
+        &[&with_minimums[..], &["quantization_algorithm=hqq"]].concat(),
+    );
+    assert!(error < 1.2 * plain, "{error}, to the nearest {plain}");
+    for output in [awq, hqq] {
+        let named = format!("pretrained_model_name_or_path={}", output.display());
+        let found = distance(&drawn(dir.path(), &[&named]), &float);
+        assert!(found < 16.0, "{}: {found}", output.display());
+    }
+    for (words, expected) in [
+        (
+            &["quantization=w4a16", "quantization_algorithm=awq"][..],
+            "quantization_algorithm=gptq and awq need calibration",
+        ),
+        (
+            &[
+                "quantization=svdquant_w4a16",
+                "quantization_algorithm=awq",
+                SMALL,
+            ],
+            "quantization_algorithm=awq is of weights alone",
+        ),
+        (
+            &["quantization=w4a16", "quantization_algorithm=hqq"],
+            "quantization_algorithm=hqq chooses the float that is added to codes",
+        ),
+    ] {
+        let output = dir.path().join("refused");
+        let refused = quantize(&output, words);
+        let error = text(&refused.stderr);
+        assert_eq!(refused.status.code(), Some(2), "{error}");
+        assert!(error.contains(expected), "{error}");
+        assert!(!output.exists());
     }
 }

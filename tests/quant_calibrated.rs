@@ -8,9 +8,9 @@ use maxdiff::graph::{
 use maxdiff::host_tensor::HostTensor;
 use maxdiff::lowering::Traced;
 use maxdiff::quant::{
-    ActivationStatistics, LowRankOptions, LowRankWeight, Observer, Policy, Statistics, StoredLayer,
-    Watch, WeightRounding, balance, largest_of_features, lower, quantize_weight, watch,
-    with_low_rank,
+    ActivationStatistics, LowRankOptions, LowRankWeight, Observer, Policy, RoundingAlgorithm,
+    Statistics, StoredLayer, Watch, WeightRounding, balance, largest_of_features, lower,
+    quantize_weight, watch, with_low_rank,
 };
 use maxdiff::shape::Shape;
 use maxdiff::weights::cast;
@@ -54,6 +54,7 @@ fn calibrated(golden: &Golden, dtype: DType) -> ActivationStatistics {
         layers: ["to_q".to_owned()].into(),
         counts: false,
         hessians: ["to_q".to_owned()].into(),
+        gains: false,
     };
     let (graph, watched) = watch(linear(dtype), &asked).unwrap();
     let mut statistics = Statistics::new(watched);
@@ -62,7 +63,7 @@ fn calibrated(golden: &Golden, dtype: DType) -> ActivationStatistics {
     for batch in batches.to_f32_vec().unwrap().chunks(ROWS * INPUTS) {
         let x = HostTensor::from_f32([ROWS, INPUTS], batch).unwrap();
         let results = evaluate(&graph, &[of_type(&x, dtype), weight.clone()]).unwrap();
-        statistics.add(&results[1..]).unwrap();
+        statistics.add(0, &results[1..]).unwrap();
     }
     statistics.of_layer("to_q").unwrap().clone()
 }
@@ -454,7 +455,7 @@ fn gptq_is_the_papers() {
     };
     let rounding = WeightRounding {
         observer: Observer::default(),
-        hessian: Some(&hessian),
+        algorithm: RoundingAlgorithm::Gptq(&hessian),
     };
     for (case, element, granularity, groups) in [
         ("int4_group", DType::S4, Granularity::Group(64), 2),

@@ -7,7 +7,8 @@ use maxdiff::graph::{
 };
 use maxdiff::host_tensor::HostTensor;
 use maxdiff::quant::{
-    CalibrationError, Observer, ObserverKind, Statistics, Watch, quantize_observed, watch,
+    CalibrationError, Observer, ObserverCompat, ObserverKind, Statistics, Watch, quantize_observed,
+    watch,
 };
 use maxdiff::shape::Shape;
 
@@ -58,6 +59,7 @@ fn counted(batches: &[&[f32]], counts: bool) -> Result<Statistics, CalibrationEr
         layers: ["to_q".to_owned()].into(),
         counts,
         hessians: Default::default(),
+        gains: false,
     };
     let (graph, watched) = watch(b.finish(), &asked).unwrap();
     let mut statistics = Statistics::new(watched);
@@ -65,7 +67,7 @@ fn counted(batches: &[&[f32]], counts: bool) -> Result<Statistics, CalibrationEr
         let x = HostTensor::from_f32([rows, 1], batch).unwrap();
         let one = HostTensor::from_f32([1, 1], &[1.0]).unwrap();
         let results = evaluate(&graph, &[x, one]).unwrap();
-        statistics.add(&results[1..])?;
+        statistics.add(0, &results[1..])?;
     }
     Ok(statistics)
 }
@@ -111,8 +113,8 @@ fn ranges_are_those_of_quark_and_pytorch() {
         }
         for percentile in golden.meta["percentiles"].as_array().unwrap() {
             let observer = Observer {
-                kind: ObserverKind::Percentile,
                 percentile: percentile.as_f64().unwrap(),
+                ..Observer::of(ObserverKind::Percentile)
             };
             let case = format!("percentile_{}_{name}/scale", observer.percentile);
             let expected = recorded(&golden, &case, 1)[0];
@@ -123,6 +125,43 @@ fn ranges_are_those_of_quark_and_pytorch() {
         let expected = recorded(&golden, &format!("mse_{name}/scale"), 1)[0];
         let found = scales(values, Observer::of(ObserverKind::Mse), true);
         assert_eq!(found, [expected; 2], "mse {name}");
+    }
+}
+
+/// `observer_compat: quark`: scales and zero points of Quark's own observers, with their defects.
+#[test]
+fn quarks_own_results_are_there_for_comparison() {
+    let golden = Golden::read("quant_observers.safetensors");
+    let signed = batches(&golden);
+    let positive: Vec<f32> = signed.iter().map(|x| x.abs()).collect();
+    for (name, values) in [("signed", &signed), ("positive", &positive)] {
+        let weight = HostTensor::from_f32([1, values.len()], values).unwrap();
+        for (symmetric, symmetry) in [(true, "symmetric"), (false, "asymmetric")] {
+            for kind in [
+                ObserverKind::Histogram,
+                ObserverKind::Mse,
+                ObserverKind::Percentile,
+            ] {
+                let case = format!("quark_{kind}_{name}_{symmetry}");
+                let observer = Observer {
+                    compat: Some(ObserverCompat::Quark),
+                    ..Observer::of(kind)
+                };
+                let found = quantize_observed(&weight, format(symmetric), observer).unwrap();
+                let scale = recorded(&golden, &format!("{case}/scale"), 1)[0];
+                near(found.scale.to_f32_vec().unwrap()[0], scale, 1e-5, &case);
+                if let Some(zero_point) = found.zero_point {
+                    let shape = Shape::new(DType::S32, [1]);
+                    let expected = golden.tensor(&format!("out/{case}/zero_point"), &shape);
+                    let expected = expected.to_f32_vec().unwrap();
+                    assert_eq!(zero_point.to_f32_vec().unwrap(), expected, "{case}");
+                }
+                // The defects are not those of the observers that are for use.
+                if kind == ObserverKind::Histogram {
+                    assert_eq!(scale, 1.0);
+                }
+            }
+        }
     }
 }
 

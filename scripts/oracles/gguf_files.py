@@ -65,7 +65,7 @@ def main() -> None:
     floats = {f"out/{name}": gguf.dequantize(values, kind).astype(np.float32) for name, (values, kind) in data.items()}
     floats["out/kernel.weight"] = floats["out/kernel.weight"].reshape(kernel.shape)
     # The weights that the package quantized, for the other way.
-    floats |= {f"in/{kind.name.lower()}.weight": weight(kind.name) for kind in (Type.Q4_0, Type.Q8_0)}
+    floats |= {f"in/{kind.name.lower()}.weight": weight(kind.name) for kind in (Type.Q4_0, Type.Q4_1, Type.Q8_0)}
     write(FOLDER / "blocks.safetensors", floats, {"versions": {"gguf": "0.17.1"}})
 
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.T5ENCODER, 2)

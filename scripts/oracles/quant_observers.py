@@ -4,6 +4,7 @@ Needs the packages of requirements-quark.txt, as quant_quark.py.
 
 Names: in/batches are three batches of one activation in bfloat16; in/positive is without negative values.
 out/<observer>/{scale,range}: of all values as one batch, but those of `batches` for `min_max`, `ema` and `power_of_two`.
+out/quark_<observer>_<case>/{scale,zero_point} are what Quark's own observers give, with their defects.
 Quark's search of MSE looks at the last three bins of its histogram only; recorded is what its own fake quantization gives
 for the shares of the range in hundredths from 20 on.
 """
@@ -13,6 +14,7 @@ import torch
 from quark.torch.quantization import Int8PerChannelSpec, Int8PerTensorSpec
 from quark.torch.quantization.observer.observer import (
     PerChannelPowOf2MinMaxObserver,
+    PerTensorHistogramObserver,
     PerTensorHistogramObserverPro,
     PerTensorMinMaxObserver,
     PerTensorMSEObserver,
@@ -75,6 +77,16 @@ def main():
             scale, zero_point = qparams(batches_of(PerTensorMinMaxObserver(spec(symmetric)), data))
             out[f"out/min_max_{case}/scale"] = scale
             out[f"out/min_max_{case}/zero_point"] = zero_point
+            for kind, own in [
+                ("histogram", PerTensorHistogramObserver),
+                ("mse", PerTensorMSEObserver),
+                ("percentile", PerTensorPercentileObserver),
+            ]:
+                observer = own(spec(symmetric))
+                observer(data.flatten())
+                scale, zero_point = qparams(observer)
+                out[f"out/quark_{kind}_{case}/scale"] = scale
+                out[f"out/quark_{kind}_{case}/zero_point"] = zero_point
             for bins in [256, 2048]:
                 scheme = torch.per_tensor_symmetric if symmetric else torch.per_tensor_affine
                 observer = HistogramObserver(bins=bins, dtype=torch.qint8, qscheme=scheme)

@@ -8,10 +8,13 @@ use clap::Args;
 use serde_json::{Value as Json, json};
 
 use super::doctor::try_load;
-use super::{CliError, RecipeArgs, exists, notices, print, status};
+use super::{CliError, RecipeArgs, check_new_file, exists, notices, print, status, write_new};
 use crate::config::Verb;
 use crate::quant::Action;
-use crate::recipe::{self, QuantizeReport, RuleMatch, format_text, mode_of};
+use crate::recipe::{
+    self, Budget, Plan, QuantizeReport, QuantizeRequest, RuleMatch, format_text, mode_of,
+    mode_of_rule,
+};
 use crate::weights::source::{QuantizedTensor, WrittenPart};
 
 /// `quantize ...`
@@ -22,6 +25,21 @@ pub struct QuantizeArgs {
     /// Folder for the result; an existing one is not touched
     #[arg(long, value_name = "DIR")]
     output: PathBuf,
+    /// Choose the format of each layer from quantization_candidates, so that they have at most so many bits a weight
+    #[arg(long, value_name = "BITS", conflicts_with = "budget_bytes")]
+    budget_bits: Option<f64>,
+    /// The same, so that the denoiser's files have at most so many bytes
+    #[arg(long, value_name = "BYTES")]
+    budget_bytes: Option<u64>,
+    /// File for the rules that were chosen under a budget, which quant_rules takes; an existing one is not touched
+    #[arg(long, value_name = "FILE")]
+    plan: Option<PathBuf>,
+    /// Tell what an error of each layer does to what denoising steps leave of samples, by calibration; a budget does too
+    #[arg(long)]
+    sensitivity: bool,
+    /// Page with every layer's error, and curves of it over layers and steps; an existing file is not touched
+    #[arg(long, value_name = "FILE")]
+    html: Option<PathBuf>,
     /// Print JSON: every quantized tensor, formats, rules and what they matched, bits a weight, parts, seconds
     #[arg(long)]
     json: bool,
@@ -38,6 +56,23 @@ pub fn run(args: &QuantizeArgs) -> Result<ExitCode, CliError> {
         // Before a download.
         return Err(exists(&args.output));
     }
+    let budget = args.budget_bits.map(Budget::Bits);
+    let budget = budget.or(args.budget_bytes.map(Budget::Bytes));
+    if args.plan.is_some() && budget.is_none() {
+        return Err(CliError::Usage(
+            "--plan has no effect without a budget: give --budget-bits or --budget-bytes; rules of a file are taken by \
+             quant_rules=FILE"
+                .to_owned(),
+        ));
+    }
+    for file in args.plan.iter().chain(&args.html) {
+        check_new_file(file)?;
+    }
+    let request = QuantizeRequest {
+        output: &args.output,
+        budget,
+        sensitivity: args.sensitivity,
+    };
     let start = Instant::now();
     let mut observe = |done: u64, total: u64| match done {
         0 => status::count_bytes("writing", total),
@@ -48,13 +83,19 @@ pub fn run(args: &QuantizeArgs) -> Result<ExitCode, CliError> {
     let report = recipe::quantize(
         &loaded,
         recipe_file,
-        &args.output,
+        &request,
         &try_load,
         &mut notify,
         &mut observe,
     )?;
     status::clear();
     let seconds = start.elapsed().as_secs_f64();
+    if let (Some(file), Some(plan)) = (&args.plan, &report.plan) {
+        write_new(file, plan.to_yaml().as_bytes())?;
+    }
+    if let Some(file) = &args.html {
+        write_new(file, recipe::quantize_page(&report).as_bytes())?;
+    }
     match args.json {
         true => print(&format!("{:#}", to_json(args, &report, seconds)))?,
         false => print(&summary(args, &report, seconds))?,
@@ -90,8 +131,9 @@ fn summary(args: &QuantizeArgs, report: &QuantizeReport, seconds: f64) -> String
             lowest,
             highest,
             row.sqnr_db,
-            row.output_sqnr_db
-                .map_or_else(String::new, |ratio| format!("{ratio:.1} dB")),
+            row.errors
+                .as_ref()
+                .map_or_else(String::new, |errors| format!("{:.1} dB", errors.sqnr_db)),
             row.bytes,
         ));
     }
@@ -106,8 +148,13 @@ fn summary(args: &QuantizeArgs, report: &QuantizeReport, seconds: f64) -> String
             sum.source_bytes as f64 / 1e6,
         ));
     }
+    if let Some(plan) = &report.plan {
+        text.push_str(&plan_summary(plan));
+    }
     text.push_str("rules, of which the first that matches decides:\n");
-    for rule in &report.rules {
+    let of_plan = report.plan.as_ref().map_or(&[][..], |plan| &plan.rules.0);
+    let is_planned = |rule: &&RuleMatch| of_plan.iter().any(|planned| planned.path == rule.pattern);
+    for rule in report.rules.iter().filter(|rule| !is_planned(rule)) {
         text.push_str(&format!(
             "  {:<10}  {}: {} layers, {:.2} % of the UNet's weights\n",
             action(rule.action),
@@ -141,6 +188,59 @@ fn summary(args: &QuantizeArgs, report: &QuantizeReport, seconds: f64) -> String
     text
 }
 
+/// How many layers have each candidate.
+fn plan_summary(plan: &Plan) -> String {
+    let mut text = format!(
+        "chosen: {:.3} bits a weight with scales in {} layers, {} bytes; the sum of their errors is {:.3e}: {}\n",
+        plan.bits(),
+        plan.layers.len(),
+        plan.bytes(),
+        plan.error(),
+        plan.measure.text()
+    );
+    for (at, rule) in plan.candidates.iter().enumerate() {
+        let taken = plan.layers.iter().filter(|layer| layer.taken().rule == at);
+        let weights: usize = taken.clone().map(|layer| layer.parameters).sum();
+        let name = mode_of_rule(rule);
+        text.push_str(&format!(
+            "  {name}: {} layers, {weights} weights\n",
+            taken.count()
+        ));
+    }
+    text
+}
+
+/// Relative errors, of their powers.
+fn roots(powers: &[f64]) -> Vec<f64> {
+    powers.iter().map(|power| power.sqrt()).collect()
+}
+
+fn plan_json(plan: &Plan) -> Json {
+    let layers = plan.layers.iter().map(|layer| {
+        let candidates = layer.candidates.iter().map(|candidate| {
+            json!({
+                "mode": mode_of_rule(&plan.candidates[candidate.rule]),
+                "bytes": candidate.bytes,
+                "error": candidate.error,
+                "sqnr_db": candidate.tensor.as_ref().map(|t| t.sqnr_db).filter(|ratio| ratio.is_finite()),
+            })
+        });
+        json!({
+            "layer": layer.layer,
+            "parameters": layer.parameters,
+            "candidates": candidates.collect::<Vec<_>>(),
+            "chosen": layer.chosen,
+        })
+    });
+    json!({
+        "error_is": plan.measure.text(),
+        "bits": plan.bits(),
+        "bytes": plan.bytes(),
+        "error": plan.error(),
+        "layers": layers.collect::<Vec<_>>(),
+    })
+}
+
 /// The mode that a rule gives.
 fn action(action: Action) -> &'static str {
     match action {
@@ -156,6 +256,7 @@ fn share(report: &QuantizeReport, rule: &RuleMatch) -> f64 {
 
 fn to_json(args: &QuantizeArgs, report: &QuantizeReport, seconds: f64) -> Json {
     let tensors = report.tensors.iter().map(|row| {
+        let errors = row.errors.as_ref();
         json!({
             "layer": row.layer,
             "shape": row.dims,
@@ -163,7 +264,9 @@ fn to_json(args: &QuantizeArgs, report: &QuantizeReport, seconds: f64) -> Json {
             "scale_range": row.scale_range,
             // JSON has no infinity: null is a weight that did not change.
             "sqnr_db": row.sqnr_db.is_finite().then_some(row.sqnr_db),
-            "output_sqnr_db": row.output_sqnr_db.filter(|ratio| ratio.is_finite()),
+            "output_sqnr_db": errors.map(|e| e.sqnr_db).filter(|ratio| ratio.is_finite()),
+            "relative_errors": errors.map(|e| roots(&e.of_layer)),
+            "step_errors": errors.filter(|e| !e.of_result.is_empty()).map(|e| roots(&e.of_result)),
             "low_rank_alpha": row.low_rank_alpha,
             "source_bytes": row.source_bytes,
             "bytes": row.bytes,
@@ -200,6 +303,7 @@ fn to_json(args: &QuantizeArgs, report: &QuantizeReport, seconds: f64) -> Json {
         "tensors": tensors.collect::<Vec<_>>(),
         "formats": formats.collect::<Vec<_>>(),
         "rules": rules.collect::<Vec<_>>(),
+        "plan": report.plan.as_ref().map(plan_json),
         "contractions": report.contractions,
         "parameters": report.parameters,
         "quantized_parameters": report.quantized_parameters(),

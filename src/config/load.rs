@@ -1,7 +1,6 @@
 //! From a file and `key=value` overrides to a checked [`Config`].
 
 use std::collections::{BTreeMap, HashMap, HashSet};
-use std::io::Read;
 use std::path::Path;
 
 use serde_json::{Map, Value};
@@ -10,7 +9,6 @@ use crate::models::Family;
 use crate::models::family::UNSUPPORTED;
 use crate::pipelines::image_file::NamedSampler;
 use crate::schedulers::SchedulerKind;
-use crate::util::files;
 use crate::util::names::nearest;
 
 use super::check;
@@ -24,10 +22,8 @@ use super::schema::Config;
 use super::text::show;
 use super::values::ModelConfig;
 use super::verb::Verb;
-use super::yaml::{Document, join, parse_document, parse_flow};
+use super::yaml::{Document, join, parse_document, parse_flow, read_file};
 
-/// Largest configuration file, in bytes. MaxDiffusion's largest has about 20 thousand.
-const LARGEST_FILE: u64 = 1 << 20;
 /// Keys whose values all compute the same, with what is computed for those that are not here.
 const SAME_RESULT: [(&str, &str); 2] = [
     ("attention", "'dot_product'"),
@@ -194,18 +190,6 @@ impl Config {
         }
         all
     }
-}
-
-fn read_file(path: &Path) -> Result<String, String> {
-    let file = files::open(path).map_err(|e| e.to_string())?;
-    let mut text = String::new();
-    file.take(LARGEST_FILE + 1)
-        .read_to_string(&mut text)
-        .map_err(|e| e.to_string())?;
-    if text.len() as u64 > LARGEST_FILE {
-        return Err(format!("larger than {LARGEST_FILE} bytes"));
-    }
-    Ok(text)
 }
 
 /// Where each value was written, by dotted path.

@@ -1,5 +1,7 @@
 //! Rules of quantization, and which weights share a scale.
 
+use std::path::Path;
+
 use serde_json::{Map, Value};
 
 use crate::graph::{Granularity, NumericsConvention};
@@ -9,7 +11,7 @@ use crate::util::names::nearest;
 use super::error::{Problem, Problems};
 use super::field::{Field, refuse, wrong_type};
 use super::key::Ty;
-use super::yaml::join;
+use super::yaml::{join, parse_flow, read_file};
 
 named! {
     /// What a quantization rule gives the contractions that it matches.
@@ -124,6 +126,11 @@ impl QuantRule {
     }
 }
 
+/// The list of rules in a YAML file, whose path counts from the current folder.
+fn rules_of_file(file: &str) -> Result<Value, String> {
+    parse_flow(&read_file(Path::new(file))?)
+}
+
 fn required<T: Field>(
     map: &Map<String, Value>,
     name: &str,
@@ -147,13 +154,47 @@ fn optional<T: Field>(
     T::parse(map.get(name)?, &join(path, name), problems)
 }
 
+impl QuantRules {
+    /// The rules as a list in YAML, one a line.
+    pub fn to_yaml(&self) -> String {
+        let rule = |rule: &QuantRule| {
+            let Value::Object(map) = rule.show() else {
+                return String::new();
+            };
+            let entry = |(name, value): (&String, &Value)| match value.as_str() {
+                // In single quotes nothing but the quote has a meaning.
+                Some(text) if name == "path" => format!("{name}: '{}'", text.replace('\'', "''")),
+                Some(text) => format!("{name}: {text}"),
+                None => format!("{name}: {value}"),
+            };
+            let entries: Vec<String> = map.iter().map(entry).collect();
+            format!("- {{{}}}\n", entries.join(", "))
+        };
+        self.0.iter().map(rule).collect()
+    }
+}
+
 impl Field for QuantRules {
     const TY: Ty = Ty::List(
-        "list of {path: pattern, mode: int8, int8_w8a16, w4a16, fp8_w8a16, nf4, mxfp4, mxfp8, nvfp4, int8_w8a8_static, \
+        "YAML file of rules, or list of {path: pattern, mode: int8, int8_w8a16, w4a16, fp8_w8a16, nf4, mxfp4, mxfp8, nvfp4, int8_w8a8_static, \
          svdquant_w4a16, w4a4, svdquant_w4a4 or none, granularity, symmetric, numerics}",
     );
 
     fn parse(value: &Value, path: &str, problems: &mut Problems) -> Option<Self> {
+        let of_file;
+        let value = match value.as_str() {
+            Some(file) if !file.is_empty() => match rules_of_file(file) {
+                Ok(value) => {
+                    of_file = value;
+                    &of_file
+                }
+                Err(problem) => {
+                    problems.push((path.to_owned(), Problem::Read(format!("{file}: {problem}"))));
+                    return None;
+                }
+            },
+            _ => value,
+        };
         let Some(items) = value.as_array() else {
             return refuse(value, path, problems);
         };

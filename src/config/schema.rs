@@ -8,13 +8,14 @@ use crate::graph::NumericsConvention;
 use crate::nn::Remat;
 use crate::pipelines::HiresUpscaler;
 use crate::pipelines::prompt::PromptSyntax;
-use crate::quant::ObserverKind;
+use crate::quant::{ObserverCompat, ObserverKind};
 use crate::schedulers::{
     AlgorithmType, BetaSchedule, FinalSigmas, PredictionType, SchedulerKind, TimestepSpacing,
 };
 use crate::shard::{Axis, LogicalAxisRules};
 use crate::train::TEXT_PROJECTIONS;
 use crate::train::schedule::Decay;
+use crate::weights::quantized::QuantizedLayout;
 
 use super::condition::Condition::{
     self, Both, Either, FamilyHas, Given, Is, IsNot, MoreThan, SamplerReads,
@@ -113,17 +114,6 @@ const WEIGHTS_ONLY: Condition = Is(
         "w4a4",
         "svdquant_w4a4",
     ],
-);
-/// Modes whose activations are calibrated, maybe by a rule alone.
-const CALIBRATED: Condition = Either(
-    &Is(
-        "quantization",
-        &["int8_w8a8_static", "svdquant_w4a16", "svdquant_w4a4"],
-    ),
-    &Either(
-        &Given("quant_rules"),
-        &Is("quantization_algorithm", &["gptq"]),
-    ),
 );
 const LOW_RANK: Condition = Either(
     &Is("quantization", &["svdquant_w4a16", "svdquant_w4a4"]),
@@ -364,25 +354,36 @@ schema! {
         /// w4a4 also which elements of an activation: those of a token, or of it so many features.
         quantization_granularity: WeightGranularity = WeightGranularity::default(), Ours, EVERY,
             when OF_WEIGHTS, is [FixedOnResume];
-        /// Whether integers lie around zero; otherwise each scale of a weight has a zero point, as AMD Quark's have.
+        /// Whether integers lie around zero; otherwise each scale of a weight has a zero point, as AMD Quark's have, or a float that is
+        /// added, as llama.cpp's Q4_1 has.
         quantization_symmetric: bool = true, Ours, EVERY,
-            when Both(&WEIGHTS_ONLY, &Is("quantization_numerics", &["quark"])), is [FixedOnResume];
+            when Both(&WEIGHTS_ONLY, &Is("quantization_numerics", &["quark", "gguf"])), is [FixedOnResume];
         /// Rules that come before the mode's own: the mode of dots and convolutions whose path matches a pattern, or none for
         /// float. The first match wins. A rule has the mode's own granularity, numerics as above, and is symmetric, unless
-        /// it says otherwise.
+        /// it says otherwise. Also the path of a YAML file that has the list.
         quant_rules: QuantRules = QuantRules::default(), Ours, EVERY,
             when QUANTIZED, is [FixedOnResume];
+        /// How `quantize` names and packs quantized weights: this program's way, or that of AMD Quark's export, which Quark and
+        /// diffusers with Quark read.
+        quantized_layout: QuantizedLayout = QuantizedLayout::Own, Ours, QUANTIZE, when QUANTIZED;
+        /// With a budget the formats to choose from, in the form of rules, each for the layers that its pattern matches. Empty: the
+        /// mode, int8_w8a16 and none.
+        quantization_candidates: QuantRules = QuantRules::default(), Ours, QUANTIZE, when QUANTIZED;
         /// Which layers stay in float where no rule decides, and what calibration runs with where it does not say: the family's
         /// choice, or that of AMD Quark's guide.
         quantization_preset: QuantPreset = QuantPreset::Family, Ours, QUANTIZE, when QUANTIZED;
         /// What decides the range of a weight's scale.
         quantization_observer: ObserverKind = ObserverKind::MinMax, Ours, QUANTIZE, when WEIGHTS_ONLY;
+        /// Observers of weights that give another library's results, with its defects, for comparison only. Empty: none.
+        observer_compat: Option<ObserverCompat> = None, Ours, QUANTIZE,
+            when Is("quantization_observer", &["histogram", "mse", "percentile"]);
         /// Percent of a weight's values that its scale covers.
         quantization_percentile: f64 = 99.99, Ours, QUANTIZE, in AboveUpTo(0.0, 100.0), when PERCENTILE;
         /// SmoothQuant: the share of the activations' range in the factors that weights take over from them. Empty: none.
         quantization_smooth_alpha: Option<f64> = None, Ours, QUANTIZE, in Between(0.0, 1.0),
             when Either(&Is("quantization", &["int8_w8a8_static"]), &Given("quant_rules"));
-        /// How the weights of linear layers become integers: each to the nearest one, or by `gptq`, which calibration feeds.
+        /// How weights become integers: each to the nearest one; in linear layers by `gptq` or `awq`, which calibration feeds; or by
+        /// `hqq`, which needs none.
         quantization_algorithm: WeightAlgorithm = WeightAlgorithm::Nearest, Ours, QUANTIZE, when WEIGHTS_ONLY;
         /// Rank of the product in float beside a layer's quantized weight.
         svd_rank: u64 = 32, Ours, QUANTIZE, in Between(1.0, 1024.0), when LOW_RANK;
@@ -394,8 +395,8 @@ schema! {
         /// Where the factors go that share ranges between activations and weights: `quark` divides them out of the weight
         /// again, `paper` divides activations by them.
         svd_order: SvdOrder = SvdOrder::Quark, Ours, QUANTIZE, when LOW_RANK;
-        /// The pipeline's runs that find the range of activations.
-        calibration: Calibration = Calibration::default(), Ours, QUANTIZE, when CALIBRATED;
+        /// The pipeline's runs that find the range of activations, and with a budget or `--sensitivity` what errors do.
+        calibration: Calibration = Calibration::default(), Ours, QUANTIZE, when QUANTIZED;
 
         group "Hardware and parallelism";
         /// Hardware to run on, or to compile for.
@@ -946,6 +947,12 @@ schema! {
         /// Percent of an activation's values that its scale covers.
         percentile: f64 = 99.99, Ours, QUANTIZE, in AboveUpTo(0.0, 100.0),
             when Is("calibration.observer", &["percentile"]);
+        /// A range for each part of an activation that joins two, as those behind skip connections do (Q-Diffusion). Of
+        /// int8_w8a8_static.
+        split_skips: bool = false, Ours, QUANTIZE;
+        /// Leave activations in float where a layer reads text alone, whose first token would take the range of all (MixDQ). Such
+        /// layers run once a request. Of int8_w8a8_static.
+        text_in_float: bool = false, Ours, QUANTIZE;
     }
 }
 

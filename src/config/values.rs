@@ -65,8 +65,12 @@ named! {
         Nearest = "nearest",
         /// Column by column, those that follow making up for the error of each, by what calibration sees.
         Gptq = "gptq",
+        /// Each to the nearest integer, after features of large activations are multiplied by factors, which activations are
+        /// divided by.
+        Awq = "awq",
+        /// Each to the nearest code, with a float that is added to `code * scale` and chosen for what rounding leaves.
+        Hqq = "hqq",
     }
-    not_yet ["awq", "hqq"]
 }
 
 named! {

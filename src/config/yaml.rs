@@ -2,10 +2,14 @@
 
 use std::collections::HashMap;
 use std::fmt;
+use std::io::Read;
+use std::path::Path;
 
 use serde::de::{self, Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Number, Value};
 use serde_saphyr::{DuplicateKeyPolicy, Options, Spanned};
+
+use crate::util::files;
 
 use super::error::Problem;
 
@@ -87,6 +91,9 @@ impl<'de> Deserialize<'de> for Raw {
     }
 }
 
+/// Largest configuration file, in bytes. MaxDiffusion's largest has about 20 thousand.
+const LARGEST_FILE: u64 = 1 << 20;
+
 /// Limits far above any real configuration and far below what hurts.
 fn options() -> Options {
     let mut options = Options::default();
@@ -103,6 +110,22 @@ fn options() -> Options {
         budget.max_documents = 1;
     }
     options
+}
+
+/// The text of a file of usual size.
+///
+/// # Errors
+/// The problem, without the path.
+pub(super) fn read_file(path: &Path) -> Result<String, String> {
+    let file = files::open(path).map_err(|e| e.to_string())?;
+    let mut text = String::new();
+    file.take(LARGEST_FILE + 1)
+        .read_to_string(&mut text)
+        .map_err(|e| e.to_string())?;
+    if text.len() as u64 > LARGEST_FILE {
+        return Err(format!("larger than {LARGEST_FILE} bytes"));
+    }
+    Ok(text)
 }
 
 /// Reads a configuration file's text.

@@ -15,7 +15,8 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
 
-pub use page::{PageSources, write_page};
+pub use chart::{Line, escaped, svg};
+pub use page::{PageSources, STYLE, write_page};
 pub use progress::{Progress, StepReport, step_line};
 use tensorboard::EventWriter;
 

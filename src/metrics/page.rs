@@ -19,7 +19,8 @@ const SMOOTHING: f64 = 0.98;
 /// Most grids of sample images on the page: the newest, and earlier ones at even distances.
 const MOST_GRIDS: usize = 12;
 
-const STYLE: &str = "\
+/// The style of pages with charts.
+pub const STYLE: &str = "\
 :root{color-scheme:light dark}body{font:15px/1.5 system-ui,sans-serif;max-width:1340px;margin:2em auto;padding:0 1em}\
 main{display:grid;grid-template-columns:repeat(auto-fit,minmax(420px,1fr));gap:1em 2em}h2{font-size:1.05em;margin:.6em 0 .2em}\
 svg{width:100%;height:auto}svg text{font-size:11px;fill:currentColor}polyline{fill:none;stroke-width:1.6;\

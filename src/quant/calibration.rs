@@ -13,6 +13,8 @@ use crate::host_tensor::{HostTensor, HostTensorError};
 use crate::shape::Shape;
 
 use super::observer::{Extent, MovingRange, Observer, ObserverKind};
+use super::reads::joined_inputs;
+use super::sensitivity::{LayerActivity, WatchedLayer, layer_results};
 use super::weight::{Element, RunRounding};
 
 /// Names of the results.
@@ -23,6 +25,8 @@ mod names {
     pub const FEATURES: &str = "statistics/features";
     /// `f32[features of all activations]`: the mean square of each feature.
     pub const SQUARES: &str = "statistics/squares";
+    /// `f32[features of all activations]`: the mean magnitude of each feature.
+    pub const MAGNITUDES: &str = "statistics/magnitudes";
     /// `s32[activations, BINS]`: how many values of each are in each bin.
     pub const COUNTS: &str = "statistics/counts";
     /// `f32[features, features]` of one activation, whose number follows: the mean of `x^T x`.
@@ -65,6 +69,8 @@ pub struct Watch {
     pub counts: bool,
     /// Those of them that are linear and whose features are correlated: GPTQ reads that.
     pub hessians: BTreeSet<String>,
+    /// Whether the program is differentiated: [`super::LayerActivity`] then has gains, and all of it for each step.
+    pub gains: bool,
 }
 
 /// What a program tells of its activations, in the order in which it computes them.
@@ -74,6 +80,11 @@ pub struct Watched {
     features: Vec<usize>,
     /// Which activation a layer reads.
     of_layer: BTreeMap<String, usize>,
+    /// Of layers whose activation is two joined ones the features of the first.
+    joined: BTreeMap<String, usize>,
+    /// In the order of their results.
+    layers: Vec<WatchedLayer>,
+    gains: bool,
     counts: bool,
     /// The activations whose features are correlated.
     hessians: BTreeSet<usize>,
@@ -102,10 +113,13 @@ pub fn watch(graph: Graph, watch: &Watch) -> Result<(Graph, Watched), GraphError
     let of_weights = graph.weight_only();
     let mut watched = Watched {
         counts: watch.counts,
+        gains: watch.gains,
+        joined: joined_inputs(&graph, &watch.model),
         ..Watched::default()
     };
+    let mut computed = Vec::new();
     let mut activations: Vec<(u32, usize)> = Vec::new();
-    for node in &graph.nodes {
+    for (id, node) in graph.nodes.iter().enumerate() {
         let path = graph.path(node).strip_prefix(&watch.model);
         let Some(path) = path.filter(|path| watch.layers.contains(*path)) else {
             continue;
@@ -140,7 +154,9 @@ pub fn watch(graph: Graph, watch: &Watch) -> Result<(Graph, Watched), GraphError
         if watch.hessians.contains(path) && matches!(node.op, Op::DotGeneral { .. }) {
             watched.hessians.insert(place);
         }
-        watched.of_layer.insert(path.to_owned(), place);
+        if watched.of_layer.insert(path.to_owned(), place).is_none() {
+            computed.push((path.to_owned(), id as u32, at));
+        }
     }
     let unseen = |layer: &&String| !watched.of_layer.contains_key(*layer);
     if let Some(layer) = watch.layers.iter().find(unseen) {
@@ -163,6 +179,8 @@ pub fn watch(graph: Graph, watch: &Watch) -> Result<(Graph, Watched), GraphError
         b.output(names::RANGES, joined(0)?, None)?;
         b.output(names::FEATURES, joined(1)?, None)?;
         b.output(names::SQUARES, joined(2)?, None)?;
+        b.output(names::MAGNITUDES, joined(3)?, None)?;
+        watched.layers = layer_results(&b, &computed, watch.gains)?;
     }
     if watch.counts && !activations.is_empty() {
         let counts = activations
@@ -192,8 +210,8 @@ fn correlation(b: &Builder, x: Tensor, feature: usize) -> Result<Tensor, GraphEr
     b.mul_scalar(sum, 1.0 / count as f64)
 }
 
-/// The range `f32[1, 2]`, and the largest magnitude and the mean square of each feature, of one activation.
-fn statistics(b: &Builder, x: Tensor, feature: usize) -> Result<[Tensor; 3], GraphError> {
+/// The range `f32[1, 2]`, and the largest magnitude, the mean square and the mean magnitude of each feature, of one activation.
+fn statistics(b: &Builder, x: Tensor, feature: usize) -> Result<[Tensor; 4], GraphError> {
     let rank = b.dims(x).len();
     let all: Vec<usize> = (0..rank).collect();
     let others: Vec<usize> = (0..rank).filter(|d| *d != feature).collect();
@@ -204,9 +222,10 @@ fn statistics(b: &Builder, x: Tensor, feature: usize) -> Result<[Tensor; 3], Gra
     let range = b.concatenate(&[end(Reduction::Min)?, end(Reduction::Max)?], 1)?;
     let features = b.reduce(Reduction::Max, b.abs(x)?, &others)?;
     let count: usize = others.iter().map(|d| b.dims(x)[*d]).product();
-    let squares = b.sum(b.square(b.convert(x, DType::F32)?)?, &others)?;
-    let squares = b.mul_scalar(squares, 1.0 / count as f64)?;
-    Ok([range, b.convert(features, DType::F32)?, squares])
+    let wide = b.convert(x, DType::F32)?;
+    let mean = |of: Tensor| b.mul_scalar(b.sum(of, &others)?, 1.0 / count as f64);
+    let [squares, magnitudes] = [mean(b.square(wide)?)?, mean(b.abs(wide)?)?];
+    Ok([range, b.convert(features, DType::F32)?, squares, magnitudes])
 }
 
 /// How many values are in each bin, `s32[1, BINS]`.
@@ -254,8 +273,12 @@ pub struct ActivationStatistics {
     moving: MovingRange,
     /// The largest magnitude of each feature.
     features: Vec<f32>,
-    /// The sum over steps of each feature's mean square.
+    /// The sum over runs of each feature's mean square.
     squares: Vec<f64>,
+    /// The sum over runs of each feature's mean magnitude.
+    magnitudes: Vec<f64>,
+    /// The squares for each step, where the program is differentiated.
+    of_steps: Vec<Vec<f32>>,
     steps: usize,
     /// Empty where values are not counted.
     counts: Vec<u64>,
@@ -276,11 +299,17 @@ impl ActivationStatistics {
 
     /// The mean square of each feature.
     pub fn squares(&self) -> Vec<f32> {
+        self.mean(&self.squares)
+    }
+
+    /// The mean magnitude of each feature.
+    pub fn magnitudes(&self) -> Vec<f32> {
+        self.mean(&self.magnitudes)
+    }
+
+    fn mean(&self, sums: &[f64]) -> Vec<f32> {
         let steps = self.steps.max(1) as f64;
-        self.squares
-            .iter()
-            .map(|sum| (sum / steps) as f32)
-            .collect()
+        sums.iter().map(|sum| (sum / steps) as f32).collect()
     }
 
     /// `x^T x`, `[features, features]`, up to a factor, which GPTQ does not depend on; `None` where it was not asked for.
@@ -333,6 +362,19 @@ pub struct Statistics {
     watched: Watched,
     activations: Vec<ActivationStatistics>,
     steps: usize,
+    /// Of each step, how often the program ran.
+    runs: Vec<usize>,
+    /// Of each layer.
+    layers: Vec<LayerSums>,
+}
+
+/// The sums over the runs of each step of what a layer's results say of it.
+#[derive(Clone, Debug, Default)]
+struct LayerSums {
+    /// The mean square of what it computes.
+    outputs: Vec<f64>,
+    /// [`LayerActivity::gains`]; empty where the program is not differentiated.
+    gains: Vec<Vec<f32>>,
 }
 
 impl Statistics {
@@ -344,6 +386,7 @@ impl Statistics {
             highest: f32::NEG_INFINITY,
             features: vec![0.0; *features],
             squares: vec![0.0; *features],
+            magnitudes: vec![0.0; *features],
             counts: vec![0; if watched.counts { BINS } else { 0 }],
             correlations: match watched.hessians.contains(&at) {
                 true => Arc::new(vec![0.0; features * features]),
@@ -353,8 +396,10 @@ impl Statistics {
         });
         Statistics {
             activations: activations.collect(),
+            layers: vec![LayerSums::default(); watched.layers.len()],
             watched,
             steps: 0,
+            runs: Vec::new(),
         }
     }
 
@@ -363,20 +408,27 @@ impl Statistics {
         self.steps
     }
 
-    /// Adds the further results of one run.
+    /// Adds the further results of one run, which was of the sampler's step number `step` of an image.
     ///
     /// # Errors
     /// When an activation is not finite, or there are other results.
-    pub fn add(&mut self, results: &[HostTensor]) -> Result<(), CalibrationError> {
+    pub fn add(&mut self, step: usize, results: &[HostTensor]) -> Result<(), CalibrationError> {
         self.steps += 1;
-        let [ranges, features, squares, rest @ ..] = results else {
+        // One sum for all, where nothing is told for each step.
+        let step = if self.watched.gains { step } else { 0 };
+        self.runs.resize(self.runs.len().max(step + 1), 0);
+        self.runs[step] += 1;
+        let [ranges, features, squares, magnitudes, outputs, rest @ ..] = results else {
             return Err(CalibrationError::Nothing);
         };
+        let (gains, rest) = rest.split_at(usize::from(self.watched.gains).min(rest.len()));
+        self.add_layers(step, outputs, gains.first())?;
         let (counts, correlations) =
             rest.split_at(usize::from(self.watched.counts).min(rest.len()));
         let (ranges, features) = (ranges.to_f32_vec()?, features.to_f32_vec()?);
         let mut features = features.into_iter();
         let mut squares = squares.to_f32_vec()?.into_iter();
+        let mut magnitudes = magnitudes.to_f32_vec()?.into_iter();
         let activations = self.activations.iter_mut().enumerate();
         for ((at, activation), range) in activations.zip(ranges.as_chunks().0) {
             let [lowest, highest] = *range;
@@ -384,9 +436,16 @@ impl Statistics {
             for (known, found) in activation.features.iter_mut().zip(largest) {
                 *known = known.max(found);
             }
-            let squares = squares.by_ref().take(activation.squares.len());
-            for (sum, square) in activation.squares.iter_mut().zip(squares) {
-                *sum += f64::from(square);
+            let count = activation.squares.len();
+            let squares: Vec<f32> = squares.by_ref().take(count).collect();
+            for (sum, square) in activation.squares.iter_mut().zip(&squares) {
+                *sum += f64::from(*square);
+            }
+            for (sum, magnitude) in activation.magnitudes.iter_mut().zip(magnitudes.by_ref()) {
+                *sum += f64::from(magnitude);
+            }
+            if self.watched.gains {
+                add_to_step(&mut activation.of_steps, step, &squares);
             }
             activation.steps += 1;
             if !lowest.is_finite() || !highest.is_finite() {
@@ -417,6 +476,54 @@ impl Statistics {
         Ok(())
     }
 
+    /// Adds what a run of step number `step` says of what layers compute.
+    fn add_layers(
+        &mut self,
+        step: usize,
+        outputs: &HostTensor,
+        gains: Option<&HostTensor>,
+    ) -> Result<(), CalibrationError> {
+        let gains = gains.map(HostTensor::to_f32_vec).transpose()?;
+        let mut gains = gains.unwrap_or_default().into_iter();
+        let outputs = outputs.to_f32_vec()?;
+        let layers = self.layers.iter_mut().zip(&self.watched.layers);
+        for ((sums, layer), output) in layers.zip(outputs) {
+            sums.outputs.resize(sums.outputs.len().max(step + 1), 0.0);
+            sums.outputs[step] += f64::from(output);
+            if self.watched.gains {
+                let own: Vec<f32> = gains.by_ref().take(layer.features).collect();
+                add_to_step(&mut sums.gains, step, &own);
+            }
+        }
+        Ok(())
+    }
+
+    /// What the layer at `path` reads and computes in each step, and where the program is differentiated what an error of it
+    /// does.
+    ///
+    /// # Errors
+    /// As [`Statistics::of_layer`].
+    pub fn activity(&self, path: &str) -> Result<LayerActivity, CalibrationError> {
+        let known = self.of_layer(path)?;
+        let found = self.watched.layers.iter().position(|l| l.path == path);
+        let sums = found.map(|at| self.layers[at].clone()).unwrap_or_default();
+        let mean = |mut steps: Vec<Vec<f32>>| {
+            for (of_step, runs) in steps.iter_mut().zip(&self.runs) {
+                of_step.iter_mut().for_each(|sum| *sum /= *runs as f32);
+            }
+            steps
+        };
+        let outputs = sums.outputs.iter().zip(&self.runs);
+        Ok(LayerActivity {
+            squares: match self.watched.gains {
+                true => mean(known.of_steps.clone()),
+                false => vec![known.squares()],
+            },
+            outputs: outputs.map(|(sum, runs)| sum / *runs as f64).collect(),
+            gains: mean(sums.gains),
+        })
+    }
+
     /// What the layer at `path` reads.
     ///
     /// # Errors
@@ -432,8 +539,32 @@ impl Statistics {
         })
     }
 
+    /// The largest magnitudes of both parts of what the layer at `path` reads, and the features of the first, where it reads two
+    /// joined activations ([`joined_inputs`]).
+    ///
+    /// # Errors
+    /// As [`Statistics::of_layer`].
+    pub fn parts(&self, path: &str) -> Result<Option<([f32; 2], usize)>, CalibrationError> {
+        let features = self.of_layer(path)?.features();
+        let first = self.watched.joined.get(path).copied();
+        let first = first.filter(|first| *first <= features.len());
+        let largest = |part: &[f32]| part.iter().copied().fold(0.0, f32::max);
+        Ok(first.map(|first| {
+            let (a, b) = features.split_at(first);
+            ([largest(a), largest(b)], first)
+        }))
+    }
+
     /// A number for what the layer at `path` reads: that of other layers which read the same.
     pub fn activation(&self, path: &str) -> Option<usize> {
         self.watched.of_layer.get(path).copied()
     }
+}
+
+/// Adds numbers to those of a step.
+fn add_to_step(steps: &mut Vec<Vec<f32>>, step: usize, numbers: &[f32]) {
+    steps.resize(steps.len().max(step + 1), Vec::new());
+    let sums = &mut steps[step];
+    sums.resize(numbers.len(), 0.0);
+    sums.iter_mut().zip(numbers).for_each(|(sum, x)| *sum += x);
 }

@@ -9,6 +9,7 @@ use crate::graph::{FP4, NF4, NumericsConvention, TensorFormat};
 use crate::host_tensor::{HostTensor, float8, packed};
 use crate::shape::Shape;
 
+use super::minimums::{has_minimums, quantize_with_minimums};
 use super::observer::Observer;
 use super::weight::{QuantizedWeight, WeightQuantError, dims_of_scale, quantize_integers};
 
@@ -46,6 +47,9 @@ pub fn quantize_observed(
     format: TensorFormat,
     observer: Observer,
 ) -> Result<QuantizedWeight, WeightQuantError> {
+    if has_minimums(format) {
+        return quantize_with_minimums(weight, format, false);
+    }
     let is_here = match (format.convention, format.element) {
         (NumericsConvention::Gguf, DType::S8 | DType::S4) => !format.zero_point,
         (NumericsConvention::Nf4 | NumericsConvention::Nv, DType::U4) => true,
@@ -118,6 +122,7 @@ fn quantized(
     }
     let used = |value: f32| value * tensor_scale.unwrap_or(1.0);
     Ok(QuantizedWeight {
+        format,
         values: HostTensor {
             shape: weight.shape.with_dtype(format.element),
             data: match format.element.bits() {

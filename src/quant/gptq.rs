@@ -10,6 +10,7 @@ use crate::host_tensor::{HostTensor, packed};
 use crate::shape::Shape;
 
 use super::codes::quantize_observed;
+use super::minimums::quantize_with_minimums;
 use super::observer::{Extent, Observer};
 use super::weight::{Element, QuantizedWeight, RunRounding, WeightQuantError, dims_of_scale};
 
@@ -23,8 +24,18 @@ const ROWS: usize = 32;
 pub struct WeightRounding<'a> {
     /// What decides the range of each scale.
     pub observer: Observer,
-    /// `x^T x`, `[in, in]`, of what the layer reads, up to a factor: its matrix is rounded by GPTQ. `None` rounds to nearest.
-    pub hessian: Option<&'a [f32]>,
+    pub algorithm: RoundingAlgorithm<'a>,
+}
+
+/// How the numbers that share a scale become integers.
+#[derive(Clone, Copy, Debug)]
+pub enum RoundingAlgorithm<'a> {
+    /// Each to the nearest.
+    Nearest,
+    /// Column by column. It reads `x^T x`, `[in, in]`, of what the layer reads, up to a factor.
+    Gptq(&'a [f32]),
+    /// Each to the nearest, with minimums that HQQ chooses.
+    Hqq,
 }
 
 impl WeightRounding<'_> {
@@ -32,21 +43,23 @@ impl WeightRounding<'_> {
     pub fn nearest(observer: Observer) -> Self {
         WeightRounding {
             observer,
-            hessian: None,
+            algorithm: RoundingAlgorithm::Nearest,
         }
     }
 
-    /// [`quantize_observed`], or GPTQ.
+    /// [`quantize_observed`], or another algorithm.
     ///
     /// # Errors
-    /// As [`quantize_observed`]; when GPTQ does not take the format or the shape.
+    /// As [`quantize_observed`]; when the algorithm does not take the format or the shape.
     pub fn quantize(
         &self,
         weight: &HostTensor,
         format: TensorFormat,
     ) -> Result<QuantizedWeight, WeightQuantError> {
-        let Some(hessian) = self.hessian else {
-            return quantize_observed(weight, format, self.observer);
+        let hessian = match self.algorithm {
+            RoundingAlgorithm::Nearest => return quantize_observed(weight, format, self.observer),
+            RoundingAlgorithm::Hqq => return quantize_with_minimums(weight, format, true),
+            RoundingAlgorithm::Gptq(hessian) => hessian,
         };
         let dtype = weight.shape.dtype;
         if !takes(format) || weight.shape.rank() != 2 {
@@ -148,6 +161,7 @@ fn quantized<T: Element>(
     let square = |x: f32| f64::from(x).powi(2);
     let scale_shape = Shape::new(weight.shape.dtype, scale_dims);
     Ok(QuantizedWeight {
+        format,
         values: HostTensor {
             shape: weight.shape.with_dtype(format.element),
             data: match format.element {

@@ -4,14 +4,19 @@
 //! derivative of an annotated dot makes annotated dots), finish the graph, [`lower`]. Models do not mention
 //! quantization. `docs/quantization.md` gives the formulas.
 
+mod awq;
+mod budget;
 mod calibration;
 mod codes;
 mod gptq;
 mod low_rank;
 mod lower;
+mod minimums;
 mod observer;
+mod reads;
 mod recorded;
 mod rounding;
+mod sensitivity;
 mod smooth;
 mod stored;
 mod svd;
@@ -21,10 +26,15 @@ pub use low_rank::{LOW_RANK, contracted_weights, low_rank_beside};
 pub use lower::{ROUNDING_KEY, lower, lower_with_noise};
 pub use rounding::{NoiseSource, scale_of};
 
+pub use awq::{AwqWeight, awq_factors};
+pub use budget::{BudgetError, Choice, choose};
 pub use calibration::{ActivationStatistics, CalibrationError, Statistics, Watch, Watched, watch};
 pub use codes::{quantize_observed, quantize_weight};
-pub use gptq::{WeightRounding, takes as gptq_takes};
-pub use observer::{Observer, ObserverKind};
+pub use gptq::{RoundingAlgorithm, WeightRounding, takes as gptq_takes};
+pub use minimums::has_minimums;
+pub use observer::{Observer, ObserverCompat, ObserverKind};
+pub use reads::{joined_inputs, readers_of_input};
+pub use sensitivity::{LayerActivity, LayerErrors};
 pub use smooth::{divided_by_factors, smooth_factor_name};
 pub use stored::{input_scale_name, scale_name, tensor_scale_name, zero_point_name};
 pub use svd::{
@@ -128,6 +138,11 @@ impl Rule {
 
     pub fn action(&self) -> Action {
         self.action
+    }
+
+    /// Whether it matches a whole path.
+    pub fn matches(&self, path: &str) -> bool {
+        self.pattern.is_match(path)
     }
 
     /// A rule for paths below the model's root, e.g. `down_blocks\.0\..*\.to_q`.

@@ -24,18 +24,31 @@ named! {
     }
 }
 
+named! {
+    /// Whose results observers give, for comparison.
+    pub enum ObserverCompat {
+        /// Those of AMD Quark 0.13 for one batch, with its defects: `histogram` always has the scale 1, `mse` looks at the last three
+        /// of 2048 bins, `percentile` is that of 99.99999999 and takes nearly the lowest bin for both ends of a format with zero
+        /// points.
+        Quark = "quark",
+    }
+}
+
 /// An observer with its setting.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Observer {
     pub kind: ObserverKind,
     /// Of [`ObserverKind::Percentile`]: the others do not read it.
     pub percentile: f64,
+    pub compat: Option<ObserverCompat>,
 }
 
 /// What one batch adds to a moving average: the default of PyTorch's `MovingAverageMinMaxObserver`.
 const EMA_STEP: f32 = 0.01;
 /// Bins of [`ObserverKind::Percentile`], those of AMD Quark.
 const PERCENTILE_BINS: usize = 4200;
+/// The percentile of AMD Quark, which cannot be set there.
+const QUARK_PERCENTILE: f64 = 99.999_999_99;
 /// The step of quantiles in PyTorch's search.
 const QUANTILE_STEP: f64 = 1e-5;
 /// The shares of the range that [`ObserverKind::Mse`] tries, in hundredths.
@@ -53,6 +66,7 @@ impl Observer {
         Observer {
             kind,
             percentile: 99.99,
+            compat: None,
         }
     }
 
@@ -67,6 +81,10 @@ impl Observer {
         }
     }
 
+    fn is_quarks(self) -> bool {
+        self.compat == Some(ObserverCompat::Quark)
+    }
+
     /// The range of values, each with how often it occurs, that lie in `whole`. `round` gives the scale of a range, and the
     /// squared error that it leaves.
     pub(super) fn extent(
@@ -77,6 +95,17 @@ impl Observer {
         format: TensorFormat,
     ) -> Extent {
         let found = match self.kind {
+            ObserverKind::Histogram if self.is_quarks() => unit_scale(format),
+            ObserverKind::Mse if self.is_quarks() => {
+                quark_mse(values, &mut |extent| round(extent).0, format)
+            }
+            ObserverKind::Percentile if self.is_quarks() => {
+                let symmetric = !format.zero_point;
+                match symmetric {
+                    true => percentile(values, QUARK_PERCENTILE, true),
+                    false => quark_percentile(values),
+                }
+            }
             ObserverKind::MinMax | ObserverKind::Ema => whole,
             ObserverKind::PowerOfTwo => power_of_two(whole, round(whole).0, format),
             ObserverKind::Percentile => percentile(values, self.percentile, !format.zero_point),
@@ -130,6 +159,103 @@ impl MovingRange {
 
     pub fn range(self) -> [f32; 2] {
         self.0.unwrap_or_default()
+    }
+}
+
+/// The range whose scale is 1 and whose zero point is 0.
+fn unit_scale(format: TensorFormat) -> Extent {
+    let (lowest, highest) = format.element.integer_range();
+    match format.zero_point {
+        true => Extent {
+            lowest: lowest as f32,
+            highest: highest as f32,
+        },
+        false => Extent {
+            lowest: 0.0,
+            highest: format.bound() as f32,
+        },
+    }
+}
+
+/// How many values are in each of so many bins, of magnitudes where a symmetric format has negative values, and the ends of all bins.
+fn quark_bins(
+    values: impl Iterator<Item = (f32, f64)> + Clone,
+    bins: usize,
+    is_symmetric: bool,
+) -> (Vec<f64>, [f32; 2]) {
+    let is_negative = values.clone().any(|(x, _)| x < 0.0);
+    let values = values.map(|(x, count)| match is_symmetric && is_negative {
+        true => (x.abs(), count),
+        false => (x, count),
+    });
+    let ends = [f32::INFINITY, f32::NEG_INFINITY];
+    let [lowest, highest] = values
+        .clone()
+        .fold(ends, |[low, high], (x, _)| [low.min(x), high.max(x)]);
+    let edges = [if is_symmetric { 0.0 } else { lowest }, highest];
+    let mut counts = vec![0.0; bins];
+    if edges[1] > edges[0] {
+        values.for_each(|(x, count)| counts[bin(x, edges, bins)] += count);
+    }
+    (counts, edges)
+}
+
+/// The lower edge of a bin.
+fn edge([lowest, highest]: [f32; 2], bins: usize, at: usize) -> f32 {
+    let width = f64::from(highest - lowest) / bins as f64;
+    (f64::from(lowest) + at as f64 * width) as f32
+}
+
+/// Quark's `PerTensorMSEObserver`: of the centres of the last three bins that which leaves the smallest error of all centres. `scale`
+/// gives that of a range from 0 on.
+fn quark_mse(
+    values: impl Iterator<Item = (f32, f64)> + Clone,
+    scale: &mut dyn FnMut(Extent) -> f32,
+    format: TensorFormat,
+) -> Extent {
+    const BINS: usize = 2048;
+    let (counts, edges) = quark_bins(values, BINS, !format.zero_point);
+    let centre = |at: usize| (edge(edges, BINS, at) + edge(edges, BINS, at + 1)) / 2.0;
+    let (lowest, highest) = format.element.integer_range();
+    let [lowest, highest] = [lowest as f32, highest as f32];
+    let zero_point = if format.zero_point { lowest } else { 0.0 };
+    let mut best = (f64::INFINITY, Extent::default());
+    for at in BINS - 3..BINS {
+        let extent = Extent {
+            lowest: 0.0,
+            highest: centre(at),
+        };
+        let scale = scale(extent);
+        let inverse = 1.0 / scale;
+        let errors = counts.iter().enumerate().map(|(at, count)| {
+            let x = centre(at);
+            let code = ((x * inverse).round_ties_even() + zero_point).clamp(lowest, highest);
+            count * f64::from((code - zero_point) * scale - x).powi(2)
+        });
+        let error: f64 = errors.sum();
+        if error < best.0 {
+            best = (error, extent);
+        }
+    }
+    best.1
+}
+
+/// Quark's `PerTensorPercentileObserver` of a format with zero points: both ends are lower edges of nearly the lowest bins.
+fn quark_percentile(values: impl Iterator<Item = (f32, f64)> + Clone) -> Extent {
+    let values = values.filter(|(x, _)| *x != 0.0);
+    let (counts, edges) = quark_bins(values, PERCENTILE_BINS, false);
+    let total: f64 = counts.iter().sum();
+    let share = (100.0 - QUARK_PERCENTILE) / 200.0;
+    let mut below = 0.0;
+    let shares = counts.iter().map(|count| {
+        below += count / total;
+        below
+    });
+    let shares: Vec<f64> = shares.collect();
+    let first = |is: &dyn Fn(f64) -> bool| shares.iter().position(|s| is(*s)).unwrap_or(0);
+    Extent {
+        lowest: edge(edges, PERCENTILE_BINS, first(&|s| s <= 1.0 - share)),
+        highest: edge(edges, PERCENTILE_BINS, first(&|s| s >= share)),
     }
 }
 

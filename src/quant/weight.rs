@@ -63,11 +63,12 @@ pub fn nearest_groups(elements: usize, group: usize) -> String {
 /// A weight in a format.
 #[derive(Clone, Debug, PartialEq)]
 pub struct QuantizedWeight {
-    /// Integers, in the shape of the weight.
+    pub format: TensorFormat,
+    /// Integers or codes, in the shape of the weight.
     pub values: HostTensor,
     /// In the type of the weight, with the dimensions of [`scale_dims`].
     pub scale: HostTensor,
-    /// `s8`, with the dimensions of the scale, where the format has zero points.
+    /// With the dimensions of the scale, where the format has zero points: `s8`, or of llama.cpp's blocks the float that is added.
     pub zero_point: Option<HostTensor>,
     /// What multiplies all scales, where the format has it.
     pub tensor_scale: Option<HostTensor>,
@@ -80,27 +81,44 @@ pub struct QuantizedWeight {
 }
 
 impl QuantizedWeight {
-    /// The values that the integers stand for, `(integers - zero point) * scale`.
+    /// The values that the integers stand for, `(integers - zero point) * scale`, or codes, in `f32`.
     ///
     /// # Errors
     /// None for a weight that was quantized here.
     pub fn dequantized(&self) -> Result<Vec<f32>, HostTensorError> {
-        let mut values: Vec<f32> = match self.values.shape.dtype {
-            DType::S8 | DType::S4 => {
+        let mut values: Vec<f32> = match (self.format.codebook(), self.values.shape.dtype) {
+            (Some(codebook), _) => {
+                let codes = self.values.whole_bytes();
+                codes
+                    .iter()
+                    .map(|code| codebook[usize::from(*code & 15)])
+                    .collect()
+            }
+            (None, DType::S8 | DType::S4) => {
                 let bytes = self.values.whole_bytes();
                 bytes.iter().map(|byte| f32::from(*byte as i8)).collect()
             }
             _ => self.values.to_f32_vec()?,
         };
-        let scales = self.scale.to_f32_vec()?;
+        let mut scales = self.scale.to_f32_vec()?;
+        if let Some(of_all) = &self.tensor_scale {
+            let of_all = of_all.to_f32_vec()?;
+            scales.iter_mut().for_each(|scale| *scale *= of_all[0]);
+        }
         let zero_points = match &self.zero_point {
             Some(zero_point) => zero_point.to_f32_vec()?,
             None => vec![0.0; scales.len()],
         };
+        let is_added = self.format.zero_point_type().is_float();
         let run = (values.len() / scales.len().max(1)).max(1);
         let parameters = scales.iter().zip(&zero_points);
         for (run, (scale, zero_point)) in values.chunks_mut(run).zip(parameters) {
-            run.iter_mut().for_each(|x| *x = (*x - zero_point) * scale);
+            run.iter_mut().for_each(|x| {
+                *x = match is_added {
+                    true => *x * scale + zero_point,
+                    false => (*x - zero_point) * scale,
+                }
+            });
         }
         Ok(values)
     }
@@ -304,6 +322,7 @@ fn quantized<T: Element>(
     let highest = scales.iter().copied().fold(0.0, f32::max);
     let scale_shape = Shape::new(*dtype, scale_dims);
     Ok(QuantizedWeight {
+        format,
         values: HostTensor {
             shape: weight.shape.with_dtype(format.element),
             data: match format.element {

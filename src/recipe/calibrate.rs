@@ -7,17 +7,18 @@ use crate::config::{
     self, Config, Hardware, Loaded, Prompts, QuantRules, SvdOrder, WeightAlgorithm,
     WeightGranularity,
 };
+use crate::dtype::DType;
 use crate::graph::{Granularity, NumericsConvention, Range, TensorFormat};
 use crate::host_tensor::HostTensor;
 use crate::models::DenoiserKind;
 use crate::pipelines::prompt_file::read_prompts;
-use crate::pipelines::{BoxError, Event, Pipeline};
+use crate::pipelines::{BoxError, Event, Phase, Pipeline};
 use crate::pjrt::install::TryLoad;
 use crate::pjrt::prepare_process;
 use crate::quant::{
-    Action, CalibrationError, LowRankOptions, Observer, ObserverKind, Policy, Statistics,
-    StoredLayer, Watch, Watched, balance, gptq_takes, input_scale_name, largest_of_features,
-    smooth_factor_name,
+    Action, AwqWeight, CalibrationError, Formats, LowRankOptions, Observer, ObserverKind, Policy,
+    Statistics, StoredLayer, Watch, Watched, awq_factors, balance, gptq_takes, has_minimums,
+    input_scale_name, largest_of_features, smooth_factor_name,
 };
 use crate::util::text::binary_size;
 use crate::util::{files, memory};
@@ -51,8 +52,13 @@ fn is_recorded(format: TensorFormat) -> bool {
 /// Checks what the configuration alone says of calibration.
 ///
 /// # Errors
-/// When there is a mode with recorded scales and no prompt, or calibration has no effect.
-pub(super) fn check_calibration(config: &Config, policy: &Policy) -> Result<(), RecipeError> {
+/// When there is a mode with recorded scales and no prompt, or calibration has no effect. `is_measured`: it tells what errors
+/// do, whatever the modes.
+pub(super) fn check_calibration(
+    config: &Config,
+    policy: &Policy,
+    is_measured: bool,
+) -> Result<(), RecipeError> {
     let calibration = &config.calibration;
     let refuse = |problem: &str| Err(RecipeError::Usage(problem.to_owned()));
     let actions = policy.rules.iter().map(|rule| rule.action());
@@ -66,6 +72,7 @@ pub(super) fn check_calibration(config: &Config, policy: &Policy) -> Result<(), 
         .any(|formats| formats.activation.is_some_and(is_recorded));
     let has_low_rank = formats.iter().any(|formats| formats.low_rank);
     let is_gptq = config.quantization_algorithm == WeightAlgorithm::Gptq;
+    let is_fed = is_gptq || config.quantization_algorithm == WeightAlgorithm::Awq;
     let mut weights = formats.iter().filter_map(|formats| formats.weight);
     if is_gptq && !weights.all(gptq_takes) {
         return refuse(
@@ -75,6 +82,13 @@ pub(super) fn check_calibration(config: &Config, policy: &Policy) -> Result<(), 
     if is_gptq && config.quantization_observer != ObserverKind::MinMax {
         return refuse(
             "quantization_algorithm=gptq changes weights while it finds their ranges: leave quantization_observer out",
+        );
+    }
+    check_algorithm(config, &formats)?;
+    let mut weights = formats.iter().filter_map(|formats| formats.weight);
+    if config.observer_compat.is_some() && !weights.all(|w| w.granularity == Granularity::Tensor) {
+        return refuse(
+            "observer_compat=quark: Quark has these observers for whole tensors: give quantization_granularity=tensor, or leave it out",
         );
     }
     let own_ranges = formats
@@ -101,13 +115,13 @@ pub(super) fn check_calibration(config: &Config, policy: &Policy) -> Result<(), 
             "quantization=int8_w8a8_static needs calibration: give prompts, such as calibration='{prompts: [a lighthouse at \
              sunrise, a bowl of fruit], steps: 20}', or calibration.prompts_file",
         ),
-        (_, _, false) if is_gptq => refuse(
-            "quantization_algorithm=gptq needs calibration: give prompts, such as calibration='{prompts: [a lighthouse at \
+        (_, _, false) if is_fed => refuse(
+            "quantization_algorithm=gptq and awq need calibration: give prompts, such as calibration='{prompts: [a lighthouse at \
              sunrise, a bowl of fruit], steps: 20}', or calibration.prompts_file",
         ),
-        (false, false, true) if !is_gptq => refuse(
+        (false, false, true) if !is_fed && !is_measured => refuse(
             "calibration has no effect: no mode reads activations; leave it out, or take int8_w8a8_static, svdquant_w4a16, \
-             svdquant_w4a4 or quantization_algorithm=gptq",
+             svdquant_w4a4, quantization_algorithm=gptq or awq, --sensitivity or a budget",
         ),
         _ if config.svd_alpha < 0.0 && has_low_rank && !has_prompts => refuse(
             "svd_alpha=-1 tries how activations and weights share their range, which needs calibration: give calibration \
@@ -128,6 +142,15 @@ pub(super) fn check_calibration(config: &Config, policy: &Policy) -> Result<(), 
                 "quantization_smooth_alpha takes the largest magnitude of each feature: leave calibration.observer out",
             )
         }
+        _ if calibration.split_skips
+            && (config.quantization_smooth_alpha.is_some()
+                || calibration.observer != ObserverKind::MinMax) =>
+        {
+            refuse(
+                "calibration.split_skips takes the largest magnitude of each part: leave quantization_smooth_alpha, which has a scale \
+                 for each feature, and calibration.observer out",
+            )
+        }
         _ if config.quantization_smooth_alpha.is_some() && !is_static => {
             refuse("quantization_smooth_alpha has no effect: no rule has mode int8_w8a8_static")
         }
@@ -135,15 +158,39 @@ pub(super) fn check_calibration(config: &Config, policy: &Policy) -> Result<(), 
     }
 }
 
-/// The layers to watch; `None` where nothing is calibrated.
-pub(super) fn calibrated(config: &Config, policy: &Policy, stored: &Quantization) -> Option<Watch> {
+/// Refuses formats that AWQ or HQQ does not choose.
+fn check_algorithm(config: &Config, formats: &[Formats]) -> Result<(), RecipeError> {
+    let refuse = |problem: &str| Err(RecipeError::Usage(problem.to_owned()));
+    let mut weights = formats.iter().filter_map(|formats| formats.weight);
+    let is_plain = |formats: &Formats| formats.activation.is_none() && !formats.low_rank;
+    match config.quantization_algorithm {
+        WeightAlgorithm::Awq if !formats.iter().all(is_plain) => refuse(
+            "quantization_algorithm=awq is of weights alone, such as int8_w8a16 and w4a16: static int8 has quantization_smooth_alpha, \
+             and SVDQuant svd_order=paper",
+        ),
+        WeightAlgorithm::Hqq if !weights.all(has_minimums) => refuse(
+            "quantization_algorithm=hqq chooses the float that is added to codes: give quantization_numerics=gguf \
+             quantization_symmetric=False quantization_granularity=64 with w4a16 or int8_w8a16",
+        ),
+        _ => Ok(()),
+    }
+}
+
+/// The layers to watch; `None` where nothing is calibrated. `is_measured` asks what errors of all of them do.
+pub(super) fn calibrated(
+    config: &Config,
+    policy: &Policy,
+    stored: &Quantization,
+    is_measured: bool,
+) -> Option<Watch> {
     let calibration = &config.calibration;
     if calibration.prompts.0.is_empty() && calibration.prompts_file.is_empty() {
         return None;
     }
     let is_gptq = config.quantization_algorithm == WeightAlgorithm::Gptq;
     let reads = |layer: &StoredLayer| {
-        is_gptq || layer.low_rank.is_some() || layer.activation.is_some_and(is_recorded)
+        let is_static = layer.activation.is_some_and(is_recorded);
+        is_measured || is_gptq || layer.smoothed || layer.low_rank.is_some() || is_static
     };
     let layers = stored.layers.iter().filter(|(_, layer)| reads(layer));
     let layers: BTreeSet<String> = layers.map(|(path, _)| path.clone()).collect();
@@ -156,6 +203,7 @@ pub(super) fn calibrated(config: &Config, policy: &Policy, stored: &Quantization
         },
         layers,
         counts: observer.reads_counts(),
+        gains: is_measured,
     })
 }
 
@@ -190,13 +238,16 @@ pub(super) fn calibrate(
     let mut pipeline =
         Pipeline::open(opened.session, generation.options).map_err(RecipeError::failed)?;
     let mut statistics: Option<Statistics> = None;
+    let mut step = 0;
     let generated = pipeline.generate(&generation.request, &mut |event| {
         match (event, &mut statistics) {
             (Event::Watched(watched), _) => {
                 check_memory(watched)?;
                 statistics = Some(Statistics::new(watched.clone()));
             }
-            (Event::Statistics(results), Some(statistics)) => statistics.add(results)?,
+            (Event::Phase(Phase::Denoise), _) => step = 0,
+            (Event::Statistics(results), Some(statistics)) => statistics.add(step, results)?,
+            (Event::Step, _) => step += 1,
             (Event::Warning(text), _) => notify(Notice::Warning(text)),
             _ => {}
         }
@@ -282,6 +333,15 @@ fn captions(path: &Path, count: usize) -> Result<Vec<String>, RecipeError> {
     }
 }
 
+/// What decides the ranges of weights.
+pub(super) fn weight_observer(config: &Config) -> Observer {
+    Observer {
+        kind: config.quantization_observer,
+        percentile: config.quantization_percentile,
+        compat: config.observer_compat,
+    }
+}
+
 /// What is done with the weights of layers, by their paths.
 ///
 /// # Errors
@@ -301,20 +361,28 @@ pub(super) fn plans(
             _ => Ok(BTreeMap::new()),
         };
     let smooth = shared(config.quantization_smooth_alpha, &has_feature_scales)?;
-    let smooth = smooth_scales(smooth, statistics)?;
-    let paper = shared(Some(config.svd_alpha), &|layer| layer.smoothed)?;
+    let mut smooth = smooth_scales(smooth, statistics)?;
+    if config.calibration.split_skips {
+        smooth = split_scales(stored, statistics)?;
+    }
+    let divided = match (config.quantization_algorithm, statistics) {
+        (WeightAlgorithm::Awq, Some(statistics)) => awq(config, stored, statistics, checkpoint)?,
+        _ => shared(Some(config.svd_alpha), &|layer| layer.smoothed)?,
+    };
     let is_gptq = config.quantization_algorithm == WeightAlgorithm::Gptq;
     for (path, layer) in &stored.layers {
         let recorded = layer.activation.filter(|format| is_recorded(*format));
-        if recorded.is_none() && layer.low_rank.is_none() && !is_gptq {
+        let is_plain =
+            recorded.is_none() && layer.low_rank.is_none() && !layer.smoothed && !is_gptq;
+        let seen = statistics.filter(|s| !is_plain || s.activation(path).is_some());
+        if is_plain && seen.is_none() {
             continue;
         }
-        let known = match statistics {
-            None => None,
-            Some(statistics) => Some(statistics.of_layer(path).map_err(RecipeError::failed)?),
-        };
+        let known = seen.map(|statistics| statistics.of_layer(path)).transpose();
+        let known = known.map_err(RecipeError::failed)?;
+        let activity = seen.map(|statistics| statistics.activity(path)).transpose();
         let mut plan = LayerPlan {
-            squares: known.map(|known| known.squares()),
+            activity: activity.map_err(RecipeError::failed)?,
             hessian: known.and_then(|known| known.hessian()),
             ..LayerPlan::default()
         };
@@ -323,8 +391,8 @@ pub(super) fn plans(
                 (Granularity::Feature, Some(scales)) => scales.clone(),
                 _ => {
                     let observer = Observer {
-                        kind: config.calibration.observer,
                         percentile: config.calibration.percentile,
+                        ..Observer::of(config.calibration.observer)
                     };
                     vec![known.scale(observer, format)]
                 }
@@ -344,7 +412,7 @@ pub(super) fn plans(
             }
             plan.beside.push((input_scale_name(path), scale));
         }
-        if let Some(factors) = paper.get(path) {
+        if let Some(factors) = divided.get(path) {
             let tensor = HostTensor::from_f32([factors.len()], factors);
             let tensor = tensor.map_err(RecipeError::failed)?;
             plan.beside.push((smooth_factor_name(path), tensor));
@@ -395,6 +463,103 @@ fn smooth_scales(
     Ok(scales)
 }
 
+/// The scales of the features of what layers read that is two joined activations: one for each part.
+fn split_scales(
+    stored: &Quantization,
+    statistics: Option<&Statistics>,
+) -> Result<BTreeMap<String, Vec<f32>>, RecipeError> {
+    let mut scales = BTreeMap::new();
+    let Some(statistics) = statistics else {
+        return Ok(scales);
+    };
+    let layers = stored.layers.iter();
+    for (path, _) in layers.filter(|(_, layer)| has_feature_scales(layer)) {
+        let features = statistics
+            .of_layer(path)
+            .map_err(RecipeError::failed)?
+            .features()
+            .len();
+        let parts = statistics.parts(path).map_err(RecipeError::failed)?;
+        let Some((largest, first)) = parts else {
+            return Err(RecipeError::failed(CalibrationError::NoLayer {
+                layer: path.clone(),
+            }));
+        };
+        let [a, b] = largest.map(|largest| (largest / 127.5).max(f32::EPSILON));
+        let of_feature = |at: usize| if at < first { a } else { b };
+        scales.insert(path.clone(), (0..features).map(of_feature).collect());
+    }
+    Ok(scales)
+}
+
+/// Layers of one parent that read the same activation, of those that `reads` takes.
+fn readers<'a>(
+    stored: &'a Quantization,
+    reads: &dyn Fn(&StoredLayer) -> bool,
+    statistics: &Statistics,
+) -> Vec<Vec<(&'a String, &'a StoredLayer)>> {
+    let mut groups: BTreeMap<(usize, &str), Vec<_>> = BTreeMap::new();
+    for (path, layer) in &stored.layers {
+        let parent = path.rsplit_once('.').map_or("", |(parent, _)| parent);
+        if let Some(activation) = statistics.activation(path).filter(|_| reads(layer)) {
+            groups
+                .entry((activation, parent))
+                .or_default()
+                .push((path, layer));
+        }
+    }
+    groups.into_values().collect()
+}
+
+/// A weight of the checkpoint in `f32`, with its dimensions.
+fn float_weight(
+    checkpoint: &Checkpoint,
+    layer: &str,
+) -> Result<(Vec<f32>, Vec<usize>), RecipeError> {
+    let weight = checkpoint
+        .read_as(&weight_name(layer), DType::F32)
+        .map_err(RecipeError::failed)?;
+    let values = weight.to_f32_vec().map_err(RecipeError::failed)?;
+    Ok((values, weight.shape.dims))
+}
+
+/// AWQ's factors of the features of what linear layers read, by their paths.
+fn awq(
+    config: &Config,
+    stored: &Quantization,
+    statistics: &Statistics,
+    checkpoint: &Checkpoint,
+) -> Result<BTreeMap<String, Vec<f32>>, RecipeError> {
+    let observer = weight_observer(config);
+    let mut factors = BTreeMap::new();
+    for layers in readers(stored, &|layer| layer.smoothed, statistics) {
+        let known = statistics
+            .of_layer(layers[0].0)
+            .map_err(RecipeError::failed)?;
+        let weights = layers.iter().map(|(path, layer)| {
+            let (values, _) = float_weight(checkpoint, path)?;
+            Ok(AwqWeight {
+                values,
+                format: layer.weight,
+                dtype: match layer.weight.range {
+                    Range::Stored(DType::BF16) => DType::BF16,
+                    _ => DType::F32,
+                },
+            })
+        });
+        let weights = weights.collect::<Result<Vec<_>, RecipeError>>()?;
+        let (magnitudes, squares) = (known.magnitudes(), known.squares());
+        let (found, _) = awq_factors(&weights, &magnitudes, &squares, observer)
+            .map_err(RecipeError::at(layers[0].0))?;
+        factors.extend(
+            layers
+                .iter()
+                .map(|(path, _)| ((*path).clone(), found.clone())),
+        );
+    }
+    Ok(factors)
+}
+
 /// The factors ([`balance`]) by which the layers that `reads` takes share ranges with what they read. Layers of one parent that
 /// read the same activation share them: the largest of their weights decide.
 fn shared_factors(
@@ -404,30 +569,20 @@ fn shared_factors(
     statistics: &Statistics,
     checkpoint: &Checkpoint,
 ) -> Result<BTreeMap<String, Vec<f32>>, RecipeError> {
-    let mut groups: BTreeMap<(usize, &str), Vec<&String>> = BTreeMap::new();
-    for (path, layer) in &stored.layers {
-        let parent = path.rsplit_once('.').map_or("", |(parent, _)| parent);
-        if let Some(activation) = statistics.activation(path).filter(|_| reads(layer)) {
-            groups.entry((activation, parent)).or_default().push(path);
-        }
-    }
     let mut factors = BTreeMap::new();
-    for layers in groups.into_values() {
+    for layers in readers(stored, reads, statistics) {
         let known = statistics
-            .of_layer(layers[0])
+            .of_layer(layers[0].0)
             .map_err(RecipeError::failed)?;
         let mut largest = vec![0f32; known.features().len()];
-        for layer in &layers {
-            let weight = checkpoint
-                .read_as(&weight_name(layer), crate::dtype::DType::F32)
-                .map_err(RecipeError::failed)?;
-            let values = weight.to_f32_vec().map_err(RecipeError::failed)?;
-            let of_layer = largest_of_features(&values, &weight.shape.dims);
+        for (layer, _) in &layers {
+            let (values, dims) = float_weight(checkpoint, layer)?;
+            let of_layer = largest_of_features(&values, &dims);
             let both = largest.iter_mut().zip(of_layer);
             both.for_each(|(largest, own)| *largest = largest.max(own));
         }
         let shared = balance(known.features(), &largest, alpha);
-        for layer in layers {
+        for (layer, _) in layers {
             factors.insert(layer.clone(), shared.clone());
         }
     }

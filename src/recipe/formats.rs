@@ -125,6 +125,18 @@ fn rule_layers<'a>(config: &Config, rule: &'a config::QuantRule) -> Option<Layer
     })
 }
 
+/// The formats that a rule gives the layers that it matches; `None` is float.
+///
+/// # Errors
+/// When what it says does not fit together.
+pub(super) fn rule_formats(
+    config: &Config,
+    rule: &config::QuantRule,
+) -> Result<Option<Formats>, RecipeError> {
+    let layers = rule_layers(config, rule);
+    layers.map(|layers| formats(config, &layers, 0)).transpose()
+}
+
 /// The input features that share a scale in `w4a16`: those of AMD Quark's `int4_wo_64`.
 const INT4_GROUP: usize = 64;
 
@@ -228,10 +240,10 @@ fn formats(
             }
         }
         NumericsConvention::Gguf => {
-            if !is_group || !symmetric || own_numerics(mode) != NumericsConvention::Aqt {
+            if !is_group || own_numerics(mode) != NumericsConvention::Aqt {
                 return refuse(
-                    "llama.cpp's blocks are here in int8_w8a16 (q8_0) and w4a16 (q4_0), symmetric, with a granularity in input \
-                     features: give quantization_granularity=32"
+                    "llama.cpp's blocks are here in int8_w8a16 (q8_0) and w4a16 (q4_0, without symmetric q4_1), with a granularity in \
+                     input features: give quantization_granularity=32"
                         .into(),
                 );
             }
@@ -246,12 +258,17 @@ fn formats(
             }
         }
     }
-    if !symmetric && numerics != NumericsConvention::Quark {
+    if !symmetric && ![NumericsConvention::Quark, NumericsConvention::Gguf].contains(&numerics) {
         return refuse(format!(
             "{} has no zero points: leave symmetric out, or take AMD Quark's numerics",
             title(numerics)
         ));
     }
+    // Codes above a minimum have no sign.
+    let element = match (element, numerics, symmetric) {
+        (DType::S4, NumericsConvention::Gguf, false) => DType::U4,
+        (element, _, _) => element,
+    };
     let weight = TensorFormat {
         element,
         granularity,
@@ -496,7 +513,9 @@ pub fn format_text(format: TensorFormat) -> String {
         Granularity::Group(size) => format!("a scale for {size}"),
         Granularity::Feature => "a scale a feature".to_owned(),
     };
-    let zero_point = if format.zero_point {
+    let zero_point = if format.zero_point_type().is_float() && format.zero_point {
+        " and a minimum"
+    } else if format.zero_point {
         " and a zero point"
     } else {
         ""
@@ -540,6 +559,17 @@ pub fn mode_name(decisions: &[Decision]) -> String {
     let modes = decisions.iter().filter_map(|d| d.formats.as_ref());
     let names: BTreeSet<&str> = modes.map(|formats| mode_of(formats).name()).collect();
     names.into_iter().collect::<Vec<_>>().join("+")
+}
+
+/// A rule's mode with what is not its own: `w4a16 (32)`.
+pub fn mode_of_rule(rule: &config::QuantRule) -> String {
+    let granularity = match rule.granularity.0 {
+        None => String::new(),
+        Some(Granularity::Tensor) => " (tensor)".to_owned(),
+        Some(Granularity::Channel | Granularity::Feature) => " (channel)".to_owned(),
+        Some(Granularity::Group(size)) => format!(" ({size})"),
+    };
+    format!("{}{granularity}", rule.mode)
 }
 
 /// One line that says what quantization does.

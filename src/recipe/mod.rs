@@ -17,16 +17,19 @@ pub mod hub;
 mod images;
 mod inversions;
 mod ip_adapter;
+mod layers;
 mod lora;
 mod mesh;
 mod model;
 mod notice;
 mod objective;
 mod overrides;
+mod plan;
 mod preset;
 mod program;
 mod prompts;
 mod quantize;
+mod quantize_page;
 mod record;
 pub mod scheduler;
 mod session;
@@ -40,15 +43,18 @@ pub use described::{check_formats, described_policy};
 pub use error::RecipeError;
 pub use fine_tune::stored_policy;
 pub use formats::{
-    format_text, mode_name, mode_of, policy, policy_of_checkpoint, precision, quantization_summary,
+    format_text, mode_name, mode_of, mode_of_rule, policy, policy_of_checkpoint, precision,
+    quantization_summary,
 };
 pub use generate::{Generation, generation, guidance, skip_layers};
 pub use mesh::{compile_topology, parallelism};
 pub use model::{CLIP_TOKENS, check_pixels, check_tokenizer, micro_conditioning, model};
 pub use notice::{Notice, Notify};
 pub use overrides::{Overrides, Repeat};
+pub use plan::{Budget, Candidate, Measure, Plan, PlannedLayer};
 pub use program::{Step, compile_options, compiler, lowering_target, memory_advice, trace};
-pub use quantize::{QuantizeReport, RuleMatch, check_quantize, quantize};
+pub use quantize::{QuantizeReport, QuantizeRequest, RuleMatch, check_quantize, quantize};
+pub use quantize_page::quantize_page;
 pub use session::{Opened, has_hardware, open_session, program_cache};
 pub use step::{check_fine_tuning, check_trainable, check_training, optimizer, step_options};
 pub use training::{Training, training};
@@ -95,7 +101,7 @@ pub fn check(
             check_training(config, &model)
         }
         Some(Verb::Lower) => check_program(config, notify),
-        Some(Verb::Quantize) => check_quantize(config),
+        Some(Verb::Quantize) => check_quantize(config, true),
         Some(Verb::Compile) if !config.compile_topology.is_empty() => check_program(config, notify),
         Some(Verb::Compile | Verb::ModuleRun) | None => {
             compile_topology(config, notify)?;

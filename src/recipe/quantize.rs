@@ -3,19 +3,23 @@
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-use crate::config::{Config, Loaded, ModelConfig, Place, SvdOrder};
+use crate::config::{Config, Loaded, ModelConfig, Place, WeightAlgorithm};
+use crate::dtype::DType;
 use crate::graph::{Builder, Graph, TensorFormat};
 use crate::hub::RepoId;
 use crate::models::{Family, FamilySpec, Part, unet};
 use crate::pjrt::install::TryLoad;
-use crate::quant::{Action, Decision, Observer, Policy, Rule, StoredLayer, annotate};
+use crate::quant::{Action, Decision, ObserverKind, Policy, Rule, annotate};
+use crate::shape::Shape;
 use crate::weights::match_parameters;
-use crate::weights::quantized::{Quantization, weight_name};
+use crate::weights::quantized::{Quantization, QuantizedLayout, weight_name};
 use crate::weights::source::{
-    ModelSource, QuantizedTensor, SourceError, UNetQuantization, WrittenPart,
+    ModelSource, QuantizedTensor, SourceError, WrittenPart, check_quark_layer,
 };
 
-use super::calibrate::{Run, calibrate, calibrated, check_calibration, plans};
+use super::calibrate::{Run, calibrate, calibrated, check_calibration};
+use super::layers::{stored, unet_quantization};
+use super::plan::{Budget, Plan, Planning, plan};
 use super::source::{Source, denoiser, find_model};
 use super::{Notify, RecipeError, policy, precision};
 
@@ -40,6 +44,25 @@ pub struct QuantizeReport {
     pub source_bytes: u64,
     /// Runs of the denoiser that calibration saw; `None` without calibration.
     pub calibration_steps: Option<usize>,
+    /// How formats were chosen, where there was a budget.
+    pub plan: Option<Plan>,
+}
+
+/// What [`quantize`] is asked for beside the configuration.
+#[derive(Clone, Copy, Debug)]
+pub struct QuantizeRequest<'a> {
+    /// The new folder.
+    pub output: &'a Path,
+    /// Formats are chosen under it.
+    pub budget: Option<Budget>,
+    /// Whether calibration tells what an error of each layer does to the steps' results. A budget asks for it too.
+    pub sensitivity: bool,
+}
+
+impl QuantizeRequest<'_> {
+    fn is_measured(&self) -> bool {
+        self.sensitivity || self.budget.is_some()
+    }
 }
 
 /// The layers of one format, together.
@@ -127,11 +150,11 @@ impl QuantizeReport {
     }
 }
 
-/// Checks what the configuration alone says of quantizing.
+/// Checks what the configuration alone says of quantizing. `is_measured`: calibration may also be there for what errors do.
 ///
 /// # Errors
 /// When there is no mode, or a key contradicts it.
-pub fn check_quantize(config: &Config) -> Result<(), RecipeError> {
+pub fn check_quantize(config: &Config, is_measured: bool) -> Result<(), RecipeError> {
     let of_run = config.unet_config.0 != ModelConfig::Unset;
     let name = &config.pretrained_model_name_or_path;
     if !of_run && !Path::new(name).exists() && RepoId::parse(name).is_none() {
@@ -145,7 +168,29 @@ pub fn check_quantize(config: &Config) -> Result<(), RecipeError> {
         false => config.model_family.unwrap_or(Family::ALL[0]),
     };
     let policy = weight_policy(config, family.spec())?;
-    check_calibration(config, &policy)
+    check_calibration(config, &policy, is_measured)
+}
+
+/// Checks what is asked for beside the configuration.
+fn check_request(config: &Config, request: &QuantizeRequest<'_>) -> Result<(), RecipeError> {
+    let refuse = |problem: &str| Err(RecipeError::Usage(problem.to_owned()));
+    let calibration = &config.calibration;
+    let has_prompts = !calibration.prompts.0.is_empty() || !calibration.prompts_file.is_empty();
+    if request.sensitivity && !has_prompts {
+        return refuse(
+            "--sensitivity tells what errors do to samples, which needs calibration: give prompts, such as calibration='{prompts: \
+             [a lighthouse at sunrise, a bowl of fruit], steps: 20}'",
+        );
+    }
+    match (request.budget, config.quantization_candidates.0.is_empty()) {
+        (None, false) => refuse(
+            "quantization_candidates has no effect without a budget: give --budget-bits or --budget-bytes, or leave it out",
+        ),
+        (Some(Budget::Bits(bits)), _) if !(bits.is_finite() && bits > 0.0) => {
+            refuse("--budget-bits: expected a number above 0")
+        }
+        _ => Ok(()),
+    }
 }
 
 /// The policy that decides which weights are quantized.
@@ -167,25 +212,26 @@ fn weight_policy(config: &Config, family: &FamilySpec) -> Result<Policy, RecipeE
     }
 }
 
-/// Quantizes the UNet of the model that `pretrained_model_name_or_path` names, and writes the model to the new folder
-/// `output` in diffusers' layout. `observe` takes how many bytes of how many are written, from 0 on.
+/// Quantizes the UNet of the model that `pretrained_model_name_or_path` names, and writes the model to the new folder of
+/// `request` in diffusers' layout. `observe` takes how many bytes of how many are written, from 0 on.
 ///
 /// A tensor at a time is in memory, and some that are read ahead. The folder appears when it is complete; after an
 /// error there is none. `recipe_file` is the file that the configuration was read from.
 ///
 /// # Errors
-/// When there is no such model, it is quantized already, a rule matches nothing, a weight is not finite, or a file cannot
-/// be read or written.
+/// When there is no such model, it is quantized already, a rule matches nothing, a budget cannot be met, a weight is not finite,
+/// or a file cannot be read or written.
 pub fn quantize(
     loaded: &Loaded,
     recipe_file: &Path,
-    output: &Path,
+    request: &QuantizeRequest<'_>,
     try_load: &TryLoad<'_>,
     notify: &mut Notify<'_>,
     observe: &mut dyn FnMut(u64, u64),
 ) -> Result<QuantizeReport, RecipeError> {
     let config = &loaded.config;
-    check_quantize(config)?;
+    check_request(config, request)?;
+    check_quantize(config, request.is_measured())?;
     let source = model_to_quantize(loaded, recipe_file, notify)?;
     let family = source.family.spec();
     let denoiser = source
@@ -195,20 +241,18 @@ pub fn quantize(
         let path = denoiser.checkpoint.path().to_owned();
         return Err(RecipeError::failed(SourceError::QuantizedAlready { path }));
     }
-    let policy = weight_policy(config, family)?;
-    let (graph, decisions) = decisions(config, &source, &policy)?;
-    let weights: Vec<(&str, &[usize])> = graph
-        .weights()
-        .map(|(_, weight)| (weight.key(), weight.shape.dims.as_slice()))
-        .collect();
-    match_parameters(&weights, &denoiser.checkpoint).map_err(RecipeError::failed)?;
-    let sizes: HashMap<&str, usize> = weights
-        .iter()
-        .map(|(key, dims)| (*key, dims.iter().product()))
-        .collect();
-    let stored = stored(config, &decisions, &graph);
-    let calibrated = calibrated(config, &policy, &stored);
-    let statistics = match calibrated {
+    let checkpoint = &denoiser.checkpoint;
+    let mut decided = Decided::new(config, &source)?;
+    let weights: Vec<(&str, &[usize])> = decided.sizes();
+    match_parameters(&weights, checkpoint).map_err(RecipeError::failed)?;
+    check_layout(config, &decided)?;
+    let watch = calibrated(
+        config,
+        &decided.policy,
+        &decided.stored,
+        request.is_measured(),
+    );
+    let statistics = match watch {
         None => None,
         Some(watch) => {
             let run = Run {
@@ -220,36 +264,110 @@ pub fn quantize(
             Some(calibrate(&run, watch, notify)?)
         }
     };
-    let plans = plans(config, &stored, statistics.as_ref(), &denoiser.checkpoint)?;
-    let source_bytes = denoiser
-        .checkpoint
-        .iter()
-        .map(|(_, shape)| shape.bytes() as u64);
-    let source_bytes = source_bytes.sum();
-    let quantization = UNetQuantization {
-        stored: stored.clone(),
-        weights_dtype: config.weights_dtype.into(),
-        observer: Observer {
-            kind: config.quantization_observer,
-            percentile: config.quantization_percentile,
-        },
-        plans,
-    };
+    let planning = request.budget.map(|budget| {
+        let planning = Planning {
+            config,
+            graph: &decided.graph,
+            decisions: &decided.decisions,
+            stored: &decided.stored,
+            statistics: statistics.as_ref(),
+            checkpoint,
+        };
+        plan(&planning, budget, notify)
+    });
+    let plan = planning.transpose()?;
+    let planned = plan.as_ref().map(|plan| {
+        let mut planned = config.clone();
+        planned.quant_rules.0.extend(plan.rules.0.iter().cloned());
+        planned
+    });
+    let config = planned.as_ref().unwrap_or(config);
+    if planned.is_some() {
+        decided = Decided::new(config, &source)?;
+        check_layout(config, &decided)?;
+    }
+    let stored = decided.stored.clone();
+    let quantization = unet_quantization(config, stored, statistics.as_ref(), checkpoint)?;
     let (parts, tensors) = source
-        .write_quantized(output, &quantization, observe)
+        .write_quantized(request.output, &quantization, observe)
         .map_err(RecipeError::failed)?;
+    let source_bytes = checkpoint.iter().map(|(_, shape)| shape.bytes() as u64);
+    let sizes = decided.sizes();
+    let sizes: HashMap<&str, usize> = sizes
+        .into_iter()
+        .map(|(key, dims)| (key, dims.iter().product()))
+        .collect();
     Ok(QuantizeReport {
         family: source.family,
-        stored,
         parts,
         tensors,
-        rules: rule_matches(&policy, &decisions, &sizes),
-        contractions: decisions.len(),
+        rules: rule_matches(&decided.policy, &decided.decisions, &sizes),
+        contractions: decided.decisions.len(),
         parameters: sizes.values().sum(),
-        source_bytes,
-        source: source.path,
+        source_bytes: source_bytes.sum(),
         calibration_steps: statistics.map(|statistics| statistics.steps()),
+        stored: quantization.stored,
+        source: source.path,
+        plan,
     })
+}
+
+/// What a configuration decides for a model.
+struct Decided {
+    policy: Policy,
+    /// The denoiser for one small sample.
+    graph: Graph,
+    decisions: Vec<Decision>,
+    stored: Quantization,
+}
+
+impl Decided {
+    fn new(config: &Config, source: &ModelSource) -> Result<Decided, RecipeError> {
+        let policy = weight_policy(config, source.family.spec())?;
+        let (graph, decisions) = decisions(config, source, &policy)?;
+        Ok(Decided {
+            stored: stored(config, &policy.model, &decisions, &graph)?,
+            policy,
+            graph,
+            decisions,
+        })
+    }
+
+    /// The weights with their dimensions.
+    fn sizes(&self) -> Vec<(&str, &[usize])> {
+        let weights = self.graph.weights();
+        weights
+            .map(|(_, weight)| (weight.key(), weight.shape.dims.as_slice()))
+            .collect()
+    }
+}
+
+/// Refuses layers that the layout does not have.
+fn check_layout(config: &Config, decided: &Decided) -> Result<(), RecipeError> {
+    let refuse = |layer: &str, reason: &str| {
+        Err(RecipeError::Usage(format!(
+            "quantized_layout=quark: {layer}: {reason}"
+        )))
+    };
+    if config.quantized_layout == QuantizedLayout::Own {
+        return Ok(());
+    }
+    if config.quantization_algorithm != WeightAlgorithm::Nearest
+        || config.quantization_observer != ObserverKind::MinMax
+    {
+        return refuse(
+            "quantization_algorithm and quantization_observer",
+            "its description names Quark's own: leave both out",
+        );
+    }
+    for (key, dims) in decided.sizes() {
+        let layer = key.trim_end_matches(".weight");
+        if let Some(stored) = decided.stored.layers.get(layer) {
+            let shape = Shape::new(DType::F32, dims.to_vec());
+            check_quark_layer(&shape, stored).or_else(|reason| refuse(layer, &reason))?;
+        }
+    }
+    Ok(())
 }
 
 /// The model that `pretrained_model_name_or_path` names; of a recipe with a UNet of its own what `generate` would draw with.
@@ -297,36 +415,6 @@ fn decisions(
         .map_err(RecipeError::usage)?;
     let decisions = annotate(&b, policy).map_err(RecipeError::usage)?;
     Ok((b.finish(), decisions))
-}
-
-/// The formats in which the decisions have weights stored. A low-rank product stands beside the linear layers of `graph`
-/// that are larger than its rank.
-fn stored(config: &Config, decisions: &[Decision], graph: &Graph) -> Quantization {
-    let sizes: HashMap<&str, &[usize]> = graph
-        .weights()
-        .map(|(_, weight)| (weight.key(), weight.shape.dims.as_slice()))
-        .collect();
-    let rank = config.svd_rank as usize;
-    let is_large = |layer: &str| match sizes.get(weight_name(layer).as_str()) {
-        Some(&[out, inputs]) => *out.min(inputs) > rank,
-        _ => false,
-    };
-    let stored = |decision: &Decision| {
-        let formats = decision.formats?;
-        let weight = formats.weight?.stored(config.activations_dtype.into());
-        let activation = formats.activation;
-        let low_rank = (formats.low_rank && is_large(&decision.path)).then_some(rank);
-        let stored = StoredLayer {
-            weight,
-            activation,
-            low_rank,
-            smoothed: low_rank.is_some() && config.svd_order == SvdOrder::Paper,
-        };
-        Some((decision.path.clone(), stored))
-    };
-    Quantization {
-        layers: decisions.iter().filter_map(stored).collect(),
-    }
 }
 
 /// What each rule decided; `sizes` has the numbers in each weight.

@@ -24,6 +24,7 @@ use crate::quant::{
     smooth_factor_name, tensor_scale_name, zero_point_name,
 };
 use crate::shape::Shape;
+use crate::util::named;
 use crate::util::text::listed;
 
 /// The key of the description in `config.json`: diffusers' and transformers'.
@@ -34,6 +35,16 @@ const METHOD: &str = "maxdiff-rs";
 const VERSION: u64 = 2;
 /// How many problems an error shows.
 const SHOWN: usize = 8;
+
+named! {
+    /// How a checkpoint names and packs quantized weights.
+    pub enum QuantizedLayout {
+        /// This program's, which has every format.
+        Own = "maxdiff-rs",
+        /// That of AMD Quark's `export_safetensors` with packed weights: linear layers alone, in Quark's formats of weights.
+        Quark = "quark",
+    }
+}
 
 /// How the weights of a checkpoint are stored.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -149,9 +160,10 @@ const SCALE_TYPES: [(&str, DType); 5] = [
 ];
 
 /// The elements of weights.
-const ELEMENTS: [(&str, DType); 5] = [
+const ELEMENTS: [(&str, DType); 6] = [
     ("int8", DType::S8),
     ("int4", DType::S4),
+    ("uint4", DType::U4),
     ("float8_e4m3fn", DType::F8E4M3Fn),
     ("nf4", DType::U4),
     ("float4_e2m1fn", DType::U4),
@@ -230,7 +242,8 @@ impl WrittenFormat {
                 ));
             }
         };
-        if !self.symmetric && self.numerics != NumericsConvention::Quark {
+        let with_zero_points = [NumericsConvention::Quark, NumericsConvention::Gguf];
+        if !self.symmetric && !with_zero_points.contains(&self.numerics) {
             return Err(format!(
                 "symmetric is false, and {} has no zero points",
                 self.numerics
@@ -570,7 +583,8 @@ fn stored_tensors(name: &str, shape: &Shape, format: TensorFormat) -> Option<Vec
         (scale_name(name), Shape::new(scale_type, dims.clone())),
     ];
     if format.zero_point {
-        tensors.push((zero_point_name(name), Shape::new(DType::S8, dims)));
+        let zero_points = Shape::new(format.zero_point_type(), dims);
+        tensors.push((zero_point_name(name), zero_points));
     }
     if format.has_tensor_scale() {
         tensors.push((tensor_scale_name(name), Shape::scalar(DType::F32)));

@@ -82,18 +82,24 @@ fn programs_multiply_blocks_as_they_are_stored() {
     }
 }
 
-/// q8_0 and q4_0 the other way round: `quantization_numerics=gguf`.
+/// q8_0, q4_0 and q4_1 the other way round: `quantization_numerics=gguf`.
 #[test]
 fn weights_become_the_blocks_of_the_gguf_package() {
     let recorded = Golden::read("gguf/blocks.safetensors");
     let mut file = Checkpoint::open(&golden("gguf/blocks.gguf")).unwrap();
     file.pack();
-    for (name, element) in [("q8_0", DType::S8), ("q4_0", DType::S4)] {
+    for (name, element) in [
+        ("q8_0", DType::S8),
+        ("q4_0", DType::S4),
+        ("q4_1", DType::U4),
+    ] {
         let format = TensorFormat {
             element,
+            zero_point: element == DType::U4,
             granularity: Granularity::Group(32),
             ..TensorFormat::int8(NumericsConvention::Gguf)
         };
+        let format = format.stored(DType::F16);
         let name = format!("{name}.weight");
         let values: Vec<f32> = recorded
             .values(&format!("in/{name}"))
@@ -108,6 +114,10 @@ fn weights_become_the_blocks_of_the_gguf_package() {
             file.read(&format!("{name}_scale")).unwrap(),
             "{name}"
         );
+        if let Some(minimums) = found.zero_point {
+            let stored = file.read(&format!("{name}_zero_point")).unwrap();
+            assert_eq!(minimums, stored, "{name}");
+        }
     }
 }
 

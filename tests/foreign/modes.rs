@@ -66,7 +66,7 @@ fn numerics_that_belong_to_other_modes_are_refused() {
         ),
         (
             &["quantization=int8_w8a16", "quantization_numerics=gguf"],
-            "llama.cpp's blocks are here in int8_w8a16 (q8_0) and w4a16 (q4_0)",
+            "llama.cpp's blocks are here in int8_w8a16 (q8_0) and w4a16 (q4_0, without symmetric q4_1)",
         ),
         (
             &["quantization=int8", "quantization_numerics=nf4"],

@@ -4,10 +4,13 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use crate::common::{Golden, golden};
+use crate::quantize::{model, quantized, refused};
 use maxdiff::dtype::DType;
 use maxdiff::graph::{Granularity, NumericsConvention, TensorFormat};
 use maxdiff::host_tensor::HostTensor;
+use maxdiff::models::Part;
 use maxdiff::quant::quantize_weight;
+use maxdiff::weights::source::ModelSource;
 use maxdiff::weights::{Checkpoint, WeightsError};
 use serde_json::{Map, Value, json};
 
@@ -177,4 +180,59 @@ fn descriptions_that_disagree_are_refused() {
         let error = open(&folder).unwrap_err().to_string();
         assert!(error.contains(expected), "{expected}: {error}");
     }
+}
+
+/// `quantized_layout=quark` of a model whose convolutions stay in float: what is read back stands for the same floats as this
+/// program's own layout, with another format for some layers.
+#[test]
+fn a_model_is_written_in_quarks_layout_and_read_back() {
+    let dir = tempfile::tempdir().unwrap();
+    let source = model(dir.path());
+    let common = [
+        "quantization=int8_w8a16",
+        "quantization_numerics=quark",
+        "quant_rules=[{path: '.*conv.*|.*samplers.*|.*proj_(in|out)', mode: none}, {path: '.*attn2.*', mode: int8_w8a16, \
+         granularity: tensor, symmetric: False}]",
+    ];
+    let [own, quarks] = ["own", "quark"].map(|name| dir.path().join(name));
+    quantized(&source, &own, &common);
+    let report = quantized(
+        &source,
+        &quarks,
+        &[&common[..], &["quantized_layout=quark"]].concat(),
+    );
+    let layers = report["tensors"].as_array().unwrap().len();
+    let text = fs::read_to_string(quarks.join("unet/config.json")).unwrap();
+    let config: Value = serde_json::from_str(&text).unwrap();
+    let description = &config["quantization_config"];
+    assert_eq!(description["quant_method"], "quark");
+    let others = description["layer_quant_config"].as_object().unwrap();
+    assert!(!others.is_empty() && others.len() < layers);
+    let mut written = [&own, &quarks].map(|folder| ModelSource::open(folder).unwrap());
+    assert!(
+        written
+            .iter_mut()
+            .all(|model| model.widen_denoiser() == layers)
+    );
+    let [own, quarks] = written
+        .each_ref()
+        .map(|model| &model.component(Part::Unet).unwrap().checkpoint);
+    let names: Vec<&str> = own.names().collect();
+    assert_eq!(names, quarks.names().collect::<Vec<_>>());
+    for name in names {
+        assert_eq!(
+            own.read(name).unwrap(),
+            quarks.read(name).unwrap(),
+            "{name}"
+        );
+    }
+    let output = dir.path().join("out");
+    let with_convolutions = [
+        "quantization=int8_w8a16",
+        "quantization_numerics=quark",
+        "quantized_layout=quark",
+    ];
+    let found = crate::quantize::quantize(&source, &output, &with_convolutions);
+    refused(&found, 2, "Quark packs linear layers alone");
+    assert!(!output.exists());
 }

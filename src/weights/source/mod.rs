@@ -10,6 +10,7 @@
 mod detect;
 mod folder;
 mod quantize;
+mod quark;
 mod single_file;
 mod write;
 mod write_file;
@@ -33,6 +34,7 @@ pub use detect::is_lora;
 pub use folder::is_pipeline;
 pub(crate) use folder::{check_class, denoisers, is_null, no_denoiser};
 pub use quantize::{LayerPlan, QuantizedTensor, UNetQuantization};
+pub use quark::check_layer as check_quark_layer;
 pub use write::WrittenPart;
 
 /// More than any configuration of a published model.

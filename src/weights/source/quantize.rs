@@ -5,20 +5,22 @@ use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 use std::sync::Arc;
 
-use rayon::prelude::*;
 use serde_json::{Map, Value};
 
-use super::{Component, SourceError};
+use super::{Component, SourceError, quark};
 use crate::dtype::DType;
 use crate::graph::{NumericsConvention, Range, TensorFormat};
 use crate::host_tensor::{HostTensor, HostTensorError};
 use crate::quant::{
-    LOW_RANK, LowRankError, LowRankOptions, Observer, QuantizedWeight, WeightQuantError,
-    WeightRounding, scale_name, tensor_scale_name, with_low_rank, zero_point_name,
+    LOW_RANK, LayerActivity, LayerErrors, LowRankError, LowRankOptions, Observer, QuantizedWeight,
+    RoundingAlgorithm, WeightQuantError, WeightRounding, scale_name, tensor_scale_name,
+    with_low_rank, zero_point_name,
 };
 use crate::shape::Shape;
 use crate::weights::cast::has_infinity;
-use crate::weights::quantized::{CONFIG_KEY, Quantization, layer_tensors, to_file_order};
+use crate::weights::quantized::{
+    CONFIG_KEY, Quantization, QuantizedLayout, layer_tensors, to_file_order, weight_name,
+};
 use crate::weights::save::{ScatteredFile, pytorch_metadata};
 use crate::weights::{Checkpoint, TensorSpec, cast};
 
@@ -31,6 +33,9 @@ pub struct UNetQuantization {
     pub weights_dtype: DType,
     /// What decides the ranges of weights.
     pub observer: Observer,
+    /// Whether HQQ chooses the minimums of codes.
+    pub is_hqq: bool,
+    pub layout: QuantizedLayout,
     /// What is done with the weights of some layers beside, by their paths.
     pub plans: BTreeMap<String, LayerPlan>,
 }
@@ -43,8 +48,8 @@ pub struct LayerPlan {
     /// What is written beside it, by names: the scale of its activation, or the factors that it is divided by.
     pub beside: Vec<(String, HostTensor)>,
     pub low_rank: Option<LowRankOptions>,
-    /// The mean square of each input feature.
-    pub squares: Option<Vec<f32>>,
+    /// What calibration saw of it.
+    pub activity: Option<LayerActivity>,
     /// `x^T x` of what it reads, up to a factor, for GPTQ.
     pub hessian: Option<Arc<Vec<f32>>>,
 }
@@ -78,9 +83,9 @@ pub struct QuantizedTensor {
     pub scale_range: [f32; 2],
     /// The ratio of the weight's power to that of its error, in decibels; infinite without an error.
     pub sqnr_db: f64,
-    /// The same ratio of what the layer computes of activations like those of calibration, if the weight alone is rounded and
-    /// their features are independent. `None` without calibration.
-    pub output_sqnr_db: Option<f64>,
+    /// What that does to what the layer computes of activations like those of calibration, and to the steps' results. `None`
+    /// without calibration.
+    pub errors: Option<LayerErrors>,
     /// [`LowRankOptions::alphas`]' best, where a low-rank product stands beside the weight.
     pub low_rank_alpha: Option<f64>,
     /// Bytes of the weight in the source.
@@ -99,9 +104,16 @@ impl UNetQuantization {
     }
 
     /// The `config.json` of the UNet.
-    pub(super) fn config(&self, source: &Map<String, Value>) -> Map<String, Value> {
-        let mut config = source.clone();
-        config.insert(CONFIG_KEY.to_owned(), self.stored.to_config());
+    pub(super) fn config(&self, component: &Component) -> Map<String, Value> {
+        let mut config = component.config.clone();
+        let matrices = component.checkpoint.iter();
+        let matrices = matrices.filter(|(_, shape)| [2, 4].contains(&shape.rank()));
+        let layers = matrices.filter_map(|(name, _)| name.strip_suffix(".weight"));
+        let description = match self.layout {
+            QuantizedLayout::Own => self.stored.to_config(),
+            QuantizedLayout::Quark => quark::config(&self.stored, layers),
+        };
+        config.insert(CONFIG_KEY.to_owned(), description);
         config
     }
 
@@ -110,8 +122,10 @@ impl UNetQuantization {
         let mut specs = Vec::with_capacity(2 * floats.len());
         for spec in floats {
             let layer = self.stored.layer_of(&spec.name);
-            let stored =
-                layer.and_then(|(layer, formats)| layer_tensors(layer, &spec.shape, formats));
+            let stored = layer.and_then(|(layer, formats)| match self.layout {
+                QuantizedLayout::Own => layer_tensors(layer, &spec.shape, formats),
+                QuantizedLayout::Quark => quark::tensors(layer, &spec.shape, formats.weight),
+            });
             match stored {
                 Some(tensors) => {
                     let tensors = tensors.into_iter();
@@ -164,47 +178,54 @@ impl UNetQuantization {
                 wrote(tensor.data.len() as u64);
                 return Ok(());
             };
-            let layer = name.trim_end_matches(".weight").to_owned();
-            let QuantizedLayer {
-                weight,
-                beside,
-                output_sqnr_db,
-                low_rank_alpha,
-            } = self.quantized(checkpoint, name, tensor, format)?;
-            file.write(name, &to_file_order(&weight.values))?;
-            file.write(&scale_name(name), &weight.scale.data)?;
-            let mut bytes = (weight.values.data.len() + weight.scale.data.len()) as u64;
-            for (name, beside) in [
-                (zero_point_name(name), &weight.zero_point),
-                (tensor_scale_name(name), &weight.tensor_scale),
-            ] {
-                if let Some(beside) = beside {
-                    file.write(&name, &beside.data)?;
-                    bytes += beside.data.len() as u64;
-                }
+            let layer = self.quantized(checkpoint, name, tensor, format)?;
+            for (name, data) in layer.files(name, self.layout) {
+                file.write(&name, &data)?;
             }
-            for (name, tensor) in &beside {
-                file.write(name, &tensor.data)?;
-                bytes += tensor.data.len() as u64;
-            }
-            wrote(bytes);
-            let source = checkpoint.info(name).map_or(0, Shape::bytes);
-            let row = QuantizedTensor {
-                dims: weight.values.shape.dims.clone(),
-                format,
-                scale_range: weight.scale_range,
-                sqnr_db: weight.sqnr_db(),
-                output_sqnr_db,
-                low_rank_alpha,
-                source_bytes: source as u64,
-                bytes,
-                layer: layer.clone(),
-            };
-            quantized.insert(layer, row);
+            let row = layer.row(checkpoint, name, format, self.layout);
+            wrote(row.bytes);
+            quantized.insert(row.layer.clone(), row);
             Ok::<_, SourceError>(())
         })?;
         file.finish()?;
         Ok(quantized.into_values().collect())
+    }
+
+    /// Bytes that are written of a tensor of the source, its scales included.
+    pub fn bytes(&self, name: &str, shape: &Shape) -> u64 {
+        let shape = match shape.dtype.is_float() {
+            true => shape.with_dtype(self.float_type(shape.dtype)),
+            false => shape.clone(),
+        };
+        let name = name.to_owned();
+        let specs = self.specs(vec![TensorSpec { name, shape }]).into_iter();
+        specs.map(|spec| spec.shape.bytes() as u64).sum()
+    }
+
+    /// What would be written of the weight of one layer.
+    ///
+    /// # Errors
+    /// When the layer has no format, or its weight cannot be read or quantized.
+    pub fn tried(
+        &self,
+        checkpoint: &Checkpoint,
+        layer: &str,
+    ) -> Result<QuantizedTensor, SourceError> {
+        let name = weight_name(layer);
+        let Some(format) = self.stored.format_of(&name) else {
+            return Err(SourceError::Quantize {
+                path: checkpoint.path().to_owned(),
+                layer: layer.to_owned(),
+                source: LowRankError::Weight(WeightQuantError::Scalar),
+            });
+        };
+        let types = HashMap::new();
+        let wanted = self.wanted(checkpoint, &types).into_iter();
+        let dtype = wanted.into_iter().find(|(found, _)| *found == name);
+        let dtype = dtype.map_or(self.weights_dtype, |(_, dtype)| dtype);
+        let mut tensor = checkpoint.read_as(&name, dtype)?;
+        let layer = self.quantized(checkpoint, &name, &mut tensor, format)?;
+        Ok(layer.row(checkpoint, &name, format, self.layout))
     }
 
     /// What is read, and in which types: weights that are quantized in that of `weights_dtype`, or, where that holds
@@ -248,7 +269,7 @@ impl UNetQuantization {
         }
         let plan = self.plans.get(layer);
         let float = plan
-            .is_some_and(|plan| plan.squares.is_some())
+            .is_some_and(|plan| plan.activity.is_some())
             .then(|| tensor.clone());
         let mut tensor = HostTensor {
             data: std::mem::take(&mut tensor.data),
@@ -272,7 +293,11 @@ impl UNetQuantization {
         let hessian = plan.and_then(|plan| plan.hessian_of_input());
         let rounding = WeightRounding {
             observer: self.observer,
-            hessian: hessian.as_deref(),
+            algorithm: match &hessian {
+                Some(hessian) => RoundingAlgorithm::Gptq(hessian),
+                None if self.is_hqq => RoundingAlgorithm::Hqq,
+                None => RoundingAlgorithm::Nearest,
+            },
         };
         let (weight, low_rank_alpha) = match options {
             None => {
@@ -290,19 +315,22 @@ impl UNetQuantization {
                 (found.weight, Some(found.alpha))
             }
         };
-        let squares = plan.and_then(|plan| plan.squares.as_ref());
-        let output_sqnr_db = match (float, squares) {
-            (Some(float), Some(squares)) => {
+        let activity = plan.and_then(|plan| plan.activity.as_ref());
+        let errors = match (float, activity) {
+            (Some(float), Some(activity)) => {
                 let factors = plan.and_then(|plan| plan.factors.as_deref());
-                let ratio = output_sqnr_db(&float, &weight, &beside, squares, factors);
-                Some(ratio.map_err(|e| fail(e.into()))?)
+                let dims = &float.shape.dims;
+                let left = stood_for(dims, &weight, &beside, factors);
+                let left = left.map_err(|e| fail(e.into()))?;
+                let float = float.to_f32_vec().map_err(|e| fail(e.into()))?;
+                Some(activity.errors(&float, &left, dims))
             }
             _ => None,
         };
         Ok(QuantizedLayer {
             weight,
             beside,
-            output_sqnr_db,
+            errors,
             low_rank_alpha,
         })
     }
@@ -313,8 +341,68 @@ struct QuantizedLayer {
     weight: QuantizedWeight,
     /// Further tensors, by their names.
     beside: Vec<(String, HostTensor)>,
-    output_sqnr_db: Option<f64>,
+    errors: Option<LayerErrors>,
     low_rank_alpha: Option<f64>,
+}
+
+impl QuantizedLayer {
+    /// What is written of it, by names; `name` is that of its weight.
+    fn files(&self, name: &str, layout: QuantizedLayout) -> Vec<(String, Cow<'_, [u8]>)> {
+        let weight = &self.weight;
+        if layout == QuantizedLayout::Quark {
+            let layer = name.trim_end_matches(".weight");
+            let shape = weight.values.shape.with_dtype(DType::F32);
+            let named = quark::tensors(layer, &shape, weight.format).unwrap_or_default();
+            let names = named.into_iter().map(|(name, _)| name);
+            return names
+                .zip(quark::bytes(weight).into_iter().map(Cow::Owned))
+                .collect();
+        }
+        let mut files = vec![
+            (name.to_owned(), to_file_order(&weight.values)),
+            (
+                scale_name(name),
+                Cow::Borrowed(weight.scale.data.as_slice()),
+            ),
+        ];
+        let beside = [
+            (zero_point_name(name), &weight.zero_point),
+            (tensor_scale_name(name), &weight.tensor_scale),
+        ];
+        let beside = beside
+            .into_iter()
+            .filter_map(|(name, tensor)| Some((name, tensor.as_ref()?)));
+        let beside = beside.chain(
+            self.beside
+                .iter()
+                .map(|(name, tensor)| (name.clone(), tensor)),
+        );
+        files.extend(beside.map(|(name, tensor)| (name, Cow::Borrowed(tensor.data.as_slice()))));
+        files
+    }
+
+    /// What is told of it.
+    fn row(
+        &self,
+        checkpoint: &Checkpoint,
+        name: &str,
+        format: TensorFormat,
+        layout: QuantizedLayout,
+    ) -> QuantizedTensor {
+        let weight = &self.weight;
+        let files = self.files(name, layout);
+        QuantizedTensor {
+            layer: name.trim_end_matches(".weight").to_owned(),
+            dims: weight.values.shape.dims.clone(),
+            format,
+            scale_range: weight.scale_range,
+            sqnr_db: weight.sqnr_db(),
+            errors: self.errors.clone(),
+            low_rank_alpha: self.low_rank_alpha,
+            source_bytes: checkpoint.info(name).map_or(0, Shape::bytes) as u64,
+            bytes: files.iter().map(|(_, data)| data.len() as u64).sum(),
+        }
+    }
 }
 
 /// `f32` values of a weight `[out, in, ..]` times a factor for each input feature.
@@ -329,16 +417,14 @@ fn times_features(weight: &HostTensor, factors: &[f32]) -> Result<HostTensor, Ho
     HostTensor::from_f32(weight.shape.dims.clone(), &values)
 }
 
-/// [`QuantizedTensor::output_sqnr_db`] of the weight `float`, whose integers have taken over `factors`.
-fn output_sqnr_db(
-    float: &HostTensor,
+/// The weight `[out, in, ..]` of these dimensions that a quantized one, which has taken over `factors`, and a low-rank product
+/// beside it stand for.
+fn stood_for(
+    dims: &[usize],
     weight: &QuantizedWeight,
     beside: &[(String, HostTensor)],
-    squares: &[f32],
     factors: Option<&[f32]>,
-) -> Result<f64, HostTensorError> {
-    let dims = &float.shape.dims;
-    let float = float.to_f32_vec()?;
+) -> Result<Vec<f32>, HostTensorError> {
     let mut left = weight.dequantized()?;
     let tensor = |end: &str| beside.iter().find(|(name, _)| name.contains(end));
     if let [Some((_, down)), Some((_, up))] = LOW_RANK.map(tensor) {
@@ -351,28 +437,15 @@ fn output_sqnr_db(
             }
         }
     }
-    let positions = dims.iter().skip(2).product::<usize>().max(1);
-    let row = squares.len() * positions;
-    let of_row = |(row, left): (&[f32], &[f32])| {
-        let (mut signal, mut noise) = (0.0, 0.0);
-        let features = row.chunks(positions).zip(left.chunks(positions));
-        for (feature, (row, left)) in features.enumerate() {
-            let factor = factors.map_or(1.0, |factors| factors[feature]);
-            let square = f64::from(squares[feature]);
-            for (x, left) in row.iter().zip(left) {
-                signal += f64::from(x * x) * square;
-                noise += f64::from(x - left / factor).powi(2) * square;
+    if let Some(factors) = factors {
+        let positions = dims.iter().skip(2).product::<usize>().max(1);
+        for row in left.chunks_mut(factors.len() * positions) {
+            for (values, factor) in row.chunks_mut(positions).zip(factors) {
+                values.iter_mut().for_each(|x| *x /= factor);
             }
         }
-        [signal, noise]
-    };
-    let rows = float.par_chunks(row).zip(left.par_chunks(row));
-    let sums = rows.map(of_row);
-    let [signal, noise] = sums.reduce(|| [0.0; 2], |a, b| [a[0] + b[0], a[1] + b[1]]);
-    Ok(match noise == 0.0 {
-        true => f64::INFINITY,
-        false => 10.0 * (signal / noise).log10(),
-    })
+    }
+    Ok(left)
 }
 
 /// The type in which weights of a format that is stored are quantized: that of their scales, where the convention leaves it

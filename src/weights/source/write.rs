@@ -149,7 +149,7 @@ impl ModelSource {
                     overflown.extend(write_part(&folder, *part, component, specs, &mut wrote)?);
                 }
                 Some(quantization) => {
-                    let config = quantization.config(&component.config);
+                    let config = quantization.config(component);
                     write_json(&folder.join("config.json"), &config)?;
                     let file = folder.join(part.weights_file());
                     quantized = quantization.write(component, specs, &file, &mut wrote)?;
