@@ -135,8 +135,10 @@ pub fn lower(
                 None => Cow::Borrowed(&traced.graph),
             };
             let mut graph = quantize(&graph, traced)?;
-            if let Some(parts) = parts {
-                graph = Cow::Owned(backend.claim(&graph, parts)?.into_owned());
+            if let Some(parts) = parts
+                && let Cow::Owned(claimed) = backend.claim(&graph, parts)?
+            {
+                graph = Cow::Owned(claimed);
             }
             let graph = scanned(backend.rewrite(inline(&graph))?, traced, backend)?;
             stage(&graph, &traced.request())?
