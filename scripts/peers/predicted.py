@@ -7,8 +7,7 @@ FOLDER is a checkout of MaxDiffusion (AI-Hypercomputer/maxdiffusion), whose `src
 of requirements-predicted.txt; no TPU. 1024x1024, batch 2 (guidance), weights and activations in bfloat16,
 `attention=dot_product`, MaxDiffusion's default split of heads. Each compiles in a process of its own, one after the
 other. Milliseconds are the sum of the `estimated_cycles` of the optimized program over the chip's clock; this program
-adds the simulation of its kernels. MaxDiffusion's are read from what libtpu dumps: `as_text` of JAX 0.10.2 cannot read
-its module for v6e, and gives the same cycles elsewhere. Prints a line of Markdown table for each.
+adds the simulation of its kernels. Prints a line of Markdown table for each.
 """
 
 import argparse
@@ -29,8 +28,6 @@ CHIPS = {"v5e": ("v5e:1x1", "default", 1.5e9), "v5p": ("v5:1x1x1", "megacore", 1
 BATCH, SIDE, TOKENS = 2, 128, 77
 # The same as `compile_topology`. The smallest of v5p has four chips, of which each computes an image and its guidance.
 TOPOLOGIES = {"v5e": "v5e-1", "v5p": "v5p-8", "v6e": "v6e-1"}
-# The variable with the folder of the dumps.
-DUMPS = "MAXDIFFUSION_DUMPS"
 CASES = ("maxdiffusion", "bf16", "int8")
 
 
@@ -46,20 +43,6 @@ def unet():
     fields = {name: tuple(value) if isinstance(value := config[name], list) else value for name in named}
     return FlaxUNet2DConditionModel(sample_size=SIDE, dtype=jnp.bfloat16, weights_dtype=jnp.bfloat16, split_head_dim=True,
                                     **fields)
-
-
-# One entry for each operation of the program: its text, with its estimate, and what its bundles do.
-PROFILE = "hlo-static-bundle-profile"
-
-
-def dumped_cycles(folder):
-    """The cycles of all operations in a folder that libtpu dumped into."""
-    program, profile = (next(folder.glob(name)).read_text() for name in ("*-TLP-hlo.txt", f"*-TLP-*{PROFILE}.txt"))
-    if " while(" in program:
-        sys.exit("the program has loops, whose bodies would count once")
-    operations = dict(re.findall(r"^HLO: (?:ROOT )?%(\S+) = (.*)$", profile, re.MULTILINE))
-    found = (re.search(r'"estimated_cycles":"(\d+)"', text) for text in operations.values())
-    return sum(int(cycles[1]) for cycles in found if cycles)
 
 
 def maxdiffusion(chip):
@@ -96,9 +79,13 @@ def maxdiffusion(chip):
 
     lowered = jax.jit(step).trace(parameters, *arguments).lower(lowering_platforms=("tpu",))
     start = time.monotonic()
-    lowered.compile()
+    compiled = lowered.compile()
     seconds = time.monotonic() - start
-    cycles = dumped_cycles(pathlib.Path(os.environ[DUMPS]))
+    text = compiled.as_text()
+    if " while(" in text:
+        sys.exit("the program has loops, whose bodies would count once")
+    # Operations inside fusions have no cycles of their own.
+    cycles = sum(int(found) for found in re.findall(r'"estimated_cycles":"(\d+)"', text))
     return {"parameters": count, "ms": cycles / clock * 1e3, "seconds": seconds}
 
 
@@ -134,18 +121,11 @@ def main():
                        TPU_MIN_LOG_LEVEL="3")
     peer = None
     for name in arguments.only or CASES:
-        dumps = tempfile.TemporaryDirectory()
-        if name == "maxdiffusion":
-            flags = f"--xla_jf_dump_to={dumps.name} --xla_jf_dump_llo_pass_label_regex=.*{PROFILE}.*"
-            alone = environment | {DUMPS: dumps.name, "LIBTPU_INIT_ARGS": flags}
-        else:
-            alone = environment
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         found = subprocess.run(
             [sys.executable, __file__, arguments.folder, "--program", arguments.program, "--chip", arguments.chip,
              "--alone", name],
-            stdout=subprocess.PIPE, text=True, check=True, env=alone)
-        dumps.cleanup()
+            stdout=subprocess.PIPE, text=True, check=True, env=environment)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         processor = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         result = json.loads(found.stdout.strip().splitlines()[-1])
