@@ -3,14 +3,20 @@
 use maxdiff::backend::tpu::claim_training;
 use maxdiff::dtype::DType;
 use maxdiff::emit::{EmitOptions, stablehlo};
-use maxdiff::graph::{Builder, Graph, evaluate, vjp};
-use maxdiff::nn::{Attention, Precision, attention};
+use maxdiff::graph::{Builder, Graph, Tensor, evaluate, vjp};
+use maxdiff::host_tensor::HostTensor;
+use maxdiff::nn::{Attention, Linear, Precision, attention, linear};
 use maxdiff::pjrt::{CompileOptions, Topology};
 use maxdiff::shape::Shape;
 use maxdiff::topology::Accelerator;
 
 use crate::common::tpu_plugin;
 use crate::tpu_kernels::{calls, inputs};
+
+const BF16: Precision = Precision {
+    weights: DType::BF16,
+    activations: DType::BF16,
+};
 
 /// The gradients of attention's operands in bf16, given that of its result: batch, heads, queries, keys, size of a head.
 fn derivative([batch, heads, queries, keys, size]: [usize; 5]) -> Graph {
@@ -21,15 +27,11 @@ fn derivative([batch, heads, queries, keys, size]: [usize; 5]) -> Graph {
     };
     let qkv = [input("q", queries), input("k", keys), input("v", keys)];
     let gradient = input("gradient", queries);
-    let precision = Precision {
-        weights: DType::BF16,
-        activations: DType::BF16,
-    };
     let attributes = Attention {
         heads,
         causal: false,
     };
-    let y = attention(&b.root("m"), qkv, attributes, precision).unwrap();
+    let y = attention(&b.root("m"), qkv, attributes, BF16).unwrap();
     let found = vjp(&b, &[(y, gradient)], &qkv).unwrap();
     for (name, found) in ["q", "k", "v"].into_iter().zip(found) {
         b.output(&format!("gradient of {name}"), found, None)
@@ -57,14 +59,65 @@ fn the_derivative_of_attention_is_its_body() {
         let inputs = inputs(&graph);
         let [expected, found] = [&graph, &kernels].map(|g| evaluate(g, &inputs).unwrap());
         for (i, (expected, found)) in expected.iter().zip(&found).enumerate() {
-            let [a, b] = [expected, found].map(|x| x.to_f64_vec().unwrap());
-            let norm: f64 = a.iter().map(|x| x * x).sum();
-            let distance: f64 = a.iter().zip(&b).map(|(a, b)| (a - b).powi(2)).sum();
-            let error = (distance / norm).sqrt();
+            let error = distance_of(expected, found);
             // Both round weights, their gradients and the results to bf16, by up to 2^-9 (2e-3), but not at the same places.
             assert!(error <= 1e-2, "{case:?}, gradient {i}: {error}");
         }
     }
+}
+
+/// The relative L2 distance.
+fn distance_of(expected: &HostTensor, found: &HostTensor) -> f64 {
+    let [a, b] = [expected, found].map(|x| x.to_f64_vec().unwrap());
+    let norm: f64 = a.iter().map(|x| x * x).sum();
+    let distance: f64 = a.iter().zip(&b).map(|(a, b)| (a - b).powi(2)).sum();
+    (distance / norm).sqrt()
+}
+
+/// The gradient of a block's input. With `recomputed` the block's values are computed again for it.
+fn block(recomputed: bool) -> Graph {
+    let b = Builder::new();
+    let shape = Shape::new(DType::BF16, [1, 256, 64]);
+    let x = b.input("x", shape.clone(), &[]).unwrap();
+    let gradient = b.input("gradient", shape, &[]).unwrap();
+    let m = b.root("m");
+    let m = if recomputed { m.checkpoint() } else { m };
+    let project = |name: &str, x: Tensor| {
+        let layer = Linear::new(64, "embed", "mlp");
+        linear(&m.scope(name), x, layer, BF16).unwrap()
+    };
+    let qkv = ["to_q", "to_k", "to_v"].map(|name| project(name, x));
+    let attributes = Attention {
+        heads: 1,
+        causal: false,
+    };
+    let y = attention(&m, qkv, attributes, BF16).unwrap();
+    let found = vjp(&b, &[(project("to_out", y), gradient)], &[x]).unwrap();
+    b.output("gradient of x", found[0], None).unwrap();
+    b.finish()
+}
+
+#[test]
+fn a_block_that_is_computed_again_has_the_same_gradient_in_kernels() {
+    let graph = block(true);
+    let kernels = claim_training(&graph, 1).unwrap();
+    // The attention again, and two for its derivative: nothing reads the result of the forward pass here.
+    assert_eq!(calls(&kernels), 3);
+    // Weights that keep the size of what they multiply: scores far apart have gradients that cancel.
+    let inputs = graph.inputs.iter().zip(inputs(&graph));
+    let inputs = inputs.map(|(input, value)| match input.is_weight() {
+        true => {
+            let small = value.to_f64_vec().unwrap().into_iter().map(|x| x / 16.0);
+            HostTensor::from_f64(value.shape.clone(), &small.collect::<Vec<f64>>()).unwrap()
+        }
+        false => value,
+    });
+    let inputs: Vec<HostTensor> = inputs.collect();
+    let [expected, found] = [&graph, &kernels].map(|g| evaluate(g, &inputs).unwrap());
+    let kept = evaluate(&block(false), &inputs).unwrap();
+    assert_eq!(distance_of(&expected[0], &kept[0]), 0.0);
+    let error = distance_of(&expected[0], &found[0]);
+    assert!(error <= 1e-2, "{error}");
 }
 
 #[test]
