@@ -312,7 +312,7 @@ schema! {
         /// scripts. Empty: as there, none for FLUX.1 and logit_normal for Stable Diffusion 3.
         weighting_scheme: Option<WeightingScheme> = None, Ours, TRAIN_STEP, when FLOW_MATCHING, is [FixedOnResume];
         /// Mean of the normal draw of logit_normal; above 0 little noise is drawn more often.
-        logit_mean: f64 = 0.0, Ours, TRAIN_STEP, in Between(-10.0, 10.0), when LOGIT_NORMAL, is [FixedOnResume];
+        logit_mean: f64 = 0.0, Ours, TRAIN_STEP, in Between(-5.0, 5.0), when LOGIT_NORMAL, is [FixedOnResume];
         /// Deviation of the normal draw of logit_normal.
         logit_std: f64 = 1.0, Ours, TRAIN_STEP, in AboveUpTo(0.0, 10.0), when LOGIT_NORMAL, is [FixedOnResume];
         /// Scale of mode: how much more often levels in the middle are drawn, or below 0 those at the ends.

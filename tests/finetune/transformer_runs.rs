@@ -189,7 +189,7 @@ fn the_steps_of_transformers_lower_for_a_pod() {
         command
             .args(["lower", pipeline.recipe, "--step", "train"])
             .arg(place.model())
-            .args(["resolution=32", "per_device_batch_size=1"])
+            .args(["resolution=16", "per_device_batch_size=1"])
             .args(["compile_topology=v5e-8", "ici_fsdp_parallelism=2"])
             .args(["ici_data_parallelism=4", "remat_policy=FULL"])
             .args(["quantization=int8", "gradient_accumulation_steps=2"])
