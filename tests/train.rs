@@ -1,14 +1,22 @@
 //! Training and generation as a user runs them, on the CPU plugin.
 
 use std::fs;
+use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::common::{json, keep_programs, without_optimizations};
+use maxdiff::config::{Config, Verb};
 use maxdiff::data::shapes::Caption;
 use maxdiff::metrics::read_json_lines;
 use maxdiff::pipelines::image_file::{Recorded, read_recorded};
+use maxdiff::pjrt::install::Trial;
+use maxdiff::recipe;
+use maxdiff::train::checkpoint::SavedCheckpoint;
+use maxdiff::train::{Outcome, TrainEvent, Trainer};
 use maxdiff::weights::Checkpoint;
 
 fn maxdiff(verb: &str, out: &Path, overrides: &[&str]) -> Command {
@@ -441,4 +449,69 @@ fn what_cannot_be_written_is_found_before_training() {
     assert!(log.contains("taken"), "{log}");
     assert!(!log.contains("compiled"), "{log}");
     assert!(started.elapsed() < Duration::from_secs(30));
+}
+
+/// Where steps are long, the state before the running one is saved as soon as the run is asked to stop, and whole.
+#[test]
+fn a_copy_of_the_state_stands_by_during_long_steps() {
+    let dir = tempfile::tempdir().unwrap();
+    let recipe = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tiny.yml");
+    let words = [
+        format!("output_dir={}", dir.path().display()),
+        "max_train_steps=5".to_owned(),
+        keep_programs(),
+    ];
+    let loaded = Config::load(&recipe, &words, Some(Verb::Train)).unwrap();
+    let config = &loaded.config;
+    let training = recipe::training(config, &loaded.given, &recipe, &mut |_| {}).unwrap();
+    let session = recipe::open_session(config, &|_| Trial::Unknown, &mut |_| {})
+        .unwrap()
+        .session;
+    let mut options = training.options(&session, &mut |_| {}).unwrap();
+    options.run.copy_after_seconds = 0.0;
+    let stop = Arc::new(AtomicBool::new(false));
+    options.stop = Some(Arc::clone(&stop));
+    let mut saved = Vec::new();
+    let trainer = Trainer::new(session, options).unwrap();
+    let outcome = trainer.run(&mut |event| {
+        match event {
+            // The third one is done, and nobody ends the run.
+            TrainEvent::Step(report) if report.step == 2 => stop.store(true, Ordering::Relaxed),
+            TrainEvent::Saved { checkpoint } => saved.push(checkpoint.to_owned()),
+            _ => {}
+        }
+        ControlFlow::Continue(())
+    });
+    let last = checkpoint(dir.path(), 5);
+    assert_eq!(outcome.unwrap(), Outcome::Done { checkpoint: last });
+    assert_eq!(saved, [3, 4].map(|step| checkpoint(dir.path(), step)));
+    let third = SavedCheckpoint::open(&saved[0]).unwrap();
+    assert_eq!(third.state().step, 3);
+    third.verify().unwrap();
+    // The time that training took is kept from start to start.
+    let goodput = third.state().counters["productive_ms"];
+    let counted = read_json_lines(&dir.path().join("tiny/metrics.jsonl")).unwrap();
+    let goodputs = counted
+        .lines
+        .iter()
+        .map(|line| line["perf/goodput"].as_f64().unwrap());
+    assert!(
+        goodputs
+            .into_iter()
+            .all(|share| share > 0.0 && share <= 1.0)
+    );
+    let last = SavedCheckpoint::open(&checkpoint(dir.path(), 5)).unwrap();
+    assert!(last.state().counters["productive_ms"] >= goodput);
+    for line in &counted.lines {
+        let norm = |name: &str| line[&format!("learning/grad_norm{name}")].as_f64().unwrap();
+        let groups = [
+            "_text_encoder",
+            "_unet",
+            "_unet.down_blocks",
+            "_unet.mid_block",
+            "_unet.up_blocks",
+        ];
+        let of_groups: f64 = groups.map(norm).iter().map(|norm| norm * norm).sum();
+        assert!((of_groups.sqrt() / norm("") - 1.0).abs() < 1e-5, "{line:?}");
+    }
 }

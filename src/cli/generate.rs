@@ -207,7 +207,8 @@ pub fn run(args: &GenerateArgs) -> Result<ExitCode, CliError> {
         _ => {
             let prompts = request.images.iter().map(|image| image.prompt.as_str());
             let pairs = made.images.iter().zip(prompts);
-            Some(ReadScore::of(pairs).map_err(CliError::failed)?)
+            let words = recipe::data::shape_words(&config)?;
+            Some(ReadScore::of(pairs, &words).map_err(CliError::failed)?)
         }
     };
     let grid = match made.images.len() {

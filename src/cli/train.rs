@@ -52,10 +52,11 @@ pub fn run(args: &TrainArgs) -> Result<ExitCode, CliError> {
     status::spin("opening the devices");
     let opened = recipe::open_session(&config, &try_load, &mut notify)?;
     progress(&format!("devices: {}", opened.chosen));
-    let options = training.options(&opened.session, &mut notify)?;
+    let mut options = training.options(&opened.session, &mut notify)?;
     status::spin("tracing the training step");
-    let trainer = Trainer::new(opened.session, options)?;
     let stop = stop_on_signals()?;
+    options.stop = Some(Arc::clone(&stop));
+    let trainer = Trainer::new(opened.session, options)?;
     let mut shown = TrainProgress {
         log_period: config.log_period,
         steps: None,

@@ -289,7 +289,7 @@ fn training(config: &Config, found: &mut Vec<Conflict>) {
         _ if is_dreambooth => dreambooth(config, found),
         DatasetType::Shapes => {}
         own @ (DatasetType::Folder | DatasetType::Webdataset | DatasetType::Hf) => {
-            if config.train_data_dir.is_empty() {
+            if config.train_data_dir.is_empty() && own != DatasetType::Hf {
                 found.push((
                     vec!["train_data_dir", "dataset_type"],
                     format!("dataset_type={own} needs train_data_dir"),
@@ -344,10 +344,15 @@ fn training(config: &Config, found: &mut Vec<Conflict>) {
             "Prodigy finds one learning rate for all weights: leave token_learning_rate out".into(),
         ));
     }
-    if config.unet_config.0 != ModelConfig::Unset && !config.train_new_unet {
+    if config.unet_config.0 != ModelConfig::Unset
+        && !config.train_new_unet
+        && !Path::new(&config.pretrained_model_name_or_path).is_dir()
+    {
         found.push((
             vec!["unet_config", "train_new_unet"],
-            "unet_config gives a new architecture, which starts from random weights: set train_new_unet=True, or leave unet_config out".into(),
+            "unet_config gives an architecture of your own: set train_new_unet=True to start from random weights, name the folder of \
+             a run with that architecture by pretrained_model_name_or_path, or leave unet_config out"
+                .into(),
         ));
     }
 }

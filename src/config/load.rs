@@ -564,7 +564,11 @@ impl Loader {
         const MODEL: &str = "pretrained_model_name_or_path";
         let model = &config.pretrained_model_name_or_path;
         // Parts of the dict (`unet_config.x=y`) change the architecture of the model that is named.
-        if values.contains_key(MODEL) && !model.is_empty() && self.origins.rank("unet_config") > 0 {
+        // A run on pixels has the architecture that its recipe gives.
+        let folder = Path::new(model);
+        let is_run = folder.is_dir() && !folder.join("model_index.json").exists();
+        let is_named = values.contains_key(MODEL) && !model.is_empty() && !is_run;
+        if is_named && self.origins.rank("unet_config") > 0 {
             let place = self.origins.place(MODEL);
             self.warnings.push(format!(
                 "{place}: {MODEL}: the UNet is not that of {model}, but that of unet_config ({})",

@@ -36,7 +36,7 @@ pub use schema::{Calibration, Config, LoraConfig, MOST_IMAGES, SchedulerConfig, 
 pub use values::{
     Attention, BiasStrategy, DataSharding, DatasetType, FloatType, FreeDict, FreeList, Hardware,
     LossWeighting, MeshAxes, ModelConfig, OneOrMore, OptimizerType, Prompts, QuantPreset,
-    Quantization, Resume, Seed, SvdOrder, TextEncoderConfig, TextualInversionFile,
+    Quantization, Resume, Seed, ShapeNames, SvdOrder, TextEncoderConfig, TextualInversionFile,
     TextualInversionFiles, UNetConfig, WeightAlgorithm, WeightingScheme,
 };
 pub use verb::Verb;

@@ -3,6 +3,7 @@
 //! Keys marked `Ours` belong to this project; all others are MaxDiffusion's, with its names,
 //! meanings and the defaults of its `base_xl.yml`.
 
+use crate::data::shapes::ShapeWord;
 use crate::emit::DotPrecision;
 use crate::graph::NumericsConvention;
 use crate::nn::Remat;
@@ -75,7 +76,6 @@ const DENOISE: &[Verb] = &[Verb::Generate, Verb::Compile, Verb::Lower];
 
 const OTHER_DATASETS: &str =
     "only dataset types of MaxDiffusion that are not here yet (tf, tfrecord, grain) read it";
-const LOCAL_TABLES: &str = "dataset_type=hf reads the parquet files in train_data_dir";
 const PREPROCESSING: &str = "only the scripts of MaxDiffusion that prepare datasets read it";
 const SAFETENSORS: &str =
     "models are read from safetensors, which are the same for PyTorch and Flax";
@@ -217,7 +217,8 @@ schema! {
         /// Folder or file of the tokenizer, or (for `generate`) its name on the hub. Empty: beside the model, or built from the captions
         /// when the text encoder is trained from scratch.
         tokenizer_model_name_or_path: String = String::new(), Used, MODEL, is [FixedOnResume];
-        /// Start from random weights, on pixels, instead of fine-tuning `pretrained_model_name_or_path` in its latents.
+        /// Start from random weights, on pixels, instead of fine-tuning `pretrained_model_name_or_path`: a published model in its
+        /// latents, or with a `unet_config` the run of one on pixels.
         train_new_unet: bool = false, Used, TRAIN;
         /// The same for FLUX.1.
         train_new_flux: bool = false, NotYet("training FLUX.1 from random weights; it is trained from published ones"), TRAIN;
@@ -441,10 +442,10 @@ schema! {
 
         group "Data";
         /// Source of the training examples. Supported: shapes (made by the program), folder, webdataset (tar archives), and hf
-        /// (parquet files on this machine).
+        /// (parquet files on this machine or on the hub).
         dataset_type: DatasetType = DatasetType::Tf, Used, PROGRAM, is [FixedOnResume];
         /// Folder of images with captions: `NAME.txt` beside each image, or `metadata.jsonl`; for webdataset of `.tar` files, with
-        /// `NAME.txt` and the image in the same one; for hf of `.parquet` files, or one such file.
+        /// `NAME.txt` and the image in the same one; for hf of `.parquet` files, or one such file (empty: those of `dataset_name`).
         train_data_dir: String = String::new(), Used, TRAIN_STEP, when FOLDER_TYPES, is [FixedOnResume];
         /// Column of a parquet file with the images: bytes, paths beside it, or both as `datasets` writes them.
         image_column: String = "image".into(), Used, TRAIN, when TABLES, is [FixedOnResume];
@@ -466,14 +467,25 @@ schema! {
         /// places, the sooner it draws outlines.
         position_spread: f64 = 1.0, Ours, TRAIN, in Between(0.0, 1.0),
             when Is("dataset_type", &["shapes"]), is [FixedOnResume];
+        /// Colours and kinds of shapes that no caption has: `[purple, triangle]`. Empty: every caption may be drawn.
+        shapes_without: Option<OneOrMore<ShapeWord>> = None, Ours, TRAIN_GENERATE,
+            when Is("dataset_type", &["shapes"]), is [FixedOnResume];
+        /// Colours and kinds of which every caption has at least one. Empty: no such demand.
+        shapes_with: Option<OneOrMore<ShapeWord>> = None, Ours, TRAIN_GENERATE,
+            when Is("dataset_type", &["shapes"]), is [FixedOnResume];
+        /// Other words that captions have for colours and kinds: `{triangle: <sks>}`.
+        shapes_words: ShapeNames = ShapeNames::default(), Ours, TRAIN_GENERATE,
+            when Is("dataset_type", &["shapes"]), is [FixedOnResume];
         /// Fraction of captions that training replaces by the empty one, so that the model also learns the
         /// unconditional distribution, which classifier-free guidance needs.
         caption_dropout: f64 = 0.0, Ours, TRAIN, in Between(0.0, 1.0), is [FixedOnResume];
         /// Fraction of images that may be unreadable: each is named and skipped, more are an error.
         max_bad_image_fraction: f64 = 0.01, Ours, TRAIN, in Between(0.0, 1.0),
             when FOLDER, is [FixedOnResume];
-        /// Dataset on the hub.
-        dataset_name: String = "diffusers/pokemon-gpt4-captions".into(), NoEffect(LOCAL_TABLES), TRAIN;
+        /// Dataset on the hub, whose parquet files are downloaded where there is no `train_data_dir`.
+        dataset_name: String = "diffusers/pokemon-gpt4-captions".into(), Used, TRAIN, when TABLES, is [FixedOnResume];
+        /// Branch, tag or commit of that dataset. `refs/convert/parquet` has the parquet files that the hub makes of many others.
+        dataset_revision: String = "main".into(), Ours, TRAIN, when TABLES, is [FixedOnResume];
         /// Split of the dataset, where the names of parquet files or of their folders tell it: `train-00000-of-00002.parquet`.
         train_split: String = "train".into(), Used, TRAIN, when TABLES, is [FixedOnResume];
         /// Encode images and captions once, before training, and keep latents and text embeddings on disk. False, which
@@ -482,10 +494,10 @@ schema! {
         /// Folder of these latents and embeddings; runs may share it. Empty: `encoded` in `output_dir`. MaxDiffusion's
         /// default is a folder in `/tmp`.
         dataset_save_location: String = String::new(), Used, TRAIN, when FINE_TUNING, is [NotAnOption];
-        /// Data directory of a hub dataset.
-        hf_data_dir: String = String::new(), NoEffect(LOCAL_TABLES), TRAIN;
+        /// Folder of a hub dataset that has the files.
+        hf_data_dir: String = String::new(), Used, TRAIN, when TABLES, is [FixedOnResume];
         /// Files of a hub dataset.
-        hf_train_files: String = String::new(), NoEffect(LOCAL_TABLES), TRAIN;
+        hf_train_files: String = String::new(), NoEffect("dataset_type=hf reads all parquet files of the split"), TRAIN;
         /// ArrayRecord files of a Grain dataset.
         grain_train_files: String = String::new(), NoEffect(OTHER_DATASETS), TRAIN;
         /// Processes that read a Grain dataset.
@@ -617,8 +629,8 @@ schema! {
         sample_prompts: Prompts = Prompts::default(), Ours, TRAIN, when MoreThan("sample_every", 0);
         /// Scale the learning rate with the batch.
         scale_lr: bool = false, IgnoredByMaxDiffusion, TRAIN;
-        /// Examples to train on.
-        max_train_samples: i64 = -1, IgnoredByMaxDiffusion, TRAIN;
+        /// Examples of the dataset that are used, the first ones. -1: all. MaxDiffusion has the key and ignores it.
+        max_train_samples: i64 = -1, Used, TRAIN, in MinusOneOr(1.0), is [FixedOnResume];
         /// Passes over the data; `max_train_steps` decides.
         num_train_epochs: u64 = 1, IgnoredByMaxDiffusion, TRAIN;
 

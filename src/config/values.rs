@@ -4,6 +4,7 @@ use std::hash::{BuildHasher, Hasher, RandomState};
 
 use serde_json::{Map, Value};
 
+use crate::data::shapes::ShapeWord;
 use crate::dtype::DType;
 use crate::shard::{Axis, LogicalAxisRule, LogicalAxisRules};
 use crate::util::named;
@@ -474,6 +475,32 @@ impl Field for TextualInversionFiles {
             [one] => one.show(),
             many => many.iter().map(TextualInversionFile::show).collect(),
         }
+    }
+}
+
+/// Other words for colours and kinds of `dataset_type: shapes`.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct ShapeNames(pub Vec<(ShapeWord, String)>);
+
+impl Field for ShapeNames {
+    const TY: Ty = Ty::Free;
+
+    fn parse(value: &Value, path: &str, problems: &mut Problems) -> Option<Self> {
+        let Some(dict) = value.as_object() else {
+            return refuse(value, path, problems);
+        };
+        let entry = |(word, other): (&String, &Value)| {
+            let other = String::parse(other, &join(path, word), problems)?;
+            let word = ShapeWord::parse(&Value::from(word.as_str()), path, problems)?;
+            Some((word, other))
+        };
+        let read: Vec<_> = dict.iter().map(entry).collect();
+        read.into_iter().collect::<Option<_>>().map(ShapeNames)
+    }
+    fn show(&self) -> Value {
+        let words = self.0.iter();
+        let words = words.map(|(word, other)| (word.name().to_owned(), other.as_str().into()));
+        Value::Object(words.collect())
     }
 }
 

@@ -52,6 +52,8 @@ pub struct FolderOptions {
     pub framing: Framing,
     /// Share of the images that may be unreadable; these are skipped with a warning.
     pub max_bad_image_fraction: f64,
+    /// How many images are used, the first of their order; all by default.
+    pub max_images: Option<usize>,
     /// Whether a folder called `10_name` has its images ten times in an epoch, as in kohya's trainers.
     pub folder_repeats: bool,
     /// Most memory for decoded images. When all fit they are decoded once; otherwise each is
@@ -74,6 +76,7 @@ impl FolderOptions {
                 crop: Crop::Center,
             },
             max_bad_image_fraction: 0.01,
+            max_images: None,
             folder_repeats: false,
             cache_bytes: 2 << 30,
             known: None,
@@ -136,11 +139,21 @@ impl Folder {
             .root
             .canonicalize()
             .map_err(|source| io("open the dataset folder", &options.root, source))?;
-        let listed = match &options.layout {
+        let mut listed = match &options.layout {
             Layout::Files => list::captioned_images(&root, options.caption.as_deref())?,
             Layout::Tars => tars::captioned_images(&root)?,
             Layout::Tables(tables) => tables::captioned_images(&root, tables)?,
         };
+        if let Some(most) = options.max_images {
+            if most > listed.len() {
+                return Err(DataError::Option {
+                    option: "max_train_samples",
+                    value: most.to_string(),
+                    expected: format!("at most {}, the images of {}", listed.len(), root.display()),
+                });
+            }
+            listed.truncate(most);
+        }
         let total = listed.len();
         let bytes_per_image = 3 * (side as u64).pow(2);
         let keep = bytes_per_image.saturating_mul(total as u64) <= options.cache_bytes;

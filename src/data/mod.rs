@@ -193,7 +193,7 @@ impl Dataset {
     /// Captions whose words are all the words of the dataset, to build a tokenizer from.
     pub fn vocabulary_captions(&self) -> Vec<String> {
         match self {
-            Self::Shapes(_) => Shapes::vocabulary_captions(),
+            Self::Shapes(shapes) => shapes.vocabulary_captions(),
             Self::Folder(folder) => folder.captions().map(str::to_owned).collect(),
         }
     }

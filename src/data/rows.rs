@@ -105,11 +105,11 @@ impl Rows {
         Rows { classes, ..self }
     }
 
-    /// Batches of all samples of `dataset`, each as often as an epoch has it.
+    /// Batches of all samples of `dataset`, whose images have one size, each as often as an epoch has it; with every second
+    /// row one of its class images, if it has any.
     pub fn of_all(options: BatchOptions, dataset: &Dataset) -> Rows {
-        let samples = 0..dataset.len();
-        let samples = samples.flat_map(|index| std::iter::repeat_n(index, dataset.repeats(index)));
-        Rows::new(options, vec![samples.collect()])
+        let groups = dataset.groups(&[dataset.size()]);
+        Rows::new(options, groups).with_classes(dataset.classes())
     }
 
     pub fn options(&self) -> &BatchOptions {

@@ -467,7 +467,8 @@ mod tests {
     use crate::data::{Shapes, ShapesOptions};
 
     fn shapes_tokenizer(length: usize) -> Tokenizer {
-        let captions = Shapes::vocabulary_captions();
+        let dataset = Shapes::new(ShapesOptions::default()).unwrap();
+        let captions = dataset.vocabulary_captions();
         let json = word_level_json(captions.iter().map(String::as_str)).unwrap();
         Tokenizer::from_json(&json, length).unwrap()
     }

@@ -13,7 +13,7 @@ use ureq::{Agent, Body, BodyReader};
 use super::name::{is_commit, is_hex, is_safe_path};
 use super::{HubError, HubOptions, Progress, RepoId, Result, Revision, address, cache};
 
-/// More than the listing of any repository of models.
+/// More than the listing of any repository.
 const LARGEST_LISTING: u64 = 64 << 20;
 const MOST_REDIRECTS: usize = 8;
 /// The longest wait that a server may ask for.
@@ -120,8 +120,9 @@ impl<'a> Client<'a> {
         }
         let encoded = address::segment(revision.as_str());
         let url = format!(
-            "{}/api/models/{repo}/revision/{encoded}",
-            self.options.endpoint
+            "{}/api/{}/{repo}/revision/{encoded}",
+            self.options.endpoint,
+            repo.plural()
         );
         let answer = |reason: String| HubError::Answer {
             url: url.clone(),
@@ -234,7 +235,8 @@ impl<'a> Client<'a> {
 
     pub fn file_url(&self, repo: &RepoId, commit: &str, name: &str) -> String {
         let name = address::path(name);
-        format!("{}/{repo}/resolve/{commit}/{name}", self.options.endpoint)
+        let page = repo.page();
+        format!("{}/{page}/resolve/{commit}/{name}", self.options.endpoint)
     }
 
     /// Makes attempts until one does not fail in a way that may pass.
@@ -422,7 +424,7 @@ impl<'a> Client<'a> {
             },
             (404, _, About::Listing(revision)) => {
                 // Mirrors may leave the code out: whether there is such a repository tells what is missing.
-                let url = format!("{endpoint}/api/models/{repo}");
+                let url = format!("{endpoint}/api/{}/{repo}", repo.plural());
                 match self.send("GET", &url, None, false)?.status().is_success() {
                     true => HubError::NoRevision {
                         repo,

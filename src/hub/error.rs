@@ -29,7 +29,7 @@ pub enum HubError {
     NoHome,
     #[error(
         "{repo} at {revision} is not complete in the cache {} ({lacking}), and {variable} forbids the network; unset it, or \
-         download the model where there is a network and copy that folder",
+         download it where there is a network and copy that folder",
         dir.display()
     )]
     Offline {
@@ -68,7 +68,8 @@ pub enum HubError {
         file: String,
     },
     #[error(
-        "{repo} is gated: accept its terms at {endpoint}/{repo}, {}{}",
+        "{repo} is gated: accept its terms at {endpoint}/{}, {}{}",
+        repo.page(),
         if *token { "with the token's account" } else { "then set HF_TOKEN to a token of that account" },
         said(message)
     )]
@@ -211,6 +212,11 @@ pub enum SelectError {
         names: Vec<String>,
         expected: &'static str,
     },
+    #[error(
+        "no file of the split {split}, which train_split names, among {}",
+        listed(names, SHOWN)
+    )]
+    Split { names: Vec<String>, split: String },
     #[error("{file}: not a JSON object: {reason}")]
     Json { file: String, reason: String },
     #[error(transparent)]

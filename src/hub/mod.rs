@@ -1,4 +1,4 @@
-//! Models by their name on the Hugging Face hub, from the cache on disk or downloaded into it.
+//! Models and datasets by their name on the Hugging Face hub, from the cache on disk or downloaded into it.
 //!
 //! The cache is the one of Python's `huggingface_hub`, file for file, so both share downloads. Not the crate `hf-hub`
 //! (1.0), because it neither resumes a file nor checks its hash, and brings an asynchronous runtime with some three
@@ -40,6 +40,8 @@ pub struct Fetched {
     pub path: PathBuf,
     /// The commit, 40 hexadecimal digits.
     pub commit: String,
+    /// The files that are needed, by their paths in the repository.
+    pub files: Vec<String>,
     /// Bytes that came over the network; 0 when the cache had everything.
     pub downloaded: u64,
 }
@@ -66,7 +68,7 @@ pub enum Progress<'a> {
 /// Finds the files of `wanted` in `repo`, in the cache if it has them all and else by downloading those that it lacks.
 ///
 /// A branch or tag that the cache knows means the commit that it was when it was fetched; the network is asked for
-/// nothing then. What was downloaded before an error stays in the cache and is not downloaded again, of a file of
+/// nothing then, but which files a dataset has: they do not tell of each other. What was downloaded before an error stays in the cache and is not downloaded again, of a file of
 /// weights also the part that came.
 ///
 /// # Errors
@@ -95,7 +97,9 @@ pub fn fetch(
     tracing::debug!("{repo} at {revision}: not all in the cache: {lacking}");
 
     let client = Client::new(options)?;
-    let found = client.listing(repo, revision, progress)?;
+    let known = cache.commit(revision)?.filter(|_| repo.is_dataset());
+    let asked = known.map_or_else(|| revision.clone(), Revision::of_commit);
+    let found = client.listing(repo, &asked, progress)?;
     let commit = found.commit;
     let mut download = Download::new(&client, repo, &commit, &cache);
     let absent = |name: &str| !found.names.contains(name);
@@ -124,6 +128,7 @@ pub fn fetch(
     Ok(Fetched {
         path: opened(cache.snapshot(&commit), &plan),
         downloaded: download.received(),
+        files: plan.files,
         commit,
     })
 }
@@ -161,6 +166,9 @@ fn cached(
             ),
         }));
     };
+    if repo.is_dataset() && options.offline.is_none() {
+        return Ok(Cached::Lacks("it may lack some files".to_owned()));
+    }
     let names: BTreeSet<String> = cache.files(&commit)?;
     // That a file is not in the cache does not tell that it is not on the hub, unless that was noted.
     let absent = |name: &str| !names.contains(name) && cache.is_noted_absent(&commit, name);
@@ -175,6 +183,7 @@ fn cached(
     match select::plan(wanted, &listing, read) {
         Ok(plan) => Ok(Cached::Whole(Fetched {
             path: opened(snapshot, &plan),
+            files: plan.files,
             commit,
             downloaded: 0,
         })),

@@ -47,9 +47,19 @@ const MOVED: [(&str, &str); 6] = [
     ),
 ];
 
-/// The name of a repository on the hub, `organization/name`.
+/// What a repository is of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Model,
+    Dataset,
+}
+
+/// The name of a repository on the hub, `organization/name`, of a model or of a dataset.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct RepoId(String);
+pub struct RepoId {
+    name: String,
+    kind: Kind,
+}
 
 impl RepoId {
     /// Takes `organization/name` apart. `None` for what is none: paths that are absolute or start with a dot, have
@@ -70,30 +80,61 @@ impl RepoId {
                 // It stands for the slash in names of folders of the cache.
                 && !part.contains("--")
         };
-        (fine(organization) && fine(name)).then(|| RepoId(text.to_owned()))
+        (fine(organization) && fine(name)).then(|| RepoId {
+            name: text.to_owned(),
+            kind: Kind::Model,
+        })
+    }
+
+    /// The same for a dataset.
+    pub fn parse_dataset(text: &str) -> Option<RepoId> {
+        let kind = Kind::Dataset;
+        RepoId::parse(text).map(|repo| RepoId { kind, ..repo })
+    }
+
+    pub(super) fn is_dataset(&self) -> bool {
+        self.kind == Kind::Dataset
     }
 
     /// The copy of a repository that was removed.
     pub(super) fn moved_to(&self) -> Option<&'static str> {
         let mut all = MOVED.iter();
-        let (_, copy) = all.find(|(gone, _)| *gone == self.0)?;
+        let (_, copy) = all.find(|(gone, _)| *gone == self.name && !self.is_dataset())?;
         Some(copy)
     }
 
     /// The second half.
     pub fn name(&self) -> &str {
-        self.0.split_once('/').map_or(&self.0, |(_, name)| name)
+        self.name
+            .split_once('/')
+            .map_or(&self.name, |(_, name)| name)
     }
 
     /// Its folder in a cache.
     pub(super) fn folder(&self) -> String {
-        format!("models--{}", self.0.replace('/', "--"))
+        format!("{}--{}", self.plural(), self.name.replace('/', "--"))
+    }
+
+    /// Its kind in addresses of the hub's API and in a cache.
+    pub(super) fn plural(&self) -> &'static str {
+        match self.kind {
+            Kind::Model => "models",
+            Kind::Dataset => "datasets",
+        }
+    }
+
+    /// The path of its page, below which its files are.
+    pub(super) fn page(&self) -> String {
+        match self.kind {
+            Kind::Model => self.name.clone(),
+            Kind::Dataset => format!("datasets/{}", self.name),
+        }
     }
 }
 
 impl fmt::Display for RepoId {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        f.write_str(&self.0)
+        f.write_str(&self.name)
     }
 }
 
@@ -125,6 +166,11 @@ impl Revision {
         Err(InvalidRevision {
             revision: text.to_owned(),
         })
+    }
+
+    /// The revision that a commit is.
+    pub(super) fn of_commit(commit: String) -> Revision {
+        Revision(commit)
     }
 
     pub(super) fn as_str(&self) -> &str {

@@ -9,6 +9,7 @@ use super::error::{Fault, HubError, SelectError};
 use super::name::RepoId;
 use crate::models::spec::Signs;
 use crate::models::{Family, Part};
+use crate::util::splits::of_split;
 use crate::weights::source::{SourceError, check_class, denoisers, is_null, no_denoiser};
 use crate::weights::{Choice, choose, is_pickle, lora, parse_index};
 
@@ -36,6 +37,8 @@ pub enum Wanted<'a> {
     Tokenizer,
     /// A LoRA; with `file`, that one of several.
     Lora { file: Option<&'a str> },
+    /// The parquet files of a split of a dataset, in a folder of the repository and below it.
+    Dataset { split: &'a str, folder: &'a str },
 }
 
 /// The files that a repository, or what is here of it, has.
@@ -92,6 +95,10 @@ pub(super) fn plan(
             folder.to_owned()
         }
         Wanted::Lora { file } => chosen.lora(*file)?,
+        Wanted::Dataset { split, folder } => {
+            chosen.dataset(split, folder)?;
+            (*folder).to_owned()
+        }
     };
     if !chosen.pickles.is_empty() {
         return Err(SelectError::Pickles {
@@ -340,6 +347,37 @@ impl Chosen<'_> {
         }
     }
 
+    /// The parquet files of a split. Of `train-00000-of-00002.parquet` both have to be there.
+    fn dataset(&mut self, split: &str, folder: &str) -> Result<(), SelectError> {
+        let prefix = prefix(folder);
+        let names = self.listing.names.iter().cloned();
+        let tables = names.filter(|name| name.starts_with(&prefix) && name.ends_with(".parquet"));
+        let tables: Vec<String> = tables.collect();
+        if tables.is_empty() {
+            return Err(SelectError::Other {
+                names: self.listing.names.iter().cloned().collect(),
+                expected: "parquet files; the hub makes them of many datasets: dataset_revision=refs/convert/parquet",
+            });
+        }
+        let of_split = of_split(&tables, split);
+        if of_split.is_empty() {
+            return Err(SelectError::Split {
+                names: tables,
+                split: split.to_owned(),
+            });
+        }
+        for (before, count) in of_split.iter().filter_map(|name| shard_of(name)) {
+            let shards = (0..count).map(|at| format!("{before}-{at:05}-of-{count:05}"));
+            let is_there = |shard: &String| of_split.iter().any(|name| name.starts_with(shard));
+            let missing = shards.filter(|shard| !is_there(shard));
+            let missing: Vec<String> = missing.map(|shard| format!("{shard}*.parquet")).collect();
+            self.missing.extend(missing);
+        }
+        self.missing.dedup();
+        self.weights = of_split;
+        Ok(())
+    }
+
     fn lora(&mut self, file: Option<&str>) -> Result<String, Fault> {
         // PEFT's settings lie beside the weights.
         let beside = match file.and_then(|file| file.rsplit_once('/')) {
@@ -381,6 +419,16 @@ impl Chosen<'_> {
             None => name,
         })
     }
+}
+
+/// What the name of `data/train-00000-of-00002-abc.parquet` begins with, and how many files there are of it.
+fn shard_of(name: &str) -> Option<(&str, usize)> {
+    let (before, rest) = name.split_once("-of-")?;
+    let digits = |text: &str| text.len() == 5 && text.bytes().all(|b| b.is_ascii_digit());
+    let count = rest.get(..5).filter(|count| digits(count))?;
+    let (before, at) = before.rsplit_once('-')?;
+    let count = count.parse().ok()?;
+    digits(at).then_some((before, count))
 }
 
 /// The configuration of a part.

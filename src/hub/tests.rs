@@ -1,4 +1,5 @@
 mod choice;
+mod datasets;
 mod names;
 mod server;
 

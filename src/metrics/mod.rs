@@ -26,6 +26,13 @@ pub mod names {
     pub const PER_DEVICE_TFLOPS: &str = "perf/per_device_tflops";
     pub const PER_DEVICE_TFLOPS_PER_SEC: &str = "perf/per_device_tflops_per_sec";
     pub const SAMPLES_PER_SEC: &str = "perf/samples_per_sec";
+    /// Seconds that a step waited for its batches.
+    pub const DATA_WAIT_SECONDS: &str = "perf/data_wait_seconds";
+    /// The arithmetic of forward and backward pass, without what is recomputed, as a share of what the chips could do in
+    /// bfloat16 in the same time.
+    pub const MODEL_FLOPS_UTILIZATION: &str = "perf/model_flops_utilization";
+    /// The time of the steps that count, as a share of the time since the run was first started.
+    pub const GOODPUT: &str = "perf/goodput";
     pub const LOSS: &str = "learning/loss";
     pub const CURRENT_LEARNING_RATE: &str = "learning/current_learning_rate";
     pub const GRAD_NORM: &str = "learning/grad_norm";

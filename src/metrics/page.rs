@@ -36,7 +36,7 @@ struct Chart {
     is_smoothed: bool,
 }
 
-const CHARTS: [Chart; 6] = [
+const CHARTS: [Chart; 9] = [
     Chart {
         title: "Loss",
         names: names::LOSS,
@@ -53,7 +53,7 @@ const CHARTS: [Chart; 6] = [
         is_smoothed: false,
     },
     Chart {
-        title: "Norm of the gradient",
+        title: "Norm of the gradient, and of parts of the model",
         names: names::GRAD_NORM,
         is_smoothed: true,
     },
@@ -61,6 +61,21 @@ const CHARTS: [Chart; 6] = [
         title: "Samples a second",
         names: names::SAMPLES_PER_SEC,
         is_smoothed: true,
+    },
+    Chart {
+        title: "Seconds a step waited for data",
+        names: names::DATA_WAIT_SECONDS,
+        is_smoothed: true,
+    },
+    Chart {
+        title: "Model flops utilization",
+        names: names::MODEL_FLOPS_UTILIZATION,
+        is_smoothed: true,
+    },
+    Chart {
+        title: "Goodput: the share of all time since the first start that was spent in steps that count",
+        names: names::GOODPUT,
+        is_smoothed: false,
     },
     Chart {
         title: "Skipped steps",
@@ -244,7 +259,10 @@ mod tests {
                 "<h2>Validation loss, and from each noise level on</h2>",
                 true,
             ),
-            ("<h2>Norm of the gradient</h2>", true),
+            (
+                "<h2>Norm of the gradient, and of parts of the model</h2>",
+                true,
+            ),
             ("<h2>Skipped steps</h2>", false),
         ] {
             assert_eq!(page.contains(title), is_there, "{title}");

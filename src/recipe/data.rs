@@ -1,8 +1,9 @@
 //! Dataset and tokenizer of a configuration.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use crate::config::{Config, DatasetType};
+use crate::config::{Config, DatasetType, OneOrMore};
+use crate::data::shapes::{OtherWords, ShapeWord, WordFilter};
 use crate::data::{
     BucketOptions, Buckets, Crop, Dataset, Folder, FolderOptions, Layout, Shapes, ShapesOptions,
     Sizes, Split, TableOptions, Tokenizer, word_level_json,
@@ -11,18 +12,27 @@ use crate::train::KNOWN_FILES;
 use crate::util::files;
 
 use super::fine_tune::{cache_folder, class_folder};
-use super::{Notice, Notify, RecipeError};
+use super::model::trains_pixels;
+use super::{Notice, Notify, RecipeError, hub};
 
 /// Opens the training split of the configured dataset.
 ///
 /// # Errors
 /// When the dataset type is not here, or the data cannot be read.
-pub fn dataset(config: &Config) -> Result<Dataset, RecipeError> {
+pub fn dataset(config: &Config, notify: &mut Notify<'_>) -> Result<Dataset, RecipeError> {
     if !config.instance_data_dir.is_empty() {
         return dreambooth(config);
     }
     match config.dataset_type {
         DatasetType::Shapes => Ok(Dataset::Shapes(shapes(config, Split::Train)?)),
+        DatasetType::Hf if config.train_data_dir.is_empty() => {
+            let (folder, files) = hub::find_dataset(config, notify)?;
+            let mut options = folder_options(config, &folder)?;
+            options.max_images = most_samples(config);
+            options.layout = Layout::Tables(tables(config, Some(files)));
+            let folder = Folder::open(options).map_err(RecipeError::failed)?;
+            Ok(Dataset::Folder(Box::new(folder)))
+        }
         own @ (DatasetType::Folder | DatasetType::Webdataset | DatasetType::Hf) => {
             let path = Path::new(&config.train_data_dir);
             let is_there = path.is_dir() || own == DatasetType::Hf && path.is_file();
@@ -34,15 +44,10 @@ pub fn dataset(config: &Config) -> Result<Dataset, RecipeError> {
                 )));
             }
             let mut options = folder_options(config, path)?;
+            options.max_images = most_samples(config);
             match own {
                 DatasetType::Webdataset => options.layout = Layout::Tars,
-                DatasetType::Hf => {
-                    options.layout = Layout::Tables(TableOptions {
-                        image_column: config.image_column.clone(),
-                        caption_column: config.caption_column.clone(),
-                        split: config.train_split.clone(),
-                    });
-                }
+                DatasetType::Hf => options.layout = Layout::Tables(tables(config, None)),
                 _ => {}
             }
             let folder = Folder::open(options).map_err(RecipeError::failed)?;
@@ -52,6 +57,16 @@ pub fn dataset(config: &Config) -> Result<Dataset, RecipeError> {
             "dataset_type={}: not here yet; supported: shapes, folder, webdataset, hf",
             other.name()
         ))),
+    }
+}
+
+/// The columns of tables, of all files of the split or of `files`.
+fn tables(config: &Config, files: Option<Vec<PathBuf>>) -> TableOptions {
+    TableOptions {
+        image_column: config.image_column.clone(),
+        caption_column: config.caption_column.clone(),
+        split: config.train_split.clone(),
+        files,
     }
 }
 
@@ -67,7 +82,7 @@ fn folder_options(config: &Config, root: &Path) -> Result<FolderOptions, RecipeE
         options.framing.sizes = Sizes::Buckets(buckets(config)?);
     }
     options.folder_repeats = config.folder_repeats;
-    if !config.train_new_unet {
+    if !trains_pixels(config) {
         // Pixels are encoded once, and not needed afterwards.
         options.cache_bytes = 0;
         options.known = Some(cache_folder(config).join(KNOWN_FILES));
@@ -77,22 +92,25 @@ fn folder_options(config: &Config, root: &Path) -> Result<FolderOptions, RecipeE
 
 /// Pictures of one thing, and of its class if prior preservation is asked for.
 fn dreambooth(config: &Config) -> Result<Dataset, RecipeError> {
-    let open = |key: &str, dir: &Path, prompt: &str| {
+    let open = |key: &str, dir: &Path, prompt: &str, most: Option<usize>| {
         if !dir.is_dir() {
             let dir = dir.display();
             return Err(RecipeError::Usage(format!("{key}={dir}: no such folder")));
         }
         let mut options = folder_options(config, dir)?;
+        options.max_images = most;
         options.caption = Some(prompt.to_owned()).filter(|prompt| !prompt.is_empty());
         Folder::open(options).map_err(RecipeError::failed)
     };
     let dir = Path::new(&config.instance_data_dir);
-    let mut folder = open("instance_data_dir", dir, &config.instance_prompt)?;
+    let most = most_samples(config);
+    let mut folder = open("instance_data_dir", dir, &config.instance_prompt, most)?;
     if config.with_prior_preservation {
         let classes = open(
             "class_data_dir",
             &class_folder(config),
             &config.class_prompt,
+            None,
         )?;
         folder = folder.with_class_images(classes, config.num_class_images as usize);
     }
@@ -112,16 +130,39 @@ fn buckets(config: &Config) -> Result<Buckets, RecipeError> {
 }
 
 fn shapes(config: &Config, split: Split) -> Result<Shapes, RecipeError> {
+    let options = ShapesOptions::default();
+    let words = |asked: &Option<OneOrMore<ShapeWord>>| match asked {
+        Some(OneOrMore(words)) => words.clone(),
+        None => Vec::new(),
+    };
     Shapes::new(ShapesOptions {
         seed: config.seed.0,
         resolution: config.resolution as usize,
+        count: most_samples(config).unwrap_or(options.count),
         max_objects: config.max_objects as usize,
         position_spread: config.position_spread,
         validation_fraction: config.validation_fraction,
         split,
-        ..ShapesOptions::default()
+        filter: WordFilter {
+            without: words(&config.shapes_without),
+            with: words(&config.shapes_with),
+        },
+        words: shape_words(config)?,
     })
     .map_err(RecipeError::usage)
+}
+
+/// How many samples of the dataset are used, if not all.
+fn most_samples(config: &Config) -> Option<usize> {
+    usize::try_from(config.max_train_samples).ok()
+}
+
+/// The words of captions of `dataset_type=shapes`.
+///
+/// # Errors
+/// When a word cannot stand for another.
+pub fn shape_words(config: &Config) -> Result<OtherWords, RecipeError> {
+    OtherWords::new(config.shapes_words.0.clone()).map_err(RecipeError::usage)
 }
 
 /// The captions that `held_out_prompts` asks for.
@@ -180,7 +221,7 @@ pub fn tokenizer_for_vocab_size(config: &Config) -> Result<Option<Tokenizer>, Re
     if !needed {
         return Ok(None);
     }
-    let dataset = dataset(config)?;
+    let dataset = dataset(config, &mut |_| {})?;
     let json = tokenizer_json(config, &dataset)?;
     let tokenizer = Tokenizer::from_json(&json, usize::MAX).map_err(RecipeError::failed)?;
     Ok(Some(tokenizer))

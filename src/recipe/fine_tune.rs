@@ -13,14 +13,16 @@ use crate::train::{
     EMA_SUFFIX, INVERSION_FILE, InversionOptions, LORA_FILE, LoraOptions, LoraRecord,
     UnchangedFile, UnchangedOrigin,
 };
-use crate::util::files::sorted_entries;
+use crate::util::files::{self, sorted_entries};
 use crate::weights::lora::KohyaNames;
 use crate::weights::source::{Component, ModelSource};
 
 use super::formats::takes_over_scales;
+use super::model::trains_pixels;
 use super::objective::objective;
-use super::record::Recorded;
-use super::source::{INDEX, Source, find_model};
+use super::record::{Recorded, of_new_model};
+use super::run_model::tokenizer_file;
+use super::source::{Beside, INDEX, Source};
 use super::step::lora_options;
 use super::{Notify, RecipeError, check_fine_tuning, check_trainable, hub};
 
@@ -39,14 +41,19 @@ pub(super) fn base(
     check_fine_tuning(config)?;
     let config = without_steering(config);
     let mut source = match saved {
-        None => published(&config, recipe_file, notify)?,
+        None => Source::base(&config, recipe_file, notify)?,
         Some(saved) if trains_beside(&config) => {
             let (file, what) = match config.lora_rank {
                 0 => (INVERSION_FILE, "a textual inversion"),
                 _ => (LORA_FILE, "low-rank updates"),
             };
             check_saved(saved, saved.dir().join(file).is_file(), what)?;
-            published(&config, recipe_file, notify)?
+            Source::base(&config, recipe_file, notify)?
+        }
+        Some(saved) if trains_pixels(&config) => {
+            let is_whole = saved.dir().join(Part::Unet.name()).is_dir();
+            check_saved(saved, is_whole, "a model of pixels")?;
+            Source::of_run(saved.dir())
         }
         Some(saved) => {
             check_saved(
@@ -58,11 +65,16 @@ pub(super) fn base(
             Source::Model {
                 source: Box::new(source),
                 repo: None,
-                lora: None,
-                inversion: None,
+                beside: Beside::default(),
             }
         }
     };
+    if let (Source::Model { source, .. }, true) = (&source, trains_pixels(&config)) {
+        return Err(RecipeError::Usage(format!(
+            "unet_config has no effect: {} has a UNet of its own; leave one of the two out",
+            source.path.display()
+        )));
+    }
     let config = hub::with_paths(config, notify)?;
     if saved.is_none() || trains_beside(&config) {
         source.replace_autoencoder(&config)?;
@@ -85,20 +97,6 @@ pub(super) fn base(
 /// Whether the model's own weights stay as they are.
 fn trains_beside(config: &Config) -> bool {
     config.lora_rank > 0 || !config.placeholder_token.is_empty()
-}
-
-fn published(
-    config: &Config,
-    recipe_file: &Path,
-    notify: &mut Notify<'_>,
-) -> Result<Source, RecipeError> {
-    let (source, repo) = find_model(config, recipe_file, notify)?;
-    Ok(Source::Model {
-        source: Box::new(source),
-        repo,
-        lora: None,
-        inversion: None,
-    })
 }
 
 /// The configuration without what a file may have for `generate`: sizes, previews, and what steers or refines.
@@ -169,38 +167,41 @@ pub(super) fn recorded(
     base: &PipelineModel,
     inversion: Option<InversionOptions>,
 ) -> Result<Recorded, RecipeError> {
-    let Some(source) = base.files.published() else {
-        return Err(RecipeError::Usage(format!(
-            "{} is no published model",
-            base.files.path().display()
-        )));
-    };
     let kind = base.model.denoiser.kind();
     let lora = match lora_options(config, kind) {
-        Some(options) => Some(lora_record(config, base, source, options)?),
-        None if inversion.is_none() => {
-            return whole_model(config, kind, source);
-        }
+        Some(options) => Some(lora_record(config, base, options)?),
         None => None,
     };
-    Ok(Recorded {
-        lora,
-        inversion,
-        ..Recorded::default()
-    })
+    match (lora, inversion, base.files.published()) {
+        (None, None, Some(source)) => whole_model(config, kind, source),
+        (None, None, None) => {
+            let file = tokenizer_file(config, base.files.path());
+            let json = files::read_to_string(&file).map_err(RecipeError::at(file.display()))?;
+            of_new_model(config, &base.model, &json)
+        }
+        (lora, inversion, _) => Ok(Recorded {
+            lora,
+            inversion,
+            ..Recorded::default()
+        }),
+    }
 }
 
 fn lora_record(
     config: &Config,
     base: &PipelineModel,
-    source: &ModelSource,
     options: LoraOptions,
 ) -> Result<LoraRecord, RecipeError> {
+    let Some(source) = base.files.published().filter(|_| config.lora_kohya) else {
+        return Ok(LoraRecord {
+            options,
+            kohya: None,
+        });
+    };
     let denoiser = source.component(base.model.denoiser.part());
     let denoiser = &denoiser.map_err(RecipeError::failed)?.checkpoint;
     let published = source.family.spec().published.as_ref();
-    let spec = published.and_then(|published| published.kohya);
-    let kohya = spec.filter(|_| config.lora_kohya).map(|spec| {
+    let kohya = published.and_then(|published| published.kohya).map(|spec| {
         let name = match config.run_name.as_str() {
             "" => "lora",
             name => name,

@@ -51,6 +51,42 @@ pub fn find(
     }))
 }
 
+/// The parquet files of the dataset that the configuration names, downloaded if need be: the folder, and the files in it.
+///
+/// # Errors
+/// The error of [`hub::fetch`]; when it is no name of a repository.
+pub fn find_dataset(
+    config: &Config,
+    notify: &mut Notify<'_>,
+) -> Result<(PathBuf, Vec<PathBuf>), RecipeError> {
+    let name = &config.dataset_name;
+    let Some(repo) = RepoId::parse_dataset(name) else {
+        return Err(RecipeError::Usage(format!(
+            "dataset_name={name}: expected the name of a dataset on the hub, organization/name; for files here give train_data_dir"
+        )));
+    };
+    let folder = config.hf_data_dir.trim_matches('/');
+    let wanted = Wanted::Dataset {
+        split: &config.train_split,
+        folder,
+    };
+    let (revision, token) = (&config.dataset_revision, &config.hf_access_token);
+    let fetched = fetch(&repo, revision, token, &wanted, notify).map_err(|error| match error {
+        error if error.is_usage() => RecipeError::Usage(format!("dataset_name: {error}")),
+        error => RecipeError::failed(error),
+    })?;
+    tracing::debug!("{repo} is commit {}", fetched.commit);
+    let below = |name: &String| {
+        PathBuf::from(
+            Path::new(name)
+                .strip_prefix(folder)
+                .unwrap_or(Path::new(name)),
+        )
+    };
+    let files = fetched.files.iter().map(below).collect();
+    Ok((fetched.path, files))
+}
+
 /// Whether `generate` would look a name of the configuration up on the hub.
 pub fn names_repositories(config: &Config) -> bool {
     let controlnets = config.controlnet_model_name_or_path.0.iter();

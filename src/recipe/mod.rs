@@ -5,6 +5,7 @@
 mod calibrate;
 mod checkpoints;
 mod class_pictures;
+mod clip_skip;
 mod control_lora;
 pub mod data;
 mod described;
@@ -31,6 +32,7 @@ mod prompts;
 mod quantize;
 mod quantize_page;
 mod record;
+mod run_model;
 pub mod scheduler;
 mod session;
 mod source;

@@ -162,6 +162,11 @@ pub fn is_described(config: &Config) -> bool {
         || Family::of_repository(name).is_some()
 }
 
+/// Whether training is that of a model of pixels, which the configuration describes.
+pub fn trains_pixels(config: &Config) -> bool {
+    config.train_new_unet || config.unet_config.0 != ModelConfig::Unset
+}
+
 /// The family of the model: the one that the configuration names, else that of the published model, folder or denoiser.
 fn family(config: &Config, denoiser: &Map<String, Value>) -> Family {
     let name = &config.pretrained_model_name_or_path;

@@ -387,7 +387,11 @@ fn model_to_quantize(
         return Ok(find_model(config, recipe_file, notify)?.0);
     }
     match Source::find(config, recipe_file, notify)? {
-        Source::Run { dir, suffix } => {
+        source if source.has_beside() => Err(RecipeError::Usage(format!(
+            "the newest checkpoint of the run has low-rank updates or a new token, which stand beside {}: quantize that model",
+            source.path().display()
+        ))),
+        Source::Run { dir, suffix, .. } => {
             ModelSource::of_run(&dir, suffix).map_err(RecipeError::failed)
         }
         Source::Model { source, .. } => Err(RecipeError::Usage(format!(

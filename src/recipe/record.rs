@@ -28,6 +28,10 @@ pub(super) struct Recorded {
     pub inversion: Option<InversionOptions>,
 }
 
+/// Seconds of a step that is long beside the half minute of notice that machines give before they are taken away: the other
+/// two thirds are for writing.
+const LONG_STEP: f64 = 10.0;
+
 /// How the loop runs, and what it records.
 pub(super) fn run_options(
     config: &Config,
@@ -84,6 +88,7 @@ pub(super) fn run_options(
         seed: config.seed.0,
         pixel_unshuffle: config.pixel_unshuffle as usize,
         checkpoint_every: every(config.checkpoint_every),
+        copy_after_seconds: LONG_STEP,
         checkpoints_total_limit: usize::try_from(config.checkpoints_total_limit).ok(),
         max_nonfinite_steps: config.max_nonfinite_steps,
         gradient_accumulation_steps: config.gradient_accumulation_steps,

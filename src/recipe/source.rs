@@ -12,23 +12,25 @@ use crate::models::spec::TextEncoderSpec;
 use crate::models::unet::ROOT as UNET;
 use crate::models::vae::{Autoencoder, ROOT as VAE};
 use crate::models::{
-    ControlNet, Denoiser, DenoiserKind, DiffusionModel, Family, HiddenState, Part, SampleSpace,
-    TextEncoder, TextEncoderConfig, TextEncoderKind,
+    ControlNet, Denoiser, DenoiserKind, DiffusionModel, Family, Part, SampleSpace, TextEncoder,
+    TextEncoderConfig,
 };
 use crate::nn::Remat;
 use crate::pipelines::model_files::ModelFiles;
 use crate::pipelines::{LoraChoice, PipelineModel, TextualInversion, TextualInversions};
 use crate::schedulers::SchedulerConfig;
-use crate::train::checkpoint::{Check, SavedCheckpoint, latest};
+use crate::train::checkpoint::{Check, STATE_FILE, SavedCheckpoint, latest};
 use crate::train::{EMA_SUFFIX, INVERSION_FILE, LORA_FILE};
 use crate::util::files;
 use crate::weights::Checkpoint;
 use crate::weights::source::{Component, ModelSource, PipelineKind, SourceError, is_pipeline};
 
+use super::clip_skip::clip_skips;
 use super::model::{check_positions, drawn_size, prompt_tokens};
+use super::run_model::run_model;
 use super::scheduler::{OwnScheduler, SCHEDULER, scheduler, scheduler_of};
 use super::{
-    Notice, Notify, RecipeError, check_pixels, check_tokenizer, control_lora, hub, ip_adapter,
+    Notice, Notify, RecipeError, check_tokenizer, control_lora, hub, ip_adapter,
     micro_conditioning, newest_checkpoint, policy_of_checkpoint, precision,
 };
 
@@ -45,21 +47,38 @@ const T5_KEY: &str = "t5_model_name_or_path";
 
 /// Where weights come from.
 pub enum Source {
-    /// A checkpoint of the run.
+    /// A checkpoint of training on pixels.
     Run {
         dir: PathBuf,
         /// Added to a model's folder name: the moving average, where the checkpoint has one.
         suffix: &'static str,
+        beside: Beside,
     },
     Model {
         source: Box<ModelSource>,
         /// The repository that it is of.
         repo: Option<RepoId>,
-        /// The checkpoint with the low-rank updates that a run has trained for it.
-        lora: Option<PathBuf>,
-        /// The file of the token that a run has trained for it.
-        inversion: Option<PathBuf>,
+        beside: Beside,
     },
+}
+
+/// The files of what a run has trained beside a model's weights.
+#[derive(Default)]
+pub struct Beside {
+    /// Low-rank updates.
+    lora: Option<PathBuf>,
+    /// A new token.
+    inversion: Option<PathBuf>,
+}
+
+impl Beside {
+    /// What the checkpoint `dir` has; `None` for one of whole weights.
+    fn of(dir: &Path) -> Option<Beside> {
+        let file = |name: &str| Some(dir.join(name)).filter(|file| file.is_file());
+        let lora = file(LORA_FILE).map(|lora| file(AVERAGED_LORA).unwrap_or(lora));
+        let inversion = file(INVERSION_FILE);
+        (lora.is_some() || inversion.is_some()).then_some(Beside { lora, inversion })
+    }
 }
 
 impl Source {
@@ -73,59 +92,56 @@ impl Source {
         recipe_file: &Path,
         notify: &mut Notify<'_>,
     ) -> Result<Source, RecipeError> {
-        if let Some(saved) = newest_checkpoint(config, notify)? {
-            check_trained(config, &saved)?;
-            let dir = saved.dir();
-            if dir.join(INDEX).is_file() {
-                return fine_tuned(dir);
-            }
-            let [lora, inversion] = [LORA_FILE, INVERSION_FILE].map(|file| dir.join(file));
-            if lora.is_file() || inversion.is_file() {
-                let (source, repo) = find_model(config, recipe_file, notify)?;
-                let averaged = dir.join(AVERAGED_LORA);
-                let newest = if averaged.is_file() { averaged } else { lora };
-                return Ok(Source::Model {
-                    source: Box::new(source),
-                    repo,
-                    lora: Some(newest).filter(|file| file.is_file()),
-                    inversion: Some(inversion).filter(|file| file.is_file()),
-                });
-            }
-            let averaged = saved.dir().join(format!("{UNET}{EMA_SUFFIX}")).is_dir();
-            return Ok(Source::Run {
-                dir: saved.dir().to_owned(),
-                suffix: if averaged { EMA_SUFFIX } else { "" },
-            });
+        let Some(saved) = newest_checkpoint(config, notify)? else {
+            return Source::base(config, recipe_file, notify);
+        };
+        check_trained(config, &saved)?;
+        let dir = saved.dir();
+        if dir.join(INDEX).is_file() {
+            return fine_tuned(dir);
         }
-        let name = &config.pretrained_model_name_or_path;
-        let folder = Path::new(name);
-        // A pixel-space model as `train` writes it: only those have neither an index nor a VAE.
-        let of_pixels = folder.join(UNET).is_dir()
-            && !folder.join("model_index.json").exists()
-            && !folder.join(VAE).exists();
-        if !name.is_empty() && of_pixels {
-            return Ok(Source::Run {
-                dir: folder.to_owned(),
-                suffix: "",
-            });
+        let Some(trained) = Beside::of(dir) else {
+            return Ok(Source::of_run(dir));
+        };
+        let mut source = Source::base(config, recipe_file, notify)?;
+        let (Source::Run { beside, .. } | Source::Model { beside, .. }) = &mut source;
+        *beside = trained;
+        Ok(source)
+    }
+
+    /// The model that `pretrained_model_name_or_path` names, downloaded where it is a repository's name.
+    ///
+    /// # Errors
+    /// As [`Source::find`].
+    pub fn base(
+        config: &Config,
+        recipe_file: &Path,
+        notify: &mut Notify<'_>,
+    ) -> Result<Source, RecipeError> {
+        if let Some(dir) = run_on_pixels(config)? {
+            return Ok(Source::of_run(&dir));
         }
         let (source, repo) = find_model(config, recipe_file, notify)?;
         Ok(Source::Model {
             source: Box::new(source),
             repo,
-            lora: None,
-            inversion: None,
+            beside: Beside::default(),
         })
+    }
+
+    /// A checkpoint of training on pixels, with the moving average where it has one.
+    pub fn of_run(dir: &Path) -> Source {
+        let has_average = dir.join(format!("{UNET}{EMA_SUFFIX}")).is_dir();
+        Source::Run {
+            dir: dir.to_owned(),
+            suffix: if has_average { EMA_SUFFIX } else { "" },
+            beside: Beside::default(),
+        }
     }
 
     /// The low-rank updates that a run has trained for the model.
     pub fn trained_lora(&self) -> Option<LoraChoice> {
-        let Source::Model {
-            lora: Some(path), ..
-        } = self
-        else {
-            return None;
-        };
+        let path = self.beside().lora.as_ref()?;
         Some(LoraChoice {
             path: path.clone(),
             name: path.display().to_string(),
@@ -138,16 +154,20 @@ impl Source {
     /// # Errors
     /// When its file cannot be read.
     pub fn trained_inversion(&self) -> Result<Option<TextualInversion>, RecipeError> {
-        match self {
-            Source::Model {
-                inversion: Some(path),
-                ..
-            } => {
-                let inversion = TextualInversion::open(path, None);
-                Ok(Some(inversion.map_err(RecipeError::failed)?))
-            }
-            Source::Model { .. } | Source::Run { .. } => Ok(None),
-        }
+        let path = self.beside().inversion.as_ref();
+        let inversion = path.map(|path| TextualInversion::open(path, None));
+        inversion.transpose().map_err(RecipeError::failed)
+    }
+
+    /// Whether a run has trained something beside the model's weights.
+    pub fn has_beside(&self) -> bool {
+        let Beside { lora, inversion } = self.beside();
+        lora.is_some() || inversion.is_some()
+    }
+
+    fn beside(&self) -> &Beside {
+        let (Source::Run { beside, .. } | Source::Model { beside, .. }) = self;
+        beside
     }
 
     /// Takes the denoiser's weights from another file.
@@ -267,8 +287,7 @@ impl Source {
         Ok(Some(Source::Model {
             source: Box::new(source),
             repo: None,
-            lora: None,
-            inversion: None,
+            beside: Beside::default(),
         }))
     }
 
@@ -300,40 +319,7 @@ impl Source {
     ) -> Result<PipelineModel, RecipeError> {
         match self {
             Source::Model { source, .. } => published(config, given, source, notify),
-            Source::Run { dir, suffix } => {
-                let file = match config.tokenizer_model_name_or_path.as_str() {
-                    // Checkpoints of `train` have it beside the models, diffusers folders in a folder of its own.
-                    "" if dir.join("tokenizer").is_dir() => dir.join("tokenizer/tokenizer.json"),
-                    "" => dir.join("tokenizer.json"),
-                    given if Path::new(given).is_dir() => Path::new(given).join("tokenizer.json"),
-                    given => PathBuf::from(given),
-                };
-                // The text encoder's length bounds the tokens, and the tokenizer's size its vocabulary.
-                let probe =
-                    Tokenizer::from_file(&file, usize::MAX >> 1).map_err(RecipeError::failed)?;
-                let model = super::model(config, Some(&probe))?;
-                if model.text_encoders.is_empty() {
-                    return Err(RecipeError::Usage(
-                        "this recipe has no text encoder of its own: give text_encoder_config"
-                            .to_string(),
-                    ));
-                }
-                check_pixels(&model)?;
-                let tokenizer =
-                    Tokenizer::from_file(&file, model.tokens).map_err(RecipeError::failed)?;
-                let source = ModelSource::of_run(&dir, suffix).map_err(RecipeError::failed)?;
-                let denoiser = source.component(Part::Unet).map_err(RecipeError::failed)?;
-                let stored = denoiser.checkpoint.quantization();
-                let quantization = policy_of_checkpoint(config, stored, &dir, model.family.spec())?;
-                Ok(PipelineModel {
-                    quantization,
-                    model,
-                    tokenizers: vec![tokenizer],
-                    zero_empty_prompts: false,
-                    files: ModelFiles::source(Box::new(source), Vec::new()),
-                    inversions: TextualInversions::default(),
-                })
-            }
+            Source::Run { dir, suffix, .. } => run_model(config, &dir, suffix),
         }
     }
 }
@@ -414,15 +400,34 @@ fn newest_of_run(path: &Path) -> Result<Option<PathBuf>, RecipeError> {
     Ok(found.checkpoint.map(|saved| saved.dir().to_owned()))
 }
 
+/// The checkpoint of training on pixels that `pretrained_model_name_or_path` names, itself or by the run's folder; `None` for
+/// another model.
+fn run_on_pixels(config: &Config) -> Result<Option<PathBuf>, RecipeError> {
+    let path = Path::new(&config.pretrained_model_name_or_path);
+    if path.as_os_str().is_empty() {
+        return Ok(None);
+    }
+    let dir = newest_of_run(path)?.unwrap_or_else(|| path.to_owned());
+    // Only those have neither an index nor an autoencoder.
+    if !dir.join(UNET).is_dir() || dir.join(INDEX).exists() || dir.join(VAE).exists() {
+        return Ok(None);
+    }
+    // What `quantize` wrote is no checkpoint.
+    if dir.join(STATE_FILE).is_file() {
+        let saved = SavedCheckpoint::open(&dir).map_err(RecipeError::failed)?;
+        check_trained(config, &saved)?;
+    }
+    Ok(Some(dir))
+}
+
 /// The whole model of a checkpoint.
-fn fine_tuned(dir: &Path) -> Result<Source, RecipeError> {
+pub(super) fn fine_tuned(dir: &Path) -> Result<Source, RecipeError> {
     let mut source = ModelSource::open(dir).map_err(RecipeError::failed)?;
     take_average(&mut source)?;
     Ok(Source::Model {
         source: Box::new(source),
         repo: None,
-        lora: None,
-        inversion: None,
+        beside: Beside::default(),
     })
 }
 
@@ -663,36 +668,6 @@ fn preview_autoencoder(
     )))
 }
 
-/// The layers that `clip_skip` leaves out of each text encoder of the family. A list has an entry for each of SDXL's
-/// two.
-fn clip_skips(config: &Config, family: Family) -> Result<Vec<usize>, RecipeError> {
-    let encoders = family.spec().text_encoders;
-    let clips = encoders.iter().filter(|e| e.kind == TextEncoderKind::Clip);
-    let place = |part: Part| usize::from(part == Part::TextEncoder2);
-    let entries = clips.map(|encoder| place(encoder.part) + 1);
-    let (expected, found) = (entries.max().unwrap_or(1), config.clip_skip.0.len());
-    if ![1, expected].contains(&found) {
-        return Err(RecipeError::Usage(format!(
-            "clip_skip has {found} entries; expected 1{} for {}",
-            if expected == 2 { " or 2" } else { "" },
-            family.title()
-        )));
-    }
-    let skip = |part: Part| config.clip_skip.get(place(part)).copied().unwrap_or(0);
-    let takes_pooled = encoders.iter().any(|e| e.hidden == HiddenState::Pooled);
-    if takes_pooled && config.clip_skip.0.iter().any(|s| *s > 0) {
-        return Err(RecipeError::Usage(format!(
-            "clip_skip has no effect: {} takes CLIP's pooled output, which comes after its last layer; leave it out",
-            family.title()
-        )));
-    }
-    let skips = encoders.iter().map(|encoder| match encoder.kind {
-        TextEncoderKind::Clip => skip(encoder.part) as usize,
-        TextEncoderKind::T5 { .. } => 0,
-    });
-    Ok(skips.collect())
-}
-
 /// The noise schedule of the model's own file, else of the recipe, with a warning.
 fn published_scheduler(
     config: &Config,
@@ -783,28 +758,5 @@ fn check_trained(config: &Config, saved: &SavedCheckpoint) -> Result<(), RecipeE
             differ(name, then, &all[name])
         }
         Some(_) | None => Ok(()),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn each_text_encoder_has_its_clip_skip() {
-        let skips = |entries: &[u64], family| {
-            let mut config = Config::default();
-            config.clip_skip.0 = entries.to_vec();
-            clip_skips(&config, family).map_err(|error| error.to_string())
-        };
-        assert_eq!(skips(&[2], Family::Sdxl).unwrap(), [2, 2]);
-        assert_eq!(skips(&[2, 1], Family::Sdxl).unwrap(), [2, 1]);
-        assert_eq!(skips(&[2, 1], Family::SdxlRefiner).unwrap(), [1]);
-        assert_eq!(skips(&[1], Family::Sd1).unwrap(), [1]);
-        let error = skips(&[2, 1], Family::Sd1).unwrap_err();
-        assert!(
-            error.contains("clip_skip has 2 entries; expected 1 for "),
-            "{error}"
-        );
     }
 }

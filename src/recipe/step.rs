@@ -8,7 +8,7 @@ use crate::train::{LoraOptions, default_targets};
 
 use super::RecipeError;
 use super::formats::{Recorded, check_weights_alone, policy};
-use super::model::check_pixels;
+use super::model::{check_pixels, trains_pixels};
 use super::objective::{objective, train_guidance_scale};
 
 /// Refuses a new model that cannot be trained.
@@ -74,7 +74,12 @@ pub fn check_trainable(
 /// Names the key.
 pub fn check_fine_tuning(config: &Config) -> Result<(), RecipeError> {
     let trains_token = !config.placeholder_token.is_empty();
-    if (config.train_text_encoder || trains_token) && config.ema_decay > 0.0 {
+    let trains_whole = config.lora_rank == 0 && !trains_token;
+    if trains_pixels(config) {
+        check_pixel_tuning(config, trains_whole)?;
+    }
+    let has_average = trains_whole && trains_pixels(config);
+    if (config.train_text_encoder || trains_token) && config.ema_decay > 0.0 && !has_average {
         return Err(RecipeError::Usage(format!(
             "ema_decay={}: a moving average of published text encoders and of new tokens is not here yet: leave it out, or set \
              train_text_encoder=False without placeholder_token",
@@ -94,6 +99,34 @@ pub fn check_fine_tuning(config: &Config) -> Result<(), RecipeError> {
              out; captions can be dropped and images mirrored with what is kept"
                 .to_string(),
         ));
+    }
+    Ok(())
+}
+
+/// Refuses what fine-tuning a model of pixels does not have.
+fn check_pixel_tuning(config: &Config, trains_whole: bool) -> Result<(), RecipeError> {
+    if trains_whole && !config.train_text_encoder {
+        return Err(RecipeError::Usage(
+            "train_text_encoder=False: a model of pixels is trained with its text encoder: leave it out, or train low-rank \
+             updates with lora_rank=8"
+                .to_string(),
+        ));
+    }
+    for (key, is_given) in [
+        ("lora_kohya", config.lora_kohya),
+        ("enable_bucket", config.enable_bucket),
+        ("validation_images", config.validation_images > 0),
+        ("checkpoint_copies", config.checkpoint_copies),
+        (
+            "dataset_save_location",
+            !config.dataset_save_location.is_empty(),
+        ),
+    ] {
+        if is_given {
+            return Err(RecipeError::Usage(format!(
+                "{key} has no effect on a model of pixels; leave it out"
+            )));
+        }
     }
     Ok(())
 }

@@ -11,12 +11,13 @@ use crate::runtime::Session;
 use crate::schedulers::SamplingPlan;
 use crate::train::checkpoint::{CheckpointFolder, SavedCheckpoint};
 use crate::train::{
-    FineTune, InversionOptions, MetricsFiles, SampleOptions, Task, TrainerOptions,
+    FineTune, InversionOptions, MetricsFiles, PixelStart, SampleOptions, Task, TrainerOptions,
     ValidationOptions,
 };
 
 use super::fine_tune::{self, cache_folder};
 use super::inversions::{check_captions, new_token};
+use super::model::trains_pixels;
 use super::record::{check_saved, every, of_new_model, run_options, saved_checkpoint};
 use super::scheduler::{check_sampler_keys, sampling_plan};
 use super::{
@@ -44,6 +45,8 @@ enum Start {
         model: Box<DiffusionModel>,
         tokenizer_json: String,
     },
+    /// A model of pixels that an earlier run has trained.
+    Pixels(Box<PipelineModel>),
     Published(Box<PipelineModel>),
 }
 
@@ -51,7 +54,7 @@ impl Start {
     fn model(&self) -> &DiffusionModel {
         match self {
             Start::New { model, .. } => model,
-            Start::Published(base) => &base.model,
+            Start::Pixels(base) | Start::Published(base) => &base.model,
         }
     }
 }
@@ -77,7 +80,7 @@ pub fn training(
     if config.sample_every > 0 {
         check_output_dir(&samples_dir(config)).map_err(RecipeError::failed)?;
     }
-    if !config.train_new_unet {
+    if !trains_pixels(config) {
         check_output_dir(&cache_folder(config)).map_err(RecipeError::failed)?;
     }
     let checkpoints =
@@ -86,7 +89,7 @@ pub fn training(
     let mut inversion = None;
     let (dataset, start) = match config.train_new_unet {
         true => {
-            let dataset = data::dataset(config)?;
+            let dataset = data::dataset(config, notify)?;
             let start = new_model(config, &dataset, saved.as_ref())?;
             (dataset, start)
         }
@@ -94,11 +97,15 @@ pub fn training(
             let mut base = fine_tune::base(config, given, recipe_file, saved.as_ref(), notify)?;
             check_bucket_steps(config, &base.model)?;
             inversion = new_token(config, &mut base)?;
-            let dataset = data::dataset(config)?;
+            let dataset = data::dataset(config, notify)?;
             if let Some(inversion) = &inversion {
                 check_captions(inversion, &base, &dataset)?;
             }
-            (dataset, Start::Published(Box::new(base)))
+            let base = Box::new(base);
+            match trains_pixels(config) {
+                true => (dataset, Start::Pixels(base)),
+                false => (dataset, Start::Published(base)),
+            }
         }
     };
     let plan = match config.sample_every > 0 {
@@ -182,7 +189,9 @@ impl Training {
                 model,
                 tokenizer_json,
             } => of_new_model(config, model, tokenizer_json)?,
-            Start::Published(base) => fine_tune::recorded(config, base, self.inversion.clone())?,
+            Start::Pixels(base) | Start::Published(base) => {
+                fine_tune::recorded(config, base, self.inversion.clone())?
+            }
         };
         let run = run_options(config, &derived, &self.start.model().denoiser, recorded)?;
         if let Some(saved) = &self.saved {
@@ -193,7 +202,7 @@ impl Training {
         let family = self.start.model().family;
         // Samples are drawn as `generate` would draw them.
         let drawing = match &self.start {
-            Start::Published(base) => base.quantization.clone(),
+            Start::Pixels(base) | Start::Published(base) => base.quantization.clone(),
             Start::New { .. } => policy(config, family.spec(), 0)?,
         };
         if let Some(policy) = drawing.as_ref().filter(|policy| !policy.stored.is_empty()) {
@@ -231,6 +240,7 @@ impl Training {
             samples,
             validation,
             memory_advice: memory_advice(config, Step::Train),
+            stop: None,
         })
     }
 }
@@ -242,30 +252,34 @@ fn task(
     dataset: Dataset,
     batches: BatchOptions,
 ) -> Result<Task, RecipeError> {
-    Ok(match start {
+    let (start, tokenizer) = match start {
         Start::New {
             model,
             tokenizer_json,
         } => {
-            let tokenizer =
-                Tokenizer::from_json(&tokenizer_json, model.tokens).map_err(RecipeError::failed)?;
-            Task::New {
-                batcher: Box::new(
-                    Batcher::new(dataset, tokenizer, batches).map_err(RecipeError::failed)?,
-                ),
-                model,
-            }
+            let tokenizer = Tokenizer::from_json(&tokenizer_json, model.tokens);
+            let tokenizer = tokenizer.map_err(RecipeError::failed)?;
+            (PixelStart::New(model), tokenizer)
+        }
+        Start::Pixels(mut base) => {
+            let tokenizer = base.tokenizers.pop().ok_or_else(|| {
+                RecipeError::Usage(format!("{}: no tokenizer", base.files.path().display()))
+            })?;
+            (PixelStart::Run(base), tokenizer)
         }
         Start::Published(base) => {
             batches.check(&dataset).map_err(RecipeError::failed)?;
-            Task::FineTune(Box::new(FineTune {
+            return Ok(Task::FineTune(Box::new(FineTune {
                 base: *base,
                 dataset,
                 batches,
                 cache: cache_folder(config),
-            }))
+            })));
         }
-    })
+    };
+    let batcher = Batcher::new(dataset, tokenizer, batches).map_err(RecipeError::failed)?;
+    let batcher = Box::new(batcher);
+    Ok(Task::Pixels { start, batcher })
 }
 
 /// The tokenizer that the weights were trained with, or a new run's: one made anew from captions that have changed

@@ -39,7 +39,8 @@ use lock::Lock;
 pub use state::{FieldMismatch, ResumeMismatch, TrainState, config_sha256};
 use state::{Manifest, ManifestFile, check_paths};
 
-const STATE_FILE: &str = "state.json";
+/// The record of a checkpoint, beside the manifest.
+pub const STATE_FILE: &str = "state.json";
 const PREFIX: &str = "step-";
 const DELETING: &str = "deleting";
 /// The symbolic link to the checkpoint with the lowest validation loss.

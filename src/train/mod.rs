@@ -20,7 +20,7 @@ mod trainer;
 mod validation;
 
 pub use crate::pipelines::textual_inversion::FILE as INVERSION_FILE;
-pub use encoded::{EncodedDataset, KNOWN_FILES, StepInputs, StoreError};
+pub use encoded::{EncodedDataset, KNOWN_FILES, Samples as EncodedSamples, StepInputs, StoreError};
 pub use error::TrainError;
 pub use inversion::{InversionOptions, InversionPlace};
 pub use lora::{
@@ -30,5 +30,5 @@ pub use observer::{Encoded, TrainEvent, TrainObserver, ValidationLoss};
 pub use run::{MetricsFiles, Outcome};
 pub use samples::{SampleError, SampleOptions};
 pub use state::{EMA_SUFFIX, RunOptions, SCHEDULE_STEPS, UnchangedFile, UnchangedOrigin};
-pub use trainer::{FineTune, Task, Trainer, TrainerOptions};
+pub use trainer::{FineTune, PixelStart, Task, Trainer, TrainerOptions};
 pub use validation::ValidationOptions;

@@ -1,6 +1,8 @@
 //! The training loop: batches in, metrics and checkpoints out.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
@@ -66,6 +68,8 @@ pub enum Outcome {
 pub(super) struct StepProgram {
     pub graph: Graph,
     pub program: Program,
+    /// The time that its model's arithmetic would take at the peak of the devices, in seconds, where that is known.
+    pub ideal_seconds: Option<f64>,
 }
 
 /// A compiled training step with its data, and where its results go.
@@ -81,6 +85,8 @@ pub(super) struct TrainingLoop<'a, 'o> {
     pub files: &'a MetricsFiles,
     pub samples: Option<Samples<'a>>,
     pub validation: Option<Validation<'a>>,
+    /// Set from another thread when the run is to stop.
+    pub stop: Option<Arc<AtomicBool>>,
     pub observer: &'a mut TrainObserver<'o>,
     /// Whether the observer has asked to stop.
     pub is_stopped: bool,
@@ -151,7 +157,7 @@ impl TrainingLoop<'_, '_> {
         let feed = Arc::clone(&self.feed);
         let mut ahead: Prefetcher<(usize, StepInputs), TrainError> =
             Prefetcher::spawn(state.step * batches, 2, move |batch| feed.inputs(batch))?;
-        let mut failed_in_a_row = 0;
+        let (mut failed_in_a_row, mut last_seconds) = (0, 0.0);
         while state.step < total {
             let written = saver.poll(state)?;
             self.tell_saved(written);
@@ -163,9 +169,18 @@ impl TrainingLoop<'_, '_> {
                 });
             }
             let step = state.step;
-            let result = self.take_step(state, &mut ahead, &tflops)?;
+            if let (Some(stop), true) = (&self.stop, last_seconds > self.options.copy_after_seconds)
+            {
+                saver.stand_by(state, stop)?;
+            }
+            let result = self.take_step(state, &mut ahead, &tflops);
+            let written = saver.stand_down(state);
+            self.tell_saved(written);
+            let result = result?;
+            last_seconds = result.seconds;
             if result.finite {
                 failed_in_a_row = 0;
+                state.productive += result.seconds;
             } else {
                 failed_in_a_row += 1;
                 state.skipped += 1;
@@ -176,7 +191,7 @@ impl TrainingLoop<'_, '_> {
                     skipped: state.skipped,
                 });
             }
-            self.report(&result, state.skipped)?;
+            self.report(&result, state)?;
             if failed_in_a_row > options.max_nonfinite_steps {
                 // Skipped updates left the state as it was before the first of them.
                 let checkpoint = self.save(state, saver)?;
@@ -279,7 +294,7 @@ impl TrainingLoop<'_, '_> {
     }
 
     /// Tells metrics and observer of a step.
-    fn report(&mut self, result: &StepResult, skipped: u64) -> Result<(), TrainError> {
+    fn report(&mut self, result: &StepResult, state: &TrainingState) -> Result<(), TrainError> {
         let tflops = result.tflops;
         let samples = self.feed.batch_size() as u64 * self.options.gradient_accumulation_steps;
         let rate = tflops / result.seconds;
@@ -294,8 +309,20 @@ impl TrainingLoop<'_, '_> {
             (metrics::names::CURRENT_LEARNING_RATE, result.learning_rate),
             (metrics::names::LOSS, result.loss),
             (metrics::names::GRAD_NORM, result.grad_norm),
-            (metrics::names::SKIPPED_STEPS, skipped as f64),
+            (metrics::names::SKIPPED_STEPS, state.skipped as f64),
+            (metrics::names::DATA_WAIT_SECONDS, result.data_wait),
+            (metrics::names::GOODPUT, state.goodput()),
         ];
+        if let Some(ideal) = result.ideal_seconds {
+            let name = metrics::names::MODEL_FLOPS_UTILIZATION;
+            scalars.push((name, ideal / result.seconds));
+        }
+        let of_group = |(group, norm): (&String, &f64)| {
+            let name = format!("{}_{group}", metrics::names::GRAD_NORM);
+            (name, *norm)
+        };
+        let groups: Vec<(String, f64)> = result.group_norms.iter().map(of_group).collect();
+        scalars.extend(groups.iter().map(|(name, norm)| (name.as_str(), *norm)));
         let others = self.other_rates(result.step);
         scalars.extend(others.iter().map(|(name, rate)| (name.as_str(), *rate)));
         self.metrics.scalars(result.step, &scalars)?;
@@ -337,12 +364,26 @@ impl TrainingLoop<'_, '_> {
             learning_rate: self.options.learning_rate.at(state.step),
             loss: 0.0,
             grad_norm: f64::NAN,
+            group_norms: BTreeMap::new(),
+            data_wait: 0.0,
+            ideal_seconds: self
+                .programs
+                .iter()
+                .all(|p| p.ideal_seconds.is_some())
+                .then_some(0.0),
             finite: false,
         };
         let mut loss = 0.0;
         for at in 0..count {
+            let start = Instant::now();
             let (size, inputs) = batches.next()?;
+            result.data_wait += start.elapsed().as_secs_f64();
             result.tflops += tflops[size];
+            let of_size = &self.programs[size];
+            result.ideal_seconds = result
+                .ideal_seconds
+                .zip(of_size.ideal_seconds)
+                .map(|(sum, own)| sum + own);
             let start = Instant::now();
             let batch = BatchOfStep {
                 number: state.step * count + at,
@@ -350,7 +391,6 @@ impl TrainingLoop<'_, '_> {
                 is_last: at + 1 == count,
                 learning_rate: result.learning_rate,
             };
-            let of_size = &self.programs[size];
             let told = self.run_program(of_size, state, &inputs, batch)?;
             if batch.is_last {
                 // The arrays are the next step's from here on, also if its results cannot be read.
@@ -358,11 +398,14 @@ impl TrainingLoop<'_, '_> {
             }
             for (name, array) in told {
                 let value = array.to_host(self.session.mesh())?.to_f64_vec()?[0];
-                match name {
-                    names::LOSS => loss += value,
-                    names::GRAD_NORM => result.grad_norm = value,
-                    names::FINITE => result.finite = value != 0.0,
-                    other => return Err(TrainError::UnknownOutput(other.to_string())),
+                match (name, name.strip_prefix(names::GROUP_NORM)) {
+                    (names::LOSS, _) => loss += value,
+                    (names::GRAD_NORM, _) => result.grad_norm = value,
+                    (names::FINITE, _) => result.finite = value != 0.0,
+                    (_, Some(group)) => {
+                        result.group_norms.insert(group.replace('/', "."), value);
+                    }
+                    (other, None) => return Err(TrainError::UnknownOutput(other.to_string())),
                 }
             }
             result.seconds += start.elapsed().as_secs_f64();
@@ -503,6 +546,12 @@ struct StepResult {
     learning_rate: f64,
     loss: f64,
     grad_norm: f64,
+    /// Of each group of weights, if there are several.
+    group_norms: BTreeMap<String, f64>,
+    /// Seconds that passed before the batches were there.
+    data_wait: f64,
+    /// As [`StepProgram::ideal_seconds`], of all batches.
+    ideal_seconds: Option<f64>,
     finite: bool,
 }
 

@@ -3,6 +3,7 @@
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use serde_json::Value as Json;
 
@@ -29,6 +30,12 @@ use super::schedule::LearningRate;
 /// The counter of a checkpoint that holds the length of the learning-rate schedule.
 pub const SCHEDULE_STEPS: &str = "learning_rate_schedule_steps";
 
+/// Further counters: steps that changed nothing, when the run was first started, in milliseconds since 1970, and the milliseconds of
+/// the steps that led to the checkpoint.
+const SKIPPED: &str = "skipped";
+const STARTED: &str = "started_unix_ms";
+const PRODUCTIVE: &str = "productive_ms";
+
 /// The model's folder in a checkpoint that holds the moving average.
 pub const EMA_SUFFIX: &str = "_ema";
 
@@ -45,6 +52,8 @@ pub struct RunOptions {
     pub pixel_unshuffle: usize,
     /// Steps between checkpoints; `None` saves at the end only.
     pub checkpoint_every: Option<u64>,
+    /// Where a step takes longer, a copy of the state before it stands by, to be saved while it runs.
+    pub copy_after_seconds: f64,
     /// Newest checkpoints of this run that are kept; `None` keeps all.
     pub checkpoints_total_limit: Option<usize>,
     pub max_nonfinite_steps: u64,
@@ -96,6 +105,10 @@ pub struct TrainingState {
     pub(super) frozen: Vec<bool>,
     pub(super) step: u64,
     pub(super) skipped: u64,
+    /// When the run was first started.
+    pub(super) started: SystemTime,
+    /// Seconds of the steps that led here, of all starts.
+    pub(super) productive: f64,
     /// The newest checkpoint of this state's run, and its step.
     pub(super) saved: Option<(u64, PathBuf)>,
 }
@@ -171,6 +184,8 @@ impl TrainingState {
             inputs: graph.inputs.clone(),
             step: 0,
             skipped: 0,
+            started: SystemTime::now(),
+            productive: 0.0,
             saved: None,
         }
     }
@@ -198,7 +213,13 @@ impl TrainingState {
     ) -> Result<TrainingState, TrainError> {
         let mut state = TrainingState::empty(graph);
         state.step = saved.state().step;
-        state.skipped = saved.state().counters.get("skipped").copied().unwrap_or(0);
+        let counter = |name: &str| saved.state().counters.get(name).copied();
+        state.skipped = counter(SKIPPED).unwrap_or(0);
+        // Checkpoints of earlier versions have neither.
+        if let Some((started, productive)) = counter(STARTED).zip(counter(PRODUCTIVE)) {
+            state.started = UNIX_EPOCH + Duration::from_millis(started);
+            state.productive = Duration::from_millis(productive).as_secs_f64();
+        }
         state.saved = Some((state.step, saved.dir().to_owned()));
         let mut open = BTreeMap::new();
         let places = places(options, &state);
@@ -240,6 +261,13 @@ impl TrainingState {
             state.take_weights(&mut weights);
         }
         Ok(state)
+    }
+
+    /// The time of the steps that led here as a share of the time since the run was first started: the rest went into
+    /// preparations, checkpoints, samples, waiting for data, steps that were lost, and between two starts.
+    pub(super) fn goodput(&self) -> f64 {
+        let all = self.started.elapsed().unwrap_or_default().as_secs_f64();
+        self.productive / all.max(self.productive).max(f64::MIN_POSITIVE)
     }
 
     /// Whether no array was given to a step that failed.
@@ -556,7 +584,14 @@ pub(super) fn record(state: &TrainingState, options: &RunOptions) -> TrainState 
     record.seeds.insert("seed".to_string(), options.seed);
     record.data = serde_json::json!({ "step": state.step });
     record.quantization = options.quantization.clone();
-    record.counters.insert("skipped".to_string(), state.skipped);
+    let since_epoch = state.started.duration_since(UNIX_EPOCH).unwrap_or_default();
+    for (name, count) in [
+        (SKIPPED, state.skipped),
+        (STARTED, since_epoch.as_millis() as u64),
+        (PRODUCTIVE, (state.productive * 1e3) as u64),
+    ] {
+        record.counters.insert(name.to_string(), count);
+    }
     record.counters.insert(
         SCHEDULE_STEPS.to_string(),
         options.learning_rate.total_steps,

@@ -70,9 +70,11 @@ pub struct StepOptions {
 }
 
 impl StepOptions {
-    /// Whether the text encoders are a part of the step, which takes token ids then. Otherwise it takes what they make of them.
-    pub fn encodes_text(&self) -> bool {
-        self.train_text_encoder || self.inversion.is_some()
+    /// Whether the text encoders are a part of the step of `model`, which takes token ids then, as with pixels always. Otherwise
+    /// it takes what they make of them.
+    pub fn encodes_text(&self, model: &DiffusionModel) -> bool {
+        let is_of_pixels = model.family.spec().published.is_none();
+        is_of_pixels || self.train_text_encoder || self.inversion.is_some()
     }
 
     /// Whether weights beside those of the model are trained in their place.
@@ -116,6 +118,8 @@ pub mod names {
     pub const IS_LAST: &str = "is_last_batch";
     pub const LOSS: &str = "loss";
     pub const GRAD_NORM: &str = "grad_norm";
+    /// Before the name of a group of weights: the norm of its gradient.
+    pub const GROUP_NORM: &str = "grad_norm/";
     /// Whether loss and gradient were finite, as `f32` 1 or 0.
     pub const FINITE: &str = "finite";
 }
@@ -243,7 +247,7 @@ fn predict(
 ) -> Result<Predicted, StepError> {
     let batch = options.batch;
     let clean = noise::clean_samples(b, model, options, key)?;
-    let conditioning = match options.encodes_text() {
+    let conditioning = match options.encodes_text(model) {
         true => text::encoded_text(b, model, batch)?,
         false => {
             let guidance = match model.denoiser.takes_guidance() {
@@ -317,6 +321,9 @@ fn update(
     let update = optimizer::update(b, &trained, inputs, optimizer)?;
     b.output(names::LOSS, loss, None)?;
     b.output(names::GRAD_NORM, update.grad_norm, None)?;
+    for (group, norm) in &update.group_norms {
+        b.output(&format!("{}{group}", names::GROUP_NORM), *norm, None)?;
+    }
     b.output(names::FINITE, b.convert(update.finite, DType::F32)?, None)?;
     Ok(())
 }

@@ -3,21 +3,24 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use crate::data::{BatchOptions, Batcher, Dataset, Tokenizer};
 use crate::dtype::DType;
 use crate::emit::DotPrecision;
 use crate::footprint::Footprint;
-use crate::graph::Graph;
-use crate::lowering;
+use crate::graph::{Graph, flops};
+use crate::lowering::{self, Traced};
 use crate::metrics::{MetricsOptions, MetricsWriter};
 use crate::models::DiffusionModel;
+use crate::nn::Remat;
 use crate::pipelines::image_file::prepare_output_dir;
 use crate::pipelines::latents::trace_encode_distribution;
 use crate::pipelines::text_to_image::trace_encode;
 use crate::pipelines::{PipelineModel, ReadWeights, TakeWeight};
 use crate::quant::Decision;
 use crate::runtime::{Program, ProgramOptions, Session, Slot};
+use crate::topology::{Chip, Format};
 
 use super::checkpoint::{CheckpointFolder, SavedCheckpoint};
 use super::encoded::{self, EncodedDataset, of_size};
@@ -33,13 +36,21 @@ use super::validation::{Validation, ValidationOptions};
 
 /// What a run trains, and on what.
 pub enum Task {
-    /// A new model of pixels, with the text encoder beside it, from random weights.
-    New {
-        model: Box<DiffusionModel>,
+    /// A model of pixels, with the text encoder beside it.
+    Pixels {
+        start: PixelStart,
         batcher: Box<Batcher>,
     },
     /// The denoiser of a published model, or low-rank updates of it, in latents.
     FineTune(Box<FineTune>),
+}
+
+/// What training on pixels starts from.
+pub enum PixelStart {
+    /// Random weights.
+    New(Box<DiffusionModel>),
+    /// Those of an earlier run. The tokenizer is the batcher's.
+    Run(Box<PipelineModel>),
 }
 
 /// Training that starts from published weights.
@@ -54,9 +65,43 @@ pub struct FineTune {
 impl Task {
     fn model(&self) -> &DiffusionModel {
         match self {
-            Task::New { model, .. } => model,
+            Task::Pixels { start, .. } => match start {
+                PixelStart::New(model) => model,
+                PixelStart::Run(base) => &base.model,
+            },
             Task::FineTune(tuning) => &tuning.base.model,
         }
+    }
+
+    /// Opens the files of all weights that are read, and compares them with what the programs declare.
+    fn open_files(&mut self, step: &StepOptions) -> Result<(), TrainError> {
+        let (base, mut parts) = match self {
+            Task::Pixels { start, .. } => match start {
+                PixelStart::New(_) => return Ok(()),
+                PixelStart::Run(base) => (&mut **base, Vec::new()),
+            },
+            Task::FineTune(tuning) => {
+                let parts = encoders(&tuning.base.model)?;
+                (&mut tuning.base, parts)
+            }
+        };
+        // What is trained beside the model's weights is in no file.
+        let of_files = StepOptions {
+            lora: None,
+            inversion: None,
+            ..step.clone()
+        };
+        parts.push(step::trace(&base.model, &of_files)?);
+        let stored = step.quantization.as_ref();
+        let stored = stored
+            .map(|policy| policy.stored.clone())
+            .unwrap_or_default();
+        let graphs = parts.iter().map(|traced| &traced.graph);
+        let denoiser = base.model.denoiser.part();
+        let files = &mut base.files;
+        files
+            .open_all(graphs, denoiser, &stored)
+            .map_err(TrainError::model)
     }
 }
 
@@ -74,6 +119,9 @@ pub struct TrainerOptions {
     pub validation: Option<ValidationOptions>,
     /// What makes a step smaller, for the message that it does not fit the memory.
     pub memory_advice: Vec<String>,
+    /// Set from another thread, it says that the run is to stop: where steps take long, the state before the present one is saved
+    /// at once. The run ends when the observer says so.
+    pub stop: Option<Arc<AtomicBool>>,
 }
 
 /// A model to be trained on a session's devices.
@@ -93,6 +141,8 @@ struct SizedStep {
     images: usize,
     lowered: lowering::LoweredProgram,
     footprint: Footprint,
+    /// The time that its arithmetic would take at the peak of the devices, in seconds, where that is known.
+    ideal_seconds: Option<f64>,
 }
 
 impl Trainer {
@@ -102,29 +152,34 @@ impl Trainer {
     /// When the model's parts do not fit together or are not in its files, quantization is refused, or the batch does
     /// not divide over the devices; [`TrainError::OutOfMemory`] when weights and state alone do not fit their memory.
     pub fn new(session: Session, mut options: TrainerOptions) -> Result<Trainer, TrainError> {
-        if let Task::FineTune(tuning) = &mut options.task {
-            tuning.open_files(&options.step)?;
-        }
+        options.task.open_files(&options.step)?;
         let sizes = match &options.task {
-            Task::New { model, batcher } => {
-                BTreeMap::from([(model.image_size, batcher.dataset().len())])
+            Task::Pixels { batcher, .. } => {
+                let size = options.task.model().image_size;
+                BTreeMap::from([(size, batcher.dataset().len())])
             }
             Task::FineTune(tuning) => tuning.dataset.sizes(),
         };
         let mut decisions = Vec::new();
         let mut steps = Vec::with_capacity(sizes.len());
         for (size, images) in sizes {
-            let traced = step::trace(&of_size(options.task.model(), size), &options.step)?;
+            let model = of_size(options.task.model(), size);
+            let traced = step::trace(&model, &options.step)?;
             let lowered = session.lower(&traced)?.step;
             lowered.plan.check_batch(&lowered.graph, session.mesh())?;
             let fit = session.fit(&options.memory_advice);
             let footprint = fit.check("the training step", &lowered)?;
             decisions = traced.decisions;
+            let ideal_seconds = match peak(&session) {
+                Some(peak) => Some(model_flops(&session, model, &options.step)? as f64 / peak),
+                None => None,
+            };
             steps.push(SizedStep {
                 size,
                 images,
                 lowered,
                 footprint,
+                ideal_seconds,
             });
         }
         Ok(Trainer {
@@ -185,14 +240,15 @@ impl Trainer {
             mut model,
             base,
         } = match self.options.task {
-            Task::New { model, batcher } => Prepared {
-                feed: Feed::Pixels {
-                    batcher,
-                    unshuffle: self.options.run.pixel_unshuffle,
-                },
-                model: *model,
-                base: None,
-            },
+            Task::Pixels { start, batcher } => {
+                let unshuffle = self.options.run.pixel_unshuffle;
+                let feed = Feed::Pixels { batcher, unshuffle };
+                let (model, base) = match start {
+                    PixelStart::New(model) => (*model, None),
+                    PixelStart::Run(base) => (base.model.clone(), Some(*base)),
+                };
+                Prepared { feed, model, base }
+            }
             Task::FineTune(tuning) => tuning.encode(
                 session,
                 &self.options.step,
@@ -210,7 +266,7 @@ impl Trainer {
         };
         let programs = compile(session, traced, self.options.precision, &mut tell)?;
         // Those of all sizes have the same weights and state.
-        let StepProgram { graph, program } = &programs[0];
+        let StepProgram { graph, program, .. } = &programs[0];
         let run = &self.options.run;
         let files = base.as_ref().map(|base| &base.files);
         let state = match &resumed {
@@ -275,6 +331,7 @@ impl Trainer {
             files: &self.options.metrics,
             samples,
             validation,
+            stop: self.options.stop,
             observer,
             is_stopped,
         };
@@ -291,36 +348,6 @@ struct Prepared {
 }
 
 impl FineTune {
-    /// Opens the files of all weights that are read, and compares them with what the programs declare.
-    fn open_files(&mut self, step: &StepOptions) -> Result<(), TrainError> {
-        let model = &self.base.model;
-        // What is trained beside the model's weights is in no file.
-        let denoiser = step::trace(
-            model,
-            &StepOptions {
-                lora: None,
-                inversion: None,
-                ..step.clone()
-            },
-        )?;
-        let mut parts = vec![
-            denoiser,
-            trace_encode_distribution(model).map_err(TrainError::model)?,
-        ];
-        for which in 0..model.text_encoders.len() {
-            parts.push(trace_encode(model, which, 1).map_err(TrainError::model)?);
-        }
-        let stored = step.quantization.as_ref();
-        let stored = stored
-            .map(|policy| policy.stored.clone())
-            .unwrap_or_default();
-        let graphs = parts.iter().map(|traced| &traced.graph);
-        self.base
-            .files
-            .open_all(graphs, model.denoiser.part(), &stored)
-            .map_err(TrainError::model)
-    }
-
     /// Encodes what no earlier run has encoded of the dataset.
     fn encode(
         self,
@@ -341,7 +368,7 @@ impl FineTune {
             dataset,
             options: batches,
             sizes,
-            keeps_ids: step.encodes_text(),
+            keeps_ids: step.encodes_text(&base.model),
             held_out,
             dir: &cache,
         };
@@ -352,6 +379,15 @@ impl FineTune {
             base: Some(base),
         })
     }
+}
+
+/// The programs that encode a dataset for a published model.
+fn encoders(model: &DiffusionModel) -> Result<Vec<Traced>, TrainError> {
+    let mut parts = vec![trace_encode_distribution(model).map_err(TrainError::model)?];
+    for which in 0..model.text_encoders.len() {
+        parts.push(trace_encode(model, which, 1).map_err(TrainError::model)?);
+    }
+    Ok(parts)
 }
 
 /// One for each text encoder.
@@ -389,19 +425,50 @@ fn compile(
     }
     let (mut seconds, mut from_cache) = (0.0, true);
     let mut programs = Vec::with_capacity(steps.len());
-    for SizedStep { lowered, .. } in steps {
+    for SizedStep {
+        lowered,
+        ideal_seconds,
+        ..
+    } in steps
+    {
         let program = Program::of_step(session, &lowered, &ProgramOptions { precision })?;
         let timings = program.timings();
         seconds += timings.compile;
         from_cache &= timings.from_cache;
         let graph = lowered.graph;
-        programs.push(StepProgram { graph, program });
+        programs.push(StepProgram {
+            graph,
+            program,
+            ideal_seconds,
+        });
     }
     tell(TrainEvent::Compiled {
         seconds,
         from_cache,
     });
     Ok(programs)
+}
+
+/// Operations a second that all devices of a session together can do in bfloat16; `None` of chips that are not known.
+fn peak(session: &Session) -> Option<f64> {
+    let devices = session.devices();
+    let chip = Chip::from_device_kind(&devices.first()?.description().kind)?;
+    let of_device = chip.peak(Format::Bf16)? / chip.devices_per_chip() as f64;
+    Some(of_device * devices.len() as f64)
+}
+
+/// The operations of a step that computes nothing twice.
+fn model_flops(
+    session: &Session,
+    model: DiffusionModel,
+    options: &StepOptions,
+) -> Result<u64, TrainError> {
+    let model = DiffusionModel {
+        remat: Remat::None,
+        ..model
+    };
+    let traced = step::trace(&model, options)?;
+    Ok(flops(&session.lower(&traced)?.step.graph))
 }
 
 /// The elements of the weights that a step gives new values.

@@ -6,6 +6,7 @@ pub mod known;
 pub mod memory;
 mod named;
 pub mod names;
+pub mod splits;
 pub mod text;
 
 pub use named::Named;

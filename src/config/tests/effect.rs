@@ -126,7 +126,7 @@ fn what_a_verb_needs_is_asked_for() {
             Some(Verb::Train)
         ),
         [
-            "run.yml:2: unet_config, train_new_unet: unet_config gives a new architecture, which starts from random weights: set train_new_unet=True, or leave unet_config out"
+            "run.yml:2: unet_config, train_new_unet: unet_config gives an architecture of your own: set train_new_unet=True to start from random weights, name the folder of a run with that architecture by pretrained_model_name_or_path, or leave unet_config out"
         ]
     );
     assert_eq!(

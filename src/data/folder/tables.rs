@@ -3,7 +3,7 @@
 //! Images stay where they are. Those of a row group are decompressed together, so samples are best read in their order.
 
 use std::collections::BTreeSet;
-use std::path::{Component, Path, PathBuf};
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use parquet::file::reader::FileReader;
@@ -16,6 +16,7 @@ use crate::data::DataError;
 use crate::data::picture::{ImageFile, Part};
 use crate::data::table::{Recent, Table, TableRow};
 use crate::util::files;
+use crate::util::splits::of_split;
 
 /// The columns and the split of a dataset.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -24,19 +25,9 @@ pub struct TableOptions {
     pub caption_column: String,
     /// Files of other splits are left out, where their names tell.
     pub split: String,
+    /// The files by their paths in the folder, which may be links to elsewhere; `None` looks for them.
+    pub files: Option<Vec<PathBuf>>,
 }
-
-/// The names of splits that the `datasets` library looks for in the names of files and folders.
-const SPLITS: [&str; 8] = [
-    "train",
-    "training",
-    "validation",
-    "valid",
-    "dev",
-    "val",
-    "test",
-    "eval",
-];
 
 /// The images of `root`, a parquet file or a folder of them, in the order of the files' names and of their rows.
 ///
@@ -47,7 +38,10 @@ pub(super) fn captioned_images(
     root: &Path,
     options: &TableOptions,
 ) -> Result<Vec<Listed>, DataError> {
-    let (folder, names) = tables(root, &options.split)?;
+    let (folder, names) = match &options.files {
+        Some(files) => (root.to_owned(), files.clone()),
+        None => tables(root, &options.split)?,
+    };
     let recent = Arc::new(Recent::default());
     let read = |name: &PathBuf| {
         let column = options.image_column.clone();
@@ -86,23 +80,8 @@ fn tables(root: &Path, split: &str) -> Result<(PathBuf, Vec<PathBuf>), DataError
     if all.is_empty() {
         return Err(none("there are no .parquet files".to_owned()));
     }
-    let is_of = |path: &Path, split: &str| {
-        path.with_extension("").components().any(|part| match part {
-            Component::Normal(part) => {
-                let part = part.to_string_lossy();
-                part.split(['-', '_', '.', ' ']).any(|word| word == split)
-            }
-            _ => false,
-        })
-    };
-    let tells = all
-        .iter()
-        .any(|path| SPLITS.iter().any(|split| is_of(path, split)));
-    let of_split: Vec<PathBuf> = all
-        .iter()
-        .filter(|path| !tells || is_of(path, split))
-        .cloned()
-        .collect();
+    let all: Vec<PathBuf> = all.into_iter().collect();
+    let of_split = of_split(&all, split);
     if of_split.is_empty() {
         let names: Vec<String> = all.iter().map(|path| path.display().to_string()).collect();
         return Err(none(format!("there are {}", names.join(", "))));
@@ -235,6 +214,7 @@ mod tests {
                 image_column: image.to_owned(),
                 caption_column: caption.to_owned(),
                 split: split.to_owned(),
+                files: None,
             }),
             max_bad_image_fraction: 0.4,
             cache_bytes: 0,

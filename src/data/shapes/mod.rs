@@ -11,11 +11,13 @@
 mod caption;
 mod read;
 mod render;
+mod words;
 
 use std::collections::HashSet;
 
 pub use caption::{Background, Caption, Colour, Kind, Relation, ShapeWords, Size};
 pub use read::{ReadScore, ReadShape, Reading, Verdict, read};
+pub use words::{OtherWords, ShapeWord, WordFilter};
 
 use super::rng::{KeyedRng, Stream};
 use super::{DataError, Sample};
@@ -162,6 +164,10 @@ pub struct ShapesOptions {
     /// Share of captions that training never sees; 0 for a training split of all captions.
     pub validation_fraction: f64,
     pub split: Split,
+    /// Which of the captions there are.
+    pub filter: WordFilter,
+    /// The words that captions are said with.
+    pub words: OtherWords,
 }
 
 impl Default for ShapesOptions {
@@ -174,6 +180,8 @@ impl Default for ShapesOptions {
             position_spread: 1.0,
             validation_fraction: 0.1,
             split: Split::Train,
+            filter: WordFilter::default(),
+            words: OtherWords::default(),
         }
     }
 }
@@ -186,7 +194,8 @@ pub struct Shapes {
 
 impl Shapes {
     /// # Errors
-    /// [`DataError::Option`] for a resolution, count, number of objects or fraction out of range.
+    /// [`DataError::Option`] for a resolution, count, number of objects or fraction out of range, and for words that
+    /// leave no caption.
     pub fn new(options: ShapesOptions) -> Result<Self, DataError> {
         let refuse = |option, value: String, expected: String| {
             Err(DataError::Option {
@@ -234,11 +243,22 @@ impl Shapes {
         }
         let shapes = Self { options };
         // A rejection loop over an empty split would not end.
-        if !shapes
-            .single_captions()
-            .iter()
-            .any(|caption| shapes.contains(caption))
-        {
+        if !shapes.any_caption(|caption| shapes.options.filter.admits(caption)) {
+            let WordFilter { without, with } = &shapes.options.filter;
+            let listed = |words: &[ShapeWord]| words.iter().map(|w| w.name()).collect::<Vec<_>>();
+            return refuse(
+                "shapes_without",
+                listed(without).join(", "),
+                match with.is_empty() {
+                    true => "words that leave a colour and a kind".to_owned(),
+                    false => format!(
+                        "words that leave captions with {}",
+                        listed(with).join(" or ")
+                    ),
+                },
+            );
+        }
+        if !shapes.any_caption(|caption| shapes.contains(caption)) {
             return refuse(
                 "validation_fraction",
                 shapes.options.validation_fraction.to_string(),
@@ -259,7 +279,7 @@ impl Shapes {
 
     fn contains(&self, caption: &Caption) -> bool {
         let held_out = caption.held_out(self.options.validation_fraction);
-        held_out == (self.options.split == Split::Validation)
+        held_out == (self.options.split == Split::Validation) && self.options.filter.admits(caption)
     }
 
     /// Caption and scene of sample `index`, from `(seed, split, index)` alone.
@@ -286,7 +306,7 @@ impl Shapes {
         Sample {
             pixels: scene.render(resolution),
             size: [resolution; 2],
-            captions: vec![caption.to_string()],
+            captions: vec![self.options.words.say(&caption)],
         }
     }
 
@@ -300,8 +320,11 @@ impl Shapes {
         let mut misses = 0;
         while prompts.len() < count && misses < 100_000 {
             let caption = Caption::draw(&mut rng, self.options.max_objects);
-            if caption.held_out(self.options.validation_fraction) && seen.insert(caption) {
-                prompts.push(caption.to_string());
+            if caption.held_out(self.options.validation_fraction)
+                && self.options.filter.admits(&caption)
+                && seen.insert(caption)
+            {
+                prompts.push(self.options.words.say(&caption));
                 misses = 0;
             } else {
                 misses += 1;
@@ -310,46 +333,82 @@ impl Shapes {
         prompts
     }
 
-    fn single_captions(&self) -> Vec<Caption> {
-        let mut captions = Vec::new();
-        for size in Size::ALL {
-            for colour in Colour::ALL {
-                for kind in Kind::ALL {
-                    for background in Background::ALL {
-                        let first = ShapeWords { size, colour, kind };
-                        captions.push(Caption {
-                            first,
-                            second: None,
-                            background,
-                        });
-                    }
-                }
-            }
-        }
-        captions
+    /// Whether `is_wanted` holds for a caption of as many shapes as the dataset has.
+    fn any_caption(&self, is_wanted: impl Fn(&Caption) -> bool) -> bool {
+        let singles = single_captions();
+        let pairs = singles.iter().flat_map(|caption| {
+            let seconds = singles
+                .iter()
+                .filter(|other| other.background == caption.background);
+            seconds.flat_map(|other| {
+                let second = |relation| Some((relation, other.first));
+                Relation::ALL.map(|relation| Caption {
+                    second: second(relation),
+                    ..*caption
+                })
+            })
+        });
+        let pairs = pairs.take_while(|_| self.options.max_objects == 2);
+        singles
+            .iter()
+            .copied()
+            .chain(pairs)
+            .any(|caption| is_wanted(&caption))
     }
 
-    /// Captions that between them use every word of the dataset, whatever the seed and the split:
-    /// a tokenizer built from them knows every caption, and is the same for every run.
-    pub fn vocabulary_captions() -> Vec<String> {
-        let words = |size, colour, kind| ShapeWords { size, colour, kind };
-        let mut captions = Vec::new();
-        for relation in Relation::ALL {
-            for colour in Colour::ALL {
-                for kind in Kind::ALL {
-                    for background in Background::ALL {
-                        let caption = Caption {
-                            first: words(Size::Small, colour, kind),
-                            second: Some((relation, words(Size::Large, colour, kind))),
-                            background,
-                        };
-                        captions.push(caption.to_string());
-                    }
+    /// Captions that between them use every word of the dataset, whatever the seed, the split and the captions that it
+    /// leaves out: a tokenizer built from them knows every caption, and is the same for every run.
+    pub fn vocabulary_captions(&self) -> Vec<String> {
+        let captions = word_captions().into_iter();
+        captions
+            .map(|caption| self.options.words.say(&caption))
+            .collect()
+    }
+
+    /// The same in the dataset's own words.
+    fn sentences() -> Vec<String> {
+        let captions = word_captions().into_iter();
+        captions.map(|caption| caption.to_string()).collect()
+    }
+}
+
+/// All captions of one shape.
+fn single_captions() -> Vec<Caption> {
+    let mut captions = Vec::new();
+    for size in Size::ALL {
+        for colour in Colour::ALL {
+            for kind in Kind::ALL {
+                for background in Background::ALL {
+                    captions.push(Caption {
+                        first: ShapeWords { size, colour, kind },
+                        second: None,
+                        background,
+                    });
                 }
             }
         }
-        captions
     }
+    captions
+}
+
+/// Captions that between them have every word.
+fn word_captions() -> Vec<Caption> {
+    let words = |size, colour, kind| ShapeWords { size, colour, kind };
+    let mut captions = Vec::new();
+    for relation in Relation::ALL {
+        for colour in Colour::ALL {
+            for kind in Kind::ALL {
+                for background in Background::ALL {
+                    captions.push(Caption {
+                        first: words(Size::Small, colour, kind),
+                        second: Some((relation, words(Size::Large, colour, kind))),
+                        background,
+                    });
+                }
+            }
+        }
+    }
+    captions
 }
 
 #[cfg(test)]
@@ -440,6 +499,35 @@ mod tests {
         // 10 % of 144 captions of one shape.
         assert!((5..=30).contains(&prompts.len()), "{}", prompts.len());
         assert_eq!(shapes(Split::Train).held_out_prompts(200).len(), 200);
+    }
+
+    #[test]
+    fn a_dataset_has_the_captions_that_it_is_asked_for() {
+        let of = |without: &[ShapeWord], with: &[ShapeWord]| {
+            Shapes::new(ShapesOptions {
+                filter: WordFilter {
+                    without: without.to_vec(),
+                    with: with.to_vec(),
+                },
+                words: OtherWords::new(vec![(ShapeWord::Circle, "<sks>".into())]).unwrap(),
+                ..ShapesOptions::default()
+            })
+        };
+        let shapes = of(&[ShapeWord::Triangle], &[ShapeWord::Purple]).unwrap();
+        let trained = (0..200).map(|index| shapes.get(index).captions[0].clone());
+        for caption in trained.chain(shapes.held_out_prompts(100)) {
+            assert!(caption.contains("purple"), "{caption}");
+            assert!(!caption.contains("triangle") && !caption.contains("circle"));
+        }
+        assert_eq!(shapes.held_out_prompts(100).len(), 100);
+        let words = shapes.vocabulary_captions().join(" ");
+        assert!(words.contains("triangle") && words.contains("<sks>"));
+        let refused =
+            |without: &[ShapeWord], with: &[ShapeWord]| of(without, with).unwrap_err().to_string();
+        let kinds = [ShapeWord::Circle, ShapeWord::Square, ShapeWord::Triangle];
+        assert!(refused(&kinds, &[]).contains("leave a colour and a kind"));
+        let red = [ShapeWord::Red];
+        assert!(refused(&red, &red).contains("leave captions with red"));
     }
 
     #[test]

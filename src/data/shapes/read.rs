@@ -24,7 +24,7 @@ use image::imageops::{self, FilterType};
 
 use fit::{Window, best_fit};
 
-use super::{Background, Caption, Colour, Kind, Relation, Size};
+use super::{Background, Caption, Colour, Kind, OtherWords, Relation, Size};
 use crate::data::DataError;
 
 /// Side at which images are read.
@@ -122,16 +122,17 @@ impl ReadScore {
         self.all_right += usize::from(verdict.all);
     }
 
-    /// Reads each image and scores it against its caption.
+    /// Reads each image and scores it against its caption, which is said with `words`.
     ///
     /// # Errors
     /// [`DataError::ShapesCaption`] for a caption that is not one of the dataset's.
     pub fn of<'a>(
         pairs: impl IntoIterator<Item = (&'a RgbImage, &'a str)>,
+        words: &OtherWords,
     ) -> Result<Self, DataError> {
         let mut score = Self::default();
         for (image, caption) in pairs {
-            score.add(read(image).matches(&Caption::parse(caption)?));
+            score.add(read(image).matches(&words.parse(caption)?));
         }
         Ok(score)
     }

@@ -72,7 +72,9 @@ pub fn etag(name: &str, bytes: &[u8]) -> String {
 }
 
 fn is_large(name: &str) -> bool {
-    name.ends_with(".safetensors") || name.ends_with(".bin")
+    [".safetensors", ".bin", ".parquet"]
+        .iter()
+        .any(|end| name.ends_with(end))
 }
 
 impl Server {
@@ -151,7 +153,11 @@ fn try_answer(
         }
     }
     let head = request.method == "HEAD";
-    let path = request.path.clone();
+    // A dataset has the same files.
+    let path = request
+        .path
+        .replace("/api/datasets/", "/api/models/")
+        .replace("/datasets/", "/");
     let from = request.from;
     let (files, revisions, fault) = {
         let mut state = state.lock().unwrap();

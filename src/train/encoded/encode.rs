@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use crate::data::{DataError, Dataset, Prefetcher, Sample};
 use crate::emit::DotPrecision;
@@ -168,12 +169,22 @@ impl Encoding<'_, '_, '_> {
                     len: wanted.len(),
                 }),
             })?;
+        let (begun, mut waited) = (Instant::now(), Duration::ZERO);
+        let count = keys.len();
         for key in keys {
-            let entry = self.latents(&program, &prepared, &samples.next()?)?;
+            let asked = Instant::now();
+            let sample = samples.next()?;
+            waited += asked.elapsed();
+            let entry = self.latents(&program, &prepared, &sample)?;
             shard.add(key, entry, self.store)?;
             *done += 1;
             self.tell((Encoded::Images, *done, total), shard)?;
         }
+        tracing::info!(
+            "{count} images were encoded in {:.1} s, {:.1} s of it waiting for pictures to be decoded",
+            begun.elapsed().as_secs_f64(),
+            waited.as_secs_f64()
+        );
         Ok(())
     }
 

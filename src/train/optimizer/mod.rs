@@ -8,6 +8,8 @@ mod lion;
 mod prodigy;
 mod state;
 
+use std::collections::BTreeMap;
+
 use crate::dtype::DType;
 use crate::graph::random::RandomKey;
 use crate::graph::{Binary, Builder, Comparison, GraphError, Tensor, Unary, scopes};
@@ -120,6 +122,8 @@ pub struct UpdateInputs {
 pub struct Update {
     /// L2 norm of the gradient before clipping.
     pub grad_norm: Tensor,
+    /// The same of the weights of each [`group`], by its name; none where all weights are of one.
+    pub group_norms: Vec<(String, Tensor)>,
     /// Whether loss and gradient were finite; otherwise all state stays as it was.
     pub finite: Tensor,
 }
@@ -151,7 +155,9 @@ pub fn update(
         .collect::<Result<Vec<_>>>()?;
     let averaged = accumulate::averaged(b, trained, gradients, inputs, options.accumulated)?;
     let gradients = averaged.gradients;
-    let grad_norm = global_norm(b, &gradients)?;
+    let squares = squares(b, &gradients)?;
+    let grad_norm = norm(b, &squares)?;
+    let group_norms = group_norms(b, trained, &squares)?;
     let finite_loss = b.unary(Unary::IsFinite, averaged.loss)?;
     let finite_norm = b.unary(Unary::IsFinite, grad_norm)?;
     let finite = b.binary(Binary::And, finite_loss, finite_norm)?;
@@ -196,7 +202,11 @@ pub fn update(
     }
     let counted = b.select(frame.applies, next, updates)?;
     b.output(UPDATES, counted, Some(updates))?;
-    Ok(Update { grad_norm, finite })
+    Ok(Update {
+        grad_norm,
+        group_norms,
+        finite,
+    })
 }
 
 /// The gradients, clipped where `options` ask for it.
@@ -215,7 +225,7 @@ fn clip(
                 .collect::<Result<Vec<_>>>()?;
             let norm = match options.max_grad_norm {
                 None => grad_norm,
-                Some(_) => global_norm(b, &clipped)?,
+                Some(_) => norm(b, &squares(b, &clipped)?)?,
             };
             (clipped, norm)
         }
@@ -231,11 +241,51 @@ fn clip(
     gradients.into_iter().map(|g| b.mul(g, factor)).collect()
 }
 
-fn global_norm(b: &Builder, gradients: &[Tensor]) -> Result<Tensor> {
+/// The part of a model whose gradient has a norm of its own: the root of the weight's path (`unet`), or the list of blocks
+/// below it (`unet/down_blocks`).
+pub fn group(weight: &str) -> &str {
+    let (root, key) = weight.split_once('/').unwrap_or((weight, ""));
+    let first = key.split('.').next().unwrap_or("");
+    match first.contains("block") {
+        true => &weight[..root.len() + 1 + first.len()],
+        false => root,
+    }
+}
+
+/// The norms of the gradients of each group.
+fn group_norms(
+    b: &Builder,
+    trained: &[Trained],
+    squares: &[Tensor],
+) -> Result<Vec<(String, Tensor)>> {
+    let mut groups: BTreeMap<&str, Vec<Tensor>> = BTreeMap::new();
+    for (trained, square) in trained.iter().zip(squares) {
+        groups
+            .entry(group(&trained.name))
+            .or_default()
+            .push(*square);
+    }
+    if groups.len() == 1 {
+        return Ok(Vec::new());
+    }
+    let norms = groups.into_iter();
+    let norms = norms.map(|(group, squares)| Ok((group.to_owned(), norm(b, &squares)?)));
+    norms.collect()
+}
+
+/// The sum of the squares of each gradient.
+fn squares(b: &Builder, gradients: &[Tensor]) -> Result<Vec<Tensor>> {
+    let b = &b.at("optimizer/global_norm".to_string());
+    let squares = gradients.iter().map(|&g| sum_all(b, b.square(g)?));
+    squares.collect()
+}
+
+/// The L2 norm of tensors by the sums of their squares.
+fn norm(b: &Builder, squares: &[Tensor]) -> Result<Tensor> {
     let b = &b.at("optimizer/global_norm".to_string());
     let mut total = b.scalar(DType::F32, 0.0)?;
-    for &g in gradients {
-        total = b.add(total, sum_all(b, b.square(g)?)?)?;
+    for &square in squares {
+        total = b.add(total, square)?;
     }
     b.sqrt(total)
 }
@@ -244,4 +294,35 @@ fn global_norm(b: &Builder, gradients: &[Tensor]) -> Result<Tensor> {
 fn sum_all(b: &Builder, x: Tensor) -> Result<Tensor> {
     let dims: Vec<usize> = (0..b.dims(x).len()).collect();
     b.sum(x, &dims)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::group;
+
+    #[test]
+    fn groups_are_the_lists_of_blocks_and_the_rest_of_each_part() {
+        for (weight, expected) in [
+            (
+                "unet/down_blocks.0.resnets.0.conv1.weight",
+                "unet/down_blocks",
+            ),
+            (
+                "unet/mid_block.attentions.0.proj_in.lora_down.weight",
+                "unet/mid_block",
+            ),
+            ("unet/time_embedding.linear_1.bias", "unet"),
+            (
+                "transformer/single_transformer_blocks.3.norm.weight",
+                "transformer/single_transformer_blocks",
+            ),
+            (
+                "text_encoder_2/text_model.final_layer_norm.weight",
+                "text_encoder_2",
+            ),
+            ("text_encoder/learned_embeds", "text_encoder"),
+        ] {
+            assert_eq!(group(weight), expected);
+        }
+    }
 }

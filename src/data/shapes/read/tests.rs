@@ -229,7 +229,7 @@ fn shapes_that_touch_are_told_apart_by_colour() {
 #[test]
 fn scores_reject_foreign_captions() {
     let image = RgbImage::new(32, 32);
-    let score = ReadScore::of([(&image, "a photo of a cat")]);
+    let score = ReadScore::of([(&image, "a photo of a cat")], &OtherWords::default());
     assert!(matches!(score, Err(DataError::ShapesCaption { .. })));
 }
 
