@@ -495,7 +495,7 @@ fn a_quantized_checkpoint_that_contradicts_itself_is_refused() {
     let element = opened(&|config| config["formats"][0]["weight"]["element"] = "int3".into());
     has(
         element,
-        "element is \"int3\", which is not read here; read are int8, int4, float8_e4m3fn",
+        "element is \"int3\", which is not read here; read are int8, int4, uint4, float8_e4m3fn",
     );
     let numerics = opened(&|config| config["formats"][0]["weight"]["numerics"] = "none".into());
     has(

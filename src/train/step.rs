@@ -70,10 +70,11 @@ pub struct StepOptions {
 }
 
 impl StepOptions {
-    /// Whether the text encoders are a part of the step of `model`, which takes token ids then, as with pixels always. Otherwise
-    /// it takes what they make of them.
+    /// Whether the text encoders are a part of the step of `model`, which takes token ids then, as with pixels wherever there is
+    /// an encoder. Otherwise it takes what they make of them.
     pub fn encodes_text(&self, model: &DiffusionModel) -> bool {
-        let is_of_pixels = model.family.spec().published.is_none();
+        let is_of_pixels =
+            model.family.spec().published.is_none() && !model.text_encoders.is_empty();
         is_of_pixels || self.train_text_encoder || self.inversion.is_some()
     }
 
