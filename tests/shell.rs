@@ -96,7 +96,7 @@ fn keys_and_values_are_completed() {
     // Each verb has keys of its own, and a key without effect is not offered.
     assert_eq!(
         of(&["train", "x.yml", "max_train_s"]),
-        ["max_train_samples=", "max_train_steps="]
+        ["max_train_steps=", "max_train_samples="]
     );
     assert_eq!(of(&["generate", "x.yml", "max_train_s"]), [""; 0]);
     assert_eq!(of(&["train", "x.yml", "enable_prof"]), [""; 0]);
