@@ -126,10 +126,11 @@ pub fn lower(
     backend: Backend,
     options: &Options<'_>,
 ) -> Result<Lowered, LowerError> {
+    // Kernels compute parts of the batch, each without the others.
+    let parts = options.rules.batch_parts(options.mesh)?;
+    let parts = parts.filter(|parts| *parts == 1 || backend.splits_kernels());
     let staged = match &traced.update {
         None => {
-            let parts = options.rules.batch_parts(options.mesh)?;
-            let parts = parts.filter(|parts| *parts == 1 || backend.splits_kernels());
             let graph = match parts {
                 Some(_) => Cow::Owned(unconstrained(&traced.graph)?),
                 None => Cow::Borrowed(&traced.graph),
@@ -144,8 +145,6 @@ pub fn lower(
             stage(&graph, &traced.request())?
         }
         Some(update) => {
-            let parts = options.rules.batch_parts(options.mesh)?;
-            let parts = parts.filter(|parts| *parts == 1 || backend.splits_kernels());
             let kernels = match parts {
                 Some(_) => backend,
                 None => backend.without_kernels(),

@@ -11,7 +11,9 @@ use crate::shape::Shape;
 
 use super::minimums::{has_minimums, quantize_with_minimums};
 use super::observer::Observer;
-use super::weight::{QuantizedWeight, WeightQuantError, dims_of_scale, quantize_integers};
+use super::weight::{
+    QuantizedWeight, WeightQuantError, dims_of_scale, f32_elements, quantize_integers,
+};
 
 /// Runs that one thread quantizes at a time.
 const TASK: usize = 1 << 9;
@@ -69,13 +71,7 @@ fn quantized(
     format: TensorFormat,
     scale_dims: Vec<usize>,
 ) -> Result<QuantizedWeight, WeightQuantError> {
-    let elements: Vec<f32> = weight
-        .data
-        .as_chunks()
-        .0
-        .iter()
-        .map(|b| f32::from_le_bytes(*b))
-        .collect();
+    let elements = f32_elements(weight);
     let count = scale_dims.iter().product::<usize>();
     let run = (elements.len() / count.max(1)).max(1);
     // NVFP4's scales are fractions of this one, the largest scale that fp8 holds.

@@ -9,7 +9,7 @@ use crate::graph::{NumericsConvention, TensorFormat};
 use crate::host_tensor::{HostTensor, packed};
 use crate::shape::Shape;
 
-use super::weight::{QuantizedWeight, WeightQuantError, dims_of_scale};
+use super::weight::{QuantizedWeight, WeightQuantError, dims_of_scale, f32_elements};
 
 /// Runs that one thread quantizes at a time.
 const TASK: usize = 1 << 9;
@@ -48,13 +48,7 @@ pub(super) fn quantize_with_minimums(
         return Err(WeightQuantError::Unsupported { dtype });
     }
     let scale_dims = dims_of_scale(weight, format)?;
-    let elements: Vec<f32> = weight
-        .data
-        .as_chunks()
-        .0
-        .iter()
-        .map(|b| f32::from_le_bytes(*b))
-        .collect();
+    let elements = f32_elements(weight);
     let count = scale_dims.iter().product::<usize>();
     let run = (elements.len() / count.max(1)).max(1);
     let (lowest, highest) = format.element.integer_range();

@@ -202,6 +202,12 @@ impl Element for [u8; 4] {
     }
 }
 
+/// The elements of a weight of `f32`.
+pub(super) fn f32_elements(weight: &HostTensor) -> Vec<f32> {
+    let elements = <[u8; 4]>::all(&weight.data).iter();
+    elements.map(|element| element.value()).collect()
+}
+
 /// `bf16`
 impl Element for [u8; 2] {
     fn all(data: &[u8]) -> &[Self] {

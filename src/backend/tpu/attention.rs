@@ -306,6 +306,40 @@ impl Attention {
         k.convert(own, DType::BF16)
     }
 
+    /// Scores in powers of two, which are what the chip has: `rows` times the transposed `columns`, of one head.
+    pub(super) fn scores(
+        &self,
+        k: &mut Kernel,
+        rows: KernelValue,
+        columns: KernelValue,
+    ) -> KernelValue {
+        let size = [k.size(rows)[0], k.size(columns)[0]];
+        let zero = k.splat(DType::F32, size, 0.0);
+        let scores = k.matmul_transposed(rows, columns, zero);
+        let scale = k.splat(DType::F32, size, self.scale * LOG2_E);
+        k.mul(scores, scale)
+    }
+
+    /// The scores of queries with the block of keys from `row`, of which those from `limit` on are padding.
+    pub(super) fn scores_of_keys(
+        &self,
+        k: &mut Kernel,
+        q: KernelValue,
+        keys: KernelValue,
+        limit: Option<usize>,
+    ) -> KernelValue {
+        let scores = self.scores(k, q, keys);
+        let Some(limit) = limit else {
+            return scores;
+        };
+        let size = k.size(scores);
+        let column = k.columns(size);
+        let limit = k.splat(DType::S32, size, limit as f64);
+        let is_key = k.less(column, limit);
+        let lowest = k.splat(DType::F32, size, -1e30);
+        k.select(is_key, scores, lowest)
+    }
+
     /// Takes a block of keys into the softmax of each head; of the first there is none before. From column `limit` on,
     /// keys are padding.
     fn block(
@@ -323,18 +357,7 @@ impl Attention {
                 Some(values) => k.kept_at(*values, row, 0, [size[1], self.slab()]),
                 None => k.load(2, row, size[1]),
             };
-            let zero = k.splat(DType::F32, size, 0.0);
-            let scores = k.matmul_transposed(*q, keys, zero);
-            // Powers of two are what the chip has.
-            let scale = k.splat(DType::F32, size, self.scale * LOG2_E);
-            let mut scores = k.mul(scores, scale);
-            if let Some(limit) = limit {
-                let column = k.columns(size);
-                let limit = k.splat(DType::S32, size, limit as f64);
-                let is_key = k.less(column, limit);
-                let lowest = k.splat(DType::F32, size, -1e30);
-                scores = k.select(is_key, scores, lowest);
-            }
+            let scores = self.scores_of_keys(k, *q, keys, limit);
             let before = before.get(head);
             let mut highest = k.row_max(scores);
             if let Some(before) = before {

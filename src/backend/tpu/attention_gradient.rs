@@ -6,8 +6,6 @@
 //! the gradients of keys and values, block by block of those. It has the scores transposed, so that no operand of a
 //! product has to be.
 
-use std::f64::consts::LOG2_E;
-
 use crate::dtype::DType;
 use crate::graph::eval::Value;
 use crate::graph::{Batch, Configuration, CustomCall, InferError, constraint};
@@ -185,35 +183,6 @@ impl AttentionGradient {
         }
     }
 
-    /// Scores in powers of two: `rows` times the transposed `columns`, of one head.
-    fn scores(&self, k: &mut Kernel, rows: KernelValue, columns: KernelValue) -> KernelValue {
-        let size = [k.size(rows)[0], k.size(columns)[0]];
-        let zero = k.splat(DType::F32, size, 0.0);
-        let scores = k.matmul_transposed(rows, columns, zero);
-        let scale = k.splat(DType::F32, size, self.of.scale * LOG2_E);
-        k.mul(scores, scale)
-    }
-
-    /// The scores of queries with the block of keys from `row`, of which those from `limit` on are padding.
-    fn scores_of_keys(
-        &self,
-        k: &mut Kernel,
-        q: KernelValue,
-        keys: KernelValue,
-        limit: Option<usize>,
-    ) -> KernelValue {
-        let scores = self.scores(k, q, keys);
-        let Some(limit) = limit else {
-            return scores;
-        };
-        let size = k.size(scores);
-        let column = k.columns(size);
-        let limit = k.splat(DType::S32, size, limit as f64);
-        let is_key = k.less(column, limit);
-        let lowest = k.splat(DType::F32, size, -1e30);
-        k.select(is_key, scores, lowest)
-    }
-
     /// Runs `body` for each block of keys, from a row and with the place of the first key that is padding, if there is one.
     fn over_keys(
         &self,
@@ -252,7 +221,7 @@ impl AttentionGradient {
         let found = self.over_keys(k, keys, vec![zero; heads], |k, row, limit, carry| {
             let [these, values] = [1, 2].map(|window| k.load(window, row, keys.size));
             let of_head = |head: usize| {
-                let scores = self.scores_of_keys(k, q[head], these, limit);
+                let scores = self.of.scores_of_keys(k, q[head], these, limit);
                 let highest = k.broadcast(statistics[head].highest, keys.size);
                 let inverse = k.broadcast(statistics[head].inverse, keys.size);
                 let product = k.broadcast(statistics[head].product, keys.size);
@@ -288,7 +257,7 @@ impl AttentionGradient {
         let states = self.over_keys(k, keys, start, |k, row, limit, carry| {
             let these = k.load(1, row, keys.size);
             let of_head = |(q, before): (&KernelValue, &[KernelValue])| {
-                let scores = self.scores_of_keys(k, *q, these, limit);
+                let scores = self.of.scores_of_keys(k, *q, these, limit);
                 let block = k.row_max(scores);
                 let highest = k.max(before[0], block);
                 let shift = k.broadcast(highest, keys.size);
@@ -354,7 +323,7 @@ impl AttentionGradient {
                     let own = k.load(4, row, 1);
                     k.broadcast_row(own, rows)
                 });
-                let scores = self.scores(k, these[head], q);
+                let scores = self.of.scores(k, these[head], q);
                 let weights = weights(k, scores, highest, inverse);
                 let zero = k.splat(DType::F32, [rows, queries.size], 0.0);
                 let of_weights = k.matmul_transposed(values[head], gradient, zero);

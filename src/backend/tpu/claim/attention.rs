@@ -1,0 +1,213 @@
+//! Attention, alone and with its derivative, as training steps have it.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use crate::dtype::DType;
+use crate::graph::{Builder, Composite, Graph, Node, Op, Tensor};
+use crate::shape::Shape;
+
+use super::super::attention_gradient::STATISTICS;
+use super::super::mosaic::LANES;
+use super::super::{Attention, AttentionGradient, Side};
+use super::{Result, is_split, pad_to};
+
+/// Keys from which an attention that is trained is the kernels'. By simulation of 4,096 queries of 10 heads of 64 on v5e, attention and
+/// its derivative take 2.56 ms with 4,096 keys, and 9.25 as the compiler's operations; with 77 keys 0.226 and 0.207.
+const LEAST_KEYS_TRAINED: usize = 256;
+
+/// The graph of a training step with kernels in place of attention that is not causal, and of its derivative. Products and
+/// norms are left to the compiler, which fuses them with what the derivative needs of them.
+///
+/// # Errors
+/// When the graph is ill-typed.
+pub fn claim_training(graph: &Graph, parts: usize) -> Result<Graph> {
+    // Of an attention's operands by the nodes that its gradients read.
+    let mut gradients: HashMap<&[u32], Option<[Tensor; 3]>> = HashMap::new();
+    graph.substitute(&mut |b, i, copies| {
+        let node = &graph.nodes[i];
+        let Op::Composite { kind, body } = &node.op else {
+            return Ok(None);
+        };
+        if !claims_in_training(kind, body) || !is_split(&node.shape, parts) {
+            return Ok(None);
+        }
+        match (kind, &node.operands[..]) {
+            (Composite::Attention { .. }, &[q, k, v]) => {
+                attention(b, [q, k, v].map(|id| copies[id as usize]))
+            }
+            (Composite::AttentionGradient { operand }, &[q, k, v, y, gradient]) => {
+                let found = match gradients.get(&node.operands[..]) {
+                    Some(found) => *found,
+                    None => {
+                        let operands = [q, k, v, y, gradient].map(|id| copies[id as usize]);
+                        let found = attention_gradients(b, operands)?;
+                        gradients.insert(&node.operands, found);
+                        found
+                    }
+                };
+                Ok(found.map(|found| found[*operand]))
+            }
+            _ => Ok(None),
+        }
+    })
+}
+
+/// Whether [`claim_training`] may take a composite: attention to [`LEAST_KEYS_TRAINED`] keys and more whose products are not
+/// quantized, and its derivative.
+pub fn claims_in_training(kind: &Composite, body: &Graph) -> bool {
+    let is_attention = matches!(
+        kind,
+        Composite::Attention { causal: false } | Composite::AttentionGradient { .. }
+    );
+    let is_quantized = |node: &Node| matches!(node.op, Op::DotGeneral { quant: Some(_), .. });
+    let keys = body.inputs.get(1).and_then(|k| k.shape.dims.get(1));
+    is_attention
+        && keys.is_some_and(|keys| *keys >= LEAST_KEYS_TRAINED)
+        && !body.nodes.iter().any(is_quantized)
+}
+
+/// How the kernel of an attention has its operands.
+struct Padded {
+    kernel: Attention,
+    batch: usize,
+    heads: usize,
+    size: usize,
+    /// With the padding that makes registers whole.
+    all_heads: usize,
+    queries: usize,
+    keys: usize,
+    /// Queries and keys with the padding that makes blocks whole.
+    all: [usize; 2],
+}
+
+impl Padded {
+    /// For q `[batch, queries, heads, size]`, k and v `[batch, keys, heads, size]`; `None` where there is no kernel.
+    fn of(b: &Builder, qkv: [Tensor; 3]) -> Option<Padded> {
+        let [q, k, _] = qkv.map(|x| b.shape(x));
+        if qkv.iter().any(|x| b.dtype(*x) != DType::BF16) || q.count() == 0 || k.count() == 0 {
+            return None;
+        }
+        let [batch, queries, heads, size] = [0, 1, 2, 3].map(|d| q.dims[d]);
+        let keys = k.dims[1];
+        let kernel = Attention {
+            scale: 1.0 / (size as f64).sqrt(),
+            size: Attention::padded_size(size),
+            keys,
+            side_by_side: false,
+        };
+        // Two heads of 64 share the lanes of a register.
+        let all_heads = match kernel.size {
+            64 => heads.next_multiple_of(2),
+            _ => heads,
+        };
+        let padded = Padded {
+            kernel,
+            batch,
+            heads,
+            size,
+            all_heads,
+            queries,
+            keys,
+            all: Attention::padded(queries, keys),
+        };
+        let [q, k] = padded.shapes();
+        padded.kernel.fits(&q, &k).then_some(padded)
+    }
+
+    fn columns(&self) -> usize {
+        self.all_heads * self.kernel.size
+    }
+
+    /// The shapes of q and of k, and of v.
+    fn shapes(&self) -> [Shape; 2] {
+        self.all
+            .map(|length| Shape::new(DType::BF16, [self.batch, length, self.columns()]))
+    }
+
+    /// An operand of as many rows as the queries, or as the keys.
+    fn queries(&self, b: &Builder, x: Tensor) -> Result<Tensor> {
+        self.padded(b, x, self.all[0])
+    }
+
+    fn keys(&self, b: &Builder, x: Tensor) -> Result<Tensor> {
+        self.padded(b, x, self.all[1])
+    }
+
+    fn padded(&self, b: &Builder, x: Tensor, length: usize) -> Result<Tensor> {
+        let dims = [self.batch, length, self.all_heads, self.kernel.size];
+        let x = pad_to(b, x, &dims)?;
+        b.reshape(x, &[self.batch, length, self.columns()])
+    }
+
+    /// A result without its padding: that of the first `length` rows of `y`, which has all of them.
+    fn cut(&self, b: &Builder, y: Tensor, length: usize) -> Result<Tensor> {
+        let rows = b.shape(y).count() / (self.batch * self.columns());
+        let mut y = b.reshape(y, &[self.batch, rows, self.all_heads, self.kernel.size])?;
+        for (dim, length) in [length, self.heads, self.size].into_iter().enumerate() {
+            if b.dims(y)[dim + 1] != length {
+                y = b.slice_dim(y, dim + 1, 0, length)?;
+            }
+        }
+        Ok(y)
+    }
+}
+
+/// The kernel for q `[batch, queries, heads, size]`, k and v `[batch, keys, heads, size]`; `None` where there is none.
+pub(super) fn attention(b: &Builder, [q, k, v]: [Tensor; 3]) -> Result<Option<Tensor>> {
+    let Some(padded) = Padded::of(b, [q, k, v]) else {
+        return Ok(None);
+    };
+    let operands = [
+        padded.queries(b, q)?,
+        padded.keys(b, k)?,
+        padded.keys(b, v)?,
+    ];
+    let y = b.push(Op::CustomCall(Arc::new(padded.kernel.clone())), &operands)?;
+    padded.cut(b, y, padded.queries).map(Some)
+}
+
+/// The kernels for the gradients of q, k and v, given those and the attention's result and its gradient; `None` where there
+/// are none.
+fn attention_gradients(b: &Builder, operands: [Tensor; 5]) -> Result<Option<[Tensor; 3]>> {
+    let [q, k, v, y, gradient] = operands;
+    let Some(padded) = Padded::of(b, [q, k, v]) else {
+        return Ok(None);
+    };
+    let [q_shape, k_shape] = padded.shapes();
+    if !AttentionGradient::fits(&padded.kernel, &q_shape, &k_shape) {
+        return Ok(None);
+    }
+    let call = |side: Side, operands: &[Tensor]| {
+        let of = padded.kernel.clone();
+        b.push(
+            Op::CustomCall(Arc::new(AttentionGradient { of, side })),
+            operands,
+        )
+    };
+    let [q, y, gradient] = [q, y, gradient].map(|x| padded.queries(b, x));
+    let [k, v] = [k, v].map(|x| padded.keys(b, x));
+    let (q, k, v, gradient) = (q?, k?, v?, gradient?);
+    let [batch, queries, columns] = [padded.batch, padded.all[0], padded.columns()];
+    let slabs = padded.kernel.slabs(columns);
+    let slab = columns / slabs;
+
+    let found = call(Side::Queries, &[q, k, v, y?, gradient])?;
+    let found = b.reshape(found, &[batch, queries, slabs, slab + LANES])?;
+    let of_queries = b.slice_dim(found, 3, 0, slab)?;
+    let of_queries = padded.cut(b, b.convert(of_queries, DType::BF16)?, padded.queries)?;
+
+    let [count, size] = AttentionGradient::blocks_of_queries(queries);
+    let statistics = b.slice_dim(found, 3, slab, slab + STATISTICS)?;
+    let statistics = b.reshape(statistics, &[batch, count, size, slabs, STATISTICS])?;
+    let statistics = b.transpose(statistics, &[0, 3, 1, 4, 2])?;
+    let statistics = b.reshape(statistics, &[batch, slabs * count * STATISTICS, size])?;
+
+    let found = call(Side::Keys, &[k, v, q, gradient, statistics])?;
+    let found = b.reshape(found, &[batch, padded.all[1], slabs, 2, slab])?;
+    let half = |which: usize| {
+        let found = b.slice_dim(found, 3, which, which + 1)?;
+        padded.cut(b, found, padded.keys)
+    };
+    Ok(Some([of_queries, half(0)?, half(1)?]))
+}
