@@ -110,15 +110,16 @@ impl Builder {
     }
 
     /// A builder at exactly `path`, wherever this one is.
-    pub fn at(&self, path: String) -> Builder {
+    pub fn at(&self, path: impl AsRef<str>) -> Builder {
+        let path = path.as_ref();
         let mut ids = self.inner.scope_ids.borrow_mut();
-        let scope = match ids.get(&path) {
+        let scope = match ids.get(path) {
             Some(id) => *id,
             None => {
                 let mut graph = self.inner.graph.borrow_mut();
                 let id = graph.scopes.len() as u32;
-                graph.scopes.push(path.clone());
-                ids.insert(path, id);
+                graph.scopes.push(path.to_string());
+                ids.insert(path.to_string(), id);
                 id
             }
         };
@@ -537,8 +538,7 @@ impl Builder {
                 _ => {
                     let inputs: Vec<Tensor> =
                         node.operands.iter().map(|o| copies[*o as usize]).collect();
-                    self.at(body.path(node).to_string())
-                        .copy_node(node, &inputs)?
+                    self.at(body.path(node)).copy_node(node, &inputs)?
                 }
             };
             copies.push(copy);

@@ -110,7 +110,7 @@ impl Graph {
                 });
                 continue;
             }
-            let at = b.at(self.path(node).to_string()).in_region(node.remat);
+            let at = b.at(self.path(node)).in_region(node.remat);
             let copy = match replace(&at, i, &copies)? {
                 Some(t) => t,
                 None => {

@@ -4,7 +4,7 @@
 //! program is as small as one of them. The pass looks at the finished graph, so no model says what repeats: the
 //! derivative's blocks are rolled as those of the forward pass are, and values go from one loop to the other as stacks.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use super::stage::Known;
 use super::{Builder, Comparison, Graph, GraphError, Node, Op, Output, Tensor};
@@ -106,7 +106,7 @@ struct Blocks<'g> {
     /// By the number of a block, its nodes in the order of the graph.
     nodes: BTreeMap<usize, Vec<u32>>,
     /// For each node in a block, the block and the place in it.
-    places: HashMap<u32, (usize, usize)>,
+    places: Vec<Option<(usize, usize)>>,
     /// By scope, what follows the block's number.
     rests: Vec<Option<(usize, &'g str)>>,
     live: &'g [bool],
@@ -159,7 +159,7 @@ impl<'g> Blocks<'g> {
     fn of(graph: &'g Graph, known: &'g Known<'g>, live: &'g [bool], list: &'g str) -> Blocks<'g> {
         let rests: Vec<_> = graph.scopes.iter().map(|path| entry(path, list)).collect();
         let mut nodes: BTreeMap<usize, Vec<u32>> = BTreeMap::new();
-        let mut places = HashMap::new();
+        let mut places = vec![None; graph.nodes.len()];
         for (id, node) in graph.nodes.iter().enumerate() {
             let Some((block, _)) = rests[node.scope as usize] else {
                 continue;
@@ -168,7 +168,7 @@ impl<'g> Blocks<'g> {
             let is_input = matches!(node.op, Op::Parameter(_));
             if !is_input && live[id as usize] && known.is_in_step(id) {
                 let block_nodes = nodes.entry(block).or_default();
-                places.insert(id, (block, block_nodes.len()));
+                places[id as usize] = Some((block, block_nodes.len()));
                 block_nodes.push(id);
             }
         }
@@ -203,16 +203,13 @@ impl<'g> Blocks<'g> {
 
     /// Whether two blocks have the same operations in the same places.
     fn are_equal(&self, one: usize, other: usize) -> bool {
-        let [one, other] = [one, other].map(|block| &self.nodes[&block]);
-        let place_in = |block: u32, operand: u32| {
-            let (own, _) = self.places[&block];
-            self.places
-                .get(&operand)
-                .filter(|(block, _)| *block == own)
-                .map(|(_, place)| *place)
+        let [in_one, in_other] = [one, other].map(|block| &self.nodes[&block]);
+        let place_in = |block: usize, operand: u32| {
+            let (own, place) = self.places[operand as usize]?;
+            (own == block).then_some(place)
         };
-        one.len() == other.len()
-            && one.iter().zip(other).all(|(&a, &b)| {
+        in_one.len() == in_other.len()
+            && in_one.iter().zip(in_other).all(|(&a, &b)| {
                 let [left, right] = [a, b].map(|id| &self.graph.nodes[id as usize]);
                 let rest = |node: &Node| self.rests[node.scope as usize].map(|(_, rest)| rest);
                 let operands = left.operands.iter().zip(&right.operands);
@@ -221,7 +218,7 @@ impl<'g> Blocks<'g> {
                     && left.operands.len() == right.operands.len()
                     && operands
                         .into_iter()
-                        .all(|(&x, &y)| place_in(a, x) == place_in(b, y))
+                        .all(|(&x, &y)| place_in(one, x) == place_in(other, y))
                     && left.op == right.op
             })
     }
@@ -233,7 +230,7 @@ impl<'g> Blocks<'g> {
             blocks.reverse();
         }
         let step = |id: u32| {
-            let (block, place) = *self.places.get(&id)?;
+            let (block, place) = self.places[id as usize]?;
             let at = (first..=last).contains(&block).then_some(block)?;
             Some((if descends { last - at } else { at - first }, place))
         };
@@ -390,20 +387,23 @@ impl Run<'_> {
                     _ => {
                         let operands: Vec<Tensor> =
                             node.operands.iter().map(|o| copies[*o as usize]).collect();
-                        let at = b.at(graph.path(node).to_string()).in_region(node.remat);
+                        let at = b.at(graph.path(node)).in_region(node.remat);
                         at.copy_node(node, &operands)?
                     }
                 };
             }
             Ok(())
         };
-        let in_run: HashSet<u32> = self.blocks.iter().flatten().copied().collect();
+        let mut in_run = vec![false; graph.nodes.len()];
+        for id in self.blocks.iter().flatten() {
+            in_run[*id as usize] = true;
+        }
         copy(&mut copies, &|id| self.live[id] && !self.after[id])?;
         for (id, tensor) in self.call(&b, graph, &copies)? {
             copies[id as usize] = tensor;
         }
         copy(&mut copies, &|id| {
-            self.live[id] && self.after[id] && !in_run.contains(&(id as u32))
+            self.live[id] && self.after[id] && !in_run[id]
         })?;
         for output in &graph.outputs {
             b.push_output(Output {
@@ -418,7 +418,7 @@ impl Run<'_> {
     fn call(&self, b: &Builder, graph: &Graph, copies: &[Tensor]) -> Result<Vec<(u32, Tensor)>> {
         let [first, last] = self.range;
         let path = format!("{}.{first}-{last}", self.list);
-        let b = &b.at(path.clone());
+        let b = &b.at(&path);
         let copy = |id: u32| copies[id as usize];
         // The carry: the counter, what blocks take, what they give.
         let mut carry = vec![b.scalar(DType::S32, 0.0)?];

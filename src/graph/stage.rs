@@ -306,7 +306,7 @@ impl Splitter<'_> {
             }
             let node = self.node(id);
             let operands: Vec<Tensor> = node.operands.iter().map(|o| copies[o]).collect();
-            let at = b.at(self.graph.path(node).to_string());
+            let at = b.at(self.graph.path(node));
             copies.insert(id, at.copy_node(node, &operands)?);
         }
         match results {

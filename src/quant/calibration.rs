@@ -162,7 +162,7 @@ pub fn watch(graph: Graph, watch: &Watch) -> Result<(Graph, Watched), GraphError
     if let Some(layer) = watch.layers.iter().find(unseen) {
         let reason = format!("{layer} multiplies no activation with a weight");
         return Err(Builder::new()
-            .at(watch.model.trim_end_matches('/').to_owned())
+            .at(watch.model.trim_end_matches('/'))
             .invalid(reason));
     }
     let b = Builder::resume(graph);

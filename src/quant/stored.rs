@@ -120,7 +120,7 @@ fn stored_weights(
     };
     let nodes = || graph.nodes.iter().zip(&live).filter(|(_, live)| **live);
     let invalid = |node: &Node, reason: String| {
-        let at = Builder::new().at(graph.path(node).to_string());
+        let at = Builder::new().at(graph.path(node));
         Err(at.invalid(reason))
     };
     let mut stored = BTreeMap::new();

@@ -275,14 +275,14 @@ fn group_norms(
 
 /// The sum of the squares of each gradient.
 fn squares(b: &Builder, gradients: &[Tensor]) -> Result<Vec<Tensor>> {
-    let b = &b.at("optimizer/global_norm".to_string());
+    let b = &b.at("optimizer/global_norm");
     let squares = gradients.iter().map(|&g| sum_all(b, b.square(g)?));
     squares.collect()
 }
 
 /// The L2 norm of tensors by the sums of their squares.
 fn norm(b: &Builder, squares: &[Tensor]) -> Result<Tensor> {
-    let b = &b.at("optimizer/global_norm".to_string());
+    let b = &b.at("optimizer/global_norm");
     let mut total = b.scalar(DType::F32, 0.0)?;
     for &square in squares {
         total = b.add(total, square)?;
