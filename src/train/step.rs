@@ -300,7 +300,7 @@ fn update(
                 learning_rate: text::learning_rate(b, &name)?,
                 name,
                 weight,
-                gradient,
+                gradient: split_as_weight(b, gradient, &logical_axes)?,
                 logical_axes,
             })
         })
@@ -327,6 +327,19 @@ fn update(
     }
     b.output(names::FINITE, b.convert(update.finite, DType::F32)?, None)?;
     Ok(())
+}
+
+/// A gradient, split over devices as its weight is. Where it is computed, so that loops over blocks stack parts of it.
+fn split_as_weight(
+    b: &Builder,
+    gradient: Tensor,
+    axes: &[Option<&'static str>],
+) -> Result<Tensor, GraphError> {
+    if axes.is_empty() {
+        return Ok(gradient);
+    }
+    let path = b.with_graph(|g| g.path(&g.nodes[gradient.index()]).to_string());
+    b.at(path).constrain(gradient, axes)
 }
 
 /// All weights with their logical axes.
