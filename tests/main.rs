@@ -31,6 +31,7 @@ mod pixart;
 mod pjrt;
 mod plugin;
 mod program_cache;
+mod qat;
 mod quant_algorithms;
 mod quant_calibrated;
 mod quant_golden;

@@ -367,6 +367,18 @@ schema! {
         /// How `quantize` names and packs quantized weights: this program's way, or that of AMD Quark's export, which Quark and
         /// diffusers with Quark read.
         quantized_layout: QuantizedLayout = QuantizedLayout::Own, Ours, QUANTIZE, when QUANTIZED;
+        /// Training whose forward pass rounds: what decides the scales of weights. Learned ones (`lsq`) start from those of the
+        /// weights' ranges, and `quantize` takes them.
+        qat_observer: QatObserver = QatObserver::MinMax, Ours, TRAIN_STEP,
+            when Is("quantization", &["int8_w8a16", "w4a16", "fp8_w8a16", "int8_w8a8_static", "w4a4"]), is [FixedOnResume];
+        /// The share of a batch's range in the moving average that int8_w8a8_static rounds activations by while a model is trained.
+        qat_averaging_constant: f64 = 0.01, Ours, TRAIN_STEP, in AboveUpTo(0.0, 1.0),
+            when Either(&Is("quantization", &["int8_w8a8_static"]), &Given("quant_rules")), is [FixedOnResume];
+        /// Updates after which learned scales and the ranges of activations stay as they are, while weights are trained on. -1:
+        /// never.
+        qat_freeze_observer_steps: i64 = -1, Ours, TRAIN_STEP, in MinusOneOr(1.0),
+            when Either(&Is("qat_observer", &["lsq"]), &Either(&Is("quantization", &["int8_w8a8_static"]), &Given("quant_rules"))),
+            is [FixedOnResume];
         /// With a budget the formats to choose from, in the form of rules, each for the layers that its pattern matches. Empty: the
         /// mode, int8_w8a16 and none.
         quantization_candidates: QuantRules = QuantRules::default(), Ours, QUANTIZE, when QUANTIZED;

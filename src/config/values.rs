@@ -75,6 +75,16 @@ named! {
 }
 
 named! {
+    /// What decides the scales of rounded weights while they are trained.
+    pub enum QatObserver {
+        /// The lowest and the highest value, anew in every step.
+        MinMax = "min_max",
+        /// They are trained with the weights (learned step size quantization).
+        Lsq = "lsq",
+    }
+}
+
+named! {
     /// Where the factors of SVDQuant go that features are weighted with before a weight is decomposed.
     pub enum SvdOrder {
         /// They are divided out of the weight again: they say which features the low-rank product fits best.

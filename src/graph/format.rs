@@ -162,6 +162,18 @@ impl TensorFormat {
         }
     }
 
+    /// The lowest and the highest number that values become, in scales.
+    pub fn ends(self) -> [f64; 2] {
+        if self.element.is_float() {
+            return [-self.bound(), self.bound()];
+        }
+        let (lowest, highest) = self.element.integer_range();
+        match self.convention {
+            NumericsConvention::Aqt => [-highest, highest],
+            _ => [lowest, highest],
+        }
+    }
+
     /// Whether its scales multiply the results of a contraction. Otherwise an operand is multiplied as `(integers - zero
     /// point) * scale`.
     pub fn scales_results(self) -> bool {

@@ -12,7 +12,7 @@ use crate::shape::Shape;
 use super::minimums::{has_minimums, quantize_with_minimums};
 use super::observer::Observer;
 use super::weight::{
-    QuantizedWeight, WeightQuantError, dims_of_scale, f32_elements, quantize_integers,
+    QuantizedWeight, Scales, WeightQuantError, dims_of_scale, f32_elements, quantize_integers,
 };
 
 /// Runs that one thread quantizes at a time.
@@ -60,7 +60,7 @@ pub fn quantize_observed(
     };
     match is_here && weight.shape.dtype == DType::F32 {
         true => quantized(weight, format, dims_of_scale(weight, format)?),
-        false => quantize_integers(weight, format, observer),
+        false => quantize_integers(weight, format, Scales::Found(observer)),
     }
 }
 

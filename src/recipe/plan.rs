@@ -264,7 +264,7 @@ impl Planning<'_> {
             }
         }
         let tried = Quantization { layers: of_layers };
-        let tried = unet_quantization(config, tried, self.statistics, self.checkpoint)?;
+        let tried = unet_quantization(config, tried, self.statistics, None, self.checkpoint)?;
         for layer in layers
             .iter_mut()
             .filter(|layer| pattern.matches(&layer.layer))

@@ -48,6 +48,8 @@ pub struct LayerPlan {
     /// What is written beside it, by names: the scale of its activation, or the factors that it is divided by.
     pub beside: Vec<(String, HostTensor)>,
     pub low_rank: Option<LowRankOptions>,
+    /// Scales that training has learned, in the order of the numbers that have them.
+    pub scales: Option<Vec<f32>>,
     /// What calibration saw of it.
     pub activity: Option<LayerActivity>,
     /// `x^T x` of what it reads, up to a factor, for GPTQ.
@@ -293,10 +295,11 @@ impl UNetQuantization {
         let hessian = plan.and_then(|plan| plan.hessian_of_input());
         let rounding = WeightRounding {
             observer: self.observer,
-            algorithm: match &hessian {
-                Some(hessian) => RoundingAlgorithm::Gptq(hessian),
-                None if self.is_hqq => RoundingAlgorithm::Hqq,
-                None => RoundingAlgorithm::Nearest,
+            algorithm: match (plan.and_then(|plan| plan.scales.as_deref()), &hessian) {
+                (Some(scales), _) => RoundingAlgorithm::Given(scales),
+                (None, Some(hessian)) => RoundingAlgorithm::Gptq(hessian),
+                (None, None) if self.is_hqq => RoundingAlgorithm::Hqq,
+                (None, None) => RoundingAlgorithm::Nearest,
             },
         };
         let (weight, low_rank_alpha) = match options {
