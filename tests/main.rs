@@ -35,6 +35,7 @@ mod qat;
 mod quant_algorithms;
 mod quant_calibrated;
 mod quant_golden;
+mod quant_mxfp6;
 mod quant_observers;
 mod quant_quark;
 mod quant_sensitivity;

@@ -32,10 +32,10 @@ pub enum WeightQuantError {
     #[error("its {elements} input features are not a multiple of the group size {group}; {}", nearest_groups(*elements, *group))]
     Group { elements: usize, group: usize },
     #[error(
-        "two input features share a byte in this format, and there are {elements}; leave the layer in float or int8 by a rule \
-         of quant_rules"
+        "{together} input features share bytes in this format, and there are {elements}; leave the layer in float or int8 by a \
+         rule of quant_rules"
     )]
-    Odd { elements: usize },
+    Together { elements: usize, together: usize },
     #[error("{expected} scales are expected, found {found}")]
     Scales { expected: usize, found: usize },
     #[error("a weight without dimensions has no output features")]
@@ -482,6 +482,8 @@ impl RunRounding {
             NumericsConvention::Gguf
             | NumericsConvention::Nf4
             | NumericsConvention::Mx
+            | NumericsConvention::MxE2M3
+            | NumericsConvention::MxE3M2
             | NumericsConvention::Nv => 1.0,
         };
         let mut rounding = RunRounding::of_scale::<T>(scale, format);
@@ -512,6 +514,8 @@ impl RunRounding {
             | NumericsConvention::Gguf
             | NumericsConvention::Nf4
             | NumericsConvention::Mx
+            | NumericsConvention::MxE2M3
+            | NumericsConvention::MxE3M2
             | NumericsConvention::Nv => (scale.recip(), Becomes::OfTyped),
         };
         RunRounding {

@@ -103,7 +103,7 @@ pub(super) fn check_calibration(
         });
     if own_ranges && config.quantization_observer != ObserverKind::MinMax {
         return refuse(
-            "quantization_observer has no effect on llama.cpp's blocks, nf4, mxfp4, mxfp8 and nvfp4, which have ranges of their \
+            "quantization_observer has no effect on llama.cpp's blocks, nf4, nvfp4 and OCP's microscaling formats, which have ranges of their \
              own: leave it out",
         );
     }
