@@ -1,5 +1,6 @@
 //! Tensors in host memory.
 
+pub mod float6;
 pub mod float8;
 
 use std::borrow::Cow;
@@ -9,6 +10,8 @@ use rayon::prelude::*;
 
 use crate::dtype::DType;
 use crate::shape::Shape;
+
+pub use float6::Float6;
 
 /// A dense, row-major tensor in host memory, little-endian; integers of 4 bits two to a byte, the first in the lower half.
 ///

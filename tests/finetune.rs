@@ -106,6 +106,7 @@ impl<'a> Run<'a> {
             inversion: inversion.clone(),
             train_text_encoder: trains_text,
             quantization: None,
+            fake_quantization: None,
         };
         let traced = step::trace(&case.model, &options).unwrap();
         let lowered = session.lower(&traced).unwrap().step;

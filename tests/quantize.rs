@@ -500,7 +500,7 @@ fn a_quantized_checkpoint_that_contradicts_itself_is_refused() {
     let numerics = opened(&|config| config["formats"][0]["weight"]["numerics"] = "none".into());
     has(
         numerics,
-        "expected one of `aqt`, `qwix`, `quark`, `gguf`, `nf4`, `mx`, `nv`",
+        "expected one of `aqt`, `qwix`, `quark`, `gguf`, `nf4`, `mx`, `mx_e2m3`, `mx_e3m2`, `nv`",
     );
     let group = opened(&|config| {
         let weight = &mut config["formats"][0]["weight"];
@@ -566,7 +566,7 @@ fn formats_that_do_not_fit_are_refused_before_anything_is_written() {
         ),
         (
             &["quantization=int8", "quantization_granularity=32"],
-            "it needs quantization=int8_w8a16, w4a16, fp8_w8a16, nf4, mxfp4, mxfp8, nvfp4, int8_w8a8_static, svdquant_w4a16, w4a4 or svdquant_w4a4",
+            "it needs quantization=int8_w8a16, w4a16, fp8_w8a16, nf4, mxfp4, mxfp6_e2m3, mxfp6_e3m2, mxfp8, nvfp4, int8_w8a8_static, svdquant_w4a16, w4a4 or svdquant_w4a4",
         ),
         (
             &["quantization=w4a16", "quantization_symmetric=False"],

@@ -16,7 +16,7 @@ pub enum Condition {
     Is(&'static str, &'static [&'static str]),
     /// The key has any value but this.
     IsNot(&'static str, &'static str),
-    /// There is a value, and it is not an empty text.
+    /// There is a value, and it is no empty text or list.
     Given(&'static str),
     /// The number is above this one.
     MoreThan(&'static str, u8),
@@ -83,7 +83,10 @@ impl Condition {
         match self {
             Condition::Is(path, values) => values.iter().any(|v| is(path, v)),
             Condition::IsNot(path, text) => !is(path, text),
-            Condition::Given(path) => !is(path, "") && !value(path).is_null(),
+            Condition::Given(path) => {
+                let is_empty = value(path).as_array().is_some_and(Vec::is_empty);
+                !is(path, "") && !value(path).is_null() && !is_empty
+            }
             Condition::MoreThan(path, least) => {
                 let number = value(path).as_f64();
                 number.is_some_and(|number| number > f64::from(*least))

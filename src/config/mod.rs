@@ -35,9 +35,9 @@ pub use recipes::{RECIPES, Recipe};
 pub use schema::{Calibration, Config, LoraConfig, MOST_IMAGES, SchedulerConfig, TimestepBias};
 pub use values::{
     Attention, BiasStrategy, DataSharding, DatasetType, FloatType, FreeDict, FreeList, Hardware,
-    LossWeighting, MeshAxes, ModelConfig, OneOrMore, OptimizerType, Prompts, QuantPreset,
-    Quantization, Resume, Seed, ShapeNames, SvdOrder, TextEncoderConfig, TextualInversionFile,
-    TextualInversionFiles, UNetConfig, WeightAlgorithm, WeightingScheme,
+    LossWeighting, MeshAxes, ModelConfig, OneOrMore, OptimizerType, Prompts, QatObserver,
+    QuantPreset, Quantization, Resume, Seed, ShapeNames, SvdOrder, TextEncoderConfig,
+    TextualInversionFile, TextualInversionFiles, UNetConfig, WeightAlgorithm, WeightingScheme,
 };
 pub use verb::Verb;
 

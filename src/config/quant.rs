@@ -24,6 +24,8 @@ named! {
         Fp8W8A16 = "fp8_w8a16",
         Nf4 = "nf4",
         MxFp4 = "mxfp4",
+        MxFp6E2M3 = "mxfp6_e2m3",
+        MxFp6E3M2 = "mxfp6_e3m2",
         MxFp8 = "mxfp8",
         NvFp4 = "nvfp4",
         Int8W8A8Static = "int8_w8a8_static",
@@ -176,7 +178,8 @@ impl QuantRules {
 
 impl Field for QuantRules {
     const TY: Ty = Ty::List(
-        "YAML file of rules, or list of {path: pattern, mode: int8, int8_w8a16, w4a16, fp8_w8a16, nf4, mxfp4, mxfp8, nvfp4, int8_w8a8_static, \
+        "YAML file of rules, or list of {path: pattern, mode: int8, int8_w8a16, w4a16, fp8_w8a16, nf4, mxfp4, mxfp6_e2m3, mxfp6_e3m2, mxfp8, nvfp4, \
+         int8_w8a8_static, \
          svdquant_w4a16, w4a4, svdquant_w4a4 or none, granularity, symmetric, numerics}",
     );
 

@@ -92,6 +92,8 @@ const MODES: &[&str] = &[
     "fp8_w8a16",
     "nf4",
     "mxfp4",
+    "mxfp6_e2m3",
+    "mxfp6_e3m2",
     "mxfp8",
     "nvfp4",
     "int8_w8a8_static",
@@ -347,11 +349,11 @@ schema! {
             when QUANTIZED, is [FixedOnResume];
         /// How values become integers: AQT's, Qwix's or AMD Quark's conventions, or with `quantize` llama.cpp's blocks (`gguf`, for
         /// int8_w8a16 and w4a16 with a number as granularity). Empty: AQT's; for int8_w8a8_static, w4a4 and the modes of SVDQuant
-        /// AMD Quark's; fp8_w8a16, nf4, mxfp4, mxfp8 and nvfp4 have their own.
+        /// AMD Quark's; fp8_w8a16, nf4, nvfp4 and OCP's microscaling formats have their own.
         quantization_numerics: Option<NumericsConvention> = None, Ours, EVERY,
             when Both(&QUANTIZED, &Is("use_qwix_quantization", &["False"])), is [FixedOnResume];
         /// Which elements of a weight share a scale: all (`tensor`), those of an output feature (`channel`), or of it so many
-        /// input features. Empty: `channel`; for w4a16, w4a4 and nf4 64, mxfp4 and mxfp8 32, nvfp4 16. With
+        /// input features. Empty: `channel`; for w4a16, w4a4 and nf4 64, OCP's microscaling formats 32, nvfp4 16. With
         /// w4a4 also which elements of an activation: those of a token, or of it so many features.
         quantization_granularity: WeightGranularity = WeightGranularity::default(), Ours, EVERY,
             when OF_WEIGHTS, is [FixedOnResume];
@@ -367,6 +369,18 @@ schema! {
         /// How `quantize` names and packs quantized weights: this program's way, or that of AMD Quark's export, which Quark and
         /// diffusers with Quark read.
         quantized_layout: QuantizedLayout = QuantizedLayout::Own, Ours, QUANTIZE, when QUANTIZED;
+        /// Training whose forward pass rounds: what decides the scales of weights. Learned ones (`lsq`) start from those of the
+        /// weights' ranges, and `quantize` takes them.
+        qat_observer: QatObserver = QatObserver::MinMax, Ours, TRAIN_STEP,
+            when Is("quantization", &["int8_w8a16", "w4a16", "fp8_w8a16", "int8_w8a8_static", "w4a4"]), is [FixedOnResume];
+        /// The share of a batch's range in the moving average that int8_w8a8_static rounds activations by while a model is trained.
+        qat_averaging_constant: f64 = 0.01, Ours, TRAIN_STEP, in AboveUpTo(0.0, 1.0),
+            when Either(&Is("quantization", &["int8_w8a8_static"]), &Given("quant_rules")), is [FixedOnResume];
+        /// Updates after which learned scales and the ranges of activations stay as they are, while weights are trained on. -1:
+        /// never.
+        qat_freeze_observer_steps: i64 = -1, Ours, TRAIN_STEP, in MinusOneOr(1.0),
+            when Either(&Is("qat_observer", &["lsq"]), &Either(&Is("quantization", &["int8_w8a8_static"]), &Given("quant_rules"))),
+            is [FixedOnResume];
         /// With a budget the formats to choose from, in the form of rules, each for the layers that its pattern matches. Empty: the
         /// mode, int8_w8a16 and none.
         quantization_candidates: QuantRules = QuantRules::default(), Ours, QUANTIZE, when QUANTIZED;

@@ -33,6 +33,10 @@ named! {
         Nf4 = "nf4",
         /// Weights in OCP's MXFP4, a power of two for 32 input features; activations in float.
         MxFp4 = "mxfp4",
+        /// Weights in OCP's MXFP6 with `f6E2M3FN`, a power of two for 32 input features; activations in float.
+        MxFp6E2M3 = "mxfp6_e2m3",
+        /// The same with `f6E3M2FN`.
+        MxFp6E3M2 = "mxfp6_e3m2",
         /// Weights in OCP's MXFP8 (`f8E4M3FN`), a power of two for 32 input features; activations in float.
         MxFp8 = "mxfp8",
         /// Weights in NVIDIA's NVFP4, a scale in fp8 for 16 input features; activations in float.
@@ -71,6 +75,16 @@ named! {
         Awq = "awq",
         /// Each to the nearest code, with a float that is added to `code * scale` and chosen for what rounding leaves.
         Hqq = "hqq",
+    }
+}
+
+named! {
+    /// What decides the scales of rounded weights while they are trained.
+    pub enum QatObserver {
+        /// The lowest and the highest value, anew in every step.
+        MinMax = "min_max",
+        /// They are trained with the weights (learned step size quantization).
+        Lsq = "lsq",
     }
 }
 

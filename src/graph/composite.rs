@@ -62,6 +62,15 @@ pub enum Composite {
         zero_point: bool,
         result: DType,
     },
+    /// What a tensor is after it is rounded to `format` and widened again, in its own type. Operands: x, and its scale, which
+    /// lies `along` dimensions of it (ascending); where a dimension of the scale is smaller, each of its values is that of a
+    /// group. Rounding counts as one in the derivative, as far as no number is clipped, and where scales are `learned` they have
+    /// the derivative of Esser et al. ("Learned step size quantization", 2020).
+    FakeQuantize {
+        along: Vec<usize>,
+        format: TensorFormat,
+        learned: bool,
+    },
     /// A contraction of quantized operands, in the result's float type. Operands: lhs, rhs, then the lhs's scale if
     /// `lhs_scale`, then the rhs's if `rhs_scale`; a scale lies along its operand's kept dimensions.
     ScaledContraction {
@@ -95,6 +104,7 @@ impl Composite {
             Composite::RoundingNoise { .. } => "rounding_noise",
             Composite::Quantize { .. } => "quantize",
             Composite::Dequantize { .. } => "dequantize",
+            Composite::FakeQuantize { .. } => "fake_quantize",
             Composite::ScaledContraction {
                 contraction: Contraction::Dot(_),
                 ..
@@ -150,6 +160,25 @@ impl Contraction {
             place(&rhs, &dims.rhs_batch, batch + lhs_free),
         ]
     }
+}
+
+/// The dimensions of a tensor in which those that a scale of `sizes` divides into groups, `along` them, become two, and where the
+/// scale lies among these.
+pub fn grouped_dims(dims: &[usize], along: &[usize], sizes: &[usize]) -> (Vec<usize>, Vec<usize>) {
+    let (mut split, mut places) = (Vec::new(), Vec::new());
+    for (d, size) in dims.iter().enumerate() {
+        match along.iter().position(|at| *at == d) {
+            Some(at) if sizes[at] != *size => {
+                places.push(split.len());
+                split.extend([sizes[at], size / sizes[at]]);
+            }
+            at => {
+                places.extend(at.map(|_| split.len()));
+                split.push(*size);
+            }
+        }
+    }
+    (split, places)
 }
 
 #[cfg(test)]

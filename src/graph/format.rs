@@ -1,7 +1,7 @@
 //! How the operands of a contraction are quantized.
 
 use crate::dtype::DType;
-use crate::host_tensor::float8;
+use crate::host_tensor::{Float6, float6, float8};
 use crate::util::named;
 
 named! {
@@ -21,6 +21,11 @@ named! {
         Nf4 = "nf4",
         /// OCP's microscaling formats: scales that are powers of two; `u4` are the codes of fp4.
         Mx = "mx",
+        /// The same with numbers of 6 bits: a sign, 2 bits of exponent, 3 of mantissa. Programs have them as `f8E4M3FN`, which holds
+        /// all of them.
+        MxE2M3 = "mx_e2m3",
+        /// The same with 3 bits of exponent and 2 of mantissa.
+        MxE3M2 = "mx_e3m2",
         /// NVIDIA's NVFP4: codes of fp4, scales in fp8 with one number that multiplies them.
         Nv = "nv",
     }
@@ -108,6 +113,37 @@ impl TensorFormat {
         }
     }
 
+    /// The floats of 6 bits that its elements are, if they are such.
+    pub fn float6(self) -> Option<Float6> {
+        match self.convention {
+            NumericsConvention::MxE2M3 => Some(float6::E2M3),
+            NumericsConvention::MxE3M2 => Some(float6::E3M2),
+            NumericsConvention::Aqt
+            | NumericsConvention::Qwix
+            | NumericsConvention::Quark
+            | NumericsConvention::Gguf
+            | NumericsConvention::Nf4
+            | NumericsConvention::Mx
+            | NumericsConvention::Nv => None,
+        }
+    }
+
+    /// The bits of an element in files.
+    pub fn bits_in_files(self) -> usize {
+        match self.float6() {
+            Some(_) => 6,
+            None => self.element.bits(),
+        }
+    }
+
+    /// Whether its scales are OCP's powers of two.
+    pub fn is_microscaled(self) -> bool {
+        matches!(
+            self.convention,
+            NumericsConvention::Mx | NumericsConvention::MxE2M3 | NumericsConvention::MxE3M2
+        )
+    }
+
     /// Whether one number multiplies all scales of a tensor.
     pub fn has_tensor_scale(self) -> bool {
         self.convention == NumericsConvention::Nv
@@ -120,7 +156,9 @@ impl TensorFormat {
             NumericsConvention::Gguf => DType::F16,
             NumericsConvention::Nf4 => DType::F32,
             // It holds the powers of two, and every device has it.
-            NumericsConvention::Mx => DType::BF16,
+            NumericsConvention::Mx | NumericsConvention::MxE2M3 | NumericsConvention::MxE3M2 => {
+                DType::BF16
+            }
             NumericsConvention::Nv => DType::F8E4M3Fn,
         };
         TensorFormat {
@@ -131,8 +169,12 @@ impl TensorFormat {
 
     /// The type of scales in files.
     pub fn scale_type_in_files(self) -> DType {
-        match (self.convention, self.stored(DType::F32).range, self.range) {
-            (NumericsConvention::Mx, _, _) => DType::F8E8M0Fnu,
+        match (
+            self.is_microscaled(),
+            self.stored(DType::F32).range,
+            self.range,
+        ) {
+            (true, _, _) => DType::F8E8M0Fnu,
             (_, _, Range::Stored(scale)) | (_, Range::Stored(scale), _) => scale,
             (_, Range::Dynamic | Range::Static(_), _) => DType::F32,
         }
@@ -149,6 +191,9 @@ impl TensorFormat {
     /// What the largest magnitude becomes before it is rounded: half a step above the largest integer, or the largest
     /// number of a float type.
     pub fn bound(self) -> f64 {
+        if let Some(float6) = self.float6() {
+            return f64::from(float6.largest());
+        }
         match self.element {
             DType::F8E4M3Fn => f64::from(float8::LARGEST),
             _ if self.codebook().is_some() => match self.convention {
@@ -159,6 +204,18 @@ impl TensorFormat {
                 let (lowest, highest) = integers.integer_range();
                 (highest - lowest) / 2.0
             }
+        }
+    }
+
+    /// The lowest and the highest number that values become, in scales.
+    pub fn ends(self) -> [f64; 2] {
+        if self.element.is_float() {
+            return [-self.bound(), self.bound()];
+        }
+        let (lowest, highest) = self.element.integer_range();
+        match self.convention {
+            NumericsConvention::Aqt => [-highest, highest],
+            _ => [lowest, highest],
         }
     }
 

@@ -27,7 +27,7 @@ pub use attributes::{
     ScatterKind, Unary,
 };
 pub use builder::Builder;
-pub use composite::{Composite, Contraction};
+pub use composite::{Composite, Contraction, grouped_dims};
 pub use custom_call::{Attribute, Batch, Configuration, CustomCall};
 pub use error::{GraphError, InferError, constraint};
 pub use eval::{EvalError, evaluate};

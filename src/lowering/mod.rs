@@ -12,7 +12,7 @@ use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
 use crate::backend::Backend;
-use crate::graph::{Builder, Graph, GraphError, Op, Staged, roll, stage};
+use crate::graph::{Builder, Composite, Graph, GraphError, Op, Staged, roll, stage};
 use crate::quant::{self, QuantError};
 use crate::shard::{Axis, LogicalAxisRules, Mesh, ShardError, ShardPlan};
 
@@ -214,7 +214,10 @@ fn trained(traced: &Traced, update: &Update, backend: Backend) -> Result<Graph, 
 
 /// The forward pass with the derivative and the update that `update` adds to it.
 fn differentiate(graph: &Graph, update: &Update, backend: Backend) -> Result<Graph, GraphError> {
-    let inlined = graph.inline_composites(&|kind, body| !backend.claims_in_training(kind, body));
+    let inlined = graph.inline_composites(&|kind, body| {
+        // Rounding has a derivative of its own.
+        !matches!(kind, Composite::FakeQuantize { .. }) && !backend.claims_in_training(kind, body)
+    });
     let b = Builder::resume(inlined);
     update(&b)?;
     Ok(b.finish())

@@ -6,7 +6,9 @@ use crate::dtype::DType;
 use crate::graph::{Graph, GraphError};
 use crate::lowering::{Lowered, Traced};
 use crate::models::{DiffusionModel, Part, vae};
-use crate::quant::{self, Decision, Policy, StoredFormats, Watch, Watched};
+use crate::quant::{
+    self, ActivationRanges, Decision, FakeQuantization, Policy, StoredFormats, Watch, Watched,
+};
 use crate::runtime::{RuntimeError, Session};
 use crate::weights::lora::{self, LoraRanks};
 
@@ -244,6 +246,19 @@ impl TracedModel {
                 traced.graph = lora::beside(&traced.graph, &own, scale)?;
             }
         }
+        Ok(self)
+    }
+
+    /// The same with scales and ranges as training left them, which are weights of its programs.
+    ///
+    /// # Errors
+    /// As [`FakeQuantization::apply`].
+    pub fn with_trained_ranges(
+        mut self,
+        fake: &FakeQuantization,
+    ) -> Result<TracedModel, GraphError> {
+        let denoiser = &mut self.denoise.model;
+        denoiser.graph = fake.apply(&denoiser.graph, ActivationRanges::Stay)?;
         Ok(self)
     }
 

@@ -12,7 +12,7 @@ use crate::shape::Shape;
 use super::minimums::{has_minimums, quantize_with_minimums};
 use super::observer::Observer;
 use super::weight::{
-    QuantizedWeight, WeightQuantError, dims_of_scale, f32_elements, quantize_integers,
+    QuantizedWeight, Scales, WeightQuantError, dims_of_scale, f32_elements, quantize_integers,
 };
 
 /// Runs that one thread quantizes at a time.
@@ -56,11 +56,12 @@ pub fn quantize_observed(
         (NumericsConvention::Gguf, DType::S8 | DType::S4) => !format.zero_point,
         (NumericsConvention::Nf4 | NumericsConvention::Nv, DType::U4) => true,
         (NumericsConvention::Mx, DType::U4 | DType::F8E4M3Fn) => true,
+        (NumericsConvention::MxE2M3 | NumericsConvention::MxE3M2, DType::F8E4M3Fn) => true,
         _ => false,
     };
     match is_here && weight.shape.dtype == DType::F32 {
         true => quantized(weight, format, dims_of_scale(weight, format)?),
-        false => quantize_integers(weight, format, observer),
+        false => quantize_integers(weight, format, Scales::Found(observer)),
     }
 }
 
@@ -213,21 +214,31 @@ fn quantize_run(
             }
         }
         NumericsConvention::Mx
+        | NumericsConvention::MxE2M3
+        | NumericsConvention::MxE3M2
         | NumericsConvention::Aqt
         | NumericsConvention::Qwix
         | NumericsConvention::Quark => {
             let is_fp4 = format.element == DType::U4;
             // The exponent of the largest number, and bits of the mantissa.
-            let (largest, mantissa) = if is_fp4 { (2, 1) } else { (8, 3) };
+            let (largest, mantissa) = match format.float6() {
+                Some(float6) => (float6.largest_exponent(), float6.mantissa_bits()),
+                None if is_fp4 => (2, 1),
+                None => (8, 3),
+            };
             // The largest magnitude is rounded to the mantissa first: by its bits, since a power of two is wanted exactly.
             let rounded = absmax.to_bits() + (1 << (23 - mantissa - 1));
             let exponent = (rounded >> 23) as i32 - 127 - largest;
             // 2^-126 is the smallest that is no subnormal number; zeros have it.
             let code = (exponent.clamp(-126, 127) + 127) as u8;
             let scale = float8::decode_e8m0(code);
-            match is_fp4 {
-                true => each(&|x| nearest_fp4(x / scale)),
-                false => each(&|x| {
+            match format.float6() {
+                Some(float6) => each(&|x| {
+                    // fp8 has the number.
+                    float8::encode(float6.decode(float6.encode(x / scale)))
+                }),
+                None if is_fp4 => each(&|x| nearest_fp4(x / scale)),
+                None => each(&|x| {
                     let y = x / scale;
                     float8::encode(y.clamp(-float8::LARGEST, float8::LARGEST))
                 }),

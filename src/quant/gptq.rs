@@ -12,7 +12,10 @@ use crate::shape::Shape;
 use super::codes::quantize_observed;
 use super::minimums::quantize_with_minimums;
 use super::observer::{Extent, Observer};
-use super::weight::{Element, QuantizedWeight, RunRounding, WeightQuantError, dims_of_scale};
+use super::weight::{
+    Element, QuantizedWeight, RunRounding, Scales, WeightQuantError, dims_of_scale,
+    quantize_integers,
+};
 
 /// What is added to the diagonal, as a share of its mean: that of GPTQ's code and of AMD Quark.
 const DAMPING: f64 = 0.01;
@@ -36,6 +39,8 @@ pub enum RoundingAlgorithm<'a> {
     Gptq(&'a [f32]),
     /// Each to the nearest, with minimums that HQQ chooses.
     Hqq,
+    /// Each to the nearest, by these scales, in the order of the numbers that have them.
+    Given(&'a [f32]),
 }
 
 impl WeightRounding<'_> {
@@ -59,6 +64,9 @@ impl WeightRounding<'_> {
         let hessian = match self.algorithm {
             RoundingAlgorithm::Nearest => return quantize_observed(weight, format, self.observer),
             RoundingAlgorithm::Hqq => return quantize_with_minimums(weight, format, true),
+            RoundingAlgorithm::Given(scales) => {
+                return quantize_integers(weight, format, Scales::Given(scales));
+            }
             RoundingAlgorithm::Gptq(hessian) => hessian,
         };
         let dtype = weight.shape.dtype;

@@ -5,7 +5,7 @@ use crate::graph::RoundingStream;
 use crate::graph::random::{RandomKey, rounding_noise};
 use crate::graph::{
     Builder, Comparison, Composite, Contraction, ContractionQuant, Granularity, Graph, GraphError,
-    Node, NumericsConvention, Op, Tensor, TensorFormat,
+    Node, NumericsConvention, Op, Tensor, TensorFormat, grouped_dims,
 };
 use crate::shard::LOCAL_SHARDS;
 
@@ -131,7 +131,7 @@ pub fn lower_with_noise(
     Ok(lowered)
 }
 
-fn is_annotated(node: &Node) -> bool {
+pub(super) fn is_annotated(node: &Node) -> bool {
     matches!(
         node.op,
         Op::DotGeneral { quant: Some(_), .. } | Op::Convolution { quant: Some(_), .. }
@@ -170,14 +170,14 @@ struct Quantized {
 }
 
 /// The integers of an operand, in its shape, with the scale along some of its dimensions.
-struct Integers {
-    values: Tensor,
-    scale: Tensor,
-    zero_point: Option<Tensor>,
+pub(super) struct Integers {
+    pub values: Tensor,
+    pub scale: Tensor,
+    pub zero_point: Option<Tensor>,
     /// What multiplies the scale.
-    tensor_scale: Option<Tensor>,
+    pub tensor_scale: Option<Tensor>,
     /// The dimensions along which scale and zero point lie, ascending; they divide those of the values.
-    along: Vec<usize>,
+    pub along: Vec<usize>,
 }
 
 /// Lowers one contraction, at its scope.
@@ -319,17 +319,7 @@ impl Lowering<'_, '_> {
     ) -> Result<Integers> {
         let b = self.b;
         let dims = b.dims(operand.values);
-        let (grouped, along) = match format.granularity {
-            Granularity::Tensor => (None, Vec::new()),
-            Granularity::Channel => (None, place.kept.to_vec()),
-            Granularity::Group(size) => {
-                let at = place.grouped_of_size(b, &dims, size)?;
-                (Some((at, size)), place.beside_groups(at, dims.len()))
-            }
-            Granularity::Feature => {
-                return Err(b.invalid("a scale for each feature is recorded, not found"));
-            }
-        };
+        let (grouped, along) = place.along(b, &dims, format.granularity)?;
         if let Some(stored) = operand.stored {
             return Ok(Integers {
                 values: b.stored(operand.values)?,
@@ -378,7 +368,7 @@ impl Lowering<'_, '_> {
 
 /// `(integers - zero point) * scale` in `f32`, rounded to `float`: where scales do not leave the sum of a contraction. In
 /// GGUF's numerics `integers * scale + zero point`; codes of a codebook become its numbers first.
-fn dequantized(
+pub(super) fn dequantized(
     b: &Builder,
     integers: &Integers,
     format: TensorFormat,
@@ -401,21 +391,7 @@ fn dequantized(
     let along = &integers.along;
     b.composite(kind, &operands, |b, operands| {
         let shape = b.shape(operands[0]);
-        // A dimension with groups becomes two.
-        let sizes = b.dims(operands[1]);
-        let (mut split, mut places) = (Vec::new(), Vec::new());
-        for (d, size) in shape.dims.iter().enumerate() {
-            match along.iter().position(|at| *at == d) {
-                Some(at) if sizes[at] != *size => {
-                    places.push(split.len());
-                    split.extend([sizes[at], size / sizes[at]]);
-                }
-                at => {
-                    places.extend(at.map(|_| split.len()));
-                    split.push(*size);
-                }
-            }
-        }
+        let (split, places) = grouped_dims(&shape.dims, along, &b.dims(operands[1]));
         let codes = b.convert(operands[0], DType::F32)?;
         let wide = match format.codebook() {
             None => codes,
@@ -487,6 +463,26 @@ impl Place<'_> {
         let is_image = matches!(self.contraction, Contraction::Convolution(_)) && self.side == 0;
         let is_along = |d: &usize| is_image || *d == at || self.kept.contains(d);
         (0..rank).filter(is_along).collect()
+    }
+
+    /// The dimensions along which scales lie, and where they are those of groups the dimension that these divide, with their size.
+    pub fn along(
+        self,
+        b: &Builder,
+        dims: &[usize],
+        granularity: Granularity,
+    ) -> Result<(Option<(usize, usize)>, Vec<usize>)> {
+        Ok(match granularity {
+            Granularity::Tensor => (None, Vec::new()),
+            Granularity::Channel => (None, self.kept.to_vec()),
+            Granularity::Group(size) => {
+                let at = self.grouped_of_size(b, dims, size)?;
+                (Some((at, size)), self.beside_groups(at, dims.len()))
+            }
+            Granularity::Feature => {
+                return Err(b.invalid("a scale for each feature is recorded, not found"));
+            }
+        })
     }
 
     /// The dimension that groups of `size` elements divide.

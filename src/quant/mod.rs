@@ -8,6 +8,7 @@ mod awq;
 mod budget;
 mod calibration;
 mod codes;
+mod fake_quantize;
 mod gptq;
 mod low_rank;
 mod lower;
@@ -30,6 +31,10 @@ pub use awq::{AwqWeight, awq_factors};
 pub use budget::{BudgetError, Choice, choose};
 pub use calibration::{ActivationStatistics, CalibrationError, Statistics, Watch, Watched, watch};
 pub use codes::{quantize_observed, quantize_weight};
+pub use fake_quantize::{
+    ActivationRanges, FakeQuantization, fake_quantize, initial_log_scale, input_range_name,
+    is_learnable, is_log_scale, is_trained_range, log_scale_name, scale_of_range,
+};
 pub use gptq::{RoundingAlgorithm, WeightRounding, takes as gptq_takes};
 pub use minimums::has_minimums;
 pub use observer::{Observer, ObserverCompat, ObserverKind};

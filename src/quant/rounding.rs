@@ -68,6 +68,8 @@ pub fn scale_of(b: &Builder, absmax: Tensor, format: TensorFormat) -> Result<Ten
         NumericsConvention::Gguf
         | NumericsConvention::Nf4
         | NumericsConvention::Mx
+        | NumericsConvention::MxE2M3
+        | NumericsConvention::MxE3M2
         | NumericsConvention::Nv => {
             return Err(on_host(b, format));
         }
@@ -81,6 +83,8 @@ pub fn scale_of(b: &Builder, absmax: Tensor, format: TensorFormat) -> Result<Ten
         NumericsConvention::Gguf
         | NumericsConvention::Nf4
         | NumericsConvention::Mx
+        | NumericsConvention::MxE2M3
+        | NumericsConvention::MxE3M2
         | NumericsConvention::Nv => {
             return Err(on_host(b, format));
         }
@@ -102,6 +106,8 @@ pub fn scale_of(b: &Builder, absmax: Tensor, format: TensorFormat) -> Result<Ten
         NumericsConvention::Gguf
         | NumericsConvention::Nf4
         | NumericsConvention::Mx
+        | NumericsConvention::MxE2M3
+        | NumericsConvention::MxE3M2
         | NumericsConvention::Nv => Err(on_host(b, format)),
     }
 }
@@ -190,6 +196,8 @@ fn scaled_values(
         NumericsConvention::Gguf
         | NumericsConvention::Nf4
         | NumericsConvention::Mx
+        | NumericsConvention::MxE2M3
+        | NumericsConvention::MxE3M2
         | NumericsConvention::Nv => Err(on_host(b, format)),
     }
 }
@@ -211,6 +219,8 @@ fn rounded(b: &Builder, scaled: Tensor, format: TensorFormat) -> Result<Tensor> 
         NumericsConvention::Gguf
         | NumericsConvention::Nf4
         | NumericsConvention::Mx
+        | NumericsConvention::MxE2M3
+        | NumericsConvention::MxE3M2
         | NumericsConvention::Nv => {
             return Err(on_host(b, format));
         }

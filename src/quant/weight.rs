@@ -32,10 +32,12 @@ pub enum WeightQuantError {
     #[error("its {elements} input features are not a multiple of the group size {group}; {}", nearest_groups(*elements, *group))]
     Group { elements: usize, group: usize },
     #[error(
-        "two input features share a byte in this format, and there are {elements}; leave the layer in float or int8 by a rule \
-         of quant_rules"
+        "{together} input features share bytes in this format, and there are {elements}; leave the layer in float or int8 by a \
+         rule of quant_rules"
     )]
-    Odd { elements: usize },
+    Together { elements: usize, together: usize },
+    #[error("{expected} scales are expected, found {found}")]
+    Scales { expected: usize, found: usize },
     #[error("a weight without dimensions has no output features")]
     Scalar,
     #[error(
@@ -155,7 +157,7 @@ pub fn scale_dims(dims: &[usize], granularity: Granularity) -> Option<Vec<usize>
 pub(super) fn quantize_integers(
     weight: &HostTensor,
     format: TensorFormat,
-    observer: Observer,
+    scales: Scales<'_>,
 ) -> Result<QuantizedWeight, WeightQuantError> {
     let dtype = weight.shape.dtype;
     let is_quark = format.convention == NumericsConvention::Quark;
@@ -170,10 +172,19 @@ pub(super) fn quantize_integers(
     };
     let is_known = is_known && format.rounding == Rounding::NearestEven;
     match dtype {
-        DType::BF16 if is_known => quantized::<[u8; 2]>(weight, format, observer),
-        DType::F32 if is_known => quantized::<[u8; 4]>(weight, format, observer),
+        DType::BF16 if is_known => quantized::<[u8; 2]>(weight, format, scales),
+        DType::F32 if is_known => quantized::<[u8; 4]>(weight, format, scales),
         _ => Err(WeightQuantError::Unsupported { dtype }),
     }
+}
+
+/// Where the scales of a weight are from.
+#[derive(Clone, Copy)]
+pub(super) enum Scales<'a> {
+    /// Of ranges that an observer decides.
+    Found(Observer),
+    /// These, in the order of the elements that have them; they are rounded to the weight's type.
+    Given(&'a [f32]),
 }
 
 /// One element of a weight, little-endian.
@@ -263,56 +274,66 @@ pub(super) fn dims_of_scale(
 fn quantized<T: Element>(
     weight: &HostTensor,
     format: TensorFormat,
-    observer: Observer,
+    from: Scales<'_>,
 ) -> Result<QuantizedWeight, WeightQuantError> {
     let dtype = &weight.shape.dtype;
     let scale_dims = dims_of_scale(weight, format)?;
     let count: usize = scale_dims.iter().product();
+    if let Scales::Given(given) = from
+        && given.len() != count
+    {
+        return Err(WeightQuantError::Scales {
+            expected: count,
+            found: given.len(),
+        });
+    }
     let elements = T::all(&weight.data);
     let run = (elements.len() / count.max(1)).max(1);
     let mut values = vec![0; elements.len()];
     let mut scales = vec![0.0; count];
     let mut zero_points = vec![0; count];
+    let given = |scale: f32| RunRounding::of_scale::<T>(T::rounded(scale), format);
     let sums = match count {
         // One scale for many elements.
         1 => {
-            let parts = elements.par_chunks(TASK);
-            let range = parts
-                .map(|part| Extent::of(part, format))
-                .reduce(Extent::default, Extent::with);
-            let mut round = |range: Extent| {
-                let rounding = RunRounding::new::<T>(range, format);
+            let mut round = |rounding: RunRounding| {
                 let parts = values.par_chunks_mut(TASK).zip(elements.par_chunks(TASK));
                 let sums = parts.map(|(out, elements)| rounding.run(elements, out));
-                (rounding, sums.reduce(Sums::default, Sums::add))
+                sums.reduce(Sums::default, Sums::add)
             };
-            let mut tried = |range: Extent| {
-                let (rounding, sums) = round(range);
-                (rounding.scale, sums.noise)
+            let rounding = match from {
+                Scales::Given(scales) => given(scales[0]),
+                Scales::Found(observer) => {
+                    let parts = elements.par_chunks(TASK);
+                    let range = parts
+                        .map(|part| Extent::of(part, format))
+                        .reduce(Extent::default, Extent::with);
+                    let mut tried = |range: Extent| {
+                        let rounding = RunRounding::new::<T>(range, format);
+                        (rounding.scale, round(rounding).noise)
+                    };
+                    let range = observer.extent(range, occurring(elements), &mut tried, format);
+                    RunRounding::new::<T>(range, format)
+                }
             };
-            let range = observer.extent(range, occurring(elements), &mut tried, format);
-            let (rounding, sums) = round(range);
             (scales[0], zero_points[0]) = rounding.parameters();
-            sums
+            round(rounding)
         }
         _ => {
             let runs = (TASK / run).max(1);
             let parts = values.par_chunks_mut(runs * run);
             let parts = parts.zip(elements.par_chunks(runs * run));
             let parts = parts.zip(scales.par_chunks_mut(runs));
-            let parts = parts.zip(zero_points.par_chunks_mut(runs));
-            let sums = parts.map(|(((out, elements), scales), zero_points)| {
-                let runs = out.chunks_mut(run).zip(elements.chunks(run));
-                runs.zip(scales.iter_mut().zip(zero_points))
-                    .map(|((out, elements), parameters)| {
-                        let extent = Extent::of(elements, format);
-                        let mut tried = |range: Extent| {
-                            let rounding = RunRounding::new::<T>(range, format);
-                            (rounding.scale, rounding.run(elements, out).noise)
+            let parts = parts.zip(zero_points.par_chunks_mut(runs)).enumerate();
+            let sums = parts.map(|(part, (((out, elements), scales), zero_points))| {
+                let each = out.chunks_mut(run).zip(elements.chunks(run));
+                each.zip(scales.iter_mut().zip(zero_points))
+                    .enumerate()
+                    .map(|(at, ((out, elements), parameters))| {
+                        let rounding = match from {
+                            Scales::Given(scales) => given(scales[part * runs + at]),
+                            Scales::Found(observer) => found::<T>(observer, elements, out, format),
                         };
-                        let values = occurring(elements);
-                        let extent = observer.extent(extent, values, &mut tried, format);
-                        let rounding = RunRounding::new::<T>(extent, format);
                         (*parameters.0, *parameters.1) = rounding.parameters();
                         rounding.run(elements, out)
                     })
@@ -349,6 +370,22 @@ fn quantized<T: Element>(
         signal: sums.signal,
         noise: sums.noise,
     })
+}
+
+/// The rounding by the range that `observer` decides for elements with one scale; `out` has room for what they become.
+fn found<T: Element>(
+    observer: Observer,
+    elements: &[T],
+    out: &mut [u8],
+    format: TensorFormat,
+) -> RunRounding {
+    let mut tried = |range: Extent| {
+        let rounding = RunRounding::new::<T>(range, format);
+        (rounding.scale, rounding.run(elements, out).noise)
+    };
+    let extent = Extent::of(elements, format);
+    let extent = observer.extent(extent, occurring(elements), &mut tried, format);
+    RunRounding::new::<T>(extent, format)
 }
 
 /// Values, each of which occurs once.
@@ -413,76 +450,81 @@ enum Becomes {
 impl RunRounding {
     pub fn new<T: Element>(extent: Extent, format: TensorFormat) -> RunRounding {
         let half = format.bound() as f32;
-        let (lowest, highest) = match format.element.is_float() {
-            true => (-half, half),
-            false => {
-                let (lowest, highest) = format.element.integer_range();
-                (lowest as f32, highest as f32)
-            }
-        };
+        let (lowest, highest) = (format.ends()[0] as f32, format.ends()[1] as f32);
         let absmax = extent.highest;
-        let mut rounding = RunRounding {
-            scale: 1.0,
-            inverse: 1.0,
-            zero_point: 0.0,
-            bounds: [lowest, highest],
-            becomes: Becomes::OfTyped,
-        };
-        match format.convention {
+        let scale = match format.convention {
             NumericsConvention::Aqt => {
                 let range = if absmax == 0.0 { 1.0 } else { absmax };
-                rounding.scale = T::rounded(range * half.recip());
-                let inverse = T::rounded(rounding.scale.recip());
-                rounding.inverse = if inverse == f32::INFINITY {
-                    1.0
-                } else {
-                    inverse
-                };
-                rounding.bounds[0] = -highest;
+                T::rounded(range * half.recip())
             }
             NumericsConvention::Qwix => {
                 // The square root of the smallest normal number, of bf16 as of f32.
                 let smallest = f32::MIN_POSITIVE.sqrt();
-                let scale = T::rounded(absmax * half.recip());
-                if scale >= smallest {
-                    (rounding.scale, rounding.inverse) = (scale, scale.recip());
+                match T::rounded(absmax * half.recip()) {
+                    scale if scale >= smallest => scale,
+                    _ => 1.0,
                 }
             }
             NumericsConvention::Quark if format.element.is_float() => {
-                let scale = T::rounded(absmax / half);
-                rounding.scale = if scale == 0.0 {
-                    QUARK_SMALLEST as f32
-                } else {
-                    scale
-                };
-                rounding.becomes = Becomes::Float8;
+                match T::rounded(absmax / half) {
+                    0.0 => QUARK_SMALLEST as f32,
+                    scale => scale,
+                }
             }
             NumericsConvention::Quark => {
                 let scale = match format.zero_point {
                     false => absmax / half,
                     true => T::rounded(extent.highest - extent.lowest) / (highest - lowest),
                 };
-                let scale = T::rounded(scale).max(QUARK_SMALLEST as f32);
-                (rounding.scale, rounding.inverse) = (scale, scale.recip());
-                rounding.becomes = Becomes::OfProduct;
-                if format.zero_point {
-                    let quotient = match format.granularity {
-                        // PyTorch promotes numbers with no dimensions.
-                        Granularity::Tensor => extent.lowest / scale,
-                        Granularity::Channel | Granularity::Group(_) | Granularity::Feature => {
-                            T::rounded(extent.lowest / scale)
-                        }
-                    };
-                    rounding.zero_point = (lowest - nearest_even(quotient)).clamp(lowest, highest);
-                }
+                T::rounded(scale).max(QUARK_SMALLEST as f32)
             }
             // They are refused before.
             NumericsConvention::Gguf
             | NumericsConvention::Nf4
             | NumericsConvention::Mx
-            | NumericsConvention::Nv => {}
+            | NumericsConvention::MxE2M3
+            | NumericsConvention::MxE3M2
+            | NumericsConvention::Nv => 1.0,
+        };
+        let mut rounding = RunRounding::of_scale::<T>(scale, format);
+        if format.zero_point {
+            let quotient = match format.granularity {
+                // PyTorch promotes numbers with no dimensions.
+                Granularity::Tensor => extent.lowest / scale,
+                Granularity::Channel | Granularity::Group(_) | Granularity::Feature => {
+                    T::rounded(extent.lowest / scale)
+                }
+            };
+            rounding.zero_point = (lowest - nearest_even(quotient)).clamp(lowest, highest);
         }
         rounding
+    }
+
+    /// That of a scale, which is a number of the weight's type, around zero.
+    pub fn of_scale<T: Element>(scale: f32, format: TensorFormat) -> RunRounding {
+        let bounds = format.ends().map(|end| end as f32);
+        let (inverse, becomes) = match format.convention {
+            NumericsConvention::Aqt => match T::rounded(scale.recip()) {
+                f32::INFINITY => (1.0, Becomes::OfTyped),
+                inverse => (inverse, Becomes::OfTyped),
+            },
+            NumericsConvention::Quark if format.element.is_float() => (1.0, Becomes::Float8),
+            NumericsConvention::Quark => (scale.recip(), Becomes::OfProduct),
+            NumericsConvention::Qwix
+            | NumericsConvention::Gguf
+            | NumericsConvention::Nf4
+            | NumericsConvention::Mx
+            | NumericsConvention::MxE2M3
+            | NumericsConvention::MxE3M2
+            | NumericsConvention::Nv => (scale.recip(), Becomes::OfTyped),
+        };
+        RunRounding {
+            scale,
+            inverse,
+            zero_point: 0.0,
+            bounds,
+            becomes,
+        }
     }
 
     /// Scale and zero point, as they are stored.

@@ -28,6 +28,7 @@ use crate::weights::source::LayerPlan;
 
 use super::generate::generation;
 use super::preset::with_arguments;
+use super::qat::TrainedRanges;
 use super::session::open_session;
 use super::{Notice, Notify, RecipeError};
 
@@ -102,7 +103,7 @@ pub(super) fn check_calibration(
         });
     if own_ranges && config.quantization_observer != ObserverKind::MinMax {
         return refuse(
-            "quantization_observer has no effect on llama.cpp's blocks, nf4, mxfp4, mxfp8 and nvfp4, which have ranges of their \
+            "quantization_observer has no effect on llama.cpp's blocks, nf4, nvfp4 and OCP's microscaling formats, which have ranges of their \
              own: leave it out",
         );
     }
@@ -110,16 +111,17 @@ pub(super) fn check_calibration(
     if !calibration.prompts.0.is_empty() && !calibration.prompts_file.is_empty() {
         return refuse("calibration has both prompts and prompts_file: give one of the two");
     }
-    match (is_static, has_low_rank, has_prompts) {
-        (true, _, false) => refuse(
-            "quantization=int8_w8a8_static needs calibration: give prompts, such as calibration='{prompts: [a lighthouse at \
-             sunrise, a bowl of fruit], steps: 20}', or calibration.prompts_file",
-        ),
+    match (
+        is_static && !may_be_trained(config),
+        has_low_rank,
+        has_prompts,
+    ) {
+        (true, _, false) => Err(needs_calibration()),
         (_, _, false) if is_fed => refuse(
             "quantization_algorithm=gptq and awq need calibration: give prompts, such as calibration='{prompts: [a lighthouse at \
              sunrise, a bowl of fruit], steps: 20}', or calibration.prompts_file",
         ),
-        (false, false, true) if !is_fed && !is_measured => refuse(
+        (_, false, true) if !is_static && !is_fed && !is_measured => refuse(
             "calibration has no effect: no mode reads activations; leave it out, or take int8_w8a8_static, svdquant_w4a16, \
              svdquant_w4a4, quantization_algorithm=gptq or awq, --sensitivity or a budget",
         ),
@@ -156,6 +158,21 @@ pub(super) fn check_calibration(
         }
         _ => Ok(()),
     }
+}
+
+/// Whether the model may be one that was trained with ranges of activations: as far as the configuration tells.
+fn may_be_trained(config: &Config) -> bool {
+    config.unet_config.0 != config::ModelConfig::Unset
+        || Path::new(&config.pretrained_model_name_or_path).is_dir()
+}
+
+/// Static activations without their scales.
+pub(super) fn needs_calibration() -> RecipeError {
+    RecipeError::Usage(
+        "quantization=int8_w8a8_static needs calibration: give prompts, such as calibration='{prompts: [a lighthouse at \
+         sunrise, a bowl of fruit], steps: 20}', or calibration.prompts_file; or train the model in this mode"
+            .to_owned(),
+    )
 }
 
 /// Refuses formats that AWQ or HQQ does not choose.
@@ -342,6 +359,14 @@ pub(super) fn weight_observer(config: &Config) -> Observer {
     }
 }
 
+/// What is known of a model's layers beside their weights.
+pub(super) struct Known<'a> {
+    /// What calibration saw.
+    pub statistics: Option<&'a Statistics>,
+    /// What training found.
+    pub trained: Option<&'a TrainedRanges>,
+}
+
 /// What is done with the weights of layers, by their paths.
 ///
 /// # Errors
@@ -349,9 +374,10 @@ pub(super) fn weight_observer(config: &Config) -> Observer {
 pub(super) fn plans(
     config: &Config,
     stored: &Quantization,
-    statistics: Option<&Statistics>,
+    known: &Known<'_>,
     checkpoint: &Checkpoint,
 ) -> Result<BTreeMap<String, LayerPlan>, RecipeError> {
+    let (statistics, trained) = (known.statistics, known.trained);
     let mut plans = BTreeMap::new();
     let shared =
         |alpha: Option<f64>, reads: &dyn Fn(&StoredLayer) -> bool| match (alpha, statistics) {
@@ -372,8 +398,12 @@ pub(super) fn plans(
     let is_gptq = config.quantization_algorithm == WeightAlgorithm::Gptq;
     for (path, layer) in &stored.layers {
         let recorded = layer.activation.filter(|format| is_recorded(*format));
-        let is_plain =
-            recorded.is_none() && layer.low_rank.is_none() && !layer.smoothed && !is_gptq;
+        let scales = trained.and_then(|trained| trained.scale(path));
+        let is_plain = recorded.is_none()
+            && layer.low_rank.is_none()
+            && !layer.smoothed
+            && !is_gptq
+            && scales.is_none();
         let seen = statistics.filter(|s| !is_plain || s.activation(path).is_some());
         if is_plain && seen.is_none() {
             continue;
@@ -384,8 +414,19 @@ pub(super) fn plans(
         let mut plan = LayerPlan {
             activity: activity.map_err(RecipeError::failed)?,
             hessian: known.and_then(|known| known.hessian()),
+            scales: scales
+                .map(HostTensor::to_f32_vec)
+                .transpose()
+                .map_err(RecipeError::failed)?,
             ..LayerPlan::default()
         };
+        if let (Some(format), Some(trained)) = (recorded, trained)
+            && let Some(scale) = trained.input_scale(path, format)
+        {
+            let scale = HostTensor::from_f32([], &[scale]).map_err(RecipeError::failed)?;
+            let scale = in_range_type(scale, format)?;
+            plan.beside.push((input_scale_name(path), scale));
+        }
         if let (Some(format), Some(known)) = (recorded, known) {
             let scales = match (format.granularity, smooth.get(path)) {
                 (Granularity::Feature, Some(scales)) => scales.clone(),
@@ -402,10 +443,7 @@ pub(super) fn plans(
                 Granularity::Tensor | Granularity::Channel | Granularity::Group(_) => Vec::new(),
             };
             let scale = HostTensor::from_f32(dims, &scales).map_err(RecipeError::failed)?;
-            let scale = match format.range {
-                Range::Stored(dtype) => scale.convert(dtype).map_err(RecipeError::failed)?,
-                Range::Dynamic | Range::Static(_) => scale,
-            };
+            let scale = in_range_type(scale, format)?;
             if format.granularity == Granularity::Feature {
                 // The weight takes over what is stored.
                 plan.factors = Some(scale.to_f32_vec().map_err(RecipeError::failed)?);
@@ -433,6 +471,14 @@ pub(super) fn plans(
         plans.insert(path.clone(), plan);
     }
     Ok(plans)
+}
+
+/// A scale of activations in the type in which checkpoints have it.
+fn in_range_type(scale: HostTensor, format: TensorFormat) -> Result<HostTensor, RecipeError> {
+    match format.range {
+        Range::Stored(dtype) => scale.convert(dtype).map_err(RecipeError::failed),
+        Range::Dynamic | Range::Static(_) => Ok(scale),
+    }
 }
 
 /// Whether calibration finds a scale for each feature of what a layer reads.

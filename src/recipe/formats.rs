@@ -85,6 +85,8 @@ fn own_numerics(mode: config::Quantization) -> NumericsConvention {
         | config::Quantization::SvdQuantW4A4 => NumericsConvention::Quark,
         config::Quantization::Nf4 => NumericsConvention::Nf4,
         config::Quantization::MxFp4 | config::Quantization::MxFp8 => NumericsConvention::Mx,
+        config::Quantization::MxFp6E2M3 => NumericsConvention::MxE2M3,
+        config::Quantization::MxFp6E3M2 => NumericsConvention::MxE3M2,
         config::Quantization::NvFp4 => NumericsConvention::Nv,
     }
 }
@@ -109,6 +111,8 @@ fn rule_layers<'a>(config: &Config, rule: &'a config::QuantRule) -> Option<Layer
         config::QuantRuleMode::Fp8W8A16 => config::Quantization::Fp8W8A16,
         config::QuantRuleMode::Nf4 => config::Quantization::Nf4,
         config::QuantRuleMode::MxFp4 => config::Quantization::MxFp4,
+        config::QuantRuleMode::MxFp6E2M3 => config::Quantization::MxFp6E2M3,
+        config::QuantRuleMode::MxFp6E3M2 => config::Quantization::MxFp6E3M2,
         config::QuantRuleMode::MxFp8 => config::Quantization::MxFp8,
         config::QuantRuleMode::NvFp4 => config::Quantization::NvFp4,
         config::QuantRuleMode::Int8W8A8Static => config::Quantization::Int8W8A8Static,
@@ -225,7 +229,9 @@ fn formats(
         }
         config::Quantization::Nf4 => (DType::U4, Granularity::Group(NF4_GROUP)),
         config::Quantization::MxFp4 => (DType::U4, Granularity::Group(MX_GROUP)),
-        config::Quantization::MxFp8 => (DType::F8E4M3Fn, Granularity::Group(MX_GROUP)),
+        config::Quantization::MxFp6E2M3
+        | config::Quantization::MxFp6E3M2
+        | config::Quantization::MxFp8 => (DType::F8E4M3Fn, Granularity::Group(MX_GROUP)),
         config::Quantization::NvFp4 => (DType::U4, Granularity::Group(NV_GROUP)),
     };
     let granularity = granularity.unwrap_or(own);
@@ -248,7 +254,11 @@ fn formats(
                 );
             }
         }
-        NumericsConvention::Nf4 | NumericsConvention::Mx | NumericsConvention::Nv => {
+        NumericsConvention::Nf4
+        | NumericsConvention::Mx
+        | NumericsConvention::MxE2M3
+        | NumericsConvention::MxE3M2
+        | NumericsConvention::Nv => {
             if own_numerics(mode) != numerics || !is_group || !symmetric {
                 return refuse(format!(
                     "{}'s numerics belong to its own mode, symmetric and with groups of input features: leave numerics and \
@@ -297,6 +307,8 @@ fn formats(
         | config::Quantization::Fp8W8A16
         | config::Quantization::Nf4
         | config::Quantization::MxFp4
+        | config::Quantization::MxFp6E2M3
+        | config::Quantization::MxFp6E3M2
         | config::Quantization::MxFp8
         | config::Quantization::NvFp4 => (None, false),
     };
@@ -377,6 +389,8 @@ pub fn policy_of_checkpoint(
             | config::Quantization::Fp8W8A16
             | config::Quantization::Nf4
             | config::Quantization::MxFp4
+            | config::Quantization::MxFp6E2M3
+            | config::Quantization::MxFp6E3M2
             | config::Quantization::MxFp8
             | config::Quantization::NvFp4 => {
                 weight_mode(layer.weight) == mode
@@ -413,6 +427,8 @@ pub fn policy_of_checkpoint(
             | config::Quantization::Fp8W8A16
             | config::Quantization::Nf4
             | config::Quantization::MxFp4
+            | config::Quantization::MxFp6E2M3
+            | config::Quantization::MxFp6E3M2
             | config::Quantization::MxFp8
             | config::Quantization::NvFp4 => None,
             config::Quantization::W4A4 | config::Quantization::SvdQuantW4A4 => {
@@ -491,7 +507,7 @@ fn title(convention: NumericsConvention) -> &'static str {
         NumericsConvention::Quark => "AMD Quark",
         NumericsConvention::Gguf => "llama.cpp",
         NumericsConvention::Nf4 => "bitsandbytes",
-        NumericsConvention::Mx => "OCP",
+        NumericsConvention::Mx | NumericsConvention::MxE2M3 | NumericsConvention::MxE3M2 => "OCP",
         NumericsConvention::Nv => "NVIDIA",
     }
 }
@@ -503,6 +519,7 @@ pub fn format_text(format: TensorFormat) -> String {
             NumericsConvention::Nf4 => "nf4".to_owned(),
             _ => "fp4".to_owned(),
         },
+        DType::F8E4M3Fn if format.float6().is_some() => "fp6".to_owned(),
         DType::F8E4M3Fn => "fp8".to_owned(),
         DType::F8E5M2 => "fp8 (e5m2)".to_owned(),
         integers => format!("int{}", integers.bits()),
@@ -546,6 +563,8 @@ fn weight_mode(weight: TensorFormat) -> config::Quantization {
     match (weight.convention, weight.element) {
         (NumericsConvention::Nf4, _) => config::Quantization::Nf4,
         (NumericsConvention::Nv, _) => config::Quantization::NvFp4,
+        (NumericsConvention::MxE2M3, _) => config::Quantization::MxFp6E2M3,
+        (NumericsConvention::MxE3M2, _) => config::Quantization::MxFp6E3M2,
         (NumericsConvention::Mx, DType::U4) => config::Quantization::MxFp4,
         (NumericsConvention::Mx, _) => config::Quantization::MxFp8,
         (_, DType::F8E4M3Fn | DType::F8E5M2) => config::Quantization::Fp8W8A16,

@@ -22,6 +22,7 @@ use super::distilled::Distilled;
 use super::inversions::textual_inversions;
 use super::model::{asked_size, check_positions, image_size, is_described};
 use super::prompts::image_requests;
+use super::qat::check_rounded_by_quantize;
 use super::scheduler::{
     OwnScheduler, check_redraw, check_sampler_keys, sampling_plan, scheduler_of,
 };
@@ -58,6 +59,7 @@ pub fn generation(
     let mut inversions = textual_inversions(config)?;
     let config = &lora::with_prompt_loras(config.clone(), &images)?;
     let mut source = Source::find(config, recipe_file, notify)?;
+    check_rounded_by_quantize(config, source.path())?;
     let config = &hub::with_paths(config.clone(), notify)?;
     let model_name = source.name();
     let mut loras = lora::loras(config)?;

@@ -11,7 +11,8 @@ use crate::weights::quantized::{Quantization, weight_name};
 use crate::weights::source::UNetQuantization;
 
 use super::RecipeError;
-use super::calibrate::{plans, weight_observer};
+use super::calibrate::{Known, plans, weight_observer};
+use super::qat::TrainedRanges;
 
 /// The formats in which the decisions for a denoiser have weights stored, as its graph and `calibration` have them.
 ///
@@ -70,7 +71,7 @@ pub(super) fn stored_layer(
 }
 
 /// Whether calibration finds the scale of what a layer reads.
-fn is_static(layer: &StoredLayer) -> bool {
+pub(super) fn is_static(layer: &StoredLayer) -> bool {
     let format = layer.activation;
     format.is_some_and(|format| matches!(format.range, Range::Stored(_)))
 }
@@ -120,10 +121,15 @@ pub(super) fn unet_quantization(
     config: &Config,
     stored: Quantization,
     statistics: Option<&Statistics>,
+    trained: Option<&TrainedRanges>,
     checkpoint: &Checkpoint,
 ) -> Result<UNetQuantization, RecipeError> {
+    let known = Known {
+        statistics,
+        trained,
+    };
     Ok(UNetQuantization {
-        plans: plans(config, &stored, statistics, checkpoint)?,
+        plans: plans(config, &stored, &known, checkpoint)?,
         stored,
         weights_dtype: config.weights_dtype.into(),
         observer: weight_observer(config),

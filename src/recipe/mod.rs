@@ -29,6 +29,7 @@ mod plan;
 mod preset;
 mod program;
 mod prompts;
+mod qat;
 mod quantize;
 mod quantize_page;
 mod record;

@@ -8,7 +8,7 @@ use crate::quant::{
     Action, BudgetError, Choice, Decision, Formats, Rule, Statistics, StoredLayer, choose,
 };
 use crate::weights::Checkpoint;
-use crate::weights::quantized::{Quantization, weight_name};
+use crate::weights::quantized::{Quantization, features_together, weight_name};
 use crate::weights::source::{QuantizedTensor, UNetQuantization};
 
 use super::formats::{mode_of, rule_formats};
@@ -264,7 +264,7 @@ impl Planning<'_> {
             }
         }
         let tried = Quantization { layers: of_layers };
-        let tried = unet_quantization(config, tried, self.statistics, self.checkpoint)?;
+        let tried = unet_quantization(config, tried, self.statistics, None, self.checkpoint)?;
         for layer in layers
             .iter_mut()
             .filter(|layer| pattern.matches(&layer.layer))
@@ -367,7 +367,7 @@ fn fits(stored: &StoredLayer, dims: &[usize]) -> bool {
         Granularity::Group(size) => inputs.is_multiple_of(size),
         Granularity::Tensor | Granularity::Channel | Granularity::Feature => true,
     };
-    in_groups && (stored.weight.element.bits() >= 8 || inputs.is_multiple_of(2))
+    in_groups && inputs.is_multiple_of(features_together(stored.weight))
 }
 
 /// What a format costs: [`Measure`].

@@ -17,9 +17,10 @@ use crate::weights::source::{
     ModelSource, QuantizedTensor, SourceError, WrittenPart, check_quark_layer,
 };
 
-use super::calibrate::{Run, calibrate, calibrated, check_calibration};
-use super::layers::{stored, unet_quantization};
+use super::calibrate::{Run, calibrate, calibrated, check_calibration, needs_calibration};
+use super::layers::{is_static, stored, unet_quantization};
 use super::plan::{Budget, Plan, Planning, plan};
+use super::qat::TrainedRanges;
 use super::source::{Source, denoiser, find_model};
 use super::{Notify, RecipeError, policy, precision};
 
@@ -246,6 +247,8 @@ pub fn quantize(
     let weights: Vec<(&str, &[usize])> = decided.sizes();
     match_parameters(&weights, checkpoint).map_err(RecipeError::failed)?;
     check_layout(config, &decided)?;
+    let trained = TrainedRanges::of(config, denoiser)?;
+    check_trained(config, request, trained.as_ref(), &decided)?;
     let watch = calibrated(
         config,
         &decided.policy,
@@ -287,7 +290,13 @@ pub fn quantize(
         check_layout(config, &decided)?;
     }
     let stored = decided.stored.clone();
-    let quantization = unet_quantization(config, stored, statistics.as_ref(), checkpoint)?;
+    let quantization = unet_quantization(
+        config,
+        stored,
+        statistics.as_ref(),
+        trained.as_ref(),
+        checkpoint,
+    )?;
     let (parts, tensors) = source
         .write_quantized(request.output, &quantization, observe)
         .map_err(RecipeError::failed)?;
@@ -340,6 +349,51 @@ impl Decided {
             .map(|(_, weight)| (weight.key(), weight.shape.dims.as_slice()))
             .collect()
     }
+}
+
+/// Refuses what contradicts scales and ranges that training found, and static activations that have neither these nor
+/// calibration.
+fn check_trained(
+    config: &Config,
+    request: &QuantizeRequest<'_>,
+    trained: Option<&TrainedRanges>,
+    decided: &Decided,
+) -> Result<(), RecipeError> {
+    let calibration = &config.calibration;
+    let has_prompts = !calibration.prompts.0.is_empty() || !calibration.prompts_file.is_empty();
+    let needs_ranges = decided.stored.layers.values().any(is_static);
+    let Some(trained) = trained else {
+        return match needs_ranges && !has_prompts {
+            true => Err(needs_calibration()),
+            false => Ok(()),
+        };
+    };
+    for (key, is_given) in [
+        ("--budget-bits and --budget-bytes", request.budget.is_some()),
+        ("calibration", has_prompts),
+        (
+            "quantization_smooth_alpha",
+            config.quantization_smooth_alpha.is_some(),
+        ),
+        (
+            "quantization_observer",
+            trained.has_scales() && config.quantization_observer != ObserverKind::MinMax,
+        ),
+        (
+            "quantization_algorithm",
+            trained.has_scales() && config.quantization_algorithm != WeightAlgorithm::Nearest,
+        ),
+    ] {
+        if is_given {
+            return Err(RecipeError::Usage(format!(
+                "{key}: training found the scales of this model: leave it out"
+            )));
+        }
+    }
+    if needs_ranges && !trained.has_ranges() {
+        return Err(needs_calibration());
+    }
+    trained.check(&decided.stored, &decided.sizes())
 }
 
 /// Refuses layers that the layout does not have.

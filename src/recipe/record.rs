@@ -13,6 +13,7 @@ use crate::train::{
 
 use super::checkpoints::newest_checkpoint;
 use super::objective::train_guidance_scale;
+use super::qat::format_keys;
 use super::step::lora_targets;
 use super::{Notice, Notify, RecipeError};
 
@@ -105,6 +106,7 @@ pub(super) fn run_options(
         unchanged: recorded.unchanged,
         copies_unchanged: config.checkpoint_copies,
         completed: recorded.completed,
+        ranges_metadata: format_keys(config),
         lora: recorded.lora,
         inversion: recorded.inversion,
         weight_files: [denoiser.part(), Part::TextEncoder, Part::TextEncoder2]

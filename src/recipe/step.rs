@@ -10,6 +10,7 @@ use super::RecipeError;
 use super::formats::{Recorded, check_weights_alone, policy};
 use super::model::{check_pixels, trains_pixels};
 use super::objective::{objective, train_guidance_scale};
+use super::qat::fake_quantization;
 
 /// Refuses a new model that cannot be trained.
 ///
@@ -139,7 +140,8 @@ pub fn step_options(
     local_shards: usize,
 ) -> Result<StepOptions, RecipeError> {
     let quantization = policy(config, model.family.spec(), local_shards)?;
-    check_weights_alone(quantization.as_ref(), Recorded::AreMissing)?;
+    check_weights_alone(quantization.as_ref(), Recorded::AreInputs)?;
+    let fake_quantization = fake_quantization(config, quantization.as_ref())?;
     Ok(StepOptions {
         batch,
         clean: match model.family.spec().published {
@@ -158,6 +160,7 @@ pub fn step_options(
             .then_some(config.prior_loss_weight),
         train_text_encoder: config.train_text_encoder,
         quantization,
+        fake_quantization,
     })
 }
 

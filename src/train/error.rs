@@ -8,6 +8,7 @@ use crate::host_tensor::HostTensorError;
 use crate::lowering::LowerError;
 use crate::metrics::MetricsError;
 use crate::pipelines::PipelineError;
+use crate::quant::WeightQuantError;
 use crate::runtime::RuntimeError;
 use crate::shape::Shape;
 use crate::shard::ShardError;
@@ -55,6 +56,11 @@ pub enum TrainError {
     Validation(#[source] Box<PipelineError>),
     #[error("the model to start from: {0}")]
     Model(#[source] Box<PipelineError>),
+    #[error("{weight}: its scale cannot be learned: {source}")]
+    Scale {
+        weight: String,
+        source: WeightQuantError,
+    },
     #[error("the checkpoint {path}: {name}: expected {expected}, found {found}")]
     Resume {
         path: PathBuf,

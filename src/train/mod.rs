@@ -29,6 +29,8 @@ pub use lora::{
 pub use observer::{Encoded, TrainEvent, TrainObserver, ValidationLoss};
 pub use run::{MetricsFiles, Outcome};
 pub use samples::{SampleError, SampleOptions};
-pub use state::{EMA_SUFFIX, RunOptions, SCHEDULE_STEPS, UnchangedFile, UnchangedOrigin};
+pub use state::{
+    EMA_SUFFIX, RANGES_FILE, RunOptions, SCHEDULE_STEPS, UnchangedFile, UnchangedOrigin,
+};
 pub use trainer::{FineTune, PixelStart, Task, Trainer, TrainerOptions};
 pub use validation::ValidationOptions;

@@ -17,7 +17,7 @@ use crate::pipelines::traced::TracedModel;
 use crate::pipelines::{
     ImageRequest, PipelineError, ReadWeights, TokenizedImage, WeightSource, requests_of, tokenize,
 };
-use crate::quant::Policy;
+use crate::quant::{FakeQuantization, Policy};
 use crate::runtime::{Array, RuntimeError, Session};
 use crate::schedulers::SamplingPlan;
 use crate::weights::lora::LoraRanks;
@@ -69,6 +69,8 @@ pub(super) struct Samples<'a> {
     pub lora: Option<(LoraRanks, f64)>,
     /// The new token that is trained, if any.
     pub inversion: Option<&'a InversionOptions>,
+    /// How the denoiser's scales are found, where they are not found anew in every step.
+    pub fake_quantization: Option<FakeQuantization>,
     pub precision: DotPrecision,
     pub pixel_unshuffle: usize,
     pub options: &'a SampleOptions,
@@ -192,6 +194,9 @@ impl<'a> Samples<'a> {
         let mut traced = TracedModel::new(self.model, options, false)?;
         if let Some((ranks, scale)) = &self.lora {
             traced = traced.with_lora_beside(ranks, *scale)?;
+        }
+        if let Some(fake) = &self.fake_quantization {
+            traced = traced.with_trained_ranges(fake)?;
         }
         let (session, unshuffle) = (self.session, self.pixel_unshuffle);
         let lowered = traced.lower(session)?;

@@ -8,11 +8,12 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use serde_json::Value as Json;
 
 use crate::dtype::DType;
-use crate::graph::{Graph, Input, InputKind};
+use crate::graph::{Graph, Input, InputKind, TensorFormat};
 use crate::host_tensor::HostTensor;
 use crate::models::Part;
 use crate::models::clip::TOKEN_EMBEDDING;
 use crate::pipelines::model_files::ModelFiles;
+use crate::quant::{initial_log_scale, is_log_scale, is_trained_range};
 use crate::runtime::{Array, Program, Session, Slot};
 use crate::shape::Shape;
 use crate::weights::save::pytorch_metadata;
@@ -38,6 +39,12 @@ const PRODUCTIVE: &str = "productive_ms";
 
 /// The model's folder in a checkpoint that holds the moving average.
 pub const EMA_SUFFIX: &str = "_ema";
+
+/// The file of learned scales, of which only the logarithms are trained, and of activations' ranges.
+pub const RANGES_FILE: &str = "quantization_ranges.safetensors";
+
+/// Learned scales of a new run: by the names of their inputs the weight, and the format and type in which it is multiplied.
+pub(super) type LearnedScales = BTreeMap<String, (String, TensorFormat, DType)>;
 
 /// The settings of the loop, beside programs and data.
 pub struct RunOptions {
@@ -73,6 +80,8 @@ pub struct RunOptions {
     pub weight_files: Vec<(String, String)>,
     /// Published parts that are trained and of which the loss does not use every weight: their files hold those too.
     pub completed: Vec<Part>,
+    /// What is said of scales and ranges in the file that has them.
+    pub ranges_metadata: BTreeMap<String, String>,
     /// The low-rank updates that are trained, if any, as their files describe them.
     pub lora: Option<LoraRecord>,
     /// The new token that is trained, if any.
@@ -126,10 +135,12 @@ impl TrainingState {
         seed: u64,
         files: Option<&ModelFiles>,
         inversion: Option<&InversionOptions>,
+        scales: &LearnedScales,
     ) -> Result<TrainingState, TrainError> {
         let mut weights = match files {
             Some(files) => read_weights(session, program, files, &|slot: &Slot| {
-                !is_factor(&slot.name) && !is_learned(&slot.name)
+                let is_beside = is_factor(&slot.name) || is_learned(&slot.name);
+                !is_beside && !is_log_scale(&slot.name)
             })?,
             None => BTreeMap::new(),
         };
@@ -150,6 +161,12 @@ impl TrainingState {
                 let value = HostTensor::from_f32(input.shape.dims.clone(), &values)?
                     .convert(input.shape.dtype)?;
                 weights.insert(input.name.clone(), session.put(&value, &slot.spec)?);
+            }
+        }
+        for slot in program.inputs() {
+            if let Some(known) = scales.get(&slot.name) {
+                let initial = initial_scales(session, &weights, known)?;
+                weights.insert(slot.name.clone(), session.put(&initial, &slot.spec)?);
             }
         }
         let mut state = TrainingState::empty(graph);
@@ -313,6 +330,23 @@ fn read_weights(
     Ok(weights)
 }
 
+/// The logarithms that the scales of a weight start from.
+fn initial_scales(
+    session: &Session,
+    weights: &BTreeMap<String, Array>,
+    (name, format, dtype): &(String, TensorFormat, DType),
+) -> Result<HostTensor, TrainError> {
+    let weight = weights
+        .get(name)
+        .ok_or_else(|| TrainError::UnknownInput(name.clone()))?
+        .to_host(session.mesh())?
+        .convert(*dtype)?;
+    initial_log_scale(&weight, *format).map_err(|source| TrainError::Scale {
+        weight: name.clone(),
+        source,
+    })
+}
+
 /// The embedding table of a text encoder.
 fn table(files: &ModelFiles, part: Part) -> Result<HostTensor, TrainError> {
     let checkpoint = files.get(part.name()).map_err(TrainError::model)?;
@@ -348,6 +382,17 @@ fn places(options: &RunOptions, state: &TrainingState) -> Vec<Option<Place>> {
             });
         }
         let weight = input.name.strip_prefix(EMA).unwrap_or(&input.name);
+        if is_trained_range(weight) && !weight.starts_with(STATE) {
+            let (_, name) = weight.split_once('/').unwrap_or(("", weight));
+            return Some(Place {
+                file: match weight == input.name {
+                    true => RANGES_FILE.to_owned(),
+                    false => format!("{EMA}{RANGES_FILE}"),
+                },
+                name: name.to_owned(),
+                shape: input.shape.clone(),
+            });
+        }
         let Some(name) = lora::file_place(weight) else {
             let (file, name) = whole_place(options, &input.name);
             let shape = input.shape.clone();
@@ -564,6 +609,9 @@ pub(super) fn files<'f>(
         if let (Some(record), true) = (&options.lora, path.ends_with(LORA_FILE)) {
             metadata
                 .extend(record.peft_metadata(tensors.iter().map(|(spec, _)| spec.name.as_str())));
+        }
+        if path.ends_with(RANGES_FILE) {
+            metadata.extend(options.ranges_metadata.clone());
         }
         if let (Some(inversion), INVERSION_FILE) = (&options.inversion, path.as_str()) {
             metadata.extend(inversion.metadata());

@@ -8,11 +8,13 @@ use std::sync::Arc;
 
 use crate::dtype::DType;
 use crate::graph::random::RandomKey;
-use crate::graph::{Builder, Graph, GraphError, Op, Tensor, grad};
+use crate::graph::{Builder, Comparison, Graph, GraphError, Op, Tensor, grad};
 use crate::host_tensor::HostTensor;
 use crate::lowering::Traced;
 use crate::models::{DenoiserInputs, DiffusionModel};
-use crate::quant::{Policy, QuantError, ROUNDING_KEY};
+use crate::quant::{
+    ActivationRanges, FakeQuantization, Policy, QuantError, ROUNDING_KEY, is_log_scale,
+};
 use crate::schedulers::{PredictionType, SchedulerError};
 use crate::shape::Shape;
 use crate::weights::lora::beside;
@@ -67,6 +69,8 @@ pub struct StepOptions {
     /// Whether the text encoders are trained.
     pub train_text_encoder: bool,
     pub quantization: Option<Policy>,
+    /// How scales are found that are not found anew in every step.
+    pub fake_quantization: Option<FakeQuantization>,
 }
 
 impl StepOptions {
@@ -182,6 +186,12 @@ pub fn trace(model: &DiffusionModel, options: &StepOptions) -> Result<Traced, St
     let mut traced =
         Traced::new("train_step", b.finish()).quantized(options.quantization.as_ref())?;
     traced.graph = options.beside(traced.graph)?;
+    let counter = optimizer::updates_input();
+    if let Some(fake) = &options.fake_quantization {
+        let follow = ActivationRanges::Follow { updates: &counter };
+        traced.graph = fake.apply(&traced.graph, follow)?;
+    }
+    let freeze = options.fake_quantization.and_then(|fake| fake.freeze_after);
     let (optimizer, beside) = (options.optimizer, options.trains_beside());
     // Of a published text encoder the loss may not depend on all layers; those stay as they are.
     let is_published = model.family.spec().published.is_some();
@@ -190,7 +200,7 @@ pub fn trace(model: &DiffusionModel, options: &StepOptions) -> Result<Traced, St
         let is_wanted = !beside || is_factor(name) || is_learned(name);
         is_wanted && (!is_published || is_live) && !buffers.contains(&name.to_owned())
     };
-    let add_update = move |b: &Builder| update(b, &optimizer, &is_trained);
+    let add_update = move |b: &Builder| update(b, &optimizer, freeze, &is_trained);
     Ok(traced
         .with_scan_layers(model.scan_layers)
         .trained(Arc::new(add_update)))
@@ -230,6 +240,9 @@ pub fn trace_validation(
     let mut traced =
         Traced::new("validation", b.finish()).quantized(options.quantization.as_ref())?;
     traced.graph = options.beside(traced.graph)?;
+    if let Some(fake) = &options.fake_quantization {
+        traced.graph = fake.apply(&traced.graph, ActivationRanges::Stay)?;
+    }
     Ok(traced)
 }
 
@@ -275,29 +288,37 @@ fn buffers(model: &DiffusionModel) -> Vec<String> {
     keys.map(|key| format!("{root}/{key}")).collect()
 }
 
-/// Adds the gradient of the loss, which is the only output so far, and the optimizer's update of the weights that
-/// `is_trained` chooses by their names and whether outputs depend on them.
+/// Adds the gradient of the loss, which is the first output so far, and the optimizer's update of the weights that
+/// `is_trained` chooses by their names and whether outputs depend on them. Further outputs are state that the forward pass
+/// changes. Learned scales stay as they are from update `freeze` on.
 fn update(
     b: &Builder,
     optimizer: &OptimizerOptions,
+    freeze: Option<u64>,
     is_trained: &dyn Fn(&str, bool) -> bool,
 ) -> Result<(), GraphError> {
     let live = b.with_graph(Graph::live_nodes);
-    let outputs = b.take_outputs();
-    let [(_, loss)] = outputs[..] else {
-        return Err(b.invalid("a training step has one output before its update: the loss"));
+    let mut outputs = b.take_outputs().into_iter();
+    let Some((_, loss)) = outputs.next() else {
+        return Err(b.invalid("a training step has an output before its update: the loss"));
     };
     let learning_rate = b.input(names::LEARNING_RATE, Shape::scalar(DType::F32), &[])?;
     let mut weights = weights(b);
     weights.retain(|(name, weight, _)| is_trained(name, live[weight.index()]));
     let wrt: Vec<Tensor> = weights.iter().map(|(_, t, _)| *t).collect();
     let gradients = grad(b, loss, &wrt)?;
+    let of_scales = freeze.map(|last| until(b, last, learning_rate));
+    let of_scales = of_scales.transpose()?;
     let trained: Vec<Trained> = weights
         .into_iter()
         .zip(gradients)
         .map(|((name, weight, logical_axes), gradient)| {
+            let own_rate = match of_scales.filter(|_| is_log_scale(&name)) {
+                Some(rate) => Some(rate),
+                None => text::learning_rate(b, &name)?,
+            };
             Ok(Trained {
-                learning_rate: text::learning_rate(b, &name)?,
+                learning_rate: own_rate,
                 name,
                 weight,
                 gradient: split_as_weight(b, gradient, &logical_axes)?,
@@ -326,6 +347,17 @@ fn update(
         b.output(&format!("{}{group}", names::GROUP_NORM), *norm, None)?;
     }
     b.output(names::FINITE, b.convert(update.finite, DType::F32)?, None)?;
+    for (output, new) in outputs {
+        let state = output
+            .alias
+            .map(|input| b.with_graph(|g| g.inputs[input].clone()));
+        let Some(state) = state else {
+            return Err(b.invalid(format!("{}: neither loss nor state", output.name)));
+        };
+        let old = b.declare(state)?;
+        let finite = b.broadcast_to(update.finite, &b.dims(new))?;
+        b.output(&output.name, b.select(finite, new, old)?, Some(old))?;
+    }
     Ok(())
 }
 
@@ -340,6 +372,18 @@ fn split_as_weight(
     }
     let path = b.with_graph(|g| g.path(&g.nodes[gradient.index()]).to_string());
     b.at(path).constrain(gradient, axes)
+}
+
+/// The learning rate in the first `last` updates, 0 after them.
+fn until(b: &Builder, last: u64, learning_rate: Tensor) -> Result<Tensor, GraphError> {
+    let updates = b.declare(optimizer::updates_input())?;
+    let last = b.full(&b.shape(updates), last as f64)?;
+    let goes_on = b.compare(Comparison::Lt, updates, last)?;
+    b.select(
+        goes_on,
+        learning_rate,
+        b.full(&b.shape(learning_rate), 0.0)?,
+    )
 }
 
 /// All weights with their logical axes.

@@ -18,7 +18,7 @@ use crate::pipelines::image_file::prepare_output_dir;
 use crate::pipelines::latents::trace_encode_distribution;
 use crate::pipelines::text_to_image::trace_encode;
 use crate::pipelines::{PipelineModel, ReadWeights, TakeWeight};
-use crate::quant::Decision;
+use crate::quant::{Decision, log_scale_name};
 use crate::runtime::{Program, ProgramOptions, Session, Slot};
 use crate::topology::{Chip, Format};
 
@@ -30,7 +30,7 @@ use super::lora;
 use super::observer::{TrainEvent, TrainObserver};
 use super::run::{MetricsFiles, Outcome, StepProgram, TrainingLoop};
 use super::samples::{SampleError, SampleOptions, Samples};
-use super::state::{RunOptions, TrainingState};
+use super::state::{LearnedScales, RunOptions, TrainingState};
 use super::step::{self, StepOptions};
 use super::validation::{Validation, ValidationOptions};
 
@@ -89,6 +89,7 @@ impl Task {
         let of_files = StepOptions {
             lora: None,
             inversion: None,
+            fake_quantization: None,
             ..step.clone()
         };
         parts.push(step::trace(&base.model, &of_files)?);
@@ -277,7 +278,8 @@ impl Trainer {
             }
             None => {
                 let inversion = step.inversion.as_ref();
-                TrainingState::new(session, graph, program, run.seed, files, inversion)?
+                let scales = learned_scales(step, &self.decisions, &model);
+                TrainingState::new(session, graph, program, run.seed, files, inversion, &scales)?
             }
         };
         // Samples are made with the moving averages, which are kept in float32.
@@ -301,6 +303,7 @@ impl Trainer {
                 .as_ref()
                 .map(|lora| (lora::ranks_of(graph), lora.scale())),
             inversion: step.inversion.as_ref(),
+            fake_quantization: step.fake_quantization,
             precision: self.options.precision,
             pixel_unshuffle: run.pixel_unshuffle,
             options,
@@ -379,6 +382,30 @@ impl FineTune {
             base: Some(base),
         })
     }
+}
+
+/// The scales that a step learns.
+fn learned_scales(
+    step: &StepOptions,
+    decisions: &[Decision],
+    model: &DiffusionModel,
+) -> LearnedScales {
+    let learns = step
+        .fake_quantization
+        .is_some_and(|fake| fake.learns_scales);
+    let Some(policy) = step.quantization.as_ref().filter(|_| learns) else {
+        return LearnedScales::new();
+    };
+    let scale = |decision: &Decision| {
+        let format = decision.formats?.weight?;
+        let path = format!("{}{}", policy.model, decision.path);
+        let dtype = model.precision.activations;
+        Some((
+            log_scale_name(&path),
+            (format!("{path}.weight"), format, dtype),
+        ))
+    };
+    decisions.iter().filter_map(scale).collect()
 }
 
 /// The programs that encode a dataset for a published model.

@@ -3,6 +3,7 @@
 use std::ops::Range as Indices;
 use std::sync::Arc;
 
+use super::shared_bytes::SharedBytes;
 use super::stored::{BlockPart, BlockType};
 use crate::dtype::DType;
 use crate::graph::{Granularity, NumericsConvention, Range, TensorFormat};
@@ -32,8 +33,8 @@ pub(super) enum Order {
     HalvesSwapped,
     /// Not at all: it is the unit matrix.
     UnitMatrix,
-    /// With two input features of a weight in a byte ([`super::quantized`]).
-    PairedFeatures,
+    /// With input features of a weight that share bytes.
+    Shared(SharedBytes),
     /// With the first of the two elements in a byte in its upper half.
     HighFirst,
     /// With other parts of the weight, in blocks.

@@ -19,6 +19,7 @@ mod open;
 pub mod quantized;
 mod read;
 pub(crate) mod save;
+mod shared_bytes;
 pub mod source;
 mod stored;
 mod view;

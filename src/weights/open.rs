@@ -14,6 +14,7 @@ use super::gguf;
 use super::header::{self, MAX_HEADER_BYTES, UniqueMap};
 use super::location::{Location, Order, Parts};
 use super::quantized::{self, Quantization};
+use super::shared_bytes::{SharedBytes, of_file};
 use super::stored::BlockPart;
 use crate::shape::Shape;
 use crate::util::files;
@@ -97,13 +98,13 @@ impl Checkpoint {
         };
         quantization.check(self.path(), &self.iter().collect())?;
         for (name, location) in &mut self.tensors {
-            let format = quantization
-                .format_of(name)
-                .filter(|f| f.element.bits() < 8);
-            let shape = format.and_then(|f| quantized::of_file(&location.shape, f.element));
-            if let Some(shape) = shape {
+            let format = quantization.format_of(name);
+            let Some((format, shared)) = format.and_then(|f| Some((f, SharedBytes::of(f)?))) else {
+                continue;
+            };
+            if let Some(shape) = of_file(&location.shape, format) {
                 location.shape = shape;
-                location.order = Order::PairedFeatures;
+                location.order = Order::Shared(shared);
             }
         }
         self.quantization = Some(Arc::new(quantization));

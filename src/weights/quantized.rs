@@ -8,17 +8,14 @@
 //! Factors that activations are divided by, and the weight is multiplied with, are `<layer>.smooth_factor`.
 //! Low-rank factors are `<layer>.svd_down.weight` and `<layer>.svd_up.weight`. Other tensors are as in any checkpoint.
 
-use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use crate::dtype::DType;
 use crate::graph::{Granularity, NumericsConvention, Range, Rounding, TensorFormat};
-use crate::host_tensor::{HostTensor, packed};
 use crate::quant::{
     LOW_RANK, StoredFormats, StoredLayer, input_scale_name, scale_dims, scale_name,
     smooth_factor_name, tensor_scale_name, zero_point_name,
@@ -26,6 +23,9 @@ use crate::quant::{
 use crate::shape::Shape;
 use crate::util::named;
 use crate::util::text::listed;
+
+pub use super::shared_bytes::features_together;
+use super::shared_bytes::{in_file, of_file};
 
 /// The key of the description in `config.json`: diffusers' and transformers'.
 pub const CONFIG_KEY: &str = "quantization_config";
@@ -160,18 +160,22 @@ const SCALE_TYPES: [(&str, DType); 5] = [
 ];
 
 /// The elements of weights.
-const ELEMENTS: [(&str, DType); 6] = [
+const ELEMENTS: [(&str, DType); 8] = [
     ("int8", DType::S8),
     ("int4", DType::S4),
     ("uint4", DType::U4),
     ("float8_e4m3fn", DType::F8E4M3Fn),
     ("nf4", DType::U4),
     ("float4_e2m1fn", DType::U4),
+    ("float6_e2m3fn", DType::F8E4M3Fn),
+    ("float6_e3m2fn", DType::F8E4M3Fn),
 ];
 
-/// The name of a format's elements. Codes of 4 bits have that of their numbers.
+/// The name of a format's elements. Codes of 4 and of 6 bits have that of their numbers.
 fn element_name(format: TensorFormat) -> String {
     match (format.codebook(), format.convention) {
+        (_, NumericsConvention::MxE2M3) => "float6_e2m3fn".to_owned(),
+        (_, NumericsConvention::MxE3M2) => "float6_e3m2fn".to_owned(),
         (Some(_), NumericsConvention::Nf4) => "nf4".to_owned(),
         (Some(_), _) => "float4_e2m1fn".to_owned(),
         (None, _) => name_of(&ELEMENTS, format.element),
@@ -250,7 +254,11 @@ impl WrittenFormat {
             ));
         }
         let element = type_of(&ELEMENTS, "element", &self.element)?;
-        let is_float = element.is_float() && self.numerics != NumericsConvention::Mx;
+        let is_microscaled = matches!(
+            self.numerics,
+            NumericsConvention::Mx | NumericsConvention::MxE2M3 | NumericsConvention::MxE3M2
+        );
+        let is_float = element.is_float() && !is_microscaled;
         if is_float
             && (!self.symmetric
                 || matches!(granularity, Granularity::Group(_))
@@ -475,7 +483,7 @@ impl Quantization {
                 problems.push(format!("{weight} is missing"));
                 continue;
             };
-            let shape = of_file(found, format.element);
+            let shape = of_file(found, *format);
             match shape.and_then(|shape| layer_tensors(layer, &shape, formats)) {
                 Some(tensors) => expected.extend(tensors),
                 None => problems.push(format!("{weight} {found} cannot be of its format")),
@@ -579,7 +587,7 @@ fn stored_tensors(name: &str, shape: &Shape, format: TensorFormat) -> Option<Vec
     let scale_type = format.scale_type_in_files();
     let dims = scale_dims(&shape.dims, format.granularity)?;
     let mut tensors = vec![
-        (name.to_owned(), in_file(shape, format.element)?),
+        (name.to_owned(), in_file(shape, format)?),
         (scale_name(name), Shape::new(scale_type, dims.clone())),
     ];
     if format.zero_point {
@@ -592,102 +600,7 @@ fn stored_tensors(name: &str, shape: &Shape, format: TensorFormat) -> Option<Vec
     Some(tensors)
 }
 
-/// The shape in a file of a weight's elements; `None` where its input features share no bytes.
-fn in_file(shape: &Shape, element: DType) -> Option<Shape> {
-    if element.bits() >= 8 {
-        return Some(shape.with_dtype(element));
-    }
-    let mut packed = shape.with_dtype(DType::U8);
-    let inputs = packed.dims.get_mut(1).filter(|n| n.is_multiple_of(2))?;
-    *inputs /= 2;
-    Some(packed)
-}
-
-/// The shape of a weight, of elements of this type, that lies in a file as `found`.
-pub(super) fn of_file(found: &Shape, element: DType) -> Option<Shape> {
-    let mut shape = found.with_dtype(element);
-    if element.bits() < 8 {
-        *shape.dims.get_mut(1)? *= 2;
-    }
-    Some(shape)
-}
-
-/// Positions of a convolution's kernel: elements of each input feature.
-fn positions(shape: &Shape) -> usize {
-    shape.dims.iter().skip(2).product()
-}
-
-/// Elements in the order of a file, of those in the order of a tensor: elements of 4 bits share bytes otherwise.
-pub(super) fn to_file_order(tensor: &HostTensor) -> Cow<'_, [u8]> {
-    match (positions(&tensor.shape), tensor.shape.dtype.bits()) {
-        (1, _) | (_, 8..) => Cow::Borrowed(&tensor.data),
-        (positions, _) => {
-            let bytes = tensor.whole_bytes();
-            let mut ordered = vec![0; bytes.len()];
-            let parts = ordered.par_chunks_mut(2 * positions);
-            parts
-                .zip(bytes.par_chunks(2 * positions))
-                .for_each(|(out, pair)| {
-                    let (first, second) = pair.split_at(positions);
-                    for (out, (a, b)) in out.chunks_mut(2).zip(first.iter().zip(second)) {
-                        out.copy_from_slice(&[*a, *b]);
-                    }
-                });
-            Cow::Owned(packed(&ordered))
-        }
-    }
-}
-
-/// The other way round, of elements of 4 bits.
-pub(super) fn of_file_order(shape: Shape, data: Vec<u8>) -> HostTensor {
-    let tensor = HostTensor { shape, data };
-    match positions(&tensor.shape) {
-        1 => tensor,
-        positions => {
-            let pairs = tensor.whole_bytes();
-            let mut bytes = vec![0; pairs.len()];
-            let parts = bytes.par_chunks_mut(2 * positions);
-            parts
-                .zip(pairs.par_chunks(2 * positions))
-                .for_each(|(out, pairs)| {
-                    let (first, second) = out.split_at_mut(positions);
-                    for (pair, (a, b)) in pairs.chunks(2).zip(first.iter_mut().zip(second)) {
-                        (*a, *b) = (pair[0], pair[1]);
-                    }
-                });
-            HostTensor {
-                data: packed(&bytes),
-                shape: tensor.shape,
-            }
-        }
-    }
-}
-
 /// The name of a layer's weight.
 pub fn weight_name(layer: &str) -> String {
     format!("{layer}.weight")
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn input_features_share_bytes_at_each_position_of_a_kernel() {
-        let shape = Shape::new(DType::S4, [1, 2, 1, 3]);
-        let tensor =
-            HostTensor::from_f64(shape.clone(), &[1.0, 2.0, 3.0, -1.0, -2.0, -3.0]).unwrap();
-        let file = to_file_order(&tensor).into_owned();
-        assert_eq!(file, [0xf1, 0xe2, 0xd3]);
-        assert_eq!(of_file_order(shape.clone(), file), tensor);
-        assert_eq!(
-            in_file(&shape, DType::S4),
-            Some(Shape::new(DType::U8, [1, 1, 1, 3]))
-        );
-        assert_eq!(
-            of_file(&Shape::new(DType::U8, [1, 1, 1, 3]), DType::S4),
-            Some(shape)
-        );
-        assert_eq!(in_file(&Shape::new(DType::S4, [2, 3]), DType::S4), None);
-    }
 }

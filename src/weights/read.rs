@@ -8,7 +8,8 @@ use rayon::prelude::*;
 
 use super::location::{Location, Order, Words};
 use super::open::{Checkpoint, io};
-use super::{WeightsError, cast, quantized};
+use super::shared_bytes::of_file_order;
+use super::{WeightsError, cast};
 use crate::dtype::DType;
 use crate::host_tensor::{HostTensor, packed};
 use crate::shape::Shape;
@@ -222,7 +223,14 @@ fn stored_bytes(location: &Location) -> usize {
             let rows = location.shape.dims.first().copied().unwrap_or(0);
             location.shape.dtype.storage_bytes(rows * own)
         }
-        _ => location.shape.bytes(),
+        Order::Shared(shared) => shared.bytes(&location.shape),
+        Order::AsShown
+        | Order::Transposed
+        | Order::HalvesSwapped
+        | Order::UnitMatrix
+        | Order::HighFirst
+        | Order::Constant(_)
+        | Order::Times(_) => location.shape.bytes(),
     }
 }
 
@@ -235,9 +243,7 @@ fn in_order(location: &Location, mut data: Vec<u8>) -> HostTensor {
             let half = data.len() / 2;
             data.rotate_left(half);
         }
-        Order::PairedFeatures => {
-            return quantized::of_file_order(location.shape.clone(), data);
-        }
+        Order::Shared(shared) => return of_file_order(location.shape.clone(), data, shared),
         Order::Times(bits) => {
             for value in data.as_chunks_mut().0 {
                 *value = (f32::from_le_bytes(*value) * f32::from_bits(bits)).to_le_bytes();

@@ -81,7 +81,7 @@ impl Location {
             }
             _ if matches!(
                 self.order,
-                Order::PairedFeatures
+                Order::Shared(_)
                     | Order::HighFirst
                     | Order::Blocks(..)
                     | Order::Constant(_)
@@ -111,7 +111,7 @@ impl Location {
                     Order::AsShown
                     | Order::HalvesSwapped
                     | Order::UnitMatrix
-                    | Order::PairedFeatures
+                    | Order::Shared(_)
                     | Order::HighFirst
                     | Order::Blocks(..)
                     | Order::Constant(_)

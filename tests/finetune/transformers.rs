@@ -81,6 +81,7 @@ fn run<'a>(session: &'a Session, case: &'static str, trains: Trains, batches: us
         prior_loss_weight: None,
         train_text_encoder: false,
         quantization: None,
+        fake_quantization: None,
     };
     let traced = step::trace(&model(case, trains.family, &recorded), &options).unwrap();
     let lowered = session.lower(&traced).unwrap().step;

@@ -17,6 +17,16 @@ fn what_is_written_is_what_the_host_quantizes() {
     for (name, words, types) in [
         ("nf4", &["quantization=nf4"][..], [U4, F32]),
         ("mxfp4", &["quantization=mxfp4"], [U4, F8E8M0Fnu]),
+        (
+            "mxfp6_e2m3",
+            &["quantization=mxfp6_e2m3"],
+            [F8E4M3Fn, F8E8M0Fnu],
+        ),
+        (
+            "mxfp6_e3m2",
+            &["quantization=mxfp6_e3m2"],
+            [F8E4M3Fn, F8E8M0Fnu],
+        ),
         ("mxfp8", &["quantization=mxfp8"], [F8E4M3Fn, F8E8M0Fnu]),
         ("nvfp4", &["quantization=nvfp4"], [U4, F8E4M3Fn]),
         ("q8_0", &["quantization=int8_w8a16", gguf], [S8, F16]),

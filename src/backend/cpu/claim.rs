@@ -165,6 +165,7 @@ impl<'a> Claims<'a> {
             | Composite::RoundingNoise { .. }
             | Composite::Quantize { .. }
             | Composite::Dequantize { .. }
+            | Composite::FakeQuantize { .. }
             | Composite::ScaledContraction { .. } => None,
         };
         kernel.map(Claim::Kernel)

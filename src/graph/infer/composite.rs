@@ -163,15 +163,7 @@ fn result_dims(kind: &Composite, operands: &[&Shape]) -> Dims {
         } => {
             count(2 + usize::from(*zero_point))?;
             let (integers, scale) = (operands[0], operands[1]);
-            let sizes = kept_dims(integers, along)?;
-            let divides =
-                |(size, groups): (&usize, &usize)| *groups > 0 && size.is_multiple_of(*groups);
-            let fits = scale.rank() == sizes.len() && sizes.iter().zip(&scale.dims).all(divides);
-            if !fits {
-                return Err(format!(
-                    "the scale {scale} does not divide dimensions {along:?} of {integers}"
-                ));
-            }
+            check_groups(integers, scale, along)?;
             if let Some(found) = operands.get(2)
                 && !(found.dims == scale.dims
                     && (found.dtype == DType::S8 || found.dtype.is_float()))
@@ -182,6 +174,11 @@ fn result_dims(kind: &Composite, operands: &[&Shape]) -> Dims {
                 ));
             }
             Ok(integers.dims.clone())
+        }
+        Composite::FakeQuantize { along, .. } => {
+            count(2)?;
+            check_groups(operands[0], operands[1], along)?;
+            Ok(operands[0].dims.clone())
         }
         Composite::ScaledContraction {
             contraction,
@@ -195,6 +192,18 @@ fn result_dims(kind: &Composite, operands: &[&Shape]) -> Dims {
             let result = infer(&op, &[&floats[0], &floats[1]]);
             Ok(result.map_err(|e| e.to_string())?.dims)
         }
+    }
+}
+
+/// Refuses a scale that does not lie along dimensions of x, or does not divide them.
+fn check_groups(x: &Shape, scale: &Shape, along: &[usize]) -> std::result::Result<(), String> {
+    let sizes = kept_dims(x, along)?;
+    let divides = |(size, groups): (&usize, &usize)| *groups > 0 && size.is_multiple_of(*groups);
+    match scale.rank() == sizes.len() && sizes.iter().zip(&scale.dims).all(divides) {
+        true => Ok(()),
+        false => Err(format!(
+            "the scale {scale} does not divide dimensions {along:?} of {x}"
+        )),
     }
 }
 

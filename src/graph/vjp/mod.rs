@@ -2,6 +2,7 @@
 
 mod contract;
 mod elementwise;
+mod fake_quantize;
 mod index;
 mod layout;
 
@@ -268,6 +269,14 @@ impl<'a> Pass<'a> {
                 (Composite::Attention { causal: false }, [_, _, _]) => {
                     self.attention_gradients(id, &site, body, g)
                 }
+                (
+                    Composite::FakeQuantize {
+                        along,
+                        format,
+                        learned,
+                    },
+                    [_, _],
+                ) => self.fake_quantize(&site, along, *format, *learned, g),
                 _ => self.through_body(&site, body, g),
             };
         }

@@ -13,13 +13,12 @@ use std::collections::BTreeMap;
 use crate::dtype::DType;
 use crate::graph::random::RandomKey;
 use crate::graph::{Binary, Builder, Comparison, GraphError, Tensor, Unary, scopes};
-use crate::shape::Shape;
 
 pub use accumulate::ACCUMULATED;
 pub use adamw::{FIRST_MOMENT, SECOND_MOMENT};
-pub use state::{EMA, INITIAL, STATE, UPDATES};
+pub use state::{EMA, INITIAL, STATE, UPDATES, updates_input};
 
-use state::{Frame, declare};
+use state::Frame;
 
 type Result<T> = std::result::Result<T, GraphError>;
 
@@ -148,7 +147,7 @@ pub fn update(
     options: &OptimizerOptions,
 ) -> Result<Update> {
     let b = &b.root(scopes::OPTIMIZER);
-    let updates = declare(b, UPDATES, Shape::scalar(DType::S32), &[])?;
+    let updates = b.declare(updates_input())?;
     let gradients = trained
         .iter()
         .map(|t| b.convert(t.gradient, DType::F32))

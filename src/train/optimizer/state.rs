@@ -6,6 +6,7 @@ use crate::graph::random::{fold_in, rounding_bits};
 use crate::graph::{
     Binary, Builder, Comparison, GraphError, Input, InputKind, Op, RoundingStream, Tensor, scopes,
 };
+use crate::quant::is_log_scale;
 use crate::shape::Shape;
 
 use super::{OptimizerOptions, Trained, UpdateInputs};
@@ -83,9 +84,10 @@ impl Frame {
         trained.learning_rate.unwrap_or(self.learning_rate)
     }
 
-    /// How much a weight decays, relative to its learning rate.
+    /// How much a weight decays, relative to its learning rate. Scales do not.
     pub fn weight_decay(&self, trained: &Trained) -> f64 {
-        match self.decays_vectors || self.b.dims(trained.weight).len() > 1 {
+        let is_matrix = self.b.dims(trained.weight).len() > 1;
+        match (self.decays_vectors || is_matrix) && !is_log_scale(&trained.name) {
             true => self.weight_decay,
             false => 0.0,
         }
@@ -169,6 +171,16 @@ impl Frame {
 /// `old decay + new (1 - decay)`.
 pub(super) fn mix(b: &Builder, old: Tensor, new: Tensor, decay: f64) -> Result<Tensor> {
     b.add(b.mul_scalar(old, decay)?, b.mul_scalar(new, 1.0 - decay)?)
+}
+
+/// The number of updates before a step, as an input of its program.
+pub fn updates_input() -> Input {
+    Input {
+        name: UPDATES.to_owned(),
+        kind: InputKind::State,
+        shape: Shape::scalar(DType::S32),
+        logical_axes: Vec::new(),
+    }
 }
 
 pub(super) fn declare(

@@ -19,9 +19,10 @@ use crate::quant::{
 use crate::shape::Shape;
 use crate::weights::cast::has_infinity;
 use crate::weights::quantized::{
-    CONFIG_KEY, Quantization, QuantizedLayout, layer_tensors, to_file_order, weight_name,
+    CONFIG_KEY, Quantization, QuantizedLayout, features_together, layer_tensors, weight_name,
 };
 use crate::weights::save::{ScatteredFile, pytorch_metadata};
+use crate::weights::shared_bytes::to_file_order;
 use crate::weights::{Checkpoint, TensorSpec, cast};
 
 /// How a UNet is to be quantized.
@@ -48,6 +49,8 @@ pub struct LayerPlan {
     /// What is written beside it, by names: the scale of its activation, or the factors that it is divided by.
     pub beside: Vec<(String, HostTensor)>,
     pub low_rank: Option<LowRankOptions>,
+    /// Scales that training has learned, in the order of the numbers that have them.
+    pub scales: Option<Vec<f32>>,
     /// What calibration saw of it.
     pub activity: Option<LayerActivity>,
     /// `x^T x` of what it reads, up to a factor, for GPTQ.
@@ -264,8 +267,11 @@ impl UNetQuantization {
             source,
         };
         let elements = tensor.shape.dims.get(1).copied().unwrap_or(1);
-        if format.element.bits() < 8 && !elements.is_multiple_of(2) {
-            return Err(fail(WeightQuantError::Odd { elements }.into()));
+        let together = features_together(format);
+        if !elements.is_multiple_of(together) {
+            return Err(fail(
+                WeightQuantError::Together { elements, together }.into(),
+            ));
         }
         let plan = self.plans.get(layer);
         let float = plan
@@ -293,10 +299,11 @@ impl UNetQuantization {
         let hessian = plan.and_then(|plan| plan.hessian_of_input());
         let rounding = WeightRounding {
             observer: self.observer,
-            algorithm: match &hessian {
-                Some(hessian) => RoundingAlgorithm::Gptq(hessian),
-                None if self.is_hqq => RoundingAlgorithm::Hqq,
-                None => RoundingAlgorithm::Nearest,
+            algorithm: match (plan.and_then(|plan| plan.scales.as_deref()), &hessian) {
+                (Some(scales), _) => RoundingAlgorithm::Given(scales),
+                (None, Some(hessian)) => RoundingAlgorithm::Gptq(hessian),
+                (None, None) if self.is_hqq => RoundingAlgorithm::Hqq,
+                (None, None) => RoundingAlgorithm::Nearest,
             },
         };
         let (weight, low_rank_alpha) = match options {
@@ -359,7 +366,10 @@ impl QuantizedLayer {
                 .collect();
         }
         let mut files = vec![
-            (name.to_owned(), to_file_order(&weight.values)),
+            (
+                name.to_owned(),
+                to_file_order(&weight.values, weight.format),
+            ),
             (
                 scale_name(name),
                 Cow::Borrowed(weight.scale.data.as_slice()),
