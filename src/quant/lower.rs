@@ -436,6 +436,9 @@ fn stored(b: &Builder, values: Tensor, is_weight: bool) -> Result<Tensor> {
     }
 }
 
+/// The dimension that groups divide, and their size.
+type Groups = (usize, usize);
+
 /// Where an operand stands.
 #[derive(Clone, Copy)]
 pub(super) struct Place<'a> {
@@ -471,7 +474,7 @@ impl Place<'_> {
         b: &Builder,
         dims: &[usize],
         granularity: Granularity,
-    ) -> Result<(Option<(usize, usize)>, Vec<usize>)> {
+    ) -> Result<(Option<Groups>, Vec<usize>)> {
         Ok(match granularity {
             Granularity::Tensor => (None, Vec::new()),
             Granularity::Channel => (None, self.kept.to_vec()),

@@ -159,10 +159,10 @@ impl TrainedRanges {
             }
         }
         for name in own.names() {
-            if let Some(layer) = name.strip_suffix(&input_range_name("")) {
-                if let [lowest, highest] = floats(&read(&own, name)?)?[..] {
-                    trained.ranges.insert(layer.to_owned(), [lowest, highest]);
-                }
+            if let Some(layer) = name.strip_suffix(&input_range_name(""))
+                && let [lowest, highest] = floats(&read(&own, name)?)?[..]
+            {
+                trained.ranges.insert(layer.to_owned(), [lowest, highest]);
             }
         }
         Ok(Some(trained))
