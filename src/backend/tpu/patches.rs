@@ -1,8 +1,9 @@
 //! Convolutions of a training step as products.
 //!
 //! libtpu works 60 to 100 s on a single 3x3 convolution, and a training step of Stable Diffusion XL has three of each of about
-//! twenty shapes. Products compile in seconds. What a product needs is every place of the image under each place of the
-//! kernel, side by side: patches, nine times the image for a moment.
+//! twenty shapes; nine 1x1 convolutions were 37 % of the code generation of one level. Products compile in seconds. What a
+//! product needs is every place of the image under each place of the kernel, side by side: patches, of 3x3 places nine
+//! times the image for a moment.
 
 use crate::graph::{Builder, ConvDims, DotDims, Graph, GraphError, Op, PadDim, Tensor};
 use crate::shape::Shape;
@@ -47,7 +48,7 @@ struct Patches<'a> {
 }
 
 impl<'a> Patches<'a> {
-    /// `None` where a product would be no better: a kernel of one place, groups, other than two spatial dimensions.
+    /// `None` where the places are too many, and for groups and other than two spatial dimensions.
     fn of(dims: &'a ConvDims, shapes: &'a [Shape; 2], result: &'a Shape) -> Option<Patches<'a>> {
         let count = |shape: &Shape, spatial: &[usize]| -> usize {
             spatial.iter().map(|d| shape.dims[*d]).product()
@@ -56,8 +57,8 @@ impl<'a> Patches<'a> {
         let of_result = count(result, &dims.out.spatial);
         let is_plain = dims.feature_groups == 1 && dims.batch_groups == 1;
         let places = match [kernel, of_result] {
-            [2..=MOST_PLACES, _] => Places::Kernel,
-            [kernel, 2..=MOST_PLACES] if kernel > MOST_PLACES => Places::Result,
+            [1..=MOST_PLACES, _] => Places::Kernel,
+            [kernel, 1..=MOST_PLACES] if kernel > MOST_PLACES => Places::Result,
             _ => return None,
         };
         (is_plain && dims.lhs.spatial.len() == 2).then_some(Patches {
@@ -184,14 +185,15 @@ mod tests {
     use crate::graph::{Reduction, evaluate, grad};
     use crate::host_tensor::HostTensor;
 
-    /// A convolution of 3x3 places with this stride and both derivatives of its squares' sum, as they are and as products.
-    fn compared(stride: usize, padding: (i64, i64)) {
+    /// A convolution with this side of its kernel and stride and both derivatives of its squares' sum, as they are and as
+    /// products.
+    fn compared(side: usize, stride: usize, padding: (i64, i64)) {
         let b = Builder::new();
         let x = b
             .input("x", Shape::new(DType::F32, [2, 6, 4, 3]), &[])
             .unwrap();
         let w = b
-            .input("w", Shape::new(DType::F32, [5, 3, 3, 3]), &[])
+            .input("w", Shape::new(DType::F32, [5, 3, side, side]), &[])
             .unwrap();
         let dims = ConvDims::of_image(stride, padding);
         let y = b.convolution(x, w, dims, DType::F32).unwrap();
@@ -211,18 +213,25 @@ mod tests {
             let values: Vec<f32> = (0..count).map(|i| (i * 7 % 5) as f32 - 2.0).collect();
             HostTensor::from_f32(dims, &values).unwrap()
         };
-        let inputs = [values(&[2, 6, 4, 3]), values(&[5, 3, 3, 3])];
+        let inputs = [values(&[2, 6, 4, 3]), values(&[5, 3, side, side])];
         let [expected, found] = [&graph, &products].map(|g| evaluate(g, &inputs).unwrap());
         for ((expected, found), output) in expected.iter().zip(&found).zip(&graph.outputs) {
-            assert_eq!(expected, found, "{} with stride {stride}", output.name);
+            assert_eq!(
+                expected, found,
+                "{} of {side}x{side} with stride {stride}",
+                output.name
+            );
         }
     }
 
     #[test]
     fn products_are_the_convolution_and_its_derivatives() {
-        compared(1, (1, 1));
+        compared(3, 1, (1, 1));
         // As diffusers' UNets and VAEs make images smaller.
-        compared(2, (1, 1));
-        compared(2, (0, 1));
+        compared(3, 2, (1, 1));
+        compared(3, 2, (0, 1));
+        // Shortcuts and projections.
+        compared(1, 1, (0, 0));
+        compared(1, 2, (0, 0));
     }
 }
