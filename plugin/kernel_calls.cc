@@ -362,6 +362,88 @@ void QuantizedProduct(Call& call) {
   if (call.IsWhole()) kernels::Used().multiply_quantized(p);
 }
 
+// A matrix [count, channels], or [channels, count] if transposed.
+kernels::Columns MatrixColumns(const Array& x, bool transposed) {
+  kernels::Columns columns = {};
+  columns.data = Bf16(x);
+  columns.count = x.Dim(transposed ? 1 : 0);
+  columns.channels = x.Dim(transposed ? 0 : 1);
+  columns.taps = 1;
+  columns.column_stride = transposed ? 1 : columns.channels;
+  columns.channel_stride = transposed ? columns.count : 1;
+  return columns;
+}
+
+// A convolution's kernel [count, channels, height, width]; of the derivative by its image [channels, count, height, width].
+kernels::Columns KernelColumns(const Array& x, bool image_gradient) {
+  kernels::Columns columns = {};
+  columns.data = Bf16(x);
+  columns.count = x.Dim(image_gradient ? 1 : 0);
+  columns.channels = x.Dim(image_gradient ? 0 : 1);
+  columns.taps = x.Dim(2) * x.Dim(3);
+  columns.column_stride = image_gradient ? columns.taps : columns.channels * columns.taps;
+  columns.channel_stride = image_gradient ? columns.count * columns.taps : columns.taps;
+  columns.reversed = image_gradient;
+  return columns;
+}
+
+void Product(Call& call) {
+  kernels::Product p = {};
+  Dims out_dims;
+  if (call.Has("kernel_height")) {
+    const Array lhs = call.Operand("lhs", {kBf16}, {kAny, kAny, kAny, kAny});
+    if (call.Ok()) p.lhs = ImagePatches(call, lhs);
+    p.lhs.data = lhs.data;
+    p.lhs.channels = lhs.Dim(3);
+    const bool image_gradient = call.Flag("image_gradient");
+    Dims dims = {kAny, lhs.Dim(3), p.lhs.kernel_height, p.lhs.kernel_width};
+    if (image_gradient) std::swap(dims[0], dims[1]);
+    p.columns = KernelColumns(call.Operand("rhs", {kBf16}, dims), image_gradient);
+    out_dims = {lhs.Dim(0), p.lhs.out_height, p.lhs.out_width, p.columns.count};
+  } else {
+    const Array lhs = call.Operand("lhs", {kBf16}, {kAny, kAny});
+    p.lhs_transposed = call.Flag("lhs_transposed");
+    const bool transposed = call.Flag("rhs_transposed");
+    const int64_t k = lhs.Dim(p.lhs_transposed ? 0 : 1);
+    p.lhs.data = lhs.data;
+    p.lhs.channels = k;
+    p.columns = MatrixColumns(call.Operand("rhs", {kBf16}, transposed ? Dims{k, kAny} : Dims{kAny, k}), transposed);
+    out_dims = {lhs.Dim(p.lhs_transposed ? 1 : 0), p.columns.count};
+  }
+  const bool any_count = p.lhs_transposed && p.columns.column_stride == 1;
+  if (call.Ok() && (p.columns.channels < 1 || (p.columns.channels % 2 != 0 && !any_count))) {
+    call.Fail("operand 0 (lhs): expected an even number of channels, found ", p.columns.channels);
+  }
+  if (call.Flag("bias")) p.bias = F32(call.Operand("bias", {kF32}, {p.columns.count}));
+  const Array out = call.Result({kBf16, kF32}, out_dims);
+  p.lhs.rows = out.Rows();
+  p.out = out.data;
+  p.out_is_bf16 = out.type == kBf16;
+  if (call.IsWhole()) kernels::Used().multiply(p);
+}
+
+void KernelGradient(Call& call) {
+  kernels::KernelGradient g = {};
+  const Array gradient = call.Operand("gradient", {kBf16}, {kAny, kAny, kAny, kAny});
+  const Array image = call.Operand("image", {kBf16}, {gradient.Dim(0), kAny, kAny, kAny});
+  if (call.Ok()) g.image = ImagePatches(call, image);
+  g.gradient = Bf16(gradient);
+  g.features = gradient.Dim(3);
+  g.image.data = image.data;
+  g.image.rows = gradient.Rows();
+  g.image.channels = image.Dim(3);
+  const bool fits = gradient.Dim(1) == g.image.out_height && gradient.Dim(2) == g.image.out_width && g.image.rows > 0;
+  if (call.Ok() && !fits) {
+    call.Fail("operand 0 (gradient): expected ", g.image.out_height, "x", g.image.out_width, " places, found ",
+              ShapeText(gradient));
+  }
+  const Array out =
+      call.Result({kBf16, kF32}, {g.features, g.image.channels, g.image.kernel_height, g.image.kernel_width});
+  g.out = out.data;
+  g.out_is_bf16 = out.type == kBf16;
+  if (call.IsWhole()) kernels::Used().find_kernel_gradient(g);
+}
+
 void Attention(Call& call) {
   const Array q = call.Operand("query", {kBf16}, {kAny, kAny, kAny, kAny});
   const Array k = call.Operand("key", {kBf16}, {q.Dim(0), kAny, q.Dim(2), q.Dim(3)});
@@ -469,6 +551,7 @@ constexpr Kernel kKernels[] = {
     {"maxdiff.contract", Contract},    {"maxdiff.attention", Attention},  {"maxdiff.abs_max", AbsMax},
     {"maxdiff.quantize", Quantize},    {"maxdiff.layer_norm", LayerNorm}, {"maxdiff.group_norm", GroupNorm},
     {"maxdiff.geglu", Geglu},          {"maxdiff.quantized_product", QuantizedProduct},
+    {"maxdiff.product", Product},      {"maxdiff.kernel_gradient", KernelGradient},
 };
 
 // Computes a call. Nothing that goes wrong in it ends the process.

@@ -89,6 +89,38 @@ struct QuantizedProduct {
   float* out;
 };
 
+// Columns of bf16 that are packed where they are multiplied. The value of a column at a kernel place and a channel is
+// data[column * column_stride + channel * channel_stride + place], the places counted from the last if `reversed`. Without
+// places one of the strides is 1.
+struct Columns {
+  const uint16_t* data;
+  int64_t count, channels, taps;
+  int64_t column_stride, channel_stride;
+  bool reversed;
+};
+
+// out = lhs columns + bias, of bf16 with sums in f32; `bias` may be null. The lhs is bf16, of an even number of channels; or
+// a matrix [columns.channels, rows] if transposed, whose `channels` are not read. Columns whose channels lie one after the
+// other, and those with places, have an even number of channels too.
+struct Product {
+  Patches lhs;
+  bool lhs_transposed;
+  Columns columns;
+  const float* bias;
+  void* out;
+  bool out_is_bf16;
+};
+
+// out[feature, channel, place] = the sum over all rows of gradient[row, feature] times the channel of `image` that is at the
+// place of the row's patch: the derivative of a convolution's kernel. All bf16, with sums in f32.
+struct KernelGradient {
+  const uint16_t* gradient;
+  int64_t features;
+  Patches image;
+  void* out;
+  bool out_is_bf16;
+};
+
 // out = softmax(q k^T * scale) v for each head, all bf16: q and out [batch, queries, heads * size], k and v
 // [batch, keys, heads * size]; `size` is even. If causal, a query sees the keys up to its own place. If not, `visible`
 // [batch, keys] may say which keys queries see; where there are none, out is the mean of v. Softmax runs over blocks of
@@ -121,6 +153,8 @@ struct GroupNormalization {
 struct KernelSet {
   void (*contract)(const Contraction& contraction);
   void (*multiply_quantized)(const QuantizedProduct& product);
+  void (*multiply)(const Product& product);
+  void (*find_kernel_gradient)(const KernelGradient& gradient);
   void (*attend)(const Attention& attention);
 
   // out[r] = max_k |x[r, k]|, all bf16; NaN where there is one. With `scale` what int8's steps are worth then, by AQT:

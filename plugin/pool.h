@@ -17,6 +17,7 @@
 #include <mutex>
 #include <new>
 #include <thread>
+#include <vector>
 
 namespace maxdiff::kernels {
 
@@ -161,6 +162,44 @@ class Scratch {
  private:
   void* data_ = nullptr;
   size_t size_ = 0;
+};
+
+// Scratch memory of a call, which later calls take over whatever their thread: large memory is there once for each call that
+// runs at the same time.
+class CallScratch {
+ public:
+  CallScratch() {
+    std::lock_guard<std::mutex> lock(Mutex());
+    if (Free().empty()) {
+      scratch_ = std::make_unique<Scratch>();
+    } else {
+      scratch_ = std::move(Free().back());
+      Free().pop_back();
+    }
+  }
+  ~CallScratch() {
+    std::lock_guard<std::mutex> lock(Mutex());
+    Free().push_back(std::move(scratch_));
+  }
+  CallScratch(const CallScratch&) = delete;
+  CallScratch& operator=(const CallScratch&) = delete;
+
+  template <typename T>
+  T* Get(int64_t count) {
+    return scratch_->Get<T>(count);
+  }
+
+ private:
+  static std::mutex& Mutex() {
+    static std::mutex* mutex = new std::mutex();
+    return *mutex;
+  }
+  static std::vector<std::unique_ptr<Scratch>>& Free() {
+    static auto* free = new std::vector<std::unique_ptr<Scratch>>();
+    return *free;
+  }
+
+  std::unique_ptr<Scratch> scratch_;
 };
 
 inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }

@@ -290,6 +290,33 @@ fn calls() -> Vec<(Call, &'static [&'static str])> {
         ),
         (
             call(
+                "product",
+                &[bf16(&[5, 6]), bf16(&[5, 20]), f32(&[20])],
+                bf16(&[6, 20]),
+                &[("lhs_transposed", ON), ("rhs_transposed", ON), ("bias", ON)],
+            ),
+            &["lhs", "rhs", "bias"],
+        ),
+        (
+            call(
+                "product",
+                &[bf16(&[2, 6, 8, 4]), bf16(&[4, 20, 3, 3])],
+                f32(&[2, 3, 4, 20]),
+                &[&window[..], &[("image_gradient", ON), ("bias", OFF)]].concat(),
+            ),
+            &["lhs", "rhs"],
+        ),
+        (
+            call(
+                "kernel_gradient",
+                &[bf16(&[2, 3, 4, 20]), bf16(&[2, 6, 8, 5])],
+                f32(&[20, 5, 3, 3]),
+                &window,
+            ),
+            &["gradient", "image"],
+        ),
+        (
+            call(
                 "contract",
                 &[
                     bf16(&[2, 3, 8]),
@@ -453,6 +480,12 @@ fn shapes_that_contradict_attributes_are_refused() {
     let mut long = call(8);
     long.operands[..2].clone_from_slice(&[f32(&[65_001, 6]), f32(&[65_001, 20])]);
     long.is_refused("expected 1 to 65000 terms of each sum, found 65001");
+    let mut odd = call(11);
+    odd.operands = vec![bf16(&[2, 6, 8, 5]), bf16(&[5, 20, 3, 3])];
+    odd.is_refused("expected an even number of channels, found 5");
+    call(12)
+        .with_operand(0, bf16(&[2, 3, 5, 20]))
+        .is_refused("operand 0 (gradient): expected 3x4 places, found BF16[2,3,5,20]");
     group_norm
         .with_attribute("groups", "3 : i64")
         .is_refused("divide into 3 groups, found BF16[2,3,4,8]");

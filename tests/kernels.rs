@@ -5,7 +5,7 @@ use std::any::Any;
 use crate::common::{
     all_passed, cpu_plugin, cpu_session, in_child_all, kernels_run, lowered, run_on,
 };
-use maxdiff::backend::cpu::kernel::{Form, Kernel, QuantizedProduct};
+use maxdiff::backend::cpu::kernel::{Form, Kernel, Product, ProductForm, QuantizedProduct};
 use maxdiff::backend::cpu::{claim, claim_training};
 use maxdiff::dtype::DType;
 use maxdiff::graph::{Builder, Graph, Init, Op, Tensor, evaluate, vjp};
@@ -240,6 +240,47 @@ fn products_of_training() -> Graph {
     lower(&b.finish()).unwrap()
 }
 
+/// A training step's products and convolutions of bf16, forward and both of the derivative: rows, columns and terms that fill
+/// no vector and are odd, what all threads share, strides, uneven padding, kernels of more places than a vector has lanes, and
+/// patches that do not overlap.
+fn bf16_products_of_training() -> Graph {
+    let b = Builder::new();
+    let m = b.root("m");
+    let x = |name: &str, dims: &[usize]| b.input(name, Shape::new(DType::BF16, dims), &[]).unwrap();
+    let layer = |features| Linear::new(features, "embed", "heads");
+    let conv = |out, kernel, stride, padding| Conv2d {
+        stride,
+        padding,
+        ..Conv2d::same(out, kernel)
+    };
+    let rows = [
+        ("a", x("a", &[2, 19, 72]), layer(100)),
+        ("b", x("b", &[5, 6]), layer(34).without_bias()),
+        ("c", x("c", &[530, 64]), layer(50)),
+    ];
+    let images = [
+        ("d", x("d", &[2, 7, 6, 6]), conv(18, 3, 1, (1, 1))),
+        ("e", x("e", &[2, 7, 6, 32]), conv(20, 3, 2, (0, 1))),
+        ("f", x("f", &[3, 4, 5, 70]), conv(4, 1, 1, (0, 0))),
+        ("g", x("g", &[1, 9, 8, 4]), conv(2, 5, 1, (2, 2))),
+        ("h", x("h", &[1, 8, 12, 2]), conv(40, 4, 4, (0, 0))),
+        ("i", x("i", &[1, 24, 22, 36]), conv(34, 3, 1, (1, 1))),
+    ];
+    let products = rows.map(|(name, x, spec)| linear(&m.scope(name), x, spec, BF16).unwrap());
+    let convolutions = images.map(|(name, x, spec)| conv2d(&m.scope(name), x, spec, BF16).unwrap());
+    let names = rows.map(|(name, x, _)| (name, x)).into_iter();
+    let names = names.chain(images.map(|(name, x, _)| (name, x)));
+    for ((name, x), y) in names.zip(products.into_iter().chain(convolutions)) {
+        b.output(name, y, None).unwrap();
+        let g = b.input(&format!("g_{name}"), b.shape(y), &[]).unwrap();
+        let wrt = [x, parameter(&b, &format!("m/{name}.weight"))];
+        for (i, gradient) in vjp(&b, &[(y, g)], &wrt).unwrap().into_iter().enumerate() {
+            b.output(&format!("d{name}{i}"), gradient, None).unwrap();
+        }
+    }
+    b.finish()
+}
+
 /// The same as [`inputs`], with words of many bits for the key of the noise.
 fn inputs_with_key(graph: &Graph) -> Vec<HostTensor> {
     let mut inputs = inputs(graph);
@@ -276,6 +317,32 @@ fn products_of_training_become_one_kernel_each() {
     let inputs = inputs_with_key(&graph);
     let expected = evaluate(&graph, &inputs).unwrap();
     assert_eq!(evaluate(&with, &inputs).unwrap(), expected);
+}
+
+#[test]
+fn bf16_products_of_training_become_one_kernel_each() {
+    let graph = bf16_products_of_training();
+    let with = claim_training(&graph).unwrap();
+    let products = kernels(&with).into_iter().map(|kernel| match kernel {
+        Kernel::Product(product) => product,
+        other => panic!("{other:?}"),
+    });
+    let products: Vec<&Product> = products.collect();
+    let count = |is: &dyn Fn(&Product) -> bool| products.iter().filter(|p| is(p)).count();
+    assert_eq!(products.len(), 3 * 9);
+    assert_eq!(count(&|p| p.bias), 8);
+    assert_eq!(count(&|p| p.result == DType::BF16), 3 * 9);
+    assert_eq!(count(&|p| matches!(p.form, ProductForm::Matrix { .. })), 9);
+    assert_eq!(
+        count(&|p| matches!(p.form, ProductForm::KernelGradient(_))),
+        6
+    );
+    let inputs = inputs(&graph);
+    // The host's sums are exact, and every rounding after them is the same.
+    assert_eq!(
+        evaluate(&with, &inputs).unwrap(),
+        evaluate(&graph, &inputs).unwrap()
+    );
 }
 
 /// The tests of what kernels compute, which every instruction set runs.
@@ -336,6 +403,15 @@ fn compare_with_the_host(isa: &str) {
     let given = inputs_with_key(&training);
     let found = run_on(&session, &claim_training(&training).unwrap(), &given);
     assert!(found == evaluate(&training, &given).unwrap(), "{isa}");
+    // Sums of bf16 products are in another order.
+    let training = bf16_products_of_training();
+    let given = inputs(&training);
+    let found = run_on(&session, &claim_training(&training).unwrap(), &given);
+    let expected = evaluate(&training, &given).unwrap();
+    for ((found, expected), output) in found.iter().zip(&expected).zip(&training.outputs) {
+        let error = relative(found, expected);
+        assert!(error <= 1e-3, "{isa}, {}: {error}", output.name);
+    }
     // As in the tests of one set.
     for (build, limit) in [(tiles, 1e-3), (few, 1e-3), (attending, 4e-3)] {
         let graph = graph_of(build, false);

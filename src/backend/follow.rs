@@ -1,7 +1,7 @@
 //! What follows a product in a graph, for claims that take it with them.
 
 use crate::dtype::DType;
-use crate::graph::{Graph, Node, Op};
+use crate::graph::{Binary, Graph, Node, Op};
 
 /// The live nodes that read each node; an output of the program counts as one more, `None`.
 pub(super) fn users(graph: &Graph) -> Vec<Vec<Option<usize>>> {
@@ -37,6 +37,47 @@ pub(super) fn bias(graph: &Graph, product: u32, sum: &Node) -> Option<u32> {
     let source = widened(graph, spread.operands[0]);
     let whole = graph.nodes[source as usize].shape.dims == [sum.shape.dims[last]];
     (dims[..] == [last] && whole).then_some(source)
+}
+
+/// What is a product's only use: a bias, and rounding to bf16.
+pub(super) struct Followed {
+    /// The last node of them; the product itself where nothing follows it.
+    pub root: usize,
+    /// Along the last dimension, in bf16 if that is what it is widened from.
+    pub bias: Option<u32>,
+    pub result: DType,
+}
+
+/// What follows the product of node `product`, whose value is `f32`.
+pub(super) fn bias_and_rounding(
+    graph: &Graph,
+    users: &[Vec<Option<usize>>],
+    product: usize,
+) -> Followed {
+    let mut followed = Followed {
+        root: product,
+        bias: None,
+        result: DType::F32,
+    };
+    while let [Some(user)] = users[followed.root][..] {
+        let node = &graph.nodes[user];
+        match &node.op {
+            Op::Convert(DType::BF16) => {
+                followed.root = user;
+                followed.result = DType::BF16;
+                break;
+            }
+            Op::Binary(Binary::Add) if followed.bias.is_none() => {
+                followed.bias = bias(graph, followed.root as u32, node);
+                if followed.bias.is_none() {
+                    break;
+                }
+                followed.root = user;
+            }
+            _ => break,
+        }
+    }
+    followed
 }
 
 /// The bf16 tensor that `id` is in `f32`, or `id` itself.

@@ -309,28 +309,13 @@ impl<'a> Claims<'a> {
         place.map_or(1, |place| self.shape(stored.scale).dims[place])
     }
 
-    /// The product with the bias and the rounding to bf16 that are its value's only use, and the last node of them.
+    /// The product with the bias and the rounding to bf16 that are its value's only use, and the last node of them. The
+    /// kernel widens a bias of bf16 by itself.
     fn with_what_follows(&self, mut product: Product) -> (usize, Product) {
-        let mut root = product.node;
-        while let [Some(user)] = self.users[root][..] {
-            let node = &self.graph.nodes[user];
-            match &node.op {
-                Op::Convert(DType::BF16) => {
-                    product.result = DType::BF16;
-                    return (user, product);
-                }
-                Op::Binary(Binary::Add) if product.bias.is_none() => {
-                    // The kernel widens bf16 by itself.
-                    product.bias = follow::bias(self.graph, root as u32, node);
-                    if product.bias.is_none() {
-                        break;
-                    }
-                    root = user;
-                }
-                _ => break,
-            }
-        }
-        (root, product)
+        let followed = follow::bias_and_rounding(self.graph, &self.users, product.node);
+        product.bias = followed.bias;
+        product.result = followed.result;
+        (followed.root, product)
     }
 
     /// The kernel's call in place of a product and what follows it.

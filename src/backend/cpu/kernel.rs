@@ -7,6 +7,7 @@ use crate::graph::eval::{Data, Value, erf};
 use crate::graph::{Attribute, Configuration, CustomCall, InferError, constraint};
 use crate::shape::Shape;
 
+pub use super::product::{Product, ProductForm};
 pub use super::quantized::{Form, QuantizedProduct};
 pub use super::window::Window;
 
@@ -27,6 +28,9 @@ pub enum Kernel {
     /// numerics first: a range for each row of the lhs, or image of it, and for each column. Operands: lhs and rhs, the
     /// key of the noise `u32[2]` where the lhs is rounded stochastically, and the bias `f32[columns]` if there is one.
     QuantizedProduct(QuantizedProduct),
+    /// `lhs rhs + bias` of bf16 operands that are packed in the call, sums in `f32`. Operands: lhs and rhs, and the bias
+    /// `f32[columns]` if there is one.
+    Product(Product),
     /// `softmax(q k^T * scale) v` for each head; operands and result are bf16 `[batch, length, heads, size]`. If
     /// `causal`, a query sees the keys up to its own place. If not, there may be a fourth operand, `pred[batch, keys]`:
     /// the keys that queries see; where there are none the result is the mean of v.
@@ -135,6 +139,7 @@ impl Kernel {
                 attributes
             }
             Kernel::QuantizedProduct(product) => product.attributes(),
+            Kernel::Product(product) => product.attributes(),
             Kernel::Attention { scale, causal } => {
                 vec![("scale", F32(*scale)), ("causal", flag(*causal))]
             }
@@ -159,6 +164,7 @@ impl CustomCall for Kernel {
         match self {
             Kernel::Contract(_) => "maxdiff.contract",
             Kernel::QuantizedProduct(_) => "maxdiff.quantized_product",
+            Kernel::Product(product) => product.target(),
             Kernel::Attention { .. } => "maxdiff.attention",
             Kernel::AbsMax { .. } => "maxdiff.abs_max",
             Kernel::Quantize => "maxdiff.quantize",
@@ -176,6 +182,7 @@ impl CustomCall for Kernel {
         match self {
             Kernel::Contract(c) => c.infer(operands),
             Kernel::QuantizedProduct(product) => product.infer(operands),
+            Kernel::Product(product) => product.infer(operands),
             Kernel::Attention { causal, .. } => {
                 let (q, k, v, visible) = match operands {
                     [q, k, v] => (q, k, v, None),
@@ -266,6 +273,7 @@ impl CustomCall for Kernel {
                 packed.dims[1] * group
             }
             Kernel::QuantizedProduct(product) => product.terms(operands),
+            Kernel::Product(product) => product.terms(operands),
             Kernel::Attention { .. } => 2 * operands[1].dims[1],
             Kernel::AbsMax { .. }
             | Kernel::Quantize
@@ -282,6 +290,7 @@ impl CustomCall for Kernel {
         match self {
             Kernel::Contract(c) => c.evaluate(operands, shape),
             Kernel::QuantizedProduct(product) => product.evaluate(operands, shape),
+            Kernel::Product(product) => product.evaluate(operands, shape),
             Kernel::Attention { scale, causal } => {
                 attention(operands, f64::from(*scale), *causal, shape)
             }

@@ -30,6 +30,19 @@ impl Window {
         Some(places)
     }
 
+    /// The window with the high padding that gives a result of these places, both `[batch, height, width, channels]`; `None`
+    /// where none does.
+    pub(super) fn of_result(mut self, images: &Shape, result: &Shape) -> Option<Window> {
+        for at in [0, 1] {
+            let (image, places) = (images.dims[1 + at], result.dims[1 + at]);
+            let (low, _) = self.padding[at];
+            let needed = places.checked_sub(1)? * self.strides[at] + self.size[at];
+            self.padding[at].1 = needed.saturating_sub(image + low);
+        }
+        let places = self.places([images.dims[1], images.dims[2]])?;
+        (places == [result.dims[1], result.dims[2]]).then_some(self)
+    }
+
     /// The pixel of images `[batch, height, width, channels]` under each kernel place of a row of the result; `None`
     /// in the padding.
     pub(super) fn pixels(&self, row: usize, images: &Shape, result: &Shape) -> Vec<Option<usize>> {

@@ -34,6 +34,7 @@ pub(super) const SOURCES: &[(&str, &str)] = &sources![
     "contract.inc",
     "event.h",
     "executable.h",
+    "fresh.inc",
     "functions.inc",
     "isa.cc",
     "isa.h",

@@ -1,35 +1,25 @@
-//! The claims of the CPU plugin's kernels in a training step.
+//! Products whose operands are rounded to int8 in the same call: forward, and both of the derivative, with range finding,
+//! rounding and scales, and the bias where one follows. Operands are rounded in each product that multiplies them: that is
+//! cheaper than writing and reading what was rounded.
 
 use std::collections::HashMap;
 
 use crate::backend::follow;
 use crate::dtype::DType;
 use crate::graph::{
-    Binary, Builder, Composite, Contraction, DotDims, Graph, GraphError, Node, NumericsConvention,
-    Op, Rounding, RoundingStream, Tensor, TensorFormat,
+    Binary, Builder, Composite, Contraction, Graph, GraphError, Node, NumericsConvention, Op,
+    Rounding, RoundingStream, Tensor, TensorFormat,
 };
 
-use super::claim::{call, channels_last_kernel};
-use super::kernel::{Form, Kernel, QuantizedProduct};
-use super::quantized::MOST_INT8_TERMS;
-use super::rewrite::is_plain_convolution;
+use super::super::claim::{call, channels_last_kernel};
+use super::super::kernel::{Form, Kernel, QuantizedProduct};
+use super::super::quantized::MOST_INT8_TERMS;
+use super::super::rewrite::is_plain_convolution;
+use super::{Terms, Users, terms_of_dot};
 
-/// The graph of a training step with the CPU plugin's kernel in place of its int8 products in `f32`: forward, and both
-/// of the derivative, with range finding, rounding and scales, and the bias where one follows. Operands are rounded in
-/// each product that multiplies them: that is cheaper than writing and reading what was rounded.
-///
-/// # Errors
-/// When the graph is ill-typed.
-pub fn claim_training(graph: &Graph) -> Result<Graph, GraphError> {
-    let claims = Claims {
-        graph,
-        users: follow::users(graph),
-    };
-    let products = claims.products();
-    graph.substitute(&mut |b, i, copies| match products.get(&i) {
-        None => Ok(None),
-        Some(product) => product.call(b, graph, copies).map(Some),
-    })
+/// The products that the kernel takes, by the node whose value it gives.
+pub(super) fn products<'a>(graph: &'a Graph, users: &'a Users) -> HashMap<usize, Product<'a>> {
+    Claims { graph, users }.products()
 }
 
 /// An operand before it was rounded. Numbers are nodes.
@@ -40,7 +30,7 @@ struct Operand {
     noise: Option<(RoundingStream, u32)>,
 }
 
-struct Product<'a> {
+pub(super) struct Product<'a> {
     contraction: &'a Contraction,
     lhs: Operand,
     rhs: u32,
@@ -49,43 +39,13 @@ struct Product<'a> {
     node: usize,
 }
 
-/// Where a matrix product's terms lie in an operand.
-#[derive(Clone, Copy, PartialEq)]
-enum Terms {
-    Last,
-    First,
-}
-
-impl Terms {
-    /// `None` where `contract` are not the first or the last dimensions of `rank`, in order.
-    fn of(contract: &[usize], rank: usize) -> Option<Terms> {
-        let places = contract.iter().copied();
-        if places.clone().eq(rank - contract.len()..rank) {
-            Some(Terms::Last)
-        } else {
-            places.eq(0..contract.len()).then_some(Terms::First)
-        }
-    }
-
-    /// An operand as a matrix, `[lines, terms]` or `[terms, lines]`.
-    fn matrix(self, b: &Builder, x: Tensor, terms: usize) -> Result<Tensor, GraphError> {
-        let lines = b.shape(x).count() / terms;
-        match self {
-            Terms::Last => b.reshape(x, &[lines, terms]),
-            Terms::First => b.reshape(x, &[terms, lines]),
-        }
-    }
-}
-
-/// Where the terms lie in both operands of a dot, if it is one that the kernel takes.
-fn terms_of_dot(dims: &DotDims, ranks: [usize; 2]) -> Option<[Terms; 2]> {
-    let lhs = Terms::of(&dims.lhs_contract, ranks[0])?;
-    let rhs = Terms::of(&dims.rhs_contract, ranks[1])?;
-    dims.lhs_batch.is_empty().then_some([lhs, rhs])
-}
-
 impl Product<'_> {
-    fn call(&self, b: &Builder, graph: &Graph, copies: &[Tensor]) -> Result<Tensor, GraphError> {
+    pub(super) fn call(
+        &self,
+        b: &Builder,
+        graph: &Graph,
+        copies: &[Tensor],
+    ) -> Result<Tensor, GraphError> {
         let copy = |id: u32| copies[id as usize];
         let [lhs, rhs] = [copy(self.lhs.x), copy(self.rhs)];
         let (form, mut operands) = match self.contraction {
@@ -123,7 +83,7 @@ impl Product<'_> {
 /// Decides what the kernel takes, by attributes, types and shapes.
 struct Claims<'a> {
     graph: &'a Graph,
-    users: Vec<Vec<Option<usize>>>,
+    users: &'a Users,
 }
 
 impl<'a> Claims<'a> {
@@ -131,7 +91,6 @@ impl<'a> Claims<'a> {
         &self.graph.nodes[id as usize]
     }
 
-    /// The products that the kernel takes, by the node whose value it gives.
     fn products(&self) -> HashMap<usize, Product<'a>> {
         let live = (0..self.graph.nodes.len()).filter(|i| !self.users[*i].is_empty());
         live.filter_map(|i| self.product(i))

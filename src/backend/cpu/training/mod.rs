@@ -1,0 +1,63 @@
+//! The claims of the CPU plugin's kernels in a training step, whose weights are new each time.
+
+mod bf16;
+mod int8;
+
+use crate::backend::follow;
+use crate::graph::{Builder, DotDims, Graph, GraphError, Tensor};
+
+/// The nodes that read each node ([`follow::users`]).
+type Users = Vec<Vec<Option<usize>>>;
+
+/// The graph of a training step with the CPU plugin's kernels in place of its int8 products in `f32`, and of its products and
+/// convolutions of bf16; forward, and both of the derivative.
+///
+/// # Errors
+/// When the graph is ill-typed.
+pub fn claim_training(graph: &Graph) -> Result<Graph, GraphError> {
+    let users = follow::users(graph);
+    let of_int8 = int8::products(graph, &users);
+    let of_bf16 = bf16::products(graph, &users);
+    graph.substitute(
+        &mut |b, i, copies| match (of_int8.get(&i), of_bf16.get(&i)) {
+            (Some(product), _) => product.call(b, graph, copies).map(Some),
+            (None, Some(product)) => product.call(b, graph, copies).map(Some),
+            (None, None) => Ok(None),
+        },
+    )
+}
+
+/// Where a matrix product's terms lie in an operand.
+#[derive(Clone, Copy, PartialEq)]
+enum Terms {
+    Last,
+    First,
+}
+
+impl Terms {
+    /// `None` where `contract` are not the first or the last dimensions of `rank`, in order.
+    fn of(contract: &[usize], rank: usize) -> Option<Terms> {
+        let places = contract.iter().copied();
+        if places.clone().eq(rank - contract.len()..rank) {
+            Some(Terms::Last)
+        } else {
+            places.eq(0..contract.len()).then_some(Terms::First)
+        }
+    }
+
+    /// An operand as a matrix, `[lines, terms]` or `[terms, lines]`.
+    fn matrix(self, b: &Builder, x: Tensor, terms: usize) -> Result<Tensor, GraphError> {
+        let lines = b.shape(x).count() / terms;
+        match self {
+            Terms::Last => b.reshape(x, &[lines, terms]),
+            Terms::First => b.reshape(x, &[terms, lines]),
+        }
+    }
+}
+
+/// Where the terms lie in both operands of a dot, if it is one that the kernel takes.
+fn terms_of_dot(dims: &DotDims, ranks: [usize; 2]) -> Option<[Terms; 2]> {
+    let lhs = Terms::of(&dims.lhs_contract, ranks[0])?;
+    let rhs = Terms::of(&dims.rhs_contract, ranks[1])?;
+    dims.lhs_batch.is_empty().then_some([lhs, rhs])
+}
