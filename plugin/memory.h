@@ -170,14 +170,18 @@ class MemoryPool : public std::enable_shared_from_this<MemoryPool> {
     stats_.cached_bytes += block.size;
     free_.emplace(block.size, block.base);
     TrimLocked(CacheLimit());
+    // Of more than an eighth of the machine's memory the kernel may take pages when others need
+    // them; as long as it does not, the next execution finds them as they are. Advice: what is not
+    // marked so is only kept from others.
+    if (stats_.cached_bytes > kPhysicalBytes / 8) (void)madvise(block.base, block.size, MADV_FREE);
   }
 
-  // But for a little, the cache never makes the process larger than its own use once made it, nor
-  // does it hold more than an eighth of the machine's memory. The little is for weights on their
-  // way: each is released when it was packed, while what is in use only grows.
+  // But for a little, the cache never makes the process larger than its own use once made it. The
+  // little is for weights on their way: each is released when it was packed, while what is in use
+  // only grows.
   int64_t CacheLimit() const {
     const int64_t unused = stats_.peak_bytes_in_use - stats_.bytes_in_use;
-    return std::min(std::max(unused, kAlwaysKept), kPhysicalBytes / 8);
+    return std::max(unused, kAlwaysKept);
   }
 
   void Trim(int64_t limit) {
@@ -185,13 +189,15 @@ class MemoryPool : public std::enable_shared_from_this<MemoryPool> {
     TrimLocked(limit);
   }
 
-  // Largest blocks go first: few calls, and small ones are the likelier to be wanted again.
+  // The smallest block that is enough goes, else the largest: few calls, and a program's temporaries, which are
+  // one large block, are not given up for a little excess.
   void TrimLocked(int64_t limit) {
     while (stats_.cached_bytes > limit && !free_.empty()) {
-      auto largest = std::prev(free_.end());
-      munmap(largest->second, largest->first);
-      stats_.cached_bytes -= largest->first;
-      free_.erase(largest);
+      auto block = free_.lower_bound(stats_.cached_bytes - limit);
+      if (block == free_.end()) block = std::prev(block);
+      munmap(block->second, block->first);
+      stats_.cached_bytes -= block->first;
+      free_.erase(block);
     }
   }
 

@@ -4,7 +4,7 @@ use crate::dtype::DType;
 use crate::graph::{Builder, GraphError, Tensor};
 use crate::shape::Shape;
 
-use super::blockwise::{BLOCK, Codes};
+use super::blockwise::{BLOCK, Codes, in_blocks};
 use super::state::{Frame, declare, mix, moment};
 use super::{AdamOptions, Trained};
 
@@ -36,7 +36,7 @@ pub fn update(
         .collect()
 }
 
-/// The same with moments in 8 bits, as bitsandbytes' `AdamW8bit`.
+/// The same with moments in 8 bits, as bitsandbytes' `AdamW8bit`. Weights whose moments are in 8 bits are [`in_blocks`].
 pub fn update_8bit(
     frame: &mut Frame,
     trained: &[Trained],
@@ -82,7 +82,7 @@ impl Step {
         let [new_m, new_v] = self.moments(b, [old_m, old_v], gradient)?;
         frame.keep(b, &m_name, new_m, m)?;
         frame.keep(b, &v_name, new_v, v)?;
-        self.weight(frame, b, trained, [new_m, new_v])
+        self.weight(frame, b, trained, trained.weight, [new_m, new_v])
     }
 
     fn in_codes(&self, frame: &mut Frame, trained: &Trained, gradient: Tensor) -> Result<Tensor> {
@@ -101,13 +101,14 @@ impl Step {
             olds.push(codes.decode(b, code, largest)?);
             states.push((codes, [name, largest_name], [code, largest]));
         }
-        let news = self.moments(b, [olds[0], olds[1]], gradient)?;
+        let news = self.moments(b, [olds[0], olds[1]], in_blocks(b, gradient)?)?;
         for (new, (codes, names, old)) in news.into_iter().zip(states) {
             let (code, largest) = codes.encode(b, new)?;
             frame.keep(b, &names[0], code, old[0])?;
             frame.keep(b, &names[1], largest, old[1])?;
         }
-        self.weight(frame, b, trained, news)
+        let weight = in_blocks(b, trained.weight)?;
+        self.weight(frame, b, trained, weight, news)
     }
 
     fn moments(&self, b: &Builder, [m, v]: [Tensor; 2], gradient: Tensor) -> Result<[Tensor; 2]> {
@@ -122,9 +123,10 @@ impl Step {
         frame: &Frame,
         b: &Builder,
         trained: &Trained,
+        weight: Tensor,
         [m, v]: [Tensor; 2],
     ) -> Result<Tensor> {
-        let weight = b.convert(trained.weight, DType::F32)?;
+        let weight = b.convert(weight, DType::F32)?;
         let numerator = b.div(m, self.corrections[0])?;
         let root = b.sqrt(b.div(v, self.corrections[1])?)?;
         let step = b.div(numerator, b.add_scalar(root, self.adam.eps)?)?;

@@ -51,14 +51,21 @@ impl Codes {
         self.cells(0) - 1
     }
 
-    /// The floats of `code`, whose blocks have the absolute values `largest` at most.
+    /// The code of 0.
+    fn zero(self) -> f64 {
+        match self {
+            Codes::Signed => 127.0,
+            Codes::Unsigned => 0.0,
+        }
+    }
+
+    /// The floats of `code`, [`in_blocks`], whose blocks have the absolute values `largest` at most.
     pub fn decode(self, b: &Builder, code: Tensor, largest: Tensor) -> Result<Tensor> {
-        let dims = b.dims(code);
-        let code = b.convert(code, DType::F32)?;
+        let code = b.convert(in_filled_blocks(b, code, self.zero())?, DType::F32)?;
         let (number, sign) = match self {
             Codes::Unsigned => (code, None),
             Codes::Signed => {
-                let signed = b.add_scalar(code, -127.0)?;
+                let signed = b.add_scalar(code, -self.zero())?;
                 (b.abs(signed)?, Some(b.unary(Unary::Sign, signed)?))
             }
         };
@@ -83,19 +90,17 @@ impl Codes {
         if let Some(sign) = sign {
             value = b.mul(value, sign)?;
         }
-        b.mul(value, of_blocks(b, largest, &dims)?)
+        b.mul(value, of_blocks(b, largest)?)
     }
 
-    /// The codes of `x`, of its shape, and the largest absolute value of each block.
+    /// The codes of `x`, which is [`in_blocks`] as they are, and the largest absolute value of each block.
     pub fn encode(self, b: &Builder, x: Tensor) -> Result<(Tensor, Tensor)> {
-        let dims = b.dims(x);
-        let blocks = in_blocks(b, x)?;
-        let largest = b.reduce(Reduction::Max, b.abs(blocks)?, &[1])?;
+        let largest = b.reduce(Reduction::Max, b.abs(x)?, &[1])?;
         let zero = b.full(&b.shape(largest), 0.0)?;
         let one = b.full(&b.shape(largest), 1.0)?;
         let is_any = b.compare(Comparison::Gt, largest, zero)?;
         let inverse = b.select(is_any, b.div(one, largest)?, zero)?;
-        let x = b.mul(x, of_blocks(b, inverse, &dims)?)?;
+        let x = b.mul(x, of_blocks(b, inverse)?)?;
         let number = self.nearest(b, b.abs(x)?)?;
         let code = match self {
             Codes::Unsigned => number,
@@ -105,7 +110,7 @@ impl Codes {
                 let zero = b.full(&b.shape(number), 0.0)?;
                 let is_negative = b.compare(Comparison::Lt, x, zero)?;
                 let negative = b.neg(b.min(number, most)?)?;
-                b.add_scalar(b.select(is_negative, negative, number)?, 127.0)?
+                b.add_scalar(b.select(is_negative, negative, number)?, self.zero())?
             }
         };
         Ok((b.convert(code, DType::U8)?, largest))
@@ -153,8 +158,13 @@ fn highest_bit(b: &Builder, x: Tensor) -> Result<Tensor> {
     b.push(Op::BitcastConvert(DType::F32), &[kept])
 }
 
-/// `x` as `[blocks, BLOCK]`, filled up with zeros.
-fn in_blocks(b: &Builder, x: Tensor) -> Result<Tensor> {
+/// `x` as `[blocks, BLOCK]`, filled up with zeros. All that is computed of a weight has these dimensions: XLA's CPU backend
+/// makes vectors of the last one, which of a convolution's kernel has 3 elements.
+pub fn in_blocks(b: &Builder, x: Tensor) -> Result<Tensor> {
+    in_filled_blocks(b, x, 0.0)
+}
+
+fn in_filled_blocks(b: &Builder, x: Tensor, value: f64) -> Result<Tensor> {
     let count = b.shape(x).count();
     let blocks = count.div_ceil(BLOCK);
     let mut flat = b.reshape(x, &[count])?;
@@ -164,18 +174,29 @@ fn in_blocks(b: &Builder, x: Tensor) -> Result<Tensor> {
             high: (blocks * BLOCK - count) as i64,
             interior: 0,
         };
-        flat = b.pad(flat, 0.0, &[fill])?;
+        flat = b.pad(flat, value, &[fill])?;
     }
     b.reshape(flat, &[blocks, BLOCK])
 }
 
-/// The value of each element's block, for elements of dimensions `dims`.
-fn of_blocks(b: &Builder, values: Tensor, dims: &[usize]) -> Result<Tensor> {
-    let blocks = b.dims(values)[0];
+/// What is [`in_blocks`], or has dimensions `dims` already, as a tensor of these.
+pub fn from_blocks(b: &Builder, x: Tensor, dims: &[usize]) -> Result<Tensor> {
+    if b.dims(x) == dims {
+        return Ok(x);
+    }
     let count: usize = dims.iter().product();
-    let wide = b.broadcast_in_dim(values, &[0], &[blocks, BLOCK])?;
-    let flat = b.reshape(wide, &[blocks * BLOCK])?;
-    b.reshape(b.slice_dim(flat, 0, 0, count)?, dims)
+    let padded = b.shape(x).count();
+    let mut flat = b.reshape(x, &[padded])?;
+    if padded > count {
+        flat = b.slice_dim(flat, 0, 0, count)?;
+    }
+    b.reshape(flat, dims)
+}
+
+/// The value of each block, for all of its elements.
+fn of_blocks(b: &Builder, values: Tensor) -> Result<Tensor> {
+    let blocks = b.dims(values)[0];
+    b.broadcast_in_dim(values, &[0], &[blocks, BLOCK])
 }
 
 #[cfg(test)]
@@ -190,8 +211,10 @@ mod tests {
         let b = Builder::new();
         let shape = Shape::new(DType::F32, [values.len()]);
         let x = b.input("x", shape, &[]).unwrap();
-        let (code, largest) = codes.encode(&b, x).unwrap();
+        let blocks = in_blocks(&b, x).unwrap();
+        let (code, largest) = codes.encode(&b, blocks).unwrap();
         let decoded = codes.decode(&b, code, largest).unwrap();
+        let [code, decoded] = [code, decoded].map(|x| from_blocks(&b, x, &[values.len()]).unwrap());
         for (name, tensor) in [("code", code), ("largest", largest), ("decoded", decoded)] {
             b.output(name, tensor, None).unwrap();
         }

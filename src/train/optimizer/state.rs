@@ -9,6 +9,7 @@ use crate::graph::{
 use crate::quant::is_log_scale;
 use crate::shape::Shape;
 
+use super::blockwise::{from_blocks, in_blocks};
 use super::{OptimizerOptions, Trained, UpdateInputs};
 
 type Result<T> = std::result::Result<T, GraphError>;
@@ -104,17 +105,28 @@ impl Frame {
         b.mul(weight, b.add_scalar(b.neg(lost)?, 1.0)?)
     }
 
-    /// Gives the state `of`, called `name`, the value `new` if the update counts. Values in bfloat16 are rounded at
-    /// random.
+    /// Gives the state `of`, called `name`, the value `new` if the update counts; `new` has its dimensions or is [`in_blocks`].
+    /// Values in bfloat16 are rounded at random.
     pub fn keep(&mut self, b: &Builder, name: &str, new: Tensor, of: Tensor) -> Result<()> {
         let new = match (b.dtype(new), b.dtype(of)) {
             (DType::F32, DType::BF16) => self.round(b, new)?,
             (_, dtype) => b.convert(new, dtype)?,
         };
-        b.output(name, b.select(self.applies, new, of)?, Some(of))
+        self.replace(b, name, new, of)
     }
 
-    /// The same for a weight, and for its moving average, of which `ema_keep` is kept.
+    /// Puts `new` in place of the state `of` if the update counts.
+    fn replace(&self, b: &Builder, name: &str, new: Tensor, of: Tensor) -> Result<()> {
+        let dims = b.dims(of);
+        let old = match b.dims(new) == dims {
+            true => of,
+            false => in_blocks(b, of)?,
+        };
+        let kept = b.select(self.applies, new, old)?;
+        b.output(name, from_blocks(b, kept, &dims)?, Some(of))
+    }
+
+    /// The same as [`Frame::keep`] for a weight, and for its moving average, of which `ema_keep` is kept.
     pub fn keep_weight(
         &mut self,
         trained: &Trained,
@@ -127,13 +139,14 @@ impl Frame {
             true => self.round(b, new)?,
             false => b.convert(new, b.dtype(weight))?,
         };
-        b.output(name, b.select(self.applies, rounded, weight)?, Some(weight))?;
+        self.replace(b, name, rounded, weight)?;
         let Some(keep) = ema_keep else {
             return Ok(());
         };
         let shape = b.shape(weight).with_dtype(DType::F32);
         let ema_name = format!("{EMA}{name}");
         let ema = declare(b, &ema_name, shape, &trained.logical_axes)?;
+        let new = from_blocks(b, new, &b.dims(weight))?;
         // ema + (1 - keep) (w - ema): one rounding less than two products.
         let drop = b.add_scalar(b.neg(keep)?, 1.0)?;
         let moved = b.add(ema, b.mul(b.sub(new, ema)?, drop)?)?;
