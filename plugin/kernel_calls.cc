@@ -127,6 +127,19 @@ class Call {
     return {};
   }
 
+  // Result `index` of several, of the type and the dimensions of an operand.
+  void* ResultLike(size_t index, const Array& operand) {
+    ffi::ErrorOr<ffi::Result<ffi::AnyBuffer>> buffer = out_.get<ffi::AnyBuffer>(index);
+    if (!buffer.has_value()) {
+      Fail("result ", index, " is missing");
+      return nullptr;
+    }
+    const Array array = ArrayOf(**buffer);
+    if (Fits(array, {operand.type}, operand.dims)) return array.data;
+    Fail("result ", index, ": expected ", ShapeText(operand), ", found ", ShapeText(array));
+    return nullptr;
+  }
+
   // The result, of one of `types` and of dimensions `dims`.
   Array Result(Types types, const Dims& dims) {
     Array array = Result();
@@ -365,7 +378,8 @@ void QuantizedProduct(Call& call) {
 // A matrix [count, channels], or [channels, count] if transposed.
 kernels::Columns MatrixColumns(const Array& x, bool transposed) {
   kernels::Columns columns = {};
-  columns.data = Bf16(x);
+  columns.data = x.data;
+  columns.is_int8 = x.type == kS8;
   columns.count = x.Dim(transposed ? 1 : 0);
   columns.channels = x.Dim(transposed ? 0 : 1);
   columns.taps = 1;
@@ -377,7 +391,8 @@ kernels::Columns MatrixColumns(const Array& x, bool transposed) {
 // A convolution's kernel [count, channels, height, width]; of the derivative by its image [channels, count, height, width].
 kernels::Columns KernelColumns(const Array& x, bool image_gradient) {
   kernels::Columns columns = {};
-  columns.data = Bf16(x);
+  columns.data = x.data;
+  columns.is_int8 = x.type == kS8;
   columns.count = x.Dim(image_gradient ? 1 : 0);
   columns.channels = x.Dim(image_gradient ? 0 : 1);
   columns.taps = x.Dim(2) * x.Dim(3);
@@ -398,7 +413,7 @@ void Product(Call& call) {
     const bool image_gradient = call.Flag("image_gradient");
     Dims dims = {kAny, lhs.Dim(3), p.lhs.kernel_height, p.lhs.kernel_width};
     if (image_gradient) std::swap(dims[0], dims[1]);
-    p.columns = KernelColumns(call.Operand("rhs", {kBf16}, dims), image_gradient);
+    p.columns = KernelColumns(call.Operand("rhs", {kBf16, kS8}, dims), image_gradient);
     out_dims = {lhs.Dim(0), p.lhs.out_height, p.lhs.out_width, p.columns.count};
   } else {
     const Array lhs = call.Operand("lhs", {kBf16}, {kAny, kAny});
@@ -407,13 +422,15 @@ void Product(Call& call) {
     const int64_t k = lhs.Dim(p.lhs_transposed ? 0 : 1);
     p.lhs.data = lhs.data;
     p.lhs.channels = k;
-    p.columns = MatrixColumns(call.Operand("rhs", {kBf16}, transposed ? Dims{k, kAny} : Dims{kAny, k}), transposed);
+    const Dims dims = transposed ? Dims{k, kAny} : Dims{kAny, k};
+    p.columns = MatrixColumns(call.Operand("rhs", {kBf16, kS8}, dims), transposed);
     out_dims = {lhs.Dim(p.lhs_transposed ? 1 : 0), p.columns.count};
   }
   const bool any_count = p.lhs_transposed && p.columns.column_stride == 1;
   if (call.Ok() && (p.columns.channels < 1 || (p.columns.channels % 2 != 0 && !any_count))) {
     call.Fail("operand 0 (lhs): expected an even number of channels, found ", p.columns.channels);
   }
+  if (call.Flag("scale")) p.scale = F32(call.Operand("scale", {kF32}, {p.columns.count}));
   if (call.Flag("bias")) p.bias = F32(call.Operand("bias", {kF32}, {p.columns.count}));
   const Array out = call.Result({kBf16, kF32}, out_dims);
   p.lhs.rows = out.Rows();
@@ -442,6 +459,49 @@ void KernelGradient(Call& call) {
   g.out = out.data;
   g.out_is_bf16 = out.type == kBf16;
   if (call.IsWhole()) kernels::Used().find_kernel_gradient(g);
+}
+
+void AdamW8bit(Call& call) {
+  kernels::AdamW8bit step = {};
+  const Array weight = call.Operand("weight");
+  if (weight.type != kBf16 && weight.type != kF32) {
+    call.Fail("operand 0 (weight): expected BF16 or F32, found ", ShapeText(weight));
+  }
+  step.count = weight.Count();
+  step.weight = weight.data;
+  step.weight_is_bf16 = weight.type == kBf16;
+  step.out = call.ResultLike(0, weight);
+  const Dims blocks = {(step.count + kernels::kAdamWBlock - 1) / kernels::kAdamWBlock};
+  for (size_t at = 0; at < 2; ++at) {
+    const Array codes = call.Operand("codes", {kU8}, weight.dims);
+    const Array largest = call.Operand("largest", {kF32}, blocks);
+    kernels::AdamW8bit::Moment& moment = step.moments[at];
+    moment.codes = static_cast<const uint8_t*>(codes.data);
+    moment.largest = F32(largest);
+    moment.out_codes = static_cast<uint8_t*>(call.ResultLike(1 + 2 * at, codes));
+    moment.out_largest = static_cast<float*>(call.ResultLike(2 + 2 * at, largest));
+    moment.keep = call.Float(at == 0 ? "keep_first" : "keep_second");
+    moment.add = call.Float(at == 0 ? "add_first" : "add_second");
+  }
+  const Array gradient = call.Operand("gradient", {kBf16, kF32}, weight.dims);
+  step.gradient = gradient.data;
+  step.gradient_is_bf16 = gradient.type == kBf16;
+  const float* scalars = F32(call.Operand("scalars", {kF32}, {5}));
+  step.epsilon = call.Float("epsilon");
+  step.weight_decay = call.Float("weight_decay");
+  step.stochastic = call.Has("salt");
+  if (step.stochastic) {
+    const auto* key = static_cast<const uint32_t*>(call.Operand("key", {kU32}, {2}).data);
+    const auto salt = static_cast<uint32_t>(call.Int("salt", 0, std::numeric_limits<uint32_t>::max()));
+    if (call.Ok()) step.key = {key[0] + salt, key[1]};
+  }
+  if (!call.IsWhole()) return;
+  step.factor = scalars[0];
+  step.rate = scalars[1];
+  step.corrections[0] = scalars[2];
+  step.corrections[1] = scalars[3];
+  step.counts = scalars[4] > 0;
+  kernels::Used().step_adamw_8bit(step);
 }
 
 void Attention(Call& call) {
@@ -552,6 +612,7 @@ constexpr Kernel kKernels[] = {
     {"maxdiff.quantize", Quantize},    {"maxdiff.layer_norm", LayerNorm}, {"maxdiff.group_norm", GroupNorm},
     {"maxdiff.geglu", Geglu},          {"maxdiff.quantized_product", QuantizedProduct},
     {"maxdiff.product", Product},      {"maxdiff.kernel_gradient", KernelGradient},
+    {"maxdiff.adamw_8bit", AdamW8bit},
 };
 
 // Computes a call. Nothing that goes wrong in it ends the process.

@@ -89,23 +89,25 @@ struct QuantizedProduct {
   float* out;
 };
 
-// Columns of bf16 that are packed where they are multiplied. The value of a column at a kernel place and a channel is
+// Columns of bf16, or of int8, that are packed where they are multiplied. The value of a column at a kernel place and a channel is
 // data[column * column_stride + channel * channel_stride + place], the places counted from the last if `reversed`. Without
 // places one of the strides is 1.
 struct Columns {
-  const uint16_t* data;
+  const void* data;
+  bool is_int8;
   int64_t count, channels, taps;
   int64_t column_stride, channel_stride;
   bool reversed;
 };
 
-// out = lhs columns + bias, of bf16 with sums in f32; `bias` may be null. The lhs is bf16, of an even number of channels; or
+// out = lhs columns * scale + bias, of bf16 with sums in f32; `scale` and `bias`, of each column, may be null. The lhs is bf16, of an even number of channels; or
 // a matrix [columns.channels, rows] if transposed, whose `channels` are not read. Columns whose channels lie one after the
 // other, and those with places, have an even number of channels too.
 struct Product {
   Patches lhs;
   bool lhs_transposed;
   Columns columns;
+  const float* scale;
   const float* bias;
   void* out;
   bool out_is_bf16;
@@ -119,6 +121,33 @@ struct KernelGradient {
   Patches image;
   void* out;
   bool out_is_bf16;
+};
+
+constexpr int64_t kAdamWBlock = 256;
+
+// A step of AdamW on `count` values whose moments are codes of 8 bits in blocks of 256; `largest` has a value for each block. The
+// gradient is multiplied by `factor`. What comes out may lie where it was, and is what it was unless the step `counts`. A weight in
+// bf16 is rounded at random if asked for.
+struct AdamW8bit {
+  struct Moment {
+    const uint8_t* codes;
+    const float* largest;
+    uint8_t* out_codes;
+    float* out_largest;
+    // new = old * keep + gradient, or its square, * add.
+    float keep, add;
+  };
+
+  int64_t count;
+  const void* weight;
+  void* out;
+  bool weight_is_bf16;
+  const void* gradient;
+  bool gradient_is_bf16;
+  Moment moments[2];
+  float factor, rate, corrections[2], epsilon, weight_decay;
+  bool counts, stochastic;
+  RoundingKey key;
 };
 
 // out = softmax(q k^T * scale) v for each head, all bf16: q and out [batch, queries, heads * size], k and v
@@ -155,6 +184,7 @@ struct KernelSet {
   void (*multiply_quantized)(const QuantizedProduct& product);
   void (*multiply)(const Product& product);
   void (*find_kernel_gradient)(const KernelGradient& gradient);
+  void (*step_adamw_8bit)(const AdamW8bit& step);
   void (*attend)(const Attention& attention);
 
   // out[r] = max_k |x[r, k]|, all bf16; NaN where there is one. With `scale` what int8's steps are worth then, by AQT:

@@ -170,10 +170,10 @@ class MemoryPool : public std::enable_shared_from_this<MemoryPool> {
     stats_.cached_bytes += block.size;
     free_.emplace(block.size, block.base);
     TrimLocked(CacheLimit());
-    // Of more than an eighth of the machine's memory the kernel may take pages when others need
-    // them; as long as it does not, the next execution finds them as they are. Advice: what is not
-    // marked so is only kept from others.
-    if (stats_.cached_bytes > kPhysicalBytes / 8) (void)madvise(block.base, block.size, MADV_FREE);
+    // Of more than half of the machine's memory the kernel may take pages when others need them; as
+    // long as it does not, the next execution finds them as they are. Advice: what is not marked so is
+    // only kept from others.
+    if (stats_.cached_bytes > kPhysicalBytes / 2) (void)madvise(block.base, block.size, MADV_FREE);
   }
 
   // But for a little, the cache never makes the process larger than its own use once made it. The

@@ -36,6 +36,7 @@ impl Type {
 struct Call {
     kernel: &'static str,
     operands: Vec<Type>,
+    /// Of a call in place, that of its first operand.
     result: Type,
     attributes: Vec<(&'static str, &'static str)>,
 }
@@ -60,16 +61,34 @@ impl Call {
             .iter()
             .map(|(name, value)| format!("{name} = {value}"));
         let attributes = join(attributes.collect());
-        let (result, result_layout) = (self.result.text(), self.result.layout());
-        let kernel = self.kernel;
+        let results = match self.in_place() {
+            0 | 1 => vec![self.result.clone()],
+            results => self.operands[..results.min(self.operands.len())].to_vec(),
+        };
+        let result = self.result.text();
+        let of_results = |text: fn(&Type) -> String| join(results.iter().map(text).collect());
+        let (all, result_layouts) = (of_results(Type::text), of_results(Type::layout));
+        let (all, first) = match results.len() {
+            1 => (all, "%r".to_string()),
+            _ => (format!("({all})"), "%r#0".to_string()),
+        };
+        let (kernel, count) = (self.kernel, results.len());
         format!(
             "func.func @main({parameters}) -> {result} {{
-               %r = stablehlo.custom_call @maxdiff.{kernel}({values}) {{api_version = 4 : i32,
-                 backend_config = {{{attributes}}}, operand_layouts = [{layouts}], result_layouts = [{result_layout}]}}
-                 : ({types}) -> {result}
-               return %r : {result}
+               %r:{count} = stablehlo.custom_call @maxdiff.{kernel}({values}) {{api_version = 4 : i32,
+                 backend_config = {{{attributes}}}, operand_layouts = [{layouts}], result_layouts = [{result_layouts}]}}
+                 : ({types}) -> {all}
+               return {first} : {result}
              }}"
         )
+    }
+
+    /// How many results the call has, which are of its first operands' types; 0 where it has one of its own.
+    fn in_place(&self) -> usize {
+        match self.kernel {
+            "adamw_8bit" => 5,
+            _ => 0,
+        }
     }
 
     /// The call as a program, and operands of zeros.
@@ -108,6 +127,9 @@ impl Call {
 
     fn with_operand(&self, i: usize, operand: Type) -> Call {
         let mut call = self.clone();
+        if i == 0 && self.in_place() > 0 {
+            call.result = operand.clone();
+        }
         call.operands[i] = operand;
         call
     }
@@ -293,18 +315,31 @@ fn calls() -> Vec<(Call, &'static [&'static str])> {
                 "product",
                 &[bf16(&[5, 6]), bf16(&[5, 20]), f32(&[20])],
                 bf16(&[6, 20]),
-                &[("lhs_transposed", ON), ("rhs_transposed", ON), ("bias", ON)],
+                &[
+                    ("lhs_transposed", ON),
+                    ("rhs_transposed", ON),
+                    ("scale", OFF),
+                    ("bias", ON),
+                ],
             ),
             &["lhs", "rhs", "bias"],
         ),
         (
             call(
                 "product",
-                &[bf16(&[2, 6, 8, 4]), bf16(&[4, 20, 3, 3])],
+                &[
+                    bf16(&[2, 6, 8, 4]),
+                    Type(DType::S8, vec![4, 20, 3, 3]),
+                    f32(&[20]),
+                ],
                 f32(&[2, 3, 4, 20]),
-                &[&window[..], &[("image_gradient", ON), ("bias", OFF)]].concat(),
+                &[
+                    &window[..],
+                    &[("image_gradient", ON), ("scale", ON), ("bias", OFF)],
+                ]
+                .concat(),
             ),
-            &["lhs", "rhs"],
+            &["lhs", "rhs", "scale"],
         ),
         (
             call(
@@ -314,6 +349,34 @@ fn calls() -> Vec<(Call, &'static [&'static str])> {
                 &window,
             ),
             &["gradient", "image"],
+        ),
+        (
+            call(
+                "adamw_8bit",
+                &[
+                    bf16(&[9, 60]),
+                    Type(DType::U8, vec![9, 60]),
+                    f32(&[3]),
+                    Type(DType::U8, vec![9, 60]),
+                    f32(&[3]),
+                    f32(&[9, 60]),
+                    f32(&[5]),
+                    Type(DType::U32, vec![2]),
+                ],
+                bf16(&[9, 60]),
+                &[
+                    ("keep_first", "0.9 : f32"),
+                    ("add_first", "0.1 : f32"),
+                    ("keep_second", "0.999 : f32"),
+                    ("add_second", "0.001 : f32"),
+                    ("epsilon", "1.0e-8 : f32"),
+                    ("weight_decay", "0.0 : f32"),
+                    ("salt", LARGEST),
+                ],
+            ),
+            &[
+                "weight", "codes", "largest", "codes", "largest", "gradient", "scalars", "key",
+            ],
         ),
         (
             call(
@@ -419,16 +482,20 @@ fn operands_that_do_not_fit_are_refused_by_name() {
             names.len(),
             names.len() + 1
         ));
-        let mut result = call.clone();
-        result.result.1.push(2);
-        result.is_refused("the result: expected ");
+        if call.in_place() == 0 {
+            let mut result = call.clone();
+            result.result.1.push(2);
+            result.is_refused("the result: expected ");
+        }
         for i in 0..call.attributes.len() {
             let mut without = call.clone();
             let (name, _) = without.attributes.remove(i);
             // Without its first attribute a window is none, and the operands are those of no matrix; nor are stored
             // weights any without theirs.
+            // And an update that does not round takes no key.
             let expected = match name {
                 "kernel_height" | "stored_bits" => "expected ",
+                "salt" if call.in_place() > 0 => "takes 7 operands, found 8",
                 _ => &format!("attribute {name}"),
             };
             without.is_refused(expected);
@@ -481,7 +548,7 @@ fn shapes_that_contradict_attributes_are_refused() {
     long.operands[..2].clone_from_slice(&[f32(&[65_001, 6]), f32(&[65_001, 20])]);
     long.is_refused("expected 1 to 65000 terms of each sum, found 65001");
     let mut odd = call(11);
-    odd.operands = vec![bf16(&[2, 6, 8, 5]), bf16(&[5, 20, 3, 3])];
+    odd.operands[..2].clone_from_slice(&[bf16(&[2, 6, 8, 5]), bf16(&[5, 20, 3, 3])]);
     odd.is_refused("expected an even number of channels, found 5");
     call(12)
         .with_operand(0, bf16(&[2, 3, 5, 20]))

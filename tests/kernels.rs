@@ -8,7 +8,10 @@ use crate::common::{
 use maxdiff::backend::cpu::kernel::{Form, Kernel, Product, ProductForm, QuantizedProduct};
 use maxdiff::backend::cpu::{claim, claim_training};
 use maxdiff::dtype::DType;
-use maxdiff::graph::{Builder, Graph, Init, Op, Tensor, evaluate, vjp};
+use maxdiff::graph::blockwise::{BLOCK, BlockwiseAdamW};
+use maxdiff::graph::{
+    Builder, ConvDims, DotDims, Graph, Init, Op, RoundingStream, Tensor, evaluate, vjp,
+};
 use maxdiff::host_tensor::HostTensor;
 use maxdiff::nn::{
     Activation, Attention, Conv2d, GroupNorm, Linear, Precision, attention, conv2d, gated_gelu,
@@ -18,6 +21,7 @@ use maxdiff::pjrt::{ISA, ISA_VARIABLE, UNUSABLE_ISAS, USABLE_ISAS};
 use maxdiff::quant::{Policy, ROUNDING_KEY, annotate, lower};
 use maxdiff::runtime::{Array, Program, ProgramOptions, Session, Slot, Value};
 use maxdiff::shape::Shape;
+use maxdiff::train::optimizer::step_8bit;
 
 const BF16: Precision = Precision {
     weights: DType::BF16,
@@ -281,6 +285,199 @@ fn bf16_products_of_training() -> Graph {
     b.finish()
 }
 
+/// A product and a convolution with weights that are stored as integers, as a step has them that trains other weights: forward
+/// with a scale and a bias of each column, and the derivative by what is multiplied.
+fn stored_products_of_training() -> Graph {
+    let b = Builder::new();
+    let x = |name: &str, dims: &[usize]| b.input(name, Shape::new(DType::BF16, dims), &[]).unwrap();
+    let stored = |name: &str, dims: &[usize]| {
+        let integers = b.input(name, Shape::new(DType::S8, dims), &[]).unwrap();
+        b.convert(integers, DType::BF16).unwrap()
+    };
+    let dot = Op::DotGeneral {
+        dims: DotDims {
+            lhs_contract: vec![1],
+            rhs_contract: vec![1],
+            ..DotDims::default()
+        },
+        result: DType::F32,
+        quant: None,
+    };
+    let convolution = Op::Convolution {
+        dims: Box::new(ConvDims::of_image(1, (1, 1))),
+        result: DType::F32,
+        quant: None,
+    };
+    let products = [
+        ("a", dot, x("x_a", &[37, 70]), stored("w_a", &[50, 70])),
+        (
+            "b",
+            convolution,
+            x("x_b", &[2, 5, 6, 34]),
+            stored("w_b", &[18, 34, 3, 3]),
+        ),
+    ];
+    for (name, op, x, weight) in products {
+        let sum = b.push(op, &[x, weight]).unwrap();
+        let dims = b.dims(sum);
+        let last = dims.len() - 1;
+        let [scale, bias] = ["scale", "bias"].map(|of| {
+            let shape = Shape::new(DType::F32, [dims[last]]);
+            let vector = b.input(&format!("{of}_{name}"), shape, &[]).unwrap();
+            b.broadcast_in_dim(vector, &[last], &dims).unwrap()
+        });
+        let y = b.add(b.mul(sum, scale).unwrap(), bias).unwrap();
+        let y = b.convert(y, DType::BF16).unwrap();
+        b.output(name, y, None).unwrap();
+        let g = b.input(&format!("g_{name}"), b.shape(y), &[]).unwrap();
+        let [dx] = vjp(&b, &[(y, g)], &[x]).unwrap()[..] else {
+            panic!("one gradient for one operand");
+        };
+        b.output(&format!("d{name}"), dx, None).unwrap();
+    }
+    b.finish()
+}
+
+/// The same as [`inputs`], with integers of all values.
+fn inputs_with_integers(graph: &Graph) -> Vec<HostTensor> {
+    let given = graph.inputs.iter().zip(inputs(graph));
+    given
+        .map(|(input, value)| match input.shape.dtype {
+            DType::S8 => {
+                let integers = (0..input.shape.count()).map(|i| (i * 37 % 256) as f64 - 128.0);
+                HostTensor::from_f64(input.shape.clone(), &integers.collect::<Vec<_>>()).unwrap()
+            }
+            _ => value,
+        })
+        .collect()
+}
+
+/// A step of AdamW on a weight of `dtype` with moments in 8 bits, of `count` values in rows of three.
+fn update_in_8_bits(dtype: DType, count: usize, rounds: bool) -> Graph {
+    let b = Builder::new();
+    let input =
+        |name: &str, dtype, dims: &[usize]| b.input(name, Shape::new(dtype, dims), &[]).unwrap();
+    let (dims, blocks) = ([count / 3, 3], [count.div_ceil(BLOCK)]);
+    let mut operands = vec![
+        input("weight", dtype, &dims),
+        input("m", DType::U8, &dims),
+        input("m_absmax", DType::F32, &blocks),
+        input("v", DType::U8, &dims),
+        input("v_absmax", DType::F32, &blocks),
+        b.convert(input("gradient", DType::BF16, &dims), DType::F32)
+            .unwrap(),
+        input("scalars", DType::F32, &[BlockwiseAdamW::SCALARS]),
+    ];
+    if rounds {
+        operands.push(input(ROUNDING_KEY, DType::U32, &[2]));
+    }
+    let step = BlockwiseAdamW {
+        b1: 0.9,
+        b2: 0.999,
+        eps: 1e-8,
+        weight_decay: 0.01,
+        rounding: rounds.then_some(RoundingStream(3)),
+    };
+    for (i, result) in step_8bit(&b, step, &operands)
+        .unwrap()
+        .into_iter()
+        .enumerate()
+    {
+        b.output(&format!("result{i}"), result, None).unwrap();
+    }
+    b.finish()
+}
+
+/// Codes of all values, largest absolute values of which one is 0, and a step that counts or does not.
+fn inputs_of_update(graph: &Graph, counts: bool) -> Vec<HostTensor> {
+    let given = graph.inputs.iter().zip(inputs(graph));
+    given
+        .map(|(input, value)| {
+            let values = value.to_f64_vec().unwrap();
+            let numbered = values.iter().enumerate();
+            let values: Vec<f64> = match &input.name[..] {
+                "m" | "v" => (0..values.len()).map(|i| (i * 7 % 256) as f64).collect(),
+                "m_absmax" | "v_absmax" => numbered.map(|(i, x)| (i as f64 * x).abs()).collect(),
+                "scalars" => vec![0.7, 1e-2, 0.19, 0.002, f64::from(u8::from(counts))],
+                ROUNDING_KEY => vec![3_123_456_789.0, 4_000_000_007.0],
+                _ => values,
+            };
+            HostTensor::from_f64(input.shape.clone(), &values).unwrap()
+        })
+        .collect()
+}
+
+#[test]
+fn updates_in_8_bits_are_one_kernel_and_what_the_graph_says() {
+    let sessions = kernels_run().then(|| cpu_session(1));
+    for (dtype, count, rounds) in [
+        (DType::BF16, 4 * BLOCK, true),
+        (DType::BF16, 3 * BLOCK + 6, false),
+        (DType::F32, 99 * BLOCK + 3, false),
+    ] {
+        let graph = update_in_8_bits(dtype, count, rounds);
+        let with = claim_training(&graph).unwrap();
+        let [Kernel::AdamW8bit(_)] = kernels(&with)[..] else {
+            panic!("{:?}", kernels(&with));
+        };
+        for counts in [true, false] {
+            let inputs = inputs_of_update(&graph, counts);
+            let expected = evaluate(&with, &inputs).unwrap();
+            let body = evaluate(&graph, &inputs).unwrap();
+            for codes in [1, 3] {
+                let [found, body] = [&expected, &body].map(|of| of[codes].to_f64_vec().unwrap());
+                let distances = found.iter().zip(&body).map(|(a, b)| (a - b).abs());
+                let other: Vec<f64> = distances.filter(|distance| *distance > 0.0).collect();
+                // Moments in the middle between two values.
+                assert!(other.len() <= count / 500, "{} of {count}", other.len());
+                assert!(other.iter().all(|distance| *distance == 1.0));
+            }
+            assert!(relative(&body[0], &expected[0]) < 1e-4);
+            assert_eq!(expected[0] == inputs[0], !counts);
+            if let Some(session) = &sessions {
+                assert!(
+                    run_on(session, &with, &inputs) == expected,
+                    "{dtype} {count}"
+                );
+                // Without a kernel, as other backends compute it.
+                let inlined = run_on(session, &graph, &inputs);
+                assert!(relative(&inlined[0], &expected[0]) < 1e-2);
+            }
+        }
+    }
+}
+
+#[test]
+fn stored_weights_of_training_are_multiplied_as_integers() {
+    let graph = stored_products_of_training();
+    let with = claim_training(&graph).unwrap();
+    let products: Vec<&Product> = kernels(&with)
+        .into_iter()
+        .map(|kernel| match kernel {
+            Kernel::Product(product) => product,
+            other => panic!("{other:?}"),
+        })
+        .collect();
+    assert_eq!(products.len(), 4);
+    for (i, product) in products.into_iter().enumerate() {
+        let is_forward = i % 2 == 0;
+        assert_eq!(
+            [product.scale, product.bias],
+            [is_forward; 2],
+            "{product:?}"
+        );
+        assert_eq!(product.result, DType::BF16);
+    }
+    // Nothing widens the integers.
+    let nodes = with.nodes.iter().zip(with.live_nodes());
+    let mut live = nodes.filter(|(_, live)| *live).map(|(node, _)| node);
+    assert!(!live.any(|node| matches!(node.op, Op::Convert(DType::BF16))
+        && with.nodes[node.operands[0] as usize].shape.dtype == DType::S8));
+    let inputs = inputs_with_integers(&graph);
+    let expected = evaluate(&graph, &inputs).unwrap();
+    assert_eq!(evaluate(&with, &inputs).unwrap(), expected);
+}
+
 /// The same as [`inputs`], with words of many bits for the key of the noise.
 fn inputs_with_key(graph: &Graph) -> Vec<HostTensor> {
     let mut inputs = inputs(graph);
@@ -412,6 +609,22 @@ fn compare_with_the_host(isa: &str) {
         let error = relative(found, expected);
         assert!(error <= 1e-3, "{isa}, {}: {error}", output.name);
     }
+    let stored = stored_products_of_training();
+    let given = inputs_with_integers(&stored);
+    let found = run_on(&session, &claim_training(&stored).unwrap(), &given);
+    for (found, expected) in found.iter().zip(&evaluate(&stored, &given).unwrap()) {
+        let error = relative(found, expected);
+        assert!(error <= 1e-3, "{isa}: {error}");
+    }
+    // Each operation of an update is rounded as on the host.
+    let updates = update_in_8_bits(DType::BF16, 5 * BLOCK + 10, true);
+    let given = inputs_of_update(&updates, true);
+    let updates = claim_training(&updates).unwrap();
+    let found = run_on(&session, &updates, &given);
+    assert!(
+        found == evaluate(&updates, &given).unwrap(),
+        "{isa}: update"
+    );
     // As in the tests of one set.
     for (build, limit) in [(tiles, 1e-3), (few, 1e-3), (attending, 4e-3)] {
         let graph = graph_of(build, false);

@@ -83,6 +83,8 @@ impl<'a> Run<'a> {
         value: &dyn Fn(&str, &Shape) -> HostTensor,
     ) -> Self {
         let graph = update(weights, options);
+        // With the kernel of moments in 8 bits, where it runs.
+        let graph = session.backend().claim_training(&graph, 1).unwrap();
         let program =
             Program::compile(session, &graph, "update", &ProgramOptions::default()).unwrap();
         let mut state = BTreeMap::new();

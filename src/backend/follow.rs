@@ -18,7 +18,7 @@ pub(super) fn users(graph: &Graph) -> Vec<Vec<Option<usize>>> {
     users
 }
 
-/// The other operand of a sum of two nodes, one of which is `of`.
+/// The other operand of a sum or product of two nodes, one of which is `of`.
 pub(super) fn other_term(of: u32, sum: &Node) -> Option<u32> {
     match sum.operands[..] {
         [a, b] if a == of && b != of => Some(b),
@@ -27,8 +27,8 @@ pub(super) fn other_term(of: u32, sum: &Node) -> Option<u32> {
     }
 }
 
-/// The vector along the last dimension that `sum` adds to `product`, in bf16 if that is what it is widened from.
-pub(super) fn bias(graph: &Graph, product: u32, sum: &Node) -> Option<u32> {
+/// The vector along the last dimension that `sum` adds to `product`, or multiplies it by, in bf16 if that is what it is widened from.
+pub(super) fn vector(graph: &Graph, product: u32, sum: &Node) -> Option<u32> {
     let spread = &graph.nodes[other_term(product, sum)? as usize];
     let Op::BroadcastInDim { dims, .. } = &spread.op else {
         return None;
@@ -37,6 +37,22 @@ pub(super) fn bias(graph: &Graph, product: u32, sum: &Node) -> Option<u32> {
     let source = widened(graph, spread.operands[0]);
     let whole = graph.nodes[source as usize].shape.dims == [sum.shape.dims[last]];
     (dims[..] == [last] && whole).then_some(source)
+}
+
+/// The product of node `product`, of which that is the only use, and a vector along its last dimension: its node, and the
+/// vector, in bf16 if that is what it is widened from.
+pub(super) fn scale(
+    graph: &Graph,
+    users: &[Vec<Option<usize>>],
+    product: usize,
+) -> Option<(usize, u32)> {
+    let [Some(user)] = users[product][..] else {
+        return None;
+    };
+    let node = &graph.nodes[user];
+    let multiplies = matches!(node.op, Op::Binary(Binary::Mul));
+    let scale = vector(graph, product as u32, node).filter(|_| multiplies)?;
+    Some((user, scale))
 }
 
 /// What is a product's only use: a bias, and rounding to bf16.
@@ -68,7 +84,7 @@ pub(super) fn bias_and_rounding(
                 break;
             }
             Op::Binary(Binary::Add) if followed.bias.is_none() => {
-                followed.bias = bias(graph, followed.root as u32, node);
+                followed.bias = vector(graph, followed.root as u32, node);
                 if followed.bias.is_none() {
                     break;
                 }

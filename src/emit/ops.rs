@@ -40,7 +40,16 @@ impl Names {
             let operand = |i: usize| values[node.operands[i] as usize].clone();
             values.push(match &node.op {
                 Op::Parameter(i) => arguments[*i].clone(),
-                Op::GetTupleElement(i) => format!("{}#{i}", operand(0)),
+                Op::GetTupleElement(i) => {
+                    let tuple = node.operands[0] as usize;
+                    match (&graph.nodes[tuple].op, bodies.get(&tuple)) {
+                        (Op::Composite { body, .. }, Some(names)) => {
+                            let names: &Names = names;
+                            names.results(body).nth(*i).unwrap_or_default().to_string()
+                        }
+                        _ => format!("{}#{i}", operand(0)),
+                    }
+                }
                 Op::Stored => operand(0),
                 Op::ShardingConstraint(_) if !constrained(node) => operand(0),
                 Op::Composite { body, .. } => {
@@ -311,8 +320,20 @@ impl Emitter<'_> {
             Op::CustomCall(call) => {
                 let shapes: Vec<&Shape> = (0..node.operands.len()).map(shape_of).collect();
                 let call = call.as_ref();
+                if call.in_place() > 0 {
+                    let results = call.in_place();
+                    let types = operand_types[..results].join(", ");
+                    let signature = format!("({}) -> ({types})", operand_types.join(", "));
+                    let line = custom_call(call, &all, &shapes, &shapes[..results], &signature);
+                    let location = self.location(scope, op);
+                    let _ = writeln!(
+                        self.text,
+                        "    {name}:{results} = {line} loc(#loc{location})"
+                    );
+                    return;
+                }
                 match self.options.call(call, &shapes) {
-                    None => custom_call(call, &all, &shapes, &node.shape, &signature),
+                    None => custom_call(call, &all, &shapes, &[&node.shape], &signature),
                     Some(sharding) => self.shared_call(call, &all, &shapes, node, &sharding, scope),
                 }
             }
@@ -367,7 +388,7 @@ impl Emitter<'_> {
             operands: &types,
             result: &result_type,
         };
-        let inner = custom_call(call, &names, &parts, &result, &inner);
+        let inner = custom_call(call, &names, &parts, &[&result], &inner);
         let location = self.location(scope, call.name());
         let wholes: Vec<Rc<str>> = shapes.iter().map(|shape| self.types.of(shape)).collect();
         let outer = Signature {
@@ -491,13 +512,13 @@ impl Emitter<'_> {
     }
 }
 
-/// The call of a kernel, whose operands and result lie in row-major order.
+/// The call of a kernel, whose operands and results lie in row-major order.
 fn custom_call(
     call: &dyn CustomCall,
     operands: &[&str],
     shapes: &[&Shape],
-    result: &Shape,
-    signature: &Signature<'_>,
+    results: &[&Shape],
+    signature: &dyn fmt::Display,
 ) -> String {
     let row_major = |rank: usize| {
         let order = list((0..rank).rev());
@@ -525,12 +546,21 @@ fn custom_call(
             format!("backend_config = \"{text}\"")
         }
     };
+    let in_place = (0..call.in_place()).map(|i| {
+        format!(
+            "#stablehlo.output_operand_alias<output_tuple_indices = [{i}], operand_index = {i}, operand_tuple_indices = []>"
+        )
+    });
+    let aliases = match call.in_place() {
+        0 => String::new(),
+        _ => format!(", output_operand_aliases = {}", list(in_place)),
+    };
     format!(
-        "stablehlo.custom_call @{}({}) {{{config}, operand_layouts = {}, result_layouts = {}}} : {signature}",
+        "stablehlo.custom_call @{}({}) {{{config}, operand_layouts = {}, result_layouts = {}{aliases}}} : {signature}",
         call.target(),
         operands.join(", "),
         list(shapes.iter().map(|s| row_major(s.rank()))),
-        list([row_major(result.rank())]),
+        list(results.iter().map(|s| row_major(s.rank()))),
     )
 }
 

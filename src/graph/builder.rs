@@ -479,9 +479,34 @@ impl Builder {
         operands: &[Tensor],
         body: impl FnOnce(&Builder, &[Tensor]) -> Result<Tensor>,
     ) -> Result<Tensor> {
+        self.composite_of(kind, operands, |b, inputs| Ok(vec![body(b, inputs)?]))
+    }
+
+    /// The same for a composite whose results are of the shapes of its first operands.
+    ///
+    /// # Errors
+    /// Those of [`Builder::composite`].
+    pub fn composite_in_place(
+        &self,
+        kind: Composite,
+        operands: &[Tensor],
+        body: impl FnOnce(&Builder, &[Tensor]) -> Result<Vec<Tensor>>,
+    ) -> Result<Vec<Tensor>> {
+        let results = kind.results();
+        let node = self.composite_of(kind, operands, body)?;
+        Ok(self.elements(node, &operands[..results]))
+    }
+
+    fn composite_of(
+        &self,
+        kind: Composite,
+        operands: &[Tensor],
+        body: impl FnOnce(&Builder, &[Tensor]) -> Result<Vec<Tensor>>,
+    ) -> Result<Tensor> {
         let (region, inputs) = self.region(operands)?;
-        let result = body(&region, &inputs)?;
-        region.output("result", result, None)?;
+        for (i, result) in body(&region, &inputs)?.into_iter().enumerate() {
+            region.output(&format!("result{i}"), result, None)?;
+        }
         let body = Box::new(region.finish());
         self.push(Op::Composite { kind, body }, operands)
     }

@@ -7,6 +7,7 @@
 
 use crate::dtype::DType;
 
+use super::blockwise::BlockwiseAdamW;
 use super::{ConvDims, DotDims, RoundingStream, TensorFormat};
 
 /// The computation of a composite, with its attributes.
@@ -78,6 +79,12 @@ pub enum Composite {
         lhs_scale: bool,
         rhs_scale: bool,
     },
+    /// A step of AdamW for a weight whose moments are [`blockwise`](super::blockwise), as bitsandbytes' `AdamW8bit`. Operands: the
+    /// weight (`f32` or `bf16`); codes `u8` of its dimensions and `f32[blocks]` largest absolute values of the first moment, the
+    /// same of the second; the gradient, of the weight's dimensions; `f32[5]`: what the gradient is multiplied by, the learning
+    /// rate, `1 - b1^t`, `1 - b2^t`, and 1 if the update counts, otherwise 0; and for stochastic rounding the key, `u32[2]`. The
+    /// results are of the first five operands' shapes, and what they are after the step.
+    BlockwiseAdamW(BlockwiseAdamW),
 }
 
 /// Which contraction, with its dimension numbers.
@@ -113,6 +120,15 @@ impl Composite {
                 contraction: Contraction::Convolution(_),
                 ..
             } => "scaled_convolution",
+            Composite::BlockwiseAdamW(_) => "adamw_8bit",
+        }
+    }
+
+    /// How many results there are; the node's own shape is that of the first.
+    pub fn results(&self) -> usize {
+        match self {
+            Composite::BlockwiseAdamW(_) => BlockwiseAdamW::RESULTS,
+            _ => 1,
         }
     }
 }

@@ -75,8 +75,19 @@ pub trait CustomCall: Any + Debug + Send + Sync {
     /// Operations of products: multiply-adds times two.
     fn flops(&self, operands: &[&Shape], result: &Shape) -> u64;
 
-    /// The kernel's result, computed on the host.
+    /// The kernel's result, computed on the host; the first of several.
     fn evaluate(&self, operands: &[&Value], result: Shape) -> Value;
+
+    /// How many results there are that take the memory, and have the shapes, of the first operands, in order; 0 where the one result
+    /// has memory of its own.
+    fn in_place(&self) -> usize {
+        0
+    }
+
+    /// All results, computed on the host.
+    fn evaluate_all(&self, operands: &[&Value], first: Shape) -> Vec<Value> {
+        vec![self.evaluate(operands, first)]
+    }
 }
 
 /// Kernels are equal whose names and attributes are.

@@ -5,6 +5,7 @@
 //! an ill-typed one.
 
 mod attributes;
+pub mod blockwise;
 mod builder;
 mod composite;
 mod custom_call;

@@ -166,14 +166,18 @@ pub fn rounding_bits(
 
 /// [`rounding_noise`] of the element at `position` of a tensor of at most 2^32 elements, by the key's high and low
 /// words.
-pub fn rounding_noise_at([high, low]: [u32; 2], stream: RoundingStream, position: u32) -> f32 {
+pub fn rounding_noise_at(key: [u32; 2], stream: RoundingStream, position: u32) -> f32 {
+    (rounding_bits_at(key, stream, position) >> 8) as f32 * 2f32.powi(-24) - 0.5
+}
+
+/// [`rounding_bits`] of the element at `position` of such a tensor.
+pub fn rounding_bits_at([high, low]: [u32; 2], stream: RoundingStream, position: u32) -> u32 {
     let mut x = position ^ high.wrapping_add(stream.salt());
     x ^= x >> 16;
     x = x.wrapping_mul(0x7FEB_352D);
     x ^= x >> 15;
     x = x.wrapping_add(low).wrapping_mul(0x846C_A68B);
-    x ^= x >> 16;
-    (x >> 8) as f32 * 2f32.powi(-24) - 0.5
+    x ^ (x >> 16)
 }
 
 #[cfg(test)]

@@ -1,5 +1,7 @@
 //! Copies of graphs in which some nodes are others.
 
+use std::collections::HashMap;
+
 use super::{Builder, Composite, Graph, GraphError, InputKind, Node, Op, Output, Tensor};
 use crate::dtype::DType;
 
@@ -177,9 +179,12 @@ impl Graph {
     ) -> Vec<u32> {
         let live = graph.live_nodes();
         let mut copies: Vec<u32> = Vec::with_capacity(graph.nodes.len());
-        for (node, live) in graph.nodes.iter().zip(live) {
+        // The results of bodies, by the composite that they stand in place of.
+        let mut results: HashMap<u32, Vec<u32>> = HashMap::new();
+        for (i, (node, live)) in graph.nodes.iter().zip(live).enumerate() {
             let operands = || node.operands.iter().map(|o| copies[*o as usize]).collect();
             let remat = remat.or(node.remat);
+            let inlined = |at: usize| results.get(&node.operands[0]).map(|results| results[at]);
             let copy = match (&node.op, arguments) {
                 (Op::Parameter(index), Some(arguments)) => arguments[*index],
                 // A program's inputs stay, used or not.
@@ -188,8 +193,15 @@ impl Graph {
                     let operands: Vec<u32> = operands();
                     let unknown = vec![None; body.scopes.len()];
                     let copies = self.append(body, unknown, Some(&operands), remat, chosen);
-                    // A body has one output: shape inference has checked it.
-                    body.outputs.first().map_or(0, |o| copies[o.node as usize])
+                    let outputs = body.outputs.iter();
+                    let all: Vec<u32> = outputs.map(|o| copies[o.node as usize]).collect();
+                    // There is at least one: shape inference has checked it.
+                    let first = all[0];
+                    results.insert(i as u32, all);
+                    first
+                }
+                (Op::GetTupleElement(at), _) if inlined(*at).is_some() => {
+                    inlined(*at).unwrap_or(u32::MAX)
                 }
                 (op, _) => {
                     let path = graph.path(node);

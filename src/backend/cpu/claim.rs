@@ -152,8 +152,9 @@ impl<'a> Claims<'a> {
                 let format = *format;
                 return (qwix && runs_often).then_some(Claim::AbsMax { kept, format });
             }
-            // The product that reads a rounded operand takes the rounding with it.
-            Composite::Attention { .. }
+            // The product that reads a rounded operand takes the rounding with it; updates are for `training`.
+            Composite::BlockwiseAdamW(_)
+            | Composite::Attention { .. }
             | Composite::AttentionGradient { .. }
             | Composite::GroupNorm { .. }
             | Composite::LayerNorm { .. }

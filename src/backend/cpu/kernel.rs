@@ -3,10 +3,12 @@
 //! They replace composites and contractions of a graph; [`super::claim`] puts them in.
 
 use crate::dtype::DType;
+use crate::graph::blockwise::BlockwiseAdamW;
 use crate::graph::eval::{Data, Value, erf};
 use crate::graph::{Attribute, Configuration, CustomCall, InferError, constraint};
 use crate::shape::Shape;
 
+pub use super::optimizer::AdamW8bit;
 pub use super::product::{Product, ProductForm};
 pub use super::quantized::{Form, QuantizedProduct};
 pub use super::window::Window;
@@ -28,9 +30,11 @@ pub enum Kernel {
     /// numerics first: a range for each row of the lhs, or image of it, and for each column. Operands: lhs and rhs, the
     /// key of the noise `u32[2]` where the lhs is rounded stochastically, and the bias `f32[columns]` if there is one.
     QuantizedProduct(QuantizedProduct),
-    /// `lhs rhs + bias` of bf16 operands that are packed in the call, sums in `f32`. Operands: lhs and rhs, and the bias
-    /// `f32[columns]` if there is one.
+    /// `lhs rhs * scale + bias` of bf16 operands that are packed in the call, sums in `f32`. Operands: lhs and rhs, which may be
+    /// int8, then the scale and the bias, `f32[columns]`, if there are any.
     Product(Product),
+    /// A step of AdamW.
+    AdamW8bit(AdamW8bit),
     /// `softmax(q k^T * scale) v` for each head; operands and result are bf16 `[batch, length, heads, size]`. If
     /// `causal`, a query sees the keys up to its own place. If not, there may be a fourth operand, `pred[batch, keys]`:
     /// the keys that queries see; where there are none the result is the mean of v.
@@ -140,6 +144,7 @@ impl Kernel {
             }
             Kernel::QuantizedProduct(product) => product.attributes(),
             Kernel::Product(product) => product.attributes(),
+            Kernel::AdamW8bit(step) => step.attributes(),
             Kernel::Attention { scale, causal } => {
                 vec![("scale", F32(*scale)), ("causal", flag(*causal))]
             }
@@ -165,6 +170,7 @@ impl CustomCall for Kernel {
             Kernel::Contract(_) => "maxdiff.contract",
             Kernel::QuantizedProduct(_) => "maxdiff.quantized_product",
             Kernel::Product(product) => product.target(),
+            Kernel::AdamW8bit(_) => "maxdiff.adamw_8bit",
             Kernel::Attention { .. } => "maxdiff.attention",
             Kernel::AbsMax { .. } => "maxdiff.abs_max",
             Kernel::Quantize => "maxdiff.quantize",
@@ -183,6 +189,7 @@ impl CustomCall for Kernel {
             Kernel::Contract(c) => c.infer(operands),
             Kernel::QuantizedProduct(product) => product.infer(operands),
             Kernel::Product(product) => product.infer(operands),
+            Kernel::AdamW8bit(step) => step.infer(operands),
             Kernel::Attention { causal, .. } => {
                 let (q, k, v, visible) = match operands {
                     [q, k, v] => (q, k, v, None),
@@ -275,7 +282,8 @@ impl CustomCall for Kernel {
             Kernel::QuantizedProduct(product) => product.terms(operands),
             Kernel::Product(product) => product.terms(operands),
             Kernel::Attention { .. } => 2 * operands[1].dims[1],
-            Kernel::AbsMax { .. }
+            Kernel::AdamW8bit(_)
+            | Kernel::AbsMax { .. }
             | Kernel::Quantize
             | Kernel::LayerNorm { .. }
             | Kernel::GroupNorm { .. }
@@ -286,11 +294,26 @@ impl CustomCall for Kernel {
             .saturating_mul(2)
     }
 
+    fn in_place(&self) -> usize {
+        match self {
+            Kernel::AdamW8bit(_) => BlockwiseAdamW::RESULTS,
+            _ => 0,
+        }
+    }
+
+    fn evaluate_all(&self, operands: &[&Value], first: Shape) -> Vec<Value> {
+        match self {
+            Kernel::AdamW8bit(step) => step.evaluate(operands),
+            _ => vec![self.evaluate(operands, first)],
+        }
+    }
+
     fn evaluate(&self, operands: &[&Value], shape: Shape) -> Value {
         match self {
             Kernel::Contract(c) => c.evaluate(operands, shape),
             Kernel::QuantizedProduct(product) => product.evaluate(operands, shape),
             Kernel::Product(product) => product.evaluate(operands, shape),
+            Kernel::AdamW8bit(step) => step.evaluate(operands).swap_remove(0),
             Kernel::Attention { scale, causal } => {
                 attention(operands, f64::from(*scale), *causal, shape)
             }

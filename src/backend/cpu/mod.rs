@@ -2,6 +2,7 @@
 
 mod claim;
 pub mod kernel;
+mod optimizer;
 mod product;
 mod quantized;
 mod rewrite;

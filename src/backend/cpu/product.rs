@@ -1,4 +1,4 @@
-//! Products of bf16 operands that are packed in the same call (`plugin/fresh.inc`).
+//! Products of bf16 operands that are packed in the same call (`plugin/fresh.inc`), of which the rhs may be int8.
 
 use crate::dtype::DType;
 use crate::graph::eval::{Data, Value};
@@ -11,6 +11,8 @@ use super::window::Window;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Product {
     pub form: ProductForm,
+    /// Whether each column of the result is multiplied by a scale.
+    pub scale: bool,
     pub bias: bool,
     /// `F32` or `BF16`.
     pub result: DType,
@@ -61,12 +63,12 @@ impl Product {
                 attributes
             }
         };
-        attributes.push(flag("bias", self.bias));
+        attributes.extend([flag("scale", self.scale), flag("bias", self.bias)]);
         attributes
     }
 
     pub(super) fn infer(&self, operands: &[&Shape]) -> Result<Shape, InferError> {
-        let expected = 2 + usize::from(self.bias);
+        let expected = 2 + usize::from(self.scale) + usize::from(self.bias);
         if operands.len() != expected {
             return Err(InferError::OperandCount {
                 expected,
@@ -79,15 +81,15 @@ impl Product {
             constraint("product kernel", detail)
         };
         let dims = self.dims(lhs, rhs).ok_or_else(unfit)?;
-        if [lhs, rhs].iter().any(|x| x.dtype != DType::BF16) {
+        let is_gradient = matches!(self.form, ProductForm::KernelGradient(_));
+        let integers = rhs.dtype == DType::S8 && !is_gradient;
+        if lhs.dtype != DType::BF16 || !(rhs.dtype == DType::BF16 || integers) {
             return Err(unfit());
         }
-        if self.bias {
-            let of_columns = dims.last().copied().unwrap_or(1);
-            let takes = Shape::new(DType::F32, [of_columns]);
-            if matches!(self.form, ProductForm::KernelGradient(_)) || *operands[2] != takes {
-                return Err(unfit());
-            }
+        let of_columns = Shape::new(DType::F32, [dims.last().copied().unwrap_or(1)]);
+        let rest = &operands[2..];
+        if !rest.is_empty() && (is_gradient || rest.iter().any(|x| **x != of_columns)) {
+            return Err(unfit());
         }
         Ok(Shape::new(self.result, dims))
     }
@@ -209,11 +211,12 @@ impl Product {
         };
         let columns = shape.dims.last().copied().unwrap_or(1);
         let value = |i: usize| {
-            let y = sum(i) as f32;
-            f64::from(match self.bias {
-                true => y + operands[2].float(i % columns) as f32,
-                false => y,
-            })
+            let mut y = sum(i) as f32;
+            let mut of_column = operands[2..].iter().map(|x| x.float(i % columns) as f32);
+            if self.scale {
+                y *= of_column.next().unwrap_or(1.0);
+            }
+            f64::from(y + of_column.next().unwrap_or(0.0))
         };
         Value {
             data: Data::F((0..shape.count()).map(value).collect()),

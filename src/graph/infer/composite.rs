@@ -1,6 +1,7 @@
 //! The shape of a composite's result.
 
 use crate::dtype::DType;
+use crate::graph::blockwise::{BLOCK, BlockwiseAdamW};
 use crate::graph::{Composite, Graph, InferError, Op, Rounding};
 use crate::shape::Shape;
 
@@ -26,13 +27,26 @@ pub(super) fn composite(kind: &Composite, operands: &[&Shape], body: &Graph) -> 
             shapes(operands)
         )));
     }
-    let [output] = &body.outputs[..] else {
-        let found = body.outputs.len();
+    let results: Vec<&Shape> = body
+        .outputs
+        .iter()
+        .map(|o| &body.nodes[o.node as usize].shape)
+        .collect();
+    let expected = kind.results();
+    if results.len() != expected {
+        let found = results.len();
         return Err(wrong(format!(
-            "the body gives {found} results, expected one"
+            "the body gives {found} results, expected {expected}"
         )));
-    };
-    let result = &body.nodes[output.node as usize].shape;
+    }
+    if expected > 1 && results != operands[..expected.min(operands.len())] {
+        return Err(wrong(format!(
+            "the body gives {}, the first operands are {}",
+            shapes(&results),
+            shapes(operands)
+        )));
+    }
+    let result = results[0];
     let expected = result_dims(kind, operands).map_err(wrong)?;
     if result.dims != expected {
         return Err(wrong(format!(
@@ -60,6 +74,11 @@ fn result_dims(kind: &Composite, operands: &[&Shape]) -> Dims {
         )),
     };
     match kind {
+        Composite::BlockwiseAdamW(step) => {
+            let keys = usize::from(step.rounding.is_some());
+            count(BlockwiseAdamW::RESULTS + 2 + keys)?;
+            blockwise_dims(operands)
+        }
         Composite::Attention { causal } => match operands {
             [q, k, v, visible] if !causal => {
                 let dims = attention_dims(q, k, v)?;
@@ -244,6 +263,26 @@ fn kept_dims(x: &Shape, kept: &[usize]) -> Dims {
 fn shapes(shapes: &[&Shape]) -> String {
     let texts: Vec<String> = shapes.iter().map(ToString::to_string).collect();
     format!("({})", texts.join(", "))
+}
+
+/// The dimensions of the weight of [`Composite::BlockwiseAdamW`].
+fn blockwise_dims(operands: &[&Shape]) -> Dims {
+    let weight = operands[0];
+    let blocks = Shape::new(DType::F32, [weight.count().div_ceil(BLOCK)]);
+    let codes = weight.with_dtype(DType::U8);
+    let scalars = Shape::new(DType::F32, [BlockwiseAdamW::SCALARS]);
+    let expected = [&codes, &blocks, &codes, &blocks];
+    let gradient = operands[BlockwiseAdamW::RESULTS];
+    let fits = operands[1..BlockwiseAdamW::RESULTS] == expected
+        && gradient.dims == weight.dims
+        && *operands[BlockwiseAdamW::RESULTS + 1] == scalars;
+    match fits {
+        true => Ok(weight.dims.clone()),
+        false => Err(format!(
+            "takes {weight}, twice {codes} and {blocks}, a gradient, and {scalars}, found {}",
+            shapes(operands)
+        )),
+    }
 }
 
 #[cfg(test)]

@@ -44,6 +44,7 @@ pub(super) const SOURCES: &[(&str, &str)] = &sources![
     "kernels.inc",
     "memory.h",
     "objects.h",
+    "optimizer.inc",
     "pool.h",
     "products.inc",
     "quantized.inc",
@@ -70,13 +71,16 @@ pub(super) const SOURCES: &[(&str, &str)] = &sources![
 const LAYOUT_SOURCE: &str = "layout.cc";
 
 /// Compiler options that do not depend on the host. `NDEBUG` must match TensorFlow's build,
-/// `ffp-contract=off` makes every rounding that the kernels promise, and `initfirst` lets the
+/// `ffp-contract=off` makes every rounding that the kernels promise, without `errno` and traps loops of roots and choices
+/// become vectors, and `initfirst` lets the
 /// plugin silence logs before TensorFlow's initializers write them.
 const COMPILE_OPTIONS: &[&str] = &[
     "-std=c++17",
     "-O2",
     "-DNDEBUG",
     "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
     "-fPIC",
     "-shared",
     "-fvisibility=hidden",

@@ -5,7 +5,7 @@ use crate::graph::{Builder, GraphError, Tensor};
 
 use super::adamw::SECOND_MOMENT;
 use super::state::{Frame, declare, moment};
-use super::{Trained, sum_all};
+use super::{Changed, Trained, sum_all};
 
 type Result<T> = std::result::Result<T, GraphError>;
 
@@ -27,7 +27,7 @@ pub fn update(
     trained: &[Trained],
     gradients: &[Tensor],
     scale_parameter: bool,
-) -> Result<Vec<Tensor>> {
+) -> Result<Vec<Changed>> {
     let b = frame.b.clone();
     // 1 - b2 = t^-0.8.
     let fresh = b.exp(b.mul_scalar(b.log(frame.t)?, DECAY)?)?;
@@ -56,7 +56,9 @@ pub fn update(
             }
         };
         let update = b.mul(b.div(update, excess)?, rate)?;
-        changed.push(b.sub(frame.decayed(b, trained, rate)?, update)?);
+        changed.push(Changed::New(
+            b.sub(frame.decayed(b, trained, rate)?, update)?,
+        ));
     }
     Ok(changed)
 }

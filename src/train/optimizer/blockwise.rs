@@ -1,64 +1,12 @@
-//! Floats in 8 bits, block by block: Dettmers et al., "8-bit optimizers via block-wise quantization", 2022, with the code
-//! books and the block size of bitsandbytes.
-//!
-//! Each block of [`BLOCK`] elements in row-major order is divided by its largest absolute value. What is left is the
-//! nearest of 256 values: 0, 1, and in each of seven decades, `10^(i - 7)` to `10^(i - 6)`, the centres of `2^i` equal
-//! cells (with a sign) or of `2^(i + 1)` (without), so that large values have more digits. Counted from 0, the `k`-th
-//! value is in the decade and cell that the position of the highest bit of `k`, or of `k + 1`, and the bits below it say,
-//! so neither direction needs a table.
+//! [`Codes`] as operations, and tensors in blocks.
 
 use crate::dtype::DType;
+use crate::graph::blockwise::{BLOCK, Codes, DECADES, scale};
 use crate::graph::{Binary, Builder, Comparison, GraphError, Op, PadDim, Reduction, Tensor, Unary};
 
 type Result<T> = std::result::Result<T, GraphError>;
 
-/// Elements of a block.
-pub const BLOCK: usize = 256;
-
-const DECADES: i32 = 7;
-
-/// The code book.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Codes {
-    /// -0.993 to 1; code 127 is 0.
-    Signed,
-    /// 0 to 1.
-    Unsigned,
-}
-
 impl Codes {
-    /// The values from 0 to 1 in order.
-    fn magnitudes(self) -> Vec<f64> {
-        let mut values = vec![0.0];
-        for decade in 0..DECADES {
-            let cells = self.cells(decade);
-            let of_cell = |cell: i32| 0.1 + 0.9 * (f64::from(cell) + 0.5) / f64::from(cells);
-            values.extend((0..cells).map(|cell| scale(decade) * of_cell(cell)));
-        }
-        values.push(1.0);
-        values
-    }
-
-    fn cells(self, decade: i32) -> i32 {
-        match self {
-            Codes::Signed => 1 << decade,
-            Codes::Unsigned => 2 << decade,
-        }
-    }
-
-    /// What is added to the number of a value, so that its highest bit says the decade.
-    fn offset(self) -> i32 {
-        self.cells(0) - 1
-    }
-
-    /// The code of 0.
-    fn zero(self) -> f64 {
-        match self {
-            Codes::Signed => 127.0,
-            Codes::Unsigned => 0.0,
-        }
-    }
-
     /// The floats of `code`, [`in_blocks`], whose blocks have the absolute values `largest` at most.
     pub fn decode(self, b: &Builder, code: Tensor, largest: Tensor) -> Result<Tensor> {
         let code = b.convert(in_filled_blocks(b, code, self.zero())?, DType::F32)?;
@@ -80,10 +28,7 @@ impl Codes {
         let cell = b.add_scalar(b.sub(counted, cells)?, 0.5)?;
         let place = b.add_scalar(b.mul_scalar(b.div(cell, cells)?, 0.9)?, 0.1)?;
         let mut value = b.mul(place, decade)?;
-        for (at, special) in [
-            (0.0, 0.0),
-            (f64::from(self.cells(DECADES) - self.offset()), 1.0),
-        ] {
+        for (at, special) in [(0.0, 0.0), (f64::from(self.first(DECADES)), 1.0)] {
             let is_it = b.compare(Comparison::Eq, number, b.full(&b.shape(number), at)?)?;
             value = b.select(is_it, b.full(&b.shape(number), special)?, value)?;
         }
@@ -122,11 +67,10 @@ impl Codes {
         let full = |value: f64| b.full(&shape, value);
         let values = self.magnitudes();
         let middle = |number: i32| (values[number as usize - 1] + values[number as usize]) / 2.0;
-        let first = |decade: i32| self.cells(decade) - self.offset();
         let mut inverse = full(1.0 / scale(0))?;
         let mut cells = full(f64::from(self.cells(0)))?;
         for decade in 1..DECADES {
-            let is_in = b.compare(Comparison::Ge, x, full(middle(first(decade)))?)?;
+            let is_in = b.compare(Comparison::Ge, x, full(middle(self.first(decade)))?)?;
             inverse = b.select(is_in, full(1.0 / scale(decade))?, inverse)?;
             cells = b.select(is_in, full(f64::from(self.cells(decade)))?, cells)?;
         }
@@ -139,15 +83,10 @@ impl Codes {
         let mut number = b.add_scalar(b.add(cell, cells)?, f64::from(-self.offset()))?;
         let is_zero = b.compare(Comparison::Lt, x, full(middle(1))?)?;
         number = b.select(is_zero, full(0.0)?, number)?;
-        let top = first(DECADES);
+        let top = self.first(DECADES);
         let is_top = b.compare(Comparison::Ge, x, full(middle(top))?)?;
         b.select(is_top, full(f64::from(top))?, number)
     }
-}
-
-/// The end of decade `decade`.
-fn scale(decade: i32) -> f64 {
-    10f64.powi(decade - DECADES + 1)
 }
 
 /// Of whole numbers from 1 on, the highest power of two that is not above: the float's exponent alone.

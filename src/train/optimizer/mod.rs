@@ -15,7 +15,7 @@ use crate::graph::random::RandomKey;
 use crate::graph::{Binary, Builder, Comparison, GraphError, Tensor, Unary, scopes};
 
 pub use accumulate::ACCUMULATED;
-pub use adamw::{FIRST_MOMENT, SECOND_MOMENT};
+pub use adamw::{FIRST_MOMENT, SECOND_MOMENT, step_8bit};
 pub use state::{EMA, INITIAL, STATE, UPDATES, updates_input};
 
 use state::Frame;
@@ -160,7 +160,12 @@ pub fn update(
     let finite_loss = b.unary(Unary::IsFinite, averaged.loss)?;
     let finite_norm = b.unary(Unary::IsFinite, grad_norm)?;
     let finite = b.binary(Binary::And, finite_loss, finite_norm)?;
-    let gradients = clip(b, gradients, grad_norm, options)?;
+    let (gradients, factor) = clip(b, gradients, grad_norm, options)?;
+    let scaled = gradients.iter().map(|&g| match factor {
+        Some(factor) => b.mul(g, factor),
+        None => Ok(g),
+    });
+    let scaled = scaled.collect::<Result<Vec<_>>>()?;
 
     let next = b.add(updates, b.scalar(DType::S32, 1.0)?)?;
     let applies = match averaged.is_last {
@@ -170,14 +175,20 @@ pub fn update(
     let mut frame = Frame::new(b, next, applies, inputs, options)?;
     let changed = match options.optimizer {
         Optimizer::AdamW { adam, moments } => {
-            adamw::update(&mut frame, trained, &gradients, adam, moments)?
+            adamw::update(&mut frame, trained, &scaled, adam, moments)?
         }
-        Optimizer::AdamW8bit { adam } => adamw::update_8bit(&mut frame, trained, &gradients, adam)?,
+        Optimizer::AdamW8bit { adam } => {
+            let blockwise = adamw::Blockwise {
+                unscaled: &gradients,
+                factor,
+            };
+            adamw::update_8bit(&mut frame, trained, &scaled, blockwise, adam)?
+        }
         Optimizer::Adafactor { scale_parameter } => {
-            adafactor::update(&mut frame, trained, &gradients, scale_parameter)?
+            adafactor::update(&mut frame, trained, &scaled, scale_parameter)?
         }
         Optimizer::Lion { b1, b2, moment } => {
-            lion::update(&mut frame, trained, &gradients, [b1, b2], moment)?
+            lion::update(&mut frame, trained, &scaled, [b1, b2], moment)?
         }
         Optimizer::Prodigy {
             adam,
@@ -191,13 +202,14 @@ pub fn update(
                 use_bias_correction,
                 safeguard_warmup,
             };
-            prodigy.update(&mut frame, trained, &gradients)?
+            prodigy.update(&mut frame, trained, &scaled)?
         }
     };
-    let ema = options.ema_decay.map(|decay| frame.ema_keep(decay));
-    let ema = ema.transpose()?;
-    for (trained, weight) in trained.iter().zip(changed) {
-        frame.keep_weight(trained, weight, ema)?;
+    for (trained, change) in trained.iter().zip(changed) {
+        match change {
+            Changed::New(weight) => frame.keep_weight(trained, weight)?,
+            Changed::Kept => {}
+        }
     }
     let counted = b.select(frame.applies, next, updates)?;
     b.output(UPDATES, counted, Some(updates))?;
@@ -208,13 +220,21 @@ pub fn update(
     })
 }
 
-/// The gradients, clipped where `options` ask for it.
+/// What an optimizer did with a weight.
+enum Changed {
+    /// Its new value in f32, to be kept if the update counts.
+    New(Tensor),
+    /// The optimizer has kept it.
+    Kept,
+}
+
+/// The gradients, whose elements are clipped where `options` ask for it, and what clipping by the norm multiplies them by.
 fn clip(
     b: &Builder,
     gradients: Vec<Tensor>,
     grad_norm: Tensor,
     options: &OptimizerOptions,
-) -> Result<Vec<Tensor>> {
+) -> Result<(Vec<Tensor>, Option<Tensor>)> {
     let (gradients, clipped_norm) = match options.max_grad_value {
         None => (gradients, grad_norm),
         Some(limit) => {
@@ -230,14 +250,14 @@ fn clip(
         }
     };
     let Some(limit) = options.max_grad_norm else {
-        return Ok(gradients);
+        return Ok((gradients, None));
     };
     // optax.clip_by_global_norm: unchanged below the limit, g / norm * limit above it.
     let limit = b.scalar(DType::F32, limit)?;
     let one = b.scalar(DType::F32, 1.0)?;
     let above = b.compare(Comparison::Gt, clipped_norm, limit)?;
     let factor = b.select(above, b.div(limit, clipped_norm)?, one)?;
-    gradients.into_iter().map(|g| b.mul(g, factor)).collect()
+    Ok((gradients, Some(factor)))
 }
 
 /// The part of a model whose gradient has a norm of its own: the root of the weight's path (`unet`), or the list of blocks

@@ -6,7 +6,7 @@ use crate::shape::Shape;
 
 use super::adamw::{FIRST_MOMENT, SECOND_MOMENT};
 use super::state::{Frame, INITIAL, declare, mix, moment};
-use super::{AdamOptions, Trained, sum_all};
+use super::{AdamOptions, Changed, Trained, sum_all};
 
 type Result<T> = std::result::Result<T, GraphError>;
 
@@ -40,7 +40,7 @@ impl Prodigy {
         frame: &mut Frame,
         trained: &[Trained],
         gradients: &[Tensor],
-    ) -> Result<Vec<Tensor>> {
+    ) -> Result<Vec<Changed>> {
         let b = &frame.b.clone();
         let zero = b.scalar(DType::F32, 0.0)?;
         let moves = b.compare(Comparison::Gt, frame.learning_rate, zero)?;
@@ -99,7 +99,7 @@ impl Prodigy {
             let eps = b.mul_scalar(new_d, self.adam.eps)?;
             let root = b.add(b.sqrt(moments.second)?, eps)?;
             let step = b.mul(b.div(moments.first, root)?, rate)?;
-            changed.push(b.sub(frame.decayed(b, trained, rate)?, step)?);
+            changed.push(Changed::New(b.sub(frame.decayed(b, trained, rate)?, step)?));
         }
         Ok(changed)
     }

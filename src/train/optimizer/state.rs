@@ -9,7 +9,6 @@ use crate::graph::{
 use crate::quant::is_log_scale;
 use crate::shape::Shape;
 
-use super::blockwise::{from_blocks, in_blocks};
 use super::{OptimizerOptions, Trained, UpdateInputs};
 
 type Result<T> = std::result::Result<T, GraphError>;
@@ -34,6 +33,8 @@ pub(super) struct Frame {
     pub learning_rate: Tensor,
     /// Whether the update counts; otherwise all state stays as it was.
     pub applies: Tensor,
+    /// How much of the moving averages is kept, if there are any.
+    ema_keep: Option<Tensor>,
     weight_decay: f64,
     decays_vectors: bool,
     rounds_weights: bool,
@@ -55,11 +56,14 @@ impl Frame {
             (true, Some(key)) => Some(fold_in(b, key, STREAM)?),
             (true, None) => return Err(b.invalid("rounding at random needs a key")),
         };
+        let t = b.convert(next, DType::F32)?;
+        let ema_keep = options.ema_decay.map(|decay| ema_keep(b, t, decay));
         Ok(Frame {
             b: b.clone(),
-            t: b.convert(next, DType::F32)?,
+            t,
             learning_rate: inputs.learning_rate,
             applies,
+            ema_keep: ema_keep.transpose()?,
             weight_decay: options.weight_decay,
             decays_vectors: options.decays_vectors,
             rounds_weights: options.stochastic_rounding,
@@ -105,80 +109,93 @@ impl Frame {
         b.mul(weight, b.add_scalar(b.neg(lost)?, 1.0)?)
     }
 
-    /// Gives the state `of`, called `name`, the value `new` if the update counts; `new` has its dimensions or is [`in_blocks`].
-    /// Values in bfloat16 are rounded at random.
+    /// Gives the state `of`, called `name`, the value `new` if the update counts. Values in bfloat16 are rounded at
+    /// random.
     pub fn keep(&mut self, b: &Builder, name: &str, new: Tensor, of: Tensor) -> Result<()> {
         let new = match (b.dtype(new), b.dtype(of)) {
-            (DType::F32, DType::BF16) => self.round(b, new)?,
+            (DType::F32, DType::BF16) => {
+                let (stream, key) = self.stream(b)?;
+                round(b, new, stream, key)?
+            }
             (_, dtype) => b.convert(new, dtype)?,
         };
-        self.replace(b, name, new, of)
+        b.output(name, b.select(self.applies, new, of)?, Some(of))
     }
 
-    /// Puts `new` in place of the state `of` if the update counts.
-    fn replace(&self, b: &Builder, name: &str, new: Tensor, of: Tensor) -> Result<()> {
-        let dims = b.dims(of);
-        let old = match b.dims(new) == dims {
-            true => of,
-            false => in_blocks(b, of)?,
-        };
-        let kept = b.select(self.applies, new, old)?;
-        b.output(name, from_blocks(b, kept, &dims)?, Some(of))
-    }
-
-    /// The same as [`Frame::keep`] for a weight, and for its moving average, of which `ema_keep` is kept.
-    pub fn keep_weight(
-        &mut self,
-        trained: &Trained,
-        new: Tensor,
-        ema_keep: Option<Tensor>,
-    ) -> Result<()> {
+    /// The same for a weight, and for its moving average.
+    pub fn keep_weight(&mut self, trained: &Trained, new: Tensor) -> Result<()> {
         let b = &self.at(trained);
         let (name, weight) = (&trained.name, trained.weight);
-        let rounded = match self.rounds_weights && b.dtype(weight) == DType::BF16 {
-            true => self.round(b, new)?,
-            false => b.convert(new, b.dtype(weight))?,
+        let rounded = match self.rounding(b, trained)? {
+            Some((stream, key)) => round(b, new, stream, key)?,
+            None => b.convert(new, b.dtype(weight))?,
         };
-        self.replace(b, name, rounded, weight)?;
-        let Some(keep) = ema_keep else {
+        b.output(name, b.select(self.applies, rounded, weight)?, Some(weight))?;
+        self.keep_average(trained, new)
+    }
+
+    /// The moving average of a weight whose value is `new` in f32, if there is one.
+    pub fn keep_average(&mut self, trained: &Trained, new: Tensor) -> Result<()> {
+        let Some(keep) = self.ema_keep else {
             return Ok(());
         };
-        let shape = b.shape(weight).with_dtype(DType::F32);
-        let ema_name = format!("{EMA}{name}");
+        let b = &self.at(trained);
+        let shape = b.shape(trained.weight).with_dtype(DType::F32);
+        let ema_name = format!("{EMA}{}", trained.name);
         let ema = declare(b, &ema_name, shape, &trained.logical_axes)?;
-        let new = from_blocks(b, new, &b.dims(weight))?;
         // ema + (1 - keep) (w - ema): one rounding less than two products.
         let drop = b.add_scalar(b.neg(keep)?, 1.0)?;
         let moved = b.add(ema, b.mul(b.sub(new, ema)?, drop)?)?;
         self.keep(b, &ema_name, moved, ema)
     }
 
-    /// How much of the moving average is kept. diffusers counts from 0, where its decay is 0.
-    pub fn ema_keep(&self, decay: f64) -> Result<Tensor> {
-        let (b, t) = (&self.b, self.t);
-        let warm = b.div(t, b.add_scalar(t, 9.0)?)?;
-        let kept = b.min(warm, b.scalar(DType::F32, decay)?)?;
-        let later = b.compare(Comparison::Gt, t, b.scalar(DType::F32, 1.0)?)?;
-        b.select(later, kept, b.scalar(DType::F32, 0.0)?)
+    /// The stream and the key that a weight is rounded at random with, if it is.
+    pub fn rounding(
+        &mut self,
+        b: &Builder,
+        trained: &Trained,
+    ) -> Result<Option<(RoundingStream, RandomKey)>> {
+        match self.rounds_weights && b.dtype(trained.weight) == DType::BF16 {
+            true => self.stream(b).map(Some),
+            false => Ok(None),
+        }
     }
 
-    /// `x` in bfloat16, rounded up with the probability of its distance from the number below: 16 random bits are added
-    /// to those that are cut off.
-    fn round(&mut self, b: &Builder, x: Tensor) -> Result<Tensor> {
+    /// The stream of the next tensor that is rounded, and the key.
+    fn stream(&mut self, b: &Builder) -> Result<(RoundingStream, RandomKey)> {
         let Some(key) = self.key else {
             return Err(b.invalid("rounding at random needs a key"));
         };
         self.rounded += 1;
-        let bits = rounding_bits(b, key, RoundingStream(self.rounded), &b.dims(x))?;
-        let word = |value: u32| b.full(&b.shape(bits), f64::from(value));
-        let low = b.binary(Binary::ShiftRightLogical, bits, word(16)?)?;
-        let sum = b.add(b.push(Op::BitcastConvert(DType::U32), &[x])?, low)?;
-        let high = b.binary(Binary::And, sum, word(0xFFFF_0000)?)?;
-        b.convert(
-            b.push(Op::BitcastConvert(DType::F32), &[high])?,
-            DType::BF16,
-        )
+        Ok((RoundingStream(self.rounded), key))
     }
+}
+
+/// How much of the moving average is kept. diffusers counts from 0, where its decay is 0.
+fn ema_keep(b: &Builder, t: Tensor, decay: f64) -> Result<Tensor> {
+    let warm = b.div(t, b.add_scalar(t, 9.0)?)?;
+    let kept = b.min(warm, b.scalar(DType::F32, decay)?)?;
+    let later = b.compare(Comparison::Gt, t, b.scalar(DType::F32, 1.0)?)?;
+    b.select(later, kept, b.scalar(DType::F32, 0.0)?)
+}
+
+/// `x` in bfloat16, rounded up with the probability of its distance from the number below: 16 random bits are added
+/// to those that are cut off.
+pub(super) fn round(
+    b: &Builder,
+    x: Tensor,
+    stream: RoundingStream,
+    key: RandomKey,
+) -> Result<Tensor> {
+    let bits = rounding_bits(b, key, stream, &b.dims(x))?;
+    let word = |value: u32| b.full(&b.shape(bits), f64::from(value));
+    let low = b.binary(Binary::ShiftRightLogical, bits, word(16)?)?;
+    let sum = b.add(b.push(Op::BitcastConvert(DType::U32), &[x])?, low)?;
+    let high = b.binary(Binary::And, sum, word(0xFFFF_0000)?)?;
+    b.convert(
+        b.push(Op::BitcastConvert(DType::F32), &[high])?,
+        DType::BF16,
+    )
 }
 
 /// `old decay + new (1 - decay)`.

@@ -19,21 +19,24 @@ pub(super) fn products<'a>(graph: &'a Graph, users: &Users) -> HashMap<usize, Pr
     let live = (0..graph.nodes.len()).filter(|i| !users[*i].is_empty());
     live.filter_map(|i| {
         let product = product(graph, i)?;
-        let followed = follow::bias_and_rounding(graph, users, i);
-        let fits = |bias: u32| graph.nodes[bias as usize].shape.dims == [product.columns(graph)];
-        // Where the sum has another bias than the kernel's, the product is claimed alone.
+        let fits = |of: u32| graph.nodes[of as usize].shape.dims == [product.columns(graph)];
+        let (scaled, scale) = match follow::scale(graph, users, i) {
+            Some((node, scale)) if fits(scale) => (node, Some(scale)),
+            _ => (i, None),
+        };
+        let followed = follow::bias_and_rounding(graph, users, scaled);
+        // Where the sum has another bias than the kernel's, the product is claimed without it.
         let (root, bias, result) = match followed.bias.is_none_or(fits) {
             true => (followed.root, followed.bias, followed.result),
-            false => (i, None, DType::F32),
+            false => (scaled, None, DType::F32),
         };
-        Some((
-            root,
-            Product {
-                bias,
-                result,
-                ..product
-            },
-        ))
+        let product = Product {
+            scale,
+            bias,
+            result,
+            ..product
+        };
+        Some((root, product))
     })
     .collect()
 }
@@ -41,6 +44,7 @@ pub(super) fn products<'a>(graph: &'a Graph, users: &Users) -> HashMap<usize, Pr
 pub(super) struct Product<'a> {
     operands: [u32; 2],
     kind: Kind<'a>,
+    scale: Option<u32>,
     bias: Option<u32>,
     result: DType,
     /// The product itself, whose dimensions are those of the result.
@@ -84,12 +88,27 @@ fn product(graph: &Graph, i: usize) -> Option<Product<'_>> {
         _ => return None,
     };
     Some(Product {
-        operands,
+        operands: [operands[0], stored(graph, operands[1], &kind)],
         kind,
+        scale: None,
         bias: None,
         result: DType::F32,
         node: i,
     })
+}
+
+/// The integers that rhs `id` is in bf16, if the kernel takes them; otherwise `id` itself.
+fn stored(graph: &Graph, id: u32, kind: &Kind<'_>) -> u32 {
+    let node = &graph.nodes[id as usize];
+    let narrow = |of: u32| graph.nodes[of as usize].shape.dtype == DType::S8;
+    match (&node.op, kind) {
+        (Op::Convert(_), Kind::Dot { .. } | Kind::Convolution(_) | Kind::ImageGradient(..))
+            if narrow(node.operands[0]) =>
+        {
+            node.operands[0]
+        }
+        _ => id,
+    }
 }
 
 fn dot(dims: &DotDims, [lhs, rhs]: [&Shape; 2]) -> Option<Kind<'static>> {
@@ -200,11 +219,12 @@ impl Product<'_> {
             }
         };
         let mut operands = operands.to_vec();
-        if let Some(bias) = self.bias {
-            operands.push(b.convert(copy(bias), DType::F32)?);
+        for of_columns in [self.scale, self.bias].into_iter().flatten() {
+            operands.push(b.convert(copy(of_columns), DType::F32)?);
         }
         let kernel = kernel::Product {
             form,
+            scale: self.scale.is_some(),
             bias: self.bias.is_some(),
             result: self.result,
         };

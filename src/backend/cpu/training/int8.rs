@@ -220,7 +220,7 @@ impl<'a> Claims<'a> {
             return (i, product);
         }
         let columns = self.columns(&product);
-        product.bias = follow::bias(self.graph, i as u32, node)
+        product.bias = follow::vector(self.graph, i as u32, node)
             .filter(|bias| *self.node(*bias).shape.dims == [columns])
             .filter(|bias| self.node(*bias).shape.dtype == DType::F32);
         match product.bias {

@@ -4,13 +4,17 @@ mod bf16;
 mod int8;
 
 use crate::backend::follow;
-use crate::graph::{Builder, DotDims, Graph, GraphError, Tensor};
+use crate::graph::blockwise::BlockwiseAdamW;
+use crate::graph::{Builder, Composite, DotDims, Graph, GraphError, Op, Tensor};
+
+use super::claim::call;
+use super::kernel::{AdamW8bit, Kernel};
 
 /// The nodes that read each node ([`follow::users`]).
 type Users = Vec<Vec<Option<usize>>>;
 
 /// The graph of a training step with the CPU plugin's kernels in place of its int8 products in `f32`, and of its products and
-/// convolutions of bf16; forward, and both of the derivative.
+/// convolutions of bf16; forward, and both of the derivative. So are updates of weights whose moments have 8 bits.
 ///
 /// # Errors
 /// When the graph is ill-typed.
@@ -22,9 +26,35 @@ pub fn claim_training(graph: &Graph) -> Result<Graph, GraphError> {
         &mut |b, i, copies| match (of_int8.get(&i), of_bf16.get(&i)) {
             (Some(product), _) => product.call(b, graph, copies).map(Some),
             (None, Some(product)) => product.call(b, graph, copies).map(Some),
-            (None, None) => Ok(None),
+            (None, None) => update(b, graph, i, copies),
         },
     )
+}
+
+/// The kernel's call in place of node `i`, if that is an update which it computes.
+fn update(
+    b: &Builder,
+    graph: &Graph,
+    i: usize,
+    copies: &[Tensor],
+) -> Result<Option<Tensor>, GraphError> {
+    let node = &graph.nodes[i];
+    let Op::Composite {
+        kind: Composite::BlockwiseAdamW(step),
+        ..
+    } = &node.op
+    else {
+        return Ok(None);
+    };
+    let operand = |at: usize| node.operands[at] as usize;
+    let [weight, gradient] = [0, BlockwiseAdamW::RESULTS].map(|at| &graph.nodes[operand(at)].shape);
+    if !AdamW8bit::takes(weight, gradient) {
+        return Ok(None);
+    }
+    let operands: Vec<Tensor> = (0..node.operands.len())
+        .map(|at| copies[operand(at)])
+        .collect();
+    call(b, Kernel::AdamW8bit(AdamW8bit(*step)), &operands).map(Some)
 }
 
 /// Where a matrix product's terms lie in an operand.

@@ -200,7 +200,7 @@ impl<'a> Claims<'a> {
         let (mut user, mut node) = self.only_user(i)?;
         let mut bias = None;
         if matches!(node.op, Op::Binary(Binary::Add)) {
-            bias = Some(follow::bias(self.graph, i as u32, node)?);
+            bias = Some(follow::vector(self.graph, i as u32, node)?);
             (user, node) = self.only_user(user)?;
         }
         matches!(node.op, Op::Convert(DType::BF16)).then_some((bias, user))
