@@ -1,6 +1,6 @@
 //! Numbers of sets of pictures, from what a network says of each.
 
-use nalgebra::{DMatrix, DVector};
+use nalgebra::{Cholesky, DMatrix, DVector};
 
 use crate::pipelines::noise::NoiseGenerator;
 
@@ -32,7 +32,9 @@ struct Gaussian {
 pub fn frechet_distance(a: &[Vec<f32>], b: &[Vec<f32>]) -> Option<f64> {
     let [a, b] = [gaussian(a)?, gaussian(b)?];
     let root = (&a.factor * b.factor.transpose()).singular_values().sum();
-    Some((a.mean - b.mean).norm_squared() + a.trace + b.trace - 2.0 * root)
+    let distance = (a.mean - b.mean).norm_squared() + a.trace + b.trace - 2.0 * root;
+    // Rounding makes the distance of equal sets negative.
+    Some(distance.max(0.0))
 }
 
 fn gaussian(vectors: &[Vec<f32>]) -> Option<Gaussian> {
@@ -62,6 +64,10 @@ fn gaussian(vectors: &[Vec<f32>]) -> Option<Gaussian> {
 
 /// `F` with `F^T F` the covariance.
 fn root(covariance: DMatrix<f64>) -> DMatrix<f64> {
+    // A minute faster for 2048 features; there is none where some feature depends on others, as one that is always 0 does.
+    if let Some(cholesky) = Cholesky::new(covariance.clone()) {
+        return cholesky.l().transpose();
+    }
     let eigen = covariance.symmetric_eigen();
     let mut factor = eigen.eigenvectors.transpose();
     for (mut row, value) in factor.row_iter_mut().zip(eigen.eigenvalues.iter()) {
