@@ -163,7 +163,7 @@ fn runs_that_cannot_be_compared_are_named() {
         ("psnr", "expected a metric, one of > >= < <= and a number"),
         (
             "lpips<0.1",
-            "'lpips' needs the weights of a network that this program does not compute",
+            "lpips<0.1: lpips needs the weights of a network: give --lpips with",
         ),
         ("psnrr>1", "'psnrr' is no metric; here are psnr, ssim"),
     ] {

@@ -12,6 +12,7 @@ mod controlnet;
 mod datasets;
 mod derivatives;
 mod evaluate;
+mod evaluate_networks;
 mod finetune;
 mod flux;
 mod foreign;

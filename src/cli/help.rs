@@ -175,11 +175,12 @@ pub const EVALUATE: &str = "Examples:
   maxdiff-rs generate sdxl run_name=float prompts_file=prompts.txt save_latents=True
   maxdiff-rs generate sdxl run_name=int8 prompts_file=prompts.txt save_latents=True pretrained_model_name_or_path=sdxl-int8
   maxdiff-rs evaluate outputs/float outputs/int8 --html int8.html --require \"psnr>30\"
+  maxdiff-rs evaluate outputs/float outputs/int8 --clip openai/clip-vit-large-patch14 --require \"clip_score>25\" hardware=cpu
 
 Exit codes:
   0  done, and every bound is met
   1  a bound is not met, or a file cannot be read
-  2  wrong command line, or the runs are not of the same prompts, seeds and sizes";
+  2  wrong command line, weights of another network, or runs that are not of the same prompts, seeds and sizes";
 
 pub const PLUGIN_INSTALL: &str = concat!(
     "Examples:

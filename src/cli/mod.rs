@@ -102,7 +102,8 @@ enum Command {
     /// Compare the pictures of runs with those of a reference
     ///
     /// Reads folders that `generate` wrote, of the same prompts and seeds, and tells how far each run is from the first one:
-    /// PSNR, SSIM, the drift of the samples where both saved them, and for prompts of `shapes` how many pictures are right.
+    /// PSNR, SSIM, the drift of the samples where both saved them, and for prompts of `shapes` how many pictures are right; with
+    /// the weights of networks also CLIP score, LPIPS, FID and Inception score.
     #[command(after_long_help = help::EVALUATE)]
     Evaluate(evaluate::EvaluateArgs),
     /// Install PJRT plugins, or list those that are installed

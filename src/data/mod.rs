@@ -11,6 +11,7 @@ mod folder;
 mod order;
 mod picture;
 mod prefetch;
+pub mod resample;
 mod rng;
 mod rows;
 pub mod shapes;

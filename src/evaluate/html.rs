@@ -40,6 +40,7 @@ pub fn page(reference: &Path, runs: &[Comparison]) -> Result<String, EvaluateErr
 
 fn table(runs: &[Comparison]) -> String {
     let mut text = "<table><tr><th>run</th><th>PSNR, dB</th><th>SSIM</th><th>drift after the last step</th>\
+                    <th>LPIPS</th><th>CLIP score (reference)</th><th>FID (reference)</th><th>Inception score (reference)</th>\
                     <th>colours and shapes right (reference)</th><th>denoiser's files (reference)</th></tr>\n"
         .to_owned();
     let bytes = |bytes: Option<u64>| bytes.map_or_else(|| "?".to_owned(), binary_size);
@@ -47,7 +48,8 @@ fn table(runs: &[Comparison]) -> String {
         let drift = run.drift.as_ref().and_then(|drift| drift.last());
         let _ = writeln!(
             text,
-            "<tr><td>{}{}</td><td>{}</td><td>{:.4}</td><td>{}</td><td>{}</td><td>{}</td></tr>",
+            "<tr><td>{}{}</td><td>{}</td><td>{:.4}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td>\
+             <td>{}</td></tr>",
             escaped(&run.folder.display().to_string()),
             run.notes
                 .iter()
@@ -56,6 +58,16 @@ fn table(runs: &[Comparison]) -> String {
             decibels(run.psnr),
             run.ssim,
             drift.map_or_else(String::new, |drift| format!("{drift:.4}")),
+            run.lpips
+                .map_or_else(String::new, |lpips| format!("{lpips:.4}")),
+            run.clip_score.map_or_else(String::new, both),
+            run.fid
+                .map_or_else(String::new, |fid| match run.reference_fid {
+                    None => format!("{fid:.2}"),
+                    Some(before) => both([before, fid]),
+                }),
+            run.inception_score
+                .map_or_else(String::new, |scores| both(scores.map(|s| s.mean))),
             run.adherence
                 .map_or_else(String::new, |[before, after]| format!(
                     "{:.1} % ({:.1} %)",
@@ -70,6 +82,11 @@ fn table(runs: &[Comparison]) -> String {
     }
     text.push_str("</table>\n");
     text
+}
+
+/// A number, and in brackets that of the reference.
+fn both([before, after]: [f64; 2]) -> String {
+    format!("{after:.2} ({before:.2})")
 }
 
 fn decibels(psnr: f64) -> String {
@@ -171,10 +188,16 @@ fn pictures(page: &mut String, runs: &[Comparison]) -> Result<(), EvaluateError>
             if let Some(pair) = run.pairs.get(at) {
                 let _ = write!(
                     page,
-                    "<td>{}<br><small>{} dB, SSIM {:.4}</small></td>",
+                    "<td>{}<br><small>{} dB, SSIM {:.4}{}{}</small></td>",
                     picture(&pair.path)?,
                     decibels(pair.psnr),
-                    pair.ssim
+                    pair.ssim,
+                    pair.lpips
+                        .map_or_else(String::new, |lpips| format!(", LPIPS {lpips:.4}")),
+                    pair.clip_score.map_or_else(String::new, |scores| format!(
+                        ", CLIP score {}",
+                        both(scores)
+                    )),
                 );
             }
         }

@@ -2,22 +2,28 @@
 
 mod drift;
 mod html;
+mod networks;
 mod requirement;
 mod run;
 mod similarity;
+mod statistics;
 
 use std::path::{Path, PathBuf};
 
+use crate::data::DataError;
 use crate::data::shapes::{Caption, ReadScore};
+use crate::pipelines::PipelineError;
 use crate::pipelines::image_file::ImageFileError;
 use crate::util::named;
 use crate::util::text::listed;
 use crate::weights::WeightsError;
 
 pub use html::page;
+pub use networks::{Backbone, NetworkFiles, NetworkKind, Networks, Observe, Resize, resized};
 pub use requirement::{Requirement, RequirementError};
 pub use run::{Drawn, Key, Run};
 pub use similarity::{SMALLEST, decibels, mean_squared_error, ssim};
+pub use statistics::{InceptionScore, SPLITS, frechet_distance, inception_score};
 
 /// Names that an error shows.
 const SHOWN: usize = 4;
@@ -35,8 +41,17 @@ named! {
         Adherence = "adherence",
         /// Bytes of the denoiser's files.
         Bytes = "bytes",
+        /// Distance of the features of a network, the mean of all pictures: torchmetrics'
+        /// `LearnedPerceptualImagePatchSimilarity(normalize=True)`.
+        Lpips = "lpips",
+        /// 100 times the cosine of the embeddings of picture and prompt, the mean of all pictures, at least 0: torchmetrics' `CLIPScore`.
+        ClipScore = "clip_score",
+        /// Fréchet distance of the Inception features of the run's pictures from those of the reference's, or of a folder's.
+        Fid = "fid",
+        /// Inception score of the run's pictures, the mean of its parts: torch-fidelity's.
+        InceptionScore = "inception_score",
     }
-    not_yet ["lpips", "fid", "clip_score", "inception_score", "image_reward"]
+    not_yet ["image_reward"]
 }
 
 /// Why runs cannot be compared.
@@ -79,10 +94,15 @@ pub enum EvaluateError {
         sizes: [[u32; 2]; 2],
     },
     #[error(
-        "{} has {}x{} pixels; structural similarity is of pictures with sides of at least {SMALLEST}",
+        "{} has {}x{} pixels; {what} is of pictures with sides of at least {least}",
         path.display(), size[0], size[1]
     )]
-    Small { path: PathBuf, size: [u32; 2] },
+    Small {
+        path: PathBuf,
+        size: [u32; 2],
+        what: &'static str,
+        least: usize,
+    },
     #[error(
         "{} has samples {found:?}, {} has {expected:?}: draw both with as many steps",
         path.display(), reference.display()
@@ -95,8 +115,19 @@ pub enum EvaluateError {
     },
     #[error("{path}: expected a model's folder, with .safetensors files in unet or transformer")]
     Model { path: PathBuf },
+    /// The files of a network are of another one.
+    #[error("{path}: {reason}")]
+    Network { path: PathBuf, reason: String },
+    #[error(
+        "{path}: {what}: what the network computes of it is not finite; are its weights whole?"
+    )]
+    NotFinite { what: &'static str, path: PathBuf },
     #[error(transparent)]
     Weights(#[from] WeightsError),
+    #[error(transparent)]
+    Tokenizer(#[from] DataError),
+    #[error(transparent)]
+    Pipeline(#[from] PipelineError),
     #[error(transparent)]
     Host(#[from] crate::host_tensor::HostTensorError),
 }
@@ -111,6 +142,10 @@ pub struct Pair {
     /// In decibels; infinite where both are the same.
     pub psnr: f64,
     pub ssim: f64,
+    /// `None` without the network, as all that follow.
+    pub lpips: Option<f64>,
+    /// Of the reference's picture and of the run's; may be negative.
+    pub clip_score: Option<[f64; 2]>,
 }
 
 /// A run beside the reference.
@@ -128,7 +163,17 @@ pub struct Comparison {
     pub adherence: Option<[f64; 2]>,
     /// Bytes of the denoisers' files of the reference and of the run, where their models are told.
     pub bytes: [Option<u64>; 2],
-    /// Settings in which the runs differ, as whole sentences.
+    /// The mean of all pictures; `None` without the network, as all that follow.
+    pub lpips: Option<f64>,
+    /// Of the reference's pictures and of the run's.
+    pub clip_score: Option<[f64; 2]>,
+    /// `None` also of a single picture.
+    pub fid: Option<f64>,
+    /// The reference's own, where distances are from other pictures.
+    pub reference_fid: Option<f64>,
+    /// Of the reference's pictures and of the run's; `None` also of fewer than [`SPLITS`].
+    pub inception_score: Option<[InceptionScore; 2]>,
+    /// Settings in which the runs differ, and what to know of numbers, as whole sentences.
     pub notes: Vec<String>,
 }
 
@@ -141,6 +186,10 @@ impl Comparison {
             Metric::Drift => self.drift.as_ref()?.last().copied(),
             Metric::Adherence => self.adherence.map(|[_, of_run]| of_run),
             Metric::Bytes => self.bytes[1].map(|bytes| bytes as f64),
+            Metric::Lpips => self.lpips,
+            Metric::ClipScore => self.clip_score.map(|[_, of_run]| of_run),
+            Metric::Fid => self.fid,
+            Metric::InceptionScore => self.inception_score.map(|[_, of_run]| of_run.mean),
         }
     }
 }
@@ -169,6 +218,8 @@ pub fn compare(reference: &Run, run: &Run) -> Result<Comparison, EvaluateError> 
         let similarity = ssim(&pixels[0], &pixels[1]).ok_or_else(|| EvaluateError::Small {
             path: before.path.clone(),
             size: sizes[0],
+            what: "structural similarity",
+            least: SMALLEST,
         })?;
         match Caption::parse(&before.key.prompt) {
             Err(_) => of_shapes = false,
@@ -187,6 +238,8 @@ pub fn compare(reference: &Run, run: &Run) -> Result<Comparison, EvaluateError> 
             path: after.path.clone(),
             psnr: decibels(error),
             ssim: similarity,
+            lpips: None,
+            clip_score: None,
         });
     }
     let count = compared.len() as f64;
@@ -197,6 +250,11 @@ pub fn compare(reference: &Run, run: &Run) -> Result<Comparison, EvaluateError> 
         drift: drift::drift(&pairs)?,
         adherence: of_shapes.then(|| scores.map(|score| score.fraction(score.both_right))),
         bytes: [reference.bytes, run.bytes],
+        lpips: None,
+        clip_score: None,
+        fid: None,
+        reference_fid: None,
+        inception_score: None,
         notes: run::differences(&pairs),
         pairs: compared,
     })

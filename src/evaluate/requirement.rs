@@ -39,7 +39,7 @@ pub enum RequirementError {
     #[error("'{text}': expected a metric, one of > >= < <= and a number, as in psnr>30")]
     Form { text: String },
     #[error(
-        "'{name}' needs the weights of a network that this program does not compute; here are {}",
+        "'{name}' is of a network that this program does not compute; here are {}",
         Metric::NAMES.join(", ")
     )]
     NotHere { name: String },

@@ -37,11 +37,33 @@ impl Drawn {
     /// # Errors
     /// When the file cannot be decoded.
     pub fn pixels(&self) -> Result<RgbImage, EvaluateError> {
-        let pixels = image::open(&self.path).map_err(|error| EvaluateError::Picture {
-            path: self.path.clone(),
-            message: error.to_string(),
-        })?;
-        Ok(pixels.to_rgb8())
+        pixels(&self.path)
+    }
+}
+
+/// The pixels of a file.
+///
+/// # Errors
+/// When it cannot be decoded.
+pub(super) fn pixels(path: &Path) -> Result<RgbImage, EvaluateError> {
+    let pixels = image::open(path).map_err(|error| unreadable(path, &error))?;
+    Ok(pixels.to_rgb8())
+}
+
+/// Width and height of a file's picture, of which only the beginning is read.
+///
+/// # Errors
+/// When it is no picture.
+pub(super) fn size(path: &Path) -> Result<[usize; 2], EvaluateError> {
+    let (width, height) =
+        image::image_dimensions(path).map_err(|error| unreadable(path, &error))?;
+    Ok([width as usize, height as usize])
+}
+
+fn unreadable(path: &Path, error: &image::ImageError) -> EvaluateError {
+    EvaluateError::Picture {
+        path: path.to_owned(),
+        message: error.to_string(),
     }
 }
 
@@ -154,7 +176,7 @@ impl Run {
 }
 
 /// The names of a folder's files, in order.
-fn names(folder: &Path) -> Result<Vec<String>, EvaluateError> {
+pub(super) fn names(folder: &Path) -> Result<Vec<String>, EvaluateError> {
     let fail = |source| EvaluateError::Folder {
         path: folder.to_owned(),
         source,

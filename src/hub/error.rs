@@ -189,11 +189,16 @@ pub enum SelectError {
     Missing { names: Vec<String> },
     #[error(
         "it has only PyTorch pickles ({}), which can run code when they are read; if you trust it, convert it \
-         in Python: diffusers.DiffusionPipeline.from_pretrained(\"{repo}\").save_pretrained(\"DIR\", \
+         in Python: {class}.from_pretrained(\"{repo}\").save_pretrained(\"DIR\", \
          safe_serialization=True), and name DIR",
         listed(names, SHOWN)
     )]
-    Pickles { repo: RepoId, names: Vec<String> },
+    Pickles {
+        repo: RepoId,
+        names: Vec<String>,
+        /// What reads and writes it.
+        class: &'static str,
+    },
     #[error(
         "several variants of one part and no default: {}; download one with `hf download` and name its folder",
         listed(names, SHOWN)

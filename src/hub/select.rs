@@ -22,6 +22,10 @@ const TOKENIZER_OPTIONS: [&str; 3] = [
     "special_tokens_map.json",
     "added_tokens.json",
 ];
+const PROCESSOR: &str = "preprocessor_config.json";
+/// What reads pickles in Python and writes safetensors.
+const PIPELINE: &str = "diffusers.DiffusionPipeline";
+
 /// The kind of files to find in a repository.
 #[derive(Clone, Copy, Debug)]
 pub enum Wanted<'a> {
@@ -33,6 +37,8 @@ pub enum Wanted<'a> {
     },
     /// One part of a model, such as a ControlNet: `config.json` and weights.
     Part,
+    /// A `CLIPModel`: a part that has a tokenizer beside it, and may say how it takes pictures.
+    Clip,
     /// The files of a tokenizer, or of the folder `tokenizer`.
     Tokenizer,
     /// A LoRA; with `file`, that one of several.
@@ -86,6 +92,14 @@ pub(super) fn plan(
             chosen.part("", read)?;
             String::new()
         }
+        Wanted::Clip => {
+            if chosen.has(PROCESSOR) {
+                chosen.optional.push(PROCESSOR.to_owned());
+            }
+            chosen.tokenizer("", true);
+            chosen.part("", read)?;
+            String::new()
+        }
         Wanted::Tokenizer => {
             let folder = match chosen.has_tokenizer("tokenizer/") && !chosen.has_tokenizer("") {
                 true => "tokenizer",
@@ -104,6 +118,14 @@ pub(super) fn plan(
         return Err(SelectError::Pickles {
             repo: listing.repo.clone(),
             names: chosen.pickles,
+            class: match wanted {
+                Wanted::Clip => "transformers.CLIPModel",
+                Wanted::Model { .. }
+                | Wanted::Part
+                | Wanted::Tokenizer
+                | Wanted::Lora { .. }
+                | Wanted::Dataset { .. } => PIPELINE,
+            },
         }
         .into());
     }
@@ -275,6 +297,7 @@ impl Chosen<'_> {
                     false => SelectError::Pickles {
                         repo: self.listing.repo.clone(),
                         names,
+                        class: PIPELINE,
                     },
                 })
             }

@@ -13,6 +13,7 @@ mod feed_forward;
 mod linear;
 mod norm;
 mod patches;
+mod pool;
 mod rotary;
 
 pub use activation::{Activation, gated_gelu, gelu, gelu_tanh, quick_gelu, silu};
@@ -22,8 +23,9 @@ pub use conv::{Conv2d, conv2d, downsample_2x, upsample_2x, upsample_nearest_2x};
 pub use embedding::{TimestepEmbedding, embedding, sinusoidal_embedding};
 pub use feed_forward::feed_forward;
 pub use linear::{Linear, linear, linear_f32};
-pub use norm::{GroupNorm, group_norm, layer_norm, plain_layer_norm, rms_norm};
+pub use norm::{GroupNorm, batch_norm, group_norm, layer_norm, plain_layer_norm, rms_norm};
 pub use patches::{check_patches, patch_embedding, sine_positions, unpatch};
+pub use pool::{Pool, average_pool, max_pool};
 pub use rotary::RotaryTables;
 
 use crate::dtype::DType;

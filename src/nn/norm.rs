@@ -200,6 +200,28 @@ fn normalize_features(b: &Builder, operands: &[Tensor], epsilon: f64) -> Result<
     b.add(y, bias)
 }
 
+/// torch's `BatchNorm2d` in evaluation: normalizes each channel of an image `[batch, height, width, channels]` by the mean and
+/// variance of training (`running_mean`, `running_var`), then applies `weight` and `bias`, all `[channels]`. In `f32`.
+///
+/// # Errors
+/// When `x` is not of rank 4.
+pub fn batch_norm(b: &Builder, x: Tensor, epsilon: f64, precision: Precision) -> Result<Tensor> {
+    let [_, _, _, channels] = dims(b, "batch_norm", x)?;
+    let (weight, bias) = affine(b, channels, precision)?;
+    let statistic = |name: &str, init: Init| {
+        let shape = Shape::new(precision.weights, [channels]);
+        let x = b.param(name, shape, init, &[Some("norm")])?;
+        b.convert(x, DType::F32)
+    };
+    let mean = statistic("running_mean", Init::Zeros)?;
+    let variance = statistic("running_var", Init::Ones)?;
+    let inverse = b.rsqrt(b.add_scalar(variance, epsilon)?)?;
+    let scale = b.mul(inverse, weight)?;
+    let shift = b.sub(bias, b.mul(mean, scale)?)?;
+    let y = b.mul(b.convert(x, DType::F32)?, scale)?;
+    b.convert(b.add(y, shift)?, precision.activations)
+}
+
 /// `weight` (ones) and `bias` (zeros) of this scope, as `f32`.
 fn affine(b: &Builder, features: usize, precision: Precision) -> Result<(Tensor, Tensor)> {
     let shape = Shape::new(precision.weights, [features]);

@@ -1,8 +1,8 @@
 //! The image of an IP-Adapter: from a file's pixels to the tokens that denoising takes.
 
-use image::imageops::{self, FilterType};
 use image::{DynamicImage, GenericImageView};
 
+use crate::data::resample::bicubic_bytes;
 use crate::emit::DotPrecision;
 use crate::host_tensor::{HostTensor, HostTensorError};
 use crate::lowering::Lowered;
@@ -14,8 +14,8 @@ use super::batch::{joined, one_row};
 use super::part_program::PartProgram;
 
 /// Means and standard deviations of CLIP's pixels, red, green and blue in [0, 1].
-const MEAN: [f32; 3] = [0.481_454_66, 0.457_827_5, 0.408_210_73];
-const DEVIATION: [f32; 3] = [0.268_629_54, 0.261_302_6, 0.275_777_1];
+pub const MEAN: [f32; 3] = [0.481_454_66, 0.457_827_5, 0.408_210_73];
+pub const DEVIATION: [f32; 3] = [0.268_629_54, 0.261_302_6, 0.275_777_1];
 
 /// The image that an IP-Adapter shows the model.
 #[derive(Clone, Debug)]
@@ -27,8 +27,7 @@ pub struct ImagePrompt {
 }
 
 /// `f32[1, 3, side, side]` of an image, as transformers' `CLIPImageProcessor` prepares it: the shorter side is scaled
-/// to `side` with a bicubic filter, the middle is cut out, and the channels are normalized. Pillow's filter rounds
-/// otherwise: bytes differ by at most one.
+/// to `side` with Pillow's bicubic filter, the middle is cut out, and the channels are normalized.
 ///
 /// # Errors
 /// None for images whose sizes memory can hold.
@@ -37,7 +36,7 @@ pub fn clip_pixels(image: &DynamicImage, side: usize) -> Result<HostTensor, Host
     let short = u64::from(width.min(height)).max(1);
     let scaled = |length: u32| (side as u64 * u64::from(length) / short) as u32;
     let (width, height) = (scaled(width), scaled(height));
-    let resized = imageops::resize(&image.to_rgb8(), width, height, FilterType::CatmullRom);
+    let resized = bicubic_bytes(&image.to_rgb8(), width, height);
     let side_32 = side as u32;
     let (left, top) = ((width - side_32) / 2, (height - side_32) / 2);
     let plane = side * side;

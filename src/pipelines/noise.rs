@@ -58,6 +58,23 @@ impl NoiseGenerator {
         (self.word() & 0x00ff_ffff) as f32 / (1 << 24) as f32
     }
 
+    /// The numbers below `count` in the order of `numpy.random.RandomState(seed).permutation(count)`, of a stream that is new.
+    pub fn permutation(&mut self, count: usize) -> Vec<usize> {
+        let mut order: Vec<usize> = (0..count).collect();
+        for last in (1..count).rev() {
+            let mask = usize::MAX >> last.leading_zeros();
+            // Words that are too large are drawn again.
+            let place = loop {
+                let place = self.word() as usize & mask;
+                if place <= last {
+                    break place;
+                }
+            };
+            order.swap(last, place);
+        }
+        order
+    }
+
     /// The next `count` values of `torch.randn(count, generator=..)`, to a few units in the last place: PyTorch's
     /// vectorized logarithm and cosine are not the mathematical ones.
     ///
@@ -134,6 +151,14 @@ mod tests {
             close(&values[count - 2..], &last);
             close(&generator.normal(count)[..2], &following);
         }
+    }
+
+    /// Those of numpy 2.5.
+    #[test]
+    fn permutations_are_numpys() {
+        let order = NoiseGenerator::new(2020).permutation(12);
+        assert_eq!(order, [2, 1, 11, 4, 10, 5, 7, 9, 6, 3, 8, 0]);
+        assert!(NoiseGenerator::new(1).permutation(0).is_empty());
     }
 
     #[test]

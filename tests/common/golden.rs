@@ -48,6 +48,7 @@ impl Golden {
                     Dtype::F16 => DType::F16,
                     Dtype::BF16 => DType::BF16,
                     Dtype::F32 => DType::F32,
+                    Dtype::F64 => DType::F64,
                     other => panic!("{name}: {other:?} is not expected here"),
                 };
                 let shape = Shape::new(dtype, view.shape());

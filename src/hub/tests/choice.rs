@@ -253,6 +253,37 @@ fn parts_tokenizers_and_loras_are_found_too() {
         ["config.json", "diffusion_pytorch_model.safetensors"]
     );
 
+    let hub = Hub::of(files(&[
+        ("config.json", "{}"),
+        ("model.safetensors", "a CLIP model"),
+        ("pytorch_model.bin", "a pickle"),
+        ("preprocessor_config.json", "{}"),
+        ("vocab.json", "{}"),
+        ("merges.txt", ""),
+        ("README.md", ""),
+    ]));
+    assert_eq!(hub.fetch(Wanted::Clip).unwrap().path, hub.snapshot());
+    assert_eq!(
+        names(&hub.snapshot()),
+        [
+            "config.json",
+            "merges.txt",
+            "model.safetensors",
+            "preprocessor_config.json",
+            "vocab.json"
+        ]
+    );
+    let error = Hub::of(files(&[
+        ("config.json", "{}"),
+        ("pytorch_model.bin", "a pickle"),
+        ("tokenizer.json", "{}"),
+    ]))
+    .error(Wanted::Clip);
+    assert!(
+        error.contains("transformers.CLIPModel.from_pretrained(\""),
+        "{error}"
+    );
+
     let whole = ("tokenizer.json", "{}");
     let hub = Hub::of(files(&[
         whole,
