@@ -3,7 +3,6 @@
 use std::ops::Range as Indices;
 use std::sync::Arc;
 
-use super::made::Made;
 use super::shared_bytes::SharedBytes;
 use super::stored::{BlockPart, BlockType, Tiles};
 use crate::dtype::DType;
@@ -86,6 +85,92 @@ pub(super) struct Parts {
     pub low_rank: Option<[Location; 2]>,
 }
 
+/// What a tensor is computed of.
+#[derive(Clone, Debug)]
+pub(super) enum Made {
+    /// The floats of a weight that is stored as codes.
+    Weight(Box<Parts>),
+    /// These beside each other along their last dimension. A row of each has whole bytes.
+    Beside(Vec<Location>),
+    /// A product, in `f32`.
+    Product(Box<Product>),
+    /// These along the diagonal of a matrix, in `f32`, and zeros.
+    Diagonal(Vec<Location>),
+    /// The sum of these, in `f32`.
+    Bias(Vec<Term>),
+}
+
+/// A tensor times numbers of its rows, of its columns, and one for all.
+#[derive(Clone, Debug)]
+pub(super) struct Product {
+    pub of: Location,
+    pub rows: Option<Location>,
+    pub columns: Option<Location>,
+    pub whole: Option<Location>,
+}
+
+impl Product {
+    /// A tensor alone.
+    pub fn of(of: Location) -> Product {
+        Product {
+            of,
+            rows: None,
+            columns: None,
+            whole: None,
+        }
+    }
+
+    pub fn shown(self) -> Location {
+        let shape = self.of.shape.with_dtype(DType::F32);
+        Made::Product(Box::new(self)).shown(shape)
+    }
+}
+
+/// A part of a bias.
+#[derive(Clone, Debug)]
+pub(super) enum Term {
+    Of(Location),
+    /// What a weight makes of an input of which every feature is this number.
+    Constant(Location, f32),
+    /// 1 less for each of these output features.
+    OneLess(Vec<Indices<usize>>),
+}
+
+impl Made {
+    /// A tensor of this shape.
+    pub fn shown(self, shape: Shape) -> Location {
+        Location {
+            file: 0,
+            offset: 0,
+            shape,
+            order: Order::AsShown,
+            made: Some(Arc::new(self)),
+        }
+    }
+
+    /// These beside each other; one alone is itself.
+    pub fn beside(mut parts: Vec<Location>) -> Location {
+        if parts.len() == 1
+            && let Some(one) = parts.pop()
+        {
+            return one;
+        }
+        let mut shape = parts[0].shape.clone();
+        let columns = parts.iter().map(Location::columns).sum();
+        if let Some(last) = shape.dims.last_mut() {
+            *last = columns;
+        }
+        Made::Beside(parts).shown(shape)
+    }
+
+    /// These matrices along the diagonal of one.
+    pub fn diagonal(parts: Vec<Location>) -> Location {
+        let rows = parts.iter().map(|part| part.shape.dims[0]).sum();
+        let columns = parts.iter().map(Location::columns).sum();
+        Made::Diagonal(parts).shown(Shape::new(DType::F32, [rows, columns]))
+    }
+}
+
 impl Location {
     /// A weight of these parts, in `f32`.
     pub(super) fn of_parts(parts: Parts) -> Location {
@@ -96,6 +181,11 @@ impl Location {
             order: Order::AsShown,
             made: Some(Arc::new(Made::Weight(Box::new(parts)))),
         }
+    }
+
+    /// The elements of a row.
+    pub(super) fn columns(&self) -> usize {
+        self.shape.dims.last().copied().unwrap_or(1)
     }
 
     /// What a weight is computed from that is stored as codes.

@@ -4,8 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::WeightsError;
-use super::location::{Location, Order};
-use super::made::Made;
+use super::location::{Location, Made, Order};
 use super::open::Checkpoint;
 use crate::models::original::Transform;
 

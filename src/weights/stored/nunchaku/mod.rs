@@ -20,8 +20,7 @@ use crate::dtype::DType;
 use crate::graph::{Granularity, NumericsConvention, Range as Ranges, TensorFormat};
 use crate::shape::Shape;
 use crate::weights::WeightsError;
-use crate::weights::location::{Location, Order, Parts};
-use crate::weights::made::{Made, Product, Term};
+use crate::weights::location::{Location, Made, Order, Parts, Product, Term};
 use crate::weights::open::Checkpoint;
 use crate::weights::quantized::{QuantizedError, weight_name};
 
