@@ -4,6 +4,7 @@ mod bitsandbytes;
 mod comfy;
 mod gguf;
 mod modes;
+mod nunchaku;
 mod quark;
 mod torchao;
 
@@ -13,7 +14,7 @@ use crate::common::{cpu_session, run_on};
 use maxdiff::dtype::DType;
 use maxdiff::graph::{Builder, DotDims, Graph, Init};
 use maxdiff::host_tensor::HostTensor;
-use maxdiff::quant::{Policy, annotate, lower};
+use maxdiff::quant::{LOW_RANK, Policy, annotate, divided_by_factors, low_rank_beside, lower};
 use maxdiff::shape::Shape;
 use maxdiff::weights::{Checkpoint, cast};
 
@@ -39,8 +40,11 @@ fn layers(file: &Checkpoint, dtype: DType) -> (Graph, Vec<String>) {
         b.output(layer, y, None).unwrap();
     }
     let names = stored.keys().cloned().collect();
-    annotate(&b, &Policy::stored("m/", stored)).unwrap();
-    (lower(&b.finish()).unwrap(), names)
+    let policy = Policy::stored("m/", stored);
+    annotate(&b, &policy).unwrap();
+    let graph = divided_by_factors(&b.finish(), &policy.smoothed()).unwrap();
+    let graph = low_rank_beside(&graph, &policy.low_ranks(), LOW_RANK, 1.0).unwrap();
+    (lower(&graph).unwrap(), names)
 }
 
 /// The device multiplies the weights of a file as they are stored: products are those with the floats that they stand for.

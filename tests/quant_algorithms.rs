@@ -222,6 +222,7 @@ fn ranges_of_joined_activations_are_split() {
         counts: false,
         hessians: Default::default(),
         gains: false,
+        roundings: Default::default(),
     };
     let (graph, watched) = watch(joined(), &asked).unwrap();
     let tensor = |values: &[f32]| HostTensor::from_f32([HALF, 2 * HALF], values).unwrap();

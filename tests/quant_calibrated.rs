@@ -55,6 +55,7 @@ fn calibrated(golden: &Golden, dtype: DType) -> ActivationStatistics {
         counts: false,
         hessians: ["to_q".to_owned()].into(),
         gains: false,
+        roundings: Default::default(),
     };
     let (graph, watched) = watch(linear(dtype), &asked).unwrap();
     let mut statistics = Statistics::new(watched);

@@ -60,6 +60,7 @@ fn counted(batches: &[&[f32]], counts: bool) -> Result<Statistics, CalibrationEr
         counts,
         hessians: Default::default(),
         gains: false,
+        roundings: Default::default(),
     };
     let (graph, watched) = watch(b.finish(), &asked).unwrap();
     let mut statistics = Statistics::new(watched);

@@ -6,7 +6,10 @@ use maxdiff::graph::{
     evaluate,
 };
 use maxdiff::host_tensor::HostTensor;
-use maxdiff::quant::{LayerActivity, Statistics, Watch, quantize_weight, watch};
+use maxdiff::quant::{
+    LayerActivity, Policy, RoundedActivation, Statistics, StoredLayer, Watch, annotate, lower,
+    quantize_weight, watch,
+};
 use maxdiff::shape::Shape;
 
 const ROWS: usize = 64;
@@ -22,7 +25,7 @@ fn numbers(name: &str, dims: &[usize], std: f32) -> HostTensor {
 }
 
 /// Three linear layers, with what is not linear between them.
-fn network() -> Graph {
+fn network() -> Builder {
     let b = Builder::new();
     let shape = Shape::new(DType::F32, [ROWS, WIDTH]);
     let mut x = b.input("x", shape, &[]).unwrap();
@@ -39,7 +42,7 @@ fn network() -> Graph {
         x = at.add(x, at.tanh(y).unwrap()).unwrap();
     }
     b.output("y", x, None).unwrap();
-    b.finish()
+    b
 }
 
 fn weight(layer: &str) -> HostTensor {
@@ -68,12 +71,50 @@ fn run(x: &HostTensor, changed: Option<(&str, &HostTensor)>) -> Vec<f32> {
         _ => weight(layer),
     });
     let [first, second, third] = weights;
-    let results = evaluate(&network(), &[x.clone(), first, second, third]).unwrap();
+    let results = evaluate(&network().finish(), &[x.clone(), first, second, third]).unwrap();
     results[0].to_f32_vec().unwrap()
 }
 
 fn power(values: impl Iterator<Item = f32>) -> f64 {
     values.map(|x| f64::from(x).powi(2)).sum()
+}
+
+/// What the network computes whose layer `rounded` multiplies what is stored of its weight with its rounded activation.
+fn run_rounded(
+    x: &HostTensor,
+    rounded: &str,
+    [weight_format, activation]: [TensorFormat; 2],
+) -> Vec<f32> {
+    let b = network();
+    let stored = StoredLayer {
+        weight: weight_format,
+        activation: Some(activation),
+        low_rank: None,
+        smoothed: false,
+    };
+    let policy = Policy::stored("unet/", [(rounded.to_owned(), stored)].into());
+    annotate(&b, &policy).unwrap();
+    let graph: Graph = lower(&b.finish()).unwrap();
+    let codes = quantize_weight(&weight(rounded), weight_format).unwrap();
+    let input = |name: &str| match name.strip_prefix("unet/").and_then(|n| n.split_once('.')) {
+        None => x.clone(),
+        Some((layer, "weight")) if layer == rounded => codes.values.clone(),
+        Some((_, "weight_scale")) => codes.scale.clone(),
+        Some((layer, _)) => weight(layer),
+    };
+    let inputs: Vec<HostTensor> = graph.inputs.iter().map(|i| input(&i.name)).collect();
+    evaluate(&graph, &inputs).unwrap()[0].to_f32_vec().unwrap()
+}
+
+/// int8 as AQT has it, and int4 in groups and of channels: each of a weight, and of its activation at run time.
+fn roundings() -> [[TensorFormat; 2]; 3] {
+    let int8 = TensorFormat::int8(NumericsConvention::Aqt);
+    let int4 = |kind| TensorFormat {
+        range: Range::Dynamic,
+        ..format(kind)
+    };
+    let of = |activation: TensorFormat| [activation.stored(DType::F32), activation];
+    [of(int8), of(int4(FORMATS[1])), of(int4(FORMATS[2]))]
 }
 
 fn activities(gains: bool) -> Vec<LayerActivity> {
@@ -83,8 +124,16 @@ fn activities(gains: bool) -> Vec<LayerActivity> {
         counts: false,
         hessians: Default::default(),
         gains,
+        roundings: LAYERS
+            .map(|layer| {
+                (
+                    layer.to_owned(),
+                    roundings().map(|[_, activation]| activation).into(),
+                )
+            })
+            .into(),
     };
-    let (graph, watched) = watch(network(), &asked).unwrap();
+    let (graph, watched) = watch(network().finish(), &asked).unwrap();
     let mut statistics = Statistics::new(watched);
     let [first, second, third] = LAYERS.map(weight);
     for run in 0..RUNS {
@@ -130,7 +179,7 @@ fn errors_are_those_of_programs_with_the_rounded_weight() {
                 .dequantized()
                 .unwrap();
             let exact = float.to_f32_vec().unwrap();
-            let predicted = activity.errors(&exact, &left, &[WIDTH, WIDTH]);
+            let predicted = activity.errors(&exact, &left, &[WIDTH, WIDTH], None);
             let left = HostTensor::from_f32([WIDTH, WIDTH], &left).unwrap();
             for step in 0..STEPS {
                 let (mut signal, mut noise) = (0.0, 0.0);
@@ -152,6 +201,66 @@ fn errors_are_those_of_programs_with_the_rounded_weight() {
     }
 }
 
+/// The mean over steps of the error of the result, as predicted and as it is, of a layer with rounded weight and activation.
+fn rounded_errors(activity: &LayerActivity, layer: &str, formats: [TensorFormat; 2]) -> [f64; 2] {
+    let float = weight(layer);
+    let left = quantize_weight(&float, formats[0])
+        .unwrap()
+        .dequantized()
+        .unwrap();
+    let exact = float.to_f32_vec().unwrap();
+    let rounded = RoundedActivation {
+        format: formats[1],
+        weight: &left,
+    };
+    let dims = [WIDTH, WIDTH];
+    let predicted = activity
+        .errors(&exact, &left, &dims, Some(rounded))
+        .of_result;
+    let alone = activity.errors(&exact, &left, &dims, None).of_result;
+    let mut measured = 0.0;
+    for step in 0..STEPS {
+        assert!(
+            predicted[step] > 1.2 * alone[step],
+            "{layer} {formats:?} step {step}"
+        );
+        let (mut signal, mut noise) = (0.0, 0.0);
+        for run_number in 0..RUNS {
+            let x = batch(step, run_number);
+            let [before, after] = [run(&x, None), run_rounded(&x, layer, formats)];
+            noise += power(before.iter().zip(&after).map(|(a, b)| a - b));
+            signal += power(before.iter().copied());
+        }
+        let ratio = predicted[step] / (noise / signal);
+        assert!(
+            (0.7..1.45).contains(&ratio),
+            "{layer} {formats:?} step {step}: {ratio}"
+        );
+        measured += noise / signal;
+    }
+    [predicted.iter().sum(), measured]
+}
+
+/// With rounded activations too, layers and formats come in the order of what programs measure.
+#[test]
+fn rounded_activations_are_ordered_as_programs_order_them() {
+    let activities = activities(true);
+    let mut all = Vec::new();
+    for (layer, activity) in LAYERS.iter().zip(&activities) {
+        all.extend(roundings().map(|formats| rounded_errors(activity, layer, formats)));
+    }
+    let mut pairs = 0;
+    for [predicted, measured] in &all {
+        for [other_predicted, other_measured] in &all {
+            if *measured > 1.25 * other_measured {
+                assert!(predicted > other_predicted, "{all:?}");
+                pairs += 1;
+            }
+        }
+    }
+    assert!(pairs >= 27, "{pairs} of 36 pairs differ: {all:?}");
+}
+
 /// Errors of what the first layer computes, whose inputs are known.
 #[test]
 fn errors_of_a_layer_are_those_of_its_products() {
@@ -169,7 +278,7 @@ fn errors_of_a_layer_are_those_of_its_products() {
         each.collect()
     };
     let (mut all_signal, mut all_noise) = (0.0, 0.0);
-    let predicted = with.errors(&exact, &left, &[WIDTH, WIDTH]);
+    let predicted = with.errors(&exact, &left, &[WIDTH, WIDTH], None);
     for step in 0..STEPS {
         let (mut signal, mut noise) = (0.0, 0.0);
         for run in 0..RUNS {
@@ -183,7 +292,10 @@ fn errors_of_a_layer_are_those_of_its_products() {
         (all_signal, all_noise) = (all_signal + signal, all_noise + noise);
     }
     let measured = 10.0 * (all_signal / all_noise).log10();
-    for errors in [predicted, without.errors(&exact, &left, &[WIDTH, WIDTH])] {
+    for errors in [
+        predicted,
+        without.errors(&exact, &left, &[WIDTH, WIDTH], None),
+    ] {
         assert!(
             (errors.sqnr_db - measured).abs() < 0.5,
             "{measured}, predicted {}",
@@ -191,6 +303,6 @@ fn errors_of_a_layer_are_those_of_its_products() {
         );
     }
     // Nothing changed.
-    let none = with.errors(&exact, &exact, &[WIDTH, WIDTH]);
+    let none = with.errors(&exact, &exact, &[WIDTH, WIDTH], None);
     assert!(none.sqnr_db == f64::INFINITY && none.drift() == Some(0.0));
 }

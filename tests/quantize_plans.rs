@@ -133,6 +133,78 @@ fn a_plan_needs_no_calibration_and_keeps_the_bytes_of_files() {
     assert!(report["tensors"][0]["step_errors"].is_null());
 }
 
+/// With calibration modes that round activations are candidates too: they cost more than the same weights alone.
+#[test]
+fn a_plan_rounds_activations() {
+    let dir = tempfile::tempdir().unwrap();
+    let output = dir.path().join("mixed");
+    let candidates = "quantization_candidates=[{path: '.*', mode: w4a4, granularity: channel}, {path: '.*', mode: w4a16, \
+                      granularity: channel, numerics: quark}, {path: '.*', mode: int8}, {path: '.*', mode: int8_w8a16}]";
+    let calibration = SMALL;
+    let report = quantized(
+        &output,
+        &[
+            "quantization=w4a16",
+            "quantization_granularity=channel",
+            candidates,
+            calibration,
+            "--budget-bits",
+            "30",
+        ],
+    );
+    let layers = report["plan"]["layers"].as_array().unwrap();
+    for layer in layers {
+        let [w4a4, w4a16, int8, int8_alone] = [0, 1, 2, 3].map(|at| &layer["candidates"][at]);
+        for (rounded, alone) in [(w4a4, w4a16), (int8, int8_alone)] {
+            assert_eq!(rounded["bytes"], alone["bytes"], "{layer}");
+            let [more, less] = [rounded, alone].map(|c| c["error"].as_f64().unwrap());
+            assert!(more > less && less > 0.0, "{layer}");
+        }
+    }
+    // Of as many bytes weights alone are better, so a plan rounds activations where no other candidate has its bytes.
+    let both = "quantization_candidates=[{path: '.*', mode: w4a4, granularity: channel}, {path: '.*', mode: int8}]";
+    let rounded = dir.path().join("rounded");
+    let bits = |which: usize| {
+        let bytes: u64 = layers
+            .iter()
+            .map(|l| l["candidates"][which]["bytes"].as_u64().unwrap())
+            .sum();
+        let weights: u64 = layers
+            .iter()
+            .map(|l| l["parameters"].as_u64().unwrap())
+            .sum();
+        8.0 * bytes as f64 / weights as f64
+    };
+    let budget = ((bits(0) + bits(2)) / 2.0).to_string();
+    let report = quantized(
+        &rounded,
+        &[
+            "quantization=w4a16",
+            "quantization_granularity=channel",
+            both,
+            calibration,
+            "--budget-bits",
+            &budget,
+        ],
+    );
+    let chosen = report["plan"]["layers"].as_array().unwrap().iter();
+    let int8 = chosen.filter(|layer| layer["chosen"] == 1).count();
+    assert!(
+        int8 > 0 && int8 < layers.len(),
+        "{int8} of {}",
+        layers.len()
+    );
+    let config: Value =
+        serde_json::from_str(&fs::read_to_string(rounded.join("unet/config.json")).unwrap())
+            .unwrap();
+    let formats = config["quantization_config"]["formats"].as_array().unwrap();
+    assert_eq!(formats.len(), 2);
+    assert!(
+        formats.iter().all(|format| !format["activation"].is_null()),
+        "{config}"
+    );
+}
+
 #[test]
 fn plans_that_cannot_be_are_refused() {
     let dir = tempfile::tempdir().unwrap();
@@ -171,7 +243,7 @@ fn plans_that_cannot_be_are_refused() {
                 "9",
                 "quantization_candidates=[{path: '.*', mode: w4a4}]",
             ],
-            "w4a4 rounds activations, whose error is not measured",
+            "w4a4 rounds activations, whose error calibration measures",
         ),
         (
             &[

@@ -6,12 +6,13 @@ use std::sync::Arc;
 
 use crate::dtype::DType;
 use crate::graph::{
-    Binary, Builder, DotDims, Graph, GraphError, Op, Range, Reduction, ScatterDims, ScatterKind,
-    Tensor, TensorFormat,
+    Binary, Builder, Contraction, DotDims, Granularity, Graph, GraphError, Node, Op, Range,
+    Reduction, ScatterDims, ScatterKind, Tensor, TensorFormat,
 };
 use crate::host_tensor::{HostTensor, HostTensorError};
 use crate::shape::Shape;
 
+use super::lower::{Place, rounded_activation};
 use super::observer::{Extent, MovingRange, Observer, ObserverKind};
 use super::reads::joined_inputs;
 use super::sensitivity::{LayerActivity, WatchedLayer, layer_results};
@@ -29,6 +30,8 @@ mod names {
     pub const MAGNITUDES: &str = "statistics/magnitudes";
     /// `s32[activations, BINS]`: how many values of each are in each bin.
     pub const COUNTS: &str = "statistics/counts";
+    /// `f32[features of all roundings]`: the mean square of what rounding leaves of each feature.
+    pub const ROUNDINGS: &str = "statistics/roundings";
     /// `f32[features, features]` of one activation, whose number follows: the mean of `x^T x`.
     pub const HESSIAN: &str = "statistics/hessian";
 }
@@ -71,6 +74,9 @@ pub struct Watch {
     pub hessians: BTreeSet<String>,
     /// Whether the program is differentiated: [`super::LayerActivity`] then has gains, and all of it for each step.
     pub gains: bool,
+    /// Formats with scales that are found at run time, by the layers for whose activations it is told what rounding to them
+    /// leaves. Groups that do not divide an activation are left out.
+    pub roundings: BTreeMap<String, Vec<TensorFormat>>,
 }
 
 /// What a program tells of its activations, in the order in which it computes them.
@@ -88,6 +94,10 @@ pub struct Watched {
     counts: bool,
     /// The activations whose features are correlated.
     hessians: BTreeSet<usize>,
+    /// The activations that are rounded, in the order of their results.
+    rounded: Vec<usize>,
+    /// The places in `rounded` of a layer's formats.
+    roundings: BTreeMap<String, Vec<(TensorFormat, usize)>>,
 }
 
 impl Watched {
@@ -118,6 +128,7 @@ pub fn watch(graph: Graph, watch: &Watch) -> Result<(Graph, Watched), GraphError
         ..Watched::default()
     };
     let mut computed = Vec::new();
+    let mut roundings = Roundings::default();
     let mut activations: Vec<(u32, usize)> = Vec::new();
     for (id, node) in graph.nodes.iter().enumerate() {
         let path = graph.path(node).strip_prefix(&watch.model);
@@ -156,6 +167,13 @@ pub fn watch(graph: Graph, watch: &Watch) -> Result<(Graph, Watched), GraphError
         }
         if watched.of_layer.insert(path.to_owned(), place).is_none() {
             computed.push((path.to_owned(), id as u32, at));
+            let formats = watch.roundings.get(path).into_iter().flatten();
+            let features = watched.features[place];
+            let formats = formats.filter(|format| divides(**format, features));
+            let known: Vec<_> = formats
+                .map(|format| (*format, roundings.place(&graph, node, at, place, *format)))
+                .collect();
+            watched.roundings.insert(path.to_owned(), known);
         }
     }
     let unseen = |layer: &&String| !watched.of_layer.contains_key(*layer);
@@ -182,6 +200,19 @@ pub fn watch(graph: Graph, watch: &Watch) -> Result<(Graph, Watched), GraphError
         b.output(names::MAGNITUDES, joined(3)?, None)?;
         watched.layers = layer_results(&b, &computed, watch.gains)?;
     }
+    watched.rounded = roundings
+        .0
+        .iter()
+        .map(|rounding| rounding.activation)
+        .collect();
+    if !roundings.0.is_empty() {
+        let each = roundings.0.iter().map(|rounding| {
+            let (node, feature) = activations[rounding.activation];
+            rounding.errors(&b, b.tensor(node), feature)
+        });
+        let each = each.collect::<Result<Vec<_>, _>>()?;
+        b.output(names::ROUNDINGS, b.concatenate(&each, 0)?, None)?;
+    }
     if watch.counts && !activations.is_empty() {
         let counts = activations
             .iter()
@@ -195,6 +226,82 @@ pub fn watch(graph: Graph, watch: &Watch) -> Result<(Graph, Watched), GraphError
         b.output(&format!("{}/{at}", names::HESSIAN), hessian, None)?;
     }
     Ok((b.finish(), watched))
+}
+
+/// Whether an activation of so many features has the format.
+fn divides(format: TensorFormat, features: usize) -> bool {
+    match format.granularity {
+        Granularity::Group(size) => size > 0 && features.is_multiple_of(size),
+        Granularity::Tensor | Granularity::Channel => true,
+        Granularity::Feature => false,
+    }
+}
+
+/// An activation that is rounded as a contraction would round it.
+struct Rounding {
+    activation: usize,
+    format: TensorFormat,
+    contraction: Contraction,
+    /// Which operand it is, and its dimensions along which scales of channels lie.
+    side: usize,
+    kept: Vec<usize>,
+}
+
+/// Those of a program. Layers that would round the same alike share one.
+#[derive(Default)]
+struct Roundings(Vec<Rounding>);
+
+impl Roundings {
+    /// The place of the rounding of operand `side` of a contraction, which is the activation number `activation`.
+    fn place(
+        &mut self,
+        graph: &Graph,
+        node: &Node,
+        side: usize,
+        activation: usize,
+        format: TensorFormat,
+    ) -> usize {
+        let contraction = match &node.op {
+            Op::Convolution { dims, .. } => Contraction::Convolution(dims.clone()),
+            Op::DotGeneral { dims, .. } => Contraction::Dot(dims.clone()),
+            _ => Contraction::Dot(DotDims::default()),
+        };
+        let ranks = [0, 1].map(|at| graph.nodes[node.operands[at] as usize].shape.rank());
+        let kept = contraction.kept(ranks)[side].clone();
+        let is_convolution = |c: &Contraction| matches!(c, Contraction::Convolution(_));
+        let alike = self.0.iter().position(|known| {
+            known.activation == activation
+                && known.format == format
+                && known.kept == kept
+                && is_convolution(&known.contraction) == is_convolution(&contraction)
+        });
+        alike.unwrap_or_else(|| {
+            self.0.push(Rounding {
+                activation,
+                format,
+                contraction,
+                side,
+                kept,
+            });
+            self.0.len() - 1
+        })
+    }
+}
+
+impl Rounding {
+    /// The mean square of what rounding leaves of each feature of `x`, `f32[features]`.
+    fn errors(&self, b: &Builder, x: Tensor, feature: usize) -> Result<Tensor, GraphError> {
+        let place = Place {
+            contraction: &self.contraction,
+            side: self.side,
+            kept: &self.kept,
+        };
+        let rounded = rounded_activation(b, x, place, self.format)?;
+        let error = b.sub(b.convert(x, DType::F32)?, rounded)?;
+        let others: Vec<usize> = (0..b.dims(x).len()).filter(|d| *d != feature).collect();
+        let count: usize = others.iter().map(|d| b.dims(x)[*d]).product();
+        b.mul_scalar(b.sum(b.square(error)?, &others)?, 1.0 / count as f64)
+    }
 }
 
 /// The mean of `x^T x` over all but the features of an activation, `f32[features, features]`.
@@ -366,6 +473,8 @@ pub struct Statistics {
     runs: Vec<usize>,
     /// Of each layer.
     layers: Vec<LayerSums>,
+    /// The sums over the runs of each step of what each rounding leaves.
+    roundings: Vec<Vec<Vec<f32>>>,
 }
 
 /// The sums over the runs of each step of what a layer's results say of it.
@@ -397,6 +506,7 @@ impl Statistics {
         Statistics {
             activations: activations.collect(),
             layers: vec![LayerSums::default(); watched.layers.len()],
+            roundings: vec![Vec::new(); watched.rounded.len()],
             watched,
             steps: 0,
             runs: Vec::new(),
@@ -423,6 +533,9 @@ impl Statistics {
         };
         let (gains, rest) = rest.split_at(usize::from(self.watched.gains).min(rest.len()));
         self.add_layers(step, outputs, gains.first())?;
+        let has_roundings = !self.watched.rounded.is_empty();
+        let (roundings, rest) = rest.split_at(usize::from(has_roundings).min(rest.len()));
+        self.add_roundings(step, roundings.first())?;
         let (counts, correlations) =
             rest.split_at(usize::from(self.watched.counts).min(rest.len()));
         let (ranges, features) = (ranges.to_f32_vec()?, features.to_f32_vec()?);
@@ -498,6 +611,22 @@ impl Statistics {
         Ok(())
     }
 
+    /// Adds what a run of step number `step` says of activations that are rounded.
+    fn add_roundings(
+        &mut self,
+        step: usize,
+        found: Option<&HostTensor>,
+    ) -> Result<(), CalibrationError> {
+        let found = found.map(HostTensor::to_f32_vec).transpose()?;
+        let mut found = found.unwrap_or_default().into_iter();
+        for (sums, activation) in self.roundings.iter_mut().zip(&self.watched.rounded) {
+            let features = self.watched.features[*activation];
+            let own: Vec<f32> = found.by_ref().take(features).collect();
+            add_to_step(sums, step, &own);
+        }
+        Ok(())
+    }
+
     /// What the layer at `path` reads and computes in each step, and where the program is differentiated what an error of it
     /// does.
     ///
@@ -514,7 +643,11 @@ impl Statistics {
             steps
         };
         let outputs = sums.outputs.iter().zip(&self.runs);
+        let roundings = self.watched.roundings.get(path).into_iter().flatten();
         Ok(LayerActivity {
+            roundings: roundings
+                .map(|(format, at)| (*format, mean(self.roundings[*at].clone())))
+                .collect(),
             squares: match self.watched.gains {
                 true => mean(known.of_steps.clone()),
                 false => vec![known.squares()],

@@ -366,6 +366,30 @@ impl Lowering<'_, '_> {
     }
 }
 
+/// What a contraction multiplies in place of the activation `x` where `format` finds its scales at run time, in `f32`.
+///
+/// # Errors
+/// When groups do not divide the features of `x`, or the format rounds stochastically.
+pub(super) fn rounded_activation(
+    b: &Builder,
+    x: Tensor,
+    place: Place<'_>,
+    format: TensorFormat,
+) -> Result<Tensor> {
+    let operand = Operand {
+        values: x,
+        float: DType::F32,
+        is_weight: false,
+        stored: None,
+        recorded: None,
+    };
+    let noise = &mut |b: &Builder, _: &[usize]| {
+        Err(b.invalid("an activation whose rounding is measured is rounded to nearest"))
+    };
+    let integers = Lowering { b, noise }.integers(operand, place, format)?;
+    dequantized(b, &integers, format, DType::F32)
+}
+
 /// `(integers - zero point) * scale` in `f32`, rounded to `float`: where scales do not leave the sum of a contraction. In
 /// GGUF's numerics `integers * scale + zero point`; codes of a codebook become its numbers first.
 pub(super) fn dequantized(

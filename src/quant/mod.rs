@@ -39,7 +39,7 @@ pub use gptq::{RoundingAlgorithm, WeightRounding, takes as gptq_takes};
 pub use minimums::has_minimums;
 pub use observer::{Observer, ObserverCompat, ObserverKind};
 pub use reads::{joined_inputs, readers_of_input};
-pub use sensitivity::{LayerActivity, LayerErrors};
+pub use sensitivity::{LayerActivity, LayerErrors, RoundedActivation};
 pub use smooth::{divided_by_factors, smooth_factor_name};
 pub use stored::{input_scale_name, scale_name, tensor_scale_name, zero_point_name};
 pub use svd::{

@@ -10,7 +10,7 @@ use rand_chacha::ChaCha8Rng;
 use rayon::prelude::*;
 
 use crate::dtype::DType;
-use crate::graph::{Builder, GraphError, Op, Tensor, vjp};
+use crate::graph::{Builder, GraphError, Op, Tensor, TensorFormat, vjp};
 use crate::host_tensor::{HostTensor, HostTensorError};
 use crate::shape::Shape;
 
@@ -40,9 +40,18 @@ pub struct LayerActivity {
     /// Of each output feature the sum of squares that independent errors of power 1 in all its places make of the step's result,
     /// relative to that of the result itself. Empty where the program was not differentiated.
     pub gains: Vec<Vec<f32>>,
+    /// Of formats that its activation may be rounded to at run time the mean square of what that leaves of each input feature.
+    pub roundings: Vec<(TensorFormat, Vec<Vec<f32>>)>,
 }
 
-/// What rounding a layer's weight does, to first order and with the errors of features independent of each other.
+/// An activation that is rounded at run time, and the weight `[out, in, ..]` that it is multiplied with.
+#[derive(Clone, Copy)]
+pub struct RoundedActivation<'a> {
+    pub format: TensorFormat,
+    pub weight: &'a [f32],
+}
+
+/// What rounding a layer's weight, and maybe its activation, does, to first order and with the errors of features independent of each other.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct LayerErrors {
     /// For each step, the power of the error of what the layer computes of what it reads without errors before it, relative to
@@ -147,8 +156,24 @@ fn signs(dims: &[usize]) -> Result<HostTensor, HostTensorError> {
 }
 
 impl LayerActivity {
-    /// What it does that `left` stands in place of the weight `float`, both `[out, in, ..]`.
-    pub fn errors(&self, float: &[f32], left: &[f32], dims: &[usize]) -> LayerErrors {
+    /// What it does that `left` stands in place of the weight `float`, both `[out, in, ..]`, and that the activation is `rounded`. Of
+    /// one whose format was not watched nothing is known: it counts as exact.
+    pub fn errors(
+        &self,
+        float: &[f32],
+        left: &[f32],
+        dims: &[usize],
+        rounded: Option<RoundedActivation<'_>>,
+    ) -> LayerErrors {
+        let watched = |rounded: RoundedActivation<'_>| {
+            let known = self
+                .roundings
+                .iter()
+                .find(|(format, _)| *format == rounded.format);
+            known.map(|(_, of_steps)| of_steps)
+        };
+        let of_rounding = rounded.and_then(watched);
+        let multiplied = rounded.map_or(&[][..], |rounded| rounded.weight);
         let positions = dims.iter().skip(2).product::<usize>().max(1);
         let inputs = dims.get(1).copied().unwrap_or(1).max(1);
         let out = dims.first().copied().unwrap_or(1).max(1);
@@ -163,7 +188,16 @@ impl LayerActivity {
                 .collect();
             let of_step = |step: usize| {
                 let squares = errors.iter().zip(&self.squares[step]);
-                let power: f64 = squares.map(|(e, s)| f64::from(e * s)).sum();
+                let mut power: f64 = squares.map(|(e, s)| f64::from(e * s)).sum();
+                if let Some(of_steps) = of_rounding {
+                    // What is left of a feature is as likely above as below, whatever the weight's error.
+                    let weights = multiplied[at * row..][..row].chunks(positions);
+                    let each = weights.zip(&of_steps[step]).map(|(w, left)| {
+                        let weight: f32 = w.iter().map(|w| w * w).sum();
+                        f64::from(weight * left)
+                    });
+                    power += each.sum::<f64>();
+                }
                 let gain = self
                     .gains
                     .get(step)

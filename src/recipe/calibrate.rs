@@ -193,12 +193,14 @@ fn check_algorithm(config: &Config, formats: &[Formats]) -> Result<(), RecipeErr
     }
 }
 
-/// The layers to watch; `None` where nothing is calibrated. `is_measured` asks what errors of all of them do.
+/// The layers to watch; `None` where nothing is calibrated. `is_measured` asks what errors of all of them do, also where they read
+/// activations rounded to `roundings`.
 pub(super) fn calibrated(
     config: &Config,
     policy: &Policy,
     stored: &Quantization,
     is_measured: bool,
+    roundings: BTreeMap<String, Vec<TensorFormat>>,
 ) -> Option<Watch> {
     let calibration = &config.calibration;
     if calibration.prompts.0.is_empty() && calibration.prompts_file.is_empty() {
@@ -221,6 +223,10 @@ pub(super) fn calibrated(
         layers,
         counts: observer.reads_counts(),
         gains: is_measured,
+        roundings: match is_measured {
+            true => roundings,
+            false => BTreeMap::new(),
+        },
     })
 }
 

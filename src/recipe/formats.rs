@@ -381,6 +381,7 @@ pub fn policy_of_checkpoint(
     let mode = config.quantization;
     let mut layers = stored.layers.clone();
     let int8 = TensorFormat::int8(NumericsConvention::Aqt);
+    let has_int4_activations = weights().any(|weight| int4_activation(weight).is_some());
     for (path, layer) in &mut layers {
         let fits = match mode {
             config::Quantization::Off => true,
@@ -404,7 +405,12 @@ pub fn policy_of_checkpoint(
             config::Quantization::W4A4 => {
                 int4_activation(layer.weight).is_some() && layer.low_rank.is_none()
             }
-            config::Quantization::SvdQuantW4A4 => int4_activation(layer.weight).is_some(),
+            // Weights with minimums, as nunchaku's modulations, keep their activations in float beside the others.
+            config::Quantization::SvdQuantW4A4 => {
+                int4_activation(layer.weight).is_some()
+                    || has_int4_activations
+                        && weight_mode(layer.weight) == config::Quantization::W4A16
+            }
             config::Quantization::Int8 => {
                 TensorFormat {
                     range: Range::Dynamic,

@@ -2,8 +2,8 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-use crate::config::{Config, QuantRule, QuantRuleMode, QuantRules, WeightGranularity};
-use crate::graph::{Granularity, Graph};
+use crate::config::{Config, QuantRule, QuantRuleMode, QuantRules, SvdOrder, WeightGranularity};
+use crate::graph::{Granularity, Graph, Range, TensorFormat};
 use crate::quant::{
     Action, BudgetError, Choice, Decision, Formats, Rule, Statistics, StoredLayer, choose,
 };
@@ -152,10 +152,42 @@ fn candidates(config: &Config) -> Vec<QuantRule> {
     own.iter().cloned().chain(others).collect()
 }
 
+/// The formats with scales found at run time to which layers may round what they read: their own, and with a budget those of
+/// candidates.
+///
+/// # Errors
+/// When a candidate has no format.
+pub(super) fn roundings(
+    config: &Config,
+    stored: &Quantization,
+    has_budget: bool,
+) -> Result<BTreeMap<String, Vec<TensorFormat>>, RecipeError> {
+    let is_found = |format: &TensorFormat| matches!(format.range, Range::Dynamic);
+    let mut tried = Vec::new();
+    for rule in candidates(config).iter().filter(|_| has_budget) {
+        let pattern = Rule::new(&rule.path, Action::Float, true).map_err(RecipeError::usage)?;
+        let formats = rule_formats(config, rule)?;
+        let activation = formats.and_then(|formats| formats.activation);
+        tried.extend(activation.filter(is_found).map(|format| (pattern, format)));
+    }
+    let of_layer = |(path, layer): (&String, &StoredLayer)| {
+        let others = tried.iter().filter(|(pattern, _)| pattern.matches(path));
+        let mut formats: Vec<TensorFormat> =
+            layer.activation.filter(is_found).into_iter().collect();
+        for (_, format) in others {
+            if !formats.contains(format) {
+                formats.push(*format);
+            }
+        }
+        (path.clone(), formats)
+    };
+    Ok(stored.layers.iter().map(of_layer).collect())
+}
+
 /// Chooses the format of each layer that no rule of the configuration decides.
 ///
 /// # Errors
-/// When a candidate rounds activations, a layer has no candidate, the budget is below the least possible or holds the model as it
+/// When it is not known what a candidate's rounding of activations does, a layer has no candidate, the budget is below the least possible or holds the model as it
 /// is, and when a weight cannot be read or quantized.
 pub(super) fn plan(
     planning: &Planning<'_>,
@@ -240,12 +272,8 @@ impl Planning<'_> {
         let pattern = Rule::new(&rule.path, Action::Float, true);
         let pattern = pattern.map_err(RecipeError::usage)?;
         let formats = rule_formats(config, rule)?;
-        if let Some(formats) = formats.filter(|formats| formats.activation.is_some()) {
-            return Err(RecipeError::Usage(format!(
-                "quantization_candidates: {} rounds activations, whose error is not measured: take modes of weights alone, such as \
-                 w4a16, int8_w8a16, nf4 or svdquant_w4a16, or name its layers in quant_rules",
-                mode_of(&formats)
-            )));
+        if let Some(formats) = &formats {
+            self.check_activation(formats)?;
         }
         let dims: HashMap<&str, &[usize]> = self
             .graph
@@ -292,6 +320,28 @@ impl Planning<'_> {
             });
         }
         Ok(())
+    }
+
+    /// Refuses formats of activations of which calibration does not tell what rounding to them does.
+    fn check_activation(&self, formats: &Formats) -> Result<(), RecipeError> {
+        let Some(activation) = formats.activation else {
+            return Ok(());
+        };
+        let is_divided = formats.low_rank && self.config.svd_order == SvdOrder::Paper;
+        let problem = if !matches!(activation.range, Range::Dynamic) {
+            "rounds activations by recorded scales, whose error is not measured: take one that finds them at run time, such as int8 or w4a4"
+        } else if is_divided {
+            "with svd_order=paper rounds activations that are divided by factors, whose error is not measured: leave svd_order out"
+        } else if self.statistics.is_none() {
+            "rounds activations, whose error calibration measures: give prompts, such as calibration='{prompts: [a lighthouse at \
+             sunrise, a bowl of fruit], steps: 20}', or take modes of weights alone, such as w4a16, int8_w8a16 or nf4"
+        } else {
+            return Ok(());
+        };
+        Err(RecipeError::Usage(format!(
+            "quantization_candidates: {} {problem}, or name its layers in quant_rules",
+            mode_of(formats)
+        )))
     }
 
     /// Chooses a candidate of each layer.

@@ -19,7 +19,7 @@ use crate::weights::source::{
 
 use super::calibrate::{Run, calibrate, calibrated, check_calibration, needs_calibration};
 use super::layers::{is_static, stored, unet_quantization};
-use super::plan::{Budget, Plan, Planning, plan};
+use super::plan::{Budget, Plan, Planning, plan, roundings};
 use super::qat::TrainedRanges;
 use super::source::{Source, denoiser, find_model};
 use super::{Notify, RecipeError, policy, precision};
@@ -254,6 +254,7 @@ pub fn quantize(
         &decided.policy,
         &decided.stored,
         request.is_measured(),
+        roundings(config, &decided.stored, request.budget.is_some())?,
     );
     let statistics = match watch {
         None => None,

@@ -4,10 +4,13 @@ use std::ops::Range as Indices;
 use std::sync::Arc;
 
 use super::shared_bytes::SharedBytes;
-use super::stored::{BlockPart, BlockType};
+use super::stored::{BlockPart, BlockType, Tiles};
 use crate::dtype::DType;
 use crate::graph::{Granularity, NumericsConvention, Range, TensorFormat};
-use crate::quant::{scale_dims, scale_name, tensor_scale_name, zero_point_name};
+use crate::quant::{
+    LOW_RANK, StoredLayer, scale_dims, scale_name, smooth_factor_name, tensor_scale_name,
+    zero_point_name,
+};
 use crate::shape::Shape;
 
 /// Where a tensor's bytes are.
@@ -19,8 +22,8 @@ pub(super) struct Location {
     /// As it is read.
     pub shape: Shape,
     pub order: Order,
-    /// Of a weight that is stored as codes: what its floats are computed from.
-    pub parts: Option<Arc<Parts>>,
+    /// Of a tensor that no file has as it is shown: what it is computed from.
+    pub made: Option<Arc<Made>>,
 }
 
 /// How the bytes of a tensor are stored, beside the shape that is shown.
@@ -47,6 +50,8 @@ pub(super) enum Order {
     Words(Words),
     /// As a matrix of so many columns; the others are zeros.
     ZeroColumns(usize),
+    /// In the tiles of a GPU kernel.
+    Tiles(Tiles),
 }
 
 /// How 4-bit integers lie in words.
@@ -74,6 +79,96 @@ pub(super) struct Parts {
     pub table: Option<Location>,
     /// The codes that share a scale; the last run may be shorter.
     pub run: usize,
+    /// Factors of input features, by which activations are divided and which the codes have taken over.
+    pub smooth: Option<Location>,
+    /// Down `[rank, in]` and up `[out, rank]`, whose product with what the codes are multiplied with is added.
+    pub low_rank: Option<[Location; 2]>,
+}
+
+/// What a tensor is computed of.
+#[derive(Clone, Debug)]
+pub(super) enum Made {
+    /// The floats of a weight that is stored as codes.
+    Weight(Box<Parts>),
+    /// These beside each other along their last dimension. A row of each has whole bytes.
+    Beside(Vec<Location>),
+    /// A product, in `f32`.
+    Product(Box<Product>),
+    /// These along the diagonal of a matrix, in `f32`, and zeros.
+    Diagonal(Vec<Location>),
+    /// The sum of these, in `f32`.
+    Bias(Vec<Term>),
+}
+
+/// A tensor times numbers of its rows, of its columns, and one for all.
+#[derive(Clone, Debug)]
+pub(super) struct Product {
+    pub of: Location,
+    pub rows: Option<Location>,
+    pub columns: Option<Location>,
+    pub whole: Option<Location>,
+}
+
+impl Product {
+    /// A tensor alone.
+    pub fn of(of: Location) -> Product {
+        Product {
+            of,
+            rows: None,
+            columns: None,
+            whole: None,
+        }
+    }
+
+    pub fn shown(self) -> Location {
+        let shape = self.of.shape.with_dtype(DType::F32);
+        Made::Product(Box::new(self)).shown(shape)
+    }
+}
+
+/// A part of a bias.
+#[derive(Clone, Debug)]
+pub(super) enum Term {
+    Of(Location),
+    /// What a weight makes of an input of which every feature is this number.
+    Constant(Location, f32),
+    /// 1 less for each of these output features.
+    OneLess(Vec<Indices<usize>>),
+}
+
+impl Made {
+    /// A tensor of this shape.
+    pub fn shown(self, shape: Shape) -> Location {
+        Location {
+            file: 0,
+            offset: 0,
+            shape,
+            order: Order::AsShown,
+            made: Some(Arc::new(self)),
+        }
+    }
+
+    /// These beside each other; one alone is itself.
+    pub fn beside(mut parts: Vec<Location>) -> Location {
+        if parts.len() == 1
+            && let Some(one) = parts.pop()
+        {
+            return one;
+        }
+        let mut shape = parts[0].shape.clone();
+        let columns = parts.iter().map(Location::columns).sum();
+        if let Some(last) = shape.dims.last_mut() {
+            *last = columns;
+        }
+        Made::Beside(parts).shown(shape)
+    }
+
+    /// These matrices along the diagonal of one.
+    pub fn diagonal(parts: Vec<Location>) -> Location {
+        let rows = parts.iter().map(|part| part.shape.dims[0]).sum();
+        let columns = parts.iter().map(Location::columns).sum();
+        Made::Diagonal(parts).shown(Shape::new(DType::F32, [rows, columns]))
+    }
 }
 
 impl Location {
@@ -84,7 +179,22 @@ impl Location {
             offset: parts.codes.offset,
             shape: parts.codes.shape.with_dtype(DType::F32),
             order: Order::AsShown,
-            parts: Some(Arc::new(parts)),
+            made: Some(Arc::new(Made::Weight(Box::new(parts)))),
+        }
+    }
+
+    /// The elements of a row.
+    pub(super) fn columns(&self) -> usize {
+        self.shape.dims.last().copied().unwrap_or(1)
+    }
+
+    /// What a weight is computed from that is stored as codes.
+    pub(super) fn parts(&self) -> Option<&Parts> {
+        match self.made.as_deref() {
+            Some(Made::Weight(parts)) => Some(parts.as_ref()),
+            Some(Made::Beside(_) | Made::Product(_) | Made::Diagonal(_) | Made::Bias(_)) | None => {
+                None
+            }
         }
     }
 
@@ -95,12 +205,15 @@ impl Location {
             offset: 0,
             shape: Shape::scalar(DType::F32),
             order: Order::Constant(value.to_bits()),
-            parts: None,
+            made: None,
         }
     }
 
     /// A run of the elements, as a vector; `None` where its bytes hold others too, or they are in another order.
     fn elements(&self, run: Indices<usize>) -> Option<Location> {
+        if self.made.is_some() {
+            return None;
+        }
         let mut part = self.clone();
         part.shape.dims = vec![run.len()];
         let bits = self.shape.dtype.bits();
@@ -150,6 +263,8 @@ impl Parts {
             tensor_scale: None,
             table: None,
             run: run.max(1),
+            smooth: None,
+            low_rank: None,
         }
     }
 
@@ -186,6 +301,17 @@ impl Parts {
         }
     }
 
+    /// What a checkpoint says of a layer with this weight and activations in float.
+    pub(super) fn layer(&self) -> StoredLayer {
+        let rank = |[down, _]: &[Location; 2]| down.shape.dims.first().copied();
+        StoredLayer {
+            weight: self.format,
+            activation: None,
+            low_rank: self.low_rank.as_ref().and_then(rank),
+            smoothed: self.smooth.is_some(),
+        }
+    }
+
     /// These rows of the weight.
     pub fn rows(&self, rows: &Indices<usize>) -> Result<Parts, String> {
         let shape = &self.codes.shape;
@@ -211,6 +337,12 @@ impl Parts {
             }
         } else {
             parts.run = codes.len().max(1);
+        }
+        if let Some([_, up]) = &mut parts.low_rank {
+            let rank = up.shape.dims.last().copied().unwrap_or(0);
+            let cut = up.elements(rows.start * rank..rows.end * rank);
+            *up = cut.ok_or_else(shared)?;
+            up.shape.dims = vec![rows.len(), rank];
         }
         Ok(parts)
     }
@@ -240,6 +372,13 @@ impl Parts {
             let mut one = one.clone();
             one.shape.dims.clear();
             tensors.push((tensor_scale_name(name), one));
+        }
+        let layer = name.strip_suffix(".weight").unwrap_or(name);
+        if let Some(smooth) = &self.smooth {
+            tensors.push((smooth_factor_name(layer), smooth.clone()));
+        }
+        for (factor, location) in LOW_RANK.iter().zip(self.low_rank.iter().flatten()) {
+            tensors.push((format!("{layer}.{factor}.weight"), location.clone()));
         }
         Some(tensors)
     }

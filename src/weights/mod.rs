@@ -14,6 +14,7 @@ mod gguf;
 mod header;
 mod location;
 pub mod lora;
+mod made;
 mod matching;
 mod open;
 pub mod quantized;

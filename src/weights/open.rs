@@ -204,7 +204,7 @@ impl Opened {
                 offset: tensor.offset,
                 shape: tensor.shape,
                 order: Order::AsShown,
-                parts: None,
+                made: None,
             };
             tensors.insert(tensor.name, location);
         }
@@ -229,7 +229,7 @@ impl Opened {
                 offset: tensor.offset,
                 shape,
                 order,
-                parts: None,
+                made: None,
             };
             let location = match tensor.kind {
                 gguf::Kind::Plain(dtype) => at(Shape::new(dtype, tensor.dims), Order::AsShown),
@@ -251,6 +251,8 @@ impl Opened {
                         tensor_scale: None,
                         table: None,
                         run,
+                        smooth: None,
+                        low_rank: None,
                     })
                 }
             };

@@ -118,9 +118,8 @@ impl Checkpoint {
             let shape = location.shape.clone();
             return Ok(HostTensor { shape, data });
         }
-        if let Some(parts) = &location.parts {
-            let name = "a weight that is stored as codes";
-            let tensor = self.read_parts(name, parts, location.shape.dtype, |_| Ok(()))?;
+        if let Some(made) = location.made.as_deref() {
+            let tensor = self.read_made(made, &location.shape)?;
             return Ok(in_order(location, tensor.data));
         }
         let mut data = sized(buffer, stored_bytes(location));
@@ -142,7 +141,7 @@ impl Checkpoint {
     ) -> Result<HostTensor, WeightsError> {
         let location = self.locate(name)?;
         let from = location.shape.dtype;
-        if let Some(parts) = &location.parts
+        if let Some(parts) = location.parts()
             && location.order == Order::AsShown
         {
             let mut tensor = self.read_parts(name, parts, dtype, |bytes| {
@@ -151,7 +150,8 @@ impl Checkpoint {
             tensor.shape.dims.clone_from(&location.shape.dims);
             return Ok(tensor);
         }
-        if from == dtype || location.order != Order::AsShown || !cast::is_direct(from, dtype) {
+        let is_stored = location.made.is_none() && location.order == Order::AsShown;
+        if from == dtype || !is_stored || !cast::is_direct(from, dtype) {
             let tensor = self.read_into(location, buffer)?;
             tensor
                 .data
@@ -224,6 +224,7 @@ fn stored_bytes(location: &Location) -> usize {
             location.shape.dtype.storage_bytes(rows * own)
         }
         Order::Shared(shared) => shared.bytes(&location.shape),
+        Order::Tiles(tiles) => tiles.stored_bytes(&location.shape),
         Order::AsShown
         | Order::Transposed
         | Order::HalvesSwapped
@@ -253,6 +254,7 @@ fn in_order(location: &Location, mut data: Vec<u8>) -> HostTensor {
         Order::Blocks(kind, part) => data = kind.extract(part, &data),
         Order::Words(words) => data = of_words(words, &location.shape, &data),
         Order::ZeroColumns(own) => data = with_zeros(own, &location.shape, &data),
+        Order::Tiles(tiles) => data = tiles.unpack(&location.shape, &data),
     }
     HostTensor {
         shape: location.shape.clone(),

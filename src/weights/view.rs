@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::WeightsError;
-use super::location::{Location, Order};
+use super::location::{Location, Made, Order};
 use super::open::Checkpoint;
 use crate::models::original::Transform;
 
@@ -88,6 +88,7 @@ impl Location {
                     | Order::Times(_)
                     | Order::Words(_)
                     | Order::ZeroColumns(_)
+                    | Order::Tiles(_)
             ) =>
             {
                 return Err(format!("features of {shape} share bytes"));
@@ -117,7 +118,8 @@ impl Location {
                     | Order::Constant(_)
                     | Order::Times(_)
                     | Order::Words(_)
-                    | Order::ZeroColumns(_) => Order::Transposed,
+                    | Order::ZeroColumns(_)
+                    | Order::Tiles(_) => Order::Transposed,
                 };
             }
             // Few tensors of the known layouts are stored in another order, and they are not cut: reading some rows
@@ -149,9 +151,14 @@ impl Location {
                     return Err(format!("rows of {shape} share bytes"));
                 }
                 result.shape.dims[0] = rows.len();
-                match &self.parts {
+                match self.made.as_deref() {
                     None => result.offset += (rows.start * (row_bits / 8)) as u64,
-                    Some(parts) => result.parts = Some(Arc::new(parts.rows(rows)?)),
+                    Some(Made::Weight(parts)) => {
+                        result.made = Some(Arc::new(Made::Weight(Box::new(parts.rows(rows)?))));
+                    }
+                    Some(
+                        Made::Beside(_) | Made::Product(_) | Made::Diagonal(_) | Made::Bias(_),
+                    ) => return Err(format!("{shape} is computed, and is not cut")),
                 }
             }
             Transform::UnitMatrix => {
@@ -160,7 +167,7 @@ impl Location {
                 }
                 result.shape.dims = vec![shape.count(); 2];
                 result.order = Order::UnitMatrix;
-                result.parts = None;
+                result.made = None;
             }
             Transform::Reshape(dims) => {
                 let count = dims.iter().try_fold(1_usize, |n, &d| n.checked_mul(d));
@@ -168,8 +175,8 @@ impl Location {
                     return Err(format!("{shape} does not have the elements of {dims:?}"));
                 }
                 result.shape.dims.clone_from(dims);
-                if let Some(parts) = &mut result.parts {
-                    Arc::make_mut(parts).codes.shape.dims.clone_from(dims);
+                if let Some(Made::Weight(parts)) = result.made.as_mut().map(Arc::make_mut) {
+                    parts.codes.shape.dims.clone_from(dims);
                 }
             }
         }

@@ -13,8 +13,8 @@ use crate::graph::{NumericsConvention, Range, TensorFormat};
 use crate::host_tensor::{HostTensor, HostTensorError};
 use crate::quant::{
     LOW_RANK, LayerActivity, LayerErrors, LowRankError, LowRankOptions, Observer, QuantizedWeight,
-    RoundingAlgorithm, WeightQuantError, WeightRounding, scale_name, tensor_scale_name,
-    with_low_rank, zero_point_name,
+    RoundedActivation, RoundingAlgorithm, WeightQuantError, WeightRounding, scale_name,
+    tensor_scale_name, with_low_rank, zero_point_name,
 };
 use crate::shape::Shape;
 use crate::weights::cast::has_infinity;
@@ -330,7 +330,14 @@ impl UNetQuantization {
                 let left = stood_for(dims, &weight, &beside, factors);
                 let left = left.map_err(|e| fail(e.into()))?;
                 let float = float.to_f32_vec().map_err(|e| fail(e.into()))?;
-                Some(activity.errors(&float, &left, dims))
+                let stored = self.stored.layers.get(layer);
+                let codes = weight.dequantized().map_err(|e| fail(e.into()))?;
+                let rounded = stored.and_then(|stored| stored.activation);
+                let rounded = rounded.map(|format| RoundedActivation {
+                    format,
+                    weight: &codes,
+                });
+                Some(activity.errors(&float, &left, dims, rounded))
             }
             _ => None,
         };

@@ -97,6 +97,8 @@ fn four_bits(file: &mut Checkpoint, state: &str) -> Result<(), WeightsError> {
         tensor_scale: None,
         table: (!is_known).then_some(table),
         run: said.blocksize,
+        smooth: None,
+        low_rank: None,
     };
     insert(file, weight, parts)
 }
@@ -127,6 +129,8 @@ fn nested(
         tensor_scale: None,
         table: Some(taken(file, &format!("{weight}.nested_quant_map"))?),
         run,
+        smooth: None,
+        low_rank: None,
         codes,
     };
     parts.check().map_err(|reason| file.wrong(&name, reason))?;

@@ -6,9 +6,12 @@ use std::sync::Arc;
 use rayon::prelude::*;
 
 use crate::dtype::DType;
-use crate::graph::{NumericsConvention, TensorFormat};
+use crate::graph::{Granularity, NumericsConvention, TensorFormat};
 use crate::host_tensor::{HostTensor, float8};
-use crate::quant::{StoredFormats, StoredLayer, scale_name, tensor_scale_name, zero_point_name};
+use crate::quant::{
+    LOW_RANK, StoredFormats, StoredLayer, input_scale_name, scale_name, smooth_factor_name,
+    tensor_scale_name, zero_point_name,
+};
 use crate::weights::cast::{cast_bytes, is_half_or_single};
 use crate::weights::location::{Location, Order, Parts};
 use crate::weights::open::Checkpoint;
@@ -27,24 +30,15 @@ impl Checkpoint {
         for (name, location) in std::mem::take(&mut self.tensors) {
             let layer = name.strip_suffix(".weight");
             let as_shown = location.order == Order::AsShown;
-            let parts = match &location.parts {
+            let parts = match location.parts() {
                 None => Parts::of_float8(&location),
-                Some(parts) => Some(Parts::clone(parts)),
+                Some(parts) => Some(parts.clone()),
             };
             let stored = parts.filter(|_| as_shown);
-            let stored = stored.and_then(|parts| Some((parts.format, parts.tensors(&name)?)));
+            let stored = stored.and_then(|parts| Some((parts.layer(), parts.tensors(&name)?)));
             match (layer, stored) {
-                (Some(layer), Some((weight, stored))) => {
-                    let activation = None;
-                    layers.insert(
-                        layer.to_owned(),
-                        StoredLayer {
-                            weight,
-                            activation,
-                            low_rank: None,
-                            smoothed: false,
-                        },
-                    );
+                (Some(layer), Some((formats, stored))) => {
+                    layers.insert(layer.to_owned(), formats);
                     tensors.extend(stored);
                 }
                 _ => {
@@ -79,6 +73,8 @@ impl Checkpoint {
                 zero_point: self.tensors.remove(&zero_point_name(&name)),
                 tensor_scale: self.tensors.remove(&tensor_scale_name(&name)),
                 table: None,
+                smooth: self.taken_over(layer, stored),
+                low_rank: factors(&mut self.tensors, layer),
             };
             self.tensors.insert(name, Location::of_parts(parts));
         }
@@ -96,7 +92,9 @@ impl Checkpoint {
     /// How many tensors are stored as codes and shown as the floats that they stand for.
     pub fn widened(&self) -> usize {
         let tensors = self.tensors.values();
-        tensors.filter(|location| location.parts.is_some()).count()
+        tensors
+            .filter(|location| location.parts().is_some())
+            .count()
     }
 
     /// The floats of a weight, in `dtype`; each is computed in `f32`, `code * scale`, and then rounded.
@@ -143,6 +141,15 @@ impl Checkpoint {
             is_added: parts.format.convention == NumericsConvention::Gguf,
             run: parts.run,
         };
+        let beside = Beside {
+            columns: shape.dims.iter().skip(1).product::<usize>().max(1),
+            positions: shape.dims.iter().skip(2).product::<usize>().max(1),
+            smooth: parts.smooth.as_ref().map(floats).transpose()?,
+            low_rank: match &parts.low_rank {
+                None => None,
+                Some([down, up]) => Some([floats(down)?, floats(up)?]),
+            },
+        };
         let direct = if is_half_or_single(dtype) {
             dtype
         } else {
@@ -155,6 +162,7 @@ impl Checkpoint {
             .try_for_each_init(Vec::new, |values: &mut Vec<f32>, (task, out)| {
                 values.resize(out.len() / size, 0.0);
                 decoder.decode(task * TASK, values);
+                beside.apply(task * TASK, values);
                 let bytes = bytemuck::cast_slice(values);
                 finite(bytes)?;
                 match direct {
@@ -221,6 +229,70 @@ impl Decoder<'_> {
         };
         self.table[usize::from(code)]
     }
+}
+
+/// What a weight in float has beside the floats of its codes.
+struct Beside {
+    /// Elements of an output feature.
+    columns: usize,
+    /// Those of them that belong to one input feature.
+    positions: usize,
+    /// By which an input feature is divided.
+    smooth: Option<Vec<f32>>,
+    /// Down and up, in row-major order. Their product is that with what was divided, as the codes'.
+    low_rank: Option<[Vec<f32>; 2]>,
+}
+
+impl Beside {
+    /// Changes the elements from `start` on, a row at a time.
+    fn apply(&self, start: usize, values: &mut [f32]) {
+        if self.smooth.is_none() && self.low_rank.is_none() {
+            return;
+        }
+        let mut done = 0;
+        while done < values.len() {
+            let (row, column) = ((start + done) / self.columns, (start + done) % self.columns);
+            let count = (self.columns - column).min(values.len() - done);
+            let of_row = &mut values[done..done + count];
+            if let Some([down, up]) = &self.low_rank {
+                let rank = down.len() / self.columns;
+                for (factor, down) in up[row * rank..][..rank]
+                    .iter()
+                    .zip(down.chunks_exact(self.columns))
+                {
+                    let down = &down[column..column + count];
+                    for (value, down) in of_row.iter_mut().zip(down) {
+                        *value += factor * down;
+                    }
+                }
+            }
+            if let Some(smooth) = &self.smooth {
+                for (value, at) in of_row.iter_mut().zip(column..) {
+                    *value /= smooth[at / self.positions];
+                }
+            }
+            done += count;
+        }
+    }
+}
+
+impl Checkpoint {
+    /// Takes the factors of input features that the weight of a layer has taken over.
+    fn taken_over(&mut self, layer: &str, stored: &StoredLayer) -> Option<Location> {
+        let of_features = stored
+            .activation
+            .is_some_and(|activation| activation.granularity == Granularity::Feature);
+        match of_features {
+            true => self.tensors.remove(&input_scale_name(layer)),
+            false => self.tensors.remove(&smooth_factor_name(layer)),
+        }
+    }
+}
+
+/// Takes the low-rank factors of a layer.
+fn factors(tensors: &mut BTreeMap<String, Location>, layer: &str) -> Option<[Location; 2]> {
+    let [down, up] = LOW_RANK.map(|name| tensors.remove(&format!("{layer}.{name}.weight")));
+    Some([down?, up?])
 }
 
 /// What each code of a format stands for, of codes that are stored as `dtype`.

@@ -8,6 +8,7 @@ mod bitsandbytes;
 mod blocks;
 mod comfy;
 mod decode;
+mod nunchaku;
 mod quark;
 mod torchao;
 
@@ -22,6 +23,7 @@ use super::quantized::QuantizedError;
 use crate::dtype::DType;
 
 pub(super) use blocks::{BlockPart, BlockType};
+pub(super) use nunchaku::Tiles;
 
 impl Checkpoint {
     /// The same with weights in place of the codes and scales that other programs store, where the tensors say so.
@@ -32,22 +34,8 @@ impl Checkpoint {
         comfy::recognize(&mut self)?;
         bitsandbytes::recognize(&mut self)?;
         torchao::recognize(&mut self)?;
-        let mut names = self.names();
-        let packed = names.find_map(|name| Some(name.strip_suffix(".wscales")?.to_owned()));
-        drop(names);
-        match packed {
-            None => Ok(self),
-            Some(layer) => Err(QuantizedError::Format {
-                path: self.path().to_owned(),
-                layer: layer.to_owned(),
-                format:
-                    "nunchaku's packing of SVDQuant, whose order of bits belongs to its GPU kernels"
-                        .to_owned(),
-                read: "GGUF, and the files of ComfyUI, bitsandbytes, AMD Quark and torchao"
-                    .to_owned(),
-            }
-            .into()),
-        }
+        nunchaku::recognize(&mut self)?;
+        Ok(self)
     }
 
     /// The same where `config.json` describes weights of another program; `method` is what it says of the program.

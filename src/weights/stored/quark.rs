@@ -222,6 +222,8 @@ fn int4(
         tensor_scale: None,
         table: None,
         run,
+        smooth: None,
+        low_rank: None,
     })
 }
 
@@ -251,5 +253,7 @@ fn fp4(codes: Location, scale: Location, tensor_scale: Option<Location>) -> Part
         tensor_scale,
         table: None,
         run,
+        smooth: None,
+        low_rank: None,
     }
 }
