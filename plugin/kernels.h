@@ -139,6 +139,8 @@ struct AdamW8bit {
   };
 
   int64_t count;
+  // Of the first value, for the random bits.
+  int64_t position;
   const void* weight;
   void* out;
   bool weight_is_bf16;

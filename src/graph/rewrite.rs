@@ -184,7 +184,14 @@ impl Graph {
         for (i, (node, live)) in graph.nodes.iter().zip(live).enumerate() {
             let operands = || node.operands.iter().map(|o| copies[*o as usize]).collect();
             let remat = remat.or(node.remat);
-            let inlined = |at: usize| results.get(&node.operands[0]).map(|results| results[at]);
+            let inlined = match node.op {
+                Op::GetTupleElement(at) => results.get(&node.operands[0]).map(|all| all[at]),
+                _ => None,
+            };
+            if let Some(result) = inlined {
+                copies.push(result);
+                continue;
+            }
             let copy = match (&node.op, arguments) {
                 (Op::Parameter(index), Some(arguments)) => arguments[*index],
                 // A program's inputs stay, used or not.
@@ -199,9 +206,6 @@ impl Graph {
                     let first = all[0];
                     results.insert(i as u32, all);
                     first
-                }
-                (Op::GetTupleElement(at), _) if inlined(*at).is_some() => {
-                    inlined(*at).unwrap_or(u32::MAX)
                 }
                 (op, _) => {
                     let path = graph.path(node);
