@@ -12,7 +12,7 @@ use crate::shape::Shape;
 
 use super::super::claim::call;
 use super::super::kernel::{self, Kernel, ProductForm, Window};
-use super::{Terms, Users, terms_of_dot};
+use super::{Terms, Users, matrices, terms_of_dot};
 
 /// The products that the kernel takes, by the node whose value it gives.
 pub(super) fn products<'a>(graph: &'a Graph, users: &Users) -> HashMap<usize, Product<'a>> {
@@ -202,12 +202,13 @@ impl Product<'_> {
         let [lhs, rhs] = self.operands.map(copy);
         let (form, operands) = match &self.kind {
             Kind::Dot { terms, places } => {
+                let (operands, [lhs_transposed, rhs_transposed]) =
+                    matrices(b, [lhs, rhs], *places, *terms)?;
                 let form = ProductForm::Matrix {
-                    lhs_transposed: places[0] == Terms::First,
-                    rhs_transposed: places[1] == Terms::First,
+                    lhs_transposed,
+                    rhs_transposed,
                 };
-                let lhs = places[0].matrix(b, lhs, *terms)?;
-                (form, [lhs, places[1].matrix(b, rhs, *terms)?])
+                (form, operands)
             }
             Kind::Convolution(window) => (ProductForm::Convolution(window.clone()), [lhs, rhs]),
             Kind::ImageGradient(window, dilation) => {

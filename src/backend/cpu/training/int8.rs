@@ -15,7 +15,7 @@ use super::super::claim::{call, channels_last_kernel};
 use super::super::kernel::{Form, Kernel, QuantizedProduct};
 use super::super::quantized::MOST_INT8_TERMS;
 use super::super::rewrite::is_plain_convolution;
-use super::{Terms, Users, terms_of_dot};
+use super::{Users, matrices, terms_of_dot};
 
 /// The products that the kernel takes, by the node whose value it gives.
 pub(super) fn products<'a>(graph: &'a Graph, users: &'a Users) -> HashMap<usize, Product<'a>> {
@@ -55,16 +55,17 @@ impl Product<'_> {
             }
             Contraction::Dot(dims) => {
                 let ranks = [lhs, rhs].map(|x| b.dims(x).len());
-                let Some([of_lhs, of_rhs]) = terms_of_dot(dims, ranks) else {
+                let Some(places) = terms_of_dot(dims, ranks) else {
                     return Err(b.invalid("a product was claimed whose terms do not lie together"));
                 };
                 let sizes = b.dims(lhs);
                 let terms = dims.lhs_contract.iter().map(|d| sizes[*d]).product();
+                let (matrices, [lhs_transposed, rhs_transposed]) =
+                    matrices(b, [lhs, rhs], places, terms)?;
                 let form = Form::Matrix {
-                    lhs_transposed: of_lhs == Terms::First,
-                    rhs_transposed: of_rhs == Terms::First,
+                    lhs_transposed,
+                    rhs_transposed,
                 };
-                let matrices = [of_lhs.matrix(b, lhs, terms)?, of_rhs.matrix(b, rhs, terms)?];
                 (form, matrices.to_vec())
             }
         };

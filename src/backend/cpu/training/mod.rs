@@ -91,3 +91,17 @@ fn terms_of_dot(dims: &DotDims, ranks: [usize; 2]) -> Option<[Terms; 2]> {
     let rhs = Terms::of(&dims.rhs_contract, ranks[1])?;
     dims.lhs_batch.is_empty().then_some([lhs, rhs])
 }
+
+/// The operands of a dot as matrices, and for each whether its terms come first.
+fn matrices(
+    b: &Builder,
+    [lhs, rhs]: [Tensor; 2],
+    [of_lhs, of_rhs]: [Terms; 2],
+    terms: usize,
+) -> Result<([Tensor; 2], [bool; 2]), GraphError> {
+    let matrices = [of_lhs.matrix(b, lhs, terms)?, of_rhs.matrix(b, rhs, terms)?];
+    Ok((
+        matrices,
+        [of_lhs, of_rhs].map(|place| place == Terms::First),
+    ))
+}
