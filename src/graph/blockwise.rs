@@ -8,6 +8,8 @@
 //! so neither direction needs a table.
 
 use super::RoundingStream;
+use crate::dtype::DType;
+use crate::shape::Shape;
 
 /// Elements of a block.
 pub const BLOCK: usize = 256;
@@ -43,6 +45,24 @@ impl BlockwiseAdamW {
 
     /// The code books of the first and of the second moment.
     pub const CODES: [Codes; 2] = [Codes::Signed, Codes::Unsigned];
+
+    /// How many operands the composite has.
+    pub fn operands(&self) -> usize {
+        Self::RESULTS + 2 + usize::from(self.rounding.is_some())
+    }
+
+    /// Whether so many operands have the composite's shapes, whatever the types of weight and gradient are.
+    pub fn fits(operands: &[&Shape]) -> bool {
+        let (olds, rest) = operands.split_at(Self::RESULTS);
+        let weight = olds[0];
+        let codes = weight.with_dtype(DType::U8);
+        let largest = Shape::new(DType::F32, [weight.count().div_ceil(BLOCK)]);
+        let key = Shape::new(DType::U32, [2]);
+        olds[1..] == [&codes, &largest, &codes, &largest]
+            && rest[0].dims == weight.dims
+            && *rest[1] == Shape::new(DType::F32, [Self::SCALARS])
+            && rest[2..].iter().all(|x| **x == key)
+    }
 }
 
 impl Codes {

@@ -39,7 +39,7 @@ impl AdamW8bit {
     }
 
     pub(super) fn infer(&self, operands: &[&Shape]) -> Result<Shape, InferError> {
-        let expected = RESULTS + 2 + usize::from(self.0.rounding.is_some());
+        let expected = self.0.operands();
         if operands.len() != expected {
             return Err(InferError::OperandCount {
                 expected,
@@ -47,17 +47,7 @@ impl AdamW8bit {
             });
         }
         let [weight, gradient] = [operands[0], operands[RESULTS]];
-        let codes = weight.with_dtype(DType::U8);
-        let largest = Shape::new(DType::F32, [weight.count().div_ceil(BLOCK)]);
-        let scalars = Shape::new(DType::F32, [BlockwiseAdamW::SCALARS]);
-        let fits = Self::takes(weight, gradient)
-            && operands[1..RESULTS] == [&codes, &largest, &codes, &largest]
-            && gradient.dims == weight.dims
-            && *operands[RESULTS + 1] == scalars
-            && operands[RESULTS + 2..]
-                .iter()
-                .all(|key| **key == Shape::new(DType::U32, [2]));
-        match fits {
+        match Self::takes(weight, gradient) && BlockwiseAdamW::fits(operands) {
             true => Ok(weight.clone()),
             false => Err(constraint(
                 "adamw_8bit kernel",

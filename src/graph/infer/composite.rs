@@ -75,8 +75,7 @@ fn result_dims(kind: &Composite, operands: &[&Shape]) -> Dims {
     };
     match kind {
         Composite::BlockwiseAdamW(step) => {
-            let keys = usize::from(step.rounding.is_some());
-            count(BlockwiseAdamW::RESULTS + 2 + keys)?;
+            count(step.operands())?;
             blockwise_dims(operands)
         }
         Composite::Attention { causal } => match operands {
@@ -268,18 +267,12 @@ fn shapes(shapes: &[&Shape]) -> String {
 /// The dimensions of the weight of [`Composite::BlockwiseAdamW`].
 fn blockwise_dims(operands: &[&Shape]) -> Dims {
     let weight = operands[0];
-    let blocks = Shape::new(DType::F32, [weight.count().div_ceil(BLOCK)]);
-    let codes = weight.with_dtype(DType::U8);
-    let scalars = Shape::new(DType::F32, [BlockwiseAdamW::SCALARS]);
-    let expected = [&codes, &blocks, &codes, &blocks];
-    let gradient = operands[BlockwiseAdamW::RESULTS];
-    let fits = operands[1..BlockwiseAdamW::RESULTS] == expected
-        && gradient.dims == weight.dims
-        && *operands[BlockwiseAdamW::RESULTS + 1] == scalars;
-    match fits {
+    match BlockwiseAdamW::fits(operands) {
         true => Ok(weight.dims.clone()),
         false => Err(format!(
-            "takes {weight}, twice {codes} and {blocks}, a gradient, and {scalars}, found {}",
+            "takes {weight}, twice its codes u8 and the f32 of each {BLOCK} of them, a gradient of its dimensions, f32[{}], and a \
+             key u32[2] if it is rounded at random, found {}",
+            BlockwiseAdamW::SCALARS,
             shapes(operands)
         )),
     }
