@@ -504,11 +504,11 @@ void AdamW8bit(Call& call) {
   kernels::Used().step_adamw_8bit(step);
 }
 
-void Attention(Call& call) {
+// The query, key and value of an attention, and its sizes and scale.
+kernels::Attention AttentionOperands(Call& call) {
   const Array q = call.Operand("query", {kBf16}, {kAny, kAny, kAny, kAny});
   const Array k = call.Operand("key", {kBf16}, {q.Dim(0), kAny, q.Dim(2), q.Dim(3)});
   const Array v = call.Operand("value", {kBf16}, k.dims);
-  const Array out = call.Result({kBf16}, q.dims);
   if (q.Dim(3) % 2 != 0) call.Fail("operand 0 (query): expected an even last dimension, found ", ShapeText(q));
   kernels::Attention a = {};
   a.batch = q.Dim(0);
@@ -517,15 +517,33 @@ void Attention(Call& call) {
   a.size = q.Dim(3);
   a.keys = k.Dim(1);
   a.scale = call.Float("scale");
+  a.q = Bf16(q);
+  a.k = Bf16(k);
+  a.v = Bf16(v);
+  return a;
+}
+
+void Attention(Call& call) {
+  kernels::Attention a = AttentionOperands(call);
+  a.out = static_cast<uint16_t*>(call.Result({kBf16}, {a.batch, a.queries, a.heads, a.size}).data);
   a.causal = call.Flag("causal");
   if (!a.causal && call.HasMoreOperands()) {
     a.visible = static_cast<const bool*>(call.Operand("mask", {kPred}, {a.batch, a.keys}).data);
   }
-  a.q = Bf16(q);
-  a.k = Bf16(k);
-  a.v = Bf16(v);
-  a.out = static_cast<uint16_t*>(out.data);
   if (call.IsWhole()) kernels::Used().attend(a);
+}
+
+void AttentionGradient(Call& call) {
+  kernels::AttentionGradient g = {};
+  g.of = AttentionOperands(call);
+  const Dims of_queries = {g.of.batch, g.of.queries, g.of.heads, g.of.size};
+  const Dims of_keys = {g.of.batch, g.of.keys, g.of.heads, g.of.size};
+  g.result = Bf16(call.Operand("result", {kBf16}, of_queries));
+  g.gradient = Bf16(call.Operand("gradient", {kBf16}, of_queries));
+  g.of_q = static_cast<uint16_t*>(call.ResultLike(0, {nullptr, kBf16, of_queries}));
+  g.of_k = static_cast<uint16_t*>(call.ResultLike(1, {nullptr, kBf16, of_keys}));
+  g.of_v = static_cast<uint16_t*>(call.ResultLike(2, {nullptr, kBf16, of_keys}));
+  if (call.IsWhole()) kernels::Used().find_attention_gradient(g);
 }
 
 // Checks that `leading` has the first dimensions of x, and gives how many values of x belong to each of its values.
@@ -612,7 +630,7 @@ constexpr Kernel kKernels[] = {
     {"maxdiff.quantize", Quantize},    {"maxdiff.layer_norm", LayerNorm}, {"maxdiff.group_norm", GroupNorm},
     {"maxdiff.geglu", Geglu},          {"maxdiff.quantized_product", QuantizedProduct},
     {"maxdiff.product", Product},      {"maxdiff.kernel_gradient", KernelGradient},
-    {"maxdiff.adamw_8bit", AdamW8bit},
+    {"maxdiff.adamw_8bit", AdamW8bit}, {"maxdiff.attention_gradient", AttentionGradient},
 };
 
 // Computes a call. Nothing that goes wrong in it ends the process.

@@ -168,6 +168,17 @@ struct Attention {
   uint16_t* out;
 };
 
+// The gradients of q, k and v of an Attention that is not causal and has no mask, from its result and that one's gradient; all bf16.
+// They may lie where q, k and v do. What `of` has of results is not used.
+struct AttentionGradient {
+  Attention of;
+  const uint16_t* result;
+  const uint16_t* gradient;
+  uint16_t* of_q;
+  uint16_t* of_k;
+  uint16_t* of_v;
+};
+
 // out = (x - mean) / sqrt(variance + epsilon) * weight[channel] + bias[channel] over the pixels and channels of each of
 // `groups` groups of channels of images [batch, pixels, channels], then y * logistic(y) if asked for; x and out are bf16.
 struct GroupNormalization {
@@ -188,6 +199,7 @@ struct KernelSet {
   void (*find_kernel_gradient)(const KernelGradient& gradient);
   void (*step_adamw_8bit)(const AdamW8bit& step);
   void (*attend)(const Attention& attention);
+  void (*find_attention_gradient)(const AttentionGradient& gradient);
 
   // out[r] = max_k |x[r, k]|, all bf16; NaN where there is one. With `scale` what int8's steps are worth then, by AQT:
   // that times 1 / 127.5, with 1 in place of 0.

@@ -22,8 +22,8 @@ use maxdiff::runtime::{Array, Program, ProgramOptions, Session, Slot, Value};
 use maxdiff::shape::Shape;
 
 use training::{
-    bf16_products_of_training, inputs_of_update, inputs_with_integers, inputs_with_key,
-    products_of_training, stored_products_of_training, update_in_8_bits,
+    attentions_of_training, bf16_products_of_training, inputs_of_update, inputs_with_integers,
+    inputs_with_key, products_of_training, stored_products_of_training, update_in_8_bits,
 };
 
 const BF16: Precision = Precision {
@@ -277,6 +277,21 @@ fn compare_with_the_host(isa: &str) {
     for (found, expected) in found.iter().zip(&evaluate(&stored, &given).unwrap()) {
         let error = relative(found, expected);
         assert!(error <= 1e-3, "{isa}: {error}");
+    }
+    let attention = claim_training(&attentions_of_training()).unwrap();
+    let given = inputs(&attention);
+    let found = run_on(&session, &attention, &given);
+    for (i, (found, expected)) in found
+        .iter()
+        .zip(&evaluate(&attention, &given).unwrap())
+        .enumerate()
+    {
+        let error = training::distance(found, expected);
+        assert!(
+            error <= 4e-3,
+            "{isa}, {}: {error}",
+            attention.outputs[i].name
+        );
     }
     // Each operation of an update is rounded as on the host.
     let updates = update_in_8_bits(DType::BF16, 5 * BLOCK + 10, true);

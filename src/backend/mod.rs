@@ -105,8 +105,11 @@ impl Backend {
     /// then computes the body again.
     pub fn claims_in_training(&self, kind: &Composite, body: &Graph) -> bool {
         match self {
+            Backend::Cpu { kernels: true } => cpu::claims_in_training(kind, body),
             Backend::Tpu { kernels: true, .. } => tpu::claims_in_training(kind, body),
-            Backend::Cpu { .. } | Backend::Gpu | Backend::Tpu { kernels: false, .. } => false,
+            Backend::Cpu { kernels: false }
+            | Backend::Gpu
+            | Backend::Tpu { kernels: false, .. } => false,
         }
     }
 

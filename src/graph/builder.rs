@@ -6,6 +6,7 @@ use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::fmt::Display;
 use std::rc::Rc;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::dtype::DType;
@@ -13,7 +14,9 @@ use crate::host_tensor::HostTensor;
 use crate::shape::Shape;
 
 use super::infer::infer;
-use super::{Composite, Graph, GraphError, Init, Input, InputKind, Node, Op, Output, Tensor};
+use super::{
+    Composite, CustomCall, Graph, GraphError, Init, Input, InputKind, Node, Op, Output, Tensor,
+};
 
 type Result<T> = std::result::Result<T, GraphError>;
 
@@ -494,6 +497,20 @@ impl Builder {
     ) -> Result<Vec<Tensor>> {
         let results = kind.results();
         let node = self.composite_of(kind, operands, body)?;
+        Ok(self.elements(node, &operands[..results]))
+    }
+
+    /// A call whose results take the memory of its first operands ([`CustomCall::in_place`]).
+    ///
+    /// # Errors
+    /// When the operands do not fit the kernel.
+    pub fn call_in_place(
+        &self,
+        call: Arc<dyn CustomCall>,
+        operands: &[Tensor],
+    ) -> Result<Vec<Tensor>> {
+        let results = call.in_place();
+        let node = self.push(Op::CustomCall(call), operands)?;
         Ok(self.elements(node, &operands[..results]))
     }
 

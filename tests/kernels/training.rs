@@ -9,7 +9,7 @@ use maxdiff::graph::{
     Builder, ConvDims, DotDims, Graph, Op, RoundingStream, Tensor, evaluate, vjp,
 };
 use maxdiff::host_tensor::HostTensor;
-use maxdiff::nn::{Conv2d, Linear, Precision, conv2d, linear};
+use maxdiff::nn::{Attention, Conv2d, Linear, Precision, attention, conv2d, linear};
 use maxdiff::quant::{Policy, ROUNDING_KEY, annotate, lower};
 use maxdiff::shape::Shape;
 use maxdiff::train::optimizer::step_8bit;
@@ -149,6 +149,35 @@ pub(super) fn stored_products_of_training() -> Graph {
             panic!("one gradient for one operand");
         };
         b.output(&format!("d{name}"), dx, None).unwrap();
+    }
+    b.finish()
+}
+
+/// Attention in bf16 with the derivatives by its query, key and value: heads, queries and keys that fill no vector and no block,
+/// and several blocks of both.
+pub(super) fn attentions_of_training() -> Graph {
+    let b = Builder::new();
+    for (name, [batch, queries, keys, heads, size]) in [
+        ("a", [2, 5, 7, 3, 6]),
+        ("b", [1, 197, 530, 2, 20]),
+        ("c", [1, 33, 3, 2, 40]),
+        ("d", [1, 96, 80, 1, 64]),
+    ] {
+        let x = |of: &str, length: usize| {
+            let shape = Shape::new(DType::BF16, [batch, length, heads * size]);
+            b.input(&format!("{of}_{name}"), shape, &[]).unwrap()
+        };
+        let qkv = [x("q", queries), x("k", keys), x("v", keys)];
+        let spec = Attention {
+            heads,
+            causal: false,
+        };
+        let y = attention(&b.root(name), qkv, spec, BF16).unwrap();
+        b.output(name, y, None).unwrap();
+        let gradients = vjp(&b, &[(y, x("g", queries))], &qkv).unwrap();
+        for (of, gradient) in ["q", "k", "v"].into_iter().zip(gradients) {
+            b.output(&format!("d{of}_{name}"), gradient, None).unwrap();
+        }
     }
     b.finish()
 }
@@ -355,4 +384,34 @@ fn bf16_products_of_training_become_one_kernel_each() {
         evaluate(&with, &inputs).unwrap(),
         evaluate(&graph, &inputs).unwrap()
     );
+}
+
+/// The root of the mean square of the distance between two tensors, by the largest value of the second.
+pub(super) fn distance(found: &HostTensor, expected: &HostTensor) -> f64 {
+    let [found, expected] = [found, expected].map(|x| x.to_f64_vec().unwrap());
+    let squares = found.iter().zip(&expected).map(|(a, b)| (a - b).powi(2));
+    let largest = expected.iter().fold(0.0, |most: f64, x| most.max(x.abs()));
+    (squares.sum::<f64>() / expected.len() as f64).sqrt() / largest.max(f64::MIN_POSITIVE)
+}
+
+#[test]
+fn an_attention_that_is_trained_is_two_kernels() {
+    let graph = attentions_of_training();
+    let with = claim_training(&graph).unwrap();
+    let count = |is: &dyn Fn(&Kernel) -> bool| kernels(&with).iter().filter(|k| is(k)).count();
+    assert_eq!(count(&|k| matches!(k, Kernel::Attention { .. })), 4);
+    assert_eq!(count(&|k| matches!(k, Kernel::AttentionGradient { .. })), 4);
+    assert_eq!(kernels(&with).len(), 8);
+    let inputs = inputs(&graph);
+    let expected = evaluate(&graph, &inputs).unwrap();
+    let host = evaluate(&with, &inputs).unwrap();
+    let device = kernels_run().then(|| run_on(&cpu_session(1), &with, &inputs));
+    for (i, output) in graph.outputs.iter().enumerate() {
+        // The gradient of a score is rounded to bf16, and so is what the graph computes it from.
+        let found = [Some(&host[i]), device.as_ref().map(|found| &found[i])];
+        for found in found.into_iter().flatten() {
+            let error = distance(found, &expected[i]);
+            assert!(error <= 4e-3, "{}: {error}", output.name);
+        }
+    }
 }

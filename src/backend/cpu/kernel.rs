@@ -8,6 +8,7 @@ use crate::graph::eval::{Data, Value, erf};
 use crate::graph::{Attribute, Configuration, CustomCall, InferError, constraint};
 use crate::shape::Shape;
 
+use super::attention;
 pub use super::optimizer::AdamW8bit;
 pub use super::product::{Product, ProductForm};
 pub use super::quantized::{Form, QuantizedProduct};
@@ -39,6 +40,9 @@ pub enum Kernel {
     /// `causal`, a query sees the keys up to its own place. If not, there may be a fourth operand, `pred[batch, keys]`:
     /// the keys that queries see; where there are none the result is the mean of v.
     Attention { scale: f32, causal: bool },
+    /// The gradients of q, k and v of a [`Kernel::Attention`] that is not causal, each in the memory of its operand. Operands: q, k
+    /// and v, the attention's result, and that one's gradient, all bf16.
+    AttentionGradient { scale: f32 },
     /// The largest magnitude over all but the first `kept` dimensions of a bf16 tensor; with `scale` what int8's steps
     /// are worth then, by AQT: `magnitude * (1 / 127.5)` in `f32`, rounded to bf16, with 1 for a magnitude of 0.
     AbsMax { kept: usize, scale: bool },
@@ -148,6 +152,7 @@ impl Kernel {
             Kernel::Attention { scale, causal } => {
                 vec![("scale", F32(*scale)), ("causal", flag(*causal))]
             }
+            Kernel::AttentionGradient { scale } => vec![("scale", F32(*scale))],
             Kernel::LayerNorm { epsilon } => vec![("epsilon", F32(*epsilon))],
             Kernel::GroupNorm {
                 groups,
@@ -172,6 +177,7 @@ impl CustomCall for Kernel {
             Kernel::Product(product) => product.target(),
             Kernel::AdamW8bit(_) => "maxdiff.adamw_8bit",
             Kernel::Attention { .. } => "maxdiff.attention",
+            Kernel::AttentionGradient { .. } => "maxdiff.attention_gradient",
             Kernel::AbsMax { .. } => "maxdiff.abs_max",
             Kernel::Quantize => "maxdiff.quantize",
             Kernel::LayerNorm { .. } => "maxdiff.layer_norm",
@@ -190,42 +196,8 @@ impl CustomCall for Kernel {
             Kernel::QuantizedProduct(product) => product.infer(operands),
             Kernel::Product(product) => product.infer(operands),
             Kernel::AdamW8bit(step) => step.infer(operands),
-            Kernel::Attention { causal, .. } => {
-                let (q, k, v, visible) = match operands {
-                    [q, k, v] => (q, k, v, None),
-                    [q, k, v, visible] if !causal => (q, k, v, Some(visible)),
-                    _ => {
-                        return Err(InferError::OperandCount {
-                            expected: 3,
-                            found: operands.len(),
-                        });
-                    }
-                };
-                if let Some(visible) = visible
-                    && (visible.dtype != DType::Pred || !k.dims.starts_with(&visible.dims))
-                {
-                    return Err(constraint(
-                        "attention kernel",
-                        format!("mask {visible} is not pred[batch, keys] of key {k}"),
-                    ));
-                }
-                let fits = q.rank() == 4
-                    && k.rank() == 4
-                    && (q.dims[0], &q.dims[2..]) == (k.dims[0], &k.dims[2..])
-                    && k == v
-                    && q.dims[3].is_multiple_of(2)
-                    && q.dtype == DType::BF16
-                    && k.dtype == DType::BF16;
-                match fits {
-                    true => Ok((*q).clone()),
-                    false => Err(constraint(
-                        "attention kernel",
-                        format!(
-                            "query {q}, key {k} and value {v} are not bf16 [batch, length, heads, even size]"
-                        ),
-                    )),
-                }
-            }
+            Kernel::Attention { causal, .. } => attention::infer(operands, *causal),
+            Kernel::AttentionGradient { .. } => attention::infer_gradients(operands),
             Kernel::AbsMax { kept, .. } => {
                 let x = only_bf16(operands, 1)?;
                 if *kept > x.rank() {
@@ -282,6 +254,7 @@ impl CustomCall for Kernel {
             Kernel::QuantizedProduct(product) => product.terms(operands),
             Kernel::Product(product) => product.terms(operands),
             Kernel::Attention { .. } => 2 * operands[1].dims[1],
+            Kernel::AttentionGradient { .. } => 5 * operands[1].dims[1],
             Kernel::AdamW8bit(_)
             | Kernel::AbsMax { .. }
             | Kernel::Quantize
@@ -297,6 +270,7 @@ impl CustomCall for Kernel {
     fn in_place(&self) -> usize {
         match self {
             Kernel::AdamW8bit(_) => BlockwiseAdamW::RESULTS,
+            Kernel::AttentionGradient { .. } => attention::GRADIENTS,
             _ => 0,
         }
     }
@@ -304,6 +278,9 @@ impl CustomCall for Kernel {
     fn evaluate_all(&self, operands: &[&Value], first: Shape) -> Vec<Value> {
         match self {
             Kernel::AdamW8bit(step) => step.evaluate(operands),
+            Kernel::AttentionGradient { scale } => {
+                attention::gradients(operands, f64::from(*scale))
+            }
             _ => vec![self.evaluate(operands, first)],
         }
     }
@@ -315,7 +292,10 @@ impl CustomCall for Kernel {
             Kernel::Product(product) => product.evaluate(operands, shape),
             Kernel::AdamW8bit(step) => step.evaluate(operands).swap_remove(0),
             Kernel::Attention { scale, causal } => {
-                attention(operands, f64::from(*scale), *causal, shape)
+                attention::evaluate(operands, f64::from(*scale), *causal, shape)
+            }
+            Kernel::AttentionGradient { scale } => {
+                attention::gradients(operands, f64::from(*scale)).swap_remove(0)
             }
             Kernel::AbsMax { scale, .. } => {
                 let size = operands[0].shape.count() / shape.count().max(1);
@@ -562,51 +542,6 @@ impl Contract {
             shape,
             data: Data::F(out),
         }
-    }
-}
-
-fn attention(operands: &[&Value], scale: f64, causal: bool, shape: Shape) -> Value {
-    let (q, k, v) = (operands[0], operands[1], operands[2]);
-    let [batch, queries, heads, size] = shape.dims[..] else {
-        return Value::zeros(shape);
-    };
-    let keys = k.shape.dims[1];
-    let visible = |image: usize, j: usize| match operands.get(3) {
-        Some(mask) => mask.float(image * keys + j) != 0.0,
-        None => true,
-    };
-    let mut out = vec![0.0; shape.count()];
-    for image in 0..batch {
-        for head in 0..heads {
-            let key_at = |j: usize| ((image * keys + j) * heads + head) * size;
-            for i in 0..queries {
-                let at = ((image * queries + i) * heads + head) * size;
-                let seen = if causal { keys.min(i + 1) } else { keys };
-                let score = |j| match visible(image, j) {
-                    true => {
-                        let products = (0..size).map(|d| q.float(at + d) * k.float(key_at(j) + d));
-                        products.sum::<f64>() * scale
-                    }
-                    false => f64::from(f32::MIN),
-                };
-                let scores: Vec<f64> = (0..seen).map(score).collect();
-                let highest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-                let weights: Vec<f64> = scores.iter().map(|s| (s - highest).exp()).collect();
-                let total: f64 = weights.iter().sum();
-                for d in 0..size {
-                    let sum: f64 = weights
-                        .iter()
-                        .enumerate()
-                        .map(|(j, w)| w * v.float(key_at(j) + d))
-                        .sum();
-                    out[at + d] = sum / total;
-                }
-            }
-        }
-    }
-    Value {
-        shape,
-        data: Data::F(out),
     }
 }
 

@@ -1,5 +1,6 @@
 //! XLA's CPU backend, and the kernels of the CPU plugin.
 
+mod attention;
 mod claim;
 pub mod kernel;
 mod optimizer;
@@ -11,7 +12,7 @@ mod window;
 
 pub use claim::claim;
 pub use rewrite::rewrite;
-pub use training::claim_training;
+pub use training::{claim_training, claims_in_training};
 
 /// What the plugin's kernels need (`plugin/isa.cc`) and this processor lacks, by the names that `/proc/cpuinfo` has.
 pub fn missing_features() -> Vec<&'static str> {

@@ -29,6 +29,7 @@ macro_rules! sources {
 pub(super) const SOURCES: &[(&str, &str)] = &sources![
     "cpu_plugin.cc",
     "attention.inc",
+    "attention_gradient.inc",
     "buffer.h",
     "client.h",
     "contract.inc",

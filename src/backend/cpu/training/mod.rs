@@ -1,5 +1,6 @@
 //! The claims of the CPU plugin's kernels in a training step, whose weights are new each time.
 
+mod attention;
 mod bf16;
 mod int8;
 
@@ -10,11 +11,15 @@ use crate::graph::{Builder, Composite, DotDims, Graph, GraphError, Op, Tensor};
 use super::claim::call;
 use super::kernel::{AdamW8bit, Kernel};
 
+use attention::Attentions;
+pub use attention::claims_in_training;
+
 /// The nodes that read each node ([`follow::users`]).
 type Users = Vec<Vec<Option<usize>>>;
 
-/// The graph of a training step with the CPU plugin's kernels in place of its int8 products in `f32`, and of its products and
-/// convolutions of bf16; forward, and both of the derivative. So are updates of weights whose moments have 8 bits.
+/// The graph of a training step with the CPU plugin's kernels in place of its int8 products in `f32`, of its products and
+/// convolutions of bf16, and of attention in bf16; forward, and all of the derivative. So are updates of weights whose moments have
+/// 8 bits.
 ///
 /// # Errors
 /// When the graph is ill-typed.
@@ -22,13 +27,19 @@ pub fn claim_training(graph: &Graph) -> Result<Graph, GraphError> {
     let users = follow::users(graph);
     let of_int8 = int8::products(graph, &users);
     let of_bf16 = bf16::products(graph, &users);
-    graph.substitute(
-        &mut |b, i, copies| match (of_int8.get(&i), of_bf16.get(&i)) {
-            (Some(product), _) => product.call(b, graph, copies).map(Some),
-            (None, Some(product)) => product.call(b, graph, copies).map(Some),
-            (None, None) => update(b, graph, i, copies),
-        },
-    )
+    let mut attentions = Attentions::default();
+    graph.substitute(&mut |b, i, copies| {
+        if let Some(product) = of_int8.get(&i) {
+            return product.call(b, graph, copies).map(Some);
+        }
+        if let Some(product) = of_bf16.get(&i) {
+            return product.call(b, graph, copies).map(Some);
+        }
+        match attentions.claim(b, graph, i, copies)? {
+            Some(attention) => Ok(Some(attention)),
+            None => update(b, graph, i, copies),
+        }
+    })
 }
 
 /// The kernel's call in place of node `i`, if that is an update which it computes.
