@@ -589,13 +589,12 @@ void LayerNorm(Call& call) {
   kernels::Used().layer_norm(Bf16(x), F32(weight), F32(bias), x.Rows(), x.Dim(-1), epsilon, static_cast<uint16_t*>(out.data));
 }
 
-void GroupNorm(Call& call) {
-  const Array x = call.Operand("x", {kBf16}, {kAny, kAny, kAny, kAny});
+// The image, weight and bias of a group norm, and its attributes.
+kernels::GroupNormalization GroupNormOperands(Call& call, const Array& x) {
   kernels::GroupNormalization norm = {};
   norm.x = Bf16(x);
   norm.weight = F32(call.Operand("weight", {kF32}, {x.Dim(3)}));
   norm.bias = F32(call.Operand("bias", {kF32}, {x.Dim(3)}));
-  norm.out = static_cast<uint16_t*>(call.Result({kBf16}, x.dims).data);
   norm.batch = x.Dim(0);
   norm.pixels = x.Dim(1) * x.Dim(2);
   norm.channels = x.Dim(3);
@@ -605,7 +604,64 @@ void GroupNorm(Call& call) {
   if (norm.channels % norm.groups != 0) {
     call.Fail("operand 0 (x): expected channels that divide into ", norm.groups, " groups, found ", ShapeText(x));
   }
+  return norm;
+}
+
+void GroupNorm(Call& call) {
+  const Array x = call.Operand("x", {kBf16}, {kAny, kAny, kAny, kAny});
+  kernels::GroupNormalization norm = GroupNormOperands(call, x);
+  norm.out = static_cast<uint16_t*>(call.Result({kBf16}, x.dims).data);
   if (call.IsWhole()) kernels::Used().group_norm(norm);
+}
+
+// The results for the gradients of a norm's x, weight and bias; the latter two if asked for.
+template <typename Gradient>
+void NormResults(Call& call, const Array& x, Gradient& g) {
+  g.of_x = static_cast<uint16_t*>(call.ResultLike(0, x));
+  if (!call.Flag("affine")) return;
+  const Array of_channels = {nullptr, kF32, {x.Dim(-1)}};
+  g.of_weight = static_cast<float*>(call.ResultLike(1, of_channels));
+  g.of_bias = static_cast<float*>(call.ResultLike(2, of_channels));
+}
+
+void GroupNormGradient(Call& call) {
+  const Array x = call.Operand("x", {kBf16}, {kAny, kAny, kAny, kAny});
+  kernels::GroupNormGradient g = {};
+  g.of = GroupNormOperands(call, x);
+  g.gradient = Bf16(call.Operand("gradient", {kBf16}, x.dims));
+  NormResults(call, x, g);
+  if (call.IsWhole()) kernels::Used().find_group_norm_gradient(g);
+}
+
+void LayerNormGradient(Call& call) {
+  const Array x = call.Operand("x");
+  if (x.type != kBf16 || x.Dim(-1) == 0) {
+    call.Fail("operand 0 (x): expected BF16 of 1 or more features, found ", ShapeText(x));
+  }
+  kernels::LayerNormGradient g = {};
+  g.x = Bf16(x);
+  g.weight = F32(call.Operand("weight", {kF32}, {x.Dim(-1)}));
+  call.Operand("bias", {kF32}, {x.Dim(-1)});
+  g.gradient = Bf16(call.Operand("gradient", {kBf16}, x.dims));
+  g.rows = x.Rows();
+  g.k = x.Dim(-1);
+  g.epsilon = call.Float("epsilon");
+  NormResults(call, x, g);
+  if (call.IsWhole()) kernels::Used().find_layer_norm_gradient(g);
+}
+
+void GegluGradient(Call& call) {
+  const Array x = call.Operand("x");
+  if (x.type != kBf16 || x.dims.empty() || x.Dim(-1) % 2 != 0) {
+    call.Fail("operand 0 (x): expected BF16 of an even last dimension, found ", ShapeText(x));
+  }
+  Dims dims = x.dims;
+  if (!dims.empty()) dims.back() /= 2;
+  const Array gradient = call.Operand("gradient", {kBf16}, dims);
+  void* out = call.ResultLike(0, x);
+  if (!call.IsWhole()) return;
+  kernels::Used().find_geglu_gradient(Bf16(x), Bf16(gradient), gradient.Rows(), gradient.Dim(-1),
+                                      static_cast<uint16_t*>(out));
 }
 
 void Geglu(Call& call) {
@@ -631,6 +687,8 @@ constexpr Kernel kKernels[] = {
     {"maxdiff.geglu", Geglu},          {"maxdiff.quantized_product", QuantizedProduct},
     {"maxdiff.product", Product},      {"maxdiff.kernel_gradient", KernelGradient},
     {"maxdiff.adamw_8bit", AdamW8bit}, {"maxdiff.attention_gradient", AttentionGradient},
+    {"maxdiff.layer_norm_gradient", LayerNormGradient}, {"maxdiff.group_norm_gradient", GroupNormGradient},
+    {"maxdiff.geglu_gradient", GegluGradient},
 };
 
 // Computes a call. Nothing that goes wrong in it ends the process.

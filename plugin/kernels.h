@@ -191,6 +191,28 @@ struct GroupNormalization {
   uint16_t* out;
 };
 
+// The gradients of x, weight and bias of a row of `k` normalized values each, from the result's gradient; those of weight and bias
+// may be null. That of x may lie where x does.
+struct LayerNormGradient {
+  const uint16_t* x;
+  const float* weight;
+  const uint16_t* gradient;
+  int64_t rows, k;
+  float epsilon;
+  uint16_t* of_x;
+  float* of_weight;
+  float* of_bias;
+};
+
+// The same of a GroupNormalization, whose `out` is not used.
+struct GroupNormGradient {
+  GroupNormalization of;
+  const uint16_t* gradient;
+  uint16_t* of_x;
+  float* of_weight;
+  float* of_bias;
+};
+
 // The kernels of one instruction set. They throw std::bad_alloc where memory for their own use cannot be had.
 struct KernelSet {
   void (*contract)(const Contraction& contraction);
@@ -217,6 +239,11 @@ struct KernelSet {
 
   // out[r, k] = x[r, k] * gelu(x[r, size + k]) for rows of twice `size` values, bf16.
   void (*geglu)(const uint16_t* x, int64_t rows, int64_t size, uint16_t* out);
+
+  void (*find_layer_norm_gradient)(const LayerNormGradient& gradient);
+  void (*find_group_norm_gradient)(const GroupNormGradient& gradient);
+  // The gradient of geglu's x, which it may overwrite, from its result's [rows, size].
+  void (*find_geglu_gradient)(const uint16_t* x, const uint16_t* gradient, int64_t rows, int64_t size, uint16_t* out);
 };
 
 }  // namespace maxdiff::kernels

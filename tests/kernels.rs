@@ -23,7 +23,8 @@ use maxdiff::shape::Shape;
 
 use training::{
     attentions_of_training, bf16_products_of_training, inputs_of_update, inputs_with_integers,
-    inputs_with_key, products_of_training, stored_products_of_training, update_in_8_bits,
+    inputs_with_key, norms_and_gates_of_training, products_of_training,
+    stored_products_of_training, update_in_8_bits,
 };
 
 const BF16: Precision = Precision {
@@ -278,20 +279,18 @@ fn compare_with_the_host(isa: &str) {
         let error = relative(found, expected);
         assert!(error <= 1e-3, "{isa}: {error}");
     }
-    let attention = claim_training(&attentions_of_training()).unwrap();
-    let given = inputs(&attention);
-    let found = run_on(&session, &attention, &given);
-    for (i, (found, expected)) in found
-        .iter()
-        .zip(&evaluate(&attention, &given).unwrap())
-        .enumerate()
-    {
-        let error = training::distance(found, expected);
-        assert!(
-            error <= 4e-3,
-            "{isa}, {}: {error}",
-            attention.outputs[i].name
-        );
+    for layers in [
+        attentions_of_training(),
+        norms_and_gates_of_training(5, 11, true),
+    ] {
+        let layers = claim_training(&layers).unwrap();
+        let given = inputs(&layers);
+        let found = run_on(&session, &layers, &given);
+        let expected = evaluate(&layers, &given).unwrap();
+        for ((found, expected), output) in found.iter().zip(&expected).zip(&layers.outputs) {
+            let error = training::distance(found, expected);
+            assert!(error <= 4e-3, "{isa}, {}: {error}", output.name);
+        }
     }
     // Each operation of an update is rounded as on the host.
     let updates = update_in_8_bits(DType::BF16, 5 * BLOCK + 10, true);

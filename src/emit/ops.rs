@@ -547,8 +547,13 @@ fn custom_call(
         }
     };
     let in_place = (0..call.in_place()).map(|i| {
+        // One result is no tuple.
+        let place = match call.in_place() {
+            1 => String::new(),
+            _ => i.to_string(),
+        };
         format!(
-            "#stablehlo.output_operand_alias<output_tuple_indices = [{i}], operand_index = {i}, operand_tuple_indices = []>"
+            "#stablehlo.output_operand_alias<output_tuple_indices = [{place}], operand_index = {i}, operand_tuple_indices = []>"
         )
     });
     let aliases = match call.in_place() {

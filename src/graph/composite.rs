@@ -17,9 +17,6 @@ pub enum Composite {
     /// `[batch, keys, heads, size]`; the result has the dimensions of q. If `causal`, a query sees the keys up to its
     /// own position. If not, there may be a fourth operand, `pred[batch, keys]`: the keys that queries see.
     Attention { causal: bool },
-    /// The gradient of an operand of [`Composite::Attention`] without a mask, which is not causal: of q (0), k (1) or v (2).
-    /// Operands: q, k and v, the attention's result, and that one's gradient.
-    AttentionGradient { operand: usize },
     /// Operands: an image `[batch, height, width, channels]`, weight and bias `f32[channels]`. With `silu`, SiLU of it.
     GroupNorm {
         groups: usize,
@@ -79,6 +76,9 @@ pub enum Composite {
         lhs_scale: bool,
         rhs_scale: bool,
     },
+    /// The gradient of operand number `operand` of another composite, one that [`Composite::has_gradient`]. Operands: those of the
+    /// other, its result if it is attention, and its result's gradient.
+    Gradient { of: Box<Composite>, operand: usize },
     /// A step of AdamW for a weight whose moments are [`blockwise`](super::blockwise), as bitsandbytes' `AdamW8bit`. Operands: the
     /// weight (`f32` or `bf16`); codes `u8` of its dimensions and `f32[blocks]` largest absolute values of the first moment, the
     /// same of the second; the gradient, of the weight's dimensions; `f32[5]`: what the gradient is multiplied by, the learning
@@ -99,7 +99,6 @@ impl Composite {
     pub fn name(&self) -> &'static str {
         match self {
             Composite::Attention { .. } => "attention",
-            Composite::AttentionGradient { .. } => "attention_gradient",
             Composite::GroupNorm { silu: false, .. } => "group_norm",
             Composite::GroupNorm { silu: true, .. } => "group_norm_silu",
             Composite::LayerNorm { .. } => "layer_norm",
@@ -120,7 +119,26 @@ impl Composite {
                 contraction: Contraction::Convolution(_),
                 ..
             } => "scaled_convolution",
+            Composite::Gradient { of, .. } => match **of {
+                Composite::Attention { .. } => "attention_gradient",
+                Composite::GroupNorm { .. } => "group_norm_gradient",
+                Composite::LayerNorm { .. } => "layer_norm_gradient",
+                Composite::GatedGelu => "gated_gelu_gradient",
+                _ => "gradient",
+            },
             Composite::BlockwiseAdamW(_) => "adamw_8bit",
+        }
+    }
+
+    /// Whether the derivative, of a call with so many operands, is a [`Composite::Gradient`] for each operand, which a backend may
+    /// have a kernel for. That of others goes through the body.
+    pub fn has_gradient(&self, operands: usize) -> bool {
+        match self {
+            Composite::Attention { causal: false } => operands == 3,
+            Composite::GroupNorm { .. } | Composite::LayerNorm { .. } | Composite::GatedGelu => {
+                true
+            }
+            _ => false,
         }
     }
 

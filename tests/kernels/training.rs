@@ -2,14 +2,19 @@
 
 use crate::common::{cpu_session, kernels_run, run_on};
 use maxdiff::backend::cpu::claim_training;
-use maxdiff::backend::cpu::kernel::{Form, Kernel, Product, ProductForm, QuantizedProduct};
+use maxdiff::backend::cpu::kernel::{
+    Form, Gradient, Kernel, Product, ProductForm, QuantizedProduct,
+};
 use maxdiff::dtype::DType;
 use maxdiff::graph::blockwise::{BLOCK, BlockwiseAdamW};
 use maxdiff::graph::{
     Builder, ConvDims, DotDims, Graph, Op, RoundingStream, Tensor, evaluate, vjp,
 };
 use maxdiff::host_tensor::HostTensor;
-use maxdiff::nn::{Attention, Conv2d, Linear, Precision, attention, conv2d, linear};
+use maxdiff::nn::{
+    Activation, Attention, Conv2d, GroupNorm, Linear, Precision, attention, conv2d, gated_gelu,
+    group_norm, layer_norm, linear,
+};
 use maxdiff::quant::{Policy, ROUNDING_KEY, annotate, lower};
 use maxdiff::shape::Shape;
 use maxdiff::train::optimizer::step_8bit;
@@ -177,6 +182,50 @@ pub(super) fn attentions_of_training() -> Graph {
         let gradients = vjp(&b, &[(y, x("g", queries))], &qkv).unwrap();
         for (of, gradient) in ["q", "k", "v"].into_iter().zip(gradients) {
             b.output(&format!("d{of}_{name}"), gradient, None).unwrap();
+        }
+    }
+    b.finish()
+}
+
+/// A group norm without and with SiLU, a layer norm and a gate with their derivatives, by weights and biases too if `affine`, of
+/// images of `height` x 7 pixels and 3 x `length` rows.
+pub(super) fn norms_and_gates_of_training(height: usize, length: usize, affine: bool) -> Graph {
+    let b = Builder::new();
+    let m = b.root("m");
+    let x = |name: &str, dims: &[usize]| b.input(name, Shape::new(DType::BF16, dims), &[]).unwrap();
+    let image = x("image", &[2, height, 7, 72]);
+    let rows = x("rows", &[3, length, 90]);
+    let norm = |name: &str, activation| {
+        let layer = GroupNorm {
+            groups: 8,
+            epsilon: 1e-5,
+            activation,
+        };
+        group_norm(&m.scope(name), image, layer, BF16).unwrap()
+    };
+    let layers = [
+        ("plain", image, norm("plain", None)),
+        (
+            "activated",
+            image,
+            norm("activated", Some(Activation::Silu)),
+        ),
+        (
+            "rows",
+            rows,
+            layer_norm(&m.scope("rows"), rows, 1e-5, BF16).unwrap(),
+        ),
+        ("gate", rows, gated_gelu(&m.scope("gate"), rows).unwrap()),
+    ];
+    for (name, x, y) in layers {
+        b.output(name, y, None).unwrap();
+        let g = b.input(&format!("g_{name}"), b.shape(y), &[]).unwrap();
+        let mut wrt = vec![x];
+        if affine && name != "gate" {
+            wrt.extend(["weight", "bias"].map(|of| parameter(&b, &format!("m/{name}.{of}"))));
+        }
+        for (i, gradient) in vjp(&b, &[(y, g)], &wrt).unwrap().into_iter().enumerate() {
+            b.output(&format!("d{name}{i}"), gradient, None).unwrap();
         }
     }
     b.finish()
@@ -400,7 +449,7 @@ fn an_attention_that_is_trained_is_two_kernels() {
     let with = claim_training(&graph).unwrap();
     let count = |is: &dyn Fn(&Kernel) -> bool| kernels(&with).iter().filter(|k| is(k)).count();
     assert_eq!(count(&|k| matches!(k, Kernel::Attention { .. })), 4);
-    assert_eq!(count(&|k| matches!(k, Kernel::AttentionGradient { .. })), 4);
+    assert_eq!(count(&|k| matches!(k, Kernel::Gradient(_))), 4);
     assert_eq!(kernels(&with).len(), 8);
     let inputs = inputs(&graph);
     let expected = evaluate(&graph, &inputs).unwrap();
@@ -412,6 +461,53 @@ fn an_attention_that_is_trained_is_two_kernels() {
         for found in found.into_iter().flatten() {
             let error = distance(found, &expected[i]);
             assert!(error <= 4e-3, "{}: {error}", output.name);
+        }
+    }
+}
+
+#[test]
+fn norms_and_gates_that_are_trained_are_two_kernels_each() {
+    let sessions = kernels_run().then(|| cpu_session(1));
+    // On one thread, and on all: the latter from 32,768 values on.
+    for (height, length, affine) in [(5, 11, true), (41, 250, true), (5, 11, false)] {
+        let graph = norms_and_gates_of_training(height, length, affine);
+        let with = claim_training(&graph).unwrap();
+        let found = kernels(&with)
+            .into_iter()
+            .filter_map(|kernel| match kernel {
+                Kernel::Gradient(gradient) => Some(gradient.clone()),
+                _ => None,
+            });
+        let of_groups = |silu| Gradient::GroupNorm {
+            groups: 8,
+            epsilon: 1e-5,
+            silu,
+            affine,
+        };
+        let of_rows = Gradient::LayerNorm {
+            epsilon: 1e-5,
+            affine,
+        };
+        let expected = [of_groups(false), of_groups(true), of_rows, Gradient::Geglu];
+        assert_eq!(found.collect::<Vec<_>>(), expected);
+        assert_eq!(kernels(&with).len(), 8);
+        let inputs = inputs(&graph);
+        let expected = evaluate(&graph, &inputs).unwrap();
+        let host = evaluate(&with, &inputs).unwrap();
+        let device = sessions
+            .as_ref()
+            .map(|session| run_on(session, &with, &inputs));
+        for (i, output) in graph.outputs.iter().enumerate() {
+            // The graphs of SiLU and GELU round to bf16 at every operation.
+            let is_exact = ["plain", "rows"]
+                .iter()
+                .any(|name| output.name.contains(name));
+            let limit = if is_exact { 1e-3 } else { 8e-3 };
+            let found = [Some(&host[i]), device.as_ref().map(|found| &found[i])];
+            for found in found.into_iter().flatten() {
+                let error = relative(found, &expected[i]);
+                assert!(error <= limit, "{}: {error}", output.name);
+            }
         }
     }
 }

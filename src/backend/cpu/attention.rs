@@ -6,9 +6,6 @@ use crate::graph::eval::{Data, Value};
 use crate::graph::{InferError, constraint};
 use crate::shape::Shape;
 
-/// The gradients of an attention: of q, k and v.
-pub(super) const GRADIENTS: usize = 3;
-
 /// Whether the kernels take these operands: bf16 `[batch, length, heads, size]`, with an even size.
 pub(super) fn takes(q: &Shape, k: &Shape, v: &Shape) -> bool {
     q.rank() == 4
@@ -59,7 +56,7 @@ pub(super) fn infer(operands: &[&Shape], causal: bool) -> Result<Shape, InferErr
 /// The shape of the first gradient, that of the queries.
 ///
 /// # Errors
-/// When the operands are not those of [`super::kernel::Kernel::AttentionGradient`].
+/// When the operands are not those of [`super::gradient::Gradient::Attention`].
 pub(super) fn infer_gradients(operands: &[&Shape]) -> Result<Shape, InferError> {
     let &[q, k, v, y, gradient] = operands else {
         return Err(InferError::OperandCount {

@@ -154,8 +154,8 @@ impl<'a> Claims<'a> {
             }
             // The product that reads a rounded operand takes the rounding with it; updates are for `training`.
             Composite::BlockwiseAdamW(_)
+            | Composite::Gradient { .. }
             | Composite::Attention { .. }
-            | Composite::AttentionGradient { .. }
             | Composite::GroupNorm { .. }
             | Composite::LayerNorm { .. }
             | Composite::RmsNorm { .. }

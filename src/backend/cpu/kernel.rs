@@ -9,6 +9,7 @@ use crate::graph::{Attribute, Configuration, CustomCall, InferError, constraint}
 use crate::shape::Shape;
 
 use super::attention;
+pub use super::gradient::Gradient;
 pub use super::optimizer::AdamW8bit;
 pub use super::product::{Product, ProductForm};
 pub use super::quantized::{Form, QuantizedProduct};
@@ -40,9 +41,6 @@ pub enum Kernel {
     /// `causal`, a query sees the keys up to its own place. If not, there may be a fourth operand, `pred[batch, keys]`:
     /// the keys that queries see; where there are none the result is the mean of v.
     Attention { scale: f32, causal: bool },
-    /// The gradients of q, k and v of a [`Kernel::Attention`] that is not causal, each in the memory of its operand. Operands: q, k
-    /// and v, the attention's result, and that one's gradient, all bf16.
-    AttentionGradient { scale: f32 },
     /// The largest magnitude over all but the first `kept` dimensions of a bf16 tensor; with `scale` what int8's steps
     /// are worth then, by AQT: `magnitude * (1 / 127.5)` in `f32`, rounded to bf16, with 1 for a magnitude of 0.
     AbsMax { kept: usize, scale: bool },
@@ -61,6 +59,8 @@ pub enum Kernel {
     },
     /// The first half of the last dimension times [`crate::nn::gelu`] of the second, all bf16.
     Geglu,
+    /// The gradients of another kernel's operands.
+    Gradient(Gradient),
 }
 
 /// Attributes of [`Kernel::Contract`].
@@ -152,7 +152,7 @@ impl Kernel {
             Kernel::Attention { scale, causal } => {
                 vec![("scale", F32(*scale)), ("causal", flag(*causal))]
             }
-            Kernel::AttentionGradient { scale } => vec![("scale", F32(*scale))],
+            Kernel::Gradient(gradient) => gradient.attributes(),
             Kernel::LayerNorm { epsilon } => vec![("epsilon", F32(*epsilon))],
             Kernel::GroupNorm {
                 groups,
@@ -177,12 +177,12 @@ impl CustomCall for Kernel {
             Kernel::Product(product) => product.target(),
             Kernel::AdamW8bit(_) => "maxdiff.adamw_8bit",
             Kernel::Attention { .. } => "maxdiff.attention",
-            Kernel::AttentionGradient { .. } => "maxdiff.attention_gradient",
             Kernel::AbsMax { .. } => "maxdiff.abs_max",
             Kernel::Quantize => "maxdiff.quantize",
             Kernel::LayerNorm { .. } => "maxdiff.layer_norm",
             Kernel::GroupNorm { .. } => "maxdiff.group_norm",
             Kernel::Geglu => "maxdiff.geglu",
+            Kernel::Gradient(gradient) => gradient.target(),
         }
     }
 
@@ -197,7 +197,7 @@ impl CustomCall for Kernel {
             Kernel::Product(product) => product.infer(operands),
             Kernel::AdamW8bit(step) => step.infer(operands),
             Kernel::Attention { causal, .. } => attention::infer(operands, *causal),
-            Kernel::AttentionGradient { .. } => attention::infer_gradients(operands),
+            Kernel::Gradient(gradient) => gradient.infer(operands),
             Kernel::AbsMax { kept, .. } => {
                 let x = only_bf16(operands, 1)?;
                 if *kept > x.rank() {
@@ -254,7 +254,7 @@ impl CustomCall for Kernel {
             Kernel::QuantizedProduct(product) => product.terms(operands),
             Kernel::Product(product) => product.terms(operands),
             Kernel::Attention { .. } => 2 * operands[1].dims[1],
-            Kernel::AttentionGradient { .. } => 5 * operands[1].dims[1],
+            Kernel::Gradient(gradient) => gradient.terms(operands),
             Kernel::AdamW8bit(_)
             | Kernel::AbsMax { .. }
             | Kernel::Quantize
@@ -270,7 +270,7 @@ impl CustomCall for Kernel {
     fn in_place(&self) -> usize {
         match self {
             Kernel::AdamW8bit(_) => BlockwiseAdamW::RESULTS,
-            Kernel::AttentionGradient { .. } => attention::GRADIENTS,
+            Kernel::Gradient(gradient) => gradient.count(),
             _ => 0,
         }
     }
@@ -278,9 +278,7 @@ impl CustomCall for Kernel {
     fn evaluate_all(&self, operands: &[&Value], first: Shape) -> Vec<Value> {
         match self {
             Kernel::AdamW8bit(step) => step.evaluate(operands),
-            Kernel::AttentionGradient { scale } => {
-                attention::gradients(operands, f64::from(*scale))
-            }
+            Kernel::Gradient(gradient) => gradient.evaluate(operands),
             _ => vec![self.evaluate(operands, first)],
         }
     }
@@ -294,9 +292,7 @@ impl CustomCall for Kernel {
             Kernel::Attention { scale, causal } => {
                 attention::evaluate(operands, f64::from(*scale), *causal, shape)
             }
-            Kernel::AttentionGradient { scale } => {
-                attention::gradients(operands, f64::from(*scale)).swap_remove(0)
-            }
+            Kernel::Gradient(gradient) => gradient.evaluate(operands).swap_remove(0),
             Kernel::AbsMax { scale, .. } => {
                 let size = operands[0].shape.count() / shape.count().max(1);
                 from_rows(shape, 1, |row, _| {
@@ -556,7 +552,7 @@ fn from_rows(shape: Shape, size: usize, value: impl Fn(usize, usize) -> f64) -> 
 }
 
 /// The mean of the values at `places`, and one over their standard deviation.
-fn moments(x: &Value, places: impl Iterator<Item = usize>, epsilon: f64) -> [f64; 2] {
+pub(super) fn moments(x: &Value, places: impl Iterator<Item = usize>, epsilon: f64) -> [f64; 2] {
     let (mut sum, mut squares, mut count) = (0.0, 0.0, 0.0);
     for place in places {
         let value = x.float(place);
@@ -572,7 +568,7 @@ fn moments(x: &Value, places: impl Iterator<Item = usize>, epsilon: f64) -> [f64
 }
 
 /// The first of `count` operands, a bf16 tensor.
-fn only_bf16<'a>(operands: &[&'a Shape], count: usize) -> Result<&'a Shape, InferError> {
+pub(super) fn only_bf16<'a>(operands: &[&'a Shape], count: usize) -> Result<&'a Shape, InferError> {
     match operands {
         [x, ..] if operands.len() == count => match x.dtype {
             DType::BF16 => Ok(x),
@@ -590,7 +586,7 @@ fn only_bf16<'a>(operands: &[&'a Shape], count: usize) -> Result<&'a Shape, Infe
 }
 
 /// The shape of a bf16 tensor, after checking that a weight and a bias for its last dimension follow.
-fn affine_of_last(what: &'static str, operands: &[&Shape]) -> Result<Shape, InferError> {
+pub(super) fn affine_of_last(what: &'static str, operands: &[&Shape]) -> Result<Shape, InferError> {
     let x = only_bf16(operands, 3)?;
     let last = x.dims.last().copied().unwrap_or(1);
     for operand in &operands[1..] {

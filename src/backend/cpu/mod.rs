@@ -2,6 +2,7 @@
 
 mod attention;
 mod claim;
+mod gradient;
 pub mod kernel;
 mod optimizer;
 mod product;

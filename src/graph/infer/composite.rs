@@ -92,16 +92,27 @@ fn result_dims(kind: &Composite, operands: &[&Shape]) -> Dims {
                 attention_dims(operands[0], operands[1], operands[2])
             }
         },
-        Composite::AttentionGradient { operand } => {
-            count(5)?;
-            let [q, k, v, y, gradient] = [0, 1, 2, 3, 4].map(|i| operands[i]);
-            attention_dims(q, k, v)?;
-            let of = operands[..3].get(*operand);
-            match of.filter(|_| y == q && gradient == q) {
-                Some(of) => Ok(of.dims.clone()),
-                None => Err(format!(
-                    "result {y} and gradient {gradient} are not those of query {q}, or operand {operand} is none of it"
+        Composite::Gradient { of, operand } => {
+            let results = match **of {
+                Composite::Attention { .. } => 2,
+                _ => 1,
+            };
+            let count = operands.len().saturating_sub(results);
+            if !of.has_gradient(count) {
+                return Err(format!("{} of {count} operands has none", of.name()));
+            }
+            let (operands, results) = operands.split_at(count);
+            let dims = result_dims(of, operands)?;
+            match operands.get(*operand) {
+                Some(found) if results.iter().all(|result| result.dims == dims) => {
+                    Ok(found.dims.clone())
+                }
+                Some(_) => Err(format!(
+                    "results of {} are {dims:?}, found {}",
+                    of.name(),
+                    shapes(results)
                 )),
+                None => Err(format!("{} has no operand {operand}", of.name())),
             }
         }
         Composite::GroupNorm { groups, .. } => {

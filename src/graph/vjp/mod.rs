@@ -266,8 +266,8 @@ impl<'a> Pass<'a> {
         }
         if let Op::Composite { kind, body } = &site.op {
             return match (kind, &site.operands[..]) {
-                (Composite::Attention { causal: false }, [_, _, _]) => {
-                    self.attention_gradients(id, &site, body, g)
+                (kind, operands) if kind.has_gradient(operands.len()) => {
+                    self.gradients_of(id, &site, kind, body, g)
                 }
                 (
                     Composite::FakeQuantize {
@@ -299,25 +299,38 @@ impl<'a> Pass<'a> {
         Ok(())
     }
 
-    /// The cotangents of an attention's operands, each as a composite that a backend may have a kernel for.
-    fn attention_gradients(&mut self, id: u32, site: &Site, body: &Graph, g: Tensor) -> Result<()> {
+    /// The cotangents of a composite's operands, each as a composite that a backend may have a kernel for.
+    fn gradients_of(
+        &mut self,
+        id: u32,
+        site: &Site,
+        kind: &Composite,
+        body: &Graph,
+        g: Tensor,
+    ) -> Result<()> {
         let b = self.b.without_remat();
         let b = b.at(format!("{BACKWARD}/{}", site.path));
-        let mut operands = Vec::with_capacity(5);
+        let mut operands = Vec::with_capacity(site.operands.len() + 2);
         for operand in &site.operands {
             operands.push(self.value(*operand)?);
         }
-        operands.push(self.value(id)?);
+        if matches!(kind, Composite::Attention { .. }) {
+            operands.push(self.value(id)?);
+        }
         operands.push(g);
         for (position, operand) in site.operands.iter().enumerate() {
             if !self.active[*operand as usize] {
                 continue;
             }
-            let kind = Composite::AttentionGradient { operand: position };
+            let kind = Composite::Gradient {
+                of: Box::new(kind.clone()),
+                operand: position,
+            };
             let cotangent = b.composite(kind, &operands, |b, operands| {
-                let [q, k, v, _, g] = [0, 1, 2, 3, 4].map(|i| operands[i]);
+                let inputs = &operands[..site.operands.len()];
+                let g = operands[operands.len() - 1];
                 let first = b.with_graph(|graph| graph.nodes.len());
-                let result = b.insert(body, &[q, k, v])?;
+                let result = b.insert(body, inputs)?;
                 let cotangents = vjp_from(b, first, &[(result, g)], &[operands[position]])?;
                 Ok(cotangents[0])
             })?;

@@ -50,6 +50,7 @@ pub(super) const SOURCES: &[(&str, &str)] = &sources![
     "products.inc",
     "quantized.inc",
     "rows.inc",
+    "rows_gradient.inc",
     "set.h",
     "set_avx2.cc",
     "set_avx512.cc",

@@ -1,8 +1,8 @@
 //! The claims of the CPU plugin's kernels in a training step, whose weights are new each time.
 
-mod attention;
 mod bf16;
 mod int8;
+mod layers;
 
 use crate::backend::follow;
 use crate::graph::blockwise::BlockwiseAdamW;
@@ -11,14 +11,14 @@ use crate::graph::{Builder, Composite, DotDims, Graph, GraphError, Op, Tensor};
 use super::claim::call;
 use super::kernel::{AdamW8bit, Kernel};
 
-use attention::Attentions;
-pub use attention::claims_in_training;
+use layers::Layers;
+pub use layers::claims_in_training;
 
 /// The nodes that read each node ([`follow::users`]).
 type Users = Vec<Vec<Option<usize>>>;
 
 /// The graph of a training step with the CPU plugin's kernels in place of its int8 products in `f32`, of its products and
-/// convolutions of bf16, and of attention in bf16; forward, and all of the derivative. So are updates of weights whose moments have
+/// convolutions of bf16, and of attention, norms and gates in bf16; forward, and all of the derivative. So are updates of weights whose moments have
 /// 8 bits.
 ///
 /// # Errors
@@ -27,7 +27,7 @@ pub fn claim_training(graph: &Graph) -> Result<Graph, GraphError> {
     let users = follow::users(graph);
     let of_int8 = int8::products(graph, &users);
     let of_bf16 = bf16::products(graph, &users);
-    let mut attentions = Attentions::default();
+    let mut layers = Layers::of(graph);
     graph.substitute(&mut |b, i, copies| {
         if let Some(product) = of_int8.get(&i) {
             return product.call(b, graph, copies).map(Some);
@@ -35,8 +35,8 @@ pub fn claim_training(graph: &Graph) -> Result<Graph, GraphError> {
         if let Some(product) = of_bf16.get(&i) {
             return product.call(b, graph, copies).map(Some);
         }
-        match attentions.claim(b, graph, i, copies)? {
-            Some(attention) => Ok(Some(attention)),
+        match layers.claim(b, i, copies)? {
+            Some(layer) => Ok(Some(layer)),
             None => update(b, graph, i, copies),
         }
     })

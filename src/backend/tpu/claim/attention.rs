@@ -36,7 +36,7 @@ pub fn claim_training(graph: &Graph, parts: usize) -> Result<Graph> {
             (Composite::Attention { .. }, &[q, k, v]) => {
                 attention(b, [q, k, v].map(|id| copies[id as usize]))
             }
-            (Composite::AttentionGradient { operand }, &[q, k, v, y, gradient]) => {
+            (Composite::Gradient { operand, .. }, &[q, k, v, y, gradient]) => {
                 let found = match gradients.get(&node.operands[..]) {
                     Some(found) => *found,
                     None => {
@@ -56,10 +56,11 @@ pub fn claim_training(graph: &Graph, parts: usize) -> Result<Graph> {
 /// Whether [`claim_training`] may take a composite: attention to [`LEAST_KEYS_TRAINED`] keys and more whose products are not
 /// quantized, and its derivative.
 pub fn claims_in_training(kind: &Composite, body: &Graph) -> bool {
-    let is_attention = matches!(
-        kind,
-        Composite::Attention { causal: false } | Composite::AttentionGradient { .. }
-    );
+    let is_attention = match kind {
+        Composite::Attention { causal: false } => true,
+        Composite::Gradient { of, .. } => matches!(**of, Composite::Attention { .. }),
+        _ => false,
+    };
     let is_quantized = |node: &Node| matches!(node.op, Op::DotGeneral { quant: Some(_), .. });
     let keys = body.inputs.get(1).and_then(|k| k.shape.dims.get(1));
     is_attention
