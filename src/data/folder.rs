@@ -157,7 +157,8 @@ impl Folder {
         let total = listed.len();
         let bytes_per_image = 3 * (side as u64).pow(2);
         let keep = bytes_per_image.saturating_mul(total as u64) <= options.cache_bytes;
-        if !keep {
+        // Without a cache nobody asked for one: pictures are decoded once, to be encoded.
+        if !keep && options.cache_bytes > 0 {
             tracing::info!(
                 "the {total} images of {} need {} MiB decoded, more than the cache of {} MiB: \
                  each is decoded again when it is used",
