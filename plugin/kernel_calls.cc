@@ -650,6 +650,14 @@ void LayerNormGradient(Call& call) {
   if (call.IsWhole()) kernels::Used().find_layer_norm_gradient(g);
 }
 
+void SumOfSquares(Call& call) {
+  const Array x = call.Operand("x");
+  if (x.type != kBf16 && x.type != kF32) call.Fail("operand 0 (x): expected BF16 or F32, found ", ShapeText(x));
+  const Array out = call.Result({kF32}, {});
+  if (!call.IsWhole()) return;
+  *static_cast<float*>(out.data) = kernels::Used().sum_squares(x.data, x.type == kBf16, x.Count());
+}
+
 void GegluGradient(Call& call) {
   const Array x = call.Operand("x");
   if (x.type != kBf16 || x.dims.empty() || x.Dim(-1) % 2 != 0) {
@@ -688,7 +696,7 @@ constexpr Kernel kKernels[] = {
     {"maxdiff.product", Product},      {"maxdiff.kernel_gradient", KernelGradient},
     {"maxdiff.adamw_8bit", AdamW8bit}, {"maxdiff.attention_gradient", AttentionGradient},
     {"maxdiff.layer_norm_gradient", LayerNormGradient}, {"maxdiff.group_norm_gradient", GroupNormGradient},
-    {"maxdiff.geglu_gradient", GegluGradient},
+    {"maxdiff.geglu_gradient", GegluGradient}, {"maxdiff.sum_of_squares", SumOfSquares},
 };
 
 // Computes a call. Nothing that goes wrong in it ends the process.

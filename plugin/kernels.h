@@ -240,6 +240,9 @@ struct KernelSet {
   // out[r, k] = x[r, k] * gelu(x[r, size + k]) for rows of twice `size` values, bf16.
   void (*geglu)(const uint16_t* x, int64_t rows, int64_t size, uint16_t* out);
 
+  // The sum of the squares of bf16 or f32 values.
+  float (*sum_squares)(const void* x, bool is_bf16, int64_t count);
+
   void (*find_layer_norm_gradient)(const LayerNormGradient& gradient);
   void (*find_group_norm_gradient)(const GroupNormGradient& gradient);
   // The gradient of geglu's x, which it may overwrite, from its result's [rows, size].

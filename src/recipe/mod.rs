@@ -42,6 +42,7 @@ mod training;
 
 pub use checkpoints::newest_checkpoint;
 pub use class_pictures::class_pictures;
+pub use data::dataset;
 pub use described::{check_formats, described_policy};
 pub use error::RecipeError;
 pub use fine_tune::stored_policy;

@@ -511,3 +511,33 @@ fn norms_and_gates_that_are_trained_are_two_kernels_each() {
         }
     }
 }
+
+#[test]
+fn sums_of_squares_are_a_kernel_and_what_the_graph_says() {
+    let b = Builder::new();
+    for (name, dtype, dims) in [
+        ("a", DType::BF16, &[33, 1000][..]),
+        ("b", DType::F32, &[70_001]),
+    ] {
+        let x = b.input(name, Shape::new(dtype, dims), &[]).unwrap();
+        let x = b.convert(x, DType::F32).unwrap();
+        let all: Vec<usize> = (0..dims.len()).collect();
+        let sum = b.sum(b.square(x).unwrap(), &all).unwrap();
+        b.output(name, sum, None).unwrap();
+    }
+    let graph = b.finish();
+    let with = claim_training(&graph).unwrap();
+    assert!(matches!(
+        kernels(&with)[..],
+        [Kernel::SumOfSquares, Kernel::SumOfSquares]
+    ));
+    let inputs = inputs(&graph);
+    let expected = evaluate(&graph, &inputs).unwrap();
+    assert_eq!(evaluate(&with, &inputs).unwrap(), expected);
+    if kernels_run() {
+        let found = run_on(&cpu_session(1), &with, &inputs);
+        for (found, expected) in found.iter().zip(&expected) {
+            assert!(relative(found, expected) < 1e-6);
+        }
+    }
+}

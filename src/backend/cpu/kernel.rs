@@ -59,6 +59,8 @@ pub enum Kernel {
     },
     /// The first half of the last dimension times [`crate::nn::gelu`] of the second, all bf16.
     Geglu,
+    /// The sum of the squares of a bf16 or `f32` tensor's values, in `f32`.
+    SumOfSquares,
     /// The gradients of another kernel's operands.
     Gradient(Gradient),
 }
@@ -164,7 +166,7 @@ impl Kernel {
                 ("silu", flag(*silu)),
             ],
             Kernel::AbsMax { scale, .. } => vec![("scale", flag(*scale))],
-            Kernel::Quantize | Kernel::Geglu => Vec::new(),
+            Kernel::Quantize | Kernel::Geglu | Kernel::SumOfSquares => Vec::new(),
         }
     }
 }
@@ -182,6 +184,7 @@ impl CustomCall for Kernel {
             Kernel::LayerNorm { .. } => "maxdiff.layer_norm",
             Kernel::GroupNorm { .. } => "maxdiff.group_norm",
             Kernel::Geglu => "maxdiff.geglu",
+            Kernel::SumOfSquares => "maxdiff.sum_of_squares",
             Kernel::Gradient(gradient) => gradient.target(),
         }
     }
@@ -197,6 +200,19 @@ impl CustomCall for Kernel {
             Kernel::Product(product) => product.infer(operands),
             Kernel::AdamW8bit(step) => step.infer(operands),
             Kernel::Attention { causal, .. } => attention::infer(operands, *causal),
+            Kernel::SumOfSquares => match operands {
+                [x] if matches!(x.dtype, DType::BF16 | DType::F32) => {
+                    Ok(Shape::new(DType::F32, []))
+                }
+                [x] => Err(constraint(
+                    "sum_of_squares kernel",
+                    format!("takes bf16 or f32, found {x}"),
+                )),
+                _ => Err(InferError::OperandCount {
+                    expected: 1,
+                    found: operands.len(),
+                }),
+            },
             Kernel::Gradient(gradient) => gradient.infer(operands),
             Kernel::AbsMax { kept, .. } => {
                 let x = only_bf16(operands, 1)?;
@@ -260,7 +276,8 @@ impl CustomCall for Kernel {
             | Kernel::Quantize
             | Kernel::LayerNorm { .. }
             | Kernel::GroupNorm { .. }
-            | Kernel::Geglu => 0,
+            | Kernel::Geglu
+            | Kernel::SumOfSquares => 0,
         };
         (result.count() as u64)
             .saturating_mul(terms as u64)
@@ -291,6 +308,14 @@ impl CustomCall for Kernel {
             Kernel::AdamW8bit(step) => step.evaluate(operands).swap_remove(0),
             Kernel::Attention { scale, causal } => {
                 attention::evaluate(operands, f64::from(*scale), *causal, shape)
+            }
+            Kernel::SumOfSquares => {
+                let x = operands[0];
+                let sum = (0..x.shape.count()).map(|i| x.float(i).powi(2)).sum();
+                Value {
+                    shape,
+                    data: Data::F(vec![sum]),
+                }
             }
             Kernel::Gradient(gradient) => gradient.evaluate(operands).swap_remove(0),
             Kernel::AbsMax { scale, .. } => {

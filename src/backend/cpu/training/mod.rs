@@ -3,13 +3,10 @@
 mod bf16;
 mod int8;
 mod layers;
+mod update;
 
 use crate::backend::follow;
-use crate::graph::blockwise::BlockwiseAdamW;
-use crate::graph::{Builder, Composite, DotDims, Graph, GraphError, Op, Tensor};
-
-use super::claim::call;
-use super::kernel::{AdamW8bit, Kernel};
+use crate::graph::{Builder, DotDims, Graph, GraphError, Tensor};
 
 use layers::Layers;
 pub use layers::claims_in_training;
@@ -19,7 +16,7 @@ type Users = Vec<Vec<Option<usize>>>;
 
 /// The graph of a training step with the CPU plugin's kernels in place of its int8 products in `f32`, of its products and
 /// convolutions of bf16, and of attention, norms and gates in bf16; forward, and all of the derivative. So are updates of weights whose moments have
-/// 8 bits.
+/// 8 bits, and the sums of squares that norms of gradients are.
 ///
 /// # Errors
 /// When the graph is ill-typed.
@@ -37,35 +34,9 @@ pub fn claim_training(graph: &Graph) -> Result<Graph, GraphError> {
         }
         match layers.claim(b, i, copies)? {
             Some(layer) => Ok(Some(layer)),
-            None => update(b, graph, i, copies),
+            None => update::claim(b, graph, i, copies),
         }
     })
-}
-
-/// The kernel's call in place of node `i`, if that is an update which it computes.
-fn update(
-    b: &Builder,
-    graph: &Graph,
-    i: usize,
-    copies: &[Tensor],
-) -> Result<Option<Tensor>, GraphError> {
-    let node = &graph.nodes[i];
-    let Op::Composite {
-        kind: Composite::BlockwiseAdamW(step),
-        ..
-    } = &node.op
-    else {
-        return Ok(None);
-    };
-    let operand = |at: usize| node.operands[at] as usize;
-    let [weight, gradient] = [0, BlockwiseAdamW::RESULTS].map(|at| &graph.nodes[operand(at)].shape);
-    if !AdamW8bit::takes(weight, gradient) {
-        return Ok(None);
-    }
-    let operands: Vec<Tensor> = (0..node.operands.len())
-        .map(|at| copies[operand(at)])
-        .collect();
-    call(b, Kernel::AdamW8bit(AdamW8bit(*step)), &operands).map(Some)
 }
 
 /// Where a matrix product's terms lie in an operand.
