@@ -5,7 +5,7 @@ use crate::graph::{Attribute, InferError, constraint};
 use crate::shape::Shape;
 
 use super::attention;
-use super::kernel::{affine_of_last, moments, only_bf16};
+use super::operands::{affine_of_last, moments, only_bf16};
 
 /// The gradients of a layer's operands, each in the memory of its operand. Operands: those of the layer, and its result's gradient;
 /// both, and what the layer reads besides `f32` weights and biases, are bf16.

@@ -4,6 +4,7 @@ mod attention;
 mod claim;
 mod gradient;
 pub mod kernel;
+mod operands;
 mod optimizer;
 mod product;
 mod quantized;
