@@ -142,6 +142,15 @@ impl Composite {
         }
     }
 
+    /// How many operands of a [`Composite::Gradient`] of this come after its own: its result, if the derivative is computed from
+    /// that, and its result's gradient.
+    pub fn results_in_gradient(&self) -> usize {
+        match self {
+            Composite::Attention { .. } => 2,
+            _ => 1,
+        }
+    }
+
     /// How many results there are; the node's own shape is that of the first.
     pub fn results(&self) -> usize {
         match self {

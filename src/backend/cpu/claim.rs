@@ -61,6 +61,35 @@ pub(super) fn call(b: &Builder, kernel: Kernel, operands: &[Tensor]) -> Result<T
     b.push(Op::CustomCall(Arc::new(kernel)), operands)
 }
 
+/// What the scores of an attention to queries `[batch, length, heads, size]` are multiplied by.
+pub(super) fn attention_scale(q: &Shape) -> f32 {
+    (1.0 / (q.dims[3] as f64).sqrt()) as f32
+}
+
+/// The kernel that computes a layer of bf16 whose first operand is `x`.
+pub(super) fn layer_kernel(kind: &Composite, x: &Shape) -> Option<Kernel> {
+    match kind {
+        Composite::Attention { causal } => Some(Kernel::Attention {
+            scale: attention_scale(x),
+            causal: *causal,
+        }),
+        Composite::GroupNorm {
+            groups,
+            epsilon,
+            silu,
+        } => Some(Kernel::GroupNorm {
+            groups: *groups,
+            epsilon: *epsilon as f32,
+            silu: *silu,
+        }),
+        Composite::LayerNorm { epsilon } => Some(Kernel::LayerNorm {
+            epsilon: *epsilon as f32,
+        }),
+        Composite::GatedGelu => Some(Kernel::Geglu),
+        _ => None,
+    }
+}
+
 /// The replacement of a composite.
 enum Claim {
     /// A kernel with the same operands.
@@ -117,32 +146,20 @@ impl<'a> Claims<'a> {
         // Weights are computed with once; but XLA widens all of one to find its range.
         let runs_often = !self.of_weights[i];
         let kernel = match kind {
-            Composite::Attention { causal } if all_bf16 && runs_often => {
+            Composite::Attention { .. } if all_bf16 && runs_often => {
                 let [q, k, v] = [0, 1, 2].map(|at| self.shape(node.operands[at]));
-                let size = q.dims[3];
                 let fits = [k, v]
                     .iter()
                     .all(|s| s.dtype == DType::BF16 && s.count() > 0)
                     && q.count() > 0
-                    && size.is_multiple_of(2);
-                fits.then_some(Kernel::Attention {
-                    scale: (1.0 / (size as f64).sqrt()) as f32,
-                    causal: *causal,
-                })
+                    && q.dims[3].is_multiple_of(2);
+                layer_kernel(kind, q).filter(|_| fits)
             }
-            Composite::GroupNorm {
-                groups,
-                epsilon,
-                silu,
-            } if all_bf16 && runs_often => Some(Kernel::GroupNorm {
-                groups: *groups,
-                epsilon: *epsilon as f32,
-                silu: *silu,
-            }),
-            Composite::LayerNorm { epsilon } if all_bf16 && runs_often => Some(Kernel::LayerNorm {
-                epsilon: *epsilon as f32,
-            }),
-            Composite::GatedGelu if all_bf16 && runs_often => Some(Kernel::Geglu),
+            Composite::GroupNorm { .. } | Composite::LayerNorm { .. } | Composite::GatedGelu
+                if all_bf16 && runs_often =>
+            {
+                layer_kernel(kind, x)
+            }
             Composite::FindScale { kept, format } if all_bf16 && leads(kept) => {
                 let kept = kept.len();
                 if *format == TensorFormat::int8(NumericsConvention::Aqt) {

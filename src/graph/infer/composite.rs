@@ -93,11 +93,7 @@ fn result_dims(kind: &Composite, operands: &[&Shape]) -> Dims {
             }
         },
         Composite::Gradient { of, operand } => {
-            let results = match **of {
-                Composite::Attention { .. } => 2,
-                _ => 1,
-            };
-            let count = operands.len().saturating_sub(results);
+            let count = operands.len().saturating_sub(of.results_in_gradient());
             if !of.has_gradient(count) {
                 return Err(format!("{} of {count} operands has none", of.name()));
             }

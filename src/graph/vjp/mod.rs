@@ -314,7 +314,7 @@ impl<'a> Pass<'a> {
         for operand in &site.operands {
             operands.push(self.value(*operand)?);
         }
-        if matches!(kind, Composite::Attention { .. }) {
+        if kind.results_in_gradient() > 1 {
             operands.push(self.value(id)?);
         }
         operands.push(g);

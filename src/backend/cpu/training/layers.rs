@@ -7,7 +7,7 @@ use crate::dtype::DType;
 use crate::graph::{Builder, Composite, Graph, GraphError, Node, Op, Tensor};
 
 use super::super::attention::takes;
-use super::super::claim::call;
+use super::super::claim::{attention_scale, call, layer_kernel};
 use super::super::kernel::{Gradient, Kernel};
 
 /// Whether [`Layers`] takes a composite of bf16, or the derivative of one: attention without a mask whose products are not quantized,
@@ -15,10 +15,9 @@ use super::super::kernel::{Gradient, Kernel};
 pub fn claims_in_training(kind: &Composite, body: &Graph) -> bool {
     let shapes: Vec<_> = body.inputs.iter().map(|input| &input.shape).collect();
     let (layer, operands) = match kind {
-        Composite::Gradient { of, .. } => match **of {
-            Composite::Attention { .. } => (&**of, shapes.len().saturating_sub(2)),
-            _ => (&**of, shapes.len().saturating_sub(1)),
-        },
+        Composite::Gradient { of, .. } => {
+            (&**of, shapes.len().saturating_sub(of.results_in_gradient()))
+        }
         layer => (layer, shapes.len()),
     };
     let is_quantized = |node: &Node| matches!(node.op, Op::DotGeneral { quant: Some(_), .. });
@@ -79,33 +78,17 @@ impl<'a> Layers<'a> {
         }
         let operands = node.operands.iter().map(|id| copies[*id as usize]);
         let operands: Vec<Tensor> = operands.collect();
-        let scale = || (1.0 / (body.inputs[0].shape.dims[3] as f64).sqrt()) as f32;
         let Composite::Gradient { of, operand } = kind else {
-            let kernel = match kind {
-                Composite::Attention { causal } => Kernel::Attention {
-                    scale: scale(),
-                    causal: *causal,
-                },
-                Composite::GroupNorm {
-                    groups,
-                    epsilon,
-                    silu,
-                } => Kernel::GroupNorm {
-                    groups: *groups,
-                    epsilon: *epsilon as f32,
-                    silu: *silu,
-                },
-                Composite::LayerNorm { epsilon } => Kernel::LayerNorm {
-                    epsilon: *epsilon as f32,
-                },
-                Composite::GatedGelu => Kernel::Geglu,
-                _ => return Ok(None),
+            let Some(kernel) = layer_kernel(kind, &body.inputs[0].shape) else {
+                return Ok(None);
             };
             return call(b, kernel, &operands).map(Some);
         };
         let affine = self.affine.contains(&node.operands[..]);
         let gradient = match **of {
-            Composite::Attention { .. } => Gradient::Attention { scale: scale() },
+            Composite::Attention { .. } => Gradient::Attention {
+                scale: attention_scale(&body.inputs[0].shape),
+            },
             Composite::GroupNorm {
                 groups,
                 epsilon,
