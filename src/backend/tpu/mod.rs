@@ -24,7 +24,12 @@ pub use upsample::Upsample;
 /// Switches of libtpu. By itself it folds rows or columns of images into the batch of 3x3 convolutions and keeps this
 /// layout through norms and sums, at the price of padding, transposes and widened images around them: a resnet pair of
 /// SDXL at 64x64 is predicted at 9.3 ms on a v5e with it and 3.9 without, the convolutions alone at 1.78 and 1.84.
-pub(super) const COMPILER_SWITCHES: [(&str, bool); 2] = [
+///
+/// Windowed einsums split a product whose weights are gathered, or whose gradient is scattered, into one for each device, between
+/// which the parts travel. Gathers overlap with other operations without that, and of each product there is one to compile.
+pub(super) const COMPILER_SWITCHES: [(&str, bool); 4] = [
     ("xla_tpu_run_space_to_batch", false),
     ("xla_tpu_run_space_to_batch_on_new_platforms", false),
+    ("xla_tpu_enable_windowed_einsum_for_all_gather", false),
+    ("xla_tpu_enable_windowed_einsum_for_reduce_scatter", false),
 ];
