@@ -337,6 +337,25 @@ fn the_report_and_the_bundle_are_written() {
     }
     assert_eq!(report["fits"], true);
     assert_eq!(report["topology"]["num_devices"], 8);
+    // Nothing is computed twice, so the program does what the model needs, less what the compiler finds to be known.
+    let flops = report["flops"].as_object().unwrap().values();
+    let flops: f64 = flops.map(|flops| flops.as_f64().unwrap()).sum();
+    let training = |name: &str| report["training"][name].as_f64().unwrap();
+    let share = training("model_flops") / flops;
+    assert!((0.8..1.25).contains(&share), "{share}: {report}");
+    let seconds = report["predicted_ms"]["total"].as_f64().unwrap() / 1e3;
+    let utilization = training("model_flops") / 197e12 / seconds;
+    let found = training("model_flops_utilization");
+    assert!(
+        (found / utilization - 1.0).abs() < 1e-6,
+        "{found}: {report}"
+    );
+    assert_eq!(
+        report["estimated_memory"]["activations"]
+            .as_u64()
+            .map(|bytes| bytes > 0),
+        Some(true)
+    );
 
     let read = Bundle::read(&bundle).unwrap();
     let [step] = &read.header.programs[..] else {

@@ -193,7 +193,7 @@ impl Compiler {
         &self,
         traced: &Traced,
         options: &Options,
-        tell: &mut dyn FnMut(Progress),
+        tell: &mut dyn FnMut(Progress<'_>),
     ) -> Result<Compiled, AotError> {
         let start = Instant::now();
         let target = lowering::Options {
@@ -216,7 +216,7 @@ impl Compiler {
         if let Some(program) = &lowered.request {
             check(Stage::Request, program)?;
         }
-        tell(Progress::Fits { step: footprint });
+        tell(Progress::Fits { step: &footprint });
         let lower = start.elapsed().as_secs_f64();
 
         let start = Instant::now();
@@ -261,6 +261,7 @@ impl Compiler {
             load,
             request,
             step,
+            footprint,
             decisions: traced.decisions.clone(),
             header,
             seconds: Seconds {

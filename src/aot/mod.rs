@@ -38,9 +38,9 @@ pub struct Options {
 
 /// What the compiler does next.
 #[derive(Clone, Debug)]
-pub enum Progress {
+pub enum Progress<'a> {
     /// All programs fit the devices; a step takes `step` of each.
-    Fits { step: Footprint },
+    Fits { step: &'a Footprint },
     /// Compiles a program: number `number` of `programs`, from 1.
     Compiling {
         stage: Stage,
@@ -57,6 +57,8 @@ pub struct Compiled {
     pub request: Option<CompiledProgram>,
     /// The step program, run in every step.
     pub step: CompiledProgram,
+    /// The memory that a step takes of each device, as estimated.
+    pub footprint: Footprint,
     /// The decision of quantization for each contraction.
     pub decisions: Vec<Decision>,
     pub header: Header,

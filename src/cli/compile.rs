@@ -8,10 +8,12 @@ use std::time::Instant;
 use clap::Args;
 use serde_json::{Value, json};
 
-use crate::aot::{Bundled, Compiled, CompiledProgram, Progress};
+use crate::aot::{Bundled, Compiled, CompiledProgram, Compiler, Progress};
 use crate::bundle::{self, Bundle, BundleError, PayloadKind};
 use crate::config::{Config, Verb};
 use crate::recipe::{self, Step};
+use crate::report::operations;
+use crate::topology::Chip;
 
 use super::doctor::try_load;
 use super::{CliError, RecipeArgs, kernel, notices, print, status};
@@ -56,22 +58,74 @@ pub fn run(args: &CompileArgs) -> Result<ExitCode, CliError> {
     let options = recipe::compile_options(&config, args.step, &traced);
     let compiled = compiler.compile(&traced, &options, &mut show)?;
     status::clear();
+    let training = match args.step {
+        Step::Train => Some(Training::of(&config, &compiler, &compiled)?),
+        Step::Denoise => None,
+    };
     let written = write(args, &config, path, &compiled);
     // The report is told even where the bundle is lost: compiling may have taken an hour.
     let bundle = written.as_ref().ok();
     if args.json {
         let mut value = report(&compiled, setup, trace);
+        value["training"] = training.map_or(Value::Null, |training| training.json());
         value["bundle"] = bundle.map_or(Value::Null, Written::json);
         print(&value.to_string())?;
     } else {
         let bundle = bundle.map_or_else(String::new, Written::describe);
-        print(&format!("{}{bundle}", describe(&compiled)))?;
+        let training = training.map_or_else(String::new, |training| training.describe());
+        print(&format!("{}{training}{bundle}", describe(&compiled)))?;
     }
     written.map(|_| ExitCode::SUCCESS)
 }
 
+/// What only training steps have in the report.
+struct Training {
+    /// Images of one device in a step.
+    per_device_batch_size: f64,
+    /// Operations of one device for them, if nothing is computed twice.
+    model_flops: f64,
+    /// These over what the device could do in bfloat16 in the predicted time. `None` where one of the two is not known.
+    utilization: Option<f64>,
+}
+
+impl Training {
+    fn of(config: &Config, compiler: &Compiler, compiled: &Compiled) -> Result<Training, CliError> {
+        let mesh = compiler.mesh();
+        let flops = recipe::model_flops(config, mesh)? as f64 / mesh.num_devices() as f64;
+        let peak = compiler.chip().and_then(Chip::device_peak);
+        let predicted = compiled.step.report.predicted_ms.as_ref();
+        Ok(Training {
+            per_device_batch_size: config.per_device_batch_size,
+            model_flops: flops,
+            utilization: peak
+                .zip(predicted)
+                .map(|(peak, predicted)| flops / peak / (predicted.total / 1e3)),
+        })
+    }
+
+    fn json(&self) -> Value {
+        json!({
+            "per_device_batch_size": self.per_device_batch_size,
+            "model_flops": self.model_flops,
+            "model_flops_utilization": self.utilization,
+        })
+    }
+
+    fn describe(&self) -> String {
+        let utilization = match self.utilization {
+            Some(share) => format!("{:.1} %, without waiting for collectives", share * 100.0),
+            None => "not known for this target".to_owned(),
+        };
+        format!(
+            "images of a device {:>13}\nmodel flops       {:>14}\nutilization       {utilization:>14}\n",
+            self.per_device_batch_size,
+            operations(self.model_flops as u64),
+        )
+    }
+}
+
 /// Says how much memory a step takes, and which program is compiled.
-fn show(progress: Progress) {
+fn show(progress: Progress<'_>) {
     match progress {
         Progress::Fits { step } => {
             let memory = step.describe();
@@ -118,6 +172,11 @@ fn report(compiled: &Compiled, setup: f64, trace: f64) -> Value {
             "compile_seconds": reports().map(|report| report.compile_seconds).sum::<f64>(),
             "code_bytes": reports().map(|report| report.memory.code).sum::<u64>(),
             "fits": compiled.fits(),
+        },
+        "estimated_memory": {
+            "weights": compiled.footprint.weights,
+            "optimizer_state": compiled.footprint.state,
+            "activations": compiled.footprint.activations,
         },
         "seconds": {
             "setup": setup,

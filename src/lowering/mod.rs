@@ -12,7 +12,7 @@ use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
 use crate::backend::Backend;
-use crate::graph::{Builder, Composite, Graph, GraphError, Op, Staged, roll, stage};
+use crate::graph::{Builder, Composite, Graph, GraphError, Op, Staged, flops, roll, stage};
 use crate::quant::{self, QuantError};
 use crate::shard::{Axis, LogicalAxisRules, Mesh, ShardError, ShardPlan};
 
@@ -184,6 +184,19 @@ pub fn whole(
         Some(false) | None => graph,
     };
     LoweredProgram::whole(&traced.name, &graph, backend, options)
+}
+
+/// Operations of the dots and convolutions of a traced program, over all devices ([`flops`]): of a training step those of the
+/// derivative too.
+///
+/// # Errors
+/// When the program has no derivative, or a format does not fit a contraction.
+pub fn traced_flops(traced: &Traced) -> Result<u64, LowerError> {
+    let Some(update) = &traced.update else {
+        return Ok(flops(&traced.graph));
+    };
+    // Without kernels, which only some backends have.
+    Ok(flops(&trained(traced, update, Backend::Gpu)?))
 }
 
 /// The graph with its annotated contractions in their formats. Without a policy there are none.

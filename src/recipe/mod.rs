@@ -56,7 +56,9 @@ pub use model::{CLIP_TOKENS, check_pixels, check_tokenizer, micro_conditioning, 
 pub use notice::{Notice, Notify};
 pub use overrides::{Overrides, Repeat};
 pub use plan::{Budget, Candidate, Measure, Plan, PlannedLayer};
-pub use program::{Step, compile_options, compiler, lowering_target, memory_advice, trace};
+pub use program::{
+    Step, compile_options, compiler, lowering_target, memory_advice, model_flops, trace,
+};
 pub use quantize::{QuantizeReport, QuantizeRequest, RuleMatch, check_quantize, quantize};
 pub use quantize_page::quantize_page;
 pub use session::{Opened, has_hardware, open_session, program_cache};

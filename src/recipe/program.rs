@@ -5,7 +5,7 @@ use clap::ValueEnum;
 use crate::aot::{self, Compiler};
 use crate::backend::{Backend, cpu};
 use crate::config::{Config, Hardware, check_local_shard_count};
-use crate::lowering::Traced;
+use crate::lowering::{Traced, traced_flops};
 use crate::nn::Remat;
 use crate::pipelines::text_to_image::{DenoiseOptions, trace_denoise};
 use crate::pjrt::install::{self, TryLoad};
@@ -73,6 +73,20 @@ pub fn trace(config: &Config, step: Step, mesh: &Mesh) -> Result<Traced, RecipeE
             Ok(traced.model)
         }
     }
+}
+
+/// Operations of the dots and convolutions of a training step over all devices, if it computes nothing twice: those that
+/// utilization counts.
+///
+/// # Errors
+/// As [`trace`].
+pub fn model_flops(config: &Config, mesh: &Mesh) -> Result<u64, RecipeError> {
+    let once = Config {
+        remat_policy: Remat::None,
+        ..config.clone()
+    };
+    let traced = trace(&once, Step::Train, mesh)?;
+    traced_flops(&traced).map_err(RecipeError::usage)
 }
 
 /// The mesh and the backend that programs are lowered for without asking any device: those of `compile_topology`, or of

@@ -41,6 +41,7 @@ use thiserror::Error;
 use crate::proto::xla::HloModuleProto;
 
 pub use kernels::{KernelCall, KernelCycles, kernel_calls};
+pub use text::operations;
 
 #[derive(Debug, Error, Clone, PartialEq, Eq)]
 pub enum ReportError {

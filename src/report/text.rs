@@ -182,7 +182,8 @@ fn percent(part: u64, whole: u64) -> f64 {
     }
 }
 
-fn operations(flops: u64) -> String {
+/// `3.618 TFLOP`.
+pub fn operations(flops: u64) -> String {
     const UNITS: [(&str, f64); 3] = [("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6)];
     let value = flops as f64;
     match UNITS.iter().find(|(_, scale)| value >= *scale) {

@@ -110,6 +110,11 @@ impl Chip {
         tera.map(|t| t * 1e12)
     }
 
+    /// Peak of one device in bfloat16, operations per second.
+    pub fn device_peak(self) -> Option<f64> {
+        Some(self.peak(Format::Bf16)? / self.devices_per_chip() as f64)
+    }
+
     /// The rate of products of `format` operands over that of bf16's. 1 means that the format saves memory but no time,
     /// and the user should be told.
     ///

@@ -9,8 +9,8 @@ use crate::data::{BatchOptions, Batcher, Dataset, Tokenizer};
 use crate::dtype::DType;
 use crate::emit::DotPrecision;
 use crate::footprint::Footprint;
-use crate::graph::{Graph, flops};
-use crate::lowering::{self, Traced};
+use crate::graph::Graph;
+use crate::lowering::{self, Traced, traced_flops};
 use crate::metrics::{MetricsOptions, MetricsWriter};
 use crate::models::DiffusionModel;
 use crate::nn::Remat;
@@ -20,7 +20,7 @@ use crate::pipelines::text_to_image::trace_encode;
 use crate::pipelines::{PipelineModel, ReadWeights, TakeWeight};
 use crate::quant::{Decision, log_scale_name};
 use crate::runtime::{Program, ProgramOptions, Session, Slot};
-use crate::topology::{Chip, Format};
+use crate::topology::Chip;
 
 use super::checkpoint::{CheckpointFolder, SavedCheckpoint};
 use super::encoded::{self, EncodedDataset, of_size};
@@ -172,7 +172,7 @@ impl Trainer {
             let footprint = fit.check("the training step", &lowered)?;
             decisions = traced.decisions;
             let ideal_seconds = match peak(&session) {
-                Some(peak) => Some(model_flops(&session, model, &options.step)? as f64 / peak),
+                Some(peak) => Some(model_flops(model, &options.step)? as f64 / peak),
                 None => None,
             };
             steps.push(SizedStep {
@@ -480,22 +480,16 @@ fn compile(
 fn peak(session: &Session) -> Option<f64> {
     let devices = session.devices();
     let chip = Chip::from_device_kind(&devices.first()?.description().kind)?;
-    let of_device = chip.peak(Format::Bf16)? / chip.devices_per_chip() as f64;
-    Some(of_device * devices.len() as f64)
+    Some(chip.device_peak()? * devices.len() as f64)
 }
 
 /// The operations of a step that computes nothing twice.
-fn model_flops(
-    session: &Session,
-    model: DiffusionModel,
-    options: &StepOptions,
-) -> Result<u64, TrainError> {
+fn model_flops(model: DiffusionModel, options: &StepOptions) -> Result<u64, TrainError> {
     let model = DiffusionModel {
         remat: Remat::None,
         ..model
     };
-    let traced = step::trace(&model, options)?;
-    Ok(flops(&session.lower(&traced)?.step.graph))
+    Ok(traced_flops(&step::trace(&model, options)?)?)
 }
 
 /// The elements of the weights that a step gives new values.
