@@ -55,13 +55,14 @@ pub fn run(args: &CompileArgs) -> Result<ExitCode, CliError> {
     status::spin("tracing");
     let traced = recipe::trace(&config, args.step, compiler.mesh())?;
     let trace = start.elapsed().as_secs_f64();
+    let model_flops = match args.step {
+        Step::Train => Some(recipe::model_flops(&config, compiler.mesh())?),
+        Step::Denoise => None,
+    };
     let options = recipe::compile_options(&config, args.step, &traced);
     let compiled = compiler.compile(&traced, &options, &mut show)?;
     status::clear();
-    let training = match args.step {
-        Step::Train => Some(Training::of(&config, &compiler, &compiled)?),
-        Step::Denoise => None,
-    };
+    let training = model_flops.map(|flops| Training::of(&config, &compiler, &compiled, flops));
     let written = write(args, &config, path, &compiled);
     // The report is told even where the bundle is lost: compiling may have taken an hour.
     let bundle = written.as_ref().ok();
@@ -89,18 +90,18 @@ struct Training {
 }
 
 impl Training {
-    fn of(config: &Config, compiler: &Compiler, compiled: &Compiled) -> Result<Training, CliError> {
-        let mesh = compiler.mesh();
-        let flops = recipe::model_flops(config, mesh)? as f64 / mesh.num_devices() as f64;
+    /// `of_all` are the operations of all devices.
+    fn of(config: &Config, compiler: &Compiler, compiled: &Compiled, of_all: u64) -> Training {
+        let flops = of_all as f64 / compiler.mesh().num_devices() as f64;
         let peak = compiler.chip().and_then(Chip::device_peak);
         let predicted = compiled.step.report.predicted_ms.as_ref();
-        Ok(Training {
+        Training {
             per_device_batch_size: config.per_device_batch_size,
             model_flops: flops,
             utilization: peak
                 .zip(predicted)
                 .map(|(peak, predicted)| flops / peak / (predicted.total / 1e3)),
-        })
+        }
     }
 
     fn json(&self) -> Value {

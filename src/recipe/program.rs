@@ -5,13 +5,15 @@ use clap::ValueEnum;
 use crate::aot::{self, Compiler};
 use crate::backend::{Backend, cpu};
 use crate::config::{Config, Hardware, check_local_shard_count};
-use crate::lowering::{Traced, traced_flops};
+use crate::lowering::Traced;
+use crate::models::DiffusionModel;
 use crate::nn::Remat;
 use crate::pipelines::text_to_image::{DenoiseOptions, trace_denoise};
 use crate::pjrt::install::{self, TryLoad};
 use crate::pjrt::prepare_process;
 use crate::shard::{DeviceDescription, Mesh};
-use crate::train::step;
+use crate::train;
+use crate::train::step::{self, StepOptions};
 
 use super::{
     Notice, Notify, RecipeError, check_formats, check_trainable, compile_topology, data,
@@ -42,28 +44,17 @@ impl Step {
 /// # Errors
 /// When the configuration does not fit together.
 pub fn trace(config: &Config, step: Step, mesh: &Mesh) -> Result<Traced, RecipeError> {
-    let derived = config.derived(mesh.num_devices() as u64, mesh.num_slices() as u64)?;
-    let batch = derived.total_train_batch_size as usize;
-    let shards = derived.quantization_local_shard_count;
     match step {
         Step::Train => {
-            check_local_shard_count(derived.total_train_batch_size, shards)?;
-            let tokenizer = data::tokenizer_for_vocab_size(config)?;
-            let model = model(config, tokenizer.as_ref())?;
-            check_trainable(config, &model, &config.pretrained_model_name_or_path)?;
-            let mut options = step_options(config, &model, batch, shards as usize)?;
-            if let Some(policy) = described_policy(config, model.family.spec())?
-                && !policy.stored.is_empty()
-            {
-                options.quantization = Some(stored_policy(config, policy)?);
-            }
+            let (model, options) = training_step(config, mesh)?;
             step::trace(&model, &options).map_err(RecipeError::usage)
         }
         Step::Denoise => {
+            let derived = config.derived(mesh.num_devices() as u64, mesh.num_slices() as u64)?;
             // The text encoder, and with it the vocabulary, is not part of this program.
             let model = model(config, None)?;
             let options = DenoiseOptions {
-                batch,
+                batch: derived.total_train_batch_size as usize,
                 tokens: model.tokens,
                 guidance: guidance(config, model.family),
                 skip_layers: skip_layers(config, &model)?,
@@ -75,18 +66,34 @@ pub fn trace(config: &Config, step: Step, mesh: &Mesh) -> Result<Traced, RecipeE
     }
 }
 
-/// Operations of the dots and convolutions of a training step over all devices, if it computes nothing twice: those that
-/// utilization counts.
+/// Operations of the training step over all devices ([`train::model_flops`]).
 ///
 /// # Errors
 /// As [`trace`].
 pub fn model_flops(config: &Config, mesh: &Mesh) -> Result<u64, RecipeError> {
-    let once = Config {
-        remat_policy: Remat::None,
-        ..config.clone()
-    };
-    let traced = trace(&once, Step::Train, mesh)?;
-    traced_flops(&traced).map_err(RecipeError::usage)
+    let (model, options) = training_step(config, mesh)?;
+    train::model_flops(model, &options).map_err(RecipeError::usage)
+}
+
+/// The model and the options that the training step is traced with.
+fn training_step(
+    config: &Config,
+    mesh: &Mesh,
+) -> Result<(DiffusionModel, StepOptions), RecipeError> {
+    let derived = config.derived(mesh.num_devices() as u64, mesh.num_slices() as u64)?;
+    let batch = derived.total_train_batch_size;
+    let shards = derived.quantization_local_shard_count;
+    check_local_shard_count(batch, shards)?;
+    let tokenizer = data::tokenizer_for_vocab_size(config)?;
+    let model = model(config, tokenizer.as_ref())?;
+    check_trainable(config, &model, &config.pretrained_model_name_or_path)?;
+    let mut options = step_options(config, &model, batch as usize, shards as usize)?;
+    if let Some(policy) = described_policy(config, model.family.spec())?
+        && !policy.stored.is_empty()
+    {
+        options.quantization = Some(stored_policy(config, policy)?);
+    }
+    Ok((model, options))
 }
 
 /// The mesh and the backend that programs are lowered for without asking any device: those of `compile_topology`, or of

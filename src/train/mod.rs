@@ -32,5 +32,5 @@ pub use samples::{SampleError, SampleOptions};
 pub use state::{
     EMA_SUFFIX, RANGES_FILE, RunOptions, SCHEDULE_STEPS, UnchangedFile, UnchangedOrigin,
 };
-pub use trainer::{FineTune, PixelStart, Task, Trainer, TrainerOptions};
+pub use trainer::{FineTune, PixelStart, Task, Trainer, TrainerOptions, model_flops};
 pub use validation::ValidationOptions;

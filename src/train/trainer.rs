@@ -483,8 +483,11 @@ fn peak(session: &Session) -> Option<f64> {
     Some(chip.device_peak()? * devices.len() as f64)
 }
 
-/// The operations of a step that computes nothing twice.
-fn model_flops(model: DiffusionModel, options: &StepOptions) -> Result<u64, TrainError> {
+/// Operations of the dots and convolutions of a step over all devices if it computes nothing twice: those that utilization counts.
+///
+/// # Errors
+/// When the step cannot be traced, or has no derivative.
+pub fn model_flops(model: DiffusionModel, options: &StepOptions) -> Result<u64, TrainError> {
     let model = DiffusionModel {
         remat: Remat::None,
         ..model
