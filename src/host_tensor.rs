@@ -184,7 +184,8 @@ impl HostTensor {
             DType::F32 => write(&|v, d| d.extend((v as f32).to_le_bytes())),
             DType::F64 => write(&|v, d| d.extend(v.to_le_bytes())),
             DType::F8E4M3Fn => write(&|v, d| d.push(float8::encode(v as f32))),
-            to @ (DType::F4E2M1Fn | DType::F8E5M2 | DType::F8E8M0Fnu) => {
+            DType::F8E5M2 => write(&|v, d| d.push(float8::encode_e5m2(v as f32))),
+            to @ (DType::F4E2M1Fn | DType::F8E8M0Fnu) => {
                 return Err(HostTensorError::Conversion {
                     from: DType::F64,
                     to,

@@ -151,6 +151,37 @@ fn contractions(compiled: &Compiled) -> Vec<(String, [PrimitiveType; 3])> {
     found
 }
 
+/// What `quantization=fp8_full` multiplies on a chip with fp8, and that slices find its ranges for themselves, although a tensor
+/// has one scale.
+#[test]
+fn dots_of_the_training_step_are_fp8_and_find_their_range_inside_a_slice() {
+    let words = [
+        "quantization=fp8_full",
+        "compile_topology=tpu7x-8",
+        "compile_topology_num_slices=2",
+    ];
+    let compiled = compiled(&words);
+    let report = &compiled.step.report;
+    assert_eq!(report.dcn_bytes.range_finding, 0, "{report}");
+    assert!(report.ici_bytes.range_finding > 0, "{report}");
+    let (e4m3, e5m2) = (PrimitiveType::F8e4m3fn, PrimitiveType::F8e5m2);
+    let mut counts = [0; 2];
+    let contractions = contractions(&compiled);
+    let dots = compiled.decisions.iter().filter(|d| d.quantized());
+    for decision in dots.filter(|d| d.op == "dot_general") {
+        let path = format!("unet/{}/", decision.path);
+        for (name, [lhs, rhs, _]) in contractions.iter().filter(|(name, _)| name.contains(&path)) {
+            let is_backward = name.starts_with("backward/");
+            let expected = [if is_backward { e5m2 } else { e4m3 }, e4m3];
+            let mut found = [*lhs, *rhs];
+            found.sort_by_key(|of| *of as i32 != expected[0] as i32);
+            assert_eq!(found, expected, "{name}");
+            counts[usize::from(is_backward)] += 1;
+        }
+    }
+    assert_eq!(counts, [10, 18], "dots, and their derivatives");
+}
+
 /// One test, because each test is a process of its own and would compile the step again.
 #[test]
 fn every_eligible_dot_of_the_training_step_is_int8_and_finds_its_range_inside_a_slice() {

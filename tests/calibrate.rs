@@ -105,6 +105,38 @@ fn a_calibrated_checkpoint_draws_nearly_what_its_source_draws() {
     assert_eq!(lowered["quantized"], tensors.len());
 }
 
+/// fp8 with recorded scales and with those of each token, weights of the first with activations as the second has them, and
+/// weights alone in groups.
+#[test]
+fn fp8_checkpoints_draw_nearly_what_their_source_draws() {
+    let dir = tempfile::tempdir().unwrap();
+    let float = drawn(dir.path(), &[]);
+    for (mode, more, granularity, activation) in [
+        ("fp8", &[][..], "channel", "channel"),
+        ("fp8_w8a8_static", &[SMALL], "tensor", "tensor"),
+        ("mxfp8", &["quantization_granularity=4"], "group", ""),
+    ] {
+        let output = dir.path().join(mode);
+        let asked = format!("quantization={mode}");
+        let words = [&[&*asked][..], more].concat();
+        let report = quantized(&output, &words);
+        let [layers] = &report["quantization_config"]["formats"].as_array().unwrap()[..] else {
+            panic!("one format");
+        };
+        let weight = &layers["weight"];
+        assert_eq!(weight["element"], "float8_e4m3fn");
+        assert_eq!(weight["granularity"], granularity);
+        let found = layers["activation"]["granularity"].as_str();
+        assert_eq!(found.unwrap_or_default(), activation);
+        let named = format!("pretrained_model_name_or_path={}", output.display());
+        let in_fp8 = (!activation.is_empty()).then_some("quantization=fp8");
+        for asked in ["quantization="].into_iter().chain(in_fp8) {
+            let found = distance(&drawn(dir.path(), &[&named, asked]), &float);
+            assert!((0.01..24.0).contains(&found), "{mode} {asked}: {found}");
+        }
+    }
+}
+
 /// `calibration.split_skips`: the layers of a UNet behind skip connections, and no others, have two scales. `text_in_float`: those
 /// that read text have none.
 #[test]
@@ -244,7 +276,10 @@ fn calibration_that_cannot_be_is_refused() {
     let output = dir.path().join("out");
     let static_int8 = "quantization=int8_w8a8_static";
     for (words, expected) in [
-        (&[static_int8][..], "int8_w8a8_static needs calibration"),
+        (
+            &[static_int8][..],
+            "int8_w8a8_static and fp8_w8a8_static need calibration",
+        ),
         (
             &["quantization=w4a16", "quantization_algorithm=gptq"],
             "quantization_algorithm=gptq and awq need calibration",
@@ -262,6 +297,10 @@ fn calibration_that_cannot_be_is_refused() {
             "svd_alpha=-1 tries how activations and weights share their range",
         ),
         (
+            &["quantization=fp8", "quantization_numerics=quark"],
+            "fp8 with scales that are found at run time is here in Qwix's numerics",
+        ),
+        (
             &[static_int8, "calibration={prompts: a, prompts_file: b}"],
             "calibration has both prompts and prompts_file",
         ),
@@ -271,7 +310,7 @@ fn calibration_that_cannot_be_is_refused() {
         ),
         (
             &[static_int8, SMALL, "quantization_granularity=8"],
-            "int8 by recorded scales is here in AMD Quark's numerics",
+            "int8 and fp8 by recorded scales are here in AMD Quark's numerics",
         ),
         (
             &[

@@ -14,7 +14,7 @@ use maxdiff::pipelines::generator::{ModelOutput, SamplingOptions};
 use maxdiff::pipelines::prompt::{PromptSyntax, encode_prompt};
 use maxdiff::pipelines::text_to_image::Guidance;
 use maxdiff::pipelines::{Event, Pipeline, TextualInversion, TextualInversions, TokenizedImage};
-use maxdiff::quant::Policy;
+use maxdiff::quant::{Formats, Policy};
 use maxdiff::recipe::{self, Notice};
 use maxdiff::schedulers::PlanOptions;
 use maxdiff::shape::Shape;
@@ -404,7 +404,7 @@ fn bf16_and_int8_stay_near_float32() {
         )
         .unwrap()
     };
-    let qwix = || Policy::qwix_int8("unet/", ".*", Vec::new()).unwrap();
+    let qwix = || Policy::qwix("unet/", ".*", Vec::new(), Formats::qwix_int8()).unwrap();
     let errors = [None, Some(aqt()), Some(qwix())]
         .map(|quantization| distance(&latents(bf16, quantization), &float32));
     for (error, measured) in errors.into_iter().zip([1.233e-2, 4.115e-2, 4.118e-2]) {

@@ -46,12 +46,16 @@ fn formats() -> Vec<TensorFormat> {
             }
         }
     }
-    let fp8 = [Granularity::Tensor, Granularity::Channel].map(|granularity| TensorFormat {
-        element: DType::F8E4M3Fn,
-        granularity,
-        ..TensorFormat::int8(NumericsConvention::Quark)
-    });
-    formats.into_iter().chain(fp8).collect()
+    for granularity in [Granularity::Tensor, Granularity::Channel] {
+        for convention in [NumericsConvention::Quark, NumericsConvention::Qwix] {
+            formats.push(TensorFormat {
+                element: DType::F8E4M3Fn,
+                granularity,
+                ..TensorFormat::int8(convention)
+            });
+        }
+    }
+    formats
 }
 
 /// One linear layer for each format, each with the same weight, which it takes in `dtype`. Beside the products, all that
@@ -203,10 +207,10 @@ fn int4(granularity: Granularity) -> TensorFormat {
     }
 }
 
-/// The values that a tensor of these dimensions stands for in int4, of rows `[count, features]`.
-fn fake_quantized(values: &[f32], features: usize, granularity: Granularity) -> HostTensor {
+/// The values that a tensor of these dimensions stands for in the format, of rows `[count, features]`.
+fn fake_quantized(values: &[f32], features: usize, format: TensorFormat) -> HostTensor {
     let rows = HostTensor::from_f32([values.len() / features, features], values).unwrap();
-    let quantized = quantize_weight(&rows, int4(granularity)).unwrap();
+    let quantized = quantize_weight(&rows, format).unwrap();
     HostTensor::from_f32(
         [values.len() / features, features],
         &quantized.dequantized().unwrap(),
@@ -214,11 +218,18 @@ fn fake_quantized(values: &[f32], features: usize, granularity: Granularity) -> 
     .unwrap()
 }
 
-/// Weights and activations in int4: a device's product of integers, and of groups of them, is the product of the floats that
-/// they stand for.
+/// Weights and activations in int4 and in fp8: a device's product of such numbers, and of groups of them, is the product of the
+/// floats that they stand for.
 #[test]
-fn products_in_int4_are_those_of_what_the_integers_stand_for() {
-    let layers = [Granularity::Channel, Granularity::Group(16)].map(|granularity| {
+fn products_in_int4_and_fp8_are_those_of_what_the_numbers_stand_for() {
+    let fp8 = |granularity| TensorFormat::float8(DType::F8E4M3Fn, granularity);
+    let formats = [
+        int4(Granularity::Channel),
+        int4(Granularity::Group(16)),
+        fp8(Granularity::Channel),
+        fp8(Granularity::Tensor),
+    ];
+    let layers = formats.map(|format| {
         [
             ("linear", vec![ROWS, 32], vec![OUTPUTS, 32]),
             ("conv", vec![2, 3, 3, 32], vec![8, 32, 1, 1]),
@@ -227,7 +238,7 @@ fn products_in_int4_are_those_of_what_the_integers_stand_for() {
             name,
             x,
             weight,
-            format: int4(granularity),
+            format,
         })
     });
     let session = cpu_session(1);
@@ -272,18 +283,13 @@ fn products_in_int4_are_those_of_what_the_integers_stand_for() {
             ("conv", Granularity::Channel) => layer.x[1..].iter().product(),
             _ => 32,
         };
+        let element = layer.format.element;
         let of = |tensor: HostTensor, dims: &[usize]| {
             HostTensor::from_f32(dims.to_vec(), &tensor.to_f32_vec().unwrap()).unwrap()
         };
         let fake = [
-            of(
-                fake_quantized(&x, features, layer.format.granularity),
-                &layer.x,
-            ),
-            of(
-                fake_quantized(&weight, 32, layer.format.granularity),
-                &layer.weight,
-            ),
+            of(fake_quantized(&x, features, layer.format), &layer.x),
+            of(fake_quantized(&weight, 32, layer.format), &layer.weight),
         ];
         let expected = &run_on(&session, &float(false), &fake)[0];
         let inputs = [
@@ -291,17 +297,19 @@ fn products_in_int4_are_those_of_what_the_integers_stand_for() {
             HostTensor::from_f32(layer.weight.clone(), &weight).unwrap(),
         ];
         let graph = float(true);
-        // Where scales leave the sum, int8 is multiplied.
-        let dots = graph.inline_composites(&|_, _| true).nodes;
-        let dots = dots
+        // Where scales leave the sum, int8 or fp8 is multiplied.
+        let nodes = graph.inline_composites(&|_, _| true).nodes;
+        let dot = nodes
             .iter()
-            .filter(|node| matches!(node.op, Op::DotGeneral { .. } | Op::Convolution { .. }));
-        let accumulators: Vec<DType> = dots.map(|node| node.shape.dtype).collect();
-        let integers = layer.format.scales_results();
-        assert_eq!(
-            accumulators,
-            [if integers { DType::S32 } else { DType::F32 }]
-        );
+            .find(|node| matches!(node.op, Op::DotGeneral { .. } | Op::Convolution { .. }))
+            .unwrap();
+        let multiplied = [0, 1].map(|at| nodes[dot.operands[at] as usize].shape.dtype);
+        let expected_types = match (layer.format.scales_results(), element) {
+            (false, _) => ([DType::F32; 2], DType::F32),
+            (true, DType::S4) => ([DType::S8; 2], DType::S32),
+            (true, element) => ([element; 2], DType::F32),
+        };
+        assert_eq!((multiplied, dot.shape.dtype), expected_types);
         let found = &run_on(&session, &graph, &inputs)[0];
         let [found, expected] = [found, expected].map(|y| y.to_f64_vec().unwrap());
         let largest = expected.iter().fold(0f64, |m, y| m.max(y.abs()));

@@ -566,11 +566,11 @@ fn formats_that_do_not_fit_are_refused_before_anything_is_written() {
         ),
         (
             &["quantization=int8", "quantization_granularity=32"],
-            "it needs quantization=int8_w8a16, w4a16, fp8_w8a16, nf4, mxfp4, mxfp6_e2m3, mxfp6_e3m2, mxfp8, nvfp4, int8_w8a8_static, svdquant_w4a16, w4a4 or svdquant_w4a4",
+            "it needs quantization=int8_w8a16, w4a16, fp8, fp8_full, fp8_w8a16, nf4, mxfp4, mxfp6_e2m3, mxfp6_e3m2, mxfp8, nvfp4, int8_w8a8_static, fp8_w8a8_static, svdquant_w4a16, w4a4 or svdquant_w4a4",
         ),
         (
             &["quantization=w4a16", "quantization_symmetric=False"],
-            "it needs quantization=int8_w8a16, w4a16, fp8_w8a16, int8_w8a8_static, svdquant_w4a16, w4a4 or svdquant_w4a4 and quantization_numerics=quark",
+            "it needs quantization=int8_w8a16, w4a16, fp8, fp8_w8a16, int8_w8a8_static, fp8_w8a8_static, svdquant_w4a16, w4a4 or svdquant_w4a4 and quantization_numerics=quark",
         ),
         (
             &[

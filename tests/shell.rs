@@ -147,7 +147,7 @@ fn every_shell_has_a_script_and_bash_joins_words() {
     };
     assert_eq!(
         stdout(&output),
-        "euler euler_ancestral\nint8 int8_w8a16 w4a16 fp8_w8a16 nf4 mxfp4 mxfp6_e2m3 mxfp6_e3m2 mxfp8 nvfp4 int8_w8a8_static svdquant_w4a16 w4a4 svdquant_w4a4\nscheduler=euler scheduler=euler_ancestral\n",
+        "euler euler_ancestral\nint8 int8_w8a16 w4a16 fp8 fp8_full fp8_w8a16 nf4 mxfp4 mxfp6_e2m3 mxfp6_e3m2 mxfp8 nvfp4 int8_w8a8_static fp8_w8a8_static svdquant_w4a16 w4a4 svdquant_w4a4\nscheduler=euler scheduler=euler_ancestral\n",
         "{}",
         String::from_utf8_lossy(&output.stderr)
     );

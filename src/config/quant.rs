@@ -21,6 +21,8 @@ named! {
         Int8 = "int8",
         Int8W8A16 = "int8_w8a16",
         W4A16 = "w4a16",
+        Fp8 = "fp8",
+        Fp8Full = "fp8_full",
         Fp8W8A16 = "fp8_w8a16",
         Nf4 = "nf4",
         MxFp4 = "mxfp4",
@@ -29,11 +31,11 @@ named! {
         MxFp8 = "mxfp8",
         NvFp4 = "nvfp4",
         Int8W8A8Static = "int8_w8a8_static",
+        Fp8W8A8Static = "fp8_w8a8_static",
         SvdQuantW4A16 = "svdquant_w4a16",
         W4A4 = "w4a4",
         SvdQuantW4A4 = "svdquant_w4a4",
     }
-    not_yet ["fp8", "fp8_full"]
 }
 
 /// Which elements of a weight share a scale; `None` is the mode's own choice.
@@ -61,7 +63,7 @@ impl Field for WeightGranularity {
 
     fn show(&self) -> Value {
         match self.0 {
-            None | Some(Granularity::Feature) => Value::from(""),
+            None | Some(Granularity::Feature | Granularity::Part(_)) => Value::from(""),
             Some(Granularity::Tensor) => Value::from("tensor"),
             Some(Granularity::Channel) => Value::from("channel"),
             Some(Granularity::Group(size)) => Value::from(size),
@@ -178,8 +180,8 @@ impl QuantRules {
 
 impl Field for QuantRules {
     const TY: Ty = Ty::List(
-        "YAML file of rules, or list of {path: pattern, mode: int8, int8_w8a16, w4a16, fp8_w8a16, nf4, mxfp4, mxfp6_e2m3, mxfp6_e3m2, mxfp8, nvfp4, \
-         int8_w8a8_static, \
+        "YAML file of rules, or list of {path: pattern, mode: int8, int8_w8a16, w4a16, fp8, fp8_full, fp8_w8a16, nf4, mxfp4, mxfp6_e2m3, mxfp6_e3m2, mxfp8, nvfp4, \
+         int8_w8a8_static, fp8_w8a8_static, \
          svdquant_w4a16, w4a4, svdquant_w4a4 or none, granularity, symmetric, numerics}",
     );
 

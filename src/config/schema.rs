@@ -89,6 +89,8 @@ const MODES: &[&str] = &[
     "int8",
     "int8_w8a16",
     "w4a16",
+    "fp8",
+    "fp8_full",
     "fp8_w8a16",
     "nf4",
     "mxfp4",
@@ -97,10 +99,17 @@ const MODES: &[&str] = &[
     "mxfp8",
     "nvfp4",
     "int8_w8a8_static",
+    "fp8_w8a8_static",
     "svdquant_w4a16",
     "w4a4",
     "svdquant_w4a4",
 ];
+const STATIC: Condition = Is("quantization", &["int8_w8a8_static", "fp8_w8a8_static"]);
+/// The gradient of a weight is of range that is found in parts of the batch.
+const WEIGHT_GRADIENTS: Condition = Either(
+    &Both(&INT8, &Is("use_qwix_quantization", &["False"])),
+    &Is("quantization", &["fp8_full"]),
+);
 const QUANTIZED: Condition = Is("quantization", MODES);
 /// Weights are quantized once: all modes but int8, which is the first.
 const OF_WEIGHTS: Condition = Is("quantization", MODES.split_at(1).1);
@@ -110,8 +119,10 @@ const WEIGHTS_ONLY: Condition = Is(
     &[
         "int8_w8a16",
         "w4a16",
+        "fp8",
         "fp8_w8a16",
         "int8_w8a8_static",
+        "fp8_w8a8_static",
         "svdquant_w4a16",
         "w4a4",
         "svdquant_w4a4",
@@ -343,18 +354,19 @@ schema! {
         /// gradient, so that range finding stays inside a slice. -1: the number of slices. 0: the
         /// weight gradient stays in float.
         quantization_local_shard_count: i64 = -1, Used, TRAIN_STEP, in MinusOneOrBetween(0.0, MOST),
-            when Both(&INT8, &Is("use_qwix_quantization", &["False"]));
+            when WEIGHT_GRADIENTS;
         /// Qwix's rules and numerics instead of AQT's.
         use_qwix_quantization: bool = false, Used, EVERY,
             when QUANTIZED, is [FixedOnResume];
         /// How values become integers: AQT's, Qwix's or AMD Quark's conventions, or with `quantize` llama.cpp's blocks (`gguf`, for
-        /// int8_w8a16 and w4a16 with a number as granularity). Empty: AQT's; for int8_w8a8_static, w4a4 and the modes of SVDQuant
-        /// AMD Quark's; fp8_w8a16, nf4, nvfp4 and OCP's microscaling formats have their own.
+        /// int8_w8a16 and w4a16 with a number as granularity). Empty: AQT's; for the static modes, w4a4 and those of SVDQuant AMD
+        /// Quark's; fp8, fp8_full, fp8_w8a16, nf4, nvfp4 and OCP's microscaling formats have their own.
         quantization_numerics: Option<NumericsConvention> = None, Ours, EVERY,
             when Both(&QUANTIZED, &Is("use_qwix_quantization", &["False"])), is [FixedOnResume];
         /// Which elements of a weight share a scale: all (`tensor`), those of an output feature (`channel`), or of it so many
-        /// input features. Empty: `channel`; for w4a16, w4a4 and nf4 64, OCP's microscaling formats 32, nvfp4 16. With
-        /// w4a4 also which elements of an activation: those of a token, or of it so many features.
+        /// input features. Empty: `channel`; for the other modes of fp8 than itself `tensor`, w4a16, w4a4 and nf4 64, OCP's
+        /// microscaling formats 32, nvfp4 16. With fp8, fp8_full and w4a4 also which elements of an activation: all, those of a
+        /// token, or of it so many features.
         quantization_granularity: WeightGranularity = WeightGranularity::default(), Ours, EVERY,
             when OF_WEIGHTS, is [FixedOnResume];
         /// Whether integers lie around zero; otherwise each scale of a weight has a zero point, as AMD Quark's have, or a float that is
@@ -372,14 +384,15 @@ schema! {
         /// Training whose forward pass rounds: what decides the scales of weights. Learned ones (`lsq`) start from those of the
         /// weights' ranges, and `quantize` takes them.
         qat_observer: QatObserver = QatObserver::MinMax, Ours, TRAIN_STEP,
-            when Is("quantization", &["int8_w8a16", "w4a16", "fp8_w8a16", "int8_w8a8_static", "w4a4"]), is [FixedOnResume];
-        /// The share of a batch's range in the moving average that int8_w8a8_static rounds activations by while a model is trained.
+            when Is("quantization", &["int8_w8a16", "w4a16", "fp8", "fp8_w8a16", "int8_w8a8_static", "fp8_w8a8_static", "w4a4"]),
+            is [FixedOnResume];
+        /// The share of a batch's range in the moving average that static modes round activations by while a model is trained.
         qat_averaging_constant: f64 = 0.01, Ours, TRAIN_STEP, in AboveUpTo(0.0, 1.0),
-            when Either(&Is("quantization", &["int8_w8a8_static"]), &Given("quant_rules")), is [FixedOnResume];
+            when Either(&STATIC, &Given("quant_rules")), is [FixedOnResume];
         /// Updates after which learned scales and the ranges of activations stay as they are, while weights are trained on. -1:
         /// never.
         qat_freeze_observer_steps: i64 = -1, Ours, TRAIN_STEP, in MinusOneOr(1.0),
-            when Either(&Is("qat_observer", &["lsq"]), &Either(&Is("quantization", &["int8_w8a8_static"]), &Given("quant_rules"))),
+            when Either(&Is("qat_observer", &["lsq"]), &Either(&STATIC, &Given("quant_rules"))),
             is [FixedOnResume];
         /// With a budget the formats to choose from, in the form of rules, each for the layers that its pattern matches. Empty: the
         /// mode, int8_w8a16 and none.
@@ -396,7 +409,7 @@ schema! {
         quantization_percentile: f64 = 99.99, Ours, QUANTIZE, in AboveUpTo(0.0, 100.0), when PERCENTILE;
         /// SmoothQuant: the share of the activations' range in the factors that weights take over from them. Empty: none.
         quantization_smooth_alpha: Option<f64> = None, Ours, QUANTIZE, in Between(0.0, 1.0),
-            when Either(&Is("quantization", &["int8_w8a8_static"]), &Given("quant_rules"));
+            when Either(&STATIC, &Given("quant_rules"));
         /// How weights become integers: each to the nearest one; in linear layers by `gptq` or `awq`, which calibration feeds; or by
         /// `hqq`, which needs none.
         quantization_algorithm: WeightAlgorithm = WeightAlgorithm::Nearest, Ours, QUANTIZE, when WEIGHTS_ONLY;
@@ -974,10 +987,10 @@ schema! {
         percentile: f64 = 99.99, Ours, QUANTIZE, in AboveUpTo(0.0, 100.0),
             when Is("calibration.observer", &["percentile"]);
         /// A range for each part of an activation that joins two, as those behind skip connections do (Q-Diffusion). Of
-        /// int8_w8a8_static.
+        /// static modes.
         split_skips: bool = false, Ours, QUANTIZE;
         /// Leave activations in float where a layer reads text alone, whose first token would take the range of all (MixDQ). Such
-        /// layers run once a request. Of int8_w8a8_static.
+        /// layers run once a request. Of static modes.
         text_in_float: bool = false, Ours, QUANTIZE;
     }
 }

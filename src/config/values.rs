@@ -27,6 +27,10 @@ named! {
         Int8W8A16 = "int8_w8a16",
         /// Weights of dots and convolutions in 4-bit integers, activations in float.
         W4A16 = "w4a16",
+        /// 8-bit floats on dots and convolutions, with scales that are found at run time.
+        Fp8 = "fp8",
+        /// As fp8, and in the gradients of dots.
+        Fp8Full = "fp8_full",
         /// Weights of dots and convolutions in 8-bit floats, activations in wider floats.
         Fp8W8A16 = "fp8_w8a16",
         /// Weights of dots and convolutions in bitsandbytes' NF4, a scale for 64 input features; activations in float.
@@ -43,6 +47,8 @@ named! {
         NvFp4 = "nvfp4",
         /// 8-bit integers on dots and convolutions, with scales of activations that calibration finds.
         Int8W8A8Static = "int8_w8a8_static",
+        /// 8-bit floats on dots and convolutions, with scales of activations that calibration finds.
+        Fp8W8A8Static = "fp8_w8a8_static",
         /// As w4a16, of what a low-rank product in float beside each linear layer leaves.
         SvdQuantW4A16 = "svdquant_w4a16",
         /// 4-bit integers on dots and convolutions, for weights and activations with a scale for as many input features.
@@ -50,7 +56,6 @@ named! {
         /// As w4a4, of what a low-rank product in float beside each linear layer leaves.
         SvdQuantW4A4 = "svdquant_w4a4",
     }
-    not_yet ["fp8", "fp8_full"]
 }
 
 named! {

@@ -48,6 +48,8 @@ pub enum Granularity {
     Channel,
     /// Each run of so many elements along the contracting dimension of a channel.
     Group(usize),
+    /// Those in one of so many equal parts of the first dimension: what a slice has of a batch.
+    Part(usize),
     /// Elements with the same index of the contracting dimension: a feature of all tokens of an activation. The weight is
     /// multiplied by these scales before it is quantized, so that nothing follows the product.
     Feature,
@@ -196,6 +198,7 @@ impl TensorFormat {
         }
         match self.element {
             DType::F8E4M3Fn => f64::from(float8::LARGEST),
+            DType::F8E5M2 => f64::from(float8::LARGEST_E5M2),
             _ if self.codebook().is_some() => match self.convention {
                 NumericsConvention::Nf4 => 1.0,
                 _ => 6.0,
@@ -229,6 +232,22 @@ impl TensorFormat {
             )
     }
 
+    /// A float of 8 bits with a dynamic scale in Qwix's numerics, rounded to nearest.
+    pub fn float8(element: DType, granularity: Granularity) -> Self {
+        TensorFormat {
+            element,
+            granularity,
+            ..TensorFormat::int8(NumericsConvention::Qwix)
+        }
+    }
+
+    /// Whether it is of 8 bits, found in the values themselves and Qwix's: what [`TensorFormat::float8`] gives.
+    pub fn is_dynamic_float8(self) -> bool {
+        matches!(self.element, DType::F8E4M3Fn | DType::F8E5M2)
+            && self == TensorFormat::float8(self.element, self.granularity)
+            && self.scales_results()
+    }
+
     /// int8 with one dynamic symmetric scale a channel, rounded to nearest.
     pub fn int8(convention: NumericsConvention) -> Self {
         TensorFormat {
@@ -244,8 +263,8 @@ impl TensorFormat {
 
 /// Formats of both operands of one contraction; `None` leaves an operand in float.
 ///
-/// With both operands quantized to integers the product accumulates in `s32`; with one, in the contraction's own
-/// result type.
+/// With both operands quantized to integers the product accumulates in `s32`, with both in 8-bit floats in `f32`; with one,
+/// in the contraction's own result type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct ContractionQuant {
     pub lhs: Option<TensorFormat>,

@@ -24,6 +24,32 @@ pub fn encode(x: f32) -> u8 {
     sign | code.min(0x7f) as u8
 }
 
+/// The largest number of `f8E5M2`.
+pub const LARGEST_E5M2: f32 = 57344.0;
+/// 2^-14, below which numbers of `f8E5M2` are 2^-16 apart.
+const SMALLEST_NORMAL_E5M2: u32 = 0x3880_0000;
+/// Numbers near it are 2^-16 apart.
+const SUBNORMAL_STEPS_E5M2: f32 = 128.0;
+
+/// The nearest number of `f8E5M2`, ties to even; infinity from 61440 on, as XLA converts.
+pub fn encode_e5m2(x: f32) -> u8 {
+    let bits = x.to_bits();
+    let sign = (bits >> 24) as u8 & 0x80;
+    let magnitude = bits & 0x7fff_ffff;
+    if x.is_nan() {
+        return sign | 0x7e;
+    }
+    let code = if magnitude < SMALLEST_NORMAL_E5M2 {
+        (f32::from_bits(magnitude) + SUBNORMAL_STEPS_E5M2).to_bits()
+            - SUBNORMAL_STEPS_E5M2.to_bits()
+    } else {
+        // The exponent's bias is 15 in place of 127; 21 bits of the mantissa go.
+        let odd = (magnitude >> 21) & 1;
+        (magnitude - (112 << 23)).saturating_add(0xf_ffff + odd) >> 21
+    };
+    sign | code.min(0x7c) as u8
+}
+
 /// The number of a code.
 pub fn decode(code: u8) -> f32 {
     VALUES[usize::from(code)]
@@ -85,6 +111,24 @@ mod tests {
             [decode(1), decode(8), decode(0x38)],
             [1.0 / 512.0, 1.0 / 64.0, 1.0]
         );
+    }
+
+    #[test]
+    fn codes_of_e5m2_are_their_numbers_and_the_nearest() {
+        for code in 0..=0x7c_u8 {
+            assert_eq!(encode_e5m2(decode_e5m2(code)), code);
+            assert_eq!(encode_e5m2(-decode_e5m2(code)), code | 0x80);
+        }
+        for code in 0..0x7b_u8 {
+            let [low, high] = [decode_e5m2(code), decode_e5m2(code + 1)];
+            let middle = (low + high) / 2.0;
+            assert_eq!(encode_e5m2(middle), code + (code & 1));
+            assert_eq!(encode_e5m2(f32::from_bits(middle.to_bits() - 1)), code);
+            assert_eq!(encode_e5m2(f32::from_bits(middle.to_bits() + 1)), code + 1);
+        }
+        assert_eq!(decode_e5m2(0x7b), LARGEST_E5M2);
+        assert_eq!([encode_e5m2(61439.9), encode_e5m2(61440.0)], [0x7b, 0x7c]);
+        assert!(decode_e5m2(encode_e5m2(f32::NAN)).is_nan());
     }
 
     #[test]

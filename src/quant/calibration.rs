@@ -232,7 +232,7 @@ pub fn watch(graph: Graph, watch: &Watch) -> Result<(Graph, Watched), GraphError
 fn divides(format: TensorFormat, features: usize) -> bool {
     match format.granularity {
         Granularity::Group(size) => size > 0 && features.is_multiple_of(size),
-        Granularity::Tensor | Granularity::Channel => true,
+        Granularity::Tensor | Granularity::Channel | Granularity::Part(_) => true,
         Granularity::Feature => false,
     }
 }

@@ -26,12 +26,12 @@ struct Run {
     value: f32,
 }
 
-/// Quantizes a weight `[out, in, ..]` of finite `f32`, or for integers and AMD Quark's fp8 `bf16`, whose operations all round to
-/// that type, as in the graph.
+/// Quantizes a weight `[out, in, ..]` of finite `f32`, or for integers and AMD Quark's and Qwix's fp8 `bf16`, whose operations
+/// all round to that type, as in the graph.
 ///
 /// # Errors
 /// When values are infinite, groups do not divide the input features, or there is no such format: of integers int8 and
-/// int4, of fp8 AMD Quark's, and in `f32` those of this file, each rounded to nearest.
+/// int4, of fp8 AMD Quark's and Qwix's, and in `f32` those of this file, each rounded to nearest.
 pub fn quantize_weight(
     weight: &HostTensor,
     format: TensorFormat,
@@ -39,8 +39,8 @@ pub fn quantize_weight(
     quantize_observed(weight, format, Observer::default())
 }
 
-/// [`quantize_weight`] where `observer` decides the range of each scale of integers and of AMD Quark's fp8; the other formats
-/// have ranges of their own.
+/// [`quantize_weight`] where `observer` decides the range of each scale of integers and of AMD Quark's and Qwix's fp8; the
+/// other formats have ranges of their own.
 ///
 /// # Errors
 /// As [`quantize_weight`].

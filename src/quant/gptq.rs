@@ -119,7 +119,10 @@ fn quantized<T: Element>(
     let exact: Vec<f32> = T::all(&weight.data).iter().map(|x| x.value()).collect();
     let group = match format.granularity {
         Granularity::Group(size) => size,
-        Granularity::Tensor | Granularity::Channel | Granularity::Feature => inputs,
+        Granularity::Tensor
+        | Granularity::Channel
+        | Granularity::Part(_)
+        | Granularity::Feature => inputs,
     };
     let whole = match format.granularity {
         Granularity::Tensor => Some(rounding::<T>(&exact, format)),

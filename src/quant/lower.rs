@@ -280,10 +280,8 @@ impl Lowering<'_, '_> {
                 whole: None,
             });
         }
-        let sizes = place.kept.iter().map(|d| b.dims(integers.values)[*d]);
-        let sizes: Vec<usize> = sizes.collect();
         Ok(Quantized {
-            scale: Some(b.broadcast_to(integers.scale, &sizes)?),
+            scale: Some(scale_of_kept(b, &integers, place.kept)?),
             values: integers.values,
             whole: None,
         })
@@ -506,6 +504,18 @@ impl Place<'_> {
                 let at = self.grouped_of_size(b, dims, size)?;
                 (Some((at, size)), self.beside_groups(at, dims.len()))
             }
+            Granularity::Part(parts) => match dims.first() {
+                Some(of) if parts > 0 && of.is_multiple_of(parts) => {
+                    (Some((0, of / parts)), vec![0])
+                }
+                first => {
+                    return Err(b.invalid(format!(
+                        "quantization_local_shard_count={parts} does not divide the first dimension of this activation ({}), \
+                         whose parts have a scale each",
+                        first.map_or_else(|| "it has none".to_owned(), ToString::to_string)
+                    )));
+                }
+            },
             Granularity::Feature => {
                 return Err(b.invalid("a scale for each feature is recorded, not found"));
             }
@@ -526,8 +536,25 @@ impl Place<'_> {
     }
 }
 
-/// `lhs rhs`, times the scales that follow it in `operands`, in `result`. Integers accumulate in `s32`; where one
-/// operand is float, what the other is stored as is converted to its type.
+/// The scale of an operand with one value for each index of its `kept` dimensions: all of one scale, of a channel's own, or of
+/// the one of their part of the first dimension.
+fn scale_of_kept(b: &Builder, integers: &Integers, kept: &[usize]) -> Result<Tensor> {
+    let dims = b.dims(integers.values);
+    let sizes: Vec<usize> = kept.iter().map(|d| dims[*d]).collect();
+    let parts = b.dims(integers.scale);
+    match parts[..] {
+        [parts] if sizes != [parts] && kept.first() == Some(&0) => {
+            let mut split = sizes.clone();
+            split[0] /= parts;
+            split.insert(0, parts);
+            b.reshape(b.broadcast_in_dim(integers.scale, &[0], &split)?, &sizes)
+        }
+        _ => b.broadcast_to(integers.scale, &sizes),
+    }
+}
+
+/// `lhs rhs`, times the scales that follow it in `operands`, in `result`. Integers accumulate in `s32`, 8-bit floats in
+/// `f32`, in which they are also scaled; where one operand is float, what the other is stored as is converted to its type.
 fn scaled_product(
     b: &Builder,
     operands: &[Tensor],
@@ -538,10 +565,11 @@ fn scaled_product(
     let (mut lhs, mut rhs) = (operands[0], operands[1]);
     let types = [b.dtype(lhs), b.dtype(rhs)];
     let floats = types.map(|dtype| dtype.is_float() && dtype.bits() > 8);
-    let accumulator = if floats == [false; 2] {
-        DType::S32
-    } else {
-        result
+    // Products of 8-bit floats may be larger than what f16 holds, until scales make them small.
+    let (accumulator, scaled_in) = match floats {
+        [false, false] if types[0].is_float() => (DType::F32, DType::F32),
+        [false, false] => (DType::S32, result),
+        _ => (result, result),
     };
     match floats {
         [true, false] => rhs = b.convert(rhs, types[0])?,
@@ -550,17 +578,17 @@ fn scaled_product(
     }
     let ranks = [lhs, rhs].map(|t| b.dims(t).len());
     let product = b.push(Op::contraction(contraction, accumulator), &[lhs, rhs])?;
-    let mut out = b.convert(product, result)?;
+    let mut out = b.convert(product, scaled_in)?;
     let mut scales = operands[2..].iter();
     let places = contraction.places(ranks);
     for (_, places) in scaled.iter().zip(&places).filter(|(scaled, _)| **scaled) {
         let Some(scale) = scales.next() else {
             return Err(b.invalid("a scaled contraction without one of its scales"));
         };
-        let scale = b.convert(*scale, result)?;
+        let scale = b.convert(*scale, scaled_in)?;
         out = b.mul(out, b.broadcast_in_dim(scale, places, &b.dims(out))?)?;
     }
-    Ok(out)
+    b.convert(out, result)
 }
 
 /// Splits the first contracting dimension into `shards` parts and makes the parts the first batch dimension.

@@ -51,6 +51,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use regex::Regex;
 
+use crate::dtype::DType;
 use crate::graph::{
     Builder, Contraction, ContractionQuant, Granularity, Graph, GraphError, NumericsConvention, Op,
     QuantDot, Rounding, TensorFormat,
@@ -216,8 +217,10 @@ pub struct Formats {
 pub struct Backward {
     /// The incoming gradient, which is the lhs of both.
     pub gradient: TensorFormat,
-    /// The weight and the activation that the forward pass multiplied.
-    pub residual: TensorFormat,
+    /// The weight that the forward pass multiplied.
+    pub weight: TensorFormat,
+    /// The activation that it multiplied.
+    pub activation: TensorFormat,
     /// Parts in which the range of a weight gradient's contraction is found; 0 leaves weight gradients in float.
     pub local_shards: usize,
 }
@@ -235,7 +238,8 @@ impl Formats {
                     rounding: Rounding::Stochastic,
                     ..nearest
                 },
-                residual: nearest,
+                weight: nearest,
+                activation: nearest,
                 local_shards,
             }),
             low_rank: false,
@@ -250,6 +254,41 @@ impl Formats {
             activation: Some(format),
             backward: None,
             low_rank: false,
+        }
+    }
+
+    /// Weights and activations in `f8E4M3FN` with Qwix's numerics; the backward pass stays in float (MaxDiffusion's `fp8`).
+    /// `granularity` is that of both: [`Granularity::Channel`] or [`Granularity::Tensor`].
+    pub fn fp8(granularity: Granularity) -> Formats {
+        let format = TensorFormat::float8(DType::F8E4M3Fn, granularity);
+        Formats {
+            weight: Some(format),
+            activation: Some(format),
+            backward: None,
+            low_rank: false,
+        }
+    }
+
+    /// [`Formats::fp8`] with both contractions of a dot's derivative in 8-bit floats too: gradients in `f8E5M2`, which has their
+    /// range (MaxDiffusion's `fp8_full`, but for convolutions, whose derivatives stay in float). With
+    /// [`Granularity::Tensor`] each of `local_shards` parts of a batch has a scale of its own, so that none is found across
+    /// slices.
+    pub fn fp8_full(granularity: Granularity, local_shards: usize) -> Formats {
+        let of_activations = match (granularity, local_shards) {
+            (Granularity::Tensor, 2..) => Granularity::Part(local_shards),
+            _ => granularity,
+        };
+        let forward = Formats::fp8(granularity);
+        let of = |element| TensorFormat::float8(element, of_activations);
+        Formats {
+            activation: Some(of(DType::F8E4M3Fn)),
+            backward: Some(Backward {
+                gradient: of(DType::F8E5M2),
+                weight: TensorFormat::float8(DType::F8E4M3Fn, granularity),
+                activation: of(DType::F8E4M3Fn),
+                local_shards,
+            }),
+            ..forward
         }
     }
 
@@ -270,22 +309,32 @@ impl Formats {
             true => (self.weight, self.activation),
         };
         let backward = self.backward.filter(|_| is_dot);
-        let derivative = |local_shards| {
-            backward.map(|formats| ContractionQuant {
-                lhs: Some(formats.gradient),
-                rhs: Some(formats.residual),
-                local_shards,
-            })
-        };
         let shards = backward.map_or(0, |formats| formats.local_shards);
+        // The gradient of either operand multiplies the other one.
+        let of_activation = backward.map(|formats| ContractionQuant {
+            lhs: Some(formats.gradient),
+            rhs: Some(formats.weight),
+            local_shards: 1,
+        });
+        let of_weight = backward
+            .filter(|_| shards > 0)
+            .map(|formats| ContractionQuant {
+                lhs: Some(formats.gradient),
+                rhs: Some(formats.activation),
+                local_shards: shards,
+            });
+        let (dlhs, drhs) = match lhs_is_weight {
+            false => (of_activation, of_weight),
+            true => (of_weight, of_activation),
+        };
         QuantDot {
             forward: ContractionQuant {
                 lhs,
                 rhs,
                 local_shards: 1,
             },
-            dlhs: derivative(1),
-            drhs: derivative(shards).filter(|_| shards > 0),
+            dlhs,
+            drhs,
         }
     }
 }
@@ -325,19 +374,20 @@ impl Policy {
         Policy::of_layers(model, rules, float_layers, Formats::aqt_int8(local_shards))
     }
 
-    /// `quantization=int8 use_qwix_quantization=True`: Qwix's `QtRule` with int8 weights and activations on every
-    /// dot and convolution whose module path `module_path` matches wholly.
+    /// `use_qwix_quantization=True`: Qwix's `QtRule` with weights and activations in `formats` on every dot and convolution
+    /// whose module path `module_path` matches wholly.
     ///
     /// `rules` come before it.
     ///
     /// # Errors
     /// When `module_path` is no regular expression.
-    pub fn qwix_int8(
+    pub fn qwix(
         model: &str,
         module_path: &str,
         mut rules: Vec<Rule>,
+        formats: Formats,
     ) -> Result<Policy, QuantError> {
-        let action = Action::Quantize(Formats::qwix_int8());
+        let action = Action::Quantize(formats);
         rules.push(Rule::new(module_path, action, true)?);
         Ok(Policy {
             model: model.to_string(),

@@ -8,6 +8,7 @@ use crate::graph::{
     Rounding, Tensor, TensorFormat, Unary,
 };
 
+use super::stored::is_stored;
 use super::weight::QUARK_SMALLEST;
 
 type Result<T> = std::result::Result<T, GraphError>;
@@ -154,7 +155,7 @@ pub(super) fn quantize(
     })
 }
 
-/// `x / scale`, in the type of `x`, by AMD Quark in `f32`.
+/// `x / scale`, in the type of `x`, by AMD Quark's integers in `f32`.
 fn scaled_values(
     b: &Builder,
     x: Tensor,
@@ -174,6 +175,13 @@ fn scaled_values(
             b.mul(x, b.broadcast_in_dim(inverse, kept, &shape.dims)?)
         }
         NumericsConvention::Qwix => {
+            let wide = b.convert(scale, DType::F32)?;
+            let inverse = b.div(one(wide)?, wide)?;
+            let inverse = b.broadcast_in_dim(inverse, kept, &shape.dims)?;
+            b.convert(b.mul(b.convert(x, DType::F32)?, inverse)?, shape.dtype)
+        }
+        // The scale of an activation: every step rounds by it.
+        NumericsConvention::Quark if format.element.is_float() && is_stored(format) => {
             let wide = b.convert(scale, DType::F32)?;
             let inverse = b.div(one(wide)?, wide)?;
             let inverse = b.broadcast_in_dim(inverse, kept, &shape.dims)?;

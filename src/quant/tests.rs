@@ -260,11 +260,74 @@ fn a_batch_that_the_shards_do_not_divide_is_an_error() {
     );
 }
 
+/// With one scale an operand, each part of a batch is quantized and multiplied as if it were alone: what comes of a part does
+/// not depend on the others, and the gradient of the weight is the sum of theirs.
+#[test]
+fn parts_of_a_batch_have_fp8_scales_of_their_own() {
+    let (batch, tokens, features, outputs) = (4, 3, 8, 5);
+    let program = |batch: usize, parts: usize| {
+        let b = Builder::new();
+        let x = b.input("x", f32s(&[batch, tokens, features]), &[]).unwrap();
+        let u = b.input("u", f32s(&[batch, tokens, outputs]), &[]).unwrap();
+        let y = linear(&b.root("unet").scope("to_q"), x, features, outputs);
+        let formats = Formats::fp8_full(Granularity::Tensor, parts);
+        let policy = Policy::of_layers("unet/", Vec::new(), &[], formats).unwrap();
+        annotate(&b, &policy).unwrap();
+        let loss = b.sum(b.mul(y, u).unwrap(), &[0, 1, 2]).unwrap();
+        let at = b.root("unet").scope("to_q");
+        let w = at.param("weight", f32s(&[outputs, features]), Init::Ones, &[]);
+        let grads = grad(&b, loss, &[x, w.unwrap()]).unwrap();
+        b.output("y", y, None).unwrap();
+        b.output("dx", grads[0], None).unwrap();
+        b.output("dw", grads[1], None).unwrap();
+        lower(&b.finish()).unwrap()
+    };
+    let random = |name: &str, dims: &[usize]| {
+        let values = Init::Normal { std: 1.0 }.sample(3, name, dims.iter().product());
+        HostTensor::from_f32(dims.to_vec(), &values).unwrap()
+    };
+    let x = random("x", &[batch, tokens, features]);
+    let u = random("u", &[batch, tokens, outputs]);
+    let weight = random("w", &[outputs, features]);
+    // The second half is larger, so that one range for all would be another.
+    let part = |tensor: &HostTensor, at: usize| {
+        let values = tensor.to_f32_vec().unwrap();
+        let half = values.len() / 2;
+        let scaled = values[at * half..(at + 1) * half].iter();
+        let scaled: Vec<f32> = scaled.map(|v| v * [1.0, 50.0][at]).collect();
+        let mut dims = tensor.shape.dims.clone();
+        dims[0] /= 2;
+        HostTensor::from_f32(dims, &scaled).unwrap()
+    };
+    let joined = |tensor: &HostTensor| {
+        let parts = [0, 1].map(|at| part(tensor, at).to_f32_vec().unwrap());
+        HostTensor::from_f32(tensor.shape.dims.clone(), &parts.concat()).unwrap()
+    };
+    let run = |graph: &crate::graph::Graph, x: HostTensor, u: HostTensor| -> Vec<Vec<f64>> {
+        let results = evaluate(graph, &[x, u, weight.clone()]).unwrap();
+        results.iter().map(|r| r.to_f64_vec().unwrap()).collect()
+    };
+    let whole = run(&program(batch, 2), joined(&x), joined(&u));
+    let one = program(batch / 2, 1);
+    let halves = [0, 1].map(|at| run(&one, part(&x, at), part(&u, at)));
+    for result in [0, 1] {
+        let expected = [&halves[0][result][..], &halves[1][result]].concat();
+        assert_eq!(whole[result], expected, "result {result}");
+    }
+    for (i, found) in whole[2].iter().enumerate() {
+        let expected = halves[0][2][i] + halves[1][2][i];
+        assert!((found - expected).abs() <= 1e-5 * expected.abs().max(1.0));
+    }
+    // Of one range the first half would be coarser.
+    assert_ne!(whole[0], run(&program(batch, 1), joined(&x), joined(&u))[0]);
+}
+
 #[test]
 fn a_zero_operand_gives_zero_and_no_nan() {
     for policy in [
         Policy::aqt_int8("unet/", 0, vec![], &crate::models::unet::INT8_FLOAT_LAYERS).unwrap(),
-        Policy::qwix_int8("unet/", ".*", Vec::new()).unwrap(),
+        Policy::qwix("unet/", ".*", Vec::new(), Formats::qwix_int8()).unwrap(),
+        Policy::qwix("unet/", ".*", Vec::new(), Formats::fp8(Granularity::Tensor)).unwrap(),
     ] {
         let b = Builder::new();
         let x = b.input("x", f32s(&[1, 2, 4]), &[]).unwrap();
@@ -315,12 +378,16 @@ fn formats_of_weights() -> Vec<TensorFormat> {
             }
         }
     }
-    let fp8 = [Granularity::Tensor, Granularity::Channel].map(|granularity| TensorFormat {
-        element: DType::F8E4M3Fn,
-        granularity,
-        ..TensorFormat::int8(NumericsConvention::Quark)
-    });
-    formats.into_iter().chain(fp8).collect()
+    for granularity in [Granularity::Tensor, Granularity::Channel] {
+        for convention in [NumericsConvention::Quark, NumericsConvention::Qwix] {
+            formats.push(TensorFormat {
+                element: DType::F8E4M3Fn,
+                granularity,
+                ..TensorFormat::int8(convention)
+            });
+        }
+    }
+    formats
 }
 
 /// `x W^T` in the weight's format, and in float: results on the host, with how the lowered graph looks.
@@ -702,7 +769,7 @@ fn rules_give_layers_formats_of_their_own() {
     assert_eq!(found, expected);
 
     let all = vec![rule(r".*scores", Action::Quantize(int4))];
-    let qwix = Policy::qwix_int8("unet/", ".*", all).unwrap();
+    let qwix = Policy::qwix("unet/", ".*", all, Formats::qwix_int8()).unwrap();
     let error = annotate(&b, &qwix).unwrap_err().to_string();
     assert!(
         error.contains("'.*scores' matches no contraction of unet"),

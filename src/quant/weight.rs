@@ -140,7 +140,7 @@ pub fn scale_dims(dims: &[usize], granularity: Granularity) -> Option<Vec<usize>
     match granularity {
         Granularity::Tensor => Some(Vec::new()),
         Granularity::Channel => Some(vec![*dims.first()?]),
-        Granularity::Feature => None,
+        Granularity::Feature | Granularity::Part(_) => None,
         Granularity::Group(size) => {
             let (out, elements) = (*dims.first()?, *dims.get(1)?);
             let divides = size > 0 && elements.is_multiple_of(size);
@@ -149,8 +149,8 @@ pub fn scale_dims(dims: &[usize], granularity: Granularity) -> Option<Vec<usize>
     }
 }
 
-/// Quantizes a weight of finite `f32` or `bf16` as integers, or in AMD Quark's numerics as fp8. Every operation rounds to
-/// its type, as in the graph.
+/// Quantizes a weight of finite `f32` or `bf16` as integers, or in AMD Quark's or Qwix's numerics as fp8. Every operation
+/// rounds to its type, as in the graph.
 ///
 /// # Errors
 /// When values are infinite, groups do not divide the input features, or the format is another.
@@ -161,13 +161,14 @@ pub(super) fn quantize_integers(
 ) -> Result<QuantizedWeight, WeightQuantError> {
     let dtype = weight.shape.dtype;
     let is_quark = format.convention == NumericsConvention::Quark;
+    let is_qwix = format.convention == NumericsConvention::Qwix;
     let of_integers = matches!(
         format.convention,
         NumericsConvention::Aqt | NumericsConvention::Qwix | NumericsConvention::Quark
     );
     let is_known = match format.element {
         DType::S8 | DType::S4 => of_integers && (!format.zero_point || is_quark),
-        DType::F8E4M3Fn => !format.zero_point && is_quark,
+        DType::F8E4M3Fn => !format.zero_point && (is_quark || is_qwix),
         _ => false,
     };
     let is_known = is_known && format.rounding == Rounding::NearestEven;
@@ -444,7 +445,9 @@ enum Becomes {
     /// An integer: of the product in `f32`.
     OfProduct,
     /// `f8E4M3FN`: of the quotient with the scale in the weight's type.
-    Float8,
+    Float8OfQuotient,
+    /// `f8E4M3FN`: of the product with the inverse in the weight's type.
+    Float8OfTyped,
 }
 
 impl RunRounding {
@@ -491,9 +494,10 @@ impl RunRounding {
             let quotient = match format.granularity {
                 // PyTorch promotes numbers with no dimensions.
                 Granularity::Tensor => extent.lowest / scale,
-                Granularity::Channel | Granularity::Group(_) | Granularity::Feature => {
-                    T::rounded(extent.lowest / scale)
-                }
+                Granularity::Channel
+                | Granularity::Group(_)
+                | Granularity::Part(_)
+                | Granularity::Feature => T::rounded(extent.lowest / scale),
             };
             rounding.zero_point = (lowest - nearest_even(quotient)).clamp(lowest, highest);
         }
@@ -508,7 +512,12 @@ impl RunRounding {
                 f32::INFINITY => (1.0, Becomes::OfTyped),
                 inverse => (inverse, Becomes::OfTyped),
             },
-            NumericsConvention::Quark if format.element.is_float() => (1.0, Becomes::Float8),
+            NumericsConvention::Quark if format.element.is_float() => {
+                (1.0, Becomes::Float8OfQuotient)
+            }
+            NumericsConvention::Qwix if format.element.is_float() => {
+                (scale.recip(), Becomes::Float8OfTyped)
+            }
             NumericsConvention::Quark => (scale.recip(), Becomes::OfProduct),
             NumericsConvention::Qwix
             | NumericsConvention::Gguf
@@ -536,8 +545,8 @@ impl RunRounding {
     pub fn one<T: Element>(self, x: f32) -> (u8, f32) {
         let x = T::rounded(x);
         let (code, steps) = self.integer(match self.becomes {
-            Becomes::OfTyped => T::rounded(x * self.inverse),
-            Becomes::OfProduct | Becomes::Float8 => x * self.inverse,
+            Becomes::OfTyped | Becomes::Float8OfTyped => T::rounded(x * self.inverse),
+            Becomes::OfProduct | Becomes::Float8OfQuotient => x * self.inverse,
         });
         (code, steps * self.scale)
     }
@@ -562,7 +571,12 @@ impl RunRounding {
         let sums = parts.map(|(elements, out)| match self.becomes {
             Becomes::OfTyped => self.part(elements, out, |x| integer(T::rounded(x * self.inverse))),
             Becomes::OfProduct => self.part(elements, out, |x| integer(x * self.inverse)),
-            Becomes::Float8 => self.part(elements, out, |x| float8(T::rounded(x / self.scale))),
+            Becomes::Float8OfQuotient => {
+                self.part(elements, out, |x| float8(T::rounded(x / self.scale)))
+            }
+            Becomes::Float8OfTyped => {
+                self.part(elements, out, |x| float8(T::rounded(x * self.inverse)))
+            }
         });
         sums.fold(Sums::default(), Sums::add)
     }

@@ -122,8 +122,8 @@ pub(super) fn check_calibration(
              sunrise, a bowl of fruit], steps: 20}', or calibration.prompts_file",
         ),
         (_, false, true) if !is_static && !is_fed && !is_measured => refuse(
-            "calibration has no effect: no mode reads activations; leave it out, or take int8_w8a8_static, svdquant_w4a16, \
-             svdquant_w4a4, quantization_algorithm=gptq or awq, --sensitivity or a budget",
+            "calibration has no effect: no mode reads activations; leave it out, or take int8_w8a8_static, fp8_w8a8_static, \
+             svdquant_w4a16, svdquant_w4a4, quantization_algorithm=gptq or awq, --sensitivity or a budget",
         ),
         _ if config.svd_alpha < 0.0 && has_low_rank && !has_prompts => refuse(
             "svd_alpha=-1 tries how activations and weights share their range, which needs calibration: give calibration \
@@ -153,9 +153,9 @@ pub(super) fn check_calibration(
                  for each feature, and calibration.observer out",
             )
         }
-        _ if config.quantization_smooth_alpha.is_some() && !is_static => {
-            refuse("quantization_smooth_alpha has no effect: no rule has mode int8_w8a8_static")
-        }
+        _ if config.quantization_smooth_alpha.is_some() && !is_static => refuse(
+            "quantization_smooth_alpha has no effect: no rule has mode int8_w8a8_static or fp8_w8a8_static",
+        ),
         _ => Ok(()),
     }
 }
@@ -169,7 +169,7 @@ fn may_be_trained(config: &Config) -> bool {
 /// Static activations without their scales.
 pub(super) fn needs_calibration() -> RecipeError {
     RecipeError::Usage(
-        "quantization=int8_w8a8_static needs calibration: give prompts, such as calibration='{prompts: [a lighthouse at \
+        "quantization=int8_w8a8_static and fp8_w8a8_static need calibration: give prompts, such as calibration='{prompts: [a lighthouse at \
          sunrise, a bowl of fruit], steps: 20}', or calibration.prompts_file; or train the model in this mode"
             .to_owned(),
     )
@@ -182,7 +182,7 @@ fn check_algorithm(config: &Config, formats: &[Formats]) -> Result<(), RecipeErr
     let is_plain = |formats: &Formats| formats.activation.is_none() && !formats.low_rank;
     match config.quantization_algorithm {
         WeightAlgorithm::Awq if !formats.iter().all(is_plain) => refuse(
-            "quantization_algorithm=awq is of weights alone, such as int8_w8a16 and w4a16: static int8 has quantization_smooth_alpha, \
+            "quantization_algorithm=awq is of weights alone, such as int8_w8a16 and w4a16: static modes have quantization_smooth_alpha, \
              and SVDQuant svd_order=paper",
         ),
         WeightAlgorithm::Hqq if !weights.all(has_minimums) => refuse(
@@ -393,7 +393,7 @@ pub(super) fn plans(
             _ => Ok(BTreeMap::new()),
         };
     let smooth = shared(config.quantization_smooth_alpha, &has_feature_scales)?;
-    let mut smooth = smooth_scales(smooth, statistics)?;
+    let mut smooth = smooth_scales(stored, smooth, statistics)?;
     if config.calibration.split_skips {
         smooth = split_scales(stored, statistics)?;
     }
@@ -446,7 +446,10 @@ pub(super) fn plans(
             };
             let dims = match format.granularity {
                 Granularity::Feature => vec![scales.len()],
-                Granularity::Tensor | Granularity::Channel | Granularity::Group(_) => Vec::new(),
+                Granularity::Tensor
+                | Granularity::Channel
+                | Granularity::Part(_)
+                | Granularity::Group(_) => Vec::new(),
             };
             let scale = HostTensor::from_f32(dims, &scales).map_err(RecipeError::failed)?;
             let scale = in_range_type(scale, format)?;
@@ -495,8 +498,9 @@ fn has_feature_scales(layer: &StoredLayer) -> bool {
 }
 
 /// SmoothQuant: the scales of the features of what layers read, of the factors by which they share their ranges. What is read
-/// divided by the factors becomes 127.5 at most.
+/// divided by the factors becomes the format's bound at most.
 fn smooth_scales(
+    stored: &Quantization,
     factors: BTreeMap<String, Vec<f32>>,
     statistics: Option<&Statistics>,
 ) -> Result<BTreeMap<String, Vec<f32>>, RecipeError> {
@@ -508,11 +512,17 @@ fn smooth_scales(
         let known = statistics.of_layer(&layer).map_err(RecipeError::failed)?;
         let smoothed = known.features().iter().zip(&factors);
         let highest = smoothed.fold(0f32, |highest, (a, factor)| highest.max(a / factor));
-        let step = (highest / 127.5).max(f32::EPSILON);
+        let step = (highest / bound(stored.layers.get(&layer))).max(f32::EPSILON);
         factors.iter_mut().for_each(|factor| *factor *= step);
         scales.insert(layer, factors);
     }
     Ok(scales)
+}
+
+/// [`TensorFormat::bound`] of what a layer reads.
+fn bound(layer: Option<&StoredLayer>) -> f32 {
+    let activation = layer.and_then(|layer| layer.activation);
+    activation.map_or(1.0, |format| format.bound() as f32)
 }
 
 /// The scales of the features of what layers read that is two joined activations: one for each part.
@@ -525,7 +535,7 @@ fn split_scales(
         return Ok(scales);
     };
     let layers = stored.layers.iter();
-    for (path, _) in layers.filter(|(_, layer)| has_feature_scales(layer)) {
+    for (path, layer) in layers.filter(|(_, layer)| has_feature_scales(layer)) {
         let features = statistics
             .of_layer(path)
             .map_err(RecipeError::failed)?
@@ -537,7 +547,8 @@ fn split_scales(
                 layer: path.clone(),
             }));
         };
-        let [a, b] = largest.map(|largest| (largest / 127.5).max(f32::EPSILON));
+        let bound = bound(Some(layer));
+        let [a, b] = largest.map(|largest| (largest / bound).max(f32::EPSILON));
         let of_feature = |at: usize| if at < first { a } else { b };
         scales.insert(path.clone(), (0..features).map(of_feature).collect());
     }

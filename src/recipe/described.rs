@@ -3,12 +3,15 @@
 use std::path::Path;
 
 use crate::config::{self, Config};
+use crate::graph::TensorFormat;
 use crate::models::FamilySpec;
 use crate::quant::Policy;
 use crate::topology::{Chip, Format};
 use crate::weights::quantized::Quantization;
 
-use super::formats::{Recorded, check_weights_alone, policy, policy_of_checkpoint};
+use super::formats::{
+    Recorded, activation_formats, check_weights_alone, policy, policy_of_checkpoint,
+};
 use super::model::is_described;
 use super::{Notice, Notify, RecipeError};
 
@@ -51,35 +54,31 @@ pub fn check_formats(
     chip: Chip,
     notify: &mut Notify<'_>,
 ) -> Result<(), RecipeError> {
-    let is_int8 = match (config.quantization, described_quantization(config)?) {
-        (config::Quantization::Off, Some(stored)) => stored
-            .layers
-            .values()
-            .any(|layer| layer.activation.is_some()),
-        // Integers of weights alone are multiplied in the activations' type.
-        (mode, _) => {
-            let mut rules = config.quant_rules.0.iter();
-            mode == config::Quantization::Int8
-                || mode == config::Quantization::Int8W8A8Static
-                || rules.any(|rule| {
-                    [
-                        config::QuantRuleMode::Int8,
-                        config::QuantRuleMode::Int8W8A8Static,
-                    ]
-                    .contains(&rule.mode)
-                })
+    // Weights alone are multiplied in the activations' type.
+    let activations: Vec<TensorFormat> =
+        match (config.quantization, described_quantization(config)?) {
+            (config::Quantization::Off, Some(stored)) => {
+                let layers = stored.layers.values();
+                layers.filter_map(|layer| layer.activation).collect()
+            }
+            _ => activation_formats(config)?,
+        };
+    for format in [Format::Int8, Format::Fp8] {
+        let multiplies = |activation: &TensorFormat| match format {
+            Format::Fp8 => activation.element.is_float(),
+            Format::Bf16 | Format::Int8 | Format::Int4 => !activation.element.is_float(),
+        };
+        if !activations.iter().any(multiplies) {
+            continue;
         }
-    };
-    if !is_int8 {
-        return Ok(());
-    }
-    let speedup = chip
-        .speedup(Format::Int8)
-        .map_err(|e| RecipeError::Usage(format!("quantization=int8: {e}")))?;
-    if speedup <= 1.0 {
-        notify(Notice::Warning(&format!(
-            "quantization=int8 saves memory but no time on {chip}: int8 runs at the rate of bf16 there"
-        )));
+        let speedup = chip
+            .speedup(format)
+            .map_err(|e| RecipeError::Usage(format!("quantization={format}: {e}")))?;
+        if speedup <= 1.0 {
+            notify(Notice::Warning(&format!(
+                "quantization={format} saves memory but no time on {chip}: {format} runs at the rate of bf16 there"
+            )));
+        }
     }
     Ok(())
 }

@@ -137,11 +137,17 @@ pub fn stored_policy(config: &Config, policy: Policy) -> Result<Policy, RecipeEr
              lora_rank=16, or name the float checkpoint",
         );
     }
-    if config.quantization == config::Quantization::Int8 {
-        return refuse(
-            "quantization=int8: beside weights that are stored as integers, training has float activations: leave it out, or set \
-             quantization=int8_w8a16",
-        );
+    let of_activations = [
+        config::Quantization::Int8,
+        config::Quantization::Fp8,
+        config::Quantization::Fp8Full,
+    ];
+    if of_activations.contains(&config.quantization) {
+        return Err(RecipeError::Usage(format!(
+            "quantization={}: beside weights that are stored quantized, training has float activations: leave it out, or name the \
+             mode of the weights alone, such as int8_w8a16",
+            config.quantization
+        )));
     }
     let mut policy = policy;
     let mut layers = policy.stored.iter();

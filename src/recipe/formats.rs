@@ -40,26 +40,41 @@ pub fn policy(
         };
         rules.push(Rule::new(&rule.path, action, true).map_err(RecipeError::usage)?);
     }
-    let layers = Layers {
-        key: "quantization",
-        mode: config.quantization,
-        granularity: config.quantization_granularity.0,
-        symmetric: config.quantization_symmetric,
-        numerics: numerics(config, config.quantization),
-    };
-    let policy = match (config.quantization, layers.numerics) {
-        (config::Quantization::Off, _) => return Ok(None),
-        (config::Quantization::Int8, NumericsConvention::Qwix) => {
-            Policy::qwix_int8(&root, ".*", rules)
-        }
-        _ => Policy::of_layers(
-            &root,
-            rules,
-            float_layers,
-            formats(config, &layers, local_shards)?,
-        ),
+    if config.quantization == config::Quantization::Off {
+        return Ok(None);
+    }
+    let formats = formats(config, &mode_layers(config), local_shards)?;
+    let policy = match has_qwix_rules(config) {
+        true => Policy::qwix(&root, ".*", rules, formats),
+        false => Policy::of_layers(&root, rules, float_layers, formats),
     };
     policy.map(Some).map_err(RecipeError::usage)
+}
+
+/// Whether Qwix's rules say what is quantized: every dot and convolution. They are of modes that round activations as they
+/// come.
+fn has_qwix_rules(config: &Config) -> bool {
+    match config.quantization {
+        config::Quantization::Int8 => {
+            numerics(config, config.quantization) == NumericsConvention::Qwix
+        }
+        config::Quantization::Fp8 | config::Quantization::Fp8Full => config.use_qwix_quantization,
+        config::Quantization::Off
+        | config::Quantization::Int8W8A16
+        | config::Quantization::W4A16
+        | config::Quantization::Fp8W8A16
+        | config::Quantization::Nf4
+        | config::Quantization::MxFp4
+        | config::Quantization::MxFp6E2M3
+        | config::Quantization::MxFp6E3M2
+        | config::Quantization::MxFp8
+        | config::Quantization::NvFp4
+        | config::Quantization::Int8W8A8Static
+        | config::Quantization::Fp8W8A8Static
+        | config::Quantization::SvdQuantW4A16
+        | config::Quantization::W4A4
+        | config::Quantization::SvdQuantW4A4 => false,
+    }
 }
 
 /// The numerics of layers in `mode` to which no rule gives others.
@@ -78,8 +93,10 @@ fn own_numerics(mode: config::Quantization) -> NumericsConvention {
         | config::Quantization::Int8
         | config::Quantization::Int8W8A16
         | config::Quantization::W4A16 => NumericsConvention::Aqt,
+        config::Quantization::Fp8 | config::Quantization::Fp8Full => NumericsConvention::Qwix,
         config::Quantization::Fp8W8A16
         | config::Quantization::Int8W8A8Static
+        | config::Quantization::Fp8W8A8Static
         | config::Quantization::SvdQuantW4A16
         | config::Quantization::W4A4
         | config::Quantization::SvdQuantW4A4 => NumericsConvention::Quark,
@@ -101,6 +118,34 @@ struct Layers<'a> {
     numerics: NumericsConvention,
 }
 
+/// What the mode says of layers of which no rule does.
+fn mode_layers(config: &Config) -> Layers<'_> {
+    Layers {
+        key: "quantization",
+        mode: config.quantization,
+        granularity: config.quantization_granularity.0,
+        symmetric: config.quantization_symmetric,
+        numerics: numerics(config, config.quantization),
+    }
+}
+
+/// The formats of activations that the mode and the rules give to layers.
+///
+/// # Errors
+/// When what one says does not fit together.
+pub(super) fn activation_formats(config: &Config) -> Result<Vec<TensorFormat>, RecipeError> {
+    if config.quantization == config::Quantization::Off {
+        return Ok(Vec::new());
+    }
+    let rules = config.quant_rules.0.iter();
+    let rules = rules.filter_map(|rule| rule_layers(config, rule));
+    let mut found = Vec::new();
+    for layers in rules.chain([mode_layers(config)]) {
+        found.extend(formats(config, &layers, 0)?.activation);
+    }
+    Ok(found)
+}
+
 /// What a rule says of the layers that it matches; `None` is float.
 fn rule_layers<'a>(config: &Config, rule: &'a config::QuantRule) -> Option<Layers<'a>> {
     let mode = match rule.mode {
@@ -108,6 +153,8 @@ fn rule_layers<'a>(config: &Config, rule: &'a config::QuantRule) -> Option<Layer
         config::QuantRuleMode::Int8 => config::Quantization::Int8,
         config::QuantRuleMode::Int8W8A16 => config::Quantization::Int8W8A16,
         config::QuantRuleMode::W4A16 => config::Quantization::W4A16,
+        config::QuantRuleMode::Fp8 => config::Quantization::Fp8,
+        config::QuantRuleMode::Fp8Full => config::Quantization::Fp8Full,
         config::QuantRuleMode::Fp8W8A16 => config::Quantization::Fp8W8A16,
         config::QuantRuleMode::Nf4 => config::Quantization::Nf4,
         config::QuantRuleMode::MxFp4 => config::Quantization::MxFp4,
@@ -116,6 +163,7 @@ fn rule_layers<'a>(config: &Config, rule: &'a config::QuantRule) -> Option<Layer
         config::QuantRuleMode::MxFp8 => config::Quantization::MxFp8,
         config::QuantRuleMode::NvFp4 => config::Quantization::NvFp4,
         config::QuantRuleMode::Int8W8A8Static => config::Quantization::Int8W8A8Static,
+        config::QuantRuleMode::Fp8W8A8Static => config::Quantization::Fp8W8A8Static,
         config::QuantRuleMode::SvdQuantW4A16 => config::Quantization::SvdQuantW4A16,
         config::QuantRuleMode::W4A4 => config::Quantization::W4A4,
         config::QuantRuleMode::SvdQuantW4A4 => config::Quantization::SvdQuantW4A4,
@@ -184,6 +232,26 @@ fn formats(
                 )),
             };
         }
+        config::Quantization::Fp8 | config::Quantization::Fp8Full => {
+            let granularity = match (granularity, mode) {
+                (Some(Granularity::Group(_)), _) => None,
+                (Some(asked), _) => Some(asked),
+                (None, config::Quantization::Fp8Full) => Some(Granularity::Tensor),
+                (None, _) => Some(Granularity::Channel),
+            };
+            return match granularity.filter(|_| symmetric && numerics == NumericsConvention::Qwix) {
+                Some(granularity) if mode == config::Quantization::Fp8 => {
+                    Ok(Formats::fp8(granularity))
+                }
+                Some(granularity) => Ok(Formats::fp8_full(granularity, local_shards)),
+                None => refuse(
+                    "fp8 with scales that are found at run time is here in Qwix's numerics, symmetric, with one scale (tensor) or one \
+                     a token and an output feature (channel): leave other numerics, symmetric and groups out, or take \
+                     fp8_w8a8_static or fp8_w8a16"
+                        .into(),
+                ),
+            };
+        }
         config::Quantization::Int8W8A16 => (DType::S8, Granularity::Channel),
         config::Quantization::W4A16 | config::Quantization::SvdQuantW4A16 => {
             (DType::S4, Granularity::Group(INT4_GROUP))
@@ -201,18 +269,21 @@ fn formats(
             }
             (DType::S4, Granularity::Group(INT4_GROUP))
         }
-        config::Quantization::Int8W8A8Static => {
+        config::Quantization::Int8W8A8Static | config::Quantization::Fp8W8A8Static => {
             let is_here = numerics == NumericsConvention::Quark
                 && symmetric
                 && !matches!(granularity, Some(Granularity::Group(_)));
             if !is_here {
                 return refuse(
-                    "int8 by recorded scales is here in AMD Quark's numerics, symmetric, and its weights have one scale (tensor) \
+                    "int8 and fp8 by recorded scales are here in AMD Quark's numerics, symmetric, and weights have one scale (tensor) \
                      or one an output feature (channel): leave other numerics, symmetric and groups out"
                         .into(),
                 );
             }
-            (DType::S8, Granularity::Channel)
+            match mode {
+                config::Quantization::Int8W8A8Static => (DType::S8, Granularity::Channel),
+                _ => (DType::F8E4M3Fn, Granularity::Tensor),
+            }
         }
         config::Quantization::Fp8W8A16 => {
             let is_here = numerics == NumericsConvention::Quark
@@ -292,11 +363,14 @@ fn formats(
             Some(_) => Granularity::Feature,
             None => Granularity::Tensor,
         },
+        element,
         range: Range::Stored(config.activations_dtype.into()),
         ..TensorFormat::int8(numerics)
     };
     let (activation, low_rank) = match mode {
-        config::Quantization::Int8W8A8Static => (Some(recorded), false),
+        config::Quantization::Int8W8A8Static | config::Quantization::Fp8W8A8Static => {
+            (Some(recorded), false)
+        }
         config::Quantization::SvdQuantW4A16 => (None, true),
         config::Quantization::W4A4 => (Some(weight), false),
         config::Quantization::SvdQuantW4A4 => (Some(weight), true),
@@ -304,6 +378,8 @@ fn formats(
         | config::Quantization::Int8
         | config::Quantization::Int8W8A16
         | config::Quantization::W4A16
+        | config::Quantization::Fp8
+        | config::Quantization::Fp8Full
         | config::Quantization::Fp8W8A16
         | config::Quantization::Nf4
         | config::Quantization::MxFp4
@@ -329,6 +405,15 @@ fn int4_activation(weight: TensorFormat) -> Option<TensorFormat> {
         range: Range::Dynamic,
         ..weight
     })
+}
+
+/// The format of activations that are multiplied with fp8 weights of this format in fp8, where the checkpoint says nothing of
+/// them; `None` where there is none.
+fn fp8_activation(weight: TensorFormat) -> Option<TensorFormat> {
+    let has = weight.element == DType::F8E4M3Fn
+        && [NumericsConvention::Quark, NumericsConvention::Qwix].contains(&weight.convention)
+        && weight.scales_results();
+    has.then_some(TensorFormat::float8(DType::F8E4M3Fn, Granularity::Channel))
 }
 
 /// The quantization policy for a UNet to run whose weights are as the checkpoint at `place` stores them: quantized, or
@@ -398,7 +483,16 @@ pub fn policy_of_checkpoint(
                     && !takes_over_scales(layer)
                     && layer.low_rank.is_none()
             }
-            config::Quantization::Int8W8A8Static => layer.activation.is_some_and(is_recorded),
+            config::Quantization::Int8W8A8Static | config::Quantization::Fp8W8A8Static => {
+                mode_of_layer(layer) == mode
+            }
+            config::Quantization::Fp8 => {
+                fp8_activation(layer.weight).is_some()
+                    && !takes_over_scales(layer)
+                    && layer.low_rank.is_none()
+            }
+            // Of the derivative, which a checkpoint has none of.
+            config::Quantization::Fp8Full => false,
             config::Quantization::SvdQuantW4A16 => {
                 weight_mode(layer.weight) == config::Quantization::W4A16
             }
@@ -426,10 +520,17 @@ pub fn policy_of_checkpoint(
             ));
         }
         layer.activation = match mode {
-            config::Quantization::Off | config::Quantization::Int8W8A8Static => layer.activation,
+            config::Quantization::Off
+            | config::Quantization::Int8W8A8Static
+            | config::Quantization::Fp8W8A8Static => layer.activation,
+            config::Quantization::Fp8 => match layer.activation {
+                Some(written) if !is_recorded(written) => Some(written),
+                _ => fp8_activation(layer.weight),
+            },
             config::Quantization::Int8W8A16
             | config::Quantization::W4A16
             | config::Quantization::SvdQuantW4A16
+            | config::Quantization::Fp8Full
             | config::Quantization::Fp8W8A16
             | config::Quantization::Nf4
             | config::Quantization::MxFp4
@@ -532,6 +633,7 @@ pub fn format_text(format: TensorFormat) -> String {
     };
     let granularity = match format.granularity {
         Granularity::Tensor => "one scale".to_owned(),
+        Granularity::Part(parts) => format!("a scale for each of {parts} parts"),
         Granularity::Channel => "a scale a channel".to_owned(),
         Granularity::Group(size) => format!("a scale for {size}"),
         Granularity::Feature => "a scale a feature".to_owned(),
@@ -552,7 +654,14 @@ pub fn format_text(format: TensorFormat) -> String {
 /// The mode that formats are.
 pub fn mode_of(formats: &Formats) -> config::Quantization {
     match (formats.activation, formats.weight) {
-        (Some(activation), _) if is_recorded(activation) => config::Quantization::Int8W8A8Static,
+        (Some(activation), _) if is_recorded(activation) => match activation.element.is_float() {
+            false => config::Quantization::Int8W8A8Static,
+            true => config::Quantization::Fp8W8A8Static,
+        },
+        (Some(activation), _) if activation.element.is_float() => match formats.backward {
+            None => config::Quantization::Fp8,
+            Some(_) => config::Quantization::Fp8Full,
+        },
         (Some(activation), _) if activation.element == DType::S4 => match formats.low_rank {
             true => config::Quantization::SvdQuantW4A4,
             false => config::Quantization::W4A4,
@@ -562,6 +671,15 @@ pub fn mode_of(formats: &Formats) -> config::Quantization {
         (None, Some(weight)) => weight_mode(weight),
         (None, None) => config::Quantization::Off,
     }
+}
+
+/// The mode that a layer of a checkpoint is.
+fn mode_of_layer(layer: &StoredLayer) -> config::Quantization {
+    mode_of(&Formats {
+        activation: layer.activation,
+        low_rank: layer.low_rank.is_some(),
+        ..Formats::of_weights(layer.weight)
+    })
 }
 
 /// The mode of weights in a format, with activations in float.
@@ -590,7 +708,7 @@ pub fn mode_name(decisions: &[Decision]) -> String {
 pub fn mode_of_rule(rule: &config::QuantRule) -> String {
     let granularity = match rule.granularity.0 {
         None => String::new(),
-        Some(Granularity::Tensor) => " (tensor)".to_owned(),
+        Some(Granularity::Tensor | Granularity::Part(_)) => " (tensor)".to_owned(),
         Some(Granularity::Channel | Granularity::Feature) => " (channel)".to_owned(),
         Some(Granularity::Group(size)) => format!(" ({size})"),
     };

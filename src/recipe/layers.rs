@@ -88,7 +88,7 @@ fn text_in_float(stored: &mut Quantization, readers: &BTreeSet<String>) -> Resul
     match is_any {
         true => Ok(()),
         false => Err(RecipeError::Usage(
-            "calibration.text_in_float has no effect: no layer with a recorded scale (int8_w8a8_static) reads text alone"
+            "calibration.text_in_float has no effect: no layer with a recorded scale (int8_w8a8_static, fp8_w8a8_static) reads text alone"
                 .to_owned(),
         )),
     }
@@ -110,7 +110,7 @@ fn split_skips(
     match is_any {
         true => Ok(()),
         false => Err(RecipeError::Usage(
-            "calibration.split_skips has no effect: no layer with a recorded scale (int8_w8a8_static) reads two joined activations"
+            "calibration.split_skips has no effect: no layer with a recorded scale (int8_w8a8_static, fp8_w8a8_static) reads two joined activations"
                 .to_owned(),
         )),
     }

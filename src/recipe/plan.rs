@@ -329,7 +329,7 @@ impl Planning<'_> {
         };
         let is_divided = formats.low_rank && self.config.svd_order == SvdOrder::Paper;
         let problem = if !matches!(activation.range, Range::Dynamic) {
-            "rounds activations by recorded scales, whose error is not measured: take one that finds them at run time, such as int8 or w4a4"
+            "rounds activations by recorded scales, whose error is not measured: take one that finds them at run time, such as int8, fp8 or w4a4"
         } else if is_divided {
             "with svd_order=paper rounds activations that are divided by factors, whose error is not measured: leave svd_order out"
         } else if self.statistics.is_none() {
@@ -415,7 +415,10 @@ fn fits(stored: &StoredLayer, dims: &[usize]) -> bool {
     let inputs = dims.get(1).copied().unwrap_or(1);
     let in_groups = match stored.weight.granularity {
         Granularity::Group(size) => inputs.is_multiple_of(size),
-        Granularity::Tensor | Granularity::Channel | Granularity::Feature => true,
+        Granularity::Tensor
+        | Granularity::Channel
+        | Granularity::Part(_)
+        | Granularity::Feature => true,
     };
     in_groups && inputs.is_multiple_of(features_together(stored.weight))
 }

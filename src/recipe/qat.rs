@@ -47,7 +47,7 @@ pub(super) fn fake_quantization(
     }
     if config.lora_rank > 0 || !config.placeholder_token.is_empty() {
         return refuse(
-            "qat_observer=lsq and quantization=int8_w8a8_static train the weights that they round: leave lora_rank and \
+            "qat_observer=lsq and the static modes of quantization train the weights that they round: leave lora_rank and \
              placeholder_token out, or take another mode",
         );
     }
@@ -56,7 +56,7 @@ pub(super) fn fake_quantization(
     if learns_scales && !formats.iter().all(has_scales) {
         return refuse(
             "qat_observer=lsq learns symmetric scales of weights that are rounded in the forward pass alone: leave \
-             quantization_symmetric=False and rules with mode int8 out",
+             quantization_symmetric=False and rules with mode int8 or fp8_full out",
         );
     }
     let freezes = config.qat_freeze_observer_steps >= 0;

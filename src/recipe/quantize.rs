@@ -198,16 +198,16 @@ fn check_request(config: &Config, request: &QuantizeRequest<'_>) -> Result<(), R
 fn weight_policy(config: &Config, family: &FamilySpec) -> Result<Policy, RecipeError> {
     let policy = policy(config, family, 0)?.ok_or_else(|| {
         RecipeError::Usage(
-            "quantization is not set, so nothing would be quantized; give quantization=int8_w8a16 or w4a16, or quantization=int8 to \
-             compute in int8 as well"
+            "quantization is not set, so nothing would be quantized; give quantization=int8_w8a16 or w4a16, or quantization=int8 or fp8 \
+             to compute in them as well"
                 .to_owned(),
         )
     })?;
     match policy.activations {
         false => Ok(policy),
         true => Err(RecipeError::Usage(
-            "quantization=int8 use_qwix_quantization=True also quantizes products of two activations, for which a checkpoint \
-             stores nothing; give quantization=int8_w8a16, or leave use_qwix_quantization out"
+            "use_qwix_quantization=True also quantizes products of two activations, for which a checkpoint \
+             stores nothing: leave it out, or give quantization=int8_w8a16"
                 .to_owned(),
         )),
     }

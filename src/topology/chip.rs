@@ -141,15 +141,7 @@ impl Chip {
             .into_iter()
             .filter_map(|f| Some((f, self.peak(f)?)))
             .filter(|(_, peak)| *peak > self.rates().bf16 * 1e12)
-            .map(|(f, peak)| {
-                let rate = format!("{:.0} TFLOP/s a chip", peak / 1e12);
-                match f {
-                    Format::Int8 => format!("use quantization=int8, {rate}"),
-                    _ => format!(
-                        "{f} runs there ({rate}), but is not here yet: leave quantization=''"
-                    ),
-                }
-            })
+            .map(|(f, peak)| format!("use quantization={f}, {:.0} TFLOP/s a chip", peak / 1e12))
             .collect();
         if fast.is_empty() {
             "no low-precision format is faster than bf16 there".to_owned()
@@ -271,8 +263,7 @@ mod tests {
         let error = Chip::Tpu7x.speedup(Format::Int8).unwrap_err().to_string();
         assert_eq!(
             error,
-            "TPU v7x does not run int8 matrix products; fp8 runs there (4614 TFLOP/s a chip), but is not here yet: \
-             leave quantization=''"
+            "TPU v7x does not run int8 matrix products; use quantization=fp8, 4614 TFLOP/s a chip"
         );
     }
 

@@ -203,7 +203,8 @@ fn unknown(key: &str, value: &str, known: &str) -> String {
 impl WrittenFormat {
     fn new(format: TensorFormat) -> WrittenFormat {
         let (granularity, group_size) = match format.granularity {
-            Granularity::Tensor => ("tensor", None),
+            // Parts of a batch are of training alone.
+            Granularity::Tensor | Granularity::Part(_) => ("tensor", None),
             Granularity::Channel => ("channel", None),
             Granularity::Group(size) => ("group", Some(size)),
             Granularity::Feature => ("feature", None),
@@ -262,10 +263,10 @@ impl WrittenFormat {
         if is_float
             && (!self.symmetric
                 || matches!(granularity, Granularity::Group(_))
-                || self.numerics != NumericsConvention::Quark)
+                || ![NumericsConvention::Quark, NumericsConvention::Qwix].contains(&self.numerics))
         {
             return Err(format!(
-                "{:?} is read with numerics \"quark\", symmetric and without groups",
+                "{:?} is read with numerics \"quark\" or \"qwix\", symmetric and without groups",
                 self.element
             ));
         }
@@ -324,23 +325,28 @@ impl WrittenLayers {
         let is_int4 = activation.is_some_and(|format| is_int4_beside(format, weight));
         if let Some(format) = activation
             && format != TensorFormat::int8(format.convention)
-            && !is_recorded_int8(format)
+            && !format.is_dynamic_float8()
+            && !is_recorded_activation(format)
             && !is_int4
         {
             return Err(
-                "activation: expected int8 with a scale for each channel that is found at run time, or with one scale or one \
-                 for each feature that is stored, in quark's numerics; or int4 as the weight, symmetric, in quark's numerics"
+                "activation: expected int8 with a scale for each channel that is found at run time, or fp8 with one or one for \
+                 each channel, in qwix's numerics; either with one scale or one for each feature that is stored, in quark's \
+                 numerics; or int4 as the weight, symmetric, in quark's numerics"
                     .into(),
             );
         }
         if self.low_rank == Some(0) {
             return Err("low_rank is 0; expected a number above, or none".into());
         }
-        if activation.is_some()
+        if let Some(format) = activation
             && !is_int4
-            && (weight.element != DType::S8 || !weight.scales_results())
+            && (weight.element != format.element || !weight.scales_results())
         {
-            return Err("activation: int8 activations are multiplied with symmetric int8 weights that have no groups".into());
+            return Err(
+                "activation: int8 and fp8 activations are multiplied with symmetric weights of the same type that have no groups"
+                    .into(),
+            );
         }
         Ok(StoredLayer {
             weight,
@@ -369,13 +375,16 @@ fn is_int4_beside(format: TensorFormat, weight: TensorFormat) -> bool {
 }
 
 /// Whether activations have this format by a scale that calibration found.
-fn is_recorded_int8(format: TensorFormat) -> bool {
+fn is_recorded_activation(format: TensorFormat) -> bool {
+    let is_8_bits = [DType::S8, DType::F8E4M3Fn].contains(&format.element);
     let recorded = |granularity| {
         TensorFormat {
+            element: format.element,
             granularity,
             range: format.range,
             ..TensorFormat::int8(NumericsConvention::Quark)
         } == format
+            && is_8_bits
     };
     matches!(format.range, Range::Stored(_))
         && (recorded(Granularity::Tensor) || recorded(Granularity::Feature))
@@ -559,7 +568,10 @@ pub(super) fn layer_tensors(
     {
         let dims = match granularity {
             Granularity::Feature => vec![*shape.dims.get(1)?],
-            Granularity::Tensor | Granularity::Channel | Granularity::Group(_) => Vec::new(),
+            Granularity::Tensor
+            | Granularity::Channel
+            | Granularity::Group(_)
+            | Granularity::Part(_) => Vec::new(),
         };
         tensors.push((input_scale_name(layer), Shape::new(dtype, dims)));
     }

@@ -18,15 +18,10 @@ fn what_maxdiffusion_ignores_warns_and_what_is_not_here_is_refused() {
         ["command line: scale_lr: has no effect: MaxDiffusion ignores it too"]
     );
     assert_eq!(
-        errors(
-            "unet_checkpoint: x\nreuse_example_batch: True\n",
-            &["quantization=fp8"],
-            None
-        ),
+        errors("unet_checkpoint: x\nreuse_example_batch: True\n", &[], None),
         [
             "run.yml:1: unet_checkpoint: loading a UNet checkpoint of MaxDiffusion is not here yet: remove the key or set it to ''",
             "run.yml:2: reuse_example_batch: training on one batch over and over is not here yet: remove the key or set it to False",
-            "command line: quantization: 'fp8' is a MaxDiffusion value that is not here yet; valid: '', int8, int8_w8a16, w4a16, fp8_w8a16, nf4, mxfp4, mxfp6_e2m3, mxfp6_e3m2, mxfp8, nvfp4, int8_w8a8_static, svdquant_w4a16, w4a4, svdquant_w4a4",
         ]
     );
     for (text, expected) in [

@@ -83,19 +83,14 @@ fn names_outside_a_set_show_the_set() {
             None
         ),
         [
-            "command line: quantization: 'int9' is not a valid value; valid: '', int8, int8_w8a16, w4a16, fp8_w8a16, nf4, mxfp4, mxfp6_e2m3, mxfp6_e3m2, mxfp8, nvfp4, int8_w8a8_static, svdquant_w4a16, w4a4, svdquant_w4a4; did you mean int8?",
-            "command line: use_qwix_quantization: has no effect: it needs quantization=int8, int8_w8a16, w4a16, fp8_w8a16, nf4, mxfp4, mxfp6_e2m3, mxfp6_e3m2, mxfp8, nvfp4, int8_w8a8_static, svdquant_w4a16, w4a4 or svdquant_w4a4"
+            "command line: quantization: 'int9' is not a valid value; valid: '', int8, int8_w8a16, w4a16, fp8, fp8_full, fp8_w8a16, nf4, mxfp4, mxfp6_e2m3, mxfp6_e3m2, mxfp8, nvfp4, int8_w8a8_static, fp8_w8a8_static, svdquant_w4a16, w4a4, svdquant_w4a4; did you mean int8?",
+            "command line: use_qwix_quantization: has no effect: it needs quantization=int8, int8_w8a16, w4a16, fp8, fp8_full, fp8_w8a16, nf4, mxfp4, mxfp6_e2m3, mxfp6_e3m2, mxfp8, nvfp4, int8_w8a8_static, fp8_w8a8_static, svdquant_w4a16, w4a4 or svdquant_w4a4"
         ]
     );
     assert_eq!(
-        errors(
-            "quantization: fp8_full\n",
-            &["hardware=gpus", "weights_dtype=float16"],
-            None
-        ),
+        errors("hardware: gpus\n", &["weights_dtype=float16"], None),
         [
-            "run.yml:1: quantization: 'fp8_full' is a MaxDiffusion value that is not here yet; valid: '', int8, int8_w8a16, w4a16, fp8_w8a16, nf4, mxfp4, mxfp6_e2m3, mxfp6_e3m2, mxfp8, nvfp4, int8_w8a8_static, svdquant_w4a16, w4a4, svdquant_w4a4",
-            "command line: hardware: 'gpus' is not a valid value; valid: auto, cpu, tpu, gpu; did you mean gpu?",
+            "run.yml:1: hardware: 'gpus' is not a valid value; valid: auto, cpu, tpu, gpu; did you mean gpu?",
             "command line: weights_dtype: 'float16' is not a valid value; valid: float32, bfloat16; did you mean bfloat16?",
         ]
     );
@@ -185,7 +180,7 @@ fn all_errors_come_together_by_line_then_command_line() {
         "4 errors in the configuration:\n  run.yml:1: seed: expected integer, found string 'x'\n  \
          run.yml:2: warmup_steps_fraction: 2.0 is out of range: expected 0 to 1\n  \
          command line: foo: expected key=value\n  \
-         command line: quantization: 'int9' is not a valid value; valid: '', int8, int8_w8a16, w4a16, fp8_w8a16, nf4, mxfp4, mxfp6_e2m3, mxfp6_e3m2, mxfp8, nvfp4, int8_w8a8_static, svdquant_w4a16, w4a4, svdquant_w4a4; did you mean int8?"
+         command line: quantization: 'int9' is not a valid value; valid: '', int8, int8_w8a16, w4a16, fp8, fp8_full, fp8_w8a16, nf4, mxfp4, mxfp6_e2m3, mxfp6_e3m2, mxfp8, nvfp4, int8_w8a8_static, fp8_w8a8_static, svdquant_w4a16, w4a4, svdquant_w4a4; did you mean int8?"
     );
 }
 

@@ -121,6 +121,7 @@ fn round_float(dtype: DType, x: f64) -> f64 {
         DType::BF16 => bf16::from_f32(x as f32).to_f64(),
         DType::F16 => f16::from_f64(x).to_f64(),
         DType::F8E4M3Fn => f64::from(float8::decode(float8::encode(x as f32))),
+        DType::F8E5M2 => f64::from(float8::decode_e5m2(float8::encode_e5m2(x as f32))),
         _ => x,
     }
 }

@@ -38,14 +38,17 @@ pub fn check_layer(shape: &Shape, layer: &StoredLayer) -> Result<(), String> {
     }
     if layer.activation.is_some() || layer.low_rank.is_some() || layer.smoothed {
         return Err(
-            "activations in integers, low-rank products and factors of activations are not written in this layout: take a mode of \
+            "quantized activations, low-rank products and factors of activations are not written in this layout: take a mode of \
              weights alone, rounded to nearest"
                 .to_owned(),
         );
     }
     let packed = match weight.granularity {
         Granularity::Group(_) => shape.dims[0],
-        Granularity::Channel | Granularity::Tensor | Granularity::Feature => shape.dims[1],
+        Granularity::Channel
+        | Granularity::Tensor
+        | Granularity::Part(_)
+        | Granularity::Feature => shape.dims[1],
     };
     if kind(weight) == Some(Kind::Int4) && !packed.is_multiple_of(8) {
         return Err(format!(
@@ -153,7 +156,10 @@ pub(super) fn bytes(weight: &QuantizedWeight) -> Vec<Vec<u8>> {
                     ),
                     words(&transposed(&zero_points(), of_scale, 1), dims[0]),
                 ],
-                Granularity::Tensor | Granularity::Channel | Granularity::Feature => {
+                Granularity::Tensor
+                | Granularity::Channel
+                | Granularity::Feature
+                | Granularity::Part(_) => {
                     vec![
                         words(&integers, dims[1]),
                         scale(),
@@ -253,12 +259,16 @@ fn layer_config(weight: Option<TensorFormat>) -> Value {
 /// What Quark says of a weight's format.
 fn weight_spec(weight: TensorFormat) -> Value {
     let (scheme, axis, group) = match weight.granularity {
-        Granularity::Tensor | Granularity::Feature => ("per_tensor", None, None),
+        Granularity::Tensor | Granularity::Feature | Granularity::Part(_) => {
+            ("per_tensor", None, None)
+        }
         Granularity::Channel => ("per_channel", Some(0), None),
         Granularity::Group(size) => ("per_group", Some(-1), Some(size)),
     };
     let observer = match weight.granularity {
-        Granularity::Tensor | Granularity::Feature => "PerTensorMinMaxObserver",
+        Granularity::Tensor | Granularity::Feature | Granularity::Part(_) => {
+            "PerTensorMinMaxObserver"
+        }
         Granularity::Channel => "PerChannelMinMaxObserver",
         Granularity::Group(_) => "PerGroupMinMaxObserver",
     };

@@ -23,8 +23,11 @@ const TASK: usize = 64 << 10;
 
 impl Checkpoint {
     /// Shows the weights of layers as they are stored, in this program's own layout, where it has their format. Others
-    /// stay the floats that they stand for.
+    /// stay the floats that they stand for. A checkpoint in that layout is as it is.
     pub fn pack(&mut self) {
+        if self.quantization.is_some() {
+            return;
+        }
         let mut layers = StoredFormats::new();
         let mut tensors = BTreeMap::new();
         for (name, location) in std::mem::take(&mut self.tensors) {
