@@ -6,7 +6,7 @@ use maxdiff::dtype::DType;
 use maxdiff::emit::{DotPrecision, EmitOptions, stablehlo};
 use maxdiff::graph::{Binary, Builder, Composite, Graph, Init, Op, Tensor, evaluate};
 use maxdiff::host_tensor::HostTensor;
-use maxdiff::kernels::{Case, Layer};
+use maxdiff::kernels::{Case, Layer, LayerQuantization};
 use maxdiff::lowering::Traced;
 use maxdiff::nn::{
     Activation, Attention, Conv2d, GroupNorm, Linear, Precision, attention, conv2d, gated_gelu,
@@ -121,11 +121,15 @@ fn what_no_kernel_takes_stays() {
 
 /// A layer by its dimensions in order, in int8 or in bf16.
 fn alone(layer: Layer, dims: &[usize], int8: bool) -> Graph {
+    alone_in(layer, dims, int8.then_some(LayerQuantization::Int8))
+}
+
+fn alone_in(layer: Layer, dims: &[usize], quantization: Option<LayerQuantization>) -> Graph {
     let pairs = layer.dims().iter().zip(dims);
     let given: Vec<String> = pairs
         .map(|((name, _), size)| format!("{name}={size}"))
         .collect();
-    let case = Case::new(layer, &given, int8).unwrap();
+    let case = Case::new(layer, &given, quantization).unwrap();
     lower(&case.traced().unwrap().graph).unwrap()
 }
 
@@ -303,7 +307,7 @@ fn of_images(layer: Layer, dims: &[usize]) -> Graph {
     let names = layer.dims().iter().map(|(name, _)| name);
     let pairs = names.zip(dims);
     let given: Vec<String> = pairs.map(|(name, size)| format!("{name}={size}")).collect();
-    let case = Case::new(layer, &given, false).unwrap();
+    let case = Case::new(layer, &given, None).unwrap();
     lower(&case.traced().unwrap().graph).unwrap()
 }
 
@@ -617,6 +621,55 @@ fn small_products_stay() {
     assert_eq!(calls(&claim(&graph, true, 1).unwrap()), 0);
 }
 
+/// A linear layer of weights that are stored in int8 with a scale a channel, or in int4 with one for 64 features.
+fn stored(int4: bool, dims: [usize; 4]) -> Graph {
+    let mode = match int4 {
+        false => LayerQuantization::Int8W8A16,
+        true => LayerQuantization::W4A16,
+    };
+    alone_in(Layer::Linear, &dims, Some(mode))
+}
+
+/// A transformer block, whose products have norms, gates and sums around them, and queries, keys and values in one.
+fn stored_block(int4: bool) -> Graph {
+    let mode = match int4 {
+        false => LayerQuantization::Int8W8A16,
+        true => LayerQuantization::W4A16,
+    };
+    alone_in(Layer::TransformerBlock, &[1, 128, 80, 2, 64], Some(mode))
+}
+
+#[test]
+fn products_of_stored_weights_are_their_bodies() {
+    for int4 in [false, true] {
+        // Rows that fill no block; several blocks of rows, and of columns.
+        for dims in [[1, 40, 192, 320], [1, 530, 128, 1408]] {
+            let graph = stored(int4, dims);
+            let kernel = claim(&graph, true, 1).unwrap();
+            assert_eq!(calls(&kernel), 1, "{dims:?}");
+            let error = distance(&graph, &kernel);
+            assert!(error <= 2e-3, "{dims:?}: {error}");
+        }
+        let graph = stored_block(int4);
+        let kernel = claim(&graph, true, 1).unwrap();
+        // Two attentions; queries, keys and values, the text's queries, two outputs and the feed-forward layers.
+        assert_eq!((calls(&kernel), norms(&kernel)), (8, 0), "int4: {int4}");
+        let error = distance(&graph, &kernel);
+        assert!(error <= 1e-2, "int4: {int4}: {error}");
+    }
+    // Convolutions, whose weights are widened before the kernel.
+    for mode in [LayerQuantization::Int8W8A16, LayerQuantization::W4A16] {
+        let graph = alone_in(Layer::Conv2d, &[1, 4, 32, 192, 128, 3], Some(mode));
+        let kernel = claim(&graph, true, 1).unwrap();
+        assert_eq!(calls(&kernel), 1, "{mode}");
+        let error = distance(&graph, &kernel);
+        assert!(error <= 2e-3, "{mode}: {error}");
+    }
+    // A chip that does not have the memory.
+    let graph = stored(true, [1, 300, 128, 128]);
+    assert_eq!(calls(&claim(&graph, false, 1).unwrap()), 0);
+}
+
 #[test]
 fn every_chip_takes_the_kernels() {
     let plugin = tpu_plugin();
@@ -629,6 +682,9 @@ fn every_chip_takes_the_kernels() {
     // Several blocks of rows, of channels that fill no register.
     let convolution = convolution([2, 64, 32, 40, 24]);
     let products = [vec![gated, convolution], products.to_vec()].concat();
+    // Several blocks of rows and of columns.
+    let of_stored = [false, true].map(|int4| stored(int4, [1, 640, 640, 2560]));
+    let products = [products, of_stored.to_vec(), vec![stored_block(true)]].concat();
     let of_bf16 = [
         normed_in(false, [256, 640], |m, x| {
             gated_gelu(m, project(m, "proj", x, 2560)).unwrap()
@@ -646,7 +702,8 @@ fn every_chip_takes_the_kernels() {
         let count = products
             .iter()
             .map(|graph| calls(&backend.claim(graph, 1).unwrap()));
-        assert_eq!(count.sum::<usize>(), if int8 { 5 } else { 0 }, "{name}");
+        // The attentions of the block are of bf16.
+        assert_eq!(count.sum::<usize>(), if int8 { 15 } else { 2 }, "{name}");
         let graphs = products.iter().filter(|_| int8).chain(&of_bf16);
         let graphs = graphs.chain([&attention]);
         for (i, graph) in graphs.enumerate() {
@@ -727,7 +784,8 @@ fn devices_run_kernels_on_their_parts_of_a_batch() {
 #[test]
 fn products_of_int8_are_counted_as_such() {
     tpu_plugin();
-    let case = "kernel cycles linear batch=1 tokens=256 inputs=256 outputs=256 --int8 --json";
+    let case =
+        "kernel cycles linear batch=1 tokens=256 inputs=256 outputs=256 --quantization int8 --json";
     let report = json(&program(case.split(' ')).output().unwrap());
     let [kernel] = &report["topologies"]["v5e-1"]["kernels"]["kernels"]
         .as_array()

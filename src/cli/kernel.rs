@@ -10,7 +10,7 @@ use serde_json::{Map, Value, json};
 
 use crate::aot::{Simulator, compile_for_one};
 use crate::backend::Backend;
-use crate::kernels::{self, Case, Comparison, KernelError, Layer};
+use crate::kernels::{self, Case, Comparison, KernelError, Layer, LayerQuantization};
 use crate::pjrt::install;
 use crate::report::{CompileReport, Predicted};
 use crate::topology::{Accelerator, Chip};
@@ -61,9 +61,14 @@ struct CaseArgs {
     /// Dimensions of the layer; `kernel list` has their names
     #[arg(value_name = "NAME=N")]
     dims: Vec<String>,
-    /// Quantize contractions as quantization=int8 does
-    #[arg(long)]
-    int8: bool,
+    /// Quantize contractions in this mode
+    #[arg(
+        long,
+        value_name = "MODE",
+        value_parser = PossibleValuesParser::new(LayerQuantization::ALL.map(LayerQuantization::name))
+            .try_map(|name| LayerQuantization::from_name(&name).ok_or("no such mode"))
+    )]
+    quantization: Option<LayerQuantization>,
     /// Compile for this TPU; several may be given
     #[arg(long, value_name = "NAME")]
     topology: Vec<String>,
@@ -74,7 +79,7 @@ struct CaseArgs {
 
 impl CaseArgs {
     fn case(&self) -> Result<Case, CliError> {
-        Ok(Case::new(self.layer, &self.dims, self.int8)?)
+        Ok(Case::new(self.layer, &self.dims, self.quantization)?)
     }
 
     /// The accelerators that were asked for, or the smallest of each of `chips`. Their plugins are ready to be loaded.
@@ -141,8 +146,9 @@ const BACKENDS: [(&str, Backend); 2] = [
 fn list(as_json: bool) -> Result<(), CliError> {
     let mut rows = Vec::new();
     for layer in Layer::ALL {
-        for int8 in [false, true] {
-            let Ok(case) = Case::new(layer, &[], int8) else {
+        let modes = LayerQuantization::ALL.map(Some);
+        for mode in [None].into_iter().chain(modes) {
+            let Ok(case) = Case::new(layer, &[], mode) else {
                 continue;
             };
             let mut kernels = Map::new();
@@ -157,7 +163,7 @@ fn list(as_json: bool) -> Result<(), CliError> {
             json!({
                 "layer": case.layer.name(),
                 "dims": case.dims().collect::<BTreeMap<_, _>>(),
-                "type": if case.int8 { "int8" } else { "bf16" },
+                "type": case.quantization.map_or("bf16", LayerQuantization::name),
                 "kernels": kernels,
             })
         });

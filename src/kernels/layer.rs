@@ -4,10 +4,12 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::dtype::DType;
-use crate::graph::{Builder, GraphError, Op, Tensor, vjp};
+use crate::graph::{
+    Builder, Granularity, GraphError, NumericsConvention, Op, Tensor, TensorFormat, vjp,
+};
 use crate::lowering::Traced;
 use crate::nn::{self, Activation, Attention, Conv2d, GroupNorm, Linear, Precision};
-use crate::quant::Policy;
+use crate::quant::{Formats, Policy};
 use crate::shape::Shape;
 use crate::util::named;
 
@@ -39,8 +41,33 @@ pub struct Case {
     pub layer: Layer,
     /// In the order of [`Layer::dims`].
     dims: Vec<usize>,
-    /// Whether contractions are quantized as `quantization=int8` does it.
-    pub int8: bool,
+    /// How contractions are quantized, if they are.
+    pub quantization: Option<LayerQuantization>,
+}
+
+named! {
+    /// A mode of `quantization` for a layer, in its own numerics.
+    pub enum LayerQuantization {
+        Int8 = "int8",
+        Int8W8A16 = "int8_w8a16",
+        /// Groups of 64.
+        W4A16 = "w4a16",
+    }
+}
+
+impl LayerQuantization {
+    fn formats(self) -> Formats {
+        let int8 = TensorFormat::int8(NumericsConvention::Aqt);
+        match self {
+            LayerQuantization::Int8 => Formats::aqt_int8(1),
+            LayerQuantization::Int8W8A16 => Formats::of_weights(int8),
+            LayerQuantization::W4A16 => Formats::of_weights(TensorFormat {
+                element: DType::S4,
+                granularity: Granularity::Group(64),
+                ..int8
+            }),
+        }
+    }
 }
 
 impl Layer {
@@ -107,8 +134,12 @@ impl Case {
     ///
     /// # Errors
     /// [`KernelError::Dimension`] for a name that the layer has not, or no number above 0; [`KernelError::NoContraction`]
-    /// for `int8` where there is nothing to quantize.
-    pub fn new(layer: Layer, given: &[String], int8: bool) -> Result<Case, KernelError> {
+    /// for a quantization where there is nothing to quantize.
+    pub fn new(
+        layer: Layer,
+        given: &[String],
+        quantization: Option<LayerQuantization>,
+    ) -> Result<Case, KernelError> {
         let names = layer.dims();
         let mut dims: Vec<usize> = names.iter().map(|(_, size)| *size).collect();
         for text in given {
@@ -125,10 +156,14 @@ impl Case {
             };
             dims[place] = size;
         }
-        if int8 && !layer.contracts() {
+        if quantization.is_some() && !layer.contracts() {
             return Err(KernelError::NoContraction { layer });
         }
-        Ok(Case { layer, dims, int8 })
+        Ok(Case {
+            layer,
+            dims,
+            quantization,
+        })
     }
 
     /// The dimensions by name.
@@ -149,10 +184,10 @@ impl Case {
         if self.layer == Layer::AttentionTraining {
             return Ok(traced.trained(Arc::new(derivative)));
         }
-        if !self.int8 {
+        let Some(quantization) = self.quantization else {
             return Ok(traced);
-        }
-        let policy = Policy::aqt_int8("m/", 1, Vec::new(), &[])?;
+        };
+        let policy = Policy::of_layers("m/", Vec::new(), &[], quantization.formats())?;
         Ok(traced.quantized(Some(&policy))?)
     }
 
@@ -289,10 +324,10 @@ impl fmt::Display for Case {
         for (name, size) in self.dims() {
             write!(f, " {name}={size}")?;
         }
-        if self.int8 {
-            f.write_str(" in int8")?;
+        match self.quantization {
+            Some(quantization) => write!(f, " in {quantization}"),
+            None => Ok(()),
         }
-        Ok(())
     }
 }
 
@@ -303,21 +338,25 @@ mod tests {
     #[test]
     fn every_layer_is_a_program() {
         for layer in Layer::ALL {
-            let case = Case::new(layer, &[], layer.contracts()).unwrap();
-            assert_eq!(case.traced().unwrap().graph.outputs.len(), 1, "{case}");
+            let modes = LayerQuantization::ALL.map(Some);
+            let modes = modes.into_iter().filter(|_| layer.contracts());
+            for mode in modes.chain([None]) {
+                let case = Case::new(layer, &[], mode).unwrap();
+                assert_eq!(case.traced().unwrap().graph.outputs.len(), 1, "{case}");
+            }
         }
     }
 
     #[test]
     fn a_wrong_dimension_is_an_error_that_names_them() {
         let error = |given: &str| {
-            let case = Case::new(Layer::LayerNorm, &[given.to_owned()], false);
+            let case = Case::new(Layer::LayerNorm, &[given.to_owned()], None);
             case.unwrap_err().to_string()
         };
         let expected = "is no dimension of layer_norm; it has batch=N, tokens=N, features=N";
         assert_eq!(error("rows=3"), format!("\"rows=3\" {expected}"));
         assert_eq!(error("tokens=0"), format!("\"tokens=0\" {expected}"));
-        let error = Case::new(Layer::LayerNorm, &[], true).unwrap_err();
+        let error = Case::new(Layer::LayerNorm, &[], Some(LayerQuantization::Int8)).unwrap_err();
         assert!(error.to_string().contains("nothing to quantize"), "{error}");
     }
 }

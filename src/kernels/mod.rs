@@ -15,7 +15,7 @@ use crate::report::CompileReport;
 use crate::shard::{DeviceDescription, LogicalAxisRules, Mesh, Parallelism, ShardError};
 use crate::topology::Accelerator;
 
-pub use layer::{Case, Layer};
+pub use layer::{Case, Layer, LayerQuantization};
 
 /// Why a layer cannot be built or compiled.
 #[derive(Debug, thiserror::Error)]
@@ -124,6 +124,11 @@ fn has_kernel(case: &Case, accelerator: &Accelerator) -> Result<bool, KernelErro
     Ok(!claimed(case, accelerator.backend())?.is_empty())
 }
 
+/// Empty without quantization.
+fn mode_name(case: &Case) -> &'static str {
+    case.quantization.map_or("", LayerQuantization::name)
+}
+
 /// The report of the step program; what is computed from weights alone is not in it.
 fn report(case: &Case, compiler: &Compiler) -> Result<CompileReport, KernelError> {
     let options = Options {
@@ -131,7 +136,7 @@ fn report(case: &Case, compiler: &Compiler) -> Result<CompileReport, KernelError
         precision: DotPrecision::Default,
         weights_dtype: "bfloat16",
         activations_dtype: "bfloat16",
-        quantization: if case.int8 { "int8" } else { "" }.to_owned(),
+        quantization: mode_name(case).to_owned(),
         memory_advice: Vec::new(),
     };
     Ok(compiler

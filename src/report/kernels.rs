@@ -59,9 +59,11 @@ pub fn kernel_calls(module: &HloModuleProto) -> Result<BTreeSet<KernelCall>, Rep
 }
 
 impl KernelCall {
-    /// Whether its products are of int8: this program's kernels round the activation that meets int8 weights.
+    /// Whether its products are of int8: this program's kernels round the activation that meets int8 weights, unless these are
+    /// stored ones that are widened.
     pub fn multiplies_int8(&self) -> bool {
-        self.operands.iter().any(|operand| operand.ends_with("xi8"))
+        let has_int8 = self.operands.iter().any(|operand| operand.ends_with("xi8"));
+        has_int8 && !self.name.contains("stored")
     }
 
     /// The call at `site`; `None` where there is none.

@@ -112,13 +112,29 @@ impl Convolution {
         fitting.min_by_key(|block| self.bytes_read(*block, sizes))
     }
 
+    /// The type of weights, and of the image when it is multiplied. Stored weights are widened before the kernel.
+    fn operand(&self) -> DType {
+        match self.arithmetic {
+            Arithmetic::Stored(_) => DType::BF16,
+            arithmetic => arithmetic.operand(),
+        }
+    }
+
+    /// Whether the image is rounded to integers.
+    fn rounds(&self) -> bool {
+        match self.arithmetic {
+            Arithmetic::Int8 | Arithmetic::RecordedInt8 => true,
+            Arithmetic::Bf16 | Arithmetic::Stored(_) => false,
+        }
+    }
+
     /// Bytes of operands that one image takes.
     fn bytes_read(&self, block: Block, sizes: Sizes) -> usize {
         let row = 2 * self.width * sizes.inputs;
         let blocks = self.height / block.image_rows;
         let inputs = Convolution::padded_inputs(sizes.inputs);
         let numbers = self.side * self.side * inputs * sizes.outputs;
-        let kernel = self.arithmetic.operand().bits() / 8 * numbers;
+        let kernel = self.operand().bits() / 8 * numbers;
         blocks * (self.rows_seen(block) * row + kernel)
     }
 
@@ -127,11 +143,11 @@ impl Convolution {
     fn copied(&self, block: Block, inputs: usize) -> usize {
         let copies = match (self.arithmetic, inputs.is_multiple_of(LANES)) {
             (Arithmetic::Int8 | Arithmetic::RecordedInt8, _) => return 0,
-            (Arithmetic::Bf16, true) => 2,
-            (Arithmetic::Bf16, false) => 4,
+            (Arithmetic::Bf16 | Arithmetic::Stored(_), true) => 2,
+            (Arithmetic::Bf16 | Arithmetic::Stored(_), false) => 4,
         };
         let rows = block.image_rows * self.width + block.columns;
-        copies * rows * Convolution::padded_inputs(inputs) * self.arithmetic.operand().bits() / 8
+        copies * rows * Convolution::padded_inputs(inputs) * self.operand().bits() / 8
     }
 
     /// Rows of the image that a block is computed from.
@@ -146,7 +162,7 @@ impl Convolution {
         let pixels = block.image_rows * self.width;
         let inputs = sizes.inputs.next_multiple_of(LANES);
         let image = self.rows_seen(block) * self.width * inputs;
-        let image = self.arithmetic.operand().bits() / 8 * image;
+        let image = self.operand().bits() / 8 * image;
         // Those that are moved have a tile of rows before and behind them.
         let rows = (self.side + 2) * pixels + 4 * TILE_ROWS[1];
         let sums = rows * block.columns.next_multiple_of(LANES) * 4;
@@ -157,7 +173,9 @@ impl Convolution {
     fn row_of_biases(&self) -> usize {
         match self.arithmetic {
             Arithmetic::Int8 | Arithmetic::RecordedInt8 => 2,
-            Arithmetic::Bf16 => 0,
+            Arithmetic::Bf16 | Arithmetic::Stored(_) => {
+                usize::from(self.arithmetic.scales_columns())
+            }
         }
     }
 
@@ -175,7 +193,7 @@ impl Convolution {
         self.side
             + match self.arithmetic {
                 Arithmetic::Int8 | Arithmetic::RecordedInt8 => 2,
-                Arithmetic::Bf16 => 1,
+                Arithmetic::Bf16 | Arithmetic::Stored(_) => 1,
             }
     }
 
@@ -209,7 +227,7 @@ impl Convolution {
         let before = row(Place::Before(image_rows));
         let behind = row(Place::Behind(image_rows));
         let weights = Window {
-            dtype: self.arithmetic.operand(),
+            dtype: self.operand(),
             array: [1, self.side * outputs, terms],
             block: [self.side * columns, terms],
             index: [None, several.then_some(2), None],
@@ -246,7 +264,7 @@ impl Convolution {
             _ => vec![x, before, behind],
         };
         windows.push(weights);
-        if self.arithmetic != Arithmetic::Bf16 {
+        if self.rounds() {
             windows.push(inverse);
         }
         windows.push(of_columns);
@@ -278,7 +296,7 @@ impl Convolution {
         } = block;
         let pixels = image_rows * self.width;
         let rows = [self.rows_seen(block) * self.width, inputs];
-        let image = k.scratch(self.arithmetic.operand(), rows);
+        let image = k.scratch(self.operand(), rows);
         match outputs > columns {
             false => self.keep_image(k, image_rows, image),
             true => k.when_first(2, |k| self.keep_image(k, image_rows, image)),
@@ -375,7 +393,7 @@ impl Convolution {
             // Outside the image are zeros.
             k.when(1, edge, |k| {
                 let [_, inputs] = k.scratch_size(image);
-                let zeros = k.splat(self.arithmetic.operand(), [self.width, inputs], 0.0);
+                let zeros = k.splat(self.operand(), [self.width, inputs], 0.0);
                 k.keep(image, zeros, [row, 0]);
             });
         }
@@ -390,7 +408,7 @@ impl Convolution {
         image: Scratch,
     ) {
         let mut x = k.load(window, from, self.width);
-        if self.arithmetic != Arithmetic::Bf16 {
+        if self.rounds() {
             let first = k.row(0);
             let inverse = k.load(self.side + 1, first, 1);
             let inverse = k.broadcast_row(inverse, self.width);
@@ -430,7 +448,7 @@ impl CustomCall for Convolution {
     fn name(&self) -> &'static str {
         match self.arithmetic {
             Arithmetic::Int8 | Arithmetic::RecordedInt8 => "int8_convolution",
-            Arithmetic::Bf16 => "convolution",
+            Arithmetic::Bf16 | Arithmetic::Stored(_) => "convolution",
         }
     }
 

@@ -18,7 +18,7 @@ pub use claim::{claim, claim_training, claims_in_training};
 pub use convolution::{Added, Convolution};
 pub use heads::Heads;
 pub use patches::products_of_patches;
-pub use product::{Arithmetic, Product};
+pub use product::{Arithmetic, Product, StoredWeights};
 pub use upsample::Upsample;
 
 /// Switches of libtpu. By itself it folds rows or columns of images into the batch of 3x3 convolutions and keeps this

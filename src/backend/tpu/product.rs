@@ -1,6 +1,6 @@
 //! Products of weights with activations of bf16. For int8 weights activations are quantized inside: the range of each row,
 //! its scale and its integers are found once for a block of rows and kept on the chip. So is the layer norm of the row
-//! where one comes before.
+//! where one comes before. Weights that are stored as integers are widened inside, once for a block of columns.
 
 use crate::dtype::DType;
 use crate::graph::eval::Value;
@@ -8,8 +8,8 @@ use crate::graph::{Batch, Configuration, CustomCall, InferError, constraint};
 use crate::shape::Shape;
 
 use super::mosaic::{
-    CostEstimate, Kernel, LANES, Place, Scratch, VMEM_BYTES, Value as KernelValue, Window,
-    evaluated,
+    CostEstimate, Kernel, LANES, MOST_VMEM_BYTES, Place, Scratch, VMEM_BYTES, Value as KernelValue,
+    Window, evaluated,
 };
 
 /// Columns of a block, at most. By the compiler's simulation of SDXL's layers on v5e, narrower blocks take up to 70 %
@@ -20,6 +20,8 @@ const MOST_COLUMNS: usize = 1280;
 const MOST_ROWS: [usize; 2] = [256, 512];
 /// Columns of values and of gates that are multiplied at once: GELU then overlaps more of the product.
 const GATED_COLUMNS: usize = LANES;
+/// Columns of stored weights that are widened at a time: what is between fits the registers.
+const WIDENED_COLUMNS: usize = 512;
 /// Rows of an int8 tile.
 const TILE_ROWS: usize = 32;
 /// `Phi(-a) exp(a^2 / 2)` in powers of `1 / (1 + TAIL_SLOPE a)`, the highest first.
@@ -36,14 +38,51 @@ pub enum Arithmetic {
     /// AMD Quark's int8, with scales of activations that are recorded.
     RecordedInt8,
     Bf16,
+    /// bf16, of weights that are stored otherwise.
+    Stored(StoredWeights),
+}
+
+/// Weights of integers without zero points, which lie `[1, terms, columns]`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StoredWeights {
+    /// `s8` or `s4`.
+    pub element: DType,
+    /// The terms that share a scale, with which they are rounded to bf16. `None` where each column has one, which sums are
+    /// multiplied with.
+    pub group: Option<usize>,
+}
+
+impl StoredWeights {
+    /// Terms that are widened at a time: of one scale, and whole tiles. `None` where there are none such.
+    fn run(self, terms: usize) -> Option<usize> {
+        if ![DType::S8, DType::S4].contains(&self.element) {
+            return None;
+        }
+        let tile = 8 * 32 / self.element.bits();
+        let divides = |run: &usize| {
+            let of_scale = self.group.unwrap_or(terms);
+            run.is_multiple_of(tile) && terms.is_multiple_of(*run) && of_scale.is_multiple_of(*run)
+        };
+        [64, 32].into_iter().find(divides)
+    }
 }
 
 impl Arithmetic {
-    /// The type of weights, and of activations when they are multiplied.
+    /// The type of weights; of integers that are not stored also that of activations when they are multiplied.
     pub(super) fn operand(self) -> DType {
         match self {
             Arithmetic::Int8 | Arithmetic::RecordedInt8 => DType::S8,
             Arithmetic::Bf16 => DType::BF16,
+            Arithmetic::Stored(weights) => weights.element,
+        }
+    }
+
+    /// Whether sums are multiplied with a scale of their column.
+    pub(super) fn scales_columns(self) -> bool {
+        match self {
+            Arithmetic::Int8 | Arithmetic::RecordedInt8 => true,
+            Arithmetic::Bf16 => false,
+            Arithmetic::Stored(weights) => weights.group.is_none(),
         }
     }
 
@@ -51,7 +90,7 @@ impl Arithmetic {
     pub(super) fn sum(self) -> DType {
         match self {
             Arithmetic::Int8 | Arithmetic::RecordedInt8 => DType::S32,
-            Arithmetic::Bf16 => DType::F32,
+            Arithmetic::Bf16 | Arithmetic::Stored(_) => DType::F32,
         }
     }
 }
@@ -60,10 +99,11 @@ impl Arithmetic {
 /// multiplied with the scales of rows and columns.
 ///
 /// Operands: x `bf16[1, rows, terms]`, weights `[1, columns, terms]`, and `f32[1, 2, columns]`, the scales and the
-/// biases of columns; in bf16 `f32[1, 1, columns]`, the biases. Rows are padded to whole blocks ([`Product::padded_rows`]). With `norm`, the next operand is
+/// biases of columns; without scales of columns `f32[1, 1, columns]`, the biases. Rows are padded to whole blocks ([`Product::padded_rows`]). With `norm`, the next operand is
 /// `f32[1, 2, terms]`, the weight and the bias of the layer norm that `x` goes through first, rounded to bf16. In
 /// [`Arithmetic::RecordedInt8`] the next operand is `f32[1, 1, terms]`, the inverse scales of the features of `x`; rows have
-/// no scales, and those of columns are for the whole product. If
+/// no scales, and those of columns are for the whole product. Of [`Arithmetic::Stored`] weights are `[1, terms, columns]`, and
+/// where groups have scales the next operand is `f32[1, groups, columns]`. If
 /// `gated`, the weights have twice the result's columns, in blocks of values and of gates in turn
 /// ([`Product::gated_block`]), and values are multiplied by the exact GELU of their gates. If `residual`, the last
 /// operand is `bf16[1, rows, columns]`, which is added to the rounded result.
@@ -110,6 +150,10 @@ impl Product {
             true => Product::gated_block(columns)?,
             false => block_of_columns(columns, MOST_COLUMNS)?,
         };
+        if let Arithmetic::Stored(weights) = self.arithmetic {
+            weights.run(terms)?;
+            return self.stored_blocks(rows, terms, columns, width);
+        }
         let several = usize::from(width < columns);
         let mut most = MOST_ROWS[several];
         while most >= TILE_ROWS {
@@ -127,10 +171,46 @@ impl Product {
         None
     }
 
+    /// The same of stored weights, whose block is wide in the core's memory too: of `width` columns at most, and so many rows
+    /// that widening a block's weights, which all rows share, and reading the rows, which all columns do, take little.
+    fn stored_blocks(
+        &self,
+        rows: usize,
+        terms: usize,
+        columns: usize,
+        width: usize,
+    ) -> Option<Blocks> {
+        let widths = [width, 640, 512, 384, 256, 128].into_iter().filter(|own| {
+            *own == width || !self.gated && *own < width && columns.is_multiple_of(*own)
+        });
+        let widths: Vec<usize> = widths.collect();
+        let of = |most: usize, columns_of_block: usize| {
+            let count = rows.div_ceil(most);
+            Blocks {
+                rows: rows.div_ceil(count).next_multiple_of(TILE_ROWS),
+                columns: columns_of_block,
+                grid: [count, columns / columns_of_block],
+            }
+        };
+        let sizes = [&[512, 256][..], &[128, 64, 32]].into_iter();
+        let mut blocks = sizes.flat_map(|most| {
+            let rows = move |width: usize| most.iter().map(move |most| (*most, width));
+            widths.iter().flat_map(move |width| rows(*width))
+        });
+        let fits = |(most, width): (usize, usize)| {
+            Some(of(most, width))
+                .filter(|blocks| self.bytes(*blocks, terms) <= MOST_VMEM_BYTES / 6 * 5)
+        };
+        blocks.find_map(fits)
+    }
+
     /// Bytes of the core's memory: windows, scratch, and rows or results in `f32`.
     fn bytes(&self, blocks: Blocks, terms: usize) -> usize {
         let kernel = self.kernel(blocks, terms);
-        let widest = terms.max(self.parts() * blocks.columns);
+        let widest = match self.arithmetic {
+            Arithmetic::Stored(_) => self.parts() * blocks.columns,
+            _ => terms.max(self.parts() * blocks.columns),
+        };
         kernel.window_bytes() + kernel.scratch_bytes() + blocks.rows * widest * 4
     }
 
@@ -144,10 +224,37 @@ impl Product {
 
     /// Rows of what each column is scaled with: scales and biases, or biases alone.
     pub fn rows_of_columns(&self) -> usize {
-        match self.arithmetic {
-            Arithmetic::Int8 | Arithmetic::RecordedInt8 => 2,
-            Arithmetic::Bf16 => 1,
+        match self.arithmetic.scales_columns() {
+            true => 2,
+            false => 1,
         }
+    }
+
+    /// The stored weights whose groups have scales, and terms of a group.
+    fn groups(&self) -> Option<usize> {
+        match self.arithmetic {
+            Arithmetic::Stored(weights) => weights.group,
+            Arithmetic::Int8 | Arithmetic::RecordedInt8 | Arithmetic::Bf16 => None,
+        }
+    }
+
+    /// The dimensions of the grid that rows and columns lie along. What is computed once for a block stays while the second
+    /// one counts: of rows, or of stored weights.
+    fn order(&self) -> [usize; 2] {
+        match self.arithmetic {
+            Arithmetic::Stored(_) => [1, 0],
+            Arithmetic::Int8 | Arithmetic::RecordedInt8 | Arithmetic::Bf16 => [0, 1],
+        }
+    }
+
+    /// Windows of operands before that of what is added to the result.
+    fn windows_before_residual(&self) -> usize {
+        let more = [
+            self.norm.is_some(),
+            self.is_recorded(),
+            self.groups().is_some(),
+        ];
+        3 + more.into_iter().map(usize::from).sum::<usize>()
     }
 
     fn kernel(&self, blocks: Blocks, terms: usize) -> Kernel {
@@ -159,37 +266,42 @@ impl Product {
         let all_rows = grid[0] * rows;
         let all_columns = grid[1] * columns;
         let width = self.parts() * columns;
+        let [along_rows, along_columns] = self.order();
         // All steps see the same columns if there is one block of them.
-        let column_index = (grid[1] > 1).then_some(1);
+        let column_index = (grid[1] > 1).then_some(along_columns);
         let x = Window {
             dtype: DType::BF16,
             array: [1, all_rows, terms],
             block: [rows, terms],
-            index: [None, Some(0), None],
+            index: [None, Some(along_rows), None],
             place: Place::Own,
             first_column: 0,
         };
-        let weights = Window {
-            dtype: self.arithmetic.operand(),
-            array: [1, self.parts() * all_columns, terms],
-            block: [width, terms],
-            index: [None, column_index, None],
-            place: Place::Own,
-            first_column: 0,
-        };
-        let of_columns = Window {
-            dtype: DType::F32,
-            array: [1, self.rows_of_columns(), self.parts() * all_columns],
-            block: [self.rows_of_columns(), width],
+        let of_columns_of = |rows: usize, dtype: DType| Window {
+            dtype,
+            array: [1, rows, self.parts() * all_columns],
+            block: [rows, width],
             index: [None, None, column_index],
             place: Place::Own,
             first_column: 0,
         };
+        let weights = match self.arithmetic {
+            Arithmetic::Stored(weights) => of_columns_of(terms, weights.element),
+            arithmetic => Window {
+                dtype: arithmetic.operand(),
+                array: [1, self.parts() * all_columns, terms],
+                block: [width, terms],
+                index: [None, column_index, None],
+                place: Place::Own,
+                first_column: 0,
+            },
+        };
+        let of_columns = of_columns_of(self.rows_of_columns(), DType::F32);
         let result = Window {
             dtype: DType::BF16,
             array: [1, all_rows, all_columns],
             block: [rows, columns],
-            index: [None, Some(0), column_index],
+            index: [None, Some(along_rows), column_index],
             place: Place::Own,
             first_column: 0,
         };
@@ -212,11 +324,19 @@ impl Product {
                 ..of_features
             });
         }
+        if let Some(group) = self.groups() {
+            windows.push(of_columns_of(terms / group, DType::F32));
+        }
         if self.residual {
             windows.push(result);
         }
         windows.push(result);
-        let mut kernel = Kernel::new(grid.to_vec(), windows);
+        let mut steps = [0; 2];
+        (steps[along_rows], steps[along_columns]) = (grid[0], grid[1]);
+        let mut kernel = Kernel::new(steps.to_vec(), windows);
+        if matches!(self.arithmetic, Arithmetic::Stored(_)) {
+            kernel.memory = MOST_VMEM_BYTES;
+        }
         self.step(&mut kernel, blocks, terms);
         kernel
     }
@@ -224,19 +344,22 @@ impl Product {
     fn step(&self, k: &mut Kernel, blocks: Blocks, terms: usize) {
         let Blocks { rows, columns, .. } = blocks;
         let activation = self.activation(k, blocks, terms);
+        let wide = match self.arithmetic {
+            Arithmetic::Stored(weights) => self.widened(k, weights, blocks, terms),
+            Arithmetic::Int8 | Arithmetic::RecordedInt8 | Arithmetic::Bf16 => None,
+        };
         let first = k.row(0);
         let width = match self.gated {
             true => block_of_columns(columns, GATED_COLUMNS).unwrap_or(columns),
             false => columns,
         };
-        let residual = self.residual.then(|| {
-            let window = 3 + usize::from(self.norm.is_some()) + usize::from(self.is_recorded());
-            k.load(window, first, rows)
-        });
+        let residual = self
+            .residual
+            .then(|| k.load(self.windows_before_residual(), first, rows));
         for at in (0..columns).step_by(width) {
-            let mut y = self.product(k, activation, at, width);
+            let mut y = self.product(k, activation, wide, at, width);
             if self.gated {
-                let gates = self.product(k, activation, columns + at, width);
+                let gates = self.product(k, activation, wide, columns + at, width);
                 y = gated(k, y, gates);
             }
             if let Some(residual) = residual {
@@ -253,9 +376,10 @@ impl Product {
     /// The rows as they are multiplied. What has to be computed of them is computed in the first step of a block of rows.
     fn activation(&self, k: &mut Kernel, blocks: Blocks, terms: usize) -> Activation {
         let size = [blocks.rows, terms];
-        let once = |k: &mut Kernel, compute: &dyn Fn(&mut Kernel)| match blocks.grid[1] {
-            1 => compute(k),
-            _ => k.when_first(1, |k| compute(k)),
+        let stays = blocks.grid[1] > 1 && self.order() == [0, 1];
+        let once = |k: &mut Kernel, compute: &dyn Fn(&mut Kernel)| match stays {
+            false => compute(k),
+            true => k.when_first(1, |k| compute(k)),
         };
         let normed = |k: &mut Kernel| self.norm.map(|_| k.scratch(DType::BF16, size));
         match (self.arithmetic, self.norm) {
@@ -279,7 +403,7 @@ impl Product {
                     scale: None,
                 }
             }
-            (Arithmetic::Bf16, Some(epsilon)) => {
+            (Arithmetic::Bf16 | Arithmetic::Stored(_), Some(epsilon)) => {
                 let normed = k.scratch(DType::BF16, size);
                 once(k, &|k| normalize(k, normed, size, epsilon));
                 Activation {
@@ -287,7 +411,7 @@ impl Product {
                     scale: None,
                 }
             }
-            (Arithmetic::Bf16, None) => {
+            (Arithmetic::Bf16 | Arithmetic::Stored(_), None) => {
                 let first = k.row(0);
                 Activation {
                     rows: k.load(0, first, blocks.rows),
@@ -297,19 +421,66 @@ impl Product {
         }
     }
 
+    /// The block's weights in bf16, `[terms, columns]`, widened in the first step of a block of columns. `None` where they
+    /// have no runs.
+    fn widened(
+        &self,
+        k: &mut Kernel,
+        weights: StoredWeights,
+        blocks: Blocks,
+        terms: usize,
+    ) -> Option<Scratch> {
+        let run = weights.run(terms)?;
+        let width = self.parts() * blocks.columns;
+        let wide = k.scratch(DType::BF16, [terms, width]);
+        let part = block_of_columns(width, WIDENED_COLUMNS).unwrap_or(width);
+        let scales = self.windows_before_residual() - 1;
+        let widen = |k: &mut Kernel| {
+            for row in (0..terms).step_by(run) {
+                for at in (0..width).step_by(part) {
+                    let first = k.row(row);
+                    let integers = k.load_part(1, first, run, at..at + part);
+                    let mut values = k.convert(integers, DType::F32);
+                    if let Some(group) = weights.group {
+                        let group = k.row(row / group);
+                        let scale = k.load_part(scales, group, 1, at..at + part);
+                        let scale = k.broadcast_row(scale, run);
+                        values = k.mul(values, scale);
+                    }
+                    let values = k.convert(values, DType::BF16);
+                    k.keep(wide, values, [row, at]);
+                }
+            }
+        };
+        match blocks.grid[0] {
+            1 => widen(k),
+            _ => k.when_first(1, widen),
+        }
+        Some(wide)
+    }
+
     /// Columns of the product from `first` on, scaled, with their biases, in bf16.
     fn product(
         &self,
         k: &mut Kernel,
         activation: Activation,
+        wide: Option<Scratch>,
         first: usize,
         columns: usize,
     ) -> KernelValue {
-        let [rows, _] = k.size(activation.rows);
-        let row = k.row(first);
-        let weights = k.load(1, row, columns);
+        let [rows, terms] = k.size(activation.rows);
         let zero = k.splat(self.arithmetic.sum(), [rows, columns], 0.0);
-        let sums = k.matmul_transposed(activation.rows, weights, zero);
+        let sums = match wide {
+            Some(wide) => {
+                let weights = k.kept_part(wide, [0, first], [terms, columns]);
+                k.matmul(activation.rows, weights, zero)
+            }
+            None => {
+                let row = k.row(first);
+                let weights = k.load(1, row, columns);
+                k.matmul_transposed(activation.rows, weights, zero)
+            }
+        };
         let mut y = k.convert(sums, DType::F32);
         let of_columns = |k: &mut Kernel, row: usize| {
             let row = k.row(row);
@@ -320,7 +491,7 @@ impl Product {
             let scale = k.broadcast(scale, columns);
             y = k.mul(y, scale);
         }
-        if self.arithmetic != Arithmetic::Bf16 {
+        if self.arithmetic.scales_columns() {
             let column_scale = of_columns(k, 0);
             y = k.mul(y, column_scale);
         }
@@ -549,7 +720,7 @@ pub(super) fn rounded_to_integers(
     let mut lowest = -127.0;
     match arithmetic {
         Arithmetic::Int8 => y = rounded(k, y),
-        Arithmetic::RecordedInt8 | Arithmetic::Bf16 => lowest = -128.0,
+        Arithmetic::RecordedInt8 | Arithmetic::Bf16 | Arithmetic::Stored(_) => lowest = -128.0,
     }
     let highest = k.splat(DType::F32, size, 127.0);
     let lowest = k.splat(DType::F32, size, lowest);
@@ -617,6 +788,10 @@ impl CustomCall for Product {
             (Arithmetic::Bf16, true, false) => "layer_norm_product",
             (Arithmetic::Bf16, false, true) => "gated_product",
             (Arithmetic::Bf16, false, false) => "product",
+            (Arithmetic::Stored(_), true, true) => "layer_norm_stored_gated_product",
+            (Arithmetic::Stored(_), true, false) => "layer_norm_stored_product",
+            (Arithmetic::Stored(_), false, true) => "stored_gated_product",
+            (Arithmetic::Stored(_), false, false) => "stored_product",
         }
     }
 
@@ -654,8 +829,7 @@ impl CustomCall for Product {
     }
 
     fn infer(&self, operands: &[&Shape]) -> Result<Shape, InferError> {
-        let more = [self.norm.is_some(), self.is_recorded(), self.residual];
-        let expected = 3 + more.into_iter().map(usize::from).sum::<usize>();
+        let expected = self.windows_before_residual() + usize::from(self.residual);
         if operands.len() != expected {
             return Err(InferError::OperandCount {
                 expected,
@@ -668,23 +842,27 @@ impl CustomCall for Product {
             if !is_matrix(x, DType::BF16) || !is_matrix(weights, self.arithmetic.operand()) {
                 return None;
             }
-            let [rows, terms, columns] = [x.dims[1], x.dims[2], weights.dims[1] / self.parts()];
+            let [of_terms, of_columns] = match self.arithmetic {
+                Arithmetic::Stored(_) => [1, 2],
+                Arithmetic::Int8 | Arithmetic::RecordedInt8 | Arithmetic::Bf16 => [2, 1],
+            };
+            let all_columns = weights.dims[of_columns];
+            let [rows, terms, columns] = [x.dims[1], x.dims[2], all_columns / self.parts()];
             let result = Shape::new(DType::BF16, [1, rows, columns]);
-            let mut rest = vec![Shape::new(
-                DType::F32,
-                [1, self.rows_of_columns(), weights.dims[1]],
-            )];
+            let of_columns = |rows: usize| Shape::new(DType::F32, [1, rows, all_columns]);
+            let mut rest = vec![of_columns(self.rows_of_columns())];
             if self.norm.is_some() {
                 rest.push(Shape::new(DType::F32, [1, 2, terms]));
             }
             if self.is_recorded() {
                 rest.push(Shape::new(DType::F32, [1, 1, terms]));
             }
+            rest.extend(self.groups().map(|group| of_columns(terms / group)));
             if self.residual {
                 rest.push(result.clone());
             }
-            let fits = weights.dims[2] == terms
-                && weights.dims[1].is_multiple_of(self.parts())
+            let fits = weights.dims[of_terms] == terms
+                && all_columns.is_multiple_of(self.parts())
                 && self.padded_rows(rows, terms, columns) == Some(rows)
                 && rest.iter().eq(operands[2..].iter().copied());
             fits.then_some(result)
@@ -695,7 +873,7 @@ impl CustomCall for Product {
                 format!(
                     "x {x}, weights {weights}, scales and biases {of_columns} are not bf16[1, rows, terms] in whole blocks, \
                      {}[1, columns, terms] and f32[1, {}, columns], with f32[1, 2, terms] of a norm, f32[1, 1, terms] of \
-                     recorded scales and a term like the result, or no block fits the core's memory",
+                     recorded scales or f32[1, groups, columns] of stored weights, [1, terms, columns], and a term like the result, or no block fits the core's memory",
                     self.arithmetic.operand(),
                     self.rows_of_columns()
                 ),

@@ -5,7 +5,7 @@ use crate::graph::{
     Composite, Contraction, ConvDims, DotDims, Granularity, NumericsConvention, Op, TensorFormat,
 };
 
-use super::super::Arithmetic;
+use super::super::{Arithmetic, StoredWeights};
 use super::Claims;
 
 /// Attributes and operands of a contraction of bf16, or of integers that both have scales. Numbers are nodes.
@@ -25,6 +25,8 @@ pub(super) enum Scales {
     Found([u32; 2]),
     /// That of the lhs is recorded, and that of the weights is for the whole product.
     Recorded([u32; 2]),
+    /// Those of stored weights beside an lhs of bf16.
+    Stored(StoredWeights, u32),
 }
 
 impl Scales {
@@ -33,6 +35,7 @@ impl Scales {
             Scales::None => Arithmetic::Bf16,
             Scales::Found(_) => Arithmetic::Int8,
             Scales::Recorded(_) => Arithmetic::RecordedInt8,
+            Scales::Stored(weights, _) => Arithmetic::Stored(weights),
         }
     }
 
@@ -40,14 +43,23 @@ impl Scales {
     pub(super) fn of_columns(self) -> Option<u32> {
         match self {
             Scales::None => None,
+            Scales::Stored(weights, scale) => weights.group.is_none().then_some(scale),
             Scales::Found([_, columns]) | Scales::Recorded([_, columns]) => Some(columns),
         }
     }
 
     pub(super) fn recorded(self) -> Option<u32> {
         match self {
-            Scales::None | Scales::Found(_) => None,
+            Scales::None | Scales::Found(_) | Scales::Stored(..) => None,
             Scales::Recorded([scale, _]) => Some(scale),
+        }
+    }
+
+    /// Those of groups of weights.
+    pub(super) fn of_groups(self) -> Option<u32> {
+        match self {
+            Scales::Stored(weights, scale) => weights.group.map(|_| scale),
+            Scales::None | Scales::Found(_) | Scales::Recorded(_) => None,
         }
     }
 }
@@ -63,42 +75,33 @@ impl<'a> Claims<'a> {
         let node = &self.graph.nodes[i];
         let (dims, scales) = match &node.op {
             Op::Composite {
-                kind:
-                    Composite::ScaledContraction {
-                        contraction,
-                        rhs_scale: true,
-                        ..
-                    },
+                kind: Composite::ScaledContraction { contraction, .. },
                 ..
-            } if self.int8 => {
+            } => {
                 let dims = match contraction {
                     Contraction::Dot(dims) => ContractedDims::Dot(dims),
                     Contraction::Convolution(dims) => ContractedDims::Convolution(dims),
                 };
-                let scales = match node.operands[2..] {
-                    [found, columns] => Scales::Found([found, columns]),
-                    [columns] => Scales::Recorded([self.recorded(node.operands[0])?, columns]),
-                    _ => return None,
-                };
-                (dims, scales)
+                (dims, &node.operands[2..])
             }
             Op::DotGeneral {
                 dims, quant: None, ..
-            } => (ContractedDims::Dot(dims), Scales::None),
+            } => (ContractedDims::Dot(dims), &[][..]),
             Op::Convolution {
                 dims, quant: None, ..
-            } => (ContractedDims::Convolution(dims), Scales::None),
+            } => (ContractedDims::Convolution(dims), &[][..]),
             _ => return None,
         };
-        let &[lhs, weights, ..] = &node.operands[..] else {
-            return None;
-        };
-        let known = [Some(weights), scales.of_columns()];
+        let (weights, scales) = self.scaled([node.operands[0], node.operands[1]], scales)?;
+        let lhs = node.operands[0];
+        let known = [Some(weights), scales.of_columns(), scales.of_groups()];
         let known = known.into_iter().flatten();
-        // The compiler widens a stored weight while it multiplies, a kernel's operand is widened to memory in every run.
+        // The compiler widens a stored weight while it multiplies, a kernel's operand is widened to memory in every run. Of
+        // convolutions that takes less time than moving images to the compiler's and back.
+        let is_convolution = matches!(dims, ContractedDims::Convolution(_));
         let takes = node.shape.dtype == DType::F32
             && known.clone().all(|id| self.of_weights[id as usize])
-            && (scales != Scales::None || !self.from_stored[weights as usize])
+            && (scales != Scales::None || is_convolution || !self.from_stored[weights as usize])
             && self.node(weights).shape.dtype == scales.arithmetic().operand();
         takes.then_some(Contracted {
             dims,
@@ -108,15 +111,72 @@ impl<'a> Claims<'a> {
         })
     }
 
+    /// The weights that a kernel multiplies of these operands of a contraction, with their scales and those of the lhs.
+    fn scaled(&self, [lhs, rhs]: [u32; 2], scales: &[u32]) -> Option<(u32, Scales)> {
+        let is_float = self.node(lhs).shape.dtype == DType::BF16;
+        let scales = match *scales {
+            [] => match self.in_groups(rhs).filter(|_| self.int8) {
+                Some((integers, weights, scale)) => {
+                    return Some((integers, Scales::Stored(weights, scale)));
+                }
+                None => Scales::None,
+            },
+            _ if !self.int8 => return None,
+            [found, columns] => Scales::Found([found, columns]),
+            [columns] if is_float => {
+                let element = self.node(rhs).shape.dtype;
+                let group = None;
+                Scales::Stored(StoredWeights { element, group }, columns)
+            }
+            [columns] => Scales::Recorded([self.recorded(lhs)?, columns]),
+            _ => return None,
+        };
+        Some((rhs, scales))
+    }
+
     /// The activation of a contraction, before it is quantized along the dimensions `kept` if it is. `None` where it is not
     /// in bf16.
     pub(super) fn activation(&self, found: &Contracted<'a>, kept: &[usize]) -> Option<u32> {
         let x = match found.scales {
-            Scales::None => found.lhs,
+            Scales::None | Scales::Stored(..) => found.lhs,
             Scales::Found([scale, _]) => self.quantized(found.lhs, scale, kept)?,
             Scales::Recorded(_) => self.node(found.lhs).operands[0],
         };
         (self.node(x).shape.dtype == DType::BF16).then_some(x)
+    }
+
+    /// The integers that node `weights` is made of, with a scale for so many of them along the dimension that a linear layer
+    /// contracts.
+    fn in_groups(&self, weights: u32) -> Option<(u32, StoredWeights, u32)> {
+        let node = self.node(weights);
+        let Op::Composite {
+            kind:
+                Composite::Dequantize {
+                    along,
+                    zero_point: false,
+                    result: DType::BF16,
+                },
+            ..
+        } = &node.op
+        else {
+            return None;
+        };
+        let [integers, scale] = node.operands[..] else {
+            return None;
+        };
+        let [of_integers, of_scale] = [integers, scale].map(|id| &self.node(id).shape);
+        let &[outputs, terms] = &of_integers.dims[..] else {
+            return None;
+        };
+        let groups = match (&along[..], &of_scale.dims[..]) {
+            ([0, 1], &[own, groups]) if own == outputs && terms.is_multiple_of(groups) => groups,
+            _ => return None,
+        };
+        let weights = StoredWeights {
+            element: of_integers.dtype,
+            group: Some(terms / groups),
+        };
+        Some((integers, weights, scale))
     }
 
     /// The scale by which AMD Quark's int8 quantized `lhs`, if it is recorded: one, or one for each of its features, which

@@ -80,6 +80,11 @@ impl Claims<'_> {
         let outputs = *node.shape.dims.last()?;
         let side = *kernel.dims.last()?;
         let arithmetic = contracted.scales.arithmetic();
+        if let Arithmetic::Stored(weights) = arithmetic
+            && ![DType::S8, DType::S4].contains(&weights.element)
+        {
+            return None;
+        }
         let around = (side / 2) as i64;
         let same_size = ConvDims::of_image(1, (around, around));
         let found = Convolution {
@@ -89,7 +94,7 @@ impl Claims<'_> {
             side,
             added: Added::Nothing,
         };
-        let fills_lanes = arithmetic != Arithmetic::Bf16 || inputs >= LANES && outputs >= LANES;
+        let fills_lanes = arithmetic.sum() == DType::S32 || inputs >= LANES && outputs >= LANES;
         let takes = self.is_split(&node.shape)
             && *dims == same_size
             && kernel.dims == [outputs, inputs, side, side]
@@ -153,7 +158,12 @@ impl Claims<'_> {
         let weights = self.before_storage(found.weights, copies);
         let block = found.kernel.columns(inputs, outputs).unwrap_or(outputs);
         let mut operands = vec![x; side];
-        operands.push(in_rows(b, weights, side, block)?);
+        let mut weights = in_rows(b, weights, side, block)?;
+        if let Scales::Stored(..) = found.scales {
+            // In every run: what is stored lies as the kernel reads it, and no wider copy stays.
+            weights = b.convert(b.stored(weights)?, DType::BF16)?;
+        }
+        operands.push(weights);
 
         let row = |x: Tensor, dim: usize| -> Result<Tensor> {
             let x = b.convert(x, DType::F32)?;
@@ -162,6 +172,11 @@ impl Claims<'_> {
         let mut rows = Vec::new();
         match found.scales {
             Scales::None => {}
+            Scales::Stored(..) => {
+                if let Some(columns) = found.scales.of_columns() {
+                    rows.push(row(copy(columns), 2)?);
+                }
+            }
             Scales::Found(scales) => {
                 let [image, columns] = scales.map(copy);
                 let inverse = inverse_scale(b, image)?;

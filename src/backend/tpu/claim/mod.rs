@@ -219,7 +219,9 @@ impl<'a> Claims<'a> {
         let &[of_weights] = &dims.rhs_contract[..] else {
             return None;
         };
+        // Scales of groups lie along the second dimension.
         let is_matrix = self.is_split(&node.shape)
+            && (contracted.scales.of_groups().is_none() || of_weights == 1)
             && dims.lhs_batch.is_empty()
             && dims.lhs_contract == [last]
             && self.node(contracted.weights).shape.rank() == 2;
@@ -395,7 +397,7 @@ impl<'a> Claims<'a> {
         };
         let rows = found.shape.count() / (*columns).max(1);
         let fills_lanes =
-            found.kernel.arithmetic != Arithmetic::Bf16 || *terms >= LANES && *columns >= LANES;
+            found.kernel.arithmetic.sum() == DType::S32 || *terms >= LANES && *columns >= LANES;
         // Rows are padded behind the last one only.
         let own = rows / self.parts;
         let fills_blocks = |rows| found.kernel.padded_rows(rows, *terms, *columns) == Some(rows);
@@ -496,19 +498,24 @@ impl<'a> Claims<'a> {
             true => Product::gated_block(columns),
             false => None,
         };
+        // Stored weights lie the other way: their scales are then those of registers.
+        let along_terms = match found.kernel.arithmetic {
+            Arithmetic::Stored(_) => 0,
+            Arithmetic::Int8 | Arithmetic::RecordedInt8 | Arithmetic::Bf16 => 1,
+        };
         let weights = products.iter().map(|found| {
             let mut weights = copy(found.weights);
-            if found.contracted == 0 || block.is_some() || products.len() > 1 {
+            if found.contracted != along_terms || block.is_some() || products.len() > 1 {
                 // What is stored of a weight is its packed form.
                 weights = self.before_storage(found.weights, copies);
             }
-            match found.contracted {
-                0 => b.transpose(weights, &[1, 0]),
-                _ => Ok(weights),
+            match found.contracted == along_terms {
+                false => b.transpose(weights, &[1, 0]),
+                true => Ok(weights),
             }
         });
-        let mut weights = side_by_side(b, weights, 0)?;
-        let terms = b.dims(weights)[1];
+        let mut weights = side_by_side(b, weights, 1 - along_terms)?;
+        let terms = b.dims(weights)[along_terms];
         let scales = products.iter().map(|found| {
             let own = self.node(found.weights).shape.dims[1 - found.contracted];
             let [scale, bias] = [found.scales.of_columns(), found.bias].map(|id| id.map(copy));
@@ -516,11 +523,12 @@ impl<'a> Claims<'a> {
         });
         let mut scales = side_by_side(b, scales, 1)?;
         if let Some(block) = block {
-            weights = in_turns(b, weights, 0, block)?;
+            weights = in_turns(b, weights, 1 - along_terms, block)?;
             scales = in_turns(b, scales, 1, block)?;
         }
-        let all_columns = b.dims(weights)[0];
-        let weights = b.reshape(weights, &[1, all_columns, terms])?;
+        let all_columns = b.dims(weights)[1 - along_terms];
+        let lying = [&[1], &b.dims(weights)[..]].concat();
+        let weights = b.reshape(weights, &lying)?;
         let scales = b.reshape(scales, &[1, found.kernel.rows_of_columns(), all_columns])?;
         let rows = found.shape.count() / each;
         let padded = found.kernel.padded_rows(rows, terms, columns);
@@ -536,6 +544,21 @@ impl<'a> Claims<'a> {
         }
         if let Some(scale) = found.scales.recorded() {
             operands.push(inverse_of_features(b, copy(scale), &[1, 1, terms])?);
+        }
+        if found.scales.of_groups().is_some() {
+            let scales = products
+                .iter()
+                .filter_map(|found| found.scales.of_groups())
+                .map(|scale| {
+                    let scale = b.convert(self.before_storage(scale, copies), DType::F32)?;
+                    b.transpose(scale, &[1, 0])
+                });
+            let mut scales = side_by_side(b, scales, 1)?;
+            if let Some(block) = block {
+                scales = in_turns(b, scales, 1, block)?;
+            }
+            let groups = b.dims(scales)[0];
+            operands.push(b.reshape(scales, &[1, groups, all_columns])?);
         }
         if let Some(residual) = found.residual {
             operands.push(matrix(copy(residual), columns)?);

@@ -13,7 +13,7 @@ use std::ops::Range;
 use crate::dtype::DType;
 
 pub use eval::evaluated;
-pub use text::{CostEstimate, VMEM_BYTES};
+pub use text::{CostEstimate, MOST_VMEM_BYTES, VMEM_BYTES};
 
 /// Lanes of a vector register.
 pub const LANES: usize = 128;
@@ -23,6 +23,8 @@ pub const LANES: usize = 128;
 pub struct Kernel {
     /// Steps in each dimension; the last counts fastest.
     grid: Vec<usize>,
+    /// Bytes of the core's memory that it takes.
+    pub memory: usize,
     /// The dimension whose steps run in order on one core; those of the others may run in any order, on any core.
     ordered: Option<usize>,
     /// Of the operands, then of the result.
@@ -182,6 +184,7 @@ impl Kernel {
     pub fn new(grid: Vec<usize>, windows: Vec<Window>) -> Self {
         Kernel {
             grid,
+            memory: VMEM_BYTES,
             ordered: None,
             windows,
             scratch: Vec::new(),

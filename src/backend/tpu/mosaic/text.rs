@@ -10,8 +10,11 @@ use crate::dtype::DType;
 
 use super::{Binary, Kernel, Op, Place, Reduction, Statement, Type, Unary, Value, Window};
 
-/// Bytes of the core's memory that a kernel may take; what the compiler gives it by default.
+/// Bytes of the core's memory that a kernel takes; what the compiler gives it by default.
 pub const VMEM_BYTES: usize = 16 << 20;
+/// What a kernel takes that works with more: the v5e, the v5p and the v6e have 128 MiB. What the compiler puts there itself is a
+/// few percent of what the kernel counts.
+pub const MOST_VMEM_BYTES: usize = 48 << 20;
 
 /// What one call of a kernel costs.
 #[derive(Clone, Copy, Debug, Serialize)]
@@ -30,7 +33,7 @@ impl Kernel {
         let body = STANDARD.encode(self.text());
         serde_json::json!({
             "custom_call_config": { "body": body, "needs_layout_passes": true, "cost_estimate": cost },
-            "scoped_memory_configs": [{ "memory_space": 1, "offset": 0, "size": VMEM_BYTES }],
+            "scoped_memory_configs": [{ "memory_space": 1, "offset": 0, "size": self.memory }],
         })
         .to_string()
     }
@@ -277,7 +280,18 @@ impl Kernel {
                     _ => "extf",
                 };
                 let from = self.vector(*x);
-                format!("{name} = arith.{op} {} : {from} to {of}", self::name(*x))
+                let own = self::name(*x);
+                match (self.dtype_of(*x), to) {
+                    // The chip converts integers of 32 bits.
+                    (Some(narrow @ (DType::S8 | DType::S4)), Some(DType::F32)) => {
+                        let wide = from.replace(&element(narrow), &element(DType::S32));
+                        format!(
+                            "{name}_i = arith.extsi {own} : {from} to {wide}\n\
+                             {name} = arith.sitofp {name}_i : {wide} to {of}"
+                        )
+                    }
+                    _ => format!("{name} = arith.{op} {own} : {from} to {of}"),
+                }
             }
             Op::Reduce(kind, x) => {
                 let (kind, start) = match kind {
@@ -445,6 +459,7 @@ fn element(dtype: DType) -> String {
     match dtype {
         DType::Pred => "i1".to_string(),
         DType::S8 => "i8".to_string(),
+        DType::S4 => "i4".to_string(),
         DType::S32 => "i32".to_string(),
         float => float.to_string(),
     }
