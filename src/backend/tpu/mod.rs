@@ -10,6 +10,7 @@ pub mod mosaic;
 mod patches;
 mod product;
 mod upsample;
+mod widen;
 
 pub use attention::Attention;
 pub use attention_gradient::{AttentionGradient, Side};
@@ -20,6 +21,7 @@ pub use heads::Heads;
 pub use patches::products_of_patches;
 pub use product::{Arithmetic, Product, StoredWeights};
 pub use upsample::Upsample;
+pub use widen::Widen;
 
 /// Switches of libtpu. By itself it folds rows or columns of images into the batch of 3x3 convolutions and keeps this
 /// layout through norms and sums, at the price of padding, transposes and widened images around them: a resnet pair of

@@ -115,12 +115,15 @@ impl<'a> Claims<'a> {
     fn scaled(&self, [lhs, rhs]: [u32; 2], scales: &[u32]) -> Option<(u32, Scales)> {
         let is_float = self.node(lhs).shape.dtype == DType::BF16;
         let scales = match *scales {
-            [] => match self.in_groups(rhs).filter(|_| self.int8) {
-                Some((integers, weights, scale)) => {
-                    return Some((integers, Scales::Stored(weights, scale)));
+            [] => {
+                let is_matrix = self.node(rhs).shape.rank() == 2;
+                match self.in_groups(rhs).filter(|_| self.int8 && is_matrix) {
+                    Some((integers, weights, scale)) => {
+                        return Some((integers, Scales::Stored(weights, scale)));
+                    }
+                    None => Scales::None,
                 }
-                None => Scales::None,
-            },
+            }
             _ if !self.int8 => return None,
             [found, columns] => Scales::Found([found, columns]),
             [columns] if is_float => {
@@ -145,9 +148,9 @@ impl<'a> Claims<'a> {
         (self.node(x).shape.dtype == DType::BF16).then_some(x)
     }
 
-    /// The integers that node `weights` is made of, with a scale for so many of them along the dimension that a linear layer
-    /// contracts.
-    fn in_groups(&self, weights: u32) -> Option<(u32, StoredWeights, u32)> {
+    /// The integers that node `weights` is made of, with a scale for so many of them along their second dimension: that which a
+    /// linear layer contracts, and the channels that a convolution reads.
+    pub(super) fn in_groups(&self, weights: u32) -> Option<(u32, StoredWeights, u32)> {
         let node = self.node(weights);
         let Op::Composite {
             kind:
@@ -165,7 +168,7 @@ impl<'a> Claims<'a> {
             return None;
         };
         let [of_integers, of_scale] = [integers, scale].map(|id| &self.node(id).shape);
-        let &[outputs, terms] = &of_integers.dims[..] else {
+        let &[outputs, terms, ..] = &of_integers.dims[..] else {
             return None;
         };
         let groups = match (&along[..], &of_scale.dims[..]) {

@@ -9,7 +9,7 @@ use crate::graph::{Binary, Builder, Comparison, ConvDims, Op, Tensor};
 use crate::shape::Shape;
 
 use super::super::mosaic::LANES;
-use super::super::{Added, Arithmetic, Convolution};
+use super::super::{Added, Arithmetic, Convolution, Widen};
 use super::contracted::{ContractedDims, Scales};
 use super::{Claims, Result, inverse_of_features};
 
@@ -142,6 +142,72 @@ impl Claims<'_> {
         Some((sum, found))
     }
 
+    /// Integers in rows as bf16.
+    fn widened(&self, b: &Builder, integers: Tensor) -> Result<Tensor> {
+        let shape = b.shape(integers);
+        let kernel = Widen {
+            element: shape.dtype,
+            scaled: false,
+        };
+        // Devices that share a batch would each have to be told that they widen all of it.
+        match self.parts == 1 && self.int8 && kernel.fits(shape.dims[1], shape.dims[2]) {
+            true => b.push(Op::CustomCall(Arc::new(kernel)), &[integers]),
+            false => b.convert(integers, DType::BF16),
+        }
+    }
+
+    /// The weights in rows, where they are integers in groups that a kernel widens.
+    fn grouped(
+        &self,
+        b: &Builder,
+        found: &Found,
+        block: usize,
+        copies: &[Tensor],
+    ) -> Result<Option<Tensor>> {
+        let Some((integers, stored, scale)) = self.in_groups(found.weights) else {
+            return Ok(None);
+        };
+        let group = stored.group.unwrap_or(1);
+        let side = found.kernel.side;
+        let [outputs, inputs] = [0, 1].map(|d| self.node(integers).shape.dims[d]);
+        let padded = Convolution::padded_inputs(inputs);
+        let kernel = Widen {
+            element: stored.element,
+            scaled: true,
+        };
+        let (groups, terms) = (padded / group, side * padded);
+        let takes = self.parts == 1
+            && self.int8
+            && self.node(scale).shape.dtype == DType::BF16
+            && padded.is_multiple_of(group)
+            && side * groups <= LANES
+            && kernel.fits(side * outputs, terms);
+        if !takes {
+            return Ok(None);
+        }
+        let [integers, scale] = [integers, scale].map(|id| self.before_storage(id, copies));
+        // In every run, as above.
+        let integers = b.stored(in_rows(b, integers, side, block)?)?;
+        // Inputs that fill registers up are zeros.
+        let scale = super::pad_to(b, scale, &[outputs, groups])?;
+        let blocks = outputs / block;
+        let scale = b.reshape(scale, &[blocks, block, groups])?;
+        let each = [blocks, side, block, side, groups];
+        let scale = b.broadcast_in_dim(scale, &[0, 2, 4], &each)?;
+        let scale = b.reshape(scale, &[1, side * outputs, side * groups])?;
+        let scale = super::pad_to(b, scale, &[1, side * outputs, LANES])?;
+        let ones = b.full(&Shape::new(DType::BF16, [side * groups]), 1.0)?;
+        let [rows, columns] =
+            [0, 1].map(|dim| b.iota(Shape::new(DType::S32, [LANES, side * groups]), dim));
+        let is_own = b.compare(Comparison::Eq, rows?, columns?)?;
+        let ones = b.broadcast_in_dim(ones, &[1], &[LANES, side * groups])?;
+        let own = b.select(is_own, ones, b.full(&b.shape(ones), 0.0)?)?;
+        let own = b.broadcast_in_dim(own, &[0, 1], &[LANES, side * groups, group])?;
+        let own = b.reshape(own, &[1, LANES, terms])?;
+        let call = Op::CustomCall(Arc::new(kernel));
+        b.push(call, &[integers, scale, own]).map(Some)
+    }
+
     /// The kernel's call in place of a convolution and what belongs to it.
     pub(super) fn convolution_call(
         &self,
@@ -158,11 +224,17 @@ impl Claims<'_> {
         let weights = self.before_storage(found.weights, copies);
         let block = found.kernel.columns(inputs, outputs).unwrap_or(outputs);
         let mut operands = vec![x; side];
-        let mut weights = in_rows(b, weights, side, block)?;
-        if let Scales::Stored(..) = found.scales {
-            // In every run: what is stored lies as the kernel reads it, and no wider copy stays.
-            weights = b.convert(b.stored(weights)?, DType::BF16)?;
-        }
+        let weights = match found.scales {
+            Scales::Stored(..) => {
+                // What is stored lies as the kernel reads it, and is widened in every run: no wider copy stays.
+                let integers = b.stored(in_rows(b, weights, side, block)?)?;
+                self.widened(b, integers)?
+            }
+            _ => match self.grouped(b, found, block, copies)? {
+                Some(weights) => weights,
+                None => in_rows(b, weights, side, block)?,
+            },
+        };
         operands.push(weights);
 
         let row = |x: Tensor, dim: usize| -> Result<Tensor> {
