@@ -621,44 +621,39 @@ fn small_products_stay() {
     assert_eq!(calls(&claim(&graph, true, 1).unwrap()), 0);
 }
 
-/// A linear layer of weights that are stored in int8 with a scale a channel, or in int4 with one for 64 features.
-fn stored(int4: bool, dims: [usize; 4]) -> Graph {
-    let mode = match int4 {
-        false => LayerQuantization::Int8W8A16,
-        true => LayerQuantization::W4A16,
-    };
+/// Weights that are stored in int8 with a scale a channel, and in int4 with one for 64 features.
+const STORED: [LayerQuantization; 2] = [LayerQuantization::Int8W8A16, LayerQuantization::W4A16];
+
+/// A linear layer of stored weights.
+fn stored(mode: LayerQuantization, dims: [usize; 4]) -> Graph {
     alone_in(Layer::Linear, &dims, Some(mode))
 }
 
 /// A transformer block, whose products have norms, gates and sums around them, and queries, keys and values in one.
-fn stored_block(int4: bool) -> Graph {
-    let mode = match int4 {
-        false => LayerQuantization::Int8W8A16,
-        true => LayerQuantization::W4A16,
-    };
+fn stored_block(mode: LayerQuantization) -> Graph {
     alone_in(Layer::TransformerBlock, &[1, 128, 80, 2, 64], Some(mode))
 }
 
 #[test]
 fn products_of_stored_weights_are_their_bodies() {
-    for int4 in [false, true] {
+    for mode in STORED {
         // Rows that fill no block; several blocks of rows, and of columns.
         for dims in [[1, 40, 192, 320], [1, 530, 128, 1408]] {
-            let graph = stored(int4, dims);
+            let graph = stored(mode, dims);
             let kernel = claim(&graph, true, 1).unwrap();
             assert_eq!(calls(&kernel), 1, "{dims:?}");
             let error = distance(&graph, &kernel);
             assert!(error <= 2e-3, "{dims:?}: {error}");
         }
-        let graph = stored_block(int4);
+        let graph = stored_block(mode);
         let kernel = claim(&graph, true, 1).unwrap();
         // Two attentions; queries, keys and values, the text's queries, two outputs and the feed-forward layers.
-        assert_eq!((calls(&kernel), norms(&kernel)), (8, 0), "int4: {int4}");
+        assert_eq!((calls(&kernel), norms(&kernel)), (8, 0), "{mode}");
         let error = distance(&graph, &kernel);
-        assert!(error <= 1e-2, "int4: {int4}: {error}");
+        assert!(error <= 1e-2, "{mode}: {error}");
     }
     // Convolutions, whose weights another kernel widens.
-    for mode in [LayerQuantization::Int8W8A16, LayerQuantization::W4A16] {
+    for mode in STORED {
         let graph = alone_in(Layer::Conv2d, &[1, 4, 32, 192, 128, 3], Some(mode));
         let kernel = claim(&graph, true, 1).unwrap();
         assert_eq!(calls(&kernel), 2, "{mode}");
@@ -666,7 +661,7 @@ fn products_of_stored_weights_are_their_bodies() {
         assert!(error <= 2e-3, "{mode}: {error}");
     }
     // A chip that does not have the memory.
-    let graph = stored(true, [1, 300, 128, 128]);
+    let graph = stored(LayerQuantization::W4A16, [1, 300, 128, 128]);
     assert_eq!(calls(&claim(&graph, false, 1).unwrap()), 0);
 }
 
@@ -683,8 +678,13 @@ fn every_chip_takes_the_kernels() {
     let convolution = convolution([2, 64, 32, 40, 24]);
     let products = [vec![gated, convolution], products.to_vec()].concat();
     // Several blocks of rows and of columns.
-    let of_stored = [false, true].map(|int4| stored(int4, [1, 640, 640, 2560]));
-    let products = [products, of_stored.to_vec(), vec![stored_block(true)]].concat();
+    let of_stored = STORED.map(|mode| stored(mode, [1, 640, 640, 2560]));
+    let products = [
+        products,
+        of_stored.to_vec(),
+        vec![stored_block(LayerQuantization::W4A16)],
+    ]
+    .concat();
     let of_bf16 = [
         normed_in(false, [256, 640], |m, x| {
             gated_gelu(m, project(m, "proj", x, 2560)).unwrap()

@@ -243,6 +243,17 @@ CONVS = {
 }
 NHWC = ("NHWC", "HWIO", "NHWC")
 
+
+def conv_operands(case: str, dtype):
+    """The generator, for what follows, and both operands: an outlier channel, and an output of zeros."""
+    lhs_shape, rhs_shape, _ = CONVS[case]
+    gen = rng("qwix", case)
+    lhs, rhs = normal(gen, lhs_shape), normal(gen, rhs_shape, scale=0.2)
+    lhs[0, :, :, 1] *= 50.0
+    rhs[..., 2] = 0.0
+    return gen, jnp.asarray(lhs.astype(dtype)), jnp.asarray(rhs.astype(dtype))
+
+
 EINSUMS = {
     "einsum_bsd_dnh": ("bsd,dnh->bsnh", (2, 5, 16), (16, 3, 8)),
     "einsum_bqhd_bkhd": ("bqhd,bkhd->bhqk", (2, 6, 3, 8), (2, 7, 3, 8)),
@@ -332,12 +343,8 @@ def qwix_vectors():
                 einsum_str=equation, ndims=(lhs.ndim, rhs.ndim), for_lhs=for_lhs, tile_size=None, qtype=jnp.int8)
             record(f"{case}_{dname}", lhs, rhs, g, Einsum(equation, "dnh" in case), how(True), how(False),
                    {"op": "einsum", "equation": equation, "residuals": "original"})
-        for case, (lhs_shape, rhs_shape, kwargs) in CONVS.items():
-            gen = rng("qwix", case)
-            lhs, rhs = normal(gen, lhs_shape), normal(gen, rhs_shape, scale=0.2)
-            lhs[0, :, :, 1] *= 50.0
-            rhs[..., 2] = 0.0
-            lhs, rhs = jnp.asarray(lhs.astype(dtype)), jnp.asarray(rhs.astype(dtype))
+        for case, (_, _, kwargs) in CONVS.items():
+            gen, lhs, rhs = conv_operands(case, dtype)
             run = functools.partial(jax.lax.conv_general_dilated, dimension_numbers=NHWC, **kwargs)
             g = jnp.asarray(normal(gen, jax.eval_shape(run, lhs, rhs).shape, dtype))
             dnums = jax.lax.conv_dimension_numbers(lhs.shape, rhs.shape, NHWC)

@@ -15,8 +15,8 @@ import numpy as np
 import qwix
 from qwix._src.core import conv_general, dot_general
 
-from common import GOLDEN, normal, rng, write
-from quant import CONVS, DOTS, DTYPES, NHWC, Conv, Dot, dot_operands, qwix_quantized
+from common import GOLDEN, write
+from quant import CONVS, DOTS, DTYPES, NHWC, Conv, Dot, conv_operands, dot_operands, qwix_quantized
 
 E4M3 = jnp.float8_e4m3fn
 RULE = functools.partial(qwix.QtRule, module_path=".*", weight_qtype=E4M3, act_qtype=E4M3,
@@ -68,12 +68,8 @@ def main():
                 key = f"{mode}_{case}_{dname}"
                 record(tensors, key, rule, Dot(dims, case != "scores"), operands, hows, True)
                 cases[key] = {"op": "dot_general", "mode": mode, "dimension_numbers": dims}
-            for case, (lhs_shape, rhs_shape, kwargs) in CONVS.items():
-                gen = rng("qwix", case)
-                lhs, rhs = normal(gen, lhs_shape), normal(gen, rhs_shape, scale=0.2)
-                lhs[0, :, :, 1] *= 50.0
-                rhs[..., 2] = 0.0
-                lhs, rhs = jnp.asarray(lhs.astype(dtype)), jnp.asarray(rhs.astype(dtype))
+            for case, (_, _, kwargs) in CONVS.items():
+                _, lhs, rhs = conv_operands(case, dtype)
                 run = functools.partial(jax.lax.conv_general_dilated, dimension_numbers=NHWC, **kwargs)
                 g = jnp.zeros(jax.eval_shape(run, lhs, rhs).shape, dtype)
                 dnums = jax.lax.conv_dimension_numbers(lhs.shape, rhs.shape, NHWC)

@@ -190,6 +190,11 @@ impl TensorFormat {
         }
     }
 
+    /// Whether its scale comes from a checkpoint: of a weight beside its integers, of an activation that which calibration found.
+    pub fn has_stored_scale(self) -> bool {
+        matches!(self.range, Range::Stored(_))
+    }
+
     /// What the largest magnitude becomes before it is rounded: half a step above the largest integer, or the largest
     /// number of a float type.
     pub fn bound(self) -> f64 {

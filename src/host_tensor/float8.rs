@@ -4,50 +4,68 @@ use half::f16;
 
 /// The largest number.
 pub const LARGEST: f32 = 448.0;
-/// 2^-6, below which numbers are 2^-9 apart.
-const SMALLEST_NORMAL: u32 = 0x3c80_0000;
-/// Numbers near it are 2^-9 apart.
-const SUBNORMAL_STEPS: f32 = 16384.0;
+/// The largest number of `f8E5M2`.
+pub const LARGEST_E5M2: f32 = 57344.0;
+
+/// How a float of 8 bits is made of one of 32.
+struct Kind {
+    /// The bits of the smallest number that is not subnormal.
+    smallest_normal: u32,
+    /// Numbers near it are as far apart as those below.
+    subnormal_steps: f32,
+    /// What the exponents' biases differ by.
+    bias: u32,
+    /// Bits of the mantissa that go.
+    dropped: u32,
+    /// The code of all that is larger than the numbers.
+    beyond: u32,
+}
+
+/// 2^-6, below which numbers are 2^-9 apart; beyond is NaN.
+const E4M3FN: Kind = Kind {
+    smallest_normal: 0x3c80_0000,
+    subnormal_steps: 16384.0,
+    bias: 127 - 7,
+    dropped: 20,
+    beyond: 0x7f,
+};
+
+/// 2^-14, below which numbers are 2^-16 apart; beyond is infinity.
+const E5M2: Kind = Kind {
+    smallest_normal: 0x3880_0000,
+    subnormal_steps: 128.0,
+    bias: 127 - 15,
+    dropped: 21,
+    beyond: 0x7c,
+};
 
 /// The nearest number, ties to even; NaN from 464 on, as XLA converts.
 pub fn encode(x: f32) -> u8 {
-    let bits = x.to_bits();
-    let sign = (bits >> 24) as u8 & 0x80;
-    let magnitude = bits & 0x7fff_ffff;
-    let code = if magnitude < SMALLEST_NORMAL {
-        (f32::from_bits(magnitude) + SUBNORMAL_STEPS).to_bits() - SUBNORMAL_STEPS.to_bits()
-    } else {
-        // The exponent's bias is 7 in place of 127; 20 bits of the mantissa go.
-        let odd = (magnitude >> 20) & 1;
-        (magnitude - (120 << 23)).saturating_add(0x7_ffff + odd) >> 20
-    };
-    sign | code.min(0x7f) as u8
+    nearest(x, &E4M3FN)
 }
-
-/// The largest number of `f8E5M2`.
-pub const LARGEST_E5M2: f32 = 57344.0;
-/// 2^-14, below which numbers of `f8E5M2` are 2^-16 apart.
-const SMALLEST_NORMAL_E5M2: u32 = 0x3880_0000;
-/// Numbers near it are 2^-16 apart.
-const SUBNORMAL_STEPS_E5M2: f32 = 128.0;
 
 /// The nearest number of `f8E5M2`, ties to even; infinity from 61440 on, as XLA converts.
 pub fn encode_e5m2(x: f32) -> u8 {
+    match x.is_nan() {
+        true => (x.to_bits() >> 24) as u8 & 0x80 | 0x7e,
+        false => nearest(x, &E5M2),
+    }
+}
+
+#[inline]
+fn nearest(x: f32, kind: &Kind) -> u8 {
     let bits = x.to_bits();
     let sign = (bits >> 24) as u8 & 0x80;
     let magnitude = bits & 0x7fff_ffff;
-    if x.is_nan() {
-        return sign | 0x7e;
-    }
-    let code = if magnitude < SMALLEST_NORMAL_E5M2 {
-        (f32::from_bits(magnitude) + SUBNORMAL_STEPS_E5M2).to_bits()
-            - SUBNORMAL_STEPS_E5M2.to_bits()
+    let code = if magnitude < kind.smallest_normal {
+        (f32::from_bits(magnitude) + kind.subnormal_steps).to_bits()
+            - kind.subnormal_steps.to_bits()
     } else {
-        // The exponent's bias is 15 in place of 127; 21 bits of the mantissa go.
-        let odd = (magnitude >> 21) & 1;
-        (magnitude - (112 << 23)).saturating_add(0xf_ffff + odd) >> 21
+        let odd = (magnitude >> kind.dropped) & 1;
+        let half = (1 << (kind.dropped - 1)) - 1;
+        (magnitude - (kind.bias << 23)).saturating_add(half + odd) >> kind.dropped
     };
-    sign | code.min(0x7c) as u8
+    sign | code.min(kind.beyond) as u8
 }
 
 /// The number of a code.

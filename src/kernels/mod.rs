@@ -124,11 +124,6 @@ fn has_kernel(case: &Case, accelerator: &Accelerator) -> Result<bool, KernelErro
     Ok(!claimed(case, accelerator.backend())?.is_empty())
 }
 
-/// Empty without quantization.
-fn mode_name(case: &Case) -> &'static str {
-    case.quantization.map_or("", LayerQuantization::name)
-}
-
 /// The report of the step program; what is computed from weights alone is not in it.
 fn report(case: &Case, compiler: &Compiler) -> Result<CompileReport, KernelError> {
     let options = Options {
@@ -136,7 +131,10 @@ fn report(case: &Case, compiler: &Compiler) -> Result<CompileReport, KernelError
         precision: DotPrecision::Default,
         weights_dtype: "bfloat16",
         activations_dtype: "bfloat16",
-        quantization: mode_name(case).to_owned(),
+        quantization: case
+            .quantization
+            .map_or("", LayerQuantization::name)
+            .to_owned(),
         memory_advice: Vec::new(),
     };
     Ok(compiler

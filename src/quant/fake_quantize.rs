@@ -15,7 +15,6 @@ use super::low_rank::weight_behind;
 use super::lower::{Integers, Place, dequantized, is_annotated};
 use super::observer::Extent;
 use super::rounding::{quantize, scale_of};
-use super::stored::is_stored;
 use super::weight::{Element, RunRounding, WeightQuantError, nearest_groups, scale_dims};
 
 type Result<T> = std::result::Result<T, GraphError>;
@@ -108,7 +107,7 @@ impl FakeQuantization {
                     (Some(weight), _) if self.learns_scales => {
                         learned(b, x, weight, format, place)?
                     }
-                    (None, Some(weight)) if is_stored(format) => {
+                    (None, Some(weight)) if format.has_stored_scale() => {
                         let range = self.range(b, x, layer(b, weight)?, ranges, &mut moved)?;
                         in_range(b, x, range, format)?
                     }
@@ -282,7 +281,7 @@ pub fn is_learnable(format: TensorFormat) -> bool {
         format.convention,
         NumericsConvention::Aqt | NumericsConvention::Qwix | NumericsConvention::Quark
     );
-    is_of_programs && !format.zero_point && !is_stored(format)
+    is_of_programs && !format.zero_point && !format.has_stored_scale()
 }
 
 /// The logarithms from which the scales of a weight are learned: of those that its ranges have. The weight is of the type that

@@ -12,7 +12,7 @@ use crate::shard::LOCAL_SHARDS;
 use super::QuantError;
 use super::recorded::{RecordedScales, activation_feature, times_whole};
 use super::rounding::{Affine, NoiseSource, find_scale, quantize};
-use super::stored::{is_stored, with_stored_weights};
+use super::stored::with_stored_weights;
 use super::weight::nearest_groups;
 
 type Result<T> = std::result::Result<T, GraphError>;
@@ -90,7 +90,9 @@ pub fn lower_with_noise(
         let mut operand = |i: usize| {
             let id = node.operands[i];
             let quantized = [quant.forward.lhs, quant.forward.rhs][i];
-            let stored = stored.get(&id).filter(|_| quantized.is_some_and(is_stored));
+            let stored = stored
+                .get(&id)
+                .filter(|_| quantized.is_some_and(TensorFormat::has_stored_scale));
             Ok::<_, GraphError>(match stored {
                 Some(weight) => Operand {
                     values: copies[weight.node as usize],
@@ -115,7 +117,7 @@ pub fn lower_with_noise(
                     is_weight: of_weights[id as usize],
                     stored: None,
                     recorded: match quantized {
-                        Some(format) if is_stored(format) && !of_weights[id as usize] => {
+                        Some(format) if format.has_stored_scale() && !of_weights[id as usize] => {
                             Some(recorded.of(b, &graph, node, i, format)?)
                         }
                         _ => None,

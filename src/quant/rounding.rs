@@ -8,7 +8,6 @@ use crate::graph::{
     Rounding, Tensor, TensorFormat, Unary,
 };
 
-use super::stored::is_stored;
 use super::weight::QUARK_SMALLEST;
 
 type Result<T> = std::result::Result<T, GraphError>;
@@ -174,32 +173,23 @@ fn scaled_values(
             let inverse = b.select(overflown, one, inverse)?;
             b.mul(x, b.broadcast_in_dim(inverse, kept, &shape.dims)?)
         }
-        NumericsConvention::Qwix => {
-            let wide = b.convert(scale, DType::F32)?;
-            let inverse = b.div(one(wide)?, wide)?;
-            let inverse = b.broadcast_in_dim(inverse, kept, &shape.dims)?;
-            b.convert(b.mul(b.convert(x, DType::F32)?, inverse)?, shape.dtype)
-        }
-        // The scale of an activation: every step rounds by it.
-        NumericsConvention::Quark if format.element.is_float() && is_stored(format) => {
-            let wide = b.convert(scale, DType::F32)?;
-            let inverse = b.div(one(wide)?, wide)?;
-            let inverse = b.broadcast_in_dim(inverse, kept, &shape.dims)?;
-            b.convert(b.mul(b.convert(x, DType::F32)?, inverse)?, shape.dtype)
-        }
         // A quotient in float64, which XLA makes a product with the reciprocal, rounds to the same float32 as the division:
-        // none is near a tie.
-        NumericsConvention::Quark if format.element.is_float() => {
+        // none is near a tie. By the scale of an activation, which is stored, every step rounds: not so.
+        NumericsConvention::Quark if format.element.is_float() && !format.has_stored_scale() => {
             let scale = b.convert(scale, DType::F64)?;
             let scale = b.broadcast_in_dim(scale, kept, &shape.dims)?;
             let quotient = b.div(b.convert(x, DType::F64)?, scale)?;
             b.convert(b.convert(quotient, DType::F32)?, shape.dtype)
         }
-        NumericsConvention::Quark => {
+        NumericsConvention::Qwix | NumericsConvention::Quark => {
             let wide = b.convert(scale, DType::F32)?;
             let inverse = b.div(one(wide)?, wide)?;
             let inverse = b.broadcast_in_dim(inverse, kept, &shape.dims)?;
-            b.mul(b.convert(x, DType::F32)?, inverse)
+            let scaled = b.mul(b.convert(x, DType::F32)?, inverse)?;
+            match format.convention == NumericsConvention::Quark && !format.element.is_float() {
+                true => Ok(scaled),
+                false => b.convert(scaled, shape.dtype),
+            }
         }
         NumericsConvention::Gguf
         | NumericsConvention::Nf4

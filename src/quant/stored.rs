@@ -31,11 +31,6 @@ pub fn input_scale_name(layer: &str) -> String {
     format!("{layer}.input_scale")
 }
 
-/// Whether the integers and the scale of a tensor come from a checkpoint.
-pub(super) fn is_stored(format: TensorFormat) -> bool {
-    matches!(format.range, Range::Stored(_))
-}
-
 /// A weight whose integers are an input.
 #[derive(Clone)]
 pub(super) struct StoredWeight {
@@ -175,7 +170,7 @@ fn formats(node: &Node) -> impl Iterator<Item = (usize, TensorFormat)> {
         _ => [None; 2],
     };
     let formats = formats.into_iter().enumerate();
-    formats.filter_map(|(at, format)| Some((at, format.filter(|f| is_stored(*f))?)))
+    formats.filter_map(|(at, format)| Some((at, format.filter(|f| f.has_stored_scale())?)))
 }
 
 /// The dimensions of a contraction's operands along which scales lie.

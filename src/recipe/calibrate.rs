@@ -45,11 +45,6 @@ const MAX_CAPTION_BYTES: u64 = 256 << 20;
 /// The column of a caption in COCO's `captions.tsv`, whose first line names the columns.
 const CAPTION_COLUMN: usize = 2;
 
-/// The formats of activations whose scale calibration finds.
-fn is_recorded(format: TensorFormat) -> bool {
-    matches!(format.range, Range::Stored(_))
-}
-
 /// Checks what the configuration alone says of calibration.
 ///
 /// # Errors
@@ -68,9 +63,11 @@ pub(super) fn check_calibration(
         Action::Quantize(formats) => Some(formats),
     });
     let formats: Vec<_> = formats.collect();
-    let is_static = formats
-        .iter()
-        .any(|formats| formats.activation.is_some_and(is_recorded));
+    let is_static = formats.iter().any(|formats| {
+        formats
+            .activation
+            .is_some_and(TensorFormat::has_stored_scale)
+    });
     let has_low_rank = formats.iter().any(|formats| formats.low_rank);
     let is_gptq = config.quantization_algorithm == WeightAlgorithm::Gptq;
     let is_fed = is_gptq || config.quantization_algorithm == WeightAlgorithm::Awq;
@@ -208,7 +205,7 @@ pub(super) fn calibrated(
     }
     let is_gptq = config.quantization_algorithm == WeightAlgorithm::Gptq;
     let reads = |layer: &StoredLayer| {
-        let is_static = layer.activation.is_some_and(is_recorded);
+        let is_static = layer.activation.is_some_and(TensorFormat::has_stored_scale);
         is_measured || is_gptq || layer.smoothed || layer.low_rank.is_some() || is_static
     };
     let layers = stored.layers.iter().filter(|(_, layer)| reads(layer));
@@ -403,7 +400,7 @@ pub(super) fn plans(
     };
     let is_gptq = config.quantization_algorithm == WeightAlgorithm::Gptq;
     for (path, layer) in &stored.layers {
-        let recorded = layer.activation.filter(|format| is_recorded(*format));
+        let recorded = layer.activation.filter(|format| format.has_stored_scale());
         let scales = trained.and_then(|trained| trained.scale(path));
         let is_plain = recorded.is_none()
             && layer.low_rank.is_none()
@@ -492,9 +489,9 @@ fn in_range_type(scale: HostTensor, format: TensorFormat) -> Result<HostTensor, 
 
 /// Whether calibration finds a scale for each feature of what a layer reads.
 fn has_feature_scales(layer: &StoredLayer) -> bool {
-    layer
-        .activation
-        .is_some_and(|format| is_recorded(format) && format.granularity == Granularity::Feature)
+    layer.activation.is_some_and(|format| {
+        format.has_stored_scale() && format.granularity == Granularity::Feature
+    })
 }
 
 /// SmoothQuant: the scales of the features of what layers read, of the factors by which they share their ranges. What is read

@@ -63,12 +63,8 @@ pub fn check_formats(
             }
             _ => activation_formats(config)?,
         };
-    for format in [Format::Int8, Format::Fp8] {
-        let multiplies = |activation: &TensorFormat| match format {
-            Format::Fp8 => activation.element.is_float(),
-            Format::Bf16 | Format::Int8 | Format::Int4 => !activation.element.is_float(),
-        };
-        if !activations.iter().any(multiplies) {
+    for (format, is_float) in [(Format::Int8, false), (Format::Fp8, true)] {
+        if !activations.iter().any(|a| a.element.is_float() == is_float) {
             continue;
         }
         let speedup = chip

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
 
-use crate::config::{self, Config, Given, LoraConfig};
+use crate::config::{Config, Given, LoraConfig};
 use crate::models::{DenoiserKind, Part};
 use crate::pipelines::PipelineModel;
 use crate::quant::Policy;
@@ -17,7 +17,7 @@ use crate::util::files::{self, sorted_entries};
 use crate::weights::lora::KohyaNames;
 use crate::weights::source::{Component, ModelSource};
 
-use super::formats::takes_over_scales;
+use super::formats::{Activations, activations_of, takes_over_scales};
 use super::model::trains_pixels;
 use super::objective::objective;
 use super::record::{Recorded, of_new_model};
@@ -137,12 +137,7 @@ pub fn stored_policy(config: &Config, policy: Policy) -> Result<Policy, RecipeEr
              lora_rank=16, or name the float checkpoint",
         );
     }
-    let of_activations = [
-        config::Quantization::Int8,
-        config::Quantization::Fp8,
-        config::Quantization::Fp8Full,
-    ];
-    if of_activations.contains(&config.quantization) {
+    if activations_of(config.quantization) == Activations::Found {
         return Err(RecipeError::Usage(format!(
             "quantization={}: beside weights that are stored quantized, training has float activations: leave it out, or name the \
              mode of the weights alone, such as int8_w8a16",

@@ -58,7 +58,32 @@ fn has_qwix_rules(config: &Config) -> bool {
         config::Quantization::Int8 => {
             numerics(config, config.quantization) == NumericsConvention::Qwix
         }
-        config::Quantization::Fp8 | config::Quantization::Fp8Full => config.use_qwix_quantization,
+        mode => config.use_qwix_quantization && activations_of(mode) == Activations::Found,
+    }
+}
+
+/// What a mode makes of the activations of layers.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Activations {
+    /// They stay in float.
+    Float,
+    /// They are rounded by scales that are found in them.
+    Found,
+    /// They are rounded by scales that calibration or training found.
+    Recorded,
+    /// They have the format of the weights that they meet.
+    AsWeights,
+}
+
+pub(super) fn activations_of(mode: config::Quantization) -> Activations {
+    match mode {
+        config::Quantization::Int8 | config::Quantization::Fp8 | config::Quantization::Fp8Full => {
+            Activations::Found
+        }
+        config::Quantization::Int8W8A8Static | config::Quantization::Fp8W8A8Static => {
+            Activations::Recorded
+        }
+        config::Quantization::W4A4 | config::Quantization::SvdQuantW4A4 => Activations::AsWeights,
         config::Quantization::Off
         | config::Quantization::Int8W8A16
         | config::Quantization::W4A16
@@ -69,11 +94,7 @@ fn has_qwix_rules(config: &Config) -> bool {
         | config::Quantization::MxFp6E3M2
         | config::Quantization::MxFp8
         | config::Quantization::NvFp4
-        | config::Quantization::Int8W8A8Static
-        | config::Quantization::Fp8W8A8Static
-        | config::Quantization::SvdQuantW4A16
-        | config::Quantization::W4A4
-        | config::Quantization::SvdQuantW4A4 => false,
+        | config::Quantization::SvdQuantW4A16 => Activations::Float,
     }
 }
 
@@ -367,27 +388,16 @@ fn formats(
         range: Range::Stored(config.activations_dtype.into()),
         ..TensorFormat::int8(numerics)
     };
-    let (activation, low_rank) = match mode {
-        config::Quantization::Int8W8A8Static | config::Quantization::Fp8W8A8Static => {
-            (Some(recorded), false)
-        }
-        config::Quantization::SvdQuantW4A16 => (None, true),
-        config::Quantization::W4A4 => (Some(weight), false),
-        config::Quantization::SvdQuantW4A4 => (Some(weight), true),
-        config::Quantization::Off
-        | config::Quantization::Int8
-        | config::Quantization::Int8W8A16
-        | config::Quantization::W4A16
-        | config::Quantization::Fp8
-        | config::Quantization::Fp8Full
-        | config::Quantization::Fp8W8A16
-        | config::Quantization::Nf4
-        | config::Quantization::MxFp4
-        | config::Quantization::MxFp6E2M3
-        | config::Quantization::MxFp6E3M2
-        | config::Quantization::MxFp8
-        | config::Quantization::NvFp4 => (None, false),
+    let activation = match activations_of(mode) {
+        Activations::Recorded => Some(recorded),
+        Activations::AsWeights => Some(weight),
+        // Those that are found have weights of their own, above.
+        Activations::Float | Activations::Found => None,
     };
+    let low_rank = matches!(
+        mode,
+        config::Quantization::SvdQuantW4A16 | config::Quantization::SvdQuantW4A4
+    );
     Ok(Formats {
         activation,
         low_rank,
@@ -519,44 +529,28 @@ pub fn policy_of_checkpoint(
                 format_text(layer.weight)
             ));
         }
-        layer.activation = match mode {
-            config::Quantization::Off
-            | config::Quantization::Int8W8A8Static
-            | config::Quantization::Fp8W8A8Static => layer.activation,
-            config::Quantization::Fp8 => match layer.activation {
-                Some(written) if !is_recorded(written) => Some(written),
+        if mode == config::Quantization::Off {
+            continue;
+        }
+        layer.activation = match activations_of(mode) {
+            Activations::Float => None,
+            Activations::Recorded => layer.activation,
+            Activations::AsWeights => int4_activation(layer.weight),
+            Activations::Found if !layer.weight.element.is_float() => Some(int8),
+            Activations::Found => match layer.activation {
+                Some(written) if !written.has_stored_scale() => Some(written),
                 _ => fp8_activation(layer.weight),
             },
-            config::Quantization::Int8W8A16
-            | config::Quantization::W4A16
-            | config::Quantization::SvdQuantW4A16
-            | config::Quantization::Fp8Full
-            | config::Quantization::Fp8W8A16
-            | config::Quantization::Nf4
-            | config::Quantization::MxFp4
-            | config::Quantization::MxFp6E2M3
-            | config::Quantization::MxFp6E3M2
-            | config::Quantization::MxFp8
-            | config::Quantization::NvFp4 => None,
-            config::Quantization::W4A4 | config::Quantization::SvdQuantW4A4 => {
-                int4_activation(layer.weight)
-            }
-            config::Quantization::Int8 => Some(int8),
         };
     }
     let root = format!("{}/", family.denoiser.part());
     Ok(Some(Policy::stored(&root, layers)))
 }
 
-/// Whether the scale of activations of this format is in the checkpoint.
-fn is_recorded(activation: TensorFormat) -> bool {
-    matches!(activation.range, Range::Stored(_))
-}
-
 /// Whether a layer's weight has been multiplied by the scales of its activation's features, so that it means nothing without
 /// them.
 pub(super) fn takes_over_scales(layer: &StoredLayer) -> bool {
-    let activation = layer.activation.filter(|format| is_recorded(*format));
+    let activation = layer.activation.filter(|format| format.has_stored_scale());
     activation.is_some_and(|format| format.granularity == Granularity::Feature)
 }
 
@@ -581,7 +575,9 @@ pub(super) fn check_weights_alone(
         let Action::Quantize(formats) = rule.action() else {
             continue;
         };
-        let is_static = formats.activation.is_some_and(is_recorded);
+        let is_static = formats
+            .activation
+            .is_some_and(TensorFormat::has_stored_scale);
         let needs_scales = is_static && recorded == Recorded::AreMissing;
         let on_host = formats.weight.is_some_and(|weight| {
             !matches!(
@@ -654,10 +650,12 @@ pub fn format_text(format: TensorFormat) -> String {
 /// The mode that formats are.
 pub fn mode_of(formats: &Formats) -> config::Quantization {
     match (formats.activation, formats.weight) {
-        (Some(activation), _) if is_recorded(activation) => match activation.element.is_float() {
-            false => config::Quantization::Int8W8A8Static,
-            true => config::Quantization::Fp8W8A8Static,
-        },
+        (Some(activation), _) if activation.has_stored_scale() => {
+            match activation.element.is_float() {
+                false => config::Quantization::Int8W8A8Static,
+                true => config::Quantization::Fp8W8A8Static,
+            }
+        }
         (Some(activation), _) if activation.element.is_float() => match formats.backward {
             None => config::Quantization::Fp8,
             Some(_) => config::Quantization::Fp8Full,

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use crate::config::{Config, OptimizerType, QatObserver};
-use crate::graph::{Range, TensorFormat};
+use crate::graph::TensorFormat;
 use crate::host_tensor::HostTensor;
 use crate::quant::{
     Action, FakeQuantization, Formats, Policy, input_range_name, is_learnable, log_scale_name,
@@ -34,9 +34,11 @@ pub(super) fn fake_quantization(
         })
         .collect();
     let learns_scales = config.qat_observer == QatObserver::Lsq;
-    let follows = formats
-        .iter()
-        .any(|formats| formats.activation.is_some_and(is_recorded));
+    let follows = formats.iter().any(|formats| {
+        formats
+            .activation
+            .is_some_and(TensorFormat::has_stored_scale)
+    });
     if !learns_scales && !follows {
         return match config.qat_freeze_observer_steps {
             -1 => Ok(None),
@@ -70,10 +72,6 @@ pub(super) fn fake_quantization(
         averaging_constant: config.qat_averaging_constant,
         freeze_after: u64::try_from(config.qat_freeze_observer_steps).ok(),
     }))
-}
-
-fn is_recorded(format: TensorFormat) -> bool {
-    matches!(format.range, Range::Stored(_))
 }
 
 /// The keys that decide what a scale is of, with their values, as the file of scales has them.
@@ -221,7 +219,9 @@ impl TrainedRanges {
                     format!("a scale {expected:?} is expected, found {found:?}"),
                 );
             }
-            let is_static = formats.activation.is_some_and(is_recorded);
+            let is_static = formats
+                .activation
+                .is_some_and(TensorFormat::has_stored_scale);
             if is_static && self.has_ranges() && !self.ranges.contains_key(layer) {
                 return refuse(layer, "the range of what it reads is missing".to_owned());
             }

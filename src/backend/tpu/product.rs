@@ -53,11 +53,14 @@ pub struct StoredWeights {
 }
 
 impl StoredWeights {
+    /// `None` of elements that no kernel widens.
+    pub(super) fn new(element: DType, group: Option<usize>) -> Option<StoredWeights> {
+        let widens = [DType::S8, DType::S4].contains(&element);
+        widens.then_some(StoredWeights { element, group })
+    }
+
     /// Terms that are widened at a time: of one scale, and whole tiles. `None` where there are none such.
     fn run(self, terms: usize) -> Option<usize> {
-        if ![DType::S8, DType::S4].contains(&self.element) {
-            return None;
-        }
         let tile = 8 * 32 / self.element.bits();
         let divides = |run: &usize| {
             let of_scale = self.group.unwrap_or(terms);

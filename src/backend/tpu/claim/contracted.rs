@@ -127,9 +127,8 @@ impl<'a> Claims<'a> {
             _ if !self.int8 => return None,
             [found, columns] => Scales::Found([found, columns]),
             [columns] if is_float => {
-                let element = self.node(rhs).shape.dtype;
-                let group = None;
-                Scales::Stored(StoredWeights { element, group }, columns)
+                let weights = StoredWeights::new(self.node(rhs).shape.dtype, None)?;
+                Scales::Stored(weights, columns)
             }
             [columns] => Scales::Recorded([self.recorded(lhs)?, columns]),
             _ => return None,
@@ -175,10 +174,7 @@ impl<'a> Claims<'a> {
             ([0, 1], &[own, groups]) if own == outputs && terms.is_multiple_of(groups) => groups,
             _ => return None,
         };
-        let weights = StoredWeights {
-            element: of_integers.dtype,
-            group: Some(terms / groups),
-        };
+        let weights = StoredWeights::new(of_integers.dtype, Some(terms / groups))?;
         Some((integers, weights, scale))
     }
 

@@ -9,7 +9,7 @@ use crate::graph::{Binary, Builder, Comparison, ConvDims, Op, Tensor};
 use crate::shape::Shape;
 
 use super::super::mosaic::LANES;
-use super::super::{Added, Arithmetic, Convolution, Widen};
+use super::super::{Added, Convolution, Widen};
 use super::contracted::{ContractedDims, Scales};
 use super::{Claims, Result, inverse_of_features};
 
@@ -80,11 +80,6 @@ impl Claims<'_> {
         let outputs = *node.shape.dims.last()?;
         let side = *kernel.dims.last()?;
         let arithmetic = contracted.scales.arithmetic();
-        if let Arithmetic::Stored(weights) = arithmetic
-            && ![DType::S8, DType::S4].contains(&weights.element)
-        {
-            return None;
-        }
         let around = (side / 2) as i64;
         let same_size = ConvDims::of_image(1, (around, around));
         let found = Convolution {
@@ -167,7 +162,9 @@ impl Claims<'_> {
         let Some((integers, stored, scale)) = self.in_groups(found.weights) else {
             return Ok(None);
         };
-        let group = stored.group.unwrap_or(1);
+        let Some(group) = stored.group else {
+            return Ok(None);
+        };
         let side = found.kernel.side;
         let [outputs, inputs] = [0, 1].map(|d| self.node(integers).shape.dims[d]);
         let padded = Convolution::padded_inputs(inputs);
@@ -186,7 +183,7 @@ impl Claims<'_> {
             return Ok(None);
         }
         let [integers, scale] = [integers, scale].map(|id| self.before_storage(id, copies));
-        // In every run, as above.
+        // What is stored lies as the kernel reads it, and is widened in every run: no wider copy stays.
         let integers = b.stored(in_rows(b, integers, side, block)?)?;
         // Inputs that fill registers up are zeros.
         let scale = super::pad_to(b, scale, &[outputs, groups])?;
@@ -196,12 +193,11 @@ impl Claims<'_> {
         let scale = b.broadcast_in_dim(scale, &[0, 2, 4], &each)?;
         let scale = b.reshape(scale, &[1, side * outputs, side * groups])?;
         let scale = super::pad_to(b, scale, &[1, side * outputs, LANES])?;
-        let ones = b.full(&Shape::new(DType::BF16, [side * groups]), 1.0)?;
-        let [rows, columns] =
-            [0, 1].map(|dim| b.iota(Shape::new(DType::S32, [LANES, side * groups]), dim));
+        let places = Shape::new(DType::S32, [LANES, side * groups]);
+        let [rows, columns] = [0, 1].map(|dim| b.iota(places.clone(), dim));
         let is_own = b.compare(Comparison::Eq, rows?, columns?)?;
-        let ones = b.broadcast_in_dim(ones, &[1], &[LANES, side * groups])?;
-        let own = b.select(is_own, ones, b.full(&b.shape(ones), 0.0)?)?;
+        let [one, zero] = [1.0, 0.0].map(|n| b.full(&places.with_dtype(DType::BF16), n));
+        let own = b.select(is_own, one?, zero?)?;
         let own = b.broadcast_in_dim(own, &[0, 1], &[LANES, side * groups, group])?;
         let own = b.reshape(own, &[1, LANES, terms])?;
         let call = Op::CustomCall(Arc::new(kernel));
@@ -226,7 +222,7 @@ impl Claims<'_> {
         let mut operands = vec![x; side];
         let weights = match found.scales {
             Scales::Stored(..) => {
-                // What is stored lies as the kernel reads it, and is widened in every run: no wider copy stays.
+                // As in groups.
                 let integers = b.stored(in_rows(b, weights, side, block)?)?;
                 self.widened(b, integers)?
             }
@@ -244,11 +240,7 @@ impl Claims<'_> {
         let mut rows = Vec::new();
         match found.scales {
             Scales::None => {}
-            Scales::Stored(..) => {
-                if let Some(columns) = found.scales.of_columns() {
-                    rows.push(row(copy(columns), 2)?);
-                }
-            }
+            Scales::Stored(_, columns) => rows.push(row(copy(columns), 2)?),
             Scales::Found(scales) => {
                 let [image, columns] = scales.map(copy);
                 let inverse = inverse_scale(b, image)?;
