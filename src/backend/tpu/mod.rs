@@ -1,5 +1,6 @@
 //! The TPU compiler's backend: kernels of this program, as Mosaic text in the module that calls them.
 
+mod arithmetic;
 mod attention;
 mod attention_gradient;
 mod channels;
@@ -12,6 +13,7 @@ mod product;
 mod upsample;
 mod widen;
 
+pub use arithmetic::{Arithmetic, StoredWeights};
 pub use attention::Attention;
 pub use attention_gradient::{AttentionGradient, Side};
 pub use channels::{OfChannels, ScaleShift, SideBySide};
@@ -19,7 +21,7 @@ pub use claim::{claim, claim_training, claims_in_training};
 pub use convolution::{Added, Convolution};
 pub use heads::Heads;
 pub use patches::products_of_patches;
-pub use product::{Arithmetic, Product, StoredWeights};
+pub use product::Product;
 pub use upsample::Upsample;
 pub use widen::Widen;
 
