@@ -629,6 +629,13 @@ fn of_columns(b: &Builder, columns: usize, [scale, bias]: [Option<Tensor>; 2]) -
 /// The matrix `x` with blocks of `block` from the first and from the second half of dimension `dim` in turn.
 fn in_turns(b: &Builder, x: Tensor, dim: usize, block: usize) -> Result<Tensor> {
     let dims = b.dims(x);
+    if dim + 1 == dims.len() {
+        // A reshape is made in every run, and one that joins parts of the last dimension moves all numbers.
+        let half = dims[dim] / 2;
+        let parts = (0..half).step_by(block).flat_map(|at| [at, half + at]);
+        let parts = parts.map(|at| b.slice_dim(x, dim, at, at + block));
+        return side_by_side(b, parts, dim);
+    }
     let blocks = [2, dims[dim] / 2 / block, block];
     let split = [&dims[..dim], &blocks, &dims[dim + 1..]].concat();
     let mut order: Vec<usize> = (0..split.len()).collect();
