@@ -185,12 +185,14 @@ fn dots_of_the_training_step_are_fp8_and_find_their_range_inside_a_slice() {
 /// One test, because each test is a process of its own and would compile the step again.
 #[test]
 fn every_eligible_dot_of_the_training_step_is_int8_and_finds_its_range_inside_a_slice() {
-    let compiled = int8(&[]);
+    // With the derivatives of convolutions, which are dots of patches then.
+    let of_convolutions = "quantization_convolution_gradients=True";
+    let compiled = int8(&[of_convolutions]);
     assert_every_eligible_dot_is_int8(&compiled);
-    assert_range_finding_stays_inside_a_slice(&compiled);
+    assert_range_finding_stays_inside_a_slice(&compiled, of_convolutions);
 }
 
-fn assert_range_finding_stays_inside_a_slice(compiled: &Compiled) {
+fn assert_range_finding_stays_inside_a_slice(compiled: &Compiled, option: &str) {
     let report = &compiled.step.report;
     assert_eq!(report.dcn_bytes.range_finding, 0, "{report}");
     assert!(
@@ -210,7 +212,7 @@ fn assert_range_finding_stays_inside_a_slice(compiled: &Compiled) {
     assert!(rest < gradients / 10, "{rest} other bytes cross: {report}");
 
     // Asked to find one range for the whole batch, the slices have to exchange their largest values.
-    let global = int8(&["quantization_local_shard_count=1"]);
+    let global = int8(&["quantization_local_shard_count=1", option]);
     let report = &global.step.report;
     assert!(report.dcn_bytes.range_finding > 0, "{report}");
     // Parts that stay in their slices cost the gradients nothing: each device sends its share of the sum.
@@ -239,10 +241,6 @@ fn assert_every_eligible_dot_is_int8(compiled: &Compiled) {
         let path = format!("unet/{}/", decision.path);
         for (name, types) in contractions.iter().filter(|(name, _)| name.contains(&path)) {
             let is_backward = name.starts_with("backward/");
-            if decision.op == "convolution" && is_backward {
-                // The backward pass of convolutions is in float.
-                continue;
-            }
             assert_eq!(
                 *types,
                 [PrimitiveType::S8, PrimitiveType::S8, PrimitiveType::S32],
@@ -261,10 +259,11 @@ fn assert_every_eligible_dot_is_int8(compiled: &Compiled) {
     };
     let dots = count("dot_general");
     assert_eq!(dots, 10, "the linear layers of one transformer block");
-    assert_eq!(forward, dots + count("convolution"));
-    assert_eq!(drhs, dots);
+    let all = dots + count("convolution");
+    assert_eq!(forward, all);
+    assert_eq!(drhs, all);
     // The cross attention's keys and values come from the prompt, which has no gradient.
-    assert_eq!(dlhs, dots - 2);
+    assert_eq!(dlhs, all - 2);
     let share = report.int8_flops_share;
     assert!((0.2..1.0).contains(&share), "{share}");
 }

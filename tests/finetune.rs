@@ -100,6 +100,7 @@ impl<'a> Run<'a> {
                 },
                 ..DdpmObjective::default()
             }),
+            gradient_reduce_dtype: None,
             guidance_scale: 1.0,
             prior_loss_weight: None,
             lora,

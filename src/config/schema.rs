@@ -355,6 +355,8 @@ schema! {
         /// weight gradient stays in float.
         quantization_local_shard_count: i64 = -1, Used, TRAIN_STEP, in MinusOneOrBetween(0.0, MOST),
             when WEIGHT_GRADIENTS;
+        /// Multiply in int8 or fp8 in the derivatives of convolutions too, as products of patches; otherwise those of dots alone.
+        quantization_convolution_gradients: bool = false, Ours, TRAIN_STEP, when WEIGHT_GRADIENTS, is [FixedOnResume];
         /// Qwix's rules and numerics instead of AQT's.
         use_qwix_quantization: bool = false, Used, EVERY,
             when QUANTIZED, is [FixedOnResume];
@@ -595,6 +597,9 @@ schema! {
             when Is("optimizer_type", &["AdamW", "Lion"]), is [FixedOnResume];
         /// Round weights in bfloat16 up or down at random after each update, so that they follow small updates on average.
         stochastic_rounding: bool = false, Ours, TRAIN_STEP, when Is("weights_dtype", &["bfloat16"]), is [FixedOnResume];
+        /// Element type in which the products that give gradients sum over the batch, on a device and between devices and slices.
+        /// Empty: `activations_dtype`, in which they multiply.
+        gradient_reduce_dtype: Option<FloatType> = None, Ours, TRAIN_STEP, is [FixedOnResume];
         /// AdamW, Lion and Prodigy: decay of the mean of gradients.
         adam_b1: f64 = 0.9, Used, TRAIN_STEP, in HalfOpen(0.0, 1.0),
             when IsNot("optimizer_type", "Adafactor"), is [FixedOnResume];

@@ -16,6 +16,7 @@ mod format;
 mod infer;
 mod init;
 mod op;
+pub(crate) mod patches;
 pub mod random;
 mod rewrite;
 mod roll;

@@ -212,7 +212,7 @@ pub struct Formats {
     pub low_rank: bool,
 }
 
-/// The formats of the two contractions of a dot's derivative. Derivatives of convolutions stay in float.
+/// The formats of the two contractions of a derivative.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Backward {
     /// The incoming gradient, which is the lhs of both.
@@ -223,6 +223,8 @@ pub struct Backward {
     pub activation: TensorFormat,
     /// Parts in which the range of a weight gradient's contraction is found; 0 leaves weight gradients in float.
     pub local_shards: usize,
+    /// Whether derivatives of convolutions have them too, and not those of dots alone.
+    pub convolutions: bool,
 }
 
 impl Formats {
@@ -241,6 +243,7 @@ impl Formats {
                 weight: nearest,
                 activation: nearest,
                 local_shards,
+                convolutions: false,
             }),
             low_rank: false,
         }
@@ -270,7 +273,7 @@ impl Formats {
     }
 
     /// [`Formats::fp8`] with both contractions of a dot's derivative in 8-bit floats too: gradients in `f8E5M2`, which has their
-    /// range (MaxDiffusion's `fp8_full`, but for convolutions, whose derivatives stay in float). With
+    /// range (MaxDiffusion's `fp8_full`, but for convolutions, for which see [`Formats::with_convolution_gradients`]). With
     /// [`Granularity::Tensor`] each of `local_shards` parts of a batch has a scale of its own, so that none is found across
     /// slices.
     pub fn fp8_full(granularity: Granularity, local_shards: usize) -> Formats {
@@ -287,9 +290,19 @@ impl Formats {
                 weight: TensorFormat::float8(DType::F8E4M3Fn, granularity),
                 activation: of(DType::F8E4M3Fn),
                 local_shards,
+                convolutions: false,
             }),
             ..forward
         }
+    }
+
+    /// The same with the derivatives of convolutions in the formats of those of dots, if `convolutions`: as products of patches,
+    /// so the gradient has a scale for each place of the image, or of a kernel's derivative for each output feature.
+    pub fn with_convolution_gradients(mut self, convolutions: bool) -> Formats {
+        if let Some(backward) = &mut self.backward {
+            backward.convolutions = convolutions;
+        }
+        self
     }
 
     /// Weights alone; activations and the backward pass stay in float.
@@ -308,7 +321,8 @@ impl Formats {
             false => (self.activation, self.weight),
             true => (self.weight, self.activation),
         };
-        let backward = self.backward.filter(|_| is_dot);
+        let has_backward = |formats: &Backward| is_dot || formats.convolutions;
+        let backward = self.backward.filter(has_backward);
         let shards = backward.map_or(0, |formats| formats.local_shards);
         // The gradient of either operand multiplies the other one.
         let of_activation = backward.map(|formats| ContractionQuant {

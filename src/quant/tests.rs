@@ -1,3 +1,5 @@
+mod convolutions;
+
 use super::*;
 use crate::dtype::DType;
 use crate::graph::{DotDims, Granularity, Init, Range, Tensor, evaluate, grad};

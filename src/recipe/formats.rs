@@ -235,6 +235,7 @@ fn formats(
         numerics,
     } = *layers;
     let refuse = |problem: String| Err(RecipeError::Usage(format!("{key}: {problem}")));
+    let convolutions = config.quantization_convolution_gradients;
     let (element, own) = match mode {
         config::Quantization::Int8 | config::Quantization::Off => {
             if granularity.is_some_and(|g| g != Granularity::Channel) || !symmetric {
@@ -245,7 +246,9 @@ fn formats(
                 );
             }
             return match numerics {
-                NumericsConvention::Aqt => Ok(Formats::aqt_int8(local_shards)),
+                NumericsConvention::Aqt => {
+                    Ok(Formats::aqt_int8(local_shards).with_convolution_gradients(convolutions))
+                }
                 NumericsConvention::Qwix => Ok(Formats::qwix_int8()),
                 other => refuse(format!(
                     "{}'s numerics are here for weights alone: take int8_w8a16 or w4a16, or aqt or qwix",
@@ -264,7 +267,8 @@ fn formats(
                 Some(granularity) if mode == config::Quantization::Fp8 => {
                     Ok(Formats::fp8(granularity))
                 }
-                Some(granularity) => Ok(Formats::fp8_full(granularity, local_shards)),
+                Some(granularity) => Ok(Formats::fp8_full(granularity, local_shards)
+                    .with_convolution_gradients(convolutions)),
                 None => refuse(
                     "fp8 with scales that are found at run time is here in Qwix's numerics, symmetric, with one scale (tensor) or one \
                      a token and an output feature (channel): leave other numerics, symmetric and groups out, or take \

@@ -1,6 +1,7 @@
 //! The options of a training step.
 
 use crate::config::{self, Config};
+use crate::dtype::DType;
 use crate::models::{DenoiserKind, DiffusionModel, SeenImage};
 use crate::train::optimizer::{AdamOptions, Optimizer, OptimizerOptions};
 use crate::train::step::{CleanSamples, Draws, StepOptions};
@@ -153,6 +154,7 @@ pub fn step_options(
         // Its ids are those of a tokenizer.
         inversion: None,
         optimizer: optimizer(config),
+        gradient_reduce_dtype: config.gradient_reduce_dtype.map(DType::from),
         objective: objective(config, model)?,
         guidance_scale: train_guidance_scale(config),
         prior_loss_weight: config

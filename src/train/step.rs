@@ -2,6 +2,7 @@
 
 mod noise;
 mod objective;
+mod reduce;
 mod text;
 
 use std::sync::Arc;
@@ -61,6 +62,8 @@ pub struct StepOptions {
     /// The vectors of a new token to train, in place of the denoiser's weights or beside low-rank updates.
     pub inversion: Option<InversionOptions>,
     pub optimizer: OptimizerOptions,
+    /// The element type of the sums over the batch that gradients are; `None` is that of the products that give them.
+    pub gradient_reduce_dtype: Option<DType>,
     pub objective: Objective,
     /// The guidance scale that a denoiser is told which takes it.
     pub guidance_scale: f64,
@@ -193,6 +196,7 @@ pub fn trace(model: &DiffusionModel, options: &StepOptions) -> Result<Traced, St
     }
     let freeze = options.fake_quantization.and_then(|fake| fake.freeze_after);
     let (optimizer, beside) = (options.optimizer, options.trains_beside());
+    let sums = options.gradient_reduce_dtype;
     // Of a published text encoder the loss may not depend on all layers; those stay as they are.
     let is_published = model.family.spec().published.is_some();
     let buffers = buffers(model);
@@ -200,7 +204,7 @@ pub fn trace(model: &DiffusionModel, options: &StepOptions) -> Result<Traced, St
         let is_wanted = !beside || is_factor(name) || is_learned(name);
         is_wanted && (!is_published || is_live) && !buffers.contains(&name.to_owned())
     };
-    let add_update = move |b: &Builder| update(b, &optimizer, freeze, &is_trained);
+    let add_update = move |b: &Builder| update(b, &optimizer, sums, freeze, &is_trained);
     Ok(traced
         .with_scan_layers(model.scan_layers)
         .trained(Arc::new(add_update)))
@@ -289,11 +293,12 @@ fn buffers(model: &DiffusionModel) -> Vec<String> {
 }
 
 /// Adds the gradient of the loss, which is the first output so far, and the optimizer's update of the weights that
-/// `is_trained` chooses by their names and whether outputs depend on them. Further outputs are state that the forward pass
-/// changes. Learned scales stay as they are from update `freeze` on.
+/// `is_trained` chooses by their names and whether outputs depend on them. Gradients are sums of type `sums`. Further outputs are
+/// state that the forward pass changes. Learned scales stay as they are from update `freeze` on.
 fn update(
     b: &Builder,
     optimizer: &OptimizerOptions,
+    sums: Option<DType>,
     freeze: Option<u64>,
     is_trained: &dyn Fn(&str, bool) -> bool,
 ) -> Result<(), GraphError> {
@@ -306,7 +311,12 @@ fn update(
     let mut weights = weights(b);
     weights.retain(|(name, weight, _)| is_trained(name, live[weight.index()]));
     let wrt: Vec<Tensor> = weights.iter().map(|(_, t, _)| *t).collect();
-    let gradients = grad(b, loss, &wrt)?;
+    let mut gradients = grad(b, loss, &wrt)?;
+    if let Some(dtype) = sums {
+        for gradient in &mut gradients {
+            *gradient = reduce::summed_in(b, *gradient, dtype)?;
+        }
+    }
     let of_scales = freeze.map(|last| until(b, last, learning_rate));
     let of_scales = of_scales.transpose()?;
     let trained: Vec<Trained> = weights

@@ -77,6 +77,7 @@ fn run<'a>(session: &'a Session, case: &'static str, trains: Trains, batches: us
         inversion: None,
         optimizer: adamw(&recorded, batches),
         objective: trains.objective,
+        gradient_reduce_dtype: None,
         guidance_scale: meta("guidance_scale"),
         prior_loss_weight: None,
         train_text_encoder: false,

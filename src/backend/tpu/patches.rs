@@ -10,17 +10,13 @@
 //! trip. Nine products without a loop are as fast, but are compiled nine times.
 
 use crate::dtype::DType;
-use crate::graph::{
-    Binary, Builder, Comparison, ConvDims, DotDims, Graph, GraphError, Op, PadDim, Tensor,
-};
+use crate::graph::patches::{Patches, Places, ordered};
+use crate::graph::{Binary, Builder, Comparison, DotDims, Graph, GraphError, Op, Tensor};
 use crate::shape::Shape;
 
 use super::mosaic::LANES;
 
 type Result<T> = std::result::Result<T, GraphError>;
-
-/// Places of a kernel, or of a weight's gradient, that are taken side by side, at most.
-const MOST_PLACES: usize = 16;
 
 /// The graph with products of patches in place of its convolutions, forward and both derivatives. Sums have another order;
 /// element types stay.
@@ -39,9 +35,9 @@ fn products(graph: &Graph, narrowest: usize) -> Result<Graph> {
             match Patches::of(dims, &shapes, &node.shape) {
                 Some(patches) => {
                     let operands = [operands[0], operands[1]];
-                    let product = match patches.is_loop(narrowest) {
-                        true => patches.sum_of_products(b, operands),
-                        false => patches.product(b, operands),
+                    let product = match is_loop(&patches, narrowest) {
+                        true => Loop(&patches).sum_of_products(b, operands),
+                        false => patches.product(b, operands, None),
                     };
                     product.map(Some)
                 }
@@ -52,112 +48,33 @@ fn products(graph: &Graph, narrowest: usize) -> Result<Graph> {
     })
 }
 
-/// What lies side by side.
-#[derive(Clone, Copy, PartialEq)]
-enum Places {
-    /// The places of a small kernel: a convolution, or the derivative of its image. They are terms of the product.
-    Kernel,
-    /// The places of a small result, under which the kernel is an image: the derivative of a kernel. They are rows.
-    Result,
+/// Whether a loop over the places is faster: several, which see all of an image that has far more places than features, so
+/// that patches are larger than weights. On a v5e a loop was predicted at 0.4 times the cycles of patches with 64x64 places
+/// and 320 features, and at 1.2 times with 32x32 and 1,280. Sums are in float32, so not of integers.
+fn is_loop(patches: &Patches<'_>, narrowest: usize) -> bool {
+    let dims = patches.dims;
+    let count = |shape: &Shape, spatial: &[usize]| -> usize {
+        spatial.iter().map(|d| shape.dims[*d]).product()
+    };
+    let [inputs, outputs] = [
+        patches.shapes[0].dims[dims.lhs.feature],
+        patches.result.dims[dims.out.feature],
+    ];
+    patches.places == Places::Kernel
+        && patches.result.dtype.is_float()
+        && count(&patches.shapes[1], &dims.rhs.spatial) > 1
+        && dims.strides.iter().all(|stride| *stride == 1)
+        && inputs.min(outputs) >= narrowest
+        && count(patches.result, &dims.out.spatial) >= 4 * inputs.max(outputs)
 }
 
-struct Patches<'a> {
-    dims: &'a ConvDims,
-    shapes: &'a [Shape; 2],
-    result: &'a Shape,
-    places: Places,
-}
+/// A convolution as a loop over the kernel's places.
+struct Loop<'a>(&'a Patches<'a>);
 
-impl<'a> Patches<'a> {
-    /// `None` where the places are too many, and for groups and other than two spatial dimensions.
-    fn of(dims: &'a ConvDims, shapes: &'a [Shape; 2], result: &'a Shape) -> Option<Patches<'a>> {
-        let count = |shape: &Shape, spatial: &[usize]| -> usize {
-            spatial.iter().map(|d| shape.dims[*d]).product()
-        };
-        let kernel = count(&shapes[1], &dims.rhs.spatial);
-        let of_result = count(result, &dims.out.spatial);
-        let is_plain = dims.feature_groups == 1 && dims.batch_groups == 1;
-        let places = match [kernel, of_result] {
-            [1..=MOST_PLACES, _] => Places::Kernel,
-            [kernel, 1..=MOST_PLACES] if kernel > MOST_PLACES => Places::Result,
-            _ => return None,
-        };
-        (is_plain && dims.lhs.spatial.len() == 2).then_some(Patches {
-            dims,
-            shapes,
-            result,
-            places,
-        })
-    }
-
-    /// Whether a loop over the places is faster: several, which see all of an image that has far more places than features, so
-    /// that patches are larger than weights. On a v5e a loop was predicted at 0.4 times the cycles of patches with 64x64 places
-    /// and 320 features, and at 1.2 times with 32x32 and 1,280. Sums are in float32, so not of integers.
-    fn is_loop(&self, narrowest: usize) -> bool {
-        let dims = self.dims;
-        let count = |shape: &Shape, spatial: &[usize]| -> usize {
-            spatial.iter().map(|d| shape.dims[*d]).product()
-        };
-        let [inputs, outputs] = [
-            self.shapes[0].dims[dims.lhs.feature],
-            self.result.dims[dims.out.feature],
-        ];
-        self.places == Places::Kernel
-            && self.result.dtype.is_float()
-            && count(&self.shapes[1], &dims.rhs.spatial) > 1
-            && dims.strides.iter().all(|stride| *stride == 1)
-            && inputs.min(outputs) >= narrowest
-            && count(self.result, &dims.out.spatial) >= 4 * inputs.max(outputs)
-    }
-
-    fn product(&self, b: &Builder, [image, kernel]: [Tensor; 2]) -> Result<Tensor> {
-        let patches = self.patches(b, image)?;
-        let dims = self.dims;
-        let (product, order) = match self.places {
-            Places::Kernel => {
-                // `[places, inputs, outputs]`, as the patches have them.
-                let [rows, columns] = [dims.rhs.spatial[0], dims.rhs.spatial[1]];
-                let perm = [rows, columns, dims.rhs.feature, dims.rhs.batch];
-                let kernel = b.transpose(kernel, &perm)?;
-                let outputs = b.dims(kernel)[3];
-                let terms = b.shape(kernel).count() / outputs;
-                let kernel = b.reshape(kernel, &[terms, outputs])?;
-                let contract = DotDims {
-                    lhs_contract: vec![dims.lhs.feature],
-                    rhs_contract: vec![0],
-                    ..DotDims::default()
-                };
-                let product = b.dot_general(patches, kernel, contract, self.result.dtype)?;
-                (product, self.order_of_product())
-            }
-            Places::Result => {
-                let contract = DotDims {
-                    lhs_contract: [&[dims.lhs.feature], &dims.lhs.spatial[..]].concat(),
-                    rhs_contract: [&[dims.rhs.feature], &dims.rhs.spatial[..]].concat(),
-                    ..DotDims::default()
-                };
-                let product = b.dot_general(patches, kernel, contract, self.result.dtype)?;
-                let of = |d: usize| self.result.dims[d];
-                let [rows, columns] = [dims.out.spatial[0], dims.out.spatial[1]];
-                let order = vec![rows, columns, dims.out.batch, dims.out.feature];
-                let sizes: Vec<usize> = order.iter().map(|d| of(*d)).collect();
-                (b.reshape(product, &sizes)?, order)
-            }
-        };
-        ordered(b, product, &order)
-    }
-
-    /// The dimensions of the result in the order of a product of the image: what is left of the image, then the outputs.
-    fn order_of_product(&self) -> Vec<usize> {
-        let left = (0..4).filter(|d| *d != self.dims.lhs.feature);
-        let mut order: Vec<usize> = left.map(|d| self.place_in_result(d)).collect();
-        order.push(self.dims.out.feature);
-        order
-    }
-
+impl Loop<'_> {
     /// The sum over the kernel's places, in a loop, of what each sees of the image times its weights.
     fn sum_of_products(&self, b: &Builder, [image, kernel]: [Tensor; 2]) -> Result<Tensor> {
-        let dims = self.dims;
+        let dims = self.0.dims;
         let [rows, columns] = [dims.rhs.spatial[0], dims.rhs.spatial[1]];
         let kernel = b.transpose(kernel, &[rows, columns, dims.rhs.feature, dims.rhs.batch])?;
         let [inputs, outputs] = [2, 3].map(|d| b.dims(kernel)[d]);
@@ -165,9 +82,9 @@ impl<'a> Patches<'a> {
         let kernel = b.reshape(kernel, &[count, inputs, outputs])?;
         // All of it before the loop: each trip would wait for its part from other devices.
         let kernel = b.constrain(kernel, &[None; 3])?;
-        let padded = self.padded(b, image)?;
-        let order = self.order_of_product();
-        let sums: Vec<usize> = order.iter().map(|d| self.result.dims[*d]).collect();
+        let padded = self.0.padded(b, image)?;
+        let order = self.0.order_of_product();
+        let sums: Vec<usize> = order.iter().map(|d| self.0.result.dims[*d]).collect();
         let sum = b.full(&Shape::new(DType::F32, sums), 0.0)?;
         let first = b.scalar(DType::S32, 0.0)?;
         let holds = |r: &Builder, carry: &[Tensor]| {
@@ -193,14 +110,14 @@ impl<'a> Patches<'a> {
             Ok(vec![next, padded, kernel, r.add(sum, product)?])
         };
         let results = b.while_loop(&[first, padded, kernel, sum], holds, body)?;
-        let sum = b.convert(results[3], self.result.dtype)?;
+        let sum = b.convert(results[3], self.0.result.dtype)?;
         ordered(b, sum, &order)
     }
 
     /// What the kernel's place `place`, counted row by row, sees of the padded image.
     fn seen_from(&self, b: &Builder, padded: Tensor, place: Tensor) -> Result<Tensor> {
-        let dims = self.dims;
-        let columns = self.shapes[1].dims[dims.rhs.spatial[1]];
+        let dims = self.0.dims;
+        let columns = self.0.shapes[1].dims[dims.rhs.spatial[1]];
         let columns = b.scalar(DType::S32, columns as f64)?;
         let mut start = vec![b.scalar(DType::S32, 0.0)?; 4];
         let mut sizes = b.dims(padded);
@@ -208,94 +125,16 @@ impl<'a> Patches<'a> {
             let d = dims.lhs.spatial[at];
             let step = b.scalar(DType::S32, dims.rhs_dilation[at] as f64)?;
             start[d] = b.mul(b.binary(kind, place, columns)?, step)?;
-            sizes[d] = self.result.dims[dims.out.spatial[at]];
+            sizes[d] = self.0.result.dims[dims.out.spatial[at]];
         }
         b.dynamic_slice(padded, &start, &sizes)
-    }
-
-    /// The dimension of the result that a batch or spatial dimension of the image becomes.
-    fn place_in_result(&self, d: usize) -> usize {
-        let spatial = self.dims.lhs.spatial.iter().position(|s| *s == d);
-        spatial.map_or(self.dims.out.batch, |at| self.dims.out.spatial[at])
-    }
-
-    /// The image with its padding, and with what lies between its places.
-    fn padded(&self, b: &Builder, image: Tensor) -> Result<Tensor> {
-        let dims = self.dims;
-        let mut around = vec![PadDim::default(); 4];
-        for (at, d) in dims.lhs.spatial.iter().enumerate() {
-            let (low, high) = dims.padding[at];
-            let interior = dims.lhs_dilation[at] - 1;
-            around[*d] = PadDim {
-                low,
-                high,
-                interior,
-            };
-        }
-        match around.iter().all(|dim| *dim == PadDim::default()) {
-            true => Ok(image),
-            false => b.pad(image, 0.0, &around),
-        }
-    }
-
-    /// The image as each place sees it, places side by side along its features or its batch.
-    fn patches(&self, b: &Builder, image: Tensor) -> Result<Tensor> {
-        let dims = self.dims;
-        let padded = self.padded(b, image)?;
-        let kernel = |at: usize| self.shapes[1].dims[dims.rhs.spatial[at]];
-        let of_result = |at: usize| self.result.dims[dims.out.spatial[at]];
-        // From place to place, and from one value that a place sees to the next.
-        let (places, seen, steps, strides, side) = match self.places {
-            Places::Kernel => (
-                [kernel(0), kernel(1)],
-                [of_result(0), of_result(1)],
-                &dims.rhs_dilation,
-                &dims.strides,
-                dims.lhs.feature,
-            ),
-            Places::Result => (
-                [of_result(0), of_result(1)],
-                [kernel(0), kernel(1)],
-                &dims.strides,
-                &dims.rhs_dilation,
-                dims.lhs.batch,
-            ),
-        };
-        let sizes = b.dims(padded);
-        let mut views = Vec::with_capacity(places[0] * places[1]);
-        for row in 0..places[0] {
-            for column in 0..places[1] {
-                let (mut start, mut limit, mut stride) = (vec![0; 4], sizes.clone(), vec![1; 4]);
-                for (at, place) in [row, column].into_iter().enumerate() {
-                    let d = dims.lhs.spatial[at];
-                    start[d] = place * steps[at];
-                    limit[d] = start[d] + (seen[at] - 1) * strides[at] + 1;
-                    stride[d] = strides[at];
-                }
-                views.push(b.slice(padded, &start, &limit, &stride)?);
-            }
-        }
-        b.concatenate(&views, side)
-    }
-}
-
-/// The result whose dimension `order[i]` is dimension `i` of `product`.
-fn ordered(b: &Builder, product: Tensor, order: &[usize]) -> Result<Tensor> {
-    let mut perm = vec![0; order.len()];
-    for (from, to) in order.iter().enumerate() {
-        perm[*to] = from;
-    }
-    match perm.iter().copied().eq(0..perm.len()) {
-        true => Ok(product),
-        false => b.transpose(product, &perm),
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::dtype::DType;
-    use crate::graph::{Reduction, evaluate, grad};
+    use crate::graph::{ConvDims, Reduction, evaluate, grad};
     use crate::host_tensor::HostTensor;
 
     /// A convolution with this side of its kernel and stride and both derivatives of its squares' sum, as they are and as

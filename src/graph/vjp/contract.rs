@@ -6,6 +6,7 @@
 use crate::dtype::DType;
 use crate::shape::Shape;
 
+use crate::graph::patches::Patches;
 use crate::graph::{
     Builder, ContractionQuant, ConvDims, ConvLayout, DotDims, GraphError, QuantDot, Tensor,
 };
@@ -194,6 +195,7 @@ pub fn conv_lhs(
     rhs: Tensor,
     dims: &ConvDims,
     lhs_shape: &Shape,
+    quant: Option<&QuantDot>,
 ) -> Result<Tensor> {
     let rhs_shape = b.shape(rhs);
     let g_dims = b.dims(g);
@@ -214,22 +216,20 @@ pub fn conv_lhs(
         })
         .collect();
     let g = b.convert(g, rhs_shape.dtype)?;
-    let mut out = b.convolution(
-        g,
-        kernel,
-        ConvDims {
-            lhs: dims.out.clone(),
-            rhs: swapped(&dims.rhs),
-            out: dims.lhs.clone(),
-            strides: dims.lhs_dilation.clone(),
-            padding,
-            lhs_dilation: dims.strides.clone(),
-            rhs_dilation: dims.rhs_dilation.clone(),
-            feature_groups: groups,
-            batch_groups: 1,
-        },
-        result,
-    )?;
+    let of_image = ConvDims {
+        lhs: dims.out.clone(),
+        rhs: swapped(&dims.rhs),
+        out: dims.lhs.clone(),
+        strides: dims.lhs_dilation.clone(),
+        padding,
+        lhs_dilation: dims.strides.clone(),
+        rhs_dilation: dims.rhs_dilation.clone(),
+        feature_groups: groups,
+        batch_groups: 1,
+    };
+    let out = Shape::new(result, &lhs_shape.dims[..]);
+    let quant = quant.and_then(|q| q.dlhs);
+    let mut out = conv_gradient(b, [g, kernel], of_image, &out, quant)?;
     if dims.batch_groups > 1 {
         out = move_groups(b, out, dims.lhs.feature, dims.lhs.batch, dims.batch_groups)?;
     }
@@ -244,6 +244,7 @@ pub fn conv_rhs(
     lhs: Tensor,
     dims: &ConvDims,
     rhs_shape: &Shape,
+    quant: Option<&QuantDot>,
 ) -> Result<Tensor> {
     let lhs_shape = b.shape(lhs);
     let g_dims = b.dims(g);
@@ -258,21 +259,41 @@ pub fn conv_rhs(
         })
         .collect();
     let g = b.convert(g, lhs_shape.dtype)?;
-    let out = b.convolution(
-        lhs,
-        g,
-        ConvDims {
-            lhs: swapped(&dims.lhs),
-            rhs: swapped(&dims.out),
-            out: swapped(&dims.rhs),
-            strides: dims.rhs_dilation.clone(),
-            padding,
-            lhs_dilation: dims.lhs_dilation.clone(),
-            rhs_dilation: dims.strides.clone(),
-            feature_groups: dims.batch_groups,
-            batch_groups: dims.feature_groups,
-        },
-        result,
-    )?;
+    let of_kernel = ConvDims {
+        lhs: swapped(&dims.lhs),
+        rhs: swapped(&dims.out),
+        out: swapped(&dims.rhs),
+        strides: dims.rhs_dilation.clone(),
+        padding,
+        lhs_dilation: dims.lhs_dilation.clone(),
+        rhs_dilation: dims.strides.clone(),
+        feature_groups: dims.batch_groups,
+        batch_groups: dims.feature_groups,
+    };
+    let out = Shape::new(result, &rhs_shape.dims[..]);
+    let quant = quant.and_then(|q| q.drhs);
+    let out = conv_gradient(b, [lhs, g], of_kernel, &out, quant)?;
     b.convert(out, rhs_shape.dtype)
+}
+
+/// One of the two convolutions of a derivative, of the shape and type of `result`. Where its operands have formats it is a
+/// product of patches: each row of these has a scale of its own then, and what slices have of the batch is rounded apart, as
+/// in dots. Convolutions that are no such product stay in float: those with groups, and of kernels that have more places
+/// than are taken side by side.
+fn conv_gradient(
+    b: &Builder,
+    operands: [Tensor; 2],
+    dims: ConvDims,
+    result: &Shape,
+    quant: Option<ContractionQuant>,
+) -> Result<Tensor> {
+    let shapes = operands.map(|operand| b.shape(operand));
+    let patches = quant.and_then(|quant| {
+        let patches = Patches::of(&dims, &shapes, result)?;
+        Some((patches, forward_only(quant)))
+    });
+    match patches {
+        Some((patches, quant)) => patches.product(b, operands, Some(quant)),
+        None => b.convolution(operands[0], operands[1], dims, result.dtype),
+    }
 }

@@ -429,11 +429,12 @@ impl<'a> Pass<'a> {
                     _ => dot_rhs(b, g, other, dims, &operand_shape, quant)?,
                 }
             }
-            Op::Convolution { dims, .. } => {
+            Op::Convolution { dims, quant, .. } => {
                 let other = self.value(site.operands[1 - position])?;
+                let quant = quant.as_deref();
                 match position {
-                    0 => conv_lhs(b, g, other, dims, &operand_shape)?,
-                    _ => conv_rhs(b, g, other, dims, &operand_shape)?,
+                    0 => conv_lhs(b, g, other, dims, &operand_shape, quant)?,
+                    _ => conv_rhs(b, g, other, dims, &operand_shape, quant)?,
                 }
             }
             Op::ShardingConstraint(axes) => b.constrain(g, axes)?,
