@@ -290,6 +290,20 @@ fn adamw(golden: &Golden, accumulated: usize) -> OptimizerOptions {
     }
 }
 
+/// The updates of the UNet that `golden` was recorded with.
+fn recorded_updates(golden: &Golden) -> LoraOptions {
+    LoraOptions {
+        rank: golden.meta["rank"].as_u64().unwrap() as usize,
+        alpha: golden.meta["alpha"].as_f64().unwrap(),
+        target_modules: ["to_[kqv]", "to_out.0", "proj_in"]
+            .map(str::to_owned)
+            .to_vec(),
+        text_modules: Vec::new(),
+        dropout: 0.0,
+        plus_ratio: 1.0,
+    }
+}
+
 /// The recorded name of a factor: its layer's with `.down` or `.up`.
 fn recorded_factor(key: &str) -> String {
     let layer = key.strip_suffix(".weight").unwrap_or(key);
@@ -311,14 +325,7 @@ fn five_steps_of_low_rank_updates_are_those_of_peft() {
     let session = keeping_session();
     for name in CASES {
         let golden = Golden::read(&format!("finetune/{name}/steps.safetensors"));
-        let lora = LoraOptions {
-            rank: golden.meta["rank"].as_u64().unwrap() as usize,
-            alpha: golden.meta["alpha"].as_f64().unwrap(),
-            target_modules: ["to_[kqv]", "to_out.0", "proj_in"]
-                .map(str::to_owned)
-                .to_vec(),
-            text_modules: Vec::new(),
-        };
+        let lora = recorded_updates(&golden);
         // Of one case the two samples of a batch come one after the other, and their gradients are averaged.
         let batches = if name == "sd15" { 2 } else { 1 };
         let run = Run::new(&session, name, Trains::lora(lora), batches);
@@ -334,6 +341,20 @@ fn five_steps_of_low_rank_updates_are_those_of_peft() {
     }
 }
 
+/// LoRA+: the learning rate of second factors is a multiple of that of first ones.
+#[test]
+fn five_steps_with_another_rate_of_second_factors_are_those_of_pytorch() {
+    let session = keeping_session();
+    let golden = Golden::read("finetune/sd15/steps.safetensors");
+    let lora = LoraOptions {
+        plus_ratio: golden.meta["lora_plus_ratio"].as_f64().unwrap(),
+        ..recorded_updates(&golden)
+    };
+    let run = Run::new(&session, "sd15", Trains::lora(lora), 1);
+    // Nine layers of the middle block.
+    assert_eq!(run.check("plus", &recorded_factor), 2 * 9);
+}
+
 /// Updates of the UNet and of all text encoders, each part with its own learning rate.
 #[test]
 fn five_steps_of_text_encoders_are_those_of_peft() {
@@ -341,12 +362,8 @@ fn five_steps_of_text_encoders_are_those_of_peft() {
     for name in ["sd15", "sdxl"] {
         let golden = Golden::read(&format!("finetune/{name}/steps.safetensors"));
         let lora = LoraOptions {
-            rank: golden.meta["rank"].as_u64().unwrap() as usize,
-            alpha: golden.meta["alpha"].as_f64().unwrap(),
-            target_modules: ["to_[kqv]", "to_out.0", "proj_in"]
-                .map(str::to_owned)
-                .to_vec(),
             text_modules: TEXT_PROJECTIONS.map(str::to_owned).to_vec(),
+            ..recorded_updates(&golden)
         };
         let run = Run::new(&session, name, Trains::lora(lora), 1);
         let factors = golden.shapes();

@@ -43,7 +43,7 @@ fn layers(file: &Checkpoint, dtype: DType) -> (Graph, Vec<String>) {
     let policy = Policy::stored("m/", stored);
     annotate(&b, &policy).unwrap();
     let graph = divided_by_factors(&b.finish(), &policy.smoothed()).unwrap();
-    let graph = low_rank_beside(&graph, &policy.low_ranks(), LOW_RANK, 1.0).unwrap();
+    let graph = low_rank_beside(&graph, &policy.low_ranks(), LOW_RANK, 1.0, None).unwrap();
     (lower(&graph).unwrap(), names)
 }
 

@@ -13,7 +13,9 @@ initial factors are in/lora/<layer>.down and .up. `full` records some weights, `
 updates of the UNet and of the text encoders of pipeline_<case> together, as `train_dreambooth_lora.py --train_text_encoder`
 and `train_text_to_image_lora_sdxl.py` do, each part with a learning rate of its own: in/ids and in/ids_2 are its token ids,
 in/text/<part>/<layer>.down and .up the factors, and those of the UNet in/lora. Of layers that the loss does not depend on
-(the last one of SDXL's first encoder) nothing is recorded.
+(the last one of SDXL's first encoder) nothing is recorded. `plus` (sd15) is `lora` with a learning rate of .up that is
+lora_plus_ratio times that of .down, in parameter groups as PEFT's create_loraplus_optimizer has them; the factors of the
+middle block are recorded.
 Also in/image (bytes, rows first), in/image_noise, and what the autoencoder makes of them: out/mean and out/deviation
 (unscaled), and out/sample, drawn with the noise and scaled.
 """
@@ -33,7 +35,7 @@ from pipeline import randomize
 
 STEPS, BATCH, TOKENS = 5, 2, 6
 RATE, DECAY, NORM, GAMMA = 1e-3, 1e-2, 1.0, 5.0
-RANK, ALPHA = 2, 6.0
+RANK, ALPHA, PLUS = 2, 6.0, 16.0
 TEXT_RATES = {"text_encoder": 5e-4, "text_encoder_2": 2e-4}
 TEXT_TARGETS = re.compile(r".*\.(q_proj|k_proj|v_proj|out_proj)")
 TARGETS = re.compile(r"(.*\.)?(to_k|to_q|to_v|to_out\.0|proj_in)")
@@ -91,13 +93,15 @@ def loss_of(unet, scheduler, at, gamma):
     return (loss.mean(dim=list(range(1, len(loss.shape)))) * weights).mean()
 
 
-def train(unet, scheduler, data, parameters, gamma=None):
-    return fit(data, parameters, lambda at: loss_of(unet, scheduler, at, gamma))
+def train(unet, scheduler, data, parameters, gamma=None, plus=1.0):
+    return fit(data, parameters, lambda at: loss_of(unet, scheduler, at, gamma), plus)
 
 
-def fit(data, parameters, loss_at):
+def fit(data, parameters, loss_at, plus=1.0):
     """Losses, gradient norms and the first step's gradients; `parameters` have the weights afterwards."""
-    optimizer = torch.optim.AdamW(parameters.values(), lr=RATE, betas=(0.9, 0.999), weight_decay=DECAY, eps=1e-8)
+    groups = [{"params": [p for name, p in parameters.items() if name.endswith(".up") == is_up], "lr": RATE * times}
+              for is_up, times in ((False, 1.0), (True, plus))]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), weight_decay=DECAY, eps=1e-8)
     losses, norms, gradients = [], [], {}
     for step in range(STEPS):
         at = {name: torch.from_numpy(values[step]) for name, values in data.items()}
@@ -224,10 +228,16 @@ def main():
         factors = low_rank(unet, TARGETS, case, "lora")
         tensors |= {f"in/lora/{name}": factor.detach().numpy().copy() for name, factor in factors.items()}
         record(tensors, "lora", train(unet, scheduler, data, factors), factors)
+        if case == "sd15":
+            unet = model().requires_grad_(False)
+            factors = low_rank(unet, TARGETS, case, "lora")
+            results = train(unet, scheduler, data, factors, plus=PLUS)
+            record(tensors, "plus", results, factors, lambda name: name.startswith("mid_block."))
         if case != "sd21":
             text_and_unet(case, parts, model().requires_grad_(False), scheduler, data, tensors)
         encoded(case, parts, tensors)
-        write(folder / "steps.safetensors", tensors, {
+        of_plus = {"lora_plus_ratio": PLUS} if case == "sd15" else {}
+        write(folder / "steps.safetensors", tensors, of_plus | {
             "steps": STEPS, "learning_rate": RATE, "weight_decay": DECAY, "max_grad_norm": NORM, "snr_gamma": gamma,
             "text_rates": TEXT_RATES, "rank": RANK, "alpha": ALPHA, "prediction_type": scheduler.config.prediction_type,
             "versions": {"diffusers": diffusers.__version__, "torch": torch.__version__.split("+")[0]}})

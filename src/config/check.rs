@@ -105,6 +105,12 @@ pub(super) fn conflicts(config: &Config, verb: Option<Verb>) -> Vec<Conflict> {
                 .into(),
         ));
     }
+    if config.optimizer_type == OptimizerType::Prodigy && config.lora_plus_ratio != 1.0 {
+        found.push((
+            vec!["lora_plus_ratio", "optimizer_type"],
+            "Prodigy finds one learning rate for all weights: leave lora_plus_ratio out".into(),
+        ));
+    }
     if config.use_controlnet
         && verb.is_none_or(|v| v == Verb::Generate)
         && config.controlnet_image.0.iter().any(String::is_empty)

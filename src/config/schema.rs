@@ -645,6 +645,11 @@ schema! {
         /// The same of the text encoders, with `train_text_encoder`.
         lora_text_encoder_target_modules: OneOrMore<String> = OneOrMore(TEXT_PROJECTIONS.map(str::to_owned).to_vec()), Ours,
             TRAIN_STEP, when Both(&LORA_TRAINING, &TUNED_TEXT), is [FixedOnResume];
+        /// Share of the input of updates that each step leaves out at random; what stays counts `1 / (1 - lora_dropout)` times, as with
+        /// PEFT's key of this name. Validation and samples leave nothing out.
+        lora_dropout: f64 = 0.0, Ours, TRAIN_STEP, in HalfOpen(0.0, 1.0), when LORA_TRAINING, is [FixedOnResume];
+        /// The learning rate of the second factor of updates (`up`, PEFT's `lora_B`) is this many times that of the first (LoRA+).
+        lora_plus_ratio: f64 = 1.0, Ours, TRAIN_STEP, in Above(0.0), when LORA_TRAINING, is [FixedOnResume];
         /// Write a file with kohya's names beside that with diffusers', for web interfaces: of Stable Diffusion and SDXL.
         lora_kohya: bool = false, Ours, TRAIN, when LORA_TRAINING;
         /// Number of steps in a row whose loss or gradient may be infinite or NaN; each leaves the weights

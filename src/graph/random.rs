@@ -6,7 +6,7 @@
 use crate::dtype::DType;
 use crate::shape::Shape;
 
-use super::{Binary, Builder, GraphError, RoundingStream, Tensor};
+use super::{Binary, Builder, Comparison, GraphError, RoundingStream, Tensor};
 
 type Result<T> = std::result::Result<T, GraphError>;
 
@@ -15,6 +15,20 @@ type Result<T> = std::result::Result<T, GraphError>;
 pub struct RandomKey {
     pub high: Tensor,
     pub low: Tensor,
+}
+
+impl RandomKey {
+    /// The key with the high and the low word of `words`, `u32[2]`.
+    ///
+    /// # Errors
+    /// When `words` has other sizes.
+    pub fn of_words(b: &Builder, words: Tensor) -> Result<RandomKey> {
+        let word = |i| b.reshape(b.slice_dim(words, 0, i, i + 1)?, &[]);
+        Ok(RandomKey {
+            high: word(0)?,
+            low: word(1)?,
+        })
+    }
 }
 
 fn word(b: &Builder, x: Tensor, value: u32) -> Result<Tensor> {
@@ -58,6 +72,34 @@ pub fn fold_in(b: &Builder, key: RandomKey, stream: u32) -> Result<RandomKey> {
     let stream = b.scalar(DType::U32, f64::from(stream))?;
     let [high, low] = threefry2x32(b, key, [zero, stream])?;
     Ok(RandomKey { high, low })
+}
+
+/// The words of the keys that [`fold_in`] makes for the streams 0 to `count - 1`: `u32[count, 2]`. A table takes the operations of
+/// one key.
+///
+/// # Errors
+/// None for the words of a key.
+pub fn fold_in_each(b: &Builder, key: RandomKey, count: usize) -> Result<Tensor> {
+    let shape = Shape::new(DType::U32, [count]);
+    let streams = b.iota(shape.clone(), 0)?;
+    let [high, low] = threefry2x32(b, key, [b.full(&shape, 0.0)?, streams])?;
+    let column = |words| b.reshape(words, &[count, 1]);
+    b.concatenate(&[column(high)?, column(low)?], 1)
+}
+
+/// `x` with elements that are zero at random, each with probability `share` in `[0, 1)`, to a 32nd bit. The others are as
+/// they were.
+///
+/// A mask needs no better bits than rounding does: [`rounding_bits`].
+///
+/// # Errors
+/// None for the words of a key.
+pub fn dropped(b: &Builder, x: Tensor, key: RandomKey, share: f64) -> Result<Tensor> {
+    let bits = rounding_bits(b, key, RoundingStream(0), &b.dims(x))?;
+    // Of all words as many are below it as the share says; one at least is not.
+    let bound = (share * WORD as f64).round().min(f64::from(u32::MAX));
+    let stays = b.compare(Comparison::Ge, bits, b.full(&b.shape(bits), bound)?)?;
+    b.select(stays, x, b.full(&b.shape(x), 0.0)?)
 }
 
 /// The row-major position of every element in two `u32` words: that in the trailing dimensions that hold at most
@@ -221,6 +263,58 @@ mod tests {
             b.output("b", out[1], None).unwrap();
             let found = run(&b.finish());
             assert_eq!(found, [[f64::from(expected[0])], [f64::from(expected[1])]]);
+        }
+    }
+
+    #[test]
+    fn a_table_of_keys_has_those_of_each_stream() {
+        let b = Builder::new();
+        let k = key(&b, 7, 42);
+        let table = fold_in_each(&b, k, 3).unwrap();
+        b.output("table", table, None).unwrap();
+        let mut expected = Vec::new();
+        for stream in 0..3 {
+            let one = fold_in(&b, k, stream).unwrap();
+            expected.extend([one.high, one.low]);
+        }
+        for (at, word) in expected.iter().enumerate() {
+            b.output(&at.to_string(), *word, None).unwrap();
+        }
+        let row = b.reshape(b.slice_dim(table, 0, 2, 3).unwrap(), &[2]);
+        let last = RandomKey::of_words(&b, row.unwrap()).unwrap();
+        b.output("high", last.high, None).unwrap();
+        b.output("low", last.low, None).unwrap();
+        let found = run(&b.finish());
+        assert_eq!(found[0], found[1..7].concat());
+        assert_eq!([&found[7], &found[8]], [&found[5], &found[6]]);
+    }
+
+    /// The share of zeros is within five standard errors, no neighbours or rows go together, and what stays does not change.
+    #[test]
+    fn a_share_of_elements_is_dropped() {
+        const ROWS: usize = 200;
+        const COLUMNS: usize = 150;
+        for share in [0.0, 0.1, 0.5, 0.9] {
+            let b = Builder::new();
+            let shape = Shape::new(DType::F32, [ROWS, COLUMNS]);
+            let x = b.full(&shape, 3.0).unwrap();
+            let x = dropped(&b, x, key(&b, 1, 2), share).unwrap();
+            b.output("x", x, None).unwrap();
+            let found = &run(&b.finish())[0];
+            assert!(found.iter().all(|v| *v == 0.0 || *v == 3.0));
+            let zeros = |at: usize| f64::from(u8::from(found[at] == 0.0)) - share;
+            let count = (ROWS * COLUMNS) as f64;
+            let spread = share * (1.0 - share);
+            let mean = (0..found.len()).map(zeros).sum::<f64>() / count;
+            assert!(
+                mean.abs() <= 5.0 * (spread / count).sqrt(),
+                "{share}: {mean}"
+            );
+            for lag in [1, COLUMNS] {
+                let both = (lag..found.len()).map(|at| zeros(at) * zeros(at - lag));
+                let both = both.sum::<f64>() / count;
+                assert!(both.abs() <= 5.0 * spread / count.sqrt(), "{share}: {both}");
+            }
         }
     }
 

@@ -58,7 +58,7 @@ impl Traced {
             let ranks = policy.low_ranks();
             if !ranks.is_empty() {
                 let names = quant::LOW_RANK;
-                self.graph = quant::low_rank_beside(&self.graph, &ranks, names, 1.0)?;
+                self.graph = quant::low_rank_beside(&self.graph, &ranks, names, 1.0, None)?;
             }
             self.policy = Some(policy.clone());
         }

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::dtype::DType;
+use crate::graph::random::{RandomKey, dropped, fold_in, fold_in_each};
 use crate::graph::{Builder, DotDims, Graph, GraphError, Init, Input, InputKind, Node, Op, Tensor};
 use crate::shape::Shape;
 
@@ -11,12 +12,56 @@ type Result<T> = std::result::Result<T, GraphError>;
 /// The scopes of the factors that a quantized weight leaves in float, below their layer's.
 pub const LOW_RANK: [&str; 2] = ["svd_down", "svd_up"];
 
+/// What a training step leaves out of the input of low-rank products: elements at random, others in each step and beside each
+/// weight. What stays counts `1 / (1 - share)` times (Srivastava et al. 2014), as with PEFT's `lora_dropout`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Dropout {
+    /// The share that is left out, in `[0, 1)`.
+    pub share: f64,
+    /// The name of the input with the step's key, `u32[2]`.
+    pub key: &'static str,
+    /// The stream of that key which the keys of the weights are drawn from.
+    pub stream: u32,
+}
+
+/// The keys of dropout beside each weight.
+struct DropoutKeys {
+    dropout: Dropout,
+    /// How many weights there are.
+    count: usize,
+    /// The words of all keys, once one of them is needed.
+    table: Option<Tensor>,
+}
+
+impl DropoutKeys {
+    /// `x`, which weight number `at` is multiplied with, without what is dropped.
+    fn dropped(&mut self, b: &Builder, x: Tensor, at: usize) -> Result<Tensor> {
+        // Equal blocks are a loop if what differs between them comes from outside: the key is made there, and of it the mask
+        // in the block, where that is computed again with it.
+        let outside = b.root("dropout").without_remat();
+        let table = match self.table {
+            Some(table) => table,
+            None => self.keys(&outside)?,
+        };
+        self.table = Some(table);
+        let words = outside.reshape(outside.slice_dim(table, 0, at, at + 1)?, &[2])?;
+        dropped(b, x, RandomKey::of_words(b, words)?, self.dropout.share)
+    }
+
+    fn keys(&self, b: &Builder) -> Result<Tensor> {
+        let words = b.input(self.dropout.key, Shape::new(DType::U32, [2]), &[])?;
+        let key = fold_in(b, RandomKey::of_words(b, words)?, self.dropout.stream)?;
+        fold_in_each(b, key, self.count)
+    }
+}
+
 /// The graph with `scale * up @ (down @ x)` added to every dot and convolution of the weights whose names `ranks` has.
 ///
 /// The factors are new weights of type `f32`, for a weight `<path>.weight` `[out, in, ..]` of rank r `<path>.<down>.weight`
 /// `[r, in, ..]` and `<path>.<up>.weight` `[out, r]`, where `names` are down and up. Both products are of the type of `x`
 /// and accumulate in `f32`, as those with the weight itself. They are not quantized: this comes after
-/// [`super::annotate`] and before [`super::lower`], and needs a graph that is no derivative.
+/// [`super::annotate`] and before [`super::lower`], and needs a graph that is no derivative. With `dropout`, elements of the `x`
+/// that `down` is multiplied with are zero.
 ///
 /// # Errors
 /// When no dot or convolution has one of the weights as its right operand, in the layout of [`crate::nn`].
@@ -25,17 +70,30 @@ pub fn low_rank_beside(
     ranks: &BTreeMap<String, usize>,
     names: [&str; 2],
     scale: f64,
+    dropout: Option<Dropout>,
 ) -> Result<Graph> {
     let mut used = BTreeSet::new();
+    // The factor of what stays is that of the sum.
+    let scale = scale / (1.0 - dropout.map_or(0.0, |dropout| dropout.share));
+    let mut keys = dropout.map(|dropout| DropoutKeys {
+        dropout,
+        count: ranks.len(),
+        table: None,
+    });
     let result = graph.rewrite(&mut |b, node, operands| {
         let Some(weight) = contracted_weight(b, node, operands) else {
             return Ok(None);
         };
-        let Some(&rank) = ranks.get(&weight.name) else {
+        let mut ranked = ranks.iter().enumerate();
+        let Some((at, (_, &rank))) = ranked.find(|(_, (name, _))| **name == weight.name) else {
             return Ok(None);
         };
         let base = b.copy_node(node, operands)?;
-        let update = low_rank(b, node, operands[0], &weight, rank, names)?;
+        let x = match &mut keys {
+            None => operands[0],
+            Some(keys) => keys.dropped(&b.scope(names[0]), operands[0], at)?,
+        };
+        let update = low_rank(b, node, x, &weight, rank, names)?;
         let update = match scale == 1.0 {
             true => update,
             false => b.mul_scalar(update, scale)?,

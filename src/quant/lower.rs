@@ -49,11 +49,7 @@ pub fn lower(graph: &Graph) -> std::result::Result<Graph, QuantError> {
             dims: dims.to_vec(),
         };
         b.composite(kind, &[words], |b, operands| {
-            let word = |i| b.reshape(b.slice_dim(operands[0], 0, i, i + 1)?, &[]);
-            let key = RandomKey {
-                high: word(0)?,
-                low: word(1)?,
-            };
+            let key = RandomKey::of_words(b, operands[0])?;
             rounding_noise(b, key, stream, dims)
         })
     })

@@ -180,6 +180,8 @@ pub fn lora_options(config: &Config, kind: DenoiserKind) -> Option<LoraOptions> 
             true => config.lora_text_encoder_target_modules.0.clone(),
             false => Vec::new(),
         },
+        dropout: config.lora_dropout,
+        plus_ratio: config.lora_plus_ratio,
     })
 }
 

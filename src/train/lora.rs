@@ -27,6 +27,11 @@ pub struct LoraOptions {
     pub target_modules: Vec<String>,
     /// The same for the layers of text encoders, where these are trained.
     pub text_modules: Vec<String>,
+    /// The share of an update's input that a training step leaves out, in `[0, 1)`; what stays counts `1 / (1 - dropout)`
+    /// times. Validation and samples leave nothing out.
+    pub dropout: f64,
+    /// How many times the learning rate of first factors that of second ones is (Hayou et al. 2024, LoRA+).
+    pub plus_ratio: f64,
 }
 
 /// Why low-rank updates cannot be put beside a model's layers.
@@ -215,6 +220,11 @@ pub fn is_factor(name: &str) -> bool {
     [DOWN, UP].iter().any(|[own, _]| name.ends_with(own))
 }
 
+/// Whether a weight is the second factor of an update, which starts at zero.
+pub fn is_second_factor(name: &str) -> bool {
+    name.ends_with(UP[0])
+}
+
 /// The name of a factor in PEFT's files; `None` for other weights.
 pub fn file_place(weight: &str) -> Option<String> {
     let (part, key) = part_and_key(weight)?;
@@ -296,7 +306,7 @@ impl LoraRecord {
                 ("lora_alpha", json!(self.options.alpha)),
                 ("target_modules", json!(layers)),
                 ("bias", json!("none")),
-                ("lora_dropout", json!(0.0)),
+                ("lora_dropout", json!(self.options.dropout)),
                 ("init_lora_weights", json!(true)),
                 ("use_dora", json!(false)),
                 ("use_rslora", json!(false)),

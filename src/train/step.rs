@@ -2,6 +2,7 @@
 
 mod noise;
 mod objective;
+mod rates;
 mod reduce;
 mod text;
 
@@ -14,15 +15,16 @@ use crate::host_tensor::HostTensor;
 use crate::lowering::Traced;
 use crate::models::{DenoiserInputs, DiffusionModel};
 use crate::quant::{
-    ActivationRanges, FakeQuantization, Policy, QuantError, ROUNDING_KEY, is_log_scale,
+    ActivationRanges, Dropout, FakeQuantization, Policy, QuantError, ROUNDING_KEY, is_log_scale,
 };
 use crate::schedulers::{PredictionType, SchedulerError};
 use crate::shape::Shape;
-use crate::weights::lora::beside;
+use crate::weights::lora::{beside, beside_with_dropout};
 
 use super::inversion::{InversionOptions, is_learned};
 use super::lora::{LoraOptions, LoraTargetError, is_factor};
 use super::optimizer::{self, OptimizerOptions, Trained, UpdateInputs};
+use rates::Rates;
 
 pub use noise::timesteps_at;
 pub use objective::{
@@ -94,7 +96,17 @@ impl StepOptions {
     fn beside(&self, mut graph: Graph) -> Result<Graph, StepError> {
         if let Some(lora) = &self.lora {
             let ranks = lora.ranks(&graph)?;
-            graph = beside(&graph, &ranks, lora.scale())?;
+            graph = match lora.dropout > 0.0 {
+                true => {
+                    let dropout = Dropout {
+                        share: lora.dropout,
+                        key: names::KEY,
+                        stream: noise::DROPOUT,
+                    };
+                    beside_with_dropout(&graph, &ranks, lora.scale(), dropout)?
+                }
+                false => beside(&graph, &ranks, lora.scale())?,
+            };
         }
         if let Some(inversion) = &self.inversion {
             graph = inversion.beside(&graph)?;
@@ -194,9 +206,13 @@ pub fn trace(model: &DiffusionModel, options: &StepOptions) -> Result<Traced, St
         let follow = ActivationRanges::Follow { updates: &counter };
         traced.graph = fake.apply(&traced.graph, follow)?;
     }
-    let freeze = options.fake_quantization.and_then(|fake| fake.freeze_after);
-    let (optimizer, beside) = (options.optimizer, options.trains_beside());
-    let sums = options.gradient_reduce_dtype;
+    let beside = options.trains_beside();
+    let settings = UpdateSettings {
+        optimizer: options.optimizer,
+        sums: options.gradient_reduce_dtype,
+        freeze: options.fake_quantization.and_then(|fake| fake.freeze_after),
+        plus_ratio: options.lora.as_ref().map_or(1.0, |lora| lora.plus_ratio),
+    };
     // Of a published text encoder the loss may not depend on all layers; those stay as they are.
     let is_published = model.family.spec().published.is_some();
     let buffers = buffers(model);
@@ -204,7 +220,7 @@ pub fn trace(model: &DiffusionModel, options: &StepOptions) -> Result<Traced, St
         let is_wanted = !beside || is_factor(name) || is_learned(name);
         is_wanted && (!is_published || is_live) && !buffers.contains(&name.to_owned())
     };
-    let add_update = move |b: &Builder| update(b, &optimizer, sums, freeze, &is_trained);
+    let add_update = move |b: &Builder| update(b, settings, &is_trained);
     Ok(traced
         .with_scan_layers(model.scan_layers)
         .trained(Arc::new(add_update)))
@@ -225,6 +241,10 @@ pub fn trace_validation(
         clean: CleanSamples::Given,
         draws: Draws::Inputs,
         objective: options.objective.plain(),
+        lora: options.lora.clone().map(|lora| LoraOptions {
+            dropout: 0.0,
+            ..lora
+        }),
         ..options.clone()
     };
     let b = Builder::new();
@@ -292,16 +312,27 @@ fn buffers(model: &DiffusionModel) -> Vec<String> {
     keys.map(|key| format!("{root}/{key}")).collect()
 }
 
+/// How a step changes weights.
+#[derive(Clone, Copy)]
+struct UpdateSettings {
+    optimizer: OptimizerOptions,
+    /// The type of the sums that gradients are, where it is another than that of the products.
+    sums: Option<DType>,
+    /// The number of updates that learned scales have; they stay after them.
+    freeze: Option<u64>,
+    /// How many times the learning rate of first factors that of second ones is.
+    plus_ratio: f64,
+}
+
 /// Adds the gradient of the loss, which is the first output so far, and the optimizer's update of the weights that
-/// `is_trained` chooses by their names and whether outputs depend on them. Gradients are sums of type `sums`. Further outputs are
-/// state that the forward pass changes. Learned scales stay as they are from update `freeze` on.
+/// `is_trained` chooses by their names and whether outputs depend on them. Further outputs are state that the forward pass
+/// changes.
 fn update(
     b: &Builder,
-    optimizer: &OptimizerOptions,
-    sums: Option<DType>,
-    freeze: Option<u64>,
+    settings: UpdateSettings,
     is_trained: &dyn Fn(&str, bool) -> bool,
 ) -> Result<(), GraphError> {
+    let optimizer = &settings.optimizer;
     let live = b.with_graph(Graph::live_nodes);
     let mut outputs = b.take_outputs().into_iter();
     let Some((_, loss)) = outputs.next() else {
@@ -312,20 +343,21 @@ fn update(
     weights.retain(|(name, weight, _)| is_trained(name, live[weight.index()]));
     let wrt: Vec<Tensor> = weights.iter().map(|(_, t, _)| *t).collect();
     let mut gradients = grad(b, loss, &wrt)?;
-    if let Some(dtype) = sums {
+    if let Some(dtype) = settings.sums {
         for gradient in &mut gradients {
             *gradient = reduce::summed_in(b, *gradient, dtype)?;
         }
     }
-    let of_scales = freeze.map(|last| until(b, last, learning_rate));
+    let of_scales = settings.freeze.map(|last| until(b, last, learning_rate));
     let of_scales = of_scales.transpose()?;
+    let mut rates = Rates::new(learning_rate, settings.plus_ratio);
     let trained: Vec<Trained> = weights
         .into_iter()
         .zip(gradients)
         .map(|((name, weight, logical_axes), gradient)| {
             let own_rate = match of_scales.filter(|_| is_log_scale(&name)) {
                 Some(rate) => Some(rate),
-                None => text::learning_rate(b, &name)?,
+                None => rates.of(b, &name)?,
             };
             Ok(Trained {
                 learning_rate: own_rate,
@@ -420,12 +452,7 @@ fn rounding_key(b: &Builder) -> Result<Tensor, GraphError> {
 
 /// The two words of `key`, `u32[2]`, as scalars.
 fn random_key(b: &Builder, key: Tensor) -> Result<RandomKey, GraphError> {
-    let b = b.root("noise");
-    let word = |i| b.reshape(b.slice_dim(key, 0, i, i + 1)?, &[]);
-    Ok(RandomKey {
-        high: word(0)?,
-        low: word(1)?,
-    })
+    RandomKey::of_words(&b.root("noise"), key)
 }
 
 /// The weights of rows of which every second is a class image's, so that the mean over all rows is that over the others and

@@ -624,6 +624,28 @@ fn what_cannot_be_trained_is_named_before_anything_is_computed() {
             "cache_latents_text_encoder_outputs=False",
         ),
         (&["lora_alpha=4"], 2, "it needs lora_rank above 0"),
+        (&["lora_dropout=0.1"], 2, "it needs lora_rank above 0"),
+        (&["lora_plus_ratio=4"], 2, "it needs lora_rank above 0"),
+        (
+            &["lora_rank=2", "lora_dropout=1"],
+            2,
+            "expected at least 0 and less than 1",
+        ),
+        (
+            &["lora_rank=2", "lora_plus_ratio=0"],
+            2,
+            "lora_plus_ratio: 0.0 is out of range",
+        ),
+        (
+            &[
+                "lora_rank=2",
+                "lora_plus_ratio=4",
+                "optimizer_type=Prodigy",
+                "learning_rate=1",
+            ],
+            2,
+            "leave lora_plus_ratio out",
+        ),
         (&["resume=must"], 2, "resume=must"),
     ] {
         let (found, log) = place.try_train("none", words);

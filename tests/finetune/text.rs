@@ -26,6 +26,9 @@ fn updates_of_text_encoders_are_loaded_as_they_were_trained() {
             "text_encoder_2_learning_rate=1e-2",
             "lora_rank=2",
             "lora_alpha=3",
+            "lora_dropout=0.2",
+            "lora_plus_ratio=4",
+            "validation_images=2",
             "lora_kohya=True",
             "caption_dropout=0.3",
             "per_device_batch_size=2",
@@ -42,6 +45,8 @@ fn updates_of_text_encoders_are_loaded_as_they_were_trained() {
         log.contains("encoded 6 images") && !log.contains("captions"),
         "{log}"
     );
+    // A measurement has no key to drop inputs by, and samples below show none dropped.
+    assert!(log.contains("validation loss"), "{log}");
     place.train("parts", &words(&["max_train_steps=2"]));
     place.train("parts", &words(&["max_train_steps=4"]));
     assert_eq!(place.losses("whole"), place.losses("parts"));

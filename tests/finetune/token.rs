@@ -1,11 +1,11 @@
 //! A new token: the steps of diffusers' scripts, and a run from the outside.
 
 use super::runs::{Place, in_grid};
-use super::{Run, Trains, recorded_factor};
+use super::{Run, Trains, recorded_factor, recorded_updates};
 use crate::common::{Golden, keeping_session};
 use maxdiff::dtype::DType;
 use maxdiff::models::Part;
-use maxdiff::train::{InversionOptions, InversionPlace, LoraOptions};
+use maxdiff::train::{InversionOptions, InversionPlace};
 use maxdiff::weights::Checkpoint;
 
 /// The recorded token.
@@ -34,14 +34,7 @@ fn five_steps_of_a_new_token_are_those_of_diffusers_scripts() {
     for (name, run) in [("sd15", "token"), ("sdxl", "pivotal")] {
         let golden = Golden::read(&format!("finetune/{name}/token.safetensors"));
         let steps = Golden::read(&format!("finetune/{name}/steps.safetensors"));
-        let lora = (run == "pivotal").then(|| LoraOptions {
-            rank: steps.meta["rank"].as_u64().unwrap() as usize,
-            alpha: steps.meta["alpha"].as_f64().unwrap(),
-            target_modules: ["to_[kqv]", "to_out.0", "proj_in"]
-                .map(str::to_owned)
-                .to_vec(),
-            text_modules: Vec::new(),
-        });
+        let lora = (run == "pivotal").then(|| recorded_updates(&steps));
         let inversion = Some(inversion(&golden));
         let compared = Run::new(&session, name, Trains { lora, inversion }, 1);
         // The tables themselves are no results of a step.

@@ -25,6 +25,7 @@ fn updates_of_flux_are_loaded_as_they_were_trained() {
     let words = [
         "lora_rank=2",
         "lora_alpha=3",
+        "lora_dropout=0.2",
         "per_device_batch_size=1",
         "gradient_accumulation_steps=2",
         "learning_rate_schedule_steps=4",
@@ -69,7 +70,7 @@ fn updates_of_flux_are_loaded_as_they_were_trained() {
     // The same run with another guidance scale is another training.
     let (code, log) = place.try_train(
         "parts",
-        &with(&[&words[..9], &["max_train_steps=6", "guidance_scale=2"]]),
+        &with(&[&words[..10], &["max_train_steps=6", "guidance_scale=2"]]),
     );
     assert_eq!(code, Some(1), "{log}");
     assert!(
@@ -193,7 +194,7 @@ fn the_steps_of_transformers_lower_for_a_pod() {
             .args(["compile_topology=v5e-8", "ici_fsdp_parallelism=2"])
             .args(["ici_data_parallelism=4", "remat_policy=FULL"])
             .args(["quantization=int8", "gradient_accumulation_steps=2"])
-            .args(["lora_rank=2", SMALL[0]]);
+            .args(["lora_rank=2", "lora_dropout=0.1", SMALL[0]]);
         let output = command.output().unwrap();
         let program = text(&output.stdout);
         assert!(output.status.success(), "{}", text(&output.stderr));
@@ -209,6 +210,29 @@ fn the_steps_of_transformers_lower_for_a_pod() {
         assert!(program.split("%arg").filter(|arg| is_split(arg)).count() > 10);
         assert!(program.contains("xi8>"), "{}", pipeline.name);
     }
+}
+
+/// Each layer drops others of its inputs, and equal blocks are loops as they are without, forward and backward.
+#[test]
+fn blocks_of_a_step_with_dropout_are_loops() {
+    let place = Place::of_transformer(&DEV);
+    let lowered = |dropout: &str| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_maxdiff-rs"));
+        command
+            .args(["lower", DEV.recipe, "--step", "train"])
+            .arg(place.model())
+            .args(["resolution=16", "per_device_batch_size=1"])
+            .args(["compile_topology=v5e-8", "remat_policy=FULL"])
+            .args(["lora_rank=2", dropout, SMALL[0]]);
+        let output = command.output().unwrap();
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        text(&output.stdout)
+    };
+    let [without, with] = ["lora_dropout=0", "lora_dropout=0.1"].map(lowered);
+    for program in [&without, &with] {
+        assert_eq!(program.matches("stablehlo.while").count(), 2);
+    }
+    assert_ne!(with, without);
 }
 
 #[test]

@@ -162,6 +162,8 @@ fn five_steps_of_low_rank_updates_of_a_transformer_are_those_of_peft() {
                 .map(|layer| (*layer).to_owned())
                 .collect(),
             text_modules: Vec::new(),
+            dropout: 0.0,
+            plus_ratio: 1.0,
         }),
     };
     let shapes = recorded.shapes();

@@ -10,6 +10,9 @@ use crate::shape::Shape;
 use super::objective::{Objective, Timesteps};
 use super::{CleanSamples, Draws, SAMPLE_AXES, StepError, StepOptions, names};
 
+/// The stream of the step's key that dropout has; those before it are drawn from here.
+pub(super) const DROPOUT: u32 = 5;
+
 /// Declares the clean samples, or draws them from the distributions that are declared.
 pub(super) fn clean_samples(
     b: &Builder,

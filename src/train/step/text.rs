@@ -4,9 +4,8 @@ use crate::dtype::DType;
 use crate::graph::{Builder, GraphError, Tensor};
 use crate::host_tensor::HostTensor;
 use crate::models::unet::{TextTime, UNetConditioning, names as unet};
-use crate::models::{Conditioning, Denoiser, DiffusionModel, HiddenState, Part};
+use crate::models::{Conditioning, Denoiser, DiffusionModel, HiddenState};
 use crate::shape::Shape;
-use crate::train::inversion::is_learned;
 
 use super::names;
 
@@ -64,17 +63,4 @@ fn time_ids(b: &Builder, model: &DiffusionModel, batch: usize) -> Result<Tensor,
     }
     let ids = b.constant(HostTensor::from_f32([1, ids.len()], &ids)?)?;
     b.broadcast_to(ids, &dims)
-}
-
-/// The learning rate of a text encoder's weight, or of the vectors of a new token.
-pub(super) fn learning_rate(b: &Builder, weight: &str) -> Result<Option<Tensor>, GraphError> {
-    let root = weight.split('/').next();
-    let parts = [Part::TextEncoder, Part::TextEncoder2];
-    let which = parts.iter().position(|part| Some(part.name()) == root);
-    let name = match is_learned(weight) {
-        true => Some(names::TOKEN_LEARNING_RATE),
-        false => which.map(|which| names::TEXT_LEARNING_RATES[which]),
-    };
-    let declare = |name: &str| b.input(name, Shape::scalar(DType::F32), &[]);
-    name.map(declare).transpose()
 }

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use super::LoraRanks;
 use crate::graph::{Graph, GraphError};
-use crate::quant::{self, contracted_weights};
+use crate::quant::{self, Dropout, contracted_weights};
 use crate::shape::Shape;
 
 /// The scopes of an update's factors below their layer's.
@@ -26,7 +26,20 @@ pub(super) fn factor_layer(key: &str) -> Option<(&str, bool)> {
 /// # Errors
 /// When no dot or convolution has one of the weights as its right operand, in the layout of [`crate::nn`].
 pub fn beside(graph: &Graph, ranks: &LoraRanks, scale: f64) -> Result<Graph, GraphError> {
-    quant::low_rank_beside(graph, ranks, NAMES, scale)
+    quant::low_rank_beside(graph, ranks, NAMES, scale, None)
+}
+
+/// [`beside`] as a training step multiplies: `scale * up @ (down @ dropout(x))`.
+///
+/// # Errors
+/// As [`beside`].
+pub fn beside_with_dropout(
+    graph: &Graph,
+    ranks: &LoraRanks,
+    scale: f64,
+    dropout: Dropout,
+) -> Result<Graph, GraphError> {
+    quant::low_rank_beside(graph, ranks, NAMES, scale, Some(dropout))
 }
 
 /// The weights that [`beside`] can put an update beside, by their names: those of linear layers and convolutions that

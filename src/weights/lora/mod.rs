@@ -20,7 +20,7 @@ mod resolve;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-pub use beside::{adaptable, beside};
+pub use beside::{adaptable, beside, beside_with_dropout};
 pub use file::LoraFile;
 pub(crate) use file::{CONFIG_FILE, FILES};
 pub use kohya::KohyaNames;

@@ -8,6 +8,7 @@ use proptest::prelude::*;
 use tempfile::TempDir;
 
 mod arithmetic;
+mod dropout;
 
 use super::dialects::{Role, aliases, split_part, split_role};
 use super::*;
