@@ -143,26 +143,48 @@ fn of_operands(graph: &Graph, node: &Node, parts: &[Vec<usize>]) -> Vec<usize> {
     result
 }
 
-/// A dimension that begins where one of the operand begins, in elements from the left, has its parts.
+/// The parts after a reshape, in row-major order: those of a dimension that is split again are those of its first dimensions, and
+/// dimensions that are merged have those of the first, and of the next ones where the first have one element a part. Dimensions
+/// that do not fit into each other are whole.
 fn reshaped(from: &[usize], parts: &[usize], to: &[usize]) -> Vec<usize> {
-    let begins = |dims: &[usize]| -> Vec<usize> {
-        let mut before = 1usize;
-        let begins = dims.iter().map(|size| {
-            let begin = before;
-            before = before.saturating_mul(*size);
-            begin
-        });
-        begins.collect()
-    };
-    let from_begins = begins(from);
-    to.iter()
-        .zip(begins(to))
-        .map(|(size, begin)| {
-            let same = from_begins.iter().zip(parts).filter(|(b, _)| **b == begin);
-            let fits = same.map(|(_, parts)| *parts).filter(|p| size % p == 0);
-            fits.max().unwrap_or(1)
-        })
-        .collect()
+    let mut result = vec![1; to.len()];
+    // Factors of the dimensions, and whether devices have one element of it each.
+    let factors = from
+        .iter()
+        .zip(parts)
+        .flat_map(|(size, parts)| [(*parts, true), (size / parts.max(&1), false)]);
+    let mut factors = factors.filter(|(size, _)| *size != 1);
+    let mut next = factors.next();
+    for (size, parts) in to.iter().zip(&mut result) {
+        let mut left = *size;
+        let mut leads = true;
+        while left > 1 {
+            let Some((factor, is_split)) = next else {
+                return result;
+            };
+            let both = gcd(factor, left);
+            if both == 1 {
+                return result;
+            }
+            leads &= is_split;
+            if leads {
+                *parts *= both;
+            }
+            left /= both;
+            next = match factor / both {
+                1 => factors.next(),
+                rest => Some((rest, is_split)),
+            };
+        }
+    }
+    result
+}
+
+fn gcd(a: usize, b: usize) -> usize {
+    match b {
+        0 => a,
+        _ => gcd(b, a % b),
+    }
 }
 
 #[cfg(test)]
@@ -174,7 +196,12 @@ mod tests {
         assert_eq!(reshaped(&[8, 4, 3], &[4, 1, 1], &[32, 3]), [4, 1]);
         assert_eq!(reshaped(&[32, 3], &[4, 1], &[8, 4, 3]), [4, 1, 1]);
         assert_eq!(reshaped(&[8, 3], &[1, 3], &[8, 1, 3]), [1, 1, 3]);
-        // Two rows cannot be in four parts.
-        assert_eq!(reshaped(&[8], &[4], &[2, 4]), [1, 1]);
+        // Slices first, then the devices of a slice; and back.
+        assert_eq!(reshaped(&[8], &[4], &[2, 4]), [2, 2]);
+        assert_eq!(reshaped(&[2, 4], &[2, 2], &[8]), [4]);
+        // Rows of which a device has two do not go on in the next dimension.
+        assert_eq!(reshaped(&[4, 4], &[2, 2], &[16]), [2]);
+        assert_eq!(reshaped(&[6], &[3], &[2, 3]), [1, 1]);
+        assert_eq!(reshaped(&[0, 4], &[1, 4], &[4, 0]), [1, 1]);
     }
 }

@@ -226,7 +226,7 @@ fn blocks_of_a_step_with_dropout_are_loops() {
             .args(["lora_rank=2", dropout, SMALL[0]]);
         let output = command.output().unwrap();
         assert!(output.status.success(), "{}", text(&output.stderr));
-        text(&output.stdout)
+        text(&output.stdout).to_string()
     };
     let [without, with] = ["lora_dropout=0", "lora_dropout=0.1"].map(lowered);
     for program in [&without, &with] {
