@@ -294,7 +294,10 @@ fn training(config: &Config, found: &mut Vec<Conflict>) {
     match config.dataset_type {
         _ if is_dreambooth => dreambooth(config, found),
         DatasetType::Shapes => {}
-        own @ (DatasetType::Folder | DatasetType::Webdataset | DatasetType::Hf) => {
+        own @ (DatasetType::Folder
+        | DatasetType::Webdataset
+        | DatasetType::Hf
+        | DatasetType::Tfrecord) => {
             if config.train_data_dir.is_empty() && own != DatasetType::Hf {
                 found.push((
                     vec!["train_data_dir", "dataset_type"],
@@ -302,13 +305,10 @@ fn training(config: &Config, found: &mut Vec<Conflict>) {
                 ));
             }
         }
-        other @ (DatasetType::Tf
-        | DatasetType::Tfrecord
-        | DatasetType::Grain
-        | DatasetType::Synthetic) => found.push((
+        other @ (DatasetType::Tf | DatasetType::Grain | DatasetType::Synthetic) => found.push((
             vec!["dataset_type"],
             format!(
-                "{other} is a dataset type of MaxDiffusion that is not here yet; supported: shapes, folder, webdataset, hf"
+                "{other} is a dataset type of MaxDiffusion that is not here yet; supported: shapes, folder, webdataset, hf, tfrecord"
             ),
         )),
     }

@@ -154,8 +154,9 @@ named! {
         Webdataset = "webdataset",
         /// Parquet files, as Hugging Face's `datasets` writes them.
         Hf = "hf",
-        Tf = "tf",
+        /// TFRecord files, as TensorFlow writes them.
         Tfrecord = "tfrecord",
+        Tf = "tf",
         Grain = "grain",
         Synthetic = "synthetic",
     }

@@ -85,7 +85,7 @@ fn an_override_for_another_verb_is_refused() {
         ),
         [
             "command line: max_grad_norm: has no effect: it needs opt_enable_grad_global_norm_clipping=True",
-            "command line: train_data_dir: has no effect: it needs dataset_type=folder, webdataset or hf",
+            "command line: train_data_dir: has no effect: it needs dataset_type=folder, webdataset, hf or tfrecord",
         ]
     );
     load(
@@ -103,7 +103,7 @@ fn what_a_verb_needs_is_asked_for() {
     assert_eq!(
         errors("", &[], Some(Verb::Train)),
         [
-            "dataset_type: tf is a dataset type of MaxDiffusion that is not here yet; supported: shapes, folder, webdataset, hf"
+            "dataset_type: tf is a dataset type of MaxDiffusion that is not here yet; supported: shapes, folder, webdataset, hf, tfrecord"
         ]
     );
     assert_eq!(
