@@ -71,6 +71,14 @@ fn an_override_for_another_verb_is_refused() {
             "command line: dcn_data_parallelism: has no effect on `module run`; it affects train, generate, compile, lower"
         ]
     );
+    assert_eq!(
+        errors(
+            "dataset_type: tfrecord\ntrain_data_dir: x\n",
+            &["shapes_words={circle: ring}"],
+            None
+        ),
+        ["command line: shapes_words: has no effect: it needs dataset_type=shapes"]
+    );
     // In a file it is let be: one file serves all verbs. So are features of other verbs.
     load(
         "max_train_steps: 3\nreuse_example_batch: True\nlightning_repo: x\n",
