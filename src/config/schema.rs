@@ -478,6 +478,9 @@ schema! {
         /// `NAME.txt` and the image in the same one; for hf of `.parquet` files, or one such file (empty: those of `dataset_name`);
         /// for tfrecord of `.tfrecord` or `.tfrec` files.
         train_data_dir: String = String::new(), Used, TRAIN_STEP, when FOLDER_TYPES, is [FixedOnResume];
+        /// In place of `train_data_dir`, several such folders with their weights: `{pictures: 3, others: 1}`. Of the samples of an
+        /// epoch a folder has the share of its weight, up to 1 %. Weights are whole numbers, 1 to 10000.
+        train_data_mix: FolderWeights = FolderWeights::default(), Ours, TRAIN_STEP, when FOLDER_TYPES, is [FixedOnResume];
         /// Column of a parquet file with the images: bytes, paths beside it, or both as `datasets` writes them. Of TFRecords the
         /// feature with the bytes of an image file.
         image_column: String = "image".into(), Used, TRAIN, when COLUMNS, is [FixedOnResume];

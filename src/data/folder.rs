@@ -8,6 +8,7 @@
 //! that of their paths.
 
 mod list;
+mod mix;
 mod records;
 mod tables;
 mod tars;
@@ -20,6 +21,7 @@ use super::picture::{self, Crop, Framing, ImageFile, Note, Picture, Sizes};
 use super::{DataError, MOST_REPEATS, NAMED, Sample, io};
 use crate::util::known::Known;
 pub use list::is_image;
+pub use mix::Share;
 pub use records::RecordOptions;
 pub use tables::TableOptions;
 

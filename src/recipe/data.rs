@@ -32,7 +32,10 @@ pub fn dataset(config: &Config, notify: &mut Notify<'_>) -> Result<Dataset, Reci
             config.dataset_type
         )));
     };
-    let folder = if config.train_data_dir.is_empty() && matches!(layout, Layout::Tables(_)) {
+    let mix = &config.train_data_mix.0;
+    let folder = if !mix.is_empty() {
+        mixed(config, &layout, notify)?
+    } else if config.train_data_dir.is_empty() && matches!(layout, Layout::Tables(_)) {
         let (folder, files) = hub::find_dataset(config, notify)?;
         let mut options = folder_options(config, &folder)?;
         options.max_images = most_samples(config);
@@ -40,15 +43,42 @@ pub fn dataset(config: &Config, notify: &mut Notify<'_>) -> Result<Dataset, Reci
         Folder::open(options).map_err(RecipeError::failed)?
     } else {
         let dir = &config.train_data_dir;
-        let mut options = given_folder(config, dir, &layout)?;
+        let mut options = given_folder(config, "train_data_dir=", dir, &layout)?;
         options.max_images = most_samples(config);
         Folder::open(options).map_err(RecipeError::failed)?
     };
     Ok(Dataset::Folder(Box::new(folder)))
 }
 
-/// The options of a folder that is given by its path.
-fn given_folder(config: &Config, dir: &str, layout: &Layout) -> Result<FolderOptions, RecipeError> {
+/// The folders of `train_data_mix` as one.
+fn mixed(config: &Config, layout: &Layout, notify: &mut Notify<'_>) -> Result<Folder, RecipeError> {
+    let mix = &config.train_data_mix.0;
+    let mut parts = Vec::with_capacity(mix.len());
+    for (dir, weight) in mix {
+        let mut options = given_folder(config, "train_data_mix: ", dir, layout)?;
+        options.cache_bytes /= mix.len() as u64;
+        let folder = Folder::open(options).map_err(RecipeError::failed)?;
+        parts.push((folder, *weight));
+    }
+    let (folder, shares) = Folder::mixed(parts).map_err(RecipeError::failed)?;
+    for ((dir, weight), share) in mix.iter().zip(shares) {
+        notify(Notice::Note(&format!(
+            "train_data_mix: {dir}: weight {weight}, pictures {}, repeats {}, {:.1} % of the samples",
+            share.images,
+            share.repeats,
+            share.share * 100.0
+        )));
+    }
+    Ok(folder)
+}
+
+/// The options of a folder that is given by its path; `key` is what stands before it.
+fn given_folder(
+    config: &Config,
+    key: &str,
+    dir: &str,
+    layout: &Layout,
+) -> Result<FolderOptions, RecipeError> {
     let path = Path::new(dir);
     let is_there = path.is_dir() || matches!(layout, Layout::Tables(_)) && path.is_file();
     if !is_there {
@@ -61,7 +91,7 @@ fn given_folder(config: &Config, dir: &str, layout: &Layout) -> Result<FolderOpt
             Layout::Records(_) => ".tfrecord or .tfrec files",
         };
         return Err(RecipeError::Usage(format!(
-            "train_data_dir={dir}: no such folder; it should hold {holds}"
+            "{key}{dir}: no such folder; it should hold {holds}"
         )));
     }
     let options = folder_options(config, path)?;

@@ -221,11 +221,11 @@ impl Place {
         let data = format!("train_data_dir={}", data.display());
         let cache = format!("dataset_save_location={}", self.path("encoded").display());
         let mut own = vec!["learning_rate=1e-2", "log_period=1"];
-        if !words
-            .iter()
-            .any(|word| word.starts_with("instance_data_dir"))
-        {
-            own.push(data.as_str());
+        let names = |key: &str| words.iter().any(|word| word.starts_with(key));
+        if !names("instance_data_dir") {
+            if !names("train_data_mix") {
+                own.push(data.as_str());
+            }
             if other.is_none() {
                 own.push("dataset_type=folder");
             }

@@ -116,7 +116,9 @@ fn what_a_verb_needs_is_asked_for() {
     );
     assert_eq!(
         errors("dataset_type: folder\n", &[], Some(Verb::Train)),
-        ["run.yml:1: train_data_dir, dataset_type: dataset_type=folder needs train_data_dir"]
+        [
+            "run.yml:1: train_data_dir, dataset_type: dataset_type=folder needs train_data_dir, or several folders in train_data_mix"
+        ]
     );
     assert_eq!(
         errors("", &[], Some(Verb::Generate)),
