@@ -1,22 +1,26 @@
-//! Writes pictures of coloured shapes with captions as a dataset: parquet files as Hugging Face's `datasets` writes them, and tar
-//! archives as WebDataset's.
+//! Writes pictures of coloured shapes with captions as a dataset: parquet files as Hugging Face's `datasets` writes them, tar
+//! archives as WebDataset's, and TFRecord files.
 //!
-//! `cargo run --release --example shapes_dataset -- DIR [COUNT [SIDE]]` writes `DIR/tables/train-00000-of-00020.parquet` and
-//! `DIR/archives/00000.tar`, a thousand pictures in each; by default 20,000 of 64 pixels.
+//! `cargo run --release --example shapes_dataset -- DIR [COUNT [SIDE]]` writes `DIR/tables/train-00000-of-00020.parquet`,
+//! `DIR/archives/00000.tar` and `DIR/records/00000.tfrecord`, a thousand pictures in each; by default 20,000 of 64 pixels.
 
 use std::error::Error;
 use std::fs::{self, File};
-use std::io::Cursor;
+use std::io::{BufWriter, Cursor, Write};
 use std::path::Path;
 use std::sync::Arc;
 
 use image::ImageFormat;
 use maxdiff::data::{Sample, Shapes, ShapesOptions};
+use maxdiff::proto::tensorflow::feature::Kind;
+use maxdiff::proto::tensorflow::{BytesList, Example, Feature, Features};
+use maxdiff::util::tfrecord::write_record;
 use parquet::basic::Compression;
 use parquet::data_type::{ByteArray, ByteArrayType};
 use parquet::file::properties::WriterProperties;
 use parquet::file::writer::SerializedFileWriter;
 use parquet::schema::parser::parse_message_type;
+use prost::Message;
 
 /// Pictures of a file.
 const OF_FILE: usize = 1000;
@@ -39,14 +43,15 @@ fn main() -> Result<()> {
     write_dataset(Path::new(dir), &shapes)
 }
 
-/// Writes the samples of `shapes` to `dir/tables` and `dir/archives`.
+/// Writes the samples of `shapes` to `dir/tables`, `dir/archives` and `dir/records`.
 ///
 /// # Errors
 /// When a file cannot be written.
 pub fn write_dataset(dir: &Path, shapes: &Shapes) -> Result<()> {
-    let (tables, archives) = (dir.join("tables"), dir.join("archives"));
-    fs::create_dir_all(&tables)?;
-    fs::create_dir_all(&archives)?;
+    let [tables, archives, records] = ["tables", "archives", "records"].map(|name| dir.join(name));
+    for folder in [&tables, &archives, &records] {
+        fs::create_dir_all(folder)?;
+    }
     let files = shapes.count().div_ceil(OF_FILE);
     for file in 0..files {
         let numbers = file * OF_FILE..((file + 1) * OF_FILE).min(shapes.count());
@@ -55,6 +60,7 @@ pub fn write_dataset(dir: &Path, shapes: &Shapes) -> Result<()> {
         let name = format!("train-{file:05}-of-{files:05}.parquet");
         write_table(&tables.join(name), &pictures)?;
         write_archive(&archives.join(format!("{file:05}.tar")), &pictures)?;
+        write_records(&records.join(format!("{file:05}.tfrecord")), &pictures)?;
     }
     Ok(())
 }
@@ -125,4 +131,25 @@ fn write_archive(path: &Path, pictures: &[Picture]) -> Result<()> {
     }
     archive.finish()?;
     Ok(())
+}
+
+fn write_records(path: &Path, pictures: &[Picture]) -> Result<()> {
+    let mut out = BufWriter::new(File::create(path)?);
+    for picture in pictures {
+        write_record(&mut out, &example(&picture.png, &picture.caption))?;
+    }
+    out.flush()?;
+    Ok(())
+}
+
+/// The `tf.train.Example` of an image file with its caption.
+pub fn example(image: &[u8], caption: &str) -> Vec<u8> {
+    let feature = |name: &str, value: &[u8]| {
+        let value = vec![value.to_vec()];
+        let kind = Some(Kind::BytesList(BytesList { value }));
+        (name.to_owned(), Feature { kind })
+    };
+    let feature = [feature("image", image), feature("text", caption.as_bytes())].into();
+    let features = Some(Features { feature });
+    Example { features }.encode_to_vec()
 }

@@ -3,6 +3,7 @@
 mod buckets;
 mod dreambooth;
 mod kills;
+mod mix;
 mod runs;
 mod text;
 mod token;

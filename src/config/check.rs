@@ -294,21 +294,14 @@ fn training(config: &Config, found: &mut Vec<Conflict>) {
     match config.dataset_type {
         _ if is_dreambooth => dreambooth(config, found),
         DatasetType::Shapes => {}
-        own @ (DatasetType::Folder | DatasetType::Webdataset | DatasetType::Hf) => {
-            if config.train_data_dir.is_empty() && own != DatasetType::Hf {
-                found.push((
-                    vec!["train_data_dir", "dataset_type"],
-                    format!("dataset_type={own} needs train_data_dir"),
-                ));
-            }
-        }
-        other @ (DatasetType::Tf
-        | DatasetType::Tfrecord
-        | DatasetType::Grain
-        | DatasetType::Synthetic) => found.push((
+        own @ (DatasetType::Folder
+        | DatasetType::Webdataset
+        | DatasetType::Hf
+        | DatasetType::Tfrecord) => folders(config, own, found),
+        other @ (DatasetType::Tf | DatasetType::Grain | DatasetType::Synthetic) => found.push((
             vec!["dataset_type"],
             format!(
-                "{other} is a dataset type of MaxDiffusion that is not here yet; supported: shapes, folder, webdataset, hf"
+                "{other} is a dataset type of MaxDiffusion that is not here yet; supported: shapes, folder, webdataset, hf, tfrecord"
             ),
         )),
     }
@@ -363,7 +356,35 @@ fn training(config: &Config, found: &mut Vec<Conflict>) {
     }
 }
 
+/// The folders of pictures.
+fn folders(config: &Config, own: DatasetType, found: &mut Vec<Conflict>) {
+    let is_mixed = !config.train_data_mix.0.is_empty();
+    match config.train_data_dir.is_empty() {
+        true if !is_mixed && own != DatasetType::Hf => found.push((
+            vec!["train_data_dir", "dataset_type"],
+            format!("dataset_type={own} needs train_data_dir, or several folders in train_data_mix"),
+        )),
+        false if is_mixed => found.push((
+            vec!["train_data_mix", "train_data_dir"],
+            "the folders of pictures are given twice: put train_data_dir into train_data_mix, with a weight".into(),
+        )),
+        _ => {}
+    }
+    if is_mixed && config.max_train_samples > 0 {
+        found.push((
+            vec!["train_data_mix", "max_train_samples"],
+            "max_train_samples takes the first pictures of one dataset, not of several: leave one of the two out".into(),
+        ));
+    }
+}
+
 fn dreambooth(config: &Config, found: &mut Vec<Conflict>) {
+    if !config.train_data_mix.0.is_empty() {
+        found.push((
+            vec!["instance_data_dir", "train_data_mix"],
+            "DreamBooth has one folder of pictures: give one of the two".into(),
+        ));
+    }
     if !config.train_data_dir.is_empty() {
         found.push((
             vec!["instance_data_dir", "train_data_dir"],

@@ -43,7 +43,7 @@ pub enum Range {
 }
 
 impl Range {
-    fn contains(self, v: f64) -> bool {
+    pub(super) fn contains(self, v: f64) -> bool {
         match self {
             Range::AtLeast(low) => v >= low,
             Range::Above(low) => v > low,

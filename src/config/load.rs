@@ -218,18 +218,18 @@ impl Origins {
         }
     }
 
+    /// Whether the command line gave a key, or an entry of its dict.
+    fn is_overridden(&self, key: &str) -> bool {
+        self.overridden.iter().any(|path| is_of(path, key))
+    }
+
     fn places(&self, key: &str) -> Vec<String> {
-        let is_of = |path: &str| match path.strip_prefix(key) {
-            Some(rest) => rest.is_empty() || rest.starts_with('.'),
-            None => false,
-        };
         let written = self.lines.iter().filter(|(path, _)| {
             // The command line replaced the others.
-            is_of(path) && self.place(path) != Place::CommandLine
+            is_of(path, key) && self.place(path) != Place::CommandLine
         });
         let first_line = written.map(|(_, line)| *line).min();
-        let is_overridden = self.overridden.iter().any(|path| is_of(path));
-        let command_line = is_overridden.then_some(Place::CommandLine);
+        let command_line = self.is_overridden(key).then_some(Place::CommandLine);
         let file = first_line.map(|line| self.line(line));
         let places = file.into_iter().chain(command_line);
         places.map(|place| place.to_string()).collect()
@@ -267,6 +267,12 @@ impl Origins {
             }
         }
     }
+}
+
+/// Whether a path is that of the key, or of something in its dict.
+fn is_of(path: &str, key: &str) -> bool {
+    let rest = path.strip_prefix(key);
+    rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
 }
 
 struct Loader {
@@ -652,7 +658,11 @@ impl Loader {
                 self.check_status(inner, map, shown, &at, config, verb);
                 continue;
             }
-            let place = self.origins.place(&at);
+            let place = match key.ty {
+                // Its entries are no keys of their own.
+                Ty::Free if self.origins.is_overridden(&at) => Place::CommandLine,
+                _ => self.origins.place(&at),
+            };
             let on_command_line = place == Place::CommandLine;
             let relevant = verb.is_none_or(|v| key.verbs.contains(&v));
             if !relevant {

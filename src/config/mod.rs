@@ -34,9 +34,9 @@ pub use quant::{QuantRule, QuantRuleMode, QuantRules, WeightGranularity};
 pub use recipes::{RECIPES, Recipe};
 pub use schema::{Calibration, Config, LoraConfig, MOST_IMAGES, SchedulerConfig, TimestepBias};
 pub use values::{
-    Attention, BiasStrategy, DataSharding, DatasetType, FloatType, FreeDict, FreeList, Hardware,
-    LossWeighting, MeshAxes, ModelConfig, OneOrMore, OptimizerType, Prompts, QatObserver,
-    QuantPreset, Quantization, Resume, Seed, ShapeNames, SvdOrder, TextEncoderConfig,
+    Attention, BiasStrategy, DataSharding, DatasetType, FloatType, FolderWeights, FreeDict,
+    FreeList, Hardware, LossWeighting, MeshAxes, ModelConfig, OneOrMore, OptimizerType, Prompts,
+    QatObserver, QuantPreset, Quantization, Resume, Seed, ShapeNames, SvdOrder, TextEncoderConfig,
     TextualInversionFile, TextualInversionFiles, UNetConfig, WeightAlgorithm, WeightingScheme,
 };
 pub use verb::Verb;

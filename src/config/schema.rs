@@ -75,7 +75,7 @@ const RUNS: &[Verb] = &[Verb::Train, Verb::Generate, Verb::ModuleRun, Verb::Quan
 const DENOISE: &[Verb] = &[Verb::Generate, Verb::Compile, Verb::Lower];
 
 const OTHER_DATASETS: &str =
-    "only dataset types of MaxDiffusion that are not here yet (tf, tfrecord, grain) read it";
+    "only dataset types of MaxDiffusion that are not here yet (tf, grain, synthetic) read it";
 const PREPROCESSING: &str = "only the scripts of MaxDiffusion that prepare datasets read it";
 const SAFETENSORS: &str =
     "models are read from safetensors, which are the same for PyTorch and Flax";
@@ -152,11 +152,12 @@ const LOGIT_NORMAL: Condition = Both(
     &Is("weighting_scheme", &["", "logit_normal"]),
 );
 const FINE_TUNING: Condition = Is("train_new_unet", &["False"]);
-const FOLDER_TYPES: Condition = Is("dataset_type", &["folder", "webdataset", "hf"]);
+const FOLDER_TYPES: Condition = Is("dataset_type", &["folder", "webdataset", "hf", "tfrecord"]);
 const DREAMBOOTH: Condition = Given("instance_data_dir");
 const FOLDER: Condition = Either(&FOLDER_TYPES, &DREAMBOOTH);
 const PRIOR: Condition = Is("with_prior_preservation", &["True"]);
 const TABLES: Condition = Is("dataset_type", &["hf"]);
+const COLUMNS: Condition = Is("dataset_type", &["hf", "tfrecord"]);
 const BUCKETS: Condition = Is("enable_bucket", &["True"]);
 const INVERSION: Condition = Given("placeholder_token");
 const LORA_TRAINING: Condition = MoreThan("lora_rank", 0);
@@ -470,16 +471,21 @@ schema! {
         jax_cache_dir: String = "auto".into(), Used, RUNS, is [NotAnOption];
 
         group "Data";
-        /// Source of the training examples. Supported: shapes (made by the program), folder, webdataset (tar archives), and hf
-        /// (parquet files on this machine or on the hub).
+        /// Source of the training examples. Supported: shapes (made by the program), folder, webdataset (tar archives), hf
+        /// (parquet files on this machine or on the hub), and tfrecord.
         dataset_type: DatasetType = DatasetType::Tf, Used, PROGRAM, is [FixedOnResume];
         /// Folder of images with captions: `NAME.txt` beside each image, or `metadata.jsonl`; for webdataset of `.tar` files, with
-        /// `NAME.txt` and the image in the same one; for hf of `.parquet` files, or one such file (empty: those of `dataset_name`).
+        /// `NAME.txt` and the image in the same one; for hf of `.parquet` files, or one such file (empty: those of `dataset_name`);
+        /// for tfrecord of `.tfrecord` or `.tfrec` files.
         train_data_dir: String = String::new(), Used, TRAIN_STEP, when FOLDER_TYPES, is [FixedOnResume];
-        /// Column of a parquet file with the images: bytes, paths beside it, or both as `datasets` writes them.
-        image_column: String = "image".into(), Used, TRAIN, when TABLES, is [FixedOnResume];
-        /// Column of a parquet file with the captions: texts or lists of texts.
-        caption_column: String = "text".into(), Used, TRAIN, when TABLES, is [FixedOnResume];
+        /// In place of `train_data_dir`, several such folders with their weights: `{pictures: 3, others: 1}`. Of the samples of an
+        /// epoch a folder has the share of its weight, up to 1 %. Weights are whole numbers, 1 to 10000.
+        train_data_mix: FolderWeights = FolderWeights::default(), Ours, TRAIN_STEP, when FOLDER_TYPES, is [FixedOnResume];
+        /// Column of a parquet file with the images: bytes, paths beside it, or both as `datasets` writes them. Of TFRecords the
+        /// feature with the bytes of an image file.
+        image_column: String = "image".into(), Used, TRAIN, when COLUMNS, is [FixedOnResume];
+        /// Column of a parquet file with the captions: texts or lists of texts. Of TFRecords the feature with them.
+        caption_column: String = "text".into(), Used, TRAIN, when COLUMNS, is [FixedOnResume];
         /// Side of the images in pixels. A model with four input channels works on latents of an
         /// eighth of that side, any other on pixels.
         resolution: u64 = 1024, Used, PROGRAM, in Between(8.0, 8192.0), is [FixedOnResume];

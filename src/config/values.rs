@@ -1,5 +1,6 @@
 //! The types of the schema's values that are not plain numbers and texts.
 
+use std::collections::BTreeMap;
 use std::hash::{BuildHasher, Hasher, RandomState};
 
 use serde_json::{Map, Value};
@@ -12,8 +13,8 @@ use crate::util::names::nearest;
 
 use super::error::{Problem, Problems};
 use super::field::{Field, refuse, wrong_type};
-use super::key::Ty;
-use super::text::describe;
+use super::key::{Range, Ty};
+use super::text::{describe, show};
 use super::yaml::join;
 
 named! {
@@ -154,8 +155,9 @@ named! {
         Webdataset = "webdataset",
         /// Parquet files, as Hugging Face's `datasets` writes them.
         Hf = "hf",
-        Tf = "tf",
+        /// TFRecord files, as TensorFlow writes them.
         Tfrecord = "tfrecord",
+        Tf = "tf",
         Grain = "grain",
         Synthetic = "synthetic",
     }
@@ -520,6 +522,42 @@ impl Field for ShapeNames {
         let words = self.0.iter();
         let words = words.map(|(word, other)| (word.name().to_owned(), other.as_str().into()));
         Value::Object(words.collect())
+    }
+}
+
+/// Folders, by their paths, with their weights.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct FolderWeights(pub BTreeMap<String, u64>);
+
+impl Field for FolderWeights {
+    const TY: Ty = Ty::Free;
+
+    fn parse(value: &Value, path: &str, problems: &mut Problems) -> Option<Self> {
+        const RANGE: Range = Range::Between(1.0, 10_000.0);
+        let Some(dict) = value.as_object() else {
+            return refuse(value, path, problems);
+        };
+        let entry = |(folder, weight): (&String, &Value)| {
+            let at = join(path, folder);
+            let read = i64::parse(weight, &at, problems)?;
+            match u64::try_from(read) {
+                Ok(weight) if RANGE.contains(read as f64) => Some((folder.clone(), weight)),
+                _ => {
+                    let problem = Problem::OutOfRange {
+                        found: show(weight),
+                        range: RANGE.to_string(),
+                    };
+                    problems.push((at, problem));
+                    None
+                }
+            }
+        };
+        let read: Vec<_> = dict.iter().map(entry).collect();
+        read.into_iter().collect::<Option<_>>().map(FolderWeights)
+    }
+    fn show(&self) -> Value {
+        let folders = self.0.iter();
+        Value::Object(folders.map(|(k, v)| (k.clone(), Value::from(*v))).collect())
     }
 }
 

@@ -1,5 +1,5 @@
-//! `dataset_type: folder`, `webdataset` and `hf`: images with captions, as files of a folder, in tar archives or in parquet
-//! files.
+//! `dataset_type: folder`, `webdataset`, `hf` and `tfrecord`: images with captions, as files of a folder, in tar archives, in
+//! parquet files or in TFRecord files.
 //!
 //! An image may have several captions, of which each use draws one. In a folder captions come from `metadata.jsonl` at the top of the folder (`{"file_name": ..., "text": ...}`
 //! per line, or a list of texts) where there is one, and otherwise from a `.txt` file of the same name as each image, a
@@ -8,6 +8,8 @@
 //! that of their paths.
 
 mod list;
+mod mix;
+mod records;
 mod tables;
 mod tars;
 
@@ -19,6 +21,8 @@ use super::picture::{self, Crop, Framing, ImageFile, Note, Picture, Sizes};
 use super::{DataError, MOST_REPEATS, NAMED, Sample, io};
 use crate::util::known::Known;
 pub use list::is_image;
+pub use mix::Share;
+pub use records::RecordOptions;
 pub use tables::TableOptions;
 
 /// How a folder holds images and captions.
@@ -30,6 +34,8 @@ pub enum Layout {
     Tars,
     /// In parquet files, as Hugging Face's `datasets` writes them; `root` may be one such file.
     Tables(TableOptions),
+    /// In TFRecord files, as TensorFlow writes them.
+    Records(RecordOptions),
 }
 
 /// An image that a folder lists.
@@ -143,6 +149,7 @@ impl Folder {
             Layout::Files => list::captioned_images(&root, options.caption.as_deref())?,
             Layout::Tars => tars::captioned_images(&root)?,
             Layout::Tables(tables) => tables::captioned_images(&root, tables)?,
+            Layout::Records(records) => records::captioned_images(&root, records)?,
         };
         if let Some(most) = options.max_images {
             if most > listed.len() {

@@ -11,6 +11,7 @@ mod folder;
 mod order;
 mod picture;
 mod prefetch;
+mod record;
 pub mod resample;
 mod rng;
 mod rows;
@@ -25,7 +26,7 @@ use crate::util::hash::Sha256;
 
 pub use batch::{Batch, Batcher};
 pub use buckets::{BucketOptions, Buckets};
-pub use folder::{Folder, FolderOptions, Layout, TableOptions, is_image};
+pub use folder::{Folder, FolderOptions, Layout, RecordOptions, Share, TableOptions, is_image};
 pub use order::Permutation;
 pub use picture::{Crop, Framing, Picture, Sizes};
 pub use prefetch::Prefetcher;
@@ -285,6 +286,23 @@ pub enum DataError {
     },
     #[error("table {}: {message}", path.display())]
     Table { path: PathBuf, message: String },
+    #[error(
+        "{} holds no TFRecord files: expected names that end in .tfrecord, .tfrecords or .tfrec, also with -00000-of-00010 after it",
+        root.display()
+    )]
+    NoRecords { root: PathBuf },
+    #[error("TFRecord file {}: {message}", path.display())]
+    Record { path: PathBuf, message: String },
+    #[error(
+        "train_data_mix: to have its share, {} would have each of its {images} pictures in an epoch {repeats} times, expected \
+         at most {MOST_REPEATS}: give it less weight or more pictures",
+        root.display()
+    )]
+    Mix {
+        root: PathBuf,
+        images: usize,
+        repeats: usize,
+    },
     #[error("{} leads outside the dataset folder {}; copy the file into the folder", path.display(), root.display())]
     PathEscape { path: PathBuf, root: PathBuf },
     #[error(

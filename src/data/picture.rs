@@ -10,6 +10,7 @@ use image::{DynamicImage, ImageDecoder, ImageReader, Limits, RgbImage};
 
 use super::DataError;
 use super::buckets::Buckets;
+use super::record::RecordImage;
 use super::rng::{KeyedRng, Stream};
 use super::table::{RowImage, TableRow};
 use crate::util::files;
@@ -45,6 +46,7 @@ pub struct ImageFile {
 pub enum Part {
     Entry(FilePart),
     Row(TableRow),
+    Record(RecordImage),
 }
 
 /// An entry of an archive.
@@ -62,12 +64,13 @@ impl ImageFile {
         ImageFile { path, part: None }
     }
 
-    /// The path for messages, with the name in the archive or the number of the row.
+    /// The path for messages, with the name in the archive or the number of the row or record.
     pub fn shown(&self) -> PathBuf {
         match &self.part {
             None => self.path.clone(),
             Some(Part::Entry(part)) => self.path.join(&part.name),
             Some(Part::Row(row)) => self.path.join(row.number.to_string()),
+            Some(Part::Record(record)) => self.path.join(record.number.to_string()),
         }
     }
 
@@ -83,6 +86,7 @@ impl ImageFile {
                 RowImage::Bytes(bytes) => return Ok(bytes),
                 RowImage::File(path) => return ImageFile::of(path).bytes(),
             },
+            Some(Part::Record(record)) => Ok(record.bytes(&self.path)?),
         };
         let bytes = bytes.map_err(|source| DataError::Io {
             action: "read the image",
@@ -195,12 +199,15 @@ pub fn find(
 ) -> Result<(Picture, Option<Note>), DataError> {
     let key = || {
         let stamp = Stamp::of(&fs::metadata(&file.path).ok()?)?;
-        let offset = match &file.part {
-            Some(Part::Entry(part)) => part.offset,
-            Some(Part::Row(_)) | None => 0,
+        // A row or a record may have several pictures.
+        let place = match &file.part {
+            None => "0".to_owned(),
+            Some(Part::Entry(part)) => part.offset.to_string(),
+            Some(Part::Row(row)) => row.table.image_column().to_owned(),
+            Some(Part::Record(record)) => format!("{} {}", record.offset, record.feature),
         };
         Some(format!(
-            "picture {} {offset} {stamp}",
+            "picture {} {place} {stamp}",
             file.shown().display()
         ))
     };

@@ -7,7 +7,6 @@ mod chart;
 mod page;
 mod progress;
 pub mod tensorboard;
-mod tfrecord;
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{BufRead, BufReader, BufWriter, Read, Seek, SeekFrom, Write};

@@ -11,8 +11,8 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use prost::Message;
 
 use super::MetricsError;
-use super::tfrecord::write_record;
 use crate::proto::tensorflow::{Event, SessionLog, Summary, event, session_log, summary};
+use crate::util::tfrecord::write_record;
 
 /// The version that TensorBoard expects in the first record; from it on `SessionLog::START` marks
 /// a restart.
@@ -149,9 +149,12 @@ impl EventWriter {
 /// The events of a file.
 #[cfg(test)]
 pub(super) fn read_events(path: &Path) -> Vec<Event> {
-    let payloads = super::tfrecord::payloads(&fs::read(path).unwrap());
-    let decode = |payload: Vec<u8>| Event::decode(payload.as_slice()).unwrap();
-    payloads.into_iter().map(decode).collect()
+    let data = fs::read(path).unwrap();
+    let records = crate::util::tfrecord::Records::new(data.as_slice(), 0, data.len() as u64);
+    let payloads = records.map(|record| record.unwrap().payload);
+    payloads
+        .map(|payload| Event::decode(payload.as_slice()).unwrap())
+        .collect()
 }
 
 /// A clock before 1970 reads as 1970: a wrong clock must not stop a run.

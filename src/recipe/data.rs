@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use crate::config::{Config, DatasetType, OneOrMore};
 use crate::data::shapes::{OtherWords, ShapeWord, WordFilter};
 use crate::data::{
-    BucketOptions, Buckets, Crop, Dataset, Folder, FolderOptions, Layout, Shapes, ShapesOptions,
-    Sizes, Split, TableOptions, Tokenizer, word_level_json,
+    BucketOptions, Buckets, Crop, Dataset, Folder, FolderOptions, Layout, RecordOptions, Shapes,
+    ShapesOptions, Sizes, Split, TableOptions, Tokenizer, word_level_json,
 };
 use crate::train::KNOWN_FILES;
 use crate::util::files;
@@ -23,40 +23,95 @@ pub fn dataset(config: &Config, notify: &mut Notify<'_>) -> Result<Dataset, Reci
     if !config.instance_data_dir.is_empty() {
         return dreambooth(config);
     }
+    if config.dataset_type == DatasetType::Shapes {
+        return Ok(Dataset::Shapes(shapes(config, Split::Train)?));
+    }
+    let Some(layout) = layout(config) else {
+        return Err(RecipeError::Usage(format!(
+            "dataset_type={}: not here yet; supported: shapes, folder, webdataset, hf, tfrecord",
+            config.dataset_type
+        )));
+    };
+    let mix = &config.train_data_mix.0;
+    let folder = if !mix.is_empty() {
+        mixed(config, &layout, notify)?
+    } else if config.train_data_dir.is_empty() && matches!(layout, Layout::Tables(_)) {
+        let (folder, files) = hub::find_dataset(config, notify)?;
+        let mut options = folder_options(config, &folder)?;
+        options.max_images = most_samples(config);
+        options.layout = Layout::Tables(tables(config, Some(files)));
+        Folder::open(options).map_err(RecipeError::failed)?
+    } else {
+        let dir = &config.train_data_dir;
+        let mut options = given_folder(config, "train_data_dir=", dir, &layout)?;
+        options.max_images = most_samples(config);
+        Folder::open(options).map_err(RecipeError::failed)?
+    };
+    Ok(Dataset::Folder(Box::new(folder)))
+}
+
+/// The folders of `train_data_mix` as one.
+fn mixed(config: &Config, layout: &Layout, notify: &mut Notify<'_>) -> Result<Folder, RecipeError> {
+    let mix = &config.train_data_mix.0;
+    let mut parts = Vec::with_capacity(mix.len());
+    for (dir, weight) in mix {
+        let mut options = given_folder(config, "train_data_mix: ", dir, layout)?;
+        options.cache_bytes /= mix.len() as u64;
+        let folder = Folder::open(options).map_err(RecipeError::failed)?;
+        parts.push((folder, *weight));
+    }
+    let (folder, shares) = Folder::mixed(parts).map_err(RecipeError::failed)?;
+    for ((dir, weight), share) in mix.iter().zip(shares) {
+        notify(Notice::Note(&format!(
+            "train_data_mix: {dir}: weight {weight}, pictures {}, repeats {}, {:.1} % of the samples",
+            share.images,
+            share.repeats,
+            share.share * 100.0
+        )));
+    }
+    Ok(folder)
+}
+
+/// The options of a folder that is given by its path; `key` is what stands before it.
+fn given_folder(
+    config: &Config,
+    key: &str,
+    dir: &str,
+    layout: &Layout,
+) -> Result<FolderOptions, RecipeError> {
+    let path = Path::new(dir);
+    let is_there = path.is_dir() || matches!(layout, Layout::Tables(_)) && path.is_file();
+    if !is_there {
+        let holds = match layout {
+            Layout::Files => {
+                "images with .txt captions or a metadata.jsonl (scripts/emoji_dataset makes one)"
+            }
+            Layout::Tars => ".tar files",
+            Layout::Tables(_) => ".parquet files",
+            Layout::Records(_) => ".tfrecord or .tfrec files",
+        };
+        return Err(RecipeError::Usage(format!(
+            "{key}{dir}: no such folder; it should hold {holds}"
+        )));
+    }
+    let options = folder_options(config, path)?;
+    Ok(FolderOptions {
+        layout: layout.clone(),
+        ..options
+    })
+}
+
+/// How the folders of the configured dataset hold pictures; `None` where it is none of folders.
+fn layout(config: &Config) -> Option<Layout> {
     match config.dataset_type {
-        DatasetType::Shapes => Ok(Dataset::Shapes(shapes(config, Split::Train)?)),
-        DatasetType::Hf if config.train_data_dir.is_empty() => {
-            let (folder, files) = hub::find_dataset(config, notify)?;
-            let mut options = folder_options(config, &folder)?;
-            options.max_images = most_samples(config);
-            options.layout = Layout::Tables(tables(config, Some(files)));
-            let folder = Folder::open(options).map_err(RecipeError::failed)?;
-            Ok(Dataset::Folder(Box::new(folder)))
-        }
-        own @ (DatasetType::Folder | DatasetType::Webdataset | DatasetType::Hf) => {
-            let path = Path::new(&config.train_data_dir);
-            let is_there = path.is_dir() || own == DatasetType::Hf && path.is_file();
-            if !is_there {
-                return Err(RecipeError::Usage(format!(
-                    "train_data_dir={}: no such folder; it should hold images with .txt captions or a metadata.jsonl \
-                     (scripts/emoji_dataset makes one)",
-                    config.train_data_dir
-                )));
-            }
-            let mut options = folder_options(config, path)?;
-            options.max_images = most_samples(config);
-            match own {
-                DatasetType::Webdataset => options.layout = Layout::Tars,
-                DatasetType::Hf => options.layout = Layout::Tables(tables(config, None)),
-                _ => {}
-            }
-            let folder = Folder::open(options).map_err(RecipeError::failed)?;
-            Ok(Dataset::Folder(Box::new(folder)))
-        }
-        other => Err(RecipeError::Usage(format!(
-            "dataset_type={}: not here yet; supported: shapes, folder, webdataset, hf",
-            other.name()
-        ))),
+        DatasetType::Folder => Some(Layout::Files),
+        DatasetType::Webdataset => Some(Layout::Tars),
+        DatasetType::Hf => Some(Layout::Tables(tables(config, None))),
+        DatasetType::Tfrecord => Some(Layout::Records(RecordOptions {
+            image_feature: config.image_column.clone(),
+            caption_feature: config.caption_column.clone(),
+        })),
+        DatasetType::Shapes | DatasetType::Tf | DatasetType::Grain | DatasetType::Synthetic => None,
     }
 }
 

@@ -8,6 +8,7 @@ mod named;
 pub mod names;
 pub mod splits;
 pub mod text;
+pub mod tfrecord;
 
 pub use named::Named;
 pub(crate) use named::named;

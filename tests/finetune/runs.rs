@@ -8,8 +8,10 @@ use std::process::{Command, Stdio};
 use std::time::SystemTime;
 
 use crate::common::{RecordedPipeline, golden, keep_programs, text, without_optimizations};
+use crate::datasets::shapes_dataset::example;
 use maxdiff::dtype::DType;
 use maxdiff::metrics::read_json_lines;
+use maxdiff::util::tfrecord::write_record;
 use maxdiff::weights::Checkpoint;
 use maxdiff::weights::lora::{LoraFile, LoraScale, LoraTarget};
 
@@ -105,6 +107,19 @@ impl Place {
         }
     }
 
+    /// Puts the pictures and captions into a TFRecord file.
+    fn record(&self) {
+        fs::create_dir(self.path("records")).unwrap();
+        let mut bytes = Vec::new();
+        for at in 0..6 {
+            let data = self.path("data");
+            let image = fs::read(data.join(format!("{at}.png"))).unwrap();
+            let caption = fs::read_to_string(data.join(format!("{at}.txt"))).unwrap();
+            write_record(&mut bytes, &example(&image, &caption)).unwrap();
+        }
+        fs::write(self.path("records/a.tfrec"), bytes).unwrap();
+    }
+
     fn modified(&self, name: &str) -> SystemTime {
         let metadata = fs::metadata(self.path(name)).unwrap();
         metadata.modified().unwrap()
@@ -197,17 +212,21 @@ impl Place {
 
     /// `train` on the pictures.
     pub fn train_command(&self, out: &str, words: &[&str]) -> Command {
-        let is_archive = words.contains(&"dataset_type=webdataset");
-        let data = self.path(if is_archive { "archives" } else { "data" });
+        let others = [
+            ("dataset_type=webdataset", "archives"),
+            ("dataset_type=tfrecord", "records"),
+        ];
+        let other = others.iter().find(|(word, _)| words.contains(word));
+        let data = self.path(other.map_or("data", |(_, folder)| folder));
         let data = format!("train_data_dir={}", data.display());
         let cache = format!("dataset_save_location={}", self.path("encoded").display());
         let mut own = vec!["learning_rate=1e-2", "log_period=1"];
-        if !words
-            .iter()
-            .any(|word| word.starts_with("instance_data_dir"))
-        {
-            own.push(data.as_str());
-            if !is_archive {
+        let names = |key: &str| words.iter().any(|word| word.starts_with(key));
+        if !names("instance_data_dir") {
+            if !names("train_data_mix") {
+                own.push(data.as_str());
+            }
+            if other.is_none() {
                 own.push("dataset_type=folder");
             }
         }
@@ -583,6 +602,13 @@ fn variants_of_a_run_follow_it() {
     for (one, two) in float.iter().zip(&place.losses("two")) {
         assert!((one - two).abs() < 1e-4 * one, "{one} {two}");
     }
+    place.record();
+    let log = place.train(
+        "records",
+        &[&of_six[..], &["dataset_type=tfrecord"]].concat(),
+    );
+    assert!(!log.contains("encoded"), "{log}");
+    assert_eq!(float, place.losses("records"));
 
     let other = place.path("vae");
     copy(&golden("pipeline_sdxl").join("vae"), &other);

@@ -71,6 +71,14 @@ fn an_override_for_another_verb_is_refused() {
             "command line: dcn_data_parallelism: has no effect on `module run`; it affects train, generate, compile, lower"
         ]
     );
+    assert_eq!(
+        errors(
+            "dataset_type: tfrecord\ntrain_data_dir: x\n",
+            &["shapes_words={circle: ring}"],
+            None
+        ),
+        ["command line: shapes_words: has no effect: it needs dataset_type=shapes"]
+    );
     // In a file it is let be: one file serves all verbs. So are features of other verbs.
     load(
         "max_train_steps: 3\nreuse_example_batch: True\nlightning_repo: x\n",
@@ -85,7 +93,7 @@ fn an_override_for_another_verb_is_refused() {
         ),
         [
             "command line: max_grad_norm: has no effect: it needs opt_enable_grad_global_norm_clipping=True",
-            "command line: train_data_dir: has no effect: it needs dataset_type=folder, webdataset or hf",
+            "command line: train_data_dir: has no effect: it needs dataset_type=folder, webdataset, hf or tfrecord",
         ]
     );
     load(
@@ -103,12 +111,14 @@ fn what_a_verb_needs_is_asked_for() {
     assert_eq!(
         errors("", &[], Some(Verb::Train)),
         [
-            "dataset_type: tf is a dataset type of MaxDiffusion that is not here yet; supported: shapes, folder, webdataset, hf"
+            "dataset_type: tf is a dataset type of MaxDiffusion that is not here yet; supported: shapes, folder, webdataset, hf, tfrecord"
         ]
     );
     assert_eq!(
         errors("dataset_type: folder\n", &[], Some(Verb::Train)),
-        ["run.yml:1: train_data_dir, dataset_type: dataset_type=folder needs train_data_dir"]
+        [
+            "run.yml:1: train_data_dir, dataset_type: dataset_type=folder needs train_data_dir, or several folders in train_data_mix"
+        ]
     );
     assert_eq!(
         errors("", &[], Some(Verb::Generate)),

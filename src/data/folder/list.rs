@@ -187,6 +187,15 @@ pub(super) fn captions_of(bytes: Vec<u8>) -> Result<Vec<String>, &'static str> {
     }
 }
 
+/// A caption that is a text of its own, or what is wrong with it.
+pub(super) fn caption_of(text: &str) -> Result<String, &'static str> {
+    match text.trim() {
+        _ if text.len() as u64 > MAX_CAPTION_BYTES => Err("a caption is longer than 64 KiB"),
+        "" => Err("there is no caption"),
+        caption => Ok(caption.to_owned()),
+    }
+}
+
 /// Captions of metadata.jsonl by image path.
 fn read_metadata(root: &Path, path: &Path) -> Result<BTreeMap<PathBuf, Vec<String>>, DataError> {
     let file = files::open(path).map_err(|e| io("read", path, e))?;

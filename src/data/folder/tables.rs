@@ -11,7 +11,7 @@ use parquet::record::Field;
 use rayon::prelude::*;
 
 use super::Listed;
-use super::list::{MAX_CAPTION_BYTES, extension};
+use super::list::{caption_of, extension};
 use crate::data::DataError;
 use crate::data::picture::{ImageFile, Part};
 use crate::data::table::{Recent, Table, TableRow};
@@ -122,14 +122,11 @@ fn list(table: Table, name: &Path, caption_column: &str) -> Result<Vec<Listed>, 
 }
 
 /// The captions of a row: a text, or a list of texts.
-fn captions_of(field: &Field) -> Result<Vec<String>, String> {
+fn captions_of(field: &Field) -> Result<Vec<String>, &'static str> {
     let text = |field: &Field| match field {
-        Field::Str(text) if text.len() as u64 > MAX_CAPTION_BYTES => {
-            Err("a caption is longer than 64 KiB".to_owned())
-        }
-        Field::Str(text) if !text.trim().is_empty() => Ok(text.trim().to_owned()),
-        Field::Str(_) | Field::Null => Err("there is no caption".to_owned()),
-        _ => Err("expected a text or a list of texts".to_owned()),
+        Field::Str(text) => caption_of(text),
+        Field::Null => Err("there is no caption"),
+        _ => Err("expected a text or a list of texts"),
     };
     match field {
         Field::ListInternal(several) if !several.elements().is_empty() => {
