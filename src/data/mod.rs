@@ -17,6 +17,7 @@ mod rng;
 mod rows;
 pub mod shapes;
 mod table;
+mod tags;
 mod tokenizer;
 
 use std::collections::BTreeMap;
@@ -33,6 +34,7 @@ pub use picture::{Crop, Framing, Picture, Sizes};
 pub use prefetch::Prefetcher;
 pub use rows::{BatchOptions, BatchRows, Row, Rows};
 pub use shapes::{Shapes, ShapesOptions, Split};
+pub use tags::TagOrders;
 pub use tokenizer::{Encoded, Piece, Tokenizer, word_level_json};
 
 /// One image with its caption.
