@@ -32,6 +32,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         base,
         dataset,
         batches,
+        tags,
         cache,
     } = *tuning;
     println!(
@@ -44,6 +45,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let wanted = EncodedSamples {
         dataset,
         options: batches,
+        tags,
         sizes: &sizes,
         keeps_ids: false,
         held_out: 0,

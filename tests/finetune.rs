@@ -45,13 +45,14 @@ const TOLERANCE: f64 = 1e-4;
 struct Trains {
     lora: Option<LoraOptions>,
     inversion: Option<InversionOptions>,
+    masked: bool,
 }
 
 impl Trains {
     fn lora(lora: LoraOptions) -> Trains {
         Trains {
             lora: Some(lora),
-            inversion: None,
+            ..Trains::default()
         }
     }
 }
@@ -72,7 +73,11 @@ impl<'a> Run<'a> {
     fn new(
         session: &'a Session,
         name: &'static str,
-        Trains { lora, inversion }: Trains,
+        Trains {
+            lora,
+            inversion,
+            masked,
+        }: Trains,
         batches: usize,
     ) -> Run<'a> {
         let trains_text = lora
@@ -103,6 +108,7 @@ impl<'a> Run<'a> {
             }),
             gradient_reduce_dtype: None,
             guidance_scale: 1.0,
+            masked,
             prior_loss_weight: None,
             lora,
             inversion: inversion.clone(),
@@ -319,6 +325,56 @@ fn five_steps_of_the_whole_unet_are_those_of_diffusers_scripts() {
         let compared = run.check("full", &str::to_owned);
         assert!(compared >= 6, "{name}: {compared} weights are recorded");
     }
+}
+
+/// Masks of ones change nothing, and masks that are one together share the loss and the gradient of every weight.
+#[test]
+fn masks_share_the_loss_and_the_gradient() {
+    let session = keeping_session();
+    // The clipped gradient is ten times the first moment after one step.
+    let first_step = |run: &mut Run<'_>| {
+        let [loss, norm] = run.step(0);
+        let limit = run.golden.meta["max_grad_norm"].as_f64();
+        let clip = (limit.unwrap_or(f64::INFINITY) / norm).min(1.0);
+        let moments = run.state.iter();
+        let moments = moments.filter(|(name, _)| name.starts_with(FIRST_MOMENT));
+        let scale = |moment: f64| 10.0 * moment / clip;
+        let gradient: Vec<f64> = moments
+            .flat_map(|(_, moment)| moment.to_f64_vec().unwrap())
+            .map(scale)
+            .collect();
+        (loss, gradient)
+    };
+    let mut plain = Run::new(&session, "sd21", Trains::default(), 1);
+    assert!(!plain.state.contains_key(names::MASK));
+    let (loss, gradient) = first_step(&mut plain);
+    let trains = Trains {
+        masked: true,
+        ..Trains::default()
+    };
+    let mut run = Run::new(&session, "sd21", trains, 1);
+    let (initial, shape) = (run.state.clone(), run.state[names::MASK].shape.clone());
+    let mut masked = |weight: &dyn Fn(usize) -> f64| {
+        run.state = initial.clone();
+        let weights: Vec<f64> = (0..shape.count()).map(weight).collect();
+        let mask = HostTensor::from_f64(shape.clone(), &weights).unwrap();
+        run.state.insert(names::MASK.to_owned(), mask);
+        first_step(&mut run)
+    };
+    let (all, of_all) = masked(&|_| 1.0);
+    assert!((all - loss).abs() < 1e-6 * loss, "{all} {loss}");
+    assert!(distance(&of_all, &gradient) < TOLERANCE);
+    let share = |at: usize| (at * 7 % 5) as f64 / 4.0;
+    let (one, of_one) = masked(&share);
+    let (other, of_other) = masked(&|at| 1.0 - share(at));
+    assert!(one > 0.1 * loss && other > 0.1 * loss, "{one} {other}");
+    assert!(
+        (one + other - loss).abs() < 1e-6 * loss,
+        "{one} {other} {loss}"
+    );
+    let sum: Vec<f64> = of_one.iter().zip(&of_other).map(|(a, b)| a + b).collect();
+    assert!(distance(&sum, &gradient) < TOLERANCE);
+    assert!(distance(&of_one, &gradient) > 0.1);
 }
 
 #[test]

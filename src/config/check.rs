@@ -9,7 +9,7 @@ use super::error::{ConfigError, ConfigErrors, Place, Problem};
 use super::model::builtin_prediction;
 use super::schema::Config;
 use super::values::{
-    BiasStrategy, DatasetType, LossWeighting, ModelConfig, OptimizerType, Quantization,
+    BiasStrategy, DatasetType, LossWeighting, MaskedLoss, ModelConfig, OptimizerType, Quantization,
 };
 use super::verb::Verb;
 
@@ -92,6 +92,7 @@ pub(super) fn conflicts(config: &Config, verb: Option<Verb>) -> Vec<Conflict> {
     if verb == Some(Verb::Train) {
         training(config, &mut found);
     }
+    masks(config, &mut found);
     if config.lr_warmup_steps > 0 && config.warmup_steps_fraction > 0.0 {
         found.push((
             vec!["lr_warmup_steps", "warmup_steps_fraction"],
@@ -374,6 +375,29 @@ fn folders(config: &Config, own: DatasetType, found: &mut Vec<Conflict>) {
         found.push((
             vec!["train_data_mix", "max_train_samples"],
             "max_train_samples takes the first pictures of one dataset, not of several: leave one of the two out".into(),
+        ));
+    }
+}
+
+/// Masks in a folder need the folder, and pictures that have names.
+fn masks(config: &Config, found: &mut Vec<Conflict>) {
+    if config.masked_loss != MaskedLoss::Folder {
+        return;
+    }
+    if config.conditioning_data_dir.is_empty() {
+        found.push((
+            vec!["masked_loss", "conditioning_data_dir"],
+            "masked_loss=folder needs the folder of the masks: give conditioning_data_dir".into(),
+        ));
+    }
+    if config.instance_data_dir.is_empty() && config.dataset_type != DatasetType::Folder {
+        found.push((
+            vec!["masked_loss", "dataset_type"],
+            format!(
+                "masked_loss=folder finds masks by the names of the pictures' files, which dataset_type={} does not have: put the \
+                 masks into the pictures' alpha channels and set masked_loss=alpha",
+                config.dataset_type
+            ),
         ));
     }
 }

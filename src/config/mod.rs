@@ -35,9 +35,10 @@ pub use recipes::{RECIPES, Recipe};
 pub use schema::{Calibration, Config, LoraConfig, MOST_IMAGES, SchedulerConfig, TimestepBias};
 pub use values::{
     Attention, BiasStrategy, DataSharding, DatasetType, FloatType, FolderWeights, FreeDict,
-    FreeList, Hardware, LossWeighting, MeshAxes, ModelConfig, OneOrMore, OptimizerType, Prompts,
-    QatObserver, QuantPreset, Quantization, Resume, Seed, ShapeNames, SvdOrder, TextEncoderConfig,
-    TextualInversionFile, TextualInversionFiles, UNetConfig, WeightAlgorithm, WeightingScheme,
+    FreeList, Hardware, LossWeighting, MaskedLoss, MeshAxes, ModelConfig, OneOrMore, OptimizerType,
+    Prompts, QatObserver, QuantPreset, Quantization, Resume, Seed, ShapeNames, SvdOrder,
+    TextEncoderConfig, TextualInversionFile, TextualInversionFiles, UNetConfig, WeightAlgorithm,
+    WeightingScheme,
 };
 pub use verb::Verb;
 

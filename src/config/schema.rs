@@ -159,6 +159,7 @@ const PRIOR: Condition = Is("with_prior_preservation", &["True"]);
 const TABLES: Condition = Is("dataset_type", &["hf"]);
 const COLUMNS: Condition = Is("dataset_type", &["hf", "tfrecord"]);
 const BUCKETS: Condition = Is("enable_bucket", &["True"]);
+const SHUFFLED: Condition = MoreThan("caption_shuffles", 0);
 const INVERSION: Condition = Given("placeholder_token");
 const LORA_TRAINING: Condition = MoreThan("lora_rank", 0);
 const TUNED_TEXT: Condition = Both(&Is("train_text_encoder", &["True"]), &FINE_TUNING);
@@ -566,6 +567,21 @@ schema! {
         bucket_reso_steps: u64 = 64, Ours, TRAIN, in Between(8.0, 8192.0), when BUCKETS, is [FixedOnResume];
         /// A folder called `10_name` has its pictures ten times in an epoch, as in kohya's trainers.
         folder_repeats: bool = false, Ours, TRAIN, when Is("dataset_type", &["folder"]), is [FixedOnResume];
+        /// Weigh the error at each place of a picture with a mask: `alpha`, its alpha channel, where what is opaque counts, or
+        /// `folder`, a picture in `conditioning_data_dir`, where white counts. The mask is cropped and mirrored as its picture, and
+        /// averaged to the size of the latents; the loss is the mean over all places, as kohya's `masked_loss` and `alpha_mask`.
+        masked_loss: MaskedLoss = MaskedLoss::None, Ours, TRAIN_STEP, when Both(&FINE_TUNING, &FOLDER), is [FixedOnResume];
+        /// Folder of masks with the names of the pictures (the extension may differ), each as large as its picture.
+        conditioning_data_dir: String = String::new(), Ours, TRAIN_STEP,
+            when Is("masked_loss", &["folder"]), is [FixedOnResume];
+        /// How many orders of the tags of a caption, which stand between commas, are encoded; each use draws one of them. Kohya's
+        /// `shuffle_caption` with kept embeddings. 0: captions as they are written.
+        caption_shuffles: u64 = 0, Ours, TRAIN, in Between(0.0, 1000.0),
+            when Both(&FINE_TUNING, &FOLDER), is [FixedOnResume];
+        /// How many first tags stay in place, and are never left out.
+        keep_tokens: u64 = 0, Ours, TRAIN, when SHUFFLED, is [FixedOnResume];
+        /// Probability that an order leaves out a tag.
+        caption_tag_dropout_rate: f64 = 0.0, Ours, TRAIN, in Between(0.0, 1.0), when SHUFFLED, is [FixedOnResume];
         /// Processes that tokenize.
         tokenize_captions_num_proc: u64 = 4, IgnoredByMaxDiffusion, TRAIN;
         /// Processes that prepare images.

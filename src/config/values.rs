@@ -191,6 +191,18 @@ named! {
 }
 
 named! {
+    /// Which mask weighs the places of a picture in the loss.
+    pub enum MaskedLoss {
+        /// None: all places count alike.
+        None = "none",
+        /// Its alpha channel.
+        Alpha = "alpha",
+        /// The picture of its name in `conditioning_data_dir`.
+        Folder = "folder",
+    }
+}
+
+named! {
     /// Which noise levels training by flow matching draws how often, and how much each counts.
     pub enum WeightingScheme {
         /// All alike.

@@ -8,6 +8,7 @@
 //! that of their paths.
 
 mod list;
+mod masks;
 mod mix;
 mod records;
 mod tables;
@@ -17,7 +18,8 @@ use std::path::{Path, PathBuf};
 
 use rayon::prelude::*;
 
-use super::picture::{self, Crop, Framing, ImageFile, Note, Picture, Sizes};
+use super::mask::{Mask, MaskSource, Masks};
+use super::picture::{self, Crop, Framing, ImageFile, Loaded, Note, Picture, Sizes};
 use super::{DataError, MOST_REPEATS, NAMED, Sample, io};
 use crate::util::known::Known;
 pub use list::is_image;
@@ -56,6 +58,7 @@ pub struct FolderOptions {
     pub caption: Option<String>,
     /// What is kept of each image.
     pub framing: Framing,
+    pub masks: Masks,
     /// Share of the images that may be unreadable; these are skipped with a warning.
     pub max_bad_image_fraction: f64,
     /// How many images are used, the first of their order; all by default.
@@ -81,6 +84,7 @@ impl FolderOptions {
                 sizes: Sizes::Square(resolution),
                 crop: Crop::Center,
             },
+            masks: Masks::None,
             max_bad_image_fraction: 0.01,
             max_images: None,
             folder_repeats: false,
@@ -93,16 +97,17 @@ impl FolderOptions {
 #[derive(Debug)]
 struct Entry {
     image: ImageFile,
+    mask: MaskSource,
     captions: Vec<String>,
     /// How often an epoch has it.
     repeats: usize,
     picture: Picture,
-    /// RGB at the picture's size, when the whole dataset fits the cache.
-    pixels: Option<Vec<u8>>,
+    /// RGB at the picture's size with its mask, when the whole dataset fits the cache.
+    pixels: Option<(Vec<u8>, Option<Mask>)>,
 }
 
 /// An image with what to remember of it, or why it cannot be decoded.
-type Decoded = Result<(Entry, Option<Note>), (PathBuf, DataError)>;
+type Decoded = Result<(Entry, Vec<Note>), (PathBuf, DataError)>;
 
 /// The images of a folder that could be read, with their captions.
 #[derive(Debug)]
@@ -123,8 +128,8 @@ impl Folder {
     /// # Errors
     /// Options out of range; a folder that cannot be read or has no images; captions without image
     /// and images without caption (up to ten are named); a malformed line of metadata.jsonl (with
-    /// its number); a path that leads outside the folder; more unreadable images than
-    /// `max_bad_image_fraction` allows.
+    /// its number); a path that leads outside the folder; masks that are missing or have another size than their images;
+    /// more unreadable images than `max_bad_image_fraction` allows.
     pub fn open(options: FolderOptions) -> Result<Self, DataError> {
         let [side, _] = options.framing.sizes.usual();
         if !(1..=4096).contains(&side) {
@@ -161,6 +166,7 @@ impl Folder {
             }
             listed.truncate(most);
         }
+        let sources = masks::sources(&options.masks, &root, &listed)?;
         let total = listed.len();
         let bytes_per_image = 3 * (side as u64).pow(2);
         let keep = bytes_per_image.saturating_mul(total as u64) <= options.cache_bytes;
@@ -182,32 +188,37 @@ impl Folder {
                 .collect::<Result<_, _>>()?,
         };
         let known = options.known.as_deref().map(Known::read);
-        let load = |image: &ImageFile| match &known {
+        let load = |image: &ImageFile, mask: &MaskSource| match &known {
             Some(known) if !keep => {
-                let (picture, found) = picture::find(image, &options.framing, known)?;
+                let (picture, found) = picture::find(image, mask, &options.framing, known)?;
                 Ok((picture, None, found))
             }
             _ => {
-                let (pixels, picture) = picture::load(image, &options.framing)?;
-                Ok((picture, keep.then(|| pixels.into_raw()), None))
+                let loaded = picture::load(image, mask, &options.framing)?;
+                let pixels = keep.then(|| (loaded.pixels.into_raw(), loaded.mask));
+                Ok((loaded.picture, pixels, Vec::new()))
             }
         };
         let decoded: Vec<Decoded> = listed
             .into_par_iter()
             .zip(repeats)
-            .map(|(listed, repeats)| match load(&listed.image) {
-                Ok((picture, pixels, found)) => Ok((
-                    Entry {
-                        image: listed.image,
-                        captions: listed.captions,
-                        repeats,
-                        picture,
-                        pixels,
-                    },
-                    found,
-                )),
-                Err(error) => Err((listed.name, error)),
-            })
+            .zip(sources)
+            .map(
+                |((listed, repeats), mask)| match load(&listed.image, &mask) {
+                    Ok((picture, pixels, found)) => Ok((
+                        Entry {
+                            image: listed.image,
+                            mask,
+                            captions: listed.captions,
+                            repeats,
+                            picture,
+                            pixels,
+                        },
+                        found,
+                    )),
+                    Err(error) => Err((listed.name, error)),
+                },
+            )
             .collect();
         let mut entries = Vec::new();
         let mut bad = Vec::new();
@@ -218,6 +229,7 @@ impl Folder {
                     entries.push(entry);
                     found.extend(new);
                 }
+                Err((_, error @ DataError::MaskSize { .. })) => return Err(error),
                 Err((path, error)) => {
                     tracing::warn!("skipped: {error}");
                     bad.push(path);
@@ -244,6 +256,11 @@ impl Folder {
                 root.display()
             );
         }
+        masks::check_alpha(
+            &options.masks,
+            &root,
+            entries.iter().map(|e| e.picture.mask),
+        )?;
         Ok(Self {
             options: FolderOptions { root, ..options },
             entries,
@@ -332,22 +349,28 @@ impl Folder {
             .entries
             .get(index)
             .ok_or(DataError::Index { index, len })?;
-        let pixels = match &entry.pixels {
-            Some(pixels) => pixels.clone(),
+        let (pixels, mask) = match &entry.pixels {
+            Some(kept) => kept.clone(),
             None => {
-                let (image, found) = picture::load(&entry.image, &self.options.framing)?;
-                if found != entry.picture {
+                let framing = &self.options.framing;
+                let Loaded {
+                    pixels,
+                    mask,
+                    picture,
+                } = picture::load(&entry.image, &entry.mask, framing)?;
+                if picture != entry.picture {
                     return Err(DataError::Image {
                         path: entry.image.shown(),
                         message: "it changed since training began; start again".into(),
                     });
                 }
-                image.into_raw()
+                (pixels.into_raw(), mask)
             }
         };
         Ok(Sample {
             pixels,
             size: entry.picture.size,
+            mask,
             captions: entry.captions.clone(),
         })
     }

@@ -8,6 +8,7 @@
 mod batch;
 mod buckets;
 mod folder;
+mod mask;
 mod order;
 mod picture;
 mod prefetch;
@@ -17,6 +18,7 @@ mod rng;
 mod rows;
 pub mod shapes;
 mod table;
+mod tags;
 mod tokenizer;
 
 use std::collections::BTreeMap;
@@ -27,11 +29,13 @@ use crate::util::hash::Sha256;
 pub use batch::{Batch, Batcher};
 pub use buckets::{BucketOptions, Buckets};
 pub use folder::{Folder, FolderOptions, Layout, RecordOptions, Share, TableOptions, is_image};
+pub use mask::{Mask, MaskOrigin, Masks};
 pub use order::Permutation;
 pub use picture::{Crop, Framing, Picture, Sizes};
 pub use prefetch::Prefetcher;
 pub use rows::{BatchOptions, BatchRows, Row, Rows};
 pub use shapes::{Shapes, ShapesOptions, Split};
+pub use tags::TagOrders;
 pub use tokenizer::{Encoded, Piece, Tokenizer, word_level_json};
 
 /// One image with its caption.
@@ -41,6 +45,8 @@ pub struct Sample {
     pub pixels: Vec<u8>,
     /// Height and width.
     pub size: [usize; 2],
+    /// How much its places count; `None` where all count alike.
+    pub mask: Option<Mask>,
     /// At least one.
     pub captions: Vec<String>,
 }
@@ -51,6 +57,9 @@ impl Sample {
         for row in self.pixels.chunks_exact_mut(3 * self.size[1].max(1)) {
             let mirrored: Vec<u8> = row.chunks_exact(3).rev().flatten().copied().collect();
             row.copy_from_slice(&mirrored);
+        }
+        if let Some(mask) = &mut self.mask {
+            mask.flip();
         }
     }
 
@@ -110,6 +119,7 @@ impl Dataset {
                     pixels,
                     size,
                     captions,
+                    ..
                 } = shapes.get(index);
                 let picture = Picture {
                     content: Sha256::of(pixels),
@@ -117,6 +127,7 @@ impl Dataset {
                     corner: [0; 2],
                     extent: size,
                     size,
+                    mask: MaskOrigin::Everywhere,
                 };
                 Ok((captions, picture))
             }
@@ -126,6 +137,14 @@ impl Dataset {
                 let (captions, picture) = entry.ok_or(DataError::Index { index, len })?;
                 Ok((captions.to_vec(), picture))
             }
+        }
+    }
+
+    /// Whether places of its pictures count differently.
+    pub fn has_masks(&self) -> bool {
+        match self {
+            Self::Shapes(_) => false,
+            Self::Folder(folder) => folder.options().masks != Masks::None,
         }
     }
 
@@ -260,6 +279,32 @@ pub enum DataError {
         names: Vec<String>,
         count: usize,
     },
+    #[error(
+        "{count} image(s) have no mask in {}: {}; put a picture of the same name there, white where the error counts",
+        masks.display(),
+        named(names, *count)
+    )]
+    ImageWithoutMask {
+        masks: PathBuf,
+        names: Vec<String>,
+        count: usize,
+    },
+    #[error("{} and {} are masks of one name; remove one of the two", first.display(), second.display())]
+    TwoMasks { first: PathBuf, second: PathBuf },
+    #[error(
+        "the folder of masks {} lies in that of the images, {}, where masks would be images too; move it out",
+        masks.display(),
+        root.display()
+    )]
+    MasksAmongImages { masks: PathBuf, root: PathBuf },
+    #[error("mask {}: {message}; make it as large as the image", mask.display())]
+    MaskSize { mask: PathBuf, message: String },
+    #[error(
+        "none of the images in {} has an alpha channel, which masked_loss=alpha takes for the mask; leave masked_loss out, or \
+         give masks of their own with masked_loss=folder",
+        root.display()
+    )]
+    NoAlpha { root: PathBuf },
     #[error("{} line {line}: {message}", path.display())]
     Metadata {
         path: PathBuf,

@@ -6,10 +6,11 @@ use std::io::{self, Cursor, Read, Seek, SeekFrom};
 use std::path::PathBuf;
 
 use image::imageops::{self, FilterType};
-use image::{DynamicImage, ImageDecoder, ImageReader, Limits, RgbImage};
+use image::{DynamicImage, GrayImage, ImageDecoder, ImageReader, Limits, Luma, RgbImage};
 
 use super::DataError;
 use super::buckets::Buckets;
+use super::mask::{Mask, MaskOrigin, MaskSource};
 use super::record::RecordImage;
 use super::rng::{KeyedRng, Stream};
 use super::table::{RowImage, TableRow};
@@ -124,6 +125,7 @@ pub struct Picture {
     pub extent: [usize; 2],
     /// Height and width that it is resized to.
     pub size: [usize; 2],
+    pub mask: MaskOrigin,
 }
 
 impl Picture {
@@ -174,29 +176,69 @@ pub struct Framing {
     pub crop: Crop,
 }
 
+/// What is kept of an image.
+#[derive(Debug)]
+pub struct Loaded {
+    pub pixels: RgbImage,
+    pub mask: Option<Mask>,
+    pub picture: Picture,
+}
+
 /// Decodes an image, turns it as its EXIF orientation says, lays it on white, crops the largest part of the shape that
-/// `framing` gives it and resizes that (Lanczos).
+/// `framing` gives it and resizes that (Lanczos). Its mask is cropped alike.
 ///
 /// # Errors
-/// When the file cannot be read, is too large, is no image, or is smaller than every bucket.
-pub fn load(file: &ImageFile, framing: &Framing) -> Result<(RgbImage, Picture), DataError> {
+/// When the file cannot be read, is too large, is no image, or is smaller than every bucket; the same of a mask's file, and
+/// when the mask has another size.
+pub fn load(file: &ImageFile, mask: &MaskSource, framing: &Framing) -> Result<Loaded, DataError> {
     let (image, source) = read(file)?;
-    let picture = source.framed(file, framing)?;
-    Ok((framed(&image, &picture), picture))
+    let mut weights = None;
+    let origin = source.mask(file, mask, |file| {
+        let (mask, source) = read(file)?;
+        weights = Some(channel(&mask, 0));
+        Ok(source)
+    })?;
+    if origin == MaskOrigin::Alpha {
+        weights = Some(channel(&image, 3));
+    }
+    let picture = source.framed(file, framing, origin)?;
+    Ok(Loaded {
+        pixels: framed(&on_white(image), &picture),
+        mask: weights.map(|all| Mask::of_part(&all, picture.corner, picture.extent)),
+        picture,
+    })
 }
+
+/// How [`Source::to_string`] says whether there is an alpha channel.
+const ALPHA: &str = "alpha";
+const OPAQUE: &str = "opaque";
 
 /// What to remember of a file: the key and the text of an entry of [`Known`].
 pub type Note = [String; 2];
 
-/// The picture of a file that can be decoded, and what to remember of it. The file is not read if `known` has it.
+/// The picture of a file that can be decoded, and what to remember of it and of its mask. What `known` has is not read.
 ///
 /// # Errors
 /// As [`load`].
 pub fn find(
     file: &ImageFile,
+    mask: &MaskSource,
     framing: &Framing,
     known: &Known,
-) -> Result<(Picture, Option<Note>), DataError> {
+) -> Result<(Picture, Vec<Note>), DataError> {
+    let mut notes = Vec::new();
+    let mut look = |file: &ImageFile| {
+        let (source, note) = look_up(file, known)?;
+        notes.extend(note);
+        Ok(source)
+    };
+    let source = look(file)?;
+    let origin = source.mask(file, mask, look)?;
+    Ok((source.framed(file, framing, origin)?, notes))
+}
+
+/// What of a file decides its picture, and what to remember of it if `known` has nothing.
+fn look_up(file: &ImageFile, known: &Known) -> Result<(Source, Option<Note>), DataError> {
     let key = || {
         let stamp = Stamp::of(&fs::metadata(&file.path).ok()?)?;
         // A row or a record may have several pictures.
@@ -214,34 +256,75 @@ pub fn find(
     let before = key();
     let text = before.as_deref().and_then(|key| known.get(key));
     if let Some(source) = text.and_then(Source::parse) {
-        return Ok((source.framed(file, framing)?, None));
+        return Ok((source, None));
     }
     let (_, source) = read(file)?;
     let unchanged = before.filter(|before| key().as_ref() == Some(before));
-    let entry = unchanged.map(|key| [key, source.to_string()]);
-    Ok((source.framed(file, framing)?, entry))
+    Ok((source, unchanged.map(|key| [key, source.to_string()])))
 }
 
-/// What of a file decides where it is cropped.
+/// What of a file decides where it is cropped, and whether it has a mask in itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Source {
     content: Sha256,
     /// Height and width.
     size: [usize; 2],
+    has_alpha: bool,
 }
 
 impl Source {
+    /// The origin of the image's mask; `of_mask` tells of the mask's file, if it has one.
+    ///
+    /// # Errors
+    /// Those of `of_mask`, and when the mask has another size.
+    fn mask(
+        self,
+        file: &ImageFile,
+        mask: &MaskSource,
+        of_mask: impl FnOnce(&ImageFile) -> Result<Source, DataError>,
+    ) -> Result<MaskOrigin, DataError> {
+        match mask {
+            MaskSource::None => Ok(MaskOrigin::Everywhere),
+            MaskSource::Alpha => Ok(match self.has_alpha {
+                true => MaskOrigin::Alpha,
+                false => MaskOrigin::Everywhere,
+            }),
+            MaskSource::File(path) => {
+                let found = of_mask(&ImageFile::of(path.clone()))?;
+                if found.size == self.size {
+                    return Ok(MaskOrigin::File(found.content));
+                }
+                let [[height, width], [rows, columns]] = [found.size, self.size];
+                Err(DataError::MaskSize {
+                    mask: path.clone(),
+                    message: format!(
+                        "{width}x{height} pixels, but its image {} has {columns}x{rows}",
+                        file.shown().display()
+                    ),
+                })
+            }
+        }
+    }
+
     /// Which part of the image is kept.
     ///
     /// # Errors
     /// When the image is smaller than every bucket.
-    fn framed(self, file: &ImageFile, framing: &Framing) -> Result<Picture, DataError> {
+    fn framed(
+        self,
+        file: &ImageFile,
+        framing: &Framing,
+        mask: MaskOrigin,
+    ) -> Result<Picture, DataError> {
         let problem = match &framing.sizes {
             Sizes::Square(_) => None,
             Sizes::Buckets(buckets) => buckets.too_small(self.size),
         };
         match problem {
-            None => Ok(self.place(framing.sizes.of(self.size), framing.crop)),
+            None => Ok(Picture {
+                mask,
+                ..self.place(framing.sizes.of(self.size), framing.crop)
+            }),
             Some(message) => Err(DataError::Size {
                 path: file.shown(),
                 message,
@@ -274,6 +357,7 @@ impl Source {
             corner,
             extent,
             size,
+            mask: MaskOrigin::Everywhere,
         }
     }
 
@@ -283,29 +367,39 @@ impl Source {
         let content = Sha256::parse(words.next()?)?;
         let mut side = || words.next()?.parse::<usize>().ok();
         let size = [side()?, side()?];
-        Some(Source { content, size })
+        let has_alpha = match words.next()? {
+            ALPHA => true,
+            OPAQUE => false,
+            _ => return None,
+        };
+        Some(Source {
+            content,
+            size,
+            has_alpha,
+        })
     }
 }
 
 impl fmt::Display for Source {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let [height, width] = self.size;
-        write!(f, "{} {height} {width}", self.content)
+        let alpha = if self.has_alpha { ALPHA } else { OPAQUE };
+        write!(f, "{} {height} {width} {alpha}", self.content)
     }
 }
 
-/// The whole image of a file, upright and on white.
-fn read(file: &ImageFile) -> Result<(RgbImage, Source), DataError> {
+/// The whole image of a file, upright.
+fn read(file: &ImageFile) -> Result<(DynamicImage, Source), DataError> {
     let error = |message: String| DataError::Image {
         path: file.shown(),
         message,
     };
     let bytes = file.bytes()?;
-    let image = on_white(decode(&bytes).map_err(|e| error(e.to_string()))?);
-    let (width, height) = image.dimensions();
+    let image = decode(&bytes).map_err(|e| error(e.to_string()))?;
     let source = Source {
         content: Sha256::of(&bytes),
-        size: [height as usize, width as usize],
+        size: [image.height() as usize, image.width() as usize],
+        has_alpha: image.color().has_alpha(),
     };
     Ok((image, source))
 }
@@ -322,6 +416,14 @@ fn decode(bytes: &[u8]) -> image::ImageResult<DynamicImage> {
     let mut image = DynamicImage::from_decoder(decoder)?;
     image.apply_orientation(orientation);
     Ok(image)
+}
+
+/// A channel of the image in RGBA.
+fn channel(image: &DynamicImage, which: usize) -> GrayImage {
+    let image = image.to_rgba8();
+    GrayImage::from_fn(image.width(), image.height(), |x, y| {
+        Luma([image.get_pixel(x, y).0[which]])
+    })
 }
 
 /// Transparent pixels over white; done before resizing, so that hidden colours do not bleed.
@@ -368,6 +470,7 @@ mod tests {
         let wide = |content: &str| Source {
             content: Sha256::of(content),
             size: [6, 9],
+            has_alpha: true,
         };
         assert_eq!(Source::parse(&wide("x").to_string()), Some(wide("x")));
         let center = wide("wide").place([6, 6], Crop::Center);
@@ -437,6 +540,7 @@ mod tests {
         let source = Source {
             content: Sha256::of(""),
             size: [10, 20],
+            has_alpha: true,
         };
         let picture = source.place([5, 5], Crop::Center);
         let cropped = framed(&flat, &picture);

@@ -19,6 +19,7 @@ pub(crate) enum Stream {
     Crop = 7,
     Caption = 8,
     Turns = 9,
+    Tags = 10,
 }
 
 /// A ChaCha8 generator whose whole state is its address.

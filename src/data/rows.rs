@@ -57,6 +57,8 @@ pub struct Row {
     pub index: usize,
     /// Decides which of the sample's captions it has: [`Row::pick`].
     pub caption: u32,
+    /// Decides in which order of its tags: [`Row::pick_order`].
+    pub order: u32,
     /// Whether the empty caption stands in place of its own.
     pub drops_caption: bool,
     /// Whether its image is mirrored left to right.
@@ -66,8 +68,18 @@ pub struct Row {
 impl Row {
     /// The place of the row's caption among `count` captions, each with the same probability.
     pub fn pick(&self, count: usize) -> usize {
-        ((u64::from(self.caption) * count as u64) >> 32) as usize
+        place(self.caption, count)
     }
+
+    /// The place of the order of its tags among `count` orders of the row's caption.
+    pub fn pick_order(&self, count: usize) -> usize {
+        place(self.order, count)
+    }
+}
+
+/// One of `count` places, each for as many draws.
+fn place(draw: u32, count: usize) -> usize {
+    ((u64::from(draw) * count as u64) >> 32) as usize
 }
 
 /// The rows of a batch.
@@ -138,9 +150,11 @@ impl Rows {
         let seed = self.options.seed;
         let rows = indices.into_iter().zip(0..).map(|(index, row)| {
             let draw = |stream| KeyedRng::new(seed, stream, number, row);
+            let text = draw(Stream::Caption).next_u64();
             Row {
                 index,
-                caption: (draw(Stream::Caption).next_u64() >> 32) as u32,
+                caption: (text >> 32) as u32,
+                order: text as u32,
                 drops_caption: draw(Stream::CaptionDropout).unit() < self.options.caption_dropout,
                 is_flipped: self.options.random_flip && draw(Stream::Flip).unit() < 0.5,
             }
@@ -312,15 +326,16 @@ mod tests {
     #[test]
     fn captions_are_picked_alike() {
         let rows = Rows::new(options(100), vec![(0..10).collect()]);
-        let mut counts = [0; 3];
-        for number in 0..30 {
+        let mut counts = [0; 9];
+        for number in 0..90 {
             for row in rows.batch(number).rows {
-                counts[row.pick(3)] += 1;
+                // A caption and the order of its tags, independent of each other.
+                counts[3 * row.pick(3) + row.pick_order(3)] += 1;
             }
         }
-        // 1000 expected each, standard deviation 26: 5 sigma.
+        // 1000 expected each, standard deviation 30: 5 sigma.
         assert!(
-            counts.iter().all(|n| (870..=1130).contains(n)),
+            counts.iter().all(|n| (850..=1150).contains(n)),
             "{counts:?}"
         );
     }

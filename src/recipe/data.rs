@@ -2,11 +2,11 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::config::{Config, DatasetType, OneOrMore};
+use crate::config::{Config, DatasetType, MaskedLoss, OneOrMore};
 use crate::data::shapes::{OtherWords, ShapeWord, WordFilter};
 use crate::data::{
-    BucketOptions, Buckets, Crop, Dataset, Folder, FolderOptions, Layout, RecordOptions, Shapes,
-    ShapesOptions, Sizes, Split, TableOptions, Tokenizer, word_level_json,
+    BucketOptions, Buckets, Crop, Dataset, Folder, FolderOptions, Layout, Masks, RecordOptions,
+    Shapes, ShapesOptions, Sizes, Split, TableOptions, TagOrders, Tokenizer, word_level_json,
 };
 use crate::train::KNOWN_FILES;
 use crate::util::files;
@@ -137,6 +137,7 @@ fn folder_options(config: &Config, root: &Path) -> Result<FolderOptions, RecipeE
         options.framing.sizes = Sizes::Buckets(buckets(config)?);
     }
     options.folder_repeats = config.folder_repeats;
+    options.masks = masks(config)?;
     if !trains_pixels(config) {
         // Pixels are encoded once, and not needed afterwards.
         options.cache_bytes = 0;
@@ -145,9 +146,54 @@ fn folder_options(config: &Config, root: &Path) -> Result<FolderOptions, RecipeE
     Ok(options)
 }
 
+/// Where pictures have their masks.
+fn masks(config: &Config) -> Result<Masks, RecipeError> {
+    let dir = Path::new(&config.conditioning_data_dir);
+    match config.masked_loss {
+        MaskedLoss::None => Ok(Masks::None),
+        MaskedLoss::Alpha => Ok(Masks::Alpha),
+        MaskedLoss::Folder if dir.is_dir() => Ok(Masks::Folder(dir.to_owned())),
+        MaskedLoss::Folder => Err(RecipeError::Usage(format!(
+            "conditioning_data_dir={}: no such folder; it should hold a mask with the name of each picture",
+            dir.display()
+        ))),
+    }
+}
+
+/// The orders of the tags of captions, if they change.
+///
+/// # Errors
+/// When no caption has tags that change their places.
+pub(super) fn tag_orders(
+    config: &Config,
+    dataset: &Dataset,
+) -> Result<Option<TagOrders>, RecipeError> {
+    if config.caption_shuffles == 0 {
+        return Ok(None);
+    }
+    let tags = TagOrders {
+        seed: config.seed.0,
+        count: config.caption_shuffles as usize,
+        keep: config.keep_tokens as usize,
+        dropout: config.caption_tag_dropout_rate,
+    };
+    for index in 0..dataset.len() {
+        let (captions, _) = dataset.entry(index).map_err(RecipeError::failed)?;
+        if captions.iter().any(|caption| tags.changes(caption)) {
+            return Ok(Some(tags));
+        }
+    }
+    let (captions, _) = dataset.entry(0).map_err(RecipeError::failed)?;
+    Err(RecipeError::Usage(format!(
+        "caption_shuffles={}: no caption has several tags between commas after the first keep_tokens={}, so nothing changes; the \
+         first caption is '{}'",
+        config.caption_shuffles, config.keep_tokens, captions[0]
+    )))
+}
+
 /// Pictures of one thing, and of its class if prior preservation is asked for.
 fn dreambooth(config: &Config) -> Result<Dataset, RecipeError> {
-    let open = |key: &str, dir: &Path, prompt: &str, most: Option<usize>| {
+    let options = |key: &str, dir: &Path, prompt: &str, most: Option<usize>| {
         if !dir.is_dir() {
             let dir = dir.display();
             return Err(RecipeError::Usage(format!("{key}={dir}: no such folder")));
@@ -155,18 +201,22 @@ fn dreambooth(config: &Config) -> Result<Dataset, RecipeError> {
         let mut options = folder_options(config, dir)?;
         options.max_images = most;
         options.caption = Some(prompt.to_owned()).filter(|prompt| !prompt.is_empty());
-        Folder::open(options).map_err(RecipeError::failed)
+        Ok(options)
     };
     let dir = Path::new(&config.instance_data_dir);
     let most = most_samples(config);
-    let mut folder = open("instance_data_dir", dir, &config.instance_prompt, most)?;
+    let own = options("instance_data_dir", dir, &config.instance_prompt, most)?;
+    let mut folder = Folder::open(own).map_err(RecipeError::failed)?;
     if config.with_prior_preservation {
-        let classes = open(
+        let mut classes = options(
             "class_data_dir",
             &class_folder(config),
             &config.class_prompt,
             None,
         )?;
+        // All of a class picture counts.
+        classes.masks = Masks::None;
+        let classes = Folder::open(classes).map_err(RecipeError::failed)?;
         folder = folder.with_class_images(classes, config.num_class_images as usize);
     }
     Ok(Dataset::Folder(Box::new(folder)))

@@ -1,6 +1,6 @@
 //! The options of a training step.
 
-use crate::config::{self, Config};
+use crate::config::{self, Config, MaskedLoss};
 use crate::dtype::DType;
 use crate::models::{DenoiserKind, DiffusionModel, SeenImage};
 use crate::train::optimizer::{AdamOptions, Optimizer, OptimizerOptions};
@@ -118,6 +118,8 @@ fn check_pixel_tuning(config: &Config, trains_whole: bool) -> Result<(), RecipeE
         ("lora_kohya", config.lora_kohya),
         ("enable_bucket", config.enable_bucket),
         ("validation_images", config.validation_images > 0),
+        ("masked_loss", config.masked_loss != MaskedLoss::None),
+        ("caption_shuffles", config.caption_shuffles > 0),
         ("checkpoint_copies", config.checkpoint_copies),
         (
             "dataset_save_location",
@@ -157,6 +159,7 @@ pub fn step_options(
         gradient_reduce_dtype: config.gradient_reduce_dtype.map(DType::from),
         objective: objective(config, model)?,
         guidance_scale: train_guidance_scale(config),
+        masked: config.masked_loss != MaskedLoss::None,
         prior_loss_weight: config
             .with_prior_preservation
             .then_some(config.prior_loss_weight),

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use crate::config::{Config, Given, check_local_shard_count};
-use crate::data::{BatchOptions, Batcher, Dataset, Tokenizer};
+use crate::data::{BatchOptions, Batcher, Dataset, TagOrders, Tokenizer};
 use crate::models::DiffusionModel;
 use crate::pipelines::image_file::check_output_dir;
 use crate::pipelines::{ImageRequest, PipelineModel};
@@ -32,6 +32,8 @@ pub struct Training {
     checkpoints: CheckpointFolder,
     saved: Option<SavedCheckpoint>,
     dataset: Dataset,
+    /// The orders of tags of captions, if they change.
+    tags: Option<TagOrders>,
     start: Start,
     /// The new token to train, if any.
     inversion: Option<InversionOptions>,
@@ -108,6 +110,7 @@ pub fn training(
             }
         }
     };
+    let tags = data::tag_orders(config, &dataset)?;
     let plan = match config.sample_every > 0 {
         false => None,
         true => {
@@ -128,6 +131,7 @@ pub fn training(
         checkpoints,
         saved,
         dataset,
+        tags,
         start,
         inversion,
         plan,
@@ -229,11 +233,12 @@ impl Training {
             caption_dropout: config.caption_dropout,
             random_flip: config.random_flip,
         };
+        let data = (self.dataset, self.tags);
         Ok(TrainerOptions {
             step,
             precision: config.precision,
             metrics: metrics(config),
-            task: task(config, self.start, self.dataset, batches)?,
+            task: task(config, self.start, data, batches)?,
             run,
             checkpoints: self.checkpoints,
             resume: self.saved,
@@ -249,7 +254,7 @@ impl Training {
 fn task(
     config: &Config,
     start: Start,
-    dataset: Dataset,
+    (dataset, tags): (Dataset, Option<TagOrders>),
     batches: BatchOptions,
 ) -> Result<Task, RecipeError> {
     let (start, tokenizer) = match start {
@@ -273,6 +278,7 @@ fn task(
                 base: *base,
                 dataset,
                 batches,
+                tags,
                 cache: cache_folder(config),
             })));
         }

@@ -69,6 +69,8 @@ pub struct StepOptions {
     pub objective: Objective,
     /// The guidance scale that a denoiser is told which takes it.
     pub guidance_scale: f64,
+    /// Whether each place of a sample has a weight of its own, an input: [`names::MASK`].
+    pub masked: bool,
     /// With prior preservation, where every second row is a class image: how much its error counts.
     pub prior_loss_weight: Option<f64>,
     /// Whether the text encoders are trained.
@@ -121,6 +123,8 @@ pub mod names {
     pub const SAMPLE: &str = "clean_sample";
     /// The standard deviations of distributions, shaped as their means.
     pub const DEVIATION: &str = "clean_sample_deviation";
+    /// How much the error of each place counts, 0 to 1, in all channels: `f32[batch, 1, rows, columns]`.
+    pub const MASK: &str = "loss_mask";
     /// With [`super::Draws::Inputs`]: unit normal noise of the samples' shape, and `s32[batch]`.
     pub const NOISE: &str = "noise";
     pub const TIMESTEP: &str = "timestep";
@@ -170,7 +174,8 @@ pub enum StepError {
 ///
 /// The loss is the mean squared error of the model's prediction against the objective's target (noise, velocity or
 /// sample, or of flow matching noise less sample) at timesteps drawn for each sample; Ho et al. 2020, equation 14, and
-/// Salimans and Ho 2022, appendix D.
+/// Salimans and Ho 2022, appendix D. With masks it is the mean of squared errors times masks over all elements, as in
+/// `apply_masked_loss` of kohya's `library/custom_train_functions.py`: a masked sample counts as much less as its mask says.
 ///
 /// # Errors
 /// When the model's parts do not fit together, or quantization is refused.
@@ -186,16 +191,12 @@ pub fn trace(model: &DiffusionModel, options: &StepOptions) -> Result<Traced, St
         b.input(names::IS_LAST, Shape::scalar(DType::F32), &[])?;
     }
     let key = random_key(&b, key)?;
-    let Predicted {
-        prediction,
-        target,
-        weight,
-    } = predict(&b, model, options, key)?;
-    let weight = match options.prior_loss_weight {
-        Some(prior) => Some(with_prior(&b.root("loss"), batch, prior, weight)?),
-        None => weight,
-    };
-    let loss = mean_squared_error(&b.root("loss"), prediction, target, weight)?;
+    let mut predicted = predict(&b, model, options, key)?;
+    if let Some(prior) = options.prior_loss_weight {
+        let weight = with_prior(&b.root("loss"), batch, prior, predicted.weight)?;
+        predicted.weight = Some(weight);
+    }
+    let loss = mean_squared_error(&b.root("loss"), &predicted)?;
 
     b.output(names::LOSS, loss, None)?;
     let mut traced =
@@ -227,7 +228,7 @@ pub fn trace(model: &DiffusionModel, options: &StepOptions) -> Result<Traced, St
 }
 
 /// Traces the mean squared errors of `rows` samples, which are inputs as noise and timesteps are: the loss of each without
-/// weights, and without what else changes noise.
+/// weights of timesteps, and without what else changes noise. Masks count, if there are any.
 ///
 /// # Errors
 /// As [`trace`].
@@ -255,11 +256,8 @@ pub fn trace_validation(
         low: word,
     };
     let predicted = predict(&b, model, options, key)?;
-    let Predicted {
-        prediction, target, ..
-    } = predicted;
-    let errors = squared_errors(&b.root("loss"), prediction, target)?;
-    let count = b.dims(target)[1..].iter().product::<usize>();
+    let errors = squared_errors(&b.root("loss"), &predicted)?;
+    let count = b.dims(predicted.target)[1..].iter().product::<usize>();
     b.output(names::LOSS, b.mul_scalar(errors, 1.0 / count as f64)?, None)?;
     let mut traced =
         Traced::new("validation", b.finish()).quantized(options.quantization.as_ref())?;
@@ -270,10 +268,11 @@ pub fn trace_validation(
     Ok(traced)
 }
 
-/// What the model predicts of a batch, what it should have, and the weight of each row.
+/// What the model predicts of a batch, what it should have, and the weights of places and of rows.
 struct Predicted {
     prediction: Tensor,
     target: Tensor,
+    mask: Option<Tensor>,
     weight: Option<Tensor>,
 }
 
@@ -298,9 +297,18 @@ fn predict(
     let drawn = noise::draw(b, model, options, key)?;
     let noised = noise::add_noise(&b.root("noise"), model, options, clean, drawn, key)?;
     let inputs = DenoiserInputs::new(noised.sample, noised.timestep, conditioning);
+    let mask = match options.masked {
+        true => {
+            let [_, _, rows, columns] = model.sample_dims(batch);
+            let shape = Shape::new(DType::F32, [batch, 1, rows, columns]);
+            Some(b.input(names::MASK, shape, &SAMPLE_AXES)?)
+        }
+        false => None,
+    };
     Ok(Predicted {
         prediction: model.predict(b, inputs)?,
         target: noised.target,
+        mask,
         weight: noised.weight,
     })
 }
@@ -479,23 +487,19 @@ fn with_prior(
     }
 }
 
-fn mean_squared_error(
-    b: &Builder,
-    prediction: Tensor,
-    target: Tensor,
-    weight: Option<Tensor>,
-) -> Result<Tensor, GraphError> {
-    let dims = b.dims(target);
-    let mut errors = squared_errors(b, prediction, target)?;
-    if let Some(weight) = weight {
+fn mean_squared_error(b: &Builder, predicted: &Predicted) -> Result<Tensor, GraphError> {
+    let dims = b.dims(predicted.target);
+    let mut errors = squared_errors(b, predicted)?;
+    if let Some(weight) = predicted.weight {
         errors = b.mul(errors, weight)?;
     }
     let sum = b.sum(errors, &[0])?;
     b.mul_scalar(sum, 1.0 / dims.iter().product::<usize>() as f64)
 }
 
-/// The sum of the squared errors of each row.
-fn squared_errors(b: &Builder, prediction: Tensor, target: Tensor) -> Result<Tensor, GraphError> {
+/// The sum of the squared errors of each row, each times its mask.
+fn squared_errors(b: &Builder, predicted: &Predicted) -> Result<Tensor, GraphError> {
+    let (prediction, target) = (predicted.prediction, predicted.target);
     let dims = b.dims(target);
     // A difference would broadcast.
     if b.dims(prediction) != dims {
@@ -506,8 +510,12 @@ fn squared_errors(b: &Builder, prediction: Tensor, target: Tensor) -> Result<Ten
         )));
     }
     let difference = b.sub(prediction, target)?;
+    let mut squares = b.square(difference)?;
+    if let Some(mask) = predicted.mask {
+        squares = b.mul(squares, mask)?;
+    }
     let features: Vec<usize> = (1..dims.len()).collect();
-    b.sum(b.square(difference)?, &features)
+    b.sum(squares, &features)
 }
 
 #[cfg(test)]
@@ -531,7 +539,13 @@ mod tests {
             .unwrap();
         for (name, weight) in [("plain", None), ("weighted", Some(rows))] {
             let weight = with_prior(&b, 4, 0.5, weight).unwrap();
-            let loss = mean_squared_error(&b, prediction, full(0.0), Some(weight)).unwrap();
+            let predicted = Predicted {
+                prediction,
+                target: full(0.0),
+                mask: None,
+                weight: Some(weight),
+            };
+            let loss = mean_squared_error(&b, &predicted).unwrap();
             b.output(name, loss, None).unwrap();
         }
         let found = evaluate(&b.finish(), &[]).unwrap();
@@ -543,5 +557,55 @@ mod tests {
                 (1.0 + 18.0) / 2.0 + 0.5 * (4.0 + 25.0) / 2.0
             ]
         );
+    }
+
+    /// Loss and gradient of a prediction with a mask, one without, and row weights: [losses, gradients].
+    fn masked(mask: Option<[f32; 8]>, weight: Option<[f32; 2]>) -> [Vec<f32>; 2] {
+        let b = Builder::new();
+        let dims = [2, 3, 2, 2];
+        let values = |from: f32| {
+            (0..24)
+                .map(|i| from + (i as f32 * 0.7).sin())
+                .collect::<Vec<_>>()
+        };
+        let given = |dims: &[usize], values: &[f32]| {
+            let tensor = HostTensor::from_f32(dims.to_vec(), values).unwrap();
+            b.constant(tensor).unwrap()
+        };
+        let prediction = given(&dims, &values(0.0));
+        let predicted = Predicted {
+            prediction,
+            target: given(&dims, &values(0.3).into_iter().rev().collect::<Vec<_>>()),
+            mask: mask.map(|mask| given(&[2, 1, 2, 2], &mask)),
+            weight: weight.map(|weight| given(&[2], &weight)),
+        };
+        let loss = mean_squared_error(&b, &predicted).unwrap();
+        let gradient = grad(&b, loss, &[prediction]).unwrap()[0];
+        b.output("loss", loss, None).unwrap();
+        b.output("gradient", gradient, None).unwrap();
+        let found = evaluate(&b.finish(), &[]).unwrap();
+        [0, 1].map(|i: usize| found[i].to_f32_vec().unwrap())
+    }
+
+    /// The mean over all elements, masked ones included, of squared errors times masks.
+    #[test]
+    fn masks_weigh_each_place_in_all_channels() {
+        for weight in [None, Some([2.0, 0.5])] {
+            let plain = masked(None, weight);
+            assert_eq!(masked(Some([1.0; 8]), weight), plain);
+            let mask = [0.0, 1.0, 0.0, 1.0, 0.25, 0.25, 0.0, 1.0];
+            let [loss, gradient] = masked(Some(mask), weight);
+            let value = |from: f32, at: usize| from + (at as f32 * 0.7).sin();
+            let mut sum = 0.0;
+            for (at, found) in gradient.iter().enumerate() {
+                let row = at / 12;
+                let share = mask[row * 4 + at % 4] * weight.map_or(1.0, |weight| weight[row]);
+                let error = value(0.0, at) - value(0.3, 23 - at);
+                sum += share * error * error / 24.0;
+                assert!((found - share * 2.0 * error / 24.0).abs() < 1e-6, "{at}");
+                assert!(share != 0.0 || *found == 0.0, "{at}: {found}");
+            }
+            assert!((loss[0] - sum).abs() < 1e-6, "{loss:?} {sum}");
+        }
     }
 }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use crate::data::{BatchOptions, Batcher, Dataset, Tokenizer};
+use crate::data::{BatchOptions, Batcher, Dataset, TagOrders, Tokenizer};
 use crate::dtype::DType;
 use crate::emit::DotPrecision;
 use crate::footprint::Footprint;
@@ -58,6 +58,8 @@ pub struct FineTune {
     pub base: PipelineModel,
     pub dataset: Dataset,
     pub batches: BatchOptions,
+    /// The orders in which tags of captions are used; `None` leaves captions as they are.
+    pub tags: Option<TagOrders>,
     /// The folder of latents and text embeddings, which other runs may share.
     pub cache: PathBuf,
 }
@@ -365,11 +367,13 @@ impl FineTune {
             base,
             dataset,
             batches,
+            tags,
             cache,
         } = self;
         let samples = encoded::Samples {
             dataset,
             options: batches,
+            tags,
             sizes,
             keeps_ids: step.encodes_text(&base.model),
             held_out,

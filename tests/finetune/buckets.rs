@@ -46,16 +46,22 @@ fn pictures_go_to_the_buckets_of_kohyas_trainers() {
     }
 }
 
-/// Pictures of three shapes train in turns, also in two batches of a step; the run continues bit for bit, and its programs
-/// come from the cache. One picture is too small.
+/// Pictures of three shapes train in turns, also in two batches of a step, with masks and with tags in two orders; the run
+/// continues bit for bit, and its programs come from the cache. One picture is too small. A changed mask is encoded again.
 #[test]
 fn a_run_over_several_buckets_continues_bit_for_bit() {
     let place = Place::new("sdxl");
     for (name, width, height) in [("wide", 40, 16), ("high", 18, 40), ("small", 60, 7)] {
-        place.add_picture(name, width, height, "one caption\nanother");
+        place.add_picture(name, width, height, "one, caption\nanother");
     }
-    let words = |steps: &'static str| {
+    place.add_masks(|x| if x < 9 { 255 } else { 40 });
+    let masks = place.masks();
+    let [masked, folder] = masks.each_ref().map(String::as_str);
+    let words = |steps| {
         [
+            masked,
+            folder,
+            "caption_shuffles=2",
             "enable_bucket=True",
             "bucket_reso_steps=8",
             "max_bad_image_fraction=0.2",
@@ -79,12 +85,17 @@ fn a_run_over_several_buckets_continues_bit_for_bit() {
         "{log}"
     );
     assert!(log.contains("encoded 16 images"), "{log}");
-    assert!(log.contains("encoded 9 captions"), "{log}");
+    assert!(log.contains("encoded 10 captions"), "{log}");
     place.train("parts", &words("max_train_steps=3"));
     let log = place.train("parts", &words("max_train_steps=6"));
     assert!(log.contains("loaded from the cache"), "{log}");
     assert_eq!(place.losses("whole"), place.losses("parts"));
     assert!(place.losses("whole").iter().all(|loss| loss.is_finite()));
+    image::GrayImage::from_pixel(20, 16, image::Luma([255]))
+        .save(place.path("masks/0.png"))
+        .unwrap();
+    let log = place.train("other", &words("max_train_steps=1"));
+    assert!(log.contains("encoded 2 images"), "{log}");
 
     for (word, expected) in [
         ("bucket_reso_steps=9", "the nearest is 10"),

@@ -4,13 +4,14 @@ use std::fs;
 
 use super::runs::Place;
 
-/// Class pictures are drawn once, by the model as it was, and train beside the subject's.
+/// Class pictures are drawn once, by the model as it was, and train beside the subject's, of which a part counts.
 #[test]
 fn class_pictures_are_drawn_once_and_train_beside_the_subjects() {
     let place = Place::new("sd15");
     for at in 0..6 {
         fs::remove_file(place.path("data").join(format!("{at}.txt"))).unwrap();
     }
+    place.make_transparent();
     let data = format!("instance_data_dir={}", place.path("data").display());
     let class = format!("class_data_dir={}", place.path("class").display());
     let words = |more: &[&'static str]| {
@@ -24,6 +25,7 @@ fn class_pictures_are_drawn_once_and_train_beside_the_subjects() {
             "per_device_batch_size=2",
             "learning_rate=1e-3",
             "lora_rank=2",
+            "masked_loss=alpha",
         ];
         [&own, more].concat()
     };

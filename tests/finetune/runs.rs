@@ -93,6 +93,41 @@ impl Place {
         fs::write(data.join(format!("{name}.txt")), text).unwrap();
     }
 
+    /// Writes a mask for each picture, with the value of each column.
+    pub fn add_masks(&self, value: fn(u32) -> u8) {
+        fs::create_dir_all(self.path("masks")).unwrap();
+        for entry in fs::read_dir(self.path("data")).unwrap() {
+            let name = entry.unwrap().file_name();
+            let name = Path::new(&name);
+            if name.extension().is_some_and(|extension| extension == "png") {
+                let picture = self.path("data").join(name);
+                let (width, height) = image::image_dimensions(picture).unwrap();
+                let mask = image::GrayImage::from_fn(width, height, |x, _| image::Luma([value(x)]));
+                mask.save(self.path("masks").join(name)).unwrap();
+            }
+        }
+    }
+
+    /// The words that say where the masks are.
+    pub fn masks(&self) -> [String; 2] {
+        let folder = self.path("masks");
+        let folder = format!("conditioning_data_dir={}", folder.display());
+        ["masked_loss=folder".to_owned(), folder]
+    }
+
+    /// Makes the pictures transparent at one side.
+    pub fn make_transparent(&self) {
+        for at in 0..6 {
+            let path = self.path("data").join(format!("{at}.png"));
+            let mut picture = image::open(&path).unwrap().into_rgba8();
+            for (x, _, pixel) in picture.enumerate_pixels_mut() {
+                pixel.0[3] = if x < 7 { 30 } else { 255 };
+            }
+            picture.save(path).unwrap();
+        }
+        self.settle("data");
+    }
+
     /// Puts the pictures and captions into two archives.
     fn archive(&self) {
         fs::create_dir(self.path("archives")).unwrap();
@@ -576,6 +611,18 @@ fn variants_of_a_run_follow_it() {
     );
     assert_eq!(fs::read(&own).unwrap(), fs::read(&copied).unwrap());
 
+    // Where every place counts a fifth, so does the loss.
+    place.add_masks(|_| 51);
+    let masks = place.masks();
+    let [masked, folder] = masks.each_ref().map(String::as_str);
+    let one = [&["max_train_steps=1", masked, folder], &of_six[1..]].concat();
+    place.train("masked", &one);
+    let masked = place.losses("masked")[0];
+    assert!(
+        (masked - float[0] / 5.0).abs() < 1e-5 * float[0],
+        "{masked} {float:?}"
+    );
+
     let log = place.train("int8", &[&of_six[..], &["quantization=int8"]].concat());
     assert!(
         log.contains("in int8 (int8, a scale a channel, aqt)"),
@@ -673,6 +720,13 @@ fn what_cannot_be_trained_is_named_before_anything_is_computed() {
             "leave lora_plus_ratio out",
         ),
         (&["resume=must"], 2, "resume=must"),
+        (
+            &["masked_loss=folder", "conditioning_data_dir=/nowhere"],
+            2,
+            "conditioning_data_dir=/nowhere: no such folder",
+        ),
+        (&["masked_loss=alpha"], 1, "none of the images in"),
+        (&["caption_shuffles=2"], 2, "is 'a picture of 0'"),
     ] {
         let (found, log) = place.try_train("none", words);
         assert_eq!(found, Some(code), "{words:?}: {log}");

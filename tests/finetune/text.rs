@@ -96,10 +96,13 @@ fn updates_of_text_encoders_are_loaded_as_they_were_trained() {
     assert_ne!(place.generate("images", &[unguided]), drawn);
 }
 
-/// A checkpoint has whole text encoders, also what of them is not trained, and its run continues bit for bit.
+/// A checkpoint has whole text encoders, also what of them is not trained, and its run continues bit for bit, with masks and tags
+/// in three orders.
 #[test]
 fn trained_text_encoders_are_whole() {
     let place = Place::new("sd15");
+    place.caption("a picture, red, big, wide");
+    place.make_transparent();
     let words = |more: &[&'static str]| {
         let own = [
             "train_text_encoder=True",
@@ -109,6 +112,10 @@ fn trained_text_encoders_are_whole() {
             "text_encoder_learning_rate=1e-3",
             "validation_images=2",
             "validation_every=1",
+            "masked_loss=alpha",
+            "caption_shuffles=3",
+            "keep_tokens=1",
+            "caption_tag_dropout_rate=0.2",
         ];
         [&own, more].concat()
     };

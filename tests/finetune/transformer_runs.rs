@@ -22,6 +22,7 @@ fn with(groups: &[&[&'static str]]) -> Vec<&'static str> {
 #[test]
 fn updates_of_flux_are_loaded_as_they_were_trained() {
     let place = Place::of_transformer(&DEV);
+    place.make_transparent();
     let words = [
         "lora_rank=2",
         "lora_alpha=3",
@@ -34,6 +35,7 @@ fn updates_of_flux_are_loaded_as_they_were_trained() {
         "remat_policy=FULL",
         "weighting_scheme=logit_normal",
         "train_guidance_scale=1",
+        "masked_loss=alpha",
     ];
     let grid = ["sample_every=4", "sample_prompts=a picture", "seed=3"];
     let log = place.train("whole", &with(&[&words, &grid, &["max_train_steps=4"]]));

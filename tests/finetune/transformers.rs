@@ -79,6 +79,7 @@ fn run<'a>(session: &'a Session, case: &'static str, trains: Trains, batches: us
         objective: trains.objective,
         gradient_reduce_dtype: None,
         guidance_scale: meta("guidance_scale"),
+        masked: false,
         prior_loss_weight: None,
         train_text_encoder: false,
         quantization: None,

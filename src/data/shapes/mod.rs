@@ -306,6 +306,7 @@ impl Shapes {
         Sample {
             pixels: scene.render(resolution),
             size: [resolution; 2],
+            mask: None,
             captions: vec![self.options.words.say(&caption)],
         }
     }

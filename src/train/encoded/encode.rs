@@ -16,7 +16,9 @@ use crate::runtime::{Prepared, Session, Slot};
 use crate::shape::Shape;
 
 use super::store::{Entry, Store};
-use super::{DEVIATION, HIDDEN, Image, MASK, MEAN, POOLED, of_size, stop_on_break};
+use super::{
+    DEVIATION, HIDDEN, Image, MASK, MEAN, POOLED, WEIGHT, mask_dims, of_size, stop_on_break,
+};
 use crate::train::error::TrainError;
 use crate::train::observer::{Encoded, TrainEvent, TrainObserver};
 
@@ -211,7 +213,14 @@ impl Encoding<'_, '_, '_> {
             Some(deviation) => of_row(&deviation, 0)?.convert(dtype)?,
             None => HostTensor::zeros(mean.shape.clone()),
         };
-        Ok(Entry::from([(MEAN, mean), (DEVIATION, deviation)]))
+        let mut entry = Entry::from([(DEVIATION, deviation)]);
+        if let Some(mask) = &sample.mask {
+            let dims = mask_dims(&mean.shape.dims);
+            let places = mask.averaged([1, 2].map(|at| dims.get(at).copied().unwrap_or(1)));
+            entry.insert(WEIGHT, HostTensor::from_f32(dims, &places)?);
+        }
+        entry.insert(MEAN, mean);
+        Ok(entry)
     }
 
     /// Tells of `done` of `total`. If the observer asks to stop, what is in `shard` is written first.

@@ -1,7 +1,7 @@
 //! A dataset as latents and text embeddings, which are computed once and kept in files.
 //!
-//! An entry is called by the hash of all that decides it: of latents the picture, its crop, whether it is mirrored, the
-//! autoencoder and its precision; of embeddings the token ids, the text encoders and their precision.
+//! An entry is called by the hash of all that decides it: of latents the picture, its mask, its crop, whether it is mirrored,
+//! the autoencoder and its precision; of embeddings the token ids, the text encoders and their precision.
 
 mod encode;
 mod store;
@@ -14,7 +14,7 @@ use std::sync::Arc;
 use rayon::prelude::*;
 use serde_json::{Value, json};
 
-use crate::data::{BatchOptions, BatchRows, Dataset, Permutation, Rows};
+use crate::data::{BatchOptions, BatchRows, Dataset, MaskOrigin, Permutation, Rows, TagOrders};
 use crate::dtype::DType;
 use crate::emit::DotPrecision;
 use crate::host_tensor::HostTensor;
@@ -42,6 +42,8 @@ pub type StepInputs = BTreeMap<&'static str, HostTensor>;
 /// The tensors of an entry: the distribution of latents, and the results of the text encoders.
 const MEAN: &str = "mean";
 const DEVIATION: &str = "deviation";
+/// Only where a picture has a mask: how much each place of its latents counts.
+const WEIGHT: &str = "weight";
 const HIDDEN: &str = "hidden";
 const POOLED: &str = "pooled";
 /// Only where padding is masked.
@@ -62,9 +64,11 @@ struct Encoders {
 /// The keys of a sample's entries, and its time ids.
 #[derive(Debug)]
 struct SampleKeys {
-    captions: Vec<String>,
+    /// Of each caption those of the orders of its tags.
+    captions: Vec<Vec<String>>,
     /// As the picture is, and mirrored if mirrored ones are drawn.
     latents: Vec<String>,
+    has_mask: bool,
     time_ids: Vec<Vec<f32>>,
 }
 
@@ -78,6 +82,8 @@ pub struct EncodedDataset {
     pooled_input: &'static str,
     /// Whether captions have a mask of what fills them up.
     is_masked: bool,
+    /// Whether steps take masks of pictures.
+    has_masks: bool,
     /// For text encoders that are trained: the token ids for each of them, by the keys of captions.
     ids: Option<BTreeMap<String, Vec<Vec<i32>>>>,
     /// The samples of each size that training does not see.
@@ -89,6 +95,8 @@ pub struct EncodedDataset {
 pub struct Samples<'a> {
     pub dataset: Dataset,
     pub options: BatchOptions,
+    /// The orders in which tags of captions are used; `None` leaves captions as they are.
+    pub tags: Option<TagOrders>,
     /// The heights and widths of images, of which a batch has one.
     pub sizes: &'a [[usize; 2]],
     /// Whether steps take token ids, so that captions are not encoded.
@@ -126,6 +134,7 @@ impl EncodedDataset {
         let Samples {
             dataset,
             options,
+            tags,
             sizes,
             keeps_ids,
             held_out,
@@ -139,13 +148,17 @@ impl EncodedDataset {
             captions: BTreeMap::new(),
         };
         let empty_caption = work.caption("", base, &encoders)?;
-        let mut samples = Vec::with_capacity(dataset.len());
-        for index in 0..dataset.len() {
-            samples.push(work.sample(index, &dataset, base, &options, &encoders)?);
-        }
         let mut groups = dataset.groups(sizes);
         let held_out = hold_out(&mut groups, held_out, options.seed)?;
+        let measured: BTreeSet<usize> = held_out.iter().flatten().copied().collect();
+        let mut samples = Vec::with_capacity(dataset.len());
+        for index in 0..dataset.len() {
+            // What the loss is measured on has its captions as they are written.
+            let tags = tags.as_ref().filter(|_| !measured.contains(&index));
+            samples.push(work.sample(index, &dataset, base, &options, tags, &encoders)?);
+        }
         let rows = Rows::new(options, groups).with_classes(dataset.classes());
+        let has_masks = dataset.has_masks();
         let ids = keeps_ids.then(|| std::mem::take(&mut work.captions));
         let wanted: BTreeSet<String> = work.keys().cloned().collect();
         let mut store = Store::open(dir, &wanted)?;
@@ -182,6 +195,7 @@ impl EncodedDataset {
                 }
             },
             is_masked: base.model.text_encoders.iter().any(|e| e.masked),
+            has_masks,
             ids,
             held_out,
             rows,
@@ -207,14 +221,12 @@ impl EncodedDataset {
                 let flipped = usize::from(row.is_flipped);
                 let caption = match row.drops_caption {
                     true => &self.empty_caption,
-                    false => &sample.captions[row.pick(sample.captions.len())],
+                    false => {
+                        let orders = &sample.captions[row.pick(sample.captions.len())];
+                        &orders[row.pick_order(orders.len())]
+                    }
                 };
-                let mut inputs = self.row(&sample.latents[flipped], caption)?;
-                // Only SDXL's step has them as an input.
-                let ids = &sample.time_ids[flipped];
-                let ids = HostTensor::from_f32([ids.len()], ids)?;
-                inputs.insert(unet::TIME_IDS, ids);
-                Ok(inputs)
+                self.row(sample, flipped, caption)
             })
             .collect::<Result<Vec<_>, TrainError>>()?;
         Ok((group, stacked(rows)?))
@@ -231,23 +243,37 @@ impl EncodedDataset {
     /// When an entry cannot be read.
     pub fn held_out_row(&self, sample: usize) -> Result<StepInputs, TrainError> {
         let sample = &self.samples[sample];
-        let mut row = self.row(&sample.latents[0], &sample.captions[0])?;
+        let mut row = self.row(sample, 0, &sample.captions[0][0])?;
         row.remove(names::DEVIATION);
-        let ids = &sample.time_ids[0];
-        let ids = HostTensor::from_f32([ids.len()], ids)?;
-        row.insert(unet::TIME_IDS, ids);
         Ok(row)
     }
 
-    /// The inputs of one sample, without a dimension of the batch.
-    fn row(&self, latents: &str, caption: &str) -> Result<StepInputs, TrainError> {
+    /// The inputs of one sample, as it is (0) or mirrored (1), without a dimension of the batch.
+    fn row(
+        &self,
+        sample: &SampleKeys,
+        flipped: usize,
+        caption: &str,
+    ) -> Result<StepInputs, TrainError> {
         let read = |key: &str, name| -> Result<HostTensor, TrainError> {
             Ok(self.store.read(key, name)?.convert(DType::F32)?)
         };
+        let latents = &sample.latents[flipped];
+        let mean = read(latents, MEAN)?;
+        let ids = &sample.time_ids[flipped];
         let mut row = StepInputs::from([
-            (names::SAMPLE, read(latents, MEAN)?),
             (names::DEVIATION, read(latents, DEVIATION)?),
+            // Only SDXL's step has them as an input.
+            (unet::TIME_IDS, HostTensor::from_f32([ids.len()], ids)?),
         ]);
+        if self.has_masks {
+            let mask = match sample.has_mask {
+                true => read(latents, WEIGHT)?,
+                false => everywhere(&mean.shape.dims)?,
+            };
+            row.insert(names::MASK, mask);
+        }
+        row.insert(names::SAMPLE, mean);
         if let Some(ids) = &self.ids {
             let ids = ids.get(caption).into_iter().flatten();
             for (name, ids) in names::INPUT_IDS.into_iter().zip(ids) {
@@ -281,6 +307,7 @@ impl Work {
         dataset: &Dataset,
         base: &PipelineModel,
         options: &BatchOptions,
+        tags: Option<&TagOrders>,
         encoders: &Encoders,
     ) -> Result<SampleKeys, TrainError> {
         let (captions, picture) = dataset.entry(index)?;
@@ -292,24 +319,37 @@ impl Work {
             if is_flipped && !options.random_flip {
                 continue;
             }
-            let key = key(&json!({
+            let mut decides = json!({
                 "vae": encoders.vae,
                 "picture": picture.content.to_string(),
                 "corner": picture.corner,
                 "extent": picture.extent,
                 "size": picture.size,
                 "is_flipped": is_flipped,
-            }));
+            });
+            match picture.mask {
+                MaskOrigin::Everywhere => {}
+                MaskOrigin::Alpha => decides["mask"] = "alpha".into(),
+                MaskOrigin::File(content) => decides["mask"] = content.to_string().into(),
+            }
+            let key = key(&decides);
             images.insert(key.clone(), (index, is_flipped));
             latents.push(key);
             let corner = picture.crop_top_left(is_flipped);
             time_ids.push(model.time_ids_of(picture.original_size, corner));
         }
-        let captions = captions.iter();
-        let captions = captions.map(|text| self.caption(text, base, encoders));
+        let orders = captions.into_iter().map(|caption| {
+            let texts = match tags {
+                Some(tags) => tags.of(&caption),
+                None => vec![caption],
+            };
+            let keys = texts.iter().map(|text| self.caption(text, base, encoders));
+            keys.collect()
+        });
         Ok(SampleKeys {
-            captions: captions.collect::<Result<_, _>>()?,
+            captions: orders.collect::<Result<_, _>>()?,
             latents,
+            has_mask: picture.mask != MaskOrigin::Everywhere,
             time_ids,
         })
     }
@@ -411,6 +451,19 @@ fn hold_out(
         found.push(own.into_iter().collect());
     }
     Ok(found)
+}
+
+/// The mask of latents `[channels, rows, columns]` all of which counts: `f32[1, rows, columns]`.
+fn everywhere(latents: &[usize]) -> Result<HostTensor, TrainError> {
+    let dims = mask_dims(latents);
+    let ones = vec![1.0; dims.iter().product()];
+    Ok(HostTensor::from_f32(dims, &ones)?)
+}
+
+/// The dimensions of the mask of latents `[channels, rows, columns]`: one channel.
+fn mask_dims(latents: &[usize]) -> Vec<usize> {
+    let places = latents.get(1..).unwrap_or_default();
+    [&[1], places].concat()
 }
 
 /// The same model for images of this height and width.
