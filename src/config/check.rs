@@ -390,6 +390,14 @@ fn masks(config: &Config, found: &mut Vec<Conflict>) {
             "masked_loss=folder needs the folder of the masks: give conditioning_data_dir".into(),
         ));
     }
+    if !config.train_data_mix.0.is_empty() {
+        found.push((
+            vec!["masked_loss", "train_data_mix"],
+            "masked_loss=folder finds masks by the names of the pictures' files, which several folders may share: put the masks \
+             into the pictures' alpha channels and set masked_loss=alpha"
+                .into(),
+        ));
+    }
     if config.instance_data_dir.is_empty() && config.dataset_type != DatasetType::Folder {
         found.push((
             vec!["masked_loss", "dataset_type"],
