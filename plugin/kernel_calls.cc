@@ -365,8 +365,7 @@ void QuantizedProduct(Call& call) {
   p.stochastic = call.Flag("stochastic");
   if (p.stochastic) {
     const auto* key = static_cast<const uint32_t*>(call.Operand("key", {kU32}, {2}).data);
-    const auto salt = static_cast<uint32_t>(call.Int("salt", 0, std::numeric_limits<uint32_t>::max()));
-    if (call.Ok()) p.key = {key[0] + salt, key[1]};
+    if (call.Ok()) p.key = {key[0], key[1]};
   }
   if (call.Flag("bias")) p.bias = F32(call.Operand("bias", {kF32}, {p.rhs.lines}));
   const Array out = call.Result({kF32}, out_dims);

@@ -8,7 +8,7 @@
 use crate::dtype::DType;
 
 use super::blockwise::BlockwiseAdamW;
-use super::{ConvDims, DotDims, RoundingStream, TensorFormat};
+use super::{ConvDims, DotDims, TensorFormat};
 
 /// The computation of a composite, with its attributes.
 #[derive(Clone, Debug, PartialEq)]
@@ -41,10 +41,7 @@ pub enum Composite {
         format: TensorFormat,
     },
     /// [`rounding_noise`](super::random::rounding_noise) of these dimensions. Operand: the key, `u32[2]`.
-    RoundingNoise {
-        stream: RoundingStream,
-        dims: Vec<usize>,
-    },
+    RoundingNoise { dims: Vec<usize> },
     /// Operands: x, its scale along the `kept` dimensions, and for stochastic rounding the noise, `f32` of the
     /// dimensions of x. The result is of the format's element type.
     Quantize {

@@ -5,8 +5,9 @@ use crate::graph::RoundingStream;
 use crate::graph::random::{RandomKey, rounding_noise};
 use crate::graph::{
     Builder, Comparison, Composite, Contraction, ContractionQuant, Granularity, Graph, GraphError,
-    Node, NumericsConvention, Op, Tensor, TensorFormat, grouped_dims,
+    Input, Node, NumericsConvention, Op, Rounding, Tensor, TensorFormat, grouped_dims,
 };
+use crate::shape::Shape;
 use crate::shard::LOCAL_SHARDS;
 
 use super::QuantError;
@@ -34,25 +35,82 @@ pub fn lower(graph: &Graph) -> std::result::Result<Graph, QuantError> {
         .iter()
         .find(|i| i.name == ROUNDING_KEY)
         .cloned();
-    let mut stream = 0;
+    let mut keys = RoundingKeys {
+        count: rounded_at_random(graph),
+        used: 0,
+        table: None,
+    };
     lower_with_noise(graph, &mut |b, dims| {
         let Some(input) = &key_input else {
             return Err(b.invalid(format!(
                 "stochastic rounding needs the input {ROUNDING_KEY} (u32[2]) in this program"
             )));
         };
-        let words = b.declare(input.clone())?;
-        stream += 1;
-        let stream = RoundingStream(stream);
-        let kind = Composite::RoundingNoise {
-            stream,
-            dims: dims.to_vec(),
-        };
+        let words = keys.next(b, input)?;
+        let dims = dims.to_vec();
+        let kind = Composite::RoundingNoise { dims: dims.clone() };
         b.composite(kind, &[words], |b, operands| {
             let key = RandomKey::of_words(b, operands[0])?;
-            rounding_noise(b, key, stream, dims)
+            rounding_noise(b, key, RoundingStream(0), &dims)
         })
     })
+}
+
+/// The keys of a program's uses of stochastic rounding, of which each has a [`RoundingStream`].
+struct RoundingKeys {
+    /// How many there are at most.
+    count: usize,
+    used: usize,
+    /// The words of all keys, `u32[count, 2]`, once one of them is needed.
+    table: Option<Tensor>,
+}
+
+impl RoundingKeys {
+    /// The words of the next key. They come from outside of the block that rounds: blocks whose streams differ in what they take
+    /// alone are equal, and so can be a loop.
+    fn next(&mut self, b: &Builder, input: &Input) -> Result<Tensor> {
+        let outside = b.root("rounding").without_remat();
+        let table = match self.table {
+            Some(table) => table,
+            None => self.keys(&outside, input)?,
+        };
+        self.table = Some(table);
+        let at = self.used;
+        self.used += 1;
+        outside.reshape(outside.slice_dim(table, 0, at, at + 1)?, &[2])
+    }
+
+    /// What each stream adds to the key's high word, from stream 1 on, and the low word.
+    fn keys(&self, b: &Builder, input: &Input) -> Result<Tensor> {
+        let words = b.declare(input.clone())?;
+        let shape = Shape::new(DType::U32, [self.count]);
+        let streams = b.add_scalar(b.iota(shape.clone(), 0)?, 1.0)?;
+        let salts = b.mul_scalar(streams, f64::from(RoundingStream(1).salt()))?;
+        let word = |at: usize| b.broadcast_to(b.slice_dim(words, 0, at, at + 1)?, &shape.dims);
+        let column = |words: Tensor| b.reshape(words, &[self.count, 1]);
+        let high = column(b.add(salts, word(0)?)?)?;
+        b.concatenate(&[high, column(word(1)?)?], 1)
+    }
+}
+
+/// Operands that annotations round at random, in composites too.
+fn rounded_at_random(graph: &Graph) -> usize {
+    let of_node = |node: &Node| match &node.op {
+        Op::DotGeneral {
+            quant: Some(quant), ..
+        }
+        | Op::Convolution {
+            quant: Some(quant), ..
+        } => {
+            let formats = [quant.forward.lhs, quant.forward.rhs].into_iter().flatten();
+            formats
+                .filter(|format| format.rounding == Rounding::Stochastic)
+                .count()
+        }
+        Op::Composite { body, .. } => rounded_at_random(body),
+        _ => 0,
+    };
+    graph.nodes.iter().map(of_node).sum()
 }
 
 /// [`lower`] with another source of rounding noise, such as inputs of the program.

@@ -214,24 +214,26 @@ fn the_steps_of_transformers_lower_for_a_pod() {
     }
 }
 
-/// Each layer drops others of its inputs, and equal blocks are loops as they are without, forward and backward.
+/// Each layer drops others of its inputs, and in int8 each gradient is rounded by other noise: equal blocks are loops as they are
+/// without, forward and backward.
 #[test]
-fn blocks_of_a_step_with_dropout_are_loops() {
+fn blocks_of_a_step_with_noise_of_their_own_are_loops() {
     let place = Place::of_transformer(&DEV);
-    let lowered = |dropout: &str| {
+    let lowered = |noise: &str| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_maxdiff-rs"));
         command
             .args(["lower", DEV.recipe, "--step", "train"])
             .arg(place.model())
             .args(["resolution=16", "per_device_batch_size=1"])
             .args(["compile_topology=v5e-8", "remat_policy=FULL"])
-            .args(["lora_rank=2", dropout, SMALL[0]]);
+            .args(["lora_rank=2", noise, SMALL[0]]);
         let output = command.output().unwrap();
         assert!(output.status.success(), "{}", text(&output.stderr));
         text(&output.stdout).to_string()
     };
-    let [without, with] = ["lora_dropout=0", "lora_dropout=0.1"].map(lowered);
-    for program in [&without, &with] {
+    let noise = ["lora_dropout=0", "lora_dropout=0.1", "quantization=int8"];
+    let [without, with, int8] = noise.map(lowered);
+    for program in [&without, &with, &int8] {
         assert_eq!(program.matches("stablehlo.while").count(), 2);
     }
     assert_ne!(with, without);

@@ -402,7 +402,7 @@ fn products_of_training_become_one_kernel_each() {
     let count =
         |is: &dyn Fn(&QuantizedProduct) -> bool| of_training.iter().filter(|p| is(p)).count();
     assert_eq!(count(&|p| p.bias), 5);
-    assert_eq!(count(&|p| p.noise.is_some()), 6);
+    assert_eq!(count(&|p| p.noise), 6);
     assert_eq!(count(&|p| matches!(p.form, Form::Convolution(_))), 3);
     let inputs = inputs_with_key(&graph);
     let expected = evaluate(&graph, &inputs).unwrap();

@@ -15,8 +15,8 @@ pub(super) const MOST_INT8_TERMS: usize = 65_000;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct QuantizedProduct {
     pub form: Form,
-    /// The noise that rounds the lhs; it is rounded to nearest without.
-    pub noise: Option<RoundingStream>,
+    /// Whether noise rounds the lhs; it is rounded to nearest without.
+    pub noise: bool,
     pub bias: bool,
 }
 
@@ -83,10 +83,7 @@ impl Lines<'_> {
 impl QuantizedProduct {
     pub(super) fn attributes(&self) -> Vec<(&'static str, Attribute)> {
         let flag = |on: bool| Attribute::I64(i64::from(on));
-        let mut attributes = vec![
-            ("stochastic", flag(self.noise.is_some())),
-            ("bias", flag(self.bias)),
-        ];
+        let mut attributes = vec![("stochastic", flag(self.noise)), ("bias", flag(self.bias))];
         match &self.form {
             Form::Matrix {
                 lhs_transposed,
@@ -97,14 +94,11 @@ impl QuantizedProduct {
             ]),
             Form::Convolution(window) => attributes.extend(window.attributes()),
         }
-        if let Some(stream) = self.noise {
-            attributes.push(("salt", Attribute::I64(i64::from(stream.salt()))));
-        }
         attributes
     }
 
     pub(super) fn infer(&self, operands: &[&Shape]) -> Result<Shape, InferError> {
-        let expected = 2 + usize::from(self.noise.is_some()) + usize::from(self.bias);
+        let expected = 2 + usize::from(self.noise) + usize::from(self.bias);
         if operands.len() != expected {
             return Err(InferError::OperandCount {
                 expected,
@@ -160,7 +154,7 @@ impl QuantizedProduct {
                 "takes sums of 1 to {MOST_INT8_TERMS} terms, found {terms}"
             )));
         }
-        let key = self.noise.map(|_| Shape::new(DType::U32, [2]));
+        let key = self.noise.then(|| Shape::new(DType::U32, [2]));
         let bias = self.bias.then(|| Shape::new(DType::F32, [columns]));
         for (expected, found) in key.into_iter().chain(bias).zip(&operands[2..]) {
             if expected != **found {
@@ -199,14 +193,14 @@ impl QuantizedProduct {
             transposed,
         });
         let mut rest = operands[2..].iter();
-        let key = self.noise.and_then(|_| rest.next());
+        let key = self.noise.then(|| rest.next()).flatten();
         let bias = self.bias.then(|| rest.next()).flatten();
-        let noise = |place: usize| match (self.noise, key) {
-            (Some(stream), Some(key)) => {
+        let noise = |place: usize| match key {
+            Some(key) => {
                 let key = [0, 1].map(|word| key.float(word) as u32);
-                rounding_noise_at(key, stream, place as u32)
+                rounding_noise_at(key, RoundingStream(0), place as u32)
             }
-            _ => 0.0,
+            None => 0.0,
         };
         let (row_scales, lhs_values) = lhs_lines.rounded(&noise);
         let (column_scales, rhs_values) = rhs_lines.rounded(&|_| 0.0);

@@ -8,7 +8,7 @@ use crate::backend::follow;
 use crate::dtype::DType;
 use crate::graph::{
     Binary, Builder, Composite, Contraction, Graph, GraphError, Node, NumericsConvention, Op,
-    Rounding, RoundingStream, Tensor, TensorFormat,
+    Rounding, Tensor, TensorFormat,
 };
 
 use super::super::claim::{call, channels_last_kernel};
@@ -26,8 +26,8 @@ pub(super) fn products<'a>(graph: &'a Graph, users: &'a Users) -> HashMap<usize,
 #[derive(Clone, Copy)]
 struct Operand {
     x: u32,
-    /// The stream of the noise that it was rounded with, and the key.
-    noise: Option<(RoundingStream, u32)>,
+    /// The key of the noise that it was rounded with.
+    noise: Option<u32>,
 }
 
 pub(super) struct Product<'a> {
@@ -69,11 +69,11 @@ impl Product<'_> {
                 (form, matrices.to_vec())
             }
         };
-        operands.extend(self.lhs.noise.map(|(_, key)| copy(key)));
+        operands.extend(self.lhs.noise.map(copy));
         operands.extend(self.bias.map(copy));
         let kernel = QuantizedProduct {
             form,
-            noise: self.lhs.noise.map(|(stream, _)| stream),
+            noise: self.lhs.noise.is_some(),
             bias: self.bias.is_some(),
         };
         let y = call(b, Kernel::QuantizedProduct(kernel), &operands)?;
@@ -175,16 +175,16 @@ impl<'a> Claims<'a> {
         Some(Operand { x, noise })
     }
 
-    /// The stream and the key of what is the noise of this program, of a tensor whose positions fit a word.
-    fn noise(&self, id: u32) -> Option<(RoundingStream, u32)> {
+    /// The key of what is the noise of this program, of a tensor whose positions fit a word.
+    fn noise(&self, id: u32) -> Option<u32> {
         let node = self.node(id);
         match &node.op {
             Op::Composite {
-                kind: Composite::RoundingNoise { stream, .. },
+                kind: Composite::RoundingNoise { .. },
                 ..
             } => {
                 let fits = node.shape.count() <= u32::MAX as usize;
-                fits.then_some((*stream, node.operands[0]))
+                fits.then_some(node.operands[0])
             }
             _ => None,
         }
