@@ -256,11 +256,6 @@ impl Folder {
                 root.display()
             );
         }
-        masks::check_alpha(
-            &options.masks,
-            &root,
-            entries.iter().map(|e| e.picture.mask),
-        )?;
         Ok(Self {
             options: FolderOptions { root, ..options },
             entries,
@@ -278,6 +273,15 @@ impl Folder {
         self.bad.extend(classes.bad);
         self.found.extend(classes.found);
         self
+    }
+
+    /// Says how many images have no mask where masks are in alpha channels.
+    ///
+    /// # Errors
+    /// When none has one.
+    pub fn check_masks(&self) -> Result<(), DataError> {
+        let origins = self.entries.iter().map(|entry| entry.picture.mask);
+        masks::check_alpha(&self.options.masks, &self.options.root, origins)
     }
 
     /// Whether sample `index` is a class image.

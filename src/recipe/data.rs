@@ -47,6 +47,7 @@ pub fn dataset(config: &Config, notify: &mut Notify<'_>) -> Result<Dataset, Reci
         options.max_images = most_samples(config);
         Folder::open(options).map_err(RecipeError::failed)?
     };
+    folder.check_masks().map_err(RecipeError::failed)?;
     Ok(Dataset::Folder(Box::new(folder)))
 }
 
@@ -207,6 +208,7 @@ fn dreambooth(config: &Config) -> Result<Dataset, RecipeError> {
     let most = most_samples(config);
     let own = options("instance_data_dir", dir, &config.instance_prompt, most)?;
     let mut folder = Folder::open(own).map_err(RecipeError::failed)?;
+    folder.check_masks().map_err(RecipeError::failed)?;
     if config.with_prior_preservation {
         let mut classes = options(
             "class_data_dir",

@@ -99,7 +99,7 @@ mod tests {
 
     use super::*;
     use crate::data::picture::{Crop, Framing, Sizes};
-    use crate::data::{BucketOptions, Buckets, Folder, FolderOptions};
+    use crate::data::{BucketOptions, Buckets, Folder, FolderOptions, Layout};
 
     /// A picture whose red and alpha tell the column; black below, so that its colour does not depend on what it lies on.
     fn striped(width: u32, height: u32) -> RgbaImage {
@@ -178,6 +178,27 @@ mod tests {
     }
 
     #[test]
+    fn pictures_in_archives_have_the_masks_of_their_alpha() {
+        let (files, archives) = (TempDir::new().unwrap(), TempDir::new().unwrap());
+        save(&files, "a.png", &striped(20, 8));
+        let archive = fs::File::create(archives.path().join("0.tar")).unwrap();
+        let mut archive = tar::Builder::new(archive);
+        for name in ["a.png", "a.txt"] {
+            let file = files.path().join(name);
+            archive.append_path_with_name(file, name).unwrap();
+        }
+        archive.finish().unwrap();
+        let of_files = Folder::open(options(&files, Masks::Alpha)).unwrap();
+        let of_archive = Folder::open(FolderOptions {
+            layout: Layout::Tars,
+            ..options(&archives, Masks::Alpha)
+        });
+        let sample = of_files.get(0).unwrap();
+        assert!(sample.mask.is_some());
+        assert_eq!(sample, of_archive.unwrap().get(0).unwrap());
+    }
+
+    #[test]
     fn masks_of_a_folder_have_their_pictures_names_and_sizes() {
         let (dir, masks) = (TempDir::new().unwrap(), TempDir::new().unwrap());
         fs::create_dir(dir.path().join("sub")).unwrap();
@@ -242,11 +263,13 @@ mod tests {
         let origins = [0, 1].map(|at| folder.entry(at).unwrap().1.mask);
         assert_eq!(origins, [MaskOrigin::Alpha, MaskOrigin::Everywhere]);
         assert_eq!(folder.get(1).unwrap().mask, None);
+        folder.check_masks().unwrap();
         let none = Folder::open(options(&dir, Masks::None)).unwrap();
         assert_eq!(none.get(0).unwrap().mask, None);
         fs::remove_file(dir.path().join("a.png")).unwrap();
         fs::remove_file(dir.path().join("a.txt")).unwrap();
-        let error = message(options(&dir, Masks::Alpha));
+        let bare = Folder::open(options(&dir, Masks::Alpha)).unwrap();
+        let error = bare.check_masks().unwrap_err().to_string();
         assert!(error.contains("none of the images"), "{error}");
     }
 }
