@@ -105,7 +105,11 @@ impl Archive {
         let mut end = 0;
         let mut archive = tar::Archive::new(file);
         for entry in archive.entries_with_seek().map_err(read)? {
-            let mut entry = entry.map_err(read)?;
+            let mut entry = entry.map_err(|e| {
+                error(format!(
+                    "cut short or damaged behind byte {end} of {length}: {e}; copy or download it again"
+                ))
+            })?;
             let name = String::from_utf8_lossy(&entry.path_bytes()).into_owned();
             let (offset, size) = (entry.raw_file_position(), entry.size());
             let stop = offset.checked_add(size).filter(|stop| *stop <= length);
