@@ -295,7 +295,6 @@ fn calls() -> Vec<(Call, &'static [&'static str])> {
                     ("lhs_transposed", ON),
                     ("rhs_transposed", ON),
                     ("stochastic", ON),
-                    ("salt", LARGEST),
                     ("bias", ON),
                 ],
             ),
