@@ -34,18 +34,25 @@ impl<'a> Patches<'a> {
         shapes: &'a [Shape; 2],
         result: &'a Shape,
     ) -> Option<Patches<'a>> {
-        let count = |shape: &Shape, spatial: &[usize]| -> usize {
-            spatial.iter().map(|d| shape.dims[*d]).product()
+        let of = |places| Patches::at(places, dims, shapes, result);
+        of(Places::Kernel).or_else(|| of(Places::Result))
+    }
+
+    /// The same with these places side by side.
+    pub fn at(
+        places: Places,
+        dims: &'a ConvDims,
+        shapes: &'a [Shape; 2],
+        result: &'a Shape,
+    ) -> Option<Patches<'a>> {
+        let (shape, spatial) = match places {
+            Places::Kernel => (&shapes[1], &dims.rhs.spatial),
+            Places::Result => (result, &dims.out.spatial),
         };
-        let kernel = count(&shapes[1], &dims.rhs.spatial);
-        let of_result = count(result, &dims.out.spatial);
+        let count: usize = spatial.iter().map(|d| shape.dims[*d]).product();
         let is_plain = dims.feature_groups == 1 && dims.batch_groups == 1;
-        let places = match [kernel, of_result] {
-            [1..=MOST_PLACES, _] => Places::Kernel,
-            [kernel, 1..=MOST_PLACES] if kernel > MOST_PLACES => Places::Result,
-            _ => return None,
-        };
-        (is_plain && dims.lhs.spatial.len() == 2).then_some(Patches {
+        let fits = (1..=MOST_PLACES).contains(&count) && is_plain && spatial.len() == 2;
+        fits.then_some(Patches {
             dims,
             shapes,
             result,

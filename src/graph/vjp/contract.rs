@@ -6,7 +6,7 @@
 use crate::dtype::DType;
 use crate::shape::Shape;
 
-use crate::graph::patches::Patches;
+use crate::graph::patches::{Patches, Places};
 use crate::graph::{
     Builder, ContractionQuant, ConvDims, ConvLayout, DotDims, GraphError, QuantDot, Tensor,
 };
@@ -228,7 +228,7 @@ pub fn conv_lhs(
         batch_groups: 1,
     };
     let out = Shape::new(result, &lhs_shape.dims[..]);
-    let quant = quant.and_then(|q| q.dlhs);
+    let quant = quant.and_then(|q| Some((q.dlhs?, Places::Kernel)));
     let mut out = conv_gradient(b, [g, kernel], of_image, &out, quant)?;
     if dims.batch_groups > 1 {
         out = move_groups(b, out, dims.lhs.feature, dims.lhs.batch, dims.batch_groups)?;
@@ -271,7 +271,8 @@ pub fn conv_rhs(
         batch_groups: dims.feature_groups,
     };
     let out = Shape::new(result, &rhs_shape.dims[..]);
-    let quant = quant.and_then(|q| q.drhs);
+    // Whatever the image's size: the gradient is the lhs then, and the batch the first dimension that is contracted.
+    let quant = quant.and_then(|q| Some((q.drhs?, Places::Result)));
     let out = conv_gradient(b, [lhs, g], of_kernel, &out, quant)?;
     b.convert(out, rhs_shape.dtype)
 }
@@ -285,11 +286,11 @@ fn conv_gradient(
     operands: [Tensor; 2],
     dims: ConvDims,
     result: &Shape,
-    quant: Option<ContractionQuant>,
+    quant: Option<(ContractionQuant, Places)>,
 ) -> Result<Tensor> {
     let shapes = operands.map(|operand| b.shape(operand));
-    let patches = quant.and_then(|quant| {
-        let patches = Patches::of(&dims, &shapes, result)?;
+    let patches = quant.and_then(|(quant, places)| {
+        let patches = Patches::at(places, &dims, &shapes, result)?;
         Some((patches, forward_only(quant)))
     });
     match patches {
