@@ -5,6 +5,7 @@ use maxdiff::dtype::DType;
 use maxdiff::graph::{Builder, Graph};
 use maxdiff::nn::{Precision, RotaryTables, rms_norm};
 use maxdiff::shape::Shape;
+use maxdiff::topology::Chip;
 
 use crate::tpu_kernels::{calls, distance};
 
@@ -37,7 +38,7 @@ fn heads_are_normed_and_rotated_in_kernels() {
     // A norm for each stream, and the rotation of both.
     for (streams, kernels) in [(&[48][..], 2), (&[16, 32], 3)] {
         let graph = heads_with_positions(streams, 128);
-        let kernel = claim(&graph, false, 2).unwrap();
+        let kernel = claim(&graph, Chip::V4.features(), 2).unwrap();
         assert_eq!(calls(&kernel), kernels);
         let error = distance(&graph, &kernel);
         assert!(error <= 2e-3, "{streams:?}: {error}");
@@ -45,6 +46,6 @@ fn heads_are_normed_and_rotated_in_kernels() {
     // Other sizes of heads and positions that fill no tile are the compiler's.
     for (streams, size) in [(&[48][..], 64), (&[24], 128)] {
         let graph = heads_with_positions(streams, size);
-        assert_eq!(calls(&claim(&graph, false, 1).unwrap()), 0);
+        assert_eq!(calls(&claim(&graph, Chip::V4.features(), 1).unwrap()), 0);
     }
 }

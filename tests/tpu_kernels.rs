@@ -16,7 +16,7 @@ use maxdiff::pjrt::{CompileOptions, Topology};
 use maxdiff::quant::{Policy, lower};
 use maxdiff::shape::Shape;
 use maxdiff::shard::{Axis, LogicalAxisRules, Parallelism};
-use maxdiff::topology::Accelerator;
+use maxdiff::topology::{Accelerator, Chip};
 use serde_json::json;
 
 use crate::common::{json, program, tpu_plugin};
@@ -82,7 +82,7 @@ fn attention_is_its_body() {
     ];
     for case in cases {
         let graph = layer(case, false);
-        let kernel = claim(&graph, true, 1).unwrap();
+        let kernel = claim(&graph, Chip::V5e.features(), 1).unwrap();
         assert_eq!(calls(&kernel), 1, "{case:?}");
         let error = distance(&graph, &kernel);
         // Each rounds its weights and its result to bf16, by up to 2^-9 (2e-3), and the weights differ by a factor: the
@@ -94,7 +94,7 @@ fn attention_is_its_body() {
 #[test]
 fn a_query_without_a_number_has_no_result_and_the_others_have() {
     let graph = layer([1, 2, 19, 77, 64], false);
-    let kernel = claim(&graph, true, 1).unwrap();
+    let kernel = claim(&graph, Chip::V5e.features(), 1).unwrap();
     let mut inputs = inputs(&graph);
     let mut values = inputs[0].to_f64_vec().unwrap();
     // The second head of the third query.
@@ -115,7 +115,7 @@ fn what_no_kernel_takes_stays() {
     let causal = layer([1, 2, 16, 16, 64], true);
     let many = layer([1, 2, 16, 40_000, 64], false);
     for graph in [causal, many] {
-        assert_eq!(calls(&claim(&graph, true, 1).unwrap()), 0);
+        assert_eq!(calls(&claim(&graph, Chip::V5e.features(), 1).unwrap()), 0);
     }
 }
 
@@ -154,7 +154,7 @@ fn products_and_convolutions_of_bf16_are_their_bodies() {
     for (layer, dims, count) in layers {
         let graph = alone(layer, dims, false);
         // Every chip multiplies bf16.
-        let kernel = claim(&graph, false, 1).unwrap();
+        let kernel = claim(&graph, Chip::V4.features(), 1).unwrap();
         assert_eq!(calls(&kernel), count, "{layer} {dims:?}");
         // Sums in another order are rounded to bf16.
         let error = distance(&graph, &kernel);
@@ -173,7 +173,7 @@ fn an_int8_product_is_its_body() {
     ];
     for case in cases {
         let graph = linear(case);
-        let kernel = claim(&graph, true, 1).unwrap();
+        let kernel = claim(&graph, Chip::V5e.features(), 1).unwrap();
         assert_eq!(calls(&kernel), 1, "{case:?}");
         let mut inputs = inputs(&graph);
         let mut x = inputs[0].to_f64_vec().unwrap();
@@ -219,7 +219,7 @@ fn an_int8_convolution_is_its_body() {
     ];
     for case in cases {
         let graph = convolution_of(case);
-        let kernel = claim(&graph, true, 1).unwrap();
+        let kernel = claim(&graph, Chip::V5e.features(), 1).unwrap();
         assert_eq!(calls(&kernel), 2, "{case:?}");
         let mut inputs = inputs(&graph);
         let mut x = inputs[0].to_f64_vec().unwrap();
@@ -243,12 +243,12 @@ fn convolutions_that_the_kernel_does_not_compute_stay() {
     // Rows of pixels that fill no tile, whose ranges are found all the same where all together fill tiles; a chip without
     // int8.
     let cases = [
-        ([1, 4, 40, 8, 8], true, 1),
-        ([1, 3, 40, 8, 8], true, 0),
-        ([1, 4, 32, 8, 8], false, 0),
+        ([1, 4, 40, 8, 8], Chip::V5e, 1),
+        ([1, 3, 40, 8, 8], Chip::V5e, 0),
+        ([1, 4, 32, 8, 8], Chip::V4, 0),
     ];
-    for (case, int8, ranges) in cases {
-        let kernel = claim(&convolution(case), int8, 1).unwrap();
+    for (case, chip, ranges) in cases {
+        let kernel = claim(&convolution(case), chip.features(), 1).unwrap();
         assert_eq!(calls(&kernel), ranges, "{case:?}");
     }
 }
@@ -291,7 +291,7 @@ fn a_convolution_takes_the_sum_that_follows_it() {
     let cases = [(24, 3, true, 8, 0.0), (128, 1, false, 4, 2e-3)];
     for (channels, side, int8, count, tolerance) in cases {
         let graph = sums_of_convolutions(channels, side, int8);
-        let kernel = claim(&graph, true, 1).unwrap();
+        let kernel = claim(&graph, Chip::V5e.features(), 1).unwrap();
         let nodes = kernel.nodes.iter().zip(kernel.live_nodes());
         let is_sum = |op: &Op| matches!(op, Op::Binary(Binary::Add));
         let left = nodes.filter(|(node, live)| *live && is_sum(&node.op));
@@ -323,7 +323,7 @@ fn a_group_norm_is_its_body() {
     for case in cases {
         for (layer, limit) in [(Layer::GroupNorm, 1e-3), (Layer::GroupNormSilu, 4e-3)] {
             let graph = of_images(layer, &case);
-            let kernel = claim(&graph, true, 1).unwrap();
+            let kernel = claim(&graph, Chip::V5e.features(), 1).unwrap();
             assert_eq!(calls(&kernel), 2, "{case:?}");
             // Where sums in another order round otherwise; the body rounds within SiLU too, the kernel after it.
             let error = distance(&graph, &kernel);
@@ -332,7 +332,7 @@ fn a_group_norm_is_its_body() {
     }
     // Pixels that fill no tile.
     let graph = of_images(Layer::GroupNorm, &[1, 3, 5, 32, 4]);
-    assert_eq!(calls(&claim(&graph, true, 1).unwrap()), 0);
+    assert_eq!(calls(&claim(&graph, Chip::V5e.features(), 1).unwrap()), 0);
 }
 
 /// The norm and the int8 convolution of two images' channels, one after the other.
@@ -366,7 +366,7 @@ fn channels_side_by_side_are_their_concatenation() {
     // Norm and convolution are two kernels each; channels that fill no register are left to the compiler.
     for (channels, expected) in [([128, 24], 5), ([24, 128], 4)] {
         let graph = joined(channels);
-        let kernel = claim(&graph, true, 1).unwrap();
+        let kernel = claim(&graph, Chip::V5e.features(), 1).unwrap();
         assert_eq!(calls(&kernel), expected, "{channels:?}");
         // A number of the norm that rounds otherwise may be another integer.
         let error = distance(&graph, &kernel);
@@ -394,13 +394,16 @@ fn norms_between_the_compilers_convolutions_stay() {
     let y = upsample_nearest_2x(&m, y).unwrap();
     let y = conv2d(&m.scope("conv"), y, Conv2d::same(16, 3), precision).unwrap();
     b.output("y", y, None).unwrap();
-    assert_eq!(calls(&claim(&b.finish(), true, 1).unwrap()), 0);
+    assert_eq!(
+        calls(&claim(&b.finish(), Chip::V5e.features(), 1).unwrap()),
+        0
+    );
 }
 
 #[test]
 fn silu_of_numbers_far_from_zero_is_its_body() {
     let graph = of_images(Layer::GroupNormSilu, &[1, 16, 16, 1, 1]);
-    let kernel = claim(&graph, true, 1).unwrap();
+    let kernel = claim(&graph, Chip::V5e.features(), 1).unwrap();
     let mut inputs = inputs(&graph);
     for (input, value) in graph.inputs.iter().zip(&mut inputs) {
         let count = input.shape.count();
@@ -430,12 +433,12 @@ fn silu_of_numbers_far_from_zero_is_its_body() {
 fn upsampling_is_its_body() {
     for case in [[2, 3, 16, 24], [1, 1, 48, 320]] {
         let graph = of_images(Layer::UpsampleNearest2x, &case);
-        let kernel = claim(&graph, false, 1).unwrap();
+        let kernel = claim(&graph, Chip::V4.features(), 1).unwrap();
         assert_eq!(calls(&kernel), 1, "{case:?}");
         assert_eq!(distance(&graph, &kernel), 0.0, "{case:?}");
     }
     let graph = of_images(Layer::UpsampleNearest2x, &[1, 3, 5, 8]);
-    assert_eq!(calls(&claim(&graph, false, 1).unwrap()), 0);
+    assert_eq!(calls(&claim(&graph, Chip::V4.features(), 1).unwrap()), 0);
 }
 
 /// An int8 layer of 32 outputs, and what follows it.
@@ -463,7 +466,7 @@ fn an_int8_product_takes_what_follows_it() {
     let sum = followed(|b, y, other| b.add(other, y).unwrap());
     let gated = followed(|b, y, _| gated_gelu(&b.root("m"), y).unwrap());
     for (graph, tolerance) in [(sum, 0.0), (gated, 8e-3)] {
-        let kernel = claim(&graph, true, 1).unwrap();
+        let kernel = claim(&graph, Chip::V5e.features(), 1).unwrap();
         let is_left = |op: &Op| match op {
             Op::Composite { kind, .. } => *kind == Composite::GatedGelu,
             op => matches!(op, Op::Binary(Binary::Add)),
@@ -536,7 +539,7 @@ fn an_int8_product_takes_the_layer_norm_before_it() {
     });
     // Sums in another order change what is rounded to bf16, and with it some integers by 1.
     for (graph, products, tolerance) in [(two, 2, 2e-3), (wide, 1, 2e-3), (gated, 1, 1e-2)] {
-        let kernel = claim(&graph, true, 1).unwrap();
+        let kernel = claim(&graph, Chip::V5e.features(), 1).unwrap();
         assert_eq!((calls(&kernel), norms(&kernel)), (products, 0));
         let error = distance(&graph, &kernel);
         assert!(error <= tolerance, "{products} products: {error}");
@@ -564,7 +567,7 @@ fn a_product_of_bf16_takes_what_is_around_it() {
         m.add(project(m, "out", y, 128), y).unwrap()
     });
     for (graph, count) in [(wide, 1), (gated, 1), (qkv, 3)] {
-        let kernel = claim(&graph, true, 1).unwrap();
+        let kernel = claim(&graph, Chip::V5e.features(), 1).unwrap();
         assert_eq!((calls(&kernel), norms(&kernel)), (count, 0));
         let error = distance(&graph, &kernel);
         assert!(error <= 1e-2, "{count} calls: {error}");
@@ -572,14 +575,14 @@ fn a_product_of_bf16_takes_what_is_around_it() {
     let graph = normed_in(false, [40, 128], |m, x| {
         m.add(project(m, "q", x, 128), x).unwrap()
     });
-    let kernel = claim(&graph, true, 1).unwrap();
+    let kernel = claim(&graph, Chip::V5e.features(), 1).unwrap();
     assert_eq!((calls(&kernel), norms(&kernel)), (1, 1));
 }
 
 #[test]
 fn a_layer_norm_with_another_reader_stays() {
     let graph = normed([40, 32], |m, x| m.add(project(m, "q", x, 32), x).unwrap());
-    let kernel = claim(&graph, true, 1).unwrap();
+    let kernel = claim(&graph, Chip::V5e.features(), 1).unwrap();
     assert_eq!((calls(&kernel), norms(&kernel)), (1, 1));
 }
 
@@ -603,13 +606,13 @@ fn self_attention(text: impl FnOnce(&Builder, Tensor) -> Tensor) -> Graph {
 #[test]
 fn queries_keys_and_values_are_one_product() {
     let graph = self_attention(|_, x| x);
-    let kernel = claim(&graph, true, 1).unwrap();
+    let kernel = claim(&graph, Chip::V5e.features(), 1).unwrap();
     assert_eq!((calls(&kernel), norms(&kernel)), (2, 0));
     let error = distance(&graph, &kernel);
     assert!(error <= 4e-3, "{error}");
     // Those of two activations are not.
     let graph = self_attention(|m, x| m.add(x, x).unwrap());
-    let kernel = claim(&graph, true, 1).unwrap();
+    let kernel = claim(&graph, Chip::V5e.features(), 1).unwrap();
     assert_eq!(calls(&kernel), 4);
     let error = distance(&graph, &kernel);
     assert!(error <= 4e-3, "{error}");
@@ -618,7 +621,7 @@ fn queries_keys_and_values_are_one_product() {
 #[test]
 fn small_products_stay() {
     let graph = linear([1, 31, 128, 128]);
-    assert_eq!(calls(&claim(&graph, true, 1).unwrap()), 0);
+    assert_eq!(calls(&claim(&graph, Chip::V5e.features(), 1).unwrap()), 0);
 }
 
 /// Weights that are stored in int8 with a scale a channel, and in int4 with one for 64 features.
@@ -630,8 +633,12 @@ fn stored(mode: LayerQuantization, dims: [usize; 4]) -> Graph {
 }
 
 /// A transformer block, whose products have norms, gates and sums around them, and queries, keys and values in one.
-fn stored_block(mode: LayerQuantization) -> Graph {
-    alone_in(Layer::TransformerBlock, &[1, 128, 80, 2, 64], Some(mode))
+fn stored_block(mode: LayerQuantization, heads: usize) -> Graph {
+    alone_in(
+        Layer::TransformerBlock,
+        &[1, 128, 80, heads, 64],
+        Some(mode),
+    )
 }
 
 #[test]
@@ -640,13 +647,13 @@ fn products_of_stored_weights_are_their_bodies() {
         // Rows that fill no block; several blocks of rows, and of columns.
         for dims in [[1, 40, 192, 320], [1, 530, 128, 1408]] {
             let graph = stored(mode, dims);
-            let kernel = claim(&graph, true, 1).unwrap();
+            let kernel = claim(&graph, Chip::V5e.features(), 1).unwrap();
             assert_eq!(calls(&kernel), 1, "{dims:?}");
             let error = distance(&graph, &kernel);
             assert!(error <= 2e-3, "{dims:?}: {error}");
         }
-        let graph = stored_block(mode);
-        let kernel = claim(&graph, true, 1).unwrap();
+        let graph = stored_block(mode, 2);
+        let kernel = claim(&graph, Chip::V5e.features(), 1).unwrap();
         // Two attentions; queries, keys and values, the text's queries, two outputs and the feed-forward layers.
         assert_eq!((calls(&kernel), norms(&kernel)), (8, 0), "{mode}");
         let error = distance(&graph, &kernel);
@@ -655,14 +662,14 @@ fn products_of_stored_weights_are_their_bodies() {
     // Convolutions, whose weights another kernel widens.
     for mode in STORED {
         let graph = alone_in(Layer::Conv2d, &[1, 4, 32, 192, 128, 3], Some(mode));
-        let kernel = claim(&graph, true, 1).unwrap();
+        let kernel = claim(&graph, Chip::V5e.features(), 1).unwrap();
         assert_eq!(calls(&kernel), 2, "{mode}");
         let error = distance(&graph, &kernel);
         assert!(error <= 2e-3, "{mode}: {error}");
     }
     // A chip that does not have the memory.
     let graph = stored(LayerQuantization::W4A16, [1, 300, 128, 128]);
-    assert_eq!(calls(&claim(&graph, false, 1).unwrap()), 0);
+    assert_eq!(calls(&claim(&graph, Chip::V4.features(), 1).unwrap()), 0);
 }
 
 #[test]
@@ -682,7 +689,8 @@ fn every_chip_takes_the_kernels() {
     let products = [
         products,
         of_stored.to_vec(),
-        vec![stored_block(LayerQuantization::W4A16)],
+        // Several blocks of columns behind a norm.
+        vec![stored_block(LayerQuantization::W4A16, 10)],
     ]
     .concat();
     let of_bf16 = [

@@ -13,7 +13,7 @@ use maxdiff::nn::{Attention, Conv2d, Precision, attention, conv2d, gated_gelu, l
 use maxdiff::pjrt::{CompileOptions, Topology};
 use maxdiff::quant::{Formats, Policy, lower};
 use maxdiff::shape::Shape;
-use maxdiff::topology::Accelerator;
+use maxdiff::topology::{Accelerator, Chip};
 
 use crate::common::tpu_plugin;
 use crate::tpu_kernels::{calls, inputs, norms, project};
@@ -108,7 +108,7 @@ fn products_and_convolutions_are_their_bodies() {
             convolution(&policy, [1, 64, 5, 7, 1]),
         ];
         for (at, graph) in graphs.iter().enumerate() {
-            let kernel = claim(graph, true, 1).unwrap();
+            let kernel = claim(graph, Chip::V5e.features(), 1).unwrap();
             // Nothing finds a range.
             assert_eq!(calls(&kernel), 1, "{granularity:?} {at}");
             let [expected, found] = results(graph, &kernel);
@@ -135,7 +135,7 @@ fn queries_keys_and_values_share_a_scale_and_a_product() {
             .iter()
             .filter(|i| i.name.ends_with("input_scale"));
         assert_eq!(scales.count(), 1);
-        let kernel = claim(&graph, true, 1).unwrap();
+        let kernel = claim(&graph, Chip::V5e.features(), 1).unwrap();
         assert_eq!((calls(&kernel), norms(&kernel)), (2, 0));
         let [expected, found] = results(&graph, &kernel);
         let sum = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>();

@@ -151,9 +151,17 @@ impl Simulator {
         }
         cycles.ok_or_else(|| {
             let said = String::from_utf8_lossy(&output.stderr);
-            SimulationError::NoResult(said.lines().next_back().unwrap_or("no message").to_owned())
+            SimulationError::NoResult(why(&said).to_owned())
         })
     }
+}
+
+/// The last line of what a child process said, but for a pointer to the compiler's documents.
+fn why(said: &str) -> &str {
+    let mut lines = said.lines().rev().filter(|line| !line.trim().is_empty());
+    lines
+        .find(|line| !line.starts_with("See http"))
+        .unwrap_or("no message")
 }
 
 /// The cycles in libtpu's text: `hlo_op_estimate { estimated_cycles: 42 num_equivalent_hlos: 1 }`.

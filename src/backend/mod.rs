@@ -25,8 +25,7 @@ pub enum Backend {
     Tpu {
         /// Whether this program's kernels may be used.
         kernels: bool,
-        /// Whether the chip's matrix units multiply int8, as kernels may then.
-        int8: bool,
+        features: tpu::Features,
     },
 }
 
@@ -40,8 +39,11 @@ impl Backend {
             },
             "tpu" => Backend::Tpu {
                 kernels: true,
-                // As `Chip::multiplies_int8` says.
-                int8: kind.starts_with("TPU v5") || kind.starts_with("TPU v6"),
+                // As `Chip::multiplies_int8` and `Chip::cores_per_device` say.
+                features: tpu::Features {
+                    int8: kind.starts_with("TPU v5") || kind.starts_with("TPU v6"),
+                    one_core: !matches!(kind, "TPU v4" | "TPU v5" | "TPU v5p"),
+                },
             },
             _ => Backend::Gpu,
         }
@@ -56,9 +58,9 @@ impl Backend {
     pub fn without_kernels(self) -> Backend {
         match self {
             Backend::Cpu { .. } => Backend::Cpu { kernels: false },
-            Backend::Tpu { int8, .. } => Backend::Tpu {
+            Backend::Tpu { features, .. } => Backend::Tpu {
                 kernels: false,
-                int8,
+                features,
             },
             Backend::Gpu => Backend::Gpu,
         }
@@ -75,8 +77,8 @@ impl Backend {
             Backend::Cpu { kernels: true } => cpu::claim(graph).map(Cow::Owned),
             Backend::Tpu {
                 kernels: true,
-                int8,
-            } => tpu::claim(graph, *int8, parts).map(Cow::Owned),
+                features,
+            } => tpu::claim(graph, *features, parts).map(Cow::Owned),
             Backend::Cpu { kernels: false }
             | Backend::Gpu
             | Backend::Tpu { kernels: false, .. } => Ok(Cow::Borrowed(graph)),

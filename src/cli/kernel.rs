@@ -9,7 +9,7 @@ use clap::{Args, Subcommand};
 use serde_json::{Map, Value, json};
 
 use crate::aot::{Simulator, compile_for_one};
-use crate::backend::Backend;
+use crate::backend::{Backend, tpu::Features};
 use crate::kernels::{self, Case, Comparison, KernelError, Layer, LayerQuantization};
 use crate::pjrt::install;
 use crate::report::{CompileReport, Predicted};
@@ -138,7 +138,10 @@ const BACKENDS: [(&str, Backend); 2] = [
         "tpu",
         Backend::Tpu {
             kernels: true,
-            int8: true,
+            features: Features {
+                int8: true,
+                one_core: true,
+            },
         },
     ),
 ];

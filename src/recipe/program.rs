@@ -3,7 +3,7 @@
 use clap::ValueEnum;
 
 use crate::aot::{self, Compiler};
-use crate::backend::{Backend, cpu};
+use crate::backend::{Backend, cpu, tpu::Features};
 use crate::config::{Config, Hardware, check_local_shard_count};
 use crate::lowering::Traced;
 use crate::models::DiffusionModel;
@@ -121,7 +121,10 @@ pub fn lowering_target(
         (None, Hardware::Tpu) => Backend::Tpu {
             kernels: mesh.num_devices() == 1,
             // Of an unknown chip.
-            int8: false,
+            features: Features {
+                int8: false,
+                one_core: false,
+            },
         },
         (None, Hardware::Gpu | Hardware::Auto) => Backend::Gpu,
     };

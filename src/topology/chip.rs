@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use crate::backend::tpu::Features;
+
 use super::TopologyError;
 
 /// A chip generation the project compiles for.
@@ -134,6 +136,14 @@ impl Chip {
     /// Whether its matrix units take int8. A v4 converts it: it is no faster than bf16.
     pub fn multiplies_int8(self) -> bool {
         self.speedup(Format::Int8).is_ok_and(|times| times > 1.0)
+    }
+
+    /// What this program's TPU kernels need to know of it.
+    pub fn features(self) -> Features {
+        Features {
+            int8: self.multiplies_int8(),
+            one_core: self.cores_per_device() == 1,
+        }
     }
 
     fn advice(self) -> String {

@@ -106,7 +106,7 @@ impl Accelerator {
         match self.platform {
             Platform::Tpu => Backend::Tpu {
                 kernels: true,
-                int8: self.chip.multiplies_int8(),
+                features: self.chip.features(),
             },
             Platform::Gpu => Backend::Gpu,
         }

@@ -25,6 +25,15 @@ pub use product::Product;
 pub use upsample::Upsample;
 pub use widen::Widen;
 
+/// What kernels need to know of a chip.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Features {
+    /// Whether its matrix units multiply int8.
+    pub int8: bool,
+    /// Whether a device has one core, which then takes all steps of a kernel in order.
+    pub one_core: bool,
+}
+
 /// Switches of libtpu. By itself it folds rows or columns of images into the batch of 3x3 convolutions and keeps this
 /// layout through norms and sums, at the price of padding, transposes and widened images around them: a resnet pair of
 /// SDXL at 64x64 is predicted at 9.3 ms on a v5e with it and 3.9 without, the convolutions alone at 1.78 and 1.84.

@@ -2,6 +2,8 @@
 //! its scale and its integers are found once for a block of rows and kept on the chip. So is the layer norm of the row
 //! where one comes before. Weights that are stored as integers are widened inside, once for a block of columns.
 
+use std::ops::Range;
+
 use crate::dtype::DType;
 use crate::graph::eval::Value;
 use crate::graph::{Batch, Configuration, CustomCall, InferError, constraint};
@@ -47,6 +49,9 @@ pub struct Product {
     pub norm: Option<f64>,
     pub gated: bool,
     pub residual: bool,
+    /// Whether one core takes all steps, so that a layer norm of rows by [`Arithmetic::Stored`] weights is computed once for
+    /// all blocks of columns.
+    pub one_core: bool,
 }
 
 /// Rows and columns of the result's blocks.
@@ -55,6 +60,8 @@ struct Blocks {
     rows: usize,
     columns: usize,
     grid: [usize; 2],
+    /// Whether all rows stay on the chip after their layer norm, from the first block of columns to the last.
+    keeps_rows: bool,
 }
 
 impl Product {
@@ -95,6 +102,7 @@ impl Product {
                 rows: rows.div_ceil(count).next_multiple_of(TILE_ROWS),
                 columns: width,
                 grid: [count, columns / width],
+                keeps_rows: false,
             };
             if self.bytes(blocks, terms) <= VMEM_BYTES {
                 return Some(blocks);
@@ -105,7 +113,8 @@ impl Product {
     }
 
     /// The same of stored weights, whose block is wide in the core's memory too: of `width` columns at most, and so many rows
-    /// that widening a block's weights, which all rows share, and reading the rows, which all columns do, take little.
+    /// that widening a block's weights, which all rows share, and reading the rows, which all columns do, take little. Rows
+    /// stay on the chip after their norm where they fit beside the larger blocks.
     fn stored_blocks(
         &self,
         rows: usize,
@@ -117,34 +126,42 @@ impl Product {
             *own == width || !self.gated && *own < width && columns.is_multiple_of(*own)
         });
         let widths: Vec<usize> = widths.collect();
-        let of = |most: usize, columns_of_block: usize| {
+        let of = |most: usize, columns_of_block: usize, keeps_rows: bool| {
             let count = rows.div_ceil(most);
             Blocks {
                 rows: rows.div_ceil(count).next_multiple_of(TILE_ROWS),
                 columns: columns_of_block,
                 grid: [count, columns / columns_of_block],
+                keeps_rows: keeps_rows && columns_of_block < columns,
             }
         };
-        let sizes = [&[512, 256][..], &[128, 64, 32]].into_iter();
-        let mut blocks = sizes.flat_map(|most| {
+        let keeps_rows = self.one_core && self.norm.is_some();
+        let sizes = [
+            (&[512, 256][..], keeps_rows),
+            (&[512, 256], false),
+            (&[128, 64, 32], false),
+        ];
+        let mut blocks = sizes.into_iter().flat_map(|(most, keeps_rows)| {
             let rows = move |width: usize| most.iter().map(move |most| (*most, width));
-            widths.iter().flat_map(move |width| rows(*width))
+            let sizes = widths.iter().flat_map(move |width| rows(*width));
+            sizes.map(move |(most, width)| of(most, width, keeps_rows))
         });
-        let fits = |(most, width): (usize, usize)| {
-            Some(of(most, width))
-                .filter(|blocks| self.bytes(*blocks, terms) <= MOST_VMEM_BYTES / 6 * 5)
-        };
-        blocks.find_map(fits)
+        blocks.find(|blocks| self.bytes(*blocks, terms) <= MOST_VMEM_BYTES / 16 * 15)
     }
 
-    /// Bytes of the core's memory: windows, scratch, and rows or results in `f32`.
+    /// Bytes of the core's memory: windows, scratch, rows or results in `f32`, and of stored weights once more what is widened:
+    /// the compiler reads each part before it lets the next one be written.
     fn bytes(&self, blocks: Blocks, terms: usize) -> usize {
         let kernel = self.kernel(blocks, terms);
         let widest = match self.arithmetic {
             Arithmetic::Stored(_) => self.parts() * blocks.columns,
             _ => terms.max(self.parts() * blocks.columns),
         };
-        kernel.window_bytes() + kernel.scratch_bytes() + blocks.rows * widest * 4
+        let read_early = match self.arithmetic {
+            Arithmetic::Stored(_) => 2 * terms * self.parts() * blocks.columns,
+            _ => 0,
+        };
+        kernel.window_bytes() + kernel.scratch_bytes() + blocks.rows * widest * 4 + read_early
     }
 
     /// Columns of the product for one of the result.
@@ -195,6 +212,7 @@ impl Product {
             rows,
             columns,
             grid,
+            ..
         } = blocks;
         let all_rows = grid[0] * rows;
         let all_columns = grid[1] * columns;
@@ -275,34 +293,67 @@ impl Product {
     }
 
     fn step(&self, k: &mut Kernel, blocks: Blocks, terms: usize) {
-        let Blocks { rows, columns, .. } = blocks;
+        let Blocks {
+            rows,
+            columns,
+            grid,
+            ..
+        } = blocks;
         let activation = self.activation(k, blocks, terms);
-        let wide = match self.arithmetic {
-            Arithmetic::Stored(weights) => self.widened(k, weights, blocks, terms),
-            Arithmetic::Int8 | Arithmetic::RecordedInt8 | Arithmetic::Bf16 => None,
-        };
-        let first = k.row(0);
+        let part = |most| block_of_columns(columns, most).unwrap_or(columns);
         let width = match self.gated {
-            true => block_of_columns(columns, GATED_COLUMNS).unwrap_or(columns),
+            true => part(GATED_COLUMNS),
             false => columns,
         };
-        let residual = self
-            .residual
-            .then(|| k.load(self.windows_before_residual(), first, rows));
-        for at in (0..columns).step_by(width) {
+        let multiply = |k: &mut Kernel, wide: Option<Scratch>, at: usize, width: usize| {
             let mut y = self.product(k, activation, wide, at, width);
             if self.gated {
                 let gates = self.product(k, activation, wide, columns + at, width);
                 y = gated(k, y, gates);
             }
-            if let Some(residual) = residual {
-                let residual = k.slice(residual, at, width);
+            if self.residual {
+                let first = k.row(0);
+                let window = self.windows_before_residual();
+                let residual = k.load_part(window, first, rows, at..at + width);
                 let residual = k.convert(residual, DType::F32);
                 let wide = k.convert(y, DType::F32);
                 let sum = k.add(wide, residual);
                 y = k.convert(sum, DType::BF16);
             }
             k.store(y, [0, at]);
+        };
+        let multiply_all = |k: &mut Kernel, wide: Option<Scratch>| {
+            for at in (0..columns).step_by(width) {
+                multiply(k, wide, at, width);
+            }
+        };
+        let stored = match self.arithmetic {
+            Arithmetic::Stored(weights) => weights.run(terms).map(|run| (weights, run)),
+            Arithmetic::Int8 | Arithmetic::RecordedInt8 | Arithmetic::Bf16 => None,
+        };
+        let Some((weights, run)) = stored else {
+            return multiply_all(k, None);
+        };
+        let wide = k.scratch(DType::BF16, [terms, self.parts() * columns]);
+        // In the first step of a block of columns the next part of the weights is widened while one is multiplied.
+        let part = match self.gated {
+            true => width,
+            false => part(WIDENED_COLUMNS),
+        };
+        let widen_and_multiply = |k: &mut Kernel| {
+            for at in (0..columns).step_by(part) {
+                for first in (at..).step_by(columns).take(self.parts()) {
+                    self.widen(k, wide, weights, [terms, run], first..first + part);
+                }
+                multiply(k, Some(wide), at, part);
+            }
+        };
+        match grid[0] {
+            1 => widen_and_multiply(k),
+            _ => {
+                k.when_first(1, widen_and_multiply);
+                k.unless_first(1, |k| multiply_all(k, Some(wide)));
+            }
         }
     }
 
@@ -337,12 +388,15 @@ impl Product {
                 }
             }
             (Arithmetic::Bf16 | Arithmetic::Stored(_), Some(epsilon)) => {
-                let normed = k.scratch(DType::BF16, size);
-                once(k, &|k| normalize(k, normed, size, epsilon));
-                Activation {
-                    rows: k.kept(normed),
-                    scale: None,
-                }
+                let rows = match blocks.keeps_rows {
+                    false => {
+                        let normed = k.scratch(DType::BF16, size);
+                        once(k, &|k| normalize(k, normed, size, epsilon, Kernel::row));
+                        k.kept(normed)
+                    }
+                    true => self.kept_normalized(k, blocks, terms, epsilon),
+                };
+                Activation { rows, scale: None }
             }
             (Arithmetic::Bf16 | Arithmetic::Stored(_), None) => {
                 let first = k.row(0);
@@ -354,42 +408,48 @@ impl Product {
         }
     }
 
-    /// The block's weights in bf16, `[terms, columns]`, widened in the first step of a block of columns. `None` where they
-    /// have no runs.
-    fn widened(
+    /// The rows after their layer norm, which is computed for all rows in the first block of columns.
+    fn kept_normalized(
         &self,
         k: &mut Kernel,
-        weights: StoredWeights,
         blocks: Blocks,
         terms: usize,
-    ) -> Option<Scratch> {
-        let run = weights.run(terms)?;
-        let width = self.parts() * blocks.columns;
-        let wide = k.scratch(DType::BF16, [terms, width]);
-        let part = block_of_columns(width, WIDENED_COLUMNS).unwrap_or(width);
+        epsilon: f64,
+    ) -> KernelValue {
+        let [along_rows, along_columns] = self.order();
+        let rows = blocks.rows;
+        let normed = k.scratch(DType::BF16, [blocks.grid[0] * rows, terms]);
+        let place = |k: &mut Kernel, row: usize| k.row_of_step(along_rows, rows, row);
+        k.when_first(along_columns, |k| {
+            normalize(k, normed, [rows, terms], epsilon, place);
+        });
+        let first = place(k, 0);
+        k.kept_at(normed, first, 0, [rows, terms])
+    }
+
+    /// Puts columns of the block's weights into `wide` in bf16, a run of terms at a time.
+    fn widen(
+        &self,
+        k: &mut Kernel,
+        wide: Scratch,
+        weights: StoredWeights,
+        [terms, run]: [usize; 2],
+        columns: Range<usize>,
+    ) {
         let scales = self.windows_before_residual() - 1;
-        let widen = |k: &mut Kernel| {
-            for row in (0..terms).step_by(run) {
-                for at in (0..width).step_by(part) {
-                    let first = k.row(row);
-                    let integers = k.load_part(1, first, run, at..at + part);
-                    let mut values = k.convert(integers, DType::F32);
-                    if let Some(group) = weights.group {
-                        let group = k.row(row / group);
-                        let scale = k.load_part(scales, group, 1, at..at + part);
-                        let scale = k.broadcast_row(scale, run);
-                        values = k.mul(values, scale);
-                    }
-                    let values = k.convert(values, DType::BF16);
-                    k.keep(wide, values, [row, at]);
-                }
+        for row in (0..terms).step_by(run) {
+            let first = k.row(row);
+            let integers = k.load_part(1, first, run, columns.clone());
+            let mut values = k.convert(integers, DType::F32);
+            if let Some(group) = weights.group {
+                let group = k.row(row / group);
+                let scale = k.load_part(scales, group, 1, columns.clone());
+                let scale = k.broadcast_row(scale, run);
+                values = k.mul(values, scale);
             }
-        };
-        match blocks.grid[0] {
-            1 => widen(k),
-            _ => k.when_first(1, widen),
+            let values = k.convert(values, DType::BF16);
+            k.keep(wide, values, [row, columns.start]);
         }
-        Some(wide)
     }
 
     /// Columns of the product from `first` on, scaled, with their biases, in bf16.
@@ -534,7 +594,14 @@ struct Kept {
 }
 
 /// Puts the rows after their layer norm into `normed`, some rows and columns at a time: what is between fits the registers.
-fn normalize(k: &mut Kernel, normed: Scratch, [rows, terms]: [usize; 2], epsilon: f64) {
+/// `place` gives the row of `normed` of a row of the block.
+fn normalize(
+    k: &mut Kernel,
+    normed: Scratch,
+    [rows, terms]: [usize; 2],
+    epsilon: f64,
+    place: impl Fn(&mut Kernel, usize) -> KernelValue,
+) {
     let width = block_of_columns(terms, MOST_COLUMNS).unwrap_or(terms);
     for row in (0..rows).step_by(TILE_ROWS) {
         let count = TILE_ROWS.min(rows - row);
@@ -544,7 +611,8 @@ fn normalize(k: &mut Kernel, normed: Scratch, [rows, terms]: [usize; 2], epsilon
             let x = load(k, [row, count], [at, width]);
             let y = normalized(k, x, norm, at);
             let y = k.convert(y, DType::BF16);
-            k.keep(normed, y, [row, at]);
+            let row = place(k, row);
+            k.keep_at(normed, y, row, at);
         }
     }
 }
@@ -830,5 +898,40 @@ mod tests {
             let error = (f64::from(found) - exact).abs();
             assert!(error <= 6e-5 * exact.abs() + 1e-12, "{x}: {found}, {exact}");
         }
+    }
+    #[test]
+    fn rows_that_stay_on_the_chip_are_those_of_each_block() {
+        let product = Product {
+            arithmetic: Arithmetic::Stored(StoredWeights {
+                element: DType::S8,
+                group: None,
+            }),
+            norm: Some(1e-5),
+            gated: false,
+            residual: false,
+            one_core: true,
+        };
+        let [rows, terms, columns] = [3 * TILE_ROWS, LANES, 2 * LANES];
+        let numbers = |count: usize, most: i64| -> Vec<f32> {
+            let number = |i: i64| (i * 37 % (2 * most + 1) - most) as f32;
+            (0..count as i64).map(number).collect()
+        };
+        let operands = [
+            numbers(rows * terms, 64),
+            numbers(terms * columns, 127),
+            numbers(2 * columns, 3),
+            numbers(2 * terms, 2),
+        ];
+        let [kept, anew] = [true, false].map(|keeps_rows| {
+            let blocks = Blocks {
+                rows: TILE_ROWS,
+                columns: LANES,
+                grid: [3, 2],
+                keeps_rows,
+            };
+            product.kernel(blocks, terms).evaluate(&operands)
+        });
+        assert!(kept.iter().any(|y| *y != 0.0));
+        assert_eq!(kept, anew);
     }
 }

@@ -117,14 +117,17 @@ impl<'a> Claims<'a> {
         let scales = match *scales {
             [] => {
                 let is_matrix = self.node(rhs).shape.rank() == 2;
-                match self.in_groups(rhs).filter(|_| self.int8 && is_matrix) {
+                match self
+                    .in_groups(rhs)
+                    .filter(|_| self.features.int8 && is_matrix)
+                {
                     Some((integers, weights, scale)) => {
                         return Some((integers, Scales::Stored(weights, scale)));
                     }
                     None => Scales::None,
                 }
             }
-            _ if !self.int8 => return None,
+            _ if !self.features.int8 => return None,
             [found, columns] => Scales::Found([found, columns]),
             [columns] if is_float => {
                 let weights = StoredWeights::new(self.node(rhs).shape.dtype, None)?;

@@ -145,7 +145,7 @@ impl Claims<'_> {
             scaled: false,
         };
         // Devices that share a batch would each have to be told that they widen all of it.
-        match self.parts == 1 && self.int8 && kernel.fits(shape.dims[1], shape.dims[2]) {
+        match self.parts == 1 && self.features.int8 && kernel.fits(shape.dims[1], shape.dims[2]) {
             true => b.push(Op::CustomCall(Arc::new(kernel)), &[integers]),
             false => b.convert(integers, DType::BF16),
         }
@@ -174,7 +174,7 @@ impl Claims<'_> {
         };
         let (groups, terms) = (padded / group, side * padded);
         let takes = self.parts == 1
-            && self.int8
+            && self.features.int8
             && self.node(scale).shape.dtype == DType::BF16
             && padded.is_multiple_of(group)
             && side * groups <= LANES

@@ -14,7 +14,7 @@ use crate::graph::{Binary, Builder, Composite, Graph, GraphError, Node, Op, PadD
 use crate::shape::Shape;
 
 use super::mosaic::LANES;
-use super::{Arithmetic, Attention, Heads, Product};
+use super::{Arithmetic, Attention, Features, Heads, Product};
 
 use attention::attention;
 pub use attention::{claim_training, claims_in_training};
@@ -40,15 +40,14 @@ type Result<T> = std::result::Result<T, GraphError>;
 /// - products that give the queries, keys and values of one attention, as one product.
 ///
 /// The devices compute `parts` parts of the batch, which kernels take if each part is one of whole blocks. What int8
-/// quantizes is left to the compiler where `int8` is false: the chip's matrix units do not multiply it, and Mosaic refuses
-/// it.
+/// quantizes is left to the compiler where the chip's matrix units do not multiply it: Mosaic refuses it.
 ///
 /// # Errors
 /// When the graph is ill-typed.
-pub fn claim(graph: &Graph, int8: bool, parts: usize) -> Result<Graph> {
+pub fn claim(graph: &Graph, features: Features, parts: usize) -> Result<Graph> {
     let claims = Claims {
         graph,
-        int8,
+        features,
         parts,
         of_weights: graph.weight_only(),
         from_stored: graph.from_stored(),
@@ -94,7 +93,7 @@ pub fn claim(graph: &Graph, int8: bool, parts: usize) -> Result<Graph> {
             }
             (Composite::Rotary, &[x, ref tables @ ..]) => heads(b, Heads::Rotary, x, tables),
             (Composite::FindScale { kept, format }, &[x])
-                if int8 && kept[..] == [0] && !claims.of_weights[i] =>
+                if features.int8 && kept[..] == [0] && !claims.of_weights[i] =>
             {
                 image::scale_of_images(b, x, *format)
             }
@@ -172,8 +171,7 @@ struct Found {
 /// Decides which products the kernel takes, by attributes, types and shapes.
 struct Claims<'a> {
     graph: &'a Graph,
-    /// Whether the chip's matrix units multiply int8.
-    int8: bool,
+    features: Features,
     /// Parts of the batch.
     parts: usize,
     of_weights: Vec<bool>,
@@ -231,6 +229,7 @@ impl<'a> Claims<'a> {
                 norm: None,
                 gated: false,
                 residual: false,
+                one_core: self.features.one_core,
             },
             contraction: i,
             x,

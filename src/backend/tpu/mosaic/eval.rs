@@ -6,7 +6,7 @@ use crate::dtype::DType;
 use crate::graph::eval::{Data, Value as GraphValue};
 use crate::shape::Shape;
 
-use super::{Binary, Kernel, Op, Place, Reduction, Statement, Type, Unary, Value};
+use super::{Binary, Counter, Kernel, Op, Place, Reduction, Statement, Type, Unary, Value};
 
 /// What a call of `kernel` gives for values of a graph. Without a kernel nothing: the call's shapes were refused.
 pub fn evaluated(kernel: Option<&Kernel>, operands: &[&GraphValue], result: Shape) -> GraphValue {
@@ -95,8 +95,14 @@ impl Run<'_> {
                     self.assign(carry, next);
                 }
                 self.assign(&statement.results, carry);
-            } else if let Op::When { dim, place, body } = &statement.op {
-                if self.place[*dim] == *place {
+            } else if let Op::When {
+                dim,
+                place,
+                is,
+                body,
+            } = &statement.op
+            {
+                if (self.place[*dim] == *place) == *is {
                     self.statements(body);
                 }
             } else if let Some(value) = self.value(&statement.op, statement.results.first()) {
@@ -129,7 +135,13 @@ impl Run<'_> {
                     .collect(),
             ),
             Op::Row { counter, start } => {
-                let base = counter.map_or(0.0, |(c, step)| self.get(c).data[0] * step as f32);
+                let base = counter.map_or(0.0, |(counter, step)| {
+                    let count = match counter {
+                        Counter::Trips(value) => self.get(value).data[0],
+                        Counter::Steps(dim) => self.place[dim] as f32,
+                    };
+                    count * step as f32
+                });
                 Some(number(base + *start as f32))
             }
             Op::Load {

@@ -8,6 +8,7 @@
 mod eval;
 mod text;
 
+use std::collections::BTreeSet;
 use std::ops::Range;
 
 use crate::dtype::DType;
@@ -25,8 +26,8 @@ pub struct Kernel {
     grid: Vec<usize>,
     /// Bytes of the core's memory that it takes.
     pub memory: usize,
-    /// The dimension whose steps run in order on one core; those of the others may run in any order, on any core.
-    ordered: Option<usize>,
+    /// The dimensions whose steps run in order on one core; those of the others may run in any order, on any core.
+    ordered: BTreeSet<usize>,
     /// Of the operands, then of the result.
     windows: Vec<Window>,
     /// The types of scratch memories.
@@ -97,7 +98,7 @@ enum Op {
     Rows(usize),
     /// `counter * step + start`, or `start` alone.
     Row {
-        counter: Option<(Value, usize)>,
+        counter: Option<(Counter, usize)>,
         start: usize,
     },
     /// A part of a window's block, from a row and a column.
@@ -112,10 +113,11 @@ enum Op {
     Kept(Scratch, Value, usize),
     /// Puts a value into a scratch memory, from a row and a column.
     Keep(Scratch, Value, Value, usize),
-    /// Runs the body where the step is in this place along a dimension of the grid.
+    /// Runs the body where the step is in this place along a dimension of the grid, or where it is not.
     When {
         dim: usize,
         place: usize,
+        is: bool,
         body: Vec<Statement>,
     },
     Unary(Unary, Value),
@@ -154,6 +156,14 @@ enum Op {
     },
 }
 
+#[derive(Clone, Copy, Debug)]
+enum Counter {
+    /// What a [`Op::Repeat`] counts.
+    Trips(Value),
+    /// The step's place along a dimension of the grid.
+    Steps(usize),
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Unary {
     Abs,
@@ -185,7 +195,7 @@ impl Kernel {
         Kernel {
             grid,
             memory: VMEM_BYTES,
-            ordered: None,
+            ordered: BTreeSet::new(),
             windows,
             scratch: Vec::new(),
             types: Vec::new(),
@@ -306,7 +316,15 @@ impl Kernel {
 
     /// The row `counter * step + start`, where `counter` is what [`Kernel::repeat`] counts.
     pub fn row_of(&mut self, counter: Value, step: usize, start: usize) -> Value {
-        let counter = Some((counter, step));
+        let counter = Some((Counter::Trips(counter), step));
+        self.push(Type::Row, Op::Row { counter, start })
+    }
+
+    /// The row `place * rows + start` of a scratch memory, where `place` is the step's along dimension `dim` of the grid,
+    /// whose steps then run in order.
+    pub fn row_of_step(&mut self, dim: usize, rows: usize, start: usize) -> Value {
+        self.ordered.insert(dim);
+        let counter = Some((Counter::Steps(dim), rows));
         self.push(Type::Row, Op::Row { counter, start })
     }
 
@@ -424,19 +442,33 @@ impl Kernel {
     /// Runs `body` where the step is the first along dimension `dim` of the grid, whose steps then run in order. Values
     /// of the body are not seen outside it.
     pub fn when_first(&mut self, dim: usize, body: impl FnOnce(&mut Kernel)) {
-        self.ordered = Some(dim);
+        self.ordered.insert(dim);
         self.when(dim, 0, body);
+    }
+
+    /// Runs `body` where the step is not the first along dimension `dim` of the grid.
+    pub fn unless_first(&mut self, dim: usize, body: impl FnOnce(&mut Kernel)) {
+        self.run(dim, 0, false, body);
     }
 
     /// Runs `body` where the step is in `place` along dimension `dim` of the grid. Values of the body are not seen
     /// outside it.
     pub fn when(&mut self, dim: usize, place: usize, body: impl FnOnce(&mut Kernel)) {
+        self.run(dim, place, true, body);
+    }
+
+    fn run(&mut self, dim: usize, place: usize, is: bool, body: impl FnOnce(&mut Kernel)) {
         let outer = std::mem::take(&mut self.body);
         body(self);
         let body = std::mem::replace(&mut self.body, outer);
         self.body.push(Statement {
             results: Vec::new(),
-            op: Op::When { dim, place, body },
+            op: Op::When {
+                dim,
+                place,
+                is,
+                body,
+            },
         });
     }
 

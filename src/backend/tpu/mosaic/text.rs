@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use crate::dtype::DType;
 
-use super::{Binary, Kernel, Op, Place, Reduction, Statement, Type, Unary, Value, Window};
+use super::{Binary, Counter, Kernel, Op, Place, Reduction, Statement, Type, Unary, Value, Window};
 
 /// Bytes of the core's memory that a kernel takes; what the compiler gives it by default.
 pub const VMEM_BYTES: usize = 16 << 20;
@@ -62,7 +62,7 @@ impl Kernel {
         });
         let windows: Vec<String> = windows.collect();
         let steps: Vec<String> = self.grid.iter().map(ToString::to_string).collect();
-        let order = (0..self.grid.len()).map(|dim| match self.ordered == Some(dim) {
+        let order = (0..self.grid.len()).map(|dim| match self.ordered.contains(&dim) {
             true => "#tpu.dimension_semantics<arbitrary>",
             false => "#tpu.dimension_semantics<parallel>",
         });
@@ -162,7 +162,10 @@ impl Kernel {
                     "{name}_s = arith.constant {step} : i32\n{name}_m = arith.muli {}, {name}_s : i32\n\
                      {name}_c = arith.constant {start} : i32\n{name}_a = arith.addi {name}_m, {name}_c : i32\n\
                      {name} = arith.index_cast {name}_a : i32 to index",
-                    self::name(*counter)
+                    match counter {
+                        Counter::Trips(value) => self::name(*value),
+                        Counter::Steps(dim) => format!("%g{dim}"),
+                    }
                 ),
             },
             Op::Load {
@@ -212,13 +215,19 @@ impl Kernel {
                     self::name(*row)
                 )
             }
-            Op::When { dim, place, body } => {
+            Op::When {
+                dim,
+                place,
+                is,
+                body,
+            } => {
+                let relation = if *is { "eq" } else { "ne" };
                 // Names inside one are not seen in another.
                 let condition = format!("%at{dim}_{place}_{}", text.len());
                 let _ = writeln!(
                     text,
                     "{condition}_p = arith.constant {place} : i32\n\
-                     {condition} = arith.cmpi eq, %g{dim}, {condition}_p : i32\nscf.if {condition} {{"
+                     {condition} = arith.cmpi {relation}, %g{dim}, {condition}_p : i32\nscf.if {condition} {{"
                 );
                 for statement in body {
                     self.statement(text, statement);
