@@ -215,12 +215,12 @@ fn a_tiny_vae_matches_diffusers() {
 /// Each setting changes the result, and by as much as its rounding: bf16 keeps 8 bits, int8 about 7 of each operand.
 #[test]
 fn settings_are_obeyed() {
-    let inputs = Inputs::sdxl();
+    let inputs = Inputs::sd15();
     let with = |more: &[&str]| {
         let settings: Vec<&str> = F32.iter().chain(more).copied().collect();
         let folder = tempfile::tempdir().unwrap();
-        let mut command = inputs.command(folder.path(), &golden("unet_sdxl"), &settings);
-        compared("unet_sdxl", folder.path(), &mut command)
+        let mut command = inputs.command(folder.path(), &golden("unet_sd15"), &settings);
+        compared("unet_sd15", folder.path(), &mut command)
     };
     let distance = |(_, distances): &(Value, BTreeMap<String, f64>)| distances["sample"];
 
