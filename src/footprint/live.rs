@@ -15,8 +15,8 @@ pub(super) struct Peak {
 /// dimensions of values are split.
 ///
 /// Views and values that compilers compute where they are used take no memory, but what they are made of stays for
-/// them. Results that take over an input's memory take none. A loop has the values of its carry that it changes, and
-/// while it runs those of its body.
+/// them. Noise takes none either, as it is made of a key alone. Results that take over an input's memory take none. A loop
+/// has the values of its carry that it changes, and while it runs those of its body.
 pub(super) fn peak(graph: &Graph, parts: &Parts) -> Peak {
     let live = graph.live_nodes();
     let is_kept = kept(graph, &live);
@@ -86,6 +86,7 @@ fn changed(body: &Graph) -> impl Iterator<Item = usize> {
 
 /// Which values take memory.
 fn kept(graph: &Graph, live: &[bool]) -> Vec<bool> {
+    let is_made = made_of_scalars(graph);
     let mut uses = vec![0usize; graph.nodes.len()];
     let mut is_multiplied = vec![false; graph.nodes.len()];
     for (node, _) in graph.nodes.iter().zip(live).filter(|(_, live)| **live) {
@@ -114,7 +115,7 @@ fn kept(graph: &Graph, live: &[bool]) -> Vec<bool> {
         | Op::Select
         | Op::Clamp
         | Op::Convert(_)
-        | Op::BitcastConvert(_) => uses[i] > 1 || is_multiplied[i],
+        | Op::BitcastConvert(_) => is_multiplied[i] || (uses[i] > 1 && !is_made[i]),
         Op::Transpose(_)
         | Op::Slice { .. }
         | Op::DynamicSlice(_)
@@ -134,6 +135,32 @@ fn kept(graph: &Graph, live: &[bool]) -> Vec<bool> {
     (0..graph.nodes.len())
         .map(|i| live[i] && is_kept(i))
         .collect()
+}
+
+/// Which values elementwise operations make of nothing but scalars and counts, such as noise of its key. Compilers make
+/// them anew for each use.
+fn made_of_scalars(graph: &Graph) -> Vec<bool> {
+    let mut made: Vec<bool> = Vec::with_capacity(graph.nodes.len());
+    for node in &graph.nodes {
+        let is_elementwise = matches!(
+            node.op,
+            Op::Constant(_)
+                | Op::Iota(_)
+                | Op::Reshape(_)
+                | Op::BroadcastInDim { .. }
+                | Op::Unary(_)
+                | Op::Binary(_)
+                | Op::Compare(_)
+                | Op::Select
+                | Op::Clamp
+                | Op::Convert(_)
+                | Op::BitcastConvert(_)
+        );
+        let of_scalars = || node.operands.iter().all(|operand| made[*operand as usize]);
+        let is_made = node.shape.dims.is_empty() || (is_elementwise && of_scalars());
+        made.push(is_made);
+    }
+    made
 }
 
 #[cfg(test)]
@@ -172,6 +199,29 @@ mod tests {
         b.output("y", third, None).unwrap();
         let kib = 16 * 16 * 4;
         // The first product lives until its sum is made; sum and second product are there together.
+        assert_eq!(peak_of(b).bytes, 2 * kib);
+    }
+
+    /// Numbers of a key that are used twice are made twice; what is multiplied by them is there once.
+    #[test]
+    fn noise_takes_no_memory() {
+        let b = Builder::new();
+        let x = b.input("x", Shape::new(DType::F32, [16, 16]), &[]).unwrap();
+        let key = b.input("key", Shape::new(DType::F32, []), &[]).unwrap();
+        let noise = b
+            .mul_scalar(b.broadcast_to(key, &[16, 16]).unwrap(), 3.0)
+            .unwrap();
+        let dims = DotDims {
+            lhs_contract: vec![1],
+            rhs_contract: vec![0],
+            ..DotDims::default()
+        };
+        let noisy = b
+            .mul(b.mul(x, noise).unwrap(), b.add(x, noise).unwrap())
+            .unwrap();
+        let product = b.dot_general(noisy, x, dims, DType::F32).unwrap();
+        b.output("y", product, None).unwrap();
+        let kib = 16 * 16 * 4;
         assert_eq!(peak_of(b).bytes, 2 * kib);
     }
 
