@@ -3,7 +3,7 @@
 use maxdiff::backend::tpu::claim_training;
 use maxdiff::dtype::DType;
 use maxdiff::emit::{EmitOptions, stablehlo};
-use maxdiff::graph::{Builder, Graph, Tensor, evaluate, vjp};
+use maxdiff::graph::{Builder, ConvDims, Graph, Tensor, evaluate, vjp};
 use maxdiff::host_tensor::HostTensor;
 use maxdiff::nn::{Attention, Linear, Precision, attention, linear};
 use maxdiff::pjrt::{CompileOptions, Topology};
@@ -126,10 +126,32 @@ fn attention_to_few_keys_stays_the_compilers() {
     assert_eq!(calls(&graph), 0);
 }
 
+/// The gradient of the weights of a 3x3 convolution in bf16, given that of its result: images, height, width, inputs, outputs.
+fn derivative_of_convolution([images, height, width, inputs, outputs]: [usize; 5]) -> Graph {
+    let b = Builder::new();
+    let input =
+        |name: &str, dims: [usize; 4]| b.input(name, Shape::new(DType::BF16, dims), &[]).unwrap();
+    let x = input("x", [images, height, width, inputs]);
+    let weight = input("weight", [outputs, inputs, 3, 3]);
+    let gradient = input("gradient", [images, height, width, outputs]);
+    let dims = ConvDims::of_image(1, (1, 1));
+    let y = b.convolution(x, weight, dims, DType::F32).unwrap();
+    let y = b.convert(y, DType::BF16).unwrap();
+    let found = vjp(&b, &[(y, gradient)], &[weight]).unwrap();
+    b.output("gradient of weight", found[0], None).unwrap();
+    b.finish()
+}
+
 #[test]
 fn every_chip_takes_the_derivatives_kernels() {
+    // The attention itself and two for its derivative; of the convolution the derivative of the kernel.
+    every_chip_takes(&derivative([1, 4, 600, 1100, 64]), 3);
+    every_chip_takes(&derivative_of_convolution([1, 64, 64, 960, 640]), 1);
+}
+
+fn every_chip_takes(graph: &Graph, count: usize) {
     let plugin = tpu_plugin();
-    let graph = claim_training(&derivative([1, 4, 600, 1100, 64]), 1).unwrap();
+    let graph = claim_training(graph, 1).unwrap();
     let text = stablehlo(&graph, "kernel", &EmitOptions::default());
     for name in ["v4-8", "v5e-1", "v5p-8", "v6e-1", "tpu7x-8"] {
         let accelerator = Accelerator::lookup(name).unwrap();
@@ -141,7 +163,6 @@ fn every_chip_takes_the_derivatives_kernels() {
         let hlo = hlo.optimized_hlo().unwrap();
         let instructions = hlo.computations.iter().flat_map(|c| &c.instructions);
         let kernels = instructions.filter(|i| i.custom_call_target == "tpu_custom_call");
-        // The attention itself, and two for its derivative.
-        assert_eq!(kernels.count(), 3, "{name}");
+        assert_eq!(kernels.count(), count, "{name}");
     }
 }

@@ -105,6 +105,15 @@ impl ConvLayout {
         }
     }
 
+    /// With the batch and the features in each other's place, as derivatives of convolutions have them.
+    pub fn swapped(&self) -> ConvLayout {
+        ConvLayout {
+            batch: self.feature,
+            feature: self.batch,
+            spatial: self.spatial.clone(),
+        }
+    }
+
     pub fn rank(&self) -> usize {
         self.spatial.len() + 2
     }

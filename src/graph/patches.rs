@@ -25,6 +25,8 @@ pub(crate) struct Patches<'a> {
     pub shapes: &'a [Shape; 2],
     pub result: &'a Shape,
     pub places: Places,
+    /// Whether the kernel's places are in reverse: the last one sees what the first of the others would see.
+    pub reversed: bool,
 }
 
 impl<'a> Patches<'a> {
@@ -57,6 +59,7 @@ impl<'a> Patches<'a> {
             shapes,
             result,
             places,
+            reversed: false,
         })
     }
 
@@ -112,23 +115,14 @@ impl<'a> Patches<'a> {
         let of_kernel = [&[dims.rhs.feature], &dims.rhs.spatial[..]].concat();
         let [rows, columns] = [dims.out.spatial[0], dims.out.spatial[1]];
         let result = self.result.dtype;
-        let contract = |lhs, rhs| DotDims {
-            lhs_contract: lhs,
-            rhs_contract: rhs,
+        let contract = DotDims {
+            lhs_contract: of_kernel,
+            rhs_contract: of_image,
             ..DotDims::default()
         };
-        let (product, order) = match quant {
-            None => {
-                let contract = contract(of_image, of_kernel);
-                let product = b.dot_general(patches, kernel, contract, result)?;
-                (product, [rows, columns, dims.out.batch, dims.out.feature])
-            }
-            Some(_) => {
-                let contract = contract(of_kernel, of_image);
-                let product = b.dot_general_quant(kernel, patches, contract, result, quant)?;
-                (product, [dims.out.feature, rows, columns, dims.out.batch])
-            }
-        };
+        let product = b.dot_general_quant(kernel, patches, contract, result, quant)?;
+        // The image's features last, as in the weights of a checkpoint: what updates them then reads both in one order.
+        let order = [dims.out.feature, rows, columns, dims.out.batch];
         let sizes = order.map(|d| self.result.dims[d]);
         ordered(b, b.reshape(product, &sizes)?, &order)
     }
@@ -202,6 +196,9 @@ impl<'a> Patches<'a> {
                 }
                 views.push(b.slice(padded, &start, &limit, &stride)?);
             }
+        }
+        if self.reversed {
+            views.reverse();
         }
         b.concatenate(&views, side)
     }

@@ -29,6 +29,8 @@ named! {
         UpsampleNearest2x = "upsample_nearest_2x",
         Linear = "linear",
         Conv2d = "conv2d",
+        /// A convolution with its derivatives, as a training step has it.
+        Conv2dTraining = "conv2d_training",
         /// Norms, attention and the feed-forward layer of a transformer block, with the text's keys and values as
         /// inputs.
         TransformerBlock = "transformer_block",
@@ -103,7 +105,7 @@ impl Layer {
                 ("inputs", 1280),
                 ("outputs", 1280),
             ],
-            Layer::Conv2d => &[
+            Layer::Conv2d | Layer::Conv2dTraining => &[
                 ("batch", 2),
                 ("height", 64),
                 ("width", 64),
@@ -126,6 +128,11 @@ impl Layer {
             self,
             Layer::Linear | Layer::Conv2d | Layer::TransformerBlock
         )
+    }
+
+    /// Whether the derivative is part of it.
+    fn trains(self) -> bool {
+        matches!(self, Layer::AttentionTraining | Layer::Conv2dTraining)
     }
 }
 
@@ -181,7 +188,7 @@ impl Case {
         let y = self.build(&b)?;
         b.output("y", y, None)?;
         let traced = Traced::new("kernel", b.finish());
-        if self.layer == Layer::AttentionTraining {
+        if self.layer.trains() {
             return Ok(traced.trained(Arc::new(derivative)));
         }
         let Some(quantization) = self.quantization else {
@@ -237,7 +244,10 @@ impl Case {
                 let x = input("x", &[batch, tokens, inputs])?;
                 nn::linear(&m, x, Linear::new(outputs, "embed", "mlp"), precision)?
             }
-            (Layer::Conv2d, &[batch, height, width, inputs, outputs, kernel]) => {
+            (
+                Layer::Conv2d | Layer::Conv2dTraining,
+                &[batch, height, width, inputs, outputs, kernel],
+            ) => {
                 let x = input("x", &[batch, height, width, inputs])?;
                 nn::conv2d(&m, x, Conv2d::same(outputs, kernel), precision)?
             }

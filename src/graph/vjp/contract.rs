@@ -7,9 +7,7 @@ use crate::dtype::DType;
 use crate::shape::Shape;
 
 use crate::graph::patches::{Patches, Places};
-use crate::graph::{
-    Builder, ContractionQuant, ConvDims, ConvLayout, DotDims, GraphError, QuantDot, Tensor,
-};
+use crate::graph::{Builder, ContractionQuant, ConvDims, DotDims, GraphError, QuantDot, Tensor};
 
 type Result<T> = std::result::Result<T, GraphError>;
 
@@ -155,14 +153,6 @@ fn dilated(size: usize, dilation: usize) -> i64 {
     }
 }
 
-fn swapped(layout: &ConvLayout) -> ConvLayout {
-    ConvLayout {
-        batch: layout.feature,
-        feature: layout.batch,
-        spatial: layout.spatial.clone(),
-    }
-}
-
 /// Splits dimension `from` into `groups` and the rest, and merges `groups`, outermost, into dimension `into`.
 fn move_groups(b: &Builder, x: Tensor, from: usize, into: usize, groups: usize) -> Result<Tensor> {
     let dims = b.dims(x);
@@ -218,7 +208,7 @@ pub fn conv_lhs(
     let g = b.convert(g, rhs_shape.dtype)?;
     let of_image = ConvDims {
         lhs: dims.out.clone(),
-        rhs: swapped(&dims.rhs),
+        rhs: dims.rhs.swapped(),
         out: dims.lhs.clone(),
         strides: dims.lhs_dilation.clone(),
         padding,
@@ -260,9 +250,9 @@ pub fn conv_rhs(
         .collect();
     let g = b.convert(g, lhs_shape.dtype)?;
     let of_kernel = ConvDims {
-        lhs: swapped(&dims.lhs),
-        rhs: swapped(&dims.out),
-        out: swapped(&dims.rhs),
+        lhs: dims.lhs.swapped(),
+        rhs: dims.out.swapped(),
+        out: dims.rhs.swapped(),
         strides: dims.rhs_dilation.clone(),
         padding,
         lhs_dilation: dims.lhs_dilation.clone(),

@@ -10,50 +10,43 @@ use crate::shape::Shape;
 use super::super::attention_gradient::STATISTICS;
 use super::super::mosaic::LANES;
 use super::super::{Attention, AttentionGradient, Side};
-use super::{Result, is_split, pad_to};
+use super::{Result, pad_to};
 
 /// Keys from which an attention that is trained is the kernels'. By simulation of 4,096 queries of 10 heads of 64 on v5e, attention and
 /// its derivative take 2.56 ms with 4,096 keys, and 9.25 as the compiler's operations; with 77 keys 0.226 and 0.207.
 const LEAST_KEYS_TRAINED: usize = 256;
 
-/// The graph of a training step with kernels in place of attention that is not causal, and of its derivative. Products and
-/// norms are left to the compiler, which fuses them with what the derivative needs of them.
-///
-/// # Errors
-/// When the graph is ill-typed.
-pub fn claim_training(graph: &Graph, parts: usize) -> Result<Graph> {
-    // Of an attention's operands by the nodes that its gradients read.
-    let mut gradients: HashMap<&[u32], Option<[Tensor; 3]>> = HashMap::new();
-    graph.substitute(&mut |b, i, copies| {
-        let node = &graph.nodes[i];
-        let Op::Composite { kind, body } = &node.op else {
-            return Ok(None);
-        };
-        if !claims_in_training(kind, body) || !is_split(&node.shape, parts) {
-            return Ok(None);
+/// Of an attention's operands by the nodes that its gradients read, the gradients, where there are kernels for them.
+pub(super) type Gradients<'g> = HashMap<&'g [u32], Option<[Tensor; 3]>>;
+
+/// The kernel of an attention or of a gradient of one, which are what [`claims_in_training`] says yes to; `None` where there is
+/// none.
+pub(super) fn attention_or_gradient<'g>(
+    b: &Builder,
+    node: &'g Node,
+    kind: &Composite,
+    copies: &[Tensor],
+    gradients: &mut Gradients<'g>,
+) -> Result<Option<Tensor>> {
+    let copy = |id: u32| copies[id as usize];
+    match (kind, &node.operands[..]) {
+        (Composite::Attention { .. }, &[q, k, v]) => attention(b, [q, k, v].map(copy)),
+        (Composite::Gradient { operand, .. }, &[q, k, v, y, gradient]) => {
+            let found = match gradients.get(&node.operands[..]) {
+                Some(found) => *found,
+                None => {
+                    let found = attention_gradients(b, [q, k, v, y, gradient].map(copy))?;
+                    gradients.insert(&node.operands, found);
+                    found
+                }
+            };
+            Ok(found.map(|found| found[*operand]))
         }
-        match (kind, &node.operands[..]) {
-            (Composite::Attention { .. }, &[q, k, v]) => {
-                attention(b, [q, k, v].map(|id| copies[id as usize]))
-            }
-            (Composite::Gradient { operand, .. }, &[q, k, v, y, gradient]) => {
-                let found = match gradients.get(&node.operands[..]) {
-                    Some(found) => *found,
-                    None => {
-                        let operands = [q, k, v, y, gradient].map(|id| copies[id as usize]);
-                        let found = attention_gradients(b, operands)?;
-                        gradients.insert(&node.operands, found);
-                        found
-                    }
-                };
-                Ok(found.map(|found| found[*operand]))
-            }
-            _ => Ok(None),
-        }
-    })
+        _ => Ok(None),
+    }
 }
 
-/// Whether [`claim_training`] may take a composite: attention to [`LEAST_KEYS_TRAINED`] keys and more whose products are not
+/// Whether [`super::claim_training`] may take a composite: attention to [`LEAST_KEYS_TRAINED`] keys and more whose products are not
 /// quantized, and its derivative.
 pub fn claims_in_training(kind: &Composite, body: &Graph) -> bool {
     let is_attention = match kind {

@@ -293,10 +293,11 @@ impl Run<'_> {
     fn load(&self, window: usize, first: [usize; 2], [rows, columns]: [usize; 2]) -> Vec<f32> {
         let [batch, row, column] = self.origin(window);
         let w = &self.kernel.windows[window];
+        let array = self.operands.get(window).unwrap_or(self.out);
         let mut data = Vec::with_capacity(rows * columns);
         for r in row + first[0]..row + first[0] + rows {
             let at = (batch * w.array[1] + r) * w.array[2] + column + first[1];
-            data.extend_from_slice(&self.operands[window][at..at + columns]);
+            data.extend_from_slice(&array[at..at + columns]);
         }
         data
     }

@@ -328,7 +328,8 @@ impl Kernel {
         self.push(Type::Row, Op::Row { counter, start })
     }
 
-    /// `rows` rows of a window's block, from `row`.
+    /// `rows` rows of a window's block, from `row`; of the result's what was stored there, by this step or by one before it of
+    /// the same block, if steps run in order.
     pub fn load(&mut self, window: usize, row: Value, rows: usize) -> Value {
         let columns = 0..self.windows[window].block[1];
         self.load_part(window, row, rows, columns)
