@@ -126,8 +126,9 @@ fn attention_to_few_keys_stays_the_compilers() {
     assert_eq!(calls(&graph), 0);
 }
 
-/// The gradient of the weights of a 3x3 convolution in bf16, given that of its result: images, height, width, inputs, outputs.
-fn derivative_of_convolution([images, height, width, inputs, outputs]: [usize; 5]) -> Graph {
+/// A 3x3 convolution in bf16, and the gradients of image and weights, given that of the result: images, height, width, inputs,
+/// outputs.
+fn trained_convolution([images, height, width, inputs, outputs]: [usize; 5]) -> Graph {
     let b = Builder::new();
     let input =
         |name: &str, dims: [usize; 4]| b.input(name, Shape::new(DType::BF16, dims), &[]).unwrap();
@@ -137,16 +138,18 @@ fn derivative_of_convolution([images, height, width, inputs, outputs]: [usize; 5
     let dims = ConvDims::of_image(1, (1, 1));
     let y = b.convolution(x, weight, dims, DType::F32).unwrap();
     let y = b.convert(y, DType::BF16).unwrap();
-    let found = vjp(&b, &[(y, gradient)], &[weight]).unwrap();
-    b.output("gradient of weight", found[0], None).unwrap();
+    let found = vjp(&b, &[(y, gradient)], &[x, weight]).unwrap();
+    for (name, value) in [("y", y), ("dx", found[0]), ("dw", found[1])] {
+        b.output(name, value, None).unwrap();
+    }
     b.finish()
 }
 
 #[test]
 fn every_chip_takes_the_derivatives_kernels() {
-    // The attention itself and two for its derivative; of the convolution the derivative of the kernel.
+    // The attention itself and two for its derivative; the convolution and its derivatives.
     every_chip_takes(&derivative([1, 4, 600, 1100, 64]), 3);
-    every_chip_takes(&derivative_of_convolution([1, 64, 64, 960, 640]), 1);
+    every_chip_takes(&trained_convolution([1, 64, 64, 640, 320]), 3);
 }
 
 fn every_chip_takes(graph: &Graph, count: usize) {

@@ -28,18 +28,32 @@ const MOST_COLUMNS: usize = 1280;
 /// and the sums are multiplied with its scale and those of the result's channels; by recorded scales as AMD Quark does, with 1 as the
 /// scale of images.
 ///
-/// Operands: the image `side` times, `bf16[batch, height * width, inputs]`; the kernel `[1, side * outputs, side *
-/// padded inputs]`, for each block of [`Convolution::columns`] outputs the kernel's rows one after the other, and for each
-/// place in a row the inputs, with zeros up to [`Convolution::padded_inputs`]; in int8 the inverse scale `f32[batch, 1,
-/// inputs]`, the same for each; `f32[batch, 3, outputs]`: the image's scale, the outputs' scales and biases, or in bf16
-/// `f32[batch, 1, outputs]`, the biases; and what `added` says. The result is `bf16[batch, height * width, outputs]`.
+/// Operands: the image `side` times, `bf16[batch, height * width, inputs]`; the kernel, as [`Convolution::weights`] says; in
+/// int8 the inverse scale `f32[batch, 1, inputs]`, the same for each; `f32[batch, 3, outputs]`: the image's scale, the outputs'
+/// scales and biases, or in bf16 `f32[batch, 1, outputs]`, the biases; and what `added` says. The result is
+/// `bf16[batch, height * width, outputs]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Convolution {
     pub arithmetic: Arithmetic,
     pub height: usize,
     pub width: usize,
     pub side: usize,
+    pub weights: Weights,
     pub added: Added,
+}
+
+/// How a convolution has its kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Weights {
+    /// `[1, side * outputs, side * padded inputs]`: for each block of [`Convolution::columns`] outputs the kernel's rows one
+    /// after the other, and for each place in a row the inputs, with zeros up to [`Convolution::padded_inputs`].
+    Rows,
+    /// In bf16, once for each of the kernel's places, row by row: `[1, side * side * outputs, inputs]`, the places one after
+    /// the other. So a checkpoint's weights lie on a TPU, and those of a training step are new in each.
+    Places,
+    /// The same of the convolution whose image's derivative this is, `[1, side * side * inputs, outputs]`: the places are read in
+    /// reverse.
+    Reversed,
 }
 
 /// What is added to a convolution that is rounded to bf16. The sum is rounded too.
@@ -189,16 +203,20 @@ impl Convolution {
             }
     }
 
-    /// The window of what each output is scaled with; before it is the inverse scale in int8.
-    fn window_of_columns(&self) -> usize {
-        self.side
-            + match self.arithmetic {
-                Arithmetic::Int8 | Arithmetic::RecordedInt8 => 2,
-                Arithmetic::Bf16 | Arithmetic::Stored(_) => 1,
-            }
+    /// Windows of the kernel, behind those of the image.
+    fn windows_of_weights(&self) -> usize {
+        match self.weights {
+            Weights::Rows => 1,
+            Weights::Places | Weights::Reversed => self.side * self.side,
+        }
     }
 
-    /// The image, its rows before and behind the block if the kernel's side is 3, then number `side` the kernel, in int8
+    /// The window of what each output is scaled with; before it is the inverse scale in int8.
+    fn window_of_columns(&self) -> usize {
+        self.side + self.windows_of_weights() + usize::from(self.rounds())
+    }
+
+    /// The image, its rows before and behind the block if the kernel's side is 3, then the kernel, in int8
     /// the inverse scale, what each output is scaled with, an image to add and the result.
     fn windows(&self, block: Block, sizes: Sizes) -> Vec<Window> {
         let Sizes {
@@ -211,6 +229,7 @@ impl Convolution {
             columns,
         } = block;
         let terms = self.side * Convolution::padded_inputs(inputs);
+        let places = self.side * self.side;
         let several = outputs > columns;
         let x = Window {
             dtype: DType::BF16,
@@ -227,13 +246,29 @@ impl Convolution {
         };
         let before = row(Place::Before(image_rows));
         let behind = row(Place::Behind(image_rows));
-        let weights = Window {
+        let rows = Window {
             dtype: self.operand(),
             array: [1, self.side * outputs, terms],
             block: [self.side * columns, terms],
             index: [None, several.then_some(2), None],
             place: Place::Own,
             first_column: 0,
+        };
+        let place = |place: usize| match self.weights {
+            Weights::Rows => rows,
+            Weights::Places => Window {
+                array: [1, places * outputs, inputs],
+                block: [columns, inputs],
+                place: Place::From(place * outputs / columns),
+                ..rows
+            },
+            Weights::Reversed => Window {
+                array: [1, places * inputs, outputs],
+                block: [inputs, columns],
+                index: [None, None, several.then_some(2)],
+                place: Place::From(places - 1 - place),
+                ..rows
+            },
         };
         let inverse = Window {
             dtype: DType::F32,
@@ -264,7 +299,7 @@ impl Convolution {
             1 => vec![x],
             _ => vec![x, before, behind],
         };
-        windows.push(weights);
+        windows.extend((0..self.windows_of_weights()).map(place));
         if self.rounds() {
             windows.push(inverse);
         }
@@ -349,10 +384,25 @@ impl Convolution {
         let zero = k.splat(self.arithmetic.sum(), [pixels, block.columns], 0.0);
         (0..self.side).fold(zero, |sums, kernel_row| {
             let x = k.kept_part(image, [kernel_row * self.width, 0], [pixels, inputs]);
-            let first = place * Convolution::padded_inputs(inputs);
-            let row = k.row(kernel_row * block.columns);
-            let weights = k.load_part(self.side, row, block.columns, first..first + inputs);
-            k.matmul_transposed(x, weights, sums)
+            let of_place = self.side + kernel_row * self.side + place;
+            match self.weights {
+                Weights::Rows => {
+                    let first = place * Convolution::padded_inputs(inputs);
+                    let row = k.row(kernel_row * block.columns);
+                    let weights = k.load_part(self.side, row, block.columns, first..first + inputs);
+                    k.matmul_transposed(x, weights, sums)
+                }
+                Weights::Places => {
+                    let row = k.row(0);
+                    let weights = k.load(of_place, row, block.columns);
+                    k.matmul_transposed(x, weights, sums)
+                }
+                Weights::Reversed => {
+                    let row = k.row(0);
+                    let weights = k.load(of_place, row, inputs);
+                    k.matmul(x, weights, sums)
+                }
+            }
         })
     }
 
@@ -411,7 +461,7 @@ impl Convolution {
         let mut x = k.load(window, from, self.width);
         if self.rounds() {
             let first = k.row(0);
-            let inverse = k.load(self.side + 1, first, 1);
+            let inverse = k.load(self.window_of_columns() - 1, first, 1);
             let inverse = k.broadcast_row(inverse, self.width);
             let wide = k.convert(x, DType::F32);
             let integers = rounded_to_integers(k, wide, inverse, self.arithmetic);
@@ -456,7 +506,7 @@ impl CustomCall for Convolution {
     fn batch(&self, operands: &[&Shape]) -> Option<Batch> {
         let mut batch = Batch::first(operands.len());
         // Every image has the same kernel.
-        batch.operands[self.side] = None;
+        batch.operands[self.side..self.side + self.windows_of_weights()].fill(None);
         Some(batch)
     }
 
@@ -468,10 +518,11 @@ impl CustomCall for Convolution {
         let Some((kernel, result)) = kernel else {
             return Configuration::Text(String::new());
         };
-        let operand_bytes: u64 = operands[self.side - 1..]
-            .iter()
-            .map(|s| s.bytes() as u64)
-            .sum();
+        // The image and the kernel once each.
+        let once = [&operands[..1], &operands[self.side..=self.side]].concat();
+        let others = &operands[self.side + self.windows_of_weights()..];
+        let all = once.iter().chain(others);
+        let operand_bytes: u64 = all.map(|s| s.bytes() as u64).sum();
         let cost = CostEstimate {
             flops: self.flops(operands, &result),
             transcendentals: 0,

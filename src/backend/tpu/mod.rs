@@ -19,7 +19,7 @@ pub use attention::Attention;
 pub use attention_gradient::{AttentionGradient, Side};
 pub use channels::{OfChannels, ScaleShift, SideBySide};
 pub use claim::{claim, claim_training, claims_in_training};
-pub use convolution::{Added, Convolution};
+pub use convolution::{Added, Convolution, Weights};
 pub use convolution_gradient::ConvolutionGradient;
 pub use heads::Heads;
 pub use patches::products_of_patches;

@@ -68,7 +68,7 @@ fn reversed(graph: &Graph, kernel: u32, spatial: &[usize]) -> Option<u32> {
 
 /// Whether a loop over the places is faster: several, which see all of a wide image. On a v5e a loop was predicted at 0.4 times the cycles of patches with 64x64 places
 /// and 320 features, and at 1.2 times with 32x32 and 1,280. Sums are in float32, so not of integers.
-fn is_loop(patches: &Patches<'_>, narrowest: usize) -> bool {
+pub(super) fn is_loop(patches: &Patches<'_>, narrowest: usize) -> bool {
     let dims = patches.dims;
     let count = |shape: &Shape, spatial: &[usize]| -> usize {
         spatial.iter().map(|d| shape.dims[*d]).product()

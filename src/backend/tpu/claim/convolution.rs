@@ -9,7 +9,7 @@ use crate::graph::{Binary, Builder, Comparison, ConvDims, Op, Tensor};
 use crate::shape::Shape;
 
 use super::super::mosaic::LANES;
-use super::super::{Added, Convolution, Widen};
+use super::super::{Added, Convolution, Weights, Widen};
 use super::contracted::{ContractedDims, Scales};
 use super::{Claims, Result, inverse_of_features};
 
@@ -87,6 +87,7 @@ impl Claims<'_> {
             height,
             width,
             side,
+            weights: Weights::Rows,
             added: Added::Nothing,
         };
         let fills_lanes = arithmetic.sum() == DType::S32 || inputs >= LANES && outputs >= LANES;

@@ -4,6 +4,7 @@ mod attention;
 mod contracted;
 mod convolution;
 mod image;
+mod trained_convolution;
 mod training;
 
 use std::collections::{HashMap, HashSet};

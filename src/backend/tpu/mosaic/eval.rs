@@ -282,6 +282,7 @@ impl Run<'_> {
         let last = window.array[1] / window.block[0] - 1;
         at[1] = match window.place {
             Place::Own => at[1],
+            Place::From(first) => first + at[1],
             Place::Before(blocks) => (at[1] * blocks).saturating_sub(1),
             Place::Behind(blocks) => ((at[1] + 1) * blocks).min(last),
         };

@@ -57,6 +57,8 @@ pub struct Window {
 pub enum Place {
     /// The one that the grid counts.
     Own,
+    /// The same, counted from this block on.
+    From(usize),
     /// The last one before the step's rows, which are this many blocks, or the first of all.
     Before(usize),
     /// The first one behind the step's rows, which are this many blocks, or the last of all.

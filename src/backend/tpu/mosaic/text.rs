@@ -89,6 +89,10 @@ impl Kernel {
             let last = window.array[1] / window.block[0] - 1;
             let neighbour = match window.place {
                 Place::Own => None,
+                Place::From(first) => Some(format!(
+                    "%from = arith.constant {first} : i32\n%row = arith.addi {}, %from : i32\n",
+                    at[1]
+                )),
                 Place::Before(blocks) => Some(format!(
                     "%each = arith.constant {blocks} : i32\n%one = arith.constant 1 : i32\n\
                      %first = arith.muli {}, %each : i32\n%before = arith.subi %first, %one : i32\n\
