@@ -66,9 +66,10 @@ fn reversed(graph: &Graph, kernel: u32, spatial: &[usize]) -> Option<u32> {
     }
 }
 
-/// Whether a loop over the places is faster: several, which see all of a wide image. On a v5e a loop was predicted at 0.4 times the cycles of patches with 64x64 places
+/// Whether a loop over the places is faster: several, which see all of an image that has far more places than features, so
+/// that patches are larger than weights. On a v5e a loop was predicted at 0.4 times the cycles of patches with 64x64 places
 /// and 320 features, and at 1.2 times with 32x32 and 1,280. Sums are in float32, so not of integers.
-pub(super) fn is_loop(patches: &Patches<'_>, narrowest: usize) -> bool {
+fn is_loop(patches: &Patches<'_>, narrowest: usize) -> bool {
     let dims = patches.dims;
     let count = |shape: &Shape, spatial: &[usize]| -> usize {
         spatial.iter().map(|d| shape.dims[*d]).product()
@@ -82,12 +83,7 @@ pub(super) fn is_loop(patches: &Patches<'_>, narrowest: usize) -> bool {
         && count(&patches.shapes[1], &dims.rhs.spatial) > 1
         && dims.strides.iter().all(|stride| *stride == 1)
         && inputs.min(outputs) >= narrowest
-        && is_wide(count(patches.result, &dims.out.spatial), [inputs, outputs])
-}
-
-/// Whether an image has so many more places than these numbers of features that its patches are larger than weights.
-pub(super) fn is_wide(places: usize, features: [usize; 2]) -> bool {
-    places >= 4 * features[0].max(features[1])
+        && count(patches.result, &dims.out.spatial) >= 4 * inputs.max(outputs)
 }
 
 /// A convolution as a loop over the kernel's places.
