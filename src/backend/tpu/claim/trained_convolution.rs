@@ -166,12 +166,15 @@ pub(super) fn gradient_of_kernel(
         && [DType::BF16, DType::F32].contains(&call.result)
         && is_split(&x, parts)
         && is_wide(height * width, [inputs, outputs], narrowest);
+    if !takes {
+        return Ok(None);
+    }
     // Inputs that fill no register are one block, which may be too large.
     let columns = [inputs, inputs.next_multiple_of(LANES)];
     let mut columns = columns
         .into_iter()
         .filter(|columns| call.fits(*columns, outputs));
-    let Some(columns) = columns.next().filter(|_| takes) else {
+    let Some(columns) = columns.next() else {
         return Ok(None);
     };
     let pixels = call.images * height * width;
