@@ -57,6 +57,11 @@ mod tpu_recorded;
 mod train;
 mod vae;
 
+/// As in the program: compilers work for less long with it.
+#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+#[global_allocator]
+static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
+
 #[test]
 fn every_file_is_a_module_of_this_one() {
     let modules = include_str!("main.rs");
