@@ -127,7 +127,7 @@ impl Backend {
     }
 
     /// Switches of this backend's compiler that its programs are compiled with, in place of the compiler's own choice.
-    pub fn compiler_switches(&self) -> &'static [(&'static str, bool)] {
+    pub fn compiler_switches(&self) -> &'static [(&'static str, &'static str)] {
         match self {
             Backend::Cpu { .. } | Backend::Gpu => &[],
             Backend::Tpu { .. } => &tpu::COMPILER_SWITCHES,

@@ -82,8 +82,8 @@ pub fn compile_options(mesh: &Mesh, backend: Backend) -> CompileOptions {
         mesh.device_assignment().to_vec(),
     ));
     let switches = backend.compiler_switches().iter();
-    switches.fold(options, |options, (name, on)| {
-        options.set(*name, OptionValue::Bool(*on))
+    switches.fold(options, |options, (name, value)| {
+        options.set(*name, OptionValue::String((*value).to_owned()))
     })
 }
 

@@ -42,9 +42,13 @@ pub struct Features {
 ///
 /// Windowed einsums split a product whose weights are gathered, or whose gradient is scattered, into one for each device, between
 /// which the parts travel. Gathers overlap with other operations without that, and of each product there is one to compile.
-pub(super) const COMPILER_SWITCHES: [(&str, bool); 4] = [
-    ("xla_tpu_run_space_to_batch", false),
-    ("xla_tpu_run_space_to_batch_on_new_platforms", false),
-    ("xla_tpu_enable_windowed_einsum_for_all_gather", false),
-    ("xla_tpu_enable_windowed_einsum_for_reduce_scatter", false),
+///
+/// Without calls, the code of an operation stands in the program as often as the operation does: with them the code of a training
+/// step of one level of Stable Diffusion 1.5 takes 30 MB in place of 131.
+pub(super) const COMPILER_SWITCHES: [(&str, &str); 5] = [
+    ("xla_tpu_run_space_to_batch", "false"),
+    ("xla_tpu_run_space_to_batch_on_new_platforms", "false"),
+    ("xla_tpu_enable_windowed_einsum_for_all_gather", "false"),
+    ("xla_tpu_enable_windowed_einsum_for_reduce_scatter", "false"),
+    ("xla_tpu_enable_deduplicated_calls", "ENABLED"),
 ];
