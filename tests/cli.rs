@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::Command;
 
-use crate::common::{cpu_plugin, golden, program, text};
+use crate::common::{cpu_plugin, golden, json, program, text};
 use maxdiff::dtype::DType;
 use maxdiff::host_tensor::HostTensor;
 use maxdiff::weights::{Checkpoint, TensorView, save};
@@ -49,6 +49,50 @@ fn a_report_outlives_its_bundle() {
     assert_eq!(report["step"], "denoise");
     assert!(report["parameters"].as_u64().unwrap() > 0);
     assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+}
+
+/// What `int8_where_faster` leaves in float is told, is less for more rows, and is known of TPUs alone.
+#[test]
+fn int8_stays_where_it_is_faster() {
+    let lower = |args: &[&str]| {
+        let recipe = Path::new(env!("CARGO_MANIFEST_DIR")).join("configs/base15.yml");
+        let step = [
+            "--step",
+            "train",
+            "--json",
+            "quantization=int8",
+            "int8_where_faster=True",
+        ];
+        let mut command = program(["lower"]);
+        command.arg(recipe).args(step).args(args).output().unwrap()
+    };
+    let slower = |batch: &str| {
+        let output = lower(&["compile_topology=v5e-1", batch]);
+        let report = json(&output);
+        let slower = report["slower_in_int8"].as_array().unwrap().clone();
+        for product in slower
+            .iter()
+            .filter(|product| product["is_convolution"] == false)
+        {
+            let [rows, columns] = ["rows", "columns"].map(|size| product[size].as_u64().unwrap());
+            assert!(rows * columns <= 7697 * (rows + columns), "{product}");
+            assert!(
+                product["path"].as_str().unwrap().contains("unet/"),
+                "{product}"
+            );
+        }
+        slower.len()
+    };
+    let [few, many] = ["per_device_batch_size=1", "per_device_batch_size=256"].map(slower);
+    assert!(many > 0 && many < few, "{many} {few}");
+
+    let output = lower(&["hardware=cpu"]);
+    assert_eq!(output.status.code(), Some(2));
+    let error = text(&output.stderr);
+    assert!(
+        error.contains("known of TPUs alone, and this program is for a CPU"),
+        "{error}"
+    );
 }
 
 /// A limit on the size of files stands for a full disk.

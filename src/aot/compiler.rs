@@ -218,6 +218,7 @@ impl Compiler {
         }
         tell(Progress::Fits { step: &footprint });
         let lower = start.elapsed().as_secs_f64();
+        let slower = lowered.slower.clone();
 
         let start = Instant::now();
         let modules = Modules::new(lowered, &self.mesh, options.precision);
@@ -263,6 +264,7 @@ impl Compiler {
             step,
             footprint,
             decisions: traced.decisions.clone(),
+            slower,
             header,
             seconds: Seconds {
                 lower,

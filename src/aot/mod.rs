@@ -15,7 +15,7 @@ use crate::emit::DotPrecision;
 use crate::footprint::Footprint;
 use crate::lowering::Stage;
 use crate::pjrt::{ErrorCode, Executable, PjrtError};
-use crate::quant::Decision;
+use crate::quant::{Decision, Slower};
 use crate::report::CompileReport;
 
 pub use compiler::{Compiler, compile_for_one};
@@ -61,6 +61,8 @@ pub struct Compiled {
     pub footprint: Footprint,
     /// The decision of quantization for each contraction.
     pub decisions: Vec<Decision>,
+    /// What `int8_where_faster` left in float.
+    pub slower: Vec<Slower>,
     pub header: Header,
     pub seconds: Seconds,
 }

@@ -30,20 +30,21 @@ pub enum Backend {
 }
 
 impl Backend {
-    /// The backend of a PJRT platform's name and its devices' kind, for programs over `devices`. Whether a CPU plugin's
-    /// kernels run on this processor says `plugin_kernels`. Unknown platforms get what GPUs get: no rewriting.
-    pub fn of_platform(name: &str, kind: &str, plugin_kernels: bool, devices: usize) -> Backend {
+    /// The backend of a PJRT platform's name, for programs over `devices`: with the `features` of a TPU's chip, and where
+    /// `plugin_kernels` says that a CPU plugin's kernels run on this processor. Unknown platforms get what GPUs get: no rewriting.
+    pub fn of_platform(
+        name: &str,
+        features: tpu::Features,
+        plugin_kernels: bool,
+        devices: usize,
+    ) -> Backend {
         match name {
             "cpu" => Backend::Cpu {
                 kernels: plugin_kernels && devices == 1,
             },
             "tpu" => Backend::Tpu {
                 kernels: true,
-                // As `Chip::multiplies_int8` and `Chip::cores_per_device` say.
-                features: tpu::Features {
-                    int8: kind.starts_with("TPU v5") || kind.starts_with("TPU v6"),
-                    one_core: !matches!(kind, "TPU v4" | "TPU v5" | "TPU v5p"),
-                },
+                features,
             },
             _ => Backend::Gpu,
         }

@@ -11,6 +11,7 @@ use serde_json::{Value, json};
 use crate::aot::{Bundled, Compiled, CompiledProgram, Compiler, Progress};
 use crate::bundle::{self, Bundle, BundleError, PayloadKind};
 use crate::config::{Config, Verb};
+use crate::quant::Product;
 use crate::recipe::{self, Step};
 use crate::report::operations;
 use crate::topology::Chip;
@@ -156,6 +157,7 @@ fn report(compiled: &Compiled, setup: f64, trace: f64) -> Value {
         "step": program.step,
         "quantization": program.quantization,
         "quantized": compiled.decisions.iter().filter(|d| d.quantized()).count(),
+        "slower_in_int8": compiled.slower,
         "topology": {
             "name": target.name,
             "num_slices": target.num_slices,
@@ -232,6 +234,19 @@ fn describe(compiled: &Compiled) -> String {
         text.push_str(&format!(
             "request program, once for each prompt\n{}",
             describe_program(request)
+        ));
+    }
+    if let Some(first) = compiled.slower.first() {
+        let Product {
+            rows,
+            contracted,
+            columns,
+            ..
+        } = first.product;
+        text.push_str(&format!(
+            "not faster in int8, so in float: {} products, such as {} ({rows} rows, {columns} columns, {contracted} terms)\n",
+            compiled.slower.len(),
+            first.path,
         ));
     }
     text.push_str(&format!(

@@ -9,7 +9,7 @@ use clap::{Args, Subcommand};
 use serde_json::{Map, Value, json};
 
 use crate::aot::{Simulator, compile_for_one};
-use crate::backend::{Backend, tpu::Features};
+use crate::backend::Backend;
 use crate::kernels::{self, Case, Comparison, KernelError, Layer, LayerQuantization};
 use crate::pjrt::install;
 use crate::report::{CompileReport, Predicted};
@@ -132,19 +132,14 @@ pub fn simulator() -> Result<Simulator, CliError> {
     Ok(Simulator::new(program))
 }
 
-const BACKENDS: [(&str, Backend); 2] = [
-    ("cpu", Backend::Cpu { kernels: true }),
-    (
-        "tpu",
-        Backend::Tpu {
-            kernels: true,
-            features: Features {
-                int8: true,
-                one_core: true,
-            },
-        },
-    ),
-];
+/// The backends that have kernels; of TPUs a v5e's.
+fn backends() -> [(&'static str, Backend); 2] {
+    let tpu = Backend::Tpu {
+        kernels: true,
+        features: Chip::V5e.features(),
+    };
+    [("cpu", Backend::Cpu { kernels: true }), ("tpu", tpu)]
+}
 
 fn list(as_json: bool) -> Result<(), CliError> {
     let mut rows = Vec::new();
@@ -155,7 +150,7 @@ fn list(as_json: bool) -> Result<(), CliError> {
                 continue;
             };
             let mut kernels = Map::new();
-            for (name, backend) in BACKENDS {
+            for (name, backend) in backends() {
                 kernels.insert(name.to_owned(), json!(kernels::claimed(&case, backend)?));
             }
             rows.push((case, kernels));

@@ -63,6 +63,7 @@ pub fn run(args: &LowerArgs) -> Result<ExitCode, CliError> {
     plan.check_batch(graph, &mesh).map_err(CliError::usage)?;
     let trace_seconds = start.elapsed().as_secs_f64();
     let start = Instant::now();
+    let slower = lowered.slower.clone();
     let modules = Modules::new(lowered, &mesh, config.precision);
     let asked: Vec<&Module> = match args.stage {
         Stage::Load => modules.load.iter().collect(),
@@ -98,6 +99,7 @@ pub fn run(args: &LowerArgs) -> Result<ExitCode, CliError> {
         "flops": graphs().map(flops).fold(0, u64::saturating_add),
         "bytes": text.len(),
         "quantized": traced.decisions.iter().filter(|d| d.quantized()).count(),
+        "slower_in_int8": slower,
         "seconds": {
             "config": loaded,
             "trace": trace_seconds,
@@ -134,6 +136,7 @@ fn lowered(
             load: Vec::new(),
             request: None,
             step,
+            slower: Vec::new(),
         }),
     };
     lowered.map_err(CliError::usage)

@@ -359,6 +359,9 @@ schema! {
             when WEIGHT_GRADIENTS;
         /// Multiply in int8 or fp8 in the derivatives of convolutions too, as products of patches; otherwise those of dots alone.
         quantization_convolution_gradients: bool = false, Ours, TRAIN_STEP, when WEIGHT_GRADIENTS, is [FixedOnResume];
+        /// Leave in bfloat16 what int8 does not make faster on the chip at hand, by the time that rounding takes and the product
+        /// saves. Known of TPUs alone; `compile` lists what stays.
+        int8_where_faster: bool = false, Ours, ANY_PROGRAM, when INT8, is [FixedOnResume];
         /// Qwix's rules and numerics instead of AQT's.
         use_qwix_quantization: bool = false, Used, EVERY,
             when QUANTIZED, is [FixedOnResume];

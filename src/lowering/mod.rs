@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::backend::Backend;
 use crate::graph::{Builder, Composite, Graph, GraphError, Op, Staged, flops, roll, stage};
-use crate::quant::{self, QuantError};
+use crate::quant::{self, QuantError, Slower, keep_where_faster};
 use crate::shard::{Axis, LogicalAxisRules, Mesh, ShardError, ShardPlan};
 
 /// Why a program could not be lowered.
@@ -29,6 +29,11 @@ pub enum LowerError {
         "scan_layers=True: {program} has no two equal blocks of which one takes what the other gives; leave scan_layers out"
     )]
     NoEqualBlocks { program: String },
+    #[error(
+        "int8_where_faster=True: which products int8 makes faster is known of TPUs alone, and this program is for {target}; \
+         leave int8_where_faster out, or name layers with quant_rules"
+    )]
+    NoTimes { target: &'static str },
 }
 
 /// The devices that programs are lowered for.
@@ -107,6 +112,8 @@ pub struct Lowered {
     pub request: Option<LoweredProgram>,
     /// The step program, run in every step.
     pub step: LoweredProgram,
+    /// What `int8_where_faster` left in float.
+    pub slower: Vec<Slower>,
 }
 
 impl Lowered {
@@ -129,36 +136,38 @@ pub fn lower(
     // Kernels compute parts of the batch, each without the others.
     let parts = options.rules.batch_parts(options.mesh)?;
     let parts = parts.filter(|parts| *parts == 1 || backend.splits_kernels());
-    let staged = match &traced.update {
+    let kernels = match parts {
+        Some(_) => backend,
+        None => backend.without_kernels(),
+    };
+    let target = Target::new(kernels, options)?;
+    let (staged, slower) = match &traced.update {
         None => {
             let graph = match parts {
                 Some(_) => Cow::Owned(unconstrained(&traced.graph)?),
                 None => Cow::Borrowed(&traced.graph),
             };
-            let mut graph = quantize(&graph, traced)?;
+            let (mut graph, slower) = quantize(graph, traced, Some(&target))?;
             if let Some(parts) = parts
                 && let Cow::Owned(claimed) = backend.claim(&graph, parts)?
             {
                 graph = Cow::Owned(claimed);
             }
             let graph = scanned(backend.rewrite(inline(&graph))?, traced, backend)?;
-            stage(&graph, &traced.request())?
+            (stage(&graph, &traced.request())?, slower)
         }
         Some(update) => {
-            let kernels = match parts {
-                Some(_) => backend,
-                None => backend.without_kernels(),
-            };
-            let graph = trained(traced, update, kernels)?;
+            let (graph, slower) = trained(traced, update, kernels, Some(&target))?;
             let graph = kernels.claim_training(&graph, parts.unwrap_or(1))?;
-            Staged {
+            let staged = Staged {
                 load: Vec::new(),
                 request: None,
                 step: scanned(backend.rewrite_training(inline(&graph))?, traced, backend)?,
-            }
+            };
+            (staged, slower)
         }
     };
-    shard(staged, &traced.name, options)
+    shard(staged, slower, &traced.name, options)
 }
 
 /// A whole traced program, before it is split into stages and without kernels. Nothing runs it; its text can be
@@ -171,13 +180,14 @@ pub fn whole(
     backend: Backend,
     options: &Options<'_>,
 ) -> Result<LoweredProgram, LowerError> {
-    let graph = match &traced.update {
-        None => Cow::Borrowed(&traced.graph),
-        Some(update) => Cow::Owned(trained(traced, update, backend.without_kernels())?),
-    };
-    let graph = match &traced.update {
-        None => quantize(&graph, traced)?,
-        Some(_) => graph,
+    let target = Target::new(backend, options)?;
+    let (graph, _) = match &traced.update {
+        None => quantize(Cow::Borrowed(&traced.graph), traced, Some(&target))?,
+        Some(update) => {
+            let kernels = backend.without_kernels();
+            let (graph, slower) = trained(traced, update, kernels, Some(&target))?;
+            (Cow::Owned(graph), slower)
+        }
     };
     let graph = match traced.scan_layers {
         Some(true) => Cow::Owned(scanned(inline(&graph), traced, backend)?),
@@ -196,20 +206,61 @@ pub fn traced_flops(traced: &Traced) -> Result<u64, LowerError> {
         return Ok(flops(&traced.graph));
     };
     // Without kernels, which only some backends have.
-    Ok(flops(&trained(traced, update, Backend::Gpu)?))
+    let (graph, _) = trained(traced, update, Backend::Gpu, None)?;
+    Ok(flops(&graph))
 }
 
-/// The graph with its annotated contractions in their formats. Without a policy there are none.
-fn quantize<'g>(graph: &'g Graph, traced: &Traced) -> Result<Cow<'g, Graph>, QuantError> {
-    match traced.policy {
-        None => Ok(Cow::Borrowed(graph)),
-        Some(_) => quant::lower(graph).map(Cow::Owned),
+/// What decides whether int8 is faster.
+struct Target {
+    backend: Backend,
+    /// Devices that share a batch.
+    parts: usize,
+}
+
+impl Target {
+    fn new(backend: Backend, options: &Options<'_>) -> Result<Target, ShardError> {
+        let parts = options.mesh.product(&options.rules.batch_axes()?);
+        Ok(Target { backend, parts })
     }
+}
+
+/// The graph with its annotated contractions in their formats. Without a policy there are none. With `int8_where_faster` those
+/// that are not faster on `target` stay in float, and come second.
+fn quantize<'g>(
+    graph: Cow<'g, Graph>,
+    traced: &Traced,
+    target: Option<&Target>,
+) -> Result<(Cow<'g, Graph>, Vec<Slower>), LowerError> {
+    let Some(policy) = &traced.policy else {
+        return Ok((graph, Vec::new()));
+    };
+    let (mut graph, mut slower) = (graph, Vec::new());
+    if let Some(target) = target.filter(|_| policy.where_faster) {
+        let (kernels, features) = match target.backend {
+            Backend::Tpu { kernels, features } => (kernels, features),
+            Backend::Cpu { .. } => return Err(LowerError::NoTimes { target: "a CPU" }),
+            Backend::Gpu => return Err(LowerError::NoTimes { target: "a GPU" }),
+        };
+        let prepared = traced.update.is_none();
+        let pays = |product: &_| features.int8_is_faster(product, kernels);
+        slower = keep_where_faster(graph.to_mut(), target.parts, prepared, &pays);
+        tracing::info!(
+            "{}: {} products stay in float, which int8 does not make faster",
+            traced.name,
+            slower.len()
+        );
+    }
+    Ok((Cow::Owned(quant::lower(&graph)?), slower))
 }
 
 /// The forward pass with the derivative and the update, quantized. Of its composites there are those that `backend` claims
 /// then ([`Backend::claims_in_training`]).
-fn trained(traced: &Traced, update: &Update, backend: Backend) -> Result<Graph, LowerError> {
+fn trained(
+    traced: &Traced,
+    update: &Update,
+    backend: Backend,
+    target: Option<&Target>,
+) -> Result<(Graph, Vec<Slower>), LowerError> {
     let is_stored = traced
         .policy
         .as_ref()
@@ -218,10 +269,14 @@ fn trained(traced: &Traced, update: &Update, backend: Backend) -> Result<Graph, 
         // The derivative multiplies the integers of the checkpoint too, and not the floats that they stand for: the
         // scale of an output feature, which it contracts, goes to the gradient.
         true => {
-            let forward = quantize(&traced.graph, traced)?;
-            differentiate(&forward, update, backend)?
+            let (forward, slower) = quantize(Cow::Borrowed(&traced.graph), traced, target)?;
+            (differentiate(&forward, update, backend)?, slower)
         }
-        false => quantize(&differentiate(&traced.graph, update, backend)?, traced)?.into_owned(),
+        false => {
+            let graph = differentiate(&traced.graph, update, backend)?;
+            let (graph, slower) = quantize(Cow::Owned(graph), traced, target)?;
+            (graph.into_owned(), slower)
+        }
     })
 }
 
@@ -279,7 +334,12 @@ fn inline(graph: &Graph) -> Graph {
 }
 
 /// Plans the shardings of each program.
-fn shard(staged: Staged, name: &str, options: &Options<'_>) -> Result<Lowered, LowerError> {
+fn shard(
+    staged: Staged,
+    slower: Vec<Slower>,
+    name: &str,
+    options: &Options<'_>,
+) -> Result<Lowered, LowerError> {
     let plan = |name: String, graph: Graph| LoweredProgram::new(name, graph, options);
     let load = staged
         .load
@@ -294,6 +354,7 @@ fn shard(staged: Staged, name: &str, options: &Options<'_>) -> Result<Lowered, L
         load,
         request,
         step: plan(name.to_string(), staged.step)?,
+        slower,
     };
     let asked: HashSet<Axis> = lowered
         .programs()

@@ -9,6 +9,7 @@ mod budget;
 mod calibration;
 mod codes;
 mod fake_quantize;
+mod faster;
 mod gptq;
 mod low_rank;
 mod lower;
@@ -35,6 +36,7 @@ pub use fake_quantize::{
     ActivationRanges, FakeQuantization, fake_quantize, initial_log_scale, input_range_name,
     is_learnable, is_log_scale, is_trained_range, log_scale_name, scale_of_range,
 };
+pub use faster::{Product, Slower, keep_where_faster};
 pub use gptq::{RoundingAlgorithm, WeightRounding, takes as gptq_takes};
 pub use minimums::has_minimums;
 pub use observer::{Observer, ObserverCompat, ObserverKind};
@@ -183,6 +185,8 @@ pub struct Policy {
     /// The formats of layers whose weights are quantized in their checkpoint already: where there are any, these are the
     /// contractions that are quantized, and no rule is asked.
     pub stored: StoredFormats,
+    /// Whether what int8 does not make faster on the chip at hand stays in float.
+    pub where_faster: bool,
 }
 
 /// The formats of layers whose weights are quantized in a checkpoint, by their paths: checkpoint keys without `.weight`.
@@ -372,6 +376,7 @@ impl Policy {
             slash_paths: false,
             activations: false,
             stored: StoredFormats::new(),
+            where_faster: false,
         })
     }
 
@@ -409,6 +414,7 @@ impl Policy {
             slash_paths: true,
             activations: true,
             stored: StoredFormats::new(),
+            where_faster: false,
         })
     }
 
@@ -437,6 +443,7 @@ impl Policy {
             slash_paths: false,
             activations: false,
             stored,
+            where_faster: false,
         }
     }
 }

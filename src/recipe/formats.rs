@@ -48,7 +48,9 @@ pub fn policy(
         true => Policy::qwix(&root, ".*", rules, formats),
         false => Policy::of_layers(&root, rules, float_layers, formats),
     };
-    policy.map(Some).map_err(RecipeError::usage)
+    let mut policy = policy.map_err(RecipeError::usage)?;
+    policy.where_faster = config.int8_where_faster;
+    Ok(Some(policy))
 }
 
 /// Whether Qwix's rules say what is quantized: every dot and convolution. They are of modes that round activations as they

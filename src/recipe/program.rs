@@ -120,11 +120,7 @@ pub fn lowering_target(
         },
         (None, Hardware::Tpu) => Backend::Tpu {
             kernels: mesh.num_devices() == 1,
-            // Of an unknown chip.
-            features: Features {
-                int8: false,
-                one_core: false,
-            },
+            features: Features::UNKNOWN,
         },
         (None, Hardware::Gpu | Hardware::Auto) => Backend::Gpu,
     };

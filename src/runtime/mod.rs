@@ -16,7 +16,7 @@ pub use staged::{Preparation, Prepared, StagedProgram, StagedTimings};
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use crate::backend::Backend;
+use crate::backend::{Backend, tpu::Features};
 use crate::dtype::DType;
 use crate::footprint::Fit;
 use crate::graph::GraphError;
@@ -30,6 +30,7 @@ use crate::shape::Shape;
 use crate::shard::{
     DeviceDescription, LogicalAxisRules, Mesh, Parallelism, PartitionSpec, ShardError,
 };
+use crate::topology::Chip;
 use crate::util::memory;
 
 use cache::Store;
@@ -268,9 +269,10 @@ impl Session {
 /// The backend of programs for these devices of `client`.
 fn backend_of(client: &Client, mesh: &Mesh) -> Backend {
     let device = client.devices().first();
+    let chip = device.and_then(|device| Chip::from_device_kind(&device.description().kind));
     Backend::of_platform(
         client.platform_name(),
-        device.map_or("", |device| &device.description().kind),
+        chip.map_or(Features::UNKNOWN, Chip::features),
         client.plugin().kernels().are_used(),
         mesh.num_devices(),
     )

@@ -27,6 +27,12 @@ pub enum Format {
     Fp8,
 }
 
+/// How many bytes of HBM take as long as rounding an element of a training step to int8. To read it twice and write it once would be
+/// 5; but gradients get noise, and each derivative reads another axis' scales. In a step of SDXL's innermost level for a v5e all
+/// products together took 10, and those that 5 had let stay in int8 more than 16. So no product that is slower stays in int8,
+/// and some that are faster do not.
+const ROUNDING_BYTES: f64 = 32.0;
+
 /// Peak rates of one chip in 10^12 operations per second; `None`: its matrix units lack the
 /// format and the compiler does not stand in for it.
 struct Rates {
@@ -143,7 +149,17 @@ impl Chip {
         Features {
             int8: self.multiplies_int8(),
             one_core: self.cores_per_device() == 1,
+            int8_break_even: self.int8_break_even(),
         }
+    }
+
+    /// As [`Features::int8_break_even`] has it: [`ROUNDING_BYTES`] an element at the bandwidth of HBM take as long as what int8
+    /// saves of two operations for each.
+    fn int8_break_even(self) -> Option<usize> {
+        let [bf16, int8] = [self.peak(Format::Bf16)?, self.peak(Format::Int8)?];
+        let saved = 2.0 / bf16 - 2.0 / int8;
+        let rounding = ROUNDING_BYTES / self.hbm_bytes_per_second() as f64;
+        (saved > 0.0).then(|| (rounding / saved) as usize)
     }
 
     fn advice(self) -> String {
