@@ -56,18 +56,12 @@ fn a_report_outlives_its_bundle() {
 fn int8_stays_where_it_is_faster() {
     let lower = |args: &[&str]| {
         let recipe = Path::new(env!("CARGO_MANIFEST_DIR")).join("configs/base15.yml");
-        let step = [
-            "--step",
-            "train",
-            "--json",
-            "quantization=int8",
-            "int8_where_faster=True",
-        ];
+        let step = ["--json", "quantization=int8", "int8_where_faster=True"];
         let mut command = program(["lower"]);
         command.arg(recipe).args(step).args(args).output().unwrap()
     };
     let slower = |batch: &str| {
-        let output = lower(&["compile_topology=v5e-1", batch]);
+        let output = lower(&["--step=train", "compile_topology=v5e-1", batch]);
         let report = json(&output);
         let slower = report["slower_in_int8"].as_array().unwrap().clone();
         for product in slower
@@ -85,6 +79,16 @@ fn int8_stays_where_it_is_faster() {
     };
     let [few, many] = ["per_device_batch_size=1", "per_device_batch_size=256"].map(slower);
     assert!(many > 0 && many < few, "{many} {few}");
+
+    let report = json(&lower(&["compile_topology=v5e-1", "--step=denoise"]));
+    let slower = report["slower_in_int8"].as_array().unwrap();
+    let fills_no_tile = |product: &&Value| {
+        ["contracted", "columns"]
+            .iter()
+            .any(|size| !product[size].as_u64().unwrap().is_multiple_of(128))
+    };
+    assert!(!slower.is_empty());
+    assert_eq!(slower.iter().filter(fills_no_tile).count(), slower.len());
 
     let output = lower(&["hardware=cpu"]);
     assert_eq!(output.status.code(), Some(2));

@@ -140,10 +140,11 @@ fn linear(dims: [usize; 4]) -> Graph {
 
 #[test]
 fn products_and_convolutions_of_bf16_are_their_bodies() {
-    // Rows, terms and columns that fill no block; several blocks of columns. The convolutions: several images, channels that
-    // fill no register; several blocks of outputs. Smaller ones stay.
-    let layers: [(Layer, &[usize], usize); 7] = [
-        (Layer::Linear, &[2, 25, 136, 200], 1),
+    // Rows that fill no block; several blocks of columns. The convolutions: several images, channels that fill no register;
+    // several blocks of outputs. Smaller ones stay, and products of features that fill no register.
+    let layers: [(Layer, &[usize], usize); 8] = [
+        (Layer::Linear, &[2, 25, 256, 128], 1),
+        (Layer::Linear, &[2, 25, 136, 200], 0),
         (Layer::Linear, &[1, 32, 128, 1408], 1),
         (Layer::Linear, &[1, 32, 128, 64], 0),
         (Layer::Conv2d, &[2, 2, 32, 136, 130, 3], 1),

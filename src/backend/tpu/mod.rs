@@ -29,6 +29,8 @@ pub use widen::Widen;
 
 use crate::quant;
 
+use mosaic::LANES;
+
 /// What kernels need to know of a chip.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Features {
@@ -59,9 +61,13 @@ impl Features {
         };
         let quant::Product { rows, columns, .. } = *product;
         match (product.is_prepared, product.is_convolution) {
+            (true, true) if kernels => true,
             // The kernels round while they multiply: from 128 rows on, products of 640 to 5,120 features took 0.54 to 0.83
-            // of the time that they take in bfloat16, those of 320 as long.
-            (true, _) if kernels => true,
+            // of the time that they take in bfloat16. Those of 320, which fill no tile, took as long as in a kernel in
+            // bfloat16, and twice as long as the compiler's.
+            (true, false) if kernels => {
+                product.contracted.is_multiple_of(LANES) && columns.is_multiple_of(LANES)
+            }
             (true, _) => columns > least,
             // Those of wide images are kernels in bfloat16, and products of patches in int8.
             (false, true) => false,
