@@ -101,8 +101,8 @@ impl Pass<'_> {
                 let batch = of(shapes[0], &dims.lhs_batch);
                 let contracted = of(shapes[0], &dims.lhs_contract);
                 let free = |shape: &Shape| shape.count() / (contracted * batch).max(1);
-                // As many products as the batch has entries, one below the other.
-                let sizes = [free(shapes[0]) * batch, contracted, free(shapes[1])];
+                // Of each of the products that dimensions of a batch make many of.
+                let sizes = [free(shapes[0]), contracted, free(shapes[1])];
                 (quant, sizes, false)
             }
             Op::Convolution { quant, dims, .. } => {
