@@ -3,8 +3,6 @@
 use std::collections::BTreeMap;
 use std::time::Instant;
 
-use rayon::prelude::*;
-
 use crate::backend::{Backend, kernel_counts};
 use crate::bundle::{Group, Header, PayloadKind, PluginId, ProgramHeader, ProgramId, Target};
 use crate::emit::{LoadGroup, Module, Modules};
@@ -15,16 +13,14 @@ use crate::pjrt::{
     Client, CompileOptions, Executable, NamedValue, OptimizationLevel, PjrtError, Plugin, Topology,
     prepare_process,
 };
-use crate::proto::xla::HloModuleProto;
-use crate::report::{
-    CompileReport, KernelCall, KernelCycles, Memory, ReportError, ReportInput, kernel_calls,
-};
+use crate::report::{CompileReport, Memory, ReportInput, kernel_calls, kernel_calls_before};
 use crate::runtime::{Session, compile_options, describe};
 use crate::shard::{Axis, LogicalAxisRules, Mesh, Parallelism};
 use crate::topology::{Accelerator, Chip};
 use crate::util::hash::Sha256;
 
 use super::error::{needed_memory, out_of_memory_message};
+use super::simulations::Simulations;
 use super::{AotError, Compiled, CompiledProgram, Options, Progress, Seconds, Simulator, header};
 
 /// The compiler for a topology or for the devices here, with the properties of these devices.
@@ -284,6 +280,7 @@ impl Compiler {
         let program = &module.program;
         let graph = &program.graph;
         footprint::log(program, &self.mesh, &self.rules);
+        let simulations = self.simulations(program);
         let start = Instant::now();
         let executable = self
             .executable(&module.text)
@@ -292,7 +289,10 @@ impl Compiler {
         let memory = self.memory(&executable)?;
         let weights: Vec<usize> = graph.weights().map(|(index, _)| index).collect();
         let hlo = executable.optimized_hlo()?;
-        let kernel_cycles = self.kernel_cycles(&hlo)?;
+        let kernel_cycles = match simulations {
+            Some(simulations) => simulations.finish(kernel_calls(&hlo)?),
+            None => BTreeMap::new(),
+        };
         let report = CompileReport::new(
             &hlo,
             &ReportInput {
@@ -330,27 +330,11 @@ impl Compiler {
         })
     }
 
-    /// The cycles of the program's kernels. A kernel that cannot be simulated is left out: the report says so.
-    fn kernel_cycles(
-        &self,
-        hlo: &HloModuleProto,
-    ) -> Result<BTreeMap<KernelCall, KernelCycles>, ReportError> {
-        let (Some(simulator), Some(chip)) = (&self.simulator, self.chip) else {
-            return Ok(BTreeMap::new());
-        };
-        let calls: Vec<KernelCall> = kernel_calls(hlo)?.into_iter().collect();
-        // Each in a process of its own, which takes one processor for seconds, for convolutions minutes.
-        let cycles = calls.into_par_iter().filter_map(|call| {
-            let simulated = simulator.cycles(chip, &call);
-            let simulation = simulated.inspect_err(|error| {
-                tracing::warn!(
-                    "the time of the kernel {} is not predicted: {error}",
-                    call.name
-                );
-            });
-            Some((call, simulation.ok()?))
-        });
-        Ok(cycles.collect())
+    /// Simulates the program's kernels while it is compiled, which takes one processor for minutes at first.
+    fn simulations(&self, program: &LoweredProgram) -> Option<Simulations> {
+        let (simulator, chip) = (self.simulator.clone()?, self.chip?);
+        let calls = kernel_calls_before(&program.graph, program.plan.calls.as_ref());
+        Some(Simulations::start(simulator, chip, calls))
     }
 
     fn executable(&self, text: &str) -> Result<Executable, PjrtError> {

@@ -12,18 +12,22 @@
 //! Two cores of a v4 or a v5p share the steps of a grid: simulated for a v5p, 1, 3 and 9 steps took as long as 1, 2 and
 //! 5 steps of one core. So the parts that are compared keep both busy.
 
+use std::borrow::Cow;
 use std::fs;
-use std::io::Write;
+use std::io::{Read, Seek, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::LazyLock;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::Duration;
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use regex::Regex;
-use serde_json::Value;
+use serde_json::json;
 
-use crate::report::{KernelCall, KernelCycles};
+use crate::report::{KernelCall, KernelCode, KernelCycles};
 use crate::topology::{Accelerator, Chip, Format};
 
 /// Of a grid, no more steps of the outer dimensions are simulated than take about this many cycles at the chip's peak
@@ -33,6 +37,9 @@ const MOST_CYCLES: f64 = 10_000.0;
 /// If all steps of the last dimension take more than this, some of them are simulated. Of an attention's eight, two
 /// said 8 % less than all.
 const MOST_CYCLES_OF_LAST: f64 = 100_000.0;
+
+/// How often a child process is looked at.
+const POLL: Duration = Duration::from_millis(20);
 
 /// What libtpu is told in the child process.
 const FLAG: &str = "--xla_jf_dump_static_llo_profile_to";
@@ -50,6 +57,16 @@ pub enum SimulationError {
     NotTpu(Chip),
     #[error("the TPU compiler simulated nothing: {0}")]
     NoResult(String),
+    #[error("stopped")]
+    Stopped,
+}
+
+/// What the simulation of a kernel told.
+#[derive(Debug, Clone, Copy)]
+pub struct Simulated {
+    cycles: f64,
+    /// The share of the kernel's grid that was simulated.
+    share: f64,
 }
 
 /// Starts the child processes.
@@ -64,52 +81,49 @@ impl Simulator {
         Simulator { program }
     }
 
-    /// The cycles of a kernel's call on one device of `chip`.
+    /// The cycles of a kernel's call on one device of `chip`. Once `stop` is set, the child process is ended.
     ///
     /// # Errors
-    /// When the child process cannot be started, or its compiler refuses the kernel.
-    pub fn cycles(&self, chip: Chip, call: &KernelCall) -> Result<KernelCycles, SimulationError> {
-        // Without a clock nothing is known of how cycles and seconds compare.
-        let clock = chip.clock_hz().unwrap_or(0.0);
-        let format = match call.multiplies_int8() {
-            true => Format::Int8,
-            false => Format::Bf16,
-        };
-        let peak = chip.peak(format).unwrap_or(f64::INFINITY);
-        let product_cycles = call.flops as f64 / peak * clock;
-        let hbm_cycles = call.bytes as f64 / chip.hbm_bytes_per_second() as f64 * clock;
-        let simulate = |part: Option<&Grid>| {
-            let configuration = part.and_then(|part| with_grid(&call.configuration, part));
-            let configuration = configuration.as_deref().unwrap_or(&call.configuration);
-            let cycles = self.simulate(chip, &module(call, configuration))?;
+    /// When the child process cannot be started, its compiler refuses the kernel, or it is stopped.
+    pub fn simulated(
+        &self,
+        chip: Chip,
+        call: &KernelCall,
+        stop: &AtomicBool,
+    ) -> Result<Simulated, SimulationError> {
+        let simulate = |grid: Option<&Grid>| {
+            let cycles = self.simulate(chip, &module(&call.code, grid), stop)?;
             Ok::<f64, SimulationError>(cycles as f64)
         };
-        let whole = grid_of(&call.configuration);
+        let whole = grid_of(&call.code.text);
         let cores = chip.cores_per_device();
+        let least = product_cycles(chip, call).max(hbm_cycles(chip, call));
         let parts = whole.and_then(|whole| {
-            let parts = whole.parts(product_cycles.max(hbm_cycles), cores)?;
+            let parts = whole.parts(least, cores)?;
             Some((whole, parts))
         });
-        let (cycles, simulated_share) = match parts {
-            None => (simulate(None)?, 1.0),
-            Some((whole, parts)) => {
-                let times = parts.iter().map(|part| simulate(Some(part)));
-                let times: Vec<f64> = times.collect::<Result<_, _>>()?;
-                let most = parts.iter().map(Grid::steps).max().unwrap_or(1);
-                let share = most as f64 / whole.steps() as f64;
-                (whole.extrapolated(&parts, &times, cores), share)
-            }
+        let Some((whole, parts)) = parts else {
+            return Ok(Simulated {
+                cycles: simulate(None)?,
+                share: 1.0,
+            });
         };
-        Ok(KernelCycles {
-            cycles: cycles.max(hbm_cycles) as u64,
-            hbm_cycles: hbm_cycles as u64,
-            product_cycles: product_cycles as u64,
-            simulated_share,
+        let times = parts.iter().map(|part| simulate(Some(part)));
+        let times: Vec<f64> = times.collect::<Result<_, _>>()?;
+        let most = parts.iter().map(Grid::steps).max().unwrap_or(1);
+        Ok(Simulated {
+            cycles: whole.extrapolated(&parts, &times, cores),
+            share: most as f64 / whole.steps() as f64,
         })
     }
 
     /// The cycles of all operations of a StableHLO module together.
-    fn simulate(&self, chip: Chip, stablehlo: &str) -> Result<u64, SimulationError> {
+    fn simulate(
+        &self,
+        chip: Chip,
+        stablehlo: &str,
+        stop: &AtomicBool,
+    ) -> Result<u64, SimulationError> {
         let accelerator = Accelerator::smallest(chip).ok_or(SimulationError::NotTpu(chip))?;
         let io = |path: &Path, what| {
             let path = path.to_owned();
@@ -118,6 +132,11 @@ impl Simulator {
         let folder = std::env::temp_dir();
         let folder =
             tempfile::tempdir_in(&folder).map_err(io(&folder, "no folder could be made"))?;
+        // Not in the folder of libtpu's files, all of which are read.
+        let mut said =
+            tempfile::tempfile().map_err(io(&std::env::temp_dir(), "no file could be made"))?;
+        let messages = said.try_clone();
+        let messages = messages.map_err(io(&std::env::temp_dir(), "no file could be made"))?;
         let flags = std::env::var("LIBTPU_INIT_ARGS").unwrap_or_default();
         let mut child = Command::new(&self.program)
             .args(["kernel", "simulate", "--topology", &accelerator.name])
@@ -129,16 +148,21 @@ impl Simulator {
             .envs([("TPU_LOG_DIR", "disabled"), ("TPU_MIN_LOG_LEVEL", "3")])
             .stdin(Stdio::piped())
             .stdout(Stdio::null())
-            .stderr(Stdio::piped())
+            .stderr(messages)
             .spawn()
             .map_err(io(&self.program, "could not be started"))?;
         if let Some(mut stdin) = child.stdin.take() {
             // A child that ends before it has read everything says why.
             let _ = stdin.write_all(stablehlo.as_bytes());
         }
-        let output = child
-            .wait_with_output()
-            .map_err(io(&self.program, "failed"))?;
+        let failed = || io(&self.program, "failed");
+        while child.try_wait().map_err(failed())?.is_none() {
+            if stop.load(Ordering::Relaxed) {
+                child.kill().and_then(|()| child.wait()).map_err(failed())?;
+                return Err(SimulationError::Stopped);
+            }
+            thread::sleep(POLL);
+        }
         // libtpu may end the process after it has written: only the file counts.
         let mut cycles = None;
         let files = fs::read_dir(folder.path()).map_err(io(folder.path(), "cannot be read"))?;
@@ -150,10 +174,41 @@ impl Simulator {
                 .or(cycles);
         }
         cycles.ok_or_else(|| {
-            let said = String::from_utf8_lossy(&output.stderr);
-            SimulationError::NoResult(why(&said).to_owned())
+            let mut text = Vec::new();
+            // Without the message, that there is no result is still true.
+            let _ = said.rewind().and_then(|()| said.read_to_end(&mut text));
+            SimulationError::NoResult(why(&String::from_utf8_lossy(&text)).to_owned())
         })
     }
+}
+
+impl Simulated {
+    /// The cycles of `call`, whose code is the one that was simulated.
+    pub fn cycles(self, chip: Chip, call: &KernelCall) -> KernelCycles {
+        let hbm_cycles = hbm_cycles(chip, call);
+        KernelCycles {
+            cycles: self.cycles.max(hbm_cycles) as u64,
+            hbm_cycles: hbm_cycles as u64,
+            product_cycles: product_cycles(chip, call) as u64,
+            simulated_share: self.share,
+        }
+    }
+}
+
+/// What a call's products take at the chip's peak rate; 0 where its clock is not known, as nothing is then known of how cycles and
+/// seconds compare.
+fn product_cycles(chip: Chip, call: &KernelCall) -> f64 {
+    let format = match call.multiplies_int8() {
+        true => Format::Int8,
+        false => Format::Bf16,
+    };
+    let peak = chip.peak(format).unwrap_or(f64::INFINITY);
+    call.flops as f64 / peak * chip.clock_hz().unwrap_or(0.0)
+}
+
+/// What a call's bytes take at the bandwidth of HBM; 0 where the clock is not known.
+fn hbm_cycles(chip: Chip, call: &KernelCall) -> f64 {
+    call.bytes as f64 / chip.hbm_bytes_per_second() as f64 * chip.clock_hz().unwrap_or(0.0)
 }
 
 /// The last line of what a child process said, but for a pointer to the compiler's documents.
@@ -271,16 +326,9 @@ impl Grid {
 static BOUNDS: LazyLock<Option<Regex>> =
     LazyLock::new(|| Regex::new(r"iteration_bounds = array<i64: ([0-9, ]+)>").ok());
 
-/// The text of the kernel in a call's configuration.
-fn kernel_text(configuration: &Value) -> Option<String> {
-    let body = configuration["custom_call_config"]["body"].as_str()?;
-    String::from_utf8(STANDARD.decode(body).ok()?).ok()
-}
-
-/// The grid of the kernel in a call's configuration. `None` where it is not one of this program.
-fn grid_of(configuration: &str) -> Option<Grid> {
-    let text = kernel_text(&serde_json::from_str(configuration).ok()?)?;
-    let found = BOUNDS.as_ref()?.captures(&text)?;
+/// The grid of a kernel's text.
+fn grid_of(text: &str) -> Option<Grid> {
+    let found = BOUNDS.as_ref()?.captures(text)?;
     let bounds = found[1].split(',').map(|bound| bound.trim().parse().ok());
     let bounds: Vec<u64> = bounds.collect::<Option<_>>()?;
     let (last, outer) = bounds.split_last()?;
@@ -290,46 +338,53 @@ fn grid_of(configuration: &str) -> Option<Grid> {
     })
 }
 
-/// The kernel of a call's configuration with another grid.
-fn with_grid(configuration: &str, grid: &Grid) -> Option<String> {
-    let mut value: Value = serde_json::from_str(configuration).ok()?;
-    let text = kernel_text(&value)?;
-    let bounds = grid.outer.iter().chain([&grid.last]);
-    let bounds: Vec<String> = bounds.map(ToString::to_string).collect();
-    let bounds = format!("iteration_bounds = array<i64: {}>", bounds.join(", "));
-    let text = BOUNDS.as_ref()?.replacen(&text, 1, bounds.as_str());
-    value["custom_call_config"]["body"] = Value::String(STANDARD.encode(text.as_bytes()));
-    Some(value.to_string())
+/// The configuration of a call of `code`, with another grid if one is given.
+fn configuration(code: &KernelCode, grid: Option<&Grid>) -> String {
+    let mut text = Cow::from(&code.text);
+    if let Some((grid, place)) = grid.zip(BOUNDS.as_ref()) {
+        let bounds = grid.outer.iter().chain([&grid.last]);
+        let bounds: Vec<String> = bounds.map(ToString::to_string).collect();
+        let bounds = format!("iteration_bounds = array<i64: {}>", bounds.join(", "));
+        text = Cow::from(place.replacen(&text, 1, bounds.as_str()).into_owned());
+    }
+    let body = STANDARD.encode(text.as_bytes());
+    json!({
+        "custom_call_config": { "body": body, "needs_layout_passes": true },
+        "scoped_memory_configs": [{ "memory_space": 1, "offset": 0, "size": code.memory }],
+    })
+    .to_string()
 }
 
-/// A StableHLO module of one call. Its arguments and its result have the call's layouts: the compiler would otherwise
+/// A StableHLO module of one call of `code`, with another grid if one is given. Its arguments and its result have the call's layouts: the compiler would otherwise
 /// choose others for some, and add copies, which would be simulated too, for minutes, and count as the kernel's.
-fn module(call: &KernelCall, configuration: &str) -> String {
-    let places = 0..call.operands.len();
+fn module(code: &KernelCode, grid: Option<&Grid>) -> String {
+    let places = 0..code.operands.len();
     let names: Vec<String> = places.map(|i| format!("%arg{i}")).collect();
     let with_layout = |of: &String| {
         let order = order(of);
         format!("tensor<{of}> {{mhlo.layout_mode = \"{{{order}}}\"}}")
     };
-    let arguments = names.iter().zip(&call.operands);
+    let arguments = names.iter().zip(&code.operands);
     let arguments: Vec<String> = arguments
         .map(|(name, of)| format!("{name}: {}", with_layout(of)))
         .collect();
-    let types = call.operands.iter().map(|of| format!("tensor<{of}>"));
+    let types = code.operands.iter().map(|of| format!("tensor<{of}>"));
     let types: Vec<String> = types.collect();
-    let layouts: Vec<String> = call.operands.iter().map(|of| row_major(of)).collect();
+    let layouts: Vec<String> = code.operands.iter().map(|of| row_major(of)).collect();
     format!(
         "module @kernel {{\n  func.func public @main({}) -> ({}) {{\n    \
          %0 = stablehlo.custom_call @tpu_custom_call({}) {{backend_config = \"{}\", operand_layouts = [{}], \
          result_layouts = [{}]}} : ({}) -> tensor<{result}>\n    return %0 : tensor<{result}>\n  }}\n}}\n",
         arguments.join(", "),
-        with_layout(&call.result),
+        with_layout(&code.result),
         names.join(", "),
-        configuration.replace('\\', "\\5C").replace('"', "\\22"),
+        configuration(code, grid)
+            .replace('\\', "\\5C")
+            .replace('"', "\\22"),
         layouts.join(", "),
-        row_major(&call.result),
+        row_major(&code.result),
         types.join(", "),
-        result = call.result,
+        result = code.result,
     )
 }
 
@@ -350,9 +405,13 @@ fn row_major(of: &str) -> String {
 mod tests {
     use super::*;
 
-    fn configuration(bounds: &str) -> String {
-        let text = format!("iteration_bounds = array<i64: {bounds}>, dimension_semantics");
-        serde_json::json!({"custom_call_config": {"body": STANDARD.encode(text)}}).to_string()
+    fn code(bounds: &str) -> KernelCode {
+        KernelCode {
+            text: format!("iteration_bounds = array<i64: {bounds}>, dimension_semantics"),
+            memory: 0,
+            operands: vec!["2x64x320xbf16".to_owned(), "f32".to_owned()],
+            result: "2x64x320xbf16".to_owned(),
+        }
     }
 
     fn grid(outer: &[u64], last: u64) -> Grid {
@@ -364,13 +423,12 @@ mod tests {
 
     #[test]
     fn grids_are_read_and_replaced() {
-        let of = |bounds| grid_of(&configuration(bounds));
+        let of = |bounds| grid_of(&code(bounds).text);
         assert_eq!(of("2, 5, 8"), Some(grid(&[2, 5], 8)));
         assert_eq!(of("64"), Some(grid(&[], 64)));
-        let other = r#"{"custom_call_config":{"body":"not ours"}}"#;
-        assert_eq!(grid_of(other), None);
-        let replaced = with_grid(&configuration("2, 5, 8"), &grid(&[1, 3], 2));
-        assert_eq!(replaced, Some(configuration("1, 3, 2")));
+        assert_eq!(grid_of("module {}"), None);
+        let replaced = configuration(&code("2, 5, 8"), Some(&grid(&[1, 3], 2)));
+        assert_eq!(replaced, configuration(&code("1, 3, 2"), None));
     }
 
     #[test]
@@ -434,15 +492,7 @@ mod tests {
 
     #[test]
     fn arguments_and_result_have_the_calls_layouts() {
-        let call = KernelCall {
-            operands: vec!["2x64x320xbf16".to_owned(), "f32".to_owned()],
-            result: "2x64x320xbf16".to_owned(),
-            name: "attention".to_owned(),
-            configuration: "{}".to_owned(),
-            flops: 0,
-            bytes: 0,
-        };
-        let text = module(&call, &call.configuration);
+        let text = module(&code("1"), None);
         let main = text.lines().nth(1).unwrap();
         assert_eq!(
             main.trim(),

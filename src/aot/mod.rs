@@ -7,6 +7,7 @@ mod compiler;
 mod cycles;
 mod error;
 mod header;
+mod simulations;
 
 use std::collections::BTreeMap;
 

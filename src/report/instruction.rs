@@ -1,5 +1,7 @@
 //! One instruction of an optimized program.
 
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
 use serde::Deserialize;
 
 use crate::proto::xla::{HloInstructionProto, PrimitiveType, ShapeProto};
@@ -128,12 +130,21 @@ pub(super) struct BackendConfig {
     known_trip_count: Option<TripCount>,
     #[serde(default)]
     custom_call_config: Option<CustomCallConfig>,
+    #[serde(default)]
+    scoped_memory_configs: Vec<ScopedMemory>,
 }
 
 #[derive(Debug, Deserialize)]
 struct CustomCallConfig {
     #[serde(default)]
+    body: Option<String>,
+    #[serde(default)]
     cost_estimate: Option<CostEstimate>,
+}
+
+#[derive(Debug, Deserialize)]
+struct ScopedMemory {
+    size: Int,
 }
 
 #[derive(Debug, Deserialize)]
@@ -183,6 +194,17 @@ impl BackendConfig {
     pub fn kernel_flops(&self) -> Option<u64> {
         let config = self.custom_call_config.as_ref()?;
         config.cost_estimate.as_ref()?.flops.value()
+    }
+
+    /// The Mosaic module of a TPU kernel, if it is text, as this program's are.
+    pub fn kernel_text(&self) -> Option<String> {
+        let body = self.custom_call_config.as_ref()?.body.as_ref()?;
+        String::from_utf8(STANDARD.decode(body).ok()?).ok()
+    }
+
+    /// The bytes of on-chip memory that a TPU kernel asks for.
+    pub fn kernel_memory(&self) -> Option<u64> {
+        self.scoped_memory_configs.first()?.size.value()
     }
 
     /// libtpu writes the greatest 64-bit integer where its model gives no answer.

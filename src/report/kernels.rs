@@ -3,9 +3,11 @@
 use std::collections::BTreeSet;
 
 use serde::{Deserialize, Serialize};
-use serde_json::{Value, json};
 
+use crate::graph::{Configuration, CustomCall, Graph, Op};
 use crate::proto::xla::{HloModuleProto, PrimitiveType, ShapeProto};
+use crate::shape::Shape;
+use crate::shard::SharedCalls;
 
 use super::ReportError;
 use super::instruction::{BackendConfig, bytes, op_name};
@@ -14,16 +16,24 @@ use super::program::{HloProgram, Site};
 /// The custom call's target.
 const TARGET: &str = "tpu_custom_call";
 
-/// A call of a kernel: everything that its cycles depend on. Calls that differ only in their scope are equal.
+/// A kernel with the types of what it is called with: everything that its simulation depends on.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct KernelCode {
+    /// Its Mosaic module.
+    pub text: String,
+    /// The bytes of on-chip memory that it asks for.
+    pub memory: u64,
+    /// The operands' types in StableHLO: `2x4096x640xbf16`. They and the result are row-major.
+    pub operands: Vec<String>,
+    pub result: String,
+}
+
+/// A call of a kernel. Calls that differ only in the rest of their scope are equal.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct KernelCall {
     /// The end of its scope path: `attention`.
     pub name: String,
-    /// The custom call's configuration, which holds the kernel's text.
-    pub configuration: String,
-    /// The operands' types in StableHLO: `2x4096x640xbf16`. They and the result are row-major.
-    pub operands: Vec<String>,
-    pub result: String,
+    pub code: KernelCode,
     /// Operations of its products; a multiply and an add are two.
     pub flops: u64,
     /// Bytes of operands and result.
@@ -43,7 +53,33 @@ pub struct KernelCycles {
     pub simulated_share: f64,
 }
 
-/// The calls of a program, each once.
+/// The calls that each device makes in a program, each once, before it is compiled. They are those of the compiled program
+/// ([`kernel_calls`]), unless the compiler finds that a kernel's operands are equal, or leaves a call out.
+pub fn kernel_calls_before(graph: &Graph, shared: Option<&SharedCalls>) -> BTreeSet<KernelCall> {
+    let live = graph.live_nodes();
+    let mut calls = BTreeSet::new();
+    for (node, _) in graph.nodes.iter().zip(live).filter(|(_, live)| *live) {
+        if let Op::CustomCall(call) = &node.op {
+            let shape = |operand: &u32| &graph.nodes[*operand as usize].shape;
+            let operands: Vec<&Shape> = node.operands.iter().map(shape).collect();
+            let distinct = |i: &usize| !node.operands[..*i].contains(&node.operands[*i]);
+            let read: Vec<usize> = (0..operands.len()).filter(distinct).collect();
+            calls.extend(KernelCall::before(
+                call.as_ref(),
+                &operands,
+                &node.shape,
+                &read,
+                shared,
+            ));
+        }
+        for region in node.op.loop_regions() {
+            calls.append(&mut kernel_calls_before(region, shared));
+        }
+    }
+    calls
+}
+
+/// The calls of a compiled program, each once.
 ///
 /// # Errors
 /// [`ReportError::Malformed`] when the program's references do not resolve.
@@ -62,8 +98,55 @@ impl KernelCall {
     /// Whether its products are of int8: this program's kernels round the activation that meets int8 weights, unless these are
     /// stored ones that are widened.
     pub fn multiplies_int8(&self) -> bool {
-        let has_int8 = self.operands.iter().any(|operand| operand.ends_with("xi8"));
+        let operands = &self.code.operands;
+        let has_int8 = operands.iter().any(|operand| operand.ends_with("xi8"));
         has_int8 && !self.name.contains("stored")
+    }
+
+    /// The call of a graph, if it is one. `read` are the numbers of the operands that are not equal to one before them.
+    fn before(
+        call: &dyn CustomCall,
+        operands: &[&Shape],
+        result: &Shape,
+        read: &[usize],
+        shared: Option<&SharedCalls>,
+    ) -> Option<KernelCall> {
+        if call.target() != TARGET {
+            return None;
+        }
+        let sharing = shared.and_then(|shared| shared.of(call, operands));
+        let (operands, result): (Vec<Shape>, Shape) = match &sharing {
+            None => (operands.iter().copied().cloned().collect(), result.clone()),
+            Some(sharing) => {
+                let pairs = operands.iter().zip(&sharing.batch.operands);
+                let operands = pairs.map(|(shape, batch)| sharing.part(shape, *batch));
+                let result = sharing.part(result, Some(sharing.batch.result));
+                (operands.collect(), result)
+            }
+        };
+        let shapes: Vec<&Shape> = operands.iter().collect();
+        let Configuration::Text(text) = call.configuration(&shapes) else {
+            return None;
+        };
+        let config = BackendConfig::parse(text.as_bytes());
+        let bytes = read.iter().map(|i| operands[*i].bytes()).sum::<usize>() + result.bytes();
+        let element = |shape: &Shape| {
+            let text = shape.stablehlo();
+            text.trim_start_matches("tensor<")
+                .trim_end_matches('>')
+                .to_owned()
+        };
+        Some(KernelCall {
+            name: call.name().to_owned(),
+            code: KernelCode {
+                text: config.kernel_text()?,
+                memory: config.kernel_memory()?,
+                operands: operands.iter().map(element).collect(),
+                result: element(&result),
+            },
+            flops: config.kernel_flops().unwrap_or(0),
+            bytes: bytes as u64,
+        })
     }
 
     /// The call at `site`; `None` where there is none.
@@ -72,8 +155,7 @@ impl KernelCall {
         if instruction.opcode != "custom-call" || instruction.custom_call_target != TARGET {
             return None;
         }
-        let text = program.backend_config(instruction);
-        let configuration: Value = serde_json::from_slice(text).ok()?;
+        let config = BackendConfig::parse(program.backend_config(instruction));
         let sites: Vec<Site> = program.operands(site).collect();
         let shape = |site: &Site| program.instruction(*site).shape.as_ref();
         let operands: Vec<&ShapeProto> = sites.iter().map(shape).collect::<Option<_>>()?;
@@ -84,19 +166,17 @@ impl KernelCall {
         let path = op_name(instruction);
         Some(KernelCall {
             name: path.rsplit('/').next().unwrap_or(path).to_owned(),
-            // The compiler adds notes of its own.
-            configuration: json!({
-                "custom_call_config": configuration["custom_call_config"],
-                "scoped_memory_configs": configuration["scoped_memory_configs"],
-            })
-            .to_string(),
-            flops: BackendConfig::parse(text).kernel_flops().unwrap_or(0),
+            code: KernelCode {
+                text: config.kernel_text()?,
+                memory: config.kernel_memory()?,
+                operands: operands
+                    .into_iter()
+                    .map(stablehlo_type)
+                    .collect::<Option<_>>()?,
+                result: stablehlo_type(result)?,
+            },
+            flops: config.kernel_flops().unwrap_or(0),
             bytes: read.chain([result]).map(bytes).sum(),
-            operands: operands
-                .into_iter()
-                .map(stablehlo_type)
-                .collect::<Option<_>>()?,
-            result: stablehlo_type(result)?,
         })
     }
 }

@@ -40,7 +40,7 @@ use thiserror::Error;
 
 use crate::proto::xla::HloModuleProto;
 
-pub use kernels::{KernelCall, KernelCycles, kernel_calls};
+pub use kernels::{KernelCall, KernelCode, KernelCycles, kernel_calls, kernel_calls_before};
 pub use text::operations;
 
 #[derive(Debug, Error, Clone, PartialEq, Eq)]

@@ -49,8 +49,8 @@ fn kernels(timed: &[Timed], ms: &impl Fn(u64) -> f64) -> Vec<Kernel> {
     }
     let kernels = counts.into_iter().map(|(call, (count, of_one))| Kernel {
         name: call.name.clone(),
-        operands: call.operands.clone(),
-        result: call.result.clone(),
+        operands: call.code.operands.clone(),
+        result: call.code.result.clone(),
         count,
         of_one,
         ms: ms(of_one.cycles * count),

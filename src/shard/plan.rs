@@ -86,7 +86,8 @@ pub struct ShardPlan {
     pub inputs: Vec<PartitionSpec>,
     pub outputs: Vec<PartitionSpec>,
     constraints: Constraints,
-    calls: Option<SharedCalls>,
+    /// How devices share the calls of kernels, where they share anything.
+    pub calls: Option<SharedCalls>,
     /// The mesh axes over which the rules would split something.
     pub asked: HashSet<Axis>,
     /// Dimensions the rules would split but whose size does not divide.
