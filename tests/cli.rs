@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Output};
 
 use crate::common::{cpu_plugin, golden, json, program, text};
 use maxdiff::dtype::DType;
@@ -97,6 +97,37 @@ fn int8_stays_where_it_is_faster() {
         error.contains("known of TPUs alone, and this program is for a CPU"),
         "{error}"
     );
+}
+
+/// What a chip has no units for is emulated on request, if anything is quantized.
+#[test]
+fn a_mode_is_emulated_on_any_chip() {
+    let lower = |args: &[&str]| {
+        let mut command = program(["lower", "quickstart", "--step=denoise"]);
+        command.args(args).output().unwrap()
+    };
+    let refused = |output: &Output, expected: &str| {
+        let error = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{error}");
+        assert!(error.contains(expected), "{error}");
+    };
+    let int8 = ["compile_topology=tpu7x-8", "quantization=int8"];
+    refused(&lower(&int8), "use quantization=fp8");
+    refused(
+        &lower(&["quantization_emulate=True"]),
+        "nothing is quantized",
+    );
+    let both = ["int8_where_faster=True", "quantization_emulate=True"];
+    refused(&lower(&[int8, both].concat()), "quantization_emulate");
+    let output = lower(&[&int8[..], &both[1..]].concat());
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let program = text(&output.stdout);
+    // What is stored of weights is int8, and no product is.
+    let mut products = program
+        .lines()
+        .filter(|line| line.contains("stablehlo.dot_general"));
+    assert!(program.contains("xi8>"));
+    assert!(products.all(|line| !line.contains("xi8>") && !line.contains("xi32>")));
 }
 
 /// A limit on the size of files stands for a full disk.

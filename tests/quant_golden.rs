@@ -8,8 +8,8 @@ use std::collections::BTreeSet;
 use crate::common::{Golden, cpu_session, distance, run_on};
 use maxdiff::dtype::DType;
 use maxdiff::graph::{
-    Binary, Builder, ContractionQuant, ConvDims, ConvLayout, DotDims, Granularity, Graph, Init,
-    NumericsConvention, Op, Output, QuantDot, Rounding, TensorFormat, evaluate, vjp,
+    Arithmetic, Binary, Builder, ContractionQuant, ConvDims, ConvLayout, DotDims, Granularity,
+    Graph, Init, NumericsConvention, Op, Output, QuantDot, Rounding, TensorFormat, evaluate, vjp,
 };
 use maxdiff::host_tensor::HostTensor;
 use maxdiff::quant::{Formats, Policy, annotate, lower_with_noise};
@@ -32,12 +32,14 @@ fn aqt(rounding: Rounding, shards: usize) -> QuantDot {
         lhs: operand(NumericsConvention::Aqt, rounding),
         rhs: nearest,
         local_shards,
+        arithmetic: Arithmetic::Native,
     };
     QuantDot {
         forward: ContractionQuant {
             lhs: nearest,
             rhs: nearest,
             local_shards: 1,
+            arithmetic: Arithmetic::Native,
         },
         dlhs: Some(backward(1)),
         drhs: (shards > 0).then(|| backward(shards)),
@@ -51,6 +53,7 @@ fn qwix() -> QuantDot {
             lhs: nearest,
             rhs: nearest,
             local_shards: 1,
+            arithmetic: Arithmetic::Native,
         },
         dlhs: None,
         drhs: None,

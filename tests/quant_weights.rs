@@ -3,7 +3,8 @@
 use crate::common::{cpu_session, run_on};
 use maxdiff::dtype::DType;
 use maxdiff::graph::{
-    Builder, DotDims, Granularity, Graph, Init, NumericsConvention, Op, Output, TensorFormat,
+    Arithmetic, Builder, DotDims, Granularity, Graph, Init, NumericsConvention, Op, Output,
+    TensorFormat,
 };
 use maxdiff::host_tensor::HostTensor;
 use maxdiff::nn::{Conv2d, Linear, Precision, conv2d, linear};
@@ -243,7 +244,7 @@ fn products_in_int4_and_fp8_are_those_of_what_the_numbers_stand_for() {
     });
     let session = cpu_session(1);
     for layer in layers.iter().flatten() {
-        let float = |quantized: bool| {
+        let traced = |arithmetic: Option<Arithmetic>| {
             let b = Builder::new();
             let x = Shape::new(DType::F32, layer.x.clone());
             let x = b.input("x", x, &[]).unwrap();
@@ -263,12 +264,13 @@ fn products_in_int4_and_fp8_are_those_of_what_the_numbers_stand_for() {
                 }
             };
             b.output("y", y.unwrap(), None).unwrap();
-            if quantized {
+            if let Some(arithmetic) = arithmetic {
                 let formats = Formats {
                     activation: Some(layer.format),
                     ..Formats::of_weights(layer.format)
                 };
-                let policy = Policy::of_layers("m/", Vec::new(), &[], formats).unwrap();
+                let mut policy = Policy::of_layers("m/", Vec::new(), &[], formats).unwrap();
+                policy.arithmetic = arithmetic;
                 annotate(&b, &policy).unwrap();
             }
             lower(&b.finish()).unwrap()
@@ -291,31 +293,38 @@ fn products_in_int4_and_fp8_are_those_of_what_the_numbers_stand_for() {
             of(fake_quantized(&x, features, layer.format), &layer.x),
             of(fake_quantized(&weight, 32, layer.format), &layer.weight),
         ];
-        let expected = &run_on(&session, &float(false), &fake)[0];
+        let expected = &run_on(&session, &traced(None), &fake)[0];
         let inputs = [
             HostTensor::from_f32(layer.x.clone(), &x).unwrap(),
             HostTensor::from_f32(layer.weight.clone(), &weight).unwrap(),
         ];
-        let graph = float(true);
+        let types = |graph: &Graph| {
+            let nodes = graph.inline_composites(&|_, _| true).nodes;
+            let dot = nodes
+                .iter()
+                .find(|node| matches!(node.op, Op::DotGeneral { .. } | Op::Convolution { .. }))
+                .unwrap();
+            let multiplied = [0, 1].map(|at| nodes[dot.operands[at] as usize].shape.dtype);
+            (multiplied, dot.shape.dtype)
+        };
+        let graph = traced(Some(Arithmetic::Native));
+        let emulated = traced(Some(Arithmetic::Emulated));
         // Where scales leave the sum, int8 or fp8 is multiplied.
-        let nodes = graph.inline_composites(&|_, _| true).nodes;
-        let dot = nodes
-            .iter()
-            .find(|node| matches!(node.op, Op::DotGeneral { .. } | Op::Convolution { .. }))
-            .unwrap();
-        let multiplied = [0, 1].map(|at| nodes[dot.operands[at] as usize].shape.dtype);
         let expected_types = match (layer.format.scales_results(), element) {
             (false, _) => ([DType::F32; 2], DType::F32),
             (true, DType::S4) => ([DType::S8; 2], DType::S32),
             (true, element) => ([element; 2], DType::F32),
         };
-        assert_eq!((multiplied, dot.shape.dtype), expected_types);
-        let found = &run_on(&session, &graph, &inputs)[0];
-        let [found, expected] = [found, expected].map(|y| y.to_f64_vec().unwrap());
+        assert_eq!(types(&graph), expected_types);
+        assert_eq!(types(&emulated), ([DType::F32; 2], DType::F32));
+        let expected = expected.to_f64_vec().unwrap();
         let largest = expected.iter().fold(0f64, |m, y| m.max(y.abs()));
-        for (found, expected) in found.iter().zip(&expected) {
-            let error = (found - expected).abs() / largest;
-            assert!(error <= 1e-6, "{} {:?}: {error}", layer.name, layer.format);
+        for graph in [&graph, &emulated] {
+            let found = run_on(&session, graph, &inputs)[0].to_f64_vec().unwrap();
+            for (found, expected) in found.iter().zip(&expected) {
+                let error = (found - expected).abs() / largest;
+                assert!(error <= 1e-6, "{} {:?}: {error}", layer.name, layer.format);
+            }
         }
     }
 }

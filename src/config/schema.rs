@@ -362,6 +362,9 @@ schema! {
         /// Leave in bfloat16 what int8 does not make faster on the chip at hand, by the time that rounding takes and the product
         /// saves. Known of TPUs alone; `compile` lists what stays.
         int8_where_faster: bool = false, Ours, ANY_PROGRAM, when INT8, is [FixedOnResume];
+        /// Round as the mode does, but multiply in float, on any device: what a mode does to quality, where the chip has no
+        /// units for it. It saves no time. Also for checkpoints that are quantized.
+        quantization_emulate: bool = false, Ours, ANY_PROGRAM, when IsNot("int8_where_faster", "True"), is [FixedOnResume];
         /// Qwix's rules and numerics instead of AQT's.
         use_qwix_quantization: bool = false, Used, EVERY,
             when QUANTIZED, is [FixedOnResume];

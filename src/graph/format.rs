@@ -277,6 +277,17 @@ pub struct ContractionQuant {
     /// Range finding is done separately in this many equal parts of the first contracting
     /// dimension, and the partial results are summed. 1 means one range for all of it.
     pub local_shards: usize,
+    pub arithmetic: Arithmetic,
+}
+
+/// How contractions of rounded operands are computed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Arithmetic {
+    /// In the operands' formats, with scales applied to the product where they leave its sums.
+    Native,
+    /// In float, of operands that were rounded and widened again: fake quantization. It needs no units for the format, and saves no
+    /// time.
+    Emulated,
 }
 
 /// The quantization of a contraction and of the two contractions of its derivative.

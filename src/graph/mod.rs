@@ -35,8 +35,8 @@ pub use error::{GraphError, InferError, constraint};
 pub use eval::{EvalError, evaluate};
 pub use flops::flops;
 pub use format::{
-    ContractionQuant, FP4, Granularity, NF4, NumericsConvention, QuantDot, Range, Rounding,
-    RoundingStream, TensorFormat,
+    Arithmetic, ContractionQuant, FP4, Granularity, NF4, NumericsConvention, QuantDot, Range,
+    Rounding, RoundingStream, TensorFormat,
 };
 pub use init::Init;
 pub use op::Op;

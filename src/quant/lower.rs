@@ -4,8 +4,8 @@ use crate::dtype::DType;
 use crate::graph::RoundingStream;
 use crate::graph::random::{RandomKey, rounding_noise};
 use crate::graph::{
-    Builder, Comparison, Composite, Contraction, ContractionQuant, Granularity, Graph, GraphError,
-    Input, Node, NumericsConvention, Op, Rounding, Tensor, TensorFormat, grouped_dims,
+    Arithmetic, Builder, Comparison, Composite, Contraction, ContractionQuant, Granularity, Graph,
+    GraphError, Input, Node, NumericsConvention, Op, Rounding, Tensor, TensorFormat, grouped_dims,
 };
 use crate::shape::Shape;
 use crate::shard::LOCAL_SHARDS;
@@ -180,7 +180,12 @@ pub fn lower_with_noise(
             })
         };
         let operands = [operand(0)?, operand(1)?];
-        Lowering { b, noise }
+        let mut lowering = Lowering {
+            b,
+            arithmetic: quant.forward.arithmetic,
+            noise,
+        };
+        lowering
             .contraction(contraction, operands, result, &quant.forward)
             .map(Some)
     })?;
@@ -239,6 +244,7 @@ pub(super) struct Integers {
 /// Lowers one contraction, at its scope.
 struct Lowering<'a, 'n> {
     b: &'a Builder,
+    arithmetic: Arithmetic,
     noise: &'a mut NoiseSource<'n>,
 }
 
@@ -323,10 +329,10 @@ impl Lowering<'_, '_> {
             });
         };
         if let Some(scale) = operand.recorded {
-            return self.recorded(operand.values, scale, format, place.contraction);
+            return self.recorded(operand, scale, format, place.contraction);
         }
         let mut integers = self.integers(operand, place, format)?;
-        if !format.scales_results() {
+        if !format.scales_results() || self.arithmetic == Arithmetic::Emulated {
             let mark = |t: Tensor| stored(b, t, operand.is_weight);
             integers.scale = mark(integers.scale)?;
             integers.zero_point = integers.zero_point.map(mark).transpose()?;
@@ -347,7 +353,7 @@ impl Lowering<'_, '_> {
     /// has taken over.
     fn recorded(
         &mut self,
-        x: Tensor,
+        operand: Operand,
         scale: Tensor,
         format: TensorFormat,
         contraction: &Contraction,
@@ -357,10 +363,26 @@ impl Lowering<'_, '_> {
             Granularity::Feature => vec![activation_feature(b, contraction)?],
             _ => Vec::new(),
         };
+        let values = quantize(b, operand.values, scale, &along, format, self.noise)?;
+        let of_all = along.is_empty();
+        let (values, whole) = match self.arithmetic {
+            Arithmetic::Native => (values, of_all.then_some(scale)),
+            Arithmetic::Emulated if !of_all => (b.convert(values, operand.float)?, None),
+            Arithmetic::Emulated => {
+                let integers = Integers {
+                    values,
+                    scale,
+                    zero_point: None,
+                    tensor_scale: None,
+                    along,
+                };
+                (dequantized(b, &integers, format, operand.float)?, None)
+            }
+        };
         Ok(Quantized {
-            values: quantize(b, x, scale, &along, format, self.noise)?,
+            values,
             scale: None,
-            whole: along.is_empty().then_some(scale),
+            whole,
         })
     }
 
@@ -440,7 +462,12 @@ pub(super) fn rounded_activation(
     let noise = &mut |b: &Builder, _: &[usize]| {
         Err(b.invalid("an activation whose rounding is measured is rounded to nearest"))
     };
-    let integers = Lowering { b, noise }.integers(operand, place, format)?;
+    let mut lowering = Lowering {
+        b,
+        arithmetic: Arithmetic::Native,
+        noise,
+    };
+    let integers = lowering.integers(operand, place, format)?;
     dequantized(b, &integers, format, DType::F32)
 }
 

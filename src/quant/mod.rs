@@ -55,8 +55,8 @@ use regex::Regex;
 
 use crate::dtype::DType;
 use crate::graph::{
-    Builder, Contraction, ContractionQuant, Granularity, Graph, GraphError, NumericsConvention, Op,
-    QuantDot, Rounding, TensorFormat,
+    Arithmetic, Builder, Contraction, ContractionQuant, Granularity, Graph, GraphError,
+    NumericsConvention, Op, QuantDot, Rounding, TensorFormat,
 };
 use crate::shape::Shape;
 use crate::util::text::listed;
@@ -187,6 +187,7 @@ pub struct Policy {
     pub stored: StoredFormats,
     /// Whether what int8 does not make faster on the chip at hand stays in float.
     pub where_faster: bool,
+    pub arithmetic: Arithmetic,
 }
 
 /// The formats of layers whose weights are quantized in a checkpoint, by their paths: checkpoint keys without `.weight`.
@@ -320,7 +321,7 @@ impl Formats {
     }
 
     /// The annotation of a contraction whose rhs is the weight, or whose lhs is.
-    fn of(&self, is_dot: bool, lhs_is_weight: bool) -> QuantDot {
+    fn of(&self, is_dot: bool, lhs_is_weight: bool, arithmetic: Arithmetic) -> QuantDot {
         let (lhs, rhs) = match lhs_is_weight {
             false => (self.activation, self.weight),
             true => (self.weight, self.activation),
@@ -333,6 +334,7 @@ impl Formats {
             lhs: Some(formats.gradient),
             rhs: Some(formats.weight),
             local_shards: 1,
+            arithmetic,
         });
         let of_weight = backward
             .filter(|_| shards > 0)
@@ -340,6 +342,7 @@ impl Formats {
                 lhs: Some(formats.gradient),
                 rhs: Some(formats.activation),
                 local_shards: shards,
+                arithmetic,
             });
         let (dlhs, drhs) = match lhs_is_weight {
             false => (of_activation, of_weight),
@@ -350,6 +353,7 @@ impl Formats {
                 lhs,
                 rhs,
                 local_shards: 1,
+                arithmetic,
             },
             dlhs,
             drhs,
@@ -377,6 +381,7 @@ impl Policy {
             activations: false,
             stored: StoredFormats::new(),
             where_faster: false,
+            arithmetic: Arithmetic::Native,
         })
     }
 
@@ -415,6 +420,7 @@ impl Policy {
             activations: true,
             stored: StoredFormats::new(),
             where_faster: false,
+            arithmetic: Arithmetic::Native,
         })
     }
 
@@ -444,6 +450,7 @@ impl Policy {
             activations: false,
             stored,
             where_faster: false,
+            arithmetic: Arithmetic::Native,
         }
     }
 }
@@ -622,7 +629,8 @@ impl Annotation<'_> {
             rule,
         });
         let is_dot = matches!(op, Op::DotGeneral { .. });
-        let annotation = formats.map(|f| f.of(is_dot, site.of_weights == [true, false]));
+        let lhs_is_weight = site.of_weights == [true, false];
+        let annotation = formats.map(|f| f.of(is_dot, lhs_is_weight, policy.arithmetic));
         if let Some(annotation) = &annotation {
             self.check_groups(site, op, annotation);
         }

@@ -2,7 +2,7 @@ mod convolutions;
 
 use super::*;
 use crate::dtype::DType;
-use crate::graph::{DotDims, Granularity, Init, Range, Tensor, evaluate, grad};
+use crate::graph::{Arithmetic, DotDims, Granularity, Init, Range, Tensor, evaluate, grad};
 use crate::host_tensor::HostTensor;
 use crate::shape::Shape;
 
@@ -117,20 +117,24 @@ fn layer(
     dims: [usize; 3],
     outputs: usize,
 ) -> Result<crate::graph::Graph, QuantError> {
+    layer_in(Arithmetic::Native, local_shards, dims, outputs)
+}
+
+fn layer_in(
+    arithmetic: Arithmetic,
+    local_shards: usize,
+    dims: [usize; 3],
+    outputs: usize,
+) -> Result<crate::graph::Graph, QuantError> {
     let b = Builder::new();
     let x = b.input("x", f32s(&dims), &[])?;
     let u = b.input("u", f32s(&[dims[0], dims[1], outputs]), &[])?;
     b.input(ROUNDING_KEY, Shape::new(DType::U32, [2]), &[])?;
     let y = linear(&b.root("unet").scope("to_q"), x, dims[2], outputs);
-    annotate(
-        &b,
-        &Policy::aqt_int8(
-            "unet/",
-            local_shards,
-            vec![],
-            &crate::models::unet::INT8_FLOAT_LAYERS,
-        )?,
-    )?;
+    let float_layers = &crate::models::unet::INT8_FLOAT_LAYERS;
+    let mut policy = Policy::aqt_int8("unet/", local_shards, vec![], float_layers)?;
+    policy.arithmetic = arithmetic;
+    annotate(&b, &policy)?;
     let loss = b.sum(b.mul(y, u)?, &[0, 1, 2])?;
     let w =
         b.root("unet")
@@ -218,6 +222,23 @@ fn forward_and_both_backward_dots_multiply_int8_and_stay_near_the_float_result()
         let difference: Vec<f64> = found.iter().zip(expected).map(|(a, b)| a - b).collect();
         let error = norm(&difference) / norm(expected);
         assert!(error < tolerance && error > 1e-5, "{error}");
+    }
+}
+
+#[test]
+fn emulated_products_are_those_of_int8_in_the_derivative_too() {
+    let dims = [4, 3, 16];
+    let [native, emulated] = [Arithmetic::Native, Arithmetic::Emulated]
+        .map(|arithmetic| layer_in(arithmetic, 2, dims, 8).unwrap());
+    assert_eq!(count(&emulated, "dot_general", DType::S32), 0);
+    assert_eq!(count(&emulated, "dot_general", DType::F32), 3);
+    // The same key rounds alike.
+    let [native, emulated] = [native, emulated].map(|graph| run(&graph, dims, 8, [1, 2]));
+    for (native, emulated) in native.iter().zip(&emulated) {
+        let largest = native.iter().fold(0f64, |m, y| m.max(y.abs()));
+        for (a, b) in native.iter().zip(emulated) {
+            assert!((a - b).abs() <= 1e-6 * largest, "{a} {b}");
+        }
     }
 }
 

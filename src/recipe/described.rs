@@ -54,6 +54,10 @@ pub fn check_formats(
     chip: Chip,
     notify: &mut Notify<'_>,
 ) -> Result<(), RecipeError> {
+    if config.quantization_emulate {
+        // Products are of floats.
+        return Ok(());
+    }
     // Weights alone are multiplied in the activations' type.
     let activations: Vec<TensorFormat> =
         match (config.quantization, described_quantization(config)?) {

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use crate::config::{self, Config};
 use crate::dtype::DType;
-use crate::graph::{Granularity, NumericsConvention, Range, Rounding, TensorFormat};
+use crate::graph::{Arithmetic, Granularity, NumericsConvention, Range, Rounding, TensorFormat};
 use crate::models::FamilySpec;
 use crate::nn::Precision;
 use crate::quant::{Action, Decision, Formats, Policy, Rule, StoredLayer};
@@ -41,7 +41,14 @@ pub fn policy(
         rules.push(Rule::new(&rule.path, action, true).map_err(RecipeError::usage)?);
     }
     if config.quantization == config::Quantization::Off {
-        return Ok(None);
+        return match config.quantization_emulate {
+            false => Ok(None),
+            true => Err(RecipeError::Usage(
+                "quantization_emulate=True has no effect: nothing is quantized; name a mode with quantization, or a quantized \
+                 checkpoint, or leave it out"
+                    .to_owned(),
+            )),
+        };
     }
     let formats = formats(config, &mode_layers(config), local_shards)?;
     let policy = match has_qwix_rules(config) {
@@ -50,7 +57,16 @@ pub fn policy(
     };
     let mut policy = policy.map_err(RecipeError::usage)?;
     policy.where_faster = config.int8_where_faster;
+    policy.arithmetic = arithmetic(config);
     Ok(Some(policy))
+}
+
+/// How products of rounded operands are computed.
+fn arithmetic(config: &Config) -> Arithmetic {
+    match config.quantization_emulate {
+        true => Arithmetic::Emulated,
+        false => Arithmetic::Native,
+    }
 }
 
 /// Whether Qwix's rules say what is quantized: every dot and convolution. They are of modes that round activations as they
@@ -550,7 +566,9 @@ pub fn policy_of_checkpoint(
         };
     }
     let root = format!("{}/", family.denoiser.part());
-    Ok(Some(Policy::stored(&root, layers)))
+    let mut policy = Policy::stored(&root, layers);
+    policy.arithmetic = arithmetic(config);
+    Ok(Some(policy))
 }
 
 /// Whether a layer's weight has been multiplied by the scales of its activation's features, so that it means nothing without
