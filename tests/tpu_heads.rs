@@ -2,8 +2,8 @@
 
 use maxdiff::backend::tpu::claim;
 use maxdiff::dtype::DType;
-use maxdiff::graph::{Builder, Graph};
-use maxdiff::nn::{Precision, RotaryTables, rms_norm};
+use maxdiff::graph::{Builder, Graph, Op};
+use maxdiff::nn::{Attention, Linear, Precision, RotaryTables, attention, linear, rms_norm};
 use maxdiff::shape::Shape;
 use maxdiff::topology::Chip;
 
@@ -47,5 +47,72 @@ fn heads_are_normed_and_rotated_in_kernels() {
     for (streams, size) in [(&[48][..], 64), (&[24], 128)] {
         let graph = heads_with_positions(streams, size);
         assert_eq!(calls(&claim(&graph, Chip::V4.features(), 1).unwrap()), 0);
+    }
+}
+
+/// Attention between projections, with `bias` in those of queries, keys and values: batch, heads, queries, keys, size of a head.
+fn projected([batch, heads, queries, keys, size]: [usize; 5], bias: bool) -> Graph {
+    let b = Builder::new();
+    let features = heads * size;
+    let input = |name: &str, rows: usize| {
+        let shape = Shape::new(DType::BF16, [batch, rows, features]);
+        b.input(name, shape, &[]).unwrap()
+    };
+    let (x, context) = (input("x", queries), input("context", keys));
+    let precision = Precision {
+        weights: DType::BF16,
+        activations: DType::BF16,
+    };
+    let m = b.root("m");
+    let project = |name: &str, x| {
+        let layer = Linear::new(features, "embed", "heads");
+        let layer = if bias { layer } else { layer.without_bias() };
+        linear(&m.scope(name), x, layer, precision).unwrap()
+    };
+    let qkv = [
+        project("q", x),
+        project("k", context),
+        project("v", context),
+    ];
+    let spec = Attention {
+        heads,
+        causal: false,
+    };
+    let y = attention(&m, qkv, spec, precision).unwrap();
+    let y = project("out", y);
+    b.output("y", m.add(y, x).unwrap(), None).unwrap();
+    b.finish()
+}
+
+/// Heads that fill no register get their zeros from weights: what is padded of activations are rows alone.
+#[test]
+fn heads_are_padded_in_weights() {
+    let cases = [
+        ([2, 3, 32, 128, 40], false, 0),
+        ([1, 2, 64, 256, 80], true, 0),
+        ([1, 1, 40, 77, 160], false, 3),
+    ];
+    for (dims, bias, of_rows) in cases {
+        let graph = projected(dims, bias);
+        let kernel = claim(&graph, Chip::V5e.features(), 1).unwrap();
+        let of_weights = kernel.weight_only();
+        let nodes = || kernel.nodes.iter().zip(kernel.live_nodes()).enumerate();
+        let of_activations = |wanted: fn(&Op) -> bool| {
+            let found =
+                nodes().filter(|(i, (node, live))| *live && wanted(&node.op) && !of_weights[*i]);
+            found.count()
+        };
+        assert_eq!(
+            of_activations(|op| matches!(op, Op::Pad { .. })),
+            of_rows,
+            "{dims:?}"
+        );
+        assert!(
+            of_activations(|op| matches!(op, Op::Slice { .. })) <= of_rows,
+            "{dims:?}"
+        );
+        assert!(calls(&kernel) >= 1, "{dims:?}");
+        let error = distance(&graph, &kernel);
+        assert!(error <= 6e-3, "{dims:?}: {error}");
     }
 }

@@ -62,7 +62,7 @@ pub fn claims_in_training(kind: &Composite, body: &Graph) -> bool {
 }
 
 /// How the kernel of an attention has its operands.
-struct Padded {
+pub(super) struct Padded {
     kernel: Attention,
     batch: usize,
     heads: usize,
@@ -77,9 +77,9 @@ struct Padded {
 
 impl Padded {
     /// For q `[batch, queries, heads, size]`, k and v `[batch, keys, heads, size]`; `None` where there is no kernel.
-    fn of(b: &Builder, qkv: [Tensor; 3]) -> Option<Padded> {
-        let [q, k, _] = qkv.map(|x| b.shape(x));
-        if qkv.iter().any(|x| b.dtype(*x) != DType::BF16) || q.count() == 0 || k.count() == 0 {
+    pub fn of(qkv: [&Shape; 3]) -> Option<Padded> {
+        let [q, k, _] = qkv;
+        if qkv.iter().any(|of| of.dtype != DType::BF16) || q.count() == 0 || k.count() == 0 {
             return None;
         }
         let [batch, queries, heads, size] = [0, 1, 2, 3].map(|d| q.dims[d]);
@@ -109,6 +109,16 @@ impl Padded {
         padded.kernel.fits(&q, &k).then_some(padded)
     }
 
+    /// The number and size of heads, and with the padding.
+    pub fn heads(&self) -> [[usize; 2]; 2] {
+        [[self.heads, self.size], [self.all_heads, self.kernel.size]]
+    }
+
+    pub fn has_padded_heads(&self) -> bool {
+        let [own, all] = self.heads();
+        own != all
+    }
+
     fn columns(&self) -> usize {
         self.all_heads * self.kernel.size
     }
@@ -134,10 +144,30 @@ impl Padded {
         b.reshape(x, &[self.batch, length, self.columns()])
     }
 
+    /// The kernel's result `[batch, queries, columns]` for operands whose heads may have their padding already.
+    pub fn call(&self, b: &Builder, [q, k, v]: [Tensor; 3]) -> Result<Tensor> {
+        let operands = [self.queries(b, q)?, self.keys(b, k)?, self.keys(b, v)?];
+        let y = b.push(Op::CustomCall(Arc::new(self.kernel.clone())), &operands)?;
+        match self.all[0] == self.queries {
+            true => Ok(y),
+            false => b.slice_dim(y, 1, 0, self.queries),
+        }
+    }
+
+    /// The padded heads of `[batch, length, columns]`.
+    pub fn split(&self, b: &Builder, x: Tensor) -> Result<Tensor> {
+        let length = b.shape(x).count() / (self.batch * self.columns());
+        b.reshape(x, &[self.batch, length, self.all_heads, self.kernel.size])
+    }
+
+    /// The attention's result, of the kernel's.
+    pub fn without_heads_padding(&self, b: &Builder, y: Tensor) -> Result<Tensor> {
+        self.cut(b, y, self.queries)
+    }
+
     /// A result without its padding: that of the first `length` rows of `y`, which has all of them.
     fn cut(&self, b: &Builder, y: Tensor, length: usize) -> Result<Tensor> {
-        let rows = b.shape(y).count() / (self.batch * self.columns());
-        let mut y = b.reshape(y, &[self.batch, rows, self.all_heads, self.kernel.size])?;
+        let mut y = self.split(b, y)?;
         for (dim, length) in [length, self.heads, self.size].into_iter().enumerate() {
             if b.dims(y)[dim + 1] != length {
                 y = b.slice_dim(y, dim + 1, 0, length)?;
@@ -149,23 +179,18 @@ impl Padded {
 
 /// The kernel for q `[batch, queries, heads, size]`, k and v `[batch, keys, heads, size]`; `None` where there is none.
 pub(super) fn attention(b: &Builder, [q, k, v]: [Tensor; 3]) -> Result<Option<Tensor>> {
-    let Some(padded) = Padded::of(b, [q, k, v]) else {
+    let Some(padded) = Padded::of([q, k, v].map(|x| b.shape(x)).each_ref()) else {
         return Ok(None);
     };
-    let operands = [
-        padded.queries(b, q)?,
-        padded.keys(b, k)?,
-        padded.keys(b, v)?,
-    ];
-    let y = b.push(Op::CustomCall(Arc::new(padded.kernel.clone())), &operands)?;
-    padded.cut(b, y, padded.queries).map(Some)
+    let y = padded.call(b, [q, k, v])?;
+    padded.without_heads_padding(b, y).map(Some)
 }
 
 /// The kernels for the gradients of q, k and v, given those and the attention's result and its gradient; `None` where there
 /// are none.
 fn attention_gradients(b: &Builder, operands: [Tensor; 5]) -> Result<Option<[Tensor; 3]>> {
     let [q, k, v, y, gradient] = operands;
-    let Some(padded) = Padded::of(b, [q, k, v]) else {
+    let Some(padded) = Padded::of([q, k, v].map(|x| b.shape(x)).each_ref()) else {
         return Ok(None);
     };
     let [q_shape, k_shape] = padded.shapes();

@@ -4,9 +4,11 @@ mod attention;
 mod contracted;
 mod convolution;
 mod image;
+mod padded_heads;
 mod trained_convolution;
 mod training;
 
+use std::any::Any;
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
@@ -48,14 +50,8 @@ type Result<T> = std::result::Result<T, GraphError>;
 /// # Errors
 /// When the graph is ill-typed.
 pub fn claim(graph: &Graph, features: Features, parts: usize) -> Result<Graph> {
-    let claims = Claims {
-        graph,
-        features,
-        parts,
-        of_weights: graph.weight_only(),
-        from_stored: graph.from_stored(),
-        users: follow::users(graph),
-    };
+    let graph = &padded_heads::pad_heads(&Claims::of(graph, features, parts))?;
+    let claims = Claims::of(graph, features, parts);
     let products = claims.with_norms(claims.products());
     let convolutions = claims.convolutions(&products);
     let readers = products.values().map(|found| found.contraction);
@@ -63,8 +59,8 @@ pub fn claim(graph: &Graph, features: Features, parts: usize) -> Result<Graph> {
     let readers: HashSet<usize> = readers.collect();
     let self_attentions = claims.self_attentions(&products);
     graph.substitute(&mut |b, i, copies| {
-        if let Some(qkv) = self_attentions.get(&i) {
-            return claims.self_attention_call(b, i, qkv, copies).map(Some);
+        if let Some(found) = self_attentions.get(&i) {
+            return claims.self_attention_call(b, i, found, copies).map(Some);
         }
         if let Some(found) = products.get(&i) {
             let y = claims.product_call(b, &[found], copies)?;
@@ -171,6 +167,13 @@ struct Found {
     shape: Shape,
 }
 
+/// An attention whose operands one kernel computes.
+struct SelfAttention {
+    kernel: Attention,
+    /// The products of queries, keys and values.
+    qkv: [Found; 3],
+}
+
 /// Decides which products the kernel takes, by attributes, types and shapes.
 struct Claims<'a> {
     graph: &'a Graph,
@@ -184,6 +187,17 @@ struct Claims<'a> {
 }
 
 impl<'a> Claims<'a> {
+    fn of(graph: &'a Graph, features: Features, parts: usize) -> Claims<'a> {
+        Claims {
+            graph,
+            features,
+            parts,
+            of_weights: graph.weight_only(),
+            from_stored: graph.from_stored(),
+            users: follow::users(graph),
+        }
+    }
+
     fn node(&self, id: u32) -> &'a Node {
         &self.graph.nodes[id as usize]
     }
@@ -421,59 +435,58 @@ impl<'a> Claims<'a> {
 
     /// The attentions whose queries, keys and values are products of the same rows that one kernel computes side by
     /// side: rows are then normalized and rounded once.
-    fn self_attentions(&self, products: &HashMap<usize, Found>) -> HashMap<usize, [Found; 3]> {
+    fn self_attentions(&self, products: &HashMap<usize, Found>) -> HashMap<usize, SelfAttention> {
         let nodes = self.graph.nodes.iter().enumerate();
         let found = nodes.filter_map(|(i, node)| {
-            let is_attention = matches!(
-                node.op,
-                Op::Composite {
-                    kind: Composite::Attention { causal: false },
-                    ..
-                }
-            );
-            if !is_attention || self.users[i].is_empty() || !self.is_split(&node.shape) {
+            let kernel = side_by_side_kernel(node)?;
+            if self.users[i].is_empty() || !self.is_split(&node.shape) {
                 return None;
             }
             let qkv = node.operands.iter().map(|operand| {
-                let reshape = *operand as usize;
-                let heads = &self.graph.nodes[reshape];
-                let product = *heads.operands.first()? as usize;
-                let alone = [reshape, product].map(|id| self.only_user(id).map(|(user, _)| user));
-                let follows =
-                    matches!(heads.op, Op::Reshape(_)) && alone == [Some(i), Some(reshape)];
-                follows.then(|| products.get(&product).cloned()).flatten()
+                let product = self.before_reshapes(*operand as usize, i)?;
+                products.get(&product).cloned()
             });
             let qkv: Option<Vec<Found>> = qkv.collect();
             let qkv: [Found; 3] = qkv?.try_into().ok()?;
-            self.lie_side_by_side(&qkv, &node.shape).then_some((i, qkv))
+            let found = SelfAttention { kernel, qkv };
+            self.lies_side_by_side(&found, &node.shape)
+                .then_some((i, found))
         });
         found.collect()
     }
 
-    /// Whether one kernel can compute the products, and another reads them as the queries, keys and values of attention
-    /// `[batch, length, heads, size]`.
-    fn lie_side_by_side(&self, qkv: &[Found; 3], attention: &Shape) -> bool {
-        let [q, ..] = qkv;
-        let same = qkv.iter().all(|found| {
+    /// What node `i` is a reshape of, maybe several times, if only `reader` reads it.
+    fn before_reshapes(&self, mut i: usize, mut reader: usize) -> Option<usize> {
+        while self.only_user(i).is_some_and(|(user, _)| user == reader) {
+            let node = &self.graph.nodes[i];
+            match node.op {
+                Op::Reshape(_) => (reader, i) = (i, node.operands[0] as usize),
+                _ => return Some(i),
+            }
+        }
+        None
+    }
+
+    /// Whether one kernel can compute the products, and another reads them as the queries, keys and values of an attention whose
+    /// result has this shape.
+    fn lies_side_by_side(&self, found: &SelfAttention, attention: &Shape) -> bool {
+        let [q, ..] = &found.qkv;
+        let same = found.qkv.iter().all(|found| {
             let recorded = found.scales.recorded() == q.scales.recorded();
             recorded
                 && (found.kernel, found.x, found.norm, &found.shape)
                     == (q.kernel, q.x, q.norm, &q.shape)
         });
-        let [batch, length, heads, size] = [0, 1, 2, 3].map(|d| attention.dims[d]);
-        let columns = heads * size;
-        let kernel = self_attention(attention);
-        let fills_blocks = kernel.size == size
-            && Attention::padded(length, length) == [length; 2]
-            && (size > 64 || heads.is_multiple_of(2));
-        let x = &self.node(q.x).shape;
+        let [batch, length] = [0, 1].map(|d| attention.dims[d]);
         let rows = batch * length;
+        let columns: usize = attention.dims[2..].iter().product();
+        let x = &self.node(q.x).shape;
         let terms = x.dims.last().copied().unwrap_or(0);
         let alone = Shape::new(DType::BF16, [batch, length, columns]);
         let plain = !q.kernel.gated && !q.kernel.residual;
         same && plain
-            && fills_blocks
-            && kernel.fits(&alone, &alone)
+            && Attention::padded(length, length) == [length; 2]
+            && found.kernel.fits(&alone, &alone)
             && [rows, rows / self.parts]
                 .iter()
                 .all(|rows| q.kernel.padded_rows(*rows, terms, 3 * columns) == Some(*rows))
@@ -484,14 +497,15 @@ impl<'a> Claims<'a> {
         &self,
         b: &Builder,
         attention: usize,
-        qkv: &[Found; 3],
+        found: &SelfAttention,
         copies: &[Tensor],
     ) -> Result<Tensor> {
         let shape = &self.graph.nodes[attention].shape;
-        let [batch, length, heads, size] = [0, 1, 2, 3].map(|d| shape.dims[d]);
-        let y = self.product_call(b, &qkv.each_ref(), copies)?;
-        let y = b.reshape(y, &[batch, length, 3 * heads * size])?;
-        let kernel = Arc::new(self_attention(shape));
+        let [batch, length] = [0, 1].map(|d| shape.dims[d]);
+        let columns: usize = shape.dims[2..].iter().product();
+        let y = self.product_call(b, &found.qkv.each_ref(), copies)?;
+        let y = b.reshape(y, &[batch, length, 3 * columns])?;
+        let kernel = Arc::new(found.kernel.clone());
         let y = b.push(Op::CustomCall(kernel), &[y; 3])?;
         b.reshape(y, &shape.dims)
     }
@@ -601,15 +615,34 @@ fn side_by_side(
     }
 }
 
-/// The kernel for attention `[batch, length, heads, size]` of queries, keys and values that lie side by side.
-fn self_attention(attention: &Shape) -> Attention {
-    let [length, size] = [1, 3].map(|d| attention.dims[d]);
-    Attention {
-        scale: 1.0 / (size as f64).sqrt(),
-        size: Attention::padded_size(size),
-        keys: length,
+/// The kernel for the attention that `node` is, or calls the kernel of, if its queries, keys and values lay side by side. `None`
+/// where heads alone would have to be padded.
+fn side_by_side_kernel(node: &Node) -> Option<Attention> {
+    let kernel = match &node.op {
+        Op::Composite {
+            kind: Composite::Attention { causal: false },
+            ..
+        } => {
+            let [length, heads, size] = [1, 2, 3].map(|d| node.shape.dims[d]);
+            let is_whole = Attention::padded_size(size) == size;
+            let fills_registers = size > 64 || heads.is_multiple_of(2);
+            (is_whole && fills_registers).then(|| Attention {
+                scale: 1.0 / (size as f64).sqrt(),
+                size,
+                keys: length,
+                side_by_side: false,
+            })?
+        }
+        Op::CustomCall(call) => {
+            let call: &dyn Any = call.as_ref();
+            call.downcast_ref::<Attention>()?.clone()
+        }
+        _ => return None,
+    };
+    Some(Attention {
         side_by_side: true,
-    }
+        ..kernel
+    })
 }
 
 /// The reciprocals of recorded scales in `f32`, as AMD Quark's numerics have them: one, or one for each of the features that
